@@ -1,0 +1,271 @@
+"""What every trainer needs to survive being killed: whole-or-nothing files, resumable logs, random states, signals.
+
+Files are written to `.NAME.tmp` in the same folder, flushed to the disk and renamed, so that a name never stands for half a file.
+Checkpoints hold tensors and plain types only and are read with weights_only=True: a checkpoint from a stranger runs no code.
+With several ranks, one rank writes and prepares the folder.
+"""
+
+import collections
+import json
+import math
+import os
+import pathlib
+import random
+import signal
+import tempfile
+import time
+import zipfile
+
+import numpy as np
+import torch
+
+LAST, PREV, BEST = 'ckpt_last.pt', 'ckpt_prev.pt', 'ckpt_best.pt'
+RUN_FILES = ('ckpt_*.pt', 'log.jsonl', 'config.json', '*.tfevents.*')  # what a run writes into its folder, and overwrite removes
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be used; the message is one line, names the file and says what to do."""
+
+
+class OutDirError(ValueError):
+    """The output folder cannot be used; the message is one line."""
+
+
+# -----------------------------------------------------------------------------
+# whole-or-nothing files
+
+
+def sync_folder(folder):
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)  # a rename is safe from a power cut only once its folder is on the disk
+    finally:
+        os.close(descriptor)
+
+
+def write_atomic(path, write, keep=None):
+    """write(file) fills a binary temporary file, which then takes the name `path`; an existing file goes on as `keep`, if given (a name
+    in the same folder). Whatever fails leaves `path` as it was and raises."""
+    path = pathlib.Path(path)
+    temporary = path.with_name(f'.{path.name}.tmp')
+    try:
+        with open(temporary, 'wb') as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        if keep is not None and path.exists():
+            kept, link = path.with_name(keep), path.with_name(f'.{keep}.tmp')
+            link.unlink(missing_ok=True)
+            try:
+                os.link(path, link)  # a second name, so that `path` exists at every moment
+                os.replace(link, kept)
+            except OSError:  # a file system without hard links: for a moment only `keep` exists
+                os.replace(path, kept)
+            link.unlink(missing_ok=True)  # renaming between two names of one file does nothing: happens after a kill right here
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def write_text(text, path):
+    write_atomic(path, lambda file: file.write(text.encode()))
+
+
+def json_line(obj):
+    """JSON as the standard has it: NaN and infinities become null."""
+
+    def plain(x):
+        if isinstance(x, float) and not math.isfinite(x):
+            return None
+        if isinstance(x, dict):
+            return {key: plain(value) for key, value in x.items()}
+        return [plain(item) for item in x] if isinstance(x, (list, tuple)) else x
+
+    return json.dumps(plain(obj), allow_nan=False)
+
+
+def write_json(obj, path):
+    write_text(json.dumps(json.loads(json_line(obj)), indent=1) + '\n', path)
+
+
+class JsonlLog:
+    """A log of one JSON object a line, on the disk's side of every crash but the machine's own.
+
+    resume_step None starts an empty log. Otherwise the log goes on after that step: later lines (their 'step' is larger) and half-written
+    ones are dropped, so that the steps done again appear once; lines without a 'step' stay. A missing log starts empty."""
+
+    def __init__(self, path, resume_step=None):
+        lines = []
+        if resume_step is not None and os.path.exists(path):
+            with open(path, encoding='utf-8', errors='replace') as file:
+                lines = [line.rstrip('\n') for line in file]
+        write_text(''.join(line + '\n' for line in lines if self.stays(line, resume_step)), path)
+        self.file = open(path, 'a', encoding='utf-8')  # noqa: SIM115
+
+    @staticmethod
+    def stays(line, resume_step):
+        try:
+            record = json.loads(line)
+            return isinstance(record, dict) and record.get('step', resume_step) <= resume_step
+        except (ValueError, TypeError):
+            return False
+
+    def write(self, record):
+        self.file.write(json_line(record) + '\n')
+        self.file.flush()
+
+    def close(self):
+        self.file.close()
+
+
+# -----------------------------------------------------------------------------
+# checkpoints
+
+
+def check_plain(obj, where='checkpoint'):
+    """TypeError, naming the place, for anything that a weights-only load would refuse, or that hides a foreign type (numpy's floats)."""
+    if type(obj) in (dict, collections.OrderedDict):
+        for key, value in obj.items():
+            if type(key) not in (str, int):
+                raise TypeError(f'{where}: the key {key!r} is a {type(key).__name__}, not a str or an int')
+            check_plain(value, f'{where}[{key!r}]')
+    elif type(obj) in (list, tuple):
+        for i, item in enumerate(obj):
+            check_plain(item, f'{where}[{i}]')
+    elif type(obj) not in (torch.Tensor, torch.nn.Parameter, str, int, float, bool, type(None)):
+        raise TypeError(f'{where} is a {type(obj).__name__}: only tensors and plain types are saved')
+
+
+def save_checkpoint(obj, path, keep=None):
+    """Saves obj (tensors, dict, list, tuple, str, int, float, bool, None) as a whole or not at all; with keep=PREV the checkpoint that
+    was at `path` goes on under that name. Raises TypeError for other types, OSError when the disk is full."""
+    check_plain(obj)
+    write_atomic(path, lambda file: torch.save(obj, file), keep)
+
+
+def load_checkpoint(path, device='cpu'):
+    """-> what save_checkpoint saved, with its tensors on `device`. CheckpointError if it cannot be read."""
+    if torch.device(device).type == 'cuda' and not torch.cuda.is_available():
+        raise CheckpointError(f'{path}: cannot be loaded on {device}: there is no CUDA device here')
+    try:
+        with zipfile.ZipFile(path) as file:  # torch's format is a zip file, but torch does not look at its checksums
+            if file.testzip() is not None:
+                raise zipfile.BadZipFile('wrong checksum')
+        return torch.load(path, map_location=device, weights_only=True, mmap=False)
+    except FileNotFoundError:
+        raise CheckpointError(f'{path}: no such checkpoint: check out_dir') from None
+    except torch.OutOfMemoryError:
+        raise
+    except zipfile.BadZipFile as error:
+        raise CheckpointError(f'{path}: damaged, cut short or not a checkpoint ({error}): give another file, or delete it') from None
+    except OSError as error:
+        raise CheckpointError(f'{path}: cannot be opened: {error.strerror}') from None
+    except Exception as error:  # the unpickler and the storages each have their own
+        reason = (str(error).splitlines() or [''])[0][:160]
+        if 'Weights only load failed' in reason or 'weights_only' in reason:
+            raise CheckpointError(f'{path}: holds Python objects, refused because loading them could run code') from None
+        raise CheckpointError(f'{path}: cannot be loaded ({reason}): give another file, or delete it') from None
+
+
+def load_latest(out_dir, device='cpu'):
+    """-> (checkpoint, its path): the last one in the folder or, with a line that says so, the one before. CheckpointError if neither."""
+    paths = [pathlib.Path(out_dir, name) for name in (LAST, PREV)]
+    if not any(path.exists() for path in paths):
+        raise CheckpointError(f'{out_dir}: nothing to resume from, there is no {LAST}: start without --resume')
+    try:
+        return load_checkpoint(paths[0], device), paths[0]
+    except CheckpointError as error:
+        if not paths[1].exists():
+            raise
+        loaded = load_checkpoint(paths[1], device)
+        if os.environ.get('RANK', '0') == '0':
+            print(f'warning: {error}; going on from {paths[1]}', flush=True)
+        return loaded, paths[1]
+
+
+# -----------------------------------------------------------------------------
+# random states
+
+
+def rng_state():
+    """The states of torch (CPU and the current CUDA device), numpy and random, as save_checkpoint takes them."""
+    name, keys, *rest = np.random.get_state()
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return {'torch': torch.get_rng_state(), 'cuda': cuda, 'python': random.getstate(),
+            'numpy': [name, [int(key) for key in keys], int(rest[0]), int(rest[1]), float(rest[2])]}  # fmt: skip
+
+
+def set_rng_state(state):
+    """Restores what rng_state gave; CUDA's part only where both sides have it."""
+    torch.set_rng_state(state['torch'].cpu())  # .cpu(): a load may have moved it to the device
+    if state['cuda'] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state['cuda'].cpu())
+    name, keys, *rest = state['numpy']
+    np.random.set_state((name, np.array(keys, np.uint32), *rest))
+    version, words, gauss = state['python']
+    random.setstate((version, tuple(words), gauss))
+
+
+# -----------------------------------------------------------------------------
+# the output folder
+
+
+def prepare_out_dir(out_dir, resume=False, overwrite=False, run_files=RUN_FILES):
+    """Creates the folder of a run, or checks it -> its pathlib.Path. OutDirError says why not.
+
+    A folder with a run in it (a checkpoint or a log) is refused without resume or overwrite; resume needs a checkpoint. overwrite removes
+    the files matching run_files (glob patterns, this folder only) and nothing else. Temporary files of a killed run are removed."""
+    if not str(out_dir):
+        raise OutDirError('out_dir is empty: name a folder')
+    if resume and overwrite:
+        raise OutDirError('--resume and --overwrite exclude each other: choose one')
+    path = pathlib.Path(out_dir)
+    try:
+        if resume and not (path / LAST).exists() and not (path / PREV).exists():
+            raise OutDirError(f'{path}: nothing to resume from, there is no {LAST}: start without --resume')
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass  # a folder without write permission, a read-only disk: better now than after the first hour
+    except OSError as error:
+        reason = 'it is a file' if path.is_file() else error.strerror
+        raise OutDirError(f'{path}: cannot be used as the output folder: {reason}') from None
+    if not resume and not overwrite and (any(path.glob('ckpt_*.pt')) or (path / 'log.jsonl').exists()):
+        raise OutDirError(f'{path}: holds a run already: --resume=True continues it, --overwrite=True replaces it')
+    stale = [f'.{pattern}.tmp' for pattern in run_files]
+    for pattern in [*stale, *(run_files if overwrite else [])]:
+        for file in path.glob(pattern):
+            if not file.is_dir():
+                file.unlink()
+    return path
+
+
+# -----------------------------------------------------------------------------
+# signals
+
+
+class Stopper:
+    """SIGTERM and ctrl-C become a flag: the loop reads `stopper.signal` (None, or the signal's number) between two updates, saves, ends.
+
+    A second ctrl-C raises KeyboardInterrupt at once. Under torchrun a ctrl-C arrives twice, from the terminal and from the launcher, so
+    there one within a second of the first does not count. With several ranks the flag must be agreed on (all-reduce) before it is acted
+    on. Main thread only."""
+
+    def __init__(self):
+        self.signal, self.time = None, 0.0
+        self.former = {number: signal.signal(number, self.handle) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def handle(self, number, frame):
+        again = self.signal == signal.SIGINT and number == signal.SIGINT
+        if again and ('RANK' not in os.environ or time.monotonic() - self.time > 1):
+            raise KeyboardInterrupt
+        if self.signal is None:
+            os.write(2, b'\nstopping after this update (ctrl-C again: at once)\n')  # print is not safe inside a handler
+        if not again:
+            self.signal, self.time = number, time.monotonic()
+
+    def restore(self):
+        """Puts the former handlers back."""
+        for number, handler in self.former.items():
+            signal.signal(number, handler)

@@ -1,0 +1,227 @@
+"""Settings for flat scripts: the globals at the top of a script are its settings, and the command line overrides them.
+
+    python train_lm.py config/small_L2.py --max_iters=20 --compile=False
+
+Arguments are read from left to right and a later one wins, as in nanoGPT: a `.py` file overrides the settings it assigns, `--key=value`
+one setting. Unlike nanoGPT, nothing is executed: a config file is data (literals, arithmetic on literals and earlier names).
+A default computed from another setting (`n_embd = 64 * n_layer`) is computed once, from the defaults.
+
+A script calls `config = configure(globals())`. Its settings are the plain assignments (`name = literal`, or arithmetic on literals and
+earlier names; lowercase, no leading underscore) that stand before the first def, class or other block. A setting's type is its
+default's type. A setting whose default is None takes any literal, else the text itself. A default that has to be computed by a call
+is not a setting: give it a literal such as 'auto' and resolve it after `configure`.
+"""
+
+import ast
+import difflib
+import io
+import math
+import operator
+import os
+import sys
+import tokenize
+import warnings
+
+MAX_INT = 2**64  # an integer in a config stays below this, which also bounds what `**` can be made to compute
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+             ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow}  # fmt: skip
+EXPECTED = {bool: 'True or False', int: 'an integer', float: 'a finite number', str: 'a string',
+            tuple: 'a tuple', list: 'a list', dict: 'a dict'}  # fmt: skip
+BROKEN = (SyntaxError, ValueError, ArithmeticError, TypeError, MemoryError, RecursionError)  # all that reading hostile text can raise
+
+
+def fail(message):
+    """Ends the script on a user's mistake: one line on stderr, exit status 2, no traceback."""
+    print('error: ' + ' '.join(str(message).splitlines()), file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+def parse(source, mode='exec'):
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')  # e.g. an odd backslash in a user's text is not worth a warning
+        return ast.parse(source, mode=mode)
+
+
+def evaluate(node, names):
+    """The value of an expression of literals, and of arithmetic on numbers and `names` (names=None: literals only).
+    ValueError says what is not allowed."""
+    if isinstance(node, ast.Constant) and type(node.value) in (bool, int, float, str, type(None)):
+        value = node.value
+    elif isinstance(node, ast.Name) and names is not None:
+        if node.id not in names:
+            raise ValueError(f'{node.id} is not defined here')
+        value = names[node.id]
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
+        value = evaluate(node.operand, names)
+        if type(value) not in (int, float):
+            raise ValueError('arithmetic needs numbers')
+        value = -value if isinstance(node.op, ast.USub) else value
+    elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS and names is not None:
+        left, right = evaluate(node.left, names), evaluate(node.right, names)
+        if type(left) not in (int, float) or type(right) not in (int, float):
+            raise ValueError('arithmetic needs numbers')  # 'a' * 10**9 would fill the memory
+        if isinstance(node.op, ast.Pow) and type(left) is type(right) is int and left.bit_length() * right > 256:
+            raise ValueError('the power is too large')
+        value = OPERATORS[type(node.op)](left, right)
+    elif isinstance(node, (ast.Tuple, ast.List)):
+        return (tuple if isinstance(node, ast.Tuple) else list)(evaluate(item, names) for item in node.elts)
+    elif isinstance(node, ast.Dict) and None not in node.keys:
+        return {evaluate(key, names): evaluate(item, names) for key, item in zip(node.keys, node.values, strict=True)}
+    else:
+        raise ValueError(f'only literals{"" if names is None else " and arithmetic"} are allowed, not {ast.unparse(node)[:60]!r}')
+    if isinstance(value, complex) or type(value) is float and not math.isfinite(value) or type(value) is int and abs(value) >= MAX_INT:
+        raise ValueError('the number is not finite, or too large')
+    return value
+
+
+def convert(value, default):
+    """`value` in the type of `default`: an int may stand for a float, a list for a tuple. ValueError if it does not fit."""
+    if default is None or type(value) is type(default) and not isinstance(value, (tuple, list)):
+        return value
+    if type(default) is float and type(value) is int:
+        return float(value)
+    if isinstance(default, (tuple, list)) and isinstance(value, (tuple, list)):
+        one_type = len({type(item) for item in default}) == 1  # (0.8, 0.95): every item must be a number
+        return type(default)(convert(item, default[0]) if one_type else item for item in value)
+    raise ValueError('wrong type')
+
+
+def assign(config, defaults, key, value, where, given=None):
+    """Sets config[key] = value, checked; `where` and `given` go into the message."""
+    if key not in defaults:
+        near = difflib.get_close_matches(key.replace('-', '_').lower(), defaults, 1, 0.6)
+        fail(f'{where}: unknown setting {key!r}' + (f', did you mean {near[0]!r}?' if near else ', --help lists the settings'))
+    try:
+        config[key] = convert(value, defaults[key])
+    except ValueError:
+        given = repr(value) if given is None else repr(given)
+        hint = f', write {given[1:-1].capitalize()}' if given[1:-1].lower() in ('true', 'false') and type(defaults[key]) is bool else ''
+        fail(f'{where}: {key} expects {EXPECTED[type(defaults[key])]} (default {defaults[key]!r}), got {given[:120]}{hint}')
+
+
+def read_script(path):
+    """-> ({name: default} in source order, {name: (group heading, comment)} for --help, docstring) of the script at `path`."""
+    with tokenize.open(path) as file:
+        source = file.read()
+    trailing, headings, owner = {}, {}, 0  # line -> comment behind code; line -> comment in column 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        line, column = token.start
+        if column == 0:
+            headings[line] = token.string.strip('#-=* ')
+        elif token.line.lstrip().startswith('#') and line - 1 in trailing:
+            trailing[owner] += ' ' + token.string.lstrip('# ')  # an indented comment line goes on with the comment above it
+            trailing[line] = ''
+        else:
+            owner, trailing[line] = line, token.string.lstrip('# ')
+    tree = parse(source)
+    defaults, names, notes, heading, last = {}, {}, {}, '', 0
+    for node in tree.body:
+        if hasattr(node, 'body') or any(isinstance(part, ast.Name) and part.id == 'configure' for part in ast.walk(node)):
+            break  # a def, class or other block, or the call itself: what follows cannot be overridden
+        above = ' '.join(headings[line] for line in range(last + 1, node.lineno) if headings.get(line))
+        last = node.end_lineno
+        if not isinstance(node, ast.Assign) or len(node.targets) != 1 or not isinstance(node.targets[0], ast.Name):
+            heading = ''  # comments above imports are no headings
+            continue
+        heading = above or heading
+        try:
+            name, value = node.targets[0].id, evaluate(node.value, names)
+        except BROKEN:
+            continue  # computed by a call: not a setting
+        names[name] = value
+        if name == name.lower() and not name.startswith('_'):
+            defaults[name], notes[name] = value, (heading, trailing.get(last) or trailing.get(node.lineno, ''))
+    return defaults, notes, ast.get_docstring(tree, clean=False)
+
+
+def read_config(path, config, defaults):
+    """Applies the config file at `path`. Names that start with an underscore are the file's own helpers."""
+    try:
+        with open(path, 'rb') as file:
+            source = file.read()
+    except OSError as error:
+        fail(f'{path}: cannot read the config file: {error.strerror}')
+    try:
+        body = parse(source).body
+    except BROKEN as error:
+        fail(f'{path}:{getattr(error, "lineno", None) or 1}: not a valid config file: {getattr(error, "msg", None) or error}')
+    helpers, lines = {}, source.decode(errors='replace').splitlines()
+    for node in body:
+        where = f'{path}:{node.lineno}'
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            continue  # docstring
+        if not isinstance(node, ast.Assign) or not all(isinstance(target, ast.Name) for target in node.targets):
+            fail(f'{where}: a config file holds only `name = value` lines, not {lines[node.lineno - 1].strip()[:60]!r}')
+        try:
+            value = evaluate(node.value, {**config, **helpers})
+        except BROKEN as error:
+            fail(f'{where}: {node.targets[0].id}: {error}')
+        for target in node.targets:
+            if target.id.startswith('_'):
+                helpers[target.id] = value
+            else:
+                assign(config, defaults, target.id, value, where)
+
+
+def read_argument(argument, following, config, defaults):
+    """Applies one `--key=value`; `following` is the next argument or None, for the message when '=' is missing."""
+    key, equals, text = argument[2:].partition('=')
+    if not equals and key in defaults:
+        default = defaults[key]
+        example = following if following and not following.startswith('-') else True if default is False else 'value'
+        fail(f'command line: {argument} needs a value with "=", as in --{key}={example}')
+    default = defaults.get(key)
+    try:
+        value = evaluate(parse(text.strip(), 'eval').body, None)
+    except BROKEN:
+        value = text if isinstance(default, str) or default is None else ...  # ... fits no type: refused below
+    if isinstance(default, str) and not isinstance(value, str):
+        value = text  # --out_dir=123 is the text '123'
+    assign(config, defaults, key, value, 'command line', given=text)
+
+
+def help_text(path):
+    """--help: docstring, usage, every setting with its default and comment under its group's heading."""
+    defaults, notes, docstring = read_script(path)
+    lines = [docstring or '', '', f'usage: python {os.path.basename(path)} [config.py ...] [--key=value ...]']
+    previous = None
+    for name, default in defaults.items():
+        heading, comment = notes[name]
+        if heading != previous:
+            lines += ['', heading] if heading else ['']
+        previous = heading
+        lines.append(f'  --{name}={default!r}'.ljust(40) + comment)
+    return '\n'.join(line.rstrip() for line in lines).strip()
+
+
+def config_diff(config, defaults):
+    """The settings that differ from their defaults, one a line ('' if none)."""
+    changed = [key for key in config if repr(config[key]) != repr(defaults.get(key))]
+    return '\n'.join(f'{key} = {config[key]!r}  (default {defaults.get(key)!r})' for key in changed)
+
+
+def configure(settings, argv=None, quiet=False):
+    """Overrides a script's settings in place and returns them as a plain dict, in the order of the source.
+
+    settings: the script's globals(), with '__file__'; the defaults are read from that source, so two calls do not influence each other.
+    argv: the arguments without the script's name (default: the command line's). Under torchrun only rank 0 prints the changed
+    settings; quiet=True prints none. A user's mistake ends the script (`fail`); --help prints and exits with status 0."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    defaults = read_script(settings['__file__'])[0]
+    config = dict(defaults)
+    if '--help' in argv or '-h' in argv:
+        print(help_text(settings['__file__']))
+        raise SystemExit(0)
+    for i, argument in enumerate(argv):
+        if argument.startswith('--'):
+            read_argument(argument, argv[i + 1] if i + 1 < len(argv) else None, config, defaults)
+        elif argument.endswith('.py') and not argument.startswith('-'):
+            read_config(argument, config, defaults)
+        else:
+            fail(f'command line: cannot read {argument!r}: expected config.py or --key=value')
+    settings.update(config)
+    if not quiet and os.environ.get('RANK', '0') == '0' and config != defaults:
+        print(config_diff(config, defaults), flush=True)
+    return config
