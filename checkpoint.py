@@ -10,7 +10,9 @@ import json
 import math
 import os
 import pathlib
+import pickle
 import random
+import re
 import signal
 import tempfile
 import time
@@ -20,7 +22,10 @@ import numpy as np
 import torch
 
 LAST, PREV, BEST = 'ckpt_last.pt', 'ckpt_prev.pt', 'ckpt_best.pt'
-RUN_FILES = ('ckpt_*.pt', 'log.jsonl', 'config.json', '*.tfevents.*')  # what a run writes into its folder, and overwrite removes
+RUN_FILES = ('ckpt_*.pt', 'log.jsonl', 'config.json', 'loss.png', '*.tfevents.*')  # what a run writes into its folder, and overwrite removes
+
+# What torch.load raises on damaged or foreign files: the unpickler, the storages and the tensors' rebuilding each have their own.
+UNREADABLE = (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError, EOFError, OverflowError, pickle.UnpicklingError)
 
 
 class CheckpointError(ValueError):
@@ -162,7 +167,7 @@ def load_checkpoint(path, device='cpu'):
         raise CheckpointError(f'{path}: damaged, cut short or not a checkpoint ({error}): give another file, or delete it') from None
     except OSError as error:
         raise CheckpointError(f'{path}: cannot be opened: {error.strerror}') from None
-    except Exception as error:  # the unpickler and the storages each have their own
+    except UNREADABLE as error:
         reason = (str(error).splitlines() or [''])[0][:160]
         if 'Weights only load failed' in reason or 'weights_only' in reason:
             raise CheckpointError(f'{path}: holds Python objects, refused because loading them could run code') from None
@@ -206,6 +211,34 @@ def set_rng_state(state):
     np.random.set_state((name, np.array(keys, np.uint32), *rest))
     version, words, gauss = state['python']
     random.setstate((version, tuple(words), gauss))
+
+
+# -----------------------------------------------------------------------------
+# the device
+
+
+def pick_device(name):
+    """-> 'cpu', 'cuda' or 'cuda:N' for a `device` setting; 'auto' is cuda where there is one. Under torchrun each rank gets its own."""
+    kind = ('cuda' if torch.cuda.is_available() else 'cpu') if name == 'auto' else name
+    if not re.fullmatch(r'cpu|cuda(:\d+)?', kind):
+        raise ValueError(f"device = {name!r}: expected 'auto', 'cpu', 'cuda' or 'cuda:N'")
+    if kind.startswith('cuda'):
+        if not torch.cuda.is_available():
+            raise ValueError(f'device = {name!r}: there is no CUDA device here')
+        if 'LOCAL_RANK' in os.environ:
+            kind = f'cuda:{os.environ["LOCAL_RANK"]}'
+        if int(kind.partition(':')[2] or 0) >= torch.cuda.device_count():
+            raise ValueError(f'device = {kind!r}: there are {torch.cuda.device_count()} CUDA devices here')
+    return kind
+
+
+def pick_dtype(name, kind):
+    """-> the dtype of matrix products for a `dtype` setting; 'auto' is bfloat16 where the processor is fast at it."""
+    if name not in ('auto', 'float32', 'bfloat16'):
+        raise ValueError(f"dtype = {name!r}: expected 'auto', 'float32' or 'bfloat16'")
+    cpu_is_fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    fast = torch.cuda.is_bf16_supported() if kind.startswith('cuda') else cpu_is_fast
+    return torch.bfloat16 if name == 'bfloat16' or name == 'auto' and fast else torch.float32
 
 
 # -----------------------------------------------------------------------------

@@ -663,7 +663,7 @@ def load_val(paths, val_tokens, val_streams, vocab_size, rank=0, world=1):
     if val_streams < 1 or n < 1 or not 0 <= rank < world:
         raise DataError(f'val_tokens = {val_tokens} cannot be cut into val_streams = {val_streams} streams (rank {rank} of {world})')
     need, have, parts = val_streams * n + 1, 0, []
-    for path, tokens in open_shards(paths, vocab_size):
+    for _, tokens in open_shards(paths, vocab_size):
         parts.append(tokens[: need - have])
         have += len(parts[-1])
         if have == need:

@@ -247,10 +247,10 @@ class Unroll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, meta, z, s, k, v, count, *weights):
-        layout, heads, mode, ops, per_level, dt = meta
+        layout, heads, mode, ops, per_level, dt, grad = meta
         (T, B, _), (L, _, C, W, K) = z.shape, k.shape
         levels = [weights[i:i + per_level] for i in range(0, len(weights), per_level)]
-        grad = any(ctx.needs_input_grad)
+        grad = grad and any(ctx.needs_input_grad)              # the latter alone is true of parameters under no_grad too
         key, buf = take_buffers(T, L, W, layout, heads, dt, s.dtype, z.device) if grad else (None, None)
         cos, sin = rope_table(W + T, K, s)
         bias = window_bias(count, T, W, s.dtype)
@@ -282,12 +282,14 @@ class Unroll(torch.autograd.Function):
             ctx.save_for_backward(z, *weights)
             ctx.meta, ctx.chunk = meta, (key, buf, kbuf, vbuf, cos, sin, coef, routes)
         new_k, new_v = (x[:, :, T:].reshape(L, B, C, W, K) for x in (new_k, vbuf))
+        if grad:
+            new_v = new_v.clone()                              # the backward reads vbuf; a state may be reset in place before
         ctx.mark_non_differentiable(new_k, new_v)
         return out, new_k, new_v
 
     @staticmethod
     def backward(ctx, dout, _dk, _dv):
-        layout, heads, mode, ops, per_level, _ = ctx.meta
+        layout, heads, mode, ops, per_level, _, _ = ctx.meta
         z, *weights = ctx.saved_tensors
         levels = [weights[i:i + per_level] for i in range(0, len(weights), per_level)]
         key, buf, kbuf, vbuf, cos, sin, coef, routes = ctx.chunk
@@ -353,7 +355,8 @@ def unroll(z, s, k, v, count, levels: list[dict[str, torch.Tensor]], aggregation
     G, R = (C, M // E) if share_kv else (C // E, M)
     names = ['a', 'b', 'wqkv', 'wo', 'up', 'down', 'router_q', 'router_q_bias', 'router_keys'][:len(levels[0])]
     weights = [level[name] if name in 'ab' else level[name].to(dt) for level in levels for name in names]
-    meta = ((B, E, G, R, K, share_kv), (C, M, K), aggregation, compiled_ops() if compiled else EAGER, len(names), dt)
+    meta = ((B, E, G, R, K, share_kv), (C, M, K), aggregation, compiled_ops() if compiled else EAGER, len(names), dt,
+            torch.is_grad_enabled())
     with torch.autocast(z.device.type, enabled=False):         # dtypes are ours from here on
         out, new_k, new_v = Unroll.apply(meta, z, s, k, v, count, *weights)
     return out, (out[-1].detach(), new_k, new_v, (count + T).clamp(max=W))
@@ -365,9 +368,9 @@ class HeadLoss(torch.autograd.Function):
     """Mean soft-capped cross-entropy in slices of rows; the gradient is made in the forward, in the logits' place."""
 
     @staticmethod
-    def forward(ctx, x, weight, targets, dt):
+    def forward(ctx, x, weight, targets, dt, grad):
         N, V = x.size(0), weight.size(0)
-        grad = any(ctx.needs_input_grad)
+        grad = grad and any(ctx.needs_input_grad)
         w = weight.to(dt)
         loss = torch.zeros((), dtype=x.dtype, device=x.device)
         if grad:
@@ -392,11 +395,11 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         dx, dw = ctx.saved_tensors
-        return g * dx, g * dw, None, None
+        return g * dx, g * dw, None, None, None
 
 
 def head_loss(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Mean cross-entropy (nats) of softcap(x @ weight.T) against targets. x (N, D), weight (V, D), targets (N,) int64."""
     dt = compute_dtype(x)
     with torch.autocast(x.device.type, enabled=False):
-        return HeadLoss.apply(x, weight, targets, dt)
+        return HeadLoss.apply(x, weight, targets, dt, torch.is_grad_enabled())

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 import data_fineweb as df
 from configurator import read_script
+
+ROOT = Path(__file__).resolve().parent.parent
 
 SHARED = ROOT.parent / 'shared' / 'text'
 DEFAULTS = read_script(df.__file__)[0]

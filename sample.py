@@ -1,0 +1,82 @@
+"""
+Text from a checkpoint of train_lm.py, streamed token by token in constant memory.
+
+$ python sample.py --out_dir=out/demo --prompt="The state of the Union"
+$ python sample.py --out_dir=out/demo --prompt=FILE:prompt.txt --max_new_tokens=-1        # for ever; ctrl-C ends it
+"""
+import codecs
+import os
+import sys
+
+import torch
+
+from checkpoint import BEST, LAST, CheckpointError, load_checkpoint, pick_device
+from configurator import configure, fail
+from data_fineweb import get_tokenizer
+from model import ModelConfig, build_model
+
+# -----------------------------------------------------------------------------
+out_dir = 'out/lm'             # a folder that train_lm.py wrote
+which = 'best'                 # 'best' (lowest validation loss) or 'last'; the last one also where there is no best
+prompt = ''                    # text to continue; FILE:name reads it from a file; '' starts a document
+max_new_tokens = 500           # tokens to write; -1: until ctrl-C
+temperature = 0.8              # 1: the model's own distribution; lower is safer; 0: always the likeliest token
+top_k = 200                    # keep only the likeliest tokens; 0: all
+num_samples = 1                # texts to write, one after the other
+seed = 1337                    # of the draws
+device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda'
+# -----------------------------------------------------------------------------
+
+
+def load_model(kind: str):
+    """Model, in fp32 and evaluation mode, and tokenizer of out_dir's checkpoint."""
+    if which not in ('best', 'last'):
+        fail(f"which = {which!r}: expected 'best' or 'last'")
+    best = os.path.join(out_dir, BEST)
+    checkpoint = load_checkpoint(best if which == 'best' and os.path.exists(best) else os.path.join(out_dir, LAST))
+    for key in ('model', 'model_config', 'recurrent', 'config'):
+        if key not in checkpoint:
+            raise CheckpointError(f'{out_dir}: the checkpoint is not one of train_lm.py (it has no {key!r})')
+    model = build_model(ModelConfig(**checkpoint['model_config'] | {'path': 'fast'}), checkpoint['recurrent'])
+    model.load_state_dict(checkpoint['model'])
+    return model.to(kind).eval(), get_tokenizer(checkpoint['config']['tokenizer'])
+
+
+def read_prompt() -> str:
+    if not prompt.startswith('FILE:'):
+        return prompt
+    try:
+        with open(prompt[5:], encoding='utf-8') as f:
+            return f.read()
+    except (OSError, UnicodeDecodeError) as error:
+        fail(f'prompt: {prompt[5:]}: cannot be read as text ({error.strerror if isinstance(error, OSError) else error.reason})')
+
+
+def main() -> None:
+    configure(globals(), quiet=True)
+    if temperature < 0 or top_k < 0 or num_samples < 1:
+        fail(f'temperature = {temperature}, top_k = {top_k}, num_samples = {num_samples}: expected >= 0, >= 0 and >= 1')
+    try:
+        kind = pick_device(device)
+        model, tokenizer = load_model(kind)
+    except ValueError as error:                                # CheckpointError, DataError, pick_device's, ModelConfig's
+        fail(error)
+    text = read_prompt()
+    idx = torch.tensor([[tokenizer.eot, *tokenizer.encode(text)]], device=kind)              # (1, T)
+    generator = torch.Generator(device=kind).manual_seed(seed)
+    for i in range(num_samples):
+        decoder = codecs.getincrementaldecoder('utf-8')('replace')                           # a character may span tokens
+        print('---------------\n' * (i > 0) + text, end='', flush=True)
+        for token in model.generate(idx, max_new_tokens, temperature, top_k, generator):
+            print(decoder.decode(tokenizer.decode_bytes(token.tolist())), end='', flush=True)
+        print(decoder.decode(b'', final=True))
+
+
+if __name__ == '__main__':
+    try:
+        main()
+    except KeyboardInterrupt:
+        print()
+        sys.exit(130)
+    except BrokenPipeError:                                    # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -1,0 +1,349 @@
+"""train_lm.py and sample.py as a user starts them: resume, micro-batches and ranks, validation, stops, mistakes, the README's commands."""
+import json
+import lzma
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import bench
+import data_fineweb
+import sample
+import train_lm
+from checkpoint import load_checkpoint
+from configurator import configure
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = {'train_lm.py': train_lm, 'sample.py': sample, 'data_fineweb.py': data_fineweb, 'bench.py': bench}
+TINY = {'tokenizer': 'bytes', 'n_layer': 2, 'n_expert': 2, 'n_embd': 32, 'n_head': 2, 'window': 12, 'block_size': 8, 'tokens_per_step': 64,
+        'max_iters': 8, 'warmup_iters': 3, 'eval_interval': 4, 'val_tokens': 96, 'val_streams': 3, 'compile': False, 'dtype': 'float32',
+        'device': 'cpu', 'threads': 1}
+META = {'tokenizer': 'bytes', 'source': 'test', 'shards': []}
+IGNORED = ('ms', 'tokens_per_s', 'seconds', 'config', 'python', 'numpy')       # times; random states that no run draws from
+
+
+@pytest.fixture(scope='session')
+def data(tmp_path_factory):
+    """Two training shards and a validation shard that can be learnt; 5 windows an epoch, so a run of 8 updates meets every reset."""
+    folder = tmp_path_factory.mktemp('data')
+    for name, n in (('val_000000', 150), ('train_000001', 8 * 25), ('train_000002', 8 * 17)):
+        data_fineweb.write_shard(str(folder / f'fineweb_{name}.bin'), (np.arange(n) ** 2 % 11 + 65).astype(np.uint16))
+    data_fineweb.write_meta(str(folder), META)
+    return folder
+
+
+def arguments(data, out, *configs, **settings):
+    return [*configs, *(f'--{k}={v}' for k, v in {**TINY, 'data_dir': data, 'out_dir': out, **settings}.items())]
+
+
+def run(data, out, *configs, **settings):
+    """A whole run in this process: the exit status."""
+    config = configure(vars(train_lm), arguments(data, out, *configs, **settings), quiet=True)
+    train_lm.prepare_out_dir(out, config['resume'], config['overwrite'])
+    return train_lm.train(config)
+
+
+def start(data, out, *, ranks=1, **settings):
+    command = [sys.executable]
+    if ranks > 1:
+        command += ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={ranks}']
+    return subprocess.Popen([*command, 'train_lm.py', *arguments(data, out, **settings)], cwd=ROOT, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, 'OMP_NUM_THREADS': '1'})
+
+
+def read_log(out):
+    with open(Path(out) / 'log.jsonl') as f:
+        return [{k: v for k, v in json.loads(line).items() if k not in IGNORED} for line in f]
+
+
+def same(a, b, where=''):
+    """Bit-equal trees of tensors and plain types; timings aside."""
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for k in a:
+            if k not in IGNORED:
+                same(a[k], b[k], f'{where}.{k}')
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), where
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            same(x, y, f'{where}[{i}]')
+    elif isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), where
+    else:
+        assert a == b, where
+
+
+def test_log_and_checkpoint(data, tmp_path):
+    assert run(data, tmp_path / 'a') == 0
+    log = read_log(tmp_path / 'a')
+    assert [r['step'] for r in log] == list(range(9))
+    assert [r['step'] for r in log if 'val_loss' in r] == [0, 4, 8]
+    assert log[0]['val_loss'] == pytest.approx(math.log(256), abs=1e-4) and log[0]['val_bits_per_byte'] == pytest.approx(8, abs=1e-3)
+    with open(tmp_path / 'a' / 'log.jsonl') as f:
+        line = json.loads(f.readlines()[-1])
+    assert {'step', 'tokens', 'train_loss', 'val_loss', 'lr', 'tokens_per_s', 'seconds', 'grad_norm'} <= line.keys() and line['tokens'] == 512
+    assert [r.get('epoch') for r in log[1:]] == [0, 0, 0, 0, 0, 1, 1, 1]
+    assert {'config.json', 'ckpt_last.pt', 'ckpt_prev.pt', 'ckpt_best.pt'} <= set(os.listdir(tmp_path / 'a'))
+    assert json.loads((tmp_path / 'a' / 'config.json').read_text())['n_embd'] == 32
+
+
+@pytest.mark.parametrize('settings', [{}, {'recurrent': False}, {'batch_size': 3}, {'aggregation': 'softmax_l2', 'share_kv': False},
+                                      {'path': 'plain'}], ids=['recurrent', 'gpt', 'micro-batches', 'routed', 'plain'])
+def test_resume_is_bit_equal(data, tmp_path, settings):
+    """2N updates = N, stop, N. Update 5 starts an epoch and update 4 reads a shard's second window: every kind of position."""
+    a, b = tmp_path / 'a', tmp_path / 'b'
+    run(data, a, **settings)
+    real = train_lm.train_update
+    count = 0
+
+    def stop_after_three(*args):
+        nonlocal count
+        count += 1
+        return real(*args[:-1], count == 3)
+    train_lm.train_update = stop_after_three
+    try:
+        assert run(data, b, **settings) == 143
+    finally:
+        train_lm.train_update = real
+    assert load_checkpoint(b / 'ckpt_last.pt')['step'] == 3
+    torch.manual_seed(999)                                     # whatever the new process starts with
+    assert run(data, b, resume=True, **settings) == 0
+    same(load_checkpoint(a / 'ckpt_last.pt'), load_checkpoint(b / 'ckpt_last.pt'))
+    same(read_log(a), read_log(b))
+
+
+def test_kill_and_resume(data, tmp_path):
+    """kill -9 in mid-run: the resumed run ends like one that was never stopped."""
+    run(data, tmp_path / 'a', max_iters=60)
+    process = start(data, tmp_path / 'b', max_iters=60)
+    deadline = time.time() + 60
+    while not (tmp_path / 'b' / 'ckpt_prev.pt').exists() and time.time() < deadline and process.poll() is None:
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    assert load_checkpoint(tmp_path / 'b' / 'ckpt_prev.pt')['step'] < 60
+    assert run(data, tmp_path / 'b', max_iters=60, resume=True) == 0
+    same(load_checkpoint(tmp_path / 'a' / 'ckpt_last.pt'), load_checkpoint(tmp_path / 'b' / 'ckpt_last.pt'))
+    same(read_log(tmp_path / 'a'), read_log(tmp_path / 'b'))
+
+
+def test_validation_cut_short_is_done_again(data, tmp_path, monkeypatch):
+    """A run that dies in a validation has its checkpoint; the resumed run validates and logs that step as if nothing had happened."""
+    run(data, tmp_path / 'a')
+    real, calls = train_lm.evaluate, []
+
+    def dies(*args):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError('out of memory')
+        return real(*args)
+    monkeypatch.setattr(train_lm, 'evaluate', dies)
+    with pytest.raises(RuntimeError):
+        run(data, tmp_path / 'b')
+    monkeypatch.setattr(train_lm, 'evaluate', real)
+    assert run(data, tmp_path / 'b', resume=True) == 0
+    same(read_log(tmp_path / 'a'), read_log(tmp_path / 'b'))
+    same(load_checkpoint(tmp_path / 'a' / 'ckpt_best.pt')['best'], load_checkpoint(tmp_path / 'b' / 'ckpt_best.pt')['best'])
+
+
+@pytest.mark.parametrize('recurrent', [True, False])
+def test_ranks_and_micro_batches(data, tmp_path, recurrent):
+    """1 rank x 4 micro-batches = 2 ranks x 2 = the whole batch at once, validation and saved state included."""
+    runs = {'whole': (1, 0), 'micro': (1, 2), 'ranks': (2, 2)}
+    for name, (ranks, rows) in runs.items():
+        settings = {'batch_size': rows, 'recurrent': recurrent, 'max_iters': 5}
+        if ranks == 1:
+            run(data, tmp_path / name, **settings)
+        else:
+            process = start(data, tmp_path / name, ranks=ranks, **settings)
+            out, err = process.communicate(timeout=120)
+            assert process.returncode == 0, err
+            assert '2 ranks x 2 micro-batches x 2 rows' in out
+    whole, state = read_log(tmp_path / 'whole'), load_checkpoint(tmp_path / 'whole' / 'ckpt_last.pt')['state']
+    for name in ('micro', 'ranks'):
+        for a, b in zip(whole, read_log(tmp_path / name), strict=True):
+            for key in {'train_loss', 'val_loss', 'grad_norm'} & a.keys():
+                assert a[key] == pytest.approx(b[key], rel=2e-3), (name, a['step'], key)
+        first, again = whole[1], read_log(tmp_path / name)[1]  # before Muon's bf16 iteration has amplified any rounding
+        assert first['train_loss'] == pytest.approx(again['train_loss'], rel=1e-6)
+        assert first['grad_norm'] == pytest.approx(again['grad_norm'], rel=1e-5)
+        other = load_checkpoint(tmp_path / name / 'ckpt_last.pt')['state']
+        for a, b in zip(state or [], other or [], strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+    # a run may go on with another number of ranks
+    assert run(data, tmp_path / 'ranks', max_iters=6, resume=True, recurrent=recurrent) == 0
+
+
+def test_validation_does_not_depend_on_chunks_or_batches(data, tmp_path):
+    """T, micro-batches and the training batch have no effect on the value; the same weights are validated."""
+    run(data, tmp_path / 'a', max_iters=4)
+    saved = load_checkpoint(tmp_path / 'a' / 'ckpt_last.pt')
+    losses = []
+    for T, rows in ((8, 0), (5, 2), (32, 1)):
+        config = configure(vars(train_lm), arguments(data, tmp_path, block_size=T, tokens_per_step=T * 8, batch_size=rows), quiet=True)
+        model = train_lm.build_model(train_lm.ModelConfig(256, 2, 2, 32, 2, 0, 12, T), True)
+        model.load_state_dict(saved['model'])
+        x, y = data_fineweb.load_val([str(data / 'fineweb_val_000000.bin')], config['val_tokens'], 3, 256)
+        losses.append(train_lm.evaluate(model, (x, y, x.numel()), 'cpu', torch.float32))
+    np.testing.assert_allclose(losses, [losses[0]] * 3, rtol=1e-6)
+    assert losses[0][0] == pytest.approx(read_log(tmp_path / 'a')[-1]['val_loss'], rel=1e-6)
+
+
+@pytest.mark.parametrize('recurrent', [True, False])
+def test_loss_falls_below_the_unigram_entropy(tmp_path, recurrent):
+    """30 updates on real text learn more than byte frequencies."""
+    with lzma.open(ROOT / 'corpus' / 'sotu.jsonl.xz') as f:
+        text = np.frombuffer(''.join(json.loads(f.readline())['text'] for _ in range(20)).encode(), np.uint8)
+    data_fineweb.write_shard(str(tmp_path / 'fineweb_train_000001.bin'), text[5000:].astype(np.uint16))
+    data_fineweb.write_shard(str(tmp_path / 'fineweb_val_000000.bin'), text[:5000].astype(np.uint16))
+    data_fineweb.write_meta(str(tmp_path), META)
+    p = np.bincount(text, minlength=256) / len(text)
+    entropy = -(p[p > 0] * np.log(p[p > 0])).sum()
+    status = run(tmp_path, tmp_path / 'out', recurrent=recurrent, n_embd=128, n_head=0, window=32, block_size=32, tokens_per_step=1024,
+                 max_iters=30, eval_interval=30, val_tokens=4096, val_streams=8, warmup_iters=5)
+    final = read_log(tmp_path / 'out')[-1]
+    assert status == 0 and final['val_loss'] < entropy - 0.2 and final['train_loss'] < entropy - 0.2, (final, entropy)
+
+
+def test_signals_save_and_exit(data, tmp_path):
+    for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+        out = tmp_path / str(number)
+        process = start(data, out, max_iters=100000, eval_interval=100000)
+        deadline = time.time() + 60
+        while (not (out / 'log.jsonl').exists() or (out / 'log.jsonl').read_text().count('\n') < 3) and time.time() < deadline:
+            time.sleep(0.01)
+        process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=60)
+        assert process.returncode == status and 'Traceback' not in stderr, stderr
+        saved = load_checkpoint(out / 'ckpt_last.pt')
+        assert f'stopped after update {saved["step"]}, saved' in stdout
+        assert read_log(out)[-1]['step'] == saved['step'] > 0
+
+
+def test_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(data, tmp_path, monkeypatch, capsys):
+    real, calls = train_lm.StreamLoader.next, []
+    run(data, tmp_path, max_iters=4)
+
+    def poison(self):                                          # weights that a spike has broken: the next loss is NaN
+        calls.append(1)
+        if len(calls) == 3:
+            model = [o for o in models if isinstance(o, torch.nn.Module)][-1]
+            with torch.no_grad():
+                model.embedding.fill_(math.nan)
+        return real(self)
+    models, build = [], train_lm.build_model
+    monkeypatch.setattr(train_lm, 'build_model', lambda *a: models.append(build(*a)) or models[-1])
+    monkeypatch.setattr(train_lm.StreamLoader, 'next', poison)
+    assert run(data, tmp_path, max_iters=20, resume=True) == 1
+    out = capsys.readouterr().out
+    assert 'update 7: loss nan' in out and 'ckpt_last.pt' in out
+    saved = load_checkpoint(tmp_path / 'ckpt_last.pt')
+    assert saved['step'] == 4 and all(p.isfinite().all() for p in saved['model'].values())
+
+
+@pytest.mark.parametrize('settings, message', [
+    ({'tokens_per_step': 100}, 'tokens_per_step = 100: must be a multiple'), ({'max_iters': 0}, 'max_iters = 0: must be at least 1'),
+    ({'n_embd': 100, 'n_head': 0}, 'n_embd = 100 is a multiple of neither'), ({'tokenizer': 'gpt3'}, "tokenizer = 'gpt3'"),
+    ({'data_dir': '/nonexistent'}, "no train shards in '/nonexistent'"), ({'device': 'cuda:99'}, 'device = '),
+    ({'dtype': 'int8'}, "dtype = 'int8'"), ({'resume': True}, 'nothing to resume from'), ({'aggregation': 'max'}, "aggregation = 'max'"),
+    ({'resume': True, 'overwrite': True}, 'exclude each other'), ({'val_tokens': 10**6}, 'lower val_tokens'),
+    ({'tokens_per_step': 8 * 64}, 'too few'), ({'learning_rate': -1}, 'learning_rate = -1.0'), ({'n_layers': 3}, "did you mean 'n_layer'"),
+])
+def test_mistakes_are_one_line(data, tmp_path, settings, message, monkeypatch, capfd):
+    monkeypatch.setattr(sys, 'argv', ['train_lm.py', *arguments(data, tmp_path / 'out', **settings)])
+    with pytest.raises(SystemExit) as error:
+        train_lm.main()
+    stderr = capfd.readouterr().err
+    assert error.value.code == 2 and message in stderr and stderr.count('\n') == 1, stderr
+
+
+def test_existing_run_is_kept(data, tmp_path, monkeypatch, capfd):
+    run(data, tmp_path, max_iters=1)
+    before = (tmp_path / 'ckpt_last.pt').read_bytes()
+    for settings, message in (({}, 'holds a run already'), ({'resume': True, 'n_embd': 64}, 'was trained with n_embd = 32, not 64')):
+        monkeypatch.setattr(sys, 'argv', ['train_lm.py', *arguments(data, tmp_path, **settings)])
+        with pytest.raises(SystemExit) as error:
+            train_lm.main()
+        assert error.value.code == 2 and message in capfd.readouterr().err
+    assert (tmp_path / 'ckpt_last.pt').read_bytes() == before
+
+
+def test_eval_only(data, tmp_path, capsys):
+    run(data, tmp_path, max_iters=4)
+    val_loss = read_log(tmp_path)[-1]['val_loss']
+    files = {f: (tmp_path / f).read_bytes() for f in os.listdir(tmp_path)}
+    config = configure(vars(train_lm), arguments(data, tmp_path, eval_only=True), quiet=True)
+    assert train_lm.train(config) == 0
+    assert f'step 4, val loss {val_loss:.4f}' in capsys.readouterr().out
+    assert files == {f: (tmp_path / f).read_bytes() for f in os.listdir(tmp_path)}
+
+
+@pytest.mark.parametrize('recurrent', [True, False])
+def test_sample(data, tmp_path, recurrent):
+    run(data, tmp_path, max_iters=2, recurrent=recurrent)
+    command = [sys.executable, 'sample.py', f'--out_dir={tmp_path}', '--prompt=né', '--max_new_tokens=20', '--num_samples=2', '--device=cpu']
+    out = [subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60) for _ in range(2)]
+    assert out[0].returncode == 0, out[0].stderr
+    assert out[0].stdout == out[1].stdout and out[0].stdout.startswith('né') and out[0].stdout.count('---------------\nné') == 1
+
+
+@pytest.mark.parametrize('arguments_, message', [
+    (['--out_dir=/nonexistent'], 'no such checkpoint'), (['--temperature=-1'], 'temperature = -1.0'), (['--which=worst'], "which = 'worst'"),
+    (['--prompt=FILE:/nonexistent'], '/nonexistent: cannot be read'), (['--device=tpu'], "device = 'tpu'"),
+])
+def test_sample_mistakes(data, tmp_path, arguments_, message, monkeypatch, capfd):
+    run(data, tmp_path, max_iters=1)
+    monkeypatch.setattr(sys, 'argv', ['sample.py', f'--out_dir={tmp_path}', '--device=cpu', *arguments_])
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as error:
+        sample.main()
+    stderr = capfd.readouterr().err
+    assert error.value.code == 2 and message in stderr and stderr.count('\n') == 1, stderr
+
+
+@pytest.mark.parametrize('config', sorted(os.listdir(ROOT / 'config')))
+def test_config_files(data, tmp_path, config):
+    """Every config file loads and runs two updates, shrunk; levels and experts as they are."""
+    tiny = {k: v for k, v in TINY.items() if k not in ('n_layer', 'n_expert')}
+    argv = [str(ROOT / 'config' / config), *(f'--{k}={v}' for k, v in {**tiny, 'data_dir': data, 'out_dir': tmp_path, 'n_embd': 8,
+                                             'n_head': 2, 'n_kv_head': 1, 'batch_size': 0, 'max_iters': 2, 'plot': False}.items())]
+    settings = configure(vars(train_lm), argv, quiet=True)
+    if config != 'demo.py':
+        budget, kind = config.split('_L')[0], 'gpt' not in config
+        assert settings['n_layer'] * settings['n_expert'] == (32 if budget.startswith('medium') else 16) and settings['recurrent'] == kind
+        assert config == f'{budget}_L{settings["n_layer"]}.py'
+    assert train_lm.train(settings) == 0
+
+
+def test_readme_commands():
+    """Each `python script.py ...` in README.md and in the scripts' docstrings names a script, config files and settings that exist."""
+    texts = [(ROOT / 'README.md').read_text(), *(module.__doc__ for module in SCRIPTS.values())]
+    commands = [c for text in texts for c in re.findall(r'^\s*(?:\$ )?(?:\.venv/bin/)?(?:torchrun \S+ \S+|python) (\w+\.py[^#\n]*)', text, re.M)]
+    assert len(commands) > 8
+    for command in commands:
+        import shlex
+        script, *argv = shlex.split(command.replace('...', ''))
+        if argv == ['--help']:
+            continue
+        module = SCRIPTS.get(script) or __import__(script.removesuffix('.py'))
+        configure(dict(vars(module)), [os.path.join(ROOT, a) if a.startswith('config/') else a for a in argv], quiet=True)
+
+
+def test_demo_recipe(tmp_path):
+    """`make demo`'s own three commands, shrunk."""
+    with open(ROOT / 'Makefile') as f:
+        recipe = re.search(r'^demo:.*\n((?:\t.*\n)+)', f.read(), re.M)[1].replace('$(BIN)/python', sys.executable).splitlines()
+    extra = [f'--data_dir={tmp_path}/data', f'--data_dir={tmp_path}/data --out_dir={tmp_path}/out --max_iters=2 --val_tokens=512 --val_streams=8 '
+             '--tokens_per_step=256', f'--out_dir={tmp_path}/out --max_new_tokens=5']
+    for line, more in zip(recipe, extra, strict=True):
+        done = subprocess.run(f'{line.strip()} {more}', shell=True, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+    assert 'Fellow citizens' in done.stdout and (tmp_path / 'out' / 'loss.png').stat().st_size > 5000

@@ -1,0 +1,424 @@
+"""
+Train a language model: the recurrent Parallel-Experts Transformer or its non-recurrent twin.
+
+On a CPU, six minutes, everything included (prepares data, trains, samples):
+$ make demo
+One GPU:
+$ python train_lm.py config/small_L2.py
+Four GPUs on one machine; the same batch, split over ranks:
+$ torchrun --standalone --nproc_per_node=4 train_lm.py config/small_L2.py
+The non-recurrent twin of any config, at the same levels, experts and width:
+$ python train_lm.py config/small_L2.py --recurrent=False --block_size=256
+Go on after a crash, ctrl-C or SIGTERM:
+$ python train_lm.py config/small_L2.py --resume=True
+
+Writes into out_dir: config.json, log.jsonl (one object a line), ckpt_last.pt, ckpt_prev.pt, ckpt_best.pt. A log line of step n
+describes update n; val_loss there is measured after it. On the CPU a resumed run is bit-equal to one that was never stopped.
+"""
+import math
+import os
+import sys
+import time
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+
+from checkpoint import (
+    BEST,
+    LAST,
+    PREV,
+    JsonlLog,
+    Stopper,
+    load_latest,
+    pick_device,
+    pick_dtype,
+    prepare_out_dir,
+    rng_state,
+    save_checkpoint,
+    set_rng_state,
+    write_json,
+)
+from configurator import configure, fail
+from data_fineweb import VOCAB, SequenceLoader, StreamLoader, find_shards, load_val, token_bytes
+from model import ModelConfig, State, build_model, config_dict
+from muon import Muon, lr_at
+
+# -----------------------------------------------------------------------------
+# I/O
+out_dir = 'out/lm'             # everything a run writes goes here
+data_dir = 'data/fineweb'      # shards made by data_fineweb.py
+resume = False                 # go on from out_dir's last checkpoint
+overwrite = False              # replace a run that is in out_dir
+eval_interval = 250            # updates between validations and checkpoints
+eval_only = False              # validate out_dir's last checkpoint and stop
+log_interval = 1               # updates between printed lines; log.jsonl has them all
+plot = False                   # draw out_dir/loss.png at the end (matplotlib)
+tensorboard = False            # also write TensorBoard files into out_dir
+wandb = False                  # also log to Weights & Biases, project 'parallel-experts'
+# data
+tokenizer = 'gpt2'             # 'gpt2' or 'bytes'; must be the one the shards were made with
+tokens_per_step = 131072       # tokens of an update, over all ranks and micro-batches (the paper's)
+batch_size = 0                 # rows a rank runs at a time; micro-batches follow from it. 0: all of its rows at once
+val_tokens = 10485760          # validation tokens: modded-nanogpt's and llm.c's 10,485,760
+val_streams = 512              # they are read as so many streams, whatever the batch, the ranks or the kind of model
+# model (design sections 1 and 3)
+recurrent = True               # True: RecurrentGPT, False: GPT
+n_layer = 2                    # L, depth levels; L * E = 16 blocks of width 768 is the small budget
+n_expert = 8                   # E, experts a level
+n_embd = 768                   # D, width
+n_head = 0                     # query heads; 0: D/96 if D % 192 == 0, else D/64 if D % 128 == 0
+n_kv_head = 0                  # key-value heads; 0: half of n_head
+window = 128                   # W, attention window (GPT: at evaluation only; it trains on whole sequences)
+block_size = 64                # T, tokens of a training chunk; the paper: 64 recurrent, 256 or 2048 not
+aggregation = 'sqrt_sum'       # 'sqrt_sum', 'mean', 'softmax_mean' or 'softmax_l2'
+share_kv = True                # recurrent: one cache entry a level for all experts; False: each its own
+residual = 'expert'            # GPT: 'expert' (each keeps its own, the paper's rule) or 'shared'
+router_dim = 64                # width of the router's queries and keys (softmax aggregations)
+# optimizer
+max_iters = 10000              # updates: 1.3B tokens
+learning_rate = 2e-2           # Muon's peak, for the core's and the router's matrices
+embedding_lr = 0.2             # AdamW's, at D = 768; scaled by (D/768)^-0.5
+head_lr = 0.004                # the same
+scalar_lr = 2e-2               # AdamW's for a, b, biases and expert embeddings
+momentum = 0.95                # Muon's, Nesterov
+weight_decay = 0.01            # cautious, Muon's matrices only
+betas = (0.8, 0.95)            # AdamW's
+grad_clip = 1.0                # global norm; 0 disables
+warmup_iters = 100             # then a cosine
+final_lr_ratio = 0.01          # of every peak, at the last update
+# system
+seed = 1337                    # of the initial weights; training draws nothing else
+device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda', 'cuda:1'
+dtype = 'auto'                 # of matrix products: 'float32' or 'bfloat16'; 'auto': bfloat16 where the processor is fast at it
+compile = True                 # torch.compile the unroll's pieces or GPT's blocks; falls back, saying so
+path = 'fast'                  # recurrent: 'fast' (kernels.Unroll) or 'plain' (the equations, for checking)
+threads = 0                    # CPU threads; 0: torch's choice
+# -----------------------------------------------------------------------------
+
+FIXED = ('tokenizer', 'tokens_per_step', 'recurrent', 'n_layer', 'n_expert', 'n_embd', 'n_head', 'n_kv_head', 'window',
+         'block_size', 'aggregation', 'share_kv', 'residual', 'router_dim')    # a resumed run cannot change these
+PEAK_FLOPS = {'H100': 989e12, 'H200': 989e12, 'A100': 312e12, 'B200': 2250e12, 'L40S': 362e12, '4090': 165e12}   # dense bf16
+
+
+def setup() -> tuple[int, int, str, torch.dtype]:
+    """Rank, world size, device and dtype of matrix products; joins the process group under torchrun."""
+    rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
+    kind = pick_device(device)
+    if kind.startswith('cuda'):
+        torch.cuda.set_device(kind)
+        torch.set_float32_matmul_precision('high')
+    elif threads > 0:
+        torch.set_num_threads(threads)
+    if world > 1:
+        dist.init_process_group('nccl' if kind.startswith('cuda') else 'gloo')
+    return rank, world, kind, pick_dtype(dtype, kind)
+
+
+def check_settings(world: int) -> None:
+    for name in ('eval_interval', 'log_interval', 'max_iters', 'block_size', 'tokens_per_step', 'val_tokens', 'val_streams'):
+        if globals()[name] < 1:
+            fail(f'{name} = {globals()[name]}: must be at least 1')
+    for name in ('batch_size', 'learning_rate', 'embedding_lr', 'head_lr', 'scalar_lr', 'weight_decay', 'grad_clip', 'warmup_iters'):
+        if globals()[name] < 0:
+            fail(f'{name} = {globals()[name]}: must not be negative')
+    if tokens_per_step % (block_size * world):
+        fail(f'tokens_per_step = {tokens_per_step}: must be a multiple of block_size x ranks = {block_size} x {world}')
+    if tokenizer not in VOCAB:
+        fail(f'tokenizer = {tokenizer!r}: expected one of {", ".join(VOCAB)}')
+
+
+def autocast(kind: str, amp: torch.dtype):
+    return torch.autocast(torch.device(kind).type, amp) if amp != torch.float32 else nullcontext()
+
+
+def make_optimizers(model) -> list[torch.optim.Optimizer]:
+    """Muon for matrices, AdamW for the rest; each group keeps its peak in 'peak_lr'."""
+    groups, width = model.param_groups(), (n_embd / 768) ** -0.5
+    adamw = [{'params': groups[name], 'lr': lr} for name, lr in
+             (('embedding', embedding_lr * width), ('head', head_lr * width), ('scalars', scalar_lr)) if groups[name]]
+    optimizers = [Muon(groups['matrices'], lr=learning_rate, momentum=momentum, weight_decay=weight_decay),
+                  torch.optim.AdamW(adamw, betas=betas, eps=1e-10, weight_decay=0.0, fused=model.embedding.is_cuda)]
+    for group in (g for o in optimizers for g in o.param_groups):
+        group['peak_lr'] = group['lr']
+    return optimizers
+
+
+def warm_up(model, rows: int, kind: str, amp: torch.dtype) -> None:
+    """Compile on zeros, before any clock runs; on failure say why and go on without."""
+    idx = torch.zeros(rows, block_size, dtype=torch.int64, device=kind)
+    start = time.time()
+    try:
+        with autocast(kind, amp):
+            loss, _ = model(idx, idx)
+        loss.backward()
+        print0(f'compiled in {time.time() - start:.0f} s')
+    except torch._dynamo.exc.TorchDynamoException as error:
+        print0(f'compile = True does not work here, going on without it ({str(error).strip().splitlines()[0][:200]})')
+        model.config.path = 'fast'
+    model.zero_grad(set_to_none=True)
+
+
+@torch.no_grad()
+def evaluate(model, val, kind: str, amp: torch.dtype) -> tuple[float, float]:
+    """Mean loss in nats and bits per byte over all positions of the validation streams, each from an empty state, window W.
+    All ranks share the streams. Chunks and batches are sized for speed; they have no effect on the value."""
+    x, y, size = val                                           # (S, n) of this rank; bytes of text in y
+    total = torch.tensor([0, 0, size], dtype=torch.float64, device=kind)                     # nats, tokens, bytes
+    rows = batch_size or max(1, tokens_per_step // block_size)
+    for x_rows, y_rows in zip(x.split(rows), y.split(rows), strict=True):
+        with autocast(kind, amp):
+            state = model.init_state(len(x_rows))
+            for x_t, y_t in zip(x_rows.split(block_size, 1), y_rows.split(block_size, 1), strict=True):
+                loss, state = model(x_t.to(kind), y_t.to(kind), state)
+                total[0] += loss.double() * x_t.numel()
+                total[1] += x_t.numel()
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    nats, tokens, size = total.tolist()
+    return nats / tokens, nats / math.log(2) / size
+
+
+def train_update(model, optimizers, loader, states: list[State | None], micro: int, step: int, kind: str, amp: torch.dtype, stop: bool):
+    """One update: this rank's rows in micro-batches (recurrent ones split slots, not time), gradients and loss summed over ranks.
+    states: one a micro-batch of `micro` rows, replaced in place. Returns the mean loss, the gradient norm and whether any rank was told to stop."""
+    x, y, reset = loader.next()
+    x, y = x.to(kind, non_blocking=True), y.to(kind, non_blocking=True)
+    total = torch.zeros(2, device=kind)                        # loss, stop
+    for i, (x_i, y_i) in enumerate(zip(x.split(micro), y.split(micro), strict=True)):
+        with autocast(kind, amp):
+            if recurrent and (reset or states[i] is None):
+                states[i] = model.init_state(len(x_i))
+            loss, states[i] = model(x_i, y_i, states[i])
+        loss = loss * (x_i.numel() / tokens_per_step)          # the mean over the whole batch
+        loss.backward()
+        total[0] += loss.detach()
+    params = [p for p in model.parameters() if p.grad is not None]
+    total[1] = float(stop)
+    if dist.is_initialized():
+        flat = torch.cat([p.grad.flatten() for p in params] + [total])
+        dist.all_reduce(flat)
+        total = flat[-2:]
+        for p, g in zip(params, flat[:-2].split([p.numel() for p in params]), strict=True):
+            p.grad.copy_(g.view_as(p))
+    norm = torch.nn.utils.clip_grad_norm_(params, grad_clip or math.inf)
+    loss, stop, norm = *total.tolist(), norm.item()            # the update's only wait for the device
+    if math.isfinite(loss) and math.isfinite(norm):
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group['lr'] = group['peak_lr'] * lr_at(step, max_iters, warmup_iters, final_lr_ratio)
+            optimizer.step()
+    model.zero_grad(set_to_none=True)
+    return loss, norm, stop > 0
+
+
+def gather_state(states: list[State | None], world: int, rank: int) -> list[torch.Tensor] | None:
+    """All slots' state on rank 0, on the CPU, in the order of the slots; None without one."""
+    if states[0] is None:
+        return None
+    whole = []
+    for parts, dim in zip(zip(*states, strict=True), (0, 1, 1, 0), strict=True):
+        local = torch.cat(parts, dim).contiguous()
+        if world > 1:
+            parts = [torch.empty_like(local) for _ in range(world)] if rank == 0 else None
+            dist.gather(local, parts)
+            local = torch.cat(parts, dim) if rank == 0 else local
+        whole.append(local.cpu())
+    return whole
+
+
+def scatter_state(whole: list[torch.Tensor], micro: int, world: int, rank: int, kind: str) -> list[State]:
+    """The inverse: this rank's slots as micro-batches of `micro` rows."""
+    mine = [t.chunk(world, dim)[rank].split(micro, dim) for t, dim in zip(whole, (0, 1, 1, 0), strict=True)]
+    return [State(*(t.to(kind).contiguous() for t in parts)) for parts in zip(*mine, strict=True)]
+
+
+def restore(checkpoint: dict, config: dict, where) -> None:
+    """Refuse to resume under settings that would make it another run."""
+    for name in FIXED:
+        if checkpoint['config'][name] != config[name]:
+            fail(f'{where}: was trained with {name} = {checkpoint["config"][name]!r}, not {config[name]!r}: '
+                 f'give the same value to resume, or another out_dir')
+
+
+def print0(text: str) -> None:
+    if os.environ.get('RANK', '0') == '0':
+        print(text, flush=True)
+
+
+def device_name(kind: str) -> str:
+    return torch.cuda.get_device_name() if kind.startswith('cuda') else f'CPU, {torch.get_num_threads()} threads'
+
+
+def dense_line(record: dict, flops: float, world: int, kind: str) -> str:
+    """One update in one line. MFU: FLOPs of forward and backward over the devices' dense bf16 peak; n/a where it is unknown."""
+    peak = next((f for name, f in PEAK_FLOPS.items() if kind.startswith('cuda') and name in torch.cuda.get_device_name()), None)
+    mfu = f'{100 * 3 * flops * record["tokens_per_s"] / (peak * world):.1f}%' if peak else 'n/a'
+    eta = int((max_iters - record['step']) * record['ms'] / 1000)
+    return (f'step {record["step"]}/{max_iters} | loss {record["train_loss"]:.4f} | lr {record["lr"]:.2e} | norm {record["grad_norm"]:.2f} | '
+            f'{record["ms"]:.0f} ms | {record["tokens_per_s"]:,.0f} tok/s | mfu {mfu} | eta {eta // 3600}:{eta // 60 % 60:02d}:{eta % 60:02d}')
+
+
+def open_trackers(config: dict):
+    """TensorBoard and wandb, imported only when asked for. Returns write(record)."""
+    sinks = []
+    try:
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+            writer = SummaryWriter(out_dir)
+            sinks.append(lambda r: [writer.add_scalar(k, v, r['step']) for k, v in r.items() if k != 'step'])
+        if wandb:
+            import wandb as wandb_module
+            run = wandb_module.init(project='parallel-experts', name=out_dir, config=config)
+            sinks.append(lambda r: run.log(r, step=r['step']))
+    except ImportError as error:
+        fail(f'{error.name} is asked for but not installed: pip install {error.name}, or leave it out')
+    return lambda record: [sink(record) for sink in sinks]
+
+
+def plot_log(log_path) -> str:
+    """Loss curves of log.jsonl as out_dir/loss.png."""
+    import json
+
+    import matplotlib
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    with open(log_path) as f:
+        records = [json.loads(line) for line in f]
+    figure, axes = plt.subplots(figsize=(5, 3.4), layout='constrained')
+    for key, style in (('train_loss', {'lw': 1, 'color': '#0072B2', 'alpha': 0.6}), ('val_loss', {'marker': 'o', 'ms': 4, 'color': '#D55E00'})):
+        points = [(r['tokens'] / 1e6, r[key]) for r in records if r.get(key) is not None]
+        axes.plot(*zip(*points, strict=True), label=key.replace('_', ' '), **style)
+    unit = 'byte' if tokenizer == 'bytes' else 'token'
+    axes.set(xlabel=f'training {unit}s (millions)', ylabel=f'loss (nats a {unit})',
+             title=f'{"recurrent" if recurrent else "non-recurrent"}, L = {n_layer}, E = {n_expert}, d = {n_embd}')
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.3)
+    path = os.path.join(out_dir, 'loss.png')
+    figure.savefig(path, dpi=160)
+    return path
+
+
+def train(config: dict) -> int:
+    """Returns the exit status: 0 done, 1 the loss was not finite, 128 + signal when told to stop."""
+    rank, world, kind, amp = setup()
+    check_settings(world)
+    torch.manual_seed(seed)
+    B = tokens_per_step // block_size                          # rows of an update, over all ranks
+    micro = min(batch_size or B // world, B // world)          # rows at a time; the last micro-batch may have fewer
+    model_config = ModelConfig(VOCAB[tokenizer], n_layer, n_expert, n_embd, n_head, n_kv_head, window, block_size,
+                               aggregation, share_kv, residual, router_dim, path)
+    loader = (StreamLoader if recurrent else SequenceLoader)(
+        find_shards(data_dir, 'train', tokenizer), B, block_size, VOCAB[tokenizer], rank, world)
+    val = load_val(find_shards(data_dir, 'val', tokenizer), val_tokens, val_streams, VOCAB[tokenizer], rank, world)
+    val = (*val, int(token_bytes(tokenizer)[val[1].numpy()].sum()))
+    model = build_model(model_config, recurrent).to(kind)
+    optimizers = make_optimizers(model)
+    states: list[State | None] = [None] * math.ceil(B // world / micro)
+    step, record, best, seconds = 0, {'step': 0, 'tokens': 0}, math.inf, 0.0
+    if resume or eval_only:
+        checkpoint, where = load_latest(out_dir)
+        restore(checkpoint, config, where)
+        model.load_state_dict(checkpoint['model'])
+        for optimizer, saved in zip(optimizers, checkpoint['optimizers'], strict=True):
+            peaks = [group['peak_lr'] for group in optimizer.param_groups]      # a resumed run may change its learning rates
+            optimizer.load_state_dict(saved)
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group['peak_lr'] = peak
+        loader.load_state_dict(checkpoint['loader'])
+        if checkpoint['state'] is not None:
+            states = scatter_state(checkpoint['state'], micro, world, rank, kind)
+        set_rng_state(checkpoint['rng'])
+        step, record, best, seconds = (checkpoint[k] for k in ('step', 'record', 'best', 'seconds'))
+        del checkpoint
+    params, flops = model.num_params(), model.flops_per_token()
+    print0(f'torch {torch.__version__}, python {sys.version.split()[0]}, {world} x {device_name(kind)}, {str(amp)[6:]} products\n'
+           f'{"RecurrentGPT" if recurrent else "GPT"}: {params["total"] / 1e6:.2f}M parameters ({params["core"] / 1e6:.2f}M core), '
+           f'{flops["core"] / 1e6:.1f} + {flops["head"] / 1e6:.1f} MFLOP a token forward (core + head)\n'
+           f'an update: {tokens_per_step:,} tokens = {world} ranks x {len(states)} micro-batches x {micro} rows x {block_size};'
+           f' {max_iters:,} updates = {max_iters * tokens_per_step / 1e6:,.1f}M tokens; '
+           f'validation on {val_tokens // val_streams * val_streams:,} tokens')
+    if eval_only:
+        val_loss, bpb = evaluate(model, val, kind, amp)
+        print0(f'{where}: step {step}, val loss {val_loss:.4f}, {bpb:.4f} bits per byte')
+        return 0
+    if compile and path != 'plain':
+        model_config.path = 'compiled'
+        warm_up(model, micro, kind, amp)
+    log, track = None, None
+    if rank == 0:
+        write_json(config, os.path.join(out_dir, 'config.json'))
+        log = JsonlLog(os.path.join(out_dir, 'log.jsonl'), resume_step=step - 1 if resume else None)
+        track = open_trackers(config)
+    stopper, stop, status = Stopper(), False, 0
+
+    def save(name: str, keep: str | None = None) -> None:
+        whole = gather_state(states, world, rank)
+        if rank == 0:
+            save_checkpoint({'model': model.state_dict(), 'model_config': config_dict(model_config), 'recurrent': recurrent, 'config': config,
+                             'optimizers': [o.state_dict() for o in optimizers], 'loader': loader.state_dict(), 'state': whole,
+                             'rng': rng_state(), 'step': step, 'record': record, 'best': best, 'seconds': seconds},
+                            os.path.join(out_dir, name), keep)
+
+    while True:
+        if step % eval_interval == 0 or step == max_iters:     # after the checkpoint: a validation that dies loses nothing
+            val_loss, bpb = evaluate(model, val, kind, amp)
+            record |= {'val_loss': val_loss, 'val_bits_per_byte': bpb}
+            print0(f'step {step}/{max_iters} | val loss {val_loss:.4f} | {bpb:.4f} bits per byte')
+            if val_loss < best:
+                best = val_loss
+                if step > 0:
+                    save(BEST)
+        if rank == 0:
+            log.write(record)
+            track(record)
+        if step == max_iters or stop:
+            break
+        start = time.perf_counter()
+        epoch = loader.epoch
+        loss, norm, stop = train_update(model, optimizers, loader, states, micro, step, kind, amp, stopper.signal is not None)
+        elapsed = time.perf_counter() - start
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            kept = LAST if os.path.exists(os.path.join(out_dir, LAST)) else 'none yet'
+            print0(f'error: update {step + 1}: loss {loss}, gradient norm {norm}; stopped, nothing saved of it; last good checkpoint in '
+                   f'{out_dir}: {kept}. Lower the learning rates, or look at the data')
+            status = 1
+            break
+        step, seconds = step + 1, seconds + elapsed
+        record = {'step': step, 'tokens': step * tokens_per_step, 'train_loss': loss, 'grad_norm': norm,
+                  'lr': optimizers[0].param_groups[0]['lr'], 'ms': 1000 * elapsed, 'tokens_per_s': tokens_per_step / elapsed,
+                  'seconds': seconds, 'epoch': loader.epoch}
+        if loader.epoch != epoch:
+            print0(f'epoch {loader.epoch} begins: the shards start over')
+        if step % log_interval == 0 or step == max_iters:
+            print0(dense_line(record, flops['core'] + flops['head'], world, kind))
+        if step % eval_interval == 0 or step == max_iters or stop:
+            save(LAST, PREV)
+    stopper.restore()
+    if stop and step < max_iters:
+        print0(f'stopped after update {step}, saved in {out_dir}: --resume=True goes on')
+        status = 128 + (stopper.signal or 15)
+    elif status == 0:
+        print0(f'done: {step} updates in {seconds:.0f} s, best val loss {best:.4f}; {out_dir}/{LAST}')
+    if rank == 0:
+        log.close()
+        if plot and status == 0:
+            print0(f'loss curve: {plot_log(os.path.join(out_dir, "log.jsonl"))}')
+    return status
+
+
+def main() -> int:
+    config = configure(globals())
+    try:
+        if not eval_only and os.environ.get('RANK', '0') == '0':
+            prepare_out_dir(out_dir, resume, overwrite)
+        return train(config)
+    except ValueError as error:                                # DataError, CheckpointError, OutDirError, ModelConfig's
+        fail(error)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+if __name__ == '__main__':
+    sys.exit(main())
