@@ -253,7 +253,8 @@ class Unroll(torch.autograd.Function):
         grad = grad and any(ctx.needs_input_grad)              # the latter alone is true of parameters under no_grad too
         key, buf = take_buffers(T, L, W, layout, heads, dt, s.dtype, z.device) if grad else (None, None)
         cos, sin = rope_table(W + T, K, s)
-        bias = window_bias(count, T, W, s.dtype)
+        slot, minus_inf = torch.arange(W + T, device=z.device), torch.tensor(-math.inf, dtype=s.dtype, device=z.device)
+        empty = torch.where(slot < W - count[:, None], minus_inf, 0)[:, None, None]          # (B, 1, 1, W + T)
         kbuf = torch.zeros(L, B * C, W + T, K, dtype=dt, device=z.device)                    # slots to come must be finite
         vbuf = torch.zeros_like(kbuf)
         kbuf[:, :, :W] = apply_rope(k, cos[:W], sin[:W]).view(L, B * C, W, K)
@@ -264,6 +265,7 @@ class Unroll(torch.autograd.Function):
         routes = []                                            # of each token and level, where there is a router
         out = torch.empty_like(z)
         for t in range(T):
+            bias = empty.masked_fill((slot <= t) | (slot > t + W), -math.inf)                # token t sees slots t+1 .. t+W
             for l, (a, b, wqkv, wo, up, down, *router) in enumerate(levels):
                 if router:
                     c, *gates = route(s, z[t], *router, mode)
@@ -275,7 +277,7 @@ class Unroll(torch.autograd.Function):
                             at(buf, ('att', 'ry', 'f', 'act', 'rx', 'h'), l, t, B))
                 u, q_rot, k_rot, kn, v_t = ops.project(s, z[t], a, b, wqkv, cos[W + t], sin[W + t], heads, keep[0])
                 kbuf[l, :, W + t], new_k[l, :, W + t], vbuf[l, :, W + t] = (x.reshape(B * C, K) for x in (k_rot, kn, v_t))
-                o = ops.attend(q_rot, kbuf[l], vbuf[l], bias[t], keep[1])
+                o = ops.attend(q_rot, kbuf[l], vbuf[l], bias, keep[1])
                 s = ops.mix(u, o, coef, wo, up, down, layout, keep[2])
             out[t] = s
         if grad:
@@ -292,6 +294,8 @@ class Unroll(torch.autograd.Function):
         layout, heads, mode, ops, per_level, _, _ = ctx.meta
         z, *weights = ctx.saved_tensors
         levels = [weights[i:i + per_level] for i in range(0, len(weights), per_level)]
+        if ctx.chunk is None:
+            raise RuntimeError('Unroll: its buffers are used up by the first backward; a second one needs a new forward')
         key, buf, kbuf, vbuf, cos, sin, coef, routes = ctx.chunk
         (T, B, _), (L, _, S, K), (C, M, _) = z.shape, kbuf.shape, heads
         buf['dk'].zero_()
@@ -323,13 +327,6 @@ class Unroll(torch.autograd.Function):
         ctx.chunk = None
         _free.setdefault(key, []).append(buf)
         return None, dz, None, None, None, None, *grads
-
-
-def window_bias(count: torch.Tensor, T: int, W: int, dtype: torch.dtype) -> torch.Tensor:
-    """(T, B, 1, 1, W + T): 0 where token t may look (slots t+1 .. t+W that are filled), -inf elsewhere."""
-    slot, t = torch.arange(W + T, device=count.device), torch.arange(T, device=count.device)[:, None, None]
-    seen = (slot > t) & (slot <= t + W) & (slot >= (W - count)[:, None])                     # (T, B, W + T)
-    return torch.zeros(seen.shape, dtype=dtype, device=count.device).masked_fill_(~seen, -math.inf)[:, :, None, None]
 
 
 def weight_gradients(buf: dict[str, torch.Tensor], z: torch.Tensor, dgates: list[tuple]) -> list[torch.Tensor]:

@@ -1,0 +1,44 @@
+"""What only a GPU can show: pytest -m gpu. The same checks run on the CPU in test_model.py and test_train.py."""
+import pytest
+import torch
+import torch.nn.functional as F
+
+import model as m
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason='no CUDA device')]
+
+
+def gradients(model, x, y, state, amp=False):
+    model.zero_grad()
+    with torch.autocast('cuda', torch.bfloat16, enabled=amp):
+        loss, state = model(x, y, state)
+    loss.backward()
+    return loss.detach(), torch.cat([p.grad.flatten().double() for p in model.parameters()]), state
+
+
+@pytest.mark.parametrize('aggregation, share_kv', [('sqrt_sum', True), ('mean', False), ('softmax_l2', True)])
+def test_fast_path_in_bf16_against_float64(aggregation, share_kv):
+    torch.manual_seed(0)
+    config = m.ModelConfig(512, 2, 3, 192, window=40, block_size=24, aggregation=aggregation, share_kv=share_kv)
+    model = m.RecurrentGPT(config)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.05)
+    x, y = torch.randint(512, (2, 4, 24), device='cuda')
+    config.path = 'plain'
+    exact = m.RecurrentGPT(config).double().cuda()
+    exact.load_state_dict(model.state_dict())
+    want = gradients(exact, x, y, None)
+    for path in ('fast', 'compiled'):
+        config.path = path
+        loss, grad, state = gradients(model.cuda(), x, y, None, amp=True)
+        assert abs(loss - want[0]) < 0.02 * want[0]
+        assert F.cosine_similarity(grad, want[1], 0) > 0.99 and 0.97 < grad.norm() / want[1].norm() < 1.03
+        assert all(t.isfinite().all() for t in state)
+
+
+@pytest.mark.parametrize('recurrent', [True, False])
+def test_generate_on_gpu(recurrent):
+    torch.manual_seed(0)
+    model = m.build_model(m.ModelConfig(256, 2, 2, 128, window=16, block_size=8), recurrent).cuda()
+    tokens = [t.item() for t in model.generate(torch.zeros(1, 3, dtype=torch.int64, device='cuda'), 50)]
+    assert len(tokens) == 50 and all(0 <= t < 256 for t in tokens)
