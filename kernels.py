@@ -51,7 +51,7 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 
 
 def gate_weights(a: torch.Tensor, mode: str) -> torch.Tensor:
-    """Routed aggregations' coefficients of h_i from the gates a (..., E) (design section 6)."""
+    """Routed aggregations' coefficients of h_i from the gates a (..., E): Level.aggregate in model.py."""
     if mode == 'softmax_mean':
         return a / (a.sum(-1, keepdim=True) + EPS)
     return a / (a.square().sum(-1, keepdim=True) + EPS).sqrt()                               # softmax_l2
@@ -166,7 +166,7 @@ def mix_backward(ds, coef, ry, f, act, rx, h, wo, up, down, layout, keep):
 
 
 def route(s, z, wq, bq, keys, mode):
-    """Router (design section 6): coefficients (B, E), gates a (B, E), the router's input c (B, 2D) and query."""
+    """Router (model.Level.aggregate): coefficients (B, E), gates a (B, E), the router's input c (B, 2D) and query."""
     c = torch.cat([z, s], -1).to(wq.dtype)
     q = F.linear(c, wq, bq)
     a = F.softmax((q @ keys.t()).to(s.dtype) / math.sqrt(q.size(-1)), -1)

@@ -1,7 +1,7 @@
 """
 The language models: `GPT` (no state from token to token beyond its attention window) and `RecurrentGPT`, whose last
-level's state is the next token's input. Both have L levels of E parallel experts of width D (design: Parallel Experts,
-"Temporal Recurrence Favors Fewer Layers"). Everything about the models is in this file; the fast unroll is in kernels.py.
+level's state is the next token's input. Both have L levels of E parallel experts of width D (the Parallel Experts
+framework of "Temporal Recurrence Favors Fewer Layers"). Everything about the models is in this file; the fast unroll is in kernels.py.
 
 Shape letters: B streams, T tokens of a chunk, V vocabulary, D width, E experts, L levels, H query heads, G key-value
 heads, R = H / G query heads a key-value head, K head size, W attention window.
@@ -143,7 +143,9 @@ class Level(nn.Module):
         return self.scale() or 1 / math.sqrt(self.config.n_expert)
 
     def aggregate(self, h: list[torch.Tensor] | torch.Tensor, z: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-        """A(h_1..h_E) (design section 6). h: E tensors (..., D); z and s (..., D), the level's inputs, feed the router."""
+        """A(h_1..h_E) -> (..., D). h: E tensors (..., D); z and s (..., D), the level's inputs, feed the router.
+        sqrt_sum: sum(h_i) / sqrt(E); mean; softmax_mean: sum(a_i h_i) / sum(a_i); softmax_l2: sum(a_i h_i) / sqrt(sum(a_i^2));
+        router: a = softmax(q.k_i / sqrt(r)), q = Wq [z; s] + bq, k_i = Wk e_i + bk with a learned embedding e_i."""
         h = torch.stack(tuple(h))                              # (E, ..., D)
         if not self.config.routed:
             return h.sum(0) * self.scale()
@@ -240,7 +242,7 @@ class LanguageModel(nn.Module):
     def flops_per_token(self) -> dict[str, float]:
         """Forward FLOPs a token, core and head apart (training costs three times that): two a weight, plus attention at the
         mean context: W when recurrent (a stream's steady state), (T + 1) / 2 for GPT's sequences. The E key-value
-        projections are all counted, also where the code sums them first (design section 5)."""
+        projections are all counted, also where the code sums them first, as the paper's budgets do."""
         c = self.config
         D, HK, GK = c.n_embd, c.n_head * c.head_dim, c.n_kv_head * c.head_dim
         context = c.window if self.recurrent else (c.block_size + 1) / 2
@@ -249,7 +251,7 @@ class LanguageModel(nn.Module):
         return {'core': float(c.n_layer * (c.n_expert * expert + router)), 'head': float(2 * D * c.vocab_size)}
 
     def param_groups(self) -> dict[str, list[nn.Parameter]]:
-        """Parameters by optimizer (design section 3): 'matrices' for Muon; 'embedding', 'head' and 'scalars' for AdamW."""
+        """Parameters by optimizer : 'matrices' for Muon; 'embedding', 'head' and 'scalars' for AdamW."""
         level = [p for name, p in self.levels.named_parameters() if p.dim() >= 2 and not name.endswith('expert_embedding')]
         known = {id(p) for p in [*level, self.embedding, self.head]}
         return {'matrices': level, 'embedding': [self.embedding], 'head': [self.head],
@@ -257,7 +259,18 @@ class LanguageModel(nn.Module):
 
 
 class RecurrentGPT(LanguageModel):
-    """The recurrent Transformer: s[0] of a token is s[L] of the token before it (design section 3)."""
+    """The recurrent Transformer. For a token x, z = RMSNorm(embedding(x)), s[0] = s[L] of the token before, and at each level
+
+        u           = a s + b z                            a, b learned scalars of the level; the same u for all experts
+        q_i,k_i,v_i = projections of RMSNorm(u)            no bias, nothing nonlinear per expert on k_i and v_i
+        q_i         = RoPE(RMSNorm(q_i)) per head
+        k, v        = RMSNorm(A(k_1..k_E)) per head, A(v_1..v_E)       one shared cache entry a level
+        cache       = push_FIFO(cache, (k, v))             W entries, this one included; RoPE on keys as they are read
+        y_i         = u + Wo_i attend(q_i, cache)
+        h_i         = RMSNorm(y_i + FFN_i(RMSNorm(y_i)))   FFN: 4D, squared ReLU
+        s           = A(h_1..h_E)
+
+    share_kv = False gives each expert its own cache."""
     recurrent = True
 
     def hidden(self, z: torch.Tensor, state: State | None) -> tuple[torch.Tensor, State]:
@@ -275,7 +288,7 @@ class RecurrentGPT(LanguageModel):
         return torch.stack(out, 1), state
 
     def plain_step(self, z: torch.Tensor, state: State) -> State:
-        """One token by the equations of design section 3, expert by expert. z (B, D)."""
+        """One token by the equations above, expert by expert. z (B, D)."""
         s, count, W = state.s, state.count, self.config.window
         new_k, new_v = [], []
         count = (count + 1).clamp(max=W)

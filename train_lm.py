@@ -20,6 +20,7 @@ import os
 import sys
 import time
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -62,7 +63,7 @@ tokens_per_step = 131072       # tokens of an update, over all ranks and micro-b
 batch_size = 0                 # rows a rank runs at a time; micro-batches follow from it. 0: all of its rows at once
 val_tokens = 10485760          # validation tokens: modded-nanogpt's and llm.c's 10,485,760
 val_streams = 512              # they are read as so many streams, whatever the batch, the ranks or the kind of model
-# model (design sections 1 and 3)
+# model (model.py has the equations)
 recurrent = True               # True: RecurrentGPT, False: GPT
 n_layer = 2                    # L, depth levels; L * E = 16 blocks of width 768 is the small budget
 n_expert = 8                   # E, experts a level
@@ -98,6 +99,7 @@ threads = 0                    # CPU threads; 0: torch's choice
 
 FIXED = ('tokenizer', 'tokens_per_step', 'recurrent', 'n_layer', 'n_expert', 'n_embd', 'n_head', 'n_kv_head', 'window',
          'block_size', 'aggregation', 'share_kv', 'residual', 'router_dim')    # a resumed run cannot change these
+POSITION = ('step', 'record', 'best', 'seconds')               # a run's, saved and restored
 PEAK_FLOPS = {'H100': 989e12, 'H200': 989e12, 'A100': 312e12, 'B200': 2250e12, 'L40S': 362e12, '4090': 165e12}   # dense bf16
 
 
@@ -233,14 +235,6 @@ def scatter_state(whole: list[torch.Tensor], micro: int, world: int, rank: int, 
     return [State(*(t.to(kind).contiguous() for t in parts)) for parts in zip(*mine, strict=True)]
 
 
-def restore(checkpoint: dict, config: dict, where) -> None:
-    """Refuse to resume under settings that would make it another run."""
-    for name in FIXED:
-        if checkpoint['config'][name] != config[name]:
-            fail(f'{where}: was trained with {name} = {checkpoint["config"][name]!r}, not {config[name]!r}: '
-                 f'give the same value to resume, or another out_dir')
-
-
 def print0(text: str) -> None:
     if os.environ.get('RANK', '0') == '0':
         print(text, flush=True)
@@ -299,108 +293,129 @@ def plot_log(log_path) -> str:
     return path
 
 
-def train(config: dict) -> int:
-    """Returns the exit status: 0 done, 1 the loss was not finite, 128 + signal when told to stop."""
+def make_run(config: dict) -> SimpleNamespace:
+    """Everything a run is: model, optimizers, data, recurrent states (one a micro-batch) and its position."""
     rank, world, kind, amp = setup()
     check_settings(world)
     torch.manual_seed(seed)
-    B = tokens_per_step // block_size                          # rows of an update, over all ranks
-    micro = min(batch_size or B // world, B // world)          # rows at a time; the last micro-batch may have fewer
-    model_config = ModelConfig(VOCAB[tokenizer], n_layer, n_expert, n_embd, n_head, n_kv_head, window, block_size,
-                               aggregation, share_kv, residual, router_dim, path)
-    loader = (StreamLoader if recurrent else SequenceLoader)(
-        find_shards(data_dir, 'train', tokenizer), B, block_size, VOCAB[tokenizer], rank, world)
-    val = load_val(find_shards(data_dir, 'val', tokenizer), val_tokens, val_streams, VOCAB[tokenizer], rank, world)
-    val = (*val, int(token_bytes(tokenizer)[val[1].numpy()].sum()))
+    V, rows = VOCAB[tokenizer], tokens_per_step // block_size  # rows of an update, over all ranks
+    model_config = ModelConfig(V, n_layer, n_expert, n_embd, n_head, n_kv_head, window, block_size, aggregation, share_kv, residual,
+                               router_dim, path)
+    loader = (StreamLoader if recurrent else SequenceLoader)(find_shards(data_dir, 'train', tokenizer), rows, block_size, V, rank, world)
+    x, y = load_val(find_shards(data_dir, 'val', tokenizer), val_tokens, val_streams, V, rank, world)
     model = build_model(model_config, recurrent).to(kind)
-    optimizers = make_optimizers(model)
-    states: list[State | None] = [None] * math.ceil(B // world / micro)
-    step, record, best, seconds = 0, {'step': 0, 'tokens': 0}, math.inf, 0.0
+    micro = min(batch_size or rows // world, rows // world)    # rows at a time; the last micro-batch may have fewer
+    return SimpleNamespace(
+        rank=rank, world=world, kind=kind, amp=amp, config=config, model=model, optimizers=make_optimizers(model), loader=loader,
+        val=(x, y, int(token_bytes(tokenizer)[y.numpy()].sum())), micro=micro, states=[None] * math.ceil(rows // world / micro),
+        step=0, record={'step': 0, 'tokens': 0}, best=math.inf, seconds=0.0)
+
+
+def save(run: SimpleNamespace, name: str, keep: str | None = None) -> None:
+    state = gather_state(run.states, run.world, run.rank)
+    if run.rank == 0:
+        save_checkpoint({'model': run.model.state_dict(), 'model_config': config_dict(run.model.config), 'recurrent': recurrent,
+                         'config': run.config, 'optimizers': [o.state_dict() for o in run.optimizers], 'loader': run.loader.state_dict(),
+                         'state': state, 'rng': rng_state(), **{k: getattr(run, k) for k in POSITION}}, os.path.join(out_dir, name), keep)
+
+
+def load(run: SimpleNamespace) -> None:
+    """Go on where out_dir's last checkpoint stood; refuse settings that would make it another run."""
+    checkpoint, where = load_latest(out_dir)
+    for name in FIXED:
+        if checkpoint['config'][name] != run.config[name]:
+            fail(f'{where}: was trained with {name} = {checkpoint["config"][name]!r}, not {run.config[name]!r}: '
+                 f'give the same value to resume, or another out_dir')
+    run.model.load_state_dict(checkpoint['model'])
+    for optimizer, saved in zip(run.optimizers, checkpoint['optimizers'], strict=True):
+        peaks = [group['peak_lr'] for group in optimizer.param_groups]
+        optimizer.load_state_dict(saved)
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group['peak_lr'] = peak                            # a resumed run may change its learning rates
+    run.loader.load_state_dict(checkpoint['loader'])
+    if checkpoint['state'] is not None:
+        run.states = scatter_state(checkpoint['state'], run.micro, run.world, run.rank, run.kind)
+    set_rng_state(checkpoint['rng'])
+    for name in POSITION:
+        setattr(run, name, checkpoint[name])
+    print0(f'{where}: step {run.step}')
+
+
+def describe(run: SimpleNamespace) -> str:
+    params, flops = run.model.num_params(), run.model.flops_per_token()
+    return (f'torch {torch.__version__}, python {sys.version.split()[0]}, {run.world} x {device_name(run.kind)}, {str(run.amp)[6:]} products\n'
+            f'{type(run.model).__name__}: {params["total"] / 1e6:.2f}M parameters ({params["core"] / 1e6:.2f}M core), '
+            f'{flops["core"] / 1e6:.1f} + {flops["head"] / 1e6:.1f} MFLOP a token forward (core + head)\n'
+            f'an update: {tokens_per_step:,} tokens = {run.world} ranks x {len(run.states)} micro-batches x {run.micro} rows x {block_size}; '
+            f'{max_iters:,} updates = {max_iters * tokens_per_step / 1e6:,.1f}M tokens; '
+            f'validation on {val_tokens // val_streams * val_streams:,} tokens')
+
+
+def validate(run: SimpleNamespace) -> None:
+    val_loss, bpb = evaluate(run.model, run.val, run.kind, run.amp)
+    run.record |= {'val_loss': val_loss, 'val_bits_per_byte': bpb}
+    print0(f'step {run.step}/{max_iters} | val loss {val_loss:.4f} | {bpb:.4f} bits per byte')
+    if val_loss < run.best:
+        run.best = val_loss
+        if run.step > 0:
+            save(run, BEST)
+
+
+def train(config: dict) -> int:
+    """Returns the exit status: 0 done, 1 the loss was not finite, 128 + signal when told to stop."""
+    run = make_run(config)
     if resume or eval_only:
-        checkpoint, where = load_latest(out_dir)
-        restore(checkpoint, config, where)
-        model.load_state_dict(checkpoint['model'])
-        for optimizer, saved in zip(optimizers, checkpoint['optimizers'], strict=True):
-            peaks = [group['peak_lr'] for group in optimizer.param_groups]      # a resumed run may change its learning rates
-            optimizer.load_state_dict(saved)
-            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                group['peak_lr'] = peak
-        loader.load_state_dict(checkpoint['loader'])
-        if checkpoint['state'] is not None:
-            states = scatter_state(checkpoint['state'], micro, world, rank, kind)
-        set_rng_state(checkpoint['rng'])
-        step, record, best, seconds = (checkpoint[k] for k in ('step', 'record', 'best', 'seconds'))
-        del checkpoint
-    params, flops = model.num_params(), model.flops_per_token()
-    print0(f'torch {torch.__version__}, python {sys.version.split()[0]}, {world} x {device_name(kind)}, {str(amp)[6:]} products\n'
-           f'{"RecurrentGPT" if recurrent else "GPT"}: {params["total"] / 1e6:.2f}M parameters ({params["core"] / 1e6:.2f}M core), '
-           f'{flops["core"] / 1e6:.1f} + {flops["head"] / 1e6:.1f} MFLOP a token forward (core + head)\n'
-           f'an update: {tokens_per_step:,} tokens = {world} ranks x {len(states)} micro-batches x {micro} rows x {block_size};'
-           f' {max_iters:,} updates = {max_iters * tokens_per_step / 1e6:,.1f}M tokens; '
-           f'validation on {val_tokens // val_streams * val_streams:,} tokens')
+        load(run)
+    print0(describe(run))
     if eval_only:
-        val_loss, bpb = evaluate(model, val, kind, amp)
-        print0(f'{where}: step {step}, val loss {val_loss:.4f}, {bpb:.4f} bits per byte')
+        val_loss, bpb = evaluate(run.model, run.val, run.kind, run.amp)
+        print0(f'step {run.step}, val loss {val_loss:.4f}, {bpb:.4f} bits per byte')
         return 0
     if compile and path != 'plain':
-        model_config.path = 'compiled'
-        warm_up(model, micro, kind, amp)
-    log, track = None, None
-    if rank == 0:
+        run.model.config.path = 'compiled'
+        warm_up(run.model, run.micro, run.kind, run.amp)
+    flops, log, track = sum(run.model.flops_per_token().values()), None, None
+    if run.rank == 0:
         write_json(config, os.path.join(out_dir, 'config.json'))
-        log = JsonlLog(os.path.join(out_dir, 'log.jsonl'), resume_step=step - 1 if resume else None)
+        # the checkpoint's own step is validated and logged again: the run may have died in between
+        log = JsonlLog(os.path.join(out_dir, 'log.jsonl'), resume_step=run.step - 1 if resume else None)
         track = open_trackers(config)
     stopper, stop, status = Stopper(), False, 0
-
-    def save(name: str, keep: str | None = None) -> None:
-        whole = gather_state(states, world, rank)
-        if rank == 0:
-            save_checkpoint({'model': model.state_dict(), 'model_config': config_dict(model_config), 'recurrent': recurrent, 'config': config,
-                             'optimizers': [o.state_dict() for o in optimizers], 'loader': loader.state_dict(), 'state': whole,
-                             'rng': rng_state(), 'step': step, 'record': record, 'best': best, 'seconds': seconds},
-                            os.path.join(out_dir, name), keep)
-
     while True:
-        if step % eval_interval == 0 or step == max_iters:     # after the checkpoint: a validation that dies loses nothing
-            val_loss, bpb = evaluate(model, val, kind, amp)
-            record |= {'val_loss': val_loss, 'val_bits_per_byte': bpb}
-            print0(f'step {step}/{max_iters} | val loss {val_loss:.4f} | {bpb:.4f} bits per byte')
-            if val_loss < best:
-                best = val_loss
-                if step > 0:
-                    save(BEST)
-        if rank == 0:
-            log.write(record)
-            track(record)
-        if step == max_iters or stop:
+        if run.step % eval_interval == 0 or run.step == max_iters:
+            validate(run)
+        if run.rank == 0:
+            log.write(run.record)
+            track(run.record)
+        if run.step >= max_iters or stop:
             break
-        start = time.perf_counter()
-        epoch = loader.epoch
-        loss, norm, stop = train_update(model, optimizers, loader, states, micro, step, kind, amp, stopper.signal is not None)
+        start, epoch = time.perf_counter(), run.loader.epoch
+        loss, norm, stop = train_update(run.model, run.optimizers, run.loader, run.states, run.micro, run.step, run.kind, run.amp,
+                                        stopper.signal is not None)
         elapsed = time.perf_counter() - start
         if not (math.isfinite(loss) and math.isfinite(norm)):
             kept = LAST if os.path.exists(os.path.join(out_dir, LAST)) else 'none yet'
-            print0(f'error: update {step + 1}: loss {loss}, gradient norm {norm}; stopped, nothing saved of it; last good checkpoint in '
+            print0(f'error: update {run.step + 1}: loss {loss}, gradient norm {norm}; stopped, nothing saved of it; last good checkpoint in '
                    f'{out_dir}: {kept}. Lower the learning rates, or look at the data')
             status = 1
             break
-        step, seconds = step + 1, seconds + elapsed
-        record = {'step': step, 'tokens': step * tokens_per_step, 'train_loss': loss, 'grad_norm': norm,
-                  'lr': optimizers[0].param_groups[0]['lr'], 'ms': 1000 * elapsed, 'tokens_per_s': tokens_per_step / elapsed,
-                  'seconds': seconds, 'epoch': loader.epoch}
-        if loader.epoch != epoch:
-            print0(f'epoch {loader.epoch} begins: the shards start over')
-        if step % log_interval == 0 or step == max_iters:
-            print0(dense_line(record, flops['core'] + flops['head'], world, kind))
-        if step % eval_interval == 0 or step == max_iters or stop:
-            save(LAST, PREV)
+        run.step, run.seconds = run.step + 1, run.seconds + elapsed
+        run.record = {'step': run.step, 'tokens': run.step * tokens_per_step, 'train_loss': loss, 'grad_norm': norm,
+                      'lr': run.optimizers[0].param_groups[0]['lr'], 'ms': 1000 * elapsed, 'tokens_per_s': tokens_per_step / elapsed,
+                      'seconds': run.seconds, 'epoch': run.loader.epoch}
+        if run.loader.epoch != epoch:
+            print0(f'epoch {run.loader.epoch} begins: the shards start over')
+        if run.step % log_interval == 0 or run.step == max_iters:
+            print0(dense_line(run.record, flops, run.world, run.kind))
+        if run.step % eval_interval == 0 or run.step == max_iters or stop:
+            save(run, LAST, PREV)                              # before the validation: one that dies loses nothing
     stopper.restore()
-    if stop and step < max_iters:
-        print0(f'stopped after update {step}, saved in {out_dir}: --resume=True goes on')
+    if stop and run.step < max_iters:
+        print0(f'stopped after update {run.step}, saved in {out_dir}: --resume=True goes on')
         status = 128 + (stopper.signal or 15)
     elif status == 0:
-        print0(f'done: {step} updates in {seconds:.0f} s, best val loss {best:.4f}; {out_dir}/{LAST}')
-    if rank == 0:
+        print0(f'done: {run.step} updates in {run.seconds:.0f} s, best val loss {run.best:.4f}; {out_dir}/{LAST}')
+    if run.rank == 0:
         log.close()
         if plot and status == 0:
             print0(f'loss curve: {plot_log(os.path.join(out_dir, "log.jsonl"))}')

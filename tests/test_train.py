@@ -295,6 +295,26 @@ def test_sample(data, tmp_path, recurrent):
     assert out[0].stdout == out[1].stdout and out[0].stdout.startswith('né') and out[0].stdout.count('---------------\nné') == 1
 
 
+def test_compile_falls_back(data, tmp_path):
+    """Where there is no C++ compiler, one line says so and the run goes on."""
+    process = subprocess.run([sys.executable, 'train_lm.py', *arguments(data, tmp_path / 'out', compile=True, max_iters=1)], cwd=ROOT, text=True,
+                             capture_output=True, timeout=120, env={**os.environ, 'CXX': '/nonexistent', 'TORCHINDUCTOR_CACHE_DIR': str(tmp_path)})
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.count('compile = True does not work here, going on without it') == 1
+
+
+def test_trackers_are_optional(data, tmp_path, monkeypatch, capfd):
+    """wandb and TensorBoard are imported only when asked for; where they are missing, one line names the package."""
+    for name in ('wandb', 'tensorboard'):
+        monkeypatch.setitem(sys.modules, name, None)           # as if not installed
+        monkeypatch.setitem(sys.modules, 'torch.utils.tensorboard', None)
+        monkeypatch.setattr(sys, 'argv', ['train_lm.py', *arguments(data, tmp_path, overwrite=True, **{name: True})])
+        with pytest.raises(SystemExit) as error:
+            train_lm.main()
+        stderr = capfd.readouterr().err
+        assert error.value.code == 2 and name in stderr and 'not installed' in stderr and stderr.count('\n') == 1, stderr
+
+
 @pytest.mark.parametrize('arguments_, message', [
     (['--out_dir=/nonexistent'], 'no such checkpoint'), (['--temperature=-1'], 'temperature = -1.0'), (['--which=worst'], "which = 'worst'"),
     (['--prompt=FILE:/nonexistent'], '/nonexistent: cannot be read'), (['--device=tpu'], "device = 'tpu'"),
