@@ -254,20 +254,22 @@ def dense_line(record: dict, flops: float, world: int, kind: str) -> str:
 
 
 def open_trackers(config: dict):
-    """TensorBoard and wandb, imported only when asked for. Returns write(record)."""
-    sinks = []
+    """TensorBoard and wandb, imported only when asked for. Returns write(record), close()."""
+    writes, closes = [], []
     try:
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
             writer = SummaryWriter(out_dir)
-            sinks.append(lambda r: [writer.add_scalar(k, v, r['step']) for k, v in r.items() if k != 'step'])
+            writes.append(lambda r: [writer.add_scalar(k, v, r['step']) for k, v in r.items() if k != 'step'])
+            closes.append(writer.close)
         if wandb:
             import wandb as wandb_module
             run = wandb_module.init(project='parallel-experts', name=out_dir, config=config)
-            sinks.append(lambda r: run.log(r, step=r['step']))
+            writes.append(lambda r: run.log(r, step=r['step']))
+            closes.append(run.finish)
     except ImportError as error:
         fail(f'{error.name} is asked for but not installed: pip install {error.name}, or leave it out')
-    return lambda record: [sink(record) for sink in sinks]
+    return lambda record: [write(record) for write in writes], lambda: [close() for close in closes]
 
 
 def plot_log(log_path) -> str:
@@ -374,12 +376,12 @@ def train(config: dict) -> int:
     if compile and path != 'plain':
         run.model.config.path = 'compiled'
         warm_up(run.model, run.micro, run.kind, run.amp)
-    flops, log, track = sum(run.model.flops_per_token().values()), None, None
+    flops, log = sum(run.model.flops_per_token().values()), None
     if run.rank == 0:
         write_json(config, os.path.join(out_dir, 'config.json'))
         # the checkpoint's own step is validated and logged again: the run may have died in between
         log = JsonlLog(os.path.join(out_dir, 'log.jsonl'), resume_step=run.step - 1 if resume else None)
-        track = open_trackers(config)
+        track, close = open_trackers(config)
     stopper, stop, status = Stopper(), False, 0
     while True:
         if run.step % eval_interval == 0 or run.step == max_iters:
@@ -417,8 +419,11 @@ def train(config: dict) -> int:
         print0(f'done: {run.step} updates in {run.seconds:.0f} s, best val loss {run.best:.4f}; {out_dir}/{LAST}')
     if run.rank == 0:
         log.close()
+        close()
         if plot and status == 0:
             print0(f'loss curve: {plot_log(os.path.join(out_dir, "log.jsonl"))}')
+    if run.world > 1:
+        dist.barrier()                                         # ranks leave together
     return status
 
 
@@ -436,4 +441,9 @@ def main() -> int:
 
 
 if __name__ == '__main__':
-    sys.exit(main())
+    status = main()
+    if 'RANK' in os.environ:                                   # a gloo thread that outlives the process group can abort Python's
+        sys.stdout.flush()                                     # shutdown (1 run in 20 here; pytorch PR 179291): leave without one
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
