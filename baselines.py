@@ -28,7 +28,7 @@ from data_fineweb import VOCAB, SequenceLoader, StreamLoader, find_shards, first
 from kernels import apply_rope, rope_table
 from model import ModelConfig, build_model, config_dict, norm, window_mask
 from muon import lr_at
-from train_lm import autocast
+from train_lm import autocast, evaluate
 
 # -----------------------------------------------------------------------------
 # the baseline
@@ -84,6 +84,7 @@ head_lr = 0.004                # our AdamW's
 scalar_lr = 2e-2               # our AdamW's
 momentum = 0.95                # Muon's
 weight_decay = 0.01            # Muon's; the baseline's is baseline_decay
+adam_eps = 1e-10               # our AdamW's
 betas = (0.8, 0.95)            # our AdamW's; the baseline's are baseline_betas
 resume = False                 # baselines are short runs: they start over
 eval_only = False              # they keep no checkpoint
@@ -110,7 +111,7 @@ class LSTM(nn.Module):
             for l in range(layers):  # forget gates start open (Jozefowicz et al., 2015); gates are stored in the order i, f, g, o
                 getattr(self.lstm, f'bias_ih_l{l}')[hidden : 2 * hidden] = 1
 
-    def empty(self, B):
+    def init_state(self, B):
         return None
 
     def forward(self, idx, targets, state=None):
@@ -159,7 +160,7 @@ class Transformer(nn.Module):
         for weight in (self.embedding.weight, self.head.weight):
             weight.data.normal_(0, 0.02)
 
-    def empty(self, B):
+    def init_state(self, B):
         c, device = self.config, self.head.weight.device
         cache = torch.zeros(B, c.n_kv_head, c.window, c.head_dim, device=device)
         return [(cache, cache)] * c.n_layer, torch.zeros(B, dtype=torch.int64, device=device)
@@ -246,20 +247,6 @@ def compiled(net, rows, T, kind, amp):
 
 
 # ----------------------------------------------------------------------------- training
-
-@torch.no_grad()
-def evaluate(net, val, rows, T, kind, amp):
-    """Mean loss in nats and bits per byte over all positions of the validation streams, as train_lm.evaluate."""
-    x, y, size = val                                           # (S, n), (S, n), bytes of text in y
-    nats = torch.zeros((), dtype=torch.float64, device=kind)
-    with autocast(kind, amp):
-        for x_rows, y_rows in zip(x.split(rows), y.split(rows), strict=True):
-            state = net.empty(len(x_rows))
-            for x_t, y_t in zip(x_rows.split(T, 1), y_rows.split(T, 1), strict=True):
-                loss, state = net(x_t.to(kind), y_t.to(kind), state)
-                nats += loss.double() * x_t.numel()
-    return nats.item() / x.numel(), nats.item() / math.log(2) / size
-
 
 def update(run, params, optimizer, loader, states, micro, lr, config, kind, amp):
     """One update: forward and backward of all micro-batches, clip, step. states: one a micro-batch, replaced in place."""

@@ -32,7 +32,7 @@ import torch
 
 import kernels
 import train_lm
-from checkpoint import pick_device, pick_dtype, write_json
+from checkpoint import device_name, pick_device, pick_dtype, write_json
 from configurator import configure, fail
 from data_fineweb import first_line
 from model import ModelConfig, State, build_model
@@ -58,16 +58,6 @@ PATHS = ('plain', 'fast', 'compiled', 'gpt', 'gpt_compiled')
 
 
 # ----------------------------------------------------------------------------- what a figure needs to be repeated
-
-def device_name(kind):
-    if kind.startswith('cuda'):
-        return torch.cuda.get_device_name(kind)
-    try:
-        with open('/proc/cpuinfo') as file:
-            return 'CPU ' + re.search(r'model name\s*: (.*)', file.read()).group(1)
-    except (OSError, AttributeError):
-        return f'CPU {platform.processor() or platform.machine()}'
-
 
 def commit():
     """Of the folder this file is in, '-dirty' where tracked files have changed, 'unknown' outside git."""

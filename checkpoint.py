@@ -1,4 +1,4 @@
-"""What every trainer needs to survive being killed: whole-or-nothing files, resumable logs, random states, signals.
+"""What every trainer needs: whole-or-nothing files, resumable logs, checkpoints, random states, the device, the output folder, signals.
 
 Files are written to `.NAME.tmp` in the same folder, flushed to the disk and renamed, so that a name never stands for half a file.
 Checkpoints hold tensors and plain types only and are read with weights_only=True: a checkpoint from a stranger runs no code.
@@ -11,6 +11,7 @@ import math
 import os
 import pathlib
 import pickle
+import platform
 import random
 import re
 import signal
@@ -125,6 +126,24 @@ class JsonlLog:
         self.file.close()
 
 
+def open_trackers(names, out_dir, config):
+    """-> write(record), close() for the trackers named, 'tensorboard' and 'wandb', beside log.jsonl. Imported only here."""
+    writes, closes = [], []
+    if 'tensorboard' in names:
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(out_dir)
+        writes.append(lambda r: [writer.add_scalar(k, v, r['step']) for k, v in r.items() if k != 'step'])
+        closes.append(writer.close)
+    if 'wandb' in names:
+        import wandb
+
+        run = wandb.init(project='parallel-experts', name=str(out_dir), dir=out_dir, config=config)
+        writes.append(lambda r: run.log(r, step=r['step']))
+        closes.append(run.finish)
+    return lambda record: [write(record) for write in writes], lambda: [close() for close in closes]
+
+
 # -----------------------------------------------------------------------------
 # checkpoints
 
@@ -218,18 +237,27 @@ def set_rng_state(state):
 
 
 def pick_device(name):
-    """-> 'cpu', 'cuda' or 'cuda:N' for a `device` setting; 'auto' is cuda where there is one. Under torchrun each rank gets its own."""
+    """-> 'cpu' or 'cuda:N' for a `device` setting; 'auto' is cuda where there is one. Under torchrun each rank gets its own."""
     kind = ('cuda' if torch.cuda.is_available() else 'cpu') if name == 'auto' else name
     if not re.fullmatch(r'cpu|cuda(:\d+)?', kind):
         raise ValueError(f"device = {name!r}: expected 'auto', 'cpu', 'cuda' or 'cuda:N'")
     if kind.startswith('cuda'):
         if not torch.cuda.is_available():
             raise ValueError(f'device = {name!r}: there is no CUDA device here')
-        if 'LOCAL_RANK' in os.environ:
-            kind = f'cuda:{os.environ["LOCAL_RANK"]}'
-        if int(kind.partition(':')[2] or 0) >= torch.cuda.device_count():
+        kind = f'cuda:{os.environ.get("LOCAL_RANK") or kind.partition(":")[2] or 0}'         # set_device wants an index
+        if int(kind[5:]) >= torch.cuda.device_count():
             raise ValueError(f'device = {kind!r}: there are {torch.cuda.device_count()} CUDA devices here')
     return kind
+
+
+def device_name(kind):
+    if kind.startswith('cuda'):
+        return torch.cuda.get_device_name(kind)
+    try:
+        with open('/proc/cpuinfo') as file:
+            return 'CPU ' + re.search(r'model name\s*: (.*)', file.read()).group(1)
+    except (OSError, AttributeError):
+        return f'CPU {platform.processor() or platform.machine()}'
 
 
 def pick_dtype(name, kind):

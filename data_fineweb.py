@@ -32,8 +32,6 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 
 import numpy as np
-from tqdm import tqdm
-
 from configurator import configure, fail
 
 # -----------------------------------------------------------------------------
@@ -459,7 +457,7 @@ def write_shards(documents, meta, folder, limit, workers, bar):
         while bookmarks and bookmarks[0]['document'] <= document:
             meta['bookmark'] = bookmarks.pop(0)
         write_meta(folder, meta)
-        tqdm.write(f'{path}: {len(tokens):,} tokens, {count:,} documents')
+        bar.write(f'{path}: {len(tokens):,} tokens, {count:,} documents')
 
     buffer, fill = buffer_for_next()
     with closing(encode_documents(documents(first, meta['bookmark'], bookmarks), meta['tokenizer'], workers)) as arrays:
@@ -506,6 +504,8 @@ def prepare(source, documents, expected, folder, config):
               f'{workers} tokeniser process(es)' + ('' if local else ' where the network keeps up')
               + (f'; continuing after {len(meta["shards"])} shards' if meta['shards'] else ''), flush=True)  # fmt: skip
         get_tokenizer(name)  # its errors come before any process is started
+        from tqdm import tqdm  # here: training imports this file, and needs no progress bar
+
         with tqdm(total=total, initial=done, unit='tok', unit_scale=True, disable=None) as bar:
             write_shards(documents, meta, folder, limit, workers, bar)
     return meta
@@ -710,7 +710,8 @@ def main(config):
     left_out = f' ({meta["left_out"]:,} at the end left out)' if meta['left_out'] else ''
     print(f'{folder}: {sum(shard["tokens"] for shard in train):,} training tokens in {len(train)} shard(s){left_out}, '
           f'{val["tokens"]:,} validation tokens, {documents:,} documents')  # fmt: skip
-    print(f'train on it: python train_lm.py --data_dir={folder} --tokenizer={name}')
+    enough = '' if val['tokens'] > 10485760 else f' --val_tokens={val["tokens"] - 1}'           # train_lm.py's default is as many
+    print(f'train on it: python train_lm.py --data_dir={folder} --tokenizer={name}{enough}')
 
 
 if __name__ == '__main__':

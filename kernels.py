@@ -361,28 +361,47 @@ def unroll(z, s, k, v, count, levels: list[dict[str, torch.Tensor]], aggregation
 
 # ---- head and loss ----
 
+def cross_entropy(logits: torch.Tensor, target: torch.Tensor, grad_scale: float | None, dt: torch.dtype):
+    """Summed cross-entropy of softcap(logits) (rows, V) against target (rows, 1), and its gradient times grad_scale in dtype dt
+    (None without a grad_scale). Works in the logits' place."""
+    tanh = torch.tanh(logits.div_(SOFTCAP))
+    capped = SOFTCAP * tanh
+    lse = torch.logsumexp(capped, -1, keepdim=True)
+    loss = (lse - capped.gather(1, target)).sum()
+    if grad_scale is None:
+        return loss, None
+    d = capped.sub_(lse).exp_()                                # softmax
+    d -= (torch.arange(d.size(1), device=d.device) == target).to(d.dtype)
+    return loss, d.mul_(tanh.square_().neg_().add_(1)).mul_(grad_scale).to(dt)
+
+
+_compiled_cross_entropy = []
+
+
+def compiled_cross_entropy():
+    if not _compiled_cross_entropy:
+        _compiled_cross_entropy.append(torch.compile(cross_entropy, dynamic=False))
+    return _compiled_cross_entropy[0]
+
+
 class HeadLoss(torch.autograd.Function):
-    """Mean soft-capped cross-entropy in slices of rows; the gradient is made in the forward, in the logits' place."""
+    """Mean soft-capped cross-entropy in slices of rows, so that few logits exist at a time; the gradients are made in the forward."""
 
     @staticmethod
-    def forward(ctx, x, weight, targets, dt, grad):
+    def forward(ctx, x, weight, targets, dt, grad, compiled):
         N, V = x.size(0), weight.size(0)
         grad = grad and any(ctx.needs_input_grad)
+        ce = compiled_cross_entropy() if compiled and grad else cross_entropy
         w = weight.to(dt)
         loss = torch.zeros((), dtype=x.dtype, device=x.device)
         if grad:
             dx, dw = torch.empty_like(x), torch.zeros_like(weight)
         rows = max(1, LOGITS_PER_SLICE // V)
         for i in range(0, N, rows):
-            x_i, target = x[i:i + rows].to(dt), targets[i:i + rows, None]
-            tanh = torch.tanh((x_i @ w.t()).to(x.dtype).div_(SOFTCAP))                       # (rows, V)
-            logits = SOFTCAP * tanh
-            lse = torch.logsumexp(logits, -1, keepdim=True)
-            loss += (lse - logits.gather(1, target)).sum()
+            x_i = x[i:i + rows].to(dt)
+            loss_i, d = ce((x_i @ w.t()).to(x.dtype), targets[i:i + rows, None], 1 / N if grad else None, dt)
+            loss += loss_i
             if grad:
-                d = logits.sub_(lse).exp_()                    # softmax
-                d.scatter_add_(1, target, torch.full_like(lse, -1.0))
-                d = d.mul_(tanh.square_().neg_().add_(1)).mul_(1 / N).to(dt)
                 dx[i:i + rows] = d @ w
                 dw += d.t() @ x_i
         if grad:
@@ -392,11 +411,11 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         dx, dw = ctx.saved_tensors
-        return g * dx, g * dw, None, None, None
+        return g * dx, g * dw, None, None, None, None
 
 
-def head_loss(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def head_loss(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, compiled: bool = False) -> torch.Tensor:
     """Mean cross-entropy (nats) of softcap(x @ weight.T) against targets. x (N, D), weight (V, D), targets (N,) int64."""
     dt = compute_dtype(x)
     with torch.autocast(x.device.type, enabled=False):
-        return HeadLoss.apply(x, weight, targets, dt, torch.is_grad_enabled())
+        return HeadLoss.apply(x, weight, targets, dt, torch.is_grad_enabled(), compiled)

@@ -191,14 +191,19 @@ class LanguageModel(nn.Module):
     def hidden(self, z: torch.Tensor, state: State | None) -> tuple[torch.Tensor, State | None]:
         raise NotImplementedError
 
+    def core(self, idx: torch.Tensor, state: State | None) -> tuple[torch.Tensor, State | None]:
+        """Tokens (B, T) -> the head's input (B, T, D) and the new state."""
+        x, state = self.hidden(norm(F.embedding(idx, self.embedding)), state)
+        return norm(x), state
+
     def forward(self, idx: torch.Tensor, targets: torch.Tensor | None = None, state: State | None = None):
         """Run a chunk. idx, targets: (B, T) int64. Returns (logits (B, T, V) fp32, state), or with targets
         (mean cross-entropy in nats, state). The incoming state is detached (truncated back-propagation).
         state = None: RecurrentGPT starts from init_state; GPT attends over the whole chunk, as in training, and returns None."""
-        x, state = self.hidden(norm(F.embedding(idx, self.embedding)), state)                # (B, T, D)
-        x = norm(x)
+        x, state = self.core(idx, state)                       # (B, T, D)
         if targets is not None:
-            return head_loss(x.reshape(-1, x.size(-1)), self.head, targets.reshape(-1)), state
+            compiled = self.config.path == 'compiled'
+            return head_loss(x.reshape(-1, x.size(-1)), self.head, targets.reshape(-1), compiled), state
         dtype = compute_dtype(x)
         return softcap(F.linear(x.to(dtype), self.head.to(dtype)).to(x.dtype)), state
 
@@ -350,6 +355,15 @@ class GPT(LanguageModel):
     """The non-recurrent twin: E pre-norm Transformer blocks a level, batched. E = 1 is a standard Transformer.
     The stream between levels stays in fp32: the literal rule multiplies it by sqrt(E) a level."""
     recurrent = False
+    compiled_core = None
+
+    def core(self, idx: torch.Tensor, state: State | None) -> tuple[torch.Tensor, State | None]:
+        """Training compiles all of it as one graph; with a state shapes vary, and it runs eagerly."""
+        if self.config.path != 'compiled' or state is not None:
+            return super().core(idx, state)
+        if self.compiled_core is None:
+            self.compiled_core = torch.compile(super().core, dynamic=False)
+        return self.compiled_core(idx, None)
 
     def hidden(self, z: torch.Tensor, state: State | None) -> tuple[torch.Tensor, State | None]:
         """z (B, T, D) -> s[L] (B, T, D). Without a state: causal attention over the chunk. With one: the window W over the
@@ -357,12 +371,11 @@ class GPT(LanguageModel):
         c, T = self.config, z.size(1)
         cos, sin = rope_table(T if state is None else c.window + T, c.head_dim, z)
         mask = None if state is None else window_mask(state.count, T, c.window)
-        run = compiled_experts() if c.path == 'compiled' and state is None else experts
         s, new_k, new_v = z, [], []
         for l, level in enumerate(self.levels):
             cache = None if state is None else (state.k[l].detach(), state.v[l].detach())
             weights = (level.wq, level.wk, level.wv, level.wo, level.up, level.down)
-            h, k, v = run(s, weights, cos, sin, mask, cache, c.n_head, c.residual == 'expert', level.scale())
+            h, k, v = experts(s, weights, cos, sin, mask, cache, c.n_head, c.residual == 'expert', level.scale())
             if c.routed:
                 h = level.aggregate(h, z, s)
             s = h if c.residual == 'expert' else s + h
@@ -378,6 +391,19 @@ def window_mask(count: torch.Tensor, T: int, W: int) -> torch.Tensor:
     slot, t = torch.arange(W + T, device=count.device), torch.arange(T, device=count.device)[:, None]
     band = (slot > t) & (slot <= t + W)                                                      # (T, W + T)
     return (band & (slot >= (W - count)[:, None, None])).unsqueeze(1)
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Causal (mask None) or masked attention: q (B, A, T, K), k and v (B, C, S, K), A / C query heads a key-value head."""
+    (B, A, T, K), C = q.shape, k.size(1)
+    if mask is not None or q.is_cuda or T > 512 or not torch.compiler.is_compiling():
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=A != C)
+    # short chunks on a CPU, compiled: plain products beat the fused kernel's backward (LOG.md)
+    scores = (q.reshape(B, C, A // C * T, K) @ k.transpose(2, 3)).view(B, C, A // C, T, T)
+    future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    p = F.softmax((scores.to(wide) / math.sqrt(K)).masked_fill(future, -math.inf), -1).to(q.dtype)
+    return (p.view(B, C, A // C * T, T) @ v).view(B, A, T, K)
 
 
 def experts(s, weights, cos, sin, mask, cache, H: int, own_residual: bool, scale: float | None):
@@ -396,7 +422,7 @@ def experts(s, weights, cos, sin, mask, cache, H: int, own_residual: bool, scale
         k, v = torch.cat([cache[0].to(k.dtype), k], 2), torch.cat([cache[1].to(v.dtype), v], 2)
         new_k, new_v = k[:, :, T:], v[:, :, T:]                # the last W
     q, k = apply_rope(q, cos[-T:], sin[-T:]).to(dtype), apply_rope(k, cos, sin).to(dtype)
-    y = F.scaled_dot_product_attention(q, k, v.to(dtype), attn_mask=mask, is_causal=mask is None, enable_gqa=H != G)
+    y = attention(q, k, v.to(dtype), mask)                     # (B, E*H, T, K)
     if E == 1:                                                 # plain products: a batch of one costs copies
         y = F.linear(y.transpose(1, 2).reshape(B, T, HK), wo[0].to(dtype)) + s
         act = F.relu(F.linear(norm(y).to(dtype), up[0].to(dtype))).square()
@@ -409,16 +435,6 @@ def experts(s, weights, cos, sin, mask, cache, H: int, own_residual: bool, scale
     if not own_residual:
         y = y - s
     return y if scale is None else y.sum(0) * scale, new_k, new_v
-
-
-_compiled_experts = []
-
-
-def compiled_experts():
-    """`experts` compiled once; all levels have the same shapes."""
-    if not _compiled_experts:
-        _compiled_experts.append(torch.compile(experts, dynamic=False))
-    return _compiled_experts[0]
 
 
 def build_model(config: ModelConfig, recurrent: bool) -> LanguageModel:

@@ -8,13 +8,14 @@ $ python train_lm.py config/small_L2.py
 Four GPUs on one machine; the same batch, split over ranks:
 $ torchrun --standalone --nproc_per_node=4 train_lm.py config/small_L2.py
 The non-recurrent twin of any config, at the same levels, experts and width:
-$ python train_lm.py config/small_L2.py --recurrent=False --block_size=256
+$ python train_lm.py config/small_L2.py --recurrent=False --block_size=256 --batch_size=128
 Go on after a crash, ctrl-C or SIGTERM:
 $ python train_lm.py config/small_L2.py --resume=True
 
 Writes into out_dir: config.json, log.jsonl (one object a line), ckpt_last.pt, ckpt_prev.pt, ckpt_best.pt. A log line of step n
 describes update n; val_loss there is measured after it. On the CPU a resumed run is bit-equal to one that was never stopped.
 """
+import importlib.util
 import math
 import os
 import sys
@@ -25,23 +26,10 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from checkpoint import (
-    BEST,
-    LAST,
-    PREV,
-    JsonlLog,
-    Stopper,
-    load_latest,
-    pick_device,
-    pick_dtype,
-    prepare_out_dir,
-    rng_state,
-    save_checkpoint,
-    set_rng_state,
-    write_json,
-)
+from checkpoint import BEST, LAST, PREV, CheckpointError, JsonlLog, Stopper, device_name, load_latest, open_trackers, pick_device, pick_dtype
+from checkpoint import prepare_out_dir, rng_state, save_checkpoint, set_rng_state, write_json
 from configurator import configure, fail
-from data_fineweb import VOCAB, SequenceLoader, StreamLoader, find_shards, load_val, token_bytes
+from data_fineweb import VOCAB, DataError, SequenceLoader, StreamLoader, find_shards, load_val, token_bytes
 from model import ModelConfig, State, build_model, config_dict
 from muon import Muon, lr_at
 
@@ -87,6 +75,7 @@ weight_decay = 0.01            # cautious, Muon's matrices only
 betas = (0.8, 0.95)            # AdamW's
 grad_clip = 1.0                # global norm; 0 disables
 warmup_iters = 100             # then a cosine
+adam_eps = 1e-10               # AdamW's; head gradients are tiny, a mean over 131,072 tokens
 final_lr_ratio = 0.01          # of every peak, at the last update
 # system
 seed = 1337                    # of the initial weights; training draws nothing else
@@ -113,7 +102,7 @@ def setup() -> tuple[int, int, str, torch.dtype]:
     elif threads > 0:
         torch.set_num_threads(threads)
     if world > 1:
-        dist.init_process_group('nccl' if kind.startswith('cuda') else 'gloo')
+        dist.init_process_group('cpu:gloo,cuda:nccl' if kind.startswith('cuda') else 'gloo')
     return rank, world, kind, pick_dtype(dtype, kind)
 
 
@@ -121,11 +110,21 @@ def check_settings(world: int) -> None:
     for name in ('eval_interval', 'log_interval', 'max_iters', 'block_size', 'tokens_per_step', 'val_tokens', 'val_streams'):
         if globals()[name] < 1:
             fail(f'{name} = {globals()[name]}: must be at least 1')
-    for name in ('batch_size', 'learning_rate', 'embedding_lr', 'head_lr', 'scalar_lr', 'weight_decay', 'grad_clip', 'warmup_iters'):
+    for name in ('batch_size', 'learning_rate', 'embedding_lr', 'head_lr', 'scalar_lr', 'weight_decay', 'grad_clip', 'warmup_iters',
+                 'adam_eps', 'threads'):
         if globals()[name] < 0:
             fail(f'{name} = {globals()[name]}: must not be negative')
     if tokens_per_step % (block_size * world):
         fail(f'tokens_per_step = {tokens_per_step}: must be a multiple of block_size x ranks = {block_size} x {world}')
+    if not (0 <= momentum < 1 and len(betas) == 2 and all(0 <= b < 1 for b in betas) and 0 <= final_lr_ratio <= 1):
+        fail(f'momentum = {momentum}, betas = {betas}, final_lr_ratio = {final_lr_ratio}: expected numbers in [0, 1), two of them for betas')
+    if val_streams < world:
+        fail(f'val_streams = {val_streams}: must be at least the number of ranks, {world}')
+    if path not in ('fast', 'plain'):
+        fail(f"path = {path!r}: expected 'fast' or 'plain' (compile is a setting of its own)")
+    for wanted, name in ((plot, 'matplotlib'), (tensorboard, 'tensorboard'), (wandb, 'wandb')):
+        if wanted and importlib.util.find_spec(name) is None:
+            fail(f'{name} is asked for but not installed: pip install {name}, or leave it out')
     if tokenizer not in VOCAB:
         fail(f'tokenizer = {tokenizer!r}: expected one of {", ".join(VOCAB)}')
 
@@ -140,7 +139,7 @@ def make_optimizers(model) -> list[torch.optim.Optimizer]:
     adamw = [{'params': groups[name], 'lr': lr} for name, lr in
              (('embedding', embedding_lr * width), ('head', head_lr * width), ('scalars', scalar_lr)) if groups[name]]
     optimizers = [Muon(groups['matrices'], lr=learning_rate, momentum=momentum, weight_decay=weight_decay),
-                  torch.optim.AdamW(adamw, betas=betas, eps=1e-10, weight_decay=0.0, fused=model.embedding.is_cuda)]
+                  torch.optim.AdamW(adamw, betas=betas, eps=adam_eps, weight_decay=0.0, fused=model.embedding.is_cuda)]
     for group in (g for o in optimizers for g in o.param_groups):
         group['peak_lr'] = group['lr']
     return optimizers
@@ -162,16 +161,15 @@ def warm_up(model, rows: int, kind: str, amp: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def evaluate(model, val, kind: str, amp: torch.dtype) -> tuple[float, float]:
+def evaluate(model, val, rows: int, T: int, kind: str, amp: torch.dtype) -> tuple[float, float]:
     """Mean loss in nats and bits per byte over all positions of the validation streams, each from an empty state, window W.
-    All ranks share the streams. Chunks and batches are sized for speed; they have no effect on the value."""
+    All ranks share the streams. Read in chunks of T tokens of `rows` streams, which has no effect on the value."""
     x, y, size = val                                           # (S, n) of this rank; bytes of text in y
     total = torch.tensor([0, 0, size], dtype=torch.float64, device=kind)                     # nats, tokens, bytes
-    rows = batch_size or max(1, tokens_per_step // block_size)
     for x_rows, y_rows in zip(x.split(rows), y.split(rows), strict=True):
         with autocast(kind, amp):
             state = model.init_state(len(x_rows))
-            for x_t, y_t in zip(x_rows.split(block_size, 1), y_rows.split(block_size, 1), strict=True):
+            for x_t, y_t in zip(x_rows.split(T, 1), y_rows.split(T, 1), strict=True):
                 loss, state = model(x_t.to(kind), y_t.to(kind), state)
                 total[0] += loss.double() * x_t.numel()
                 total[1] += x_t.numel()
@@ -215,17 +213,17 @@ def train_update(model, optimizers, loader, states: list[State | None], micro: i
 
 
 def gather_state(states: list[State | None], world: int, rank: int) -> list[torch.Tensor] | None:
-    """All slots' state on rank 0, on the CPU, in the order of the slots; None without one."""
+    """All slots' state on rank 0, on the CPU (the GPUs may have no room), in the order of the slots; None without one."""
     if states[0] is None:
         return None
     whole = []
     for parts, dim in zip(zip(*states, strict=True), (0, 1, 1, 0), strict=True):
-        local = torch.cat(parts, dim).contiguous()
+        local = torch.cat([part.cpu() for part in parts], dim)
         if world > 1:
             parts = [torch.empty_like(local) for _ in range(world)] if rank == 0 else None
             dist.gather(local, parts)
             local = torch.cat(parts, dim) if rank == 0 else local
-        whole.append(local.cpu())
+        whole.append(local)
     return whole
 
 
@@ -240,36 +238,14 @@ def print0(text: str) -> None:
         print(text, flush=True)
 
 
-def device_name(kind: str) -> str:
-    return torch.cuda.get_device_name() if kind.startswith('cuda') else f'CPU, {torch.get_num_threads()} threads'
-
-
-def dense_line(record: dict, flops: float, world: int, kind: str) -> str:
-    """One update in one line. MFU: FLOPs of forward and backward over the devices' dense bf16 peak; n/a where it is unknown."""
-    peak = next((f for name, f in PEAK_FLOPS.items() if kind.startswith('cuda') and name in torch.cuda.get_device_name()), None)
+def dense_line(record: dict, flops: float, world: int, kind: str, amp: torch.dtype) -> str:
+    """One update in one line. MFU: nominal FLOPs (model.flops_per_token) of forward and backward over the devices' dense bf16 peak;
+    n/a where that is unknown, or products are in fp32."""
+    peak = next((f for name, f in PEAK_FLOPS.items() if amp == torch.bfloat16 and name in device_name(kind)), None)
     mfu = f'{100 * 3 * flops * record["tokens_per_s"] / (peak * world):.1f}%' if peak else 'n/a'
     eta = int((max_iters - record['step']) * record['ms'] / 1000)
     return (f'step {record["step"]}/{max_iters} | loss {record["train_loss"]:.4f} | lr {record["lr"]:.2e} | norm {record["grad_norm"]:.2f} | '
             f'{record["ms"]:.0f} ms | {record["tokens_per_s"]:,.0f} tok/s | mfu {mfu} | eta {eta // 3600}:{eta // 60 % 60:02d}:{eta % 60:02d}')
-
-
-def open_trackers(config: dict):
-    """TensorBoard and wandb, imported only when asked for. Returns write(record), close()."""
-    writes, closes = [], []
-    try:
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-            writer = SummaryWriter(out_dir)
-            writes.append(lambda r: [writer.add_scalar(k, v, r['step']) for k, v in r.items() if k != 'step'])
-            closes.append(writer.close)
-        if wandb:
-            import wandb as wandb_module
-            run = wandb_module.init(project='parallel-experts', name=out_dir, config=config)
-            writes.append(lambda r: run.log(r, step=r['step']))
-            closes.append(run.finish)
-    except ImportError as error:
-        fail(f'{error.name} is asked for but not installed: pip install {error.name}, or leave it out')
-    return lambda record: [write(record) for write in writes], lambda: [close() for close in closes]
 
 
 def plot_log(log_path) -> str:
@@ -309,31 +285,51 @@ def make_run(config: dict) -> SimpleNamespace:
     micro = min(batch_size or rows // world, rows // world)    # rows at a time; the last micro-batch may have fewer
     return SimpleNamespace(
         rank=rank, world=world, kind=kind, amp=amp, config=config, model=model, optimizers=make_optimizers(model), loader=loader,
-        val=(x, y, int(token_bytes(tokenizer)[y.numpy()].sum())), micro=micro, states=[None] * math.ceil(rows // world / micro),
+        val=(x, y, text_bytes(y)), micro=micro, states=[None] * math.ceil(rows // world / micro),
         step=0, record={'step': 0, 'tokens': 0}, best=math.inf, seconds=0.0)
 
 
-def save(run: SimpleNamespace, name: str, keep: str | None = None) -> None:
+def text_bytes(y: torch.Tensor) -> float:
+    """Bytes of text that the tokens stand for; NaN where GPT-2's tokenizer is not installed: training needs it for nothing else."""
+    try:
+        return float(token_bytes(tokenizer)[y.numpy()].sum())
+    except (DataError, ImportError) as error:
+        print0(f'no bits per byte: {error}')
+        return math.nan
+
+
+def save_best(run: SimpleNamespace) -> None:
+    """The model alone, for sample.py: a run goes on from the last checkpoint, not from this one."""
+    if run.rank == 0:
+        save_checkpoint({'model': run.model.state_dict(), 'model_config': config_dict(run.model.config), 'recurrent': recurrent,
+                         'config': run.config, **{k: getattr(run, k) for k in POSITION}}, os.path.join(out_dir, BEST))
+
+
+def save(run: SimpleNamespace) -> None:
+    """Everything, as the last checkpoint; the one before is kept too."""
     state = gather_state(run.states, run.world, run.rank)
     if run.rank == 0:
         save_checkpoint({'model': run.model.state_dict(), 'model_config': config_dict(run.model.config), 'recurrent': recurrent,
                          'config': run.config, 'optimizers': [o.state_dict() for o in run.optimizers], 'loader': run.loader.state_dict(),
-                         'state': state, 'rng': rng_state(), **{k: getattr(run, k) for k in POSITION}}, os.path.join(out_dir, name), keep)
+                         'state': state, 'rng': rng_state(), **{k: getattr(run, k) for k in POSITION}}, os.path.join(out_dir, LAST), PREV)
 
 
 def load(run: SimpleNamespace) -> None:
     """Go on where out_dir's last checkpoint stood; refuse settings that would make it another run."""
     checkpoint, where = load_latest(out_dir)
+    missing = [k for k in ('model', 'optimizers', 'loader', 'state', 'rng', 'config', *POSITION) if k not in checkpoint]
+    if missing or any(name not in checkpoint['config'] for name in FIXED):
+        raise CheckpointError(f'{where}: not a checkpoint of this train_lm.py (missing: {", ".join(missing) or "settings"})')
     for name in FIXED:
         if checkpoint['config'][name] != run.config[name]:
             fail(f'{where}: was trained with {name} = {checkpoint["config"][name]!r}, not {run.config[name]!r}: '
                  f'give the same value to resume, or another out_dir')
     run.model.load_state_dict(checkpoint['model'])
     for optimizer, saved in zip(run.optimizers, checkpoint['optimizers'], strict=True):
-        peaks = [group['peak_lr'] for group in optimizer.param_groups]
+        ours = [{k: v for k, v in group.items() if k != 'params'} for group in optimizer.param_groups]
         optimizer.load_state_dict(saved)
-        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-            group['peak_lr'] = peak                            # a resumed run may change its learning rates
+        for group, settings in zip(optimizer.param_groups, ours, strict=True):
+            group.update(settings)                             # a resumed run may change learning rates, momentum, decay
     run.loader.load_state_dict(checkpoint['loader'])
     if checkpoint['state'] is not None:
         run.states = scatter_state(checkpoint['state'], run.micro, run.world, run.rank, run.kind)
@@ -345,7 +341,7 @@ def load(run: SimpleNamespace) -> None:
 
 def describe(run: SimpleNamespace) -> str:
     params, flops = run.model.num_params(), run.model.flops_per_token()
-    return (f'torch {torch.__version__}, python {sys.version.split()[0]}, {run.world} x {device_name(run.kind)}, {str(run.amp)[6:]} products\n'
+    return (f'torch {torch.__version__}, python {sys.version.split()[0]}, {run.world} x {device_name(run.kind)} ({torch.get_num_threads()} threads), {str(run.amp)[6:]} products\n'
             f'{type(run.model).__name__}: {params["total"] / 1e6:.2f}M parameters ({params["core"] / 1e6:.2f}M core), '
             f'{flops["core"] / 1e6:.1f} + {flops["head"] / 1e6:.1f} MFLOP a token forward (core + head)\n'
             f'an update: {tokens_per_step:,} tokens = {run.world} ranks x {len(run.states)} micro-batches x {run.micro} rows x {block_size}; '
@@ -353,24 +349,42 @@ def describe(run: SimpleNamespace) -> str:
             f'validation on {val_tokens // val_streams * val_streams:,} tokens')
 
 
+def evaluate_run(run: SimpleNamespace) -> tuple[float, float]:
+    return evaluate(run.model, run.val, run.micro, min(block_size, 128), run.kind, run.amp)  # longer chunks only cost memory
+
+
 def validate(run: SimpleNamespace) -> None:
-    val_loss, bpb = evaluate(run.model, run.val, run.kind, run.amp)
+    val_loss, bpb = evaluate_run(run)
     run.record |= {'val_loss': val_loss, 'val_bits_per_byte': bpb}
     print0(f'step {run.step}/{max_iters} | val loss {val_loss:.4f} | {bpb:.4f} bits per byte')
     if val_loss < run.best:
         run.best = val_loss
         if run.step > 0:
-            save(run, BEST)
+            save_best(run)
+
+
+def begin(config: dict) -> tuple[SimpleNamespace, tuple]:
+    """The run, new or resumed, and its trackers. Whatever can be wrong with the settings and the data is found before out_dir is touched.
+    ValueError says what."""
+    run = make_run(config)
+    trackers = open_trackers([], out_dir, config)
+    if not eval_only and run.rank == 0:
+        prepare_out_dir(out_dir, resume, overwrite)
+        trackers = open_trackers([name for name in ('tensorboard', 'wandb') if config[name]], out_dir, config)
+    if resume or eval_only:
+        load(run)
+    return run, trackers
 
 
 def train(config: dict) -> int:
     """Returns the exit status: 0 done, 1 the loss was not finite, 128 + signal when told to stop."""
-    run = make_run(config)
-    if resume or eval_only:
-        load(run)
+    try:
+        run, (track, close) = begin(config)
+    except ValueError as error:                                # DataError, CheckpointError, OutDirError, ModelConfig's, pick_device's
+        fail(error)
     print0(describe(run))
     if eval_only:
-        val_loss, bpb = evaluate(run.model, run.val, run.kind, run.amp)
+        val_loss, bpb = evaluate_run(run)
         print0(f'step {run.step}, val loss {val_loss:.4f}, {bpb:.4f} bits per byte')
         return 0
     if compile and path != 'plain':
@@ -381,7 +395,6 @@ def train(config: dict) -> int:
         write_json(config, os.path.join(out_dir, 'config.json'))
         # the checkpoint's own step is validated and logged again: the run may have died in between
         log = JsonlLog(os.path.join(out_dir, 'log.jsonl'), resume_step=run.step - 1 if resume else None)
-        track, close = open_trackers(config)
     stopper, stop, status = Stopper(), False, 0
     while True:
         if run.step % eval_interval == 0 or run.step == max_iters:
@@ -395,10 +408,11 @@ def train(config: dict) -> int:
         loss, norm, stop = train_update(run.model, run.optimizers, run.loader, run.states, run.micro, run.step, run.kind, run.amp,
                                         stopper.signal is not None)
         elapsed = time.perf_counter() - start
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+        due = (run.step + 1) % eval_interval == 0 or run.step + 1 == max_iters or stop
+        if not (math.isfinite(loss) and math.isfinite(norm)) or due and not all(p.isfinite().all() for p in run.model.parameters()):
             kept = LAST if os.path.exists(os.path.join(out_dir, LAST)) else 'none yet'
-            print0(f'error: update {run.step + 1}: loss {loss}, gradient norm {norm}; stopped, nothing saved of it; last good checkpoint in '
-                   f'{out_dir}: {kept}. Lower the learning rates, or look at the data')
+            print0(f'error: update {run.step + 1}: loss {loss}, gradient norm {norm}, or a weight, is not finite: stopped, nothing saved of it; '
+                   f'last good checkpoint in {out_dir}: {kept}. Lower the learning rates, or look at the data')
             status = 1
             break
         run.step, run.seconds = run.step + 1, run.seconds + elapsed
@@ -408,9 +422,9 @@ def train(config: dict) -> int:
         if run.loader.epoch != epoch:
             print0(f'epoch {run.loader.epoch} begins: the shards start over')
         if run.step % log_interval == 0 or run.step == max_iters:
-            print0(dense_line(run.record, flops, run.world, run.kind))
-        if run.step % eval_interval == 0 or run.step == max_iters or stop:
-            save(run, LAST, PREV)                              # before the validation: one that dies loses nothing
+            print0(dense_line(run.record, flops, run.world, run.kind, run.amp))
+        if due:
+            save(run)                                          # before the validation: one that dies loses nothing
     stopper.restore()
     if stop and run.step < max_iters:
         print0(f'stopped after update {run.step}, saved in {out_dir}: --resume=True goes on')
@@ -423,21 +437,20 @@ def train(config: dict) -> int:
         if plot and status == 0:
             print0(f'loss curve: {plot_log(os.path.join(out_dir, "log.jsonl"))}')
     if run.world > 1:
-        dist.barrier()                                         # ranks leave together
+        dist.barrier()                                         # ranks leave together; one that fails leaves at once
+        dist.destroy_process_group()
     return status
 
 
 def main() -> int:
     config = configure(globals())
     try:
-        if not eval_only and os.environ.get('RANK', '0') == '0':
-            prepare_out_dir(out_dir, resume, overwrite)
         return train(config)
-    except ValueError as error:                                # DataError, CheckpointError, OutDirError, ModelConfig's
+    except OSError as error:                                   # a full disk, a folder that is gone; checkpoints stay whole
         fail(error)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    except KeyboardInterrupt:                                  # before the first update, or the second ctrl-C
+        print0('\ninterrupted: the last checkpoint stays as it was')
+        return 130
 
 
 if __name__ == '__main__':

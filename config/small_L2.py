@@ -1,5 +1,4 @@
 """Recurrent Transformer, small budget (16 blocks of width 768): L = 2 levels of E = 8 experts.
-The paper's figure for this run: validation loss about 3.51, level with the best non-recurrent one (L = 16).
 1.3B tokens of FineWeb. Written for GPUs of 80 GB, one or more (torchrun); not run by us yet."""
 out_dir = 'out/small_L2'
 recurrent = True

@@ -1,5 +1,4 @@
 """Non-recurrent Transformer, small budget (16 blocks of width 768): L = 16 levels of E = 1 experts.
-The paper: about 3.51, the best non-recurrent one, level with the recurrent L = 2.
 1.3B tokens of FineWeb. Written for GPUs of 80 GB, one or more (torchrun); not run by us yet."""
 out_dir = 'out/small_gpt_L16'
 recurrent = False

@@ -1,5 +1,6 @@
 """Recurrent Transformer, small budget (16 blocks of width 768), long context: L = 4 levels of E = 4 experts.
-1.3B tokens of FineWeb. Written for GPUs of 80 GB, one or more (torchrun); not run by us yet."""
+1.3B tokens of FineWeb. Written for 4 GPUs of 80 GB (torchrun): the carried keys and
+values alone take 12.9 GB, by count, over all of them, and as much of a checkpoint. Not run by us yet."""
 out_dir = 'out/small_long_L4'
 recurrent = True
 n_layer = 4

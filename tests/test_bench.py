@@ -174,13 +174,13 @@ def test_transformer_window():
             h, _ = block(h, rope, band, None)
         want = F.cross_entropy(net.head(baselines.norm(h)).flatten(0, 1).float(), y.flatten())
         for cut in (30, 11, 1):
-            state, total = net.empty(3), 0
+            state, total = net.init_state(3), 0
             for x_t, y_t in zip(x.split(cut, 1), y.split(cut, 1), strict=True):
                 loss, state = net(x_t, y_t, state)
                 total += loss.double() * x_t.numel() / x.numel()
             torch.testing.assert_close(total.float(), want, rtol=1e-5, atol=0)
         short, _ = net(x[:, :8], y[:, :8])  # training: within W the same
-        cached, _ = net(x[:, :8], y[:, :8], net.empty(3))
+        cached, _ = net(x[:, :8], y[:, :8], net.init_state(3))
         torch.testing.assert_close(short, cached, rtol=1e-5, atol=0)
 
 

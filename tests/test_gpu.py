@@ -1,8 +1,14 @@
 """What only a GPU can show: pytest -m gpu. The same checks run on the CPU in test_model.py and test_train.py."""
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+import data_fineweb
 import model as m
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason='no CUDA device')]
@@ -42,3 +48,15 @@ def test_generate_on_gpu(recurrent):
     model = m.build_model(m.ModelConfig(256, 2, 2, 128, window=16, block_size=8), recurrent).cuda()
     tokens = [t.item() for t in model.generate(torch.zeros(1, 3, dtype=torch.int64, device='cuda'), 50)]
     assert len(tokens) == 50 and all(0 <= t < 256 for t in tokens)
+
+
+def test_train_lm_on_one_gpu(tmp_path):
+    """train_lm.py starts, compiles, trains, saves and resumes on a GPU."""
+    root = Path(__file__).resolve().parent.parent
+    for name, n in (('val_000000', 5000), ('train_000001', 100_000)):
+        data_fineweb.write_shard(str(tmp_path / f'fineweb_{name}.bin'), (np.arange(n) ** 2 % 11 + 65).astype(np.uint16))
+    data_fineweb.write_meta(str(tmp_path), {'tokenizer': 'bytes', 'source': 'test', 'shards': []})
+    for more in (['--max_iters=3'], ['--max_iters=5', '--resume=True'], ['--recurrent=False', '--overwrite=True', '--max_iters=3']):
+        done = subprocess.run([sys.executable, 'train_lm.py', 'config/demo.py', f'--data_dir={tmp_path}', f'--out_dir={tmp_path}/out',
+                               '--val_tokens=4096', '--compile=True', *more], cwd=root, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0 and 'done: ' in done.stdout, done.stderr

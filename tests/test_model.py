@@ -337,7 +337,7 @@ def test_compiled_gpt_equals_eager():
     grads = gradients(model, loss)
     model.config.path = 'compiled'
     compiled, _ = model(x, y)
-    assert len(model_file._compiled_experts) == 1
+    assert model.compiled_core is not None                     # with plain products for attention, too
     assert_close(compiled, loss, rtol=1e-5)
     assert_same_gradients(model, gradients(model, compiled), grads, rtol=1e-4)
 

@@ -47,7 +47,6 @@ def arguments(data, out, *configs, **settings):
 def run(data, out, *configs, **settings):
     """A whole run in this process: the exit status."""
     config = configure(vars(train_lm), arguments(data, out, *configs, **settings), quiet=True)
-    train_lm.prepare_out_dir(out, config['resume'], config['overwrite'])
     return train_lm.train(config)
 
 
@@ -187,12 +186,11 @@ def test_validation_does_not_depend_on_chunks_or_batches(data, tmp_path):
     run(data, tmp_path / 'a', max_iters=4)
     saved = load_checkpoint(tmp_path / 'a' / 'ckpt_last.pt')
     losses = []
-    for T, rows in ((8, 0), (5, 2), (32, 1)):
-        config = configure(vars(train_lm), arguments(data, tmp_path, block_size=T, tokens_per_step=T * 8, batch_size=rows), quiet=True)
+    for T, rows in ((8, 3), (5, 2), (32, 1)):
         model = train_lm.build_model(train_lm.ModelConfig(256, 2, 2, 32, 2, 0, 12, T), True)
         model.load_state_dict(saved['model'])
-        x, y = data_fineweb.load_val([str(data / 'fineweb_val_000000.bin')], config['val_tokens'], 3, 256)
-        losses.append(train_lm.evaluate(model, (x, y, x.numel()), 'cpu', torch.float32))
+        x, y = data_fineweb.load_val([str(data / 'fineweb_val_000000.bin')], 96, 3, 256)
+        losses.append(train_lm.evaluate(model, (x, y, x.numel()), rows, T, 'cpu', torch.float32))
     np.testing.assert_allclose(losses, [losses[0]] * 3, rtol=1e-6)
     assert losses[0][0] == pytest.approx(read_log(tmp_path / 'a')[-1]['val_loss'], rel=1e-6)
 
@@ -244,7 +242,7 @@ def test_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(data, tmp_path
     monkeypatch.setattr(train_lm.StreamLoader, 'next', poison)
     assert run(data, tmp_path, max_iters=20, resume=True) == 1
     out = capsys.readouterr().out
-    assert 'update 7: loss nan' in out and 'ckpt_last.pt' in out
+    assert 'error: update 7: loss nan' in out and 'ckpt_last.pt' in out
     saved = load_checkpoint(tmp_path / 'ckpt_last.pt')
     assert saved['step'] == 4 and all(p.isfinite().all() for p in saved['model'].values())
 
@@ -255,7 +253,8 @@ def test_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(data, tmp_path
     ({'data_dir': '/nonexistent'}, "no train shards in '/nonexistent'"), ({'device': 'cuda:99'}, 'device = '),
     ({'dtype': 'int8'}, "dtype = 'int8'"), ({'resume': True}, 'nothing to resume from'), ({'aggregation': 'max'}, "aggregation = 'max'"),
     ({'resume': True, 'overwrite': True}, 'exclude each other'), ({'val_tokens': 10**6}, 'lower val_tokens'),
-    ({'tokens_per_step': 8 * 64}, 'too few'), ({'learning_rate': -1}, 'learning_rate = -1.0'), ({'n_layers': 3}, "did you mean 'n_layer'"),
+    ({'tokens_per_step': 8 * 64}, 'too few'), ({'betas': '(0.9,)'}, 'betas = (0.9,)'), ({'threads': -1}, 'threads = -1'),
+    ({'path': 'compiled'}, "path = 'compiled'"), ({'momentum': 1.5}, 'momentum = 1.5'), ({'learning_rate': -1}, 'learning_rate = -1.0'), ({'n_layers': 3}, "did you mean 'n_layer'"),
 ])
 def test_mistakes_are_one_line(data, tmp_path, settings, message, monkeypatch, capfd):
     monkeypatch.setattr(sys, 'argv', ['train_lm.py', *arguments(data, tmp_path / 'out', **settings)])
@@ -268,12 +267,63 @@ def test_mistakes_are_one_line(data, tmp_path, settings, message, monkeypatch, c
 def test_existing_run_is_kept(data, tmp_path, monkeypatch, capfd):
     run(data, tmp_path, max_iters=1)
     before = (tmp_path / 'ckpt_last.pt').read_bytes()
-    for settings, message in (({}, 'holds a run already'), ({'resume': True, 'n_embd': 64}, 'was trained with n_embd = 32, not 64')):
+    for settings, message in (({}, 'holds a run already'), ({'resume': True, 'n_embd': 64}, 'was trained with n_embd = 32, not 64'),
+                              ({'overwrite': True, 'tokens_per_step': 100}, 'must be a multiple'),      # found before anything is removed
+                              ({'overwrite': True, 'data_dir': tmp_path}, 'no train shards')):
         monkeypatch.setattr(sys, 'argv', ['train_lm.py', *arguments(data, tmp_path, **settings)])
         with pytest.raises(SystemExit) as error:
             train_lm.main()
         assert error.value.code == 2 and message in capfd.readouterr().err
     assert (tmp_path / 'ckpt_last.pt').read_bytes() == before
+
+
+def test_resume_takes_new_optimizer_settings(data, tmp_path):
+    """Learning rates, momentum, decay and betas may change between runs, and then do."""
+    run(data, tmp_path, max_iters=4)
+    config = configure(vars(train_lm), arguments(data, tmp_path, resume=True, learning_rate=0.5, momentum=0.5, weight_decay=0.3,
+                                                 betas='(0.1, 0.2)'), quiet=True)
+    muon, adamw = train_lm.begin(config)[0].optimizers
+    assert {k: muon.param_groups[0][k] for k in ('peak_lr', 'momentum', 'weight_decay')} == {'peak_lr': 0.5, 'momentum': 0.5, 'weight_decay': 0.3}
+    assert all(g['betas'] == (0.1, 0.2) for g in adamw.param_groups)
+    assert all(s['momentum_buffer'].abs().sum() > 0 for s in muon.state.values())
+
+
+def test_foreign_checkpoint_is_refused(data, tmp_path, monkeypatch, capfd):
+    train_lm.save_checkpoint({'weights': torch.zeros(3)}, tmp_path / 'ckpt_last.pt')
+    monkeypatch.setattr(sys, 'argv', ['train_lm.py', *arguments(data, tmp_path, resume=True)])
+    with pytest.raises(SystemExit) as error:
+        train_lm.main()
+    assert error.value.code == 2 and 'not a checkpoint of this train_lm.py' in capfd.readouterr().err
+
+
+def test_no_tokenizer_no_bits_per_byte(data, tmp_path, monkeypatch, capsys):
+    """GPT-2 shards can be trained on without the tokenizer: only bits per byte need it."""
+    def missing(name):
+        raise data_fineweb.DataError('the GPT-2 tokenizer files are not installed')
+    monkeypatch.setattr(train_lm, 'token_bytes', missing)
+    assert run(data, tmp_path, max_iters=1) == 0
+    assert 'no bits per byte: the GPT-2 tokenizer' in capsys.readouterr().out
+    assert read_log(tmp_path)[-1]['val_bits_per_byte'] is None
+
+
+def test_a_full_disk_is_one_line(data, tmp_path, monkeypatch, capfd):
+    def full(*args):
+        raise OSError(28, 'No space left on device')
+    monkeypatch.setattr(train_lm, 'save_checkpoint', full)
+    monkeypatch.setattr(sys, 'argv', ['train_lm.py', *arguments(data, tmp_path, max_iters=1)])
+    with pytest.raises(SystemExit) as error:
+        train_lm.main()
+    assert error.value.code == 2 and 'No space left on device' in capfd.readouterr().err
+
+
+def test_one_gpu_gets_an_index(monkeypatch):
+    """torch.cuda.set_device refuses a bare 'cuda'."""
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
+    monkeypatch.delenv('LOCAL_RANK', raising=False)
+    assert [train_lm.pick_device(name) for name in ('auto', 'cuda', 'cuda:1', 'cpu')] == ['cuda:0', 'cuda:0', 'cuda:1', 'cpu']
+    monkeypatch.setenv('LOCAL_RANK', '1')
+    assert train_lm.pick_device('auto') == 'cuda:1'
 
 
 def test_eval_only(data, tmp_path, capsys):
@@ -346,6 +396,7 @@ def test_config_files(data, tmp_path, config):
 def test_readme_commands():
     """Each `python script.py ...` in README.md and in the scripts' docstrings names a script, config files and settings that exist."""
     texts = [(ROOT / 'README.md').read_text(), *(module.__doc__ for module in SCRIPTS.values())]
+    assert '@@' not in texts[0]                                # every figure is filled in
     commands = [c for text in texts for c in re.findall(r'^\s*(?:\$ )?(?:\.venv/bin/)?(?:torchrun \S+ \S+|python) (\w+\.py[^#\n]*)', text, re.M)]
     assert len(commands) > 8
     for command in commands:
