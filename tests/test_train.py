@@ -4,6 +4,7 @@ import lzma
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import baselines
 import bench
 import data_fineweb
 import sample
@@ -22,7 +24,8 @@ from checkpoint import load_checkpoint
 from configurator import configure
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = {'train_lm.py': train_lm, 'sample.py': sample, 'data_fineweb.py': data_fineweb, 'bench.py': bench}
+SCRIPTS = {'train_lm.py': train_lm, 'sample.py': sample, 'data_fineweb.py': data_fineweb, 'bench.py': bench,
+           'baselines.py': baselines}
 TINY = {'tokenizer': 'bytes', 'n_layer': 2, 'n_expert': 2, 'n_embd': 32, 'n_head': 2, 'window': 12, 'block_size': 8, 'tokens_per_step': 64,
         'max_iters': 8, 'warmup_iters': 3, 'eval_interval': 4, 'val_tokens': 96, 'val_streams': 3, 'compile': False, 'dtype': 'float32',
         'device': 'cpu', 'threads': 1}
@@ -393,19 +396,51 @@ def test_config_files(data, tmp_path, config):
     assert train_lm.train(settings) == 0
 
 
-def test_readme_commands():
-    """Each `python script.py ...` in README.md and in the scripts' docstrings names a script, config files and settings that exist."""
-    texts = [(ROOT / 'README.md').read_text(), *(module.__doc__ for module in SCRIPTS.values())]
-    assert '@@' not in texts[0]                                # every figure is filled in
-    commands = [c for text in texts for c in re.findall(r'^\s*(?:\$ )?(?:\.venv/bin/)?(?:torchrun \S+ \S+|python) (\w+\.py[^#\n]*)', text, re.M)]
-    assert len(commands) > 8
+def readme_commands():
+    """`python script.py ...` and `torchrun ... script.py ...` of README.md's code blocks, comments cut off."""
+    return re.findall(r'^(?:python|torchrun \S+ \S+) \w+\.py[^#\n]*', (ROOT / 'README.md').read_text(), re.M)
+
+
+def test_readme_and_docstrings_name_what_exists():
+    """Every command of README.md and of the scripts' docstrings names a script, config files and settings that exist."""
+    assert '@@' not in (ROOT / 'README.md').read_text()        # every figure is filled in
+    docs = '\n'.join(module.__doc__ for module in SCRIPTS.values())
+    commands = [*readme_commands(), *re.findall(r'^\s*\$? ?((?:python|torchrun \S+ \S+) \w+\.py[^#\n]*)', docs, re.M)]
+    assert len(commands) > 15
     for command in commands:
-        import shlex
-        script, *argv = shlex.split(command.replace('...', ''))
-        if argv == ['--help']:
-            continue
-        module = SCRIPTS.get(script) or __import__(script.removesuffix('.py'))
+        words = shlex.split(command)
+        script, *argv = words[[w.endswith('.py') for w in words].index(True):]
+        module = SCRIPTS[script]
         configure(dict(vars(module)), [os.path.join(ROOT, a) if a.startswith('config/') else a for a in argv], quiet=True)
+
+
+def test_readme_commands_run(data, tmp_path):
+    """README.md's commands, in order, shrunk and with folders of their own; all but the download, which needs a network."""
+    (tmp_path / 'books').mkdir()
+    (tmp_path / 'books' / 'a.txt').write_text('It was the best of times, it was the worst of times. ' * 100)
+    tiny = [f'--{k}={v}' for k, v in {**TINY, 'n_kv_head': 1, 'batch_size': 0, 'data_dir': data, 'max_iters': 2, 'overwrite': True}.items()]
+    small_bench = ['--cells=(1,1,8,2),', '--n_embd=128', '--rounds=1', '--seconds=0', '--threads=1', f'--out={tmp_path}/bench.json']
+    extra = {'train_lm.py': tiny, 'baselines.py': tiny, 'bench.py': small_bench,
+             'sample.py': ['--max_new_tokens=3', '--device=cpu'], 'data_fineweb.py': ['--tokenizer=bytes', f'--data_dir={tmp_path}/books_bytes']}
+    ran = []
+    for command in readme_commands():
+        if '--pretokenized' in command or command in ran:
+            continue
+        words = shlex.split(command.replace('--nproc_per_node=4', '--nproc_per_node=2'))
+        script = next(w for w in words if w.endswith('.py'))
+        more = list(extra[script])
+        if script in ('train_lm.py', 'sample.py', 'baselines.py'):
+            name = next((w for w in words if w.startswith('config/')), 'config/small_L2.py')[7:-3]
+            more.append(f'--out_dir={tmp_path}/{name}')
+        if '--resume=True' in words:
+            more.append('--overwrite=False')
+        words = [sys.executable, *(['-m', 'torch.distributed.run', *words[1:]] if words[0] == 'torchrun' else words[1:]), *more]
+        words = [f'{tmp_path}/{w[7:]}' if w.startswith('--text=') else w for w in words]
+        words = [f'--text={w}' if w.endswith('*.txt') else w for w in words]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=240, env={**os.environ, 'OMP_NUM_THREADS': '1'})
+        assert done.returncode == 0, (command, done.stderr[-2000:])
+        ran.append(command)
+    assert len(ran) >= 7
 
 
 def test_demo_recipe(tmp_path):
