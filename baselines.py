@@ -24,11 +24,11 @@ from torch import nn
 import bench
 from checkpoint import RUN_FILES, JsonlLog, pick_device, pick_dtype, prepare_out_dir, write_json
 from configurator import configure, fail
-from data_fineweb import VOCAB, SequenceLoader, StreamLoader, find_shards, first_line, load_val, token_bytes
+from data_fineweb import VOCAB, SequenceLoader, StreamLoader, find_shards, load_val, token_bytes
 from kernels import apply_rope, rope_table
 from model import ModelConfig, build_model, config_dict, norm, window_mask
 from muon import lr_at
-from train_lm import autocast, evaluate
+from train_lm import autocast, evaluate, warm_up
 
 # -----------------------------------------------------------------------------
 # the baseline
@@ -230,22 +230,6 @@ def make_adamw(net, lr, config):
     return torch.optim.AdamW([group for group in groups if group['params']], lr=lr, betas=config['baseline_betas'], fused=True)
 
 
-def compiled(net, rows, T, kind, amp):
-    """The Transformer compiled as a whole, warm; where that does not work, as it is, with a line that says so."""
-    idx, start = torch.zeros(rows, T, dtype=torch.int64, device=kind), time.time()
-    try:
-        run = torch.compile(net, dynamic=False)
-        with autocast(kind, amp):
-            loss, _ = run(idx, idx)
-        loss.backward()
-        print(f'compiled in {time.time() - start:.0f} s', flush=True)
-    except torch._dynamo.exc.TorchDynamoException as error:
-        print(f'compile = True does not work here, going on without it ({first_line(error)[:200]})', flush=True)
-        run = net
-    net.zero_grad(set_to_none=True)
-    return run
-
-
 # ----------------------------------------------------------------------------- training
 
 def update(run, params, optimizer, loader, states, micro, lr, config, kind, amp):
@@ -279,7 +263,9 @@ def train(config, lr, log_path, kind, amp):
     run = net = net.to(kind)
     print(f'{what["name"]}: {what["params"]:,} parameters (ours {what["params_of_ours"]:,}), peak learning rate {lr}', flush=True)
     if config['compile'] and config['model'] == 'transformer':
-        run = compiled(net, micro, T, kind, amp)
+        run = torch.compile(net, dynamic=False)
+        if not warm_up(run, micro, T, kind, amp):
+            run = net
     params, optimizer = list(net.parameters()), make_adamw(net, lr, config)
     states, log, seconds, best, record = [None] * math.ceil(B / micro), JsonlLog(log_path), 0.0, math.inf, {'step': 0, 'tokens': 0}
     for step in range(steps + 1):

@@ -32,6 +32,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 
 import numpy as np
+
 from configurator import configure, fail
 
 # -----------------------------------------------------------------------------

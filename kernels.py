@@ -14,6 +14,7 @@ A general nonlinear recurrence cannot be scanned: tokens must run one after anot
 Shape letters as in model.py; C cache heads (G, or E*G where experts own their cache), M = E*H / C query heads a cache head.
 `dt` is the dtype of matrix products (bf16 under autocast); states, norms, softmax and sums stay in the state's dtype.
 """
+import functools
 import math
 from typing import NamedTuple
 
@@ -198,13 +199,12 @@ class Ops(NamedTuple):
 
 
 EAGER = Ops()
-_compiled: list[Ops] = []
 
 
-def compiled_ops() -> Ops:
-    if not _compiled:
-        _compiled.append(Ops(*(torch.compile(op, dynamic=False) for op in EAGER)))
-    return _compiled[0]
+@functools.cache
+def compiled(op):
+    """op compiled, once in a process."""
+    return torch.compile(op, dynamic=False)
 
 
 # ---- a chunk's buffers ----
@@ -342,7 +342,7 @@ def weight_gradients(buf: dict[str, torch.Tensor], z: torch.Tensor, dgates: list
     return grads
 
 
-def unroll(z, s, k, v, count, levels: list[dict[str, torch.Tensor]], aggregation: str, share_kv: bool, compiled: bool = False):
+def unroll(z, s, k, v, count, levels: list[dict[str, torch.Tensor]], aggregation: str, share_kv: bool, compile: bool = False):
     """Run a chunk of the recurrent model. z (T, B, D); the state (s, k, v, count) of model.State, not differentiated;
     levels: model.level_weights of each level. Returns s[L] of each token (T, B, D) and the new state's four tensors."""
     (T, B, _), (_, _, C, W, K) = z.shape, k.shape
@@ -352,7 +352,7 @@ def unroll(z, s, k, v, count, levels: list[dict[str, torch.Tensor]], aggregation
     G, R = (C, M // E) if share_kv else (C // E, M)
     names = ['a', 'b', 'wqkv', 'wo', 'up', 'down', 'router_q', 'router_q_bias', 'router_keys'][:len(levels[0])]
     weights = [level[name] if name in 'ab' else level[name].to(dt) for level in levels for name in names]
-    meta = ((B, E, G, R, K, share_kv), (C, M, K), aggregation, compiled_ops() if compiled else EAGER, len(names), dt,
+    meta = ((B, E, G, R, K, share_kv), (C, M, K), aggregation, Ops(*map(compiled, EAGER)) if compile else EAGER, len(names), dt,
             torch.is_grad_enabled())
     with torch.autocast(z.device.type, enabled=False):         # dtypes are ours from here on
         out, new_k, new_v = Unroll.apply(meta, z, s, k, v, count, *weights)
@@ -375,23 +375,14 @@ def cross_entropy(logits: torch.Tensor, target: torch.Tensor, grad_scale: float 
     return loss, d.mul_(tanh.square_().neg_().add_(1)).mul_(grad_scale).to(dt)
 
 
-_compiled_cross_entropy = []
-
-
-def compiled_cross_entropy():
-    if not _compiled_cross_entropy:
-        _compiled_cross_entropy.append(torch.compile(cross_entropy, dynamic=False))
-    return _compiled_cross_entropy[0]
-
-
 class HeadLoss(torch.autograd.Function):
     """Mean soft-capped cross-entropy in slices of rows, so that few logits exist at a time; the gradients are made in the forward."""
 
     @staticmethod
-    def forward(ctx, x, weight, targets, dt, grad, compiled):
+    def forward(ctx, x, weight, targets, dt, grad, compile):
         N, V = x.size(0), weight.size(0)
         grad = grad and any(ctx.needs_input_grad)
-        ce = compiled_cross_entropy() if compiled and grad else cross_entropy
+        ce = compiled(cross_entropy) if compile and grad else cross_entropy
         w = weight.to(dt)
         loss = torch.zeros((), dtype=x.dtype, device=x.device)
         if grad:
@@ -414,8 +405,8 @@ class HeadLoss(torch.autograd.Function):
         return g * dx, g * dw, None, None, None, None
 
 
-def head_loss(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, compiled: bool = False) -> torch.Tensor:
+def head_loss(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, compile: bool = False) -> torch.Tensor:
     """Mean cross-entropy (nats) of softcap(x @ weight.T) against targets. x (N, D), weight (V, D), targets (N,) int64."""
     dt = compute_dtype(x)
     with torch.autocast(x.device.type, enabled=False):
-        return HeadLoss.apply(x, weight, targets, dt, torch.is_grad_enabled(), compiled)
+        return HeadLoss.apply(x, weight, targets, dt, torch.is_grad_enabled(), compile)

@@ -202,8 +202,8 @@ class LanguageModel(nn.Module):
         state = None: RecurrentGPT starts from init_state; GPT attends over the whole chunk, as in training, and returns None."""
         x, state = self.core(idx, state)                       # (B, T, D)
         if targets is not None:
-            compiled = self.config.path == 'compiled'
-            return head_loss(x.reshape(-1, x.size(-1)), self.head, targets.reshape(-1), compiled), state
+            compile = self.config.path == 'compiled'
+            return head_loss(x.reshape(-1, x.size(-1)), self.head, targets.reshape(-1), compile), state
         dtype = compute_dtype(x)
         return softcap(F.linear(x.to(dtype), self.head.to(dtype)).to(x.dtype)), state
 
@@ -256,7 +256,7 @@ class LanguageModel(nn.Module):
         return {'core': float(c.n_layer * (c.n_expert * expert + router)), 'head': float(2 * D * c.vocab_size)}
 
     def param_groups(self) -> dict[str, list[nn.Parameter]]:
-        """Parameters by optimizer : 'matrices' for Muon; 'embedding', 'head' and 'scalars' for AdamW."""
+        """Parameters by optimizer: 'matrices' for Muon; 'embedding', 'head' and 'scalars' for AdamW."""
         level = [p for name, p in self.levels.named_parameters() if p.dim() >= 2 and not name.endswith('expert_embedding')]
         known = {id(p) for p in [*level, self.embedding, self.head]}
         return {'matrices': level, 'embedding': [self.embedding], 'head': [self.head],
@@ -284,7 +284,7 @@ class RecurrentGPT(LanguageModel):
         if self.config.path != 'plain':
             weights = [level_weights(level) for level in self.levels]
             out, new = unroll(z.transpose(0, 1), *state, weights, self.config.aggregation, self.config.share_kv,
-                              compiled=self.config.path == 'compiled')
+                              compile=self.config.path == 'compiled')
             return out.transpose(0, 1), State(*new)
         out = []
         for z_t in z.unbind(1):                                # (B, D)

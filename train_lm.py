@@ -29,7 +29,7 @@ import torch.distributed as dist
 from checkpoint import BEST, LAST, PREV, CheckpointError, JsonlLog, Stopper, device_name, load_latest, open_trackers, pick_device, pick_dtype
 from checkpoint import prepare_out_dir, rng_state, save_checkpoint, set_rng_state, write_json
 from configurator import configure, fail
-from data_fineweb import VOCAB, DataError, SequenceLoader, StreamLoader, find_shards, load_val, token_bytes
+from data_fineweb import VOCAB, DataError, SequenceLoader, StreamLoader, find_shards, first_line, load_val, token_bytes
 from model import ModelConfig, State, build_model, config_dict
 from muon import Muon, lr_at
 
@@ -145,19 +145,21 @@ def make_optimizers(model) -> list[torch.optim.Optimizer]:
     return optimizers
 
 
-def warm_up(model, rows: int, kind: str, amp: torch.dtype) -> None:
-    """Compile on zeros, before any clock runs; on failure say why and go on without."""
-    idx = torch.zeros(rows, block_size, dtype=torch.int64, device=kind)
+def warm_up(model, rows: int, T: int, kind: str, amp: torch.dtype) -> bool:
+    """Compile on zeros, before any clock runs. Where that fails, say why: the caller goes on without."""
+    idx = torch.zeros(rows, T, dtype=torch.int64, device=kind)
     start = time.time()
     try:
         with autocast(kind, amp):
             loss, _ = model(idx, idx)
         loss.backward()
         print0(f'compiled in {time.time() - start:.0f} s')
+        works = True
     except torch._dynamo.exc.TorchDynamoException as error:
-        print0(f'compile = True does not work here, going on without it ({str(error).strip().splitlines()[0][:200]})')
-        model.config.path = 'fast'
+        print0(f'compile = True does not work here, going on without it ({first_line(error)})')
+        works = False
     model.zero_grad(set_to_none=True)
+    return works
 
 
 @torch.no_grad()
@@ -238,11 +240,17 @@ def print0(text: str) -> None:
         print(text, flush=True)
 
 
-def dense_line(record: dict, flops: float, world: int, kind: str, amp: torch.dtype) -> str:
-    """One update in one line. MFU: nominal FLOPs (model.flops_per_token) of forward and backward over the devices' dense bf16 peak;
-    n/a where that is unknown, or products are in fp32."""
-    peak = next((f for name, f in PEAK_FLOPS.items() if amp == torch.bfloat16 and name in device_name(kind)), None)
-    mfu = f'{100 * 3 * flops * record["tokens_per_s"] / (peak * world):.1f}%' if peak else 'n/a'
+def mfu_per_rate(run: SimpleNamespace) -> float | None:
+    """MFU at one token a second: nominal FLOPs (model.flops_per_token) of forward and backward over the devices' dense bf16 peak.
+    None where that is unknown, or products are in fp32."""
+    name = device_name(run.kind)
+    peak = next((f for gpu, f in PEAK_FLOPS.items() if run.amp == torch.bfloat16 and gpu in name), None)
+    return 3 * sum(run.model.flops_per_token().values()) / (peak * run.world) if peak else None
+
+
+def dense_line(record: dict, mfu: float | None) -> str:
+    """One update in one line; mfu: of mfu_per_rate."""
+    mfu = f'{100 * mfu * record["tokens_per_s"]:.1f}%' if mfu else 'n/a'
     eta = int((max_iters - record['step']) * record['ms'] / 1000)
     return (f'step {record["step"]}/{max_iters} | loss {record["train_loss"]:.4f} | lr {record["lr"]:.2e} | norm {record["grad_norm"]:.2f} | '
             f'{record["ms"]:.0f} ms | {record["tokens_per_s"]:,.0f} tok/s | mfu {mfu} | eta {eta // 3600}:{eta // 60 % 60:02d}:{eta % 60:02d}')
@@ -298,20 +306,18 @@ def text_bytes(y: torch.Tensor) -> float:
         return math.nan
 
 
-def save_best(run: SimpleNamespace) -> None:
-    """The model alone, for sample.py: a run goes on from the last checkpoint, not from this one."""
-    if run.rank == 0:
-        save_checkpoint({'model': run.model.state_dict(), 'model_config': config_dict(run.model.config), 'recurrent': recurrent,
-                         'config': run.config, **{k: getattr(run, k) for k in POSITION}}, os.path.join(out_dir, BEST))
+def snapshot(run: SimpleNamespace) -> dict:
+    """What sample.py needs: all that the best checkpoint holds. A run goes on from the last one."""
+    return {'model': run.model.state_dict(), 'model_config': config_dict(run.model.config), 'recurrent': recurrent, 'config': run.config,
+            **{k: getattr(run, k) for k in POSITION}}
 
 
 def save(run: SimpleNamespace) -> None:
     """Everything, as the last checkpoint; the one before is kept too."""
     state = gather_state(run.states, run.world, run.rank)
     if run.rank == 0:
-        save_checkpoint({'model': run.model.state_dict(), 'model_config': config_dict(run.model.config), 'recurrent': recurrent,
-                         'config': run.config, 'optimizers': [o.state_dict() for o in run.optimizers], 'loader': run.loader.state_dict(),
-                         'state': state, 'rng': rng_state(), **{k: getattr(run, k) for k in POSITION}}, os.path.join(out_dir, LAST), PREV)
+        rest = {'optimizers': [o.state_dict() for o in run.optimizers], 'loader': run.loader.state_dict(), 'state': state, 'rng': rng_state()}
+        save_checkpoint(snapshot(run) | rest, os.path.join(out_dir, LAST), PREV)
 
 
 def load(run: SimpleNamespace) -> None:
@@ -322,8 +328,8 @@ def load(run: SimpleNamespace) -> None:
         raise CheckpointError(f'{where}: not a checkpoint of this train_lm.py (missing: {", ".join(missing) or "settings"})')
     for name in FIXED:
         if checkpoint['config'][name] != run.config[name]:
-            fail(f'{where}: was trained with {name} = {checkpoint["config"][name]!r}, not {run.config[name]!r}: '
-                 f'give the same value to resume, or another out_dir')
+            raise CheckpointError(f'{where}: was trained with {name} = {checkpoint["config"][name]!r}, not {run.config[name]!r}: '
+                                  f'give the same value to resume, or another out_dir')
     run.model.load_state_dict(checkpoint['model'])
     for optimizer, saved in zip(run.optimizers, checkpoint['optimizers'], strict=True):
         ours = [{k: v for k, v in group.items() if k != 'params'} for group in optimizer.param_groups]
@@ -359,18 +365,18 @@ def validate(run: SimpleNamespace) -> None:
     print0(f'step {run.step}/{max_iters} | val loss {val_loss:.4f} | {bpb:.4f} bits per byte')
     if val_loss < run.best:
         run.best = val_loss
-        if run.step > 0:
-            save_best(run)
+        if run.step > 0 and run.rank == 0:
+            save_checkpoint(snapshot(run), os.path.join(out_dir, BEST))
 
 
 def begin(config: dict) -> tuple[SimpleNamespace, tuple]:
     """The run, new or resumed, and its trackers. Whatever can be wrong with the settings and the data is found before out_dir is touched.
     ValueError says what."""
     run = make_run(config)
-    trackers = open_trackers([], out_dir, config)
-    if not eval_only and run.rank == 0:
+    writes = run.rank == 0 and not eval_only
+    if writes:
         prepare_out_dir(out_dir, resume, overwrite)
-        trackers = open_trackers([name for name in ('tensorboard', 'wandb') if config[name]], out_dir, config)
+    trackers = open_trackers([name for name in ('tensorboard', 'wandb') if writes and config[name]], out_dir, config)
     if resume or eval_only:
         load(run)
     return run, trackers
@@ -389,8 +395,9 @@ def train(config: dict) -> int:
         return 0
     if compile and path != 'plain':
         run.model.config.path = 'compiled'
-        warm_up(run.model, run.micro, run.kind, run.amp)
-    flops, log = sum(run.model.flops_per_token().values()), None
+        if not warm_up(run.model, run.micro, block_size, run.kind, run.amp):
+            run.model.config.path = 'fast'
+    mfu, log = mfu_per_rate(run), None
     if run.rank == 0:
         write_json(config, os.path.join(out_dir, 'config.json'))
         # the checkpoint's own step is validated and logged again: the run may have died in between
@@ -422,7 +429,7 @@ def train(config: dict) -> int:
         if run.loader.epoch != epoch:
             print0(f'epoch {run.loader.epoch} begins: the shards start over')
         if run.step % log_interval == 0 or run.step == max_iters:
-            print0(dense_line(run.record, flops, run.world, run.kind, run.amp))
+            print0(dense_line(run.record, mfu))
         if due:
             save(run)                                          # before the validation: one that dies loses nothing
     stopper.restore()
