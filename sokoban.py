@@ -1,0 +1,536 @@
+"""
+Sokoban: levels, the environment, pictures.
+
+$ python sokoban.py --split=generated --show=3                 # as text
+$ python sokoban.py --levels_dir=levels --split=unfiltered-test --show=12 --picture=levels.png
+$ python sokoban.py --levels_dir=levels --split=unfiltered-valid --download=True           # needs a network
+
+Levels are kept packed, 17 bytes each (uint8): 8 bytes for the walls of the 8x8 interior, row-major, most significant bit first (the
+border is always wall); then 4 target, 4 box and 1 agent cell, each an index 0..63 into the interior. There are 1 to 4 boxes, and as
+many targets; a level with fewer than 4 repeats its first target and box.
+
+The environment has the rules of Jumanji's Sokoban-v0 (10x10, actions up, right, down, left; a blocked move costs a step like any
+other; reward -0.1 a step, +1 for a box pushed onto a target, -1 for one pushed off, +10 when all are on; an episode ends when solved
+or after 120 steps, both times for good: no bootstrap). `SokobanEnv` plays N boards at once with tensor operations alone, in place and
+without waiting for the device, so that a rollout can be captured in a CUDA graph. `JumanjiEnv` drives Jumanji itself, same interface.
+
+Shape letters: N boards, Y = X = 10 rows and columns; cells are numbered row-major, 0..99.
+"""
+import glob
+import math
+import os
+import sys
+import tokenize
+
+import numpy as np
+import torch
+
+from checkpoint import write_atomic
+from configurator import configure, fail
+
+# -----------------------------------------------------------------------------
+levels_dir = ''                # folder of Boxoban text files or .pack17.npy arrays; '': data/boxoban, or generated levels where it has none
+split = 'unfiltered-train'     # which levels: unfiltered-train, -valid or -test, medium-train or -valid, hard; 'generated'; or a file
+download = False               # fetch the split into the folder where it is not there (Hugging Face, about 200 bytes a level)
+n_boxes = 4                    # of generated levels, 1 to 4
+n_levels = 1000                # to generate
+seed = 1337                    # of the generator
+show = 1                       # levels to print, from the first on
+picture = ''                   # a PNG file for them
+# -----------------------------------------------------------------------------
+
+SIZE, INSIDE, CELLS = 10, 8, 100
+DELTA = (-10, 1, 10, -1)       # of the agent's cell, for up, right, down, left
+TIME_LIMIT = 120
+WALL, TARGET, AGENT, BOX = 1, 2, 3, 4   # Jumanji's codes: walls and targets in the fixed grid, agent and boxes in the variable one
+HUB = 'InstaDeepAI/boxoban-levels'
+CHARS = np.array([list(row) for row in (' ??@$?', '#?????', '.??+*?', '??????')]).astype('S1').view(np.uint8)   # [fixed, variable] -> ASCII
+INTERIOR = (np.arange(INSIDE)[:, None] * SIZE + np.arange(INSIDE) + SIZE + 1).ravel()   # cell 0..99 of interior cell 0..63
+
+
+class LevelError(ValueError):
+    """Levels that cannot be used: one line that names the file and the level."""
+
+
+# ----------------------------------------------------------------------------- levels
+
+def pack(wall: np.ndarray, target: np.ndarray, box: np.ndarray, agent: np.ndarray) -> np.ndarray:
+    """Boards as masks (N, 64) of the interior, agent (N,) an interior cell -> (N, 17) uint8."""
+    out = np.empty((len(wall), 17), np.uint8)
+    out[:, :8] = np.packbits(wall, axis=1)
+    for first, mask in ((8, target), (12, box)):
+        order = np.argsort(~mask, axis=1, kind='stable')[:, :4]                              # cells of the mask come first
+        filled = np.take_along_axis(mask, order, 1)
+        out[:, first:first + 4] = np.where(filled, order, order[:, :1])
+    out[:, 16] = agent
+    return out
+
+
+def unpack(levels: torch.Tensor, inside: torch.Tensor, bits: torch.Tensor):
+    """(N, 17) uint8 -> wall, target, box (N, 100) bool and agent (N,) int64. inside: INTERIOR and bits: 7..0, on levels' device."""
+    N = len(levels)
+    wall = torch.ones(N, CELLS, dtype=torch.bool, device=levels.device)
+    wall[:, inside] = (levels[:, :8, None] >> bits & 1).reshape(N, 64).bool()                # (N, 8, 8) bits
+    cells = inside[levels[:, 8:].long()]                       # (N, 9)
+    empty = torch.zeros_like(wall)
+    return wall, empty.scatter(1, cells[:, :4], True), empty.scatter(1, cells[:, 4:8], True), cells[:, 8]
+
+
+def check_boards(boards: np.ndarray, where: str, first: int = 0) -> np.ndarray:
+    """Boards as ASCII codes (N, 10, 10) uint8 -> packed (N, 17). LevelError names `where` and the level's index, counted from `first`."""
+    wall, target, box, agent, known = (np.isin(boards, list(codes)) for codes in (b'#', b'.*+', b'$*', b'@+', b'# .$@*+'))
+    targets, boxes, agents = (mask.sum((1, 2)) for mask in (target, box, agent))
+    border = ~wall
+    border[:, 1:-1, 1:-1] = False
+    for bad, what in ((~known.all((1, 2)), 'has a character that is none of # .$@*+'), (border.any((1, 2)), 'is not walled in'),
+                      (agents != 1, 'has not exactly one agent'), ((boxes < 1) | (boxes > 4), 'has not 1 to 4 boxes'),
+                      (targets != boxes, 'has not as many targets as boxes')):
+        if bad.any():
+            raise LevelError(f'{where}: level {first + int(bad.argmax())} {what}')
+    inner = [mask[:, 1:-1, 1:-1].reshape(-1, 64) for mask in (wall, target, box, agent)]
+    return pack(*inner[:3], inner[3].argmax(1))
+
+
+def parse_text(text: str, where: str) -> np.ndarray:
+    """Boxoban's text form: `; index`, ten rows of ten characters, a blank line. -> packed (N, 17)."""
+    head, *blocks = ('\n' + text).split('\n;')
+    if head.strip() or not blocks:
+        raise LevelError(f'{where}: level 0 does not start with a line "; index"' if head.strip() else f'{where}: no level in it')
+    boards = []
+    for index, block in enumerate(blocks):
+        rows = [row for row in block.split('\n')[1:] if row]
+        if [len(row) for row in rows] != [SIZE] * SIZE:
+            raise LevelError(f'{where}: level {index} is not ten rows of ten characters')
+        boards += rows
+    return check_boards(np.frombuffer(''.join(boards).encode('ascii', 'replace'), np.uint8).reshape(-1, SIZE, SIZE), where)
+
+
+def check_packed(levels: np.ndarray, where: str) -> np.ndarray:
+    """The same checks for packed levels."""
+    if levels.dtype != np.uint8 or levels.ndim != 2 or levels.shape[1] != 17 or len(levels) == 0:
+        raise LevelError(f'{where}: expected uint8 of shape (N, 17), found {levels.dtype} of shape {levels.shape}')
+    cells = levels[:, 8:].astype(np.int64)
+    wall = np.unpackbits(levels[:, :8], axis=1).astype(bool)   # (N, 64)
+    for bad, what in (((cells > 63).any(1), 'has a cell beyond 63'),
+                      (np.take_along_axis(wall, cells.clip(max=63), 1).any(1), 'has a target, a box or the agent in a wall'),
+                      ((cells[:, 8:] == cells[:, 4:8]).any(1), 'has its agent on a box'),
+                      (distinct(cells[:, :4]) != distinct(cells[:, 4:8]), 'has not as many targets as boxes')):
+        if bad.any():
+            raise LevelError(f'{where}: level {int(bad.argmax())} {what}')
+    return levels
+
+
+def distinct(cells: np.ndarray) -> np.ndarray:
+    """(N, 4) -> how many different ones (N,)."""
+    return (np.diff(np.sort(cells, 1), axis=1) > 0).sum(1) + 1
+
+
+def fetch(split: str, folder: str) -> None:
+    """Download a split from the Hub (Jumanji's copy of Boxoban) and keep it packed in `folder`, atomically."""
+    try:
+        from huggingface_hub import hf_hub_download
+    except ImportError:
+        raise LevelError('downloading levels needs huggingface_hub: pip install huggingface_hub') from None
+    print(f'downloading {split}.npy of {HUB}', flush=True)
+    try:
+        path = hf_hub_download(HUB, f'{split}.npy')
+    except Exception as error:  # noqa: BLE001  many kinds: the hub client's, the HTTP client's
+        raise LevelError(f'cannot download {split}.npy of {HUB}: {first_line(error)}') from None
+    grids, where = read_array(path), f'{HUB} {split}.npy'
+    if grids.ndim != 4 or grids.shape[1:] != (SIZE, SIZE, 2) or grids.dtype.kind not in 'iu' or len(grids) == 0:
+        raise LevelError(f'{where}: expected integers of shape (N, 10, 10, 2), found {grids.dtype} of shape {grids.shape}')
+    channel = 0 if grids[0, 0, 0, 0] == WALL else 1            # of the fixed grid, whose corner is wall: on the Hub the first one
+    packed = []
+    for i in range(0, len(grids), 50_000):                     # pieces: the whole file unpacked would be large
+        fixed, variable = (np.clip(grids[i:i + 50_000, ..., k], -1, limit) for k, limit in ((channel, 3), (1 - channel, 5)))
+        packed.append(check_boards(CHARS[fixed, variable], where, i))
+    try:
+        os.makedirs(folder, exist_ok=True)
+        write_atomic(os.path.join(folder, f'{split}.pack17.npy'), lambda file: np.save(file, np.concatenate(packed)))
+    except OSError as error:
+        raise LevelError(f'{folder}: cannot be written ({error.strerror})') from None
+
+
+def first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def read_array(path: str) -> np.ndarray:
+    """A .npy file, mapped, so that a damaged header allocates nothing."""
+    try:
+        return np.asarray(np.load(path, mmap_mode='r', allow_pickle=False))
+    except (OSError, ValueError, EOFError, TypeError, OverflowError, SyntaxError, tokenize.TokenError, MemoryError) as error:
+        raise LevelError(f'{path}: cannot be read as a .npy file ({first_line(error)})') from None
+
+
+def read_text(path: str) -> np.ndarray:
+    try:
+        with open(path, encoding='ascii', errors='replace') as file:
+            return parse_text(file.read(), path)
+    except OSError as error:
+        raise LevelError(f'{path}: cannot be read ({error.strerror})') from None
+
+
+def read_levels(folder: str, split: str) -> tuple[np.ndarray, list[str]]:
+    """All levels of a split in a folder, and the files: SPLIT.pack17.npy; or text files SPLIT*.txt (also with _ for -); or Boxoban's own
+    tree of text files. The first of these that is there."""
+    packed = os.path.join(folder, f'{split}.pack17.npy')
+    if os.path.exists(packed):
+        return np.array(check_packed(read_array(packed), packed)), [packed]
+    name = glob.escape(split)
+    for patterns in ((f'{name}*.txt', f'{name.replace("-", "_")}*.txt'), (os.path.join(*name.split('-'), '*.txt'),)):
+        paths = sorted({path for pattern in patterns for path in glob.glob(os.path.join(glob.escape(folder), pattern))})
+        if paths:
+            return np.concatenate([read_text(path) for path in paths]), paths
+    return np.empty((0, 17), np.uint8), []
+
+
+def load_levels(levels_dir: str, split: str, download: bool = False, n_levels: int = 100_000, n_boxes: int = 4,
+                seed: int = 0) -> tuple[np.ndarray, str]:
+    """-> packed levels (N, 17) and a line that says where they are from. split: a file; or 'generated'; or the name of a split, which is
+    looked for in levels_dir ('': data/boxoban), then downloaded into it if `download`, and else, if no levels_dir was named, replaced by
+    generated levels. LevelError where there are none or malformed ones."""
+    generated = f'{n_levels:,} generated levels, boxes: {n_boxes}, seed: {seed}'
+    if split == 'generated':
+        return generate(n_levels, n_boxes, seed)[0], generated
+    if os.path.isfile(split):
+        levels = np.array(check_packed(read_array(split), split)) if split.endswith('.npy') else read_text(split)
+        return levels, f'{len(levels):,} levels of {split}'
+    if not split.strip('-') or os.sep in split:
+        raise LevelError(f'split = {split!r}: expected a file that exists, generated, or a name such as unfiltered-train')
+    folder = levels_dir or os.path.join('data', 'boxoban')
+    levels, paths = read_levels(folder, split)
+    if len(levels):
+        return levels, f'{len(levels):,} levels of {split} from {len(paths)} file{"s" * (len(paths) > 1)} in {folder}'
+    if download:
+        fetch(split, folder)
+        levels, _ = read_levels(folder, split)
+        return levels, f'{len(levels):,} levels of {split} downloaded from {HUB} into {folder}'
+    if not levels_dir:
+        return generate(n_levels, n_boxes, seed)[0], f'{generated} (no {split} in {folder}; --download=True fetches it)'
+    missing = f'neither {split}.pack17.npy nor {split}*.txt in it' if os.path.isdir(folder) else 'no such folder'
+    raise LevelError(f'{folder}: {missing}; --download=True fetches the levels, --split=generated makes some')
+
+
+# ----------------------------------------------------------------------------- the generator
+
+def carve(N: int, rng: np.random.Generator) -> np.ndarray:
+    """Rooms, connected: a walker of 34 steps clears a random little pattern at each place. -> floor (N, 100) bool."""
+    patterns = np.array([[-1, 0, 1], [-10, 0, 10], [0, 1, 10], [0, 10, 11], [0, -1, -10]])   # cells around the walker
+    inner, floor, rows = np.zeros(CELLS, bool), np.zeros((N, CELLS), bool), np.arange(N)
+    inner[INTERIOR] = True
+    cell, way = INTERIOR[rng.integers(0, 64, N)], rng.integers(0, 4, N)
+    for _ in range(34):
+        turn = rng.random(N) < 0.35
+        way = np.where(turn, rng.integers(0, 4, N), way)
+        to = cell + np.array(DELTA)[way]
+        cell = np.where(inner[to], to, cell)
+        for part in patterns[rng.integers(0, 5, N)].T:
+            floor[rows, cell + part] = True
+    return floor & inner
+
+
+def reverse_play(floor, target, agent, steps: int, rng: np.random.Generator):
+    """Play backwards from solved boards: the agent walks at random and mostly pulls the box behind it along. floor, target (N, 100) bool,
+    agent (N,) -> box, agent, the forward move that undoes each step (steps, N), and a number for each state met (steps + 1, N): equal for
+    equal states, 0 where all boxes are home.
+
+    The opposite move undoes a step exactly: it pushes nothing, or the box that was just pulled, onto the cell that it came from."""
+    N, base, delta = len(floor), np.arange(len(floor)) * CELLS, np.array(DELTA)
+    home, box, at = target.ravel(), target.ravel().copy(), base + agent                      # all boards in one row of N * 100 cells
+    blocked = ~floor.ravel() | box
+    code = rng.integers(1, 1 << 60, (2, CELLS))                # a state's number: the sum over its boxes and its agent
+    boxes = target @ code[0]
+    solved, states, undo = boxes.copy(), np.zeros((steps + 1, N), np.int64), np.zeros((steps, N), np.int8)
+    ways, luck = rng.integers(0, 4, (2, steps, N), dtype=np.uint8), rng.random((steps, N), np.float32)
+    for t in range(steps):
+        step = delta[ways[1, t]]
+        frees = ~blocked[at + step] & box[at - step] & home[at - step]                       # of two ways one that pulls a box off a target
+        way = np.where(frees, ways[1, t], ways[0, t])
+        step = delta[way]
+        moves = ~blocked[at + step]
+        pulls = np.flatnonzero(moves & box[at - step] & (luck[t] < np.where(home[at], 0.1, 0.95)))   # seldom onto a target
+        new, old = at[pulls], (at - step)[pulls]
+        box[old], box[new], blocked[old], blocked[new] = False, True, False, True
+        boxes[pulls] += code[0, new % CELLS] - code[0, old % CELLS]
+        at = np.where(moves, at + step, at)
+        states[t + 1] = np.where(boxes == solved, 0, boxes + code[1, at - base])
+        undo[t] = (way + 2) % 4
+    return box.reshape(N, CELLS), at - base, undo, states
+
+
+def solution(undo: np.ndarray, states: np.ndarray) -> np.ndarray:
+    """One board's reverse play (steps,), (steps + 1,) -> the actions that solve it, without detours: a state is left as it was last."""
+    states = states.tolist()
+    last, path = dict(zip(states, range(len(states)), strict=True)), []
+    t = last[0]
+    while t < len(undo):
+        path.append(t)
+        t = last[states[t + 1]]
+    return undo[path[::-1]]
+
+
+def generate(n: int, boxes: int = 4, seed: int = 0, steps: int = 300, batch: int = 4096) -> tuple[np.ndarray, list[np.ndarray]]:
+    """n levels by reverse play from solved boards, so that each is known to be solvable within the time limit; no box and no agent starts
+    on a target. -> packed (n, 17) and, for each, the actions that solve it (int8). Deterministic in its arguments; more levels continue
+    fewer."""
+    if not 1 <= boxes <= 4 or n < 1 or seed < 0:
+        raise LevelError(f'n_boxes = {boxes}, n_levels = {n}, seed = {seed}: expected 1 to 4, at least 1 and at least 0')
+    rng, levels, solutions = np.random.default_rng(seed), [], []
+    while len(levels) < n:
+        floor = carve(batch, rng)
+        free = floor & np.any([np.roll(floor, -d, 1) & np.roll(floor, -2 * d, 1) for d in DELTA], 0)   # a box can be pulled off there
+        floor, free = (mask[(floor.sum(1) >= 4 * boxes + 4) & (free.sum(1) >= boxes)] for mask in (floor, free))
+        target, order = np.zeros_like(floor), np.argsort(np.where(free, rng.random(floor.shape), 2), 1)
+        np.put_along_axis(target, order[:, :boxes], True, 1)
+        agent = np.where(floor & ~target, rng.random(floor.shape), -1).argmax(1)
+        box, agent, undo, states = reverse_play(floor, target, agent, steps, rng)
+        good = np.flatnonzero(~(box & target).any(1) & ~target[np.arange(len(floor)), agent])
+        packed = pack(*(mask[good][:, INTERIOR] for mask in (~floor, target, box)), np.searchsorted(INTERIOR, agent[good]))
+        for level, i in zip(packed, good, strict=True):
+            actions = solution(undo[:, i], states[:, i])
+            if 3 * boxes <= len(actions) <= TIME_LIMIT:        # shorter ones are dull
+                levels.append(level)
+                solutions.append(actions)
+    return np.stack(levels[:n]), solutions[:n]
+
+
+# ----------------------------------------------------------------------------- the environment
+
+def scramble(x: torch.Tensor) -> torch.Tensor:
+    """splitmix64's finalizer: int64 -> int64, any shape, each bit of the input changes half of the output's."""
+    x = (x ^ (x >> 30 & (1 << 34) - 1)) * -0x40a7b892e31b1a47  # 0xbf58476d1ce4e5b9; shifts are arithmetic: mask the sign's copies
+    x = (x ^ (x >> 27 & (1 << 37) - 1)) * -0x6b2fb644ecceee15  # 0x94d049bb133111eb
+    return x ^ (x >> 31 & (1 << 33) - 1)
+
+
+def draw(seed: int, stream: int, board: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """A random number 0..2^53-1 for each board (N,) and count (N,) or (): a function of its arguments alone. So nothing depends on how
+    boards are split over ranks, a resumed run needs no generator's state, and a CUDA graph draws anew at every replay."""
+    key = scramble(torch.full_like(board, (seed * 4 + stream) % (1 << 63)))
+    return scramble(scramble(key + board) + count) >> 11 & (1 << 53) - 1
+
+
+class SokobanEnv:
+    """N boards at once. order 'random': an ended board draws its next level from all, with replacement; 'sequence': board i plays levels
+    i, i + N, i + 2N, ... All state is in tensors (N, ...) that are changed in place. first: number of board 0, where other ranks have
+    boards of the same run ('random' only: in sequence each rank takes a part of the levels instead)."""
+
+    STATE = ('level', 'wall', 'target', 'box', 'agent', 'steps', 'boxes', 'episode')
+
+    def __init__(self, levels: np.ndarray, N: int, seed: int = 0, device: str = 'cpu', order: str = 'random', first: int = 0):
+        if order not in ('random', 'sequence'):
+            raise ValueError(f"order = {order!r}: expected 'random' or 'sequence'")
+        self.N, self.seed, self.order = N, seed, order
+        self.levels = torch.from_numpy(levels).to(device)      # (n, 17)
+        self.board = torch.arange(first, first + N, device=device)
+        self.delta = torch.tensor(DELTA, device=device)
+        self.inside = torch.from_numpy(INTERIOR).to(device)
+        self.bits = torch.arange(7, -1, -1, device=device, dtype=torch.uint8)
+        self.wall, self.target, self.box = (torch.zeros(N, CELLS, dtype=torch.bool, device=device) for _ in range(3))
+        self.level, self.agent, self.steps, self.boxes, self.episode = (torch.zeros(N, dtype=torch.int64, device=device) for _ in range(5))
+        self.reset(torch.ones(N, dtype=torch.bool, device=device))
+
+    def reset(self, which: torch.Tensor, level: torch.Tensor | None = None) -> None:
+        """The next level for the boards of the mask (N,); level (N,): these instead."""
+        if level is None and self.order == 'random':
+            level = draw(self.seed, 0, self.board, self.episode) % len(self.levels)
+        elif level is None:
+            level = (self.board + self.episode * self.N) % len(self.levels)
+        wall, target, box, agent = unpack(self.levels[level], self.inside, self.bits)
+        for mine, new in ((self.wall, wall), (self.target, target), (self.box, box)):
+            mine.copy_(torch.where(which[:, None], new, mine))
+        for mine, new in ((self.level, level), (self.agent, agent), (self.boxes, target.sum(1))):
+            mine.copy_(torch.where(which, new, mine))
+        self.steps.masked_fill_(which, 0)
+        self.episode += which
+
+    def step(self, action: torch.Tensor, level: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """action (N,) int64, 0..3 -> reward (N,) fp32, done (N,), solved (N,) bool. A board that is done is reset at once (to `level`, if
+        given): reward and done are the old episode's, the next observation is the new one's."""
+        reward, done, solved = self.move(action)
+        self.reset(done, level)
+        return reward, done, solved
+
+    def move(self, action: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The step without the reset."""
+        to = self.agent + self.delta[action]                   # never off the board: it is walled in
+        beyond = (to + self.delta[action]).clamp(0, CELLS - 1)   # off it only behind a wall, where it does not matter
+        at_box = self.at(self.box, to)
+        moves = ~self.at(self.wall, to) & ~(at_box & self.at(self.wall | self.box, beyond))
+        pushes = moves & at_box
+        before = (self.box & self.target).sum(1)
+        self.box.scatter_(1, to[:, None], (at_box & ~pushes)[:, None])
+        self.box.scatter_(1, beyond[:, None], (self.at(self.box, beyond) | pushes)[:, None])
+        self.agent.copy_(torch.where(moves, to, self.agent))
+        self.steps += 1
+        after = (self.box & self.target).sum(1)
+        solved = after == self.boxes
+        done = solved | (self.steps >= TIME_LIMIT)
+        return (after - before).float() + 10.0 * solved - 0.1, done, solved
+
+    @staticmethod
+    def at(mask: torch.Tensor, cell: torch.Tensor) -> torch.Tensor:
+        return mask.gather(1, cell[:, None]).squeeze(1)
+
+    def observe(self) -> torch.Tensor:
+        """Jumanji's observation: (N, 10, 10, 2) uint8, channel 0 agent 3 and box 4, channel 1 wall 1 and target 2."""
+        variable = (self.box * BOX).scatter(1, self.agent[:, None], AGENT)
+        return torch.stack([variable, self.wall * WALL + self.target * TARGET], -1).view(self.N, SIZE, SIZE, 2).to(torch.uint8)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {name: getattr(self, name).clone() for name in self.STATE}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        for name in self.STATE:
+            getattr(self, name).copy_(state[name])
+
+
+class JumanjiEnv:
+    """Jumanji's own Sokoban-v0 with our levels, all of 4 boxes, and SokobanEnv's interface (random order only). jumanji and jax are
+    imported here alone; the pinned jax runs on the CPU, so every step waits for the device."""
+
+    def __init__(self, levels: np.ndarray, N: int, seed: int = 0, device: str = 'cpu', first: int = 0):
+        if (distinct(levels[:, 8:12]) != 4).any():
+            raise LevelError("Jumanji's Sokoban has 4 boxes, and some of these levels have fewer")
+        try:
+            import jax
+            import jumanji.wrappers as wrappers
+            from jumanji.environments import Sokoban
+        except ImportError as error:
+            raise LevelError(f"env = 'jumanji' needs jumanji and jax, see requirements.txt ({first_line(error)})") from None
+        self.N, self.device = N, device
+        env = wrappers.VmapWrapper(wrappers.AutoResetWrapper(Sokoban(jumanji_generator(levels))))
+        key = jax.random.PRNGKey(seed % (1 << 32))
+        keys = jax.vmap(lambda board: jax.random.fold_in(key, board))(np.arange(first, first + N))
+        self.play = jax.jit(env.step)
+        self.state, timestep = jax.jit(env.reset)(keys)
+        self.grid = timestep.observation.grid
+
+    def tensor(self, array) -> torch.Tensor:
+        return torch.from_numpy(np.array(array)).to(self.device)
+
+    def step(self, action: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """action (N,) int64 -> reward (N,) fp32, done (N,), solved (N,) bool of the old episode, where one ended."""
+        self.state, timestep = self.play(self.state, action.cpu().numpy().astype(np.int32))
+        self.grid = timestep.observation.grid
+        return self.tensor(timestep.reward), self.tensor(timestep.last()), self.tensor(timestep.extras['solved'])
+
+    def observe(self) -> torch.Tensor:
+        return self.tensor(self.grid)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        state = {name: self.tensor(array) for name, array in self.state.items()}
+        return state | {'key': state['key'].long()}            # torch does little with unsigned integers
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        arrays = {name: state[name].cpu().numpy().astype(array.dtype) for name, array in self.state.items()}
+        self.state, self.grid = self.state.replace(**arrays), np.stack([arrays['variable_grid'], arrays['fixed_grid']], -1)
+
+
+def jumanji_generator(levels: np.ndarray):
+    """Jumanji asks this for a random level at each reset. (Its own generators download, and one of them loses levels.)"""
+    import jax
+    import jax.numpy as jnp
+    from jumanji.environments.routing.sokoban.generator import Generator
+    from jumanji.environments.routing.sokoban.types import State
+
+    class Packed(Generator):
+        def __call__(self, rng_key) -> State:
+            key, draw_key = jax.random.split(rng_key)
+            level = jnp.asarray(levels)[jax.random.randint(draw_key, (), 0, len(levels))]     # (17,)
+            y, x = level[8:].astype(jnp.int32) // INSIDE + 1, level[8:].astype(jnp.int32) % INSIDE + 1
+            wall = jnp.pad(jnp.unpackbits(level[:8]).reshape(INSIDE, INSIDE), 1, constant_values=WALL)
+            boxes = jnp.zeros_like(wall).at[y[4:8], x[4:8]].set(BOX)
+            return State(key=key, fixed_grid=wall.at[y[:4], x[:4]].set(TARGET), variable_grid=boxes.at[y[8], x[8]].set(AGENT),
+                         agent_location=jnp.stack([y[8], x[8]]), step_count=jnp.array(0, jnp.int32))
+
+    return Packed()
+
+
+# ----------------------------------------------------------------------------- pictures
+
+def observations(levels: np.ndarray) -> np.ndarray:
+    """Packed levels (N, 17) -> observations (N, 10, 10, 2) uint8."""
+    return SokobanEnv(levels, len(levels), order='sequence').observe().numpy()
+
+
+def board_text(board) -> str:
+    """An observation (10, 10, 2), or a packed level (17,) -> ten lines of Boxoban's characters."""
+    board = np.asarray(board)
+    board = observations(board[None])[0] if board.shape == (17,) else board
+    return '\n'.join(bytes(row).decode() for row in CHARS[board[..., 1], board[..., 0]])
+
+
+COLOURS = {'floor': (240, 234, 220), 'mortar': (62, 70, 84), 'brick': (88, 99, 117), 'goal': (214, 69, 65), 'box': (222, 170, 98),
+           'edge': (150, 100, 45), 'done': (126, 186, 104), 'done_edge': (58, 118, 52), 'player': (45, 105, 185), 'eye': (255, 255, 255)}
+
+
+def sprites(cell: int) -> np.ndarray:
+    """A picture (cell, cell, 3) for each of # .$*@+ in this order, drawn at 4 times the size and averaged: smooth edges."""
+    v, u = np.mgrid[-1:1:4j * cell, -1:1:4j * cell]            # rows, columns
+    square, radius = np.maximum(abs(u), abs(v)), np.hypot(u, v)
+    cross = (abs(abs(u) - abs(v)) < 0.16) & (square < 0.64)
+    wall = [(square < 2, 'mortar'), ((v % 1 > 0.08) & ((u + (v > 0)) % 2 > 0.08), 'brick')]
+    goal = [((radius < 0.54) & (radius > 0.34), 'goal'), (radius < 0.17, 'goal')]
+    box, done = ([(square < 0.82, edge), (square < 0.64, fill), (cross, edge)] for edge, fill in (('edge', 'box'), ('done_edge', 'done')))
+    agent = [(radius < 0.74, 'player'), ((abs(u) - 0.27) ** 2 + (v + 0.14) ** 2 < 0.022, 'eye')]
+    pictures = np.full((7, 4 * cell, 4 * cell, 3), COLOURS['floor'], float)
+    for picture, layers in zip(pictures, (wall, [], goal, box, done, agent, agent + [(abs(radius - 0.86) < 0.07, 'goal')]), strict=True):
+        for mask, name in layers:
+            picture[mask] = COLOURS[name]
+    return pictures.reshape(7, cell, 4, cell, 4, 3).mean((2, 4)).round().astype(np.uint8)
+
+
+def board_image(observation, cell: int = 24) -> np.ndarray:
+    """Observation (10, 10, 2) -> RGB picture (10 cell, 10 cell, 3) uint8."""
+    observation = np.asarray(observation)
+    kind = np.zeros(128, int)
+    kind[list(b'# .$*@+')] = range(7)
+    tiles = sprites(cell)[kind[CHARS[observation[..., 1], observation[..., 0]]]]             # (10, 10, cell, cell, 3)
+    return tiles.transpose(0, 2, 1, 3, 4).reshape(SIZE * cell, SIZE * cell, 3)
+
+
+def save_png(image: np.ndarray, path: str) -> None:
+    from PIL import Image
+    write_atomic(path, lambda file: Image.fromarray(image).save(file, format='PNG'))
+
+
+def save_gif(frames, path: str, ms: int = 150) -> None:
+    """Observations (10, 10, 2), or pictures (H, W, 3) -> an animation that repeats, `ms` a frame and the last one for longer."""
+    from PIL import Image
+    first, *rest = (Image.fromarray(board_image(frame) if frame.shape[-1] == 2 else frame) for frame in frames)
+    times = [ms] * len(rest) + [8 * ms]
+    write_atomic(path, lambda file: first.save(file, format='GIF', save_all=True, append_images=rest, duration=times, loop=0))
+
+
+def main() -> None:
+    configure(globals(), quiet=True)
+    if show < 1:
+        fail(f'show = {show}: expected at least 1')
+    try:
+        levels, source = load_levels(levels_dir, split, download, n_levels, n_boxes, seed)
+    except LevelError as error:
+        fail(error)
+    print(source)
+    levels = levels[:show]
+    for i, level in enumerate(levels):
+        print(f'\n; {i}\n{board_text(level)}')
+    if picture:
+        tiles = [np.pad(board_image(o), ((4, 4), (4, 4), (0, 0)), constant_values=255) for o in observations(levels)]
+        columns = math.ceil(len(tiles) ** 0.5)
+        tiles += [np.full_like(tiles[0], 255)] * (-len(tiles) % columns)
+        try:
+            save_png(np.vstack([np.hstack(tiles[i:i + columns]) for i in range(0, len(tiles), columns)]), picture)
+        except OSError as error:
+            fail(f'{picture}: cannot be written: {error.strerror}')
+
+
+if __name__ == '__main__':
+    try:
+        main()
+    except KeyboardInterrupt:
+        print()
+        sys.exit(130)
+    except BrokenPipeError:                                    # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
