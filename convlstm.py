@@ -15,8 +15,9 @@ which is what convolutions want on every device (channels last). One step:
     head      = attention pooling and average pooling of RMSNorm(s) over the cells -> dense GLU -> 4 logits and a value
 
 A is sum / sqrt(E) or another of AGGREGATIONS, whose router reads [z; s] averaged over the board. Ours, where the paper is silent: ConvGLU's
-norm before the convolution, and z at its level 1 only; the norm before the head (an LSTM's h is small, so both poolings would start out
-nearly constant, and ConvGLU's s grows with depth); one attention query; head_dim.
+norm before the convolution, and z at its level 1 only; the norm before the head (an LSTM's h is small, and ConvGLU's s grows with depth);
+HEADS attention queries, sharp from the start (pooling over nearly all cells alike, the policy learns nothing for hundreds of updates:
+LOG.md); head_dim.
 `radius` r: experts stand on a ring, and expert i reads its own h and those of the r experts before it, summed / sqrt(r + 1), in place of s.
 
 Fast: convolutions over what all experts read are one dense convolution, the rest is grouped; the z part of all levels (and, where the
@@ -37,6 +38,7 @@ AGGREGATIONS = ('sqrt_sum', 'mean', 'softmax_mean', 'softmax_l2')
 Z = 32                                 # channels of the encoder
 PLANES = ((0, 0), (0, 3), (0, 4), (1, 0), (1, 1), (1, 2))   # (channel, value) of the observation: nothing, agent, box; floor, wall, target
 ACTIONS, CELLS = 4, 100
+HEADS = 8                              # of the head's attention pooling
 
 
 @dataclass
@@ -168,8 +170,9 @@ class Agent(nn.Module):
         self.config = config
         D, r, H = config.n_embd, config.router_dim, config.head_dim
         self.encoder, self.encoder_bias = weight(Z, len(PLANES), 3, 3, fan_in=9 * len(PLANES)), nn.Parameter(torch.zeros(Z))
-        self.query = weight(1, D, fan_in=D)
-        self.dense, self.logits, self.value = nn.Linear(2 * D, 2 * H), nn.Linear(H, ACTIONS), nn.Linear(H, 1)
+        self.query = nn.Parameter(torch.randn(HEADS, D) * 4 / math.sqrt(D))                   # sharp: each starts with a few cells
+        self.dense, self.logits, self.value = nn.Linear((HEADS + 1) * D, 2 * H), nn.Linear(H, ACTIONS), nn.Linear(H, 1)
+        nn.init.normal_(self.dense.weight, 0, ((HEADS + 1) * D) ** -0.5)
         nn.init.orthogonal_(self.logits.weight, 0.01)          # a nearly uniform policy to start from
         for layer in (self.dense, self.logits, self.value):
             nn.init.zeros_(layer.bias)
@@ -191,8 +194,8 @@ class Agent(nn.Module):
     def head(self, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """s (N, Y, X, D) -> logits (N, 4), value (N,)."""
         s = rms(s.to(self.query.dtype)).flatten(1, 2)          # (N, Y*X, D)
-        attention = F.softmax(F.linear(s, self.query), 1)      # (N, Y*X, 1)
-        pooled = torch.cat([(attention.transpose(1, 2) @ s).squeeze(1), s.mean(1)], -1)
+        attention = F.softmax(F.linear(s, self.query), 1)      # (N, Y*X, HEADS)
+        pooled = torch.cat([(attention.transpose(1, 2) @ s).flatten(1), s.mean(1)], -1)
         x = F.glu(self.dense(pooled), -1)
         return self.logits(x), self.value(x).squeeze(-1)
 
@@ -263,7 +266,7 @@ class Agent(nn.Module):
         router = L * (Z + D + E) * c.router_dim if c.routed else 0
         core, executed = (CELLS * macs + router for macs in self.core_macs())
         nominal = CELLS * L * E * (9 * (Z + 2 * D) * 4 * D if c.kind == 'convlstm' else 9 * D * 2 * D)
-        head = 2 * CELLS * D + 4 * D * c.head_dim + c.head_dim * (ACTIONS + 1)
+        head = 2 * HEADS * CELLS * D + (HEADS + 1) * D * 2 * c.head_dim + c.head_dim * (ACTIONS + 1)
         return {'nominal': nominal, 'core': core, 'executed': executed, 'encoder': CELLS * 9 * len(PLANES) * Z, 'head': head}
 
 
@@ -372,15 +375,13 @@ class ConvGLU(Agent):
 
     def step(self, w, z, z_parts, alive, state):
         """s is (B, Y, X, 1, D), or (B, Y, X, E, D) with a radius: what each expert reads. -> s of the last level (B, Y, X, D), state."""
-        c, (s,) = self.config, z_parts
+        c, (s,), h = self.config, z_parts, None
         if c.recurrent:
             last = state[0] * alive                            # h with a radius, else s
             s = s + F.linear(rms(self.ring(last) if c.radius >= 0 else last), self.wr)
         for l in range(c.n_layer):
-            if c.radius >= 0 and l > 0:
-                s = self.ring(h)
-            if c.radius >= 0 and s.size(3) == 1:
-                s = s.expand(-1, -1, -1, c.n_expert, -1)       # all read P z at the first step of all
+            if c.radius >= 0:
+                s = s.expand(-1, -1, -1, c.n_expert, -1) if h is None else self.ring(h)
             part = w.conv[l](rms(s).flatten(3)).unflatten(3, (c.n_expert, 2, c.n_embd))
             h = self.cell(glu_cell)(s, self.bias[l], part)     # (B, Y, X, E, D)
             if c.radius < 0:

@@ -186,13 +186,13 @@ def read_levels(folder: str, split: str) -> tuple[np.ndarray, list[str]]:
 
 
 def load_levels(levels_dir: str, split: str, download: bool = False, n_levels: int = 100_000, n_boxes: int = 4,
-                seed: int = 0) -> tuple[np.ndarray, str]:
+                seed: int = 0, max_moves: int = TIME_LIMIT) -> tuple[np.ndarray, str]:
     """-> packed levels (N, 17) and a line that says where they are from. split: a file; or 'generated'; or the name of a split, which is
     looked for in levels_dir ('': data/boxoban), then downloaded into it if `download`, and else, if no levels_dir was named, replaced by
     generated levels. LevelError where there are none or malformed ones."""
-    generated = f'{n_levels:,} generated levels, boxes: {n_boxes}, seed: {seed}'
+    generated = f'{n_levels:,} generated levels, boxes: {n_boxes}, moves: at most {max_moves}, seed: {seed}'
     if split == 'generated':
-        return generate(n_levels, n_boxes, seed)[0], generated
+        return generate(n_levels, n_boxes, seed, max_moves)[0], generated
     if os.path.isfile(split):
         levels = np.array(check_packed(read_array(split), split)) if split.endswith('.npy') else read_text(split)
         return levels, f'{len(levels):,} levels of {split}'
@@ -207,7 +207,7 @@ def load_levels(levels_dir: str, split: str, download: bool = False, n_levels: i
         levels, _ = read_levels(folder, split)
         return levels, f'{len(levels):,} levels of {split} downloaded from {HUB} into {folder}'
     if not levels_dir:
-        return generate(n_levels, n_boxes, seed)[0], f'{generated} (no {split} in {folder}; --download=True fetches it)'
+        return generate(n_levels, n_boxes, seed, max_moves)[0], f'{generated} (no {split} in {folder}; --download=True fetches it)'
     missing = f'neither {split}.pack17.npy nor {split}*.txt in it' if os.path.isdir(folder) else 'no such folder'
     raise LevelError(f'{folder}: {missing}; --download=True fetches the levels, --split=generated makes some')
 
@@ -270,12 +270,14 @@ def solution(undo: np.ndarray, states: np.ndarray) -> np.ndarray:
     return undo[path[::-1]]
 
 
-def generate(n: int, boxes: int = 4, seed: int = 0, steps: int = 300, batch: int = 4096) -> tuple[np.ndarray, list[np.ndarray]]:
-    """n levels by reverse play from solved boards, so that each is known to be solvable within the time limit; no box and no agent starts
-    on a target. -> packed (n, 17) and, for each, the actions that solve it (int8). Deterministic in its arguments; more levels continue
+def generate(n: int, boxes: int = 4, seed: int = 0, max_moves: int = TIME_LIMIT, steps: int = 300, batch: int = 4096) -> tuple[np.ndarray, list[np.ndarray]]:
+    """n levels by reverse play from solved boards, so that each is known to be solvable within max_moves; no box and no agent starts on a
+    target. -> packed (n, 17) and, for each, the actions that solve it (int8). Deterministic in its arguments; more levels continue
     fewer."""
     if not 1 <= boxes <= 4 or n < 1 or seed < 0:
         raise LevelError(f'n_boxes = {boxes}, n_levels = {n}, seed = {seed}: expected 1 to 4, at least 1 and at least 0')
+    if not 6 * boxes <= max_moves <= TIME_LIMIT:               # fewer moves: hardly any level is found
+        raise LevelError(f'max_moves = {max_moves}: expected {6 * boxes} to {TIME_LIMIT} with {boxes} boxes')
     rng, levels, solutions = np.random.default_rng(seed), [], []
     while len(levels) < n:
         floor = carve(batch, rng)
@@ -289,7 +291,7 @@ def generate(n: int, boxes: int = 4, seed: int = 0, steps: int = 300, batch: int
         packed = pack(*(mask[good][:, INTERIOR] for mask in (~floor, target, box)), np.searchsorted(INTERIOR, agent[good]))
         for level, i in zip(packed, good, strict=True):
             actions = solution(undo[:, i], states[:, i])
-            if 3 * boxes <= len(actions) <= TIME_LIMIT:        # shorter ones are dull
+            if 3 * boxes <= len(actions) <= max_moves:        # shorter ones are dull
                 levels.append(level)
                 solutions.append(actions)
     return np.stack(levels[:n]), solutions[:n]

@@ -45,8 +45,11 @@ def encode(agent, obs):
 
 def head(agent, s):
     cells = s.flatten(2)                                       # (B, D, 100)
-    weight = torch.softmax(torch.einsum('bdc,d->bc', cells, agent.query[0]), 1)
-    x = torch.cat([torch.einsum('bdc,bc->bd', cells, weight), cells.mean(2)], 1) @ agent.dense.weight.T + agent.dense.bias
+    pooled = []
+    for query in agent.query:
+        weight = torch.softmax(torch.einsum('bdc,d->bc', cells, query), 1)
+        pooled.append(torch.einsum('bdc,bc->bd', cells, weight))
+    x = torch.cat([*pooled, cells.mean(2)], 1) @ agent.dense.weight.T + agent.dense.bias
     a, b = x.chunk(2, 1)
     x = a * torch.sigmoid(b)
     return x @ agent.logits.weight.T + agent.logits.bias, (x @ agent.value.weight.T + agent.value.bias)[:, 0]
@@ -258,7 +261,7 @@ def test_macs_are_what_runs(kind, recurrent, L, E, settings):
         assert counted - router - mixed == macs[which] + macs['encoder'] + macs['head'], (path, counted, macs)
     sizes = agent.num_params()
     assert sizes['total'] == sum(p.numel() for p in agent.parameters()) == sizes['core'] + sizes['head'] + sizes['encoder']
-    assert sizes['encoder'] == 32 * 6 * 9 + 32 and sizes['head'] == 6 + 12 * 14 + 14 + 7 * 5 + 5
+    assert sizes['encoder'] == 32 * 6 * 9 + 32 and sizes['head'] == 8 * 6 + 9 * 6 * 14 + 14 + 7 * 5 + 5
 
 
 def test_equal_nominal_cost_of_the_papers_rows():

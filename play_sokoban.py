@@ -1,0 +1,92 @@
+"""
+What a Sokoban agent can do: `play` levels greedily, `report` the solve rate with two games as GIFs, and draw a run's learning curve.
+train_sokoban.py calls them; `python train_sokoban.py CONFIG --eval_only=True --levels=unfiltered-test` is the command.
+
+Shape letters as in sokoban.py and convlstm.py: N boards at a time, n levels.
+"""
+import json
+import os
+import time
+
+import numpy as np
+import torch
+
+from checkpoint import device_name, write_atomic, write_json
+from sokoban import TIME_LIMIT, SokobanEnv, draw, save_gif
+
+BOARDS = 256                           # played at a time
+
+
+@torch.no_grad()
+def play(model, levels: np.ndarray, kind: str, seed: int | None = None, number: int = 0) -> dict[str, torch.Tensor]:
+    """Each of the packed levels (n, 17) once, at most 120 steps: greedily, or with a seed at random. -> solved, return, steps (n,) and the
+    actions (n, 120), on the CPU. kind: the device; number: of the first level, where ranks share them (chance depends on it)."""
+    n, parts = len(levels), []
+    for first in range(0, n, BOARDS):
+        N = min(BOARDS, n)                                     # the last batch is filled up, so that no shape is new
+        env = SokobanEnv(levels[(first + np.arange(N)) % n], N, device=kind, order='sequence')
+        state, start = model.init_state(N), torch.ones(N, dtype=torch.bool, device=kind)
+        w, alive, actions = model.prepare(), torch.ones_like(start), []
+        total, steps, won = torch.zeros(N, device=kind), torch.zeros(N, device=kind), torch.zeros_like(start)
+        for t in range(TIME_LIMIT):
+            if seed is None:
+                logits, _, state = model.act(w, env.observe(), start, state)
+                action = logits.argmax(-1)
+            else:
+                action = draw(seed, 2, env.board + (number + first), torch.tensor(t, device=kind)) % 4
+            reward, start, solved = env.step(action)           # ended boards play on, and do not count
+            total += reward * alive
+            steps += alive
+            won |= solved & alive
+            alive &= ~start
+            actions.append(action)
+        result = {'solved': won, 'return': total, 'steps': steps, 'actions': torch.stack(actions, 1).to(torch.int8)}
+        parts.append({k: v[:n - first].cpu() for k, v in result.items()})
+    return {k: torch.cat([part[k] for part in parts]) for k in parts[0]}
+
+
+def report(model, levels: np.ndarray, name: str, kind: str, out_dir: str, about: dict) -> dict:
+    """Plays all levels, greedily; writes out_dir/eval_NAME.json and a GIF of the first level solved and of the first that was not."""
+    begin = time.time()
+    result = play(model, levels, kind)
+    record = {**about, 'n': len(levels), 'solve_rate': result['solved'].float().mean().item(), 'mean_return': result['return'].mean().item(),
+              'mean_steps': result['steps'].mean().item(), 'seconds': time.time() - begin, 'device': device_name(kind), 'torch': torch.__version__}
+    for label, chosen in (('solved', result['solved']), ('failed', ~result['solved'])):
+        if not chosen.any():
+            continue
+        index = int(chosen.to(torch.uint8).argmax())
+        env = SokobanEnv(levels[index:index + 1], 1, order='sequence')
+        frames = [env.observe()[0].numpy()]
+        for action in result['actions'][index, :int(result['steps'][index])].long():
+            env.move(action[None])                             # a step without the reset: the last frame is the game's end
+            frames.append(env.observe()[0].numpy())
+        record[f'{label}_level'] = index
+        save_gif(frames, os.path.join(out_dir, f'eval_{name}_{label}.gif'))
+    write_json(record, os.path.join(out_dir, f'eval_{name}.json'))
+    return record
+
+
+def plot_log(out_dir: str, title: str) -> str:
+    """Return and solve rate over environment steps, from out_dir/log.jsonl into out_dir/curve.png."""
+    import matplotlib
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    with open(os.path.join(out_dir, 'log.jsonl')) as f:
+        records = [json.loads(line) for line in f]
+    figure, panels = plt.subplots(1, 2, figsize=(8, 3.2), layout='constrained')
+    for axes, trained, evaluated, label in ((panels[0], 'return_1000', 'eval_return', 'mean episodic return'),
+                                            (panels[1], 'solve_rate_1000', 'eval_solve_rate', 'levels solved')):
+        for key, name, style in ((trained, 'training, last 1,000 games', {'lw': 1.5, 'color': '#0072B2'}),
+                                 (evaluated, 'held-out levels, greedy', {'marker': 'o', 'ms': 4, 'color': '#D55E00'})):
+            points = [(r['env_steps'] / 1e6, r[key]) for r in records if r.get(key) is not None]
+            if points:
+                axes.plot(*zip(*points, strict=True), label=name, **style)
+        axes.axhline(records[0][evaluated.replace('eval', 'random')], color='gray', ls='--', lw=1, label='held-out levels, random')
+        axes.set(xlabel='environment steps (millions)', ylabel=label)
+        axes.grid(alpha=0.3)
+    panels[1].yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
+    panels[0].legend(frameon=False, fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    path = os.path.join(out_dir, 'curve.png')
+    write_atomic(path, lambda file: figure.savefig(file, dpi=160, format='png'))
+    return path

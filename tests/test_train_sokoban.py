@@ -1,0 +1,421 @@
+"""train_sokoban.py as a user starts it: the update against brute force, resume, ranks, evaluation, mistakes, configs."""
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from test_train import same
+
+import play_sokoban
+import sokoban
+import train_sokoban
+from checkpoint import load_checkpoint
+from configurator import configure
+
+ROOT = Path(__file__).resolve().parent.parent
+LEVELS = ROOT.parent / 'shared' / 'levels'
+TINY = {'split': 'generated', 'eval_split': 'generated', 'n_levels': 50, 'n_boxes': 1, 'max_moves': 6, 'n_envs': 4, 'unroll': 3, 'n_layer': 2,
+        'n_embd': 4, 'head_dim': 8, 'total_steps': 96, 'eval_interval': 4, 'eval_games': 6, 'log_interval': 2, 'compile': False,
+        'dtype': 'float32', 'device': 'cpu', 'threads': 1, 'learning_rate': 1e-2}
+IGNORED = ('env_steps_per_s', 'seconds', 'clock', 'config', 'python', 'numpy')    # times; random states that no run draws from
+needs_jumanji = pytest.mark.skipif(not __import__('importlib.util').util.find_spec('jumanji'), reason='jumanji is not installed')
+
+
+def arguments(out, *configs, **settings):
+    return [*configs, *(f'--{k}={v}' for k, v in {**TINY, 'out_dir': out, **settings}.items())]
+
+
+def prepare(out, **settings):
+    """The settings in place, and a run that has not begun."""
+    config = configure(vars(train_sokoban), arguments(out, **settings), quiet=True)
+    return train_sokoban.make_run(config)
+
+
+def run(out, *configs, **settings):
+    """A whole run in this process: the exit status."""
+    return train_sokoban.train(configure(vars(train_sokoban), arguments(out, *configs, **settings), quiet=True))
+
+
+def start(out, *, ranks=1, **settings):
+    command = [sys.executable]
+    if ranks > 1:
+        command += ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={ranks}']
+    return subprocess.Popen([*command, 'train_sokoban.py', *arguments(out, **settings)], cwd=ROOT, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, 'OMP_NUM_THREADS': '1'})
+
+
+def read_log(out):
+    with open(Path(out) / 'log.jsonl') as f:
+        return [{k: v for k, v in json.loads(line).items() if k not in IGNORED} for line in f]
+
+
+def checkpoint(out, name='ckpt_last.pt'):
+    """A checkpoint without the times, which lie inside `record` as well."""
+    saved = load_checkpoint(Path(out) / name)
+    saved['record'] = {k: v for k, v in saved['record'].items() if k not in IGNORED}
+    return {k: v for k, v in saved.items() if k not in IGNORED}
+
+
+# ----------------------------------------------------------------------------- the update
+
+def test_gae_is_the_sum(tmp_path):
+    """Equation 16 of Schulman et al. as a double sum, with ends inside the unroll and at both borders of it."""
+    prepare(tmp_path, gamma=0.9, gae_lambda=0.8)
+    g = torch.Generator().manual_seed(0)
+    T, B = 7, 5
+    reward, value, last = (torch.randn(*shape, generator=g, dtype=torch.float64) for shape in ((T, B), (T, B), (B,)))
+    done = torch.rand(T, B, generator=g) < 0.3
+    done[0, 0] = done[-1, 1] = done[2, 2] = done[3, 2] = True
+    done[:, 4] = False
+    ours = train_sokoban.gae(reward, done, value, last)
+    for b in range(B):
+        for t in range(T):
+            total, factor = 0.0, 1.0
+            for k in range(t, T):
+                after = 0.0 if done[k, b] else (last[b] if k == T - 1 else value[k + 1, b])
+                total += factor * (reward[k, b] + 0.9 * after - value[k, b])
+                if done[k, b]:
+                    break
+                factor *= 0.9 * 0.8
+            assert abs(ours[t, b] - total) < 1e-12
+
+
+def test_sampling_follows_the_policy():
+    """Frequencies of many draws, by inversion, and independence of consecutive ones."""
+    logits = torch.tensor([[0.0, 1.0, -1.0, 0.5]]).expand(200, 4)
+    board = torch.arange(200)
+    actions = torch.stack([train_sokoban.sample(logits, sokoban.draw(7, 1, board, torch.tensor(t))) for t in range(500)])
+    p, counts = F.softmax(logits[0], -1), torch.bincount(actions.flatten(), minlength=4)
+    assert ((counts / actions.numel() - p).abs() < 4 * (p * (1 - p) / actions.numel()).sqrt()).all()
+    pairs = torch.bincount((actions[1:] * 4 + actions[:-1]).flatten(), minlength=16).view(4, 4) / actions[1:].numel()
+    assert (pairs - p[:, None] * p).abs().max() < 0.005
+    one_sided = torch.tensor([[50.0, 0, 0, 0], [0, 0, 0, 50.0]])
+    for u in (2**52, 2**53 - 1):
+        assert train_sokoban.sample(one_sided, torch.full((2,), u)).tolist() == [0, 3]
+
+
+def test_sampling_survives_nan():
+    assert train_sokoban.sample(torch.full((2, 4), math.nan), torch.tensor([0, 2**52])).tolist() in ([0, 0], [3, 3])
+
+
+@pytest.mark.parametrize('settings', [{}, {'reuse': False}, {'recurrent': False}, {'kind': 'convglu'}], ids=str)
+def test_gradient_is_the_losses(tmp_path, settings):
+    """backward() against the loss written out term by term, with the network run again from the rollout's own observations."""
+    run = prepare(tmp_path, gamma=0.9, value_coef=0.7, entropy_coef=0.3, unroll=5, n_envs=6, **settings)
+    with torch.no_grad():                                      # a policy with some opinion
+        run.model.logits.weight.mul_(100)
+    for _ in range(2):                                         # the second starts from a state and inside episodes
+        run.optimizer.zero_grad()
+        seen, real = [], run.env.observe
+        run.env.observe = lambda real=real, seen=seen: seen.append(real()) or seen[-1]
+        first, state = run.start.clone(), tuple(x.clone() for x in run.state)
+        batch = train_sokoban.rollout(run)
+        stats = train_sokoban.backward(run, batch)
+        run.env.observe = real
+    ours = [p.grad.clone() for p in run.model.parameters() if p.numel()]
+    starts = torch.cat([first[None], batch['done'][:-1]])
+    run.optimizer.zero_grad()
+    logits, value, _ = run.model(torch.stack(seen[:5]), starts, state)
+    advantage = train_sokoban.gae(batch['reward'], batch['done'], value.detach(), batch['last'])
+    policy, error, entropy = 0.0, 0.0, 0.0
+    for t in range(5):
+        for b in range(6):
+            pi = F.softmax(logits[t, b], -1)
+            policy = policy - torch.log(pi[batch['action'][t, b]]) * advantage[t, b] / 30
+            error = error + (value[t, b] - value[t, b].detach() - advantage[t, b]) ** 2 / 30
+            entropy = entropy - (pi * torch.log(pi)).sum() / 30
+    (policy + 0.7 * error - 0.3 * entropy).backward()
+    assert stats[1:4].tolist() == pytest.approx([policy.item(), error.item(), entropy.item()], rel=1e-4)
+    assert stats[0].item() == pytest.approx((policy + 0.7 * error - 0.3 * entropy).item(), rel=1e-4)
+    for mine, p in zip(ours, (p for p in run.model.parameters() if p.numel()), strict=True):
+        torch.testing.assert_close(mine, p.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_learning_rate_and_clipping(tmp_path):
+    """Linear to 0; the norm reported is the one before clipping, and an update moves no weight by more than Adam can."""
+    run = prepare(tmp_path, total_steps=4 * 3 * 10, learning_rate=0.01, grad_clip=1e-3)
+    for step in range(3):
+        run.step = step
+        before = [p.clone() for p in run.model.parameters()]
+        stats, _, _ = train_sokoban.update(run, False)
+        assert run.optimizer.param_groups[0]['lr'].item() == pytest.approx(0.01 * (1 - step / 10))
+        assert stats['grad_norm'] > 1e-3 and torch.cat([p.grad.flatten() for p in run.model.parameters()]).norm() == pytest.approx(1e-3, rel=1e-3)
+        assert max((p - q).abs().max() for p, q in zip(run.model.parameters(), before, strict=True)) <= 0.0101
+
+
+# ----------------------------------------------------------------------------- runs
+
+def test_log_and_checkpoint(tmp_path):
+    assert run(tmp_path, plot=True) == 0
+    log = read_log(tmp_path)
+    assert [r['step'] for r in log] == [0, 2, 4, 6, 8] and log[-1]['env_steps'] == 96
+    assert [r['step'] for r in log if 'eval_solve_rate' in r] == [0, 4, 8] and 'random_solve_rate' in log[0]
+    line = json.loads((tmp_path / 'log.jsonl').read_text().splitlines()[-1])
+    assert {'episodic_return', 'return_100', 'return_1000', 'solve_rate_100', 'entropy', 'value_loss', 'explained_variance', 'grad_norm', 'lr',
+            'env_steps_per_s', 'seconds', 'episodes'} <= line.keys()
+    assert {'config.json', 'ckpt_last.pt', 'ckpt_prev.pt', 'ckpt_best.pt', 'curve.png'} <= set(os.listdir(tmp_path))
+    assert Image.open(tmp_path / 'curve.png').size[0] > 500
+
+
+def test_episodes_are_counted(tmp_path):
+    """The returns of the log against the environment's own rewards, over updates and log lines."""
+    run = prepare(tmp_path, unroll=40, n_envs=4)
+    games = []
+    running = [0.0] * 4
+    for i in range(8):
+        stats, played, _ = train_sokoban.update(run, False)
+        train_sokoban.count_games(run, played, stats)
+        for reward, done, solved in played:
+            for b in range(4):
+                running[b] += reward[b].item()
+                if done[b]:
+                    games.append((running[b], solved[b].item()))
+                    running[b] = 0.0
+        run.step += 1
+        run.seconds += 1.0
+        if i == 3:
+            assert train_sokoban.make_record(run)['episodes'] == len(games)
+            before = len(games)
+    record = train_sokoban.make_record(run)
+    assert len(games) > before and record['episodes'] == len(games) - before
+    assert record['episodic_return'] == pytest.approx(np.mean([g[0] for g in games[before:]]), abs=1e-4)
+    assert record['return_1000'] == pytest.approx(np.mean([g[0] for g in games]), abs=1e-4)
+    assert record['solve_rate_1000'] == pytest.approx(np.mean([g[1] for g in games]))
+
+
+@pytest.mark.parametrize('settings', [{}, {'recurrent': False}, {'kind': 'convglu', 'radius': 1, 'n_expert': 2}, {'reuse': False, 'dtype': 'bfloat16'},
+                                      {'aggregation': 'softmax_l2', 'n_expert': 2}, pytest.param({'env': 'jumanji', 'n_boxes': 4, 'max_moves': 120}, marks=needs_jumanji)], ids=str)
+def test_resume_is_bit_equal(tmp_path, settings, monkeypatch):
+    """2N updates = N, stop, N: weights, environment, recurrent state, episodes and log."""
+    a, b = tmp_path / 'a', tmp_path / 'b'
+    run(a, **settings)
+    real, count = train_sokoban.update, 0
+
+    def stop_after_three(*args):
+        nonlocal count
+        count += 1
+        return *real(*args)[:2], count == 3
+    monkeypatch.setattr(train_sokoban, 'update', stop_after_three)
+    assert run(b, **settings) == 143
+    monkeypatch.setattr(train_sokoban, 'update', real)
+    assert load_checkpoint(b / 'ckpt_last.pt')['step'] == 3
+    torch.manual_seed(999)                                     # whatever the new process starts with
+    assert run(b, resume=True, **settings) == 0
+    same(checkpoint(a), checkpoint(b))
+    same(read_log(a), read_log(b))
+
+
+def test_stop_and_resume_as_processes(tmp_path):
+    """SIGTERM saves and leaves; kill -9 in mid-run loses nothing that was saved; both go on like a run that was never stopped."""
+    long = {'total_steps': 12 * 120, 'eval_interval': 20}
+    run(tmp_path / 'a', **long)
+    process = start(tmp_path / 'b', **long)
+    for how, file in ((signal.SIGTERM, 'ckpt_last.pt'), (signal.SIGKILL, 'ckpt_prev.pt')):
+        deadline = time.time() + 60
+        while not (tmp_path / 'b' / file).exists() and time.time() < deadline and process.poll() is None:
+            time.sleep(0.01)
+        process.send_signal(how)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode in ((143,) if how == signal.SIGTERM else (-9,)), (out, err)
+        process = start(tmp_path / 'b', resume=True, **long)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    same(checkpoint(tmp_path / 'a'), checkpoint(tmp_path / 'b'))
+    same(read_log(tmp_path / 'a'), read_log(tmp_path / 'b'))
+
+
+def test_ranks(tmp_path):
+    """Two ranks play the boards of one: same levels, same actions, same updates. And a run may go on with another number of ranks."""
+    settings = {'total_steps': 12 * 30, 'eval_interval': 30}
+    run(tmp_path / 'one', **settings)
+    process = start(tmp_path / 'two', ranks=2, **settings)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    for a, b in zip(read_log(tmp_path / 'one'), read_log(tmp_path / 'two'), strict=True):
+        assert a['env_steps'] == b['env_steps'] and a.get('episodes') == b.get('episodes')
+        for key in a.keys() - {'lr', 'steps'}:
+            assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-4), (a['step'], key)
+    one, two = (load_checkpoint(tmp_path / name / 'ckpt_last.pt') for name in ('one', 'two'))
+    same(one['env'], two['env'])
+    for a, b in zip([*one['state'], *one['model'].values()], [*two['state'], *two['model'].values()], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
+    assert run(tmp_path / 'two', resume=True, **{**settings, 'total_steps': 12 * 32}) == 0
+
+
+@needs_jumanji
+def test_jumanji_plays_the_same_game(tmp_path):
+    """The environments have the same rules: the same statistics from the same kind of run, and a log that ends."""
+    assert run(tmp_path, env='jumanji', n_boxes=4, max_moves=120, total_steps=120) == 0
+    assert read_log(tmp_path)[-1]['env_steps'] == 120
+
+
+def test_not_finite(tmp_path, capsys):
+    """A loss that is not finite ends the run with status 1; the last good checkpoint stays."""
+    assert run(tmp_path, total_steps=48) == 0
+    saved = (tmp_path / 'ckpt_last.pt').read_bytes()
+    assert run(tmp_path, total_steps=9600, resume=True, learning_rate=1e38) == 1
+    assert 'not finite' in capsys.readouterr().out and (tmp_path / 'ckpt_last.pt').read_bytes() == saved
+
+
+# ----------------------------------------------------------------------------- evaluation
+
+class Scripted:
+    """Plays given actions: level i's action at step t is actions[i][t]; then 0."""
+    def __init__(self, actions):
+        self.actions, self.first, self.t = actions, 0, 0
+
+    def init_state(self, N):
+        self.t = 0
+        return ()
+
+    def prepare(self):
+        return None
+
+    def act(self, w, obs, start, state):
+        wanted = [int(a[self.t]) if self.t < len(a) else 0 for a in self.actions]
+        self.t += 1
+        return F.one_hot(torch.tensor(wanted), 4).float(), None, ()
+
+
+def test_play_counts_what_is_played():
+    """The generator's own solutions solve everything, in their own number of steps; a policy that never moves solves nothing."""
+    levels, solutions = sokoban.generate(40, 2, seed=3)
+    result = play_sokoban.play(Scripted(solutions), levels, 'cpu')
+    assert result['solved'].all() and result['steps'].tolist() == [len(s) for s in solutions]
+    assert result['return'].tolist() == pytest.approx([12 - 0.1 * len(s) for s in solutions], abs=1e-3)
+    half = [s if i % 2 else [] for i, s in enumerate(solutions)]
+    result = play_sokoban.play(Scripted(half), levels, 'cpu')
+    assert result['solved'].tolist() == [bool(i % 2) for i in range(40)] and (result['steps'][::2] == 120).all()
+
+
+def test_play_does_not_depend_on_batches(tmp_path, monkeypatch):
+    run = prepare(tmp_path)
+    levels = sokoban.generate(11, 1, seed=3)[0]
+    results = []
+    for boards in (256, 4, 3):
+        monkeypatch.setattr(play_sokoban, 'BOARDS', boards)
+        results.append([play_sokoban.play(run.model, levels, 'cpu')['return'], play_sokoban.play(run.model, levels, 'cpu', seed=5)['actions']])
+    for result in results[1:]:
+        torch.testing.assert_close(result[0], results[0][0])
+        assert torch.equal(result[1], results[0][1]) and len(result[1]) == 11
+
+
+def test_eval_only(tmp_path, capsys):
+    """JSON and GIFs of a file of levels; the run's own files stay as they are."""
+    run(tmp_path, recurrent=False)
+    files = {f: (tmp_path / f).read_bytes() for f in os.listdir(tmp_path)}
+    levels, solutions = sokoban.generate(5, 1, seed=11, max_moves=6)
+    np.save(tmp_path / 'mine.npy', levels)
+    assert run(tmp_path, recurrent=False, eval_only=True, levels=tmp_path / 'mine.npy') == 0
+    report = json.loads((tmp_path / 'eval_mine.json').read_text())
+    assert report['n'] == 5 and 0 <= report['solve_rate'] <= 1 and 1 <= report['mean_steps'] <= 120 and report['env_steps'] == 96
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == report
+    shown = {f for f in os.listdir(tmp_path) if f.endswith('.gif')}
+    assert shown == {f'eval_mine_{x}.gif' for x, there in (('solved', report['solve_rate'] > 0), ('failed', report['solve_rate'] < 1)) if there} != set()
+    assert all(Image.open(tmp_path / name).size == (240, 240) for name in shown)
+    assert files == {f: (tmp_path / f).read_bytes() for f in files}
+
+
+def test_report_shows_a_solved_and_a_failed_level(tmp_path):
+    levels, solutions = sokoban.generate(6, 1, seed=3)
+    record = play_sokoban.report(Scripted([s if i in (2, 4) else [] for i, s in enumerate(solutions)]), levels, 'x', 'cpu', tmp_path, {})
+    assert record['solved_level'] == 2 and record['failed_level'] == 0 and record['solve_rate'] == pytest.approx(2 / 6)
+    assert Image.open(tmp_path / 'eval_x_solved.gif').n_frames <= len(solutions[2]) + 1
+
+
+@pytest.mark.skipif(not LEVELS.exists(), reason='the real levels are not beside the project')
+def test_real_levels(tmp_path):
+    """Trains on Boxoban's unfiltered-train, evaluates on the test file."""
+    assert run(tmp_path, levels_dir=LEVELS, split='unfiltered-train', eval_split='unfiltered-valid', total_steps=24) == 0
+    assert run(tmp_path, levels_dir=LEVELS, split='unfiltered-train', eval_only=True, levels='unfiltered-test') == 0
+    assert json.loads((tmp_path / 'eval_unfiltered-test.json').read_text())['n'] == 1000
+
+
+# ----------------------------------------------------------------------------- mistakes
+
+@pytest.mark.parametrize('settings, message', [
+    ({'n_envs': 0}, 'n_envs = 0'), ({'gamma': 1.5}, 'gamma = 1.5'), ({'unroll': 0}, 'unroll = 0'), ({'env': 'gym'}, "env = 'gym'"),
+    ({'kind': 'lstm'}, "kind = 'lstm'"), ({'radius': 3}, 'radius = 3'), ({'levels_dir': '/nonexistent', 'split': 'unfiltered-train'}, '/nonexistent'),
+    ({'split': 'no/such.npy'}, 'no/such.npy'), ({'n_boxes': 9}, 'n_boxes = 9'), ({'max_moves': 1}, 'max_moves = 1'), ({'device': 'tpu'}, "device = 'tpu'"),
+    ({'resume': True}, 'nothing to resume from'), ({'eval_only': True}, 'nothing to resume from'), ({'learning_rate': -1.0}, 'learning_rate = -1'),
+    ({'eval_games': 0}, 'eval_games = 0'), ({'path': 'compiled'}, "path = 'compiled'"), ({'seed': -1}, 'seed = -1'), ({'n_env': 3}, 'n_envs')], ids=str)
+def test_mistakes(tmp_path, settings, message, monkeypatch, capfd):
+    """One line, exit status 2, and nothing is left behind."""
+    monkeypatch.setattr(sys, 'argv', ['train_sokoban.py', *arguments(tmp_path / 'out', **settings)])
+    with pytest.raises(SystemExit) as error:
+        train_sokoban.main()
+    stderr = capfd.readouterr().err
+    assert error.value.code == 2 and message in stderr and stderr.count('\n') == 1, stderr
+    assert not (tmp_path / 'out').exists()
+
+
+def test_broken_level_files(tmp_path, capfd):
+    """Cut, empty and malformed files are refused by name."""
+    good = sokoban.generate(3, 1)[0]
+    np.save(tmp_path / 'cut.npy', good)
+    (tmp_path / 'cut.npy').write_bytes((tmp_path / 'cut.npy').read_bytes()[:-20])
+    (tmp_path / 'empty.txt').write_text('')
+    np.save(tmp_path / 'zero.npy', good[:0])
+    (tmp_path / 'two_agents.txt').write_text('; 0\n' + '\n'.join(['#' * 10, '#@@$.    #', *['#        #'] * 7, '#' * 10]) + '\n')
+    for name in ('cut.npy', 'empty.txt', 'zero.npy', 'two_agents.txt'):
+        with pytest.raises(SystemExit) as error:
+            run(tmp_path / 'out', split=tmp_path / name)
+        stderr = capfd.readouterr().err
+        assert error.value.code == 2 and name in stderr and stderr.count('\n') == 1, stderr
+
+
+def test_resume_refuses_another_run(tmp_path, capfd):
+    run(tmp_path)
+    for settings, message in (({'resume': True, 'n_layer': 1}, 'n_layer'), ({'resume': True, 'seed': 5}, 'seed'), ({}, 'holds a run already'),
+                              ({'eval_only': True, 'kind': 'convglu'}, 'kind'), ({'resume': True, 'n_levels': 60}, 'n_levels'),
+                              ({'resume': True, 'overwrite': True}, 'exclude each other')):
+        with pytest.raises(SystemExit) as error:
+            run(tmp_path, **settings)
+        stderr = capfd.readouterr().err
+        assert error.value.code == 2 and message in stderr and stderr.count('\n') == 1, stderr
+    np.save(tmp_path / 'x.npy', sokoban.generate(50, 1)[0])
+    run(tmp_path / 'b', split=tmp_path / 'x.npy')
+    np.save(tmp_path / 'x.npy', sokoban.generate(50, 1, seed=1)[0])
+    with pytest.raises(SystemExit):
+        run(tmp_path / 'b', split=tmp_path / 'x.npy', resume=True)
+    assert 'other levels' in capfd.readouterr().err
+
+
+# ----------------------------------------------------------------------------- what users copy
+
+@pytest.mark.parametrize('config', sorted(f for f in os.listdir(ROOT / 'config') if f.startswith('sokoban_')))
+def test_config_files(tmp_path, config):
+    """Every config file loads and runs two updates, narrower; levels and experts as they are. Budgets: the paper's rule."""
+    settings = configure(vars(train_sokoban), [str(ROOT / 'config' / config)], quiet=True)
+    L, E, d = settings['n_layer'], settings['n_expert'], settings['n_embd']
+    if config != 'sokoban_demo.py':
+        budget, rows = re.fullmatch(r'sokoban_(small|medium|large)(?:_ff)?_L(\d+)\.py', config).groups()
+        cost = {width: 9 * (32 + 2 * width) * 4 * width for width in (d, 128, 256, 1024)}
+        assert int(rows) == L and round(cost[{'small': 128, 'medium': 256, 'large': 1024}[budget]] / (L * cost[d])) == E
+        assert settings['recurrent'] == ('_ff' not in config) and settings['total_steps'] == 50_000_000
+        assert settings['out_dir'] == f'out/{config[:-3]}'
+    tiny = {k: v for k, v in TINY.items() if k != 'n_layer'}
+    argv = [str(ROOT / 'config' / config), *(f'--{k}={v}' for k, v in {**tiny, 'n_embd': 1, 'total_steps': 24, 'out_dir': tmp_path, 'plot': False}.items())]
+    assert train_sokoban.train(configure(vars(train_sokoban), argv, quiet=True)) == 0
+
+
+def test_demo_recipe(tmp_path):
+    """`make demo-sokoban`'s own commands, shrunk."""
+    with open(ROOT / 'Makefile') as f:
+        recipe = re.search(r'^demo-sokoban:.*\n((?:\t.*\n)+)', f.read(), re.M)[1].replace('$(BIN)/python', sys.executable).splitlines()
+    small = '--n_envs=4 --n_levels=100 --eval_games=8 --compile=False --threads=1'
+    for line in recipe:
+        more = f'{small} --out_dir={tmp_path}/out' + (' --total_steps=160' if 'eval_only' not in line else '')
+        done = subprocess.run(f'{line.strip()} {more}', shell=True, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / 'out' / 'curve.png').stat().st_size > 5000 and list((tmp_path / 'out').glob('eval_*.gif'))
