@@ -15,7 +15,6 @@ $ python train_lm.py config/small_L2.py --resume=True
 Writes into out_dir: config.json, log.jsonl (one object a line), ckpt_last.pt, ckpt_prev.pt, ckpt_best.pt. A log line of step n
 describes update n; val_loss there is measured after it. On the CPU a resumed run is bit-equal to one that was never stopped.
 """
-import importlib.util
 import math
 import os
 import sys
@@ -26,8 +25,8 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from checkpoint import BEST, LAST, PREV, CheckpointError, JsonlLog, Stopper, device_name, load_latest, open_trackers, pick_device, pick_dtype
-from checkpoint import prepare_out_dir, rng_state, save_checkpoint, set_rng_state, write_json
+from checkpoint import BEST, LAST, PREV, CheckpointError, JsonlLog, Stopper, device_name, join_ranks, leave, load_latest, need_packages
+from checkpoint import open_trackers, pick_dtype, prepare_out_dir, print0, rng_state, save_checkpoint, set_rng_state, write_json
 from configurator import configure, fail
 from data_fineweb import VOCAB, DataError, SequenceLoader, StreamLoader, find_shards, first_line, load_val, token_bytes
 from model import ModelConfig, State, build_model, config_dict
@@ -92,20 +91,6 @@ POSITION = ('step', 'record', 'best', 'seconds')               # a run's, saved 
 PEAK_FLOPS = {'H100': 989e12, 'H200': 989e12, 'A100': 312e12, 'B200': 2250e12, 'L40S': 362e12, '4090': 165e12}   # dense bf16
 
 
-def setup() -> tuple[int, int, str, torch.dtype]:
-    """Rank, world size, device and dtype of matrix products; joins the process group under torchrun."""
-    rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
-    kind = pick_device(device)
-    if kind.startswith('cuda'):
-        torch.cuda.set_device(kind)
-        torch.set_float32_matmul_precision('high')
-    elif threads > 0:
-        torch.set_num_threads(threads)
-    if world > 1:
-        dist.init_process_group('cpu:gloo,cuda:nccl' if kind.startswith('cuda') else 'gloo')
-    return rank, world, kind, pick_dtype(dtype, kind)
-
-
 def check_settings(world: int) -> None:
     for name in ('eval_interval', 'log_interval', 'max_iters', 'block_size', 'tokens_per_step', 'val_tokens', 'val_streams'):
         if globals()[name] < 1:
@@ -122,9 +107,7 @@ def check_settings(world: int) -> None:
         fail(f'val_streams = {val_streams}: must be at least the number of ranks, {world}')
     if path not in ('fast', 'plain'):
         fail(f"path = {path!r}: expected 'fast' or 'plain' (compile is a setting of its own)")
-    for wanted, name in ((plot, 'matplotlib'), (tensorboard, 'tensorboard'), (wandb, 'wandb')):
-        if wanted and importlib.util.find_spec(name) is None:
-            fail(f'{name} is asked for but not installed: pip install {name}, or leave it out')
+    need_packages(matplotlib=plot, tensorboard=tensorboard, wandb=wandb)
     if tokenizer not in VOCAB:
         fail(f'tokenizer = {tokenizer!r}: expected one of {", ".join(VOCAB)}')
 
@@ -235,11 +218,6 @@ def scatter_state(whole: list[torch.Tensor], micro: int, world: int, rank: int, 
     return [State(*(t.to(kind).contiguous() for t in parts)) for parts in zip(*mine, strict=True)]
 
 
-def print0(text: str) -> None:
-    if os.environ.get('RANK', '0') == '0':
-        print(text, flush=True)
-
-
 def mfu_per_rate(run: SimpleNamespace) -> float | None:
     """MFU at one token a second: nominal FLOPs (model.flops_per_token) of forward and backward over the devices' dense bf16 peak.
     None where that is unknown, or products are in fp32."""
@@ -281,7 +259,8 @@ def plot_log(log_path) -> str:
 
 def make_run(config: dict) -> SimpleNamespace:
     """Everything a run is: model, optimizers, data, recurrent states (one a micro-batch) and its position."""
-    rank, world, kind, amp = setup()
+    rank, world, kind = join_ranks(device, threads)
+    amp = pick_dtype(dtype, kind)
     check_settings(world)
     torch.manual_seed(seed)
     V, rows = VOCAB[tokenizer], tokens_per_step // block_size  # rows of an update, over all ranks
@@ -461,9 +440,4 @@ def main() -> int:
 
 
 if __name__ == '__main__':
-    status = main()
-    if 'RANK' in os.environ:                                   # a gloo thread that outlives the process group can abort Python's
-        sys.stdout.flush()                                     # shutdown (1 run in 20 here; pytorch PR 179291): leave without one
-        sys.stderr.flush()
-        os._exit(status)
-    sys.exit(status)
+    leave(main())

@@ -30,8 +30,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from checkpoint import BEST, LAST, PREV, CheckpointError, JsonlLog, Stopper, device_name, keep_memory, load_latest, open_trackers, pick_device
-from checkpoint import pick_dtype, prepare_out_dir, rng_state, save_checkpoint, set_rng_state, write_json
+from checkpoint import BEST, LAST, PREV, CheckpointError, JsonlLog, Stopper, device_name, join_ranks, keep_memory, leave, load_latest, need_packages
+from checkpoint import open_trackers, pick_dtype, prepare_out_dir, print0, rng_state, save_checkpoint, set_rng_state, write_json
 from configurator import configure, fail
 from convlstm import AgentConfig, build_agent, config_dict
 from play_sokoban import play, plot_log, report
@@ -112,6 +112,7 @@ def check_settings(world: int) -> None:
         fail('eval_only runs as one process: start it without torchrun')
     if n_envs % world:
         fail(f'n_envs = {n_envs}: must be a multiple of the number of ranks, {world}')
+    need_packages(matplotlib=plot, tensorboard=tensorboard, wandb=wandb)
     for name, allowed in (('path', ('fast', 'plain')), ('env', ('torch', 'jumanji'))):
         if globals()[name] not in allowed:
             fail(f'{name} = {globals()[name]!r}: expected one of {", ".join(allowed)}')
@@ -235,26 +236,6 @@ def update(run: SimpleNamespace, stop: bool) -> tuple[dict[str, float], torch.Te
 
 # ----------------------------------------------------------------------------- the run
 
-def print0(text: str) -> None:
-    if os.environ.get('RANK', '0') == '0':
-        print(text, flush=True)
-
-
-def setup() -> tuple[int, int, str]:
-    """Rank, world size and device; joins the process group under torchrun."""
-    rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
-    where = pick_device(device)
-    if where.startswith('cuda'):
-        torch.cuda.set_device(where)
-    else:
-        keep_memory()
-        if threads > 0:
-            torch.set_num_threads(threads)
-    if world > 1:
-        dist.init_process_group('cpu:gloo,cuda:nccl' if where.startswith('cuda') else 'gloo')
-    return rank, world, where
-
-
 def boards_of(name: str, n: int, number: int) -> tuple[np.ndarray, str]:
     """Levels by name: a file, a split, or n generated ones with a seed of their own."""
     return load_levels(levels_dir, name, download, n, n_boxes, seed * 2 + number, max_moves)
@@ -262,7 +243,9 @@ def boards_of(name: str, n: int, number: int) -> tuple[np.ndarray, str]:
 
 def make_run(config: dict) -> SimpleNamespace:
     """Everything a run is: levels, environment, agent, recurrent state, optimizer, episodes so far and its position."""
-    rank, world, where = setup()
+    rank, world, where = join_ranks(device, threads)
+    if where == 'cpu':
+        keep_memory()
     check_settings(world)
     torch.manual_seed(seed)
     dt = str(pick_dtype(dtype, where))[6:]
@@ -523,9 +506,4 @@ def main() -> int:
 
 
 if __name__ == '__main__':
-    status = main()
-    if 'RANK' in os.environ:                                   # as in train_lm.py: gloo can abort Python's shutdown
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    sys.exit(status)
+    leave(main())

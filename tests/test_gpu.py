@@ -1,4 +1,5 @@
-"""What only a GPU can show: pytest -m gpu. The same checks run on the CPU in test_model.py and test_train.py."""
+"""What only a GPU can show: pytest -m gpu. The same checks run on the CPU in test_model.py, test_train.py and
+test_train_sokoban.py."""
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ import torch.nn.functional as F
 
 import data_fineweb
 import model as m
+import train_sokoban
+from configurator import configure
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason='no CUDA device')]
 
@@ -60,3 +63,34 @@ def test_train_lm_on_one_gpu(tmp_path):
         done = subprocess.run([sys.executable, 'train_lm.py', 'config/demo.py', f'--data_dir={tmp_path}', f'--out_dir={tmp_path}/out',
                                '--val_tokens=4096', '--compile=True', *more], cwd=root, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0 and 'done: ' in done.stdout, done.stderr
+
+
+def test_train_sokoban_on_one_gpu(tmp_path):
+    """train_sokoban.py starts, compiles, trains, saves, resumes and evaluates on a GPU."""
+    root = Path(__file__).resolve().parent.parent
+    for more in (['--total_steps=6400'], ['--total_steps=9600', '--resume=True'], ['--eval_only=True'],
+                 ['--kind=convglu', '--recurrent=False', '--reuse=False', '--total_steps=6400', '--overwrite=True']):
+        done = subprocess.run([sys.executable, 'train_sokoban.py', 'config/sokoban_demo.py', '--n_levels=1000', '--eval_games=32', f'--out_dir={tmp_path}/out',
+                               '--plot=False', *more], cwd=root, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize('settings', [[], ['--recurrent=False'], ['--reuse=False'], ['--n_expert=2', '--radius=0']], ids=str)
+def test_graphs_replay_what_runs_eagerly(tmp_path, monkeypatch, settings):
+    """Ten updates with CUDA graphs from the fourth on = ten without: the same games, and weights that agree."""
+    def ten(graphs):
+        argv = ['--split=generated', '--eval_split=generated', '--n_boxes=1', '--n_levels=200', '--n_embd=16', '--n_layer=2', '--dtype=float32',
+                '--compile=False', f'--out_dir={tmp_path}', *settings]
+        run = train_sokoban.make_run(configure(vars(train_sokoban), argv, quiet=True))
+        if not graphs:
+            monkeypatch.setattr(train_sokoban, 'graphed', lambda run, name, function, *args: function(run, *args))
+        games = []
+        for _ in range(10):
+            games.append(train_sokoban.update(run, False)[1].clone())
+            run.step += 1
+        return torch.stack(games), torch.cat([p.flatten() for p in run.model.parameters()]), len(run.graphs)
+    torch.backends.cudnn.deterministic = True
+    (games, weights, captured), (eager_games, eager_weights, none) = ten(True), ten(False)
+    assert captured == 3 and none == 0
+    assert torch.equal(games[:5], eager_games[:5])             # later ones could differ by a rounding that tips an action
+    torch.testing.assert_close(weights, eager_weights, rtol=1e-2, atol=1e-3)

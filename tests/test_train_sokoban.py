@@ -236,7 +236,7 @@ def test_stop_and_resume_as_processes(tmp_path):
 
 def test_ranks(tmp_path):
     """Two ranks play the boards of one: same levels, same actions, same updates. And a run may go on with another number of ranks."""
-    settings = {'total_steps': 12 * 30, 'eval_interval': 30}
+    settings = {'total_steps': 12 * 30, 'eval_interval': 30, 'learning_rate': 1e-3}
     run(tmp_path / 'one', **settings)
     process = start(tmp_path / 'two', ranks=2, **settings)
     out, err = process.communicate(timeout=120)
@@ -244,7 +244,7 @@ def test_ranks(tmp_path):
     for a, b in zip(read_log(tmp_path / 'one'), read_log(tmp_path / 'two'), strict=True):
         assert a['env_steps'] == b['env_steps'] and a.get('episodes') == b.get('episodes')
         for key in a.keys() - {'lr', 'steps'}:
-            assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-4), (a['step'], key)
+            assert (a[key] is None) == (b[key] is None) and (a[key] is None or a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-3)), (a['step'], key)
     one, two = (load_checkpoint(tmp_path / name / 'ckpt_last.pt') for name in ('one', 'two'))
     same(one['env'], two['env'])
     for a, b in zip([*one['state'], *one['model'].values()], [*two['state'], *two['model'].values()], strict=True):
