@@ -311,7 +311,8 @@ def load(run: SimpleNamespace) -> None:
     run.model.load_state_dict(saved['model'])
     for name in POSITION:
         setattr(run, name, saved[name])
-    print0(f'{where}: update {run.step}, {run.record["env_steps"]:,} environment steps')
+    run.env_steps = run.step * saved['config']['n_envs'] * saved['config']['unroll']
+    print0(f'{where}: update {run.step}, {run.env_steps:,} environment steps')
     if eval_only:
         return
     if saved['levels_crc'] != run.levels_crc:
@@ -442,7 +443,7 @@ def train(config: dict) -> int:
             run.model.config.path = 'fast'
     if eval_only:
         name = os.path.splitext(os.path.basename(levels or eval_split))[0]
-        about = {'levels': run.sources[1], 'checkpoint': os.path.join(out_dir, LAST), 'env_steps': run.record['env_steps']}
+        about = {'levels': run.sources[1], 'checkpoint': os.path.join(out_dir, LAST), 'env_steps': run.env_steps}
         print0(json.dumps(report(run.model, run.held_out, name, run.kind, out_dir, about)))
         return 0
     log = None

@@ -1,14 +1,18 @@
-"""The Sokoban demo: a small recurrent agent on easy generated levels (one box), under ten minutes on 2 CPU cores."""
+"""The Sokoban demo: a small recurrent ConvGLU on easy generated levels (one box, solvable in 12 moves or fewer), minutes on 2 CPU cores.
+A random policy solves a fifth of them; the agent most. `make demo-sokoban` runs it and plays the held-out levels."""
 out_dir = 'out/sokoban_demo'
 split = 'generated'
 eval_split = 'generated'
 n_boxes = 1
+max_moves = 12
+eval_interval = 400
 eval_games = 512
-eval_interval = 250
-log_interval = 25
-n_layer = 2
-n_expert = 1
-n_embd = 32
-total_steps = 1000000
-learning_rate = 1e-3
+log_interval = 50
 plot = True
+kind = 'convglu'       # a quarter of a ConvLSTM's work at this width
+n_layer = 3
+n_embd = 32
+n_envs = 64            # more boards and shorter unrolls than the paper's: more kinds of situations in an update
+unroll = 10
+total_steps = 2000000
+learning_rate = 1e-3   # a small agent and a short run
