@@ -22,13 +22,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import bench
-from checkpoint import RUN_FILES, JsonlLog, pick_device, pick_dtype, prepare_out_dir, write_json
+from checkpoint import RUN_FILES, JsonlLog, compiles, pick_device, pick_dtype, prepare_out_dir, write_json
 from configurator import configure, fail
 from data_fineweb import VOCAB, SequenceLoader, StreamLoader, find_shards, load_val, token_bytes
 from kernels import apply_rope, rope_table
 from model import ModelConfig, build_model, config_dict, norm, window_mask
 from muon import lr_at
-from train_lm import autocast, evaluate, warm_up
+from train_lm import autocast, compile_on_zeros, evaluate
 
 # -----------------------------------------------------------------------------
 # the baseline
@@ -264,7 +264,7 @@ def train(config, lr, log_path, kind, amp):
     print(f'{what["name"]}: {what["params"]:,} parameters (ours {what["params_of_ours"]:,}), peak learning rate {lr}', flush=True)
     if config['compile'] and config['model'] == 'transformer':
         run = torch.compile(net, dynamic=False)
-        if not warm_up(run, micro, T, kind, amp):
+        if not compiles(run, lambda: compile_on_zeros(run, micro, T, kind, amp)):
             run = net
     params, optimizer = list(net.parameters()), make_adamw(net, lr, config)
     states, log, seconds, best, record = [None] * math.ceil(B / micro), JsonlLog(log_path), 0.0, math.inf, {'step': 0, 'tokens': 0}

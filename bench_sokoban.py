@@ -52,11 +52,14 @@ def make_update(settings, path, kind):
                  'path': 'plain' if path == 'plain' else 'fast', 'reuse': not how}
     run = train_sokoban.make_run(configure(vars(train_sokoban), [f'--{k}={v}' for k, v in arguments.items()], quiet=True))
     run.model.config.path = path
+    if kind.startswith('cuda'):
+        for _ in range(4):                                     # three as they are, then the capture: replays are measured
+            train_sokoban.update(run, False)
     macs = run.model.macs_per_step()
     return {'update': lambda: train_sokoban.update(run, False)}, {
         'env_steps': settings['n_envs'] * settings['unroll'], 'params': run.model.num_params()['total'], 'macs_per_step': macs,
-        # forward, and twice as much backward; the encoder, the head and the value of the step after are in the rollout too
-        'macs': 3 * macs['executed'] * settings['n_envs'] * settings['unroll']}
+        # forward, twice as much backward, and a second forward without reuse; not the encoder, the head, the value of the step after
+        'macs': (4 if how else 3) * macs['executed'] * settings['n_envs'] * settings['unroll']}
 
 
 def plan(config, where, dt):

@@ -137,7 +137,7 @@ def open_trackers(names, out_dir, config):
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(out_dir)
-        writes.append(lambda r: [writer.add_scalar(k, v, r['step']) for k, v in r.items() if k != 'step'])
+        writes.append(lambda r: [writer.add_scalar(k, v, r['step']) for k, v in r.items() if k != 'step' and v is not None])
         closes.append(writer.close)
     if 'wandb' in names:
         import wandb
@@ -213,6 +213,29 @@ def load_latest(out_dir, device='cpu'):
         return loaded, paths[1]
 
 
+def load_run(out_dir, script, needed, fixed, config, name=None):
+    """-> a run's last checkpoint, or the one of that name, and its path. CheckpointError where it lacks a key of `needed`, or where a setting of `fixed`, that would
+    make it another run, differs from config's."""
+    where = pathlib.Path(out_dir, name or LAST)
+    saved, where = (load_checkpoint(where), where) if name else load_latest(out_dir)
+    missing = [key for key in ('config', *needed) if key not in saved]
+    if missing or any(name not in saved['config'] for name in fixed):
+        raise CheckpointError(f'{where}: not a checkpoint of this {script} (missing: {", ".join(missing) or "settings"})')
+    for name in fixed:
+        if saved['config'][name] != config[name]:
+            raise CheckpointError(f'{where}: was trained with {name} = {saved["config"][name]!r}, not {config[name]!r}: '
+                                  f'give the same value, or another out_dir')
+    return saved, where
+
+
+def load_optimizer(optimizer, saved):
+    """The saved moments with this run's settings: a resumed run may change learning rates, momentum, decay."""
+    ours = [{key: value for key, value in group.items() if key != 'params'} for group in optimizer.param_groups]
+    optimizer.load_state_dict(saved)
+    for group, settings in zip(optimizer.param_groups, ours, strict=True):
+        group.update(settings)
+
+
 # -----------------------------------------------------------------------------
 # random states
 
@@ -272,6 +295,45 @@ def join_ranks(device, threads):
     if world > 1:
         torch.distributed.init_process_group('cpu:gloo,cuda:nccl' if kind.startswith('cuda') else 'gloo')
     return rank, world, kind
+
+
+def gather(local, dim=0):
+    """All ranks' parts of a tensor joined along dim, on rank 0 and the CPU (the GPUs may have no room); elsewhere the local part."""
+    local = local.cpu()
+    if not torch.distributed.is_initialized():
+        return local
+    first = torch.distributed.get_rank() == 0
+    parts = [torch.empty_like(local) for _ in range(torch.distributed.get_world_size())] if first else None
+    torch.distributed.gather(local, parts)
+    return torch.cat(parts, dim) if first else local
+
+
+def sum_over_ranks(model, extra):
+    """Sums gradients and the vector `extra` over ranks, in one message -> extra's sum."""
+    if not torch.distributed.is_initialized():
+        return extra
+    params = [p for p in model.parameters() if p.grad is not None]
+    flat = torch.cat([*(p.grad.flatten() for p in params), extra])
+    torch.distributed.all_reduce(flat)
+    *grads, extra = flat.split([*(p.numel() for p in params), len(extra)])
+    for p, grad in zip(params, grads, strict=True):
+        p.grad.copy_(grad.view_as(p))
+    return extra
+
+
+def compiles(model, once):
+    """Runs once(), which compiles what the model's path 'compiled' needs, before any clock runs -> whether that works here."""
+    start = time.time()
+    try:
+        once()
+        print0(f'compiled in {time.time() - start:.0f} s')
+        works = True
+    except torch._dynamo.exc.TorchDynamoException as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        print0(f'compile = True does not work here, going on without it ({reason})')
+        works = False
+    model.zero_grad(set_to_none=True)
+    return works
 
 
 def leave(status):

@@ -24,8 +24,9 @@ Fast: convolutions over what all experts read are one dense convolution, the res
 observations are known, of all steps) is one convolution; a weight's gradient is one convolution over all steps of an unroll; with E = 1,
 s is h, and the weights of both are summed first, exactly. `path = 'plain'` does none of this; tests compare the two and a reference.
 """
+import functools
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
@@ -84,7 +85,7 @@ def rms(x: torch.Tensor, dims: int | tuple[int, ...] = -1) -> torch.Tensor:
 def lstm_cell(c, alive, gain, bias, *parts):
     """Gates' preactivations as a sum of parts (B, Y, X, E, 4, D); c (B, Y, X, E, D), or None for zero; alive (B, 1, 1, 1, 1): 0 where an
     episode starts. -> the new c, in gain's dtype, and h in the parts'."""
-    p = sum(part.to(gain.dtype) for part in parts)
+    p = functools.reduce(torch.add, (part.to(gain.dtype) for part in parts))
     i, f, g, o = (rms(p, (-2, -1)) * gain + bias).unbind(-2)
     new = torch.sigmoid(i) * torch.tanh(g)
     if c is not None:
@@ -110,6 +111,7 @@ class Weight(torch.autograd.Function):
     @staticmethod
     def forward(ctx, w, dt, groups, uses):
         ctx.groups, ctx.uses, ctx.dtype = groups, uses, w.dtype
+        ctx.set_materialize_grads(False)                       # Conv gives none
         w = w.to(dt, memory_format=torch.channels_last, copy=True)
         ctx.save_for_backward(w)
         return w
@@ -218,7 +220,7 @@ class Agent(nn.Module):
     def ring(self, h: torch.Tensor) -> torch.Tensor:
         """What each expert hears within its radius: (B, Y, X, E, D) -> the same shape."""
         r = self.config.radius
-        heard = sum(torch.roll(h.to(self.query.dtype), k, 3) for k in range(r + 1))
+        heard = functools.reduce(torch.add, (torch.roll(h.to(self.query.dtype), k, 3) for k in range(r + 1)))
         return (heard / math.sqrt(r + 1)).to(h.dtype)
 
     def cell(self, function):
@@ -398,7 +400,3 @@ class ConvGLU(Agent):
 
 def build_agent(config: AgentConfig) -> Agent:
     return {'convlstm': ConvLSTM, 'convglu': ConvGLU}[config.kind](config)
-
-
-def config_dict(config: AgentConfig) -> dict:
-    return asdict(config)

@@ -410,3 +410,25 @@ def head_loss(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, comp
     dt = compute_dtype(x)
     with torch.autocast(x.device.type, enabled=False):
         return HeadLoss.apply(x, weight, targets, dt, torch.is_grad_enabled(), compile)
+
+
+# ---- CUDA graphs ----
+
+def graphed(graphs: dict, name: str, function, *args):
+    """function(*args) as a CUDA graph: the first three calls run as they are; the fourth is captured, and it and all later calls replay
+    that: the arguments are read from, and the results lie in, the same memory every time. graphs: where they are kept, by name; those of
+    one dict share memory and must be called in the same order again and again, so that one may use another's activations. Nothing may
+    keep an eager call's loss alive: its gradient nodes belong to another stream."""
+    calls, graph, result = graphs.get(name, (0, None, None))
+    if graph is None and calls < 3:
+        result = function(*args)
+        graphs[name] = calls + 1, None, None
+        return result
+    if graph is None:
+        pool = next((g.pool() for _, g, _ in graphs.values() if g is not None), None)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode='thread_local'):
+            result = function(*args)
+        graphs[name] = calls, graph, result
+    graph.replay()
+    return result

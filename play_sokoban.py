@@ -4,12 +4,14 @@ train_sokoban.py calls them; `python train_sokoban.py CONFIG --eval_only=True --
 
 Shape letters as in sokoban.py and convlstm.py: N boards at a time, n levels.
 """
+import contextlib
 import json
 import os
 import time
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from checkpoint import device_name, write_atomic, write_json
 from sokoban import TIME_LIMIT, SokobanEnv, draw, save_gif
@@ -18,22 +20,22 @@ BOARDS = 256                           # played at a time
 
 
 @torch.no_grad()
-def play(model, levels: np.ndarray, kind: str, seed: int | None = None, number: int = 0) -> dict[str, torch.Tensor]:
+def play(model, levels: np.ndarray, device: str, seed: int | None = None, number: int = 0) -> dict[str, torch.Tensor]:
     """Each of the packed levels (n, 17) once, at most 120 steps: greedily, or with a seed at random. -> solved, return, steps (n,) and the
-    actions (n, 120), on the CPU. kind: the device; number: of the first level, where ranks share them (chance depends on it)."""
+    actions (n, 120), on the CPU. number: of the first level, where ranks share them (chance depends on it)."""
     n, parts = len(levels), []
     for first in range(0, n, BOARDS):
         N = min(BOARDS, n)                                     # the last batch is filled up, so that no shape is new
-        env = SokobanEnv(levels[(first + np.arange(N)) % n], N, device=kind, order='sequence')
-        state, start = model.init_state(N), torch.ones(N, dtype=torch.bool, device=kind)
+        env = SokobanEnv(levels[(first + np.arange(N)) % n], N, device=device, order='sequence')
+        state, start = model.init_state(N), torch.ones(N, dtype=torch.bool, device=device)
         w, alive, actions = model.prepare(), torch.ones_like(start), []
-        total, steps, won = torch.zeros(N, device=kind), torch.zeros(N, device=kind), torch.zeros_like(start)
+        total, steps, won = torch.zeros(N, device=device), torch.zeros(N, device=device), torch.zeros_like(start)
         for t in range(TIME_LIMIT):
             if seed is None:
                 logits, _, state = model.act(w, env.observe(), start, state)
                 action = logits.argmax(-1)
             else:
-                action = draw(seed, 2, env.board + (number + first), torch.tensor(t, device=kind)) % 4
+                action = draw(seed, 2, env.board + (number + first), torch.tensor(t, device=device)) % 4
             reward, start, solved = env.step(action)           # ended boards play on, and do not count
             total += reward * alive
             steps += alive
@@ -45,12 +47,26 @@ def play(model, levels: np.ndarray, kind: str, seed: int | None = None, number: 
     return {k: torch.cat([part[k] for part in parts]) for k in parts[0]}
 
 
-def report(model, levels: np.ndarray, name: str, kind: str, out_dir: str, about: dict) -> dict:
+def evaluate(model, levels: np.ndarray, device: str, seed: int | None = None) -> dict[str, float]:
+    """Means over the levels, shared by the ranks."""
+    ranks = dist.is_initialized()
+    mine = np.array_split(np.arange(len(levels)), dist.get_world_size() if ranks else 1)[dist.get_rank() if ranks else 0]
+    result = play(model, levels[mine], device, seed, int(mine[0]))
+    total = torch.stack([result[k].double().sum() for k in ('solved', 'return', 'steps')]).to(device)
+    if ranks:
+        dist.all_reduce(total)
+    return dict(zip(('solve_rate', 'return', 'steps'), (total / len(levels)).tolist(), strict=True))
+
+
+def report(model, levels: np.ndarray, name: str, device: str, out_dir: str, about: dict) -> dict:
     """Plays all levels, greedily; writes out_dir/eval_NAME.json and a GIF of the first level solved and of the first that was not."""
     begin = time.time()
-    result = play(model, levels, kind)
+    result = play(model, levels, device)
     record = {**about, 'n': len(levels), 'solve_rate': result['solved'].float().mean().item(), 'mean_return': result['return'].mean().item(),
-              'mean_steps': result['steps'].mean().item(), 'seconds': time.time() - begin, 'device': device_name(kind), 'torch': torch.__version__}
+              'mean_steps': result['steps'].mean().item(), 'seconds': time.time() - begin, 'device': device_name(device), 'torch': torch.__version__}
+    for label in ('solved', 'failed'):                         # of an earlier evaluation
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(os.path.join(out_dir, f'eval_{name}_{label}.gif'))
     for label, chosen in (('solved', result['solved']), ('failed', ~result['solved'])):
         if not chosen.any():
             continue
@@ -81,7 +97,8 @@ def plot_log(out_dir: str, title: str) -> str:
             points = [(r['env_steps'] / 1e6, r[key]) for r in records if r.get(key) is not None]
             if points:
                 axes.plot(*zip(*points, strict=True), label=name, **style)
-        axes.axhline(records[0][evaluated.replace('eval', 'random')], color='gray', ls='--', lw=1, label='held-out levels, random')
+        if (level := records[0].get(evaluated.replace('eval', 'random'))) is not None:       # of a log from the start
+            axes.axhline(level, color='gray', ls='--', lw=1, label='held-out levels, random')
         axes.set(xlabel='environment steps (millions)', ylabel=label)
         axes.grid(alpha=0.3)
     panels[1].yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))

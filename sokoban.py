@@ -33,6 +33,7 @@ levels_dir = ''                # folder of Boxoban text files or .pack17.npy arr
 split = 'unfiltered-train'     # which levels: unfiltered-train, -valid or -test, medium-train or -valid, hard; 'generated'; or a file
 download = False               # fetch the split into the folder where it is not there (Hugging Face, about 200 bytes a level)
 n_boxes = 4                    # of generated levels, 1 to 4
+max_moves = 120                # of their known solutions, 6 a box or more
 n_levels = 1000                # to generate
 seed = 1337                    # of the generator
 show = 1                       # levels to print, from the first on
@@ -126,7 +127,8 @@ def distinct(cells: np.ndarray) -> np.ndarray:
 
 
 def fetch(split: str, folder: str) -> None:
-    """Download a split from the Hub (Jumanji's copy of Boxoban) and keep it packed in `folder`, atomically."""
+    """Download a split from the Hub (Jumanji's copy of Boxoban) and keep it packed in `folder`, atomically. Jumanji 1.1.2 reads Boxoban's
+    text files with the last level of each replaced by the one before, and its copy may have been made so: the text itself is better."""
     try:
         from huggingface_hub import hf_hub_download
     except ImportError:
@@ -186,10 +188,10 @@ def read_levels(folder: str, split: str) -> tuple[np.ndarray, list[str]]:
 
 
 def load_levels(levels_dir: str, split: str, download: bool = False, n_levels: int = 100_000, n_boxes: int = 4,
-                seed: int = 0, max_moves: int = TIME_LIMIT) -> tuple[np.ndarray, str]:
+                seed: int = 0, max_moves: int = TIME_LIMIT, fallback: bool = True) -> tuple[np.ndarray, str]:
     """-> packed levels (N, 17) and a line that says where they are from. split: a file; or 'generated'; or the name of a split, which is
-    looked for in levels_dir ('': data/boxoban), then downloaded into it if `download`, and else, if no levels_dir was named, replaced by
-    generated levels. LevelError where there are none or malformed ones."""
+    looked for in levels_dir ('': data/boxoban), then downloaded into it if `download`, and else, if no levels_dir was named and
+    fallback is left on, replaced by generated levels. LevelError where there are none or malformed ones."""
     generated = f'{n_levels:,} generated levels, boxes: {n_boxes}, moves: at most {max_moves}, seed: {seed}'
     if split == 'generated':
         return generate(n_levels, n_boxes, seed, max_moves)[0], generated
@@ -206,7 +208,7 @@ def load_levels(levels_dir: str, split: str, download: bool = False, n_levels: i
         fetch(split, folder)
         levels, _ = read_levels(folder, split)
         return levels, f'{len(levels):,} levels of {split} downloaded from {HUB} into {folder}'
-    if not levels_dir:
+    if not levels_dir and fallback:
         return generate(n_levels, n_boxes, seed, max_moves)[0], f'{generated} (no {split} in {folder}; --download=True fetches it)'
     missing = f'neither {split}.pack17.npy nor {split}*.txt in it' if os.path.isdir(folder) else 'no such folder'
     raise LevelError(f'{folder}: {missing}; --download=True fetches the levels, --split=generated makes some')
@@ -511,7 +513,7 @@ def main() -> None:
     if show < 1:
         fail(f'show = {show}: expected at least 1')
     try:
-        levels, source = load_levels(levels_dir, split, download, n_levels, n_boxes, seed)
+        levels, source = load_levels(levels_dir, split, download, n_levels, n_boxes, seed, max_moves)
     except LevelError as error:
         fail(error)
     print(source)

@@ -25,10 +25,11 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from checkpoint import BEST, LAST, PREV, CheckpointError, JsonlLog, Stopper, device_name, join_ranks, leave, load_latest, need_packages
-from checkpoint import open_trackers, pick_dtype, prepare_out_dir, print0, rng_state, save_checkpoint, set_rng_state, write_json
+from checkpoint import BEST, LAST, PREV, JsonlLog, Stopper, compiles, device_name, gather, join_ranks, leave, load_optimizer, load_run
+from checkpoint import need_packages, open_trackers, pick_dtype, prepare_out_dir, print0, rng_state, save_checkpoint, set_rng_state
+from checkpoint import sum_over_ranks, write_json
 from configurator import configure, fail
-from data_fineweb import VOCAB, DataError, SequenceLoader, StreamLoader, find_shards, first_line, load_val, token_bytes
+from data_fineweb import VOCAB, DataError, SequenceLoader, StreamLoader, find_shards, load_val, token_bytes
 from model import ModelConfig, State, build_model, config_dict
 from muon import Muon, lr_at
 
@@ -128,21 +129,11 @@ def make_optimizers(model) -> list[torch.optim.Optimizer]:
     return optimizers
 
 
-def warm_up(model, rows: int, T: int, kind: str, amp: torch.dtype) -> bool:
-    """Compile on zeros, before any clock runs. Where that fails, say why: the caller goes on without."""
+def compile_on_zeros(model, rows: int, T: int, kind: str, amp: torch.dtype) -> None:
     idx = torch.zeros(rows, T, dtype=torch.int64, device=kind)
-    start = time.time()
-    try:
-        with autocast(kind, amp):
-            loss, _ = model(idx, idx)
-        loss.backward()
-        print0(f'compiled in {time.time() - start:.0f} s')
-        works = True
-    except torch._dynamo.exc.TorchDynamoException as error:
-        print0(f'compile = True does not work here, going on without it ({first_line(error)})')
-        works = False
-    model.zero_grad(set_to_none=True)
-    return works
+    with autocast(kind, amp):
+        loss, _ = model(idx, idx)
+    loss.backward()
 
 
 @torch.no_grad()
@@ -178,15 +169,9 @@ def train_update(model, optimizers, loader, states: list[State | None], micro: i
         loss = loss * (x_i.numel() / tokens_per_step)          # the mean over the whole batch
         loss.backward()
         total[0] += loss.detach()
-    params = [p for p in model.parameters() if p.grad is not None]
     total[1] = float(stop)
-    if dist.is_initialized():
-        flat = torch.cat([p.grad.flatten() for p in params] + [total])
-        dist.all_reduce(flat)
-        total = flat[-2:]
-        for p, g in zip(params, flat[:-2].split([p.numel() for p in params]), strict=True):
-            p.grad.copy_(g.view_as(p))
-    norm = torch.nn.utils.clip_grad_norm_(params, grad_clip or math.inf)
+    total = sum_over_ranks(model, total)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
     loss, stop, norm = *total.tolist(), norm.item()            # the update's only wait for the device
     if math.isfinite(loss) and math.isfinite(norm):
         for optimizer in optimizers:
@@ -197,19 +182,11 @@ def train_update(model, optimizers, loader, states: list[State | None], micro: i
     return loss, norm, stop > 0
 
 
-def gather_state(states: list[State | None], world: int, rank: int) -> list[torch.Tensor] | None:
-    """All slots' state on rank 0, on the CPU (the GPUs may have no room), in the order of the slots; None without one."""
+def gather_state(states: list[State | None]) -> list[torch.Tensor] | None:
+    """All slots' state on rank 0, in the order of the slots; None without one."""
     if states[0] is None:
         return None
-    whole = []
-    for parts, dim in zip(zip(*states, strict=True), (0, 1, 1, 0), strict=True):
-        local = torch.cat([part.cpu() for part in parts], dim)
-        if world > 1:
-            parts = [torch.empty_like(local) for _ in range(world)] if rank == 0 else None
-            dist.gather(local, parts)
-            local = torch.cat(parts, dim) if rank == 0 else local
-        whole.append(local)
-    return whole
+    return [gather(torch.cat([part.cpu() for part in parts], dim), dim) for parts, dim in zip(zip(*states, strict=True), (0, 1, 1, 0), strict=True)]
 
 
 def scatter_state(whole: list[torch.Tensor], micro: int, world: int, rank: int, kind: str) -> list[State]:
@@ -293,7 +270,7 @@ def snapshot(run: SimpleNamespace) -> dict:
 
 def save(run: SimpleNamespace) -> None:
     """Everything, as the last checkpoint; the one before is kept too."""
-    state = gather_state(run.states, run.world, run.rank)
+    state = gather_state(run.states)
     if run.rank == 0:
         rest = {'optimizers': [o.state_dict() for o in run.optimizers], 'loader': run.loader.state_dict(), 'state': state, 'rng': rng_state()}
         save_checkpoint(snapshot(run) | rest, os.path.join(out_dir, LAST), PREV)
@@ -301,20 +278,10 @@ def save(run: SimpleNamespace) -> None:
 
 def load(run: SimpleNamespace) -> None:
     """Go on where out_dir's last checkpoint stood; refuse settings that would make it another run."""
-    checkpoint, where = load_latest(out_dir)
-    missing = [k for k in ('model', 'optimizers', 'loader', 'state', 'rng', 'config', *POSITION) if k not in checkpoint]
-    if missing or any(name not in checkpoint['config'] for name in FIXED):
-        raise CheckpointError(f'{where}: not a checkpoint of this train_lm.py (missing: {", ".join(missing) or "settings"})')
-    for name in FIXED:
-        if checkpoint['config'][name] != run.config[name]:
-            raise CheckpointError(f'{where}: was trained with {name} = {checkpoint["config"][name]!r}, not {run.config[name]!r}: '
-                                  f'give the same value to resume, or another out_dir')
+    checkpoint, where = load_run(out_dir, 'train_lm.py', ('model', 'optimizers', 'loader', 'state', 'rng', *POSITION), FIXED, run.config)
     run.model.load_state_dict(checkpoint['model'])
     for optimizer, saved in zip(run.optimizers, checkpoint['optimizers'], strict=True):
-        ours = [{k: v for k, v in group.items() if k != 'params'} for group in optimizer.param_groups]
-        optimizer.load_state_dict(saved)
-        for group, settings in zip(optimizer.param_groups, ours, strict=True):
-            group.update(settings)                             # a resumed run may change learning rates, momentum, decay
+        load_optimizer(optimizer, saved)
     run.loader.load_state_dict(checkpoint['loader'])
     if checkpoint['state'] is not None:
         run.states = scatter_state(checkpoint['state'], run.micro, run.world, run.rank, run.kind)
@@ -374,7 +341,7 @@ def train(config: dict) -> int:
         return 0
     if compile and path != 'plain':
         run.model.config.path = 'compiled'
-        if not warm_up(run.model, run.micro, block_size, run.kind, run.amp):
+        if not compiles(run.model, lambda: compile_on_zeros(run.model, run.micro, block_size, run.kind, run.amp)):
             run.model.config.path = 'fast'
     mfu, log = mfu_per_rate(run), None
     if run.rank == 0:

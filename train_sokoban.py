@@ -11,10 +11,10 @@ Its non-recurrent twin, at the same levels, experts and width:
 $ python train_sokoban.py config/sokoban_small_L4.py --recurrent=False --out_dir=out/sokoban_small_L4_ff
 Go on after a crash, ctrl-C or SIGTERM; and the solve rate on the test split, greedy, with two games as GIFs:
 $ python train_sokoban.py config/sokoban_small_L4.py --resume=True
-$ python train_sokoban.py config/sokoban_small_L4.py --eval_only=True --levels=unfiltered-test
+$ python train_sokoban.py config/sokoban_small_L4.py --eval_only=True --levels=unfiltered-test --download=True
 
 Writes into out_dir: config.json, log.jsonl (one object a line), ckpt_last.pt, ckpt_prev.pt, ckpt_best.pt; with eval_only eval_*.json and
-eval_*.gif. On the CPU a resumed run is bit-equal to one that was never stopped, whatever the number of ranks draws the same levels.
+eval_*.gif. On the CPU a resumed run is bit-equal to one that was never stopped. Any number of ranks plays the same levels.
 """
 import json
 import math
@@ -30,11 +30,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from checkpoint import BEST, LAST, PREV, CheckpointError, JsonlLog, Stopper, device_name, join_ranks, keep_memory, leave, load_latest, need_packages
-from checkpoint import open_trackers, pick_dtype, prepare_out_dir, print0, rng_state, save_checkpoint, set_rng_state, write_json
+from checkpoint import BEST, LAST, PREV, CheckpointError, JsonlLog, Stopper, compiles, device_name, gather, join_ranks, keep_memory, leave
+from checkpoint import load_optimizer, load_run, need_packages, open_trackers, pick_dtype, prepare_out_dir, print0, rng_state, save_checkpoint
+from checkpoint import set_rng_state, sum_over_ranks, write_json
 from configurator import configure, fail
-from convlstm import AgentConfig, build_agent, config_dict
-from play_sokoban import play, plot_log, report
+from convlstm import AgentConfig, build_agent
+from kernels import graphed
+from play_sokoban import evaluate, plot_log, report
 from sokoban import JumanjiEnv, LevelError, SokobanEnv, draw, load_levels
 
 # -----------------------------------------------------------------------------
@@ -45,7 +47,8 @@ overwrite = False              # replace a run that is in out_dir
 eval_interval = 1000           # updates between greedy evaluations and checkpoints; 640,000 environment steps
 log_interval = 50              # updates between log lines, printed and in log.jsonl; 32,000 environment steps
 eval_only = False              # evaluate out_dir's last checkpoint on `levels` and stop
-levels = ''                    # of eval_only: a split or a file; '': eval_split
+levels = ''                    # of eval_only: a split or a file, all of it; '': eval_games of eval_split
+best = False                   # of eval_only: the best checkpoint instead of the last
 plot = False                   # draw out_dir/curve.png at the end (matplotlib)
 tensorboard = False            # also write TensorBoard files into out_dir
 wandb = False                  # also log to Weights & Biases, project 'parallel-experts'
@@ -86,12 +89,13 @@ seed = 1337                    # of weights, levels and actions
 device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda', 'cuda:1'
 dtype = 'auto'                 # of convolutions: 'float32' or 'bfloat16'; 'auto': bfloat16 where the processor is fast at it
 compile = True                 # torch.compile the cells; falls back, saying so
+graphs = True                  # on a GPU: rollout, backward and optimizer as CUDA graphs, from the fourth update on
 path = 'fast'                  # 'fast' or 'plain' (the equations, for checking)
 threads = 0                    # CPU threads; 0: torch's choice
 # -----------------------------------------------------------------------------
 
-FIXED = ('split', 'n_levels', 'n_boxes', 'max_moves', 'env', 'n_envs', 'kind', 'recurrent', 'n_layer', 'n_expert', 'n_embd', 'aggregation', 'router_dim',
-         'radius', 'head_dim', 'unroll', 'seed')               # a resumed run cannot change these
+MODEL = ('kind', 'recurrent', 'n_layer', 'n_expert', 'n_embd', 'aggregation', 'router_dim', 'radius', 'head_dim')
+FIXED = ('split', 'n_levels', 'n_boxes', 'max_moves', 'env', 'n_envs', 'unroll', 'seed', *MODEL)   # a resumed run cannot change these
 POSITION = ('step', 'record', 'best', 'seconds', 'logged', 'clock')   # a run's, saved and restored; the last two: of the last log line
 RUN_FILES = ('ckpt_*.pt', 'log.jsonl', 'config.json', 'curve.png', 'eval_*.json', 'eval_*.gif', '*.tfevents.*')
 
@@ -110,9 +114,11 @@ def check_settings(world: int) -> None:
         fail(f'eval_games = {eval_games}: must be at least the number of ranks, {world}')
     if eval_only and world > 1:
         fail('eval_only runs as one process: start it without torchrun')
+    if (levels or best) and not eval_only:
+        fail('levels and best are settings of --eval_only=True; a run trains on split')
     if n_envs % world:
         fail(f'n_envs = {n_envs}: must be a multiple of the number of ranks, {world}')
-    need_packages(matplotlib=plot, tensorboard=tensorboard, wandb=wandb)
+    need_packages(matplotlib=plot, PIL=eval_only, tensorboard=tensorboard, wandb=wandb)
     for name, allowed in (('path', ('fast', 'plain')), ('env', ('torch', 'jumanji'))):
         if globals()[name] not in allowed:
             fail(f'{name} = {globals()[name]!r}: expected one of {", ".join(allowed)}')
@@ -131,13 +137,14 @@ def rollout(run: SimpleNamespace) -> dict[str, torch.Tensor]:
     forward needs: observations and starts."""
     with torch.set_grad_enabled(reuse):
         w, state, steps = run.model.prepare(), tuple(x.detach() for x in run.state), []
-        for _ in range(unroll):
+        chance = draw(seed, 1, run.board, run.count + torch.arange(unroll, device=run.device)[:, None])   # (T, B)
+        run.count += unroll
+        for u in chance.unbind():
             obs, start = run.env.observe(), run.start.clone()
             logits, value, state = run.model.act(w, obs, start, state)
-            action = sample(logits.detach(), draw(seed, 1, run.board, run.count))
+            action = sample(logits.detach(), u)
             reward, done, solved = run.env.step(action)
             run.start.copy_(done)
-            run.count += 1
             steps.append({'action': action, 'reward': reward, 'done': done, 'solved': solved,
                           **({'logits': logits, 'value': value} if reuse else {'obs': obs, 'start': start})})
         with torch.no_grad():                                  # the value of what comes next
@@ -188,139 +195,106 @@ def apply(run: SimpleNamespace) -> torch.Tensor:
     return norm
 
 
-def graphed(run: SimpleNamespace, name: str, function, *args):
-    """function(run, *args). On a GPU the first three calls run as they are; the fourth is captured into a CUDA graph, which this and
-    all later calls replay: the results lie in the same tensors every time. Graphs share memory, as the second uses the first's tape."""
-    if run.kind == 'cpu' or env != 'torch':
-        return function(run, *args)
-    run.calls[name] = run.calls.get(name, 0) + 1
-    if run.calls[name] <= 3:
-        return function(run, *args)
-    if name not in run.graphs:
-        graph = torch.cuda.CUDAGraph()
-        pool = next((g.pool() for g, _ in run.graphs.values()), None)
-        with torch.cuda.graph(graph, pool=pool):
-            result = function(run, *args)
-        run.graphs[name] = graph, result
-    graph, result = run.graphs[name]
-    graph.replay()
-    return result
-
-
 def update(run: SimpleNamespace, stop: bool) -> tuple[dict[str, float], torch.Tensor, bool]:
     """One rollout and one update. -> its statistics, (T, 3, B) rewards, ends and solved ends of all ranks' boards on the CPU, and
     whether any rank was told to stop."""
-    if 'backward' not in run.graphs:
+    def call(name: str, function, *args):
+        return function(*args) if run.graphs is None else graphed(run.graphs, name, function, *args)
+    if not run.graphs or run.graphs['backward'][1] is None:
         run.optimizer.zero_grad(set_to_none=True)              # a captured backward writes its own gradients anew
     for group in run.optimizer.param_groups:
         group['lr'].fill_(learning_rate * (1 - run.step / run.updates))
-    batch = graphed(run, 'rollout', rollout)
-    stats = graphed(run, 'backward', backward, batch)
+    batch = call('rollout', rollout, run)
+    stats = call('backward', backward, run, batch)
     games = torch.stack([batch['reward'], batch['done'].float(), batch['solved'].float()], 1)  # (T, 3, B)
     if run.world > 1:
-        params = [p for p in run.model.parameters() if p.grad is not None]
-        flat = torch.cat([p.grad.flatten() for p in params] + [stats, stats.new_tensor([stop])])
-        dist.all_reduce(flat)
-        for p, g in zip(params, flat[:-len(stats) - 1].split([p.numel() for p in params]), strict=True):
-            p.grad.copy_(g.view_as(p))
-        stats, stop = flat[-len(stats) - 1:-1], flat[-1]
+        stats = sum_over_ranks(run.model, torch.cat([stats, torch.tensor([float(stop)], device=run.device)]))
+        stats, stop = stats[:-1], stats[-1].item() > 0
         parts = [torch.empty_like(games) for _ in range(run.world)]
         dist.all_gather(parts, games)
         games = torch.cat(parts, 2)
-    norm = graphed(run, 'apply', apply)
-    loss, policy_loss, value_loss, entropy, mean, square, error, error2 = stats.tolist()       # the update's only wait for the device
+    norm = call('apply', apply, run)
+    loss, policy_loss, value_loss, entropy, mean, square, error, error2, norm = torch.cat([stats, norm[None]]).tolist()
     variance = square - mean ** 2
-    return {'loss': loss, 'policy_loss': policy_loss, 'value_loss': value_loss, 'entropy': entropy, 'grad_norm': norm.item(),
-            'explained_variance': 1 - (error2 - error ** 2) / variance if variance > 0 else 0.0}, games.cpu(), bool(stop)
+    return {'loss': loss, 'policy_loss': policy_loss, 'value_loss': value_loss, 'entropy': entropy, 'grad_norm': norm,
+            'explained_variance': 1 - (error2 - error ** 2) / variance if variance > 0 else 0.0}, games.cpu(), stop
 
 
 # ----------------------------------------------------------------------------- the run
 
-def boards_of(name: str, n: int, number: int) -> tuple[np.ndarray, str]:
-    """Levels by name: a file, a split, or n generated ones with a seed of their own."""
-    return load_levels(levels_dir, name, download, n, n_boxes, seed * 2 + number, max_moves)
+def read_levels(rank: int, world: int) -> tuple[tuple[np.ndarray, str], tuple[np.ndarray, str]]:
+    """Levels to train on and held-out ones, each with a line that says where they are from."""
+    def named(name: str, n: int, number: int, fallback: bool = True):
+        return load_levels(levels_dir, name, download, n, n_boxes, seed * 2 + number, max_moves, fallback)
+    if eval_only:
+        held_out, line = named(levels or eval_split, eval_games, 1, fallback=not levels)
+        return (held_out, ''), (held_out if levels else held_out[:eval_games], line)
+    if download and rank > 0:
+        dist.barrier()                                         # the first rank downloads
+    trained, (held_out, line) = named(split, n_levels, 0), named(eval_split, eval_games, 1)
+    if download and world > 1 and rank == 0:
+        dist.barrier()
+    if len(held_out) < world:
+        raise LevelError(f'{line}: an evaluation by {world} ranks needs at least {world}')
+    return trained, (held_out[:eval_games], line)
 
 
 def make_run(config: dict) -> SimpleNamespace:
     """Everything a run is: levels, environment, agent, recurrent state, optimizer, episodes so far and its position."""
-    rank, world, where = join_ranks(device, threads)
-    if where == 'cpu':
+    rank, world, device_ = join_ranks(device, threads)
+    if device_ == 'cpu':
         keep_memory()
     check_settings(world)
     torch.manual_seed(seed)
-    dt = str(pick_dtype(dtype, where))[6:]
-    model = build_agent(AgentConfig(kind, recurrent, n_layer, n_expert, n_embd, aggregation, router_dim, radius, head_dim, dt, path)).to(where)
-    held_out, held_out_line = boards_of(levels if eval_only and levels else eval_split, eval_games, 1)
-    trained, line = (held_out, '') if eval_only else boards_of(split, n_levels, 0)
-    if len(held_out) < world:
-        raise LevelError(f'{held_out_line}: an evaluation by {world} ranks needs at least {world}')
+    dt = str(pick_dtype(dtype, device_))[6:]
+    model = build_agent(AgentConfig(kind, recurrent, n_layer, n_expert, n_embd, aggregation, router_dim, radius, head_dim, dt, path)).to(device_)
+    (trained, line), (held_out, held_out_line) = read_levels(rank, world)
     B, make_env = n_envs // world, JumanjiEnv if env == 'jumanji' else SokobanEnv
-    optimizer = torch.optim.Adam(model.parameters(), torch.tensor(learning_rate, device=where), eps=adam_eps, fused=True,
-                                 capturable=where.startswith('cuda'))
+    optimizer = torch.optim.Adam(model.parameters(), torch.tensor(learning_rate, device=device_), eps=adam_eps, fused=True,
+                                 capturable=device_.startswith('cuda'))
+    optimizer._warned_capturable_if_run_uncaptured = True      # its first three steps are, on purpose
     return SimpleNamespace(
-        rank=rank, world=world, kind=where, config=config, model=model, optimizer=optimizer, sources=(line, held_out_line),
-        env=make_env(trained, B, seed=seed, device=where, first=rank * B), held_out=held_out if eval_only else held_out[:eval_games],
-        levels_crc=zlib.crc32(trained), board=torch.arange(rank * B, rank * B + B, device=where), count=torch.zeros((), dtype=torch.int64, device=where),
-        state=model.init_state(B), start=torch.ones(B, dtype=torch.bool, device=where), calls={}, graphs={},
+        rank=rank, world=world, device=device_, config=config, model=model, optimizer=optimizer, sources=(line, held_out_line),
+        env=make_env(trained, B, seed=seed, device=device_, first=rank * B), held_out=held_out,
+        levels_crc=zlib.crc32(trained), board=torch.arange(rank * B, rank * B + B, device=device_), count=torch.zeros((), dtype=torch.int64, device=device_),
+        state=model.init_state(B), start=torch.ones(B, dtype=torch.bool, device=device_), graphs={} if graphs and device_ != 'cpu' and env == 'torch' else None,
         running=torch.zeros(n_envs), recent=deque(maxlen=1000), since=[], sums={}, updates=math.ceil(total_steps / (n_envs * unroll)),
         step=0, record={'step': 0, 'env_steps': 0}, best=-math.inf, seconds=0.0, logged=0, clock=0.0)
 
 
-def gather(tensors: list[torch.Tensor], run: SimpleNamespace) -> list[torch.Tensor]:
-    """All boards' on rank 0, on the CPU."""
-    whole = []
-    for local in tensors:
-        local = local.cpu()
-        parts = [torch.empty_like(local) for _ in range(run.world)] if run.rank == 0 else None
-        if run.world > 1:
-            dist.gather(local, parts)
-        whole.append(torch.cat(parts) if run.world > 1 and run.rank == 0 else local)
-    return whole
-
-
 def snapshot(run: SimpleNamespace) -> dict:
     """What an evaluation needs: all that the best checkpoint holds. A run goes on from the last one."""
-    return {'model': run.model.state_dict(), 'model_config': config_dict(run.model.config), 'config': run.config,
-            **{k: getattr(run, k) for k in POSITION}}
+    return {'model': run.model.state_dict(), 'config': run.config, **{k: getattr(run, k) for k in POSITION}}
 
 
 def save(run: SimpleNamespace) -> None:
     """Everything, as the last checkpoint; the one before is kept too."""
-    world = run.env.state_dict()
-    boards = gather([*world.values(), run.start, *run.state], run)
+    boards = run.env.state_dict()
+    whole = [gather(x) for x in (*boards.values(), run.start, *run.state)]
     if run.rank == 0:
-        rest = {'optimizer': run.optimizer.state_dict(), 'env': dict(zip(world, boards, strict=False)), 'start': boards[len(world)],
-                'state': boards[len(world) + 1:], 'count': run.count, 'levels_crc': run.levels_crc, 'running': run.running,
+        rest = {'optimizer': run.optimizer.state_dict(), 'env': dict(zip(boards, whole, strict=False)), 'start': whole[len(boards)],
+                'state': whole[len(boards) + 1:], 'count': run.count, 'levels_crc': run.levels_crc, 'running': run.running,
                 'recent': [list(x) for x in run.recent], 'since': run.since, 'sums': run.sums, 'rng': rng_state()}
         save_checkpoint(snapshot(run) | rest, os.path.join(out_dir, LAST), PREV)
 
 
 def load(run: SimpleNamespace) -> None:
-    """Go on where out_dir's last checkpoint stood; refuse settings that would make it another run."""
-    saved, where = load_latest(out_dir)
-    names = ('model', 'optimizer', 'env', 'start', 'state', 'count', 'levels_crc', 'running', 'recent', 'since', 'sums', 'rng', 'config', *POSITION)
-    missing = [k for k in names if k not in saved]
-    if missing or any(name not in saved['config'] for name in FIXED):
-        raise CheckpointError(f'{where}: not a checkpoint of this train_sokoban.py (missing: {", ".join(missing) or "settings"})')
-    fixed = [name for name in FIXED if not eval_only or name in ('kind', 'recurrent', 'n_layer', 'n_expert', 'n_embd', 'aggregation',
-                                                                'router_dim', 'radius', 'head_dim')]
-    for name in fixed:
-        if saved['config'][name] != run.config[name]:
-            raise CheckpointError(f'{where}: was trained with {name} = {saved["config"][name]!r}, not {run.config[name]!r}: '
-                                  f'give the same value, or another out_dir')
-    run.model.load_state_dict(saved['model'])
+    """Go on where out_dir's last checkpoint stood; refuse settings that would make it another run. eval_only: the weights alone."""
+    rest = () if eval_only else ('optimizer', 'env', 'start', 'state', 'count', 'levels_crc', 'running', 'recent', 'since', 'sums', 'rng')
+    saved, where = load_run(out_dir, 'train_sokoban.py', ('model', *POSITION, *rest), MODEL if eval_only else FIXED, run.config, BEST if best else None)
+    try:
+        run.model.load_state_dict(saved['model'])
+    except RuntimeError:
+        raise CheckpointError(f'{where}: its weights do not fit this version of convlstm.py: give another out_dir') from None
     for name in POSITION:
         setattr(run, name, saved[name])
-    run.env_steps = run.step * saved['config']['n_envs'] * saved['config']['unroll']
+    run.loaded, run.env_steps = str(where), run.step * saved['config']['n_envs'] * saved['config']['unroll']
     print0(f'{where}: update {run.step}, {run.env_steps:,} environment steps')
     if eval_only:
         return
     if saved['levels_crc'] != run.levels_crc:
         raise CheckpointError(f'{where}: was trained on other levels than {run.sources[0]}: give the same levels_dir, or another out_dir')
-    settings = [{k: v for k, v in group.items() if k != 'params'} for group in run.optimizer.param_groups]
-    run.optimizer.load_state_dict(saved['optimizer'])
-    for group, ours in zip(run.optimizer.param_groups, settings, strict=True):
-        group.update(ours)                                     # a resumed run may change the learning rate
+    load_optimizer(run.optimizer, saved['optimizer'])
     run.env.load_state_dict({k: v.chunk(run.world)[run.rank] for k, v in saved['env'].items()})
     for mine, whole in zip([run.start, *run.state], [saved['start'], *saved['state']], strict=True):
         mine.copy_(whole.chunk(run.world)[run.rank])
@@ -358,7 +332,7 @@ def make_record(run: SimpleNamespace) -> dict:
 
 
 def dense_line(record: dict) -> str:
-    eta = int((total_steps - record['env_steps']) / record['env_steps_per_s'])
+    eta = int(max(0, total_steps - record['env_steps']) / record['env_steps_per_s'])
     def show(key: str, form: str) -> str:
         return 'n/a' if record[key] is None else format(record[key], form)
     return (f'{record["env_steps"]:,}/{total_steps:,} | return {show("return_100", ".2f")} ({show("return_1000", ".2f")}) | solved '
@@ -367,48 +341,29 @@ def dense_line(record: dict) -> str:
             f'eta {eta // 3600}:{eta // 60 % 60:02d}:{eta % 60:02d}')
 
 
-def warm_up(run: SimpleNamespace) -> bool:
-    """Compile on zeros, before any clock runs. Where that fails, say why: the caller goes on without."""
-    B, begin = n_envs // run.world, time.time()
-    try:
-        logits, value, _ = run.model(torch.zeros(2, B, 10, 10, 2, dtype=torch.uint8, device=run.kind), run.start.expand(2, B), run.state)
-        (logits.sum() + value.sum()).backward()
-        print0(f'compiled in {time.time() - begin:.0f} s')
-        works = True
-    except torch._dynamo.exc.TorchDynamoException as error:
-        print0(f'compile = True does not work here, going on without it ({(str(error).splitlines() or ["?"])[0][:160]})')
-        works = False
-    run.model.zero_grad(set_to_none=True)
-    return works
+def compile_on_zeros(run: SimpleNamespace) -> None:
+    B = n_envs // run.world
+    logits, value, _ = run.model(torch.zeros(2, B, 10, 10, 2, dtype=torch.uint8, device=run.device), run.start.expand(2, B), run.state)
+    (logits.sum() + value.sum()).backward()
 
 
 def describe(run: SimpleNamespace) -> str:
     params, macs = run.model.num_params(), run.model.macs_per_step()
-    return (f'torch {torch.__version__}, python {sys.version.split()[0]}, {run.world} x {device_name(run.kind)} ({torch.get_num_threads()} threads), '
+    return (f'torch {torch.__version__}, python {sys.version.split()[0]}, {run.world} x {device_name(run.device)} ({torch.get_num_threads()} threads), '
             f'{run.model.config.dtype} convolutions, fp32 cells\n'
             f'{type(run.model).__name__}: {params["total"] / 1e6:.3f}M parameters ({params["core"] / 1e6:.3f}M core), '
             f'{macs["nominal"] / 1e6:.1f}M multiply-adds a step by the paper\'s count, {macs["executed"] / 1e6:.1f}M executed\n'
             + (f'training: {run.sources[0]}\n' if run.sources[0] else '') + f'evaluation: {run.sources[1]}')
 
 
-def evaluate(run: SimpleNamespace, random: bool = False) -> dict[str, float]:
-    """Means over the held-out levels, shared by the ranks: greedy, or a random policy's."""
-    mine = np.array_split(np.arange(len(run.held_out)), run.world)[run.rank]
-    result = play(run.model, run.held_out[mine], run.kind, seed if random else None, int(mine[0]))
-    total = torch.stack([result[k].double().sum() for k in ('solved', 'return', 'steps')]).to(run.kind)
-    if run.world > 1:
-        dist.all_reduce(total)
-    return dict(zip(('solve_rate', 'return', 'steps'), (total / len(run.held_out)).tolist(), strict=True))
-
-
 def validate(run: SimpleNamespace) -> None:
     """Greedy evaluation, into the record; before the first update also a random policy's, to compare with."""
-    result = evaluate(run)
+    result = evaluate(run.model, run.held_out, run.device)
     run.record |= {f'eval_{k}': v for k, v in result.items()}
     print0(f'{run.record["env_steps"]:,}/{total_steps:,} | held-out levels, greedy: solved {result["solve_rate"]:.1%}, return {result["return"]:.2f}, '
            f'{result["steps"]:.0f} steps')
     if run.step == 0:
-        result = evaluate(run, random=True)
+        result = evaluate(run.model, run.held_out, run.device, seed)
         run.record |= {f'random_{k}': v for k, v in result.items()}
         print0(f'a random policy there: solved {result["solve_rate"]:.1%}, return {result["return"]:.2f}')
     elif run.record['eval_return'] > run.best:
@@ -437,24 +392,28 @@ def train(config: dict) -> int:
     except ValueError as error:                                # LevelError, CheckpointError, OutDirError, AgentConfig's, pick_device's
         fail(error)
     print0(describe(run))
-    if compile and path != 'plain':
-        run.model.config.path = 'compiled'
-        if not warm_up(run):
-            run.model.config.path = 'fast'
     if eval_only:
         name = os.path.splitext(os.path.basename(levels or eval_split))[0]
-        about = {'levels': run.sources[1], 'checkpoint': os.path.join(out_dir, LAST), 'env_steps': run.env_steps}
-        print0(json.dumps(report(run.model, run.held_out, name, run.kind, out_dir, about)))
+        about = {'levels': run.sources[1], 'checkpoint': run.loaded, 'env_steps': run.env_steps}
+        print0(json.dumps(report(run.model, run.held_out, name, run.device, out_dir, about)))
         return 0
+    if compile and path != 'plain':
+        run.model.config.path = 'compiled'
+        if not compiles(run.model, lambda: compile_on_zeros(run)):
+            run.model.config.path = 'fast'
     log = None
     if run.rank == 0:
         write_json(config, os.path.join(out_dir, 'config.json'))
         log = JsonlLog(os.path.join(out_dir, 'log.jsonl'), resume_step=run.step - 1 if resume else None)
     stopper, stop, status = Stopper(), False, 0
     while True:
-        if run.step % eval_interval == 0 or run.step == run.updates:
-            validate(run)
-        if run.step % log_interval == 0 or run.step % eval_interval == 0 or run.step == run.updates:
+        evaluates = run.step % eval_interval == 0 or run.step == run.updates
+        if evaluates or run.step % log_interval == 0:
+            if run.step > run.logged:
+                run.record = make_record(run)
+                print0(dense_line(run.record))
+            if evaluates:
+                validate(run)
             if run.rank == 0:
                 log.write(run.record)
                 track(run.record)
@@ -462,21 +421,17 @@ def train(config: dict) -> int:
             break
         start = time.perf_counter()
         stats, games, stop = update(run, stopper.signal is not None)
-        elapsed = time.perf_counter() - start
-        run.step, run.seconds = run.step + 1, run.seconds + elapsed
-        due = run.step % eval_interval == 0 or run.step == run.updates or stop
+        due = (run.step + 1) % eval_interval == 0 or run.step + 1 == run.updates or stop
         if not all(math.isfinite(x) for x in stats.values()) or due and not all(p.isfinite().all() for p in run.model.parameters()):
             kept = LAST if os.path.exists(os.path.join(out_dir, LAST)) else 'none yet'
-            print0(f'error: update {run.step}: loss {stats["loss"]}, gradient norm {stats["grad_norm"]}, or a weight, is not finite: stopped, '
+            print0(f'error: update {run.step + 1}: loss {stats["loss"]}, gradient norm {stats["grad_norm"]}, or a weight, is not finite: stopped, '
                    f'nothing saved of it; last good checkpoint in {out_dir}: {kept}. Lower the learning rate')
             status = 1
             break
         count_games(run, games, stats)
-        if run.step % log_interval == 0 or run.step % eval_interval == 0 or run.step == run.updates:
-            run.record = make_record(run)
-            print0(dense_line(run.record))
+        run.step, run.seconds = run.step + 1, run.seconds + time.perf_counter() - start
         if due:
-            save(run)                                          # before the evaluation: one that dies loses nothing
+            save(run)                                          # before the log line and the evaluation: one that dies loses nothing
     stopper.restore()
     if stop and run.step < run.updates:
         print0(f'stopped after update {run.step}, saved in {out_dir}: --resume=True goes on')
@@ -499,6 +454,8 @@ def main() -> int:
     config = configure(globals())
     try:
         return train(config)
+    except torch.OutOfMemoryError as error:
+        fail(f'out of GPU memory: fewer n_envs, or --reuse=False ({str(error).splitlines()[0]})')
     except OSError as error:                                   # a full disk, a folder that is gone; checkpoints stay whole
         fail(error)
     except KeyboardInterrupt:                                  # before the first update, or the second ctrl-C

@@ -69,28 +69,29 @@ def test_train_sokoban_on_one_gpu(tmp_path):
     """train_sokoban.py starts, compiles, trains, saves, resumes and evaluates on a GPU."""
     root = Path(__file__).resolve().parent.parent
     for more in (['--total_steps=6400'], ['--total_steps=9600', '--resume=True'], ['--eval_only=True'],
-                 ['--kind=convglu', '--recurrent=False', '--reuse=False', '--total_steps=6400', '--overwrite=True']):
+                 ['--kind=convlstm', '--dtype=bfloat16', '--total_steps=6400', '--overwrite=True'], ['--kind=convglu', '--recurrent=False', '--reuse=False', '--total_steps=6400', '--overwrite=True']):
         done = subprocess.run([sys.executable, 'train_sokoban.py', 'config/sokoban_demo.py', '--n_levels=1000', '--eval_games=32', f'--out_dir={tmp_path}/out',
                                '--plot=False', *more], cwd=root, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == 0 and 'does not work' not in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize('settings', [[], ['--recurrent=False'], ['--reuse=False'], ['--n_expert=2', '--radius=0']], ids=str)
-def test_graphs_replay_what_runs_eagerly(tmp_path, monkeypatch, settings):
-    """Ten updates with CUDA graphs from the fourth on = ten without: the same games, and weights that agree."""
-    def ten(graphs):
+def test_graphs_replay_what_runs_eagerly(tmp_path, settings):
+    """Six updates with CUDA graphs from the fourth on = six without: the same games, and weights that agree."""
+    def six(graphs):
         argv = ['--split=generated', '--eval_split=generated', '--n_boxes=1', '--n_levels=200', '--n_embd=16', '--n_layer=2', '--dtype=float32',
-                '--compile=False', f'--out_dir={tmp_path}', *settings]
+                '--total_steps=6400', '--learning_rate=1e-3', '--compile=False', f'--graphs={graphs}', f'--out_dir={tmp_path}', *settings]
         run = train_sokoban.make_run(configure(vars(train_sokoban), argv, quiet=True))
-        if not graphs:
-            monkeypatch.setattr(train_sokoban, 'graphed', lambda run, name, function, *args: function(run, *args))
-        games = []
-        for _ in range(10):
+        games, weights = [], []
+        for _ in range(6):
             games.append(train_sokoban.update(run, False)[1].clone())
+            weights.append(torch.cat([p.detach().flatten() for p in run.model.parameters()]))
             run.step += 1
-        return torch.stack(games), torch.cat([p.flatten() for p in run.model.parameters()]), len(run.graphs)
+        return torch.stack(games), weights, run.graphs
     torch.backends.cudnn.deterministic = True
-    (games, weights, captured), (eager_games, eager_weights, none) = ten(True), ten(False)
-    assert captured == 3 and none == 0
+    (games, weights, captured), (eager_games, eager_weights, none) = six(True), six(False)
+    assert none is None and all(graph is not None for _, graph, _ in captured.values()) and len(captured) == 3
     assert torch.equal(games[:5], eager_games[:5])             # later ones could differ by a rounding that tips an action
-    torch.testing.assert_close(weights, eager_weights, rtol=1e-2, atol=1e-3)
+    for mine, eager in zip(weights[:5], eager_weights[:5], strict=True):
+        torch.testing.assert_close(mine, eager, rtol=1e-3, atol=2e-4)
+    assert (weights[4] - weights[3]).abs().max() > 1e-5        # a replay learns too

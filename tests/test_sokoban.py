@@ -192,7 +192,7 @@ def test_damaged_files_are_one_line_that_names_the_file(tmp_path):
 
 def test_without_a_folder_levels_are_generated(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    expected, line = generate(234, 2, 5)[0], '234 generated levels, boxes: 2, seed: 5'
+    expected, line = generate(234, 2, 5)[0], '234 generated levels, boxes: 2, moves: at most 120, seed: 5'
     assert load_levels('', 'generated', n_levels=234, n_boxes=2, seed=5)[1] == line
     levels, why = load_levels('', 'hard', n_levels=234, n_boxes=2, seed=5)
     assert np.array_equal(levels, expected) and why == f'{line} (no hard in data/boxoban; --download=True fetches it)'
@@ -302,6 +302,9 @@ def test_generate_is_seeded_and_fast():
     assert 2500 / (time.process_time() - start) > 1000
     more, _ = generate(2600, 4, seed=1)
     assert np.array_equal(more[:2500], levels) and not np.array_equal(generate(10, 4, seed=2)[0], levels[:10])
+    assert max(len(actions) for actions in generate(200, 1, seed=1, max_moves=8)[1]) <= 8
+    with pytest.raises(LevelError, match='max_moves = 5'):
+        generate(1, 1, max_moves=5)
     for bad in ({'boxes': 0}, {'boxes': 5}, {'n': 0}, {'seed': -1}):
         with pytest.raises(LevelError, match='n_boxes = '):
             generate(**{'n': 1, 'boxes': 4, 'seed': 0, **bad})

@@ -442,7 +442,7 @@ def test_readme_commands_run(data, tmp_path):
         if '--resume=True' in words or '--eval_only=True' in words:
             more.append('--overwrite=False')
         if '--eval_only=True' in words:
-            more.append('--levels=generated')
+            more.append('--levels=generated')                  # not the test split: it would be fetched
         words = [sys.executable, *(['-m', 'torch.distributed.run', *words[1:]] if words[0] == 'torchrun' else words[1:]), *more]
         words = [f'{tmp_path}/{w[7:]}' if w.startswith('--text=') else w for w in words]
         words = [f'--text={w}' if w.endswith('*.txt') else w for w in words]

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from PIL import Image
 from test_train import same
 
+import kernels
 import play_sokoban
 import sokoban
 import train_sokoban
@@ -252,11 +253,75 @@ def test_ranks(tmp_path):
     assert run(tmp_path / 'two', resume=True, **{**settings, 'total_steps': 12 * 32}) == 0
 
 
-@needs_jumanji
-def test_jumanji_plays_the_same_game(tmp_path):
-    """The environments have the same rules: the same statistics from the same kind of run, and a log that ends."""
-    assert run(tmp_path, env='jumanji', n_boxes=4, max_moves=120, total_steps=120) == 0
-    assert read_log(tmp_path)[-1]['env_steps'] == 120
+def test_resume_with_other_intervals(tmp_path, monkeypatch):
+    """The stop's own step gets its line where the new intervals want one; no step has two."""
+    real, count = train_sokoban.update, 0
+
+    def stop_after_three(*args):
+        nonlocal count
+        count += 1
+        return *real(*args)[:2], count == 3
+    monkeypatch.setattr(train_sokoban, 'update', stop_after_three)
+    assert run(tmp_path) == 143
+    monkeypatch.setattr(train_sokoban, 'update', real)
+    assert run(tmp_path, resume=True, log_interval=3, eval_interval=3, total_steps=90) == 0
+    log = read_log(tmp_path)
+    assert [(r['step'], r['env_steps']) for r in log] == [(0, 0), (2, 24), (3, 36), (6, 72), (8, 96)]
+    assert [r['step'] for r in log if 'eval_return' in r] == [0, 3, 6, 8]
+
+
+def test_lost_log_and_trackers(tmp_path, monkeypatch):
+    """A resumed run whose log is gone starts a new one and draws it; TensorBoard gets numbers only."""
+    from types import ModuleType
+    given = []
+
+    class SummaryWriter:
+        def __init__(self, folder):
+            pass
+
+        def add_scalar(self, name, value, step):
+            given.append(float(value))
+
+        def close(self):
+            pass
+    module = ModuleType('torch.utils.tensorboard')
+    module.SummaryWriter = SummaryWriter
+    monkeypatch.setitem(sys.modules, 'torch.utils.tensorboard', module)
+    monkeypatch.setattr(train_sokoban, 'need_packages', lambda **asked: None)
+    run(tmp_path, total_steps=24, tensorboard=True, log_interval=1)    # no episode ends so early
+    assert len(given) > 10
+    (tmp_path / 'log.jsonl').unlink()
+    assert run(tmp_path, resume=True, plot=True) == 0
+    assert (tmp_path / 'curve.png').exists() and read_log(tmp_path)[0]['step'] == 2
+
+
+def test_graphed_calls(monkeypatch):
+    """Three calls as they are, one capture, then replays alone; one pool for all. (The real thing: test_gpu.py.)"""
+    events = []
+
+    class Graph:
+        def replay(self):
+            events.append('replay')
+
+        def pool(self):
+            return 'pool of the first'
+
+    class Capture:
+        def __init__(self, graph, pool, capture_error_mode):
+            events.append(f'capture, pool {pool}')
+
+        def __enter__(self):
+            pass
+
+        def __exit__(self, *error):
+            pass
+    monkeypatch.setattr(torch.cuda, 'CUDAGraph', Graph)
+    monkeypatch.setattr(torch.cuda, 'graph', Capture)
+    graphs = {}
+    for call in range(6):
+        for name in 'ab':
+            assert kernels.graphed(graphs, name, lambda x: events.append('run') or x, call) == (call if call < 3 else 3)
+    assert events == ['run'] * 6 + ['capture, pool None', 'run', 'replay', 'capture, pool pool of the first', 'run', 'replay'] + ['replay'] * 4
 
 
 def test_not_finite(tmp_path, capsys):
@@ -314,7 +379,7 @@ def test_eval_only(tmp_path, capsys):
     """JSON and GIFs of a file of levels; the run's own files stay as they are."""
     run(tmp_path, recurrent=False)
     files = {f: (tmp_path / f).read_bytes() for f in os.listdir(tmp_path)}
-    levels, solutions = sokoban.generate(5, 1, seed=11, max_moves=6)
+    levels, _ = sokoban.generate(5, 1, seed=11, max_moves=6)
     np.save(tmp_path / 'mine.npy', levels)
     assert run(tmp_path, recurrent=False, eval_only=True, levels=tmp_path / 'mine.npy') == 0
     report = json.loads((tmp_path / 'eval_mine.json').read_text())
@@ -324,13 +389,26 @@ def test_eval_only(tmp_path, capsys):
     assert shown == {f'eval_mine_{x}.gif' for x, there in (('solved', report['solve_rate'] > 0), ('failed', report['solve_rate'] < 1)) if there} != set()
     assert all(Image.open(tmp_path / name).size == (240, 240) for name in shown)
     assert files == {f: (tmp_path / f).read_bytes() for f in files}
+    assert run(tmp_path, recurrent=False, eval_only=True, best=True) == 0
+    report = json.loads((tmp_path / 'eval_generated.json').read_text())
+    assert report['n'] == 6 and report['checkpoint'].endswith('ckpt_best.pt')
+
+
+def test_eval_only_plays_what_is_named(tmp_path, capfd, monkeypatch):
+    """A split that is not there is not replaced by generated levels."""
+    run(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        run(tmp_path, eval_only=True, levels='unfiltered-test')
+    stderr = capfd.readouterr().err
+    assert 'data/boxoban: no such folder; --download=True fetches' in stderr and not list(tmp_path.glob('eval_*'))
 
 
 def test_report_shows_a_solved_and_a_failed_level(tmp_path):
     levels, solutions = sokoban.generate(6, 1, seed=3)
     record = play_sokoban.report(Scripted([s if i in (2, 4) else [] for i, s in enumerate(solutions)]), levels, 'x', 'cpu', tmp_path, {})
     assert record['solved_level'] == 2 and record['failed_level'] == 0 and record['solve_rate'] == pytest.approx(2 / 6)
-    assert Image.open(tmp_path / 'eval_x_solved.gif').n_frames <= len(solutions[2]) + 1
+    assert Image.open(tmp_path / 'eval_x_solved.gif').n_frames == len(solutions[2]) + 1
 
 
 @pytest.mark.skipif(not LEVELS.exists(), reason='the real levels are not beside the project')
@@ -347,7 +425,7 @@ def test_real_levels(tmp_path):
     ({'n_envs': 0}, 'n_envs = 0'), ({'gamma': 1.5}, 'gamma = 1.5'), ({'unroll': 0}, 'unroll = 0'), ({'env': 'gym'}, "env = 'gym'"),
     ({'kind': 'lstm'}, "kind = 'lstm'"), ({'radius': 3}, 'radius = 3'), ({'levels_dir': '/nonexistent', 'split': 'unfiltered-train'}, '/nonexistent'),
     ({'split': 'no/such.npy'}, 'no/such.npy'), ({'n_boxes': 9}, 'n_boxes = 9'), ({'max_moves': 1}, 'max_moves = 1'), ({'device': 'tpu'}, "device = 'tpu'"),
-    ({'resume': True}, 'nothing to resume from'), ({'eval_only': True}, 'nothing to resume from'), ({'learning_rate': -1.0}, 'learning_rate = -1'),
+    ({'resume': True}, 'nothing to resume from'), ({'eval_only': True}, 'nothing to resume from'), ({'levels': 'generated'}, 'levels and best are settings of --eval_only'), ({'learning_rate': -1.0}, 'learning_rate = -1'),
     ({'eval_games': 0}, 'eval_games = 0'), ({'path': 'compiled'}, "path = 'compiled'"), ({'seed': -1}, 'seed = -1'), ({'n_env': 3}, 'n_envs')], ids=str)
 def test_mistakes(tmp_path, settings, message, monkeypatch, capfd):
     """One line, exit status 2, and nothing is left behind."""
