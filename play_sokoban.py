@@ -1,6 +1,8 @@
 """
-What a Sokoban agent can do: `play` levels greedily, `report` the solve rate with two games as GIFs, and draw a run's learning curve.
-train_sokoban.py calls them; `python train_sokoban.py CONFIG --eval_only=True --levels=unfiltered-test` is the command.
+What Sokoban agents can do: `play` levels greedily, `report` the solve rate with two games as GIFs, draw learning curves. train_sokoban.py
+calls these (`--eval_only=True --levels=unfiltered-test` evaluates, `--plot=True` draws); as a script, this draws runs beside each other:
+
+$ python play_sokoban.py --runs=out/sokoban_small_L4,out/sokoban_small_ff_L4 --picture=compare.png
 
 Shape letters as in sokoban.py and convlstm.py: N boards at a time, n levels.
 """
@@ -14,7 +16,13 @@ import torch
 import torch.distributed as dist
 
 from checkpoint import device_name, write_atomic, write_json
+from configurator import configure, fail
 from sokoban import TIME_LIMIT, SokobanEnv, draw, save_gif
+
+# -----------------------------------------------------------------------------
+runs = ''                      # folders of runs, with a comma between them
+picture = 'compare.png'        # what to draw into
+# -----------------------------------------------------------------------------
 
 BOARDS = 256                           # played at a time
 
@@ -87,8 +95,7 @@ def plot_log(out_dir: str, title: str) -> str:
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
-    with open(os.path.join(out_dir, 'log.jsonl')) as f:
-        records = [json.loads(line) for line in f]
+    records = read_log(out_dir)
     figure, panels = plt.subplots(1, 2, figsize=(8, 3.2), layout='constrained')
     for axes, trained, evaluated, label in ((panels[0], 'return_1000', 'eval_return', 'mean episodic return'),
                                             (panels[1], 'solve_rate_1000', 'eval_solve_rate', 'levels solved')):
@@ -107,3 +114,45 @@ def plot_log(out_dir: str, title: str) -> str:
     path = os.path.join(out_dir, 'curve.png')
     write_atomic(path, lambda file: figure.savefig(file, dpi=160, format='png'))
     return path
+
+
+def read_log(out_dir: str) -> list[dict]:
+    with open(os.path.join(out_dir, 'log.jsonl')) as f:
+        return [json.loads(line) for line in f]
+
+
+def compare(folders: list[str], path: str) -> None:
+    """Return and explained variance over environment steps, up to where all runs have come. OSError, ValueError: a folder without a run."""
+    import matplotlib
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    logs, labels = [read_log(folder) for folder in folders], []
+    for folder in folders:
+        with open(os.path.join(folder, 'config.json')) as f:
+            c = json.load(f)
+        labels.append(f'{"recurrent" if c["recurrent"] else "not recurrent"} {c["kind"]}, L = {c["n_layer"]}, E = {c["n_expert"]}, d = {c["n_embd"]}')
+    end = min(log[-1]['env_steps'] for log in logs)
+    figure, panels = plt.subplots(1, 2, figsize=(8, 3.2), layout='constrained')
+    for axes, key, label in ((panels[0], 'return_1000', 'return, mean of the last 1,000 games'), (panels[1], 'explained_variance', 'explained variance of the value')):
+        for log, name in zip(logs, labels, strict=True):
+            points = [(r['env_steps'] / 1e6, r[key]) for r in log if r.get(key) is not None and r['env_steps'] <= end]
+            axes.plot(*zip(*points, strict=True), lw=1.5, label=name)
+        axes.set(xlabel='environment steps (millions)', ylabel=label)
+        axes.grid(alpha=0.3)
+    panels[0].legend(frameon=False, fontsize=8)
+    write_atomic(path, lambda file: figure.savefig(file, dpi=160, format='png'))
+
+
+def main() -> None:
+    configure(globals(), quiet=True)
+    if not runs:
+        fail('runs is empty: name folders of runs, --runs=out/a,out/b')
+    try:
+        compare(runs.split(','), picture)
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        fail(f'runs = {runs!r}: no comparison of these ({type(error).__name__}: {error})')
+    print(picture)
+
+
+if __name__ == '__main__':
+    main()
