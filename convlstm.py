@@ -11,7 +11,7 @@ which is what convolutions want on every device (channels last). One step:
                 c_i is the level's own of the step before, s and h_i are the level's below; at level 1 the last level's of the step before.
                 Not recurrent: c_i comes in as 0 everywhere, and level 1 reads z alone: it has no weights for s and h.
     ConvGLU:    s = P z (+ R RMSNorm(s of the step before), the only thing that recurrence adds), then at each level
-                h_i = s + GLU(conv3x3(RMSNorm(s)));  s = A(h).  No cell.
+                h_i = s + GLU(conv3x3(RMSNorm(s)));  s = A(h).  No cell. (residual = 'shared': h_i = GLU(...), s = s + A(h).)
     head      = attention pooling and average pooling of RMSNorm(s) over the cells -> dense GLU -> 4 logits and a value
 
 A is sum / sqrt(E) or another of AGGREGATIONS, whose router reads [z; s] averaged over the board. Ours, where the paper is silent: ConvGLU's
@@ -53,6 +53,7 @@ class AgentConfig:
     aggregation: str = 'sqrt_sum'      # one of AGGREGATIONS
     router_dim: int = 64               # width of the router's queries and keys (routed aggregations)
     radius: int = -1                   # preceding neighbours that an expert hears, 0..E-1; -1: all experts, by s
+    residual: str = 'expert'           # ConvGLU: each expert adds s ('expert', the paper's rule) or s is added to the aggregate ('shared')
     head_dim: int = 256                # width of the head's dense layer
     dtype: str = 'float32'             # of convolutions: 'float32' (the parameters' own) or 'bfloat16'; cells stay in the parameters'
     path: str = 'fast'                 # 'plain', 'fast' or 'compiled' (fast, with the cells fused by torch.compile)
@@ -62,11 +63,13 @@ class AgentConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f'{name} = {getattr(self, name)}: must be at least 1')
         for name, allowed in (('kind', ('convlstm', 'convglu')), ('aggregation', AGGREGATIONS), ('dtype', ('float32', 'bfloat16')),
-                              ('path', ('plain', 'fast', 'compiled'))):
+                              ('residual', ('expert', 'shared')), ('path', ('plain', 'fast', 'compiled'))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f'{name} = {getattr(self, name)!r}: expected one of {", ".join(allowed)}')
         if not -1 <= self.radius < self.n_expert:
             raise ValueError(f'radius = {self.radius}: expected -1 (all experts) or 0..{self.n_expert - 1} with n_expert = {self.n_expert}')
+        if self.residual == 'shared' and (self.kind != 'convglu' or self.radius >= 0):
+            raise ValueError("residual = 'shared' is for kind = 'convglu' without a radius")
         if self.radius >= 0 and self.aggregation != 'sqrt_sum':
             raise ValueError(f'radius = {self.radius} needs aggregation = sqrt_sum, not {self.aggregation}')
 
@@ -94,9 +97,10 @@ def lstm_cell(c, alive, gain, bias, *parts):
 
 
 def glu_cell(s, bias, part):
-    """h = s + GLU(part + bias); s (B, Y, X, 1 or E, D), part (B, Y, X, E, 2, D)."""
-    a, b = (part.to(s.dtype) + bias).unbind(-2)
-    return s + a * torch.sigmoid(b)
+    """h = s + GLU(part + bias); s (B, Y, X, 1 or E, D), or None for zero; part (B, Y, X, E, 2, D)."""
+    a, b = (part.to(bias.dtype) + bias).unbind(-2)
+    h = a * torch.sigmoid(b)
+    return h if s is None else s + h
 
 
 def conv(x: torch.Tensor, w: torch.Tensor, groups: int) -> torch.Tensor:
@@ -385,9 +389,10 @@ class ConvGLU(Agent):
             if c.radius >= 0:
                 s = s.expand(-1, -1, -1, c.n_expert, -1) if h is None else self.ring(h)
             part = w.conv[l](rms(s).flatten(3)).unflatten(3, (c.n_expert, 2, c.n_embd))
-            h = self.cell(glu_cell)(s, self.bias[l], part)     # (B, Y, X, E, D)
+            h = self.cell(glu_cell)(None if c.residual == 'shared' else s, self.bias[l], part)    # (B, Y, X, E, D)
             if c.radius < 0:
-                s = self.aggregate(l, h, z, s.squeeze(3))[..., None, :]
+                mixed = self.aggregate(l, h, z, s.squeeze(3))[..., None, :]
+                s = s + mixed if c.residual == 'shared' else mixed
         s = self.aggregate(l, h, z, None) if c.radius >= 0 else s.squeeze(3)
         return s, ((h if c.radius >= 0 else s[..., None, :],) if c.recurrent else ())
 

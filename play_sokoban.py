@@ -67,7 +67,7 @@ def evaluate(model, levels: np.ndarray, device: str, seed: int | None = None) ->
 
 
 def report(model, levels: np.ndarray, name: str, device: str, out_dir: str, about: dict) -> dict:
-    """Plays all levels, greedily; writes out_dir/eval_NAME.json and a GIF of the first level solved and of the first that was not."""
+    """Plays all levels, greedily; writes out_dir/eval_NAME.json, and as GIFs the longest game that was won and the first that was not."""
     begin = time.time()
     result = play(model, levels, device)
     record = {**about, 'n': len(levels), 'solve_rate': result['solved'].float().mean().item(), 'mean_return': result['return'].mean().item(),
@@ -78,7 +78,7 @@ def report(model, levels: np.ndarray, name: str, device: str, out_dir: str, abou
     for label, chosen in (('solved', result['solved']), ('failed', ~result['solved'])):
         if not chosen.any():
             continue
-        index = int(chosen.to(torch.uint8).argmax())
+        index = int((chosen * result['steps']).argmax())       # all that fail last 120 steps
         env = SokobanEnv(levels[index:index + 1], 1, order='sequence')
         frames = [env.observe()[0].numpy()]
         for action in result['actions'][index, :int(result['steps'][index])].long():

@@ -72,6 +72,7 @@ n_embd = 64                    # D, channels of an expert
 aggregation = 'sqrt_sum'       # 'sqrt_sum', 'mean', 'softmax_mean' or 'softmax_l2'
 router_dim = 64                # width of the router's queries and keys (softmax aggregations)
 radius = -1                    # experts that an expert hears on a ring, besides itself; -1: all
+residual = 'expert'            # convglu: each expert adds s (the paper's rule), or 'shared': s is added to their aggregate
 head_dim = 256                 # width of the head's dense layer
 # A2C (the paper's)
 total_steps = 50000000         # environment steps, over all boards
@@ -94,7 +95,7 @@ path = 'fast'                  # 'fast' or 'plain' (the equations, for checking)
 threads = 0                    # CPU threads; 0: torch's choice
 # -----------------------------------------------------------------------------
 
-MODEL = ('kind', 'recurrent', 'n_layer', 'n_expert', 'n_embd', 'aggregation', 'router_dim', 'radius', 'head_dim')
+MODEL = ('kind', 'recurrent', 'n_layer', 'n_expert', 'n_embd', 'aggregation', 'router_dim', 'radius', 'residual', 'head_dim')
 FIXED = ('split', 'n_levels', 'n_boxes', 'max_moves', 'env', 'n_envs', 'unroll', 'seed', *MODEL)   # a resumed run cannot change these
 POSITION = ('step', 'record', 'best', 'seconds', 'logged', 'clock')   # a run's, saved and restored; the last two: of the last log line
 RUN_FILES = ('ckpt_*.pt', 'log.jsonl', 'config.json', 'curve.png', 'eval_*.json', 'eval_*.gif', '*.tfevents.*')
@@ -247,7 +248,7 @@ def make_run(config: dict) -> SimpleNamespace:
     check_settings(world)
     torch.manual_seed(seed)
     dt = str(pick_dtype(dtype, device_))[6:]
-    model = build_agent(AgentConfig(kind, recurrent, n_layer, n_expert, n_embd, aggregation, router_dim, radius, head_dim, dt, path)).to(device_)
+    model = build_agent(AgentConfig(kind, recurrent, n_layer, n_expert, n_embd, aggregation, router_dim, radius, residual, head_dim, dt, path)).to(device_)
     (trained, line), (held_out, held_out_line) = read_levels(rank, world)
     B, make_env = n_envs // world, JumanjiEnv if env == 'jumanji' else SokobanEnv
     optimizer = torch.optim.Adam(model.parameters(), torch.tensor(learning_rate, device=device_), eps=adam_eps, fused=True,

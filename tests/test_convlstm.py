@@ -92,8 +92,8 @@ def glu_step(agent, z, state):
             mine = (read(heard(hs, i, c.radius)) if l == 0 else heard(hs, i, c.radius)) if c.radius >= 0 else full
             w, b = agent.w[l][i * 2 * D:(i + 1) * 2 * D], agent.bias[l][i].flatten()
             x, gate = F.conv2d(over_rms(mine, 1), w, b, padding=1).chunk(2, 1)
-            out.append(mine + x * torch.sigmoid(gate))
-        s, hs = combine(agent, l, out, z, full), out
+            out.append(x * torch.sigmoid(gate) + (0 if c.residual == 'shared' else mine))
+        s, hs = combine(agent, l, out, z, full) + (full if c.residual == 'shared' else 0), out
     return s, (s, hs, [])
 
 
@@ -164,6 +164,27 @@ def test_equals_reference(kind, recurrent, L, E, settings, path):
     assert_close(dict(zip(('logits', 'value'), ours, strict=True)), dict(zip(('logits', 'value'), theirs, strict=True)))
     assert ours[0].std() > 1e-2                                # the comparison sees something
     assert_close(gradients(agent, *ours), gradients(agent, *theirs))
+
+
+@pytest.mark.parametrize('recurrent', [True, False])
+@pytest.mark.parametrize('aggregation', ['sqrt_sum', 'softmax_l2'])
+def test_shared_residual(recurrent, aggregation):
+    agent = make('convglu', recurrent, 2, 3, residual='shared', aggregation=aggregation)
+    obs, start = boards()
+    ours, theirs = agent(obs, start, agent.init_state(3))[:2], reference(agent, obs, start)
+    assert_close(dict(enumerate(ours)), dict(enumerate(theirs)))
+    assert_close(gradients(agent, *ours), gradients(agent, *theirs))
+
+
+@pytest.mark.parametrize('residual', ['expert', 'shared'])
+def test_deep_convglu_in_bfloat16(residual):
+    """E = 8, L = 8: the paper's rule multiplies the stream by sqrt(8) a level; it is fp32, and stays near the fp32 result."""
+    obs, start = boards()
+    outs = []
+    for dtype in ('float32', 'bfloat16'):
+        agent = make('convglu', True, 8, 8, wide=torch.float32, dtype=dtype, residual=residual)
+        outs.append(torch.cat([x.flatten() for x in agent(obs, start, agent.init_state(3))[:2]]))
+    assert outs[1].isfinite().all() and (outs[1] - outs[0]).norm() / outs[0].norm() < 0.05
 
 
 @pytest.mark.parametrize('kind, recurrent', KINDS)
@@ -283,7 +304,7 @@ def test_equal_nominal_cost_of_the_papers_rows():
 @pytest.mark.parametrize('settings, message', [
     ({'kind': 'lstm'}, "kind = 'lstm'"), ({'n_layer': 0}, 'n_layer = 0'), ({'radius': 2, 'n_expert': 2}, 'radius = 2'),
     ({'radius': 0, 'n_expert': 2, 'aggregation': 'mean'}, 'radius = 0 needs'), ({'aggregation': 'max'}, "aggregation = 'max'"),
-    ({'dtype': 'float16'}, "dtype = 'float16'"), ({'path': 'slow'}, "path = 'slow'"), ({'radius': -2}, 'radius = -2')])
+    ({'residual': 'shared'}, "residual = 'shared' is for"), ({'dtype': 'float16'}, "dtype = 'float16'"), ({'path': 'slow'}, "path = 'slow'"), ({'radius': -2}, 'radius = -2')])
 def test_config_mistakes(settings, message):
     with pytest.raises(ValueError, match=message):
         AgentConfig(**settings)

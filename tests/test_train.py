@@ -19,6 +19,7 @@ import baselines
 import bench
 import bench_sokoban
 import data_fineweb
+import play_sokoban
 import sample
 import sokoban
 import train_lm
@@ -28,7 +29,7 @@ from configurator import configure
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {'train_lm.py': train_lm, 'sample.py': sample, 'data_fineweb.py': data_fineweb, 'bench.py': bench,
-           'baselines.py': baselines, 'sokoban.py': sokoban, 'train_sokoban.py': train_sokoban, 'bench_sokoban.py': bench_sokoban}
+           'baselines.py': baselines, 'sokoban.py': sokoban, 'play_sokoban.py': play_sokoban, 'train_sokoban.py': train_sokoban, 'bench_sokoban.py': bench_sokoban}
 TINY = {'tokenizer': 'bytes', 'n_layer': 2, 'n_expert': 2, 'n_embd': 32, 'n_head': 2, 'window': 12, 'block_size': 8, 'tokens_per_step': 64,
         'max_iters': 8, 'warmup_iters': 3, 'eval_interval': 4, 'val_tokens': 96, 'val_streams': 3, 'compile': False, 'dtype': 'float32',
         'device': 'cpu', 'threads': 1}

@@ -407,8 +407,23 @@ def test_eval_only_plays_what_is_named(tmp_path, capfd, monkeypatch):
 def test_report_shows_a_solved_and_a_failed_level(tmp_path):
     levels, solutions = sokoban.generate(6, 1, seed=3)
     record = play_sokoban.report(Scripted([s if i in (2, 4) else [] for i, s in enumerate(solutions)]), levels, 'x', 'cpu', tmp_path, {})
-    assert record['solved_level'] == 2 and record['failed_level'] == 0 and record['solve_rate'] == pytest.approx(2 / 6)
-    assert Image.open(tmp_path / 'eval_x_solved.gif').n_frames == len(solutions[2]) + 1
+    longest = max((2, 4), key=lambda i: len(solutions[i]))
+    assert record['solved_level'] == longest and record['failed_level'] == 0 and record['solve_rate'] == pytest.approx(2 / 6)
+    assert Image.open(tmp_path / 'eval_x_solved.gif').n_frames == len(solutions[longest]) + 1
+
+
+def test_compare(tmp_path, monkeypatch, capfd):
+    """Two runs beside each other; a folder without a run is named."""
+    for name, recurrent in (('a', True), ('b', False)):
+        run(tmp_path / name, recurrent=recurrent, unroll=40, total_steps=1600, log_interval=1)
+    monkeypatch.setattr(sys, 'argv', ['play_sokoban.py', f'--runs={tmp_path}/a,{tmp_path}/b', f'--picture={tmp_path}/both.png'])
+    play_sokoban.main()
+    assert Image.open(tmp_path / 'both.png').size[0] > 500
+    monkeypatch.setattr(sys, 'argv', ['play_sokoban.py', f'--runs={tmp_path}/a,{tmp_path}/c'])
+    with pytest.raises(SystemExit):
+        play_sokoban.main()
+    stderr = capfd.readouterr().err
+    assert f'{tmp_path}/c' in stderr and stderr.count('\n') == 1
 
 
 @pytest.mark.skipif(not LEVELS.exists(), reason='the real levels are not beside the project')
