@@ -593,7 +593,7 @@ def test_command_line(tmp_path, monkeypatch, capsys):
     done = run('--split=generated', '--n_levels=20', '--n_boxes=2', '--show=5', f'--picture={tmp_path / "p.png"}')
     source, *blocks = done.stdout.split('\n\n')
     levels = generate(20, 2, 1337)[0]
-    assert (done.returncode, done.stderr, source) == (0, '', '20 generated levels, boxes: 2, seed: 1337')
+    assert (done.returncode, done.stderr, source) == (0, '', '20 generated levels, boxes: 2, moves: at most 120, seed: 1337')
     assert np.array_equal(parse_text('\n\n'.join(blocks), 'stdout'), levels[:5])
     image = pytest.importorskip('PIL.Image')
     with image.open(tmp_path / 'p.png') as png:

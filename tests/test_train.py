@@ -24,7 +24,7 @@ import sample
 import sokoban
 import train_lm
 import train_sokoban
-from checkpoint import load_checkpoint
+from checkpoint import load_checkpoint, pick_device
 from configurator import configure
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -328,9 +328,9 @@ def test_one_gpu_gets_an_index(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
     monkeypatch.delenv('LOCAL_RANK', raising=False)
-    assert [train_lm.pick_device(name) for name in ('auto', 'cuda', 'cuda:1', 'cpu')] == ['cuda:0', 'cuda:0', 'cuda:1', 'cpu']
+    assert [pick_device(name) for name in ('auto', 'cuda', 'cuda:1', 'cpu')] == ['cuda:0', 'cuda:0', 'cuda:1', 'cpu']
     monkeypatch.setenv('LOCAL_RANK', '1')
-    assert train_lm.pick_device('auto') == 'cuda:1'
+    assert pick_device('auto') == 'cuda:1'
 
 
 def test_eval_only(data, tmp_path, capsys):
