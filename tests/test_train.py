@@ -425,7 +425,7 @@ def test_readme_commands_run(data, tmp_path):
     tiny = [f'--{k}={v}' for k, v in {**TINY, 'n_kv_head': 1, 'batch_size': 0, 'data_dir': data, 'max_iters': 2, 'overwrite': True}.items()]
     small_bench = ['--cells=(1,1,8,2),', '--n_embd=128', '--rounds=1', '--seconds=0', '--threads=1', f'--out={tmp_path}/bench.json']
     extra = {'train_lm.py': tiny, 'baselines.py': tiny, 'bench.py': small_bench,
-             'sokoban.py': [f'--picture={tmp_path}/levels.png'], 'bench_sokoban.py': ['--cells=(1,1,4),', '--rounds=1', '--seconds=0', '--n_envs=2',
+             'sokoban.py': [f'--picture={tmp_path}/levels.png'], 'bench_sokoban.py': ['--cells=(1,1,4),', '--paths=plain,fast', '--rounds=1', '--seconds=0', '--n_envs=2',
                                                                                    '--threads=1', f'--out={tmp_path}/bench_sokoban.json'],
              'train_sokoban.py': ['--split=generated', '--eval_split=generated', '--n_levels=50', '--n_envs=4', '--unroll=3', '--n_embd=4', '--eval_games=4',
                                   '--total_steps=24', '--overwrite=True', '--compile=False', '--threads=1', '--download=False', '--device=cpu'],
