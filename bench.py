@@ -33,8 +33,7 @@ import torch
 import kernels
 import train_lm
 from checkpoint import device_name, pick_device, pick_dtype, write_json
-from configurator import configure, fail
-from data_fineweb import first_line
+from configurator import configure, fail, first_line
 from model import ModelConfig, State, build_model
 
 # what

@@ -26,6 +26,8 @@ import numpy as np
 import torch
 import torch.distributed
 
+from configurator import first_line
+
 LAST, PREV, BEST = 'ckpt_last.pt', 'ckpt_prev.pt', 'ckpt_best.pt'
 RUN_FILES = ('ckpt_*.pt', 'log.jsonl', 'config.json', 'loss.png', '*.tfevents.*')  # what a run writes into its folder, and overwrite removes
 
@@ -213,11 +215,11 @@ def load_latest(out_dir, device='cpu'):
         return loaded, paths[1]
 
 
-def load_run(out_dir, script, needed, fixed, config, name=None):
-    """-> a run's last checkpoint, or the one of that name, and its path. CheckpointError where it lacks a key of `needed`, or where a setting of `fixed`, that would
-    make it another run, differs from config's."""
-    where = pathlib.Path(out_dir, name or LAST)
-    saved, where = (load_checkpoint(where), where) if name else load_latest(out_dir)
+def load_run(out_dir, script, needed, fixed, config, file=None):
+    """-> a run's last checkpoint, or that file of its folder, and the path. CheckpointError where it lacks a key of `needed`, or where a
+    setting of `fixed`, that would make it another run, differs from config's."""
+    where = pathlib.Path(out_dir, file or LAST)
+    saved, where = (load_checkpoint(where), where) if file else load_latest(out_dir)
     missing = [key for key in ('config', *needed) if key not in saved]
     if missing or any(name not in saved['config'] for name in fixed):
         raise CheckpointError(f'{where}: not a checkpoint of this {script} (missing: {", ".join(missing) or "settings"})')
@@ -329,8 +331,7 @@ def compiles(model, once):
         print0(f'compiled in {time.time() - start:.0f} s')
         works = True
     except torch._dynamo.exc.TorchDynamoException as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        print0(f'compile = True does not work here, going on without it ({reason})')
+        print0(f'compile = True does not work here, going on without it ({first_line(error)})')
         works = False
     model.zero_grad(set_to_none=True)
     return works

@@ -36,6 +36,11 @@ def fail(message):
     raise SystemExit(2)
 
 
+def first_line(error):
+    """What an exception says, short enough for a line of its own."""
+    return f'{type(error).__name__}: {(str(error).splitlines() or [""])[0][:200]}'
+
+
 def parse(source, mode='exec'):
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')  # e.g. an odd backslash in a user's text is not worth a warning

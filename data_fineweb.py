@@ -33,7 +33,7 @@ from contextlib import closing
 
 import numpy as np
 
-from configurator import configure, fail
+from configurator import configure, fail, first_line
 
 # -----------------------------------------------------------------------------
 # output
@@ -150,10 +150,6 @@ def token_bytes(name):
 
 
 # ----------------------------------------------------------------------------- files
-
-
-def first_line(error):
-    return f'{type(error).__name__}: {(str(error).splitlines() or [""])[0][:200]}'
 
 
 def read_bytes(path):

@@ -72,10 +72,10 @@ def report(model, levels: np.ndarray, name: str, device: str, out_dir: str, abou
     result = play(model, levels, device)
     record = {**about, 'n': len(levels), 'solve_rate': result['solved'].float().mean().item(), 'mean_return': result['return'].mean().item(),
               'mean_steps': result['steps'].mean().item(), 'seconds': time.time() - begin, 'device': device_name(device), 'torch': torch.__version__}
-    for label in ('solved', 'failed'):                         # of an earlier evaluation
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(os.path.join(out_dir, f'eval_{name}_{label}.gif'))
     for label, chosen in (('solved', result['solved']), ('failed', ~result['solved'])):
+        path = os.path.join(out_dir, f'eval_{name}_{label}.gif')
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(path)                                    # of an earlier evaluation
         if not chosen.any():
             continue
         index = int((chosen * result['steps']).argmax())       # all that fail last 120 steps
@@ -85,7 +85,7 @@ def report(model, levels: np.ndarray, name: str, device: str, out_dir: str, abou
             env.move(action[None])                             # a step without the reset: the last frame is the game's end
             frames.append(env.observe()[0].numpy())
         record[f'{label}_level'] = index
-        save_gif(frames, os.path.join(out_dir, f'eval_{name}_{label}.gif'))
+        save_gif(frames, path)
     write_json(record, os.path.join(out_dir, f'eval_{name}.json'))
     return record
 

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from checkpoint import BEST, LAST, PREV, CheckpointError, JsonlLog, Stopper, compiles, device_name, gather, join_ranks, keep_memory, leave
 from checkpoint import load_optimizer, load_run, need_packages, open_trackers, pick_dtype, prepare_out_dir, print0, rng_state, save_checkpoint
 from checkpoint import set_rng_state, sum_over_ranks, write_json
-from configurator import configure, fail
+from configurator import configure, fail, first_line
 from convlstm import AgentConfig, build_agent
 from kernels import graphed
 from play_sokoban import evaluate, plot_log, report
@@ -456,7 +456,7 @@ def main() -> int:
     try:
         return train(config)
     except torch.OutOfMemoryError as error:
-        fail(f'out of GPU memory: fewer n_envs, or --reuse=False ({str(error).splitlines()[0]})')
+        fail(f'out of GPU memory: fewer n_envs, or --reuse=False ({first_line(error)})')
     except OSError as error:                                   # a full disk, a folder that is gone; checkpoints stay whole
         fail(error)
     except KeyboardInterrupt:                                  # before the first update, or the second ctrl-C

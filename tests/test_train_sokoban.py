@@ -47,6 +47,19 @@ def run(out, *configs, **settings):
     return train_sokoban.train(configure(vars(train_sokoban), arguments(out, *configs, **settings), quiet=True))
 
 
+def stop_after_three(monkeypatch, out, **settings):
+    """A run that is told to stop in its third update, and saves."""
+    real, count = train_sokoban.update, 0
+
+    def update(*args):
+        nonlocal count
+        count += 1
+        return *real(*args)[:2], count == 3
+    with monkeypatch.context() as patch:
+        patch.setattr(train_sokoban, 'update', update)
+        assert run(out, **settings) == 143
+
+
 def start(out, *, ranks=1, **settings):
     command = [sys.executable]
     if ranks > 1:
@@ -200,15 +213,7 @@ def test_resume_is_bit_equal(tmp_path, settings, monkeypatch):
     """2N updates = N, stop, N: weights, environment, recurrent state, episodes and log."""
     a, b = tmp_path / 'a', tmp_path / 'b'
     run(a, **settings)
-    real, count = train_sokoban.update, 0
-
-    def stop_after_three(*args):
-        nonlocal count
-        count += 1
-        return *real(*args)[:2], count == 3
-    monkeypatch.setattr(train_sokoban, 'update', stop_after_three)
-    assert run(b, **settings) == 143
-    monkeypatch.setattr(train_sokoban, 'update', real)
+    stop_after_three(monkeypatch, b, **settings)
     assert load_checkpoint(b / 'ckpt_last.pt')['step'] == 3
     torch.manual_seed(999)                                     # whatever the new process starts with
     assert run(b, resume=True, **settings) == 0
@@ -255,15 +260,7 @@ def test_ranks(tmp_path):
 
 def test_resume_with_other_intervals(tmp_path, monkeypatch):
     """The stop's own step gets its line where the new intervals want one; no step has two."""
-    real, count = train_sokoban.update, 0
-
-    def stop_after_three(*args):
-        nonlocal count
-        count += 1
-        return *real(*args)[:2], count == 3
-    monkeypatch.setattr(train_sokoban, 'update', stop_after_three)
-    assert run(tmp_path) == 143
-    monkeypatch.setattr(train_sokoban, 'update', real)
+    stop_after_three(monkeypatch, tmp_path)
     assert run(tmp_path, resume=True, log_interval=3, eval_interval=3, total_steps=90) == 0
     log = read_log(tmp_path)
     assert [(r['step'], r['env_steps']) for r in log] == [(0, 0), (2, 24), (3, 36), (6, 72), (8, 96)]
