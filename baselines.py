@@ -91,6 +91,7 @@ eval_only = False              # they keep no checkpoint
 plot = False                   # log.jsonl has the curve
 tensorboard = False
 wandb = False
+graphs = True                  # CUDA graphs are our model's
 path = 'fast'                  # --speed measures 'fast' and 'compiled'
 # -----------------------------------------------------------------------------
 
@@ -342,10 +343,10 @@ def measure_speed(config, kind, amp):
         variants[label] = make_baseline, {'config': config, 'compile_it': not is_lstm, 'kind': kind, 'amp': each}
     ours = 'RecurrentGPT' if is_lstm and config['recurrent'] else 'GPT'
     for path in OUR_PATHS:
-        variants[f'{ours}, {path}, Muon'] = bench.make_model, {'suite': 'train', 'model': {**sizes, 'path': path}, 'kind': kind, 'amp': amp,
+        variants[f'{ours}, {path}, Muon'] = bench.make_model, {'suite': 'cpu', 'model': {**sizes, 'path': path}, 'kind': kind, 'amp': amp,
                                                               'recurrent': ours == 'RecurrentGPT', 'B': B, 'optimizer': True}
     cell = {'L': c.n_layer, 'E': c.n_expert, 'C': c.window if is_lstm else c.block_size, 'B': B, 'T': c.block_size, 'D': c.n_embd, 'V': c.vocab_size}
-    bench.run_suite(f'baseline_{config["model"]}', 'train', variants, {label: {'path': label, **cell} for label in variants},
+    bench.run_suite(f'baseline_{config["model"]}', 'cpu', variants, {label: {'path': label, **cell} for label in variants},
                     config, kind, amp, config['bench_seconds'])
 
 

@@ -150,6 +150,27 @@ def open_trackers(names, out_dir, config):
     return lambda record: [write(record) for write in writes], lambda: [close() for close in closes]
 
 
+def plot_losses(out_dir, unit, title):
+    """Loss curves of out_dir/log.jsonl, in nats a `unit`, as out_dir/loss.png -> its path."""
+    import matplotlib
+
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+
+    with open(os.path.join(out_dir, 'log.jsonl'), encoding='utf-8') as file:
+        records = [json.loads(line) for line in file]
+    figure, axes = plt.subplots(figsize=(5, 3.4), layout='constrained')
+    for key, style in (('train_loss', {'lw': 1, 'color': '#0072B2', 'alpha': 0.6}), ('val_loss', {'marker': 'o', 'ms': 4, 'color': '#D55E00'})):
+        points = [(r['tokens'] / 1e6, r[key]) for r in records if r.get(key) is not None]
+        axes.plot(*zip(*points, strict=True), label=key.replace('_', ' '), **style)
+    axes.set(xlabel=f'training {unit}s (millions)', ylabel=f'loss (nats a {unit})', title=title)
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.3)
+    path = os.path.join(out_dir, 'loss.png')
+    figure.savefig(path, dpi=160)
+    return path
+
+
 # -----------------------------------------------------------------------------
 # checkpoints
 
@@ -231,11 +252,10 @@ def load_run(out_dir, script, needed, fixed, config, file=None):
 
 
 def load_optimizer(optimizer, saved):
-    """The saved moments with this run's settings: a resumed run may change learning rates, momentum, decay."""
+    """The saved moments with this run's settings: a resumed run may change learning rates, momentum, decay, and the device."""
     ours = [{key: value for key, value in group.items() if key != 'params'} for group in optimizer.param_groups]
-    optimizer.load_state_dict(saved)
-    for group, settings in zip(optimizer.param_groups, ours, strict=True):
-        group.update(settings)
+    groups = [{**group, **settings} for group, settings in zip(saved['param_groups'], ours, strict=True)]
+    optimizer.load_state_dict({**saved, 'param_groups': groups})
 
 
 # -----------------------------------------------------------------------------
@@ -297,30 +317,6 @@ def join_ranks(device, threads):
     if world > 1:
         torch.distributed.init_process_group('cpu:gloo,cuda:nccl' if kind.startswith('cuda') else 'gloo')
     return rank, world, kind
-
-
-def gather(local, dim=0):
-    """All ranks' parts of a tensor joined along dim, on rank 0 and the CPU (the GPUs may have no room); elsewhere the local part."""
-    local = local.cpu()
-    if not torch.distributed.is_initialized():
-        return local
-    first = torch.distributed.get_rank() == 0
-    parts = [torch.empty_like(local) for _ in range(torch.distributed.get_world_size())] if first else None
-    torch.distributed.gather(local, parts)
-    return torch.cat(parts, dim) if first else local
-
-
-def sum_over_ranks(model, extra):
-    """Sums gradients and the vector `extra` over ranks, in one message -> extra's sum."""
-    if not torch.distributed.is_initialized():
-        return extra
-    params = [p for p in model.parameters() if p.grad is not None]
-    flat = torch.cat([*(p.grad.flatten() for p in params), extra])
-    torch.distributed.all_reduce(flat)
-    *grads, extra = flat.split([*(p.numel() for p in params), len(extra)])
-    for p, grad in zip(params, grads, strict=True):
-        p.grad.copy_(grad.view_as(p))
-    return extra
 
 
 def compiles(model, once):

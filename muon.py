@@ -8,6 +8,8 @@ On each slice this is torch.optim.Muon(adjust_lr_fn='original'): same coefficien
   number of experts and levels. (On 2 CPU cores, 16 matrices of 256 x 256: 12 ms batched, 40 ms one by one.)
 - Weight decay is cautious: only where it and the update push a weight the same way.
 - `step` never waits for the device, and the learning rate may be a 0-dim tensor, so that a step can be captured in a CUDA graph.
+- With several ranks (torch.distributed is initialised) the iterations are shared out and their results gathered, in bfloat16. Gradients
+  must be equal on all ranks; weights and momentum then are, and a checkpoint does not depend on the number of ranks.
 
 Gradient clipping: torch.nn.utils.clip_grad_norm_ does what is needed, on the device.
 """
@@ -15,6 +17,7 @@ Gradient clipping: torch.nn.utils.clip_grad_norm_ does what is needed, on the de
 import math
 
 import torch
+import torch.distributed as dist
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic: steepest slope at 0 that still maps (0, 1] into about [0.7, 1.2]
 EPS = 1e-7  # the floor of the norm: a zero gradient gives a zero update, not NaN
@@ -30,6 +33,20 @@ def orthogonalize(x, ns_steps=5):
         gram = x @ x.mT  # (N, rows, rows)
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)  # a x + (b gram + c gram^2) x
     return x
+
+
+def begin_orthogonalize(x, ns_steps):
+    """orthogonalize, each of several ranks a share of the N matrices, padded to be equal -> the result, and the message to wait for before
+    it is read (None with one rank)."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world == 1:
+        return orthogonalize(x, ns_steps), None
+    share, (N, *sides) = -(-x.size(0) // world), x.shape
+    mine, part = x[dist.get_rank() * share :][:share], x.new_zeros(share, *sides, dtype=torch.bfloat16)
+    if len(mine):
+        part[: len(mine)] = orthogonalize(mine, ns_steps)
+    whole = part.new_empty(world * share, *sides)
+    return whole[:N], dist.all_gather(list(whole.split(share)), part, async_op=True)
 
 
 def stacked(x):
@@ -85,19 +102,29 @@ class Muon(torch.optim.Optimizer):
             for p in params:
                 if not self.state[p]:
                     self.state[p]['momentum_buffer'] = torch.zeros_like(p)
+            begun = []  # a batch's results travel between ranks while the next one iterates
             for batch in batches(params, MAX_BATCH):
-                self.update(batch, group)
+                begun.append((batch, *self.begin(batch, group)))
+                if len(begun) > 1 or begun[0][2] is None:
+                    self.end(*begun.pop(0), group)
+            for rest in begun:
+                self.end(*rest, group)
         return loss
 
-    def update(self, batch, group):
-        """Momentum, one batched Newton-Schulz and the change of the weights for a list from `batches`."""
-        lr, momentum = group['lr'], group['momentum']
+    def begin(self, batch, group):
+        """Momentum and one batched Newton-Schulz for a list from `batches`: of begin_orthogonalize."""
         grads = [stacked(p.grad.contiguous())[i:j] for p, i, j in batch]
         buffers = [stacked(self.state[p]['momentum_buffer'])[i:j] for p, i, j in batch]
-        torch._foreach_lerp_(buffers, grads, 1 - momentum)  # an average, not a sum: the scale is lost in the iteration anyway
-        updates = torch._foreach_lerp(grads, buffers, momentum) if group['nesterov'] else buffers
+        torch._foreach_lerp_(buffers, grads, 1 - group['momentum'])  # an average, not a sum: the scale is lost in the iteration anyway
+        updates = torch._foreach_lerp(grads, buffers, group['momentum']) if group['nesterov'] else buffers
         wide = [x.mT if x.size(1) > x.size(2) else x for x in updates]  # rows <= columns: the smaller Gram matrix
-        ortho = orthogonalize(torch.cat([x.bfloat16() for x in wide]), group['ns_steps'])
+        return begin_orthogonalize(torch.cat([x.bfloat16() for x in wide]), group['ns_steps'])
+
+    def end(self, batch, ortho, message, group):
+        """The change of the weights."""
+        if message is not None:
+            message.wait()
+        lr = group['lr']
         for (p, i, j), part in zip(batch, ortho.split([j - i for _, i, j in batch]), strict=True):
             out_features, in_features = p.shape[-2:]
             weights, part = stacked(p)[i:j], part.mT if out_features > in_features else part

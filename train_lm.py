@@ -25,13 +25,15 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from checkpoint import BEST, LAST, PREV, JsonlLog, Stopper, compiles, device_name, gather, join_ranks, leave, load_optimizer, load_run
-from checkpoint import need_packages, open_trackers, pick_dtype, prepare_out_dir, print0, rng_state, save_checkpoint, set_rng_state
-from checkpoint import sum_over_ranks, write_json
+from checkpoint import BEST, LAST, PREV, JsonlLog, Stopper, compiles, device_name, join_ranks, leave, load_optimizer, load_run
+from checkpoint import need_packages, open_trackers, pick_dtype, plot_losses, prepare_out_dir, print0, rng_state, save_checkpoint, set_rng_state
+from checkpoint import write_json
 from configurator import configure, fail
 from data_fineweb import VOCAB, DataError, SequenceLoader, StreamLoader, find_shards, load_val, token_bytes
+from kernels import graphed
 from model import ModelConfig, State, build_model, config_dict
 from muon import Muon, lr_at
+from ranks import Buckets, gather_state, scatter_state
 
 # -----------------------------------------------------------------------------
 # I/O
@@ -82,6 +84,7 @@ seed = 1337                    # of the initial weights; training draws nothing 
 device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda', 'cuda:1'
 dtype = 'auto'                 # of matrix products: 'float32' or 'bfloat16'; 'auto': bfloat16 where the processor is fast at it
 compile = True                 # torch.compile the unroll's pieces or GPT's blocks; falls back, saying so
+graphs = True                  # CUDA: an update's parts as CUDA graphs, from the fourth time each runs (see WHOLE_GRAPH)
 path = 'fast'                  # recurrent: 'fast' (kernels.Unroll) or 'plain' (the equations, for checking)
 threads = 0                    # CPU threads; 0: torch's choice
 # -----------------------------------------------------------------------------
@@ -89,6 +92,7 @@ threads = 0                    # CPU threads; 0: torch's choice
 FIXED = ('tokenizer', 'tokens_per_step', 'recurrent', 'n_layer', 'n_expert', 'n_embd', 'n_head', 'n_kv_head', 'window',
          'block_size', 'aggregation', 'share_kv', 'residual', 'router_dim')    # a resumed run cannot change these
 POSITION = ('step', 'record', 'best', 'seconds')               # a run's, saved and restored
+WHOLE_GRAPH = 2048             # levels x tokens of the longest recurrent chunk that is one graph: it has some 35 nodes a level and token
 PEAK_FLOPS = {'H100': 989e12, 'H200': 989e12, 'A100': 312e12, 'B200': 2250e12, 'L40S': 362e12, '4090': 165e12}   # dense bf16
 
 
@@ -118,15 +122,40 @@ def autocast(kind: str, amp: torch.dtype):
 
 
 def make_optimizers(model) -> list[torch.optim.Optimizer]:
-    """Muon for matrices, AdamW for the rest; each group keeps its peak in 'peak_lr'."""
+    """Muon for matrices, AdamW for the rest; each group keeps its peak in 'peak_lr'. The rates are tensors on the device: a CUDA graph
+    reads them there."""
     groups, width = model.param_groups(), (n_embd / 768) ** -0.5
     adamw = [{'params': groups[name], 'lr': lr} for name, lr in
              (('embedding', embedding_lr * width), ('head', head_lr * width), ('scalars', scalar_lr)) if groups[name]]
     optimizers = [Muon(groups['matrices'], lr=learning_rate, momentum=momentum, weight_decay=weight_decay),
-                  torch.optim.AdamW(adamw, betas=betas, eps=adam_eps, weight_decay=0.0, fused=model.embedding.is_cuda)]
+                  torch.optim.AdamW(adamw, betas=betas, eps=adam_eps, weight_decay=0.0, fused=True, capturable=model.embedding.is_cuda)]
+    optimizers[1]._warned_capturable_if_run_uncaptured = True  # its first steps are, on purpose
     for group in (g for o in optimizers for g in o.param_groups):
-        group['peak_lr'] = group['lr']
+        group['peak_lr'], group['lr'] = group['lr'], torch.tensor(group['lr'], device=model.embedding.device)
     return optimizers
+
+
+def captures(kind: str, world: int) -> tuple[bool, bool]:
+    """Whether the optimizer is a CUDA graph, and whether forward and backward of a chunk are: on one GPU, and a long recurrent chunk is not.
+    Several ranks have messages in both."""
+    optimizer = graphs and kind != 'cpu' and world == 1 and path != 'plain'
+    return optimizer, optimizer and not (recurrent and n_layer * block_size > WHOLE_GRAPH)
+
+
+def make_inputs(model, sizes: list[int], kind: str, amp: torch.dtype) -> tuple[dict[int, tuple], list[State | None]]:
+    """sizes: rows of each micro-batch. -> {rows: (x, y, state)}, memory that every update's chunks are put into, and the state of each
+    micro-batch between updates, which is that one where no other has as many rows."""
+    def fresh(rows):
+        with autocast(kind, amp):
+            return model.init_state(rows) if recurrent else None
+    inputs = {rows: (*torch.zeros(2, rows, block_size, dtype=torch.int64, device=kind), fresh(rows)) for rows in dict.fromkeys(sizes)}
+    return inputs, [inputs[rows][2] if sizes.count(rows) == 1 else fresh(rows) for rows in sizes]
+
+
+def copy_state(to: State | None, source: State | None) -> None:
+    if to is not source:
+        for a, b in zip(to, source, strict=True):
+            a.copy_(b.detach())                                # path 'plain' has a graph there
 
 
 def compile_on_zeros(model, rows: int, T: int, kind: str, amp: torch.dtype) -> None:
@@ -155,44 +184,59 @@ def evaluate(model, val, rows: int, T: int, kind: str, amp: torch.dtype) -> tupl
     return nats / tokens, nats / math.log(2) / size
 
 
-def train_update(model, optimizers, loader, states: list[State | None], micro: int, step: int, kind: str, amp: torch.dtype, stop: bool):
+def forward_backward(run: SimpleNamespace, x: torch.Tensor, y: torch.Tensor, state: State | None) -> None:
+    """Adds a micro-batch's gradients and its share of the mean loss to run.buckets; the state goes on in place. Returns nothing, and what it
+    reads and writes stays where it is: it may be captured."""
+    with autocast(run.kind, run.amp):
+        loss, new = run.model(x, y, state)
+    loss = loss * (x.numel() / tokens_per_step)                # the mean over the whole batch
+    loss.backward()
+    run.buckets.extra[0].add_(loss.detach())
+    copy_state(state, new)
+
+
+def apply(run: SimpleNamespace) -> None:
+    """Clips by run.norm, then both optimizers."""
+    if grad_clip:
+        torch.nn.utils.clip_grads_with_norm_(run.model.parameters(), grad_clip, run.norm)
+    for optimizer in run.optimizers:
+        optimizer.step()
+
+
+def train_update(run: SimpleNamespace, stop: bool) -> tuple[float, float, bool]:
     """One update: this rank's rows in micro-batches (recurrent ones split slots, not time), gradients and loss summed over ranks.
-    states: one a micro-batch of `micro` rows, replaced in place. Returns the mean loss, the gradient norm and whether any rank was told to stop."""
-    x, y, reset = loader.next()
-    x, y = x.to(kind, non_blocking=True), y.to(kind, non_blocking=True)
-    total = torch.zeros(2, device=kind)                        # loss, stop
-    for i, (x_i, y_i) in enumerate(zip(x.split(micro), y.split(micro), strict=True)):
-        with autocast(kind, amp):
-            if recurrent and (reset or states[i] is None):
-                states[i] = model.init_state(len(x_i))
-            loss, states[i] = model(x_i, y_i, states[i])
-        loss = loss * (x_i.numel() / tokens_per_step)          # the mean over the whole batch
-        loss.backward()
-        total[0] += loss.detach()
-    total[1] = float(stop)
-    total = sum_over_ranks(model, total)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
-    loss, stop, norm = *total.tolist(), norm.item()            # the update's only wait for the device
+    Returns the mean loss, the gradient norm and whether any rank was told to stop. Where loss or norm is not finite, no weight changes."""
+    def call(captured: bool, name: str, function, *args):
+        return graphed(run.graphs, name, function, *args) if captured else function(*args)
+    x, y, reset = run.loader.next()
+    if run.kind != 'cpu':
+        x, y = x.pin_memory(), y.pin_memory()                  # the copies below then need not wait
+    run.buckets.zero()
+    run.buckets.extra[1].fill_(float(stop))
+    for i, (x_i, y_i, mine) in enumerate(zip(x.split(run.micro), y.split(run.micro), run.states, strict=True)):
+        x_in, y_in, state = run.inputs[len(x_i)]
+        x_in.copy_(x_i, non_blocking=True)
+        y_in.copy_(y_i, non_blocking=True)
+        copy_state(state, mine)
+        if reset and state is not None:
+            for t in state:
+                t.zero_()                                      # as init_state's
+        run.buckets.sending = i + 1 == len(run.states)
+        call(run.whole, f'chunk of {len(x_i)}', forward_backward, run, x_in, y_in, state)
+        copy_state(mine, state)
+    run.buckets.finish()
+    run.norm.copy_(torch.nn.utils.get_total_norm([p.grad for p in run.model.parameters()]))
+    loss, stop, norm = torch.cat([run.buckets.extra, run.norm[None]]).tolist()               # the update's only wait for the device
     if math.isfinite(loss) and math.isfinite(norm):
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group['lr'] = group['peak_lr'] * lr_at(step, max_iters, warmup_iters, final_lr_ratio)
-            optimizer.step()
-    model.zero_grad(set_to_none=True)
+        for group in (g for optimizer in run.optimizers for g in optimizer.param_groups):
+            group['lr'].fill_(group['peak_lr'] * rate(run.step))
+        call(run.graphs is not None, 'optimizer', apply, run)
     return loss, norm, stop > 0
 
 
-def gather_state(states: list[State | None]) -> list[torch.Tensor] | None:
-    """All slots' state on rank 0, in the order of the slots; None without one."""
-    if states[0] is None:
-        return None
-    return [gather(torch.cat([part.cpu() for part in parts], dim), dim) for parts, dim in zip(zip(*states, strict=True), (0, 1, 1, 0), strict=True)]
-
-
-def scatter_state(whole: list[torch.Tensor], micro: int, world: int, rank: int, kind: str) -> list[State]:
-    """The inverse: this rank's slots as micro-batches of `micro` rows."""
-    mine = [t.chunk(world, dim)[rank].split(micro, dim) for t, dim in zip(whole, (0, 1, 1, 0), strict=True)]
-    return [State(*(t.to(kind).contiguous() for t in parts)) for parts in zip(*mine, strict=True)]
+def rate(step: int) -> float:
+    """Of the update after `step` others, as a fraction of every peak."""
+    return lr_at(step, max_iters, warmup_iters, final_lr_ratio)
 
 
 def mfu_per_rate(run: SimpleNamespace) -> float | None:
@@ -211,31 +255,9 @@ def dense_line(record: dict, mfu: float | None) -> str:
             f'{record["ms"]:.0f} ms | {record["tokens_per_s"]:,.0f} tok/s | mfu {mfu} | eta {eta // 3600}:{eta // 60 % 60:02d}:{eta % 60:02d}')
 
 
-def plot_log(log_path) -> str:
-    """Loss curves of log.jsonl as out_dir/loss.png."""
-    import json
-
-    import matplotlib
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
-    with open(log_path) as f:
-        records = [json.loads(line) for line in f]
-    figure, axes = plt.subplots(figsize=(5, 3.4), layout='constrained')
-    for key, style in (('train_loss', {'lw': 1, 'color': '#0072B2', 'alpha': 0.6}), ('val_loss', {'marker': 'o', 'ms': 4, 'color': '#D55E00'})):
-        points = [(r['tokens'] / 1e6, r[key]) for r in records if r.get(key) is not None]
-        axes.plot(*zip(*points, strict=True), label=key.replace('_', ' '), **style)
-    unit = 'byte' if tokenizer == 'bytes' else 'token'
-    axes.set(xlabel=f'training {unit}s (millions)', ylabel=f'loss (nats a {unit})',
-             title=f'{"recurrent" if recurrent else "non-recurrent"}, L = {n_layer}, E = {n_expert}, d = {n_embd}')
-    axes.legend(frameon=False)
-    axes.grid(alpha=0.3)
-    path = os.path.join(out_dir, 'loss.png')
-    figure.savefig(path, dpi=160)
-    return path
-
-
 def make_run(config: dict) -> SimpleNamespace:
-    """Everything a run is: model, optimizers, data, recurrent states (one a micro-batch) and its position."""
+    """Everything a run is: model, optimizers, data, recurrent states (one a micro-batch), its position, and what stays in one place for
+    CUDA graphs: inputs, gradients with loss and stop flag (buckets), norm."""
     rank, world, kind = join_ranks(device, threads)
     amp = pick_dtype(dtype, kind)
     check_settings(world)
@@ -247,9 +269,13 @@ def make_run(config: dict) -> SimpleNamespace:
     x, y = load_val(find_shards(data_dir, 'val', tokenizer), val_tokens, val_streams, V, rank, world)
     model = build_model(model_config, recurrent).to(kind)
     micro = min(batch_size or rows // world, rows // world)    # rows at a time; the last micro-batch may have fewer
+    inputs, states = make_inputs(model, [min(micro, rows // world - i) for i in range(0, rows // world, micro)], kind, amp)
+    arriving = sorted(reversed(list(model.parameters())), key=lambda p: p is not model.head) # a backward's order: head, levels, embedding
+    optimizer_is_captured, whole = captures(kind, world)
     return SimpleNamespace(
         rank=rank, world=world, kind=kind, amp=amp, config=config, model=model, optimizers=make_optimizers(model), loader=loader,
-        val=(x, y, text_bytes(y)), micro=micro, states=[None] * math.ceil(rows // world / micro),
+        val=(x.to(kind), y.to(kind), text_bytes(y)), micro=micro, inputs=inputs, states=states, buckets=Buckets(arriving, 2),
+        norm=torch.zeros((), device=kind), graphs={} if optimizer_is_captured else None, whole=whole,
         step=0, record={'step': 0, 'tokens': 0}, best=math.inf, seconds=0.0)
 
 
@@ -284,7 +310,7 @@ def load(run: SimpleNamespace) -> None:
         load_optimizer(optimizer, saved)
     run.loader.load_state_dict(checkpoint['loader'])
     if checkpoint['state'] is not None:
-        run.states = scatter_state(checkpoint['state'], run.micro, run.world, run.rank, run.kind)
+        scatter_state(checkpoint['state'], run.states, run.world, run.rank)
     set_rng_state(checkpoint['rng'])
     for name in POSITION:
         setattr(run, name, checkpoint[name])
@@ -328,6 +354,19 @@ def begin(config: dict) -> tuple[SimpleNamespace, tuple]:
     return run, trackers
 
 
+def prepare(run: SimpleNamespace) -> None:
+    """What speed needs before the first update: compiles for every size of micro-batch, where that works. Chunks that are not captured whole
+    are replayed from captured blocks, by the model itself."""
+    if compile and path != 'plain':
+        blocks = graphs and recurrent and run.kind != 'cpu' and not run.whole
+        run.model.config.path = 'graphed' if blocks else 'compiled'
+        def once():
+            for rows in run.inputs:
+                compile_on_zeros(run.model, rows, block_size, run.kind, run.amp)
+        if not compiles(run.model, once):
+            run.model.config.path = 'fast'
+
+
 def train(config: dict) -> int:
     """Returns the exit status: 0 done, 1 the loss was not finite, 128 + signal when told to stop."""
     try:
@@ -339,10 +378,7 @@ def train(config: dict) -> int:
         val_loss, bpb = evaluate_run(run)
         print0(f'step {run.step}, val loss {val_loss:.4f}, {bpb:.4f} bits per byte')
         return 0
-    if compile and path != 'plain':
-        run.model.config.path = 'compiled'
-        if not compiles(run.model, lambda: compile_on_zeros(run.model, run.micro, block_size, run.kind, run.amp)):
-            run.model.config.path = 'fast'
+    prepare(run)
     mfu, log = mfu_per_rate(run), None
     if run.rank == 0:
         write_json(config, os.path.join(out_dir, 'config.json'))
@@ -358,8 +394,7 @@ def train(config: dict) -> int:
         if run.step >= max_iters or stop:
             break
         start, epoch = time.perf_counter(), run.loader.epoch
-        loss, norm, stop = train_update(run.model, run.optimizers, run.loader, run.states, run.micro, run.step, run.kind, run.amp,
-                                        stopper.signal is not None)
+        loss, norm, stop = train_update(run, stopper.signal is not None)
         elapsed = time.perf_counter() - start
         due = (run.step + 1) % eval_interval == 0 or run.step + 1 == max_iters or stop
         if not (math.isfinite(loss) and math.isfinite(norm)) or due and not all(p.isfinite().all() for p in run.model.parameters()):
@@ -370,7 +405,7 @@ def train(config: dict) -> int:
             break
         run.step, run.seconds = run.step + 1, run.seconds + elapsed
         run.record = {'step': run.step, 'tokens': run.step * tokens_per_step, 'train_loss': loss, 'grad_norm': norm,
-                      'lr': run.optimizers[0].param_groups[0]['lr'], 'ms': 1000 * elapsed, 'tokens_per_s': tokens_per_step / elapsed,
+                      'lr': learning_rate * rate(run.step - 1), 'ms': 1000 * elapsed, 'tokens_per_s': tokens_per_step / elapsed,
                       'seconds': run.seconds, 'epoch': run.loader.epoch}
         if run.loader.epoch != epoch:
             print0(f'epoch {run.loader.epoch} begins: the shards start over')
@@ -388,7 +423,8 @@ def train(config: dict) -> int:
         log.close()
         close()
         if plot and status == 0:
-            print0(f'loss curve: {plot_log(os.path.join(out_dir, "log.jsonl"))}')
+            title = f'{"recurrent" if recurrent else "non-recurrent"}, L = {n_layer}, E = {n_expert}, d = {n_embd}'
+            print0(f'loss curve: {plot_losses(out_dir, "byte" if tokenizer == "bytes" else "token", title)}')
     if run.world > 1:
         dist.barrier()                                         # ranks leave together; one that fails leaves at once
         dist.destroy_process_group()

@@ -30,13 +30,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from checkpoint import BEST, LAST, PREV, CheckpointError, JsonlLog, Stopper, compiles, device_name, gather, join_ranks, keep_memory, leave
+from checkpoint import BEST, LAST, PREV, CheckpointError, JsonlLog, Stopper, compiles, device_name, join_ranks, keep_memory, leave
 from checkpoint import load_optimizer, load_run, need_packages, open_trackers, pick_dtype, prepare_out_dir, print0, rng_state, save_checkpoint
-from checkpoint import set_rng_state, sum_over_ranks, write_json
+from checkpoint import set_rng_state, write_json
 from configurator import configure, fail, first_line
 from convlstm import AgentConfig, build_agent
 from kernels import graphed
 from play_sokoban import evaluate, plot_log, report
+from ranks import gather, sum_over_ranks
 from sokoban import JumanjiEnv, LevelError, SokobanEnv, draw, load_levels
 
 # -----------------------------------------------------------------------------
