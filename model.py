@@ -1,7 +1,8 @@
 """
 The language models: `GPT` (no state from token to token beyond its attention window) and `RecurrentGPT`, whose last
 level's state is the next token's input. Both have L levels of E parallel experts of width D (the Parallel Experts
-framework of "Temporal Recurrence Favors Fewer Layers"). Everything about the models is in this file; the fast unroll is in kernels.py.
+framework of "Temporal Recurrence Favors Fewer Layers"). Everything about the models is in this file; the fast unroll is in kernels.py,
+generation in decode.py.
 
 Shape letters: B streams, T tokens of a chunk, V vocabulary, D width, E experts, L levels, H query heads, G key-value
 heads, R = H / G query heads a key-value head, K head size, W attention window.
@@ -10,7 +11,6 @@ Two readings of the paper are ours: all experts of a level read the same u, and 
 experts, so that their scale does not depend on E and the E key-value matrices can be summed before the product, exactly.
 """
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -160,7 +160,7 @@ class Level(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """What both models share: embedding, head, loss, one-token step, generation, sizes. Subclasses give `hidden`."""
+    """What both models share: embedding, head, loss, one-token step, sizes. Subclasses give `hidden`."""
     recurrent: bool
 
     def __init__(self, config: ModelConfig):
@@ -211,32 +211,6 @@ class LanguageModel(nn.Module):
         """One token for each stream: idx (B,) -> logits (B, V), new state."""
         logits, state = self(idx.unsqueeze(1), state=state)
         return logits.squeeze(1), state
-
-    @torch.no_grad()
-    def generate(self, idx: torch.Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int = 0,
-                 generator: torch.Generator | None = None) -> Iterator[torch.Tensor]:
-        """Continue prompts idx (B, T >= 1): yields (B,) tokens one at a time, in constant memory. temperature 0 is greedy;
-        top_k 0 keeps every token. Runs for ever with max_new_tokens < 0."""
-        if idx.size(1) == 0:
-            raise ValueError('generate needs a prompt of at least one token')
-        state = self.init_state(idx.size(0))
-        for chunk in idx.split(self.config.block_size, dim=1):                               # bounds the prompt's memory
-            logits, state = self(chunk, state=state)
-        logits = logits[:, -1]                                                               # (B, V)
-        n = 0
-        while n != max_new_tokens:
-            if temperature == 0:
-                token = logits.argmax(-1)
-            else:
-                if top_k and top_k < logits.size(-1):
-                    kth = logits.topk(top_k).values[:, -1:]
-                    logits = logits.masked_fill(logits < kth, -math.inf)
-                probs = F.softmax(logits / temperature, -1)
-                token = torch.multinomial(probs, 1, generator=generator).squeeze(1)          # (B,)
-            yield token
-            n += 1
-            if n != max_new_tokens:
-                logits, state = self.step(token, state)
 
     def num_params(self) -> dict[str, int]:
         """Parameters in all, of the embedding, of the head and of the core (the levels)."""

@@ -10,9 +10,10 @@ import sys
 
 import torch
 
-from checkpoint import BEST, LAST, CheckpointError, load_checkpoint, pick_device
+from checkpoint import BEST, LAST, CheckpointError, load_checkpoint, pick_device, pick_dtype
 from configurator import configure, fail
 from data_fineweb import get_tokenizer
+from decode import Decoder
 from model import ModelConfig, build_model
 
 # -----------------------------------------------------------------------------
@@ -25,6 +26,7 @@ top_k = 200                    # keep only the likeliest tokens; 0: all
 num_samples = 1                # texts to write, one after the other
 seed = 1337                    # of the draws
 device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda'
+dtype = 'auto'                 # of matrix products: 'auto': bfloat16 where the device is fast at it, else float32
 # -----------------------------------------------------------------------------
 
 
@@ -58,18 +60,19 @@ def main() -> None:
         fail(f'temperature = {temperature}, top_k = {top_k}, num_samples = {num_samples}: expected >= 0, >= 0 and >= 1')
     try:
         kind = pick_device(device)
+        amp = pick_dtype(dtype, kind)
         model, tokenizer = load_model(kind)
     except ValueError as error:                                # CheckpointError, DataError, pick_device's, ModelConfig's
         fail(error)
     text = read_prompt()
     idx = torch.tensor([[tokenizer.eot, *tokenizer.encode(text)]], device=kind)              # (1, T)
-    generator = torch.Generator(device=kind).manual_seed(seed)
+    decoder = Decoder(model, 1, amp, temperature, top_k, seed)
     for i in range(num_samples):
-        decoder = codecs.getincrementaldecoder('utf-8')('replace')                           # a character may span tokens
+        characters = codecs.getincrementaldecoder('utf-8')('replace')                        # a character may span tokens
         print('---------------\n' * (i > 0) + text, end='', flush=True)
-        for token in model.generate(idx, max_new_tokens, temperature, top_k, generator):
-            print(decoder.decode(tokenizer.decode_bytes(token.tolist())), end='', flush=True)
-        print(decoder.decode(b'', final=True))
+        for token in decoder.generate(idx, max_new_tokens):
+            print(characters.decode(tokenizer.decode_bytes(token.tolist())), end='', flush=True)
+        print(characters.decode(b'', final=True))
 
 
 if __name__ == '__main__':

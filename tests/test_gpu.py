@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 import data_fineweb
 import model as m
+import train_lm
 import train_sokoban
 from configurator import configure
 
@@ -43,14 +44,6 @@ def test_fast_path_in_bf16_against_float64(aggregation, share_kv):
         assert abs(loss - want[0]) < 0.02 * want[0]
         assert F.cosine_similarity(grad, want[1], 0) > 0.99 and 0.97 < grad.norm() / want[1].norm() < 1.03
         assert all(t.isfinite().all() for t in state)
-
-
-@pytest.mark.parametrize('recurrent', [True, False])
-def test_generate_on_gpu(recurrent):
-    torch.manual_seed(0)
-    model = m.build_model(m.ModelConfig(256, 2, 2, 128, window=16, block_size=8), recurrent).cuda()
-    tokens = [t.item() for t in model.generate(torch.zeros(1, 3, dtype=torch.int64, device='cuda'), 50)]
-    assert len(tokens) == 50 and all(0 <= t < 256 for t in tokens)
 
 
 def test_train_lm_on_one_gpu(tmp_path):
@@ -95,3 +88,36 @@ def test_graphs_replay_what_runs_eagerly(tmp_path, settings):
     for mine, eager in zip(weights[:5], eager_weights[:5], strict=True):
         torch.testing.assert_close(mine, eager, rtol=1e-3, atol=2e-4)
     assert (weights[4] - weights[3]).abs().max() > 1e-5        # a replay learns too
+
+
+@pytest.mark.parametrize('settings, whole', [([], 2048), (['--recurrent=False'], 2048), (['--batch_size=3'], 2048), (['--recurrent=False', '--batch_size=3'], 2048),
+                                             (['--aggregation=softmax_l2', '--share_kv=False'], 2048), (['--compile=True'], 2048),
+                                             (['--recurrent=False', '--compile=True'], 2048), ([], 0), (['--compile=True'], 0)], ids=str)
+def test_train_lm_graphs_replay_what_runs_eagerly(tmp_path, monkeypatch, settings, whole):
+    """Eight updates of train_lm.py with CUDA graphs from the fourth on = eight without: losses, and weights but for rounding. Shards begin in
+    between, and a validation runs there. whole = 0: the optimizer alone, and blocks of the unroll where it is compiled."""
+    for name, n in (('val_000000', 500), ('train_000001', 8 * 25), ('train_000002', 8 * 17)):
+        data_fineweb.write_shard(str(tmp_path / f'fineweb_{name}.bin'), (np.arange(n) ** 2 % 11 + 65).astype(np.uint16))
+    data_fineweb.write_meta(str(tmp_path), {'tokenizer': 'bytes', 'source': 'test', 'shards': []})
+    monkeypatch.setattr(train_lm, 'WHOLE_GRAPH', whole)
+
+    def eight(graphs):
+        argv = ['--tokenizer=bytes', '--n_expert=2', '--n_embd=128', '--window=12', '--block_size=8', '--tokens_per_step=64', '--val_tokens=96', '--val_streams=3',
+                '--dtype=float32', '--compile=False', '--max_iters=8', '--warmup_iters=3', f'--graphs={graphs}', f'--data_dir={tmp_path}', *settings]
+        run = train_lm.make_run(configure(vars(train_lm), argv, quiet=True))
+        begun = torch.cat([p.detach().flatten() for p in run.model.parameters()])
+        train_lm.prepare(run)
+        losses = []
+        for _ in range(8):
+            losses.append(train_lm.train_update(run, False)[0])
+            run.step += 1
+            if run.step == 5:
+                losses.append(train_lm.evaluate_run(run)[0])
+        weights = torch.cat([p.detach().flatten() for p in run.model.parameters()])
+        return losses, weights, (weights - begun).norm(), run.graphs
+    (losses, weights, moved, captured), (eager_losses, eager_weights, _, none) = eight(True), eight(False)
+    chunks = 0 if whole == 0 and '--recurrent=False' not in settings else 2 if '--batch_size=3' in settings else 1
+    assert none is None and len(captured) == 1 + chunks
+    assert all(graph is not None for _, graph, _ in captured.values())
+    assert losses == pytest.approx(eager_losses, rel=2e-3)
+    assert (weights - eager_weights).norm() < 0.02 * moved     # Muon's bf16 iteration amplifies roundings

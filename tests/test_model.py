@@ -1,5 +1,5 @@
 """model.py and kernels.py: the plain and the fast unroll against each other and against the design's equations written out here,
-chunks, caches, aggregations, truncated back-propagation, the standard Transformer, head and loss, generation, sizes."""
+chunks, caches, aggregations, truncated back-propagation, the standard Transformer, head and loss, sizes."""
 
 import math
 import shutil
@@ -731,75 +731,6 @@ def test_frozen_parameters():
     model(x, x)[0].backward()
     assert_close(model.embedding.grad, full['embedding'])
     assert model.levels[0].wq.grad is None
-
-
-# ---- generation ----
-
-def full_logits(model, x):
-    """The last token's logits from the whole sequence at once."""
-    with torch.no_grad():
-        return model(x, state=model.init_state(x.size(0)))[0][:, -1]
-
-
-@pytest.mark.parametrize('kind', MODELS)
-@pytest.mark.parametrize('prompt', [1, 3, 19])
-def test_greedy_generation_is_the_forward(kind, prompt):
-    """Also for a prompt of several chunks (block_size 8) and past the window (4)."""
-    model = make(kind)
-    x = tokens(2, prompt)
-    found = list(model.generate(x, 9, temperature=0))
-    assert len(found) == 9
-    for token in found:
-        assert torch.equal(token, full_logits(model, x).argmax(-1))
-        x = torch.cat([x, token[:, None]], 1)
-    assert len({tuple(t.tolist()) for t in found}) > 1
-
-
-@pytest.mark.parametrize('kind', MODELS)
-@pytest.mark.parametrize('temperature, top_k', [(1.0, 0), (0.5, 0), (2.0, 3), (1.0, 1), (0.7, 100)])
-def test_sampling_draws_from_the_forward(monkeypatch, kind, temperature, top_k):
-    """The distribution drawn from is the softmax of the forward's logits over the temperature, among the top_k."""
-    model, drawn = make(kind), []
-    multinomial = torch.multinomial
-    monkeypatch.setattr(torch, 'multinomial', lambda p, *args, **kwargs: drawn.append(p) or multinomial(p, *args, **kwargs))
-    x = tokens(2, 3)
-    for token in model.generate(x, 5, temperature, top_k, torch.Generator().manual_seed(0)):
-        logits = full_logits(model, x)
-        keep = torch.zeros_like(logits).scatter_(1, logits.argsort(-1, descending=True)[:, :top_k or V], 1)
-        p = keep * torch.exp(logits / temperature)
-        p = p / p.sum(-1, keepdim=True)
-        assert_close(drawn[-1], p)
-        assert p.gather(1, token[:, None]).min() > 0
-        x = torch.cat([x, token[:, None]], 1)
-    assert len(drawn) == 5
-
-
-@pytest.mark.parametrize('kind', MODELS)
-def test_a_generator_makes_generation_repeatable(kind):
-    model, x = make(kind), tokens(2, 3)
-    with torch.no_grad():
-        model.head.mul_(0.05)                                  # nearly uniform: two seeds cannot agree by chance
-    runs = [torch.stack(list(model.generate(x, 12, generator=torch.Generator().manual_seed(seed)))) for seed in (0, 0, 1)]
-    assert torch.equal(runs[0], runs[1]) and not torch.equal(runs[0], runs[2])
-
-
-@pytest.mark.parametrize('kind', MODELS)
-def test_generation_streams_in_constant_memory(monkeypatch, kind):
-    """The state's shapes and storage stay; no token is computed before it is asked for; max_new_tokens 0 yields none."""
-    model, states = make(kind), []
-    step = kind.step
-    monkeypatch.setattr(kind, 'step', lambda self, token, state: states.append(state) or step(self, token, state))
-    assert list(model.generate(tokens(1, 3), 0)) == [] and not states
-    stream = model.generate(tokens(1, 19), -1)                 # for ever
-    for _ in range(25):
-        assert next(stream).shape == (1,)
-    assert len(states) == 24
-    sizes = [[(x.shape, x.stride(), x.dtype, x.requires_grad, x.untyped_storage().nbytes()) for x in state] for state in states[1:]]
-    assert all(size == sizes[0] for size in sizes)
-    assert not kernels._free
-    assert torch.is_grad_enabled()
-    with pytest.raises(ValueError, match='at least one token'):
-        next(model.generate(tokens(1, 0), 3))
 
 
 # ---- sizes, groups, refusals ----
