@@ -76,8 +76,7 @@ def level_step(w, s, z, keys, values, head, rope, bias, plan: Plan):
     elif not plan.own_residual:
         y = y - s
     if plan.scale is None:
-        coef = route(s, z, w['router_q'], w['router_q_bias'], w['router_keys'], plan.aggregation)[0]
-        h = (coef.t().unsqueeze(-1) * y).sum(0)
+        h = (route(s, z, w['router_q'], w['router_q_bias'], w['router_keys'], plan.aggregation, None) * y).sum(0)
     else:
         h = y.sum(0) * plan.scale
     return h if plan.recurrent or plan.own_residual else s + h

@@ -1,7 +1,7 @@
 """
 The language models: `GPT` (no state from token to token beyond its attention window) and `RecurrentGPT`, whose last
 level's state is the next token's input. Both have L levels of E parallel experts of width D (the Parallel Experts
-framework of "Temporal Recurrence Favors Fewer Layers"). Everything about the models is in this file; the fast unroll is in kernels.py,
+framework of "Temporal Recurrence Favors Fewer Layers"). Everything about the models is in this file; the fast unroll is in unroll.py,
 generation in decode.py.
 
 Shape letters: B streams, T tokens of a chunk, V vocabulary, D width, E experts, L levels, H query heads, G key-value
@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kernels import EPS, apply_rope, compute_dtype, gate_weights, head_loss, rope_table, softcap, unroll
+from kernels import EPS, apply_rope, compute_dtype, gate_weights, head_loss, rope_table, softcap
+from unroll import unroll
 
 AGGREGATIONS = ('sqrt_sum', 'mean', 'softmax_mean', 'softmax_l2')
 
@@ -38,14 +39,15 @@ class ModelConfig:
     share_kv: bool = True              # recurrent: one cache entry a level, or one for each expert
     residual: str = 'expert'           # GPT: each expert keeps its own residual ('expert', the paper's rule) or 'shared'
     router_dim: int = 64               # width of the router's queries and keys (routed aggregations)
-    path: str = 'fast'                 # recurrent: kernels.Unroll, or the equations token by token ('plain'); 'compiled':
-                                       # the same with torch.compile, also for GPT's training
+    path: str = 'fast'                 # recurrent: unroll.Unroll, or the equations token by token ('plain'); 'compiled':
+                                       # the same with torch.compile, also for GPT's training; 'graphed': compiled, and
+                                       # on CUDA the unroll replays captured blocks of tokens
 
     def __post_init__(self) -> None:
         for name in ('vocab_size', 'n_layer', 'n_expert', 'n_embd', 'window', 'block_size', 'router_dim'):
             if getattr(self, name) < 1:
                 raise ValueError(f'{name} = {getattr(self, name)}: must be at least 1')
-        for name, allowed in (('aggregation', AGGREGATIONS), ('residual', ('expert', 'shared')), ('path', ('fast', 'compiled', 'plain'))):
+        for name, allowed in (('aggregation', AGGREGATIONS), ('residual', ('expert', 'shared')), ('path', ('fast', 'compiled', 'graphed', 'plain'))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f'{name} = {getattr(self, name)!r}: expected one of {", ".join(allowed)}')
         D = self.n_embd
@@ -202,7 +204,7 @@ class LanguageModel(nn.Module):
         state = None: RecurrentGPT starts from init_state; GPT attends over the whole chunk, as in training, and returns None."""
         x, state = self.core(idx, state)                       # (B, T, D)
         if targets is not None:
-            compile = self.config.path == 'compiled'
+            compile = self.config.path in ('compiled', 'graphed')
             return head_loss(x.reshape(-1, x.size(-1)), self.head, targets.reshape(-1), compile), state
         dtype = compute_dtype(x)
         return softcap(F.linear(x.to(dtype), self.head.to(dtype)).to(x.dtype)), state
@@ -258,7 +260,7 @@ class RecurrentGPT(LanguageModel):
         if self.config.path != 'plain':
             weights = [level_weights(level) for level in self.levels]
             out, new = unroll(z.transpose(0, 1), *state, weights, self.config.aggregation, self.config.share_kv,
-                              compile=self.config.path == 'compiled')
+                              compile=self.config.path in ('compiled', 'graphed'), graphs=self.config.path == 'graphed')
             return out.transpose(0, 1), State(*new)
         out = []
         for z_t in z.unbind(1):                                # (B, D)
@@ -309,7 +311,7 @@ class RecurrentGPT(LanguageModel):
 
 
 def level_weights(level: Level) -> dict[str, torch.Tensor]:
-    """A level's weights as kernels.unroll wants them, differentiably: q of all experts above one k and one v in a single
+    """A level's weights as unroll.unroll wants them, differentiably: q of all experts above one k and one v in a single
     matrix of shape (E*H*K + 2*C*K, D). Its q rows are ordered (G, E, R) when the cache is shared, so that the queries of one
     key-value head are neighbours; the E key-value matrices are summed first, which is exact."""
     c = level.config
@@ -333,7 +335,7 @@ class GPT(LanguageModel):
 
     def core(self, idx: torch.Tensor, state: State | None) -> tuple[torch.Tensor, State | None]:
         """Training compiles all of it as one graph; with a state shapes vary, and it runs eagerly."""
-        if self.config.path != 'compiled' or state is not None:
+        if self.config.path not in ('compiled', 'graphed') or state is not None:
             return super().core(idx, state)
         if self.compiled_core is None:
             self.compiled_core = torch.compile(super().core, dynamic=False)

@@ -85,7 +85,7 @@ device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda',
 dtype = 'auto'                 # of matrix products: 'float32' or 'bfloat16'; 'auto': bfloat16 where the processor is fast at it
 compile = True                 # torch.compile the unroll's pieces or GPT's blocks; falls back, saying so
 graphs = True                  # CUDA: an update's parts as CUDA graphs, from the fourth time each runs (see WHOLE_GRAPH)
-path = 'fast'                  # recurrent: 'fast' (kernels.Unroll) or 'plain' (the equations, for checking)
+path = 'fast'                  # recurrent: 'fast' (unroll.Unroll) or 'plain' (the equations, for checking)
 threads = 0                    # CPU threads; 0: torch's choice
 # -----------------------------------------------------------------------------
 

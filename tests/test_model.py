@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import kernels
 import model as model_file
+import unroll
 from model import AGGREGATIONS, GPT, Level, ModelConfig, RecurrentGPT, State, build_model, config_dict
 
 V = 11
@@ -21,7 +22,7 @@ def one_thread():
     """Products this small are slow with more threads when the processor is busy."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    kernels._free.clear()
+    unroll.release()
     yield
     torch.set_num_threads(threads)
 
@@ -657,6 +658,66 @@ def test_loss_is_the_mean_cross_entropy_of_the_logits(kind):
     assert_same_gradients(model, gradients(model, loss), gradients(model, expected))
 
 
+# ---- blocks of a chunk ----
+
+def fake_graphed(graphs, name, function, *args):
+    """kernels.graphed without CUDA: from the fourth call on what ran then runs again, on the arguments and into the results of then."""
+    calls, first, result = graphs.get(name, (0, None, None))
+    if calls < 3:
+        graphs[name] = calls + 1, None, None
+        return function(*args)
+    if first is None:
+        result = function(*args).clone()
+        graphs[name] = calls, args, result
+        return result
+    return result.copy_(function(*first))
+
+
+@pytest.mark.parametrize('graphs', [False, True])
+@pytest.mark.parametrize('aggregation, share_kv, W, T, B', [('sqrt_sum', True, 4, 8, 2), ('mean', False, 4, 8, 1), ('softmax_l2', True, 7, 11, 2),
+                                                            ('sqrt_sum', True, 2, 7, 2), ('sqrt_sum', False, 20, 9, 2), ('sqrt_sum', True, 5, 3, 2)])
+def test_a_chunk_of_several_blocks_equals_plain(monkeypatch, graphs, aggregation, share_kv, W, T, B):
+    """Blocks of 3 tokens, dK and dV in groups of 2; with graphs also what is captured once and replayed with other numbers."""
+    monkeypatch.setattr(unroll, 'BLOCK', 3)
+    monkeypatch.setattr(unroll, 'GROUP', 2)
+    if graphs:
+        monkeypatch.setattr(unroll, 'graphed', fake_graphed)
+        monkeypatch.setattr(unroll, 'can_capture', lambda x: True)
+        monkeypatch.setattr(unroll, 'compiled', lambda op: op)
+    model, other = (make(RecurrentGPT, seed=seed, aggregation=aggregation, share_kv=share_kv, window=W) for seed in (0, 1))
+    states = {path: None for path in ('plain', 'fast')}
+    for chunk in range(6):
+        x, y = tokens(B, T, seed=chunk), tokens(B, T, seed=chunk + 10)
+        found = {}
+        for path in states:
+            model.config.path = 'graphed' if path == 'fast' and graphs else path
+            loss, states[path] = model(x, y, states[path])
+            if path == 'fast' and graphs:
+                other.config.path = 'graphed'
+                other(x, y)                                    # another model of the same sizes in between
+            found[path] = loss.detach(), gradients(model, loss)
+        assert_close(found['fast'][0], found['plain'][0])
+        assert_same_gradients(model, found['fast'][1], found['plain'][1])
+        assert_same_state(states['fast'], states['plain'])
+        if chunk == 3:
+            states = {path: model.init_state(B) for path in states}
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1.01)
+            assert_close(model(x, y, states['fast'])[0], model(x, y, states['plain'])[0])
+    if graphs:
+        captured = [call for store in unroll._graphs.values() for call in store.values()]
+        assert captured and any(first is not None for _, first, _ in captured)
+
+
+def test_memory_made_in_inference_mode_serves_later():
+    model, x = make(RecurrentGPT), tokens(2, 5)
+    with torch.inference_mode():
+        first = model(x)[0].clone()
+    with torch.no_grad():
+        assert torch.equal(model(x)[0], first)
+
+
 # ---- the chunk's buffers ----
 
 @pytest.mark.parametrize('first', [0, 1])
@@ -666,14 +727,14 @@ def test_two_forwards_before_the_backwards(first):
     xs = [tokens(2, 5, seed=i) for i in range(3)]
     expected = []
     for x in xs:
-        kernels._free.clear()
+        unroll._free.clear()
         expected.append(gradients(model, model(x, x)[0]))
-    kernels._free.clear()
+    unroll._free.clear()
     losses = [model(x, x)[0] for x in xs[:2]]
     found = {i: gradients(model, losses[i]) for i in (first, 1 - first)}
-    assert [len(pool) for pool in kernels._free.values()] == [2]
+    assert [len(pool) for pool in unroll._free.values()] == [2]
     found[2] = gradients(model, model(xs[2], xs[2])[0])        # writes over a used buffer
-    assert [len(pool) for pool in kernels._free.values()] == [2]
+    assert [len(pool) for pool in unroll._free.values()] == [2]
     for i in range(3):
         assert_same_gradients(model, found[i], expected[i])
     loss = model(xs[0], xs[0])[0] + model(xs[1], xs[1])[0]     # both in one backward
@@ -689,7 +750,7 @@ def test_forward_without_backward_and_without_gradients(monkeypatch):
     dropped = model(tokens(2, 5, seed=1), x)                   # lives on, with its buffers, and is never used
     assert_same_gradients(model, gradients(model, model(x, x)[0]), expected)
     del dropped
-    monkeypatch.setattr(kernels, 'take_buffers', lambda *_: pytest.fail('took the backward\'s buffers where no gradient is wanted'))
+    monkeypatch.setattr(unroll, 'take_buffers', lambda *_: pytest.fail('took the backward\'s buffers where no gradient is wanted'))
     with torch.no_grad():
         value, same = model(x, x)
     assert_close(value, loss.detach(), rtol=1e-14)
