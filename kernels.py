@@ -256,7 +256,9 @@ EAGER = Ops()
 
 @functools.cache
 def compiled(op):
-    """op compiled, once in a process."""
+    """op compiled, once in a process, for each of the sizes that it meets."""
+    torch._dynamo.config.recompile_limit = 256                 # past it a piece would run eagerly from then on
+    torch._dynamo.config.accumulated_recompile_limit = 4096
     return torch.compile(op, dynamic=False)
 
 
@@ -272,28 +274,34 @@ def triton_module():
 
 
 def seconds_of(run, repeats: int = 10) -> float:
-    """Device time of run(): replays of a CUDA graph of it, so that launches from Python do not count, as they do not in training."""
-    for _ in range(2):
+    """Device time of run(), the least of a few: replays of a CUDA graph of it, so that launches from Python do not count, as they do not
+    in training."""
+    for _ in range(2):                                         # the first compiles
         run()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode='thread_local'):       # other threads load data
         for _ in range(repeats):
             run()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    graph.replay()
-    start.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3 / repeats
+    times = []
+    for _ in range(5):
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return min(times) / 1e3 / repeats
 
 
+@torch.no_grad()
 def compare(run) -> dict:
-    """run(triton): seconds compiled and as Triton kernels, and the largest relative difference of their results; why not, where it fails."""
+    """run(triton): seconds compiled and as Triton kernels, and the largest relative difference of their results (NaN if there is one); why
+    not, where it fails: a kernel that does not compile, or asks for more shared memory than the card has, is a TritonError."""
     found = {'compiled': seconds_of(lambda: run(False))}
     try:
-        pairs = [(x.double(), y.double()) for x, y in zip(run(True), run(False), strict=True)]
-        found['difference'] = max(((x - y).norm() / y.norm()).item() for x, y in pairs)
+        mine, plain = ([x.to(torch.float64, copy=True) for x in run(triton)] for triton in (True, False))    # both may lie in one memory
+        off = [(x - y).norm() / y.norm().clamp(min=1e-30) for x, y in zip(mine, plain, strict=True)]
+        found['difference'] = torch.stack(off).max().item()
         found['triton'] = seconds_of(lambda: run(True))
     except (sys.modules['triton'].TritonError, RuntimeError) as error:
         found['error'] = f'{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ""}'
@@ -330,14 +338,18 @@ def slice_loss(logits, target, grad_scale: float | None, dt: torch.dtype, compil
     return (compiled(cross_entropy) if compile else cross_entropy)(logits.to(torch.promote_types(logits.dtype, torch.float32)), target, grad_scale, dt)
 
 
-@functools.cache
 def loss_by_triton(rows: int, V: int, dt: torch.dtype, device: torch.device) -> bool:
-    """Whether the Triton kernel beats the compiled twin here, for slices of this size."""
+    """Whether the Triton kernel beats the compiled twin here, for slices of this size. Not measured while a CUDA graph is captured."""
     if device.type != 'cuda' or triton_module() is None:
         return False
-    logits, target = (torch.randn(rows, V, device=device) * 5).to(dt), torch.randint(V, (rows, 1), device=device)
-    found = chosen[rows, V, dt] = {'loss': compare(lambda triton: slice_loss(logits.clone(), target, 1 / rows, dt, True, triton))}
-    return wins(found['loss'])
+    if (rows, V, dt) not in chosen:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        random = torch.Generator(device).manual_seed(0)
+        logits = (torch.randn(rows, V, device=device, generator=random) * 5).to(dt)
+        target = torch.randint(V, (rows, 1), device=device, generator=random)
+        chosen[rows, V, dt] = {'loss': compare(lambda triton: slice_loss(logits.clone(), target, 1 / rows, dt, True, triton))}
+    return wins(chosen[rows, V, dt]['loss'])
 
 
 class HeadLoss(torch.autograd.Function):

@@ -328,7 +328,13 @@ def describe(run: SimpleNamespace) -> str:
 
 
 def evaluate_run(run: SimpleNamespace) -> tuple[float, float]:
-    return evaluate(run.model, run.val, run.micro, min(block_size, 128), run.kind, run.amp)  # longer chunks only cost memory
+    config, training = run.model.config, run.model.config.path
+    if run.whole and recurrent and training == 'compiled':
+        config.path = 'graphed'                                # nothing captures a validation whole
+    try:
+        return evaluate(run.model, run.val, run.micro, min(block_size, 128), run.kind, run.amp)  # longer chunks only cost memory
+    finally:
+        config.path = training
 
 
 def validate(run: SimpleNamespace) -> None:

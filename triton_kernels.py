@@ -1,12 +1,14 @@
 """
 Triton kernels of the recurrent unroll (kernels.py), for Hopper: bf16 operands, fp32 accumulators, sums and norms.
-Each has a plain PyTorch twin of the same name and signature in kernels.py. Under TRITON_INTERPRET=1 they run on the CPU, in fp32
-(the interpreter's bf16 product is wrong).
+unroll.py and kernels.py call them where they measure faster than compiled PyTorch, which stands beside each call. Under
+TRITON_INTERPRET=1 they run on the CPU, in fp32 (the interpreter's bf16 product is wrong).
 
 layout = (B, E, G, R, K, shared); C cache heads (G, or E*G where experts own their cache), M query heads a cache head (E*R, or R).
 A row of q, k and v: queries (C, M, K), keys (C, K), values (C, K). A block of n tokens has S = W + n slots: 0..W-1 are carried
 entries (those below W - count are empty), token t's is W + t; it sees slots t+1 .. W+t. `dt` is the dtype of matrix products,
 `wide` is fp32. RoPE pairs dimension j with j + K/2: a head is handled as two halves of K/2, each padded to a power of two.
+What is by expert, (E, rows, X), may be a slice of rows of a larger (E, n, X) buffer, inputs and outputs alike: a row lies together, rows
+follow each other, experts any distance apart. Outputs that only a backward reads are written where the caller gives memory for them.
 Nothing here synchronises; t and g0 are plain ints that change no kernel, so that a loop over t compiles once.
 """
 import math
@@ -51,13 +53,13 @@ def _store2(x, x1, x2, mask, HALF: tl.constexpr):
 
 
 @triton.jit
-def _by_expert(b, c, m, B, G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr):
+def _by_expert(b, c, m, stride_e, G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr):
     """Where query head m of cache head c lies in (E, B, G*R*K)."""
     if SHARED:
-        at = ((m // R) * B + b) * (G * R) + c * R + m % R
+        at = (m // R).to(tl.int64) * stride_e + (b * (G * R) + c * R + m % R) * K
     else:
-        at = ((c // G) * B + b) * (G * R) + (c % G) * R + m
-    return at * K
+        at = (c // G).to(tl.int64) * stride_e + (b * (G * R) + (c % G) * R + m) * K
+    return at
 
 
 # Norm of queries and key, RoPE, push into the cache and window attention of one token, in one pass over the window: in PyTorch
@@ -65,7 +67,7 @@ def _by_expert(b, c, m, B, G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, SH
 # so that a key is read once. The token's own key never leaves the registers, so that its store needs no barrier; its score is what the
 # softmax subtracts: scores of normalised vectors lie within +-sqrt(K), so fp32 needs no running maximum. Empty slots are skipped.
 @triton.jit(do_not_specialize=['t'])
-def _attention_kernel(qkv, kbuf, vbuf, kn, count, cos, sin, att, rq, rk, q_rot, lse, t, W, S, B, scale,
+def _attention_kernel(qkv, kbuf, vbuf, kn, count, cos, sin, att, rq, rk, q_rot, lse, t, W, S, att_e, scale,
                       C: tl.constexpr, M: tl.constexpr, G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr,
                       KEEP: tl.constexpr, MP: tl.constexpr, HP: tl.constexpr, N: tl.constexpr):
     HALF: tl.constexpr = K // 2
@@ -114,7 +116,7 @@ def _attention_kernel(qkv, kbuf, vbuf, kn, count, cos, sin, att, rq, rk, q_rot, 
         o1 = tl.dot(p.to(dt), values1, o1, input_precision='ieee')
         o2 = tl.dot(p.to(dt), values2, o2, input_precision='ieee')
     total = 1 + tl.sum(parts, 1)
-    to = att + _by_expert(b, c, m, B, G, R, K, SHARED)[:, None] + h[None, :]
+    to = att + _by_expert(b, c, m, att_e, G, R, K, SHARED)[:, None] + h[None, :]
     _store2(to, o1 / total[:, None], o2 / total[:, None], mh, HALF)
     if KEEP:
         tl.store(rq + head * M + m, r, m < M)
@@ -142,7 +144,7 @@ def _probabilities(q1, q2, do1, do2, lse2, delta, kbuf, vbuf, n, seen, h, scale,
 # others p and ds are kept (M * S numbers a token, not 2 * S * K), to be added by one product a group.
 @triton.jit(do_not_specialize=['t', 'g0'])
 def _attention_backward_kernel(datt, att, q_rot, rq, rk, lse, kbuf, vbuf, count, cos, sin, dk, dv, P, DS, DO, dqkv,
-                               t, g0, W, S, B, F, scale,
+                               t, g0, W, S, datt_e, att_e, F, scale,
                                C: tl.constexpr, M: tl.constexpr, G: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
                                SHARED: tl.constexpr, MP: tl.constexpr, HP: tl.constexpr, N: tl.constexpr):
     HALF: tl.constexpr = K // 2
@@ -153,9 +155,8 @@ def _attention_backward_kernel(datt, att, q_rot, rq, rk, lse, kbuf, vbuf, count,
     slot, head = W + t, b * C + c
     window, kept = head * S * K, (head * F + (t - g0)) * M     # where this head's slots begin, and this token's rows of P, DS and DO
     kbuf, vbuf, dk, dv, P, DS, DO = kbuf + window, vbuf + window, dk + window, dv + window, P + kept * S, DS + kept * S, DO + kept * K
-    at = _by_expert(b, c, m, B, G, R, K, SHARED)[:, None] + h[None, :]
-    do1, do2 = _load2(datt + at, mh, HALF)
-    o1, o2 = _load2(att + at, mh, HALF)
+    do1, do2 = _load2(datt + _by_expert(b, c, m, datt_e, G, R, K, SHARED)[:, None] + h[None, :], mh, HALF)
+    o1, o2 = _load2(att + _by_expert(b, c, m, att_e, G, R, K, SHARED)[:, None] + h[None, :], mh, HALF)
     q1, q2 = _load2(q_rot + (head * M + m)[:, None] * K + h[None, :], mh, HALF)
     _store2(DO + m[:, None] * K + h[None, :], do1, do2, mh, HALF)
     delta = tl.sum(do1.to(tl.float32) * o1.to(tl.float32), 1) + tl.sum(do2.to(tl.float32) * o2.to(tl.float32), 1)
@@ -215,11 +216,11 @@ def _attention_constants(layout, W):
 
 def window_attention(qkv, kbuf, vbuf, kn, count, t, W, cos, sin, layout, keep):
     """Token t of a block: its key into kn and kbuf, its value into vbuf (B*C, S, K), and its attended values (E, B, G*R*K).
-    qkv (B, (C*M + 2*C)*K); cos, sin (S, K/2); keep: None, or (rq, rk, q_rot, lse), written for the backward."""
+    qkv (B, (C*M + 2*C)*K); cos, sin (S, K/2); keep: None, or (rq, rk, q_rot, lse, att), written for the backward, the last returned."""
     B, E, G, R, K, _ = layout
     grid, constants = _attention_constants(layout, W)
-    att = qkv.new_empty(E, B, G * R * K)
-    _attention_kernel[grid](qkv, kbuf, vbuf, kn, count, cos, sin, att, *(keep or (None,) * 4), t, W, kbuf.size(1), B, 1 / math.sqrt(K),
+    *kept, att = keep or (None, None, None, None, qkv.new_empty(E, B, G * R * K))
+    _attention_kernel[grid](qkv, kbuf, vbuf, kn, count, cos, sin, att, *kept, t, W, kbuf.size(1), att.stride(0), 1 / math.sqrt(K),
                             KEEP=keep is not None, **constants)
     return att
 
@@ -232,7 +233,7 @@ def window_attention_backward(datt, att, q_rot, rq, rk, lse, kbuf, vbuf, count, 
     C, M = constants['C'], constants['M']
     dqkv = datt.new_empty(B, (C * M + 2 * C) * K)
     _attention_backward_kernel[grid](datt, att, q_rot, rq, rk, lse, kbuf, vbuf, count, cos, sin, dk, dv, P, DS, DO, dqkv, t, g0, W,
-                                     kbuf.size(1), B, P.size(1), 1 / math.sqrt(K), **constants)
+                                     kbuf.size(1), datt.stride(0), att.stride(0), P.size(1), 1 / math.sqrt(K), **constants)
     return dqkv
 
 
@@ -253,7 +254,7 @@ def tiles(E: int, B: int, N: int, K: int, size: int) -> dict:
 def _product(x, w, r, f, rows, cols, B, N, stride_k, K: tl.constexpr, SQUARED: tl.constexpr, NORM: tl.constexpr,
              BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     """(BM, BN) tile of x @ w in fp32: x points at (B, K), w at the tile's columns of a matrix whose next row is stride_k away. NORM: rows
-    of x are scaled by r, and as scaled and rounded written to f by the first tile of columns."""
+    of x are scaled by r, and as scaled and rounded written to f (if there is one) by the first tile of columns."""
     acc = tl.zeros([BM, BN], tl.float32)
     for start in range(0, K, BK):
         k = start + tl.arange(0, BK)
@@ -261,7 +262,8 @@ def _product(x, w, r, f, rows, cols, B, N, stride_k, K: tl.constexpr, SQUARED: t
         a = tl.load(x + rows[:, None] * K + k[None, :], mask, 0.0)
         if NORM:
             a = (a * r[:, None]).to(w.dtype.element_ty)
-            tl.store(f + rows[:, None] * K + k[None, :], a, mask & (tl.program_id(1) == 0))
+            if f is not None:
+                tl.store(f + rows[:, None] * K + k[None, :], a, mask & (tl.program_id(1) == 0))
         if SQUARED:
             a = (a.to(tl.float32) * a.to(tl.float32)).to(w.dtype.element_ty)
         acc = tl.dot(a, tl.load(w + k[:, None] * stride_k, (k < K)[:, None] & (cols < N)[None, :], 0.0), acc, input_precision='ieee')
@@ -278,10 +280,10 @@ def _tile(BM: tl.constexpr, BN: tl.constexpr):
 # registers, and the row's sum of squares is taken there, so that the norm that follows needs no pass of its own over y. One partial sum
 # a tile of columns: atomics would make the result depend on their order.
 @triton.jit
-def _expert_residual_kernel(x, w, residual, y, ss, B, P, residual_e, D: tl.constexpr, I: tl.constexpr, SQUARED: tl.constexpr,
+def _expert_residual_kernel(x, w, residual, y, ss, B, P, x_e, residual_e, D: tl.constexpr, I: tl.constexpr, SQUARED: tl.constexpr,
                             BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     rows, cols, e = _tile(BM, BN)
-    acc = _product(x + e * B * I, w + e * D * I + cols[None, :] * I, None, None, rows, cols, B, D, 1, I, SQUARED, False, BM, BN, BK)
+    acc = _product(x + e * x_e, w + e * D * I + cols[None, :] * I, None, None, rows, cols, B, D, 1, I, SQUARED, False, BM, BN, BK)
     mask, at = (rows < B)[:, None] & (cols < D)[None, :], rows[:, None] * D + cols[None, :]
     acc += tl.load(residual + e * residual_e + at, mask, 0.0)
     tl.store(y + e * B * D + at, acc, mask)
@@ -295,8 +297,8 @@ def expert_residual(x, w, residual, squared):
     sizes = tiles(E, B, D, I, x.element_size())
     P = triton.cdiv(D, sizes['BN'])
     y, ss = residual.new_empty(E, B, D), residual.new_empty(E, B, P)
-    _expert_residual_kernel[triton.cdiv(B, sizes['BM']), P, E](x, w, residual, y, ss, B, P, B * D if residual.dim() == 3 else 0, D, I,
-                                                               squared, **sizes)
+    _expert_residual_kernel[triton.cdiv(B, sizes['BM']), P, E](x, w, residual, y, ss, B, P, x.stride(0),
+                                                               residual.stride(0) if residual.dim() == 3 else 0, D, I, squared, **sizes)
     return y, ss
 
 
@@ -304,51 +306,57 @@ def expert_residual(x, w, residual, squared):
 # in fp32, twice the bytes of its bf16: cheap while a tile holds all rows and weights are the traffic, not beyond 128 rows, where the norm
 # is a kernel before.
 @triton.jit
-def _expert_relu_kernel(x, ss, up, act, f, r, B, O: tl.constexpr, D: tl.constexpr, P: tl.constexpr, NORM: tl.constexpr, PP: tl.constexpr,
-                        BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+def _expert_relu_kernel(x, ss, up, act, f, r, B, x_e, act_e, f_e, r_e, O: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+                        NORM: tl.constexpr, KEEP: tl.constexpr, PP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     rows, cols, e = _tile(BM, BN)
-    factor = None
+    factor, normed = None, None
     if NORM:
         p = tl.arange(0, PP)
         parts = tl.load(ss + (e * B + rows)[:, None] * P + p[None, :], (rows < B)[:, None] & (p < P)[None, :], 0.0)
         factor = tl.rsqrt(tl.sum(parts, 1) / D + EPS)
-        tl.store(r + e * B + rows, factor, (rows < B) & (tl.program_id(1) == 0))
-    acc = _product(x + e * B * D, up + e * O * D + cols[None, :] * D, factor, f + e * B * D, rows, cols, B, O, 1, D, False, NORM,
-                   BM, BN, BK)
-    tl.store(act + e * B * O + rows[:, None] * O + cols[None, :], tl.maximum(acc, 0.0).to(act.dtype.element_ty),
+        if KEEP:
+            normed = f + e * f_e
+            tl.store(r + e * r_e + rows, factor, (rows < B) & (tl.program_id(1) == 0))
+    acc = _product(x + e * x_e, up + e * O * D + cols[None, :] * D, factor, normed, rows, cols, B, O, 1, D, False, NORM, BM, BN, BK)
+    tl.store(act + e * act_e + rows[:, None] * O + cols[None, :], tl.maximum(acc, 0.0).to(act.dtype.element_ty),
              (rows < B)[:, None] & (cols < O)[None, :])
 
 
-def expert_relu(y, ss, up):
-    """act (E, B, O) = relu(f @ up^T), f (E, B, D) = y * r and r (E, B, 1), from y (E, B, D), its partial sums of squares, up (E, O, D)."""
+def expert_relu(y, ss, up, out=None):
+    """act (E, B, O) = relu(f @ up^T), f (E, B, D) = y * r, from y (E, B, D), its partial sums of squares, up (E, O, D).
+    out: None, or (act, f, r): where they go, r (E, B, 1)."""
     (E, B, D), O = y.shape, up.size(1)
     sizes = tiles(E, B, O, D, up.element_size())
-    act, f, r = up.new_empty(E, B, O), up.new_empty(E, B, D), y.new_empty(E, B, 1)
+    act, f, r = out or (up.new_empty(E, B, O), None, None)
     fused = B <= 128
     if not fused:
+        f = up.new_empty(E, B, D) if f is None else f
         _normalise(y, ss, None, None, f, r)
+    x = y if fused else f
     _expert_relu_kernel[triton.cdiv(B, sizes['BM']), triton.cdiv(O, sizes['BN']), E](
-        y if fused else f, ss, up, act, f, r, B, O, D, ss.size(2), fused, padded(ss.size(2), 1), **sizes)
-    return act, f, r
+        x, ss, up, act, f, r, B, x.stride(0), act.stride(0), *(0 if a is None else a.stride(0) for a in (f, r)), O, D, ss.size(2),
+        fused, out is not None, padded(ss.size(2), 1), **sizes)
+    return act
 
 
 # The FFN's backward through squared ReLU: 2 * act is the derivative, zero where ReLU was off; multiplied in the epilogue.
 @triton.jit
-def _expert_relu_backward_kernel(dx, down, act, dact, B, O: tl.constexpr, D: tl.constexpr,
+def _expert_relu_backward_kernel(dx, down, act, dact, B, dx_e, act_e, dact_e, O: tl.constexpr, D: tl.constexpr,
                                  BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     rows, cols, e = _tile(BM, BN)
-    acc = _product(dx + e * B * D, down + e * D * O + cols[None, :], None, None, rows, cols, B, O, O, D, False, False, BM, BN, BK)
+    acc = _product(dx + e * dx_e, down + e * D * O + cols[None, :], None, None, rows, cols, B, O, O, D, False, False, BM, BN, BK)
     mask, at = (rows < B)[:, None] & (cols < O)[None, :], rows[:, None] * O + cols[None, :]
-    a = tl.load(act + e * B * O + at, mask, 0.0).to(tl.float32)
-    tl.store(dact + e * B * O + at, (2 * a * acc).to(dact.dtype.element_ty), mask)
+    a = tl.load(act + e * act_e + at, mask, 0.0).to(tl.float32)
+    tl.store(dact + e * dact_e + at, (2 * a * acc).to(dact.dtype.element_ty), mask)
 
 
-def expert_relu_backward(dx, down, act):
-    """dact (E, B, O) = 2 * act * (dx @ down): dx (E, B, D), down (E, D, O), act (E, B, O)."""
+def expert_relu_backward(dx, down, act, out=None):
+    """dact (E, B, O) = 2 * act * (dx @ down): dx (E, B, D), down (E, D, O), act (E, B, O). out: where it goes."""
     (E, B, D), O = dx.shape, down.size(2)
     sizes = tiles(E, B, O, D, dx.element_size())
-    dact = torch.empty_like(act)
-    _expert_relu_backward_kernel[triton.cdiv(B, sizes['BM']), triton.cdiv(O, sizes['BN']), E](dx, down, act, dact, B, O, D, **sizes)
+    dact = act.new_empty(E, B, O) if out is None else out
+    _expert_relu_backward_kernel[triton.cdiv(B, sizes['BM']), triton.cdiv(O, sizes['BN']), E](
+        dx, down, act, dact, B, dx.stride(0), act.stride(0), dact.stride(0), O, D, **sizes)
     return dact
 
 
@@ -357,17 +365,19 @@ def expert_relu_backward(dx, down, act):
 # Each expert's norm (its factor from the partial sums) and the weighted sum over experts, in one read of x. A program holds a slice of
 # columns of all experts of one stream, so that their loads are in flight together.
 @triton.jit
-def _norm_sum_kernel(x, ss, coef, s, h, r, B, coef_e, coef_b, E: tl.constexpr, D: tl.constexpr, P: tl.constexpr, SUM: tl.constexpr,
+def _norm_sum_kernel(x, ss, coef, s, h, r, B, coef_e, coef_b, h_e, r_e, E: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
                      EP: tl.constexpr, PP: tl.constexpr, BD: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
-    e, p, d = tl.arange(0, EP), tl.arange(0, PP), tl.program_id(1) * BD + tl.arange(0, BD)
-    mask, at = (e < E)[:, None] & (d < D)[None, :], (e * B + b)[:, None] * D + d[None, :]
+    e, p, d = tl.arange(0, EP).to(tl.int64), tl.arange(0, PP), tl.program_id(1) * BD + tl.arange(0, BD)
+    mask = (e < E)[:, None] & (d < D)[None, :]
     parts = tl.load(ss + (e * B + b)[:, None] * P + p[None, :], (e < E)[:, None] & (p < P)[None, :], 0.0)
     factor = tl.rsqrt(tl.sum(parts, 1) / D + EPS)
-    tl.store(r + e * B + b, factor, (e < E) & (tl.program_id(1) == 0))
-    hat = tl.load(x + at, mask, 0.0) * factor[:, None]
-    tl.store(h + at, hat.to(h.dtype.element_ty), mask)
-    if SUM:
+    hat = tl.load(x + (e * B + b)[:, None] * D + d[None, :], mask, 0.0) * factor[:, None]
+    if r is not None:
+        tl.store(r + e * r_e + b, factor, (e < E) & (tl.program_id(1) == 0))
+    if h is not None:
+        tl.store(h + (e * h_e + b * D)[:, None] + d[None, :], hat.to(h.dtype.element_ty), mask)
+    if s is not None:
         weight = tl.load(coef + e * coef_e + b * coef_b, e < E, 0.0)
         tl.store(s + b * D + d, tl.sum(weight[:, None] * hat, 0), d < D)
 
@@ -377,18 +387,16 @@ def _normalise(x, ss, coef, s, h, r):
     EP = padded(E, 1)
     BD = min(padded(D), max(16, min(128 if B <= 64 else 256, 4096 // EP)))
     coef_e, coef_b = (0, 0) if coef is None else coef.expand(E, B, 1).stride()[:2]
-    _norm_sum_kernel[B, triton.cdiv(D, BD)](x, ss, coef, s, h, r, B, coef_e, coef_b, E, D, P, s is not None, EP, padded(P, 1), BD,
-                                            num_warps=4)
+    h_e, r_e = (0 if a is None else a.stride(0) for a in (h, r))
+    _norm_sum_kernel[B, triton.cdiv(D, BD)](x, ss, coef, s, h, r, B, coef_e, coef_b, h_e, r_e, E, D, P, EP, padded(P, 1), BD, num_warps=4)
 
 
-def norm_sum(x, ss, coef, dt=None):
-    """s (B, D) = sum over experts of coef * x * r, h (E, B, D) = x * r in dtype dt, and r (E, B, 1), from x (E, B, D) and its partial sums
-    of squares ss (E, B, P). coef: (E, B, 1) or a 0-dim tensor. dt: bf16 on a GPU, x's own elsewhere, where not given."""
-    E, B, D = x.shape
-    dt = dt or (torch.bfloat16 if x.is_cuda else x.dtype)
-    s, h, r = x.new_empty(B, D), x.new_empty(E, B, D, dtype=dt), x.new_empty(E, B, 1)
-    _normalise(x, ss, coef, s, h, r)
-    return s, h, r
+def norm_sum(x, ss, coef, out=None):
+    """s (B, D) = sum over experts of coef * h, h (E, B, D) = x * r, from x (E, B, D) and its partial sums of squares ss (E, B, P).
+    coef: (E, B, 1) or a 0-dim tensor. out: None, or (h, r): where they go, r (E, B, 1)."""
+    s = x.new_empty(x.shape[1:])
+    _normalise(x, ss, coef, s, *(out or (None, None)))
+    return s
 
 
 # ---- loss ----

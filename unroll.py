@@ -160,8 +160,8 @@ def experts(plan: Plan, u, att, coef, weights, keep) -> torch.Tensor:
     (wo, up, down), k = weights, triton_module()
     ry, f, act, rx, h = keep or [None] * 5
     y, squares = k.expert_residual(att, wo, u, False)
-    act, f, ry = k.expert_relu(y, squares, up, (act, f, ry))
-    return k.norm_sum(*k.expert_residual(act, down, y, True), coef, (h, rx))
+    act = k.expert_relu(y, squares, up, keep and (act, f, ry))
+    return k.norm_sum(*k.expert_residual(act, down, y, True), coef, keep and (h, rx))
 
 
 def experts_backward(plan: Plan, ds, coef, kept, weights, keep) -> tuple[torch.Tensor, torch.Tensor]:
@@ -235,47 +235,75 @@ def flush(work, q_rot, l: int, before: slice) -> None:
 TRITON = ('attention', 'experts', 'experts_backward')
 
 
+@torch.no_grad()                                               # as a Function's forward: torch.compile would make other graphs
 def trials(plan: Plan, n: int) -> dict:
-    """{name: function} of one token and level on made-up numbers, by Triton kernels or by the compiled twins; they return results."""
-    plan = plan._replace(L=1, router=0, grad=True)
+    """{name: function(triton)} of the last token of a block of n at one level, windows full, on made-up numbers: by Triton kernels or by
+    plan.ops; with what belongs to the backward where the plan has gradients. They return all that such a token leaves behind, as views
+    of memory that the next call writes over."""
+    plan = plan._replace(L=1, router=0)
     (B, E, G, R, K, _), (C, M, _), t = plan.layout, heads(plan.layout), n - 1
-    work, keep, D = workspace(plan, n), empty(plan, shapes(plan, n)[0]), G * R * K
+    work, keep, D, g = workspace(plan, n), empty(plan, shapes(plan, n)[0]) if plan.grad else {}, G * R * K, t // GROUP * GROUP
+    random_numbers = torch.Generator(plan.device).manual_seed(0)           # the training's own go on as if nothing had been measured
 
     def random(*shape, dtype=plan.dt, scale=1.0):
-        return (torch.randn(shape, device=plan.device) * scale).to(dtype)
-    work['count'].fill_(plan.W)
-    load_caches(plan, n, work, *(random(1, B * C, plan.W + n, K) for _ in range(2)), work['count'].clone())
+        return (torch.randn(shape, device=plan.device, generator=random_numbers) * scale).to(dtype)
+    load_caches(plan, n, work, *(random(1, B * C, plan.W + n, K) for _ in range(2)), torch.full_like(work['count'], plan.W))
     qkv, att, ds, u = random(B, (C * M + 2 * C) * K), random(E, B, D), random(B, D, dtype=plan.wide), random(B, D, dtype=plan.wide)
-    weights = [random(E, *shape, scale=D**-0.5) for shape in ((D, D), (4 * D, D), (D, 4 * D))]
-    attention_keep, experts_keep, grads = (at(keep if i < 2 else work, names, 0, t, B) for i, names in
-                                           enumerate((ATTENTION, EXPERTS, ('dy', 'dact', 'dx'))))
-    group = t // GROUP * GROUP
-
+    weights = [random(E, *shape, scale=shape[1]**-0.5) for shape in ((D, D), (4 * D, D), (D, 4 * D))]
+    attention_keep, experts_keep, grads = (at(memory, names, 0, t, B) if plan.grad else None for memory, names in
+                                           ((keep, ATTENTION), (keep, EXPERTS), (work, ('dy', 'dact', 'dx'))))
+    own, before = slice(plan.W + g, plan.W + n), slice(g + 1, plan.W + g)  # the group's slots; those of its windows that flush adds to
     plans = {triton: plan._replace(triton=frozenset(TRITON if triton else ())) for triton in (True, False)}
 
     def attention(triton):
-        out = window_attention(plans[triton], work, qkv, 0, t, attention_keep)
-        work['dk'].zero_()
-        work['dv'].zero_()
-        return out, window_attention_backward(plans[triton], work, att, attention_keep, 0, t, group, n - group)
+        out = [window_attention(plans[triton], work, qkv, 0, t, attention_keep)]
+        out += [work[name][0, :, plan.W + t] for name in ('kbuf', 'vbuf', 'kn')]
+        if not plan.grad:
+            return out
+        for name in ('dk', 'dv'):
+            work[name][:, :, own].zero_()
+        dqkv = window_attention_backward(plans[triton], work, att, attention_keep, 0, t, g, n - g)
+        later = [work[name][0, :, t - g, :, before] for name in ('p', 'dscores')] if before.start < before.stop else []
+        return *out, *attention_keep[:3], dqkv, *later, work['do'][0, :, t - g], *(work[name][0, :, own] for name in ('dk', 'dv'))
 
     def forward(triton):
-        return (experts(plans[triton], u, att, work['coef'], weights, experts_keep),)
+        return experts(plans[triton], u, att, work['coef'], weights, experts_keep), *(experts_keep or ())
 
     def backward(triton):
-        return experts_backward(plans[triton], ds, work['coef'], experts_keep, weights, grads)
-    return {'attention': attention, 'experts': forward, 'experts_backward': backward}
+        return *experts_backward(plans[triton], ds, work['coef'], experts_keep, weights, grads), *grads
+    forward(False)                                             # what the backward reads
+    return {'attention': attention, 'experts': forward} | ({'experts_backward': backward} if plan.grad else {})
 
 
+def trial_cost(plan: Plan, n: int) -> dict:
+    """{name: (FLOPs of products, bytes)} of each trial with gradients: what must be read and written once at least,
+    nothing between its pieces."""
+    (B, E, G, R, K, _), (C, M, _), W = plan.layout, heads(plan.layout), plan.W
+    size, wide, D = plan.dt.itemsize, plan.wide.itemsize, G * R * K
+    rows, window, weights, own = E * B * D, B * C * M * W, 9 * E * D * D, n - (n - 1) // GROUP * GROUP
+    cache = 2 * B * C * W * K * size
+    # attention: keys and values twice, queries, outputs and their gradients in and out, p and ds; dk, dv of the group read and written
+    return {'attention': (2 * 5 * window * K, 2 * cache + 8 * rows * size + 2 * window * size + 4 * B * C * own * K * wide),
+            'experts': (2 * B * weights, (weights + 7 * rows) * size + 2 * B * D * wide),               # att, f, act, h
+            'experts_backward': (2 * B * weights, (weights + 13 * rows) * size + 2 * B * D * wide)}     # f, act, h, dx, dact, dy, datt
+
+
+@torch.autocast('cuda', enabled=False)                         # as in the loop
 def choose(plan: Plan, n: int) -> frozenset:
-    """The Triton kernels that beat the compiled twins of this plan's pieces here, and agree with them. CUDA only; measured once a plan."""
+    """The Triton kernels that beat the compiled twins of this plan's pieces here, and agree with them. CUDA only; measured once a plan, by
+    CUDA graphs: so not while another is captured, where what was not measured before stays compiled."""
     if plan.device.type != 'cuda' or triton_module() is None:
         return frozenset()
-    key = plan._replace(L=1, router=0, grad=True, graphs=False), n
-    if key not in chosen:
-        chosen[key] = {name: compare(run) for name, run in trials(plan, n).items()}
-        _work.pop((key[0], n), None)
-    return frozenset(name for name, found in chosen[key].items() if wins(found))
+    plan = plan._replace(L=1, router=0, graphs=False, triton=None)      # None: no chunk's own plan, so its memory may go
+    if (plan, n) not in chosen:
+        if torch.cuda.is_current_stream_capturing():
+            return frozenset()
+        try:
+            chosen[plan, n] = {name: compare(run) for name, run in trials(plan, n).items()}
+        finally:
+            _work.pop((plan, n), None)
+            torch.cuda.empty_cache()
+    return frozenset(name for name, found in chosen[plan, n].items() if wins(found))
 
 
 class Unroll(torch.autograd.Function):

@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 
 import data_fineweb
+import kernels
 import model as m
 import train_lm
 import train_sokoban
+import unroll
 from configurator import configure
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason='no CUDA device')]
@@ -121,3 +123,89 @@ def test_train_lm_graphs_replay_what_runs_eagerly(tmp_path, monkeypatch, setting
     assert all(graph is not None for _, graph, _ in captured.values())
     assert losses == pytest.approx(eager_losses, rel=2e-3)
     assert (weights - eager_weights).norm() < 0.02 * moved     # Muon's bf16 iteration amplifies roundings
+
+
+# ---- Triton kernels in the unroll ----
+
+@pytest.mark.parametrize('aggregation, share_kv', [('sqrt_sum', True), ('softmax_l2', False)])
+@pytest.mark.parametrize('name', [*unroll.TRITON, 'loss'])
+def test_each_triton_kernel_in_bf16_against_float64(monkeypatch, name, aggregation, share_kv):
+    """Two chunks of three blocks by this kernel, faster or not, and compiled PyTorch for the rest."""
+    pytest.importorskip('triton')
+    monkeypatch.setattr(unroll, 'choose', lambda plan, n: frozenset(unroll.TRITON) & {name})
+    monkeypatch.setattr(kernels, 'loss_by_triton', lambda *sizes: name == 'loss')
+    monkeypatch.setattr(unroll, 'BLOCK', 10)
+    torch.manual_seed(0)
+    config = m.ModelConfig(512, 2, 3, 192, window=40, block_size=24, aggregation=aggregation, share_kv=share_kv, path='plain')
+    model = m.RecurrentGPT(config)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.05)
+    exact = m.RecurrentGPT(config).double().cuda()
+    exact.load_state_dict(model.state_dict())
+    model.cuda()
+    want_state = state = None
+    for x, y in torch.randint(512, (2, 2, 4, 24), device='cuda'):
+        config.path = 'plain'
+        want_loss, want, want_state = gradients(exact, x, y, want_state)
+        config.path = 'compiled'
+        loss, grad, state = gradients(model, x, y, state, amp=True)
+        assert abs(loss - want_loss) < 0.02 * want_loss
+        assert F.cosine_similarity(grad, want, 0) > 0.99 and 0.97 < grad.norm() / want.norm() < 1.03
+        assert all(t.isfinite().all() for t in state)
+
+
+@pytest.mark.parametrize('names', [frozenset(), frozenset(unroll.TRITON)], ids=['compiled', 'triton'])
+@pytest.mark.parametrize('T', [20, 8])
+def test_graphed_blocks_equal_eager_ones(monkeypatch, names, T):
+    """Six chunks of one block of 8 tokens, or of three, captured in the second to the fourth: losses, gradients, states and evaluation as
+    eager code's, in fp32, though weights and tokens change."""
+    if names:
+        pytest.importorskip('triton')
+    monkeypatch.setattr(unroll, 'choose', lambda plan, n: names)
+    monkeypatch.setattr(unroll, 'BLOCK', 8)
+    unroll.release()
+    torch.manual_seed(0)
+    config = m.ModelConfig(512, 2, 3, 192, window=12, block_size=T)
+    model = m.RecurrentGPT(config).cuda()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.05)
+    states = dict.fromkeys(('fast', 'graphed'))
+
+    def close(a, b):
+        assert (a - b).norm() < 1e-3 * b.norm()
+    for x, y in torch.randint(512, (6, 2, 4, T), device='cuda'):
+        found, logits = {}, {}
+        for path in states:
+            config.path = path
+            loss, grad, states[path] = gradients(model, x, y, states[path])
+            found[path] = loss, grad
+            with torch.no_grad():
+                logits[path] = model(x, state=states[path])[0].clone()
+        close(found['graphed'][0], found['fast'][0])
+        close(found['graphed'][1], found['fast'][1])
+        close(logits['graphed'], logits['fast'])
+        for mine, eager in zip(states['graphed'], states['fast'], strict=True):
+            close(mine.double(), eager.double())
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1.01)
+    assert any(graph is not None for calls in unroll._graphs.values() for _, graph, _ in calls.values())
+    unroll.release()
+
+
+def test_triton_kernels_are_measured(monkeypatch):
+    """Each is timed beside its compiled twin and agrees with it; on a smaller card one may not fit."""
+    pytest.importorskip('triton')
+    monkeypatch.setattr(kernels, 'chosen', {})
+    monkeypatch.setattr(unroll, 'chosen', kernels.chosen)
+    model = m.RecurrentGPT(m.ModelConfig(512, 1, 2, 384, window=128, block_size=16, path='compiled')).cuda()
+    x, y = torch.randint(512, (2, 64, 16), device='cuda')
+    before = torch.cuda.get_rng_state()
+    loss, _, _ = gradients(model, x, y, None, amp=True)
+    assert loss.isfinite() and torch.equal(torch.cuda.get_rng_state(), before)
+    found = {name: trial for trials in kernels.chosen.values() for name, trial in trials.items()}
+    assert set(found) == {*unroll.TRITON, 'loss'}
+    for name, trial in found.items():
+        assert trial['compiled'] > 0
+        if not trial.get('error', '').startswith('OutOfResources'):
+            assert 'error' not in trial and trial['difference'] < 0.03 and trial['triton'] > 0, (name, trial)

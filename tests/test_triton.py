@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import kernels as plain  # noqa: E402
 import triton_kernels as tk  # noqa: E402
+import unroll  # noqa: E402
 
 INTERPRETED = os.environ.get('TRITON_INTERPRET') == '1'
 interpreted = pytest.mark.skipif(not INTERPRETED, reason='TRITON_INTERPRET=1 not set: test_under_the_interpreter runs it')
@@ -48,10 +49,11 @@ def window_attention(qkv, kbuf, vbuf, kn, count, t, W, cos, sin, layout, keep):
     slot = torch.arange(kbuf.size(1), device=qkv.device)
     hidden = ((slot <= t) | (slot > W + t) | (slot < W - count[:, None])).repeat_interleave(C, 0)[:, None]
     score = (q_rot.view(B * C, M, K).to(wide) @ kbuf.to(wide).mT / math.sqrt(K)).masked_fill(hidden, -math.inf)
+    att = plain.by_expert((score.softmax(-1) @ vbuf.to(wide)).to(dt), layout)
     if keep is not None:
-        for buffer, x in zip(keep, (rq, rk, q_rot, score.logsumexp(-1, keepdim=True)), strict=True):
+        for buffer, x in zip(keep, (rq, rk, q_rot, score.logsumexp(-1, keepdim=True), att), strict=True):
             buffer.copy_(x)
-    return plain.by_expert((score.softmax(-1) @ vbuf.to(wide)).to(dt), layout)
+    return att
 
 
 def window_attention_backward(datt, att, q_rot, rq, rk, lse, kbuf, vbuf, count, t, g0, W, cos, sin, layout, dk, dv, P, DS, DO):
@@ -78,19 +80,25 @@ def expert_residual(x, w, residual, squared):
     return y, y.square().sum(-1, keepdim=True)
 
 
-def expert_relu(y, ss, up):
+def expert_relu(y, ss, up, out=None):
     r = torch.rsqrt(ss.sum(-1, keepdim=True) / y.size(-1) + 1e-6)
     f = (y * r).to(up.dtype)
-    return (f.to(y.dtype) @ up.to(y.dtype).mT).relu().to(up.dtype), f, r
+    act = (f.to(y.dtype) @ up.to(y.dtype).mT).relu().to(up.dtype)
+    for buffer, value in zip(out or (), (act, f, r), strict=False):
+        buffer.copy_(value)
+    return act
 
 
-def norm_sum(x, ss, coef):
+def norm_sum(x, ss, coef, out=None):
     r = torch.rsqrt(ss.sum(-1, keepdim=True) / x.size(-1) + 1e-6)
-    return (coef * x * r).sum(0), x * r, r
+    for buffer, value in zip(out or (), (x * r, r), strict=False):
+        buffer.copy_(value)
+    return (coef * x * r).sum(0)
 
 
-def expert_relu_backward(dx, down, act):
-    return 2 * act * (dx @ down)
+def expert_relu_backward(dx, down, act, out=None):
+    dact = 2 * act * (dx @ down)
+    return dact if out is None else out.copy_(dact)
 
 
 def cross_entropy(logits, target, grad_scale, dt):
@@ -102,7 +110,8 @@ def cross_entropy(logits, target, grad_scale, dt):
 # ---- inputs ----
 
 def attention_inputs(layout, W, n, F_, dt=torch.float32, device='cpu', seed=0):
-    """A block's buffers with carried entries, and random qkv (n rows) and gradients of att; some windows empty, some full."""
+    """A block's buffers with carried entries, and random qkv (n rows) and gradients of att; some windows empty, some full. att and its
+    gradients are (E, n*B, D), as a block keeps them: a token's are a slice of it."""
     g = torch.Generator(device).manual_seed(seed)
     (B, E, G, R, K, _), (C, M) = layout, heads(layout)
     S, wide = W + n, torch.float32
@@ -115,9 +124,9 @@ def attention_inputs(layout, W, n, F_, dt=torch.float32, device='cpu', seed=0):
     kbuf, vbuf = plain.apply_rope(kn, cos, sin).to(dt), normal(B * C, S, K)
     count = torch.tensor([0, W, W // 2, 1][:B] + [W] * (B - 4), device=device)
     x = {'qkv': normal(n, B, (C * M + 2 * C) * K), 'kbuf': kbuf, 'vbuf': vbuf, 'kn': kn, 'count': count, 'cos': cos, 'sin': sin,
-         'datt': normal(n, E, B, G * R * K), 'dk': normal(B * C, S, K, dtype=wide), 'dv': normal(B * C, S, K, dtype=wide)}
+         'datt': normal(E, n * B, G * R * K), 'dk': normal(B * C, S, K, dtype=wide), 'dv': normal(B * C, S, K, dtype=wide)}
     keep = {'rq': torch.zeros(n, B, C, M, 1), 'rk': torch.zeros(n, B, C, 1), 'q_rot': torch.zeros(n, B, C, M, K, dtype=dt),
-            'lse': torch.zeros(n, B * C, M, 1)}
+            'lse': torch.zeros(n, B * C, M, 1), 'att': torch.zeros(E, n * B, G * R * K, dtype=dt)}
     rows = {name: torch.full((B * C, F_, M, X), math.nan, dtype=dt) for name, X in (('P', S), ('DS', S), ('DO', K))}
     return x, {name: v.to(device) for name, v in keep.items()}, {name: v.to(device) for name, v in rows.items()}
 
@@ -132,11 +141,11 @@ def copies(tree):
 
 def token(op, backward, x, keep, rows, t, W, g0, layout):
     """One token, forward or backward, with either implementation."""
-    saved = [keep[name][t] for name in ('rq', 'rk', 'q_rot', 'lse')]
+    rq, rk, q_rot, lse, att = saved = unroll.at({name: v[None] for name, v in keep.items()}, unroll.ATTENTION, 0, t, layout[0])
     if not backward:
         return op(x['qkv'][t], x['kbuf'], x['vbuf'], x['kn'], x['count'], t, W, x['cos'], x['sin'], layout, saved)
-    rq, rk, q_rot, lse = saved
-    return op(x['datt'][t], x['att'][t], q_rot, rq, rk, lse, x['kbuf'], x['vbuf'], x['count'], t, g0, W, x['cos'], x['sin'], layout,
+    datt = x['datt'].narrow(1, t * layout[0], layout[0])
+    return op(datt, att, q_rot, rq, rk, lse, x['kbuf'], x['vbuf'], x['count'], t, g0, W, x['cos'], x['sin'], layout,
               x['dk'], x['dv'], rows['P'], rows['DS'], rows['DO'])
 
 
@@ -163,7 +172,8 @@ def test_window_attention_token_by_token(layout, W, n, F_):
         close(keep[name], keep_y[name])
     alone = token(lambda *args: tk.window_attention(*args[:-1], None), False, x, keep, rows, n - 1, W, 0, layout)
     assert torch.equal(alone, att)                             # without `keep` the same
-    y['att'] = x['att'] = x['datt'] + 0.5                      # any values: the backward takes o as it is given
+    assert alone.data_ptr() != att.data_ptr() and torch.equal(att, keep['att'][:, -layout[0]:])
+    keep['att'].copy_(x['datt'] + 0.5)                         # any values: the backward takes o as it is given
     for t in reversed(range(n)):
         g0 = t // F_ * F_
         close(token(tk.window_attention_backward, True, x, keep, rows, t, W, g0, layout),
@@ -177,7 +187,8 @@ def test_window_attention_token_by_token(layout, W, n, F_):
 
 def block_by_kernels(x, keep, rows, layout, W, n, F_):
     """n tokens forward and backward. Returns the attended values and the gradient of qkv."""
-    x['att'] = torch.stack([token(tk.window_attention, False, x, keep, rows, t, W, 0, layout) for t in range(n)])
+    for t in range(n):
+        token(tk.window_attention, False, x, keep, rows, t, W, 0, layout)
     x['dk'].zero_()
     x['dv'].zero_()
     grad = torch.empty_like(x['qkv'])
@@ -189,7 +200,7 @@ def block_by_kernels(x, keep, rows, layout, W, n, F_):
         Q = keep['q_rot'][g0:g0 + len(group)].flatten(1, 2).transpose(0, 1).reshape(DO.shape)
         x['dk'][:, g0:W + g0] += (DS[..., g0:W + g0].mT @ Q).float()
         x['dv'][:, g0:W + g0] += (P[..., g0:W + g0].mT @ DO).float()
-    return x['att'], grad
+    return keep['att'], grad
 
 
 def block_by_autograd(x, layout, W, n):
@@ -206,7 +217,7 @@ def block_by_autograd(x, layout, W, n):
     hidden = ((slot <= at) | (slot > W + at))[:, None] | empty                               # (n, B*C, S)
     p = (torch.einsum('tbmk,bsk->tbms', q, keys) / math.sqrt(K)).masked_fill(hidden[:, :, None], -math.inf).softmax(-1)
     o = torch.einsum('tbms,bsk->tbmk', p, values)
-    att = torch.stack([plain.by_expert(o_t, layout) for o_t in o])
+    att = torch.cat([plain.by_expert(o_t, layout) for o_t in o], 1)
     return att.detach(), torch.autograd.grad(att, qkv, x['datt'])[0]
 
 
@@ -230,14 +241,31 @@ def expert_inputs(E, B, D, O, dt=torch.float32, device='cpu'):
     return {k: v.to(dt) if k in ('up', 'down', 'wo', 'act', 'att') else v for k, v in x.items()}
 
 
+def slices(x, *sizes):
+    """Memory for (E, B, X) outputs amid larger buffers (E, 3*B, X), in the dtypes given."""
+    return [torch.full((*shape[:-2], 3 * shape[-2], shape[-1]), math.nan, dtype=dtype, device=x.device).narrow(-2, shape[-2], shape[-2])
+            for *shape, dtype in sizes]
+
+
 def expert_results(op, x):
-    """Every expert kernel's outputs, as one list. op: triton_kernels, or this file's plain functions."""
-    y, ss = op['expert_residual'](x['att'], x['wo'], x['u'], False)
-    act, f, r = op['expert_relu'](x['y'], x['y'].square().sum(-1, keepdim=True), x['up'])
-    x2, ss2 = op['expert_residual'](x['act'], x['down'], x['y'], True)
-    sums = [op['norm_sum'](x2, ss2, coef) for coef in (x['coef'], torch.tensor(0.3, device=y.device, dtype=y.dtype))]
-    dact = op['expert_relu_backward'](x['att'], x['down'], x['act'])
-    return [y, ss.sum(-1), act, f, r, x2, ss2.sum(-1), *sums[0], *sums[1], dact]
+    """Every expert kernel's outputs, as one list. op: triton_kernels, or this file's plain functions. Inputs and outputs are slices."""
+    (E, B, D), O, dt, wide = x['att'].shape, x['up'].size(1), x['up'].dtype, x['y'].dtype
+    att, act_in = slices(x['y'], (E, B, D, dt), (E, B, O, dt))
+    att.copy_(x['att'])
+    act_in.copy_(x['act'])
+    act, f, r, h, rx, dact = slices(x['y'], (E, B, O, dt), (E, B, D, dt), (E, B, 1, wide), (E, B, D, dt), (E, B, 1, wide), (E, B, O, dt))
+    y, ss = op['expert_residual'](att, x['wo'], x['u'], False)
+    squares = x['y'].square().sum(-1, keepdim=True)
+    kept = op['expert_relu'](x['y'], squares, x['up'], (act, f, r))
+    assert kept.data_ptr() == act.data_ptr() or op is not vars(tk)
+    assert torch.equal(op['expert_relu'](x['y'], squares, x['up']), kept)
+    x2, ss2 = op['expert_residual'](act_in, x['down'], x['y'], True)
+    sums = [op['norm_sum'](x2, ss2, coef, (h, rx)) for coef in (x['coef'], torch.tensor(0.3, device=y.device, dtype=y.dtype))]
+    assert torch.equal(op['norm_sum'](x2, ss2, x['coef']), sums[0])
+    assert torch.equal(op['expert_relu_backward'](att, x['down'], act_in, dact), op['expert_relu_backward'](att, x['down'], act_in))
+    for out in (act, f, r, h, rx, dact):                       # nothing outside its slice
+        assert out._base.isnan().sum() == out._base.numel() * 2 // 3
+    return [y, ss.sum(-1), act, f, r, x2, ss2.sum(-1), *sums, h, rx, dact]
 
 
 @interpreted
@@ -291,14 +319,16 @@ def record(launches, cells):
         kbuf, table, att = empty(B * C, S, K), empty(S, K // 2, dtype=wide), empty(E, B, D)
         lse, rk, q_rot, count = empty(B * C, M, 1, dtype=wide), empty(B, C, 1, dtype=wide), empty(B, C, M, K), empty(B, dtype=torch.int64)
         P, grads = empty(B * C, 8, M, S), empty(B * C, S, K, dtype=wide)
-        for keep in (None, (lse, rk, q_rot, lse)):
+        for keep in (None, (lse, rk, q_rot, lse, att)):
             tk.window_attention(empty(B, (C * M + 2 * C) * K), kbuf, kbuf, kbuf, count, t, W, table, table, layout, keep)
         tk.window_attention_backward(att, att, q_rot, lse, rk, lse, kbuf, kbuf, count, t, 8, W, table, table, layout, grads, grads, P, P,
                                      empty(B * C, 8, M, K))
         y, ss = tk.expert_residual(att, empty(E, D, D), empty(B, D, dtype=wide), False)
-        act = tk.expert_relu(y, ss, empty(E, O, D))[0]
-        x, ss = tk.expert_residual(act, empty(E, D, O), y, True)
-        tk.norm_sum(x, ss, empty(dtype=wide), torch.bfloat16)
+        act, r = empty(E, B, O), empty(E, B, 1, dtype=wide)
+        x, ss_x = tk.expert_residual(act, empty(E, D, O), y, True)
+        for out in (None, (act, att, r)):
+            tk.expert_relu(y, ss, empty(E, O, D), out)
+            tk.norm_sum(x, ss_x, empty(dtype=wide), out and (att, r))
         tk.expert_relu_backward(att, empty(E, D, O), act)
     for dtype in (torch.bfloat16, wide):
         tk.cross_entropy(empty(333, 50304, dtype=dtype), empty(333, 1, dtype=torch.int64), 0.1, torch.bfloat16)
@@ -339,7 +369,7 @@ def report(cells):
     record(launches, cells)
     for fn, args, kwargs in launches:
         tile = {k: v for k, v in kwargs.items() if k in ('KEEP', 'MP', 'N', 'BM', 'BN', 'BK', 'num_stages')}
-        key = f'{fn.__name__} {args[0].dtype} {tile} {[a for a in args if isinstance(a, bool)]}'
+        key = f'{fn.__name__} {args[0].dtype} {tile} {[a for a in args if a is None or isinstance(a, bool)]}'
         if key not in seen:
             seen[key] = compile_for_h100(fn, args, kwargs)
             print(key, seen[key], flush=True)
@@ -377,7 +407,8 @@ def check_attention(layout, W, n, F_, dt, device):
         alike(x[name][:, W:], y[name][:, W:])
     for name in keep:
         alike(keep[name], keep_y[name])
-    x['att'], y['att'] = x['datt'].roll(1, 0), y['datt'].roll(1, 0)      # any values
+    keep['att'].copy_(x['datt'].roll(1, 0))                    # any values
+    keep_y['att'].copy_(y['datt'].roll(1, 0))
     for t in reversed(range(n)):
         g0 = t // F_ * F_
         alike(token(tk.window_attention_backward, True, x, keep, rows, t, W, g0, layout),
