@@ -26,6 +26,7 @@ from checkpoint import RUN_FILES, JsonlLog, compiles, pick_device, pick_dtype, p
 from configurator import configure, fail
 from data_fineweb import VOCAB, SequenceLoader, StreamLoader, find_shards, load_val, token_bytes
 from kernels import apply_rope, rope_table
+from measure import header
 from model import ModelConfig, build_model, config_dict, norm, window_mask
 from muon import lr_at
 from train_lm import autocast, compile_on_zeros, evaluate
@@ -307,7 +308,7 @@ def train_all(config, kind, amp):
     best = min(results, key=lambda r: r['val_loss'] if math.isfinite(r['val_loss']) else math.inf)
     if config['lr_scan']:
         shutil.copyfile(best['log'], os.path.join(folder, 'log.jsonl'))
-    write_json({**bench.header(config, kind, amp), 'best': best, 'runs': results}, os.path.join(folder, 'result.json'))
+    write_json({**header(config, kind, amp), 'best': best, 'runs': results}, os.path.join(folder, 'result.json'))
     print(f'done: {best["name"]}, {best["params"]:,} parameters, learning rate {best["learning_rate"]:g}: val loss {best["val_loss"]:.4f} nats, '
           f'{best["val_bits_per_byte"]:.4f} bits per byte after {best["tokens"]:,} tokens, {best["seconds"]:.0f} s; {folder}')
 
@@ -343,7 +344,7 @@ def measure_speed(config, kind, amp):
         variants[label] = make_baseline, {'config': config, 'compile_it': not is_lstm, 'kind': kind, 'amp': each}
     ours = 'RecurrentGPT' if is_lstm and config['recurrent'] else 'GPT'
     for path in OUR_PATHS:
-        variants[f'{ours}, {path}, Muon'] = bench.make_model, {'suite': 'cpu', 'model': {**sizes, 'path': path}, 'kind': kind, 'amp': amp,
+        variants[f'{ours}, {path}, Muon'] = bench.make_chunk, {'model': {**sizes, 'path': path}, 'kind': kind, 'amp': amp,
                                                               'recurrent': ours == 'RecurrentGPT', 'B': B, 'optimizer': True}
     cell = {'L': c.n_layer, 'E': c.n_expert, 'C': c.window if is_lstm else c.block_size, 'B': B, 'T': c.block_size, 'D': c.n_embd, 'V': c.vocab_size}
     bench.run_suite(f'baseline_{config["model"]}', 'cpu', variants, {label: {'path': label, **cell} for label in variants},

@@ -1,362 +1,527 @@
 """
-Speed and memory of the language models on whatever device there is.
+Speed and memory of the models on whatever device there is.
 
-    python bench.py                                               # plain against fast, a size for 2 CPU cores
-    python bench.py --paths=fast,compiled,gpt --cells="(1,16,128,16),(2,8,128,16)" --dtype=auto
-    python bench.py --suite=decode --paths=plain,fast,gpt
+    python bench.py                                               # suite cpu: plain against fast, a size for 2 CPU cores
+    python bench.py --suite=train --budget=540                    # the paper's throughput table; says how to go on with what is left
+    python bench.py --suite=decode                                # and its latency table
+    python bench.py --suite=kernels
+    python bench.py --suite=sokoban --paths=fast                  # bench_sokoban.py, with its settings
+    python bench.py --compare=A.json,B.json                       # or --compare A.json B.json: ratios of the rows they share
 
-suite = 'train' times forward + backward of a chunk (embedding, core, head, loss) and, with --optimizer=True, the update, apart;
-suite = 'decode' times model.step, one token for each of B streams, after a cache filled to C.
-Every variant (a path in a cell) lives in a process of its own, for a peak memory of its own and a clean end where memory runs out.
-The processes take turns, one at a time, round by round, so that a drift of the machine falls on all of them; so does a large
-matrix product, whose rate is the yardstick for the FLOPs of model.flops_per_token. Each measurement follows an untimed run.
-Memory: on a GPU torch's own peak (max_memory_allocated); on a CPU the process's peak resident memory less what it held after
-importing torch: weights, gradients, activations, and in a compiled variant what the compiler left behind.
+cpu      forward + backward of a chunk (embedding, core, head, loss); head and loss alone; a token step from the difference
+train    complete updates of train_lm.py, loader and optimizer included, T = W = C. The paper's tokens an update are 4 GPUs': one GPU runs
+         a quarter of them, B = tokens / 4 / C streams, and is held to a quarter of the paper's figure
+decode   one token for each of B streams after a cache filled to C = W; the paper's figure is that of 4 GPUs
+kernels  the unroll's pieces for one token and level, the loss of a slice of rows, Muon's iteration; one path against the other
+A cell is (L, E, C, B), in suite train (L, E, C, tokens an update); a shorter one stands for all of the suite's own that begin so.
+measure.py says how it is measured. The yardsticks are a large matrix product in each dtype and a large copy; "of roofline" is the time of
+`floor` at their rates over the time measured. Memory: on a GPU torch's own peak (max_memory_allocated), warm-up and capture included; on a
+CPU the process's peak resident memory less what it held after importing torch.
 """
-import contextlib
-import datetime
-import gc
+import functools
 import math
-import multiprocessing
 import os
-import platform
-import re
 import shlex
-import signal
 import statistics
-import subprocess
 import sys
+import tempfile
 import time
 
+import numpy as np
 import torch
 
 import kernels
+import muon
 import train_lm
-from checkpoint import device_name, pick_device, pick_dtype, write_json
-from configurator import configure, fail, first_line
+import unroll
+from checkpoint import pick_device, pick_dtype
+from configurator import configure, fail
+from data_fineweb import REAL_VOCAB, VOCAB, open_meta, write_meta, write_shard
+from decode import Decoder
+from measure import column, compare_reports, earlier_rows, end_all, figure, header, key, make_yardsticks, markdown, measure, show
+from measure import speedup, spread, write_results
 from model import ModelConfig, State, build_model
 
 # what
-suite = 'train'                 # 'train' or 'decode'
-cells = ((2, 8, 128, 16),)      # (L, E, C, B) each; C is the window W, B the streams. The default suits 2 CPU cores
-paths = 'plain,fast'            # of plain, fast, compiled (RecurrentGPT) and gpt, gpt_compiled (GPT); compiled ones cost a minute of compiling
-optimizer = False               # suite train: also an update of Muon and AdamW a chunk, timed apart
-# sizes
-n_embd = 256                    # D
-vocab_size = 256                # V: bytes, so that the head is no more than its share; 50304 for GPT-2's
-block_size = 64                 # T, tokens of a training chunk; 0: T = C, as in the paper's throughput table
-dtype = 'float32'               # 'float32', 'bfloat16' (autocast), or 'auto': bfloat16 where the device is fast at it
+suite = 'cpu'                   # 'cpu', 'train', 'decode', 'kernels' or 'sokoban'
+cells = ()                      # such as (2,8,128,16),(4,4): see above. (): all of the suite's own, on a GPU the paper's
+paths = ''                      # plain, fast, compiled, gpt (the non-recurrent twin: L*E levels of one expert), ...: a wrong one lists all;
+                                # with _bf16 for that dtype. '': the suite's own
+n_embd = 0                      # D; 0: the suite's own
+block_size = 64                 # suites cpu and kernels: T, tokens of a training chunk (gpt: 2 C, whose mean context is W; as many in all)
+dtype = ''                      # 'float32', 'bfloat16' (autocast), 'auto': bfloat16 where that is fast; '': float32 on a CPU, else auto
 # how
 rounds = 3                      # measurements of each variant; the median and the range are reported
 seconds = 0.5                   # least length of one measurement: short runs are repeated to fill it
+budget = 0                      # seconds after which no new cell begins; what is left, and the command for it, is told. 0: none
 device = 'auto'                 # 'auto': cuda if there is one; or 'cpu', 'cuda', 'cuda:1'
 threads = 0                     # CPU threads; 0: torch's choice
-out = ''                        # JSON file; '': results/<device>/<suite>.json
+out = ''                        # JSON file, with the table beside it as .md; '': results/<device>/<suite>.json
+append = False                  # keep the other rows of that file, which must be of the same commit, device and dtype
+compare = ''                    # A.json,B.json: print the ratios of the rows they share, measure nothing
 
-PATHS = ('plain', 'fast', 'compiled', 'gpt', 'gpt_compiled')
+LEVELS = ((1, 16), (2, 8), (4, 4), (8, 2), (16, 1))
+OWN = {  # suite: (L, E) of its cells, their C, their last number, D, V; on a GPU, on a CPU
+    'cpu': ((((2, 8),), (128,), (16,), 256, 256), (((2, 8),), (128,), (16,), 256, 256)),
+    'train': ((LEVELS, (32, 64, 128, 256, 1024, 2048), (131072, 262144), 768, 50304), (LEVELS, (32, 128), (16384,), 256, 256)),
+    'decode': ((LEVELS, (128, 2048), (16,), 768, 50304), (((2, 8),), (128,), (16,), 256, 256)),
+    'kernels': ((((2, 8),), (128,), (256,), 768, 50304), (((2, 8),), (128,), (16,), 256, 256))}
+MODELS = ('plain', 'fast', 'compiled', 'gpt', 'gpt_compiled')
+PATHS = {'cpu': MODELS, 'train': MODELS, 'decode': ('plain', 'fast', 'ring', 'ring_compiled', 'gpt', 'gpt_ring', 'gpt_ring_compiled'),
+         'kernels': ('eager', 'compiled', 'triton')}
+DEFAULT_PATHS = {  # on a GPU, on a CPU; where E = 1 the paper has the Transformer too, and trains only that
+    'cpu': ('fast,compiled', 'plain,fast'), 'train': ('compiled', 'compiled'), 'decode': ('ring,ring_compiled', 'plain,fast,ring'),
+    'kernels': ('compiled,triton', 'eager,compiled,triton')}
+TWINS = {'train': 'gpt_compiled', 'decode': 'gpt_ring'}
+TOKENIZER = {V: name for name, V in VOCAB.items()}
 
-
-# ----------------------------------------------------------------------------- what a figure needs to be repeated
-
-def commit():
-    """Of the folder this file is in, '-dirty' where tracked files have changed, 'unknown' outside git."""
-    def git(*arguments):
-        folder = os.path.dirname(os.path.abspath(__file__))
-        return subprocess.run(['git', '-C', folder, *arguments], capture_output=True, text=True, check=True).stdout.strip()
-    try:
-        return git('rev-parse', '--short=12', 'HEAD') + ('-dirty' if git('status', '--porcelain', '--untracked-files=no') else '')
-    except (OSError, subprocess.CalledProcessError):
-        return 'unknown'
-
-
-def header(config, kind, amp):
-    return {'device': device_name(kind), 'dtype': str(amp)[6:], 'threads': config['threads'] or torch.get_num_threads(),
-            'torch': torch.__version__, 'python': platform.python_version(), 'commit': commit(),
-            'command': shlex.join(['python', *sys.argv]), 'date': datetime.datetime.now().astimezone().isoformat(timespec='seconds'),
-            'memory': 'torch.cuda.max_memory_allocated' if kind.startswith('cuda') else 'peak resident memory of its process, less after import',
-            'config': config}
-
-
-def write_results(report, out, name):
-    """The report as JSON: in `out`, or in results/<device>/<name>.json. Returns the path."""
-    folder = re.sub('[^a-z0-9]+', '-', report['device'].lower()).strip('-')
-    out = out or os.path.join('results', folder, f'{name}.json')
-    os.makedirs(os.path.dirname(out) or '.', exist_ok=True)
-    write_json(report, out)
-    return out
-
-
-# ----------------------------------------------------------------------------- the measured work
-# make_...(**arguments) -> ({part: function to time}, {what is known of it}); called in the variant's own process.
-
-def make_matmul(kind, amp):
-    """The yardstick: a product of two large square matrices."""
-    n = 8192 if kind.startswith('cuda') else 2048
-    a, b = torch.randn(2, n, n, device=kind, dtype=amp)
-    return {'matmul': lambda: a @ b}, {'flops': 2 * n**3}
+# The paper's tables, 4 H100: 1000 tokens/s at C = 32, 64, 128, 256, 1024, 2048 (None: out of memory), by tokens an update, model, L, E
+PAPER_TRAIN = {
+    (131072, 'transformer', 16, 1): (967.7, 1027.4, 1025.3, 1054.3, 1016.9, 968.1),
+    (131072, 'recurrent', 1, 16): (505.4, 445.7, 349.5, 229.4, 51.1, None),
+    (131072, 'recurrent', 2, 8): (265.8, 209.5, 145.2, 85.8, None, None),
+    (131072, 'recurrent', 4, 4): (189.7, 148.7, 99.1, None, None, None),
+    (131072, 'recurrent', 8, 2): (118.3, 88.4, None, None, None, None),
+    (262144, 'transformer', 16, 1): (886.9, 1031.5, 1095.8, 1132.0, 1095.8, 1071.5),
+    (262144, 'recurrent', 1, 16): (556.2, 526.4, 447.7, 313.1, None, None),
+    (262144, 'recurrent', 2, 8): (306.0, 264.6, 190.2, None, None, None),
+    (262144, 'recurrent', 4, 4): (199.9, 170.8, None, None, None, None),
+    (262144, 'recurrent', 8, 2): (None, None, None, None, None, None)}
+# and ms a token at C = 128 and 2048, 16 streams
+PAPER_DECODE = {
+    ('transformer', 16, 1): (0.565, 0.670), ('recurrent', 1, 16): (0.108, 0.131), ('recurrent', 2, 8): (0.431, 0.554),
+    ('recurrent', 4, 4): (0.552, 0.637), ('recurrent', 8, 2): (0.815, 0.935), ('recurrent', 16, 1): (1.402, 1.577)}
 
 
-def make_model(suite, model, recurrent, kind, amp, B, optimizer=False):
-    """suite 'train': parts 'chunk', forward and backward of B x T tokens with the state carried, and 'optimizer', an update;
-    'decode': part 'token', one greedy token for each of B streams from a cache of W entries. model: ModelConfig's fields."""
+# ----------------------------------------------------------------------------- the measured work, as measure.py wants it
+
+def fresh_model(model, recurrent, kind):
+    """model: ModelConfig's fields -> the model, what is known of it."""
     torch.manual_seed(0)
     model = build_model(ModelConfig(**model), recurrent).to(kind)
     with torch.no_grad():
         for p in model.parameters():
             if p.dim() > 1 and not p.any():
-                p.normal_(0, 0.02)  # what starts at zero: a processor may be faster at zeros than at numbers
-    T, W, V = model.config.block_size, model.config.window, model.config.vocab_size
-    with train_lm.autocast(kind, amp):
-        state = model.init_state(B)
-    info = {'params': model.num_params()['total'], 'flops_per_token': sum(model.flops_per_token().values())}
-    if suite == 'decode':
-        carried = [torch.randint(V, (B,), device=kind), State(*(torch.randn_like(x) for x in state[:3]), torch.full_like(state.count, W))]
+                p.normal_(0, 0.02)                             # what starts at zero: a processor may be faster at zeros than at numbers
+    flops = model.flops_per_token()
+    return model, {'params': model.num_params()['total'], 'flops_per_token': sum(flops.values()), 'core_flops_per_token': flops['core']}
 
-        def token():
-            with torch.no_grad(), train_lm.autocast(kind, amp):
-                logits, carried[1] = model.step(*carried)
-                carried[0] = logits.argmax(-1)
-        return {'token': token}, {**info, 'tokens': B}
 
+def make_chunk(model, recurrent, kind, amp, B, optimizer=False):
+    """Parts 'chunk', forward and backward of B x T tokens with the state carried; 'head', head and loss of as many rows alone; with
+    `optimizer` that, an update."""
+    model, info = fresh_model(model, recurrent, kind)
+    T, V = model.config.block_size, model.config.vocab_size
     x, y = torch.randint(V, (2, B, T), device=kind)
-    carried = [state if recurrent else None]
+    rows = torch.randn(B * T, model.config.n_embd, device=kind, requires_grad=True)
+    with train_lm.autocast(kind, amp):
+        carried = [model.init_state(B) if recurrent else None]
 
     def chunk():
         model.zero_grad(set_to_none=True)
         with train_lm.autocast(kind, amp):
             loss, carried[0] = model(x, y, carried[0])
         loss.backward()
+
+    def head():
+        rows.grad = model.head.grad = None
+        with train_lm.autocast(kind, amp):
+            kernels.head_loss(rows, model.head, y.flatten(), model.config.path == 'compiled').backward()
     parts = {'chunk': chunk}
     if optimizer:
         optimizers = train_lm.make_optimizers(model)
         for group in (g for o in optimizers for g in o.param_groups):
-            group['lr'] = 1e-6  # hundreds of updates by one gradient must not drive the weights to infinity
-        parts['optimizer'] = lambda: [o.step() for o in optimizers]
-    return parts, {**info, 'tokens': B * T}
+            group['lr'] = 1e-6                                 # hundreds of updates by one gradient must not drive the weights to infinity
+        return parts | {'optimizer': lambda: [o.step() for o in optimizers]}, {**info, 'tokens': B * T}
+    return parts | {'head': head}, {**info, 'tokens': B * T}
 
 
-# ----------------------------------------------------------------------------- timing
+def make_token(model, recurrent, kind, amp, B, ring):
+    """Part 'token': one greedy token for each of B streams, from a cache of W entries; by decode.Decoder (ring: 'ring' or 'compiled') or
+    by model.step ('')."""
+    model, info = fresh_model(model, recurrent, kind)
+    with train_lm.autocast(kind, amp):
+        empty = model.init_state(B)
+    state = State(*(torch.randn_like(x) for x in empty[:3]), torch.full_like(empty.count, model.config.window))
+    carried, info = [torch.randint(model.config.vocab_size, (B,), device=kind), state], {**info, 'tokens': B}
+    if ring:
+        decoder = Decoder(model, B, amp=amp, compile=ring == 'compiled')
+        decoder.load(state)
+        decoder.step(carried[0])
+        for _ in range(4 if kind != 'cpu' else 0):             # three as they are, then the capture
+            decoder.step()
+        return {'token': decoder.step}, info
 
-def timed(run, repeats, kind):
-    """Seconds of one run(), the mean of `repeats`, with the device idle at both ends."""
-    wait = torch.cuda.synchronize if kind.startswith('cuda') else lambda: None
-    wait()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        run()
-    wait()
-    return (time.perf_counter() - start) / repeats
-
-
-def memory(kind, peak):
-    """Bytes in use now, or at the peak since `reset_peak`. Not getrusage's: a child's figure starts at its parent's."""
-    if kind.startswith('cuda'):
-        return torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
-    try:
-        with open('/proc/self/status') as file:
-            return 1024 * int(re.search(r'VmHWM:\s*(\d+)' if peak else r'VmRSS:\s*(\d+)', file.read()).group(1))
-    except OSError:
-        return 0  # only Linux tells
-
-
-def reset_peak(kind):
-    if kind.startswith('cuda'):
-        return torch.cuda.reset_peak_memory_stats()
-    with contextlib.suppress(OSError), open('/proc/self/clear_refs', 'w') as file:
-        file.write('5')  # where this is not allowed, what compiling took counts too
+    def token():
+        with torch.no_grad(), train_lm.autocast(kind, amp):
+            logits, carried[1] = model.step(*carried)
+            carried[0] = logits.argmax(-1)
+    return {'token': token}, info
 
 
-def work(pipe, make, arguments, kind, seconds, threads):
-    """A variant's process. Each message asks for a round: the first makes it and runs it once (compiling included), others measure."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the parent's business, which then ends us
-    if kind.startswith('cuda'):
-        torch.cuda.set_device(kind)
-        torch.set_float32_matmul_precision('high')  # as train_lm.py
-    if threads:
-        torch.set_num_threads(threads)
-    base, parts, first = memory(kind, peak=False), None, True
-    pipe.send('torch is imported')
-    while pipe.recv():
-        try:
-            start = time.perf_counter()
-            if parts is None:
-                parts, info = make(**arguments)
-            once = {part: timed(run, 1, kind) for part, run in parts.items()}  # after the others' turns caches and clocks are cold
-            if first:
-                answer, first = {'first_run_s': time.perf_counter() - start, **info}, False
-                reset_peak(kind)
-            else:
-                figures = {part: timed(run, max(1, math.ceil(seconds / once[part])), kind) for part, run in parts.items()}
-                answer = {'seconds': figures, 'memory_bytes': memory(kind, peak=True) - base}
-            if kind.startswith('cuda'):  # the variants share the card: leave it empty
-                parts = None
-                kernels._free.clear()
-                gc.collect()
-                torch.cuda.empty_cache()
-        except (RuntimeError, MemoryError) as error:  # a variant that cannot run must not end the others
-            out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
-            answer = {'status': 'OOM' if out_of_memory else f'failed: {first_line(error)}'}
-        pipe.send(answer)
+def make_update(settings, path, kind):
+    """Part 'update': a whole one of train_lm.py, as the user runs it. settings: train_lm's."""
+    arguments = {**settings, 'path': 'plain' if path == 'plain' else 'fast', 'compile': 'compiled' in path, 'recurrent': 'gpt' not in path,
+                 'max_iters': 10**6, 'val_tokens': 64, 'val_streams': 1, 'device': kind}
+    run = train_lm.make_run(configure(vars(train_lm), [f'--{k}={v}' for k, v in arguments.items()], quiet=True))
+    train_lm.prepare(run)
+    if arguments['compile'] and run.model.config.path == 'fast':
+        raise RuntimeError('torch.compile does not work here')
+
+    def update():
+        loss, _, _ = train_lm.train_update(run, False)
+        run.step += 1
+        if not math.isfinite(loss):
+            raise RuntimeError('the loss is not finite')       # the optimizer would be left out
+    for _ in range(4 if kind != 'cpu' else 0):                 # three as they are, then the capture: replays are measured
+        update()
+    return {'update': update}, {'params': run.model.num_params()['total'], 'flops_per_token': sum(run.model.flops_per_token().values()),
+                                'tokens': settings['tokens_per_step']}
 
 
-def end(process, pipe):
-    with contextlib.suppress(OSError):
-        pipe.send(False)
-    process.join(5)
-    process.kill()
+@torch.no_grad()
+def make_kernels(kind, amp, model, paths, B):
+    """A part for each kernel and path, named 'kernel, path'; info: {part: (FLOPs, bytes)}, and {part: why not} of those that cannot run."""
+    torch.manual_seed(0)
+    c, cuda = ModelConfig(**model), kind != 'cpu'
+    E, D, V, n = c.n_expert, c.n_embd, c.vocab_size, min(c.block_size, unroll.BLOCK)
+    layout = B, E, c.n_kv_head, c.n_head // c.n_kv_head, c.head_dim, c.share_kv
+    rows = min(B * c.block_size, max(1, kernels.LOGITS_PER_SLICE * (8 if cuda else 1) // V))
+    logits, target = torch.randn(rows, V, device=kind).to(amp), torch.randint(V, (rows, 1), device=kind)
+    matrices = torch.randn(E, D, 4 * D, device=kind).bfloat16()
+    runs = []                                                  # kernel, path, function of triton, FLOPs, bytes
+
+    def loss(compile, triton):
+        return kernels.slice_loss(logits.clone(), target, 1 / rows, amp, compile, triton)
+    for path in paths:
+        ops = kernels.EAGER if path == 'eager' else kernels.Ops(*map(kernels.compiled, kernels.EAGER))
+        plan = unroll.Plan(layout, L=1, W=c.window, mode=c.aggregation, router=0, dt=amp, wide=torch.float32, device=torch.device(kind),
+                           triton=frozenset(), keep_p=not cuda, grad=True, graphs=False, ops=ops)
+        runs += [(name, path, run, *unroll.trial_cost(plan, n)[name]) for name, run in unroll.trials(plan, n).items()]
+        runs.append(('loss', path, functools.partial(loss, path != 'eager'), 0, 4 * logits.numel() * amp.itemsize))     # the copy's too
+    newton = E * 5 * (2 * 2 * D * D * 4 * D + 2 * D**3), 5 * 4 * matrices.numel() * 2        # five iterations of three products
+    runs += [('orthogonalize', 'one by one', lambda triton: [muon.orthogonalize(x) for x in matrices.split(1)], *newton),
+             ('orthogonalize', 'batched', lambda triton: (muon.orthogonalize(matrices),), *newton)]
+    parts, info = {}, {'work': {}, 'missing': {}}
+    for name, path, run, *cost in runs:
+        part, once = f'{name}, {path}', torch.no_grad()(functools.partial(run, path == 'triton'))
+        error = why_not(run, cuda) if path == 'triton' else ''
+        if error:
+            info['missing'][part] = error
+        else:                                                  # on a GPU without the launches
+            parts[part], info['work'][part] = functools.partial(kernels.seconds_of, once) if cuda else once, cost
+    return parts, info
 
 
-def ask(process, pipe, record):
-    """One round of a variant; its answer goes into the record. Returns a line about it."""
-    try:
-        pipe.send(True)
-        answer = pipe.recv()
-    except (EOFError, OSError):  # the process is gone; Linux kills one that takes the last of the memory
-        process.join()
-        answer = {'status': 'OOM' if process.exitcode == -signal.SIGKILL else f'failed: its process ended with {process.exitcode}'}
-    figures = answer.pop('seconds', {})
-    for part, value in figures.items():
-        record['seconds'].setdefault(part, []).append(value)
-    record.update(answer)
+def why_not(run, cuda):
+    """What keeps a Triton kernel from being timed, '' if nothing does."""
+    if not cuda:
+        return 'n/a (needs CUDA)'
+    found = kernels.compare(run)
+    return found.get('error') or ('' if found['difference'] < 0.03 else f'wrong by {found["difference"]:.1%}')
+
+
+def write_data(folder, V, size):
+    """A synthetic shard of `size` tokens and a small validation shard."""
+    tokenizer, rng = TOKENIZER[V], np.random.default_rng(0)
+    for name, n in (('val_000000', 1000), ('train_000001', size)):
+        write_shard(os.path.join(folder, f'fineweb_{name}.bin'), rng.integers(0, REAL_VOCAB[tokenizer], n))
+    write_meta(folder, open_meta(folder, tokenizer=tokenizer, source='bench.py'))
+
+
+# ----------------------------------------------------------------------------- the floor
+
+def floor(c, recurrent, B, rate, bandwidth, size=2, decoding=False):
+    """{part: least seconds} of one token of each of B streams (trained in chunks of c.block_size), for matrix products at `rate` FLOP/s of
+    elements of `size` bytes, and memory at `bandwidth` bytes/s. Nothing overlaps but a product with the streaming of its own weights:
+
+        product = max(2 n B / rate, n size / bandwidth)    a level's n weights, the E key-value matrices of a shared cache as one
+        cache   = keys and values of W slots, each read once
+        forward = L (product + cache)
+        backward= L (product + cache + dk, dv)             input gradients. dk, dv: fp32, read and written at the chunk's own slots
+        weights = L 2 n B / rate                           their gradients, over many tokens at once
+        head    = 3 x 2 D V B / rate                       with its gradients, over many tokens at once
+
+    decoding: forward, and the head as one more product. GPT trains on whole sequences: everything is dense, attention (causal) too.
+    Not counted: activations, norms, the optimizer. A code that adds dk and dv for several tokens at once may go below."""
+    L, E, D, K, W, T = c.n_layer, c.n_expert, c.n_embd, c.head_dim, c.window, c.block_size
+    C = c.n_kv_head * (1 if recurrent and c.share_kv else E)   # cache heads
+    n = E * (2 * D * D + 8 * D * D) + 2 * D * C * K
+    head = 2 * D * c.vocab_size * B / rate
+    cache = W * 2 * C * K * size * B / bandwidth
+    product = max(2 * n * B / rate, n * size / bandwidth)
+    if decoding:
+        return {'forward': L * (product + cache), 'head': max(head, D * c.vocab_size * size / bandwidth)}
+    if not recurrent:
+        forward = L * (2 * n + 4 * (T + 1) / 2 * E * D) * B / rate
+        return {'forward': forward, 'backward': forward, 'weights': L * 2 * n * B / rate, 'head': 3 * head}
+    own = sum(min(t + 1, W) for t in range(T)) / T
+    grads = own * 2 * C * K * 4 * 2 * B / bandwidth
+    return {'forward': L * (product + cache), 'backward': L * (product + cache + grads), 'weights': L * 2 * n * B / rate, 'head': 3 * head}
+
+
+# ----------------------------------------------------------------------------- figures
+
+def paper_figure(row, suite):
+    """The paper's figure for a row of its tables: tokens/s of one of its four GPUs, or ms a token; 'OOM'; None where it has none."""
+    if (row['D'], row['V'], row['T']) != (768, 50304, row['C']):
+        return None
+    who = row['model'], row['L'], row['E']
+    if suite == 'train':
+        known = dict(zip((32, 64, 128, 256, 1024, 2048), PAPER_TRAIN.get((row['tokens_per_update'], *who), ()), strict=False))
+        value = known.get(row['C'], ...)
+        return 'OOM' if value is None else None if value is ... else value * 1000 / 4
+    return dict(zip((128, 2048), PAPER_DECODE.get(who, ()), strict=False)).get(row['C']) if row['B'] == 16 else None
+
+
+def derive(record, row, suite, rates):
+    """The rows of a finished record: `row`, its path and sizes, with rates and shares. rates: medians of the yardsticks, by name."""
+    row = {**row, **record}
+    if suite in ('train', 'decode'):
+        row['paper'] = paper_figure(row, suite)
     if record['status'] != 'ok':
-        end(process, pipe)  # gives its memory back at once
-        return record['status']
-    return ', '.join(f'{part} {value:.4g} s' for part, value in (figures or {'first run': answer['first_run_s']}).items())
+        return [row]
+    return kernel_rows(row, rates) if suite == 'kernels' else [chunk_row(row, rates) if suite == 'cpu' else paper_row(row, suite, rates)]
 
 
-def measure(variants, rounds, seconds, kind, threads):
-    """variants: {label: (make, arguments)} -> {label: record}, measured in turns. A record holds status, first_run_s, memory_bytes,
-    seconds {part: [one figure a round]} and what `make` told of it."""
-    context = multiprocessing.get_context('spawn')
-    workers, records = {}, {label: {'status': 'ok', 'seconds': {}} for label in variants}
+def chunk_row(row, rates):
+    """Backward costs twice the forward."""
+    times, rate = row['seconds'], rates.get(f'matmul {row["dtype"]}')
+    row['tokens_per_s'] = spread(row['tokens'] / t for t in times['chunk'])
+    if 'optimizer' in times:
+        both = zip(times['chunk'], times['optimizer'], strict=True)
+        row['tokens_per_s_with_optimizer'] = spread(row['tokens'] / (chunk + update) for chunk, update in both)
+    if rate:
+        row['share_of_matmul'] = 3 * row['flops_per_token'] * row['tokens_per_s']['median'] / rate
+    if 'head' in times:
+        row['head_ms'] = spread(1e3 * t for t in times['head'])
+        if row['model'] == 'recurrent':
+            row['step_ms'] = spread(1e3 * (chunk - head) / row['T'] for chunk, head in zip(times['chunk'], times['head'], strict=True))
+            row['step_ms_at_matmul_rate'] = 3e3 * row['core_flops_per_token'] * row['B'] / rate if rate else None
+    return row
+
+
+def paper_row(row, suite, rates):
+    """Of suite train or decode: held to the floor and to the paper."""
+    rate, bandwidth, train = rates.get(f'matmul {row["dtype"]}'), rates.get('copy'), suite == 'train'
+    if train:
+        row['tokens_per_s'] = spread(row['tokens'] / t for t in row['seconds']['update'])
+        ms = 1e3 * row['B'] / row['tokens_per_s']['median']
+    else:
+        row['ms_per_token'] = spread(1e3 * t for t in row['seconds']['token'])
+        ms = row['ms_per_token']['median']
+    if rate and bandwidth:
+        c = ModelConfig(row['V'], row['L'], row['E'], row['D'], window=row['C'], block_size=row['T'])
+        least = floor(c, row['model'] == 'recurrent', row['B'], rate, bandwidth, 2 if row['dtype'] == 'bfloat16' else 4, not train)
+        row['share_of_roofline'] = 1e3 * sum(least.values()) / ms
+    if type(row['paper']) is float:
+        row['over_paper'] = row['tokens_per_s']['median'] / row['paper'] if train else row['paper'] / ms
+    return row
+
+
+def kernel_rows(row, rates):
+    """A row a kernel and path from one that holds them all."""
+    work, missing, times, rows = row.pop('work'), row.pop('missing'), row.pop('seconds'), []
+    del row['memory_bytes'], row['first_run_s']                # all kernels' together
+    for part in [*work, *missing]:
+        kernel, path = part.split(', ')
+        new = {**row, 'kernel': kernel, 'path': path}
+        if part in missing:
+            new['status'] = missing[part]
+        else:
+            (flops, size), new['us'] = work[part], spread(1e6 * t for t in times[part])
+            matmul, bandwidth = rates.get(f'matmul {"bfloat16" if kernel == "orthogonalize" else row["dtype"]}'), rates.get('copy')
+            if matmul and bandwidth:
+                new['share_of_roofline'] = 1e6 * max(flops / matmul, size / bandwidth) / new['us']['median']
+        rows.append(new)
+    return rows
+
+
+CELL = ('cell', 'D', 'kernel')                                 # rows that are the same in these are compared
+
+
+def table(results, suite):
+    """Markdown. Columns in which no row has anything are left out."""
+    percent, tokens = '{:.1%}'.format, '{:,.0f}'.format
+    unit = {'decode': 'ms/token', 'kernels': 'us'}.get(suite, 'tokens/s')
+    widths = {r['D'] for r in results}
+    return markdown([
+        column('kernel', 'kernel'), column('tokens an update, 4 GPUs', 'tokens_per_update', tokens),
+        ('L, E', lambda r: f'{r["L"]}, {r["E"]}'), *([column('d', 'D')] if len(widths) > 1 else []), column('C', 'C'), column('B', 'B'),
+        *([column('T', 'T')] if suite == 'cpu' else []), column('path', 'path'), (f'{unit}: median (min..max)', figure),
+        speedup(results, CELL),
+        column('with optimizer', 'tokens_per_s_with_optimizer', show), column('of matmul rate', 'share_of_matmul', percent),
+        column('head alone, ms', 'head_ms', lambda x: f'{x["median"]:.1f}'),
+        column('token step without head, ms', 'step_ms', lambda x: show(x, 3)),
+        column('its FLOPs at matmul rate, ms', 'step_ms_at_matmul_rate', '{:.3f}'.format),
+        column('of roofline', 'share_of_roofline', percent),
+        column('paper, per GPU', 'paper', tokens) if suite == 'train' else column('paper, 4 GPUs', 'paper', '{:.3f}'.format),
+        column('over paper', 'over_paper', '{:.2f}x'.format), column('first run, s', 'first_run_s', '{:.1f}'.format),
+        column('memory, MiB', 'memory_bytes', lambda x: f'{x / 2**20:,.0f}')], results)
+
+
+def describe(report):
+    """The lines above the table."""
+    rates = ', '.join(f'{name} {show({k: v / 1e9 for k, v in figures.items()})} {"GB/s" if name == "copy" else "GFLOP/s"}'
+                      for name, figures in report['yardsticks'].items())
+    sizes = ', '.join(f'{k} = {" and ".join(map(str, sorted({r[k] for r in report["results"]})))}' for k in 'DV')
+    return '{device}, {threads} threads, torch {torch}, commit {commit}, {dtype}; {}; {}\n`{command}`'.format(sizes, rates, **report)
+
+
+# ----------------------------------------------------------------------------- a suite
+
+def in_order(rows):
+    """By tokens an update; then the rows to be compared together, in the order of their first."""
+    order = {}
+    return sorted(rows, key=lambda r: (r.get('tokens_per_update', 0), order.setdefault(tuple(r.get(k) for k in CELL), len(order))))
+
+
+def run_suite(name, suite, variants, sizes, config, kind, amp, seconds):
+    """Measures cell by cell, writes JSON and table after each, prints the table. sizes: {label: its path and sizes}, in the order of the
+    table. On a GPU the yardsticks come first, on a CPU they take turns with the paths of each cell."""
+    start, cuda, report = time.perf_counter(), kind != 'cpu', {'suite': name, **header(config, kind, amp), 'yardsticks': {}, 'results': []}
+    rows = earlier_rows(report, config['out']) if config.get('append') else {}
+    sizes = {label: {'dtype': report['dtype'], 'model': 'recurrent', **row} for label, row in sizes.items()}
+    dtypes = {r['dtype'] for r in sizes.values()} | ({'bfloat16'} if suite == 'kernels' else set())
+    yardsticks = {'yardsticks': (make_yardsticks, {'kind': kind, 'dtypes': sorted(dtypes)})}
+    groups, rates, seen, pool = {}, {}, {}, {} if cuda else None
+    for label, variant in variants.items():
+        groups.setdefault(sizes[label].get('cell'), {} if cuda else dict(yardsticks))[label] = variant
+    left = list(groups)
     try:
-        for number in range(rounds + 1):
-            for label, record in records.items():
-                if number == 0:
-                    ours, theirs = context.Pipe()
-                    process = context.Process(target=work, args=(theirs, *variants[label], kind, seconds, threads), daemon=True)
-                    process.start()
-                    theirs.close()
-                    workers[label] = process, ours
-                    with contextlib.suppress(EOFError):
-                        ours.recv()  # importing torch is no part of the first run
-                if record['status'] == 'ok':
-                    print(f'round {number}/{rounds}  {label}: {ask(*workers[label], record)}', flush=True)
+        for group in [yardsticks] * cuda + list(groups.values()):
+            if len(left) < len(groups) and 0 < config.get('budget', 0) < time.perf_counter() - start:
+                break
+            records = measure(group, config['rounds'], seconds, kind, config['threads'], pool)
+            for part, times in records.get('yardsticks', {}).get('seconds', {}).items():
+                figures = [records['yardsticks']['work'][part] / t for t in times]
+                rates[part] = statistics.median(figures)
+                seen.setdefault(part, []).extend(figures)
+            report['yardsticks'] = {part: spread(figures) for part, figures in seen.items()}
+            if group is yardsticks:
+                continue
+            rows.update((key(row), row) for label in group if label in sizes for row in derive(records[label], sizes[label], suite, rates))
+            report['results'] = in_order(rows.values())
+            text = f'{describe(report)}\n\n{table(report["results"], suite)}'
+            path = write_results(report, config['out'], text)
+            left.pop(0)
+            print(f'{len(groups) - len(left)} of {len(groups)} cells, {time.perf_counter() - start:.0f} s', flush=True)
     finally:
-        for worker in workers.values():
-            end(*worker)
-    return records
+        end_all(pool or {})
+    print(f'\n{text}\n\n{path}')
+    if left:
+        print(f'\nbudget = {config["budget"]} s is used up, cells left: {len(left)}. To go on:\n{the_rest(left)}')
 
 
-def spread(values):
-    values = list(values)
-    return {'median': statistics.median(values), 'min': min(values), 'max': max(values)}
-
-
-def tokens_per_s(record, *parts):
-    """Over the sum of the parts' times in each round."""
-    return spread(record['tokens'] / sum(times) for times in zip(*(record['seconds'][part] for part in parts), strict=True))
-
-
-def show(figures, digits=0):
-    """median (min..max)"""
-    return '{:,.{n}f} ({:,.{n}f}..{:,.{n}f})'.format(figures['median'], figures['min'], figures['max'], n=digits)
+def the_rest(left):
+    """The command that measures the cells left."""
+    same = [a for a in sys.argv[1:] if not a.startswith(('--cells=', '--append='))]
+    return shlex.join(['python', 'bench.py', *same, '--append=True', f'--cells={",".join(left)}'])
 
 
 # ----------------------------------------------------------------------------- the script
 
-def plan(config, kind, amp):
-    """{label: (make, arguments)} and {label: its path and sizes}; refuses what makes no sense before anything runs."""
-    if config['suite'] not in ('train', 'decode'):
-        fail(f"suite = {config['suite']!r}: expected 'train' or 'decode'")
-    for key, least in (('rounds', 1), ('block_size', 0), ('threads', 0), ('seconds', 0)):
-        if config[key] < least:
-            fail(f'{key} = {config[key]}: must be at least {least}')
-    chosen = [path.strip() for path in config['paths'].split(',')]
-    if not set(chosen) <= set(PATHS):
-        fail(f'paths = {config["paths"]!r}: expected some of {",".join(PATHS)}')
-    if not config['cells']:
-        fail('cells is empty: expected (L, E, C, B), once or more')
-    variants, sizes = {}, {}
-    for cell in config['cells']:
-        if len(cell) != 4 or not all(type(n) is int and n > 0 for n in cell):
-            fail(f'cells: {cell} is not (L, E, C, B), four integers above 0')
-        L, E, C, B = cell
-        T, D, V = config['block_size'] or C, config['n_embd'], config['vocab_size']
-        for path in chosen:
-            model = {'vocab_size': V, 'n_layer': L, 'n_expert': E, 'n_embd': D, 'window': C, 'block_size': T,
-                     'path': {'gpt': 'fast', 'gpt_compiled': 'compiled'}.get(path, path)}
-            ModelConfig(**model)  # raises ValueError where sizes do not fit together
-            label = f'L={L} E={E} C={C} B={B} {path}'
-            variants[label] = make_model, {'suite': config['suite'], 'model': model, 'recurrent': not path.startswith('gpt'), 'kind': kind,
-                                           'amp': amp, 'B': B, 'optimizer': config['optimizer']}
-            sizes[label] = {'path': path, 'L': L, 'E': E, 'C': C, 'B': B, 'T': T, 'D': D, 'V': V}
+def all_cells(config, levels, contexts, last):
+    """(L, E, C, B or tokens) of each cell; shorter ones filled up from the suite's own."""
+    given = config['cells'] or levels
+    given = (given,) if all(type(n) is int for n in given) else given
+    full = {}
+    for cell in given:
+        if not isinstance(cell, (tuple, list)) or not 2 <= len(cell) <= 4 or not all(type(n) is int and n > 0 for n in cell):
+            fail(f'cells: {cell} is not (L, E, C, B), integers above 0, or its first two or three')
+        full.update(((*cell[:2], C, n), None) for n in cell[3:] or last for C in cell[2:3] or contexts)
+    return list(full)
+
+
+def chosen_paths(config, E, cuda):
+    """The paths of a cell: those given, or the suite's own."""
+    which, twin = config['suite'], TWINS.get(config['suite'])
+    default = DEFAULT_PATHS[which][not cuda]
+    if twin and E == 1:
+        default = twin if which == 'train' else f'{default},{twin}' + (f',{twin}_compiled' if cuda else '')
+    chosen = [path.strip() for path in (config['paths'] or default).split(',')]
+    if not {path.removesuffix('_bf16') for path in chosen} <= set(PATHS[which]):
+        fail(f'paths = {config["paths"]!r}: expected some of {",".join(PATHS[which])}, with _bf16 for that dtype')
+    return chosen
+
+
+def sizes_of(config, path, cell, D, V):
+    """A variant's row: what it is, and its sizes."""
+    L, E, C, B = cell
+    T, gpt = C if config['suite'] in ('train', 'decode') else config['block_size'], path.startswith('gpt')
+    row = {'cell': str(cell).replace(' ', ''), 'path': path, 'model': 'transformer' if gpt else 'recurrent'}
+    if config['suite'] == 'train':
+        if B % (4 * C):
+            fail(f'cells: {B} tokens an update over 4 GPUs are not a whole number of sequences of {C} on each')
+        row, B = {**row, 'tokens_per_update': B}, B // 4 // C
+    if gpt and config['suite'] == 'cpu':
+        B, T = max(1, B * T // (2 * C)), 2 * C
+    return {**row, 'L': L * E if gpt else L, 'E': 1 if gpt else E, 'C': C, 'B': B, 'T': T, 'D': D, 'V': V}
+
+
+def variant(config, row, kind, amp, folder):
+    """(make, arguments) of a row."""
+    path, which = row['path'].removesuffix('_bf16'), config['suite']
+    names = {'vocab_size': 'V', 'n_layer': 'L', 'n_expert': 'E', 'n_embd': 'D', 'window': 'C', 'block_size': 'T'}
+    model = {name: row[letter] for name, letter in names.items()}
+    ModelConfig(**model)                                       # raises ValueError where sizes do not fit together
+    rest = {'model': model, 'kind': kind, 'amp': amp, 'B': row['B']}
+    if which == 'kernels':
+        return make_kernels, {**rest, 'paths': chosen_paths(config, row['E'], kind != 'cpu')}
+    if which == 'train':
+        del model['vocab_size']
+        settings = {**model, 'tokens_per_step': row['B'] * row['T'], 'tokenizer': TOKENIZER[row['V']], 'data_dir': folder,
+                    'dtype': str(amp)[6:], 'threads': config['threads']}
+        return make_update, {'settings': settings, 'path': path, 'kind': kind}
+    rest['recurrent'] = row['model'] == 'recurrent'
+    if which == 'decode':
+        model['path'] = 'plain' if path == 'plain' else 'fast'
+        return make_token, {**rest, 'ring': '' if 'ring' not in path else 'compiled' if 'compiled' in path else 'ring'}
+    model['path'] = {'gpt': 'fast'}.get(path, path.removeprefix('gpt_'))
+    return make_chunk, rest
+
+
+def plan(config, kind, amp, folder):
+    """{label: (make, arguments)} and {label: its path and sizes}; refuses what makes no sense before anything runs. Suite train's data goes
+    into `folder`."""
+    which, cuda = config['suite'], kind != 'cpu'
+    if which not in PATHS:
+        fail(f"suite = {which!r}: expected one of {', '.join(PATHS)}, or sokoban as the first argument")
+    for name, least in (('rounds', 1), ('block_size', 1), ('n_embd', 0), ('threads', 0), ('seconds', 0), ('budget', 0)):
+        if config[name] < least:
+            fail(f'{name} = {config[name]}: must be at least {least}')
+    *own, D, V = OWN[which][not cuda]
+    D, variants, sizes = config['n_embd'] or D, {}, {}
+    for cell in all_cells(config, *own):
+        chosen = chosen_paths(config, cell[1], cuda)
+        for path in chosen if which != 'kernels' else ['all']:     # those are measured together
+            row, dt = sizes_of(config, path, cell, D, V), torch.bfloat16 if path.endswith('_bf16') else amp
+            label = f'{row["cell"]} {path}'
+            variants[label], sizes[label] = variant(config, row, kind, dt, folder), {**row, 'dtype': str(dt)[6:]}
+    if which == 'train':
+        write_data(folder, V, 33 * max(row['B'] * (row['T'] + 1) for row in sizes.values()))
     return variants, sizes
 
 
-def derive(record, suite, matmul):
-    """A finished record with its rates, and with its share of the yardstick's rate (backward costs twice the forward)."""
-    if record['status'] != 'ok':
-        return record
-    if suite == 'decode':
-        return {**record, 'ms_per_token': spread(1e3 * t for t in record['seconds']['token'])}
-    record['tokens_per_s'] = tokens_per_s(record, 'chunk')
-    if 'optimizer' in record['seconds']:
-        record['tokens_per_s_with_optimizer'] = tokens_per_s(record, 'chunk', 'optimizer')
-    if matmul:
-        record['share_of_matmul'] = 3 * record['flops_per_token'] * record['tokens_per_s']['median'] / matmul['median']
-    return record
-
-
-def table(results, suite):
-    """Markdown; 'speed-up' is over the first path of the same cell."""
-    train = suite == 'train'
-    titles = ['L, E', 'C', 'B', 'path', 'tokens/s: median (min..max)' if train else 'ms/token: median (min..max)', 'speed-up',
-              *(['with optimizer', 'of matmul rate'] if train else []), 'first run, s', 'memory, MiB']
-    rows, first = [titles, ['---'] * len(titles)], {}
-    for r in results:
-        row = [f'{r["L"]}, {r["E"]}', r['C'], r['B'], r['path']]
-        if r['status'] != 'ok':
-            row += [r['status'].replace('|', '/')] + [''] * (len(titles) - 5)
-        else:
-            figures = r['tokens_per_s' if train else 'ms_per_token']
-            speed = figures['median'] if train else 1 / figures['median']
-            row += [show(figures, 0 if train else 3), f'{speed / first.setdefault(tuple(row[:3]), speed):.2f}x']
-            if train:
-                row.append(show(r['tokens_per_s_with_optimizer']) if 'tokens_per_s_with_optimizer' in r else '-')
-                row.append(f'{r["share_of_matmul"]:.1%}' if 'share_of_matmul' in r else 'n/a')
-            row += [f'{r["first_run_s"]:.1f}', f'{r["memory_bytes"] / 2**20:,.0f}']
-        rows.append(row)
-    return '\n'.join('| ' + ' | '.join(map(str, row)) + ' |' for row in rows)
-
-
-def run_suite(name, suite, variants, sizes, config, kind, amp, seconds):
-    """Measures, writes the JSON, prints the table. sizes: {label: its path and sizes}, in the order of the table."""
-    report = {'suite': name, **header(config, kind, amp)}
-    variants = {'matmul': (make_matmul, {'kind': kind, 'amp': amp}), **variants}
-    records = measure(variants, config['rounds'], seconds, kind, config['threads'])
-    yardstick, matmul, rate = records['matmul'], None, 'unknown'
-    if yardstick['status'] == 'ok':
-        matmul = spread(yardstick['flops'] / t for t in yardstick['seconds']['matmul'])
-        rate = show({key: value / 1e9 for key, value in matmul.items()})
-    report['matmul'] = {**yardstick, 'flops_per_s': matmul}
-    report['results'] = [{**sizes[label], **derive(records[label], suite, matmul)} for label in sizes]
-    path = write_results(report, config['out'], name)
-    first = report['results'][0]
-    print('\n{device}, {threads} threads, torch {torch}, commit {commit}, {dtype}; '.format(**report)
-          + 'D = {D}, T = {T}, V = {V}; '.format(**{**first, 'T': first['T'] if len({r['T'] for r in report['results']}) == 1 else 'C'})
-          + f'matmul {rate} GFLOP/s\n\n{table(report["results"], suite)}\n\n{path}')
-
-
 def main():
-    config = configure(globals())
-    try:
-        kind = pick_device(device)
-        amp = pick_dtype(dtype, kind)
-        variants, sizes = plan(config, kind, amp)
-    except ValueError as error:
-        fail(error)
-    run_suite(suite, suite, variants, sizes, config, kind, amp, seconds)
+    argv = sys.argv[1:]
+    if '--suite=sokoban' in argv:
+        import bench_sokoban
+        return bench_sokoban.main([a for a in argv if a != '--suite=sokoban'])
+    if '--compare' in argv:                                    # --compare A.json B.json
+        i = argv.index('--compare')
+        argv[i:i + 3] = [f'--compare={",".join(argv[i + 1:i + 3])}']
+    config = configure(globals(), argv)
+    if compare:
+        return compare_reports(compare)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            kind = pick_device(device)
+            amp = pick_dtype(dtype or ('auto' if kind != 'cpu' else 'float32'), kind)
+            variants, sizes = plan(config, kind, amp, folder)
+        except ValueError as error:
+            fail(error)
+        run_suite(suite, suite, variants, sizes, config, kind, amp, seconds)
 
 
 if __name__ == '__main__':
@@ -365,5 +530,5 @@ if __name__ == '__main__':
     except OSError as error:
         fail(error)
     except KeyboardInterrupt:
-        print('\ninterrupted: nothing written', file=sys.stderr)
+        print('\ninterrupted: the cells that were finished are written', file=sys.stderr)
         sys.exit(130)

@@ -4,9 +4,10 @@ Training speed of the Sokoban agents: environment steps a second of whole update
     python bench_sokoban.py                                       # the small budget's L = 1 and L = 4, plain, fast and compiled
     python bench_sokoban.py --cells="(2,2,64)," --paths=fast --dtype=float32
     python bench_sokoban.py --recurrent=False --paths=compiled,compiled_recompute
+    python bench.py --suite=sokoban                               # the same
 
-Paths: 'plain' (the equations by autograd), 'fast', 'compiled' (fast, cells fused by torch.compile), and with '_recompute' the update runs its
-own forward instead of keeping the rollout's. Each is a process of its own; they take turns with a yardstick: one large 3x3 convolution,
+Paths: 'plain' (the equations by autograd), 'fast', 'compiled' (fast, cells fused by torch.compile), and with '_recompute' the update runs
+its own forward instead of keeping the rollout's. measure.py says how they are measured; so is a yardstick, one large 3x3 convolution,
 forward and backward, in the same dtype. "of conv rate" is the multiply-adds that are executed (convlstm.py, macs_per_step) over its rate.
 """
 import sys
@@ -15,10 +16,10 @@ import torch
 import torch.nn.functional as F
 
 import train_sokoban
-from bench import header, measure, show, spread, write_results
 from checkpoint import keep_memory, pick_device, pick_dtype
 from configurator import configure, fail
 from convlstm import AgentConfig
+from measure import column, figure, header, markdown, measure, show, speedup, spread, write_results
 
 cells = ((1, 1, 128), (4, 1, 64))   # (L, E, d) each: the paper's small budget
 paths = 'plain,fast,compiled'
@@ -86,23 +87,16 @@ def plan(config, where, dt):
 
 
 def table(results):
-    """Markdown; 'speed-up' is over the first path of the same cell."""
-    titles = ['L, E, d', 'path', 'env steps/s: median (min..max)', 'speed-up', 'of conv rate', 'first run, s', 'memory, MiB']
-    rows, first = [titles, ['---'] * len(titles)], {}
-    for r in results:
-        row = [f'{r["L"]}, {r["E"]}, {r["D"]}', r['path']]
-        if r['status'] != 'ok':
-            row += [r['status'].replace('|', '/'), '', '', '', '']
-        else:
-            speed = r['env_steps_per_s']['median']
-            row += [show(r['env_steps_per_s']), f'{speed / first.setdefault(row[0], speed):.2f}x', f'{r["share_of_conv"]:.1%}' if 'share_of_conv' in r else 'n/a',
-                    f'{r["first_run_s"]:.1f}', f'{r["memory_bytes"] / 2**20:,.0f}']
-        rows.append(row)
-    return '\n'.join('| ' + ' | '.join(map(str, row)) + ' |' for row in rows)
+    """Markdown."""
+    return markdown([
+        ('L, E, d', lambda r: f'{r["L"]}, {r["E"]}, {r["D"]}'), column('path', 'path'), ('env steps/s: median (min..max)', figure),
+        speedup(results, 'LED'), column('of conv rate', 'share_of_conv', '{:.1%}'.format),
+        column('first run, s', 'first_run_s', '{:.1f}'.format),
+        column('memory, MiB', 'memory_bytes', lambda x: f'{x / 2**20:,.0f}')], results)
 
 
-def main():
-    config = configure(globals())
+def main(argv=None):
+    config = configure(globals(), argv)
     try:
         where = pick_device(device)
         dt = pick_dtype(dtype, where)
@@ -122,10 +116,11 @@ def main():
                 rate = record['macs'] / record['env_steps'] * record['env_steps_per_s']['median']
                 record['share_of_conv'] = rate / yardstick['macs_per_s']['median']
     report['results'] = [{**sizes[label], **records[label]} for label in sizes]
-    path = write_results(report, out, 'sokoban')
     rate = show({k: 2 * v / 1e9 for k, v in yardstick['macs_per_s'].items()}) if 'macs_per_s' in yardstick else 'unknown'
-    print('\n{device}, {threads} threads, torch {torch}, commit {commit}, {dtype} convolutions, '.format(**report)
-          + f'{n_envs} boards x {unroll} steps; convolution alone {rate} GFLOP/s\n\n{table(report["results"])}\n\n{path}')
+    text = ('{device}, {threads} threads, torch {torch}, commit {commit}, {dtype} convolutions, '.format(**report)
+            + f'{n_envs} boards x {unroll} steps; convolution alone {rate} GFLOP/s\n`{report["command"]}`\n\n{table(report["results"])}')
+    path = write_results(report, out, text)
+    print(f'\n{text}\n\n{path}')
 
 
 if __name__ == '__main__':

@@ -109,30 +109,33 @@ def rotate_backward(dq, dk, dv, q_rot, k_rot, rq, rk, cos, sin, layout):
     return torch.cat([dq.view(B, -1), dk.view(B, -1), dv.reshape(B, -1).to(dk.dtype)], -1).to(dt)
 
 
-def probabilities(q_rot, keys, bias):
+def probabilities(q_rot, keys, bias, keep):
     """Attention weights (B*C, M, S) of q_rot (B, C, M, K) over all slots of the buffer, keys (B*C, S, K): whole buffers are
     contiguous, which a window of them is not. bias (B, 1, 1, S): -inf outside the window and where a slot is empty."""
     B, C, M, K = q_rot.shape
     scores = torch.bmm(q_rot.view(B * C, M, K), keys.transpose(1, 2)).to(bias.dtype).view(B, C, M, -1)
-    return F.softmax(scores / math.sqrt(K) + bias, -1).view(B * C, M, -1)
+    p = F.softmax(scores / math.sqrt(K) + bias, -1).view(B * C, M, -1).to(keys.dtype)
+    if keep is not None:
+        keep.copy_(p)
+    return p
 
 
 def attend(q_rot, keys, values, bias, layout, keep):
-    """Attended values, by expert (E, B, H*K)."""
-    att = by_expert(torch.bmm(probabilities(q_rot, keys, bias).to(values.dtype), values), layout)
+    """Attended values, by expert (E, B, H*K). keep: their place, and the attention weights' or None."""
+    att = by_expert(torch.bmm(probabilities(q_rot, keys, bias, None if keep is None else keep[1]), values), layout)
     if keep is not None:
         keep[0].copy_(att)
     return att
 
 
-def attend_backward(datt, q_rot, keys, values, bias, layout, keep):
-    """Gradient of the rotated queries (B*C, M, K). keep: probabilities, the scores' gradients (B*C, M, S) and the output's (B*C, M, K)."""
-    do, K, wide, dt = by_cache_head(datt, layout), q_rot.size(-1), bias.dtype, keys.dtype
-    p = probabilities(q_rot, keys, bias)                       # made again: kept, they would be most of a long chunk's memory
-    dp = torch.bmm(do, values.transpose(1, 2)).to(wide)        # (B*C, M, S)
-    ds = (p * (dp - (dp * p).sum(-1, keepdim=True)) / math.sqrt(K)).to(dt)
-    for buffer, x in zip(keep, (p, ds, do), strict=True):
-        buffer.copy_(x)
+def attend_backward(datt, p, keys, values, wide, layout, keep):
+    """Gradient of the rotated queries (B*C, M, K). p (B*C, M, S): attention weights. keep: the scores' gradients (B*C, M, S) and the output's
+    (B*C, M, K)."""
+    do = by_cache_head(datt, layout)
+    dp, p = torch.bmm(do, values.transpose(1, 2)).to(wide), p.to(wide)                       # (B*C, M, S)
+    ds = (p * (dp - (dp * p).sum(-1, keepdim=True)) / math.sqrt(keys.size(-1))).to(keys.dtype)
+    keep[0].copy_(ds)
+    keep[1].copy_(do)
     return torch.bmm(ds, keys)
 
 
@@ -242,6 +245,7 @@ class Ops(NamedTuple):
     enter: object = enter
     rotate: object = rotate
     attend: object = attend
+    probabilities: object = probabilities
     mix: object = mix
     mix_backward: object = mix_backward
     norm_sum_backward: object = norm_sum_backward
@@ -308,11 +312,20 @@ def compare(run) -> dict:
     return found
 
 
-chosen: dict[tuple, dict] = {}   # what was measured, by sizes and name: train_lm.py shows it
+chosen: dict[tuple, dict] = {}   # what was measured, by sizes and name
 
 
 def wins(found: dict) -> bool:
     return found.get('difference', 1) < 0.03 and found.get('triton', math.inf) < found['compiled']
+
+
+def chosen_lines() -> list[str]:
+    """What was measured and chosen so far, one line a set of sizes; empty where there is no GPU."""
+    def told(found):
+        if 'error' in found:
+            return f'compiled ({found["error"]})'
+        return f'{"Triton" if wins(found) else "compiled"} ({1e6 * found.get("triton", math.nan):.0f} against {1e6 * found["compiled"]:.0f} us)'
+    return [', '.join(f'{name}: {told(found)}' for name, found in trials.items()) for trials in chosen.values()]
 
 
 # ---- head and loss ----

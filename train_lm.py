@@ -30,7 +30,7 @@ from checkpoint import need_packages, open_trackers, pick_dtype, plot_losses, pr
 from checkpoint import write_json
 from configurator import configure, fail
 from data_fineweb import VOCAB, DataError, SequenceLoader, StreamLoader, find_shards, load_val, token_bytes
-from kernels import graphed
+from kernels import chosen_lines, graphed
 from model import ModelConfig, State, build_model, config_dict
 from muon import Muon, lr_at
 from ranks import Buckets, gather_state, scatter_state
@@ -371,6 +371,8 @@ def prepare(run: SimpleNamespace) -> None:
                 compile_on_zeros(run.model, rows, block_size, run.kind, run.amp)
         if not compiles(run.model, once):
             run.model.config.path = 'fast'
+        for line in chosen_lines():
+            print0(f'Triton or compiled, measured: {line}')
 
 
 def train(config: dict) -> int:

@@ -25,6 +25,7 @@ from kernels import route_backward, triton_module, wins
 # A chunk runs in blocks of at most BLOCK tokens: attention reads W + BLOCK slots at a time, whatever the chunk's length.
 
 BLOCK = 64
+KEPT_WEIGHTS = 2**30     # bytes of a chunk's attention weights that a CPU keeps for the backward; more are made again, and on a GPU all
 GROUP = 8                # tokens whose dK, dV of slots before them are added by one product, not one a token
 
 
@@ -42,6 +43,7 @@ class Plan(NamedTuple):
     grad: bool
     graphs: bool         # blocks are captured as CUDA graphs and replayed
     ops: Ops
+    keep_p: bool = False # attention weights are kept for the backward
 
 
 def shapes(plan: Plan, n: int) -> tuple[dict, dict]:
@@ -56,7 +58,12 @@ def shapes(plan: Plan, n: int) -> tuple[dict, dict]:
     if plan.grad:
         work |= {'du': (N, D, wide), 'dqkv': (N, (C * M + 2 * C) * K, dt),
                  'dy': (E, N, D, dt), 'dact': (E, N, 4 * D, dt), 'dx': (E, N, D, dt), 'dk': (B * C, S, K, wide), 'dv': (B * C, S, K, wide),
-                 'p': (B * C, F, M, S, dt), 'dscores': (B * C, F, M, S, dt), 'do': (B * C, F, M, K, dt)}
+                 'dscores': (B * C, F, M, S, dt), 'do': (B * C, F, M, K, dt)}
+        weights = B * C, F, M, S, dt                           # of a group of tokens
+        if plan.keep_p:
+            keep['p'] = -(-n // GROUP), *weights
+        else:
+            work['p'] = 1, *weights
     if plan.router:
         keep |= {'coef': (E, N, 1, wide), 'gate': (N, E, wide), 'c': (N, 2 * D, dt), 'query': (N, plan.router, dt)}
         work |= {'dgate': (N, E, dt), 'dquery': (N, plan.router, dt)}
@@ -125,29 +132,39 @@ def load_caches(plan: Plan, n: int, work, k, v, count) -> None:
     work['bias'].copy_(work['band'].masked_fill(~filled, -math.inf))
 
 
-def window_attention(plan: Plan, work, qkv, l: int, t: int, keep) -> torch.Tensor:
+def weights_of(plan: Plan, work, keep, l: int, t: int) -> torch.Tensor:
+    """The place of the attention weights of token t's group at level l: (B*C, F, M, S)."""
+    return keep['p'][l, t // GROUP] if plan.keep_p else work['p'][l, 0]
+
+
+def window_attention(plan: Plan, work, keep, qkv, l: int, t: int) -> torch.Tensor:
     """Token t of a block at level l: norms and rotates its queries and key, pushes key and value into slot W + t of the work buffers, and
-    attends. qkv (B, (C*M + 2*C) * K) -> (E, B, H*K). keep: rq, rk, q_rot, lse, att, or None."""
-    W, layout, slot = plan.W, plan.layout, plan.W + t
+    attends. qkv (B, (C*M + 2*C) * K) -> (E, B, H*K). Where there are gradients keep takes ATTENTION, and p where that is kept."""
+    W, layout, slot, kept, place = plan.W, plan.layout, plan.W + t, None, None
     kbuf, vbuf, kn = (work[name][l] for name in ('kbuf', 'vbuf', 'kn'))
+    if plan.grad:
+        kept = at(keep, ATTENTION, l, t, layout[0])
+        place = [kept[4], weights_of(plan, work, keep, l, t)[:, t % GROUP] if plan.keep_p else None]
     if 'attention' in plan.triton:
-        return triton_module().window_attention(qkv, kbuf, vbuf, kn, work['count'], t, W, work['cos'], work['sin'], layout, keep)
-    q_rot, kbuf[:, slot], kn[:, slot], vbuf[:, slot] = plan.ops.rotate(qkv, work['cos'][slot], work['sin'][slot], layout, keep and keep[:3])
-    return plan.ops.attend(q_rot, kbuf, vbuf, work['bias'][t, :, None, None], layout, keep and keep[4:])
+        return triton_module().window_attention(qkv, kbuf, vbuf, kn, work['count'], t, W, work['cos'], work['sin'], layout, kept)
+    q_rot, kbuf[:, slot], kn[:, slot], vbuf[:, slot] = plan.ops.rotate(qkv, work['cos'][slot], work['sin'][slot], layout, kept and kept[:3])
+    return plan.ops.attend(q_rot, kbuf, vbuf, work['bias'][t, :, None, None], layout, place)
 
 
-def window_attention_backward(plan: Plan, work, datt, kept, l: int, t: int, g: int, size: int) -> torch.Tensor:
-    """The gradient of qkv's row, from that of the attended values. kept: rq, rk, q_rot, lse, att. g: the first token of t's group of `size`.
-    dK, dV of the group's slots are added to work['dk'], ['dv']; what the others' need is left in work['p'], ['dscores'], ['do']."""
-    rq, rk, q_rot, lse, att = kept
+def window_attention_backward(plan: Plan, work, keep, datt, l: int, t: int, g: int, size: int) -> torch.Tensor:
+    """The gradient of qkv's row, from that of the attended values. g: the first token of t's group of `size`. dK, dV of the group's slots
+    are added to work['dk'], ['dv']; what the others' need is left in weights_of the group and in work['dscores'], ['do']."""
+    rq, rk, q_rot, lse, att = at(keep, ATTENTION, l, t, plan.layout[0])
     W, layout, slot, group = plan.W, plan.layout, plan.W + t, slice(plan.W + g, plan.W + g + size)
-    kbuf, vbuf, dk, dv = (work[name][l] for name in ('kbuf', 'vbuf', 'dk', 'dv'))
-    later = [work[name][l] for name in ('p', 'dscores', 'do')]
+    kbuf, vbuf, dk, dv, dscores, do = (work[name][l] for name in ('kbuf', 'vbuf', 'dk', 'dv', 'dscores', 'do'))
+    weights = weights_of(plan, work, keep, l, t)
     if 'attention' in plan.triton:
         return triton_module().window_attention_backward(datt, att, q_rot, rq, rk, lse, kbuf, vbuf, work['count'], t, g, W, work['cos'],
-                                                          work['sin'], layout, dk, dv, *later)
-    p, ds, do = mine = [x[:, t - g] for x in later]
-    dq = plan.ops.attend_backward(datt, q_rot, kbuf, vbuf, work['bias'][t, :, None, None], layout, mine)
+                                                          work['sin'], layout, dk, dv, weights, dscores, do)
+    p, ds, do = mine = [x[:, t - g] for x in (weights, dscores, do)]
+    if not plan.keep_p:
+        plan.ops.probabilities(q_rot, kbuf, work['bias'][t, :, None, None], p)
+    dq = plan.ops.attend_backward(datt, p, kbuf, vbuf, plan.wide, layout, mine[1:])
     add_product(dk[:, group], ds[..., group], q_rot.view_as(do))
     add_product(dv[:, group], p[..., group], do)
     return plan.ops.rotate_backward(dq, dk[:, slot], dv[:, slot], q_rot, kbuf[:, slot], rq, rk, work['cos'][slot], work['sin'][slot], layout)
@@ -178,16 +195,16 @@ def experts_backward(plan: Plan, ds, coef, kept, weights, keep) -> tuple[torch.T
 def forward_block(plan: Plan, levels, work, keep, z, s, out) -> torch.Tensor:
     """z (n, B, D), s (B, D) -> out (n, B, D); returns the last s. The W entries before are in work['kbuf'], ['vbuf']; the block's own
     are left there, and in work['kn']."""
-    B, kept, coef = z.size(1), [None] * 3, work['coef']
+    B, kept, coef = z.size(1), [None] * 2, work['coef']
     for t in range(z.size(0)):
         for l, (a, b, wqkv, *weights) in enumerate(levels):
             if plan.grad:
-                kept = [at(keep, names, l, t, B) for names in (('s', 'ru', 'n'), ATTENTION, EXPERTS)]
+                kept = [at(keep, names, l, t, B) for names in (('s', 'ru', 'n'), EXPERTS)]
             if plan.router:
                 coef = route(s, z[t], *weights[3:], plan.mode, at(keep, ('coef', 'gate', 'c', 'query'), l, t, B) if plan.grad else None)
             u, qkv = plan.ops.enter(s, z[t], a, b, wqkv, kept[0])
-            att = window_attention(plan, work, qkv, l, t, kept[1])
-            s = experts(plan, u, att, coef, weights[:3], kept[2])
+            att = window_attention(plan, work, keep, qkv, l, t)
+            s = experts(plan, u, att, coef, weights[:3], kept[1])
         out[t] = s
     return s
 
@@ -209,7 +226,7 @@ def backward_block(plan: Plan, levels, work, keep, z, dout, ds, dz, first: int) 
                     dz_router, ds_router = route_backward(ds, kept[-1], gate, query, weights[3], weights[5], plan.mode,
                                                           at(work, ('dgate', 'dquery'), l, t, B))
                 du, datt = experts_backward(plan, ds, coef, kept, weights[:3], at(work, ('dy', 'dact', 'dx'), l, t, B))
-                dqkv = window_attention_backward(plan, work, datt, at(keep, ATTENTION, l, t, B), l, t, g, size)
+                dqkv = window_attention_backward(plan, work, keep, datt, l, t, g, size)
                 ds, dz_t = plan.ops.enter_backward(du, dqkv, *at(keep, ('s', 'ru', 'n'), l, t, B), z[t], a, b, wqkv,
                                                    at(work, ('du', 'dqkv'), l, t, B))
                 if plan.router:
@@ -218,14 +235,14 @@ def backward_block(plan: Plan, levels, work, keep, z, dout, ds, dz, first: int) 
         before = slice(max(first, g + 1), W + g)               # slots of the group's windows before the group
         if before.start < before.stop:
             for l in range(plan.L):
-                flush(work, keep['q_rot'][l, g:g + size], l, before)
+                flush(work, weights_of(plan, work, keep, l, g), keep['q_rot'][l, g:g + size], l, before)
     return ds
 
 
-def flush(work, q_rot, l: int, before: slice) -> None:
-    """A group's share of dK and dV of the slots before it, by one product each. q_rot (F, B, C, M, K)."""
+def flush(work, p, q_rot, l: int, before: slice) -> None:
+    """A group's share of dK and dV of the slots before it, by one product each. p: weights_of the group; q_rot (F, B, C, M, K)."""
     F, B, C, M, K = q_rot.shape
-    p, ds, do = (work[name][l, :, :F].reshape(B * C, F * M, -1) for name in ('p', 'dscores', 'do'))
+    p, ds, do = (x[:, :F].reshape(B * C, F * M, -1) for x in (p, work['dscores'][l], work['do'][l]))
     add_product(work['dk'][l, :, before], ds[..., before], q_rot.view(F, B * C, M, K).transpose(0, 1).reshape(B * C, F * M, K))
     add_product(work['dv'][l, :, before], p[..., before], do)
 
@@ -240,7 +257,7 @@ def trials(plan: Plan, n: int) -> dict:
     """{name: function(triton)} of the last token of a block of n at one level, windows full, on made-up numbers: by Triton kernels or by
     plan.ops; with what belongs to the backward where the plan has gradients. They return all that such a token leaves behind, as views
     of memory that the next call writes over."""
-    plan = plan._replace(L=1, router=0)
+    plan = plan._replace(L=1, router=0, keep_p=False)
     (B, E, G, R, K, _), (C, M, _), t = plan.layout, heads(plan.layout), n - 1
     work, keep, D, g = workspace(plan, n), empty(plan, shapes(plan, n)[0]) if plan.grad else {}, G * R * K, t // GROUP * GROUP
     random_numbers = torch.Generator(plan.device).manual_seed(0)           # the training's own go on as if nothing had been measured
@@ -256,14 +273,14 @@ def trials(plan: Plan, n: int) -> dict:
     plans = {triton: plan._replace(triton=frozenset(TRITON if triton else ())) for triton in (True, False)}
 
     def attention(triton):
-        out = [window_attention(plans[triton], work, qkv, 0, t, attention_keep)]
+        out = [window_attention(plans[triton], work, keep, qkv, 0, t)]
         out += [work[name][0, :, plan.W + t] for name in ('kbuf', 'vbuf', 'kn')]
         if not plan.grad:
             return out
         for name in ('dk', 'dv'):
             work[name][:, :, own].zero_()
-        dqkv = window_attention_backward(plans[triton], work, att, attention_keep, 0, t, g, n - g)
-        later = [work[name][0, :, t - g, :, before] for name in ('p', 'dscores')] if before.start < before.stop else []
+        dqkv = window_attention_backward(plans[triton], work, keep, att, 0, t, g, n - g)
+        later = [x[:, t - g, :, before] for x in (work['p'][0, 0], work['dscores'][0])] if before.start < before.stop else []
         return *out, *attention_keep[:3], dqkv, *later, work['do'][0, :, t - g], *(work[name][0, :, own] for name in ('dk', 'dv'))
 
     def forward(triton):
@@ -294,7 +311,7 @@ def choose(plan: Plan, n: int) -> frozenset:
     CUDA graphs: so not while another is captured, where what was not measured before stays compiled."""
     if plan.device.type != 'cuda' or triton_module() is None:
         return frozenset()
-    plan = plan._replace(L=1, router=0, graphs=False, triton=None)      # None: no chunk's own plan, so its memory may go
+    plan = plan._replace(L=1, router=0, graphs=False, keep_p=False, triton=None)     # None: no chunk's own plan, so its memory may go
     if (plan, n) not in chosen:
         if torch.cuda.is_current_stream_capturing():
             return frozenset()
@@ -459,12 +476,13 @@ def unroll(z, s, k, v, count, levels: list[dict[str, torch.Tensor]], aggregation
     G, R = (C, M // E) if share_kv else (C // E, M)
     weights = [w for level in levels for w in level.values()]
     router = levels[0]['router_q'].size(0) if 'router_q' in levels[0] else 0
+    kept = L * B * C * M * sum(n * (W + n) for _, n in blocks(T)) * dt.itemsize
     plan = Plan((B, E, G, R, K, share_kv), L, W, aggregation, router, dt, s.dtype, z.device, frozenset(), torch.is_grad_enabled(),
-                False, Ops(*map(compiled, EAGER)) if compile else EAGER)
+                False, Ops(*map(compiled, EAGER)) if compile else EAGER, not z.is_cuda and kept <= KEPT_WEIGHTS)
     if compile:
         plan = plan._replace(triton=choose(plan, min(T, BLOCK)), graphs=graphs and can_capture(z))
     with torch.autocast(z.device.type, enabled=False):         # dtypes are ours from here on
         out, new_k, new_v = Unroll.apply(plan, z, s, k.contiguous(), v.contiguous(), count, *weights)
-    return out, (out[-1].detach(), new_k, new_v, (count + T).clamp(max=W))
+    return out, (out[-1].detach().clone(), new_k, new_v, (count + T).clamp(max=W))
 
 

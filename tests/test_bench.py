@@ -1,10 +1,12 @@
-"""bench.py and baselines.py: reports hold what they promise, a failing variant does not end the others, the baselines are what they
+"""measure.py, bench.py and baselines.py: reports hold what they promise, a failing variant does not end the others, the baselines are what they
 say they are (parameters, carried state, window), learn, and refuse bad settings with one line."""
 
+import csv
 import json
 import math
 import os
 import pathlib
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,7 +18,9 @@ import torch.nn.functional as F
 
 import baselines
 import bench
-from configurator import read_script
+import bench_sokoban
+import measure
+from configurator import configure, read_script
 from data_fineweb import open_meta, write_meta, write_shard
 from model import ModelConfig, build_model
 
@@ -32,6 +36,25 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+IDLE = []
+
+
+@pytest.fixture(scope='module', autouse=True)
+def ended():
+    yield
+    workers = [*IDLE]
+    measure.end_all(dict(enumerate(workers)))
+    assert not any(process.is_alive() for process, _ in workers)
+
+
+@pytest.fixture
+def reused(monkeypatch):
+    """measure's processes go on from test to test: importing torch takes seconds."""
+    begin = measure.begin
+    monkeypatch.setattr(measure, 'begin', lambda kind, threads: IDLE.pop() if IDLE else begin('cpu', threads))
+    monkeypatch.setattr(measure, 'end', lambda *worker: IDLE.append(worker) if worker[0].is_alive() else None)
 
 
 @pytest.fixture(scope='module')
@@ -52,35 +75,254 @@ def run(script, *arguments):
     return subprocess.run([sys.executable, script, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize('suite, paths', [('train', ['plain', 'fast']), ('decode', ['gpt'])])
-def test_bench_report(suite, paths, tmp_path, capsys):
-    config = {**read_script(bench.__file__)[0], 'suite': suite, 'cells': ((1, 2, 4, 2),), 'paths': ','.join(paths), 'n_embd': 128, 'vocab_size': 32,
-              'block_size': 4, 'rounds': 2, 'seconds': 0.01, 'threads': 1, 'optimizer': True, 'out': str(tmp_path / 'a' / 'b.json')}  # fmt: skip
-    variants, sizes = bench.plan(config, 'cpu', torch.float32)
-    bench.run_suite(suite, suite, variants, sizes, config, 'cpu', torch.float32, config['seconds'])
-    report = json.loads((tmp_path / 'a' / 'b.json').read_text())
-    assert {'device', 'torch', 'python', 'threads', 'commit', 'command', 'date', 'config', 'dtype', 'memory', 'matmul'} <= set(report)
-    assert report['matmul']['flops_per_s']['median'] > 1e8
+def bench_config(**changes):
+    return {**read_script(bench.__file__)[0], 'cells': ((1, 2, 4, 2),), 'n_embd': 128, 'block_size': 4, 'rounds': 2,
+            'seconds': 0.01, 'threads': 1, **changes}  # fmt: skip
+
+
+def bench_report(tmp_path, **changes):
+    config = bench_config(out=str(tmp_path / 'a' / 'b.json'), **changes)
+    variants, sizes = bench.plan(config, 'cpu', torch.float32, str(tmp_path))
+    bench.run_suite(config['suite'], config['suite'], variants, sizes, config, 'cpu', torch.float32, config['seconds'])
+    return json.loads((tmp_path / 'a' / 'b.json').read_text())
+
+
+def check_report(report, out, lines, paths):
+    """What every suite promises: a header that lets it be repeated, yardsticks, turns, the table also as a file."""
+    assert {'device', 'torch', 'python', 'threads', 'commit', 'command', 'date', 'config', 'dtype', 'memory'} <= set(report)
+    assert report['yardsticks']['matmul float32']['median'] > 1e8 and report['yardsticks']['copy']['median'] > 1e7
     assert [r['path'] for r in report['results']] == paths
     for r in report['results']:
-        assert r['status'] == 'ok' and (r['L'], r['E'], r['C'], r['B'], r['T'], r['D'], r['V']) == (1, 2, 4, 2, 4, 128, 32)
-        parts = {'train': {'chunk', 'optimizer'}, 'decode': {'token'}}[suite]
-        assert set(r['seconds']) == parts and all(len(v) == 2 and min(v) > 0 for v in r['seconds'].values())
-        assert 0 < r['memory_bytes'] < 2**30 and r['first_run_s'] > 0
-        if suite == 'train':
-            chunk, optimizer = (np.array(r['seconds'][part]) for part in ('chunk', 'optimizer'))
-            assert r['tokens_per_s']['median'] == pytest.approx(np.median(8 / chunk))
-            assert r['tokens_per_s_with_optimizer']['median'] == pytest.approx(np.median(8 / (chunk + optimizer)))
-            model = build_model(ModelConfig(32, 1, 2, 128, window=4, block_size=4), True)
-            flops = 3 * sum(model.flops_per_token().values())
-            assert r['share_of_matmul'] == pytest.approx(flops * r['tokens_per_s']['median'] / report['matmul']['flops_per_s']['median'])
-        else:
-            assert r['ms_per_token']['median'] == pytest.approx(1000 * np.median(r['seconds']['token']))
-    lines = capsys.readouterr().out.splitlines()
-    turns = [line.split(': ')[0] for line in lines if line.startswith('round')]
-    assert turns == [f'round {n}/2  {label}' for n in range(3) for label in ('matmul', *(f'L=1 E=2 C=4 B=2 {path}' for path in paths))]
+        assert r['status'] == 'ok' and all(len(v) == 2 and min(v) > 0 for v in r['seconds'].values())
+        assert r['memory_bytes'] < 2**30 and r['first_run_s'] > 0
+    turns = [line.split(': ')[0].split('  ') for line in lines if line.startswith('round')]
+    assert [number for number, _ in turns] == [f'round {n}/2' for n in range(3) for _ in range(len(paths) + 1)]
+    assert [label.split()[-1] for _, label in turns] == ['yardsticks', *paths] * 3
+    assert any(line.startswith('1 of 1 cells, ') for line in lines)
     rows = [line for line in lines if line.startswith('|')]
     assert len(rows) == 2 + len(paths) and len({row.count('|') for row in rows}) == 1 and '1.00x' in rows[2]
+    assert [line for line in out.read_text().splitlines() if line.startswith('|')] == rows
+    return rows
+
+
+def test_suite_cpu(reused, tmp_path, capsys):
+    report = bench_report(tmp_path, paths='fast,gpt_bf16')
+    rows = check_report(report, tmp_path / 'a' / 'b.md', capsys.readouterr().out.splitlines(), ['fast', 'gpt_bf16'])
+    fast, gpt = report['results']
+    assert [fast[k] for k in ('L', 'E', 'C', 'B', 'T', 'D', 'V', 'dtype')] == [1, 2, 4, 2, 4, 128, 256, 'float32']
+    assert [gpt[k] for k in ('L', 'E', 'C', 'B', 'T', 'D', 'V', 'dtype')] == [2, 1, 4, 1, 8, 128, 256, 'bfloat16']  # 8 tokens a chunk, both
+    for r in (fast, gpt):
+        assert r['memory_bytes'] > 0
+        assert r['tokens_per_s']['median'] == pytest.approx(np.median(8 / np.array(r['seconds']['chunk'])))
+        model = build_model(ModelConfig(256, r['L'], r['E'], 128, window=4, block_size=r['T']), r is fast)
+        flops, rate = model.flops_per_token(), report['yardsticks'][f'matmul {r["dtype"]}']['median']
+        assert r['share_of_matmul'] == pytest.approx(3 * sum(flops.values()) * r['tokens_per_s']['median'] / rate)
+    assert fast['flops_per_token'] == pytest.approx(gpt['flops_per_token'], rel=0.01)  # the same work
+    chunk, head = (np.array(fast['seconds'][part]) for part in ('chunk', 'head'))
+    assert fast['step_ms']['median'] == pytest.approx(1000 * np.median((chunk - head) / 4))
+    flops = build_model(ModelConfig(256, 1, 2, 128, window=4), True).flops_per_token()['core']
+    assert fast['step_ms_at_matmul_rate'] == pytest.approx(3000 * flops * 2 / report['yardsticks']['matmul float32']['median'])
+    assert 'head alone, ms' in rows[0] and 'step_ms' not in gpt
+
+
+@pytest.mark.parametrize('suite, paths, figure', [('train', ['fast', 'gpt'], 'tokens_per_s'), ('decode', ['fast', 'ring'], 'ms_per_token')])
+def test_suites_of_the_paper(suite, paths, figure, reused, tmp_path, capsys):
+    n = {'train': 64, 'decode': 2}[suite]                      # tokens an update over 4 GPUs, or streams
+    report = bench_report(tmp_path, suite=suite, paths=','.join(paths), cells=((1, 2, 4, n),))
+    check_report(report, tmp_path / 'a' / 'b.md', capsys.readouterr().out.splitlines(), paths)
+    rates = [report['yardsticks'][name]['median'] for name in ('matmul float32', 'copy')]
+    for r in report['results']:
+        assert (r['B'], r['T'], r['C'], r['tokens']) == ((4, 4, 4, 16) if suite == 'train' else (2, 4, 4, 2))
+        times = np.array(r['seconds']['update' if suite == 'train' else 'token'])
+        model = ModelConfig(256, r['L'], r['E'], 128, window=4, block_size=4)
+        least = sum(bench.floor(model, r['path'] != 'gpt', r['B'], *rates, 4, suite == 'decode').values())
+        assert r[figure]['median'] == pytest.approx(np.median(16 / times if suite == 'train' else 1000 * times))
+        rate = r['tokens_per_s']['median'] / 4 if suite == 'train' else 1 / np.median(times)                 # token steps a second
+        assert r['share_of_roofline'] == pytest.approx(least * rate)
+        assert r['paper'] is None and 'over_paper' not in r
+
+
+def test_suite_kernels(reused, tmp_path, capsys):
+    """Every twin runs eagerly, Triton's say that they need a GPU; Muon's iteration batched against one by one."""
+    report = bench_report(tmp_path, suite='kernels', paths='eager,triton', rounds=1)
+    rows = {(r['kernel'], r['path']): r for r in report['results']}
+    pieces = ['attention', 'experts', 'experts_backward', 'loss']
+    assert set(rows) == {(name, path) for name in pieces for path in ('eager', 'triton')} | {('orthogonalize', how) for how in ('one by one', 'batched')}
+    assert all(r['status'] == ('n/a (needs CUDA)' if path == 'triton' else 'ok') for (_, path), r in rows.items())
+    assert all(r['share_of_roofline'] > 0 and r['us']['median'] > 0 for (_, path), r in rows.items() if path != 'triton')
+    lines = [line for line in (tmp_path / 'a' / 'b.md').read_text().splitlines() if line.startswith('|')]
+    assert len(lines) == 2 + 10 and len({line.count('|') for line in lines}) == 1
+    assert [line.split('|')[1].strip() for line in lines[2:]] == [name for name in [*pieces, 'orthogonalize'] for _ in range(2)]
+
+
+def test_why_a_triton_kernel_is_not_timed(monkeypatch):
+    for found, message in (({'error': 'TritonError: x'}, 'TritonError: x'), ({'difference': 0.01}, ''), ({'difference': 0.5}, 'wrong by 50.0%'),
+                           ({'difference': math.nan}, 'wrong by nan%')):
+        monkeypatch.setattr(bench.kernels, 'compare', lambda run, found=found: found)
+        assert bench.why_not(None, True) == message
+    assert bench.why_not(None, False) == 'n/a (needs CUDA)'
+
+
+def test_suite_sokoban(tmp_path, monkeypatch, capsys):
+    """bench.py hands over to bench_sokoban.py, whose report has the table beside it. What it measures: test_train.py runs README's commands."""
+    def fine(variants, *_):
+        return {label: {'status': 'ok', 'seconds': {part: [2.0]}, 'macs': 8, 'env_steps': 4, 'first_run_s': 0, 'memory_bytes': 0}
+                for label in variants for part in ['conv' if label == 'conv' else 'update']}
+    monkeypatch.setattr(bench_sokoban, 'measure', fine)
+    monkeypatch.setattr(sys, 'argv', ['bench.py', '--suite=sokoban', '--cells=(1,1,4),', '--paths=fast', '--n_envs=2', '--device=cpu',
+                                      f'--out={tmp_path}/s.json'])  # fmt: skip
+    for name, value in read_script(bench_sokoban.__file__)[0].items():
+        monkeypatch.setattr(bench_sokoban, name, value)
+    bench.main()
+    report = json.loads((tmp_path / 's.json').read_text())
+    assert report['suite'] == 'sokoban' and report['results'][0]['env_steps_per_s']['median'] == 2
+    assert '| 1, 1, 4 | fast | 2 (2..2) | 1.00x | 100.0% |' in (tmp_path / 's.md').read_text()
+
+
+def test_floor_is_that_of_the_plan():
+    """Against the hard floors calculated for an H100 of 800 TFLOP/s and 3 TB/s (1000 tokens/s; ms a token), d = 768, E = 16/L, V = 50304."""
+    train = {1: (913, 913, 772, 477, 145, 75), 2: (913, 864, 642, 381, 111, 57), 4: (778, 644, 480, 272, 76, 39),
+             8: (514, 427, 319, 173, 46, 23)}  # fmt: skip
+    decode = {1: (0.096, 0.112), 2: (0.097, 0.129), 4: (0.099, 0.162), 8: (0.103, 0.229), 16: (0.112, 0.363)}
+    for L, row in train.items():
+        for C, want in zip((32, 64, 128, 256, 1024, 2048), row, strict=True):
+            B, config = 32768 // C, ModelConfig(50304, L, 16 // L, 768, window=C, block_size=C)
+            got = B / sum(bench.floor(config, True, B, 800e12, 3e12).values()) / 1000
+            assert got == pytest.approx(want, rel=0.25 if (L, C) == (8, 32) else 0.13), (L, C)
+    for L, row in decode.items():
+        for C, want in zip((128, 2048), row, strict=True):
+            config = ModelConfig(50304, L, 16 // L, 768, window=C)
+            assert 1000 * sum(bench.floor(config, True, 16, 800e12, 3e12, decoding=True).values()) == pytest.approx(want, rel=0.07), (L, C)
+    gpt = ModelConfig(50304, 16, 1, 768, window=256, block_size=256)
+    flops = build_model(ModelConfig(256, 16, 1, 384, window=256, block_size=256), False).flops_per_token()['core']  # at half the width
+    assert 0.8 < 128 / sum(bench.floor(gpt, False, 128, 800e12, 3e12).values()) / (800e12 / 3 / (4 * flops + 2 * 768 * 50304)) < 1.05
+
+
+def test_paper_tables():
+    """The constants are the paper's files, where they are at hand."""
+    folder = ROOT.parent / 'shared' / 'paper'
+    if not folder.exists():
+        pytest.skip(f'{folder} does not exist: the tables in bench.py are not compared with the paper\'s files')
+    for name, ours in (('training_ktokens_per_s_4xH100', bench.PAPER_TRAIN), ('latency_ms_per_token_4xH100', bench.PAPER_DECODE)):
+        with open(folder / f'{name}.csv') as file:
+            header, *lines = csv.reader(file)
+        head = header.index('E') + 1                           # model, L, E and what stands before
+        theirs = {tuple(int(x) if x.isdigit() else x for x in line[:head]): tuple(None if x == 'OOM' else float(x) for x in line[head:])
+                  for line in lines}  # fmt: skip
+        assert ours == theirs
+    assert header[3:] == ['C128_B16', 'C2048_B16']
+
+
+def test_paper_cells(tmp_path):
+    """On a GPU: every cell of both tables, the streams of one of 4 GPUs, the paper's figures; none at other sizes."""
+    monolith = bench_config(suite='train', cells=(), n_embd=0)
+    variants, sizes = bench.plan(monolith, 'cuda:0', torch.bfloat16, str(tmp_path))
+    assert len(variants) == 60 and all(r['path'] == ('compiled' if r['E'] > 1 else 'gpt_compiled') for r in sizes.values())
+    assert all(r['B'] * r['C'] * 4 == r['tokens_per_update'] and r['T'] == r['C'] for r in sizes.values())
+    papers = {(r['tokens_per_update'], r['L'], r['C']): bench.paper_figure(r, 'train') for r in sizes.values()}
+    assert papers[131072, 1, 128] == 87375 and papers[262144, 16, 2048] == 267875 and papers[131072, 8, 128] == 'OOM' and None not in papers.values()
+    some = bench.plan({**monolith, 'cells': ((2, 8), (4, 4, 64), (1, 16, 32, 262144))}, 'cuda:0', torch.bfloat16, str(tmp_path))[1]
+    assert len(some) == 12 + 2 + 1
+    row = next(iter(sizes.values()))
+    assert bench.paper_figure({**row, 'D': 384}, 'train') is None and bench.paper_figure({**row, 'tokens_per_update': 65536}, 'train') is None
+    sizes = bench.plan({**monolith, 'suite': 'decode'}, 'cuda:0', torch.bfloat16, '')[1]
+    assert {(r['L'], r['C']): bench.paper_figure(r, 'decode') for r in sizes.values() if r['path'] == 'ring'} | {
+        ('gpt', r['C']): bench.paper_figure(r, 'decode') for r in sizes.values() if r['path'] == 'gpt_ring'} == {
+        (1, 128): 0.108, (1, 2048): 0.131, (2, 128): 0.431, (2, 2048): 0.554, (4, 128): 0.552, (4, 2048): 0.637, (8, 128): 0.815, (8, 2048): 0.935,
+        (16, 128): 1.402, (16, 2048): 1.577, ('gpt', 128): 0.565, ('gpt', 2048): 0.670}  # fmt: skip
+    record = {'status': 'ok', 'seconds': {'token': [0.0005]}}
+    done = bench.derive(record, next(r for r in sizes.values() if (r['path'], r['L'], r['C']) == ('ring', 8, 128)), 'decode', {})[0]
+    assert done['over_paper'] == pytest.approx(0.815 / 0.5)
+    oom = bench.table([{**row, 'status': 'OOM', 'paper': 'OOM'}, {**row, 'status': 'OOM', 'paper': 1000.0}], 'train').splitlines()
+    assert oom[0].count('|') == oom[2].count('|') and oom[2].count(' OOM ') == 2 and ' 1,000 ' in oom[3]
+
+
+def report_file(path, suite, rows, **changes):
+    report = {'suite': suite, 'device': 'X', 'dtype': 'float32', 'commit': 'abc', 'date': 'today', 'torch': '2', 'command': 'old', 'results': rows}
+    path.write_text(json.dumps({**report, **changes}))
+    return str(path)
+
+
+def test_compare(tmp_path, monkeypatch, capsys):
+    def row(L, name, value, **changes):
+        return {'path': 'fast', 'L': L, 'E': 1, 'C': 8, 'B': 2, 'status': 'ok', name: {'median': value, 'min': value, 'max': value}, **changes}
+    for name, value in read_script(bench.__file__)[0].items():
+        monkeypatch.setattr(bench, name, value)
+    a = report_file(tmp_path / 'a.json', 'train', [row(1, 'tokens_per_s', 100), row(2, 'tokens_per_s', 50), row(4, 'tokens_per_s', 7)])
+    b = report_file(tmp_path / 'b.json', 'train', [row(2, 'tokens_per_s', 75), row(1, 'tokens_per_s', 250), {**row(4, 'x', 1), 'status': 'OOM'}])
+    c, d = (report_file(tmp_path / f'{x}.json', 'decode', [row(1, 'ms_per_token', value)]) for x, value in (('c', 3.0), ('d', 2.0)))
+    e = report_file(tmp_path / 'e.json', 'decode', [row(8, 'ms_per_token', 1)])
+
+    def run_with(*arguments):
+        monkeypatch.setattr(sys, 'argv', ['bench.py', *arguments])
+        bench.main()
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith('|')]
+    lines = run_with('--compare', a, b)
+    assert len(lines) == 5 and lines[2].endswith('| 1.50x |') and lines[3].endswith('| 2.50x |') and lines[4].endswith('| OOM |  |')
+    assert run_with(f'--compare={c},{d}')[2].endswith('| 1.50x |')
+    broken = tmp_path / 'f.json'
+    broken.write_text('[]')
+    for pair, message in ((f'{a},{c}', 'of suite'), (f'{a},nowhere.json', 'cannot be read'), (f'{c},{e}', 'no row in common'), (a, 'two files'),
+                          (f'{a},{broken}', 'no report')):
+        with pytest.raises(SystemExit) as stop:
+            run_with(f'--compare={pair}')
+        error = capsys.readouterr().err
+        assert stop.value.code == 2 and error.count('\n') == 1 and message in error
+
+
+def fine(group, *_):
+    """In place of measure: two tokens a second."""
+    done = {'status': 'ok', 'seconds': {'chunk': [2.0]}, 'tokens': 4, 'flops_per_token': 1, 'first_run_s': 0, 'memory_bytes': 0}
+    return {label: done for label in group if label != 'yardsticks'}
+
+
+def test_append(tmp_path, monkeypatch, capsys):
+    """Rows of an earlier call stay, those measured again are replaced; a report of another commit is refused."""
+    monkeypatch.setattr(bench, 'measure', fine)
+    config = bench_config(append=True, out=str(tmp_path / 'r.json'))
+    sizes = {f'{L}': {'path': 'fast', 'cell': f'{L}', 'L': L, 'E': 1, 'C': 8, 'B': 2, 'T': 4, 'D': 128, 'V': 256} for L in (1, 2)}
+    mine = measure.header(config, 'cpu', torch.float32)
+    old = [{**sizes['1'], 'status': 'ok', 'tokens_per_s': {'median': 9, 'min': 9, 'max': 9}}, {**sizes['1'], 'cell': '8', 'L': 8, 'status': 'OOM'}]
+    same = {name: mine[name] for name in ('device', 'dtype', 'commit', 'torch')}
+    report_file(tmp_path / 'r.json', 'cpu', old, **same)
+    bench.run_suite('cpu', 'cpu', dict.fromkeys(sizes), sizes, config, 'cpu', torch.float32, 0)
+    report = json.loads((tmp_path / 'r.json').read_text())
+    assert [(r['L'], r['status'], r.get('tokens_per_s', {}).get('median')) for r in report['results']] == [(1, 'ok', 2), (8, 'OOM', None), (2, 'ok', 2)]
+    assert report['command'].startswith('old; ')
+    report_file(tmp_path / 'r.json', 'cpu', old, **{**same, 'commit': 'other'})
+    with pytest.raises(SystemExit):
+        bench.run_suite('cpu', 'cpu', dict.fromkeys(sizes), sizes, config, 'cpu', torch.float32, 0)
+    error = capsys.readouterr().err
+    assert error.count('\n') == 1 and "commit 'other'" in error
+    bench.run_suite('cpu', 'cpu', dict.fromkeys(sizes), sizes, {**config, 'append': False}, 'cpu', torch.float32, 0)
+    assert len(json.loads((tmp_path / 'r.json').read_text())['results']) == 2
+
+
+@pytest.mark.parametrize('kind', ['cpu', 'cuda:0'])
+def test_budget(kind, tmp_path, monkeypatch, capsys):
+    """What began is finished and written; the command that is told measures the rest, and only that. On a GPU the yardsticks are apart."""
+    groups = []
+    monkeypatch.setattr(bench, 'measure', lambda group, *rest: groups.append(list(group)) or fine(group))
+    monkeypatch.setattr(measure, 'device_name', lambda kind: 'X')
+    monkeypatch.setattr(sys, 'argv', ['bench.py', '--cells=(1,2),(2,1),(3,1,8)', '--n_embd=128', '--append=False'])
+
+    def run_suite(**changes):
+        config = bench_config(paths='plain,fast', out=str(tmp_path / 'r.json'), **changes)
+        variants, sizes = bench.plan(config, kind, torch.float32, '')
+        bench.run_suite('cpu', 'cpu', variants, sizes, config, kind, torch.float32, 0)
+        return json.loads((tmp_path / 'r.json').read_text())['results'], capsys.readouterr().out
+    cells = ((1, 2), (2, 1), (3, 1, 8))
+    rows, out = run_suite(cells=cells, budget=1e-9)
+    assert len(rows) == 2 and 'cells left: 2' in out
+    command = shlex.split(out.splitlines()[-1])
+    assert command[:4] == ['python', 'bench.py', '--n_embd=128', '--append=True']
+    rest = configure(dict(vars(bench)), command[2:], quiet=True)
+    assert rest['cells'] == ((2, 1, 128, 16), (3, 1, 8, 16))
+    rows, out = run_suite(cells=rest['cells'], append=True)
+    assert [(r['L'], r['path']) for r in rows] == [(L, path) for L in (1, 2, 3) for path in ('plain', 'fast')] and 'left' not in out
+    names = [[label.split()[-1] for label in group] for group in groups]
+    assert names == ([['yardsticks', 'plain', 'fast']] * 3 if kind == 'cpu' else
+                     [['yardsticks'], ['plain', 'fast'], ['yardsticks'], *[['plain', 'fast']] * 2])
 
 
 def make_too_large(kind):
@@ -96,31 +338,60 @@ def make_broken(kind):
 
 
 def make_fine(kind):
-    return {'chunk': lambda: None}, {'tokens': 1}
+    return {'chunk': lambda: None}, {'tokens': 1, 'flops_per_token': 1, 'pid': os.getpid()}
 
 
-def test_a_variant_that_fails(capsys):
+def test_a_variant_that_fails(reused, capsys):
     makers = {'large': make_too_large, 'killed': make_killed, 'broken': make_broken, 'fine': make_fine}
-    records = bench.measure({label: (make, {'kind': 'cpu'}) for label, make in makers.items()}, 1, 0, 'cpu', 1)
+    records = measure.measure({label: (make, {'kind': 'cpu'}) for label, make in makers.items()}, 1, 0, 'cpu', 1)
     assert [records[label]['status'] for label in makers] == ['OOM', 'OOM', 'failed: RuntimeError: no compiler', 'ok']
-    sizes = {'L': 1, 'E': 1, 'C': 1, 'B': 1, 'path': 'fast'}
-    rows = bench.table([{**sizes, **bench.derive(record, 'train', None)} for record in records.values()], 'train').splitlines()
-    assert '| OOM |' in rows[2] and '1.00x' in rows[5] and 'n/a' in rows[5]
+    sizes = {'L': 1, 'E': 1, 'C': 1, 'B': 1, 'T': 1, 'D': 1, 'path': 'fast', 'dtype': 'float32', 'model': 'transformer'}
+    rows = bench.table([bench.derive(record, sizes, 'cpu', {})[0] for record in records.values()], 'cpu').splitlines()
+    assert '| OOM |' in rows[2] and '1.00x' in rows[5] and 'matmul' not in rows[0]
     assert len({row.count('|') for row in rows}) == 1
 
 
+def test_one_process_on_a_gpu(reused, capsys):
+    """Variants one after another in one process, also from call to call; after one that fails, in another. (Here they use the CPU.)"""
+    pool, made = {}, {}
+    for makers in ({'a': make_fine, 'b': make_fine}, {'killed': make_killed, 'c': make_fine}):
+        made |= measure.measure({label: (make, {'kind': 'cpu'}) for label, make in makers.items()}, 1, 0, 'cuda:0', 1, pool)
+    assert made['a']['pid'] == made['b']['pid'] != made['c']['pid'] == pool['gpu'][0].pid
+    assert [made[label]['status'] for label in made] == ['ok', 'ok', 'OOM', 'ok']
+    assert [line.split(':')[0] for line in capsys.readouterr().out.splitlines()][:4] == ['round 0/1  a', 'round 1/1  a', 'round 0/1  b', 'round 1/1  b']
+    measure.end_all(pool)
+    assert not pool
+
+
+def test_timed():
+    calls = []
+    assert measure.timed(lambda: calls.append(1) or 0.25, 10, 'cpu') == 0.25 and len(calls) == 1      # timed itself
+    assert 0 < measure.timed(lambda: calls.append(1), 10, 'cpu') < 1 and len(calls) == 11
+
+
+def test_twins_of_several_cells(tmp_path, monkeypatch, capsys):
+    """The same twin beside each cell, in turns with its paths: a row each."""
+    monkeypatch.setattr(bench, 'measure', fine)
+    config = bench_config(cells=((2, 2), (4, 1)), paths='fast,gpt', out=str(tmp_path / 'r.json'))
+    bench.run_suite('cpu', 'cpu', *bench.plan(config, 'cpu', torch.float32, ''), config, 'cpu', torch.float32, 0)
+    rows = json.loads((tmp_path / 'r.json').read_text())['results']
+    assert [(r['cell'][:4], r['path'], r['L'], r['E']) for r in rows] == [
+        ('(2,2', 'fast', 2, 2), ('(2,2', 'gpt', 4, 1), ('(4,1', 'fast', 4, 1), ('(4,1', 'gpt', 4, 1)]  # fmt: skip
+
+
 def test_commit_and_device():
-    assert bench.device_name('cpu').startswith('CPU ')
-    assert bench.commit() == 'unknown' or len(bench.commit().removesuffix('-dirty')) == 12
+    assert measure.device_name('cpu').startswith('CPU ')
+    assert measure.commit() == 'unknown' or len(measure.commit().removesuffix('-dirty')) == 12
 
 
 @pytest.mark.parametrize('argument, message', [
-    ('--suite=speed', "expected 'train' or 'decode'"), ('--cells=(1,2,3),', 'is not (L, E, C, B)'), ('--cells=((1,2,3,0),)', 'is not (L, E, C, B)'),
-    ('--cells=()', 'cells is empty'), ('--paths=fast,slow', 'expected some of'), ('--rounds=0', 'at least 1'), ('--n_embd=100', 'set n_head'),
-    ('--dtype=float16', 'dtype'), ('--device=tpu', 'device'),
+    ('--suite=speed', 'expected one of cpu, train, decode, kernels'), ('--cells=(1,),', 'is not (L, E, C, B)'), ('--cells=((1,2,3,0),)', 'is not (L, E, C, B)'),
+    ('--paths=fast,slow', 'expected some of'), ('--paths=ring', 'expected some of'), ('--suite=kernels --paths=fast', 'expected some of'),
+    ('--rounds=0', 'at least 1'), ('--budget=-1', 'at least 0'), ('--n_embd=100', 'set n_head'), ('--dtype=float16', 'dtype'),
+    ('--device=tpu', 'device'), ('--suite=train --cells=(1,1,4,100)', 'not a whole number'), ('--compare=a.json', 'two files'),
 ])  # fmt: skip
 def test_bench_refuses(argument, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, 'argv', ['bench.py', argument])
+    monkeypatch.setattr(sys, 'argv', ['bench.py', *argument.split()])
     for name, value in read_script(bench.__file__)[0].items():
         monkeypatch.setattr(bench, name, value)  # configure changes them: monkeypatch puts them back
     with pytest.raises(SystemExit) as stop:
@@ -221,7 +492,7 @@ def test_micro_batches():
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
 
 
-def test_speed_mode(data_dir, tmp_path, monkeypatch, capsys):
+def test_speed_mode(reused, data_dir, tmp_path, monkeypatch, capsys):
     """All but the compiled variant, which takes a minute."""
     monkeypatch.setattr(baselines, 'OUR_PATHS', ('fast',))
     config = settings(rounds=1, bench_seconds=0.01, out=str(tmp_path / 'speed.json'))

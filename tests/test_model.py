@@ -673,13 +673,14 @@ def fake_graphed(graphs, name, function, *args):
     return result.copy_(function(*first))
 
 
-@pytest.mark.parametrize('graphs', [False, True])
+@pytest.mark.parametrize('kept, graphs', [(2**30, False), (0, False), (0, True)])
 @pytest.mark.parametrize('aggregation, share_kv, W, T, B', [('sqrt_sum', True, 4, 8, 2), ('mean', False, 4, 8, 1), ('softmax_l2', True, 7, 11, 2),
                                                             ('sqrt_sum', True, 2, 7, 2), ('sqrt_sum', False, 20, 9, 2), ('sqrt_sum', True, 5, 3, 2)])
-def test_a_chunk_of_several_blocks_equals_plain(monkeypatch, graphs, aggregation, share_kv, W, T, B):
+def test_a_chunk_of_several_blocks_equals_plain(monkeypatch, kept, graphs, aggregation, share_kv, W, T, B):
     """Blocks of 3 tokens, dK and dV in groups of 2; with graphs also what is captured once and replayed with other numbers."""
     monkeypatch.setattr(unroll, 'BLOCK', 3)
     monkeypatch.setattr(unroll, 'GROUP', 2)
+    monkeypatch.setattr(unroll, 'KEPT_WEIGHTS', kept)
     if graphs:
         monkeypatch.setattr(unroll, 'graphed', fake_graphed)
         monkeypatch.setattr(unroll, 'can_capture', lambda x: True)

@@ -521,7 +521,7 @@ def test_readme_commands_run(data, tmp_path):
     (tmp_path / 'books').mkdir()
     (tmp_path / 'books' / 'a.txt').write_text('It was the best of times, it was the worst of times. ' * 100)
     tiny = [f'--{k}={v}' for k, v in {**TINY, 'n_kv_head': 1, 'batch_size': 0, 'data_dir': data, 'max_iters': 2, 'overwrite': True}.items()]
-    small_bench = ['--cells=(1,1,8,2),', '--n_embd=128', '--rounds=1', '--seconds=0', '--threads=1', f'--out={tmp_path}/bench.json']
+    small_bench = ['--cells=(1,1,8,32),', '--n_embd=128', '--rounds=1', '--seconds=0', '--threads=1', f'--out={tmp_path}/bench.json']
     extra = {'train_lm.py': tiny, 'baselines.py': tiny, 'bench.py': small_bench,
              'sokoban.py': [f'--picture={tmp_path}/levels.png'], 'bench_sokoban.py': ['--cells=(1,1,4),', '--paths=plain,fast', '--rounds=1', '--seconds=0', '--n_envs=2',
                                                                                    '--threads=1', f'--out={tmp_path}/bench_sokoban.json'],
@@ -535,6 +535,8 @@ def test_readme_commands_run(data, tmp_path):
         words = shlex.split(command.replace('--nproc_per_node=4', '--nproc_per_node=2'))
         script = next(w for w in words if w.endswith('.py'))
         more = list(extra[script])
+        if script == 'bench.py':
+            more.append('--paths=eager' if '--suite=kernels' in words else '--paths=fast')   # no compiling
         if script in ('train_lm.py', 'sample.py', 'baselines.py', 'train_sokoban.py'):
             name = next((w for w in words if w.startswith('config/')), 'config/small_L2.py')[7:-3]
             more.append(f'--out_dir={tmp_path}/{name}')

@@ -174,6 +174,8 @@ def test_what_wins_is_chosen(monkeypatch, autocast, trial, wins, reason):
     (found, _), = (tuple(x.values()) for x in kernels.chosen.values())
     assert found.get('error', '').startswith(reason) and ('error' in found) == (trial.error is not None)
     assert found['compiled'] == trial.times[False]
+    line, = kernels.chosen_lines()
+    assert line.startswith(f'attention: {"Triton" if wins else "compiled"} (') and line.endswith('experts: Triton (1 against 2 us)')
     unroll.choose(plan._replace(W=6), 4)
     unroll.choose(plan, 5)
     unroll.choose(plan._replace(grad=False), 5)
