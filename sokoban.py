@@ -46,6 +46,7 @@ TIME_LIMIT = 120
 WALL, TARGET, AGENT, BOX = 1, 2, 3, 4   # Jumanji's codes: walls and targets in the fixed grid, agent and boxes in the variable one
 HUB = 'InstaDeepAI/boxoban-levels'
 CHARS = np.array([list(row) for row in (' ??@$?', '#?????', '.??+*?', '??????')]).astype('S1').view(np.uint8)   # [fixed, variable] -> ASCII
+PATHS = np.clip(np.arange(CELLS)[:, None, None] + np.array(DELTA)[:, None] * np.arange(3), 0, CELLS - 1)   # [cell, action]: it, the next two
 INTERIOR = (np.arange(INSIDE)[:, None] * SIZE + np.arange(INSIDE) + SIZE + 1).ravel()   # cell 0..99 of interior cell 0..63
 
 
@@ -67,14 +68,13 @@ def pack(wall: np.ndarray, target: np.ndarray, box: np.ndarray, agent: np.ndarra
     return out
 
 
-def unpack(levels: torch.Tensor, inside: torch.Tensor, bits: torch.Tensor):
-    """(N, 17) uint8 -> wall, target, box (N, 100) bool and agent (N,) int64. inside: INTERIOR and bits: 7..0, on levels' device."""
-    N = len(levels)
-    wall = torch.ones(N, CELLS, dtype=torch.bool, device=levels.device)
-    wall[:, inside] = (levels[:, :8, None] >> bits & 1).reshape(N, 64).bool()                # (N, 8, 8) bits
-    cells = inside[levels[:, 8:].long()]                       # (N, 9)
-    empty = torch.zeros_like(wall)
-    return wall, empty.scatter(1, cells[:, :4], True), empty.scatter(1, cells[:, 4:8], True), cells[:, 8]
+def unpack(levels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(N, 17) uint8 -> grids (N, 100) uint8, sums of WALL, TARGET and BOX, and the agents' cells (N,) int64."""
+    grid, rows, cells = np.full((len(levels), CELLS), WALL, np.uint8), np.arange(len(levels))[:, None], INTERIOR[levels[:, 8:]]
+    grid[:, INTERIOR] = np.unpackbits(levels[:, :8], axis=1)
+    for code, first in ((TARGET, 0), (BOX, 4)):
+        grid[rows, cells[:, first:first + 4]] |= code
+    return grid, cells[:, 8].copy()
 
 
 def check_boards(boards: np.ndarray, where: str, first: int = 0) -> np.ndarray:
@@ -308,46 +308,60 @@ def scramble(x: torch.Tensor) -> torch.Tensor:
     return x ^ (x >> 31 & (1 << 33) - 1)
 
 
+def board_keys(seed: int, stream: int, board: torch.Tensor) -> torch.Tensor:
+    """draw's half that depends on no count: (N,) int64."""
+    return scramble(scramble(torch.full_like(board, (seed * 4 + stream) % (1 << 63))) + board)
+
+
+def draw_by(keys: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    return scramble(keys + count) >> 11 & (1 << 53) - 1
+
+
 def draw(seed: int, stream: int, board: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     """A random number 0..2^53-1 for each board (N,) and count (N,) or (): a function of its arguments alone. So nothing depends on how
     boards are split over ranks, a resumed run needs no generator's state, and a CUDA graph draws anew at every replay."""
-    key = scramble(torch.full_like(board, (seed * 4 + stream) % (1 << 63)))
-    return scramble(scramble(key + board) + count) >> 11 & (1 << 53) - 1
+    return draw_by(board_keys(seed, stream, board), count)
+
+
+def make_outcomes() -> np.ndarray:
+    """What a step does, by the codes of the two cells before the agent: (8, 8, 4) int64. Whether it moves, both cells' codes afterwards,
+    and how many more boxes are on targets."""
+    near, far = np.mgrid[:8, :8]
+    moves = (near & WALL == 0) & ((near & BOX == 0) | (far & (WALL | BOX) == 0))
+    pushed = moves * (near & BOX)
+    return np.stack([moves, near - pushed, far + pushed, (pushed > 0) * ((far & TARGET) - (near & TARGET)) // TARGET], -1)
 
 
 class SokobanEnv:
     """N boards at once. order 'random': an ended board draws its next level from all, with replacement; 'sequence': board i plays levels
     i, i + N, i + 2N, ... All state is in tensors (N, ...) that are changed in place. first: number of board 0, where other ranks have
-    boards of the same run ('random' only: in sequence each rank takes a part of the levels instead)."""
+    boards of the same run ('random' only: in sequence each rank takes a part of the levels instead). Levels are kept unpacked, 108 bytes
+    each, and rules as tables: on a GPU a step is its number of kernels, and torch.compile fuses them (train_sokoban.py)."""
 
-    STATE = ('level', 'wall', 'target', 'box', 'agent', 'steps', 'boxes', 'episode')
+    STATE = ('level', 'grid', 'agent', 'steps', 'episode')
 
     def __init__(self, levels: np.ndarray, N: int, seed: int = 0, device: str = 'cpu', order: str = 'random', first: int = 0):
         if order not in ('random', 'sequence'):
             raise ValueError(f"order = {order!r}: expected 'random' or 'sequence'")
-        self.N, self.seed, self.order = N, seed, order
-        self.levels = torch.from_numpy(levels).to(device)      # (n, 17)
-        self.board = torch.arange(first, first + N, device=device)
-        self.delta = torch.tensor(DELTA, device=device)
-        self.inside = torch.from_numpy(INTERIOR).to(device)
-        self.bits = torch.arange(7, -1, -1, device=device, dtype=torch.uint8)
-        self.wall, self.target, self.box = (torch.zeros(N, CELLS, dtype=torch.bool, device=device) for _ in range(3))
-        self.level, self.agent, self.steps, self.boxes, self.episode = (torch.zeros(N, dtype=torch.int64, device=device) for _ in range(5))
+        self.N, self.order = N, order
+        self.grids, self.agents = (torch.from_numpy(x).to(device) for x in unpack(levels))   # (n, 100), (n,)
+        self.outcomes, self.paths = torch.from_numpy(make_outcomes()).to(device), torch.from_numpy(PATHS).to(device)
+        self.cell, self.board = torch.arange(CELLS, device=device), torch.arange(first, first + N, device=device)
+        self.keys = board_keys(seed, 0, self.board)
+        self.grid = torch.zeros(N, CELLS, dtype=torch.uint8, device=device)                  # sums of WALL, TARGET and BOX
+        self.level, self.agent, self.steps, self.episode = (torch.zeros(N, dtype=torch.int64, device=device) for _ in range(4))
         self.reset(torch.ones(N, dtype=torch.bool, device=device))
 
     def reset(self, which: torch.Tensor, level: torch.Tensor | None = None) -> None:
         """The next level for the boards of the mask (N,); level (N,): these instead."""
-        if level is None and self.order == 'random':
-            level = draw(self.seed, 0, self.board, self.episode) % len(self.levels)
-        elif level is None:
-            level = (self.board + self.episode * self.N) % len(self.levels)
-        wall, target, box, agent = unpack(self.levels[level], self.inside, self.bits)
-        for mine, new in ((self.wall, wall), (self.target, target), (self.box, box)):
-            mine.copy_(torch.where(which[:, None], new, mine))
-        for mine, new in ((self.level, level), (self.agent, agent), (self.boxes, target.sum(1))):
+        if level is None:
+            number = draw_by(self.keys, self.episode) if self.order == 'random' else self.board + self.episode * self.N
+            level = number % len(self.grids)
+        self.grid.copy_(torch.where(which[:, None], self.grids[level], self.grid))
+        for mine, new in ((self.level, level), (self.agent, self.agents[level])):
             mine.copy_(torch.where(which, new, mine))
         self.steps.masked_fill_(which, 0)
-        self.episode += which
+        self.episode.add_(which)
 
     def step(self, action: torch.Tensor, level: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """action (N,) int64, 0..3 -> reward (N,) fp32, done (N,), solved (N,) bool. A board that is done is reset at once (to `level`, if
@@ -358,34 +372,28 @@ class SokobanEnv:
 
     def move(self, action: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The step without the reset."""
-        to = self.agent + self.delta[action]                   # never off the board: it is walled in
-        beyond = (to + self.delta[action]).clamp(0, CELLS - 1)   # off it only behind a wall, where it does not matter
-        at_box = self.at(self.box, to)
-        moves = ~self.at(self.wall, to) & ~(at_box & self.at(self.wall | self.box, beyond))
-        pushes = moves & at_box
-        before = (self.box & self.target).sum(1)
-        self.box.scatter_(1, to[:, None], (at_box & ~pushes)[:, None])
-        self.box.scatter_(1, beyond[:, None], (self.at(self.box, beyond) | pushes)[:, None])
-        self.agent.copy_(torch.where(moves, to, self.agent))
-        self.steps += 1
-        after = (self.box & self.target).sum(1)
-        solved = after == self.boxes
+        path = self.paths[self.agent, action]                  # (N, 3)
+        near, far = self.grid.gather(1, path[:, 1:]).long().unbind(1)
+        outcome = self.outcomes[near, far]                     # (N, 4)
+        new, here = outcome[:, 1:3].to(torch.uint8), self.cell == path[:, 1:, None]          # (N, 2), (N, 2, 100); a scatter fuses with nothing
+        self.grid.copy_(torch.where(here[:, 0], new[:, :1], torch.where(here[:, 1], new[:, 1:], self.grid)))
+        self.agent.copy_(path.gather(1, outcome[:, :1]).squeeze(1))
+        self.steps.add_(1)
+        solved = ~(self.grid == BOX).any(1)                    # no box off the targets, which are as many
         done = solved | (self.steps >= TIME_LIMIT)
-        return (after - before).float() + 10.0 * solved - 0.1, done, solved
-
-    @staticmethod
-    def at(mask: torch.Tensor, cell: torch.Tensor) -> torch.Tensor:
-        return mask.gather(1, cell[:, None]).squeeze(1)
+        return outcome[:, 3] + 10.0 * solved - 0.1, done, solved
 
     def observe(self) -> torch.Tensor:
         """Jumanji's observation: (N, 10, 10, 2) uint8, channel 0 agent 3 and box 4, channel 1 wall 1 and target 2."""
-        variable = (self.box * BOX).scatter(1, self.agent[:, None], AGENT)
-        return torch.stack([variable, self.wall * WALL + self.target * TARGET], -1).view(self.N, SIZE, SIZE, 2).to(torch.uint8)
+        variable = (self.grid & BOX).masked_fill_(self.cell == self.agent[:, None], AGENT)
+        return torch.stack([variable, self.grid & (WALL | TARGET)], -1).view(self.N, SIZE, SIZE, 2)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {name: getattr(self, name).clone() for name in self.STATE}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        if 'wall' in state:                                    # an older checkpoint's masks
+            state = {**state, 'grid': state['wall'] * WALL + state['target'] * TARGET + state['box'] * BOX}
         for name in self.STATE:
             getattr(self, name).copy_(state[name])
 

@@ -35,10 +35,10 @@ from checkpoint import load_optimizer, load_run, need_packages, open_trackers, p
 from checkpoint import set_rng_state, write_json
 from configurator import configure, fail, first_line
 from convlstm import AgentConfig, build_agent
-from kernels import graphed
+from kernels import compiled, graphed
 from play_sokoban import evaluate, plot_log, report
 from ranks import gather, sum_over_ranks
-from sokoban import JumanjiEnv, LevelError, SokobanEnv, draw, load_levels
+from sokoban import JumanjiEnv, LevelError, SokobanEnv, board_keys, draw_by, load_levels
 
 # -----------------------------------------------------------------------------
 # I/O
@@ -90,7 +90,7 @@ reuse = True                   # the rollout's forward is the update's; False: r
 seed = 1337                    # of weights, levels and actions
 device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda', 'cuda:1'
 dtype = 'auto'                 # of convolutions: 'float32' or 'bfloat16'; 'auto': bfloat16 where the processor is fast at it
-compile = True                 # torch.compile the cells; falls back, saying so
+compile = True                 # torch.compile the cells, on a GPU the environment too; falls back, saying so
 graphs = True                  # on a GPU: rollout, backward and optimizer as CUDA graphs, from the fourth update on
 path = 'fast'                  # 'fast' or 'plain' (the equations, for checking)
 threads = 0                    # CPU threads; 0: torch's choice
@@ -134,23 +134,34 @@ def sample(logits: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     return (u[:, None] >= F.softmax(logits.float(), -1).cumsum(-1)[:, :-1]).sum(-1)
 
 
+def play_step(boards: SokobanEnv, logits: torch.Tensor, u: torch.Tensor) -> dict[str, torch.Tensor]:
+    """One step of all boards, with actions drawn by u (B,) from logits (B, 4): what it gave, and the observation that follows."""
+    action = sample(logits, u)
+    reward, done, solved = boards.step(action)
+    return {'action': action, 'reward': reward, 'done': done, 'solved': solved, 'next': boards.observe()}
+
+
+def fused(run: SimpleNamespace, function):
+    """function compiled, where path 'compiled' runs on a GPU: there a step costs by its kernels. On a CPU it would win nothing."""
+    return compiled(function) if run.model.config.path == 'compiled' and run.device != 'cpu' and env == 'torch' else function
+
+
 def rollout(run: SimpleNamespace) -> dict[str, torch.Tensor]:
     """`unroll` steps of all boards, (T, B) each. With reuse, logits and values keep their graph: it is the update's. Else what a second
     forward needs: observations and starts."""
     with torch.set_grad_enabled(reuse):
-        w, state, steps = run.model.prepare(), tuple(x.detach() for x in run.state), []
-        chance = draw(seed, 1, run.board, run.count + torch.arange(unroll, device=run.device)[:, None])   # (T, B)
+        w, state, steps, play = run.model.prepare(), tuple(x.detach() for x in run.state), [], fused(run, play_step)
+        chance = draw_by(run.keys, run.count + torch.arange(unroll, device=run.device)[:, None])   # (T, B)
         run.count += unroll
+        obs, start = run.env.observe(), run.start.clone()
         for u in chance.unbind():
-            obs, start = run.env.observe(), run.start.clone()
             logits, value, state = run.model.act(w, obs, start, state)
-            action = sample(logits.detach(), u)
-            reward, done, solved = run.env.step(action)
-            run.start.copy_(done)
-            steps.append({'action': action, 'reward': reward, 'done': done, 'solved': solved,
-                          **({'logits': logits, 'value': value} if reuse else {'obs': obs, 'start': start})})
+            step = play(run.env, logits.detach(), u)
+            steps.append({**step, **({'logits': logits, 'value': value} if reuse else {'obs': obs, 'start': start})})
+            obs, start = steps[-1].pop('next'), step['done']
+        run.start.copy_(start)
         with torch.no_grad():                                  # the value of what comes next
-            _, last, _ = run.model.act(w, run.env.observe(), run.start, state)
+            _, last, _ = run.model.act(w, obs, start, state)
     return {**{k: torch.stack([s[k] for s in steps]) for k in steps[0]}, 'last': last, 'state': [x.detach() for x in state]}
 
 
@@ -159,11 +170,12 @@ def gae(reward: torch.Tensor, done: torch.Tensor, value: torch.Tensor, last: tor
     V_{t+1} - V_t (Schulman et al. 2016, equation 16). reward, done, value (T, B); last (B,), the value after step T. Every end is a
     termination, the time limit too (Jumanji's discount is 0 there): no value is carried over it."""
     goes_on = 1 - done.to(value.dtype)
+    carried = gamma * gae_lambda * goes_on
     following = torch.cat([value[1:], last[None]])
     delta = reward + gamma * goes_on * following - value
     advantage, out = torch.zeros_like(last), []
     for t in reversed(range(len(reward))):
-        advantage = delta[t] + gamma * gae_lambda * goes_on[t] * advantage
+        advantage = delta[t] + carried[t] * advantage
         out.append(advantage)
     return torch.stack(out[::-1])
 
@@ -175,7 +187,7 @@ def backward(run: SimpleNamespace, batch: dict[str, torch.Tensor]) -> torch.Tens
         logits, value = batch['logits'], batch['value']
     else:
         logits, value, _ = run.model(batch['obs'], batch['start'], tuple(run.state))
-    advantage = gae(batch['reward'], batch['done'], value.detach(), batch['last'])
+    advantage = fused(run, gae)(batch['reward'], batch['done'], value.detach(), batch['last'])
     target = advantage + value.detach()
     log_pi = F.log_softmax(logits.float(), -1)
     chosen = log_pi.gather(-1, batch['action'][..., None]).squeeze(-1)
@@ -247,6 +259,7 @@ def make_run(config: dict) -> SimpleNamespace:
     if device_ == 'cpu':
         keep_memory()
     check_settings(world)
+    torch.backends.cudnn.benchmark = not torch.backends.cudnn.deterministic                  # shapes do not change; the CPU does not care
     torch.manual_seed(seed)
     dt = str(pick_dtype(dtype, device_))[6:]
     model = build_agent(AgentConfig(kind, recurrent, n_layer, n_expert, n_embd, aggregation, router_dim, radius, residual, head_dim, dt, path)).to(device_)
@@ -258,7 +271,8 @@ def make_run(config: dict) -> SimpleNamespace:
     return SimpleNamespace(
         rank=rank, world=world, device=device_, config=config, model=model, optimizer=optimizer, sources=(line, held_out_line),
         env=make_env(trained, B, seed=seed, device=device_, first=rank * B), held_out=held_out,
-        levels_crc=zlib.crc32(trained), board=torch.arange(rank * B, rank * B + B, device=device_), count=torch.zeros((), dtype=torch.int64, device=device_),
+        levels_crc=zlib.crc32(trained), keys=board_keys(seed, 1, torch.arange(rank * B, rank * B + B, device=device_)),
+        count=torch.zeros((), dtype=torch.int64, device=device_),
         state=model.init_state(B), start=torch.ones(B, dtype=torch.bool, device=device_), graphs={} if graphs and device_ != 'cpu' and env == 'torch' else None,
         running=torch.zeros(n_envs), recent=deque(maxlen=1000), since=[], sums={}, updates=math.ceil(total_steps / (n_envs * unroll)),
         step=0, record={'step': 0, 'env_steps': 0}, best=-math.inf, seconds=0.0, logged=0, clock=0.0)
@@ -347,6 +361,13 @@ def compile_on_zeros(run: SimpleNamespace) -> None:
     B = n_envs // run.world
     logits, value, _ = run.model(torch.zeros(2, B, 10, 10, 2, dtype=torch.uint8, device=run.device), run.start.expand(2, B), run.state)
     (logits.sum() + value.sum()).backward()
+    if fused(run, play_step) is not play_step:
+        boards = run.env.state_dict()
+        with torch.set_grad_enabled(reuse):
+            step = fused(run, play_step)(run.env, logits[0].detach(), run.keys)
+        run.env.load_state_dict(boards)
+        reward, done, value = (x.expand(unroll, B).contiguous() for x in (step['reward'], step['done'], value[0].detach()))
+        fused(run, gae)(reward, done, value, value[0])
 
 
 def describe(run: SimpleNamespace) -> str:

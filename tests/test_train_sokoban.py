@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from PIL import Image
 from test_train import same
 
+import convlstm
 import kernels
 import play_sokoban
 import sokoban
@@ -165,6 +166,49 @@ def test_learning_rate_and_clipping(tmp_path):
         assert run.optimizer.param_groups[0]['lr'].item() == pytest.approx(0.01 * (1 - step / 10))
         assert stats['grad_norm'] > 1e-3 and torch.cat([p.grad.flatten() for p in run.model.parameters()]).norm() == pytest.approx(1e-3, rel=1e-3)
         assert max((p - q).abs().max() for p, q in zip(run.model.parameters(), before, strict=True)) <= 0.0101
+
+
+@pytest.mark.parametrize('order', ['random', 'sequence'])
+def test_compiled_step_is_the_eager_one(order):
+    """One graph without breaks, as train_sokoban.py compiles it on a GPU; bit-equal, in the same memory. (aot_eager: 2 s; inductor takes 15 to
+    30 s of one core to compile it, and test_gpu.py runs it.)"""
+    levels = sokoban.generate(60, 1, 3, max_moves=6)[0]
+    eager, compiled = (sokoban.SokobanEnv(levels, 32, seed=5, order=order) for _ in range(2))
+    play = torch.compile(train_sokoban.play_step, fullgraph=True, dynamic=False, backend='aot_eager')
+    before, ended, solved = [getattr(compiled, name).data_ptr() for name in compiled.STATE], 0, 0
+    for i in range(400):
+        logits = torch.randn(32, 4, generator=torch.Generator().manual_seed(i))
+        u = sokoban.draw(1, 1, eager.board, torch.tensor(i))
+        mine, wanted = play(compiled, logits, u), train_sokoban.play_step(eager, logits, u)
+        same(mine, wanted)
+        same(compiled.state_dict(), eager.state_dict())
+        ended, solved = ended + int(mine['done'].sum()), solved + int(mine['solved'].sum())
+    assert before == [getattr(compiled, name).data_ptr() for name in compiled.STATE] and solved > 20 and ended - solved > 20, (ended, solved)
+
+
+def test_what_a_gpu_compiles(tmp_path, monkeypatch):
+    """Environment and advantages go through `compiled` there, once ahead of the first update, which leaves the boards as they were. ('cpu:0'
+    stands for a GPU, and nothing is really compiled.)"""
+    calls, results = [], []
+    monkeypatch.setattr(convlstm, 'compiled', lambda function: function)
+    monkeypatch.setattr(train_sokoban, 'compiled', lambda function: lambda *args: calls.append(function.__name__) or function(*args))
+    for where in ('cpu', 'cpu:0'):
+        run = prepare(tmp_path)
+        run.device, run.model.config.path = where, 'compiled'
+        before = run.env.state_dict()
+        train_sokoban.compile_on_zeros(run)
+        run.model.zero_grad(set_to_none=True)
+        same(run.env.state_dict(), before)
+        results.append([train_sokoban.update(run, False)[:2] for _ in range(2)])
+    same(*results)
+    assert calls == ['play_step', 'gae'] + 2 * ['play_step', 'play_step', 'play_step', 'gae']
+
+
+def test_convolutions_are_tuned_unless_deterministic(tmp_path, monkeypatch):
+    for deterministic in (True, False):
+        monkeypatch.setattr(torch.backends.cudnn, 'deterministic', deterministic)
+        prepare(tmp_path)
+        assert torch.backends.cudnn.benchmark is not deterministic
 
 
 # ----------------------------------------------------------------------------- runs
