@@ -440,8 +440,9 @@ def chosen_paths(config, E, cuda):
     if twin and E == 1:
         default = twin if which == 'train' else f'{default},{twin}' + (f',{twin}_compiled' if cuda else '')
     chosen = [path.strip() for path in (config['paths'] or default).split(',')]
-    if not {path.removesuffix('_bf16') for path in chosen} <= set(PATHS[which]):
-        fail(f'paths = {config["paths"]!r}: expected some of {",".join(PATHS[which])}, with _bf16 for that dtype')
+    own = '' if which == 'kernels' else '_bf16'                # those are all measured in one process
+    if not {path.removesuffix(own) for path in chosen} <= set(PATHS[which]):
+        fail(f'paths = {config["paths"]!r}: expected some of {",".join(PATHS[which])}' + (f', with {own} for that dtype' if own else ''))
     return chosen
 
 
@@ -510,6 +511,8 @@ def main():
         return bench_sokoban.main([a for a in argv if a != '--suite=sokoban'])
     if '--compare' in argv:                                    # --compare A.json B.json
         i = argv.index('--compare')
+        if len(argv) < i + 3:
+            fail('compare: expected two files, --compare A.json B.json')
         argv[i:i + 3] = [f'--compare={",".join(argv[i + 1:i + 3])}']
     config = configure(globals(), argv)
     if compare:
@@ -530,5 +533,5 @@ if __name__ == '__main__':
     except OSError as error:
         fail(error)
     except KeyboardInterrupt:
-        print('\ninterrupted: the cells that were finished are written', file=sys.stderr)
+        print('\ninterrupted: what was finished is written (suite sokoban: nothing)', file=sys.stderr)
         sys.exit(130)

@@ -49,7 +49,7 @@ def merged_weights(level: Level, dt: torch.dtype) -> dict[str, torch.Tensor]:
     return {name: x.detach().view(1) if name in 'ab' else x.detach().to(dt) for name, x in w.items()}     # (1,): 0-dim is traced twice
 
 
-def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def expert_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """x (E, B, in), w (E, out, in) -> (E, B, out)"""
     if w.size(0) == 1:
         return F.linear(x[0], w[0]).unsqueeze(0)
@@ -69,8 +69,8 @@ def level_step(w, s, z, keys, values, head, rope, bias, plan: Plan):
     values.index_copy_(1, head, v.reshape(B * C, 1, K))
     scores = torch.bmm(q.reshape(B * C, M, K), keys.transpose(1, 2)).to(wide).view(B, C, M, -1)
     p = F.softmax(torch.add(bias, scores, alpha=1 / math.sqrt(K)), -1).to(dt).view(B * C, M, -1)
-    y = u + product(by_expert(torch.bmm(p, values), layout), w['wo'])                        # (E, B, D)
-    y = y + product(F.relu(product(norm(y).to(dt), w['up'])).square(), w['down'])
+    y = u + expert_product(by_expert(torch.bmm(p, values), layout), w['wo'])                        # (E, B, D)
+    y = y + expert_product(F.relu(expert_product(norm(y).to(dt), w['up'])).square(), w['down'])
     if plan.recurrent:
         y = norm(y)
     elif not plan.own_residual:
@@ -186,11 +186,12 @@ class Decoder:
             return self.token
         with torch.cuda.device_of(self.token):
             if self.graph is None:                             # kernels.graphed, with a generator
-                self.graph = torch.cuda.CUDAGraph()
+                graph = torch.cuda.CUDAGraph()
                 if self.generator is not None:
-                    self.graph.register_generator_state(self.generator)
-                with torch.cuda.graph(self.graph, capture_error_mode='thread_local'):
+                    graph.register_generator_state(self.generator)
+                with torch.cuda.graph(graph, capture_error_mode='thread_local'):
                     self.advance()
+                self.graph = graph
             self.graph.replay()
         return self.token
 

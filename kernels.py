@@ -353,7 +353,7 @@ def slice_loss(logits, target, grad_scale: float | None, dt: torch.dtype, compil
 
 def loss_by_triton(rows: int, V: int, dt: torch.dtype, device: torch.device) -> bool:
     """Whether the Triton kernel beats the compiled twin here, for slices of this size. Not measured while a CUDA graph is captured."""
-    if device.type != 'cuda' or triton_module() is None:
+    if device.type != 'cuda' or dt == torch.float64 or triton_module() is None:
         return False
     if (rows, V, dt) not in chosen:
         if torch.cuda.is_current_stream_capturing():

@@ -32,7 +32,7 @@ from configurator import fail, first_line
 
 METRICS = {'tokens_per_s': 1, 'env_steps_per_s': 1, 'ms_per_token': -1, 'us': -1}            # of a row of results; 1: more is better
 KEYS = ('cell', 'kernel', 'path', 'L', 'E', 'C', 'B', 'T', 'D', 'V', 'tokens_per_update')   # what tells two rows of a suite apart
-SAME = ('suite', 'device', 'dtype', 'torch', 'commit')                                       # of two reports whose rows may be joined
+SAME = ('suite', 'device', 'dtype', 'torch', 'commit', 'threads')                            # of two reports whose rows may be joined
 
 
 # ----------------------------------------------------------------------------- the process that measures
@@ -196,12 +196,12 @@ def spread(values):
 # ----------------------------------------------------------------------------- reports: what a figure needs to be repeated
 
 def commit():
-    """Of the folder this file is in, '-dirty' where tracked files have changed, 'unknown' outside git."""
+    """Of the folder this file is in, '-dirty' where tracked files other than results have changed, 'unknown' outside git."""
     def git(*arguments):
         folder = os.path.dirname(os.path.abspath(__file__))
         return subprocess.run(['git', '-C', folder, *arguments], capture_output=True, text=True, check=True).stdout.strip()
     try:
-        return git('rev-parse', '--short=12', 'HEAD') + ('-dirty' if git('status', '--porcelain', '--untracked-files=no') else '')
+        return git('rev-parse', '--short=12', 'HEAD') + ('-dirty' if git('status', '--porcelain', '--untracked-files=no', '--', ':(top)', ':(top,exclude)results') else '')
     except (OSError, subprocess.CalledProcessError):
         return 'unknown'
 
@@ -217,6 +217,8 @@ def header(config, kind, amp):
 def results_path(report, out):
     """`out`, or results/<device>/<suite>.json; its folder is made."""
     folder = re.sub('[^a-z0-9]+', '-', report['device'].lower()).strip('-')
+    if out.endswith('.md'):
+        fail(f'out = {out!r}: name the JSON file; its table goes beside it as .md')
     out = out or os.path.join('results', folder, f'{report["suite"]}.json')
     os.makedirs(os.path.dirname(out) or '.', exist_ok=True)
     return out
@@ -237,7 +239,8 @@ def read_report(path):
             report = json.load(file)
     except (OSError, ValueError) as error:
         fail(f'{path}: cannot be read: {first_line(error)}')
-    if not isinstance(report, dict) or 'suite' not in report or not isinstance(report.get('results'), list):
+    if not isinstance(report, dict) or 'suite' not in report or not isinstance(report.get('results'), list) or not all(
+            isinstance(row, dict) and 'status' in row for row in report['results']):
         fail(f'{path}: is no report of bench.py')
     return report
 

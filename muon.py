@@ -11,7 +11,7 @@ On each slice this is torch.optim.Muon(adjust_lr_fn='original'): same coefficien
 - With several ranks (torch.distributed is initialised) the iterations are shared out and their results gathered, in bfloat16. Gradients
   must be equal on all ranks; weights and momentum then are, and a checkpoint does not depend on the number of ranks.
 
-Gradient clipping: torch.nn.utils.clip_grad_norm_ does what is needed, on the device.
+Gradient clipping: torch.nn.utils.get_total_norm and clip_grads_with_norm_ do what is needed, on the device.
 """
 
 import math

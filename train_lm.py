@@ -28,7 +28,7 @@ import torch.distributed as dist
 from checkpoint import BEST, LAST, PREV, JsonlLog, Stopper, compiles, device_name, join_ranks, leave, load_optimizer, load_run
 from checkpoint import need_packages, open_trackers, pick_dtype, plot_losses, prepare_out_dir, print0, rng_state, save_checkpoint, set_rng_state
 from checkpoint import write_json
-from configurator import configure, fail
+from configurator import configure, fail, first_line
 from data_fineweb import VOCAB, DataError, SequenceLoader, StreamLoader, find_shards, load_val, token_bytes
 from kernels import chosen_lines, graphed
 from model import ModelConfig, State, build_model, config_dict
@@ -84,7 +84,7 @@ seed = 1337                    # of the initial weights; training draws nothing 
 device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda', 'cuda:1'
 dtype = 'auto'                 # of matrix products: 'float32' or 'bfloat16'; 'auto': bfloat16 where the processor is fast at it
 compile = True                 # torch.compile the unroll's pieces or GPT's blocks; falls back, saying so
-graphs = True                  # CUDA: an update's parts as CUDA graphs, from the fourth time each runs (see WHOLE_GRAPH)
+graphs = True                  # CUDA: an update's parts as graphs, from the fourth time each runs (see WHOLE_GRAPH; long chunks: with compile)
 path = 'fast'                  # recurrent: 'fast' (unroll.Unroll) or 'plain' (the equations, for checking)
 threads = 0                    # CPU threads; 0: torch's choice
 # -----------------------------------------------------------------------------
@@ -445,6 +445,8 @@ def main() -> int:
         return train(config)
     except OSError as error:                                   # a full disk, a folder that is gone; checkpoints stay whole
         fail(error)
+    except torch.OutOfMemoryError as error:
+        fail(f'out of GPU memory: a smaller batch_size takes less ({first_line(error)})')
     except KeyboardInterrupt:                                  # before the first update, or the second ctrl-C
         print0('\ninterrupted: the last checkpoint stays as it was')
         return 130

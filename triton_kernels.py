@@ -1,5 +1,5 @@
 """
-Triton kernels of the recurrent unroll (kernels.py), for Hopper: bf16 operands, fp32 accumulators, sums and norms.
+Triton kernels of the recurrent unroll (unroll.py), for Hopper: bf16 operands, fp32 accumulators, sums and norms.
 unroll.py and kernels.py call them where they measure faster than compiled PyTorch, which stands beside each call. Under
 TRITON_INTERPRET=1 they run on the CPU, in fp32 (the interpreter's bf16 product is wrong).
 

@@ -71,32 +71,35 @@ def shapes(plan: Plan, n: int) -> tuple[dict, dict]:
 
 
 # Kept from chunk to chunk: fresh memory costs a page fault every 4 KiB, on some machines more than the arithmetic that fills it.
-_free: dict[tuple, list[dict[str, torch.Tensor]]] = {}         # what forwards keep, given back by their backwards
-_work: dict[tuple, dict[str, torch.Tensor]] = {}
-_graphs: dict[tuple, dict] = {}
+class Buffers(dict):
+    """Tensors by name, and the CUDA graphs that read and write them: they live and die together."""
+
+    def __init__(self, plan: Plan, sizes: dict):
+        super().__init__({name: torch.empty(size, dtype=dtype, device=plan.device) for name, (*size, dtype) in sizes.items()})
+        self.graphs = {}
+
+
+_free: dict[tuple, list[Buffers]] = {}                         # what forwards keep, given back by their backwards
+_work: dict[tuple, Buffers] = {}                               # what a block needs while it runs, and graphs' arguments
 
 
 def release() -> None:
     """Gives the memory back that is kept from chunk to chunk."""
-    for kept in (_graphs, _free, _work):
-        kept.clear()
+    _free.clear()
+    _work.clear()
 
 
-def empty(plan: Plan, shapes: dict) -> dict[str, torch.Tensor]:
-    return {name: torch.empty(shape, dtype=dtype, device=plan.device) for name, (*shape, dtype) in shapes.items()}
-
-
-def take_buffers(plan: Plan, n: int) -> dict[str, torch.Tensor]:
+def take_buffers(plan: Plan, n: int) -> Buffers:
     """What the forward of a block of n tokens keeps. Give them back with _free[plan, n].append(buffers)."""
     pool = _free.setdefault((plan, n), [])
-    return pool.pop() if pool else empty(plan, shapes(plan, n)[0])
+    return pool.pop() if pool else Buffers(plan, shapes(plan, n)[0])
 
 
 @torch.inference_mode(False)                                   # outlives the mode it is made in
-def workspace(plan: Plan, n: int) -> dict[str, torch.Tensor]:
+def workspace(plan: Plan, n: int) -> Buffers:
     """What a block needs while it runs."""
     if (plan, n) not in _work:
-        work, (B, E, *_), W = empty(plan, shapes(plan, n)[1]), plan.layout, plan.W
+        work, (B, E, *_), W = Buffers(plan, shapes(plan, n)[1]), plan.layout, plan.W
         slot, t = torch.arange(W + n, device=plan.device), torch.arange(n, device=plan.device)[:, None]
         work['band'] = torch.zeros(n, 1, W + n, dtype=plan.wide, device=plan.device)         # token t sees slots t+1 .. t+W
         work['band'].masked_fill_(((slot <= t) | (slot > t + W))[:, None], -math.inf)
@@ -175,6 +178,8 @@ def experts(plan: Plan, u, att, coef, weights, keep) -> torch.Tensor:
     if 'experts' not in plan.triton:
         return plan.ops.mix(u, att, coef, *weights, keep)
     (wo, up, down), k = weights, triton_module()
+    if att.stride(1) != att.size(2):                           # by_expert may give a view; the kernels want whole rows
+        att = att.contiguous()
     ry, f, act, rx, h = keep or [None] * 5
     y, squares = k.expert_residual(att, wo, u, False)
     act = k.expert_relu(y, squares, up, keep and (act, f, ry))
@@ -259,7 +264,7 @@ def trials(plan: Plan, n: int) -> dict:
     of memory that the next call writes over."""
     plan = plan._replace(L=1, router=0, keep_p=False)
     (B, E, G, R, K, _), (C, M, _), t = plan.layout, heads(plan.layout), n - 1
-    work, keep, D, g = workspace(plan, n), empty(plan, shapes(plan, n)[0]) if plan.grad else {}, G * R * K, t // GROUP * GROUP
+    work, keep, D, g = workspace(plan, n), Buffers(plan, shapes(plan, n)[0]) if plan.grad else {}, G * R * K, t // GROUP * GROUP
     random_numbers = torch.Generator(plan.device).manual_seed(0)           # the training's own go on as if nothing had been measured
 
     def random(*shape, dtype=plan.dt, scale=1.0):
@@ -309,7 +314,7 @@ def trial_cost(plan: Plan, n: int) -> dict:
 def choose(plan: Plan, n: int) -> frozenset:
     """The Triton kernels that beat the compiled twins of this plan's pieces here, and agree with them. CUDA only; measured once a plan, by
     CUDA graphs: so not while another is captured, where what was not measured before stays compiled."""
-    if plan.device.type != 'cuda' or triton_module() is None:
+    if plan.device.type != 'cuda' or plan.wide != torch.float32 or triton_module() is None:
         return frozenset()
     plan = plan._replace(L=1, router=0, graphs=False, keep_p=False, triton=None)     # None: no chunk's own plan, so its memory may go
     if (plan, n) not in chosen:
@@ -368,7 +373,7 @@ class Unroll(torch.autograd.Function):
                 dk_all[:, :, t:t + W] += apply_rope(work['dk'][:, :, :W], work['cos'][:W], -work['sin'][:W])
                 dv_all[:, :, t:t + W] += work['dv'][:, :, :W]
             grads = weight_gradients(plan, work, keep, z[t:t + n], grads)
-            _free[plan, n].append(keep)
+            _free.setdefault((plan, n), []).append(keep)
         return None, dz, None, None, None, None, *grads
 
 
@@ -389,9 +394,10 @@ def blocks(T: int) -> list[tuple[int, int]]:
 def cast(plan: Plan, weights) -> list[list[torch.Tensor]]:
     """The weights of each level, a and b as they are, matrices in the dtype of products; for graphs always in the same memory."""
     if plan.graphs:
-        names = plan._replace(grad=True), 'weights'
+        names = plan.device, plan.dt, tuple(w.shape for w in weights)      # filled before every use: chunks of other shapes share them
         if names not in _work:
-            _work[names] = [torch.empty_like(w, dtype=plan.wide if w.dim() == 0 else plan.dt) for w in weights]
+            with torch.inference_mode(False):                  # they outlive the mode they are made in
+                _work[names] = [torch.empty_like(w, dtype=plan.wide if w.dim() == 0 else plan.dt) for w in weights]
         for fixed, w in zip(_work[names], weights, strict=True):
             fixed.copy_(w)
         weights = _work[names]
@@ -406,15 +412,13 @@ def run_forward(plan: Plan, levels, n: int, keep, z, s, out, alone: bool) -> tor
     work = workspace(plan, n)
     if not plan.graphs:
         return forward_block(plan, levels, work, keep, z, s, out)
-    fixed = fixed_memory(plan, n)
-    mine = keep if alone or not plan.grad else fixed['keep']
-    fixed['z'].copy_(z)
-    fixed['s'].copy_(s)
-    s = graphed(_graphs.setdefault((plan, n, id(mine)), {}), 'forward', forward_block, plan, levels, work, mine, fixed['z'], fixed['s'], fixed['out'])
+    fixed = graph_memory(plan, n, 'arguments')
+    mine = keep if alone or not plan.grad else graph_memory(plan, n, 'kept')
+    copy_all(fixed, {'z': z, 's': s})
+    s = graphed((mine or work).graphs, 'forward', forward_block, plan, levels, work, mine, fixed['z'], fixed['s'], fixed['out'])
     out.copy_(fixed['out'])
     if mine is not keep:
-        for name, buffer in keep.items():
-            buffer.copy_(mine[name])
+        copy_all(keep, mine)
     return s
 
 
@@ -422,28 +426,30 @@ def run_backward(plan: Plan, levels, n: int, keep, z, dout, ds, dz, alone: bool)
     work, first = workspace(plan, n), plan.W if alone else 0
     if not plan.graphs:
         return backward_block(plan, levels, work, keep, z, dout, ds, dz, first)
-    fixed = fixed_memory(plan, n)
-    mine = keep if alone else fixed['keep']
+    fixed = graph_memory(plan, n, 'arguments')
+    mine = keep if alone else graph_memory(plan, n, 'kept')
     if mine is not keep:
-        for name, buffer in keep.items():
-            mine[name].copy_(buffer)
-    for name, x in (('z', z), ('out', dout), ('s', ds)):
-        fixed[name].copy_(x)
-    ds = graphed(_graphs.setdefault((plan, n, id(mine)), {}), 'backward', backward_block, plan, levels, work, mine, fixed['z'], fixed['out'], fixed['s'],
-                 fixed['dz'], first)
+        copy_all(mine, keep)
+    copy_all(fixed, {'z': z, 'out': dout, 's': ds})
+    ds = graphed(mine.graphs, 'backward', backward_block, plan, levels, work, mine, fixed['z'], fixed['out'], fixed['s'], fixed['dz'], first)
     dz.copy_(fixed['dz'])
     return ds
 
 
+def copy_all(to: dict, source: dict) -> None:
+    for name, x in source.items():
+        to[name].copy_(x)
+
+
 @torch.inference_mode(False)
-def fixed_memory(plan: Plan, n: int) -> dict:
-    """A graph's arguments, and what a block of a long chunk keeps."""
-    if (plan, n, 'fixed') not in _work:
+def graph_memory(plan: Plan, n: int, what: str) -> Buffers:
+    """A graph's 'arguments', or what a block of a long chunk 'kept'."""
+    if (plan, n, what) not in _work:
         B, E, G, R, K, _ = plan.layout
         sizes = {'z': (n, B, G * R * K), 'out': (n, B, G * R * K), 'dz': (n, B, G * R * K), 's': (B, G * R * K)}
-        fixed = empty(plan, {name: (*size, plan.wide) for name, size in sizes.items()})
-        _work[plan, n, 'fixed'] = fixed | {'keep': empty(plan, shapes(plan, n)[0]) if plan.grad else None}
-    return _work[plan, n, 'fixed']
+        arguments = {name: (*size, plan.wide) for name, size in sizes.items()}
+        _work[plan, n, what] = Buffers(plan, arguments if what == 'arguments' else shapes(plan, n)[0])
+    return _work[plan, n, what]
 
 
 def weight_gradients(plan: Plan, work, keep, z, sums: list[torch.Tensor] | None) -> list[torch.Tensor]:
@@ -481,7 +487,7 @@ def unroll(z, s, k, v, count, levels: list[dict[str, torch.Tensor]], aggregation
                 False, Ops(*map(compiled, EAGER)) if compile else EAGER, not z.is_cuda and kept <= KEPT_WEIGHTS)
     if compile:
         plan = plan._replace(triton=choose(plan, min(T, BLOCK)), graphs=graphs and can_capture(z))
-    with torch.autocast(z.device.type, enabled=False):         # dtypes are ours from here on
+    with torch.autocast(z.device.type, enabled=False), torch.cuda.device_of(z):              # dtypes are ours from here on
         out, new_k, new_v = Unroll.apply(plan, z, s, k.contiguous(), v.contiguous(), count, *weights)
     return out, (out[-1].detach().clone(), new_k, new_v, (count + T).clamp(max=W))
 

@@ -238,7 +238,7 @@ def test_paper_cells(tmp_path):
 
 
 def report_file(path, suite, rows, **changes):
-    report = {'suite': suite, 'device': 'X', 'dtype': 'float32', 'commit': 'abc', 'date': 'today', 'torch': '2', 'command': 'old', 'results': rows}
+    report = {'suite': suite, 'device': 'X', 'dtype': 'float32', 'commit': 'abc', 'date': 'today', 'torch': '2', 'threads': 2, 'command': 'old', 'results': rows}
     path.write_text(json.dumps({**report, **changes}))
     return str(path)
 
@@ -283,7 +283,7 @@ def test_append(tmp_path, monkeypatch, capsys):
     sizes = {f'{L}': {'path': 'fast', 'cell': f'{L}', 'L': L, 'E': 1, 'C': 8, 'B': 2, 'T': 4, 'D': 128, 'V': 256} for L in (1, 2)}
     mine = measure.header(config, 'cpu', torch.float32)
     old = [{**sizes['1'], 'status': 'ok', 'tokens_per_s': {'median': 9, 'min': 9, 'max': 9}}, {**sizes['1'], 'cell': '8', 'L': 8, 'status': 'OOM'}]
-    same = {name: mine[name] for name in ('device', 'dtype', 'commit', 'torch')}
+    same = {name: mine[name] for name in ('device', 'dtype', 'commit', 'torch', 'threads')}
     report_file(tmp_path / 'r.json', 'cpu', old, **same)
     bench.run_suite('cpu', 'cpu', dict.fromkeys(sizes), sizes, config, 'cpu', torch.float32, 0)
     report = json.loads((tmp_path / 'r.json').read_text())
@@ -388,7 +388,8 @@ def test_commit_and_device():
     ('--suite=speed', 'expected one of cpu, train, decode, kernels'), ('--cells=(1,),', 'is not (L, E, C, B)'), ('--cells=((1,2,3,0),)', 'is not (L, E, C, B)'),
     ('--paths=fast,slow', 'expected some of'), ('--paths=ring', 'expected some of'), ('--suite=kernels --paths=fast', 'expected some of'),
     ('--rounds=0', 'at least 1'), ('--budget=-1', 'at least 0'), ('--n_embd=100', 'set n_head'), ('--dtype=float16', 'dtype'),
-    ('--device=tpu', 'device'), ('--suite=train --cells=(1,1,4,100)', 'not a whole number'), ('--compare=a.json', 'two files'),
+    ('--device=tpu', 'device'), ('--suite=train --cells=(1,1,4,100)', 'not a whole number'), ('--compare=a.json', 'two files'), ('--compare', 'two files'),
+    ('--suite=kernels --paths=eager_bf16', 'expected some of'), ('--out=table.md --append=True', 'name the JSON'),
 ])  # fmt: skip
 def test_bench_refuses(argument, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, 'argv', ['bench.py', *argument.split()])

@@ -189,7 +189,8 @@ def test_graphed_blocks_equal_eager_ones(monkeypatch, names, T):
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(1.01)
-    assert any(graph is not None for calls in unroll._graphs.values() for _, graph, _ in calls.values())
+    memory = [buffers for pool in unroll._free.values() for buffers in pool] + [b for b in unroll._work.values() if isinstance(b, unroll.Buffers)]
+    assert any(graph is not None for buffers in memory for _, graph, _ in buffers.graphs.values())
     unroll.release()
 
 

@@ -1,4 +1,4 @@
-"""model.py and kernels.py: the plain and the fast unroll against each other and against the design's equations written out here,
+"""model.py, unroll.py and kernels.py: the plain and the fast unroll against each other and against the design's equations written out here,
 chunks, caches, aggregations, truncated back-propagation, the standard Transformer, head and loss, sizes."""
 
 import math
@@ -707,7 +707,8 @@ def test_a_chunk_of_several_blocks_equals_plain(monkeypatch, kept, graphs, aggre
                 p.mul_(1.01)
             assert_close(model(x, y, states['fast'])[0], model(x, y, states['plain'])[0])
     if graphs:
-        captured = [call for store in unroll._graphs.values() for call in store.values()]
+        pools = [buffers for pool in unroll._free.values() for buffers in pool]
+        captured = [call for buffers in [*pools, *unroll._work.values()] if isinstance(buffers, unroll.Buffers) for call in buffers.graphs.values()]
         assert captured and any(first is not None for _, first, _ in captured)
 
 

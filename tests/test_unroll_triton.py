@@ -33,12 +33,12 @@ def test_under_the_interpreter():
     assert done.returncode == 0 and 'passed' in done.stdout and 'skipped' not in done.stdout, done.stdout[-4000:]
 
 
-def with_triton(monkeypatch, calls):
+def with_triton(monkeypatch, calls, names=unroll.TRITON):
     """The compiled path takes every Triton kernel, counted in calls, and runs what else it would compile as it is."""
     module = kernels.triton_module()
     monkeypatch.setattr(unroll, 'compiled', lambda op: op)
     monkeypatch.setattr(kernels, 'compiled', lambda op: op)
-    monkeypatch.setattr(unroll, 'choose', lambda plan, n: frozenset(unroll.TRITON))
+    monkeypatch.setattr(unroll, 'choose', lambda plan, n: frozenset(names))
     monkeypatch.setattr(kernels, 'loss_by_triton', lambda *sizes: True)
 
     def counted(name, function):
@@ -84,6 +84,25 @@ def test_interpreted_unroll_equals_plain(monkeypatch, changes):
     assert calls['window_attention'] == steps * 3 // 2
     assert_close(logits, want, rtol=1e-5)
     assert_same_state(end, want_end, rtol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize('name', unroll.TRITON)
+@pytest.mark.parametrize('share_kv', [True, False])
+def test_interpreted_kernels_beside_compiled_pieces(monkeypatch, share_kv, name):
+    """One of the three alone: what it gets from the others' pieces may lie otherwise in memory."""
+    monkeypatch.setattr(unroll, 'BLOCK', 3)
+    calls = {}
+    with_triton(monkeypatch, calls, [name])
+    model, x = make(RecurrentGPT, dtype=torch.float32, n_layer=1, share_kv=share_kv), tokens(2, 4)
+    found = {}
+    for path in ('compiled', 'plain'):
+        model.config.path = path
+        loss, _ = model(x, x)
+        found[path] = loss.detach(), gradients(model, loss)
+    assert len(calls) == {'attention': 3, 'experts': 3, 'experts_backward': 2}[name]         # the loss is one of them
+    assert_close(found['compiled'][0], found['plain'][0], rtol=1e-5)
+    assert_same_gradients(model, found['compiled'][1], found['plain'][1], rtol=1e-3)
 
 
 def made_plan(device='cpu', E=3, share_kv=True, W=5, grad=True):
