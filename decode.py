@@ -22,13 +22,12 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from kernels import apply_rope, by_expert, compiled, rope_table, route, softcap
+from kernels import apply_rope, by_expert, compiled, heads, rope_table, route, softcap
 from model import LanguageModel, Level, State, level_weights, norm
 
 
 class Plan(NamedTuple):
     """What a level's step knows beside its tensors."""
-    heads: tuple[int, int, int]        # C, M, K
     layout: tuple                      # of kernels.by_expert: B, E, G, R, K, whether experts share the cache
     recurrent: bool
     own_residual: bool                 # GPT: residual = 'expert'
@@ -61,7 +60,7 @@ def expert_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 def level_step(w, s, z, keys, values, head, rope, bias, plan: Plan):
     """One level for one token: the new s (B, D), from s and the token's embedding z (B, D). keys and values (B*C, W, K) are the rings,
     written in slot head (1,). rope (2, K/2): cos and sin of angle head. bias (B, 1, 1, W): -inf in empty slots."""
-    (C, M, K), layout, dt, wide, B = plan.heads, plan.layout, w['wqkv'].dtype, s.dtype, s.size(0)
+    (C, M, K), layout, dt, wide, B = heads(plan.layout), plan.layout, w['wqkv'].dtype, s.dtype, s.size(0)
     u = w['a'] * s + w['b'] * z if plan.recurrent else s
     qk, v = F.linear(norm(u).to(dt), w['wqkv']).split([(C * M + C) * K, C * K], -1)
     q, k = apply_rope(norm(qk.view(B, C * M + C, K).to(wide)), *rope).to(dt).split([C * M, C], 1)
@@ -94,12 +93,11 @@ class Decoder:
         c, device, wide = model.config, model.embedding.device, model.embedding.dtype
         dt = amp if amp == torch.bfloat16 else wide
         E, H, G, K, W = c.n_expert, c.n_head, c.n_kv_head, c.head_dim, c.window
-        shared = model.recurrent and c.share_kv
-        C = G if shared else E * G
         self.model, self.amp, self.temperature, self.top_k = model, amp, temperature, top_k
         self.generator = torch.Generator(device).manual_seed(seed) if isinstance(seed, int) else seed
-        self.plan = Plan((C, E * H // C, K), (B, E, G, H // G, K, shared), model.recurrent, c.residual == 'expert', c.aggregation,
+        self.plan = Plan((B, E, G, H // G, K, model.recurrent and c.share_kv), model.recurrent, c.residual == 'expert', c.aggregation,
                          model.levels[0].scale())
+        C, _, _ = heads(self.plan.layout)
         self.levels = [merged_weights(level, dt) for level in model.levels]
         self.embedding, self.readout = model.embedding.detach(), model.head.detach().to(dt)
         self.level_step = compiled(level_step) if compile else level_step
@@ -116,7 +114,7 @@ class Decoder:
     @torch.no_grad()
     def load(self, state: State) -> None:
         """Go on from a state of the model (B streams); the next step wants a token."""
-        L, B, W, (C, _, K) = len(self.k), self.token.numel(), self.slot.numel(), self.plan.heads
+        L, B, W, (C, _, K) = len(self.k), self.token.numel(), self.slot.numel(), heads(self.plan.layout)
         if state.k.shape != (L, B, C, W, K):
             raise ValueError(f'load: keys of shape {tuple(state.k.shape)} do not fit this decoder: {L} levels, {B} streams, {C} heads, '
                              f'a window of {W}, head size {K}')
@@ -131,7 +129,7 @@ class Decoder:
     @torch.no_grad()
     def state(self) -> State:
         """The model's state now, a copy: keys not rotated, oldest first."""
-        (C, _, K), W = self.plan.heads, self.slot.numel()
+        (C, _, K), W = heads(self.plan.layout), self.slot.numel()
         order = (self.head + 1 + self.slot) % W
         cos, sin = self.rope[torch.where(self.slot <= self.head, self.slot, W - self.slot)].unbind(1)
         sin = torch.where((self.slot <= self.head)[:, None], sin, -sin)                      # beyond the head the angle is j - W

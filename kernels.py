@@ -315,8 +315,12 @@ def compare(run) -> dict:
 chosen: dict[tuple, dict] = {}   # what was measured, by sizes and name
 
 
+def agrees(found: dict) -> bool:
+    return found.get('difference', 1) < 0.03
+
+
 def wins(found: dict) -> bool:
-    return found.get('difference', 1) < 0.03 and found.get('triton', math.inf) < found['compiled']
+    return agrees(found) and found.get('triton', math.inf) < found['compiled']
 
 
 def chosen_lines() -> list[str]:
@@ -365,6 +369,11 @@ def loss_by_triton(rows: int, V: int, dt: torch.dtype, device: torch.device) -> 
     return wins(chosen[rows, V, dt]['loss'])
 
 
+def rows_per_slice(N: int, V: int, kind: str) -> int:
+    """Of N rows, how many have their logits at a time; kind: 'cpu' or 'cuda'."""
+    return min(N, max(1, LOGITS_PER_SLICE * (8 if kind == 'cuda' else 1) // V))
+
+
 class HeadLoss(torch.autograd.Function):
     """Mean soft-capped cross-entropy in slices of rows, so that few logits exist at a time; the gradients are made in the forward."""
 
@@ -372,7 +381,7 @@ class HeadLoss(torch.autograd.Function):
     def forward(ctx, x, weight, targets, dt, grad, compile):
         N, V = x.size(0), weight.size(0)
         grad = grad and any(ctx.needs_input_grad)
-        rows = min(N, max(1, LOGITS_PER_SLICE * (8 if x.is_cuda else 1) // V))
+        rows = rows_per_slice(N, V, x.device.type)
         compile = compile and grad
         triton = compile and loss_by_triton(rows, V, dt, x.device)
         w = weight.to(dt)

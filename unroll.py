@@ -70,7 +70,6 @@ def shapes(plan: Plan, n: int) -> tuple[dict, dict]:
     return tuple({name: (L, *shape) for name, shape in x.items()} for x in (keep, work))
 
 
-# Kept from chunk to chunk: fresh memory costs a page fault every 4 KiB, on some machines more than the arithmetic that fills it.
 class Buffers(dict):
     """Tensors by name, and the CUDA graphs that read and write them: they live and die together."""
 
@@ -79,6 +78,7 @@ class Buffers(dict):
         self.graphs = {}
 
 
+# Kept from chunk to chunk: fresh memory costs a page fault every 4 KiB, on some machines more than the arithmetic that fills it.
 _free: dict[tuple, list[Buffers]] = {}                         # what forwards keep, given back by their backwards
 _work: dict[tuple, Buffers] = {}                               # what a block needs while it runs, and graphs' arguments
 
@@ -341,10 +341,10 @@ class Unroll(torch.autograd.Function):
         k_all[:, :, :W], v_all[:, :, :W] = k.view(L, B * C, W, K), v.view(L, B * C, W, K)
         out, kept, spans = torch.empty_like(z), [], blocks(T)
         for t, n in spans:
-            load_caches(plan, n, workspace(plan, n), k_all[:, :, t:t + W], v_all[:, :, t:t + W], count + t)
-            keep = take_buffers(plan, n) if plan.grad else None
-            s = run_forward(plan, levels, n, keep, z[t:t + n], s, out[t:t + n], len(spans) == 1)
-            k_all[:, :, t + W:t + W + n], v_all[:, :, t + W:t + W + n] = (workspace(plan, n)[name][:, :, W:] for name in ('kn', 'vbuf'))
+            work, keep = workspace(plan, n), take_buffers(plan, n) if plan.grad else None
+            load_caches(plan, n, work, k_all[:, :, t:t + W], v_all[:, :, t:t + W], count + t)
+            s = run_forward(plan, levels, n, work, keep, z[t:t + n], s, out[t:t + n], len(spans) == 1)
+            k_all[:, :, t + W:t + W + n], v_all[:, :, t + W:t + W + n] = work['kn'][:, :, W:], work['vbuf'][:, :, W:]
             kept.append(keep)
         if plan.grad:
             ctx.save_for_backward(z, count, *weights)
@@ -368,7 +368,7 @@ class Unroll(torch.autograd.Function):
             work, mine = workspace(plan, n), slice(t, t + W + n)
             load_caches(plan, n, work, k_all[:, :, mine], v_all[:, :, mine], count + t)
             carry_gradients(work, dk_all, dv_all, t, n, W)
-            ds = run_backward(plan, levels, n, keep, z[t:t + n], dout[t:t + n], ds, dz[t:t + n], len(spans) == 1)
+            ds = run_backward(plan, levels, n, work, keep, z[t:t + n], dout[t:t + n], ds, dz[t:t + n], len(spans) == 1)
             if t > 0:
                 dk_all[:, :, t:t + W] += apply_rope(work['dk'][:, :, :W], work['cos'][:W], -work['sin'][:W])
                 dv_all[:, :, t:t + W] += work['dv'][:, :, :W]
@@ -408,8 +408,7 @@ def cast(plan: Plan, weights) -> list[list[torch.Tensor]]:
 # A captured block reads and writes fixed memory. What the forward keeps is that memory itself where a chunk is one block, and is copied
 # out of it and back where it is many: then one graph serves all. Elsewhere the block just runs.
 
-def run_forward(plan: Plan, levels, n: int, keep, z, s, out, alone: bool) -> torch.Tensor:
-    work = workspace(plan, n)
+def run_forward(plan: Plan, levels, n: int, work, keep, z, s, out, alone: bool) -> torch.Tensor:
     if not plan.graphs:
         return forward_block(plan, levels, work, keep, z, s, out)
     fixed = graph_memory(plan, n, 'arguments')
@@ -422,8 +421,8 @@ def run_forward(plan: Plan, levels, n: int, keep, z, s, out, alone: bool) -> tor
     return s
 
 
-def run_backward(plan: Plan, levels, n: int, keep, z, dout, ds, dz, alone: bool) -> torch.Tensor:
-    work, first = workspace(plan, n), plan.W if alone else 0
+def run_backward(plan: Plan, levels, n: int, work, keep, z, dout, ds, dz, alone: bool) -> torch.Tensor:
+    first = plan.W if alone else 0
     if not plan.graphs:
         return backward_block(plan, levels, work, keep, z, dout, ds, dz, first)
     fixed = graph_memory(plan, n, 'arguments')
@@ -490,5 +489,3 @@ def unroll(z, s, k, v, count, levels: list[dict[str, torch.Tensor]], aggregation
     with torch.autocast(z.device.type, enabled=False), torch.cuda.device_of(z):              # dtypes are ours from here on
         out, new_k, new_v = Unroll.apply(plan, z, s, k.contiguous(), v.contiguous(), count, *weights)
     return out, (out[-1].detach().clone(), new_k, new_v, (count + T).clamp(max=W))
-
-

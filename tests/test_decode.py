@@ -9,12 +9,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import decode
-import unroll
 import sample
+import test_model
+import unroll
 from decode import Decoder, generate
 from model import GPT, ModelConfig, RecurrentGPT, State, build_model
+from test_model import V, one_thread  # noqa: F401
 
-V = 11
 KINDS = [RecurrentGPT, GPT]
 VARIANTS = [(kind, {'n_expert': E, **more}) for E in (1, 3) for kind, more in [
     (RecurrentGPT, {}), (RecurrentGPT, {'share_kv': False}), (RecurrentGPT, {'aggregation': 'softmax_l2'}),
@@ -23,26 +24,10 @@ VARIANTS = [(kind, {'n_expert': E, **more}) for E in (1, 3) for kind, more in [
     (GPT, {'aggregation': 'softmax_mean'})]]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    unroll.release()
-    yield
-    torch.set_num_threads(threads)
-
-
 def make(kind, seed=0, dtype=torch.float64, device='cpu', **changes):
     """A small model of odd sizes with every parameter random and none of them small."""
-    sizes = {'vocab_size': V, 'n_layer': 3, 'n_expert': 2, 'n_embd': 36, 'n_head': 6, 'n_kv_head': 2, 'window': 5, 'block_size': 8,
-             'router_dim': 6}
-    model = kind(ModelConfig(**sizes | changes)).to(dtype)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in model.parameters():
-            noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-            p.copy_(1 + 0.2 * noise if p.dim() == 0 else noise * 2 / math.sqrt(p.size(-1)))
-    return model.to(device)
+    sizes = {'n_layer': 3, 'n_embd': 36, 'n_head': 6, 'window': 5}
+    return test_model.make(kind, seed, dtype, **sizes | changes).to(device)
 
 
 def tokens(*shape, seed=0, device='cpu'):

@@ -295,13 +295,22 @@ def test_cross_entropy(rows, V):
     assert d.data_ptr() == mine.data_ptr()
 
 
-@pytest.mark.skipif(triton.__version__ < '3.7' and np.lib.NumpyVersion(np.__version__) >= '2.4.0',
-                    reason="Triton 3.6's interpreter takes loops' bounds only with NumPy < 2.4")
-def test_under_the_interpreter():
-    command = [sys.executable, '-m', 'pytest', '-q', '-x', '-p', 'no:cacheprovider', __file__, '-k', 'not under_the and not compile']
+def run_interpreted(file, select):
+    """The tests of a file that `select` picks, in a process with the interpreter -> what pytest printed."""
+    command = [sys.executable, '-m', 'pytest', '-q', '-x', '-p', 'no:cacheprovider', file, '-k', select]
     done = subprocess.run(command, env=dict(os.environ, TRITON_INTERPRET='1', OMP_NUM_THREADS='1'), cwd=ROOT, capture_output=True,
                           text=True, timeout=300)
     assert done.returncode == 0 and 'passed' in done.stdout, done.stdout[-4000:]
+    return done.stdout
+
+
+can_interpret = pytest.mark.skipif(triton.__version__ < '3.7' and np.lib.NumpyVersion(np.__version__) >= '2.4.0',
+                                   reason="Triton 3.6's interpreter takes loops' bounds only with NumPy < 2.4")
+
+
+@can_interpret
+def test_under_the_interpreter():
+    run_interpreted(__file__, 'not under_the and not compile')
 
 
 # ---- compiled for an H100, without one ----

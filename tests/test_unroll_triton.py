@@ -3,12 +3,9 @@ The unroll with Triton kernels in it (unroll.py, kernels.py), and the choice bet
 Triton's interpreter in fp32, in a process of their own as in test_triton.py; the choice is tested on given times.
 """
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,18 +16,14 @@ import kernels  # noqa: E402
 import unroll  # noqa: E402
 from model import RecurrentGPT  # noqa: E402
 from test_model import assert_close, assert_same_gradients, assert_same_state, gradients, make, tokens  # noqa: E402
-
-interpreted = pytest.mark.skipif(os.environ.get('TRITON_INTERPRET') != '1',
-                                 reason='TRITON_INTERPRET=1 not set: test_under_the_interpreter runs it')
+from test_triton import can_interpret, interpreted, run_interpreted  # noqa: E402
 
 
-@pytest.mark.skipif(triton.__version__ < '3.7' and np.lib.NumpyVersion(np.__version__) >= '2.4.0',
-                    reason="Triton 3.6's interpreter takes loops' bounds only with NumPy < 2.4")
+
+@can_interpret
 def test_under_the_interpreter():
-    command = [sys.executable, '-m', 'pytest', '-q', '-x', '-p', 'no:cacheprovider', __file__, '-k', 'interpreted']
-    done = subprocess.run(command, env=dict(os.environ, TRITON_INTERPRET='1', OMP_NUM_THREADS='1'), cwd=ROOT, capture_output=True,
-                          text=True, timeout=300)
-    assert done.returncode == 0 and 'passed' in done.stdout and 'skipped' not in done.stdout, done.stdout[-4000:]
+    printed = run_interpreted(__file__, 'interpreted')
+    assert 'skipped' not in printed, printed[-4000:]
 
 
 def with_triton(monkeypatch, calls, names=unroll.TRITON):
