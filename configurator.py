@@ -3,7 +3,7 @@
     python train_lm.py config/small_L2.py --max_iters=20 --compile=False
 
 Arguments are read from left to right and a later one wins, as in nanoGPT: a `.py` file overrides the settings it assigns, `--key=value`
-one setting. Unlike nanoGPT, nothing is executed: a config file is data (literals, arithmetic on literals and earlier names).
+or `--key value` one setting, and `--key` alone turns a switch on. Unlike nanoGPT, nothing is executed: a config file is data (literals, arithmetic on literals and earlier names).
 A default computed from another setting (`n_embd = 64 * n_layer`) is computed once, from the defaults.
 
 A script calls `config = configure(globals())`. Its settings are the plain assignments (`name = literal`, or arithmetic on literals and
@@ -170,13 +170,22 @@ def read_config(path, config, defaults):
                 assign(config, defaults, target.id, value, where)
 
 
-def read_argument(argument, following, config, defaults):
-    """Applies one `--key=value`; `following` is the next argument or None, for the message when '=' is missing."""
-    key, equals, text = argument[2:].partition('=')
-    if not equals and key in defaults:
-        default = defaults[key]
-        example = following if following and not following.startswith('-') else True if default is False else 'value'
-        fail(f'command line: {argument} needs a value with "=", as in --{key}={example}')
+def joined(argv, defaults):
+    """The arguments with `--key value` as `--key=value`, and a bare `--key` of a switch (True or False, or None) as `--key=True`."""
+    arguments, rest = [], iter(argv)
+    for argument in rest:
+        if argument[:2] == '--' and argument[2:] in defaults:
+            value = 'True' if isinstance(defaults[argument[2:]], (bool, type(None))) else next(rest, '--')
+            if value.startswith('--'):
+                fail(f'command line: {argument} needs a value, as in {argument}={defaults[argument[2:]] or "value"}')
+            argument += f'={value}'
+        arguments.append(argument)
+    return arguments
+
+
+def read_argument(argument, config, defaults):
+    """Applies one `--key=value`."""
+    key, _, text = argument[2:].partition('=')
     default = defaults.get(key)
     try:
         value = evaluate(parse(text.strip(), 'eval').body, None)
@@ -219,9 +228,9 @@ def configure(settings, argv=None, quiet=False):
     if '--help' in argv or '-h' in argv:
         print(help_text(settings['__file__']))
         raise SystemExit(0)
-    for i, argument in enumerate(argv):
+    for argument in joined(argv, defaults):
         if argument.startswith('--'):
-            read_argument(argument, argv[i + 1] if i + 1 < len(argv) else None, config, defaults)
+            read_argument(argument, config, defaults)
         elif argument.endswith('.py') and not argument.startswith('-'):
             read_config(argument, config, defaults)
         else:

@@ -103,8 +103,8 @@ def test_files_and_arguments_left_to_right(run):
         ('--n_layer=' + '9' * 5000, ['an integer']),
         ('--resume=1', ['True or False']),
         ('--resume=true', ['write True']),
-        ('--resume', ['--resume=True']),
-        ('--out_dir', ['--out_dir=value']),
+        ('--out_dir', ["--out_dir=out"]),
+        ('--n_layer', ['needs a value', '--n_layer=2']),
         ('--learning_rate=nan', ['a finite number', "'nan'"]),
         ('--learning_rate=-inf', ['a finite number']),
         ('--learning_rate=1e999', ['a finite number']),
@@ -122,8 +122,13 @@ def test_refused_arguments(capsys, run, argument, words):
     assert all(word in line for word in words), line
 
 
-def test_a_value_without_equals_is_shown_with_it(capsys, run):
-    assert '--n_layer=3' in refused(capsys, run, '--n_layer', '3')
+def test_values_without_equals_and_switches(capsys, run):
+    assert run('--n_layer', '3', '--resume', '--out_dir', '-x') == DEFAULTS | {'n_layer': 3, 'resume': True, 'out_dir': '-x'}
+    assert run('--threads', '--resume=False')['threads'] is True   # None takes anything, so it is a switch too
+    capsys.readouterr()
+    assert 'an integer' in refused(capsys, run, '--n_layer', 'x')
+    assert "'False'" in refused(capsys, run, '--resume', 'False')  # a switch takes no argument: not silently turned on
+    assert '--n_layer=2' in refused(capsys, run, '--n_layer', '--resume')
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,370 @@
+"""
+Figures and tables of a sweep, from its runs' logs alone. sweep.py calls `draw`, `tables` and `solve_table`; runs come as a list of (row,
+log): sweep.Row and the objects of log.jsonl. Every figure is written as PNG and SVG, every table as Markdown and CSV.
+
+The value of a language model's run is its last validation loss (nats a token), less is better; that of a Sokoban run the mean of its final
+five logged episodic returns, more is better (design section 5). Bars at points are one standard deviation over seeds unless the figure says
+otherwise. Colours are Okabe and Ito's, which colour-blind readers can tell apart; every line has its own marker too.
+"""
+import csv
+import io
+import json
+import math
+import os
+import statistics
+
+from checkpoint import write_atomic, write_json, write_text
+from configurator import fail
+
+COLORS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000')
+MARKERS = 'osD^vPX'
+KINDS = {True: 'recurrent', False: 'not recurrent'}
+NAMES = {'transformer': 'Transformer', 'convlstm': 'ConvLSTM', 'convglu': 'ConvGLU'}
+COLUMN = 3.4                           # inches, a column of a paper
+
+
+class LogError(ValueError):
+    """A log cannot be read; the message is one line and names the file."""
+
+
+def read_log(folder: str) -> list[dict]:
+    """The objects of folder/log.jsonl. A last line that is being written does not count. FileNotFoundError, LogError."""
+    path = os.path.join(folder, 'log.jsonl')
+    with open(path, 'rb') as file:
+        lines = file.read().split(b'\n')[:-1]
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict) or not isinstance(record.get('step'), int):
+            raise LogError(f'{path}:{number}: not a line of a log')
+        records.append(record)
+    if not records:
+        raise LogError(f'{path}: empty')
+    return records
+
+
+# ----------------------------------------------------------------------------- values
+
+def is_text(row) -> bool:
+    return row.model == 'transformer'
+
+
+def value(row, log: list[dict]) -> float | None:
+    """What a finished run is judged by; None where the log does not have it."""
+    if is_text(row):
+        return log[-1].get('val_loss')
+    returns = [r['episodic_return'] for r in log if r.get('episodic_return') is not None][-5:]
+    return sum(returns) / len(returns) if returns else None
+
+
+def unit(row) -> str:
+    return 'validation loss (nats a token)' if is_text(row) else 'return'
+
+
+def summary(values: list[float]) -> tuple[float, float, int]:
+    """Mean, standard deviation (N - 1; NaN for one), N."""
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else math.nan, len(values)
+
+
+def cells(runs: list) -> dict:
+    """{row with seed 0: (mean, standard deviation, N)}, in the runs' order."""
+    values = {}
+    for row, log in runs:
+        if (x := value(row, log)) is not None:
+            values.setdefault(row._replace(seed=0), []).append(x)
+    return {row: summary(x) for row, x in values.items()}
+
+
+def best(rows: dict):
+    """The row with the best mean."""
+    return min(rows, key=lambda row: rows[row][0] if is_text(row) else -rows[row][0])
+
+
+def read_csv(folder: str, name: str) -> list[dict]:
+    """A table of the paper."""
+    path = os.path.join(folder, name)
+    try:
+        with open(path, newline='') as file:
+            rows = list(csv.DictReader(file))
+        return [{k: number(v) for k, v in row.items()} for row in rows]
+    except OSError as error:
+        fail(f'reference = {folder!r}: {path}: {error.strerror}')
+    except (csv.Error, UnicodeDecodeError, TypeError):
+        fail(f'reference = {folder!r}: {path}: not a table of the paper')
+
+
+def number(text: str):
+    try:
+        return float(text) if text else math.nan
+    except ValueError:
+        return text
+
+
+def paper_cells(reference: str, like) -> dict:
+    """The paper's cells of a row's model, budget and kind, as `cells` has ours; {} where it has none."""
+    if not reference or like.model != 'convlstm' or like.more:
+        return {}
+    out = {}
+    for r in read_csv(reference, 'sokoban_returns.csv'):
+        try:
+            if (r['variant'], r['budget']) == (like.kind, like.budget):
+                out[like._replace(L=int(r['L']), E=int(r['E']), d=int(r['d']), seed=0)] = (r['mean_return'], math.sqrt(r['variance']), int(r['n_seeds']))
+        except (KeyError, TypeError, ValueError):
+            fail(f'reference = {reference!r}: sokoban_returns.csv: cannot read the row {r}')
+    return out
+
+
+# ----------------------------------------------------------------------------- figures
+
+def new(columns: int, height: float = 2.5, share: bool = True):
+    """A row of panels, a column's width each up to two columns."""
+    import matplotlib
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    plt.rcParams.update({'font.size': 8, 'axes.titlesize': 8, 'legend.fontsize': 7, 'svg.hashsalt': 'figures', 'svg.fonttype': 'none'})
+    figure, panels = plt.subplots(1, columns, figsize=(COLUMN * min(columns, 2) if columns < 3 else 2.3 * columns, height), sharey=share,
+                                  squeeze=False, layout='constrained')
+    for axes in panels[0]:
+        axes.grid(alpha=0.3)
+    return figure, panels[0]
+
+
+def save(figure, into: str, name: str) -> list[str]:
+    import matplotlib.pyplot as plt
+    paths = [os.path.join(into, f'{name}.{kind}') for kind in ('png', 'svg')]
+    for path, more in zip(paths, ({'dpi': 200}, {'metadata': {'Date': None}}), strict=True):
+        write_atomic(path, lambda file, path=path, more=more: figure.savefig(file, format=path[-3:], **more))
+    plt.close(figure)
+    return paths
+
+
+def powers(axes, values, label: str) -> None:
+    """A logarithmic x axis with the values that occur."""
+    axes.set_xscale('log', base=2)
+    axes.set_xticks(sorted(set(values)), [str(v) for v in sorted(set(values))])
+    axes.minorticks_off()
+    axes.set_xlabel(label)
+
+
+def line(axes, points: dict, number: int, label: str, ours: bool = True) -> None:
+    """{x: (mean, deviation, N)} with error bars; the paper's dashed and hollow."""
+    xs = sorted(points)
+    style = {'ls': '-'} if ours else {'ls': '--', 'mfc': 'white', 'alpha': 0.7}
+    axes.errorbar(xs, [points[x][0] for x in xs], yerr=[0 if math.isnan(points[x][1]) else points[x][1] for x in xs], label=label, ms=4, lw=1.2,
+                  capsize=2, color=COLORS[number % 7], marker=MARKERS[number % 7], **style)
+
+
+def groups(rows, key) -> dict:
+    out = {}
+    for row in rows:
+        out.setdefault(key(row), []).append(row)
+    return out
+
+
+def seeds_of(points: dict) -> str:
+    counts = sorted({n for _, _, n in points.values()})
+    return f'{counts[0]} seed{"s" * (counts[0] > 1)}' if len(counts) == 1 else f'{counts[0]} to {counts[-1]} seeds'
+
+
+def allocation_figure(points: dict, reference: str, title: str):
+    """Value by L, a line a width, a panel a kind."""
+    kinds = sorted({row.recurrent for row in points}, reverse=True)
+    figure, panels = new(len(kinds))
+    for axes, recurrent in zip(panels, kinds, strict=True):
+        mine = {row: p for row, p in points.items() if row.recurrent == recurrent}
+        paper = paper_cells(reference, next(iter(mine)))
+        widths = sorted({row.d for row in (*points, *paper)})
+        for data, ours in ((mine, True), (paper, False)):
+            for d, rows in groups(data, lambda row: row.d).items():
+                line(axes, {row.L: data[row] for row in rows}, widths.index(d), f'd = {d}' + ('' if ours else ', paper'), ours)
+        powers(axes, [row.L for row in (*mine, *paper)], 'levels L')
+        axes.set_title(KINDS[recurrent])
+        axes.legend(frameon=False, ncols=2 if len(widths) > 3 or paper else 1)
+    panels[0].set_ylabel(unit(next(iter(points))))
+    figure.suptitle(title, fontsize=9)
+    return figure
+
+
+def saturation(points: dict) -> dict:
+    """{L: the best cell's (mean, standard error, N) with at most L levels}"""
+    out = {}
+    for L in sorted({row.L for row in points}):
+        mean, deviation, n = points[best({row: p for row, p in points.items() if row.L <= L})]
+        out[L] = (mean, deviation / math.sqrt(n), n)
+    return out
+
+
+def saturation_figure(points: dict, reference: str, title: str):
+    """The best of at most L levels, both kinds, with one standard error."""
+    figure, (axes,) = new(1)
+    for i, recurrent in enumerate(sorted({row.recurrent for row in points}, reverse=True)):
+        mine = {row: p for row, p in points.items() if row.recurrent == recurrent}
+        line(axes, saturation(mine), i, KINDS[recurrent])
+        if paper := paper_cells(reference, next(iter(mine))):
+            line(axes, saturation(paper), i, f'{KINDS[recurrent]}, paper', ours=False)
+    powers(axes, [row.L for row in points], 'at most L levels')
+    axes.set_ylabel(f'best {unit(next(iter(points)))}')
+    axes.set_title(f'{title}; bars: one standard error')
+    axes.legend(frameon=False)
+    return figure
+
+
+def curve_figure(runs: list, points: dict, title: str):
+    """Returns over environment steps: of each kind and L the best allocation, mean and one standard deviation."""
+    kinds = sorted({row.recurrent for row in points}, reverse=True)
+    figure, panels = new(len(kinds))
+    for axes, recurrent in zip(panels, kinds, strict=True):
+        for i, (L, rows) in enumerate(sorted(groups((row for row in points if row.recurrent == recurrent), lambda row: row.L).items())):
+            row = best({r: points[r] for r in rows})
+            logs = [{r['env_steps']: r['return_1000'] for r in log if r.get('return_1000') is not None} for r, log in runs if r._replace(seed=0) == row]
+            common = sorted(set.intersection(*(set(log) for log in logs)))
+            means = [summary([log[x] for log in logs]) for x in common]
+            xs = [x / 1e6 for x in common]
+            axes.plot(xs, [m for m, _, _ in means], color=COLORS[i % 7], lw=1.2, marker=MARKERS[i % 7], markevery=max(1, len(xs) // 8), ms=3,
+                      label=f'L = {L}, E = {row.E}, d = {row.d}')
+            axes.fill_between(xs, [m - s for m, s, _ in means], [m + s for m, s, _ in means], color=COLORS[i % 7], alpha=0.2, lw=0)
+        axes.set_title(KINDS[recurrent])
+        axes.set_xlabel('environment steps (millions)')
+        axes.legend(frameon=False)
+    panels[0].set_ylabel('return, mean of 1,000 games')
+    figure.suptitle(title, fontsize=9)
+    return figure
+
+
+def bar_figure(points: dict, title: str):
+    """Ablations: a panel a model, its cells side by side, a bar a setting: the difference to the first, our default."""
+    models = groups(points, lambda row: row.model)
+    figure, panels = new(len(models), share=False)
+    for axes, rows in zip(panels, models.values(), strict=True):
+        same = groups(rows, lambda row: row._replace(more=()))
+        ways = list(dict.fromkeys(row.more for row in rows))
+        for k, (cell, members) in enumerate(same.items()):
+            default = next((points[row][0] for row in members if row.more == ways[0]), None)
+            for row in members if default is not None else ():
+                i = ways.index(row.more)
+                mean, deviation, _ = points[row]
+                axes.bar(k + (i - (len(ways) - 1) / 2) * 0.8 / len(ways), mean - default, 0.75 / len(ways), color=COLORS[i % 7], edgecolor='black', lw=0.5,
+                         yerr=None if math.isnan(deviation) else deviation, capsize=2, label=str(row.more[0][1]) if cell == next(iter(same)) else None)
+        axes.axhline(0, color='black', lw=0.6)
+        axes.set_xticks(range(len(same)), [f'{KINDS[c.recurrent]}\nL = {c.L}, E = {c.E}, d = {c.d}' for c in same])
+        axes.set_ylabel(f'{unit(rows[0]).partition(" (")[0]} minus that of {ways[0][0][1]}')
+        axes.set_title(NAMES[rows[0].model])
+        axes.margins(y=0.2)
+        axes.legend(frameon=False, title=ways[0][0][0].replace('_', ' '))
+    figure.suptitle(title, fontsize=9)
+    return figure
+
+
+def radius_figure(points: dict, title: str):
+    figure, (axes,) = new(1)
+    for i, (cell, rows) in enumerate(groups(points, lambda row: row._replace(more=())).items()):
+        line(axes, {row.more[0][1]: points[row] for row in rows}, i, f'{NAMES[cell.model]}, {KINDS[cell.recurrent]}, L = {cell.L}, E = {cell.E}, d = {cell.d}')
+    axes.set(xlabel='radius r: preceding experts that each one hears', ylabel=unit(next(iter(points))), title=title)
+    axes.legend(frameon=False)
+    return figure
+
+
+def scaling_figure(points: dict, title: str):
+    """E on x, a line a number of levels; recurrent beside not."""
+    kinds = groups(points, lambda row: row.recurrent)
+    figure, panels = new(len(kinds))
+    depths = sorted({row.L for row in points})
+    for axes, (recurrent, rows) in zip(panels, kinds.items(), strict=True):
+        for L, members in groups(rows, lambda row: row.L).items():
+            line(axes, {row.E: points[row] for row in members}, depths.index(L), f'L = {L}')
+        powers(axes, [row.E for row in rows], 'experts E a level')
+        axes.set_title(KINDS[recurrent])
+        axes.legend(frameon=False)
+    panels[0].set_ylabel(unit(next(iter(points))))
+    figure.suptitle(title, fontsize=9)
+    return figure
+
+
+def draw(plan: str, runs: list, reference: str, into: str) -> list[str]:
+    """All figures of a plan from its finished runs -> their paths."""
+    points, paths = cells(runs), []
+    for model, rows in groups(points, lambda row: row.model).items():
+        mine = {row: points[row] for row in rows}
+        title = f'{NAMES[model]}, {plan.replace("-", " ")}, {seeds_of(mine)}'
+        if plan == 'communication':
+            figures = {'radius': radius_figure(mine, title)}
+        elif plan == 'scaling':
+            figures = {f'scaling_{model}': scaling_figure(mine, title)}
+        elif rows[0].more:
+            figures = {f'bars_{model}': bar_figure(mine, title)}
+        else:
+            figures = {f'allocations_{model}': allocation_figure(mine, reference, title),
+                       f'saturation_{model}': saturation_figure(mine, reference, title)}
+            if not is_text(rows[0]):
+                figures[f'curves_{model}'] = curve_figure(runs, mine, title)
+        for name, figure in figures.items():
+            paths += save(figure, into, name)
+    return paths
+
+
+# ----------------------------------------------------------------------------- tables
+
+def show(x, digits: int) -> str:
+    return '' if x is None or isinstance(x, float) and math.isnan(x) else f'{x:.{digits}f}' if isinstance(x, float) else str(x)
+
+
+def write_table(header: list[str], rows: list[list], into: str, name: str, digits: int = 4) -> list[str]:
+    """As name.csv and name.md; numbers that are missing stay empty."""
+    text = io.StringIO()
+    shown = [[show(x, digits) for x in row] for row in rows]
+    csv.writer(text, lineterminator='\n').writerows([header, *shown])
+    marks = '\n'.join('| ' + ' | '.join(row) + ' |' for row in [header, ['---'] * len(header), *shown])
+    paths = [os.path.join(into, f'{name}.{kind}') for kind in ('csv', 'md')]
+    write_text(text.getvalue(), paths[0])
+    write_text(marks + '\n', paths[1])
+    return paths
+
+
+def tables(plan: str, runs: list, reference: str, into: str) -> list[str]:
+    """Mean, variance (N - 1) and N of every cell, a table a model in the paper's layout; runs.json has every run."""
+    points, paths = cells(runs), []
+    for model, rows in groups(points, lambda row: row.model).items():
+        names = list(dict.fromkeys(name for row in rows for name, _ in row.more))
+        value_name = 'mean_loss' if is_text(rows[0]) else 'mean_return'
+        paper = {}
+        if any(row.budget == rows[0].budget for row in rows):
+            for like in groups(rows, lambda row: (row.recurrent, row.budget)).values():
+                paper |= paper_cells(reference, like[0])
+        header = ['variant', 'budget', 'L', 'E', 'd', *names, value_name, 'variance', 'n_seeds', *(['paper_mean', 'paper_variance'] if paper else [])]
+        body = []
+        for row in rows:
+            mean, deviation, n = points[row]
+            theirs = paper.get(row)
+            body.append([row.kind, row.budget, row.L, row.E, row.d, *(str(dict(row.more).get(name, '')) for name in names), mean, deviation ** 2, n,
+                         *([theirs[0], theirs[1] ** 2] if theirs else ['', ''] if paper else [])])
+        paths += write_table(header, body, into, f'table_{model}')
+    out = os.path.join(into, 'runs.json')
+    write_json([{'name': row.name, 'model': row.model, 'kind': row.kind, 'budget': row.budget, 'L': row.L, 'E': row.E, 'd': row.d, **dict(row.more),
+                 'seed': row.seed, 'value': value(row, log), 'seconds': log[-1].get('seconds'), 'step': log[-1]['step'],
+                 'tokens' if is_text(row) else 'env_steps': log[-1].get('tokens' if is_text(row) else 'env_steps')} for row, log in runs], out)
+    return [*paths, out]
+
+
+def chosen_by_return(runs: list) -> list:
+    """Of each model, budget, kind and L the cell with the highest mean training return."""
+    points = cells([(row, log) for row, log in runs if not is_text(row)])
+    return [best({row: points[row] for row in rows}) for rows in groups(points, lambda row: (row.model, row.budget, row.recurrent, row.L)).values()]
+
+
+def solve_table(rates: dict, name: str, reference: str, into: str) -> list[str]:
+    """rates: {cell: [solve rate of each seed]}. In the paper's layout; its baselines as extra rows where given."""
+    header = ['variant', 'budget', 'L', 'E', 'd', f'{name.replace("-", "_")}_percent', 'std']
+    paths = []
+    for model, rows in groups(rates, lambda row: row.model).items():
+        body = []
+        for row in rows:
+            mean, deviation, _ = summary([100 * rate for rate in rates[row]])
+            body.append([row.kind, row.budget, row.L, row.E, row.d, mean, deviation])
+        if reference:
+            body += [[f'{r["method"]}, {r["training_steps"]} (paper)', '', '', '', '', r['unfiltered_test_percent'], r['std']]
+                     for r in read_csv(reference, 'sokoban_baselines.csv')]
+        paths += write_table(header, body, into, f'solve_{model}', 2)
+    return paths

@@ -1,0 +1,553 @@
+"""
+Ask the allocation question: list the runs of one of the paper's figures, run them, and draw the figure from what has finished.
+
+$ python sweep.py --plan sokoban-small                       # every run: L, E, d, seed, cost, cost over budget, parameters, state, command
+$ python sweep.py --plan sokoban-small --run                 # run them here, one a GPU; the same line again goes on after a stop
+$ python sweep.py --plan sokoban-small --emit=slurm > s.sh   # or as an array job for a cluster; --emit=commands: a line a run
+$ python sweep.py --plan sokoban-small --figure --table      # figures (PNG, SVG) and tables (Markdown, CSV), from the runs' log.jsonl
+$ python sweep.py --plan sokoban-small --table=solve         # the best allocations' solve rates on unfiltered-test
+A study that fits two CPU cores (data: python data_fineweb.py --demo=True --tokenizer=bytes):
+$ python sweep.py config/study_lm.py --run --figure --table
+
+A plan compares allocations (L, E, d) at one budget W: L levels, widths d, E = round(W / (L C(d))) experts, where C(d) is an expert's cost;
+a row is dropped where that is 0. ConvLSTM: C = 9 (32 + 2d) 4d multiply-adds a cell, W = C(128), C(256), C(1024). ConvGLU: C = 9 d 2d. Language
+models: C = forward FLOPs of a block a token, W = 16 or 32 blocks of width 768. Kinds: recurrent, feedforward. `width` and `length` shrink a plan
+for a small machine by the same rule: widths and budget, updates or environment steps.
+
+Writes into out_dir/PLAN: a folder a run, and there the figures and tables too. A run is finished when its log is at its last step.
+"""
+import fcntl
+import functools
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from typing import NamedTuple
+
+import torch
+
+from checkpoint import LAST, PREV, Stopper, write_json
+from configurator import configure, fail, read_config, read_script
+from convlstm import AgentConfig, build_agent
+from data_fineweb import VOCAB
+from figures import LogError, chosen_by_return, draw, read_log, solve_table, tables
+from model import ModelConfig, build_model
+
+# -----------------------------------------------------------------------------
+# which runs
+plan = ''                      # a name of PLANS; an unknown one lists them
+only = ''                      # a part of the plan, as in 'L=1,2 kind=recurrent model=convglu'
+seeds = 0                      # runs of a cell, with seeds 1..n; 0: three for Sokoban, one for language models
+base = ''                      # config file under all of a plan's runs, or under the recurrent ones; '': the plan's own
+base_ff = ''                   # the same under those that are not recurrent
+width = 1.0                    # widths, and the budget's, times this
+length = 1.0                   # updates or environment steps times this
+out_dir = 'out/sweep'          # runs go into out_dir/PLAN/NAME
+# what to do with them; nothing: list them
+run = False                    # run what is not finished
+workers = 0                    # runs at a time; 0: one a GPU (see gpus_per_run), or one on a CPU
+gpus_per_run = 1               # more: each run under torchrun
+index = -1                     # of run: this row of the list alone (array jobs)
+emit = ''                      # print an array job ('slurm') or a line a run ('commands')
+figure = False                 # draw the plan's figures
+table = None                   # True: mean, variance, N; 'solve': solve rates of the best allocations
+reference = ''                 # folder with the paper's tables (sokoban_returns.csv, ...): drawn and listed beside ours
+levels = 'unfiltered-test'     # of table = 'solve': what the agents are evaluated on; '': their own held-out levels
+results = ''                   # folder for figures and tables; '': out_dir/PLAN
+# -----------------------------------------------------------------------------
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+LEVELS = (1, 2, 4, 8, 16)
+SOKOBAN = {'small': (128, (32, 64, 128)), 'medium': (256, (32, 64, 128, 256)), 'large': (1024, (64, 128, 256, 512, 1024))}  # budget's width, widths
+TEXT = {'small': (16, LEVELS, 'small'), 'medium': (32, (*LEVELS, 32), 'medium'), 'small-long': (16, LEVELS, 'small_long')}  # blocks, L, configs
+SHAPING = ('tokenizer', 'data_dir', 'max_iters', 'tokens_per_step', 'block_size', 'window', 'learning_rate',
+           'total_steps', 'split', 'n_boxes', 'max_moves', 'n_envs', 'unroll')               # settings of config files that make another run
+DEAR = 1.5                             # budgets: a run that costs more (half an expert was rounded up to one) is no fair point of a figure
+POLL, REPORT = 0.2, 60.0               # seconds between looks at the runs, and between lines about them
+
+
+class Row(NamedTuple):
+    """A run of a plan."""
+    model: str                         # 'transformer', 'convlstm' or 'convglu'
+    recurrent: bool
+    budget: str                        # 'small', ...
+    L: int
+    E: int
+    d: int
+    more: tuple[tuple[str, object], ...] = ()    # further settings: ((name, value), ...)
+    seed: int = 1
+
+    @property
+    def script(self) -> str:
+        return 'train_lm.py' if self.model == 'transformer' else 'train_sokoban.py'
+
+    @property
+    def kind(self) -> str:
+        return 'recurrent' if self.recurrent else 'feedforward'
+
+    @property
+    def name(self) -> str:
+        more = ''.join(f'_{k}-{v}' for k, v in self.more)
+        return f'{self.model}_{self.kind}_L{self.L}_E{self.E}_d{self.d}{more}_s{self.seed}'
+
+
+# ----------------------------------------------------------------------------- settings and costs
+
+@functools.cache
+def files_of(model: str, recurrent: bool, budget: str) -> tuple[str, ...]:
+    """The config files under a run's own settings."""
+    if base or base_ff:
+        chosen = base if recurrent else base_ff or base
+        return (chosen,) if chosen else ()
+    if model != 'transformer':
+        return ()                                              # train_sokoban.py's defaults are the paper's
+    return (os.path.relpath(os.path.join(HERE, 'config', f'{TEXT[budget][2]}_{"" if recurrent else "gpt_"}L2.py')),)
+
+
+@functools.cache
+def under(model: str, recurrent: bool, budget: str) -> dict:
+    """The script's defaults and the config files' settings: what a run's own are laid over."""
+    script = 'train_lm.py' if model == 'transformer' else 'train_sokoban.py'
+    defaults = read_script(os.path.join(HERE, script))[0]
+    config = dict(defaults)
+    for path in files_of(model, recurrent, budget):
+        read_config(path, config, defaults)
+    return config
+
+
+def settings_of(row: Row) -> dict:
+    """A run's own settings, as its command line has them."""
+    own = {'recurrent': row.recurrent, 'n_layer': row.L, 'n_expert': row.E, 'n_embd': row.d, 'seed': row.seed, **dict(row.more)}
+    if row.model != 'transformer':
+        own = {'kind': row.model, **own}
+    if length != 1:
+        config = under(row.model, row.recurrent, row.budget)
+        names = ('max_iters', 'warmup_iters', 'eval_interval') if row.model == 'transformer' else ('total_steps',)
+        own |= {name: max(1, round(config[name] * length)) for name in names}
+    return own
+
+
+@functools.cache
+def cost(model: str, recurrent: bool, budget: str, L: int, E: int, d: int, more: tuple = ()) -> tuple[float, int]:
+    """-> the cost of a token (forward FLOPs of the levels) or of an environment step (the paper's multiply-adds), and the parameters."""
+    row = Row(model, recurrent, budget, L, E, d, more)
+    config = under(model, recurrent, budget) | settings_of(row)
+    pick = lambda names: {name: config[name] for name in names}                              # noqa: E731
+    sizes = ('n_layer', 'n_expert', 'n_embd', 'aggregation', 'residual', 'router_dim')
+    try:
+        with torch.device('meta'):
+            if model == 'transformer':
+                built = build_model(ModelConfig(VOCAB[config['tokenizer']], **pick((*sizes, 'n_head', 'n_kv_head', 'window', 'block_size', 'share_kv'))), recurrent)
+                return built.flops_per_token()['core'], built.num_params()['total']
+            built = build_agent(AgentConfig(recurrent=recurrent, **pick((*sizes, 'kind', 'radius', 'head_dim'))))
+            return float(built.macs_per_step()['nominal']), built.num_params()['total']
+    except (ValueError, KeyError) as error:
+        fail(f'plan {plan!r}, {row.name}: {error}; see base, width')
+
+
+def scaled(d: int) -> int:
+    return max(1, round(d * width))
+
+
+def budget_of(model: str, recurrent: bool, budget: str) -> float:
+    """W, in cost()'s units."""
+    if model == 'transformer':
+        return TEXT[budget][0] * cost(model, recurrent, budget, 1, 1, scaled(768))[0]
+    return cost(model, recurrent, budget, 1, 1, scaled(SOKOBAN[budget][0]))[0]
+
+
+def over_budget(row: Row) -> float:
+    return cost(*row[:6], row.more)[0] / budget_of(row.model, row.recurrent, row.budget)
+
+
+def allocations(model: str, recurrent: bool, budget: str, depths, widths) -> list[Row]:
+    """The rule: E = round(W / (L C(d))), dropped where that is 0. Python rounds a half to even: exactly half an expert is none."""
+    W, rows = budget_of(model, recurrent, budget), []
+    for L in depths:
+        for d in sorted((scaled(d) for d in widths), reverse=True):
+            E = round(W / (L * cost(model, recurrent, budget, 1, 1, d)[0]))
+            rows += [Row(model, recurrent, budget, L, E, d)] if E else []
+    return rows
+
+
+# ----------------------------------------------------------------------------- the plans
+
+def sokoban(budget: str, models=('convlstm', 'convglu')) -> list[Row]:
+    return [row for model in models for recurrent in (True, False)
+            for row in allocations(model, recurrent, budget, LEVELS, SOKOBAN[budget][1])]
+
+
+def text(budget: str) -> list[Row]:
+    return [row for recurrent in (True, False) for row in allocations('transformer', recurrent, budget, TEXT[budget][1], (384, 768, 1536))]
+
+
+def variants(row: Row, name: str, values) -> list[Row]:
+    return [row._replace(d=scaled(row.d), more=((name, value),)) for value in values]
+
+
+def aggregation() -> list[Row]:
+    """Section 6: a recurrent ConvLSTM and a recurrent language model."""
+    ways = ('sqrt_sum', 'mean', 'softmax_mean', 'softmax_l2')
+    return [row for r in (Row('convlstm', True, 'small', 1, 4, 128), Row('transformer', True, 'small', 2, 8, 768)) for row in variants(r, 'aggregation', ways)]
+
+
+def scaling() -> list[Row]:
+    """L and E apart, at one width: cost grows with both."""
+    return [Row(model, recurrent, 'small', L, E, scaled(384 if model == 'transformer' else 64)) for model in ('convlstm', 'convglu', 'transformer')
+            for recurrent in (True, False) for L in (1, 2, 4, 8) for E in (1, 2, 4, 8)]
+
+
+def residual() -> list[Row]:
+    """Each expert its own residual (the paper's rule), or one for the level; with one expert they are the same."""
+    rows = [Row('transformer', False, 'small', L, 16 // L, 768) for L in (2, 4, 8)]
+    rows += [Row('convglu', recurrent, 'small', 2, 2, 128) for recurrent in (True, False)]
+    return [row for r in rows for row in variants(r, 'residual', ('expert', 'shared'))]
+
+
+PLANS = {
+    'sokoban-small': lambda: sokoban('small'),
+    'sokoban-medium': lambda: sokoban('medium'),
+    'sokoban-large': lambda: sokoban('large', ('convlstm',)),
+    'lm-small': lambda: text('small'),
+    'lm-medium': lambda: text('medium'),
+    'lm-small-long': lambda: text('small-long'),
+    'aggregation': aggregation,
+    'communication': lambda: variants(Row('convlstm', True, 'small', 2, 8, 32), 'radius', range(8)),
+    'scaling': scaling,
+    'share-kv': lambda: [row for L in (1, 2, 4) for row in variants(Row('transformer', True, 'small', L, 16 // L, 768), 'share_kv', (True, False))],
+    'residual': residual,
+}
+
+
+def chosen(rows: list[Row]) -> list[Row]:
+    """The rows that `only` names."""
+    for condition in only.split():
+        key, _, values = condition.partition('=')
+        fields = [{'model': row.model, 'kind': row.kind, 'L': row.L, 'E': row.E, 'd': row.d, **dict(row.more)} for row in rows]
+        if not any(key in f for f in fields):
+            fail(f'only = {only!r}: cannot choose by {key!r}: expected conditions as L=1,2 with any of {", ".join(fields[0])}')
+        rows = [row for row, f in zip(rows, fields, strict=True) if str(f.get(key)) in values.split(',')]
+        if not rows:
+            fail(f'only = {only!r}: leaves none of the runs of plan {plan!r}')
+    return rows
+
+
+def plan_rows() -> list[Row]:
+    """All runs; the first seed of every cell comes before the second of any."""
+    if plan not in PLANS:
+        fail(f'plan = {plan!r}: expected one of {", ".join(PLANS)}')
+    cells = chosen(PLANS[plan]())
+    counts = [seeds or (1 if row.model == 'transformer' else 3) for row in cells]
+    return [row._replace(seed=seed) for seed in range(1, max(counts) + 1) for row, n in zip(cells, counts, strict=True) if seed <= n]
+
+
+# ----------------------------------------------------------------------------- where a run is
+
+def folder_of(row: Row) -> str:
+    return os.path.join(out_dir, plan, row.name)
+
+
+def total_of(row: Row) -> int:
+    """The `step` of a finished run's last log line: its updates."""
+    c = under(row.model, row.recurrent, row.budget) | settings_of(row)
+    return c['max_iters'] if row.model == 'transformer' else -(-c['total_steps'] // (c['n_envs'] * c['unroll']))
+
+
+def wanted(row: Row) -> dict:
+    """What a folder's config.json must say for its run to be this one."""
+    own = settings_of(row)
+    return own | {k: v for k, v in under(row.model, row.recurrent, row.budget).items() if k in SHAPING and k not in own}
+
+
+def state_of(row: Row) -> tuple[str, float]:
+    """-> 'new', 'begun' (no checkpoint yet), 'cut' (can be resumed), 'failed', 'done' or 'other' (the folder holds a run with other
+    settings), and how much of it is done, 0 to 1."""
+    folder = folder_of(row)
+    def has(name: str) -> bool:
+        return os.path.exists(os.path.join(folder, name))
+    resumable = has(LAST) or has(PREV)
+    try:
+        with open(os.path.join(folder, 'config.json')) as file:
+            saved = json.load(file)
+        if any(saved.get(k) != v for k, v in wanted(row).items()):
+            return 'other', 0.0
+        part = min(1.0, read_log(folder)[-1]['step'] / total_of(row))
+    except FileNotFoundError:
+        part = 0.0
+    except (LogError, ValueError, IndexError, KeyError, TypeError, AttributeError):
+        part = 0.0                                             # a damaged log or config is written anew
+    if part == 1:
+        return 'done', 1.0
+    if has('failed.json'):
+        return 'failed', part
+    return ('cut' if resumable else 'begun' if has('log.jsonl') else 'new'), part
+
+
+def command(row: Row, state: str = 'new') -> list[str]:
+    """What starts or resumes the run, from this folder."""
+    start = ['python', row.script] if gpus_per_run == 1 else ['torchrun', '--standalone', f'--nproc_per_node={gpus_per_run}', row.script]
+    flags = [f'--{k}={v}' for k, v in {**settings_of(row), 'out_dir': folder_of(row)}.items()]
+    resumable = any(os.path.exists(os.path.join(folder_of(row), name)) for name in (LAST, PREV))
+    again = [] if state == 'new' else ['--resume=True'] if resumable else ['--overwrite=True']
+    return [*start, *files_of(row.model, row.recurrent, row.budget), *flags, *again]
+
+
+def print_plan(rows: list[Row]) -> None:
+    unit = 'MFLOP a token' if rows[0].model == 'transformer' else 'MMAC a step'
+    if len({row.model == 'transformer' for row in rows}) > 1:
+        unit = 'MFLOP a token, MMAC a step'
+    print(f'costs: {unit}, levels only')
+    print(f'{"#":>4} {"model":<11} {"kind":<11} {"L":>2} {"E":>3} {"d":>4} {"seed":>4} {"cost":>9} {"/budget":>7} {"parameters":>11}  state   command')
+    for i, row in enumerate(rows):
+        amount, params = cost(*row[:6], row.more)
+        state, part = state_of(row)
+        print(f'{i:>4} {row.model:<11} {row.kind:<11} {row.L:>2} {row.E:>3} {row.d:>4} {row.seed:>4} {amount / 1e6:>9,.1f} {over_budget(row):>7.2f} '
+              f'{params:>11,}  {state if state != "cut" else f"{part:.0%}":<7} {shlex.join(command(row, state))}')
+
+
+# ----------------------------------------------------------------------------- running
+
+def devices() -> list[str]:
+    """What each worker's CUDA_VISIBLE_DEVICES is; '' for one on the CPU."""
+    n = torch.cuda.device_count()
+    if n == 0:
+        if gpus_per_run > 1:
+            fail(f'gpus_per_run = {gpus_per_run}: there is no GPU here')
+        return [''] * (workers or 1)
+    names = os.environ.get('CUDA_VISIBLE_DEVICES', ','.join(map(str, range(n)))).split(',')[:n]
+    if n < gpus_per_run:
+        fail(f'gpus_per_run = {gpus_per_run}: there are {n} GPUs here')
+    groups = [','.join(names[i:i + gpus_per_run]) for i in range(0, n - gpus_per_run + 1, gpus_per_run)]
+    return [groups[i % len(groups)] for i in range(workers or len(groups))]
+
+
+def start(row: Row, gpu: str, n: int) -> subprocess.Popen | None:
+    """Starts or resumes a run as one of n workers, its output into the run's stdout.txt; None if another process has it. It inherits the
+    folder's lock, and so keeps it when this process dies."""
+    folder = folder_of(row)
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, '.lock'), 'w') as lock, open(os.path.join(folder, 'stdout.txt'), 'ab') as out:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+        line = command(row, state_of(row)[0])
+        script = line.index(row.script)
+        launcher = [sys.executable] if gpus_per_run == 1 else [sys.executable, '-m', 'torch.distributed.run', *line[1:script]]
+        threads = max(1, len(os.sched_getaffinity(0)) // n)
+        env = {**os.environ, 'OMP_NUM_THREADS': str(threads), **({'CUDA_VISIBLE_DEVICES': gpu} if gpu else {})}
+        return subprocess.Popen([*launcher, os.path.join(HERE, row.script), *line[script + 1:]], env=env, stdin=subprocess.DEVNULL, stdout=out,
+                                stderr=subprocess.STDOUT, pass_fds=(lock.fileno(),), start_new_session=True)   # ctrl-C is ours to pass on
+
+
+def last_words(row: Row) -> str:
+    """The last line that a run printed."""
+    with open(os.path.join(folder_of(row), 'stdout.txt'), 'rb') as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 4000))
+        lines = [line.strip() for line in file.read().decode(errors='replace').splitlines() if line.strip()]
+    return lines[-1][:300] if lines else 'it printed nothing'
+
+
+def finish(row: Row, status: int, seconds: float) -> bool:
+    """Records how a run ended -> whether it is finished. A failed one leaves failed.json until it is run again with success."""
+    path, done = os.path.join(folder_of(row), 'failed.json'), status == 0 and state_of(row)[1] == 1
+    if done and os.path.exists(path):
+        os.remove(path)
+    if not done:
+        write_json({'exit': status, 'message': last_words(row), 'seconds': seconds, 'command': shlex.join(command(row))}, path)
+    return done
+
+
+def remaining(rows: list[Row], begun: dict[Row, float], took: dict[Row, float], n: int) -> str:
+    """ETA of the rows: a run takes what runs of its kind and L took, or else what runs took on average."""
+    def seconds(row: Row) -> float:
+        like = [t for other, t in took.items() if (other.model, other.recurrent, other.L) == (row.model, row.recurrent, row.L)] or list(took.values())
+        return sum(like) / len(like)
+    if not took:
+        return 'n/a'
+    left = sum(max(0.0, seconds(row) - begun.get(row, 0.0)) for row in rows)
+    longest = max((seconds(row) - begun.get(row, 0.0) for row in rows), default=0.0)
+    eta = int(max(left / n, longest))
+    return f'{eta // 3600}:{eta // 60 % 60:02d}:{eta % 60:02d}'
+
+
+def execute(rows: list[Row]) -> int:
+    """Runs what is not finished -> the exit status: 0 all done, 1 some failed, 128 + signal when told to stop."""
+    states = {row: state_of(row)[0] for row in rows}
+    others = [folder_of(row) for row in rows if states[row] == 'other']
+    if others:
+        fail(f'{others[0]} holds a run with other settings{f" (and {len(others) - 1} more folders do)" if others[1:] else ""}: choose another out_dir')
+    queue, free = [row for row in rows if states[row] != 'done'], devices()
+    n, failed, running, took, said = len(free), [], {}, {}, time.time()
+    print(f'{plan}: {len(rows)} runs, {len(rows) - len(queue)} finished before; {n} at a time; {os.path.join(out_dir, plan)}', flush=True)
+    stopper = Stopper()
+    try:
+        while running or queue and stopper.signal is None:
+            while queue and free and stopper.signal is None:
+                row = queue.pop(0)
+                process = start(row, free[0], n)
+                if process is None:
+                    print(f'{row.name}: another process has it, left to it', flush=True)
+                else:
+                    running[row] = (process, free.pop(0), time.time())
+            for row, (process, gpu, begin) in list(running.items()):
+                if process.poll() is None:
+                    continue
+                del running[row]
+                free.append(gpu)
+                if stopper.signal is not None and process.returncode != 0:
+                    continue                                   # told to stop: it has saved
+                if finish(row, process.returncode, time.time() - begin):
+                    took[row] = time.time() - begin
+                else:
+                    failed.append(row)
+                eta = remaining([*queue, *running], {r: time.time() - b for r, (_, _, b) in running.items()}, took, n)
+                word = 'done' if row in took else f'FAILED (exit status {process.returncode}): {last_words(row)}'
+                print(f'[{len(rows) - len(queue) - len(running)}/{len(rows)}] {row.name}: {word}, {time.time() - begin:.0f} s | eta {eta}', flush=True)
+            if stopper.signal is not None:
+                for process, _, _ in running.values():
+                    process.terminate()
+                for process, _, _ in running.values():
+                    process.wait()
+                continue
+            if time.time() - said > REPORT and running:
+                said, parts = time.time(), [f'{row.name} {state_of(row)[1]:.0%}' for row in running]
+                print(f'    running: {", ".join(parts)} | eta {remaining([*queue, *running], {r: said - b for r, (_, _, b) in running.items()}, took, n)}', flush=True)
+            time.sleep(POLL)
+    except BaseException:                                      # a second ctrl-C: their last checkpoints stay
+        for process, _, _ in running.values():
+            process.kill()
+        raise
+    stopper.restore()
+    for row in failed:
+        print(f'failed: {row.name}: {last_words(row)}; see {folder_of(row)}/stdout.txt')
+    if stopper.signal is not None:
+        print('stopped; runs that had begun have saved: the same command goes on')
+        return 128 + stopper.signal
+    return 1 if failed else 0
+
+
+def print_jobs(rows: list[Row], config: dict) -> None:
+    """The plan for a cluster: each job is this script on one row, so that it resumes what was cut and skips what is finished."""
+    defaults = read_script(__file__)[0]
+    which = [f'--{k}={v}' for k, v in config.items() if v != defaults[k] and k not in ('emit', 'run', 'index', 'figure', 'table', 'workers')]
+    line = shlex.join(['python', 'sweep.py', *which, '--run', '--workers=1'])
+    if emit == 'commands':
+        for i in range(len(rows)):
+            print(f'{line} --index={i}')
+    else:
+        print(f'''#!/bin/bash
+#SBATCH --job-name=sweep-{plan}
+#SBATCH --array=0-{len(rows) - 1}
+#SBATCH --nodes=1 --ntasks=1 --cpus-per-task=8 --gpus-per-task={gpus_per_run}
+#SBATCH --time=24:00:00 --requeue --signal=B:TERM@120
+# a job that is stopped or requeued saves, and goes on where it was
+cd {shlex.quote(HERE)} && exec {line} --index="$SLURM_ARRAY_TASK_ID"''')
+
+
+# ----------------------------------------------------------------------------- the command
+
+def main() -> int:
+    config = configure(globals(), quiet=True)
+    check_settings()
+    rows = plan_rows()
+    if emit:
+        print_jobs(rows, config)
+        return 0
+    if index >= len(rows):
+        fail(f'index = {index}: plan {plan!r} has runs 0 to {len(rows) - 1} here')
+    if not (run or figure or table):
+        print_plan(rows)
+        return 0
+    status = execute(rows if index < 0 else [rows[index]]) if run else 0
+    if status < 2 and (figure or table):
+        show(rows)
+    return status
+
+
+def finished(rows: list[Row]) -> list[tuple[Row, list[dict]]]:
+    """The finished runs and their logs; a log that cannot be read is skipped with a warning."""
+    runs = []
+    for row in rows:
+        try:
+            log = read_log(folder_of(row))
+        except FileNotFoundError:
+            continue
+        except LogError as error:
+            print(f'warning: {error}: this run is skipped; --run makes it again from its last checkpoint', file=sys.stderr)
+            continue
+        if state_of(row)[0] == 'done':
+            runs.append((row, log))
+    return runs
+
+
+def show(rows: list[Row]) -> None:
+    """Figures and tables of what has finished."""
+    runs, into = finished(rows), results or os.path.join(out_dir, plan)
+    if not runs:
+        fail(f'{os.path.join(out_dir, plan)}: no run of plan {plan!r} has finished: nothing to show; --run runs them')
+    if reference and not os.path.isdir(reference):
+        fail(f'reference = {reference!r}: no such folder')
+    os.makedirs(into, exist_ok=True)
+    print(f'{len(runs)} of {len(rows)} runs have finished')
+    paths = []
+    if figure:
+        dear = [row for row, _ in runs if plan.startswith(('sokoban-', 'lm-')) and over_budget(row) > DEAR]
+        for row in dear:
+            print(f'left out of the figures: {row.name} costs {over_budget(row):.2f} budgets')
+        paths += draw(plan, [(row, log) for row, log in runs if row not in dear], reference, into)
+    if table:
+        paths += tables(plan, runs, reference, into)
+    if table == 'solve':
+        best = chosen_by_return(runs)
+        if not best:
+            fail(f'plan {plan!r} has no Sokoban agents: table = solve is for those')
+        rates = {cell: [solve_rate(row) for row, _ in runs if row._replace(seed=0) == cell] for cell in best}
+        paths += solve_table(rates, levels or 'held_out', reference, into)
+    print('\n'.join(paths))
+
+
+def solve_rate(row: Row) -> float:
+    """A finished agent's solve rate on `levels`, greedy: from its folder's eval_*.json, or evaluated now."""
+    config = under(row.model, row.recurrent, row.budget) | settings_of(row)
+    name = os.path.splitext(os.path.basename(levels or config['eval_split']))[0]
+    path = os.path.join(folder_of(row), f'eval_{name}.json')
+    def saved() -> float | None:
+        try:
+            with open(path) as file:
+                record = json.load(file)
+            return record['solve_rate'] if record['env_steps'] == total_of(row) * config['n_envs'] * config['unroll'] else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+    if saved() is None:
+        print(f'{row.name}: playing {name}', flush=True)
+        line = command(row)
+        subprocess.run([sys.executable, os.path.join(HERE, row.script), *line[line.index(row.script) + 1:], '--eval_only=True', f'--levels={levels}'], stdout=subprocess.DEVNULL)
+    if (rate := saved()) is None:
+        fail(f'{row.name}: its evaluation on {name} failed: see above')
+    return rate
+
+
+def check_settings() -> None:
+    for name in ('seeds', 'workers'):
+        if globals()[name] < 0:
+            fail(f'{name} = {globals()[name]}: must not be negative')
+    if width <= 0 or length <= 0:
+        fail(f'width = {width}, length = {length}: must be positive')
+    if gpus_per_run < 1 or index < -1:
+        fail(f'gpus_per_run = {gpus_per_run}, index = {index}: expected at least 1, and a row or -1')
+    if emit not in ('', 'slurm', 'commands'):
+        fail(f"emit = {emit!r}: expected 'slurm' or 'commands'")
+    if table not in (None, True, False, 'mean', 'solve'):
+        fail(f"table = {table!r}: expected True or 'solve'")
+
+
+if __name__ == '__main__':
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except OSError as error:
+        fail(error)
