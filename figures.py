@@ -13,7 +13,7 @@ import math
 import os
 import statistics
 
-from checkpoint import write_atomic, write_json, write_text
+from checkpoint import write_atomic, write_text
 from configurator import fail
 
 COLORS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000')
@@ -58,10 +58,6 @@ def value(row, log: list[dict]) -> float | None:
         return log[-1].get('val_loss')
     returns = [r['episodic_return'] for r in log if r.get('episodic_return') is not None][-5:]
     return sum(returns) / len(returns) if returns else None
-
-
-def unit(row) -> str:
-    return 'validation loss (nats a token)' if is_text(row) else 'return'
 
 
 def summary(values: list[float]) -> tuple[float, float, int]:
@@ -119,14 +115,13 @@ def paper_cells(reference: str, like) -> dict:
 
 # ----------------------------------------------------------------------------- figures
 
-def new(columns: int, height: float = 2.5, share: bool = True):
-    """A row of panels, a column's width each up to two columns."""
+def new(columns: int, height: float = 2.5):
+    """A row of panels with one y axis, a column's width each."""
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
     plt.rcParams.update({'font.size': 8, 'axes.titlesize': 8, 'legend.fontsize': 7, 'svg.hashsalt': 'figures', 'svg.fonttype': 'none'})
-    figure, panels = plt.subplots(1, columns, figsize=(COLUMN * min(columns, 2) if columns < 3 else 2.3 * columns, height), sharey=share,
-                                  squeeze=False, layout='constrained')
+    figure, panels = plt.subplots(1, columns, figsize=(COLUMN * columns, height), sharey=True, squeeze=False, layout='constrained')
     for axes in panels[0]:
         axes.grid(alpha=0.3)
     return figure, panels[0]
@@ -153,8 +148,9 @@ def line(axes, points: dict, number: int, label: str, ours: bool = True) -> None
     """{x: (mean, deviation, N)} with error bars; the paper's dashed and hollow."""
     xs = sorted(points)
     style = {'ls': '-'} if ours else {'ls': '--', 'mfc': 'white', 'alpha': 0.7}
-    axes.errorbar(xs, [points[x][0] for x in xs], yerr=[0 if math.isnan(points[x][1]) else points[x][1] for x in xs], label=label, ms=4, lw=1.2,
-                  capsize=2, color=COLORS[number % 7], marker=MARKERS[number % 7], **style)
+    bars = [0 if math.isnan(points[x][1]) else points[x][1] for x in xs]
+    axes.errorbar(xs, [points[x][0] for x in xs], yerr=bars if any(bars) else None, label=label, ms=4, lw=1.2, capsize=2,
+                  color=COLORS[number % 7], marker=MARKERS[number % 7], **style)
 
 
 def groups(rows, key) -> dict:
@@ -169,7 +165,7 @@ def seeds_of(points: dict) -> str:
     return f'{counts[0]} seed{"s" * (counts[0] > 1)}' if len(counts) == 1 else f'{counts[0]} to {counts[-1]} seeds'
 
 
-def allocation_figure(points: dict, reference: str, title: str):
+def allocation_figure(points: dict, reference: str, title: str, label: str):
     """Value by L, a line a width, a panel a kind."""
     kinds = sorted({row.recurrent for row in points}, reverse=True)
     figure, panels = new(len(kinds))
@@ -183,7 +179,7 @@ def allocation_figure(points: dict, reference: str, title: str):
         powers(axes, [row.L for row in (*mine, *paper)], 'levels L')
         axes.set_title(KINDS[recurrent])
         axes.legend(frameon=False, ncols=2 if len(widths) > 3 or paper else 1)
-    panels[0].set_ylabel(unit(next(iter(points))))
+    panels[0].set_ylabel(label)
     figure.suptitle(title, fontsize=9)
     return figure
 
@@ -197,7 +193,7 @@ def saturation(points: dict) -> dict:
     return out
 
 
-def saturation_figure(points: dict, reference: str, title: str):
+def saturation_figure(points: dict, reference: str, title: str, label: str):
     """The best of at most L levels, both kinds, with one standard error."""
     figure, (axes,) = new(1)
     for i, recurrent in enumerate(sorted({row.recurrent for row in points}, reverse=True)):
@@ -206,8 +202,8 @@ def saturation_figure(points: dict, reference: str, title: str):
         if paper := paper_cells(reference, next(iter(mine))):
             line(axes, saturation(paper), i, f'{KINDS[recurrent]}, paper', ours=False)
     powers(axes, [row.L for row in points], 'at most L levels')
-    axes.set_ylabel(f'best {unit(next(iter(points)))}')
-    axes.set_title(f'{title}; bars: one standard error')
+    axes.set_ylabel(f'best {label}')
+    axes.set_title(f'{title}\nbars: one standard error')
     axes.legend(frameon=False)
     return figure
 
@@ -234,40 +230,34 @@ def curve_figure(runs: list, points: dict, title: str):
     return figure
 
 
-def bar_figure(points: dict, title: str):
-    """Ablations: a panel a model, its cells side by side, a bar a setting: the difference to the first, our default."""
-    models = groups(points, lambda row: row.model)
-    figure, panels = new(len(models), share=False)
-    for axes, rows in zip(panels, models.values(), strict=True):
-        same = groups(rows, lambda row: row._replace(more=()))
-        ways = list(dict.fromkeys(row.more for row in rows))
-        for k, (cell, members) in enumerate(same.items()):
-            default = next((points[row][0] for row in members if row.more == ways[0]), None)
-            for row in members if default is not None else ():
-                i = ways.index(row.more)
-                mean, deviation, _ = points[row]
-                axes.bar(k + (i - (len(ways) - 1) / 2) * 0.8 / len(ways), mean - default, 0.75 / len(ways), color=COLORS[i % 7], edgecolor='black', lw=0.5,
-                         yerr=None if math.isnan(deviation) else deviation, capsize=2, label=str(row.more[0][1]) if cell == next(iter(same)) else None)
-        axes.axhline(0, color='black', lw=0.6)
-        axes.set_xticks(range(len(same)), [f'{KINDS[c.recurrent]}\nL = {c.L}, E = {c.E}, d = {c.d}' for c in same])
-        axes.set_ylabel(f'{unit(rows[0]).partition(" (")[0]} minus that of {ways[0][0][1]}')
-        axes.set_title(NAMES[rows[0].model])
-        axes.margins(y=0.2)
-        axes.legend(frameon=False, title=ways[0][0][0].replace('_', ' '))
-    figure.suptitle(title, fontsize=9)
+def bar_figure(points: dict, title: str, label: str):
+    """An ablation: its cells side by side, a bar a setting, as the difference to the first, our default."""
+    figure, (axes,) = new(1)
+    ways, cells_ = list(dict.fromkeys(row.more for row in points)), groups(points, lambda row: row._replace(more=()))
+    for k, members in enumerate(cells_.values()):
+        default = next((points[row][0] for row in members if row.more == ways[0]), None)
+        for row in members if default is not None else ():
+            i, (mean, deviation, _) = ways.index(row.more), points[row]
+            axes.bar(k + (i - (len(ways) - 1) / 2) * 0.8 / len(ways), mean - default, 0.75 / len(ways), color=COLORS[i % 7], edgecolor='black', lw=0.5,
+                     yerr=None if math.isnan(deviation) else deviation, capsize=2, label=None if k else str(row.more[0][1]))
+    axes.axhline(0, color='black', lw=0.6)
+    axes.set_xticks(range(len(cells_)), [f'{KINDS[c.recurrent]}\nL = {c.L}, E = {c.E}\nd = {c.d}' for c in cells_])
+    axes.set(ylabel=f'{label.partition(" (")[0]} minus that of {ways[0][0][1]}', title=title)
+    axes.margins(y=0.2)
+    axes.legend(frameon=False, title=ways[0][0][0].replace('_', ' '))
     return figure
 
 
-def radius_figure(points: dict, title: str):
+def radius_figure(points: dict, title: str, label: str):
     figure, (axes,) = new(1)
     for i, (cell, rows) in enumerate(groups(points, lambda row: row._replace(more=())).items()):
         line(axes, {row.more[0][1]: points[row] for row in rows}, i, f'{NAMES[cell.model]}, {KINDS[cell.recurrent]}, L = {cell.L}, E = {cell.E}, d = {cell.d}')
-    axes.set(xlabel='radius r: preceding experts that each one hears', ylabel=unit(next(iter(points))), title=title)
+    axes.set(xlabel='radius r: preceding experts that each one hears', ylabel=label, title=title)
     axes.legend(frameon=False)
     return figure
 
 
-def scaling_figure(points: dict, title: str):
+def scaling_figure(points: dict, title: str, label: str):
     """E on x, a line a number of levels; recurrent beside not."""
     kinds = groups(points, lambda row: row.recurrent)
     figure, panels = new(len(kinds))
@@ -278,26 +268,27 @@ def scaling_figure(points: dict, title: str):
         powers(axes, [row.E for row in rows], 'experts E a level')
         axes.set_title(KINDS[recurrent])
         axes.legend(frameon=False)
-    panels[0].set_ylabel(unit(next(iter(points))))
+    panels[0].set_ylabel(label)
     figure.suptitle(title, fontsize=9)
     return figure
 
 
-def draw(plan: str, runs: list, reference: str, into: str) -> list[str]:
-    """All figures of a plan from its finished runs -> their paths."""
+def draw(plan: str, runs: list, token: str, reference: str, into: str) -> list[str]:
+    """All figures of a plan from its finished runs -> their paths. token: what a language model's step is, 'token' or 'byte'."""
     points, paths = cells(runs), []
     for model, rows in groups(points, lambda row: row.model).items():
         mine = {row: points[row] for row in rows}
         title = f'{NAMES[model]}, {plan.replace("-", " ")}, {seeds_of(mine)}'
+        label = f'validation loss (nats a {token})' if is_text(rows[0]) else 'return'
         if plan == 'communication':
-            figures = {'radius': radius_figure(mine, title)}
+            figures = {f'radius_{model}': radius_figure(mine, title, label)}
         elif plan == 'scaling':
-            figures = {f'scaling_{model}': scaling_figure(mine, title)}
+            figures = {f'scaling_{model}': scaling_figure(mine, title, label)}
         elif rows[0].more:
-            figures = {f'bars_{model}': bar_figure(mine, title)}
+            figures = {f'bars_{model}': bar_figure(mine, title, label)}
         else:
-            figures = {f'allocations_{model}': allocation_figure(mine, reference, title),
-                       f'saturation_{model}': saturation_figure(mine, reference, title)}
+            figures = {f'allocations_{model}': allocation_figure(mine, reference, title, label),
+                       f'saturation_{model}': saturation_figure(mine, reference, title, label)}
             if not is_text(rows[0]):
                 figures[f'curves_{model}'] = curve_figure(runs, mine, title)
         for name, figure in figures.items():
@@ -324,15 +315,14 @@ def write_table(header: list[str], rows: list[list], into: str, name: str, digit
 
 
 def tables(plan: str, runs: list, reference: str, into: str) -> list[str]:
-    """Mean, variance (N - 1) and N of every cell, a table a model in the paper's layout; runs.json has every run."""
+    """Mean, variance (N - 1) and N of every cell, a table a model in the paper's layout."""
     points, paths = cells(runs), []
     for model, rows in groups(points, lambda row: row.model).items():
         names = list(dict.fromkeys(name for row in rows for name, _ in row.more))
         value_name = 'mean_loss' if is_text(rows[0]) else 'mean_return'
         paper = {}
-        if any(row.budget == rows[0].budget for row in rows):
-            for like in groups(rows, lambda row: (row.recurrent, row.budget)).values():
-                paper |= paper_cells(reference, like[0])
+        for like in groups(rows, lambda row: (row.recurrent, row.budget)).values():
+            paper |= paper_cells(reference, like[0])
         header = ['variant', 'budget', 'L', 'E', 'd', *names, value_name, 'variance', 'n_seeds', *(['paper_mean', 'paper_variance'] if paper else [])]
         body = []
         for row in rows:
@@ -341,11 +331,14 @@ def tables(plan: str, runs: list, reference: str, into: str) -> list[str]:
             body.append([row.kind, row.budget, row.L, row.E, row.d, *(str(dict(row.more).get(name, '')) for name in names), mean, deviation ** 2, n,
                          *([theirs[0], theirs[1] ** 2] if theirs else ['', ''] if paper else [])])
         paths += write_table(header, body, into, f'table_{model}')
-    out = os.path.join(into, 'runs.json')
-    write_json([{'name': row.name, 'model': row.model, 'kind': row.kind, 'budget': row.budget, 'L': row.L, 'E': row.E, 'd': row.d, **dict(row.more),
-                 'seed': row.seed, 'value': value(row, log), 'seconds': log[-1].get('seconds'), 'step': log[-1]['step'],
-                 'tokens' if is_text(row) else 'env_steps': log[-1].get('tokens' if is_text(row) else 'env_steps')} for row, log in runs], out)
-    return [*paths, out]
+    return paths
+
+
+def run_record(row, log: list[dict]) -> dict:
+    """A run in runs.json."""
+    last, data = log[-1], 'tokens' if is_text(row) else 'env_steps'
+    return {'name': row.name, 'model': row.model, 'kind': row.kind, 'budget': row.budget, 'L': row.L, 'E': row.E, 'd': row.d, **dict(row.more),
+            'seed': row.seed, 'value': value(row, log), 'updates': last['step'], data: last.get(data), 'seconds': last.get('seconds')}
 
 
 def chosen_by_return(runs: list) -> list:

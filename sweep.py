@@ -1,12 +1,12 @@
 """
 Ask the allocation question: list the runs of one of the paper's figures, run them, and draw the figure from what has finished.
 
-$ python sweep.py --plan sokoban-small                       # every run: L, E, d, seed, cost, cost over budget, parameters, state, command
-$ python sweep.py --plan sokoban-small --run                 # run them here, one a GPU; the same line again goes on after a stop
-$ python sweep.py --plan sokoban-small --emit=slurm > s.sh   # or as an array job for a cluster; --emit=commands: a line a run
-$ python sweep.py --plan sokoban-small --figure --table      # figures (PNG, SVG) and tables (Markdown, CSV), from the runs' log.jsonl
-$ python sweep.py --plan sokoban-small --table=solve         # the best allocations' solve rates on unfiltered-test
-A study that fits two CPU cores (data: python data_fineweb.py --demo=True --tokenizer=bytes):
+$ python sweep.py --plan sokoban-small                    # every run: L, E, d, seed, cost, cost over budget, parameters, state, command
+$ python sweep.py --plan sokoban-small --run              # run them here, one a GPU; the same line again goes on after a stop
+$ python sweep.py --plan sokoban-small --emit=slurm       # an array job for a cluster, to be piped into sbatch; --emit=commands: a line a run
+$ python sweep.py --plan sokoban-small --figure --table   # figures (PNG, SVG) and tables (Markdown, CSV) of what has finished
+$ python sweep.py --plan sokoban-small --table=solve      # the best allocations' solve rates on unfiltered-test
+A study for two CPU cores (data first: python data_fineweb.py --demo=True --tokenizer=bytes):
 $ python sweep.py config/study_lm.py --run --figure --table
 
 A plan compares allocations (L, E, d) at one budget W: L levels, widths d, E = round(W / (L C(d))) experts, where C(d) is an expert's cost;
@@ -16,6 +16,7 @@ for a small machine by the same rule: widths and budget, updates or environment 
 
 Writes into out_dir/PLAN: a folder a run, and there the figures and tables too. A run is finished when its log is at its last step.
 """
+import contextlib
 import fcntl
 import functools
 import json
@@ -28,11 +29,12 @@ from typing import NamedTuple
 
 import torch
 
-from checkpoint import LAST, PREV, Stopper, write_json
+from checkpoint import LAST, PREV, Stopper, device_name, write_json
 from configurator import configure, fail, read_config, read_script
 from convlstm import AgentConfig, build_agent
 from data_fineweb import VOCAB
-from figures import LogError, chosen_by_return, draw, read_log, solve_table, tables
+from figures import LogError, chosen_by_return, draw, read_log, run_record, solve_table, tables
+from measure import commit
 from model import ModelConfig, build_model
 
 # -----------------------------------------------------------------------------
@@ -88,6 +90,10 @@ class Row(NamedTuple):
         return 'recurrent' if self.recurrent else 'feedforward'
 
     @property
+    def setting(self) -> str:
+        return ' '.join(f'{k}={v}' for k, v in self.more)
+
+    @property
     def name(self) -> str:
         more = ''.join(f'_{k}-{v}' for k, v in self.more)
         return f'{self.model}_{self.kind}_L{self.L}_E{self.E}_d{self.d}{more}_s{self.seed}'
@@ -134,14 +140,14 @@ def cost(model: str, recurrent: bool, budget: str, L: int, E: int, d: int, more:
     """-> the cost of a token (forward FLOPs of the levels) or of an environment step (the paper's multiply-adds), and the parameters."""
     row = Row(model, recurrent, budget, L, E, d, more)
     config = under(model, recurrent, budget) | settings_of(row)
-    pick = lambda names: {name: config[name] for name in names}                              # noqa: E731
-    sizes = ('n_layer', 'n_expert', 'n_embd', 'aggregation', 'residual', 'router_dim')
+    own = ('n_head', 'n_kv_head', 'window', 'block_size', 'share_kv') if model == 'transformer' else ('kind', 'recurrent', 'radius', 'head_dim')
+    sizes = {name: config[name] for name in ('n_layer', 'n_expert', 'n_embd', 'aggregation', 'residual', 'router_dim', *own)}
     try:
-        with torch.device('meta'):
+        with torch.device('meta'):                             # sizes without memory
             if model == 'transformer':
-                built = build_model(ModelConfig(VOCAB[config['tokenizer']], **pick((*sizes, 'n_head', 'n_kv_head', 'window', 'block_size', 'share_kv'))), recurrent)
+                built = build_model(ModelConfig(VOCAB[config['tokenizer']], **sizes), recurrent)
                 return built.flops_per_token()['core'], built.num_params()['total']
-            built = build_agent(AgentConfig(recurrent=recurrent, **pick((*sizes, 'kind', 'radius', 'head_dim'))))
+            built = build_agent(AgentConfig(**sizes))
             return float(built.macs_per_step()['nominal']), built.num_params()['total']
     except (ValueError, KeyError) as error:
         fail(f'plan {plan!r}, {row.name}: {error}; see base, width')
@@ -265,9 +271,6 @@ def state_of(row: Row) -> tuple[str, float]:
     """-> 'new', 'begun' (no checkpoint yet), 'cut' (can be resumed), 'failed', 'done' or 'other' (the folder holds a run with other
     settings), and how much of it is done, 0 to 1."""
     folder = folder_of(row)
-    def has(name: str) -> bool:
-        return os.path.exists(os.path.join(folder, name))
-    resumable = has(LAST) or has(PREV)
     try:
         with open(os.path.join(folder, 'config.json')) as file:
             saved = json.load(file)
@@ -280,18 +283,26 @@ def state_of(row: Row) -> tuple[str, float]:
         part = 0.0                                             # a damaged log or config is written anew
     if part == 1:
         return 'done', 1.0
-    if has('failed.json'):
+    if os.path.exists(os.path.join(folder, 'failed.json')):
         return 'failed', part
-    return ('cut' if resumable else 'begun' if has('log.jsonl') else 'new'), part
+    return ('cut' if resumable(row) else 'begun' if os.path.exists(os.path.join(folder, 'log.jsonl')) else 'new'), part
 
 
-def command(row: Row, state: str = 'new') -> list[str]:
-    """What starts or resumes the run, from this folder."""
-    start = ['python', row.script] if gpus_per_run == 1 else ['torchrun', '--standalone', f'--nproc_per_node={gpus_per_run}', row.script]
+def resumable(row: Row) -> bool:
+    return any(os.path.exists(os.path.join(folder_of(row), name)) for name in (LAST, PREV))
+
+
+def arguments(row: Row) -> list[str]:
+    """Script, config files and settings of a run, from the current folder."""
     flags = [f'--{k}={v}' for k, v in {**settings_of(row), 'out_dir': folder_of(row)}.items()]
-    resumable = any(os.path.exists(os.path.join(folder_of(row), name)) for name in (LAST, PREV))
-    again = [] if state == 'new' else ['--resume=True'] if resumable else ['--overwrite=True']
-    return [*start, *files_of(row.model, row.recurrent, row.budget), *flags, *again]
+    return [os.path.relpath(os.path.join(HERE, row.script)), *files_of(row.model, row.recurrent, row.budget), *flags]
+
+
+def command(row: Row, state: str) -> list[str]:
+    """What starts or resumes a run that is in this state."""
+    launcher = ['python'] if gpus_per_run == 1 else ['torchrun', '--standalone', f'--nproc_per_node={gpus_per_run}']
+    again = [] if state == 'new' else ['--resume=True'] if resumable(row) else ['--overwrite=True']
+    return [*launcher, *arguments(row), *again]
 
 
 def print_plan(rows: list[Row]) -> None:
@@ -299,12 +310,14 @@ def print_plan(rows: list[Row]) -> None:
     if len({row.model == 'transformer' for row in rows}) > 1:
         unit = 'MFLOP a token, MMAC a step'
     print(f'costs: {unit}, levels only')
-    print(f'{"#":>4} {"model":<11} {"kind":<11} {"L":>2} {"E":>3} {"d":>4} {"seed":>4} {"cost":>9} {"/budget":>7} {"parameters":>11}  state   command')
+    def wide(text: str) -> str:
+        return f'{text:<25}' if any(row.more for row in rows) else ''
+    print(f'{"#":>4} {"model":<11} {"kind":<11} {"L":>2} {"E":>3} {"d":>4} {wide("setting")}{"seed":>4} {"cost":>9} {"/budget":>7} {"parameters":>11}  {"state":<7} command')
     for i, row in enumerate(rows):
         amount, params = cost(*row[:6], row.more)
         state, part = state_of(row)
-        print(f'{i:>4} {row.model:<11} {row.kind:<11} {row.L:>2} {row.E:>3} {row.d:>4} {row.seed:>4} {amount / 1e6:>9,.1f} {over_budget(row):>7.2f} '
-              f'{params:>11,}  {state if state != "cut" else f"{part:.0%}":<7} {shlex.join(command(row, state))}')
+        print(f'{i:>4} {row.model:<11} {row.kind:<11} {row.L:>2} {row.E:>3} {row.d:>4} {wide(row.setting)}{row.seed:>4} {amount / 1e6:>9,.1f} {over_budget(row):>7.2f} '
+              f'{params:>11,}  {f"{part:.0%}" if state == "cut" else state:<7} {shlex.join(command(row, state))}')
 
 
 # ----------------------------------------------------------------------------- running
@@ -333,13 +346,14 @@ def start(row: Row, gpu: str, n: int) -> subprocess.Popen | None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return None
-        line = command(row, state_of(row)[0])
-        script = line.index(row.script)
-        launcher = [sys.executable] if gpus_per_run == 1 else [sys.executable, '-m', 'torch.distributed.run', *line[1:script]]
+        launcher, *line = command(row, state_of(row)[0])
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(os.path.join(folder, 'failed.json'))     # of an earlier try
+        line = [sys.executable, *(['-m', 'torch.distributed.run'] if launcher == 'torchrun' else []), *line]
         threads = max(1, len(os.sched_getaffinity(0)) // n)
         env = {**os.environ, 'OMP_NUM_THREADS': str(threads), **({'CUDA_VISIBLE_DEVICES': gpu} if gpu else {})}
-        return subprocess.Popen([*launcher, os.path.join(HERE, row.script), *line[script + 1:]], env=env, stdin=subprocess.DEVNULL, stdout=out,
-                                stderr=subprocess.STDOUT, pass_fds=(lock.fileno(),), start_new_session=True)   # ctrl-C is ours to pass on
+        return subprocess.Popen(line, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, pass_fds=(lock.fileno(),),
+                                start_new_session=True)        # ctrl-C is ours to pass on
 
 
 def last_words(row: Row) -> str:
@@ -351,13 +365,12 @@ def last_words(row: Row) -> str:
 
 
 def finish(row: Row, status: int, seconds: float) -> bool:
-    """Records how a run ended -> whether it is finished. A failed one leaves failed.json until it is run again with success."""
-    path, done = os.path.join(folder_of(row), 'failed.json'), status == 0 and state_of(row)[1] == 1
-    if done and os.path.exists(path):
-        os.remove(path)
-    if not done:
-        write_json({'exit': status, 'message': last_words(row), 'seconds': seconds, 'command': shlex.join(command(row))}, path)
-    return done
+    """-> whether the run that has ended is finished. If it is not, failed.json says how it ended, until it is started again."""
+    if status == 0 and state_of(row)[0] == 'done':
+        return True
+    record = {'exit': status, 'message': last_words(row), 'seconds': seconds, 'command': shlex.join(command(row, 'new'))}
+    write_json(record, os.path.join(folder_of(row), 'failed.json'))
+    return False
 
 
 def remaining(rows: list[Row], begun: dict[Row, float], took: dict[Row, float], n: int) -> str:
@@ -433,7 +446,7 @@ def print_jobs(rows: list[Row], config: dict) -> None:
     """The plan for a cluster: each job is this script on one row, so that it resumes what was cut and skips what is finished."""
     defaults = read_script(__file__)[0]
     which = [f'--{k}={v}' for k, v in config.items() if v != defaults[k] and k not in ('emit', 'run', 'index', 'figure', 'table', 'workers')]
-    line = shlex.join(['python', 'sweep.py', *which, '--run', '--workers=1'])
+    line = shlex.join(['python', os.path.relpath(os.path.abspath(__file__)), *which, '--run', '--workers=1'])
     if emit == 'commands':
         for i in range(len(rows)):
             print(f'{line} --index={i}')
@@ -444,7 +457,7 @@ def print_jobs(rows: list[Row], config: dict) -> None:
 #SBATCH --nodes=1 --ntasks=1 --cpus-per-task=8 --gpus-per-task={gpus_per_run}
 #SBATCH --time=24:00:00 --requeue --signal=B:TERM@120
 # a job that is stopped or requeued saves, and goes on where it was
-cd {shlex.quote(HERE)} && exec {line} --index="$SLURM_ARRAY_TASK_ID"''')
+cd {shlex.quote(os.getcwd())} && exec {line} --index="$SLURM_ARRAY_TASK_ID"''')
 
 
 # ----------------------------------------------------------------------------- the command
@@ -492,14 +505,19 @@ def show(rows: list[Row]) -> None:
         fail(f'reference = {reference!r}: no such folder')
     os.makedirs(into, exist_ok=True)
     print(f'{len(runs)} of {len(rows)} runs have finished')
+    bytes_ = any(under(*row[:3])['tokenizer'] == 'bytes' for row, _ in runs if row.model == 'transformer')
     paths = []
     if figure:
         dear = [row for row, _ in runs if plan.startswith(('sokoban-', 'lm-')) and over_budget(row) > DEAR]
         for row in dear:
             print(f'left out of the figures: {row.name} costs {over_budget(row):.2f} budgets')
-        paths += draw(plan, [(row, log) for row, log in runs if row not in dear], reference, into)
+        paths += draw(plan, [(row, log) for row, log in runs if row not in dear], 'byte' if bytes_ else 'token', reference, into)
     if table:
         paths += tables(plan, runs, reference, into)
+        about = {'plan': plan, 'commit': commit(), 'device': device_name('cuda' if torch.cuda.is_available() else 'cpu'), 'torch': torch.__version__,
+                 'command': shlex.join(['python', *sys.argv])}
+        write_json(about | {'runs': [run_record(row, log) for row, log in runs]}, os.path.join(into, 'runs.json'))
+        paths.append(os.path.join(into, 'runs.json'))
     if table == 'solve':
         best = chosen_by_return(runs)
         if not best:
@@ -523,8 +541,7 @@ def solve_rate(row: Row) -> float:
             return None
     if saved() is None:
         print(f'{row.name}: playing {name}', flush=True)
-        line = command(row)
-        subprocess.run([sys.executable, os.path.join(HERE, row.script), *line[line.index(row.script) + 1:], '--eval_only=True', f'--levels={levels}'], stdout=subprocess.DEVNULL)
+        subprocess.run([sys.executable, *arguments(row), '--eval_only=True', f'--levels={levels}'], stdout=subprocess.DEVNULL)
     if (rate := saved()) is None:
         fail(f'{row.name}: its evaluation on {name} failed: see above')
     return rate

@@ -1,7 +1,7 @@
 """The small study, Sokoban: ConvGLU agents on easy generated levels, recurrent and not, L = 1, 2, 4 at one budget (4 experts of width 32),
 three seeds. Eighteen runs of seven minutes, two at a time on two CPU cores. python sweep.py config/study_sokoban.py --run --figure --table"""
 plan = 'sokoban-small'
-base = 'config/tiny_sokoban.py'
+base = 'config/sokoban_tiny.py'
 width = 0.5             # C(128) -> C(64), the cost of 4 experts of width 32
 only = 'model=convglu d=32'
 seeds = 3

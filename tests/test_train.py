@@ -22,6 +22,7 @@ import data_fineweb
 import play_sokoban
 import sample
 import sokoban
+import sweep
 import train_lm
 import train_sokoban
 from checkpoint import load_checkpoint, pick_device
@@ -29,7 +30,8 @@ from configurator import configure
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {'train_lm.py': train_lm, 'sample.py': sample, 'data_fineweb.py': data_fineweb, 'bench.py': bench,
-           'baselines.py': baselines, 'sokoban.py': sokoban, 'play_sokoban.py': play_sokoban, 'train_sokoban.py': train_sokoban, 'bench_sokoban.py': bench_sokoban}
+           'baselines.py': baselines, 'sokoban.py': sokoban, 'play_sokoban.py': play_sokoban, 'train_sokoban.py': train_sokoban, 'bench_sokoban.py': bench_sokoban,
+           'sweep.py': sweep}
 TINY = {'tokenizer': 'bytes', 'n_layer': 2, 'n_expert': 2, 'n_embd': 32, 'n_head': 2, 'window': 12, 'block_size': 8, 'tokens_per_step': 64,
         'max_iters': 8, 'warmup_iters': 3, 'eval_interval': 4, 'val_tokens': 96, 'val_streams': 3, 'compile': False, 'dtype': 'float32',
         'device': 'cpu', 'threads': 1}
@@ -484,14 +486,14 @@ def test_sample_mistakes(data, tmp_path, arguments_, message, monkeypatch, capfd
     assert error.value.code == 2 and message in stderr and stderr.count('\n') == 1, stderr
 
 
-@pytest.mark.parametrize('config', sorted(f for f in os.listdir(ROOT / 'config') if not f.startswith('sokoban_')))
+@pytest.mark.parametrize('config', sorted(f for f in os.listdir(ROOT / 'config') if not f.startswith(('sokoban_', 'study_'))))
 def test_config_files(data, tmp_path, config):
     """Every config file loads and runs two updates, shrunk; levels and experts as they are."""
     tiny = {k: v for k, v in TINY.items() if k not in ('n_layer', 'n_expert')}
     argv = [str(ROOT / 'config' / config), *(f'--{k}={v}' for k, v in {**tiny, 'data_dir': data, 'out_dir': tmp_path, 'n_embd': 8,
                                              'n_head': 2, 'n_kv_head': 1, 'batch_size': 0, 'max_iters': 2, 'plot': False}.items())]
     settings = configure(vars(train_lm), argv, quiet=True)
-    if config != 'demo.py':
+    if config not in ('demo.py', 'tiny_lm.py', 'tiny_gpt.py'):
         budget, kind = config.split('_L')[0], 'gpt' not in config
         assert settings['n_layer'] * settings['n_expert'] == (32 if budget.startswith('medium') else 16) and settings['recurrent'] == kind
         assert config == f'{budget}_L{settings["n_layer"]}.py'
@@ -527,7 +529,13 @@ def test_readme_commands_run(data, tmp_path):
                                                                                    '--threads=1', f'--out={tmp_path}/bench_sokoban.json'],
              'train_sokoban.py': ['--split=generated', '--eval_split=generated', '--n_levels=50', '--n_envs=4', '--unroll=3', '--n_embd=4', '--eval_games=4',
                                   '--total_steps=24', '--overwrite=True', '--compile=False', '--threads=1', '--download=False', '--device=cpu'],
+             'sweep.py': [f'--out_dir={tmp_path}/sweep'],
              'sample.py': ['--max_new_tokens=3', '--device=cpu'], 'data_fineweb.py': ['--tokenizer=bytes', f'--data_dir={tmp_path}/books_bytes']}
+    under = {'lm': {**TINY, 'data_dir': str(data), 'max_iters': 2},                          # a sweep's runs
+             'agents': {'split': 'generated', 'eval_split': 'generated', 'n_levels': 50, 'n_envs': 4, 'unroll': 3, 'eval_games': 4, 'total_steps': 2400,
+                        'compile': False, 'device': 'cpu'}}
+    for name, settings in under.items():
+        (tmp_path / f'{name}.py').write_text('\n'.join(f'{k} = {v!r}' for k, v in settings.items()))
     ran = []
     for command in readme_commands():
         if '--pretokenized' in command or command in ran:
@@ -542,6 +550,8 @@ def test_readme_commands_run(data, tmp_path):
             more.append(f'--out_dir={tmp_path}/{name}')
         if '--resume=True' in words or '--eval_only=True' in words:
             more.append('--overwrite=False')
+        if '--run' in words:
+            more += [f'--base={tmp_path}/{"lm" if "config/study_lm.py" in words else "agents"}.py', '--base_ff=', '--width=0.0625', '--only=L=1 E=1,4', '--seeds=1']
         if '--eval_only=True' in words:
             more.append('--levels=generated')                  # not the test split: it would be fetched
         words = [sys.executable, *(['-m', 'torch.distributed.run', *words[1:]] if words[0] == 'torchrun' else words[1:]), *more]

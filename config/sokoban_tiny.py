@@ -1,6 +1,6 @@
 """Base of the small study's agents (config/study_sokoban.py): the demo's levels (one box, solvable in 12 moves or fewer) and training settings.
 Eight minutes a run or less, on one CPU core."""
-out_dir = 'out/tiny_sokoban'
+out_dir = 'out/sokoban_tiny'
 split = 'generated'
 eval_split = 'generated'
 n_boxes = 1

@@ -1,0 +1,402 @@
+"""sweep.py and figures.py: the paper's rule, plans, running with failures and stops, jobs for a cluster, figures and tables from logs."""
+import csv
+import fcntl
+import json
+import math
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import data_fineweb
+import figures
+import sweep
+from configurator import configure
+
+ROOT = Path(__file__).resolve().parent.parent
+PAPER = ROOT.parent / 'shared' / 'paper'
+BASE = """tokenizer = 'bytes'
+n_head = 2
+window = 8
+block_size = 8
+tokens_per_step = 64
+max_iters = 6
+warmup_iters = 2
+eval_interval = 3
+val_tokens = 128
+val_streams = 4
+compile = False
+dtype = 'float32'
+device = 'cpu'
+"""
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    """Costs and settings are cached for a process's one plan."""
+    for cached in (sweep.files_of, sweep.under, sweep.cost):
+        cached.cache_clear()
+
+
+@pytest.fixture(scope='module')
+def base(tmp_path_factory):
+    """A config file for runs of a second, with its data."""
+    folder = tmp_path_factory.mktemp('sweep data')
+    for name in ('val_000000', 'train_000001'):
+        data_fineweb.write_shard(str(folder / f'fineweb_{name}.bin'), bytes_of(2000))
+    data_fineweb.write_meta(str(folder), {'tokenizer': 'bytes', 'source': 'test', 'shards': []})
+    path = folder / 'base.py'
+    path.write_text(f'{BASE}data_dir = {str(folder)!r}\n')
+    return path
+
+
+def bytes_of(n):
+    import numpy as np
+    return (np.arange(n) ** 2 % 11 + 65).astype(np.uint16)
+
+
+def sized(*argv):
+    """sweep's settings, here -> its rows."""
+    configure(vars(sweep), [str(a) for a in argv], quiet=True)
+    return sweep.plan_rows()
+
+
+def start(*argv):
+    return subprocess.Popen([sys.executable, str(ROOT / 'sweep.py'), *map(str, argv)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, env={**os.environ, 'OMP_NUM_THREADS': '1'})
+
+
+def call(*argv):
+    process = start(*argv)
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+def fake(rows, value=None, updates=None, seconds=1.0):
+    """Finished runs as their logs have them; value(row) -> return or loss."""
+    for row in rows:
+        folder = Path(sweep.folder_of(row))
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / 'config.json').write_text(json.dumps(sweep.under(*row[:3]) | sweep.settings_of(row)))
+        total, v = updates or sweep.total_of(row), value(row) if value else 1.0
+        with open(folder / 'log.jsonl', 'w') as log:
+            for k in range(8):
+                step = total * k // 7
+                record = ({'step': step, 'tokens': step, 'seconds': seconds, 'val_loss': v if k == 7 else 9.0} if row.model == 'transformer' else
+                          {'step': step, 'env_steps': step * 640, 'seconds': seconds, 'episodic_return': None if k == 0 else v + (k - 5) if k > 2 else -100.0,
+                           'return_1000': None if k == 0 else v})
+                log.write(json.dumps(record) + '\n')
+
+
+# ----------------------------------------------------------------------------- the rule
+
+@pytest.mark.skipif(not PAPER.exists(), reason='the paper\'s tables are not here (../shared/paper)')
+def test_convlstm_plans_are_the_papers_84_rows_in_order():
+    ours = []
+    for budget in ('small', 'medium', 'large'):
+        sweep.cost.cache_clear()
+        ours += [(r.kind, r.budget, r.L, r.E, r.d) for r in sized(f'--plan=sokoban-{budget}', '--only=model=convlstm', '--seeds=1')]
+    with open(PAPER / 'sokoban_returns.csv') as file:
+        paper = [(r['variant'], r['budget'], int(r['L']), int(r['E']), int(r['d'])) for r in csv.DictReader(file)]
+    assert len(ours) == len(paper) == 84 and sorted(ours) == sorted(paper)
+    def budgets(rows, kind):
+        return [r for r in rows if r[0] == kind]
+    for kind in ('recurrent', 'feedforward'):                  # kind by kind in the paper's order too
+        assert budgets(ours, kind) == budgets(paper, kind)
+
+
+def test_the_rule_by_hand():
+    """C(d) = 9 (32 + 2d) 4d: C(128) = 1,327,104, C(64) = 368,640, C(32) = 110,592."""
+    rows = sized('--plan=sokoban-small', '--only=model=convlstm kind=recurrent', '--seeds=1')
+    assert [(r.L, r.E, r.d) for r in rows] == [(1, 1, 128), (1, 4, 64), (1, 12, 32), (2, 2, 64), (2, 6, 32), (4, 1, 64), (4, 3, 32), (8, 2, 32), (16, 1, 32)]
+    assert sweep.cost(*rows[0][:6])[0] == 100 * 1327104 and sweep.over_budget(rows[3]) == pytest.approx(4 * 368640 / 1327104)
+    glu = sized('--plan=sokoban-small', '--only=model=convglu kind=feedforward', '--seeds=1')
+    assert [(r.L, r.E, r.d) for r in glu] == [(1, 1, 128), (1, 4, 64), (1, 16, 32), (2, 2, 64), (2, 8, 32), (4, 1, 64), (4, 4, 32), (8, 2, 32), (16, 1, 32)]
+
+
+def test_language_models_cost_16_blocks():
+    rows = sized('--plan=lm-small')
+    D, W = 768, 128
+    block = 2 * (2 * D * D + 2 * D * D // 2 + 8 * D * D) + 4 * W * D
+    assert sweep.budget_of('transformer', True, 'small') == 16 * block
+    assert sweep.budget_of('transformer', False, 'small') == 16 * (block + 4 * (257 / 2 - W) * D)
+    for kind in ('recurrent', 'feedforward'):
+        mine = {(r.L, r.E, r.d) for r in rows if r.kind == kind}
+        assert {(L, 16 // L, 768) for L in (1, 2, 4, 8, 16)} < mine and (1, 4, 1536) in mine and (1, 62, 384) in mine and (16, 1, 1536) not in mine
+    assert all(0.9 < sweep.over_budget(r) < 1.1 for r in rows if (r.L, r.d) != (8, 1536))
+    assert [r.L for r in sized('--plan=lm-medium', '--only=d=768 kind=recurrent')] == [1, 2, 4, 8, 16, 32]
+    assert {r.budget for r in sized('--plan=lm-small-long')} == {'small-long'}
+    assert sweep.under('transformer', True, 'small-long')['window'] == 1024 and sweep.under('transformer', False, 'small-long')['block_size'] == 2048
+
+
+def test_shrunk_plans_keep_the_rule(base):
+    rows = sized('--plan=sokoban-small', '--width=0.5', '--length=0.01', '--only=model=convlstm kind=recurrent', '--seeds=1')
+    c = lambda d: 9 * (32 + 2 * d) * 4 * d                     # noqa: E731
+    expected = [(L, round(c(64) / (L * c(d))), d) for L in (1, 2, 4, 8, 16) for d in (64, 32, 16) if round(c(64) / (L * c(d)))]
+    assert [(r.L, r.E, r.d) for r in rows] == expected
+    assert sweep.settings_of(rows[0])['total_steps'] == 500000
+    sweep.under.cache_clear()
+    sweep.files_of.cache_clear()
+    sweep.cost.cache_clear()
+    rows = sized('--plan=lm-small', f'--base={base}', '--width=0.0625', '--length=0.5', '--only=d=48')
+    assert [(r.L, r.E) for r in rows[:5]] == [(L, 16 // L) for L in (1, 2, 4, 8, 16)]
+    assert sweep.settings_of(rows[0]) | {'max_iters': 3, 'warmup_iters': 1, 'eval_interval': 2} == sweep.settings_of(rows[0])
+
+
+def test_ablation_plans():
+    rows = sized('--plan=communication')
+    assert [dict(r.more)['radius'] for r in rows[:8]] == list(range(8)) and len(rows) == 24 and {(r.L, r.E, r.d, r.recurrent) for r in rows} == {(2, 8, 32, True)}
+    rows = sized('--plan=aggregation')
+    assert {(r.model, r.L, r.E, r.d) for r in rows} == {('convlstm', 1, 4, 128), ('transformer', 2, 8, 768)} and len(rows) == 4 * 3 + 4
+    assert {dict(r.more)['share_kv'] for r in sized('--plan=share-kv')} == {True, False}
+    assert {dict(r.more)['residual'] for r in sized('--plan=residual')} == {'expert', 'shared'}
+    rows = sized('--plan=scaling', '--seeds=1')
+    assert len(rows) == 3 * 2 * 16 and {r.model for r in rows} == {'convlstm', 'convglu', 'transformer'}
+
+
+@pytest.mark.parametrize('plan', sweep.PLANS)
+def test_names_are_unique_and_seeds_come_in_rounds(plan):
+    rows = sized(f'--plan={plan}')
+    assert len({r.name for r in rows}) == len(rows) and [r.seed for r in rows] == sorted(r.seed for r in rows)
+    sokoban = [r for r in rows if r.model != 'transformer']
+    assert {r.seed for r in sokoban} in (set(), {1, 2, 3}) and all(r.seed == 1 for r in rows if r.model == 'transformer')
+
+
+# ----------------------------------------------------------------------------- the command line
+
+def test_list_has_a_line_a_run_with_a_command_that_parses():
+    status, out, _ = call('--plan', 'sokoban-small', '--only', 'L=16', '--seeds=1')
+    lines = out.splitlines()
+    assert status == 0 and len(lines) == 2 + 4
+    assert lines[2].split()[:9] == ['0', 'convlstm', 'recurrent', '16', '1', '32', '1', '176.9', '1.33'] and '--n_layer=16' in lines[2]
+
+
+@pytest.mark.parametrize('argv, words', [
+    (['--plan=nonsense'], ['nonsense', *sweep.PLANS]),
+    ([], ['sokoban-small']),
+    (['--plan=lm-small', '--only=L=3'], ['leaves none']),
+    (['--plan=lm-small', '--only=depth=3'], ["'depth'", 'model, kind, L, E, d']),
+    (['--plan=lm-small', '--base=nowhere.py'], ['nowhere.py', 'No such file']),
+    (['--plan=lm-small', '--width=0'], ['width = 0.0', 'positive']),
+    (['--plan=lm-small', '--width=0.0833'], ['n_embd', 'base, width']),
+    (['--plan=lm-small', '--emit=pbs'], ["emit = 'pbs'"]),
+    (['--plan=lm-small', '--table=mode'], ["table = 'mode'"]),
+    (['--plan=lm-small', '--run', '--index=99'], ['index = 99', '0 to 27']),
+    (['--plan=lm-small', '--seeds=-1'], ['seeds = -1']),
+    (['--plan=lm-small', '--figure'], ['no run of plan', '--run']),
+    (['--plan=lm-small', '--gpus_per_run=64', '--run'], ['gpus_per_run = 64']),
+])
+def test_mistakes_are_one_line(argv, words, tmp_path):
+    status, out, err = call(*argv, f'--out_dir={tmp_path}/none')
+    assert status == 2 and err.count('\n') == 1 and err.startswith('error: ') and all(word in err for word in words), err
+    assert not (tmp_path / 'none').exists()
+
+
+def test_jobs_are_quoted_and_run(base, tmp_path):
+    """A folder's name is data in a shell line, whatever it holds."""
+    evil = tmp_path / "a b; touch x' $(touch y)"
+    argv = ['--plan=lm-small', f'--base={base}', '--width=0.03125', '--only=L=16 d=24 kind=feedforward', f'--out_dir={evil}']
+    status, out, _ = call(*argv, '--emit=commands')
+    lines = out.splitlines()
+    assert status == 0 and len(lines) == 1 and lines[0].endswith('--index=0')
+    done = subprocess.run(['sh', '-c', lines[0].replace('python', shlex.quote(sys.executable), 1)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == [evil.name] and not (ROOT / 'y').exists()
+    assert (evil / 'lm-small' / 'transformer_feedforward_L16_E1_d24_s1' / 'ckpt_last.pt').exists()
+    status, out, _ = call(*argv, '--emit', 'slurm')
+    assert out.startswith('#!/bin/bash') and '#SBATCH --array=0-0' in out and shlex.quote(f'--out_dir={evil}') in out
+    assert subprocess.run(['bash', '-n'], input=out, text=True).returncode == 0
+
+
+@pytest.mark.parametrize('config, cells', [('study_lm.py', {(L, 16 // L, 48) for L in (1, 2, 4, 8, 16)}), ('study_sokoban.py', {(1, 4, 32), (2, 2, 32), (4, 1, 32)}),
+                                           ('study_residual.py', {(2, 8, 48)}), ('study_aggregation.py', {(2, 8, 48)})])
+def test_studies(config, cells):
+    rows = sized(ROOT / 'config' / config)
+    assert {(r.L, r.E, r.d) for r in rows} == cells and {r.seed for r in rows} == {1, 2, 3}
+    assert all(0.99 < sweep.over_budget(r) < 1.04 for r in rows)
+    lm = [r for r in rows if r.model == 'transformer']
+    assert len({round(sweep.cost(*r[:6])[0], -5) for r in lm}) <= 1                          # the same for both kinds, within 50 kFLOP of 1 M
+
+
+# ----------------------------------------------------------------------------- running
+
+def test_run_skips_resumes_and_survives_a_failure(base, tmp_path):
+    """Two workers; a run that fails is recorded and the rest goes on; what is finished is left alone; what was killed is resumed."""
+    argv = ['--plan=lm-small', f'--base={base}', '--width=0.03125', '--only=L=1,2 d=48', f'--out_dir={tmp_path}', '--workers=2']
+    rows = sized(*argv)
+    assert len(rows) == 4
+    bad = Path(sweep.folder_of(rows[1]))
+    (bad / 'log.jsonl').mkdir(parents=True)                    # whatever keeps a run from writing its log
+    status, out, err = call(*argv, '--run')
+    assert status == 1 and '4 runs, 0 finished before' in out and out.count(': done') == 3, out + err
+    assert f'{rows[1].name}: FAILED (exit status' in out and f'failed: {rows[1].name}' in out
+    failed = json.loads((bad / 'failed.json').read_text())
+    assert failed['exit'] != 0 and failed['message'] and rows[1].script in failed['command']
+    (bad / 'log.jsonl').rmdir()
+    before = (Path(sweep.folder_of(rows[0])) / 'log.jsonl').stat().st_mtime_ns
+    assert sweep.state_of(rows[1])[0] == 'failed' and sweep.state_of(rows[0]) == ('done', 1.0)
+    cut = Path(sweep.folder_of(rows[3]))                       # a run killed after its first checkpoint
+    reference = (cut / 'log.jsonl').read_text().splitlines()
+    (cut / 'log.jsonl').write_text('\n'.join(reference[:4]) + '\n{"step": 4, "tr')
+    os.replace(cut / 'ckpt_prev.pt', cut / 'ckpt_last.pt')
+    assert sweep.state_of(rows[3]) == ('cut', 0.5)
+    status, out, err = call(*argv, '--run', '--figure', '--table')
+    assert status == 0 and '4 runs, 2 finished before' in out and 'FAILED' not in out, out + err
+    assert not (bad / 'failed.json').exists() and (Path(sweep.folder_of(rows[0])) / 'log.jsonl').stat().st_mtime_ns == before
+    def losses(lines):
+        return [(r['step'], r.get('train_loss'), r.get('val_loss')) for r in map(json.loads, lines)]
+    assert losses((cut / 'log.jsonl').read_text().splitlines()) == losses(reference)
+    assert {p.name for p in (tmp_path / 'lm-small').glob('*.*')} == {
+        'allocations_transformer.png', 'allocations_transformer.svg', 'saturation_transformer.png', 'saturation_transformer.svg',
+        'table_transformer.csv', 'table_transformer.md', 'runs.json'}
+    assert 'nats a byte' in (tmp_path / 'lm-small' / 'allocations_transformer.svg').read_text()
+    configure(vars(sweep), [*argv, '--length=2'], quiet=True)  # the same folders, another length: not silently taken for it
+    status, out, err = call(*argv, '--length=2', '--run')
+    assert status == 2 and 'other settings' in err and err.count('\n') == 1
+
+
+def test_ctrl_c_saves_and_the_next_call_goes_on(base, tmp_path):
+    argv = ['--plan=lm-small', f'--base={base}', '--width=0.03125', '--only=L=16 d=24', f'--out_dir={tmp_path}', '--workers=2', '--length=100', '--run']
+    process = start(*argv)
+    logs, deadline = tmp_path / 'lm-small', time.time() + 120
+    while len(list(logs.glob('*/ckpt_last.pt'))) + sum(p.stat().st_size > 500 for p in logs.glob('*/log.jsonl')) < 2 and time.time() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and 'the same command goes on' in out, out + err
+    rows = sized(*argv)
+    states = [sweep.state_of(row) for row in rows]
+    assert all(state == 'cut' and 0 < part < 1 for state, part in states), states
+    steps = [json.loads((Path(sweep.folder_of(row)) / 'log.jsonl').read_text().splitlines()[-1])['step'] for row in rows]
+    process = start(*argv)
+    while any(figures.read_log(sweep.folder_of(row))[-1]['step'] <= step for row, step in zip(rows, steps, strict=True)) and time.time() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 143
+    for row, step in zip(rows, steps, strict=True):            # nothing was done twice
+        log = figures.read_log(sweep.folder_of(row))
+        assert log[-1]['step'] > step and [r['step'] for r in log] == list(range(len(log)))
+
+
+def test_a_run_that_another_process_has_is_left_to_it(base, tmp_path):
+    argv = ['--plan=lm-small', f'--base={base}', '--width=0.03125', '--only=L=16 d=24 kind=recurrent', f'--out_dir={tmp_path}', '--run']
+    folder = Path(sweep.folder_of(sized(*argv)[0]))
+    folder.mkdir(parents=True)
+    with open(folder / '.lock', 'w') as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        status, out, _ = call(*argv)
+    assert status == 0 and 'another process has it' in out and not (folder / 'log.jsonl').exists()
+
+
+# ----------------------------------------------------------------------------- values, figures, tables
+
+def test_values_and_spread(tmp_path):
+    rows = sized('--plan=sokoban-small', '--only=L=1,2 model=convlstm', f'--out_dir={tmp_path}', '--seeds=3')
+    fake(rows, lambda row: row.seed * 1.0 + row.L)
+    runs = sweep.finished(rows)
+    assert len(runs) == len(rows)
+    assert figures.value(*runs[0]) == pytest.approx(1 + 1 + 0)  # the last five: v-2, v-1, v, v+1, v+2
+    mean, deviation, n = figures.cells(runs)[rows[0]._replace(seed=0)]
+    assert (mean, deviation, n) == (pytest.approx(3.0), pytest.approx(statistics.stdev([2, 3, 4])), 3)
+    one = figures.cells(runs[:1])[rows[0]._replace(seed=0)]
+    assert math.isnan(one[1]) and one[2] == 1
+
+
+def test_saturation_is_the_best_of_at_most_L(tmp_path):
+    rows = sized('--plan=sokoban-small', '--only=model=convlstm kind=recurrent', f'--out_dir={tmp_path}', '--seeds=2')
+    means = {1: 3.0, 2: 8.0, 4: 5.0, 8: 9.0, 16: 1.0}
+    fake(rows, lambda row: means[row.L] + row.seed - row.d / 1000)
+    got = figures.saturation(figures.cells(sweep.finished(rows)))
+    best = {1: 3, 2: 8, 4: 8, 8: 9, 16: 9}
+    for L, (mean, error, n) in got.items():
+        assert mean == pytest.approx(best[L] + 1.5 - (0.032 if L != 2 and L != 4 else 0.032)) and n == 2
+        assert error == pytest.approx(statistics.stdev([1, 2]) / math.sqrt(2))
+    lm = sized('--plan=lm-small', '--only=d=768 kind=recurrent', f'--out_dir={tmp_path}')
+    fake(lm, lambda row: {1: 3.6, 2: 3.5, 4: 3.52, 8: 3.55, 16: 3.4}[row.L])                 # a loss: less is better
+    assert [round(m, 2) for m, _, _ in figures.saturation(figures.cells(sweep.finished(lm))).values()] == [3.6, 3.5, 3.5, 3.5, 3.4]
+
+
+def test_a_corrupt_log_is_named_and_skipped(tmp_path, capsys):
+    rows = sized('--plan=sokoban-small', '--only=L=1 model=convlstm kind=recurrent', f'--out_dir={tmp_path}', '--seeds=1')
+    fake(rows)
+    path = Path(sweep.folder_of(rows[1])) / 'log.jsonl'
+    path.write_text(path.read_text().replace('"step"', '"st\x00ep', 1))
+    unfinished = Path(sweep.folder_of(rows[2])) / 'log.jsonl'
+    unfinished.write_text(unfinished.read_text().splitlines()[0] + '\n{"half')
+    assert [row for row, _ in sweep.finished(rows)] == rows[:1]
+    err = capsys.readouterr().err
+    assert err.count('\n') == 1 and f'{path}:1' in err and 'skipped' in err
+    status, out, err = call('--plan=sokoban-small', '--only=L=1 model=convlstm kind=recurrent', f'--out_dir={tmp_path}', '--seeds=1', '--table')
+    assert status == 0 and '1 of 3 runs' in out and f'{path}:1' in err
+
+
+def test_the_table_has_the_papers_layout(tmp_path):
+    argv = ['--plan=sokoban-small', '--only=L=1,2', f'--out_dir={tmp_path}', f'--results={tmp_path}/shown']
+    rows = sized(*argv)
+    fake(rows, lambda row: row.seed + row.d / 64)
+    status, out, err = call(*argv, '--table', '--figure')
+    assert status == 0, err
+    with open(tmp_path / 'shown' / 'table_convlstm.csv') as file:
+        table = list(csv.DictReader(file))
+    assert list(table[0]) == ['variant', 'budget', 'L', 'E', 'd', 'mean_return', 'variance', 'n_seeds']
+    assert table[0] == {'variant': 'recurrent', 'budget': 'small', 'L': '1', 'E': '1', 'd': '128', 'mean_return': '4.0000', 'variance': '1.0000', 'n_seeds': '3'}
+    assert (tmp_path / 'shown' / 'table_convlstm.md').read_text().splitlines()[2] == '| recurrent | small | 1 | 1 | 128 | 4.0000 | 1.0000 | 3 |'
+    runs = json.loads((tmp_path / 'shown' / 'runs.json').read_text())['runs']
+    assert len(runs) == len(rows) and runs[0]['value'] == 3.0 and runs[0]['seed'] == 1
+    names = {p.name for p in (tmp_path / 'shown').iterdir()}
+    assert {f'{f}_{m}.{k}' for f in ('allocations', 'saturation', 'curves') for m in ('convlstm', 'convglu') for k in ('png', 'svg')} < names
+
+
+@pytest.mark.skipif(not PAPER.exists(), reason='the paper\'s tables are not here (../shared/paper)')
+def test_the_papers_points_beside_ours(tmp_path):
+    argv = ['--plan=sokoban-small', '--only=L=1,2 model=convlstm', f'--out_dir={tmp_path}', '--seeds=1']
+    fake(sized(*argv))
+    status, out, err = call(*argv, '--table', '--figure', f'--reference={PAPER}')
+    assert status == 0, err
+    with open(tmp_path / 'sokoban-small' / 'table_convlstm.csv') as file:
+        row = next(csv.DictReader(file))
+    assert (row['paper_mean'], row['paper_variance'], row['variance']) == ('7.7500', '0.0076', '')
+    assert 'd = 64, paper' in (tmp_path / 'sokoban-small' / 'allocations_convlstm.svg').read_text()
+    status, out, err = call(*argv, '--figure', f'--reference={tmp_path}')
+    assert status == 2 and 'sokoban_returns.csv' in err and err.count('\n') == 1
+
+
+def test_the_solve_table_takes_the_best_of_each_depth(tmp_path):
+    argv = ['--plan=sokoban-small', '--only=L=1,2 kind=recurrent model=convlstm', f'--out_dir={tmp_path}', '--seeds=2']
+    rows = sized(*argv)
+    fake(rows, lambda row: {128: 5.0, 64: 7.0, 32: 2.0}[row.d] + row.seed)
+    for row in rows:
+        if row.d == 64:                                        # the best: only these are looked at
+            steps = sweep.total_of(row) * 640
+            (Path(sweep.folder_of(row)) / 'eval_unfiltered-test.json').write_text(json.dumps({'solve_rate': 0.5 + row.seed / 10, 'env_steps': steps}))
+    reference = tmp_path / 'paper'
+    reference.mkdir()
+    (reference / 'sokoban_baselines.csv').write_text('method,training_steps,unfiltered_test_percent,std\n"DRC(3,3)",2B,99.3,\n')
+    (reference / 'sokoban_returns.csv').write_text('variant,budget,L,E,d,mean_return,variance,n_seeds\n')
+    status, out, err = call(*argv, '--table=solve', f'--reference={reference}')
+    assert status == 0, err
+    lines = (tmp_path / 'sokoban-small' / 'solve_convlstm.csv').read_text().splitlines()
+    assert lines == ['variant,budget,L,E,d,unfiltered_test_percent,std', 'recurrent,small,1,4,64,65.00,7.07', 'recurrent,small,2,2,64,65.00,7.07',
+                     '"DRC(3,3), 2B (paper)",,,,,99.30,']
+
+
+def test_solve_table_of_trained_agents(tmp_path):
+    """Trains two tiny agents, and plays where no evaluation is there yet."""
+    base = tmp_path / 'base.py'
+    base.write_text("split = 'generated'\neval_split = 'generated'\nn_levels = 20\nn_boxes = 1\nmax_moves = 12\nn_envs = 4\nunroll = 5\nhead_dim = 8\n"
+                    "total_steps = 4800\neval_interval = 240\neval_games = 6\nlog_interval = 20\ncompile = False\ndevice = 'cpu'\n")
+    argv = ['--plan=sokoban-small', f'--base={base}', '--width=0.0625', '--only=L=1 d=8 model=convglu', f'--out_dir={tmp_path}', '--seeds=1', '--workers=2']
+    status, out, err = call(*argv, '--run', '--table=solve', '--levels=', '--figure')
+    assert status == 0, out + err
+    assert out.count('playing generated') == 2
+    lines = (tmp_path / 'sokoban-small' / 'solve_convglu.csv').read_text().splitlines()
+    assert lines[0] == 'variant,budget,L,E,d,held_out_percent,std' and len(lines) == 3 and 0 <= float(lines[1].split(',')[5]) <= 100
+    status, out, err = call(*argv, '--table=solve', '--levels=')
+    assert status == 0 and 'playing' not in out
