@@ -172,13 +172,19 @@ def read_config(path, config, defaults):
 
 def joined(argv, defaults):
     """The arguments with `--key value` as `--key=value`, and a bare `--key` of a switch (True or False, or None) as `--key=True`."""
-    arguments, rest = [], iter(argv)
-    for argument in rest:
+    arguments, rest = [], list(argv)
+    while rest:
+        argument = rest.pop(0)
         if argument[:2] == '--' and argument[2:] in defaults:
-            value = 'True' if isinstance(defaults[argument[2:]], (bool, type(None))) else next(rest, '--')
-            if value.startswith('--'):
-                fail(f'command line: {argument} needs a value, as in {argument}={defaults[argument[2:]] or "value"}')
-            argument += f'={value}'
+            default, following = defaults[argument[2:]], rest[0] if rest else '--'
+            if isinstance(default, (bool, type(None))):
+                if not following.startswith('-') and not following.endswith('.py'):
+                    fail(f'command line: {argument} alone turns it on; another value needs "=": {argument}={following}')
+                argument += '=True'
+            elif following.startswith('--'):
+                fail(f'command line: {argument} needs a value, as in {argument}={default or "value"}')
+            else:
+                argument += f'={rest.pop(0)}'
         arguments.append(argument)
     return arguments
 

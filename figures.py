@@ -14,12 +14,13 @@ import os
 import statistics
 
 from checkpoint import write_atomic, write_text
-from configurator import fail
+from configurator import fail, first_line
 
 COLORS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000')
 MARKERS = 'osD^vPX'
 KINDS = {True: 'recurrent', False: 'not recurrent'}
 NAMES = {'transformer': 'Transformer', 'convlstm': 'ConvLSTM', 'convglu': 'ConvGLU'}
+NUMBERS = ('seconds', 'tokens', 'env_steps', 'val_loss', 'episodic_return', 'return_1000')    # what is read of a log line
 COLUMN = 3.4                           # inches, a column of a paper
 
 
@@ -30,31 +31,33 @@ class LogError(ValueError):
 def read_log(folder: str) -> list[dict]:
     """The objects of folder/log.jsonl. A last line that is being written does not count. FileNotFoundError, LogError."""
     path = os.path.join(folder, 'log.jsonl')
-    with open(path, 'rb') as file:
-        lines = file.read().split(b'\n')[:-1]
+    try:
+        with open(path, 'rb') as file:
+            lines = file.read().split(b'\n')[:-1]
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise LogError(f'{path}: {error.strerror}') from None
     records = []
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
-        if not isinstance(record, dict) or not isinstance(record.get('step'), int):
+        if not isinstance(record, dict) or type(record.get('step')) is not int:
             raise LogError(f'{path}:{number}: not a line of a log')
+        for key in NUMBERS:
+            if type(record.get(key, 0)) not in (int, float, type(None)) or not math.isfinite(record.get(key) or 0):
+                raise LogError(f'{path}:{number}: {key} is not a number')
         records.append(record)
-    if not records:
-        raise LogError(f'{path}: empty')
     return records
 
 
 # ----------------------------------------------------------------------------- values
 
-def is_text(row) -> bool:
-    return row.model == 'transformer'
-
-
 def value(row, log: list[dict]) -> float | None:
     """What a finished run is judged by; None where the log does not have it."""
-    if is_text(row):
+    if row.is_text:
         return log[-1].get('val_loss')
     returns = [r['episodic_return'] for r in log if r.get('episodic_return') is not None][-5:]
     return sum(returns) / len(returns) if returns else None
@@ -75,42 +78,39 @@ def cells(runs: list) -> dict:
 
 
 def best(rows: dict):
-    """The row with the best mean."""
-    return min(rows, key=lambda row: rows[row][0] if is_text(row) else -rows[row][0])
+    """The row with the best mean, among those with the most seeds."""
+    most = max(n for _, _, n in rows.values())
+    return min((row for row in rows if rows[row][2] == most), key=lambda row: rows[row][0] if row.is_text else -rows[row][0])
 
 
-def read_csv(folder: str, name: str) -> list[dict]:
-    """A table of the paper."""
+def read_csv(folder: str, name: str, numbers: list[str]) -> list[dict]:
+    """A table of the paper, its columns `numbers` as floats (an empty field: NaN)."""
     path = os.path.join(folder, name)
     try:
-        with open(path, newline='') as file:
-            rows = list(csv.DictReader(file))
-        return [{k: number(v) for k, v in row.items()} for row in rows]
+        with open(path, newline='', encoding='utf-8-sig') as file:
+            rows = [row | {k: float(row[k]) if row[k] else math.nan for k in numbers} for row in csv.DictReader(file)]
     except OSError as error:
         fail(f'reference = {folder!r}: {path}: {error.strerror}')
-    except (csv.Error, UnicodeDecodeError, TypeError):
-        fail(f'reference = {folder!r}: {path}: not a table of the paper')
+    except (csv.Error, KeyError, TypeError, ValueError) as error:
+        fail(f'reference = {folder!r}: {path}: not the paper\'s table: {first_line(error)}')
+    if any(math.isinf(row[k]) for row in rows for k in numbers):
+        fail(f'reference = {folder!r}: {path}: holds an infinite number')
+    return rows
 
 
-def number(text: str):
-    try:
-        return float(text) if text else math.nan
-    except ValueError:
-        return text
+def paper_rows(reference: str, like, name: str, numbers: list[str]) -> dict:
+    """{row: the paper's} of a row's model, budget and kind; {} where the paper has none."""
+    if not reference or like.model != 'convlstm' or like.more:
+        return {}
+    table = read_csv(reference, name, ['L', 'E', 'd', *numbers])
+    return {like._replace(L=int(r['L']), E=int(r['E']), d=int(r['d']), seed=0): r for r in table
+            if (r.get('variant'), r.get('budget')) == (like.kind, like.budget) and r['L'] == r['L'] and r['E'] == r['E'] and r['d'] == r['d']}
 
 
 def paper_cells(reference: str, like) -> dict:
-    """The paper's cells of a row's model, budget and kind, as `cells` has ours; {} where it has none."""
-    if not reference or like.model != 'convlstm' or like.more:
-        return {}
-    out = {}
-    for r in read_csv(reference, 'sokoban_returns.csv'):
-        try:
-            if (r['variant'], r['budget']) == (like.kind, like.budget):
-                out[like._replace(L=int(r['L']), E=int(r['E']), d=int(r['d']), seed=0)] = (r['mean_return'], math.sqrt(r['variance']), int(r['n_seeds']))
-        except (KeyError, TypeError, ValueError):
-            fail(f'reference = {reference!r}: sokoban_returns.csv: cannot read the row {r}')
-    return out
+    """The paper's returns, as `cells` has ours."""
+    rows = paper_rows(reference, like, 'sokoban_returns.csv', ['mean_return', 'variance', 'n_seeds'])
+    return {row: (r['mean_return'], math.sqrt(max(0.0, r['variance'])), max(1, int(r['n_seeds']))) for row, r in rows.items() if r['n_seeds'] == r['n_seeds']}
 
 
 # ----------------------------------------------------------------------------- figures
@@ -144,13 +144,13 @@ def powers(axes, values, label: str) -> None:
     axes.set_xlabel(label)
 
 
-def line(axes, points: dict, number: int, label: str, ours: bool = True) -> None:
+def line(axes, points: dict, i: int, label: str, ours: bool = True) -> None:
     """{x: (mean, deviation, N)} with error bars; the paper's dashed and hollow."""
     xs = sorted(points)
     style = {'ls': '-'} if ours else {'ls': '--', 'mfc': 'white', 'alpha': 0.7}
-    bars = [0 if math.isnan(points[x][1]) else points[x][1] for x in xs]
-    axes.errorbar(xs, [points[x][0] for x in xs], yerr=bars if any(bars) else None, label=label, ms=4, lw=1.2, capsize=2,
-                  color=COLORS[number % 7], marker=MARKERS[number % 7], **style)
+    bars = [points[x][1] for x in xs]
+    axes.errorbar(xs, [points[x][0] for x in xs], yerr=None if all(map(math.isnan, bars)) else bars, label=label, ms=4, lw=1.2, capsize=2,
+                  color=COLORS[i % 7], marker=MARKERS[i % 7], **style)
 
 
 def groups(rows, key) -> dict:
@@ -185,10 +185,11 @@ def allocation_figure(points: dict, reference: str, title: str, label: str):
 
 
 def saturation(points: dict) -> dict:
-    """{L: the best cell's (mean, standard error, N) with at most L levels}"""
-    out = {}
-    for L in sorted({row.L for row in points}):
-        mean, deviation, n = points[best({row: p for row, p in points.items() if row.L <= L})]
+    """{L: the best cell's (mean, standard error, N) with at most L levels}, of the cells with the most seeds: one lucky seed is no best."""
+    most, out = max(n for _, _, n in points.values()), {}
+    whole = {row: p for row, p in points.items() if p[2] == most}
+    for L in sorted({row.L for row in whole}):
+        mean, deviation, n = whole[best({row: p for row, p in whole.items() if row.L <= L})]
         out[L] = (mean, deviation / math.sqrt(n), n)
     return out
 
@@ -215,7 +216,7 @@ def curve_figure(runs: list, points: dict, title: str):
     for axes, recurrent in zip(panels, kinds, strict=True):
         for i, (L, rows) in enumerate(sorted(groups((row for row in points if row.recurrent == recurrent), lambda row: row.L).items())):
             row = best({r: points[r] for r in rows})
-            logs = [{r['env_steps']: r['return_1000'] for r in log if r.get('return_1000') is not None} for r, log in runs if r._replace(seed=0) == row]
+            logs = [{r['env_steps']: r['return_1000'] for r in log if r.get('return_1000') is not None and r.get('env_steps') is not None} for r, log in runs if r._replace(seed=0) == row]
             common = sorted(set.intersection(*(set(log) for log in logs)))
             means = [summary([log[x] for log in logs]) for x in common]
             xs = [x / 1e6 for x in common]
@@ -230,18 +231,17 @@ def curve_figure(runs: list, points: dict, title: str):
     return figure
 
 
-def bar_figure(points: dict, title: str, label: str):
-    """An ablation: its cells side by side, a bar a setting, as the difference to the first, our default."""
+def bar_figure(points: dict, ways: list, title: str, label: str):
+    """An ablation: its cells side by side, a bar a setting of `ways`, as the difference to the first, our default. Cells without that
+    are left out."""
     figure, (axes,) = new(1)
-    ways, cells_ = list(dict.fromkeys(row.more for row in points)), groups(points, lambda row: row._replace(more=()))
-    for k, members in enumerate(cells_.values()):
-        default = next((points[row][0] for row in members if row.more == ways[0]), None)
-        for row in members if default is not None else ():
-            i, (mean, deviation, _) = ways.index(row.more), points[row]
-            axes.bar(k + (i - (len(ways) - 1) / 2) * 0.8 / len(ways), mean - default, 0.75 / len(ways), color=COLORS[i % 7], edgecolor='black', lw=0.5,
-                     yerr=None if math.isnan(deviation) else deviation, capsize=2, label=None if k else str(row.more[0][1]))
+    cells_ = [members for cell, members in groups(points, lambda row: row._replace(more=())).items() if cell._replace(more=ways[0]) in points]
+    for i, way in enumerate(ways):
+        ours = [(k, points[row], points[row._replace(more=ways[0])][0]) for k, members in enumerate(cells_) for row in members if row.more == way]
+        axes.bar([k + (i - (len(ways) - 1) / 2) * 0.8 / len(ways) for k, _, _ in ours], [mean - default for _, (mean, _, _), default in ours], 0.75 / len(ways),
+                 yerr=[deviation for _, (_, deviation, _), _ in ours], capsize=2, color=COLORS[i % 7], edgecolor='black', lw=0.5, label=str(way[0][1]))
     axes.axhline(0, color='black', lw=0.6)
-    axes.set_xticks(range(len(cells_)), [f'{KINDS[c.recurrent]}\nL = {c.L}, E = {c.E}\nd = {c.d}' for c in cells_])
+    axes.set_xticks(range(len(cells_)), [f'{KINDS[c.recurrent]}\nL = {c.L}, E = {c.E}\nd = {c.d}' for c, *_ in cells_])
     axes.set(ylabel=f'{label.partition(" (")[0]} minus that of {ways[0][0][1]}', title=title)
     axes.margins(y=0.2)
     axes.legend(frameon=False, title=ways[0][0][0].replace('_', ' '))
@@ -273,23 +273,25 @@ def scaling_figure(points: dict, title: str, label: str):
     return figure
 
 
-def draw(plan: str, runs: list, token: str, reference: str, into: str) -> list[str]:
-    """All figures of a plan from its finished runs -> their paths. token: what a language model's step is, 'token' or 'byte'."""
+def draw(plan: str, all_rows: list, runs: list, token: str, reference: str, into: str) -> list[str]:
+    """All figures of a plan, whose rows are all_rows, from its finished runs -> their paths. token: what a language model's step is, 'token' or
+    'byte'."""
     points, paths = cells(runs), []
     for model, rows in groups(points, lambda row: row.model).items():
         mine = {row: points[row] for row in rows}
         title = f'{NAMES[model]}, {plan.replace("-", " ")}, {seeds_of(mine)}'
-        label = f'validation loss (nats a {token})' if is_text(rows[0]) else 'return'
+        label = f'validation loss (nats a {token})' if rows[0].is_text else 'return'
         if plan == 'communication':
             figures = {f'radius_{model}': radius_figure(mine, title, label)}
         elif plan == 'scaling':
             figures = {f'scaling_{model}': scaling_figure(mine, title, label)}
         elif rows[0].more:
-            figures = {f'bars_{model}': bar_figure(mine, title, label)}
+            ways = list(dict.fromkeys(row.more for row in all_rows if row.model == model))
+            figures = {f'bars_{model}': bar_figure(mine, ways, title, label)}
         else:
             figures = {f'allocations_{model}': allocation_figure(mine, reference, title, label),
                        f'saturation_{model}': saturation_figure(mine, reference, title, label)}
-            if not is_text(rows[0]):
+            if not rows[0].is_text:
                 figures[f'curves_{model}'] = curve_figure(runs, mine, title)
         for name, figure in figures.items():
             paths += save(figure, into, name)
@@ -298,14 +300,14 @@ def draw(plan: str, runs: list, token: str, reference: str, into: str) -> list[s
 
 # ----------------------------------------------------------------------------- tables
 
-def show(x, digits: int) -> str:
+def field(x, digits: int) -> str:
     return '' if x is None or isinstance(x, float) and math.isnan(x) else f'{x:.{digits}f}' if isinstance(x, float) else str(x)
 
 
 def write_table(header: list[str], rows: list[list], into: str, name: str, digits: int = 4) -> list[str]:
     """As name.csv and name.md; numbers that are missing stay empty."""
     text = io.StringIO()
-    shown = [[show(x, digits) for x in row] for row in rows]
+    shown = [[field(x, digits) for x in row] for row in rows]
     csv.writer(text, lineterminator='\n').writerows([header, *shown])
     marks = '\n'.join('| ' + ' | '.join(row) + ' |' for row in [header, ['---'] * len(header), *shown])
     paths = [os.path.join(into, f'{name}.{kind}') for kind in ('csv', 'md')]
@@ -314,12 +316,12 @@ def write_table(header: list[str], rows: list[list], into: str, name: str, digit
     return paths
 
 
-def tables(plan: str, runs: list, reference: str, into: str) -> list[str]:
+def tables(runs: list, reference: str, into: str) -> list[str]:
     """Mean, variance (N - 1) and N of every cell, a table a model in the paper's layout."""
     points, paths = cells(runs), []
     for model, rows in groups(points, lambda row: row.model).items():
         names = list(dict.fromkeys(name for row in rows for name, _ in row.more))
-        value_name = 'mean_loss' if is_text(rows[0]) else 'mean_return'
+        value_name = 'mean_loss' if rows[0].is_text else 'mean_return'
         paper = {}
         for like in groups(rows, lambda row: (row.recurrent, row.budget)).values():
             paper |= paper_cells(reference, like[0])
@@ -336,28 +338,33 @@ def tables(plan: str, runs: list, reference: str, into: str) -> list[str]:
 
 def run_record(row, log: list[dict]) -> dict:
     """A run in runs.json."""
-    last, data = log[-1], 'tokens' if is_text(row) else 'env_steps'
+    last, data = log[-1], 'tokens' if row.is_text else 'env_steps'
     return {'name': row.name, 'model': row.model, 'kind': row.kind, 'budget': row.budget, 'L': row.L, 'E': row.E, 'd': row.d, **dict(row.more),
             'seed': row.seed, 'value': value(row, log), 'updates': last['step'], data: last.get(data), 'seconds': last.get('seconds')}
 
 
 def chosen_by_return(runs: list) -> list:
     """Of each model, budget, kind and L the cell with the highest mean training return."""
-    points = cells([(row, log) for row, log in runs if not is_text(row)])
+    points = cells([(row, log) for row, log in runs if not row.is_text])
     return [best({row: points[row] for row in rows}) for rows in groups(points, lambda row: (row.model, row.budget, row.recurrent, row.L)).values()]
 
 
-def solve_table(rates: dict, name: str, reference: str, into: str) -> list[str]:
-    """rates: {cell: [solve rate of each seed]}. In the paper's layout; its baselines as extra rows where given."""
-    header = ['variant', 'budget', 'L', 'E', 'd', f'{name.replace("-", "_")}_percent', 'std']
-    paths = []
+def solve_table(rates: dict, levels: str, reference: str, into: str) -> list[str]:
+    """rates: {cell: [solve rate of each seed]} on `levels`. In the paper's layout; on unfiltered-test with the paper's own and its
+    baselines as extra rows, where given."""
+    paths, reference = [], reference if levels == 'unfiltered-test' else ''
+    name = f'{os.path.splitext(os.path.basename(levels or "held_out"))[0].replace("-", "_")}_percent'
     for model, rows in groups(rates, lambda row: row.model).items():
-        body = []
+        paper, body = {}, []
         for row in rows:
-            mean, deviation, _ = summary([100 * rate for rate in rates[row]])
-            body.append([row.kind, row.budget, row.L, row.E, row.d, mean, deviation])
+            mean, deviation, n = summary([100 * rate for rate in rates[row]])
+            paper |= paper_rows(reference, row, 'sokoban_solve_rates.csv', ['unfiltered_test_percent', 'std'])
+            body.append([row.kind, row.budget, row.L, row.E, row.d, mean, deviation, n])
+        header = ['variant', 'budget', 'L', 'E', 'd', name, 'std', 'n_seeds']
+        for row, r in paper.items():
+            body.append([f'{row.kind}, paper', row.budget, row.L, row.E, row.d, r['unfiltered_test_percent'], r['std'], ''])
         if reference:
-            body += [[f'{r["method"]}, {r["training_steps"]} (paper)', '', '', '', '', r['unfiltered_test_percent'], r['std']]
-                     for r in read_csv(reference, 'sokoban_baselines.csv')]
+            body += [[f'{r["method"]}, {r["training_steps"]}, paper', '', '', '', '', r['unfiltered_test_percent'], r['std'], '']
+                     for r in read_csv(reference, 'sokoban_baselines.csv', ['unfiltered_test_percent', 'std'])]
         paths += write_table(header, body, into, f'solve_{model}', 2)
     return paths

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from checkpoint import device_name, write_atomic, write_json
 from configurator import configure, fail
+from figures import read_log
 from sokoban import TIME_LIMIT, SokobanEnv, draw, save_gif
 
 # -----------------------------------------------------------------------------
@@ -114,11 +115,6 @@ def plot_log(out_dir: str, title: str) -> str:
     path = os.path.join(out_dir, 'curve.png')
     write_atomic(path, lambda file: figure.savefig(file, dpi=160, format='png'))
     return path
-
-
-def read_log(out_dir: str) -> list[dict]:
-    with open(os.path.join(out_dir, 'log.jsonl')) as f:
-        return [json.loads(line) for line in f]
 
 
 def compare(folders: list[str], path: str) -> None:

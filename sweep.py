@@ -21,7 +21,9 @@ import fcntl
 import functools
 import json
 import os
+import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -29,11 +31,11 @@ from typing import NamedTuple
 
 import torch
 
-from checkpoint import LAST, PREV, Stopper, device_name, write_json
-from configurator import configure, fail, read_config, read_script
+from checkpoint import LAST, PREV, Stopper, device_name, need_packages, write_json
+from configurator import configure, fail, first_line, read_config, read_script
 from convlstm import AgentConfig, build_agent
 from data_fineweb import VOCAB
-from figures import LogError, chosen_by_return, draw, read_log, run_record, solve_table, tables
+from figures import LogError, chosen_by_return, draw, read_log, run_record, solve_table, tables, value
 from measure import commit
 from model import ModelConfig, build_model
 
@@ -64,8 +66,8 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 LEVELS = (1, 2, 4, 8, 16)
 SOKOBAN = {'small': (128, (32, 64, 128)), 'medium': (256, (32, 64, 128, 256)), 'large': (1024, (64, 128, 256, 512, 1024))}  # budget's width, widths
 TEXT = {'small': (16, LEVELS, 'small'), 'medium': (32, (*LEVELS, 32), 'medium'), 'small-long': (16, LEVELS, 'small_long')}  # blocks, L, configs
-SHAPING = ('tokenizer', 'data_dir', 'max_iters', 'tokens_per_step', 'block_size', 'window', 'learning_rate',
-           'total_steps', 'split', 'n_boxes', 'max_moves', 'n_envs', 'unroll')               # settings of config files that make another run
+SAME_RUN = ('out_dir', 'resume', 'overwrite', 'eval_only', 'levels', 'best', 'plot', 'tensorboard', 'wandb', 'eval_interval', 'batch_size', 'device',
+            'dtype', 'compile', 'graphs', 'path', 'threads', 'reuse', 'download')            # settings that may change without making another run
 DEAR = 1.5                             # budgets: a run that costs more (half an expert was rounded up to one) is no fair point of a figure
 POLL, REPORT = 0.2, 60.0               # seconds between looks at the runs, and between lines about them
 
@@ -82,8 +84,12 @@ class Row(NamedTuple):
     seed: int = 1
 
     @property
+    def is_text(self) -> bool:
+        return self.model == 'transformer'
+
+    @property
     def script(self) -> str:
-        return 'train_lm.py' if self.model == 'transformer' else 'train_sokoban.py'
+        return 'train_lm.py' if self.is_text else 'train_sokoban.py'
 
     @property
     def kind(self) -> str:
@@ -104,9 +110,10 @@ class Row(NamedTuple):
 @functools.cache
 def files_of(model: str, recurrent: bool, budget: str) -> tuple[str, ...]:
     """The config files under a run's own settings."""
-    if base or base_ff:
-        chosen = base if recurrent else base_ff or base
-        return (chosen,) if chosen else ()
+    chosen = base if recurrent else base_ff or base
+    if chosen:
+        beside = os.path.join(HERE, chosen)
+        return (os.path.relpath(beside) if os.path.exists(beside) and not os.path.exists(chosen) else chosen,)
     if model != 'transformer':
         return ()                                              # train_sokoban.py's defaults are the paper's
     return (os.path.relpath(os.path.join(HERE, 'config', f'{TEXT[budget][2]}_{"" if recurrent else "gpt_"}L2.py')),)
@@ -115,8 +122,7 @@ def files_of(model: str, recurrent: bool, budget: str) -> tuple[str, ...]:
 @functools.cache
 def under(model: str, recurrent: bool, budget: str) -> dict:
     """The script's defaults and the config files' settings: what a run's own are laid over."""
-    script = 'train_lm.py' if model == 'transformer' else 'train_sokoban.py'
-    defaults = read_script(os.path.join(HERE, script))[0]
+    defaults = read_script(os.path.join(HERE, Row(model, recurrent, budget, 1, 1, 1).script))[0]
     config = dict(defaults)
     for path in files_of(model, recurrent, budget):
         read_config(path, config, defaults)
@@ -126,31 +132,38 @@ def under(model: str, recurrent: bool, budget: str) -> dict:
 def settings_of(row: Row) -> dict:
     """A run's own settings, as its command line has them."""
     own = {'recurrent': row.recurrent, 'n_layer': row.L, 'n_expert': row.E, 'n_embd': row.d, 'seed': row.seed, **dict(row.more)}
-    if row.model != 'transformer':
+    config = under(*row[:3])
+    if not row.is_text:
         own = {'kind': row.model, **own}
+        if not files_of(*row[:3]):
+            own['levels_dir'] = 'data/boxoban'                 # the paper's levels or none: a named folder is not replaced by generated levels
     if length != 1:
-        config = under(row.model, row.recurrent, row.budget)
-        names = ('max_iters', 'warmup_iters', 'eval_interval') if row.model == 'transformer' else ('total_steps',)
+        names = ('max_iters', 'warmup_iters', 'eval_interval') if row.is_text else ('total_steps',)
         own |= {name: max(1, round(config[name] * length)) for name in names}
     return own
 
 
+def config_of(row: Row) -> dict:
+    return under(*row[:3]) | settings_of(row)
+
+
 @functools.cache
-def cost(model: str, recurrent: bool, budget: str, L: int, E: int, d: int, more: tuple = ()) -> tuple[float, int]:
-    """-> the cost of a token (forward FLOPs of the levels) or of an environment step (the paper's multiply-adds), and the parameters."""
-    row = Row(model, recurrent, budget, L, E, d, more)
-    config = under(model, recurrent, budget) | settings_of(row)
-    own = ('n_head', 'n_kv_head', 'window', 'block_size', 'share_kv') if model == 'transformer' else ('kind', 'recurrent', 'radius', 'head_dim')
+def cost(*cell) -> tuple[float, int]:
+    """Of a Row's fields but the seed -> the cost of a token (forward FLOPs of the levels) or of an environment step (the paper's
+    multiply-adds), and the parameters."""
+    row = Row(*cell)
+    config = config_of(row)
+    own = ('n_head', 'n_kv_head', 'window', 'block_size', 'share_kv') if row.is_text else ('kind', 'recurrent', 'radius', 'head_dim')
     sizes = {name: config[name] for name in ('n_layer', 'n_expert', 'n_embd', 'aggregation', 'residual', 'router_dim', *own)}
     try:
         with torch.device('meta'):                             # sizes without memory
-            if model == 'transformer':
-                built = build_model(ModelConfig(VOCAB[config['tokenizer']], **sizes), recurrent)
+            if row.is_text:
+                built = build_model(ModelConfig(VOCAB[config['tokenizer']], **sizes), row.recurrent)
                 return built.flops_per_token()['core'], built.num_params()['total']
             built = build_agent(AgentConfig(**sizes))
             return float(built.macs_per_step()['nominal']), built.num_params()['total']
-    except (ValueError, KeyError) as error:
-        fail(f'plan {plan!r}, {row.name}: {error}; see base, width')
+    except (ValueError, KeyError, RuntimeError, OverflowError) as error:
+        fail(f'plan {plan!r}, {row.name}: {first_line(error)}; see base, width')
 
 
 def scaled(d: int) -> int:
@@ -165,14 +178,14 @@ def budget_of(model: str, recurrent: bool, budget: str) -> float:
 
 
 def over_budget(row: Row) -> float:
-    return cost(*row[:6], row.more)[0] / budget_of(row.model, row.recurrent, row.budget)
+    return cost(*row[:7])[0] / budget_of(*row[:3])
 
 
 def allocations(model: str, recurrent: bool, budget: str, depths, widths) -> list[Row]:
     """The rule: E = round(W / (L C(d))), dropped where that is 0. Python rounds a half to even: exactly half an expert is none."""
     W, rows = budget_of(model, recurrent, budget), []
     for L in depths:
-        for d in sorted((scaled(d) for d in widths), reverse=True):
+        for d in sorted({scaled(d) for d in widths}, reverse=True):
             E = round(W / (L * cost(model, recurrent, budget, 1, 1, d)[0]))
             rows += [Row(model, recurrent, budget, L, E, d)] if E else []
     return rows
@@ -245,7 +258,7 @@ def plan_rows() -> list[Row]:
     if plan not in PLANS:
         fail(f'plan = {plan!r}: expected one of {", ".join(PLANS)}')
     cells = chosen(PLANS[plan]())
-    counts = [seeds or (1 if row.model == 'transformer' else 3) for row in cells]
+    counts = [seeds or (1 if row.is_text else 3) for row in cells]
     return [row._replace(seed=seed) for seed in range(1, max(counts) + 1) for row, n in zip(cells, counts, strict=True) if seed <= n]
 
 
@@ -257,35 +270,44 @@ def folder_of(row: Row) -> str:
 
 def total_of(row: Row) -> int:
     """The `step` of a finished run's last log line: its updates."""
-    c = under(row.model, row.recurrent, row.budget) | settings_of(row)
-    return c['max_iters'] if row.model == 'transformer' else -(-c['total_steps'] // (c['n_envs'] * c['unroll']))
+    c = config_of(row)
+    return c['max_iters'] if row.is_text else -(-c['total_steps'] // (c['n_envs'] * c['unroll']))
 
 
-def wanted(row: Row) -> dict:
-    """What a folder's config.json must say for its run to be this one."""
-    own = settings_of(row)
-    return own | {k: v for k, v in under(row.model, row.recurrent, row.budget).items() if k in SHAPING and k not in own}
-
-
-def state_of(row: Row) -> tuple[str, float]:
-    """-> 'new', 'begun' (no checkpoint yet), 'cut' (can be resumed), 'failed', 'done' or 'other' (the folder holds a run with other
-    settings), and how much of it is done, 0 to 1."""
-    folder = folder_of(row)
+def has_other_settings(row: Row) -> bool:
+    """Whether the folder's config.json, if there is one to read, is of another run."""
     try:
-        with open(os.path.join(folder, 'config.json')) as file:
+        with open(os.path.join(folder_of(row), 'config.json')) as file:
             saved = json.load(file)
-        if any(saved.get(k) != v for k, v in wanted(row).items()):
-            return 'other', 0.0
-        part = min(1.0, read_log(folder)[-1]['step'] / total_of(row))
-    except FileNotFoundError:
-        part = 0.0
-    except (LogError, ValueError, IndexError, KeyError, TypeError, AttributeError):
-        part = 0.0                                             # a damaged log or config is written anew
-    if part == 1:
-        return 'done', 1.0
-    if os.path.exists(os.path.join(folder, 'failed.json')):
-        return 'failed', part
-    return ('cut' if resumable(row) else 'begun' if os.path.exists(os.path.join(folder, 'log.jsonl')) else 'new'), part
+        wanted = json.loads(json.dumps(config_of(row)))        # tuples become lists
+        return any(saved[k] != v for k, v in wanted.items() if k in saved and k not in SAME_RUN)
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def progress(row: Row) -> tuple[float, float]:
+    """How much of a run is done, 0 to 1, and the seconds that took. LogError."""
+    try:
+        last = read_log(folder_of(row))[-1]
+    except (FileNotFoundError, IndexError):
+        return 0.0, 0.0
+    return min(1.0, last['step'] / total_of(row)), last.get('seconds') or 0.0
+
+
+def state_of(row: Row) -> str:
+    """'new', 'begun' (killed before its first checkpoint), 'cut' (can be resumed), 'failed', 'done', 'other' (the folder holds a run with
+    other settings) or 'damaged' (its log cannot be read, and there is no checkpoint to go on from)."""
+    if has_other_settings(row):
+        return 'other'
+    try:
+        if progress(row)[0] == 1:
+            return 'done'
+    except LogError:
+        if not resumable(row):
+            return 'damaged'                                   # resuming repairs a log
+    if os.path.exists(os.path.join(folder_of(row), 'failed.json')):
+        return 'failed'
+    return 'cut' if resumable(row) else 'begun' if os.path.exists(os.path.join(folder_of(row), 'log.jsonl')) else 'new'
 
 
 def resumable(row: Row) -> bool:
@@ -301,23 +323,21 @@ def arguments(row: Row) -> list[str]:
 def command(row: Row, state: str) -> list[str]:
     """What starts or resumes a run that is in this state."""
     launcher = ['python'] if gpus_per_run == 1 else ['torchrun', '--standalone', f'--nproc_per_node={gpus_per_run}']
-    again = [] if state == 'new' else ['--resume=True'] if resumable(row) else ['--overwrite=True']
+    again = [] if state in ('new', 'done', 'other', 'damaged') else ['--resume=True'] if resumable(row) else ['--overwrite=True']
     return [*launcher, *arguments(row), *again]
 
 
 def print_plan(rows: list[Row]) -> None:
-    unit = 'MFLOP a token' if rows[0].model == 'transformer' else 'MMAC a step'
-    if len({row.model == 'transformer' for row in rows}) > 1:
-        unit = 'MFLOP a token, MMAC a step'
-    print(f'costs: {unit}, levels only')
+    units = dict.fromkeys('MFLOP a token' if row.is_text else 'MMAC a step' for row in rows)
+    print(f'costs: {", ".join(units)}, levels only')
     def wide(text: str) -> str:
         return f'{text:<25}' if any(row.more for row in rows) else ''
     print(f'{"#":>4} {"model":<11} {"kind":<11} {"L":>2} {"E":>3} {"d":>4} {wide("setting")}{"seed":>4} {"cost":>9} {"/budget":>7} {"parameters":>11}  {"state":<7} command')
     for i, row in enumerate(rows):
-        amount, params = cost(*row[:6], row.more)
-        state, part = state_of(row)
+        (amount, params), state = cost(*row[:7]), state_of(row)
+        shown = f'{progress(row)[0]:.0%}' if state == 'cut' else state
         print(f'{i:>4} {row.model:<11} {row.kind:<11} {row.L:>2} {row.E:>3} {row.d:>4} {wide(row.setting)}{row.seed:>4} {amount / 1e6:>9,.1f} {over_budget(row):>7.2f} '
-              f'{params:>11,}  {f"{part:.0%}" if state == "cut" else state:<7} {shlex.join(command(row, state))}')
+              f'{params:>11,}  {shown:<7} {shlex.join(command(row, state))}')
 
 
 # ----------------------------------------------------------------------------- running
@@ -325,20 +345,19 @@ def print_plan(rows: list[Row]) -> None:
 def devices() -> list[str]:
     """What each worker's CUDA_VISIBLE_DEVICES is; '' for one on the CPU."""
     n = torch.cuda.device_count()
+    if n < gpus_per_run and (n > 0 or gpus_per_run > 1):
+        fail(f'gpus_per_run = {gpus_per_run}: there are {n} GPUs here')
     if n == 0:
-        if gpus_per_run > 1:
-            fail(f'gpus_per_run = {gpus_per_run}: there is no GPU here')
         return [''] * (workers or 1)
     names = os.environ.get('CUDA_VISIBLE_DEVICES', ','.join(map(str, range(n)))).split(',')[:n]
-    if n < gpus_per_run:
-        fail(f'gpus_per_run = {gpus_per_run}: there are {n} GPUs here')
     groups = [','.join(names[i:i + gpus_per_run]) for i in range(0, n - gpus_per_run + 1, gpus_per_run)]
-    return [groups[i % len(groups)] for i in range(workers or len(groups))]
+    first = max(index, 0)                                      # jobs of one row each, side by side, spread out
+    return [groups[(first + i) % len(groups)] for i in range(workers or len(groups))]
 
 
 def start(row: Row, gpu: str, n: int) -> subprocess.Popen | None:
-    """Starts or resumes a run as one of n workers, its output into the run's stdout.txt; None if another process has it. It inherits the
-    folder's lock, and so keeps it when this process dies."""
+    """Starts or resumes a run as one of n workers, its output into the run's stdout.txt; None if another process has it or has finished it.
+    It inherits the folder's lock, and so keeps it when this process dies. OSError."""
     folder = folder_of(row)
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, '.lock'), 'w') as lock, open(os.path.join(folder, 'stdout.txt'), 'ab') as out:
@@ -346,100 +365,122 @@ def start(row: Row, gpu: str, n: int) -> subprocess.Popen | None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return None
-        launcher, *line = command(row, state_of(row)[0])
+        state = state_of(row)                                  # under the lock: it may have changed
+        if state in ('done', 'other', 'damaged'):
+            return None
+        launcher, *line = command(row, state)
+        line = [sys.executable, *(['-m', 'torch.distributed.run'] if launcher == 'torchrun' else []), *line]
         with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(folder, 'failed.json'))     # of an earlier try
-        line = [sys.executable, *(['-m', 'torch.distributed.run'] if launcher == 'torchrun' else []), *line]
-        threads = max(1, len(os.sched_getaffinity(0)) // n)
-        env = {**os.environ, 'OMP_NUM_THREADS': str(threads), **({'CUDA_VISIBLE_DEVICES': gpu} if gpu else {})}
+        env = {'OMP_NUM_THREADS': str(max(1, len(os.sched_getaffinity(0)) // (n * gpus_per_run))), **os.environ, **({'CUDA_VISIBLE_DEVICES': gpu} if gpu else {})}
         return subprocess.Popen(line, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, pass_fds=(lock.fileno(),),
                                 start_new_session=True)        # ctrl-C is ours to pass on
 
 
 def last_words(row: Row) -> str:
-    """The last line that a run printed."""
-    with open(os.path.join(folder_of(row), 'stdout.txt'), 'rb') as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - 4000))
-        lines = [line.strip() for line in file.read().decode(errors='replace').splitlines() if line.strip()]
-    return lines[-1][:300] if lines else 'it printed nothing'
+    """The last error that a run printed, or else its last line."""
+    try:
+        with open(os.path.join(folder_of(row), 'stdout.txt'), 'rb') as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 20000))
+            lines = [line.strip() for line in file.read().decode(errors='replace').splitlines() if line.strip()]
+    except OSError as error:
+        return str(error)
+    errors = [line for line in lines if re.match(r'(error: |[\w.]*(Error|Exception)\b)', line)]
+    return (errors or lines or ['it printed nothing'])[-1][:300]
 
 
-def finish(row: Row, status: int, seconds: float) -> bool:
-    """-> whether the run that has ended is finished. If it is not, failed.json says how it ended, until it is started again."""
-    if status == 0 and state_of(row)[0] == 'done':
-        return True
-    record = {'exit': status, 'message': last_words(row), 'seconds': seconds, 'command': shlex.join(command(row, 'new'))}
-    write_json(record, os.path.join(folder_of(row), 'failed.json'))
-    return False
+def record_failure(row: Row, status: int, message: str) -> None:
+    """failed.json stays until the run is started again."""
+    record = {'exit': status, 'message': message, 'command': shlex.join(command(row, 'new'))}
+    try:
+        write_json(record, os.path.join(folder_of(row), 'failed.json'))
+    except OSError as error:
+        print(f'{row.name}: cannot write failed.json: {error}', flush=True)
 
 
-def remaining(rows: list[Row], begun: dict[Row, float], took: dict[Row, float], n: int) -> str:
-    """ETA of the rows: a run takes what runs of its kind and L took, or else what runs took on average."""
-    def seconds(row: Row) -> float:
-        like = [t for other, t in took.items() if (other.model, other.recurrent, other.L) == (row.model, row.recurrent, row.L)] or list(took.values())
-        return sum(like) / len(like)
-    if not took:
+def remaining(rows: list[Row], todo: list[Row], n: int) -> str:
+    """ETA of the rows `todo` by n workers: a run takes what runs of its model, kind and L took, or else what runs took on average."""
+    known = {}
+    for row in rows:
+        with contextlib.suppress(LogError):
+            part, seconds = progress(row)
+            if part > 0.01 and seconds > 0:
+                known[row] = (part, seconds / part)
+    if not known:
         return 'n/a'
-    left = sum(max(0.0, seconds(row) - begun.get(row, 0.0)) for row in rows)
-    longest = max((seconds(row) - begun.get(row, 0.0) for row in rows), default=0.0)
-    eta = int(max(left / n, longest))
+    def left(row: Row) -> float:
+        like = [t for r, (_, t) in known.items() if (r.model, r.recurrent, r.L) == (row.model, row.recurrent, row.L)] or [t for _, t in known.values()]
+        return sum(like) / len(like) * (1 - known.get(row, (0.0,))[0])
+    times = [left(row) for row in todo]
+    eta = int(max(sum(times) / n, *times, 0.0))
     return f'{eta // 3600}:{eta // 60 % 60:02d}:{eta % 60:02d}'
 
 
 def execute(rows: list[Row]) -> int:
-    """Runs what is not finished -> the exit status: 0 all done, 1 some failed, 128 + signal when told to stop."""
-    states = {row: state_of(row)[0] for row in rows}
-    others = [folder_of(row) for row in rows if states[row] == 'other']
-    if others:
-        fail(f'{others[0]} holds a run with other settings{f" (and {len(others) - 1} more folders do)" if others[1:] else ""}: choose another out_dir')
+    """Runs what is not finished -> the exit status: 0 all done, 1 some failed or are another process's, 128 + signal when told to stop."""
+    states = {row: state_of(row) for row in rows}
+    for state, what in (('other', 'a run with other settings'), ('damaged', 'a log that cannot be read, and no checkpoint')):
+        folders = [folder_of(row) for row in rows if states[row] == state]
+        if folders:
+            fail(f'{folders[0]} holds {what} (folders like this: {len(folders)}): move it away, or choose another out_dir')
     queue, free = [row for row in rows if states[row] != 'done'], devices()
-    n, failed, running, took, said = len(free), [], {}, {}, time.time()
+    n, failed, left, running, said = len(free), {}, [], {}, time.time()
     print(f'{plan}: {len(rows)} runs, {len(rows) - len(queue)} finished before; {n} at a time; {os.path.join(out_dir, plan)}', flush=True)
     stopper = Stopper()
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:      # not under nohup
+        signal.signal(signal.SIGHUP, stopper.handle)
     try:
         while running or queue and stopper.signal is None:
             while queue and free and stopper.signal is None:
                 row = queue.pop(0)
-                process = start(row, free[0], n)
+                try:
+                    process = start(row, free[0], n)
+                except OSError as error:
+                    failed[row] = str(error)
+                    print(f'{row.name}: FAILED to start: {error}', flush=True)
+                    continue
                 if process is None:
+                    left.append(row)
                     print(f'{row.name}: another process has it, left to it', flush=True)
                 else:
                     running[row] = (process, free.pop(0), time.time())
-            for row, (process, gpu, begin) in list(running.items()):
-                if process.poll() is None:
-                    continue
-                del running[row]
+            for row in [row for row, (process, _, _) in running.items() if process.poll() is not None]:
+                process, gpu, begin = running.pop(row)
                 free.append(gpu)
-                if stopper.signal is not None and process.returncode != 0:
-                    continue                                   # told to stop: it has saved
-                if finish(row, process.returncode, time.time() - begin):
-                    took[row] = time.time() - begin
-                else:
-                    failed.append(row)
-                eta = remaining([*queue, *running], {r: time.time() - b for r, (_, _, b) in running.items()}, took, n)
-                word = 'done' if row in took else f'FAILED (exit status {process.returncode}): {last_words(row)}'
-                print(f'[{len(rows) - len(queue) - len(running)}/{len(rows)}] {row.name}: {word}, {time.time() - begin:.0f} s | eta {eta}', flush=True)
+                word = 'done'
+                if process.returncode != 0 or state_of(row) != 'done':
+                    if stopper.signal is not None:
+                        continue                               # told to stop: it has saved
+                    failed[row] = last_words(row)
+                    record_failure(row, process.returncode, failed[row])
+                    word = f'FAILED (exit status {process.returncode}): {failed[row]}'
+                print(f'[{len(rows) - len(queue) - len(running)}/{len(rows)}] {row.name}: {word}, {time.time() - begin:.0f} s | '
+                      f'eta {remaining(rows, [*queue, *running], n)}', flush=True)
             if stopper.signal is not None:
-                for process, _, _ in running.values():
-                    process.terminate()
-                for process, _, _ in running.values():
-                    process.wait()
-                continue
-            if time.time() - said > REPORT and running:
-                said, parts = time.time(), [f'{row.name} {state_of(row)[1]:.0%}' for row in running]
-                print(f'    running: {", ".join(parts)} | eta {remaining([*queue, *running], {r: said - b for r, (_, _, b) in running.items()}, took, n)}', flush=True)
+                stop(running)
+            elif time.time() - said > REPORT and running:
+                said, parts = time.time(), [f'{row.name} {progress(row)[0]:.0%}' for row in running]
+                print(f'    running: {", ".join(parts)} | eta {remaining(rows, [*queue, *running], n)}', flush=True)
             time.sleep(POLL)
     except BaseException:                                      # a second ctrl-C: their last checkpoints stay
         for process, _, _ in running.values():
-            process.kill()
+            process.terminate() if gpus_per_run > 1 else process.kill()                      # torchrun ends its ranks only if it lives
         raise
     stopper.restore()
-    for row in failed:
-        print(f'failed: {row.name}: {last_words(row)}; see {folder_of(row)}/stdout.txt')
+    for row, message in failed.items():
+        print(f'failed: {row.name}: {message}; see {folder_of(row)}/stdout.txt')
     if stopper.signal is not None:
         print('stopped; runs that had begun have saved: the same command goes on')
         return 128 + stopper.signal
-    return 1 if failed else 0
+    return 1 if failed or left else 0
+
+
+def stop(running: dict) -> None:
+    """Has all runs save, and waits for them."""
+    for process, _, _ in running.values():
+        process.terminate()
+    for process, _, _ in running.values():
+        process.wait()
 
 
 def print_jobs(rows: list[Row], config: dict) -> None:
@@ -456,7 +497,7 @@ def print_jobs(rows: list[Row], config: dict) -> None:
 #SBATCH --array=0-{len(rows) - 1}
 #SBATCH --nodes=1 --ntasks=1 --cpus-per-task=8 --gpus-per-task={gpus_per_run}
 #SBATCH --time=24:00:00 --requeue --signal=B:TERM@120
-# a job that is stopped or requeued saves, and goes on where it was
+# a job that meets its time limit saves two minutes before it: submit this again, and all go on where they were
 cd {shlex.quote(os.getcwd())} && exec {line} --index="$SLURM_ARRAY_TASK_ID"''')
 
 
@@ -466,6 +507,8 @@ def main() -> int:
     config = configure(globals(), quiet=True)
     check_settings()
     rows = plan_rows()
+    if table == 'solve' and all(row.is_text for row in rows):
+        fail(f'plan {plan!r} has no Sokoban agents: table = solve is for those')
     if emit:
         print_jobs(rows, config)
         return 0
@@ -481,7 +524,8 @@ def main() -> int:
 
 
 def finished(rows: list[Row]) -> list[tuple[Row, list[dict]]]:
-    """The finished runs and their logs; a log that cannot be read is skipped with a warning."""
+    """The finished runs and their logs. A log that cannot be read, one without a value and a run with other settings are skipped with a
+    warning."""
     runs = []
     for row in rows:
         try:
@@ -489,9 +533,14 @@ def finished(rows: list[Row]) -> list[tuple[Row, list[dict]]]:
         except FileNotFoundError:
             continue
         except LogError as error:
-            print(f'warning: {error}: this run is skipped; --run makes it again from its last checkpoint', file=sys.stderr)
+            print(f'warning: {error}: this run is skipped', file=sys.stderr)
             continue
-        if state_of(row)[0] == 'done':
+        state = state_of(row)
+        if state == 'other':
+            print(f'warning: {folder_of(row)}: a run with other settings, skipped', file=sys.stderr)
+        elif state == 'done' and value(row, log) is None:
+            print(f'warning: {folder_of(row)}/log.jsonl: has no {"validation loss" if row.is_text else "return"} at its end: this run is skipped', file=sys.stderr)
+        elif state == 'done':
             runs.append((row, log))
     return runs
 
@@ -501,45 +550,42 @@ def show(rows: list[Row]) -> None:
     runs, into = finished(rows), results or os.path.join(out_dir, plan)
     if not runs:
         fail(f'{os.path.join(out_dir, plan)}: no run of plan {plan!r} has finished: nothing to show; --run runs them')
-    if reference and not os.path.isdir(reference):
-        fail(f'reference = {reference!r}: no such folder')
     os.makedirs(into, exist_ok=True)
     print(f'{len(runs)} of {len(rows)} runs have finished')
-    bytes_ = any(under(*row[:3])['tokenizer'] == 'bytes' for row, _ in runs if row.model == 'transformer')
+    fair = [(row, log) for row, log in runs if not plan.startswith(('sokoban-', 'lm-')) or over_budget(row) <= DEAR]
+    for row in {row for row, _ in runs} - {row for row, _ in fair}:
+        print(f'in the table alone: {row.name} costs {over_budget(row):.2f} budgets')
     paths = []
     if figure:
-        dear = [row for row, _ in runs if plan.startswith(('sokoban-', 'lm-')) and over_budget(row) > DEAR]
-        for row in dear:
-            print(f'left out of the figures: {row.name} costs {over_budget(row):.2f} budgets')
-        paths += draw(plan, [(row, log) for row, log in runs if row not in dear], 'byte' if bytes_ else 'token', reference, into)
+        token = 'byte' if any(row.is_text and config_of(row)['tokenizer'] == 'bytes' for row in rows) else 'token'
+        paths += draw(plan, rows, fair, token, reference, into)
     if table:
-        paths += tables(plan, runs, reference, into)
+        paths += tables(runs, reference, into)
         about = {'plan': plan, 'commit': commit(), 'device': device_name('cuda' if torch.cuda.is_available() else 'cpu'), 'torch': torch.__version__,
                  'command': shlex.join(['python', *sys.argv])}
-        write_json(about | {'runs': [run_record(row, log) for row, log in runs]}, os.path.join(into, 'runs.json'))
+        write_json(about | {'runs': [run_record(row, log) | {'over_budget': over_budget(row)} for row, log in runs]}, os.path.join(into, 'runs.json'))
         paths.append(os.path.join(into, 'runs.json'))
     if table == 'solve':
-        best = chosen_by_return(runs)
-        if not best:
-            fail(f'plan {plan!r} has no Sokoban agents: table = solve is for those')
-        rates = {cell: [solve_rate(row) for row, _ in runs if row._replace(seed=0) == cell] for cell in best}
-        paths += solve_table(rates, levels or 'held_out', reference, into)
+        cells = chosen_by_return(fair)
+        rates = {cell: [solve_rate(row) for row, _ in runs if row._replace(seed=0) == cell] for cell in cells}
+        paths += solve_table(rates, levels, reference, into)
     print('\n'.join(paths))
 
 
 def solve_rate(row: Row) -> float:
     """A finished agent's solve rate on `levels`, greedy: from its folder's eval_*.json, or evaluated now."""
-    config = under(row.model, row.recurrent, row.budget) | settings_of(row)
+    config = config_of(row)
     name = os.path.splitext(os.path.basename(levels or config['eval_split']))[0]
     path = os.path.join(folder_of(row), f'eval_{name}.json')
     def saved() -> float | None:
         try:
             with open(path) as file:
                 record = json.load(file)
-            return record['solve_rate'] if record['env_steps'] == total_of(row) * config['n_envs'] * config['unroll'] else None
+            same = record['env_steps'] == total_of(row) * config['n_envs'] * config['unroll'] and (levels or record['n'] == config['eval_games'])
+            return record['solve_rate'] if same else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
-    if saved() is None:
+    if saved() is None or os.path.dirname(levels):             # a file's name does not say which file
         print(f'{row.name}: playing {name}', flush=True)
         subprocess.run([sys.executable, *arguments(row), '--eval_only=True', f'--levels={levels}'], stdout=subprocess.DEVNULL)
     if (rate := saved()) is None:
@@ -551,14 +597,17 @@ def check_settings() -> None:
     for name in ('seeds', 'workers'):
         if globals()[name] < 0:
             fail(f'{name} = {globals()[name]}: must not be negative')
-    if width <= 0 or length <= 0:
-        fail(f'width = {width}, length = {length}: must be positive')
+    if not (0 < width <= 1000 and 0 < length <= 1000):
+        fail(f'width = {width}, length = {length}: must be positive, and at most 1000')
     if gpus_per_run < 1 or index < -1:
         fail(f'gpus_per_run = {gpus_per_run}, index = {index}: expected at least 1, and a row or -1')
     if emit not in ('', 'slurm', 'commands'):
         fail(f"emit = {emit!r}: expected 'slurm' or 'commands'")
-    if table not in (None, True, False, 'mean', 'solve'):
+    if table not in (None, True, False, 'solve'):
         fail(f"table = {table!r}: expected True or 'solve'")
+    if reference and not os.path.isdir(reference):
+        fail(f'reference = {reference!r}: no such folder')
+    need_packages(matplotlib=figure)
 
 
 if __name__ == '__main__':
