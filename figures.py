@@ -273,13 +273,13 @@ def scaling_figure(points: dict, title: str, label: str):
     return figure
 
 
-def draw(plan: str, all_rows: list, runs: list, token: str, reference: str, into: str) -> list[str]:
-    """All figures of a plan, whose rows are all_rows, from its finished runs -> their paths. token: what a language model's step is, 'token' or
-    'byte'."""
+def draw(plan: str, scale: str, all_rows: list, runs: list, token: str, reference: str, into: str) -> list[str]:
+    """All figures of a plan, whose rows are all_rows, from its finished runs -> their paths. scale: what a title says of a shrunk plan. token:
+    what a language model's step is, 'token' or 'byte'."""
     points, paths = cells(runs), []
     for model, rows in groups(points, lambda row: row.model).items():
         mine = {row: points[row] for row in rows}
-        title = f'{NAMES[model]}, {plan.replace("-", " ")}, {seeds_of(mine)}'
+        title = f'{NAMES[model]}, {plan.replace("-", " ")}{scale}, {seeds_of(mine)}'
         label = f'validation loss (nats a {token})' if rows[0].is_text else 'return'
         if plan == 'communication':
             figures = {f'radius_{model}': radius_figure(mine, title, label)}
@@ -301,7 +301,10 @@ def draw(plan: str, all_rows: list, runs: list, token: str, reference: str, into
 # ----------------------------------------------------------------------------- tables
 
 def field(x, digits: int) -> str:
-    return '' if x is None or isinstance(x, float) and math.isnan(x) else f'{x:.{digits}f}' if isinstance(x, float) else str(x)
+    """A table's field: `digits` decimals, two significant digits where that would hide a small number."""
+    if not isinstance(x, float):
+        return str(x)
+    return '' if math.isnan(x) else f'{x:.2g}' if 0 < abs(x) < 10 ** (1 - digits) else f'{x:.{digits}f}'
 
 
 def write_table(header: list[str], rows: list[list], into: str, name: str, digits: int = 4) -> list[str]:

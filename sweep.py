@@ -558,7 +558,7 @@ def show(rows: list[Row]) -> None:
     paths = []
     if figure:
         token = 'byte' if any(row.is_text and config_of(row)['tokenizer'] == 'bytes' for row in rows) else 'token'
-        paths += draw(plan, rows, fair, token, reference, into)
+        paths += draw(plan, f', widths x {width:g}' if width != 1 else '', rows, fair, token, reference, into)
     if table:
         paths += tables(runs, reference, into)
         about = {'plan': plan, 'commit': commit(), 'device': device_name('cuda' if torch.cuda.is_available() else 'cpu'), 'torch': torch.__version__,

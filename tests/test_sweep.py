@@ -212,7 +212,7 @@ def test_jobs_are_quoted_and_run(base, tmp_path):
 
 
 @pytest.mark.parametrize('config, cells', [('study_lm.py', {(L, 16 // L, 48) for L in (1, 2, 4, 8, 16)}), ('study_sokoban.py', {(1, 4, 32), (2, 2, 32), (4, 1, 32)}),
-                                           ('study_residual.py', {(2, 8, 48)}), ('study_aggregation.py', {(2, 8, 48)})])
+                                           ('study_residual.py', {(2, 8, 48), (4, 4, 48), (8, 2, 48)}), ('study_aggregation.py', {(2, 8, 48)})])
 def test_studies(config, cells):
     rows = sized(ROOT / 'config' / config)
     assert {(r.L, r.E, r.d) for r in rows} == cells and {r.seed for r in rows} == {1, 2, 3}
@@ -328,9 +328,9 @@ def test_ablation_figures(plan, model, words, tmp_path):
     fake(rows, lambda row: row.L + row.seed / 10 + (0.5 if dict(row.more).get('share_kv') is False else 0))
     if plan == 'share-kv':                                     # the default of L = 1 is missing: no bar may be drawn against another setting
         rows = [row for row in rows if (row.L, row.more) != (1, (('share_kv', True),))]
-    figures.draw(plan, sweep.plan_rows(), [(row, figures.read_log(sweep.folder_of(row))) for row in rows], 'token', '', str(tmp_path))
+    figures.draw(plan, ', shrunk', sweep.plan_rows(), [(row, figures.read_log(sweep.folder_of(row))) for row in rows], 'token', '', str(tmp_path))
     text = next(tmp_path.glob('*.svg')).read_text()
-    assert all(word in text for word in words) and len(list(tmp_path.glob('*.png'))) == 1
+    assert all(word in text for word in (*words, ', shrunk, 2 seeds')) and len(list(tmp_path.glob('*.png'))) == 1
     assert plan != 'share-kv' or 'L = 1, E = 16' not in text and 'L = 2, E = 8' in text
 
 
