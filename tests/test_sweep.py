@@ -189,9 +189,14 @@ def test_list_has_a_line_a_run_with_a_command_that_parses():
     (['--plan=lm-small', '--figure'], ['no run of plan', '--run']),
     (['--plan=lm-small', '--gpus_per_run=64', '--run'], ['gpus_per_run = 64']),
 ])
-def test_mistakes_are_one_line(argv, words, tmp_path):
-    status, out, err = call(*argv, f'--out_dir={tmp_path}/none')
-    assert status == 2 and err.count('\n') == 1 and err.startswith('error: ') and all(word in err for word in words), err
+def test_mistakes_are_one_line(argv, words, tmp_path, monkeypatch, capsys):
+    for cached in (sweep.files_of, sweep.under, sweep.cost):
+        cached.cache_clear()
+    monkeypatch.setattr(sys, 'argv', ['sweep.py', *argv, f'--out_dir={tmp_path}/none'])
+    with pytest.raises(SystemExit) as stop:
+        sweep.main()
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and err.count('\n') == 1 and err.startswith('error: ') and all(word in err for word in words), err
     assert not (tmp_path / 'none').exists()
 
 
