@@ -3,7 +3,8 @@
     python train_lm.py config/small_L2.py --max_iters=20 --compile=False
 
 Arguments are read from left to right and a later one wins, as in nanoGPT: a `.py` file overrides the settings it assigns, `--key=value`
-or `--key value` one setting, and `--key` alone turns a switch on. Unlike nanoGPT, nothing is executed: a config file is data (literals, arithmetic on literals and earlier names).
+or `--key value` one setting, and `--key` alone turns a switch on. Unlike nanoGPT, nothing is executed: a config file is data (literals,
+arithmetic on literals and earlier names).
 A default computed from another setting (`n_embd = 64 * n_layer`) is computed once, from the defaults.
 
 A script calls `config = configure(globals())`. Its settings are the plain assignments (`name = literal`, or arithmetic on literals and

@@ -69,11 +69,10 @@ def summary(values: list[float]) -> tuple[float, float, int]:
 
 
 def cells(runs: list) -> dict:
-    """{row with seed 0: (mean, standard deviation, N)}, in the runs' order."""
+    """{row with seed 0: (mean, standard deviation, N)}, in the order of the runs, which all have a value."""
     values = {}
     for row, log in runs:
-        if (x := value(row, log)) is not None:
-            values.setdefault(row._replace(seed=0), []).append(x)
+        values.setdefault(row._replace(seed=0), []).append(value(row, log))
     return {row: summary(x) for row, x in values.items()}
 
 

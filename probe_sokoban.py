@@ -36,11 +36,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from checkpoint import BEST, CheckpointError, device_name, keep_memory, load_checkpoint, load_latest, need_packages, pick_device, pick_dtype
+from checkpoint import BEST, CheckpointError, device_name, keep_memory, load_run, need_packages, pick_device, pick_dtype
 from checkpoint import write_atomic, write_json, write_text
 from configurator import configure, fail
 from convlstm import CELLS, PLANES, AgentConfig, build_agent
-from sokoban import TIME_LIMIT, LevelError, SokobanEnv, board_image, load_levels, save_gif, save_png
+from figures import COLORS, MARKERS, new, save
+from sokoban import DELTA, TIME_LIMIT, LevelError, SokobanEnv, board_image, load_levels, save_gif, save_png
+from train_sokoban import MODEL, POSITION
 
 # -----------------------------------------------------------------------------
 models = ''                    # folders of trained agents, with a comma between them
@@ -78,7 +80,6 @@ threads = 0                    # CPU threads; 0: torch's choice
 NEVER = 4                      # classes 0..3: up, right, down, left, as the actions
 WAYS = ((-1, 0), (0, 1), (1, 0), (0, -1))                      # (rows, columns) of the actions
 BATCH = 64                     # episodes played at a time
-COLORS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000')       # Okabe and Ito's
 PROBES = ('3x3', '1x1', 'observation')
 
 
@@ -86,12 +87,9 @@ PROBES = ('3x3', '1x1', 'observation')
 
 def load_agent(folder: str, device: str) -> SimpleNamespace:
     """-> model, its run's config, a label and a fingerprint of the weights. CheckpointError, ValueError."""
-    saved, where = (load_checkpoint(os.path.join(folder, BEST)), os.path.join(folder, BEST)) if best else load_latest(folder)
-    if not {'model', 'config', 'step'} <= saved.keys() or 'n_envs' not in saved['config']:
-        raise CheckpointError(f'{where}: not a checkpoint of train_sokoban.py')
+    saved, where = load_run(folder, 'train_sokoban.py', ('model', *POSITION), (), {}, BEST if best else None)
     c = saved['config']
-    names = ('kind', 'recurrent', 'n_layer', 'n_expert', 'n_embd', 'aggregation', 'router_dim', 'radius', 'residual', 'head_dim')
-    model = build_agent(AgentConfig(**{name: c[name] for name in names}, dtype=str(pick_dtype(c['dtype'], device))[6:])).to(device)
+    model = build_agent(AgentConfig(**{name: c[name] for name in MODEL}, dtype=str(pick_dtype(c['dtype'], device))[6:])).to(device)
     try:
         model.load_state_dict(saved['model'])
     except RuntimeError:
@@ -360,13 +358,9 @@ def ratio(a, b) -> float | None:
 
 def recall_figure(results: list[dict], title: str) -> None:
     """Recall by step, a line an agent, one standard deviation over the probes' seeds; dashed: probes of the observation alone."""
-    import matplotlib
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
-    plt.rcParams.update({'font.size': 8, 'svg.fonttype': 'none', 'svg.hashsalt': 'probe'})
-    figure, axes = plt.subplots(figsize=(3.4, 2.9), layout='constrained')
+    figure, (axes,) = new(1, 2.9)
     for i, result in enumerate(results):
-        for kind, style in (('3x3', {'marker': 'osD^vPX'[i % 7], 'ms': 3, 'lw': 1.2}), ('observation', {'ls': '--', 'lw': 0.9, 'alpha': 0.8})):
+        for kind, style in (('3x3', {'marker': MARKERS[i % 7], 'ms': 3, 'lw': 1.2}), ('observation', {'ls': '--', 'lw': 0.9, 'alpha': 0.8})):
             steps = sorted({r['step'] for r in result['rows'] if r['probe'] == kind and r['recall'] is not None})
             values = [[r['recall'] for r in result['rows'] if r['probe'] == kind and r['step'] == t] for t in steps]
             mean, spread = np.array([np.mean(v) for v in values]), np.array([np.std(v, ddof=1) if len(v) > 1 else 0.0 for v in values])
@@ -375,11 +369,8 @@ def recall_figure(results: list[dict], title: str) -> None:
     axes.plot([], [], color='gray', ls='--', lw=0.9, label='observation alone')
     axes.set(xlabel='environment step', ylabel='recall', title=title, ylim=(0, None))
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=7)
-    for kind, more in (('png', {'dpi': 200}), ('svg', {'metadata': {'Date': None}})):
-        write_atomic(os.path.join(out_dir, f'recall.{kind}'), lambda file, kind=kind, more=more: figure.savefig(file, format=kind, **more))
-    plt.close(figure)
+    axes.legend(frameon=False)
+    save(figure, out_dir, 'recall')
 
 
 def plan_image(board: np.ndarray, way: np.ndarray, emitted: np.ndarray, truth: np.ndarray, cell: int = 32) -> np.ndarray:
@@ -443,18 +434,16 @@ def causal_check(agent, packed: np.ndarray, actions: np.ndarray, lengths: np.nda
         env.move(go[:, t])
         start = torch.zeros_like(start)
     plain, _, _ = act(agent, w, boards, start, kept)
-    seen, at = boards.flatten(1, 2), (boards[..., 0].flatten(1) == 3).int().argmax(1)
+    seen, at, delta = boards.flatten(1, 2), (boards[..., 0].flatten(1) == 3).int().argmax(1), torch.tensor(DELTA, device=device)
     order, k = torch.from_numpy(np.argsort(rng.random((n, 4)), 1)), torch.full((n,), NEVER, device=device)
     for j in range(4):                                         # a random free neighbour
         way = order[:, j].to(device)
-        y, x = at // 10 + torch.tensor([d[0] for d in WAYS], device=device)[way], at % 10 + torch.tensor([d[1] for d in WAYS], device=device)[way]
-        inside = (y >= 0) & (y < 10) & (x >= 0) & (x < 10)
-        there = seen[torch.arange(n, device=device), (y.clamp(0, 9) * 10 + x.clamp(0, 9))]
-        free = inside & (there[:, 0] == 0) & (there[:, 1] != 1) & (way != plain)
+        there = seen[torch.arange(n, device=device), at + delta[way]]                        # a board's rim is wall: it has a neighbour
+        free = (there[:, 0] == 0) & (there[:, 1] != 1) & (way != plain)
         k = torch.where((k == NEVER) & free, way, k)
     chosen = (k != NEVER).nonzero().flatten()
     way = k[chosen]
-    cell = at[chosen] + torch.tensor([10 * dy + dx for dy, dx in WAYS], device=device)[way]
+    cell = at[chosen] + delta[way]
     mine, rows = [x[chosen] for x in kept], []
     size = mine[0].float().square().mean().sqrt()
     noise = F.normalize(torch.randn(len(chosen), direction.size(1), generator=torch.Generator().manual_seed(0)), dim=1).to(device)

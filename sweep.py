@@ -535,12 +535,12 @@ def finished(rows: list[Row]) -> list[tuple[Row, list[dict]]]:
         except LogError as error:
             print(f'warning: {error}: this run is skipped', file=sys.stderr)
             continue
-        state = state_of(row)
-        if state == 'other':
+        done = bool(log) and log[-1]['step'] >= total_of(row)
+        if has_other_settings(row):
             print(f'warning: {folder_of(row)}: a run with other settings, skipped', file=sys.stderr)
-        elif state == 'done' and value(row, log) is None:
+        elif done and value(row, log) is None:
             print(f'warning: {folder_of(row)}/log.jsonl: has no {"validation loss" if row.is_text else "return"} at its end: this run is skipped', file=sys.stderr)
-        elif state == 'done':
+        elif done:
             runs.append((row, log))
     return runs
 
