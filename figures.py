@@ -82,6 +82,18 @@ def best(rows: dict):
     return min((row for row in rows if rows[row][2] == most), key=lambda row: rows[row][0] if row.is_text else -rows[row][0])
 
 
+def without(row, name: str):
+    """The row but for its own setting `name`."""
+    return row._replace(more=tuple((k, v) for k, v in row.more if k != name))
+
+
+def at_best(runs: list, name: str) -> list:
+    """The runs of the cells that are best among those which differ in the setting `name` alone."""
+    points = cells(runs)
+    keep = {best({row: points[row] for row in rows}) for rows in groups(points, lambda row: without(row, name)).values()}
+    return [(row, log) for row, log in runs if row._replace(seed=0) in keep]
+
+
 def read_csv(folder: str, name: str, numbers: list[str]) -> list[dict]:
     """A table of the paper, its columns `numbers` as floats (an empty field: NaN)."""
     path = os.path.join(folder, name)

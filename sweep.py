@@ -12,7 +12,8 @@ $ python sweep.py config/study_lm.py --run --figure --table
 A plan compares allocations (L, E, d) at one budget W: L levels, widths d, E = round(W / (L C(d))) experts, where C(d) is an expert's cost;
 a row is dropped where that is 0. ConvLSTM: C = 9 (32 + 2d) 4d multiply-adds a cell, W = C(128), C(256), C(1024). ConvGLU: C = 9 d 2d. Language
 models: C = forward FLOPs of a block a token, W = 16 or 32 blocks of width 768. Kinds: recurrent, feedforward. `width` and `length` shrink a plan
-for a small machine by the same rule: widths and budget, updates or environment steps.
+for a small machine by the same rule: widths and budget, updates or environment steps. `tune` gives each allocation its own value of a setting:
+all values run with seed 1; when these have finished, the list grows by the other seeds of each allocation's best, which the figures show.
 
 Writes into out_dir/PLAN: a folder a run, and there the figures and tables too. A run is finished when its log is at its last step.
 """
@@ -32,10 +33,10 @@ from typing import NamedTuple
 import torch
 
 from checkpoint import LAST, PREV, Stopper, device_name, need_packages, write_json
-from configurator import configure, fail, first_line, read_config, read_script
+from configurator import configure, fail, first_line, read_argument, read_config, read_script
 from convlstm import AgentConfig, build_agent
 from data_fineweb import VOCAB
-from figures import LogError, chosen_by_return, draw, read_log, run_record, solve_table, tables, value
+from figures import LogError, at_best, chosen_by_return, draw, read_log, run_record, solve_table, tables, value, without
 from measure import commit
 from model import ModelConfig, build_model
 
@@ -44,6 +45,7 @@ from model import ModelConfig, build_model
 plan = ''                      # a name of PLANS; an unknown one lists them
 only = ''                      # a part of the plan, as in 'L=1,2 kind=recurrent model=convglu'
 seeds = 0                      # runs of a cell, with seeds 1..n; 0: three for Sokoban, one for language models
+tune = ''                      # 'learning_rate=0.02,0.04': each cell at each value, and its best with the other seeds
 base = ''                      # config file under all of a plan's runs, or under the recurrent ones; '': the plan's own
 base_ff = ''                   # the same under those that are not recurrent
 width = 1.0                    # widths, and the budget's, times this
@@ -240,6 +242,31 @@ PLANS = {
 }
 
 
+def tuned(rows: list[Row]) -> list[Row]:
+    """Each row once a value of `tune`."""
+    name, _, values = tune.partition('=')
+    if not name or not values:
+        fail(f"tune = {tune!r}: expected a setting and its values, as in 'learning_rate=0.02,0.04'")
+    out = []
+    for row in rows:
+        if name in settings_of(row) or name in SAME_RUN:
+            fail(f'tune = {tune!r}: {name} cannot be tuned: plan {plan!r} sets it, or it changes no result')
+        for text in values.split(','):
+            read_argument(f'--{name}={text}', own := {}, under(*row[:3]))
+            out.append(row._replace(more=(*row.more, (name, own[name]))))
+    return list(dict.fromkeys(out))
+
+
+def winners(rows: list[Row]) -> list[Row]:
+    """Of rows that differ in `tune` alone the best one, judged by seed 1; none until all of these have finished or failed."""
+    states = {row: state_of(row) for row in rows}
+    if not set(states.values()) <= {'done', 'failed'}:
+        return []
+    logs = [(row, read_log(folder_of(row))) for row in rows if states[row] == 'done']
+    best = {row for row, _ in at_best([(row, log) for row, log in logs if value(row, log) is not None], tune.partition('=')[0])}
+    return [row for row in rows if row in best]
+
+
 def chosen(rows: list[Row]) -> list[Row]:
     """The rows that `only` names."""
     for condition in only.split():
@@ -254,12 +281,14 @@ def chosen(rows: list[Row]) -> list[Row]:
 
 
 def plan_rows() -> list[Row]:
-    """All runs; the first seed of every cell comes before the second of any."""
+    """All runs; the first seed of every cell comes before the second of any. With `tune`, the runs known by now: later ones come last."""
     if plan not in PLANS:
         fail(f'plan = {plan!r}: expected one of {", ".join(PLANS)}')
     cells = chosen(PLANS[plan]())
-    counts = [seeds or (1 if row.is_text else 3) for row in cells]
-    return [row._replace(seed=seed) for seed in range(1, max(counts) + 1) for row, n in zip(cells, counts, strict=True) if seed <= n]
+    cells = tuned(cells) if tune else cells
+    counts = {row: seeds or (1 if row.is_text else 3) for row in cells}
+    again = winners(cells) if tune else cells
+    return cells + [row._replace(seed=seed) for seed in range(2, max(counts.values()) + 1) for row in again if seed <= counts[row]]
 
 
 # ----------------------------------------------------------------------------- where a run is
@@ -338,6 +367,8 @@ def print_plan(rows: list[Row]) -> None:
         shown = f'{progress(row)[0]:.0%}' if state == 'cut' else state
         print(f'{i:>4} {row.model:<11} {row.kind:<11} {row.L:>2} {row.E:>3} {row.d:>4} {wide(row.setting)}{row.seed:>4} {amount / 1e6:>9,.1f} {over_budget(row):>7.2f} '
               f'{params:>11,}  {shown:<7} {shlex.join(command(row, state))}')
+    if tune and all(row.seed == 1 for row in rows):
+        print('other seeds, if any, follow when all of these have finished')
 
 
 # ----------------------------------------------------------------------------- running
@@ -518,6 +549,8 @@ def main() -> int:
         print_plan(rows)
         return 0
     status = execute(rows if index < 0 else [rows[index]]) if run else 0
+    if run and tune and index < 0 and status < 2 and len(again := plan_rows()) > len(rows):
+        rows, status = again, execute(again)                   # the best values' other seeds
     if status < 2 and (figure or table):
         show(rows)
     return status
@@ -558,7 +591,9 @@ def show(rows: list[Row]) -> None:
     paths = []
     if figure:
         token = 'byte' if any(row.is_text and config_of(row)['tokenizer'] == 'bytes' for row in rows) else 'token'
-        paths += draw(plan, f', widths x {width:g}' if width != 1 else '', rows, fair, token, reference, into)
+        name = tune.partition('=')[0]
+        scale = (f', widths x {width:g}' if width != 1 else '') + (f', best {name.replace("_", " ")}s' if name else '')
+        paths += draw(plan, scale, [without(row, name) for row in rows], [(without(row, name), log) for row, log in at_best(fair, name)], token, reference, into)
     if table:
         paths += tables(runs, reference, into)
         about = {'plan': plan, 'commit': commit(), 'device': device_name('cuda' if torch.cuda.is_available() else 'cpu'), 'torch': torch.__version__,

@@ -186,6 +186,11 @@ def test_list_has_a_line_a_run_with_a_command_that_parses():
     (['--plan=lm-small', '--length=1e307'], ['length = 1e+307']),
     (['--plan=lm-small', '--run', '--index=99'], ['index = 99', '0 to 27']),
     (['--plan=lm-small', '--seeds=-1'], ['seeds = -1']),
+    (['--plan=lm-small', '--tune=learning_rate'], ['tune', "'learning_rate=0.02,0.04'"]),
+    (['--plan=lm-small', '--tune=n_layer=1,2'], ['n_layer', 'cannot be tuned']),
+    (['--plan=lm-small', '--tune=threads=1,2'], ['threads', 'cannot be tuned']),
+    (['--plan=lm-small', '--tune=learning_rat=0.02'], ['learning_rat', "'learning_rate'"]),
+    (['--plan=lm-small', '--tune=learning_rate=0.02,'], ['learning_rate expects']),
     (['--plan=lm-small', '--figure'], ['no run of plan', '--run']),
     (['--plan=lm-small', '--gpus_per_run=64', '--run'], ['gpus_per_run = 64']),
 ])
@@ -412,6 +417,39 @@ def test_eta_counts_what_is_done(tmp_path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_text(''.join(json.dumps(r | {'step': 5000, 'seconds': 50.0}) + '\n' for r in lines[:4]))
     assert sweep.remaining(rows, rows[1:], 2) == '0:02:05' and sweep.remaining(rows, rows[3:], 2) == '0:01:40' and sweep.remaining(rows, [], 2) == '0:00:00'
+
+
+def test_each_cell_is_tuned_with_seed_1_and_its_best_gets_the_other_seeds(base, tmp_path):
+    argv = ['--plan=lm-small', f'--base={base}', '--width=0.0625', '--only=L=1,4 d=48 kind=recurrent', f'--out_dir={tmp_path}', '--seeds=3',
+            '--tune=learning_rate=0.02,0.04,0.04,1']
+    rows = sized(*argv)
+    assert [(r.L, r.more, r.seed) for r in rows] == [(L, (('learning_rate', rate),), 1) for L in (1, 4) for rate in (0.02, 0.04, 1.0)]
+    assert '--learning_rate=0.04' in sweep.arguments(rows[1]) and sweep.config_of(rows[1])['learning_rate'] == 0.04
+    loss = {(1, 0.02): 3.0, (1, 0.04): 2.0, (1, 1.0): 2.5, (4, 0.02): 1.0, (4, 0.04): 1.5}
+    fake(rows[:5], lambda row: loss[row.L, row.more[0][1]])
+    assert sized(*argv) == rows                                # one is missing
+    bad = Path(sweep.folder_of(rows[5]))
+    bad.mkdir(parents=True)
+    (bad / 'failed.json').write_text('{}')                     # a rate too high for it
+    grown = sized(*argv)
+    assert grown[:6] == rows                                   # jobs' numbers stay
+    assert [(r.L, r.more[0][1], r.seed) for r in grown[6:]] == [(1, 0.04, 2), (4, 0.02, 2), (1, 0.04, 3), (4, 0.02, 3)]
+    fake(grown[6:], lambda row: 9.0)                           # the best with all seeds is shown, not a lucky single one
+    shown = figures.at_best(sweep.finished(grown), 'learning_rate')
+    assert {(r.L, r.more[0][1], r.seed) for r, _ in shown} == {(1, 0.04, s) for s in (1, 2, 3)} | {(4, 0.02, s) for s in (1, 2, 3)}
+    assert figures.without(rows[0], 'learning_rate').more == () and figures.at_best(sweep.finished(grown), '') == sweep.finished(grown)
+
+
+def test_tuning_goes_on_to_the_other_seeds(base, tmp_path):
+    """One command: a value that cannot run is no winner and does not stop the rest."""
+    argv = ['--plan=residual', f'--base={base}', '--width=0.03125', '--only=L=8 model=transformer residual=shared', f'--out_dir={tmp_path}', '--seeds=2',
+            '--tune=grad_clip=-1,1']
+    status, out, err = call(*argv)
+    assert status == 0 and len(out.splitlines()) == 5 and 'other seeds' in out.splitlines()[-1]
+    status, out, err = call(*argv, '--run', '--figure', '--table')
+    assert status == 1 and out.count(': done') == 2 and 'grad_clip' in out and '3 runs, 1 finished before' in out, out + err
+    assert 'best grad clips, 2 seeds' in (tmp_path / 'residual' / 'bars_transformer.svg').read_text()
+    assert (tmp_path / 'residual' / 'table_transformer.csv').read_text().splitlines()[0].startswith('variant,budget,L,E,d,residual,grad_clip,')
 
 
 def test_best_of_cells_with_all_seeds(tmp_path):
