@@ -5,6 +5,8 @@ Layers", after Bush et al.'s approach direction), for one agent or several side 
 Plays 3,000 training levels and the test levels greedily, trains probes, scores them on the test levels that all agents solve, and writes
 recall by step, a table, arrows on boards and a GIF:
 $ python probe_sokoban.py --models=out/sokoban_large_L1,out/sokoban_large_L4 --test_levels=unfiltered-test
+The paper's agents, the best of three seeds of each depth, from the sweep's folders (config/probe_large.py has the command that trains them):
+$ python probe_sokoban.py config/probe_large.py
 Two more questions: do the probes' directions steer the agent, and does time to think help it?
 $ python probe_sokoban.py --models=out/sokoban_large_L4 --causal --thinking
 
@@ -22,6 +24,7 @@ Shape letters: N episodes at a time, n episodes, S steps of all episodes, T step
 are (10, 10) or (100,).
 """
 import csv
+import glob
 import io
 import math
 import os
@@ -41,11 +44,12 @@ from checkpoint import write_atomic, write_json, write_text
 from configurator import configure, fail
 from convlstm import CELLS, PLANES, AgentConfig, build_agent
 from figures import COLORS, MARKERS, new, save
+from play_sokoban import play as play_levels
 from sokoban import DELTA, TIME_LIMIT, LevelError, SokobanEnv, board_image, load_levels, save_gif, save_png
 from train_sokoban import MODEL, POSITION
 
 # -----------------------------------------------------------------------------
-models = ''                    # folders of trained agents, with a comma between them
+models = ''                    # folders of trained agents, with a comma between them; 'out/L4_s*' is the one that solves most test levels
 best = False                   # their best checkpoints instead of their last
 out_dir = 'out/probe'
 levels = ''                    # the probes' training levels: a split or a file; '': those that the first agent was trained on
@@ -98,6 +102,24 @@ def load_agent(folder: str, device: str) -> SimpleNamespace:
     weights = sum(float(p.detach().double().abs().sum()) for p in model.parameters())
     return SimpleNamespace(model=model.eval(), config=c, label=label, name=os.path.basename(os.path.normpath(folder)), where=str(where),
                            fingerprint=f'{c["kind"]} {label}, step {saved["step"]}, weights {weights:.9g}')
+
+
+def folders_of(name: str) -> list[str]:
+    """The folders that a part of `models` names."""
+    folders = sorted(filter(os.path.isdir, glob.glob(name))) if '*' in name else [name]
+    if not folders:
+        fail(f'models: no folder is named {name}')
+    return folders
+
+
+def best_agent(agents: list, packed: np.ndarray, device: str) -> SimpleNamespace:
+    """The one of several that solves most of the levels, greedily; the first of equals."""
+    if len(agents) == 1:
+        return agents[0]
+    rates = [play_levels(agent.model, packed, device)['solved'].double().mean().item() for agent in agents]
+    for agent, rate in zip(agents, rates, strict=True):
+        print(f'{agent.where}: solves {rate:.1%} of the test levels', flush=True)
+    return agents[rates.index(max(rates))]
 
 
 def act(agent, w, obs, start, state) -> tuple[torch.Tensor, torch.Tensor, tuple]:
@@ -507,12 +529,15 @@ def prepare(agent, packed: np.ndarray, part: str, device: str, keep: np.ndarray 
 
 
 def probe(device: str) -> None:
-    agents = [load_agent(folder, device) for folder in models.split(',')]
-    if len({agent.name for agent in agents}) < len(agents):
+    groups = [[load_agent(folder, device) for folder in folders_of(name)] for name in models.split(',')]
+    names = [agent.name for group in groups for agent in group]
+    if len(set(names)) < len(names):
         fail(f'models = {models!r}: two folders have the same name, which their outputs would share')
-    if source == 'cells' and any(a.config['kind'] != 'convlstm' or not a.config['recurrent'] for a in agents):
+    if source == 'cells' and any(a.config['kind'] != 'convlstm' or not a.config['recurrent'] for group in groups for a in group):
         fail("source = 'cells' is for recurrent ConvLSTMs: the others have none")
-    packed, test = read_levels(agents[0].config)
+    packed, test = read_levels(groups[0][0].config)
+    agents = [best_agent(group, test, device) for group in groups]
+    del groups                                                 # the others' memory
     solved = np.all([collect(agent, test, 'test', device).solved for agent in agents], 0)
     print(f'{solved.sum()} of {len(test)} test levels are solved by {"all agents" if agents[1:] else "the agent"}')
     if solved.sum() < min_levels:

@@ -261,9 +261,19 @@ def test_the_whole_command(agents, tmp_path):
     assert {r['model'] for r in rows} == {'lstm', 'glu', 'ff'} and {r['probe'] for r in rows} == set(probe.PROBES) and {r['seed'] for r in rows} == {'0', '1'}
 
 
+def test_a_pattern_is_the_agent_that_solves_most(agents, capsys):
+    folders = probe.folders_of(str(agents / '*'))
+    assert [os.path.basename(f) for f in folders] == ['ff', 'glu', 'lstm']                   # not the file beside them
+    loaded, rooms = [probe.load_agent(folder, 'cpu') for folder in folders], np.concatenate([corridor(row) for row in range(8)])
+    for k in (0, 2):
+        loaded[k].model.logits.bias.data[LEFT] = 200.0         # away from the box
+    assert probe.best_agent(loaded, rooms, 'cpu') is loaded[1] and capsys.readouterr().out.count('solves 0.0%') == 2
+    assert probe.best_agent(loaded[:1], rooms, 'cpu') is loaded[0]
+
+
 @pytest.mark.parametrize('argv, message', [
     (['--source=h'], "source = 'h'"), (['--source=cells'], "source = 'cells'"), (['--target=exit'], "target = 'exit'"), (['--models='], 'models is empty'),
-    (['--models=nowhere'], 'nowhere'), (['--n_train=0'], 'n_train = 0'), (['--precision=1.5'], 'precision = 1.5'), (['--min_levels=31'], 'min_levels = 31'),
+    (['--models=nowhere'], 'nowhere'), (['--models=no_*'], 'no folder is named no_*'), (['--n_train=0'], 'n_train = 0'), (['--precision=1.5'], 'precision = 1.5'), (['--min_levels=31'], 'min_levels = 31'),
     (['--test_levels=nonsense'], 'data/boxoban'), (['--level=30'], 'level'), (['--shown=()'], 'shown')])
 def test_mistakes_are_one_line(agents, tmp_path, argv, message):
     done = command(agents, tmp_path / 'out', *argv)
