@@ -6,7 +6,9 @@ With several ranks, one rank writes and prepares the folder.
 """
 
 import collections
+import contextlib
 import ctypes
+import datetime
 import importlib.util
 import json
 import math
@@ -17,6 +19,7 @@ import platform
 import random
 import re
 import signal
+import struct
 import sys
 import tempfile
 import time
@@ -26,13 +29,15 @@ import numpy as np
 import torch
 import torch.distributed
 
-from configurator import first_line
+from configurator import fail, first_line
 
 LAST, PREV, BEST = 'ckpt_last.pt', 'ckpt_prev.pt', 'ckpt_best.pt'
+BEGUN = '.begun'  # the folder's run was begun by the torchrun that wrote this last
 RUN_FILES = ('ckpt_*.pt', 'log.jsonl', 'config.json', 'loss.png', '*.tfevents.*')  # what a run writes into its folder, and overwrite removes
 
 # What torch.load raises on damaged or foreign files: the unpickler, the storages and the tensors' rebuilding each have their own.
-UNREADABLE = (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError, EOFError, OverflowError, pickle.UnpicklingError)
+UNREADABLE = (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError, EOFError, OverflowError, pickle.UnpicklingError,
+              struct.error)
 
 
 class CheckpointError(ValueError):
@@ -193,7 +198,15 @@ def save_checkpoint(obj, path, keep=None):
     """Saves obj (tensors, dict, list, tuple, str, int, float, bool, None) as a whole or not at all; with keep=PREV the checkpoint that
     was at `path` goes on under that name. Raises TypeError for other types, OSError when the disk is full."""
     check_plain(obj)
-    write_atomic(path, lambda file: torch.save(obj, file), keep)
+    def write(file):
+        try:
+            torch.save(obj, file)
+        except RuntimeError as error:  # on a full disk torch complains of a position; what happened comes before
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+    write_atomic(path, write, keep)
 
 
 def load_checkpoint(path, device='cpu'):
@@ -305,6 +318,9 @@ def print0(text):
         print(text, flush=True)
 
 
+PATIENCE = datetime.timedelta(minutes=10)  # with a rank that does not answer
+
+
 def join_ranks(device, threads):
     """-> rank, world size and device ('cpu' or 'cuda:N') of this process; under torchrun it joins the process group. threads: of a CPU,
     0 for torch's choice."""
@@ -315,8 +331,24 @@ def join_ranks(device, threads):
     elif threads > 0:
         torch.set_num_threads(threads)
     if world > 1:
-        torch.distributed.init_process_group('cpu:gloo,cuda:nccl' if kind.startswith('cuda') else 'gloo')
+        # torchrun's store outlives an attempt: without a prefix, ranks that are started again find the addresses of the dead ones
+        store, _, _ = next(torch.distributed.rendezvous('env://', timeout=PATIENCE))
+        store = torch.distributed.PrefixStore(f'attempt {os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)}', store)
+        torch.distributed.init_process_group('cpu:gloo,cuda:nccl' if kind.startswith('cuda') else 'gloo', store=store, rank=rank, world_size=world, timeout=PATIENCE)
     return rank, world, kind
+
+
+def last_words(error, out_dir, less_memory):
+    """The line for an OSError or RuntimeError that ends a run: a full disk, a folder that is gone, no GPU memory, a rank that died or cannot
+    be reached. Any other RuntimeError is raised again."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return f'out of GPU memory: {less_memory} ({first_line(error)})'
+    if isinstance(error, torch.distributed.DistError) or 'gloo/transport' in str(error):
+        saved = f'{out_dir} keeps its last checkpoint: --resume=True goes on' if saved_in(out_dir) else 'nothing had been saved yet'
+        return f'rank {os.environ.get("RANK")}: another rank died, or cannot be reached; {saved} ({first_line(error)})'
+    if isinstance(error, OSError):
+        return error
+    raise error
 
 
 def compiles(model, once):
@@ -344,10 +376,10 @@ def leave(status):
 
 
 def need_packages(**asked):
-    """ValueError for one that is asked for and not installed."""
+    """Ends the script where one is asked for and not installed."""
     for name, wanted in asked.items():
         if wanted and importlib.util.find_spec(name) is None:
-            raise ValueError(f'{name} is asked for but not installed: pip install {name}, or leave it out')
+            fail(f'{name} is asked for but not installed: pip install {name}, or leave it out')
 
 
 def device_name(kind):
@@ -384,6 +416,19 @@ def pick_dtype(name, kind):
 # the output folder
 
 
+def saved_in(out_dir):
+    return any(os.path.exists(os.path.join(out_dir, name)) for name in (LAST, PREV))
+
+
+def restarted(out_dir):
+    """The settings with which a run goes on that torchrun --max-restarts has started again: from its last checkpoint, or from the beginning
+    where there is none yet; {} at any other start. For every rank, before prepare_out_dir."""
+    if os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') == '0' or not os.path.exists(os.path.join(out_dir, BEGUN)):
+        return {}
+    print0(f'started again by torchrun: {"resuming" if saved_in(out_dir) else "nothing was saved, from the beginning"}')
+    return {'resume': saved_in(out_dir), 'overwrite': not saved_in(out_dir)}
+
+
 def prepare_out_dir(out_dir, resume=False, overwrite=False, run_files=RUN_FILES):
     """Creates the folder of a run, or checks it -> its pathlib.Path. OutDirError says why not.
 
@@ -395,7 +440,10 @@ def prepare_out_dir(out_dir, resume=False, overwrite=False, run_files=RUN_FILES)
         raise OutDirError('--resume and --overwrite exclude each other: choose one')
     path = pathlib.Path(out_dir)
     try:
-        if resume and not (path / LAST).exists() and not (path / PREV).exists():
+        if os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') == '0':
+            with contextlib.suppress(FileNotFoundError):
+                (path / BEGUN).unlink()  # a folder that is refused below is not this launch's, however often it is started again
+        if resume and not saved_in(path):
             raise OutDirError(f'{path}: nothing to resume from, there is no {LAST}: start without --resume')
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -410,6 +458,8 @@ def prepare_out_dir(out_dir, resume=False, overwrite=False, run_files=RUN_FILES)
         for file in path.glob(pattern):
             if not file.is_dir():
                 file.unlink()
+    if 'TORCHELASTIC_RESTART_COUNT' in os.environ:
+        (path / BEGUN).touch()
     return path
 
 

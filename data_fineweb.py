@@ -225,7 +225,7 @@ def read_meta(folder):
         meta = json.loads(read_bytes(path))
         if meta['tokenizer'] in VOCAB and isinstance(meta['shards'], list) and 'source' in meta:
             return meta
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         pass
     raise DataError(f'{path}: not a description of token shards: delete the folder and prepare it again')
 
@@ -284,7 +284,7 @@ def read_documents(path):
 def json_text(line, where):
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f'{where}: not JSON: {error}') from None
     if not isinstance(row, dict) or not isinstance(row.get('text'), str):
         raise DataError(f'{where}: no string under the key \'text\', expected one object a line such as {{"text": "..."}}')

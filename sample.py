@@ -1,5 +1,5 @@
 """
-Text from a checkpoint of train_lm.py, streamed token by token in constant memory.
+Text from a model that train_lm.py trained or export.py wrote, streamed token by token in constant memory.
 
 $ python sample.py --out_dir=out/demo --prompt="The state of the Union"
 $ python sample.py --out_dir=out/demo --prompt=FILE:prompt.txt --max_new_tokens=-1        # for ever; ctrl-C ends it
@@ -10,14 +10,15 @@ import sys
 
 import torch
 
-from checkpoint import BEST, LAST, CheckpointError, load_checkpoint, pick_device, pick_dtype
+from checkpoint import pick_device, pick_dtype
 from configurator import configure, fail
 from data_fineweb import get_tokenizer
 from decode import Decoder
+from export import WEIGHTS, load_trained, read_model
 from model import ModelConfig, build_model
 
 # -----------------------------------------------------------------------------
-out_dir = 'out/lm'             # a folder that train_lm.py wrote
+out_dir = 'out/lm'             # a folder that train_lm.py or export.py wrote
 which = 'best'                 # 'best' (lowest validation loss) or 'last'; the last one also where there is no best
 prompt = ''                    # text to continue; FILE:name reads it from a file; '' starts a document
 max_new_tokens = 500           # tokens to write; -1: until ctrl-C
@@ -31,17 +32,16 @@ dtype = 'auto'                 # of matrix products: 'auto': bfloat16 where the 
 
 
 def load_model(kind: str):
-    """Model, in fp32 and evaluation mode, and tokenizer of out_dir's checkpoint."""
+    """Model, in fp32 and evaluation mode, and tokenizer of out_dir."""
     if which not in ('best', 'last'):
         fail(f"which = {which!r}: expected 'best' or 'last'")
-    best = os.path.join(out_dir, BEST)
-    checkpoint = load_checkpoint(best if which == 'best' and os.path.exists(best) else os.path.join(out_dir, LAST))
-    for key in ('model', 'model_config', 'recurrent', 'config'):
-        if key not in checkpoint:
-            raise CheckpointError(f'{out_dir}: the checkpoint is not one of train_lm.py (it has no {key!r})')
-    model = build_model(ModelConfig(**checkpoint['model_config'] | {'path': 'fast'}), checkpoint['recurrent'])
-    model.load_state_dict(checkpoint['model'])
-    return model.to(kind).eval(), get_tokenizer(checkpoint['config']['tokenizer'])
+    if os.path.exists(os.path.join(out_dir, WEIGHTS)):
+        model, name = read_model(out_dir)
+    else:
+        saved = load_trained(out_dir, which)
+        model, name = build_model(ModelConfig(**saved['model_config'] | {'path': 'fast'}), saved['recurrent']), saved['config']['tokenizer']
+        model.load_state_dict(saved['model'])
+    return model.to(kind).eval(), get_tokenizer(name)
 
 
 def read_prompt() -> str:

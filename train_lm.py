@@ -25,10 +25,10 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from checkpoint import BEST, LAST, PREV, JsonlLog, Stopper, compiles, device_name, join_ranks, leave, load_optimizer, load_run
-from checkpoint import need_packages, open_trackers, pick_dtype, plot_losses, prepare_out_dir, print0, rng_state, save_checkpoint, set_rng_state
-from checkpoint import write_json
-from configurator import configure, fail, first_line
+from checkpoint import BEST, LAST, PREV, JsonlLog, Stopper, compiles, device_name, join_ranks, last_words, leave, load_optimizer
+from checkpoint import load_run, need_packages, open_trackers, pick_dtype, plot_losses, prepare_out_dir, print0, restarted, rng_state
+from checkpoint import save_checkpoint, set_rng_state, write_json
+from configurator import configure, fail
 from data_fineweb import VOCAB, DataError, SequenceLoader, StreamLoader, find_shards, load_val, token_bytes
 from kernels import chosen_lines, graphed
 from model import ModelConfig, State, build_model, config_dict
@@ -441,12 +441,11 @@ def train(config: dict) -> int:
 
 def main() -> int:
     config = configure(globals())
+    globals().update(restarted(out_dir))
     try:
         return train(config)
-    except OSError as error:                                   # a full disk, a folder that is gone; checkpoints stay whole
-        fail(error)
-    except torch.OutOfMemoryError as error:
-        fail(f'out of GPU memory: a smaller batch_size takes less ({first_line(error)})')
+    except (OSError, RuntimeError) as error:                   # a full disk, no memory, a dead rank; checkpoints stay whole
+        fail(last_words(error, out_dir, 'a smaller batch_size takes less'))
     except KeyboardInterrupt:                                  # before the first update, or the second ctrl-C
         print0('\ninterrupted: the last checkpoint stays as it was')
         return 130

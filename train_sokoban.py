@@ -30,10 +30,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from checkpoint import BEST, LAST, PREV, CheckpointError, JsonlLog, Stopper, compiles, device_name, join_ranks, keep_memory, leave
-from checkpoint import load_optimizer, load_run, need_packages, open_trackers, pick_dtype, prepare_out_dir, print0, rng_state, save_checkpoint
-from checkpoint import set_rng_state, write_json
-from configurator import configure, fail, first_line
+from checkpoint import BEST, LAST, PREV, CheckpointError, JsonlLog, Stopper, compiles, device_name, join_ranks, keep_memory, last_words
+from checkpoint import leave, load_optimizer, load_run, need_packages, open_trackers, pick_dtype, prepare_out_dir, print0, restarted, rng_state
+from checkpoint import save_checkpoint, set_rng_state, write_json
+from configurator import configure, fail
 from convlstm import AgentConfig, build_agent
 from kernels import compiled, graphed
 from play_sokoban import evaluate, plot_log, report
@@ -342,7 +342,7 @@ def make_record(run: SimpleNamespace) -> dict:
     record = {'step': run.step, 'env_steps': run.step * n_envs * unroll, 'episodes': len(run.since),
               'episodic_return': mean(run.since, 0), 'return_100': mean(recent[-100:], 0), 'return_1000': mean(recent, 0),
               'solve_rate_100': mean(recent[-100:], 1), 'solve_rate_1000': mean(recent, 1), **{k: v / updates for k, v in run.sums.items()},
-              'lr': run.optimizer.param_groups[0]['lr'].item(), 'env_steps_per_s': updates * n_envs * unroll / elapsed, 'seconds': run.seconds}
+              'lr': learning_rate * (1 - (run.step - 1) / run.updates), 'env_steps_per_s': updates * n_envs * unroll / elapsed, 'seconds': run.seconds}
     run.since, run.sums, run.logged, run.clock = [], {}, run.step, run.seconds
     return record
 
@@ -475,12 +475,11 @@ def train(config: dict) -> int:
 
 def main() -> int:
     config = configure(globals())
+    globals().update(restarted(out_dir))
     try:
         return train(config)
-    except torch.OutOfMemoryError as error:
-        fail(f'out of GPU memory: fewer n_envs, or --reuse=False ({first_line(error)})')
-    except OSError as error:                                   # a full disk, a folder that is gone; checkpoints stay whole
-        fail(error)
+    except (OSError, RuntimeError) as error:                   # a full disk, no memory, a dead rank; checkpoints stay whole
+        fail(last_words(error, out_dir, 'fewer n_envs, or --reuse=False'))
     except KeyboardInterrupt:                                  # before the first update, or the second ctrl-C
         print0('\ninterrupted: the last checkpoint stays as it was')
         return 130

@@ -293,7 +293,7 @@ def test_ranks(tmp_path):
     assert process.returncode == 0, err
     for a, b in zip(read_log(tmp_path / 'one'), read_log(tmp_path / 'two'), strict=True):
         assert a['env_steps'] == b['env_steps'] and a.get('episodes') == b.get('episodes')
-        for key in a.keys() - {'lr', 'steps'}:
+        for key in a.keys() - {'steps'}:
             assert (a[key] is None) == (b[key] is None) and (a[key] is None or a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-3)), (a['step'], key)
     one, two = (load_checkpoint(tmp_path / name / 'ckpt_last.pt') for name in ('one', 'two'))
     same(one['env'], two['env'])

@@ -1,0 +1,93 @@
+"""
+A trained language model as plain files that other programs read: model.safetensors, its weights, and config.json, its sizes and tokenizer.
+
+$ python export.py --out_dir=out/demo --to=out/demo_model
+$ python sample.py --out_dir=out/demo_model --prompt="The state of the Union"
+"""
+import json
+import os
+
+import torch
+
+from checkpoint import BEST, LAST, CheckpointError, load_checkpoint, need_packages, write_atomic, write_json
+from configurator import configure, fail, first_line
+from data_fineweb import VOCAB
+from model import LanguageModel, ModelConfig, build_model
+
+# -----------------------------------------------------------------------------
+out_dir = 'out/lm'             # a folder that train_lm.py wrote
+which = 'best'                 # 'best' (lowest validation loss) or 'last'; the last one also where there is no best
+to = ''                        # the folder to write; what it holds of an earlier export is replaced
+dtype = 'float32'              # of the weights: 'float32', as trained, or 'bfloat16', half the size
+# -----------------------------------------------------------------------------
+
+WEIGHTS, CONFIG = 'model.safetensors', 'config.json'
+NEEDED = ('model', 'model_config', 'recurrent', 'config')
+
+
+def load_trained(folder: str, which: str) -> dict:
+    """train_lm.py's best or last checkpoint. CheckpointError."""
+    best = os.path.join(folder, BEST)
+    saved = load_checkpoint(best if which == 'best' and os.path.exists(best) else os.path.join(folder, LAST))
+    for key in NEEDED:
+        if key not in saved:
+            raise CheckpointError(f'{folder}: the checkpoint is not one of train_lm.py (it has no {key!r})')
+    return saved
+
+
+def write_model(saved: dict, folder: str, dtype: torch.dtype) -> None:
+    """config.json comes last: a folder without it is no model. OSError."""
+    from safetensors.torch import save
+    os.makedirs(folder, exist_ok=True)
+    if os.path.exists(os.path.join(folder, CONFIG)):
+        os.remove(os.path.join(folder, CONFIG))
+    weights = {name: tensor.to(dtype).contiguous() for name, tensor in saved['model'].items()}
+    write_atomic(os.path.join(folder, WEIGHTS), lambda file: file.write(save(weights)))
+    sizes = {name: value for name, value in saved['model_config'].items() if name != 'path'}                 # how it runs is no size
+    write_json({'recurrent': saved['recurrent'], 'tokenizer': saved['config']['tokenizer'], 'model': sizes, 'step': saved.get('step'),
+                'best_val_loss': saved.get('best')}, os.path.join(folder, CONFIG))
+
+
+def read_model(folder: str) -> tuple[LanguageModel, str]:
+    """What write_model wrote -> the model, in fp32, and its tokenizer's name. CheckpointError says what is wrong."""
+    need_packages(safetensors=True)
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+    where = os.path.join(folder, CONFIG)
+    try:
+        with open(where, encoding='utf-8') as file:
+            about = json.load(file)
+        if about['tokenizer'] not in VOCAB or type(about['recurrent']) is not bool:
+            raise ValueError('unknown tokenizer, or recurrent is not true or false')
+        with torch.device('meta'):                             # sizes are checked before any memory is taken
+            model = build_model(ModelConfig(**about['model']), about['recurrent'])
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, RecursionError) as error:
+        raise CheckpointError(f'{where}: not the description of an exported model ({first_line(error)})') from None
+    where = os.path.join(folder, WEIGHTS)
+    try:
+        weights = load_file(where)
+        model.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise CheckpointError(f'{where}: not the weights that {CONFIG} describes ({first_line(error)})') from None
+    return model, about['tokenizer']
+
+
+def main() -> None:
+    configure(globals(), quiet=True)
+    if which not in ('best', 'last') or dtype not in ('float32', 'bfloat16'):
+        fail(f"which = {which!r}, dtype = {dtype!r}: expected 'best' or 'last', and 'float32' or 'bfloat16'")
+    if not to or os.path.abspath(to) == os.path.abspath(out_dir):
+        fail(f'to = {to!r}: name a folder for the model, other than out_dir')
+    if os.path.exists(os.path.join(to, LAST)) or os.path.exists(os.path.join(to, 'log.jsonl')):
+        fail(f'to = {to!r}: holds a training run: name another folder')
+    need_packages(safetensors=True)
+    try:
+        write_model(load_trained(out_dir, which), to, getattr(torch, dtype))
+        model, _ = read_model(to)                              # what was written can be read
+    except (ValueError, OSError) as error:
+        fail(error)
+    print(f'{to}: {WEIGHTS} ({os.path.getsize(os.path.join(to, WEIGHTS)) / 1e6:.1f} MB), {CONFIG}; {model.num_params()["total"]:,} parameters')
+
+
+if __name__ == '__main__':
+    main()
