@@ -1,9 +1,11 @@
-"""The small study: the non-recurrent language model's residual rules at L = 2, 4, 8. python sweep.py config/study_residual.py --run --figure --table"""
+"""The small study: the non-recurrent language model's residual rules at L = 2, each at its own learning rate, three seeds.
+python sweep.py config/study_residual.py --run --figure --table"""
 plan = 'residual'
 base = 'config/tiny_lm.py'
 base_ff = 'config/tiny_gpt.py'
 width = 0.0625
-only = 'model=transformer'
+only = 'model=transformer L=2'
+tune = 'learning_rate=0.04,0.08'                 # the best two of four for the default (config/study_lm.py)
 seeds = 3
 workers = 2
 out_dir = 'out/study'

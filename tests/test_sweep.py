@@ -222,10 +222,10 @@ def test_jobs_are_quoted_and_run(base, tmp_path):
 
 
 @pytest.mark.parametrize('config, cells', [('study_lm.py', {(L, 16 // L, 48) for L in (1, 2, 4, 8, 16)}), ('study_sokoban.py', {(1, 4, 32), (2, 2, 32), (4, 1, 32)}),
-                                           ('study_residual.py', {(2, 8, 48), (4, 4, 48), (8, 2, 48)}), ('study_aggregation.py', {(2, 8, 48)})])
-def test_studies(config, cells):
-    rows = sized(ROOT / 'config' / config)
-    assert {(r.L, r.E, r.d) for r in rows} == cells and {r.seed for r in rows} == {1, 2, 3}
+                                           ('study_residual.py', {(2, 8, 48)}), ('study_aggregation.py', {(2, 8, 48)})])
+def test_studies(config, cells, tmp_path):
+    rows = sized(ROOT / 'config' / config, f'--out_dir={tmp_path}')
+    assert {(r.L, r.E, r.d) for r in rows} == cells and sweep.seeds == 3 and {r.seed for r in rows} == ({1} if sweep.tune else {1, 2, 3})
     assert all(0.99 < sweep.over_budget(r) < 1.04 for r in rows)
     lm = [r for r in rows if r.model == 'transformer']
     assert len({round(sweep.cost(*r[:7])[0], -5) for r in lm}) <= 1                          # the same for both kinds, within 50 kFLOP of 1 M
