@@ -90,8 +90,8 @@ betas = (0.8, 0.95)            # our AdamW's; the baseline's are baseline_betas
 resume = False                 # baselines are short runs: they start over
 eval_only = False              # they keep no checkpoint
 plot = False                   # log.jsonl has the curve
-tensorboard = False
-wandb = False
+tensorboard = False            # log.jsonl again
+wandb = False                  # the same
 graphs = True                  # CUDA graphs are our model's
 path = 'fast'                  # --speed measures 'fast' and 'compiled'
 # -----------------------------------------------------------------------------

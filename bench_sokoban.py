@@ -22,9 +22,9 @@ from convlstm import AgentConfig
 from measure import column, figure, header, markdown, measure, show, speedup, spread, write_results
 
 cells = ((1, 1, 128), (4, 1, 64))   # (L, E, d) each: the paper's small budget
-paths = 'plain,fast,compiled'
+paths = 'plain,fast,compiled'  # of train_sokoban.py, with a comma between them
 kind = 'convlstm'               # or 'convglu'
-recurrent = True
+recurrent = True               # or the twin that carries nothing
 n_envs = 32                     # boards
 unroll = 20                     # steps an update
 dtype = 'auto'                  # of convolutions: 'float32', 'bfloat16', or 'auto': bfloat16 where the device is fast at it

@@ -31,6 +31,9 @@ import torch.distributed
 
 from configurator import fail, first_line
 
+if tuple(map(int, torch.__version__.split('.')[:2])) < (2, 11):  # none older was ever tried
+    fail(f'torch {torch.__version__} is too old: 2.11 or later is needed (pip install torch==2.13.0)')
+
 LAST, PREV, BEST = 'ckpt_last.pt', 'ckpt_prev.pt', 'ckpt_best.pt'
 BEGUN = '.begun'  # the folder's run was begun by the torchrun that wrote this last
 RUN_FILES = ('ckpt_*.pt', 'log.jsonl', 'config.json', 'loss.png', '*.tfevents.*')  # what a run writes into its folder, and overwrite removes

@@ -51,7 +51,7 @@ from train_sokoban import MODEL, POSITION
 # -----------------------------------------------------------------------------
 models = ''                    # folders of trained agents, with a comma between them; 'out/L4_s*' is the one that solves most test levels
 best = False                   # their best checkpoints instead of their last
-out_dir = 'out/probe'
+out_dir = 'out/probe'          # figures, tables, and what the agents were seen to do
 levels = ''                    # the probes' training levels: a split or a file; '': those that the first agent was trained on
 test_levels = ''               # the probes' test levels; '': those that the first agent was evaluated on
 levels_dir = ''                # folder of Boxoban's levels; '': the first agent's
@@ -66,10 +66,10 @@ precision = 0.93               # of what is emitted (the paper's); less where an
 min_levels = 50                # fewer levels solved by all agents are refused
 # the probes
 seeds = 3                      # of each, trained side by side
-epochs = 10
+epochs = 10                    # the paper's
 batch_size = 16                # boards
 learning_rate = 1e-3           # AdamW's
-weight_decay = 1e-3
+weight_decay = 1e-3            # AdamW's
 # the pictures
 level = 0                      # which of the levels solved by all
 shown = (0, 2, 4, 8)           # steps beside each other

@@ -66,7 +66,7 @@ env = 'torch'                  # 'torch', or 'jumanji' (the original, for checki
 n_envs = 32                    # boards, over all ranks
 # model (convlstm.py has the equations)
 kind = 'convlstm'              # or 'convglu'
-recurrent = True
+recurrent = True               # False: nothing is carried to the next step
 n_layer = 4                    # L, depth levels
 n_expert = 1                   # E, experts a level
 n_embd = 64                    # D, channels of an expert
@@ -79,11 +79,11 @@ head_dim = 256                 # width of the head's dense layer
 total_steps = 50000000         # environment steps, over all boards
 unroll = 20                    # T, steps between updates
 gamma = 0.97                   # discount
-gae_lambda = 0.97
-entropy_coef = 0.01
+gae_lambda = 0.97              # of the advantages (GAE)
+entropy_coef = 0.01            # of the policy's entropy in the loss
 value_coef = 1.0               # of the mean squared error
 learning_rate = 4e-4           # Adam's, annealed linearly to 0
-adam_eps = 1e-6
+adam_eps = 1e-6                # small: gradients are
 grad_clip = 1.0                # global norm; 0 disables
 # system
 reuse = True                   # the rollout's forward is the update's; False: recompute it, for all steps at once (saves memory)

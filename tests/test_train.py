@@ -19,7 +19,9 @@ import baselines
 import bench
 import bench_sokoban
 import data_fineweb
+import export
 import play_sokoban
+import probe_sokoban
 import sample
 import sokoban
 import sweep
@@ -31,7 +33,7 @@ from configurator import configure
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {'train_lm.py': train_lm, 'sample.py': sample, 'data_fineweb.py': data_fineweb, 'bench.py': bench,
            'baselines.py': baselines, 'sokoban.py': sokoban, 'play_sokoban.py': play_sokoban, 'train_sokoban.py': train_sokoban, 'bench_sokoban.py': bench_sokoban,
-           'sweep.py': sweep}
+           'sweep.py': sweep, 'probe_sokoban.py': probe_sokoban, 'export.py': export}
 TINY = {'tokenizer': 'bytes', 'n_layer': 2, 'n_expert': 2, 'n_embd': 32, 'n_head': 2, 'window': 12, 'block_size': 8, 'tokens_per_step': 64,
         'max_iters': 8, 'warmup_iters': 3, 'eval_interval': 4, 'val_tokens': 96, 'val_streams': 3, 'compile': False, 'dtype': 'float32',
         'device': 'cpu', 'threads': 1}
@@ -486,7 +488,7 @@ def test_sample_mistakes(data, tmp_path, arguments_, message, monkeypatch, capfd
     assert error.value.code == 2 and message in stderr and stderr.count('\n') == 1, stderr
 
 
-@pytest.mark.parametrize('config', sorted(f for f in os.listdir(ROOT / 'config') if not f.startswith(('sokoban_', 'study_'))))
+@pytest.mark.parametrize('config', sorted(f for f in os.listdir(ROOT / 'config') if not f.startswith(('sokoban_', 'study_', 'probe_'))))
 def test_config_files(data, tmp_path, config):
     """Every config file loads and runs two updates, shrunk; levels and experts as they are."""
     tiny = {k: v for k, v in TINY.items() if k not in ('n_layer', 'n_expert')}
