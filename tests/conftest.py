@@ -1,10 +1,20 @@
-"""Options of the tests, and ctrl-C: a shell starts its background jobs with it ignored, their children inherit that, and the tests that press
+"""The tests' one option, and ctrl-C: a shell starts its background jobs with it ignored, their children inherit that, and the tests that press
 it need the default."""
 import signal
+
+from hypothesis import HealthCheck, settings
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+COMMON = {'deadline': None, 'suppress_health_check': [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]}
+settings.register_profile('short', max_examples=60, derandomize=True, **COMMON)
+settings.register_profile('long', max_examples=3000, **COMMON)
+
 
 def pytest_addoption(parser):
-    parser.addoption('--kills', type=int, default=2, help='how often tests/test_faults.py kills each script')
+    parser.addoption('--long', action='store_true', help='20 kills a script for 2, 50 times as much drawn input, 100,000 steps of a stream, the whole demo: an hour')
+
+
+def pytest_configure(config):
+    settings.load_profile('long' if config.getoption('--long') else 'short')

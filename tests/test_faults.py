@@ -1,5 +1,5 @@
 """Faults: scripts that are killed at random moments, ranks that die, files that vanish or are cut, folders that cannot be written.
-Each script is killed twice; `pytest tests/test_faults.py --kills=20` is the long form."""
+Each script is killed twice; `pytest --long tests/test_faults.py`: twenty times."""
 import contextlib
 import os
 import random
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture
 def kills(request):
-    return request.config.getoption('--kills')
+    return 20 if request.config.getoption('--long') else 2
 
 
 def size(path):

@@ -1,5 +1,5 @@
 """Bad input, drawn by hypothesis: files, config files and command lines are read right, or refused in one line; never a traceback, a hang
-or a silent wrong result. `HYPOTHESIS_PROFILE=long pytest tests/test_fuzz.py` draws a hundred times as many."""
+or a silent wrong result. `pytest --long tests/test_fuzz.py` draws fifty times as many."""
 import contextlib
 import io
 import json
@@ -12,7 +12,7 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import checkpoint
@@ -23,11 +23,6 @@ import sweep
 import train_lm
 import train_sokoban
 from configurator import configure
-
-COMMON = {'deadline': None, 'suppress_health_check': [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]}
-settings.register_profile('short', max_examples=60, derandomize=True, **COMMON)
-settings.register_profile('long', max_examples=6000, **COMMON)
-settings.load_profile(os.environ.get('HYPOTHESIS_PROFILE', 'short'))
 
 edits = st.lists(st.tuples(st.floats(0, 1), st.one_of(st.binary(max_size=8), st.integers(0, 40))), max_size=4)
 
