@@ -12,6 +12,7 @@ import json
 import math
 import os
 import statistics
+import textwrap
 
 from checkpoint import write_atomic, write_text
 from configurator import fail, first_line
@@ -291,17 +292,17 @@ def draw(plan: str, scale: str, all_rows: list, runs: list, token: str, referenc
     for model, rows in groups(points, lambda row: row.model).items():
         mine = {row: points[row] for row in rows}
         title = f'{NAMES[model]}, {plan.replace("-", " ")}{scale}, {seeds_of(mine)}'
-        label = f'validation loss (nats a {token})' if rows[0].is_text else 'return'
+        narrow, label = textwrap.fill(title, 50), f'validation loss (nats a {token})' if rows[0].is_text else 'return'          # a column's title
         if plan == 'communication':
-            figures = {f'radius_{model}': radius_figure(mine, title, label)}
+            figures = {f'radius_{model}': radius_figure(mine, narrow, label)}
         elif plan == 'scaling':
             figures = {f'scaling_{model}': scaling_figure(mine, title, label)}
         elif rows[0].more:
             ways = list(dict.fromkeys(row.more for row in all_rows if row.model == model))
-            figures = {f'bars_{model}': bar_figure(mine, ways, title, label)}
+            figures = {f'bars_{model}': bar_figure(mine, ways, narrow, label)}
         else:
             figures = {f'allocations_{model}': allocation_figure(mine, reference, title, label),
-                       f'saturation_{model}': saturation_figure(mine, reference, title, label)}
+                       f'saturation_{model}': saturation_figure(mine, reference, narrow, label)}
             if not rows[0].is_text:
                 figures[f'curves_{model}'] = curve_figure(runs, mine, title)
         for name, figure in figures.items():
