@@ -1,5 +1,5 @@
 # make demo: from nothing to a trained language model and a sample, on a CPU. make demo-sokoban: an agent, its curve and two games.
-# make test: the tests. All set up .venv by themselves.
+# make test: the tests. make test-long: some of them in their long form. All set up .venv by themselves.
 PYTHON ?= python3
 BIN = .venv/bin
 
@@ -13,7 +13,11 @@ demo-sokoban: .venv/installed
 	$(BIN)/python train_sokoban.py config/sokoban_demo.py --eval_only=True
 
 test: .venv/installed
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2
+
+# what takes an hour: twenty kills a script, fifty times the drawn input, endless streams, the demo in both precisions
+test-long: .venv/installed
+	$(BIN)/python -m pytest -q --long tests/test_faults.py tests/test_fuzz.py tests/test_numerics.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -28,4 +32,4 @@ lint: .venv/installed
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps triton==3.7.0
 	touch .venv/installed
 
-.PHONY: demo demo-sokoban test lint
+.PHONY: demo demo-sokoban test test-long lint

@@ -2,6 +2,7 @@
 it need the default."""
 import signal
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -18,3 +19,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     settings.load_profile('long' if config.getoption('--long') else 'short')
+
+
+def pytest_collection_modifyitems(config, items):
+    for item in items if config.getoption('--long') else ():
+        item.add_marker(pytest.mark.timeout(3600))

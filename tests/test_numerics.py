@@ -1,6 +1,8 @@
 """What numbers may and may not do: an endless stream stays exact, a spike passes, bfloat16 follows float32, one seed gives one log.
 `pytest --long tests/test_numerics.py`: 100,000 steps, and the README's demo whole."""
 import math
+import subprocess
+import sys
 
 import pytest
 import test_train as lm
@@ -66,7 +68,8 @@ def test_a_loss_spike_passes(data, tmp_path, recurrent):  # noqa: F811
 def test_bfloat16_follows_float32(data, tmp_path, long):  # noqa: F811
     """Training losses of the same run: never 0.02 nats apart in a tiny run; in the demo (--long) never 0.05."""
     if long:
-        runs = [['config/demo.py', '--plot=False', f'--dtype={dtype}', f'--out_dir={tmp_path / dtype}'] for dtype in ('float32', 'bfloat16')]
+        assert subprocess.run([sys.executable, 'data_fineweb.py', '--demo=True', '--tokenizer=bytes', f'--data_dir={tmp_path}/speeches'], cwd=lm.ROOT).returncode == 0
+        runs = [[str(lm.ROOT / 'config' / 'demo.py'), f'--data_dir={tmp_path}/speeches', '--plot=False', f'--dtype={dtype}', f'--out_dir={tmp_path / dtype}'] for dtype in ('float32', 'bfloat16')]
     else:
         runs = [lm.arguments(data, tmp_path / dtype, max_iters=40, n_embd=64, **{'dtype': dtype}) for dtype in ('float32', 'bfloat16')]
     for argv in runs:
