@@ -136,6 +136,7 @@ def new(columns: int, height: float = 2.5):
     figure, panels = plt.subplots(1, columns, figsize=(COLUMN * columns, height), sharey=True, squeeze=False, layout='constrained')
     for axes in panels[0]:
         axes.grid(alpha=0.3)
+        axes.set_axisbelow(True)
     return figure, panels[0]
 
 

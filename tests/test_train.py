@@ -130,21 +130,6 @@ def test_resume_is_bit_equal(data, tmp_path, settings):
     same(read_log(a), read_log(b))
 
 
-def test_kill_and_resume(data, tmp_path):
-    """kill -9 in mid-run: the resumed run ends like one that was never stopped."""
-    run(data, tmp_path / 'a', max_iters=60)
-    process = start(data, tmp_path / 'b', max_iters=60)
-    deadline = time.time() + 60
-    while not (tmp_path / 'b' / 'ckpt_prev.pt').exists() and time.time() < deadline and process.poll() is None:
-        time.sleep(0.01)
-    process.kill()
-    process.communicate()
-    assert load_checkpoint(tmp_path / 'b' / 'ckpt_prev.pt')['step'] < 60
-    assert run(data, tmp_path / 'b', max_iters=60, resume=True) == 0
-    same(load_checkpoint(tmp_path / 'a' / 'ckpt_last.pt'), load_checkpoint(tmp_path / 'b' / 'ckpt_last.pt'))
-    same(read_log(tmp_path / 'a'), read_log(tmp_path / 'b'))
-
-
 def test_validation_cut_short_is_done_again(data, tmp_path, monkeypatch):
     """A run that dies in a validation has its checkpoint; the resumed run validates and logs that step as if nothing had happened."""
     run(data, tmp_path / 'a')
@@ -531,7 +516,7 @@ def test_readme_commands_run(data, tmp_path):
                                                                                    '--threads=1', f'--out={tmp_path}/bench_sokoban.json'],
              'train_sokoban.py': ['--split=generated', '--eval_split=generated', '--n_levels=50', '--n_envs=4', '--unroll=3', '--n_embd=4', '--eval_games=4',
                                   '--total_steps=24', '--overwrite=True', '--compile=False', '--threads=1', '--download=False', '--device=cpu'],
-             'sweep.py': [f'--out_dir={tmp_path}/sweep'],
+             'sweep.py': [f'--out_dir={tmp_path}/sweep'], 'export.py': [f'--to={tmp_path}/exported'],
              'sample.py': ['--max_new_tokens=3', '--device=cpu'], 'data_fineweb.py': ['--tokenizer=bytes', f'--data_dir={tmp_path}/books_bytes']}
     under = {'lm': {**TINY, 'data_dir': str(data), 'max_iters': 2},                          # a sweep's runs
              'agents': {'split': 'generated', 'eval_split': 'generated', 'n_levels': 50, 'n_envs': 4, 'unroll': 3, 'eval_games': 4, 'total_steps': 2400,
@@ -547,7 +532,7 @@ def test_readme_commands_run(data, tmp_path):
         more = list(extra[script])
         if script == 'bench.py':
             more.append('--paths=eager' if '--suite=kernels' in words else '--paths=fast')   # no compiling
-        if script in ('train_lm.py', 'sample.py', 'baselines.py', 'train_sokoban.py'):
+        if script in ('train_lm.py', 'sample.py', 'export.py', 'baselines.py', 'train_sokoban.py'):
             name = next((w for w in words if w.startswith('config/')), 'config/small_L2.py')[7:-3]
             more.append(f'--out_dir={tmp_path}/{name}')
         if '--resume=True' in words or '--eval_only=True' in words:
