@@ -256,8 +256,7 @@ def bar_figure(points: dict, ways: list, title: str, label: str):
     axes.axhline(0, color='black', lw=0.6)
     axes.set_xticks(range(len(cells_)), [f'{KINDS[c.recurrent]}\nL = {c.L}, E = {c.E}\nd = {c.d}' for c, *_ in cells_])
     axes.set(ylabel=f'{label.partition(" (")[0]} minus that of {ways[0][0][1]}', title=title)
-    axes.margins(y=0.2)
-    axes.legend(frameon=False, title=ways[0][0][0].replace('_', ' '))
+    figure.legend(frameon=False, title=ways[0][0][0].replace('_', ' '), ncols=2, loc='outside lower center')                # nowhere over bars
     return figure
 
 
