@@ -247,7 +247,7 @@ def curve_figure(runs: list, points: dict, title: str):
 def bar_figure(points: dict, ways: list, title: str, label: str):
     """An ablation: its cells side by side, a bar a setting of `ways`, as the difference to the first, our default. Cells without that
     are left out."""
-    figure, (axes,) = new(1)
+    figure, (axes,) = new(1, 3.3)
     cells_ = [members for cell, members in groups(points, lambda row: row._replace(more=())).items() if cell._replace(more=ways[0]) in points]
     for i, way in enumerate(ways):
         ours = [(k, points[row], points[row._replace(more=ways[0])][0]) for k, members in enumerate(cells_) for row in members if row.more == way]

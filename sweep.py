@@ -650,5 +650,7 @@ if __name__ == '__main__':
         sys.exit(main())
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:                                    # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     except OSError as error:
         fail(error)
