@@ -1,15 +1,19 @@
 """Faults: scripts that are killed at random moments, ranks that die, files that vanish or are cut, folders that cannot be written.
 Each script is killed twice; `pytest --long tests/test_faults.py`: twenty times."""
 import contextlib
+import hashlib
+import http.server
 import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import test_sweep as sweeps
 import test_train as lm
@@ -18,6 +22,7 @@ from test_data import folder_bytes, jsonl, texts
 from test_sweep import base  # noqa: F401  a fixture
 from test_train import data, same  # noqa: F401
 
+import data_fineweb as df
 from checkpoint import load_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -305,3 +310,56 @@ def test_two_hosts_and_one_is_cut_off(data, hosts, tmp_path):  # noqa: F811
     assert time.time() - begin < 60 and all(process.returncode != 0 for process in pair)
     assert all('another rank died, or cannot be reached' in err and '--resume=True goes on' in err for _, err in said), said
     assert load_checkpoint(tmp_path / 'cut' / 'ckpt_last.pt')['step'] >= 4
+
+
+# ----------------------------------------------------------------------------- the network
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """The Hub's answers for files of a data set, slowly; `files`: {name: bytes}."""
+    protocol_version, files = 'HTTP/1.1', {}
+
+    def do_HEAD(self):
+        self.do_GET(body=False)
+
+    def do_GET(self, body=True):
+        whole = self.files.get(self.path.rpartition('/')[2])
+        if whole is None:                                      # the client asks for more than files
+            return self.send_error(404)
+        begin = int((self.headers.get('Range') or 'bytes=0-')[6:].partition('-')[0])
+        self.send_response(206 if 'Range' in self.headers else 200)
+        for name, value in (('ETag', f'"{hashlib.sha256(whole).hexdigest()}"'), ('X-Repo-Commit', 'a' * 40), ('Accept-Ranges', 'bytes'), ('Content-Length', len(whole) - begin),
+                            ('Content-Range', f'bytes {begin}-{len(whole) - 1}/{len(whole)}')):
+            self.send_header(name, str(value))
+        self.end_headers()
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            for i in range(begin, len(whole) if body else 0, 1 << 15):
+                self.wfile.write(whole[i:i + (1 << 15)])
+                time.sleep(0.005)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_download_is_killed(tmp_path, kills):
+    """Ready-made shards: what has come stays, what was cut is fetched again, and no half file counts as a shard."""
+    for k in range(3):
+        df.write_shard(str(tmp_path / f'{k}.bin'), (np.arange(1_000_000) % 50000 + k).astype(np.uint16))
+    Hub.files = {f'fineweb_{"train" if k else "val"}_{k:06d}.bin': (tmp_path / f'{k}.bin').read_bytes() for k in range(3)}
+    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    env = {**os.environ, 'HF_ENDPOINT': f'http://127.0.0.1:{server.server_port}', 'HF_HOME': str(tmp_path / 'home'), 'HF_HUB_DISABLE_XET': '1', 'no_proxy': '127.0.0.1'}
+    def start():
+        return subprocess.Popen([sys.executable, 'data_fineweb.py', '--pretokenized=2', '--tokenizer=gpt2', f'--data_dir={tmp_path}/d'], cwd=ROOT, text=True, env=env,
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    for _ in range(kills):
+        process = start()
+        process.stdout.readline()                              # how large it will be
+        time.sleep(random.uniform(0, 1.5))
+        process.kill()
+        process.communicate(timeout=60)
+        for path in (tmp_path / 'd').glob('*.bin'):
+            assert path.read_bytes() == Hub.files[path.name]
+    out, err = start().communicate(timeout=120)
+    server.shutdown()
+    assert {p.name: p.read_bytes() for p in (tmp_path / 'd').glob('*.bin')} == Hub.files, out + err
+    assert df.read_meta(str(tmp_path / 'd'))['finished']
