@@ -321,6 +321,11 @@ def print0(text):
         print(text, flush=True)
 
 
+def attempt():
+    """How often torchrun --max-restarts has started this process again."""
+    return int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0))
+
+
 PATIENCE = datetime.timedelta(minutes=10)  # with a rank that does not answer
 
 
@@ -336,7 +341,7 @@ def join_ranks(device, threads):
     if world > 1:
         # torchrun's store outlives an attempt: without a prefix, ranks that are started again find the addresses of the dead ones
         store, _, _ = next(torch.distributed.rendezvous('env://', timeout=PATIENCE))
-        store = torch.distributed.PrefixStore(f'attempt {os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)}', store)
+        store = torch.distributed.PrefixStore(f'attempt {attempt()}', store)
         torch.distributed.init_process_group('cpu:gloo,cuda:nccl' if kind.startswith('cuda') else 'gloo', store=store, rank=rank, world_size=world, timeout=PATIENCE)
     return rank, world, kind
 
@@ -420,13 +425,14 @@ def pick_dtype(name, kind):
 
 
 def saved_in(out_dir):
+    """Whether a run can go on from what the folder holds."""
     return any(os.path.exists(os.path.join(out_dir, name)) for name in (LAST, PREV))
 
 
 def restarted(out_dir):
     """The settings with which a run goes on that torchrun --max-restarts has started again: from its last checkpoint, or from the beginning
     where there is none yet; {} at any other start. For every rank, before prepare_out_dir."""
-    if os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') == '0' or not os.path.exists(os.path.join(out_dir, BEGUN)):
+    if attempt() == 0 or not os.path.exists(os.path.join(out_dir, BEGUN)):
         return {}
     print0(f'started again by torchrun: {"resuming" if saved_in(out_dir) else "nothing was saved, from the beginning"}')
     return {'resume': saved_in(out_dir), 'overwrite': not saved_in(out_dir)}
@@ -443,7 +449,7 @@ def prepare_out_dir(out_dir, resume=False, overwrite=False, run_files=RUN_FILES)
         raise OutDirError('--resume and --overwrite exclude each other: choose one')
     path = pathlib.Path(out_dir)
     try:
-        if os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') == '0':
+        if attempt() == 0:
             with contextlib.suppress(FileNotFoundError):
                 (path / BEGUN).unlink()  # a folder that is refused below is not this launch's, however often it is started again
         if resume and not saved_in(path):

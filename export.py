@@ -9,7 +9,7 @@ import os
 
 import torch
 
-from checkpoint import BEST, LAST, CheckpointError, load_checkpoint, need_packages, write_atomic, write_json
+from checkpoint import BEST, LAST, CheckpointError, load_run, need_packages, write_atomic, write_json
 from configurator import configure, fail, first_line
 from data_fineweb import VOCAB
 from model import LanguageModel, ModelConfig, build_model
@@ -22,17 +22,12 @@ dtype = 'float32'              # of the weights: 'float32', as trained, or 'bflo
 # -----------------------------------------------------------------------------
 
 WEIGHTS, CONFIG = 'model.safetensors', 'config.json'
-NEEDED = ('model', 'model_config', 'recurrent', 'config')
 
 
 def load_trained(folder: str, which: str) -> dict:
     """train_lm.py's best or last checkpoint. CheckpointError."""
-    best = os.path.join(folder, BEST)
-    saved = load_checkpoint(best if which == 'best' and os.path.exists(best) else os.path.join(folder, LAST))
-    for key in NEEDED:
-        if key not in saved:
-            raise CheckpointError(f'{folder}: the checkpoint is not one of train_lm.py (it has no {key!r})')
-    return saved
+    file = BEST if which == 'best' and os.path.exists(os.path.join(folder, BEST)) else LAST
+    return load_run(folder, 'train_lm.py', ('model', 'model_config', 'recurrent'), (), {}, file)[0]
 
 
 def write_model(saved: dict, folder: str, dtype: torch.dtype) -> None:

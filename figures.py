@@ -90,9 +90,13 @@ def without(row, name: str):
 
 def at_best(runs: list, name: str) -> list:
     """The runs of the cells that are best among those which differ in the setting `name` alone."""
-    points = cells(runs)
-    keep = {best({row: points[row] for row in rows}) for rows in groups(points, lambda row: without(row, name)).values()}
+    keep = bests(cells(runs), lambda row: without(row, name))
     return [(row, log) for row, log in runs if row._replace(seed=0) in keep]
+
+
+def bests(points: dict, key) -> list:
+    """Of the cells that have one `key`, the best."""
+    return [best({row: points[row] for row in rows}) for rows in groups(points, key).values()]
 
 
 def read_csv(folder: str, name: str, numbers: list[str]) -> list[dict]:
@@ -360,8 +364,7 @@ def run_record(row, log: list[dict]) -> dict:
 
 def chosen_by_return(runs: list) -> list:
     """Of each model, budget, kind and L the cell with the highest mean training return."""
-    points = cells([(row, log) for row, log in runs if not row.is_text])
-    return [best({row: points[row] for row in rows}) for rows in groups(points, lambda row: (row.model, row.budget, row.recurrent, row.L)).values()]
+    return bests(cells([(row, log) for row, log in runs if not row.is_text]), lambda row: (row.model, row.budget, row.recurrent, row.L))
 
 
 def solve_table(rates: dict, levels: str, reference: str, into: str) -> list[str]:

@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 import torch
 
-from checkpoint import LAST, PREV, Stopper, device_name, need_packages, write_json
+from checkpoint import Stopper, device_name, need_packages, saved_in, write_json
 from configurator import configure, fail, first_line, read_argument, read_config, read_script
 from convlstm import AgentConfig, build_agent
 from data_fineweb import VOCAB
@@ -340,7 +340,7 @@ def state_of(row: Row) -> str:
 
 
 def resumable(row: Row) -> bool:
-    return any(os.path.exists(os.path.join(folder_of(row), name)) for name in (LAST, PREV))
+    return saved_in(folder_of(row))
 
 
 def arguments(row: Row) -> list[str]:

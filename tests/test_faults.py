@@ -23,7 +23,7 @@ from test_sweep import base  # noqa: F401  a fixture
 from test_train import data, same  # noqa: F401
 
 import data_fineweb as df
-from checkpoint import load_checkpoint
+from checkpoint import load_checkpoint, saved_in
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -38,7 +38,7 @@ def size(path):
 
 
 def kill_again_and_again(start, watched, kills, longest):
-    """start(again) -> a process; each is killed at a random moment, at most `longest` seconds after it has added to the file or folder
+    """start(again) -> a process; each is killed at a random moment, at most `longest` seconds after it has added to the file
     `watched`. -> how many of them were still at work then."""
     hit, rng = 0, random.Random(time.time_ns())
     for k in range(kills):
@@ -56,35 +56,23 @@ def kill_again_and_again(start, watched, kills, longest):
     return hit
 
 
-def test_train_lm_is_killed(data, tmp_path, kills):  # noqa: F811
-    """It saves every two updates, so that many kills fall into a save."""
-    settings = {'max_iters': 60 * kills, 'eval_interval': 2}
-    assert lm.run(data, tmp_path / 'a', **settings) == 0
+@pytest.mark.parametrize('script', ['train_lm.py', 'train_sokoban.py'])
+def test_training_is_killed(data, tmp_path, script, kills):  # noqa: F811
+    """It saves every few updates, so that many kills fall into a save."""
+    if script == 'train_lm.py':
+        tests, where, longest, settings = lm, (data,), 0.2, {'max_iters': 60 * kills, 'eval_interval': 2}
+    else:
+        tests, where, longest, settings = agents, (), 0.8, {'total_steps': 12 * 100 * kills, 'eval_interval': 4}
+    a, b = tmp_path / 'a', tmp_path / 'b'
+    assert tests.run(*where, a, **settings) == 0
     def start(again):
-        return lm.start(data, tmp_path / 'b', **settings, **({'resume': True} if resumable(tmp_path / 'b') else {'overwrite': again}))
-    assert kill_again_and_again(start, tmp_path / 'b' / 'log.jsonl', kills, 0.2) >= kills / 2
-    warnings = cut(tmp_path / 'b')
+        return tests.start(*where, b, **settings, **({'resume': True} if saved_in(b) else {'overwrite': again}))
+    assert kill_again_and_again(start, b / 'log.jsonl', kills, longest) >= kills / 2
+    warnings = cut(b)
     out, err = start(True).communicate(timeout=300)
     assert out.count('warning: ') == warnings and not err, out + err
-    same(load_checkpoint(tmp_path / 'a' / 'ckpt_last.pt'), load_checkpoint(tmp_path / 'b' / 'ckpt_last.pt'))
-    same(lm.read_log(tmp_path / 'a'), lm.read_log(tmp_path / 'b'))
-
-
-def test_train_sokoban_is_killed(tmp_path, kills):
-    settings = {'total_steps': 12 * 100 * kills, 'eval_interval': 4}
-    assert agents.run(tmp_path / 'a', **settings) == 0
-    def start(again):
-        return agents.start(tmp_path / 'b', **settings, **({'resume': True} if resumable(tmp_path / 'b') else {'overwrite': again}))
-    assert kill_again_and_again(start, tmp_path / 'b' / 'log.jsonl', kills, 0.8) >= kills / 2
-    warnings = cut(tmp_path / 'b')
-    out, err = start(True).communicate(timeout=300)
-    assert out.count('warning: ') == warnings and not err, out + err
-    same(agents.checkpoint(tmp_path / 'a'), agents.checkpoint(tmp_path / 'b'))
-    same(agents.read_log(tmp_path / 'a'), agents.read_log(tmp_path / 'b'))
-
-
-def resumable(folder):
-    return any((folder / name).exists() for name in ('ckpt_last.pt', 'ckpt_prev.pt'))
+    same(*(load_checkpoint(x / 'ckpt_last.pt') if tests is lm else agents.checkpoint(x) for x in (a, b)))
+    same(tests.read_log(a), tests.read_log(b))
 
 
 def cut(folder):
@@ -98,12 +86,17 @@ def cut(folder):
     return True
 
 
+def prepare(folder, *argv):
+    """data_fineweb.py at work, on bytes."""
+    return subprocess.Popen([sys.executable, 'data_fineweb.py', '--tokenizer=bytes', f'--data_dir={folder}', *argv], cwd=ROOT, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
 def test_data_fineweb_is_killed(tmp_path, kills):
     """Hundreds of small shards, by two worker processes; afterwards they are those of a run that was let alone, and no worker is left."""
     path = jsonl(tmp_path / 'a.jsonl', texts(2000 * kills))
     def start(folder):
-        return subprocess.Popen([sys.executable, 'data_fineweb.py', f'--text={path}', '--tokenizer=bytes', '--workers=2', '--shard_tokens=997', '--val_tokens=500',
-                                 f'--data_dir={folder}'], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        return prepare(folder, f'--text={path}', '--workers=2', '--shard_tokens=997', '--val_tokens=500')
     whole = start(tmp_path / 'whole')
     assert whole.wait(300) == 0
     meta = tmp_path / 'b' / 'meta.json'
@@ -178,8 +171,7 @@ def test_a_full_disk(data, disk, tmp_path, script):  # noqa: F811
 def test_a_full_disk_for_shards(disk, tmp_path):
     path = jsonl(tmp_path / 'a.jsonl', texts(20000))
     def start(folder):
-        return subprocess.Popen([sys.executable, 'data_fineweb.py', f'--text={path}', '--tokenizer=bytes', '--workers=1', '--shard_tokens=99991', '--val_tokens=500',
-                                 f'--data_dir={folder}'], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        return prepare(folder, f'--text={path}', '--workers=1', '--shard_tokens=99991', '--val_tokens=500')
     (disk / 'ballast').write_bytes(bytes(3_000_000))
     out, err = start(disk / 'd').communicate(timeout=120)
     assert 'No space left on device' in err and 'Traceback' not in err, err
@@ -193,8 +185,7 @@ def test_a_read_only_folder(data, disk, tmp_path):  # noqa: F811
     subprocess.run(['mount', '-o', 'remount,ro', disk], check=True)
     one_line(lm.start(data, disk / 'run'), 'Read-only', str(disk))
     one_line(agents.start(disk / 'run'), 'Read-only', str(disk))
-    one_line(subprocess.Popen([sys.executable, 'data_fineweb.py', '--demo=True', '--tokenizer=bytes', f'--data_dir={disk}/d'], cwd=ROOT, text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.PIPE), 'Read-only', str(disk))
+    one_line(prepare(disk / 'd', '--demo=True'), 'Read-only', str(disk))
 
 
 def test_a_shard_vanishes(data, tmp_path):  # noqa: F811
@@ -219,9 +210,9 @@ def test_a_shard_vanishes(data, tmp_path):  # noqa: F811
 
 # ----------------------------------------------------------------------------- ranks
 
-def torchrun(script, arguments, *more, ranks=2, **options):
-    return subprocess.Popen([sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={ranks}', *more, script, *arguments], cwd=ROOT,
-                            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, 'OMP_NUM_THREADS': '1'}, **options)
+def torchrun(script, arguments, *more):
+    return subprocess.Popen([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', *more, script, *arguments], cwd=ROOT,
+                            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, 'OMP_NUM_THREADS': '1'})
 
 
 def kill_a_rank(launcher, out):

@@ -55,10 +55,15 @@ def bytes_of(n):
     return (np.arange(n) ** 2 % 11 + 65).astype(np.uint16)
 
 
+def forget():
+    """What sweep keeps for a process's one plan."""
+    for cached in (sweep.files_of, sweep.under, sweep.cost):
+        cached.cache_clear()
+
+
 def sized(*argv):
     """sweep's settings, here -> its rows."""
-    for cached in (sweep.files_of, sweep.under, sweep.cost):   # for a process's one plan
-        cached.cache_clear()
+    forget()
     configure(vars(sweep), [str(a) for a in argv], quiet=True)
     return sweep.plan_rows()
 
@@ -195,8 +200,7 @@ def test_list_has_a_line_a_run_with_a_command_that_parses():
     (['--plan=lm-small', '--gpus_per_run=64', '--run'], ['gpus_per_run = 64']),
 ])
 def test_mistakes_are_one_line(argv, words, tmp_path, monkeypatch, capsys):
-    for cached in (sweep.files_of, sweep.under, sweep.cost):
-        cached.cache_clear()
+    forget()
     monkeypatch.setattr(sys, 'argv', ['sweep.py', *argv, f'--out_dir={tmp_path}/none'])
     with pytest.raises(SystemExit) as stop:
         sweep.main()
