@@ -249,19 +249,19 @@ def test_a_non_finite_update_changes_no_weight(data, tmp_path, factor):
 
 @pytest.mark.parametrize('recurrent', [True, False])
 def test_ranks_and_micro_batches(data, tmp_path, recurrent):
-    """1 rank x 4 micro-batches = 2 ranks x 2 = the whole batch at once, validation and saved state included."""
-    runs = {'whole': (1, 0), 'micro': (1, 2), 'ranks': (2, 2)}
+    """1 rank x 4 micro-batches = 2 ranks x 2 = 4 ranks x 1 = the whole batch at once, validation and saved state included."""
+    runs = {'whole': (1, 0), 'micro': (1, 2), 'two': (2, 2), 'four': (4, 2)}
     for name, (ranks, rows) in runs.items():
-        settings = {'batch_size': rows, 'recurrent': recurrent, 'max_iters': 5}
+        settings = {'batch_size': rows, 'recurrent': recurrent, 'max_iters': 5, 'val_streams': 5}
         if ranks == 1:
             run(data, tmp_path / name, **settings)
         else:
             process = start(data, tmp_path / name, ranks=ranks, **settings)
             out, err = process.communicate(timeout=120)
             assert process.returncode == 0, err
-            assert '2 ranks x 2 micro-batches x 2 rows' in out
+            assert f'{ranks} ranks x {4 // ranks} micro-batches x 2 rows' in out
     whole, state = read_log(tmp_path / 'whole'), load_checkpoint(tmp_path / 'whole' / 'ckpt_last.pt')['state']
-    for name in ('micro', 'ranks'):
+    for name in ('micro', 'two', 'four'):
         for a, b in zip(whole, read_log(tmp_path / name), strict=True):
             for key in {'train_loss', 'val_loss', 'grad_norm'} & a.keys():
                 assert a[key] == pytest.approx(b[key], rel=2e-3), (name, a['step'], key)
@@ -272,7 +272,7 @@ def test_ranks_and_micro_batches(data, tmp_path, recurrent):
         for a, b in zip(state or [], other or [], strict=True):
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
     # a run may go on with another number of ranks
-    assert run(data, tmp_path / 'ranks', max_iters=6, resume=True, recurrent=recurrent) == 0
+    assert run(data, tmp_path / 'four', max_iters=6, resume=True, recurrent=recurrent, val_streams=5) == 0
 
 
 def test_validation_does_not_depend_on_chunks_or_batches(data, tmp_path):

@@ -284,22 +284,23 @@ def test_stop_and_resume_as_processes(tmp_path):
     same(read_log(tmp_path / 'a'), read_log(tmp_path / 'b'))
 
 
-def test_ranks(tmp_path):
-    """Two ranks play the boards of one: same levels, same actions, same updates. And a run may go on with another number of ranks."""
+@pytest.mark.parametrize('ranks', [2, 4])
+def test_ranks(tmp_path, ranks):
+    """Several ranks play the boards of one: same levels, same actions, same updates. And a run may go on with another number of ranks."""
     settings = {'total_steps': 12 * 30, 'eval_interval': 30, 'learning_rate': 1e-3}
     run(tmp_path / 'one', **settings)
-    process = start(tmp_path / 'two', ranks=2, **settings)
+    process = start(tmp_path / 'more', ranks=ranks, **settings)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    for a, b in zip(read_log(tmp_path / 'one'), read_log(tmp_path / 'two'), strict=True):
+    for a, b in zip(read_log(tmp_path / 'one'), read_log(tmp_path / 'more'), strict=True):
         assert a['env_steps'] == b['env_steps'] and a.get('episodes') == b.get('episodes')
         for key in a.keys() - {'steps'}:
             assert (a[key] is None) == (b[key] is None) and (a[key] is None or a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-3)), (a['step'], key)
-    one, two = (load_checkpoint(tmp_path / name / 'ckpt_last.pt') for name in ('one', 'two'))
-    same(one['env'], two['env'])
-    for a, b in zip([*one['state'], *one['model'].values()], [*two['state'], *two['model'].values()], strict=True):
+    one, more = (load_checkpoint(tmp_path / name / 'ckpt_last.pt') for name in ('one', 'more'))
+    same(one['env'], more['env'])
+    for a, b in zip([*one['state'], *one['model'].values()], [*more['state'], *more['model'].values()], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
-    assert run(tmp_path / 'two', resume=True, **{**settings, 'total_steps': 12 * 32}) == 0
+    assert run(tmp_path / 'more', resume=True, **{**settings, 'total_steps': 12 * 32}) == 0
 
 
 def test_resume_with_other_intervals(tmp_path, monkeypatch):
