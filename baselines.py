@@ -16,6 +16,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -113,10 +114,11 @@ class LSTM(nn.Module):
             for l in range(layers):  # forget gates start open (Jozefowicz et al., 2015); gates are stored in the order i, f, g, o
                 getattr(self.lstm, f'bias_ih_l{l}')[hidden : 2 * hidden] = 1
 
-    def init_state(self, B):
+    def init_state(self, B: int) -> None:
         return None
 
-    def forward(self, idx, targets, state=None):
+    def forward(self, idx: torch.Tensor, targets: torch.Tensor,
+                state: tuple[torch.Tensor, torch.Tensor] | None = None) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         """idx, targets (B, T) -> mean cross-entropy in nats, the state to carry, detached."""
         x, state = self.lstm(self.embedding(idx), state)       # (B, T, hidden)
         loss = F.cross_entropy(self.head(x).flatten(0, 1).float(), targets.flatten())
@@ -136,7 +138,8 @@ class Block(nn.Module):
         for linear in (self.qkv, self.up, self.out, self.down):
             linear.weight.data.normal_(0, 0.02 / math.sqrt(2 * L) if linear in (self.out, self.down) else 0.02)  # GPT-2's
 
-    def forward(self, x, rope, mask, cache):
+    def forward(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | None,
+                cache: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
         """x (B, T, D). cache: None, or keys (not rotated) and values of the last W tokens (B, G, W, K). -> x, the next cache"""
         B, T, D = x.shape
         q, k, v = (y.transpose(1, 2) for y in self.qkv(norm(x)).view(B, T, -1, self.K).split(self.heads, 2))
@@ -162,12 +165,12 @@ class Transformer(nn.Module):
         for weight in (self.embedding.weight, self.head.weight):
             weight.data.normal_(0, 0.02)
 
-    def init_state(self, B):
+    def init_state(self, B: int) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
         c, device = self.config, self.head.weight.device
         cache = torch.zeros(B, c.n_kv_head, c.window, c.head_dim, device=device)
         return [(cache, cache)] * c.n_layer, torch.zeros(B, dtype=torch.int64, device=device)
 
-    def forward(self, idx, targets, state=None):
+    def forward(self, idx: torch.Tensor, targets: torch.Tensor, state: tuple | None = None) -> tuple[torch.Tensor, tuple | None]:
         T, W = idx.size(1), self.config.window
         x, new, mask = self.embedding(idx), [], None
         caches, count = state if state is not None else ([None] * len(self.blocks), None)
@@ -181,11 +184,11 @@ class Transformer(nn.Module):
         return loss, None if state is None else (new, (count + T).clamp(max=W))
 
 
-def count_params(net):
+def count_params(net: nn.Module) -> int:
     return sum(p.numel() for p in net.parameters())
 
 
-def match_hidden(V, D, layers, target):
+def match_hidden(V: int, D: int, layers: int, target: int) -> int:
     """The hidden size whose LSTM has as near to `target` parameters as can be, at least 98% of them; a multiple of 8, which a GPU
     likes, where that is within 1%. ValueError where even a hidden size of 1 has more."""
     def params(h):
@@ -200,7 +203,7 @@ def match_hidden(V, D, layers, target):
     return min(eights, key=lambda h: abs(params(h) - target)) if eights else best
 
 
-def our_config(config):
+def our_config(config: dict) -> ModelConfig:
     """ModelConfig of our model for the same settings. ValueError where sizes do not fit."""
     if config['model'] == 'transformer' and config['n_expert'] != 1:
         raise ValueError(f"n_expert = {config['n_expert']}: model = 'transformer' is the twin of GPT with n_expert = 1, give its n_layer too")
@@ -208,8 +211,8 @@ def our_config(config):
     return ModelConfig(VOCAB[config['tokenizer']], **{name: config[name] for name in names})
 
 
-def build(config):
-    """-> the baseline, its description (a dict), parameters of our model."""
+def build(config: dict) -> tuple[LSTM | Transformer, dict]:
+    """-> the baseline and its description."""
     c = our_config(config)
     is_recurrent = config['model'] == 'lstm' and config['recurrent']
     with torch.device('meta'):  # only to count
@@ -226,7 +229,7 @@ def build(config):
     return net, {**what, 'params': count_params(net), 'params_of_ours': target, 'flops_per_token': flops}
 
 
-def make_adamw(net, lr, config):
+def make_adamw(net: nn.Module, lr: float, config: dict) -> torch.optim.AdamW:
     matrices, rest = [p for p in net.parameters() if p.dim() > 1], [p for p in net.parameters() if p.dim() < 2]
     groups = [{'params': matrices, 'weight_decay': config['baseline_decay']}, {'params': rest, 'weight_decay': 0.0}]
     return torch.optim.AdamW([group for group in groups if group['params']], lr=lr, betas=config['baseline_betas'], fused=True)
@@ -234,7 +237,8 @@ def make_adamw(net, lr, config):
 
 # ----------------------------------------------------------------------------- training
 
-def update(run, params, optimizer, loader, states, micro, lr, config, kind, amp):
+def update(run: nn.Module, params: list[nn.Parameter], optimizer: torch.optim.Optimizer, loader: StreamLoader | SequenceLoader,
+           states: list[tuple | None], micro: int, lr: float, config: dict, kind: str, amp: torch.dtype) -> tuple[float, float]:
     """One update: forward and backward of all micro-batches, clip, step. states: one a micro-batch, replaced in place."""
     x, y, reset = loader.next()
     total = torch.zeros((), device=kind)
@@ -252,7 +256,7 @@ def update(run, params, optimizer, loader, states, micro, lr, config, kind, amp)
     return total.item(), grad_norm.item()
 
 
-def train(config, lr, log_path, kind, amp):
+def train(config: dict, lr: float, log_path: str, kind: str, amp: torch.dtype) -> dict:
     """One run at peak rate `lr`, logged to log_path. -> a dict of its results."""
     T, V, steps = config['block_size'], VOCAB[config['tokenizer']], config['max_iters']
     B = config['tokens_per_step'] // T
@@ -297,7 +301,7 @@ def train(config, lr, log_path, kind, amp):
             'seconds': seconds, 'log': log_path}
 
 
-def train_all(config, kind, amp):
+def train_all(config: dict, kind: str, amp: torch.dtype) -> None:
     """A run, or one for each rate of lr_scan; result.json tells of all, log.jsonl is the best one's."""
     folder = f'{config["out_dir"]}_{config["model"]}'
     prepare_out_dir(folder, False, config['overwrite'], (*RUN_FILES, 'log_*.jsonl', 'result.json'))
@@ -315,7 +319,7 @@ def train_all(config, kind, amp):
 
 # ----------------------------------------------------------------------------- speed
 
-def make_baseline(config, compile_it, kind, amp):
+def make_baseline(config: dict, compile_it: bool, kind: str, amp: torch.dtype) -> tuple[dict[str, Callable], dict]:
     """bench.py's parts of a baseline: 'chunk', forward and backward of one batch, and 'optimizer', an update of AdamW."""
     net, what = build(config)
     net = net.to(kind)
@@ -332,7 +336,7 @@ def make_baseline(config, compile_it, kind, amp):
     return {'chunk': chunk, 'optimizer': optimizer.step}, {**what, 'tokens': B * T}
 
 
-def measure_speed(config, kind, amp):
+def measure_speed(config: dict, kind: str, amp: torch.dtype) -> None:
     """Tokens/s of the baseline and of our model of the same settings, in turns; a Markdown table and a JSON file."""
     c = our_config(config)
     sizes = config_dict(c)
@@ -351,7 +355,7 @@ def measure_speed(config, kind, amp):
                     config, kind, amp, config['bench_seconds'])
 
 
-def check(config):
+def check(config: dict) -> None:
     if config['model'] not in PEAK_LR:
         raise ValueError(f"model = {config['model']!r}: expected 'lstm' or 'transformer'")
     if config['tokenizer'] not in VOCAB:
@@ -373,7 +377,7 @@ def check(config):
             raise ValueError(f"--{key} is our model's optimizer: the baseline's setting is --{ELSEWHERE[key]}")
 
 
-def main():
+def main() -> None:
     config = configure(globals())
     try:
         check(config)

@@ -26,6 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -40,7 +41,7 @@ from data_fineweb import REAL_VOCAB, VOCAB, open_meta, write_meta, write_shard
 from decode import Decoder
 from measure import column, compare_reports, earlier_rows, end_all, figure, header, key, make_yardsticks, markdown, measure, show
 from measure import speedup, spread, write_results
-from model import ModelConfig, State, build_model
+from model import LanguageModel, ModelConfig, State, build_model
 
 # what
 suite = 'cpu'                   # 'cpu', 'train', 'decode', 'kernels' or 'sokoban'
@@ -95,7 +96,7 @@ PAPER_DECODE = {
 
 # ----------------------------------------------------------------------------- the measured work, as measure.py wants it
 
-def fresh_model(model, recurrent, kind):
+def fresh_model(model: dict, recurrent: bool, kind: str) -> tuple[LanguageModel, dict]:
     """model: ModelConfig's fields -> the model, what is known of it."""
     torch.manual_seed(0)
     model = build_model(ModelConfig(**model), recurrent).to(kind)
@@ -107,7 +108,7 @@ def fresh_model(model, recurrent, kind):
     return model, {'params': model.num_params()['total'], 'flops_per_token': sum(flops.values()), 'core_flops_per_token': flops['core']}
 
 
-def make_chunk(model, recurrent, kind, amp, B, optimizer=False):
+def make_chunk(model: dict, recurrent: bool, kind: str, amp: torch.dtype, B: int, optimizer: bool = False) -> tuple[dict[str, Callable], dict]:
     """Parts 'chunk', forward and backward of B x T tokens with the state carried; 'head', head and loss of as many rows alone; with
     `optimizer` that, an update."""
     model, info = fresh_model(model, recurrent, kind)
@@ -136,7 +137,7 @@ def make_chunk(model, recurrent, kind, amp, B, optimizer=False):
     return parts | {'head': head}, {**info, 'tokens': B * T}
 
 
-def make_token(model, recurrent, kind, amp, B, ring):
+def make_token(model: dict, recurrent: bool, kind: str, amp: torch.dtype, B: int, ring: str) -> tuple[dict[str, Callable], dict]:
     """Part 'token': one greedy token for each of B streams, from a cache of W entries; by decode.Decoder (ring: 'ring' or 'compiled') or
     by model.step ('')."""
     model, info = fresh_model(model, recurrent, kind)
@@ -159,7 +160,7 @@ def make_token(model, recurrent, kind, amp, B, ring):
     return {'token': token}, info
 
 
-def make_update(settings, path, kind):
+def make_update(settings: dict, path: str, kind: str) -> tuple[dict[str, Callable], dict]:
     """Part 'update': a whole one of train_lm.py, as the user runs it. settings: train_lm's."""
     arguments = {**settings, 'path': 'plain' if path == 'plain' else 'fast', 'compile': 'compiled' in path, 'recurrent': 'gpt' not in path,
                  'max_iters': 10**6, 'val_tokens': 64, 'val_streams': 1, 'device': kind}
@@ -180,7 +181,7 @@ def make_update(settings, path, kind):
 
 
 @torch.no_grad()
-def make_kernels(kind, amp, model, paths, B):
+def make_kernels(kind: str, amp: torch.dtype, model: dict, paths: list[str], B: int) -> tuple[dict[str, Callable], dict]:
     """A part for each kernel and path, named 'kernel, path'; info: {part: (FLOPs, bytes)}, and {part: why not} of those that cannot run."""
     torch.manual_seed(0)
     c, cuda = ModelConfig(**model), kind != 'cpu'
@@ -213,7 +214,7 @@ def make_kernels(kind, amp, model, paths, B):
     return parts, info
 
 
-def why_not(run, cuda):
+def why_not(run: Callable, cuda: bool) -> str:
     """What keeps a Triton kernel from being timed, '' if nothing does."""
     if not cuda:
         return 'n/a (needs CUDA)'
@@ -221,7 +222,7 @@ def why_not(run, cuda):
     return found.get('error') or ('' if kernels.agrees(found) else f'wrong by {found["difference"]:.1%}')
 
 
-def write_data(folder, V, size):
+def write_data(folder: str, V: int, size: int) -> None:
     """A synthetic shard of `size` tokens and a small validation shard."""
     tokenizer, rng = TOKENIZER[V], np.random.default_rng(0)
     for name, n in (('val_000000', 1000), ('train_000001', size)):
@@ -231,7 +232,7 @@ def write_data(folder, V, size):
 
 # ----------------------------------------------------------------------------- the floor
 
-def floor(c, recurrent, B, rate, bandwidth, size=2, decoding=False):
+def floor(c: ModelConfig, recurrent: bool, B: int, rate: float, bandwidth: float, size: int = 2, decoding: bool = False) -> dict[str, float]:
     """{part: least seconds} of one token of each of B streams (trained in chunks of c.block_size), for matrix products at `rate` FLOP/s of
     elements of `size` bytes, and memory at `bandwidth` bytes/s. Nothing overlaps but a product with the streaming of its own weights:
 
@@ -262,7 +263,7 @@ def floor(c, recurrent, B, rate, bandwidth, size=2, decoding=False):
 
 # ----------------------------------------------------------------------------- figures
 
-def paper_figure(row, suite):
+def paper_figure(row: dict, suite: str) -> float | str | None:
     """The paper's figure for a row of its tables: tokens/s of one of its four GPUs, or ms a token; 'OOM'; None where it has none."""
     if (row['D'], row['V'], row['T']) != (768, 50304, row['C']):
         return None
@@ -274,7 +275,7 @@ def paper_figure(row, suite):
     return dict(zip((128, 2048), PAPER_DECODE.get(who, ()), strict=False)).get(row['C']) if row['B'] == 16 else None
 
 
-def derive(record, row, suite, rates):
+def derive(record: dict, row: dict, suite: str, rates: dict[str, float]) -> list[dict]:
     """The rows of a finished record: `row`, its path and sizes, with rates and shares. rates: medians of the yardsticks, by name."""
     row = {**row, **record}
     if suite in ('train', 'decode'):
@@ -284,7 +285,7 @@ def derive(record, row, suite, rates):
     return kernel_rows(row, rates) if suite == 'kernels' else [chunk_row(row, rates) if suite == 'cpu' else paper_row(row, suite, rates)]
 
 
-def chunk_row(row, rates):
+def chunk_row(row: dict, rates: dict[str, float]) -> dict:
     """Backward costs twice the forward."""
     times, rate = row['seconds'], rates.get(f'matmul {row["dtype"]}')
     row['tokens_per_s'] = spread(row['tokens'] / t for t in times['chunk'])
@@ -301,7 +302,7 @@ def chunk_row(row, rates):
     return row
 
 
-def paper_row(row, suite, rates):
+def paper_row(row: dict, suite: str, rates: dict[str, float]) -> dict:
     """Of suite train or decode: held to the floor and to the paper."""
     rate, bandwidth, train = rates.get(f'matmul {row["dtype"]}'), rates.get('copy'), suite == 'train'
     if train:
@@ -319,7 +320,7 @@ def paper_row(row, suite, rates):
     return row
 
 
-def kernel_rows(row, rates):
+def kernel_rows(row: dict, rates: dict[str, float]) -> list[dict]:
     """A row a kernel and path from one that holds them all."""
     work, missing, times, rows = row.pop('work'), row.pop('missing'), row.pop('seconds'), []
     del row['memory_bytes'], row['first_run_s']                # all kernels' together
@@ -340,7 +341,7 @@ def kernel_rows(row, rates):
 CELL = ('cell', 'D', 'kernel')                                 # rows that are the same in these are compared
 
 
-def table(results, suite):
+def table(results: list[dict], suite: str) -> str:
     """Markdown. Columns in which no row has anything are left out."""
     percent, tokens = '{:.1%}'.format, '{:,.0f}'.format
     unit = {'decode': 'ms/token', 'kernels': 'us'}.get(suite, 'tokens/s')
@@ -360,7 +361,7 @@ def table(results, suite):
         column('memory, MiB', 'memory_bytes', lambda x: f'{x / 2**20:,.0f}')], results)
 
 
-def describe(report):
+def describe(report: dict) -> str:
     """The lines above the table."""
     rates = ', '.join(f'{name} {show({k: v / 1e9 for k, v in figures.items()})} {"GB/s" if name == "copy" else "GFLOP/s"}'
                       for name, figures in report['yardsticks'].items())
@@ -370,13 +371,14 @@ def describe(report):
 
 # ----------------------------------------------------------------------------- a suite
 
-def in_order(rows):
+def in_order(rows: Iterable[dict]) -> list[dict]:
     """By tokens an update; then the rows to be compared together, in the order of their first."""
     order = {}
     return sorted(rows, key=lambda r: (r.get('tokens_per_update', 0), order.setdefault(tuple(r.get(k) for k in CELL), len(order))))
 
 
-def run_suite(name, suite, variants, sizes, config, kind, amp, seconds):
+def run_suite(name: str, suite: str, variants: dict[str, tuple], sizes: dict[str, dict], config: dict, kind: str, amp: torch.dtype,
+              seconds: float) -> None:
     """Measures cell by cell, writes JSON and table after each, prints the table. sizes: {label: its path and sizes}, in the order of the
     table. On a GPU the yardsticks come first, on a CPU they take turns with the paths of each cell."""
     start, cuda, report = time.perf_counter(), kind != 'cpu', {'suite': name, **header(config, kind, amp), 'yardsticks': {}, 'results': []}
@@ -413,7 +415,7 @@ def run_suite(name, suite, variants, sizes, config, kind, amp, seconds):
         print(f'\nbudget = {config["budget"]} s is used up, cells left: {len(left)}. To go on:\n{the_rest(left)}')
 
 
-def the_rest(left):
+def the_rest(left: list[str]) -> str:
     """The command that measures the cells left."""
     same = [a for a in sys.argv[1:] if not a.startswith(('--cells=', '--append='))]
     return shlex.join(['python', 'bench.py', *same, '--append=True', f'--cells={",".join(left)}'])
@@ -421,7 +423,7 @@ def the_rest(left):
 
 # ----------------------------------------------------------------------------- the script
 
-def all_cells(config, levels, contexts, last):
+def all_cells(config: dict, levels: tuple[tuple[int, int], ...], contexts: tuple[int, ...], last: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
     """(L, E, C, B or tokens) of each cell; shorter ones filled up from the suite's own."""
     given = config['cells'] or levels
     given = (given,) if all(type(n) is int for n in given) else given
@@ -433,7 +435,7 @@ def all_cells(config, levels, contexts, last):
     return list(full)
 
 
-def chosen_paths(config, E, cuda):
+def chosen_paths(config: dict, E: int, cuda: bool) -> list[str]:
     """The paths of a cell: those given, or the suite's own."""
     which, twin = config['suite'], TWINS.get(config['suite'])
     default = DEFAULT_PATHS[which][not cuda]
@@ -446,7 +448,7 @@ def chosen_paths(config, E, cuda):
     return chosen
 
 
-def sizes_of(config, path, cell, D, V):
+def sizes_of(config: dict, path: str, cell: tuple[int, int, int, int], D: int, V: int) -> dict:
     """A variant's row: what it is, and its sizes."""
     L, E, C, B = cell
     T, gpt = C if config['suite'] in ('train', 'decode') else config['block_size'], path.startswith('gpt')
@@ -460,7 +462,7 @@ def sizes_of(config, path, cell, D, V):
     return {**row, 'L': L * E if gpt else L, 'E': 1 if gpt else E, 'C': C, 'B': B, 'T': T, 'D': D, 'V': V}
 
 
-def variant(config, row, kind, amp, folder):
+def variant(config: dict, row: dict, kind: str, amp: torch.dtype, folder: str) -> tuple[Callable, dict]:
     """(make, arguments) of a row."""
     path, which = row['path'].removesuffix('_bf16'), config['suite']
     names = {'vocab_size': 'V', 'n_layer': 'L', 'n_expert': 'E', 'n_embd': 'D', 'window': 'C', 'block_size': 'T'}
@@ -482,7 +484,7 @@ def variant(config, row, kind, amp, folder):
     return make_chunk, rest
 
 
-def plan(config, kind, amp, folder):
+def plan(config: dict, kind: str, amp: torch.dtype, folder: str) -> tuple[dict[str, tuple], dict[str, dict]]:
     """{label: (make, arguments)} and {label: its path and sizes}; refuses what makes no sense before anything runs. Suite train's data goes
     into `folder`."""
     which, cuda = config['suite'], kind != 'cpu'
@@ -504,7 +506,7 @@ def plan(config, kind, amp, folder):
     return variants, sizes
 
 
-def main():
+def main() -> None:
     argv = sys.argv[1:]
     if '--suite=sokoban' in argv:
         import bench_sokoban

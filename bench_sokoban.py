@@ -11,6 +11,7 @@ its own forward instead of keeping the rollout's. measure.py says how they are m
 forward and backward, in the same dtype. "of conv rate" is the multiply-adds that are executed (convlstm.py, macs_per_step) over its rate.
 """
 import sys
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +38,7 @@ out = ''                        # JSON file; '': results/<device>/sokoban.json
 PATHS = [path + how for path in ('plain', 'fast', 'compiled') for how in ('', '_recompute')]
 
 
-def make_conv(kind, dt):
+def make_conv(kind: str, dt: torch.dtype) -> tuple[dict[str, Callable], dict]:
     """The yardstick: boards enough to fill the device."""
     keep_memory()
     x = torch.randn(640, 128, 10, 10, device=kind, dtype=dt).to(memory_format=torch.channels_last).requires_grad_()
@@ -46,7 +47,7 @@ def make_conv(kind, dt):
     return {'conv': lambda: torch.autograd.grad(F.conv2d(x, w, padding=1), (x, w), g)}, {'macs': 3 * 640 * 100 * 9 * 128 * 512}
 
 
-def make_update(settings, path, kind):
+def make_update(settings: dict, path: str, kind: str) -> tuple[dict[str, Callable], dict]:
     """Whole updates of train_sokoban.py on generated levels."""
     path, _, how = path.partition('_')
     arguments = {**settings, 'split': 'generated', 'eval_split': 'generated', 'n_levels': 5000, 'eval_games': 1, 'device': kind,
@@ -63,7 +64,7 @@ def make_update(settings, path, kind):
         'macs': (4 if how else 3) * macs['executed'] * settings['n_envs'] * settings['unroll']}
 
 
-def plan(config, where, dt):
+def plan(config: dict, where: str, dt: torch.dtype) -> tuple[dict[str, tuple], dict[str, dict]]:
     """{label: (make, arguments)}, {label: its path and sizes}."""
     for key, least in (('rounds', 1), ('seconds', 0), ('n_envs', 1), ('unroll', 1), ('threads', 0)):
         if config[key] < least:
@@ -86,7 +87,7 @@ def plan(config, where, dt):
     return variants, sizes
 
 
-def table(results):
+def table(results: list[dict]) -> str:
     """Markdown."""
     return markdown([
         ('L, E, d', lambda r: f'{r["L"]}, {r["E"]}, {r["D"]}'), column('path', 'path'), ('env steps/s: median (min..max)', figure),
@@ -95,7 +96,7 @@ def table(results):
         column('memory, MiB', 'memory_bytes', lambda x: f'{x / 2**20:,.0f}')], results)
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> None:
     config = configure(globals(), argv)
     try:
         where = pick_device(device)

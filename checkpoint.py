@@ -24,6 +24,9 @@ import sys
 import tempfile
 import time
 import zipfile
+from collections.abc import Callable
+from types import FrameType
+from typing import BinaryIO, NoReturn
 
 import numpy as np
 import torch
@@ -55,7 +58,7 @@ class OutDirError(ValueError):
 # whole-or-nothing files
 
 
-def sync_folder(folder):
+def sync_folder(folder: str | os.PathLike) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)  # a rename is safe from a power cut only once its folder is on the disk
@@ -63,7 +66,7 @@ def sync_folder(folder):
         os.close(descriptor)
 
 
-def write_atomic(path, write, keep=None):
+def write_atomic(path: str | os.PathLike, write: Callable[[BinaryIO], object], keep: str | None = None) -> None:
     """write(file) fills a binary temporary file, which then takes the name `path`; an existing file goes on as `keep`, if given (a name
     in the same folder). Whatever fails leaves `path` as it was and raises."""
     path = pathlib.Path(path)
@@ -89,11 +92,11 @@ def write_atomic(path, write, keep=None):
     sync_folder(path.parent)
 
 
-def write_text(text, path):
+def write_text(text: str, path: str | os.PathLike) -> None:
     write_atomic(path, lambda file: file.write(text.encode()))
 
 
-def json_line(obj):
+def json_line(obj: object) -> str:
     """JSON as the standard has it: NaN and infinities become null."""
 
     def plain(x):
@@ -106,7 +109,7 @@ def json_line(obj):
     return json.dumps(plain(obj), allow_nan=False)
 
 
-def write_json(obj, path):
+def write_json(obj: object, path: str | os.PathLike) -> None:
     write_text(json.dumps(json.loads(json_line(obj)), indent=1) + '\n', path)
 
 
@@ -125,22 +128,22 @@ class JsonlLog:
         self.file = open(path, 'a', encoding='utf-8')  # noqa: SIM115
 
     @staticmethod
-    def stays(line, resume_step):
+    def stays(line: str, resume_step: int) -> bool:
         try:
             record = json.loads(line)
             return isinstance(record, dict) and record.get('step', resume_step) <= resume_step
         except (ValueError, TypeError):
             return False
 
-    def write(self, record):
+    def write(self, record: dict) -> None:
         self.file.write(json_line(record) + '\n')
         self.file.flush()
 
-    def close(self):
+    def close(self) -> None:
         self.file.close()
 
 
-def open_trackers(names, out_dir, config):
+def open_trackers(names: list[str], out_dir: str | os.PathLike, config: dict) -> tuple[Callable[[dict], object], Callable[[], object]]:
     """-> write(record), close() for the trackers named, 'tensorboard' and 'wandb', beside log.jsonl. Imported only here."""
     writes, closes = [], []
     if 'tensorboard' in names:
@@ -158,7 +161,7 @@ def open_trackers(names, out_dir, config):
     return lambda record: [write(record) for write in writes], lambda: [close() for close in closes]
 
 
-def plot_losses(out_dir, unit, title):
+def plot_losses(out_dir: str | os.PathLike, unit: str, title: str) -> str:
     """Loss curves of out_dir/log.jsonl, in nats a `unit`, as out_dir/loss.png -> its path."""
     import matplotlib
 
@@ -183,7 +186,7 @@ def plot_losses(out_dir, unit, title):
 # checkpoints
 
 
-def check_plain(obj, where='checkpoint'):
+def check_plain(obj: object, where: str = 'checkpoint') -> None:
     """TypeError, naming the place, for anything that a weights-only load would refuse, or that hides a foreign type (numpy's floats)."""
     if type(obj) in (dict, collections.OrderedDict):
         for key, value in obj.items():
@@ -197,7 +200,7 @@ def check_plain(obj, where='checkpoint'):
         raise TypeError(f'{where} is a {type(obj).__name__}: only tensors and plain types are saved')
 
 
-def save_checkpoint(obj, path, keep=None):
+def save_checkpoint(obj: dict, path: str | os.PathLike, keep: str | None = None) -> None:
     """Saves obj (tensors, dict, list, tuple, str, int, float, bool, None) as a whole or not at all; with keep=PREV the checkpoint that
     was at `path` goes on under that name. Raises TypeError for other types, OSError when the disk is full."""
     check_plain(obj)
@@ -212,7 +215,7 @@ def save_checkpoint(obj, path, keep=None):
     write_atomic(path, write, keep)
 
 
-def load_checkpoint(path, device='cpu'):
+def load_checkpoint(path: str | os.PathLike, device: str = 'cpu') -> dict:
     """-> what save_checkpoint saved, with its tensors on `device`. CheckpointError if it cannot be read."""
     if torch.device(device).type == 'cuda' and not torch.cuda.is_available():
         raise CheckpointError(f'{path}: cannot be loaded on {device}: there is no CUDA device here')
@@ -236,7 +239,7 @@ def load_checkpoint(path, device='cpu'):
         raise CheckpointError(f'{path}: cannot be loaded ({reason}): give another file, or delete it') from None
 
 
-def load_latest(out_dir, device='cpu'):
+def load_latest(out_dir: str | os.PathLike, device: str = 'cpu') -> tuple[dict, pathlib.Path]:
     """-> (checkpoint, its path): the last one in the folder or, with a line that says so, the one before. CheckpointError if neither."""
     paths = [pathlib.Path(out_dir, name) for name in (LAST, PREV)]
     if not any(path.exists() for path in paths):
@@ -252,13 +255,15 @@ def load_latest(out_dir, device='cpu'):
         return loaded, paths[1]
 
 
-def load_run(out_dir, script, needed, fixed, config, file=None):
+def load_run(out_dir: str | os.PathLike, script: str, needed: tuple[str, ...], fixed: tuple[str, ...], config: dict,
+             file: str | None = None) -> tuple[dict, pathlib.Path]:
     """-> a run's last checkpoint, or that file of its folder, and the path. CheckpointError where it lacks a key of `needed`, or where a
     setting of `fixed`, that would make it another run, differs from config's."""
     where = pathlib.Path(out_dir, file or LAST)
     saved, where = (load_checkpoint(where), where) if file else load_latest(out_dir)
+    saved = saved if isinstance(saved, dict) else {}
     missing = [key for key in ('config', *needed) if key not in saved]
-    if missing or any(name not in saved['config'] for name in fixed):
+    if missing or not isinstance(saved['config'], dict) or any(name not in saved['config'] for name in fixed):
         raise CheckpointError(f'{where}: not a checkpoint of this {script} (missing: {", ".join(missing) or "settings"})')
     for name in fixed:
         if saved['config'][name] != config[name]:
@@ -267,7 +272,7 @@ def load_run(out_dir, script, needed, fixed, config, file=None):
     return saved, where
 
 
-def load_optimizer(optimizer, saved):
+def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
     """The saved moments with this run's settings: a resumed run may change learning rates, momentum, decay, and the device."""
     ours = [{key: value for key, value in group.items() if key != 'params'} for group in optimizer.param_groups]
     groups = [{**group, **settings} for group, settings in zip(saved['param_groups'], ours, strict=True)]
@@ -278,7 +283,7 @@ def load_optimizer(optimizer, saved):
 # random states
 
 
-def rng_state():
+def rng_state() -> dict:
     """The states of torch (CPU and the current CUDA device), numpy and random, as save_checkpoint takes them."""
     name, keys, *rest = np.random.get_state()
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
@@ -286,7 +291,7 @@ def rng_state():
             'numpy': [name, [int(key) for key in keys], int(rest[0]), int(rest[1]), float(rest[2])]}  # fmt: skip
 
 
-def set_rng_state(state):
+def set_rng_state(state: dict) -> None:
     """Restores what rng_state gave; CUDA's part only where both sides have it."""
     torch.set_rng_state(state['torch'].cpu())  # .cpu(): a load may have moved it to the device
     if state['cuda'] is not None and torch.cuda.is_available():
@@ -301,7 +306,7 @@ def set_rng_state(state):
 # the device, the ranks, the packages
 
 
-def pick_device(name):
+def pick_device(name: str) -> str:
     """-> 'cpu' or 'cuda:N' for a `device` setting; 'auto' is cuda where there is one. Under torchrun each rank gets its own."""
     kind = ('cuda' if torch.cuda.is_available() else 'cpu') if name == 'auto' else name
     if not re.fullmatch(r'cpu|cuda(:\d+)?', kind):
@@ -315,13 +320,13 @@ def pick_device(name):
     return kind
 
 
-def print0(text):
+def print0(text: str) -> None:
     """Prints on the first rank alone."""
     if os.environ.get('RANK', '0') == '0':
         print(text, flush=True)
 
 
-def attempt():
+def attempt() -> int:
     """How often torchrun --max-restarts has started this process again."""
     return int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0))
 
@@ -329,7 +334,7 @@ def attempt():
 PATIENCE = datetime.timedelta(minutes=10)  # with a rank that does not answer
 
 
-def join_ranks(device, threads):
+def join_ranks(device: str, threads: int) -> tuple[int, int, str]:
     """-> rank, world size and device ('cpu' or 'cuda:N') of this process; under torchrun it joins the process group. threads: of a CPU,
     0 for torch's choice."""
     rank, world, kind = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1)), pick_device(device)
@@ -346,7 +351,7 @@ def join_ranks(device, threads):
     return rank, world, kind
 
 
-def last_words(error, out_dir, less_memory):
+def last_words(error: OSError | RuntimeError, out_dir: str | os.PathLike, less_memory: str) -> str | OSError:
     """The line for an OSError or RuntimeError that ends a run: a full disk, a folder that is gone, no GPU memory, a rank that died or cannot
     be reached. Any other RuntimeError is raised again."""
     if isinstance(error, torch.OutOfMemoryError):
@@ -359,7 +364,7 @@ def last_words(error, out_dir, less_memory):
     raise error
 
 
-def compiles(model, once):
+def compiles(model: torch.nn.Module, once: Callable[[], object]) -> bool:
     """Runs once(), which compiles what the model's path 'compiled' needs, before any clock runs -> whether that works here."""
     start = time.time()
     try:
@@ -373,7 +378,7 @@ def compiles(model, once):
     return works
 
 
-def leave(status):
+def leave(status: int) -> NoReturn:
     """Ends the process. Under torchrun without Python's shutdown, which a gloo thread that outlives its process group can abort (1 run in
     20 here; pytorch PR 179291): close everything before."""
     if 'RANK' in os.environ:
@@ -383,14 +388,14 @@ def leave(status):
     sys.exit(status)
 
 
-def need_packages(**asked):
+def need_packages(**asked: bool) -> None:
     """Ends the script where one is asked for and not installed."""
     for name, wanted in asked.items():
         if wanted and importlib.util.find_spec(name) is None:
             fail(f'{name} is asked for but not installed: pip install {name}, or leave it out')
 
 
-def device_name(kind):
+def device_name(kind: str) -> str:
     if kind.startswith('cuda'):
         return torch.cuda.get_device_name(kind)
     try:
@@ -400,7 +405,7 @@ def device_name(kind):
         return f'CPU {platform.processor() or platform.machine()}'
 
 
-def keep_memory():
+def keep_memory() -> None:
     """Keeps freed memory in the process. By default glibc returns large blocks to the system, and a training loop that allocates the same
     ones at every step then pays for clearing their pages again: a fifth of the time on a CPU. Without glibc: nothing."""
     try:
@@ -411,7 +416,7 @@ def keep_memory():
     mallopt(-1, 2**31 - 1)   # M_TRIM_THRESHOLD: the heap does not shrink
 
 
-def pick_dtype(name, kind):
+def pick_dtype(name: str, kind: str) -> torch.dtype:
     """-> the dtype of matrix products for a `dtype` setting; 'auto' is bfloat16 where the processor is fast at it."""
     if name not in ('auto', 'float32', 'bfloat16'):
         raise ValueError(f"dtype = {name!r}: expected 'auto', 'float32' or 'bfloat16'")
@@ -424,12 +429,12 @@ def pick_dtype(name, kind):
 # the output folder
 
 
-def saved_in(out_dir):
+def saved_in(out_dir: str | os.PathLike) -> bool:
     """Whether a run can go on from what the folder holds."""
     return any(os.path.exists(os.path.join(out_dir, name)) for name in (LAST, PREV))
 
 
-def restarted(out_dir):
+def restarted(out_dir: str | os.PathLike) -> dict[str, bool]:
     """The settings with which a run goes on that torchrun --max-restarts has started again: from its last checkpoint, or from the beginning
     where there is none yet; {} at any other start. For every rank, before prepare_out_dir."""
     if attempt() == 0 or not os.path.exists(os.path.join(out_dir, BEGUN)):
@@ -438,7 +443,7 @@ def restarted(out_dir):
     return {'resume': saved_in(out_dir), 'overwrite': not saved_in(out_dir)}
 
 
-def prepare_out_dir(out_dir, resume=False, overwrite=False, run_files=RUN_FILES):
+def prepare_out_dir(out_dir: str | os.PathLike, resume: bool = False, overwrite: bool = False, run_files: tuple[str, ...] = RUN_FILES) -> pathlib.Path:
     """Creates the folder of a run, or checks it -> its pathlib.Path. OutDirError says why not.
 
     A folder with a run in it (a checkpoint or a log) is refused without resume or overwrite; resume needs a checkpoint. overwrite removes
@@ -487,7 +492,7 @@ class Stopper:
         self.signal, self.time = None, 0.0
         self.former = {number: signal.signal(number, self.handle) for number in (signal.SIGTERM, signal.SIGINT)}
 
-    def handle(self, number, frame):
+    def handle(self, number: int, frame: FrameType | None) -> None:
         again = self.signal == signal.SIGINT and number == signal.SIGINT
         if again and ('RANK' not in os.environ or time.monotonic() - self.time > 1):
             raise KeyboardInterrupt
@@ -496,7 +501,7 @@ class Stopper:
         if not again:
             self.signal, self.time = number, time.monotonic()
 
-    def restore(self):
+    def restore(self) -> None:
         """Puts the former handlers back."""
         for number, handler in self.former.items():
             signal.signal(number, handler)

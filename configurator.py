@@ -22,6 +22,8 @@ import os
 import sys
 import tokenize
 import warnings
+from collections.abc import Iterable
+from typing import NoReturn
 
 MAX_INT = 2**64  # an integer in a config stays below this, which also bounds what `**` can be made to compute
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -31,24 +33,24 @@ EXPECTED = {bool: 'True or False', int: 'an integer', float: 'a finite number', 
 BROKEN = (SyntaxError, ValueError, ArithmeticError, TypeError, MemoryError, RecursionError)  # all that reading hostile text can raise
 
 
-def fail(message):
+def fail(message: str | Exception) -> NoReturn:
     """Ends the script on a user's mistake: one line on stderr, exit status 2, no traceback."""
     print('error: ' + ' '.join(str(message).splitlines()), file=sys.stderr, flush=True)
     raise SystemExit(2)
 
 
-def first_line(error):
+def first_line(error: Exception) -> str:
     """What an exception says, short enough for a line of its own."""
     return f'{type(error).__name__}: {(str(error).splitlines() or [""])[0][:200]}'
 
 
-def parse(source, mode='exec'):
+def parse(source: str | bytes, mode: str = 'exec') -> ast.Module | ast.Expression:
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')  # e.g. an odd backslash in a user's text is not worth a warning
         return ast.parse(source, mode=mode)
 
 
-def evaluate(node, names):
+def evaluate(node: ast.expr, names: dict | None) -> bool | int | float | str | tuple | list | dict | None:
     """The value of an expression of literals, and of arithmetic on numbers and `names` (names=None: literals only).
     ValueError says what is not allowed."""
     if isinstance(node, ast.Constant) and type(node.value) in (bool, int, float, str, type(None)):
@@ -80,7 +82,7 @@ def evaluate(node, names):
     return value
 
 
-def convert(value, default):
+def convert(value: object, default: object) -> object:
     """`value` in the type of `default`: an int may stand for a float, a list for a tuple. ValueError if it does not fit."""
     if default is None or type(value) is type(default) and not isinstance(value, (tuple, list)):
         return value
@@ -92,7 +94,7 @@ def convert(value, default):
     raise ValueError('wrong type')
 
 
-def assign(config, defaults, key, value, where, given=None):
+def assign(config: dict, defaults: dict, key: str, value: object, where: str, given: str | None = None) -> None:
     """Sets config[key] = value, checked; `where` and `given` go into the message."""
     if key not in defaults:
         near = difflib.get_close_matches(key.replace('-', '_').lower(), defaults, 1, 0.6)
@@ -105,7 +107,7 @@ def assign(config, defaults, key, value, where, given=None):
         fail(f'{where}: {key} expects {EXPECTED[type(defaults[key])]} (default {defaults[key]!r}), got {given[:120]}{hint}')
 
 
-def read_script(path):
+def read_script(path: str | os.PathLike) -> tuple[dict, dict[str, tuple[str, str]], str | None]:
     """-> ({name: default} in source order, {name: (group heading, comment)} for --help, docstring) of the script at `path`."""
     with tokenize.open(path) as file:
         source = file.read()
@@ -142,7 +144,7 @@ def read_script(path):
     return defaults, notes, ast.get_docstring(tree, clean=False)
 
 
-def read_config(path, config, defaults):
+def read_config(path: str, config: dict, defaults: dict) -> None:
     """Applies the config file at `path`. Names that start with an underscore are the file's own helpers."""
     try:
         with open(path, 'rb') as file:
@@ -171,7 +173,7 @@ def read_config(path, config, defaults):
                 assign(config, defaults, target.id, value, where)
 
 
-def joined(argv, defaults):
+def joined(argv: list[str], defaults: dict) -> list[str]:
     """The arguments with `--key value` as `--key=value`, and a bare `--key` of a switch (True or False, or None) as `--key=True`."""
     arguments, rest = [], list(argv)
     while rest:
@@ -190,7 +192,7 @@ def joined(argv, defaults):
     return arguments
 
 
-def read_argument(argument, config, defaults):
+def read_argument(argument: str, config: dict, defaults: dict) -> None:
     """Applies one `--key=value`."""
     key, _, text = argument[2:].partition('=')
     default = defaults.get(key)
@@ -203,7 +205,7 @@ def read_argument(argument, config, defaults):
     assign(config, defaults, key, value, 'command line', given=text)
 
 
-def help_text(path):
+def help_text(path: str | os.PathLike) -> str:
     """--help: docstring, usage, every setting with its default and comment under its group's heading."""
     defaults, notes, docstring = read_script(path)
     lines = [docstring or '', '', f'usage: python {os.path.basename(path)} [config.py ...] [--key=value ...]']
@@ -217,13 +219,13 @@ def help_text(path):
     return '\n'.join(line.rstrip() for line in lines).strip()
 
 
-def config_diff(config, defaults):
+def config_diff(config: dict, defaults: dict) -> str:
     """The settings that differ from their defaults, one a line ('' if none)."""
     changed = [key for key in config if repr(config[key]) != repr(defaults.get(key))]
     return '\n'.join(f'{key} = {config[key]!r}  (default {defaults.get(key)!r})' for key in changed)
 
 
-def configure(settings, argv=None, quiet=False):
+def configure(settings: dict, argv: Iterable[str] | None = None, quiet: bool = False) -> dict:
     """Overrides a script's settings in place and returns them as a plain dict, in the order of the source.
 
     settings: the script's globals(), with '__file__'; the defaults are read from that source, so two calls do not influence each other.

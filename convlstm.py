@@ -26,6 +26,7 @@ s is h, and the weights of both are summed first, exactly. `path = 'plain'` does
 """
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -85,7 +86,7 @@ def rms(x: torch.Tensor, dims: int | tuple[int, ...] = -1) -> torch.Tensor:
     return x * torch.rsqrt(x.square().mean(dims, keepdim=True) + EPS)
 
 
-def lstm_cell(c, alive, gain, bias, *parts):
+def lstm_cell(c: torch.Tensor | None, alive: torch.Tensor, gain: torch.Tensor, bias: torch.Tensor, *parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Gates' preactivations as a sum of parts (B, Y, X, E, 4, D); c (B, Y, X, E, D), or None for zero; alive (B, 1, 1, 1, 1): 0 where an
     episode starts. -> the new c, in gain's dtype, and h in the parts'."""
     p = functools.reduce(torch.add, (part.to(gain.dtype) for part in parts))
@@ -96,7 +97,7 @@ def lstm_cell(c, alive, gain, bias, *parts):
     return new, (torch.sigmoid(o) * torch.tanh(new)).to(parts[0].dtype)
 
 
-def glu_cell(s, bias, part):
+def glu_cell(s: torch.Tensor | None, bias: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """h = s + GLU(part + bias); s (B, Y, X, 1 or E, D), or None for zero; part (B, Y, X, E, 2, D)."""
     a, b = (part.to(bias.dtype) + bias).unbind(-2)
     h = a * torch.sigmoid(b)
@@ -143,7 +144,7 @@ class Conv(torch.autograd.Function):
         return conv_backward(g, x, w, ctx.groups, 0) if ctx.needs_input_grad[0] else None, None, None, None
 
 
-def conv_backward(g, x, w, groups: int, which: int) -> torch.Tensor:
+def conv_backward(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor, groups: int, which: int) -> torch.Tensor:
     """Gradient of x (which = 0) or w (1) of conv for the output's gradient g (B, Y, X, O)."""
     pad = [w.size(-1) // 2] * 2
     grad = torch.ops.aten.convolution_backward(g.permute(0, 3, 1, 2), x.permute(0, 3, 1, 2), w, None, [1, 1], pad, [1, 1], False, [0, 0],
@@ -151,7 +152,7 @@ def conv_backward(g, x, w, groups: int, which: int) -> torch.Tensor:
     return grad.permute(0, 2, 3, 1) if which == 0 else grad
 
 
-def make_conv(w: torch.Tensor, dt: torch.dtype, groups: int, path: str):
+def make_conv(w: torch.Tensor, dt: torch.dtype, groups: int, path: str) -> Callable[[torch.Tensor], torch.Tensor]:
     """-> x -> conv(x, w), with w cast once for an unroll and, unless the path is plain, its gradient put off to the unroll's end."""
     if path == 'plain':
         w = w.to(dt)
@@ -227,7 +228,7 @@ class Agent(nn.Module):
         heard = functools.reduce(torch.add, (torch.roll(h.to(self.query.dtype), k, 3) for k in range(r + 1)))
         return (heard / math.sqrt(r + 1)).to(h.dtype)
 
-    def cell(self, function):
+    def cell(self, function: Callable) -> Callable:
         return compiled(function) if self.config.path == 'compiled' else function
 
     def init_state(self, B: int) -> tuple[torch.Tensor, ...]:
@@ -302,7 +303,7 @@ class ConvLSTM(Agent):
         c = self.config
         return c.n_expert == 1 and not c.routed and c.path != 'plain'
 
-    def state_shapes(self):
+    def state_shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         c = self.config
         if not c.recurrent:
             return []
@@ -331,7 +332,8 @@ class ConvLSTM(Agent):
         c = self.config
         return list(w.z(z).unflatten(3, (c.n_layer, c.n_expert, 4, c.n_embd)).unbind(3))
 
-    def step(self, w, z, z_parts, alive, state):
+    def step(self, w: SimpleNamespace, z: torch.Tensor, z_parts: list[torch.Tensor], alive: torch.Tensor,
+             state: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """-> s of the last level (B, Y, X, D), the new state."""
         c = self.config
         s, h, cells = (state[0] * alive[..., 0].to(self.dt), state[1] * alive.to(self.dt), state[2:]) if c.recurrent else (None, None, ())
@@ -368,7 +370,7 @@ class ConvGLU(Agent):
         self.w = nn.ParameterList(weight(E * 2 * D, D, 3, 3, fan_in=9 * D) for _ in range(L))
         self.bias = nn.ParameterList(torch.zeros(E, 2, D) for _ in range(L))
 
-    def state_shapes(self):
+    def state_shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         c = self.config
         return [((10, 10, c.n_expert if c.radius >= 0 else 1, c.n_embd), self.query.dtype)] if c.recurrent else []
 
@@ -379,7 +381,8 @@ class ConvGLU(Agent):
     def z_parts(self, w: SimpleNamespace, z: torch.Tensor) -> list[torch.Tensor]:
         return [F.linear(z.to(self.query.dtype), self.wp, self.bias_p)[..., None, :]]         # (N, Y, X, 1, D); 1x1, so fp32 is cheap
 
-    def step(self, w, z, z_parts, alive, state):
+    def step(self, w: SimpleNamespace, z: torch.Tensor, z_parts: list[torch.Tensor], alive: torch.Tensor,
+             state: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """s is (B, Y, X, 1, D), or (B, Y, X, E, D) with a radius: what each expert reads. -> s of the last level (B, Y, X, D), state."""
         c, (s,), h = self.config, z_parts, None
         if c.recurrent:

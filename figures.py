@@ -13,6 +13,7 @@ import math
 import os
 import statistics
 import textwrap
+from collections.abc import Callable, Iterable
 
 from checkpoint import write_atomic, write_text
 from configurator import fail, first_line
@@ -56,7 +57,7 @@ def read_log(folder: str) -> list[dict]:
 
 # ----------------------------------------------------------------------------- values
 
-def value(row, log: list[dict]) -> float | None:
+def value(row: tuple, log: list[dict]) -> float | None:
     """What a finished run is judged by; None where the log does not have it."""
     if row.is_text:
         return log[-1].get('val_loss')
@@ -77,13 +78,13 @@ def cells(runs: list) -> dict:
     return {row: summary(x) for row, x in values.items()}
 
 
-def best(rows: dict):
+def best(rows: dict) -> tuple:
     """The row with the best mean, among those with the most seeds."""
     most = max(n for _, _, n in rows.values())
     return min((row for row in rows if rows[row][2] == most), key=lambda row: rows[row][0] if row.is_text else -rows[row][0])
 
 
-def without(row, name: str):
+def without(row: tuple, name: str) -> tuple:
     """The row but for its own setting `name`."""
     return row._replace(more=tuple((k, v) for k, v in row.more if k != name))
 
@@ -94,7 +95,7 @@ def at_best(runs: list, name: str) -> list:
     return [(row, log) for row, log in runs if row._replace(seed=0) in keep]
 
 
-def bests(points: dict, key) -> list:
+def bests(points: dict, key: Callable) -> list:
     """Of the cells that have one `key`, the best."""
     return [best({row: points[row] for row in rows}) for rows in groups(points, key).values()]
 
@@ -114,7 +115,7 @@ def read_csv(folder: str, name: str, numbers: list[str]) -> list[dict]:
     return rows
 
 
-def paper_rows(reference: str, like, name: str, numbers: list[str]) -> dict:
+def paper_rows(reference: str, like: tuple, name: str, numbers: list[str]) -> dict:
     """{row: the paper's} of a row's model, budget and kind; {} where the paper has none."""
     if not reference or like.model != 'convlstm' or like.more:
         return {}
@@ -123,7 +124,7 @@ def paper_rows(reference: str, like, name: str, numbers: list[str]) -> dict:
             if (r.get('variant'), r.get('budget')) == (like.kind, like.budget) and r['L'] == r['L'] and r['E'] == r['E'] and r['d'] == r['d']}
 
 
-def paper_cells(reference: str, like) -> dict:
+def paper_cells(reference: str, like: tuple) -> dict:
     """The paper's returns, as `cells` has ours."""
     rows = paper_rows(reference, like, 'sokoban_returns.csv', ['mean_return', 'variance', 'n_seeds'])
     return {row: (r['mean_return'], math.sqrt(max(0.0, r['variance'])), max(1, int(r['n_seeds']))) for row, r in rows.items() if r['n_seeds'] == r['n_seeds']}
@@ -131,7 +132,7 @@ def paper_cells(reference: str, like) -> dict:
 
 # ----------------------------------------------------------------------------- figures
 
-def new(columns: int, height: float = 2.5):
+def new(columns: int, height: float = 2.5) -> tuple:
     """A row of panels with one y axis, a column's width each."""
     import matplotlib
     matplotlib.use('Agg')
@@ -144,7 +145,7 @@ def new(columns: int, height: float = 2.5):
     return figure, panels[0]
 
 
-def save(figure, into: str, name: str) -> list[str]:
+def save(figure: object, into: str, name: str) -> list[str]:
     import matplotlib.pyplot as plt
     paths = [os.path.join(into, f'{name}.{kind}') for kind in ('png', 'svg')]
     for path, more in zip(paths, ({'dpi': 200}, {'metadata': {'Date': None}}), strict=True):
@@ -153,7 +154,7 @@ def save(figure, into: str, name: str) -> list[str]:
     return paths
 
 
-def powers(axes, values, label: str) -> None:
+def powers(axes: object, values: list[int], label: str) -> None:
     """A logarithmic x axis with the values that occur."""
     axes.set_xscale('log', base=2)
     axes.set_xticks(sorted(set(values)), [str(v) for v in sorted(set(values))])
@@ -161,7 +162,7 @@ def powers(axes, values, label: str) -> None:
     axes.set_xlabel(label)
 
 
-def line(axes, points: dict, i: int, label: str, ours: bool = True) -> None:
+def line(axes: object, points: dict, i: int, label: str, ours: bool = True) -> None:
     """{x: (mean, deviation, N)} with error bars; the paper's dashed and hollow."""
     xs = sorted(points)
     style = {'ls': '-'} if ours else {'ls': '--', 'mfc': 'white', 'alpha': 0.7}
@@ -170,7 +171,7 @@ def line(axes, points: dict, i: int, label: str, ours: bool = True) -> None:
                   color=COLORS[i % 7], marker=MARKERS[i % 7], **style)
 
 
-def groups(rows, key) -> dict:
+def groups(rows: Iterable[tuple], key: Callable) -> dict:
     out = {}
     for row in rows:
         out.setdefault(key(row), []).append(row)
@@ -182,7 +183,7 @@ def seeds_of(points: dict) -> str:
     return f'{counts[0]} seed{"s" * (counts[0] > 1)}' if len(counts) == 1 else f'{counts[0]} to {counts[-1]} seeds'
 
 
-def allocation_figure(points: dict, reference: str, title: str, label: str):
+def allocation_figure(points: dict, reference: str, title: str, label: str) -> object:
     """Value by L, a line a width, a panel a kind."""
     kinds = sorted({row.recurrent for row in points}, reverse=True)
     figure, panels = new(len(kinds))
@@ -211,7 +212,7 @@ def saturation(points: dict) -> dict:
     return out
 
 
-def saturation_figure(points: dict, reference: str, title: str, label: str):
+def saturation_figure(points: dict, reference: str, title: str, label: str) -> object:
     """The best of at most L levels, both kinds, with one standard error."""
     figure, (axes,) = new(1)
     for i, recurrent in enumerate(sorted({row.recurrent for row in points}, reverse=True)):
@@ -226,7 +227,7 @@ def saturation_figure(points: dict, reference: str, title: str, label: str):
     return figure
 
 
-def curve_figure(runs: list, points: dict, title: str):
+def curve_figure(runs: list, points: dict, title: str) -> object:
     """Returns over environment steps: of each kind and L the best allocation, mean and one standard deviation."""
     kinds = sorted({row.recurrent for row in points}, reverse=True)
     figure, panels = new(len(kinds))
@@ -248,7 +249,7 @@ def curve_figure(runs: list, points: dict, title: str):
     return figure
 
 
-def bar_figure(points: dict, ways: list, title: str, label: str):
+def bar_figure(points: dict, ways: list, title: str, label: str) -> object:
     """An ablation: its cells side by side, a bar a setting of `ways`, as the difference to the first, our default. Cells without that
     are left out."""
     figure, (axes,) = new(1, 3.3)
@@ -264,7 +265,7 @@ def bar_figure(points: dict, ways: list, title: str, label: str):
     return figure
 
 
-def radius_figure(points: dict, title: str, label: str):
+def radius_figure(points: dict, title: str, label: str) -> object:
     figure, (axes,) = new(1)
     for i, (cell, rows) in enumerate(groups(points, lambda row: row._replace(more=())).items()):
         line(axes, {row.more[0][1]: points[row] for row in rows}, i, f'{NAMES[cell.model]}, {KINDS[cell.recurrent]}, L = {cell.L}, E = {cell.E}, d = {cell.d}')
@@ -273,7 +274,7 @@ def radius_figure(points: dict, title: str, label: str):
     return figure
 
 
-def scaling_figure(points: dict, title: str, label: str):
+def scaling_figure(points: dict, title: str, label: str) -> object:
     """E on x, a line a number of levels; recurrent beside not."""
     kinds = groups(points, lambda row: row.recurrent)
     figure, panels = new(len(kinds))
@@ -316,7 +317,7 @@ def draw(plan: str, scale: str, all_rows: list, runs: list, token: str, referenc
 
 # ----------------------------------------------------------------------------- tables
 
-def field(x, digits: int) -> str:
+def field(x: str | int | float, digits: int) -> str:
     """A table's field: `digits` decimals, two significant digits where that would hide a small number."""
     if not isinstance(x, float):
         return str(x)
@@ -355,7 +356,7 @@ def tables(runs: list, reference: str, into: str) -> list[str]:
     return paths
 
 
-def run_record(row, log: list[dict]) -> dict:
+def run_record(row: tuple, log: list[dict]) -> dict:
     """A run in runs.json."""
     last, data = log[-1], 'tokens' if row.is_text else 'env_steps'
     return {'name': row.name, 'model': row.model, 'kind': row.kind, 'budget': row.budget, 'L': row.L, 'E': row.E, 'd': row.d, **dict(row.more),

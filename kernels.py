@@ -10,6 +10,8 @@ import functools
 import importlib.util
 import math
 import sys
+from collections.abc import Callable
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -65,7 +67,7 @@ def rms_backward(g: torch.Tensor, x_hat: torch.Tensor, r: torch.Tensor) -> torch
     return r * (g - x_hat * (g * x_hat).mean(-1, keepdim=True))
 
 
-def enter(s, z, a, b, wqkv, keep):
+def enter(s: torch.Tensor, z: torch.Tensor, a: torch.Tensor, b: torch.Tensor, wqkv: torch.Tensor, keep: list[torch.Tensor] | None) -> tuple[torch.Tensor, torch.Tensor]:
     """u = a*s + b*z (B, D), and the queries, keys and values of its norm (B, (C*M + 2*C) * K)."""
     u = a * s + b * z
     ru = rms(u)
@@ -76,7 +78,8 @@ def enter(s, z, a, b, wqkv, keep):
     return u, F.linear(n, wqkv)
 
 
-def enter_backward(du, dqkv, s, ru, n, z, a, b, wqkv, keep):
+def enter_backward(du: torch.Tensor, dqkv: torch.Tensor, s: torch.Tensor, ru: torch.Tensor, n: torch.Tensor, z: torch.Tensor,
+                   a: torch.Tensor, b: torch.Tensor, wqkv: torch.Tensor, keep: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """From the gradients of u's other uses and of the queries, keys and values: those of s and z."""
     du = du + rms_backward((dqkv @ wqkv).to(du.dtype), n, ru)
     keep[0].copy_(du)
@@ -84,7 +87,7 @@ def enter_backward(du, dqkv, s, ru, n, z, a, b, wqkv, keep):
     return a * du, b * du
 
 
-def rotate(qkv, cos, sin, layout, keep):
+def rotate(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: tuple, keep: list[torch.Tensor] | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Normalised, rotated queries (B, C, M, K); the normalised key rotated and not, and the value, each (B*C, K)."""
     C, M, K = heads(layout)
     B, dt, wide = qkv.size(0), qkv.dtype, cos.dtype
@@ -99,7 +102,8 @@ def rotate(qkv, cos, sin, layout, keep):
     return q_rot, apply_rope(kn, cos, sin).to(dt).view(B * C, K), kn.view(B * C, K), v.reshape(B * C, K)
 
 
-def rotate_backward(dq, dk, dv, q_rot, k_rot, rq, rk, cos, sin, layout):
+def rotate_backward(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, q_rot: torch.Tensor, k_rot: torch.Tensor, rq: torch.Tensor,
+                    rk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: tuple) -> torch.Tensor:
     """From the gradients of the rotated queries and key, and of the value: that of qkv. A rotation keeps lengths, so the
     norm's backward may run on the rotated vectors, before rotating back."""
     C, M, K = heads(layout)
@@ -109,7 +113,7 @@ def rotate_backward(dq, dk, dv, q_rot, k_rot, rq, rk, cos, sin, layout):
     return torch.cat([dq.view(B, -1), dk.view(B, -1), dv.reshape(B, -1).to(dk.dtype)], -1).to(dt)
 
 
-def probabilities(q_rot, keys, bias, keep):
+def probabilities(q_rot: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor, keep: torch.Tensor | None) -> torch.Tensor:
     """Attention weights (B*C, M, S) of q_rot (B, C, M, K) over all slots of the buffer, keys (B*C, S, K): whole buffers are
     contiguous, which a window of them is not. bias (B, 1, 1, S): -inf outside the window and where a slot is empty."""
     B, C, M, K = q_rot.shape
@@ -120,7 +124,7 @@ def probabilities(q_rot, keys, bias, keep):
     return p
 
 
-def attend(q_rot, keys, values, bias, layout, keep):
+def attend(q_rot: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor, layout: tuple, keep: list[torch.Tensor | None] | None) -> torch.Tensor:
     """Attended values, by expert (E, B, H*K). keep: their place, and the attention weights' or None."""
     att = by_expert(torch.bmm(probabilities(q_rot, keys, bias, None if keep is None else keep[1]), values), layout)
     if keep is not None:
@@ -128,7 +132,7 @@ def attend(q_rot, keys, values, bias, layout, keep):
     return att
 
 
-def attend_backward(datt, p, keys, values, wide, layout, keep):
+def attend_backward(datt: torch.Tensor, p: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, wide: torch.dtype, layout: tuple, keep: list[torch.Tensor]) -> torch.Tensor:
     """Gradient of the rotated queries (B*C, M, K). p (B*C, M, S): attention weights. keep: the scores' gradients (B*C, M, S) and the output's
     (B*C, M, K)."""
     do = by_cache_head(datt, layout)
@@ -146,7 +150,7 @@ def product(a: torch.Tensor, b: torch.Tensor, wide: torch.dtype) -> torch.Tensor
     return (a @ b).to(wide)
 
 
-def add_product(out, a, b):
+def add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """out += a^T @ b: out (N, X, Y) in the same or a wider dtype, a (N, rows, X), b (N, rows, Y)."""
     if out.dtype == a.dtype:
         out.baddbmm_(a.transpose(1, 2), b)
@@ -154,27 +158,27 @@ def add_product(out, a, b):
         out.add_(torch.bmm(a.transpose(1, 2), b))
 
 
-def heads(layout) -> tuple[int, int, int]:
+def heads(layout: tuple) -> tuple[int, int, int]:
     """C cache heads, M query heads a cache head, K their size."""
     _, E, G, R, K, shared = layout
     return (G, E * R, K) if shared else (E * G, R, K)
 
 
-def by_expert(o, layout):
+def by_expert(o: torch.Tensor, layout: tuple) -> torch.Tensor:
     """Attended values (B*C, M, K) -> (E, B, H*K)."""
     B, E, G, R, K, shared = layout
     o = o.view(B, G, E, R, K).permute(2, 0, 1, 3, 4) if shared else o.view(B, E, G, R, K).transpose(0, 1)
     return o.reshape(E, B, G * R * K)
 
 
-def by_cache_head(o, layout):
+def by_cache_head(o: torch.Tensor, layout: tuple) -> torch.Tensor:
     """The inverse of by_expert: (E, B, H*K) -> (B*C, M, K)."""
     B, E, G, R, K, shared = layout
     o = o.view(E, B, G, R, K)
     return o.permute(1, 2, 0, 3, 4).reshape(B * G, E * R, K) if shared else o.transpose(0, 1).reshape(B * E * G, R, K)
 
 
-def mix(u, att, coef, wo, up, down, keep):
+def mix(u: torch.Tensor, att: torch.Tensor, coef: torch.Tensor, wo: torch.Tensor, up: torch.Tensor, down: torch.Tensor, keep: list[torch.Tensor] | None) -> torch.Tensor:
     """Output projection, FFN, norm and sum over experts. coef: (E, B, 1) or a 0-dim tensor. Returns the new s (B, D)."""
     dt = wo.dtype
     y = u + torch.bmm(att, wo.transpose(1, 2))                 # (E, B, D)
@@ -190,21 +194,22 @@ def mix(u, att, coef, wo, up, down, keep):
     return (coef * h).sum(0)
 
 
-def norm_sum_backward(ds, coef, h, rx, keep):
+def norm_sum_backward(ds: torch.Tensor, coef: torch.Tensor, h: torch.Tensor, rx: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
     """From the gradient of s (B, D): that of the experts' sums before their norm (E, B, D)."""
     dx = rms_backward(coef * ds, h, rx)
     keep.copy_(dx)
     return dx
 
 
-def ffn_backward(dx, dact, ry, f, wo, up, keep):
+def ffn_backward(dx: torch.Tensor, dact: torch.Tensor, ry: torch.Tensor, f: torch.Tensor, wo: torch.Tensor, up: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """From dx and the gradient before the ReLU (E, B, 4D): those of u (B, D) and of the attended values (E, B, H*K)."""
     dy = dx + rms_backward(torch.bmm(dact, up).to(dx.dtype), f, ry)
     keep.copy_(dy)
     return dy.sum(0), torch.bmm(dy.to(wo.dtype), wo)
 
 
-def mix_backward(ds, coef, ry, f, act, rx, h, wo, up, down, keep):
+def mix_backward(ds: torch.Tensor, coef: torch.Tensor, ry: torch.Tensor, f: torch.Tensor, act: torch.Tensor, rx: torch.Tensor,
+                 h: torch.Tensor, wo: torch.Tensor, up: torch.Tensor, down: torch.Tensor, keep: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """mix's backward: as ffn_backward, from the gradient of s (B, D). keep: dy, dact, dx."""
     dx = norm_sum_backward(ds, coef, h, rx, keep[2])
     dact = 2 * act * torch.bmm(dx.to(wo.dtype), down)
@@ -212,7 +217,7 @@ def mix_backward(ds, coef, ry, f, act, rx, h, wo, up, down, keep):
     return ffn_backward(dx, dact, ry, f, wo, up, keep[0])
 
 
-def route(s, z, wq, bq, keys, mode, keep):
+def route(s: torch.Tensor, z: torch.Tensor, wq: torch.Tensor, bq: torch.Tensor, keys: torch.Tensor, mode: str, keep: list[torch.Tensor] | None) -> torch.Tensor:
     """Router (model.Level.aggregate): the coefficients of the experts' outputs (E, B, 1)."""
     c = torch.cat([z, s], -1).to(wq.dtype)
     q = F.linear(c, wq, bq)
@@ -224,7 +229,8 @@ def route(s, z, wq, bq, keys, mode, keep):
     return coef
 
 
-def route_backward(ds, h, a, q, wq, keys, mode, keep):
+def route_backward(ds: torch.Tensor, h: torch.Tensor, a: torch.Tensor, q: torch.Tensor, wq: torch.Tensor, keys: torch.Tensor, mode: str,
+                   keep: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """From the gradient of the level's output (B, D) and its experts' outputs h (E, B, D): those of z and s, by way of the router."""
     dcoef = (h.to(ds.dtype) * ds).sum(-1).t()                  # (B, E)
     if mode == 'softmax_mean':
@@ -259,7 +265,7 @@ EAGER = Ops()
 
 
 @functools.cache
-def compiled(op):
+def compiled(op: Callable) -> Callable:
     """op compiled, once in a process, for each of the sizes that it meets."""
     torch._dynamo.config.recompile_limit = 256                 # past it a piece would run eagerly from then on
     torch._dynamo.config.accumulated_recompile_limit = 4096
@@ -269,7 +275,7 @@ def compiled(op):
 # ---- Triton or not: measured, for the sizes at hand ----
 
 @functools.cache
-def triton_module():
+def triton_module() -> ModuleType | None:
     """triton_kernels.py; None where triton is not installed."""
     if importlib.util.find_spec('triton') is None:
         return None
@@ -277,7 +283,7 @@ def triton_module():
     return triton_kernels
 
 
-def seconds_of(run, repeats: int = 10) -> float:
+def seconds_of(run: Callable[[], object], repeats: int = 10) -> float:
     """Device time of run(), the least of a few: replays of a CUDA graph of it, so that launches from Python do not count, as they do not
     in training."""
     for _ in range(2):                                         # the first compiles
@@ -298,7 +304,7 @@ def seconds_of(run, repeats: int = 10) -> float:
 
 
 @torch.no_grad()
-def compare(run) -> dict:
+def compare(run: Callable[[bool], tuple | list]) -> dict:
     """run(triton): seconds compiled and as Triton kernels, and the largest relative difference of their results (NaN if there is one); why
     not, where it fails: a kernel that does not compile, or asks for more shared memory than the card has, is a TritonError."""
     found = {'compiled': seconds_of(lambda: run(False))}
@@ -334,7 +340,7 @@ def chosen_lines() -> list[str]:
 
 # ---- head and loss ----
 
-def cross_entropy(logits: torch.Tensor, target: torch.Tensor, grad_scale: float | None, dt: torch.dtype):
+def cross_entropy(logits: torch.Tensor, target: torch.Tensor, grad_scale: float | None, dt: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Summed cross-entropy of softcap(logits) (rows, V) against target (rows, 1), and its gradient times grad_scale in dtype dt
     (None without a grad_scale). Works in the logits' place."""
     tanh = torch.tanh(logits.div_(SOFTCAP))
@@ -348,7 +354,7 @@ def cross_entropy(logits: torch.Tensor, target: torch.Tensor, grad_scale: float 
     return loss, d.mul_(tanh.square_().neg_().add_(1)).mul_(grad_scale).to(dt)
 
 
-def slice_loss(logits, target, grad_scale: float | None, dt: torch.dtype, compile: bool, triton: bool):
+def slice_loss(logits: torch.Tensor, target: torch.Tensor, grad_scale: float | None, dt: torch.dtype, compile: bool, triton: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """cross_entropy by the fastest of its kinds; logits in the dtype of products."""
     if triton:
         return triton_module().cross_entropy(logits, target, grad_scale, dt)
@@ -414,7 +420,7 @@ def head_loss(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, comp
 
 # ---- CUDA graphs ----
 
-def graphed(graphs: dict, name: str, function, *args):
+def graphed(graphs: dict, name: str, function: Callable, *args: object) -> object:
     """function(*args) as a CUDA graph: the first three calls run as they are; the fourth is captured, and it and all later calls replay
     that: the arguments are read from, and the results lie in, the same memory every time. graphs: where they are kept, by name; those of
     one dict share memory and must be called in the same order again and again, so that one may use another's activations. Nothing may

@@ -23,6 +23,9 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 
 import torch
 
@@ -37,7 +40,7 @@ SAME = ('suite', 'device', 'dtype', 'torch', 'commit', 'threads')               
 
 # ----------------------------------------------------------------------------- the process that measures
 
-def timed(run, repeats, kind):
+def timed(run: Callable, repeats: int, kind: str) -> float:
     """Seconds of one run(), the mean of `repeats`, with the device idle at both ends. A run that returns a float has timed itself, once."""
     wait = torch.cuda.synchronize if kind.startswith('cuda') else lambda: None
     wait()
@@ -50,7 +53,7 @@ def timed(run, repeats, kind):
     return (time.perf_counter() - start) / repeats
 
 
-def memory(kind, peak):
+def memory(kind: str, peak: bool) -> int:
     """Bytes in use now, or at the peak since `empty` or `forget_peak`. Not getrusage's: a child's figure starts at its parent's."""
     if kind.startswith('cuda'):
         return torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
@@ -61,14 +64,14 @@ def memory(kind, peak):
         return 0                                               # only Linux tells
 
 
-def forget_peak(kind):
+def forget_peak(kind: str) -> None:
     """So that what compiling took does not count. On a GPU it takes little, but a graph's memory is taken at its capture: all counts."""
     if kind == 'cpu':
         with contextlib.suppress(OSError), open('/proc/self/clear_refs', 'w') as file:
             file.write('5')                                    # where this is not allowed, what compiling took counts too
 
 
-def empty(kind):
+def empty(kind: str) -> None:
     """Gives back what is left of the variant before. What was compiled for it stays: the next one may meet the same sizes."""
     unroll.release()
     gc.collect()
@@ -77,7 +80,7 @@ def empty(kind):
         torch.cuda.reset_peak_memory_stats()
 
 
-def work(pipe, kind, threads):
+def work(pipe: Connection, kind: str, threads: int) -> None:
     """The process. A message is a variant, to be made and run once (compiling included), or the seconds of a round of it; None: the end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)               # ctrl-C is the parent's business, which then ends us
     if kind.startswith('cuda'):
@@ -111,7 +114,7 @@ def work(pipe, kind, threads):
 
 # ----------------------------------------------------------------------------- measuring
 
-def begin(kind, threads):
+def begin(kind: str, threads: int) -> tuple[SpawnProcess, Connection]:
     """-> (process, pipe), torch imported."""
     context = multiprocessing.get_context('spawn')
     ours, theirs = context.Pipe()
@@ -123,14 +126,14 @@ def begin(kind, threads):
     return process, ours
 
 
-def end(process, pipe):
+def end(process: SpawnProcess, pipe: Connection) -> None:
     with contextlib.suppress(OSError):
         pipe.send(None)
     process.join(5)
     process.kill()
 
 
-def ask(process, pipe, message, record):
+def ask(process: SpawnProcess, pipe: Connection, message: tuple | float, record: dict) -> str:
     """One message to `work`; its answer goes into the record. Returns a line about it."""
     try:
         pipe.send(message)
@@ -148,7 +151,7 @@ def ask(process, pipe, message, record):
     return ', '.join(f'{part} {value:.4g} s' for part, value in figures.items())
 
 
-def measure(variants, rounds, seconds, kind, threads, pool=None):
+def measure(variants: dict[str, tuple], rounds: int, seconds: float, kind: str, threads: int, pool: dict | None = None) -> dict[str, dict]:
     """variants: {label: (make, arguments)} -> {label: record}. A record holds status, first_run_s, memory_bytes, seconds {part: [one figure
     a round]} and what `make` told of it. pool: a GPU's process, kept in it from call to call; whoever gives it ends what it holds."""
     cuda, labels = kind.startswith('cuda'), list(variants)
@@ -171,12 +174,12 @@ def measure(variants, rounds, seconds, kind, threads, pool=None):
     return records
 
 
-def end_all(pool):
+def end_all(pool: dict) -> None:
     while pool:
         end(*pool.popitem()[1])
 
 
-def make_yardsticks(kind, dtypes):
+def make_yardsticks(kind: str, dtypes: list[str]) -> tuple[dict[str, Callable], dict]:
     """A product of two large square matrices in each dtype, FLOPs; a copy too large for a cache, bytes read and written."""
     n, size = (8192, 2**30) if kind.startswith('cuda') else (2048, 2**28)
     parts, info = {}, {'work': {}}
@@ -188,14 +191,14 @@ def make_yardsticks(kind, dtypes):
     return parts, info
 
 
-def spread(values):
+def spread(values: Iterable[float]) -> dict[str, float]:
     values = list(values)
     return {'median': statistics.median(values), 'min': min(values), 'max': max(values)}
 
 
 # ----------------------------------------------------------------------------- reports: what a figure needs to be repeated
 
-def commit():
+def commit() -> str:
     """Of the folder this file is in, '-dirty' where tracked files other than results have changed, 'unknown' outside git."""
     def git(*arguments):
         folder = os.path.dirname(os.path.abspath(__file__))
@@ -206,7 +209,7 @@ def commit():
         return 'unknown'
 
 
-def header(config, kind, amp):
+def header(config: dict, kind: str, amp: torch.dtype) -> dict:
     return {'device': device_name(kind), 'dtype': str(amp)[6:], 'threads': config['threads'] or torch.get_num_threads(),
             'torch': torch.__version__, 'python': platform.python_version(), 'commit': commit(),
             'command': shlex.join(['python', *sys.argv]), 'date': datetime.datetime.now().astimezone().isoformat(timespec='seconds'),
@@ -214,7 +217,7 @@ def header(config, kind, amp):
             'config': config}
 
 
-def results_path(report, out):
+def results_path(report: dict, out: str) -> str:
     """`out`, or results/<device>/<suite>.json; its folder is made."""
     folder = re.sub('[^a-z0-9]+', '-', report['device'].lower()).strip('-')
     if out.endswith('.md'):
@@ -224,7 +227,7 @@ def results_path(report, out):
     return out
 
 
-def write_results(report, out, text):
+def write_results(report: dict, out: str, text: str) -> str:
     """The report as JSON (see results_path) and `text`, its table, beside it as .md. Returns the JSON's path."""
     out = results_path(report, out)
     write_json(report, out)
@@ -232,7 +235,7 @@ def write_results(report, out, text):
     return out
 
 
-def read_report(path):
+def read_report(path: str) -> dict:
     """A JSON file of an earlier run; ends the script where it is none."""
     try:
         with open(path, encoding='utf-8') as file:
@@ -245,11 +248,11 @@ def read_report(path):
     return report
 
 
-def key(row):
+def key(row: dict) -> tuple:
     return tuple(row.get(k) for k in KEYS)
 
 
-def earlier_rows(report, out):
+def earlier_rows(report: dict, out: str) -> dict[tuple, dict]:
     """{key: row} of the run that this one is added to (see results_path); its command goes before this report's."""
     path = results_path(report, out)
     if not os.path.exists(path):
@@ -264,22 +267,22 @@ def earlier_rows(report, out):
 
 # ----------------------------------------------------------------------------- tables
 
-def metric(row):
+def metric(row: dict) -> str | None:
     return next((name for name in METRICS if name in row), None)
 
 
-def show(figures, digits=0):
+def show(figures: dict[str, float], digits: int = 0) -> str:
     """median (min..max)"""
     return '{:,.{n}f} ({:,.{n}f}..{:,.{n}f})'.format(figures['median'], figures['min'], figures['max'], n=digits)
 
 
-def figure(row):
+def figure(row: dict) -> str:
     """A row's result, or why it has none."""
     name = metric(row)
     return show(row[name], {'ms_per_token': 3, 'us': 1}.get(name, 0)) if row['status'] == 'ok' else row['status'].replace('|', '/')
 
 
-def speedup(results, same):
+def speedup(results: list[dict], same: tuple[str, ...] | str) -> tuple[str, Callable]:
     """A column: each row's speed over that of the first with the same values of the keys `same`."""
     first = {}
     for r in results:
@@ -288,18 +291,18 @@ def speedup(results, same):
     return 'speed-up', lambda r: ratio(first[tuple(r.get(k) for k in same)], r) if r['status'] == 'ok' else ''
 
 
-def ratio(a, b):
+def ratio(a: dict, b: dict) -> str:
     """Speed of row b over that of row a; '' where one has none."""
     name = metric(b)
     return f'{(b[name]["median"] / a[name]["median"]) ** METRICS[name]:.2f}x' if a['status'] == b['status'] == 'ok' and name in a else ''
 
 
-def column(title, name, form=str):
+def column(title: str, name: str, form: Callable = str) -> tuple[str, Callable]:
     """(title, function of a row): row[name] by `form`, texts as they are, '' where there is none."""
     return title, lambda r: '' if r.get(name) is None else r[name] if isinstance(r[name], str) else form(r[name])
 
 
-def markdown(columns, results):
+def markdown(columns: list[tuple[str, Callable]], results: list[dict]) -> str:
     """columns: (title, function of a row) each; those in which no row has anything are left out."""
     rows = [[cell(r) for _, cell in columns] for r in results]
     keep = [i for i in range(len(columns)) if any(row[i] for row in rows)]
@@ -307,7 +310,7 @@ def markdown(columns, results):
     return '\n'.join('| ' + ' | '.join(line) + ' |' for line in lines)
 
 
-def compare_reports(text):
+def compare_reports(text: str) -> None:
     """Prints the rows that two reports share, 'A.json,B.json', with the speed of the second over the first."""
     names = [name.strip() for name in text.split(',')]
     if len(names) != 2 or not all(names):

@@ -198,7 +198,7 @@ class LanguageModel(nn.Module):
         x, state = self.hidden(norm(F.embedding(idx, self.embedding)), state)
         return norm(x), state
 
-    def forward(self, idx: torch.Tensor, targets: torch.Tensor | None = None, state: State | None = None):
+    def forward(self, idx: torch.Tensor, targets: torch.Tensor | None = None, state: State | None = None) -> tuple[torch.Tensor, State | None]:
         """Run a chunk. idx, targets: (B, T) int64. Returns (logits (B, T, V) fp32, state), or with targets
         (mean cross-entropy in nats, state). The incoming state is detached (truncated back-propagation).
         state = None: RecurrentGPT starts from init_state; GPT attends over the whole chunk, as in training, and returns None."""
@@ -279,7 +279,8 @@ class RecurrentGPT(LanguageModel):
             new_v.append(v)
         return State(s, torch.stack(new_k), torch.stack(new_v), count)
 
-    def plain_level(self, level: Level, z, s, cache_k, cache_v, count):
+    def plain_level(self, level: Level, z: torch.Tensor, s: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor,
+                    count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """One level for one token: returns the new s (B, D) and the caches with this token's entry pushed."""
         c, B = self.config, z.size(0)
         E, H, G, K, W = c.n_expert, c.n_head, c.n_kv_head, c.head_dim, c.window
@@ -382,7 +383,9 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Ten
     return (p.view(B, C, A // C * T, T) @ v).view(B, A, T, K)
 
 
-def experts(s, weights, cos, sin, mask, cache, H: int, own_residual: bool, scale: float | None):
+def experts(s: torch.Tensor, weights: tuple[torch.Tensor, ...], cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None,
+            cache: tuple[torch.Tensor, torch.Tensor] | None, H: int, own_residual: bool,
+            scale: float | None) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """E pre-norm Transformer blocks on one stream s (B, T, D): attention and FFN of every expert, batched. cache: the level's
     keys and values (B, E*G, W, K), or None. Returns the experts' outputs, with s added (own_residual) or not, either summed
     and scaled (B, T, D) or, with scale None, each (E, B, T, D); then the next cache."""

@@ -15,6 +15,7 @@ Gradient clipping: torch.nn.utils.get_total_norm and clip_grads_with_norm_ do wh
 """
 
 import math
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ EPS = 1e-7  # the floor of the norm: a zero gradient gives a zero update, not Na
 MAX_BATCH = 2**26  # elements of one batched iteration: bounds its scratch memory, about 10 bytes an element
 
 
-def orthogonalize(x, ns_steps=5):
+def orthogonalize(x: torch.Tensor, ns_steps: int = 5) -> torch.Tensor:
     """Newton-Schulz on a stack of matrices x (N, rows, columns) with rows <= columns -> bfloat16 (N, rows, columns)."""
     a, b, c = COEFFICIENTS
     x = x.bfloat16()
@@ -35,7 +36,7 @@ def orthogonalize(x, ns_steps=5):
     return x
 
 
-def begin_orthogonalize(x, ns_steps):
+def begin_orthogonalize(x: torch.Tensor, ns_steps: int) -> tuple[torch.Tensor, dist.Work | None]:
     """orthogonalize, each of several ranks a share of the N matrices, padded to be equal -> the result, and the message to wait for before
     it is read (None with one rank)."""
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -49,12 +50,12 @@ def begin_orthogonalize(x, ns_steps):
     return whole[:N], dist.all_gather(list(whole.split(share)), part, async_op=True)
 
 
-def stacked(x):
+def stacked(x: torch.Tensor) -> torch.Tensor:
     """A view (N, out, in) of x (..., out, in), for in-place work."""
     return x.unsqueeze(0) if x.dim() == 2 else x.view(-1, *x.shape[-2:])
 
 
-def batches(params, max_batch):
+def batches(params: list[torch.nn.Parameter], max_batch: int) -> Iterator[list[tuple[torch.nn.Parameter, int, int]]]:
     """The matrices of `params` in lists of (param, first, last slice): one list has one pair of sides, on one device, and at most
     max_batch elements (but at least one matrix). The order depends on the parameters only, so a resumed run repeats it."""
     shapes = {}
@@ -91,7 +92,7 @@ class Muon(torch.optim.Optimizer):
                 raise ValueError(f'Muon needs real matrices (..., out, in), got shape {tuple(p.shape)}, {p.dtype}')
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One update of every parameter that has a gradient."""
         loss = None
         if closure is not None:
@@ -111,7 +112,7 @@ class Muon(torch.optim.Optimizer):
                 self.end(*rest, group)
         return loss
 
-    def begin(self, batch, group):
+    def begin(self, batch: list[tuple[torch.nn.Parameter, int, int]], group: dict) -> tuple[torch.Tensor, dist.Work | None]:
         """Momentum and one batched Newton-Schulz for a list from `batches`: of begin_orthogonalize."""
         grads = [stacked(p.grad.contiguous())[i:j] for p, i, j in batch]
         buffers = [stacked(self.state[p]['momentum_buffer'])[i:j] for p, i, j in batch]
@@ -120,7 +121,7 @@ class Muon(torch.optim.Optimizer):
         wide = [x.mT if x.size(1) > x.size(2) else x for x in updates]  # rows <= columns: the smaller Gram matrix
         return begin_orthogonalize(torch.cat([x.bfloat16() for x in wide]), group['ns_steps'])
 
-    def end(self, batch, ortho, message, group):
+    def end(self, batch: list[tuple[torch.nn.Parameter, int, int]], ortho: torch.Tensor, message: dist.Work | None, group: dict) -> None:
         """The change of the weights."""
         if message is not None:
             message.wait()
@@ -134,7 +135,7 @@ class Muon(torch.optim.Optimizer):
             weights.sub_(change)
 
 
-def lr_at(step, max_iters, warmup_iters, final_ratio=0.01):
+def lr_at(step: int, max_iters: int, warmup_iters: int, final_ratio: float = 0.01) -> float:
     """The learning rate of update `step` (0 .. max_iters - 1) as a fraction of its peak.
 
     Linear warm-up: 1 / warmup_iters at step 0 and 1 at step warmup_iters - 1. Then half a cosine, down to final_ratio at the last

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from checkpoint import device_name, write_atomic, write_json
 from configurator import configure, fail
+from convlstm import Agent
 from figures import read_log
 from sokoban import TIME_LIMIT, SokobanEnv, draw, save_gif
 
@@ -29,7 +30,7 @@ BOARDS = 256                           # played at a time
 
 
 @torch.no_grad()
-def play(model, levels: np.ndarray, device: str, seed: int | None = None, number: int = 0) -> dict[str, torch.Tensor]:
+def play(model: Agent, levels: np.ndarray, device: str, seed: int | None = None, number: int = 0) -> dict[str, torch.Tensor]:
     """Each of the packed levels (n, 17) once, at most 120 steps: greedily, or with a seed at random. -> solved, return, steps (n,) and the
     actions (n, 120), on the CPU. number: of the first level, where ranks share them (chance depends on it)."""
     n, parts = len(levels), []
@@ -56,7 +57,7 @@ def play(model, levels: np.ndarray, device: str, seed: int | None = None, number
     return {k: torch.cat([part[k] for part in parts]) for k in parts[0]}
 
 
-def evaluate(model, levels: np.ndarray, device: str, seed: int | None = None) -> dict[str, float]:
+def evaluate(model: Agent, levels: np.ndarray, device: str, seed: int | None = None) -> dict[str, float]:
     """Means over the levels, shared by the ranks."""
     ranks = dist.is_initialized()
     mine = np.array_split(np.arange(len(levels)), dist.get_world_size() if ranks else 1)[dist.get_rank() if ranks else 0]
@@ -67,7 +68,7 @@ def evaluate(model, levels: np.ndarray, device: str, seed: int | None = None) ->
     return dict(zip(('solve_rate', 'return', 'steps'), (total / len(levels)).tolist(), strict=True))
 
 
-def report(model, levels: np.ndarray, name: str, device: str, out_dir: str, about: dict) -> dict:
+def report(model: Agent, levels: np.ndarray, name: str, device: str, out_dir: str, about: dict) -> dict:
     """Plays all levels, greedily; writes out_dir/eval_NAME.json, and as GIFs the longest game that was won and the first that was not."""
     begin = time.time()
     result = play(model, levels, device)

@@ -122,7 +122,7 @@ def best_agent(agents: list, packed: np.ndarray, device: str) -> SimpleNamespace
     return agents[rates.index(max(rates))]
 
 
-def act(agent, w, obs, start, state) -> tuple[torch.Tensor, torch.Tensor, tuple]:
+def act(agent: SimpleNamespace, w: SimpleNamespace, obs: torch.Tensor, start: torch.Tensor, state: tuple | list) -> tuple[torch.Tensor, torch.Tensor, tuple]:
     """One step -> the greedy action (N,), features (N, 10, 10, C) of `source`, the new state."""
     model = agent.model
     z = model.encode(obs)
@@ -135,7 +135,7 @@ def act(agent, w, obs, start, state) -> tuple[torch.Tensor, torch.Tensor, tuple]
 
 
 @torch.no_grad()
-def play(agent, packed: np.ndarray, device: str, think: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[torch.Tensor]]:
+def play(agent: SimpleNamespace, packed: np.ndarray, device: str, think: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[torch.Tensor]]:
     """Greedy games on levels (N, 17), until all have ended; before the first move the agent sees its board `think` times more. -> actions
     (N, 120) int8, lengths (N,), solved (N,), and features of every step, each (N, 10, 10, C) fp16 on the CPU."""
     N, model = len(packed), agent.model
@@ -159,7 +159,7 @@ def play(agent, packed: np.ndarray, device: str, think: int = 0) -> tuple[np.nda
     return actions.numpy(), steps.cpu().numpy(), won.cpu().numpy(), features
 
 
-def collect(agent, packed: np.ndarray, part: str, device: str) -> SimpleNamespace:
+def collect(agent: SimpleNamespace, packed: np.ndarray, part: str, device: str) -> SimpleNamespace:
     """Plays all levels (n, 17), features into out_dir/NAME/PART.f16 as (S, 10, 10, C) fp16, or goes on with what is there. -> features
     (memory-mapped), actions (n, 120), lengths (n,), solved (n,)."""
     folder = os.path.join(out_dir, agent.name)
@@ -372,7 +372,7 @@ def score(data: SimpleNamespace, guesses: dict, wanted: float) -> tuple[list[dic
     return rows, about
 
 
-def ratio(a, b) -> float | None:
+def ratio(a: np.integer, b: np.integer) -> float | None:
     return float(a) / float(b) if b else None
 
 
@@ -436,7 +436,7 @@ def plan_pictures(agents: list, results: list[dict]) -> None:
 # ----------------------------------------------------------------------------- further questions
 
 @torch.no_grad()
-def causal_check(agent, packed: np.ndarray, actions: np.ndarray, lengths: np.ndarray, direction: torch.Tensor, device: str) -> list[dict]:
+def causal_check(agent: SimpleNamespace, packed: np.ndarray, actions: np.ndarray, lengths: np.ndarray, direction: torch.Tensor, device: str) -> list[dict]:
     """Does what a probe reads steer the agent? In each game, before a random one of its first steps, direction k of the 1x1 probe (C,) is added
     to the carried s at the free cell that k leads to from the agent, k not being what it would do: how often does it go there? Strengths
     are in units of the RMS of s; controls: a random direction of the same length, and the probe's own at a random other cell.
@@ -480,7 +480,7 @@ def causal_check(agent, packed: np.ndarray, actions: np.ndarray, lengths: np.nda
     return rows
 
 
-def thinking_check(agent, packed: np.ndarray, device: str) -> list[dict]:
+def thinking_check(agent: SimpleNamespace, packed: np.ndarray, device: str) -> list[dict]:
     """Solve rate where the agent is held for some steps at the start, its observation repeated. One that carries no state cannot change."""
     return [{'held': n, 'solve_rate': float(np.concatenate([play(agent, packed[i:i + BATCH], device, n)[2] for i in range(0, len(packed), BATCH)]).mean())}
             for n in (0, 1, 2, 4, 8)]
@@ -515,7 +515,7 @@ def read_levels(config: dict) -> tuple[np.ndarray, np.ndarray]:
     return read(levels or config['split'], n_train, config['n_levels'], 0), read(test_levels or config['eval_split'], n_test, config['eval_games'], 1)
 
 
-def prepare(agent, packed: np.ndarray, part: str, device: str, keep: np.ndarray | None = None) -> SimpleNamespace:
+def prepare(agent: SimpleNamespace, packed: np.ndarray, part: str, device: str, keep: np.ndarray | None = None) -> SimpleNamespace:
     """What an agent did on levels, as the probes need it; keep (n,): of these games alone. -> features (S, 10, 10, C), seen (S, 10, 10, 2),
     target (S, 100), step (S,), lengths, actions and solved of the games."""
     done = collect(agent, packed, part, device)
@@ -595,11 +595,8 @@ def main() -> None:
             keep_memory()
             if threads:
                 torch.set_num_threads(threads)
-        os.makedirs(out_dir, exist_ok=True)
         probe(where)
-    except (CheckpointError, LevelError, ValueError) as error:
-        fail(error)
-    except OSError as error:
+    except (CheckpointError, LevelError, ValueError, OSError) as error:
         fail(error)
 
 

@@ -9,7 +9,7 @@ ALIGN = 32  # elements: each gradient begins at a multiple of 128 bytes, which v
 SLOTS = (0, 1, 1, 0)  # the dimension of model.State's tensors that counts streams
 
 
-def gather(local, dim=0):
+def gather(local: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """All ranks' parts of a tensor joined along dim, on rank 0 and the CPU (the GPUs may have no room); elsewhere the local part."""
     local = local.cpu()
     if not dist.is_initialized():
@@ -20,14 +20,14 @@ def gather(local, dim=0):
     return torch.cat(parts, dim) if first else local
 
 
-def gather_state(states):
+def gather_state(states: list) -> list[torch.Tensor] | None:
     """All ranks' slots of recurrent states on rank 0, in the order of the slots, from one model.State a micro-batch; None without one."""
     if states[0] is None:
         return None
     return [gather(torch.cat([part.cpu() for part in parts], dim), dim) for parts, dim in zip(zip(*states, strict=True), SLOTS, strict=True)]
 
 
-def scatter_state(whole, states, world, rank):
+def scatter_state(whole: list[torch.Tensor], states: list, world: int, rank: int) -> None:
     """The inverse: this rank's slots into `states`, in place."""
     sizes = [len(state.count) for state in states]
     for parts, t, dim in zip(zip(*states, strict=True), whole, SLOTS, strict=True):
@@ -35,7 +35,7 @@ def scatter_state(whole, states, world, rank):
             part.copy_(source)
 
 
-def sum_over_ranks(model, extra):
+def sum_over_ranks(model: torch.nn.Module, extra: torch.Tensor) -> torch.Tensor:
     """Sums gradients and the vector `extra` over ranks, in one message -> extra's sum."""
     if not dist.is_initialized():
         return extra
@@ -76,7 +76,7 @@ class Buckets:
         self.extra = self.flats[-1][ends[-1] :]
         self.zero()
 
-    def zero(self):
+    def zero(self) -> None:
         """Begins an update: gradients and extra are zero, and every p.grad is its view again, whoever has replaced it."""
         for flat in self.flats:
             flat.zero_()
@@ -85,17 +85,17 @@ class Buckets:
                 p.grad = view
         self.missing, self.works = [len(members) for members in self.members], []
 
-    def arrived(self, i, _):
+    def arrived(self, i: int, _: torch.Tensor) -> None:
         """A gradient of bucket i is complete."""
         if self.sending:
             self.missing[i] -= 1
             while len(self.works) < len(self.flats) - 1 and self.missing[len(self.works)] == 0:
                 self.send()
 
-    def send(self):
+    def send(self) -> None:
         self.works.append(dist.all_reduce(self.flats[len(self.works)], async_op=True))
 
-    def finish(self):
+    def finish(self) -> None:
         """Ends an update's backwards: gradients and extra are sums over all ranks."""
         self.sending = False
         while dist.is_initialized() and len(self.works) < len(self.flats):

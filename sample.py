@@ -12,10 +12,10 @@ import torch
 
 from checkpoint import pick_device, pick_dtype
 from configurator import configure, fail
-from data_fineweb import get_tokenizer
+from data_fineweb import Tokenizer, get_tokenizer
 from decode import Decoder
 from export import WEIGHTS, load_trained, read_model
-from model import ModelConfig, build_model
+from model import LanguageModel, ModelConfig, build_model
 
 # -----------------------------------------------------------------------------
 out_dir = 'out/lm'             # a folder that train_lm.py or export.py wrote
@@ -31,7 +31,7 @@ dtype = 'auto'                 # of matrix products: 'auto': bfloat16 where the 
 # -----------------------------------------------------------------------------
 
 
-def load_model(kind: str):
+def load_model(kind: str) -> tuple[LanguageModel, Tokenizer]:
     """Model, in fp32 and evaluation mode, and tokenizer of out_dir."""
     if which not in ('best', 'last'):
         fail(f"which = {which!r}: expected 'best' or 'last'")

@@ -24,6 +24,7 @@ import tokenize
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
 from checkpoint import write_atomic
 from configurator import configure, fail
@@ -232,7 +233,8 @@ def carve(N: int, rng: np.random.Generator) -> np.ndarray:
     return floor & inner
 
 
-def reverse_play(floor, target, agent, steps: int, rng: np.random.Generator):
+def reverse_play(floor: np.ndarray, target: np.ndarray, agent: np.ndarray, steps: int,
+                 rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Play backwards from solved boards: the agent walks at random and mostly pulls the box behind it along. floor, target (N, 100) bool,
     agent (N,) -> box, agent, the forward move that undoes each step (steps, N), and a number for each state met (steps + 1, N): equal for
     equal states, 0 where all boxes are home.
@@ -419,7 +421,7 @@ class JumanjiEnv:
         self.state, timestep = jax.jit(env.reset)(keys)
         self.grid = timestep.observation.grid
 
-    def tensor(self, array) -> torch.Tensor:
+    def tensor(self, array: ArrayLike) -> torch.Tensor:
         return torch.from_numpy(np.array(array)).to(self.device)
 
     def step(self, action: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -440,7 +442,7 @@ class JumanjiEnv:
         self.state, self.grid = self.state.replace(**arrays), np.stack([arrays['variable_grid'], arrays['fixed_grid']], -1)
 
 
-def jumanji_generator(levels: np.ndarray):
+def jumanji_generator(levels: np.ndarray) -> object:
     """Jumanji asks this for a random level at each reset. (Its own generators download, and one of them loses levels.)"""
     import jax
     import jax.numpy as jnp
@@ -467,7 +469,7 @@ def observations(levels: np.ndarray) -> np.ndarray:
     return SokobanEnv(levels, len(levels), order='sequence').observe().numpy()
 
 
-def board_text(board) -> str:
+def board_text(board: np.ndarray | torch.Tensor) -> str:
     """An observation (10, 10, 2), or a packed level (17,) -> ten lines of Boxoban's characters."""
     board = np.asarray(board)
     board = observations(board[None])[0] if board.shape == (17,) else board
@@ -494,7 +496,7 @@ def sprites(cell: int) -> np.ndarray:
     return pictures.reshape(7, cell, 4, cell, 4, 3).mean((2, 4)).round().astype(np.uint8)
 
 
-def board_image(observation, cell: int = 24) -> np.ndarray:
+def board_image(observation: np.ndarray | torch.Tensor, cell: int = 24) -> np.ndarray:
     """Observation (10, 10, 2) -> RGB picture (10 cell, 10 cell, 3) uint8."""
     observation = np.asarray(observation)
     kind = np.zeros(128, int)
@@ -508,7 +510,7 @@ def save_png(image: np.ndarray, path: str) -> None:
     write_atomic(path, lambda file: Image.fromarray(image).save(file, format='PNG'))
 
 
-def save_gif(frames, path: str, ms: int = 150) -> None:
+def save_gif(frames: list[np.ndarray], path: str, ms: int = 150) -> None:
     """Observations (10, 10, 2), or pictures (H, W, 3) -> an animation that repeats, `ms` a frame and the last one for longer."""
     from PIL import Image
     first, *rest = (Image.fromarray(board_image(frame) if frame.shape[-1] == 2 else frame) for frame in frames)

@@ -28,6 +28,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -150,7 +151,7 @@ def config_of(row: Row) -> dict:
 
 
 @functools.cache
-def cost(*cell) -> tuple[float, int]:
+def cost(*cell: str | bool | int | tuple) -> tuple[float, int]:
     """Of a Row's fields but the seed -> the cost of a token (forward FLOPs of the levels) or of an environment step (the paper's
     multiply-adds), and the parameters."""
     row = Row(*cell)
@@ -183,7 +184,7 @@ def over_budget(row: Row) -> float:
     return cost(*row[:7])[0] / budget_of(*row[:3])
 
 
-def allocations(model: str, recurrent: bool, budget: str, depths, widths) -> list[Row]:
+def allocations(model: str, recurrent: bool, budget: str, depths: tuple[int, ...], widths: tuple[int, ...]) -> list[Row]:
     """The rule: E = round(W / (L C(d))), dropped where that is 0. Python rounds a half to even: exactly half an expert is none."""
     W, rows = budget_of(model, recurrent, budget), []
     for L in depths:
@@ -195,7 +196,7 @@ def allocations(model: str, recurrent: bool, budget: str, depths, widths) -> lis
 
 # ----------------------------------------------------------------------------- the plans
 
-def sokoban(budget: str, models=('convlstm', 'convglu')) -> list[Row]:
+def sokoban(budget: str, models: tuple[str, ...] = ('convlstm', 'convglu')) -> list[Row]:
     return [row for model in models for recurrent in (True, False)
             for row in allocations(model, recurrent, budget, LEVELS, SOKOBAN[budget][1])]
 
@@ -204,7 +205,7 @@ def text(budget: str) -> list[Row]:
     return [row for recurrent in (True, False) for row in allocations('transformer', recurrent, budget, TEXT[budget][1], (384, 768, 1536))]
 
 
-def variants(row: Row, name: str, values) -> list[Row]:
+def variants(row: Row, name: str, values: Iterable[object]) -> list[Row]:
     return [row._replace(d=scaled(row.d), more=((name, value),)) for value in values]
 
 

@@ -31,7 +31,7 @@ from checkpoint import save_checkpoint, set_rng_state, write_json
 from configurator import configure, fail
 from data_fineweb import VOCAB, DataError, SequenceLoader, StreamLoader, find_shards, load_val, token_bytes
 from kernels import chosen_lines, graphed
-from model import ModelConfig, State, build_model, config_dict
+from model import LanguageModel, ModelConfig, State, build_model, config_dict
 from muon import Muon, lr_at
 from ranks import Buckets, gather_state, scatter_state
 
@@ -117,11 +117,11 @@ def check_settings(world: int) -> None:
         fail(f'tokenizer = {tokenizer!r}: expected one of {", ".join(VOCAB)}')
 
 
-def autocast(kind: str, amp: torch.dtype):
+def autocast(kind: str, amp: torch.dtype) -> torch.autocast | nullcontext:
     return torch.autocast(torch.device(kind).type, amp) if amp != torch.float32 else nullcontext()
 
 
-def make_optimizers(model) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: LanguageModel) -> list[torch.optim.Optimizer]:
     """Muon for matrices, AdamW for the rest; each group keeps its peak in 'peak_lr'. The rates are tensors on the device: a CUDA graph
     reads them there."""
     groups, width = model.param_groups(), (n_embd / 768) ** -0.5
@@ -142,7 +142,7 @@ def captures(kind: str, world: int) -> tuple[bool, bool]:
     return optimizer, optimizer and not (recurrent and n_layer * block_size > WHOLE_GRAPH)
 
 
-def make_inputs(model, sizes: list[int], kind: str, amp: torch.dtype) -> tuple[dict[int, tuple], list[State | None]]:
+def make_inputs(model: LanguageModel, sizes: list[int], kind: str, amp: torch.dtype) -> tuple[dict[int, tuple], list[State | None]]:
     """sizes: rows of each micro-batch. -> {rows: (x, y, state)}, memory that every update's chunks are put into, and the state of each
     micro-batch between updates, which is that one where no other has as many rows."""
     def fresh(rows):
@@ -158,7 +158,7 @@ def copy_state(to: State | None, source: State | None) -> None:
             a.copy_(b.detach())                                # path 'plain' has a graph there
 
 
-def compile_on_zeros(model, rows: int, T: int, kind: str, amp: torch.dtype) -> None:
+def compile_on_zeros(model: torch.nn.Module, rows: int, T: int, kind: str, amp: torch.dtype) -> None:
     idx = torch.zeros(rows, T, dtype=torch.int64, device=kind)
     with autocast(kind, amp):
         loss, _ = model(idx, idx)
@@ -166,7 +166,7 @@ def compile_on_zeros(model, rows: int, T: int, kind: str, amp: torch.dtype) -> N
 
 
 @torch.no_grad()
-def evaluate(model, val, rows: int, T: int, kind: str, amp: torch.dtype) -> tuple[float, float]:
+def evaluate(model: torch.nn.Module, val: tuple[torch.Tensor, torch.Tensor, float], rows: int, T: int, kind: str, amp: torch.dtype) -> tuple[float, float]:
     """Mean loss in nats and bits per byte over all positions of the validation streams, each from an empty state, window W.
     All ranks share the streams. Read in chunks of T tokens of `rows` streams, which has no effect on the value."""
     x, y, size = val                                           # (S, n) of this rank; bytes of text in y

@@ -23,6 +23,7 @@ import sys
 import time
 import zlib
 from collections import deque
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
@@ -141,7 +142,7 @@ def play_step(boards: SokobanEnv, logits: torch.Tensor, u: torch.Tensor) -> dict
     return {'action': action, 'reward': reward, 'done': done, 'solved': solved, 'next': boards.observe()}
 
 
-def fused(run: SimpleNamespace, function):
+def fused(run: SimpleNamespace, function: Callable) -> Callable:
     """function compiled, where path 'compiled' runs on a GPU: there a step costs by its kernels. On a CPU it would win nothing."""
     return compiled(function) if run.model.config.path == 'compiled' and run.device != 'cpu' and env == 'torch' else function
 

@@ -214,7 +214,8 @@ def _attention_constants(layout, W):
                         num_stages=2 if W <= 128 else 3 if B * C > 132 else 4)
 
 
-def window_attention(qkv, kbuf, vbuf, kn, count, t, W, cos, sin, layout, keep):
+def window_attention(qkv: torch.Tensor, kbuf: torch.Tensor, vbuf: torch.Tensor, kn: torch.Tensor, count: torch.Tensor, t: int, W: int,
+                     cos: torch.Tensor, sin: torch.Tensor, layout: tuple, keep: tuple[torch.Tensor, ...] | list[torch.Tensor] | None) -> torch.Tensor:
     """Token t of a block: its key into kn and kbuf, its value into vbuf (B*C, S, K), and its attended values (E, B, G*R*K).
     qkv (B, (C*M + 2*C)*K); cos, sin (S, K/2); keep: None, or (rq, rk, q_rot, lse, att), written for the backward, the last returned."""
     B, E, G, R, K, _ = layout
@@ -225,7 +226,10 @@ def window_attention(qkv, kbuf, vbuf, kn, count, t, W, cos, sin, layout, keep):
     return att
 
 
-def window_attention_backward(datt, att, q_rot, rq, rk, lse, kbuf, vbuf, count, t, g0, W, cos, sin, layout, dk, dv, P, DS, DO):
+def window_attention_backward(datt: torch.Tensor, att: torch.Tensor, q_rot: torch.Tensor, rq: torch.Tensor, rk: torch.Tensor,
+                              lse: torch.Tensor, kbuf: torch.Tensor, vbuf: torch.Tensor, count: torch.Tensor, t: int, g0: int, W: int,
+                              cos: torch.Tensor, sin: torch.Tensor, layout: tuple, dk: torch.Tensor, dv: torch.Tensor, P: torch.Tensor,
+                              DS: torch.Tensor, DO: torch.Tensor) -> torch.Tensor:
     """From datt (E, B, G*R*K): the gradient of qkv's row. Adds to dk, dv (B*C, S, K) at slots W+g0 .. W+t, where g0 is the first token
     of t's group; the other slots' p and ds go to P, DS (B*C, F, M, S), with DO (B*C, F, M, K), for the group's one product."""
     B, _, _, _, K, _ = layout
@@ -290,7 +294,7 @@ def _expert_residual_kernel(x, w, residual, y, ss, B, P, x_e, residual_e, D: tl.
     tl.store(ss + (e * B + rows) * P + tl.program_id(1), tl.sum(acc * acc, 1), rows < B)
 
 
-def expert_residual(x, w, residual, squared):
+def expert_residual(x: torch.Tensor, w: torch.Tensor, residual: torch.Tensor, squared: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """y (E, B, D) = residual + x @ w^T, x (E, B, I) squared first where `squared`, w (E, D, I), residual (B, D) or (E, B, D); and partial
     row sums of y's squares (E, B, P)."""
     (E, B, I), D = x.shape, w.size(1)
@@ -322,7 +326,7 @@ def _expert_relu_kernel(x, ss, up, act, f, r, B, x_e, act_e, f_e, r_e, O: tl.con
              (rows < B)[:, None] & (cols < O)[None, :])
 
 
-def expert_relu(y, ss, up, out=None):
+def expert_relu(y: torch.Tensor, ss: torch.Tensor, up: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:
     """act (E, B, O) = relu(f @ up^T), f (E, B, D) = y * r, from y (E, B, D), its partial sums of squares, up (E, O, D).
     out: None, or (act, f, r): where they go, r (E, B, 1)."""
     (E, B, D), O = y.shape, up.size(1)
@@ -350,7 +354,7 @@ def _expert_relu_backward_kernel(dx, down, act, dact, B, dx_e, act_e, dact_e, O:
     tl.store(dact + e * dact_e + at, (2 * a * acc).to(dact.dtype.element_ty), mask)
 
 
-def expert_relu_backward(dx, down, act, out=None):
+def expert_relu_backward(dx: torch.Tensor, down: torch.Tensor, act: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """dact (E, B, O) = 2 * act * (dx @ down): dx (E, B, D), down (E, D, O), act (E, B, O). out: where it goes."""
     (E, B, D), O = dx.shape, down.size(2)
     sizes = tiles(E, B, O, D, dx.element_size())
@@ -391,7 +395,7 @@ def _normalise(x, ss, coef, s, h, r):
     _norm_sum_kernel[B, triton.cdiv(D, BD)](x, ss, coef, s, h, r, B, coef_e, coef_b, h_e, r_e, E, D, P, EP, padded(P, 1), BD, num_warps=4)
 
 
-def norm_sum(x, ss, coef, out=None):
+def norm_sum(x: torch.Tensor, ss: torch.Tensor, coef: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:
     """s (B, D) = sum over experts of coef * h, h (E, B, D) = x * r, from x (E, B, D) and its partial sums of squares ss (E, B, P).
     coef: (E, B, 1) or a 0-dim tensor. out: None, or (h, r): where they go, r (E, B, 1)."""
     s = x.new_empty(x.shape[1:])
@@ -423,7 +427,7 @@ def _cross_entropy_kernel(logits, target, loss, d, scale, V, GRAD: tl.constexpr,
             tl.store(d + i * V + v, g.to(d.dtype.element_ty), v < V)
 
 
-def cross_entropy(logits, target, grad_scale, dt):
+def cross_entropy(logits: torch.Tensor, target: torch.Tensor, grad_scale: float | None, dt: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Summed cross-entropy of 15 * tanh(logits / 15), logits (rows, V), against target (rows, 1), and its gradient times grad_scale in
     dtype dt (in the logits' place where that is theirs; None without a grad_scale)."""
     rows, V = logits.shape

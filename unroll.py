@@ -122,7 +122,7 @@ def at(buffers: dict[str, torch.Tensor], names: tuple[str, ...], l: int, t: int,
 
 # ---- the loop ----
 
-def load_caches(plan: Plan, n: int, work, k, v, count) -> None:
+def load_caches(plan: Plan, n: int, work: Buffers, k: torch.Tensor, v: torch.Tensor, count: torch.Tensor) -> None:
     """The W entries before a block, or with the block's own n, into the work buffers, keys rotated by slot; and the mask.
     k, v (L, B*C, W or W + n, K); count (B,): filled ones of the W."""
     W, S = plan.W, k.size(2)
@@ -135,12 +135,12 @@ def load_caches(plan: Plan, n: int, work, k, v, count) -> None:
     work['bias'].copy_(work['band'].masked_fill(~filled, -math.inf))
 
 
-def weights_of(plan: Plan, work, keep, l: int, t: int) -> torch.Tensor:
+def weights_of(plan: Plan, work: Buffers, keep: Buffers, l: int, t: int) -> torch.Tensor:
     """The place of the attention weights of token t's group at level l: (B*C, F, M, S)."""
     return keep['p'][l, t // GROUP] if plan.keep_p else work['p'][l, 0]
 
 
-def window_attention(plan: Plan, work, keep, qkv, l: int, t: int) -> torch.Tensor:
+def window_attention(plan: Plan, work: Buffers, keep: dict | None, qkv: torch.Tensor, l: int, t: int) -> torch.Tensor:
     """Token t of a block at level l: norms and rotates its queries and key, pushes key and value into slot W + t of the work buffers, and
     attends. qkv (B, (C*M + 2*C) * K) -> (E, B, H*K). Where there are gradients keep takes ATTENTION, and p where that is kept."""
     W, layout, slot, kept, place = plan.W, plan.layout, plan.W + t, None, None
@@ -154,7 +154,7 @@ def window_attention(plan: Plan, work, keep, qkv, l: int, t: int) -> torch.Tenso
     return plan.ops.attend(q_rot, kbuf, vbuf, work['bias'][t, :, None, None], layout, place)
 
 
-def window_attention_backward(plan: Plan, work, keep, datt, l: int, t: int, g: int, size: int) -> torch.Tensor:
+def window_attention_backward(plan: Plan, work: Buffers, keep: Buffers, datt: torch.Tensor, l: int, t: int, g: int, size: int) -> torch.Tensor:
     """The gradient of qkv's row, from that of the attended values. g: the first token of t's group of `size`. dK, dV of the group's slots
     are added to work['dk'], ['dv']; what the others' need is left in weights_of the group and in work['dscores'], ['do']."""
     rq, rk, q_rot, lse, att = at(keep, ATTENTION, l, t, plan.layout[0])
@@ -173,7 +173,7 @@ def window_attention_backward(plan: Plan, work, keep, datt, l: int, t: int, g: i
     return plan.ops.rotate_backward(dq, dk[:, slot], dv[:, slot], q_rot, kbuf[:, slot], rq, rk, work['cos'][slot], work['sin'][slot], layout)
 
 
-def experts(plan: Plan, u, att, coef, weights, keep) -> torch.Tensor:
+def experts(plan: Plan, u: torch.Tensor, att: torch.Tensor, coef: torch.Tensor, weights: list[torch.Tensor], keep: list[torch.Tensor] | None) -> torch.Tensor:
     """The rest of a level: output projection, FFN, norm and sum over experts -> the new s (B, D). keep: ry, f, act, rx, h, or None."""
     if 'experts' not in plan.triton:
         return plan.ops.mix(u, att, coef, *weights, keep)
@@ -186,7 +186,8 @@ def experts(plan: Plan, u, att, coef, weights, keep) -> torch.Tensor:
     return k.norm_sum(*k.expert_residual(act, down, y, True), coef, keep and (h, rx))
 
 
-def experts_backward(plan: Plan, ds, coef, kept, weights, keep) -> tuple[torch.Tensor, torch.Tensor]:
+def experts_backward(plan: Plan, ds: torch.Tensor, coef: torch.Tensor, kept: list[torch.Tensor], weights: list[torch.Tensor],
+                     keep: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """From the gradient of s (B, D): those of u (B, D) and of the attended values (E, B, H*K). kept: ry, f, act, rx, h; keep: dy, dact, dx."""
     if 'experts_backward' not in plan.triton:
         return plan.ops.mix_backward(ds, coef, *kept, *weights, keep)
@@ -197,7 +198,7 @@ def experts_backward(plan: Plan, ds, coef, kept, weights, keep) -> tuple[torch.T
     return plan.ops.ffn_backward(dx, keep[1], ry, f, wo, up, keep[0])
 
 
-def forward_block(plan: Plan, levels, work, keep, z, s, out) -> torch.Tensor:
+def forward_block(plan: Plan, levels: list[list[torch.Tensor]], work: Buffers, keep: Buffers | None, z: torch.Tensor, s: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """z (n, B, D), s (B, D) -> out (n, B, D); returns the last s. The W entries before are in work['kbuf'], ['vbuf']; the block's own
     are left there, and in work['kn']."""
     B, kept, coef = z.size(1), [None] * 2, work['coef']
@@ -214,7 +215,8 @@ def forward_block(plan: Plan, levels, work, keep, z, s, out) -> torch.Tensor:
     return s
 
 
-def backward_block(plan: Plan, levels, work, keep, z, dout, ds, dz, first: int) -> torch.Tensor:
+def backward_block(plan: Plan, levels: list[list[torch.Tensor]], work: Buffers, keep: Buffers, z: torch.Tensor, dout: torch.Tensor,
+                   ds: torch.Tensor, dz: torch.Tensor, first: int) -> torch.Tensor:
     """Writes dz and returns the gradient of the s before the block. work['kbuf'], ['vbuf'] hold the W entries before and the block's own;
     work['dk'], ['dv'] later blocks' gradients where it starts, and where it ends those of slots from `first` on."""
     W, B, n, coef = plan.W, z.size(1), z.size(0), work['coef']
@@ -244,7 +246,7 @@ def backward_block(plan: Plan, levels, work, keep, z, dout, ds, dz, first: int) 
     return ds
 
 
-def flush(work, p, q_rot, l: int, before: slice) -> None:
+def flush(work: Buffers, p: torch.Tensor, q_rot: torch.Tensor, l: int, before: slice) -> None:
     """A group's share of dK and dV of the slots before it, by one product each. p: weights_of the group; q_rot (F, B, C, M, K)."""
     F, B, C, M, K = q_rot.shape
     p, ds, do = (x[:, :F].reshape(B * C, F * M, -1) for x in (p, work['dscores'][l], work['do'][l]))
@@ -377,7 +379,7 @@ class Unroll(torch.autograd.Function):
         return None, dz, None, None, None, None, *grads
 
 
-def carry_gradients(work, dk_all, dv_all, t: int, n: int, W: int) -> None:
+def carry_gradients(work: Buffers, dk_all: torch.Tensor | None, dv_all: torch.Tensor | None, t: int, n: int, W: int) -> None:
     """dK and dV of a block's slots before its backward: what later blocks gave to its own n tokens, keys rotated by slot."""
     for name, x in (('dk', dk_all), ('dv', dv_all)):
         work[name].zero_()
@@ -391,7 +393,7 @@ def blocks(T: int) -> list[tuple[int, int]]:
     return [(t, min(BLOCK, T - t)) for t in range(0, T, BLOCK)]
 
 
-def cast(plan: Plan, weights) -> list[list[torch.Tensor]]:
+def cast(plan: Plan, weights: tuple[torch.Tensor, ...] | list[torch.Tensor]) -> list[list[torch.Tensor]]:
     """The weights of each level, a and b as they are, matrices in the dtype of products; for graphs always in the same memory."""
     if plan.graphs:
         names = plan.device, plan.dt, tuple(w.shape for w in weights)      # filled before every use: chunks of other shapes share them
@@ -408,7 +410,8 @@ def cast(plan: Plan, weights) -> list[list[torch.Tensor]]:
 # A captured block reads and writes fixed memory. What the forward keeps is that memory itself where a chunk is one block, and is copied
 # out of it and back where it is many: then one graph serves all. Elsewhere the block just runs.
 
-def run_forward(plan: Plan, levels, n: int, work, keep, z, s, out, alone: bool) -> torch.Tensor:
+def run_forward(plan: Plan, levels: list[list[torch.Tensor]], n: int, work: Buffers, keep: Buffers | None, z: torch.Tensor,
+                s: torch.Tensor, out: torch.Tensor, alone: bool) -> torch.Tensor:
     if not plan.graphs:
         return forward_block(plan, levels, work, keep, z, s, out)
     fixed = graph_memory(plan, n, 'arguments')
@@ -421,7 +424,8 @@ def run_forward(plan: Plan, levels, n: int, work, keep, z, s, out, alone: bool) 
     return s
 
 
-def run_backward(plan: Plan, levels, n: int, work, keep, z, dout, ds, dz, alone: bool) -> torch.Tensor:
+def run_backward(plan: Plan, levels: list[list[torch.Tensor]], n: int, work: Buffers, keep: Buffers, z: torch.Tensor, dout: torch.Tensor,
+                 ds: torch.Tensor, dz: torch.Tensor, alone: bool) -> torch.Tensor:
     first = plan.W if alone else 0
     if not plan.graphs:
         return backward_block(plan, levels, work, keep, z, dout, ds, dz, first)
@@ -451,7 +455,7 @@ def graph_memory(plan: Plan, n: int, what: str) -> Buffers:
     return _work[plan, n, what]
 
 
-def weight_gradients(plan: Plan, work, keep, z, sums: list[torch.Tensor] | None) -> list[torch.Tensor]:
+def weight_gradients(plan: Plan, work: Buffers, keep: Buffers, z: torch.Tensor, sums: list[torch.Tensor] | None) -> list[torch.Tensor]:
     """All weights' gradients in the master dtype, in their order: one product over a block's n*B rows each, added to sums."""
     def over_rows(g, x):                                       # (..., n*B, O), (..., n*B, I) -> (..., O, I)
         return product(g.transpose(-1, -2), x, plan.wide)
@@ -470,8 +474,9 @@ def can_capture(x: torch.Tensor) -> bool:
     return x.is_cuda and not torch.cuda.is_current_stream_capturing()      # inside a capture a block becomes a part of that graph
 
 
-def unroll(z, s, k, v, count, levels: list[dict[str, torch.Tensor]], aggregation: str, share_kv: bool, compile: bool = False,
-           graphs: bool = False):
+def unroll(z: torch.Tensor, s: torch.Tensor, k: torch.Tensor, v: torch.Tensor, count: torch.Tensor, levels: list[dict[str, torch.Tensor]],
+           aggregation: str, share_kv: bool, compile: bool = False,
+           graphs: bool = False) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Run a chunk of the recurrent model. z (T, B, D); the state (s, k, v, count) of model.State, not differentiated;
     levels: model.level_weights of each level. Returns s[L] of each token (T, B, D) and the new state's four tensors."""
     (T, B, _), (L, _, C, W, K) = z.shape, k.shape

@@ -23,6 +23,7 @@ from checkpoint import (
     OutDirError,
     load_checkpoint,
     load_latest,
+    load_run,
     prepare_out_dir,
     rng_state,
     save_checkpoint,
@@ -171,6 +172,13 @@ def test_nothing_to_load(tmp_path):
 class Evil:
     def __reduce__(self):
         return (os.system, ('touch evil_was_here',))
+
+
+@pytest.mark.parametrize('obj', [5, 'config', ['config', 'model'], {'model': {}}, {'config': {}, 'model': {}}, {'config': 3, 'model': {}}, {'config': ['n_layer'], 'model': {}}])
+def test_a_whole_file_that_is_no_run(tmp_path, obj):
+    torch.save(obj, tmp_path / LAST)
+    with pytest.raises(CheckpointError, match=f'{LAST}: not a checkpoint of this train_lm.py'):
+        load_run(tmp_path, 'train_lm.py', ('model',), ('n_layer',), {'n_layer': 2})
 
 
 @pytest.mark.parametrize('save', [torch.save, lambda obj, path: path.write_bytes(pickle.dumps(obj))])

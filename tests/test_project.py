@@ -45,6 +45,20 @@ def test_every_setting_is_read(script):
     assert defaults and not defaults.keys() - read
 
 
+@pytest.mark.parametrize('script', sorted(p.name for p in ROOT.glob('*.py')))
+def test_public_functions_have_type_hints(script):
+    """All arguments and the result; torch's own protocols (autograd.Function, compiled kernels) aside."""
+    body = ast.parse((ROOT / script).read_text()).body
+    functions = [f for node in body for f in (node.body if isinstance(node, ast.ClassDef) else [node]) if isinstance(f, ast.FunctionDef)]
+    bare = []
+    for f in functions:
+        names = [a for a in (*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs) if a.arg not in ('self', 'cls')]
+        if f.name.startswith('_') or [a.arg for a in names[:1]] == ['ctx'] or any('triton.jit' in ast.unparse(d) for d in f.decorator_list):
+            continue
+        bare += [f.name] if f.returns is None or any(a.annotation is None for a in names) else []
+    assert not bare
+
+
 def test_every_config_file_is_one_of_its_script():
     for path in sorted((ROOT / 'config').glob('*.py')):
         kind = path.name.partition('_')[0]
