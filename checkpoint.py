@@ -20,6 +20,7 @@ import random
 import re
 import signal
 import struct
+import subprocess
 import sys
 import tempfile
 import time
@@ -403,6 +404,22 @@ def device_name(kind: str) -> str:
             return 'CPU ' + re.search(r'model name\s*: (.*)', file.read()).group(1)
     except (OSError, AttributeError):
         return f'CPU {platform.processor() or platform.machine()}'
+
+
+def commit() -> str:
+    """Of the folder this file is in, '-dirty' where tracked files other than results have changed, 'unknown' outside git."""
+    def git(*arguments):
+        folder = os.path.dirname(os.path.abspath(__file__))
+        return subprocess.run(['git', '-C', folder, *arguments], capture_output=True, text=True, check=True).stdout.strip()
+    try:
+        return git('rev-parse', '--short=12', 'HEAD') + ('-dirty' if git('status', '--porcelain', '--untracked-files=no', '--', ':(top)', ':(top,exclude)results') else '')
+    except (OSError, subprocess.CalledProcessError):
+        return 'unknown'
+
+
+def write_config(config: dict, out_dir: str | os.PathLike, kind: str) -> None:
+    """A run's config.json: its settings, and what it runs with."""
+    write_json({**config, 'commit': commit(), 'torch': torch.__version__, 'device_name': device_name(kind)}, os.path.join(out_dir, 'config.json'))
 
 
 def keep_memory() -> None:

@@ -192,8 +192,8 @@ def joined(argv: list[str], defaults: dict) -> list[str]:
     return arguments
 
 
-def read_argument(argument: str, config: dict, defaults: dict) -> None:
-    """Applies one `--key=value`."""
+def read_argument(argument: str, config: dict, defaults: dict, where: str = 'command line') -> None:
+    """Applies one `--key=value`; `where` goes into the message."""
     key, _, text = argument[2:].partition('=')
     default = defaults.get(key)
     try:
@@ -202,7 +202,7 @@ def read_argument(argument: str, config: dict, defaults: dict) -> None:
         value = text if isinstance(default, str) or default is None else ...  # ... fits no type: refused below
     if isinstance(default, str) and not isinstance(value, str):
         value = text  # --out_dir=123 is the text '123'
-    assign(config, defaults, key, value, 'command line', given=text)
+    assign(config, defaults, key, value, where, given=text)
 
 
 def help_text(path: str | os.PathLike) -> str:

@@ -14,9 +14,16 @@ import os
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from checkpoint import write_atomic, write_text
 from configurator import fail, first_line
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from sweep import Row
 
 COLORS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000')
 MARKERS = 'osD^vPX'
@@ -57,7 +64,7 @@ def read_log(folder: str) -> list[dict]:
 
 # ----------------------------------------------------------------------------- values
 
-def value(row: tuple, log: list[dict]) -> float | None:
+def value(row: 'Row', log: list[dict]) -> float | None:
     """What a finished run is judged by; None where the log does not have it."""
     if row.is_text:
         return log[-1].get('val_loss')
@@ -78,13 +85,13 @@ def cells(runs: list) -> dict:
     return {row: summary(x) for row, x in values.items()}
 
 
-def best(rows: dict) -> tuple:
+def best(rows: dict) -> 'Row':
     """The row with the best mean, among those with the most seeds."""
     most = max(n for _, _, n in rows.values())
     return min((row for row in rows if rows[row][2] == most), key=lambda row: rows[row][0] if row.is_text else -rows[row][0])
 
 
-def without(row: tuple, name: str) -> tuple:
+def without(row: 'Row', name: str) -> 'Row':
     """The row but for its own setting `name`."""
     return row._replace(more=tuple((k, v) for k, v in row.more if k != name))
 
@@ -115,7 +122,7 @@ def read_csv(folder: str, name: str, numbers: list[str]) -> list[dict]:
     return rows
 
 
-def paper_rows(reference: str, like: tuple, name: str, numbers: list[str]) -> dict:
+def paper_rows(reference: str, like: 'Row', name: str, numbers: list[str]) -> dict:
     """{row: the paper's} of a row's model, budget and kind; {} where the paper has none."""
     if not reference or like.model != 'convlstm' or like.more:
         return {}
@@ -124,7 +131,7 @@ def paper_rows(reference: str, like: tuple, name: str, numbers: list[str]) -> di
             if (r.get('variant'), r.get('budget')) == (like.kind, like.budget) and r['L'] == r['L'] and r['E'] == r['E'] and r['d'] == r['d']}
 
 
-def paper_cells(reference: str, like: tuple) -> dict:
+def paper_cells(reference: str, like: 'Row') -> dict:
     """The paper's returns, as `cells` has ours."""
     rows = paper_rows(reference, like, 'sokoban_returns.csv', ['mean_return', 'variance', 'n_seeds'])
     return {row: (r['mean_return'], math.sqrt(max(0.0, r['variance'])), max(1, int(r['n_seeds']))) for row, r in rows.items() if r['n_seeds'] == r['n_seeds']}
@@ -145,7 +152,7 @@ def new(columns: int, height: float = 2.5) -> tuple:
     return figure, panels[0]
 
 
-def save(figure: object, into: str, name: str) -> list[str]:
+def save(figure: 'Figure', into: str, name: str) -> list[str]:
     import matplotlib.pyplot as plt
     paths = [os.path.join(into, f'{name}.{kind}') for kind in ('png', 'svg')]
     for path, more in zip(paths, ({'dpi': 200}, {'metadata': {'Date': None}}), strict=True):
@@ -154,7 +161,7 @@ def save(figure: object, into: str, name: str) -> list[str]:
     return paths
 
 
-def powers(axes: object, values: list[int], label: str) -> None:
+def powers(axes: 'Axes', values: list[int], label: str) -> None:
     """A logarithmic x axis with the values that occur."""
     axes.set_xscale('log', base=2)
     axes.set_xticks(sorted(set(values)), [str(v) for v in sorted(set(values))])
@@ -162,7 +169,7 @@ def powers(axes: object, values: list[int], label: str) -> None:
     axes.set_xlabel(label)
 
 
-def line(axes: object, points: dict, i: int, label: str, ours: bool = True) -> None:
+def line(axes: 'Axes', points: dict, i: int, label: str, ours: bool = True) -> None:
     """{x: (mean, deviation, N)} with error bars; the paper's dashed and hollow."""
     xs = sorted(points)
     style = {'ls': '-'} if ours else {'ls': '--', 'mfc': 'white', 'alpha': 0.7}
@@ -171,7 +178,7 @@ def line(axes: object, points: dict, i: int, label: str, ours: bool = True) -> N
                   color=COLORS[i % 7], marker=MARKERS[i % 7], **style)
 
 
-def groups(rows: Iterable[tuple], key: Callable) -> dict:
+def groups(rows: 'Iterable[Row]', key: Callable) -> dict:
     out = {}
     for row in rows:
         out.setdefault(key(row), []).append(row)
@@ -183,7 +190,7 @@ def seeds_of(points: dict) -> str:
     return f'{counts[0]} seed{"s" * (counts[0] > 1)}' if len(counts) == 1 else f'{counts[0]} to {counts[-1]} seeds'
 
 
-def allocation_figure(points: dict, reference: str, title: str, label: str) -> object:
+def allocation_figure(points: dict, reference: str, title: str, label: str) -> 'Figure':
     """Value by L, a line a width, a panel a kind."""
     kinds = sorted({row.recurrent for row in points}, reverse=True)
     figure, panels = new(len(kinds))
@@ -212,7 +219,7 @@ def saturation(points: dict) -> dict:
     return out
 
 
-def saturation_figure(points: dict, reference: str, title: str, label: str) -> object:
+def saturation_figure(points: dict, reference: str, title: str, label: str) -> 'Figure':
     """The best of at most L levels, both kinds, with one standard error."""
     figure, (axes,) = new(1)
     for i, recurrent in enumerate(sorted({row.recurrent for row in points}, reverse=True)):
@@ -227,7 +234,7 @@ def saturation_figure(points: dict, reference: str, title: str, label: str) -> o
     return figure
 
 
-def curve_figure(runs: list, points: dict, title: str) -> object:
+def curve_figure(runs: list, points: dict, title: str) -> 'Figure':
     """Returns over environment steps: of each kind and L the best allocation, mean and one standard deviation."""
     kinds = sorted({row.recurrent for row in points}, reverse=True)
     figure, panels = new(len(kinds))
@@ -249,7 +256,7 @@ def curve_figure(runs: list, points: dict, title: str) -> object:
     return figure
 
 
-def bar_figure(points: dict, ways: list, title: str, label: str) -> object:
+def bar_figure(points: dict, ways: list, title: str, label: str) -> 'Figure':
     """An ablation: its cells side by side, a bar a setting of `ways`, as the difference to the first, our default. Cells without that
     are left out."""
     figure, (axes,) = new(1, 3.3)
@@ -265,7 +272,7 @@ def bar_figure(points: dict, ways: list, title: str, label: str) -> object:
     return figure
 
 
-def radius_figure(points: dict, title: str, label: str) -> object:
+def radius_figure(points: dict, title: str, label: str) -> 'Figure':
     figure, (axes,) = new(1)
     for i, (cell, rows) in enumerate(groups(points, lambda row: row._replace(more=())).items()):
         line(axes, {row.more[0][1]: points[row] for row in rows}, i, f'{NAMES[cell.model]}, {KINDS[cell.recurrent]}, L = {cell.L}, E = {cell.E}, d = {cell.d}')
@@ -274,7 +281,7 @@ def radius_figure(points: dict, title: str, label: str) -> object:
     return figure
 
 
-def scaling_figure(points: dict, title: str, label: str) -> object:
+def scaling_figure(points: dict, title: str, label: str) -> 'Figure':
     """E on x, a line a number of levels; recurrent beside not."""
     kinds = groups(points, lambda row: row.recurrent)
     figure, panels = new(len(kinds))
@@ -356,7 +363,7 @@ def tables(runs: list, reference: str, into: str) -> list[str]:
     return paths
 
 
-def run_record(row: tuple, log: list[dict]) -> dict:
+def run_record(row: 'Row', log: list[dict]) -> dict:
     """A run in runs.json."""
     last, data = log[-1], 'tokens' if row.is_text else 'env_steps'
     return {'name': row.name, 'model': row.model, 'kind': row.kind, 'budget': row.budget, 'L': row.L, 'E': row.E, 'd': row.d, **dict(row.more),
@@ -374,16 +381,17 @@ def solve_table(rates: dict, levels: str, reference: str, into: str) -> list[str
     paths, reference = [], reference if levels == 'unfiltered-test' else ''
     name = f'{os.path.splitext(os.path.basename(levels or "held_out"))[0].replace("-", "_")}_percent'
     for model, rows in groups(rates, lambda row: row.model).items():
-        paper, body = {}, []
+        paper, body, names = {}, [], list(dict.fromkeys(name for row in rows for name, _ in row.more))
         for row in rows:
             mean, deviation, n = summary([100 * rate for rate in rates[row]])
             paper |= paper_rows(reference, row, 'sokoban_solve_rates.csv', ['unfiltered_test_percent', 'std'])
-            body.append([row.kind, row.budget, row.L, row.E, row.d, mean, deviation, n])
-        header = ['variant', 'budget', 'L', 'E', 'd', name, 'std', 'n_seeds']
+            body.append([row.kind, row.budget, row.L, row.E, row.d, *(str(dict(row.more).get(x, '')) for x in names), mean, deviation, n])
+        header = ['variant', 'budget', 'L', 'E', 'd', *names, name, 'std', 'n_seeds']
+        blank = [''] * len(names)
         for row, r in paper.items():
-            body.append([f'{row.kind}, paper', row.budget, row.L, row.E, row.d, r['unfiltered_test_percent'], r['std'], ''])
+            body.append([f'{row.kind}, paper', row.budget, row.L, row.E, row.d, *blank, r['unfiltered_test_percent'], r['std'], ''])
         if reference:
-            body += [[f'{r["method"]}, {r["training_steps"]}, paper', '', '', '', '', r['unfiltered_test_percent'], r['std'], '']
+            body += [[f'{r["method"]}, {r["training_steps"]}, paper', '', '', '', '', *blank, r['unfiltered_test_percent'], r['std'], '']
                      for r in read_csv(reference, 'sokoban_baselines.csv', ['unfiltered_test_percent', 'std'])]
         paths += write_table(header, body, into, f'solve_{model}', 2)
     return paths

@@ -20,7 +20,6 @@ import re
 import shlex
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -30,7 +29,7 @@ from multiprocessing.context import SpawnProcess
 import torch
 
 import unroll
-from checkpoint import device_name, write_json, write_text
+from checkpoint import commit, device_name, write_json, write_text
 from configurator import fail, first_line
 
 METRICS = {'tokens_per_s': 1, 'env_steps_per_s': 1, 'ms_per_token': -1, 'us': -1}            # of a row of results; 1: more is better
@@ -197,17 +196,6 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 
 # ----------------------------------------------------------------------------- reports: what a figure needs to be repeated
-
-def commit() -> str:
-    """Of the folder this file is in, '-dirty' where tracked files other than results have changed, 'unknown' outside git."""
-    def git(*arguments):
-        folder = os.path.dirname(os.path.abspath(__file__))
-        return subprocess.run(['git', '-C', folder, *arguments], capture_output=True, text=True, check=True).stdout.strip()
-    try:
-        return git('rev-parse', '--short=12', 'HEAD') + ('-dirty' if git('status', '--porcelain', '--untracked-files=no', '--', ':(top)', ':(top,exclude)results') else '')
-    except (OSError, subprocess.CalledProcessError):
-        return 'unknown'
-
 
 def header(config: dict, kind: str, amp: torch.dtype) -> dict:
     return {'device': device_name(kind), 'dtype': str(amp)[6:], 'threads': config['threads'] or torch.get_num_threads(),

@@ -33,12 +33,11 @@ from typing import NamedTuple
 
 import torch
 
-from checkpoint import Stopper, device_name, need_packages, saved_in, write_json
+from checkpoint import Stopper, commit, device_name, need_packages, saved_in, write_json
 from configurator import configure, fail, first_line, read_argument, read_config, read_script
 from convlstm import AgentConfig, build_agent
 from data_fineweb import VOCAB
 from figures import LogError, at_best, chosen_by_return, draw, read_log, run_record, solve_table, tables, value, without
-from measure import commit
 from model import ModelConfig, build_model
 
 # -----------------------------------------------------------------------------
@@ -72,6 +71,8 @@ TEXT = {'small': (16, LEVELS, 'small'), 'medium': (32, (*LEVELS, 32), 'medium'),
 SAME_RUN = ('out_dir', 'resume', 'overwrite', 'eval_only', 'levels', 'best', 'plot', 'tensorboard', 'wandb', 'eval_interval', 'batch_size', 'device',
             'dtype', 'compile', 'graphs', 'path', 'threads', 'reuse', 'download')            # settings that may change without making another run
 DEAR = 1.5                             # budgets: a run that costs more (half an expert was rounded up to one) is no fair point of a figure
+LATER = 'other seeds, if any, follow when all of these have finished'
+ALIKE = 3                              # so many first runs that fail with the same words end a sweep
 POLL, REPORT = 0.2, 60.0               # seconds between looks at the runs, and between lines about them
 
 
@@ -253,7 +254,7 @@ def tuned(rows: list[Row]) -> list[Row]:
         if name in settings_of(row) or name in SAME_RUN:
             fail(f'tune = {tune!r}: {name} cannot be tuned: plan {plan!r} sets it, or it changes no result')
         for text in values.split(','):
-            read_argument(f'--{name}={text}', own := {}, under(*row[:3]))
+            read_argument(f'--{name}={text}', own := {}, under(*row[:3]), f'tune = {tune!r}')
             out.append(row._replace(more=(*row.more, (name, own[name]))))
     return list(dict.fromkeys(out))
 
@@ -275,9 +276,10 @@ def chosen(rows: list[Row]) -> list[Row]:
         fields = [{'model': row.model, 'kind': row.kind, 'L': row.L, 'E': row.E, 'd': row.d, **dict(row.more)} for row in rows]
         if not any(key in f for f in fields):
             fail(f'only = {only!r}: cannot choose by {key!r}: expected conditions as L=1,2 with any of {", ".join(fields[0])}')
+        there = dict.fromkeys(str(f[key]) for f in fields if key in f)
         rows = [row for row, f in zip(rows, fields, strict=True) if str(f.get(key)) in values.split(',')]
         if not rows:
-            fail(f'only = {only!r}: leaves none of the runs of plan {plan!r}')
+            fail(f'only = {only!r}: leaves none of the runs of plan {plan!r}, which have {key}={",".join(there)}')
     return rows
 
 
@@ -304,22 +306,27 @@ def total_of(row: Row) -> int:
     return c['max_iters'] if row.is_text else -(-c['total_steps'] // (c['n_envs'] * c['unroll']))
 
 
-def has_other_settings(row: Row) -> bool:
-    """Whether the folder's config.json, if there is one to read, is of another run."""
+def saved_config(row: Row) -> dict:
+    """The folder's config.json; empty where there is none to read."""
     try:
         with open(os.path.join(folder_of(row), 'config.json')) as file:
             saved = json.load(file)
-        wanted = json.loads(json.dumps(config_of(row)))        # tuples become lists
-        return any(saved[k] != v for k, v in wanted.items() if k in saved and k not in SAME_RUN)
-    except (OSError, ValueError, TypeError):
-        return False
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return saved if isinstance(saved, dict) else {}
+
+
+def has_other_settings(row: Row) -> bool:
+    """Whether the folder's config.json, if there is one to read, is of another run."""
+    wanted, saved = json.loads(json.dumps(config_of(row))), saved_config(row)                # tuples become lists
+    return any(saved[k] != v for k, v in wanted.items() if k in saved and k not in SAME_RUN)
 
 
 def progress(row: Row) -> tuple[float, float]:
-    """How much of a run is done, 0 to 1, and the seconds that took. LogError."""
+    """How much of a run is done, 0 to 1, and the seconds that took; nothing where the log cannot be read."""
     try:
         last = read_log(folder_of(row))[-1]
-    except (FileNotFoundError, IndexError):
+    except (FileNotFoundError, IndexError, LogError):
         return 0.0, 0.0
     return min(1.0, last['step'] / total_of(row)), last.get('seconds') or 0.0
 
@@ -329,12 +336,15 @@ def state_of(row: Row) -> str:
     other settings) or 'damaged' (its log cannot be read, and there is no checkpoint to go on from)."""
     if has_other_settings(row):
         return 'other'
-    try:
-        if progress(row)[0] == 1:
-            return 'done'
-    except LogError:
-        if not resumable(row):
-            return 'damaged'                                   # resuming repairs a log
+    if progress(row)[0] == 1:
+        return 'done'
+    if not resumable(row):                                     # resuming repairs a log
+        try:
+            read_log(folder_of(row))
+        except FileNotFoundError:
+            pass
+        except LogError:
+            return 'damaged'
     if os.path.exists(os.path.join(folder_of(row), 'failed.json')):
         return 'failed'
     return 'cut' if resumable(row) else 'begun' if os.path.exists(os.path.join(folder_of(row), 'log.jsonl')) else 'new'
@@ -357,6 +367,11 @@ def command(row: Row, state: str) -> list[str]:
     return [*launcher, *arguments(row), *again]
 
 
+def waits(rows: list[Row]) -> bool:
+    """Whether more rows, of the tuned values, may follow these."""
+    return bool(tune) and all(row.seed == 1 for row in rows)
+
+
 def print_plan(rows: list[Row]) -> None:
     units = dict.fromkeys('MFLOP a token' if row.is_text else 'MMAC a step' for row in rows)
     print(f'costs: {", ".join(units)}, levels only')
@@ -368,8 +383,8 @@ def print_plan(rows: list[Row]) -> None:
         shown = f'{progress(row)[0]:.0%}' if state == 'cut' else state
         print(f'{i:>4} {row.model:<11} {row.kind:<11} {row.L:>2} {row.E:>3} {row.d:>4} {wide(row.setting)}{row.seed:>4} {amount / 1e6:>9,.1f} {over_budget(row):>7.2f} '
               f'{params:>11,}  {shown:<7} {shlex.join(command(row, state))}')
-    if tune and all(row.seed == 1 for row in rows):
-        print('other seeds, if any, follow when all of these have finished')
+    if waits(rows):
+        print(LATER)
 
 
 # ----------------------------------------------------------------------------- running
@@ -434,10 +449,9 @@ def remaining(rows: list[Row], todo: list[Row], n: int) -> str:
     """ETA of the rows `todo` by n workers: a run takes what runs of its model, kind and L took, or else what runs took on average."""
     known = {}
     for row in rows:
-        with contextlib.suppress(LogError):
-            part, seconds = progress(row)
-            if part > 0.01 and seconds > 0:
-                known[row] = (part, seconds / part)
+        part, seconds = progress(row)
+        if part > 0.01 and seconds > 0:
+            known[row] = (part, seconds / part)
     if not known:
         return 'n/a'
     def left(row: Row) -> float:
@@ -456,7 +470,7 @@ def execute(rows: list[Row]) -> int:
         if folders:
             fail(f'{folders[0]} holds {what} (folders like this: {len(folders)}): move it away, or choose another out_dir')
     queue, free = [row for row in rows if states[row] != 'done'], devices()
-    n, failed, left, running, said = len(free), {}, [], {}, time.time()
+    n, done, failed, left, running, said = len(free), 0, {}, [], {}, time.time()
     print(f'{plan}: {len(rows)} runs, {len(rows) - len(queue)} finished before; {n} at a time; {os.path.join(out_dir, plan)}', flush=True)
     stopper = Stopper()
     if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:      # not under nohup
@@ -471,7 +485,9 @@ def execute(rows: list[Row]) -> int:
                     failed[row] = str(error)
                     print(f'{row.name}: FAILED to start: {error}', flush=True)
                     continue
-                if process is None:
+                if process is None and state_of(row) == 'done':
+                    print(f'{row.name}: another process has finished it', flush=True)
+                elif process is None:
                     left.append(row)
                     print(f'{row.name}: another process has it, left to it', flush=True)
                 else:
@@ -486,8 +502,13 @@ def execute(rows: list[Row]) -> int:
                     failed[row] = last_words(row)
                     record_failure(row, process.returncode, failed[row])
                     word = f'FAILED (exit status {process.returncode}): {failed[row]}'
+                else:
+                    done += 1
                 print(f'[{len(rows) - len(queue) - len(running)}/{len(rows)}] {row.name}: {word}, {time.time() - begin:.0f} s | '
                       f'eta {remaining(rows, [*queue, *running], n)}', flush=True)
+            if queue and not done and len(failed) >= ALIKE and len(set(failed.values())) == 1:
+                print(f'the first {len(failed)} runs failed alike: the other {len(queue)} are not started', flush=True)
+                queue.clear()                                  # none would do better: the levels are not there, say
             if stopper.signal is not None:
                 stop(running)
             elif time.time() - said > REPORT and running:
@@ -517,6 +538,8 @@ def stop(running: dict) -> None:
 
 def print_jobs(rows: list[Row], config: dict) -> None:
     """The plan for a cluster: each job is this script on one row, so that it resumes what was cut and skips what is finished."""
+    if waits(rows):
+        print(f'{LATER}: then give this command again', file=sys.stderr)
     defaults = read_script(__file__)[0]
     which = [f'--{k}={v}' for k, v in config.items() if v != defaults[k] and k not in ('emit', 'run', 'index', 'figure', 'table', 'workers')]
     line = shlex.join(['python', os.path.relpath(os.path.abspath(__file__)), *which, '--run', '--workers=1'])
@@ -545,12 +568,12 @@ def main() -> int:
         print_jobs(rows, config)
         return 0
     if index >= len(rows):
-        fail(f'index = {index}: plan {plan!r} has runs 0 to {len(rows) - 1} here')
+        fail(f'index = {index}: plan {plan!r} has runs 0 to {len(rows) - 1} here' + (', until all values have been tried' if waits(rows) else ''))
     if not (run or figure or table):
         print_plan(rows)
         return 0
     status = execute(rows if index < 0 else [rows[index]]) if run else 0
-    if run and tune and index < 0 and status < 2 and len(again := plan_rows()) > len(rows):
+    while run and tune and index < 0 and status < 2 and (again := plan_rows()) != rows:
         rows, status = again, execute(again)                   # the best values' other seeds
     if status < 2 and (figure or table):
         show(rows)
@@ -593,13 +616,14 @@ def show(rows: list[Row]) -> None:
     if figure:
         token = 'byte' if any(row.is_text and config_of(row)['tokenizer'] == 'bytes' for row in rows) else 'token'
         name = tune.partition('=')[0]
-        scale = (f', widths x {width:g}' if width != 1 else '') + (f', best {name.replace("_", " ")}s' if name else '')
+        scale = (f', widths x {width:g}' if width != 1 else '') + (f', steps x {length:g}' if length != 1 else '') + (f', best {name.replace("_", " ")}s' if name else '')
         paths += draw(plan, scale, [without(row, name) for row in rows], [(without(row, name), log) for row, log in at_best(fair, name)], token, reference, into)
     if table:
         paths += tables(runs, reference, into)
-        about = {'plan': plan, 'commit': commit(), 'device': device_name('cuda' if torch.cuda.is_available() else 'cpu'), 'torch': torch.__version__,
+        about = {'plan': plan, 'drawn_at_commit': commit(), 'device': device_name('cuda' if torch.cuda.is_available() else 'cpu'), 'torch': torch.__version__,
                  'command': shlex.join(['python', *sys.argv])}
-        write_json(about | {'runs': [run_record(row, log) | {'over_budget': over_budget(row)} for row, log in runs]}, os.path.join(into, 'runs.json'))
+        records = [run_record(row, log) | {'over_budget': over_budget(row), 'commit': saved_config(row).get('commit')} for row, log in runs]
+        write_json(about | {'runs': records}, os.path.join(into, 'runs.json'))
         paths.append(os.path.join(into, 'runs.json'))
     if table == 'solve':
         cells = chosen_by_return(fair)
@@ -621,10 +645,11 @@ def solve_rate(row: Row) -> float:
             return record['solve_rate'] if same else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
-    if saved() is None or os.path.dirname(levels):             # a file's name does not say which file
+    status = 0
+    if saved() is None or os.path.dirname(levels) or os.path.isfile(levels):                 # a file's name does not say which file
         print(f'{row.name}: playing {name}', flush=True)
-        subprocess.run([sys.executable, *arguments(row), '--eval_only=True', f'--levels={levels}'], stdout=subprocess.DEVNULL)
-    if (rate := saved()) is None:
+        status = subprocess.run([sys.executable, *arguments(row), '--eval_only=True', f'--levels={levels}'], stdout=subprocess.DEVNULL).returncode
+    if status or (rate := saved()) is None:
         fail(f'{row.name}: its evaluation on {name} failed: see above')
     return rate
 
@@ -641,6 +666,13 @@ def check_settings() -> None:
         fail(f"emit = {emit!r}: expected 'slurm' or 'commands'")
     if table not in (None, True, False, 'solve'):
         fail(f"table = {table!r}: expected True or 'solve'")
+    if emit and (run or figure or table or index >= 0):
+        fail(f'emit = {emit!r} prints jobs and does nothing else: leave out run, index, figure and table')
+    if index >= 0 and not run:
+        fail(f'index = {index} chooses a run for --run')
+    for name in ('out_dir', 'results'):
+        if os.path.exists(globals()[name]) and not os.path.isdir(globals()[name]):
+            fail(f'{name} = {globals()[name]!r}: is not a folder')
     if reference and not os.path.isdir(reference):
         fail(f'reference = {reference!r}: no such folder')
     need_packages(matplotlib=figure)

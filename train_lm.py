@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from checkpoint import BEST, LAST, PREV, JsonlLog, Stopper, compiles, device_name, join_ranks, last_words, leave, load_optimizer
 from checkpoint import load_run, need_packages, open_trackers, pick_dtype, plot_losses, prepare_out_dir, print0, restarted, rng_state
-from checkpoint import save_checkpoint, set_rng_state, write_json
+from checkpoint import save_checkpoint, set_rng_state, write_config
 from configurator import configure, fail
 from data_fineweb import VOCAB, DataError, SequenceLoader, StreamLoader, find_shards, load_val, token_bytes
 from kernels import chosen_lines, graphed
@@ -389,7 +389,7 @@ def train(config: dict) -> int:
     prepare(run)
     mfu, log = mfu_per_rate(run), None
     if run.rank == 0:
-        write_json(config, os.path.join(out_dir, 'config.json'))
+        write_config(config, out_dir, run.kind)
         # the checkpoint's own step is validated and logged again: the run may have died in between
         log = JsonlLog(os.path.join(out_dir, 'log.jsonl'), resume_step=run.step - 1 if resume else None)
     stopper, stop, status = Stopper(), False, 0

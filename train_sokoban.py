@@ -33,7 +33,7 @@ import torch.nn.functional as F
 
 from checkpoint import BEST, LAST, PREV, CheckpointError, JsonlLog, Stopper, compiles, device_name, join_ranks, keep_memory, last_words
 from checkpoint import leave, load_optimizer, load_run, need_packages, open_trackers, pick_dtype, prepare_out_dir, print0, restarted, rng_state
-from checkpoint import save_checkpoint, set_rng_state, write_json
+from checkpoint import save_checkpoint, set_rng_state, write_config
 from configurator import configure, fail
 from convlstm import AgentConfig, build_agent
 from kernels import compiled, graphed
@@ -427,7 +427,7 @@ def train(config: dict) -> int:
             run.model.config.path = 'fast'
     log = None
     if run.rank == 0:
-        write_json(config, os.path.join(out_dir, 'config.json'))
+        write_config(config, out_dir, run.device)
         log = JsonlLog(os.path.join(out_dir, 'log.jsonl'), resume_step=run.step - 1 if resume else None)
     stopper, stop, status = Stopper(), False, 0
     while True:

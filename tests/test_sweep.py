@@ -194,8 +194,12 @@ def test_list_has_a_line_a_run_with_a_command_that_parses():
     (['--plan=lm-small', '--tune=learning_rate'], ['tune', "'learning_rate=0.02,0.04'"]),
     (['--plan=lm-small', '--tune=n_layer=1,2'], ['n_layer', 'cannot be tuned']),
     (['--plan=lm-small', '--tune=threads=1,2'], ['threads', 'cannot be tuned']),
-    (['--plan=lm-small', '--tune=learning_rat=0.02'], ['learning_rat', "'learning_rate'"]),
-    (['--plan=lm-small', '--tune=learning_rate=0.02,'], ['learning_rate expects']),
+    (['--plan=lm-small', '--tune=learning_rat=0.02'], ['tune = ', "'learning_rat'", "'learning_rate'"]),
+    (['--plan=lm-small', '--tune=learning_rate=0.02,'], ['tune = ', 'learning_rate expects']),
+    (['--plan=lm-small', '--only=L=3'], ['leaves none', 'L=1,2,4,8,16']),
+    (['--plan=lm-small', '--emit=slurm', '--run'], ["emit = 'slurm'", 'run']),
+    (['--plan=lm-small', '--index=0'], ['index = 0', '--run']),
+    (['--plan=lm-small', '--table', '--results=README.md'], ["results = 'README.md'", 'not a folder']),
     (['--plan=lm-small', '--figure'], ['no run of plan', '--run']),
     (['--plan=lm-small', '--gpus_per_run=64', '--run'], ['gpus_per_run = 64']),
 ])
@@ -306,6 +310,23 @@ def test_a_run_that_another_process_has_is_left_to_it(base, tmp_path):
     assert status == 1 and 'another process has it' in out and not (folder / 'log.jsonl').exists()
 
 
+def test_a_run_that_another_process_finishes_is_done(base, tmp_path, monkeypatch, capsys):
+    rows = sized('--plan=lm-small', f'--base={base}', '--width=0.03125', '--only=L=16 d=24 kind=recurrent', f'--out_dir={tmp_path}')
+    monkeypatch.setattr(sweep, 'start', lambda row, gpu, n: fake([row]))
+    assert sweep.execute(rows) == 0 and 'another process has finished it' in capsys.readouterr().out
+
+
+def test_runs_that_fail_alike_end_a_sweep(tmp_path):
+    """Without levels no run can start: three say so, not all."""
+    status, out, err = call('--plan=sokoban-small', '--only=model=convglu', '--seeds=3', f'--out_dir={tmp_path}/out', f'--base={empty_levels(tmp_path)}', '--run')
+    assert status == 1 and out.count('FAILED') == 3 and 'the first 3 runs failed alike: the other ' in out and 'download=True fetches' in out, out + err
+
+
+def empty_levels(folder):
+    (folder / 'base.py').write_text(f'levels_dir = {str(folder)!r}\n')
+    return folder / 'base.py'
+
+
 # ----------------------------------------------------------------------------- values, figures, tables
 
 def test_values_and_spread(tmp_path):
@@ -381,6 +402,9 @@ def test_nothing_finished_is_ever_overwritten(base, tmp_path):
     assert sweep.state_of(row) == 'begun' and sweep.command(row, 'begun')[-1] == '--overwrite=True'
     (folder / 'ckpt_last.pt').write_text('')
     assert sweep.state_of(row) == 'cut' and sweep.command(row, 'cut')[-1] == '--resume=True'
+    (folder / 'log.jsonl').write_text('#' + log)               # resuming repairs it
+    assert sweep.state_of(row) == 'cut' and sweep.progress(row) == (0.0, 0.0)
+    sweep.print_plan([row])
 
 
 def test_config_files_under_the_runs(base, tmp_path):
@@ -554,3 +578,7 @@ def test_solve_table_of_trained_agents(tmp_path):
     assert lines[0] == 'variant,budget,L,E,d,held_out_percent,std,n_seeds' and len(lines) == 3 and 0 <= float(lines[1].split(',')[5]) <= 100
     status, out, err = call(*argv, '--table=solve', '--levels=')
     assert status == 0 and 'playing' not in out
+    for folder in (tmp_path / 'sokoban-small').glob('convglu*'):                             # of a file that was there once
+        (folder / 'eval_nope.json').write_text((folder / 'eval_generated.json').read_text())
+    status, out, err = call(*argv, '--table=solve', f'--levels={tmp_path}/nope.txt')
+    assert status == 2 and 'nope.txt' in err and 'its evaluation on nope failed' in err

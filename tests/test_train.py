@@ -102,7 +102,8 @@ def test_log_and_checkpoint(data, tmp_path):
     assert {'step', 'tokens', 'train_loss', 'val_loss', 'lr', 'tokens_per_s', 'seconds', 'grad_norm'} <= line.keys() and line['tokens'] == 512
     assert [r.get('epoch') for r in log[1:]] == [0, 0, 0, 0, 0, 1, 1, 1]
     assert {'config.json', 'ckpt_last.pt', 'ckpt_prev.pt', 'ckpt_best.pt'} <= set(os.listdir(tmp_path / 'a'))
-    assert json.loads((tmp_path / 'a' / 'config.json').read_text())['n_embd'] == 32
+    config = json.loads((tmp_path / 'a' / 'config.json').read_text())
+    assert config['n_embd'] == 32 and config['torch'] == torch.__version__ and {'commit', 'device_name'} <= config.keys()
 
 
 @pytest.mark.parametrize('settings', [{}, {'recurrent': False}, {'batch_size': 3}, {'aggregation': 'softmax_l2', 'share_kv': False},
