@@ -28,6 +28,7 @@ import glob
 import io
 import math
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -39,7 +40,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from checkpoint import BEST, CheckpointError, device_name, keep_memory, load_run, need_packages, pick_device, pick_dtype
+from checkpoint import BEST, CheckpointError, commit, device_name, keep_memory, load_run, need_packages, pick_device, pick_dtype
 from checkpoint import write_atomic, write_json, write_text
 from configurator import configure, fail
 from convlstm import CELLS, PLANES, AgentConfig, build_agent
@@ -61,7 +62,7 @@ n_test = 1000                  # test levels; those that all agents solve are sc
 # the question
 source = 'residual'            # what the probes read: 'residual' (s of the last level), 'cells' (a ConvLSTM's c, all levels), 'z' (the encoder)
 target = 'enter'               # of a cell: direction of the next move onto it, or 'leave': off it, or 'push': the next push of a box off it
-first = 20                     # steps that set the threshold, and that the figure shows
+first = 20                     # steps that set the threshold, and that the figure shows, where it has min_levels games
 precision = 0.93               # of what is emitted (the paper's); less where an agent's probes cannot reach it
 min_levels = 50                # fewer levels solved by all agents are refused
 # the probes
@@ -71,7 +72,7 @@ batch_size = 16                # boards
 learning_rate = 1e-3           # AdamW's
 weight_decay = 1e-3            # AdamW's
 # the pictures
-level = 0                      # which of the levels solved by all
+level = -1                     # which of the levels solved by all; -1: the first that all agents still play at the last of the steps below
 shown = (0, 2, 4, 8)           # steps beside each other
 # further questions
 causal = False                 # add a probe's direction to the carried state at a cell: does the agent follow?
@@ -379,11 +380,12 @@ def ratio(a: np.integer, b: np.integer) -> float | None:
 # ----------------------------------------------------------------------------- pictures
 
 def recall_figure(results: list[dict], title: str) -> None:
-    """Recall by step, a line an agent, one standard deviation over the probes' seeds; dashed: probes of the observation alone."""
+    """Recall by step, a line an agent, one standard deviation over the probes' seeds; dashed: probes of the observation alone. Steps that
+    fewer than min_levels games reach are left to the table."""
     figure, (axes,) = new(1, 2.9)
     for i, result in enumerate(results):
         for kind, style in (('3x3', {'marker': MARKERS[i % 7], 'ms': 3, 'lw': 1.2}), ('observation', {'ls': '--', 'lw': 0.9, 'alpha': 0.8})):
-            steps = sorted({r['step'] for r in result['rows'] if r['probe'] == kind and r['recall'] is not None})
+            steps = sorted({r['step'] for r in result['rows'] if r['probe'] == kind and r['recall'] is not None and r['games'] >= min_levels})
             values = [[r['recall'] for r in result['rows'] if r['probe'] == kind and r['step'] == t] for t in steps]
             mean, spread = np.array([np.mean(v) for v in values]), np.array([np.std(v, ddof=1) if len(v) > 1 else 0.0 for v in values])
             axes.plot(steps, mean, color=COLORS[i % 7], label=result['label'] if kind == '3x3' else None, **style)
@@ -415,12 +417,13 @@ def plan_image(board: np.ndarray, way: np.ndarray, emitted: np.ndarray, truth: n
 def plan_pictures(agents: list, results: list[dict]) -> None:
     """plans.png: the same level, a row an agent, a column a step of `shown`; plan_NAME.gif: each agent's game."""
     from PIL import Image, ImageDraw
-    rows = []
+    rows, shortest = [], np.min([result['data'].lengths for result in results], 0)
+    game = level if level >= 0 else int(np.argmax(np.minimum(shortest, max(shown) + 1)))     # the first that is long enough, or the longest
     for agent, result in zip(agents, results, strict=True):
         data, g = result['data'], result['guesses']['3x3']
-        begin = int(data.lengths[:level].sum())
+        begin = int(data.lengths[:game].sum())
         frames = [plan_image(data.seen[i], g.way[0, i], g.sure[0, i] >= result['about']['3x3']['threshold'], data.target[i])
-                  for i in range(begin, begin + int(data.lengths[level]))]
+                  for i in range(begin, begin + int(data.lengths[game]))]
         save_gif(frames, os.path.join(out_dir, f'plan_{agent.name}.gif'), 400)
         white = np.full_like(frames[0], 255)
         tiles = [np.pad(frames[t] if t < len(frames) else white, ((22, 6), (4, 4), (0, 0)), constant_values=255) for t in shown]
@@ -495,7 +498,7 @@ def check_settings() -> None:
     for name in ('n_train', 'n_test', 'first', 'min_levels', 'seeds', 'epochs', 'batch_size'):
         if globals()[name] < 1:
             fail(f'{name} = {globals()[name]}: must be at least 1')
-    if not 0 < precision <= 1 or learning_rate <= 0 or weight_decay < 0 or threads < 0 or level < 0:
+    if not 0 < precision <= 1 or learning_rate <= 0 or weight_decay < 0 or threads < 0 or level < -1:
         fail(f'precision = {precision}, learning_rate = {learning_rate}, weight_decay = {weight_decay}, threads = {threads}, level = {level}: '
              'expected a share, and no negative number')
     if not models:
@@ -561,7 +564,10 @@ def report(agents: list, test: np.ndarray, solved: np.ndarray, results: list[dic
     wanted = min(precision, *reach)
     for r in results:
         r['rows'], r['about'] = score(r['data'], r['guesses'], wanted)
-    title = f'precision {wanted:.0%} over {first} steps, {solved.sum()} levels solved by all' + ('' if wanted == precision else f'\n({precision:.0%} is out of reach)')
+    c = agents[0].config
+    split = test_levels or c['eval_split']
+    kind = split if split != 'generated' else f'generated levels, {c["n_boxes"]} box{"es" * (c["n_boxes"] > 1)}, at most {c["max_moves"]} moves'
+    title = f'{kind}: {solved.sum()} solved by all\nprecision {wanted:.0%} over {first} steps' + ('' if wanted == precision else f' ({precision:.0%} is out of reach)')
     recall_figure(results, title)
     plan_pictures(agents, results)
     text = io.StringIO()
@@ -582,7 +588,7 @@ def report(agents: list, test: np.ndarray, solved: np.ndarray, results: list[dic
         print(f'{agent.label}: ' + ', '.join(f'{kind} recall {about["recall"]:.1%} at precision {about["precision"]:.1%}' for kind, about in r['about'].items()
                                              if about['recall'] is not None and about['precision'] is not None))
     write_json({'precision': wanted, 'first': first, 'levels': int(solved.sum()), 'target': target, 'source': source, 'device': device_name(device),
-                'torch': torch.__version__, 'models': records}, os.path.join(out_dir, 'probes.json'))
+                'torch': torch.__version__, 'commit': commit(), 'command': shlex.join(['python', *sys.argv]), 'models': records}, os.path.join(out_dir, 'probes.json'))
     print('\n'.join(sorted(os.path.join(out_dir, name) for name in os.listdir(out_dir) if '.' in name[1:])))
 
 

@@ -6,6 +6,7 @@ $ python sweep.py --plan sokoban-small --run              # run them here, one a
 $ python sweep.py --plan sokoban-small --emit=slurm       # an array job for a cluster, to be piped into sbatch; --emit=commands: a line a run
 $ python sweep.py --plan sokoban-small --figure --table   # figures (PNG, SVG) and tables (Markdown, CSV) of what has finished
 $ python sweep.py --plan sokoban-small --table=solve      # the best allocations' solve rates on unfiltered-test
+Sokoban plans need Boxoban's levels: python sokoban.py --download=True; python sokoban.py --split=unfiltered-valid --download=True
 A study for two CPU cores (data first: python data_fineweb.py --demo=True --tokenizer=bytes):
 $ python sweep.py config/study_lm.py --run --figure --table
 

@@ -1,4 +1,5 @@
-"""The paper's planning analysis: recurrent ConvLSTMs of the large budget, d = 256, the best of three seeds of each depth. Train them first:
+"""The paper's planning analysis: recurrent ConvLSTMs of the large budget, d = 256, the best of three seeds of each depth. Fetch the levels,
+python sokoban.py --download=True; python sokoban.py --split=unfiltered-valid --download=True; and train them:
 python sweep.py --plan sokoban-large --only='model=convlstm kind=recurrent d=256 L=1,2,4,8' --run
 Then: python probe_sokoban.py config/probe_large.py --download=True"""
 out_dir = 'out/probe_large'

@@ -1,5 +1,5 @@
 """Base of the small study's agents (config/study_sokoban.py): the demo's levels (one box, solvable in 12 moves or fewer) and training settings.
-Eight minutes a run or less, on one CPU core."""
+About eight minutes a run on one CPU core."""
 out_dir = 'out/sokoban_tiny'
 split = 'generated'
 eval_split = 'generated'

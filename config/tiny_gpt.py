@@ -1,4 +1,4 @@
-"""Base of the small study's language models that are not recurrent (config/study_lm.py): 1.7M bytes of speeches, two minutes on one CPU core.
+"""Base of the small study's language models that are not recurrent (config/study_lm.py): 1.7M bytes of speeches, three to six minutes on one CPU core.
 Prepare the data first: python data_fineweb.py --demo=True --tokenizer=bytes"""
 out_dir = 'out/tiny_gpt'
 recurrent = False
