@@ -50,7 +50,7 @@ from sokoban import DELTA, TIME_LIMIT, LevelError, SokobanEnv, board_image, load
 from train_sokoban import MODEL, POSITION
 
 # -----------------------------------------------------------------------------
-models = ''                    # folders of trained agents, with a comma between them; 'out/L4_s*' is the one that solves most test levels
+models = ''                    # folders of trained agents, with a comma or a space between them; 'out/L4_s*' is the one that solves most test levels
 best = False                   # their best checkpoints instead of their last
 out_dir = 'out/probe'          # figures, tables, and what the agents were seen to do
 levels = ''                    # the probes' training levels: a split or a file; '': those that the first agent was trained on
@@ -592,8 +592,17 @@ def report(agents: list, test: np.ndarray, solved: np.ndarray, results: list[dic
     print('\n'.join(sorted(os.path.join(out_dir, name) for name in os.listdir(out_dir) if '.' in name[1:])))
 
 
+def gathered(argv: list[str]) -> list[str]:
+    """`--models A B C` as --models=A,B,C."""
+    if '--models' not in argv:
+        return argv
+    i = argv.index('--models')
+    end = next((k for k in range(i + 1, len(argv)) if argv[k].startswith('-') or argv[k].endswith('.py')), len(argv))
+    return [*argv[:i], f'--models={",".join(argv[i + 1:end])}', *argv[end:]]
+
+
 def main() -> None:
-    configure(globals(), quiet=True)
+    configure(globals(), gathered(sys.argv[1:]), quiet=True)
     check_settings()
     try:
         where = pick_device(device)

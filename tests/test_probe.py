@@ -271,9 +271,14 @@ def test_a_pattern_is_the_agent_that_solves_most(agents, capsys):
     assert probe.best_agent(loaded[:1], rooms, 'cpu') is loaded[0]
 
 
+def test_models_as_words():
+    assert probe.gathered(['a.py', '--models', 'x y', 'z*', '--causal']) == ['a.py', '--models=x y,z*', '--causal'] and probe.gathered(['--models=x']) == ['--models=x']
+    assert probe.gathered(['--models', 'x', 'config/b.py', '--level=1']) == ['--models=x', 'config/b.py', '--level=1'] and probe.gathered(['--models', 'x']) == ['--models=x']
+
+
 @pytest.mark.parametrize('argv, message', [
     (['--source=h'], "source = 'h'"), (['--source=cells'], "source = 'cells'"), (['--target=exit'], "target = 'exit'"), (['--models='], 'models is empty'),
-    (['--models=nowhere'], 'nowhere'), (['--models=no_*'], 'no folder is named no_*'), (['--n_train=0'], 'n_train = 0'), (['--precision=1.5'], 'precision = 1.5'), (['--min_levels=31'], 'min_levels = 31'),
+    (['--models=nowhere'], 'nowhere'), (['--models', 'nowhere', 'else', '--thinking'], 'nowhere'), (['--models', '--causal'], 'models is empty'), (['--models=no_*'], 'no folder is named no_*'), (['--n_train=0'], 'n_train = 0'), (['--precision=1.5'], 'precision = 1.5'), (['--min_levels=31'], 'min_levels = 31'),
     (['--test_levels=nonsense'], 'data/boxoban'), (['--level=30'], 'level'), (['--shown=()'], 'shown')])
 def test_mistakes_are_one_line(agents, tmp_path, argv, message):
     done = command(agents, tmp_path / 'out', *argv)

@@ -510,7 +510,7 @@ def test_readme_commands_run(data, tmp_path):
     """README.md's commands, in order, shrunk and with folders of their own; all but the download, which needs a network."""
     (tmp_path / 'books').mkdir()
     (tmp_path / 'books' / 'a.txt').write_text('It was the best of times, it was the worst of times. ' * 100)
-    np.save(tmp_path / 'rooms.npy', sokoban.generate(100, 1, seed=9, max_moves=1)[0])        # which some agent of few updates solves
+    np.save(tmp_path / 'rooms.npy', sokoban.generate(300, 1, seed=9, max_moves=6)[0])        # of which any agent solves some
     tiny = [f'--{k}={v}' for k, v in {**TINY, 'n_kv_head': 1, 'batch_size': 0, 'data_dir': data, 'max_iters': 2, 'overwrite': True}.items()]
     small_bench = ['--cells=(1,1,8,32),', '--n_embd=128', '--rounds=1', '--seconds=0', '--threads=1', f'--out={tmp_path}/bench.json']
     extra = {'train_lm.py': tiny, 'baselines.py': tiny, 'bench.py': small_bench,
@@ -520,7 +520,7 @@ def test_readme_commands_run(data, tmp_path):
                                   '--total_steps=24', '--overwrite=True', '--compile=False', '--threads=1', '--download=False', '--device=cpu'],
              'sweep.py': [f'--out_dir={tmp_path}/sweep', '--length=1'],
              'probe_sokoban.py': [f'--models={tmp_path}/sokoban_small_L4', f'--out_dir={tmp_path}/probe', f'--test_levels={tmp_path}/rooms.npy', '--min_levels=1',
-                                  '--n_train=8', '--n_test=100', '--epochs=1', '--seeds=1', '--device=cpu', '--threads=1'], 'export.py': [f'--to={tmp_path}/exported'],
+                                  '--n_train=8', '--n_test=300', '--epochs=1', '--seeds=1', '--device=cpu', '--threads=1'], 'export.py': [f'--to={tmp_path}/exported'],
              'sample.py': ['--max_new_tokens=3', '--device=cpu'], 'data_fineweb.py': ['--tokenizer=bytes', f'--data_dir={tmp_path}/books_bytes']}
     under = {'lm': {**TINY, 'data_dir': str(data), 'max_iters': 2},                          # a sweep's runs
              'agents': {'split': 'generated', 'eval_split': 'generated', 'n_levels': 50, 'n_envs': 4, 'unroll': 3, 'eval_games': 4, 'total_steps': 2400,
