@@ -480,6 +480,25 @@ def test_tuning_goes_on_to_the_other_seeds(base, tmp_path):
     assert (tmp_path / 'residual' / 'table_transformer.csv').read_text().splitlines()[0].startswith('variant,budget,L,E,d,residual,grad_clip,')
 
 
+def test_a_changed_winner_is_followed(base, tmp_path, monkeypatch):
+    """A value that failed before and is the best once it has run: its other seeds run too, in the same command."""
+    argv = ['--plan=lm-small', f'--base={base}', '--width=0.0625', '--only=L=1 d=48 kind=recurrent', f'--out_dir={tmp_path}', '--seeds=2', '--tune=learning_rate=0.02,0.04']
+    rows, asked = sized(*argv), []
+    fake(rows[:1], lambda row: 2.0)
+    os.makedirs(sweep.folder_of(rows[1]))
+    (Path(sweep.folder_of(rows[1])) / 'failed.json').write_text('{}')
+
+    def execute(rows):
+        asked.append([(row.more[0][1], row.seed) for row in rows])
+        fake(rows, lambda row: 1.0 if row.more[0][1] == 0.04 else 2.0)
+        return 0
+    monkeypatch.setattr(sweep, 'execute', execute)
+    monkeypatch.setattr(sys, 'argv', ['sweep.py', *argv, '--run'])
+    forget()
+    assert sweep.main() == 0
+    assert asked == [[(0.02, 1), (0.04, 1), (0.02, 2)], [(0.02, 1), (0.04, 1), (0.04, 2)]]
+
+
 def test_best_of_cells_with_all_seeds(tmp_path):
     """One lucky seed of an unfinished cell is no best."""
     rows = sized('--plan=sokoban-small', '--only=L=1 model=convlstm kind=recurrent', f'--out_dir={tmp_path}', '--seeds=2')
