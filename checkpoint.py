@@ -243,7 +243,7 @@ def load_checkpoint(path: str | os.PathLike, device: str = 'cpu') -> dict:
 def load_latest(out_dir: str | os.PathLike, device: str = 'cpu') -> tuple[dict, pathlib.Path]:
     """-> (checkpoint, its path): the last one in the folder or, with a line that says so, the one before. CheckpointError if neither."""
     paths = [pathlib.Path(out_dir, name) for name in (LAST, PREV)]
-    if not any(path.exists() for path in paths):
+    if not saved_in(out_dir):
         raise CheckpointError(f'{out_dir}: nothing to resume from, there is no {LAST}: start without --resume')
     try:
         return load_checkpoint(paths[0], device), paths[0]

@@ -343,11 +343,21 @@ def write_table(header: list[str], rows: list[list], into: str, name: str, digit
     return paths
 
 
+def setting_names(rows: list) -> list[str]:
+    """Of the settings by which cells differ, a column each."""
+    return list(dict.fromkeys(name for row in rows for name, _ in row.more))
+
+
+def cell_fields(row: 'Row', names: list[str]) -> list:
+    """A table's first fields, which say what cell a line is of."""
+    return [row.kind, row.budget, row.L, row.E, row.d, *(str(dict(row.more).get(name, '')) for name in names)]
+
+
 def tables(runs: list, reference: str, into: str) -> list[str]:
     """Mean, variance (N - 1) and N of every cell, a table a model in the paper's layout."""
     points, paths = cells(runs), []
     for model, rows in groups(points, lambda row: row.model).items():
-        names = list(dict.fromkeys(name for row in rows for name, _ in row.more))
+        names = setting_names(rows)
         value_name = 'mean_loss' if rows[0].is_text else 'mean_return'
         paper = {}
         for like in groups(rows, lambda row: (row.recurrent, row.budget)).values():
@@ -357,7 +367,7 @@ def tables(runs: list, reference: str, into: str) -> list[str]:
         for row in rows:
             mean, deviation, n = points[row]
             theirs = paper.get(row)
-            body.append([row.kind, row.budget, row.L, row.E, row.d, *(str(dict(row.more).get(name, '')) for name in names), mean, deviation ** 2, n,
+            body.append([*cell_fields(row, names), mean, deviation ** 2, n,
                          *([theirs[0], theirs[1] ** 2] if theirs else ['', ''] if paper else [])])
         paths += write_table(header, body, into, f'table_{model}')
     return paths
@@ -381,17 +391,16 @@ def solve_table(rates: dict, levels: str, reference: str, into: str) -> list[str
     paths, reference = [], reference if levels == 'unfiltered-test' else ''
     name = f'{os.path.splitext(os.path.basename(levels or "held_out"))[0].replace("-", "_")}_percent'
     for model, rows in groups(rates, lambda row: row.model).items():
-        paper, body, names = {}, [], list(dict.fromkeys(name for row in rows for name, _ in row.more))
+        paper, body, names = {}, [], setting_names(rows)
         for row in rows:
             mean, deviation, n = summary([100 * rate for rate in rates[row]])
             paper |= paper_rows(reference, row, 'sokoban_solve_rates.csv', ['unfiltered_test_percent', 'std'])
-            body.append([row.kind, row.budget, row.L, row.E, row.d, *(str(dict(row.more).get(x, '')) for x in names), mean, deviation, n])
+            body.append([*cell_fields(row, names), mean, deviation, n])
         header = ['variant', 'budget', 'L', 'E', 'd', *names, name, 'std', 'n_seeds']
-        blank = [''] * len(names)
         for row, r in paper.items():
-            body.append([f'{row.kind}, paper', row.budget, row.L, row.E, row.d, *blank, r['unfiltered_test_percent'], r['std'], ''])
+            body.append([f'{row.kind}, paper', *cell_fields(row, names)[1:], r['unfiltered_test_percent'], r['std'], ''])
         if reference:
-            body += [[f'{r["method"]}, {r["training_steps"]}, paper', '', '', '', '', *blank, r['unfiltered_test_percent'], r['std'], '']
+            body += [[f'{r["method"]}, {r["training_steps"]}, paper', '', '', '', '', *([''] * len(names)), r['unfiltered_test_percent'], r['std'], '']
                      for r in read_csv(reference, 'sokoban_baselines.csv', ['unfiltered_test_percent', 'std'])]
         paths += write_table(header, body, into, f'solve_{model}', 2)
     return paths

@@ -46,7 +46,7 @@ from configurator import configure, fail
 from convlstm import CELLS, PLANES, AgentConfig, build_agent
 from figures import COLORS, MARKERS, new, save
 from play_sokoban import play as play_levels
-from sokoban import DELTA, TIME_LIMIT, LevelError, SokobanEnv, board_image, load_levels, save_gif, save_png
+from sokoban import DELTA, TIME_LIMIT, SokobanEnv, board_image, load_levels, save_gif, save_png
 from train_sokoban import MODEL, POSITION
 
 # -----------------------------------------------------------------------------
@@ -611,7 +611,7 @@ def main() -> None:
             if threads:
                 torch.set_num_threads(threads)
         probe(where)
-    except (CheckpointError, LevelError, ValueError, OSError) as error:
+    except (ValueError, OSError) as error:                     # CheckpointError, LevelError
         fail(error)
 
 

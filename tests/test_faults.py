@@ -86,10 +86,10 @@ def cut(folder):
     return True
 
 
-def prepare(folder, *argv):
-    """data_fineweb.py at work, on bytes."""
+def prepare(folder, *argv, **options):
+    """data_fineweb.py at work, on bytes unless it is told otherwise."""
     return subprocess.Popen([sys.executable, 'data_fineweb.py', '--tokenizer=bytes', f'--data_dir={folder}', *argv], cwd=ROOT, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
 
 
 def test_data_fineweb_is_killed(tmp_path, kills):
@@ -340,8 +340,7 @@ def test_a_download_is_killed(tmp_path, kills):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     env = {**os.environ, 'HF_ENDPOINT': f'http://127.0.0.1:{server.server_port}', 'HF_HOME': str(tmp_path / 'home'), 'HF_HUB_DISABLE_XET': '1', 'no_proxy': '127.0.0.1'}
     def start():
-        return subprocess.Popen([sys.executable, 'data_fineweb.py', '--pretokenized=2', '--tokenizer=gpt2', f'--data_dir={tmp_path}/d'], cwd=ROOT, text=True, env=env,
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        return prepare(tmp_path / 'd', '--pretokenized=2', '--tokenizer=gpt2', env=env)
     for _ in range(kills):
         process = start()
         process.stdout.readline()                              # how large it will be
