@@ -1,5 +1,5 @@
-"""Long runs: memory and speed stay flat, the log well formed, until ctrl-C. Twenty seconds each;
-`pytest --long -s tests/test_soak.py`: thirty minutes each of the README's two demos, on a machine that does nothing else."""
+"""Long runs: memory and speed stay flat, the log well formed, until ctrl-C. Ten seconds each, in which speed is not looked at: other
+tests run beside; `pytest --long -s tests/test_soak.py`: thirty minutes each of the README's two demos, on a machine that does nothing else."""
 import json
 import os
 import signal
@@ -24,7 +24,7 @@ def resident(pid):
 @pytest.mark.parametrize('script', ['train_lm.py', 'train_sokoban.py'])
 def test_nothing_grows(data, tmp_path, request, script):  # noqa: F811
     long = request.config.getoption('--long')
-    text, seconds = script == 'train_lm.py', 1800 if long else 20
+    text, seconds = script == 'train_lm.py', 1800 if long else 10
     if long and text:
         subprocess.run([sys.executable, 'data_fineweb.py', '--demo=True', '--tokenizer=bytes', f'--data_dir={tmp_path}/speeches'], cwd=lm.ROOT, check=True)
     if long:
@@ -54,5 +54,5 @@ def test_nothing_grows(data, tmp_path, request, script):  # noqa: F811
     slope = np.polyfit(when, size, 1)[0] * 3600
     print(f'{script}: {steps[-1]:,} updates in {seconds:,} s, {first:,.0f} a second in the first third, {last:,.0f} in the last; '
           f'{size[0]:,.0f} MiB after a quarter, {size[-1]:,.0f} at the end, {slope:+.1f} MiB an hour')
-    assert last > 0.75 * first                                             # of a machine whose own speed varies by 20%
+    assert last > 0.75 * first or not long                                 # of a machine whose own speed varies by 20%
     assert slope < 20 if long else size[-1] - size[0] < 20

@@ -586,7 +586,7 @@ def test_solve_table_of_trained_agents(tmp_path):
     """Trains two tiny agents, and plays where no evaluation is there yet."""
     base = tmp_path / 'base.py'
     base.write_text("split = 'generated'\neval_split = 'generated'\nn_levels = 20\nn_boxes = 1\nmax_moves = 12\nn_envs = 4\nunroll = 5\nhead_dim = 8\n"
-                    "total_steps = 4800\neval_interval = 240\neval_games = 6\nlog_interval = 20\ncompile = False\ndevice = 'cpu'\n")
+                    "total_steps = 2400\neval_interval = 120\neval_games = 6\nlog_interval = 20\ncompile = False\ndevice = 'cpu'\n")
     argv = ['--plan=sokoban-small', f'--base={base}', '--width=0.0625', '--only=L=1 d=8 model=convglu', f'--out_dir={tmp_path}', '--seeds=1', '--workers=2']
     status, out, err = call(*argv, '--run', '--table=solve', '--levels=', '--figure')
     assert status == 0, out + err

@@ -510,17 +510,17 @@ def test_readme_commands_run(data, tmp_path):
     """README.md's commands, in order, shrunk and with folders of their own; all but the download, which needs a network."""
     (tmp_path / 'books').mkdir()
     (tmp_path / 'books' / 'a.txt').write_text('It was the best of times, it was the worst of times. ' * 100)
-    np.save(tmp_path / 'rooms.npy', sokoban.generate(300, 1, seed=9, max_moves=6)[0])        # of which any agent solves some
+    np.save(tmp_path / 'rooms.npy', sokoban.generate(100, 1, seed=9, max_moves=6)[0])        # of which any agent solves some
     tiny = [f'--{k}={v}' for k, v in {**TINY, 'n_kv_head': 1, 'batch_size': 0, 'data_dir': data, 'max_iters': 2, 'overwrite': True}.items()]
     small_bench = ['--cells=(1,1,8,32),', '--n_embd=128', '--rounds=1', '--seconds=0', '--threads=1', f'--out={tmp_path}/bench.json']
     extra = {'train_lm.py': tiny, 'baselines.py': tiny, 'bench.py': small_bench,
-             'sokoban.py': [f'--picture={tmp_path}/levels.png'], 'bench_sokoban.py': ['--cells=(1,1,4),', '--paths=plain,fast', '--rounds=1', '--seconds=0', '--n_envs=2',
+             'sokoban.py': [f'--picture={tmp_path}/levels.png'], 'bench_sokoban.py': ['--cells=(1,1,4),', '--paths=fast', '--rounds=1', '--seconds=0', '--n_envs=2',
                                                                                    '--threads=1', f'--out={tmp_path}/bench_sokoban.json'],
              'train_sokoban.py': ['--split=generated', '--eval_split=generated', '--n_levels=50', '--n_envs=4', '--unroll=3', '--n_embd=4', '--eval_games=4',
                                   '--total_steps=24', '--overwrite=True', '--compile=False', '--threads=1', '--download=False', '--device=cpu'],
              'sweep.py': [f'--out_dir={tmp_path}/sweep', '--length=1'],
              'probe_sokoban.py': [f'--models={tmp_path}/sokoban_small_L4', f'--out_dir={tmp_path}/probe', f'--test_levels={tmp_path}/rooms.npy', '--min_levels=1',
-                                  '--n_train=8', '--n_test=300', '--epochs=1', '--seeds=1', '--device=cpu', '--threads=1'], 'export.py': [f'--to={tmp_path}/exported'],
+                                  '--n_train=8', '--n_test=100', '--epochs=1', '--seeds=1', '--device=cpu', '--threads=1'], 'export.py': [f'--to={tmp_path}/exported'],
              'sample.py': ['--max_new_tokens=3', '--device=cpu'], 'data_fineweb.py': ['--tokenizer=bytes', f'--data_dir={tmp_path}/books_bytes']}
     under = {'lm': {**TINY, 'data_dir': str(data), 'max_iters': 2},                          # a sweep's runs
              'agents': {'split': 'generated', 'eval_split': 'generated', 'n_levels': 50, 'n_envs': 4, 'unroll': 3, 'eval_games': 4, 'total_steps': 2400,
@@ -542,7 +542,9 @@ def test_readme_commands_run(data, tmp_path):
         if '--resume=True' in words or '--eval_only=True' in words:
             more.append('--overwrite=False')
         if '--run' in words:
-            more += [f'--base={tmp_path}/{"lm" if "config/study_lm.py" in words else "agents"}.py', '--base_ff=', '--width=0.0625', '--only=L=1 E=1,4', '--seeds=1']
+            text = 'config/study_lm.py' in words
+            more += [f'--base={tmp_path}/{"lm" if text else "agents"}.py', '--base_ff=', '--width=0.0625', '--seeds=1',
+                     *(['--only=L=1 E=4', '--tune=learning_rate=0.02,0.04'] if text else ['--only=L=1 E=1 model=convglu'])]
         if '--eval_only=True' in words:
             more.append('--levels=generated')                  # not the test split: it would be fetched
         words = [sys.executable, *(['-m', 'torch.distributed.run', *words[1:]] if words[0] == 'torchrun' else words[1:]), *more]
