@@ -37,6 +37,11 @@ def size(path):
     return path.stat().st_size if path.exists() else 0
 
 
+def finished(process):
+    """Read to its end: a full pipe would stop it."""
+    return process.communicate(timeout=300) and process.returncode == 0
+
+
 def kill_again_and_again(start, watched, kills, longest):
     """start(again) -> a process; each is killed at a random moment, at most `longest` seconds after it has added to the file
     `watched`. -> how many of them were still at work then."""
@@ -98,10 +103,10 @@ def test_data_fineweb_is_killed(tmp_path, kills):
     def start(folder):
         return prepare(folder, f'--text={path}', '--workers=2', '--shard_tokens=997', '--val_tokens=500')
     whole = start(tmp_path / 'whole')
-    assert whole.wait(300) == 0
+    assert finished(whole)
     meta = tmp_path / 'b' / 'meta.json'
     assert kill_again_and_again(lambda again: start(tmp_path / 'b'), meta, kills, 0.5) >= kills / 2
-    assert start(tmp_path / 'b').wait(300) == 0
+    assert finished(start(tmp_path / 'b'))
     assert folder_bytes(tmp_path / 'b') == folder_bytes(tmp_path / 'whole')
 
 
@@ -177,7 +182,7 @@ def test_a_full_disk_for_shards(disk, tmp_path):
     assert 'No space left on device' in err and 'Traceback' not in err, err
     (disk / 'ballast').unlink()
     for folder in (disk / 'd', tmp_path / 'whole'):
-        assert start(folder).wait(120) == 0
+        assert finished(start(folder))
     assert folder_bytes(disk / 'd') == folder_bytes(tmp_path / 'whole')
 
 
@@ -242,7 +247,7 @@ def test_a_rank_is_killed(data, tmp_path, script):  # noqa: F811
         out, err = launcher.communicate(timeout=120)
         assert launcher.returncode != 0 and err.count('holds a run already') == 2 and 'started again' not in out, out + err
         launcher = torchrun(script, arguments(tmp_path / 'a', resume=True))
-    assert launcher.communicate(timeout=120) and launcher.returncode == 0
+    assert finished(launcher)
     launcher = torchrun(script, arguments(tmp_path / 'b'), '--max-restarts=1')
     kill_a_rank(launcher, tmp_path / 'b')
     out, err = launcher.communicate(timeout=120)
@@ -289,7 +294,7 @@ def test_two_hosts_and_one_is_cut_off(data, hosts, tmp_path):  # noqa: F811
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0, out + err
     launcher = torchrun('train_lm.py', lm.arguments(data, tmp_path / 'one', max_iters=20))
-    assert launcher.wait(120) == 0
+    assert finished(launcher)
     same(lm.read_log(tmp_path / 'two'), lm.read_log(tmp_path / 'one'))
     pair = [start(k, str(tmp_path / 'impatient.py'), tmp_path / 'cut', 100000) for k in (0, 1)]
     while not (tmp_path / 'cut' / 'ckpt_prev.pt').exists():
