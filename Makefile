@@ -15,9 +15,9 @@ demo-sokoban: .venv/installed
 test: .venv/installed
 	$(BIN)/python -m pytest -q -n 2
 
-# two hours, and nothing else running: twenty kills a script, fifty times the drawn input, endless streams, the demo in both precisions, half an hour of each demo
+# two hours, and nothing else running: twenty kills a script, fifty times the drawn input, all commands of all docstrings, endless streams, the demo in both precisions, half an hour of each demo
 test-long: .venv/installed
-	$(BIN)/python -m pytest -q --long -rP tests/test_faults.py tests/test_fuzz.py tests/test_numerics.py tests/test_soak.py
+	$(BIN)/python -m pytest -q --long -rP tests/test_commands.py tests/test_faults.py tests/test_fuzz.py tests/test_numerics.py tests/test_soak.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -36,7 +36,7 @@ import muon
 import train_lm
 import unroll
 from checkpoint import pick_device, pick_dtype
-from configurator import configure, fail
+from configurator import configure, fail, joined
 from data_fineweb import REAL_VOCAB, VOCAB, open_meta, write_meta, write_shard
 from decode import Decoder
 from measure import column, compare_reports, earlier_rows, end_all, figure, header, key, make_yardsticks, markdown, measure, show
@@ -489,7 +489,7 @@ def plan(config: dict, kind: str, amp: torch.dtype, folder: str) -> tuple[dict[s
     into `folder`."""
     which, cuda = config['suite'], kind != 'cpu'
     if which not in PATHS:
-        fail(f"suite = {which!r}: expected one of {', '.join(PATHS)}, or sokoban as the first argument")
+        fail(f"suite = {which!r}: expected one of {', '.join(PATHS)}, or --suite=sokoban on the command line")
     for name, least in (('rounds', 1), ('block_size', 1), ('n_embd', 0), ('threads', 0), ('seconds', 0), ('budget', 0)):
         if config[name] < least:
             fail(f'{name} = {config[name]}: must be at least {least}')
@@ -507,7 +507,7 @@ def plan(config: dict, kind: str, amp: torch.dtype, folder: str) -> tuple[dict[s
 
 
 def main() -> None:
-    argv = sys.argv[1:]
+    argv = joined(sys.argv[1:], {'suite': suite})              # bench_sokoban.py has settings of its own
     if '--suite=sokoban' in argv:
         import bench_sokoban
         return bench_sokoban.main([a for a in argv if a != '--suite=sokoban'])

@@ -1,14 +1,14 @@
 """
 Train a language model: the recurrent Parallel-Experts Transformer or its non-recurrent twin.
 
-On a CPU, six minutes, everything included (prepares data, trains, samples):
+On a CPU, five minutes, everything included (prepares data, trains, samples):
 $ make demo
 One GPU:
 $ python train_lm.py config/small_L2.py
 Four GPUs on one machine; the same batch, split over ranks:
 $ torchrun --standalone --nproc_per_node=4 train_lm.py config/small_L2.py
 The non-recurrent twin of any config, at the same levels, experts and width:
-$ python train_lm.py config/small_L2.py --recurrent=False --block_size=256 --batch_size=128
+$ python train_lm.py config/small_L2.py --recurrent=False --block_size=256 --batch_size=128 --out_dir=out/small_L2_gpt
 Go on after a crash, ctrl-C or SIGTERM:
 $ python train_lm.py config/small_L2.py --resume=True
 

@@ -163,13 +163,14 @@ def test_why_a_triton_kernel_is_not_timed(monkeypatch):
     assert bench.why_not(None, False) == 'n/a (needs CUDA)'
 
 
-def test_suite_sokoban(tmp_path, monkeypatch, capsys):
-    """bench.py hands over to bench_sokoban.py, whose report has the table beside it. What it measures: test_train.py runs README's commands."""
+@pytest.mark.parametrize('words', [['--suite=sokoban'], ['--suite', 'sokoban']])
+def test_suite_sokoban(words, tmp_path, monkeypatch, capsys):
+    """bench.py hands over to bench_sokoban.py, whose report has the table beside it. What it measures: test_commands.py runs README's commands."""
     def fine(variants, *_):
         return {label: {'status': 'ok', 'seconds': {part: [2.0]}, 'macs': 8, 'env_steps': 4, 'first_run_s': 0, 'memory_bytes': 0}
                 for label in variants for part in ['conv' if label == 'conv' else 'update']}
     monkeypatch.setattr(bench_sokoban, 'measure', fine)
-    monkeypatch.setattr(sys, 'argv', ['bench.py', '--suite=sokoban', '--cells=(1,1,4),', '--paths=fast', '--n_envs=2', '--device=cpu',
+    monkeypatch.setattr(sys, 'argv', ['bench.py', *words, '--cells=(1,1,4),', '--paths=fast', '--n_envs=2', '--device=cpu',
                                       f'--out={tmp_path}/s.json'])  # fmt: skip
     for name, value in read_script(bench_sokoban.__file__)[0].items():
         monkeypatch.setattr(bench_sokoban, name, value)

@@ -243,7 +243,7 @@ def test_a_rank_is_killed(data, tmp_path, script):  # noqa: F811
         kill_a_rank(launcher, tmp_path / 'a')
         out, err = launcher.communicate(timeout=60)
         assert launcher.returncode != 0 and 'another rank died' in err and '--resume=True goes on' in err, out + err
-        launcher = torchrun(script, arguments(tmp_path / 'a'), '--max-restarts=1')           # not its run: refused, however often
+        launcher = torchrun(script, arguments(tmp_path / 'a'), '--max-restarts=1', '--nproc_per_node=1')     # not its run: refused, however often
         out, err = launcher.communicate(timeout=120)
         assert launcher.returncode != 0 and err.count('holds a run already') == 2 and 'started again' not in out, out + err
         launcher = torchrun(script, arguments(tmp_path / 'a', resume=True))

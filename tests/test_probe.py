@@ -189,10 +189,14 @@ def agents(tmp_path_factory):
     return folder
 
 
-def command(agents, out, *argv):
+def arguments(agents, out, *argv):
     names = ','.join(str(agents / name) for name in ('lstm', 'glu', 'ff'))
-    return subprocess.run([sys.executable, str(ROOT / 'probe_sokoban.py'), f'--models={names}', f'--out_dir={out}', '--n_train=12', '--n_test=30', f'--test_levels={agents}/rooms.npy', '--min_levels=1',
-                           '--epochs=1', '--seeds=2', '--device=cpu', '--threads=1', *argv], cwd=out.parent, text=True, capture_output=True, timeout=300)
+    return [f'--models={names}', f'--out_dir={out}', '--n_train=12', '--n_test=30', f'--test_levels={agents}/rooms.npy', '--min_levels=1',
+            '--epochs=1', '--seeds=2', '--device=cpu', '--threads=1', *argv]
+
+
+def command(agents, out, *argv):
+    return subprocess.run([sys.executable, str(ROOT / 'probe_sokoban.py'), *arguments(agents, out, *argv)], cwd=out.parent, text=True, capture_output=True, timeout=300)
 
 
 def test_features_are_the_agents_own(agents, tmp_path):
@@ -280,6 +284,10 @@ def test_models_as_words():
     (['--source=h'], "source = 'h'"), (['--source=cells'], "source = 'cells'"), (['--target=exit'], "target = 'exit'"), (['--models='], 'models is empty'),
     (['--models=nowhere'], 'nowhere'), (['--models', 'nowhere', 'else', '--thinking'], 'nowhere'), (['--models', '--causal'], 'models is empty'), (['--models=no_*'], 'no folder is named no_*'), (['--n_train=0'], 'n_train = 0'), (['--precision=1.5'], 'precision = 1.5'), (['--min_levels=31'], 'min_levels = 31'),
     (['--test_levels=nonsense'], 'data/boxoban'), (['--level=30'], 'level'), (['--shown=()'], 'shown')])
-def test_mistakes_are_one_line(agents, tmp_path, argv, message):
-    done = command(agents, tmp_path / 'out', *argv)
-    assert done.returncode == 2 and message in done.stderr and done.stderr.count('\n') == 1, done.stderr
+def test_mistakes_are_one_line(agents, tmp_path, monkeypatch, capsys, argv, message):
+    monkeypatch.chdir(tmp_path)                                # where no levels are
+    monkeypatch.setattr(sys, 'argv', ['probe_sokoban.py', *arguments(agents, tmp_path / 'out', *argv)])
+    with pytest.raises(SystemExit) as stop:
+        probe.main()
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and message in err and err.count('\n') == 1, err

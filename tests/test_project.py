@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_train import SCRIPTS
+from test_commands import SCRIPTS
 
 import probe_sokoban
 import sweep
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_the_scripts_are_these():
-    """SCRIPTS of test_train.py, whose commands are checked, has all that can be started."""
+    """SCRIPTS of test_commands.py, whose commands are checked, has all that can be started."""
     assert set(SCRIPTS) == {p.name for p in ROOT.glob('*.py') if "\nif __name__ == '__main__':" in p.read_text()}
 
 
