@@ -36,7 +36,7 @@ import muon
 import train_lm
 import unroll
 from checkpoint import pick_device, pick_dtype
-from configurator import configure, fail, joined
+from configurator import configure, fail, gathered, joined
 from data_fineweb import REAL_VOCAB, VOCAB, open_meta, write_meta, write_shard
 from decode import Decoder
 from measure import column, compare_reports, earlier_rows, end_all, figure, header, key, make_yardsticks, markdown, measure, show
@@ -512,10 +512,9 @@ def main() -> None:
         import bench_sokoban
         return bench_sokoban.main([a for a in argv if a != '--suite=sokoban'])
     if '--compare' in argv:                                    # --compare A.json B.json
-        i = argv.index('--compare')
-        if len(argv) < i + 3:
+        argv = gathered(argv, 'compare')
+        if '--compare=' in argv:
             fail('compare: expected two files, --compare A.json B.json')
-        argv[i:i + 3] = [f'--compare={",".join(argv[i + 1:i + 3])}']
     config = configure(globals(), argv)
     if compare:
         return compare_reports(compare)

@@ -42,7 +42,7 @@ import torch.nn.functional as F
 
 from checkpoint import BEST, CheckpointError, commit, device_name, keep_memory, load_run, need_packages, pick_device, pick_dtype
 from checkpoint import write_atomic, write_json, write_text
-from configurator import configure, fail
+from configurator import configure, fail, gathered
 from convlstm import CELLS, PLANES, AgentConfig, build_agent
 from figures import COLORS, MARKERS, new, save
 from play_sokoban import play as play_levels
@@ -592,17 +592,8 @@ def report(agents: list, test: np.ndarray, solved: np.ndarray, results: list[dic
     print('\n'.join(sorted(os.path.join(out_dir, name) for name in os.listdir(out_dir) if '.' in name[1:])))
 
 
-def gathered(argv: list[str]) -> list[str]:
-    """`--models A B C` as --models=A,B,C."""
-    if '--models' not in argv:
-        return argv
-    i = argv.index('--models')
-    end = next((k for k in range(i + 1, len(argv)) if argv[k].startswith('-') or argv[k].endswith('.py')), len(argv))
-    return [*argv[:i], f'--models={",".join(argv[i + 1:end])}', *argv[end:]]
-
-
 def main() -> None:
-    configure(globals(), gathered(sys.argv[1:]), quiet=True)
+    configure(globals(), gathered(sys.argv[1:], 'models'), quiet=True)
     check_settings()
     try:
         where = pick_device(device)

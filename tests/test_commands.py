@@ -30,7 +30,7 @@ SCRIPTS = {'train_lm.py': train_lm, 'sample.py': sample, 'data_fineweb.py': data
 
 LINE = re.compile(r'^\s*(?:\$ )?((?:python|torchrun \S+ \S+) \w+\.py(?:[^#\n]*[^#\s])?)', re.M)         # in a code block: up to its comment
 PROSE = re.compile(r"""python \w+\.py(?: (?:config/\w+\.py|--\w+(?:=(?:'[^']*'|"[^"]*"|[\w./*,:-]*[\w*])| [a-z]+-[a-z]+|\b)))*""")
-AGENT = {'n_envs': 4, 'unroll': 3, 'n_embd': 4, 'eval_games': 4, 'total_steps': 24, 'compile': False, 'threads': 1, 'device': 'cpu', 'dtype': 'float32'}
+AGENT = {'n_envs': 4, 'unroll': 3, 'eval_games': 4, 'compile': False, 'threads': 1, 'device': 'cpu', 'dtype': 'float32'}
 
 
 def from_readme():
@@ -78,7 +78,7 @@ def files(folder, shards):
     for k, split in enumerate(('unfiltered-train', 'unfiltered-valid', 'unfiltered-test')):                  # of which any agent solves some
         np.save(folder / 'levels' / f'{split}.pack17.npy', sokoban.generate(100, 1, seed=k, max_moves=6)[0])
     for name, settings in {'lm': {**TINY, 'data_dir': str(shards), 'max_iters': 2},
-                           'agents': {**{k: v for k, v in AGENT.items() if k != 'n_embd'}, 'levels_dir': str(folder / 'levels'), 'total_steps': 2400}}.items():
+                           'agents': {**AGENT, 'levels_dir': str(folder / 'levels'), 'total_steps': 2400}}.items():
         (folder / f'{name}.py').write_text('\n'.join(f'{k} = {v!r}' for k, v in settings.items()))
 
 
@@ -95,7 +95,7 @@ def shrunk(command, folder, shards, number):
     if script == 'baselines.py':
         more |= {'rounds': 1, 'bench_seconds': 0, 'out': folder / 'baselines.json', **({'n_expert': 1} if '--model=transformer' in argv else {})}
     elif script == 'train_sokoban.py':
-        more |= {**AGENT, 'levels_dir': folder / 'levels', 'overwrite': True}
+        more |= {**AGENT, 'n_embd': 4, 'total_steps': 24, 'levels_dir': folder / 'levels', 'overwrite': True}
     elif script in ('bench.py', 'bench_sokoban.py'):
         suite = next((a[8:] for a in argv if a.startswith('--suite=')), '')
         boards = script == 'bench_sokoban.py' or suite == 'sokoban'
@@ -129,7 +129,8 @@ def shrunk(command, folder, shards, number):
                 more |= {'only': 'd=48 L=1', 'tune': 'learning_rate=0.02,0.04'}
             elif not config:
                 more |= {'width': 0.0625, 'only': 'L=1 E=4' if text else 'L=1 E=1 model=convglu' if 'sokoban-small' in argv else 'L=1 d=64 kind=recurrent'}
-    more |= {key: False for key, word in (('overwrite', '--resume=True'), ('overwrite', '--eval_only=True')) if word in argv}
+    if '--resume=True' in argv or '--eval_only=True' in argv:
+        more['overwrite'] = False
     if launcher[0] == 'torchrun':
         launcher = ['python', '-m', 'torch.distributed.run', *(word.replace('=4', '=2') for word in launcher[1:])]
     return [sys.executable, *launcher[1:], script, *argv, *flags(more)]

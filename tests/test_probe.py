@@ -15,7 +15,7 @@ import torch
 import probe_sokoban as probe
 import train_sokoban
 from checkpoint import load_checkpoint, save_checkpoint
-from configurator import configure
+from configurator import configure, gathered
 from sokoban import generate, pack
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -276,8 +276,8 @@ def test_a_pattern_is_the_agent_that_solves_most(agents, capsys):
 
 
 def test_models_as_words():
-    assert probe.gathered(['a.py', '--models', 'x y', 'z*', '--causal']) == ['a.py', '--models=x y,z*', '--causal'] and probe.gathered(['--models=x']) == ['--models=x']
-    assert probe.gathered(['--models', 'x', 'config/b.py', '--level=1']) == ['--models=x', 'config/b.py', '--level=1'] and probe.gathered(['--models', 'x']) == ['--models=x']
+    assert gathered(['a.py', '--models', 'x y', 'z*', '--causal'], 'models') == ['a.py', '--models=x y,z*', '--causal'] and gathered(['--models=x'], 'models') == ['--models=x']
+    assert gathered(['--models', 'x', 'config/b.py', '--level=1'], 'models') == ['--models=x', 'config/b.py', '--level=1'] and gathered(['--models', 'x'], 'models') == ['--models=x']
 
 
 @pytest.mark.parametrize('argv, message', [
