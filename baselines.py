@@ -18,13 +18,14 @@ import sys
 import time
 from collections.abc import Callable
 
+from configurator import configure, every, fail, run_script  # before torch: how threads wait, what ctrl-C does
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import bench
 from checkpoint import RUN_FILES, JsonlLog, compiles, pick_device, pick_dtype, prepare_out_dir, write_json
-from configurator import configure, fail
 from data_fineweb import VOCAB, SequenceLoader, StreamLoader, find_shards, load_val, token_bytes
 from kernels import apply_rope, rope_table
 from measure import header
@@ -273,6 +274,7 @@ def train(config: dict, lr: float, log_path: str, kind: str, amp: torch.dtype) -
         if not compiles(run, lambda: compile_on_zeros(run, micro, T, kind, amp)):
             run = net
     params, optimizer = list(net.parameters()), make_adamw(net, lr, config)
+    due = every()
     states, log, seconds, best, record = [None] * math.ceil(B / micro), JsonlLog(log_path), 0.0, math.inf, {'step': 0, 'tokens': 0}
     for step in range(steps + 1):
         if step % config['eval_interval'] == 0 or step == steps:
@@ -293,7 +295,7 @@ def train(config: dict, lr: float, log_path: str, kind: str, amp: torch.dtype) -
             print(f'update {step + 1}: loss {loss}, stopped: lower the learning rate', flush=True)
             val_loss = bpb = best = math.nan
             break
-        if (step + 1) % config['log_interval'] == 0:
+        if (step + 1) % config['log_interval'] == 0 or due():
             print(f'step {step + 1}/{steps} | loss {loss:.4f} | lr {rate:.2e} | norm {grad_norm:.2f} | {1000 * elapsed:.0f} ms | '
                   f'{B * T / elapsed:,.0f} tok/s', flush=True)
     log.close()
@@ -389,12 +391,9 @@ def main() -> None:
         if threads:
             torch.set_num_threads(threads)
         (measure_speed if speed else train_all)(config, kind, amp)
-    except (ValueError, OSError) as error:                     # DataError, OutDirError, ModelConfig's
+    except ValueError as error:                                # DataError, OutDirError, ModelConfig's
         fail(error)
-    except KeyboardInterrupt:
-        print('\ninterrupted', file=sys.stderr)
-        sys.exit(130)
 
 
 if __name__ == '__main__':
-    main()
+    run_script(main)

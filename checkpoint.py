@@ -21,13 +21,12 @@ import re
 import signal
 import struct
 import subprocess
-import sys
 import tempfile
 import time
 import zipfile
 from collections.abc import Callable
 from types import FrameType
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -352,16 +351,13 @@ def join_ranks(device: str, threads: int) -> tuple[int, int, str]:
     return rank, world, kind
 
 
-def last_words(error: OSError | RuntimeError, out_dir: str | os.PathLike, less_memory: str) -> str | OSError:
-    """The line for an OSError or RuntimeError that ends a run: a full disk, a folder that is gone, no GPU memory, a rank that died or cannot
-    be reached. Any other RuntimeError is raised again."""
+def last_words(error: RuntimeError, out_dir: str | os.PathLike, less_memory: str) -> str:
+    """The line for a RuntimeError that ends a run: no GPU memory, a rank that died or cannot be reached. Any other is raised again."""
     if isinstance(error, torch.OutOfMemoryError):
         return f'out of GPU memory: {less_memory} ({first_line(error)})'
     if isinstance(error, torch.distributed.DistError) or 'gloo/transport' in str(error):
         saved = f'{out_dir} keeps its last checkpoint: --resume=True goes on' if saved_in(out_dir) else 'nothing had been saved yet'
         return f'rank {os.environ.get("RANK")}: another rank died, or cannot be reached; {saved} ({first_line(error)})'
-    if isinstance(error, OSError):
-        return error
     raise error
 
 
@@ -377,16 +373,6 @@ def compiles(model: torch.nn.Module, once: Callable[[], object]) -> bool:
         works = False
     model.zero_grad(set_to_none=True)
     return works
-
-
-def leave(status: int) -> NoReturn:
-    """Ends the process. Under torchrun without Python's shutdown, which a gloo thread that outlives its process group can abort (1 run in
-    20 here; pytorch PR 179291): close everything before."""
-    if 'RANK' in os.environ:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    sys.exit(status)
 
 
 def need_packages(**asked: bool) -> None:

@@ -23,7 +23,6 @@ import os
 import random
 import shutil
 import signal
-import sys
 import threading
 import zlib
 from collections import deque
@@ -32,9 +31,10 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 
+from configurator import configure, fail, first_line, run_script  # first: what ctrl-C does
+
 import numpy as np
 
-from configurator import configure, fail, first_line
 
 # -----------------------------------------------------------------------------
 # output
@@ -713,11 +713,12 @@ def main(config: dict) -> None:
     print(f'train on it: python train_lm.py --data_dir={folder} --tokenizer={name}{enough}')
 
 
-if __name__ == '__main__':
+def script() -> None:
     try:
         main(configure(globals()))
-    except (DataError, OSError) as error:
+    except DataError as error:
         fail(error)
-    except KeyboardInterrupt:
-        print('\ninterrupted: the same command continues after the last whole shard', file=sys.stderr)
-        sys.exit(130)
+
+
+if __name__ == '__main__':
+    run_script(script, 'interrupted: the same command continues after the last whole shard')

@@ -7,10 +7,11 @@ $ python sample.py --out_dir=out/demo_model --prompt="The state of the Union"
 import json
 import os
 
+from configurator import configure, fail, first_line, run_script  # before torch: how threads wait, what ctrl-C does
+
 import torch
 
 from checkpoint import BEST, LAST, CheckpointError, load_run, need_packages, write_atomic, write_json
-from configurator import configure, fail, first_line
 from data_fineweb import VOCAB
 from model import LanguageModel, ModelConfig, build_model
 
@@ -79,10 +80,10 @@ def main() -> None:
     try:
         write_model(load_trained(out_dir, which), to, getattr(torch, dtype))
         model, _ = read_model(to)                              # what was written can be read
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         fail(error)
     print(f'{to}: {WEIGHTS} ({os.path.getsize(os.path.join(to, WEIGHTS)) / 1e6:.1f} MB), {CONFIG}; {model.num_params()["total"]:,} parameters')
 
 
 if __name__ == '__main__':
-    main()
+    run_script(main)

@@ -36,13 +36,14 @@ import zipfile
 import zlib
 from types import SimpleNamespace
 
+from configurator import configure, fail, gathered, run_script  # before torch: how threads wait, what ctrl-C does
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from checkpoint import BEST, CheckpointError, commit, device_name, keep_memory, load_run, need_packages, pick_device, pick_dtype
 from checkpoint import write_atomic, write_json, write_text
-from configurator import configure, fail, gathered
 from convlstm import CELLS, PLANES, AgentConfig, build_agent
 from figures import COLORS, MARKERS, new, save
 from play_sokoban import play as play_levels
@@ -602,13 +603,9 @@ def main() -> None:
             if threads:
                 torch.set_num_threads(threads)
         probe(where)
-    except (ValueError, OSError) as error:                     # CheckpointError, LevelError
+    except ValueError as error:                                # CheckpointError, LevelError
         fail(error)
 
 
 if __name__ == '__main__':
-    try:
-        main()
-    except KeyboardInterrupt:
-        print('\nstopped: the same command goes on with the games that are stored')
-        sys.exit(130)
+    run_script(main, 'stopped: the same command goes on with the games that are stored')

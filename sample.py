@@ -6,12 +6,12 @@ $ python sample.py --out_dir=out/demo --prompt=FILE:prompt.txt --max_new_tokens=
 """
 import codecs
 import os
-import sys
+
+from configurator import configure, fail, run_script  # before torch: how threads wait, what ctrl-C does
 
 import torch
 
 from checkpoint import pick_device, pick_dtype
-from configurator import configure, fail
 from data_fineweb import Tokenizer, get_tokenizer
 from decode import Decoder
 from export import WEIGHTS, load_trained, read_model
@@ -76,10 +76,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    try:
-        main()
-    except KeyboardInterrupt:
-        print()
-        sys.exit(130)
-    except BrokenPipeError:                                    # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    run_script(main)

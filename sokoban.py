@@ -19,15 +19,15 @@ Shape letters: N boards, Y = X = 10 rows and columns; cells are numbered row-maj
 import glob
 import math
 import os
-import sys
 import tokenize
+
+from configurator import configure, every, fail, run_script  # before torch: how threads wait, what ctrl-C does
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
 from checkpoint import write_atomic
-from configurator import configure, fail
 
 # -----------------------------------------------------------------------------
 levels_dir = ''                # folder of Boxoban text files or .pack17.npy arrays; '': data/boxoban, or generated levels where it has none
@@ -282,7 +282,7 @@ def generate(n: int, boxes: int = 4, seed: int = 0, max_moves: int = TIME_LIMIT,
         raise LevelError(f'n_boxes = {boxes}, n_levels = {n}, seed = {seed}: expected 1 to 4, at least 1 and at least 0')
     if not 6 * boxes <= max_moves <= TIME_LIMIT:               # fewer moves: hardly any level is found
         raise LevelError(f'max_moves = {max_moves}: expected {6 * boxes} to {TIME_LIMIT} with {boxes} boxes')
-    rng, levels, solutions = np.random.default_rng(seed), [], []
+    rng, levels, solutions, due = np.random.default_rng(seed), [], [], every()
     while len(levels) < n:
         floor = carve(batch, rng)
         free = floor & np.any([np.roll(floor, -d, 1) & np.roll(floor, -2 * d, 1) for d in DELTA], 0)   # a box can be pulled off there
@@ -298,6 +298,8 @@ def generate(n: int, boxes: int = 4, seed: int = 0, max_moves: int = TIME_LIMIT,
             if 3 * boxes <= len(actions) <= max_moves:        # shorter ones are dull
                 levels.append(level)
                 solutions.append(actions)
+        if due():
+            print(f'    {len(levels):,} of {n:,} levels generated', flush=True)
     return np.stack(levels[:n]), solutions[:n]
 
 
@@ -541,10 +543,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    try:
-        main()
-    except KeyboardInterrupt:
-        print()
-        sys.exit(130)
-    except BrokenPipeError:                                    # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    run_script(main)

@@ -32,10 +32,11 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from configurator import configure, fail, first_line, read_argument, read_config, read_script, run_script  # before torch: how threads wait, what ctrl-C does
+
 import torch
 
 from checkpoint import Stopper, commit, device_name, need_packages, saved_in, write_json
-from configurator import configure, fail, first_line, read_argument, read_config, read_script
 from convlstm import AgentConfig, build_agent
 from data_fineweb import VOCAB
 from figures import LogError, at_best, chosen_by_return, draw, read_log, run_record, solve_table, tables, value, without
@@ -74,7 +75,7 @@ SAME_RUN = ('out_dir', 'resume', 'overwrite', 'eval_only', 'levels', 'best', 'pl
 DEAR = 1.5                             # budgets: a run that costs more (half an expert was rounded up to one) is no fair point of a figure
 LATER = 'other seeds, if any, follow when all of these have finished'
 ALIKE = 3                              # so many first runs that fail with the same words end a sweep
-POLL, REPORT = 0.2, 60.0               # seconds between looks at the runs, and between lines about them
+POLL, REPORT = 0.2, 10.0               # seconds between looks at the runs, and between lines about them
 
 
 class Row(NamedTuple):
@@ -680,11 +681,4 @@ def check_settings() -> None:
 
 
 if __name__ == '__main__':
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:                                    # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    except OSError as error:
-        fail(error)
+    run_script(main)

@@ -22,13 +22,14 @@ import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+from configurator import configure, every, fail, run_script  # before torch: how threads wait, what ctrl-C does
+
 import torch
 import torch.distributed as dist
 
-from checkpoint import BEST, LAST, PREV, JsonlLog, Stopper, compiles, device_name, join_ranks, last_words, leave, load_optimizer
+from checkpoint import BEST, LAST, PREV, JsonlLog, Stopper, compiles, device_name, join_ranks, last_words, load_optimizer
 from checkpoint import load_run, need_packages, open_trackers, pick_dtype, plot_losses, prepare_out_dir, print0, restarted, rng_state
 from checkpoint import save_checkpoint, set_rng_state, write_config
-from configurator import configure, fail
 from data_fineweb import VOCAB, DataError, SequenceLoader, StreamLoader, find_shards, load_val, token_bytes
 from kernels import chosen_lines, graphed
 from model import LanguageModel, ModelConfig, State, build_model, config_dict
@@ -171,6 +172,7 @@ def evaluate(model: torch.nn.Module, val: tuple[torch.Tensor, torch.Tensor, floa
     All ranks share the streams. Read in chunks of T tokens of `rows` streams, which has no effect on the value."""
     x, y, size = val                                           # (S, n) of this rank; bytes of text in y
     total = torch.tensor([0, 0, size], dtype=torch.float64, device=kind)                     # nats, tokens, bytes
+    due, seen = every(), 0
     for x_rows, y_rows in zip(x.split(rows), y.split(rows), strict=True):
         with autocast(kind, amp):
             state = model.init_state(len(x_rows))
@@ -178,6 +180,9 @@ def evaluate(model: torch.nn.Module, val: tuple[torch.Tensor, torch.Tensor, floa
                 loss, state = model(x_t.to(kind), y_t.to(kind), state)
                 total[0] += loss.double() * x_t.numel()
                 total[1] += x_t.numel()
+                seen += x_t.numel()
+                if due():
+                    print0(f'    validation: {seen:,} of {x.numel():,} tokens')
     if dist.is_initialized():
         dist.all_reduce(total)
     nats, tokens, size = total.tolist()
@@ -393,6 +398,7 @@ def train(config: dict) -> int:
         # the checkpoint's own step is validated and logged again: the run may have died in between
         log = JsonlLog(os.path.join(out_dir, 'log.jsonl'), resume_step=run.step - 1 if resume else None)
     stopper, stop, status = Stopper(), False, 0
+    due_to_print = every()
     while True:
         if run.step % eval_interval == 0 or run.step == max_iters:
             validate(run)
@@ -417,8 +423,9 @@ def train(config: dict) -> int:
                       'seconds': run.seconds, 'epoch': run.loader.epoch}
         if run.loader.epoch != epoch:
             print0(f'epoch {run.loader.epoch} begins: the shards start over')
-        if run.step % log_interval == 0 or run.step == max_iters:
+        if run.step % log_interval == 0 or run.step == max_iters or due_to_print():
             print0(dense_line(run.record, mfu))
+            due_to_print(said=True)
         if due:
             save(run)                                          # before the validation: one that dies loses nothing
     stopper.restore()
@@ -444,12 +451,9 @@ def main() -> int:
     globals().update(restarted(out_dir))
     try:
         return train(config)
-    except (OSError, RuntimeError) as error:                   # a full disk, no memory, a dead rank; checkpoints stay whole
+    except RuntimeError as error:                              # no memory, a dead rank; checkpoints stay whole
         fail(last_words(error, out_dir, 'a smaller batch_size takes less'))
-    except KeyboardInterrupt:                                  # before the first update, or the second ctrl-C
-        print0('\ninterrupted: the last checkpoint stays as it was')
-        return 130
 
 
 if __name__ == '__main__':
-    leave(main())
+    run_script(main, 'interrupted: the last checkpoint stays as it was')   # before the first update, or the second ctrl-C

@@ -26,15 +26,16 @@ from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 
+from configurator import configure, every, fail, run_script  # before torch: how threads wait, what ctrl-C does
+
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from checkpoint import BEST, LAST, PREV, CheckpointError, JsonlLog, Stopper, compiles, device_name, join_ranks, keep_memory, last_words
-from checkpoint import leave, load_optimizer, load_run, need_packages, open_trackers, pick_dtype, prepare_out_dir, print0, restarted, rng_state
+from checkpoint import load_optimizer, load_run, need_packages, open_trackers, pick_dtype, prepare_out_dir, print0, restarted, rng_state
 from checkpoint import save_checkpoint, set_rng_state, write_config
-from configurator import configure, fail
 from convlstm import AgentConfig, build_agent
 from kernels import compiled, graphed
 from play_sokoban import evaluate, plot_log, report
@@ -358,6 +359,12 @@ def dense_line(record: dict) -> str:
             f'eta {eta // 3600}:{eta // 60 % 60:02d}:{eta % 60:02d}')
 
 
+def progress_line(run: SimpleNamespace) -> str:
+    """Where the run is between two log lines."""
+    rate = (run.step - run.logged) * n_envs * unroll / (run.seconds - run.clock)
+    return f'    {run.step * n_envs * unroll:,}/{total_steps:,} | {rate:,.0f} steps/s'
+
+
 def compile_on_zeros(run: SimpleNamespace) -> None:
     B = n_envs // run.world
     logits, value, _ = run.model(torch.zeros(2, B, 10, 10, 2, dtype=torch.uint8, device=run.device), run.start.expand(2, B), run.state)
@@ -430,12 +437,14 @@ def train(config: dict) -> int:
         write_config(config, out_dir, run.device)
         log = JsonlLog(os.path.join(out_dir, 'log.jsonl'), resume_step=run.step - 1 if resume else None)
     stopper, stop, status = Stopper(), False, 0
+    due_to_print = every()
     while True:
         evaluates = run.step % eval_interval == 0 or run.step == run.updates
         if evaluates or run.step % log_interval == 0:
             if run.step > run.logged:
                 run.record = make_record(run)
                 print0(dense_line(run.record))
+                due_to_print(said=True)
             if evaluates:
                 validate(run)
             if run.rank == 0:
@@ -454,6 +463,8 @@ def train(config: dict) -> int:
             break
         count_games(run, games, stats)
         run.step, run.seconds = run.step + 1, run.seconds + time.perf_counter() - start
+        if due_to_print():
+            print0(progress_line(run))
         if due:
             save(run)                                          # before the log line and the evaluation: one that dies loses nothing
     stopper.restore()
@@ -479,12 +490,9 @@ def main() -> int:
     globals().update(restarted(out_dir))
     try:
         return train(config)
-    except (OSError, RuntimeError) as error:                   # a full disk, no memory, a dead rank; checkpoints stay whole
+    except RuntimeError as error:                              # no memory, a dead rank; checkpoints stay whole
         fail(last_words(error, out_dir, 'fewer n_envs, or --reuse=False'))
-    except KeyboardInterrupt:                                  # before the first update, or the second ctrl-C
-        print0('\ninterrupted: the last checkpoint stays as it was')
-        return 130
 
 
 if __name__ == '__main__':
-    leave(main())
+    run_script(main, 'interrupted: the last checkpoint stays as it was')   # before the first update, or the second ctrl-C
