@@ -215,6 +215,11 @@ def load_levels(levels_dir: str, split: str, download: bool = False, n_levels: i
     raise LevelError(f'{folder}: {missing}; --download=True fetches the levels, --split=generated makes some')
 
 
+def at_most(n: int, levels: np.ndarray, line: str) -> tuple[np.ndarray, str]:
+    """The first n of packed levels, and load_levels' line about them, which then says how many they are."""
+    return levels[:n], line if n >= len(levels) else f'the first {n:,} of {line}'
+
+
 # ----------------------------------------------------------------------------- the generator
 
 def carve(N: int, rng: np.random.Generator) -> np.ndarray:

@@ -40,7 +40,7 @@ from convlstm import AgentConfig, build_agent
 from kernels import compiled, graphed
 from play_sokoban import evaluate, plot_log, report
 from ranks import gather, sum_over_ranks
-from sokoban import JumanjiEnv, LevelError, SokobanEnv, board_keys, draw_by, load_levels
+from sokoban import TIME_LIMIT, JumanjiEnv, LevelError, SokobanEnv, at_most, board_keys, draw_by, load_levels
 
 # -----------------------------------------------------------------------------
 # I/O
@@ -244,7 +244,7 @@ def read_levels(rank: int, world: int) -> tuple[tuple[np.ndarray, str], tuple[np
         return load_levels(levels_dir, name, download, n, n_boxes, seed * 2 + number, max_moves, fallback)
     if eval_only:
         held_out, line = named(levels or eval_split, eval_games, 1, fallback=not levels)
-        return (held_out, ''), (held_out if levels else held_out[:eval_games], line)
+        return (held_out, ''), ((held_out, line) if levels else at_most(eval_games, held_out, line))
     if download and rank > 0:
         dist.barrier()                                         # the first rank downloads
     trained, (held_out, line) = named(split, n_levels, 0), named(eval_split, eval_games, 1)
@@ -252,7 +252,7 @@ def read_levels(rank: int, world: int) -> tuple[tuple[np.ndarray, str], tuple[np
         dist.barrier()
     if len(held_out) < world:
         raise LevelError(f'{line}: an evaluation by {world} ranks needs at least {world}')
-    return trained, (held_out[:eval_games], line)
+    return trained, at_most(eval_games, held_out, line)
 
 
 def make_run(config: dict) -> SimpleNamespace:
@@ -336,11 +336,12 @@ def count_games(run: SimpleNamespace, games: torch.Tensor, stats: dict[str, floa
 
 
 def make_record(run: SimpleNamespace) -> dict:
-    """A log line: means since the last one, and over the last episodes."""
+    """A log line: means since the last one, and over the last episodes. Returns and solve rates are None until every board has ended an
+    episode (at the time limit at the latest): those that end first are the short ones, which are solved."""
     updates, elapsed = run.step - run.logged, run.seconds - run.clock
-    recent = list(run.recent)
+    recent, fair = list(run.recent), run.step * unroll >= TIME_LIMIT
     def mean(games: list, k: int) -> float | None:
-        return sum(game[k] for game in games) / len(games) if games else None
+        return sum(game[k] for game in games) / len(games) if games and fair else None
     record = {'step': run.step, 'env_steps': run.step * n_envs * unroll, 'episodes': len(run.since),
               'episodic_return': mean(run.since, 0), 'return_100': mean(recent[-100:], 0), 'return_1000': mean(recent, 0),
               'solve_rate_100': mean(recent[-100:], 1), 'solve_rate_1000': mean(recent, 1), **{k: v / updates for k, v in run.sums.items()},

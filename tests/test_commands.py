@@ -128,7 +128,7 @@ def shrunk(command, folder, shards, number):
             if config == 'study_lm':
                 more |= {'only': 'd=48 L=1', 'tune': 'learning_rate=0.02,0.04'}
             elif not config:
-                more |= {'width': 0.0625, 'only': 'L=1 E=4' if text else 'L=1 E=1 model=convglu' if 'sokoban-small' in argv else 'L=1 d=64 kind=recurrent'}
+                more |= {'width': 0.0625, 'only': 'L=1 E=4' if text else 'L=1 E=1 model=convglu' if {'sokoban', 'sokoban-small'} & set(argv) else 'L=1 d=64 kind=recurrent'}
     if '--resume=True' in argv or '--eval_only=True' in argv:
         more['overwrite'] = False
     if launcher[0] == 'torchrun':

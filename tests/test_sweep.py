@@ -129,7 +129,9 @@ def test_language_models_cost_16_blocks():
     for kind in ('recurrent', 'feedforward'):
         mine = {(r.L, r.E, r.d) for r in rows if r.kind == kind}
         assert {(L, 16 // L, 768) for L in (1, 2, 4, 8, 16)} < mine and (1, 4, 1536) in mine and (1, 62, 384) in mine and (16, 1, 1536) not in mine
-    assert all(0.9 < sweep.over_budget(r) < 1.1 for r in rows if (r.L, r.d) != (8, 1536))
+    assert len(rows) == 26 and all(0.9 < sweep.over_budget(r) < 1.1 for r in rows)
+    asked = sized('--plan=lm-small', '--dear')                 # exactly these two more: half an expert rounded up
+    assert {(r.L, r.E, r.d, round(sweep.over_budget(r), 2)) for r in set(asked) - set(rows)} == {(8, 1, 1536, 1.97)} and len(asked) == 28
     assert [r.L for r in sized('--plan=lm-medium', '--only=d=768 kind=recurrent')] == [1, 2, 4, 8, 16, 32]
     assert {r.budget for r in sized('--plan=lm-small-long')} == {'small-long'}
     assert sweep.under('transformer', True, 'small-long')['window'] == 1024 and sweep.under('transformer', False, 'small-long')['block_size'] == 2048
@@ -154,7 +156,8 @@ def test_ablation_plans():
     assert {dict(r.more)['share_kv'] for r in sized('--plan=share-kv')} == {True, False}
     assert {dict(r.more)['residual'] for r in sized('--plan=residual')} == {'expert', 'shared'}
     rows = sized('--plan=scaling', '--seeds=1')
-    assert len(rows) == 3 * 2 * 16 and {r.model for r in rows} == {'convlstm', 'convglu', 'transformer'}
+    assert {r.model for r in rows} == {'convlstm', 'convglu', 'transformer'} and {r.E for r in rows} == {1, 2, 4, 8, 16, 32, 64}
+    assert len(rows) == 3 * 2 * 4 * 7
 
 
 @pytest.mark.parametrize('plan', sweep.PLANS)
@@ -189,7 +192,8 @@ def test_list_has_a_line_a_run_with_a_command_that_parses():
     (['--plan=lm-small', '--table=solve', '--run'], ['no Sokoban agents']),
     (['--plan=lm-small', '--reference=nowhere', '--run'], ["reference = 'nowhere'"]),
     (['--plan=lm-small', '--length=1e307'], ['length = 1e+307']),
-    (['--plan=lm-small', '--run', '--index=99'], ['index = 99', '0 to 27']),
+    (['--plan=lm-small', '--run', '--index=99'], ['index = 99', '0 to 25']),
+    (['--plan=lm-small', '--only=L=8 d=1536 kind=recurrent'], ['L8_E1_d1536', '1.97 budgets', '--dear']),
     (['--plan=lm-small', '--seeds=-1'], ['seeds = -1']),
     (['--plan=lm-small', '--tune=learning_rate'], ['tune', "'learning_rate=0.02,0.04'"]),
     (['--plan=lm-small', '--tune=n_layer=1,2'], ['n_layer', 'cannot be tuned']),
@@ -353,8 +357,8 @@ def test_saturation_is_the_best_of_at_most_L(tmp_path):
 
 
 @pytest.mark.parametrize('plan, model, words', [
-    ('communication', 'convlstm', ['radius r']), ('scaling', 'convglu', ['L = 8', 'experts E a level']),
-    ('share-kv', 'transformer', ['share kv', 'True', 'False', 'validation loss minus that of True'])])
+    ('communication', 'convlstm', ['radius r', 'bars: one standard error', 'return minus that of r = E - 1']), ('scaling', 'convglu', ['L = 8', 'experts E a level']),
+    ('share-kv', 'transformer', ['share kv', 'True', 'False', 'bars: one standard error', '>validation loss (nats a token)<', 'validation loss minus that of True'])])
 def test_ablation_figures(plan, model, words, tmp_path):
     rows = [row for row in sized(f'--plan={plan}', f'--out_dir={tmp_path}', '--seeds=2') if row.model == model]
     fake(rows, lambda row: row.L + row.seed / 10 + (0.5 if dict(row.more).get('share_kv') is False else 0))
@@ -364,6 +368,46 @@ def test_ablation_figures(plan, model, words, tmp_path):
     text = next(tmp_path.glob('*.svg')).read_text()
     assert all(word in text for word in (*words, ', shrunk, 2 seeds')) and len(list(tmp_path.glob('*.png'))) == 1
     assert plan != 'share-kv' or 'L = 1, E = 16' not in text and 'L = 2, E = 8' in text
+
+
+def test_standard_errors_and_differences_by_hand():
+    """Means 3 and 5, deviations 1 and 2, of four seeds each."""
+    points = {'a': (3.0, 1.0, 4), 'b': (5.0, 2.0, 4), 'c': (4.0, math.nan, 1)}
+    assert figures.with_errors(points) | {'c': 0} == {'a': (3.0, 0.5, 4), 'b': (5.0, 1.0, 4), 'c': 0}
+    assert figures.differences(points, 'a')['b'] == (2.0, pytest.approx(math.sqrt(1.25)), 4)
+    assert figures.differences(points, 'a')['a'][0] == 0.0 and math.isnan(figures.differences(points, 'a')['a'][1])
+
+
+def test_ablations_are_drawn_with_standard_errors(tmp_path, monkeypatch):
+    """What the two panels are given: values with their errors, and differences with theirs."""
+    rows, drawn = sized('--plan=communication', f'--out_dir={tmp_path}', '--seeds=4'), []
+    fake(rows, lambda row: dict(row.more)['radius'] + [0, 2, 4, 6][row.seed - 1])
+    points = figures.cells(sweep.finished(rows))
+    deviation, real = statistics.stdev([0, 2, 4, 6]), figures.line
+    monkeypatch.setattr(figures, 'line', lambda axes, points, *more: (drawn.append(points), real(axes, points, *more)))
+    figures.radius_figure(points, 'title', 'return')
+    assert drawn[0][5] == (pytest.approx(5 + 3), pytest.approx(deviation / 2), 4)
+    assert drawn[1][5] == (pytest.approx(-2), pytest.approx(deviation / math.sqrt(2)), 4)
+    bars, ways = [], [(('radius', r),) for r in (7, 5)]
+    figure = figures.bar_figure({row: p for row, p in points.items() if row.more in ways}, ways, 'title', 'return')
+    for axes in figure.axes:
+        bars.append([c.lines[2][0].get_segments() for c in axes.containers if c.__class__.__name__ == 'ErrorbarContainer'])
+    heights = [[float(s[0][1][1] - s[0][0][1]) / 2 if len(s[0]) else None for s in panel] for panel in bars]                # half an error bar's
+    assert heights == [[pytest.approx(deviation / 2)] * 2, [None, pytest.approx(deviation / math.sqrt(2))]]
+
+
+def test_the_three_budgets_are_joined(tmp_path):
+    """Plan sokoban reads the runs of its three parts where those are, and draws a line a budget."""
+    parts = []
+    for budget in ('small', 'medium', 'large'):
+        parts += sized(f'--plan=sokoban-{budget}', f'--out_dir={tmp_path}', '--only=L=1,2 model=convlstm', '--seeds=2')
+        fake(sweep.plan_rows(), lambda row: row.d / 100 + row.seed)
+    rows = sized('--plan=sokoban', f'--out_dir={tmp_path}', '--only=L=1,2 model=convlstm', '--seeds=2')
+    assert sorted(rows) == sorted(parts) and len(sweep.finished(rows)) == len(rows)
+    paths = figures.draw('sokoban', '', rows, sweep.finished(rows), 'token', '', str(tmp_path))
+    assert [os.path.basename(path) for path in paths] == ['budgets_convlstm.png', 'budgets_convlstm.svg']
+    text = Path(paths[1]).read_text()
+    assert all(word in text for word in ('small budget', 'medium budget', 'large budget', 'at most L levels', 'one standard error'))
 
 
 def test_another_runs_settings_are_not_taken_for_this(base, tmp_path, capsys):
@@ -473,8 +517,8 @@ def test_tuning_goes_on_to_the_other_seeds(base, tmp_path):
     assert status == 0 and len(out.splitlines()) == 5 and 'other seeds' in out.splitlines()[-1]
     status, out, err = call(*argv, '--run', '--figure', '--table')
     assert status == 1 and out.count(': done') == 2 and 'grad_clip' in out and '3 runs, 1 finished before' in out, out + err
-    drawn = (tmp_path / 'residual' / 'bars_transformer.svg').read_text()                     # its title is too long for one line
-    assert 'best grad<' in drawn and '>clips, 2 seeds' in drawn
+    drawn = (tmp_path / 'residual' / 'bars_transformer.svg').read_text()
+    assert 'best grad clips, 2 seeds' in drawn and 'bars: one standard error' in drawn
     assert (tmp_path / 'residual' / 'table_transformer.csv').read_text().splitlines()[0].startswith('variant,budget,L,E,d,residual,grad_clip,')
 
 

@@ -251,6 +251,30 @@ def test_episodes_are_counted(tmp_path):
     assert record['solve_rate_1000'] == pytest.approx(np.mean([g[1] for g in games]))
 
 
+def test_returns_are_blank_until_every_board_has_ended_an_episode(tmp_path):
+    """The first games to end are the short ones, which are solved: no figure is made of them."""
+    run = prepare(tmp_path, unroll=40, n_envs=8)
+    keys, ended = ('episodic_return', 'return_100', 'return_1000', 'solve_rate_100', 'solve_rate_1000'), torch.zeros(8)
+    for i in range(3):
+        stats, played, _ = train_sokoban.update(run, False)
+        train_sokoban.count_games(run, played, stats)
+        ended += played[:, 1].sum(0)
+        run.step, run.seconds = run.step + 1, run.seconds + 1.0
+        record = train_sokoban.make_record(run)
+        if i < 2:                                              # 40 and 80 steps
+            assert len(run.recent) > 0 and ended.min() == 0 and {record[k] for k in keys} == {None}
+    assert ended.min() >= 1 and None not in {record[k] for k in keys}                        # 120, the time limit
+    assert 'return n/a' in train_sokoban.dense_line({**record, 'return_100': None})
+
+
+def test_the_number_of_levels_in_the_first_lines_is_the_number_played(tmp_path):
+    np.save(tmp_path / 'eight.npy', sokoban.generate(8, 1, seed=3, max_moves=6)[0])
+    run = prepare(tmp_path / 'a', eval_split=tmp_path / 'eight.npy', eval_games=3)
+    assert len(run.held_out) == 3 and run.sources[1] == f'the first 3 of 8 levels of {tmp_path}/eight.npy'
+    run = prepare(tmp_path / 'a', eval_split=tmp_path / 'eight.npy', eval_games=9)
+    assert len(run.held_out) == 8 and run.sources[1] == f'8 levels of {tmp_path}/eight.npy'
+
+
 @pytest.mark.parametrize('settings', [{}, {'recurrent': False}, {'kind': 'convglu', 'radius': 1, 'n_expert': 2}, {'reuse': False, 'dtype': 'bfloat16'},
                                       {'aggregation': 'softmax_l2', 'n_expert': 2}, pytest.param({'env': 'jumanji', 'n_boxes': 4, 'max_moves': 120}, marks=needs_jumanji)], ids=str)
 def test_resume_is_bit_equal(tmp_path, settings, monkeypatch):
