@@ -745,14 +745,15 @@ def load_val(paths: list[str], val_tokens: int, val_streams: int, vocab_size: in
 
 def small_settings(name: str, val: int, train: list[int]) -> dict:
     """What of config/demo.py's settings must change for these shards' tokens: fewer rows where a shard has few, no more than 20 epochs,
-    validation tokens that are there; and for GPT-2's vocabulary, most of a small model's work, half the width."""
+    validation tokens that are there; and for GPT-2's vocabulary, most of a small model's work, half the width and rows."""
     script = read_script(os.path.join(HERE, 'train_lm.py'))[0]
     demo = dict(script)
     read_config(os.path.join(HERE, 'config', 'demo.py'), demo, script)
     shortest, T = min(train), demo['block_size']
     if shortest < 4 * (T + 1):
         T = 16
-    rows = min(demo['tokens_per_step'] // T, max(1, shortest // (4 * (T + 1))))
+    most = demo['tokens_per_step'] // T // (2 if name == 'gpt2' else 1)
+    rows = min(most, max(1, shortest // (4 * (T + 1))))
     rows = 2 ** (rows.bit_length() - 1)
     updates = min(demo['max_iters'], max(20, 20 * sum(train) // (rows * T)))
     streams = max(1, min(demo['val_streams'], (val - 1) // T))
