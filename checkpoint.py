@@ -392,6 +392,27 @@ def device_name(kind: str) -> str:
         return f'CPU {platform.processor() or platform.machine()}'
 
 
+def device_memory(kind: str) -> tuple[float, float]:
+    """Bytes of memory that a process may use on the device, and how many of them are free now. Of a CPU's, a tenth is left to everything
+    else, a container's limit counts, and processes of one torchrun share. Infinity where the system does not say."""
+    if kind.startswith('cuda'):
+        free, total = torch.cuda.mem_get_info(kind)
+        return float(total), float(free + torch.cuda.memory_reserved(kind))
+    def number(path: str, pattern: str) -> float:
+        try:
+            with open(path) as file:
+                return float(re.search(pattern, file.read(), re.M).group(1))
+        except (OSError, AttributeError):                      # not Linux, or no limit
+            return math.inf
+    total, free = (1024 * number('/proc/meminfo', rf'^{name}: +(\d+) kB') for name in ('MemTotal', 'MemAvailable'))
+    limit = number('/sys/fs/cgroup/memory.max', r'^(\d+)')
+    if math.isfinite(limit):
+        cached = number('/sys/fs/cgroup/memory.stat', r'^inactive_file (\d+)')
+        total, free = min(total, limit), min(free, limit - number('/sys/fs/cgroup/memory.current', r'^(\d+)') + cached)
+    share = int(os.environ.get('LOCAL_WORLD_SIZE', 1))
+    return 0.9 * total / share, 0.9 * free / share
+
+
 def commit() -> str:
     """Of the folder this file is in, '-dirty' where tracked files other than results have changed, 'unknown' outside git."""
     def git(*arguments):

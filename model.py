@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kernels import EPS, apply_rope, compute_dtype, gate_weights, head_loss, rope_table, softcap
-from unroll import unroll
+from kernels import EPS, apply_rope, compute_dtype, gate_weights, head_loss, rope_table, rows_per_slice, softcap
+from unroll import BLOCK, unroll
 
 AGGREGATIONS = ('sqrt_sum', 'mean', 'softmax_mean', 'softmax_l2')
 
@@ -414,6 +414,44 @@ def experts(s: torch.Tensor, weights: tuple[torch.Tensor, ...], cos: torch.Tenso
     if not own_residual:
         y = y - s
     return y if scale is None else y.sum(0) * scale, new_k, new_v
+
+
+def num_weights(config: ModelConfig) -> tuple[int, int]:
+    """-> weights of the levels' matrices (Muon's), and of embedding and head (AdamW's), without building the model."""
+    D, HK, GK = config.n_embd, config.n_head * config.head_dim, config.n_kv_head * config.head_dim
+    return config.n_layer * config.n_expert * (2 * D * HK + 2 * D * GK + 8 * D * D), 2 * config.vocab_size * D
+
+
+def memory(config: ModelConfig, recurrent: bool, batch: tuple[int, int], dtype: torch.dtype, kind: str, whole: bool) -> dict[str, float]:
+    """Bytes that a training run needs on one device, by what they are for; their sum is the most it holds at a time.
+
+    batch: rows of a micro-batch and of all of a rank's micro-batches; dtype: of products; kind: 'cpu' or 'cuda'; whole: a micro-batch's
+    forward and backward are one CUDA graph, whose memory validation cannot use. Tensors are counted; what is fresh for a moment is
+    rounded up so that the peaks in results/modelled/memory.md are met or passed by a few percent. Not for path 'plain', which holds more."""
+    c, (rows, streams), size = config, batch, dtype.itemsize
+    L, E, D, W, T = c.n_layer, c.n_expert, c.n_embd, c.window, c.block_size
+    matrices, table = num_weights(c)
+    logits = rows_per_slice(rows * T, c.vocab_size, kind) * c.vocab_size
+    need = {'weights': 4 * (matrices + table), 'gradients': 4 * (matrices + table), 'optimizer': 4 * matrices + 8 * table,
+            'fresh': 8 * matrices + 6 * table + 8 * logits,    # copies in dtype, gradients of one micro-batch
+            'libraries': 1e9 if kind == 'cuda' else 5e8}       # CUDA's own and NCCL's: assumed; Python's and torch's
+    own = c.n_kv_head if recurrent and c.share_kv else E * c.n_kv_head
+    cache = 2 * L * own * W * c.head_dim * size                # a row's keys and values
+    n, t = min(T, BLOCK), min(T, 128)                          # tokens of a block; of a validation's chunk (train_lm.evaluate_run)
+    if recurrent:
+        need['state'] = cache * (streams + (rows if rows < streams else 0))
+        # of a chunk, of a block with its gradients, the new ones and a rotation; between blocks also the chunk's gradients
+        need['chunk'] = rows * cache * ((W + T) / W + 3.5 * (W + n) / W + 4.6 + (2 * (W + T) / W if T > n else 0))
+        token = L * (size * (8 * E + 1) * D + 8 * D)           # what the backward reads, and once more what it leaves for weights
+        need['chunk'] += rows * ((T + n) * token + 16 * L * E * c.n_head * (W + n) * size + 40 * T * D)
+        validation = rows * cache * ((W + t) / W + 1.5 * (W + n) / W + 6)
+    else:
+        need['chunk'] = rows * T * D * (L * (15 * E * size + 8) + 40)
+        validation = rows * (2 * cache + E * t * (76 * D + 13 * c.n_head * (W + t)))
+    validation += 16 * logits
+    if not whole:                                              # it runs in the training's memory, but for its buffers
+        validation = max(validation / 2, validation - need['chunk']) if kind == 'cuda' else max(0, validation - need['chunk'])
+    return {**need, 'validation': validation}
 
 
 def build_model(config: ModelConfig, recurrent: bool) -> LanguageModel:

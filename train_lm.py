@@ -8,7 +8,7 @@ $ python train_lm.py config/small_L2.py
 Four GPUs on one machine; the same batch, split over ranks:
 $ torchrun --standalone --nproc_per_node=4 train_lm.py config/small_L2.py
 The non-recurrent twin of any config, at the same levels, experts and width:
-$ python train_lm.py config/small_L2.py --recurrent=False --block_size=256 --batch_size=128 --out_dir=out/small_L2_gpt
+$ python train_lm.py config/small_L2.py --recurrent=False --block_size=256 --out_dir=out/small_L2_gpt
 Go on after a crash, ctrl-C or SIGTERM:
 $ python train_lm.py config/small_L2.py --resume=True
 
@@ -27,12 +27,12 @@ from configurator import configure, every, fail, run_script  # before torch: how
 import torch
 import torch.distributed as dist
 
-from checkpoint import BEST, LAST, PREV, JsonlLog, Stopper, compiles, device_name, join_ranks, last_words, load_optimizer
+from checkpoint import BEST, LAST, PREV, JsonlLog, Stopper, compiles, device_memory, device_name, join_ranks, last_words, load_optimizer
 from checkpoint import load_run, need_packages, open_trackers, pick_dtype, plot_losses, prepare_out_dir, print0, restarted, rng_state
 from checkpoint import save_checkpoint, set_rng_state, write_config
 from data_fineweb import VOCAB, DataError, SequenceLoader, StreamLoader, find_shards, load_val, token_bytes
 from kernels import chosen_lines, graphed
-from model import LanguageModel, ModelConfig, State, build_model, config_dict
+from model import LanguageModel, ModelConfig, State, build_model, config_dict, memory
 from muon import Muon, lr_at
 from ranks import Buckets, gather_state, scatter_state
 
@@ -51,7 +51,7 @@ wandb = False                  # also log to Weights & Biases, project 'parallel
 # data
 tokenizer = 'gpt2'             # 'gpt2' or 'bytes'; must be the one the shards were made with
 tokens_per_step = 131072       # tokens of an update, over all ranks and micro-batches (the paper's)
-batch_size = 0                 # rows a rank runs at a time; micro-batches follow from it. 0: all of its rows at once
+batch_size = 0                 # rows a rank runs at a time; micro-batches follow from it. 0: what the device's memory holds (AT_ONCE)
 val_tokens = 10485760          # validation tokens: modded-nanogpt's and llm.c's 10,485,760
 val_streams = 512              # they are read as so many streams, whatever the batch, the ranks or the kind of model
 # model (model.py has the equations)
@@ -94,6 +94,7 @@ FIXED = ('tokenizer', 'tokens_per_step', 'recurrent', 'n_layer', 'n_expert', 'n_
          'block_size', 'aggregation', 'share_kv', 'residual', 'router_dim')    # a resumed run cannot change these
 POSITION = ('step', 'record', 'best', 'seconds')               # a run's, saved and restored
 WHOLE_GRAPH = 2048             # levels x tokens of the longest recurrent chunk that is one graph: it has some 35 nodes a level and token
+AT_ONCE = 32768                # tokens of a micro-batch where batch_size = 0, or fewer: a quarter of the paper's update
 PEAK_FLOPS = {'H100': 989e12, 'H200': 989e12, 'A100': 312e12, 'B200': 2250e12, 'L40S': 362e12, '4090': 165e12}   # dense bf16
 
 
@@ -141,6 +142,43 @@ def captures(kind: str, world: int) -> tuple[bool, bool]:
     Several ranks have messages in both."""
     optimizer = graphs and kind != 'cpu' and world == 1 and path != 'plain'
     return optimizer, optimizer and not (recurrent and n_layer * block_size > WHOLE_GRAPH)
+
+
+def model_config(config: dict) -> ModelConfig:
+    """The model's sizes, of a run's settings. ValueError for those that do not fit together."""
+    names = ('n_layer', 'n_expert', 'n_embd', 'n_head', 'n_kv_head', 'window', 'block_size', 'aggregation', 'share_kv', 'residual', 'router_dim', 'path')
+    return ModelConfig(VOCAB[config['tokenizer']], **{name: config[name] for name in names})
+
+
+def pick_rows(config: ModelConfig, streams: int, total: float, amp: torch.dtype, kind: str, world: int) -> int:
+    """Rows of a micro-batch for batch_size = 0: a rank's `streams`, halved until they are at most AT_ONCE tokens and need no more than
+    `total` bytes, or 1."""
+    rows = streams
+    while rows > 1 and (rows * block_size > AT_ONCE or bytes_needed(config, rows, streams, amp, kind, world) > total):
+        rows = -(-rows // 2)
+    return rows
+
+
+def bytes_needed(config: ModelConfig, rows: int, streams: int, amp: torch.dtype, kind: str, world: int) -> float:
+    """Of one rank, where it runs `rows` of its `streams` at a time."""
+    return sum(memory(config, recurrent, (rows, streams), amp, torch.device(kind).type, captures(kind, world)[1]).values())
+
+
+def fitting_rows(config: ModelConfig, streams: int, amp: torch.dtype, kind: str, world: int) -> int:
+    """Rows of a micro-batch, of a rank's `streams`. ValueError where they do not fit in the memory that is free, with the number that does.
+    The choice itself goes by all of the device's memory: it is the same in every run, and so are a run's bits after a resume."""
+    total, free = device_memory(kind)
+    rows = min(batch_size or pick_rows(config, streams, total, amp, kind, world), streams)
+    need = bytes_needed(config, rows, streams, amp, kind, world)
+    if need <= free:
+        return rows
+    fewer = pick_rows(config, streams, free, amp, kind, world)
+    size = f'n_layer = {config.n_layer}, n_expert = {config.n_expert}, n_embd = {config.n_embd}'
+    words = f'{size} needs about {need / 1e9:.1f} GB with batch_size = {rows}, but {device_name(kind)} has {free / 1e9:.1f} GB free'
+    if fewer < rows and bytes_needed(config, fewer, streams, amp, kind, world) <= free:
+        raise ValueError(f'{words}: --batch_size={fewer} fits')
+    least = bytes_needed(config, 1, streams, amp, kind, world)
+    raise ValueError(f'{words}, and {least / 1e9:.1f} GB with 1: a smaller model, fewer tokens_per_step, or more GPUs (torchrun)')
 
 
 def make_inputs(model: LanguageModel, sizes: list[int], kind: str, amp: torch.dtype) -> tuple[dict[int, tuple], list[State | None]]:
@@ -268,12 +306,11 @@ def make_run(config: dict) -> SimpleNamespace:
     check_settings(world)
     torch.manual_seed(seed)
     V, rows = VOCAB[tokenizer], tokens_per_step // block_size  # rows of an update, over all ranks
-    model_config = ModelConfig(V, n_layer, n_expert, n_embd, n_head, n_kv_head, window, block_size, aggregation, share_kv, residual,
-                               router_dim, path)
+    sizes = model_config(config)
+    micro = fitting_rows(sizes, rows // world, amp, kind, world)            # at a time; the last micro-batch may have fewer
     loader = (StreamLoader if recurrent else SequenceLoader)(find_shards(data_dir, 'train', tokenizer), rows, block_size, V, rank, world)
     x, y = load_val(find_shards(data_dir, 'val', tokenizer), val_tokens, val_streams, V, rank, world)
-    model = build_model(model_config, recurrent).to(kind)
-    micro = min(batch_size or rows // world, rows // world)    # rows at a time; the last micro-batch may have fewer
+    model = build_model(sizes, recurrent).to(kind)
     inputs, states = make_inputs(model, [min(micro, rows // world - i) for i in range(0, rows // world, micro)], kind, amp)
     arriving = sorted(reversed(list(model.parameters())), key=lambda p: p is not model.head) # a backward's order: head, levels, embedding
     optimizer_is_captured, whole = captures(kind, world)

@@ -13,10 +13,12 @@ import time
 from pathlib import Path
 
 import pytest
+from test_train import needs
 
 import data_fineweb
 import figures
 import sweep
+import train_lm
 import train_sokoban
 from configurator import configure
 
@@ -166,6 +168,22 @@ def test_names_are_unique_and_seeds_come_in_rounds(plan):
     assert len({r.name for r in rows}) == len(rows) and [r.seed for r in rows] == sorted(r.seed for r in rows)
     sokoban = [r for r in rows if r.model != 'transformer']
     assert {r.seed for r in sokoban} in (set(), {1, 2, 3}) and all(r.seed == 1 for r in rows if r.model == 'transformer')
+
+
+@pytest.mark.parametrize('plan', [name for name in sweep.PLANS if not name.startswith('sokoban')])
+def test_language_model_rows_fit_80_GB(plan):
+    """Each row runs as many rows at a time as its own sizes leave room for, on one GPU and on four."""
+    rows = [row for row in sized(f'--plan={plan}') if row.is_text]
+    taken = set()
+    for config in map(sweep.config_of, rows):
+        assert config['batch_size'] == 0
+        vars(train_lm).update(config)
+        for ranks in (1, 4):
+            at_once, need = needs(config, ranks)
+            assert need < 79 * 2**30 / 1e9 and at_once * config['block_size'] >= 2048, (config['n_layer'], config['n_expert'], config['n_embd'], ranks)
+            taken.add(at_once * config['block_size'])
+    assert plan == 'communication' or 32768 in taken           # and no fewer than they must
+    assert len(taken) > 1 or plan not in ('lm-medium', 'lm-small-long')
 
 
 # ----------------------------------------------------------------------------- the command line

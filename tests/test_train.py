@@ -17,8 +17,8 @@ import torch
 import data_fineweb
 import sample
 import train_lm
-from checkpoint import load_checkpoint, pick_device
-from configurator import configure
+from checkpoint import device_memory, load_checkpoint, pick_device
+from configurator import configure, read_script
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = {'tokenizer': 'bytes', 'n_layer': 2, 'n_expert': 2, 'n_embd': 32, 'n_head': 2, 'window': 12, 'block_size': 8, 'tokens_per_step': 64,
@@ -327,6 +327,76 @@ def test_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(data, tmp_path
     assert 'error: update 7: loss nan' in out and 'ckpt_last.pt' in out
     saved = load_checkpoint(tmp_path / 'ckpt_last.pt')
     assert saved['step'] == 4 and all(p.isfinite().all() for p in saved['model'].values())
+
+
+GPU = 79 * 2**30                                               # what is free of a card sold as 80 GB
+PAPER = sorted(f for f in os.listdir(ROOT / 'config') if f.startswith(('small_', 'medium_')))
+
+
+def needs(config, ranks, memory=GPU):
+    """-> rows at a time on a GPU of so much memory, and the GB that a rank then needs, of train_lm's present settings."""
+    streams = config['tokens_per_step'] // config['block_size'] // ranks
+    sizes = train_lm.model_config(config)
+    rows = train_lm.pick_rows(sizes, streams, memory, torch.bfloat16, 'cuda:0', ranks)
+    return rows, train_lm.bytes_needed(sizes, rows, streams, torch.bfloat16, 'cuda:0', ranks) / 1e9
+
+
+@pytest.mark.parametrize('file', PAPER)
+def test_the_papers_configs_fit_80_GB_as_they_say(file):
+    """On one GPU and on four; the docstrings' figures are model.memory's."""
+    config = configure(vars(train_lm), [str(ROOT / 'config' / file)], quiet=True)
+    one, four = needs(config, 1), needs(config, 4)
+    text = ' '.join(read_script(ROOT / 'config' / file)[2].split())
+    said = re.search(r'([\d.]+) GB on one(?: \((\d+) rows at a time\))?, ([\d.]+) GB on each of four \((\d+)', text)
+    assert max(one[1], four[1]) < GPU / 1e9 and config['batch_size'] == 0
+    assert [int(said[2] or said[4]), int(said[4])] == [one[0], four[0]] and min(one[0], four[0]) * config['block_size'] >= 2048
+    assert [float(said[1]), float(said[3])] == pytest.approx([one[1], four[1]], abs=1), 'refitted? then the docstrings too'
+
+
+def test_the_estimate_meets_the_stand_ins_peaks():
+    """Every line of the table: over what was measured by no more than a quarter, and under it by no more than 3%."""
+    lines = [line.split('|') for line in (ROOT / 'results' / 'modelled' / 'memory.md').read_text().splitlines() if line.startswith('| `')]
+    assert len(lines) > 25
+    for _, command, ranks, rows, peak, *_ in lines:
+        words = command.strip().strip('`').split()
+        config = configure(vars(train_lm), [str(ROOT / words[0]), *words[1:], f'--batch_size={rows.strip()}'], quiet=True)
+        streams = config['tokens_per_step'] // config['block_size'] // int(ranks)
+        need = train_lm.bytes_needed(train_lm.model_config(config), int(rows), streams, torch.bfloat16, 'cuda:0', int(ranks)) / 1e9
+        assert 0.97 < need / float(peak) < 1.25, (command, ranks, rows, peak, need)
+
+
+@pytest.mark.parametrize('settings, memory, words', [
+    ({'batch_size': 8}, (1e12, 0.57e9), r'--batch_size=(\d) fits'), ({}, (1e12, 0.57e9), r'with batch_size = 8, but .* --batch_size=(\d) fits'),
+    ({'n_embd': 768}, (4e8, 4e8), r' GB with 1: a smaller model, fewer tokens_per_step, or more GPUs'),
+    ({'n_layer': 10**8}, (1e12, 1e12), r'n_layer = 100000000, .* needs about \d+\.\d GB .* has 1000.0 GB free')])
+def test_what_cannot_fit_is_refused(data, tmp_path, monkeypatch, capfd, settings, memory, words):
+    """Before anything is allocated or written, in one line with the number of rows that does fit."""
+    settings = {'window': 4096, **settings}
+    monkeypatch.setattr(train_lm, 'device_memory', lambda kind: memory)
+    monkeypatch.setattr(train_lm, 'build_model', None)
+    monkeypatch.setattr(sys, 'argv', ['train_lm.py', *arguments(data, tmp_path / 'out', **settings)])
+    with pytest.raises(SystemExit) as error:
+        train_lm.main()
+    stderr = capfd.readouterr().err
+    found = re.search(words, stderr)
+    assert error.value.code == 2 and found and stderr.count('\n') == 1 and not (tmp_path / 'out').exists(), stderr
+    if found.groups():
+        monkeypatch.undo()
+        monkeypatch.setattr(train_lm, 'device_memory', lambda kind: memory)
+        assert 1 <= int(found[1]) < 8 and run(data, tmp_path / 'out', max_iters=1, **{**settings, 'batch_size': found[1]}) == 0
+
+
+@pytest.mark.parametrize('total, rows', [(1e12, 8), (0.57e9, 4), (1, 1)])
+def test_rows_by_memory(data, tmp_path, monkeypatch, total, rows):
+    """batch_size = 0 goes by the device's memory, not by what is free of it now: a resumed run does the same."""
+    monkeypatch.setattr(train_lm, 'device_memory', lambda kind: (total, 1e12))
+    r, _ = train_lm.begin(configure(vars(train_lm), arguments(data, tmp_path, window=4096), quiet=True))
+    assert r.micro == rows and [len(x) for x, *_ in r.inputs.values()] == [rows]
+
+
+def test_memory_of_this_machine():
+    total, free = device_memory('cpu')
+    assert 1e8 < free <= total or total == math.inf
 
 
 @pytest.mark.parametrize('settings, message', [
