@@ -40,7 +40,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from checkpoint import BEST, CheckpointError, commit, device_name, keep_memory, load_run, need_packages, pick_device, pick_dtype
+from checkpoint import BEST, check_model, commit, device_name, keep_memory, last_words, load_run, load_weights, need_packages, pick_device
+from checkpoint import pick_dtype, restoring, set_threads
 from checkpoint import write_atomic, write_json, write_text
 from configurator import configure, fail, gathered
 from convlstm import CELLS, PLANES, AgentConfig, build_agent
@@ -94,11 +95,11 @@ def load_agent(folder: str, device: str) -> SimpleNamespace:
     """-> model, its run's config, a label and a fingerprint of the weights. CheckpointError, ValueError."""
     saved, where = load_run(folder, 'train_sokoban.py', ('model', *POSITION), (), {}, BEST if best else None)
     c = saved['config']
-    model = build_agent(AgentConfig(**{name: c[name] for name in MODEL}, dtype=str(pick_dtype(c['dtype'], device))[6:])).to(device)
-    try:
-        model.load_state_dict(saved['model'])
-    except RuntimeError:
-        raise CheckpointError(f'{where}: its weights do not fit this version of convlstm.py') from None
+    with restoring(where, 'config'):
+        about = AgentConfig(**{name: c[name] for name in MODEL}, dtype=str(pick_dtype(c['dtype'], device))[6:])
+        check_model(build_agent, about)
+    model = build_agent(about).to(device)
+    load_weights(model, saved['model'], where)
     label = f'{"" if c["recurrent"] else "not recurrent, "}L = {c["n_layer"]}, E = {c["n_expert"]}, d = {c["n_embd"]}'
     weights = sum(float(p.detach().double().abs().sum()) for p in model.parameters())
     return SimpleNamespace(model=model.eval(), config=c, label=label, name=os.path.basename(os.path.normpath(folder)), where=str(where),
@@ -510,12 +511,14 @@ def check_settings() -> None:
 
 def read_levels(config: dict) -> tuple[np.ndarray, np.ndarray]:
     """The probes' training and test levels, from the first agent's settings where none are named."""
-    def read(name: str, n: int, own: int, number: int) -> np.ndarray:
+    def read(name: str, n: int, own: int, number: int, without: np.ndarray | None = None) -> np.ndarray:
         packed, line = load_levels(levels_dir or config['levels_dir'], name, download, max(n, own), config['n_boxes'], config['seed'] * 2 + number,
-                                   config['max_moves'], fallback=False)
+                                   config['max_moves'], without)
         print(f'{line}; the first {min(n, len(packed)):,}')
-        return packed[:n]
-    return read(levels or config['split'], n_train, config['n_levels'], 0), read(test_levels or config['eval_split'], n_test, config['eval_games'], 1)
+        return packed
+    trained, test = levels or config['split'], test_levels or config['eval_split']
+    packed = read(trained, n_train, config['n_levels'], 0)
+    return packed[:n_train], read(test, n_test, config['eval_games'], 1, packed if trained == 'generated' else None)[:n_test]
 
 
 def prepare(agent: SimpleNamespace, packed: np.ndarray, part: str, device: str, keep: np.ndarray | None = None) -> SimpleNamespace:
@@ -599,11 +602,12 @@ def main() -> None:
         where = pick_device(device)
         if where == 'cpu':
             keep_memory()
-            if threads:
-                torch.set_num_threads(threads)
+            set_threads(threads)
         probe(where)
-    except (ValueError, OSError) as error:                     # CheckpointError, LevelError
+    except ValueError as error:                                # CheckpointError, LevelError, SizeError
         fail(error)
+    except (OSError, RuntimeError, MemoryError) as error:      # a full disk, no memory
+        fail(last_words(error, out_dir, 'fewer n_train or n_test'))
 
 
 if __name__ == '__main__':
