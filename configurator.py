@@ -38,6 +38,7 @@ if 'OMP_WAIT_POLICY' not in os.environ:
 MAX_INT = 2**64  # an integer in a config stays below this, which also bounds what `**` can be made to compute
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
              ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow}  # fmt: skip
+COMMAND_LINE = ('overwrite',)  # a config file may come from a stranger, and must not remove a run
 EXPECTED = {bool: 'True or False', int: 'an integer', float: 'a finite number', str: 'a string',
             tuple: 'a tuple', list: 'a list', dict: 'a dict'}  # fmt: skip
 BROKEN = (SyntaxError, ValueError, ArithmeticError, TypeError, MemoryError, RecursionError)  # all that reading hostile text can raise
@@ -231,6 +232,8 @@ def read_config(path: str, config: dict, defaults: dict) -> None:
         except BROKEN as error:
             fail(f'{where}: {node.targets[0].id}: {error}')
         for target in node.targets:
+            if target.id in COMMAND_LINE:
+                fail(f'{where}: {target.id} is for the command line alone, --{target.id}=True: a config file must not replace a run')
             if target.id.startswith('_'):
                 helpers[target.id] = value
             else:

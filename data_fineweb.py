@@ -632,6 +632,20 @@ def open_shards(paths: list[str], vocab_size: int) -> Iterator[tuple[str, np.mem
         yield path, read_shard(path, vocab_size)
 
 
+def fingerprint(paths: list[str]) -> list[list[str | int]]:
+    """[name, bytes, CRC-32 of its header, first and last tokens] of each shard: tells a checkpoint's data from other data without reading
+    gigabytes. OSError."""
+    ends = 2**16
+    found = []
+    for path in paths:
+        with open(path, 'rb') as file:
+            crc = zlib.crc32(file.read(4 * HEADER + ends))
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - ends))
+            found.append([os.path.basename(path), size, zlib.crc32(file.read(), crc)])
+    return found
+
+
 class Loader:
     """What both loaders share: shards one after the other, `windows[shard]` batches each, for ever. B counts the rows of all ranks;
     a rank gets rows [rank * B // world, (rank + 1) * B // world) of each batch, so the position is the same on every rank."""

@@ -45,7 +45,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from checkpoint import BEST, CheckpointError, commit, device_name, keep_memory, load_run, need_packages, pick_device, pick_dtype
+from checkpoint import BEST, check_model, commit, device_name, keep_memory, last_words, load_run, load_weights, need_packages, pick_device
+from checkpoint import pick_dtype, restoring, set_threads
 from checkpoint import write_atomic, write_json, write_text
 from convlstm import CELLS, PLANES, Agent, AgentConfig, build_agent
 from figures import COLORS, MARKERS, new, save
@@ -107,13 +108,13 @@ def load_agent(folder: str, device: str) -> SimpleNamespace:
     CheckpointError, ValueError."""
     saved, where = load_run(folder, 'train_sokoban.py', ('model', *POSITION), (), {}, BEST if best else None)
     c = saved['config']
+    with restoring(where, 'config'):
+        about = AgentConfig(**{name: c[name] for name in MODEL}, dtype=str(pick_dtype(c['dtype'], device))[6:])
+        check_model(build_agent, about)
     torch.manual_seed(c['seed'])                               # as train_sokoban.make_run does
-    model = build_agent(AgentConfig(**{name: c[name] for name in MODEL}, dtype=str(pick_dtype(c['dtype'], device))[6:])).to(device)
+    model = build_agent(about).to(device)
     untrained = copy.deepcopy(model).eval()
-    try:
-        model.load_state_dict(saved['model'])
-    except RuntimeError:
-        raise CheckpointError(f'{where}: its weights do not fit this version of convlstm.py') from None
+    load_weights(model, saved['model'], where)
     label = f'{"" if c["recurrent"] else "not recurrent, "}L = {c["n_layer"]}, E = {c["n_expert"]}, d = {c["n_embd"]}'
     weights = sum(float(p.detach().double().abs().sum()) for p in model.parameters())
     return SimpleNamespace(model=model.eval(), untrained=untrained, config=c, label=label, name=os.path.basename(os.path.normpath(folder)), where=str(where),
@@ -642,13 +643,15 @@ def check_settings() -> None:
 
 def read_levels(config: dict) -> tuple[np.ndarray, np.ndarray]:
     """The probes' training and test levels, from the first agent's settings where none are named."""
-    def read(name: str, n: int, own: int, number: int) -> np.ndarray:
+    def read(name: str, n: int, own: int, number: int, without: np.ndarray | None = None) -> np.ndarray:
         packed, line = load_levels(levels_dir or config['levels_dir'], name, download, max(n, own), config['n_boxes'], config['seed'] * 2 + number,
-                                   config['max_moves'], fallback=False)
+                                   config['max_moves'], without)
         packed, line = at_most(n, packed, line)
         print(line)
         return packed
-    return read(levels or config['split'], n_train, config['n_levels'], 0), read(test_levels or config['eval_split'], n_test, config['eval_games'], 1)
+    trained, held_out = levels or config['split'], test_levels or config['eval_split']
+    packed = read(trained, n_train, config['n_levels'], 0)
+    return packed, read(held_out, n_test, config['eval_games'], 1, packed if trained == 'generated' == held_out else None)
 
 
 def solved_by_all(agents: list, packed: np.ndarray, device: str) -> np.ndarray:
@@ -735,11 +738,12 @@ def main() -> None:
         where = pick_device(device)
         if where == 'cpu':
             keep_memory()
-            if threads:
-                torch.set_num_threads(threads)
+            set_threads(threads)
         probe(where)
-    except ValueError as error:                                # CheckpointError, LevelError
+    except ValueError as error:                                # CheckpointError, LevelError, SizeError
         fail(error)
+    except (RuntimeError, MemoryError) as error:               # no memory
+        fail(last_words(error, out_dir, 'fewer n_train or n_test'))
 
 
 if __name__ == '__main__':

@@ -7,7 +7,7 @@ $ python sweep.py --plan sokoban-small --emit=slurm       # an array job for a c
 $ python sweep.py --plan sokoban-small --figure --table   # figures (PNG, SVG) and tables (Markdown, CSV) of what has finished
 $ python sweep.py --plan sokoban-small --table=solve      # the best allocations' solve rates on unfiltered-test
 $ python sweep.py --plan sokoban --figure --table         # the three budgets together, from the runs of sokoban-small, -medium and -large
-Sokoban plans need Boxoban's levels: python sokoban.py --download=True; python sokoban.py --split=unfiltered-valid --download=True
+Sokoban plans need Boxoban's levels (no others take their place): python sokoban.py --download=True; python sokoban.py --split=unfiltered-valid --download=True
 A study for two CPU cores (data first: python data_fineweb.py --demo=True --tokenizer=bytes):
 $ python sweep.py config/study_lm.py --run --figure --table
 
@@ -27,7 +27,6 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -144,8 +143,6 @@ def settings_of(row: Row) -> dict:
     config = under(*row[:3])
     if not row.is_text:
         own = {'kind': row.model, **own}
-        if not files_of(*row[:3]):
-            own['levels_dir'] = 'data/boxoban'                 # the paper's levels or none: a named folder is not replaced by generated levels
     if length != 1:
         names = ('max_iters', 'warmup_iters', 'eval_interval') if row.is_text else ('total_steps',)
         own |= {name: max(1, round(config[name] * length)) for name in names}
@@ -493,8 +490,6 @@ def execute(rows: list[Row]) -> int:
     n, done, failed, left, running, said = len(free), 0, {}, [], {}, time.time()
     print(f'{plan}: {len(rows)} runs, {len(rows) - len(queue)} finished before; {n} at a time; {os.path.join(out_dir, plan)}', flush=True)
     stopper = Stopper()
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:      # not under nohup
-        signal.signal(signal.SIGHUP, stopper.handle)
     try:
         while running or queue and stopper.signal is None:
             while queue and free and stopper.signal is None:

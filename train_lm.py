@@ -9,7 +9,7 @@ Four GPUs on one machine; the same batch, split over ranks:
 $ torchrun --standalone --nproc_per_node=4 train_lm.py config/small_L2.py
 The non-recurrent twin of any config, at the same levels, experts and width:
 $ python train_lm.py config/small_L2.py --recurrent=False --block_size=256 --out_dir=out/small_L2_gpt
-Go on after a crash, ctrl-C or SIGTERM:
+Go on after a crash, ctrl-C, SIGTERM or a closed terminal:
 $ python train_lm.py config/small_L2.py --resume=True
 
 Writes into out_dir: config.json, log.jsonl (one object a line), ckpt_last.pt, ckpt_prev.pt, ckpt_best.pt. A log line of step n
@@ -20,6 +20,7 @@ import os
 import sys
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 from configurator import configure, every, fail, run_script  # before torch: how threads wait, what ctrl-C does
@@ -27,10 +28,10 @@ from configurator import configure, every, fail, run_script  # before torch: how
 import torch
 import torch.distributed as dist
 
-from checkpoint import BEST, LAST, PREV, JsonlLog, Stopper, compiles, device_memory, device_name, join_ranks, last_words, load_optimizer
-from checkpoint import load_run, need_packages, open_trackers, pick_dtype, plot_losses, prepare_out_dir, print0, restarted, rng_state
-from checkpoint import save_checkpoint, set_rng_state, write_config
-from data_fineweb import VOCAB, DataError, SequenceLoader, StreamLoader, find_shards, load_val, token_bytes
+from checkpoint import BEST, LAST, PREV, CheckpointError, JsonlLog, Stopper, compiles, device_memory, device_name, join_ranks, last_words
+from checkpoint import load_optimizers, load_position, load_run, load_weights, need_packages, open_trackers, pick_dtype, plot_losses, prepare_out_dir
+from checkpoint import print0, release, restarted, restoring, rng_state, save_checkpoint, set_rng_state, write_config
+from data_fineweb import VOCAB, DataError, SequenceLoader, StreamLoader, find_shards, fingerprint, load_val, token_bytes
 from kernels import chosen_lines, graphed
 from model import LanguageModel, ModelConfig, State, build_model, config_dict, memory
 from muon import Muon, lr_at
@@ -308,14 +309,16 @@ def make_run(config: dict) -> SimpleNamespace:
     V, rows = VOCAB[tokenizer], tokens_per_step // block_size  # rows of an update, over all ranks
     sizes = model_config(config)
     micro = fitting_rows(sizes, rows // world, amp, kind, world)            # at a time; the last micro-batch may have fewer
-    loader = (StreamLoader if recurrent else SequenceLoader)(find_shards(data_dir, 'train', tokenizer), rows, block_size, V, rank, world)
-    x, y = load_val(find_shards(data_dir, 'val', tokenizer), val_tokens, val_streams, V, rank, world)
+    shards = {split: find_shards(data_dir, split, tokenizer) for split in ('train', 'val')}
+    loader = (StreamLoader if recurrent else SequenceLoader)(shards['train'], rows, block_size, V, rank, world)
+    x, y = load_val(shards['val'], val_tokens, val_streams, V, rank, world)
     model = build_model(sizes, recurrent).to(kind)
     inputs, states = make_inputs(model, [min(micro, rows // world - i) for i in range(0, rows // world, micro)], kind, amp)
     arriving = sorted(reversed(list(model.parameters())), key=lambda p: p is not model.head) # a backward's order: head, levels, embedding
     optimizer_is_captured, whole = captures(kind, world)
     return SimpleNamespace(
         rank=rank, world=world, kind=kind, amp=amp, config=config, model=model, optimizers=make_optimizers(model), loader=loader,
+        shards=fingerprint([*shards['train'], *shards['val']]),
         val=(x.to(kind), y.to(kind), text_bytes(y)), micro=micro, inputs=inputs, states=states, buckets=Buckets(arriving, 2),
         norm=torch.zeros((), device=kind), graphs={} if optimizer_is_captured else None, whole=whole,
         step=0, record={'step': 0, 'tokens': 0}, best=math.inf, seconds=0.0)
@@ -340,23 +343,41 @@ def save(run: SimpleNamespace) -> None:
     """Everything, as the last checkpoint; the one before is kept too."""
     state = gather_state(run.states)
     if run.rank == 0:
-        rest = {'optimizers': [o.state_dict() for o in run.optimizers], 'loader': run.loader.state_dict(), 'state': state, 'rng': rng_state()}
+        rest = {'optimizers': [o.state_dict() for o in run.optimizers], 'loader': run.loader.state_dict(), 'state': state, 'rng': rng_state(),
+                'shards': run.shards}
         save_checkpoint(snapshot(run) | rest, os.path.join(out_dir, LAST), PREV)
 
 
 def load(run: SimpleNamespace) -> None:
-    """Go on where out_dir's last checkpoint stood; refuse settings that would make it another run."""
-    checkpoint, where = load_run(out_dir, 'train_lm.py', ('model', 'optimizers', 'loader', 'state', 'rng', *POSITION), FIXED, run.config)
-    run.model.load_state_dict(checkpoint['model'])
-    for optimizer, saved in zip(run.optimizers, checkpoint['optimizers'], strict=True):
-        load_optimizer(optimizer, saved)
-    run.loader.load_state_dict(checkpoint['loader'])
-    if checkpoint['state'] is not None:
-        scatter_state(checkpoint['state'], run.states, run.world, run.rank)
-    set_rng_state(checkpoint['rng'])
-    for name in POSITION:
-        setattr(run, name, checkpoint[name])
+    """Go on where out_dir's last checkpoint stood; refuse settings and data that would make it another run. eval_only: the weights alone."""
+    rest = () if eval_only else ('optimizers', 'loader', 'state', 'rng')
+    saved, where = load_run(out_dir, 'train_lm.py', ('model', *POSITION, *rest), FIXED, run.config)
+    load_weights(run.model, saved['model'], where)
+    load_position(run, saved, POSITION, where)
     print0(f'{where}: step {run.step}')
+    if eval_only:
+        return
+    check_shards(run, saved, where)
+    load_optimizers(run.optimizers, saved['optimizers'], where)
+    with restoring(where, 'loader'):
+        run.loader.load_state_dict(saved['loader'])
+    with restoring(where, 'state'):
+        if recurrent:
+            scatter_state(saved['state'], run.states, run.world, run.rank)
+    with restoring(where, 'rng'):
+        set_rng_state(saved['rng'])
+
+
+def check_shards(run: SimpleNamespace, saved: dict, where: Path) -> None:
+    """CheckpointError where the run had other shards. A checkpoint older than their fingerprint is taken as it is."""
+    if 'shards' not in saved:
+        print0(f'{where}: is older than the fingerprint of its shards: that {data_dir} holds the same ones is not checked')
+    elif saved['shards'] != run.shards:
+        with restoring(where, 'shards'):
+            differ = {tuple(shard) for shard in saved['shards']} ^ {tuple(shard) for shard in run.shards}
+            name = min(shard[0] for shard in differ)
+        raise CheckpointError(f'{where}: was trained on other shards than those in {data_dir} ({name} differs, or is there only once): '
+                              'give the same data_dir, or another out_dir')
 
 
 def describe(run: SimpleNamespace) -> str:
@@ -396,9 +417,9 @@ def begin(config: dict) -> tuple[SimpleNamespace, tuple]:
     writes = run.rank == 0 and not eval_only
     if writes:
         prepare_out_dir(out_dir, resume, overwrite)
-    trackers = open_trackers([name for name in ('tensorboard', 'wandb') if writes and config[name]], out_dir, config)
     if resume or eval_only:
         load(run)
+    trackers = open_trackers([name for name in ('tensorboard', 'wandb') if writes and config[name]], out_dir, config)
     return run, trackers
 
 
@@ -477,6 +498,7 @@ def train(config: dict) -> int:
         if plot and status == 0:
             title = f'{"recurrent" if recurrent else "non-recurrent"}, L = {n_layer}, E = {n_expert}, d = {n_embd}'
             print0(f'loss curve: {plot_losses(out_dir, "byte" if tokenizer == "bytes" else "token", title)}')
+        release(out_dir)
     if run.world > 1:
         dist.barrier()                                         # ranks leave together; one that fails leaves at once
         dist.destroy_process_group()
@@ -488,7 +510,7 @@ def main() -> int:
     globals().update(restarted(out_dir))
     try:
         return train(config)
-    except RuntimeError as error:                              # no memory, a dead rank; checkpoints stay whole
+    except (RuntimeError, MemoryError) as error:               # no memory, a dead rank; checkpoints stay whole
         fail(last_words(error, out_dir, 'a smaller batch_size takes less'))
 
 
