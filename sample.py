@@ -11,7 +11,7 @@ from configurator import configure, fail, run_script  # before torch: how thread
 
 import torch
 
-from checkpoint import pick_device, pick_dtype
+from checkpoint import last_words, pick_device, pick_dtype
 from data_fineweb import Tokenizer, get_tokenizer
 from decode import Decoder
 from export import WEIGHTS, load_trained, read_model
