@@ -706,7 +706,7 @@ def report(agents: list, test: np.ndarray, solved: np.ndarray, results: list[dic
     c = agents[0].config
     split = test_levels or c['eval_split']
     kind = split if split != 'generated' else f'generated levels, {c["n_boxes"]} box{"es" * (c["n_boxes"] > 1)}, at most {c["max_moves"]} moves'
-    title = f'{kind}\nprecision {wanted:.0%} over {first} steps, {solved.sum()} levels solved by all' + ('' if wanted == precision else f'\n({precision:.0%} is out of reach)')
+    title = f'{kind}\nprecision {wanted:.0%} over {first} steps\n{solved.sum()} levels solved by all' + ('' if wanted == precision else f'\n({precision:.0%} is out of reach)')
     recall_figure(results, title)
     plan_pictures(agents, results)
     text = io.StringIO()

@@ -122,8 +122,10 @@ def test_the_rule_by_hand():
     assert [(r.L, r.E, r.d) for r in glu] == [(1, 1, 128), (1, 4, 64), (1, 16, 32), (2, 2, 64), (2, 8, 32), (4, 1, 64), (4, 4, 32), (8, 2, 32), (16, 1, 32)]
 
 
-def test_language_models_cost_16_blocks():
+def test_language_models_cost_16_blocks(capsys):
     rows = sized('--plan=lm-small')
+    sweep.print_plan(rows)
+    assert capsys.readouterr().out.splitlines()[-1] == 'not among them: transformer_feedforward_L8_E1_d1536_s1, 1.97 budgets; --dear asks for it'
     D, W = 768, 128
     block = 2 * (2 * D * D + 2 * D * D // 2 + 8 * D * D) + 4 * W * D
     assert sweep.budget_of('transformer', True, 'small') == 16 * block
