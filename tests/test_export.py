@@ -54,7 +54,7 @@ def test_mistakes(trained, tmp_path, monkeypatch, capsys, argv, words):
     (tmp_path / 'file').touch()
     argv = [f'--out_dir={trained / "rnn"}', *(a.format(run=trained / 'rnn', other=trained / 'gpt') for a in argv)]
     with pytest.raises(SystemExit) as stop:
-        call(monkeypatch, export, *argv)
+        run_script(lambda: call(monkeypatch, export, *argv))
     err = capsys.readouterr().err
     assert stop.value.code == 2 and err.count('\n') == 1 and all(word in err for word in words), err
     assert os.listdir(tmp_path) == ['file'] and (trained / 'gpt' / 'config.json').exists()
