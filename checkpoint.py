@@ -336,6 +336,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict, where: str | o
         optimizer.load_state_dict({**saved, 'param_groups': groups})
         for i, p in enumerate(p for group in optimizer.param_groups for p in group['params']):
             moments, names = optimizer.state.get(p, {}), MOMENTS[type(optimizer).__name__]
+            if p.numel() == 0:  # an agent's that has no input there: no gradient, no moments
+                continue
             if moments.keys() != names:
                 raise ValueError(f'parameter {i} has {sorted(moments)}, not {sorted(names)}')
             if any(x.shape != p.shape for name, x in moments.items() if name != 'step'):

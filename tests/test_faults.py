@@ -165,7 +165,7 @@ def test_a_full_disk(data, disk, tmp_path, script):  # noqa: F811
         while True:
             file.write(bytes(4096))
     os.truncate(ballast, ballast.stat().st_size - 20000)       # room for the log, none for a checkpoint
-    one_line(tests.start(*where, disk / 'run', resume=True, **more), 'No space left on device')
+    one_line(tests.start(*where, disk / 'run', resume=True, **more), 'No space left on device', str(disk / 'run' / 'ckpt_'))
     assert {path.name: path.read_bytes() for path in (disk / 'run').glob('ckpt*')} == files and not list((disk / 'run').glob('.*.tmp'))
     ballast.unlink()
     for folder in (disk / 'run', tmp_path / 'whole'):

@@ -345,7 +345,7 @@ def test_runs_that_fail_alike_end_a_sweep(tmp_path):
     base = tmp_path / 'base.py'
     base.write_text(f'levels_dir = {str(tmp_path)!r}\n')       # an empty one
     status, out, err = call('--plan=sokoban-small', '--only=model=convglu', '--seeds=3', f'--out_dir={tmp_path}/out', f'--base={base}', '--run')
-    assert status == 1 and out.count('FAILED') == 3 and 'the first 3 runs failed alike: the other ' in out and 'download=True fetches' in out, out + err
+    assert status == 1 and out.count('FAILED') == 3 and 'the first 3 runs failed alike: the other ' in out and '--download=True --levels_dir=' in out, out + err
 
 
 # ----------------------------------------------------------------------------- values, figures, tables
@@ -469,7 +469,7 @@ def test_nothing_finished_is_ever_overwritten(base, tmp_path):
 
 
 def test_config_files_under_the_runs(base, tmp_path):
-    """base_ff alone leaves the recurrent runs their own; a file is looked for beside sweep.py too; the paper's levels are not replaced."""
+    """base_ff alone leaves the recurrent runs their own; a file is looked for beside sweep.py too."""
     rows = sized('--plan=lm-small-long', f'--base_ff={base}', '--only=d=768 L=1')
     assert sweep.config_of(rows[0])['window'] == 1024 and sweep.config_of(rows[1])['window'] == 8
     here = os.getcwd()
@@ -479,10 +479,6 @@ def test_config_files_under_the_runs(base, tmp_path):
         assert sweep.config_of(row)['block_size'] == 32 and os.path.exists(sweep.arguments(row)[0]) and os.path.exists(sweep.arguments(row)[1])
     finally:
         os.chdir(here)
-    row = sized('--plan=sokoban-small')[0]
-    assert '--levels_dir=data/boxoban' in sweep.arguments(row)
-    row = sized('--plan=sokoban-small', f'--base={ROOT}/config/sokoban_tiny.py', '--width=0.5')[0]
-    assert not any('levels_dir' in a for a in sweep.arguments(row))
 
 
 @pytest.mark.parametrize('gpus, settings, visible, expected', [

@@ -4,6 +4,7 @@ import lzma
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -406,6 +407,8 @@ def test_memory_of_this_machine():
     ({'dtype': 'int8'}, "dtype = 'int8'"), ({'resume': True}, 'nothing to resume from'), ({'aggregation': 'max'}, "aggregation = 'max'"),
     ({'resume': True, 'overwrite': True}, 'exclude each other'), ({'val_tokens': 10**6}, 'lower val_tokens'),
     ({'tokens_per_step': 8 * 64}, 'too few'), ({'betas': '(0.9,)'}, 'betas = (0.9,)'), ({'threads': -1}, 'threads = -1'),
+    ({'threads': 100000}, 'threads = 100000: at most'), ({'n_layer': 10**8}, 'n_layer = 100000000, n_expert = 2, n_embd = 32'),
+    ({'window': 10**12}, 'out of memory: a smaller batch_size'), ({'eval_only': True}, 'out: holds no trained run'),
     ({'path': 'compiled'}, "path = 'compiled'"), ({'momentum': 1.5}, 'momentum = 1.5'), ({'learning_rate': -1}, 'learning_rate = -1.0'), ({'n_layers': 3}, "did you mean 'n_layer'"),
 ])
 def test_mistakes_are_one_line(data, tmp_path, settings, message, monkeypatch, capfd):
@@ -446,6 +449,90 @@ def test_foreign_checkpoint_is_refused(data, tmp_path, monkeypatch, capfd):
     with pytest.raises(SystemExit) as error:
         train_lm.main()
     assert error.value.code == 2 and 'not a checkpoint of this train_lm.py' in capfd.readouterr().err
+
+
+def damaged(key, change):
+    """A checkpoint's part, changed; change None: taken out."""
+    def damage(saved):
+        *path, last = key.split('.')
+        for name in path:
+            saved = saved[int(name) if isinstance(saved, list) else name]
+        if change is None:
+            saved.pop(last)
+        else:
+            saved[last] = change(saved[last])
+    return damage
+
+
+DAMAGES = [(damaged('model.head', None), 'model: has no weight head'), (damaged('model.head', lambda w: w[:5]), 'model: head has the shape [5, 32], not [256, 32]'),
+           (damaged('model.head', lambda w: w * math.nan), 'model: head holds NaN'), (damaged('model', lambda m: {**m, 'tail': torch.ones(1)}), 'model: this model has no weight tail'),
+           (damaged('model', lambda w: 7), 'model does not fit'), (damaged('step', lambda n: 'seven'), 'step = '), (damaged('step', lambda n: -7), 'step = '),
+           (damaged('best', lambda x: math.nan), 'best = '), (damaged('record', lambda r: {}), 'record = '), (damaged('optimizers', lambda o: o[:1]), 'optimizers: expected a list of 2'),
+           (damaged('optimizers.1.state', lambda s: {}), 'optimizers[1] does not fit'), (damaged('optimizers.0.param_groups', lambda g: g + g), 'optimizers[0] does not fit'),
+           (damaged('optimizers.1.state', lambda s: {k: {**v, 'exp_avg': v['exp_avg'][None]} for k, v in s.items()}), 'optimizers[1] does not fit'),
+           (damaged('rng.torch', lambda x: x[:9]), 'rng does not fit'), (damaged('rng', lambda x: 'dice'), 'rng does not fit'), (damaged('rng.python', None), 'rng does not fit'),
+           (damaged('loader.shard', lambda x: 99), 'loader does not fit'), (damaged('state', lambda s: s[:2]), 'state does not fit'),
+           (damaged('state', lambda s: [x[:1] for x in s]), 'state does not fit'), (damaged('shards', lambda s: 5), 'shards does not fit'),
+           (damaged('optimizers', None), 'missing: optimizers')]
+
+
+def test_a_damaged_checkpoint_is_one_line(data, tmp_path, capfd):
+    """Whole files whose parts do not fit: refused by file and part, and left as they are."""
+    run(data, tmp_path, max_iters=2)
+    os.link(tmp_path / 'ckpt_last.pt', tmp_path / 'good.pt')
+    capfd.readouterr()
+    for damage, message in DAMAGES:
+        saved = load_checkpoint(tmp_path / 'good.pt')
+        damage(saved)
+        train_lm.save_checkpoint(saved, tmp_path / 'ckpt_last.pt')
+        before = (tmp_path / 'ckpt_last.pt').read_bytes()
+        with pytest.raises(SystemExit) as error:
+            run(data, tmp_path, resume=True)
+        stderr = capfd.readouterr().err
+        assert error.value.code == 2 and f'{tmp_path}/ckpt_last.pt: ' in stderr and message in stderr and stderr.count('\n') == 1, stderr
+        assert (tmp_path / 'ckpt_last.pt').read_bytes() == before
+
+
+def test_other_shards_are_refused(data, tmp_path, monkeypatch, capfd):
+    """Of the same names and sizes too, and one more shard; a checkpoint without a fingerprint says so and goes on."""
+    out, others = tmp_path / 'out', tmp_path / 'others'
+    run(data, out, max_iters=2)
+    shutil.copytree(data, others)
+    assert run(others, out, max_iters=3, resume=True) == 0     # a copy of the same
+    shard = others / 'fineweb_train_000002.bin'
+    tokens = data_fineweb.read_shard(str(shard), 256)
+    for change in ('content', 'more'):
+        if change == 'content':
+            data_fineweb.write_shard(str(shard), np.roll(tokens, 1))
+        else:
+            shutil.copy(data / shard.name, shard)
+            shutil.copy(shard, others / 'fineweb_train_000003.bin')
+        with pytest.raises(SystemExit) as error:
+            run(others, out, max_iters=4, resume=True)
+        stderr = capfd.readouterr().err
+        name = 'fineweb_train_000002.bin' if change == 'content' else 'fineweb_train_000003.bin'
+        assert error.value.code == 2 and 'other shards' in stderr and name in stderr and str(others) in stderr and stderr.count('\n') == 1, stderr
+    assert run(others, out, eval_only=True) == 0               # only asks what the weights are worth there
+    saved = load_checkpoint(out / 'ckpt_last.pt')
+    del saved['shards']
+    train_lm.save_checkpoint(saved, out / 'ckpt_last.pt')
+    assert run(others, out, max_iters=4, resume=True) == 0 and 'is older than the fingerprint' in capfd.readouterr().out
+
+
+def test_a_strangers_config_removes_nothing(data, tmp_path, monkeypatch, capfd):
+    """A config file may name a folder, and no more: not one of somebody else, and overwrite is for the command line."""
+    (tmp_path / 'config.json').write_text('{"model_type": "gpt2"}')
+    (tmp_path / 'stranger.py').write_text(f'out_dir = {str(tmp_path)!r}\noverwrite = True\n')
+    for argv, message in (([], 'stranger.py:2: overwrite is for the command line alone'), (None, 'holds config.json, which no run of ours wrote')):
+        if argv is None:
+            (tmp_path / 'stranger.py').write_text(f'out_dir = {str(tmp_path)!r}\n')
+        settings = [a for a in arguments(data, 'x') if not a.startswith('--out_dir')]
+        monkeypatch.setattr(sys, 'argv', ['train_lm.py', str(tmp_path / 'stranger.py'), *settings, *([] if argv is not None else ['--overwrite'])])
+        with pytest.raises(SystemExit) as error:
+            train_lm.main()
+        stderr = capfd.readouterr().err
+        assert error.value.code == 2 and message in stderr and stderr.count('\n') == 1, stderr
+    assert (tmp_path / 'config.json').read_text() == '{"model_type": "gpt2"}'
 
 
 def test_no_tokenizer_no_bits_per_byte(data, tmp_path, monkeypatch, capsys):
@@ -518,7 +605,7 @@ def test_trackers_are_optional(data, tmp_path, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize('arguments_, message', [
-    (['--out_dir=/nonexistent'], 'no such checkpoint'), (['--temperature=-1'], 'temperature = -1.0'), (['--which=worst'], "which = 'worst'"),
+    (['--out_dir=/nonexistent'], '/nonexistent: holds no trained run'), (['--max_new_tokens=-5'], 'max_new_tokens = -5'), (['--temperature=-1'], 'temperature = -1.0'), (['--which=worst'], "which = 'worst'"),
     (['--prompt=FILE:/nonexistent'], '/nonexistent: cannot be read'), (['--device=tpu'], "device = 'tpu'"),
 ])
 def test_sample_mistakes(data, tmp_path, arguments_, message, monkeypatch, capfd):

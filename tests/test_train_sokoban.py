@@ -467,7 +467,7 @@ def test_eval_only_plays_what_is_named(tmp_path, capfd, monkeypatch):
     with pytest.raises(SystemExit):
         run(tmp_path, eval_only=True, levels='unfiltered-test')
     stderr = capfd.readouterr().err
-    assert 'data/boxoban: no such folder; --download=True fetches' in stderr and not list(tmp_path.glob('eval_*'))
+    assert 'data/boxoban: no such folder: `python sokoban.py --split=unfiltered-test --download=True` fetches' in stderr and not list(tmp_path.glob('eval_*'))
 
 
 def test_report_shows_a_solved_and_a_failed_level(tmp_path):
@@ -506,7 +506,9 @@ def test_real_levels(tmp_path):
     ({'n_envs': 0}, 'n_envs = 0'), ({'gamma': 1.5}, 'gamma = 1.5'), ({'unroll': 0}, 'unroll = 0'), ({'env': 'gym'}, "env = 'gym'"),
     ({'kind': 'lstm'}, "kind = 'lstm'"), ({'radius': 3}, 'radius = 3'), ({'levels_dir': '/nonexistent', 'split': 'unfiltered-train'}, '/nonexistent'),
     ({'split': 'no/such.npy'}, 'no/such.npy'), ({'n_boxes': 9}, 'n_boxes = 9'), ({'max_moves': 1}, 'max_moves = 1'), ({'device': 'tpu'}, "device = 'tpu'"),
-    ({'resume': True}, 'nothing to resume from'), ({'eval_only': True}, 'nothing to resume from'), ({'levels': 'generated'}, 'levels and best are settings of --eval_only'), ({'learning_rate': -1.0}, 'learning_rate = -1'),
+    ({'resume': True}, 'nothing to resume from'), ({'eval_only': True}, 'out: holds no trained run'),
+    ({'threads': 100000}, 'threads = 100000: at most'), ({'n_layer': 10**8}, 'n_layer = 100000000'), ({'n_envs': 10**9}, 'n_envs = 1000000000'),
+    ({'n_levels': 10**12}, 'n_levels = 1,000,000,000,000: needs more than'), ({'eval_split': 'unfiltered-valid', 'levels_dir': '/nonexistent'}, 'sokoban.py --split=unfiltered-valid --download=True --levels_dir=/nonexistent`'), ({'levels': 'generated'}, 'levels and best are settings of --eval_only'), ({'learning_rate': -1.0}, 'learning_rate = -1'),
     ({'eval_games': 0}, 'eval_games = 0'), ({'path': 'compiled'}, "path = 'compiled'"), ({'seed': -1}, 'seed = -1'), ({'n_env': 3}, 'n_envs')], ids=str)
 def test_mistakes(tmp_path, settings, message, monkeypatch, capfd):
     """One line, exit status 2, and nothing is left behind."""
@@ -548,6 +550,39 @@ def test_resume_refuses_another_run(tmp_path, capfd):
     with pytest.raises(SystemExit):
         run(tmp_path / 'b', split=tmp_path / 'x.npy', resume=True)
     assert 'other levels' in capfd.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_one_line(tmp_path, capfd):
+    """Whole files whose parts do not fit: refused by file and part; evaluated too, where it is the weights."""
+    run(tmp_path, total_steps=24)
+    os.link(tmp_path / 'ckpt_last.pt', tmp_path / 'good.pt')
+    capfd.readouterr()
+    for key, change, message in (('model', lambda m: {**m, 'query': m['query'][:1]}, 'model: query has the shape'), ('model', lambda m: {**m, 'query': m['query'] * math.inf}, 'model: query holds NaN'),
+                                 ('step', lambda n: 1.5, 'step = '), ('clock', lambda n: None, 'clock = '), ('optimizer', lambda o: {**o, 'state': {}}, 'optimizer does not fit'),
+                                 ('env', lambda e: {**e, 'agent': e['agent'][:1]}, 'env does not fit'), ('start', lambda x: x[:1], 'start or state does not fit'),
+                                 ('state', lambda s: s[:-1], 'start or state does not fit'), ('running', lambda x: x[:1], 'count or running does not fit'),
+                                 ('recent', lambda x: 5, 'since, recent or sums does not fit'), ('rng', lambda r: {}, 'rng does not fit')):
+        saved = load_checkpoint(tmp_path / 'good.pt')
+        saved[key] = change(saved[key])
+        train_sokoban.save_checkpoint(saved, tmp_path / 'ckpt_last.pt')
+        for settings in ({'resume': True}, *([{'eval_only': True}] if key in ('model', 'step') else [])):
+            with pytest.raises(SystemExit) as error:
+                run(tmp_path, **settings)
+            stderr = capfd.readouterr().err
+            assert error.value.code == 2 and f'{tmp_path}/ckpt_last.pt: ' in stderr and message in stderr and stderr.count('\n') == 1, stderr
+
+
+def test_no_held_out_level_is_trained_on(tmp_path, monkeypatch):
+    """With a generator that makes the same levels for every seed: evaluated are others than those trained on, in --eval_only as in training."""
+    real = sokoban.generate
+    monkeypatch.setattr(sokoban, 'generate', lambda n, boxes, seed, *rest: real(n, boxes, 7, *rest))
+    held_out = []
+    for settings in ({}, {'eval_only': True}):
+        configure(vars(train_sokoban), arguments(tmp_path, **settings), quiet=True)
+        (trained, _), (levels, _) = train_sokoban.read_levels(0, 1)
+        held_out.append(levels)
+    trained = real(50, 1, 7, 6)[0]
+    assert np.array_equal(*held_out) and not set(map(bytes, trained)) & set(map(bytes, held_out[0]))
 
 
 # ----------------------------------------------------------------------------- what users copy
