@@ -1,6 +1,7 @@
-"""The recipe, as the paper and the design give it, against what the trainers really do: defaults, config files, sizes,
-optimizers, schedules, losses. Every expected value is written here by hand and none is read from the code.
-tests/mutate.py changes one setting at a time and sees that a test here turns red."""
+"""The recipe, as the paper and the design give it, against what the trainers really do: defaults,
+config files, sizes, optimizers, schedules, losses. Every expected value is written here by hand and
+none is read from the code. tests/mutate.py changes one setting at a time and sees that a test here
+turns red."""
 
 import copy
 import math
@@ -51,7 +52,7 @@ LM = {  # section 3
     'final_lr_ratio': 0.01,
     'val_streams': 512,
 }
-LM_OURS = {  # where paper and design are silent: what the tables of README and LOG.md were made with
+LM_OURS = {  # where paper and design are silent
     'val_tokens': 10485760,
     'router_dim': 64,
     'adam_eps': 1e-10,
@@ -142,7 +143,7 @@ def test_defaults(script, expected):
 # ---- config files ----
 
 LEVELS = (1, 2, 4, 8, 16)
-TEXT = {  # family: L * E blocks of width 768, levels, window, chunk of the recurrent and of the other
+TEXT = {  # family: L * E blocks of width 768, levels, window, chunk: recurrent and not
     'small': (16, LEVELS, 128, 64, 256),
     'small_long': (16, LEVELS, 1024, 64, 2048),
     'medium': (32, (*LEVELS, 32), 128, 64, 256),
@@ -189,7 +190,8 @@ def board_files():
 
 
 def test_config_files_of_the_paper():
-    """Each is the recipe at its own sizes, and nothing else: how many rows a GPU runs at a time is its own matter."""
+    """Each is the recipe at its own sizes, and nothing else: but for how many rows a GPU runs at a
+    time, which is its own matter."""
     lm, agent = LM | LM_OURS, AGENT | AGENT_OURS
     del lm['batch_size']
     seen = set()
@@ -207,7 +209,7 @@ def test_config_files_of_the_paper():
     assert {name for name in os.listdir(ROOT / 'config') if name.startswith(families)} == seen
 
 
-OURS = {  # our own small runs: what they change of the recipe's optimizer and loss; the sizes are theirs
+OURS = {  # our own small runs: what they change of the recipe but for sizes
     'demo.py': {'warmup_iters': 20, 'max_iters': 200},
     'tiny_lm.py': {'warmup_iters': 17, 'max_iters': 168, 'tokens_per_step': 10240},
     'tiny_gpt.py': {
@@ -256,7 +258,8 @@ def test_config_files_of_our_own(name):
 
 
 def test_sizes_of_language_models():
-    """V, heads of 96 and half as many for keys and values, FFN of 4 D, one embedding and one head that share nothing."""
+    """V, heads of 96 and half as many for keys and values, FFN of 4 D, embedding and head
+    untied."""
     assert data_fineweb.VOCAB == {'gpt2': 50304, 'bytes': 256}
     for D, H in ((384, 4), (768, 8), (1536, 16)):
         c = ModelConfig(n_embd=D)
@@ -314,7 +317,8 @@ def lm_run(text, **settings):
 
 @pytest.mark.parametrize('recurrent', [True, False])
 def test_language_model_settings_arrive(text, recurrent):
-    """Each setting of the model in its own place; whole rows of block_size tokens; validation in so many streams."""
+    """Each setting of the model in its own place; whole rows of block_size tokens; validation in so
+    many streams."""
     sizes = {
         'n_layer': 3,
         'n_expert': 2,
@@ -344,7 +348,7 @@ ADAM = ('a', 'b', 'router_q_bias', 'router_k_bias', 'expert_embedding')
 
 @pytest.mark.parametrize('n_embd, rates', [(192, AT_192), (768, AT_768)])
 def test_who_optimizes_what(text, n_embd, rates):
-    """Muon the core's and the router's matrices, AdamW the rest, with their settings and peak rates."""
+    """Muon the core's and the router's matrices, AdamW the rest: their settings and peak rates."""
     run = lm_run(text, n_embd=n_embd, n_expert=1, aggregation='softmax_l2')
     muon, adamw = run.optimizers
     assert type(muon) is Muon and type(adamw) is torch.optim.AdamW
@@ -378,7 +382,7 @@ def test_defaults_of_muon():
     }
 
 
-SCHEDULE = {  # update: fraction of every peak. 100 of warm-up, then half a cosine from 1 to 1/100 over 9,900
+SCHEDULE = {  # update: fraction of every peak; 100 of warm-up, half a cosine to 1/100 over 9,900
     0: 0.01,
     49: 0.5,
     99: 1.0,
@@ -390,9 +394,10 @@ SCHEDULE = {  # update: fraction of every peak. 100 of warm-up, then half a cosi
 
 @pytest.mark.parametrize('recurrent', [True, False])
 def test_updates_of_a_language_model(text, recurrent):
-    """Real updates at some steps of the default schedule, optimizers fresh each time: loss and gradient are the batch's mean;
-    above a norm of 1 the gradient is clipped to it; AdamW's first step is its rate in every entry, Muon's is nearly orthogonal
-    and as long as rate times sqrt(max(1, out / in))."""
+    """Real updates at some steps of the default schedule, optimizers fresh each time: loss and
+    gradient are the batch's mean; above a norm of 1 the gradient is clipped to it; AdamW's first
+    step is its rate in every entry, Muon's is nearly orthogonal and as long as rate times
+    sqrt(max(1, out / in))."""
     sizes = {'tokens_per_step': 512, 'block_size': 16}
     run = lm_run(text, recurrent=recurrent, aggregation='softmax_l2', **sizes)
     clipped = []
@@ -457,7 +462,7 @@ def level(tmp_path_factory):
 
 
 def agent_run(level, **settings):
-    """A run of the defaults, but for its size, on one level, with a policy that has some opinion."""
+    """A run of the defaults, but for its size, on one level; its policy has some opinion."""
     small = {
         'split': level,
         'eval_split': level,
@@ -522,8 +527,9 @@ def test_adam(level):
 
 
 def test_rollout_and_loss(level):
-    """20 steps of 32 boards; the loss of advantage actor-critic and generalised advantages, term by term, at the default
-    settings. Every third board's episode ends inside the unroll, and others at its last step."""
+    """20 steps of 32 boards; the loss of advantage actor-critic and generalised advantages, term
+    by term, at the default settings. Every third board's episode ends inside the unroll, and
+    others at its last step."""
     run = agent_run(level)
     run.env.steps[::3], run.env.steps[1::3] = 120 - 7, 120 - 20
     batch = train_sokoban.rollout(run)
@@ -549,8 +555,8 @@ def test_rollout_and_loss(level):
 
 
 def test_updates_of_an_agent(level):
-    """Adam's rate is 4e-4, annealed linearly to 0 over 78,125 updates; its first step is its rate in every entry; a gradient
-    longer than 1 is clipped to 1."""
+    """Adam's rate is 4e-4, annealed linearly to 0 over 78,125 updates; its first step is its rate
+    in every entry; a gradient longer than 1 is clipped to 1."""
     run = agent_run(level)
     clipped = []
     for step, rate in ((0, 4e-4), (15625, 3.2e-4), (39062.5, 2e-4), (62500, 8e-5)):
