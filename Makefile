@@ -18,6 +18,7 @@ test: .venv/installed
 # two hours, and nothing else running: twenty kills a script, fifty times the drawn input, all commands of all docstrings, endless streams, the demo in both precisions, half an hour of each demo
 test-long: .venv/installed
 	$(BIN)/python -m pytest -q --long -rP tests/test_commands.py tests/test_faults.py tests/test_fuzz.py tests/test_numerics.py tests/test_soak.py
+	$(BIN)/python tests/mutate.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .

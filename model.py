@@ -7,8 +7,9 @@ generation in decode.py.
 Shape letters: B streams, T tokens of a chunk, V vocabulary, D width, E experts, L levels, H query heads, G key-value
 heads, R = H / G query heads a key-value head, K head size, W attention window.
 
-Two readings of the paper are ours: all experts of a level read the same u, and keys are normalised after their sum over
-experts, so that their scale does not depend on E and the E key-value matrices can be summed before the product, exactly.
+Readings of the paper that are ours (README.md has all): all experts of a level read the same u, and keys are normalised after
+their sum over experts, so that their scale does not depend on E and the E key-value matrices can be summed before the product,
+exactly; shared keys and values keep sqrt_sum where the aggregation is routed.
 """
 import math
 from dataclasses import asdict, dataclass

@@ -73,7 +73,7 @@ max_iters = 10000              # updates: 1.3B tokens
 learning_rate = 2e-2           # Muon's peak, for the core's and the router's matrices
 embedding_lr = 0.2             # AdamW's, at D = 768; scaled by (D/768)^-0.5
 head_lr = 0.004                # the same
-scalar_lr = 2e-2               # AdamW's for a, b, biases and expert embeddings
+scalar_lr = 2e-2               # AdamW's for a, b, router biases and expert embeddings; ours
 momentum = 0.95                # Muon's, Nesterov
 weight_decay = 0.01            # cautious, Muon's matrices only
 betas = (0.8, 0.95)            # AdamW's

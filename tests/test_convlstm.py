@@ -246,10 +246,12 @@ def test_compiled_and_bfloat16(kind, recurrent):
     for name, settings in (('fp32', {}), ('compiled', {'path': 'compiled'}), ('bf16', {'dtype': 'bfloat16'})):
         agent = make(kind, recurrent, 2, 2, d=8, wide=torch.float32, **settings)
         out = agent(obs, start, agent.init_state(3))[:2]
-        results[name] = torch.cat([*(x.flatten() for x in out), *(g.flatten() for g in gradients(agent, *out).values() if g is not None)])
-    exact = results['fp32']
-    assert (results['compiled'] - exact).norm() / exact.norm() < 1e-5
-    assert 1e-5 < (results['bf16'] - exact).norm() / exact.norm() < 0.05
+        found = {'logits': out[0], 'value': out[1], **gradients(agent, *out)}
+        results[name] = {key: x for key, x in found.items() if x is not None}
+    error = {name: {key: ((x - results['fp32'][key]).norm() / results['fp32'][key].norm()).item() for key, x in result.items()}
+             for name, result in results.items()}              # of each parameter: a small one's cannot hide
+    assert max(error['compiled'].values()) < 1e-4, error['compiled']
+    assert 1e-3 < max(error['bf16'].values()) < 0.1, error['bf16']
 
 
 def test_weight_gradients_are_not_summed_in_bfloat16():

@@ -236,10 +236,20 @@ def test_fast_equals_plain_for_grouped_queries(n_kv_head, share_kv):
     compare_paths(model, 4, 2, 1)
 
 
+def assert_near(model, grads, exact, rel=0.1):
+    """Gradients in bf16: each parameter's own, so that a scalar's cannot hide behind the matrices'. A factor or a sign is far beyond rel;
+    measured are at most 0.035."""
+    for name in exact:
+        if not always_zero(name, model):
+            error = (grads[name].double() - exact[name].double()).norm()
+            assert error <= rel * exact[name].double().norm(), (name, error, exact[name].norm())
+
+
 @pytest.mark.parametrize('share_kv', [True, False])
 @pytest.mark.parametrize('aggregation', ['sqrt_sum', 'softmax_mean'])
 def test_fast_is_close_to_plain_in_fp32_and_bf16(aggregation, share_kv):
-    model = make(RecurrentGPT, dtype=torch.float32, n_embd=64, n_expert=3, aggregation=aggregation, share_kv=share_kv)
+    # by this seed no scalar's gradient is a small difference of large terms: their sizes are within a factor of 2.2
+    model = make(RecurrentGPT, seed=10, dtype=torch.float32, n_embd=64, n_expert=3, aggregation=aggregation, share_kv=share_kv)
     with torch.no_grad():
         for p in model.parameters():
             if p.dim() > 1:
@@ -256,15 +266,15 @@ def test_fast_is_close_to_plain_in_fp32_and_bf16(aggregation, share_kv):
             assert state.k.dtype == state.v.dtype == (torch.bfloat16 if bf16 else torch.float32)
             g = gradients(model, loss)
             assert all(x.dtype == torch.float32 for x in g.values())
-            found[path, bf16] = loss.item(), torch.cat([x.flatten() for x in g.values()]), state
+            found[path, bf16] = loss.item(), g, state
     (plain, g_plain, s_plain), (fast, g_fast, s_fast) = found['plain', False], found['fast', False]
     assert abs(fast - plain) < 1e-5 * plain
-    assert_close(g_fast, g_plain, rtol=1e-3)
+    assert_same_gradients(model, g_fast, g_plain, rtol=1e-3)
     assert_same_state(s_fast.detach(), s_plain.detach(), rtol=1e-4)
     for other in ('plain', 'fast'):                            # of bf16, against fp32's plain path
         value, g, _ = found[other, True]
         assert abs(value - plain) < 3e-2 * plain
-        assert F.cosine_similarity(g, g_plain, dim=0) > 0.99
+        assert_near(model, g, g_plain)
 
 
 @pytest.mark.skipif(not (shutil.which('g++') or shutil.which('clang++')), reason='torch.compile needs a C++ compiler on the CPU')
@@ -357,14 +367,13 @@ def test_gpt_of_eight_levels_and_experts_in_bf16(residual):
     loss.backward()
     assert s.dtype == torch.float32 and s.isfinite().all()
     assert all(p.grad.isfinite().all() and p.grad.norm() > 0 for p in model.parameters())
-    grads = torch.cat([p.grad.flatten() for p in model.parameters()]).double()
+    grads = {name: p.grad for name, p in model.named_parameters()}
     model.double()
     exact, _ = model.hidden(model_file.norm(model.embedding[x]), None)
     exact_loss, _ = model(x, y)
     assert_close(s.double(), exact, rtol=3e-2)
     assert abs(loss.item() - exact_loss.item()) < 3e-2 * exact_loss.item()
-    exact_grads = torch.cat([g.flatten() for g in gradients(model, exact_loss).values()])
-    assert F.cosine_similarity(grads, exact_grads, dim=0) > 0.99
+    assert_near(model, grads, gradients(model, exact_loss))
     if residual == 'expert':
         assert exact.pow(2).mean().sqrt() > 8**4               # sqrt(8)^8 times the embedding's
 

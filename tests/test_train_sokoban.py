@@ -123,37 +123,58 @@ def test_sampling_survives_nan():
     assert train_sokoban.sample(torch.full((2, 4), math.nan), torch.tensor([0, 2**52])).tolist() in ([0, 0], [3, 3])
 
 
-@pytest.mark.parametrize('settings', [{}, {'reuse': False}, {'recurrent': False}, {'kind': 'convglu'}], ids=str)
+@pytest.mark.parametrize(
+    'settings',
+    [{}, {'reuse': False}, {'recurrent': False}, {'kind': 'convglu'}, {'kind': 'convglu', 'reuse': False}],
+    ids=str,
+)
 def test_gradient_is_the_losses(tmp_path, settings):
-    """backward() against the loss written out term by term, with the network run again from the rollout's own observations."""
-    run = prepare(tmp_path, gamma=0.9, value_coef=0.7, entropy_coef=0.3, unroll=5, n_envs=6, **settings)
-    with torch.no_grad():                                      # a policy with some opinion
+    """backward() against the loss written out term by term, with the network run again from the rollout's own observations, the one
+    after the last included. Two rollouts of 5 steps and 6 boards; in both an episode ends inside (board 0), one by the last step
+    (board 1: the next rollout starts anew, and there is no value to come) and one by the first (board 2)."""
+    run = prepare(tmp_path, gamma=0.9, gae_lambda=0.8, value_coef=0.7, entropy_coef=0.3, unroll=5, n_envs=6, **settings)
+    with torch.no_grad():                                      # a policy and a memory with some opinion
         run.model.logits.weight.mul_(100)
-    for _ in range(2):                                         # the second starts from a state and inside episodes
+        for p in run.model.parameters():
+            p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+    first = torch.ones(6, dtype=torch.bool)
+    for _ in range(2):
+        run.env.steps[:3] = torch.tensor([120 - 3, 120 - 5, 120 - 1])
         run.optimizer.zero_grad()
         seen, real = [], run.env.observe
         run.env.observe = lambda real=real, seen=seen: seen.append(real()) or seen[-1]
-        first, state = run.start.clone(), tuple(x.clone() for x in run.state)
+        state = tuple(x.clone() for x in run.state)
         batch = train_sokoban.rollout(run)
         stats = train_sokoban.backward(run, batch)
         run.env.observe = real
-    ours = [p.grad.clone() for p in run.model.parameters() if p.numel()]
-    starts = torch.cat([first[None], batch['done'][:-1]])
-    run.optimizer.zero_grad()
-    logits, value, _ = run.model(torch.stack(seen[:5]), starts, state)
-    advantage = train_sokoban.gae(batch['reward'], batch['done'], value.detach(), batch['last'])
+        done = batch['done']
+        assert done[2, 0] and done[4, 1] and done[0, 2] and not done[:, 3:].any()
+        gradients = [p.grad.clone() for p in run.model.parameters() if p.numel()]
+        run.optimizer.zero_grad()
+        wanted = written_out_loss(run.model, torch.stack(seen), torch.cat([first[None], done]), state, batch)
+        wanted[0].backward()
+        assert stats[:4].tolist() == pytest.approx([x.item() for x in wanted], rel=1e-4)
+        for mine, p in zip(gradients, (p for p in run.model.parameters() if p.numel()), strict=True):
+            torch.testing.assert_close(mine, p.grad, rtol=1e-3, atol=1e-5)
+        first = done[-1]
+
+
+def written_out_loss(model, obs, start, state, batch):
+    """obs (T+1, B, ...), start (T+1, B) -> loss, policy loss, value loss, entropy, for the settings of the test above."""
+    logits, value, _ = model(obs, start, state)
+    reward, done, action = batch['reward'], batch['done'], batch['action']
+    T, B = done.shape
     policy, error, entropy = 0.0, 0.0, 0.0
-    for t in range(5):
-        for b in range(6):
+    for b in range(B):
+        advantage = 0.0
+        for t in reversed(range(T)):
+            now, to_come = value[t, b].detach(), 0.0 if done[t, b] else value[t + 1, b].detach()
+            advantage = reward[t, b] + 0.9 * to_come - now + (0.0 if done[t, b] else 0.9 * 0.8 * advantage)
             pi = F.softmax(logits[t, b], -1)
-            policy = policy - torch.log(pi[batch['action'][t, b]]) * advantage[t, b] / 30
-            error = error + (value[t, b] - value[t, b].detach() - advantage[t, b]) ** 2 / 30
-            entropy = entropy - (pi * torch.log(pi)).sum() / 30
-    (policy + 0.7 * error - 0.3 * entropy).backward()
-    assert stats[1:4].tolist() == pytest.approx([policy.item(), error.item(), entropy.item()], rel=1e-4)
-    assert stats[0].item() == pytest.approx((policy + 0.7 * error - 0.3 * entropy).item(), rel=1e-4)
-    for mine, p in zip(ours, (p for p in run.model.parameters() if p.numel()), strict=True):
-        torch.testing.assert_close(mine, p.grad, rtol=1e-3, atol=1e-5)
+            policy = policy - torch.log(pi[action[t, b]]) * advantage / (T * B)
+            error = error + (value[t, b] - (now + advantage)) ** 2 / (T * B)
+            entropy = entropy - (pi * torch.log(pi)).sum() / (T * B)
+    return policy + 0.7 * error - 0.3 * entropy, policy, error, entropy
 
 
 def test_learning_rate_and_clipping(tmp_path):
