@@ -18,9 +18,11 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    config.addinivalue_line('markers', 'long: run with --long alone')
     settings.load_profile('long' if config.getoption('--long') else 'short')
 
 
 def pytest_collection_modifyitems(config, items):
-    for item in items if config.getoption('--long') else ():
-        item.add_marker(pytest.mark.timeout(3600))
+    for item in items:
+        if item.get_closest_marker('long') and not config.getoption('--long'):
+            item.add_marker(pytest.mark.skip(reason='pytest --long runs it'))
