@@ -14,7 +14,7 @@ settings.register_profile('long', max_examples=3000, **COMMON)
 
 
 def pytest_addoption(parser):
-    parser.addoption('--long', action='store_true', help='20 kills a script for 2, 50 times as much drawn input, all docstrings\' commands, 100,000 steps of a stream, the whole demo, half-hour soaks: two hours')
+    parser.addoption('--long', action='store_true', help='20 kills a script for 2, 50 times as much drawn input, all docstrings\' commands, 100,000 steps of a stream, the whole demo, half-hour soaks, and what is slow and rare: two hours')
 
 
 def pytest_configure(config):

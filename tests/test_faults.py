@@ -27,6 +27,7 @@ import data_fineweb as df
 from checkpoint import load_checkpoint, saved_in
 
 ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ['train_lm.py', pytest.param('train_sokoban.py', marks=pytest.mark.long)]      # in short test_train_sokoban.py's own kill must do
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def kill_again_and_again(start, watched, kills, longest):
     return hit
 
 
-@pytest.mark.parametrize('script', ['train_lm.py', 'train_sokoban.py'])
+@pytest.mark.parametrize('script', SCRIPTS)
 def test_training_is_killed(data, tmp_path, script, kills):  # noqa: F811
     """It saves every few updates, so that many kills fall into a save."""
     if script == 'train_lm.py':
@@ -113,7 +114,7 @@ def test_data_fineweb_is_killed(tmp_path, kills):
 
 def test_sweep_is_killed(base, tmp_path, kills):  # noqa: F811
     """The runs go on without it; the next call leaves them alone while they live, and finishes what is left. Each ends as it would have."""
-    argv = ['--plan=lm-small', f'--base={base}', '--width=0.03125', '--only=L=2 d=48', '--length=20', '--workers=2', '--run']
+    argv = ['--plan=lm-small', f'--base={base}', '--width=0.03125', '--only=L=2 d=48', '--length=10', '--workers=2', '--run']
     rows = sweeps.sized(*argv, f'--out_dir={tmp_path}/a')
     assert sweeps.call(*argv, f'--out_dir={tmp_path}/a')[0] == 0
     def start(again):
@@ -152,7 +153,7 @@ def one_line(process, *words):
     assert process.returncode == 2 and err.startswith('error: ') and err.count('\n') == 1 and all(word in err for word in words), out + err
 
 
-@pytest.mark.parametrize('script', ['train_lm.py', 'train_sokoban.py'])
+@pytest.mark.parametrize('script', SCRIPTS)
 def test_a_full_disk(data, disk, tmp_path, script):  # noqa: F811
     """What had been saved stays whole, and when there is room again the run goes on."""
     tests = lm if script == 'train_lm.py' else agents
@@ -231,7 +232,7 @@ def kill_a_rank(launcher, out):
     os.kill(int(random.choice(ranks)), signal.SIGKILL)
 
 
-@pytest.mark.parametrize('script', ['train_lm.py', pytest.param('train_sokoban.py', marks=pytest.mark.long)])
+@pytest.mark.parametrize('script', SCRIPTS)
 def test_a_rank_is_killed(data, tmp_path, script):  # noqa: F811
     """The other one stops and says why; with --max-restarts the launcher starts both again, they resume, and end like a run that was let
     alone."""

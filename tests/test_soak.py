@@ -1,4 +1,4 @@
-"""Long runs: memory and speed stay flat, the log well formed, until ctrl-C. Ten seconds each, in which speed is not looked at: other
+"""Long runs: memory and speed stay flat, the log well formed, until ctrl-C. Four seconds each, in which speed is not looked at: other
 tests run beside; `pytest --long -s tests/test_soak.py`: thirty minutes each of the README's two demos, on a machine that does nothing else."""
 import json
 import os
@@ -25,7 +25,7 @@ def resident(pid):
 @pytest.mark.parametrize('script', ['train_lm.py', 'train_sokoban.py'])
 def test_nothing_grows(data, tmp_path, request, script):  # noqa: F811
     long = request.config.getoption('--long')
-    text, seconds = script == 'train_lm.py', 1800 if long else 10
+    text, seconds = script == 'train_lm.py', 1800 if long else 4
     if long and text:
         assert forks.run([sys.executable, 'data_fineweb.py', '--demo=True', '--tokenizer=bytes', f'--data_dir={tmp_path}/speeches'], cwd=lm.ROOT).returncode == 0
     if long:

@@ -221,7 +221,8 @@ def test_jobs_are_quoted_and_run(base, tmp_path):
     status, out, _ = call(*argv, '--emit=commands')
     lines = out.splitlines()
     assert status == 0 and len(lines) == 1 and lines[0].endswith('--index=0')
-    done = subprocess.run(['sh', '-c', lines[0].replace('python', shlex.quote(sys.executable), 1)], cwd=ROOT, capture_output=True, text=True)
+    words = subprocess.run(['sh', '-c', f'python() {{ printf "%s\\0" "$@"; }}; {lines[0]}'], cwd=ROOT, capture_output=True, text=True).stdout
+    done = forks.run([sys.executable, *words.split('\0')[:-1]], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [p.name for p in tmp_path.iterdir()] == [evil.name] and not (ROOT / 'y').exists()
     assert (evil / 'lm-small' / 'transformer_feedforward_L16_E1_d24_s1' / 'ckpt_last.pt').exists()
@@ -587,7 +588,7 @@ def test_solve_table_of_trained_agents(tmp_path):
     """Trains two tiny agents, and plays where no evaluation is there yet."""
     base = tmp_path / 'base.py'
     base.write_text("split = 'generated'\neval_split = 'generated'\nn_levels = 20\nn_boxes = 1\nmax_moves = 12\nn_envs = 4\nunroll = 5\nhead_dim = 8\n"
-                    "total_steps = 2400\neval_interval = 120\neval_games = 6\nlog_interval = 20\ncompile = False\ndevice = 'cpu'\n")
+                    "total_steps = 1200\neval_interval = 60\neval_games = 6\nlog_interval = 10\ncompile = False\ndevice = 'cpu'\n")
     argv = ['--plan=sokoban-small', f'--base={base}', '--width=0.0625', '--only=L=1 d=8 model=convglu', f'--out_dir={tmp_path}', '--seeds=1', '--workers=2']
     status, out, err = call(*argv, '--run', '--table=solve', '--levels=', '--figure')
     assert status == 0, out + err

@@ -287,8 +287,8 @@ def test_loss_falls_below_the_unigram_entropy(tmp_path, recurrent):
     data_fineweb.write_meta(str(tmp_path), META)
     p = np.bincount(text, minlength=256) / len(text)
     entropy = -(p[p > 0] * np.log(p[p > 0])).sum()
-    status = run(tmp_path, tmp_path / 'out', recurrent=recurrent, n_embd=128, n_head=0, window=32, block_size=32, tokens_per_step=1024,
-                 max_iters=30, eval_interval=30, val_tokens=4096, val_streams=8, warmup_iters=5)
+    status = run(tmp_path, tmp_path / 'out', recurrent=recurrent, n_embd=64, window=16, block_size=16, tokens_per_step=512,
+                 max_iters=30, eval_interval=30, val_tokens=2048, val_streams=8, warmup_iters=5)
     final = read_log(tmp_path / 'out')[-1]
     assert status == 0 and final['val_loss'] < entropy - 0.2 and final['train_loss'] < entropy - 0.2, (final, entropy)
 
