@@ -343,7 +343,7 @@ def chosen_lines() -> list[str]:
 def cross_entropy(logits: torch.Tensor, target: torch.Tensor, grad_scale: float | None, dt: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Summed cross-entropy of softcap(logits) (rows, V) against target (rows, 1), and its gradient times grad_scale in dtype dt
     (None without a grad_scale). Works in the logits' place."""
-    tanh = torch.tanh(logits.div_(SOFTCAP))
+    tanh = torch.tanh(logits / SOFTCAP)
     capped = SOFTCAP * tanh
     lse = torch.logsumexp(capped, -1, keepdim=True)
     loss = (lse - capped.gather(1, target)).sum()

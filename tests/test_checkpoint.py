@@ -8,10 +8,10 @@ import pickle
 import pty
 import random
 import signal
-import subprocess
 import sys
 import time
 
+import forks
 import numpy as np
 import pytest
 import torch
@@ -118,7 +118,7 @@ for kill_at in range(7):
 
 def test_a_kill_at_any_point_of_a_save_leaves_a_whole_checkpoint(tmp_path):
     """The process dies (os._exit) at each point of the third save: half written, fsync, link, two renames, fsync of the folder."""
-    done = subprocess.run([sys.executable, '-c', KILLED, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    done = forks.run([sys.executable, '-c', KILLED, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.split() == ['9'] * 6 + ['0'], done.stderr
     for kill_at in range(7):
         out = tmp_path / str(kill_at)
@@ -347,20 +347,20 @@ print('saved', stopper.signal)
 
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_the_update_finish(number):
-    with subprocess.Popen([sys.executable, '-c', LOOP.format(forever=False)], cwd=ROOT, stdout=-1, stderr=-1, text=True) as process:
+    with forks.Popen([sys.executable, '-c', LOOP.format(forever=False)], cwd=ROOT, stdout=-1, stderr=-1, text=True) as process:
         assert process.stdout.readline() == 'ready\n'
         process.send_signal(number)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate()
     assert process.returncode == 0 and out.endswith(f'saved {int(number)}\n') and 'stopping after this update' in err
 
 
 def test_a_second_ctrl_c_stops_at_once():
-    with subprocess.Popen([sys.executable, '-c', LOOP.format(forever=True)], cwd=ROOT, stdout=-1, stderr=-1, text=True) as process:
+    with forks.Popen([sys.executable, '-c', LOOP.format(forever=True)], cwd=ROOT, stdout=-1, stderr=-1, text=True) as process:
         assert process.stdout.readline() == 'ready\n'
         process.send_signal(signal.SIGINT)
         assert process.stdout.readline() == 'seen\n'
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate()
     assert process.returncode != 0 and 'KeyboardInterrupt' in err
 
 

@@ -3,11 +3,11 @@ import csv
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import forks
 import numpy as np
 import pytest
 import torch
@@ -232,7 +232,7 @@ def arguments(agents, out, *argv):
 
 
 def command(agents, out, *argv):
-    return subprocess.run([sys.executable, str(ROOT / 'probe_sokoban.py'), *arguments(agents, out, *argv)], cwd=out.parent, text=True, capture_output=True, timeout=300)
+    return forks.run([sys.executable, str(ROOT / 'probe_sokoban.py'), *arguments(agents, out, *argv)], cwd=out.parent, text=True, capture_output=True)
 
 
 def test_features_are_the_agents_own(agents, tmp_path):

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import forks
 import numpy as np
 import pytest
 import torch
@@ -606,7 +607,7 @@ def test_pictures(tmp_path):
 
 
 def run(*arguments):
-    return subprocess.run([sys.executable, 'sokoban.py', *arguments], cwd=ROOT, capture_output=True, text=True)
+    return forks.run([sys.executable, 'sokoban.py', *arguments], cwd=ROOT, capture_output=True, text=True)
 
 
 def test_command_line(tmp_path, monkeypatch, capsys):

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import forks
 import pytest
 from test_train import needs
 
@@ -71,13 +72,13 @@ def sized(*argv):
 
 
 def start(*argv):
-    return subprocess.Popen([sys.executable, str(ROOT / 'sweep.py'), *map(str, argv)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+    return forks.Popen([sys.executable, str(ROOT / 'sweep.py'), *map(str, argv)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
                             stderr=subprocess.PIPE, env={**os.environ, 'OMP_NUM_THREADS': '1'})
 
 
 def call(*argv):
     process = start(*argv)
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate()
     return process.returncode, out, err
 
 
@@ -244,7 +245,8 @@ def test_jobs_are_quoted_and_run(base, tmp_path):
     status, out, _ = call(*argv, '--emit=commands')
     lines = out.splitlines()
     assert status == 0 and len(lines) == 1 and lines[0].endswith('--index=0')
-    done = subprocess.run(['sh', '-c', lines[0].replace('python', shlex.quote(sys.executable), 1)], cwd=ROOT, capture_output=True, text=True)
+    words = subprocess.run(['sh', '-c', f'python() {{ printf "%s\\0" "$@"; }}; {lines[0]}'], cwd=ROOT, capture_output=True, text=True).stdout
+    done = forks.run([sys.executable, *words.split('\0')[:-1]], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [p.name for p in tmp_path.iterdir()] == [evil.name] and not (ROOT / 'y').exists()
     assert (evil / 'lm-small' / 'transformer_feedforward_L16_E1_d24_s1' / 'ckpt_last.pt').exists()
@@ -304,11 +306,11 @@ def test_run_skips_resumes_and_survives_a_failure(base, tmp_path):
 def test_ctrl_c_saves_and_the_next_call_goes_on(base, tmp_path):
     argv = ['--plan=lm-small', f'--base={base}', '--width=0.03125', '--only=L=16 d=24', f'--out_dir={tmp_path}', '--workers=2', '--length=100', '--run']
     process = start(*argv)
-    logs, deadline = tmp_path / 'lm-small', time.time() + 120
+    logs, deadline = tmp_path / 'lm-small', time.time() + 600
     while sum(p.stat().st_size > 500 for p in logs.glob('*/log.jsonl')) < 2 and time.time() < deadline:
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate()
     assert process.returncode == 130 and 'the same command goes on' in out, out + err
     rows = sized(*argv)
     assert all(sweep.state_of(row) == 'cut' and 0 < sweep.progress(row)[0] < 1 for row in rows)
@@ -317,7 +319,7 @@ def test_ctrl_c_saves_and_the_next_call_goes_on(base, tmp_path):
     while any(figures.read_log(sweep.folder_of(row))[-1]['step'] <= step for row, step in zip(rows, steps, strict=True)) and time.time() < deadline:
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
+    process.communicate()
     assert process.returncode == 143
     for row, step in zip(rows, steps, strict=True):            # nothing was done twice
         log = figures.read_log(sweep.folder_of(row))
@@ -646,7 +648,7 @@ def test_solve_table_of_trained_agents(tmp_path):
     """Trains two tiny agents, and plays where no evaluation is there yet."""
     base = tmp_path / 'base.py'
     base.write_text("split = 'generated'\neval_split = 'generated'\nn_levels = 20\nn_boxes = 1\nmax_moves = 12\nn_envs = 4\nunroll = 5\nhead_dim = 8\n"
-                    "total_steps = 2400\neval_interval = 120\neval_games = 6\nlog_interval = 20\ncompile = False\ndevice = 'cpu'\n")
+                    "total_steps = 1200\neval_interval = 60\neval_games = 6\nlog_interval = 10\ncompile = False\ndevice = 'cpu'\n")
     argv = ['--plan=sokoban-small', f'--base={base}', '--width=0.0625', '--only=L=1 d=8 model=convglu', f'--out_dir={tmp_path}', '--seeds=1', '--workers=2']
     status, out, err = call(*argv, '--run', '--table=solve', '--levels=', '--figure')
     assert status == 0, out + err

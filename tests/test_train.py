@@ -4,6 +4,7 @@ import lzma
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import forks
 import numpy as np
 import pytest
 import torch
@@ -50,10 +52,8 @@ def run(data, out, *configs, **settings):
 
 
 def start(data, out, *, ranks=1, **settings):
-    command = [sys.executable]
-    if ranks > 1:
-        command += ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={ranks}']
-    return subprocess.Popen([*command, 'train_lm.py', *arguments(data, out, **settings)], cwd=ROOT, text=True,
+    command = [sys.executable] if ranks == 1 else [sys.executable, f'--ranks={ranks}']
+    return forks.Popen([*command, 'train_lm.py', *arguments(data, out, **settings)], cwd=ROOT, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, 'OMP_NUM_THREADS': '1'})
 
 
@@ -246,7 +246,7 @@ def test_ranks_and_micro_batches(data, tmp_path, recurrent):
             run(data, tmp_path / name, **settings)
         else:
             process = start(data, tmp_path / name, ranks=ranks, **settings)
-            out, err = process.communicate(timeout=120)
+            out, err = process.communicate()
             assert process.returncode == 0, err
             assert f'{ranks} ranks x {4 // ranks} micro-batches x 2 rows' in out
     whole, state = read_log(tmp_path / 'whole'), load_checkpoint(tmp_path / 'whole' / 'ckpt_last.pt')['state']
@@ -288,8 +288,8 @@ def test_loss_falls_below_the_unigram_entropy(tmp_path, recurrent):
     data_fineweb.write_meta(str(tmp_path), META)
     p = np.bincount(text, minlength=256) / len(text)
     entropy = -(p[p > 0] * np.log(p[p > 0])).sum()
-    status = run(tmp_path, tmp_path / 'out', recurrent=recurrent, n_embd=128, n_head=0, window=32, block_size=32, tokens_per_step=1024,
-                 max_iters=30, eval_interval=30, val_tokens=4096, val_streams=8, warmup_iters=5)
+    status = run(tmp_path, tmp_path / 'out', recurrent=recurrent, n_embd=64, window=16, block_size=16, tokens_per_step=512,
+                 max_iters=30, eval_interval=30, val_tokens=2048, val_streams=8, warmup_iters=5)
     final = read_log(tmp_path / 'out')[-1]
     assert status == 0 and final['val_loss'] < entropy - 0.2 and final['train_loss'] < entropy - 0.2, (final, entropy)
 
@@ -298,11 +298,11 @@ def test_signals_save_and_exit(data, tmp_path):
     for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
         out = tmp_path / str(number)
         process = start(data, out, max_iters=100000, eval_interval=100000)
-        deadline = time.time() + 60
+        deadline = time.time() + 600
         while (not (out / 'log.jsonl').exists() or (out / 'log.jsonl').read_text().count('\n') < 3) and time.time() < deadline:
             time.sleep(0.01)
         process.send_signal(number)
-        stdout, stderr = process.communicate(timeout=60)
+        stdout, stderr = process.communicate()
         assert process.returncode == status and 'Traceback' not in stderr, stderr
         saved = load_checkpoint(out / 'ckpt_last.pt')
         assert f'stopped after update {saved["step"]}, saved' in stdout
@@ -579,7 +579,7 @@ def test_eval_only(data, tmp_path, capsys):
 def test_sample(data, tmp_path, recurrent):
     run(data, tmp_path, max_iters=2, recurrent=recurrent)
     command = [sys.executable, 'sample.py', f'--out_dir={tmp_path}', '--prompt=né', '--max_new_tokens=20', '--num_samples=2', '--device=cpu']
-    out = [subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60) for _ in range(2)]
+    out = [forks.run(command, cwd=ROOT, capture_output=True, text=True) for _ in range(2)]
     assert out[0].returncode == 0, out[0].stderr
     assert out[0].stdout == out[1].stdout and out[0].stdout.startswith('né') and out[0].stdout.count('---------------\nné') == 1
 
@@ -587,7 +587,7 @@ def test_sample(data, tmp_path, recurrent):
 def test_compile_falls_back(data, tmp_path):
     """Where there is no C++ compiler, one line says so and the run goes on."""
     process = subprocess.run([sys.executable, 'train_lm.py', *arguments(data, tmp_path / 'out', compile=True, max_iters=1)], cwd=ROOT, text=True,
-                             capture_output=True, timeout=120, env={**os.environ, 'CXX': '/nonexistent', 'TORCHINDUCTOR_CACHE_DIR': str(tmp_path)})
+                             capture_output=True, env={**os.environ, 'CXX': '/nonexistent', 'TORCHINDUCTOR_CACHE_DIR': str(tmp_path)})
     assert process.returncode == 0, process.stderr
     assert process.stdout.count('compile = True does not work here, going on without it') == 1
 
@@ -639,6 +639,6 @@ def test_demo_recipe(tmp_path):
     extra = [f'--data_dir={tmp_path}/data', f'--data_dir={tmp_path}/data --out_dir={tmp_path}/out --max_iters=2 --val_tokens=512 --val_streams=8 '
              '--tokens_per_step=256', f'--out_dir={tmp_path}/out --max_new_tokens=5']
     for line, more in zip(recipe, extra, strict=True):
-        done = subprocess.run(f'{line.strip()} {more}', shell=True, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        done = forks.run(shlex.split(f'{line} {more}'), cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     assert 'Fellow citizens' in done.stdout and (tmp_path / 'out' / 'loss.png').stat().st_size > 5000
