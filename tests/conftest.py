@@ -1,10 +1,13 @@
 """The tests' one option, and ctrl-C: a shell starts its background jobs with it ignored, their children inherit that, and the tests that press
-it need the default."""
+it need the default. One thread a process: several spin beside each other, and Inductor's own workers would each import torch."""
+import os
 import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+for name in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'TORCHINDUCTOR_COMPILE_THREADS'):
+    os.environ.setdefault(name, '1')
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
