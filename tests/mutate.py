@@ -50,6 +50,15 @@ AGENT_UPDATES = f'{PAPER}::test_updates_of_an_agent'
 LOSS = 'tests/test_train_sokoban.py::test_gradient_is_the_losses'
 ADVANTAGE = 'tests/test_train_sokoban.py::test_gae_is_the_sum'
 FORGETS = 'tests/test_convlstm.py::test_a_start_forgets'
+BLANKS = (
+    'tests/test_train_sokoban.py::test_returns_are_blank_until_every_board_has_ended_an_episode'
+)
+THRESHOLD = 'tests/test_probe.py::test_the_first_20_steps_alone_set_the_threshold'
+ALL_SOLVE = 'tests/test_probe.py::test_levels_that_all_solve'
+CAUSAL = (
+    'tests/test_probe.py::'
+    'test_the_causal_check_steers_at_the_cell_and_its_control_is_another_free_one'
+)
 BF16 = 'tests/test_model.py::test_fast_is_close_to_plain_in_fp32_and_bf16'
 MUON = 'tests/test_muon.py'
 
@@ -179,6 +188,23 @@ MUTATIONS = {
     ],
     ('convlstm.py', FORGETS): [
         ('return 1 - start.to(', 'return 1 - 0 * start.to('),
+    ],
+    ('train_sokoban.py', BLANKS): [
+        ('run.step * unroll >= TIME_LIMIT', 'run.step > 0'),
+    ],
+    ('probe_sokoban.py', THRESHOLD): [
+        (
+            'early, rows, about = data.step < first, [], {}',
+            'early, rows, about = data.step >= 0, [], {}',
+        ),
+    ],
+    ('probe_sokoban.py', ALL_SOLVE): [
+        ('return np.all([collect(', 'return np.any([collect('),
+    ],
+    ('probe_sokoban.py', CAUSAL): [
+        ('device=x.device), cell] += part', 'device=x.device), cell.flip(0)] += part'),
+        ('direction[way], other)', 'direction[way], cell)'),
+        ('    free[games, cell] = False\n', ''),
     ],
     ('model.py', BF16): [
         (
