@@ -140,9 +140,9 @@ def test_a_folder_of_levels(tmp_path):
         levels, line = load_levels(str(tmp_path), split)
         return len(levels), line
 
-    with pytest.raises(LevelError, match='nowhere: no such folder; --download=True'):
+    with pytest.raises(LevelError, match='nowhere: no such folder: `python sokoban.py .*--download=True'):
         load_levels(str(tmp_path / 'nowhere'), 'unfiltered-test')
-    with pytest.raises(LevelError, match='neither unfiltered-test.pack17.npy nor .*; --download=True'):
+    with pytest.raises(LevelError, match='neither unfiltered-test.pack17.npy nor .*: `python sokoban.py .*--download=True'):
         found('unfiltered-test')
     for split in ('', '-', '../unfiltered-test', 'none.txt/'):
         with pytest.raises(LevelError, match='split = .*expected a file that exists'):
