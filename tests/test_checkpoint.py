@@ -322,6 +322,7 @@ def test_a_disk_without_locks(tmp_path, monkeypatch, capsys):
 
 
 def test_folders_that_cannot_be_used(tmp_path):
+    held = dict(checkpoint.HELD)                               # other tests' runs in this process
     (tmp_path / 'file').write_text('')
     for bad in (tmp_path / 'file', tmp_path / 'file' / 'sub', '', '/proc/run'):
         with pytest.raises(OutDirError) as refusal:
@@ -330,7 +331,7 @@ def test_folders_that_cannot_be_used(tmp_path):
     with pytest.raises(OutDirError, match='nothing to resume'):
         prepare_out_dir(tmp_path / 'none', resume=True)
     assert names(tmp_path) == ['file']
-    assert not checkpoint.HELD
+    assert held == checkpoint.HELD
 
 
 LOOP = """
@@ -361,7 +362,7 @@ def test_a_second_ctrl_c_stops_at_once():
         assert process.stdout.readline() == 'seen\n'
         process.send_signal(signal.SIGINT)
         _, err = process.communicate()
-    assert process.returncode != 0 and 'KeyboardInterrupt' in err
+    assert process.returncode != 0 and err.endswith('\ninterrupted\n') and 'Traceback' not in err
 
 
 def test_under_torchrun_the_launchers_copy_of_ctrl_c_does_not_count(monkeypatch):

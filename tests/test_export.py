@@ -74,7 +74,7 @@ def test_an_export_replaces_its_own(trained, tmp_path, monkeypatch):
     """Also one that was cut between its two files: until the weights are there, config.json describes no model."""
     def full(*_):
         raise OSError(28, 'No space left on device', 'model.safetensors')
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+    with monkeypatch.context() as patch, pytest.raises(OSError):
         patch.setattr(export, 'write_atomic', full)
         call(patch, export, f'--out_dir={trained / "gpt"}', f'--to={tmp_path}')
     with pytest.raises(export.CheckpointError, match='not the description of an exported model'):

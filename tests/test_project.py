@@ -1,11 +1,10 @@
 """The project as a newcomer meets it: --help, settings that do something, config files that load, a file map that is true, an old torch."""
 import ast
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 from test_commands import SCRIPTS
 
@@ -79,5 +78,5 @@ def test_readme_maps_the_files():
 def test_an_old_torch_is_one_line(script, tmp_path):
     (tmp_path / 'old.py').write_text(f'import runpy, sys, torch\ntorch.__version__ = "2.3.1+cu121"\nsys.path.insert(0, {str(ROOT)!r})\n'
                                      f'sys.argv = [{script!r}]\nrunpy.run_path({str(ROOT / script)!r}, run_name="__main__")\n')
-    done = subprocess.run([sys.executable, str(tmp_path / 'old.py')], capture_output=True, text=True, cwd=tmp_path, env={**os.environ, 'OMP_NUM_THREADS': '1'})
+    done = forks.run([sys.executable, str(tmp_path / 'old.py')], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.startswith('error: torch 2.3.1') and done.stderr.count('\n') == 1, done.stderr

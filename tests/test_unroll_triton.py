@@ -52,7 +52,7 @@ def test_interpreted_unroll_is_the_reference(monkeypatch, changes):
     monkeypatch.setattr(unroll, 'GROUP', 2)
     calls = {}
     with_triton(monkeypatch, calls)
-    model = make(RecurrentGPT, dtype=torch.float32, n_embd=24, n_head=2, n_kv_head=1, window=5, **changes)
+    model = make(RecurrentGPT, seed=7, dtype=torch.float32, n_embd=24, n_head=2, n_kv_head=1, window=5, **changes)
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(0.7)                                        # fp32's own error stays small
