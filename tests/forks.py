@@ -20,7 +20,6 @@ import socket
 import subprocess
 import sys
 import threading
-import traceback
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -171,10 +170,10 @@ def leave(order):
         else:
             print(stop.code, file=sys.stderr)
     except KeyboardInterrupt:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
         interrupted = True
-    except BaseException:                                      # noqa: BLE001  as the interpreter prints it
-        traceback.print_exc()
+    except BaseException:                                      # noqa: BLE001  as the interpreter ends
+        sys.excepthook(*sys.exc_info())
     threading._shutdown()                                      # waits for the threads that are no daemons
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
