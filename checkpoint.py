@@ -28,7 +28,7 @@ import subprocess
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from types import FrameType
 from typing import BinaryIO
@@ -666,18 +666,20 @@ def prepare_out_dir(out_dir: str | os.PathLike, resume: bool = False, overwrite:
         raise OutDirError('--resume and --overwrite exclude each other: choose one')
     path = pathlib.Path(out_dir)
     try:
-        if not resume:
-            path.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            hold(path)
         if attempt() == 0:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 (path / BEGUN).unlink()  # a folder that is refused below is not this launch's, however often it is started again
         if resume and not saved_in(path):
             raise OutDirError(f'{path}: nothing to resume from, there is no {LAST}: start without --resume')
+        if not resume:
+            path.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            check_strangers(path, ['config.json'] if resume else run_files)        # before anything is written into it
+            hold(path)
         with tempfile.TemporaryFile(dir=path):
             pass  # a folder without write permission, a read-only disk: better now than after the first hour
-        check_ownership(path, resume, overwrite, run_files)
+        if not resume and not overwrite and (any(path.glob('ckpt_*.pt')) or (path / 'log.jsonl').exists()):
+            raise OutDirError(f'{path}: holds a run already: --resume=True continues it, --overwrite=True replaces it')
     except OSError as error:
         release(path)
         reason = 'it is a file' if path.is_file() else error.strerror
@@ -697,14 +699,11 @@ def prepare_out_dir(out_dir: str | os.PathLike, resume: bool = False, overwrite:
     return path
 
 
-def check_ownership(path: pathlib.Path, resume: bool, overwrite: bool, run_files: tuple[str, ...]) -> None:
-    """OutDirError where a run in this folder would replace or mix files that it must not."""
-    patterns = ['config.json'] if resume else run_files
+def check_strangers(path: pathlib.Path, patterns: Iterable[str]) -> None:
+    """OutDirError where a folder that is no run's holds files of these names: a run in it would replace or mix them."""
     found = sorted(file.name for pattern in patterns for file in path.glob(pattern) if not file.is_dir())
     if found and not is_ours(path):
         raise OutDirError(f'{path}: holds {found[0]}, which no run of ours wrote: choose another out_dir, or move it away yourself')
-    if not resume and not overwrite and (any(path.glob('ckpt_*.pt')) or (path / 'log.jsonl').exists()):
-        raise OutDirError(f'{path}: holds a run already: --resume=True continues it, --overwrite=True replaces it')
 
 
 # -----------------------------------------------------------------------------

@@ -172,7 +172,7 @@ def leave(order):
     except KeyboardInterrupt:
         sys.excepthook(*sys.exc_info())
         interrupted = True
-    except BaseException:                                      # noqa: BLE001  as the interpreter prints it
+    except BaseException:                                      # noqa: BLE001  as the interpreter ends
         sys.excepthook(*sys.exc_info())
     threading._shutdown()                                      # waits for the threads that are no daemons
     atexit._run_exitfuncs()

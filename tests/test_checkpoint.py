@@ -273,7 +273,7 @@ def test_a_strangers_folder_stays_as_it_is(tmp_path, name, content):
                 (tmp_path / 'config.json').write_text('{}')
             prepare_out_dir(tmp_path, resume=True)
         (tmp_path / 'config.json').unlink() if name == LAST else None
-    assert (tmp_path / name).read_text() == content and names(tmp_path) == sorted([LOCK, name])
+    assert (tmp_path / name).read_text() == content and names(tmp_path) == [name]
 
 
 def test_a_run_without_the_mark_is_known_by_its_config(tmp_path):
