@@ -218,11 +218,16 @@ def level(w: dict, s: torch.Tensor, z: torch.Tensor, attend, kind: Kind) -> torc
     return w.get('leave', leave)(w, u, att, gates, kind)
 
 
-def token(ws: list[dict], s: torch.Tensor, z: torch.Tensor, attends: list, kind: Kind) -> torch.Tensor:
-    """One token of the recurrent model: s[0] is s[L] of the token before. s, z (B, D) -> s[L]."""
+def levels(ws: list, s: torch.Tensor, z: torch.Tensor, attends: list, kind: Kind, level=level) -> torch.Tensor:
+    """All levels in turn: s, z (N, D) -> s[L]. level: the one above, or that compiled."""
     for w, attend in zip(ws, attends, strict=True):
         s = level(w, s, z, attend, kind)
     return s
+
+
+def token(ws: list, s: torch.Tensor, z: torch.Tensor, attends: list, kind: Kind, level=level) -> torch.Tensor:
+    """A token of the recurrent model: its s[0] is s[L] of the token before. s, z (B, D) -> s[L]."""
+    return levels(ws, s, z, attends, kind, level)
 
 
 def losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -511,10 +516,9 @@ class GPT(LanguageModel):
             return y.unflatten(1, (h.E, -1)).permute(1, 0, 3, 2, 4).reshape(h.E, B * T, -1)
 
         with torch.autocast(z.device.type, enabled=False):
-            z = s = z.flatten(0, 1)
-            for one in self.levels:
-                s = level(plain_weights(one.weights(), dt), s, z, attend, kind)
-        s = s.unflatten(0, (B, T))
+            z = z.flatten(0, 1)
+            ws = [plain_weights(one.weights(), dt) for one in self.levels]
+            s = levels(ws, z, z, [attend] * len(ws), kind).unflatten(0, (B, T))
         if state is None:
             return s, None
         count = (state.count + T).clamp(max=c.window)
