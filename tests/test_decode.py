@@ -1,20 +1,20 @@
-"""decode.py and sample.py: the ring decoder against the models' chunk path and single steps, states in and out, sampling, static memory,
-generation. pytest -m gpu adds: CUDA graphs against eager steps."""
+"""decode.py and sample.py: the ring decoder held to reference.py, states in and out, sampling, static memory, generation. pytest -m gpu adds: CUDA graphs against eager steps."""
 import gc
 import math
 import sys
 
 import pytest
+import reference
 import torch
+from reference import V, assert_close, assert_same_state, tokens
+from test_model import one_thread  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import decode
 import sample
-import test_model
 import unroll
 from decode import Decoder, generate
 from model import GPT, ModelConfig, RecurrentGPT, State, build_model
-from test_model import V, one_thread  # noqa: F401
 
 KINDS = [RecurrentGPT, GPT]
 VARIANTS = [(kind, {'n_expert': E, **more}) for E in (1, 3) for kind, more in [
@@ -27,24 +27,7 @@ VARIANTS = [(kind, {'n_expert': E, **more}) for E in (1, 3) for kind, more in [
 def make(kind, seed=0, dtype=torch.float64, device='cpu', **changes):
     """A small model of odd sizes with every parameter random and none of them small."""
     sizes = {'n_layer': 3, 'n_embd': 36, 'n_head': 6, 'window': 5}
-    return test_model.make(kind, seed, dtype, **sizes | changes).to(device)
-
-
-def tokens(*shape, seed=0, device='cpu'):
-    return torch.randint(V, shape, generator=torch.Generator().manual_seed(seed)).to(device)
-
-
-def assert_close(a, b, rtol=1e-9, what=''):
-    """Relative in the norm of the whole tensor."""
-    assert a.shape == b.shape and a.dtype == b.dtype, what
-    error, size = (a - b).norm().item(), b.norm().item()
-    assert error <= rtol * size + 1e-13, f'{what}: differs by {error:.3g}, size {size:.3g}'
-
-
-def assert_same_state(a, b, rtol=1e-9):
-    for name, x, y in zip(State._fields, a, b, strict=True):
-        assert x.dtype == y.dtype, name
-        assert_close(x.double(), y.double(), rtol, name)
+    return reference.make(kind, seed, dtype, **sizes | changes).to(device)
 
 
 def feed(decoder, x):
@@ -60,22 +43,17 @@ def feed(decoder, x):
 
 @pytest.mark.parametrize('kind, changes', VARIANTS, ids=lambda x: getattr(x, '__name__', str(x)))
 @pytest.mark.parametrize('B', [1, 3])
-def test_decoder_is_the_model(kind, changes, B):
-    """Past three turns of the ring, against the chunk path and against single steps; and the state it ends with."""
+def test_decoder_is_the_reference(kind, changes, B):
+    """Past three turns of the ring; and the state it ends with."""
     model, x = make(kind, **changes), tokens(B, 3 * 5 + 4)
     with torch.no_grad():
-        expected, end = model(x, state=model.init_state(B))
-        state, steps = model.init_state(B), []
-        for t in range(x.size(1)):
-            logits, state = model.step(x[:, t], state)
-            steps.append(logits)
+        expected, history = reference.run(model, x, reference.History(model, B))
     decoder = Decoder(model, B)
     found = feed(decoder, x)
     assert found.std() > 0.5                                   # nothing to compare in flat logits
     for t in range(x.size(1)):
-        assert_close(found[:, t], expected[:, t], what=f'chunk, token {t}')
-        assert_close(found[:, t], steps[t], what=f'steps, token {t}')
-    assert_same_state(decoder.state(), end)
+        assert_close(found[:, t], expected[:, t], what=f'token {t}')
+    assert_same_state(decoder.state(), history.state())
 
 
 @pytest.mark.parametrize('kind, changes', [(RecurrentGPT, {}), (RecurrentGPT, {'share_kv': False}), (GPT, {})],
@@ -120,7 +98,8 @@ def test_bf16_is_as_exact_as_the_models_own(kind):
     """Against float64, the decoder's error in bf16 is no larger than 1.5 times that of the model under autocast; so in fp32."""
     model, x = make(kind, dtype=torch.float32), tokens(4, 19)
     with torch.no_grad():
-        exact = make(kind)(x, state=make(kind).init_state(4))[0]
+        twin = reference.exact(model)
+        exact, _ = reference.run(twin, x, reference.History(twin, 4))
         for amp, least in ((torch.bfloat16, 1e-3), (torch.float32, 1e-8)):
             with torch.autocast('cpu', torch.bfloat16, enabled=amp == torch.bfloat16):
                 logits, state = model(x, state=model.init_state(4))
@@ -149,13 +128,14 @@ def test_compile(kind, changes, monkeypatch):
 
 def test_greedy_is_the_argmax_and_feeds_itself():
     model, x = make(RecurrentGPT), tokens(3, 4)
-    decoder, seen = Decoder(model, 3), x
+    decoder, logits = Decoder(model, 3), Following(model, x[:, :-1])
     feed(decoder, x[:, :-1])
     token = decoder.step(x[:, -1])
+    assert torch.equal(token, logits.after(x[:, -1]).argmax(-1))
     for _ in range(8):
+        expected = logits.after(token).argmax(-1)
         assert torch.equal(token, decoder.logits.argmax(-1))
-        seen = torch.cat([seen, token[:, None]], 1)
-        assert torch.equal(decoder.step(), full_logits(model, seen).argmax(-1))
+        assert torch.equal(decoder.step(), expected)
 
 
 @pytest.mark.parametrize('temperature, top_k', [(1.0, 0), (0.5, 0), (2.0, 3), (1.0, 1), (0.7, 100)])
@@ -199,39 +179,48 @@ def test_a_seed_makes_generation_repeatable(kind):
 
 # ---- generation ----
 
-def full_logits(model, x):
-    """The last token's logits from the whole sequence at once."""
-    with torch.no_grad():
-        return model(x, state=model.init_state(x.size(0)))[0][:, -1]
+class Following:
+    """The reference's logits along a stream that begins with a prompt (B, T)."""
+
+    def __init__(self, model, prompt):
+        self.model, self.history = model, reference.History(model, len(prompt))
+        for token in prompt.unbind(1):
+            self.after(token)
+
+    @torch.no_grad()
+    def after(self, token):
+        """(B, V) after one more token (B,)"""
+        logits, self.history = reference.run(self.model, token[:, None], self.history)
+        return logits[:, 0]
 
 
 @pytest.mark.parametrize('kind', KINDS)
 @pytest.mark.parametrize('prompt', [1, 3, 19])
-def test_greedy_generation_is_the_forward(kind, prompt):
+def test_greedy_generation_is_the_reference(kind, prompt):
     """Also for a prompt of several chunks (block_size 8) and past the window (5)."""
-    model = make(kind)
-    x = tokens(2, prompt)
+    model, x = make(kind), tokens(2, prompt)
     found = list(generate(model, x, 9, temperature=0))
     assert len(found) == 9
-    for token in found:
-        assert torch.equal(token, full_logits(model, x).argmax(-1))
-        x = torch.cat([x, token[:, None]], 1)
+    logits = Following(model, x[:, :-1])
+    for before, token in zip([x[:, -1], *found], found, strict=False):
+        assert torch.equal(token, logits.after(before).argmax(-1))
     assert len({tuple(t.tolist()) for t in found}) > 1
 
 
 @pytest.mark.parametrize('kind', KINDS)
-def test_sampled_generation_follows_the_forward(kind):
-    """What it draws from at each step are the forward's logits after what it drew; two prompts one after the other do not mix."""
+def test_sampled_generation_follows_the_reference(kind):
+    """What it draws from at each step are the logits after what it drew; two prompts one after the other do not mix."""
     model = make(kind)
     decoder = Decoder(model, 2, temperature=2.0, top_k=3)
     for prompt in (3, 10):
-        x = tokens(2, prompt)
+        x, drawn = tokens(2, prompt), 0
+        following, before = Following(model, x[:, :-1]), x[:, -1]
         for token in decoder.generate(x, 7):
-            logits = full_logits(model, x)
+            logits = following.after(before)
             assert_close(decoder.logits, logits)
             assert (logits.topk(3).indices == token[:, None]).any(1).all()
-            x = torch.cat([x, token[:, None]], 1)
-        assert x.size(1) == prompt + 7
+            before, drawn = token, drawn + 1
+        assert drawn == 7
 
 
 def tensors():
@@ -340,8 +329,8 @@ class TestOnGPU:
 
     @pytest.mark.parametrize('kind, changes', VARIANTS, ids=lambda x: getattr(x, '__name__', str(x)))
     def test_graph_replays_are_eager_steps(self, kind, changes):
-        """3W steps past the capture and a load in between; then the model's own chunk path on the CPU."""
-        model, x = make(kind, device='cuda', **changes), tokens(2, 22, device='cuda')
+        """3W steps past the capture and a load in between; then the reference."""
+        model, x = make(kind, device='cuda', **changes), tokens(2, 22).cuda()
         graphed, eager = Decoder(model, 2), Decoder(model, 2)
         eager.warm = -math.inf                                 # never captured
         for _ in range(2):
@@ -350,7 +339,7 @@ class TestOnGPU:
             assert graphed.graph is not None and eager.graph is None
             assert_same_state(graphed.state(), eager.state())
             exact = make(kind, **changes)
-            assert_close(found.cpu(), exact(x.cpu(), state=exact.init_state(2))[0].detach())
+            assert_close(found.cpu(), reference.run(exact, x.cpu(), reference.History(exact, 2))[0].detach())
             for d in (graphed, eager):
                 d.load(model.init_state(2))
         assert all(torch.equal(graphed.step(), eager.step()) for _ in range(20))             # feeding themselves
@@ -359,7 +348,7 @@ class TestOnGPU:
         model = make(RecurrentGPT, dtype=torch.float32, device='cuda', vocab_size=V)
         with torch.no_grad():
             model.head.mul_(0.05)
-        x = tokens(8, 3, device='cuda')
+        x = tokens(8, 3).cuda()
         runs = [torch.stack(list(generate(model, x, 40, seed=seed, amp=torch.bfloat16))) for seed in (0, 0, 1)]
         assert torch.equal(runs[0], runs[1]) and not torch.equal(runs[0], runs[2])
         assert len({tuple(row) for row in runs[0][4:].tolist()}) == 36                       # replays do not repeat their noise

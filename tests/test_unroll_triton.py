@@ -15,7 +15,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / 'tests')]
 import kernels  # noqa: E402
 import unroll  # noqa: E402
 from model import RecurrentGPT  # noqa: E402
-from test_model import assert_close, assert_same_gradients, assert_same_state, gradients, make, tokens  # noqa: E402
+import reference  # noqa: E402
+from reference import assert_close, assert_same_gradients, assert_same_state, gradients, make, tokens  # noqa: E402
 from test_triton import can_interpret, interpreted, run_interpreted  # noqa: E402
 
 
@@ -46,7 +47,7 @@ def with_triton(monkeypatch, calls, names=unroll.TRITON):
 @interpreted
 @pytest.mark.parametrize('changes', [{'n_expert': 1, 'n_layer': 1}, {'n_expert': 2, 'share_kv': False, 'n_layer': 1},
                                      {'n_expert': 3, 'aggregation': 'softmax_l2'}], ids=str)
-def test_interpreted_unroll_equals_plain(monkeypatch, changes):
+def test_interpreted_unroll_is_the_reference(monkeypatch, changes):
     """Several blocks of 3 tokens, dK and dV in groups of 2, windows that fill up; and evaluation."""
     monkeypatch.setattr(unroll, 'BLOCK', 3)
     monkeypatch.setattr(unroll, 'GROUP', 2)
@@ -56,27 +57,25 @@ def test_interpreted_unroll_equals_plain(monkeypatch, changes):
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(0.7)                                        # fp32's own error stays small
-    T, B, states = 6, 2, dict.fromkeys(('plain', 'compiled'))
+    T, B, state, exact = 4, 2, None, reference.exact(model)
+    model.config.path, history = 'compiled', reference.History(exact, B)
     for chunk in range(2):
         x, y = tokens(B, T, seed=chunk), tokens(B, T, seed=chunk + 10)
-        found = {}
-        for path in states:
-            model.config.path = path
-            loss, states[path] = model(x, y, states[path])
-            found[path] = loss.detach(), gradients(model, loss)
-        assert_close(found['compiled'][0], found['plain'][0], rtol=1e-5)
-        assert_same_gradients(model, found['compiled'][1], found['plain'][1], rtol=1e-4)
-        assert_same_state(states['compiled'], states['plain'], rtol=1e-5)
+        loss, state = model(x, y, state)
+        logits, history = reference.run(exact, x, history)
+        expected = reference.loss_of(logits, y)
+        assert_close(loss, expected, rtol=1e-5)
+        assert_same_gradients(model, gradients(model, loss), gradients(exact, expected), rtol=1e-4)
+        assert_same_state(state, history.state(), rtol=1e-5)
     steps = 2 * T * model.config.n_layer
     assert calls == {'window_attention': steps, 'window_attention_backward': steps, 'expert_relu': steps, 'expert_relu_backward': steps,
                      'norm_sum': steps, 'cross_entropy': 2}
     with torch.no_grad():
-        logits, end = model(x, state=states['compiled'])
-        model.config.path = 'plain'
-        want, want_end = model(x, state=states['plain'])
+        logits, end = model(x, state=state)
+        expected, history = reference.run(exact, x, history)
     assert calls['window_attention'] == steps * 3 // 2
-    assert_close(logits, want, rtol=1e-5)
-    assert_same_state(end, want_end, rtol=1e-5)
+    assert_close(logits, expected, rtol=1e-5)
+    assert_same_state(end, history.state(), rtol=1e-5)
 
 
 @interpreted
@@ -87,15 +86,14 @@ def test_interpreted_kernels_beside_compiled_pieces(monkeypatch, share_kv, name)
     monkeypatch.setattr(unroll, 'BLOCK', 3)
     calls = {}
     with_triton(monkeypatch, calls, [name])
-    model, x = make(RecurrentGPT, dtype=torch.float32, n_layer=1, share_kv=share_kv), tokens(2, 4)
-    found = {}
-    for path in ('compiled', 'plain'):
-        model.config.path = path
-        loss, _ = model(x, x)
-        found[path] = loss.detach(), gradients(model, loss)
+    model, x = make(RecurrentGPT, dtype=torch.float32, n_layer=1, share_kv=share_kv, path='compiled'), tokens(2, 4)
+    loss, _ = model(x, x)
+    grads = gradients(model, loss)
     assert len(calls) == {'attention': 3, 'experts': 3, 'experts_backward': 2}[name]         # the loss is one of them
-    assert_close(found['compiled'][0], found['plain'][0], rtol=1e-5)
-    assert_same_gradients(model, found['compiled'][1], found['plain'][1], rtol=1e-3)
+    exact = reference.exact(model)
+    expected = reference.loss_of(reference.run(exact, x)[0], x)
+    assert_close(loss, expected, rtol=1e-5)
+    assert_same_gradients(model, grads, gradients(exact, expected), rtol=1e-4)
 
 
 def made_plan(device='cpu', E=3, share_kv=True, W=5, grad=True):
