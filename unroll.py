@@ -36,10 +36,10 @@ class Recipe(NamedTuple):
     """What the model says of itself, and how it is to run."""
 
     token: Callable  # token(ws, s, z, attends, kind) -> the next s: all levels
-    leave: Callable  # the named piece that a Triton kernel may stand in for
-    heads: Callable  # the same, before attention
+    heads: Callable  # what a level gives its window: the piece before attention
     kind: NamedTuple  # with .heads: kernels.Heads, .aggregation
     dt: torch.dtype
+    wide: torch.dtype
     compile: bool
     graphs: bool
 
@@ -198,7 +198,7 @@ class Product:
     def __init__(self, w: torch.Tensor, recipe: Recipe, uses: int, B: int):
         self.dt, self.compile, self.uses, self.B = recipe.dt, recipe.compile, uses, B
         self.keep = torch.is_grad_enabled() and w.requires_grad
-        self.wide = w.dtype
+        self.wide = recipe.wide
         self.f, self.count, self.x, self.g, self.given = None, 0, [], [], set()
         cast = w.detach().to(self.dt)
         self.w = Weight.apply(w, self, cast) if self.keep else cast
@@ -654,38 +654,239 @@ def unroll(
     differentiated; weights: model.Level.weights of each level. Returns s[L] of each token (T, B, D) and the
     new state's four tensors."""
     s, k, v, count = state
-    (T, B, D), (L, _, C, W, K), h = z.shape, k.shape, recipe.kind.heads
-    grad, spans = torch.is_grad_enabled(), blocks(T)
-    kept = L * B * C * h.M * sum(n * (W + n) for _, n in spans) * recipe.dt.itemsize
-    triton = frozenset()
-    if recipe.compile:
-        triton = choose(recipe, weights[0], (B, D, W, min(T, BLOCK)), z)
-    rest = {'keep_p': grad and not z.is_cuda and kept <= KEPT_WEIGHTS, 'triton': triton}
-    graphs = recipe.graphs and can_capture(z)
+    (T, B, D), (L, _, C, W, K), spans = z.shape, k.shape, blocks(len(z))
+    grad, out, kv = torch.is_grad_enabled(), [], tuple(x.reshape(L, B * C, W, K) for x in (k, v))
+    weights_bytes = L * B * C * recipe.kind.heads.M * sum(n * (W + n) for _, n in spans)
+    keep_p = grad and not z.is_cuda and weights_bytes * recipe.dt.itemsize <= KEPT_WEIGHTS
     with torch.cuda.device_of(z):
-        ws = None if graphs else [bind_with(triton, w, recipe, T, (B, D)) for w in weights]
-        kv, out = tuple(x.reshape(L, B * C, W, K) for x in (k, v)), []
-        for i, (t, n) in enumerate(spans):
-            last = i == len(spans) - 1
-            block = make_block(n, s, count + t, W, recipe)._replace(**rest)
-            carry = grad and len(spans) > 1
-            if carry:
-                block, kv = block._replace(first=0), tuple(x.to(s.dtype) for x in kv)
-            out_i, s, kv = run_block(ws, block, z[t : t + n], s, kv, carry and not last)
-            out.append(out_i)
+        triton = choose(recipe, weights[0], (B, D, W, min(T, BLOCK)), grad) if recipe.compile else frozenset()
+        rest = {'keep_p': keep_p, 'triton': triton}
+        if recipe.graphs and can_capture(z):
+            run = replayed_blocks(weights, recipe, (B, D, W), rest)
+        else:
+            ws = [bind(w, recipe, T, (B, D)) for w in weights]
+
+            def run(last, z, s, kv, count):
+                carry = grad and len(spans) > 1
+                block = make_block(len(z), s, count, W, recipe)._replace(**rest, first=0 if carry else W)
+                return run_block(ws, block, z, s, tuple(x.to(s.dtype) for x in kv) if carry else kv, carry and not last)
+
+        for t, n in spans:
+            out_t, s, kv = run(t + n == T, z[t : t + n], s, kv, count + t)
+            out.append(out_t)
     out = torch.cat(out) if len(out) > 1 else out[0]
     new_k, new_v = (x.detach().to(k.dtype).view(k.shape) for x in kv)
     return out, (out[-1].detach().clone(), new_k, new_v, (count + T).clamp(max=W))
 
 
-def bind_with(triton: frozenset, weights: dict, recipe: Recipe, uses: int, sizes: tuple) -> dict:
-    return bind(weights, recipe, uses, sizes)
-
-
-def choose(recipe, weights, sizes, z):
-    return frozenset()
+# ---- a block as two CUDA graphs ----
 
 
 def can_capture(x: torch.Tensor) -> bool:
     # inside a capture a block becomes a part of that graph
     return x.is_cuda and not torch.cuda.is_current_stream_capturing()
+
+
+class Replay:
+    """Blocks of n tokens by graphs on fixed memory: the forward alone, and the forward again with its
+    backward. A chunk keeps a block's inputs for that, and nothing else."""
+
+    @torch.inference_mode(False)
+    def __init__(self, n: int, weights: list[dict], recipe: Recipe, sizes: tuple, rest: dict):
+        (B, D, W), h, self.recipe, self.rest, self.graphs = sizes, recipe.kind.heads, recipe, rest, {}
+        self.sizes, device = sizes, weights[0]['wqkv'].device
+        cache = len(weights), B * h.C, W, h.K
+        shapes = {'z': (n, B, D), 's': (B, D), 'k': cache, 'v': cache}
+        shapes |= {'out': (n, B, D), 's_out': (B, D), 'k_out': cache, 'v_out': cache}
+        self.x = {name: torch.zeros(x, dtype=recipe.wide, device=device) for name, x in shapes.items()}
+        self.d = {name: torch.zeros_like(x) for name, x in self.x.items()}
+        self.count = torch.zeros(B, dtype=torch.int64, device=device)
+
+    def block(self) -> Block:
+        n, s, W = len(self.x['z']), self.x['s'], self.sizes[2]
+        return make_block(n, s, self.count, W, self.recipe)._replace(**self.rest, first=0)
+
+    @torch.no_grad()
+    def forward(self, weights: list[dict]) -> torch.Tensor:
+        ws = [bind(w, self.recipe, len(self.x['z']), self.sizes[:2]) for w in weights]
+        x = self.x
+        out, s, kv = run_block(ws, self.block(), x['z'], x['s'], (x['k'], x['v']), False)
+        for name, y in zip(('out', 's_out', 'k_out', 'v_out'), (out, s, *kv), strict=True):
+            x[name].copy_(y)
+        return x['out']
+
+    @torch.enable_grad()
+    def backward(self, weights: list[dict], totals: list[dict]) -> torch.Tensor:
+        ws = [bind(w, self.recipe, len(self.x['z']), self.sizes[:2]) for w in weights]
+        inputs = [self.x[name].detach().requires_grad_() for name in 'zskv']
+        z, s, *kv = inputs
+        out, s, kv = run_block(ws, self.block(), z, s, tuple(kv), True)
+        given = [self.d[name] for name in ('out', 's_out', 'k_out', 'v_out')]
+        found = torch.autograd.grad((out, s, *kv), inputs, given)
+        for name, g in zip('zskv', found, strict=True):
+            self.d[name].copy_(g)
+        for w, total in zip(ws, totals, strict=True):
+            for name in total:
+                holder = w[name] if isinstance(w[name], Product) else w[name].place[0]
+                total[name].add_(holder.flush())
+        return self.d['z']
+
+
+class Replayed(torch.autograd.Function):
+    """A block of a chunk by a Replay. used: what `Weight` gave, so that its backward comes after all."""
+
+    @staticmethod
+    def forward(ctx, replay, fixed, last, count, z, s, k, v, *used):
+        ctx.replay, ctx.fixed, ctx.last = replay, fixed, last
+        ctx.save_for_backward(count, z, s, k, v)
+        fill(replay, count, z, s, k, v)
+        graphed(replay.graphs, 'forward', replay.forward, fixed.weights)
+        return tuple(replay.x[name].clone() for name in ('out', 's_out', 'k_out', 'v_out'))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        replay, fixed = ctx.replay, ctx.fixed
+        if ctx.last:
+            fixed.start()
+        fill(replay, *ctx.saved_tensors)
+        for name, g in zip(('out', 's_out', 'k_out', 'v_out'), grads, strict=True):
+            replay.d[name].copy_(g)
+        graphed(replay.graphs, 'backward', replay.backward, fixed.weights, fixed.totals)
+        return None, None, None, None, *(replay.d[name].clone() for name in 'zskv'), *[None] * len(fixed.own)
+
+
+def fill(replay: Replay, count: torch.Tensor, *inputs: torch.Tensor) -> None:
+    replay.count.copy_(count)
+    for name, x in zip('zskv', inputs, strict=True):
+        replay.x[name].copy_(x)
+
+
+class Fixed:
+    """Weights and their gradients where graphs of blocks find them. own: a chunk's."""
+
+    @torch.inference_mode(False)
+    def __init__(self, weights: list[dict], recipe: Recipe):
+        def like(x):
+            return torch.zeros_like(x, dtype=recipe.dt if x.dim() > 1 else recipe.wide).requires_grad_()
+
+        self.weights = [{name: like(x) for name, x in w.items()} for w in weights]
+        self.totals = [{n: torch.zeros_like(x, dtype=recipe.wide) for n, x in w.items()} for w in self.weights]
+
+    def start(self) -> None:
+        """This chunk's weights; no gradients yet."""
+        with torch.no_grad():
+            for fixed, x in zip((x for w in self.weights for x in w.values()), self.own, strict=True):
+                fixed.copy_(x)
+        for total in (x for w in self.totals for x in w.values()):
+            total.zero_()
+
+    def of(self, weights: list[dict]) -> 'Fixed':
+        """The same memory, for a chunk with these weights."""
+        mine = object.__new__(Fixed)
+        mine.weights, mine.totals = self.weights, self.totals
+        mine.own = [x.detach() for w in weights for x in w.values()]
+        mine.start()
+        return mine
+
+
+class Total(NamedTuple):
+    total: torch.Tensor
+
+    def flush(self) -> torch.Tensor:
+        return self.total.clone()
+
+
+def replayed_blocks(weights: list[dict], recipe: Recipe, sizes: tuple, rest: dict) -> Callable:
+    """-> run(last, z, s, kv, count), a block of this chunk."""
+    shapes = tuple(tuple((name, x.shape) for name, x in w.items()) for w in weights)
+    key = recipe, shapes, weights[0]['wqkv'].device
+    if key not in _blocks:
+        _blocks[key] = {'fixed': Fixed(weights, recipe)}
+    mine = _blocks[key]
+    fixed = mine['fixed'].of(weights)
+    totals = [x for w in fixed.totals for x in w.values()]
+    every = [x for w in weights for x in w.values()]
+    used = [Weight.apply(x, Total(total), x.detach()) for x, total in zip(every, totals, strict=True)]
+
+    def run(last, z, s, kv, count):
+        name = len(z), *sizes, rest['triton']
+        if name not in mine:
+            mine[name] = Replay(len(z), weights, recipe, sizes, rest)
+        kv = (x.to(recipe.wide) for x in kv)
+        out, s, *kv = Replayed.apply(mine[name], fixed, last, count, z, s, *kv, *used)
+        return out, s, tuple(kv)
+
+    return run
+
+
+# ---- Triton or not: measured, for the sizes at hand ----
+
+TRITON = ('attention',)
+
+
+def trials(recipe: Recipe, weights: dict, sizes: tuple, grad: bool) -> dict:
+    """{name: function(triton)} of one token, windows full, on made-up numbers: by the model's own piece or by
+    the kernel that may stand in for it, with its backward where there are gradients. sizes B, D, W, n."""
+    (B, D, W, n), h, device = sizes, recipe.kind.heads, weights['wqkv'].device
+    made = torch.Generator(device).manual_seed(0)  # the training's own go on as if nothing had been measured
+
+    def random(*shape, dtype=recipe.dt):
+        return torch.randn(shape, device=device, generator=made).to(dtype)
+
+    s, count = torch.zeros(B, D, dtype=recipe.wide, device=device), torch.full((B,), W, device=device)
+    qkv, datt = random(B, weights['wqkv'].size(0)), random(h.E, B, h.G * h.R * h.K)
+    cache, t, windows = [random(B * h.C, W + n, h.K) for _ in range(2)], n - 1, {}
+    own, before = slice(W + t // GROUP * GROUP, W + n), slice(t // GROUP * GROUP + 1, W)
+
+    def attention(triton):
+        with torch.set_grad_enabled(grad):
+            if triton not in windows:
+                names = frozenset(TRITON if triton else ())
+                block = make_block(n, s, count, W, recipe)._replace(triton=names)
+                windows[triton] = window = Window(block, None)
+                window.load(*(x[:, :W] for x in cache))
+                for buffer, x in zip((window.k, window.v), cache, strict=True):
+                    buffer[:, W:] = x[:, W:]
+                window.handle = s.new_zeros((), requires_grad=grad)  # the memory stays
+            window = windows[triton]
+            window.t, x = t, qkv.detach().requires_grad_(grad)
+            att = window(recipe.heads, x, h=h, wide=recipe.wide)
+            out = [att.detach(), *(buffer[:, W + t] for buffer in (window.k, window.v, window.kn))]
+            if not grad:
+                return out
+            for buffer in window.back[:2] if window.back else ():
+                buffer[:, own].zero_()
+            out += torch.autograd.grad(att, x, datt)
+        dk, dv, p, ds, do = window.back
+        later = [x[:, t % GROUP, :, before] for x in (p, ds)] if before.start < before.stop else []
+        return *out, *later, do[:, t % GROUP], dk[:, own], dv[:, own]
+
+    return {'attention': attention}
+
+
+def trial_cost(recipe: Recipe, sizes: tuple) -> dict:
+    """{name: (FLOPs of products, bytes)} of each trial with gradients: what must be read and written once at
+    least, nothing between its pieces."""
+    (B, D, W, n), h, size, wide = sizes, recipe.kind.heads, recipe.dt.itemsize, recipe.wide.itemsize
+    rows, window, own = h.E * B * h.G * h.R * h.K, B * h.C * h.M * W, n - (n - 1) // GROUP * GROUP
+    cache = 2 * B * h.C * W * h.K * size
+    # keys and values twice, queries, outputs and their gradients in and out, p and ds; dk, dv of the group
+    # read and written
+    moved = 2 * cache + 8 * rows * size + 2 * window * size + 4 * B * h.C * own * h.K * wide
+    return {'attention': (2 * 5 * window * h.K, moved)}
+
+
+def choose(recipe: Recipe, weights: dict, sizes: tuple, grad: bool) -> frozenset:
+    """The Triton kernels that agree with the model's own pieces here, in values and gradients, and beat them
+    compiled. CUDA only; measured once, by CUDA graphs: so not while another is captured, where what was not
+    measured before stays compiled."""
+    device = weights['wqkv'].device
+    if device.type != 'cuda' or recipe.wide != torch.float32 or triton_module() is None:
+        return frozenset()
+    key = recipe._replace(graphs=False), sizes, device, grad
+    if key not in chosen:
+        if torch.cuda.is_current_stream_capturing():
+            return frozenset()
+        tried = trials(recipe, weights, sizes, grad)
+        chosen[key] = {name: compare(run) for name, run in tried.items()}
+    return frozenset(name for name, found in chosen[key].items() if wins(found))
