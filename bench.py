@@ -41,7 +41,7 @@ from data_fineweb import REAL_VOCAB, VOCAB, open_meta, write_meta, write_shard
 from decode import Decoder
 from measure import column, compare_reports, earlier_rows, end_all, figure, header, key, make_yardsticks, markdown, measure, show
 from measure import speedup, spread, write_results
-from model import LanguageModel, ModelConfig, State, build_model
+from model import LanguageModel, ModelConfig, State, build_model, heads, losses, token
 
 # what
 suite = 'cpu'                   # 'cpu', 'train', 'decode', 'kernels' or 'sokoban'
@@ -127,7 +127,7 @@ def make_chunk(model: dict, recurrent: bool, kind: str, amp: torch.dtype, B: int
     def head():
         rows.grad = model.head.grad = None
         with train_lm.autocast(kind, amp):
-            kernels.head_loss(rows, model.head, y.flatten(), model.config.path == 'compiled').backward()
+            kernels.head_loss(rows, model.head, y.flatten(), losses, model.config.path == 'compiled').backward()
     parts = {'chunk': chunk}
     if optimizer:
         optimizers = train_lm.make_optimizers(model)

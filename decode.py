@@ -15,6 +15,7 @@ Decoding at the memory limit: one token for each of B streams a step, in memory 
 Shape letters as in model.py; C cache heads (G, or E*G where experts own their cache), M = E*H / C query heads a cache head. `dt` is
 the dtype of matrix products; the state, norms, softmax and logits are `wide`: the model's own.
 """
+
 import math
 from collections.abc import Iterator
 
@@ -56,41 +57,59 @@ class Decoder:
     `logits` (B, V) holds the last step's, soft-capped."""
 
     @torch.no_grad()
-    def __init__(self, model: LanguageModel, B: int, amp: torch.dtype = torch.float32, temperature: float = 0.0, top_k: int = 0,
-                 seed: int | torch.Generator | None = 0, compile: bool = False):
+    def __init__(
+        self,
+        model: LanguageModel,
+        B: int,
+        amp: torch.dtype = torch.float32,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        seed: int | torch.Generator | None = 0,
+        compile: bool = False,
+    ):
         c, device, wide = model.config, model.embedding.device, model.embedding.dtype
         dt = amp if amp == torch.bfloat16 else wide
         C, K, W = model.levels[0].kind().heads.C, c.head_dim, c.window
         self.model, self.amp, self.temperature, self.top_k = model, amp, temperature, top_k
-        self.generator = torch.Generator(device).manual_seed(seed) if isinstance(seed, int) else seed
+        self.generator = (
+            torch.Generator(device).manual_seed(seed) if isinstance(seed, int) else seed
+        )
         self.kind = model.levels[0].kind()
         self.levels = []
         for one in model.levels:
             tensors = {
-                name: x.detach().to(dt) if x.dim() > 1 else x.detach().view(-1)  # 0-dim is traced twice
+                name: x.detach().to(dt)
+                if x.dim() > 1
+                else x.detach().view(-1)  # 0-dim is traced twice
                 for name, x in one.weights().items()
             }
             self.levels.append(plain_weights(tensors, dt) | {'tensors': tensors})
         self.embedding, self.readout = model.embedding.detach(), model.head.detach().to(dt)
         self.level_step = compiled(level_step) if compile else None
-        self.k, self.v = (torch.zeros(c.n_layer, B * C, W, K, dtype=dt, device=device) for _ in range(2))   # empty slots must be finite
+        self.k, self.v = (
+            torch.zeros(c.n_layer, B * C, W, K, dtype=dt, device=device) for _ in range(2)
+        )  # empty slots must be finite
         self.s = torch.zeros(B, c.n_embd if model.recurrent else 0, dtype=wide, device=device)
         self.logits = torch.zeros(B, c.vocab_size, dtype=wide, device=device)
         self.token, self.count = torch.zeros(2, B, dtype=torch.int64, device=device)
-        self.head = torch.full((1,), W - 1, device=device)     # slot of the newest entry
+        self.head = torch.full((1,), W - 1, device=device)  # slot of the newest entry
         self.slot = torch.arange(W, device=device)
-        angles = rope_table(W + 1, K, torch.empty((), dtype=torch.float64, device=device))   # rounded once, not also as angles
-        self.rope = torch.stack(angles, 1).to(wide)            # (W + 1, 2, K/2), cos and sin
-        self.steps, self.warm, self.graph = 0, 0, None         # steps since the load
+        angles = rope_table(
+            W + 1, K, torch.empty((), dtype=torch.float64, device=device)
+        )  # rounded once, not also as angles
+        self.rope = torch.stack(angles, 1).to(wide)  # (W + 1, 2, K/2), cos and sin
+        self.steps, self.warm, self.graph = 0, 0, None  # steps since the load
 
     @torch.no_grad()
     def load(self, state: State) -> None:
         """Go on from a state of the model (B streams); the next step wants a token."""
         (L, _, W, K), B, C = self.k.shape, self.token.numel(), self.kind.heads.C
         if state.k.shape != (L, B, C, W, K):
-            raise ValueError(f'load: keys of shape {tuple(state.k.shape)} do not fit this decoder: {L} levels, {B} streams, {C} heads, '
-                             f'a window of {W}, head size {K}')
-        for keys, k in zip(self.k, state.k, strict=True):      # oldest in slot 0, newest in slot W - 1
+            raise ValueError(
+                f'load: keys of shape {tuple(state.k.shape)} do not fit this decoder: {L} levels, {B} streams, {C} heads, '
+                f'a window of {W}, head size {K}'
+            )
+        for keys, k in zip(self.k, state.k, strict=True):  # oldest in slot 0, newest in slot W - 1
             keys.copy_(apply_rope(k, *self.rope[:-1].unbind(1)).view(keys.shape))
         self.v.copy_(state.v.reshape(self.v.shape))
         self.s.copy_(state.s)
@@ -103,11 +122,17 @@ class Decoder:
         """The model's state now, a copy: keys not rotated, oldest first."""
         C, K, W = self.kind.heads.C, self.kind.heads.K, self.slot.numel()
         order = (self.head + 1 + self.slot) % W
-        cos, sin = self.rope[torch.where(self.slot <= self.head, self.slot, W - self.slot)].unbind(1)
-        sin = torch.where((self.slot <= self.head)[:, None], sin, -sin)                      # beyond the head the angle is j - W
+        cos, sin = self.rope[torch.where(self.slot <= self.head, self.slot, W - self.slot)].unbind(
+            1
+        )
+        sin = torch.where(
+            (self.slot <= self.head)[:, None], sin, -sin
+        )  # beyond the head the angle is j - W
         shape = len(self.k), self.token.numel(), C, W, K
         k = torch.stack([apply_rope(keys, cos, -sin).to(keys.dtype)[:, order] for keys in self.k])
-        return State(self.s.clone(), k.view(shape), self.v[:, :, order].view(shape), self.count.clone())
+        return State(
+            self.s.clone(), k.view(shape), self.v[:, :, order].view(shape), self.count.clone()
+        )
 
     def draw(self, logits: torch.Tensor) -> torch.Tensor:
         """The next token (B,) for logits (B, V). Softmax sampling without its sum: argmax of p / x with x ~ Exp(1)."""
@@ -130,11 +155,18 @@ class Decoder:
         self.head.add_(1).remainder_(W)
         self.count.add_(1).clamp_(max=W)
         rope = self.rope.index_select(0, self.head)[0]
-        empty = (self.head - self.slot) % W >= self.count[:, None]                           # older than the stream: (B, W)
-        bias = torch.zeros_like(empty, dtype=self.s.dtype).masked_fill_(empty, -math.inf)[:, None, None]
+        empty = (self.head - self.slot) % W >= self.count[:, None]  # older than the stream: (B, W)
+        bias = torch.zeros_like(empty, dtype=self.s.dtype).masked_fill_(empty, -math.inf)[
+            :, None, None
+        ]
         z = norm(F.embedding(self.token, self.embedding))
-        s = self.s if self.kind.recurrent else z.clone()       # not z itself: torch.compile would trace the first level apart
-        rings = [(keys, values, self.head, rope, bias) for keys, values in zip(self.k, self.v, strict=True)]
+        s = (
+            self.s if self.kind.recurrent else z.clone()
+        )  # not z itself: torch.compile would trace the first level apart
+        rings = [
+            (keys, values, self.head, rope, bias)
+            for keys, values in zip(self.k, self.v, strict=True)
+        ]
 
         def one(w, s, z, ring, kind):
             if self.level_step is None:
@@ -145,7 +177,9 @@ class Decoder:
         s = step(self.levels, s, z, rings, self.kind, one)
         if self.kind.recurrent:
             self.s.copy_(s)
-        self.logits.copy_(softcap(F.linear(norm(s).to(self.readout.dtype), self.readout).to(s.dtype)))
+        self.logits.copy_(
+            softcap(F.linear(norm(s).to(self.readout.dtype), self.readout).to(s.dtype))
+        )
         self.token.copy_(self.draw(self.logits))
 
     @torch.no_grad()
@@ -154,7 +188,7 @@ class Decoder:
         clone it to keep it. On a GPU the first three steps run as they are, the fourth is captured, and all from there on replay it."""
         if token is not None:
             self.token.copy_(token)
-        if self.steps % self.slot.numel() == 0:                # once a turn: outside the graph
+        if self.steps % self.slot.numel() == 0:  # once a turn: outside the graph
             self.rewind()
         self.steps += 1
         if not self.token.is_cuda or self.warm < 3:
@@ -162,7 +196,7 @@ class Decoder:
             self.advance()
             return self.token
         with torch.cuda.device_of(self.token):
-            if self.graph is None:                             # kernels.graphed, with a generator
+            if self.graph is None:  # kernels.graphed, with a generator
                 graph = torch.cuda.CUDAGraph()
                 if self.generator is not None:
                     graph.register_generator_state(self.generator)
@@ -195,7 +229,16 @@ class Decoder:
             n += 1
 
 
-def generate(model: LanguageModel, idx: torch.Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int = 0,
-             seed: int | torch.Generator | None = None, amp: torch.dtype = torch.float32) -> Iterator[torch.Tensor]:
+def generate(
+    model: LanguageModel,
+    idx: torch.Tensor,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    seed: int | torch.Generator | None = None,
+    amp: torch.dtype = torch.float32,
+) -> Iterator[torch.Tensor]:
     """Continue prompts idx (B, T >= 1) with a Decoder of its own: see there. Yields (B,) tokens, each a new tensor."""
-    yield from Decoder(model, idx.size(0), amp, temperature, top_k, seed).generate(idx, max_new_tokens)
+    yield from Decoder(model, idx.size(0), amp, temperature, top_k, seed).generate(
+        idx, max_new_tokens
+    )

@@ -21,7 +21,9 @@ import torch.nn.functional as F
 EPS = 1e-6  # of every RMSNorm and of the routed aggregations' denominators
 ROPE_BASE = 10000.0
 SOFTCAP = 15.0  # logits are SOFTCAP * tanh(x / SOFTCAP), in fp32
-LOGITS_PER_SLICE = 2**24  # head and loss: logits held at a time, 64 MiB in fp32; eight times as many on a GPU
+LOGITS_PER_SLICE = (
+    2**24
+)  # head and loss: logits held at a time, 64 MiB in fp32; eight times as many on a GPU
 
 
 class Heads(NamedTuple):
@@ -111,7 +113,9 @@ def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return F.linear(x, w)
     if w.size(0) == 1:  # a batch of one costs copies
         return F.linear(x[0], w[0]).unsqueeze(0)
-    if x.size(1) == 1 and not w.is_cuda and w.dtype != torch.bfloat16:  # 1.5x the speed of the other order
+    if (
+        x.size(1) == 1 and not w.is_cuda and w.dtype != torch.bfloat16
+    ):  # 1.5x the speed of the other order
         return torch.bmm(w, x.transpose(1, 2)).transpose(1, 2)
     return torch.bmm(x, w.transpose(1, 2))
 
@@ -283,7 +287,9 @@ def slice_loss(
     return (compiled(run) if way == 'compiled' else run)(logits, targets, grad_scale, logits.dtype)
 
 
-def loss_by_triton(losses: Callable, rows: int, V: int, dt: torch.dtype, device: torch.device) -> bool:
+def loss_by_triton(
+    losses: Callable, rows: int, V: int, dt: torch.dtype, device: torch.device
+) -> bool:
     """Whether the Triton kernel agrees with `losses`, in value and gradient, and beats it compiled, for
     slices of this size. Not measured while a CUDA graph is captured."""
     if device.type != 'cuda' or dt == torch.float64 or triton_module() is None:
@@ -337,7 +343,11 @@ class HeadLoss(torch.autograd.Function):
 
 
 def head_loss(
-    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, losses: Callable, compile: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    losses: Callable,
+    compile: bool = False,
 ) -> torch.Tensor:
     """Mean over rows of losses(x @ weight.T, targets). x (N, D), weight (V, D), targets (N,) int64;
     losses(logits (rows, V) fp32, targets (rows,)) -> their sum."""

@@ -49,7 +49,9 @@ class ModelConfig:
     block_size: int = 64  # T, tokens of a training chunk
     aggregation: str = 'sqrt_sum'  # one of AGGREGATIONS
     share_kv: bool = True  # recurrent: one cache entry a level, or one for each expert
-    residual: str = 'expert'  # GPT: each expert keeps its own ('expert', the paper's rule) or 'shared'
+    residual: str = (
+        'expert'  # GPT: each expert keeps its own ('expert', the paper's rule) or 'shared'
+    )
     router_dim: int = 64  # width of the router's queries and keys (routed aggregations)
     # recurrent: 'fast' (unroll.py) or 'plain' (the equations, token by token); 'compiled': fast, its pieces
     # by torch.compile, also for GPT's training; 'graphed': compiled, in replayed CUDA graphs of blocks
@@ -218,14 +220,18 @@ def level(w: dict, s: torch.Tensor, z: torch.Tensor, attend, kind: Kind) -> torc
     return w.get('leave', leave)(w, u, att, gates, kind)
 
 
-def levels(ws: list, s: torch.Tensor, z: torch.Tensor, attends: list, kind: Kind, level=level) -> torch.Tensor:
+def levels(
+    ws: list, s: torch.Tensor, z: torch.Tensor, attends: list, kind: Kind, level=level
+) -> torch.Tensor:
     """All levels in turn: s, z (N, D) -> s[L]. level: the one above, or that compiled."""
     for w, attend in zip(ws, attends, strict=True):
         s = level(w, s, z, attend, kind)
     return s
 
 
-def token(ws: list, s: torch.Tensor, z: torch.Tensor, attends: list, kind: Kind, level=level) -> torch.Tensor:
+def token(
+    ws: list, s: torch.Tensor, z: torch.Tensor, attends: list, kind: Kind, level=level
+) -> torch.Tensor:
     """A token of the recurrent model: its s[0] is s[L] of the token before. s, z (B, D) -> s[L]."""
     return levels(ws, s, z, attends, kind, level)
 
@@ -467,10 +473,14 @@ def plain_unroll(
 
         def attend(l, heads, qkv, h, wide, empty=empty):
             q, k_t, v_t = heads(qkv, h, wide)
-            k[l] = torch.cat([k[l][:, :, 1:], k_t.to(dt).unsqueeze(2)], 2)  # push_FIFO: (B, C, W, K)
-            v[l] = torch.cat([v[l][:, :, 1:], v_t.unsqueeze(2)], 2)
+            k[l] = torch.cat(
+                [k[l][:, :, 1:], k_t.to(dt).unsqueeze(2)], 2
+            )  # push_FIFO: (B, C, W, K)
+            v[l] = torch.cat([v[l][:, :, 1:], v_t.to(dt).unsqueeze(2)], 2)
             q = apply_rope(q, cos[-1], sin[-1]).to(dt).unflatten(1, (h.C, h.M))
-            scores = q @ apply_rope(k[l], cos, sin).to(dt).transpose(2, 3)  # rotated as read, by slot
+            scores = q @ apply_rope(k[l], cos, sin).to(dt).transpose(
+                2, 3
+            )  # rotated as read, by slot
             scores = (scores.to(wide) / math.sqrt(h.K)).masked_fill(empty[:, None, None], -math.inf)
             return by_expert(F.softmax(scores, -1).to(dt) @ v[l], h)
 
@@ -508,7 +518,9 @@ class GPT(LanguageModel):
             q, k, v = (x.view(B, T, -1, h.K).transpose(1, 2) for x in heads(qkv, h, wide))
             if state is not None:  # the new entries are not in their lists yet
                 cached = (x[len(new_k)].detach().to(dt) for x in (state.k, state.v))
-                k, v = (torch.cat([old, x.to(dt)], 2) for old, x in zip(cached, (k, v), strict=True))
+                k, v = (
+                    torch.cat([old, x.to(dt)], 2) for old, x in zip(cached, (k, v), strict=True)
+                )
                 new_k.append(k[:, :, T:])  # the last W
                 new_v.append(v[:, :, T:])
             q = apply_rope(q, rope[0][-T:], rope[1][-T:]).to(dt)
@@ -528,7 +540,10 @@ class GPT(LanguageModel):
 def window_mask(count: torch.Tensor, T: int, W: int) -> torch.Tensor:
     """(B, 1, T, W + T) bool: token t of a chunk may look at slots t+1 .. t+W of the cached W and the new T,
     if filled."""
-    slot, t = torch.arange(W + T, device=count.device), torch.arange(T, device=count.device)[:, None]
+    slot, t = (
+        torch.arange(W + T, device=count.device),
+        torch.arange(T, device=count.device)[:, None],
+    )
     band = (slot > t) & (slot <= t + W)  # (T, W + T)
     return (band & (slot >= (W - count)[:, None, None])).unsqueeze(1)
 

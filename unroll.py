@@ -48,7 +48,9 @@ class Recipe(NamedTuple):
 # Kept from chunk to chunk: fresh memory costs a page fault every 4 KiB.
 
 _free: dict[tuple, list[torch.Tensor]] = {}
-_blocks: dict[tuple, dict] = {}  # captured blocks: their graphs, and the memory these read and write
+_blocks: dict[
+    tuple, dict
+] = {}  # captured blocks: their graphs, and the memory these read and write
 
 
 def release() -> None:
@@ -123,23 +125,31 @@ def backward_of(f: Callable) -> Callable:
 def run_again(f: Callable, args: tuple, static: dict, needs: tuple, grads: tuple) -> list:
     """As backward_of, eagerly."""
     with torch.enable_grad():
-        args = [x.detach().requires_grad_() if need else x for x, need in zip(args, needs, strict=True)]
+        args = [
+            x.detach().requires_grad_() if need else x for x, need in zip(args, needs, strict=True)
+        ]
         out = outputs(f(*args, **static))
     wanted = [x for x, need in zip(args, needs, strict=True) if need]
     return list(torch.autograd.grad(out, wanted, grads))
 
 
-def pull_back(f: Callable, args: tuple, static: dict, needs: tuple, grads: tuple, places: list) -> list:
+def pull_back(
+    f: Callable, args: tuple, static: dict, needs: tuple, grads: tuple, places: list
+) -> list:
     """Gradients of all args, None where not needed or already in the place."""
     if not any(needs):
         return [None] * len(args)
     places = [place if need else None for place, need in zip(places, needs, strict=True)]
     spots = [place and place[0].place(place[1]) for place in places]
     mine = [spot for spot, need in zip(spots, needs, strict=True) if need]
-    adds = tuple(place is not None and place[0].adds for place, n in zip(places, needs, strict=True) if n)
+    adds = tuple(
+        place is not None and place[0].adds for place, n in zip(places, needs, strict=True) if n
+    )
     found = iter(compiled(backward_of(f))(args, static, needs, grads, mine, adds))
     found = [next(found) if need else None for need in needs]
-    return [spot if g is None and p and not p[0].adds else g for g, spot, p in zip(found, spots, places)]
+    return [
+        spot if g is None and p and not p[0].adds else g for g, spot, p in zip(found, spots, places)
+    ]
 
 
 def claim(x: torch.Tensor | None) -> tuple | None:
@@ -160,8 +170,9 @@ class Weight(torch.autograd.Function):
         return x
 
     @staticmethod
-    def backward(ctx, _):
-        return ctx.holder.flush(), None, None
+    def backward(ctx, g):
+        total = ctx.holder.flush()
+        return total if g is None else total + g.sum_to_size(total.shape), None, None
 
 
 class Vector:
@@ -226,7 +237,9 @@ class Product:
     def place(self, i: int) -> torch.Tensor:
         """Use i's rows for its result's gradient."""
         if self.f is Product:
-            raise RuntimeError('a second backward needs a new forward: the chunk gave its memory back')
+            raise RuntimeError(
+                'a second backward needs a new forward: the chunk gave its memory back'
+            )
         return self.rows(self.g, i, self.w.size(-2))
 
     def gradient(self, i: int, g: torch.Tensor) -> torch.Tensor:
@@ -384,7 +397,9 @@ class Block(NamedTuple):
     bias: torch.Tensor  # (n, B, 1, 1, S): token t sees slots t+1 .. t+W, where they are filled
     count: torch.Tensor  # (B,) filled ones of the W carried
     keep_p: bool
-    first: int  # slots from here on have a gradient: the carried ones' is wanted only between blocks
+    first: (
+        int  # slots from here on have a gradient: the carried ones' is wanted only between blocks
+    )
     triton: frozenset
 
 
@@ -393,16 +408,30 @@ class Window:
 
     def __init__(self, block: Block, into: Product | None):
         self.block, self.into, self.t, self.handle, self.back = block, into, 0, None, None
-        h, (n, B), S, grad = block.heads, block.bias.shape[:2], block.W + block.n, torch.is_grad_enabled()
-        self.B, self.dt, self.wide, self.device = B, block.recipe.dt, block.bias.dtype, block.bias.device
+        h, (n, B), S, grad = (
+            block.heads,
+            block.bias.shape[:2],
+            block.W + block.n,
+            torch.is_grad_enabled(),
+        )
+        self.B, self.dt, self.wide, self.device = (
+            B,
+            block.recipe.dt,
+            block.bias.dtype,
+            block.bias.device,
+        )
         self.k, self.v, self.kn = (self.take(B * h.C, S, h.K) for _ in range(3))
         self.q = self.take(n, B * h.C, h.M, h.K) if grad else None
         weights = B * h.C, GROUP, h.M, S
         self.p = self.take(-(-n // GROUP), *weights) if grad and block.keep_p else None
         self.extra = None
-        if grad and 'attention' in block.triton:  # norms' factors, log-sum-exp and output of each token
+        if (
+            grad and 'attention' in block.triton
+        ):  # norms' factors, log-sum-exp and output of each token
             sizes = (B, h.C, h.M, 1), (B, h.C, 1), (B * h.C, h.M, 1)
-            self.extra = [torch.empty(n, *size, dtype=self.wide, device=self.device) for size in sizes]
+            self.extra = [
+                torch.empty(n, *size, dtype=self.wide, device=self.device) for size in sizes
+            ]
 
     def take(self, *shape: int, wide: bool = False) -> torch.Tensor:
         return take(shape, self.wide if wide else self.dt, self.device)
@@ -462,11 +491,15 @@ class Window:
         p = None if block.keep_p else self.take(*weights)
         self.back = dk, dv, p, self.take(*weights), self.take(*weights[:-1], h.K)
 
-    def backward(self, t: int, datt: torch.Tensor, triton_args: tuple | None) -> tuple | torch.Tensor:
+    def backward(
+        self, t: int, datt: torch.Tensor, triton_args: tuple | None
+    ) -> tuple | torch.Tensor:
         """Gradients of the rotated queries (B*C, M, K), and of the slot's key and value; with triton_args
         (att, place) the Triton kernel's: that of qkv."""
         if self.k is None:
-            raise RuntimeError('a second backward needs a new forward: the chunk gave its memory back')
+            raise RuntimeError(
+                'a second backward needs a new forward: the chunk gave its memory back'
+            )
         if self.back is None:
             self.start_back()
         block, W, g = self.block, self.block.W, t // GROUP * GROUP
@@ -485,7 +518,9 @@ class Window:
             q, p, ds, do = self.q[t], *(x[:, t - g] for x in (p_group, ds_group, do_group))
             one = compiled(token_back) if block.recipe.compile else token_back
             own = slice(W + g, W + g + size)
-            dq = one(datt, q, self.k, self.v, block.bias[t], block.heads, (p, ds, do), not block.keep_p)
+            dq = one(
+                datt, q, self.k, self.v, block.bias[t], block.heads, (p, ds, do), not block.keep_p
+            )
             add_product(dk[:, own], ds[..., own], q)
             add_product(dv[:, own], p[..., own], do)
             found = dq, dk[:, W + t], dv[:, W + t]
@@ -590,7 +625,9 @@ class Store(torch.autograd.Function):
     @staticmethod
     def forward(ctx, windows, s):
         ctx.windows, n = windows, windows[0].block.n
-        return s.view_as(s), *(torch.stack([x[:, n:].to(s.dtype) for x in xs]) for xs in entries(windows))
+        return s.view_as(s), *(
+            torch.stack([x[:, n:].to(s.dtype) for x in xs]) for xs in entries(windows)
+        )
 
     @staticmethod
     def backward(ctx, ds, dk, dv):
@@ -613,7 +650,9 @@ def make_block(n: int, like: torch.Tensor, count: torch.Tensor, W: int, recipe: 
     later."""
     slot, t = torch.arange(W + n, device=like.device), torch.arange(n, device=like.device)[:, None]
     seen = ((slot > t) & (slot <= t + W))[:, None] & (slot >= W - count[:, None])  # (n, B, S)
-    bias = torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, -math.inf)
+    bias = torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(
+        ~seen, -math.inf
+    )
     h = recipe.kind.heads
     rope = rope_table(W + n, h.K, like)
     return Block(n, W, h, recipe, rope, bias[:, :, None, None], count, False, W, frozenset())
@@ -659,7 +698,11 @@ def unroll(
     weights_bytes = L * B * C * recipe.kind.heads.M * sum(n * (W + n) for _, n in spans)
     keep_p = grad and not z.is_cuda and weights_bytes * recipe.dt.itemsize <= KEPT_WEIGHTS
     with torch.cuda.device_of(z):
-        triton = choose(recipe, weights[0], (B, D, W, min(T, BLOCK)), grad) if recipe.compile else frozenset()
+        triton = (
+            choose(recipe, weights[0], (B, D, W, min(T, BLOCK)), grad)
+            if recipe.compile
+            else frozenset()
+        )
         rest = {'keep_p': keep_p, 'triton': triton}
         if recipe.graphs and can_capture(z):
             run = replayed_blocks(weights, recipe, (B, D, W), rest)
@@ -668,8 +711,17 @@ def unroll(
 
             def run(last, z, s, kv, count):
                 carry = grad and len(spans) > 1
-                block = make_block(len(z), s, count, W, recipe)._replace(**rest, first=0 if carry else W)
-                return run_block(ws, block, z, s, tuple(x.to(s.dtype) for x in kv) if carry else kv, carry and not last)
+                block = make_block(len(z), s, count, W, recipe)._replace(
+                    **rest, first=0 if carry else W
+                )
+                return run_block(
+                    ws,
+                    block,
+                    z,
+                    s,
+                    tuple(x.to(s.dtype) for x in kv) if carry else kv,
+                    carry and not last,
+                )
 
         for t, n in spans:
             out_t, s, kv = run(t + n == T, z[t : t + n], s, kv, count + t)
@@ -693,12 +745,20 @@ class Replay:
 
     @torch.inference_mode(False)
     def __init__(self, n: int, weights: list[dict], recipe: Recipe, sizes: tuple, rest: dict):
-        (B, D, W), h, self.recipe, self.rest, self.graphs = sizes, recipe.kind.heads, recipe, rest, {}
+        (B, D, W), h, self.recipe, self.rest, self.graphs = (
+            sizes,
+            recipe.kind.heads,
+            recipe,
+            rest,
+            {},
+        )
         self.sizes, device = sizes, weights[0]['wqkv'].device
         cache = len(weights), B * h.C, W, h.K
         shapes = {'z': (n, B, D), 's': (B, D), 'k': cache, 'v': cache}
         shapes |= {'out': (n, B, D), 's_out': (B, D), 'k_out': cache, 'v_out': cache}
-        self.x = {name: torch.zeros(x, dtype=recipe.wide, device=device) for name, x in shapes.items()}
+        self.x = {
+            name: torch.zeros(x, dtype=recipe.wide, device=device) for name, x in shapes.items()
+        }
         self.d = {name: torch.zeros_like(x) for name, x in self.x.items()}
         self.count = torch.zeros(B, dtype=torch.int64, device=device)
 
@@ -722,13 +782,17 @@ class Replay:
         z, s, *kv = inputs
         out, s, kv = run_block(ws, self.block(), z, s, tuple(kv), True)
         given = [self.d[name] for name in ('out', 's_out', 'k_out', 'v_out')]
+        vectors = [(l, name) for l, w in enumerate(weights) for name, x in w.items() if x.dim() < 2]
+        inputs += [weights[l][name] for l, name in vectors]
         found = torch.autograd.grad((out, s, *kv), inputs, given)
-        for name, g in zip('zskv', found, strict=True):
+        for name, g in zip('zskv', found, strict=False):
             self.d[name].copy_(g)
+        for (l, name), g in zip(vectors, found[4:], strict=True):
+            totals[l][name].add_(g)
         for w, total in zip(ws, totals, strict=True):
             for name in total:
-                holder = w[name] if isinstance(w[name], Product) else w[name].place[0]
-                total[name].add_(holder.flush())
+                if isinstance(w[name], Product):
+                    total[name].add_(w[name].flush())
         return self.d['z']
 
 
@@ -752,7 +816,14 @@ class Replayed(torch.autograd.Function):
         for name, g in zip(('out', 's_out', 'k_out', 'v_out'), grads, strict=True):
             replay.d[name].copy_(g)
         graphed(replay.graphs, 'backward', replay.backward, fixed.weights, fixed.totals)
-        return None, None, None, None, *(replay.d[name].clone() for name in 'zskv'), *[None] * len(fixed.own)
+        return (
+            None,
+            None,
+            None,
+            None,
+            *(replay.d[name].clone() for name in 'zskv'),
+            *[None] * len(fixed.own),
+        )
 
 
 def fill(replay: Replay, count: torch.Tensor, *inputs: torch.Tensor) -> None:
@@ -767,15 +838,21 @@ class Fixed:
     @torch.inference_mode(False)
     def __init__(self, weights: list[dict], recipe: Recipe):
         def like(x):
-            return torch.zeros_like(x, dtype=recipe.dt if x.dim() > 1 else recipe.wide).requires_grad_()
+            return torch.zeros_like(
+                x, dtype=recipe.dt if x.dim() > 1 else recipe.wide
+            ).requires_grad_()
 
         self.weights = [{name: like(x) for name, x in w.items()} for w in weights]
-        self.totals = [{n: torch.zeros_like(x, dtype=recipe.wide) for n, x in w.items()} for w in self.weights]
+        self.totals = [
+            {n: torch.zeros_like(x, dtype=recipe.wide) for n, x in w.items()} for w in self.weights
+        ]
 
     def start(self) -> None:
         """This chunk's weights; no gradients yet."""
         with torch.no_grad():
-            for fixed, x in zip((x for w in self.weights for x in w.values()), self.own, strict=True):
+            for fixed, x in zip(
+                (x for w in self.weights for x in w.values()), self.own, strict=True
+            ):
                 fixed.copy_(x)
         for total in (x for w in self.totals for x in w.values()):
             total.zero_()
@@ -806,7 +883,9 @@ def replayed_blocks(weights: list[dict], recipe: Recipe, sizes: tuple, rest: dic
     fixed = mine['fixed'].of(weights)
     totals = [x for w in fixed.totals for x in w.values()]
     every = [x for w in weights for x in w.values()]
-    used = [Weight.apply(x, Total(total), x.detach()) for x, total in zip(every, totals, strict=True)]
+    used = [
+        Weight.apply(x, Total(total), x.detach()) for x, total in zip(every, totals, strict=True)
+    ]
 
     def run(last, z, s, kv, count):
         name = len(z), *sizes, rest['triton']
@@ -828,12 +907,17 @@ def trials(recipe: Recipe, weights: dict, sizes: tuple, grad: bool) -> dict:
     """{name: function(triton)} of one token, windows full, on made-up numbers: by the model's own piece or by
     the kernel that may stand in for it, with its backward where there are gradients. sizes B, D, W, n."""
     (B, D, W, n), h, device = sizes, recipe.kind.heads, weights['wqkv'].device
-    made = torch.Generator(device).manual_seed(0)  # the training's own go on as if nothing had been measured
+    made = torch.Generator(device).manual_seed(
+        0
+    )  # the training's own go on as if nothing had been measured
 
     def random(*shape, dtype=recipe.dt):
         return torch.randn(shape, device=device, generator=made).to(dtype)
 
-    s, count = torch.zeros(B, D, dtype=recipe.wide, device=device), torch.full((B,), W, device=device)
+    s, count = (
+        torch.zeros(B, D, dtype=recipe.wide, device=device),
+        torch.full((B,), W, device=device),
+    )
     qkv, datt = random(B, weights['wqkv'].size(0)), random(h.E, B, h.G * h.R * h.K)
     cache, t, windows = [random(B * h.C, W + n, h.K) for _ in range(2)], n - 1, {}
     own, before = slice(W + t // GROUP * GROUP, W + n), slice(t // GROUP * GROUP + 1, W)
