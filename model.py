@@ -454,7 +454,7 @@ class RecurrentGPT(LanguageModel):
                 out, new = plain_unroll(z.transpose(0, 1), state, weights, kind, dt)
             else:
                 compile = path in ('compiled', 'graphed')
-                recipe = Recipe(token, heads, kind, dt, z.dtype, compile, path == 'graphed')
+                recipe = Recipe(token, heads, leave, kind, dt, z.dtype, compile, path == 'graphed')
                 out, new = unroll(z.transpose(0, 1), state, weights, recipe)
         return out.transpose(0, 1), State(*new)
 

@@ -3,7 +3,7 @@ Triton kernels of the recurrent unroll (unroll.py), for Hopper: bf16 operands, f
 unroll.py and kernels.py call them where they measure faster than compiled PyTorch, which stands beside each call. Under
 TRITON_INTERPRET=1 they run on the CPU, in fp32 (the interpreter's bf16 product is wrong).
 
-layout = (B, E, G, R, K, shared); C cache heads (G, or E*G where experts own their cache), M query heads a cache head (E*R, or R).
+h: kernels.Heads; C cache heads (G, or E*G where experts own their cache), M query heads a cache head (E*R, or R).
 A row of q, k and v: queries (C, M, K), keys (C, K), values (C, K). A block of n tokens has S = W + n slots: 0..W-1 are carried
 entries (those below W - count are empty), token t's is W + t; it sees slots t+1 .. W+t. `dt` is the dtype of matrix products,
 `wide` is fp32. RoPE pairs dimension j with j + K/2: a head is handled as two halves of K/2, each padded to a power of two.
@@ -17,6 +17,8 @@ import math
 import torch
 import triton
 import triton.language as tl
+
+from kernels import Heads, compiled, gate_weights
 
 EPS = tl.constexpr(1e-6)  # of every RMSNorm
 SOFTCAP = tl.constexpr(15.0)
@@ -345,119 +347,62 @@ def _attention_backward_kernel(
     _store2(row + (C * M + C + c) * K + h, dv1, dv2, hk, HALF)
 
 
-def _attention_constants(layout, W):
-    B, E, G, R, K, shared = layout
-    C, M = (G, E * R) if shared else (E * G, R)
-    return (C, B), dict(
-        C=C,
-        M=M,
-        G=G,
-        R=R,
-        K=K,
-        SHARED=shared,
-        MP=padded(M),
-        HP=padded(K // 2),
-        N=min(64, padded(W)),
-        num_warps=4,
-        num_stages=2 if W <= 128 else 3 if B * C > 132 else 4,
+def _attention_constants(h, B, W):
+    sizes = dict(
+        C=h.C, M=h.M, G=h.G, R=h.R, K=h.K, SHARED=h.shared, MP=padded(h.M), HP=padded(h.K // 2)
     )
+    stages = 2 if W <= 128 else 3 if B * h.C > 132 else 4
+    return (h.C, B), sizes | dict(N=min(64, padded(W)), num_warps=4, num_stages=stages)
 
 
 def window_attention(
     qkv: torch.Tensor,
-    kbuf: torch.Tensor,
-    vbuf: torch.Tensor,
-    kn: torch.Tensor,
-    count: torch.Tensor,
-    t: int,
-    W: int,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    layout: tuple,
-    keep: tuple[torch.Tensor, ...] | list[torch.Tensor] | None,
+    memory: tuple,
+    at: tuple[int, int],
+    h: Heads,
+    out: torch.Tensor,
+    keep: tuple | None,
 ) -> torch.Tensor:
-    """Token t of a block: its key into kn and kbuf, its value into vbuf (B*C, S, K), and its attended values (E, B, G*R*K).
-    qkv (B, (C*M + 2*C)*K); cos, sin (S, K/2); keep: None, or (rq, rk, q_rot, lse, att), written for the backward, the last returned."""
-    B, E, G, R, K, _ = layout
-    grid, constants = _attention_constants(layout, W)
-    *kept, att = keep or (None, None, None, None, qkv.new_empty(E, B, G * R * K))
-    _attention_kernel[grid](
-        qkv,
-        kbuf,
-        vbuf,
-        kn,
-        count,
-        cos,
-        sin,
-        att,
-        *kept,
-        t,
-        W,
-        kbuf.size(1),
-        att.stride(0),
-        1 / math.sqrt(K),
-        KEEP=keep is not None,
-        **constants,
-    )
-    return att
+    """Token t of a block, at = (t, W): its key into kn and kbuf, its value into vbuf (B*C, S, K), and its
+    attended values into out (E, B, G*R*K). qkv (B, (C*M + 2*C)*K); memory: kbuf, vbuf, kn, count, cos and
+    sin (S, K/2); keep: None, or (rq, rk, q_rot, lse), written for the backward."""
+    (kbuf, vbuf, kn, count, cos, sin), (t, W) = memory, at
+    grid, constants = _attention_constants(h, qkv.size(0), W)
+    sizes = t, W, kbuf.size(1), out.stride(0), 1 / math.sqrt(h.K)
+    kept, constants = keep or (None,) * 4, constants | {'KEEP': keep is not None}
+    _attention_kernel[grid](qkv, kbuf, vbuf, kn, count, cos, sin, out, *kept, *sizes, **constants)
+    return out
 
 
 def window_attention_backward(
     datt: torch.Tensor,
-    att: torch.Tensor,
-    q_rot: torch.Tensor,
-    rq: torch.Tensor,
-    rk: torch.Tensor,
-    lse: torch.Tensor,
-    kbuf: torch.Tensor,
-    vbuf: torch.Tensor,
-    count: torch.Tensor,
-    t: int,
-    g0: int,
-    W: int,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    layout: tuple,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    P: torch.Tensor,
-    DS: torch.Tensor,
-    DO: torch.Tensor,
+    kept: tuple,
+    memory: tuple,
+    at: tuple,
+    h: Heads,
+    sums: tuple,
+    place: torch.Tensor | None,
 ) -> torch.Tensor:
-    """From datt (E, B, G*R*K): the gradient of qkv's row. Adds to dk, dv (B*C, S, K) at slots W+g0 .. W+t, where g0 is the first token
-    of t's group; the other slots' p and ds go to P, DS (B*C, F, M, S), with DO (B*C, F, M, K), for the group's one product."""
-    B, _, _, _, K, _ = layout
-    grid, constants = _attention_constants(layout, W)
-    C, M = constants['C'], constants['M']
-    dqkv = datt.new_empty(B, (C * M + 2 * C) * K)
-    _attention_backward_kernel[grid](
-        datt,
-        att,
-        q_rot,
-        rq,
-        rk,
-        lse,
-        kbuf,
-        vbuf,
-        count,
-        cos,
-        sin,
-        dk,
-        dv,
-        P,
-        DS,
-        DO,
-        dqkv,
+    """From datt (E, B, G*R*K): the gradient of qkv's row, in `place` where given. kept: att, q_rot, rq, rk,
+    lse; memory: kbuf, vbuf, count, cos, sin; at = (t, g0, W), g0 the first token of t's group; sums: dk, dv
+    (B*C, S, K), added to at slots W+g0 .. W+t, and P, DS (B*C, F, M, S) with DO (B*C, F, M, K), where the
+    other slots' p and ds go for the group's one product."""
+    (att, q_rot, rq, rk, lse), (kbuf, vbuf, count, cos, sin), (t, g0, W) = kept, memory, at
+    B = datt.size(1)
+    grid, constants = _attention_constants(h, B, W)
+    dqkv = datt.new_empty(B, (h.C * h.M + 2 * h.C) * h.K) if place is None else place
+    sizes = (
         t,
         g0,
         W,
         kbuf.size(1),
         datt.stride(0),
         att.stride(0),
-        P.size(1),
-        1 / math.sqrt(K),
-        **constants,
+        sums[2].size(1),
+        1 / math.sqrt(h.K),
     )
+    tensors = datt, att, q_rot, rq, rk, lse, kbuf, vbuf, count, cos, sin, *sums, dqkv
+    _attention_backward_kernel[grid](*tensors, *sizes, **constants)
     return dqkv
 
 
@@ -848,6 +793,87 @@ def norm_sum(
     return s
 
 
+# ---- a level's `leave` as a whole: stands in where it agrees with the model's ----
+
+
+def _rms_backward(g, x_hat, r):
+    """Gradient of x -> x_hat = x * r, r = (mean(x^2) + eps)^-1/2, for the output's gradient g."""
+    x_hat = x_hat.to(g.dtype)
+    return r * (g - x_hat * (g * x_hat).mean(-1, keepdim=True))
+
+
+def _output_back(ds, coef, h, r, place):
+    dx = _rms_backward(coef * ds, h, r)
+    place.copy_(dx)
+    return dx
+
+
+def _input_back(dx, dact, r, f, wo, up, place):
+    dy = dx + _rms_backward(torch.bmm(dact, up).to(dx.dtype), f, r)
+    place.copy_(dy)
+    return dy.sum(0), torch.bmm(dy.to(wo.dtype), wo)
+
+
+def coefficients(gates: torch.Tensor, name: str) -> torch.Tensor:
+    return gate_weights(gates, name).t().unsqueeze(-1)
+
+
+class Leave(torch.autograd.Function):
+    """s = sum of coef * norm(x), x = y + down relu(up norm(y))^2, y = u + wo att, of unroll.Products wo, up,
+    down. What a backward reads lies in the products' own rows; of `down` these are relu(..)."""
+
+    @staticmethod
+    def forward(ctx, products, u, att, coef, *weights):
+        wo, up, down = products
+        (E, B, D), out = (wo.w.size(0), *u.shape), [None] * 5
+        if up.keep:
+            att_place = wo.next(att.size(2))
+            if att_place.data_ptr() != att.data_ptr():
+                att_place.copy_(att)
+            r, rx = (u.new_empty(E, B, 1) for _ in range(2))
+            out = down.next(down.w.size(2)), up.next(D), r, att.new_empty(E, B, D), rx
+            ctx.indices = [product.count for product in products]
+            for product in products:
+                product.count += 1
+            down.f = torch.square
+            att = att_place
+        y, squares = expert_residual(att, wo.w, u, False)
+        act = expert_relu(y, squares, up.w, out[:3] if up.keep else None)
+        ctx.products = products
+        ctx.save_for_backward(coef, *out[2:])
+        sums = expert_residual(act, down.w, y, True)
+        return norm_sum(*sums, coef, out[3:] if up.keep else None)
+
+    @staticmethod
+    def backward(ctx, ds):
+        (wo, up, down), (coef, r, h, rx) = ctx.products, ctx.saved_tensors
+        i, j, k = ctx.indices
+        places = [product.place(n) for product, n in zip(ctx.products, ctx.indices, strict=True)]
+        for product, n, place in zip(ctx.products, ctx.indices, places, strict=True):
+            product.gradient(n, place)
+        dx = compiled(_output_back)(ds, coef, h, rx, places[2])
+        act, f = down.rows(down.x, k, down.w.size(2)), up.rows(up.x, j, up.w.size(2))
+        expert_relu_backward(places[2], down.w, act, places[1])
+        du, datt = compiled(_input_back)(dx, places[1], r, f, wo.w, up.w, places[0])
+        dcoef = (h * ds).sum(-1, keepdim=True).to(ds.dtype) if ctx.needs_input_grad[3] else None
+        return None, du, datt, dcoef, None, None, None
+
+
+def leave_of(name: str, E: int, like: torch.Tensor):
+    """-> what stands in for model.leave; None where it does not know the aggregation."""
+    scale = {'sqrt_sum': E**-0.5, 'mean': 1 / E, 'softmax_mean': 0.0, 'softmax_l2': 0.0}.get(name)
+    if scale is None:
+        return None
+    coef = torch.full((), scale, dtype=like.dtype, device=like.device)
+
+    def leave(w, u, att, gates, kind):
+        products = w['wo'], w['up'], w['down']
+        mine = coef if gates is None else w['piece'](coefficients, gates, name=name)
+        return Leave.apply(products, u, att, mine, *(product.w for product in products))
+
+    return leave
+
+
 # ---- loss ----
 
 
@@ -882,7 +908,7 @@ def _cross_entropy_kernel(logits, target, loss, d, scale, V, GRAD: tl.constexpr,
 def cross_entropy(
     logits: torch.Tensor, target: torch.Tensor, grad_scale: float | None, dt: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Summed cross-entropy of 15 * tanh(logits / 15), logits (rows, V), against target (rows, 1), and its gradient times grad_scale in
+    """Summed cross-entropy of 15 * tanh(logits / 15), logits (rows, V), against target (rows,), and its gradient times grad_scale in
     dtype dt (in the logits' place where that is theirs; None without a grad_scale)."""
     rows, V = logits.shape
     loss = torch.empty(rows, dtype=torch.float32, device=logits.device)

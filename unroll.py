@@ -36,7 +36,9 @@ class Recipe(NamedTuple):
     """What the model says of itself, and how it is to run."""
 
     token: Callable  # token(ws, s, z, attends, kind) -> the next s: all levels
-    heads: Callable  # what a level gives its window: the piece before attention
+    # the named pieces that Triton kernels may stand in for: before attention (with it), and after
+    heads: Callable
+    leave: Callable
     kind: NamedTuple  # with .heads: kernels.Heads, .aggregation
     dt: torch.dtype
     wide: torch.dtype
@@ -148,7 +150,8 @@ def pull_back(
     found = iter(compiled(backward_of(f))(args, static, needs, grads, mine, adds))
     found = [next(found) if need else None for need in needs]
     return [
-        spot if g is None and p and not p[0].adds else g for g, spot, p in zip(found, spots, places)
+        spot if g is None and p and not p[0].adds else g
+        for g, spot, p in zip(found, spots, places, strict=True)
     ]
 
 
@@ -336,7 +339,9 @@ class Piece(torch.autograd.Function):
         return None, None, None, None, None, *found
 
 
-def bind(weights: dict, recipe: Recipe, uses: int, sizes: tuple[int, int]) -> dict:
+def bind(
+    weights: dict, recipe: Recipe, uses: int, sizes: tuple[int, int], triton: frozenset
+) -> dict:
     """A level's weights for the equations; sizes B, D."""
     w = {}
     for name, x in weights.items():
@@ -348,7 +353,22 @@ def bind(weights: dict, recipe: Recipe, uses: int, sizes: tuple[int, int]) -> di
             w[name] = x
     if not recipe.compile:
         return w | {'piece': lambda f, *args, **static: f(*args, **static)}
-    return w | {'piece': lambda f, *args, **static: run_piece(None, f, args, static)}
+    w |= {'piece': lambda f, *args, **static: run_piece(None, f, args, static)}
+    if 'experts' in triton and stands_in(recipe, weights):
+        E, like = recipe.kind.heads.E, weights['wo'].detach().to(recipe.wide)
+        w['leave'] = triton_module().leave_of(recipe.kind.aggregation, E, like)
+    return w
+
+
+def stands_in(recipe: Recipe, weights: dict) -> bool:
+    """Whether the Triton experts could be this model's: of these sizes, all to be trained, or none."""
+    up, down, wo = (weights[name] for name in ('up', 'down', 'wo'))
+    known = triton_module().leave_of(recipe.kind.aggregation, 1, up) is not None
+    return (
+        known
+        and up.size(1) == down.size(2)
+        and up.requires_grad == down.requires_grad == wo.requires_grad
+    )
 
 
 # ---- attention ----
@@ -707,7 +727,7 @@ def unroll(
         if recipe.graphs and can_capture(z):
             run = replayed_blocks(weights, recipe, (B, D, W), rest)
         else:
-            ws = [bind(w, recipe, T, (B, D)) for w in weights]
+            ws = [bind(w, recipe, T, (B, D), triton) for w in weights]
 
             def run(last, z, s, kv, count):
                 carry = grad and len(spans) > 1
@@ -768,7 +788,10 @@ class Replay:
 
     @torch.no_grad()
     def forward(self, weights: list[dict]) -> torch.Tensor:
-        ws = [bind(w, self.recipe, len(self.x['z']), self.sizes[:2]) for w in weights]
+        ws = [
+            bind(w, self.recipe, len(self.x['z']), self.sizes[:2], self.rest['triton'])
+            for w in weights
+        ]
         x = self.x
         out, s, kv = run_block(ws, self.block(), x['z'], x['s'], (x['k'], x['v']), False)
         for name, y in zip(('out', 's_out', 'k_out', 'v_out'), (out, s, *kv), strict=True):
@@ -777,7 +800,10 @@ class Replay:
 
     @torch.enable_grad()
     def backward(self, weights: list[dict], totals: list[dict]) -> torch.Tensor:
-        ws = [bind(w, self.recipe, len(self.x['z']), self.sizes[:2]) for w in weights]
+        ws = [
+            bind(w, self.recipe, len(self.x['z']), self.sizes[:2], self.rest['triton'])
+            for w in weights
+        ]
         inputs = [self.x[name].detach().requires_grad_() for name in 'zskv']
         z, s, *kv = inputs
         out, s, kv = run_block(ws, self.block(), z, s, tuple(kv), True)
@@ -900,7 +926,7 @@ def replayed_blocks(weights: list[dict], recipe: Recipe, sizes: tuple, rest: dic
 
 # ---- Triton or not: measured, for the sizes at hand ----
 
-TRITON = ('attention',)
+TRITON = ('attention', 'experts')
 
 
 def trials(recipe: Recipe, weights: dict, sizes: tuple, grad: bool) -> dict:
@@ -909,18 +935,16 @@ def trials(recipe: Recipe, weights: dict, sizes: tuple, grad: bool) -> dict:
     (B, D, W, n), h, device = sizes, recipe.kind.heads, weights['wqkv'].device
     made = torch.Generator(device).manual_seed(
         0
-    )  # the training's own go on as if nothing had been measured
+    )  # training's own goes on as if nothing were measured
 
     def random(*shape, dtype=recipe.dt):
         return torch.randn(shape, device=device, generator=made).to(dtype)
 
-    s, count = (
-        torch.zeros(B, D, dtype=recipe.wide, device=device),
-        torch.full((B,), W, device=device),
-    )
+    s, count = random(B, D, dtype=recipe.wide), torch.full((B,), W, device=device)
     qkv, datt = random(B, weights['wqkv'].size(0)), random(h.E, B, h.G * h.R * h.K)
     cache, t, windows = [random(B * h.C, W + n, h.K) for _ in range(2)], n - 1, {}
-    own, before = slice(W + t // GROUP * GROUP, W + n), slice(t // GROUP * GROUP + 1, W)
+    g = t // GROUP * GROUP
+    own, before = slice(W + g, W + n), slice(g + 1, W + g)
 
     def attention(triton):
         with torch.set_grad_enabled(grad):
@@ -945,7 +969,24 @@ def trials(recipe: Recipe, weights: dict, sizes: tuple, grad: bool) -> dict:
         later = [x[:, t % GROUP, :, before] for x in (p, ds)] if before.start < before.stop else []
         return *out, *later, do[:, t % GROUP], dk[:, own], dv[:, own]
 
-    return {'attention': attention}
+    some = {
+        name: random(*weights[name].shape) * weights[name].size(-1) ** -0.5
+        for name in ('wo', 'up', 'down')
+    }
+    gates = torch.softmax(random(B, h.E, dtype=recipe.wide), -1) if 'router_q' in weights else None
+
+    def experts(triton):
+        with torch.set_grad_enabled(grad):
+            own = {name: x.detach().requires_grad_(grad) for name, x in some.items()}
+            w = bind(own, recipe, 1, (B, D), frozenset({'experts'} if triton else ()))
+            inputs = [x.detach().requires_grad_(grad) for x in (s, datt)]
+            out = w.get('leave', recipe.leave)(w, *inputs, gates, recipe.kind)
+            if not grad:
+                return [out]
+            # weights' gradients too: what the kernels leave for them must be right
+            return out.detach(), *torch.autograd.grad(out, [*inputs, *own.values()], s)
+
+    return {'attention': attention} | ({'experts': experts} if stands_in(recipe, weights) else {})
 
 
 def trial_cost(recipe: Recipe, sizes: tuple) -> dict:
@@ -957,7 +998,11 @@ def trial_cost(recipe: Recipe, sizes: tuple) -> dict:
     # keys and values twice, queries, outputs and their gradients in and out, p and ds; dk, dv of the group
     # read and written
     moved = 2 * cache + 8 * rows * size + 2 * window * size + 4 * B * h.C * own * h.K * wide
-    return {'attention': (2 * 5 * window * h.K, moved)}
+    weights = (
+        9 * h.E * D * D
+    )  # read twice, and their gradients written; 20: what stands between products
+    experts = 3 * 2 * B * weights, (2 * weights + 20 * rows) * size + weights * wide
+    return {'attention': (2 * 5 * window * h.K, moved), 'experts': experts}
 
 
 def choose(recipe: Recipe, weights: dict, sizes: tuple, grad: bool) -> frozenset:
