@@ -32,7 +32,7 @@ from unroll import Recipe, unroll
 # name: a shared key or value is the sum over experts times E ** -this (routed ones keep sqrt_sum's)
 AGGREGATIONS = {'sqrt_sum': 0.5, 'mean': 1.0, 'softmax_mean': 0.5, 'softmax_l2': 0.5}
 RESIDUALS = ('expert', 'shared')
-PATHS = ('fast', 'compiled', 'graphed', 'plain')
+PATHS = ('fast', 'compiled', 'captured', 'graphed', 'plain')
 
 
 @dataclass
@@ -54,7 +54,8 @@ class ModelConfig:
     )
     router_dim: int = 64  # width of the router's queries and keys (routed aggregations)
     # recurrent: 'fast' (unroll.py) or 'plain' (the equations, token by token); 'compiled': fast, its pieces
-    # by torch.compile, also for GPT's training; 'graphed': compiled, in replayed CUDA graphs of blocks
+    # by torch.compile, also for GPT's training; 'graphed': compiled, in replayed CUDA graphs of blocks;
+    # 'captured': so without gradients only (a trainer that captures whole chunks)
     path: str = 'fast'
 
     def __post_init__(self) -> None:
@@ -82,6 +83,10 @@ class ModelConfig:
             self.n_kv_head = H // 2 if H % 2 == 0 else H
         if self.n_kv_head < 0 or H % self.n_kv_head:
             raise ValueError(f'n_kv_head = {self.n_kv_head}: n_head = {H} must be a multiple of it')
+
+    @property
+    def compile(self) -> bool:
+        return self.path in ('compiled', 'captured', 'graphed')
 
     @property
     def head_dim(self) -> int:
@@ -385,7 +390,7 @@ class LanguageModel(nn.Module):
         and returns None."""
         x, state = self.core(idx, state)  # (B, T, D)
         if targets is not None:
-            compile = self.config.path in ('compiled', 'graphed')
+            compile = self.config.compile
             return head_loss(x.flatten(0, 1), self.head, targets.flatten(), losses, compile), state
         dtype = compute_dtype(x)
         return softcap(F.linear(x.to(dtype), self.head.to(dtype)).to(x.dtype)), state
@@ -453,8 +458,9 @@ class RecurrentGPT(LanguageModel):
             if path == 'plain':
                 out, new = plain_unroll(z.transpose(0, 1), state, weights, kind, dt)
             else:
-                compile = path in ('compiled', 'graphed')
-                recipe = Recipe(token, heads, leave, kind, dt, z.dtype, compile, path == 'graphed')
+                graphs = path == 'graphed' or (path == 'captured' and not torch.is_grad_enabled())
+                compile = self.config.compile
+                recipe = Recipe(token, heads, leave, kind, dt, z.dtype, compile, graphs)
                 out, new = unroll(z.transpose(0, 1), state, weights, recipe)
         return out.transpose(0, 1), State(*new)
 
@@ -499,7 +505,7 @@ class GPT(LanguageModel):
 
     def core(self, idx: torch.Tensor, state: State | None) -> tuple[torch.Tensor, State | None]:
         """Training compiles all of it as one graph; with a state shapes vary, and it runs eagerly."""
-        if self.config.path not in ('compiled', 'graphed') or state is not None:
+        if not self.config.compile or state is not None:
             return super().core(idx, state)
         if self.compiled_core is None:
             self.compiled_core = torch.compile(super().core, dynamic=False)

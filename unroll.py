@@ -17,6 +17,7 @@ Shape letters as in model.py; S = W + n slots. `dt` is the dtype of products, `w
 
 import functools
 import math
+import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -164,7 +165,7 @@ def claim(x: torch.Tensor | None) -> tuple | None:
 
 
 class Weight(torch.autograd.Function):
-    """A weight as a chunk uses it; its gradient is what `holder` has gathered when all uses are through."""
+    """A weight as a chunk uses it; its gradient is what holder() has gathered when all uses are through."""
 
     @staticmethod
     def forward(ctx, w, holder, x):
@@ -174,7 +175,7 @@ class Weight(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
-        total = ctx.holder.flush()
+        total = ctx.holder().flush()
         return total if g is None else total + g.sum_to_size(total.shape), None, None
 
 
@@ -185,14 +186,12 @@ class Vector:
     adds = True
 
     def __init__(self, w: torch.Tensor, B: int, D: int):
-        self.like, self.sum = w, None
-        wide = w.detach().expand(B, D if w.dim() == 0 else w.size(0))
-        self.w = Weight.apply(w, self, wide)
-        self.w.place = self, 0
+        self.like, self.sum = w.detach(), None
+        self.wide = self.like.expand(B, D if w.dim() == 0 else w.size(0))
 
     def place(self, i: int) -> torch.Tensor:
         if self.sum is None:
-            self.sum = torch.zeros_like(self.w, memory_format=torch.contiguous_format)
+            self.sum = torch.zeros_like(self.wide, memory_format=torch.contiguous_format)
         return self.sum
 
     def flush(self) -> torch.Tensor:
@@ -215,7 +214,8 @@ class Product:
         self.wide = recipe.wide
         self.f, self.count, self.x, self.g, self.given = None, 0, [], [], set()
         cast = w.detach().to(self.dt)
-        self.w = Weight.apply(w, self, cast) if self.keep else cast
+        # a weak reference: a graph that nobody runs backward must not keep itself alive
+        self.w = Weight.apply(w, weakref.ref(self), cast) if self.keep else cast
 
     def __call__(self, f: Callable | torch.Tensor, *args: torch.Tensor, **static: object):
         if isinstance(f, torch.Tensor):
@@ -348,7 +348,9 @@ def bind(
         if x.dim() > 1:
             w[name] = Product(x, recipe, uses, sizes[0])
         elif recipe.compile and torch.is_grad_enabled() and x.requires_grad:
-            w[name] = Vector(x, *sizes).w
+            vector = Vector(x, *sizes)
+            w[name] = Weight.apply(x, lambda vector=vector: vector, vector.wide)
+            w[name].place = vector, 0
         else:
             w[name] = x
     if not recipe.compile:
@@ -427,7 +429,8 @@ class Window:
     """A level's keys and values for a block of tokens: the model's `attend`. Buffers (B*C, S, K)."""
 
     def __init__(self, block: Block, into: Product | None):
-        self.block, self.into, self.t, self.handle, self.back = block, into, 0, None, None
+        self.block, self.into, self.t, self.back = block, into, 0, None
+        self.handle, self.carried = None, False  # what Load gave, and whether its backward is to come
         h, (n, B), S, grad = (
             block.heads,
             block.bias.shape[:2],
@@ -613,7 +616,7 @@ class Attend(torch.autograd.Function):
                 sizes = (h.C * h.M, h.K), (h.C, h.K), (h.C, h.K)
                 grads = (x.view(-1, *size) for x, size in zip((dq, dk, dv), sizes, strict=True))
                 found = pull_back(f, ctx.saved_tensors, ctx.static, needs, tuple(grads), ctx.places)
-        if ctx.t == 0 and window.handle is None:
+        if ctx.t == 0 and not window.carried:
             window.end()
         return None, None, None, None, None, None, *found
 
@@ -686,11 +689,13 @@ def run_block(
     windows = [Window(block, w['wo']) for w in ws]
     handle = Load.apply(windows, *kv)
     for window in windows:
-        window.handle = handle if handle.requires_grad else None
+        window.handle, window.carried = handle, handle.requires_grad
     out, recipe = [], block.recipe
     for z_t in z.unbind(0):
         s = recipe.token(ws, s, z_t, windows, recipe.kind)
         out.append(s)
+    for window in windows:
+        window.handle = None  # its graph holds the windows
     if carry:
         s, *kv = Store.apply(windows, s)
     else:
@@ -895,6 +900,9 @@ class Fixed:
 class Total(NamedTuple):
     total: torch.Tensor
 
+    def __call__(self) -> 'Total':
+        return self
+
     def flush(self) -> torch.Tensor:
         return self.total.clone()
 
@@ -955,7 +963,7 @@ def trials(recipe: Recipe, weights: dict, sizes: tuple, grad: bool) -> dict:
                 window.load(*(x[:, :W] for x in cache))
                 for buffer, x in zip((window.k, window.v), cache, strict=True):
                     buffer[:, W:] = x[:, W:]
-                window.handle = s.new_zeros((), requires_grad=grad)  # the memory stays
+                window.carried = True  # the memory stays
             window = windows[triton]
             window.t, x = t, qkv.detach().requires_grad_(grad)
             att = window(recipe.heads, x, h=h, wide=recipe.wide)

@@ -127,7 +127,7 @@ def test_interpreted_trials_agree(monkeypatch, share_kv, aggregation, W, n, grad
             patch.setattr(module, kernel, lambda *args, right=right: right(*args).mul_(1.1))
             wrong = kernels.compare(trials[name])['difference'] > 0.05
             assert wrong or not grad and kernel == 'expert_relu_backward'
-    edited = recipe._replace(heads=lambda *args: [2 * x for x in model_file.heads(*args)],
+    edited = recipe._replace(heads=lambda *args, **sizes: [2 * x for x in model_file.heads(*args, **sizes)],
                              leave=lambda *args: 2 * model_file.leave(*args))                # an edited equation is not the kernels'
     for run in unroll.trials(edited, weights, (2, 24, W, n), grad).values():
         assert not kernels.agrees(kernels.compare(run))
