@@ -1013,6 +1013,7 @@ def trial_cost(recipe: Recipe, sizes: tuple) -> dict:
     return {'attention': (2 * 5 * window * h.K, moved), 'experts': experts}
 
 
+@torch.autocast('cuda', enabled=False)  # as in the loop
 def choose(recipe: Recipe, weights: dict, sizes: tuple, grad: bool) -> frozenset:
     """The Triton kernels that agree with the model's own pieces here, in values and gradients, and beat them
     compiled. CUDA only; measured once, by CUDA graphs: so not while another is captured, where what was not
