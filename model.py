@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kernels import EPS, Heads, apply_rope, by_expert, compute_dtype, gate_weights, head_loss
-from kernels import linear, outputs, rope_table, rowwise, softcap
+from kernels import Heads, apply_rope, by_expert, compute_dtype, gate_weights, head_loss
+from kernels import linear, outputs, rms_norm, rope_table, rowwise, softcap
 from unroll import Recipe, unroll
 
 # name: a shared key or value is the sum over experts times E ** -this (routed ones keep sqrt_sum's)
@@ -127,7 +127,7 @@ class Kind(NamedTuple):
 
 def norm(x: torch.Tensor) -> torch.Tensor:
     """Parameter-free RMSNorm over the last dimension."""
-    return F.rms_norm(x, (x.size(-1),), eps=EPS)
+    return rms_norm(x)
 
 
 def enter(

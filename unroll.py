@@ -430,7 +430,10 @@ class Window:
 
     def __init__(self, block: Block, into: Product | None):
         self.block, self.into, self.t, self.back = block, into, 0, None
-        self.handle, self.carried = None, False  # what Load gave, and whether its backward is to come
+        self.handle, self.carried = (
+            None,
+            False,
+        )  # what Load gave, and whether its backward is to come
         h, (n, B), S, grad = (
             block.heads,
             block.bias.shape[:2],
