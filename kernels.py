@@ -89,30 +89,24 @@ class Norm(torch.autograd.Function):
     """RMSNorm with its backward in closed form: eagerly autograd's would be a dozen passes."""
 
     @staticmethod
-    def forward(x):
+    def forward(ctx, x):
         r = torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
-        return x * r, r
+        y = x * r
+        ctx.save_for_backward(y, r)
+        return y
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*output)
-        ctx.mark_non_differentiable(output[1])
-
-    @staticmethod
-    def backward(ctx, g, _):
+    def backward(ctx, g):
         y, r = ctx.saved_tensors
         return (g - y * (g * y).mean(-1, keepdim=True)) * r
 
 
 def rms_norm(x: torch.Tensor) -> torch.Tensor:
     """Parameter-free, over the last dimension."""
-    if (
-        x.is_cuda
-        or torch.compiler.is_compiling()
-        or not (x.requires_grad and torch.is_grad_enabled())
-    ):
-        return F.rms_norm(x, (x.size(-1),), eps=EPS)
-    return Norm.apply(x)[0]
+    eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if eager and not x.is_cuda and not torch._C._are_functorch_transforms_active():
+        return Norm.apply(x)
+    return F.rms_norm(x, (x.size(-1),), eps=EPS)
 
 
 def gate_weights(a: torch.Tensor, name: str) -> torch.Tensor:
