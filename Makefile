@@ -1,5 +1,5 @@
 # make demo: from nothing to a trained language model and a sample, on a CPU. make demo-sokoban: an agent, its curve and two games.
-# make test: the tests. make test-long: some of them in their long form. All set up .venv by themselves.
+# make test: the tests. make test-long: all of them, some in their long form. All set up .venv by themselves.
 PYTHON ?= python3
 BIN = .venv/bin
 
@@ -15,9 +15,10 @@ demo-sokoban: .venv/installed
 test: .venv/installed
 	$(BIN)/python -m pytest -q -n 2
 
-# two hours, and nothing else running: twenty kills a script, fifty times the drawn input, all commands of all docstrings, endless streams, the demo in both precisions, half an hour of each demo
+# two hours, and nothing else running: twenty kills a script, fifty times the drawn input, all commands of all docstrings, endless streams, the demo in both precisions, half an hour of each demo, and what is slow and rare
 test-long: .venv/installed
-	$(BIN)/python -m pytest -q --long -rP tests/test_commands.py tests/test_faults.py tests/test_fuzz.py tests/test_numerics.py tests/test_soak.py
+	$(BIN)/python -m pytest -q --long -rP
+	$(BIN)/python tests/mutate.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .

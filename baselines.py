@@ -18,13 +18,14 @@ import sys
 import time
 from collections.abc import Callable
 
+from configurator import configure, every, fail, run_script  # before torch: how threads wait, what ctrl-C does
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import bench
-from checkpoint import RUN_FILES, JsonlLog, compiles, pick_device, pick_dtype, prepare_out_dir, write_json
-from configurator import configure, fail
+from checkpoint import RUN_FILES, JsonlLog, check_model, compiles, last_words, pick_device, pick_dtype, prepare_out_dir, release, set_threads, write_json
 from data_fineweb import VOCAB, SequenceLoader, StreamLoader, find_shards, load_val, token_bytes
 from kernels import apply_rope, rope_table
 from measure import header
@@ -215,6 +216,7 @@ def build(config: dict) -> tuple[LSTM | Transformer, dict]:
     """-> the baseline and its description."""
     c = our_config(config)
     is_recurrent = config['model'] == 'lstm' and config['recurrent']
+    check_model(lambda config: build_model(config, is_recurrent), c, 3)  # the baseline is as large
     with torch.device('meta'):  # only to count
         ours = build_model(c, is_recurrent)
     target, flops = ours.num_params()['total'], sum(ours.flops_per_token().values())
@@ -273,6 +275,7 @@ def train(config: dict, lr: float, log_path: str, kind: str, amp: torch.dtype) -
         if not compiles(run, lambda: compile_on_zeros(run, micro, T, kind, amp)):
             run = net
     params, optimizer = list(net.parameters()), make_adamw(net, lr, config)
+    due = every()
     states, log, seconds, best, record = [None] * math.ceil(B / micro), JsonlLog(log_path), 0.0, math.inf, {'step': 0, 'tokens': 0}
     for step in range(steps + 1):
         if step % config['eval_interval'] == 0 or step == steps:
@@ -293,7 +296,7 @@ def train(config: dict, lr: float, log_path: str, kind: str, amp: torch.dtype) -
             print(f'update {step + 1}: loss {loss}, stopped: lower the learning rate', flush=True)
             val_loss = bpb = best = math.nan
             break
-        if (step + 1) % config['log_interval'] == 0:
+        if (step + 1) % config['log_interval'] == 0 or due():
             print(f'step {step + 1}/{steps} | loss {loss:.4f} | lr {rate:.2e} | norm {grad_norm:.2f} | {1000 * elapsed:.0f} ms | '
                   f'{B * T / elapsed:,.0f} tok/s', flush=True)
     log.close()
@@ -313,6 +316,7 @@ def train_all(config: dict, kind: str, amp: torch.dtype) -> None:
     if config['lr_scan']:
         shutil.copyfile(best['log'], os.path.join(folder, 'log.jsonl'))
     write_json({**header(config, kind, amp), 'best': best, 'runs': results}, os.path.join(folder, 'result.json'))
+    release(folder)
     print(f'done: {best["name"]}, {best["params"]:,} parameters, learning rate {best["learning_rate"]:g}: val loss {best["val_loss"]:.4f} nats, '
           f'{best["val_bits_per_byte"]:.4f} bits per byte after {best["tokens"]:,} tokens, {best["seconds"]:.0f} s; {folder}')
 
@@ -386,15 +390,13 @@ def main() -> None:
         if kind.startswith('cuda'):
             torch.cuda.set_device(kind)
             torch.set_float32_matmul_precision('high')         # as train_lm.py
-        if threads:
-            torch.set_num_threads(threads)
+        set_threads(threads)
         (measure_speed if speed else train_all)(config, kind, amp)
-    except (ValueError, OSError) as error:                     # DataError, OutDirError, ModelConfig's
+    except ValueError as error:                                # DataError, OutDirError, SizeError, ModelConfig's
         fail(error)
-    except KeyboardInterrupt:
-        print('\ninterrupted', file=sys.stderr)
-        sys.exit(130)
+    except (RuntimeError, MemoryError) as error:               # no memory
+        fail(last_words(error, f'{out_dir}_{config["model"]}', 'a smaller batch_size takes less'))
 
 
 if __name__ == '__main__':
-    main()
+    run_script(main)

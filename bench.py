@@ -28,6 +28,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 
+from configurator import configure, fail, gathered, joined, run_script  # before torch: how threads wait, what ctrl-C does
+
 import numpy as np
 import torch
 
@@ -36,7 +38,6 @@ import muon
 import train_lm
 import unroll
 from checkpoint import pick_device, pick_dtype
-from configurator import configure, fail, gathered, joined
 from data_fineweb import REAL_VOCAB, VOCAB, open_meta, write_meta, write_shard
 from decode import Decoder
 from measure import column, compare_reports, earlier_rows, end_all, figure, header, key, make_yardsticks, markdown, measure, show
@@ -528,10 +529,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    try:
-        main()
-    except OSError as error:
-        fail(error)
-    except KeyboardInterrupt:
-        print('\ninterrupted: what was finished is written (suite sokoban: nothing)', file=sys.stderr)
-        sys.exit(130)
+    run_script(main, 'interrupted: what was finished is written (suite sokoban: nothing)')

@@ -10,15 +10,15 @@ Paths: 'plain' (the equations by autograd), 'fast', 'compiled' (fast, cells fuse
 its own forward instead of keeping the rollout's. measure.py says how they are measured; so is a yardstick, one large 3x3 convolution,
 forward and backward, in the same dtype. "of conv rate" is the multiply-adds that are executed (convlstm.py, macs_per_step) over its rate.
 """
-import sys
 from collections.abc import Callable
+
+from configurator import configure, fail, run_script  # before torch: how threads wait, what ctrl-C does
 
 import torch
 import torch.nn.functional as F
 
 import train_sokoban
 from checkpoint import keep_memory, pick_device, pick_dtype
-from configurator import configure, fail
 from convlstm import AgentConfig
 from measure import column, figure, header, markdown, measure, show, speedup, spread, write_results
 
@@ -125,10 +125,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == '__main__':
-    try:
-        main()
-    except OSError as error:
-        fail(error)
-    except KeyboardInterrupt:
-        print('\ninterrupted: nothing written', file=sys.stderr)
-        sys.exit(130)
+    run_script(main, 'interrupted: nothing written')

@@ -9,6 +9,8 @@ import collections
 import contextlib
 import ctypes
 import datetime
+import errno
+import fcntl
 import importlib.util
 import json
 import math
@@ -18,16 +20,18 @@ import pickle
 import platform
 import random
 import re
+import resource
 import signal
+import stat
 import struct
 import subprocess
-import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from types import FrameType
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -39,6 +43,9 @@ if tuple(map(int, torch.__version__.split('.')[:2])) < (2, 11):  # none older wa
     fail(f'torch {torch.__version__} is too old: 2.11 or later is needed (pip install torch==2.13.0)')
 
 LAST, PREV, BEST = 'ckpt_last.pt', 'ckpt_prev.pt', 'ckpt_best.pt'
+LOCK = '.run'  # held while a run is at work in its folder, and the mark that the folder is a run's
+MARK = 'a run of Parallel Experts'  # what LOCK says once the folder is ours
+OURS = {'out_dir', 'commit', 'torch', 'device_name'}  # of config.json (write_config): the mark of a run that is older than LOCK
 BEGUN = '.begun'  # the folder's run was begun by the torchrun that wrote this last
 RUN_FILES = ('ckpt_*.pt', 'log.jsonl', 'config.json', 'loss.png', '*.tfevents.*')  # what a run writes into its folder, and overwrite removes
 
@@ -53,6 +60,10 @@ class CheckpointError(ValueError):
 
 class OutDirError(ValueError):
     """The output folder cannot be used; the message is one line."""
+
+
+class SizeError(ValueError):
+    """Settings ask for more than the machine has; the message is one line."""
 
 
 # -----------------------------------------------------------------------------
@@ -87,8 +98,10 @@ def write_atomic(path: str | os.PathLike, write: Callable[[BinaryIO], object], k
                 os.replace(path, kept)
             link.unlink(missing_ok=True)  # renaming between two names of one file does nothing: happens after a kill right here
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # a full disk does not say whose write it refused
         raise
     sync_folder(path.parent)
 
@@ -137,8 +150,12 @@ class JsonlLog:
             return False
 
     def write(self, record: dict) -> None:
-        self.file.write(json_line(record) + '\n')
-        self.file.flush()
+        try:
+            self.file.write(json_line(record) + '\n')
+            self.file.flush()
+        except OSError as error:
+            error.filename = self.file.name  # a full disk does not say whose write it refused
+            raise
 
     def close(self) -> None:
         self.file.close()
@@ -244,7 +261,7 @@ def load_latest(out_dir: str | os.PathLike, device: str = 'cpu') -> tuple[dict, 
     """-> (checkpoint, its path): the last one in the folder or, with a line that says so, the one before. CheckpointError if neither."""
     paths = [pathlib.Path(out_dir, name) for name in (LAST, PREV)]
     if not saved_in(out_dir):
-        raise CheckpointError(f'{out_dir}: nothing to resume from, there is no {LAST}: start without --resume')
+        raise CheckpointError(f'{out_dir}: holds no trained run, there is no {LAST}: train one first, or name its out_dir')
     try:
         return load_checkpoint(paths[0], device), paths[0]
     except CheckpointError as error:
@@ -273,11 +290,85 @@ def load_run(out_dir: str | os.PathLike, script: str, needed: tuple[str, ...], f
     return saved, where
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
-    """The saved moments with this run's settings: a resumed run may change learning rates, momentum, decay, and the device."""
-    ours = [{key: value for key, value in group.items() if key != 'params'} for group in optimizer.param_groups]
-    groups = [{**group, **settings} for group, settings in zip(saved['param_groups'], ours, strict=True)]
-    optimizer.load_state_dict({**saved, 'param_groups': groups})
+@contextlib.contextmanager
+def restoring(where: str | os.PathLike, key: str) -> Iterator[None]:
+    """Around what restores a part of a checkpoint: what does not fit becomes a CheckpointError that names the file and the part."""
+    try:
+        yield
+    except UNREADABLE as error:
+        if isinstance(error, CheckpointError) or out_of_memory(error):
+            raise
+        if isinstance(error, SizeError):
+            raise CheckpointError(f'{where}: {error}') from None
+        raise CheckpointError(
+            f'{where}: {key} does not fit this run, or is damaged ({first_line(error)}): give another out_dir'
+        ) from None
+
+
+def load_weights(model: torch.nn.Module, weights: dict, where: str | os.PathLike, assign: bool = False) -> None:
+    """model.load_state_dict(weights), all of them there, of the model's shapes and finite; CheckpointError names the file and the weight.
+    assign: the model is on the device 'meta' and takes the tensors themselves."""
+    ours = model.state_dict()
+    with restoring(where, 'model'):
+        strange = [name for name in weights if name not in ours]
+        for name, mine in ours.items():
+            if not isinstance(weights.get(name), torch.Tensor):
+                raise CheckpointError(f'{where}: model: has no weight {name}: not of this model, or damaged')
+            if weights[name].shape != mine.shape:
+                shapes = f'{list(weights[name].shape)}, not {list(mine.shape)}'
+                raise CheckpointError(f'{where}: model: {name} has the shape {shapes}: not of this model, or damaged')
+            if not weights[name].isfinite().all():
+                raise CheckpointError(f'{where}: model: {name} holds NaN or infinity: these weights are of no use')
+        if strange:
+            raise CheckpointError(f'{where}: model: this model has no weight {strange[0]}: not of this model, or damaged')
+        model.load_state_dict(weights, assign=assign)
+
+
+MOMENTS = {'Muon': {'momentum_buffer'}, 'Adam': {'step', 'exp_avg', 'exp_avg_sq'}, 'AdamW': {'step', 'exp_avg', 'exp_avg_sq'}}  # of a parameter
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict, where: str | os.PathLike, key: str = 'optimizer') -> None:
+    """The saved moments with this run's settings: a resumed run may change learning rates, momentum, decay, and the device.
+    CheckpointError where a parameter's are missing or of another shape."""
+    with restoring(where, key):
+        ours = [{name: value for name, value in group.items() if name != 'params'} for group in optimizer.param_groups]
+        groups = [{**group, **settings} for group, settings in zip(saved['param_groups'], ours, strict=True)]
+        optimizer.load_state_dict({**saved, 'param_groups': groups})
+        for i, p in enumerate(p for group in optimizer.param_groups for p in group['params']):
+            moments, names = optimizer.state.get(p, {}), MOMENTS[type(optimizer).__name__]
+            if p.numel() == 0:  # an agent's that has no input there: no gradient, no moments
+                continue
+            if moments.keys() != names:
+                raise ValueError(f'parameter {i} has {sorted(moments)}, not {sorted(names)}')
+            if any(x.shape != p.shape for name, x in moments.items() if name != 'step'):
+                raise ValueError(f'moments of parameter {i} have another shape than {list(p.shape)}')
+
+
+def load_optimizers(optimizers: list[torch.optim.Optimizer], saved: list, where: str | os.PathLike) -> None:
+    """load_optimizer for each of several."""
+    if not isinstance(saved, list) or len(saved) != len(optimizers):
+        raise CheckpointError(f'{where}: optimizers: expected a list of {len(optimizers)}: damaged, or not of this script')
+    for i, (optimizer, its) in enumerate(zip(optimizers, saved, strict=True)):
+        load_optimizer(optimizer, its, where, f'optimizers[{i}]')
+
+
+def load_position(run: object, saved: dict, names: tuple[str, ...], where: str | os.PathLike) -> None:
+    """run.NAME = saved[NAME], where it has the type that a run begins with; a dict has that one's keys too."""
+    for name in names:
+        value, ours = saved[name], getattr(run, name)
+        good = type(value) is type(ours) and value == value  # NaN is no position
+        if good and isinstance(value, dict):
+            good = all(type(value.get(key)) is type(ours[key]) for key in ours)
+        if not good or type(value) is int and value < 0:
+            raise CheckpointError(f'{where}: {name} = {str(value)[:80]!r}: not what a run saves there: damaged')
+        setattr(run, name, value)
+
+
+def fill(mine: torch.Tensor, saved: torch.Tensor) -> None:
+    """mine.copy_(saved), of the same shape: copy_ alone would repeat a smaller one. ValueError."""
+    if not isinstance(saved, torch.Tensor) or mine.shape != saved.shape:
+        raise ValueError(f'expected a tensor of shape {list(mine.shape)}, found {list(getattr(saved, "shape", []))}')
+    mine.copy_(saved)
 
 
 # -----------------------------------------------------------------------------
@@ -335,6 +426,15 @@ def attempt() -> int:
 PATIENCE = datetime.timedelta(minutes=10)  # with a rank that does not answer
 
 
+def set_threads(threads: int) -> None:
+    """Of PyTorch's products on a CPU; 0: its own choice. SizeError where the machine has far fewer cores: OpenMP dies of too many."""
+    most = max(256, os.cpu_count() or 1)
+    if threads > most:
+        raise SizeError(f'threads = {threads}: at most {most} here, where there are {os.cpu_count()} CPU cores; 0 leaves it to PyTorch')
+    if threads > 0:
+        torch.set_num_threads(threads)
+
+
 def join_ranks(device: str, threads: int) -> tuple[int, int, str]:
     """-> rank, world size and device ('cpu' or 'cuda:N') of this process; under torchrun it joins the process group. threads: of a CPU,
     0 for torch's choice."""
@@ -342,8 +442,8 @@ def join_ranks(device: str, threads: int) -> tuple[int, int, str]:
     if kind.startswith('cuda'):
         torch.cuda.set_device(kind)
         torch.set_float32_matmul_precision('high')
-    elif threads > 0:
-        torch.set_num_threads(threads)
+    else:
+        set_threads(threads)
     if world > 1:
         # torchrun's store outlives an attempt: without a prefix, ranks that are started again find the addresses of the dead ones
         store, _, _ = next(torch.distributed.rendezvous('env://', timeout=PATIENCE))
@@ -352,17 +452,51 @@ def join_ranks(device: str, threads: int) -> tuple[int, int, str]:
     return rank, world, kind
 
 
-def last_words(error: OSError | RuntimeError, out_dir: str | os.PathLike, less_memory: str) -> str | OSError:
-    """The line for an OSError or RuntimeError that ends a run: a full disk, a folder that is gone, no GPU memory, a rank that died or cannot
-    be reached. Any other RuntimeError is raised again."""
+def out_of_memory(error: BaseException) -> str:
+    """'' or the memory that an error says is used up: 'GPU memory' or 'memory'."""
     if isinstance(error, torch.OutOfMemoryError):
-        return f'out of GPU memory: {less_memory} ({first_line(error)})'
+        return 'GPU memory'
+    words = ('DefaultCPUAllocator', "can't allocate memory", 'std::bad_alloc', 'Storage size calculation overflowed', 'integer multiplication overflow')
+    full = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    return 'memory' if full or isinstance(error, MemoryError) else ''
+
+
+def last_words(error: RuntimeError | MemoryError, out_dir: str | os.PathLike, less_memory: str) -> str:
+    """The line for an error that ends a run: no memory, a rank that died or cannot be reached. Any other is raised again."""
+    if which := out_of_memory(error):
+        return f'out of {which}: {less_memory} ({first_line(error)})'
     if isinstance(error, torch.distributed.DistError) or 'gloo/transport' in str(error):
         saved = f'{out_dir} keeps its last checkpoint: --resume=True goes on' if saved_in(out_dir) else 'nothing had been saved yet'
         return f'rank {os.environ.get("RANK")}: another rank died, or cannot be reached; {saved} ({first_line(error)})'
-    if isinstance(error, OSError):
-        return error
     raise error
+
+
+def check_fits(need: int, what: str, kind: str = 'cpu') -> None:
+    """SizeError where `need` bytes, the least that `what` takes, are more than there are. For what no machine holds: found before anything
+    is allocated. What fits here may still be too much."""
+    if need > (have := device_memory(kind)[0]):
+        where = 'this GPU' if kind.startswith('cuda') else 'this machine'
+        raise SizeError(f'{what}: needs more than {need / 1e9:,.0f} GB of memory, and {where} has {have / 1e9:,.0f}')
+
+
+LEVEL_OBJECTS = 10_000  # bytes that Python takes for a level's modules and tensors, whatever their sizes
+
+
+def check_model(build: Callable[[object], torch.nn.Module], config: object, copies: int = 1, kind: str = 'cpu') -> None:
+    """check_fits for build(config)'s weights in fp32, `copies` times (training keeps gradients and moments), from models of one level and
+    of two, without memory for any. config: a dataclass with n_layer."""
+    sizes = {name: value for name, value in asdict(config).items() if type(value) is int}
+    largest = max(sizes, key=sizes.get)
+    what = f'a model of n_layer = {config.n_layer}, n_expert = {config.n_expert}, n_embd = {config.n_embd}'
+    try:
+        if sizes[largest] >= 2**40:
+            raise RuntimeError(f'{largest} = {sizes[largest]}')
+        with torch.device('meta'):
+            one, two = (sum(p.numel() for p in build(replace(config, n_layer=n)).parameters()) for n in (1, 2))
+    except RuntimeError as error:
+        raise SizeError(f'{what}: larger than any machine ({first_line(error)})') from None
+    total, objects = one + (config.n_layer - 1) * (two - one), config.n_layer * LEVEL_OBJECTS
+    check_fits(4 * copies * total + objects, f'{what}, {total:,} parameters', kind)
 
 
 def compiles(model: torch.nn.Module, once: Callable[[], object]) -> bool:
@@ -377,16 +511,6 @@ def compiles(model: torch.nn.Module, once: Callable[[], object]) -> bool:
         works = False
     model.zero_grad(set_to_none=True)
     return works
-
-
-def leave(status: int) -> NoReturn:
-    """Ends the process. Under torchrun without Python's shutdown, which a gloo thread that outlives its process group can abort (1 run in
-    20 here; pytorch PR 179291): close everything before."""
-    if 'RANK' in os.environ:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    sys.exit(status)
 
 
 def need_packages(**asked: bool) -> None:
@@ -404,6 +528,30 @@ def device_name(kind: str) -> str:
             return 'CPU ' + re.search(r'model name\s*: (.*)', file.read()).group(1)
     except (OSError, AttributeError):
         return f'CPU {platform.processor() or platform.machine()}'
+
+
+def device_memory(kind: str) -> tuple[float, float]:
+    """Bytes of memory that a process may use on the device, and how many of them are free now. Of a CPU's, a tenth is left to everything
+    else, a container's limit counts, and processes of one torchrun share. Infinity where the system does not say."""
+    if kind.startswith('cuda'):
+        free, total = torch.cuda.mem_get_info(kind)
+        return float(total), float(free + torch.cuda.memory_reserved(kind))
+    def number(path: str, pattern: str) -> float:
+        try:
+            with open(path) as file:
+                return float(re.search(pattern, file.read(), re.M).group(1))
+        except (OSError, AttributeError):                      # not Linux, or no limit
+            return math.inf
+    total, free = (1024 * number('/proc/meminfo', rf'^{name}: +(\d+) kB') for name in ('MemTotal', 'MemAvailable'))
+    limit = number('/sys/fs/cgroup/memory.max', r'^(\d+)')
+    if math.isfinite(limit):
+        cached = number('/sys/fs/cgroup/memory.stat', r'^inactive_file (\d+)')
+        total, free = min(total, limit), min(free, limit - number('/sys/fs/cgroup/memory.current', r'^(\d+)') + cached)
+    most = resource.getrlimit(resource.RLIMIT_AS)[0]           # ulimit -v
+    if most != resource.RLIM_INFINITY:
+        total, free = min(total, most), min(free, most)
+    share = int(os.environ.get('LOCAL_WORLD_SIZE', 1))
+    return 0.9 * total / share, 0.9 * free / share
 
 
 def commit() -> str:
@@ -460,30 +608,85 @@ def restarted(out_dir: str | os.PathLike) -> dict[str, bool]:
     return {'resume': saved_in(out_dir), 'overwrite': not saved_in(out_dir)}
 
 
+HELD: dict[pathlib.Path, int] = {}  # folders that this process is at work in, and their LOCK, open
+
+
+def hold(out_dir: str | os.PathLike) -> None:
+    """One run a folder: this process holds its LOCK until `release`, or its own end, whatever ends it. OutDirError where another has it."""
+    path = pathlib.Path(out_dir).resolve()
+    if path in HELD:
+        return
+    descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        said = os.read(descriptor, 200).decode(errors='replace').strip()
+        os.close(descriptor)
+        raise OutDirError(
+            f'{out_dir}: another run is at work in it ({said or "its process is not known"}): '
+            'wait for its end, stop it, or choose another out_dir'
+        ) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        print0(f'warning: {out_dir} is on a disk without locks ({error.strerror}): see to it that no other run uses it')
+    HELD[path] = descriptor
+
+
+def release(out_dir: str | os.PathLike) -> None:
+    """Ends `hold`, if it was. The file stays: it is the folder's mark."""
+    descriptor = HELD.pop(pathlib.Path(out_dir).resolve(), None)
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+def is_ours(path: pathlib.Path) -> bool:
+    """Whether a folder carries a run's mark: LOCK as prepare_out_dir leaves it or, of older runs, the config.json of write_config."""
+    try:
+        if (path / LOCK).read_text(errors='replace').startswith(MARK):
+            return True
+    except OSError:
+        pass
+    try:
+        config = json.loads((path / 'config.json').read_text(encoding='utf-8'))
+        return isinstance(config, dict) and config.keys() >= OURS
+    except (OSError, ValueError, RecursionError):
+        return False
+
+
 def prepare_out_dir(out_dir: str | os.PathLike, resume: bool = False, overwrite: bool = False, run_files: tuple[str, ...] = RUN_FILES) -> pathlib.Path:
-    """Creates the folder of a run, or checks it -> its pathlib.Path. OutDirError says why not.
+    """Creates the folder of a run, or checks it, and holds it (see `hold`) -> its pathlib.Path. OutDirError says why not.
 
     A folder with a run in it (a checkpoint or a log) is refused without resume or overwrite; resume needs a checkpoint. overwrite removes
-    the files matching run_files (glob patterns, this folder only) and nothing else. Temporary files of a killed run are removed."""
+    the files matching run_files (glob patterns, this folder only) and nothing else. Files of these names in a folder that carries no mark
+    of ours are somebody else's: refused, with overwrite too. Temporary files of a killed run are removed."""
     if not str(out_dir):
         raise OutDirError('out_dir is empty: name a folder')
     if resume and overwrite:
         raise OutDirError('--resume and --overwrite exclude each other: choose one')
     path = pathlib.Path(out_dir)
     try:
+        if not resume:
+            path.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            hold(path)
         if attempt() == 0:
             with contextlib.suppress(FileNotFoundError):
                 (path / BEGUN).unlink()  # a folder that is refused below is not this launch's, however often it is started again
         if resume and not saved_in(path):
             raise OutDirError(f'{path}: nothing to resume from, there is no {LAST}: start without --resume')
-        path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass  # a folder without write permission, a read-only disk: better now than after the first hour
+        check_ownership(path, resume, overwrite, run_files)
     except OSError as error:
+        release(path)
         reason = 'it is a file' if path.is_file() else error.strerror
         raise OutDirError(f'{path}: cannot be used as the output folder: {reason}') from None
-    if not resume and not overwrite and (any(path.glob('ckpt_*.pt')) or (path / 'log.jsonl').exists()):
-        raise OutDirError(f'{path}: holds a run already: --resume=True continues it, --overwrite=True replaces it')
+    except OutDirError:
+        release(path)
+        raise
+    if not resume or is_ours(path):  # a lone checkpoint is resumed, but makes the folder ours only once it was read
+        os.pwrite(HELD[path.resolve()], f'{MARK}: process {os.getpid()} on {platform.node()}'.ljust(120).encode() + b'\n', 0)
     stale = [f'.{pattern}.tmp' for pattern in run_files]
     for pattern in [*stale, *(run_files if overwrite else [])]:
         for file in path.glob(pattern):
@@ -494,12 +697,32 @@ def prepare_out_dir(out_dir: str | os.PathLike, resume: bool = False, overwrite:
     return path
 
 
+def check_ownership(path: pathlib.Path, resume: bool, overwrite: bool, run_files: tuple[str, ...]) -> None:
+    """OutDirError where a run in this folder would replace or mix files that it must not."""
+    patterns = ['config.json'] if resume else run_files
+    found = sorted(file.name for pattern in patterns for file in path.glob(pattern) if not file.is_dir())
+    if found and not is_ours(path):
+        raise OutDirError(f'{path}: holds {found[0]}, which no run of ours wrote: choose another out_dir, or move it away yourself')
+    if not resume and not overwrite and (any(path.glob('ckpt_*.pt')) or (path / 'log.jsonl').exists()):
+        raise OutDirError(f'{path}: holds a run already: --resume=True continues it, --overwrite=True replaces it')
+
+
 # -----------------------------------------------------------------------------
 # signals
 
 
+def leave_terminal() -> None:
+    """What is still printed to a terminal that has been closed goes nowhere: a write to it would be an error, before the run has saved."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+            os.dup2(null, descriptor)
+    os.close(null)
+
+
 class Stopper:
-    """SIGTERM and ctrl-C become a flag: the loop reads `stopper.signal` (None, or the signal's number) between two updates, saves, ends.
+    """SIGTERM, ctrl-C and SIGHUP (the terminal was closed; not under nohup) become a flag: the loop reads `stopper.signal` (None, or the
+    signal's number) between two updates, saves, ends.
 
     A second ctrl-C raises KeyboardInterrupt at once. Under torchrun a ctrl-C arrives twice, from the terminal and from the launcher, so
     there one within a second of the first does not count. With several ranks the flag must be agreed on (all-reduce) before it is acted
@@ -507,12 +730,17 @@ class Stopper:
 
     def __init__(self):
         self.signal, self.time = None, 0.0
-        self.former = {number: signal.signal(number, self.handle) for number in (signal.SIGTERM, signal.SIGINT)}
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        self.former = {number: signal.signal(number, self.handle) for number in numbers}
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         again = self.signal == signal.SIGINT and number == signal.SIGINT
         if again and ('RANK' not in os.environ or time.monotonic() - self.time > 1):
             raise KeyboardInterrupt
+        if number == signal.SIGHUP:
+            leave_terminal()
         if self.signal is None:
             os.write(2, b'\nstopping after this update (ctrl-C again: at once)\n')  # print is not safe inside a handler
         if not again:

@@ -7,6 +7,9 @@ or `--key value` one setting, and `--key` alone turns a switch on. Unlike nanoGP
 arithmetic on literals and earlier names).
 A default computed from another setting (`n_embd = 64 * n_layer`) is computed once, from the defaults.
 
+It is the first of the project's modules that a script imports, before torch, because it says how a process waits and ends: see the settings of
+OpenMP below, and `run_script`.
+
 A script calls `config = configure(globals())`. Its settings are the plain assignments (`name = literal`, or arithmetic on literals and
 earlier names; lowercase, no leading underscore) that stand before the first def, class or other block. A setting's type is its
 default's type. A setting whose default is None takes any literal, else the text itself. A default that has to be computed by a call
@@ -20,14 +23,22 @@ import math
 import operator
 import os
 import sys
+import time
 import tokenize
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from types import TracebackType
 from typing import NoReturn
+
+# Between two parallel sections OpenMP's threads spin, by default so long that two programs on the same cores slow each other tenfold. A
+# bounded spin costs a program that runs alone nothing that can be measured (LOG.md). Read when torch is loaded, so set before that.
+if 'OMP_WAIT_POLICY' not in os.environ:
+    os.environ.setdefault('GOMP_SPINCOUNT', '10000')
 
 MAX_INT = 2**64  # an integer in a config stays below this, which also bounds what `**` can be made to compute
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
              ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow}  # fmt: skip
+COMMAND_LINE = ('overwrite',)  # a config file may come from a stranger, and must not remove a run
 EXPECTED = {bool: 'True or False', int: 'an integer', float: 'a finite number', str: 'a string',
             tuple: 'a tuple', list: 'a list', dict: 'a dict'}  # fmt: skip
 BROKEN = (SyntaxError, ValueError, ArithmeticError, TypeError, MemoryError, RecursionError)  # all that reading hostile text can raise
@@ -37,6 +48,60 @@ def fail(message: str | Exception) -> NoReturn:
     """Ends the script on a user's mistake: one line on stderr, exit status 2, no traceback."""
     print('error: ' + ' '.join(str(message).splitlines()), file=sys.stderr, flush=True)
     raise SystemExit(2)
+
+
+def interrupted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """sys.excepthook: a ctrl-C that nothing has caught, as while torch is imported, is no error of the program."""
+    if issubclass(kind, KeyboardInterrupt):
+        print('\ninterrupted', file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = interrupted
+
+
+def run_script(main: Callable[[], int | None], when_interrupted: str = 'interrupted') -> NoReturn:
+    """Runs a script's main() and ends the process with the status that it returns (None: 0). Ctrl-C: the line given, 130. An OSError, such as
+    a full disk: one line, 2. A reader that has seen enough (`| head`): 0, in silence."""
+    message, trial = None, ''
+    try:
+        status = main() or 0
+    except SystemExit as end:
+        status = end.code or 0
+    except KeyboardInterrupt:
+        message, status = f'\n{when_interrupted}', 130
+    except BrokenPipeError:
+        status = 0
+    except OSError as error:
+        message, status, trial = f'error: {error}', 2, '\n'  # if standard output was full, it says so once more when it is tried
+    try:
+        print(end=trial, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left unwritten would fail once more at Python's end
+        if not isinstance(error, BrokenPipeError):
+            message, status = f'error: standard output: {error.strerror}', 2
+    if message:
+        print(message, file=sys.stderr, flush=True)
+    if 'RANK' in os.environ:  # a gloo thread that outlives its process group can abort Python's shutdown (1 run in 20; pytorch PR 179291)
+        os._exit(status)
+    sys.exit(status)
+
+
+def every(seconds: float = 10.0) -> Callable[[], bool]:
+    """-> due(): whether `seconds` have passed since it last was, or since now; due(said=True) starts the time anew. For lines of progress:
+    nothing runs long in silence."""
+    last = time.monotonic()
+
+    def due(said: bool = False) -> bool:
+        nonlocal last
+        now = time.monotonic()
+        is_due = now - last >= seconds
+        if said or is_due:
+            last = now
+        return is_due
+
+    return due
 
 
 def first_line(error: Exception) -> str:
@@ -167,6 +232,8 @@ def read_config(path: str, config: dict, defaults: dict) -> None:
         except BROKEN as error:
             fail(f'{where}: {node.targets[0].id}: {error}')
         for target in node.targets:
+            if target.id in COMMAND_LINE:
+                fail(f'{where}: {target.id} is for the command line alone, --{target.id}=True: a config file must not replace a run')
             if target.id.startswith('_'):
                 helpers[target.id] = value
             else:

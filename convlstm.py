@@ -383,13 +383,16 @@ class ConvGLU(Agent):
     def z_parts(self, w: SimpleNamespace, z: torch.Tensor) -> list[torch.Tensor]:
         return [F.linear(z.to(self.query.dtype), self.wp, self.bias_p)[..., None, :]]         # (N, Y, X, 1, D); 1x1, so fp32 is cheap
 
+    def heard(self, last: torch.Tensor) -> torch.Tensor:
+        """What a step reads of the last one's s, or with a radius of its h: (B, Y, X, 1 or E, D), the same shape."""
+        return rms(self.ring(last) if self.config.radius >= 0 else last)
+
     def step(self, w: SimpleNamespace, z: torch.Tensor, z_parts: list[torch.Tensor], alive: torch.Tensor,
              state: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """s is (B, Y, X, 1, D), or (B, Y, X, E, D) with a radius: what each expert reads. -> s of the last level (B, Y, X, D), state."""
         c, (s,), h = self.config, z_parts, None
         if c.recurrent:
-            last = state[0] * alive                            # h with a radius, else s
-            s = s + F.linear(rms(self.ring(last) if c.radius >= 0 else last), self.wr)
+            s = s + F.linear(self.heard(state[0] * alive), self.wr)
         for l in range(c.n_layer):
             if c.radius >= 0:
                 s = s.expand(-1, -1, -1, c.n_expert, -1) if h is None else self.ring(h)

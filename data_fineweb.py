@@ -1,12 +1,17 @@
 """Token shards for language models: makes them from text, downloads them, and loads them for training.
 
     python data_fineweb.py                              # FineWeb sample-10BT: streamed, tokenised here, 104 shards of 10^8 tokens
-    python data_fineweb.py --pretokenized=10            # the same text ready-made: validation shard + 10 training shards, 200 MB each
+    python data_fineweb.py --pretokenized=14            # the same text ready-made: validation shard + 14 training shards, 200 MB each:
+                                                        # 10,668 updates of 131,072 tokens; the paper's runs have 10,000
     python data_fineweb.py --text='books/*.txt,web.jsonl.xz'   # local text (quote patterns; commas between several)
     python data_fineweb.py --demo=True --tokenizer=bytes       # 233 speeches that come with the code: no network, a few seconds
 
 Format of a shard (llm.c, modded-nanogpt): 256 little-endian int32 (20240520, version 1, token count, zeros), then uint16 tokens. Every
 document is [separator] + tokens of its text, documents may cross shards. Shard 0 validates: fineweb_val_000000.bin, fineweb_train_000001.bin...
+It is the start of the stream, but for local text of fewer than 20 documents, such as one book, whose start is no sample of it: these are cut at
+spaces into some 320 equal blocks or more, of at most 10,000 characters (a text of less than 64 kB into fewer); every 20th validates, and what
+lies between two of them is training text. A separator stands before each such block and stretch: what comes before it in a shard is not what
+came before it in the text.
 Killed runs continue with the same command and give the same shards. meta.json beside the shards says what they were made from.
 """
 
@@ -21,27 +26,29 @@ import lzma
 import multiprocessing
 import os
 import random
+import re
+import shlex
 import shutil
 import signal
-import sys
 import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
+from contextlib import closing, suppress
+
+from configurator import configure, fail, first_line, read_config, read_script, run_script  # first: what ctrl-C does
 
 import numpy as np
 
-from configurator import configure, fail, first_line
 
 # -----------------------------------------------------------------------------
 # output
 data_dir = ''  # output folder; '' = data/fineweb, or data/sotu_<tokenizer> with --demo, data/text_<tokenizer> with --text
 tokenizer = 'gpt2'  # 'gpt2' (50,257 ids) or 'bytes' (256 ids: for small machines, where a 50k-row head is most of the cost)
 shard_tokens = 10**8  # tokens in a training shard (2 bytes each)
-val_tokens = 0  # tokens in shard 0, the start of the stream; 0 = shard_tokens for FineWeb, 5% of local text (at most shard_tokens)
+val_tokens = 0  # tokens in shard 0; 0 = shard_tokens for FineWeb, 5% of local text (at most shard_tokens)
 # source: FineWeb unless one of these is given
 text = ''  # files or glob patterns, comma-separated: .txt (one document a file), .jsonl, both also .gz or .xz, .parquet; field 'text'
 demo = False  # the embedded corpus (corpus/README.md), documents shuffled with seed 1337
@@ -61,8 +68,12 @@ BYTES_PER_TOKEN = {'gpt2': 4.7, 'bytes': 1.0}  # of English text; for estimates 
 TOKENS_PER_S = {'gpt2': 1.5e6, 'bytes': 3e7}  # of one process; for estimates only
 FINEWEB, FINEWEB_TOKENS = 'HuggingFaceFW/fineweb sample-10BT', 10.3e9
 READY_MADE, READY_SHARDS = 'kjj0/fineweb10B-gpt2', 103
-DEMO_CORPUS, DEMO_SEED = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'corpus', 'sotu.jsonl.xz'), 1337
+HERE = os.path.dirname(os.path.abspath(__file__))
+DEMO_CORPUS, DEMO_SEED = os.path.join(HERE, 'corpus', 'sotu.jsonl.xz'), 1337
 VAL_SHARE = 0.05  # of local text
+FEW_DOCUMENTS = 20  # fewer are cut into blocks, a fair sample of which validates
+VAL_BLOCK = 10_000  # characters of such a block, at most
+LEAST_BYTES, LEAST_TOKENS = 200, 17  # of local text in all, and of its training part: a row of 16
 BOOKMARK_EVERY = 1000  # FineWeb documents between two saved positions in the download
 GPT2_FILES = {  # as tiktoken's own definition of 'gpt2' wants them
     'vocab.bpe': '1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5',
@@ -311,29 +322,74 @@ def read_parquet(path: str) -> Iterator[str]:
         raise DataError(f'{path}: not a readable parquet file: {first_line(error)}') from None
 
 
-def local_source(paths: list[str], seed: int) -> tuple[str, Callable[..., Iterator[str]], int]:
-    """-> (description, documents, bytes of text). documents(first, bookmark, bookmarks) yields from document `first` on.
-    Reads everything once, so bad input is reported before any work starts, and size and validation share are known."""
+def blocks_of(text: str, size: int) -> Iterator[str]:
+    """The text in blocks of `size` characters, and what is missing to the next space, if that is not as far again."""
+    start, space = 0, re.compile(r'\s')
+    while start < len(text):
+        end = start + size
+        found = space.search(text, end, end + size)
+        end = found.start() if found else end
+        yield text[start:end]
+        start = end
+
+
+def spread(documents: list[str], stride: int) -> tuple[list[str], list[str]]:
+    """-> the blocks that validate, every stride-th of all documents' blocks, and the stretches of text between them. Together they are
+    the whole text, and no stretch crosses a document's end."""
+    length = sum(map(len, documents))
+    size = max(4, min(200, length // (2 * stride)), min(VAL_BLOCK, length // (16 * stride)))  # short ones say little of a context
+    blocks = [list(blocks_of(text, size)) for text in documents]
+    middle = min(stride, sum(map(len, blocks))) // 2
+    val, train, number = [], [], itertools.count()
+    for document in blocks:
+        stretch = []
+        for block in document:
+            if next(number) % stride != middle:
+                stretch.append(block)
+                continue
+            val.append(block)
+            train.append(''.join(stretch))
+            stretch = []
+        train.append(''.join(stretch))
+    return val, [stretch for stretch in train if stretch]
+
+
+def local_source(paths: list[str], seed: int, config: dict) -> tuple[str, Callable[..., Iterator[str]], float, int]:
+    """-> (description, documents, tokens by estimate, validation tokens). documents(first, bookmark, bookmarks) yields from document
+    `first` on. Reads everything once, so bad input is reported before any work starts, and size and validation share are known."""
     count, size, digest = 0, 0, hashlib.sha256()
     for path in paths:
         for document in read_documents(path):
             data = document.encode('utf-8', errors='replace')
             count, size = count + 1, size + len(data)
             digest.update(len(data).to_bytes(8, 'little') + data)
+    named = f'{", ".join(paths[:3])}{", ..." if len(paths) > 3 else ""}'
     if not size:
-        raise DataError(f'no text in {", ".join(paths[:3])}{", ..." if len(paths) > 3 else ""}')
+        raise DataError(f'no text in {named}')
+    if size < LEAST_BYTES:
+        raise DataError(f'{named}: {size} bytes of text are too few to train on: at least {LEAST_BYTES} are needed')
     others = f' and {len(paths) - 1} more' if len(paths) > 1 else ''
     order = f', shuffled with seed {seed}' if seed >= 0 else ''
     source = f'{os.path.basename(paths[0])}{others}: {count} documents, {size} bytes{order}, sha256 {digest.hexdigest()[:16]}'
+    expected = size / BYTES_PER_TOKEN[config['tokenizer']]
+    val = config['val_tokens'] or max(1, min(config['shard_tokens'], int(VAL_SHARE * expected)))
 
-    def documents(first, bookmark, bookmarks):
+    def whole() -> Iterator[str]:
         stream = itertools.chain.from_iterable(read_documents(path) for path in paths)
         if seed >= 0:
             stream = list(stream)
             random.Random(seed).shuffle(stream)
-        return itertools.islice(stream, first, None)
+        return stream
 
-    return source, documents, size
+    if count >= FEW_DOCUMENTS:
+        return source, lambda first, bookmark, bookmarks: itertools.islice(whole(), first, None), expected, val
+    stride = max(2, round(expected / val))
+    blocks, stretches = spread(list(whole()), stride)
+    if not config['val_tokens']:  # exactly these blocks
+        encode = get_tokenizer(config['tokenizer']).encode_document
+        val = min(config['shard_tokens'], sum(len(encode(block)) for block in blocks))
+    source = f'{source}, one block in {stride} validates'
+    return source, lambda first, bookmark, bookmarks: itertools.islice([*blocks, *stretches], first, None), expected, val
 
 
 def fineweb_documents(first: int, bookmark: dict | None, bookmarks: list[dict]) -> Iterator[str]:
@@ -436,6 +492,15 @@ def drop_unusable(meta: dict, folder: str, limit: int) -> None:
         meta['shards'].pop()
 
 
+def remove_shards(meta: dict, folder: str) -> None:
+    """Takes back what a run has made of a text that is too short."""
+    for path in [*(os.path.join(folder, shard['name']) for shard in meta['shards']), os.path.join(folder, 'meta.json')]:
+        with suppress(FileNotFoundError):
+            os.remove(path)
+    with suppress(OSError):  # other files are there
+        os.rmdir(folder)
+
+
 def write_shards(documents: Callable[..., Iterator[str]], meta: dict, folder: str, limit: int, workers: int, bar: 'tqdm') -> None:  # noqa: F821  imported inside
     """Documents -> shards until the stream ends or `limit` tokens are written in all. A shard's record holds 'end' = [document, tokens
     of it already written], where the stream stood when the shard was full: all that a killed run needs to continue exactly."""
@@ -471,8 +536,9 @@ def write_shards(documents: Callable[..., Iterator[str]], meta: dict, folder: st
                     buffer, fill = buffer_for_next()
             if not len(buffer):
                 return  # the limit
-    if len(shards) + (fill > 0) < 2:
-        raise DataError(f'the text ends within its {meta["val_tokens"]:,} validation tokens: lower --val_tokens, in a new --data_dir')
+    if sum(shard['tokens'] for shard in shards[1:]) + fill * bool(shards) < LEAST_TOKENS:
+        remove_shards(meta, folder)
+        raise DataError(f'the text has fewer than {LEAST_TOKENS} tokens beside its {meta["val_tokens"]:,} validation tokens: lower --val_tokens')
     # a loader refuses shards shorter than a batch, so a tiny rest must not become one
     if len(shards) > 1 and fill < meta['shard_tokens'] // 100:
         meta['left_out'] = fill
@@ -485,8 +551,7 @@ def write_shards(documents: Callable[..., Iterator[str]], meta: dict, folder: st
 def prepare(source: str, documents: Callable[..., Iterator[str]], expected: float, folder: str, config: dict) -> dict:
     """Makes or continues the shards of one source in `folder`. expected: estimated tokens; config: the settings as a dict."""
     name, size, val = config['tokenizer'], config['shard_tokens'], config['val_tokens']
-    local = source != FINEWEB
-    val = val or (max(1, min(size, int(VAL_SHARE * expected))) if local else size)
+    val = val or size
     limit = val + min(config['max_tokens'] or 2**62, config['max_shards'] * size or 2**62)
     meta = open_meta(folder, tokenizer=name, source=source, shard_tokens=size, val_tokens=val)
     if not meta['shards'] and not os.path.exists(os.path.join(folder, 'meta.json')) and glob.glob(f'{glob.escape(folder)}/fineweb_*.bin'):
@@ -499,7 +564,7 @@ def prepare(source: str, documents: Callable[..., Iterator[str]], expected: floa
         workers = 1 if name == 'bytes' or left < 4e6 else config['workers'] or os.cpu_count()  # starting processes takes seconds
         minutes, free = left / TOKENS_PER_S[name] / workers / 60, shutil.disk_usage(folder).free / 1e9
         print(f'{source} -> {folder}: about {left:,} tokens, {2 * left / 1e9:.2f} GB ({free:.0f} GB free), {minutes:.1f} min with '
-              f'{workers} tokeniser process(es)' + ('' if local else ' where the network keeps up')
+              f'{workers} tokeniser process(es)' + (' where the network keeps up' if source == FINEWEB else '')
               + (f'; continuing after {len(meta["shards"])} shards' if meta['shards'] else ''), flush=True)  # fmt: skip
         get_tokenizer(name)  # its errors come before any process is started
         from tqdm import tqdm  # here: training imports this file, and needs no progress bar
@@ -565,6 +630,20 @@ def open_shards(paths: list[str], vocab_size: int) -> Iterator[tuple[str, np.mem
             name = meta['tokenizer']
             raise ShardError(f'{path}: prepared with tokenizer {name!r} ({VOCAB[name]} ids), but opened with a vocabulary of {vocab_size}')
         yield path, read_shard(path, vocab_size)
+
+
+def fingerprint(paths: list[str]) -> list[list[str | int]]:
+    """[name, bytes, CRC-32 of its header, first and last tokens] of each shard: tells a checkpoint's data from other data without reading
+    gigabytes. OSError."""
+    ends = 2**16
+    found = []
+    for path in paths:
+        with open(path, 'rb') as file:
+            crc = zlib.crc32(file.read(4 * HEADER + ends))
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - ends))
+            found.append([os.path.basename(path), size, zlib.crc32(file.read(), crc)])
+    return found
 
 
 class Loader:
@@ -678,6 +757,47 @@ def load_val(paths: list[str], val_tokens: int, val_streams: int, vocab_size: in
 # ----------------------------------------------------------------------------- command line
 
 
+def small_settings(name: str, val: int, train: list[int]) -> dict:
+    """What of config/demo.py's settings must change for these shards' tokens: fewer rows where a shard has few, no more than 20 epochs,
+    validation tokens that are there; and for GPT-2's vocabulary, most of a small model's work, half the width and rows."""
+    script = read_script(os.path.join(HERE, 'train_lm.py'))[0]
+    demo = dict(script)
+    read_config(os.path.join(HERE, 'config', 'demo.py'), demo, script)
+    shortest, T = min(train), demo['block_size']
+    if shortest < 4 * (T + 1):
+        T = 16
+    most = demo['tokens_per_step'] // T // (2 if name == 'gpt2' else 1)
+    rows = min(most, max(1, shortest // (4 * (T + 1))))
+    rows = 2 ** (rows.bit_length() - 1)
+    updates = min(demo['max_iters'], max(20, 20 * sum(train) // (rows * T)))
+    streams = max(1, min(demo['val_streams'], (val - 1) // T))
+    wanted = {'tokenizer': name, 'block_size': T, 'tokens_per_step': rows * T, 'max_iters': updates,
+              'warmup_iters': min(demo['warmup_iters'], max(1, updates // 10)), 'val_streams': streams,
+              'val_tokens': min(demo['val_tokens'], (val - 1) // streams * streams)}  # fmt: skip
+    if name == 'gpt2':
+        wanted['n_embd'] = demo['n_embd'] // 2
+    return {key: value for key, value in wanted.items() if value != demo[key]}
+
+
+def next_commands(folder: str, name: str, val: int, train: list[int]) -> list[str]:
+    """Lines that say how to train on shards of val and train[i] tokens: a small model in minutes on a CPU; and, where there is
+    FineWeb's amount of GPT-2 tokens, the paper's on a GPU."""
+    if val < 2 or min(train) < LEAST_TOKENS:
+        return ['too little to train on: raise val_tokens or max_tokens']
+    script = os.path.relpath(os.path.join(HERE, 'train_lm.py'))
+    config = os.path.relpath(os.path.join(HERE, 'config', 'demo.py'))
+    out_dir = os.path.join('out', os.path.basename(os.path.normpath(folder)))
+    settings = {'data_dir': folder, 'out_dir': out_dir, **small_settings(name, val, train)}
+    flags = [f'--{key}={value}' for key, value in settings.items()]
+    lines = [f'train a small model on it, minutes on a CPU: {shlex.join(["python", script, config, *flags])}']
+    updates = sum((tokens // 2048 - 1) // 64 for tokens in train)  # of 2,048 rows of 64 tokens
+    if name == 'gpt2' and val > 10485760 and updates >= 1000:
+        less = [f'--max_iters={updates}'] if updates < 10000 else []
+        config = os.path.relpath(os.path.join(HERE, 'config', 'small_L2.py'))
+        lines.append(f'the paper\'s, on a GPU: {shlex.join(["python", script, config, f"--data_dir={folder}", *less])}')
+    return lines
+
+
 def main(config: dict) -> None:
     """config: the settings as a dict. Raises DataError, OSError or KeyboardInterrupt."""
     name = config['tokenizer']
@@ -698,8 +818,8 @@ def main(config: dict) -> None:
     else:
         if config['text'] or config['demo']:
             paths, seed = ([DEMO_CORPUS], DEMO_SEED) if config['demo'] else (expand_paths(config['text']), config['shuffle_seed'])
-            source, documents, size = local_source(paths, seed)
-            expected = size / BYTES_PER_TOKEN[name]
+            source, documents, expected, val = local_source(paths, seed, config)
+            config = {**config, 'val_tokens': val}
         else:
             source, documents = FINEWEB, fineweb_documents
             expected = FINEWEB_TOKENS * BYTES_PER_TOKEN['gpt2'] / BYTES_PER_TOKEN[name]
@@ -707,17 +827,18 @@ def main(config: dict) -> None:
     val, train = meta['shards'][0], meta['shards'][1:]
     documents = sum(shard['documents'] for shard in meta['shards'])
     left_out = f' ({meta["left_out"]:,} at the end left out)' if meta['left_out'] else ''
+    what = 'parts of documents' if meta['source'].endswith('validates') else 'documents'
     print(f'{folder}: {sum(shard["tokens"] for shard in train):,} training tokens in {len(train)} shard(s){left_out}, '
-          f'{val["tokens"]:,} validation tokens, {documents:,} documents')  # fmt: skip
-    enough = '' if val['tokens'] > 10485760 else f' --val_tokens={val["tokens"] - 1}'           # train_lm.py's default is as many
-    print(f'train on it: python train_lm.py --data_dir={folder} --tokenizer={name}{enough}')
+          f'{val["tokens"]:,} validation tokens, {documents:,} {what}')  # fmt: skip
+    print('\n'.join(next_commands(folder, name, val['tokens'], [shard['tokens'] for shard in train])))
+
+
+def script() -> None:
+    try:
+        main(configure(globals()))
+    except DataError as error:
+        fail(error)
 
 
 if __name__ == '__main__':
-    try:
-        main(configure(globals()))
-    except (DataError, OSError) as error:
-        fail(error)
-    except KeyboardInterrupt:
-        print('\ninterrupted: the same command continues after the last whole shard', file=sys.stderr)
-        sys.exit(130)
+    run_script(script, 'interrupted: the same command continues after the last whole shard')

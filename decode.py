@@ -17,11 +17,13 @@ the dtype of matrix products; the state, norms, softmax and logits are `wide`: t
 """
 
 import math
+import sys
 from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 
+from configurator import every
 from kernels import apply_rope, by_expert, compiled, rope_table, softcap
 from model import Kind, LanguageModel, State, level, levels, norm, plain_weights, token
 
@@ -209,10 +211,18 @@ class Decoder:
     @torch.no_grad()
     def prefill(self, idx: torch.Tensor) -> None:
         """Start anew with the tokens idx (B, T) by the model's chunk path, block_size at a time, which bounds the memory."""
+        due, read = every(), 0
         with torch.autocast(idx.device.type, torch.bfloat16, enabled=self.amp == torch.bfloat16):
             state = self.model.init_state(idx.size(0))
             for chunk in idx.split(self.model.config.block_size, dim=1) if idx.size(1) else ():
                 state = self.model.core(chunk, state)[1]
+                read += chunk.size(1)
+                if due():
+                    print(
+                        f'    prompt: {read:,} of {idx.size(1):,} tokens',
+                        file=sys.stderr,
+                        flush=True,
+                    )
         self.load(state)
 
     def generate(self, idx: torch.Tensor, max_new_tokens: int) -> Iterator[torch.Tensor]:

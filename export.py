@@ -7,10 +7,12 @@ $ python sample.py --out_dir=out/demo_model --prompt="The state of the Union"
 import json
 import os
 
+from configurator import configure, fail, first_line, run_script  # before torch: how threads wait, what ctrl-C does
+
 import torch
 
-from checkpoint import BEST, LAST, CheckpointError, load_run, need_packages, write_atomic, write_json
-from configurator import configure, fail, first_line
+from checkpoint import BEST, LAST, CheckpointError, SizeError, check_model, last_words, load_run, load_weights, need_packages, restoring
+from checkpoint import write_atomic, write_json
 from data_fineweb import VOCAB
 from model import LanguageModel, ModelConfig, build_model
 
@@ -24,18 +26,41 @@ dtype = 'float32'              # of the weights: 'float32', as trained, or 'bflo
 WEIGHTS, CONFIG = 'model.safetensors', 'config.json'
 
 
-def load_trained(folder: str, which: str) -> dict:
-    """train_lm.py's best or last checkpoint. CheckpointError."""
-    file = BEST if which == 'best' and os.path.exists(os.path.join(folder, BEST)) else LAST
-    return load_run(folder, 'train_lm.py', ('model', 'model_config', 'recurrent'), (), {}, file)[0]
+def make_model(about: dict, recurrent: bool, tokenizer: str, **on: str) -> LanguageModel:
+    """A model of these sizes on the device 'meta': checked before any memory is taken. ValueError, TypeError: not a model's description."""
+    if tokenizer not in VOCAB or type(recurrent) is not bool:
+        raise ValueError('unknown tokenizer, or recurrent is not true or false')
+    config = ModelConfig(**about | on)
+    check_model(lambda config: build_model(config, recurrent), config)
+    with torch.device('meta'):
+        return build_model(config, recurrent)
+
+
+def load_trained(folder: str, which: str) -> tuple[LanguageModel, dict]:
+    """train_lm.py's best or last checkpoint -> its model, in fp32, and all that it holds. CheckpointError, SizeError."""
+    file = BEST if which == 'best' and os.path.exists(os.path.join(folder, BEST)) else None
+    saved, where = load_run(folder, 'train_lm.py', ('model', 'model_config', 'recurrent'), (), {}, file)
+    with restoring(where, 'model_config'):
+        model = make_model(saved['model_config'], saved['recurrent'], saved['config']['tokenizer'], path='fast')
+    load_weights(model, saved['model'], where, assign=True)
+    return model, saved
+
+
+def is_export(folder: str) -> bool:
+    """Whether config.json there is one that write_model wrote."""
+    try:
+        with open(os.path.join(folder, CONFIG), encoding='utf-8') as file:
+            about = json.load(file)
+        return isinstance(about, dict) and about.keys() >= {'recurrent', 'tokenizer', 'model'}
+    except (OSError, ValueError, RecursionError):
+        return False
 
 
 def write_model(saved: dict, folder: str, dtype: torch.dtype) -> None:
-    """config.json comes last: a folder without it is no model. OSError."""
+    """config.json comes last: until then it says that the folder is an export's, but describes no model. OSError."""
     from safetensors.torch import save
     os.makedirs(folder, exist_ok=True)
-    if os.path.exists(os.path.join(folder, CONFIG)):
-        os.remove(os.path.join(folder, CONFIG))
+    write_json({'recurrent': None, 'tokenizer': None, 'model': None}, os.path.join(folder, CONFIG))
     weights = {name: tensor.to(dtype).contiguous() for name, tensor in saved['model'].items()}
     write_atomic(os.path.join(folder, WEIGHTS), lambda file: file.write(save(weights)))
     sizes = {name: value for name, value in saved['model_config'].items() if name != 'path'}                 # how it runs is no size
@@ -52,18 +77,17 @@ def read_model(folder: str) -> tuple[LanguageModel, str]:
     try:
         with open(where, encoding='utf-8') as file:
             about = json.load(file)
-        if about['tokenizer'] not in VOCAB or type(about['recurrent']) is not bool:
-            raise ValueError('unknown tokenizer, or recurrent is not true or false')
-        with torch.device('meta'):                             # sizes are checked before any memory is taken
-            model = build_model(ModelConfig(**about['model']), about['recurrent'])
+        model = make_model(about['model'], about['recurrent'], about['tokenizer'])
+    except SizeError as error:
+        raise CheckpointError(f'{where}: {error}') from None
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, RecursionError) as error:
         raise CheckpointError(f'{where}: not the description of an exported model ({first_line(error)})') from None
     where = os.path.join(folder, WEIGHTS)
     try:
-        weights = load_file(where)
-        model.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
+        weights = {name: tensor.float() for name, tensor in load_file(where).items()}
     except (OSError, SafetensorError, RuntimeError) as error:
         raise CheckpointError(f'{where}: not the weights that {CONFIG} describes ({first_line(error)})') from None
+    load_weights(model, weights, where, assign=True)
     return model, about['tokenizer']
 
 
@@ -75,14 +99,19 @@ def main() -> None:
         fail(f'to = {to!r}: name a folder for the model, other than out_dir')
     if os.path.exists(os.path.join(to, LAST)) or os.path.exists(os.path.join(to, 'log.jsonl')):
         fail(f'to = {to!r}: holds a training run: name another folder')
+    there = [name for name in (CONFIG, WEIGHTS) if os.path.lexists(os.path.join(to, name))]
+    if there and not is_export(to):
+        fail(f'to = {to!r}: holds {there[0]}, which no export of ours wrote: name another folder, or move it away yourself')
     need_packages(safetensors=True)
     try:
-        write_model(load_trained(out_dir, which), to, getattr(torch, dtype))
+        write_model(load_trained(out_dir, which)[1], to, getattr(torch, dtype))
         model, _ = read_model(to)                              # what was written can be read
-    except (ValueError, OSError) as error:
+    except ValueError as error:                                # CheckpointError, SizeError
         fail(error)
+    except (RuntimeError, MemoryError) as error:               # no memory
+        fail(last_words(error, out_dir, 'the model needs more than there is'))
     print(f'{to}: {WEIGHTS} ({os.path.getsize(os.path.join(to, WEIGHTS)) / 1e6:.1f} MB), {CONFIG}; {model.num_params()["total"]:,} parameters')
 
 
 if __name__ == '__main__':
-    main()
+    run_script(main)

@@ -3,8 +3,8 @@ Figures and tables of a sweep, from its runs' logs alone. sweep.py calls `draw`,
 log): sweep.Row and the objects of log.jsonl. Every figure is written as PNG and SVG, every table as Markdown and CSV.
 
 The value of a language model's run is its last validation loss (nats a token), less is better; that of a Sokoban run the mean of its final
-five logged episodic returns, more is better (design section 5). Bars at points are one standard deviation over seeds unless the figure says
-otherwise. Colours are Okabe and Ito's, which colour-blind readers can tell apart; every line has its own marker too.
+five logged episodic returns, more is better (design section 5). Bars at points are one standard deviation over seeds; in the figures of the
+best allocations and of the ablations they are one standard error, and these say so. Colours are Okabe and Ito's, which colour-blind readers can tell apart; every line has its own marker too.
 """
 import csv
 import io
@@ -139,13 +139,13 @@ def paper_cells(reference: str, like: 'Row') -> dict:
 
 # ----------------------------------------------------------------------------- figures
 
-def new(columns: int, height: float = 2.5) -> tuple:
-    """A row of panels with one y axis, a column's width each."""
+def new(columns: int, height: float = 2.5, sharey: bool = True) -> tuple:
+    """A row of panels with one y axis, unless sharey is off, a column's width each."""
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
     plt.rcParams.update({'font.size': 8, 'axes.titlesize': 8, 'legend.fontsize': 7, 'svg.hashsalt': 'figures', 'svg.fonttype': 'none'})
-    figure, panels = plt.subplots(1, columns, figsize=(COLUMN * columns, height), sharey=True, squeeze=False, layout='constrained')
+    figure, panels = plt.subplots(1, columns, figsize=(COLUMN * columns, height), sharey=sharey, squeeze=False, layout='constrained')
     for axes in panels[0]:
         axes.grid(alpha=0.3)
         axes.set_axisbelow(True)
@@ -176,6 +176,19 @@ def line(axes: 'Axes', points: dict, i: int, label: str, ours: bool = True) -> N
     bars = [points[x][1] for x in xs]
     axes.errorbar(xs, [points[x][0] for x in xs], yerr=None if all(map(math.isnan, bars)) else bars, label=label, ms=4, lw=1.2, capsize=2,
                   color=COLORS[i % 7], marker=MARKERS[i % 7], **style)
+
+
+def with_errors(points: dict) -> dict:
+    """{x: (mean, deviation, N)} -> {x: (mean, standard error, N)}"""
+    return {x: (mean, deviation / math.sqrt(n), n) for x, (mean, deviation, n) in points.items()}
+
+
+def differences(points: dict, default: object) -> dict:
+    """{x: (mean, deviation, N)} -> {x: (mean minus that of `default`, standard error of the difference, N)}; the default's own has no error.
+    Seeds count as independent."""
+    means = with_errors(points)
+    base, base_error, _ = means[default]
+    return {x: (mean - base, math.nan if x == default else math.hypot(error, base_error), n) for x, (mean, error, n) in means.items()}
 
 
 def groups(rows: 'Iterable[Row]', key: Callable) -> dict:
@@ -214,9 +227,8 @@ def saturation(points: dict) -> dict:
     most, out = max(n for _, _, n in points.values()), {}
     whole = {row: p for row, p in points.items() if p[2] == most}
     for L in sorted({row.L for row in whole}):
-        mean, deviation, n = whole[best({row: p for row, p in whole.items() if row.L <= L})]
-        out[L] = (mean, deviation / math.sqrt(n), n)
-    return out
+        out[L] = whole[best({row: p for row, p in whole.items() if row.L <= L})]
+    return with_errors(out)
 
 
 def saturation_figure(points: dict, reference: str, title: str, label: str) -> 'Figure':
@@ -256,43 +268,81 @@ def curve_figure(runs: list, points: dict, title: str) -> 'Figure':
     return figure
 
 
+def budget_figure(points: dict, reference: str, title: str, label: str) -> 'Figure':
+    """The three budgets joined: the best of at most L levels, a line a budget, a panel a kind, with one standard error."""
+    kinds = sorted({row.recurrent for row in points}, reverse=True)
+    figure, panels = new(len(kinds))
+    for axes, recurrent in zip(panels, kinds, strict=True):
+        budgets = groups((row for row in points if row.recurrent == recurrent), lambda row: row.budget)
+        for i, (budget, rows) in enumerate(budgets.items()):
+            line(axes, saturation({row: points[row] for row in rows}), i, f'{budget} budget')
+            if paper := paper_cells(reference, rows[0]):
+                line(axes, saturation(paper), i, f'{budget}, paper', ours=False)
+        powers(axes, [row.L for rows in budgets.values() for row in rows], 'at most L levels')
+        axes.set_title(KINDS[recurrent])
+        axes.legend(frameon=False, ncols=2 if reference else 1)
+    panels[0].set_ylabel(f'best {label}')
+    figure.suptitle(f'{title}; bars: one standard error', fontsize=9)
+    return figure
+
+
 def bar_figure(points: dict, ways: list, title: str, label: str) -> 'Figure':
-    """An ablation: its cells side by side, a bar a setting of `ways`, as the difference to the first, our default. Cells without that
-    are left out."""
-    figure, (axes,) = new(1, 3.3)
-    cells_ = [members for cell, members in groups(points, lambda row: row._replace(more=())).items() if cell._replace(more=ways[0]) in points]
+    """An ablation: its cells side by side, a mark a setting of `ways`: the value, and beside it the difference to the first setting, our
+    default; with one standard error. Cells without the default are left out."""
+    figure, panels = new(2, 3.5, sharey=False)
+    by_cell = groups(points, lambda row: row._replace(more=()))
+    shown = {cell: {row.more: points[row] for row in rows} for cell, rows in by_cell.items() if cell._replace(more=ways[0]) in points}
     for i, way in enumerate(ways):
-        ours = [(k, points[row], points[row._replace(more=ways[0])][0]) for k, members in enumerate(cells_) for row in members if row.more == way]
-        axes.bar([k + (i - (len(ways) - 1) / 2) * 0.8 / len(ways) for k, _, _ in ours], [mean - default for _, (mean, _, _), default in ours], 0.75 / len(ways),
-                 yerr=[deviation for _, (_, deviation, _), _ in ours], capsize=2, color=COLORS[i % 7], edgecolor='black', lw=0.5, label=str(way[0][1]))
-    axes.axhline(0, color='black', lw=0.6)
-    axes.set_xticks(range(len(cells_)), [f'{KINDS[c.recurrent]}\nL = {c.L}, E = {c.E}\nd = {c.d}' for c, *_ in cells_])
-    axes.set(ylabel=f'{label.partition(" (")[0]} minus that of {ways[0][0][1]}', title=title)
-    figure.legend(frameon=False, title=ways[0][0][0].replace('_', ' '), ncols=2, loc='outside lower center')                # nowhere over bars
+        there = [(k, mine) for k, mine in enumerate(shown.values()) if way in mine]
+        xs = [k + (i - (len(ways) - 1) / 2) * 0.8 / len(ways) for k, _ in there]
+        style = {'capsize': 2, 'color': COLORS[i % 7]}
+        values = [with_errors(mine)[way] for _, mine in there]
+        panels[0].errorbar(xs, [mean for mean, _, _ in values], [error for _, error, _ in values], fmt=MARKERS[i % 7], ms=5, lw=1.2, **style)
+        values = [differences(mine, ways[0])[way] for _, mine in there]
+        panels[1].bar(xs, [mean for mean, _, _ in values], 0.75 / len(ways), yerr=[error for _, error, _ in values], edgecolor='black', lw=0.5,
+                      label=str(way[0][1]), **style)
+    for axes in panels:
+        axes.set_xticks(range(len(shown)), [f'{KINDS[c.recurrent]}\nL = {c.L}, E = {c.E}\nd = {c.d}' for c in shown])
+        axes.set_xlim(-0.6, len(shown) - 0.4)
+    panels[1].axhline(0, color='black', lw=0.6)
+    panels[0].set_ylabel(label)
+    panels[1].set_ylabel(f'{label.partition(" (")[0]} minus that of {ways[0][0][1]}')
+    figure.suptitle(f'{title}\nbars: one standard error', fontsize=9)
+    figure.legend(frameon=False, title=ways[0][0][0].replace('_', ' '), ncols=len(ways), loc='outside lower center')         # nowhere over bars
     return figure
 
 
 def radius_figure(points: dict, title: str, label: str) -> 'Figure':
-    figure, (axes,) = new(1)
+    """The value by radius, and beside it the difference to radius E - 1, where every expert hears all: our default; with one standard error."""
+    figure, panels = new(2, 2.8, sharey=False)
     for i, (cell, rows) in enumerate(groups(points, lambda row: row._replace(more=())).items()):
-        line(axes, {row.more[0][1]: points[row] for row in rows}, i, f'{NAMES[cell.model]}, {KINDS[cell.recurrent]}, L = {cell.L}, E = {cell.E}, d = {cell.d}')
-    axes.set(xlabel='radius r: preceding experts that each one hears', ylabel=label, title=title)
-    axes.legend(frameon=False)
+        mine, name = {row.more[0][1]: points[row] for row in rows}, f'{KINDS[cell.recurrent]}, L = {cell.L}, E = {cell.E}, d = {cell.d}'
+        line(panels[0], with_errors(mine), i, name)
+        if cell.E - 1 in mine:
+            line(panels[1], differences(mine, cell.E - 1), i, name)
+    panels[1].axhline(0, color='black', lw=0.6)
+    panels[0].set_ylabel(label)
+    panels[1].set_ylabel(f'{label.partition(" (")[0]} minus that of r = E - 1')
+    for axes in panels:
+        axes.set_xlabel('radius r: preceding experts that each one hears')
+    panels[0].legend(frameon=False)
+    figure.suptitle(f'{title}\nbars: one standard error', fontsize=9)
     return figure
 
 
 def scaling_figure(points: dict, title: str, label: str) -> 'Figure':
     """E on x, a line a number of levels; recurrent beside not."""
-    kinds = groups(points, lambda row: row.recurrent)
-    figure, panels = new(len(kinds))
+    kinds, lines = groups(points, lambda row: row.recurrent), {}
+    figure, panels = new(len(kinds), 2.8)
     depths = sorted({row.L for row in points})
     for axes, (recurrent, rows) in zip(panels, kinds.items(), strict=True):
         for L, members in groups(rows, lambda row: row.L).items():
             line(axes, {row.E: points[row] for row in members}, depths.index(L), f'L = {L}')
         powers(axes, [row.E for row in rows], 'experts E a level')
         axes.set_title(KINDS[recurrent])
-        axes.legend(frameon=False)
+        lines |= {text: handle for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)}
     panels[0].set_ylabel(label)
+    figure.legend(lines.values(), lines, frameon=False, ncols=len(lines), loc='outside lower center')                        # nowhere over lines
     figure.suptitle(title, fontsize=9)
     return figure
 
@@ -306,12 +356,14 @@ def draw(plan: str, scale: str, all_rows: list, runs: list, token: str, referenc
         title = f'{NAMES[model]}, {plan.replace("-", " ")}{scale}, {seeds_of(mine)}'
         narrow, label = textwrap.fill(title, 50), f'validation loss (nats a {token})' if rows[0].is_text else 'return'          # a column's title
         if plan == 'communication':
-            figures = {f'radius_{model}': radius_figure(mine, narrow, label)}
+            figures = {f'radius_{model}': radius_figure(mine, title, label)}
+        elif plan == 'sokoban':
+            figures = {f'budgets_{model}': budget_figure(mine, reference, title, label)}
         elif plan == 'scaling':
             figures = {f'scaling_{model}': scaling_figure(mine, title, label)}
         elif rows[0].more:
             ways = list(dict.fromkeys(row.more for row in all_rows if row.model == model))
-            figures = {f'bars_{model}': bar_figure(mine, ways, narrow, label)}
+            figures = {f'bars_{model}': bar_figure(mine, ways, textwrap.fill(title, 100), label)}
         else:
             figures = {f'allocations_{model}': allocation_figure(mine, reference, title, label),
                        f'saturation_{model}': saturation_figure(mine, reference, narrow, label)}

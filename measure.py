@@ -136,6 +136,8 @@ def ask(process: SpawnProcess, pipe: Connection, message: tuple | float, record:
     """One message to `work`; its answer goes into the record. Returns a line about it."""
     try:
         pipe.send(message)
+        while not pipe.poll(10):                               # a first run compiles
+            print('    ...', flush=True)
         answer = pipe.recv()
     except (EOFError, OSError):                                # the process is gone; Linux kills one that takes the last of the memory
         process.join()

@@ -12,9 +12,10 @@ Shape letters: B streams, T tokens of a chunk, N rows (B, or B*T for GPT), V voc
 L levels, H query heads, G key-value heads, R = H / G query heads a key-value head, K head size, W attention
 window; C cache heads (G where experts share a cache, else E*G), M = E*H / C query heads a cache head.
 
-Two readings of the paper are ours: all experts of a level read the same u, and keys are normalised after
-their sum over experts, so that their scale does not depend on E and the E key-value matrices can be summed
-before the product, exactly.
+Readings of the paper that are ours (README.md has all): all experts of a level read the same u, and keys are
+normalised after their sum over experts, so that their scale does not depend on E and the E key-value
+matrices can be summed before the product, exactly; shared keys and values keep sqrt_sum where the
+aggregation is routed.
 """
 
 import math
@@ -26,8 +27,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from kernels import Heads, apply_rope, by_expert, compute_dtype, gate_weights, head_loss
-from kernels import linear, outputs, rms_norm, rope_table, rowwise, softcap
-from unroll import Recipe, unroll
+from kernels import linear, outputs, rms_norm, rope_table, rowwise, rows_per_slice, softcap
+from unroll import BLOCK, Recipe, unroll
 
 # name: a shared key or value is the sum over experts times E ** -this (routed ones keep sqrt_sum's)
 AGGREGATIONS = {'sqrt_sum': 0.5, 'mean': 1.0, 'softmax_mean': 0.5, 'softmax_l2': 0.5}
@@ -570,6 +571,73 @@ def attention(
     wide = torch.promote_types(q.dtype, torch.float32)
     p = F.softmax((scores.to(wide) / math.sqrt(K)).masked_fill(future, -math.inf), -1).to(q.dtype)
     return (p.view(B, C, A // C * T, T) @ v).view(B, A, T, K)
+
+
+def num_weights(config: ModelConfig) -> tuple[int, int]:
+    """-> weights of the levels' matrices (Muon's), and of embedding and head (AdamW's), without building the model."""
+    D, HK, GK = config.n_embd, config.n_head * config.head_dim, config.n_kv_head * config.head_dim
+    return config.n_layer * config.n_expert * (
+        2 * D * HK + 2 * D * GK + 8 * D * D
+    ), 2 * config.vocab_size * D
+
+
+def memory(
+    config: ModelConfig,
+    recurrent: bool,
+    batch: tuple[int, int],
+    dtype: torch.dtype,
+    kind: str,
+    whole: bool,
+) -> dict[str, float]:
+    """Bytes that a training run needs on one device, by what they are for; their sum is the most it holds at a time.
+
+    batch: rows of a micro-batch and of all of a rank's micro-batches; dtype: of products; kind: 'cpu' or 'cuda'; whole: a micro-batch's
+    forward and backward are one CUDA graph, whose memory validation cannot use. Tensors are counted; what is fresh for a moment is
+    rounded up so that the peaks in results/modelled/memory.md are met or passed by a few percent. Not for path 'plain', which holds more."""
+    c, (rows, streams), size = config, batch, dtype.itemsize
+    L, E, D, W, T = c.n_layer, c.n_expert, c.n_embd, c.window, c.block_size
+    matrices, table = num_weights(c)
+    logits = rows_per_slice(rows * T, c.vocab_size, kind) * c.vocab_size
+    need = {
+        'weights': 4 * (matrices + table),
+        'gradients': 4 * (matrices + table),
+        'optimizer': 4 * matrices + 8 * table,
+        'fresh': 8 * matrices
+        + 6 * table
+        + 8 * logits,  # copies in dtype, gradients of one micro-batch
+        'libraries': 1e9 if kind == 'cuda' else 5e8,
+    }  # CUDA's own and NCCL's: assumed; Python's and torch's
+    own = c.n_kv_head if recurrent and c.share_kv else E * c.n_kv_head
+    cache = 2 * L * own * W * c.head_dim * size  # a row's keys and values
+    n, t = (
+        min(T, BLOCK),
+        min(T, 128),
+    )  # tokens of a block; of a validation's chunk (train_lm.evaluate_run)
+    if recurrent:
+        need['state'] = cache * (streams + (rows if rows < streams else 0))
+        # tokens and blocks that are kept for the backward: where blocks are graphs, they run again
+        every = whole or kind == 'cpu'
+        tokens, kept = (T, -(-T // n)) if every else (n, 1)
+        # of a chunk, of its blocks, of one's gradients, the new ones and a rotation; between blocks also the chunk's
+        need['chunk'] = rows * cache * ((W + T) / W + (1.5 * kept + 2) * (W + n) / W + 4.6)
+        need['chunk'] += rows * cache * (2 * (W + T) / W if T > n else 0)
+        token = L * (
+            size * (19 * E + 4) * D + 16 * D
+        )  # what the backward reads, and leaves for weights
+        weights = 16 * L * E * c.n_head * (W + n) * size
+        need['chunk'] += rows * (tokens * token + weights + 40 * T * D)
+        validation = rows * cache * ((W + t) / W + 1.5 * (W + n) / W + 6)
+    else:
+        need['chunk'] = rows * T * D * (L * (15 * E * size + 8) + 40)
+        validation = rows * (2 * cache + E * t * (76 * D + 13 * c.n_head * (W + t)))
+    validation += 16 * logits
+    if not whole:  # it runs in the training's memory, but for its buffers
+        validation = (
+            max(validation / 2, validation - need['chunk'])
+            if kind == 'cuda'
+            else max(0, validation - need['chunk'])
+        )
+    return {**need, 'validation': validation}
 
 
 def build_model(config: ModelConfig, recurrent: bool) -> LanguageModel:

@@ -11,12 +11,13 @@ import json
 import os
 import time
 
+from configurator import configure, every, fail, run_script  # before torch: how threads wait, what ctrl-C does
+
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from checkpoint import device_name, write_atomic, write_json
-from configurator import configure, fail
+from checkpoint import device_name, print0, write_atomic, write_json
 from convlstm import Agent
 from figures import read_log
 from sokoban import TIME_LIMIT, SokobanEnv, draw, save_gif
@@ -33,7 +34,7 @@ BOARDS = 256                           # played at a time
 def play(model: Agent, levels: np.ndarray, device: str, seed: int | None = None, number: int = 0) -> dict[str, torch.Tensor]:
     """Each of the packed levels (n, 17) once, at most 120 steps: greedily, or with a seed at random. -> solved, return, steps (n,) and the
     actions (n, 120), on the CPU. number: of the first level, where ranks share them (chance depends on it)."""
-    n, parts = len(levels), []
+    n, parts, due = len(levels), [], every()
     for first in range(0, n, BOARDS):
         N = min(BOARDS, n)                                     # the last batch is filled up, so that no shape is new
         env = SokobanEnv(levels[(first + np.arange(N)) % n], N, device=device, order='sequence')
@@ -52,6 +53,8 @@ def play(model: Agent, levels: np.ndarray, device: str, seed: int | None = None,
             won |= solved & alive
             alive &= ~start
             actions.append(action)
+            if due():
+                print0(f'    {first:,} of {n:,} levels played, and {t + 1} steps of the next {N}')
         result = {'solved': won, 'return': total, 'steps': steps, 'actions': torch.stack(actions, 1).to(torch.int8)}
         parts.append({k: v[:n - first].cpu() for k, v in result.items()})
     return {k: torch.cat([part[k] for part in parts]) for k in parts[0]}
@@ -152,4 +155,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    main()
+    run_script(main)

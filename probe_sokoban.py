@@ -12,7 +12,9 @@ $ python probe_sokoban.py --models=out/sokoban_large_L4 --causal --thinking
 
 At every step t and for every cell of the board a probe says in which direction the agent will next step onto the cell after this step, or
 that it will not in this episode (five classes). It reads the agent's last representation s[L] at the cell and its eight neighbours, by one
-3x3 convolution; a 1x1 convolution and one over the observation alone are trained beside it.
+3x3 convolution; a 1x1 convolution and one over the observation alone are trained beside it. And, as a control, the same two over the untrained
+agent: the same shape with the weights that its run began with, which sees the same games beside the trained one. A random network's state
+holds more than the board (more cells around, the steps before): only what the trained state holds beyond that was learnt.
 
 A probe's direction at a cell is emitted where its probability is above a threshold, one a model, at which `precision` of the emitted
 directions of the first steps are right. Recall: the share of the cells that have a direction whose direction was emitted.
@@ -21,8 +23,9 @@ Writes into out_dir: recall.png and .svg, probes.csv, probes.json, plans.png, pl
 do: features.f16 (a row a step, memory-mapped), episodes.npz. A second call goes on where the first was stopped.
 
 Shape letters: N episodes at a time, n episodes, S steps of all episodes, T steps of an episode, P probes, C channels, K classes; boards
-are (10, 10) or (100,).
+are (10, 10) or (100,). Features of the trained agent and of the untrained one lie side by side: 2C channels.
 """
+import copy
 import csv
 import glob
 import io
@@ -36,17 +39,19 @@ import zipfile
 import zlib
 from types import SimpleNamespace
 
+from configurator import configure, fail, gathered, run_script  # before torch: how threads wait, what ctrl-C does
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from checkpoint import BEST, CheckpointError, commit, device_name, keep_memory, load_run, need_packages, pick_device, pick_dtype
+from checkpoint import BEST, check_model, commit, device_name, keep_memory, last_words, load_run, load_weights, need_packages, pick_device
+from checkpoint import pick_dtype, restoring, set_threads
 from checkpoint import write_atomic, write_json, write_text
-from configurator import configure, fail, gathered
-from convlstm import CELLS, PLANES, AgentConfig, build_agent
+from convlstm import CELLS, PLANES, Agent, AgentConfig, build_agent
 from figures import COLORS, MARKERS, new, save
 from play_sokoban import play as play_levels
-from sokoban import DELTA, TIME_LIMIT, SokobanEnv, board_image, load_levels, save_gif, save_png
+from sokoban import DELTA, TIME_LIMIT, SokobanEnv, at_most, board_image, load_levels, save_gif, save_png
 from train_sokoban import MODEL, POSITION
 
 # -----------------------------------------------------------------------------
@@ -85,23 +90,34 @@ threads = 0                    # CPU threads; 0: torch's choice
 NEVER = 4                      # classes 0..3: up, right, down, left, as the actions
 WAYS = ((-1, 0), (0, 1), (1, 0), (0, -1))                      # (rows, columns) of the actions
 BATCH = 64                     # episodes played at a time
-PROBES = ('3x3', '1x1', 'observation')
+PROBES = {  # name: (size of the convolution, what it reads)
+    '3x3': (3, 'trained'),
+    '1x1': (1, 'trained'),
+    'untrained 3x3': (3, 'untrained'),
+    'untrained 1x1': (1, 'untrained'),
+    'observation': (3, 'observation'),
+}
+PRECISIONS = (0.7, 0.8, 0.9)           # recall is told at these too: not every probe reaches `precision`
+STRENGTHS = (1.0, 2.0, 4.0, 8.0, 16.0)   # of the causal check, in units of the RMS of s
 
 
 # ----------------------------------------------------------------------------- agents and what they do
 
 def load_agent(folder: str, device: str) -> SimpleNamespace:
-    """-> model, its run's config, a label and a fingerprint of the weights. CheckpointError, ValueError."""
+    """-> model, the untrained model (the weights that its run's seed gave it), the run's config, a label and a fingerprint of the weights.
+    CheckpointError, ValueError."""
     saved, where = load_run(folder, 'train_sokoban.py', ('model', *POSITION), (), {}, BEST if best else None)
     c = saved['config']
-    model = build_agent(AgentConfig(**{name: c[name] for name in MODEL}, dtype=str(pick_dtype(c['dtype'], device))[6:])).to(device)
-    try:
-        model.load_state_dict(saved['model'])
-    except RuntimeError:
-        raise CheckpointError(f'{where}: its weights do not fit this version of convlstm.py') from None
+    with restoring(where, 'config'):
+        about = AgentConfig(**{name: c[name] for name in MODEL}, dtype=str(pick_dtype(c['dtype'], device))[6:])
+        check_model(build_agent, about)
+    torch.manual_seed(c['seed'])                               # as train_sokoban.make_run does
+    model = build_agent(about).to(device)
+    untrained = copy.deepcopy(model).eval()
+    load_weights(model, saved['model'], where)
     label = f'{"" if c["recurrent"] else "not recurrent, "}L = {c["n_layer"]}, E = {c["n_expert"]}, d = {c["n_embd"]}'
     weights = sum(float(p.detach().double().abs().sum()) for p in model.parameters())
-    return SimpleNamespace(model=model.eval(), config=c, label=label, name=os.path.basename(os.path.normpath(folder)), where=str(where),
+    return SimpleNamespace(model=model.eval(), untrained=untrained, config=c, label=label, name=os.path.basename(os.path.normpath(folder)), where=str(where),
                            fingerprint=f'{c["kind"]} {label}, step {saved["step"]}, weights {weights:.9g}')
 
 
@@ -123,9 +139,8 @@ def best_agent(agents: list, packed: np.ndarray, device: str) -> SimpleNamespace
     return agents[rates.index(max(rates))]
 
 
-def act(agent: SimpleNamespace, w: SimpleNamespace, obs: torch.Tensor, start: torch.Tensor, state: tuple | list) -> tuple[torch.Tensor, torch.Tensor, tuple]:
+def act(model: Agent, w: SimpleNamespace, obs: torch.Tensor, start: torch.Tensor, state: tuple | list) -> tuple[torch.Tensor, torch.Tensor, tuple]:
     """One step -> the greedy action (N,), features (N, 10, 10, C) of `source`, the new state."""
-    model = agent.model
     z = model.encode(obs)
     s, state = model.step(w, z, model.z_parts(w, z), model.alive(start), state)
     if source == 'cells':
@@ -136,20 +151,31 @@ def act(agent: SimpleNamespace, w: SimpleNamespace, obs: torch.Tensor, start: to
 
 
 @torch.no_grad()
-def play(agent: SimpleNamespace, packed: np.ndarray, device: str, think: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[torch.Tensor]]:
-    """Greedy games on levels (N, 17), until all have ended; before the first move the agent sees its board `think` times more. -> actions
-    (N, 120) int8, lengths (N,), solved (N,), and features of every step, each (N, 10, 10, C) fp16 on the CPU."""
-    N, model = len(packed), agent.model
-    env, w = SokobanEnv(packed, N, device=device, order='sequence'), agent.model.prepare()
-    state, start = model.init_state(N), torch.ones(N, dtype=torch.bool, device=device)
-    alive, won, steps = start.clone(), torch.zeros_like(start), torch.zeros(N, dtype=torch.int64, device=device)
+def play(
+    model: Agent, packed: np.ndarray, device: str, think: int = 0, beside: Agent | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[torch.Tensor]]:
+    """Greedy games on levels (N, 17), until all have ended; before the first move the agent sees its
+    board `think` times more. beside: another agent that sees the same observations and does not act.
+    -> actions (N, 120) int8, lengths (N,), solved (N,), and features of every step, each
+    (N, 10, 10, C) fp16 on the CPU; with one beside (N, 10, 10, 2C), the other's last."""
+    N = len(packed)
+    env = SokobanEnv(packed, N, device=device, order='sequence')
+    models = [model] if beside is None else [model, beside]
+    weights = [m.prepare() for m in models]
+    states = [m.init_state(N) for m in models]
+    start = torch.ones(N, dtype=torch.bool, device=device)
+    alive, won = start.clone(), torch.zeros_like(start)
+    steps = torch.zeros(N, dtype=torch.int64, device=device)
     actions, features = torch.zeros(N, TIME_LIMIT, dtype=torch.int8), []
-    for _ in range(think):
-        _, _, state = act(agent, w, env.observe(), start, state)
-        start = torch.zeros_like(start)
-    for t in range(TIME_LIMIT):
-        action, f, state = act(agent, w, env.observe(), start, state)
-        features.append(f.to(torch.float16).cpu())
+    for t in range(-think, TIME_LIMIT):
+        obs = env.observe()
+        each = [act(m, w, obs, start, x) for m, w, x in zip(models, weights, states, strict=True)]
+        states = [state for _, _, state in each]
+        if t < 0:
+            start = torch.zeros_like(start)
+            continue
+        features.append(torch.cat([f for _, f, _ in each], -1).to(torch.float16).cpu())
+        action = each[0][0]
         actions[:, t] = action.cpu()
         _, start, solved = env.step(action)
         steps += alive
@@ -161,13 +187,13 @@ def play(agent: SimpleNamespace, packed: np.ndarray, device: str, think: int = 0
 
 
 def collect(agent: SimpleNamespace, packed: np.ndarray, part: str, device: str) -> SimpleNamespace:
-    """Plays all levels (n, 17), features into out_dir/NAME/PART.f16 as (S, 10, 10, C) fp16, or goes on with what is there. -> features
-    (memory-mapped), actions (n, 120), lengths (n,), solved (n,)."""
+    """Plays all levels (n, 17), the untrained agent beside; features into out_dir/NAME/PART.f16 as (S, 10, 10, 2C) fp16, or goes on with what
+    is there. -> features (memory-mapped), actions (n, 120), lengths (n,), solved (n,)."""
     folder = os.path.join(out_dir, agent.name)
     os.makedirs(folder, exist_ok=True)
     path, index = (os.path.join(folder, f'{part}.{kind}') for kind in ('f16', 'npz'))
-    C = play(agent, packed[:1], device)[3][0].size(-1)
-    stamp = f'{agent.fingerprint}, {source}, levels {zlib.crc32(np.ascontiguousarray(packed))}'
+    C = play(agent.model, packed[:1], device, beside=agent.untrained)[3][0].size(-1)         # of both
+    stamp = f'{agent.fingerprint}, {source} and untrained, levels {zlib.crc32(np.ascontiguousarray(packed))}'
     done = read_index(index, path, stamp, C)
     if len(done.lengths) < len(packed):
         most = (len(packed) - len(done.lengths)) * TIME_LIMIT * CELLS * C * 2
@@ -178,8 +204,8 @@ def collect(agent: SimpleNamespace, packed: np.ndarray, part: str, device: str) 
     with open(path, 'ab') as file:
         file.truncate(int(done.lengths.sum()) * CELLS * C * 2)
         for i in range(before, len(packed), BATCH):
-            actions, lengths, solved, features = play(agent, packed[i:i + BATCH], device)
-            steps = torch.stack(features, 1).numpy()           # (N, T, 10, 10, C)
+            actions, lengths, solved, features = play(agent.model, packed[i:i + BATCH], device, beside=agent.untrained)
+            steps = torch.stack(features, 1).numpy()           # (N, T, 10, 10, 2C)
             for episode, length in zip(steps, lengths, strict=True):
                 file.write(episode[:length].tobytes())
             file.flush()
@@ -251,8 +277,8 @@ def make_probes(C: int, device: str) -> dict[str, tuple[torch.Tensor, torch.Tens
     """{kind: weight (P * 5, C, k, k), bias (P * 5,)}, P seeds side by side; what one learns does not depend on the others: the loss is their
     sum, and AdamW goes parameter by parameter."""
     probes = {}
-    for kind in PROBES:
-        k, channels = (1 if kind == '1x1' else 3), (len(PLANES) if kind == 'observation' else C)
+    for kind, (k, reads) in PROBES.items():
+        channels = len(PLANES) if reads == 'observation' else C
         bound, parts = 1 / math.sqrt(channels * k * k), []
         for seed in range(seeds):
             parts.append(torch.empty(5, channels, k, k).uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed)))
@@ -261,17 +287,25 @@ def make_probes(C: int, device: str) -> dict[str, tuple[torch.Tensor, torch.Tens
 
 
 def logits_of(probes: dict, kind: str, features: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """features (B, C, 10, 10), seen (B, 6, 10, 10) -> (B, P, 5, 100)."""
+    """features (B, 2C, 10, 10), seen (B, 6, 10, 10) -> (B, P, 5, 100)."""
     w, b = probes[kind]
-    return F.conv2d(seen if kind == 'observation' else features, w, b, padding=w.size(-1) // 2).unflatten(1, (-1, 5)).flatten(3)
+    trained, untrained = features.chunk(2, 1)
+    x = {'trained': trained, 'untrained': untrained, 'observation': seen}[PROBES[kind][1]]
+    return F.conv2d(x, w, b, padding=w.size(-1) // 2).unflatten(1, (-1, 5)).flatten(3)
 
 
-def train_probes(data: SimpleNamespace, device: str) -> tuple[dict, float]:
-    """data: features (S, 10, 10, C), seen (S, 10, 10, 2), target (S, 100). -> probes, and the scale that features are divided by: their RMS, so
-    that one learning rate suits all agents."""
-    S, C = len(data.features), data.features.shape[-1]
-    sample = np.asarray(data.features[:: max(1, S // 1000)], np.float32)
-    scale = float(np.sqrt((sample ** 2).mean())) or 1.0
+def scale_of(features: np.ndarray) -> torch.Tensor:
+    """What features (S, 10, 10, 2C) are divided by, (2C, 1, 1): each agent's RMS, so that one learning rate suits all."""
+    sample = np.asarray(features[:: max(1, len(features) // 1000)], np.float32).reshape(-1, 2, features.shape[-1] // 2)
+    rms = np.sqrt((sample ** 2).mean((0, 2)))
+    rms[rms == 0] = 1.0
+    return torch.from_numpy(rms).repeat_interleave(sample.shape[-1])[:, None, None]
+
+
+def train_probes(data: SimpleNamespace, device: str) -> tuple[dict, torch.Tensor]:
+    """data: features (S, 10, 10, 2C), seen (S, 10, 10, 2), target (S, 100). -> probes, and the scale of the features, (2C, 1, 1)."""
+    S, C = len(data.features), data.features.shape[-1] // 2
+    scale = scale_of(data.features).to(device)
     probes, order = make_probes(C, device), torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW([p for pair in probes.values() for p in pair], learning_rate, weight_decay=weight_decay)
     begin, said = time.time(), time.time()
@@ -298,14 +332,14 @@ def loss_of(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.transpose(1, 2), y[:, None].expand(-1, P, -1)) * P
 
 
-def fetch(data: SimpleNamespace, index: np.ndarray, scale: float, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Steps (B,) -> features (B, C, 10, 10), planes (B, 6, 10, 10), targets (B, 100)."""
+def fetch(data: SimpleNamespace, index: np.ndarray, scale: torch.Tensor, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Steps (B,) -> features (B, 2C, 10, 10), planes (B, 6, 10, 10), targets (B, 100)."""
     features = torch.from_numpy(data.features[index]).to(device).float().permute(0, 3, 1, 2) / scale
     return features, planes(data.seen[index]).to(device), torch.from_numpy(data.target[index]).to(device).long()
 
 
 @torch.no_grad()
-def predict(probes: dict, data: SimpleNamespace, scale: float, device: str) -> dict[str, SimpleNamespace]:
+def predict(probes: dict, data: SimpleNamespace, scale: torch.Tensor, device: str) -> dict[str, SimpleNamespace]:
     """{kind: way (P, S, 100) int8, the likeliest direction; sure (P, S, 100) fp32, its probability; likeliest (P, S, 100) int8, of the five
     classes}"""
     out = {kind: [] for kind in PROBES}
@@ -363,7 +397,8 @@ def score(data: SimpleNamespace, guesses: dict, wanted: float) -> tuple[list[dic
         emitted = g.sure >= threshold
         about[kind] = {'threshold': threshold, 'macro_f1': [f1(data.target[early], x[early]) for x in g.likeliest],
                        'precision': ratio((right & emitted)[:, early].sum(), emitted[:, early].sum()),
-                       'recall': ratio((right & emitted)[:, early].sum(), (data.target[early] != NEVER).sum() * len(g.way))}
+                       'recall': ratio((right & emitted)[:, early].sum(), (data.target[early] != NEVER).sum() * len(g.way)),
+                       'recall_at': {f'{p:g}': recall_at(p, g.sure[:, early], right[:, early], data.target[early]) for p in PRECISIONS}}
         for seed in range(len(g.way)):
             for step in range(min(int(data.step.max()) + 1, first)):
                 now = data.step == step
@@ -373,6 +408,21 @@ def score(data: SimpleNamespace, guesses: dict, wanted: float) -> tuple[list[dic
     return rows, about
 
 
+def recall_at(wanted: float, sure: np.ndarray, right: np.ndarray, target: np.ndarray) -> float | None:
+    """Recall at the lowest threshold with that precision; 0 where none has it. sure, right (P, S, 100), target (S, 100)."""
+    emitted = sure >= threshold_for(sure, right, wanted)
+    return ratio((right & emitted).sum(), (target != NEVER).sum() * len(sure))
+
+
+def common_precision(results: list[dict]) -> float:
+    """`precision`, or as much of it as every agent's 3x3 probes reach over the first steps."""
+    reach = []
+    for r in results:
+        g, early = r['guesses']['3x3'], r['data'].step < first
+        reach.append(best_precision(g.sure[:, early], (g.way == r['data'].target)[:, early]))
+    return min(precision, *reach)
+
+
 def ratio(a: np.integer, b: np.integer) -> float | None:
     return float(a) / float(b) if b else None
 
@@ -380,16 +430,18 @@ def ratio(a: np.integer, b: np.integer) -> float | None:
 # ----------------------------------------------------------------------------- pictures
 
 def recall_figure(results: list[dict], title: str) -> None:
-    """Recall by step, a line an agent, one standard deviation over the probes' seeds; dashed: probes of the observation alone. Steps that
-    fewer than min_levels games reach are left to the table."""
+    """Recall by step, a line an agent, one standard deviation over the probes' seeds; dotted: of the untrained agent; dashed: of the
+    observation alone. Steps that fewer than min_levels games reach are left to the table."""
     figure, (axes,) = new(1, 2.9)
     for i, result in enumerate(results):
-        for kind, style in (('3x3', {'marker': MARKERS[i % 7], 'ms': 3, 'lw': 1.2}), ('observation', {'ls': '--', 'lw': 0.9, 'alpha': 0.8})):
+        for kind, style in (('3x3', {'marker': MARKERS[i % 7], 'ms': 3, 'lw': 1.2}), ('untrained 3x3', {'ls': ':', 'lw': 1.2}),
+                            ('observation', {'ls': '--', 'lw': 0.9, 'alpha': 0.8})):
             steps = sorted({r['step'] for r in result['rows'] if r['probe'] == kind and r['recall'] is not None and r['games'] >= min_levels})
             values = [[r['recall'] for r in result['rows'] if r['probe'] == kind and r['step'] == t] for t in steps]
             mean, spread = np.array([np.mean(v) for v in values]), np.array([np.std(v, ddof=1) if len(v) > 1 else 0.0 for v in values])
             axes.plot(steps, mean, color=COLORS[i % 7], label=result['label'] if kind == '3x3' else None, **style)
             axes.fill_between(steps, mean - spread, mean + spread, color=COLORS[i % 7], alpha=0.2, lw=0)
+    axes.plot([], [], color='gray', ls=':', lw=1.2, label='before training')
     axes.plot([], [], color='gray', ls='--', lw=0.9, label='observation alone')
     axes.set(xlabel='environment step', ylabel='recall', title=title, ylim=(0, None))
     axes.xaxis.get_major_locator().set_params(integer=True)
@@ -438,54 +490,133 @@ def plan_pictures(agents: list, results: list[dict]) -> None:
 
 # ----------------------------------------------------------------------------- further questions
 
-@torch.no_grad()
-def causal_check(agent: SimpleNamespace, packed: np.ndarray, actions: np.ndarray, lengths: np.ndarray, direction: torch.Tensor, device: str) -> list[dict]:
-    """Does what a probe reads steer the agent? In each game, before a random one of its first steps, direction k of the 1x1 probe (C,) is added
-    to the carried s at the free cell that k leads to from the agent, k not being what it would do: how often does it go there? Strengths
-    are in units of the RMS of s; controls: a random direction of the same length, and the probe's own at a random other cell.
-    direction (4, C), of length 1. -> a record a strength and way of adding."""
-    n, model, rng = len(packed), agent.model, np.random.default_rng(0)
-    when = torch.from_numpy(rng.integers(1, np.minimum(lengths, first)))                     # games of one step have no carried state: lengths > 1
+def aggregated(model: Agent, state: tuple | list) -> torch.Tensor:
+    """s of a carried state, (n, 100, C): state[0]; for a ConvGLU with a radius, which carries its h, their aggregate."""
+    s = state[0]
+    if model.config.kind == 'convglu':
+        s = model.aggregate(0, s, None, None) if model.config.radius >= 0 else s.squeeze(3)
+    return s.float().flatten(1, 2)
+
+
+def steer(model: Agent, state: tuple | list, cell: torch.Tensor, vector: torch.Tensor) -> tuple:
+    """The carried state in which s has grown by `vector` (n, C) at `cell` (n,) of each board, and with it what else the next step reads:
+
+    ConvLSTM              s, and every h_i by the share that makes A(h) grow by the vector: vector / sqrt(E), all of it where the weights of
+                          A add up to 1 (mean, softmax_mean). softmax_l2 gets vector / sqrt(E), exact for equal gates. The cells c stay.
+    ConvLSTM with radius  the same. It hears no s, only the h of the ring: those grow by the share.
+    ConvGLU               s, the only thing it carries. The next step reads RMSNorm(s): see heard.
+    ConvGLU with radius   every h_i by the share: it carries h in place of s.
+    """
+    c = model.config
+    share = 1.0 if c.aggregation in ('mean', 'softmax_mean') else 1 / math.sqrt(c.n_expert)
+    if c.kind == 'convlstm':
+        shares = (1.0, share)                                  # of s and h
+    else:
+        shares = (share if c.radius >= 0 else 1.0,)
+    steered = []
+    for x, part in zip(state, shares, strict=False):
+        new = x.float().reshape(len(x), CELLS, -1, c.n_embd).clone()                         # (n, 100, 1 or E, C)
+        new[torch.arange(len(x), device=x.device), cell] += part * vector[:, None]
+        steered.append(new.view(x.shape).to(x.dtype))
+    return (*steered, *state[len(steered):])
+
+
+def heard(model: Agent, state: tuple | list) -> torch.Tensor:
+    """What the first level reads of a carried state in place of s: (n, 100, 1 or E, C). ConvLSTM: s, or with a radius each expert's sum over
+    the ring. ConvGLU: that after the norm."""
+    c = model.config
+    if c.kind == 'convglu':
+        x = model.heard(state[0])
+    else:
+        x = model.ring(state[1]) if c.radius >= 0 else state[0]
+    return x.float().reshape(len(x), CELLS, -1, c.n_embd)
+
+
+def rms_of(x: torch.Tensor) -> float:
+    return x.square().mean().sqrt().item()
+
+
+def moment_before(
+    agent: SimpleNamespace, packed: np.ndarray, actions: np.ndarray, when: torch.Tensor, device: str
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Games (n, 17) replayed by their actions (n, 120) up to step `when` (n,) of each: the boards
+    (n, 10, 10, 2) and the carried states there."""
+    n, model = len(packed), agent.model
     env, w = SokobanEnv(packed, n, device=device, order='sequence'), model.prepare()
     state, start = model.init_state(n), torch.ones(n, dtype=torch.bool, device=device)
     kept = [x.clone() for x in state]
-    boards, go = torch.zeros(n, 10, 10, 2, dtype=torch.uint8, device=device), torch.from_numpy(actions).to(device).long()
+    boards = torch.zeros(n, 10, 10, 2, dtype=torch.uint8, device=device)
+    go = torch.from_numpy(actions).to(device).long()
     for t in range(int(when.max()) + 1):
-        now = (when == t).to(device)
-        boards[now] = env.observe()[now]
+        now, obs = (when == t).to(device), env.observe()
+        boards[now] = obs[now]
         for mine, x in zip(kept, state, strict=True):
             mine[now] = x[now]
-        _, _, state = act(agent, w, env.observe(), start, state)
+        _, _, state = act(model, w, obs, start, state)
         env.move(go[:, t])
         start = torch.zeros_like(start)
-    plain, _, _ = act(agent, w, boards, start, kept)
-    seen, at, delta = boards.flatten(1, 2), (boards[..., 0].flatten(1) == 3).int().argmax(1), torch.tensor(DELTA, device=device)
-    order, k = torch.from_numpy(np.argsort(rng.random((n, 4)), 1)), torch.full((n,), NEVER, device=device)
-    for j in range(4):                                         # a random free neighbour
-        way = order[:, j].to(device)
-        there = seen[torch.arange(n, device=device), at + delta[way]]                        # a board's rim is wall: it has a neighbour
-        free = (there[:, 0] == 0) & (there[:, 1] != 1) & (way != plain)
-        k = torch.where((k == NEVER) & free, way, k)
-    chosen = (k != NEVER).nonzero().flatten()
-    way = k[chosen]
-    cell = at[chosen] + delta[way]
-    mine, rows = [x[chosen] for x in kept], []
-    size = mine[0].float().square().mean().sqrt()
+    return boards, kept
+
+
+def ways_and_cells(
+    boards: torch.Tensor, plain: torch.Tensor, rng: np.random.Generator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where to steer, on boards (n, 10, 10, 2) on which the agent would do `plain` (n,). -> the boards
+    (m,) that have such places, a way to each one's random neighbour cell without wall and box, not
+    the plain action's, that cell, and for the control a random other cell that is free: no wall,
+    box, target or agent. (m,) each."""
+    n, device = len(boards), boards.device
+    games = torch.arange(n, device=device)
+    there, ground = (boards[..., k].flatten(1) for k in (0, 1))                              # (n, 100)
+    at, delta = (there == 3).int().argmax(1), torch.tensor(DELTA, device=device)
+    order = torch.from_numpy(np.argsort(rng.random((n, 4)), 1)).to(device)
+    k = torch.full((n,), NEVER, device=device)
+    for way in order.unbind(1):                                # a board's rim is wall: every neighbour is a cell
+        cell = at + delta[way]
+        may = (there[games, cell] == 0) & (ground[games, cell] != 1) & (way != plain)
+        k = torch.where((k == NEVER) & may, way, k)
+    cell = at + delta[k.clamp(max=NEVER - 1)]
+    free = (there == 0) & (ground == 0)
+    free[games, cell] = False
+    luck = torch.from_numpy(rng.random((n, CELLS))).to(device)
+    other = torch.where(free, luck, -1.0).argmax(1)
+    chosen = ((k != NEVER) & free.any(1)).nonzero().flatten()
+    return chosen, k[chosen], cell[chosen], other[chosen]
+
+
+@torch.no_grad()
+def causal_check(agent: SimpleNamespace, packed: np.ndarray, actions: np.ndarray, lengths: np.ndarray, direction: torch.Tensor, device: str) -> list[dict]:
+    """Does what a probe reads steer the agent? In each game, before a random one of its first steps, direction k of the 1x1 probe (C,) is added
+    to the carried s (see steer) at the free cell that k leads to from the agent, k not being what it would do: how often does it go there?
+    Strengths are in units of the RMS of s; 'heard': how much of it arrives, the RMS of the change in what the first level reads at that cell
+    over that reading's RMS: a ConvGLU reads RMSNorm(s), which bounds it. Controls: a random direction of the same length, and the probe's own at
+    another free cell. direction (4, C), of length 1; games of two steps or more. -> a record a strength and way of adding; none without games."""
+    model, rng = agent.model, np.random.default_rng(0)
+    when = torch.from_numpy(rng.integers(1, np.minimum(lengths, first)))                     # not 0: nothing is carried then
+    boards, kept = moment_before(agent, packed, actions, when, device)
+    w, start = model.prepare(), torch.zeros(len(packed), dtype=torch.bool, device=device)
+    plain, _, _ = act(model, w, boards, start, kept)
+    chosen, way, cell, other = ways_and_cells(boards, plain, rng)
+    if not len(chosen):
+        return []
+    boards, plain, start, kept = boards[chosen], plain[chosen], start[chosen], [x[chosen] for x in kept]
+    size, read = rms_of(aggregated(model, kept)), heard(model, kept)
     noise = F.normalize(torch.randn(len(chosen), direction.size(1), generator=torch.Generator().manual_seed(0)), dim=1).to(device)
-    elsewhere = torch.from_numpy(rng.integers(11, 89, len(chosen))).to(device)
-    for strength in (1.0, 2.0, 4.0, 8.0, 16.0):
-        for name, vector, where in (('probe', direction[way], cell), ('random direction', noise, cell), ('other cell', direction[way], elsewhere)):
-            s = mine[0].float().reshape(len(chosen), CELLS, -1, direction.size(1)).clone()   # (n, 100, 1, C)
-            s[torch.arange(len(chosen), device=device), where] += (strength * size * math.sqrt(direction.size(1)) * vector)[:, None]
-            action, _, _ = act(agent, w, boards[chosen], start[chosen], (s.view_as(mine[0]).to(mine[0].dtype), *mine[1:]))
-            rows.append({'added': name, 'strength': strength, 'follows': (action == way).float().mean().item(),
-                         'changes': (action != plain[chosen]).float().mean().item(), 'games': len(chosen)})
+    games, rows = torch.arange(len(chosen), device=device), []
+    for strength in STRENGTHS:
+        length = strength * size * math.sqrt(direction.size(1))
+        for name, vector, where in (('probe', direction[way], cell), ('random direction', noise, cell), ('other cell', direction[way], other)):
+            steered = steer(model, kept, where, length * vector)
+            action, _, _ = act(model, w, boards, start, steered)
+            change = (heard(model, steered) - read)[games, where]
+            rows.append({'added': name, 'strength': strength, 'heard': rms_of(change) / rms_of(read), 'follows': (action == way).float().mean().item(),
+                         'changes': (action != plain).float().mean().item(), 'games': len(chosen)})
     return rows
 
 
 def thinking_check(agent: SimpleNamespace, packed: np.ndarray, device: str) -> list[dict]:
     """Solve rate where the agent is held for some steps at the start, its observation repeated. One that carries no state cannot change."""
-    return [{'held': n, 'solve_rate': float(np.concatenate([play(agent, packed[i:i + BATCH], device, n)[2] for i in range(0, len(packed), BATCH)]).mean())}
+    return [{'held': n, 'solve_rate': float(np.concatenate([play(agent.model, packed[i:i + BATCH], device, n)[2] for i in range(0, len(packed), BATCH)]).mean())}
             for n in (0, 1, 2, 4, 8)]
 
 
@@ -505,21 +636,31 @@ def check_settings() -> None:
         fail('models is empty: name folders of trained agents, --models=out/a,out/b')
     if not shown or any(type(t) is not int or t < 0 for t in shown):
         fail(f'shown = {shown!r}: expected steps')
+    if causal and source != 'residual':
+        fail(f"causal adds the probes' directions to s: it needs source = 'residual', not {source!r}")
     need_packages(matplotlib=True, PIL=True)
 
 
 def read_levels(config: dict) -> tuple[np.ndarray, np.ndarray]:
     """The probes' training and test levels, from the first agent's settings where none are named."""
-    def read(name: str, n: int, own: int, number: int) -> np.ndarray:
+    def read(name: str, n: int, own: int, number: int, without: np.ndarray | None = None) -> np.ndarray:
         packed, line = load_levels(levels_dir or config['levels_dir'], name, download, max(n, own), config['n_boxes'], config['seed'] * 2 + number,
-                                   config['max_moves'], fallback=False)
-        print(f'{line}; the first {min(n, len(packed)):,}')
-        return packed[:n]
-    return read(levels or config['split'], n_train, config['n_levels'], 0), read(test_levels or config['eval_split'], n_test, config['eval_games'], 1)
+                                   config['max_moves'], without)
+        packed, line = at_most(n, packed, line)
+        print(line)
+        return packed
+    trained, held_out = levels or config['split'], test_levels or config['eval_split']
+    packed = read(trained, n_train, config['n_levels'], 0)
+    return packed, read(held_out, n_test, config['eval_games'], 1, packed if trained == 'generated' == held_out else None)
+
+
+def solved_by_all(agents: list, packed: np.ndarray, device: str) -> np.ndarray:
+    """(n,) bool: the test levels (n, 17) that every agent solves."""
+    return np.all([collect(agent, packed, 'test', device).solved for agent in agents], 0)
 
 
 def prepare(agent: SimpleNamespace, packed: np.ndarray, part: str, device: str, keep: np.ndarray | None = None) -> SimpleNamespace:
-    """What an agent did on levels, as the probes need it; keep (n,): of these games alone. -> features (S, 10, 10, C), seen (S, 10, 10, 2),
+    """What an agent did on levels, as the probes need it; keep (n,): of these games alone. -> features (S, 10, 10, 2C), seen (S, 10, 10, 2),
     target (S, 100), step (S,), lengths, actions and solved of the games."""
     done = collect(agent, packed, part, device)
     boards = replay(packed, done.actions[:, :done.lengths.max()])
@@ -541,7 +682,7 @@ def probe(device: str) -> None:
     packed, test = read_levels(groups[0][0].config)
     agents = [best_agent(group, test, device) for group in groups]
     del groups                                                 # the others' memory
-    solved = np.all([collect(agent, test, 'test', device).solved for agent in agents], 0)
+    solved = solved_by_all(agents, test, device)
     print(f'{solved.sum()} of {len(test)} test levels are solved by {"all agents" if agents[1:] else "the agent"}')
     if solved.sum() < min_levels:
         fail(f'that is fewer than min_levels = {min_levels}: take easier test_levels, or more (n_test)')
@@ -559,15 +700,13 @@ def probe(device: str) -> None:
 
 def report(agents: list, test: np.ndarray, solved: np.ndarray, results: list[dict], device: str) -> None:
     """Scores at one precision for all agents, figures, pictures, further questions."""
-    reach = [best_precision(g.sure[:, early], (g.way == r['data'].target)[:, early])
-             for r in results for g, early in [(r['guesses']['3x3'], r['data'].step < first)]]
-    wanted = min(precision, *reach)
+    wanted = common_precision(results)
     for r in results:
         r['rows'], r['about'] = score(r['data'], r['guesses'], wanted)
     c = agents[0].config
     split = test_levels or c['eval_split']
     kind = split if split != 'generated' else f'generated levels, {c["n_boxes"]} box{"es" * (c["n_boxes"] > 1)}, at most {c["max_moves"]} moves'
-    title = f'{kind}\nprecision {wanted:.0%} over {first} steps, {solved.sum()} levels solved by all' + ('' if wanted == precision else f'\n({precision:.0%} is out of reach)')
+    title = f'{kind}\nprecision {wanted:.0%} over {first} steps\n{solved.sum()} levels solved by all' + ('' if wanted == precision else f'\n({precision:.0%} is out of reach)')
     recall_figure(results, title)
     plan_pictures(agents, results)
     text = io.StringIO()
@@ -599,16 +738,13 @@ def main() -> None:
         where = pick_device(device)
         if where == 'cpu':
             keep_memory()
-            if threads:
-                torch.set_num_threads(threads)
+            set_threads(threads)
         probe(where)
-    except (ValueError, OSError) as error:                     # CheckpointError, LevelError
+    except ValueError as error:                                # CheckpointError, LevelError, SizeError
         fail(error)
+    except (RuntimeError, MemoryError) as error:               # no memory
+        fail(last_words(error, out_dir, 'fewer n_train or n_test'))
 
 
 if __name__ == '__main__':
-    try:
-        main()
-    except KeyboardInterrupt:
-        print('\nstopped: the same command goes on with the games that are stored')
-        sys.exit(130)
+    run_script(main, 'stopped: the same command goes on with the games that are stored')

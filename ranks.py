@@ -5,6 +5,8 @@ import functools
 import torch
 import torch.distributed as dist
 
+from checkpoint import fill
+
 ALIGN = 32  # elements: each gradient begins at a multiple of 128 bytes, which vectorised kernels want
 SLOTS = (0, 1, 1, 0)  # the dimension of model.State's tensors that counts streams
 
@@ -28,11 +30,11 @@ def gather_state(states: list) -> list[torch.Tensor] | None:
 
 
 def scatter_state(whole: list[torch.Tensor], states: list, world: int, rank: int) -> None:
-    """The inverse: this rank's slots into `states`, in place."""
+    """The inverse: this rank's slots into `states`, in place. ValueError for other shapes."""
     sizes = [len(state.count) for state in states]
     for parts, t, dim in zip(zip(*states, strict=True), whole, SLOTS, strict=True):
         for part, source in zip(parts, t.chunk(world, dim)[rank].split(sizes, dim), strict=True):
-            part.copy_(source)
+            fill(part, source)
 
 
 def sum_over_ranks(model: torch.nn.Module, extra: torch.Tensor) -> torch.Tensor:

@@ -6,16 +6,16 @@ $ python sample.py --out_dir=out/demo --prompt=FILE:prompt.txt --max_new_tokens=
 """
 import codecs
 import os
-import sys
+
+from configurator import configure, fail, run_script  # before torch: how threads wait, what ctrl-C does
 
 import torch
 
-from checkpoint import pick_device, pick_dtype
-from configurator import configure, fail
+from checkpoint import last_words, pick_device, pick_dtype
 from data_fineweb import Tokenizer, get_tokenizer
 from decode import Decoder
 from export import WEIGHTS, load_trained, read_model
-from model import LanguageModel, ModelConfig, build_model
+from model import LanguageModel
 
 # -----------------------------------------------------------------------------
 out_dir = 'out/lm'             # a folder that train_lm.py or export.py wrote
@@ -38,9 +38,8 @@ def load_model(kind: str) -> tuple[LanguageModel, Tokenizer]:
     if os.path.exists(os.path.join(out_dir, WEIGHTS)):
         model, name = read_model(out_dir)
     else:
-        saved = load_trained(out_dir, which)
-        model, name = build_model(ModelConfig(**saved['model_config'] | {'path': 'fast'}), saved['recurrent']), saved['config']['tokenizer']
-        model.load_state_dict(saved['model'])
+        model, saved = load_trained(out_dir, which)
+        name = saved['config']['tokenizer']
     return model.to(kind).eval(), get_tokenizer(name)
 
 
@@ -58,6 +57,8 @@ def main() -> None:
     configure(globals(), quiet=True)
     if temperature < 0 or top_k < 0 or num_samples < 1:
         fail(f'temperature = {temperature}, top_k = {top_k}, num_samples = {num_samples}: expected >= 0, >= 0 and >= 1')
+    if max_new_tokens < -1:
+        fail(f'max_new_tokens = {max_new_tokens}: expected a number of tokens, or -1 for no end')
     try:
         kind = pick_device(device)
         amp = pick_dtype(dtype, kind)
@@ -75,11 +76,12 @@ def main() -> None:
         print(characters.decode(b'', final=True))
 
 
-if __name__ == '__main__':
+def script() -> None:
     try:
         main()
-    except KeyboardInterrupt:
-        print()
-        sys.exit(130)
-    except BrokenPipeError:                                    # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    except (RuntimeError, MemoryError) as error:               # no memory
+        fail(last_words(error, out_dir, 'the model needs more than there is'))
+
+
+if __name__ == '__main__':
+    run_script(script)

@@ -19,18 +19,19 @@ Shape letters: N boards, Y = X = 10 rows and columns; cells are numbered row-maj
 import glob
 import math
 import os
-import sys
+import shlex
 import tokenize
+
+from configurator import configure, every, fail, run_script  # before torch: how threads wait, what ctrl-C does
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from checkpoint import write_atomic
-from configurator import configure, fail
+from checkpoint import check_fits, fill, write_atomic
 
 # -----------------------------------------------------------------------------
-levels_dir = ''                # folder of Boxoban text files or .pack17.npy arrays; '': data/boxoban, or generated levels where it has none
+levels_dir = ''                # folder of Boxoban text files or .pack17.npy arrays; '': data/boxoban
 split = 'unfiltered-train'     # which levels: unfiltered-train, -valid or -test, medium-train or -valid, hard; 'generated'; or a file
 download = False               # fetch the split into the folder where it is not there (Hugging Face, about 200 bytes a level)
 n_boxes = 4                    # of generated levels, 1 to 4
@@ -45,6 +46,7 @@ SIZE, INSIDE, CELLS = 10, 8, 100
 DELTA = (-10, 1, 10, -1)       # of the agent's cell, for up, right, down, left
 TIME_LIMIT = 120
 WALL, TARGET, AGENT, BOX = 1, 2, 3, 4   # Jumanji's codes: walls and targets in the fixed grid, agent and boxes in the variable one
+LEVEL_BYTES = 300              # a generated level, at the least: packed, unpacked, its solution, Python's objects for both
 HUB = 'InstaDeepAI/boxoban-levels'
 CHARS = np.array([list(row) for row in (' ??@$?', '#?????', '.??+*?', '??????')]).astype('S1').view(np.uint8)   # [fixed, variable] -> ASCII
 PATHS = np.clip(np.arange(CELLS)[:, None, None] + np.array(DELTA)[:, None] * np.arange(3), 0, CELLS - 1)   # [cell, action]: it, the next two
@@ -189,13 +191,13 @@ def read_levels(folder: str, split: str) -> tuple[np.ndarray, list[str]]:
 
 
 def load_levels(levels_dir: str, split: str, download: bool = False, n_levels: int = 100_000, n_boxes: int = 4,
-                seed: int = 0, max_moves: int = TIME_LIMIT, fallback: bool = True) -> tuple[np.ndarray, str]:
-    """-> packed levels (N, 17) and a line that says where they are from. split: a file; or 'generated'; or the name of a split, which is
-    looked for in levels_dir ('': data/boxoban), then downloaded into it if `download`, and else, if no levels_dir was named and
-    fallback is left on, replaced by generated levels. LevelError where there are none or malformed ones."""
-    generated = f'{n_levels:,} generated levels, boxes: {n_boxes}, moves: at most {max_moves}, seed: {seed}'
+                seed: int = 0, max_moves: int = TIME_LIMIT, without: np.ndarray | None = None) -> tuple[np.ndarray, str]:
+    """-> packed levels (N, 17) and a line that says where they are from. split: a file; or 'generated', which leaves out those of `without`
+    (N, 17); or the name of a split, which is looked for in levels_dir ('': data/boxoban) and else downloaded into it if `download`.
+    LevelError, with the command that fetches them, where there are none, or for malformed ones."""
     if split == 'generated':
-        return generate(n_levels, n_boxes, seed, max_moves)[0], generated
+        line = f'{n_levels:,} generated levels, boxes: {n_boxes}, moves: at most {max_moves}, seed: {seed}'
+        return generate(n_levels, n_boxes, seed, max_moves, without)[0], line
     if os.path.isfile(split):
         levels = np.array(check_packed(read_array(split), split)) if split.endswith('.npy') else read_text(split)
         return levels, f'{len(levels):,} levels of {split}'
@@ -209,10 +211,14 @@ def load_levels(levels_dir: str, split: str, download: bool = False, n_levels: i
         fetch(split, folder)
         levels, _ = read_levels(folder, split)
         return levels, f'{len(levels):,} levels of {split} downloaded from {HUB} into {folder}'
-    if not levels_dir and fallback:
-        return generate(n_levels, n_boxes, seed, max_moves)[0], f'{generated} (no {split} in {folder}; --download=True fetches it)'
     missing = f'neither {split}.pack17.npy nor {split}*.txt in it' if os.path.isdir(folder) else 'no such folder'
-    raise LevelError(f'{folder}: {missing}; --download=True fetches the levels, --split=generated makes some')
+    fetches = shlex.join(['python', 'sokoban.py', f'--split={split}', '--download=True', *([f'--levels_dir={levels_dir}'] if levels_dir else [])])
+    raise LevelError(f"{folder}: {missing}: `{fetches}` fetches {split}; the name 'generated' instead of it makes levels")
+
+
+def at_most(n: int, levels: np.ndarray, line: str) -> tuple[np.ndarray, str]:
+    """The first n of packed levels, and load_levels' line about them, which then says how many they are."""
+    return levels[:n], line if n >= len(levels) else f'the first {n:,} of {line}'
 
 
 # ----------------------------------------------------------------------------- the generator
@@ -274,15 +280,18 @@ def solution(undo: np.ndarray, states: np.ndarray) -> np.ndarray:
     return undo[path[::-1]]
 
 
-def generate(n: int, boxes: int = 4, seed: int = 0, max_moves: int = TIME_LIMIT, steps: int = 300, batch: int = 4096) -> tuple[np.ndarray, list[np.ndarray]]:
+def generate(n: int, boxes: int = 4, seed: int = 0, max_moves: int = TIME_LIMIT, without: np.ndarray | None = None, steps: int = 300,
+             batch: int = 4096) -> tuple[np.ndarray, list[np.ndarray]]:
     """n levels by reverse play from solved boards, so that each is known to be solvable within max_moves; no box and no agent starts on a
-    target. -> packed (n, 17) and, for each, the actions that solve it (int8). Deterministic in its arguments; more levels continue
-    fewer."""
+    target, and none is among `without` (N, 17). -> packed (n, 17) and, for each, the actions that solve it (int8). Deterministic in its
+    arguments; more levels continue fewer."""
     if not 1 <= boxes <= 4 or n < 1 or seed < 0:
         raise LevelError(f'n_boxes = {boxes}, n_levels = {n}, seed = {seed}: expected 1 to 4, at least 1 and at least 0')
     if not 6 * boxes <= max_moves <= TIME_LIMIT:               # fewer moves: hardly any level is found
         raise LevelError(f'max_moves = {max_moves}: expected {6 * boxes} to {TIME_LIMIT} with {boxes} boxes')
-    rng, levels, solutions = np.random.default_rng(seed), [], []
+    check_fits(n * LEVEL_BYTES, f'n_levels = {n:,}')
+    rng, levels, solutions, due = np.random.default_rng(seed), [], [], every()
+    known = set() if without is None else set(map(bytes, without))
     while len(levels) < n:
         floor = carve(batch, rng)
         free = floor & np.any([np.roll(floor, -d, 1) & np.roll(floor, -2 * d, 1) for d in DELTA], 0)   # a box can be pulled off there
@@ -295,9 +304,11 @@ def generate(n: int, boxes: int = 4, seed: int = 0, max_moves: int = TIME_LIMIT,
         packed = pack(*(mask[good][:, INTERIOR] for mask in (~floor, target, box)), np.searchsorted(INTERIOR, agent[good]))
         for level, i in zip(packed, good, strict=True):
             actions = solution(undo[:, i], states[:, i])
-            if 3 * boxes <= len(actions) <= max_moves:        # shorter ones are dull
+            if 3 * boxes <= len(actions) <= max_moves and bytes(level) not in known:         # shorter ones are dull
                 levels.append(level)
                 solutions.append(actions)
+        if due():
+            print(f'    {len(levels):,} of {n:,} levels generated', flush=True)
     return np.stack(levels[:n]), solutions[:n]
 
 
@@ -397,7 +408,7 @@ class SokobanEnv:
         if 'wall' in state:                                    # an older checkpoint's masks
             state = {**state, 'grid': state['wall'] * WALL + state['target'] * TARGET + state['box'] * BOX}
         for name in self.STATE:
-            getattr(self, name).copy_(state[name])
+            fill(getattr(self, name), state[name])
 
 
 class JumanjiEnv:
@@ -524,7 +535,7 @@ def main() -> None:
         fail(f'show = {show}: expected at least 1')
     try:
         levels, source = load_levels(levels_dir, split, download, n_levels, n_boxes, seed, max_moves)
-    except LevelError as error:
+    except ValueError as error:                                # LevelError, SizeError
         fail(error)
     print(source)
     levels = levels[:show]
@@ -541,10 +552,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    try:
-        main()
-    except KeyboardInterrupt:
-        print()
-        sys.exit(130)
-    except BrokenPipeError:                                    # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    run_script(main)

@@ -1,22 +1,24 @@
 """
-Ask the allocation question: list the runs of one of the paper's figures, run them, and draw the figure from what has finished.
+Ask the allocation question: list the runs of one figure, the paper's or ours, run them, and draw the figure from what has finished.
 
 $ python sweep.py --plan sokoban-small                    # every run: L, E, d, seed, cost, cost over budget, parameters, state, command
 $ python sweep.py --plan sokoban-small --run              # run them here, one a GPU; the same line again goes on after a stop
 $ python sweep.py --plan sokoban-small --emit=slurm       # an array job for a cluster, to be piped into sbatch; --emit=commands: a line a run
 $ python sweep.py --plan sokoban-small --figure --table   # figures (PNG, SVG) and tables (Markdown, CSV) of what has finished
 $ python sweep.py --plan sokoban-small --table=solve      # the best allocations' solve rates on unfiltered-test
-Sokoban plans need Boxoban's levels: python sokoban.py --download=True; python sokoban.py --split=unfiltered-valid --download=True
+$ python sweep.py --plan sokoban --figure --table         # the three budgets together, from the runs of sokoban-small, -medium and -large
+Sokoban plans need Boxoban's levels (no others take their place): python sokoban.py --download=True; python sokoban.py --split=unfiltered-valid --download=True
 A study for two CPU cores (data first: python data_fineweb.py --demo=True --tokenizer=bytes):
 $ python sweep.py config/study_lm.py --run --figure --table
 
 A plan compares allocations (L, E, d) at one budget W: L levels, widths d, E = round(W / (L C(d))) experts, where C(d) is an expert's cost;
-a row is dropped where that is 0. ConvLSTM: C = 9 (32 + 2d) 4d multiply-adds a cell, W = C(128), C(256), C(1024). ConvGLU: C = 9 d 2d. Language
+a row is dropped where that is 0; one of a language model that costs over 1.5 budgets (half an expert was rounded up to one) where it is not
+asked for by `dear`. ConvLSTM: C = 9 (32 + 2d) 4d multiply-adds a cell, W = C(128), C(256), C(1024). ConvGLU: C = 9 d 2d. Language
 models: C = forward FLOPs of a block a token, W = 16 or 32 blocks of width 768. Kinds: recurrent, feedforward. `width` and `length` shrink a plan
 for a small machine by the same rule: widths and budget, updates or environment steps. `tune` gives each allocation its own value of a setting:
 all values run with seed 1; when these have finished, the list grows by the other seeds of each allocation's best, which the figures show.
 
-Writes into out_dir/PLAN: a folder a run, and there the figures and tables too. A run is finished when its log is at its last step.
+Writes into out_dir/PLAN: a folder a run, and there the figures and tables too (the runs of plan sokoban are those of its three parts). A run is finished when its log is at its last step.
 """
 import contextlib
 import fcntl
@@ -25,17 +27,17 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from configurator import configure, fail, first_line, read_argument, read_config, read_script, run_script  # before torch: how threads wait, what ctrl-C does
+
 import torch
 
 from checkpoint import Stopper, commit, device_name, need_packages, saved_in, write_json
-from configurator import configure, fail, first_line, read_argument, read_config, read_script
 from convlstm import AgentConfig, build_agent
 from data_fineweb import VOCAB
 from figures import LogError, at_best, chosen_by_return, draw, read_log, run_record, solve_table, tables, value, without
@@ -45,6 +47,7 @@ from model import ModelConfig, build_model
 # which runs
 plan = ''                      # a name of PLANS; an unknown one lists them
 only = ''                      # a part of the plan, as in 'L=1,2 kind=recurrent model=convglu'
+dear = False                   # language models: also the allocations that cost over 1.5 budgets
 seeds = 0                      # runs of a cell, with seeds 1..n; 0: three for Sokoban, one for language models
 tune = ''                      # 'learning_rate=0.02,0.04': each cell at each value, and its best with the other seeds
 base = ''                      # config file under all of a plan's runs, or under the recurrent ones; '': the plan's own
@@ -71,10 +74,10 @@ SOKOBAN = {'small': (128, (32, 64, 128)), 'medium': (256, (32, 64, 128, 256)), '
 TEXT = {'small': (16, LEVELS, 'small'), 'medium': (32, (*LEVELS, 32), 'medium'), 'small-long': (16, LEVELS, 'small_long')}  # blocks, L, configs
 SAME_RUN = ('out_dir', 'resume', 'overwrite', 'eval_only', 'levels', 'best', 'plot', 'tensorboard', 'wandb', 'eval_interval', 'batch_size', 'device',
             'dtype', 'compile', 'graphs', 'path', 'threads', 'reuse', 'download')            # settings that may change without making another run
-DEAR = 1.5                             # budgets: a run that costs more (half an expert was rounded up to one) is no fair point of a figure
+DEAR = 1.5                             # budgets: a run that costs more is no fair point of a figure, and a language model's is not run unasked
 LATER = 'other seeds, if any, follow when all of these have finished'
 ALIKE = 3                              # so many first runs that fail with the same words end a sweep
-POLL, REPORT = 0.2, 60.0               # seconds between looks at the runs, and between lines about them
+POLL, REPORT = 0.2, 10.0               # seconds between looks at the runs, and between lines about them
 
 
 class Row(NamedTuple):
@@ -120,7 +123,7 @@ def files_of(model: str, recurrent: bool, budget: str) -> tuple[str, ...]:
         beside = os.path.join(HERE, chosen)
         return (os.path.relpath(beside) if os.path.exists(beside) and not os.path.exists(chosen) else chosen,)
     if model != 'transformer':
-        return ()                                              # train_sokoban.py's defaults are the paper's
+        return ()                                              # train_sokoban.py's defaults: the paper's, where it gives them
     return (os.path.relpath(os.path.join(HERE, 'config', f'{TEXT[budget][2]}_{"" if recurrent else "gpt_"}L2.py')),)
 
 
@@ -140,8 +143,6 @@ def settings_of(row: Row) -> dict:
     config = under(*row[:3])
     if not row.is_text:
         own = {'kind': row.model, **own}
-        if not files_of(*row[:3]):
-            own['levels_dir'] = 'data/boxoban'                 # the paper's levels or none: a named folder is not replaced by generated levels
     if length != 1:
         names = ('max_iters', 'warmup_iters', 'eval_interval') if row.is_text else ('total_steps',)
         own |= {name: max(1, round(config[name] * length)) for name in names}
@@ -212,7 +213,7 @@ def variants(row: Row, name: str, values: Iterable[object]) -> list[Row]:
 
 
 def aggregation() -> list[Row]:
-    """Section 6: a recurrent ConvLSTM and a recurrent language model."""
+    """A recurrent ConvLSTM and a recurrent language model."""
     ways = ('sqrt_sum', 'mean', 'softmax_mean', 'softmax_l2')
     return [row for r in (Row('convlstm', True, 'small', 1, 4, 128), Row('transformer', True, 'small', 2, 8, 768)) for row in variants(r, 'aggregation', ways)]
 
@@ -220,17 +221,18 @@ def aggregation() -> list[Row]:
 def scaling() -> list[Row]:
     """L and E apart, at one width: cost grows with both."""
     return [Row(model, recurrent, 'small', L, E, scaled(384 if model == 'transformer' else 64)) for model in ('convlstm', 'convglu', 'transformer')
-            for recurrent in (True, False) for L in (1, 2, 4, 8) for E in (1, 2, 4, 8)]
+            for recurrent in (True, False) for L in (1, 2, 4, 8) for E in (1, 2, 4, 8, 16, 32, 64)]
 
 
 def residual() -> list[Row]:
-    """Each expert its own residual (the paper's rule), or one for the level; with one expert they are the same."""
+    """Ours: each expert its own residual (the paper's rule), or one for the level; with one expert they are the same."""
     rows = [Row('transformer', False, 'small', L, 16 // L, 768) for L in (2, 4, 8)]
     rows += [Row('convglu', recurrent, 'small', 2, 2, 128) for recurrent in (True, False)]
     return [row for r in rows for row in variants(r, 'residual', ('expert', 'shared'))]
 
 
 PLANS = {
+    'sokoban': lambda: [row for budget in SOKOBAN for row in PLANS[f'sokoban-{budget}']()],
     'sokoban-small': lambda: sokoban('small'),
     'sokoban-medium': lambda: sokoban('medium'),
     'sokoban-large': lambda: sokoban('large', ('convlstm',)),
@@ -284,11 +286,22 @@ def chosen(rows: list[Row]) -> list[Row]:
     return rows
 
 
+def too_dear(cells: list[Row]) -> list[Row]:
+    """Language models' allocations over DEAR budgets, where nobody asks for them."""
+    if dear or not plan.startswith('lm-'):
+        return []
+    return [row for row in cells if over_budget(row) > DEAR]
+
+
 def plan_rows() -> list[Row]:
     """All runs; the first seed of every cell comes before the second of any. With `tune`, the runs known by now: later ones come last."""
     if plan not in PLANS:
         fail(f'plan = {plan!r}: expected one of {", ".join(PLANS)}')
     cells = chosen(PLANS[plan]())
+    left_out = too_dear(cells)
+    cells = [row for row in cells if row not in left_out]
+    if not cells:
+        fail(f'only = {only!r}: leaves nothing but {left_out[0].name}, of {over_budget(left_out[0]):.2f} budgets: --dear asks for it')
     cells = tuned(cells) if tune else cells
     counts = {row: seeds or (1 if row.is_text else 3) for row in cells}
     again = winners(cells) if tune else cells
@@ -298,7 +311,8 @@ def plan_rows() -> list[Row]:
 # ----------------------------------------------------------------------------- where a run is
 
 def folder_of(row: Row) -> str:
-    return os.path.join(out_dir, plan, row.name)
+    part = f'sokoban-{row.budget}' if plan == 'sokoban' else plan
+    return os.path.join(out_dir, part, row.name)
 
 
 def total_of(row: Row) -> int:
@@ -386,6 +400,8 @@ def print_plan(rows: list[Row]) -> None:
               f'{params:>11,}  {shown:<7} {shlex.join(command(row, state))}')
     if waits(rows):
         print(LATER)
+    for row in too_dear(chosen(PLANS[plan]())):
+        print(f'not among them: {row.name}, {over_budget(row):.2f} budgets; --dear asks for it')
 
 
 # ----------------------------------------------------------------------------- running
@@ -474,8 +490,6 @@ def execute(rows: list[Row]) -> int:
     n, done, failed, left, running, said = len(free), 0, {}, [], {}, time.time()
     print(f'{plan}: {len(rows)} runs, {len(rows) - len(queue)} finished before; {n} at a time; {os.path.join(out_dir, plan)}', flush=True)
     stopper = Stopper()
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:      # not under nohup
-        signal.signal(signal.SIGHUP, stopper.handle)
     try:
         while running or queue and stopper.signal is None:
             while queue and free and stopper.signal is None:
@@ -610,7 +624,7 @@ def show(rows: list[Row]) -> None:
         fail(f'{os.path.join(out_dir, plan)}: no run of plan {plan!r} has finished: nothing to show; --run runs them')
     os.makedirs(into, exist_ok=True)
     print(f'{len(runs)} of {len(rows)} runs have finished')
-    fair = [(row, log) for row, log in runs if not plan.startswith(('sokoban-', 'lm-')) or over_budget(row) <= DEAR]
+    fair = [(row, log) for row, log in runs if not plan.startswith(('sokoban', 'lm-')) or over_budget(row) <= DEAR]
     for row in {row for row, _ in runs} - {row for row, _ in fair}:
         print(f'in the table alone: {row.name} costs {over_budget(row):.2f} budgets')
     paths = []
@@ -680,11 +694,4 @@ def check_settings() -> None:
 
 
 if __name__ == '__main__':
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:                                    # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    except OSError as error:
-        fail(error)
+    run_script(main)

@@ -8,8 +8,8 @@ $ python train_lm.py config/small_L2.py
 Four GPUs on one machine; the same batch, split over ranks:
 $ torchrun --standalone --nproc_per_node=4 train_lm.py config/small_L2.py
 The non-recurrent twin of any config, at the same levels, experts and width:
-$ python train_lm.py config/small_L2.py --recurrent=False --block_size=256 --batch_size=128 --out_dir=out/small_L2_gpt
-Go on after a crash, ctrl-C or SIGTERM:
+$ python train_lm.py config/small_L2.py --recurrent=False --block_size=256 --out_dir=out/small_L2_gpt
+Go on after a crash, ctrl-C, SIGTERM or a closed terminal:
 $ python train_lm.py config/small_L2.py --resume=True
 
 Writes into out_dir: config.json, log.jsonl (one object a line), ckpt_last.pt, ckpt_prev.pt, ckpt_best.pt. A log line of step n
@@ -20,18 +20,20 @@ import os
 import sys
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
+
+from configurator import configure, every, fail, run_script  # before torch: how threads wait, what ctrl-C does
 
 import torch
 import torch.distributed as dist
 
-from checkpoint import BEST, LAST, PREV, JsonlLog, Stopper, compiles, device_name, join_ranks, last_words, leave, load_optimizer
-from checkpoint import load_run, need_packages, open_trackers, pick_dtype, plot_losses, prepare_out_dir, print0, restarted, rng_state
-from checkpoint import save_checkpoint, set_rng_state, write_config
-from configurator import configure, fail
-from data_fineweb import VOCAB, DataError, SequenceLoader, StreamLoader, find_shards, load_val, token_bytes
+from checkpoint import BEST, LAST, PREV, CheckpointError, JsonlLog, Stopper, compiles, device_memory, device_name, join_ranks, last_words
+from checkpoint import load_optimizers, load_position, load_run, load_weights, need_packages, open_trackers, pick_dtype, plot_losses, prepare_out_dir
+from checkpoint import print0, release, restarted, restoring, rng_state, save_checkpoint, set_rng_state, write_config
+from data_fineweb import VOCAB, DataError, SequenceLoader, StreamLoader, find_shards, fingerprint, load_val, token_bytes
 from kernels import chosen_lines, graphed
-from model import LanguageModel, ModelConfig, State, build_model, config_dict
+from model import LanguageModel, ModelConfig, State, build_model, config_dict, memory
 from muon import Muon, lr_at
 from ranks import Buckets, gather_state, scatter_state
 
@@ -50,7 +52,7 @@ wandb = False                  # also log to Weights & Biases, project 'parallel
 # data
 tokenizer = 'gpt2'             # 'gpt2' or 'bytes'; must be the one the shards were made with
 tokens_per_step = 131072       # tokens of an update, over all ranks and micro-batches (the paper's)
-batch_size = 0                 # rows a rank runs at a time; micro-batches follow from it. 0: all of its rows at once
+batch_size = 0                 # rows a rank runs at a time; micro-batches follow from it. 0: what the device's memory holds (AT_ONCE)
 val_tokens = 10485760          # validation tokens: modded-nanogpt's and llm.c's 10,485,760
 val_streams = 512              # they are read as so many streams, whatever the batch, the ranks or the kind of model
 # model (model.py has the equations)
@@ -71,7 +73,7 @@ max_iters = 10000              # updates: 1.3B tokens
 learning_rate = 2e-2           # Muon's peak, for the core's and the router's matrices
 embedding_lr = 0.2             # AdamW's, at D = 768; scaled by (D/768)^-0.5
 head_lr = 0.004                # the same
-scalar_lr = 2e-2               # AdamW's for a, b, biases and expert embeddings
+scalar_lr = 2e-2               # AdamW's for a, b, router biases and expert embeddings; ours
 momentum = 0.95                # Muon's, Nesterov
 weight_decay = 0.01            # cautious, Muon's matrices only
 betas = (0.8, 0.95)            # AdamW's
@@ -93,6 +95,7 @@ FIXED = ('tokenizer', 'tokens_per_step', 'recurrent', 'n_layer', 'n_expert', 'n_
          'block_size', 'aggregation', 'share_kv', 'residual', 'router_dim')    # a resumed run cannot change these
 POSITION = ('step', 'record', 'best', 'seconds')               # a run's, saved and restored
 WHOLE_GRAPH = 2048             # levels x tokens of the longest recurrent chunk that is one graph: it has some 35 nodes a level and token
+AT_ONCE = 32768                # tokens of a micro-batch where batch_size = 0, or fewer: a quarter of the paper's update
 PEAK_FLOPS = {'H100': 989e12, 'H200': 989e12, 'A100': 312e12, 'B200': 2250e12, 'L40S': 362e12, '4090': 165e12}   # dense bf16
 
 
@@ -142,6 +145,43 @@ def captures(kind: str, world: int) -> tuple[bool, bool]:
     return optimizer, optimizer and not (recurrent and n_layer * block_size > WHOLE_GRAPH)
 
 
+def model_config(config: dict) -> ModelConfig:
+    """The model's sizes, of a run's settings. ValueError for those that do not fit together."""
+    names = ('n_layer', 'n_expert', 'n_embd', 'n_head', 'n_kv_head', 'window', 'block_size', 'aggregation', 'share_kv', 'residual', 'router_dim', 'path')
+    return ModelConfig(VOCAB[config['tokenizer']], **{name: config[name] for name in names})
+
+
+def pick_rows(config: ModelConfig, streams: int, total: float, amp: torch.dtype, kind: str, world: int) -> int:
+    """Rows of a micro-batch for batch_size = 0: a rank's `streams`, halved until they are at most AT_ONCE tokens and need no more than
+    `total` bytes, or 1."""
+    rows = streams
+    while rows > 1 and (rows * block_size > AT_ONCE or bytes_needed(config, rows, streams, amp, kind, world) > total):
+        rows = -(-rows // 2)
+    return rows
+
+
+def bytes_needed(config: ModelConfig, rows: int, streams: int, amp: torch.dtype, kind: str, world: int) -> float:
+    """Of one rank, where it runs `rows` of its `streams` at a time."""
+    return sum(memory(config, recurrent, (rows, streams), amp, torch.device(kind).type, captures(kind, world)[1]).values())
+
+
+def fitting_rows(config: ModelConfig, streams: int, amp: torch.dtype, kind: str, world: int) -> int:
+    """Rows of a micro-batch, of a rank's `streams`. ValueError where they do not fit in the memory that is free, with the number that does.
+    The choice itself goes by all of the device's memory: it is the same in every run, and so are a run's bits after a resume."""
+    total, free = device_memory(kind)
+    rows = min(batch_size or pick_rows(config, streams, total, amp, kind, world), streams)
+    need = bytes_needed(config, rows, streams, amp, kind, world)
+    if need <= free:
+        return rows
+    fewer = pick_rows(config, streams, free, amp, kind, world)
+    size = f'n_layer = {config.n_layer}, n_expert = {config.n_expert}, n_embd = {config.n_embd}'
+    words = f'{size} needs about {need / 1e9:.1f} GB with batch_size = {rows}, but {device_name(kind)} has {free / 1e9:.1f} GB free'
+    if fewer < rows and bytes_needed(config, fewer, streams, amp, kind, world) <= free:
+        raise ValueError(f'{words}: --batch_size={fewer} fits')
+    least = bytes_needed(config, 1, streams, amp, kind, world)
+    raise ValueError(f'{words}, and {least / 1e9:.1f} GB with 1: a smaller model, fewer tokens_per_step, or more GPUs (torchrun)')
+
+
 def make_inputs(model: LanguageModel, sizes: list[int], kind: str, amp: torch.dtype) -> tuple[dict[int, tuple], list[State | None]]:
     """sizes: rows of each micro-batch. -> {rows: (x, y, state)}, memory that every update's chunks are put into, and the state of each
     micro-batch between updates, which is that one where no other has as many rows."""
@@ -171,6 +211,7 @@ def evaluate(model: torch.nn.Module, val: tuple[torch.Tensor, torch.Tensor, floa
     All ranks share the streams. Read in chunks of T tokens of `rows` streams, which has no effect on the value."""
     x, y, size = val                                           # (S, n) of this rank; bytes of text in y
     total = torch.tensor([0, 0, size], dtype=torch.float64, device=kind)                     # nats, tokens, bytes
+    due, seen = every(), 0
     for x_rows, y_rows in zip(x.split(rows), y.split(rows), strict=True):
         with autocast(kind, amp):
             state = model.init_state(len(x_rows))
@@ -178,6 +219,9 @@ def evaluate(model: torch.nn.Module, val: tuple[torch.Tensor, torch.Tensor, floa
                 loss, state = model(x_t.to(kind), y_t.to(kind), state)
                 total[0] += loss.double() * x_t.numel()
                 total[1] += x_t.numel()
+                seen += x_t.numel()
+                if due():
+                    print0(f'    validation: {seen:,} of {x.numel():,} tokens')
     if dist.is_initialized():
         dist.all_reduce(total)
     nats, tokens, size = total.tolist()
@@ -263,17 +307,18 @@ def make_run(config: dict) -> SimpleNamespace:
     check_settings(world)
     torch.manual_seed(seed)
     V, rows = VOCAB[tokenizer], tokens_per_step // block_size  # rows of an update, over all ranks
-    model_config = ModelConfig(V, n_layer, n_expert, n_embd, n_head, n_kv_head, window, block_size, aggregation, share_kv, residual,
-                               router_dim, path)
-    loader = (StreamLoader if recurrent else SequenceLoader)(find_shards(data_dir, 'train', tokenizer), rows, block_size, V, rank, world)
-    x, y = load_val(find_shards(data_dir, 'val', tokenizer), val_tokens, val_streams, V, rank, world)
-    model = build_model(model_config, recurrent).to(kind)
-    micro = min(batch_size or rows // world, rows // world)    # rows at a time; the last micro-batch may have fewer
+    sizes = model_config(config)
+    micro = fitting_rows(sizes, rows // world, amp, kind, world)            # at a time; the last micro-batch may have fewer
+    shards = {split: find_shards(data_dir, split, tokenizer) for split in ('train', 'val')}
+    loader = (StreamLoader if recurrent else SequenceLoader)(shards['train'], rows, block_size, V, rank, world)
+    x, y = load_val(shards['val'], val_tokens, val_streams, V, rank, world)
+    model = build_model(sizes, recurrent).to(kind)
     inputs, states = make_inputs(model, [min(micro, rows // world - i) for i in range(0, rows // world, micro)], kind, amp)
     arriving = sorted(reversed(list(model.parameters())), key=lambda p: p is not model.head) # a backward's order: head, levels, embedding
     optimizer_is_captured, whole = captures(kind, world)
     return SimpleNamespace(
         rank=rank, world=world, kind=kind, amp=amp, config=config, model=model, optimizers=make_optimizers(model), loader=loader,
+        shards=fingerprint([*shards['train'], *shards['val']]),
         val=(x.to(kind), y.to(kind), text_bytes(y)), micro=micro, inputs=inputs, states=states, buckets=Buckets(arriving, 2),
         norm=torch.zeros((), device=kind), graphs={} if optimizer_is_captured else None, whole=whole,
         step=0, record={'step': 0, 'tokens': 0}, best=math.inf, seconds=0.0)
@@ -298,23 +343,41 @@ def save(run: SimpleNamespace) -> None:
     """Everything, as the last checkpoint; the one before is kept too."""
     state = gather_state(run.states)
     if run.rank == 0:
-        rest = {'optimizers': [o.state_dict() for o in run.optimizers], 'loader': run.loader.state_dict(), 'state': state, 'rng': rng_state()}
+        rest = {'optimizers': [o.state_dict() for o in run.optimizers], 'loader': run.loader.state_dict(), 'state': state, 'rng': rng_state(),
+                'shards': run.shards}
         save_checkpoint(snapshot(run) | rest, os.path.join(out_dir, LAST), PREV)
 
 
 def load(run: SimpleNamespace) -> None:
-    """Go on where out_dir's last checkpoint stood; refuse settings that would make it another run."""
-    checkpoint, where = load_run(out_dir, 'train_lm.py', ('model', 'optimizers', 'loader', 'state', 'rng', *POSITION), FIXED, run.config)
-    run.model.load_state_dict(checkpoint['model'])
-    for optimizer, saved in zip(run.optimizers, checkpoint['optimizers'], strict=True):
-        load_optimizer(optimizer, saved)
-    run.loader.load_state_dict(checkpoint['loader'])
-    if checkpoint['state'] is not None:
-        scatter_state(checkpoint['state'], run.states, run.world, run.rank)
-    set_rng_state(checkpoint['rng'])
-    for name in POSITION:
-        setattr(run, name, checkpoint[name])
+    """Go on where out_dir's last checkpoint stood; refuse settings and data that would make it another run. eval_only: the weights alone."""
+    rest = () if eval_only else ('optimizers', 'loader', 'state', 'rng')
+    saved, where = load_run(out_dir, 'train_lm.py', ('model', *POSITION, *rest), FIXED, run.config)
+    load_weights(run.model, saved['model'], where)
+    load_position(run, saved, POSITION, where)
     print0(f'{where}: step {run.step}')
+    if eval_only:
+        return
+    check_shards(run, saved, where)
+    load_optimizers(run.optimizers, saved['optimizers'], where)
+    with restoring(where, 'loader'):
+        run.loader.load_state_dict(saved['loader'])
+    with restoring(where, 'state'):
+        if recurrent:
+            scatter_state(saved['state'], run.states, run.world, run.rank)
+    with restoring(where, 'rng'):
+        set_rng_state(saved['rng'])
+
+
+def check_shards(run: SimpleNamespace, saved: dict, where: Path) -> None:
+    """CheckpointError where the run had other shards. A checkpoint older than their fingerprint is taken as it is."""
+    if 'shards' not in saved:
+        print0(f'{where}: is older than the fingerprint of its shards: that {data_dir} holds the same ones is not checked')
+    elif saved['shards'] != run.shards:
+        with restoring(where, 'shards'):
+            differ = {tuple(shard) for shard in saved['shards']} ^ {tuple(shard) for shard in run.shards}
+            name = min(shard[0] for shard in differ)
+        raise CheckpointError(f'{where}: was trained on other shards than those in {data_dir} ({name} differs, or is there only once): '
+                              'give the same data_dir, or another out_dir')
 
 
 def describe(run: SimpleNamespace) -> str:
@@ -348,9 +411,9 @@ def begin(config: dict) -> tuple[SimpleNamespace, tuple]:
     writes = run.rank == 0 and not eval_only
     if writes:
         prepare_out_dir(out_dir, resume, overwrite)
-    trackers = open_trackers([name for name in ('tensorboard', 'wandb') if writes and config[name]], out_dir, config)
     if resume or eval_only:
         load(run)
+    trackers = open_trackers([name for name in ('tensorboard', 'wandb') if writes and config[name]], out_dir, config)
     return run, trackers
 
 
@@ -388,6 +451,7 @@ def train(config: dict) -> int:
         # the checkpoint's own step is validated and logged again: the run may have died in between
         log = JsonlLog(os.path.join(out_dir, 'log.jsonl'), resume_step=run.step - 1 if resume else None)
     stopper, stop, status = Stopper(), False, 0
+    due_to_print = every()
     while True:
         if run.step % eval_interval == 0 or run.step == max_iters:
             validate(run)
@@ -412,8 +476,9 @@ def train(config: dict) -> int:
                       'seconds': run.seconds, 'epoch': run.loader.epoch}
         if run.loader.epoch != epoch:
             print0(f'epoch {run.loader.epoch} begins: the shards start over')
-        if run.step % log_interval == 0 or run.step == max_iters:
+        if run.step % log_interval == 0 or run.step == max_iters or due_to_print():
             print0(dense_line(run.record, mfu))
+            due_to_print(said=True)
         if due:
             save(run)                                          # before the validation: one that dies loses nothing
     stopper.restore()
@@ -428,6 +493,7 @@ def train(config: dict) -> int:
         if plot and status == 0:
             title = f'{"recurrent" if recurrent else "non-recurrent"}, L = {n_layer}, E = {n_expert}, d = {n_embd}'
             print0(f'loss curve: {plot_losses(out_dir, "byte" if tokenizer == "bytes" else "token", title)}')
+        release(out_dir)
     if run.world > 1:
         dist.barrier()                                         # ranks leave together; one that fails leaves at once
         dist.destroy_process_group()
@@ -439,12 +505,9 @@ def main() -> int:
     globals().update(restarted(out_dir))
     try:
         return train(config)
-    except (OSError, RuntimeError) as error:                   # a full disk, no memory, a dead rank; checkpoints stay whole
+    except (RuntimeError, MemoryError) as error:               # no memory, a dead rank; checkpoints stay whole
         fail(last_words(error, out_dir, 'a smaller batch_size takes less'))
-    except KeyboardInterrupt:                                  # before the first update, or the second ctrl-C
-        print0('\ninterrupted: the last checkpoint stays as it was')
-        return 130
 
 
 if __name__ == '__main__':
-    leave(main())
+    run_script(main, 'interrupted: the last checkpoint stays as it was')   # before the first update, or the second ctrl-C

@@ -9,7 +9,7 @@ Four GPUs, the environments split over them:
 $ torchrun --standalone --nproc_per_node=4 train_sokoban.py config/sokoban_small_L4.py
 Its non-recurrent twin, at the same levels, experts and width:
 $ python train_sokoban.py config/sokoban_small_L4.py --recurrent=False --out_dir=out/sokoban_small_L4_ff
-Go on after a crash, ctrl-C or SIGTERM; and the solve rate on the test split, greedy, with two games as GIFs:
+Go on after a crash, ctrl-C, SIGTERM or a closed terminal; and the solve rate on the test split, greedy, with two games as GIFs:
 $ python train_sokoban.py config/sokoban_small_L4.py --resume=True
 $ python train_sokoban.py config/sokoban_small_L4.py --eval_only=True --levels=unfiltered-test --download=True
 
@@ -26,20 +26,21 @@ from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 
+from configurator import configure, every, fail, run_script  # before torch: how threads wait, what ctrl-C does
+
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from checkpoint import BEST, LAST, PREV, CheckpointError, JsonlLog, Stopper, compiles, device_name, join_ranks, keep_memory, last_words
-from checkpoint import leave, load_optimizer, load_run, need_packages, open_trackers, pick_dtype, prepare_out_dir, print0, restarted, rng_state
-from checkpoint import save_checkpoint, set_rng_state, write_config
-from configurator import configure, fail
+from checkpoint import BEST, LAST, PREV, CheckpointError, JsonlLog, Stopper, check_fits, check_model, compiles, device_name, fill, join_ranks
+from checkpoint import keep_memory, last_words, load_optimizer, load_position, load_run, load_weights, need_packages, open_trackers
+from checkpoint import pick_dtype, prepare_out_dir, print0, release, restarted, restoring, rng_state, save_checkpoint, set_rng_state, write_config
 from convlstm import AgentConfig, build_agent
 from kernels import compiled, graphed
 from play_sokoban import evaluate, plot_log, report
 from ranks import gather, sum_over_ranks
-from sokoban import JumanjiEnv, LevelError, SokobanEnv, board_keys, draw_by, load_levels
+from sokoban import CELLS, TIME_LIMIT, JumanjiEnv, LevelError, SokobanEnv, at_most, board_keys, draw_by, load_levels
 
 # -----------------------------------------------------------------------------
 # I/O
@@ -55,8 +56,8 @@ plot = False                   # draw out_dir/curve.png at the end (matplotlib)
 tensorboard = False            # also write TensorBoard files into out_dir
 wandb = False                  # also log to Weights & Biases, project 'parallel-experts'
 # levels and environment
-levels_dir = ''                # folder of Boxoban's levels, as text or packed; '': data/boxoban, or generated ones if it is not there
-split = 'unfiltered-train'     # trained on; 'generated': our own generator's
+levels_dir = ''                # folder of Boxoban's levels, as text or packed; '': data/boxoban
+split = 'unfiltered-train'     # trained on; 'generated': our own generator's, of which none is held out too
 eval_split = 'unfiltered-valid'   # evaluated on every eval_interval
 eval_games = 512               # the first so many levels of it
 download = False               # fetch the splits into levels_dir where they are not there
@@ -238,20 +239,22 @@ def update(run: SimpleNamespace, stop: bool) -> tuple[dict[str, float], torch.Te
 # ----------------------------------------------------------------------------- the run
 
 def read_levels(rank: int, world: int) -> tuple[tuple[np.ndarray, str], tuple[np.ndarray, str]]:
-    """Levels to train on and held-out ones, each with a line that says where they are from."""
-    def named(name: str, n: int, number: int, fallback: bool = True):
-        return load_levels(levels_dir, name, download, n, n_boxes, seed * 2 + number, max_moves, fallback)
+    """Levels to train on and held-out ones, each with a line that says where they are from. Of generated ones, none is among both."""
+    def named(name: str, n: int, number: int, without: np.ndarray | None = None):
+        return load_levels(levels_dir, name, download, n, n_boxes, seed * 2 + number, max_moves, without)
+    both = split == 'generated' == (eval_only and levels or eval_split)
     if eval_only:
-        held_out, line = named(levels or eval_split, eval_games, 1, fallback=not levels)
-        return (held_out, ''), (held_out if levels else held_out[:eval_games], line)
+        held_out, line = named(levels or eval_split, eval_games, 1, named(split, n_levels, 0)[0] if both else None)
+        return (held_out, ''), ((held_out, line) if levels else at_most(eval_games, held_out, line))
     if download and rank > 0:
         dist.barrier()                                         # the first rank downloads
-    trained, (held_out, line) = named(split, n_levels, 0), named(eval_split, eval_games, 1)
+    trained = named(split, n_levels, 0)
+    held_out, line = named(eval_split, eval_games, 1, trained[0] if both else None)
     if download and world > 1 and rank == 0:
         dist.barrier()
     if len(held_out) < world:
         raise LevelError(f'{line}: an evaluation by {world} ranks needs at least {world}')
-    return trained, (held_out[:eval_games], line)
+    return trained, at_most(eval_games, held_out, line)
 
 
 def make_run(config: dict) -> SimpleNamespace:
@@ -263,7 +266,11 @@ def make_run(config: dict) -> SimpleNamespace:
     torch.backends.cudnn.benchmark = not torch.backends.cudnn.deterministic                  # shapes do not change; the CPU does not care
     torch.manual_seed(seed)
     dt = str(pick_dtype(dtype, device_))[6:]
-    model = build_agent(AgentConfig(kind, recurrent, n_layer, n_expert, n_embd, aggregation, router_dim, radius, residual, head_dim, dt, path)).to(device_)
+    agent = AgentConfig(kind, recurrent, n_layer, n_expert, n_embd, aggregation, router_dim, radius, residual, head_dim, dt, path)
+    check_model(build_agent, agent, 4, device_)                # weights, gradients and Adam's two moments: more than fits?
+    floats = unroll * n_layer * n_expert if reuse else 1       # a board's: each cell's outputs wait for the backward
+    check_fits(4 * n_envs // world * floats * n_embd * CELLS, f'n_envs = {n_envs} (unroll = {unroll}, n_embd = {n_embd})', device_)
+    model = build_agent(agent).to(device_)
     (trained, line), (held_out, held_out_line) = read_levels(rank, world)
     B, make_env = n_envs // world, JumanjiEnv if env == 'jumanji' else SokobanEnv
     optimizer = torch.optim.Adam(model.parameters(), torch.tensor(learning_rate, device=device_), eps=adam_eps, fused=True,
@@ -299,26 +306,29 @@ def load(run: SimpleNamespace) -> None:
     """Go on where out_dir's last checkpoint stood; refuse settings that would make it another run. eval_only: the weights alone."""
     rest = () if eval_only else ('optimizer', 'env', 'start', 'state', 'count', 'levels_crc', 'running', 'recent', 'since', 'sums', 'rng')
     saved, where = load_run(out_dir, 'train_sokoban.py', ('model', *POSITION, *rest), MODEL if eval_only else FIXED, run.config, BEST if best else None)
-    try:
-        run.model.load_state_dict(saved['model'])
-    except RuntimeError:
-        raise CheckpointError(f'{where}: its weights do not fit this version of convlstm.py: give another out_dir') from None
-    for name in POSITION:
-        setattr(run, name, saved[name])
+    load_weights(run.model, saved['model'], where)
+    load_position(run, saved, POSITION, where)
     run.loaded, run.env_steps = str(where), run.step * saved['config']['n_envs'] * saved['config']['unroll']
     print0(f'{where}: update {run.step}, {run.env_steps:,} environment steps')
     if eval_only:
         return
     if saved['levels_crc'] != run.levels_crc:
         raise CheckpointError(f'{where}: was trained on other levels than {run.sources[0]}: give the same levels_dir, or another out_dir')
-    load_optimizer(run.optimizer, saved['optimizer'])
-    run.env.load_state_dict({k: v.chunk(run.world)[run.rank] for k, v in saved['env'].items()})
-    for mine, whole in zip([run.start, *run.state], [saved['start'], *saved['state']], strict=True):
-        mine.copy_(whole.chunk(run.world)[run.rank])
-    run.count.copy_(saved['count'])
-    run.running, run.since, run.sums = saved['running'], saved['since'], saved['sums']
-    run.recent.extend(tuple(x) for x in saved['recent'])
-    set_rng_state(saved['rng'])
+    load_optimizer(run.optimizer, saved['optimizer'], where)
+    with restoring(where, 'env'):
+        run.env.load_state_dict({k: v.chunk(run.world)[run.rank] for k, v in saved['env'].items()})
+    with restoring(where, 'start or state'):
+        for mine, whole in zip([run.start, *run.state], [saved['start'], *saved['state']], strict=True):
+            fill(mine, whole.chunk(run.world)[run.rank])
+    with restoring(where, 'count or running'):
+        fill(run.count, saved['count'])
+        fill(run.running, saved['running'])
+    with restoring(where, 'since, recent or sums'):
+        run.since = [(float(total), float(solved)) for total, solved in saved['since']]
+        run.recent.extend((float(total), float(solved)) for total, solved in saved['recent'])
+        run.sums = {str(name): float(value) for name, value in saved['sums'].items()}
+    with restoring(where, 'rng'):
+        set_rng_state(saved['rng'])
 
 
 def count_games(run: SimpleNamespace, games: torch.Tensor, stats: dict[str, float]) -> None:
@@ -335,11 +345,12 @@ def count_games(run: SimpleNamespace, games: torch.Tensor, stats: dict[str, floa
 
 
 def make_record(run: SimpleNamespace) -> dict:
-    """A log line: means since the last one, and over the last episodes."""
+    """A log line: means since the last one, and over the last episodes. Returns and solve rates are None until every board has ended an
+    episode (at the time limit at the latest): those that end first are the short ones, which are solved."""
     updates, elapsed = run.step - run.logged, run.seconds - run.clock
-    recent = list(run.recent)
+    recent, fair = list(run.recent), run.step * unroll >= TIME_LIMIT
     def mean(games: list, k: int) -> float | None:
-        return sum(game[k] for game in games) / len(games) if games else None
+        return sum(game[k] for game in games) / len(games) if games and fair else None
     record = {'step': run.step, 'env_steps': run.step * n_envs * unroll, 'episodes': len(run.since),
               'episodic_return': mean(run.since, 0), 'return_100': mean(recent[-100:], 0), 'return_1000': mean(recent, 0),
               'solve_rate_100': mean(recent[-100:], 1), 'solve_rate_1000': mean(recent, 1), **{k: v / updates for k, v in run.sums.items()},
@@ -356,6 +367,12 @@ def dense_line(record: dict) -> str:
             f'{show("solve_rate_100", ".1%")} ({show("solve_rate_1000", ".1%")}) | entropy {record["entropy"]:.3f} | value loss {record["value_loss"]:.3f} | '
             f'expl. var. {record["explained_variance"]:.2f} | norm {record["grad_norm"]:.2f} | {record["env_steps_per_s"]:,.0f} steps/s | '
             f'eta {eta // 3600}:{eta // 60 % 60:02d}:{eta % 60:02d}')
+
+
+def progress_line(run: SimpleNamespace) -> str:
+    """Where the run is between two log lines."""
+    rate = (run.step - run.logged) * n_envs * unroll / (run.seconds - run.clock)
+    return f'    {run.step * n_envs * unroll:,}/{total_steps:,} | {rate:,.0f} steps/s'
 
 
 def compile_on_zeros(run: SimpleNamespace) -> None:
@@ -403,9 +420,9 @@ def begin(config: dict) -> tuple[SimpleNamespace, tuple]:
     writes = run.rank == 0 and not eval_only
     if writes:
         prepare_out_dir(out_dir, resume, overwrite, RUN_FILES)
-    trackers = open_trackers([name for name in ('tensorboard', 'wandb') if writes and config[name]], out_dir, config)
     if resume or eval_only:
         load(run)
+    trackers = open_trackers([name for name in ('tensorboard', 'wandb') if writes and config[name]], out_dir, config)
     return run, trackers
 
 
@@ -430,12 +447,14 @@ def train(config: dict) -> int:
         write_config(config, out_dir, run.device)
         log = JsonlLog(os.path.join(out_dir, 'log.jsonl'), resume_step=run.step - 1 if resume else None)
     stopper, stop, status = Stopper(), False, 0
+    due_to_print = every()
     while True:
         evaluates = run.step % eval_interval == 0 or run.step == run.updates
         if evaluates or run.step % log_interval == 0:
             if run.step > run.logged:
                 run.record = make_record(run)
                 print0(dense_line(run.record))
+                due_to_print(said=True)
             if evaluates:
                 validate(run)
             if run.rank == 0:
@@ -454,6 +473,8 @@ def train(config: dict) -> int:
             break
         count_games(run, games, stats)
         run.step, run.seconds = run.step + 1, run.seconds + time.perf_counter() - start
+        if due_to_print():
+            print0(progress_line(run))
         if due:
             save(run)                                          # before the log line and the evaluation: one that dies loses nothing
     stopper.restore()
@@ -468,6 +489,7 @@ def train(config: dict) -> int:
         if plot and status == 0:
             title = f'{kind}, {"recurrent" if recurrent else "not recurrent"}, L = {n_layer}, E = {n_expert}, d = {n_embd}'
             print0(f'learning curve: {plot_log(out_dir, title)}')
+        release(out_dir)
     if run.world > 1:
         dist.barrier()                                         # ranks leave together; one that fails leaves at once
         dist.destroy_process_group()
@@ -479,12 +501,9 @@ def main() -> int:
     globals().update(restarted(out_dir))
     try:
         return train(config)
-    except (OSError, RuntimeError) as error:                   # a full disk, no memory, a dead rank; checkpoints stay whole
+    except (RuntimeError, MemoryError) as error:               # no memory, a dead rank; checkpoints stay whole
         fail(last_words(error, out_dir, 'fewer n_envs, or --reuse=False'))
-    except KeyboardInterrupt:                                  # before the first update, or the second ctrl-C
-        print0('\ninterrupted: the last checkpoint stays as it was')
-        return 130
 
 
 if __name__ == '__main__':
-    leave(main())
+    run_script(main, 'interrupted: the last checkpoint stays as it was')   # before the first update, or the second ctrl-C

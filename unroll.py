@@ -477,7 +477,7 @@ class Window:
             rope, dt = static.pop('rope'), static.pop('dt')
             args, f = rotated(args, static, f, rope, dt), None
         places = [claim(x) for x in args]
-        return Attend.apply(self, t, f, static, places, self.handle, *args)
+        return Attend.apply(self, t, f, static, places, *args)
 
     def forward(self, t: int, f: Callable | None, args: tuple, static: dict) -> torch.Tensor:
         block, slot, grad = self.block, self.block.W + t, self.q is not None
@@ -587,11 +587,10 @@ def token_back(
 
 
 class Attend(torch.autograd.Function):
-    """Token t of a window. args: f's, or with f None the results of `rotated`. handle: what `Load` gave, so
-    that its backward comes after all of these."""
+    """Token t of a window. args: f's, or with f None the results of `rotated`."""
 
     @staticmethod
-    def forward(ctx, window, t, f, static, places, handle, *args):
+    def forward(ctx, window, t, f, static, places, *args):
         ctx.window, ctx.t, ctx.f, ctx.static, ctx.places = window, t, f, static, places
         out = window.forward(t, f, args, static)
         ctx.shapes = [x.shape for x in args]
@@ -604,7 +603,7 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, datt):
-        window, needs = ctx.window, ctx.needs_input_grad[6:]
+        window, needs = ctx.window, ctx.needs_input_grad[5:]
         if ctx.triton:
             place = ctx.places[0] and ctx.places[0][0].place(ctx.places[0][1])
             found = [window.backward(ctx.t, datt, (ctx.att, place))]
@@ -621,51 +620,71 @@ class Attend(torch.autograd.Function):
                 found = pull_back(f, ctx.saved_tensors, ctx.static, needs, tuple(grads), ctx.places)
         if ctx.t == 0 and not window.carried:
             window.end()
-        return None, None, None, None, None, None, *found
+        return None, None, None, None, None, *found
+
+
+class Entries:
+    """All keys, not rotated, and values of a chunk (L, B*C, W + T, K), the W carried ones first; and what
+    blocks give to the gradients of those before them."""
+
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, W: int, T: int, wide: torch.dtype):
+        (L, N, _, K), self.W = k.shape, W
+        self.k, self.v = (x.new_empty(L, N, W + T, K) for x in (k, v))
+        self.k[:, :, :W], self.v[:, :, :W], self.wide, self.sums = k, v, wide, None
+
+    def gradients(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.sums is None:
+            self.sums = tuple(torch.zeros_like(x, dtype=self.wide) for x in (self.k, self.v))
+        return self.sums
+
+    def load(self, windows: list[Window], t: int) -> None:
+        for window, k, v in zip(windows, self.k, self.v, strict=True):
+            window.load(k[:, t : t + self.W], v[:, t : t + self.W])
+
+    def store(self, windows: list[Window], t: int) -> None:
+        own = slice(self.W + t, self.W + t + windows[0].block.n)
+        for window, k, v in zip(windows, self.k, self.v, strict=True):
+            k[:, own], v[:, own] = window.kn[:, self.W :], window.v[:, self.W :]
 
 
 class Load(torch.autograd.Function):
-    """The carried entries (L, B*C, W, K) into the windows; between blocks their gradient goes on."""
+    """Before a block: its windows' carried entries; on the way back their gradients. s as it is, so that the
+    block lies between."""
 
     @staticmethod
-    def forward(ctx, windows, k, v):
-        ctx.windows = windows
-        for window, k_l, v_l in zip(windows, k, v, strict=True):
-            window.load(k_l, v_l)
-        return k.new_zeros(())
+    def forward(ctx, windows, entries, t, s):
+        ctx.windows, ctx.entries, ctx.t = windows, entries, t
+        entries.load(windows, t)
+        return s.view_as(s)
 
     @staticmethod
-    def backward(ctx, _):
-        W, (cos, sin), sums = ctx.windows[0].block.W, ctx.windows[0].block.rope, [[], []]
-        for window in ctx.windows:
-            dk, dv = (x[:, :W] for x in window.back[:2])
-            sums[0].append(apply_rope(dk, cos[:W], -sin[:W]))
-            sums[1].append(dv.clone())
+    def backward(ctx, ds):
+        W, t, (cos, sin) = ctx.entries.W, ctx.t, ctx.windows[0].block.rope
+        for window, dk, dv in zip(ctx.windows, *ctx.entries.gradients(), strict=True):
+            dk[:, t : t + W] += apply_rope(window.back[0][:, :W], cos[:W], -sin[:W])
+            dv[:, t : t + W] += window.back[1][:, :W]
             window.end()
-        return None, *map(torch.stack, sums)
+        return None, None, None, ds
 
 
 class Store(torch.autograd.Function):
-    """s, and the last W entries of the windows (L, B*C, W, K), for the next block."""
+    """After a block that another follows: its windows' new entries; on the way back their gradients."""
 
     @staticmethod
-    def forward(ctx, windows, s):
-        ctx.windows, n = windows, windows[0].block.n
-        return s.view_as(s), *(
-            torch.stack([x[:, n:].to(s.dtype) for x in xs]) for xs in entries(windows)
-        )
+    def forward(ctx, windows, entries, t, s):
+        ctx.windows, ctx.entries, ctx.t = windows, entries, t
+        entries.store(windows, t)
+        return s.view_as(s)
 
     @staticmethod
-    def backward(ctx, ds, dk, dv):
-        n, (cos, sin) = ctx.windows[0].block.n, ctx.windows[0].block.rope
-        for window, dk_l, dv_l in zip(ctx.windows, dk, dv, strict=True):
+    def backward(ctx, ds):
+        W, (cos, sin) = ctx.entries.W, ctx.windows[0].block.rope
+        own = slice(W + ctx.t, W + ctx.t + ctx.windows[0].block.n)
+        for window, dk, dv in zip(ctx.windows, *ctx.entries.gradients(), strict=True):
             window.start_back()
-            window.back[0][:, n:], window.back[1][:, n:] = apply_rope(dk_l, cos[n:], sin[n:]), dv_l
-        return None, ds
-
-
-def entries(windows: list[Window]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    return [w.kn for w in windows], [w.v for w in windows]
+            window.back[0][:, W:] = apply_rope(dk[:, own], cos[W:], sin[W:])
+            window.back[1][:, W:] = dv[:, own]
+        return None, None, None, ds
 
 
 # ---- the chunk ----
@@ -685,28 +704,35 @@ def make_block(n: int, like: torch.Tensor, count: torch.Tensor, W: int, recipe: 
 
 
 def run_block(
-    ws: list[dict], block: Block, z: torch.Tensor, s: torch.Tensor, kv: tuple, carry: bool
-) -> tuple[torch.Tensor, torch.Tensor, tuple]:
-    """z (n, B, D), s (B, D), kv (L, B*C, W, K) each -> s of each token, the last one, and the last W entries.
-    carry: differentiable in kv, and in the new ones."""
+    ws: list[dict],
+    block: Block,
+    z: torch.Tensor,
+    s: torch.Tensor,
+    entries: Entries,
+    at: tuple[int, bool],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """z (n, B, D), s (B, D) -> s of each token, and the last one. at: the block's first token in `entries`,
+    and whether gradients come from later blocks."""
+    (t, more), out, recipe = at, [], block.recipe
     windows = [Window(block, w['wo']) for w in ws]
-    handle = Load.apply(windows, *kv)
+    carried = block.first == 0 and s.requires_grad
+    if carried:
+        s = Load.apply(windows, entries, t, s)
+    else:
+        entries.load(windows, t)
     for window in windows:
-        window.handle, window.carried = handle, handle.requires_grad
-    out, recipe = [], block.recipe
+        window.carried = carried
     for z_t in z.unbind(0):
         s = recipe.token(ws, s, z_t, windows, recipe.kind)
         out.append(s)
-    for window in windows:
-        window.handle = None  # its graph holds the windows
-    if carry:
-        s, *kv = Store.apply(windows, s)
+    if more and s.requires_grad:
+        s = Store.apply(windows, entries, t, s)
     else:
-        kv = [torch.stack([x[:, block.n :] for x in xs]) for xs in entries(windows)]
+        entries.store(windows, t)
     if not torch.is_grad_enabled():
         for window in windows:
             window.end()
-    return torch.stack(out), s, tuple(kv)
+    return torch.stack(out), s
 
 
 def blocks(T: int) -> list[tuple[int, int]]:
@@ -720,42 +746,30 @@ def unroll(
     """Run a chunk of the recurrent model. z (T, B, D); state (s, k, v, count) as model.State, not
     differentiated; weights: model.Level.weights of each level. Returns s[L] of each token (T, B, D) and the
     new state's four tensors."""
-    s, k, v, count = state
+    (s, k, v, count), grad, out = state, torch.is_grad_enabled(), []
     (T, B, D), (L, _, C, W, K), spans = z.shape, k.shape, blocks(len(z))
-    grad, out, kv = torch.is_grad_enabled(), [], tuple(x.reshape(L, B * C, W, K) for x in (k, v))
-    weights_bytes = L * B * C * recipe.kind.heads.M * sum(n * (W + n) for _, n in spans)
-    keep_p = grad and not z.is_cuda and weights_bytes * recipe.dt.itemsize <= KEPT_WEIGHTS
+    kept = L * B * C * recipe.kind.heads.M * sum(n * (W + n) for _, n in spans) * recipe.dt.itemsize
+    triton, sizes = frozenset(), (B, D, W, min(T, BLOCK))
     with torch.cuda.device_of(z):
-        triton = (
-            choose(recipe, weights[0], (B, D, W, min(T, BLOCK)), grad)
-            if recipe.compile
-            else frozenset()
-        )
-        rest = {'keep_p': keep_p, 'triton': triton}
+        entries = Entries(*(x.reshape(L, B * C, W, K) for x in (k, v)), W, T, recipe.wide)
+        if recipe.compile:
+            triton = choose(recipe, weights[0], sizes, grad)
+        keep_p = grad and not z.is_cuda and kept <= KEPT_WEIGHTS
         if recipe.graphs and can_capture(z):
-            run = replayed_blocks(weights, recipe, (B, D, W), rest)
+            run = replayed_blocks(weights, recipe, sizes[:3], {'triton': triton, 'keep_p': keep_p})
         else:
             ws = [bind(w, recipe, T, (B, D), triton) for w in weights]
 
-            def run(last, z, s, kv, count):
-                carry = grad and len(spans) > 1
-                block = make_block(len(z), s, count, W, recipe)._replace(
-                    **rest, first=0 if carry else W
-                )
-                return run_block(
-                    ws,
-                    block,
-                    z,
-                    s,
-                    tuple(x.to(s.dtype) for x in kv) if carry else kv,
-                    carry and not last,
-                )
+            def run(at, z, s, entries, count):
+                block = make_block(len(z), s, count, W, recipe)
+                block = block._replace(keep_p=keep_p, triton=triton, first=0 if at[0] else W)
+                return run_block(ws, block, z, s, entries, at)
 
         for t, n in spans:
-            out_t, s, kv = run(t + n == T, z[t : t + n], s, kv, count + t)
+            out_t, s = run((t, t + n < T), z[t : t + n], s, entries, count + t)
             out.append(out_t)
     out = torch.cat(out) if len(out) > 1 else out[0]
-    new_k, new_v = (x.detach().to(k.dtype).view(k.shape) for x in kv)
+    new_k, new_v = (x[:, :, T:].clone().view(k.shape) for x in (entries.k, entries.v))
     return out, (out[-1].detach().clone(), new_k, new_v, (count + T).clamp(max=W))
 
 
@@ -773,97 +787,93 @@ class Replay:
 
     @torch.inference_mode(False)
     def __init__(self, n: int, weights: list[dict], recipe: Recipe, sizes: tuple, rest: dict):
-        (B, D, W), h, self.recipe, self.rest, self.graphs = (
-            sizes,
-            recipe.kind.heads,
-            recipe,
-            rest,
-            {},
+        (B, D, self.W), h, self.recipe, self.rest = sizes, recipe.kind.heads, recipe, rest
+        self.graphs, self.sizes, device = {}, (B, D), weights[0]['wqkv'].device
+        self.z, self.out, self.dz, self.dout = torch.zeros(
+            4, n, B, D, dtype=recipe.wide, device=device
         )
-        self.sizes, device = sizes, weights[0]['wqkv'].device
-        cache = len(weights), B * h.C, W, h.K
-        shapes = {'z': (n, B, D), 's': (B, D), 'k': cache, 'v': cache}
-        shapes |= {'out': (n, B, D), 's_out': (B, D), 'k_out': cache, 'v_out': cache}
-        self.x = {
-            name: torch.zeros(x, dtype=recipe.wide, device=device) for name, x in shapes.items()
-        }
-        self.d = {name: torch.zeros_like(x) for name, x in self.x.items()}
+        self.s, self.ds = torch.zeros(2, B, D, dtype=recipe.wide, device=device)
+        cache = torch.zeros(len(weights), B * h.C, self.W, h.K, dtype=recipe.dt, device=device)
+        self.entries = Entries(cache, cache, self.W, n, recipe.wide)
+        self.entries.gradients()
         self.count = torch.zeros(B, dtype=torch.int64, device=device)
 
-    def block(self) -> Block:
-        n, s, W = len(self.x['z']), self.x['s'], self.sizes[2]
-        return make_block(n, s, self.count, W, self.recipe)._replace(**self.rest, first=0)
+    def run(self, weights: list[dict], z: torch.Tensor, s: torch.Tensor) -> tuple:
+        ws = [bind(w, self.recipe, len(z), self.sizes, self.rest['triton']) for w in weights]
+        block = make_block(len(z), s, self.count, self.W, self.recipe)._replace(
+            **self.rest, first=0
+        )
+        return ws, run_block(ws, block, z, s, self.entries, (0, True))[0]
 
     @torch.no_grad()
     def forward(self, weights: list[dict]) -> torch.Tensor:
-        ws = [
-            bind(w, self.recipe, len(self.x['z']), self.sizes[:2], self.rest['triton'])
-            for w in weights
-        ]
-        x = self.x
-        out, s, kv = run_block(ws, self.block(), x['z'], x['s'], (x['k'], x['v']), False)
-        for name, y in zip(('out', 's_out', 'k_out', 'v_out'), (out, s, *kv), strict=True):
-            x[name].copy_(y)
-        return x['out']
+        return self.out.copy_(self.run(weights, self.z, self.s)[1])
 
     @torch.enable_grad()
     def backward(self, weights: list[dict], totals: list[dict]) -> torch.Tensor:
-        ws = [
-            bind(w, self.recipe, len(self.x['z']), self.sizes[:2], self.rest['triton'])
-            for w in weights
-        ]
-        inputs = [self.x[name].detach().requires_grad_() for name in 'zskv']
-        z, s, *kv = inputs
-        out, s, kv = run_block(ws, self.block(), z, s, tuple(kv), True)
-        given = [self.d[name] for name in ('out', 's_out', 'k_out', 'v_out')]
+        z, s = (x.detach().requires_grad_() for x in (self.z, self.s))
+        ws, out = self.run(weights, z, s)
         vectors = [(l, name) for l, w in enumerate(weights) for name, x in w.items() if x.dim() < 2]
-        inputs += [weights[l][name] for l, name in vectors]
-        found = torch.autograd.grad((out, s, *kv), inputs, given)
-        for name, g in zip('zskv', found, strict=False):
-            self.d[name].copy_(g)
-        for (l, name), g in zip(vectors, found[4:], strict=True):
+        inputs = z, s, *(weights[l][name] for l, name in vectors)
+        dz, ds, *found = torch.autograd.grad(out, inputs, self.dout)
+        self.ds.copy_(ds)
+        for (l, name), g in zip(vectors, found, strict=True):
             totals[l][name].add_(g)
         for w, total in zip(ws, totals, strict=True):
             for name in total:
                 if isinstance(w[name], Product):
                     total[name].add_(w[name].flush())
-        return self.d['z']
+        return self.dz.copy_(dz)
+
+    def fill(
+        self, entries: Entries, t: int, count: torch.Tensor, z: torch.Tensor, s: torch.Tensor
+    ) -> None:
+        for mine, x in zip((self.count, self.z, self.s), (count, z, s), strict=True):
+            mine.copy_(x)
+        for mine, x in zip((self.entries.k, self.entries.v), (entries.k, entries.v), strict=True):
+            mine[:, :, : self.W] = x[:, :, t : t + self.W]
 
 
 class Replayed(torch.autograd.Function):
     """A block of a chunk by a Replay. used: what `Weight` gave, so that its backward comes after all."""
 
     @staticmethod
-    def forward(ctx, replay, fixed, last, count, z, s, k, v, *used):
-        ctx.replay, ctx.fixed, ctx.last = replay, fixed, last
-        ctx.save_for_backward(count, z, s, k, v)
-        fill(replay, count, z, s, k, v)
+    def forward(ctx, replay, fixed, entries, at, count, z, s, *used):
+        ctx.rest = replay, fixed, entries, at
+        ctx.save_for_backward(count, z, s)
+        replay.fill(entries, at[0], count, z, s)
         graphed(replay.graphs, 'forward', replay.forward, fixed.weights)
-        return tuple(replay.x[name].clone() for name in ('out', 's_out', 'k_out', 'v_out'))
+        own = slice(at[0] + replay.W, at[0] + replay.W + len(z))
+        for x, mine in zip(
+            (entries.k, entries.v), (replay.entries.k, replay.entries.v), strict=True
+        ):
+            x[:, :, own] = mine[:, :, replay.W :]
+        return replay.out.clone()
 
     @staticmethod
-    def backward(ctx, *grads):
-        replay, fixed = ctx.replay, ctx.fixed
-        if ctx.last:
+    def backward(ctx, dout):
+        replay, fixed, entries, (t, more) = ctx.rest
+        if not more:
             fixed.start()
-        fill(replay, *ctx.saved_tensors)
-        for name, g in zip(('out', 's_out', 'k_out', 'v_out'), grads, strict=True):
-            replay.d[name].copy_(g)
+        replay.fill(entries, t, *ctx.saved_tensors)
+        replay.dout.copy_(dout)
+        pairs = list(zip(replay.entries.gradients(), entries.gradients(), strict=True))
+        for mine, x in pairs:
+            mine.zero_()
+            mine[:, :, replay.W :] = x[:, :, t + replay.W : t + replay.W + len(dout)]
         graphed(replay.graphs, 'backward', replay.backward, fixed.weights, fixed.totals)
+        for mine, x in pairs:
+            x[:, :, t : t + replay.W] += mine[:, :, : replay.W]
         return (
             None,
             None,
             None,
             None,
-            *(replay.d[name].clone() for name in 'zskv'),
+            None,
+            replay.dz.clone(),
+            replay.ds.clone(),
             *[None] * len(fixed.own),
         )
-
-
-def fill(replay: Replay, count: torch.Tensor, *inputs: torch.Tensor) -> None:
-    replay.count.copy_(count)
-    for name, x in zip('zskv', inputs, strict=True):
-        replay.x[name].copy_(x)
 
 
 class Fixed:
@@ -911,7 +921,7 @@ class Total(NamedTuple):
 
 
 def replayed_blocks(weights: list[dict], recipe: Recipe, sizes: tuple, rest: dict) -> Callable:
-    """-> run(last, z, s, kv, count), a block of this chunk."""
+    """-> run(at, z, s, entries, count), a block of this chunk."""
     shapes = tuple(tuple((name, x.shape) for name, x in w.items()) for w in weights)
     key = recipe, shapes, weights[0]['wqkv'].device
     if key not in _blocks:
@@ -924,13 +934,12 @@ def replayed_blocks(weights: list[dict], recipe: Recipe, sizes: tuple, rest: dic
         Weight.apply(x, Total(total), x.detach()) for x, total in zip(every, totals, strict=True)
     ]
 
-    def run(last, z, s, kv, count):
+    def run(at, z, s, entries, count):
         name = len(z), *sizes, rest['triton']
         if name not in mine:
             mine[name] = Replay(len(z), weights, recipe, sizes, rest)
-        kv = (x.to(recipe.wide) for x in kv)
-        out, s, *kv = Replayed.apply(mine[name], fixed, last, count, z, s, *kv, *used)
-        return out, s, tuple(kv)
+        out = Replayed.apply(mine[name], fixed, entries, at, count, z, s, *used)
+        return out, out[-1]
 
     return run
 

@@ -1,5 +1,6 @@
 """Recurrent Transformer, medium budget (32 blocks of width 768): L = 8 levels of E = 4 experts.
-1.3B tokens of FineWeb. Written for GPUs of 80 GB, one or more (torchrun); not run by us yet."""
+1.3B tokens of FineWeb, on GPUs of 80 GB (torchrun for several). Takes 63 GB on one, 54 GB on each of four (512 rows at a time):
+as calculated by model.memory, not measured on a GPU; not run by us yet."""
 out_dir = 'out/medium_L8'
 recurrent = True
 n_layer = 8
@@ -7,4 +8,3 @@ n_expert = 4
 n_embd = 768
 window = 128
 block_size = 64
-batch_size = 512   # rows a GPU runs at a time: 32,768 tokens, a quarter of an update

@@ -1,5 +1,6 @@
 """Non-recurrent Transformer, medium budget (32 blocks of width 768): L = 2 levels of E = 16 experts.
-1.3B tokens of FineWeb. Written for GPUs of 80 GB, one or more (torchrun); not run by us yet."""
+1.3B tokens of FineWeb, on GPUs of 80 GB (torchrun for several). Takes 60 GB on one, 47 GB on each of four (128 rows at a time):
+as calculated by model.memory, not measured on a GPU; not run by us yet."""
 out_dir = 'out/medium_gpt_L2'
 recurrent = False
 n_layer = 2
@@ -7,4 +8,3 @@ n_expert = 16
 n_embd = 768
 window = 128
 block_size = 256
-batch_size = 128   # rows a GPU runs at a time: 32,768 tokens, a quarter of an update

@@ -1,6 +1,7 @@
 """Recurrent Transformer, small budget (16 blocks of width 768), long context: L = 2 levels of E = 8 experts.
-1.3B tokens of FineWeb. Written for 4 GPUs of 80 GB (torchrun): the carried keys and
-values alone take 6.4 GB, by count, over all of them, and as much of a checkpoint. Not run by us yet."""
+1.3B tokens of FineWeb, on GPUs of 80 GB (torchrun for several). Takes 62 GB on one, 48 GB on each of four (512 rows at a time):
+as calculated by model.memory, not measured on a GPU; not run by us yet.
+The carried keys and values are 6.4 GB over all GPUs, and as much of a checkpoint."""
 out_dir = 'out/small_long_L2'
 recurrent = True
 n_layer = 2
@@ -8,4 +9,3 @@ n_expert = 8
 n_embd = 768
 window = 1024
 block_size = 64
-batch_size = 512   # rows a GPU runs at a time: 32,768 tokens, a quarter of an update

@@ -8,9 +8,9 @@ import os
 import pathlib
 import shlex
 import signal
-import subprocess
 import sys
 
+import forks
 import numpy as np
 import pytest
 import torch
@@ -72,7 +72,7 @@ def settings(**changes):
 
 
 def run(script, *arguments):
-    return subprocess.run([sys.executable, script, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return forks.run([sys.executable, script, *arguments], cwd=ROOT, capture_output=True, text=True)
 
 
 def bench_config(**changes):

@@ -1,15 +1,17 @@
 """checkpoint.py: killed saves, damaged and hostile files, logs on resume, random states, the output folder's rules, signals."""
 
+import errno
 import json
 import os
 import pathlib
 import pickle
+import pty
 import random
 import signal
-import subprocess
 import sys
 import time
 
+import forks
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,7 @@ import torch
 import checkpoint
 from checkpoint import (
     LAST,
+    LOCK,
     PREV,
     CheckpointError,
     JsonlLog,
@@ -25,12 +28,15 @@ from checkpoint import (
     load_latest,
     load_run,
     prepare_out_dir,
+    release,
     rng_state,
     save_checkpoint,
     set_rng_state,
     write_json,
     write_text,
 )
+from convlstm import AgentConfig, build_agent
+from model import ModelConfig, build_model
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -112,7 +118,7 @@ for kill_at in range(7):
 
 def test_a_kill_at_any_point_of_a_save_leaves_a_whole_checkpoint(tmp_path):
     """The process dies (os._exit) at each point of the third save: half written, fsync, link, two renames, fsync of the folder."""
-    done = subprocess.run([sys.executable, '-c', KILLED, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    done = forks.run([sys.executable, '-c', KILLED, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.split() == ['9'] * 6 + ['0'], done.stderr
     for kill_at in range(7):
         out = tmp_path / str(kill_at)
@@ -130,7 +136,7 @@ def test_an_error_in_the_write_leaves_the_old_file_and_no_temporary(tmp_path, mo
         raise OSError(28, 'No space left on device')
 
     monkeypatch.setattr(torch, 'save', full_disk)
-    with pytest.raises(OSError, match='No space'):
+    with pytest.raises(OSError, match=f'No space .*{LAST}'):
         save_checkpoint({'step': 2}, tmp_path / LAST, keep=PREV)
     assert load_checkpoint(tmp_path / LAST)['step'] == 1 and names(tmp_path) == [LAST]
 
@@ -161,7 +167,7 @@ def test_a_damaged_last_checkpoint_falls_back_on_the_one_before(tmp_path, capsys
 
 
 def test_nothing_to_load(tmp_path):
-    with pytest.raises(CheckpointError, match='nothing to resume from'):
+    with pytest.raises(CheckpointError, match='holds no trained run, there is no ckpt_last.pt: train one first'):
         load_latest(tmp_path)
     with pytest.raises(CheckpointError, match='no such checkpoint'):
         load_checkpoint(tmp_path / 'none.pt')
@@ -231,7 +237,7 @@ def test_a_resumed_log_has_each_step_once(tmp_path):
 
 def test_rules_of_the_output_folder(tmp_path):
     out = tmp_path / 'a' / 'b'
-    assert prepare_out_dir(str(out)) == out and names(out) == []
+    assert prepare_out_dir(str(out)) == out and names(out) == [LOCK]
     (out / 'notes.txt').write_text('mine')
     prepare_out_dir(out)  # a folder with other things in it is no run
     for name in ('log.jsonl', 'ckpt_best.pt'):
@@ -247,9 +253,72 @@ def test_rules_of_the_output_folder(tmp_path):
     (out / '.notes.tmp').write_text('mine')
     (out / 'ckpt_folder.pt').mkdir()
     prepare_out_dir(out, resume=True)
-    assert names(out) == ['.notes.tmp', 'ckpt_best.pt', 'ckpt_folder.pt', PREV, 'log.jsonl', 'notes.txt']
+    assert names(out) == ['.notes.tmp', LOCK, 'ckpt_best.pt', 'ckpt_folder.pt', PREV, 'log.jsonl', 'notes.txt']
     prepare_out_dir(out, overwrite=True)
-    assert names(out) == ['.notes.tmp', 'ckpt_folder.pt', 'notes.txt']
+    assert names(out) == ['.notes.tmp', LOCK, 'ckpt_folder.pt', 'notes.txt']
+    release(out)
+
+
+@pytest.mark.parametrize('name, content', [('config.json', '{"model_type": "gpt2"}'), ('config.json', '[1'), ('log.jsonl', '{}'), (LAST, 'theirs'), ('loss.png', '')])
+def test_a_strangers_folder_stays_as_it_is(tmp_path, name, content):
+    """Whatever is asked for, and however often: a refusal leaves no mark that would let the next one in."""
+    (tmp_path / name).write_text(content)
+    for _ in range(2):
+        for settings in ({}, {'overwrite': True}):
+            with pytest.raises(OutDirError, match=f'holds {name}, which no run of ours wrote') as refusal:
+                prepare_out_dir(tmp_path, **settings)
+            assert '\n' not in str(refusal.value)
+        with pytest.raises(OutDirError, match='nothing to resume from' if name != LAST else 'ours wrote'):
+            if name == LAST:                                   # beside a config.json of somebody else
+                (tmp_path / 'config.json').write_text('{}')
+            prepare_out_dir(tmp_path, resume=True)
+        (tmp_path / 'config.json').unlink() if name == LAST else None
+    assert (tmp_path / name).read_text() == content and names(tmp_path) == sorted([LOCK, name])
+
+
+def test_a_run_without_the_mark_is_known_by_its_config(tmp_path):
+    """Of older runs, and of one that was killed before its log: config.json alone."""
+    checkpoint.write_config({'out_dir': 'x'}, tmp_path, 'cpu')
+    (tmp_path / 'log.jsonl').write_text('')
+    with pytest.raises(OutDirError, match='holds a run already'):
+        prepare_out_dir(tmp_path)
+    prepare_out_dir(tmp_path, overwrite=True)
+    release(tmp_path)
+    assert names(tmp_path) == [LOCK]
+
+
+def test_one_run_a_folder(tmp_path):
+    """A forked child holds the folder: another run is refused by the child's number, whatever it asks for; a killed child leaves no lock."""
+    ready, says = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        prepare_out_dir(tmp_path)
+        os.write(says, b'x')
+        time.sleep(60)
+        os._exit(1)
+    try:
+        os.read(ready, 1)
+        (tmp_path / LAST).write_text('')
+        for settings in ({}, {'overwrite': True}, {'resume': True}):
+            with pytest.raises(OutDirError, match=f'another run is at work in it .*process {child} on .*: wait') as refusal:
+                prepare_out_dir(tmp_path, **settings)
+            assert '\n' not in str(refusal.value)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    prepare_out_dir(tmp_path, resume=True)
+    release(tmp_path)
+    assert names(tmp_path) == [LOCK, LAST]
+
+
+def test_a_disk_without_locks(tmp_path, monkeypatch, capsys):
+    def unlocked(*_):
+        raise OSError(errno.EOPNOTSUPP, 'Operation not supported')
+    monkeypatch.setattr(checkpoint.fcntl, 'flock', unlocked)
+    prepare_out_dir(tmp_path)
+    release(tmp_path)
+    assert 'without locks' in capsys.readouterr().out
 
 
 def test_folders_that_cannot_be_used(tmp_path):
@@ -261,6 +330,7 @@ def test_folders_that_cannot_be_used(tmp_path):
     with pytest.raises(OutDirError, match='nothing to resume'):
         prepare_out_dir(tmp_path / 'none', resume=True)
     assert names(tmp_path) == ['file']
+    assert not checkpoint.HELD
 
 
 LOOP = """
@@ -277,20 +347,20 @@ print('saved', stopper.signal)
 
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_the_update_finish(number):
-    with subprocess.Popen([sys.executable, '-c', LOOP.format(forever=False)], cwd=ROOT, stdout=-1, stderr=-1, text=True) as process:
+    with forks.Popen([sys.executable, '-c', LOOP.format(forever=False)], cwd=ROOT, stdout=-1, stderr=-1, text=True) as process:
         assert process.stdout.readline() == 'ready\n'
         process.send_signal(number)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate()
     assert process.returncode == 0 and out.endswith(f'saved {int(number)}\n') and 'stopping after this update' in err
 
 
 def test_a_second_ctrl_c_stops_at_once():
-    with subprocess.Popen([sys.executable, '-c', LOOP.format(forever=True)], cwd=ROOT, stdout=-1, stderr=-1, text=True) as process:
+    with forks.Popen([sys.executable, '-c', LOOP.format(forever=True)], cwd=ROOT, stdout=-1, stderr=-1, text=True) as process:
         assert process.stdout.readline() == 'ready\n'
         process.send_signal(signal.SIGINT)
         assert process.stdout.readline() == 'seen\n'
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate()
     assert process.returncode != 0 and 'KeyboardInterrupt' in err
 
 
@@ -307,3 +377,60 @@ def test_under_torchrun_the_launchers_copy_of_ctrl_c_does_not_count(monkeypatch)
     finally:
         stopper.restore()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_closed_terminal_saves(tmp_path):
+    """SIGHUP stops a run as SIGTERM does, and what it prints to the terminal that is gone does not end it before it has saved."""
+    child, terminal = pty.fork()
+    if child == 0:
+        signal.alarm(60)
+        stopper = checkpoint.Stopper()
+        os.write(1, b'ready')
+        while stopper.signal is None:
+            time.sleep(0.01)
+        os.write(1, b'a line of the log')
+        (tmp_path / 'saved').write_text(str(stopper.signal))
+        os._exit(0)
+    os.read(terminal, 100)
+    os.close(terminal)
+    os.waitpid(child, 0)
+    assert (tmp_path / 'saved').read_text() == str(signal.SIGHUP.value)
+
+
+def test_under_nohup_a_closed_terminal_does_not_count():
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        stopper = checkpoint.Stopper()
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stopper.signal is None
+        stopper.restore()
+    finally:
+        signal.signal(signal.SIGHUP, former)
+
+
+@pytest.mark.parametrize('config', [{'n_layer': 10**8}, {'n_layer': 10**9, 'n_embd': 2, 'n_head': 1}, {'n_expert': 10**9}, {'n_embd': 2**39}, {'n_embd': 2**63}], ids=str)
+def test_models_that_no_machine_holds(config):
+    """Refused by size, before anything is allocated: at once, whatever the number of levels."""
+    for build, about in ((build_agent, AgentConfig), (lambda c: build_model(c, True), ModelConfig)):
+        sizes = {key: value for key, value in config.items() if key != 'n_head' or about is ModelConfig}
+        if about is ModelConfig:
+            sizes = {'n_head': 4, **sizes}
+        with pytest.raises(checkpoint.SizeError, match='needs more than|larger than any machine') as refusal:
+            checkpoint.check_model(build, about(**sizes))
+        assert '\n' not in str(refusal.value)
+
+
+@pytest.mark.parametrize('config', [{'n_layer': 5}, {'n_layer': 5, 'n_expert': 3, 'aggregation': 'softmax_l2'}], ids=str)
+def test_sizes_are_counted_without_the_model(config, monkeypatch):
+    """The bytes that are compared with the machine's: those of the parameters, for both kinds of both models."""
+    needs = []
+    monkeypatch.setattr(checkpoint, 'check_fits', lambda need, what, kind: needs.append(need - config['n_layer'] * checkpoint.LEVEL_OBJECTS))
+    for build, about in [(build_agent, AgentConfig(kind, recurrent, n_embd=8, **config)) for kind in ('convlstm', 'convglu') for recurrent in (True, False)] + [
+                         (lambda c, r=recurrent: build_model(c, r), ModelConfig(n_embd=32, n_head=2, **config)) for recurrent in (True, False)]:
+        checkpoint.check_model(build, about, 3)
+        assert needs[-1] == 3 * 4 * sum(p.numel() for p in build(about).parameters())
+
+
+def test_too_many_threads():
+    with pytest.raises(checkpoint.SizeError, match='threads = 100000: at most'):
+        checkpoint.set_threads(100000)

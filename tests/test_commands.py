@@ -4,9 +4,9 @@ import lzma
 import os
 import re
 import shlex
-import subprocess
 import sys
 
+import forks
 import numpy as np
 from test_train import ROOT, TINY, data  # noqa: F401  a fixture
 
@@ -128,11 +128,11 @@ def shrunk(command, folder, shards, number):
             if config == 'study_lm':
                 more |= {'only': 'd=48 L=1', 'tune': 'learning_rate=0.02,0.04'}
             elif not config:
-                more |= {'width': 0.0625, 'only': 'L=1 E=4' if text else 'L=1 E=1 model=convglu' if 'sokoban-small' in argv else 'L=1 d=64 kind=recurrent'}
+                more |= {'width': 0.0625, 'only': 'L=1 E=4' if text else 'L=1 E=1 model=convglu' if {'sokoban', 'sokoban-small'} & set(argv) else 'L=1 d=64 kind=recurrent'}
     if '--resume=True' in argv or '--eval_only=True' in argv:
         more['overwrite'] = False
     if launcher[0] == 'torchrun':
-        launcher = ['python', '-m', 'torch.distributed.run', *(word.replace('=4', '=2') for word in launcher[1:])]
+        launcher = ['python', '--ranks=2']
     return [sys.executable, *launcher[1:], script, *argv, *flags(more)]
 
 
@@ -146,7 +146,7 @@ def test_they_run(data, tmp_path, request):  # noqa: F811
         if words is None:
             continue
         print(command, flush=True)
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=400, env={**os.environ, 'OMP_NUM_THREADS': '1'})
+        done = forks.run(words, cwd=ROOT, capture_output=True, text=True, env={**os.environ, 'OMP_NUM_THREADS': '1'})
         assert done.returncode == 0, (command, words, done.stdout[-1000:], done.stderr[-2000:])
         ran.append(command)
     assert len(ran) > 20

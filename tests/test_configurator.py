@@ -1,5 +1,7 @@
 """configurator.py: what is a setting, overrides in order, every refusal with its message, nothing executed."""
 
+import ast
+import os
 import pathlib
 import subprocess
 import sys
@@ -7,7 +9,7 @@ import time
 
 import pytest
 
-from configurator import config_diff, configure
+from configurator import config_diff, configure, every
 
 SCRIPT = '''# a licence line, not a heading
 """Trains a toy.
@@ -210,3 +212,60 @@ def test_in_a_real_script(tmp_path):
     assert done.stdout == 'steps = 7  (default 5)\n7 1\n' and done.stderr == ''
     done = subprocess.run([*command, '--later=7'], capture_output=True, text=True)
     assert done.returncode == 2 and 'Traceback' not in done.stderr and "unknown setting 'later'" in done.stderr
+
+
+# -----------------------------------------------------------------------------
+# how a script begins and ends
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def python(code, stdout=subprocess.PIPE, **environment):
+    done = subprocess.run([sys.executable, '-c', code], stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+                          env={'PYTHONPATH': str(ROOT), **environment})
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize('script', sorted(p.name for p in ROOT.glob('*.py') if 'import torch' in p.read_text() and '__main__' in p.read_text()))
+def test_configurator_is_imported_before_torch(script):
+    """It says how OpenMP's threads wait, which torch reads when it is loaded, and makes a ctrl-C during the seconds that takes no traceback."""
+    imports = [node for node in ast.parse((ROOT / script).read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    modules = [getattr(node, 'module', None) or node.names[0].name for node in imports]
+    others = {path.stem for path in ROOT.glob('*.py')} | {'torch', 'numpy'}
+    assert next(name for name in modules if name in others) == 'configurator'
+
+
+def test_ctrl_c_while_a_script_is_loading():
+    code, _, error = python('import configurator, os, signal; os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(60)')
+    assert code == -2 and error == '\ninterrupted\n'
+
+
+@pytest.mark.parametrize(('given', 'spins'), [({}, '10000'), ({'GOMP_SPINCOUNT': '5'}, '5'), ({'OMP_WAIT_POLICY': 'active'}, 'None')])
+def test_threads_spin_a_bounded_time_unless_the_user_says_otherwise(given, spins):
+    assert python('import configurator, os; print(os.environ.get("GOMP_SPINCOUNT"))', **given)[1].strip() == spins
+
+
+@pytest.mark.parametrize(('body', 'expected'), [
+    ('return None', (0, '')), ('return 3', (3, '')), ('raise KeyboardInterrupt', (130, '\nlast words\n')), ('raise BrokenPipeError', (0, '')),
+    ('open("/no/such")', (2, "error: [Errno 2] No such file or directory: '/no/such'\n")), ('configurator.fail("no")', (2, 'error: no\n')),
+])
+def test_how_a_script_ends(body, expected):
+    code, _, error = python(f'import configurator\ndef main():\n    {body}\nconfigurator.run_script(main, "last words")')
+    assert (code, error) == expected
+
+
+@pytest.mark.skipif(not os.path.exists('/dev/full'), reason='no /dev/full here')
+@pytest.mark.parametrize('flush', [True, False])
+def test_a_full_disk_behind_standard_output(flush):
+    with open('/dev/full', 'w') as full:
+        code, _, error = python(f'import configurator\nconfigurator.run_script(lambda: print("text", flush={flush}))', stdout=full)
+    assert (code, error) == (2, 'error: standard output: No space left on device\n')
+
+
+def test_progress_is_due_once_in_a_while(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, 'monotonic', lambda: now[0])
+    due, seen = every(10), []
+    for now[0], said in ((9, False), (10, False), (11, False), (19, True), (21, False), (29, False)):
+        seen.append(due(said))
+    assert seen == [False, True, False, False, False, True]

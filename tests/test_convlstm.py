@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from reference import assert_close as close
 from torch.utils.flop_counter import FlopCounterMode
 
 from convlstm import AGGREGATIONS, AgentConfig, build_agent
@@ -140,30 +141,33 @@ def gradients(agent, logits, value):
     return dict(zip(names, torch.autograd.grad(loss, params, allow_unused=True), strict=True))
 
 
-def assert_close(ours, theirs, rel=1e-9):
-    """Relative to the largest entry; a parameter without a gradient must have none in both."""
-    for name in ours:
-        a, b = ours[name], theirs[name]
-        assert (a is None) == (b is None), name
-        if a is not None:
-            assert (a - b).abs().max() <= rel * b.abs().max() + 1e-13, (name, (a - b).abs().max(), b.abs().max())
+def assert_close(ours, theirs):
+    """Relative to the largest of them: gradients are sums of terms of about its size. A parameter without a gradient has none in both."""
+    assert {name for name in ours if ours[name] is None} == {name for name in theirs if theirs[name] is None}
+    size = max(x.norm().item() for x in theirs.values() if x is not None)
+    for name, x in theirs.items():
+        if x is not None:
+            close(ours[name], x, size=size, what=name)
 
 
 CASES = [(1, 1, {}), (3, 1, {}), (2, 3, {}), (2, 3, {'aggregation': 'mean'}), (2, 3, {'aggregation': 'softmax_mean'}),
          (2, 3, {'aggregation': 'softmax_l2'}), (2, 1, {'aggregation': 'softmax_l2'}), (2, 4, {'radius': 0}), (3, 4, {'radius': 2}), (1, 3, {'radius': 1})]
 
 
-@pytest.mark.parametrize('path', ['plain', 'fast'])
 @pytest.mark.parametrize('L, E, settings', CASES, ids=[f'L{L}E{E}{"".join(map(str, s.values()))}' for L, E, s in CASES])
 @pytest.mark.parametrize('kind, recurrent', KINDS)
-def test_equals_reference(kind, recurrent, L, E, settings, path):
-    """Values and all gradients of an unroll with resets inside, float64."""
-    agent = make(kind, recurrent, L, E, path=path, **settings)
+def test_equals_reference(kind, recurrent, L, E, settings):
+    """Values and all gradients of an unroll with resets inside, float64, by both paths."""
+    agent = make(kind, recurrent, L, E, **settings)
     obs, start = boards()
-    ours, theirs = agent(obs, start, agent.init_state(3))[:2], reference(agent, obs, start)
-    assert_close(dict(zip(('logits', 'value'), ours, strict=True)), dict(zip(('logits', 'value'), theirs, strict=True)))
-    assert ours[0].std() > 1e-2                                # the comparison sees something
-    assert_close(gradients(agent, *ours), gradients(agent, *theirs))
+    theirs = reference(agent, obs, start)
+    wanted = gradients(agent, *theirs)
+    for path in ('plain', 'fast'):
+        agent.config.path = path
+        ours = agent(obs, start, agent.init_state(3))[:2]
+        assert_close(dict(zip(('logits', 'value'), ours, strict=True)), dict(zip(('logits', 'value'), theirs, strict=True)))
+        assert ours[0].std() > 1e-2                            # the comparison sees something
+        assert_close(gradients(agent, *ours), wanted)
 
 
 @pytest.mark.parametrize('recurrent', [True, False])
@@ -199,8 +203,8 @@ def test_unroll_is_single_steps(kind, recurrent, settings):
         *out, state = agent.act(w, obs[t], start[t], state)
         steps.append(out)
     single = [torch.stack(x) for x in zip(*steps, strict=True)]
-    assert_close({'l': logits, 'v': value, **dict(enumerate(end))}, {'l': single[0], 'v': single[1], **dict(enumerate(state))}, 1e-12)
-    assert_close(gradients(agent, *single), gradients(agent, logits, value), 1e-12)
+    assert_close({'l': logits, 'v': value, **dict(enumerate(end))}, {'l': single[0], 'v': single[1], **dict(enumerate(state))})
+    assert_close(gradients(agent, *single), gradients(agent, logits, value))
 
 
 @pytest.mark.parametrize('kind, recurrent', KINDS)
@@ -246,10 +250,12 @@ def test_compiled_and_bfloat16(kind, recurrent):
     for name, settings in (('fp32', {}), ('compiled', {'path': 'compiled'}), ('bf16', {'dtype': 'bfloat16'})):
         agent = make(kind, recurrent, 2, 2, d=8, wide=torch.float32, **settings)
         out = agent(obs, start, agent.init_state(3))[:2]
-        results[name] = torch.cat([*(x.flatten() for x in out), *(g.flatten() for g in gradients(agent, *out).values() if g is not None)])
-    exact = results['fp32']
-    assert (results['compiled'] - exact).norm() / exact.norm() < 1e-5
-    assert 1e-5 < (results['bf16'] - exact).norm() / exact.norm() < 0.05
+        found = {'logits': out[0], 'value': out[1], **gradients(agent, *out)}
+        results[name] = {key: x for key, x in found.items() if x is not None}
+    error = {name: {key: ((x - results['fp32'][key]).norm() / results['fp32'][key].norm()).item() for key, x in result.items()}
+             for name, result in results.items()}              # of each parameter: a small one's cannot hide
+    assert max(error['compiled'].values()) < 1e-4, error['compiled']
+    assert 1e-3 < max(error['bf16'].values()) < 0.1, error['bf16']
 
 
 def test_weight_gradients_are_not_summed_in_bfloat16():

@@ -10,8 +10,8 @@ from test_train import data, run  # noqa: F401  a fixture
 
 import export
 import sample
-from checkpoint import load_checkpoint
-from configurator import configure
+from checkpoint import load_checkpoint, save_checkpoint
+from configurator import configure, run_script
 
 
 @pytest.fixture(scope='module')
@@ -54,14 +54,53 @@ def test_mistakes(trained, tmp_path, monkeypatch, capsys, argv, words):
     (tmp_path / 'file').touch()
     argv = [f'--out_dir={trained / "rnn"}', *(a.format(run=trained / 'rnn', other=trained / 'gpt') for a in argv)]
     with pytest.raises(SystemExit) as stop:
-        call(monkeypatch, export, *argv)
+        run_script(lambda: call(monkeypatch, export, *argv))
     err = capsys.readouterr().err
     assert stop.value.code == 2 and err.count('\n') == 1 and all(word in err for word in words), err
     assert os.listdir(tmp_path) == ['file'] and (trained / 'gpt' / 'config.json').exists()
 
 
+@pytest.mark.parametrize('name', ['config.json', 'model.safetensors'])
+def test_a_strangers_model_is_kept(trained, tmp_path, monkeypatch, capsys, name):
+    (tmp_path / name).write_text('{"model_type": "gpt2"}')
+    with pytest.raises(SystemExit) as stop:
+        call(monkeypatch, export, f'--out_dir={trained / "rnn"}', f'--to={tmp_path}')
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and f'holds {name}, which no export of ours wrote' in err and err.count('\n') == 1, err
+    assert os.listdir(tmp_path) == [name] and (tmp_path / name).read_text() == '{"model_type": "gpt2"}'
+
+
+def test_an_export_replaces_its_own(trained, tmp_path, monkeypatch):
+    """Also one that was cut between its two files: until the weights are there, config.json describes no model."""
+    def full(*_):
+        raise OSError(28, 'No space left on device', 'model.safetensors')
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(export, 'write_atomic', full)
+        call(patch, export, f'--out_dir={trained / "gpt"}', f'--to={tmp_path}')
+    with pytest.raises(export.CheckpointError, match='not the description of an exported model'):
+        export.read_model(str(tmp_path))
+    for name in ('rnn', 'gpt'):
+        call(monkeypatch, export, f'--out_dir={trained / name}', f'--to={tmp_path}')
+        assert export.read_model(str(tmp_path))[0].recurrent == (name == 'rnn')
+
+
+@pytest.mark.parametrize('damage, message', [({'model': {}}, 'model: has no weight embedding'), ('nan', 'holds NaN'), ({'model_config': {'n_layer': 10**9}}, 'needs more than'),
+                                             ({'model_config': {'n_embd': 'x'}}, 'model_config does not fit'), ({'recurrent': 5}, 'model_config does not fit')], ids=str)
+def test_a_damaged_checkpoint_is_refused(trained, tmp_path, monkeypatch, capsys, damage, message):
+    saved = load_checkpoint(trained / 'rnn' / 'ckpt_best.pt')
+    saved |= {'model': {k: v * float('nan') for k, v in saved['model'].items()}} if damage == 'nan' else damage
+    (tmp_path / 'run').mkdir()
+    save_checkpoint(saved, tmp_path / 'run' / 'ckpt_best.pt')
+    for script, argv in ((sample, []), (export, [f'--to={tmp_path / "to"}'])):
+        with pytest.raises(SystemExit) as stop:
+            call(monkeypatch, script, f'--out_dir={tmp_path / "run"}', *argv)
+        err = capsys.readouterr().err
+        assert stop.value.code == 2 and err.count('\n') == 1 and f'{tmp_path}/run/ckpt_best.pt: ' in err and message in err, err
+    assert not (tmp_path / 'to').exists()
+
+
 @pytest.mark.parametrize('damage, file', [('cut', 'model.safetensors'), ('no weights', 'model.safetensors'), ('other sizes', 'model.safetensors'), ('no config', 'config.json'),
-                                          ('text', 'config.json'), ('other tokenizer', 'config.json'), ('huge', 'model.safetensors'), ('more', 'config.json')])
+                                          ('text', 'config.json'), ('other tokenizer', 'config.json'), ('huge', 'config.json'), ('deep', 'config.json'), ('more', 'config.json')])
 def test_damaged_exports_are_refused(trained, tmp_path, monkeypatch, capsys, damage, file):
     call(monkeypatch, export, f'--out_dir={trained / "rnn"}', f'--to={tmp_path}')
     weights, config = tmp_path / 'model.safetensors', tmp_path / 'config.json'
@@ -74,6 +113,7 @@ def test_damaged_exports_are_refused(trained, tmp_path, monkeypatch, capsys, dam
     if damage == 'no config':
         config.unlink()
     new = {'other sizes': {'model': about['model'] | {'n_embd': 64}}, 'other tokenizer': {'tokenizer': 'x'}, 'huge': {'model': about['model'] | {'n_embd': 2 ** 20}},
+           'deep': {'model': about['model'] | {'n_layer': 10 ** 9}},
            'more': {'model': about['model'] | {'x': 1}}}
     if damage in new:
         config.write_text(json.dumps(about | new[damage]))

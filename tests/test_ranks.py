@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 
@@ -99,10 +100,10 @@ print('fine')
 def test_ranks_equal_one(tmp_path, world):
     """Sharded Muon: the weights of all ranks bit for bit the same, and one rank's to bfloat16's rounding (1% of the way that they moved).
     Buckets: sum_over_ranks' gradients, bit for bit with two ranks (one sum has one order), with a parameter that one rank alone uses."""
-    process = subprocess.Popen([sys.executable, '-c', RANKS, str(world), str(tmp_path / 'meet')], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    process = forks.Popen([sys.executable, '-c', RANKS, str(world), str(tmp_path / 'meet')], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                text=True, cwd=ROOT, env={**os.environ, 'OMP_NUM_THREADS': '1'}, start_new_session=True)
     try:
-        out, err = process.communicate(timeout=60)             # a rank that fails leaves the others waiting
+        out, err = process.communicate(timeout=600)            # a rank that fails leaves the others waiting
         assert process.returncode == 0 and out == 'fine\n', err
     finally:
         with contextlib.suppress(ProcessLookupError):

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import forks
 import numpy as np
 import pytest
 import torch
@@ -199,12 +200,13 @@ def test_damaged_files_are_one_line_that_names_the_file(tmp_path):
         load_levels(str(tmp_path), 'unfiltered-test')
 
 
-def test_without_a_folder_levels_are_generated(tmp_path, monkeypatch):
+def test_only_the_name_generates_levels(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     expected, line = generate(234, 2, 5)[0], '234 generated levels, boxes: 2, moves: at most 120, seed: 5'
-    assert load_levels('', 'generated', n_levels=234, n_boxes=2, seed=5)[1] == line
-    levels, why = load_levels('', 'hard', n_levels=234, n_boxes=2, seed=5)
-    assert np.array_equal(levels, expected) and why == f'{line} (no hard in data/boxoban; --download=True fetches it)'
+    levels, said = load_levels('', 'generated', n_levels=234, n_boxes=2, seed=5)
+    assert np.array_equal(levels, expected) and said == line
+    with pytest.raises(LevelError, match='data/boxoban: no such folder: `python sokoban.py --split=hard --download=True` fetches hard'):
+        load_levels('', 'hard', n_levels=234, n_boxes=2, seed=5)
     os.makedirs('data/boxoban')
     np.save('data/boxoban/hard.pack17.npy', expected[:5])
     assert load_levels('', 'hard')[1] == '5 levels of hard from 1 file in data/boxoban'
@@ -288,6 +290,13 @@ def test_generated_levels_are_solved_by_their_solutions(boxes):
         solved = env.step(action)[2]
         solved_at = torch.where(solved & (solved_at < 0), t + 1, solved_at)
     assert solved_at.tolist() == [len(actions) for actions in solutions]
+
+
+def test_generated_levels_leave_others_out():
+    levels, solutions = generate(60, 1, 5, 6)
+    others, theirs = generate(40, 1, 5, 6, without=levels[5:25])
+    assert np.array_equal(others, np.concatenate([levels[:5], levels[25:60]]))
+    assert all(np.array_equal(a, b) for a, b in zip(theirs, solutions[:5] + solutions[25:], strict=True))
 
 
 def test_generated_levels_are_connected_and_varied():
@@ -598,7 +607,7 @@ def test_pictures(tmp_path):
 
 
 def run(*arguments):
-    return subprocess.run([sys.executable, 'sokoban.py', *arguments], cwd=ROOT, capture_output=True, text=True)
+    return forks.run([sys.executable, 'sokoban.py', *arguments], cwd=ROOT, capture_output=True, text=True)
 
 
 def test_command_line(tmp_path, monkeypatch, capsys):

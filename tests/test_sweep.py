@@ -12,11 +12,14 @@ import sys
 import time
 from pathlib import Path
 
+import forks
 import pytest
+from test_train import needs
 
 import data_fineweb
 import figures
 import sweep
+import train_lm
 import train_sokoban
 from configurator import configure
 
@@ -69,13 +72,13 @@ def sized(*argv):
 
 
 def start(*argv):
-    return subprocess.Popen([sys.executable, str(ROOT / 'sweep.py'), *map(str, argv)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+    return forks.Popen([sys.executable, str(ROOT / 'sweep.py'), *map(str, argv)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
                             stderr=subprocess.PIPE, env={**os.environ, 'OMP_NUM_THREADS': '1'})
 
 
 def call(*argv):
     process = start(*argv)
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate()
     return process.returncode, out, err
 
 
@@ -120,8 +123,10 @@ def test_the_rule_by_hand():
     assert [(r.L, r.E, r.d) for r in glu] == [(1, 1, 128), (1, 4, 64), (1, 16, 32), (2, 2, 64), (2, 8, 32), (4, 1, 64), (4, 4, 32), (8, 2, 32), (16, 1, 32)]
 
 
-def test_language_models_cost_16_blocks():
+def test_language_models_cost_16_blocks(capsys):
     rows = sized('--plan=lm-small')
+    sweep.print_plan(rows)
+    assert capsys.readouterr().out.splitlines()[-1] == 'not among them: transformer_feedforward_L8_E1_d1536_s1, 1.97 budgets; --dear asks for it'
     D, W = 768, 128
     block = 2 * (2 * D * D + 2 * D * D // 2 + 8 * D * D) + 4 * W * D
     assert sweep.budget_of('transformer', True, 'small') == 16 * block
@@ -129,7 +134,9 @@ def test_language_models_cost_16_blocks():
     for kind in ('recurrent', 'feedforward'):
         mine = {(r.L, r.E, r.d) for r in rows if r.kind == kind}
         assert {(L, 16 // L, 768) for L in (1, 2, 4, 8, 16)} < mine and (1, 4, 1536) in mine and (1, 62, 384) in mine and (16, 1, 1536) not in mine
-    assert all(0.9 < sweep.over_budget(r) < 1.1 for r in rows if (r.L, r.d) != (8, 1536))
+    assert len(rows) == 26 and all(0.9 < sweep.over_budget(r) < 1.1 for r in rows)
+    asked = sized('--plan=lm-small', '--dear')                 # exactly these two more: half an expert rounded up
+    assert {(r.L, r.E, r.d, round(sweep.over_budget(r), 2)) for r in set(asked) - set(rows)} == {(8, 1, 1536, 1.97)} and len(asked) == 28
     assert [r.L for r in sized('--plan=lm-medium', '--only=d=768 kind=recurrent')] == [1, 2, 4, 8, 16, 32]
     assert {r.budget for r in sized('--plan=lm-small-long')} == {'small-long'}
     assert sweep.under('transformer', True, 'small-long')['window'] == 1024 and sweep.under('transformer', False, 'small-long')['block_size'] == 2048
@@ -154,7 +161,8 @@ def test_ablation_plans():
     assert {dict(r.more)['share_kv'] for r in sized('--plan=share-kv')} == {True, False}
     assert {dict(r.more)['residual'] for r in sized('--plan=residual')} == {'expert', 'shared'}
     rows = sized('--plan=scaling', '--seeds=1')
-    assert len(rows) == 3 * 2 * 16 and {r.model for r in rows} == {'convlstm', 'convglu', 'transformer'}
+    assert {r.model for r in rows} == {'convlstm', 'convglu', 'transformer'} and {r.E for r in rows} == {1, 2, 4, 8, 16, 32, 64}
+    assert len(rows) == 3 * 2 * 4 * 7
 
 
 @pytest.mark.parametrize('plan', sweep.PLANS)
@@ -163,6 +171,22 @@ def test_names_are_unique_and_seeds_come_in_rounds(plan):
     assert len({r.name for r in rows}) == len(rows) and [r.seed for r in rows] == sorted(r.seed for r in rows)
     sokoban = [r for r in rows if r.model != 'transformer']
     assert {r.seed for r in sokoban} in (set(), {1, 2, 3}) and all(r.seed == 1 for r in rows if r.model == 'transformer')
+
+
+@pytest.mark.parametrize('plan', [name for name in sweep.PLANS if not name.startswith('sokoban')])
+def test_language_model_rows_fit_80_GB(plan):
+    """Each row runs as many rows at a time as its own sizes leave room for, on one GPU and on four."""
+    rows = [row for row in sized(f'--plan={plan}') if row.is_text]
+    taken = set()
+    for config in map(sweep.config_of, rows):
+        assert config['batch_size'] == 0
+        vars(train_lm).update(config)
+        for ranks in (1, 4):
+            at_once, need = needs(config, ranks)
+            assert need < 79 * 2**30 / 1e9 and at_once * config['block_size'] >= 2048, (config['n_layer'], config['n_expert'], config['n_embd'], ranks)
+            taken.add(at_once * config['block_size'])
+    assert plan == 'communication' or 32768 in taken           # and no fewer than they must
+    assert len(taken) > 1 or plan not in ('lm-medium', 'lm-small-long')
 
 
 # ----------------------------------------------------------------------------- the command line
@@ -189,7 +213,8 @@ def test_list_has_a_line_a_run_with_a_command_that_parses():
     (['--plan=lm-small', '--table=solve', '--run'], ['no Sokoban agents']),
     (['--plan=lm-small', '--reference=nowhere', '--run'], ["reference = 'nowhere'"]),
     (['--plan=lm-small', '--length=1e307'], ['length = 1e+307']),
-    (['--plan=lm-small', '--run', '--index=99'], ['index = 99', '0 to 27']),
+    (['--plan=lm-small', '--run', '--index=99'], ['index = 99', '0 to 25']),
+    (['--plan=lm-small', '--only=L=8 d=1536 kind=recurrent'], ['L8_E1_d1536', '1.97 budgets', '--dear']),
     (['--plan=lm-small', '--seeds=-1'], ['seeds = -1']),
     (['--plan=lm-small', '--tune=learning_rate'], ['tune', "'learning_rate=0.02,0.04'"]),
     (['--plan=lm-small', '--tune=n_layer=1,2'], ['n_layer', 'cannot be tuned']),
@@ -220,7 +245,8 @@ def test_jobs_are_quoted_and_run(base, tmp_path):
     status, out, _ = call(*argv, '--emit=commands')
     lines = out.splitlines()
     assert status == 0 and len(lines) == 1 and lines[0].endswith('--index=0')
-    done = subprocess.run(['sh', '-c', lines[0].replace('python', shlex.quote(sys.executable), 1)], cwd=ROOT, capture_output=True, text=True)
+    words = subprocess.run(['sh', '-c', f'python() {{ printf "%s\\0" "$@"; }}; {lines[0]}'], cwd=ROOT, capture_output=True, text=True).stdout
+    done = forks.run([sys.executable, *words.split('\0')[:-1]], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [p.name for p in tmp_path.iterdir()] == [evil.name] and not (ROOT / 'y').exists()
     assert (evil / 'lm-small' / 'transformer_feedforward_L16_E1_d24_s1' / 'ckpt_last.pt').exists()
@@ -280,11 +306,11 @@ def test_run_skips_resumes_and_survives_a_failure(base, tmp_path):
 def test_ctrl_c_saves_and_the_next_call_goes_on(base, tmp_path):
     argv = ['--plan=lm-small', f'--base={base}', '--width=0.03125', '--only=L=16 d=24', f'--out_dir={tmp_path}', '--workers=2', '--length=100', '--run']
     process = start(*argv)
-    logs, deadline = tmp_path / 'lm-small', time.time() + 120
+    logs, deadline = tmp_path / 'lm-small', time.time() + 600
     while sum(p.stat().st_size > 500 for p in logs.glob('*/log.jsonl')) < 2 and time.time() < deadline:
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate()
     assert process.returncode == 130 and 'the same command goes on' in out, out + err
     rows = sized(*argv)
     assert all(sweep.state_of(row) == 'cut' and 0 < sweep.progress(row)[0] < 1 for row in rows)
@@ -293,7 +319,7 @@ def test_ctrl_c_saves_and_the_next_call_goes_on(base, tmp_path):
     while any(figures.read_log(sweep.folder_of(row))[-1]['step'] <= step for row, step in zip(rows, steps, strict=True)) and time.time() < deadline:
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
+    process.communicate()
     assert process.returncode == 143
     for row, step in zip(rows, steps, strict=True):            # nothing was done twice
         log = figures.read_log(sweep.folder_of(row))
@@ -321,7 +347,7 @@ def test_runs_that_fail_alike_end_a_sweep(tmp_path):
     base = tmp_path / 'base.py'
     base.write_text(f'levels_dir = {str(tmp_path)!r}\n')       # an empty one
     status, out, err = call('--plan=sokoban-small', '--only=model=convglu', '--seeds=3', f'--out_dir={tmp_path}/out', f'--base={base}', '--run')
-    assert status == 1 and out.count('FAILED') == 3 and 'the first 3 runs failed alike: the other ' in out and 'download=True fetches' in out, out + err
+    assert status == 1 and out.count('FAILED') == 3 and 'the first 3 runs failed alike: the other ' in out and '--download=True --levels_dir=' in out, out + err
 
 
 # ----------------------------------------------------------------------------- values, figures, tables
@@ -353,8 +379,8 @@ def test_saturation_is_the_best_of_at_most_L(tmp_path):
 
 
 @pytest.mark.parametrize('plan, model, words', [
-    ('communication', 'convlstm', ['radius r']), ('scaling', 'convglu', ['L = 8', 'experts E a level']),
-    ('share-kv', 'transformer', ['share kv', 'True', 'False', 'validation loss minus that of True'])])
+    ('communication', 'convlstm', ['radius r', 'bars: one standard error', 'return minus that of r = E - 1']), ('scaling', 'convglu', ['L = 8', 'experts E a level']),
+    ('share-kv', 'transformer', ['share kv', 'True', 'False', 'bars: one standard error', '>validation loss (nats a token)<', 'validation loss minus that of True'])])
 def test_ablation_figures(plan, model, words, tmp_path):
     rows = [row for row in sized(f'--plan={plan}', f'--out_dir={tmp_path}', '--seeds=2') if row.model == model]
     fake(rows, lambda row: row.L + row.seed / 10 + (0.5 if dict(row.more).get('share_kv') is False else 0))
@@ -364,6 +390,46 @@ def test_ablation_figures(plan, model, words, tmp_path):
     text = next(tmp_path.glob('*.svg')).read_text()
     assert all(word in text for word in (*words, ', shrunk, 2 seeds')) and len(list(tmp_path.glob('*.png'))) == 1
     assert plan != 'share-kv' or 'L = 1, E = 16' not in text and 'L = 2, E = 8' in text
+
+
+def test_standard_errors_and_differences_by_hand():
+    """Means 3 and 5, deviations 1 and 2, of four seeds each."""
+    points = {'a': (3.0, 1.0, 4), 'b': (5.0, 2.0, 4), 'c': (4.0, math.nan, 1)}
+    assert figures.with_errors(points) | {'c': 0} == {'a': (3.0, 0.5, 4), 'b': (5.0, 1.0, 4), 'c': 0}
+    assert figures.differences(points, 'a')['b'] == (2.0, pytest.approx(math.sqrt(1.25)), 4)
+    assert figures.differences(points, 'a')['a'][0] == 0.0 and math.isnan(figures.differences(points, 'a')['a'][1])
+
+
+def test_ablations_are_drawn_with_standard_errors(tmp_path, monkeypatch):
+    """What the two panels are given: values with their errors, and differences with theirs."""
+    rows, drawn = sized('--plan=communication', f'--out_dir={tmp_path}', '--seeds=4'), []
+    fake(rows, lambda row: dict(row.more)['radius'] + [0, 2, 4, 6][row.seed - 1])
+    points = figures.cells(sweep.finished(rows))
+    deviation, real = statistics.stdev([0, 2, 4, 6]), figures.line
+    monkeypatch.setattr(figures, 'line', lambda axes, points, *more: (drawn.append(points), real(axes, points, *more)))
+    figures.radius_figure(points, 'title', 'return')
+    assert drawn[0][5] == (pytest.approx(5 + 3), pytest.approx(deviation / 2), 4)
+    assert drawn[1][5] == (pytest.approx(-2), pytest.approx(deviation / math.sqrt(2)), 4)
+    bars, ways = [], [(('radius', r),) for r in (7, 5)]
+    figure = figures.bar_figure({row: p for row, p in points.items() if row.more in ways}, ways, 'title', 'return')
+    for axes in figure.axes:
+        bars.append([c.lines[2][0].get_segments() for c in axes.containers if c.__class__.__name__ == 'ErrorbarContainer'])
+    heights = [[float(s[0][1][1] - s[0][0][1]) / 2 if len(s[0]) else None for s in panel] for panel in bars]                # half an error bar's
+    assert heights == [[pytest.approx(deviation / 2)] * 2, [None, pytest.approx(deviation / math.sqrt(2))]]
+
+
+def test_the_three_budgets_are_joined(tmp_path):
+    """Plan sokoban reads the runs of its three parts where those are, and draws a line a budget."""
+    parts = []
+    for budget in ('small', 'medium', 'large'):
+        parts += sized(f'--plan=sokoban-{budget}', f'--out_dir={tmp_path}', '--only=L=1,2 model=convlstm', '--seeds=2')
+        fake(sweep.plan_rows(), lambda row: row.d / 100 + row.seed)
+    rows = sized('--plan=sokoban', f'--out_dir={tmp_path}', '--only=L=1,2 model=convlstm', '--seeds=2')
+    assert sorted(rows) == sorted(parts) and len(sweep.finished(rows)) == len(rows)
+    paths = figures.draw('sokoban', '', rows, sweep.finished(rows), 'token', '', str(tmp_path))
+    assert [os.path.basename(path) for path in paths] == ['budgets_convlstm.png', 'budgets_convlstm.svg']
+    text = Path(paths[1]).read_text()
+    assert all(word in text for word in ('small budget', 'medium budget', 'large budget', 'at most L levels', 'one standard error'))
 
 
 def test_another_runs_settings_are_not_taken_for_this(base, tmp_path, capsys):
@@ -405,7 +471,7 @@ def test_nothing_finished_is_ever_overwritten(base, tmp_path):
 
 
 def test_config_files_under_the_runs(base, tmp_path):
-    """base_ff alone leaves the recurrent runs their own; a file is looked for beside sweep.py too; the paper's levels are not replaced."""
+    """base_ff alone leaves the recurrent runs their own; a file is looked for beside sweep.py too."""
     rows = sized('--plan=lm-small-long', f'--base_ff={base}', '--only=d=768 L=1')
     assert sweep.config_of(rows[0])['window'] == 1024 and sweep.config_of(rows[1])['window'] == 8
     here = os.getcwd()
@@ -415,10 +481,6 @@ def test_config_files_under_the_runs(base, tmp_path):
         assert sweep.config_of(row)['block_size'] == 32 and os.path.exists(sweep.arguments(row)[0]) and os.path.exists(sweep.arguments(row)[1])
     finally:
         os.chdir(here)
-    row = sized('--plan=sokoban-small')[0]
-    assert '--levels_dir=data/boxoban' in sweep.arguments(row)
-    row = sized('--plan=sokoban-small', f'--base={ROOT}/config/sokoban_tiny.py', '--width=0.5')[0]
-    assert not any('levels_dir' in a for a in sweep.arguments(row))
 
 
 @pytest.mark.parametrize('gpus, settings, visible, expected', [
@@ -473,8 +535,8 @@ def test_tuning_goes_on_to_the_other_seeds(base, tmp_path):
     assert status == 0 and len(out.splitlines()) == 5 and 'other seeds' in out.splitlines()[-1]
     status, out, err = call(*argv, '--run', '--figure', '--table')
     assert status == 1 and out.count(': done') == 2 and 'grad_clip' in out and '3 runs, 1 finished before' in out, out + err
-    drawn = (tmp_path / 'residual' / 'bars_transformer.svg').read_text()                     # its title is too long for one line
-    assert 'best grad<' in drawn and '>clips, 2 seeds' in drawn
+    drawn = (tmp_path / 'residual' / 'bars_transformer.svg').read_text()
+    assert 'best grad clips, 2 seeds' in drawn and 'bars: one standard error' in drawn
     assert (tmp_path / 'residual' / 'table_transformer.csv').read_text().splitlines()[0].startswith('variant,budget,L,E,d,residual,grad_clip,')
 
 
@@ -586,7 +648,7 @@ def test_solve_table_of_trained_agents(tmp_path):
     """Trains two tiny agents, and plays where no evaluation is there yet."""
     base = tmp_path / 'base.py'
     base.write_text("split = 'generated'\neval_split = 'generated'\nn_levels = 20\nn_boxes = 1\nmax_moves = 12\nn_envs = 4\nunroll = 5\nhead_dim = 8\n"
-                    "total_steps = 2400\neval_interval = 120\neval_games = 6\nlog_interval = 20\ncompile = False\ndevice = 'cpu'\n")
+                    "total_steps = 1200\neval_interval = 60\neval_games = 6\nlog_interval = 10\ncompile = False\ndevice = 'cpu'\n")
     argv = ['--plan=sokoban-small', f'--base={base}', '--width=0.0625', '--only=L=1 d=8 model=convglu', f'--out_dir={tmp_path}', '--seeds=1', '--workers=2']
     status, out, err = call(*argv, '--run', '--table=solve', '--levels=', '--figure')
     assert status == 0, out + err

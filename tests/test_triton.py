@@ -329,8 +329,7 @@ def test_cross_entropy(rows, V):
 def run_interpreted(file, select):
     """The tests of a file that `select` picks, in a process with the interpreter -> what pytest printed."""
     command = [sys.executable, '-m', 'pytest', '-q', '-x', '-p', 'no:cacheprovider', file, '-k', select]
-    done = subprocess.run(command, env=dict(os.environ, TRITON_INTERPRET='1', OMP_NUM_THREADS='1'), cwd=ROOT, capture_output=True,
-                          text=True, timeout=300)
+    done = subprocess.run(command, env=dict(os.environ, TRITON_INTERPRET='1', OMP_NUM_THREADS='1'), cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and 'passed' in done.stdout, done.stdout[-4000:]
     return done.stdout
 
@@ -422,8 +421,7 @@ def report(cells):
 
 def test_kernels_compile_for_an_h100():
     env = {k: v for k, v in os.environ.items() if k != 'TRITON_INTERPRET'}
-    done = subprocess.run([sys.executable, __file__, '16,2048,16', '2,128,256'], env=env, cwd=ROOT, capture_output=True, text=True,
-                          timeout=300)
+    done = subprocess.run([sys.executable, __file__, '16,2048,16', '2,128,256'], env=env, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and 'compiled ' in done.stdout, done.stdout + done.stderr[-3000:]
 
 

@@ -48,8 +48,7 @@ def with_triton(monkeypatch, calls, names=unroll.TRITON):
 
 
 @interpreted
-@pytest.mark.parametrize('changes', [{'n_expert': 1, 'n_layer': 1}, {'n_expert': 2, 'share_kv': False, 'n_layer': 1},
-                                     {'n_expert': 3, 'aggregation': 'softmax_l2'}], ids=str)
+@pytest.mark.parametrize('changes', [{'n_expert': 2, 'share_kv': False, 'n_layer': 1}, {'n_expert': 3, 'aggregation': 'softmax_l2'}], ids=str)
 def test_interpreted_unroll_is_the_reference(monkeypatch, changes):
     """Several blocks of 3 tokens, dK and dV in groups of 2, windows that fill up; and evaluation."""
     monkeypatch.setattr(unroll, 'BLOCK', 3)

@@ -1,0 +1,207 @@
+"""
+Processes that need not import torch again: a server imports it once a test session and forks a child for each command. A child is a real one,
+with its own exit status, signals, pipes, working directory and environment; only the interpreter's start and torch's import are shared.
+
+    process = forks.Popen([sys.executable, 'train_lm.py', ...], cwd=ROOT, stdout=subprocess.PIPE)     # as subprocess.Popen; script, -c or -m
+    done = forks.run([sys.executable, 'sample.py', ...], capture_output=True)                         # as subprocess.run
+    process = forks.Popen([sys.executable, '--ranks=2', 'train_lm.py', ...])                          # two ranks, as torchrun starts them
+
+What is special about a start (an import's own behaviour, a limit, triton's interpreter, torchrun itself) needs subprocess.
+"""
+import atexit
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+
+PR_SET_CHILD_SUBREAPER = 36
+
+
+# ---- in the tests ----
+
+@functools.cache
+def server(pid):
+    """This process's server: a connection to it. Its grandchildren become children of this process, which can wait for them."""
+    assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    mine, its = socket.socketpair()
+    alone = {'OMP_NUM_THREADS': '1', 'MKL_NUM_THREADS': '1', 'OPENBLAS_NUM_THREADS': '1'}    # a process with threads must not fork
+    subprocess.Popen([sys.executable, __file__, str(its.fileno())], pass_fds=[its.fileno()], env={**os.environ, **alone})
+    its.close()
+    return mine
+
+
+class Forked(subprocess.Popen):
+    """Popen whose child is forked by the server."""
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
+                       p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest):
+        assert args[0] == sys.executable and not (shell or preexec_fn or pass_fds), 'forks: only python, and no such option'
+        start_new_session = rest[5]
+        order = {'argv': [str(a) for a in args[1:]], 'cwd': os.path.abspath(cwd or '.'), 'env': dict(os.environ if env is None else env),
+                 'session': start_new_session}
+        message = json.dumps(order).encode()
+        files = [k if fd == -1 else fd for k, fd in enumerate((p2cread, c2pwrite, errwrite))]
+        connection = server(os.getpid())
+        connection.sendall(len(message).to_bytes(8, 'big'))
+        socket.send_fds(connection, [message[:1]], files)
+        connection.sendall(message[1:])
+        self.pid = int.from_bytes(receive(connection, 8), 'big')
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+
+Popen = Forked if sys.platform == 'linux' else subprocess.Popen
+
+
+def run(args, *, capture_output=False, **options):
+    """As subprocess.run."""
+    if capture_output:
+        options |= {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE}
+    with Popen(args, **options) as process:
+        out, err = process.communicate()
+    return subprocess.CompletedProcess(args, process.returncode, out, err)
+
+
+def receive(connection, n):
+    data = b''
+    while len(data) < n:
+        more = connection.recv(n - len(data))
+        if not more:
+            raise EOFError
+        data += more
+    return data
+
+
+# ---- the server ----
+
+def serve(connection):
+    """Forks a child for each order; returns in the child, with the order."""
+    while True:
+        try:
+            size = int.from_bytes(receive(connection, 8), 'big')
+        except EOFError:                                       # the tests have ended
+            os._exit(0)
+        first, files, _, _ = socket.recv_fds(connection, 1, 3)
+        order = json.loads(first + receive(connection, size - 1))
+        read, write = os.pipe()
+        between = os.fork()
+        if between == 0:
+            child = os.fork()
+            if child:                                          # an orphan goes to the nearest subreaper: the tests
+                os.write(write, child.to_bytes(8, 'big'))
+                os._exit(0)
+            for fd in (read, write):
+                os.close(fd)
+            connection.close()
+            for k, fd in enumerate(files):
+                os.dup2(fd, k)
+            for fd in files:
+                os.close(fd)
+            return order
+        os.waitpid(between, 0)
+        connection.sendall(os.read(read, 8))
+        for fd in (read, write, *files):
+            os.close(fd)
+
+
+def spread(world):
+    """Returns in one process a rank; this one waits for them, stops all when one fails, and ends with its status."""
+    with socket.socket() as free:
+        free.bind(('127.0.0.1', 0))
+        port = free.getsockname()[1]
+    ranks = []
+    for rank in range(world):
+        pid = os.fork()
+        if pid == 0:
+            os.environ.update({'RANK': str(rank), 'LOCAL_RANK': str(rank), 'WORLD_SIZE': str(world), 'LOCAL_WORLD_SIZE': str(world),
+                               'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port)})
+            return
+        ranks.append(pid)
+    status = 0
+    for _ in ranks:
+        _, code = os.wait()
+        if code and not status:
+            status = os.waitstatus_to_exitcode(code)
+            for pid in ranks:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+    os._exit(status % 256)
+
+
+class Within(subprocess.Popen):
+    """What a forked script (sweep.py) starts in its turn, forked from itself where that is python."""
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
+                       p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest):
+        if shell or args[0] != sys.executable or args[1].startswith('-'):
+            return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
+                                          p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            for k, fd in enumerate((p2cread, c2pwrite, errwrite)):
+                os.dup2(k if fd == -1 else fd, k)
+            for fd in {int(name) for name in os.listdir('/proc/self/fd')} - {0, 1, 2, *pass_fds}:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            leave({'argv': args[1:], 'cwd': cwd or '.', 'env': dict(os.environ if env is None else env), 'session': rest[5]})
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+
+def leave(order):
+    """become, and end as the interpreter does: nothing of the frames that led here runs."""
+    status = 1
+    try:
+        become(order)
+        status = 0
+    except SystemExit as stop:
+        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:                                      # noqa: BLE001  as the interpreter prints it
+        traceback.print_exc()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)
+
+
+def become(order):
+    """Run what `python argv...` runs."""
+    subprocess.Popen = Within
+    os.environ.clear()
+    os.environ.update(order['env'])
+    os.chdir(order['cwd'])
+    if order['session']:
+        os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    first, *rest = order['argv']
+    if first.startswith('--ranks='):
+        spread(int(first[8:]))
+        first, *rest = rest
+    if first in ('-c', '-m'):
+        sys.argv, sys.path[0] = [first, *rest[1:]], ''
+    else:
+        sys.argv, sys.path[0] = [first, *rest], os.path.dirname(os.path.abspath(first))
+    sys.path[1:1] = [p for p in os.environ.get('PYTHONPATH', '').split(os.pathsep) if p]
+    if first == '-c':
+        exec(compile(rest[0], '<string>', 'exec'), {'__name__': '__main__'})
+    elif first == '-m':
+        runpy.run_module(rest[0], run_name='__main__', alter_sys=True)
+    else:
+        runpy.run_path(os.path.abspath(first), run_name='__main__')
+
+
+if __name__ == '__main__':
+    import torch  # noqa: F401
+    import torch._dynamo  # noqa: F401  the optimizers want it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)               # ctrl-C is for the children
+    become(serve(socket.socket(fileno=int(sys.argv[1]))))
