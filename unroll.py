@@ -726,7 +726,7 @@ def run_block(
         s = recipe.token(ws, s, z_t, windows, recipe.kind)
         out.append(s)
     if more and s.requires_grad:
-        s = Store.apply(windows, entries, t, s)
+        s = out[-1] = Store.apply(windows, entries, t, s)
     else:
         entries.store(windows, t)
     if not torch.is_grad_enabled():
