@@ -1,6 +1,7 @@
 """model.py, unroll.py and kernels.py: every path of both models held to reference.py in values, gradients and states, chunk by chunk; caches,
 aggregations, truncated back-propagation, head and loss, buffers, sizes."""
 
+import gc
 import math
 import shutil
 
@@ -551,6 +552,25 @@ def test_forward_without_backward_and_without_gradients(monkeypatch):
     assert not value.requires_grad
     model.requires_grad_(False)
     assert_close(model(x, x)[0], loss.detach(), rtol=1e-12)
+
+
+@pytest.mark.parametrize('backward', [True, False])
+def test_a_chunk_is_freed_without_the_collector(monkeypatch, backward):
+    """Nothing of it holds itself: a capture would meet its nodes again, and memory would wait for the collector: chunks do not pile up."""
+    monkeypatch.setattr(unroll, 'BLOCK', 3)
+    model, x, alive = make(RecurrentGPT), tokens(2, 7), []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            loss, _ = model(x, x)
+            if backward:
+                loss.backward()
+            del loss
+            alive.append(sum(isinstance(found, unroll.Product | unroll.Window) for found in gc.get_objects()))
+    finally:
+        gc.enable()
+    assert alive[0] == alive[2] < 20                           # of one chunk at most
 
 
 def test_a_second_backward_is_refused():
