@@ -19,6 +19,7 @@ aggregation is routed.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -217,7 +218,7 @@ def leave(
     return w['piece'](combine, y, x, s, gates, kind=kind)
 
 
-def level(w: dict, s: torch.Tensor, z: torch.Tensor, attend, kind: Kind) -> torch.Tensor:
+def level(w: dict, s: torch.Tensor, z: torch.Tensor, attend: Callable, kind: Kind) -> torch.Tensor:
     """One level: s, z (N, D) -> the next s. attend(heads, qkv, ...) -> attended values (E, N, H*K)."""
     gates = route(w, s, z) if 'router_q' in w else None
     inputs = (s, z, w['a'], w['b']) if kind.recurrent else (s,)
@@ -227,7 +228,7 @@ def level(w: dict, s: torch.Tensor, z: torch.Tensor, attend, kind: Kind) -> torc
 
 
 def levels(
-    ws: list, s: torch.Tensor, z: torch.Tensor, attends: list, kind: Kind, level=level
+    ws: list, s: torch.Tensor, z: torch.Tensor, attends: list, kind: Kind, level: Callable = level
 ) -> torch.Tensor:
     """All levels in turn: s, z (N, D) -> s[L]. level: the one above, or that compiled."""
     for w, attend in zip(ws, attends, strict=True):
@@ -236,7 +237,7 @@ def levels(
 
 
 def token(
-    ws: list, s: torch.Tensor, z: torch.Tensor, attends: list, kind: Kind, level=level
+    ws: list, s: torch.Tensor, z: torch.Tensor, attends: list, kind: Kind, level: Callable = level
 ) -> torch.Tensor:
     """A token of the recurrent model: its s[0] is s[L] of the token before. s, z (B, D) -> s[L]."""
     return levels(ws, s, z, attends, kind, level)

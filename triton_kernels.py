@@ -13,6 +13,7 @@ Nothing here synchronises; t and g0 are plain ints that change no kernel, so tha
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import triton
@@ -859,7 +860,7 @@ class Leave(torch.autograd.Function):
         return None, du, datt, dcoef, None, None, None
 
 
-def leave_of(name: str, E: int, like: torch.Tensor):
+def leave_of(name: str, E: int, like: torch.Tensor) -> Callable | None:
     """-> what stands in for model.leave; None where it does not know the aggregation."""
     scale = {'sqrt_sum': E**-0.5, 'mean': 1 / E, 'softmax_mean': 0.0, 'softmax_l2': 0.0}.get(name)
     if scale is None:

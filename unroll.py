@@ -275,7 +275,9 @@ class Product:
         return total
 
 
-def run_piece(mine: Product | None, f: Callable | None, args: tuple, static: dict):
+def run_piece(
+    mine: Product | None, f: Callable | None, args: tuple, static: dict
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Piece, with places asked for and offered."""
     places = [claim(x) for x in args]
     index = mine.count if mine else 0
