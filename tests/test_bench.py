@@ -146,12 +146,12 @@ def test_suite_kernels(reused, tmp_path, capsys):
     """Every twin runs eagerly, Triton's say that they need a GPU; Muon's iteration batched against one by one."""
     report = bench_report(tmp_path, suite='kernels', paths='eager,triton', rounds=1)
     rows = {(r['kernel'], r['path']): r for r in report['results']}
-    pieces = ['attention', 'experts', 'experts_backward', 'loss']
+    pieces = ['attention', 'experts', 'loss']
     assert set(rows) == {(name, path) for name in pieces for path in ('eager', 'triton')} | {('orthogonalize', how) for how in ('one by one', 'batched')}
     assert all(r['status'] == ('n/a (needs CUDA)' if path == 'triton' else 'ok') for (_, path), r in rows.items())
     assert all(r['share_of_roofline'] > 0 and r['us']['median'] > 0 for (_, path), r in rows.items() if path != 'triton')
     lines = [line for line in (tmp_path / 'a' / 'b.md').read_text().splitlines() if line.startswith('|')]
-    assert len(lines) == 2 + 10 and len({line.count('|') for line in lines}) == 1
+    assert len(lines) == 2 + 8 and len({line.count('|') for line in lines}) == 1
     assert [line.split('|')[1].strip() for line in lines[2:]] == [name for name in [*pieces, 'orthogonalize'] for _ in range(2)]
 
 

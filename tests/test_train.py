@@ -206,8 +206,8 @@ def test_states_are_carried_and_reset(data, tmp_path, rows):
 
 
 @pytest.mark.parametrize('settings, device, ranks, optimizer, whole, path', [
-    ({}, 'cpu', 1, False, False, 'compiled'), ({}, 'cuda:0', 1, True, True, 'compiled'), ({'graphs': False}, 'cuda:0', 1, False, False, 'compiled'),
-    ({'block_size': 1024}, 'cuda:0', 1, True, True, 'compiled'), ({'block_size': 1025}, 'cuda:0', 1, True, False, 'graphed'),
+    ({}, 'cpu', 1, False, False, 'compiled'), ({}, 'cuda:0', 1, True, True, 'captured'), ({'graphs': False}, 'cuda:0', 1, False, False, 'compiled'),
+    ({'block_size': 1024}, 'cuda:0', 1, True, True, 'captured'), ({'block_size': 1025}, 'cuda:0', 1, True, False, 'graphed'),
     ({'block_size': 2048, 'recurrent': False}, 'cuda:0', 1, True, True, 'compiled'), ({}, 'cuda:1', 2, False, False, 'graphed'),
     ({'recurrent': False}, 'cuda:1', 2, False, False, 'compiled'), ({'path': 'plain'}, 'cuda:0', 1, False, False, 'plain'),
     ({'compile': False, 'block_size': 4096}, 'cuda:0', 1, True, False, 'fast')])
