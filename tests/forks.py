@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import functools
 import json
+import multiprocessing
 import os
 import runpy
 import signal
@@ -191,6 +192,8 @@ def leave(order):
 def become(order):
     """Run what `python argv...` runs."""
     subprocess.Popen = Within
+    contexts = multiprocessing.get_context
+    multiprocessing.get_context = lambda method=None: contexts('fork' if method == 'spawn' else method)   # bench.py's processes
     os.environ.clear()
     os.environ.update(order['env'])
     os.chdir(order['cwd'])

@@ -296,8 +296,12 @@ def test_the_number_of_levels_in_the_first_lines_is_the_number_played(tmp_path):
     assert len(run.held_out) == 8 and run.sources[1] == f'8 levels of {tmp_path}/eight.npy'
 
 
-@pytest.mark.parametrize('settings', [{}, {'recurrent': False}, {'kind': 'convglu', 'radius': 1, 'n_expert': 2}, {'reuse': False, 'dtype': 'bfloat16'},
-                                      {'aggregation': 'softmax_l2', 'n_expert': 2}, pytest.param({'env': 'jumanji', 'n_boxes': 4, 'max_moves': 120}, marks=needs_jumanji)], ids=str)
+UNUSUAL = {'kind': 'convglu', 'n_expert': 2, 'aggregation': 'softmax_l2', 'reuse': False, 'dtype': 'bfloat16'}
+
+
+@pytest.mark.parametrize('settings', [{}, UNUSUAL, pytest.param({'recurrent': False}, marks=pytest.mark.long),
+                                      pytest.param({'radius': 1, 'n_expert': 2}, marks=pytest.mark.long),
+                                      pytest.param({'env': 'jumanji', 'n_boxes': 4, 'max_moves': 120}, marks=[needs_jumanji, pytest.mark.long])], ids=str)
 def test_resume_is_bit_equal(tmp_path, settings, monkeypatch):
     """2N updates = N, stop, N: weights, environment, recurrent state, episodes and log."""
     a, b = tmp_path / 'a', tmp_path / 'b'
