@@ -220,5 +220,9 @@ def become(order):
 if __name__ == '__main__':
     import torch  # noqa: F401
     import torch._dynamo  # noqa: F401  the optimizers want it
+    with contextlib.suppress(ImportError):                     # for the figures
+        import matplotlib.backends.backend_agg  # noqa: F401
+        import matplotlib.backends.backend_svg  # noqa: F401
+        import matplotlib.pyplot  # noqa: F401
     signal.signal(signal.SIGINT, signal.SIG_IGN)               # ctrl-C is for the children
     leave(serve(socket.socket(fileno=int(sys.argv[1]))))

@@ -244,11 +244,11 @@ def test_radius_is_local():
 
 @pytest.mark.parametrize('kind, recurrent', KINDS)
 def test_compiled_and_bfloat16(kind, recurrent):
-    """Compiled = fast in fp32; bf16 convolutions stay near fp32, gradients too."""
-    obs, start = boards()
+    """Compiled = fast in fp32; bf16 convolutions stay near fp32, gradients too. One level: each of several compiles again."""
+    obs, start = boards(T=3)
     results = {}
     for name, settings in (('fp32', {}), ('compiled', {'path': 'compiled'}), ('bf16', {'dtype': 'bfloat16'})):
-        agent = make(kind, recurrent, 2, 2, d=8, wide=torch.float32, **settings)
+        agent = make(kind, recurrent, 1, 2, d=8, wide=torch.float32, **settings)
         out = agent(obs, start, agent.init_state(3))[:2]
         found = {'logits': out[0], 'value': out[1], **gradients(agent, *out)}
         results[name] = {key: x for key, x in found.items() if x is not None}

@@ -517,6 +517,7 @@ def test_compare(tmp_path, monkeypatch, capfd):
     assert f'{tmp_path}/c' in stderr and stderr.count('\n') == 1
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not LEVELS.exists(), reason='the real levels are not beside the project')
 def test_real_levels(tmp_path):
     """Trains on Boxoban's unfiltered-train, evaluates on the test file."""
@@ -613,8 +614,9 @@ def test_no_held_out_level_is_trained_on(tmp_path, monkeypatch):
 # ----------------------------------------------------------------------------- what users copy
 
 @pytest.mark.parametrize('config', sorted(f for f in os.listdir(ROOT / 'config') if f.startswith('sokoban_')))
-def test_config_files(tmp_path, config):
-    """Every config file loads and runs two updates, narrower; levels and experts as they are. Budgets: the paper's rule."""
+def test_config_files(tmp_path, config, request):
+    """Every config file loads and makes an agent, narrower; levels and experts as they are. Some, and with --long all, run two updates. Budgets:
+    the paper's rule."""
     settings = configure(vars(train_sokoban), [str(ROOT / 'config' / config)], quiet=True)
     L, E, d = settings['n_layer'], settings['n_expert'], settings['n_embd']
     if config not in ('sokoban_demo.py', 'sokoban_tiny.py'):
@@ -625,7 +627,12 @@ def test_config_files(tmp_path, config):
         assert settings['out_dir'] == f'out/{config[:-3]}'
     tiny = {k: v for k, v in TINY.items() if k != 'n_layer'}
     argv = [str(ROOT / 'config' / config), *(f'--{k}={v}' for k, v in {**tiny, 'n_embd': 1, 'total_steps': 24, 'out_dir': tmp_path, 'plot': False}.items())]
-    assert train_sokoban.train(configure(vars(train_sokoban), argv, quiet=True)) == 0
+    settings = configure(vars(train_sokoban), argv, quiet=True)
+    if L <= 4 and E <= 4 or request.config.getoption('--long'):
+        assert train_sokoban.train(settings) == 0
+    else:
+        model = train_sokoban.make_run(settings).model
+        assert (model.config.n_layer, model.config.n_expert) == (L, E)
 
 
 def test_demo_recipe(tmp_path):
