@@ -142,6 +142,7 @@ class Within(subprocess.Popen):
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
                        p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest):
+        args = [args[0], *args[2:]] if args[1:2] == ['-u'] else args                         # torchrun's ranks
         if shell or args[0] != sys.executable or args[1].startswith('-'):
             return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
                                           p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest)
