@@ -221,6 +221,7 @@ def become(order):
 if __name__ == '__main__':
     import torch  # noqa: F401
     import torch._dynamo  # noqa: F401  the optimizers want it
+    torch.ones(1, device='meta').div(2)                        # imports what counting a model's sizes needs
     with contextlib.suppress(ImportError):                     # for the figures
         import matplotlib.backends.backend_agg  # noqa: F401
         import matplotlib.backends.backend_svg  # noqa: F401
