@@ -1,6 +1,7 @@
 """measure.py, bench.py and baselines.py: reports hold what they promise, a failing variant does not end the others, the baselines are what they
 say they are (parameters, carried state, window), learn, and refuse bad settings with one line."""
 
+import contextlib
 import csv
 import json
 import math
@@ -8,7 +9,9 @@ import os
 import pathlib
 import shlex
 import signal
+import subprocess
 import sys
+from multiprocessing.connection import Listener
 
 import forks
 import numpy as np
@@ -49,11 +52,49 @@ def ended():
     assert not any(process.is_alive() for process, _ in workers)
 
 
+class Forked:
+    """A forked child as multiprocessing shows one."""
+
+    def __init__(self, child):
+        self.child, self.pid, self.kill = child, child.pid, child.kill
+
+    def is_alive(self):
+        return self.child.poll() is None
+
+    def join(self, timeout=None):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.child.wait(timeout)
+
+    @property
+    def exitcode(self):
+        return self.child.poll()
+
+
+WORK = """import sys
+from multiprocessing.connection import Client
+import measure
+measure.work(Client(sys.argv[1]), 'cpu', int(sys.argv[2]))
+"""
+STARTED = []
+
+
 @pytest.fixture
 def reused(monkeypatch):
-    """measure's processes go on from test to test: importing torch takes seconds."""
-    begin = measure.begin
-    monkeypatch.setattr(measure, 'begin', lambda kind, threads: IDLE.pop() if IDLE else begin('cpu', threads))
+    """measure's processes go on from test to test, and all but the first are forked: importing torch takes seconds."""
+    really = measure.begin
+
+    def begin(kind, threads):
+        if IDLE:
+            return IDLE.pop()
+        STARTED.append(1)
+        if len(STARTED) == 1:
+            return really('cpu', threads)
+        with Listener(family='AF_UNIX') as listener:
+            child = forks.Popen([sys.executable, '-c', WORK, listener.address, threads], cwd=ROOT, env={**os.environ, 'PYTHONPATH': str(ROOT / 'tests')})
+            pipe = listener.accept()
+        pipe.recv()
+        return Forked(child), pipe
+    monkeypatch.setattr(measure, 'begin', begin)
     monkeypatch.setattr(measure, 'end', lambda *worker: IDLE.append(worker) if worker[0].is_alive() else None)
 
 
