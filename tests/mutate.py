@@ -50,7 +50,20 @@ AGENT_UPDATES = f'{PAPER}::test_updates_of_an_agent'
 LOSS = 'tests/test_train_sokoban.py::test_gradient_is_the_losses'
 ADVANTAGE = 'tests/test_train_sokoban.py::test_gae_is_the_sum'
 FORGETS = 'tests/test_convlstm.py::test_a_start_forgets'
-BF16 = 'tests/test_model.py::test_fast_is_close_to_plain_in_fp32_and_bf16'
+BLANKS = (
+    'tests/test_train_sokoban.py::test_returns_are_blank_until_every_board_has_ended_an_episode'
+)
+THRESHOLD = 'tests/test_probe.py::test_the_first_20_steps_alone_set_the_threshold'
+ALL_SOLVE = 'tests/test_probe.py::test_levels_that_all_solve'
+CAUSAL = (
+    'tests/test_probe.py::'
+    'test_the_causal_check_steers_at_the_cell_and_its_control_is_another_free_one'
+)
+ERRORS = 'tests/test_sweep.py::test_standard_errors_and_differences_by_hand'
+DRAWN = 'tests/test_sweep.py::test_ablations_are_drawn_with_standard_errors'
+PLANS = 'tests/test_sweep.py::test_ablation_plans'
+DEAR = 'tests/test_sweep.py::test_language_models_cost_16_blocks'
+BF16 = 'tests/test_model.py::test_recurrent_in_fp32_and_bf16'
 MUON = 'tests/test_muon.py'
 
 # {(file, test): [(old text, new text)]}: the old text stands once in the file
@@ -90,11 +103,12 @@ MUTATIONS = {
             'StreamLoader if recurrent else SequenceLoader',
             'SequenceLoader if recurrent else StreamLoader',
         ),
-        ('n_head, n_kv_head, window, block_size,', 'n_head, n_kv_head, block_size, window,'),
-        ('n_layer, n_expert, n_embd, n_head', 'n_expert, n_layer, n_embd, n_head'),
-        ('aggregation, share_kv, residual,', 'aggregation, True, residual,'),
-        ('aggregation, share_kv, residual,', "aggregation, share_kv, 'expert',"),
-        ('build_model(model_config, recurrent)', 'build_model(model_config, True)'),
+        ('config[name] for name in names', 'config[name] for name in names[1:]'),
+        ('config[name] for name in names', 'config[name] for name in names[:-2]'),
+        ('config[name] for name in names', "config[name] for name in names if name != 'share_kv'"),
+        ('config[name] for name in names', "config[name] for name in names if name != 'residual'"),
+        ("VOCAB[config['tokenizer']]", "VOCAB['gpt2']"),
+        ('build_model(sizes, recurrent)', 'build_model(sizes, True)'),
     ],
     ('data_fineweb.py', SIZES): [
         ("'gpt2': 50304", "'gpt2': 50257"),
@@ -179,6 +193,39 @@ MUTATIONS = {
     ],
     ('convlstm.py', FORGETS): [
         ('return 1 - start.to(', 'return 1 - 0 * start.to('),
+    ],
+    ('train_sokoban.py', BLANKS): [
+        ('run.step * unroll >= TIME_LIMIT', 'run.step > 0'),
+    ],
+    ('probe_sokoban.py', THRESHOLD): [
+        (
+            'early, rows, about = data.step < first, [], {}',
+            'early, rows, about = data.step >= 0, [], {}',
+        ),
+    ],
+    ('probe_sokoban.py', ALL_SOLVE): [
+        ('return np.all([collect(', 'return np.any([collect('),
+    ],
+    ('probe_sokoban.py', CAUSAL): [
+        ('device=x.device), cell] += part', 'device=x.device), cell.flip(0)] += part'),
+        ('direction[way], other)', 'direction[way], cell)'),
+        ('    free[games, cell] = False\n', ''),
+    ],
+    ('figures.py', ERRORS): [
+        ('deviation / math.sqrt(n), n)', 'deviation, n)'),
+        ('math.hypot(error, base_error)', 'error'),
+    ],
+    ('figures.py', DRAWN): [
+        ('line(panels[0], with_errors(mine)', 'line(panels[0], mine'),
+        ('[with_errors(mine)[way] for', '[mine[way] for'),
+        ('differences(mine, cell.E - 1)', 'differences(mine, 0)'),
+        ('differences(mine, ways[0])', 'differences(mine, ways[-1])'),
+    ],
+    ('sweep.py', PLANS): [
+        ('(1, 2, 4, 8, 16, 32, 64)', '(1, 2, 4, 8)'),
+    ],
+    ('sweep.py', DEAR): [
+        ("if dear or not plan.startswith('lm-'):", 'if True:'),
     ],
     ('model.py', BF16): [
         (

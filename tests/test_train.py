@@ -638,8 +638,10 @@ def test_config_files(data, tmp_path, config, request):
 
 def test_demo_recipe(tmp_path):
     """`make demo`'s own three commands, shrunk."""
-    with open(ROOT / 'Makefile') as f:
-        recipe = re.search(r'^demo:.*\n((?:\t.*\n)+)', f.read(), re.M)[1].replace('$(BIN)/python', sys.executable).splitlines()
+    printed = subprocess.run(
+        ['make', '-n', '--no-print-directory', '-o', '.venv/installed', 'demo', 'BIN=BIN'], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    recipe = printed.replace('BIN/python', sys.executable).splitlines()
     extra = [f'--data_dir={tmp_path}/data', f'--data_dir={tmp_path}/data --out_dir={tmp_path}/out --max_iters=2 --val_tokens=512 --val_streams=8 '
              '--tokens_per_step=256', f'--out_dir={tmp_path}/out --max_new_tokens=5']
     for line, more in zip(recipe, extra, strict=True):

@@ -652,8 +652,10 @@ def test_config_files(tmp_path, config, request):
 
 def test_demo_recipe(tmp_path):
     """`make demo-sokoban`'s own commands, shrunk."""
-    with open(ROOT / 'Makefile') as f:
-        recipe = re.search(r'^demo-sokoban:.*\n((?:\t.*\n)+)', f.read(), re.M)[1].replace('$(BIN)/python', sys.executable).splitlines()
+    printed = subprocess.run(
+        ['make', '-n', '--no-print-directory', '-o', '.venv/installed', 'demo-sokoban', 'BIN=BIN'], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    recipe = printed.replace('BIN/python', sys.executable).splitlines()
     small = '--n_envs=4 --n_levels=100 --eval_games=8 --compile=False --threads=1'
     for line in recipe:
         more = f'{small} --out_dir={tmp_path}/out' + (' --total_steps=160' if 'eval_only' not in line else '')
