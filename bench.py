@@ -42,7 +42,7 @@ from data_fineweb import REAL_VOCAB, VOCAB, open_meta, write_meta, write_shard
 from decode import Decoder
 from measure import column, compare_reports, earlier_rows, end_all, figure, header, key, make_yardsticks, markdown, measure, show
 from measure import speedup, spread, write_results
-from model import LanguageModel, ModelConfig, State, build_model
+from model import LanguageModel, ModelConfig, State, build_model, heads, leave, losses, token
 
 # what
 suite = 'cpu'                   # 'cpu', 'train', 'decode', 'kernels' or 'sokoban'
@@ -128,7 +128,7 @@ def make_chunk(model: dict, recurrent: bool, kind: str, amp: torch.dtype, B: int
     def head():
         rows.grad = model.head.grad = None
         with train_lm.autocast(kind, amp):
-            kernels.head_loss(rows, model.head, y.flatten(), model.config.path == 'compiled').backward()
+            kernels.head_loss(rows, model.head, y.flatten(), losses, model.config.path == 'compiled').backward()
     parts = {'chunk': chunk}
     if optimizer:
         optimizers = train_lm.make_optimizers(model)
@@ -187,26 +187,25 @@ def make_kernels(kind: str, amp: torch.dtype, model: dict, paths: list[str], B: 
     torch.manual_seed(0)
     c, cuda = ModelConfig(**model), kind != 'cpu'
     E, D, V, n = c.n_expert, c.n_embd, c.vocab_size, min(c.block_size, unroll.BLOCK)
-    layout = B, E, c.n_kv_head, c.n_head // c.n_kv_head, c.head_dim, c.share_kv
     rows = kernels.rows_per_slice(B * c.block_size, V, torch.device(kind).type)
-    logits, target = torch.randn(rows, V, device=kind).to(amp), torch.randint(V, (rows, 1), device=kind)
+    logits, target = torch.randn(rows, V, device=kind).to(amp), torch.randint(V, (rows,), device=kind)
     matrices = torch.randn(E, D, 4 * D, device=kind).bfloat16()
+    first = build_model(ModelConfig(**model), True).levels[0].to(kind)
     runs = []                                                  # kernel, path, function of triton, FLOPs, bytes
 
     def loss(compile, triton):
-        return kernels.slice_loss(logits.clone(), target, 1 / rows, amp, compile, triton)
+        return kernels.slice_loss(losses, logits.clone(), target, 1 / rows, 'triton' if triton else 'compiled' if compile else 'eager')
     for path in paths:
-        ops = kernels.EAGER if path == 'eager' else kernels.Ops(*map(kernels.compiled, kernels.EAGER))
-        plan = unroll.Plan(layout, L=1, W=c.window, mode=c.aggregation, router=0, dt=amp, wide=torch.float32, device=torch.device(kind),
-                           triton=frozenset(), keep_p=not cuda, grad=True, graphs=False, ops=ops)
-        runs += [(name, path, run, *unroll.trial_cost(plan, n)[name]) for name, run in unroll.trials(plan, n).items()]
+        recipe = unroll.Recipe(token, heads, leave, first.kind(), amp, torch.float32, compile=path != 'eager', graphs=False)
+        sizes = B, D, c.window, n
+        runs += [(name, path, run, *unroll.trial_cost(recipe, sizes)[name]) for name, run in unroll.trials(recipe, first.weights(), sizes, True).items()]
         runs.append(('loss', path, functools.partial(loss, path != 'eager'), 0, 4 * logits.numel() * amp.itemsize))     # the copy's too
     newton = E * 5 * (2 * 2 * D * D * 4 * D + 2 * D**3), 5 * 4 * matrices.numel() * 2        # five iterations of three products
     runs += [('orthogonalize', 'one by one', lambda triton: [muon.orthogonalize(x) for x in matrices.split(1)], *newton),
              ('orthogonalize', 'batched', lambda triton: (muon.orthogonalize(matrices),), *newton)]
     parts, info = {}, {'work': {}, 'missing': {}}
     for name, path, run, *cost in runs:
-        part, once = f'{name}, {path}', torch.no_grad()(functools.partial(run, path == 'triton'))
+        part, once = f'{name}, {path}', functools.partial(run, path == 'triton')
         error = why_not(run, cuda) if path == 'triton' else ''
         if error:
             info['missing'][part] = error

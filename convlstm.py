@@ -211,6 +211,8 @@ class Agent(nn.Module):
         sqrt(r)), q = Wq [z; s] + bq averaged over the board, k_i = Wk e_i + bk; s None: zero."""
         c, E = self.config, self.config.n_expert
         if not c.routed:
+            if c.aggregation not in ('sqrt_sum', 'mean'):
+                raise ValueError(f'aggregation = {c.aggregation!r}: not known')
             if E == 1:
                 return h.squeeze(3)
             return (h.sum(3, dtype=self.query.dtype) / (E if c.aggregation == 'mean' else math.sqrt(E))).to(h.dtype)

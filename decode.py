@@ -15,73 +15,41 @@ Decoding at the memory limit: one token for each of B streams a step, in memory 
 Shape letters as in model.py; C cache heads (G, or E*G where experts own their cache), M = E*H / C query heads a cache head. `dt` is
 the dtype of matrix products; the state, norms, softmax and logits are `wide`: the model's own.
 """
+
 import math
 import sys
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from configurator import every
-from kernels import apply_rope, by_expert, compiled, heads, rope_table, route, softcap
-from model import LanguageModel, Level, State, level_weights, norm
+from kernels import apply_rope, by_expert, compiled, rope_table, softcap
+from model import Kind, LanguageModel, State, level, levels, norm, plain_weights, token
 
 
-class Plan(NamedTuple):
-    """What a level's step knows beside its tensors."""
-    layout: tuple                      # of kernels.by_expert: B, E, G, R, K, whether experts share the cache
-    recurrent: bool
-    own_residual: bool                 # GPT: residual = 'expert'
-    aggregation: str
-    scale: float | None                # of an unrouted aggregation's sum
+class Ring:
+    """A level's window for one token: the model's `attend`. keys and values (B*C, W, K) are the rings, written
+    in slot head (1,). rope (2, K/2): cos and sin of angle head. bias (B, 1, 1, W): -inf in empty slots."""
+
+    def __init__(self, keys, values, head, rope, bias):
+        self.keys, self.values, self.head, self.rope, self.bias = keys, values, head, rope, bias
+
+    def __call__(self, heads, qkv, h, wide):
+        q, k, v = heads(qkv, h, wide)  # (B, C*M, K), (B, C, K)
+        (B, C, K), dt = k.shape, self.keys.dtype
+        q, k = apply_rope(torch.cat([q, k], 1), *self.rope).to(dt).split([C * h.M, C], 1)
+        self.keys.index_copy_(1, self.head, k.reshape(B * C, 1, K))
+        self.values.index_copy_(1, self.head, v.to(dt).reshape(B * C, 1, K))
+        scores = torch.bmm(q.reshape(B * C, h.M, K), self.keys.transpose(1, 2)).to(wide)
+        scores = torch.add(self.bias, scores.view(B, C, h.M, -1), alpha=1 / math.sqrt(K))
+        p = F.softmax(scores, -1).to(dt).view(B * C, h.M, -1)
+        return by_expert(torch.bmm(p, self.values), h)
 
 
-def merged_weights(level: Level, dt: torch.dtype) -> dict[str, torch.Tensor]:
-    """A level's weights as level_step wants them: q, k and v of all experts in one matrix (see model.level_weights), all in dt but the
-    scalars a and b. What needs neither cast nor merging is the model's own memory; (out, in) is on a CPU as fast as (in, out) or faster."""
-    if level.recurrent:
-        w = level_weights(level)
-    else:
-        w = {'wqkv': torch.cat([m.reshape(-1, m.size(-1)) for m in (level.wq, level.wk, level.wv)]),
-             'wo': level.wo, 'up': level.up, 'down': level.down}
-        if level.config.routed:
-            w |= {'router_q': level.router_q, 'router_q_bias': level.router_q_bias, 'router_keys': level.router_keys()}
-    return {name: x.detach().view(1) if name in 'ab' else x.detach().to(dt) for name, x in w.items()}     # (1,): 0-dim is traced twice
-
-
-def expert_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """x (E, B, in), w (E, out, in) -> (E, B, out)"""
-    if w.size(0) == 1:
-        return F.linear(x[0], w[0]).unsqueeze(0)
-    if x.size(1) == 1 and not w.is_cuda and w.dtype != torch.bfloat16:                       # 1.5x the speed of the other order there
-        return torch.bmm(w, x.transpose(1, 2)).transpose(1, 2)
-    return torch.bmm(x, w.transpose(1, 2))
-
-
-def level_step(w: dict[str, torch.Tensor], s: torch.Tensor, z: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, head: torch.Tensor,
-               rope: torch.Tensor, bias: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """One level for one token: the new s (B, D), from s and the token's embedding z (B, D). keys and values (B*C, W, K) are the rings,
-    written in slot head (1,). rope (2, K/2): cos and sin of angle head. bias (B, 1, 1, W): -inf in empty slots."""
-    (C, M, K), layout, dt, wide, B = heads(plan.layout), plan.layout, w['wqkv'].dtype, s.dtype, s.size(0)
-    u = w['a'] * s + w['b'] * z if plan.recurrent else s
-    qk, v = F.linear(norm(u).to(dt), w['wqkv']).split([(C * M + C) * K, C * K], -1)
-    q, k = apply_rope(norm(qk.view(B, C * M + C, K).to(wide)), *rope).to(dt).split([C * M, C], 1)
-    keys.index_copy_(1, head, k.reshape(B * C, 1, K))
-    values.index_copy_(1, head, v.reshape(B * C, 1, K))
-    scores = torch.bmm(q.reshape(B * C, M, K), keys.transpose(1, 2)).to(wide).view(B, C, M, -1)
-    p = F.softmax(torch.add(bias, scores, alpha=1 / math.sqrt(K)), -1).to(dt).view(B * C, M, -1)
-    y = u + expert_product(by_expert(torch.bmm(p, values), layout), w['wo'])                        # (E, B, D)
-    y = y + expert_product(F.relu(expert_product(norm(y).to(dt), w['up'])).square(), w['down'])
-    if plan.recurrent:
-        y = norm(y)
-    elif not plan.own_residual:
-        y = y - s
-    if plan.scale is None:
-        h = (route(s, z, w['router_q'], w['router_q_bias'], w['router_keys'], plan.aggregation, None) * y).sum(0)
-    else:
-        h = y.sum(0) * plan.scale
-    return h if plan.recurrent or plan.own_residual else s + h
+def level_step(w: dict, s: torch.Tensor, z: torch.Tensor, ring: tuple, kind: Kind) -> torch.Tensor:
+    """One level for one token: the new s (B, D), from s and the token's embedding z (B, D). w: tensors."""
+    return level(plain_weights(w, ring[0].dtype), s, z, Ring(*ring), kind)
 
 
 class Decoder:
@@ -91,37 +59,59 @@ class Decoder:
     `logits` (B, V) holds the last step's, soft-capped."""
 
     @torch.no_grad()
-    def __init__(self, model: LanguageModel, B: int, amp: torch.dtype = torch.float32, temperature: float = 0.0, top_k: int = 0,
-                 seed: int | torch.Generator | None = 0, compile: bool = False):
+    def __init__(
+        self,
+        model: LanguageModel,
+        B: int,
+        amp: torch.dtype = torch.float32,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        seed: int | torch.Generator | None = 0,
+        compile: bool = False,
+    ):
         c, device, wide = model.config, model.embedding.device, model.embedding.dtype
         dt = amp if amp == torch.bfloat16 else wide
-        E, H, G, K, W = c.n_expert, c.n_head, c.n_kv_head, c.head_dim, c.window
+        C, K, W = model.levels[0].kind().heads.C, c.head_dim, c.window
         self.model, self.amp, self.temperature, self.top_k = model, amp, temperature, top_k
-        self.generator = torch.Generator(device).manual_seed(seed) if isinstance(seed, int) else seed
-        self.plan = Plan((B, E, G, H // G, K, model.recurrent and c.share_kv), model.recurrent, c.residual == 'expert', c.aggregation,
-                         model.levels[0].scale())
-        C, _, _ = heads(self.plan.layout)
-        self.levels = [merged_weights(level, dt) for level in model.levels]
+        self.generator = (
+            torch.Generator(device).manual_seed(seed) if isinstance(seed, int) else seed
+        )
+        self.kind = model.levels[0].kind()
+        self.levels = []
+        for one in model.levels:
+            tensors = {
+                name: x.detach().to(dt)
+                if x.dim() > 1
+                else x.detach().view(-1)  # 0-dim is traced twice
+                for name, x in one.weights().items()
+            }
+            self.levels.append(plain_weights(tensors, dt) | {'tensors': tensors})
         self.embedding, self.readout = model.embedding.detach(), model.head.detach().to(dt)
-        self.level_step = compiled(level_step) if compile else level_step
-        self.k, self.v = (torch.zeros(c.n_layer, B * C, W, K, dtype=dt, device=device) for _ in range(2))   # empty slots must be finite
+        self.level_step = compiled(level_step) if compile else None
+        self.k, self.v = (
+            torch.zeros(c.n_layer, B * C, W, K, dtype=dt, device=device) for _ in range(2)
+        )  # empty slots must be finite
         self.s = torch.zeros(B, c.n_embd if model.recurrent else 0, dtype=wide, device=device)
         self.logits = torch.zeros(B, c.vocab_size, dtype=wide, device=device)
         self.token, self.count = torch.zeros(2, B, dtype=torch.int64, device=device)
-        self.head = torch.full((1,), W - 1, device=device)     # slot of the newest entry
+        self.head = torch.full((1,), W - 1, device=device)  # slot of the newest entry
         self.slot = torch.arange(W, device=device)
-        angles = rope_table(W + 1, K, torch.empty((), dtype=torch.float64, device=device))   # rounded once, not also as angles
-        self.rope = torch.stack(angles, 1).to(wide)            # (W + 1, 2, K/2), cos and sin
-        self.steps, self.warm, self.graph = 0, 0, None         # steps since the load
+        angles = rope_table(
+            W + 1, K, torch.empty((), dtype=torch.float64, device=device)
+        )  # rounded once, not also as angles
+        self.rope = torch.stack(angles, 1).to(wide)  # (W + 1, 2, K/2), cos and sin
+        self.steps, self.warm, self.graph = 0, 0, None  # steps since the load
 
     @torch.no_grad()
     def load(self, state: State) -> None:
         """Go on from a state of the model (B streams); the next step wants a token."""
-        L, B, W, (C, _, K) = len(self.k), self.token.numel(), self.slot.numel(), heads(self.plan.layout)
+        (L, _, W, K), B, C = self.k.shape, self.token.numel(), self.kind.heads.C
         if state.k.shape != (L, B, C, W, K):
-            raise ValueError(f'load: keys of shape {tuple(state.k.shape)} do not fit this decoder: {L} levels, {B} streams, {C} heads, '
-                             f'a window of {W}, head size {K}')
-        for keys, k in zip(self.k, state.k, strict=True):      # oldest in slot 0, newest in slot W - 1
+            raise ValueError(
+                f'load: keys of shape {tuple(state.k.shape)} do not fit this decoder: {L} levels, {B} streams, {C} heads, '
+                f'a window of {W}, head size {K}'
+            )
+        for keys, k in zip(self.k, state.k, strict=True):  # oldest in slot 0, newest in slot W - 1
             keys.copy_(apply_rope(k, *self.rope[:-1].unbind(1)).view(keys.shape))
         self.v.copy_(state.v.reshape(self.v.shape))
         self.s.copy_(state.s)
@@ -132,13 +122,19 @@ class Decoder:
     @torch.no_grad()
     def state(self) -> State:
         """The model's state now, a copy: keys not rotated, oldest first."""
-        (C, _, K), W = heads(self.plan.layout), self.slot.numel()
+        C, K, W = self.kind.heads.C, self.kind.heads.K, self.slot.numel()
         order = (self.head + 1 + self.slot) % W
-        cos, sin = self.rope[torch.where(self.slot <= self.head, self.slot, W - self.slot)].unbind(1)
-        sin = torch.where((self.slot <= self.head)[:, None], sin, -sin)                      # beyond the head the angle is j - W
-        shape = len(self.k), self.token.numel(), C, -1, K
+        cos, sin = self.rope[torch.where(self.slot <= self.head, self.slot, W - self.slot)].unbind(
+            1
+        )
+        sin = torch.where(
+            (self.slot <= self.head)[:, None], sin, -sin
+        )  # beyond the head the angle is j - W
+        shape = len(self.k), self.token.numel(), C, W, K
         k = torch.stack([apply_rope(keys, cos, -sin).to(keys.dtype)[:, order] for keys in self.k])
-        return State(self.s.clone(), k.view(shape), self.v[:, :, order].view(shape), self.count.clone())
+        return State(
+            self.s.clone(), k.view(shape), self.v[:, :, order].view(shape), self.count.clone()
+        )
 
     def draw(self, logits: torch.Tensor) -> torch.Tensor:
         """The next token (B,) for logits (B, V). Softmax sampling without its sum: argmax of p / x with x ~ Exp(1)."""
@@ -161,15 +157,31 @@ class Decoder:
         self.head.add_(1).remainder_(W)
         self.count.add_(1).clamp_(max=W)
         rope = self.rope.index_select(0, self.head)[0]
-        empty = (self.head - self.slot) % W >= self.count[:, None]                           # older than the stream: (B, W)
-        bias = torch.zeros_like(empty, dtype=self.s.dtype).masked_fill_(empty, -math.inf)[:, None, None]
+        empty = (self.head - self.slot) % W >= self.count[:, None]  # older than the stream: (B, W)
+        bias = torch.zeros_like(empty, dtype=self.s.dtype).masked_fill_(empty, -math.inf)[
+            :, None, None
+        ]
         z = norm(F.embedding(self.token, self.embedding))
-        s = self.s if self.plan.recurrent else z.clone()       # not z itself: torch.compile would trace the first level apart
-        for w, keys, values in zip(self.levels, self.k, self.v, strict=True):
-            s = self.level_step(w, s, z, keys, values, self.head, rope, bias, self.plan)
-        if self.plan.recurrent:
+        s = (
+            self.s if self.kind.recurrent else z.clone()
+        )  # not z itself: torch.compile would trace the first level apart
+        rings = [
+            (keys, values, self.head, rope, bias)
+            for keys, values in zip(self.k, self.v, strict=True)
+        ]
+
+        def one(w, s, z, ring, kind):
+            if self.level_step is None:
+                return level(w, s, z, Ring(*ring), kind)
+            return self.level_step(w['tensors'], s, z, ring, kind)
+
+        step = token if self.kind.recurrent else levels
+        s = step(self.levels, s, z, rings, self.kind, one)
+        if self.kind.recurrent:
             self.s.copy_(s)
-        self.logits.copy_(softcap(F.linear(norm(s).to(self.readout.dtype), self.readout).to(s.dtype)))
+        self.logits.copy_(
+            softcap(F.linear(norm(s).to(self.readout.dtype), self.readout).to(s.dtype))
+        )
         self.token.copy_(self.draw(self.logits))
 
     @torch.no_grad()
@@ -178,7 +190,7 @@ class Decoder:
         clone it to keep it. On a GPU the first three steps run as they are, the fourth is captured, and all from there on replay it."""
         if token is not None:
             self.token.copy_(token)
-        if self.steps % self.slot.numel() == 0:                # once a turn: outside the graph
+        if self.steps % self.slot.numel() == 0:  # once a turn: outside the graph
             self.rewind()
         self.steps += 1
         if not self.token.is_cuda or self.warm < 3:
@@ -186,7 +198,7 @@ class Decoder:
             self.advance()
             return self.token
         with torch.cuda.device_of(self.token):
-            if self.graph is None:                             # kernels.graphed, with a generator
+            if self.graph is None:  # kernels.graphed, with a generator
                 graph = torch.cuda.CUDAGraph()
                 if self.generator is not None:
                     graph.register_generator_state(self.generator)
@@ -206,7 +218,11 @@ class Decoder:
                 state = self.model.core(chunk, state)[1]
                 read += chunk.size(1)
                 if due():
-                    print(f'    prompt: {read:,} of {idx.size(1):,} tokens', file=sys.stderr, flush=True)
+                    print(
+                        f'    prompt: {read:,} of {idx.size(1):,} tokens',
+                        file=sys.stderr,
+                        flush=True,
+                    )
         self.load(state)
 
     def generate(self, idx: torch.Tensor, max_new_tokens: int) -> Iterator[torch.Tensor]:
@@ -223,7 +239,16 @@ class Decoder:
             n += 1
 
 
-def generate(model: LanguageModel, idx: torch.Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int = 0,
-             seed: int | torch.Generator | None = None, amp: torch.dtype = torch.float32) -> Iterator[torch.Tensor]:
+def generate(
+    model: LanguageModel,
+    idx: torch.Tensor,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    seed: int | torch.Generator | None = None,
+    amp: torch.dtype = torch.float32,
+) -> Iterator[torch.Tensor]:
     """Continue prompts idx (B, T >= 1) with a Decoder of its own: see there. Yields (B,) tokens, each a new tensor."""
-    yield from Decoder(model, idx.size(0), amp, temperature, top_k, seed).generate(idx, max_new_tokens)
+    yield from Decoder(model, idx.size(0), amp, temperature, top_k, seed).generate(
+        idx, max_new_tokens
+    )

@@ -1,11 +1,12 @@
 """
-What the models' fast paths are made of, in plain PyTorch on every device: the recurrent step's pieces with their backwards (unroll.py
-runs them token by token), head and loss in slices of rows, CUDA graphs, and the choice between a compiled piece and its Triton twin
-(triton_kernels.py).
+What the models' paths share: products, RoPE, the layout of heads, window attention for one token and its
+backward, head and loss in slices of rows, compiled pieces, CUDA graphs, and the choice between a piece of the
+model and a Triton kernel that stands in for it (triton_kernels.py).
 
-Shape letters as in model.py; C cache heads (G, or E*G where experts own their cache), M = E*H / C query heads a cache head, S slots of the
-work buffers. `dt` is the dtype of matrix products (bf16 under autocast); states, norms, softmax and sums stay in the state's dtype.
+Shape letters as in model.py; S slots of a window's buffers. `dt` is the dtype of matrix products (bf16 under
+autocast); states, norms, softmax and sums stay in the state's dtype, `wide`.
 """
+
 import functools
 import importlib.util
 import math
@@ -17,10 +18,46 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-EPS = 1e-6               # of every RMSNorm and of the routed aggregations' denominators
+EPS = 1e-6  # of every RMSNorm and of the routed aggregations' denominators
 ROPE_BASE = 10000.0
-SOFTCAP = 15.0           # logits are SOFTCAP * tanh(x / SOFTCAP), in fp32
-LOGITS_PER_SLICE = 2**24   # head and loss: logits held at a time, 64 MiB in fp32; eight times as many on a GPU
+SOFTCAP = 15.0  # logits are SOFTCAP * tanh(x / SOFTCAP), in fp32
+LOGITS_PER_SLICE = (
+    2**24
+)  # head and loss: logits held at a time, 64 MiB in fp32; eight times as many on a GPU
+
+
+class Heads(NamedTuple):
+    """How queries, keys and values lie in a level: E experts, G key-value heads of each, R queries a
+    key-value head, head size K; whether experts share one cache."""
+
+    E: int
+    G: int
+    R: int
+    K: int
+    shared: bool
+
+    @property
+    def C(self) -> int:
+        """Cache heads."""
+        return self.G if self.shared else self.E * self.G
+
+    @property
+    def M(self) -> int:
+        """Query heads a cache head."""
+        return self.E * self.R if self.shared else self.R
+
+
+def by_expert(o: torch.Tensor, h: Heads) -> torch.Tensor:
+    """Attended values (B*C, M, K) -> (E, B, H*K), perhaps a view."""
+    o = o.reshape(-1, *((h.G, h.E, h.R, h.K) if h.shared else (h.E, h.G, h.R, h.K)))
+    return (o.permute(2, 0, 1, 3, 4) if h.shared else o.transpose(0, 1)).flatten(2)
+
+
+def by_cache_head(o: torch.Tensor, h: Heads) -> torch.Tensor:
+    """The inverse of by_expert: (E, B, H*K) -> (B*C, M, K)."""
+    o = o.unflatten(2, (h.G, h.R, h.K))
+    o = o.permute(1, 2, 0, 3, 4) if h.shared else o.transpose(0, 1)
+    return o.reshape(-1, h.M, h.K)
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
@@ -42,109 +79,74 @@ def rope_table(n: int, K: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x (..., K), pairing dimension j with j + K/2. cos, sin broadcast over (..., K/2); -sin rotates back."""
+    """Rotate x (..., K), pairing dimension j with j + K/2. cos, sin broadcast over (..., K/2); -sin rotates
+    back."""
     x1, x2 = x.to(cos.dtype).chunk(2, -1)
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
 
 
-def gate_weights(a: torch.Tensor, mode: str) -> torch.Tensor:
-    """Routed aggregations' coefficients of h_i from the gates a (..., E): Level.aggregate in model.py."""
-    if mode == 'softmax_mean':
+class Norm(torch.autograd.Function):
+    """RMSNorm with its backward in closed form: eagerly autograd's would be a dozen passes."""
+
+    @staticmethod
+    def forward(ctx, x):
+        r = torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+        y = x * r
+        ctx.save_for_backward(y, r)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        y, r = ctx.saved_tensors
+        return (g - y * (g * y).mean(-1, keepdim=True)) * r
+
+
+def rms_norm(x: torch.Tensor) -> torch.Tensor:
+    """Parameter-free, over the last dimension."""
+    eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if eager and not x.is_cuda and not torch._C._are_functorch_transforms_active():
+        return Norm.apply(x)
+    return F.rms_norm(x, (x.size(-1),), eps=EPS)
+
+
+def gate_weights(a: torch.Tensor, name: str) -> torch.Tensor:
+    """Routed aggregations' coefficients of h_i from the gates a (..., E): aggregate in model.py."""
+    if name == 'softmax_mean':
         return a / (a.sum(-1, keepdim=True) + EPS)
-    return a / (a.square().sum(-1, keepdim=True) + EPS).sqrt()                               # softmax_l2
+    if name == 'softmax_l2':
+        return a / (a.square().sum(-1, keepdim=True) + EPS).sqrt()
+    raise ValueError(f'aggregation = {name!r}: not known')
 
 
-# ---- one level, one token: the loop's body, in pieces that torch.compile can fuse ----
-# `keep` arguments are slices of the block's buffers, written for the backward; None where no gradient is wanted.
-
-def rms(x: torch.Tensor) -> torch.Tensor:
-    return torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+# ---- products ----
 
 
-def rms_backward(g: torch.Tensor, x_hat: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
-    """Gradient of x -> x_hat = x * r, r = (mean(x^2) + eps)^-1/2, for the output's gradient g."""
-    x_hat = x_hat.to(g.dtype)
-    return r * (g - x_hat * (g * x_hat).mean(-1, keepdim=True))
+def outputs(x: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return x if isinstance(x, tuple) else (x,)
 
 
-def enter(s: torch.Tensor, z: torch.Tensor, a: torch.Tensor, b: torch.Tensor, wqkv: torch.Tensor, keep: list[torch.Tensor] | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """u = a*s + b*z (B, D), and the queries, keys and values of its norm (B, (C*M + 2*C) * K)."""
-    u = a * s + b * z
-    ru = rms(u)
-    n = (u * ru).to(wqkv.dtype)
-    if keep is not None:
-        for buffer, x in zip(keep, (s, ru, n), strict=True):
-            buffer.copy_(x)
-    return u, F.linear(n, wqkv)
+def rowwise(f: Callable) -> Callable:
+    """Marks f(x): row by row, so that it may be made again for many tokens at once."""
+    f.rowwise = True
+    return f
 
 
-def enter_backward(du: torch.Tensor, dqkv: torch.Tensor, s: torch.Tensor, ru: torch.Tensor, n: torch.Tensor, z: torch.Tensor,
-                   a: torch.Tensor, b: torch.Tensor, wqkv: torch.Tensor, keep: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """From the gradients of u's other uses and of the queries, keys and values: those of s and z."""
-    du = du + rms_backward((dqkv @ wqkv).to(du.dtype), n, ru)
-    keep[0].copy_(du)
-    keep[1].copy_(dqkv)
-    return a * du, b * du
-
-
-def rotate(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: tuple, keep: list[torch.Tensor] | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Normalised, rotated queries (B, C, M, K); the normalised key rotated and not, and the value, each (B*C, K)."""
-    C, M, K = heads(layout)
-    B, dt, wide = qkv.size(0), qkv.dtype, cos.dtype
-    q, k, v = qkv.split([C * M * K, C * K, C * K], -1)
-    q, k = q.view(B, C, M, K).to(wide), k.view(B, C, K).to(wide)
-    rq, rk = rms(q), rms(k)
-    kn = (k * rk).to(dt)                                       # as the cache keeps it, and then rotated: a later chunk does the same
-    q_rot = apply_rope(q * rq, cos, sin).to(dt)
-    if keep is not None:
-        for buffer, x in zip(keep, (rq, rk, q_rot), strict=True):
-            buffer.copy_(x)
-    return q_rot, apply_rope(kn, cos, sin).to(dt).view(B * C, K), kn.view(B * C, K), v.reshape(B * C, K)
-
-
-def rotate_backward(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, q_rot: torch.Tensor, k_rot: torch.Tensor, rq: torch.Tensor,
-                    rk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: tuple) -> torch.Tensor:
-    """From the gradients of the rotated queries and key, and of the value: that of qkv. A rotation keeps lengths, so the
-    norm's backward may run on the rotated vectors, before rotating back."""
-    C, M, K = heads(layout)
-    B, dt = layout[0], q_rot.dtype
-    dq = apply_rope(rms_backward(dq.view(B, C, M, K).to(rq.dtype), q_rot, rq), cos, -sin)
-    dk = apply_rope(rms_backward(dk.view(B, C, K).to(rk.dtype), k_rot.view(B, C, K), rk), cos, -sin)
-    return torch.cat([dq.view(B, -1), dk.view(B, -1), dv.reshape(B, -1).to(dk.dtype)], -1).to(dt)
-
-
-def probabilities(q_rot: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor, keep: torch.Tensor | None) -> torch.Tensor:
-    """Attention weights (B*C, M, S) of q_rot (B, C, M, K) over all slots of the buffer, keys (B*C, S, K): whole buffers are
-    contiguous, which a window of them is not. bias (B, 1, 1, S): -inf outside the window and where a slot is empty."""
-    B, C, M, K = q_rot.shape
-    scores = torch.bmm(q_rot.view(B * C, M, K), keys.transpose(1, 2)).to(bias.dtype).view(B, C, M, -1)
-    p = F.softmax(scores / math.sqrt(K) + bias, -1).view(B * C, M, -1).to(keys.dtype)
-    if keep is not None:
-        keep.copy_(p)
-    return p
-
-
-def attend(q_rot: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor, layout: tuple, keep: list[torch.Tensor | None] | None) -> torch.Tensor:
-    """Attended values, by expert (E, B, H*K). keep: their place, and the attention weights' or None."""
-    att = by_expert(torch.bmm(probabilities(q_rot, keys, bias, None if keep is None else keep[1]), values), layout)
-    if keep is not None:
-        keep[0].copy_(att)
-    return att
-
-
-def attend_backward(datt: torch.Tensor, p: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, wide: torch.dtype, layout: tuple, keep: list[torch.Tensor]) -> torch.Tensor:
-    """Gradient of the rotated queries (B*C, M, K). p (B*C, M, S): attention weights. keep: the scores' gradients (B*C, M, S) and the output's
-    (B*C, M, K)."""
-    do = by_cache_head(datt, layout)
-    dp, p = torch.bmm(do, values.transpose(1, 2)).to(wide), p.to(wide)                       # (B*C, M, S)
-    ds = (p * (dp - (dp * p).sum(-1, keepdim=True)) / math.sqrt(keys.size(-1))).to(keys.dtype)
-    keep[0].copy_(ds)
-    keep[1].copy_(do)
-    return torch.bmm(ds, keys)
+def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """x (N, in), w (out, in) -> (N, out); or stacks of them, (E, N, in), (E, out, in) -> (E, N, out)."""
+    if w.dim() == 2:
+        return F.linear(x, w)
+    if w.size(0) == 1:  # a batch of one costs copies
+        return F.linear(x[0], w[0]).unsqueeze(0)
+    if (
+        x.size(1) == 1 and not w.is_cuda and w.dtype != torch.bfloat16
+    ):  # 1.5x the speed of the other order
+        return torch.bmm(w, x.transpose(1, 2)).transpose(1, 2)
+    return torch.bmm(x, w.transpose(1, 2))
 
 
 def product(a: torch.Tensor, b: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
-    """a @ b, matrices or stacks of them, as the accumulator holds it where the device can give that, else rounded first."""
+    """a @ b, matrices or stacks of them, as the accumulator holds it where the device can give that, else
+    rounded first."""
     if a.is_cuda and a.dtype != wide:
         return (torch.mm if a.dim() == 2 else torch.bmm)(a, b, out_dtype=wide)
     return (a @ b).to(wide)
@@ -158,121 +160,54 @@ def add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         out.add_(torch.bmm(a.transpose(1, 2), b))
 
 
-def heads(layout: tuple) -> tuple[int, int, int]:
-    """C cache heads, M query heads a cache head, K their size."""
-    _, E, G, R, K, shared = layout
-    return (G, E * R, K) if shared else (E * G, R, K)
+# ---- one token's attention over a window ----
 
 
-def by_expert(o: torch.Tensor, layout: tuple) -> torch.Tensor:
-    """Attended values (B*C, M, K) -> (E, B, H*K)."""
-    B, E, G, R, K, shared = layout
-    o = o.view(B, G, E, R, K).permute(2, 0, 1, 3, 4) if shared else o.view(B, E, G, R, K).transpose(0, 1)
-    return o.reshape(E, B, G * R * K)
+def probabilities(q: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Attention weights (B*C, M, S) of rotated queries q (B*C, M, K) over all slots, keys (B*C, S, K): whole
+    buffers are contiguous, which a window of them is not. bias (B, 1, 1, S): -inf in slots not seen."""
+    B, (N, M, K) = bias.size(0), q.shape
+    scores = torch.bmm(q, keys.transpose(1, 2)).to(bias.dtype).view(B, N // B, M, -1)
+    return F.softmax(scores / math.sqrt(K) + bias, -1).view(N, M, -1).to(keys.dtype)
 
 
-def by_cache_head(o: torch.Tensor, layout: tuple) -> torch.Tensor:
-    """The inverse of by_expert: (E, B, H*K) -> (B*C, M, K)."""
-    B, E, G, R, K, shared = layout
-    o = o.view(E, B, G, R, K)
-    return o.permute(1, 2, 0, 3, 4).reshape(B * G, E * R, K) if shared else o.transpose(0, 1).reshape(B * E * G, R, K)
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    bias: torch.Tensor,
+    h: Heads,
+    out: torch.Tensor | None,
+    p_out: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attended values (E, B, H*K), in `out` where given; the weights go to p_out where given."""
+    p = probabilities(q, keys, bias)
+    if p_out is not None:
+        p_out.copy_(p)
+    att = by_expert(torch.bmm(p, values), h)
+    return att.contiguous() if out is None else out.copy_(att)
 
 
-def mix(u: torch.Tensor, att: torch.Tensor, coef: torch.Tensor, wo: torch.Tensor, up: torch.Tensor, down: torch.Tensor, keep: list[torch.Tensor] | None) -> torch.Tensor:
-    """Output projection, FFN, norm and sum over experts. coef: (E, B, 1) or a 0-dim tensor. Returns the new s (B, D)."""
-    dt = wo.dtype
-    y = u + torch.bmm(att, wo.transpose(1, 2))                 # (E, B, D)
-    ry = rms(y)
-    f = (y * ry).to(dt)
-    act = F.relu(torch.bmm(f, up.transpose(1, 2)))             # (E, B, 4D)
-    x = y + torch.bmm(act.square(), down.transpose(1, 2))
-    rx = rms(x)
-    h = x * rx
-    if keep is not None:
-        for buffer, value in zip(keep, (ry, f, act, rx, h), strict=True):
-            buffer.copy_(value)
-    return (coef * h).sum(0)
-
-
-def norm_sum_backward(ds: torch.Tensor, coef: torch.Tensor, h: torch.Tensor, rx: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-    """From the gradient of s (B, D): that of the experts' sums before their norm (E, B, D)."""
-    dx = rms_backward(coef * ds, h, rx)
-    keep.copy_(dx)
-    return dx
-
-
-def ffn_backward(dx: torch.Tensor, dact: torch.Tensor, ry: torch.Tensor, f: torch.Tensor, wo: torch.Tensor, up: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """From dx and the gradient before the ReLU (E, B, 4D): those of u (B, D) and of the attended values (E, B, H*K)."""
-    dy = dx + rms_backward(torch.bmm(dact, up).to(dx.dtype), f, ry)
-    keep.copy_(dy)
-    return dy.sum(0), torch.bmm(dy.to(wo.dtype), wo)
-
-
-def mix_backward(ds: torch.Tensor, coef: torch.Tensor, ry: torch.Tensor, f: torch.Tensor, act: torch.Tensor, rx: torch.Tensor,
-                 h: torch.Tensor, wo: torch.Tensor, up: torch.Tensor, down: torch.Tensor, keep: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """mix's backward: as ffn_backward, from the gradient of s (B, D). keep: dy, dact, dx."""
-    dx = norm_sum_backward(ds, coef, h, rx, keep[2])
-    dact = 2 * act * torch.bmm(dx.to(wo.dtype), down)
-    keep[1].copy_(dact)
-    return ffn_backward(dx, dact, ry, f, wo, up, keep[0])
-
-
-def route(s: torch.Tensor, z: torch.Tensor, wq: torch.Tensor, bq: torch.Tensor, keys: torch.Tensor, mode: str, keep: list[torch.Tensor] | None) -> torch.Tensor:
-    """Router (model.Level.aggregate): the coefficients of the experts' outputs (E, B, 1)."""
-    c = torch.cat([z, s], -1).to(wq.dtype)
-    q = F.linear(c, wq, bq)
-    a = F.softmax((q @ keys.t()).to(s.dtype) / math.sqrt(q.size(-1)), -1)
-    coef = gate_weights(a, mode).t().unsqueeze(-1)
-    if keep is not None:
-        for buffer, x in zip(keep, (coef, a, c, q), strict=True):
-            buffer.copy_(x)
-    return coef
-
-
-def route_backward(ds: torch.Tensor, h: torch.Tensor, a: torch.Tensor, q: torch.Tensor, wq: torch.Tensor, keys: torch.Tensor, mode: str,
-                   keep: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """From the gradient of the level's output (B, D) and its experts' outputs h (E, B, D): those of z and s, by way of the router."""
-    dcoef = (h.to(ds.dtype) * ds).sum(-1).t()                  # (B, E)
-    if mode == 'softmax_mean':
-        total = a.sum(-1, keepdim=True) + EPS
-        da = dcoef / total - (dcoef * a).sum(-1, keepdim=True) / total.square()
-    else:
-        length = (a.square().sum(-1, keepdim=True) + EPS).sqrt()
-        da = dcoef / length - a * (dcoef * a).sum(-1, keepdim=True) / length**3
-    dscore = (a * (da - (a * da).sum(-1, keepdim=True)) / math.sqrt(q.size(-1))).to(wq.dtype)
-    dq = dscore @ keys
-    keep[0].copy_(dscore)
-    keep[1].copy_(dq)
-    return (dq @ wq).to(a.dtype).chunk(2, -1)
-
-
-class Ops(NamedTuple):
-    """The loop's body. torch.compile fuses each piece's norms, rotations and sums around its products."""
-    enter: object = enter
-    rotate: object = rotate
-    attend: object = attend
-    probabilities: object = probabilities
-    mix: object = mix
-    mix_backward: object = mix_backward
-    norm_sum_backward: object = norm_sum_backward
-    ffn_backward: object = ffn_backward
-    attend_backward: object = attend_backward
-    rotate_backward: object = rotate_backward
-    enter_backward: object = enter_backward
-
-
-EAGER = Ops()
+def attend_backward(
+    do: torch.Tensor, p: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, wide: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """From the gradient of the attended values do (B*C, M, K), weights p: the scores' and the queries'."""
+    dp, p = torch.bmm(do, values.transpose(1, 2)).to(wide), p.to(wide)  # (B*C, M, S)
+    ds = p * (dp - (dp * p).sum(-1, keepdim=True)) / math.sqrt(keys.size(-1))
+    ds = ds.to(keys.dtype)
+    return ds, torch.bmm(ds, keys)
 
 
 @functools.cache
-def compiled(op: Callable) -> Callable:
-    """op compiled, once in a process, for each of the sizes that it meets."""
-    torch._dynamo.config.recompile_limit = 256                 # past it a piece would run eagerly from then on
+def compiled(f: Callable) -> Callable:
+    """f compiled, once in a process, for each of the sizes that it meets."""
+    torch._dynamo.config.recompile_limit = 256  # past it a piece would run eagerly from then on
     torch._dynamo.config.accumulated_recompile_limit = 4096
-    return torch.compile(op, dynamic=False)
+    return torch.compile(f, dynamic=False)
 
 
 # ---- Triton or not: measured, for the sizes at hand ----
+
 
 @functools.cache
 def triton_module() -> ModuleType | None:
@@ -280,16 +215,17 @@ def triton_module() -> ModuleType | None:
     if importlib.util.find_spec('triton') is None:
         return None
     import triton_kernels
+
     return triton_kernels
 
 
 def seconds_of(run: Callable[[], object], repeats: int = 10) -> float:
-    """Device time of run(), the least of a few: replays of a CUDA graph of it, so that launches from Python do not count, as they do not
-    in training."""
-    for _ in range(2):                                         # the first compiles
+    """Device time of run(), the least of a few: replays of a CUDA graph of it, so that launches from Python
+    do not count, as they do not in training."""
+    for _ in range(2):  # the first compiles
         run()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode='thread_local'):       # other threads load data
+    with torch.cuda.graph(graph, capture_error_mode='thread_local'):  # other threads load data
         for _ in range(repeats):
             run()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -305,20 +241,25 @@ def seconds_of(run: Callable[[], object], repeats: int = 10) -> float:
 
 @torch.no_grad()
 def compare(run: Callable[[bool], tuple | list]) -> dict:
-    """run(triton): seconds compiled and as Triton kernels, and the largest relative difference of their results (NaN if there is one); why
-    not, where it fails: a kernel that does not compile, or asks for more shared memory than the card has, is a TritonError."""
+    """run(triton): seconds by the model's own piece, compiled, and by the Triton kernel, and the largest
+    relative difference of their results (NaN if there is one); why not, where it fails: a kernel that does
+    not compile, or asks for more shared memory than the card has, is a TritonError."""
     found = {'compiled': seconds_of(lambda: run(False))}
     try:
-        mine, plain = ([x.to(torch.float64, copy=True) for x in run(triton)] for triton in (True, False))    # both may lie in one memory
-        off = [(x - y).norm() / y.norm().clamp(min=1e-30) for x, y in zip(mine, plain, strict=True)]
+        # both may lie in one memory
+        mine = [x.to(torch.float64, copy=True) for x in run(True)]
+        own = [x.to(torch.float64, copy=True) for x in run(False)]
+        pairs = zip(mine, own, strict=True)
+        off = [(x - y).norm() / y.norm().clamp(min=1e-30) for x, y in pairs]
         found['difference'] = torch.stack(off).max().item()
         found['triton'] = seconds_of(lambda: run(True))
     except (sys.modules['triton'].TritonError, RuntimeError) as error:
-        found['error'] = f'{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ""}'
+        reason = str(error).splitlines()[0] if str(error) else ''
+        found['error'] = f'{type(error).__name__}: {reason}'
     return found
 
 
-chosen: dict[tuple, dict] = {}   # what was measured, by sizes and name
+chosen: dict[tuple, dict] = {}  # what was measured, by sizes and name
 
 
 def agrees(found: dict) -> bool:
@@ -331,48 +272,66 @@ def wins(found: dict) -> bool:
 
 def chosen_lines() -> list[str]:
     """What was measured and chosen so far, one line a set of sizes; empty where there is no GPU."""
+
     def told(found):
         if 'error' in found:
             return f'compiled ({found["error"]})'
-        return f'{"Triton" if wins(found) else "compiled"} ({1e6 * found.get("triton", math.nan):.0f} against {1e6 * found["compiled"]:.0f} us)'
-    return [', '.join(f'{name}: {told(found)}' for name, found in trials.items()) for trials in chosen.values()]
+        if not agrees(found):
+            return f'compiled (Triton differs from the model by {found["difference"]:.1%})'
+        who = 'Triton' if wins(found) else 'compiled'
+        mine, own = 1e6 * found.get('triton', math.nan), 1e6 * found['compiled']
+        return f'{who} ({mine:.0f} against {own:.0f} us)'
+
+    return [', '.join(f'{n}: {told(x)}' for n, x in trials.items()) for trials in chosen.values()]
 
 
 # ---- head and loss ----
 
-def cross_entropy(logits: torch.Tensor, target: torch.Tensor, grad_scale: float | None, dt: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Summed cross-entropy of softcap(logits) (rows, V) against target (rows, 1), and its gradient times grad_scale in dtype dt
-    (None without a grad_scale). Works in the logits' place."""
-    tanh = torch.tanh(logits / SOFTCAP)
-    capped = SOFTCAP * tanh
-    lse = torch.logsumexp(capped, -1, keepdim=True)
-    loss = (lse - capped.gather(1, target)).sum()
-    if grad_scale is None:
-        return loss, None
-    d = capped.sub_(lse).exp_()                                # softmax
-    d -= (torch.arange(d.size(1), device=d.device) == target).to(d.dtype)
-    return loss, d.mul_(tanh.square_().neg_().add_(1)).mul_(grad_scale).to(dt)
+
+@functools.cache
+def loss_and_gradient(losses: Callable) -> Callable:
+    """losses(logits, targets) -> (value, its gradient times grad_scale in dtype dt)."""
+
+    def run(logits, targets, grad_scale, dt):
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        value, pull = torch.func.vjp(lambda x: losses(x, targets), wide)
+        return value, pull(torch.full_like(value, grad_scale))[0].to(dt)
+
+    return run
 
 
-def slice_loss(logits: torch.Tensor, target: torch.Tensor, grad_scale: float | None, dt: torch.dtype, compile: bool, triton: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """cross_entropy by the fastest of its kinds; logits in the dtype of products."""
-    if triton:
-        return triton_module().cross_entropy(logits, target, grad_scale, dt)
-    return (compiled(cross_entropy) if compile else cross_entropy)(logits.to(torch.promote_types(logits.dtype, torch.float32)), target, grad_scale, dt)
+def slice_loss(
+    losses: Callable, logits: torch.Tensor, targets: torch.Tensor, grad_scale: float, way: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """losses and its gradient for a slice of rows, logits in the dtype of products. way: 'eager', 'compiled'
+    or 'triton'."""
+    if way == 'triton':
+        return triton_module().cross_entropy(logits, targets, grad_scale, logits.dtype)
+    run = loss_and_gradient(losses)
+    return (compiled(run) if way == 'compiled' else run)(logits, targets, grad_scale, logits.dtype)
 
 
-def loss_by_triton(rows: int, V: int, dt: torch.dtype, device: torch.device) -> bool:
-    """Whether the Triton kernel beats the compiled twin here, for slices of this size. Not measured while a CUDA graph is captured."""
+def loss_by_triton(
+    losses: Callable, rows: int, V: int, dt: torch.dtype, device: torch.device
+) -> bool:
+    """Whether the Triton kernel agrees with `losses`, in value and gradient, and beats it compiled, for
+    slices of this size. Not measured while a CUDA graph is captured."""
     if device.type != 'cuda' or dt == torch.float64 or triton_module() is None:
         return False
-    if (rows, V, dt) not in chosen:
+    key = losses, rows, V, dt
+    if key not in chosen:
         if torch.cuda.is_current_stream_capturing():
             return False
         random = torch.Generator(device).manual_seed(0)
         logits = (torch.randn(rows, V, device=device, generator=random) * 5).to(dt)
-        target = torch.randint(V, (rows, 1), device=device, generator=random)
-        chosen[rows, V, dt] = {'loss': compare(lambda triton: slice_loss(logits.clone(), target, 1 / rows, dt, True, triton))}
-    return wins(chosen[rows, V, dt]['loss'])
+        targets = torch.randint(V, (rows,), device=device, generator=random)
+
+        def run(triton):
+            way = 'triton' if triton else 'compiled'
+            return slice_loss(losses, logits.clone(), targets, 1 / rows, way)
+
+        chosen[key] = {'loss': compare(run)}
+    return wins(chosen[key]['loss'])
 
 
 def rows_per_slice(N: int, V: int, kind: str) -> int:
@@ -381,28 +340,24 @@ def rows_per_slice(N: int, V: int, kind: str) -> int:
 
 
 class HeadLoss(torch.autograd.Function):
-    """Mean soft-capped cross-entropy in slices of rows, so that few logits exist at a time; the gradients are made in the forward."""
+    """Mean loss in slices of rows, so that few logits exist at a time; gradients are made in the forward."""
 
     @staticmethod
-    def forward(ctx, x, weight, targets, dt, grad, compile):
+    def forward(ctx, x, weight, targets, dt, losses, compile):
         N, V = x.size(0), weight.size(0)
-        grad = grad and any(ctx.needs_input_grad)
-        rows = rows_per_slice(N, V, x.device.type)
-        compile = compile and grad
-        triton = compile and loss_by_triton(rows, V, dt, x.device)
+        rows, way = rows_per_slice(N, V, x.device.type), 'compiled' if compile else 'eager'
+        if compile and loss_by_triton(losses, rows, V, dt, x.device):
+            way = 'triton'
         w = weight.to(dt)
         loss = torch.zeros((), dtype=x.dtype, device=x.device)
-        if grad:
-            dx, dw = torch.empty_like(x), torch.zeros_like(weight)
+        dx, dw = torch.empty_like(x), torch.zeros_like(weight)
         for i in range(0, N, rows):
-            x_i = x[i:i + rows].to(dt)
-            loss_i, d = slice_loss(x_i @ w.t(), targets[i:i + rows, None], 1 / N if grad else None, dt, compile, triton)
+            x_i = x[i : i + rows].to(dt)
+            loss_i, d = slice_loss(losses, x_i @ w.t(), targets[i : i + rows], 1 / N, way)
             loss += loss_i
-            if grad:
-                dx[i:i + rows] = d @ w
-                dw += product(d.t(), x_i, dw.dtype)
-        if grad:
-            ctx.save_for_backward(dx, dw)
+            dx[i : i + rows] = d @ w
+            dw += product(d.t(), x_i, dw.dtype)
+        ctx.save_for_backward(dx, dw)
         return loss / N
 
     @staticmethod
@@ -411,20 +366,33 @@ class HeadLoss(torch.autograd.Function):
         return g * dx, g * dw, None, None, None, None
 
 
-def head_loss(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, compile: bool = False) -> torch.Tensor:
-    """Mean cross-entropy (nats) of softcap(x @ weight.T) against targets. x (N, D), weight (V, D), targets (N,) int64."""
-    dt = compute_dtype(x)
+def head_loss(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    losses: Callable,
+    compile: bool = False,
+) -> torch.Tensor:
+    """Mean over rows of losses(x @ weight.T, targets). x (N, D), weight (V, D), targets (N,) int64;
+    losses(logits (rows, V) fp32, targets (rows,)) -> their sum."""
+    dt, N = compute_dtype(x), x.size(0)
     with torch.autocast(x.device.type, enabled=False):
-        return HeadLoss.apply(x, weight, targets, dt, torch.is_grad_enabled(), compile)
+        if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+            return HeadLoss.apply(x, weight, targets, dt, losses, compile)
+        w, wide, rows = weight.to(dt), x.dtype, rows_per_slice(N, weight.size(0), x.device.type)
+        slices = zip(x.split(rows), targets.split(rows), strict=True)
+        return sum(losses((x_i.to(dt) @ w.t()).to(wide), y_i) for x_i, y_i in slices) / N
 
 
 # ---- CUDA graphs ----
 
+
 def graphed(graphs: dict, name: str, function: Callable, *args: object) -> object:
-    """function(*args) as a CUDA graph: the first three calls run as they are; the fourth is captured, and it and all later calls replay
-    that: the arguments are read from, and the results lie in, the same memory every time. graphs: where they are kept, by name; those of
-    one dict share memory and must be called in the same order again and again, so that one may use another's activations. Nothing may
-    keep an eager call's loss alive: its gradient nodes belong to another stream."""
+    """function(*args) as a CUDA graph: the first three calls run as they are; the fourth is captured, and it
+    and all later calls replay that: the arguments are read from, and the results lie in, the same memory
+    every time. graphs: where they are kept, by name; those of one dict share memory and must be called in the
+    same order again and again, so that one may use another's activations. Nothing may keep an eager call's
+    loss alive: its gradient nodes belong to another stream."""
     calls, graph, result = graphs.get(name, (0, None, None))
     if graph is None and calls < 3:
         result = function(*args)

@@ -391,13 +391,7 @@ def describe(run: SimpleNamespace) -> str:
 
 
 def evaluate_run(run: SimpleNamespace) -> tuple[float, float]:
-    config, training = run.model.config, run.model.config.path
-    if run.whole and recurrent and training == 'compiled':
-        config.path = 'graphed'                                # nothing captures a validation whole
-    try:
-        return evaluate(run.model, run.val, run.micro, min(block_size, 128), run.kind, run.amp)  # longer chunks only cost memory
-    finally:
-        config.path = training
+    return evaluate(run.model, run.val, run.micro, min(block_size, 128), run.kind, run.amp)      # longer chunks only cost memory
 
 
 def validate(run: SimpleNamespace) -> None:
@@ -427,8 +421,9 @@ def prepare(run: SimpleNamespace) -> None:
     """What speed needs before the first update: compiles for every size of micro-batch, where that works. Chunks that are not captured whole
     are replayed from captured blocks, by the model itself."""
     if compile and path != 'plain':
-        blocks = graphs and recurrent and run.kind != 'cpu' and not run.whole
-        run.model.config.path = 'graphed' if blocks else 'compiled'
+        run.model.config.path = 'compiled'
+        if graphs and recurrent and run.kind != 'cpu':         # nothing captures a validation whole
+            run.model.config.path = 'captured' if run.whole else 'graphed'
         def once():
             for rows in run.inputs:
                 compile_on_zeros(run.model, rows, block_size, run.kind, run.amp)

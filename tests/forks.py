@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import functools
 import json
+import multiprocessing
 import os
 import runpy
 import signal
@@ -140,6 +141,7 @@ class Within(subprocess.Popen):
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
                        p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest):
+        args = [args[0], *args[2:]] if args[1:2] == ['-u'] else args                         # torchrun's ranks
         if shell or args[0] != sys.executable or args[1].startswith('-'):
             return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
                                           p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest)
@@ -190,6 +192,8 @@ def leave(order):
 def become(order):
     """Run what `python argv...` runs."""
     subprocess.Popen = Within
+    contexts = multiprocessing.get_context
+    multiprocessing.get_context = lambda method=None: contexts('fork' if method == 'spawn' else method)   # bench.py's processes
     os.environ.clear()
     os.environ.update(order['env'])
     os.chdir(order['cwd'])
@@ -216,5 +220,10 @@ def become(order):
 if __name__ == '__main__':
     import torch  # noqa: F401
     import torch._dynamo  # noqa: F401  the optimizers want it
+    torch.ones(1, device='meta').div(2)                        # imports what counting a model's sizes needs
+    with contextlib.suppress(ImportError):                     # for the figures
+        import matplotlib.backends.backend_agg  # noqa: F401
+        import matplotlib.backends.backend_svg  # noqa: F401
+        import matplotlib.pyplot  # noqa: F401
     signal.signal(signal.SIGINT, signal.SIG_IGN)               # ctrl-C is for the children
     leave(serve(socket.socket(fileno=int(sys.argv[1]))))

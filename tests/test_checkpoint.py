@@ -385,6 +385,7 @@ def test_a_closed_terminal_saves(tmp_path):
     child, terminal = pty.fork()
     if child == 0:
         signal.alarm(60)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)           # the tests may run under nohup
         stopper = checkpoint.Stopper()
         os.write(1, b'ready')
         while stopper.signal is None:

@@ -218,8 +218,8 @@ def test_a_shard_vanishes(data, tmp_path):  # noqa: F811
 # ----------------------------------------------------------------------------- ranks
 
 def torchrun(script, arguments, *more):
-    return subprocess.Popen([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', *more, script, *arguments], cwd=ROOT,
-                            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, 'OMP_NUM_THREADS': '1'})
+    return forks.Popen([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', *more, script, *arguments], cwd=ROOT,
+                       text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, 'OMP_NUM_THREADS': '1'})
 
 
 def kill_a_rank(launcher, out):

@@ -1,6 +1,7 @@
 """model.py, unroll.py and kernels.py: every path of both models held to reference.py in values, gradients and states, chunk by chunk; caches,
 aggregations, truncated back-propagation, head and loss, buffers, sizes."""
 
+import gc
 import math
 import shutil
 
@@ -340,36 +341,52 @@ def test_aggregation_by_hand(aggregation, expected):
             level.router_q_bias[1] = 2.0                       # = sqrt(router width), so that scores are the embeddings' entry 1
             level.expert_embedding[:, 1] = torch.tensor([1.0, 2.0, 5.0]).double().log()
     h = torch.tensor([[1.0, 2.0], [4.0, 5.0], [-9.0, 6.0]]).double()
-    zero = torch.zeros(2, dtype=torch.float64)
-    assert_close(level.aggregate(h, zero, zero), torch.tensor(expected, dtype=torch.float64), rtol=1e-12)
-    assert_close(level.aggregate(list(h), zero, zero), torch.tensor(expected, dtype=torch.float64), rtol=1e-12)
+    zero = torch.zeros(1, 2, dtype=torch.float64)
+    assert_close(aggregated(level, h[:, None], zero, zero), torch.tensor([expected], dtype=torch.float64), rtol=1e-12)
+
+
+def aggregated(level, h, z, s):
+    """A of h (E, N, D) where z and s (N, D) come in."""
+    w = model_file.plain_weights(level.weights(), torch.float64)
+    gates = model_file.route(w, s, z) if level.config.routed else None
+    return model_file.aggregate(h, gates, level.config.aggregation)
 
 
 @pytest.mark.parametrize('aggregation', AGGREGATIONS)
 def test_aggregation_formula(aggregation):
-    """With leading dimensions; the router reads z, then s."""
+    """Row by row; the router reads z, then s."""
     level = level_of(aggregation, 3, D=4)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in level.parameters():
             p.normal_(generator=generator)
     h, z, s = (torch.randn(*shape, 2, 5, 4, dtype=torch.float64, generator=generator) for shape in ((3,), (), ()))
-    found = level.aggregate(h, z, s)
+    h, z, s = h.flatten(1, 2), z.flatten(0, 1), s.flatten(0, 1)
+    found = aggregated(level, h, z, s)
     assert_close(found, reference.combine(level.config, level, list(h), z, s), rtol=1e-12)
-    swapped = level.aggregate(h, s, z)
+    swapped = aggregated(level, h, s, z)
     assert torch.allclose(swapped, found) != level.config.routed
 
 
-@pytest.mark.parametrize('aggregation, scale', [('sqrt_sum', 4**-0.5), ('mean', 0.25), ('softmax_mean', 4**-0.5), ('softmax_l2', 4**-0.5)])
-def test_shared_keys_and_values_keep_sqrt_sum_where_routed(aggregation, scale):
-    x = torch.arange(8, dtype=torch.float64).view(4, 2)
-    assert_close(level_of(aggregation, 4).aggregate_kv(list(x)), x.sum(0) * scale)
+@pytest.mark.parametrize('name', ['sum', 'softmax', ''])
+def test_a_name_that_is_not_known_is_refused_by_the_equations(name):
+    h, gates = torch.ones(2, 3, 4), torch.ones(3, 2)
+    kind = Level(ModelConfig(n_expert=2, n_embd=128), False).kind()
+    for change in ({'aggregation': name}, {'residual': name}):
+        with pytest.raises(ValueError, match=repr(name)):
+            model_file.combine(h, h, h[0], gates, kind._replace(**change))
+    with pytest.raises(ValueError, match=repr(name)):
+        model_file.combine(h, h, None, gates, kind._replace(recurrent=True, aggregation=name))
 
 
 # ---- head and loss ----
 
 def plain_head_loss(x, weight, targets):
     return F.cross_entropy(15 * torch.tanh(x @ weight.t() / 15), targets)
+
+
+def head_loss(x, weight, targets):
+    return kernels.head_loss(x, weight, targets, model_file.losses)
 
 
 def head_inputs(dtype=torch.float64):
@@ -385,7 +402,7 @@ def test_head_loss(monkeypatch, rows):
     x, weight, targets = head_inputs()
     assert (x @ weight.t()).abs().max() > 15
     for loss in (lambda f: f(x, weight, targets), lambda f: 3 * f(x, weight, targets) - f(x.flip(0) / 2, weight, targets)):
-        found, expected = loss(kernels.head_loss), loss(plain_head_loss)
+        found, expected = loss(head_loss), loss(plain_head_loss)
         assert_close(found, expected, rtol=1e-12)
         for a, b in zip(torch.autograd.grad(found, (x, weight)), torch.autograd.grad(expected, (x, weight)), strict=True):
             assert_close(a, b, rtol=1e-12)
@@ -397,17 +414,17 @@ def test_head_loss_in_bf16_and_fp32_and_without_gradients(monkeypatch):
     grads = torch.autograd.grad(expected, (x, weight))
     for bf16, rtol in ((False, 1e-5), (True, 3e-2)):
         with torch.autocast('cpu', torch.bfloat16, enabled=bf16):
-            found = kernels.head_loss(x, weight, targets)
+            found = head_loss(x, weight, targets)
         assert found.dtype == torch.float32
         assert_close(found, expected, rtol)
         for a, b in zip(torch.autograd.grad(found, (x, weight)), grads, strict=True):
             assert a.dtype == torch.float32
             assert_close(a, b, rtol)
-    only_x, = torch.autograd.grad(kernels.head_loss(x, weight.detach(), targets), x)
+    only_x, = torch.autograd.grad(head_loss(x, weight.detach(), targets), x)
     assert_close(only_x, grads[0], 1e-5)
     monkeypatch.setattr(torch, 'zeros_like', lambda *_: pytest.fail('made a gradient under no_grad'))
     with torch.no_grad():
-        assert_close(kernels.head_loss(x, weight, targets), expected.detach(), 1e-5)
+        assert_close(head_loss(x, weight, targets), expected.detach(), 1e-5)
 
 
 @pytest.mark.parametrize('kind', MODELS)
@@ -452,13 +469,15 @@ def test_a_chunk_of_several_blocks_is_the_reference(monkeypatch, aggregation, sh
         loss = reference.loss_of(logits, y)
         expected.append((logits, loss, gradients(model, loss), history.state()))
         scale_weights(model)
-    for kept, path in ((2**30, 'fast'), (0, 'fast'), (0, 'graphed')):
+    for kept, path in ((2**30, 'fast'), (0, 'fast'), (2**30, 'compiled'), (0, 'graphed')):
         with monkeypatch.context() as patch:
             patch.setattr(unroll, 'KEPT_WEIGHTS', kept)
+            if path in ('compiled', 'graphed'):
+                patch.setattr(unroll, 'compiled', lambda op: op)
+                patch.setattr(kernels, 'compiled', lambda op: op)
             if path == 'graphed':
                 patch.setattr(unroll, 'graphed', fake_graphed)
                 patch.setattr(unroll, 'can_capture', lambda x: True)
-                patch.setattr(unroll, 'compiled', lambda op: op)
             model, other = (make(RecurrentGPT, seed=seed, path=path, **changes) for seed in (0, 1))
             for i, ((x, y), (logits, loss, grads, end)) in enumerate(zip(chunks, expected, strict=True)):
                 state = model.init_state(B) if i % 3 == 0 else state.detach()
@@ -471,8 +490,8 @@ def test_a_chunk_of_several_blocks_is_the_reference(monkeypatch, aggregation, sh
                 assert_same_gradients(model, gradients(model, found), grads)
                 assert_same_state(state, end)
                 scale_weights(model)
-    pools = [buffers for pool in unroll._free.values() for buffers in pool]
-    captured = [call for buffers in [*pools, *unroll._work.values()] if isinstance(buffers, unroll.Buffers) for call in buffers.graphs.values()]
+    replays = [replay for kept in unroll._blocks.values() for name, replay in kept.items() if name != 'fixed']
+    captured = [call for replay in replays for call in replay.graphs.values()]
     assert captured and any(first is not None for _, first, _ in captured)
 
 
@@ -504,9 +523,10 @@ def test_two_forwards_before_the_backwards(first):
     unroll._free.clear()
     losses = [model(x, x)[0] for x in xs[:2]]
     found = {i: gradients(model, losses[i]) for i in (first, 1 - first)}
-    assert [len(pool) for pool in unroll._free.values()] == [2]
+    held = {key: len(pool) for key, pool in unroll._free.items()}
+    assert all(n % 2 == 0 for n in held.values())
     found[2] = gradients(model, model(xs[2], xs[2])[0])        # writes over a used buffer
-    assert [len(pool) for pool in unroll._free.values()] == [2]
+    assert {key: len(pool) for key, pool in unroll._free.items()} == held
     for i in range(3):
         assert_same_gradients(model, found[i], expected[i])
     loss = model(xs[0], xs[0])[0] + model(xs[1], xs[1])[0]     # both in one backward
@@ -522,7 +542,7 @@ def test_forward_without_backward_and_without_gradients(monkeypatch):
     dropped = model(tokens(2, 5, seed=1), x)                   # lives on, with its buffers, and is never used
     assert_same_gradients(model, gradients(model, model(x, x)[0]), expected)
     del dropped
-    monkeypatch.setattr(unroll, 'take_buffers', lambda *_: pytest.fail('took the backward\'s buffers where no gradient is wanted'))
+    monkeypatch.setattr(unroll.Product, 'rows', lambda *_: pytest.fail('took the backward\'s buffers where no gradient is wanted'))
     with torch.no_grad():
         value, same = model(x, x)
     assert_close(value, loss.detach(), rtol=1e-12)
@@ -532,6 +552,25 @@ def test_forward_without_backward_and_without_gradients(monkeypatch):
     assert not value.requires_grad
     model.requires_grad_(False)
     assert_close(model(x, x)[0], loss.detach(), rtol=1e-12)
+
+
+@pytest.mark.parametrize('backward', [True, False])
+def test_a_chunk_is_freed_without_the_collector(monkeypatch, backward):
+    """Nothing of it holds itself: a capture would meet its nodes again, and memory would wait for the collector: chunks do not pile up."""
+    monkeypatch.setattr(unroll, 'BLOCK', 3)
+    model, x, alive = make(RecurrentGPT), tokens(2, 7), []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            loss, _ = model(x, x)
+            if backward:
+                loss.backward()
+            del loss
+            alive.append(sum(isinstance(found, unroll.Product | unroll.Window) for found in gc.get_objects()))
+    finally:
+        gc.enable()
+    assert alive[0] == alive[2] < 20                           # of one chunk at most
 
 
 def test_a_second_backward_is_refused():

@@ -510,8 +510,8 @@ def need_jumanji():
 def test_parity_with_jumanji(request):
     """The same levels and actions in both: every reward, grid, end, step count and next level, over 20,000 steps (--long: 128,000)."""
     need_jumanji()
-    N, steps, least = (512, 250, 100) if request.config.getoption('--long') else (160, 130, 10)
-    levels, solutions = near_solved(2000, 5)
+    N, steps, least, n = (512, 250, 100, 2000) if request.config.getoption('--long') else (160, 130, 10, 300)
+    levels, solutions = near_solved(n, 5)
     index = {o.tobytes(): i for i, o in enumerate(observations(levels))}
     table = np.zeros((len(levels), TIME_LIMIT), np.int64)
     for row, actions in zip(table, solutions, strict=True):
@@ -548,8 +548,9 @@ def test_parity_with_jumanji(request):
 
 def test_jumanji_state_round_trip_is_bit_equal():
     need_jumanji()
-    levels, _ = near_solved(200, 6)
+    levels, _ = near_solved(100, 6)
     env = JumanjiEnv(levels, 16, seed=3)
+    assert torch.equal(JumanjiEnv(levels, 8, seed=3, first=8).observe(), env.observe()[8:])  # boards begin the same on however many ranks
     random_steps(env, 100)
     state = env.state_dict()
     assert all(type(x) is torch.Tensor for x in state.values())
@@ -558,8 +559,6 @@ def test_jumanji_state_round_trip_is_bit_equal():
     assert not torch.equal(other.observe(), here)
     other.load_state_dict(state)
     assert torch.equal(other.observe(), here) and torch.equal(random_steps(other, 150, seed=5), after)
-    parts = [JumanjiEnv(levels, 8, seed=3, first=first).observe() for first in (0, 8)]
-    assert torch.equal(torch.cat(parts), JumanjiEnv(levels, 16, seed=3).observe())
     with pytest.raises(LevelError, match='4 boxes'):
         JumanjiEnv(generate(5, 3, 0)[0], 2)
 

@@ -206,8 +206,8 @@ def test_states_are_carried_and_reset(data, tmp_path, rows):
 
 
 @pytest.mark.parametrize('settings, device, ranks, optimizer, whole, path', [
-    ({}, 'cpu', 1, False, False, 'compiled'), ({}, 'cuda:0', 1, True, True, 'compiled'), ({'graphs': False}, 'cuda:0', 1, False, False, 'compiled'),
-    ({'block_size': 1024}, 'cuda:0', 1, True, True, 'compiled'), ({'block_size': 1025}, 'cuda:0', 1, True, False, 'graphed'),
+    ({}, 'cpu', 1, False, False, 'compiled'), ({}, 'cuda:0', 1, True, True, 'captured'), ({'graphs': False}, 'cuda:0', 1, False, False, 'compiled'),
+    ({'block_size': 1024}, 'cuda:0', 1, True, True, 'captured'), ({'block_size': 1025}, 'cuda:0', 1, True, False, 'graphed'),
     ({'block_size': 2048, 'recurrent': False}, 'cuda:0', 1, True, True, 'compiled'), ({}, 'cuda:1', 2, False, False, 'graphed'),
     ({'recurrent': False}, 'cuda:1', 2, False, False, 'compiled'), ({'path': 'plain'}, 'cuda:0', 1, False, False, 'plain'),
     ({'compile': False, 'block_size': 4096}, 'cuda:0', 1, True, False, 'fast')])
@@ -619,8 +619,8 @@ def test_sample_mistakes(data, tmp_path, arguments_, message, monkeypatch, capfd
 
 
 @pytest.mark.parametrize('config', sorted(f for f in os.listdir(ROOT / 'config') if not f.startswith(('sokoban_', 'study_', 'probe_'))))
-def test_config_files(data, tmp_path, config):
-    """Every config file loads and runs two updates, shrunk; levels and experts as they are."""
+def test_config_files(data, tmp_path, config, request):
+    """Every config file loads and makes a model, shrunk; levels and experts as they are. Those of few levels, and with --long all, run two updates."""
     tiny = {k: v for k, v in TINY.items() if k not in ('n_layer', 'n_expert')}
     argv = [str(ROOT / 'config' / config), *(f'--{k}={v}' for k, v in {**tiny, 'data_dir': data, 'out_dir': tmp_path, 'n_embd': 8,
                                              'n_head': 2, 'n_kv_head': 1, 'batch_size': 0, 'max_iters': 2, 'plot': False}.items())]
@@ -629,7 +629,11 @@ def test_config_files(data, tmp_path, config):
         budget, kind = config.split('_L')[0], 'gpt' not in config
         assert settings['n_layer'] * settings['n_expert'] == (32 if budget.startswith('medium') else 16) and settings['recurrent'] == kind
         assert config == f'{budget}_L{settings["n_layer"]}.py'
-    assert train_lm.train(settings) == 0
+    if settings['n_layer'] <= 2 or request.config.getoption('--long'):
+        assert train_lm.train(settings) == 0
+    else:
+        model = train_lm.begin(settings)[0].model
+        assert (model.config.n_layer, model.config.n_expert) == (settings['n_layer'], settings['n_expert'])
 
 
 def test_demo_recipe(tmp_path):

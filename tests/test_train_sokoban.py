@@ -81,6 +81,21 @@ def checkpoint(out, name='ckpt_last.pt'):
     return {k: v for k, v in saved.items() if k not in IGNORED}
 
 
+MADE, generate = {}, sokoban.generate
+
+
+@pytest.fixture(autouse=True)
+def levels_are_generated_once(monkeypatch):
+    """Most runs here play the same ones, and take a third of their time to make them."""
+    def once(*args, **more):
+        key = tuple(x.tobytes() if isinstance(x, np.ndarray) else x for x in (*args, *more.items()))
+        if key not in MADE:
+            MADE[key] = generate(*args, **more)
+        levels, solutions = MADE[key]
+        return levels.copy(), solutions
+    monkeypatch.setattr(sokoban, 'generate', once)
+
+
 # ----------------------------------------------------------------------------- the update
 
 def test_gae_is_the_sum(tmp_path):
@@ -296,8 +311,12 @@ def test_the_number_of_levels_in_the_first_lines_is_the_number_played(tmp_path):
     assert len(run.held_out) == 8 and run.sources[1] == f'8 levels of {tmp_path}/eight.npy'
 
 
-@pytest.mark.parametrize('settings', [{}, {'recurrent': False}, {'kind': 'convglu', 'radius': 1, 'n_expert': 2}, {'reuse': False, 'dtype': 'bfloat16'},
-                                      {'aggregation': 'softmax_l2', 'n_expert': 2}, pytest.param({'env': 'jumanji', 'n_boxes': 4, 'max_moves': 120}, marks=needs_jumanji)], ids=str)
+UNUSUAL = {'kind': 'convglu', 'n_expert': 2, 'aggregation': 'softmax_l2', 'reuse': False, 'dtype': 'bfloat16'}
+
+
+@pytest.mark.parametrize('settings', [{}, UNUSUAL, pytest.param({'recurrent': False}, marks=pytest.mark.long),
+                                      pytest.param({'radius': 1, 'n_expert': 2}, marks=pytest.mark.long),
+                                      pytest.param({'env': 'jumanji', 'n_boxes': 4, 'max_moves': 120}, marks=[needs_jumanji, pytest.mark.long])], ids=str)
 def test_resume_is_bit_equal(tmp_path, settings, monkeypatch):
     """2N updates = N, stop, N: weights, environment, recurrent state, episodes and log."""
     a, b = tmp_path / 'a', tmp_path / 'b'
@@ -513,6 +532,7 @@ def test_compare(tmp_path, monkeypatch, capfd):
     assert f'{tmp_path}/c' in stderr and stderr.count('\n') == 1
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not LEVELS.exists(), reason='the real levels are not beside the project')
 def test_real_levels(tmp_path):
     """Trains on Boxoban's unfiltered-train, evaluates on the test file."""
@@ -609,8 +629,9 @@ def test_no_held_out_level_is_trained_on(tmp_path, monkeypatch):
 # ----------------------------------------------------------------------------- what users copy
 
 @pytest.mark.parametrize('config', sorted(f for f in os.listdir(ROOT / 'config') if f.startswith('sokoban_')))
-def test_config_files(tmp_path, config):
-    """Every config file loads and runs two updates, narrower; levels and experts as they are. Budgets: the paper's rule."""
+def test_config_files(tmp_path, config, request):
+    """Every config file loads and makes an agent, narrower; levels and experts as they are. Some, and with --long all, run two updates. Budgets:
+    the paper's rule."""
     settings = configure(vars(train_sokoban), [str(ROOT / 'config' / config)], quiet=True)
     L, E, d = settings['n_layer'], settings['n_expert'], settings['n_embd']
     if config not in ('sokoban_demo.py', 'sokoban_tiny.py'):
@@ -621,7 +642,12 @@ def test_config_files(tmp_path, config):
         assert settings['out_dir'] == f'out/{config[:-3]}'
     tiny = {k: v for k, v in TINY.items() if k != 'n_layer'}
     argv = [str(ROOT / 'config' / config), *(f'--{k}={v}' for k, v in {**tiny, 'n_embd': 1, 'total_steps': 24, 'out_dir': tmp_path, 'plot': False}.items())]
-    assert train_sokoban.train(configure(vars(train_sokoban), argv, quiet=True)) == 0
+    settings = configure(vars(train_sokoban), argv, quiet=True)
+    if L <= 4 and E <= 4 or request.config.getoption('--long'):
+        assert train_sokoban.train(settings) == 0
+    else:
+        model = train_sokoban.make_run(settings).model
+        assert (model.config.n_layer, model.config.n_expert) == (L, E)
 
 
 def test_demo_recipe(tmp_path):

@@ -22,7 +22,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import kernels as plain  # noqa: E402
 import triton_kernels as tk  # noqa: E402
-import unroll  # noqa: E402
 
 INTERPRETED = os.environ.get('TRITON_INTERPRET') == '1'
 interpreted = pytest.mark.skipif(not INTERPRETED, reason='TRITON_INTERPRET=1 not set: test_under_the_interpreter runs it')
@@ -31,17 +30,48 @@ close = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
 
 
 # ---- plain PyTorch, any dtype ----
+# layout: B, then kernels.Heads
 
 def heads(layout):
-    B, E, G, R, K, shared = layout
-    return (G, E * R) if shared else (E * G, R)
+    h = plain.Heads(*layout[1:])
+    return h.C, h.M
+
+
+def rms(x):
+    return torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+def rms_backward(g, x_hat, r):
+    return r * (g - x_hat * (g * x_hat).mean(-1, keepdim=True))
+
+
+def by_expert(o, layout):
+    return plain.by_expert(o, plain.Heads(*layout[1:]))
+
+
+def by_cache_head(o, layout):
+    return plain.by_cache_head(o, plain.Heads(*layout[1:]))
+
+
+def kernel_forward(qkv, kbuf, vbuf, kn, count, t, W, cos, sin, layout, keep):
+    h = plain.Heads(*layout[1:])
+    out = qkv.new_empty(h.E, len(qkv), h.G * h.R * h.K) if keep is None else keep[4]
+    return tk.window_attention(qkv, (kbuf, vbuf, kn, count, cos, sin), (t, W), h, out, keep and tuple(keep[:4]))
+
+
+def kernel_backward(datt, att, q_rot, rq, rk, lse, kbuf, vbuf, count, t, g0, W, cos, sin, layout, *sums):
+    h, memory = plain.Heads(*layout[1:]), (kbuf, vbuf, count, cos, sin)
+    place = torch.full((2 * layout[0], (h.M + 2) * h.C * h.K), math.nan, dtype=datt.dtype, device=datt.device)[layout[0]:]
+    found = tk.window_attention_backward(datt, (att, q_rot, rq, rk, lse), memory, (t, g0, W), h, sums, place)
+    assert found is place and place._base[:layout[0]].isnan().all()
+    return found
 
 
 def window_attention(qkv, kbuf, vbuf, kn, count, t, W, cos, sin, layout, keep):
     (B, _, _, _, K, _), (C, M), dt, wide = layout, heads(layout), qkv.dtype, cos.dtype
     q, k, v = qkv.split([C * M * K, C * K, C * K], -1)
     q, k = q.view(B, C, M, K).to(wide), k.view(B, C, K).to(wide)
-    rq, rk = plain.rms(q), plain.rms(k)
+    rq, rk = rms(q), rms(k)
     q_rot = plain.apply_rope(q * rq, cos[W + t], sin[W + t]).to(dt)
     kn[:, W + t] = (k * rk).to(dt).view(B * C, K)
     kbuf[:, W + t] = plain.apply_rope(kn[:, W + t], cos[W + t], sin[W + t]).to(dt)
@@ -49,7 +79,7 @@ def window_attention(qkv, kbuf, vbuf, kn, count, t, W, cos, sin, layout, keep):
     slot = torch.arange(kbuf.size(1), device=qkv.device)
     hidden = ((slot <= t) | (slot > W + t) | (slot < W - count[:, None])).repeat_interleave(C, 0)[:, None]
     score = (q_rot.view(B * C, M, K).to(wide) @ kbuf.to(wide).mT / math.sqrt(K)).masked_fill(hidden, -math.inf)
-    att = plain.by_expert((score.softmax(-1) @ vbuf.to(wide)).to(dt), layout)
+    att = by_expert((score.softmax(-1) @ vbuf.to(wide)).to(dt), layout)
     if keep is not None:
         for buffer, x in zip(keep, (rq, rk, q_rot, score.logsumexp(-1, keepdim=True), att), strict=True):
             buffer.copy_(x)
@@ -58,7 +88,7 @@ def window_attention(qkv, kbuf, vbuf, kn, count, t, W, cos, sin, layout, keep):
 
 def window_attention_backward(datt, att, q_rot, rq, rk, lse, kbuf, vbuf, count, t, g0, W, cos, sin, layout, dk, dv, P, DS, DO):
     (B, _, _, _, K, _), (C, M), dt, wide = layout, heads(layout), datt.dtype, cos.dtype
-    do, o = (plain.by_cache_head(x, layout).to(wide) for x in (datt, att))
+    do, o = (by_cache_head(x, layout).to(wide) for x in (datt, att))
     q = q_rot.reshape(B * C, M, K).to(wide)
     slot = torch.arange(kbuf.size(1), device=datt.device)
     hidden = ((slot <= t) | (slot > W + t) | (slot < W - count[:, None])).repeat_interleave(C, 0)[:, None]
@@ -68,8 +98,8 @@ def window_attention_backward(datt, att, q_rot, rq, rk, lse, kbuf, vbuf, count, 
     P[:, t - g0, :, old], DS[:, t - g0, :, old], DO[:, t - g0] = p[..., old].to(dt), ds[..., old].to(dt), do.to(dt)
     dk[:, now] += ds[..., now].mT @ q
     dv[:, now] += p[..., now].mT @ do
-    dq = plain.rms_backward((ds @ kbuf.to(wide)).view(B, C, M, K), q_rot, rq)
-    dkey = plain.rms_backward(dk[:, W + t].view(B, C, K), kbuf[:, W + t].view(B, C, K), rk)
+    dq = rms_backward((ds @ kbuf.to(wide)).view(B, C, M, K), q_rot, rq)
+    dkey = rms_backward(dk[:, W + t].view(B, C, K), kbuf[:, W + t].view(B, C, K), rk)
     dq, dkey = (plain.apply_rope(x, cos[W + t], -sin[W + t]).reshape(B, -1) for x in (dq, dkey))
     return torch.cat([dq, dkey, dv[:, W + t].reshape(B, -1)], -1).to(dt)
 
@@ -103,7 +133,7 @@ def expert_relu_backward(dx, down, act, out=None):
 
 def cross_entropy(logits, target, grad_scale, dt):
     x = logits.detach().clone().requires_grad_()
-    loss = F.cross_entropy(15 * torch.tanh(x / 15), target[:, 0], reduction='sum')
+    loss = F.cross_entropy(15 * torch.tanh(x / 15), target, reduction='sum')
     return loss.detach(), None if grad_scale is None else torch.autograd.grad(loss, x)[0].mul(grad_scale).to(dt)
 
 
@@ -120,7 +150,7 @@ def attention_inputs(layout, W, n, F_, dt=torch.float32, device='cpu', seed=0):
         return torch.randn(*shape, generator=g, device=device).to(dtype)
     cos, sin = plain.rope_table(S, K, torch.zeros((), device=device))
     kn = normal(B * C, S, K, dtype=wide)
-    kn = (kn * plain.rms(kn)).to(dt)
+    kn = (kn * rms(kn)).to(dt)
     kbuf, vbuf = plain.apply_rope(kn, cos, sin).to(dt), normal(B * C, S, K)
     count = torch.tensor([0, W, W // 2, 1][:B] + [W] * (B - 4), device=device)
     x = {'qkv': normal(n, B, (C * M + 2 * C) * K), 'kbuf': kbuf, 'vbuf': vbuf, 'kn': kn, 'count': count, 'cos': cos, 'sin': sin,
@@ -141,7 +171,8 @@ def copies(tree):
 
 def token(op, backward, x, keep, rows, t, W, g0, layout):
     """One token, forward or backward, with either implementation."""
-    rq, rk, q_rot, lse, att = saved = unroll.at({name: v[None] for name, v in keep.items()}, unroll.ATTENTION, 0, t, layout[0])
+    rq, rk, q_rot, lse = (keep[name][t] for name in ('rq', 'rk', 'q_rot', 'lse'))
+    saved = rq, rk, q_rot, lse, att = rq, rk, q_rot, lse, keep['att'].narrow(1, t * layout[0], layout[0])
     if not backward:
         return op(x['qkv'][t], x['kbuf'], x['vbuf'], x['kn'], x['count'], t, W, x['cos'], x['sin'], layout, saved)
     datt = x['datt'].narrow(1, t * layout[0], layout[0])
@@ -163,20 +194,20 @@ def test_window_attention_token_by_token(layout, W, n, F_):
     for t in range(n):
         before = x['kbuf'].clone()
         att, want = (token(op, False, *args, t, W, 0, layout) for op, *args in
-                     ((tk.window_attention, x, keep, rows), (window_attention, y, keep_y, rows_y)))
+                     ((kernel_forward, x, keep, rows), (window_attention, y, keep_y, rows_y)))
         close(att, want)
         for name in ('kbuf', 'vbuf', 'kn'):
             close(x[name], y[name])
         assert not torch.equal(x['kbuf'], before)
     for name in keep:
         close(keep[name], keep_y[name])
-    alone = token(lambda *args: tk.window_attention(*args[:-1], None), False, x, keep, rows, n - 1, W, 0, layout)
+    alone = token(lambda *args: kernel_forward(*args[:-1], None), False, x, keep, rows, n - 1, W, 0, layout)
     assert torch.equal(alone, att)                             # without `keep` the same
     assert alone.data_ptr() != att.data_ptr() and torch.equal(att, keep['att'][:, -layout[0]:])
     keep['att'].copy_(x['datt'] + 0.5)                         # any values: the backward takes o as it is given
     for t in reversed(range(n)):
         g0 = t // F_ * F_
-        close(token(tk.window_attention_backward, True, x, keep, rows, t, W, g0, layout),
+        close(token(kernel_backward, True, x, keep, rows, t, W, g0, layout),
               token(window_attention_backward, True, y, keep, rows_y, t, W, g0, layout), rtol=1e-4, atol=1e-4)
         for name in ('dk', 'dv'):
             close(x[name], y[name], rtol=1e-4, atol=1e-4)
@@ -188,14 +219,14 @@ def test_window_attention_token_by_token(layout, W, n, F_):
 def block_by_kernels(x, keep, rows, layout, W, n, F_):
     """n tokens forward and backward. Returns the attended values and the gradient of qkv."""
     for t in range(n):
-        token(tk.window_attention, False, x, keep, rows, t, W, 0, layout)
+        token(kernel_forward, False, x, keep, rows, t, W, 0, layout)
     x['dk'].zero_()
     x['dv'].zero_()
     grad = torch.empty_like(x['qkv'])
     for g0 in reversed(range(0, n, F_)):
         group = range(g0, min(n, g0 + F_))
         for t in reversed(group):
-            grad[t] = token(tk.window_attention_backward, True, x, keep, rows, t, W, g0, layout)
+            grad[t] = token(kernel_backward, True, x, keep, rows, t, W, g0, layout)
         P, DS, DO = (rows[name][:, :len(group)].flatten(1, 2) for name in ('P', 'DS', 'DO'))
         Q = keep['q_rot'][g0:g0 + len(group)].flatten(1, 2).transpose(0, 1).reshape(DO.shape)
         x['dk'][:, g0:W + g0] += (DS[..., g0:W + g0].mT @ Q).float()
@@ -209,15 +240,15 @@ def block_by_autograd(x, layout, W, n):
     qkv = x['qkv'].clone().requires_grad_()
     q, k, v = qkv.split([C * M * K, C * K, C * K], -1)
     q, k, v = q.reshape(n, B * C, M, K), *(x.reshape(n, B * C, K).transpose(0, 1) for x in (k, v))
-    keys, values = torch.cat([x['kn'][:, :W], k * plain.rms(k)], 1), torch.cat([x['vbuf'][:, :W], v], 1)
+    keys, values = torch.cat([x['kn'][:, :W], k * rms(k)], 1), torch.cat([x['vbuf'][:, :W], v], 1)
     keys = plain.apply_rope(keys, x['cos'], x['sin'])
-    q = plain.apply_rope(q * plain.rms(q), x['cos'][W:, None, None], x['sin'][W:, None, None])
+    q = plain.apply_rope(q * rms(q), x['cos'][W:, None, None], x['sin'][W:, None, None])
     slot, at = torch.arange(W + n, device=q.device), torch.arange(n, device=q.device)[:, None]
     empty = (slot < W - x['count'][:, None]).repeat_interleave(C, 0)
     hidden = ((slot <= at) | (slot > W + at))[:, None] | empty                               # (n, B*C, S)
     p = (torch.einsum('tbmk,bsk->tbms', q, keys) / math.sqrt(K)).masked_fill(hidden[:, :, None], -math.inf).softmax(-1)
     o = torch.einsum('tbms,bsk->tbmk', p, values)
-    att = torch.cat([plain.by_expert(o_t, layout) for o_t in o], 1)
+    att = torch.cat([by_expert(o_t, layout) for o_t in o], 1)
     return att.detach(), torch.autograd.grad(att, qkv, x['datt'])[0]
 
 
@@ -281,7 +312,7 @@ def test_expert_products(E, B, D, O):
 @pytest.mark.parametrize('rows, V', [(3, 50304), (5, 1001), (2, 7)])
 def test_cross_entropy(rows, V):
     torch.manual_seed(0)
-    logits, target = torch.randn(rows, V) * 20, torch.randint(V, (rows, 1))
+    logits, target = torch.randn(rows, V) * 20, torch.randint(V, (rows,))
     logits[0, :2] = torch.tensor([1e4, -1e4])                  # far beyond the cap
     logits[-1] -= 200                                          # all scores at the lower cap
     want, dwant = cross_entropy(logits.double(), target, 0.25, torch.float64)
@@ -327,10 +358,11 @@ def record(launches, cells):
         kbuf, table, att = empty(B * C, S, K), empty(S, K // 2, dtype=wide), empty(E, B, D)
         lse, rk, q_rot, count = empty(B * C, M, 1, dtype=wide), empty(B, C, 1, dtype=wide), empty(B, C, M, K), empty(B, dtype=torch.int64)
         P, grads = empty(B * C, 8, M, S), empty(B * C, S, K, dtype=wide)
-        for keep in (None, (lse, rk, q_rot, lse, att)):
-            tk.window_attention(empty(B, (C * M + 2 * C) * K), kbuf, kbuf, kbuf, count, t, W, table, table, layout, keep)
-        tk.window_attention_backward(att, att, q_rot, lse, rk, lse, kbuf, kbuf, count, t, 8, W, table, table, layout, grads, grads, P, P,
-                                     empty(B * C, 8, M, K))
+        h = plain.Heads(*layout[1:])
+        for keep in (None, (lse, rk, q_rot, lse)):
+            tk.window_attention(empty(B, (C * M + 2 * C) * K), (kbuf, kbuf, kbuf, count, table, table), (t, W), h, att, keep)
+        tk.window_attention_backward(att, (att, q_rot, lse, rk, lse), (kbuf, kbuf, count, table, table), (t, 8, W), h,
+                                     (grads, grads, P, P, empty(B * C, 8, M, K)), None)
         y, ss = tk.expert_residual(att, empty(E, D, D), empty(B, D, dtype=wide), False)
         act, r = empty(E, B, O), empty(E, B, 1, dtype=wide)
         x, ss_x = tk.expert_residual(act, empty(E, D, O), y, True)
@@ -339,7 +371,7 @@ def record(launches, cells):
             tk.norm_sum(x, ss_x, empty(dtype=wide), out and (att, r))
         tk.expert_relu_backward(att, empty(E, D, O), act)
     for dtype in (torch.bfloat16, wide):
-        tk.cross_entropy(empty(333, 50304, dtype=dtype), empty(333, 1, dtype=torch.int64), 0.1, torch.bfloat16)
+        tk.cross_entropy(empty(333, 50304, dtype=dtype), empty(333, dtype=torch.int64), 0.1, torch.bfloat16)
 
 
 def compile_for_h100(fn, args, kwargs):
@@ -408,7 +440,7 @@ def check_attention(layout, W, n, F_, dt, device):
     for mine, theirs in zip(block_by_kernels(copies(x), copies(keep), rows, layout, W, n, F_), exact, strict=True):
         alike(mine, theirs)
     for t in range(n):
-        alike(token(tk.window_attention, False, x, keep, rows, t, W, 0, layout),
+        alike(token(kernel_forward, False, x, keep, rows, t, W, 0, layout),
               token(window_attention, False, y, keep_y, rows_y, t, W, 0, layout))
     for name in ('kbuf', 'vbuf', 'kn'):
         alike(x[name][:, W:], y[name][:, W:])
@@ -418,7 +450,7 @@ def check_attention(layout, W, n, F_, dt, device):
     keep_y['att'].copy_(y['datt'].roll(1, 0))
     for t in reversed(range(n)):
         g0 = t // F_ * F_
-        alike(token(tk.window_attention_backward, True, x, keep, rows, t, W, g0, layout),
+        alike(token(kernel_backward, True, x, keep, rows, t, W, g0, layout),
               token(window_attention_backward, True, y, keep_y, rows_y, t, W, g0, layout))
         for name, columns in (('P', slice(g0, W + g0)), ('DS', slice(g0, W + g0)), ('DO', slice(None))):
             alike(rows[name][:, t - g0, :, columns], rows_y[name][:, t - g0, :, columns])
@@ -435,7 +467,7 @@ def check_experts(E, B, D, O, dt, device):
 
 
 def check_cross_entropy(rows, V, dt, device):
-    logits, target = torch.randn(rows, V, device=device) * 10, torch.randint(V, (rows, 1), device=device)
+    logits, target = torch.randn(rows, V, device=device) * 10, torch.randint(V, (rows,), device=device)
     for dtype in (dt, torch.float32):
         x = logits.to(dtype)
         want, dwant = cross_entropy(x.double(), target, 0.25, torch.float64)

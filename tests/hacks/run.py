@@ -1,0 +1,111 @@
+"""In a copy of the project with a patch in it: three updates of every path beside the patched plain equations, in float64, and decoding beside
+them. python run.py [--inductor] model|agents '{settings}'. Prints the plain losses."""
+
+import ast
+import sys
+
+import torch
+
+import kernels
+import unroll
+
+
+def trained(model, loss_of, path, updates=3):
+    """Loss of each update and gradients of the last."""
+    model.config.path = path
+    optimizer, losses = torch.optim.Adam(model.parameters(), lr=1e-2), []
+    for i in range(updates):
+        loss = loss_of(model, i)
+        optimizer.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+    return losses, grads
+
+
+def same(found, expected, what, rtol=1e-8):
+    assert all(abs(a - b) <= rtol * abs(b) for a, b in zip(found[0], expected[0], strict=True)), (what, found[0], expected[0])
+    assert found[1].keys() == expected[1].keys()
+    for name, b in expected[1].items():
+        error, size = (found[1][name] - b).norm(), b.norm()
+        assert error <= rtol * size + 1e-12, (what, name, error.item(), size.item())
+
+
+def models(settings):
+    from decode import Decoder
+    from model import GPT, RecurrentGPT
+    from reference import V, make, tokens
+
+    def loss_of(model, i):
+        nonlocal state
+        loss, state = model(tokens(2, 7, seed=i), tokens(2, 7, seed=i + 10), state if i else None)
+        return loss
+
+    for sizes in ({'n_expert': 3}, {'n_expert': 3, 'share_kv': False, 'n_layer': 1}):
+        state, found = None, {}
+        for path in ('plain', 'fast', 'compiled'):
+            model = make(RecurrentGPT, **sizes | settings)
+            found[path] = trained(model, loss_of, path)
+            same(found[path], found['plain'], path)
+        print(*found['plain'][0])
+        decode(Decoder, model, tokens(2, 11))
+    model, x = make(GPT, n_expert=2, **settings), tokens(2, 6)
+    if not found['plain'][1].keys() <= dict(model.named_parameters()).keys() | {'levels.0.a', 'levels.0.b'}:
+        return  # a patch of the recurrent model alone
+    same(trained(model, lambda model, i: model(x, x)[0], 'compiled'),
+         trained(make(GPT, n_expert=2, **settings), lambda model, i: model(x, x)[0], 'fast'), 'GPT')
+    decode(Decoder, model, tokens(2, 11))
+    assert V == 11
+
+
+def decode(Decoder, model, x):
+    model.config.path = 'plain'
+    with torch.no_grad():
+        expected, _ = model(x, state=model.init_state(2))
+    for compile in (False, True):
+        decoder = Decoder(model, 2, compile=compile)
+        for t in range(x.size(1)):
+            decoder.step(x[:, t])
+            assert (decoder.logits - expected[:, t]).norm() <= 1e-9 * expected[:, t].norm(), f'decoder, token {t}'
+
+
+def agents(settings):
+    from convlstm import AgentConfig, build_agent
+
+    for sizes in ({'kind': 'convlstm'}, {'kind': 'convglu'}, {'kind': 'convglu', 'residual': 'shared'}):
+        found = {}
+        for path in ('plain', 'fast', 'compiled'):
+            torch.manual_seed(0)
+            agent = build_agent(AgentConfig(n_layer=2, n_expert=3, n_embd=8, head_dim=16, **sizes, **settings)).double()
+            obs = torch.randint(5, (3, 2, 10, 10, 2), dtype=torch.uint8)
+            start = torch.zeros(3, 2, dtype=torch.bool)
+
+            def loss_of(agent, i, obs=obs, start=start):
+                logits, value, _ = agent(obs, start, agent.init_state(2))
+                return logits.square().mean() + (value - i).square().mean()
+
+            found[path] = trained(agent, loss_of, path)
+            same(found[path], found['plain'], path)
+        print(*found['plain'][0])
+
+
+if __name__ == '__main__':
+    torch.set_num_threads(1)
+    *options, what, settings = sys.argv[1:]
+    if not options:  # Inductor's C++ compiler takes minutes; what it is given is the same
+
+        def aot(f):
+            return torch.compile(f, dynamic=False, backend='aot_eager')
+
+        import functools
+
+        for module in (kernels, unroll):
+            module.compiled = functools.cache(aot)
+        import decode as decode_file
+
+        decode_file.compiled = kernels.compiled
+        compile = torch.compile
+        torch.compile = lambda f, **more: compile(f, **more | {'backend': 'aot_eager'})
+    {'model': models, 'agents': agents}[what](ast.literal_eval(settings))
+    print('all paths agree')
