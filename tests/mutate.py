@@ -63,6 +63,7 @@ ERRORS = 'tests/test_sweep.py::test_standard_errors_and_differences_by_hand'
 DRAWN = 'tests/test_sweep.py::test_ablations_are_drawn_with_standard_errors'
 PLANS = 'tests/test_sweep.py::test_ablation_plans'
 DEAR = 'tests/test_sweep.py::test_language_models_cost_16_blocks'
+LOW = "torch.is_autocast_enabled('cpu')"
 BF16 = 'tests/test_model.py::test_recurrent_in_fp32_and_bf16'
 MUON = 'tests/test_muon.py'
 
@@ -114,12 +115,12 @@ MUTATIONS = {
         ("'gpt2': 50304", "'gpt2': 50257"),
     ],
     ('model.py', WHO): [
-        ("and not name.endswith('expert_embedding')]", ']'),
-        ('p.dim() >= 2 and not name', "p.dim() >= 2 and 'router' not in name and not name"),
+        ("and not n.endswith('expert_embedding')]", ']'),
+        ('p.dim() >= 2 and not n.', "p.dim() >= 2 and 'router' not in n and not n."),
     ],
     ('model.py', SIZES): [
         ('D // 96 if D % 192 == 0 else', 'D // 48 if D % 192 == 0 else'),
-        ('self.n_head // 2 if self.n_head % 2 == 0', 'self.n_head if self.n_head % 2 == 0'),
+        ('H // 2 if H % 2 == 0 else H', 'H'),
         ('vocab_size: int = 50304', 'vocab_size: int = 50257'),
     ],
     ('muon.py', MUON_DEFAULTS): [
@@ -229,16 +230,16 @@ MUTATIONS = {
     ],
     ('model.py', BF16): [
         (
-            "{'a': level.a,",
-            "{'a': level.a + torch.is_autocast_enabled('cpu') * (level.a - level.a.detach()),",
+            'w = {name: p for name, p in',
+            f"w = {{name: p + (name == 'a') * {LOW} * (p - p.detach()) for name, p in",
         ),
         (
-            "'b': level.b,",
-            "'b': level.b - 2 * torch.is_autocast_enabled('cpu') * (level.b - level.b.detach()),",
+            'w = {name: p for name, p in',
+            f"w = {{name: p - 2 * (name == 'b') * {LOW} * (p - p.detach()) for name, p in",
         ),
         (
-            "'up': level.up,",
-            "'up': level.up + torch.is_autocast_enabled('cpu') * (level.up - level.up.detach()),",
+            'w = {name: p for name, p in',
+            f"w = {{name: p + (name == 'up') * {LOW} * (p - p.detach()) for name, p in",
         ),
     ],
     ('config/small_L2.py', FILES): [
