@@ -1,5 +1,5 @@
 # make demo: from nothing to a trained language model and a sample, on a CPU. make demo-sokoban: an agent, its curve and two games.
-# make test: the tests. make test-long: all of them, some in their long form. All set up .venv by themselves.
+# make test: the tests, on two cores, some in a short form. make test-long: all of them, those in their long form. All set up .venv by themselves.
 PYTHON ?= python3
 BIN = .venv/bin
 # A processor without bfloat16 needs three to four times as long for the same model: there the demos are smaller, and take as long.
