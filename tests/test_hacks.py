@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,7 +20,7 @@ def run(folder, hack, settings, *options):
     env = dict(os.environ, OMP_NUM_THREADS='1', PYTHONPATH=os.pathsep.join([str(folder), str(ROOT / 'tests')]))
     what = 'agents' if 'convlstm' in hack else 'model'
     command = [sys.executable, str(ROOT / 'tests/hacks/run.py'), *options, what, repr(settings)]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=3000)
+    done = forks.run(command, cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.endswith('all paths agree\n'), done.stdout + done.stderr[-4000:]
     return done.stdout
 
