@@ -619,15 +619,17 @@ def memory(
         # tokens and blocks that are kept for the backward: where blocks are graphs, they run again
         every = whole or kind == 'cpu'
         tokens, kept = (T, -(-T // n)) if every else (n, 1)
-        # of a chunk, of its blocks, of one's gradients, the new ones and a rotation; between blocks also the chunk's
-        need['chunk'] = rows * cache * ((W + T) / W + (1.5 * kept + 2) * (W + n) / W + 4.6)
-        need['chunk'] += rows * cache * (2 * (W + T) / W if T > n else 0)
-        token = L * (
-            size * (19 * E + 4) * D + 16 * D
-        )  # what the backward reads, and leaves for weights
+        # of a chunk; of its blocks that are kept; of one's gradients, the new ones, what is fresh
+        need['chunk'] = rows * cache * ((W + T) / W + (1.5 * kept + 6) * (W + n) / W)
+        if T > n or not every:  # between blocks: gradients of the chunk's
+            need['chunk'] += rows * cache * 2 * (W + T) / W
+        if not every:  # what a block's graphs read and write
+            need['chunk'] += rows * cache * (W + n) / W
+        # of a token: what the backward reads and leaves for weights, of a level's weights once more
+        token = L * D * (16 * E * size + 12) + 9 * E * D * size
         weights = 16 * L * E * c.n_head * (W + n) * size
         need['chunk'] += rows * (tokens * token + weights + 40 * T * D)
-        validation = rows * cache * ((W + t) / W + 1.5 * (W + n) / W + 6)
+        validation = rows * cache * ((W + t) / W + 3 * (W + n) / W)
     else:
         need['chunk'] = rows * T * D * (L * (15 * E * size + 8) + 40)
         validation = rows * (2 * cache + E * t * (76 * D + 13 * c.n_head * (W + t)))

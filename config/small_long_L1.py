@@ -1,5 +1,5 @@
 """Recurrent Transformer, small budget (16 blocks of width 768), long context: L = 1 levels of E = 16 experts.
-1.3B tokens of FineWeb, on GPUs of 80 GB (torchrun for several). Takes 43 GB on one, 35 GB on each of four (512 rows at a time):
+1.3B tokens of FineWeb, on GPUs of 80 GB (torchrun for several). Takes 46 GB on one, 43 GB on each of four (512 rows at a time):
 as calculated by model.memory, not measured on a GPU; not run by us yet.
 The carried keys and values are 3.2 GB over all GPUs, and as much of a checkpoint."""
 out_dir = 'out/small_long_L1'
