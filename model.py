@@ -631,7 +631,7 @@ def memory(
         need['chunk'] += rows * (tokens * token + weights + 40 * T * D)
         validation = rows * cache * ((W + t) / W + 3 * (W + n) / W)
     else:
-        need['chunk'] = rows * T * D * (L * (15 * E * size + 8) + 40)
+        need['chunk'] = rows * T * D * (L * (17 * E * size + 8) + 40)
         validation = rows * (2 * cache + E * t * (76 * D + 13 * c.n_head * (W + t)))
     validation += 16 * logits
     if not whole:  # it runs in the training's memory, but for its buffers
