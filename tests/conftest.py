@@ -26,6 +26,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: 'triton' not in item.nodeid)   # the longest single tests first, or one process ends with them alone
     for item in items:
         if item.get_closest_marker('long') and not config.getoption('--long'):
             item.add_marker(pytest.mark.skip(reason='pytest --long runs it'))

@@ -30,6 +30,8 @@ def test_every_path_follows_a_patch(tmp_path, hack, request):
     changed = [line for line in HACKS[hack].read_text().splitlines() if line[0] in '+-' and line[:3] not in ('+++', '---')]
     assert sum(line[0] == '+' for line in changed) <= 6 and sum(line[0] == '-' for line in changed) <= 6
     assert HACKS[hack].read_text().count('+++ ') == 1
+    if hack in ('c_gelu', 'e_z_loss') and not request.config.getoption('--long'):
+        pytest.skip('--long: of its kind the short form has b_swiglu, and f_gated_state')
     options = ['--inductor'] if request.config.getoption('--long') else []
     for file in ROOT.glob('*.py'):
         shutil.copy(file, tmp_path)

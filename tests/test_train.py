@@ -408,7 +408,7 @@ def test_memory_of_this_machine():
     ({'resume': True, 'overwrite': True}, 'exclude each other'), ({'val_tokens': 10**6}, 'lower val_tokens'),
     ({'tokens_per_step': 8 * 64}, 'too few'), ({'betas': '(0.9,)'}, 'betas = (0.9,)'), ({'threads': -1}, 'threads = -1'),
     ({'threads': 100000}, 'threads = 100000: at most'), ({'n_layer': 10**8}, 'n_layer = 100000000, n_expert = 2, n_embd = 32'),
-    ({'window': 10**12}, 'needs about 51'), ({'eval_only': True}, 'out: holds no trained run'),
+    ({'window': 10**12}, 'GB with batch_size = 1, but'), ({'eval_only': True}, 'out: holds no trained run'),
     ({'path': 'compiled'}, "path = 'compiled'"), ({'momentum': 1.5}, 'momentum = 1.5'), ({'learning_rate': -1}, 'learning_rate = -1.0'), ({'n_layers': 3}, "did you mean 'n_layer'"),
 ])
 def test_mistakes_are_one_line(data, tmp_path, settings, message, monkeypatch, capfd):
