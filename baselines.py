@@ -11,6 +11,7 @@ The LSTM reads the streams of the recurrent model and carries its state; the Tra
 The Transformer is nanoGPT's with what is usual today: pre-norm RMSNorm, RoPE, grouped queries, squared ReLU, no biases, untied head,
 scaled_dot_product_attention, compiled as a whole. The LSTM runs as torch gives it (cuDNN on a GPU).
 """
+
 import math
 import os
 import shutil
@@ -18,14 +19,31 @@ import sys
 import time
 from collections.abc import Callable
 
-from configurator import configure, every, fail, run_script  # before torch: how threads wait, what ctrl-C does
+from configurator import (
+    configure,
+    every,
+    fail,
+    run_script,
+)  # before torch: how threads wait, what ctrl-C does
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import bench
-from checkpoint import RUN_FILES, JsonlLog, check_model, compiles, last_words, pick_device, pick_dtype, prepare_out_dir, release, set_threads, write_json
+from checkpoint import (
+    RUN_FILES,
+    JsonlLog,
+    check_model,
+    compiles,
+    last_words,
+    pick_device,
+    pick_dtype,
+    prepare_out_dir,
+    release,
+    set_threads,
+    write_json,
+)
 from data_fineweb import VOCAB, SequenceLoader, StreamLoader, find_shards, load_val, token_bytes
 from kernels import apply_rope, rope_table
 from measure import header
@@ -34,6 +52,7 @@ from muon import lr_at
 from train_lm import autocast, compile_on_zeros, evaluate
 
 # -----------------------------------------------------------------------------
+# fmt: off
 # the baseline
 model = 'lstm'                 # 'lstm' or 'transformer'
 lstm_layers = 1                # one wide layer: at small sizes as good as two narrow ones, and faster
@@ -96,9 +115,14 @@ tensorboard = False            # log.jsonl again
 wandb = False                  # the same
 graphs = True                  # CUDA graphs are our model's
 path = 'fast'                  # --speed measures 'fast' and 'compiled'
+# fmt: on
 # -----------------------------------------------------------------------------
 
-ELSEWHERE = {'learning_rate': 'baseline_lr', 'weight_decay': 'baseline_decay', 'betas': 'baseline_betas'}
+ELSEWHERE = {
+    'learning_rate': 'baseline_lr',
+    'weight_decay': 'baseline_decay',
+    'betas': 'baseline_betas',
+}
 PEAK_LR = {'lstm': 2e-3, 'transformer': 1e-3}
 OUR_PATHS = ('fast', 'compiled')  # that --speed measures
 
@@ -112,16 +136,22 @@ class LSTM(nn.Module):
         self.lstm = nn.LSTM(D, hidden, layers, batch_first=True)
         self.head = nn.Linear(hidden, V)
         with torch.no_grad():
-            for l in range(layers):  # forget gates start open (Jozefowicz et al., 2015); gates are stored in the order i, f, g, o
+            for l in range(
+                layers
+            ):  # forget gates start open (Jozefowicz et al., 2015); gates are stored in the order i, f, g, o
                 getattr(self.lstm, f'bias_ih_l{l}')[hidden : 2 * hidden] = 1
 
     def init_state(self, B: int) -> None:
         return None
 
-    def forward(self, idx: torch.Tensor, targets: torch.Tensor,
-                state: tuple[torch.Tensor, torch.Tensor] | None = None) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    def forward(
+        self,
+        idx: torch.Tensor,
+        targets: torch.Tensor,
+        state: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         """idx, targets (B, T) -> mean cross-entropy in nats, the state to carry, detached."""
-        x, state = self.lstm(self.embedding(idx), state)       # (B, T, hidden)
+        x, state = self.lstm(self.embedding(idx), state)  # (B, T, hidden)
         loss = F.cross_entropy(self.head(x).flatten(0, 1).float(), targets.flatten())
         return loss, tuple(s.detach() for s in state)
 
@@ -137,19 +167,30 @@ class Block(nn.Module):
         self.up = nn.Linear(D, 4 * D, bias=False)
         self.down = nn.Linear(4 * D, D, bias=False)
         for linear in (self.qkv, self.up, self.out, self.down):
-            linear.weight.data.normal_(0, 0.02 / math.sqrt(2 * L) if linear in (self.out, self.down) else 0.02)  # GPT-2's
+            linear.weight.data.normal_(
+                0, 0.02 / math.sqrt(2 * L) if linear in (self.out, self.down) else 0.02
+            )  # GPT-2's
 
-    def forward(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | None,
-                cache: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+    def forward(
+        self,
+        x: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        mask: torch.Tensor | None,
+        cache: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
         """x (B, T, D). cache: None, or keys (not rotated) and values of the last W tokens (B, G, W, K). -> x, the next cache"""
         B, T, D = x.shape
-        q, k, v = (y.transpose(1, 2) for y in self.qkv(norm(x)).view(B, T, -1, self.K).split(self.heads, 2))
+        q, k, v = (
+            y.transpose(1, 2) for y in self.qkv(norm(x)).view(B, T, -1, self.K).split(self.heads, 2)
+        )
         if cache is not None:
             k, v = torch.cat([cache[0].to(k.dtype), k], 2), torch.cat([cache[1].to(v.dtype), v], 2)
             cache = k[:, :, T:], v[:, :, T:]
         cos, sin = rope
         q, k = apply_rope(q, cos[-T:], sin[-T:]).to(v.dtype), apply_rope(k, cos, sin).to(v.dtype)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.size(1) != k.size(1))
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.size(1) != k.size(1)
+        )
         x = x + self.out(y.transpose(1, 2).reshape(B, T, D))
         return x + self.down(F.relu(self.up(norm(x))).square()), cache
 
@@ -161,7 +202,9 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = c
         self.embedding = nn.Embedding(V, c.n_embd)
-        self.blocks = nn.ModuleList(Block(c.n_embd, c.n_head, c.n_kv_head, c.n_layer) for _ in range(c.n_layer))
+        self.blocks = nn.ModuleList(
+            Block(c.n_embd, c.n_head, c.n_kv_head, c.n_layer) for _ in range(c.n_layer)
+        )
         self.head = nn.Linear(c.n_embd, V, bias=False)
         for weight in (self.embedding.weight, self.head.weight):
             weight.data.normal_(0, 0.02)
@@ -171,7 +214,9 @@ class Transformer(nn.Module):
         cache = torch.zeros(B, c.n_kv_head, c.window, c.head_dim, device=device)
         return [(cache, cache)] * c.n_layer, torch.zeros(B, dtype=torch.int64, device=device)
 
-    def forward(self, idx: torch.Tensor, targets: torch.Tensor, state: tuple | None = None) -> tuple[torch.Tensor, tuple | None]:
+    def forward(
+        self, idx: torch.Tensor, targets: torch.Tensor, state: tuple | None = None
+    ) -> tuple[torch.Tensor, tuple | None]:
         T, W = idx.size(1), self.config.window
         x, new, mask = self.embedding(idx), [], None
         caches, count = state if state is not None else ([None] * len(self.blocks), None)
@@ -192,23 +237,48 @@ def count_params(net: nn.Module) -> int:
 def match_hidden(V: int, D: int, layers: int, target: int) -> int:
     """The hidden size whose LSTM has as near to `target` parameters as can be, at least 98% of them; a multiple of 8, which a GPU
     likes, where that is within 1%. ValueError where even a hidden size of 1 has more."""
+
     def params(h):
         return V * D + 4 * h * (D + h + 2) + (layers - 1) * 4 * h * (2 * h + 2) + V * (h + 1)
+
     if params(1) > 1.02 * target:
-        raise ValueError(f'an LSTM with embedding and head for V = {V}, D = {D} has more than {target} parameters: lower n_embd')
+        raise ValueError(
+            f'an LSTM with embedding and head for V = {V}, D = {D} has more than {target} parameters: lower n_embd'
+        )
     below = 1
     while params(below + 1) <= target:
         below += 1
-    best = min((h for h in (below, below + 1) if params(h) >= 0.98 * target), key=lambda h: abs(params(h) - target))
-    eights = [h for h in (best // 8 * 8, best // 8 * 8 + 8) if h > 0 and abs(params(h) / target - 1) <= 0.01]
+    best = min(
+        (h for h in (below, below + 1) if params(h) >= 0.98 * target),
+        key=lambda h: abs(params(h) - target),
+    )
+    eights = [
+        h
+        for h in (best // 8 * 8, best // 8 * 8 + 8)
+        if h > 0 and abs(params(h) / target - 1) <= 0.01
+    ]
     return min(eights, key=lambda h: abs(params(h) - target)) if eights else best
 
 
 def our_config(config: dict) -> ModelConfig:
     """ModelConfig of our model for the same settings. ValueError where sizes do not fit."""
     if config['model'] == 'transformer' and config['n_expert'] != 1:
-        raise ValueError(f"n_expert = {config['n_expert']}: model = 'transformer' is the twin of GPT with n_expert = 1, give its n_layer too")
-    names = ('n_layer', 'n_expert', 'n_embd', 'n_head', 'n_kv_head', 'window', 'block_size', 'aggregation', 'share_kv', 'residual', 'router_dim')
+        raise ValueError(
+            f"n_expert = {config['n_expert']}: model = 'transformer' is the twin of GPT with n_expert = 1, give its n_layer too"
+        )
+    names = (
+        'n_layer',
+        'n_expert',
+        'n_embd',
+        'n_head',
+        'n_kv_head',
+        'window',
+        'block_size',
+        'aggregation',
+        'share_kv',
+        'residual',
+        'router_dim',
+    )
     return ModelConfig(VOCAB[config['tokenizer']], **{name: config[name] for name in names})
 
 
@@ -224,27 +294,60 @@ def build(config: dict) -> tuple[LSTM | Transformer, dict]:
     if config['model'] == 'lstm':
         hidden = match_hidden(c.vocab_size, c.n_embd, config['lstm_layers'], target)
         net = LSTM(c.vocab_size, c.n_embd, hidden, config['lstm_layers'])
-        flops = 2.0 * sum(p.numel() for name, p in net.named_parameters() if 'weight' in name and 'embedding' not in name)
+        flops = 2.0 * sum(
+            p.numel()
+            for name, p in net.named_parameters()
+            if 'weight' in name and 'embedding' not in name
+        )
         what = {'name': f'nn.LSTM, {config["lstm_layers"]} x {hidden}', 'hidden': hidden}
     else:
         net, what = Transformer(c.vocab_size, c), {'name': 'plain Transformer'}
-    return net, {**what, 'params': count_params(net), 'params_of_ours': target, 'flops_per_token': flops}
+    return net, {
+        **what,
+        'params': count_params(net),
+        'params_of_ours': target,
+        'flops_per_token': flops,
+    }
 
 
 def make_adamw(net: nn.Module, lr: float, config: dict) -> torch.optim.AdamW:
-    matrices, rest = [p for p in net.parameters() if p.dim() > 1], [p for p in net.parameters() if p.dim() < 2]
-    groups = [{'params': matrices, 'weight_decay': config['baseline_decay']}, {'params': rest, 'weight_decay': 0.0}]
-    return torch.optim.AdamW([group for group in groups if group['params']], lr=lr, betas=config['baseline_betas'], fused=True)
+    matrices, rest = (
+        [p for p in net.parameters() if p.dim() > 1],
+        [p for p in net.parameters() if p.dim() < 2],
+    )
+    groups = [
+        {'params': matrices, 'weight_decay': config['baseline_decay']},
+        {'params': rest, 'weight_decay': 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group['params']],
+        lr=lr,
+        betas=config['baseline_betas'],
+        fused=True,
+    )
 
 
 # ----------------------------------------------------------------------------- training
 
-def update(run: nn.Module, params: list[nn.Parameter], optimizer: torch.optim.Optimizer, loader: StreamLoader | SequenceLoader,
-           states: list[tuple | None], micro: int, lr: float, config: dict, kind: str, amp: torch.dtype) -> tuple[float, float]:
+
+def update(
+    run: nn.Module,
+    params: list[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    loader: StreamLoader | SequenceLoader,
+    states: list[tuple | None],
+    micro: int,
+    lr: float,
+    config: dict,
+    kind: str,
+    amp: torch.dtype,
+) -> tuple[float, float]:
     """One update: forward and backward of all micro-batches, clip, step. states: one a micro-batch, replaced in place."""
     x, y, reset = loader.next()
     total = torch.zeros((), device=kind)
-    for i, (x_i, y_i) in enumerate(zip(x.to(kind).split(micro), y.to(kind).split(micro), strict=True)):
+    for i, (x_i, y_i) in enumerate(
+        zip(x.to(kind).split(micro), y.to(kind).split(micro), strict=True)
+    ):
         with autocast(kind, amp):
             loss, states[i] = run(x_i, y_i, None if reset else states[i])
         loss = loss * (x_i.numel() / x.numel())
@@ -265,43 +368,85 @@ def train(config: dict, lr: float, log_path: str, kind: str, amp: torch.dtype) -
     micro = min(config['batch_size'] or B, B)
     loader_class = StreamLoader if config['model'] == 'lstm' else SequenceLoader
     loader = loader_class(find_shards(config['data_dir'], 'train', config['tokenizer']), B, T, V)
-    val = load_val(find_shards(config['data_dir'], 'val', config['tokenizer']), config['val_tokens'], config['val_streams'], V)
+    val = load_val(
+        find_shards(config['data_dir'], 'val', config['tokenizer']),
+        config['val_tokens'],
+        config['val_streams'],
+        V,
+    )
     val = (*val, int(token_bytes(config['tokenizer'])[val[1].numpy()].sum()))
     net, what = build(config)
     run = net = net.to(kind)
-    print(f'{what["name"]}: {what["params"]:,} parameters (ours {what["params_of_ours"]:,}), peak learning rate {lr}', flush=True)
+    print(
+        f'{what["name"]}: {what["params"]:,} parameters (ours {what["params_of_ours"]:,}), peak learning rate {lr}',
+        flush=True,
+    )
     if config['compile'] and config['model'] == 'transformer':
         run = torch.compile(net, dynamic=False)
         if not compiles(run, lambda: compile_on_zeros(run, micro, T, kind, amp)):
             run = net
     params, optimizer = list(net.parameters()), make_adamw(net, lr, config)
     due = every()
-    states, log, seconds, best, record = [None] * math.ceil(B / micro), JsonlLog(log_path), 0.0, math.inf, {'step': 0, 'tokens': 0}
+    states, log, seconds, best, record = (
+        [None] * math.ceil(B / micro),
+        JsonlLog(log_path),
+        0.0,
+        math.inf,
+        {'step': 0, 'tokens': 0},
+    )
     for step in range(steps + 1):
         if step % config['eval_interval'] == 0 or step == steps:
             val_loss, bpb = evaluate(net, val, micro, T, kind, amp)
             record |= {'val_loss': val_loss, 'val_bits_per_byte': bpb}
             best = min(best, val_loss)
-            print(f'step {step}/{steps} | val loss {val_loss:.4f} | {bpb:.4f} bits per byte', flush=True)
+            print(
+                f'step {step}/{steps} | val loss {val_loss:.4f} | {bpb:.4f} bits per byte',
+                flush=True,
+            )
         log.write(record)
         if step == steps:
             break
-        rate, start = lr * lr_at(step, steps, config['warmup_iters'], config['final_lr_ratio']), time.perf_counter()
-        loss, grad_norm = update(run, params, optimizer, loader, states, micro, rate, config, kind, amp)
+        rate, start = (
+            lr * lr_at(step, steps, config['warmup_iters'], config['final_lr_ratio']),
+            time.perf_counter(),
+        )
+        loss, grad_norm = update(
+            run, params, optimizer, loader, states, micro, rate, config, kind, amp
+        )
         elapsed = time.perf_counter() - start
         seconds += elapsed
-        record = {'step': step + 1, 'tokens': (step + 1) * B * T, 'train_loss': loss, 'grad_norm': grad_norm, 'lr': rate,
-                  'ms': 1000 * elapsed, 'tokens_per_s': B * T / elapsed, 'seconds': seconds, 'epoch': loader.epoch}
+        record = {
+            'step': step + 1,
+            'tokens': (step + 1) * B * T,
+            'train_loss': loss,
+            'grad_norm': grad_norm,
+            'lr': rate,
+            'ms': 1000 * elapsed,
+            'tokens_per_s': B * T / elapsed,
+            'seconds': seconds,
+            'epoch': loader.epoch,
+        }
         if not math.isfinite(loss):
             print(f'update {step + 1}: loss {loss}, stopped: lower the learning rate', flush=True)
             val_loss = bpb = best = math.nan
             break
         if (step + 1) % config['log_interval'] == 0 or due():
-            print(f'step {step + 1}/{steps} | loss {loss:.4f} | lr {rate:.2e} | norm {grad_norm:.2f} | {1000 * elapsed:.0f} ms | '
-                  f'{B * T / elapsed:,.0f} tok/s', flush=True)
+            print(
+                f'step {step + 1}/{steps} | loss {loss:.4f} | lr {rate:.2e} | norm {grad_norm:.2f} | {1000 * elapsed:.0f} ms | '
+                f'{B * T / elapsed:,.0f} tok/s',
+                flush=True,
+            )
     log.close()
-    return {**what, 'learning_rate': lr, 'val_loss': val_loss, 'val_bits_per_byte': bpb, 'best_val_loss': best, 'tokens': steps * B * T,
-            'seconds': seconds, 'log': log_path}
+    return {
+        **what,
+        'learning_rate': lr,
+        'val_loss': val_loss,
+        'val_bits_per_byte': bpb,
+        'best_val_loss': best,
+        'tokens': steps * B * T,
+        'seconds': seconds,
+        'log': log_path,
+    }
 
 
 def train_all(config: dict, kind: str, amp: torch.dtype) -> None:
@@ -315,15 +460,23 @@ def train_all(config: dict, kind: str, amp: torch.dtype) -> None:
     best = min(results, key=lambda r: r['val_loss'] if math.isfinite(r['val_loss']) else math.inf)
     if config['lr_scan']:
         shutil.copyfile(best['log'], os.path.join(folder, 'log.jsonl'))
-    write_json({**header(config, kind, amp), 'best': best, 'runs': results}, os.path.join(folder, 'result.json'))
+    write_json(
+        {**header(config, kind, amp), 'best': best, 'runs': results},
+        os.path.join(folder, 'result.json'),
+    )
     release(folder)
-    print(f'done: {best["name"]}, {best["params"]:,} parameters, learning rate {best["learning_rate"]:g}: val loss {best["val_loss"]:.4f} nats, '
-          f'{best["val_bits_per_byte"]:.4f} bits per byte after {best["tokens"]:,} tokens, {best["seconds"]:.0f} s; {folder}')
+    print(
+        f'done: {best["name"]}, {best["params"]:,} parameters, learning rate {best["learning_rate"]:g}: val loss {best["val_loss"]:.4f} nats, '
+        f'{best["val_bits_per_byte"]:.4f} bits per byte after {best["tokens"]:,} tokens, {best["seconds"]:.0f} s; {folder}'
+    )
 
 
 # ----------------------------------------------------------------------------- speed
 
-def make_baseline(config: dict, compile_it: bool, kind: str, amp: torch.dtype) -> tuple[dict[str, Callable], dict]:
+
+def make_baseline(
+    config: dict, compile_it: bool, kind: str, amp: torch.dtype
+) -> tuple[dict[str, Callable], dict]:
     """bench.py's parts of a baseline: 'chunk', forward and backward of one batch, and 'optimizer', an update of AdamW."""
     net, what = build(config)
     net = net.to(kind)
@@ -337,6 +490,7 @@ def make_baseline(config: dict, compile_it: bool, kind: str, amp: torch.dtype) -
         with autocast(kind, amp):
             loss, carried[0] = run(x, y, carried[0])
         loss.backward()
+
     return {'chunk': chunk, 'optimizer': optimizer.step}, {**what, 'tokens': B * T}
 
 
@@ -344,19 +498,54 @@ def measure_speed(config: dict, kind: str, amp: torch.dtype) -> None:
     """Tokens/s of the baseline and of our model of the same settings, in turns; a Markdown table and a JSON file."""
     c = our_config(config)
     sizes = config_dict(c)
-    B, is_lstm = config['batch_size'] or config['tokens_per_step'] // c.block_size, config['model'] == 'lstm'
-    kinds = dict.fromkeys([amp, torch.float32] if is_lstm and not kind.startswith('cuda') else [amp])  # on a CPU its fp32 may be the faster
+    B, is_lstm = (
+        config['batch_size'] or config['tokens_per_step'] // c.block_size,
+        config['model'] == 'lstm',
+    )
+    kinds = dict.fromkeys(
+        [amp, torch.float32] if is_lstm and not kind.startswith('cuda') else [amp]
+    )  # on a CPU its fp32 may be the faster
     variants = {}
     for each in kinds:
-        label = f'{"nn.LSTM" if is_lstm else "plain Transformer, compiled"}, AdamW' + (f', {str(each)[6:]}' if each != amp else '')
-        variants[label] = make_baseline, {'config': config, 'compile_it': not is_lstm, 'kind': kind, 'amp': each}
+        label = f'{"nn.LSTM" if is_lstm else "plain Transformer, compiled"}, AdamW' + (
+            f', {str(each)[6:]}' if each != amp else ''
+        )
+        variants[label] = (
+            make_baseline,
+            {'config': config, 'compile_it': not is_lstm, 'kind': kind, 'amp': each},
+        )
     ours = 'RecurrentGPT' if is_lstm and config['recurrent'] else 'GPT'
     for path in OUR_PATHS:
-        variants[f'{ours}, {path}, Muon'] = bench.make_chunk, {'model': {**sizes, 'path': path}, 'kind': kind, 'amp': amp,
-                                                              'recurrent': ours == 'RecurrentGPT', 'B': B, 'optimizer': True}
-    cell = {'L': c.n_layer, 'E': c.n_expert, 'C': c.window if is_lstm else c.block_size, 'B': B, 'T': c.block_size, 'D': c.n_embd, 'V': c.vocab_size}
-    bench.run_suite(f'baseline_{config["model"]}', 'cpu', variants, {label: {'path': label, **cell} for label in variants},
-                    config, kind, amp, config['bench_seconds'])
+        variants[f'{ours}, {path}, Muon'] = (
+            bench.make_chunk,
+            {
+                'model': {**sizes, 'path': path},
+                'kind': kind,
+                'amp': amp,
+                'recurrent': ours == 'RecurrentGPT',
+                'B': B,
+                'optimizer': True,
+            },
+        )
+    cell = {
+        'L': c.n_layer,
+        'E': c.n_expert,
+        'C': c.window if is_lstm else c.block_size,
+        'B': B,
+        'T': c.block_size,
+        'D': c.n_embd,
+        'V': c.vocab_size,
+    }
+    bench.run_suite(
+        f'baseline_{config["model"]}',
+        'cpu',
+        variants,
+        {label: {'path': label, **cell} for label in variants},
+        config,
+        kind,
+        amp,
+        config['bench_seconds'],
+    )
 
 
 def check(config: dict) -> None:
@@ -364,21 +553,43 @@ def check(config: dict) -> None:
         raise ValueError(f"model = {config['model']!r}: expected 'lstm' or 'transformer'")
     if config['tokenizer'] not in VOCAB:
         raise ValueError(f'tokenizer = {config["tokenizer"]!r}: expected one of {", ".join(VOCAB)}')
-    our_config(config)                                         # refuses sizes before anything is read
-    for name in ('lstm_layers', 'rounds', 'eval_interval', 'log_interval', 'max_iters', 'block_size', 'tokens_per_step', 'val_tokens', 'val_streams'):
+    our_config(config)  # refuses sizes before anything is read
+    for name in (
+        'lstm_layers',
+        'rounds',
+        'eval_interval',
+        'log_interval',
+        'max_iters',
+        'block_size',
+        'tokens_per_step',
+        'val_tokens',
+        'val_streams',
+    ):
         if config[name] < 1:
             raise ValueError(f'{name} = {config[name]}: must be at least 1')
-    for name in ('batch_size', 'baseline_lr', 'baseline_decay', 'bench_seconds', 'grad_clip', 'warmup_iters', 'threads'):
+    for name in (
+        'batch_size',
+        'baseline_lr',
+        'baseline_decay',
+        'bench_seconds',
+        'grad_clip',
+        'warmup_iters',
+        'threads',
+    ):
         if config[name] < 0:
             raise ValueError(f'{name} = {config[name]}: must not be negative')
     if not all(type(lr) in (int, float) and lr > 0 for lr in config['lr_scan']):
         raise ValueError(f'lr_scan = {config["lr_scan"]}: expected learning rates above 0')
     if config['tokens_per_step'] % config['block_size']:
-        raise ValueError(f'tokens_per_step = {config["tokens_per_step"]}: must be a multiple of block_size = {config["block_size"]}')
+        raise ValueError(
+            f'tokens_per_step = {config["tokens_per_step"]}: must be a multiple of block_size = {config["block_size"]}'
+        )
     for argument in sys.argv[1:]:
         key = argument.partition('=')[0][2:]
         if key in ELSEWHERE:  # given by hand it is a mistake, in a config file it is our model's
-            raise ValueError(f"--{key} is our model's optimizer: the baseline's setting is --{ELSEWHERE[key]}")
+            raise ValueError(
+                f"--{key} is our model's optimizer: the baseline's setting is --{ELSEWHERE[key]}"
+            )
 
 
 def main() -> None:
@@ -389,12 +600,12 @@ def main() -> None:
         amp = pick_dtype(dtype, kind)
         if kind.startswith('cuda'):
             torch.cuda.set_device(kind)
-            torch.set_float32_matmul_precision('high')         # as train_lm.py
+            torch.set_float32_matmul_precision('high')  # as train_lm.py
         set_threads(threads)
         (measure_speed if speed else train_all)(config, kind, amp)
-    except ValueError as error:                                # DataError, OutDirError, SizeError, ModelConfig's
+    except ValueError as error:  # DataError, OutDirError, SizeError, ModelConfig's
         fail(error)
-    except (RuntimeError, MemoryError) as error:               # no memory
+    except (RuntimeError, MemoryError) as error:  # no memory
         fail(last_words(error, f'{out_dir}_{config["model"]}', 'a smaller batch_size takes less'))
 
 

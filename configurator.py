@@ -35,13 +35,22 @@ from typing import NoReturn
 if 'OMP_WAIT_POLICY' not in os.environ:
     os.environ.setdefault('GOMP_SPINCOUNT', '10000')
 
-MAX_INT = 2**64  # an integer in a config stays below this, which also bounds what `**` can be made to compute
+MAX_INT = (
+    2**64
+)  # an integer in a config stays below this, which also bounds what `**` can be made to compute
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
              ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow}  # fmt: skip
 COMMAND_LINE = ('overwrite',)  # a config file may come from a stranger, and must not remove a run
 EXPECTED = {bool: 'True or False', int: 'an integer', float: 'a finite number', str: 'a string',
             tuple: 'a tuple', list: 'a list', dict: 'a dict'}  # fmt: skip
-BROKEN = (SyntaxError, ValueError, ArithmeticError, TypeError, MemoryError, RecursionError)  # all that reading hostile text can raise
+BROKEN = (
+    SyntaxError,
+    ValueError,
+    ArithmeticError,
+    TypeError,
+    MemoryError,
+    RecursionError,
+)  # all that reading hostile text can raise
 
 
 def fail(message: str | Exception) -> NoReturn:
@@ -50,7 +59,9 @@ def fail(message: str | Exception) -> NoReturn:
     raise SystemExit(2)
 
 
-def interrupted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def interrupted(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     """sys.excepthook: a ctrl-C that nothing has caught, as while torch is imported, is no error of the program."""
     if issubclass(kind, KeyboardInterrupt):
         print('\ninterrupted', file=sys.stderr)
@@ -74,16 +85,24 @@ def run_script(main: Callable[[], int | None], when_interrupted: str = 'interrup
     except BrokenPipeError:
         status = 0
     except OSError as error:
-        message, status, trial = f'error: {error}', 2, '\n'  # if standard output was full, it says so once more when it is tried
+        message, status, trial = (
+            f'error: {error}',
+            2,
+            '\n',
+        )  # if standard output was full, it says so once more when it is tried
     try:
         print(end=trial, flush=True)
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left unwritten would fail once more at Python's end
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), 1
+        )  # what is left unwritten would fail once more at Python's end
         if not isinstance(error, BrokenPipeError):
             message, status = f'error: standard output: {error.strerror}', 2
     if message:
         print(message, file=sys.stderr, flush=True)
-    if 'RANK' in os.environ:  # a gloo thread that outlives its process group can abort Python's shutdown (1 run in 20; pytorch PR 179291)
+    if (
+        'RANK' in os.environ
+    ):  # a gloo thread that outlives its process group can abort Python's shutdown (1 run in 20; pytorch PR 179291)
         os._exit(status)
     sys.exit(status)
 
@@ -111,11 +130,15 @@ def first_line(error: Exception) -> str:
 
 def parse(source: str | bytes, mode: str = 'exec') -> ast.Module | ast.Expression:
     with warnings.catch_warnings():
-        warnings.simplefilter('ignore')  # e.g. an odd backslash in a user's text is not worth a warning
+        warnings.simplefilter(
+            'ignore'
+        )  # e.g. an odd backslash in a user's text is not worth a warning
         return ast.parse(source, mode=mode)
 
 
-def evaluate(node: ast.expr, names: dict | None) -> bool | int | float | str | tuple | list | dict | None:
+def evaluate(
+    node: ast.expr, names: dict | None
+) -> bool | int | float | str | tuple | list | dict | None:
     """The value of an expression of literals, and of arithmetic on numbers and `names` (names=None: literals only).
     ValueError says what is not allowed."""
     if isinstance(node, ast.Constant) and type(node.value) in (bool, int, float, str, type(None)):
@@ -133,16 +156,33 @@ def evaluate(node: ast.expr, names: dict | None) -> bool | int | float | str | t
         left, right = evaluate(node.left, names), evaluate(node.right, names)
         if type(left) not in (int, float) or type(right) not in (int, float):
             raise ValueError('arithmetic needs numbers')  # 'a' * 10**9 would fill the memory
-        if isinstance(node.op, ast.Pow) and type(left) is type(right) is int and left.bit_length() * right > 256:
+        if (
+            isinstance(node.op, ast.Pow)
+            and type(left) is type(right) is int
+            and left.bit_length() * right > 256
+        ):
             raise ValueError('the power is too large')
         value = OPERATORS[type(node.op)](left, right)
     elif isinstance(node, (ast.Tuple, ast.List)):
-        return (tuple if isinstance(node, ast.Tuple) else list)(evaluate(item, names) for item in node.elts)
+        return (tuple if isinstance(node, ast.Tuple) else list)(
+            evaluate(item, names) for item in node.elts
+        )
     elif isinstance(node, ast.Dict) and None not in node.keys:
-        return {evaluate(key, names): evaluate(item, names) for key, item in zip(node.keys, node.values, strict=True)}
+        return {
+            evaluate(key, names): evaluate(item, names)
+            for key, item in zip(node.keys, node.values, strict=True)
+        }
     else:
-        raise ValueError(f'only literals{"" if names is None else " and arithmetic"} are allowed, not {ast.unparse(node)[:60]!r}')
-    if isinstance(value, complex) or type(value) is float and not math.isfinite(value) or type(value) is int and abs(value) >= MAX_INT:
+        raise ValueError(
+            f'only literals{"" if names is None else " and arithmetic"} are allowed, not {ast.unparse(node)[:60]!r}'
+        )
+    if (
+        isinstance(value, complex)
+        or type(value) is float
+        and not math.isfinite(value)
+        or type(value) is int
+        and abs(value) >= MAX_INT
+    ):
         raise ValueError('the number is not finite, or too large')
     return value
 
@@ -154,29 +194,46 @@ def convert(value: object, default: object) -> object:
     if type(default) is float and type(value) is int:
         return float(value)
     if isinstance(default, (tuple, list)) and isinstance(value, (tuple, list)):
-        one_type = len({type(item) for item in default}) == 1  # (0.8, 0.95): every item must be a number
+        one_type = (
+            len({type(item) for item in default}) == 1
+        )  # (0.8, 0.95): every item must be a number
         return type(default)(convert(item, default[0]) if one_type else item for item in value)
     raise ValueError('wrong type')
 
 
-def assign(config: dict, defaults: dict, key: str, value: object, where: str, given: str | None = None) -> None:
+def assign(
+    config: dict, defaults: dict, key: str, value: object, where: str, given: str | None = None
+) -> None:
     """Sets config[key] = value, checked; `where` and `given` go into the message."""
     if key not in defaults:
         near = difflib.get_close_matches(key.replace('-', '_').lower(), defaults, 1, 0.6)
-        fail(f'{where}: unknown setting {key!r}' + (f', did you mean {near[0]!r}?' if near else ', --help lists the settings'))
+        fail(
+            f'{where}: unknown setting {key!r}'
+            + (f', did you mean {near[0]!r}?' if near else ', --help lists the settings')
+        )
     try:
         config[key] = convert(value, defaults[key])
     except ValueError:
         given = repr(value) if given is None else repr(given)
-        hint = f', write {given[1:-1].capitalize()}' if given[1:-1].lower() in ('true', 'false') and type(defaults[key]) is bool else ''
-        fail(f'{where}: {key} expects {EXPECTED[type(defaults[key])]} (default {defaults[key]!r}), got {given[:120]}{hint}')
+        hint = (
+            f', write {given[1:-1].capitalize()}'
+            if given[1:-1].lower() in ('true', 'false') and type(defaults[key]) is bool
+            else ''
+        )
+        fail(
+            f'{where}: {key} expects {EXPECTED[type(defaults[key])]} (default {defaults[key]!r}), got {given[:120]}{hint}'
+        )
 
 
 def read_script(path: str | os.PathLike) -> tuple[dict, dict[str, tuple[str, str]], str | None]:
     """-> ({name: default} in source order, {name: (group heading, comment)} for --help, docstring) of the script at `path`."""
     with tokenize.open(path) as file:
         source = file.read()
-    trailing, headings, owner = {}, {}, 0  # line -> comment behind code; line -> comment in column 0
+    trailing, headings, owner = (
+        {},
+        {},
+        0,
+    )  # line -> comment behind code; line -> comment in column 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type != tokenize.COMMENT:
             continue
@@ -184,18 +241,28 @@ def read_script(path: str | os.PathLike) -> tuple[dict, dict[str, tuple[str, str
         if column == 0:
             headings[line] = token.string.strip('#-=* ')
         elif token.line.lstrip().startswith('#') and line - 1 in trailing:
-            trailing[owner] += ' ' + token.string.lstrip('# ')  # an indented comment line goes on with the comment above it
+            trailing[owner] += ' ' + token.string.lstrip(
+                '# '
+            )  # an indented comment line goes on with the comment above it
             trailing[line] = ''
         else:
             owner, trailing[line] = line, token.string.lstrip('# ')
     tree = parse(source)
     defaults, names, notes, heading, last = {}, {}, {}, '', 0
     for node in tree.body:
-        if hasattr(node, 'body') or any(isinstance(part, ast.Name) and part.id == 'configure' for part in ast.walk(node)):
+        if hasattr(node, 'body') or any(
+            isinstance(part, ast.Name) and part.id == 'configure' for part in ast.walk(node)
+        ):
             break  # a def, class or other block, or the call itself: what follows cannot be overridden
-        above = ' '.join(headings[line] for line in range(last + 1, node.lineno) if headings.get(line))
+        above = ' '.join(
+            headings[line] for line in range(last + 1, node.lineno) if headings.get(line)
+        )
         last = node.end_lineno
-        if not isinstance(node, ast.Assign) or len(node.targets) != 1 or not isinstance(node.targets[0], ast.Name):
+        if (
+            not isinstance(node, ast.Assign)
+            or len(node.targets) != 1
+            or not isinstance(node.targets[0], ast.Name)
+        ):
             heading = ''  # comments above imports are no headings
             continue
         heading = above or heading
@@ -205,7 +272,10 @@ def read_script(path: str | os.PathLike) -> tuple[dict, dict[str, tuple[str, str
             continue  # computed by a call: not a setting
         names[name] = value
         if name == name.lower() and not name.startswith('_'):
-            defaults[name], notes[name] = value, (heading, trailing.get(last) or trailing.get(node.lineno, ''))
+            defaults[name], notes[name] = (
+                value,
+                (heading, trailing.get(last) or trailing.get(node.lineno, '')),
+            )
     return defaults, notes, ast.get_docstring(tree, clean=False)
 
 
@@ -219,21 +289,33 @@ def read_config(path: str, config: dict, defaults: dict) -> None:
     try:
         body = parse(source).body
     except BROKEN as error:
-        fail(f'{path}:{getattr(error, "lineno", None) or 1}: not a valid config file: {getattr(error, "msg", None) or error}')
+        fail(
+            f'{path}:{getattr(error, "lineno", None) or 1}: not a valid config file: {getattr(error, "msg", None) or error}'
+        )
     helpers, lines = {}, source.decode(errors='replace').splitlines()
     for node in body:
         where = f'{path}:{node.lineno}'
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             continue  # docstring
-        if not isinstance(node, ast.Assign) or not all(isinstance(target, ast.Name) for target in node.targets):
-            fail(f'{where}: a config file holds only `name = value` lines, not {lines[node.lineno - 1].strip()[:60]!r}')
+        if not isinstance(node, ast.Assign) or not all(
+            isinstance(target, ast.Name) for target in node.targets
+        ):
+            fail(
+                f'{where}: a config file holds only `name = value` lines, not {lines[node.lineno - 1].strip()[:60]!r}'
+            )
         try:
             value = evaluate(node.value, {**config, **helpers})
         except BROKEN as error:
             fail(f'{where}: {node.targets[0].id}: {error}')
         for target in node.targets:
             if target.id in COMMAND_LINE:
-                fail(f'{where}: {target.id} is for the command line alone, --{target.id}=True: a config file must not replace a run')
+                fail(
+                    f'{where}: {target.id} is for the command line alone, --{target.id}=True: a config file must not replace a run'
+                )
             if target.id.startswith('_'):
                 helpers[target.id] = value
             else:
@@ -249,10 +331,14 @@ def joined(argv: list[str], defaults: dict) -> list[str]:
             default, following = defaults[argument[2:]], rest[0] if rest else '--'
             if isinstance(default, (bool, type(None))):
                 if not following.startswith('-') and not following.endswith('.py'):
-                    fail(f'command line: {argument} alone turns it on; another value needs "=": {argument}={following}')
+                    fail(
+                        f'command line: {argument} alone turns it on; another value needs "=": {argument}={following}'
+                    )
                 argument += '=True'
             elif following.startswith('--'):
-                fail(f'command line: {argument} needs a value, as in {argument}={default or "value"}')
+                fail(
+                    f'command line: {argument} needs a value, as in {argument}={default or "value"}'
+                )
             else:
                 argument += f'={rest.pop(0)}'
         arguments.append(argument)
@@ -264,8 +350,11 @@ def gathered(argv: list[str], key: str) -> list[str]:
     if f'--{key}' not in argv:
         return argv
     i = argv.index(f'--{key}')
-    end = next((k for k in range(i + 1, len(argv)) if argv[k].startswith('-') or argv[k].endswith('.py')), len(argv))
-    return [*argv[:i], f'--{key}={",".join(argv[i + 1:end])}', *argv[end:]]
+    end = next(
+        (k for k in range(i + 1, len(argv)) if argv[k].startswith('-') or argv[k].endswith('.py')),
+        len(argv),
+    )
+    return [*argv[:i], f'--{key}={",".join(argv[i + 1 : end])}', *argv[end:]]
 
 
 def read_argument(argument: str, config: dict, defaults: dict, where: str = 'command line') -> None:
@@ -275,7 +364,9 @@ def read_argument(argument: str, config: dict, defaults: dict, where: str = 'com
     try:
         value = evaluate(parse(text.strip(), 'eval').body, None)
     except BROKEN:
-        value = text if isinstance(default, str) or default is None else ...  # ... fits no type: refused below
+        value = (
+            text if isinstance(default, str) or default is None else ...
+        )  # ... fits no type: refused below
     if isinstance(default, str) and not isinstance(value, str):
         value = text  # --out_dir=123 is the text '123'
     assign(config, defaults, key, value, where, given=text)
@@ -284,7 +375,11 @@ def read_argument(argument: str, config: dict, defaults: dict, where: str = 'com
 def help_text(path: str | os.PathLike) -> str:
     """--help: docstring, usage, every setting with its default and comment under its group's heading."""
     defaults, notes, docstring = read_script(path)
-    lines = [docstring or '', '', f'usage: python {os.path.basename(path)} [config.py ...] [--key=value ...]']
+    lines = [
+        docstring or '',
+        '',
+        f'usage: python {os.path.basename(path)} [config.py ...] [--key=value ...]',
+    ]
     previous = None
     for name, default in defaults.items():
         heading, comment = notes[name]

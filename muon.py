@@ -20,19 +20,29 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic: steepest slope at 0 that still maps (0, 1] into about [0.7, 1.2]
+COEFFICIENTS = (
+    3.4445,
+    -4.7750,
+    2.0315,
+)  # of the quintic: steepest slope at 0 that still maps (0, 1] into about [0.7, 1.2]
 EPS = 1e-7  # the floor of the norm: a zero gradient gives a zero update, not NaN
-MAX_BATCH = 2**26  # elements of one batched iteration: bounds its scratch memory, about 10 bytes an element
+MAX_BATCH = (
+    2**26
+)  # elements of one batched iteration: bounds its scratch memory, about 10 bytes an element
 
 
 def orthogonalize(x: torch.Tensor, ns_steps: int = 5) -> torch.Tensor:
     """Newton-Schulz on a stack of matrices x (N, rows, columns) with rows <= columns -> bfloat16 (N, rows, columns)."""
     a, b, c = COEFFICIENTS
     x = x.bfloat16()
-    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=EPS)  # spectral norm <= Frobenius norm = 1
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(
+        min=EPS
+    )  # spectral norm <= Frobenius norm = 1
     for _ in range(ns_steps):
         gram = x @ x.mT  # (N, rows, rows)
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)  # a x + (b gram + c gram^2) x
+        x = torch.baddbmm(
+            x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a
+        )  # a x + (b gram + c gram^2) x
     return x
 
 
@@ -43,7 +53,10 @@ def begin_orthogonalize(x: torch.Tensor, ns_steps: int) -> tuple[torch.Tensor, d
     if world == 1:
         return orthogonalize(x, ns_steps), None
     share, (N, *sides) = -(-x.size(0) // world), x.shape
-    mine, part = x[dist.get_rank() * share :][:share], x.new_zeros(share, *sides, dtype=torch.bfloat16)
+    mine, part = (
+        x[dist.get_rank() * share :][:share],
+        x.new_zeros(share, *sides, dtype=torch.bfloat16),
+    )
     if len(mine):
         part[: len(mine)] = orthogonalize(mine, ns_steps)
     whole = part.new_empty(world * share, *sides)
@@ -55,7 +68,9 @@ def stacked(x: torch.Tensor) -> torch.Tensor:
     return x.unsqueeze(0) if x.dim() == 2 else x.view(-1, *x.shape[-2:])
 
 
-def batches(params: list[torch.nn.Parameter], max_batch: int) -> Iterator[list[tuple[torch.nn.Parameter, int, int]]]:
+def batches(
+    params: list[torch.nn.Parameter], max_batch: int
+) -> Iterator[list[tuple[torch.nn.Parameter, int, int]]]:
     """The matrices of `params` in lists of (param, first, last slice): one list has one pair of sides, on one device, and at most
     max_batch elements (but at least one matrix). The order depends on the parameters only, so a resumed run repeats it."""
     shapes = {}
@@ -85,11 +100,24 @@ class Muon(torch.optim.Optimizer):
     before the step; where either is zero there is no decay. State: 'momentum_buffer', of the parameter's shape and dtype.
     Raises ValueError for a parameter that is no stack of real matrices."""
 
-    def __init__(self, params, lr=0.02, momentum=0.95, nesterov=True, ns_steps=5, weight_decay=0.01):
-        super().__init__(params, dict(lr=lr, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps, weight_decay=weight_decay))
+    def __init__(
+        self, params, lr=0.02, momentum=0.95, nesterov=True, ns_steps=5, weight_decay=0.01
+    ):
+        super().__init__(
+            params,
+            dict(
+                lr=lr,
+                momentum=momentum,
+                nesterov=nesterov,
+                ns_steps=ns_steps,
+                weight_decay=weight_decay,
+            ),
+        )
         for p in (p for group in self.param_groups for p in group['params']):
             if p.dim() < 2 or p.numel() == 0 or not p.is_floating_point():
-                raise ValueError(f'Muon needs real matrices (..., out, in), got shape {tuple(p.shape)}, {p.dtype}')
+                raise ValueError(
+                    f'Muon needs real matrices (..., out, in), got shape {tuple(p.shape)}, {p.dtype}'
+                )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -112,16 +140,30 @@ class Muon(torch.optim.Optimizer):
                 self.end(*rest, group)
         return loss
 
-    def begin(self, batch: list[tuple[torch.nn.Parameter, int, int]], group: dict) -> tuple[torch.Tensor, dist.Work | None]:
+    def begin(
+        self, batch: list[tuple[torch.nn.Parameter, int, int]], group: dict
+    ) -> tuple[torch.Tensor, dist.Work | None]:
         """Momentum and one batched Newton-Schulz for a list from `batches`: of begin_orthogonalize."""
         grads = [stacked(p.grad.contiguous())[i:j] for p, i, j in batch]
         buffers = [stacked(self.state[p]['momentum_buffer'])[i:j] for p, i, j in batch]
-        torch._foreach_lerp_(buffers, grads, 1 - group['momentum'])  # an average, not a sum: the scale is lost in the iteration anyway
-        updates = torch._foreach_lerp(grads, buffers, group['momentum']) if group['nesterov'] else buffers
-        wide = [x.mT if x.size(1) > x.size(2) else x for x in updates]  # rows <= columns: the smaller Gram matrix
+        torch._foreach_lerp_(
+            buffers, grads, 1 - group['momentum']
+        )  # an average, not a sum: the scale is lost in the iteration anyway
+        updates = (
+            torch._foreach_lerp(grads, buffers, group['momentum']) if group['nesterov'] else buffers
+        )
+        wide = [
+            x.mT if x.size(1) > x.size(2) else x for x in updates
+        ]  # rows <= columns: the smaller Gram matrix
         return begin_orthogonalize(torch.cat([x.bfloat16() for x in wide]), group['ns_steps'])
 
-    def end(self, batch: list[tuple[torch.nn.Parameter, int, int]], ortho: torch.Tensor, message: dist.Work | None, group: dict) -> None:
+    def end(
+        self,
+        batch: list[tuple[torch.nn.Parameter, int, int]],
+        ortho: torch.Tensor,
+        message: dist.Work | None,
+        group: dict,
+    ) -> None:
         """The change of the weights."""
         if message is not None:
             message.wait()

@@ -7,7 +7,9 @@ import torch.distributed as dist
 
 from checkpoint import fill
 
-ALIGN = 32  # elements: each gradient begins at a multiple of 128 bytes, which vectorised kernels want
+ALIGN = (
+    32  # elements: each gradient begins at a multiple of 128 bytes, which vectorised kernels want
+)
 SLOTS = (0, 1, 1, 0)  # the dimension of model.State's tensors that counts streams
 
 
@@ -26,7 +28,10 @@ def gather_state(states: list) -> list[torch.Tensor] | None:
     """All ranks' slots of recurrent states on rank 0, in the order of the slots, from one model.State a micro-batch; None without one."""
     if states[0] is None:
         return None
-    return [gather(torch.cat([part.cpu() for part in parts], dim), dim) for parts, dim in zip(zip(*states, strict=True), SLOTS, strict=True)]
+    return [
+        gather(torch.cat([part.cpu() for part in parts], dim), dim)
+        for parts, dim in zip(zip(*states, strict=True), SLOTS, strict=True)
+    ]
 
 
 def scatter_state(whole: list[torch.Tensor], states: list, world: int, rank: int) -> None:
@@ -71,8 +76,17 @@ class Buckets:
             ends = [0]
             for p in members:
                 ends.append(ends[-1] + -(-p.numel() // ALIGN) * ALIGN)
-            self.flats.append(torch.zeros(ends[-1] + n_extra * (i + 1 == len(self.members)), dtype=members[0].dtype, device=members[0].device))
-            self.views += [(p, self.flats[i][end : end + p.numel()].view_as(p)) for p, end in zip(members, ends[:-1], strict=True)]
+            self.flats.append(
+                torch.zeros(
+                    ends[-1] + n_extra * (i + 1 == len(self.members)),
+                    dtype=members[0].dtype,
+                    device=members[0].device,
+                )
+            )
+            self.views += [
+                (p, self.flats[i][end : end + p.numel()].view_as(p))
+                for p, end in zip(members, ends[:-1], strict=True)
+            ]
             for p in members if dist.is_initialized() else ():
                 p.register_post_accumulate_grad_hook(functools.partial(self.arrived, i))
         self.extra = self.flats[-1][ends[-1] :]

@@ -4,10 +4,15 @@ Text from a model that train_lm.py trained or export.py wrote, streamed token by
 $ python sample.py --out_dir=out/demo --prompt="The state of the Union"
 $ python sample.py --out_dir=out/demo --prompt=FILE:prompt.txt --max_new_tokens=-1        # for ever; ctrl-C ends it
 """
+
 import codecs
 import os
 
-from configurator import configure, fail, run_script  # before torch: how threads wait, what ctrl-C does
+from configurator import (
+    configure,
+    fail,
+    run_script,
+)  # before torch: how threads wait, what ctrl-C does
 
 import torch
 
@@ -18,6 +23,7 @@ from export import WEIGHTS, load_trained, read_model
 from model import LanguageModel
 
 # -----------------------------------------------------------------------------
+# fmt: off
 out_dir = 'out/lm'             # a folder that train_lm.py or export.py wrote
 which = 'best'                 # 'best' (lowest validation loss) or 'last'; the last one also where there is no best
 prompt = ''                    # text to continue; FILE:name reads it from a file; '' starts a document
@@ -28,6 +34,7 @@ num_samples = 1                # texts to write, one after the other
 seed = 1337                    # of the draws
 device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda'
 dtype = 'auto'                 # of matrix products: 'auto': bfloat16 where the device is fast at it, else float32
+# fmt: on
 # -----------------------------------------------------------------------------
 
 
@@ -50,26 +57,30 @@ def read_prompt() -> str:
         with open(prompt[5:], encoding='utf-8') as f:
             return f.read()
     except (OSError, UnicodeDecodeError) as error:
-        fail(f'prompt: {prompt[5:]}: cannot be read as text ({error.strerror if isinstance(error, OSError) else error.reason})')
+        fail(
+            f'prompt: {prompt[5:]}: cannot be read as text ({error.strerror if isinstance(error, OSError) else error.reason})'
+        )
 
 
 def main() -> None:
     configure(globals(), quiet=True)
     if temperature < 0 or top_k < 0 or num_samples < 1:
-        fail(f'temperature = {temperature}, top_k = {top_k}, num_samples = {num_samples}: expected >= 0, >= 0 and >= 1')
+        fail(
+            f'temperature = {temperature}, top_k = {top_k}, num_samples = {num_samples}: expected >= 0, >= 0 and >= 1'
+        )
     if max_new_tokens < -1:
         fail(f'max_new_tokens = {max_new_tokens}: expected a number of tokens, or -1 for no end')
     try:
         kind = pick_device(device)
         amp = pick_dtype(dtype, kind)
         model, tokenizer = load_model(kind)
-    except ValueError as error:                                # CheckpointError, DataError, pick_device's, ModelConfig's
+    except ValueError as error:  # CheckpointError, DataError, pick_device's, ModelConfig's
         fail(error)
     text = read_prompt()
-    idx = torch.tensor([[tokenizer.eot, *tokenizer.encode(text)]], device=kind)              # (1, T)
+    idx = torch.tensor([[tokenizer.eot, *tokenizer.encode(text)]], device=kind)  # (1, T)
     decoder = Decoder(model, 1, amp, temperature, top_k, seed)
     for i in range(num_samples):
-        characters = codecs.getincrementaldecoder('utf-8')('replace')                        # a character may span tokens
+        characters = codecs.getincrementaldecoder('utf-8')('replace')  # a character may span tokens
         print('---------------\n' * (i > 0) + text, end='', flush=True)
         for token in decoder.generate(idx, max_new_tokens):
             print(characters.decode(tokenizer.decode_bytes(token.tolist())), end='', flush=True)
@@ -79,7 +90,7 @@ def main() -> None:
 def script() -> None:
     try:
         main()
-    except (RuntimeError, MemoryError) as error:               # no memory
+    except (RuntimeError, MemoryError) as error:  # no memory
         fail(last_words(error, out_dir, 'the model needs more than there is'))
 
 

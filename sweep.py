@@ -20,6 +20,7 @@ all values run with seed 1; when these have finished, the list grows by the othe
 
 Writes into out_dir/PLAN: a folder a run, and there the figures and tables too (the runs of plan sokoban are those of its three parts). A run is finished when its log is at its last step.
 """
+
 import contextlib
 import fcntl
 import functools
@@ -33,17 +34,37 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from configurator import configure, fail, first_line, read_argument, read_config, read_script, run_script  # before torch: how threads wait, what ctrl-C does
+from configurator import (
+    configure,
+    fail,
+    first_line,
+    read_argument,
+    read_config,
+    read_script,
+    run_script,
+)  # before torch: how threads wait, what ctrl-C does
 
 import torch
 
 from checkpoint import Stopper, commit, device_name, need_packages, saved_in, write_json
 from convlstm import AgentConfig, build_agent
 from data_fineweb import VOCAB
-from figures import LogError, at_best, chosen_by_return, draw, read_log, run_record, solve_table, tables, value, without
+from figures import (
+    LogError,
+    at_best,
+    chosen_by_return,
+    draw,
+    read_log,
+    run_record,
+    solve_table,
+    tables,
+    value,
+    without,
+)
 from model import ModelConfig, build_model
 
 # -----------------------------------------------------------------------------
+# fmt: off
 # which runs
 plan = ''                      # a name of PLANS; an unknown one lists them
 only = ''                      # a part of the plan, as in 'L=1,2 kind=recurrent model=convglu'
@@ -66,29 +87,58 @@ table = None                   # True: mean, variance, N; 'solve': solve rates o
 reference = ''                 # folder with the paper's tables (sokoban_returns.csv, ...): drawn and listed beside ours
 levels = 'unfiltered-test'     # of table = 'solve': what the agents are evaluated on; '': their own held-out levels
 results = ''                   # folder for figures and tables; '': out_dir/PLAN
+# fmt: on
 # -----------------------------------------------------------------------------
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 LEVELS = (1, 2, 4, 8, 16)
-SOKOBAN = {'small': (128, (32, 64, 128)), 'medium': (256, (32, 64, 128, 256)), 'large': (1024, (64, 128, 256, 512, 1024))}  # budget's width, widths
-TEXT = {'small': (16, LEVELS, 'small'), 'medium': (32, (*LEVELS, 32), 'medium'), 'small-long': (16, LEVELS, 'small_long')}  # blocks, L, configs
-SAME_RUN = ('out_dir', 'resume', 'overwrite', 'eval_only', 'levels', 'best', 'plot', 'tensorboard', 'wandb', 'eval_interval', 'batch_size', 'device',
-            'dtype', 'compile', 'graphs', 'path', 'threads', 'reuse', 'download')            # settings that may change without making another run
-DEAR = 1.5                             # budgets: a run that costs more is no fair point of a figure, and a language model's is not run unasked
+SOKOBAN = {
+    'small': (128, (32, 64, 128)),
+    'medium': (256, (32, 64, 128, 256)),
+    'large': (1024, (64, 128, 256, 512, 1024)),
+}  # budget's width, widths
+TEXT = {
+    'small': (16, LEVELS, 'small'),
+    'medium': (32, (*LEVELS, 32), 'medium'),
+    'small-long': (16, LEVELS, 'small_long'),
+}  # blocks, L, configs
+SAME_RUN = (
+    'out_dir',
+    'resume',
+    'overwrite',
+    'eval_only',
+    'levels',
+    'best',
+    'plot',
+    'tensorboard',
+    'wandb',
+    'eval_interval',
+    'batch_size',
+    'device',
+    'dtype',
+    'compile',
+    'graphs',
+    'path',
+    'threads',
+    'reuse',
+    'download',
+)  # settings that may change without making another run
+DEAR = 1.5  # budgets: a run that costs more is no fair point of a figure, and a language model's is not run unasked
 LATER = 'other seeds, if any, follow when all of these have finished'
-ALIKE = 3                              # so many first runs that fail with the same words end a sweep
-POLL, REPORT = 0.2, 10.0               # seconds between looks at the runs, and between lines about them
+ALIKE = 3  # so many first runs that fail with the same words end a sweep
+POLL, REPORT = 0.2, 10.0  # seconds between looks at the runs, and between lines about them
 
 
 class Row(NamedTuple):
     """A run of a plan."""
-    model: str                         # 'transformer', 'convlstm' or 'convglu'
+
+    model: str  # 'transformer', 'convlstm' or 'convglu'
     recurrent: bool
-    budget: str                        # 'small', ...
+    budget: str  # 'small', ...
     L: int
     E: int
     d: int
-    more: tuple[tuple[str, object], ...] = ()    # further settings: ((name, value), ...)
+    more: tuple[tuple[str, object], ...] = ()  # further settings: ((name, value), ...)
     seed: int = 1
 
     @property
@@ -115,16 +165,25 @@ class Row(NamedTuple):
 
 # ----------------------------------------------------------------------------- settings and costs
 
+
 @functools.cache
 def files_of(model: str, recurrent: bool, budget: str) -> tuple[str, ...]:
     """The config files under a run's own settings."""
     chosen = base if recurrent else base_ff or base
     if chosen:
         beside = os.path.join(HERE, chosen)
-        return (os.path.relpath(beside) if os.path.exists(beside) and not os.path.exists(chosen) else chosen,)
+        return (
+            os.path.relpath(beside)
+            if os.path.exists(beside) and not os.path.exists(chosen)
+            else chosen,
+        )
     if model != 'transformer':
-        return ()                                              # train_sokoban.py's defaults: the paper's, where it gives them
-    return (os.path.relpath(os.path.join(HERE, 'config', f'{TEXT[budget][2]}_{"" if recurrent else "gpt_"}L2.py')),)
+        return ()  # train_sokoban.py's defaults: the paper's, where it gives them
+    return (
+        os.path.relpath(
+            os.path.join(HERE, 'config', f'{TEXT[budget][2]}_{"" if recurrent else "gpt_"}L2.py')
+        ),
+    )
 
 
 @functools.cache
@@ -139,7 +198,14 @@ def under(model: str, recurrent: bool, budget: str) -> dict:
 
 def settings_of(row: Row) -> dict:
     """A run's own settings, as its command line has them."""
-    own = {'recurrent': row.recurrent, 'n_layer': row.L, 'n_expert': row.E, 'n_embd': row.d, 'seed': row.seed, **dict(row.more)}
+    own = {
+        'recurrent': row.recurrent,
+        'n_layer': row.L,
+        'n_expert': row.E,
+        'n_embd': row.d,
+        'seed': row.seed,
+        **dict(row.more),
+    }
     config = under(*row[:3])
     if not row.is_text:
         own = {'kind': row.model, **own}
@@ -159,10 +225,17 @@ def cost(*cell: str | bool | int | tuple) -> tuple[float, int]:
     multiply-adds), and the parameters."""
     row = Row(*cell)
     config = config_of(row)
-    own = ('n_head', 'n_kv_head', 'window', 'block_size', 'share_kv') if row.is_text else ('kind', 'recurrent', 'radius', 'head_dim')
-    sizes = {name: config[name] for name in ('n_layer', 'n_expert', 'n_embd', 'aggregation', 'residual', 'router_dim', *own)}
+    own = (
+        ('n_head', 'n_kv_head', 'window', 'block_size', 'share_kv')
+        if row.is_text
+        else ('kind', 'recurrent', 'radius', 'head_dim')
+    )
+    sizes = {
+        name: config[name]
+        for name in ('n_layer', 'n_expert', 'n_embd', 'aggregation', 'residual', 'router_dim', *own)
+    }
     try:
-        with torch.device('meta'):                             # sizes without memory
+        with torch.device('meta'):  # sizes without memory
             if row.is_text:
                 built = build_model(ModelConfig(VOCAB[config['tokenizer']], **sizes), row.recurrent)
                 return built.flops_per_token()['core'], built.num_params()['total']
@@ -187,7 +260,9 @@ def over_budget(row: Row) -> float:
     return cost(*row[:7])[0] / budget_of(*row[:3])
 
 
-def allocations(model: str, recurrent: bool, budget: str, depths: tuple[int, ...], widths: tuple[int, ...]) -> list[Row]:
+def allocations(
+    model: str, recurrent: bool, budget: str, depths: tuple[int, ...], widths: tuple[int, ...]
+) -> list[Row]:
     """The rule: E = round(W / (L C(d))), dropped where that is 0. Python rounds a half to even: exactly half an expert is none."""
     W, rows = budget_of(model, recurrent, budget), []
     for L in depths:
@@ -199,13 +274,22 @@ def allocations(model: str, recurrent: bool, budget: str, depths: tuple[int, ...
 
 # ----------------------------------------------------------------------------- the plans
 
+
 def sokoban(budget: str, models: tuple[str, ...] = ('convlstm', 'convglu')) -> list[Row]:
-    return [row for model in models for recurrent in (True, False)
-            for row in allocations(model, recurrent, budget, LEVELS, SOKOBAN[budget][1])]
+    return [
+        row
+        for model in models
+        for recurrent in (True, False)
+        for row in allocations(model, recurrent, budget, LEVELS, SOKOBAN[budget][1])
+    ]
 
 
 def text(budget: str) -> list[Row]:
-    return [row for recurrent in (True, False) for row in allocations('transformer', recurrent, budget, TEXT[budget][1], (384, 768, 1536))]
+    return [
+        row
+        for recurrent in (True, False)
+        for row in allocations('transformer', recurrent, budget, TEXT[budget][1], (384, 768, 1536))
+    ]
 
 
 def variants(row: Row, name: str, values: Iterable[object]) -> list[Row]:
@@ -215,13 +299,25 @@ def variants(row: Row, name: str, values: Iterable[object]) -> list[Row]:
 def aggregation() -> list[Row]:
     """A recurrent ConvLSTM and a recurrent language model."""
     ways = ('sqrt_sum', 'mean', 'softmax_mean', 'softmax_l2')
-    return [row for r in (Row('convlstm', True, 'small', 1, 4, 128), Row('transformer', True, 'small', 2, 8, 768)) for row in variants(r, 'aggregation', ways)]
+    return [
+        row
+        for r in (
+            Row('convlstm', True, 'small', 1, 4, 128),
+            Row('transformer', True, 'small', 2, 8, 768),
+        )
+        for row in variants(r, 'aggregation', ways)
+    ]
 
 
 def scaling() -> list[Row]:
     """L and E apart, at one width: cost grows with both."""
-    return [Row(model, recurrent, 'small', L, E, scaled(384 if model == 'transformer' else 64)) for model in ('convlstm', 'convglu', 'transformer')
-            for recurrent in (True, False) for L in (1, 2, 4, 8) for E in (1, 2, 4, 8, 16, 32, 64)]
+    return [
+        Row(model, recurrent, 'small', L, E, scaled(384 if model == 'transformer' else 64))
+        for model in ('convlstm', 'convglu', 'transformer')
+        for recurrent in (True, False)
+        for L in (1, 2, 4, 8)
+        for E in (1, 2, 4, 8, 16, 32, 64)
+    ]
 
 
 def residual() -> list[Row]:
@@ -242,7 +338,13 @@ PLANS = {
     'aggregation': aggregation,
     'communication': lambda: variants(Row('convlstm', True, 'small', 2, 8, 32), 'radius', range(8)),
     'scaling': scaling,
-    'share-kv': lambda: [row for L in (1, 2, 4) for row in variants(Row('transformer', True, 'small', L, 16 // L, 768), 'share_kv', (True, False))],
+    'share-kv': lambda: [
+        row
+        for L in (1, 2, 4)
+        for row in variants(
+            Row('transformer', True, 'small', L, 16 // L, 768), 'share_kv', (True, False)
+        )
+    ],
     'residual': residual,
 }
 
@@ -255,7 +357,9 @@ def tuned(rows: list[Row]) -> list[Row]:
     out = []
     for row in rows:
         if name in settings_of(row) or name in SAME_RUN:
-            fail(f'tune = {tune!r}: {name} cannot be tuned: plan {plan!r} sets it, or it changes no result')
+            fail(
+                f'tune = {tune!r}: {name} cannot be tuned: plan {plan!r} sets it, or it changes no result'
+            )
         for text in values.split(','):
             read_argument(f'--{name}={text}', own := {}, under(*row[:3]), f'tune = {tune!r}')
             out.append(row._replace(more=(*row.more, (name, own[name]))))
@@ -268,7 +372,12 @@ def winners(rows: list[Row]) -> list[Row]:
     if not set(states.values()) <= {'done', 'failed'}:
         return []
     logs = [(row, read_log(folder_of(row))) for row in rows if states[row] == 'done']
-    best = {row for row, _ in at_best([(row, log) for row, log in logs if value(row, log) is not None], tune.partition('=')[0])}
+    best = {
+        row
+        for row, _ in at_best(
+            [(row, log) for row, log in logs if value(row, log) is not None], tune.partition('=')[0]
+        )
+    }
     return [row for row in rows if row in best]
 
 
@@ -276,13 +385,29 @@ def chosen(rows: list[Row]) -> list[Row]:
     """The rows that `only` names."""
     for condition in only.split():
         key, _, values = condition.partition('=')
-        fields = [{'model': row.model, 'kind': row.kind, 'L': row.L, 'E': row.E, 'd': row.d, **dict(row.more)} for row in rows]
+        fields = [
+            {
+                'model': row.model,
+                'kind': row.kind,
+                'L': row.L,
+                'E': row.E,
+                'd': row.d,
+                **dict(row.more),
+            }
+            for row in rows
+        ]
         if not any(key in f for f in fields):
-            fail(f'only = {only!r}: cannot choose by {key!r}: expected conditions as L=1,2 with any of {", ".join(fields[0])}')
+            fail(
+                f'only = {only!r}: cannot choose by {key!r}: expected conditions as L=1,2 with any of {", ".join(fields[0])}'
+            )
         there = dict.fromkeys(str(f[key]) for f in fields if key in f)
-        rows = [row for row, f in zip(rows, fields, strict=True) if str(f.get(key)) in values.split(',')]
+        rows = [
+            row for row, f in zip(rows, fields, strict=True) if str(f.get(key)) in values.split(',')
+        ]
         if not rows:
-            fail(f'only = {only!r}: leaves none of the runs of plan {plan!r}, which have {key}={",".join(there)}')
+            fail(
+                f'only = {only!r}: leaves none of the runs of plan {plan!r}, which have {key}={",".join(there)}'
+            )
     return rows
 
 
@@ -301,14 +426,22 @@ def plan_rows() -> list[Row]:
     left_out = too_dear(cells)
     cells = [row for row in cells if row not in left_out]
     if not cells:
-        fail(f'only = {only!r}: leaves nothing but {left_out[0].name}, of {over_budget(left_out[0]):.2f} budgets: --dear asks for it')
+        fail(
+            f'only = {only!r}: leaves nothing but {left_out[0].name}, of {over_budget(left_out[0]):.2f} budgets: --dear asks for it'
+        )
     cells = tuned(cells) if tune else cells
     counts = {row: seeds or (1 if row.is_text else 3) for row in cells}
     again = winners(cells) if tune else cells
-    return cells + [row._replace(seed=seed) for seed in range(2, max(counts.values()) + 1) for row in again if seed <= counts[row]]
+    return cells + [
+        row._replace(seed=seed)
+        for seed in range(2, max(counts.values()) + 1)
+        for row in again
+        if seed <= counts[row]
+    ]
 
 
 # ----------------------------------------------------------------------------- where a run is
+
 
 def folder_of(row: Row) -> str:
     part = f'sokoban-{row.budget}' if plan == 'sokoban' else plan
@@ -333,7 +466,7 @@ def saved_config(row: Row) -> dict:
 
 def has_other_settings(row: Row) -> bool:
     """Whether the folder's config.json, if there is one to read, is of another run."""
-    wanted, saved = json.loads(json.dumps(config_of(row))), saved_config(row)                # tuples become lists
+    wanted, saved = json.loads(json.dumps(config_of(row))), saved_config(row)  # tuples become lists
     return any(saved[k] != v for k, v in wanted.items() if k in saved and k not in SAME_RUN)
 
 
@@ -353,7 +486,7 @@ def state_of(row: Row) -> str:
         return 'other'
     if progress(row)[0] == 1:
         return 'done'
-    if not resumable(row):                                     # resuming repairs a log
+    if not resumable(row):  # resuming repairs a log
         try:
             read_log(folder_of(row))
         except FileNotFoundError:
@@ -362,7 +495,13 @@ def state_of(row: Row) -> str:
             return 'damaged'
     if os.path.exists(os.path.join(folder_of(row), 'failed.json')):
         return 'failed'
-    return 'cut' if resumable(row) else 'begun' if os.path.exists(os.path.join(folder_of(row), 'log.jsonl')) else 'new'
+    return (
+        'cut'
+        if resumable(row)
+        else 'begun'
+        if os.path.exists(os.path.join(folder_of(row), 'log.jsonl'))
+        else 'new'
+    )
 
 
 def resumable(row: Row) -> bool:
@@ -372,13 +511,27 @@ def resumable(row: Row) -> bool:
 def arguments(row: Row) -> list[str]:
     """Script, config files and settings of a run, from the current folder."""
     flags = [f'--{k}={v}' for k, v in {**settings_of(row), 'out_dir': folder_of(row)}.items()]
-    return [os.path.relpath(os.path.join(HERE, row.script)), *files_of(row.model, row.recurrent, row.budget), *flags]
+    return [
+        os.path.relpath(os.path.join(HERE, row.script)),
+        *files_of(row.model, row.recurrent, row.budget),
+        *flags,
+    ]
 
 
 def command(row: Row, state: str) -> list[str]:
     """What starts or resumes a run that is in this state."""
-    launcher = ['python'] if gpus_per_run == 1 else ['torchrun', '--standalone', f'--nproc_per_node={gpus_per_run}']
-    again = [] if state in ('new', 'done', 'other', 'damaged') else ['--resume=True'] if resumable(row) else ['--overwrite=True']
+    launcher = (
+        ['python']
+        if gpus_per_run == 1
+        else ['torchrun', '--standalone', f'--nproc_per_node={gpus_per_run}']
+    )
+    again = (
+        []
+        if state in ('new', 'done', 'other', 'damaged')
+        else ['--resume=True']
+        if resumable(row)
+        else ['--overwrite=True']
+    )
     return [*launcher, *arguments(row), *again]
 
 
@@ -390,14 +543,20 @@ def waits(rows: list[Row]) -> bool:
 def print_plan(rows: list[Row]) -> None:
     units = dict.fromkeys('MFLOP a token' if row.is_text else 'MMAC a step' for row in rows)
     print(f'costs: {", ".join(units)}, levels only')
+
     def wide(text: str) -> str:
         return f'{text:<25}' if any(row.more for row in rows) else ''
-    print(f'{"#":>4} {"model":<11} {"kind":<11} {"L":>2} {"E":>3} {"d":>4} {wide("setting")}{"seed":>4} {"cost":>9} {"/budget":>7} {"parameters":>11}  {"state":<7} command')
+
+    print(
+        f'{"#":>4} {"model":<11} {"kind":<11} {"L":>2} {"E":>3} {"d":>4} {wide("setting")}{"seed":>4} {"cost":>9} {"/budget":>7} {"parameters":>11}  {"state":<7} command'
+    )
     for i, row in enumerate(rows):
         (amount, params), state = cost(*row[:7]), state_of(row)
         shown = f'{progress(row)[0]:.0%}' if state == 'cut' else state
-        print(f'{i:>4} {row.model:<11} {row.kind:<11} {row.L:>2} {row.E:>3} {row.d:>4} {wide(row.setting)}{row.seed:>4} {amount / 1e6:>9,.1f} {over_budget(row):>7.2f} '
-              f'{params:>11,}  {shown:<7} {shlex.join(command(row, state))}')
+        print(
+            f'{i:>4} {row.model:<11} {row.kind:<11} {row.L:>2} {row.E:>3} {row.d:>4} {wide(row.setting)}{row.seed:>4} {amount / 1e6:>9,.1f} {over_budget(row):>7.2f} '
+            f'{params:>11,}  {shown:<7} {shlex.join(command(row, state))}'
+        )
     if waits(rows):
         print(LATER)
     for row in too_dear(chosen(PLANS[plan]())):
@@ -405,6 +564,7 @@ def print_plan(rows: list[Row]) -> None:
 
 
 # ----------------------------------------------------------------------------- running
+
 
 def devices() -> list[str]:
     """What each worker's CUDA_VISIBLE_DEVICES is; '' for one on the CPU."""
@@ -414,8 +574,10 @@ def devices() -> list[str]:
     if n == 0:
         return [''] * (workers or 1)
     names = os.environ.get('CUDA_VISIBLE_DEVICES', ','.join(map(str, range(n)))).split(',')[:n]
-    groups = [','.join(names[i:i + gpus_per_run]) for i in range(0, n - gpus_per_run + 1, gpus_per_run)]
-    first = max(index, 0)                                      # jobs of one row each, side by side, spread out
+    groups = [
+        ','.join(names[i : i + gpus_per_run]) for i in range(0, n - gpus_per_run + 1, gpus_per_run)
+    ]
+    first = max(index, 0)  # jobs of one row each, side by side, spread out
     return [groups[(first + i) % len(groups)] for i in range(workers or len(groups))]
 
 
@@ -424,21 +586,39 @@ def start(row: Row, gpu: str, n: int) -> subprocess.Popen | None:
     It inherits the folder's lock, and so keeps it when this process dies. OSError."""
     folder = folder_of(row)
     os.makedirs(folder, exist_ok=True)
-    with open(os.path.join(folder, '.lock'), 'w') as lock, open(os.path.join(folder, 'stdout.txt'), 'ab') as out:
+    with (
+        open(os.path.join(folder, '.lock'), 'w') as lock,
+        open(os.path.join(folder, 'stdout.txt'), 'ab') as out,
+    ):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return None
-        state = state_of(row)                                  # under the lock: it may have changed
+        state = state_of(row)  # under the lock: it may have changed
         if state in ('done', 'other', 'damaged'):
             return None
         launcher, *line = command(row, state)
-        line = [sys.executable, *(['-m', 'torch.distributed.run'] if launcher == 'torchrun' else []), *line]
+        line = [
+            sys.executable,
+            *(['-m', 'torch.distributed.run'] if launcher == 'torchrun' else []),
+            *line,
+        ]
         with contextlib.suppress(FileNotFoundError):
-            os.remove(os.path.join(folder, 'failed.json'))     # of an earlier try
-        env = {'OMP_NUM_THREADS': str(max(1, len(os.sched_getaffinity(0)) // (n * gpus_per_run))), **os.environ, **({'CUDA_VISIBLE_DEVICES': gpu} if gpu else {})}
-        return subprocess.Popen(line, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, pass_fds=(lock.fileno(),),
-                                start_new_session=True)        # ctrl-C is ours to pass on
+            os.remove(os.path.join(folder, 'failed.json'))  # of an earlier try
+        env = {
+            'OMP_NUM_THREADS': str(max(1, len(os.sched_getaffinity(0)) // (n * gpus_per_run))),
+            **os.environ,
+            **({'CUDA_VISIBLE_DEVICES': gpu} if gpu else {}),
+        }
+        return subprocess.Popen(
+            line,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            pass_fds=(lock.fileno(),),
+            start_new_session=True,
+        )  # ctrl-C is ours to pass on
 
 
 def last_words(row: Row) -> str:
@@ -446,7 +626,11 @@ def last_words(row: Row) -> str:
     try:
         with open(os.path.join(folder_of(row), 'stdout.txt'), 'rb') as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 20000))
-            lines = [line.strip() for line in file.read().decode(errors='replace').splitlines() if line.strip()]
+            lines = [
+                line.strip()
+                for line in file.read().decode(errors='replace').splitlines()
+                if line.strip()
+            ]
     except OSError as error:
         return str(error)
     errors = [line for line in lines if re.match(r'(error: |[\w.]*(Error|Exception)\b)', line)]
@@ -471,9 +655,15 @@ def remaining(rows: list[Row], todo: list[Row], n: int) -> str:
             known[row] = (part, seconds / part)
     if not known:
         return 'n/a'
+
     def left(row: Row) -> float:
-        like = [t for r, (_, t) in known.items() if (r.model, r.recurrent, r.L) == (row.model, row.recurrent, row.L)] or [t for _, t in known.values()]
+        like = [
+            t
+            for r, (_, t) in known.items()
+            if (r.model, r.recurrent, r.L) == (row.model, row.recurrent, row.L)
+        ] or [t for _, t in known.values()]
         return sum(like) / len(like) * (1 - known.get(row, (0.0,))[0])
+
     times = [left(row) for row in todo]
     eta = int(max(sum(times) / n, *times, 0.0))
     return f'{eta // 3600}:{eta // 60 % 60:02d}:{eta % 60:02d}'
@@ -482,13 +672,21 @@ def remaining(rows: list[Row], todo: list[Row], n: int) -> str:
 def execute(rows: list[Row]) -> int:
     """Runs what is not finished -> the exit status: 0 all done, 1 some failed or are another process's, 128 + signal when told to stop."""
     states = {row: state_of(row) for row in rows}
-    for state, what in (('other', 'a run with other settings'), ('damaged', 'a log that cannot be read, and no checkpoint')):
+    for state, what in (
+        ('other', 'a run with other settings'),
+        ('damaged', 'a log that cannot be read, and no checkpoint'),
+    ):
         folders = [folder_of(row) for row in rows if states[row] == state]
         if folders:
-            fail(f'{folders[0]} holds {what} (folders like this: {len(folders)}): move it away, or choose another out_dir')
+            fail(
+                f'{folders[0]} holds {what} (folders like this: {len(folders)}): move it away, or choose another out_dir'
+            )
     queue, free = [row for row in rows if states[row] != 'done'], devices()
     n, done, failed, left, running, said = len(free), 0, {}, [], {}, time.time()
-    print(f'{plan}: {len(rows)} runs, {len(rows) - len(queue)} finished before; {n} at a time; {os.path.join(out_dir, plan)}', flush=True)
+    print(
+        f'{plan}: {len(rows)} runs, {len(rows) - len(queue)} finished before; {n} at a time; {os.path.join(out_dir, plan)}',
+        flush=True,
+    )
     stopper = Stopper()
     try:
         while running or queue and stopper.signal is None:
@@ -507,32 +705,43 @@ def execute(rows: list[Row]) -> int:
                     print(f'{row.name}: another process has it, left to it', flush=True)
                 else:
                     running[row] = (process, free.pop(0), time.time())
-            for row in [row for row, (process, _, _) in running.items() if process.poll() is not None]:
+            for row in [
+                row for row, (process, _, _) in running.items() if process.poll() is not None
+            ]:
                 process, gpu, begin = running.pop(row)
                 free.append(gpu)
                 word = 'done'
                 if process.returncode != 0 or state_of(row) != 'done':
                     if stopper.signal is not None:
-                        continue                               # told to stop: it has saved
+                        continue  # told to stop: it has saved
                     failed[row] = last_words(row)
                     record_failure(row, process.returncode, failed[row])
                     word = f'FAILED (exit status {process.returncode}): {failed[row]}'
                 else:
                     done += 1
-                print(f'[{len(rows) - len(queue) - len(running)}/{len(rows)}] {row.name}: {word}, {time.time() - begin:.0f} s | '
-                      f'eta {remaining(rows, [*queue, *running], n)}', flush=True)
+                print(
+                    f'[{len(rows) - len(queue) - len(running)}/{len(rows)}] {row.name}: {word}, {time.time() - begin:.0f} s | '
+                    f'eta {remaining(rows, [*queue, *running], n)}',
+                    flush=True,
+                )
             if queue and not done and len(failed) >= ALIKE and len(set(failed.values())) == 1:
-                print(f'the first {len(failed)} runs failed alike: the other {len(queue)} are not started', flush=True)
-                queue.clear()                                  # none would do better: the levels are not there, say
+                print(
+                    f'the first {len(failed)} runs failed alike: the other {len(queue)} are not started',
+                    flush=True,
+                )
+                queue.clear()  # none would do better: the levels are not there, say
             if stopper.signal is not None:
                 stop(running)
             elif time.time() - said > REPORT and running:
                 said, parts = time.time(), [f'{row.name} {progress(row)[0]:.0%}' for row in running]
-                print(f'    running: {", ".join(parts)} | eta {remaining(rows, [*queue, *running], n)}', flush=True)
+                print(
+                    f'    running: {", ".join(parts)} | eta {remaining(rows, [*queue, *running], n)}',
+                    flush=True,
+                )
             time.sleep(POLL)
-    except BaseException:                                      # a second ctrl-C: their last checkpoints stay
+    except BaseException:  # a second ctrl-C: their last checkpoints stay
         for process, _, _ in running.values():
-            process.terminate() if gpus_per_run > 1 else process.kill()                      # torchrun ends its ranks only if it lives
+            process.terminate() if gpus_per_run > 1 else process.kill()  # torchrun ends its ranks only if it lives
         raise
     stopper.restore()
     for row, message in failed.items():
@@ -556,8 +765,14 @@ def print_jobs(rows: list[Row], config: dict) -> None:
     if waits(rows):
         print(f'{LATER}: then give this command again', file=sys.stderr)
     defaults = read_script(__file__)[0]
-    which = [f'--{k}={v}' for k, v in config.items() if v != defaults[k] and k not in ('emit', 'run', 'index', 'figure', 'table', 'workers')]
-    line = shlex.join(['python', os.path.relpath(os.path.abspath(__file__)), *which, '--run', '--workers=1'])
+    which = [
+        f'--{k}={v}'
+        for k, v in config.items()
+        if v != defaults[k] and k not in ('emit', 'run', 'index', 'figure', 'table', 'workers')
+    ]
+    line = shlex.join(
+        ['python', os.path.relpath(os.path.abspath(__file__)), *which, '--run', '--workers=1']
+    )
     if emit == 'commands':
         for i in range(len(rows)):
             print(f'{line} --index={i}')
@@ -573,6 +788,7 @@ cd {shlex.quote(os.getcwd())} && exec {line} --index="$SLURM_ARRAY_TASK_ID"''')
 
 # ----------------------------------------------------------------------------- the command
 
+
 def main() -> int:
     config = configure(globals(), quiet=True)
     check_settings()
@@ -583,13 +799,16 @@ def main() -> int:
         print_jobs(rows, config)
         return 0
     if index >= len(rows):
-        fail(f'index = {index}: plan {plan!r} has runs 0 to {len(rows) - 1} here' + (', until all values have been tried' if waits(rows) else ''))
+        fail(
+            f'index = {index}: plan {plan!r} has runs 0 to {len(rows) - 1} here'
+            + (', until all values have been tried' if waits(rows) else '')
+        )
     if not (run or figure or table):
         print_plan(rows)
         return 0
     status = execute(rows if index < 0 else [rows[index]]) if run else 0
     while run and tune and index < 0 and status < 2 and (again := plan_rows()) != rows:
-        rows, status = again, execute(again)                   # the best values' other seeds
+        rows, status = again, execute(again)  # the best values' other seeds
     if status < 2 and (figure or table):
         show(rows)
     return status
@@ -611,7 +830,10 @@ def finished(rows: list[Row]) -> list[tuple[Row, list[dict]]]:
         if has_other_settings(row):
             print(f'warning: {folder_of(row)}: a run with other settings, skipped', file=sys.stderr)
         elif done and value(row, log) is None:
-            print(f'warning: {folder_of(row)}/log.jsonl: has no {"validation loss" if row.is_text else "return"} at its end: this run is skipped', file=sys.stderr)
+            print(
+                f'warning: {folder_of(row)}/log.jsonl: has no {"validation loss" if row.is_text else "return"} at its end: this run is skipped',
+                file=sys.stderr,
+            )
         elif done:
             runs.append((row, log))
     return runs
@@ -621,28 +843,62 @@ def show(rows: list[Row]) -> None:
     """Figures and tables of what has finished."""
     runs, into = finished(rows), results or os.path.join(out_dir, plan)
     if not runs:
-        fail(f'{os.path.join(out_dir, plan)}: no run of plan {plan!r} has finished: nothing to show; --run runs them')
+        fail(
+            f'{os.path.join(out_dir, plan)}: no run of plan {plan!r} has finished: nothing to show; --run runs them'
+        )
     os.makedirs(into, exist_ok=True)
     print(f'{len(runs)} of {len(rows)} runs have finished')
-    fair = [(row, log) for row, log in runs if not plan.startswith(('sokoban', 'lm-')) or over_budget(row) <= DEAR]
+    fair = [
+        (row, log)
+        for row, log in runs
+        if not plan.startswith(('sokoban', 'lm-')) or over_budget(row) <= DEAR
+    ]
     for row in {row for row, _ in runs} - {row for row, _ in fair}:
         print(f'in the table alone: {row.name} costs {over_budget(row):.2f} budgets')
     paths = []
     if figure:
-        token = 'byte' if any(row.is_text and config_of(row)['tokenizer'] == 'bytes' for row in rows) else 'token'
+        token = (
+            'byte'
+            if any(row.is_text and config_of(row)['tokenizer'] == 'bytes' for row in rows)
+            else 'token'
+        )
         name = tune.partition('=')[0]
-        scale = (f', widths x {width:g}' if width != 1 else '') + (f', steps x {length:g}' if length != 1 else '') + (f', best {name.replace("_", " ")}s' if name else '')
-        paths += draw(plan, scale, [without(row, name) for row in rows], [(without(row, name), log) for row, log in at_best(fair, name)], token, reference, into)
+        scale = (
+            (f', widths x {width:g}' if width != 1 else '')
+            + (f', steps x {length:g}' if length != 1 else '')
+            + (f', best {name.replace("_", " ")}s' if name else '')
+        )
+        paths += draw(
+            plan,
+            scale,
+            [without(row, name) for row in rows],
+            [(without(row, name), log) for row, log in at_best(fair, name)],
+            token,
+            reference,
+            into,
+        )
     if table:
         paths += tables(runs, reference, into)
-        about = {'plan': plan, 'drawn_at_commit': commit(), 'device': device_name('cuda' if torch.cuda.is_available() else 'cpu'), 'torch': torch.__version__,
-                 'command': shlex.join(['python', *sys.argv])}
-        records = [run_record(row, log) | {'over_budget': over_budget(row), 'commit': saved_config(row).get('commit')} for row, log in runs]
+        about = {
+            'plan': plan,
+            'drawn_at_commit': commit(),
+            'device': device_name('cuda' if torch.cuda.is_available() else 'cpu'),
+            'torch': torch.__version__,
+            'command': shlex.join(['python', *sys.argv]),
+        }
+        records = [
+            run_record(row, log)
+            | {'over_budget': over_budget(row), 'commit': saved_config(row).get('commit')}
+            for row, log in runs
+        ]
         write_json(about | {'runs': records}, os.path.join(into, 'runs.json'))
         paths.append(os.path.join(into, 'runs.json'))
     if table == 'solve':
         cells = chosen_by_return(fair)
-        rates = {cell: [solve_rate(row) for row, _ in runs if row._replace(seed=0) == cell] for cell in cells}
+        rates = {
+            cell: [solve_rate(row) for row, _ in runs if row._replace(seed=0) == cell]
+            for cell in cells
+        }
         paths += solve_table(rates, levels, reference, into)
     print('\n'.join(paths))
 
@@ -652,18 +908,27 @@ def solve_rate(row: Row) -> float:
     config = config_of(row)
     name = os.path.splitext(os.path.basename(levels or config['eval_split']))[0]
     path = os.path.join(folder_of(row), f'eval_{name}.json')
+
     def saved() -> float | None:
         try:
             with open(path) as file:
                 record = json.load(file)
-            same = record['env_steps'] == total_of(row) * config['n_envs'] * config['unroll'] and (levels or record['n'] == config['eval_games'])
+            same = record['env_steps'] == total_of(row) * config['n_envs'] * config['unroll'] and (
+                levels or record['n'] == config['eval_games']
+            )
             return record['solve_rate'] if same else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
     status = 0
-    if saved() is None or os.path.dirname(levels) or os.path.isfile(levels):                 # a file's name does not say which file
+    if (
+        saved() is None or os.path.dirname(levels) or os.path.isfile(levels)
+    ):  # a file's name does not say which file
         print(f'{row.name}: playing {name}', flush=True)
-        status = subprocess.run([sys.executable, *arguments(row), '--eval_only=True', f'--levels={levels}'], stdout=subprocess.DEVNULL).returncode
+        status = subprocess.run(
+            [sys.executable, *arguments(row), '--eval_only=True', f'--levels={levels}'],
+            stdout=subprocess.DEVNULL,
+        ).returncode
     if status or (rate := saved()) is None:
         fail(f'{row.name}: its evaluation on {name} failed: see above')
     return rate
@@ -676,13 +941,17 @@ def check_settings() -> None:
     if not (0 < width <= 1000 and 0 < length <= 1000):
         fail(f'width = {width}, length = {length}: must be positive, and at most 1000')
     if gpus_per_run < 1 or index < -1:
-        fail(f'gpus_per_run = {gpus_per_run}, index = {index}: expected at least 1, and a row or -1')
+        fail(
+            f'gpus_per_run = {gpus_per_run}, index = {index}: expected at least 1, and a row or -1'
+        )
     if emit not in ('', 'slurm', 'commands'):
         fail(f"emit = {emit!r}: expected 'slurm' or 'commands'")
     if table not in (None, True, False, 'solve'):
         fail(f"table = {table!r}: expected True or 'solve'")
     if emit and (run or figure or table or index >= 0):
-        fail(f'emit = {emit!r} prints jobs and does nothing else: leave out run, index, figure and table')
+        fail(
+            f'emit = {emit!r} prints jobs and does nothing else: leave out run, index, figure and table'
+        )
     if index >= 0 and not run:
         fail(f'index = {index} chooses a run for --run')
     for name in ('out_dir', 'results'):

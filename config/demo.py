@@ -1,5 +1,6 @@
 """The demo: a small recurrent model on the bytes of 233 State of the Union speeches, a few minutes on 2 CPU cores.
 Prepare the data first: python data_fineweb.py --demo=True --tokenizer=bytes   (`make demo` does both)."""
+
 out_dir = 'out/demo'
 data_dir = 'data/sotu_bytes'
 tokenizer = 'bytes'
@@ -15,5 +16,5 @@ eval_interval = 50
 val_tokens = 32768
 val_streams = 64
 log_interval = 10
-compile = False   # wins 10 to 40% on a CPU, and costs up to half a minute at the start
+compile = False  # wins 10 to 40% on a CPU, and costs up to half a minute at the start
 plot = True

@@ -1,6 +1,7 @@
 """Recurrent Transformer, medium budget (32 blocks of width 768): L = 8 levels of E = 4 experts.
 1.3B tokens of FineWeb, on GPUs of 80 GB (torchrun for several). Takes 61 GB on one, 58 GB on each of four (512 rows at a time):
 as calculated by model.memory, not measured on a GPU; not run by us yet."""
+
 out_dir = 'out/medium_L8'
 recurrent = True
 n_layer = 8

@@ -1,6 +1,7 @@
 """Non-recurrent Transformer, medium budget (32 blocks of width 768): L = 2 levels of E = 16 experts.
 1.3B tokens of FineWeb, on GPUs of 80 GB (torchrun for several). Takes 63 GB on one, 50 GB on each of four (128 rows at a time):
 as calculated by model.memory, not measured on a GPU; not run by us yet."""
+
 out_dir = 'out/medium_gpt_L2'
 recurrent = False
 n_layer = 2

@@ -1,6 +1,7 @@
 """Recurrent Transformer, small budget (16 blocks of width 768): L = 1 levels of E = 16 experts.
 1.3B tokens of FineWeb, on GPUs of 80 GB (torchrun for several). Takes 32 GB on one, 31 GB on each of four (512 rows at a time):
 as calculated by model.memory, not measured on a GPU; not run by us yet."""
+
 out_dir = 'out/small_L1'
 recurrent = True
 n_layer = 1

@@ -2,6 +2,7 @@
 1.3B tokens of FineWeb, on GPUs of 80 GB (torchrun for several). Takes 58 GB on one, 52 GB on each of four (512 rows at a time):
 as calculated by model.memory, not measured on a GPU; not run by us yet.
 The carried keys and values are 6.4 GB over all GPUs, and as much of a checkpoint."""
+
 out_dir = 'out/small_long_L2'
 recurrent = True
 n_layer = 2

@@ -1,6 +1,7 @@
 """Non-recurrent Transformer, small budget (16 blocks of width 768), long context: L = 4 levels of E = 4 experts.
 1.3B tokens of FineWeb, on GPUs of 80 GB (torchrun for several). Takes 26 GB on one, 24 GB on each of four (16 rows at a time):
 as calculated by model.memory, not measured on a GPU; not run by us yet."""
+
 out_dir = 'out/small_long_gpt_L4'
 recurrent = False
 n_layer = 4

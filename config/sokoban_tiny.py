@@ -1,5 +1,6 @@
 """Base of the small study's agents (config/study_sokoban.py): the demo's levels (one box, solvable in 12 moves or fewer) and training settings.
 About eight minutes a run on one CPU core."""
+
 out_dir = 'out/sokoban_tiny'
 split = 'generated'
 eval_split = 'generated'
@@ -10,8 +11,10 @@ eval_games = 512
 log_interval = 50
 kind = 'convglu'
 n_embd = 32
-n_envs = 64            # more boards and shorter unrolls than the paper's: more kinds of situations in an update
+n_envs = (
+    64  # more boards and shorter unrolls than the paper's: more kinds of situations in an update
+)
 unroll = 10
 total_steps = 1152000
-learning_rate = 1e-3   # small agents and short runs
+learning_rate = 1e-3  # small agents and short runs
 compile = False

@@ -68,7 +68,11 @@ def peak(folder, cell, path, dtype):
         'for _ in range(3): chunk()\n'
         'print(c.most() - before)'
     )
-    return float(subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout.split()[-1])
+    return float(
+        subprocess.run(
+            [sys.executable, '-c', code], capture_output=True, text=True, check=True
+        ).stdout.split()[-1]
+    )
 
 
 def main():
@@ -80,7 +84,10 @@ def main():
     for path in given['paths'].split(','):
         for dtype in given['dtypes'].split(','):
             for cell in ([int(x) for x in cell.split(',')] for cell in given['cells'].split(';')):
-                chunks, times = {name: make_chunk(m, *cell, path, dtype) for name, m in modules.items()}, {name: [] for name in modules}
+                chunks, times = (
+                    {name: make_chunk(m, *cell, path, dtype) for name, m in modules.items()},
+                    {name: [] for name in modules},
+                )
                 for name in modules:
                     chunks[name]()
                 for i in range(int(given['rounds'])):
@@ -89,13 +96,22 @@ def main():
                         chunks[name]()
                         times[name].append(time.process_time() - start)
                 row = {'path': path, 'dtype': dtype, 'L': cell[0], 'E': cell[1], 'seconds': times}
-                row['ratio_of_medians'] = statistics.median(times['this']) / statistics.median(times['other'])
+                row['ratio_of_medians'] = statistics.median(times['this']) / statistics.median(
+                    times['other']
+                )
                 row['ratio_of_minima'] = min(times['this']) / min(times['other'])
                 if path == 'fast':
-                    row['peak_mb'] = {name: peak(folder, cell, path, dtype) for name, folder in folders.items()}
+                    row['peak_mb'] = {
+                        name: peak(folder, cell, path, dtype) for name, folder in folders.items()
+                    }
                 rows.append(row)
                 print({k: v for k, v in row.items() if k != 'seconds'}, flush=True)
-                Path(out).write_text(json.dumps({'torch': torch.__version__, 'options': given, 'results': rows}, indent=1) + '\n')
+                Path(out).write_text(
+                    json.dumps(
+                        {'torch': torch.__version__, 'options': given, 'results': rows}, indent=1
+                    )
+                    + '\n'
+                )
 
 
 if __name__ == '__main__':

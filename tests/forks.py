@@ -8,6 +8,7 @@ with its own exit status, signals, pipes, working directory and environment; onl
 
 What is special about a start (an import's own behaviour, a limit, triton's interpreter, torchrun itself) needs subprocess.
 """
+
 import atexit
 import contextlib
 import ctypes
@@ -27,13 +28,22 @@ PR_SET_CHILD_SUBREAPER = 36
 
 # ---- in the tests ----
 
+
 @functools.cache
 def server(pid):
     """This process's server: a connection to it. Its grandchildren become children of this process, which can wait for them."""
     assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     mine, its = socket.socketpair()
-    alone = {'OMP_NUM_THREADS': '1', 'MKL_NUM_THREADS': '1', 'OPENBLAS_NUM_THREADS': '1'}    # a process with threads must not fork
-    subprocess.Popen([sys.executable, __file__, str(its.fileno())], pass_fds=[its.fileno()], env={**os.environ, **alone})
+    alone = {
+        'OMP_NUM_THREADS': '1',
+        'MKL_NUM_THREADS': '1',
+        'OPENBLAS_NUM_THREADS': '1',
+    }  # a process with threads must not fork
+    subprocess.Popen(
+        [sys.executable, __file__, str(its.fileno())],
+        pass_fds=[its.fileno()],
+        env={**os.environ, **alone},
+    )
     its.close()
     return mine
 
@@ -41,12 +51,36 @@ def server(pid):
 class Forked(subprocess.Popen):
     """Popen whose child is forked by the server."""
 
-    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
-                       p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest):
-        assert args[0] == sys.executable and not (shell or preexec_fn or pass_fds), 'forks: only python, and no such option'
+    def _execute_child(
+        self,
+        args,
+        executable,
+        preexec_fn,
+        close_fds,
+        pass_fds,
+        cwd,
+        env,
+        startupinfo,
+        creationflags,
+        shell,
+        p2cread,
+        p2cwrite,
+        c2pread,
+        c2pwrite,
+        errread,
+        errwrite,
+        *rest,
+    ):
+        assert args[0] == sys.executable and not (shell or preexec_fn or pass_fds), (
+            'forks: only python, and no such option'
+        )
         start_new_session = rest[5]
-        order = {'argv': [str(a) for a in args[1:]], 'cwd': os.path.abspath(cwd or '.'), 'env': dict(os.environ if env is None else env),
-                 'session': start_new_session}
+        order = {
+            'argv': [str(a) for a in args[1:]],
+            'cwd': os.path.abspath(cwd or '.'),
+            'env': dict(os.environ if env is None else env),
+            'session': start_new_session,
+        }
         message = json.dumps(order).encode()
         files = [k if fd == -1 else fd for k, fd in enumerate((p2cread, c2pwrite, errwrite))]
         connection = server(os.getpid())
@@ -82,12 +116,13 @@ def receive(connection, n):
 
 # ---- the server ----
 
+
 def serve(connection):
     """Forks a child for each order; returns in the child, with the order."""
     while True:
         try:
             size = int.from_bytes(receive(connection, 8), 'big')
-        except EOFError:                                       # the tests have ended
+        except EOFError:  # the tests have ended
             os._exit(0)
         first, files, _, _ = socket.recv_fds(connection, 1, 3)
         order = json.loads(first + receive(connection, size - 1))
@@ -95,7 +130,7 @@ def serve(connection):
         between = os.fork()
         if between == 0:
             child = os.fork()
-            if child:                                          # an orphan goes to the nearest subreaper: the tests
+            if child:  # an orphan goes to the nearest subreaper: the tests
                 os.write(write, child.to_bytes(8, 'big'))
                 os._exit(0)
             for fd in (read, write):
@@ -121,8 +156,16 @@ def spread(world):
     for rank in range(world):
         pid = os.fork()
         if pid == 0:
-            os.environ.update({'RANK': str(rank), 'LOCAL_RANK': str(rank), 'WORLD_SIZE': str(world), 'LOCAL_WORLD_SIZE': str(world),
-                               'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port)})
+            os.environ.update(
+                {
+                    'RANK': str(rank),
+                    'LOCAL_RANK': str(rank),
+                    'WORLD_SIZE': str(world),
+                    'LOCAL_WORLD_SIZE': str(world),
+                    'MASTER_ADDR': '127.0.0.1',
+                    'MASTER_PORT': str(port),
+                }
+            )
             return
         ranks.append(pid)
     status = 0
@@ -139,12 +182,47 @@ def spread(world):
 class Within(subprocess.Popen):
     """What a forked script (sweep.py) starts in its turn, forked from itself where that is python."""
 
-    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
-                       p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest):
-        args = [args[0], *args[2:]] if args[1:2] == ['-u'] else args                         # torchrun's ranks
+    def _execute_child(
+        self,
+        args,
+        executable,
+        preexec_fn,
+        close_fds,
+        pass_fds,
+        cwd,
+        env,
+        startupinfo,
+        creationflags,
+        shell,
+        p2cread,
+        p2cwrite,
+        c2pread,
+        c2pwrite,
+        errread,
+        errwrite,
+        *rest,
+    ):
+        args = [args[0], *args[2:]] if args[1:2] == ['-u'] else args  # torchrun's ranks
         if shell or args[0] != sys.executable or args[1].startswith('-'):
-            return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
-                                          p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest)
+            return super()._execute_child(
+                args,
+                executable,
+                preexec_fn,
+                close_fds,
+                pass_fds,
+                cwd,
+                env,
+                startupinfo,
+                creationflags,
+                shell,
+                p2cread,
+                p2cwrite,
+                c2pread,
+                c2pwrite,
+                errread,
+                errwrite,
+                *rest,
+            )
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         self.pid = os.fork()
@@ -155,7 +233,14 @@ class Within(subprocess.Popen):
                 with contextlib.suppress(OSError):
                     os.close(fd)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            leave({'argv': args[1:], 'cwd': cwd or '.', 'env': dict(os.environ if env is None else env), 'session': rest[5]})
+            leave(
+                {
+                    'argv': args[1:],
+                    'cwd': cwd or '.',
+                    'env': dict(os.environ if env is None else env),
+                    'session': rest[5],
+                }
+            )
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
 
@@ -174,14 +259,14 @@ def leave(order):
     except KeyboardInterrupt:
         sys.excepthook(*sys.exc_info())
         interrupted = True
-    except BaseException:                                      # noqa: BLE001  as the interpreter ends
+    except BaseException:  # noqa: BLE001  as the interpreter ends
         sys.excepthook(*sys.exc_info())
-    threading._shutdown()                                      # waits for the threads that are no daemons
+    threading._shutdown()  # waits for the threads that are no daemons
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.closed or stream.flush()
-        except OSError:                                        # nobody reads it, or the disk is full
+        except OSError:  # nobody reads it, or the disk is full
             status = status or 120
     if interrupted:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -193,7 +278,9 @@ def become(order):
     """Run what `python argv...` runs."""
     subprocess.Popen = Within
     contexts = multiprocessing.get_context
-    multiprocessing.get_context = lambda method=None: contexts('fork' if method == 'spawn' else method)   # bench.py's processes
+    multiprocessing.get_context = lambda method=None: contexts(
+        'fork' if method == 'spawn' else method
+    )  # bench.py's processes
     os.environ.clear()
     os.environ.update(order['env'])
     os.chdir(order['cwd'])
@@ -220,10 +307,11 @@ def become(order):
 if __name__ == '__main__':
     import torch  # noqa: F401
     import torch._dynamo  # noqa: F401  the optimizers want it
-    torch.ones(1, device='meta').div(2)                        # imports what counting a model's sizes needs
-    with contextlib.suppress(ImportError):                     # for the figures
+
+    torch.ones(1, device='meta').div(2)  # imports what counting a model's sizes needs
+    with contextlib.suppress(ImportError):  # for the figures
         import matplotlib.backends.backend_agg  # noqa: F401
         import matplotlib.backends.backend_svg  # noqa: F401
         import matplotlib.pyplot  # noqa: F401
-    signal.signal(signal.SIGINT, signal.SIG_IGN)               # ctrl-C is for the children
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is for the children
     leave(serve(socket.socket(fileno=int(sys.argv[1]))))

@@ -4,6 +4,7 @@ parameters and nothing else of model.py. All keys and values of a stream's life 
 path (plain, fast, compiled, graphed blocks, Triton, the decoder) is held to this one reference. Below it: small random models, and what
 "equal" means in all tests.
 """
+
 import copy
 import math
 
@@ -16,6 +17,7 @@ EPS = 1e-6
 
 
 # ---- the equations ----
+
 
 class History:
     """What B streams have seen. s (B, D); keys and values by (level, owner of the cache): one (B, G, K) a position, keys normalised and not
@@ -42,13 +44,23 @@ class History:
         """The model's state: the last W entries, oldest first, zeros where there is none."""
         c, count = self.config, (self.now - self.first).clamp(max=self.config.window)
         owners = ['all'] if self.recurrent and c.share_kv else range(c.n_expert)
-        empty = torch.arange(c.window) < c.window - count[:, None]                           # (B, W)
+        empty = torch.arange(c.window) < c.window - count[:, None]  # (B, W)
 
         def cache(entries):
-            entries = [torch.zeros(len(count), c.n_kv_head, c.head_dim, dtype=torch.float64)] * c.window + entries
-            return torch.stack(entries[-c.window:], 2).masked_fill(empty[:, None, :, None], 0)
-        k, v = (torch.stack([torch.cat([cache(kept.get((l, owner), [])) for owner in owners], 1) for l in range(c.n_layer)])
-                for kept in (self.keys, self.values))
+            entries = [
+                torch.zeros(len(count), c.n_kv_head, c.head_dim, dtype=torch.float64)
+            ] * c.window + entries
+            return torch.stack(entries[-c.window :], 2).masked_fill(empty[:, None, :, None], 0)
+
+        k, v = (
+            torch.stack(
+                [
+                    torch.cat([cache(kept.get((l, owner), [])) for owner in owners], 1)
+                    for l in range(c.n_layer)
+                ]
+            )
+            for kept in (self.keys, self.values)
+        )
         return State(self.s if self.recurrent else self.s[:, :0], k, v, count)
 
 
@@ -60,7 +72,7 @@ def turn(x, position):
     """RoPE by complex numbers: pair (j, j + K/2) turned by position * 10000^(-2j/K)."""
     K = x.size(-1)
     frequency = 10000.0 ** (-2 * torch.arange(K // 2, dtype=torch.float64) / K)
-    return torch.complex(x[..., :K // 2], x[..., K // 2:]) * torch.exp(1j * frequency * position)
+    return torch.complex(x[..., : K // 2], x[..., K // 2 :]) * torch.exp(1j * frequency * position)
 
 
 def combine(config, level, h, z, s):
@@ -71,10 +83,17 @@ def combine(config, level, h, z, s):
     if config.aggregation == 'mean':
         return sum(h) / E
     query = torch.cat([z, s], -1) @ level.router_q.t() + level.router_q_bias
-    scores = [query @ (level.router_k @ e + level.router_k_bias) / math.sqrt(config.router_dim) for e in level.expert_embedding]
-    gates = torch.exp(torch.stack(scores))                     # (E, ...)
+    scores = [
+        query @ (level.router_k @ e + level.router_k_bias) / math.sqrt(config.router_dim)
+        for e in level.expert_embedding
+    ]
+    gates = torch.exp(torch.stack(scores))  # (E, ...)
     gates = gates / gates.sum(0)
-    below = gates.sum(0) + EPS if config.aggregation == 'softmax_mean' else (gates.pow(2).sum(0) + EPS).sqrt()
+    below = (
+        gates.sum(0) + EPS
+        if config.aggregation == 'softmax_mean'
+        else (gates.pow(2).sum(0) + EPS).sqrt()
+    )
     return sum((gates[i] / below).unsqueeze(-1) * h[i] for i in range(E))
 
 
@@ -83,11 +102,15 @@ def attend(q, keys, values, now, oldest):
     B, H, K = q.shape
     begin = int(oldest.min())
     position = torch.arange(begin, now + 1)
-    keys, values = torch.stack(keys[begin:]), torch.stack(values[begin:])                    # (S, B, G, K)
+    keys, values = torch.stack(keys[begin:]), torch.stack(values[begin:])  # (S, B, G, K)
     G = keys.size(2)
     q = turn(q, now).view(B, G, H // G, K // 2)
-    scores = torch.einsum('bgrk,sbgk->bgrs', q, turn(keys, position[:, None, None, None]).conj()).real / math.sqrt(K)
-    p = torch.softmax(scores.masked_fill((position < oldest[:, None])[:, None, None], -math.inf), -1)
+    scores = torch.einsum(
+        'bgrk,sbgk->bgrs', q, turn(keys, position[:, None, None, None]).conj()
+    ).real / math.sqrt(K)
+    p = torch.softmax(
+        scores.masked_fill((position < oldest[:, None])[:, None, None], -math.inf), -1
+    )
     return torch.einsum('bgrs,sbgk->bgrk', p, values).reshape(B, H * K)
 
 
@@ -96,7 +119,10 @@ def level_step(model, l, s, z, history, window):
     c, level, now, B = model.config, model.levels[l], history.now, len(s)
     u = level.a * s + level.b * z if model.recurrent else s
     n = unit(u)
-    keys, values = ([(n @ w[i].t()).view(B, c.n_kv_head, c.head_dim) for i in range(c.n_expert)] for w in (level.wk, level.wv))
+    keys, values = (
+        [(n @ w[i].t()).view(B, c.n_kv_head, c.head_dim) for i in range(c.n_expert)]
+        for w in (level.wk, level.wv)
+    )
     owners = list(range(c.n_expert))
     if model.recurrent and c.share_kv:
         owners = ['all'] * c.n_expert
@@ -109,7 +135,11 @@ def level_step(model, l, s, z, history, window):
     out = []
     for i, owner in enumerate(owners):
         q = unit((n @ level.wq[i].t()).view(B, c.n_head, c.head_dim))
-        y = u + attend(q, history.keys[l, owner], history.values[l, owner], now, oldest) @ level.wo[i].t()
+        y = (
+            u
+            + attend(q, history.keys[l, owner], history.values[l, owner], now, oldest)
+            @ level.wo[i].t()
+        )
         out.append(y + torch.relu(unit(y) @ level.up[i].t()).pow(2) @ level.down[i].t())
     if model.recurrent:
         return combine(c, level, [unit(y) for y in out], z, s)
@@ -142,9 +172,20 @@ def loss_of(logits, targets):
 
 # ---- models ----
 
+
 def make(kind, seed=0, dtype=torch.float64, **changes):
     """A small model with every parameter random and none of them small: a and b about 1, matrices about 2 / sqrt(fan_in)."""
-    sizes = {'vocab_size': V, 'n_layer': 2, 'n_expert': 2, 'n_embd': 16, 'n_head': 4, 'n_kv_head': 2, 'window': 4, 'block_size': 8, 'router_dim': 6}
+    sizes = {
+        'vocab_size': V,
+        'n_layer': 2,
+        'n_expert': 2,
+        'n_embd': 16,
+        'n_head': 4,
+        'n_kv_head': 2,
+        'window': 4,
+        'block_size': 8,
+        'router_dim': 6,
+    }
     model = kind(ModelConfig(**sizes | changes)).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -170,11 +211,15 @@ def gradients(model, value):
 
 # ---- equal ----
 
+
 def assert_close(a, b, rtol=1e-9, size=None, what=''):
     """The difference's norm against rtol times b's, or times size: that of the terms of which b is a small sum or difference. In float64
     the default leaves a margin of 20 and more over what rounding makes of these models, on processors of two makes."""
     assert a.shape == b.shape, what
-    difference, size = (a - b).double().norm().item(), b.double().norm().item() if size is None else size
+    difference, size = (
+        (a - b).double().norm().item(),
+        b.double().norm().item() if size is None else size,
+    )
     assert difference <= rtol * size, f'{what}: differs by {difference:.3g}, size {size:.3g}'
 
 
@@ -185,7 +230,9 @@ def assert_same_state(a, b, rtol=1e-9):
 
 def always_zero(name, model):
     """Softmax is shift invariant, and constant for one expert: these gradients are zero but for rounding."""
-    return name.endswith('router_k_bias') or (model.config.n_expert == 1 and ('router' in name or 'expert_embedding' in name))
+    return name.endswith('router_k_bias') or (
+        model.config.n_expert == 1 and ('router' in name or 'expert_embedding' in name)
+    )
 
 
 def assert_same_gradients(model, a, b, rtol=1e-9, zero=()):

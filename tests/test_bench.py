@@ -90,12 +90,19 @@ def reused(monkeypatch):
         if len(STARTED) == 1:
             return really('cpu', threads)
         with Listener(family='AF_UNIX') as listener:
-            child = forks.Popen([sys.executable, '-c', WORK, listener.address, threads], cwd=ROOT, env={**os.environ, 'PYTHONPATH': str(ROOT / 'tests')})
+            child = forks.Popen(
+                [sys.executable, '-c', WORK, listener.address, threads],
+                cwd=ROOT,
+                env={**os.environ, 'PYTHONPATH': str(ROOT / 'tests')},
+            )
             pipe = listener.accept()
         pipe.recv()
         return Forked(child), pipe
+
     monkeypatch.setattr(measure, 'begin', begin)
-    monkeypatch.setattr(measure, 'end', lambda *worker: IDLE.append(worker) if worker[0].is_alive() else None)
+    monkeypatch.setattr(
+        measure, 'end', lambda *worker: IDLE.append(worker) if worker[0].is_alive() else None
+    )
 
 
 @pytest.fixture(scope='module')
@@ -124,61 +131,136 @@ def bench_config(**changes):
 def bench_report(tmp_path, **changes):
     config = bench_config(out=str(tmp_path / 'a' / 'b.json'), **changes)
     variants, sizes = bench.plan(config, 'cpu', torch.float32, str(tmp_path))
-    bench.run_suite(config['suite'], config['suite'], variants, sizes, config, 'cpu', torch.float32, config['seconds'])
+    bench.run_suite(
+        config['suite'],
+        config['suite'],
+        variants,
+        sizes,
+        config,
+        'cpu',
+        torch.float32,
+        config['seconds'],
+    )
     return json.loads((tmp_path / 'a' / 'b.json').read_text())
 
 
 def check_report(report, out, lines, paths):
     """What every suite promises: a header that lets it be repeated, yardsticks, turns, the table also as a file."""
-    assert {'device', 'torch', 'python', 'threads', 'commit', 'command', 'date', 'config', 'dtype', 'memory'} <= set(report)
-    assert report['yardsticks']['matmul float32']['median'] > 1e8 and report['yardsticks']['copy']['median'] > 1e7
+    assert {
+        'device',
+        'torch',
+        'python',
+        'threads',
+        'commit',
+        'command',
+        'date',
+        'config',
+        'dtype',
+        'memory',
+    } <= set(report)
+    assert (
+        report['yardsticks']['matmul float32']['median'] > 1e8
+        and report['yardsticks']['copy']['median'] > 1e7
+    )
     assert [r['path'] for r in report['results']] == paths
     for r in report['results']:
-        assert r['status'] == 'ok' and all(len(v) == 2 and min(v) > 0 for v in r['seconds'].values())
+        assert r['status'] == 'ok' and all(
+            len(v) == 2 and min(v) > 0 for v in r['seconds'].values()
+        )
         assert r['memory_bytes'] < 2**30 and r['first_run_s'] > 0
     turns = [line.split(': ')[0].split('  ') for line in lines if line.startswith('round')]
-    assert [number for number, _ in turns] == [f'round {n}/2' for n in range(3) for _ in range(len(paths) + 1)]
+    assert [number for number, _ in turns] == [
+        f'round {n}/2' for n in range(3) for _ in range(len(paths) + 1)
+    ]
     assert [label.split()[-1] for _, label in turns] == ['yardsticks', *paths] * 3
     assert any(line.startswith('1 of 1 cells, ') for line in lines)
     rows = [line for line in lines if line.startswith('|')]
-    assert len(rows) == 2 + len(paths) and len({row.count('|') for row in rows}) == 1 and '1.00x' in rows[2]
+    assert (
+        len(rows) == 2 + len(paths)
+        and len({row.count('|') for row in rows}) == 1
+        and '1.00x' in rows[2]
+    )
     assert [line for line in out.read_text().splitlines() if line.startswith('|')] == rows
     return rows
 
 
 def test_suite_cpu(reused, tmp_path, capsys):
     report = bench_report(tmp_path, paths='fast,gpt_bf16')
-    rows = check_report(report, tmp_path / 'a' / 'b.md', capsys.readouterr().out.splitlines(), ['fast', 'gpt_bf16'])
+    rows = check_report(
+        report, tmp_path / 'a' / 'b.md', capsys.readouterr().out.splitlines(), ['fast', 'gpt_bf16']
+    )
     fast, gpt = report['results']
-    assert [fast[k] for k in ('L', 'E', 'C', 'B', 'T', 'D', 'V', 'dtype')] == [1, 2, 4, 2, 4, 128, 256, 'float32']
-    assert [gpt[k] for k in ('L', 'E', 'C', 'B', 'T', 'D', 'V', 'dtype')] == [2, 1, 4, 1, 8, 128, 256, 'bfloat16']  # 8 tokens a chunk, both
+    assert [fast[k] for k in ('L', 'E', 'C', 'B', 'T', 'D', 'V', 'dtype')] == [
+        1,
+        2,
+        4,
+        2,
+        4,
+        128,
+        256,
+        'float32',
+    ]
+    assert [gpt[k] for k in ('L', 'E', 'C', 'B', 'T', 'D', 'V', 'dtype')] == [
+        2,
+        1,
+        4,
+        1,
+        8,
+        128,
+        256,
+        'bfloat16',
+    ]  # 8 tokens a chunk, both
     for r in (fast, gpt):
         assert r['memory_bytes'] > 0
-        assert r['tokens_per_s']['median'] == pytest.approx(np.median(8 / np.array(r['seconds']['chunk'])))
-        model = build_model(ModelConfig(256, r['L'], r['E'], 128, window=4, block_size=r['T']), r is fast)
-        flops, rate = model.flops_per_token(), report['yardsticks'][f'matmul {r["dtype"]}']['median']
-        assert r['share_of_matmul'] == pytest.approx(3 * sum(flops.values()) * r['tokens_per_s']['median'] / rate)
-    assert fast['flops_per_token'] == pytest.approx(gpt['flops_per_token'], rel=0.01)  # the same work
+        assert r['tokens_per_s']['median'] == pytest.approx(
+            np.median(8 / np.array(r['seconds']['chunk']))
+        )
+        model = build_model(
+            ModelConfig(256, r['L'], r['E'], 128, window=4, block_size=r['T']), r is fast
+        )
+        flops, rate = (
+            model.flops_per_token(),
+            report['yardsticks'][f'matmul {r["dtype"]}']['median'],
+        )
+        assert r['share_of_matmul'] == pytest.approx(
+            3 * sum(flops.values()) * r['tokens_per_s']['median'] / rate
+        )
+    assert fast['flops_per_token'] == pytest.approx(
+        gpt['flops_per_token'], rel=0.01
+    )  # the same work
     chunk, head = (np.array(fast['seconds'][part]) for part in ('chunk', 'head'))
     assert fast['step_ms']['median'] == pytest.approx(1000 * np.median((chunk - head) / 4))
     flops = build_model(ModelConfig(256, 1, 2, 128, window=4), True).flops_per_token()['core']
-    assert fast['step_ms_at_matmul_rate'] == pytest.approx(3000 * flops * 2 / report['yardsticks']['matmul float32']['median'])
+    assert fast['step_ms_at_matmul_rate'] == pytest.approx(
+        3000 * flops * 2 / report['yardsticks']['matmul float32']['median']
+    )
     assert 'head alone, ms' in rows[0] and 'step_ms' not in gpt
 
 
-@pytest.mark.parametrize('suite, paths, figure', [('train', ['fast', 'gpt'], 'tokens_per_s'), ('decode', ['fast', 'ring'], 'ms_per_token')])
+@pytest.mark.parametrize(
+    'suite, paths, figure',
+    [('train', ['fast', 'gpt'], 'tokens_per_s'), ('decode', ['fast', 'ring'], 'ms_per_token')],
+)
 def test_suites_of_the_paper(suite, paths, figure, reused, tmp_path, capsys):
-    n = {'train': 64, 'decode': 2}[suite]                      # tokens an update over 4 GPUs, or streams
+    n = {'train': 64, 'decode': 2}[suite]  # tokens an update over 4 GPUs, or streams
     report = bench_report(tmp_path, suite=suite, paths=','.join(paths), cells=((1, 2, 4, n),))
     check_report(report, tmp_path / 'a' / 'b.md', capsys.readouterr().out.splitlines(), paths)
     rates = [report['yardsticks'][name]['median'] for name in ('matmul float32', 'copy')]
     for r in report['results']:
-        assert (r['B'], r['T'], r['C'], r['tokens']) == ((4, 4, 4, 16) if suite == 'train' else (2, 4, 4, 2))
+        assert (r['B'], r['T'], r['C'], r['tokens']) == (
+            (4, 4, 4, 16) if suite == 'train' else (2, 4, 4, 2)
+        )
         times = np.array(r['seconds']['update' if suite == 'train' else 'token'])
         model = ModelConfig(256, r['L'], r['E'], 128, window=4, block_size=4)
-        least = sum(bench.floor(model, r['path'] != 'gpt', r['B'], *rates, 4, suite == 'decode').values())
-        assert r[figure]['median'] == pytest.approx(np.median(16 / times if suite == 'train' else 1000 * times))
-        rate = r['tokens_per_s']['median'] / 4 if suite == 'train' else 1 / np.median(times)                 # token steps a second
+        least = sum(
+            bench.floor(model, r['path'] != 'gpt', r['B'], *rates, 4, suite == 'decode').values()
+        )
+        assert r[figure]['median'] == pytest.approx(
+            np.median(16 / times if suite == 'train' else 1000 * times)
+        )
+        rate = (
+            r['tokens_per_s']['median'] / 4 if suite == 'train' else 1 / np.median(times)
+        )  # token steps a second
         assert r['share_of_roofline'] == pytest.approx(least * rate)
         assert r['paper'] is None and 'over_paper' not in r
 
@@ -188,17 +270,34 @@ def test_suite_kernels(reused, tmp_path, capsys):
     report = bench_report(tmp_path, suite='kernels', paths='eager,triton', rounds=1)
     rows = {(r['kernel'], r['path']): r for r in report['results']}
     pieces = ['attention', 'experts', 'loss']
-    assert set(rows) == {(name, path) for name in pieces for path in ('eager', 'triton')} | {('orthogonalize', how) for how in ('one by one', 'batched')}
-    assert all(r['status'] == ('n/a (needs CUDA)' if path == 'triton' else 'ok') for (_, path), r in rows.items())
-    assert all(r['share_of_roofline'] > 0 and r['us']['median'] > 0 for (_, path), r in rows.items() if path != 'triton')
-    lines = [line for line in (tmp_path / 'a' / 'b.md').read_text().splitlines() if line.startswith('|')]
+    assert set(rows) == {(name, path) for name in pieces for path in ('eager', 'triton')} | {
+        ('orthogonalize', how) for how in ('one by one', 'batched')
+    }
+    assert all(
+        r['status'] == ('n/a (needs CUDA)' if path == 'triton' else 'ok')
+        for (_, path), r in rows.items()
+    )
+    assert all(
+        r['share_of_roofline'] > 0 and r['us']['median'] > 0
+        for (_, path), r in rows.items()
+        if path != 'triton'
+    )
+    lines = [
+        line for line in (tmp_path / 'a' / 'b.md').read_text().splitlines() if line.startswith('|')
+    ]
     assert len(lines) == 2 + 8 and len({line.count('|') for line in lines}) == 1
-    assert [line.split('|')[1].strip() for line in lines[2:]] == [name for name in [*pieces, 'orthogonalize'] for _ in range(2)]
+    assert [line.split('|')[1].strip() for line in lines[2:]] == [
+        name for name in [*pieces, 'orthogonalize'] for _ in range(2)
+    ]
 
 
 def test_why_a_triton_kernel_is_not_timed(monkeypatch):
-    for found, message in (({'error': 'TritonError: x'}, 'TritonError: x'), ({'difference': 0.01}, ''), ({'difference': 0.5}, 'wrong by 50.0%'),
-                           ({'difference': math.nan}, 'wrong by nan%')):
+    for found, message in (
+        ({'error': 'TritonError: x'}, 'TritonError: x'),
+        ({'difference': 0.01}, ''),
+        ({'difference': 0.5}, 'wrong by 50.0%'),
+        ({'difference': math.nan}, 'wrong by nan%'),
+    ):
         monkeypatch.setattr(bench.kernels, 'compare', lambda run, found=found: found)
         assert bench.why_not(None, True) == message
     assert bench.why_not(None, False) == 'n/a (needs CUDA)'
@@ -207,9 +306,21 @@ def test_why_a_triton_kernel_is_not_timed(monkeypatch):
 @pytest.mark.parametrize('words', [['--suite=sokoban'], ['--suite', 'sokoban']])
 def test_suite_sokoban(words, tmp_path, monkeypatch, capsys):
     """bench.py hands over to bench_sokoban.py, whose report has the table beside it. What it measures: test_commands.py runs README's commands."""
+
     def fine(variants, *_):
-        return {label: {'status': 'ok', 'seconds': {part: [2.0]}, 'macs': 8, 'env_steps': 4, 'first_run_s': 0, 'memory_bytes': 0}
-                for label in variants for part in ['conv' if label == 'conv' else 'update']}
+        return {
+            label: {
+                'status': 'ok',
+                'seconds': {part: [2.0]},
+                'macs': 8,
+                'env_steps': 4,
+                'first_run_s': 0,
+                'memory_bytes': 0,
+            }
+            for label in variants
+            for part in ['conv' if label == 'conv' else 'update']
+        }
+
     monkeypatch.setattr(bench_sokoban, 'measure', fine)
     monkeypatch.setattr(sys, 'argv', ['bench.py', *words, '--cells=(1,1,4),', '--paths=fast', '--n_envs=2', '--device=cpu',
                                       f'--out={tmp_path}/s.json'])  # fmt: skip
@@ -225,7 +336,13 @@ def test_floor_is_that_of_the_plan():
     """Against the hard floors calculated for an H100 of 800 TFLOP/s and 3 TB/s (1000 tokens/s; ms a token), d = 768, E = 16/L, V = 50304."""
     train = {1: (913, 913, 772, 477, 145, 75), 2: (913, 864, 642, 381, 111, 57), 4: (778, 644, 480, 272, 76, 39),
              8: (514, 427, 319, 173, 46, 23)}  # fmt: skip
-    decode = {1: (0.096, 0.112), 2: (0.097, 0.129), 4: (0.099, 0.162), 8: (0.103, 0.229), 16: (0.112, 0.363)}
+    decode = {
+        1: (0.096, 0.112),
+        2: (0.097, 0.129),
+        4: (0.099, 0.162),
+        8: (0.103, 0.229),
+        16: (0.112, 0.363),
+    }
     for L, row in train.items():
         for C, want in zip((32, 64, 128, 256, 1024, 2048), row, strict=True):
             B, config = 32768 // C, ModelConfig(50304, L, 16 // L, 768, window=C, block_size=C)
@@ -234,21 +351,36 @@ def test_floor_is_that_of_the_plan():
     for L, row in decode.items():
         for C, want in zip((128, 2048), row, strict=True):
             config = ModelConfig(50304, L, 16 // L, 768, window=C)
-            assert 1000 * sum(bench.floor(config, True, 16, 800e12, 3e12, decoding=True).values()) == pytest.approx(want, rel=0.07), (L, C)
+            assert 1000 * sum(
+                bench.floor(config, True, 16, 800e12, 3e12, decoding=True).values()
+            ) == pytest.approx(want, rel=0.07), (L, C)
     gpt = ModelConfig(50304, 16, 1, 768, window=256, block_size=256)
-    flops = build_model(ModelConfig(256, 16, 1, 384, window=256, block_size=256), False).flops_per_token()['core']  # at half the width
-    assert 0.8 < 128 / sum(bench.floor(gpt, False, 128, 800e12, 3e12).values()) / (800e12 / 3 / (4 * flops + 2 * 768 * 50304)) < 1.05
+    flops = build_model(
+        ModelConfig(256, 16, 1, 384, window=256, block_size=256), False
+    ).flops_per_token()['core']  # at half the width
+    assert (
+        0.8
+        < 128
+        / sum(bench.floor(gpt, False, 128, 800e12, 3e12).values())
+        / (800e12 / 3 / (4 * flops + 2 * 768 * 50304))
+        < 1.05
+    )
 
 
 def test_paper_tables():
     """The constants are the paper's files, where they are at hand."""
     folder = ROOT.parent / 'shared' / 'paper'
     if not folder.exists():
-        pytest.skip(f'{folder} does not exist: the tables in bench.py are not compared with the paper\'s files')
-    for name, ours in (('training_ktokens_per_s_4xH100', bench.PAPER_TRAIN), ('latency_ms_per_token_4xH100', bench.PAPER_DECODE)):
+        pytest.skip(
+            f"{folder} does not exist: the tables in bench.py are not compared with the paper's files"
+        )
+    for name, ours in (
+        ('training_ktokens_per_s_4xH100', bench.PAPER_TRAIN),
+        ('latency_ms_per_token_4xH100', bench.PAPER_DECODE),
+    ):
         with open(folder / f'{name}.csv') as file:
             header, *lines = csv.reader(file)
-        head = header.index('E') + 1                           # model, L, E and what stands before
+        head = header.index('E') + 1  # model, L, E and what stands before
         theirs = {tuple(int(x) if x.isdigit() else x for x in line[:head]): tuple(None if x == 'OOM' else float(x) for x in line[head:])
                   for line in lines}  # fmt: skip
         assert ours == theirs
@@ -259,53 +391,131 @@ def test_paper_cells(tmp_path):
     """On a GPU: every cell of both tables, the streams of one of 4 GPUs, the paper's figures; none at other sizes."""
     monolith = bench_config(suite='train', cells=(), n_embd=0)
     variants, sizes = bench.plan(monolith, 'cuda:0', torch.bfloat16, str(tmp_path))
-    assert len(variants) == 60 and all(r['path'] == ('compiled' if r['E'] > 1 else 'gpt_compiled') for r in sizes.values())
-    assert all(r['B'] * r['C'] * 4 == r['tokens_per_update'] and r['T'] == r['C'] for r in sizes.values())
-    papers = {(r['tokens_per_update'], r['L'], r['C']): bench.paper_figure(r, 'train') for r in sizes.values()}
-    assert papers[131072, 1, 128] == 87375 and papers[262144, 16, 2048] == 267875 and papers[131072, 8, 128] == 'OOM' and None not in papers.values()
-    some = bench.plan({**monolith, 'cells': ((2, 8), (4, 4, 64), (1, 16, 32, 262144))}, 'cuda:0', torch.bfloat16, str(tmp_path))[1]
+    assert len(variants) == 60 and all(
+        r['path'] == ('compiled' if r['E'] > 1 else 'gpt_compiled') for r in sizes.values()
+    )
+    assert all(
+        r['B'] * r['C'] * 4 == r['tokens_per_update'] and r['T'] == r['C'] for r in sizes.values()
+    )
+    papers = {
+        (r['tokens_per_update'], r['L'], r['C']): bench.paper_figure(r, 'train')
+        for r in sizes.values()
+    }
+    assert (
+        papers[131072, 1, 128] == 87375
+        and papers[262144, 16, 2048] == 267875
+        and papers[131072, 8, 128] == 'OOM'
+        and None not in papers.values()
+    )
+    some = bench.plan(
+        {**monolith, 'cells': ((2, 8), (4, 4, 64), (1, 16, 32, 262144))},
+        'cuda:0',
+        torch.bfloat16,
+        str(tmp_path),
+    )[1]
     assert len(some) == 12 + 2 + 1
     row = next(iter(sizes.values()))
-    assert bench.paper_figure({**row, 'D': 384}, 'train') is None and bench.paper_figure({**row, 'tokens_per_update': 65536}, 'train') is None
+    assert (
+        bench.paper_figure({**row, 'D': 384}, 'train') is None
+        and bench.paper_figure({**row, 'tokens_per_update': 65536}, 'train') is None
+    )
     sizes = bench.plan({**monolith, 'suite': 'decode'}, 'cuda:0', torch.bfloat16, '')[1]
     assert {(r['L'], r['C']): bench.paper_figure(r, 'decode') for r in sizes.values() if r['path'] == 'ring'} | {
         ('gpt', r['C']): bench.paper_figure(r, 'decode') for r in sizes.values() if r['path'] == 'gpt_ring'} == {
         (1, 128): 0.108, (1, 2048): 0.131, (2, 128): 0.431, (2, 2048): 0.554, (4, 128): 0.552, (4, 2048): 0.637, (8, 128): 0.815, (8, 2048): 0.935,
         (16, 128): 1.402, (16, 2048): 1.577, ('gpt', 128): 0.565, ('gpt', 2048): 0.670}  # fmt: skip
     record = {'status': 'ok', 'seconds': {'token': [0.0005]}}
-    done = bench.derive(record, next(r for r in sizes.values() if (r['path'], r['L'], r['C']) == ('ring', 8, 128)), 'decode', {})[0]
+    done = bench.derive(
+        record,
+        next(r for r in sizes.values() if (r['path'], r['L'], r['C']) == ('ring', 8, 128)),
+        'decode',
+        {},
+    )[0]
     assert done['over_paper'] == pytest.approx(0.815 / 0.5)
-    oom = bench.table([{**row, 'status': 'OOM', 'paper': 'OOM'}, {**row, 'status': 'OOM', 'paper': 1000.0}], 'train').splitlines()
-    assert oom[0].count('|') == oom[2].count('|') and oom[2].count(' OOM ') == 2 and ' 1,000 ' in oom[3]
+    oom = bench.table(
+        [{**row, 'status': 'OOM', 'paper': 'OOM'}, {**row, 'status': 'OOM', 'paper': 1000.0}],
+        'train',
+    ).splitlines()
+    assert (
+        oom[0].count('|') == oom[2].count('|')
+        and oom[2].count(' OOM ') == 2
+        and ' 1,000 ' in oom[3]
+    )
 
 
 def report_file(path, suite, rows, **changes):
-    report = {'suite': suite, 'device': 'X', 'dtype': 'float32', 'commit': 'abc', 'date': 'today', 'torch': '2', 'threads': 2, 'command': 'old', 'results': rows}
+    report = {
+        'suite': suite,
+        'device': 'X',
+        'dtype': 'float32',
+        'commit': 'abc',
+        'date': 'today',
+        'torch': '2',
+        'threads': 2,
+        'command': 'old',
+        'results': rows,
+    }
     path.write_text(json.dumps({**report, **changes}))
     return str(path)
 
 
 def test_compare(tmp_path, monkeypatch, capsys):
     def row(L, name, value, **changes):
-        return {'path': 'fast', 'L': L, 'E': 1, 'C': 8, 'B': 2, 'status': 'ok', name: {'median': value, 'min': value, 'max': value}, **changes}
+        return {
+            'path': 'fast',
+            'L': L,
+            'E': 1,
+            'C': 8,
+            'B': 2,
+            'status': 'ok',
+            name: {'median': value, 'min': value, 'max': value},
+            **changes,
+        }
+
     for name, value in read_script(bench.__file__)[0].items():
         monkeypatch.setattr(bench, name, value)
-    a = report_file(tmp_path / 'a.json', 'train', [row(1, 'tokens_per_s', 100), row(2, 'tokens_per_s', 50), row(4, 'tokens_per_s', 7)])
-    b = report_file(tmp_path / 'b.json', 'train', [row(2, 'tokens_per_s', 75), row(1, 'tokens_per_s', 250), {**row(4, 'x', 1), 'status': 'OOM'}])
-    c, d = (report_file(tmp_path / f'{x}.json', 'decode', [row(1, 'ms_per_token', value)]) for x, value in (('c', 3.0), ('d', 2.0)))
+    a = report_file(
+        tmp_path / 'a.json',
+        'train',
+        [row(1, 'tokens_per_s', 100), row(2, 'tokens_per_s', 50), row(4, 'tokens_per_s', 7)],
+    )
+    b = report_file(
+        tmp_path / 'b.json',
+        'train',
+        [
+            row(2, 'tokens_per_s', 75),
+            row(1, 'tokens_per_s', 250),
+            {**row(4, 'x', 1), 'status': 'OOM'},
+        ],
+    )
+    c, d = (
+        report_file(tmp_path / f'{x}.json', 'decode', [row(1, 'ms_per_token', value)])
+        for x, value in (('c', 3.0), ('d', 2.0))
+    )
     e = report_file(tmp_path / 'e.json', 'decode', [row(8, 'ms_per_token', 1)])
 
     def run_with(*arguments):
         monkeypatch.setattr(sys, 'argv', ['bench.py', *arguments])
         bench.main()
         return [line for line in capsys.readouterr().out.splitlines() if line.startswith('|')]
+
     lines = run_with('--compare', a, b)
-    assert len(lines) == 5 and lines[2].endswith('| 1.50x |') and lines[3].endswith('| 2.50x |') and lines[4].endswith('| OOM |  |')
+    assert (
+        len(lines) == 5
+        and lines[2].endswith('| 1.50x |')
+        and lines[3].endswith('| 2.50x |')
+        and lines[4].endswith('| OOM |  |')
+    )
     assert run_with(f'--compare={c},{d}')[2].endswith('| 1.50x |')
     broken = tmp_path / 'f.json'
     broken.write_text('[]')
-    for pair, message in ((f'{a},{c}', 'of suite'), (f'{a},nowhere.json', 'cannot be read'), (f'{c},{e}', 'no row in common'), (a, 'two files'),
-                          (f'{a},{broken}', 'no report')):
+    for pair, message in (
+        (f'{a},{c}', 'of suite'),
+        (f'{a},nowhere.json', 'cannot be read'),
+        (f'{c},{e}', 'no row in common'),
+        (a, 'two files'),
+        (f'{a},{broken}', 'no report'),
+    ):
         with pytest.raises(SystemExit) as stop:
             run_with(f'--compare={pair}')
         error = capsys.readouterr().err
@@ -314,7 +524,14 @@ def test_compare(tmp_path, monkeypatch, capsys):
 
 def fine(group, *_):
     """In place of measure: two tokens a second."""
-    done = {'status': 'ok', 'seconds': {'chunk': [2.0]}, 'tokens': 4, 'flops_per_token': 1, 'first_run_s': 0, 'memory_bytes': 0}
+    done = {
+        'status': 'ok',
+        'seconds': {'chunk': [2.0]},
+        'tokens': 4,
+        'flops_per_token': 1,
+        'first_run_s': 0,
+        'memory_bytes': 0,
+    }
     return {label: done for label in group if label != 'yardsticks'}
 
 
@@ -322,21 +539,48 @@ def test_append(tmp_path, monkeypatch, capsys):
     """Rows of an earlier call stay, those measured again are replaced; a report of another commit is refused."""
     monkeypatch.setattr(bench, 'measure', fine)
     config = bench_config(append=True, out=str(tmp_path / 'r.json'))
-    sizes = {f'{L}': {'path': 'fast', 'cell': f'{L}', 'L': L, 'E': 1, 'C': 8, 'B': 2, 'T': 4, 'D': 128, 'V': 256} for L in (1, 2)}
+    sizes = {
+        f'{L}': {
+            'path': 'fast',
+            'cell': f'{L}',
+            'L': L,
+            'E': 1,
+            'C': 8,
+            'B': 2,
+            'T': 4,
+            'D': 128,
+            'V': 256,
+        }
+        for L in (1, 2)
+    }
     mine = measure.header(config, 'cpu', torch.float32)
-    old = [{**sizes['1'], 'status': 'ok', 'tokens_per_s': {'median': 9, 'min': 9, 'max': 9}}, {**sizes['1'], 'cell': '8', 'L': 8, 'status': 'OOM'}]
+    old = [
+        {**sizes['1'], 'status': 'ok', 'tokens_per_s': {'median': 9, 'min': 9, 'max': 9}},
+        {**sizes['1'], 'cell': '8', 'L': 8, 'status': 'OOM'},
+    ]
     same = {name: mine[name] for name in ('device', 'dtype', 'commit', 'torch', 'threads')}
     report_file(tmp_path / 'r.json', 'cpu', old, **same)
     bench.run_suite('cpu', 'cpu', dict.fromkeys(sizes), sizes, config, 'cpu', torch.float32, 0)
     report = json.loads((tmp_path / 'r.json').read_text())
-    assert [(r['L'], r['status'], r.get('tokens_per_s', {}).get('median')) for r in report['results']] == [(1, 'ok', 2), (8, 'OOM', None), (2, 'ok', 2)]
+    assert [
+        (r['L'], r['status'], r.get('tokens_per_s', {}).get('median')) for r in report['results']
+    ] == [(1, 'ok', 2), (8, 'OOM', None), (2, 'ok', 2)]
     assert report['command'].startswith('old; ')
     report_file(tmp_path / 'r.json', 'cpu', old, **{**same, 'commit': 'other'})
     with pytest.raises(SystemExit):
         bench.run_suite('cpu', 'cpu', dict.fromkeys(sizes), sizes, config, 'cpu', torch.float32, 0)
     error = capsys.readouterr().err
     assert error.count('\n') == 1 and "commit 'other'" in error
-    bench.run_suite('cpu', 'cpu', dict.fromkeys(sizes), sizes, {**config, 'append': False}, 'cpu', torch.float32, 0)
+    bench.run_suite(
+        'cpu',
+        'cpu',
+        dict.fromkeys(sizes),
+        sizes,
+        {**config, 'append': False},
+        'cpu',
+        torch.float32,
+        0,
+    )
     assert len(json.loads((tmp_path / 'r.json').read_text())['results']) == 2
 
 
@@ -344,15 +588,20 @@ def test_append(tmp_path, monkeypatch, capsys):
 def test_budget(kind, tmp_path, monkeypatch, capsys):
     """What began is finished and written; the command that is told measures the rest, and only that. On a GPU the yardsticks are apart."""
     groups = []
-    monkeypatch.setattr(bench, 'measure', lambda group, *rest: groups.append(list(group)) or fine(group))
+    monkeypatch.setattr(
+        bench, 'measure', lambda group, *rest: groups.append(list(group)) or fine(group)
+    )
     monkeypatch.setattr(measure, 'device_name', lambda kind: 'X')
-    monkeypatch.setattr(sys, 'argv', ['bench.py', '--cells=(1,2),(2,1),(3,1,8)', '--n_embd=128', '--append=False'])
+    monkeypatch.setattr(
+        sys, 'argv', ['bench.py', '--cells=(1,2),(2,1),(3,1,8)', '--n_embd=128', '--append=False']
+    )
 
     def run_suite(**changes):
         config = bench_config(paths='plain,fast', out=str(tmp_path / 'r.json'), **changes)
         variants, sizes = bench.plan(config, kind, torch.float32, '')
         bench.run_suite('cpu', 'cpu', variants, sizes, config, kind, torch.float32, 0)
         return json.loads((tmp_path / 'r.json').read_text())['results'], capsys.readouterr().out
+
     cells = ((1, 2), (2, 1), (3, 1, 8))
     rows, out = run_suite(cells=cells, budget=1e-9)
     assert len(rows) == 2 and 'cells left: 2' in out
@@ -361,10 +610,15 @@ def test_budget(kind, tmp_path, monkeypatch, capsys):
     rest = configure(dict(vars(bench)), command[2:], quiet=True)
     assert rest['cells'] == ((2, 1, 128, 16), (3, 1, 8, 16))
     rows, out = run_suite(cells=rest['cells'], append=True)
-    assert [(r['L'], r['path']) for r in rows] == [(L, path) for L in (1, 2, 3) for path in ('plain', 'fast')] and 'left' not in out
+    assert [(r['L'], r['path']) for r in rows] == [
+        (L, path) for L in (1, 2, 3) for path in ('plain', 'fast')
+    ] and 'left' not in out
     names = [[label.split()[-1] for label in group] for group in groups]
-    assert names == ([['yardsticks', 'plain', 'fast']] * 3 if kind == 'cpu' else
-                     [['yardsticks'], ['plain', 'fast'], ['yardsticks'], *[['plain', 'fast']] * 2])
+    assert names == (
+        [['yardsticks', 'plain', 'fast']] * 3
+        if kind == 'cpu'
+        else [['yardsticks'], ['plain', 'fast'], ['yardsticks'], *[['plain', 'fast']] * 2]
+    )
 
 
 def make_too_large(kind):
@@ -384,11 +638,35 @@ def make_fine(kind):
 
 
 def test_a_variant_that_fails(reused, capsys):
-    makers = {'large': make_too_large, 'killed': make_killed, 'broken': make_broken, 'fine': make_fine}
-    records = measure.measure({label: (make, {'kind': 'cpu'}) for label, make in makers.items()}, 1, 0, 'cpu', 1)
-    assert [records[label]['status'] for label in makers] == ['OOM', 'OOM', 'failed: RuntimeError: no compiler', 'ok']
-    sizes = {'L': 1, 'E': 1, 'C': 1, 'B': 1, 'T': 1, 'D': 1, 'path': 'fast', 'dtype': 'float32', 'model': 'transformer'}
-    rows = bench.table([bench.derive(record, sizes, 'cpu', {})[0] for record in records.values()], 'cpu').splitlines()
+    makers = {
+        'large': make_too_large,
+        'killed': make_killed,
+        'broken': make_broken,
+        'fine': make_fine,
+    }
+    records = measure.measure(
+        {label: (make, {'kind': 'cpu'}) for label, make in makers.items()}, 1, 0, 'cpu', 1
+    )
+    assert [records[label]['status'] for label in makers] == [
+        'OOM',
+        'OOM',
+        'failed: RuntimeError: no compiler',
+        'ok',
+    ]
+    sizes = {
+        'L': 1,
+        'E': 1,
+        'C': 1,
+        'B': 1,
+        'T': 1,
+        'D': 1,
+        'path': 'fast',
+        'dtype': 'float32',
+        'model': 'transformer',
+    }
+    rows = bench.table(
+        [bench.derive(record, sizes, 'cpu', {})[0] for record in records.values()], 'cpu'
+    ).splitlines()
     assert '| OOM |' in rows[2] and '1.00x' in rows[5] and 'matmul' not in rows[0]
     assert len({row.count('|') for row in rows}) == 1
 
@@ -397,17 +675,31 @@ def test_one_process_on_a_gpu(reused, capsys):
     """Variants one after another in one process, also from call to call; after one that fails, in another. (Here they use the CPU.)"""
     pool, made = {}, {}
     for makers in ({'a': make_fine, 'b': make_fine}, {'killed': make_killed, 'c': make_fine}):
-        made |= measure.measure({label: (make, {'kind': 'cpu'}) for label, make in makers.items()}, 1, 0, 'cuda:0', 1, pool)
+        made |= measure.measure(
+            {label: (make, {'kind': 'cpu'}) for label, make in makers.items()},
+            1,
+            0,
+            'cuda:0',
+            1,
+            pool,
+        )
     assert made['a']['pid'] == made['b']['pid'] != made['c']['pid'] == pool['gpu'][0].pid
     assert [made[label]['status'] for label in made] == ['ok', 'ok', 'OOM', 'ok']
-    assert [line.split(':')[0] for line in capsys.readouterr().out.splitlines()][:4] == ['round 0/1  a', 'round 1/1  a', 'round 0/1  b', 'round 1/1  b']
+    assert [line.split(':')[0] for line in capsys.readouterr().out.splitlines()][:4] == [
+        'round 0/1  a',
+        'round 1/1  a',
+        'round 0/1  b',
+        'round 1/1  b',
+    ]
     measure.end_all(pool)
     assert not pool
 
 
 def test_timed():
     calls = []
-    assert measure.timed(lambda: calls.append(1) or 0.25, 10, 'cpu') == 0.25 and len(calls) == 1      # timed itself
+    assert (
+        measure.timed(lambda: calls.append(1) or 0.25, 10, 'cpu') == 0.25 and len(calls) == 1
+    )  # timed itself
     assert 0 < measure.timed(lambda: calls.append(1), 10, 'cpu') < 1 and len(calls) == 11
 
 
@@ -415,7 +707,9 @@ def test_twins_of_several_cells(tmp_path, monkeypatch, capsys):
     """The same twin beside each cell, in turns with its paths: a row each."""
     monkeypatch.setattr(bench, 'measure', fine)
     config = bench_config(cells=((2, 2), (4, 1)), paths='fast,gpt', out=str(tmp_path / 'r.json'))
-    bench.run_suite('cpu', 'cpu', *bench.plan(config, 'cpu', torch.float32, ''), config, 'cpu', torch.float32, 0)
+    bench.run_suite(
+        'cpu', 'cpu', *bench.plan(config, 'cpu', torch.float32, ''), config, 'cpu', torch.float32, 0
+    )
     rows = json.loads((tmp_path / 'r.json').read_text())['results']
     assert [(r['cell'][:4], r['path'], r['L'], r['E']) for r in rows] == [
         ('(2,2', 'fast', 2, 2), ('(2,2', 'gpt', 4, 1), ('(4,1', 'fast', 4, 1), ('(4,1', 'gpt', 4, 1)]  # fmt: skip
@@ -436,7 +730,9 @@ def test_commit_and_device():
 def test_bench_refuses(argument, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, 'argv', ['bench.py', *argument.split()])
     for name, value in read_script(bench.__file__)[0].items():
-        monkeypatch.setattr(bench, name, value)  # configure changes them: monkeypatch puts them back
+        monkeypatch.setattr(
+            bench, name, value
+        )  # configure changes them: monkeypatch puts them back
     with pytest.raises(SystemExit) as stop:
         bench.main()
     error = capsys.readouterr().err
@@ -455,14 +751,18 @@ def test_lstm_parameters(changes):
     config = settings(n_kv_head=1, **changes)
     net, what = baselines.build(config)
     ours = build_model(baselines.our_config(config), config['recurrent']).num_params()['total']
-    assert what['params_of_ours'] == ours and what['params'] == sum(p.numel() for p in net.parameters())
+    assert what['params_of_ours'] == ours and what['params'] == sum(
+        p.numel() for p in net.parameters()
+    )
     assert 0.98 <= what['params'] / ours <= 1.02
 
 
 def test_lstm_state_carried():
     """Chunks with the state handed on = one long pass; the forget gates' bias starts at 1."""
     net, _ = baselines.build(settings())
-    assert (net.lstm.bias_ih_l0.view(4, -1)[1] == 1).all() and (net.lstm.bias_ih_l0.view(4, -1)[0].abs() < 1).all()
+    assert (net.lstm.bias_ih_l0.view(4, -1)[1] == 1).all() and (
+        net.lstm.bias_ih_l0.view(4, -1)[0].abs() < 1
+    ).all()
     x, y = torch.randint(256, (2, 3, 24))
     whole, _ = net(x, y)
     state, total = None, 0
@@ -483,7 +783,10 @@ def test_transformer_window():
     t = torch.arange(30)
     band = (t[:, None] >= t) & (t[:, None] < t + config['window'])
     with torch.no_grad():
-        h, rope = net.embedding(x), baselines.rope_table(30, net.config.head_dim, net.embedding.weight)
+        h, rope = (
+            net.embedding(x),
+            baselines.rope_table(30, net.config.head_dim, net.embedding.weight),
+        )
         for block in net.blocks:
             h, _ = block(h, rope, band, None)
         want = F.cross_entropy(net.head(baselines.norm(h)).flatten(0, 1).float(), y.flatten())
@@ -498,20 +801,35 @@ def test_transformer_window():
         torch.testing.assert_close(short, cached, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize('changes', [{'lr_scan': (0.0001, 0.01)}, {'batch_size': 6, 'baseline_lr': 0.01}, {'model': 'transformer', 'n_expert': 1, 'baseline_lr': 0.01}])
+@pytest.mark.parametrize(
+    'changes',
+    [
+        {'lr_scan': (0.0001, 0.01)},
+        {'batch_size': 6, 'baseline_lr': 0.01},
+        {'model': 'transformer', 'n_expert': 1, 'baseline_lr': 0.01},
+    ],
+)
 def test_baseline_learns(changes, data_dir, tmp_path, capsys):
     config = settings(data_dir=data_dir, out_dir=str(tmp_path / 'run'), **changes)
     baselines.train_all(config, 'cpu', torch.float32)
     folder = tmp_path / f'run_{config["model"]}'
     log = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
-    assert [r['step'] for r in log] == list(range(61)) and [r['tokens'] for r in log[1:]] == [128 * n for n in range(1, 61)]
+    assert [r['step'] for r in log] == list(range(61)) and [r['tokens'] for r in log[1:]] == [
+        128 * n for n in range(1, 61)
+    ]
     assert {'train_loss', 'grad_norm', 'lr', 'tokens_per_s', 'seconds'} <= set(log[1])
     assert [r['step'] for r in log if 'val_loss' in r] == [0, 30, 60]
-    assert log[0]['val_loss'] > math.log(200) and log[-1]['val_loss'] < 0.8 * math.log(64)  # ln 64: what frequencies alone give
+    assert log[0]['val_loss'] > math.log(200) and log[-1]['val_loss'] < 0.8 * math.log(
+        64
+    )  # ln 64: what frequencies alone give
     assert log[-1]['val_bits_per_byte'] == pytest.approx(log[-1]['val_loss'] / math.log(2))
     result = json.loads((folder / 'result.json').read_text())
     assert len(result['runs']) == len(changes.get('lr_scan', (0,)))
-    assert result['best']['val_loss'] == pytest.approx(min(r['val_loss'] for r in result['runs'])) == log[-1]['val_loss']
+    assert (
+        result['best']['val_loss']
+        == pytest.approx(min(r['val_loss'] for r in result['runs']))
+        == log[-1]['val_loss']
+    )
     if 'lr_scan' in changes:
         assert result['best']['learning_rate'] == 0.01 and (folder / 'log_0.0001.jsonl').exists()
     with pytest.raises(ValueError, match='overwrite'):
@@ -523,7 +841,10 @@ def test_micro_batches():
     config, losses = settings(), []
     for micro in (16, 5):
         net, _ = baselines.build(config)
-        optimizer, torch_rng = baselines.make_adamw(net, 1e-2, config), torch.Generator().manual_seed(1)
+        optimizer, torch_rng = (
+            baselines.make_adamw(net, 1e-2, config),
+            torch.Generator().manual_seed(1),
+        )
 
         class Loader:
             def next(self, generator=torch_rng):
@@ -543,7 +864,10 @@ def test_speed_mode(reused, data_dir, tmp_path, monkeypatch, capsys):
     report = json.loads((tmp_path / 'speed.json').read_text())
     assert [r['path'] for r in report['results']] == ['nn.LSTM, AdamW', 'RecurrentGPT, fast, Muon']
     for r in report['results']:
-        assert r['status'] == 'ok' and r['tokens_per_s']['median'] > r['tokens_per_s_with_optimizer']['median'] > 0
+        assert (
+            r['status'] == 'ok'
+            and r['tokens_per_s']['median'] > r['tokens_per_s_with_optimizer']['median'] > 0
+        )
         assert r['params'] == pytest.approx(report['results'][0]['params_of_ours'], rel=0.02)
 
 
@@ -566,4 +890,8 @@ def test_baselines_refuse(arguments, message, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize('script', ['bench.py', 'baselines.py'])
 def test_command_line(script):
     result = run(script, '--rouns=1')
-    assert result.returncode == 2 and result.stderr.count('\n') == 1 and "did you mean 'rounds'" in result.stderr
+    assert (
+        result.returncode == 2
+        and result.stderr.count('\n') == 1
+        and "did you mean 'rounds'" in result.stderr
+    )

@@ -54,8 +54,14 @@ def test_round_trip_of_a_training_state(tmp_path):
            'half': torch.arange(3).bfloat16(), 'rng': rng_state()}  # fmt: skip
     save_checkpoint(obj, tmp_path / LAST)
     loaded = load_checkpoint(tmp_path / LAST)
-    assert torch.equal(loaded['model']['weight'], model.weight) and loaded['config'] == obj['config'] and loaded['step'] == 3
-    assert loaded['half'].dtype == torch.bfloat16 and loaded['rng']['python'] == obj['rng']['python']
+    assert (
+        torch.equal(loaded['model']['weight'], model.weight)
+        and loaded['config'] == obj['config']
+        and loaded['step'] == 3
+    )
+    assert (
+        loaded['half'].dtype == torch.bfloat16 and loaded['rng']['python'] == obj['rng']['python']
+    )
     optimizer.load_state_dict(loaded['optimizer'])
     assert names(tmp_path) == [LAST]
 
@@ -83,7 +89,9 @@ def test_rotation_keeps_the_former_checkpoint(tmp_path, monkeypatch):
     assert load_checkpoint(tmp_path / PREV)['step'] == 2 and names(tmp_path) == [LAST, PREV]
     monkeypatch.setattr(os, 'link', lambda *_: (_ for _ in ()).throw(OSError('no hard links here')))
     save_checkpoint({'step': 4}, tmp_path / LAST, keep=PREV)
-    assert [load_checkpoint(tmp_path / name)['step'] for name in (LAST, PREV)] == [4, 3] and names(tmp_path) == [LAST, PREV]
+    assert [load_checkpoint(tmp_path / name)['step'] for name in (LAST, PREV)] == [4, 3] and names(
+        tmp_path
+    ) == [LAST, PREV]
 
 
 KILLED = """
@@ -118,13 +126,17 @@ for kill_at in range(7):
 
 def test_a_kill_at_any_point_of_a_save_leaves_a_whole_checkpoint(tmp_path):
     """The process dies (os._exit) at each point of the third save: half written, fsync, link, two renames, fsync of the folder."""
-    done = forks.run([sys.executable, '-c', KILLED, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    done = forks.run(
+        [sys.executable, '-c', KILLED, str(tmp_path)], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.stdout.split() == ['9'] * 6 + ['0'], done.stderr
     for kill_at in range(7):
         out = tmp_path / str(kill_at)
         assert load_checkpoint(out / LAST)['step'] == (2 if kill_at < 5 else 3)
         save_checkpoint({'step': 4}, out / LAST, keep=PREV)
-        assert load_checkpoint(out / LAST)['step'] == 4 and load_checkpoint(out / PREV)['step'] == (2 if kill_at < 5 else 3)
+        assert load_checkpoint(out / LAST)['step'] == 4 and load_checkpoint(out / PREV)['step'] == (
+            2 if kill_at < 5 else 3
+        )
         assert names(out) == [LAST, PREV]
 
 
@@ -149,7 +161,14 @@ def test_a_damaged_last_checkpoint_falls_back_on_the_one_before(tmp_path, capsys
     whole = path.read_bytes()
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 1
-    broken = {'empty': b'', 'half': whole[: len(whole) // 2], 'tail': whole[:-10], 'text': b'hello', 'bits': bytes(flipped), 'missing': b''}
+    broken = {
+        'empty': b'',
+        'half': whole[: len(whole) // 2],
+        'tail': whole[:-10],
+        'text': b'hello',
+        'bits': bytes(flipped),
+        'missing': b'',
+    }
     path.unlink()  # a hard link apart from ckpt_prev.pt, but let no test depend on it
     path.write_bytes(broken[damage])
     if damage == 'missing':
@@ -167,7 +186,9 @@ def test_a_damaged_last_checkpoint_falls_back_on_the_one_before(tmp_path, capsys
 
 
 def test_nothing_to_load(tmp_path):
-    with pytest.raises(CheckpointError, match='holds no trained run, there is no ckpt_last.pt: train one first'):
+    with pytest.raises(
+        CheckpointError, match='holds no trained run, there is no ckpt_last.pt: train one first'
+    ):
         load_latest(tmp_path)
     with pytest.raises(CheckpointError, match='no such checkpoint'):
         load_checkpoint(tmp_path / 'none.pt')
@@ -180,25 +201,46 @@ class Evil:
         return (os.system, ('touch evil_was_here',))
 
 
-@pytest.mark.parametrize('obj', [5, 'config', ['config', 'model'], {'model': {}}, {'config': {}, 'model': {}}, {'config': 3, 'model': {}}, {'config': ['n_layer'], 'model': {}}])
+@pytest.mark.parametrize(
+    'obj',
+    [
+        5,
+        'config',
+        ['config', 'model'],
+        {'model': {}},
+        {'config': {}, 'model': {}},
+        {'config': 3, 'model': {}},
+        {'config': ['n_layer'], 'model': {}},
+    ],
+)
 def test_a_whole_file_that_is_no_run(tmp_path, obj):
     torch.save(obj, tmp_path / LAST)
     with pytest.raises(CheckpointError, match=f'{LAST}: not a checkpoint of this train_lm.py'):
         load_run(tmp_path, 'train_lm.py', ('model',), ('n_layer',), {'n_layer': 2})
 
 
-@pytest.mark.parametrize('save', [torch.save, lambda obj, path: path.write_bytes(pickle.dumps(obj))])
+@pytest.mark.parametrize(
+    'save', [torch.save, lambda obj, path: path.write_bytes(pickle.dumps(obj))]
+)
 def test_a_pickled_object_is_refused_and_not_run(tmp_path, monkeypatch, save):
     monkeypatch.chdir(tmp_path)
     save({'model': Evil()}, tmp_path / 'evil.pt')
-    with pytest.raises(CheckpointError, match='evil.pt: (holds Python objects|.*not a checkpoint)') as refusal:
+    with pytest.raises(
+        CheckpointError, match='evil.pt: (holds Python objects|.*not a checkpoint)'
+    ) as refusal:
         load_checkpoint(tmp_path / 'evil.pt')
     assert '\n' not in str(refusal.value) and names(tmp_path) == ['evil.pt']
 
 
 def test_random_states_go_on_where_they_were(tmp_path):
     def draw():
-        return [torch.rand(3).tolist(), np.random.rand(3).tolist(), np.random.randn(), random.random(), random.gauss(0, 1)]
+        return [
+            torch.rand(3).tolist(),
+            np.random.rand(3).tolist(),
+            np.random.randn(),
+            random.random(),
+            random.gauss(0, 1),
+        ]
 
     draw()  # leaves half of a pair of normal numbers in numpy and in random
     save_checkpoint({'rng': rng_state()}, tmp_path / LAST)
@@ -209,9 +251,15 @@ def test_random_states_go_on_where_they_were(tmp_path):
 
 def test_json_files(tmp_path):
     write_json({'a': (1, float('nan')), 'é': None}, tmp_path / 'config.json')
-    assert json.loads((tmp_path / 'config.json').read_text(encoding='utf-8')) == {'a': [1, None], 'é': None}
+    assert json.loads((tmp_path / 'config.json').read_text(encoding='utf-8')) == {
+        'a': [1, None],
+        'é': None,
+    }
     write_text('two\nlines', tmp_path / 'text')
-    assert (tmp_path / 'text').read_bytes() == b'two\nlines' and names(tmp_path) == ['config.json', 'text']
+    assert (tmp_path / 'text').read_bytes() == b'two\nlines' and names(tmp_path) == [
+        'config.json',
+        'text',
+    ]
 
 
 def test_a_resumed_log_has_each_step_once(tmp_path):
@@ -228,7 +276,11 @@ def test_a_resumed_log_has_each_step_once(tmp_path):
     log.write({'step': 3, 'loss': 2.5})
     log.close()
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [r.get('step') for r in records] == [None, 0, 1, 2, 3] and records[2]['loss'] is None and records[4]['loss'] == 2.5
+    assert (
+        [r.get('step') for r in records] == [None, 0, 1, 2, 3]
+        and records[2]['loss'] is None
+        and records[4]['loss'] == 2.5
+    )
     JsonlLog(path).close()
     assert path.read_text() == ''
     JsonlLog(tmp_path / 'new.jsonl', resume_step=7).close()
@@ -253,23 +305,44 @@ def test_rules_of_the_output_folder(tmp_path):
     (out / '.notes.tmp').write_text('mine')
     (out / 'ckpt_folder.pt').mkdir()
     prepare_out_dir(out, resume=True)
-    assert names(out) == ['.notes.tmp', LOCK, 'ckpt_best.pt', 'ckpt_folder.pt', PREV, 'log.jsonl', 'notes.txt']
+    assert names(out) == [
+        '.notes.tmp',
+        LOCK,
+        'ckpt_best.pt',
+        'ckpt_folder.pt',
+        PREV,
+        'log.jsonl',
+        'notes.txt',
+    ]
     prepare_out_dir(out, overwrite=True)
     assert names(out) == ['.notes.tmp', LOCK, 'ckpt_folder.pt', 'notes.txt']
     release(out)
 
 
-@pytest.mark.parametrize('name, content', [('config.json', '{"model_type": "gpt2"}'), ('config.json', '[1'), ('log.jsonl', '{}'), (LAST, 'theirs'), ('loss.png', '')])
+@pytest.mark.parametrize(
+    'name, content',
+    [
+        ('config.json', '{"model_type": "gpt2"}'),
+        ('config.json', '[1'),
+        ('log.jsonl', '{}'),
+        (LAST, 'theirs'),
+        ('loss.png', ''),
+    ],
+)
 def test_a_strangers_folder_stays_as_it_is(tmp_path, name, content):
     """Whatever is asked for, and however often: a refusal leaves no mark that would let the next one in."""
     (tmp_path / name).write_text(content)
     for _ in range(2):
         for settings in ({}, {'overwrite': True}):
-            with pytest.raises(OutDirError, match=f'holds {name}, which no run of ours wrote') as refusal:
+            with pytest.raises(
+                OutDirError, match=f'holds {name}, which no run of ours wrote'
+            ) as refusal:
                 prepare_out_dir(tmp_path, **settings)
             assert '\n' not in str(refusal.value)
-        with pytest.raises(OutDirError, match='nothing to resume from' if name != LAST else 'ours wrote'):
-            if name == LAST:                                   # beside a config.json of somebody else
+        with pytest.raises(
+            OutDirError, match='nothing to resume from' if name != LAST else 'ours wrote'
+        ):
+            if name == LAST:  # beside a config.json of somebody else
                 (tmp_path / 'config.json').write_text('{}')
             prepare_out_dir(tmp_path, resume=True)
         (tmp_path / 'config.json').unlink() if name == LAST else None
@@ -301,7 +374,9 @@ def test_one_run_a_folder(tmp_path):
         os.read(ready, 1)
         (tmp_path / LAST).write_text('')
         for settings in ({}, {'overwrite': True}, {'resume': True}):
-            with pytest.raises(OutDirError, match=f'another run is at work in it .*process {child} on .*: wait') as refusal:
+            with pytest.raises(
+                OutDirError, match=f'another run is at work in it .*process {child} on .*: wait'
+            ) as refusal:
                 prepare_out_dir(tmp_path, **settings)
             assert '\n' not in str(refusal.value)
     finally:
@@ -315,6 +390,7 @@ def test_one_run_a_folder(tmp_path):
 def test_a_disk_without_locks(tmp_path, monkeypatch, capsys):
     def unlocked(*_):
         raise OSError(errno.EOPNOTSUPP, 'Operation not supported')
+
     monkeypatch.setattr(checkpoint.fcntl, 'flock', unlocked)
     prepare_out_dir(tmp_path)
     release(tmp_path)
@@ -322,7 +398,7 @@ def test_a_disk_without_locks(tmp_path, monkeypatch, capsys):
 
 
 def test_folders_that_cannot_be_used(tmp_path):
-    held = dict(checkpoint.HELD)                               # other tests' runs in this process
+    held = dict(checkpoint.HELD)  # other tests' runs in this process
     (tmp_path / 'file').write_text('')
     for bad in (tmp_path / 'file', tmp_path / 'file' / 'sub', '', '/proc/run'):
         with pytest.raises(OutDirError) as refusal:
@@ -348,15 +424,27 @@ print('saved', stopper.signal)
 
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_the_update_finish(number):
-    with forks.Popen([sys.executable, '-c', LOOP.format(forever=False)], cwd=ROOT, stdout=-1, stderr=-1, text=True) as process:
+    with forks.Popen(
+        [sys.executable, '-c', LOOP.format(forever=False)],
+        cwd=ROOT,
+        stdout=-1,
+        stderr=-1,
+        text=True,
+    ) as process:
         assert process.stdout.readline() == 'ready\n'
         process.send_signal(number)
         out, err = process.communicate()
-    assert process.returncode == 0 and out.endswith(f'saved {int(number)}\n') and 'stopping after this update' in err
+    assert (
+        process.returncode == 0
+        and out.endswith(f'saved {int(number)}\n')
+        and 'stopping after this update' in err
+    )
 
 
 def test_a_second_ctrl_c_stops_at_once():
-    with forks.Popen([sys.executable, '-c', LOOP.format(forever=True)], cwd=ROOT, stdout=-1, stderr=-1, text=True) as process:
+    with forks.Popen(
+        [sys.executable, '-c', LOOP.format(forever=True)], cwd=ROOT, stdout=-1, stderr=-1, text=True
+    ) as process:
         assert process.stdout.readline() == 'ready\n'
         process.send_signal(signal.SIGINT)
         assert process.stdout.readline() == 'seen\n'
@@ -385,7 +473,7 @@ def test_a_closed_terminal_saves(tmp_path):
     child, terminal = pty.fork()
     if child == 0:
         signal.alarm(60)
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)           # the tests may run under nohup
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
         stopper = checkpoint.Stopper()
         os.write(1, b'ready')
         while stopper.signal is None:
@@ -410,25 +498,51 @@ def test_under_nohup_a_closed_terminal_does_not_count():
         signal.signal(signal.SIGHUP, former)
 
 
-@pytest.mark.parametrize('config', [{'n_layer': 10**8}, {'n_layer': 10**9, 'n_embd': 2, 'n_head': 1}, {'n_expert': 10**9}, {'n_embd': 2**39}, {'n_embd': 2**63}], ids=str)
+@pytest.mark.parametrize(
+    'config',
+    [
+        {'n_layer': 10**8},
+        {'n_layer': 10**9, 'n_embd': 2, 'n_head': 1},
+        {'n_expert': 10**9},
+        {'n_embd': 2**39},
+        {'n_embd': 2**63},
+    ],
+    ids=str,
+)
 def test_models_that_no_machine_holds(config):
     """Refused by size, before anything is allocated: at once, whatever the number of levels."""
     for build, about in ((build_agent, AgentConfig), (lambda c: build_model(c, True), ModelConfig)):
-        sizes = {key: value for key, value in config.items() if key != 'n_head' or about is ModelConfig}
+        sizes = {
+            key: value for key, value in config.items() if key != 'n_head' or about is ModelConfig
+        }
         if about is ModelConfig:
             sizes = {'n_head': 4, **sizes}
-        with pytest.raises(checkpoint.SizeError, match='needs more than|larger than any machine') as refusal:
+        with pytest.raises(
+            checkpoint.SizeError, match='needs more than|larger than any machine'
+        ) as refusal:
             checkpoint.check_model(build, about(**sizes))
         assert '\n' not in str(refusal.value)
 
 
-@pytest.mark.parametrize('config', [{'n_layer': 5}, {'n_layer': 5, 'n_expert': 3, 'aggregation': 'softmax_l2'}], ids=str)
+@pytest.mark.parametrize(
+    'config', [{'n_layer': 5}, {'n_layer': 5, 'n_expert': 3, 'aggregation': 'softmax_l2'}], ids=str
+)
 def test_sizes_are_counted_without_the_model(config, monkeypatch):
     """The bytes that are compared with the machine's: those of the parameters, for both kinds of both models."""
     needs = []
-    monkeypatch.setattr(checkpoint, 'check_fits', lambda need, what, kind: needs.append(need - config['n_layer'] * checkpoint.LEVEL_OBJECTS))
-    for build, about in [(build_agent, AgentConfig(kind, recurrent, n_embd=8, **config)) for kind in ('convlstm', 'convglu') for recurrent in (True, False)] + [
-                         (lambda c, r=recurrent: build_model(c, r), ModelConfig(n_embd=32, n_head=2, **config)) for recurrent in (True, False)]:
+    monkeypatch.setattr(
+        checkpoint,
+        'check_fits',
+        lambda need, what, kind: needs.append(need - config['n_layer'] * checkpoint.LEVEL_OBJECTS),
+    )
+    for build, about in [
+        (build_agent, AgentConfig(kind, recurrent, n_embd=8, **config))
+        for kind in ('convlstm', 'convglu')
+        for recurrent in (True, False)
+    ] + [
+        (lambda c, r=recurrent: build_model(c, r), ModelConfig(n_embd=32, n_head=2, **config))
+        for recurrent in (True, False)
+    ]:
         checkpoint.check_model(build, about, 3)
         assert needs[-1] == 3 * 4 * sum(p.numel() for p in build(about).parameters())
 

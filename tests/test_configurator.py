@@ -38,7 +38,15 @@ def after():
     late = 1
 too_late = 5
 '''
-DEFAULTS = {'out_dir': 'out', 'resume': False, 'n_layer': 2, 'n_embd': 128, 'betas': (0.8, 0.95), 'learning_rate': 0.02, 'threads': None}
+DEFAULTS = {
+    'out_dir': 'out',
+    'resume': False,
+    'n_layer': 2,
+    'n_embd': 128,
+    'betas': (0.8, 0.95),
+    'learning_rate': 0.02,
+    'threads': None,
+}
 
 
 @pytest.fixture
@@ -49,7 +57,9 @@ def run(tmp_path, monkeypatch):
 
     def run(*argv, **files):
         for stem, text in files.items():
-            (tmp_path / f'{stem}.py').write_bytes(text if isinstance(text, bytes) else text.encode())
+            (tmp_path / f'{stem}.py').write_bytes(
+                text if isinstance(text, bytes) else text.encode()
+            )
         return configure({'__file__': str(tmp_path / 'toy.py')}, argv)
 
     return run
@@ -61,7 +71,9 @@ def refused(capsys, run, *argv, **files):
         run(*argv, **files)
     assert stop.value.code == 2
     captured = capsys.readouterr()
-    assert captured.out == '' and captured.err.startswith('error: ') and captured.err.count('\n') == 1, captured.err
+    assert (
+        captured.out == '' and captured.err.startswith('error: ') and captured.err.count('\n') == 1
+    ), captured.err
     return captured.err
 
 
@@ -74,9 +86,25 @@ def test_settings_are_the_plain_assignments_before_the_first_block(run, tmp_path
 
 
 def test_values_on_the_command_line(run):
-    argv = ['--out_dir=123', '--resume=True', '--n_layer=-1', '--learning_rate=1', '--betas=[1, 0.5]', '--threads=4', '--n_embd=7']
+    argv = [
+        '--out_dir=123',
+        '--resume=True',
+        '--n_layer=-1',
+        '--learning_rate=1',
+        '--betas=[1, 0.5]',
+        '--threads=4',
+        '--n_embd=7',
+    ]
     config = run(*argv, '--n_embd=8')
-    assert config == {'out_dir': '123', 'resume': True, 'n_layer': -1, 'learning_rate': 1.0, 'betas': (1.0, 0.5), 'threads': 4, 'n_embd': 8}
+    assert config == {
+        'out_dir': '123',
+        'resume': True,
+        'n_layer': -1,
+        'learning_rate': 1.0,
+        'betas': (1.0, 0.5),
+        'threads': 4,
+        'n_embd': 8,
+    }
     assert type(config['learning_rate']) is float and type(config['betas'][0]) is float
     assert run('--out_dir=a=b c')['out_dir'] == 'a=b c'
     assert run('--out_dir="quoted"')['out_dir'] == 'quoted'
@@ -85,10 +113,28 @@ def test_values_on_the_command_line(run):
 
 def test_files_and_arguments_left_to_right(run):
     first = '"""Goal."""\n# comment\n_width = 2 ** 5\nn_layer = 3\nn_embd = _width * n_layer // 2 - -1\nbetas = [0.5, 1]\nout_dir = "é"\n'
-    assert run('first.py', first=first) == DEFAULTS | {'n_layer': 3, 'n_embd': 49, 'betas': (0.5, 1.0), 'out_dir': 'é'}
-    assert run('first.py', 'second.py', first='n_layer = 5', second='n_layer = n_layer + 1\nn_embd = n_embd % 100')['n_layer'] == 6
-    assert run('--n_layer=9', 'first.py', first='n_embd = n_layer * 2')['n_embd'] == 18  # sees what stands to its left
-    assert run('first.py', '--n_layer=9')['n_layer'] == 9 and run('--n_layer=9', 'first.py', first='n_layer = 5')['n_layer'] == 5
+    assert run('first.py', first=first) == DEFAULTS | {
+        'n_layer': 3,
+        'n_embd': 49,
+        'betas': (0.5, 1.0),
+        'out_dir': 'é',
+    }
+    assert (
+        run(
+            'first.py',
+            'second.py',
+            first='n_layer = 5',
+            second='n_layer = n_layer + 1\nn_embd = n_embd % 100',
+        )['n_layer']
+        == 6
+    )
+    assert (
+        run('--n_layer=9', 'first.py', first='n_embd = n_layer * 2')['n_embd'] == 18
+    )  # sees what stands to its left
+    assert (
+        run('first.py', '--n_layer=9')['n_layer'] == 9
+        and run('--n_layer=9', 'first.py', first='n_layer = 5')['n_layer'] == 5
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,7 +151,7 @@ def test_files_and_arguments_left_to_right(run):
         ('--n_layer=' + '9' * 5000, ['an integer']),
         ('--resume=1', ['True or False']),
         ('--resume=true', ['write True']),
-        ('--out_dir', ["--out_dir=out"]),
+        ('--out_dir', ['--out_dir=out']),
         ('--n_layer', ['needs a value', '--n_layer=2']),
         ('--learning_rate=nan', ['a finite number', "'nan'"]),
         ('--learning_rate=-inf', ['a finite number']),
@@ -125,11 +171,19 @@ def test_refused_arguments(capsys, run, argument, words):
 
 
 def test_values_without_equals_and_switches(capsys, run):
-    assert run('--n_layer', '3', '--resume', '--out_dir', '-x') == DEFAULTS | {'n_layer': 3, 'resume': True, 'out_dir': '-x'}
-    assert run('--threads', '--resume=False')['threads'] is True   # None takes anything, so it is a switch too
+    assert run('--n_layer', '3', '--resume', '--out_dir', '-x') == DEFAULTS | {
+        'n_layer': 3,
+        'resume': True,
+        'out_dir': '-x',
+    }
+    assert (
+        run('--threads', '--resume=False')['threads'] is True
+    )  # None takes anything, so it is a switch too
     capsys.readouterr()
     assert 'an integer' in refused(capsys, run, '--n_layer', 'x')
-    assert '--resume=False' in refused(capsys, run, '--resume', 'False')                    # a switch takes no argument: not silently turned on
+    assert '--resume=False' in refused(
+        capsys, run, '--resume', 'False'
+    )  # a switch takes no argument: not silently turned on
     assert '--n_layer=2' in refused(capsys, run, '--n_layer', '--resume')
 
 
@@ -185,17 +239,38 @@ def test_help(capsys, run):
         run('--n_layer=3', '--help')
     assert not stop.value.code
     text = capsys.readouterr().out
-    assert text.startswith('Trains a toy.\n\n    python toy.py --n_layer=3') and 'usage: python toy.py' in text
+    assert (
+        text.startswith('Trains a toy.\n\n    python toy.py --n_layer=3')
+        and 'usage: python toy.py' in text
+    )
     lines = [line.split() for line in text.splitlines()]
-    assert ["--out_dir='out'", 'where', 'the', 'run', 'goes'] in lines and ['--n_layer=2', '-1', '=', 'off'] in lines
-    assert lines.index(['I/O']) < lines.index(['--resume=False']) < lines.index(['model']) < lines.index(['--n_embd=128'])
-    assert 'licence' not in text and 'imports' not in text and 'not a comment' not in text and 'too_late' not in text
+    assert ["--out_dir='out'", 'where', 'the', 'run', 'goes'] in lines and [
+        '--n_layer=2',
+        '-1',
+        '=',
+        'off',
+    ] in lines
+    assert (
+        lines.index(['I/O'])
+        < lines.index(['--resume=False'])
+        < lines.index(['model'])
+        < lines.index(['--n_embd=128'])
+    )
+    assert (
+        'licence' not in text
+        and 'imports' not in text
+        and 'not a comment' not in text
+        and 'too_late' not in text
+    )
 
 
 def test_the_differences_are_printed_by_rank_0(capsys, run, monkeypatch):
     config = run('--n_layer=3')
     assert capsys.readouterr().out == 'n_layer = 3  (default 2)\n'
-    assert config_diff(config, DEFAULTS) == 'n_layer = 3  (default 2)' and config_diff(DEFAULTS, DEFAULTS) == ''
+    assert (
+        config_diff(config, DEFAULTS) == 'n_layer = 3  (default 2)'
+        and config_diff(DEFAULTS, DEFAULTS) == ''
+    )
     monkeypatch.setenv('RANK', '1')
     run('--n_layer=3')
     assert capsys.readouterr().out == ''
@@ -211,7 +286,11 @@ def test_in_a_real_script(tmp_path):
     done = subprocess.run([*command, '--steps=7'], capture_output=True, text=True)
     assert done.stdout == 'steps = 7  (default 5)\n7 1\n' and done.stderr == ''
     done = subprocess.run([*command, '--later=7'], capture_output=True, text=True)
-    assert done.returncode == 2 and 'Traceback' not in done.stderr and "unknown setting 'later'" in done.stderr
+    assert (
+        done.returncode == 2
+        and 'Traceback' not in done.stderr
+        and "unknown setting 'later'" in done.stderr
+    )
 
 
 # -----------------------------------------------------------------------------
@@ -221,36 +300,72 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def python(code, stdout=subprocess.PIPE, **environment):
-    done = subprocess.run([sys.executable, '-c', code], stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-                          env={'PYTHONPATH': str(ROOT), **environment})
+    done = subprocess.run(
+        [sys.executable, '-c', code],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={'PYTHONPATH': str(ROOT), **environment},
+    )
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize('script', sorted(p.name for p in ROOT.glob('*.py') if 'import torch' in p.read_text() and '__main__' in p.read_text()))
+@pytest.mark.parametrize(
+    'script',
+    sorted(
+        p.name
+        for p in ROOT.glob('*.py')
+        if 'import torch' in p.read_text() and '__main__' in p.read_text()
+    ),
+)
 def test_configurator_is_imported_before_torch(script):
     """It says how OpenMP's threads wait, which torch reads when it is loaded, and makes a ctrl-C during the seconds that takes no traceback."""
-    imports = [node for node in ast.parse((ROOT / script).read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    imports = [
+        node
+        for node in ast.parse((ROOT / script).read_text()).body
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+    ]
     modules = [getattr(node, 'module', None) or node.names[0].name for node in imports]
     others = {path.stem for path in ROOT.glob('*.py')} | {'torch', 'numpy'}
     assert next(name for name in modules if name in others) == 'configurator'
 
 
 def test_ctrl_c_while_a_script_is_loading():
-    code, _, error = python('import configurator, os, signal; os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(60)')
+    code, _, error = python(
+        'import configurator, os, signal; os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(60)'
+    )
     assert code == -2 and error == '\ninterrupted\n'
 
 
-@pytest.mark.parametrize(('given', 'spins'), [({}, '10000'), ({'GOMP_SPINCOUNT': '5'}, '5'), ({'OMP_WAIT_POLICY': 'active'}, 'None')])
+@pytest.mark.parametrize(
+    ('given', 'spins'),
+    [({}, '10000'), ({'GOMP_SPINCOUNT': '5'}, '5'), ({'OMP_WAIT_POLICY': 'active'}, 'None')],
+)
 def test_threads_spin_a_bounded_time_unless_the_user_says_otherwise(given, spins):
-    assert python('import configurator, os; print(os.environ.get("GOMP_SPINCOUNT"))', **given)[1].strip() == spins
+    assert (
+        python('import configurator, os; print(os.environ.get("GOMP_SPINCOUNT"))', **given)[
+            1
+        ].strip()
+        == spins
+    )
 
 
-@pytest.mark.parametrize(('body', 'expected'), [
-    ('return None', (0, '')), ('return 3', (3, '')), ('raise KeyboardInterrupt', (130, '\nlast words\n')), ('raise BrokenPipeError', (0, '')),
-    ('open("/no/such")', (2, "error: [Errno 2] No such file or directory: '/no/such'\n")), ('configurator.fail("no")', (2, 'error: no\n')),
-])
+@pytest.mark.parametrize(
+    ('body', 'expected'),
+    [
+        ('return None', (0, '')),
+        ('return 3', (3, '')),
+        ('raise KeyboardInterrupt', (130, '\nlast words\n')),
+        ('raise BrokenPipeError', (0, '')),
+        ('open("/no/such")', (2, "error: [Errno 2] No such file or directory: '/no/such'\n")),
+        ('configurator.fail("no")', (2, 'error: no\n')),
+    ],
+)
 def test_how_a_script_ends(body, expected):
-    code, _, error = python(f'import configurator\ndef main():\n    {body}\nconfigurator.run_script(main, "last words")')
+    code, _, error = python(
+        f'import configurator\ndef main():\n    {body}\nconfigurator.run_script(main, "last words")'
+    )
     assert (code, error) == expected
 
 
@@ -258,7 +373,10 @@ def test_how_a_script_ends(body, expected):
 @pytest.mark.parametrize('flush', [True, False])
 def test_a_full_disk_behind_standard_output(flush):
     with open('/dev/full', 'w') as full:
-        code, _, error = python(f'import configurator\nconfigurator.run_script(lambda: print("text", flush={flush}))', stdout=full)
+        code, _, error = python(
+            f'import configurator\nconfigurator.run_script(lambda: print("text", flush={flush}))',
+            stdout=full,
+        )
     assert (code, error) == (2, 'error: standard output: No space left on device\n')
 
 
@@ -266,6 +384,13 @@ def test_progress_is_due_once_in_a_while(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, 'monotonic', lambda: now[0])
     due, seen = every(10), []
-    for now[0], said in ((9, False), (10, False), (11, False), (19, True), (21, False), (29, False)):
+    for now[0], said in (
+        (9, False),
+        (10, False),
+        (11, False),
+        (19, True),
+        (21, False),
+        (29, False),
+    ):
         seen.append(due(said))
     assert seen == [False, True, False, False, False, True]

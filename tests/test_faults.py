@@ -1,5 +1,6 @@
 """Faults: scripts that are killed at random moments, ranks that die, files that vanish or are cut, folders that cannot be written.
 Each script is killed twice; `pytest --long tests/test_faults.py`: twenty times."""
+
 import contextlib
 import hashlib
 import http.server
@@ -27,7 +28,10 @@ import data_fineweb as df
 from checkpoint import load_checkpoint, saved_in
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ['train_lm.py', pytest.param('train_sokoban.py', marks=pytest.mark.long)]      # in short test_train_sokoban.py's own kill must do
+SCRIPTS = [
+    'train_lm.py',
+    pytest.param('train_sokoban.py', marks=pytest.mark.long),
+]  # in short test_train_sokoban.py's own kill must do
 
 
 @pytest.fixture
@@ -67,18 +71,37 @@ def kill_again_and_again(start, watched, kills, longest):
 def test_training_is_killed(data, tmp_path, script, kills):  # noqa: F811
     """It saves every few updates, so that many kills fall into a save."""
     if script == 'train_lm.py':
-        tests, where, longest, settings = lm, (data,), 0.2, {'max_iters': 60 * kills, 'eval_interval': 2}
+        tests, where, longest, settings = (
+            lm,
+            (data,),
+            0.2,
+            {'max_iters': 60 * kills, 'eval_interval': 2},
+        )
     else:
-        tests, where, longest, settings = agents, (), 0.8, {'total_steps': 12 * 100 * kills, 'eval_interval': 4}
+        tests, where, longest, settings = (
+            agents,
+            (),
+            0.8,
+            {'total_steps': 12 * 100 * kills, 'eval_interval': 4},
+        )
     a, b = tmp_path / 'a', tmp_path / 'b'
     assert tests.run(*where, a, **settings) == 0
+
     def start(again):
-        return tests.start(*where, b, **settings, **({'resume': True} if saved_in(b) else {'overwrite': again}))
+        return tests.start(
+            *where, b, **settings, **({'resume': True} if saved_in(b) else {'overwrite': again})
+        )
+
     assert kill_again_and_again(start, b / 'log.jsonl', kills, longest) >= kills / 2
     warnings = cut(b)
     out, err = start(True).communicate()
     assert out.count('warning: ') == warnings and not err, out + err
-    same(*(load_checkpoint(x / 'ckpt_last.pt') if tests is lm else agents.checkpoint(x) for x in (a, b)))
+    same(
+        *(
+            load_checkpoint(x / 'ckpt_last.pt') if tests is lm else agents.checkpoint(x)
+            for x in (a, b)
+        )
+    )
     same(tests.read_log(a), tests.read_log(b))
 
 
@@ -88,22 +111,32 @@ def cut(folder):
     if not (last.exists() and (folder / 'ckpt_prev.pt').exists()):
         return False
     whole = last.read_bytes()
-    last.unlink()                                              # both may be names of one file
+    last.unlink()  # both may be names of one file
     last.write_bytes(whole[:-100])
     return True
 
 
 def prepare(folder, *argv, **options):
     """data_fineweb.py at work, on bytes unless it is told otherwise."""
-    return subprocess.Popen([sys.executable, 'data_fineweb.py', '--tokenizer=bytes', f'--data_dir={folder}', *argv], cwd=ROOT, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    return subprocess.Popen(
+        [sys.executable, 'data_fineweb.py', '--tokenizer=bytes', f'--data_dir={folder}', *argv],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **options,
+    )
 
 
 def test_data_fineweb_is_killed(tmp_path, kills):
     """Hundreds of small shards, by two worker processes; afterwards they are those of a run that was let alone, and no worker is left."""
     path = jsonl(tmp_path / 'a.jsonl', texts(4000 * kills))
+
     def start(folder):
-        return prepare(folder, f'--text={path}', '--workers=2', '--shard_tokens=997', '--val_tokens=500')
+        return prepare(
+            folder, f'--text={path}', '--workers=2', '--shard_tokens=997', '--val_tokens=500'
+        )
+
     whole = start(tmp_path / 'whole')
     assert finished(whole)
     meta = tmp_path / 'b' / 'meta.json'
@@ -114,11 +147,21 @@ def test_data_fineweb_is_killed(tmp_path, kills):
 
 def test_sweep_is_killed(base, tmp_path, kills):  # noqa: F811
     """The runs go on without it; the next call leaves them alone while they live, and finishes what is left. Each ends as it would have."""
-    argv = ['--plan=lm-small', f'--base={base}', '--width=0.03125', '--only=L=2 d=48', '--length=10', '--workers=2', '--run']
+    argv = [
+        '--plan=lm-small',
+        f'--base={base}',
+        '--width=0.03125',
+        '--only=L=2 d=48',
+        '--length=10',
+        '--workers=2',
+        '--run',
+    ]
     rows = sweeps.sized(*argv, f'--out_dir={tmp_path}/a')
     assert sweeps.call(*argv, f'--out_dir={tmp_path}/a')[0] == 0
+
     def start(again):
         return sweeps.start(*argv, f'--out_dir={tmp_path}/b')
+
     first = tmp_path / 'b' / 'lm-small' / rows[0].name / 'log.jsonl'
     kill_again_and_again(start, first, 1, 0.5)
     for _ in range(kills):
@@ -127,7 +170,9 @@ def test_sweep_is_killed(base, tmp_path, kills):  # noqa: F811
         process.kill()
         process.communicate()
     deadline = time.time() + 600
-    while (status := sweeps.call(*argv, f'--out_dir={tmp_path}/b')[0]) != 0:                 # 1: an orphan is still at it
+    while (
+        status := sweeps.call(*argv, f'--out_dir={tmp_path}/b')[0]
+    ) != 0:  # 1: an orphan is still at it
         assert status == 1 and time.time() < deadline
     for row in rows:
         a, b = (tmp_path / name / 'lm-small' / row.name for name in 'ab')
@@ -137,12 +182,18 @@ def test_sweep_is_killed(base, tmp_path, kills):  # noqa: F811
 
 # ----------------------------------------------------------------------------- disks and files
 
+
 @pytest.fixture
 def disk(tmp_path):
     """A small disk of its own."""
     folder = tmp_path / 'disk'
     folder.mkdir()
-    if not shutil.which('mount') or subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=4m', 'tmpfs', folder], capture_output=True).returncode:
+    if (
+        not shutil.which('mount')
+        or subprocess.run(
+            ['mount', '-t', 'tmpfs', '-o', 'size=4m', 'tmpfs', folder], capture_output=True
+        ).returncode
+    ):
         pytest.skip('mounting a small disk needs root')
     yield folder
     subprocess.run(['umount', '-l', folder], check=True)
@@ -150,7 +201,12 @@ def disk(tmp_path):
 
 def one_line(process, *words):
     out, err = process.communicate()
-    assert process.returncode == 2 and err.startswith('error: ') and err.count('\n') == 1 and all(word in err for word in words), out + err
+    assert (
+        process.returncode == 2
+        and err.startswith('error: ')
+        and err.count('\n') == 1
+        and all(word in err for word in words)
+    ), out + err
 
 
 @pytest.mark.parametrize('script', SCRIPTS)
@@ -158,7 +214,10 @@ def test_a_full_disk(data, disk, tmp_path, script):  # noqa: F811
     """What had been saved stays whole, and when there is room again the run goes on."""
     tests = lm if script == 'train_lm.py' else agents
     where = (data,) if tests is lm else ()
-    first, more = ({'max_iters': n, 'eval_interval': 4} if tests is lm else {'total_steps': 12 * n} for n in (4, 12))
+    first, more = (
+        {'max_iters': n, 'eval_interval': 4} if tests is lm else {'total_steps': 12 * n}
+        for n in (4, 12)
+    )
     for folder in (disk / 'run', tmp_path / 'whole'):
         assert tests.run(*where, folder, **first) == 0
     files = {path.name: path.read_bytes() for path in (disk / 'run').glob('ckpt*')}
@@ -166,9 +225,15 @@ def test_a_full_disk(data, disk, tmp_path, script):  # noqa: F811
     with contextlib.suppress(OSError), open(ballast, 'wb') as file:
         while True:
             file.write(bytes(4096))
-    os.truncate(ballast, ballast.stat().st_size - 20000)       # room for the log, none for a checkpoint
-    one_line(tests.start(*where, disk / 'run', resume=True, **more), 'No space left on device', str(disk / 'run' / 'ckpt_'))
-    assert {path.name: path.read_bytes() for path in (disk / 'run').glob('ckpt*')} == files and not list((disk / 'run').glob('.*.tmp'))
+    os.truncate(ballast, ballast.stat().st_size - 20000)  # room for the log, none for a checkpoint
+    one_line(
+        tests.start(*where, disk / 'run', resume=True, **more),
+        'No space left on device',
+        str(disk / 'run' / 'ckpt_'),
+    )
+    assert {
+        path.name: path.read_bytes() for path in (disk / 'run').glob('ckpt*')
+    } == files and not list((disk / 'run').glob('.*.tmp'))
     ballast.unlink()
     for folder in (disk / 'run', tmp_path / 'whole'):
         assert tests.run(*where, folder, resume=True, **more) == 0
@@ -177,8 +242,12 @@ def test_a_full_disk(data, disk, tmp_path, script):  # noqa: F811
 
 def test_a_full_disk_for_shards(disk, tmp_path):
     path = jsonl(tmp_path / 'a.jsonl', texts(20000))
+
     def start(folder):
-        return prepare(folder, f'--text={path}', '--workers=1', '--shard_tokens=99991', '--val_tokens=500')
+        return prepare(
+            folder, f'--text={path}', '--workers=1', '--shard_tokens=99991', '--val_tokens=500'
+        )
+
     (disk / 'ballast').write_bytes(bytes(3_000_000))
     out, err = start(disk / 'd').communicate()
     assert 'No space left on device' in err and 'Traceback' not in err, err
@@ -205,21 +274,42 @@ def test_a_shard_vanishes(data, tmp_path):  # noqa: F811
     whole = lost.read_bytes()
     lost.unlink()
     begin = lm.read_log(out)[-1]['step']
-    while lm.read_log(out)[-1]['step'] < begin + 10 and process.poll() is None:             # two epochs
+    while lm.read_log(out)[-1]['step'] < begin + 10 and process.poll() is None:  # two epochs
         time.sleep(0.01)
     process.terminate()
     assert process.communicate() and process.returncode == 143
     one_line(lm.start(tmp_path / 'd', out, max_iters=120, resume=True), 'shards')
     lost.write_bytes(whole)
-    assert lm.run(tmp_path / 'd', out, max_iters=120, resume=True) == 0 and lm.run(data, tmp_path / 'whole', max_iters=120) == 0
-    same(load_checkpoint(out / 'ckpt_last.pt'), load_checkpoint(tmp_path / 'whole' / 'ckpt_last.pt'))
+    assert (
+        lm.run(tmp_path / 'd', out, max_iters=120, resume=True) == 0
+        and lm.run(data, tmp_path / 'whole', max_iters=120) == 0
+    )
+    same(
+        load_checkpoint(out / 'ckpt_last.pt'), load_checkpoint(tmp_path / 'whole' / 'ckpt_last.pt')
+    )
 
 
 # ----------------------------------------------------------------------------- ranks
 
+
 def torchrun(script, arguments, *more):
-    return forks.Popen([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', *more, script, *arguments], cwd=ROOT,
-                       text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, 'OMP_NUM_THREADS': '1'})
+    return forks.Popen(
+        [
+            sys.executable,
+            '-m',
+            'torch.distributed.run',
+            '--standalone',
+            '--nproc_per_node=2',
+            *more,
+            script,
+            *arguments,
+        ],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, 'OMP_NUM_THREADS': '1'},
+    )
 
 
 def kill_a_rank(launcher, out):
@@ -228,7 +318,9 @@ def kill_a_rank(launcher, out):
     while not (out / 'ckpt_prev.pt').exists() and launcher.poll() is None:
         assert time.time() < deadline, 'no checkpoint'
         time.sleep(0.01)
-    ranks = subprocess.run(['pgrep', '-P', str(launcher.pid)], capture_output=True, text=True).stdout.split()
+    ranks = subprocess.run(
+        ['pgrep', '-P', str(launcher.pid)], capture_output=True, text=True
+    ).stdout.split()
     os.kill(int(random.choice(ranks)), signal.SIGKILL)
 
 
@@ -237,22 +329,34 @@ def test_a_rank_is_killed(data, tmp_path, script):  # noqa: F811
     """The other one stops and says why; with --max-restarts the launcher starts both again, they resume, and end like a run that was let
     alone."""
     tests = lm if script == 'train_lm.py' else agents
+
     def arguments(folder, **more):
         if tests is lm:
             return lm.arguments(data, folder, max_iters=80, eval_interval=10, **more)
         return agents.arguments(folder, total_steps=12 * 80, eval_interval=10, **more)
+
     def ranks(**more):
-        return forks.Popen([sys.executable, '--ranks=2', script, *arguments(tmp_path / 'a', **more)], cwd=ROOT, text=True,
-                           stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        return forks.Popen(
+            [sys.executable, '--ranks=2', script, *arguments(tmp_path / 'a', **more)],
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
     launcher = ranks()
     kill_a_rank(launcher, tmp_path / 'a')
     out, err = launcher.communicate()
-    assert launcher.returncode != 0 and 'another rank died' in err and '--resume=True goes on' in err, out + err
+    assert (
+        launcher.returncode != 0 and 'another rank died' in err and '--resume=True goes on' in err
+    ), out + err
     assert finished(ranks(resume=True))
     launcher = torchrun(script, arguments(tmp_path / 'b'), '--max-restarts=1')
     kill_a_rank(launcher, tmp_path / 'b')
     out, err = launcher.communicate()
-    assert launcher.returncode == 0 and out.count('started again by torchrun: resuming') == 1, out + err
+    assert launcher.returncode == 0 and out.count('started again by torchrun: resuming') == 1, (
+        out + err
+    )
     same(tests.read_log(tmp_path / 'a'), tests.read_log(tmp_path / 'b'))
 
 
@@ -260,21 +364,42 @@ def test_a_rank_is_killed(data, tmp_path, script):  # noqa: F811
 def test_a_restart_does_not_take_another_run(data, tmp_path):  # noqa: F811
     """A folder that holds a run is refused, however often the launcher tries."""
     assert lm.run(data, tmp_path) == 0
-    launcher = torchrun('train_lm.py', lm.arguments(data, tmp_path), '--max-restarts=1', '--nproc_per_node=1')
+    launcher = torchrun(
+        'train_lm.py', lm.arguments(data, tmp_path), '--max-restarts=1', '--nproc_per_node=1'
+    )
     out, err = launcher.communicate()
-    assert launcher.returncode != 0 and err.count('holds a run already') == 2 and 'started again' not in out, out + err
+    assert (
+        launcher.returncode != 0
+        and err.count('holds a run already') == 2
+        and 'started again' not in out
+    ), out + err
 
 
 @pytest.fixture
 def hosts(tmp_path):
     """Two hosts, as network namespaces with a cable between them: their names."""
     names = [f'host{os.getpid()}a', f'host{os.getpid()}b']
+
     def ip(*words):
         return subprocess.run(['ip', *words], capture_output=True).returncode == 0
+
     if not shutil.which('ip') or not all(ip('netns', 'add', name) for name in names):
         pytest.skip('network namespaces need root and iproute2')
     try:
-        assert ip('-n', names[0], 'link', 'add', 'cable', 'type', 'veth', 'peer', 'name', 'cable', 'netns', names[1])
+        assert ip(
+            '-n',
+            names[0],
+            'link',
+            'add',
+            'cable',
+            'type',
+            'veth',
+            'peer',
+            'name',
+            'cable',
+            'netns',
+            names[1],
+        )
         for k, name in enumerate(names):
             assert ip('-n', name, 'addr', 'add', f'10.77.0.{k + 1}/24', 'dev', 'cable')
             assert all(ip('-n', name, 'link', 'set', link, 'up') for link in ('cable', 'lo'))
@@ -295,11 +420,38 @@ runpy.run_path('train_lm.py', run_name='__main__')
 def test_two_hosts_and_one_is_cut_off(data, hosts, tmp_path):  # noqa: F811
     """They train as two ranks on one machine do; when the cable is cut, both stop, say so, and keep the last checkpoint."""
     (tmp_path / 'impatient.py').write_text(IMPATIENT)
+
     def start(k, script, out, n):
-        command = ['ip', 'netns', 'exec', hosts[k], sys.executable, '-m', 'torch.distributed.run', '--nnodes=2', f'--node_rank={k}', '--nproc_per_node=1',
-                   '--master_addr=10.77.0.1', '--master_port=29511', script, *lm.arguments(data, out, max_iters=n)]
-        return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                env={**os.environ, 'OMP_NUM_THREADS': '1', 'GLOO_SOCKET_IFNAME': 'cable', 'PYTHONPATH': str(ROOT)})
+        command = [
+            'ip',
+            'netns',
+            'exec',
+            hosts[k],
+            sys.executable,
+            '-m',
+            'torch.distributed.run',
+            '--nnodes=2',
+            f'--node_rank={k}',
+            '--nproc_per_node=1',
+            '--master_addr=10.77.0.1',
+            '--master_port=29511',
+            script,
+            *lm.arguments(data, out, max_iters=n),
+        ]
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={
+                **os.environ,
+                'OMP_NUM_THREADS': '1',
+                'GLOO_SOCKET_IFNAME': 'cable',
+                'PYTHONPATH': str(ROOT),
+            },
+        )
+
     for process in [start(k, 'train_lm.py', tmp_path / 'two', 20) for k in (0, 1)]:
         out, err = process.communicate()
         assert process.returncode == 0, out + err
@@ -313,14 +465,19 @@ def test_two_hosts_and_one_is_cut_off(data, hosts, tmp_path):  # noqa: F811
     subprocess.run(['ip', '-n', hosts[1], 'link', 'set', 'cable', 'down'], check=True)
     said = [process.communicate() for process in pair]
     assert all(process.returncode != 0 for process in pair)
-    assert all('another rank died, or cannot be reached' in err and '--resume=True goes on' in err for _, err in said), said
+    assert all(
+        'another rank died, or cannot be reached' in err and '--resume=True goes on' in err
+        for _, err in said
+    ), said
     assert load_checkpoint(tmp_path / 'cut' / 'ckpt_last.pt')['step'] >= 4
 
 
 # ----------------------------------------------------------------------------- the network
 
+
 class Hub(http.server.BaseHTTPRequestHandler):
     """The Hub's answers for files of a data set, slowly; `files`: {name: bytes}."""
+
     protocol_version, files = 'HTTP/1.1', {}
 
     def do_HEAD(self):
@@ -328,17 +485,22 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self, body=True):
         whole = self.files.get(self.path.rpartition('/')[2])
-        if whole is None:                                      # the client asks for more than files
+        if whole is None:  # the client asks for more than files
             return self.send_error(404)
         begin = int((self.headers.get('Range') or 'bytes=0-')[6:].partition('-')[0])
         self.send_response(206 if 'Range' in self.headers else 200)
-        for name, value in (('ETag', f'"{hashlib.sha256(whole).hexdigest()}"'), ('X-Repo-Commit', 'a' * 40), ('Accept-Ranges', 'bytes'), ('Content-Length', len(whole) - begin),
-                            ('Content-Range', f'bytes {begin}-{len(whole) - 1}/{len(whole)}')):
+        for name, value in (
+            ('ETag', f'"{hashlib.sha256(whole).hexdigest()}"'),
+            ('X-Repo-Commit', 'a' * 40),
+            ('Accept-Ranges', 'bytes'),
+            ('Content-Length', len(whole) - begin),
+            ('Content-Range', f'bytes {begin}-{len(whole) - 1}/{len(whole)}'),
+        ):
             self.send_header(name, str(value))
         self.end_headers()
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             for i in range(begin, len(whole) if body else 0, 1 << 15):
-                self.wfile.write(whole[i:i + (1 << 15)])
+                self.wfile.write(whole[i : i + (1 << 15)])
                 time.sleep(0.005)
 
     def log_message(self, *_):
@@ -348,16 +510,29 @@ class Hub(http.server.BaseHTTPRequestHandler):
 def test_a_download_is_killed(tmp_path, kills):
     """Ready-made shards: what has come stays, what was cut is fetched again, and no half file counts as a shard."""
     for k in range(3):
-        df.write_shard(str(tmp_path / f'{k}.bin'), (np.arange(1_000_000) % 50000 + k).astype(np.uint16))
-    Hub.files = {f'fineweb_{"train" if k else "val"}_{k:06d}.bin': (tmp_path / f'{k}.bin').read_bytes() for k in range(3)}
+        df.write_shard(
+            str(tmp_path / f'{k}.bin'), (np.arange(1_000_000) % 50000 + k).astype(np.uint16)
+        )
+    Hub.files = {
+        f'fineweb_{"train" if k else "val"}_{k:06d}.bin': (tmp_path / f'{k}.bin').read_bytes()
+        for k in range(3)
+    }
     server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    env = {**os.environ, 'HF_ENDPOINT': f'http://127.0.0.1:{server.server_port}', 'HF_HOME': str(tmp_path / 'home'), 'HF_HUB_DISABLE_XET': '1', 'no_proxy': '127.0.0.1'}
+    env = {
+        **os.environ,
+        'HF_ENDPOINT': f'http://127.0.0.1:{server.server_port}',
+        'HF_HOME': str(tmp_path / 'home'),
+        'HF_HUB_DISABLE_XET': '1',
+        'no_proxy': '127.0.0.1',
+    }
+
     def start():
         return prepare(tmp_path / 'd', '--pretokenized=2', '--tokenizer=gpt2', env=env)
+
     for _ in range(kills):
         process = start()
-        process.stdout.readline()                              # how large it will be
+        process.stdout.readline()  # how large it will be
         time.sleep(random.uniform(0, 1.5))
         process.kill()
         process.communicate()

@@ -9,7 +9,15 @@ import torch
 import muon
 from muon import Muon, lr_at
 
-SHAPES = [(3, 32, 16), (2, 16, 32), (4, 24, 24), (48, 16), (16, 48), (2, 3, 16, 32), (1, 8, 40)]  # tall, wide, square, one matrix, 4-D
+SHAPES = [
+    (3, 32, 16),
+    (2, 16, 32),
+    (4, 24, 24),
+    (48, 16),
+    (16, 48),
+    (2, 3, 16, 32),
+    (1, 8, 40),
+]  # tall, wide, square, one matrix, 4-D
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +31,9 @@ def one_thread():
 
 def parameters(shapes=SHAPES, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for shape in shapes]
+    return [
+        torch.nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for shape in shapes
+    ]
 
 
 def set_gradients(params, step):
@@ -38,19 +48,34 @@ def set_gradients(params, step):
 @pytest.mark.parametrize('momentum, nesterov', [(0.95, True), (0.5, False), (0.0, True)])
 @pytest.mark.parametrize('max_batch', [2**26, 2000, 1])
 def test_equals_torch_muon_on_each_slice(monkeypatch, momentum, nesterov, max_batch):
-    monkeypatch.setattr(muon, 'MAX_BATCH', max_batch)  # batches that end inside a parameter, and single matrices
+    monkeypatch.setattr(
+        muon, 'MAX_BATCH', max_batch
+    )  # batches that end inside a parameter, and single matrices
     ours = parameters()
-    slices = [torch.nn.Parameter(m.clone()) for p in ours for m in p.detach().reshape(-1, *p.shape[-2:])]
+    slices = [
+        torch.nn.Parameter(m.clone()) for p in ours for m in p.detach().reshape(-1, *p.shape[-2:])
+    ]
     optimizer = Muon(ours, lr=0.02, momentum=momentum, nesterov=nesterov, weight_decay=0.0)
-    reference = torch.optim.Muon(slices, lr=0.02, momentum=momentum, nesterov=nesterov, weight_decay=0.0, adjust_lr_fn='original')
+    reference = torch.optim.Muon(
+        slices,
+        lr=0.02,
+        momentum=momentum,
+        nesterov=nesterov,
+        weight_decay=0.0,
+        adjust_lr_fn='original',
+    )
     for step in range(4):
         before = torch.cat([p.detach().flatten() for p in ours])
         set_gradients(ours, step)
-        for s, g in zip(slices, [g for p in ours for g in p.grad.reshape(-1, *p.shape[-2:])], strict=True):
+        for s, g in zip(
+            slices, [g for p in ours for g in p.grad.reshape(-1, *p.shape[-2:])], strict=True
+        ):
             s.grad = g.clone()
         optimizer.step()
         reference.step()
-        after, expected = (torch.cat([p.detach().flatten() for p in params]) for params in (ours, slices))
+        after, expected = (
+            torch.cat([p.detach().flatten() for p in params]) for params in (ours, slices)
+        )
         assert (after - before).norm() > 0.1
         # bfloat16 rounds at 0.4%: other summation orders on other machines may move single entries by a few such steps
         assert (after - expected).norm() < 0.01 * (after - before).norm()
@@ -82,7 +107,10 @@ def test_the_update_is_nearly_orthogonal_and_scaled_by_the_sides():
 def test_cautious_decay():
     params, plain = parameters(), parameters()
     lr, decay = 0.05, 0.3
-    optimizer, reference = Muon(params, lr=lr, weight_decay=decay), Muon(plain, lr=lr, weight_decay=0.0)
+    optimizer, reference = (
+        Muon(params, lr=lr, weight_decay=decay),
+        Muon(plain, lr=lr, weight_decay=0.0),
+    )
     for step in range(3):
         with torch.no_grad():
             for p, q in zip(params, plain, strict=True):
@@ -158,5 +186,7 @@ def test_schedule():
     assert lr_at(999, 1000, 100) == pytest.approx(0.01) == lr_at(5000, 1000, 100)
     values = [lr_at(step, 1000, 100) for step in range(1000)]
     assert values[:100] == sorted(values[:100]) and values[99:] == sorted(values[99:], reverse=True)
-    assert lr_at(0, 10, 0) < 1 and lr_at(9, 10, 0, final_ratio=0.5) == pytest.approx(0.5)  # no warm-up
+    assert lr_at(0, 10, 0) < 1 and lr_at(9, 10, 0, final_ratio=0.5) == pytest.approx(
+        0.5
+    )  # no warm-up
     assert lr_at(4, 5, 100) == 0.05  # shorter than its warm-up

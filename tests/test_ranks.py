@@ -1,4 +1,5 @@
 """ranks.py and Muon's shared iterations, over real processes (gloo): equal to one rank's, and no rank waits for ever."""
+
 import contextlib
 import os
 import signal
@@ -100,10 +101,17 @@ print('fine')
 def test_ranks_equal_one(tmp_path, world):
     """Sharded Muon: the weights of all ranks bit for bit the same, and one rank's to bfloat16's rounding (1% of the way that they moved).
     Buckets: sum_over_ranks' gradients, bit for bit with two ranks (one sum has one order), with a parameter that one rank alone uses."""
-    process = forks.Popen([sys.executable, '-c', RANKS, str(world), str(tmp_path / 'meet')], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               text=True, cwd=ROOT, env={**os.environ, 'OMP_NUM_THREADS': '1'}, start_new_session=True)
+    process = forks.Popen(
+        [sys.executable, '-c', RANKS, str(world), str(tmp_path / 'meet')],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, 'OMP_NUM_THREADS': '1'},
+        start_new_session=True,
+    )
     try:
-        out, err = process.communicate(timeout=600)            # a rank that fails leaves the others waiting
+        out, err = process.communicate(timeout=600)  # a rank that fails leaves the others waiting
         assert process.returncode == 0 and out == 'fine\n', err
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -114,16 +122,20 @@ def test_buckets_of_one_process():
     """Every gradient is an aligned view of the one bucket it fits in, and stays one whoever replaces it."""
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in [(5, 7), (), (40,), (3, 2, 2)]]
     buckets = Buckets(params, 2, size=60)
-    assert [len(members) for members in buckets.members] == [2, 2] and [len(flat) for flat in buckets.flats] == [64 + 32, 64 + 32 + 2]
+    assert [len(members) for members in buckets.members] == [2, 2] and [
+        len(flat) for flat in buckets.flats
+    ] == [64 + 32, 64 + 32 + 2]
     assert [p.grad.storage_offset() for p in params] == [0, 64, 0, 64] and ALIGN == 32
     for _ in range(2):
-        params[1].grad = None                                  # as zero_grad(set_to_none=True) does
+        params[1].grad = None  # as zero_grad(set_to_none=True) does
         buckets.zero()
         sum(((i + 1) * p).sum() for i, p in enumerate(params)).backward()
         sum(p.sum() for p in params).backward()
         buckets.extra.fill_(7)
         buckets.finish()
-        assert all((p.grad == i + 2).all() for i, p in enumerate(params)) and buckets.flats[-1][-2:].tolist() == [7, 7]
+        assert all((p.grad == i + 2).all() for i, p in enumerate(params)) and buckets.flats[-1][
+            -2:
+        ].tolist() == [7, 7]
         assert sum(flat.sum() for flat in buckets.flats) == 2 * 35 + 3 + 4 * 40 + 5 * 12 + 14
     buckets.zero()
     assert not any(flat.any() for flat in buckets.flats)

@@ -1,5 +1,6 @@
 """Long runs: memory and speed stay flat, the log well formed, until ctrl-C. Four seconds each, in which speed is not looked at: other
 tests run beside; `pytest --long -s tests/test_soak.py`: thirty minutes each of the README's two demos, on a machine that does nothing else."""
+
 import json
 import os
 import signal
@@ -27,13 +28,39 @@ def test_nothing_grows(data, tmp_path, request, script):  # noqa: F811
     long = request.config.getoption('--long')
     text, seconds = script == 'train_lm.py', 1800 if long else 4
     if long and text:
-        assert forks.run([sys.executable, 'data_fineweb.py', '--demo=True', '--tokenizer=bytes', f'--data_dir={tmp_path}/speeches'], cwd=lm.ROOT).returncode == 0
+        assert (
+            forks.run(
+                [
+                    sys.executable,
+                    'data_fineweb.py',
+                    '--demo=True',
+                    '--tokenizer=bytes',
+                    f'--data_dir={tmp_path}/speeches',
+                ],
+                cwd=lm.ROOT,
+            ).returncode
+            == 0
+        )
     if long:
-        argv = ['config/demo.py', f'--data_dir={tmp_path}/speeches', '--max_iters=1000000'] if text else ['config/sokoban_demo.py', '--total_steps=1000000000']
+        argv = (
+            ['config/demo.py', f'--data_dir={tmp_path}/speeches', '--max_iters=1000000']
+            if text
+            else ['config/sokoban_demo.py', '--total_steps=1000000000']
+        )
         argv += [f'--out_dir={tmp_path}/run', '--plot=False']
     else:
-        argv = lm.arguments(data, tmp_path / 'run', max_iters=1000000, eval_interval=50) if text else agents.arguments(tmp_path / 'run', total_steps=10**9, eval_interval=50)
-    process = forks.Popen([sys.executable, script, *argv], cwd=lm.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        argv = (
+            lm.arguments(data, tmp_path / 'run', max_iters=1000000, eval_interval=50)
+            if text
+            else agents.arguments(tmp_path / 'run', total_steps=10**9, eval_interval=50)
+        )
+    process = forks.Popen(
+        [sys.executable, script, *argv],
+        cwd=lm.ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     log, memory = tmp_path / 'run' / 'log.jsonl', []
     while not (log.exists() and log.stat().st_size):
         assert process.poll() is None, process.stderr.read()
@@ -49,11 +76,20 @@ def test_nothing_grows(data, tmp_path, request, script):  # noqa: F811
     records = [json.loads(line) for line in log.read_text().splitlines()]
     steps = [r['step'] for r in records]
     assert steps == sorted(set(steps)) and (not text or steps == list(range(len(steps))))
-    speed = np.array([r[key] for r in records[1:] if (key := 'tokens_per_s' if text else 'env_steps_per_s') in r])
-    first, last = np.median(speed[len(speed) // 10:len(speed) // 3]), np.median(speed[-len(speed) // 3:])
-    when, size = np.array([m for m in memory if m[0] > seconds / 4]).T     # by then each kind of work has been done
+    speed = np.array(
+        [r[key] for r in records[1:] if (key := 'tokens_per_s' if text else 'env_steps_per_s') in r]
+    )
+    first, last = (
+        np.median(speed[len(speed) // 10 : len(speed) // 3]),
+        np.median(speed[-len(speed) // 3 :]),
+    )
+    when, size = np.array(
+        [m for m in memory if m[0] > seconds / 4]
+    ).T  # by then each kind of work has been done
     slope = np.polyfit(when, size, 1)[0] * 3600
-    print(f'{script}: {steps[-1]:,} updates in {seconds:,} s, {first:,.0f} a second in the first third, {last:,.0f} in the last; '
-          f'{size[0]:,.0f} MiB after a quarter, {size[-1]:,.0f} at the end, {slope:+.1f} MiB an hour')
-    assert last > 0.75 * first or not long                                 # of a machine whose own speed varies by 20%
+    print(
+        f'{script}: {steps[-1]:,} updates in {seconds:,} s, {first:,.0f} a second in the first third, {last:,.0f} in the last; '
+        f'{size[0]:,.0f} MiB after a quarter, {size[-1]:,.0f} at the end, {slope:+.1f} MiB an hour'
+    )
+    assert last > 0.75 * first or not long  # of a machine whose own speed varies by 20%
     assert slope < 20 if long else size[-1] - size[0] < 20

@@ -25,7 +25,11 @@ def trained(model, loss_of, path, updates=3):
 
 
 def same(found, expected, what, rtol=1e-8):
-    assert all(abs(a - b) <= rtol * abs(b) for a, b in zip(found[0], expected[0], strict=True)), (what, found[0], expected[0])
+    assert all(abs(a - b) <= rtol * abs(b) for a, b in zip(found[0], expected[0], strict=True)), (
+        what,
+        found[0],
+        expected[0],
+    )
     assert found[1].keys() == expected[1].keys()
     for name, b in expected[1].items():
         error, size = (found[1][name] - b).norm(), b.norm()
@@ -51,10 +55,16 @@ def models(settings):
         print(*found['plain'][0])
         decode(Decoder, model, tokens(2, 11))
     model, x = make(GPT, n_expert=2, **settings), tokens(2, 6)
-    if not found['plain'][1].keys() <= dict(model.named_parameters()).keys() | {'levels.0.a', 'levels.0.b'}:
+    if not found['plain'][1].keys() <= dict(model.named_parameters()).keys() | {
+        'levels.0.a',
+        'levels.0.b',
+    }:
         return  # a patch of the recurrent model alone
-    same(trained(model, lambda model, i: model(x, x)[0], 'compiled'),
-         trained(make(GPT, n_expert=2, **settings), lambda model, i: model(x, x)[0], 'fast'), 'GPT')
+    same(
+        trained(model, lambda model, i: model(x, x)[0], 'compiled'),
+        trained(make(GPT, n_expert=2, **settings), lambda model, i: model(x, x)[0], 'fast'),
+        'GPT',
+    )
     decode(Decoder, model, tokens(2, 11))
     assert V == 11
 
@@ -67,17 +77,25 @@ def decode(Decoder, model, x):
         decoder = Decoder(model, 2, compile=compile)
         for t in range(x.size(1)):
             decoder.step(x[:, t])
-            assert (decoder.logits - expected[:, t]).norm() <= 1e-9 * expected[:, t].norm(), f'decoder, token {t}'
+            assert (decoder.logits - expected[:, t]).norm() <= 1e-9 * expected[:, t].norm(), (
+                f'decoder, token {t}'
+            )
 
 
 def agents(settings):
     from convlstm import AgentConfig, build_agent
 
-    for sizes in ({'kind': 'convlstm'}, {'kind': 'convglu'}, {'kind': 'convglu', 'residual': 'shared'}):
+    for sizes in (
+        {'kind': 'convlstm'},
+        {'kind': 'convglu'},
+        {'kind': 'convglu', 'residual': 'shared'},
+    ):
         found = {}
         for path in ('plain', 'fast', 'compiled'):
             torch.manual_seed(0)
-            agent = build_agent(AgentConfig(n_layer=2, n_expert=3, n_embd=8, head_dim=16, **sizes, **settings)).double()
+            agent = build_agent(
+                AgentConfig(n_layer=2, n_expert=3, n_embd=8, head_dim=16, **sizes, **settings)
+            ).double()
             obs = torch.randint(5, (3, 2, 10, 10, 2), dtype=torch.uint8)
             start = torch.zeros(3, 2, dtype=torch.bool)
 
