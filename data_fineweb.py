@@ -799,10 +799,14 @@ def fingerprint(paths: list[str]) -> list[list[str | int]]:
 
 
 class Loader:
-    """What both loaders share: shards one after the other, `windows[shard]` batches each, for ever. B counts the rows of all ranks;
-    a rank gets rows [rank * B // world, (rank + 1) * B // world) of each batch, so the position is the same on every rank."""
+    """What both loaders share: shards one after the other, `windows[shard]` batches each, for ever. B
+    counts the rows of all ranks; a rank gets rows [rank * B // world, (rank + 1) * B // world) of each
+    batch, so the position is the same on every rank.
 
-    def __init__(self, paths, B, T, vocab_size, rank=0, world=1):
+    `seed` draws the order of an epoch's shards and where each is begun: its tokens are read as a
+    ring. None: as they lie, each from its first token."""
+
+    def __init__(self, paths, B, T, vocab_size, rank=0, world=1, seed=None):
         if min(B, T, world) < 1 or not 0 <= rank < world or B % world:
             raise DataError(
                 f'B = {B} rows of T = {T} tokens cannot be shared by world = {world} ranks (rank {rank}): B % world must be 0'
@@ -819,26 +823,38 @@ class Loader:
                 )
             self.shards.append(tokens)
             self.windows.append(self.count_windows(len(tokens)))
-        self.epoch, self.shard, self.window = (
-            0,
-            0,
-            0,
-        )  # the next batch; epoch: of the batch returned last
+        self.seed = seed
+        # the next batch; epoch: of the batch returned last; shard: so many of this epoch came before
+        self.epoch, self.shard, self.window = 0, 0, 0
 
     def next(self) -> 'tuple[torch.Tensor, torch.Tensor, bool]':  # noqa: F821  imported inside
         """-> x, y (B // world, T) int64 tensors, y one token later than x, and reset: whether every row's state must start afresh."""
         import torch  # here, so that tokeniser processes start without it
 
-        if self.window == self.windows[self.shard]:
+        shard, first = self.place(self.epoch, self.shard)
+        if self.window == self.windows[shard]:
             self.window, self.shard = 0, self.shard + 1
             if self.shard == len(self.shards):
                 self.epoch, self.shard = self.epoch + 1, 0
-        starts = self.starts(len(self.shards[self.shard]), self.window)
-        index = starts[:, None] + np.arange(self.T + 1)  # (B // world, T + 1)
-        tokens = torch.from_numpy(self.shards[self.shard][index].astype(np.int64))
+            shard, first = self.place(self.epoch, self.shard)
+        tokens = self.shards[shard]
+        starts = self.starts(len(tokens), self.window)
+        index = first + starts[:, None] + np.arange(self.T + 1)  # (B // world, T + 1)
+        index %= len(tokens)
+        tokens = torch.from_numpy(tokens[index].astype(np.int64))
         reset = self.resets(self.window)
         self.window += 1
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), reset
+
+    def place(self, epoch: int, count: int) -> tuple[int, int]:
+        """An epoch's shard after `count` others, and the token where it is begun. Both follow from the
+        seed alone, so that a position is three numbers."""
+        if self.seed is None:
+            return count, 0
+        draw = np.random.default_rng((self.seed, epoch))
+        shard = int(draw.permutation(len(self.shards))[count])
+        first = draw.random(len(self.shards))[shard] * len(self.shards[shard])
+        return shard, int(first)
 
     def state_dict(self) -> dict[str, int]:
         """The exact position, as plain ints."""
@@ -856,10 +872,9 @@ class Loader:
             raise DataError(
                 f'loader position: shard {state["shard"]} does not exist, there are {len(self.shards)} shards'
             )
-        if state['window'] > self.windows[state['shard']]:
-            have = (
-                f'which has {self.windows[state["shard"]]} windows with B = {self.B}, T = {self.T}'
-            )
+        windows = self.windows[self.place(state['epoch'], state['shard'])[0]]
+        if state['window'] > windows:
+            have = f'which has {windows} windows with B = {self.B}, T = {self.T}'
             raise DataError(
                 f'loader position: window {state["window"]} is beyond shard {state["shard"]}, {have}'
             )

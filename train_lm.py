@@ -129,7 +129,7 @@ warmup_iters = 100             # then a cosine
 adam_eps = 1e-10               # AdamW's; head gradients are tiny, a mean over 131,072 tokens
 final_lr_ratio = 0.01          # of every peak, at the last update
 # system
-seed = 1337                    # of the initial weights; training draws nothing else
+seed = 1337                    # of the initial weights, of the order of the shards and of where each is begun
 device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda', 'cuda:1'
 dtype = 'auto'                 # of matrix products: 'float32' or 'bfloat16'; 'auto': bfloat16 where the processor is fast at it
 compile = True                 # torch.compile the unroll's pieces or GPT's blocks; falls back, saying so
@@ -154,6 +154,7 @@ FIXED = (
     'share_kv',
     'residual',
     'router_dim',
+    'seed',
 )  # a resumed run cannot change these
 POSITION = ('step', 'record', 'best', 'seconds')  # a run's, saved and restored
 WHOLE_GRAPH = 2048  # levels x tokens of the longest recurrent chunk that is one graph: it has some 35 nodes a level and token
@@ -209,6 +210,8 @@ def check_settings(world: int) -> None:
         fail(
             f'momentum = {momentum}, betas = {betas}, final_lr_ratio = {final_lr_ratio}: expected numbers in [0, 1), two of them for betas'
         )
+    if seed < 0:
+        fail(f'seed = {seed}: must not be negative')
     if val_streams < world:
         fail(f'val_streams = {val_streams}: must be at least the number of ranks, {world}')
     if path not in ('fast', 'plain'):
@@ -488,7 +491,7 @@ def make_run(config: dict) -> SimpleNamespace:
     )  # at a time; the last micro-batch may have fewer
     shards = {split: find_shards(data_dir, split, tokenizer) for split in ('train', 'val')}
     loader = (StreamLoader if recurrent else SequenceLoader)(
-        shards['train'], rows, block_size, V, rank, world
+        shards['train'], rows, block_size, V, rank, world, seed
     )
     x, y = load_val(shards['val'], val_tokens, val_streams, V, rank, world)
     model = build_model(sizes, recurrent).to(kind)
@@ -560,7 +563,7 @@ def save(run: SimpleNamespace) -> None:
 
 def load(run: SimpleNamespace) -> None:
     """Go on where out_dir's last checkpoint stood; refuse settings and data that would make it another run. eval_only: the weights alone."""
-    rest = () if eval_only else ('optimizers', 'loader', 'state', 'rng')
+    rest = () if eval_only else ('optimizers', 'loader', 'state', 'rng', 'shards')
     saved, where = load_run(out_dir, 'train_lm.py', ('model', *POSITION, *rest), FIXED, run.config)
     load_weights(run.model, saved['model'], where)
     load_position(run, saved, POSITION, where)
@@ -579,21 +582,18 @@ def load(run: SimpleNamespace) -> None:
 
 
 def check_shards(run: SimpleNamespace, saved: dict, where: Path) -> None:
-    """CheckpointError where the run had other shards. A checkpoint older than their fingerprint is taken as it is."""
-    if 'shards' not in saved:
-        print0(
-            f'{where}: is older than the fingerprint of its shards: that {data_dir} holds the same ones is not checked'
-        )
-    elif saved['shards'] != run.shards:
-        with restoring(where, 'shards'):
-            differ = {tuple(shard) for shard in saved['shards']} ^ {
-                tuple(shard) for shard in run.shards
-            }
-            name = min(shard[0] for shard in differ)
-        raise CheckpointError(
-            f'{where}: was trained on other shards than those in {data_dir} ({name} differs, or is there only once): '
-            'give the same data_dir, or another out_dir'
-        )
+    """CheckpointError where the run had other shards."""
+    if saved['shards'] == run.shards:
+        return
+    with restoring(where, 'shards'):
+        differ = {tuple(shard) for shard in saved['shards']} ^ {
+            tuple(shard) for shard in run.shards
+        }
+        name = min(shard[0] for shard in differ)
+    raise CheckpointError(
+        f'{where}: was trained on other shards than those in {data_dir} ({name} differs, or is there '
+        'only once): give the same data_dir, or another out_dir'
+    )
 
 
 def describe(run: SimpleNamespace) -> str:

@@ -794,20 +794,23 @@ def make_shards(folder, sizes, vocab=251):
     return paths
 
 
-def brute_force(kind, paths, B, T, epochs):
-    """[(rows of T + 1 tokens, reset, epoch)] by plain Python lists."""
+def brute_force(kind, paths, B, T, epochs, place=lambda epoch, count: (count, 0)):
+    """[(rows of T + 1 tokens, reset, epoch)] by plain Python lists; place: a loader's, which must be of
+    every shard once an epoch."""
     batches = []
     for epoch in range(epochs):
-        for path in paths:
-            data = np.fromfile(path, dtype='<u2')[512:].tolist()
+        places = [place(epoch, count) for count in range(len(paths))]
+        assert sorted(shard for shard, _ in places) == list(range(len(paths)))
+        for shard, first in places:
+            data = np.fromfile(paths[shard], dtype='<u2')[512:].tolist()
+            data = data[first:] + data[:first]
             if kind == 'stream':
                 n = len(data) // B
                 streams = [data[b * n : (b + 1) * n] for b in range(B)]
                 w = 0
                 while (w + 1) * T + 1 <= n:
-                    batches.append(
-                        ([stream[w * T : (w + 1) * T + 1] for stream in streams], w == 0, epoch)
-                    )
+                    rows = [stream[w * T : (w + 1) * T + 1] for stream in streams]
+                    batches.append((rows, w == 0, epoch))
                     w += 1
             else:
                 rows = [data[i : i + T + 1] for i in range(0, len(data), T)]
@@ -825,11 +828,12 @@ LOADERS = {'stream': df.StreamLoader, 'sequence': df.SequenceLoader}
 @pytest.mark.parametrize(('sizes', 'B', 'T', 'world'), [
     ([101], 1, 1, 1), ([101], 3, 7, 1), ([97, 64, 211], 4, 5, 2), ([97, 64, 211], 6, 5, 3), ([66, 67, 68, 65], 4, 15, 4), ([36], 4, 8, 1),
 ])  # fmt: skip
-def test_loader_against_brute_force(tmp_path, kind, sizes, B, T, world):
+@pytest.mark.parametrize('seed', [None, 3])
+def test_loader_against_brute_force(tmp_path, kind, sizes, B, T, world, seed):
     paths = make_shards(tmp_path, sizes)
-    want = brute_force(kind, paths, B, T, epochs=3)
+    ranks = [LOADERS[kind](paths, B, T, 256, rank, world, seed) for rank in range(world)]
+    want = brute_force(kind, paths, B, T, 3, *([ranks[0].place] if seed else []))
     assert len(want) >= 3
-    ranks = [LOADERS[kind](paths, B, T, 256, rank, world) for rank in range(world)]
     for rows, reset, epoch in want:
         parts = [loader.next() for loader in ranks]
         x, y = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
@@ -841,19 +845,31 @@ def test_loader_against_brute_force(tmp_path, kind, sizes, B, T, world):
         assert all(loader.state_dict() == ranks[0].state_dict() for loader in ranks)
 
 
+def test_seeds_and_epochs_begin_elsewhere(tmp_path):
+    paths = make_shards(tmp_path, [97, 64, 211])
+    loaders = [df.StreamLoader(paths, 1, 1, 256, seed=seed) for seed in (0, 1)]
+    places = [[load.place(epoch, i) for i in range(3)] for load in loaders for epoch in range(4)]
+    assert len({tuple(shard for shard, _ in epoch) for epoch in places}) > 2
+    assert len({first for epoch in places for _, first in epoch}) > 12
+    assert [
+        place for epoch in places for place in epoch if place[1] >= (97, 64, 211)[place[0]]
+    ] == []
+
+
+@pytest.mark.parametrize('seed', [None, 3])
 @pytest.mark.parametrize('kind', LOADERS)
-def test_loader_state_resumes_anywhere(tmp_path, kind):
+def test_loader_state_resumes_anywhere(tmp_path, kind, seed):
     paths = make_shards(tmp_path, [97, 64, 131])
     total = len(brute_force(kind, paths, 4, 5, epochs=2)) + 3
-    reference = LOADERS[kind](paths, 4, 5, 256)
+    reference = LOADERS[kind](paths, 4, 5, 256, seed=seed)
     states, batches = [], []
     for _ in range(total):
         states.append(json.loads(json.dumps(reference.state_dict())))
         batches.append((*reference.next(), reference.epoch))
     for i, state in enumerate(states):
         loader = LOADERS[kind](
-            paths, 4, 5, 256, 1, 2
-        )  # saved by one rank, continued by the second of two
+            paths, 4, 5, 256, 1, 2, seed
+        )  # the second rank goes on for the first
         loader.load_state_dict(state)
         assert loader.state_dict() == state
         for x, y, reset, epoch in batches[i : i + 12]:

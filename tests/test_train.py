@@ -297,7 +297,9 @@ def test_states_are_carried_and_reset(data, tmp_path, rows):
     for p in r.model.parameters():
         torch.nn.init.normal_(p, std=0.3)
     loader, state, resets = (
-        data_fineweb.StreamLoader(data_fineweb.find_shards(str(data), 'train'), 8, 8, 256),
+        data_fineweb.StreamLoader(
+            data_fineweb.find_shards(str(data), 'train'), 8, 8, 256, seed=1337
+        ),
         None,
         [],
     )
@@ -774,7 +776,7 @@ def test_a_damaged_checkpoint_is_one_line(data, tmp_path, capfd):
 
 
 def test_other_shards_are_refused(data, tmp_path, monkeypatch, capfd):
-    """Of the same names and sizes too, and one more shard; a checkpoint without a fingerprint says so and goes on."""
+    """Of the same names and sizes too, and one more shard."""
     out, others = tmp_path / 'out', tmp_path / 'others'
     run(data, out, max_iters=2)
     shutil.copytree(data, others)
@@ -799,13 +801,6 @@ def test_other_shards_are_refused(data, tmp_path, monkeypatch, capfd):
             and stderr.count('\n') == 1
         ), stderr
     assert run(others, out, eval_only=True) == 0  # only asks what the weights are worth there
-    saved = load_checkpoint(out / 'ckpt_last.pt')
-    del saved['shards']
-    train_lm.save_checkpoint(saved, out / 'ckpt_last.pt')
-    assert (
-        run(others, out, max_iters=4, resume=True) == 0
-        and 'is older than the fingerprint' in capfd.readouterr().out
-    )
 
 
 def test_a_strangers_config_removes_nothing(data, tmp_path, monkeypatch, capfd):
