@@ -24,6 +24,7 @@ from configurator import (
     every,
     fail,
     run_script,
+    write_json,
 )  # before torch: how threads wait, what ctrl-C does
 
 import torch
@@ -42,7 +43,6 @@ from checkpoint import (
     prepare_out_dir,
     release,
     set_threads,
-    write_json,
 )
 from data_fineweb import VOCAB, SequenceLoader, StreamLoader, find_shards, load_val, token_bytes
 from kernels import apply_rope, rope_table

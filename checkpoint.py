@@ -31,13 +31,12 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from types import FrameType
-from typing import BinaryIO
 
 import numpy as np
 import torch
 import torch.distributed
 
-from configurator import fail, first_line
+from configurator import fail, first_line, json_line, write_atomic, write_json, write_text
 
 if tuple(map(int, torch.__version__.split('.')[:2])) < (2, 11):  # none older was ever tried
     fail(
@@ -91,69 +90,6 @@ class SizeError(ValueError):
 
 # -----------------------------------------------------------------------------
 # whole-or-nothing files
-
-
-def sync_folder(folder: str | os.PathLike) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(
-            descriptor
-        )  # a rename is safe from a power cut only once its folder is on the disk
-    finally:
-        os.close(descriptor)
-
-
-def write_atomic(
-    path: str | os.PathLike, write: Callable[[BinaryIO], object], keep: str | None = None
-) -> None:
-    """write(file) fills a binary temporary file, which then takes the name `path`; an existing file goes on as `keep`, if given (a name
-    in the same folder). Whatever fails leaves `path` as it was and raises."""
-    path = pathlib.Path(path)
-    temporary = path.with_name(f'.{path.name}.tmp')
-    try:
-        with open(temporary, 'wb') as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        if keep is not None and path.exists():
-            kept, link = path.with_name(keep), path.with_name(f'.{keep}.tmp')
-            link.unlink(missing_ok=True)
-            try:
-                os.link(path, link)  # a second name, so that `path` exists at every moment
-                os.replace(link, kept)
-            except OSError:  # a file system without hard links: for a moment only `keep` exists
-                os.replace(path, kept)
-            link.unlink(
-                missing_ok=True
-            )  # renaming between two names of one file does nothing: happens after a kill right here
-        os.replace(temporary, path)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(path)  # a full disk does not say whose write it refused
-        raise
-    sync_folder(path.parent)
-
-
-def write_text(text: str, path: str | os.PathLike) -> None:
-    write_atomic(path, lambda file: file.write(text.encode()))
-
-
-def json_line(obj: object) -> str:
-    """JSON as the standard has it: NaN and infinities become null."""
-
-    def plain(x):
-        if isinstance(x, float) and not math.isfinite(x):
-            return None
-        if isinstance(x, dict):
-            return {key: plain(value) for key, value in x.items()}
-        return [plain(item) for item in x] if isinstance(x, (list, tuple)) else x
-
-    return json.dumps(plain(obj), allow_nan=False)
-
-
-def write_json(obj: object, path: str | os.PathLike) -> None:
-    write_text(json.dumps(json.loads(json_line(obj)), indent=1) + '\n', path)
 
 
 class JsonlLog:

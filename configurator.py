@@ -19,16 +19,18 @@ is not a setting: give it a literal such as 'auto' and resolve it after `configu
 import ast
 import difflib
 import io
+import json
 import math
 import operator
 import os
+import pathlib
 import sys
 import time
 import tokenize
 import warnings
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import NoReturn
+from typing import BinaryIO, NoReturn
 
 # Between two parallel sections OpenMP's threads spin, by default so long that two programs on the same cores slow each other tenfold. A
 # bounded spin costs a program that runs alone nothing that can be measured (LOG.md). Read when torch is loaded, so set before that.
@@ -372,6 +374,21 @@ def read_argument(argument: str, config: dict, defaults: dict, where: str = 'com
     assign(config, defaults, key, value, where, given=text)
 
 
+def check_ranges(config: dict, ranges: dict[str, tuple | list]) -> None:
+    """A script's RANGES, beside its settings: {name: (low, high)}, both allowed, or {name: [values]}."""
+    for name, allowed in ranges.items():
+        value = config[name]
+        if isinstance(allowed, list):
+            if value not in allowed:
+                fail(f'{name} = {value!r}: expected one of {", ".join(map(str, allowed))}')
+            continue
+        low, high = allowed
+        for number in value if isinstance(value, tuple) else (value,):
+            if not low <= number <= high:
+                limits = f'at least {low}' if high == math.inf else f'between {low} and {high}'
+                fail(f'{name} = {value}: must be {limits}')
+
+
 def help_text(path: str | os.PathLike) -> str:
     """--help: docstring, usage, every setting with its default and comment under its group's heading."""
     defaults, notes, docstring = read_script(path)
@@ -415,7 +432,74 @@ def configure(settings: dict, argv: Iterable[str] | None = None, quiet: bool = F
             read_config(argument, config, defaults)
         else:
             fail(f'command line: cannot read {argument!r}: expected config.py or --key=value')
+    check_ranges(config, settings.get('RANGES', {}))
     settings.update(config)
     if not quiet and os.environ.get('RANK', '0') == '0' and config != defaults:
         print(config_diff(config, defaults), flush=True)
     return config
+
+
+# ----------------------------------------------------------------------------- whole-or-nothing files
+
+
+def sync_folder(folder: str | os.PathLike) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(
+            descriptor
+        )  # a rename is safe from a power cut only once its folder is on the disk
+    finally:
+        os.close(descriptor)
+
+
+def write_atomic(
+    path: str | os.PathLike, write: Callable[[BinaryIO], object], keep: str | None = None
+) -> None:
+    """write(file) fills a binary temporary file, which then takes the name `path`; an existing file goes on as `keep`, if given (a name
+    in the same folder). Whatever fails leaves `path` as it was and raises."""
+    path = pathlib.Path(path)
+    temporary = path.with_name(f'.{path.name}.tmp')
+    try:
+        with open(temporary, 'wb') as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        if keep is not None and path.exists():
+            kept, link = path.with_name(keep), path.with_name(f'.{keep}.tmp')
+            link.unlink(missing_ok=True)
+            try:
+                os.link(path, link)  # a second name, so that `path` exists at every moment
+                os.replace(link, kept)
+            except OSError:  # a file system without hard links: for a moment only `keep` exists
+                os.replace(path, kept)
+            link.unlink(
+                missing_ok=True
+            )  # renaming between two names of one file does nothing: happens after a kill right here
+        os.replace(temporary, path)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # a full disk does not say whose write it refused
+        raise
+    sync_folder(path.parent)
+
+
+def write_text(text: str, path: str | os.PathLike) -> None:
+    write_atomic(path, lambda file: file.write(text.encode()))
+
+
+def json_line(obj: object) -> str:
+    """JSON as the standard has it: NaN and infinities become null."""
+
+    def plain(x):
+        if isinstance(x, float) and not math.isfinite(x):
+            return None
+        if isinstance(x, dict):
+            return {key: plain(value) for key, value in x.items()}
+        return [plain(item) for item in x] if isinstance(x, (list, tuple)) else x
+
+    return json.dumps(plain(obj), allow_nan=False)
+
+
+def write_json(obj: object, path: str | os.PathLike) -> None:
+    write_text(json.dumps(json.loads(json_line(obj)), indent=1) + '\n', path)

@@ -13,6 +13,8 @@ from configurator import (
     fail,
     first_line,
     run_script,
+    write_atomic,
+    write_json,
 )  # before torch: how threads wait, what ctrl-C does
 
 import torch
@@ -29,7 +31,7 @@ from checkpoint import (
     need_packages,
     restoring,
 )
-from checkpoint import write_atomic, write_json
+
 from data_fineweb import VOCAB
 from model import LanguageModel, ModelConfig, build_model
 

@@ -17,8 +17,8 @@ import textwrap
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from checkpoint import write_atomic, write_text
-from configurator import fail, first_line
+
+from configurator import fail, first_line, write_atomic, write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -30,8 +30,8 @@ from multiprocessing.context import SpawnProcess
 import torch
 
 import unroll
-from checkpoint import commit, device_name, write_json, write_text
-from configurator import fail, first_line
+from checkpoint import commit, device_name
+from configurator import fail, first_line, write_json, write_text
 
 METRICS = {
     'tokens_per_s': 1,

@@ -17,13 +17,15 @@ from configurator import (
     every,
     fail,
     run_script,
+    write_atomic,
+    write_json,
 )  # before torch: how threads wait, what ctrl-C does
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from checkpoint import device_name, print0, write_atomic, write_json
+from checkpoint import device_name, print0
 from convlstm import Agent
 from figures import read_log
 from sokoban import TIME_LIMIT, SokobanEnv, draw, save_gif

@@ -45,6 +45,9 @@ from configurator import (
     fail,
     gathered,
     run_script,
+    write_atomic,
+    write_json,
+    write_text,
 )  # before torch: how threads wait, what ctrl-C does
 
 import numpy as np
@@ -64,7 +67,7 @@ from checkpoint import (
     pick_device,
 )
 from checkpoint import pick_dtype, restoring, set_threads
-from checkpoint import write_atomic, write_json, write_text
+
 from convlstm import CELLS, PLANES, Agent, AgentConfig, build_agent
 from figures import COLORS, MARKERS, new, save
 from play_sokoban import play as play_levels

@@ -27,14 +27,16 @@ from configurator import (
     configure,
     every,
     fail,
+    first_line,
     run_script,
+    write_atomic,
 )  # before torch: how threads wait, what ctrl-C does
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from checkpoint import check_fits, fill, write_atomic
+from checkpoint import check_fits, fill
 
 # -----------------------------------------------------------------------------
 # fmt: off
@@ -217,10 +219,6 @@ def fetch(split: str, folder: str) -> None:
         )
     except OSError as error:
         raise LevelError(f'{folder}: cannot be written ({error.strerror})') from None
-
-
-def first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def read_array(path: str) -> np.ndarray:

@@ -42,11 +42,12 @@ from configurator import (
     read_config,
     read_script,
     run_script,
+    write_json,
 )  # before torch: how threads wait, what ctrl-C does
 
 import torch
 
-from checkpoint import Stopper, commit, device_name, need_packages, saved_in, write_json
+from checkpoint import Stopper, commit, device_name, need_packages, saved_in
 from convlstm import AgentConfig, build_agent
 from data_fineweb import VOCAB
 from figures import (

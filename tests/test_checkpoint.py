@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import checkpoint
+from configurator import write_json, write_text
 from checkpoint import (
     LAST,
     LOCK,
@@ -32,8 +33,6 @@ from checkpoint import (
     rng_state,
     save_checkpoint,
     set_rng_state,
-    write_json,
-    write_text,
 )
 from convlstm import AgentConfig, build_agent
 from model import ModelConfig, build_model
