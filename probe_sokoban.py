@@ -114,6 +114,9 @@ RANGES = {
 # -----------------------------------------------------------------------------
 
 NEVER = 4  # classes 0..3: up, right, down, left, as the actions
+WAYS = ((-1, 0), (0, 1), (1, 0), (0, -1))  # (rows, columns) of these
+TAIL = [(-0.34, 0.07), (0.12, 0.07), (0.12, 0.24), (0.38, 0.0)]
+ARROW = np.array([*TAIL, *((x, -y) for x, y in TAIL[2::-1])])  # to the right, over a cell
 BATCH = 64  # episodes whose features are held in memory
 PROBES = {  # name: (size of the convolution, what it reads)
     '3x3': (3, 'trained'),
@@ -543,13 +546,11 @@ def plan_image(
     image = Image.fromarray(board_image(board, big))
     pen = ImageDraw.Draw(image)
     for k in np.flatnonzero(emitted):
-        middle = (np.array([k % 10, k // 10]) + 0.5) * big  # x, y
-        ahead = np.array([(0, -1), (1, 0), (0, 1), (-1, 0)][way[k]]) * big
-        side, head = ahead[::-1] * (-1, 1), middle + 0.12 * ahead
+        y, x = WAYS[way[k]]
+        turned = ARROW @ np.array([(x, y), (-y, x)])
+        points = (turned + (k % 10 + 0.5, k // 10 + 0.5)) * big
         colour = (20, 140, 60) if truth[k] == way[k] else (200, 30, 40)
-        pen.line([*(middle - 0.34 * ahead), *head], fill=colour, width=big // 7)
-        tip = [*(middle + 0.38 * ahead), *(head + 0.24 * side), *(head - 0.24 * side)]
-        pen.polygon(tip, fill=colour)
+        pen.polygon(list(map(tuple, points)), fill=colour)
     return np.asarray(image.resize((10 * cell, 10 * cell), Image.Resampling.BOX))
 
 

@@ -49,51 +49,42 @@ def corridor(row=3):
 
 # ----------------------------------------------------------------------------- targets
 
-GAMES = {  # moves, steps that count, {step: {cell: direction}}: all that are not NEVER there
-    'enter': [
-        (
-            [LEFT, UP, RIGHT, RIGHT],
-            4,
-            {0: {43: LEFT, 33: UP, 34: RIGHT, 35: RIGHT}, 3: {35: RIGHT}},
-        ),
-        # the start is entered again, by RIGHT; (4, 3) twice by LEFT
-        (
-            [LEFT, RIGHT, LEFT],
-            3,
-            {0: {44: RIGHT, 43: LEFT}, 1: {43: LEFT, 44: RIGHT}, 2: {43: LEFT}},
-        ),
-        # (4, 5) is entered from above by pushing the box down; the start at the end
-        (
-            [UP, RIGHT, DOWN, UP, LEFT, DOWN],
-            6,
-            {
-                0: {45: DOWN, 34: UP, 35: RIGHT, 44: DOWN},
-                1: {35: RIGHT, 45: DOWN, 34: LEFT, 44: DOWN},
-            },
-        ),
-        ([UP] * 5, 5, {0: {34: UP, 24: UP, 14: UP}, 3: {}, 4: {}}),  # then the wall
-        ([RIGHT] * 4, 4, {0: {45: RIGHT, 46: RIGHT, 47: RIGHT}, 3: {}}),  # the box meets it
-        ([LEFT, LEFT, UP, UP], 2, {0: {43: LEFT, 42: LEFT}, 2: {}, 3: {}}),  # nothing after the end
-    ],
-    'leave': [
-        ([LEFT, RIGHT, RIGHT, RIGHT], 4, {0: {44: LEFT, 43: RIGHT, 45: RIGHT}, 3: {45: RIGHT}}),
-        ([UP] * 5, 5, {0: {44: UP, 34: UP, 24: UP}}),
-    ],
-    'push': [([LEFT, RIGHT, RIGHT, RIGHT], 4, {0: {45: RIGHT, 46: RIGHT}, 3: {46: RIGHT}})],
-}
+# target, moves, how many count, step, and there all cells that have a direction. In turn: a walk;
+# the start is entered again; a box is pushed down from above; the wall; a box that meets it;
+# nothing after the end
+GAMES = """
+enter LURR 4 0 43L 33U 34R 35R
+enter LURR 4 3 35R
+enter LRL 3 0 44R 43L
+enter LRL 3 1 44R 43L
+enter LRL 3 2 43L
+enter URDULD 6 0 45D 34U 35R 44D
+enter URDULD 6 1 45D 34L 35R 44D
+enter URDULD 6 3 34L 35U 44D
+enter UUUUU 5 0 34U 24U 14U
+enter UUUUU 5 3
+enter RRRR 4 0 45R 46R 47R
+enter RRRR 4 3
+enter LLUU 2 0 43L 42L
+enter LLUU 2 2
+leave LRRR 4 0 44L 43R 45R
+leave LRRR 4 1 44R 43R 45R
+leave UUUUU 5 0 44U 34U 24U
+push LRRR 4 0 45R 46R
+push LRRR 4 3 46R
+"""
 
 
-@pytest.mark.parametrize('target', GAMES)
-def test_targets_by_hand(target):
-    for moves, length, expected in GAMES[target]:
-        actions = np.array([moves], np.int8)
-        boards = probe.replay(corridor(), actions)
-        (y,) = probe.targets(boards, actions, np.array([length]), target)
-        for step, cells in expected.items():
-            assert {c: y[step, c] for c in np.flatnonzero(y[step] != NEVER)} == cells
+@pytest.mark.parametrize('game', GAMES.strip().splitlines())
+def test_targets_by_hand(game):
+    target, moves, length, step, *cells = game.split()
+    actions = np.array([['URDL'.index(move) for move in moves]], np.int8)
+    boards = probe.replay(corridor(), actions)
+    y = probe.targets(boards, actions, np.array([int(length)]), target)[0, int(step)]
+    assert {f'{cell}{"URDL"[y[cell]]}' for cell in np.flatnonzero(y != NEVER)} == set(cells)
 
 
-@pytest.mark.parametrize('target', GAMES)
+@pytest.mark.parametrize('target', ['enter', 'leave', 'push'])
 def test_targets_are_the_definition(target):
     """Random games, against a loop that reads the definition forwards."""
     packed, rng = generate(6, 1, seed=5, max_moves=12)[0], np.random.default_rng(0)
@@ -310,22 +301,15 @@ def test_features_are_the_agents_own(agents, tmp_path):
 
 def test_time_to_think(agents):
     """Nothing changes without a state; with one a held agent has seen the board before its move."""
-    packed = generate(20, 1, seed=9, max_moves=12)[0]
-    ff, lstm = (probe.load_player(str(agents / name), 'cpu').model for name in ('ff', 'lstm'))
-    first = {}
-    for model in (ff, lstm):
-        act, first[model] = model.act, []
-        model.act = lambda *x, act=act, model=model: (
-            first[model].append(act(*x)) or first[model][-1]
-        )
-        logits = []
+    packed, start = generate(20, 1, seed=9, max_moves=12)[0], torch.ones(20) > 0
+    obs = torch.from_numpy(probe.replay(packed, np.zeros((20, 1), np.int8))[:, 0])
+    for name in ('ff', 'lstm'):
+        model, logits = probe.load_player(str(agents / name), 'cpu').model, []
         for held in (0, 3):
             watched = probe.Watched(model, held=held)
-            start = torch.ones(20, dtype=torch.bool)
-            obs = torch.from_numpy(probe.replay(packed, np.zeros((20, 1), np.int8))[:, 0])
-            logits.append(watched.act(watched.prepare(), obs, start, watched.init_state(20))[0])
-        assert torch.equal(*logits) == (model is ff)
-    assert len({row['solve_rate'] for row in probe.thinking_check(ff, packed, 'cpu')}) == 1
+            w, state = watched.prepare(), watched.init_state(20)
+            logits.append(watched.act(w, obs, start, state)[0])
+        assert torch.equal(*logits) == (name == 'ff')
 
 
 def obedient(model):
@@ -462,27 +446,28 @@ def test_the_whole_command(agents, tmp_path):
     assert 'the first 12 of 30 generated levels' in done.stdout
 
 
-@pytest.mark.parametrize(
-    'argv, message',
-    [
-        ('--source=h', "source = 'h'"),
-        ('--source=cells', "source = 'cells'"),
-        ('--source=z --causal', "not 'z'"),
-        ('--target=exit', "target = 'exit'"),
-        ('--models=', 'models is empty'),
-        ('--models=nowhere', 'nowhere'),
-        ('--models nowhere else --thinking', 'nowhere'),
-        ('--models --causal', 'models is empty'),
-        ('--models=no_*', 'no folder is named no_*'),
-        ('--n_train=0', 'n_train = 0'),
-        ('--precision=1.5', 'precision = 1.5'),
-        ('--min_levels=31', 'min_levels = 31'),
-        ('--test_levels=nonsense', 'data/boxoban'),
-        ('--level=30', 'level'),
-        ('--shown=()', 'shown'),
-    ],
-)
-def test_mistakes_are_one_line(agents, tmp_path, monkeypatch, capsys, argv, message):
+MISTAKES = """
+--source=h | source = 'h': expected one of residual, cells, z
+--source=cells | source = 'cells'
+--source=z --causal | not 'z'
+--target=exit | target = 'exit'
+--models= | models is empty
+--models=nowhere | nowhere
+--models nowhere else --thinking | nowhere
+--models --causal | models is empty
+--models=no_* | no folder is named no_*
+--n_train=0 | n_train = 0: must be at least 1
+--precision=1.5 | precision = 1.5
+--min_levels=31 | min_levels = 31
+--test_levels=nonsense | data/boxoban
+--level=30 | level
+--shown=() | shown
+"""
+
+
+@pytest.mark.parametrize('line', MISTAKES.strip().splitlines())
+def test_mistakes_are_one_line(agents, tmp_path, monkeypatch, capsys, line):
+    argv, message = line.split(' | ')
     monkeypatch.chdir(tmp_path)  # where no levels are
     argv = ['probe_sokoban.py', *arguments(agents, tmp_path / 'out', *argv.split())]
     monkeypatch.setattr(sys, 'argv', argv)
