@@ -605,9 +605,7 @@ def main() -> None:
         (measure_speed if speed else train_all)(config, kind, amp)
     except ValueError as error:  # DataError, OutDirError, SizeError, ModelConfig's
         fail(error)
-    except (RuntimeError, MemoryError) as error:  # no memory
-        fail(last_words(error, f'{out_dir}_{config["model"]}', 'a smaller batch_size takes less'))
 
 
 if __name__ == '__main__':
-    run_script(main)
+    run_script(main, last_words=last_words('a smaller batch_size takes less'))

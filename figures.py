@@ -535,11 +535,13 @@ def plot_losses(out_dir: str, unit: str, title: str) -> str:
     return save(finish(figure, title), out_dir, 'loss', ('png',))[0]
 
 
-def open_trackers(config: dict) -> tuple[Callable[[dict], object], Callable[[], object]]:
-    """-> write(record), close() for the trackers that a run's settings ask for, TensorBoard and
-    Weights & Biases, beside log.jsonl. Imported only here."""
+def open_trackers(
+    config: dict, tensorboard: bool, wandb_project: str
+) -> tuple[Callable[[dict], object], Callable[[], object]]:
+    """-> write(record), close() for a run's trackers beside log.jsonl: TensorBoard, and Weights &
+    Biases if a project is named. Imported only here."""
     writes, closes, out_dir = [], [], config['out_dir']
-    if config['tensorboard']:
+    if tensorboard:
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(out_dir)
@@ -550,11 +552,11 @@ def open_trackers(config: dict) -> tuple[Callable[[dict], object], Callable[[], 
                     writer.add_scalar(name, x, record['step'])
 
         writes, closes = [to_tensorboard], [writer.close]
-    if config['wandb']:
+    if wandb_project:
         import wandb
 
-        project = config['wandb_project']
-        run = wandb.init(project=project, name=str(out_dir), dir=out_dir, config=config)
+        name = str(out_dir)
+        run = wandb.init(project=wandb_project, name=name, dir=out_dir, config=config)
         writes.append(lambda record: run.log(record, step=record['step']))
         closes.append(run.finish)
     return lambda record: [write(record) for write in writes], lambda: [end() for end in closes]

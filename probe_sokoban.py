@@ -834,9 +834,8 @@ def main() -> None:
         probe(where)
     except ValueError as error:  # CheckpointError, LevelError, SizeError
         fail(error)
-    except (RuntimeError, MemoryError) as error:  # no memory
-        fail(checkpoint.last_words(error, out_dir, LESS))
 
 
 if __name__ == '__main__':
-    run_script(main, 'stopped: the same command goes on with the games that are stored')
+    stopped = 'stopped: the same command goes on with the games that are stored'
+    run_script(main, stopped, checkpoint.last_words(LESS))

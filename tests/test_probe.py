@@ -22,7 +22,6 @@ from sokoban import generate, pack
 
 ROOT = Path(__file__).resolve().parent.parent
 UP, RIGHT, DOWN, LEFT, NEVER = range(5)
-ARCH = train_sokoban.MODEL[0]
 AGENT = (
     '--split=generated --eval_split=generated --n_levels=30 --n_boxes=1 --max_moves=12 --n_envs=4 '
     '--unroll=5 --head_dim=8 --n_layer=1 --n_expert=1 --n_embd=8 --total_steps=40 --eval_games=30 '
@@ -224,7 +223,7 @@ def test_the_first_20_steps_alone_set_the_threshold():
 def agents(tmp_path_factory):
     """Two tiny recurrent agents and one that is not, made to go right always."""
     folder = tmp_path_factory.mktemp('agents')
-    glu = f'--{ARCH}=convglu'
+    glu = '--arch=convglu'
     for name, more in {
         'lstm': ['--n_layer=2'],
         'glu': [glu],
