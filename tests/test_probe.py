@@ -329,7 +329,7 @@ def obedient(model):
     model.step, model.head = step, lambda wish: (wish, None)
 
 
-def test_the_causal_check_steers_at_the_cell_and_its_control_at_another_free_one(agents):
+def test_the_causal_check_steers_at_the_cell_and_its_control_is_another_free_one(agents):
     player = probe.load_player(str(agents / 'glu'), 'cpu')
     packed = generate(60, 1, seed=9, max_moves=12)[0]
     games, _ = probe.record(player, packed, 'part', 'cpu')
