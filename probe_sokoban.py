@@ -56,7 +56,7 @@ from torch import Tensor, nn
 import checkpoint
 from convlstm import CELLS, PLANES, Agent, AgentConfig, ConvLSTM, Z, build_agent
 from figures import MARKERS, band, finish, new, save, summary
-from play_sokoban import play
+from play_sokoban import play, replay
 from sokoban import DELTA, TIME_LIMIT, SokobanEnv, at_most, board_image, load_levels
 from sokoban import save_gif, save_png
 from train_sokoban import MODEL
@@ -282,17 +282,6 @@ def solved_by_all(players: list[Player], packed: ndarray, device: str) -> ndarra
 
 
 # ----------------------------------------------------------------------------- targets
-
-
-def replay(packed: ndarray, actions: ndarray) -> ndarray:
-    """Levels (n, 17) and actions (n, T) -> observations (n, T + 1, 10, 10, 2) before, between and
-    after them, without resets."""
-    env = SokobanEnv(packed, len(packed), order='sequence')
-    out = [env.observe().numpy()]
-    for action in actions.T:
-        env.move(torch.from_numpy(action.astype(np.int64)))
-        out.append(env.observe().numpy())
-    return np.stack(out, 1)
 
 
 def targets(boards: ndarray, actions: ndarray, lengths: ndarray, target: str) -> ndarray:

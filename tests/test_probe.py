@@ -17,7 +17,7 @@ import train_sokoban
 from checkpoint import load_checkpoint, save_checkpoint
 from configurator import configure
 from convlstm import AgentConfig, build_agent
-from play_sokoban import play
+from play_sokoban import play, replay
 from sokoban import generate, pack
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,7 +78,7 @@ push LRRR 4 3 46R
 def test_targets_by_hand(game):
     target, moves, length, step, *cells = game.split()
     actions = np.array([['URDL'.index(move) for move in moves]], np.int8)
-    boards = probe.replay(corridor(), actions)
+    boards = replay(corridor(), actions)
     y = probe.targets(boards, actions, np.array([int(length)]), target)[0, int(step)]
     assert {f'{cell}{"URDL"[y[cell]]}' for cell in np.flatnonzero(y != NEVER)} == set(cells)
 
@@ -88,7 +88,7 @@ def test_targets_are_the_definition(target):
     """Random games, against a loop that reads the definition forwards."""
     packed, rng = generate(6, 1, seed=5, max_moves=12)[0], np.random.default_rng(0)
     actions, lengths = rng.integers(0, 4, (6, 30)).astype(np.int8), rng.integers(1, 31, 6)
-    boards = probe.replay(packed, actions)
+    boards = replay(packed, actions)
     got, seen = probe.targets(boards, actions, lengths, target), boards[..., 0].reshape(6, 31, 100)
     for i in range(6):
         at = [int(np.flatnonzero(board == 3)[0]) for board in seen[i]]
@@ -267,7 +267,7 @@ def test_features_are_the_agents_own(agents, tmp_path):
     for name, p in player.untrained.state_dict().items():
         assert torch.equal(p, begun[name])
     i = int(games.lengths[:5].sum())  # game 5's first step: from the zero state
-    boards = torch.from_numpy(probe.replay(packed[5:6], games.actions[5:6]))[0]
+    boards = torch.from_numpy(replay(packed[5:6], games.actions[5:6]))[0]
     for k, model in enumerate((player.model, player.untrained)):
         w, state = model.prepare(), model.init_state(1)
         for t in range(2):
@@ -301,7 +301,7 @@ def test_features_are_the_agents_own(agents, tmp_path):
 def test_time_to_think(agents):
     """Nothing changes without a state; with one a held agent has seen the board before its move."""
     packed, start = generate(20, 1, seed=9, max_moves=12)[0], torch.ones(20) > 0
-    obs = torch.from_numpy(probe.replay(packed, np.zeros((20, 1), np.int8))[:, 0])
+    obs = torch.from_numpy(replay(packed, np.zeros((20, 1), np.int8))[:, 0])
     for name in ('ff', 'lstm'):
         model, logits = probe.load_player(str(agents / name), 'cpu').model, []
         for held in (0, 3):
@@ -365,7 +365,7 @@ def test_steering_grows_s_and_all_that_the_next_step_reads(arch, more):
     follows feels it."""
     torch.manual_seed(0)
     model = build_agent(AgentConfig(arch, n_layer=2, n_embd=6, head_dim=8, **more)).eval()
-    obs = torch.from_numpy(probe.replay(corridor(), np.zeros((1, 1), np.int8))[:, 0])
+    obs = torch.from_numpy(replay(corridor(), np.zeros((1, 1), np.int8))[:, 0])
     start, w, cell, vector = (
         torch.zeros(1) > 0,
         model.prepare(),
