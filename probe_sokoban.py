@@ -576,12 +576,12 @@ def carried(model: Agent, state: tuple | list) -> tuple[Tensor, Tensor]:
     """-> s of a carried state, (n, 100, C), and what the first level reads in its place, (n, 100,
     1 or E, C). ConvLSTM: s, or with a radius each expert's sum over the ring. ConvGLU: RMSNorm(s);
     with a radius it carries no s but h, reads its norm, and s is the aggregate."""
-    c, first = model.config, state[0]
+    c, s = model.config, state[0]
     if isinstance(model, ConvLSTM):
-        s, read = first, model.ring(state[1]) if c.radius >= 0 else first
+        read = model.ring(state[1]) if c.radius >= 0 else s
     else:
-        s, read = first, model.heard(first)
-        s = model.aggregate(0, first, None, None) if c.radius >= 0 else first
+        read = model.heard(s)
+        s = model.aggregate(0, s, None, None) if c.radius >= 0 else s
     shape = (len(s), CELLS, -1, c.n_embd)
     return s.float().reshape(shape).squeeze(2), read.float().reshape(shape)
 
@@ -656,6 +656,10 @@ def causal_check(model: Agent, packed: ndarray, games: Games, direction: Tensor)
     that cell over that reading's RMS: a ConvGLU reads RMSNorm(s), which bounds it. Controls: a
     random direction of the same length, and the probe's own at another free cell. direction (4, C),
     of length 1. -> a record a strength and way of adding; none without games of two steps."""
+
+    def rms(x):
+        return x.square().mean().sqrt().item()
+
     device, long = direction.device, games.lengths > 1
     if not long.any():
         return []
@@ -674,20 +678,16 @@ def causal_check(model: Agent, packed: ndarray, games: Games, direction: Tensor)
     added['other cell'] = (direction[way], other)
     each, rows = torch.arange(len(way), device=device), []
     for strength in STRENGTHS if len(way) else ():
-        length = strength * rms_of(s) * math.sqrt(direction.size(1))
+        length = strength * rms(s) * math.sqrt(direction.size(1))
         for name, (vector, where) in added.items():
             steered = steer(model, kept, where, length * vector)
             action = model.act(w, boards, start, steered)[0].argmax(-1)
             change = (carried(model, steered)[1] - read)[each, where]
-            about = {'added': name, 'strength': strength, 'heard': rms_of(change) / rms_of(read)}
+            about = {'added': name, 'strength': strength, 'heard': rms(change) / rms(read)}
             for what, hits in (('follows', action == way), ('changes', action != plain)):
                 about[what] = hits.float().mean().item()
             rows.append({**about, 'games': len(way)})
     return rows
-
-
-def rms_of(x: Tensor) -> float:
-    return x.square().mean().sqrt().item()
 
 
 def thinking_check(model: Agent, packed: ndarray, device: str) -> list[dict]:
@@ -730,13 +730,10 @@ def probe(device: str) -> None:
         groups.append([load_player(folder, device) for folder in folders])
     everyone = [player for group in groups for player in group]
     if len({player.name for player in everyone}) < len(everyone):
-        fail(
-            f'models = {models!r}: two folders have the same name, which their outputs would share'
-        )
-    if source == 'cells' and not all(
-        isinstance(player.model, ConvLSTM) and player.config['recurrent'] for player in everyone
-    ):
-        fail("source = 'cells' is for recurrent ConvLSTMs: the others have none")
+        fail(f'models = {models!r}: two folders of one name, which their outputs would share')
+    for player in everyone if source == 'cells' else []:
+        if not (isinstance(player.model, ConvLSTM) and player.config['recurrent']):
+            fail(f"source = 'cells' is for recurrent ConvLSTMs: {player.where} has none")
     packed, test = read_levels(everyone[0].config)
     players = [best_player(group, test, device) for group in groups]
     del groups, everyone  # the others' memory
@@ -744,8 +741,7 @@ def probe(device: str) -> None:
     who = 'all agents' if players[1:] else 'the agent'
     print(f'{solved.sum()} of {len(test)} test levels are solved by {who}')
     if solved.sum() < min_levels:
-        words = 'take easier test_levels, or more (n_test)'
-        fail(f'that is fewer than min_levels = {min_levels}: {words}')
+        fail(f'fewer than min_levels = {min_levels}: take easier test_levels, or more (n_test)')
     if level >= solved.sum():
         fail(f'level = {level}: {solved.sum()} levels are solved by all, numbered from 0')
     for player in players:
@@ -789,13 +785,9 @@ def report(
         if thinking:
             about['thinking'] = thinking_check(player.model, test, device)
         records.append(about)
-        said = []
         for name, its in player.about.items():
-            if None not in (its['recall'], its['precision']):
-                said.append(
-                    f'{name} recall {its["recall"]:.1%} at precision {its["precision"]:.1%}'
-                )
-        print(f'{player.label}: {", ".join(said)}')
+            if None not in (rates := (its['recall'], its['precision'])):
+                print('{}: {} recall {:.1%} at precision {:.1%}'.format(player.label, name, *rates))
     whole = {'precision': wanted, 'first': first, 'levels': len(solved), 'target': target}
     whole |= {'source': source, 'device': checkpoint.device_name(device)}
     whole |= {'torch': torch.__version__, 'commit': checkpoint.commit()}
@@ -812,8 +804,7 @@ def main() -> None:
     if not shown:
         fail('shown = (): expected steps')
     if causal and source != 'residual':
-        words = "causal adds the probes' directions to s: it needs source = 'residual'"
-        fail(f'{words}, not {source!r}')
+        fail(f"causal adds directions to s: it needs source = 'residual', not {source!r}")
     checkpoint.need_packages(matplotlib=True, PIL=True)
     try:
         where = checkpoint.pick_device(device)
