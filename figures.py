@@ -105,16 +105,15 @@ def read_log(folder: str) -> list[dict]:
         raise LogError(f'{path}: {error.strerror}') from None
     for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        if not isinstance(record, dict) or type(record.get('step')) is not int:
-            raise LogError(f'{path}:{number}: not a line of a log')
-        for key in NUMBERS:
-            x = record.get(key)
-            if type(x) not in (int, float, type(None)) or not math.isfinite(x or 0):
-                raise LogError(f'{path}:{number}: {key} is not a number')
-        records.append(record)
+            records.append(json.loads(line))
+            if type(records[-1]['step']) is not int:
+                raise ValueError('step is no integer')
+            for key in NUMBERS:
+                x = records[-1].get(key)
+                if x is not None and not math.isfinite(x):
+                    raise ValueError(f'{key} is not finite')
+        except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
+            raise LogError(f'{path}:{number}: not a line of a log ({first_line(error)})') from None
     return records
 
 
@@ -209,12 +208,12 @@ def read_csv(folder: str, name: str, numbers: Iterable[str]) -> list[dict]:
         with open(path, newline='', encoding='utf-8-sig') as file:
             table = list(csv.DictReader(file))
         rows = [row | {k: float(row[k] or 'nan') for k in numbers} for row in table]
+        if any(math.isinf(row[k]) for row in rows for k in numbers):
+            raise ValueError('an infinite number')
     except OSError as error:
         fail(f'{where}: {error.strerror}')
     except (csv.Error, KeyError, TypeError, ValueError) as error:
         fail(f"{where}: not the paper's table: {first_line(error)}")
-    if any(math.isinf(row[k]) for row in rows for k in numbers):
-        fail(f'{where}: holds an infinite number')
     return rows
 
 

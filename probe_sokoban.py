@@ -752,10 +752,10 @@ def probe(device: str) -> None:
     wanted = common_precision(players)
     for player in players:
         player.rows, player.about = score(player.data, player.guesses, wanted)
-    report(players, test, test[solved], wanted, device)
+    write_results(players, test, test[solved], wanted, device)
 
 
-def report(
+def write_results(
     players: list[Player], test: ndarray, solved: ndarray, wanted: float, device: str
 ) -> None:
     """Figures, pictures and the table; further questions, on all test levels (n, 17) and on those
