@@ -37,15 +37,6 @@ SIZES = {'L': 'levels L', 'E': 'experts E a level'}
 SETTINGS = {'radius': 'radius r: preceding experts that each one hears'}
 STANDARD_ERROR = '\nbars: one standard error'
 COLUMN = 3.4  # inches, a column of a paper
-STYLE = {
-    'font.size': 8,
-    'axes.titlesize': 8,
-    'legend.fontsize': 7,
-    'figure.titlesize': 9,
-    'legend.frameon': False,
-    'svg.hashsalt': 'figures',  # the same file from the same runs
-    'svg.fonttype': 'none',
-}
 
 
 class Row(NamedTuple):
@@ -249,12 +240,14 @@ def new(columns: int, height: float = 2.8, sharey: bool = True) -> tuple:
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update(STYLE)
+    plt.rc('font', size=8)
+    plt.rc('axes', titlesize=8, grid=True, axisbelow=True)
+    plt.rc('grid', alpha=0.3)
+    plt.rc('legend', fontsize=7, frameon=False)
+    plt.rc('figure', titlesize=9)
+    plt.rc('svg', hashsalt='figures', fonttype='none')  # the same runs, the same file
     layout = {'figsize': (COLUMN * columns, height), 'layout': 'constrained'}
     figure, panels = plt.subplots(1, columns, sharey=sharey, squeeze=False, **layout)
-    for axes in panels[0]:
-        axes.grid(alpha=0.3)
-        axes.set_axisbelow(True)
     return figure, panels[0]
 
 
@@ -458,11 +451,10 @@ def write_table(rows: list[dict], into: str, name: str, digits: int = 4) -> list
 
 def cell_fields(rows: Iterable[Row]) -> dict[Row, dict]:
     """What cell a table's line is of; the settings by which the cells differ have a column each."""
-    names = dict.fromkeys(name for row in rows for name, _ in row.more)
-    out = {}
+    names, out = dict.fromkeys(name for row in rows for name, _ in row.more), {}
     for row in rows:
-        sizes = {'variant': row.variant, 'budget': row.budget, 'L': row.L, 'E': row.E, 'd': row.d}
-        out[row] = sizes | {name: str(dict(row.more).get(name, '')) for name in names}
+        out[row] = {name: getattr(row, name) for name in ('variant', 'budget', 'L', 'E', 'd')}
+        out[row] |= {name: str(dict(row.more).get(name, '')) for name in names}
     return out
 
 
