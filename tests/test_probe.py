@@ -223,12 +223,8 @@ def test_the_first_20_steps_alone_set_the_threshold():
 def agents(tmp_path_factory):
     """Two tiny recurrent agents and one that is not, made to go right always."""
     folder = tmp_path_factory.mktemp('agents')
-    glu = '--arch=convglu'
-    for name, more in {
-        'lstm': ['--n_layer=2'],
-        'glu': [glu],
-        'ff': [glu, '--recurrent=False'],
-    }.items():
+    glu, ff = '--arch=convglu', '--recurrent=False'
+    for name, *more in (('lstm', '--n_layer=2'), ('glu', glu), ('ff', glu, ff)):
         argv = [*AGENT, *more, f'--out_dir={folder / name}']
         assert train_sokoban.train(configure(vars(train_sokoban), argv, quiet=True)) == 0
         saved = load_checkpoint(folder / name / 'ckpt_last.pt')
@@ -281,19 +277,12 @@ def test_features_are_the_agents_own(agents, tmp_path):
     np.testing.assert_array_equal(data.features, features[i : i + games.lengths[5]])
     assert data.step.tolist() == list(range(games.lengths[5]))
     assert (data.seen == boards[: games.lengths[5]].numpy()).all()
-    whole, path, index = (
-        np.array(features),
-        *(tmp_path / 'lstm' / f'part.{x}' for x in ('f16', 'npz')),
-    )
-    stamp = path.stat().st_mtime_ns
-    content = dict(np.load(index))
-    cut = {name: x if name == 'stamp' else x[:64] for name, x in content.items()}
-    for damage in (
-        lambda: None,
-        lambda: np.savez(index, **cut),
-        lambda: index.write_bytes(b'PK\3\4'),
-    ):
-        damage()  # none; as a stop after the first batch leaves it; no zip file
+    path, index = (tmp_path / 'lstm' / f'part.{ending}' for ending in ('f16', 'npz'))
+    whole, stamp, stored = np.array(features), path.stat().st_mtime_ns, dict(np.load(index))
+    cut = {name: x if name == 'stamp' else x[:64] for name, x in stored.items()}
+    np.savez(tmp_path / 'cut.npz', **cut)  # as a stop after the first batch leaves it
+    for content in (index.read_bytes(), (tmp_path / 'cut.npz').read_bytes(), b'PK\3\4 damaged'):
+        index.write_bytes(content)
         np.testing.assert_array_equal(probe.record(player, packed, 'part', 'cpu')[1], whole)
     assert path.stat().st_mtime_ns > stamp
 
@@ -348,30 +337,20 @@ def test_the_causal_check_steers_at_the_cell_and_its_control_is_another_free_one
     assert probe.causal_check(player.model, packed, games, torch.eye(4, 8)) == []
 
 
+THREE = {'n_expert': 3}
+NEAR, MEAN = {**THREE, 'radius': 1}, {**THREE, 'aggregation': 'mean'}
+
+
 @pytest.mark.parametrize('arch', ['convlstm', 'convglu'])
-@pytest.mark.parametrize(
-    'more',
-    [
-        {},
-        {'path': 'plain'},
-        {'n_expert': 3},
-        {'n_expert': 3, 'radius': 1},
-        {'n_expert': 3, 'aggregation': 'mean'},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize('more', [{}, {'path': 'plain'}, THREE, NEAR, MEAN], ids=str)
 def test_steering_grows_s_and_all_that_the_next_step_reads(arch, more):
     """s has grown by the vector at the cell and nowhere else, h aggregates to it, and the step that
     follows feels it."""
     torch.manual_seed(0)
     model = build_agent(AgentConfig(arch, n_layer=2, n_embd=6, head_dim=8, **more)).eval()
     obs = torch.from_numpy(replay(corridor(), np.zeros((1, 1), np.int8))[:, 0])
-    start, w, cell, vector = (
-        torch.zeros(1) > 0,
-        model.prepare(),
-        torch.tensor([43]),
-        torch.randn(1, 6),
-    )
+    start, w = torch.zeros(1) > 0, model.prepare()
+    cell, vector = torch.tensor([43]), torch.randn(1, 6)
     with torch.no_grad():
         state = model.act(w, obs, start, model.init_state(1))[2]
         steered = probe.steer(model, state, cell, vector)
