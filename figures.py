@@ -327,24 +327,18 @@ def size_figure(points: dict, sizes: str, reference: str, title: str, label: str
     return chart(panels, SIZES[x], label, title)
 
 
-def saturation_lines(points: dict, reference: str, name: str) -> list:
-    """The best of at most L levels, a line for each `name` of rows, with the paper's."""
-    lines = []
-    for i, (key, mine) in enumerate(groups(points, by(name)).items()):
-        label = f'{key} budget' if name == 'budget' else key
-        lines.append((saturation(mine), i, label))
-        if paper := paper_cells(reference, mine):
-            lines.append((saturation(paper), i, f'{label}, paper', False))
-    return lines
-
-
-def saturation_figure(points: dict, reference: str, title: str, label: str) -> 'Figure':
-    """Both variants, or where there are several budgets a panel each, a line a budget."""
-    if len({row.budget for row in points}) == 1:
-        panels = {'': saturation_lines(points, reference, 'variant')}
-    else:
-        parts = groups(points, by('variant')).items()
-        panels = {name: saturation_lines(mine, reference, 'budget') for name, mine in parts}
+def saturation_figure(points: dict, name: str, reference: str, title: str, label: str) -> 'Figure':
+    """The best of at most L levels, with the paper's: a line for each 'variant', or for each
+    'budget' in a panel a variant."""
+    keys, panels = list(groups(points, by(name))), {}
+    parts = groups(points, by('variant')) if name == 'budget' else {'': points}
+    for which, mine in parts.items():
+        panels[which] = []
+        for key, part in groups(mine, by(name)).items():
+            i, its = keys.index(key), f'{key} budget' if name == 'budget' else key
+            panels[which].append((saturation(part), i, its))
+            if paper := paper_cells(reference, part):
+                panels[which].append((saturation(paper), i, f'{its}, paper', False))
     return chart(panels, 'at most L levels', f'best {label}', title, STANDARD_ERROR)
 
 
@@ -407,7 +401,7 @@ def draw(what: str, rows: list, runs: list, token: str, reference: str, into: st
         label = f'validation loss (nats a {token})' if row.is_text else 'return'
         figures = {}
         if plan == 'sokoban':
-            figures['budgets'] = saturation_figure(points, reference, title, label)
+            figures['budgets'] = saturation_figure(points, 'budget', reference, title, label)
         elif plan == 'scaling':
             figures['scaling'] = size_figure(points, 'EL', '', title, label)
         elif row.more:
@@ -416,7 +410,7 @@ def draw(what: str, rows: list, runs: list, token: str, reference: str, into: st
             figures['ablation'] = ablation_figure(points, ways, default, title, label)
         else:
             figures['allocations'] = size_figure(points, 'Ld', reference, title, label)
-            figures['saturation'] = saturation_figure(points, reference, title, label)
+            figures['saturation'] = saturation_figure(points, 'variant', reference, title, label)
             if not row.is_text:
                 figures['curves'] = curve_figure(runs, points, title)
         for name, figure in figures.items():
