@@ -116,7 +116,6 @@ MODEL = tuple(MODEL.split())
 FIXED = ('split', 'n_levels', 'n_boxes', 'max_moves', 'env', 'n_envs', 'unroll', 'seed', *MODEL)
 POSITION = ('step', 'record', 'best', 'seconds', 'logged', 'clock')
 REST = 'optimizers env start state count levels_crc running recent since sums rng'.split()
-FILES = 'ckpt_*.pt log.jsonl config.json curve.png eval_*.json eval_*.gif *.tfevents.*'.split()
 
 
 @dataclass
@@ -538,7 +537,7 @@ def begin(config: dict) -> Run:
     try:
         run = make_run(config)
         if run.rank == 0 and not eval_only:
-            checkpoint.prepare_out_dir(out_dir, resume, overwrite, FILES)
+            checkpoint.prepare_out_dir(out_dir, resume, overwrite)
         about = load(run) if resume or eval_only else {}
     except ValueError as error:  # LevelError, CheckpointError, OutDirError, AgentConfig's
         fail(error)
