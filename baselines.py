@@ -33,7 +33,6 @@ from torch import nn
 
 import bench
 from checkpoint import (
-    RUN_FILES,
     JsonlLog,
     check_model,
     compiles,
@@ -452,7 +451,7 @@ def train(config: dict, lr: float, log_path: str, kind: str, amp: torch.dtype) -
 def train_all(config: dict, kind: str, amp: torch.dtype) -> None:
     """A run, or one for each rate of lr_scan; result.json tells of all, log.jsonl is the best one's."""
     folder = f'{config["out_dir"]}_{config["model"]}'
-    prepare_out_dir(folder, False, config['overwrite'], (*RUN_FILES, 'log_*.jsonl', 'result.json'))
+    prepare_out_dir(folder, False, config['overwrite'])
     results = []
     for lr in config['lr_scan'] or (config['baseline_lr'] or PEAK_LR[config['model']],):
         log_path = os.path.join(folder, f'log_{lr:g}.jsonl' if config['lr_scan'] else 'log.jsonl')
@@ -605,9 +604,7 @@ def main() -> None:
         (measure_speed if speed else train_all)(config, kind, amp)
     except ValueError as error:  # DataError, OutDirError, SizeError, ModelConfig's
         fail(error)
-    except (RuntimeError, MemoryError) as error:  # no memory
-        fail(last_words(error, f'{out_dir}_{config["model"]}', 'a smaller batch_size takes less'))
 
 
 if __name__ == '__main__':
-    run_script(main)
+    run_script(main, last_words=last_words('a smaller batch_size takes less'))

@@ -153,12 +153,10 @@ def main() -> None:
         model, _ = read_model(to)  # what was written can be read
     except ValueError as error:  # CheckpointError, SizeError
         fail(error)
-    except (RuntimeError, MemoryError) as error:  # no memory
-        fail(last_words(error, out_dir, 'the model needs more than there is'))
     print(
         f'{to}: {WEIGHTS} ({os.path.getsize(os.path.join(to, WEIGHTS)) / 1e6:.1f} MB), {CONFIG}; {model.num_params()["total"]:,} parameters'
     )
 
 
 if __name__ == '__main__':
-    run_script(main)
+    run_script(main, last_words=last_words('the model needs more than there is'))

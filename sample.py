@@ -87,12 +87,5 @@ def main() -> None:
         print(characters.decode(b'', final=True))
 
 
-def script() -> None:
-    try:
-        main()
-    except (RuntimeError, MemoryError) as error:  # no memory
-        fail(last_words(error, out_dir, 'the model needs more than there is'))
-
-
 if __name__ == '__main__':
-    run_script(script)
+    run_script(main, last_words=last_words('the model needs more than there is'))

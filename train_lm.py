@@ -53,9 +53,7 @@ from checkpoint import (
     load_run,
     load_weights,
     need_packages,
-    open_trackers,
     pick_dtype,
-    plot_losses,
     prepare_out_dir,
 )
 from checkpoint import (
@@ -78,6 +76,7 @@ from data_fineweb import (
     load_val,
     token_bytes,
 )
+from figures import open_trackers, plot_losses
 from kernels import chosen_lines, graphed
 from model import LanguageModel, ModelConfig, State, build_model, config_dict, memory
 from muon import Muon, lr_at
@@ -95,7 +94,8 @@ eval_only = False              # validate out_dir's last checkpoint and stop
 log_interval = 1               # updates between printed lines; log.jsonl has them all
 plot = False                   # draw out_dir/loss.png at the end (matplotlib)
 tensorboard = False            # also write TensorBoard files into out_dir
-wandb = False                  # also log to Weights & Biases, project 'parallel-experts'
+wandb = False                  # also log to Weights & Biases
+wandb_project = 'parallel-experts'   # its project there
 # data
 tokenizer = 'gpt2'             # 'gpt2' or 'bytes'; must be the one the shards were made with
 tokens_per_step = 131072       # tokens of an update, over all ranks and micro-batches (the paper's)
@@ -633,10 +633,8 @@ def begin(config: dict) -> tuple[SimpleNamespace, tuple]:
         prepare_out_dir(out_dir, resume, overwrite)
     if resume or eval_only:
         load(run)
-    trackers = open_trackers(
-        [name for name in ('tensorboard', 'wandb') if writes and config[name]], out_dir, config
-    )
-    return run, trackers
+    project = wandb_project if writes and wandb else ''
+    return run, open_trackers(config, writes and tensorboard, project)
 
 
 def prepare(run: SimpleNamespace) -> None:
@@ -749,13 +747,10 @@ def train(config: dict) -> int:
 def main() -> int:
     config = configure(globals())
     globals().update(restarted(out_dir))
-    try:
-        return train(config)
-    except (RuntimeError, MemoryError) as error:  # no memory, a dead rank; checkpoints stay whole
-        fail(last_words(error, out_dir, 'a smaller batch_size takes less'))
+    return train(config)
 
 
 if __name__ == '__main__':
-    run_script(
-        main, 'interrupted: the last checkpoint stays as it was'
-    )  # before the first update, or the second ctrl-C
+    # interrupted before the first update, or by the second ctrl-C
+    stays = 'interrupted: the last checkpoint stays as it was'
+    run_script(main, stays, last_words('a smaller batch_size takes less'))
