@@ -919,11 +919,11 @@ def read_levels(config: dict) -> tuple[np.ndarray, np.ndarray]:
             levels_dir or config['levels_dir'],
             name,
             download,
-            max(n, own),
-            config['n_boxes'],
-            config['seed'] * 2 + number,
-            config['max_moves'],
-            without,
+            n=max(n, own),
+            boxes=config['n_boxes'],
+            seed=config['seed'] * 2 + number,
+            max_moves=config['max_moves'],
+            without=without,
         )
         packed, line = at_most(n, packed, line)
         print(line)

@@ -400,7 +400,14 @@ def read_levels(rank: int, world: int) -> tuple[tuple[np.ndarray, str], tuple[np
 
     def named(name: str, n: int, number: int, without: np.ndarray | None = None):
         return load_levels(
-            levels_dir, name, download, n, n_boxes, seed * 2 + number, max_moves, without
+            levels_dir,
+            name,
+            download,
+            n=n,
+            boxes=n_boxes,
+            seed=seed * 2 + number,
+            max_moves=max_moves,
+            without=without,
         )
 
     both = split == 'generated' == (eval_only and levels or eval_split)
