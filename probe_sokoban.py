@@ -74,6 +74,7 @@ from play_sokoban import play as play_levels
 from sokoban import (
     DELTA,
     TIME_LIMIT,
+    Generated,
     SokobanEnv,
     at_most,
     board_image,
@@ -915,16 +916,14 @@ def read_levels(config: dict) -> tuple[np.ndarray, np.ndarray]:
     def read(
         name: str, n: int, own: int, number: int, without: np.ndarray | None = None
     ) -> np.ndarray:
-        packed, line = load_levels(
-            levels_dir or config['levels_dir'],
-            name,
-            download,
-            n=max(n, own),
-            boxes=config['n_boxes'],
-            seed=config['seed'] * 2 + number,
-            max_moves=config['max_moves'],
-            without=without,
+        made = Generated(
+            max(n, own),
+            config['n_boxes'],
+            config['seed'] * 2 + number,
+            config['max_moves'],
+            without,
         )
+        packed, line = load_levels(levels_dir or config['levels_dir'], name, download, made)
         packed, line = at_most(n, packed, line)
         print(line)
         return packed

@@ -26,6 +26,8 @@ import math
 import os
 import shlex
 import tokenize
+from contextlib import suppress
+from typing import NamedTuple
 
 # before torch: how threads wait, what ctrl-C does
 from configurator import configure, every, fail, first_line, run_script, write_atomic
@@ -62,11 +64,9 @@ WALL, TARGET, AGENT, BOX = 1, 2, 3, 4
 LEVEL_BYTES = 300  # a generated level, at the least: packed, unpacked, its solution, both's objects
 REVERSE_STEPS, AT_ONCE = 300, 4096  # of the generator: moves of a reverse play, boards
 HUB = 'InstaDeepAI/boxoban-levels'
-# [fixed, variable] -> ASCII
-CHARS = np.frombuffer(b' ??@$?#?????.??+*???????', np.uint8).reshape(4, 6)
-# [cell, action] -> it, the next two
+CHARS = np.frombuffer(b' ??@$?#?????.??+*???????', np.uint8).reshape(4, 6)  # [fixed, variable]
 AHEAD = np.array(DELTA)[:, None] * np.arange(3)
-PATHS = np.clip(np.arange(CELLS)[:, None, None] + AHEAD, 0, CELLS - 1)
+PATHS = np.clip(np.arange(CELLS)[:, None, None] + AHEAD, 0, 99)  # [cell, action]: it, the next two
 # cell 0..99 of interior cell 0..63
 INTERIOR = (np.arange(INSIDE)[:, None] * SIZE + np.arange(INSIDE) + SIZE + 1).ravel()
 
@@ -173,7 +173,9 @@ def fetch(split: str, folder: str) -> None:
     itself is better."""
     meta, name = os.path.join(folder, 'meta.json'), f'{split}.npy'
     os.makedirs(folder, exist_ok=True)
-    known = json.loads(open(meta).read()) if os.path.exists(meta) else {'source': HUB}
+    known = {'source': HUB}
+    with suppress(OSError, ValueError), open(meta) as file:
+        known = json.load(file)
     revision = keep_revision(known, folder, 'model')
     where = f'{HUB} {name}'
     print(f'downloading {where} ({revision[:12]})', flush=True)
@@ -225,17 +227,26 @@ def split_files(folder: str, split: str) -> list[str]:
     return []
 
 
+class Generated(NamedTuple):
+    """generate's arguments."""
+
+    n: int
+    boxes: int = 4
+    seed: int = 0
+    max_moves: int = TIME_LIMIT
+    without: np.ndarray | None = None
+
+
 def load_levels(
-    levels_dir: str, split: str, download: bool = False, **made: object
+    levels_dir: str, split: str, download: bool = False, made: Generated | None = None
 ) -> tuple[np.ndarray, str]:
     """-> packed levels (N, 17) and a line that says where they are from. split: a file; or
-    'generated', with `generate`'s arguments; or a split's name, which is looked for in levels_dir
+    'generated', as `made` says; or a split's name, which is looked for in levels_dir
     ('': data/boxoban) and else downloaded into it if `download`. LevelError, with the command that
     fetches them, where there are none, or for malformed ones."""
     if split == 'generated':
-        levels, _ = generate(**made)
-        told = f'boxes: {made.get("boxes", 4)}, moves: at most {made.get("max_moves", TIME_LIMIT)}'
-        return levels, f'{len(levels):,} generated levels, {told}, seed: {made.get("seed", 0)}'
+        told = f'boxes: {made.boxes}, moves: at most {made.max_moves}, seed: {made.seed}'
+        return generate(*made)[0], f'{made.n:,} generated levels, {told}'
     if os.path.isfile(split):
         levels = read_file(split)
         return levels, f'{len(levels):,} levels of {split}'
@@ -336,22 +347,17 @@ def solution(undo: np.ndarray, states: np.ndarray) -> np.ndarray:
 
 
 def generate(
-    n: int = 100_000,
-    boxes: int = 4,
-    seed: int = 0,
-    max_moves: int = TIME_LIMIT,
-    without: np.ndarray | None = None,
+    n: int, boxes=4, seed=0, max_moves=TIME_LIMIT, without: np.ndarray | None = None
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     """n levels by reverse play from solved boards, so that each is known to be solvable within
     max_moves; no box and no agent starts on a target, and none is among `without` (N, 17).
     -> packed (n, 17) and, for each, the actions that solve it (int8). Deterministic in its
     arguments; more levels continue fewer."""
-    if not 1 <= boxes <= 4 or n < 1 or seed < 0:
-        given = f'n_boxes = {boxes}, n_levels = {n}, seed = {seed}'
-        raise LevelError(f'{given}: expected 1 to 4, at least 1 and at least 0')
-    if not 6 * boxes <= max_moves <= TIME_LIMIT:  # fewer moves: hardly any level is found
-        needs = f'{6 * boxes} to {TIME_LIMIT} with {boxes} boxes'
-        raise LevelError(f'max_moves = {max_moves}: expected {needs}')
+    least = 6 * boxes  # of max_moves: with fewer hardly any level is found
+    if not (1 <= boxes <= 4 and n >= 1 and seed >= 0 and least <= max_moves <= TIME_LIMIT):
+        given = f'n_boxes = {boxes}, n_levels = {n}, seed = {seed}, max_moves = {max_moves}'
+        needs = f'1 to 4, at least 1, at least 0, {least} to {TIME_LIMIT}'
+        raise LevelError(f'{given}: expected {needs}')
     check_fits(n * LEVEL_BYTES, f'n_levels = {n:,}')
     rng, levels, solutions, due = np.random.default_rng(seed), [], [], every()
     known = set() if without is None else set(map(bytes, without))
@@ -528,7 +534,7 @@ class JumanjiEnv:
         self.state, timestep = self.play(self.state, action.cpu().numpy().astype(np.int32))
         self.grid = timestep.observation.grid
         results = timestep.reward, timestep.last(), timestep.extras['solved']
-        return tuple(self.tensor(x) for x in results)
+        return tuple(map(self.tensor, results))
 
     def observe(self) -> Tensor:
         return self.tensor(self.grid)
@@ -639,9 +645,9 @@ def save_gif(frames: list[np.ndarray], path: str, ms: int = 150) -> None:
 
 def main() -> None:
     configure(globals(), quiet=True)
-    made = {'n': n_levels, 'boxes': n_boxes, 'seed': seed, 'max_moves': max_moves}
+    made = Generated(n_levels, n_boxes, seed, max_moves)
     try:
-        levels, source = load_levels(levels_dir, split, download, **made)
+        levels, source = load_levels(levels_dir, split, download, made)
     except ValueError as error:  # LevelError, SizeError, the hub's DataError
         fail(error)
     print(source)

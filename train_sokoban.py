@@ -82,6 +82,7 @@ from ranks import gather, sum_over_ranks
 from sokoban import (
     CELLS,
     TIME_LIMIT,
+    Generated,
     JumanjiEnv,
     LevelError,
     SokobanEnv,
@@ -399,16 +400,8 @@ def read_levels(rank: int, world: int) -> tuple[tuple[np.ndarray, str], tuple[np
     """Levels to train on and held-out ones, each with a line that says where they are from. Of generated ones, none is among both."""
 
     def named(name: str, n: int, number: int, without: np.ndarray | None = None):
-        return load_levels(
-            levels_dir,
-            name,
-            download,
-            n=n,
-            boxes=n_boxes,
-            seed=seed * 2 + number,
-            max_moves=max_moves,
-            without=without,
-        )
+        made = Generated(n, n_boxes, seed * 2 + number, max_moves, without)
+        return load_levels(levels_dir, name, download, made)
 
     both = split == 'generated' == (eval_only and levels or eval_split)
     if eval_only:

