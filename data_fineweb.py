@@ -221,7 +221,7 @@ def write_meta(folder: str | os.PathLike, meta: dict) -> None:
 # ----------------------------------------------------------------------------- the hub
 
 
-def hub(function: str, repo: str, *names: str, **options: object):
+def hub(function: str, repo: str, *names: str, **options: object) -> object:
     """huggingface_hub.FUNCTION(repo, *names, ...); DataError for whatever goes wrong."""
     try:
         import huggingface_hub
@@ -251,13 +251,13 @@ def download(count: int, folder: str) -> dict:
           f'{0.2 * count / 0.05 / 60:.1f} min at 50 MB/s', flush=True)  # fmt: skip
     shards = []
     for path in (shard_path(folder, index) for index in range(count)):
-        name, options = os.path.basename(path), {'repo_type': 'dataset', 'local_dir': folder}
         try:
             tokens = read_shard(path, REAL_VOCAB['gpt2'])
         except (OSError, ShardError) as error:
-            print(f'downloading {name} ({first_line(error)})', flush=True)
-            options |= {'revision': keep_revision(meta, folder)}
-            options |= {'force_download': os.path.exists(path)}
+            name, again = os.path.basename(path), os.path.exists(path)
+            print(f'downloading {name}' + f' again: {error}' * again, flush=True)
+            options = {'revision': keep_revision(meta, folder), 'force_download': again}
+            options |= {'repo_type': 'dataset', 'local_dir': folder}
             hub('hf_hub_download', READY_MADE, name, **options)
             tokens = read_shard(path, REAL_VOCAB['gpt2'])
         shards.append(shard_record(path, tokens, 50256))
@@ -452,7 +452,7 @@ def drop_unusable(meta: dict, folder: str, limit: int) -> None:
 
 
 def write_shards(
-    documents: Callable, meta: dict, folder: str, limit: int, workers: int, bar
+    documents: Callable, meta: dict, folder: str, limit: int, workers: int, bar: object
 ) -> None:
     """Documents -> shards until the stream ends or `limit` tokens are written in all; bar: tqdm's.
     A shard's record holds 'end' = [document, tokens of it already written], where the stream stood

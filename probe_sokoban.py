@@ -74,7 +74,6 @@ from play_sokoban import play as play_levels
 from sokoban import (
     DELTA,
     TIME_LIMIT,
-    Generated,
     SokobanEnv,
     at_most,
     board_image,
@@ -916,13 +915,8 @@ def read_levels(config: dict) -> tuple[np.ndarray, np.ndarray]:
     def read(
         name: str, n: int, own: int, number: int, without: np.ndarray | None = None
     ) -> np.ndarray:
-        made = Generated(
-            max(n, own),
-            config['n_boxes'],
-            config['seed'] * 2 + number,
-            config['max_moves'],
-            without,
-        )
+        from_seed, moves = config['seed'] * 2 + number, config['max_moves']
+        made = max(n, own), config['n_boxes'], from_seed, moves, without
         packed, line = load_levels(levels_dir or config['levels_dir'], name, download, made)
         packed, line = at_most(n, packed, line)
         print(line)

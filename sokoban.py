@@ -27,7 +27,6 @@ import os
 import shlex
 import tokenize
 from contextlib import suppress
-from typing import NamedTuple
 
 # before torch: how threads wait, what ctrl-C does
 from configurator import configure, every, fail, first_line, run_script, write_atomic
@@ -227,26 +226,17 @@ def split_files(folder: str, split: str) -> list[str]:
     return []
 
 
-class Generated(NamedTuple):
-    """generate's arguments."""
-
-    n: int
-    boxes: int = 4
-    seed: int = 0
-    max_moves: int = TIME_LIMIT
-    without: np.ndarray | None = None
-
-
 def load_levels(
-    levels_dir: str, split: str, download: bool = False, made: Generated | None = None
+    levels_dir: str, split: str, download: bool = False, made: tuple = ()
 ) -> tuple[np.ndarray, str]:
     """-> packed levels (N, 17) and a line that says where they are from. split: a file; or
-    'generated', as `made` says; or a split's name, which is looked for in levels_dir
+    'generated', made = generate's arguments; or a split's name, which is looked for in levels_dir
     ('': data/boxoban) and else downloaded into it if `download`. LevelError, with the command that
     fetches them, where there are none, or for malformed ones."""
     if split == 'generated':
-        told = f'boxes: {made.boxes}, moves: at most {made.max_moves}, seed: {made.seed}'
-        return generate(*made)[0], f'{made.n:,} generated levels, {told}'
+        n, boxes, seed, max_moves, *_ = made
+        told = f'boxes: {boxes}, moves: at most {max_moves}, seed: {seed}'
+        return generate(*made)[0], f'{n:,} generated levels, {told}'
     if os.path.isfile(split):
         levels = read_file(split)
         return levels, f'{len(levels):,} levels of {split}'
@@ -347,7 +337,11 @@ def solution(undo: np.ndarray, states: np.ndarray) -> np.ndarray:
 
 
 def generate(
-    n: int, boxes=4, seed=0, max_moves=TIME_LIMIT, without: np.ndarray | None = None
+    n: int,
+    boxes: int = 4,
+    seed: int = 0,
+    max_moves: int = TIME_LIMIT,
+    without: np.ndarray | None = None,
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     """n levels by reverse play from solved boards, so that each is known to be solvable within
     max_moves; no box and no agent starts on a target, and none is among `without` (N, 17).
@@ -645,7 +639,7 @@ def save_gif(frames: list[np.ndarray], path: str, ms: int = 150) -> None:
 
 def main() -> None:
     configure(globals(), quiet=True)
-    made = Generated(n_levels, n_boxes, seed, max_moves)
+    made = n_levels, n_boxes, seed, max_moves
     try:
         levels, source = load_levels(levels_dir, split, download, made)
     except ValueError as error:  # LevelError, SizeError, the hub's DataError

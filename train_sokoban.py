@@ -82,7 +82,6 @@ from ranks import gather, sum_over_ranks
 from sokoban import (
     CELLS,
     TIME_LIMIT,
-    Generated,
     JumanjiEnv,
     LevelError,
     SokobanEnv,
@@ -400,7 +399,7 @@ def read_levels(rank: int, world: int) -> tuple[tuple[np.ndarray, str], tuple[np
     """Levels to train on and held-out ones, each with a line that says where they are from. Of generated ones, none is among both."""
 
     def named(name: str, n: int, number: int, without: np.ndarray | None = None):
-        made = Generated(n, n_boxes, seed * 2 + number, max_moves, without)
+        made = n, n_boxes, seed * 2 + number, max_moves, without
         return load_levels(levels_dir, name, download, made)
 
     both = split == 'generated' == (eval_only and levels or eval_split)

@@ -135,7 +135,7 @@ def test_a_folder_of_levels(tmp_path):
 
 def test_only_the_name_generates_levels(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    made = sokoban.Generated(234, 2, 5)
+    made = 234, 2, 5, 120
     levels, said = load_levels('', 'generated', made=made)
     assert np.array_equal(levels, generate(234, 2, 5)[0])
     assert said == '234 generated levels, boxes: 2, moves: at most 120, seed: 5'
