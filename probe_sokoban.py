@@ -915,16 +915,9 @@ def read_levels(config: dict) -> tuple[np.ndarray, np.ndarray]:
     def read(
         name: str, n: int, own: int, number: int, without: np.ndarray | None = None
     ) -> np.ndarray:
-        packed, line = load_levels(
-            levels_dir or config['levels_dir'],
-            name,
-            download,
-            max(n, own),
-            config['n_boxes'],
-            config['seed'] * 2 + number,
-            config['max_moves'],
-            without,
-        )
+        from_seed, moves = config['seed'] * 2 + number, config['max_moves']
+        made = max(n, own), config['n_boxes'], from_seed, moves, without
+        packed, line = load_levels(levels_dir or config['levels_dir'], name, download, made)
         packed, line = at_most(n, packed, line)
         print(line)
         return packed

@@ -491,9 +491,9 @@ def make_run(config: dict) -> SimpleNamespace:
     )  # at a time; the last micro-batch may have fewer
     shards = {split: find_shards(data_dir, split, tokenizer) for split in ('train', 'val')}
     loader = (StreamLoader if recurrent else SequenceLoader)(
-        shards['train'], rows, block_size, V, rank, world, seed
+        shards['train'], rows, block_size, V, seed, (rank, world)
     )
-    x, y = load_val(shards['val'], val_tokens, val_streams, V, rank, world)
+    x, y = load_val(shards['val'], val_tokens, val_streams, V, (rank, world))
     model = build_model(sizes, recurrent).to(kind)
     inputs, states = make_inputs(
         model, [min(micro, rows // world - i) for i in range(0, rows // world, micro)], kind, amp

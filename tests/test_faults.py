@@ -350,6 +350,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self, body=True):
         whole = self.files.get(self.path.rpartition('/')[2])
+        if '/revision/' in self.path:  # which commit that is
+            whole = b'{"id": "kjj0/fineweb10B-gpt2", "sha": "%s"}' % (b'a' * 40)
         if whole is None:  # the client asks for more than files
             return self.send_error(404)
         begin = int((self.headers.get('Range') or 'bytes=0-')[6:].partition('-')[0])

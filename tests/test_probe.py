@@ -503,7 +503,7 @@ def test_steering_grows_s_and_all_that_the_next_step_reads(more):
         grown = probe.aggregated(model, steered) - probe.aggregated(model, state)
         torch.testing.assert_close(grown[:, 43], vector)
         assert grown.count_nonzero() == 6 and len(steered) == len(state)
-        if more['kind'] == 'convlstm':  # s is A(h) still; c is what it was
+        if more['arch'] == 'convlstm':  # s is A(h) still; c is what it was
             torch.testing.assert_close(model.aggregate(1, steered[1], None, None), steered[0])
             assert all(torch.equal(a, b) for a, b in zip(steered[2:], state[2:], strict=True))
             assert (steered[1] - state[1])[0, 4, 3].abs().amin(1).gt(0).all()  # every expert's h
@@ -512,7 +512,7 @@ def test_steering_grows_s_and_all_that_the_next_step_reads(more):
         assert (after - plain)[0, 4, 3].abs().max() > 1e-3
         far = probe.steer(model, state, torch.tensor([43]), 1e6 * vector)
         change = (probe.heard(model, far) - probe.heard(model, state))[0, 43]
-        if more['kind'] == 'convglu':  # the norm bounds it
+        if more['arch'] == 'convglu':  # the norm bounds it
             assert change.square().mean().sqrt() < 2.01
         else:
             assert change.square().mean().sqrt() > 1e5
