@@ -169,17 +169,16 @@ def check_settings(world: int) -> None:
 def read_levels(rank: int, world: int) -> tuple[tuple[np.ndarray, str], tuple[np.ndarray, str]]:
     """Levels to train on and held-out ones, each with a line that says where they are from. Of
     generated ones, none is among both. LevelError."""
-
-    made = {'n_boxes': n_boxes, 'max_moves': max_moves}
     held = eval_only and levels or eval_split
     both = split == 'generated' == held
     trained, line = np.empty((0, 17), np.uint8), ''
     if download and rank > 0:
         dist.barrier()  # the first rank downloads
     if both or not eval_only:
-        trained, line = load_levels(levels_dir, split, download, n_levels, seed=2 * seed, **made)
-    made |= {'seed': 2 * seed + 1, 'without': trained if both else None}
-    held_out, held_line = load_levels(levels_dir, held, download, eval_games, **made)
+        made = n_levels, n_boxes, 2 * seed, max_moves
+        trained, line = load_levels(levels_dir, split, download, made)
+    made = eval_games, n_boxes, 2 * seed + 1, max_moves, trained if both else None
+    held_out, held_line = load_levels(levels_dir, held, download, made)
     if download and world > 1 and rank == 0:
         dist.barrier()
     if len(held_out) < world:
