@@ -1,5 +1,7 @@
-"""The small study, language models: recurrent and not, L = 1 to 16 at one budget (16 blocks of width 48), equal tokens, each at its own
-learning rate, three seeds. Sixty runs of two to six minutes, two at a time on two CPU cores.
+"""The small study, language models: recurrent and not, L = 1 to 16 at one budget (16 blocks of
+width 48), equal bytes, each at its own learning rate, three seeds besides the one that chose the
+rate. Seventy runs of two to six minutes, two at a time on two CPU cores (make demo prepares the
+data).
 python sweep.py config/study_lm.py --run --figure --table"""
 
 plan = 'lm-small'
