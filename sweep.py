@@ -157,7 +157,7 @@ def under(model: str, recurrent: bool, budget: str) -> dict:
 def settings_of(row: Row) -> dict:
     """A run's own settings, as its command line has them."""
     config = under(*row[:3])
-    own = {} if row.is_text else {'kind': row.model}
+    own = {} if row.is_text else {'arch': row.model}
     own |= {'recurrent': row.recurrent, 'n_layer': row.L, 'n_expert': row.E, 'n_embd': row.d}
     own |= {'seed': row.seed, **dict(row.more)}
     if length != 1:

@@ -117,7 +117,7 @@ max_moves = 120                # of the generator: a level's known solution has 
 env = 'torch'                  # 'torch', or 'jumanji' (the original, for checking: slower)
 n_envs = 32                    # boards, over all ranks
 # model (convlstm.py has the equations)
-kind = 'convlstm'              # or 'convglu'
+arch = 'convlstm'              # or 'convglu'
 recurrent = True               # False: nothing is carried to the next step
 n_layer = 4                    # L, depth levels
 n_expert = 1                   # E, experts a level
@@ -150,7 +150,7 @@ threads = 0                    # CPU threads; 0: torch's choice
 # -----------------------------------------------------------------------------
 
 MODEL = (
-    'kind',
+    'arch',
     'recurrent',
     'n_layer',
     'n_expert',
@@ -432,7 +432,7 @@ def make_run(config: dict) -> SimpleNamespace:
     torch.manual_seed(seed)
     dt = str(pick_dtype(dtype, device_))[6:]
     agent = AgentConfig(
-        kind,
+        arch,
         recurrent,
         n_layer,
         n_expert,
@@ -786,7 +786,7 @@ def train(config: dict) -> int:
         log.close()
         close()
         if plot and status == 0:
-            title = f'{kind}, {"recurrent" if recurrent else "not recurrent"}, L = {n_layer}, E = {n_expert}, d = {n_embd}'
+            title = f'{arch}, {"recurrent" if recurrent else "not recurrent"}, L = {n_layer}, E = {n_expert}, d = {n_embd}'
             print0(f'learning curve: {plot_log(out_dir, title)}')
         release(out_dir)
     if run.world > 1:

@@ -155,7 +155,7 @@ MUTATIONS = {
     ('train_sokoban.py', AGENT_ARRIVE): [
         ('n_layer, n_expert, n_embd, aggregation', 'n_expert, n_layer, n_embd, aggregation'),
         ('radius, residual, head_dim, dt', '-1, residual, head_dim, dt'),
-        ('AgentConfig(kind, recurrent, ', 'AgentConfig(kind, True, '),
+        ('AgentConfig(arch, recurrent, ', 'AgentConfig(arch, True, '),
     ],
     ('train_sokoban.py', ROLLOUT): [
         ('carried = gamma * gae_lambda', 'carried = gamma'),

@@ -321,9 +321,9 @@ def agents(tmp_path_factory):
     """Two tiny recurrent agents and one that is not, made to go right always."""
     folder = tmp_path_factory.mktemp('agents')
     for name, more in (
-        ('lstm', {'kind': 'convlstm', 'n_layer': 2}),
-        ('glu', {'kind': 'convglu'}),
-        ('ff', {'kind': 'convglu', 'recurrent': False}),
+        ('lstm', {'arch': 'convlstm', 'n_layer': 2}),
+        ('glu', {'arch': 'convglu'}),
+        ('ff', {'arch': 'convglu', 'recurrent': False}),
     ):
         argv = [f'--{k}={v}' for k, v in {**AGENT, **more, 'out_dir': folder / name}.items()]
         assert train_sokoban.train(configure(vars(train_sokoban), argv, quiet=True)) == 0
@@ -479,13 +479,13 @@ def test_the_causal_check_steers_at_the_cell_and_its_control_is_another_free_one
 @pytest.mark.parametrize(
     'more',
     [
-        {'kind': 'convlstm'},
-        {'kind': 'convlstm', 'path': 'plain'},
-        {'kind': 'convlstm', 'n_expert': 3},
-        {'kind': 'convlstm', 'n_expert': 3, 'radius': 1},
-        {'kind': 'convlstm', 'n_expert': 3, 'aggregation': 'mean'},
-        {'kind': 'convglu'},
-        {'kind': 'convglu', 'n_expert': 3, 'radius': 1},
+        {'arch': 'convlstm'},
+        {'arch': 'convlstm', 'path': 'plain'},
+        {'arch': 'convlstm', 'n_expert': 3},
+        {'arch': 'convlstm', 'n_expert': 3, 'radius': 1},
+        {'arch': 'convlstm', 'n_expert': 3, 'aggregation': 'mean'},
+        {'arch': 'convglu'},
+        {'arch': 'convglu', 'n_expert': 3, 'radius': 1},
     ],
     ids=str,
 )
@@ -503,7 +503,7 @@ def test_steering_grows_s_and_all_that_the_next_step_reads(more):
         grown = probe.aggregated(model, steered) - probe.aggregated(model, state)
         torch.testing.assert_close(grown[:, 43], vector)
         assert grown.count_nonzero() == 6 and len(steered) == len(state)
-        if more['kind'] == 'convlstm':  # s is A(h) still; c is what it was
+        if more['arch'] == 'convlstm':  # s is A(h) still; c is what it was
             torch.testing.assert_close(model.aggregate(1, steered[1], None, None), steered[0])
             assert all(torch.equal(a, b) for a, b in zip(steered[2:], state[2:], strict=True))
             assert (steered[1] - state[1])[0, 4, 3].abs().amin(1).gt(0).all()  # every expert's h
@@ -512,7 +512,7 @@ def test_steering_grows_s_and_all_that_the_next_step_reads(more):
         assert (after - plain)[0, 4, 3].abs().max() > 1e-3
         far = probe.steer(model, state, torch.tensor([43]), 1e6 * vector)
         change = (probe.heard(model, far) - probe.heard(model, state))[0, 43]
-        if more['kind'] == 'convglu':  # the norm bounds it
+        if more['arch'] == 'convglu':  # the norm bounds it
             assert change.square().mean().sqrt() < 2.01
         else:
             assert change.square().mean().sqrt() > 1e5

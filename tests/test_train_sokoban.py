@@ -196,8 +196,8 @@ def test_sampling_survives_nan():
         {},
         {'reuse': False},
         {'recurrent': False},
-        {'kind': 'convglu'},
-        {'kind': 'convglu', 'reuse': False},
+        {'arch': 'convglu'},
+        {'arch': 'convglu', 'reuse': False},
     ],
     ids=str,
 )
@@ -427,7 +427,7 @@ def test_the_number_of_levels_in_the_first_lines_is_the_number_played(tmp_path):
 
 
 UNUSUAL = {
-    'kind': 'convglu',
+    'arch': 'convglu',
     'n_expert': 2,
     'aggregation': 'softmax_l2',
     'reuse': False,
@@ -784,7 +784,7 @@ def test_real_levels(tmp_path):
         ({'gamma': 1.5}, 'gamma = 1.5'),
         ({'unroll': 0}, 'unroll = 0'),
         ({'env': 'gym'}, "env = 'gym'"),
-        ({'kind': 'lstm'}, "kind = 'lstm'"),
+        ({'arch': 'lstm'}, "arch = 'lstm'"),
         ({'radius': 3}, 'radius = 3'),
         ({'levels_dir': '/nonexistent', 'split': 'unfiltered-train'}, '/nonexistent'),
         ({'split': 'no/such.npy'}, 'no/such.npy'),
@@ -843,7 +843,7 @@ def test_resume_refuses_another_run(tmp_path, capfd):
         ({'resume': True, 'n_layer': 1}, 'n_layer'),
         ({'resume': True, 'seed': 5}, 'seed'),
         ({}, 'holds a run already'),
-        ({'eval_only': True, 'kind': 'convglu'}, 'kind'),
+        ({'eval_only': True, 'arch': 'convglu'}, 'arch'),
         ({'resume': True, 'n_levels': 60}, 'n_levels'),
         ({'resume': True, 'overwrite': True}, 'exclude each other'),
     ):
