@@ -43,7 +43,8 @@ final_lr_ratio=0.01
 """)
 LM_OURS = table("""
 val_tokens=10485760 router_dim=64 adam_eps=1e-10 eval_interval=250 log_interval=1 batch_size=0
-data_dir='data/fineweb' out_dir='out/lm'
+data_dir='data/fineweb' out_dir='out/lm' arch='experts' baseline_lr=0.0
+wandb_project='parallel-experts'
 """)  # where paper and design are silent
 AGENT = table("""
 split='unfiltered-train' env='torch' n_envs=32 arch='convlstm' recurrent=True n_layer=4 n_expert=1
@@ -267,7 +268,7 @@ def test_updates_of_a_language_model(text, recurrent):
             run.model.head.normal_(std=1.0 if step == 99 else 1e-3)
         model, loader = copy.deepcopy(run.model), copy.deepcopy(run.loader)
         x, y, reset = loader.next()
-        exact, _ = model(x, y, None if reset or not recurrent else run.states[0])
+        exact, _ = model(x, y, None if reset or not recurrent else run.state)
         exact.backward()
         for optimizer in run.optimizers:
             optimizer.state.clear()
