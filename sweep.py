@@ -15,12 +15,10 @@ $ python sweep.py config/study_lm.py --run --figure --table
 A plan compares allocations (L, E, d) at one budget W: E = round(W / (L C(d))) experts, where C(d)
 is an expert's cost; a row is dropped where that is 0. ConvLSTM: C = 9 (32 + 2d) 4d multiply-adds a
 cell, W = C(128), C(256), C(1024). ConvGLU: C = 9 d 2d. Language models: C = forward FLOPs of a
-block a token, W = 16 or 32 blocks of width 768. `tune` gives each allocation its own value of a
-setting: all values run with seed 1; when these have finished, the list grows by seeds 2..n+1 of
-each one's best, and figures and tables show these seeds alone, not the one that chose.
-
-Writes into out_dir/PLAN: a folder a run, figures and tables (plan sokoban: the runs of its three
-parts). A run is finished when its log is at its last step.
+block a token, W = 16 or 32 blocks of width 768. With `tune` all values run with seed 1; when these
+have finished, the list grows by seeds 2..n+1 of each allocation's best value, and figures and
+tables show these alone. Writes into out_dir/PLAN: a folder a run, finished when its log is at its
+last step; figures and tables (plan sokoban: from its parts' runs).
 """
 
 import contextlib
@@ -36,9 +34,8 @@ import time
 from math import inf
 from subprocess import DEVNULL, STDOUT, Popen
 
-# before torch: how threads wait, what ctrl-C does
 from configurator import configure, fail, first_line, read_argument, read_config, read_script
-from configurator import run_script, write_json
+from configurator import run_script, write_json  # all before torch: how threads wait
 
 import numpy as np
 import torch
@@ -55,10 +52,8 @@ from model import ModelConfig, build_model
 # which runs
 plan = ''                      # a name of PLANS; an unknown one lists them
 only = ''                      # a part of it, as in 'L=1,2 variant=recurrent model=convglu'
-dear = False                   # language models: also allocations over 1.5 budgets, as half an
-                               # expert rounded up to one: no fair points of a figure
-seeds = 0                      # runs of a cell, seeds 1..n (with tune 2..n+1); 0: three for
-                               # Sokoban, one for language models
+dear = False                   # language models: also allocations over 1.5 budgets (E rounded up)
+seeds = 0                      # a cell's, 1..n (tuned: 2..n+1); 0: Sokoban 3, language models 1
 tune = ''                      # 'learning_rate=0.02,0.04': a cell's best value, found with seed 1
 base = ''                      # config file under all runs, or the recurrent ones; '': the plan's
 base_ff = ''                   # the same under those that are not recurrent
@@ -101,16 +96,13 @@ FIGURES = {  # plan: models and budgets; allocations of equal cost
 }
 FIGURES['sokoban'] = [each for budget in AGENTS for each in FIGURES[f'sokoban-{budget}']]
 WAYS = ['sqrt_sum', 'mean', 'softmax_mean', 'softmax_l2']
-RULES = [(LM, False, L, 16 // L, 768) for L in (2, 4, 8)]  # at L = 16 both are the same
+RULES = [(LM, False, L, 16 // L, 768) for L in (2, 4, 8)]  # with one expert they are the same
+RULES += [('convglu', recurrent, 2, 2, 128) for recurrent in (True, False)]
 ABLATIONS = {  # plan: setting, values, cells: model, recurrent, L, E, d
     'aggregation': ('aggregation', WAYS, [('convlstm', True, 1, 4, 128), (LM, True, 2, 8, 768)]),
     'communication': ('radius', range(8), [('convlstm', True, 2, 8, 32)]),
     'share-kv': ('share_kv', [True, False], [(LM, True, L, 16 // L, 768) for L in (1, 2, 4)]),
-    'residual': (
-        'residual',
-        ['expert', 'shared'],
-        [*RULES, ('convglu', True, 2, 2, 128), ('convglu', False, 2, 2, 128)],
-    ),
+    'residual': ('residual', ['expert', 'shared'], RULES),
 }
 SIZES = [(L, E) for L in (1, 2, 4, 8) for E in (1, 2, 4, 8, 16, 32, 64)]  # cost grows with both
 SCALED = [('convlstm', 64), ('convglu', 64), (LM, 384)]
@@ -127,36 +119,26 @@ POLL, REPORT = 0.2, 10.0  # seconds between looks at the runs, and between lines
 DRAWS = 10000  # of the bootstrap
 
 
-# ----------------------------------------------------------------------------- settings and costs
-
-
 @functools.cache
-def files_of(model: str, recurrent: bool, budget: str) -> tuple[str, ...]:
-    """The config files under a run's own settings."""
-    chosen = base if recurrent else base_ff or base
-    if not chosen and model != LM:
-        return ()  # train_sokoban.py's defaults: the paper's, where it gives them
+def under(model: str, recurrent: bool, budget: str) -> tuple[dict, list[str]]:
+    """What a run's own settings are laid over: defaults, config files and `also`; and the files.
+    Agents need none: train_sokoban.py's defaults are the paper's, where it gives them."""
     family = budget.replace('-', '_') + ('' if recurrent else '_gpt')
-    chosen = chosen or f'config/{family}_L2.py'
-    beside = os.path.relpath(os.path.join(HERE, chosen))
-    return (beside if os.path.exists(beside) and not os.path.exists(chosen) else chosen,)
-
-
-@functools.cache
-def under(model: str, recurrent: bool, budget: str) -> dict:
-    """What a run's own settings are laid over: defaults, config files and `also`."""
+    path = (base if recurrent else base_ff or base) or f'config/{family}_L2.py' * (model == LM)
+    if path and not os.path.exists(path) and os.path.exists(os.path.join(HERE, path)):
+        path = os.path.relpath(os.path.join(HERE, path))
     defaults = read_script(os.path.join(HERE, Row(model, recurrent, budget, 1, 1, 1).script))[0]
     config = dict(defaults)
-    for path in files_of(model, recurrent, budget):
+    if path:
         read_config(path, config, defaults)
     for setting in also.split():
         read_argument(f'--{setting}', config, defaults, f'also = {also!r}')
-    return config
+    return config, [path] * bool(path)
 
 
 def settings_of(row: Row) -> dict:
     """A run's own settings, as its command line has them."""
-    config = under(*row[:3])
+    config, _ = under(*row[:3])
     own = {} if row.is_text else {'arch': row.model}
     own |= {'recurrent': row.recurrent, 'n_layer': row.L, 'n_expert': row.E, 'n_embd': row.d}
     own |= {'seed': row.seed, **dict(row.more)}
@@ -167,7 +149,7 @@ def settings_of(row: Row) -> dict:
 
 
 def config_of(row: Row) -> dict:
-    return under(*row[:3]) | settings_of(row)
+    return under(*row[:3])[0] | settings_of(row)
 
 
 @functools.cache
@@ -236,7 +218,7 @@ def tuned(rows: list[Row]) -> list[Row]:
         if name in settings_of(row) or name in SAME_RUN:
             fail(f'tune: {name} cannot be tuned: plan {plan!r} sets it, or it changes no result')
         for text in values.split(','):
-            read_argument(f'--{name}={text}', own := {}, under(*row[:3]), f'tune = {tune!r}')
+            read_argument(f'--{name}={text}', own := {}, under(*row[:3])[0], f'tune = {tune!r}')
             out.append(row._replace(more=(*row.more, (name, own[name]))))
     return list(dict.fromkeys(out))
 
@@ -273,18 +255,14 @@ def plan_rows() -> list[Row]:
     if plan not in PLANS:
         fail(f'plan = {plan!r}: expected one of {", ".join(PLANS)}')
     cells = chosen(cells_of(plan))
-    first = cells[0]
-    cells = [row for row in cells if not too_dear(row)]
+    first, cells = cells[0], [row for row in cells if not too_dear(row)]
     if not cells:
-        words = f'leaves only {first.name} and the like, {over_budget(first):.2f} budgets'
+        words = f'leaves only such as {first.name}, {over_budget(first):.2f} budgets'
         fail(f'only = {only!r}: {words}: see --dear')
     cells = tuned(cells) if tune else cells
     last = {row: (seeds or (1 if row.is_text else 3)) + bool(tune) for row in cells}
     again, more = winners(cells) if tune else cells, range(2, max(last.values()) + 1)
     return cells + [row._replace(seed=n) for n in more for row in again if n <= last[row]]
-
-
-# ----------------------------------------------------------------------------- where a run is
 
 
 def folder_of(row: Row) -> str:
@@ -345,7 +323,7 @@ def state_of(row: Row) -> str:
 def arguments(row: Row) -> list[str]:
     """Script, config files and settings of a run, from the current folder."""
     flags = [f'--{k}={v}' for k, v in {**settings_of(row), 'out_dir': folder_of(row)}.items()]
-    return [os.path.relpath(os.path.join(HERE, row.script)), *files_of(*row[:3]), *flags]
+    return [os.path.relpath(os.path.join(HERE, row.script)), *under(*row[:3])[1], *flags]
 
 
 def command(row: Row, state: str) -> list[str]:
@@ -646,16 +624,12 @@ def write_runs(runs: list, reported: set, into: str) -> str:
         'drawn_at_commit': commit(),
     }
     about['device'] = device_name('cuda' if torch.cuda.is_available() else 'cpu')
-    about |= {'torch': torch.__version__, 'runs': []}
+    path, records = os.path.join(into, 'runs.json'), []
     for row, log in runs:
-        mine = {'over_budget': over_budget(row), 'reported': row in reported}
-        mine['commit'] = read_json(row).get('commit')
-        about['runs'].append(figures.run_record(row, log) | mine)
-    write_json(about, os.path.join(into, 'runs.json'))
-    return os.path.join(into, 'runs.json')
-
-
-# ----------------------------------------------------------------------------- the command
+        mine = {'reported': row in reported, 'commit': read_json(row).get('commit')}
+        records.append(figures.run_record(row, log) | mine | {'over_budget': over_budget(row)})
+    write_json(about | {'torch': torch.__version__, 'runs': records}, path)
+    return path
 
 
 def main() -> int:

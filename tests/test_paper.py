@@ -105,7 +105,7 @@ def settings_of(name):
 
 def rows_of(plan, only, monkeypatch):
     """{(recurrent, L, E, d): settings}."""
-    for cached in (sweep.files_of, sweep.under, sweep.cost):
+    for cached in (sweep.under, sweep.cost):
         cached.cache_clear()
     monkeypatch.chdir(ROOT)
     configure(vars(sweep), [f'--plan={plan}', f'--only={only}', '--seeds=1'], quiet=True)

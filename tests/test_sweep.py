@@ -57,7 +57,7 @@ def base(tmp_path_factory):
 
 def forget():
     """What sweep keeps for a process's one plan."""
-    for cached in (sweep.files_of, sweep.under, sweep.cost):
+    for cached in (sweep.under, sweep.cost):
         cached.cache_clear()
 
 
@@ -158,8 +158,8 @@ def test_language_models_cost_16_blocks(capsys):
     depths = [r.L for r in sized('--plan=lm-medium', '--only=d=768 variant=recurrent')]
     assert depths == [1, 2, 4, 8, 16, 32]
     assert {r.budget for r in sized('--plan=lm-small-long')} == {'small-long'}
-    assert sweep.under('transformer', True, 'small-long')['window'] == 1024
-    assert sweep.under('transformer', False, 'small-long')['block_size'] == 2048
+    assert sweep.under('transformer', True, 'small-long')[0]['window'] == 1024
+    assert sweep.under('transformer', False, 'small-long')[0]['block_size'] == 2048
 
 
 def test_shrunk_plans_keep_the_rule(base):
@@ -242,45 +242,45 @@ def test_list_has_a_line_a_run_with_a_command_that_parses():
     assert words[:10] == '0 convlstm recurrent 16 1 32 - 1 176.9 1.33'.split()
 
 
-@pytest.mark.parametrize(
-    'argv, words',
-    [
-        (['--plan=nonsense'], ['nonsense', *sweep.PLANS]),
-        ([], ['sokoban-small']),
-        (['--only=L=3'], ['leaves none', 'L to be 1,2,4,8,16']),
-        (['--only=depth=3'], ['depth', 'model, variant, L, E, d']),
-        (['--base=nowhere.py'], ['nowhere.py', 'No such file']),
-        (['--also=nonsense=1'], ['also = ', "'nonsense'"]),
-        (['--width=0'], ['width = 0.0', 'between']),
-        (['--width=0.0833'], ['n_embd', 'base, width']),
-        (['--emit=pbs'], ["emit = 'pbs'"]),
-        (['--table=mode'], ["table = 'mode'"]),
-        (['--table=solve', '--run'], ['no Sokoban agents']),
-        (['--reference=nowhere', '--run'], ["reference = 'nowhere'"]),
-        (['--length=1e307'], ['length = 1e+307']),
-        (['--run', '--index=99'], ['index = 99', '0 to 25']),
-        (['--only=L=8 d=1536 variant=recurrent'], ['L8_E1_d1536', '1.97 budgets', '--dear']),
-        (['--seeds=-1'], ['seeds = -1']),
-        (['--tune=learning_rate'], ['tune', "'learning_rate=0.02,0.04'"]),
-        (['--tune=n_layer=1,2'], ['n_layer', 'cannot be tuned']),
-        (['--tune=threads=1,2'], ['threads', 'cannot be tuned']),
-        (['--tune=learning_rat=0.02'], ['tune = ', "'learning_rat'", "'learning_rate'"]),
-        (['--tune=learning_rate=0.02,'], ['tune = ', 'learning_rate expects']),
-        (['--emit=slurm', '--run'], ["emit = 'slurm'", 'run']),
-        (['--index=0'], ['index = 0', '--run']),
-        (['--figure'], ['no run of plan', '--run']),
-        (['--gpus_per_run=64', '--run'], ['gpus_per_run = 64']),
-    ],
-)
-def test_mistakes_are_one_line(argv, words, tmp_path, monkeypatch, capsys):
+MISTAKES = """
+--plan=nonsense | nonsense lm-small share-kv
+--only=L=3 | leaves none L to be 1,2,4,8,16
+--only=depth=3 | depth model, variant, L, E, d
+--base=nowhere.py | nowhere.py No such file
+--also=nonsense=1 | also = 'nonsense'
+--width=0 | width = 0.0 between
+--width=0.0833 | n_embd base, width
+--emit=pbs | emit = 'pbs'
+--table=mode | table = 'mode'
+--table=solve --run | no Sokoban agents
+--reference=nowhere --run | reference = 'nowhere'
+--length=1e307 | length = 1e+307
+--run --index=99 | index = 99 0 to 25
+'--only=L=8 d=1536 variant=recurrent' | L8_E1_d1536 1.97 budgets --dear
+--seeds=-1 | seeds = -1
+--tune=learning_rate | tune 'learning_rate=0.02,0.04'
+--tune=n_layer=1,2 | n_layer cannot be tuned
+--tune=threads=1,2 | threads cannot be tuned
+--tune=learning_rat=0.02 | tune = 'learning_rat' 'learning_rate'
+--tune=learning_rate=0.02, | tune = learning_rate expects
+--emit=slurm --run | emit = 'slurm' run
+--index=0 | index = 0 --run
+--figure | no run of plan --run
+--gpus_per_run=64 --run | gpus_per_run = 64
+"""
+
+
+@pytest.mark.parametrize('line', MISTAKES.strip().splitlines())
+def test_mistakes_are_one_line(line, tmp_path, monkeypatch, capsys):
     forget()
-    argv = argv if not argv or '--plan=nonsense' in argv else ['--plan=lm-small', *argv]
-    monkeypatch.setattr(sys, 'argv', ['sweep.py', *argv, f'--out_dir={tmp_path}/none'])
+    argv, words = line.split(' | ')
+    argv = ['--plan=lm-small', *shlex.split(argv), f'--out_dir={tmp_path}/none']
+    monkeypatch.setattr(sys, 'argv', ['sweep.py', *argv])
     with pytest.raises(SystemExit) as stop:
         sweep.main()
     err = capsys.readouterr().err
     assert stop.value.code == 2 and err.count('\n') == 1 and err.startswith('error: '), err
-    assert all(word in err for word in words) and not (tmp_path / 'none').exists(), err
+    assert all(word in err for word in words.split()) and not (tmp_path / 'none').exists(), err
 
 
 def test_jobs_are_quoted_and_run(base, tmp_path):
@@ -534,50 +534,21 @@ def test_each_cell_is_tuned_with_seed_1_and_its_best_is_shown_by_other_seeds(bas
 
 
 def test_tuning_goes_on_to_the_other_seeds(base, tmp_path):
-    """One command: a value that cannot run is no winner and does not stop the rest."""
+    """One command: a value that cannot run is no winner and does not stop the rest; one that
+    failed before and is the best once it has run has its other seeds run too."""
     argv = ['--plan=residual', f'--base={base}', '--width=0.03125', f'--out_dir={tmp_path}']
-    argv += ['--only=L=8 model=transformer residual=shared', '--seeds=1', '--tune=grad_clip=-1,1']
-    out = call(*argv)[1]
-    assert len(out.splitlines()) == 5 and 'other seeds' in out.splitlines()[-1]
+    argv += ['--only=L=8 model=transformer residual=shared', '--seeds=1', '--tune=grad_clip=-1,1,2']
+    first, _, last = sized(*argv)
+    fake([last], lambda row: 99.0)
+    folder_of(first).mkdir()
+    (folder_of(first) / 'failed.json').write_text('{}')
+    assert 'other seeds' in call(*argv)[1].splitlines()[-1]
     status, out, err = call(*argv, '--run', '--table')
     assert status == 1 and out.count(': done') == 2 and 'grad_clip' in out, out + err
-    assert '3 runs, 1 finished before' in out
-
-
-def test_a_changed_winner_is_followed(base, tmp_path, monkeypatch):
-    """A value that failed before and is the best once it has run: its other seeds run too."""
-    argv = ['--plan=lm-small', f'--base={base}', '--width=0.0625', f'--out_dir={tmp_path}']
-    argv += ['--only=L=1 d=48 variant=recurrent', '--seeds=1', '--tune=learning_rate=0.02,0.04']
-    rows, asked = sized(*argv), []
-    fake(rows[:1], lambda row: 2.0)
-    folder_of(rows[1]).mkdir()
-    (folder_of(rows[1]) / 'failed.json').write_text('{}')
-
-    def execute(rows):
-        asked.append([(row.more[0][1], row.seed) for row in rows])
-        fake(rows, lambda row: 1.0 if row.more[0][1] == 0.04 else 2.0)
-        return 0
-
-    monkeypatch.setattr(sweep, 'execute', execute)
-    monkeypatch.setattr(sys, 'argv', ['sweep.py', *argv, '--run'])
-    forget()
-    assert sweep.main() == 0
-    assert asked == [[(0.02, 1), (0.04, 1), (0.02, 2)], [(0.02, 1), (0.04, 1), (0.04, 2)]]
+    assert '4 runs, 2 finished before' in out and 'grad_clip-1.0_s2: done' in out
 
 
 # ---- values, figures, tables ----
-
-
-def test_values_and_spread(tmp_path):
-    rows = agents('L=1,2 model=convlstm', f'--out_dir={tmp_path}')
-    fake(rows, lambda row: row.seed * 1.0 + row.L)
-    runs = sweep.finished(rows)
-    assert len(runs) == len(rows)
-    assert figures.value(*runs[0]) == pytest.approx(1 + 1)  # the last five: v-2 to v+2
-    mean, deviation, n = figures.cells(runs)[rows[0]._replace(seed=0)]
-    assert (mean, deviation, n) == (pytest.approx(3.0), pytest.approx(1.0), 3)
-    one = figures.cells(runs[:1])[rows[0]._replace(seed=0)]
-    assert math.isnan(one[1]) and one[2] == 1
 
 
 def test_saturation_is_the_best_of_at_most_L(tmp_path):
@@ -646,33 +617,16 @@ def test_ablations_are_drawn_with_standard_errors(tmp_path, monkeypatch):
 
 def test_the_three_budgets_are_joined(tmp_path):
     """Plan sokoban reads the runs of its three parts where those are, and draws a line a budget."""
-    argv = [f'--out_dir={tmp_path}', '--only=L=1,2 model=convlstm', '--seeds=2']
-    parts = []
+    argv, parts = [f'--out_dir={tmp_path}', '--only=L=1,2 model=convlstm', '--seeds=2'], []
     for budget in ('small', 'medium', 'large'):
         parts += sized(f'--plan=sokoban-{budget}', *argv)
         fake(sweep.plan_rows(), lambda row: row.d / 100 + row.seed)
     rows = sized('--plan=sokoban', *argv)
     assert sorted(rows) == sorted(parts) and len(sweep.finished(rows)) == len(rows)
     paths = figures.draw('sokoban', rows, sweep.finished(rows), 'token', '', str(tmp_path))
-    assert [Path(path).name for path in paths] == ['budgets_convlstm.png', 'budgets_convlstm.svg']
     text = Path(paths[1]).read_text()
-    words = ('small budget', 'medium budget', 'large budget', 'at most L levels', 'standard error')
-    assert all(word in text for word in words)
-
-
-DAMAGES = [{'episodic_return': 'abc'}, {'episodic_return': {}}, {'episodic_return': math.nan}]
-
-
-@pytest.mark.parametrize('damage', [*DAMAGES, {'env_steps': 'x'}, {'step': 1.5}])
-def test_damaged_values(damage, tmp_path):
-    (row,) = agents(
-        'L=1 model=convlstm variant=recurrent d=64', f'--out_dir={tmp_path}', '--seeds=1'
-    )
-    fake([row])
-    path = folder_of(row) / 'log.jsonl'
-    path.write_text(path.read_text() + json.dumps({'step': 10**9} | damage) + '\n')
-    with pytest.raises(figures.LogError, match='log.jsonl:9'):
-        figures.read_log(folder_of(row))
+    assert Path(paths[1]).name == 'budgets_convlstm.svg' and 'at most L levels' in text
+    assert all(f'{budget} budget' in text for budget in ('small', 'medium', 'large'))
 
 
 def test_a_corrupt_log_is_named_and_skipped(tmp_path):
@@ -685,6 +639,13 @@ def test_a_corrupt_log_is_named_and_skipped(tmp_path):
     status, out, err = call(*argv, f'--out_dir={tmp_path}', '--table')
     assert status == 0 and '1 of 3 runs' in out
     assert err.count('\n') == 1 and str(path.parent) in err and 'skipped' in err
+    log = folder_of(rows[0]) / 'log.jsonl'
+    text, bad = log.read_text(), ('"abc"', '{}', 'NaN')
+    damages = [f'{{"step": 9, "episodic_return": {value}}}' for value in bad]
+    for damage in (*damages, '{"step": 9, "env_steps": "x"}', '{"step": 1.5}'):
+        log.write_text(f'{text}{damage}\n')
+        with pytest.raises(figures.LogError, match='log.jsonl:9'):
+            figures.read_log(folder_of(rows[0]))
 
 
 def test_the_table_has_the_papers_layout(tmp_path):
