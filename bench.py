@@ -181,7 +181,7 @@ def make_chunk(
 
     parts = {'chunk': chunk}
     if optimizer:
-        optimizers = train_lm.make_optimizers(model)
+        optimizers = muon.make_optimizers(model, vars(train_lm))
         for group in (g for o in optimizers for g in o.param_groups):
             group['lr'] = (
                 1e-6  # hundreds of updates by one gradient must not drive the weights to infinity

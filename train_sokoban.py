@@ -78,7 +78,7 @@ from checkpoint import (
 from convlstm import AgentConfig, build_agent
 from kernels import compiled, graphed
 from play_sokoban import evaluate, plot_log, report
-from ranks import gather, sum_over_ranks
+from muon import gather, sum_over_ranks
 from sokoban import (
     CELLS,
     TIME_LIMIT,

@@ -53,6 +53,9 @@ LM = {  # section 3
     'val_streams': 512,
 }
 LM_OURS = {  # where paper and design are silent
+    'arch': 'experts',
+    'baseline_lr': 0.0,
+    'wandb_project': 'parallel-experts',
     'val_tokens': 10485760,
     'router_dim': 64,
     'adam_eps': 1e-10,
@@ -406,7 +409,7 @@ def test_updates_of_a_language_model(text, recurrent):
             run.model.head.normal_(std=1.0 if step == 99 else 1e-3)
         model, loader = copy.deepcopy(run.model), copy.deepcopy(run.loader)
         x, y, reset = loader.next()
-        state = None if reset or not recurrent else run.states[0]
+        state = None if reset or not recurrent else run.state
         exact, _ = model(x, y, state)
         exact.backward()
         for optimizer in run.optimizers:
