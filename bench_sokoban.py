@@ -111,7 +111,7 @@ def plan(config: dict, where: str, dt: torch.dtype) -> tuple[dict[str, tuple], d
                 'n_layer': L,
                 'n_expert': E,
                 'n_embd': D,
-                'kind': kind,
+                'arch': kind,
                 'recurrent': recurrent,
                 'n_envs': n_envs,
                 'unroll': unroll,

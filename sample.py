@@ -36,7 +36,7 @@ top_k = 200                    # keep only the likeliest tokens; 0: all
 num_samples = 1                # texts to write, one after the other
 seed = 1337                    # of the draws
 device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda'
-dtype = 'auto'                 # of products: 'float32', 'bfloat16', 'auto': bfloat16 where it is fast;
+dtype = 'auto'                 # of products: 'float32', 'bfloat16'; 'auto': bfloat16 if it is fast;
                                # with `export` of the weights, 'auto': float32
 export = ''                    # a folder to write the model into, instead of text; what it holds of
                                # an earlier export is replaced
@@ -202,9 +202,8 @@ def main() -> None:
         export_model() if export else write_text()
     except ValueError as error:  # CheckpointError, SizeError, DataError, pick_device's
         fail(error)
-    except (RuntimeError, MemoryError) as error:  # no memory
-        fail(checkpoint.last_words(error, out_dir, 'the model needs more than there is'))
 
 
 if __name__ == '__main__':
-    run_script(main)
+    words = checkpoint.last_words('the model needs more than there is')
+    run_script(main, last_words=words)

@@ -36,6 +36,7 @@ import checkpoint
 from checkpoint import BEST, LAST, PREV, CheckpointError, device_name, fill, print0, restoring
 from data_fineweb import VOCAB, DataError, SequenceLoader, StreamLoader
 from data_fineweb import find_shards, fingerprint, load_val, token_bytes
+from figures import open_trackers, plot_losses
 from kernels import chosen_lines, graphed
 from model import ModelConfig, build_model, config_dict, memory
 from muon import Buckets, gather, lr_at, make_optimizers
@@ -468,8 +469,7 @@ def open_log(run: Run) -> tuple[list[Callable], list[Callable]]:
     # the checkpoint's own step is validated and logged again: the run may have died in between
     after = run.step - 1 if resume else None
     log = checkpoint.JsonlLog(os.path.join(out_dir, 'log.jsonl'), after)
-    wanted = [name for name in ('tensorboard', 'wandb') if run.config[name]]
-    track, close = checkpoint.open_trackers(wanted, out_dir, run.config)
+    track, close = open_trackers(run.config, tensorboard, wandb_project if wandb else '')
     return [log.write, track], [log.close, close]
 
 
@@ -542,7 +542,7 @@ def end(run: Run, closes: list[Callable], status: int) -> int:
     if plot and status == 0 and run.rank == 0:
         unit = 'byte' if tokenizer == 'bytes' else 'token'
         title = f'{type(run.model).__name__}, L = {n_layer}, E = {n_expert}, d = {n_embd}'
-        print0(f'loss curve: {checkpoint.plot_losses(out_dir, unit, title)}')
+        print0(f'loss curve: {plot_losses(out_dir, unit, title)}')
     checkpoint.release(out_dir)
     if run.world > 1:
         dist.barrier()  # ranks leave together; one that fails leaves at once
@@ -557,12 +557,10 @@ def main() -> int:
         if arch != 'experts':  # given by hand a mistake, in a config file our model's
             fail(f"--{name} is our models': the baselines have --baseline_lr alone")
     globals().update(checkpoint.restarted(out_dir))
-    try:
-        return train(config)
-    except (RuntimeError, MemoryError) as error:  # no memory, a dead rank; checkpoints stay whole
-        fail(checkpoint.last_words(error, out_dir, 'a smaller batch_size takes less'))
+    return train(config)
 
 
 if __name__ == '__main__':
-    # interrupted: before the first update, or by a second ctrl-C
-    run_script(main, 'interrupted: the last checkpoint stays as it was')
+    # interrupted before the first update, or by a second ctrl-C
+    stays = 'interrupted: the last checkpoint stays as it was'
+    run_script(main, stays, checkpoint.last_words('a smaller batch_size takes less'))

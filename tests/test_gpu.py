@@ -98,9 +98,9 @@ def test_train_sokoban_on_one_gpu(tmp_path):
         ['--total_steps=6400'],
         ['--total_steps=9600', '--resume=True'],
         ['--eval_only=True'],
-        ['--kind=convlstm', '--dtype=bfloat16', '--total_steps=6400', '--overwrite=True'],
+        ['--arch=convlstm', '--dtype=bfloat16', '--total_steps=6400', '--overwrite=True'],
         [
-            '--kind=convglu',
+            '--arch=convglu',
             '--recurrent=False',
             '--reuse=False',
             '--total_steps=6400',

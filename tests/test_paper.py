@@ -82,7 +82,7 @@ AGENT = {  # section 4
     'split': 'unfiltered-train',
     'env': 'torch',
     'n_envs': 32,
-    'kind': 'convlstm',
+    'arch': 'convlstm',
     'recurrent': True,
     'n_layer': 4,  # the small budget's best: L = 4, E = 1, d = 64
     'n_expert': 1,
@@ -241,7 +241,7 @@ SIZES = (
     'warmup_iters',
     'val_streams',
     'split',
-    'kind',
+    'arch',
 )
 SIZES += ('n_layer', 'n_expert', 'n_embd', 'n_head', 'window', 'block_size')
 
@@ -469,7 +469,7 @@ def agent_run(level, **settings):
     small = {
         'split': level,
         'eval_split': level,
-        'kind': 'convglu',
+        'arch': 'convglu',
         'n_layer': 1,
         'n_embd': 4,
         'head_dim': 8,
@@ -487,7 +487,7 @@ def agent_run(level, **settings):
 
 def test_agent_settings_arrive(level):
     sizes = {
-        'kind': 'convglu',
+        'arch': 'convglu',
         'recurrent': False,
         'n_layer': 3,
         'n_expert': 2,

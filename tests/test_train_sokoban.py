@@ -196,8 +196,8 @@ def test_sampling_survives_nan():
         {},
         {'reuse': False},
         {'recurrent': False},
-        {'kind': 'convglu'},
-        {'kind': 'convglu', 'reuse': False},
+        {'arch': 'convglu'},
+        {'arch': 'convglu', 'reuse': False},
     ],
     ids=str,
 )
@@ -320,12 +320,12 @@ def test_what_a_gpu_compiles(tmp_path, monkeypatch):
         run = prepare(tmp_path)
         run.device, run.model.config.path = where, 'compiled'
         before = run.env.state_dict()
-        train_sokoban.compile_on_zeros(run)
+        train_sokoban.warm_up(run)
         run.model.zero_grad(set_to_none=True)
         same(run.env.state_dict(), before)
         results.append([train_sokoban.update(run, False)[:2] for _ in range(2)])
     same(*results)
-    assert calls == ['play_step', 'gae'] + 2 * ['play_step', 'play_step', 'play_step', 'gae']
+    assert calls == 3 * ['play_step', 'play_step', 'play_step', 'gae']
 
 
 def test_convolutions_are_tuned_unless_deterministic(tmp_path, monkeypatch):
@@ -427,7 +427,7 @@ def test_the_number_of_levels_in_the_first_lines_is_the_number_played(tmp_path):
 
 
 UNUSUAL = {
-    'kind': 'convglu',
+    'arch': 'convglu',
     'n_expert': 2,
     'aggregation': 'softmax_l2',
     'reuse': False,
@@ -543,7 +543,7 @@ def test_lost_log_and_trackers(tmp_path, monkeypatch):
     module = ModuleType('torch.utils.tensorboard')
     module.SummaryWriter = SummaryWriter
     monkeypatch.setitem(sys.modules, 'torch.utils.tensorboard', module)
-    monkeypatch.setattr(train_sokoban, 'need_packages', lambda **asked: None)
+    monkeypatch.setattr(train_sokoban.checkpoint, 'need_packages', lambda **asked: None)
     run(tmp_path, total_steps=24, tensorboard=True, log_interval=1)  # no episode ends so early
     assert len(given) > 10
     (tmp_path / 'log.jsonl').unlink()
@@ -784,7 +784,7 @@ def test_real_levels(tmp_path):
         ({'gamma': 1.5}, 'gamma = 1.5'),
         ({'unroll': 0}, 'unroll = 0'),
         ({'env': 'gym'}, "env = 'gym'"),
-        ({'kind': 'lstm'}, "kind = 'lstm'"),
+        ({'arch': 'lstm'}, "arch = 'lstm'"),
         ({'radius': 3}, 'radius = 3'),
         ({'levels_dir': '/nonexistent', 'split': 'unfiltered-train'}, '/nonexistent'),
         ({'split': 'no/such.npy'}, 'no/such.npy'),
@@ -843,7 +843,7 @@ def test_resume_refuses_another_run(tmp_path, capfd):
         ({'resume': True, 'n_layer': 1}, 'n_layer'),
         ({'resume': True, 'seed': 5}, 'seed'),
         ({}, 'holds a run already'),
-        ({'eval_only': True, 'kind': 'convglu'}, 'kind'),
+        ({'eval_only': True, 'arch': 'convglu'}, 'arch'),
         ({'resume': True, 'n_levels': 60}, 'n_levels'),
         ({'resume': True, 'overwrite': True}, 'exclude each other'),
     ):
@@ -869,17 +869,17 @@ def test_a_damaged_checkpoint_is_one_line(tmp_path, capfd):
         ('model', lambda m: {**m, 'query': m['query'] * math.inf}, 'model: query holds NaN'),
         ('step', lambda n: 1.5, 'step = '),
         ('clock', lambda n: None, 'clock = '),
-        ('optimizer', lambda o: {**o, 'state': {}}, 'optimizer does not fit'),
-        ('env', lambda e: {**e, 'agent': e['agent'][:1]}, 'env does not fit'),
+        ('optimizers', lambda o: [{**o[0], 'state': {}}], 'optimizers[0] does not fit'),
+        ('env', lambda e: {**e, 'agent': e['agent'][:1]}, 'env, start or state does not fit'),
         ('start', lambda x: x[:1], 'start or state does not fit'),
         ('state', lambda s: s[:-1], 'start or state does not fit'),
-        ('running', lambda x: x[:1], 'count or running does not fit'),
-        ('recent', lambda x: 5, 'since, recent or sums does not fit'),
+        ('running', lambda x: x[:1], 'sums or rng does not fit'),
+        ('recent', lambda x: 5, 'sums or rng does not fit'),
         ('rng', lambda r: {}, 'rng does not fit'),
     ):
         saved = load_checkpoint(tmp_path / 'good.pt')
         saved[key] = change(saved[key])
-        train_sokoban.save_checkpoint(saved, tmp_path / 'ckpt_last.pt')
+        train_sokoban.checkpoint.save_checkpoint(saved, tmp_path / 'ckpt_last.pt')
         for settings in (
             {'resume': True},
             *([{'eval_only': True}] if key in ('model', 'step') else []),
