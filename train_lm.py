@@ -7,8 +7,6 @@ One GPU:
 $ python train_lm.py config/small_L2.py
 Four GPUs on one machine; the same batch, split over ranks:
 $ torchrun --standalone --nproc_per_node=4 train_lm.py config/small_L2.py
-The non-recurrent twin of any config, at the same levels, experts and width:
-$ python train_lm.py config/small_L2.py --recurrent=False --block_size=256 --out_dir=out/L2_gpt
 Go on after a crash, ctrl-C, SIGTERM or a closed terminal:
 $ python train_lm.py config/small_L2.py --resume=True
 
@@ -21,7 +19,6 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -190,15 +187,6 @@ def fitting_rows(c: ModelConfig, streams: int, amp: torch.dtype, device: str, wh
     return rows
 
 
-def text_bytes(y: torch.Tensor) -> float:
-    """Bytes of text that the tokens stand for; NaN without GPT-2's tokenizer, needed here alone."""
-    try:
-        return float(token_bytes(tokenizer)[y.numpy()].sum())
-    except (DataError, ImportError) as error:
-        print0(f'no bits per byte: {error}')
-        return math.nan
-
-
 def autocast(device: str, amp: torch.dtype) -> torch.autocast | nullcontext:
     return torch.autocast(torch.device(device).type, amp) if amp != torch.float32 else nullcontext()
 
@@ -227,7 +215,12 @@ def make_run(config: dict) -> Run:
     Loader = StreamLoader if recurrent else SequenceLoader
     loader = Loader(train, rows, block_size, V, rank, world, seed)
     x, y = load_val(held_out, val_tokens, val_streams, V, rank, world)
-    val = (x.to(device_), y.to(device_), text_bytes(y))
+    try:
+        size = float(token_bytes(tokenizer)[y.numpy()].sum())  # of the text, in bytes
+    except (DataError, ImportError) as error:  # no GPT-2 tokenizer: needed for nothing else
+        print0(f'no bits per byte: {error}')
+        size = math.nan
+    val = (x.to(device_), y.to(device_), size)
 
     model = build_model(sizes, recurrent) if arch == 'experts' else baselines.build(arch, sizes)
     model, inputs = model.to(device_), {}
@@ -262,11 +255,6 @@ def rate(step: int) -> float:
     return lr_at(step, max_iters, warmup_iters, final_lr_ratio)
 
 
-def put(to: Iterable[torch.Tensor], source: Iterable[torch.Tensor]) -> None:
-    for a, b in zip(to, source, strict=True):
-        a.copy_(b.detach())  # path 'plain' has a graph there
-
-
 def forward_backward(run: Run, x: torch.Tensor, y: torch.Tensor, state: tuple | None) -> None:
     """Adds a micro-batch's gradients and share of the mean loss to run.buckets; the state goes on
     in place. Returns nothing, and what it reads and writes stays where it is: it may be
@@ -276,7 +264,8 @@ def forward_backward(run: Run, x: torch.Tensor, y: torch.Tensor, state: tuple | 
     loss = loss * (x.numel() / tokens_per_step)  # the mean over the whole batch
     loss.backward()
     run.buckets.extra[0].add_(loss.detach())
-    put(state or (), new or ())
+    if recurrent:
+        torch._foreach_copy_(state, [t.detach() for t in new])  # path 'plain' has a graph there
 
 
 def apply(run: Run) -> None:
@@ -298,18 +287,19 @@ def train_update(run: Run, stop: bool) -> tuple[float, float, bool]:
     run.buckets.extra[1].fill_(float(stop))
     for start in range(0, len(x), run.rows):
         x_i, y_i = x[start : start + run.rows], y[start : start + run.rows]
-        rows, mine = len(x_i), ()
+        rows, mine = len(x_i), None
         x_in, y_in, state = run.inputs[rows]
         x_in.copy_(x_i, non_blocking=True)
         y_in.copy_(y_i, non_blocking=True)
-        if state is not run.state:  # several micro-batches: each has its part of it
+        if state is not run.state:  # one of several micro-batches: its part of it
             mine = [t.narrow(d, start, rows) for t, d in zip(run.state, STREAMS[arch], strict=True)]
-            put(state, mine)
-        for t in state if reset and recurrent else ():
-            t.zero_()  # as init_state's
+            torch._foreach_copy_(state, mine)
+        if reset and recurrent:
+            torch._foreach_zero_(state)  # as init_state's
         run.buckets.sending = start + rows == len(x)
         graphed(run.chunk_graphs, f'chunk of {rows}', forward_backward, run, x_in, y_in, state)
-        put(mine, state if mine else ())
+        if mine:
+            torch._foreach_copy_(mine, state)
     run.buckets.finish()
     norm = torch.nn.utils.get_total_norm([p.grad for p in run.model.parameters()])
     run.buckets.extra[2].copy_(norm)
@@ -422,27 +412,24 @@ def load(run: Run) -> None:
 def describe(run: Run) -> str:
     params, flops = run.model.num_params(), run.model.flops_per_token()
     micro = -(-tokens_per_step // (block_size * run.world * run.rows))
-    core, head = flops['core'] / 1e6, flops['head'] / 1e6
-    total, tokens = max_iters * tokens_per_step, val_tokens // val_streams * val_streams
+    machine = f'{run.world} x {device_name(run.device)} ({torch.get_num_threads()} threads)'
     return (
-        f'torch {torch.__version__}, python {sys.version.split()[0]}, {run.world} x '
-        f'{device_name(run.device)} ({torch.get_num_threads()} threads), '
-        f'{str(run.amp)[6:]} products\n'
-        f'{type(run.model).__name__}: {params["total"] / 1e6:.2f}M parameters '
-        f'({params["core"] / 1e6:.2f}M core), {core:.1f} + {head:.1f} MFLOP a token forward\n'
+        f'torch {torch.__version__}, python {sys.version.split()[0]}, {machine}, {run.amp}\n'
+        f'{type(run.model).__name__}: {params["total"] / 1e6:.2f}M parameters, '
+        f'{params["core"] / 1e6:.2f}M of the core; MFLOP a token forward: core '
+        f'{flops["core"] / 1e6:.1f}, head {flops["head"] / 1e6:.1f}\n'
         f'an update: {tokens_per_step:,} tokens = {run.world} ranks x {micro} micro-batches x '
-        f'{run.rows} rows x {block_size}; {max_iters:,} updates = {total / 1e6:,.1f}M tokens; '
-        f'validation on {tokens:,}'
+        f'{run.rows} rows x {block_size}; {max_iters:,} updates'
     )
 
 
 def dense_line(run: Run) -> str:
-    """One update. MFU: nominal FLOPs of forward and backward over the devices' peak, where
-    known."""
-    r, name = run.record, device_name(run.device)
-    flops = 3 * sum(run.model.flops_per_token().values()) * r['tokens_per_s']
-    peak = next((peak for gpu, peak in PEAK.items() if gpu in name), math.inf) * run.world
-    mfu = f'{flops / peak:.1%}' if peak < math.inf and run.amp == torch.bfloat16 else 'n/a'
+    """MFU: nominal FLOPs of forward and backward over the devices' peak, where that is known."""
+    r, name, mfu = run.record, device_name(run.device), 'n/a'
+    peak = next((peak for gpu, peak in PEAK.items() if gpu in name), None)
+    if peak and run.amp == torch.bfloat16:
+        flops = 3 * sum(run.model.flops_per_token().values()) * r['tokens_per_s']
+        mfu = f'{flops / (peak * run.world):.1%}'
     eta = timedelta(seconds=int((max_iters - r['step']) * r['ms'] / 1000))
     return (
         f'step {r["step"]}/{max_iters} | loss {r["train_loss"]:.4f} | lr {r["lr"]:.2e} | '
@@ -459,18 +446,6 @@ def validate(run: Run) -> None:
         run.best = val_loss
         if run.step > 0:
             save(run, best=True)
-
-
-def open_log(run: Run) -> tuple[list[Callable], list[Callable]]:
-    """-> what takes a record, and what closes at the end; nothing but on the first rank."""
-    if run.rank > 0:
-        return [], []
-    checkpoint.write_config(run.config, out_dir, run.device)
-    # the checkpoint's own step is validated and logged again: the run may have died in between
-    after = run.step - 1 if resume else None
-    log = checkpoint.JsonlLog(os.path.join(out_dir, 'log.jsonl'), after)
-    track, close = open_trackers(run.config, tensorboard, wandb_project if wandb else '')
-    return [log.write, track], [log.close, close]
 
 
 def train(config: dict) -> int:
@@ -490,8 +465,15 @@ def train(config: dict) -> int:
         print0(f'step {run.step}, val loss {val_loss:.4f}, {bpb:.4f} bits per byte')
         return 0
     prepare(run)
-    writes, closes = open_log(run)
-    stopper, stop, due_to_print = checkpoint.Stopper(), False, every()
+    writes, closes = [], []
+    if run.rank == 0:
+        checkpoint.write_config(config, out_dir, run.device)
+        # the checkpoint's own step is validated and logged again: the run may have died in between
+        path, after = os.path.join(out_dir, 'log.jsonl'), run.step - 1 if resume else None
+        log = checkpoint.JsonlLog(path, after)
+        track, close = open_trackers(config, tensorboard, wandb_project if wandb else '')
+        writes, closes = [log.write, track], [log.close, close]
+    stopper, stop, status, due_to_print = checkpoint.Stopper(), False, 0, every()
     while True:
         if run.step % eval_interval == 0 or run.step == max_iters:
             validate(run)
@@ -513,7 +495,8 @@ def train(config: dict) -> int:
                 f'finite: stopped, nothing saved of it; last good checkpoint in {out_dir}: {kept}. '
                 'Lower the learning rates, or look at the data'
             )
-            return end(run, closes, 1)
+            status = 1
+            break
         run.step, run.seconds = step, run.seconds + elapsed
         run.record = {'step': step, 'tokens': step * tokens_per_step, 'train_loss': loss}
         peak = run.optimizers[0].param_groups[0]['peak_lr']
@@ -528,17 +511,14 @@ def train(config: dict) -> int:
         if due:
             save(run)  # before the validation: one that dies loses nothing
     stopper.restore()
-    if stop and run.step < max_iters:
-        print0(f'stopped after update {run.step}, saved in {out_dir}: --resume=True goes on')
-        return end(run, closes, 128 + (stopper.signal or 15))
-    took = f'{run.step} updates in {run.seconds:.0f} s, best val loss {run.best:.4f}'
-    print0(f'done: {took}; {out_dir}/{LAST}')
-    return end(run, closes, 0)
-
-
-def end(run: Run, closes: list[Callable], status: int) -> int:
     for close in closes:
         close()
+    if stop and run.step < max_iters:
+        print0(f'stopped after update {run.step}, saved in {out_dir}: --resume=True goes on')
+        status = 128 + (stopper.signal or 15)
+    elif status == 0:
+        took = f'{run.step} updates in {run.seconds:.0f} s, best val loss {run.best:.4f}'
+        print0(f'done: {took}; {out_dir}/{LAST}')
     if plot and status == 0 and run.rank == 0:
         unit = 'byte' if tokenizer == 'bytes' else 'token'
         title = f'{type(run.model).__name__}, L = {n_layer}, E = {n_expert}, d = {n_embd}'

@@ -224,7 +224,7 @@ def test_train_lm_graphs_replay_what_runs_eagerly(tmp_path, monkeypatch, setting
             losses.append(train_lm.train_update(run, False)[0])
             run.step += 1
             if run.step == 5:
-                losses.append(train_lm.evaluate_run(run)[0])
+                losses.append(train_lm.evaluate(run)[0])
         weights = torch.cat([p.detach().flatten() for p in run.model.parameters()])
         return losses, weights, (weights - begun).norm(), run.graphs
 
