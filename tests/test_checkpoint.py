@@ -2,6 +2,7 @@
 folder's rules, signals, sizes."""
 
 import errno
+import functools
 import json
 import os
 import pathlib
@@ -285,6 +286,23 @@ def test_folders_that_cannot_be_used(tmp_path, monkeypatch, capsys):
     assert 'without locks' in capsys.readouterr().out
 
 
+def test_started_again_by_torchrun(tmp_path, monkeypatch):
+    """A launch goes on with the run that it has begun, and not with one that it was refused."""
+
+    def attempt(n):
+        monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', str(n))
+        return checkpoint.restarted(tmp_path)
+
+    assert attempt(0) == {}
+    release(prepare_out_dir(tmp_path))
+    assert attempt(1) == {'resume': False, 'overwrite': True}
+    (tmp_path / LAST).write_text('')
+    assert attempt(2) == {'resume': True, 'overwrite': False}
+    assert attempt(0) == {}
+    refused(OutDirError, 'holds a run already', prepare_out_dir, tmp_path)
+    assert attempt(1) == {}
+
+
 # ---- signals ----
 
 
@@ -345,15 +363,17 @@ def test_under_nohup_a_closed_terminal_does_not_count():
 
 # ---- sizes ----
 
-BUILDERS = [(build_agent, AgentConfig(arch, recurrent, n_embd=8))
-            for arch in ('convlstm', 'convglu') for recurrent in (True, False)]  # fmt: skip
-BUILDERS += [(lambda c, r=recurrent: build_model(c, r), ModelConfig(n_embd=32, n_head=2))
-             for recurrent in (True, False)]  # fmt: skip
+BUILDERS = []
+for recurrent in (True, False):
+    agents = [AgentConfig(arch, recurrent, n_embd=8) for arch in ('convlstm', 'convglu')]
+    BUILDERS += [(build_agent, config) for config in agents]
+    text = ModelConfig(n_embd=32, n_head=2)
+    BUILDERS.append((functools.partial(build_model, recurrent=recurrent), text))
 TOO_LARGE = [{'n_layer': 10**8}, {'n_expert': 10**9}, {'n_embd': 2**39}, {'n_embd': 2**63}]
 
 
 @pytest.mark.parametrize('sizes', TOO_LARGE, ids=str)
-@pytest.mark.parametrize('k', [0, 4])
+@pytest.mark.parametrize('k', [0, 2])
 def test_models_that_no_machine_holds(sizes, k):
     """Refused by size, before anything is allocated: at once, whatever the number of levels."""
     build, config = BUILDERS[k]
@@ -364,7 +384,7 @@ def test_models_that_no_machine_holds(sizes, k):
 
 @pytest.mark.parametrize('more', [{}, {'n_expert': 3, 'aggregation': 'softmax_l2'}], ids=str)
 def test_sizes_are_counted_without_the_model(more, monkeypatch):
-    """The bytes that are compared with the machine's: those of the parameters, 10,000 more a level."""
+    """The bytes that are compared with the machine's: of the parameters, and 10,000 a level."""
     needs = []
     monkeypatch.setattr(checkpoint, 'check_fits', lambda need, what, device: needs.append(need))
     for build, config in BUILDERS:
