@@ -2,15 +2,14 @@
 What a user would pick instead, to stand beside our models: a plain Transformer and torch.nn.LSTM.
 
     python train_lm.py config/demo.py --arch=lstm --out_dir=out/demo_lstm
-    python train_lm.py config/demo.py --arch=transformer --n_expert=1 --n_layer=8 --block_size=256 \
-        --out_dir=out/demo_transformer
+    python train_lm.py config/demo.py --arch=transformer --recurrent=False --n_expert=1 \
+        --n_layer=8 --block_size=256 --out_dir=out/demo_transformer
 
-Tokens, schedule, validation and log are those of train_lm.py; the optimizer is torch.optim.AdamW.
-The LSTM reads the streams of the recurrent model and carries its state, and has as many parameters
-as the model of the config; the Transformer reads the sequences of the non-recurrent one, whose twin
-it is for E = 1. It is nanoGPT's with what is usual today: pre-norm RMSNorm, RoPE, grouped queries,
-squared ReLU, no biases, untied head, scaled_dot_product_attention, compiled as a whole. The LSTM
-runs as torch gives it (cuDNN on a GPU).
+Tokens, schedule, validation and log are train_lm.py's; the optimizer is torch.optim.AdamW. The LSTM
+reads the recurrent model's streams, carries its state and has as many parameters; it runs as torch
+gives it (cuDNN on a GPU). The Transformer reads the sequences of the non-recurrent model, whose
+twin it is for E = 1: nanoGPT's, with pre-norm RMSNorm, RoPE, grouped queries, squared ReLU, untied
+head, scaled_dot_product_attention, no biases, compiled as a whole.
 """
 
 import math
@@ -79,10 +78,8 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         if config.n_expert != 1:
-            raise ValueError(
-                f"n_expert = {config.n_expert}: arch = 'transformer' is the twin of GPT with "
-                'n_expert = 1, give its n_layer too'
-            )
+            words = "arch = 'transformer' is the twin of GPT with n_expert = 1, give its n_layer"
+            raise ValueError(f'n_expert = {config.n_expert}: {words}')
         V, D = config.vocab_size, config.n_embd
         self.config = config
         self.embedding = nn.Parameter(torch.empty(V, D).normal_(0, 0.02))

@@ -98,11 +98,10 @@ threads = 0                    # CPU threads; 0: torch's choice
 # fmt: on
 # -----------------------------------------------------------------------------
 FROM_1 = 'eval_interval log_interval max_iters block_size tokens_per_step val_tokens val_streams'
-FROM_0 = """batch_size learning_rate embedding_lr head_lr scalar_lr weight_decay grad_clip
-warmup_iters
-    adam_eps baseline_lr seed threads"""
+FROM_0 = """batch_size learning_rate embedding_lr head_lr scalar_lr weight_decay grad_clip adam_eps
+    warmup_iters baseline_lr seed threads"""
 RANGES = dict.fromkeys(FROM_1.split(), (1, math.inf)) | dict.fromkeys(FROM_0.split(), (0, math.inf))
-RANGES |= dict.fromkeys(['momentum', 'betas', 'final_lr_ratio'], (0, 1))
+RANGES |= {'momentum': (0, 0.9999), 'betas': (0, 0.9999), 'final_lr_ratio': (0, 1)}
 RANGES |= {'arch': ['experts', 'transformer', 'lstm'], 'path': ['fast', 'plain']}
 RANGES |= {'tokenizer': [*VOCAB]}
 SIZES = """n_layer n_expert n_embd n_head n_kv_head window block_size aggregation share_kv residual
@@ -112,7 +111,8 @@ POSITION = ('step', 'record', 'best', 'seconds')  # a run's, saved and restored
 STREAMS = {'experts': (0, 1, 1, 0), 'lstm': (1, 1)}  # the dimension of a state's tensors for B
 WHOLE_GRAPH = 2048  # levels x tokens of the longest recurrent chunk that is one graph
 AT_ONCE = 32768  # tokens of a micro-batch where batch_size = 0, or fewer: a quarter of an update
-PEAK = {'H100': 989e12, 'H200': 989e12, 'A100': 312e12, 'B200': 2250e12, 'L40S': 362e12}  # bf16
+PEAK = {'H100': 989e12, 'H200': 989e12, 'B200': 2250e12}  # FLOP/s, dense bf16
+PEAK |= {'A100': 312e12, 'L40S': 362e12, '4090': 165e12}
 
 
 @dataclass
@@ -387,13 +387,12 @@ def load(run: Run) -> None:
     if eval_only:
         return
     with restoring(where, 'shards'):
-        differ = {tuple(shard) for shard in saved['shards']} ^ {
-            tuple(shard) for shard in run.shards
-        }
-    if differ:
+        theirs, ours = (set(map(tuple, shards)) for shards in (saved['shards'], run.shards))
+    if theirs != ours:
         raise CheckpointError(
-            f'{where}: was trained on other shards than those in {data_dir} ({min(differ)[0]} '
-            'differs, or is there only once): give the same data_dir, or another out_dir'
+            f'{where}: was trained on other shards than those in {data_dir} '
+            f'({min(theirs ^ ours)[0]} differs, or is there only once): give the same data_dir, '
+            'or another out_dir'
         )
     checkpoint.load_optimizers(run.optimizers, saved['optimizers'], where)
     with restoring(where, 'loader'):
@@ -419,17 +418,19 @@ def describe(run: Run) -> str:
         f'{params["core"] / 1e6:.2f}M of the core; MFLOP a token forward: core '
         f'{flops["core"] / 1e6:.1f}, head {flops["head"] / 1e6:.1f}\n'
         f'an update: {tokens_per_step:,} tokens = {run.world} ranks x {micro} micro-batches x '
-        f'{run.rows} rows x {block_size}; {max_iters:,} updates'
+        f'{run.rows} rows x {block_size}; {max_iters:,} updates, '
+        f'{max_iters * tokens_per_step / 1e6:,.1f}M tokens'
     )
 
 
 def dense_line(run: Run) -> str:
     """MFU: nominal FLOPs of forward and backward over the devices' peak, where that is known."""
-    r, name, mfu = run.record, device_name(run.device), 'n/a'
-    peak = next((peak for gpu, peak in PEAK.items() if gpu in name), None)
-    if peak and run.amp == torch.bfloat16:
+    r, mfu = run.record, 'n/a'
+    if run.device != 'cpu' and run.amp == torch.bfloat16:
+        name = device_name(run.device)
+        peak = next((peak for gpu, peak in PEAK.items() if gpu in name), math.nan)
         flops = 3 * sum(run.model.flops_per_token().values()) * r['tokens_per_s']
-        mfu = f'{flops / (peak * run.world):.1%}'
+        mfu = f'{flops / (peak * run.world):.1%}' if peak > 0 else 'n/a'
     eta = timedelta(seconds=int((max_iters - r['step']) * r['ms'] / 1000))
     return (
         f'step {r["step"]}/{max_iters} | loss {r["train_loss"]:.4f} | lr {r["lr"]:.2e} | '
@@ -513,13 +514,18 @@ def train(config: dict) -> int:
     stopper.restore()
     for close in closes:
         close()
-    if stop and run.step < max_iters:
+    if status == 0 and stop and run.step < max_iters:
         print0(f'stopped after update {run.step}, saved in {out_dir}: --resume=True goes on')
         status = 128 + (stopper.signal or 15)
     elif status == 0:
         took = f'{run.step} updates in {run.seconds:.0f} s, best val loss {run.best:.4f}'
         print0(f'done: {took}; {out_dir}/{LAST}')
-    if plot and status == 0 and run.rank == 0:
+    finish(run, plot and status == 0 and run.rank == 0)
+    return status
+
+
+def finish(run: Run, draw: bool) -> None:
+    if draw:
         unit = 'byte' if tokenizer == 'bytes' else 'token'
         title = f'{type(run.model).__name__}, L = {n_layer}, E = {n_expert}, d = {n_embd}'
         print0(f'loss curve: {plot_losses(out_dir, unit, title)}')
@@ -527,7 +533,6 @@ def train(config: dict) -> int:
     if run.world > 1:
         dist.barrier()  # ranks leave together; one that fails leaves at once
         dist.destroy_process_group()
-    return status
 
 
 def main() -> int:
