@@ -17,7 +17,6 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
 
 from configurator import (
     configure,
@@ -31,7 +30,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import bench
 from checkpoint import (
     RUN_FILES,
     JsonlLog,
@@ -46,8 +44,7 @@ from checkpoint import (
 )
 from data_fineweb import VOCAB, SequenceLoader, StreamLoader, find_shards, load_val, token_bytes
 from kernels import apply_rope, rope_table
-from measure import header
-from model import ModelConfig, build_model, config_dict, norm, window_mask
+from model import ModelConfig, build_model, norm, window_mask
 from muon import lr_at
 from train_lm import autocast, compile_on_zeros, evaluate
 
@@ -461,90 +458,13 @@ def train_all(config: dict, kind: str, amp: torch.dtype) -> None:
     if config['lr_scan']:
         shutil.copyfile(best['log'], os.path.join(folder, 'log.jsonl'))
     write_json(
-        {**header(config, kind, amp), 'best': best, 'runs': results},
+        {'config': config, 'best': best, 'runs': results},
         os.path.join(folder, 'result.json'),
     )
     release(folder)
     print(
         f'done: {best["name"]}, {best["params"]:,} parameters, learning rate {best["learning_rate"]:g}: val loss {best["val_loss"]:.4f} nats, '
         f'{best["val_bits_per_byte"]:.4f} bits per byte after {best["tokens"]:,} tokens, {best["seconds"]:.0f} s; {folder}'
-    )
-
-
-# ----------------------------------------------------------------------------- speed
-
-
-def make_baseline(
-    config: dict, compile_it: bool, kind: str, amp: torch.dtype
-) -> tuple[dict[str, Callable], dict]:
-    """bench.py's parts of a baseline: 'chunk', forward and backward of one batch, and 'optimizer', an update of AdamW."""
-    net, what = build(config)
-    net = net.to(kind)
-    run, T = torch.compile(net, dynamic=False) if compile_it else net, config['block_size']
-    B, carried = config['batch_size'] or config['tokens_per_step'] // T, [None]
-    x, y = torch.randint(VOCAB[config['tokenizer']], (2, B, T), device=kind)
-    optimizer = make_adamw(net, 1e-6, config)
-
-    def chunk():
-        optimizer.zero_grad(set_to_none=True)
-        with autocast(kind, amp):
-            loss, carried[0] = run(x, y, carried[0])
-        loss.backward()
-
-    return {'chunk': chunk, 'optimizer': optimizer.step}, {**what, 'tokens': B * T}
-
-
-def measure_speed(config: dict, kind: str, amp: torch.dtype) -> None:
-    """Tokens/s of the baseline and of our model of the same settings, in turns; a Markdown table and a JSON file."""
-    c = our_config(config)
-    sizes = config_dict(c)
-    B, is_lstm = (
-        config['batch_size'] or config['tokens_per_step'] // c.block_size,
-        config['model'] == 'lstm',
-    )
-    kinds = dict.fromkeys(
-        [amp, torch.float32] if is_lstm and not kind.startswith('cuda') else [amp]
-    )  # on a CPU its fp32 may be the faster
-    variants = {}
-    for each in kinds:
-        label = f'{"nn.LSTM" if is_lstm else "plain Transformer, compiled"}, AdamW' + (
-            f', {str(each)[6:]}' if each != amp else ''
-        )
-        variants[label] = (
-            make_baseline,
-            {'config': config, 'compile_it': not is_lstm, 'kind': kind, 'amp': each},
-        )
-    ours = 'RecurrentGPT' if is_lstm and config['recurrent'] else 'GPT'
-    for path in OUR_PATHS:
-        variants[f'{ours}, {path}, Muon'] = (
-            bench.make_chunk,
-            {
-                'model': {**sizes, 'path': path},
-                'kind': kind,
-                'amp': amp,
-                'recurrent': ours == 'RecurrentGPT',
-                'B': B,
-                'optimizer': True,
-            },
-        )
-    cell = {
-        'L': c.n_layer,
-        'E': c.n_expert,
-        'C': c.window if is_lstm else c.block_size,
-        'B': B,
-        'T': c.block_size,
-        'D': c.n_embd,
-        'V': c.vocab_size,
-    }
-    bench.run_suite(
-        f'baseline_{config["model"]}',
-        'cpu',
-        variants,
-        {label: {'path': label, **cell} for label in variants},
-        config,
-        kind,
-        amp,
-        config['bench_seconds'],
     )
 
 
@@ -602,7 +522,7 @@ def main() -> None:
             torch.cuda.set_device(kind)
             torch.set_float32_matmul_precision('high')  # as train_lm.py
         set_threads(threads)
-        (measure_speed if speed else train_all)(config, kind, amp)
+        train_all(config, kind, amp)
     except ValueError as error:  # DataError, OutDirError, SizeError, ModelConfig's
         fail(error)
     except (RuntimeError, MemoryError) as error:  # no memory

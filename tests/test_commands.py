@@ -13,7 +13,6 @@ from test_train import ROOT, TINY, data  # noqa: F401  a fixture
 
 import baselines
 import bench
-import bench_sokoban
 import data_fineweb
 import export
 import play_sokoban
@@ -34,7 +33,6 @@ SCRIPTS = {
     'sokoban.py': sokoban,
     'play_sokoban.py': play_sokoban,
     'train_sokoban.py': train_sokoban,
-    'bench_sokoban.py': bench_sokoban,
     'sweep.py': sweep,
     'probe_sokoban.py': probe_sokoban,
     'export.py': export,
@@ -181,9 +179,10 @@ def shrunk(command, folder, shards, number):
             'levels_dir': folder / 'levels',
             'overwrite': True,
         }
-    elif script in ('bench.py', 'bench_sokoban.py'):
+    elif script == 'bench.py':
         suite = next((a[8:] for a in argv if a.startswith('--suite=')), '')
-        boards = script == 'bench_sokoban.py' or suite == 'sokoban'
+        boards = suite == 'sokoban'
+        cells = "('decode',1,1,8,32)," if suite == 'first' else '(1,1,8,32),'
         more = {
             'rounds': 1,
             'seconds': 0,
@@ -193,7 +192,7 @@ def shrunk(command, folder, shards, number):
                 {'cells': '(1,1,4),', 'n_envs': 2}
                 if boards
                 else {
-                    'cells': '(1,1,8,32),',
+                    'cells': cells,
                     'n_embd': 128,
                     'paths': 'eager' if suite == 'kernels' else 'fast',
                 }
