@@ -77,36 +77,36 @@ from unroll import BLOCK, Recipe, release, trial_cost, trials
 
 # fmt: off
 # what
-suite = 'cpu'            # cpu, baselines, train, decode, kernels, sokoban or first
-cells = ()               # such as (2,8,128,16),(4,4): see above. (): the suite's own, the paper's
-paths = ''               # plain, fast, compiled, gpt (not recurrent, L*E levels of one expert), ...: a
-                         # wrong one lists all; with _bf16 for that dtype. '': the suite's own
-n_embd = 0               # D; 0: the suite's own
-block_size = 64          # cpu, baselines, kernels: T, tokens of a chunk (gpt: 2 C, whose mean context is
-                         # W; as many in all)
-dtype = ''               # float32, bfloat16 (autocast; sokoban: convolutions), or auto: bfloat16 where
-                         # that is fast; '': float32 on a CPU but for sokoban, else auto
+suite = 'cpu'      # cpu, baselines, train, decode, kernels, sokoban or first
+cells = ()         # such as (2,8,128,16),(4,4): see above. (): the suite's own, the paper's
+paths = ''         # plain, fast, compiled, gpt (not recurrent, L*E levels of one expert), ...: a
+                   # wrong one lists all; with _bf16 for that dtype. '': the suite's own
+n_embd = 0         # D; 0: the suite's own
+block_size = 64    # cpu, baselines, kernels: T, tokens of a chunk (gpt: 2 C, whose mean context is
+                   # W; as many in all)
+dtype = ''         # float32, bfloat16 (autocast; sokoban: convolutions), or auto: bfloat16 where
+                   # that is fast; '': float32 on a CPU but for sokoban, else auto
 # sokoban
-arch = 'convlstm'        # or convglu
-recurrent = True         # or the twin that carries nothing
-n_envs = 32              # boards
-unroll = 20              # steps an update
+arch = 'convlstm'  # or convglu
+recurrent = True   # or the twin that carries nothing
+n_envs = 32        # boards
+unroll = 20        # steps an update
 # how
-rounds = 3               # measurements of each variant; the median and the range are reported
-seconds = 0.5            # least length of one measurement: short runs are repeated to fill it
-check = False            # train, decode, sokoban: gradients (logits) against the plain pieces' on this
-                         # device; a cell that differs does not count. first: always
-budget = 0               # seconds after which no new cell begins; what is left is told. 0: none
-device = 'auto'          # auto: cuda if there is one; or cpu, cuda, cuda:1
-threads = 0              # CPU threads; 0: torch's choice
-out = ''                 # JSON file, the table beside it as .md; '': results/<device>/<suite>.json
-append = False           # keep the other rows of that file: of the same commit, device and dtype
-compare = ''             # A.json,B.json: print the ratios of the rows they share, measure nothing
-RANGES = {'suite': ['cpu', 'baselines', 'train', 'decode', 'kernels', 'sokoban', 'first'],
-          'arch': ['convlstm', 'convglu'], 'rounds': (1, math.inf), 'block_size': (1, math.inf),
-          'n_envs': (1, math.inf), 'unroll': (1, math.inf), 'n_embd': (0, math.inf),
-          'threads': (0, math.inf), 'seconds': (0, math.inf), 'budget': (0, math.inf)}
+rounds = 3         # measurements of each variant; the median and the range are reported
+seconds = 0.5      # least length of one measurement: short runs are repeated to fill it
+check = False      # train, decode, sokoban: gradients (logits) against the plain pieces' on this
+                   # device; a cell that differs does not count. first: always
+budget = 0         # seconds after which no new cell begins; what is left is told. 0: none
+device = 'auto'    # auto: cuda if there is one; or cpu, cuda, cuda:1
+threads = 0        # CPU threads; 0: torch's choice
+out = ''           # JSON file, the table beside it as .md; '': results/<device>/<suite>.json
+append = False     # keep the other rows of that file: of the same commit, device and dtype
+compare = ''       # A.json,B.json: print the ratios of the rows they share, measure nothing
 # fmt: on
+RANGES = {'suite': 'cpu baselines train decode kernels sokoban first'.split()}
+RANGES |= {'arch': ['convlstm', 'convglu']}
+RANGES |= dict.fromkeys('rounds block_size n_envs unroll'.split(), (1, math.inf))
+RANGES |= dict.fromkeys('n_embd threads seconds budget'.split(), (0, math.inf))
 
 LEVELS = ((1, 16), (2, 8), (4, 4), (8, 2), (16, 1))
 CONTEXTS = {'train': (32, 64, 128, 256, 1024, 2048), 'decode': (128, 2048)}
@@ -121,27 +121,19 @@ OWN = {  # suite: (L, E) of its cells, their C, their last number, D, V; on a GP
     'decode': ((LEVELS, CONTEXTS['decode'], (16,), 768, 50304), SMALL),
     'kernels': ((((2, 8),), (128,), (256,), 768, 50304), SMALL),
 }
-PATHS = {
-    'cpu': 'plain fast compiled gpt gpt_compiled',
-    'baselines': 'plain fast compiled gpt gpt_compiled lstm transformer',
-    'train': 'plain fast compiled gpt gpt_compiled',
-    'decode': 'plain fast ring ring_compiled gpt gpt_ring gpt_ring_compiled',
-    'kernels': 'eager compiled triton',
+PATHS = {  # a suite's own; the others it has
+    'cpu': ('plain,fast', 'compiled,gpt,gpt_compiled'),
+    'baselines': ('lstm,fast,compiled', 'plain,gpt,gpt_compiled,transformer'),
+    'train': ('compiled', 'plain,fast,gpt,gpt_compiled'),
+    'decode': ('fast,ring,ring_compiled', 'plain,gpt,gpt_ring,gpt_ring_compiled'),
+    'kernels': ('eager,compiled,triton', ''),
     # _recompute: the update runs its own forward instead of keeping the rollout's
-    'sokoban': 'plain fast compiled plain_recompute fast_recompute compiled_recompute',
+    'sokoban': ('fast,compiled', 'plain,plain_recompute,fast_recompute,compiled_recompute'),
 }
-DEFAULT_PATHS = {  # on a GPU, on a CPU
-    'cpu': ('fast,compiled', 'plain,fast'),
-    'baselines': ('lstm,compiled', 'lstm,fast,compiled'),
-    'train': ('compiled', 'compiled'),
-    'decode': ('ring,ring_compiled', 'plain,fast,ring'),
-    'kernels': ('compiled,triton', 'eager,compiled,triton'),
-    'sokoban': ('fast,compiled', 'plain,fast,compiled'),
-}
-TWINS = {  # the same at E = 1, where the paper has the Transformer too, and trains only that
-    'baselines': ('transformer,gpt_compiled', 'transformer,gpt,gpt_compiled'),
-    'train': ('gpt_compiled', 'gpt_compiled'),
-    'decode': ('ring,ring_compiled,gpt_ring,gpt_ring_compiled', 'plain,fast,ring,gpt_ring'),
+TWINS = {  # a suite's own at E = 1, where the paper has the Transformer too, and trains only that
+    'baselines': 'transformer,gpt,gpt_compiled',
+    'train': 'gpt_compiled',
+    'decode': 'ring,ring_compiled,gpt_ring,gpt_ring_compiled',
 }
 TOKENIZER = {V: name for name, V in VOCAB.items()}
 
@@ -529,7 +521,7 @@ def memory(device: str, peak: bool) -> int:
 
 
 def empty(device: str) -> None:
-    """Gives back what the variant before left, but not compiled code: the next may need it too."""
+    """Gives back what the variant before left, but not compiled code: the next may need it."""
     release()
     gc.collect()
     if device != 'cpu':
@@ -657,8 +649,8 @@ def ask(worker: tuple, message: dict | float | str, record: dict, until: float) 
 
 
 def measure(group: dict[str, dict], config: dict, pool: dict, until: float = math.inf) -> dict:
-    """{label: row} -> {label: record}: status, first_run_s, memory_bytes, seconds {part: [one figure
-    a round]} and what `make` told. pool: {name: (process, pipe)}, which whoever gives it ends."""
+    """{label: row} -> {label: record}: status, first_run_s, memory_bytes, seconds {part: [one a
+    round]} and what `make` told. pool: {name: (process, pipe)}, which whoever gives it ends."""
     cuda, labels, n = config['device'] != 'cpu', list(group), config['rounds']
     records = {label: {'status': 'ok', 'seconds': {}} for label in labels}
     turns = [(number, label) for number in range(n + 1 + config['check']) for label in labels]
@@ -717,8 +709,8 @@ def floor(row: dict, rate: float, bandwidth: float) -> float:
 
 
 def published(row: dict) -> dict[str, float | str]:
-    """FIGURES of a row: paper, target and modelled, in tokens/s of one GPU (the paper's a quarter of
-    its four's) or ms a token."""
+    """FIGURES of a row: paper, target and modelled, in tokens/s of one GPU (the paper's a quarter
+    of its four's) or ms a token."""
     suite = row['suite']
     if suite == 'sokoban':
         target = TARGET_SOKOBAN.get((row['L'], row['E'], row['D']))
@@ -1039,17 +1031,19 @@ def all_cells(config: dict, suite: str) -> list[tuple]:
 def chosen_paths(config: dict, suite: str, E: int) -> list[str]:
     """The paths of a cell: those given, or the suite's own. In suite first those given that the
     cell's suite has."""
-    own = (TWINS if E == 1 and suite in TWINS else DEFAULT_PATHS)[suite][config['device'] == 'cpu']
-    chosen = [path.strip() for path in (config['paths'] or own).split(',')]
+    own = TWINS.get(suite) if E == 1 else None
+    own = (own or PATHS[suite][0]).split(',')
+    chosen = [path.strip() for path in config['paths'].split(',')] if config['paths'] else own
     ending = '' if suite == 'kernels' else '_bf16'  # those are all measured in one process
-    known = {name + more for name in PATHS[suite].split() for more in ('', ending)}
+    names = ','.join(filter(None, PATHS[suite]))
+    known = {name + more for name in names.split(',') for more in ('', ending)}
     strange = set(chosen) - known
     if config['suite'] == 'first':
-        strange -= {path for names in PATHS.values() for path in names.split()}
-        chosen = [path for path in chosen if path in known] or own.split(',')
+        strange -= {path for both in PATHS.values() for path in ','.join(both).split(',')}
+        chosen = [path for path in chosen if path in known] or own
     if strange:
         more = f', with {ending} for that dtype' if ending else ''
-        fail(f'paths = {config["paths"]!r}: expected some of {PATHS[suite]}{more}')
+        fail(f'paths = {config["paths"]!r}: expected some of {names}{more}')
     return chosen
 
 
