@@ -12,7 +12,6 @@ import numpy as np
 from test_train import ROOT, TINY, data  # noqa: F401  a fixture
 
 import bench
-import bench_sokoban
 import data_fineweb
 import play_sokoban
 import probe_sokoban
@@ -31,7 +30,6 @@ SCRIPTS = {
     'sokoban.py': sokoban,
     'play_sokoban.py': play_sokoban,
     'train_sokoban.py': train_sokoban,
-    'bench_sokoban.py': bench_sokoban,
     'sweep.py': sweep,
     'probe_sokoban.py': probe_sokoban,
 }
@@ -171,9 +169,10 @@ def shrunk(command, folder, shards, number):
             'levels_dir': folder / 'levels',
             'overwrite': True,
         }
-    elif script in ('bench.py', 'bench_sokoban.py'):
+    elif script == 'bench.py':
         suite = next((a[8:] for a in argv if a.startswith('--suite=')), '')
-        boards = script == 'bench_sokoban.py' or suite == 'sokoban'
+        boards = suite == 'sokoban'
+        cells = "('decode',1,1,8,32)," if suite == 'first' else '(1,1,8,32),'
         more = {
             'rounds': 1,
             'seconds': 0,
@@ -183,7 +182,7 @@ def shrunk(command, folder, shards, number):
                 {'cells': '(1,1,4),', 'n_envs': 2}
                 if boards
                 else {
-                    'cells': '(1,1,8,32),',
+                    'cells': cells,
                     'n_embd': 128,
                     'paths': 'eager' if suite == 'kernels' else 'fast',
                 }
