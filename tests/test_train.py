@@ -19,7 +19,9 @@ import forks
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_flatten_with_path
 
+import baselines
 import checkpoint
 import data_fineweb
 import model
@@ -120,21 +122,15 @@ def read_log(out):
     return [{k: v for k, v in json.loads(line).items() if k not in IGNORED} for line in lines]
 
 
-def same(a, b, where=''):
+def same(a, b):
     """Bit-equal trees of tensors and plain types; timings aside."""
-    if isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for k in a:
-            if k not in IGNORED:
-                same(a[k], b[k], f'{where}.{k}')
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b), where
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            same(x, y, f'{where}[{i}]')
-    elif isinstance(a, torch.Tensor):
-        assert torch.equal(a, b), where
-    else:
-        assert a == b, where
+    leaves = [
+        [(path, x) for path, x in tree if not {getattr(k, 'key', 0) for k in path} & set(IGNORED)]
+        for tree in (tree_flatten_with_path(x)[0] for x in (a, b))
+    ]
+    for (path, x), (its, y) in zip(*leaves, strict=True):
+        equal = torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+        assert path == its and equal, (path, its, x, y)
 
 
 # ---- a run and its files ----
@@ -257,12 +253,8 @@ def replay(graphs, name, function, *args):
     assert function(*(captured or args)) is None
 
 
-GRAPHED = [
-    {},
-    {'batch_size': 3},
-    {'batch_size': 2, **ROUTED},
-    {'recurrent': False, 'batch_size': 3},
-]
+TWIN = {'recurrent': False}
+GRAPHED = [{}, {'batch_size': 3}, {'batch_size': 2, **ROUTED}, {**TWIN, 'batch_size': 3}]
 
 
 @pytest.mark.parametrize('settings', GRAPHED, ids=str)
@@ -312,11 +304,8 @@ def test_what_is_captured(data, tmp_path, monkeypatch, settings, device, ranks, 
     r = begin(data, tmp_path)
     configured(data, tmp_path, **{'compile': True, **settings})
     assert train_lm.captures(device, ranks) == captured
-    r.device, r.chunk_graphs, r.model.config.path = (
-        device,
-        {} if captured[1] else None,
-        train_lm.path,
-    )
+    r.device, r.chunk_graphs = device, {} if captured[1] else None
+    r.model.config.path = train_lm.path
     train_lm.prepare(r)
     assert r.model.config.path == path
 
@@ -328,9 +317,8 @@ def test_ranks_and_micro_batches(data, tmp_path, recurrent):
     runs = {'whole': (1, 0), 'micro': (1, 2), 'two': (2, 2), 'four': (4, 2)}
     settings = {'recurrent': recurrent, 'val_streams': 5}
     for name, (ranks, rows) in runs.items():
-        process = start(
-            data, tmp_path / name, ranks=ranks, batch_size=rows, max_iters=5, **settings
-        )
+        sizes = {'ranks': ranks, 'batch_size': rows, 'max_iters': 5}
+        process = start(data, tmp_path / name, **sizes, **settings)
         out, error = process.communicate()
         assert process.returncode == 0, error
         micro = f'{ranks} ranks x {4 // ranks} micro-batches x 2 rows'
@@ -359,6 +347,46 @@ def test_validation_does_not_depend_on_chunks_or_batches(data, tmp_path):
         r.rows, train_lm.block_size = rows, T
         found.append(train_lm.evaluate(r))
     np.testing.assert_allclose(found, [found[0]] * 3, rtol=1e-6)
+
+
+# ---- baselines ----
+
+
+@pytest.mark.parametrize('sizes', ['n_embd=128', 'n_embd=128 n_layer=3', 'n_embd=256 n_expert=4'])
+def test_an_lstm_of_equal_size(sizes):
+    """Chunks with the state handed on = one long pass; forget gates start open."""
+    config = model.ModelConfig(256, **{'n_expert': 2, **table(sizes)})
+    ours, lstm = model.build_model(config, True), baselines.build('lstm', config)
+    assert 0.98 < lstm.num_params()['total'] / ours.num_params()['total'] < 1.02
+    assert (lstm.lstm.bias_ih_l0.view(4, -1)[1] == 1).all()
+    x, y = torch.randint(256, (2, 3, 24))
+    state, total = lstm.init_state(3), 0
+    for x_t, y_t in zip(x.split(7, 1), y.split(7, 1), strict=True):
+        loss, state = lstm(x_t, y_t, state)
+        total += loss * x_t.numel() / x.numel()
+    torch.testing.assert_close(total, lstm(x, y)[0])
+
+
+def test_a_plain_transformer():
+    """GPT's parameters at E = 1. With a state = a band mask over the whole stream, however cut."""
+    sizes = table('n_layer=2 n_expert=1 n_embd=64 n_head=4 n_kv_head=2 window=12 block_size=8')
+    config, t = model.ModelConfig(256, **sizes), torch.arange(30)
+    net = baselines.build('transformer', config)
+    assert net.num_params() == model.build_model(config, False).num_params()
+    x, y = torch.randint(256, (2, 3, 30))
+    h, rope = net.embedding[x], baselines.rope_table(30, 16, net.embedding)
+    for block in net.blocks:
+        h, _ = block(h, rope, (t[:, None] >= t) & (t[:, None] < t + 12), None)
+    logits = torch.nn.functional.linear(model.norm(h), net.head)
+    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+    for cut in (30, 11, 1):
+        state, total = net.init_state(3), 0
+        for x_t, y_t in zip(x.split(cut, 1), y.split(cut, 1), strict=True):
+            loss, state = net(x_t, y_t, state)
+            total += loss * x_t.numel() / x.numel()
+        torch.testing.assert_close(total, wanted, rtol=1e-5, atol=0)
+    short = net(x[:, :8], y[:, :8])[0]  # training: within W the same
+    torch.testing.assert_close(short, net(x[:, :8], y[:, :8], net.init_state(3))[0])
 
 
 # ---- stops ----
