@@ -41,7 +41,7 @@ from convlstm import Agent, AgentConfig, build_agent
 from figures import open_trackers
 from kernels import compiled, graphed
 from play_sokoban import evaluate, plot_log, report
-from ranks import gather, sum_over_ranks
+from muon import gather, sum_over_ranks
 from sokoban import CELLS, TIME_LIMIT, JumanjiEnv, LevelError, SokobanEnv
 from sokoban import at_most, board_keys, draw_by, load_levels
 
