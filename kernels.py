@@ -387,7 +387,7 @@ def head_loss(
 # ---- CUDA graphs ----
 
 
-def graphed(graphs: dict, name: str, function: Callable, *args: object) -> object:
+def graphed(graphs: dict, name: str, function: Callable, *args: object, generator=None) -> object:
     """function(*args) as a CUDA graph: the first three calls run as they are; the fourth is captured, and it
     and all later calls replay that: the arguments are read from, and the results lie in, the same memory
     every time. graphs: where they are kept, by name; those of one dict share memory and must be called in the
@@ -401,6 +401,8 @@ def graphed(graphs: dict, name: str, function: Callable, *args: object) -> objec
     if graph is None:
         pool = next((g.pool() for _, g, _ in graphs.values() if g is not None), None)
         graph = torch.cuda.CUDAGraph()
+        if generator is not None:  # what function draws from, but for torch's own
+            graph.register_generator_state(generator)
         with torch.cuda.graph(graph, pool=pool, capture_error_mode='thread_local'):
             result = function(*args)
         graphs[name] = calls, graph, result
