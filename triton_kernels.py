@@ -245,7 +245,7 @@ def window_attention_backward(
 # ---- experts' products, with what stands around them ----
 
 # (BM, BN) of x @ w, x (B, K), w (K, N), BK of K at a time; P partial sums of squares a row. before:
-# '', 'norm' or 'square'; after: 'relu', 'add' (+ beside) or 'times' (2 * beside *)
+# '' or 'norm'; after: 'relu' (squared), its backward 'times' (* 2 sqrt(beside)) or 'add' (+ beside)
 Tile = namedtuple('Tile', 'K N P BM BN BK before after')
 
 
@@ -262,11 +262,9 @@ def _factor(ss, rows, real, D: constexpr, P: constexpr):
 # the norm that follows: one partial sum a tile of columns (atomics would make the result depend on
 # their order). A norm on load knows its factors r from those; each tile of columns then reads y in
 # fp32, twice the bytes of its bf16: cheap while a tile holds all rows and weights are the traffic.
-# Squared ReLU's derivative is 2 * act, zero where it was off.
 @triton.jit
 def _expert_kernel(x, w, beside, out, ss, f, r, B, strides, c: constexpr):
     w_e, w_n, w_k, beside_e = strides
-    dt = w.dtype.element_ty
     e, first = tl.program_id(2).to(tl.int64), tl.program_id(1) == 0
     # tiles of rows run beside each other, to share a tile of weights in L2
     rows = tl.program_id(0) * c.BM + tl.arange(0, c.BM)
@@ -280,19 +278,17 @@ def _expert_kernel(x, w, beside, out, ss, f, r, B, strides, c: constexpr):
         at, mask = rows[:, None] * c.K + k[None, :], (rows < B)[:, None] & (k < c.K)[None, :]
         a = tl.load(x + e * B * c.K + at, mask, 0.0)
         if c.before == 'norm':
-            a = (a * factor[:, None]).to(dt)
+            a = (a * factor[:, None]).to(w.dtype.element_ty)
             tl.store(f + e * B * c.K + at, a, mask & first)
-        if c.before == 'square':
-            a = (a.to(F32) * a.to(F32)).to(dt)
         weights = w + e * w_e + cols[None, :] * w_n + k[:, None] * w_k
         b = tl.load(weights, (k < c.K)[:, None] & (cols < c.N)[None, :], 0.0)
         acc = tl.dot(a, b, acc, input_precision='ieee')
     at, mask = rows[:, None] * c.N + cols[None, :], (rows < B)[:, None] & (cols < c.N)[None, :]
     if c.after == 'relu':
-        acc = tl.maximum(acc, 0.0)
+        acc = tl.maximum(acc, 0.0) * tl.maximum(acc, 0.0)
     else:
         other = tl.load(beside + e * beside_e + at, mask, 0.0).to(F32)
-        acc = acc + other if c.after == 'add' else 2 * other * acc
+        acc = acc + other if c.after == 'add' else acc * 2 * tl.sqrt(other)
     tl.store(out + e * B * c.N + at, acc, mask)
     if c.after == 'add':
         tl.store(ss + (e * B + rows) * c.P + tl.program_id(1), tl.sum(acc * acc, 1), rows < B)
@@ -395,7 +391,7 @@ class Leave(torch.autograd.Function):
         (wo, up, down), att = products, att.contiguous()
         y, ss, _, _ = product(att, wo.w, '', 'add', u)
         act, _, f, r = product(y, up.w, 'norm', 'relu', None, ss)
-        x, ss, _, _ = product(act, down.w, 'square', 'add', y)
+        x, ss, _, _ = product(act, down.w, '', 'add', y)
         h, rx = torch.empty_like(f), torch.empty_like(r)
         ctx.products, ctx.uses = products, [one.count for one in products]
         for one in products:
@@ -409,7 +405,7 @@ class Leave(torch.autograd.Function):
         dx, low = compiled(_output_back)(ds, coef, h, rx)
         dact = product(low, down.w.mT, '', 'times', act)[0]
         du, dy, datt = compiled(_input_back)(dx, dact, r, f, wo.w, up.w)
-        noted = (att, dy), (f, dact), (act.square(), low)
+        noted = (att, dy), (f, dact), (act, low)
         for one, use, (x, g) in zip(ctx.products, ctx.uses, noted, strict=True):
             _note(one, use, x, g)
         dcoef = (h * ds).sum(-1, keepdim=True).to(ds.dtype) if ctx.needs_input_grad[3] else None
