@@ -291,7 +291,7 @@ def make_kernels(
             token,
             heads,
             leave,
-            first.kind(),
+            first.rules(),
             amp,
             torch.float32,
             compile=path != 'eager',

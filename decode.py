@@ -14,10 +14,12 @@ import torch.nn.functional as F
 
 from configurator import every
 from kernels import apply_rope, by_expert, compiled, graphed, rope_table, softcap
-from model import Kind, State, level, levels, norm, plain_weights, token
+from model import Rules, State, level, levels, norm, plain_weights, token
 
 
-def level_step(w: dict, s: torch.Tensor, z: torch.Tensor, ring: tuple, kind: Kind) -> torch.Tensor:
+def level_step(
+    w: dict, s: torch.Tensor, z: torch.Tensor, ring: tuple, rules: Rules
+) -> torch.Tensor:
     """One level for one token: s and its embedding z (B, D) -> the new s. w: tensors; ring: keys,
     values (B*C, W, K), slot head (1,) to write, cos and sin of angle head, bias (B, W), -inf where
     empty."""
@@ -34,7 +36,7 @@ def level_step(w: dict, s: torch.Tensor, z: torch.Tensor, ring: tuple, kind: Kin
         p = F.softmax(scores, -1).to(dt).view(B * C, h.M, -1)
         return by_expert(torch.bmm(p, values), h)
 
-    return level(plain_weights(w, keys.dtype), s, z, attend, kind)
+    return level(plain_weights(w, keys.dtype), s, z, attend, rules)
 
 
 class Decoder:
@@ -53,7 +55,11 @@ class Decoder:
         self, model, B, amp=torch.float32, temperature=0.0, top_k=0, seed=0, compile=False
     ):
         c, device, wide = model.config, model.embedding.device, model.embedding.dtype
-        dt, W, self.kind = amp if amp == torch.bfloat16 else wide, c.window, model.levels[0].kind()
+        dt, W, self.rules = (
+            amp if amp == torch.bfloat16 else wide,
+            c.window,
+            model.levels[0].rules(),
+        )
         self.model, self.amp, self.temperature, self.top_k = model, amp, temperature, top_k
         self.random = torch.Generator(device).manual_seed(seed) if isinstance(seed, int) else seed
         self.level = compiled(level_step) if compile else level_step
@@ -62,7 +68,7 @@ class Decoder:
             w = {name: x.detach() for name, x in one.weights().items()}
             self.weights.append({n: x.to(dt) if x.dim() > 1 else x.view(-1) for n, x in w.items()})
         self.embedding, self.readout = model.embedding.detach(), model.head.detach().to(dt)
-        shape = 2, c.n_layer, B, self.kind.heads.C, W, c.head_dim
+        shape = 2, c.n_layer, B, self.rules.heads.C, W, c.head_dim
         self.k, self.v = torch.zeros(shape, dtype=dt, device=device)  # empty slots must be finite
         self.s = torch.zeros(B, c.n_embd if model.recurrent else 0, dtype=wide, device=device)
         self.logits = torch.zeros(B, c.vocab_size, dtype=wide, device=device)
@@ -117,9 +123,9 @@ class Decoder:
         rings = [(k, v, self.head, rope, bias) for k, v in zip(*caches, strict=True)]
         z = norm(F.embedding(self.token, self.embedding))
         # not z itself: torch.compile would trace the first level apart
-        step, s = (token, self.s) if self.kind.recurrent else (levels, z.clone())
-        s = step(self.weights, s, z, rings, self.kind, self.level)
-        if self.kind.recurrent:
+        step, s = (token, self.s) if self.rules.recurrent else (levels, z.clone())
+        s = step(self.weights, s, z, rings, self.rules, self.level)
+        if self.rules.recurrent:
             self.s.copy_(s)
         logits = F.linear(norm(s).to(self.readout.dtype), self.readout)
         self.logits.copy_(softcap(logits.to(s.dtype)))

@@ -45,13 +45,13 @@ def _columns(K: constexpr):
 
 
 @triton.jit
-def _by_expert(b, c, m, stride_e, h: constexpr):
+def _by_expert(b, c, m, h: constexpr):
     """Where query head m of cache head c lies in (E, B, G*R*K): (M, 1)."""
     if h.shared:
         e, head = m // h.R, c * h.R + m % h.R
     else:
         e, head = c // h.G + m * 0, c % h.G * h.R + m
-    return (e.to(tl.int64) * stride_e + (b * (h.G * h.R) + head) * h.K)[:, None]
+    return (((e * tl.num_programs(1) + b) * (h.G * h.R) + head) * h.K)[:, None]  # b has 64 bits
 
 
 # Norm of queries and key, RoPE, push into the cache and window attention of one token, in one pass
@@ -60,7 +60,7 @@ def _by_expert(b, c, m, stride_e, h: constexpr):
 # never leaves the registers: its store needs no barrier, and its score is what the softmax
 # subtracts (scores of normalised vectors lie within +-sqrt(K), so fp32 needs no running maximum).
 @triton.jit(do_not_specialize=['t'])
-def _attention_kernel(qkv, memory, out, kept, t, W, S, out_e, scale, h: constexpr, N: constexpr):
+def _attention_kernel(qkv, memory, out, kept, t, W, S, scale, h: constexpr, N: constexpr):
     kbuf, vbuf, kn, count, cos, sin = memory
     rq, rk, q_rot, lse = kept
     C: constexpr = h.C
@@ -109,7 +109,7 @@ def _attention_kernel(qkv, memory, out, kept, t, W, S, out_e, scale, h: constexp
         parts += p
         o = tl.dot(p.to(dt), values, o, input_precision='ieee')
     total = 1 + tl.sum(parts, 1)
-    tl.store(out + _by_expert(b, c, m, out_e, h) + col[None, :], o / total[:, None], mask)
+    tl.store(out + _by_expert(b, c, m, h) + col[None, :], o / total[:, None], mask)
     tl.store(lse + head * M + m, (top + tl.log2(total)) / LOG2E, m < M)
 
 
@@ -144,7 +144,7 @@ def _before_norm(g, x, r, cos, sin, K: constexpr):
 # ds are kept (M * S numbers a token, not 2 * S * K), to be added by one product a group.
 @triton.jit(do_not_specialize=['t', 'g0'])
 def _attention_backward_kernel(
-    datt, kept, memory, sums, dqkv, t, g0, W, S, F, datt_e, att_e, scale, h: constexpr, N: constexpr
+    datt, kept, memory, sums, dqkv, t, g0, W, S, F, scale, h: constexpr, N: constexpr
 ):
     att, q_rot, rq, rk, lse = kept
     kbuf, vbuf, count, cos, sin = memory
@@ -161,8 +161,8 @@ def _attention_backward_kernel(
     window, rows = head * S * K, (head * F + (t - g0)) * M
     kbuf, vbuf, dk, dv = kbuf + window, vbuf + window, dk + window, dv + window
     P, DS = P + rows * S, DS + rows * S
-    do = tl.load(datt + _by_expert(b, c, m, datt_e, h) + col[None, :], mask, 0.0)
-    o = tl.load(att + _by_expert(b, c, m, att_e, h) + col[None, :], mask, 0.0)
+    at = _by_expert(b, c, m, h) + col[None, :]
+    do, o = tl.load(datt + at, mask, 0.0), tl.load(att + at, mask, 0.0)
     q = tl.load(q_rot + (head * M + m)[:, None] * K + col[None, :], mask, 0.0)
     tl.store(DO + (rows + m)[:, None] * K + col[None, :], do, mask)
     delta = tl.sum(do.to(F32) * o.to(F32), 1)
@@ -215,29 +215,24 @@ def _launch(kernel, h: Heads, B: int, W: int) -> Callable:
 
 
 def window_attention(
-    qkv: torch.Tensor, memory: tuple, at: tuple, h: Heads, out: torch.Tensor, keep: tuple | None
+    qkv: torch.Tensor, memory: tuple, at: tuple, h: Heads, out: torch.Tensor, keep: tuple
 ) -> torch.Tensor:
     """Token t of a block, at = (t, W): its key into kn and kbuf, its value into vbuf (B*C, S, K),
     and its attended values into out (E, B, G*R*K). qkv (B, (C*M + 2*C)*K); memory: kbuf, vbuf, kn,
-    count, cos and sin (S, K/2); keep: (rq, rk, q_rot, lse), written for the backward, or None."""
-    N, sizes = len(memory[0]), (*at, memory[0].size(1), out.stride(0))
-    if keep is None:
-        rq, rk, lse = (qkv.new_empty(N, h.M, dtype=torch.float32) for _ in range(3))
-        keep = rq, rk, qkv.new_empty(N, h.M, h.K), lse
-    _launch(_attention_kernel, h, len(qkv), at[1])(qkv, memory, out, keep, *sizes)
+    count, cos and sin (S, K/2); keep: (rq, rk, q_rot, lse), written for the backward."""
+    _launch(_attention_kernel, h, len(qkv), at[1])(qkv, memory, out, keep, *at, memory[0].size(1))
     return out
 
 
 def window_attention_backward(
-    datt: torch.Tensor, kept: tuple, memory: tuple, at: tuple, h: Heads, sums: tuple, place=None
+    datt: torch.Tensor, kept: tuple, memory: tuple, at: tuple, h: Heads, sums: tuple
 ) -> torch.Tensor:
-    """From datt (E, B, G*R*K): the gradient of qkv's row, in `place` where given. kept: att, q_rot,
+    """From datt (E, B, G*R*K): the gradient of qkv's row. kept: att, q_rot,
     rq, rk, lse; memory: kbuf, vbuf, count, cos, sin; at = (t, g0, W), g0 the first token of t's
     group; sums: dk, dv (B*C, S, K), added to at slots W+g0 .. W+t, and P, DS (B*C, F, M, S) with DO
     (B*C, F, M, K), where the other slots' p and ds go for the group's one product."""
-    B, row = datt.size(1), (h.C * h.M + 2 * h.C) * h.K
-    dqkv = datt.new_empty(B, row) if place is None else place
-    sizes = *at, memory[0].size(1), sums[2].size(1), datt.stride(0), kept[0].stride(0)
+    B, sizes = datt.size(1), (*at, memory[0].size(1), sums[2].size(1))
+    dqkv = datt.new_empty(B, (h.M + 2) * h.C * h.K)
     _launch(_attention_backward_kernel, h, B, at[2])(datt, kept, memory, sums, dqkv, *sizes)
     return dqkv
 
@@ -375,27 +370,18 @@ def _input_back(dx, dact, r, f, wo, up):
     return dy.sum(0), low, torch.bmm(low, wo)
 
 
-def _note(one, use: int, x: torch.Tensor, g: torch.Tensor) -> None:
-    """A use of an unroll.Product: x was multiplied, g is the result's gradient."""
-    if one.keep:
-        one.rows(one.x, use, x.size(-1)).copy_(x)
-        one.gradient(use, g)
-
-
 class Leave(torch.autograd.Function):
     """s = sum of coef * norm(x), x = y + down relu(up norm(y))^2, y = u + wo att, of
     unroll.Products wo, up, down, which get what they multiplied and its gradients."""
 
     @staticmethod
-    def forward(ctx, products, u, att, coef, *weights):
+    def forward(ctx, products, u, att, coef):
         (wo, up, down), att = products, att.contiguous()
         y, ss, _, _ = product(att, wo.w, '', 'add', u)
         act, _, f, r = product(y, up.w, 'norm', 'relu', None, ss)
         x, ss, _, _ = product(act, down.w, '', 'add', y)
         h, rx = torch.empty_like(f), torch.empty_like(r)
-        ctx.products, ctx.uses = products, [one.count for one in products]
-        for one in products:
-            one.count += one.keep
+        ctx.products = products
         ctx.save_for_backward(att, coef, act, f, r, h, rx)
         return norm_sum(x, ss, coef, h, rx)
 
@@ -405,11 +391,10 @@ class Leave(torch.autograd.Function):
         dx, low = compiled(_output_back)(ds, coef, h, rx)
         dact = product(low, down.w.mT, '', 'times', act)[0]
         du, dy, datt = compiled(_input_back)(dx, dact, r, f, wo.w, up.w)
-        noted = (att, dy), (f, dact), (act, low)
-        for one, use, (x, g) in zip(ctx.products, ctx.uses, noted, strict=True):
-            _note(one, use, x, g)
+        for one, x, g in ((down, act, low), (up, f, dact), (wo, att, dy)):
+            one.note(x, g)
         dcoef = (h * ds).sum(-1, keepdim=True).to(ds.dtype) if ctx.needs_input_grad[3] else None
-        return None, du, datt, dcoef, None, None, None
+        return None, du, datt, dcoef
 
 
 def leave_of(name: str, E: int, like: torch.Tensor) -> Callable | None:
@@ -419,11 +404,10 @@ def leave_of(name: str, E: int, like: torch.Tensor) -> Callable | None:
         return None
     coef = torch.full((), scale, dtype=like.dtype, device=like.device)
 
-    def leave(w, u, att, gates, kind):
-        products = w['wo'], w['up'], w['down']
+    def leave(w, u, att, gates, rules):
         routed = gates is not None
         mine = w['piece'](gate_weights, gates, name=name).t()[..., None] if routed else coef
-        return Leave.apply(products, u, att, mine, *(one.w for one in products))
+        return Leave.apply((w['wo'], w['up'], w['down']), u, att, mine)
 
     return leave
 

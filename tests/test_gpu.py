@@ -339,7 +339,6 @@ def test_triton_kernels_are_measured(monkeypatch):
     """Each is timed beside its compiled twin and agrees with it; on a smaller card one may not fit."""
     pytest.importorskip('triton')
     monkeypatch.setattr(kernels, 'chosen', {})
-    monkeypatch.setattr(unroll, 'chosen', kernels.chosen)
     model = m.RecurrentGPT(
         m.ModelConfig(512, 1, 2, 384, window=128, block_size=16, path='compiled')
     ).cuda()

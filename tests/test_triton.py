@@ -93,7 +93,7 @@ def attention_inputs(B, h, W, n, device, dt):
     count = torch.tensor([0, W, W // 2, 1][:B] + [W] * (B - 4))
     qkv, datt = (
         normal(n, B, (h.M + 2) * h.C * h.K, **sizes),
-        normal(h.E, n * B, HK, **sizes, seed=2),
+        normal(n, h.E, B, HK, **sizes, seed=2),
     )
     return (
         qkv,
@@ -107,35 +107,32 @@ def attention_inputs(B, h, W, n, device, dt):
 def attention_by_kernels(inputs, h, W, F):
     """A block's attended values, the gradients of qkv and of the carried entries, and the
     buffers."""
-    (qkv, datt, keys, values, count), dt = inputs, inputs[0].dtype
-    (n, B, _), f32 = qkv.shape, {'dtype': torch.float32, 'device': qkv.device}
-    S, N = W + n, B * h.C
-    rope = rope_table(S, h.K, torch.empty((), **f32))
-    kbuf, vbuf, kn = (values.new_full((N, S, h.K), math.nan) for _ in range(3))
+    qkv, datt, keys, values, count = inputs
+    n, S, f32 = len(qkv), W + len(qkv), {'dtype': torch.float32, 'device': qkv.device}
+    N, rope = len(keys), rope_table(S, h.K, torch.empty((), **f32))
+    buffers = [values.new_full((N, S, h.K), math.nan) for _ in range(3)]
+    kbuf, vbuf, _ = buffers
     kbuf[:, :W], vbuf[:, :W] = apply_rope(keys, *(x[:W] for x in rope)), values
-    att, kept = torch.full_like(datt, math.nan), []
+    kept, dqkv, (dk, dv) = [], torch.empty_like(qkv), torch.zeros(2, N, S, h.K, **f32)
     for t in range(n):
-        kept.append((*torch.empty(2, N, h.M, **f32), values.new_empty(N, h.M, h.K)))
-        r, lse, q = kept[-1]
-        kept[-1] = r, torch.empty(N, **f32), q, lse
-        out = att.narrow(1, t * B, B)
-        tk.window_attention(qkv[t], (kbuf, vbuf, kn, count, *rope), (t, W), h, out, kept[-1])
-    dqkv, (dk, dv) = torch.empty_like(qkv), torch.zeros(2, N, S, h.K, **f32)
+        rq, lse, rk = torch.empty(N, h.M, **f32), torch.empty(N, h.M, **f32), torch.empty(N, **f32)
+        att, q = torch.empty_like(datt[t]), values.new_empty(N, h.M, h.K)
+        memory = *buffers, count, *rope
+        tk.window_attention(qkv[t], memory, (t, W), h, att, (rq, rk, q, lse))
+        kept.append((att, q, rq, rk, lse))
     for g0 in reversed(range(0, n, F)):
         P, DS = (values.new_full((N, F, h.M, S), math.nan) for _ in range(2))
         group, DO = range(g0, min(n, g0 + F)), values.new_full((N, F, h.M, h.K), math.nan)
         for t in reversed(group):
-            (rq, rk, q, lse), at = kept[t], slice(t * B, t * B + B)
-            saved, memory = (att[:, at], q, rq, rk, lse), (kbuf, vbuf, count, *rope)
-            sums = dk, dv, P, DS, DO
-            found = tk.window_attention_backward(datt[:, at], saved, memory, (t, g0, W), h, sums)
-            dqkv[t] = found
+            memory, sums = (kbuf, vbuf, count, *rope), (dk, dv, P, DS, DO)
+            dqkv[t] = tk.window_attention_backward(datt[t], kept[t], memory, (t, g0, W), h, sums)
         before = slice(g0, W + g0)  # by one product a group, as unroll.Window does
         P, DS, DO = (x[:, : len(group)].flatten(1, 2) for x in (P, DS, DO))
-        Q = torch.cat([kept[t][2] for t in group], 1)
+        Q = torch.cat([kept[t][1] for t in group], 1)
         dk[:, before] += (DS[..., before].mT @ Q).to(dk.dtype)
         dv[:, before] += (P[..., before].mT @ DO).to(dv.dtype)
-    return att, dqkv, dk[:, :W], dv[:, :W], kn[:, W:].to(dt), kbuf[:, W:], vbuf[:, W:]
+    att = torch.stack([each[0] for each in kept])
+    return att, dqkv, dk[:, :W], dv[:, :W], *(x[:, W:] for x in buffers)
 
 
 def attention_by_autograd(inputs, h, W):
@@ -157,9 +154,9 @@ def attention_by_autograd(inputs, h, W):
     scores = torch.einsum('tbmk,bsk->tbms', q, k) / math.sqrt(K)
     p = scores.masked_fill(hidden[:, :, None], -math.inf).softmax(-1)
     o = torch.einsum('tbms,bsk->tbmk', p, torch.cat([values, v], 1))
-    att = torch.cat([by_expert(x, h) for x in o], 1)
+    att = torch.stack([by_expert(x, h) for x in o])
     grads = torch.autograd.grad(att, (qkv, keys, values), datt)
-    return att, *grads, kn, k[:, W:], v
+    return att, *grads, k[:, W:], v, kn
 
 
 @cases(
@@ -183,7 +180,7 @@ def attention_by_autograd(inputs, h, W):
 )
 def test_attention(B, h, W, n, F, device, dt):
     inputs = attention_inputs(B, h, W, n, device, dt)
-    names = 'att', 'dqkv', 'dk', 'dv', 'kn', 'keys', 'values'
+    names = 'att', 'dqkv', 'dk', 'dv', 'keys', 'values', 'kn'
     found, exact = attention_by_kernels(inputs, h, W, F), attention_by_autograd(inputs, h, W)
     for name, mine, theirs in zip(names, found, exact, strict=True):
         alike(wide(mine), theirs, dt, name)
@@ -195,7 +192,7 @@ def test_attention(B, h, W, n, F, device, dt):
 class Noted:
     """A product that keeps its weight's gradient."""
 
-    keep, count = True, 0
+    total = None
 
     def __init__(self, w):
         self.w = w
@@ -234,7 +231,6 @@ def experts_inputs(E, B, D, O, device, dt):
 
 @pytest.fixture
 def noted(monkeypatch):
-    monkeypatch.setattr(tk, '_note', lambda one, _, x, g: one.note(x, g), raising=False)
     monkeypatch.setattr(tk, 'compiled', lambda f: f)
 
 
@@ -325,13 +321,11 @@ def report(cells):
         assert done.metadata.shared < 227 * 1024, 'an H100 has 227 KiB of shared memory a block'
         assert figures['STACK'] <= 16, 'registers spill'
 
-    jit.run, tk.compiled, tk._note = compiled_only, lambda f: f, lambda *_: None
+    jit.run, tk.compiled, Noted.note = compiled_only, lambda f: f, lambda *_: None
     for E, W, B in cells:
         h = Heads(E, 4, 2, 96, True)
         attention_by_kernels(attention_inputs(B, h, W, 9, 'meta', torch.bfloat16), h, W, 8)
-        inputs = experts_inputs(E, B, 768, 3072, 'meta', torch.bfloat16)
-        Noted.total = None
-        experts_by_kernels('sqrt_sum', *inputs)
+        experts_by_kernels('sqrt_sum', *experts_inputs(E, B, 768, 3072, 'meta', torch.bfloat16))
     target = torch.empty(333, dtype=torch.int64, device='meta')
     for dtype in (torch.bfloat16, torch.float32):
         logits = normal(333, 50304, device='meta', dtype=dtype)
