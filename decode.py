@@ -1,10 +1,10 @@
 """
 Decoding, one token for each of B streams a step:
 
-    decoder = Decoder(model, B, amp=torch.bfloat16, temperature=0.8, top_k=200)
-    for token in decoder.generate(prompt, 500):                # prompt (B, T), token (B,)
+    for token in Decoder(model, B, temperature=0.8, top_k=200).generate(prompt, 500): ...
 """
 
+import itertools
 import math
 import sys
 from collections.abc import Iterator
@@ -14,15 +14,12 @@ import torch.nn.functional as F
 
 from configurator import every
 from kernels import apply_rope, by_expert, compiled, graphed, rope_table, softcap
-from model import Rules, State, level, levels, norm, plain_weights, token
+from model import State, level, levels, norm, plain_weights, token
 
 
-def level_step(
-    w: dict, s: torch.Tensor, z: torch.Tensor, ring: tuple, rules: Rules
-) -> torch.Tensor:
+def level_step(w, s, z, ring, rules):
     """One level for one token: s and its embedding z (B, D) -> the new s. w: tensors; ring: keys,
-    values (B*C, W, K), slot head (1,) to write, cos and sin of angle head, bias (B, W), -inf where
-    empty."""
+    values (B*C, W, K), slot to write (1,), its cos and sin, bias (B, W): -inf where empty."""
     keys, values, head, rope, bias = ring
 
     def attend(heads, qkv, h, wide):
@@ -40,26 +37,21 @@ def level_step(
 
 
 class Decoder:
-    """B streams of a model, with its weights as they are now, in memory that never moves or grows.
-    amp: torch.bfloat16, or torch.float32 for products in the model's own dtype; temperature 0 is
-    greedy; top_k 0 keeps every token; seed: an int, a torch.Generator of the model's device, or
-    None for torch's own. `logits` (B, V): the last step's, soft-capped.
+    """B streams of a model with its weights as they are now, in memory that never moves. amp:
+    torch.bfloat16, or torch.float32 for products in the model's own dtype; temperature 0 is greedy;
+    top_k 0 keeps every token; seed: an int, a torch.Generator, or None for torch's own. `logits`
+    (B, V): the last.
 
-    Keys and values lie in rings of W slots a level. A key is rotated by its slot; when the head
-    comes round to slot 0, all are rotated back by W: with the newest in slot h, slot j has angle j
-    where j <= h, else j - W, and the query h. A key lives for W steps and is turned back once: no
-    angle passes W, and an endless stream stays exact."""
+    Keys and values lie in rings of W slots, a key rotated by its slot; when the head comes round to
+    slot 0, all are rotated back by W: with the newest in slot h, slot j has angle j where j <= h,
+    else j - W, and the query h. A key lives for W steps: no angle passes W, a stream without end
+    stays exact."""
 
     @torch.no_grad()
-    def __init__(
-        self, model, B, amp=torch.float32, temperature=0.0, top_k=0, seed=0, compile=False
-    ):
+    def __init__(self, model, B, amp=torch.float32, temperature=0, top_k=0, seed=0, compile=False):
         c, device, wide = model.config, model.embedding.device, model.embedding.dtype
-        dt, W, self.rules = (
-            amp if amp == torch.bfloat16 else wide,
-            c.window,
-            model.levels[0].rules(),
-        )
+        dt, W = amp if amp == torch.bfloat16 else wide, c.window
+        self.rules = model.levels[0].rules()
         self.model, self.amp, self.temperature, self.top_k = model, amp, temperature, top_k
         self.random = torch.Generator(device).manual_seed(seed) if isinstance(seed, int) else seed
         self.level = compiled(level_step) if compile else level_step
@@ -82,15 +74,13 @@ class Decoder:
     @torch.no_grad()
     def load(self, state: State) -> None:
         """Go on from a state of the model (B streams); the next step wants a token."""
-        mine, given = tuple(self.k.shape), tuple(state.k.shape)
-        if mine != given:
-            sizes = '(levels, streams, heads, window, head size)'
-            raise ValueError(f"load: keys {given} do not fit this decoder's {sizes}: {mine}")
+        if self.k.shape != state.k.shape:
+            sizes = 'levels, streams, heads, window, head size'
+            raise ValueError(f'load: {sizes} are {(*state.k.shape,)}, not {(*self.k.shape,)}')
         self.k.copy_(apply_rope(state.k, *self.rope[:-1].unbind(1)))  # the newest in slot W - 1
-        self.v.copy_(state.v)
-        self.s.copy_(state.s)
-        self.count.copy_(state.count)
-        self.head.fill_(mine[3] - 1)
+        for x, given in zip((self.s, self.v, self.count), (state.s, *state[2:]), strict=True):
+            x.copy_(given)
+        self.head.fill_(self.slot.numel() - 1)
         self.steps = 0
 
     @torch.no_grad()
@@ -133,31 +123,31 @@ class Decoder:
 
     @torch.no_grad()
     def step(self, token: torch.Tensor | None = None) -> torch.Tensor:
-        """Feed token (B,), by default the last one drawn, and draw the next: (B,) int64, in the
-        same memory every time. On a GPU a CUDA graph from the fourth step on."""
+        """Feed token (B,), by default the last one drawn, and draw the next: (B,), always in the
+        same memory. On a GPU a CUDA graph from the fourth step on."""
         if token is not None:
             self.token.copy_(token)
         if self.steps % self.slot.numel() == 0:  # a turn, outside the graph: all keys back by W
             cos, sin = self.rope[-1]
             self.k.copy_(apply_rope(self.k, cos, -sin))
         self.steps += 1
-        if not self.token.is_cuda:
+        if self.token.is_cuda:
+            with torch.cuda.device_of(self.token):
+                graphed(self.graphs, 'step', self.advance, generator=self.random)
+        else:
             self.advance()
-            return self.token
-        with torch.cuda.device_of(self.token):
-            graphed(self.graphs, 'step', self.advance, generator=self.random)
         return self.token
 
     @torch.no_grad()
     def prefill(self, idx: torch.Tensor) -> None:
         """Start anew with the tokens idx (B, T) by the model's chunk path, block_size at a time."""
-        due, (B, T), n = every(), idx.shape, self.model.config.block_size
+        due, n = every(), self.model.config.block_size
         with torch.autocast(idx.device.type, torch.bfloat16, enabled=self.amp == torch.bfloat16):
-            state = self.model.init_state(B)
-            for t in range(0, T, n):
+            state = self.model.init_state(len(idx))
+            for t in range(0, idx.size(1), n):
                 state = self.model.core(idx[:, t : t + n], state)[1]
                 if due():
-                    print(f'    prompt: {t + n:,} of {T:,} tokens', file=sys.stderr, flush=True)
+                    print(f'    {t + n:,} of {idx.size(1):,} tokens of the prompt', file=sys.stderr)
         self.load(state)
 
     def generate(self, idx: torch.Tensor, max_new_tokens: int) -> Iterator[torch.Tensor]:
@@ -165,9 +155,8 @@ class Decoder:
         0."""
         if idx.size(1) == 0:
             raise ValueError('generate needs a prompt of at least one token')
-        n, fed = 0, idx[:, -1]
-        if max_new_tokens != 0:
+        if max_new_tokens:
             self.prefill(idx[:, :-1])
-        while n != max_new_tokens:
-            yield self.step(fed).clone()
-            n, fed = n + 1, None
+            yield self.step(idx[:, -1]).clone()
+        for _ in itertools.count() if max_new_tokens < 0 else range(max_new_tokens - 1):
+            yield self.step().clone()

@@ -45,52 +45,69 @@ def expected(model, x):
     return logits, history.state()
 
 
-# ---- the same as the model ----
+class NoWaiting(TorchDispatchMode):
+    """Refuses what makes host and device wait for each other: a CUDA graph cannot hold it."""
+
+    waits = '_local_scalar_dense nonzero is_nonzero masked_select equal lift_fresh unique'.split()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function.overloadpacket.__name__ not in self.waits, function
+        return function(*args, **kwargs or {})
+
+
+def tensors():
+    gc.collect()
+    return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
 
 
 @variants
 @pytest.mark.parametrize('device', ['cpu', pytest.param('cuda', marks=gpu)])
 def test_decoder_is_the_reference(model_type, changes, device):
-    """Past three turns of the ring; the state it ends with; and once more after a load. On a GPU
-    past the capture."""
+    """Past three turns of the ring; the state it ends with; once more after a load. Nothing waits
+    or moves."""
     model, x = make(model_type, **changes), tokens(3, 3 * 5 + 4)
-    logits, state = expected(model, x)
+    (logits, state), mode = expected(model, x), NoWaiting()
     decoder, empty = Decoder(model.to(device), 3), model.init_state(3)
+    held = {name: y for name, y in vars(decoder).items() if isinstance(y, torch.Tensor)}
+    where = [y.data_ptr() for y in held.values()]
     assert logits.std() > 0.5  # nothing to compare in flat logits
     for _ in range(2):
-        assert_close(feed(decoder, x.to(device)).cpu(), logits)
+        with mode if device == 'cpu' else torch.no_grad():
+            found = feed(decoder, x.to(device))
+        assert_close(found.cpu(), logits)
         assert_same_state(State(*(t.cpu() for t in decoder.state())), state)
         decoder.load(empty)
+    before, first = tensors(), decoder.step()
+    assert decoder.step() is first and tensors() <= before
+    assert {'token', 'logits', 'k', 'v', 'count', 'head', 's'} <= held.keys()
+    assert where == [getattr(decoder, name).data_ptr() for name in held]
+    with mode, pytest.raises(AssertionError, match='_local_scalar_dense'):  # the mode works
+        decoder.token[0].item()
 
 
 @pytest.mark.parametrize('model_type, changes', VARIANTS[:2] + VARIANTS[6:7], ids=str)
+@torch.no_grad()
 def test_load_and_state_in_the_middle(model_type, changes):
-    """A state whose streams have seen 0, 2 and 5 tokens; out and in again at every slot of the
-    ring."""
+    """Streams that have seen 0, 2 and 5 tokens; out and in again at every slot of the ring; other
+    sizes."""
     model, x = make(model_type, **changes), tokens(3, 19, seed=1)
-    with torch.no_grad():
-        _, state = model(tokens(3, 9), state=model.init_state(3))
-        state = state._replace(count=torch.tensor([0, 2, 5]))
-        decoder, other = Decoder(model, 3), Decoder(model, 3)
-        feed(decoder, tokens(3, 7, seed=2))  # the load must clear this
-        decoder.load(state)
-        assert_same_state(decoder.state(), state)
-        for token in x.unbind(1):
-            mine = decoder.state()
-            kept = State(*(t.clone() for t in mine))
-            other.load(mine)  # its head is at the ring's end, the first one's anywhere
-            logits, state = model.step(token, state)
-            for d in (decoder, other):
-                assert_close(feed(d, token[:, None])[:, 0], logits)
-                assert_same_state(d.state(), state)
-            assert_same_state(mine, kept, 0)  # a copy: later steps leave it alone
-    assert decoder.count.tolist() == [5, 5, 5]
-
-
-def test_load_refuses_other_sizes():
-    for other, B in (({}, 2), ({'window': 4}, 3), (OWN, 3)):
-        with pytest.raises(ValueError, match=r'do not fit .*: \(3, 3, 2, 5, 6\)'):
-            Decoder(make(RecurrentGPT), 3).load(make(RecurrentGPT, **other).init_state(B))
+    _, state = model(tokens(3, 9), state=model.init_state(3))
+    state = state._replace(count=torch.tensor([0, 2, 5]))
+    decoder, other = Decoder(model, 3), Decoder(model, 3)
+    feed(decoder, tokens(3, 7, seed=2))  # the load must clear this
+    decoder.load(state)
+    for token in x.unbind(1):
+        mine = decoder.state()
+        kept = State(*(t.clone() for t in mine))
+        other.load(mine)  # its head is at the ring's end, the first one's anywhere
+        logits, state = model.step(token, state)
+        for d in (decoder, other):
+            assert_close(feed(d, token[:, None])[:, 0], logits)
+            assert_same_state(d.state(), state)
+        assert_same_state(mine, kept, 0)  # a copy: later steps leave it alone
+    for sizes, B in ((changes, 2), (changes | {'window': 4}, 3), (changes | {'n_kv_head': 3}, 3)):
+        with pytest.raises(ValueError, match=r'load: .* not \(3, 3, \d, 5, 6\)'):
+            decoder.load(make(model_type, **sizes).init_state(B))
 
 
 @both
@@ -137,7 +154,8 @@ def test_sampling_draws_the_softmax(temperature, top_k):
     model, B = make(RecurrentGPT, n_layer=1, n_embd=12, n_head=2), 4000
     decoder, draws, probabilities = Decoder(model, B, torch.float32, temperature, top_k, 5), [], []
     for _ in range(2):
-        draws.append(decoder.step(torch.zeros(B, dtype=torch.int64)).clone())
+        with NoWaiting():
+            draws.append(decoder.step(torch.zeros(B, dtype=torch.int64)).clone())
         p = torch.exp(decoder.logits[0] / temperature)
         p[decoder.logits[0].argsort(descending=True)[top_k or V :]] = 0
         probabilities.append(p / p.sum())
@@ -208,72 +226,28 @@ def test_generation_streams(monkeypatch):
         next(decoder.generate(tokens(1, 0), 3))
 
 
-class NoWaiting(TorchDispatchMode):
-    """Refuses what makes the host wait for the device or the device for the host: a CUDA graph
-    cannot hold it."""
-
-    waits = '_local_scalar_dense nonzero is_nonzero masked_select equal lift_fresh unique'.split()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.overloadpacket.__name__
-        assert name not in self.waits, name
-        return function(*args, **kwargs or {})
-
-
-@variants
-def test_a_step_never_waits_and_memory_is_static(model_type, changes):
-    """Nothing moves and nothing is added from step to step; a load keeps the memory too."""
-
-    def tensors():
-        gc.collect()
-        return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
-
-    decoder = Decoder(make(model_type, **changes), 2, temperature=0.7, top_k=4)
-    first, everything = decoder.step(tokens(2)), vars(decoder).items()
-    held = {name: x for name, x in everything if isinstance(x, torch.Tensor)}
-    where, before = {name: x.data_ptr() for name, x in held.items()}, tensors()
-    with NoWaiting():
-        for _ in range(6):
-            assert decoder.step() is first
-        with pytest.raises(AssertionError, match='_local_scalar_dense'):  # the mode works
-            decoder.token[0].item()
-    assert tensors() <= before  # fewer, where an earlier test leaves some to collect
-    decoder.load(decoder.state())
-    assert {'token', 'logits', 'k', 'v', 'count', 'head', 's'} <= held.keys()
-    for name, x in held.items():
-        assert getattr(decoder, name) is x and x.data_ptr() == where[name] and not x.requires_grad
-
-
 # ---- sample.py ----
 
 
 class Letters:
-    """A tokenizer of V letters."""
-
-    eot = 0
-
-    def encode(self, text):
-        return [ord(c) % V for c in text]
-
-    def decode_bytes(self, ids):
-        return bytes(97 + i for i in ids)
+    eot, encode = 0, staticmethod(lambda text: [ord(c) % V for c in text])
+    decode_bytes = staticmethod(lambda ids: bytes(97 + i for i in ids))
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_sample_prints_what_the_decoder_draws(dtype, monkeypatch, capsys):
     """Two samples by one decoder, the second with other draws, both from the prompt on."""
-    model, settings = make(RecurrentGPT, torch.float32), {'prompt': 'ab', 'num_samples': 2}
-    settings |= {'max_new_tokens': 30, 'device': 'cpu', 'dtype': dtype}
-    monkeypatch.setattr(sample, 'load_model', lambda device: (model, Letters()))
+    model, settings = make(RecurrentGPT, torch.float32), f'prompt=ab num_samples=2 dtype={dtype}'
+    settings = f'{settings} max_new_tokens=30 device=cpu'.split()
+    monkeypatch.setattr(sample, 'load_model', lambda device: (model, Letters))
     for name in settings:  # main overrides them for good
-        monkeypatch.setattr(sample, name, getattr(sample, name))
-    arguments = [f'--{name}={value}' for name, value in settings.items()]
-    monkeypatch.setattr(sys, 'argv', ['sample.py', *arguments])
+        monkeypatch.setattr(sample, name.split('=')[0], getattr(sample, name.split('=')[0]))
+    monkeypatch.setattr(sys, 'argv', ['sample.py', *(f'--{x}' for x in settings)])
     sample.main()
     decoder, texts = Decoder(model, 1, getattr(torch, dtype), 0.8, 200, 1337), []
     for _ in range(2):
         drawn = torch.cat(list(decoder.generate(torch.tensor([[0, 97 % V, 98 % V]]), 30)))
-        texts.append('ab' + Letters().decode_bytes(drawn.tolist()).decode())
+        texts.append('ab' + Letters.decode_bytes(drawn.tolist()).decode())
     assert capsys.readouterr().out == f'{texts[0]}\n---------------\n{texts[1]}\n'
     assert texts[0] != texts[1]
 
