@@ -426,7 +426,7 @@ def make_kernels(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
 
     for path in row['paths']:
         wide, fused = torch.float32, path != 'eager'
-        recipe = Recipe(token, heads, leave, first.kind(), dt, wide, fused, graphs=False)
+        recipe = Recipe(token, heads, leave, first.rules(), dt, wide, fused, graphs=False)
         costs = trial_cost(recipe, sizes)
         for name, run in trials(recipe, first.weights(), sizes, True).items():
             add(name, path, run, costs[name])
