@@ -53,6 +53,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable
 
@@ -384,16 +385,28 @@ def make_agent(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
         train_sokoban.count_games(run, games, stats)
 
     def check():
-        """Games and gradients of an update at rate 0, and of the same by the plain equations."""
-        found, begun = [], copy.deepcopy((run.env, run.start, run.state, run.count))
-        train_sokoban.learning_rate = 0.0
+        """Rewards and gradients of an update at rate 0, and by the plain equations of the same
+        actions: a rounding may tip one."""
+        found, actions, sample = [], [], train_sokoban.sample
+        begun = copy.deepcopy((run.env, run.start, run.state, run.count))
+
+        def record(*args):
+            actions.append(sample(*args))
+            return actions[-1]
+
+        train_sokoban.learning_rate, train_sokoban.sample = 0.0, record
         for _ in range(2):
             stats, games, _ = train_sokoban.update(run, False)
             clipped = max(1.0, stats['grad_norm'] / (train_sokoban.grad_clip or math.inf))
             mine = {name: clipped * p.grad for name, p in run.model.named_parameters()}
             found.append({**mine, 'games': games, 'loss': torch.tensor(stats['loss'])})
+            if run.graphs:  # a replay calls nothing
+                actions = run.graphs['rollout'][2]['action'].clone()
+            played = iter(actions)
+            train_sokoban.sample = lambda *_, played=played: next(played)
             run.env, run.start, run.state, run.count = begun
             run.model.config.path, run.graphs = 'plain', None
+        train_sokoban.sample = sample
         return {name: (found[0][name], found[1][name]) for name in found[0]}
 
     steps, macs = config['n_envs'] * config['unroll'], run.model.macs_per_step()
@@ -1111,16 +1124,24 @@ def run_tests(chosen: str, until: float) -> str:
     if importlib.util.find_spec('pytest') is None:
         return 'skipped: pytest is not installed'
     options = ['-v', '--tb=short', '--noconftest', '-o', 'addopts=', '-m', 'gpu', '-k', chosen]
-    command = [sys.executable, '-m', 'pytest', *options, GPU_TESTS]
-    with subprocess.Popen(command, start_new_session=True) as process:
+    command = [sys.executable, '-u', '-m', 'pytest', *options, GPU_TESTS]
+    pipe, ends = {'stdout': subprocess.PIPE, 'text': True}, {'PASSED': 0, 'FAILED': 0, 'SKIPPED': 0}
+    with subprocess.Popen(command, start_new_session=True, **pipe) as process:
+        stop = functools.partial(os.killpg, process.pid, signal.SIGKILL)  # and its children
+        timer = threading.Timer(max(1.0, until - time.perf_counter()), stop)
+        timer.start()
         try:
-            status = process.wait(max(1.0, until - time.perf_counter()))
-        except subprocess.TimeoutExpired:
-            return 'failed: late'
+            for line in process.stdout:
+                print(line, end='', flush=True)
+                if found := re.search(r'::\S.* (PASSED|FAILED|SKIPPED) ', line):
+                    ends[found[1]] += 1
         finally:
+            timer.cancel()
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # and its children
-    return 'ok' if status == 0 else f'failed: pytest ended with {status}'
+                stop()
+    told = ', '.join(f'{n} {what.lower()}' for what, n in ends.items())
+    late = 'late: ' if time.perf_counter() > until else ''
+    return 'ok' if process.returncode == 0 else f'failed: {late}{told}'
 
 
 def run_group(group: dict[str, dict], config: dict, report: dict, pool: dict, until: float) -> str:
