@@ -69,11 +69,11 @@ import kernels
 import muon
 import train_lm
 import train_sokoban
-from checkpoint import commit, device_name, keep_memory, pick_device, pick_dtype
+from checkpoint import commit, device_name, keep_memory, out_of_memory, pick_device, pick_dtype
 from convlstm import AgentConfig
 from data_fineweb import REAL_VOCAB, VOCAB, open_meta, write_meta, write_shard
 from decode import Decoder
-from model import LanguageModel, ModelConfig, State, build_model, heads, leave, losses, token
+from model import ModelConfig, State, build_model, heads, leave, losses, token
 from unroll import BLOCK, Recipe, release, trial_cost, trials
 
 # fmt: off
@@ -203,14 +203,20 @@ FAR = 0.1  # relative difference of a gradient or of logits that is no rounding 
 def model_config(row: dict) -> ModelConfig:
     """ValueError for sizes that do not fit together."""
     path = row['path'].removesuffix('_bf16')
-    how = 'plain' if path == 'plain' else 'compiled' if path.endswith('compiled') else 'fast'
+    fused = path.endswith('compiled') or path == 'transformer'
+    how = 'plain' if path == 'plain' else 'compiled' if fused else 'fast'
     sizes = {'window': row['C'], 'block_size': row['T'], 'path': how}
     return ModelConfig(row['V'], row['L'], row['E'], row['D'], **sizes)
 
 
-def fresh_model(row: dict, device: str) -> tuple[LanguageModel, dict]:
+def fresh_model(row: dict, device: str) -> tuple[torch.nn.Module, dict]:
+    """The row's model or baseline, and what is known of it."""
     torch.manual_seed(0)
-    model = build_model(model_config(row), row['model'] == 'recurrent').to(device)
+    path, c = row['path'].removesuffix('_bf16'), model_config(row)
+    if path in baselines.LEARNING_RATE:
+        model = baselines.build(path, c).to(device)
+    else:
+        model = build_model(c, row['model'] == 'recurrent').to(device)
     with torch.no_grad():
         for p in model.parameters():
             if p.dim() > 1 and not p.any():  # a processor may be faster at zeros than at numbers
@@ -220,47 +226,27 @@ def fresh_model(row: dict, device: str) -> tuple[LanguageModel, dict]:
     return model, {**info, 'params': model.num_params()['total']}
 
 
-def make_baseline(row: dict) -> tuple[torch.nn.Module, torch.optim.Optimizer, dict]:
-    """An LSTM with the parameters of the row's RecurrentGPT, or a plain Transformer; AdamW."""
-    torch.manual_seed(0)
-    c, recurrent = model_config(row), row['model'] == 'recurrent'
-    with torch.device('meta'):  # only to count
-        ours = build_model(c, recurrent).num_params()['total']
-    if recurrent:
-        hidden = baselines.match_hidden(c.vocab_size, c.n_embd, 1, ours)
-        net = baselines.LSTM(c.vocab_size, c.n_embd, hidden, 1)
-    else:
-        net = baselines.Transformer(c.vocab_size, c)
-    used = sum(p.numel() for p in net.parameters() if p.dim() > 1) - net.embedding.weight.numel()
-    params = sum(p.numel() for p in net.parameters())
-    info = {'params': params, 'params_of_ours': ours, 'flops_per_token': 2.0 * used}
-    return net, torch.optim.AdamW(net.parameters(), weight_decay=0.1, fused=True), info
-
-
 def make_chunk(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
     """Parts 'chunk', forward and backward of B x T tokens with the state carried; 'head', head and
     loss of as many rows alone, or in suite baselines 'optimizer', an update."""
     at, B, T = config['device'], row['B'], row['T']
     autocast = functools.partial(train_lm.autocast, at, getattr(torch, row['dtype']))
     x, y = torch.randint(row['V'], (2, B, T), device=at)
-    carried, path = [None], row['path']
-    if path.startswith(('lstm', 'transformer')):
-        model, adamw, info = make_baseline(row)
-        model, optimizers = model.to(at), [adamw]
+    model, info = fresh_model(row, at)
+    ours = row['path'].removesuffix('_bf16') not in baselines.LEARNING_RATE
+    if ours:
+        optimizers = muon.make_optimizers(model, vars(train_lm))
     else:
-        model, info = fresh_model(row, at)
-        optimizers = train_lm.make_optimizers(model)
-        if row['model'] == 'recurrent':
-            with autocast():
-                carried = [model.init_state(B)]
+        optimizers = [baselines.make_adamw(model)]
     for group in (g for o in optimizers for g in o.param_groups):
         group['lr'] = 1e-6  # hundreds of updates by one gradient must not drive weights to infinity
-    run = torch.compile(model, dynamic=False) if path.startswith('transformer') else model
+    with autocast():
+        carried = [model.init_state(B) if row['model'] == 'recurrent' else None]
 
     def chunk():
         model.zero_grad(set_to_none=True)
         with autocast():
-            loss, carried[0] = run(x, y, carried[0])
+            loss, carried[0] = model(x, y, carried[0])
         loss.backward()
 
     def optimizer():
@@ -344,25 +330,23 @@ def make_update(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
         if not math.isfinite(loss):  # the optimizer would be left out
             raise RuntimeError('the loss is not finite')
 
-    def gradients(inputs, state):
+    def gradients(state):
         """Of a micro-batch from this state, as train_update has them."""
+        x, y, carried = run.inputs[run.rows]
         run.buckets.zero()
-        train_lm.copy_state(inputs[2], state)
-        if run.whole:
-            name = f'chunk of {run.micro}'
-            kernels.graphed(run.graphs, name, train_lm.forward_backward, run, *inputs)
-        else:
-            train_lm.forward_backward(run, *inputs)
+        for to, source in zip(carried or (), state, strict=True):
+            to.copy_(source)
+        chunk = f'chunk of {run.rows}', train_lm.forward_backward, run, x, y, carried
+        kernels.graphed(run.chunk_graphs, *chunk)
         found = {name: p.grad.clone() for name, p in run.model.named_parameters()}
         return {'loss': run.buckets.extra[0].clone(), **found}
 
     def check():
-        inputs = run.inputs[run.micro]
-        state = copy.deepcopy(inputs[2])
-        mine = gradients(inputs, state)
-        run.model.config.path, run.whole, run.graphs = 'fast', False, {}
+        state = [x.clone() for x in run.inputs[run.rows][2] or ()]
+        mine = gradients(state)
+        run.model.config.path, run.chunk_graphs, run.graphs = 'fast', None, None
         empty(config['device'])  # the graphs' memory is needed
-        plain = gradients(inputs, state)
+        plain = gradients(state)
         return {name: (mine[name], plain[name]) for name in mine}
 
     info = {'tokens': settings['tokens_per_step'], 'params': run.model.num_params()['total']}
@@ -375,7 +359,7 @@ def make_agent(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
     path, _, recompute = row['path'].removesuffix('_bf16').partition('_')
     settings = {'n_layer': row['L'], 'n_expert': row['E'], 'n_embd': row['D']}
     settings |= {name: config[name] for name in ('recurrent', 'n_envs', 'unroll')}
-    settings |= {'kind': config['arch'], 'reuse': not recompute, 'eval_games': 1}
+    settings |= {'arch': config['arch'], 'reuse': not recompute, 'eval_games': 1}
     settings |= {'split': 'generated', 'eval_split': 'generated', 'n_levels': 5000}
     run = make_run(train_sokoban, settings, row, config)
     run.model.config.path = path
@@ -603,9 +587,7 @@ def work(pipe: multiprocessing.connection.Connection, config: dict) -> None:
         try:
             answer = answer_to(message, made, config)
         except (RuntimeError, MemoryError, ValueError) as error:  # must not end the others
-            full = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-            full |= "can't allocate memory" in str(error)
-            told = 'OOM' if full else f'failed: {first_line(error)}'
+            told = 'OOM' if out_of_memory(error) else f'failed: {first_line(error)}'
             answer = {'check' if message == 'check' else 'status': told}
         pipe.send(answer)
 

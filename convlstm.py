@@ -55,7 +55,7 @@ HEADS = 8  # of the head's attention pooling
 class AgentConfig:
     """Sizes of an agent. ValueError, naming the field, for what does not fit together."""
 
-    kind: str = 'convlstm'  # 'convlstm' or 'convglu'
+    arch: str = 'convlstm'  # 'convlstm' or 'convglu'
     recurrent: bool = True
     n_layer: int = 1  # L
     n_expert: int = 1  # E
@@ -75,7 +75,7 @@ class AgentConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f'{name} = {getattr(self, name)}: must be at least 1')
         for name, allowed in (
-            ('kind', ('convlstm', 'convglu')),
+            ('arch', ('convlstm', 'convglu')),
             ('aggregation', AGGREGATIONS),
             ('dtype', ('float32', 'bfloat16')),
             ('residual', ('expert', 'shared')),
@@ -89,8 +89,8 @@ class AgentConfig:
             raise ValueError(
                 f'radius = {self.radius}: expected -1 (all experts) or 0..{self.n_expert - 1} with n_expert = {self.n_expert}'
             )
-        if self.residual == 'shared' and (self.kind != 'convglu' or self.radius >= 0):
-            raise ValueError("residual = 'shared' is for kind = 'convglu' without a radius")
+        if self.residual == 'shared' and (self.arch != 'convglu' or self.radius >= 0):
+            raise ValueError("residual = 'shared' is for arch = 'convglu' without a radius")
         if self.radius >= 0 and self.aggregation != 'sqrt_sum':
             raise ValueError(
                 f'radius = {self.radius} needs aggregation = sqrt_sum, not {self.aggregation}'
@@ -374,7 +374,7 @@ class Agent(nn.Module):
         router = L * (Z + D + E) * c.router_dim if c.routed else 0
         core, executed = (CELLS * macs + router for macs in self.core_macs())
         nominal = (
-            CELLS * L * E * (9 * (Z + 2 * D) * 4 * D if c.kind == 'convlstm' else 9 * D * 2 * D)
+            CELLS * L * E * (9 * (Z + 2 * D) * 4 * D if c.arch == 'convlstm' else 9 * D * 2 * D)
         )
         head = 2 * HEADS * CELLS * D + (HEADS + 1) * D * 2 * c.head_dim + c.head_dim * (ACTIONS + 1)
         return {
@@ -556,4 +556,4 @@ class ConvGLU(Agent):
 
 
 def build_agent(config: AgentConfig) -> Agent:
-    return {'convlstm': ConvLSTM, 'convglu': ConvGLU}[config.kind](config)
+    return {'convlstm': ConvLSTM, 'convglu': ConvGLU}[config.arch](config)

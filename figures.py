@@ -684,3 +684,56 @@ def solve_table(rates: dict, levels: str, reference: str, into: str) -> list[str
             ]
         paths += write_table(header, body, into, f'solve_{model}', 2)
     return paths
+
+
+# ---- one run: its curve, and trackers beside log.jsonl ----
+
+
+def plot_losses(out_dir: str, unit: str, title: str) -> str:
+    """Loss curves of out_dir/log.jsonl, in nats a `unit`, as out_dir/loss.png -> its path."""
+    import matplotlib
+
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+
+    records, path = read_log(out_dir), os.path.join(out_dir, 'loss.png')
+    figure, axes = plt.subplots(figsize=(5, 3.4), layout='constrained')
+    for key, style in (
+        ('train_loss', {'lw': 1, 'color': COLORS[0], 'alpha': 0.6}),
+        ('val_loss', {'marker': 'o', 'ms': 4, 'color': COLORS[1]}),
+    ):
+        points = [(r['tokens'] / 1e6, r[key]) for r in records if r.get(key) is not None]
+        axes.plot(*zip(*points, strict=True), label=key.replace('_', ' '), **style)
+    axes.set(xlabel=f'training {unit}s (millions)', ylabel=f'loss (nats a {unit})', title=title)
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.3)
+    write_atomic(path, lambda file: figure.savefig(file, dpi=160, format='png'))
+    plt.close(figure)
+    return path
+
+
+def open_trackers(
+    config: dict, tensorboard: bool, wandb_project: str
+) -> tuple[Callable[[dict], object], Callable[[], object]]:
+    """-> write(record), close() for a run's trackers beside log.jsonl: TensorBoard, and Weights &
+    Biases if a project is named. Imported only here."""
+    writes, closes, out_dir = [], [], config['out_dir']
+    if tensorboard:
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(out_dir)
+
+        def to_tensorboard(record):
+            for name, x in record.items():
+                if name != 'step' and x is not None:
+                    writer.add_scalar(name, x, record['step'])
+
+        writes, closes = [to_tensorboard], [writer.close]
+    if wandb_project:
+        import wandb
+
+        name = str(out_dir)
+        run = wandb.init(project=wandb_project, name=name, dir=out_dir, config=config)
+        writes.append(lambda record: run.log(record, step=record['step']))
+        closes.append(run.finish)
+    return lambda record: [write(record) for write in writes], lambda: [end() for end in closes]

@@ -387,12 +387,14 @@ def head_loss(
 # ---- CUDA graphs ----
 
 
-def graphed(graphs: dict, name: str, function: Callable, *args: object) -> object:
+def graphed(graphs: dict | None, name: str, function: Callable, *args: object) -> object:
     """function(*args) as a CUDA graph: the first three calls run as they are; the fourth is captured, and it
     and all later calls replay that: the arguments are read from, and the results lie in, the same memory
     every time. graphs: where they are kept, by name; those of one dict share memory and must be called in the
     same order again and again, so that one may use another's activations. Nothing may keep an eager call's
-    loss alive: its gradient nodes belong to another stream."""
+    loss alive: its gradient nodes belong to another stream. graphs None: as it is."""
+    if graphs is None:
+        return function(*args)
     calls, graph, result = graphs.get(name, (0, None, None))
     if graph is None and calls < 3:
         result = function(*args)

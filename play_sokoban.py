@@ -180,7 +180,7 @@ def compare(folders: list[str], path: str) -> None:
         with open(os.path.join(folder, 'config.json')) as f:
             c = json.load(f)
         labels.append(
-            f'{"recurrent" if c["recurrent"] else "not recurrent"} {c["kind"]}, L = {c["n_layer"]}, E = {c["n_expert"]}, d = {c["n_embd"]}'
+            f'{"recurrent" if c["recurrent"] else "not recurrent"} {c["arch"]}, L = {c["n_layer"]}, E = {c["n_expert"]}, d = {c["n_embd"]}'
         )
     end = min(log[-1]['env_steps'] for log in logs)
     figure, panels = plt.subplots(1, 2, figsize=(8, 3.2), layout='constrained')

@@ -160,7 +160,7 @@ def load_agent(folder: str, device: str) -> SimpleNamespace:
         label=label,
         name=os.path.basename(os.path.normpath(folder)),
         where=str(where),
-        fingerprint=f'{c["kind"]} {label}, step {saved["step"]}, weights {weights:.9g}',
+        fingerprint=f'{c["arch"]} {label}, step {saved["step"]}, weights {weights:.9g}',
     )
 
 
@@ -706,7 +706,7 @@ def plan_pictures(agents: list, results: list[dict]) -> None:
 def aggregated(model: Agent, state: tuple | list) -> torch.Tensor:
     """s of a carried state, (n, 100, C): state[0]; for a ConvGLU with a radius, which carries its h, their aggregate."""
     s = state[0]
-    if model.config.kind == 'convglu':
+    if model.config.arch == 'convglu':
         s = model.aggregate(0, s, None, None) if model.config.radius >= 0 else s.squeeze(3)
     return s.float().flatten(1, 2)
 
@@ -722,7 +722,7 @@ def steer(model: Agent, state: tuple | list, cell: torch.Tensor, vector: torch.T
     """
     c = model.config
     share = 1.0 if c.aggregation in ('mean', 'softmax_mean') else 1 / math.sqrt(c.n_expert)
-    if c.kind == 'convlstm':
+    if c.arch == 'convlstm':
         shares = (1.0, share)  # of s and h
     else:
         shares = (share if c.radius >= 0 else 1.0,)
@@ -738,7 +738,7 @@ def heard(model: Agent, state: tuple | list) -> torch.Tensor:
     """What the first level reads of a carried state in place of s: (n, 100, 1 or E, C). ConvLSTM: s, or with a radius each expert's sum over
     the ring. ConvGLU: that after the norm."""
     c = model.config
-    if c.kind == 'convglu':
+    if c.arch == 'convglu':
         x = model.heard(state[0])
     else:
         x = model.ring(state[1]) if c.radius >= 0 else state[0]
@@ -982,7 +982,7 @@ def probe(device: str) -> None:
             f'models = {models!r}: two folders have the same name, which their outputs would share'
         )
     if source == 'cells' and any(
-        a.config['kind'] != 'convlstm' or not a.config['recurrent']
+        a.config['arch'] != 'convlstm' or not a.config['recurrent']
         for group in groups
         for a in group
     ):
@@ -1107,9 +1107,8 @@ def main() -> None:
         probe(where)
     except ValueError as error:  # CheckpointError, LevelError, SizeError
         fail(error)
-    except (RuntimeError, MemoryError) as error:  # no memory
-        fail(last_words(error, out_dir, 'fewer n_train or n_test'))
 
 
 if __name__ == '__main__':
-    run_script(main, 'stopped: the same command goes on with the games that are stored')
+    stopped = 'stopped: the same command goes on with the games that are stored'
+    run_script(main, stopped, last_words('fewer n_train or n_test'))

@@ -209,7 +209,7 @@ def settings_of(row: Row) -> dict:
     }
     config = under(*row[:3])
     if not row.is_text:
-        own = {'kind': row.model, **own}
+        own = {'arch': row.model, **own}
     if length != 1:
         names = ('max_iters', 'warmup_iters', 'eval_interval') if row.is_text else ('total_steps',)
         own |= {name: max(1, round(config[name] * length)) for name in names}
@@ -229,7 +229,7 @@ def cost(*cell: str | bool | int | tuple) -> tuple[float, int]:
     own = (
         ('n_head', 'n_kv_head', 'window', 'block_size', 'share_kv')
         if row.is_text
-        else ('kind', 'recurrent', 'radius', 'head_dim')
+        else ('arch', 'recurrent', 'radius', 'head_dim')
     )
     sizes = {
         name: config[name]

@@ -9,7 +9,7 @@ max_moves = 12
 eval_interval = 500
 eval_games = 512
 log_interval = 50
-kind = 'convglu'
+arch = 'convglu'
 n_embd = 32
 n_envs = (
     64  # more boards and shorter unrolls than the paper's: more kinds of situations in an update

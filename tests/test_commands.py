@@ -11,10 +11,8 @@ import forks
 import numpy as np
 from test_train import ROOT, TINY, data  # noqa: F401  a fixture
 
-import baselines
 import bench
 import data_fineweb
-import export
 import play_sokoban
 import probe_sokoban
 import sample
@@ -29,13 +27,11 @@ SCRIPTS = {
     'sample.py': sample,
     'data_fineweb.py': data_fineweb,
     'bench.py': bench,
-    'baselines.py': baselines,
     'sokoban.py': sokoban,
     'play_sokoban.py': play_sokoban,
     'train_sokoban.py': train_sokoban,
     'sweep.py': sweep,
     'probe_sokoban.py': probe_sokoban,
-    'export.py': export,
 }
 
 LINE = re.compile(
@@ -155,7 +151,7 @@ def shrunk(command, folder, shards, number):
         if any(a.startswith('--out_dir=') for a in argv)
         else {'out_dir': folder / 'out' / (config or script[:-3])}
     )
-    if script in ('train_lm.py', 'baselines.py'):
+    if script == 'train_lm.py':
         more |= {
             **TINY,
             'n_kv_head': 1,
@@ -163,15 +159,9 @@ def shrunk(command, folder, shards, number):
             'data_dir': shards,
             'max_iters': 2,
             'overwrite': True,
+            **({'n_expert': 1} if '--arch=transformer' in argv else {}),
         }
-    if script == 'baselines.py':
-        more |= {
-            'rounds': 1,
-            'bench_seconds': 0,
-            'out': folder / 'baselines.json',
-            **({'n_expert': 1} if '--model=transformer' in argv else {}),
-        }
-    elif script == 'train_sokoban.py':
+    if script == 'train_sokoban.py':
         more |= {
             **AGENT,
             'n_embd': 4,
@@ -206,8 +196,6 @@ def shrunk(command, folder, shards, number):
         more = {'picture': folder / 'levels.png', 'levels_dir': folder / 'levels'}
     elif script == 'sample.py':
         more = {'max_new_tokens': 3, 'device': 'cpu'}
-    elif script == 'export.py':
-        more = {}
     elif script == 'play_sokoban.py':
         more = {'picture': folder / 'compare.png'}
     elif script == 'data_fineweb.py':

@@ -133,7 +133,7 @@ def reference(agent, obs, start):
             [h * keep for h in state[1]],
             [[x * keep for x in row] for row in state[2]],
         )
-        step = lstm_step if c.kind == 'convlstm' else glu_step
+        step = lstm_step if c.arch == 'convlstm' else glu_step
         s, state = step(agent, encode(agent, obs[t]), state)
         out.append(head(agent, over_rms(s, 1)))
     return [torch.stack(x) for x in zip(*out, strict=True)]
@@ -396,7 +396,7 @@ def test_equal_nominal_cost_of_the_papers_rows():
 @pytest.mark.parametrize(
     'settings, message',
     [
-        ({'kind': 'lstm'}, "kind = 'lstm'"),
+        ({'arch': 'lstm'}, "arch = 'lstm'"),
         ({'n_layer': 0}, 'n_layer = 0'),
         ({'radius': 2, 'n_expert': 2}, 'radius = 2'),
         ({'radius': 0, 'n_expert': 2, 'aggregation': 'mean'}, 'radius = 0 needs'),

@@ -90,8 +90,8 @@ SOKOBAN = """train_sokoban.py config/sokoban_demo.py --n_levels=1000 --eval_game
 --total_steps=6400
 --total_steps=9600 --resume=True
 --eval_only=True
---kind=convlstm --dtype=bfloat16 --total_steps=6400 --overwrite=True
---kind=convglu --recurrent=False --reuse=False --total_steps=6400 --overwrite=True"""
+--arch=convlstm --dtype=bfloat16 --total_steps=6400 --overwrite=True
+--arch=convglu --recurrent=False --reuse=False --total_steps=6400 --overwrite=True"""
 
 
 @pytest.mark.parametrize('commands', [LM, SOKOBAN], ids=['lm', 'sokoban'])
@@ -179,7 +179,7 @@ def test_train_lm_graphs_replay_what_runs_eagerly(tmp_path, monkeypatch, case):
             losses.append(train_lm.train_update(run, False)[0])
             run.step += 1
             if run.step == 5:
-                losses.append(train_lm.evaluate_run(run)[0])
+                losses.append(train_lm.evaluate(run)[0])
         weights = torch.cat([p.detach().flatten() for p in run.model.parameters()])
         return losses, weights, (weights - begun).norm(), run.graphs
 

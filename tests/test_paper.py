@@ -53,6 +53,9 @@ LM = {  # section 3
     'val_streams': 512,
 }
 LM_OURS = {  # where paper and design are silent
+    'arch': 'experts',
+    'baseline_lr': 0.0,
+    'wandb_project': 'parallel-experts',
     'val_tokens': 10485760,
     'router_dim': 64,
     'adam_eps': 1e-10,
@@ -79,7 +82,7 @@ AGENT = {  # section 4
     'split': 'unfiltered-train',
     'env': 'torch',
     'n_envs': 32,
-    'kind': 'convlstm',
+    'arch': 'convlstm',
     'recurrent': True,
     'n_layer': 4,  # the small budget's best: L = 4, E = 1, d = 64
     'n_expert': 1,
@@ -238,7 +241,7 @@ SIZES = (
     'warmup_iters',
     'val_streams',
     'split',
-    'kind',
+    'arch',
 )
 SIZES += ('n_layer', 'n_expert', 'n_embd', 'n_head', 'window', 'block_size')
 
@@ -406,7 +409,7 @@ def test_updates_of_a_language_model(text, recurrent):
             run.model.head.normal_(std=1.0 if step == 99 else 1e-3)
         model, loader = copy.deepcopy(run.model), copy.deepcopy(run.loader)
         x, y, reset = loader.next()
-        state = None if reset or not recurrent else run.states[0]
+        state = None if reset or not recurrent else run.state
         exact, _ = model(x, y, state)
         exact.backward()
         for optimizer in run.optimizers:
@@ -466,7 +469,7 @@ def agent_run(level, **settings):
     small = {
         'split': level,
         'eval_split': level,
-        'kind': 'convglu',
+        'arch': 'convglu',
         'n_layer': 1,
         'n_embd': 4,
         'head_dim': 8,
@@ -484,7 +487,7 @@ def agent_run(level, **settings):
 
 def test_agent_settings_arrive(level):
     sizes = {
-        'kind': 'convglu',
+        'arch': 'convglu',
         'recurrent': False,
         'n_layer': 3,
         'n_expert': 2,

@@ -321,9 +321,9 @@ def agents(tmp_path_factory):
     """Two tiny recurrent agents and one that is not, made to go right always."""
     folder = tmp_path_factory.mktemp('agents')
     for name, more in (
-        ('lstm', {'kind': 'convlstm', 'n_layer': 2}),
-        ('glu', {'kind': 'convglu'}),
-        ('ff', {'kind': 'convglu', 'recurrent': False}),
+        ('lstm', {'arch': 'convlstm', 'n_layer': 2}),
+        ('glu', {'arch': 'convglu'}),
+        ('ff', {'arch': 'convglu', 'recurrent': False}),
     ):
         argv = [f'--{k}={v}' for k, v in {**AGENT, **more, 'out_dir': folder / name}.items()]
         assert train_sokoban.train(configure(vars(train_sokoban), argv, quiet=True)) == 0
@@ -479,13 +479,13 @@ def test_the_causal_check_steers_at_the_cell_and_its_control_is_another_free_one
 @pytest.mark.parametrize(
     'more',
     [
-        {'kind': 'convlstm'},
-        {'kind': 'convlstm', 'path': 'plain'},
-        {'kind': 'convlstm', 'n_expert': 3},
-        {'kind': 'convlstm', 'n_expert': 3, 'radius': 1},
-        {'kind': 'convlstm', 'n_expert': 3, 'aggregation': 'mean'},
-        {'kind': 'convglu'},
-        {'kind': 'convglu', 'n_expert': 3, 'radius': 1},
+        {'arch': 'convlstm'},
+        {'arch': 'convlstm', 'path': 'plain'},
+        {'arch': 'convlstm', 'n_expert': 3},
+        {'arch': 'convlstm', 'n_expert': 3, 'radius': 1},
+        {'arch': 'convlstm', 'n_expert': 3, 'aggregation': 'mean'},
+        {'arch': 'convglu'},
+        {'arch': 'convglu', 'n_expert': 3, 'radius': 1},
     ],
     ids=str,
 )
