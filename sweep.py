@@ -32,7 +32,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from configurator import (
     configure,
@@ -52,6 +51,7 @@ from convlstm import AgentConfig, build_agent
 from data_fineweb import VOCAB
 from figures import (
     LogError,
+    Row,
     at_best,
     chosen_by_return,
     draw,
@@ -128,40 +128,6 @@ DEAR = 1.5  # budgets: a run that costs more is no fair point of a figure, and a
 LATER = 'other seeds, if any, follow when all of these have finished'
 ALIKE = 3  # so many first runs that fail with the same words end a sweep
 POLL, REPORT = 0.2, 10.0  # seconds between looks at the runs, and between lines about them
-
-
-class Row(NamedTuple):
-    """A run of a plan."""
-
-    model: str  # 'transformer', 'convlstm' or 'convglu'
-    recurrent: bool
-    budget: str  # 'small', ...
-    L: int
-    E: int
-    d: int
-    more: tuple[tuple[str, object], ...] = ()  # further settings: ((name, value), ...)
-    seed: int = 1
-
-    @property
-    def is_text(self) -> bool:
-        return self.model == 'transformer'
-
-    @property
-    def script(self) -> str:
-        return 'train_lm.py' if self.is_text else 'train_sokoban.py'
-
-    @property
-    def kind(self) -> str:
-        return 'recurrent' if self.recurrent else 'feedforward'
-
-    @property
-    def setting(self) -> str:
-        return ' '.join(f'{k}={v}' for k, v in self.more)
-
-    @property
-    def name(self) -> str:
-        more = ''.join(f'_{k}-{v}' for k, v in self.more)
-        return f'{self.model}_{self.kind}_L{self.L}_E{self.E}_d{self.d}{more}_s{self.seed}'
 
 
 # ----------------------------------------------------------------------------- settings and costs
@@ -389,7 +355,7 @@ def chosen(rows: list[Row]) -> list[Row]:
         fields = [
             {
                 'model': row.model,
-                'kind': row.kind,
+                'kind': row.variant,
                 'L': row.L,
                 'E': row.E,
                 'd': row.d,
@@ -555,7 +521,7 @@ def print_plan(rows: list[Row]) -> None:
         (amount, params), state = cost(*row[:7]), state_of(row)
         shown = f'{progress(row)[0]:.0%}' if state == 'cut' else state
         print(
-            f'{i:>4} {row.model:<11} {row.kind:<11} {row.L:>2} {row.E:>3} {row.d:>4} {wide(row.setting)}{row.seed:>4} {amount / 1e6:>9,.1f} {over_budget(row):>7.2f} '
+            f'{i:>4} {row.model:<11} {row.variant:<11} {row.L:>2} {row.E:>3} {row.d:>4} {wide(row.setting)}{row.seed:>4} {amount / 1e6:>9,.1f} {over_budget(row):>7.2f} '
             f'{params:>11,}  {shown:<7} {shlex.join(command(row, state))}'
         )
     if waits(rows):
@@ -870,8 +836,7 @@ def show(rows: list[Row]) -> None:
             + (f', best {name.replace("_", " ")}s' if name else '')
         )
         paths += draw(
-            plan,
-            scale,
+            plan + scale,
             [without(row, name) for row in rows],
             [(without(row, name), log) for row, log in at_best(fair, name)],
             token,

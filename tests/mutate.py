@@ -205,22 +205,20 @@ MUTATIONS = {
         ),
     ],
     ('probe_sokoban.py', ALL_SOLVE): [
-        ('return np.all([collect(', 'return np.any([collect('),
+        ('return np.all([record(', 'return np.any([record('),
     ],
     ('probe_sokoban.py', CAUSAL): [
         ('device=x.device), cell] += part', 'device=x.device), cell.flip(0)] += part'),
         ('direction[way], other)', 'direction[way], cell)'),
-        ('    free[games, cell] = False\n', ''),
+        ('    free.scatter_(1, cell, False)\n', ''),
     ],
     ('figures.py', ERRORS): [
         ('deviation / math.sqrt(n), n)', 'deviation, n)'),
-        ('math.hypot(error, base_error)', 'error'),
+        ('math.hypot(e, base_error)', 'e'),
     ],
     ('figures.py', DRAWN): [
         ('line(panels[0], with_errors(mine)', 'line(panels[0], mine'),
-        ('[with_errors(mine)[way] for', '[mine[way] for'),
-        ('differences(mine, cell.E - 1)', 'differences(mine, 0)'),
-        ('differences(mine, ways[0])', 'differences(mine, ways[-1])'),
+        ('differences(mine, x)', 'differences(mine, 0)'),
     ],
     ('sweep.py', PLANS): [
         ('(1, 2, 4, 8, 16, 32, 64)', '(1, 2, 4, 8)'),

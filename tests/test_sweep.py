@@ -127,7 +127,7 @@ def test_convlstm_plans_are_the_papers_84_rows_in_order():
     ours = []
     for budget in ('small', 'medium', 'large'):
         ours += [
-            (r.kind, r.budget, r.L, r.E, r.d)
+            (r.variant, r.budget, r.L, r.E, r.d)
             for r in sized(f'--plan=sokoban-{budget}', '--only=model=convlstm', '--seeds=1')
         ]
     with open(PAPER / 'sokoban_returns.csv') as file:
@@ -187,7 +187,7 @@ def test_language_models_cost_16_blocks(capsys):
     assert sweep.budget_of('transformer', True, 'small') == 16 * block
     assert sweep.budget_of('transformer', False, 'small') == 16 * (block + 4 * (257 / 2 - W) * D)
     for kind in ('recurrent', 'feedforward'):
-        mine = {(r.L, r.E, r.d) for r in rows if r.kind == kind}
+        mine = {(r.L, r.E, r.d) for r in rows if r.variant == kind}
         assert (
             {(L, 16 // L, 768) for L in (1, 2, 4, 8, 16)} < mine
             and (1, 4, 1536) in mine
@@ -633,7 +633,7 @@ def test_saturation_is_the_best_of_at_most_L(tmp_path):
         (
             'communication',
             'convlstm',
-            ['radius r', 'bars: one standard error', 'return minus that of r = E - 1'],
+            ['radius r', 'bars: one standard error', 'return minus that of 7'],
         ),
         ('scaling', 'convglu', ['L = 8', 'experts E a level']),
         (
@@ -662,11 +662,10 @@ def test_ablation_figures(plan, model, words, tmp_path):
     )
     if (
         plan == 'share-kv'
-    ):  # the default of L = 1 is missing: no bar may be drawn against another setting
+    ):  # the default of L = 1 is missing: nothing may be drawn against another setting
         rows = [row for row in rows if (row.L, row.more) != (1, (('share_kv', True),))]
     figures.draw(
-        plan,
-        ', shrunk',
+        f'{plan}, shrunk',
         sweep.plan_rows(),
         [(row, figures.read_log(sweep.folder_of(row))) for row in rows],
         'token',
@@ -678,7 +677,16 @@ def test_ablation_figures(plan, model, words, tmp_path):
         all(word in text for word in (*words, ', shrunk, 2 seeds'))
         and len(list(tmp_path.glob('*.png'))) == 1
     )
-    assert plan != 'share-kv' or 'L = 1, E = 16' not in text and 'L = 2, E = 8' in text
+    if plan == 'share-kv':  # three cells' values, two differences of two points each
+        rows = [row._replace(seed=0) for row in rows]
+        figure = figures.ablation_figure(
+            dict.fromkeys(rows, (1.0, 0.1, 2)),
+            [(('share_kv', True),), (('share_kv', False),)],
+            (('share_kv', True),),
+            'title',
+            'loss',
+        )
+        assert [len(axes.containers) for axes in figure.axes] == [3, 2]
 
 
 def test_standard_errors_and_differences_by_hand():
@@ -706,28 +714,11 @@ def test_ablations_are_drawn_with_standard_errors(tmp_path, monkeypatch):
         'line',
         lambda axes, points, *more: (drawn.append(points), real(axes, points, *more)),
     )
-    figures.radius_figure(points, 'title', 'return')
+    ways = [(('radius', r),) for r in range(8)]
+    figures.ablation_figure(points, ways, ways[7], 'title', 'return')
     assert drawn[0][5] == (pytest.approx(5 + 3), pytest.approx(deviation / 2), 4)
     assert drawn[1][5] == (pytest.approx(-2), pytest.approx(deviation / math.sqrt(2)), 4)
-    bars, ways = [], [(('radius', r),) for r in (7, 5)]
-    figure = figures.bar_figure(
-        {row: p for row, p in points.items() if row.more in ways}, ways, 'title', 'return'
-    )
-    for axes in figure.axes:
-        bars.append(
-            [
-                c.lines[2][0].get_segments()
-                for c in axes.containers
-                if c.__class__.__name__ == 'ErrorbarContainer'
-            ]
-        )
-    heights = [
-        [float(s[0][1][1] - s[0][0][1]) / 2 if len(s[0]) else None for s in panel] for panel in bars
-    ]  # half an error bar's
-    assert heights == [
-        [pytest.approx(deviation / 2)] * 2,
-        [None, pytest.approx(deviation / math.sqrt(2))],
-    ]
+    assert drawn[1][7][0] == 0.0 and math.isnan(drawn[1][7][1])
 
 
 def test_the_three_budgets_are_joined(tmp_path):
@@ -745,7 +736,7 @@ def test_the_three_budgets_are_joined(tmp_path):
         '--plan=sokoban', f'--out_dir={tmp_path}', '--only=L=1,2 model=convlstm', '--seeds=2'
     )
     assert sorted(rows) == sorted(parts) and len(sweep.finished(rows)) == len(rows)
-    paths = figures.draw('sokoban', '', rows, sweep.finished(rows), 'token', '', str(tmp_path))
+    paths = figures.draw('sokoban', rows, sweep.finished(rows), 'token', '', str(tmp_path))
     assert [os.path.basename(path) for path in paths] == [
         'budgets_convlstm.png',
         'budgets_convlstm.svg',
@@ -947,7 +938,7 @@ def test_tuning_goes_on_to_the_other_seeds(base, tmp_path):
         and 'grad_clip' in out
         and '3 runs, 1 finished before' in out
     ), out + err
-    drawn = (tmp_path / 'residual' / 'bars_transformer.svg').read_text()
+    drawn = (tmp_path / 'residual' / 'ablation_transformer.svg').read_text()
     assert 'best grad clips, 2 seeds' in drawn and 'bars: one standard error' in drawn
     assert (
         (tmp_path / 'residual' / 'table_transformer.csv')
