@@ -708,12 +708,12 @@ def read_levels(c: dict) -> tuple[ndarray, ndarray]:
     named. Of generated ones, none is among both."""
     names = levels or c['split'], test_levels or c['eval_split']
     sizes = (n_train, c['n_levels']), (n_test, c['eval_games'])
-    more, parts = {k: c[k] for k in ('n_boxes', 'max_moves')} | {'download': download}, []
+    without, parts = None, []
     for k, (name, (n, own)) in enumerate(zip(names, sizes, strict=True)):
-        more |= {'n_levels': max(n, own), 'seed': c['seed'] * 2 + k}
-        packed, line = load_levels(levels_dir or c['levels_dir'], name, **more)
+        made = max(n, own), c['n_boxes'], c['seed'] * 2 + k, c['max_moves'], without
+        packed, line = load_levels(levels_dir or c['levels_dir'], name, download, made)
         if names == ('generated', 'generated'):
-            more['without'] = packed
+            without = packed
         packed, line = at_most(n, packed, line)
         print(line)
         parts.append(packed)

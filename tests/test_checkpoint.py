@@ -286,6 +286,23 @@ def test_folders_that_cannot_be_used(tmp_path, monkeypatch, capsys):
     assert 'without locks' in capsys.readouterr().out
 
 
+def test_started_again_by_torchrun(tmp_path, monkeypatch):
+    """A launch goes on with the run that it has begun, and not with one that it was refused."""
+
+    def attempt(n):
+        monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', str(n))
+        return checkpoint.restarted(tmp_path)
+
+    assert attempt(0) == {}
+    release(prepare_out_dir(tmp_path))
+    assert attempt(1) == {'resume': False, 'overwrite': True}
+    (tmp_path / LAST).write_text('')
+    assert attempt(2) == {'resume': True, 'overwrite': False}
+    assert attempt(0) == {}
+    refused(OutDirError, 'holds a run already', prepare_out_dir, tmp_path)
+    assert attempt(1) == {}
+
+
 # ---- signals ----
 
 
