@@ -110,14 +110,12 @@ def run_script(
 def every(seconds: float = 10.0) -> Callable[[], bool]:
     """-> due(): whether `seconds` have passed since it last was, or since now; due(said=True)
     starts the time anew. For lines of progress: nothing runs long in silence."""
-    last = time.monotonic()
+    last = [time.monotonic()]
 
     def due(said: bool = False) -> bool:
-        nonlocal last
-        now = time.monotonic()
-        is_due = now - last >= seconds
+        is_due = time.monotonic() - last[0] >= seconds
         if said or is_due:
-            last = now
+            last[0] = time.monotonic()
         return is_due
 
     return due

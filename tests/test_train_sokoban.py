@@ -236,7 +236,7 @@ def test_what_a_gpu_compiles(tmp_path, monkeypatch):
     monkeypatch.setattr(convlstm, 'compiled', lambda function: function)
     monkeypatch.setattr(train_sokoban, 'compiled', compiled)
     for where in ('cpu', 'cpu:0'):
-        run = prepare(tmp_path, reuse=False, unroll=40, n_envs=16)
+        run = prepare(tmp_path, reuse=False, unroll=40, n_envs=16, compile=True)
         run.device, run.model.config.path = where, 'compiled'
         memory = [getattr(run.env, name).data_ptr() for name in run.env.STATE]
         if where == 'cpu:0':
