@@ -56,12 +56,12 @@ def fail(message: str | Exception) -> NoReturn:
     raise SystemExit(2)
 
 
-def interrupted(kind: type[BaseException], error: BaseException, trace: object) -> None:
+def interrupted(what: type[BaseException], error: BaseException, trace: object) -> None:
     """sys.excepthook: a ctrl-C that nothing has caught, as while torch is imported, is no error."""
-    if issubclass(kind, KeyboardInterrupt):
+    if issubclass(what, KeyboardInterrupt):
         print('\ninterrupted', file=sys.stderr)
     else:
-        sys.__excepthook__(kind, error, trace)
+        sys.__excepthook__(what, error, trace)
 
 
 sys.excepthook = interrupted
