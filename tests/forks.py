@@ -1,7 +1,7 @@
 """
 Processes that need not import torch again: a server imports it once a test session and forks a
-child for each command. A child is a real one, with its own exit status, signals, pipes, working directory
-and environment; only the interpreter's start and torch's import are shared.
+child for each command. A child is a real one, with its own exit status, signals, pipes, working
+directory and environment; only the interpreter's start and torch's import are shared.
 
     forks.Popen([sys.executable, 'train_lm.py', ...], cwd=ROOT)        # script, -c or -m
     forks.run([sys.executable, 'sample.py', ...], capture_output=True)
