@@ -36,7 +36,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import checkpoint
-from checkpoint import fill, last_words, print0, restoring
+from checkpoint import BEST, LAST, PREV, fill, last_words, print0, restoring, rng_state
+from checkpoint import save_checkpoint
 from convlstm import Agent, AgentConfig, build_agent
 from figures import open_trackers
 from kernels import compiled, graphed
@@ -111,8 +112,8 @@ RANGES |= dict.fromkeys(ZERO.split(), (0, math.inf))
 # -----------------------------------------------------------------------------
 
 # settings that make an agent, those that a resumed run keeps; what a run is resumed from
-MODEL = 'arch recurrent n_layer n_expert n_embd aggregation router_dim radius residual head_dim'
-MODEL = tuple(MODEL.split())
+MODEL = ('arch', 'recurrent', 'n_layer', 'n_expert', 'n_embd', 'aggregation', 'router_dim')
+MODEL += ('radius', 'residual', 'head_dim')
 FIXED = ('split', 'n_levels', 'n_boxes', 'max_moves', 'env', 'n_envs', 'unroll', 'seed', *MODEL)
 POSITION = ('step', 'record', 'best', 'seconds', 'logged', 'clock')
 REST = 'optimizers env start state count levels_crc running recent since sums rng'.split()
@@ -200,10 +201,7 @@ def make_run(config: dict) -> Run:
     torch.manual_seed(seed)
     B = n_envs // world
     dt = str(checkpoint.pick_dtype(dtype, where)).removeprefix('torch.')
-    # fmt: off
-    agent = AgentConfig(arch, recurrent, n_layer, n_expert, n_embd, aggregation, router_dim, radius,
-                        residual, head_dim, dt, path)
-    # fmt: on
+    agent = AgentConfig(**{name: config[name] for name in MODEL}, dtype=dt, path=path)
     # weights, gradients and Adam's two moments; each cell's outputs wait for the backward
     checkpoint.check_model(build_agent, agent, 4, where)
     floats = B * n_embd * CELLS * (unroll * n_layer * n_expert if reuse else 1)
@@ -245,10 +243,14 @@ def fused(run: Run, function: Callable) -> Callable:
 
 
 def warm_up(run: Run) -> None:
-    """A rollout and its backward, undone but for what they have compiled and the gradients."""
+    """Before any clock runs a rollout and its backward, undone, for what they compile."""
+    if not compile or path == 'plain':
+        return
+    run.model.config.path = 'compiled'
     live = (run.start, run.count, *run.state)
     boards, kept = run.env.state_dict(), [x.clone() for x in live]
-    backward(run, rollout(run))
+    if not checkpoint.compiles(run.model, lambda: backward(run, rollout(run))):
+        run.model.config.path = 'fast'
     run.env.load_state_dict(boards)
     for x, old in zip(live, kept, strict=True):
         x.copy_(old)
@@ -450,32 +452,25 @@ def describe(run: Run) -> str:
 # ---- checkpoints ----
 
 
-def snapshot(run: Run) -> dict:
-    """What an evaluation needs: all that the best checkpoint holds. A run goes on from the last."""
-    position = {name: getattr(run, name) for name in POSITION}
-    return {'model': run.model.state_dict(), 'config': run.config, **position}
-
-
-def save(run: Run) -> None:
-    """Everything, as the last checkpoint; the one before is kept too."""
-    rest = {
-        'optimizers': [run.optimizer.state_dict()],
-        'env': {name: gather(x) for name, x in run.env.state_dict().items()},
-        'start': gather(run.start),
-        'state': [gather(x) for x in run.state],
-        'rng': checkpoint.rng_state(),
-    }
-    rest |= {name: getattr(run, name) for name in REST if name not in rest}
+def save(run: Run, best: bool = False) -> None:
+    """The last checkpoint holds all, and the one before is kept; the best what evaluation needs."""
+    saved = {'model': run.model.state_dict(), 'config': run.config}
+    saved |= {name: getattr(run, name) for name in POSITION}
+    if not best:
+        boards = {'env': {name: gather(x) for name, x in run.env.state_dict().items()}}
+        boards |= {'start': gather(run.start), 'state': [gather(x) for x in run.state]}
+        saved |= boards | {'optimizers': [run.optimizer.state_dict()], 'rng': rng_state()}
+        saved |= {name: getattr(run, name) for name in REST if name not in saved}
     if run.rank == 0:
-        path = os.path.join(out_dir, checkpoint.LAST)
-        checkpoint.save_checkpoint(snapshot(run) | rest, path, checkpoint.PREV)
+        path = os.path.join(out_dir, BEST if best else LAST)
+        save_checkpoint(saved, path, None if best else PREV)
 
 
 def load(run: Run) -> dict[str, object]:
     """Go on where out_dir's last checkpoint stood; refuse settings that would make it another run.
     eval_only: the weights alone. -> its path and environment steps. CheckpointError."""
     needed = ('model', *POSITION, *(() if eval_only else REST))
-    fixed, file = (MODEL if eval_only else FIXED), (checkpoint.BEST if best else None)
+    fixed, file = (MODEL if eval_only else FIXED), (BEST if best else None)
     saved, where = checkpoint.load_run(out_dir, 'train_sokoban.py', needed, fixed, run.config, file)
     checkpoint.load_weights(run.model, saved['model'], where)
     checkpoint.load_position(run, saved, POSITION, where)
@@ -526,43 +521,12 @@ def validate(run: Run) -> None:
         )
     if run.step > 0 and run.record['eval_return'] > run.best:
         run.best = run.record['eval_return']
-        if run.rank == 0:
-            checkpoint.save_checkpoint(snapshot(run), os.path.join(out_dir, checkpoint.BEST))
+        save(run, best=True)
 
 
-def begin(config: dict) -> Run:
-    """The run, new or resumed. Whatever can be wrong with the settings and the levels is found
-    before out_dir is touched."""
-    try:
-        run = make_run(config)
-        if run.rank == 0 and not eval_only:
-            checkpoint.prepare_out_dir(out_dir, resume, overwrite)
-        about = load(run) if resume or eval_only else {}
-    except ValueError as error:  # LevelError, CheckpointError, OutDirError, AgentConfig's
-        fail(error)
-    print0(describe(run))
-    if eval_only:
-        name = os.path.splitext(os.path.basename(levels or eval_split))[0]
-        about = {'levels': run.sources[1], **about}
-        print0(json.dumps(report(run.model, run.held_out, name, run.device, out_dir, about)))
-    elif compile and path != 'plain':
-        run.model.config.path = 'compiled'
-        if not checkpoint.compiles(run.model, lambda: warm_up(run)):
-            run.model.config.path = 'fast'
-    return run
-
-
-def train(config: dict) -> int:
-    """-> the exit status: 0 done, 1 the loss was not finite, 128 + signal when told to stop."""
-    run = begin(config)
-    if eval_only:
-        return 0
-    if run.rank == 0:
-        checkpoint.write_config(config, out_dir, run.device)
-        # the checkpoint's own step is evaluated and logged again: the run may have died in between
-        path = os.path.join(out_dir, 'log.jsonl')
-        log = checkpoint.JsonlLog(path, run.step - 1 if resume else None)
-        track, end_tracks = open_trackers(config, tensorboard, wandb_project if wandb else '')
+def loop(run: Run, writes: list[Callable[[dict], object]]) -> int:
+    """Updates, evaluations, log lines, checkpoints -> the exit status: 0 done, 1 the loss was not
+    finite, 128 + signal when told to stop."""
     stopper, stop, status, due_to_print = checkpoint.Stopper(), False, 0, every()
     while True:
         evaluates = run.step % eval_interval == 0 or run.step == run.updates
@@ -573,9 +537,8 @@ def train(config: dict) -> int:
                 due_to_print(said=True)
             if evaluates:
                 validate(run)
-            if run.rank == 0:
-                log.write(run.record)
-                track(run.record)
+            for write in writes:
+                write(run.record)
         if run.step >= run.updates or stop:
             break
         start = time.perf_counter()
@@ -600,20 +563,47 @@ def train(config: dict) -> int:
         if due:
             save(run)  # before the log line and the evaluation: one that dies loses nothing
     stopper.restore()
-    if stop and run.step < run.updates:
+    if status == 0 and stop and run.step < run.updates:
         print0(f'stopped after update {run.step}, saved in {out_dir}: --resume=True goes on')
         status = 128 + (stopper.signal or 15)
     elif status == 0:
         steps = f'{run.step * n_envs * unroll:,} environment steps in {run.seconds:.0f} s'
         print0(f'done: {steps}, best held-out return {run.best:.2f}; {out_dir}')
+    return status
+
+
+def train(config: dict) -> int:
+    """A run from beginning to end, or its evaluation -> the exit status."""
+    try:
+        run = make_run(config)  # finds all mistakes in settings and levels
+        if run.rank == 0 and not eval_only:
+            checkpoint.prepare_out_dir(out_dir, resume, overwrite)
+        about = load(run) if resume or eval_only else {}
+    except ValueError as error:  # LevelError, CheckpointError, OutDirError, AgentConfig's
+        fail(error)
+    print0(describe(run))
+    if eval_only:
+        name = os.path.splitext(os.path.basename(levels or eval_split))[0]
+        about |= {'levels': run.sources[1]}
+        print0(json.dumps(report(run.model, run.held_out, name, run.device, out_dir, about)))
+        return 0
+    warm_up(run)
+    writes, closes = [], []
     if run.rank == 0:
-        log.close()
-        end_tracks()
-        if plot and status == 0:
-            how = 'recurrent' if recurrent else 'not recurrent'
-            title = f'{arch}, {how}, L = {n_layer}, E = {n_expert}, d = {n_embd}'
-            print0(f'learning curve: {plot_log(out_dir, title)}')
-        checkpoint.release(out_dir)
+        checkpoint.write_config(config, out_dir, run.device)
+        # the checkpoint's own step is evaluated and logged again: the run may have died in between
+        log_path, after = os.path.join(out_dir, 'log.jsonl'), run.step - 1 if resume else None
+        log = checkpoint.JsonlLog(log_path, after)
+        track, close = open_trackers(config, tensorboard, wandb_project if wandb else '')
+        writes, closes = [log.write, track], [log.close, close]
+    status = loop(run, writes)
+    for close in closes:
+        close()
+    if plot and status == 0 and run.rank == 0:
+        title = f'{type(run.model).__name__}, L = {n_layer}, E = {n_expert}, d = {n_embd}'
+        how = 'recurrent' if recurrent else 'not recurrent'
+        print0(f'learning curve: {plot_log(out_dir, f"{how} {title}")}')
+    checkpoint.release(out_dir)
     if run.world > 1:
         dist.barrier()  # ranks leave together; one that fails leaves at once
         dist.destroy_process_group()

@@ -236,7 +236,7 @@ def test_what_a_gpu_compiles(tmp_path, monkeypatch):
     monkeypatch.setattr(convlstm, 'compiled', lambda function: function)
     monkeypatch.setattr(train_sokoban, 'compiled', compiled)
     for where in ('cpu', 'cpu:0'):
-        run = prepare(tmp_path, reuse=False, unroll=40, n_envs=16)
+        run = prepare(tmp_path, reuse=False, unroll=20, n_envs=16, compile=True)
         run.device, run.model.config.path = where, 'compiled'
         memory = [getattr(run.env, name).data_ptr() for name in run.env.STATE]
         if where == 'cpu:0':
@@ -245,8 +245,8 @@ def test_what_a_gpu_compiles(tmp_path, monkeypatch):
         assert memory == [getattr(run.env, name).data_ptr() for name in run.env.STATE]
     same(*results)
     done, solved = torch.stack(results[0])[:, :, 1:].sum((0, 1, 3))
-    assert solved > 5 and done - solved > 5, (done, solved)
-    assert calls == 7 * [*40 * ['play_step'], 'gae']
+    assert solved > 3 and done - solved > 3, (done, solved)
+    assert calls == 7 * [*20 * ['play_step'], 'gae']
 
 
 # ---- runs ----
@@ -340,7 +340,7 @@ def test_resume_is_bit_equal(tmp_path, settings, monkeypatch):
 def test_stop_and_resume_as_processes(tmp_path):
     """SIGTERM saves and leaves; kill -9 in mid-run loses nothing that was saved; both go on like a
     run that was never stopped."""
-    settings = {'total_steps': 12 * 60, 'eval_interval': 15, 'n_layer': 1}
+    settings = {'total_steps': 12 * 40, 'eval_interval': 10, 'n_layer': 1}
     run(tmp_path / 'a', **settings)
     process, saved = start(tmp_path / 'b', **settings), tmp_path / 'b'
     for how, file in ((signal.SIGTERM, 'ckpt_last.pt'), (signal.SIGKILL, 'ckpt_prev.pt')):
