@@ -44,7 +44,6 @@ final_lr_ratio=0.01
 LM_OURS = table("""
 val_tokens=10485760 router_dim=64 adam_eps=1e-10 eval_interval=250 log_interval=1 batch_size=0
 data_dir='data/fineweb' out_dir='out/lm' arch='experts' baseline_lr=0.0
-wandb_project='parallel-experts'
 """)  # where paper and design are silent
 AGENT = table("""
 split='unfiltered-train' env='torch' n_envs=32 arch='convlstm' recurrent=True n_layer=4 n_expert=1
@@ -60,6 +59,7 @@ best=False reuse=True out_dir='out/sokoban'
 BOTH = table("""
 seed=1337 resume=False overwrite=False eval_only=False plot=False tensorboard=False wandb=False
 device='auto' dtype='auto' compile=True graphs=True path='fast' threads=0
+wandb_project='parallel-experts'
 """)
 RECIPES = {'train_lm.py': LM | LM_OURS | BOTH, 'train_sokoban.py': AGENT | AGENT_OURS | BOTH}
 
