@@ -240,14 +240,9 @@ def test_who_optimizes_what(text, n_embd, rates):
     assert Muon([p]).defaults == of_muon | {'lr': 0.02}
 
 
-SCHEDULE = {  # update: fraction of every peak; 100 of warm-up, half a cosine to 1/100 over 9,900
-    0: 0.01,
-    49: 0.5,
-    99: 1.0,
-    2574: 0.01 + 0.99 * (1 + math.sqrt(0.5)) / 2,
-    5049: 0.505,
-    9999: 0.01,
-}
+# update: fraction of every peak; 100 of warm-up, half a cosine to 1/100 over 9,900
+SCHEDULE = {0: 0.01, 49: 0.5, 99: 1.0, 5049: 0.505, 9999: 0.01}
+SCHEDULE[2574] = 0.01 + 0.99 * (1 + math.sqrt(0.5)) / 2
 
 
 def norm_of(tensors):
@@ -298,23 +293,14 @@ def check_step(name, change, fraction):
 
 # ---- agents: sizes, optimizer, loss, schedule ----
 
-LEVEL = """\
-##########
-#        #
-#  @$ .  #
-#        #
-#   $ .  #
-#        #
-#   $ .  #
-#        #
-#   $ .  #
-##########"""
-
 
 @pytest.fixture(scope='module')
 def level(tmp_path_factory):
+    """Four boxes, each two steps left of its target; the agent stands beside the first."""
+    board = np.full((1, 10, 10), ord('#'), np.uint8)
+    board[:, 1:-1, 1:-1] = ord(' ')
+    board[:, 2::2, 4], board[:, 2::2, 6], board[:, 2, 3] = b'$.@'
     path = tmp_path_factory.mktemp('level') / 'one.npy'
-    board = np.frombuffer(LEVEL.replace('\n', '').encode(), np.uint8).reshape(1, 10, 10)
     np.save(path, check_boards(board, 'one'))
     return path
 
