@@ -72,10 +72,10 @@ table = None                   # True: mean, variance, N; 'solve': the best ones
 reference = ''                 # folder with the paper's tables: drawn and listed beside ours
 levels = 'unfiltered-test'     # what 'solve' evaluates on; '': the agents' own held-out levels
 results = ''                   # folder for figures and tables; '': out_dir/PLAN
-RANGES = {'seeds': (0, inf), 'workers': (0, inf), 'gpus_per_run': (1, inf), 'index': (-1, inf),
-          'width': (1e-3, 1000), 'length': (1e-6, 1000), 'emit': ['', 'slurm', 'commands'],
-          'table': [None, True, False, 'solve']}
 # fmt: on
+RANGES = {'width': (1e-3, 1000), 'length': (1e-6, 1000), 'emit': ['', 'slurm', 'commands']}
+RANGES |= {'seeds': (0, inf), 'workers': (0, inf), 'gpus_per_run': (1, inf), 'index': (-1, inf)}
+RANGES['table'] = [None, True, False, 'solve']
 # -----------------------------------------------------------------------------
 
 HERE = os.path.dirname(os.path.abspath(__file__))

@@ -44,7 +44,6 @@ final_lr_ratio=0.01
 LM_OURS = table("""
 val_tokens=10485760 router_dim=64 adam_eps=1e-10 eval_interval=250 log_interval=1 batch_size=0
 data_dir='data/fineweb' out_dir='out/lm' arch='experts' baseline_lr=0.0
-wandb_project='parallel-experts'
 """)  # where paper and design are silent
 AGENT = table("""
 split='unfiltered-train' env='torch' n_envs=32 arch='convlstm' recurrent=True n_layer=4 n_expert=1
@@ -60,6 +59,7 @@ best=False reuse=True out_dir='out/sokoban'
 BOTH = table("""
 seed=1337 resume=False overwrite=False eval_only=False plot=False tensorboard=False wandb=False
 device='auto' dtype='auto' compile=True graphs=True path='fast' threads=0
+wandb_project='parallel-experts'
 """)
 RECIPES = {'train_lm.py': LM | LM_OURS | BOTH, 'train_sokoban.py': AGENT | AGENT_OURS | BOTH}
 
@@ -240,14 +240,9 @@ def test_who_optimizes_what(text, n_embd, rates):
     assert Muon([p]).defaults == of_muon | {'lr': 0.02}
 
 
-SCHEDULE = {  # update: fraction of every peak; 100 of warm-up, half a cosine to 1/100 over 9,900
-    0: 0.01,
-    49: 0.5,
-    99: 1.0,
-    2574: 0.01 + 0.99 * (1 + math.sqrt(0.5)) / 2,
-    5049: 0.505,
-    9999: 0.01,
-}
+# update: fraction of every peak; 100 of warm-up, half a cosine to 1/100 over 9,900
+SCHEDULE = {0: 0.01, 49: 0.5, 99: 1.0, 5049: 0.505, 9999: 0.01}
+SCHEDULE[2574] = 0.01 + 0.99 * (1 + math.sqrt(0.5)) / 2
 
 
 def norm_of(tensors):
@@ -298,23 +293,14 @@ def check_step(name, change, fraction):
 
 # ---- agents: sizes, optimizer, loss, schedule ----
 
-LEVEL = """\
-##########
-#        #
-#  @$ .  #
-#        #
-#   $ .  #
-#        #
-#   $ .  #
-#        #
-#   $ .  #
-##########"""
-
 
 @pytest.fixture(scope='module')
 def level(tmp_path_factory):
+    """Four boxes, each two steps left of its target; the agent stands beside the first."""
+    board = np.full((1, 10, 10), ord('#'), np.uint8)
+    board[:, 1:-1, 1:-1] = ord(' ')
+    board[:, 2::2, 4], board[:, 2::2, 6], board[:, 2, 3] = b'$.@'
     path = tmp_path_factory.mktemp('level') / 'one.npy'
-    board = np.frombuffer(LEVEL.replace('\n', '').encode(), np.uint8).reshape(1, 10, 10)
     np.save(path, check_boards(board, 'one'))
     return path
 
