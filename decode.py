@@ -36,6 +36,23 @@ def level_step(w, s, z, ring, rules):
     return level(plain_weights(w, keys.dtype), s, z, attend, rules)
 
 
+def begin(token, embedding, rope, head, count):
+    """A slot for a token (B,): its embedding z (B, D), cos and sin (2, K/2), bias (B, W) of all
+    slots. rope (W + 1, 2, K/2); head (1,), the newest entry's slot, and count (B,) go on."""
+    slot = torch.arange(len(rope) - 1, device=head.device)
+    head.copy_((head + 1) % len(slot))
+    count.copy_((count + 1).clamp(max=len(slot)))
+    older = (head - slot) % len(slot) >= count[:, None]  # than the stream
+    bias = torch.where(older, -math.inf, torch.zeros((), dtype=rope.dtype, device=head.device))
+    return norm(F.embedding(token, embedding)), rope.index_select(0, head)[0], bias
+
+
+def end(s, readout, logits):
+    """logits (B, V) of the last level's s."""
+    x = norm(s).to(readout.dtype)
+    logits.copy_(softcap(F.linear(x, readout).to(s.dtype)))
+
+
 class Decoder:
     """B streams of a model with its weights as they are now, in memory that never moves. amp:
     torch.bfloat16, or torch.float32 for products in the model's own dtype; temperature 0 is greedy;
@@ -54,7 +71,7 @@ class Decoder:
         self.rules = model.levels[0].rules()
         self.model, self.amp, self.temperature, self.top_k = model, amp, temperature, top_k
         self.random = torch.Generator(device).manual_seed(seed) if isinstance(seed, int) else seed
-        self.level = compiled(level_step) if compile else level_step
+        self.piece = compiled if compile else lambda f: f
         self.weights = []  # cast once; 0-dim would be traced twice
         for one in model.levels:
             w = {name: x.detach() for name, x in one.weights().items()}
@@ -103,22 +120,16 @@ class Decoder:
 
     def advance(self) -> None:
         """One token for each stream, by tensors on the device alone: a CUDA graph can hold it."""
-        W = self.slot.numel()
-        self.head.add_(1).remainder_(W)
-        self.count.add_(1).clamp_(max=W)
-        rope = self.rope.index_select(0, self.head)[0]
-        empty = (self.head - self.slot) % W >= self.count[:, None]  # older than the stream: (B, W)
-        bias = torch.zeros_like(empty, dtype=self.s.dtype).masked_fill_(empty, -math.inf)
+        memory = self.rope, self.head, self.count
+        z, rope, bias = self.piece(begin)(self.token, self.embedding, *memory)
         caches = self.k.flatten(1, 2), self.v.flatten(1, 2)  # (L, B*C, W, K)
         rings = [(k, v, self.head, rope, bias) for k, v in zip(*caches, strict=True)]
-        z = norm(F.embedding(self.token, self.embedding))
         # not z itself: torch.compile would trace the first level apart
         step, s = (token, self.s) if self.rules.recurrent else (levels, z.clone())
-        s = step(self.weights, s, z, rings, self.rules, self.level)
+        s = step(self.weights, s, z, rings, self.rules, self.piece(level_step))
         if self.rules.recurrent:
             self.s.copy_(s)
-        logits = F.linear(norm(s).to(self.readout.dtype), self.readout)
-        self.logits.copy_(softcap(logits.to(s.dtype)))
+        self.piece(end)(s, self.readout, self.logits)
         self.token.copy_(self.draw(self.logits))
 
     @torch.no_grad()
