@@ -111,7 +111,7 @@ def _attention_kernel(
     mh = (m < M)[:, None] & hk[None, :]
     slot, head = W + t, b * C + c
     row = qkv + b * ((M + 2) * C * K)
-    cos_t, sin_t = tl.load(cos + slot * HALF + h, hk, 0.0), tl.load(sin + slot * HALF + h, hk, 0.0)
+    cos_t, sin_t = tl.load(cos + slot * K + h, hk, 0.0), tl.load(sin + slot * K + HALF + h, hk, 0.0)
 
     q1, q2 = _load2(row + (c * M + m)[:, None] * K + h[None, :], mh, HALF)
     q1, q2 = q1.to(tl.float32), q2.to(tl.float32)
@@ -328,7 +328,10 @@ def _attention_backward_kernel(
         _store2(dv + to, g1, g2, nh, HALF)
         dv1, dv2 = dv1 + tl.sum(tl.where(own, g1, 0.0), 0), dv2 + tl.sum(tl.where(own, g2, 0.0), 0)
 
-    cos_t, sin_t = tl.load(cos + slot * HALF + h, hk, 0.0), -tl.load(sin + slot * HALF + h, hk, 0.0)
+    cos_t, sin_t = (
+        tl.load(cos + slot * K + h, hk, 0.0),
+        -tl.load(sin + slot * K + HALF + h, hk, 0.0),
+    )
     row = dqkv + b * ((M + 2) * C * K)
     q1, q2 = (
         q1.to(tl.float32),
@@ -366,7 +369,7 @@ def window_attention(
 ) -> torch.Tensor:
     """Token t of a block, at = (t, W): its key into kn and kbuf, its value into vbuf (B*C, S, K), and its
     attended values into out (E, B, G*R*K). qkv (B, (C*M + 2*C)*K); memory: kbuf, vbuf, kn, count, cos and
-    sin (S, K/2); keep: None, or (rq, rk, q_rot, lse), written for the backward."""
+    sin (S, K); keep: None, or (rq, rk, q_rot, lse), written for the backward."""
     (kbuf, vbuf, kn, count, cos, sin), (t, W) = memory, at
     grid, constants = _attention_constants(h, qkv.size(0), W)
     sizes = t, W, kbuf.size(1), out.stride(0), 1 / math.sqrt(h.K)
@@ -842,7 +845,7 @@ class Leave(torch.autograd.Function):
         dact = expert_relu_backward(low, down.w, act)
         du, dy, datt = compiled(_input_back)(dx, dact, r, f, wo.w, up.w)
         for one, x, g in ((down, act.square(), low), (up, f, dact), (wo, att, dy)):
-            one.note(x, g)
+            one.note([x], g)
         dcoef = (h * ds).sum(-1, keepdim=True).to(ds.dtype) if ctx.needs_input_grad[3] else None
         return None, du, datt, dcoef
 
