@@ -71,8 +71,8 @@ def _attention_kernel(qkv, memory, out, kept, t, W, S, scale, h: constexpr, N: c
     col, other, real, j = _columns(K)
     m = tl.arange(0, padded(M))
     slot, head, mask = W + t, b * C + c, (m < M)[:, None] & real[None, :]
-    cos = tl.load(cos + slot * (K // 2) + j, real, 0.0)
-    sin = tl.load(sin + slot * (K // 2) + j, real, 0.0) * tl.where(col < other, -1.0, 1.0)
+    cos = tl.load(cos + slot * K + j, real, 0.0)
+    sin = tl.load(sin + slot * K + K // 2 + j, real, 0.0) * tl.where(col < other, -1.0, 1.0)
 
     qkv += b * ((M + 2) * C * K)
     row = qkv + (c * M + m)[:, None] * K
@@ -195,8 +195,8 @@ def _attention_backward_kernel(
         dv_own += tl.sum(tl.where(own, g, 0.0), 0)
         dq = tl.dot(ds, k, dq, input_precision='ieee')
 
-    cos = tl.load(cos + slot * (K // 2) + j, j < K // 2, 0.0)
-    sin = tl.load(sin + slot * (K // 2) + j, j < K // 2, 0.0)
+    cos = tl.load(cos + slot * K + j, j < K // 2, 0.0)
+    sin = tl.load(sin + slot * K + K // 2 + j, j < K // 2, 0.0)
     dqkv += b * ((M + 2) * C * K)
     r = tl.load(rq + head * M + m, mk, 0.0)[:, None]
     dq = _before_norm(dq, q, r, cos, sin, K)
@@ -219,7 +219,7 @@ def window_attention(
 ) -> torch.Tensor:
     """Token t of a block, at = (t, W): its key into kn and kbuf, its value into vbuf (B*C, S, K),
     and its attended values into out (E, B, G*R*K). qkv (B, (C*M + 2*C)*K); memory: kbuf, vbuf, kn,
-    count, cos and sin (S, K/2); keep: (rq, rk, q_rot, lse), written for the backward."""
+    count, cos and sin (S, K); keep: (rq, rk, q_rot, lse), written for the backward."""
     _launch(_attention_kernel, h, len(qkv), at[1])(qkv, memory, out, keep, *at, memory[0].size(1))
     return out
 
@@ -392,7 +392,7 @@ class Leave(torch.autograd.Function):
         dact = product(low, down.w.mT, '', 'times', act)[0]
         du, dy, datt = compiled(_input_back)(dx, dact, r, f, wo.w, up.w)
         for one, x, g in ((down, act, low), (up, f, dact), (wo, att, dy)):
-            one.note(x, g)
+            one.note([x], g)
         dcoef = (h * ds).sum(-1, keepdim=True).to(ds.dtype) if ctx.needs_input_grad[3] else None
         return None, du, datt, dcoef
 
