@@ -100,13 +100,6 @@ def unpack(levels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return grid, cells[:, 8].copy()
 
 
-def refuse(where: str, first: int, bad: dict[str, np.ndarray]) -> None:
-    """bad: {what is wrong: mask (N,) of the levels of which it is true}."""
-    for what, mask in bad.items():
-        if mask.any():
-            raise LevelError(f'{where}: level {first + int(mask.argmax())} {what}')
-
-
 def check_boards(boards: np.ndarray, where: str, first: int = 0) -> np.ndarray:
     """Boards as ASCII codes (N, 10, 10) uint8 -> packed (N, 17). LevelError names `where` and the
     level's index, counted from `first`."""
@@ -122,7 +115,9 @@ def check_boards(boards: np.ndarray, where: str, first: int = 0) -> np.ndarray:
         'has not 1 to 4 boxes': (boxes < 1) | (boxes > 4),
         'has not as many targets as boxes': targets != boxes,
     }
-    refuse(where, first, bad)
+    for what, mask in bad.items():
+        if mask.any():
+            raise LevelError(f'{where}: level {first + int(mask.argmax())} {what}')
     inner = [mask[:, 1:-1, 1:-1].reshape(-1, 64) for mask in (wall, target, box, agent)]
     return pack(*inner[:3], inner[3].argmax(1))
 
@@ -147,16 +142,13 @@ def check_packed(levels: np.ndarray, where: str) -> np.ndarray:
     if levels.dtype != np.uint8 or levels.ndim != 2 or levels.shape[1] != 17 or len(levels) == 0:
         found = f'{levels.dtype} of shape {levels.shape}'
         raise LevelError(f'{where}: expected uint8 of shape (N, 17), found {found}')
-    wall = np.unpackbits(levels[:, :8], axis=1).astype(bool)  # (N, 64)
-    cells = levels[:, 8:].astype(np.int64)
-    in_wall = np.take_along_axis(wall, cells.clip(max=63), 1)
-    bad = {
-        'has a cell beyond 63': (cells > 63).any(1),
-        'has a target, a box or the agent in a wall': in_wall.any(1),
-        'has its agent on a box': (cells[:, 8:] == cells[:, 4:8]).any(1),
-        'has not as many targets as boxes': distinct(cells[:, :4]) != distinct(cells[:, 4:8]),
-    }
-    refuse(where, 0, bad)
+    wall = np.unpackbits(levels[:, :8], axis=1)  # (N, 64)
+    cells = levels[:, 8:].astype(np.int64)  # (N, 9)
+    bad = np.take_along_axis(wall, cells.clip(max=63), 1).any(1) | (cells > 63).any(1)
+    bad |= (cells[:, 8:] == cells[:, 4:8]).any(1)  # the agent on a box
+    bad |= distinct(cells[:, :4]) != distinct(cells[:, 4:8])  # as many targets as boxes
+    if bad.any():
+        raise LevelError(f'{where}: level {int(bad.argmax())} is none: a cell in a wall, or shared')
     return levels
 
 

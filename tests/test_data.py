@@ -399,6 +399,8 @@ def test_other_tokenizer_or_source_is_refused(demo, tmp_path):
     refuses("with tokenizer = 'bytes', not 'gpt2': choose another", df.main, config)
     config = settings(text=other, data_dir=folder)
     refuses(r'prepared with source = .*sotu.* not .*a\.jsonl', df.main, config)
+    message = "no train shards in 'nowhere': .*python data_fineweb.py --data_dir=nowhere"
+    refuses(message, df.find_shards, 'nowhere', 'train')
     # ready-made shards without meta.json count as GPT-2's
     df.write_shard(tmp_path / 'fineweb_train_000001.bin', [50256, 5])
     assert len(df.find_shards(str(tmp_path), 'train', 'gpt2')) == 1
@@ -406,15 +408,6 @@ def test_other_tokenizer_or_source_is_refused(demo, tmp_path):
     refuses(r'shards without meta\.json', df.main, settings(text=other, data_dir=str(tmp_path)))
     (tmp_path / 'meta.json').write_text('{"tokenizer": 3')
     refuses(r'meta\.json: no description', df.find_shards, str(tmp_path), 'train', 'gpt2')
-
-
-def test_find_shards(tmp_path):
-    for name in ('train_000010.bin', 'train_000002.bin', 'val_000000.bin', 'train_000003.bin.tmp'):
-        (tmp_path / f'fineweb_{name}').touch()
-    found = [os.path.basename(path) for path in df.find_shards(str(tmp_path), 'train')]
-    assert found == ['fineweb_train_000002.bin', 'fineweb_train_000010.bin']
-    message = "no train shards in 'nowhere': .*python data_fineweb.py --data_dir=nowhere"
-    refuses(message, df.find_shards, 'nowhere', 'train')
 
 
 # ----------------------------------------------------------------------------- fake networks
@@ -620,6 +613,11 @@ def test_loader_refusals(tmp_path):
         message = f'B = {B} rows of T = {T} tokens cannot be shared by world = {world}'
         refuses(message, df.SequenceLoader, paths, B, T, 256, None, (rank, world))
     refuses('no shards', df.StreamLoader, [], 1, 1, 256)
+    short = '000001.bin: 97 validation tokens, 1 fewer than val_tokens = 97 needs'
+    refuses(short, df.load_val, paths[:1], 97, 1, 256, error=df.ShardError)
+    for val_tokens, streams in ((3, 4), (4, 0), (0, 1)):
+        message = f'val_tokens = {val_tokens} cannot be cut into val_streams = {streams}'
+        refuses(message, df.load_val, paths, val_tokens, streams, 256)
 
 
 @pytest.mark.parametrize(
@@ -640,15 +638,6 @@ def test_validation_streams(tmp_path, val_tokens, streams):
         assert [part[0].shape for part in parts] == [
             (b - a, n) for a, b in itertools.pairwise(begins)
         ]
-
-
-def test_validation_refusals(tmp_path):
-    paths = make_shards(tmp_path, [97])
-    short = '000001.bin: 97 validation tokens, 1 fewer than val_tokens = 97 needs'
-    refuses(short, df.load_val, paths, 97, 1, 256, error=df.ShardError)
-    for val_tokens, streams in ((3, 4), (4, 0), (0, 1)):
-        message = f'val_tokens = {val_tokens} cannot be cut into val_streams = {streams}'
-        refuses(message, df.load_val, paths, val_tokens, streams, 256)
 
 
 # ----------------------------------------------------------------------------- command line
