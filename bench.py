@@ -18,7 +18,8 @@ train      updates of train_lm.py, loader and optimizer included, T = W = C. The
            update are 4 GPUs': one GPU runs a quarter, B = tokens / 4 / C streams, and is held to a
            quarter of the paper's figure
 decode     a token for each of B streams after a cache filled to C = W; the paper's is of 4 GPUs
-kernels    the unroll's pieces for a token and level, the loss of a slice of rows, Muon's iteration
+kernels    a level's attention for a group of tokens, its experts for one, the loss of a slice of
+           rows, Muon's iteration
 sokoban    updates of train_sokoban.py on generated levels, in environment steps a second
 first      yardsticks, smoke tests of tests/test_gpu.py, cells of the other suites, the most
            telling first, the rest of the tests: each checked, in a process and with a time limit of
@@ -430,7 +431,7 @@ def make_kernels(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
 
     for path in row['paths']:
         wide, fused = torch.float32, path != 'eager'
-        recipe = Recipe(token, heads, leave, first.kind(), dt, wide, fused, graphs=False)
+        recipe = Recipe(token, heads, leave, first.rules(), dt, wide, fused, graphs=False)
         costs = trial_cost(recipe, sizes)
         for name, run in trials(recipe, first.weights(), sizes, True).items():
             add(name, path, run, costs[name])

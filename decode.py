@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from configurator import every
 from kernels import apply_rope, by_expert, compiled, rope_table, softcap
-from model import Kind, LanguageModel, State, level, levels, norm, plain_weights, token
+from model import LanguageModel, Rules, State, level, levels, norm, plain_weights, token
 
 
 class Ring:
@@ -47,9 +47,11 @@ class Ring:
         return by_expert(torch.bmm(p, self.values), h)
 
 
-def level_step(w: dict, s: torch.Tensor, z: torch.Tensor, ring: tuple, kind: Kind) -> torch.Tensor:
+def level_step(
+    w: dict, s: torch.Tensor, z: torch.Tensor, ring: tuple, rules: Rules
+) -> torch.Tensor:
     """One level for one token: the new s (B, D), from s and the token's embedding z (B, D). w: tensors."""
-    return level(plain_weights(w, ring[0].dtype), s, z, Ring(*ring), kind)
+    return level(plain_weights(w, ring[0].dtype), s, z, Ring(*ring), rules)
 
 
 class Decoder:
@@ -71,12 +73,12 @@ class Decoder:
     ):
         c, device, wide = model.config, model.embedding.device, model.embedding.dtype
         dt = amp if amp == torch.bfloat16 else wide
-        C, K, W = model.levels[0].kind().heads.C, c.head_dim, c.window
+        C, K, W = model.levels[0].rules().heads.C, c.head_dim, c.window
         self.model, self.amp, self.temperature, self.top_k = model, amp, temperature, top_k
         self.generator = (
             torch.Generator(device).manual_seed(seed) if isinstance(seed, int) else seed
         )
-        self.kind = model.levels[0].kind()
+        self.rules = model.levels[0].rules()
         self.levels = []
         for one in model.levels:
             tensors = {
@@ -105,7 +107,7 @@ class Decoder:
     @torch.no_grad()
     def load(self, state: State) -> None:
         """Go on from a state of the model (B streams); the next step wants a token."""
-        (L, _, W, K), B, C = self.k.shape, self.token.numel(), self.kind.heads.C
+        (L, _, W, K), B, C = self.k.shape, self.token.numel(), self.rules.heads.C
         if state.k.shape != (L, B, C, W, K):
             raise ValueError(
                 f'load: keys of shape {tuple(state.k.shape)} do not fit this decoder: {L} levels, {B} streams, {C} heads, '
@@ -122,7 +124,7 @@ class Decoder:
     @torch.no_grad()
     def state(self) -> State:
         """The model's state now, a copy: keys not rotated, oldest first."""
-        C, K, W = self.kind.heads.C, self.kind.heads.K, self.slot.numel()
+        C, K, W = self.rules.heads.C, self.rules.heads.K, self.slot.numel()
         order = (self.head + 1 + self.slot) % W
         cos, sin = self.rope[torch.where(self.slot <= self.head, self.slot, W - self.slot)].unbind(
             1
@@ -163,21 +165,21 @@ class Decoder:
         ]
         z = norm(F.embedding(self.token, self.embedding))
         s = (
-            self.s if self.kind.recurrent else z.clone()
+            self.s if self.rules.recurrent else z.clone()
         )  # not z itself: torch.compile would trace the first level apart
         rings = [
             (keys, values, self.head, rope, bias)
             for keys, values in zip(self.k, self.v, strict=True)
         ]
 
-        def one(w, s, z, ring, kind):
+        def one(w, s, z, ring, rules):
             if self.level_step is None:
-                return level(w, s, z, Ring(*ring), kind)
-            return self.level_step(w['tensors'], s, z, ring, kind)
+                return level(w, s, z, Ring(*ring), rules)
+            return self.level_step(w['tensors'], s, z, ring, rules)
 
-        step = token if self.kind.recurrent else levels
-        s = step(self.levels, s, z, rings, self.kind, one)
-        if self.kind.recurrent:
+        step = token if self.rules.recurrent else levels
+        s = step(self.levels, s, z, rings, self.rules, one)
+        if self.rules.recurrent:
             self.s.copy_(s)
         self.logits.copy_(
             softcap(F.linear(norm(s).to(self.readout.dtype), self.readout).to(s.dtype))

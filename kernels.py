@@ -62,8 +62,8 @@ def by_cache_head(o: torch.Tensor, h: Heads) -> torch.Tensor:
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype of matrix products for x: autocast's where it is on, else x's own."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def softcap(x: torch.Tensor) -> torch.Tensor:
@@ -125,12 +125,6 @@ def outputs(x: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, .
     return x if isinstance(x, tuple) else (x,)
 
 
-def rowwise(f: Callable) -> Callable:
-    """Marks f(x): row by row, so that it may be made again for many tokens at once."""
-    f.rowwise = True
-    return f
-
-
 def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """x (N, in), w (out, in) -> (N, out); or stacks of them, (E, N, in), (E, out, in) -> (E, N, out)."""
     if w.dim() == 2:
@@ -158,44 +152,6 @@ def add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         out.baddbmm_(a.transpose(1, 2), b)
     else:
         out.add_(torch.bmm(a.transpose(1, 2), b))
-
-
-# ---- one token's attention over a window ----
-
-
-def probabilities(q: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Attention weights (B*C, M, S) of rotated queries q (B*C, M, K) over all slots, keys (B*C, S, K): whole
-    buffers are contiguous, which a window of them is not. bias (B, 1, 1, S): -inf in slots not seen."""
-    B, (N, M, K) = bias.size(0), q.shape
-    scores = torch.bmm(q, keys.transpose(1, 2)).to(bias.dtype).view(B, N // B, M, -1)
-    return F.softmax(scores / math.sqrt(K) + bias, -1).view(N, M, -1).to(keys.dtype)
-
-
-def attend(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    bias: torch.Tensor,
-    h: Heads,
-    out: torch.Tensor | None,
-    p_out: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attended values (E, B, H*K), in `out` where given; the weights go to p_out where given."""
-    p = probabilities(q, keys, bias)
-    if p_out is not None:
-        p_out.copy_(p)
-    att = by_expert(torch.bmm(p, values), h)
-    return att.contiguous() if out is None else out.copy_(att)
-
-
-def attend_backward(
-    do: torch.Tensor, p: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, wide: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """From the gradient of the attended values do (B*C, M, K), weights p: the scores' and the queries'."""
-    dp, p = torch.bmm(do, values.transpose(1, 2)).to(wide), p.to(wide)  # (B*C, M, S)
-    ds = p * (dp - (dp * p).sum(-1, keepdim=True)) / math.sqrt(keys.size(-1))
-    ds = ds.to(keys.dtype)
-    return ds, torch.bmm(ds, keys)
 
 
 @functools.cache
@@ -270,6 +226,19 @@ def wins(found: dict) -> bool:
     return agrees(found) and found.get('triton', math.inf) < found['compiled']
 
 
+def by_triton(key: tuple, device: torch.device, trials: Callable[[], dict]) -> frozenset:
+    """Of trials() = {name: run}, the names whose Triton kernels agree with the model's own pieces, in values
+    and gradients, and beat them compiled. CUDA only; measured once for a key, by CUDA graphs: so not while
+    another is captured, where what was not measured before stays compiled."""
+    if device.type != 'cuda' or triton_module() is None:
+        return frozenset()
+    if key not in chosen:
+        if torch.cuda.is_current_stream_capturing():
+            return frozenset()
+        chosen[key] = {name: compare(run) for name, run in trials().items()}
+    return frozenset(name for name, found in chosen[key].items() if wins(found))
+
+
 def chosen_lines() -> list[str]:
     """What was measured and chosen so far, one line a set of sizes; empty where there is no GPU."""
 
@@ -314,14 +283,9 @@ def slice_loss(
 def loss_by_triton(
     losses: Callable, rows: int, V: int, dt: torch.dtype, device: torch.device
 ) -> bool:
-    """Whether the Triton kernel agrees with `losses`, in value and gradient, and beats it compiled, for
-    slices of this size. Not measured while a CUDA graph is captured."""
-    if device.type != 'cuda' or dt == torch.float64 or triton_module() is None:
-        return False
-    key = losses, rows, V, dt
-    if key not in chosen:
-        if torch.cuda.is_current_stream_capturing():
-            return False
+    """Whether the Triton kernel stands in for `losses`, for slices of this size."""
+
+    def trials():
         random = torch.Generator(device).manual_seed(0)
         logits = (torch.randn(rows, V, device=device, generator=random) * 5).to(dt)
         targets = torch.randint(V, (rows,), device=device, generator=random)
@@ -330,13 +294,15 @@ def loss_by_triton(
             way = 'triton' if triton else 'compiled'
             return slice_loss(losses, logits.clone(), targets, 1 / rows, way)
 
-        chosen[key] = {'loss': compare(run)}
-    return wins(chosen[key]['loss'])
+        return {'loss': run}
+
+    known = dt != torch.float64
+    return known and 'loss' in by_triton((losses, rows, V, dt), device, trials)
 
 
-def rows_per_slice(N: int, V: int, kind: str) -> int:
-    """Of N rows, how many have their logits at a time; kind: 'cpu' or 'cuda'."""
-    return min(N, max(1, LOGITS_PER_SLICE * (8 if kind == 'cuda' else 1) // V))
+def rows_per_slice(N: int, V: int, device: str) -> int:
+    """Of N rows, how many have their logits at a time; device: 'cpu' or 'cuda'."""
+    return min(N, max(1, LOGITS_PER_SLICE * (8 if device == 'cuda' else 1) // V))
 
 
 class HeadLoss(torch.autograd.Function):

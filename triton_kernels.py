@@ -803,16 +803,15 @@ def _rms_backward(g, x_hat, r):
     return r * (g - x_hat * (g * x_hat).mean(-1, keepdim=True))
 
 
-def _output_back(ds, coef, h, r, place):
+def _output_back(ds, coef, h, r):
     dx = _rms_backward(coef * ds, h, r)
-    place.copy_(dx)
-    return dx
+    return dx, dx.to(h.dtype)
 
 
-def _input_back(dx, dact, r, f, wo, up, place):
+def _input_back(dx, dact, r, f, wo, up):
     dy = dx + _rms_backward(torch.bmm(dact, up).to(dx.dtype), f, r)
-    place.copy_(dy)
-    return dy.sum(0), torch.bmm(dy.to(wo.dtype), wo)
+    low = dy.to(wo.dtype)
+    return dy.sum(0), low, torch.bmm(low, wo)
 
 
 def coefficients(gates: torch.Tensor, name: str) -> torch.Tensor:
@@ -821,43 +820,31 @@ def coefficients(gates: torch.Tensor, name: str) -> torch.Tensor:
 
 class Leave(torch.autograd.Function):
     """s = sum of coef * norm(x), x = y + down relu(up norm(y))^2, y = u + wo att, of unroll.Products wo, up,
-    down. What a backward reads lies in the products' own rows; of `down` these are relu(..)."""
+    down, which get what they multiplied and the gradients in the backward."""
 
     @staticmethod
-    def forward(ctx, products, u, att, coef, *weights):
-        wo, up, down = products
-        (E, B, D), out = (wo.w.size(0), *u.shape), [None] * 5
-        if up.keep:
-            att_place = wo.next(att.size(2))
-            if att_place.data_ptr() != att.data_ptr():
-                att_place.copy_(att)
-            r, rx = (u.new_empty(E, B, 1) for _ in range(2))
-            out = down.next(down.w.size(2)), up.next(D), r, att.new_empty(E, B, D), rx
-            ctx.indices = [product.count for product in products]
-            for product in products:
-                product.count += 1
-            down.f = torch.square
-            att = att_place
+    def forward(ctx, products, u, att, coef):
+        (wo, up, down), att = products, att.contiguous()
+        (E, B, _), D = att.shape, u.size(1)
+        f, h = att.new_empty(2, E, B, D)
+        r, rx = u.new_empty(2, E, B, 1)
+        act = att.new_empty(E, B, down.w.size(2))
         y, squares = expert_residual(att, wo.w, u, False)
-        act = expert_relu(y, squares, up.w, out[:3] if up.keep else None)
+        expert_relu(y, squares, up.w, (act, f, r))
         ctx.products = products
-        ctx.save_for_backward(coef, *out[2:])
-        sums = expert_residual(act, down.w, y, True)
-        return norm_sum(*sums, coef, out[3:] if up.keep else None)
+        ctx.save_for_backward(att, coef, act, f, r, h, rx)
+        return norm_sum(*expert_residual(act, down.w, y, True), coef, (h, rx))
 
     @staticmethod
     def backward(ctx, ds):
-        (wo, up, down), (coef, r, h, rx) = ctx.products, ctx.saved_tensors
-        i, j, k = ctx.indices
-        places = [product.place(n) for product, n in zip(ctx.products, ctx.indices, strict=True)]
-        for product, n, place in zip(ctx.products, ctx.indices, places, strict=True):
-            product.gradient(n, place)
-        dx = compiled(_output_back)(ds, coef, h, rx, places[2])
-        act, f = down.rows(down.x, k, down.w.size(2)), up.rows(up.x, j, up.w.size(2))
-        expert_relu_backward(places[2], down.w, act, places[1])
-        du, datt = compiled(_input_back)(dx, places[1], r, f, wo.w, up.w, places[0])
+        (wo, up, down), (att, coef, act, f, r, h, rx) = ctx.products, ctx.saved_tensors
+        dx, low = compiled(_output_back)(ds, coef, h, rx)
+        dact = expert_relu_backward(low, down.w, act)
+        du, dy, datt = compiled(_input_back)(dx, dact, r, f, wo.w, up.w)
+        for one, x, g in ((down, act.square(), low), (up, f, dact), (wo, att, dy)):
+            one.note(x, g)
         dcoef = (h * ds).sum(-1, keepdim=True).to(ds.dtype) if ctx.needs_input_grad[3] else None
-        return None, du, datt, dcoef, None, None, None
+        return None, du, datt, dcoef
 
 
 def leave_of(name: str, E: int, like: torch.Tensor) -> Callable | None:
@@ -867,10 +854,10 @@ def leave_of(name: str, E: int, like: torch.Tensor) -> Callable | None:
         return None
     coef = torch.full((), scale, dtype=like.dtype, device=like.device)
 
-    def leave(w, u, att, gates, kind):
+    def leave(w, u, att, gates, rules):
         products = w['wo'], w['up'], w['down']
         mine = coef if gates is None else w['piece'](coefficients, gates, name=name)
-        return Leave.apply(products, u, att, mine, *(product.w for product in products))
+        return Leave.apply(products, u, att, mine)
 
     return leave
 

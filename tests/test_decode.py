@@ -297,7 +297,7 @@ def test_memory_is_static(kind, temperature):
         assert (x._version > version) == (
             name in ('token', 'logits', 'k', 'v', 'count', 'head', 's')
         ), name
-    assert not unroll._free and torch.is_grad_enabled()
+    assert not unroll._blocks and torch.is_grad_enabled()
 
 
 class NoWaiting(TorchDispatchMode):

@@ -155,7 +155,7 @@ def made_recipe(share_kv=True, aggregation='sqrt_sum', device='cpu'):
         model_file.token,
         model_file.heads,
         model_file.leave,
-        first.kind(),
+        first.rules(),
         torch.float32,
         torch.float32,
         True,
@@ -207,7 +207,7 @@ def test_interpreted_trials_agree(monkeypatch, share_kv, aggregation, W, n, grad
 def test_an_aggregation_that_the_kernels_do_not_know():
     recipe, weights = made_recipe()
     assert set(unroll.trials(recipe, weights, (2, 24, 3, 2), True)) == {'attention', 'experts'}
-    edited = recipe._replace(kind=recipe.kind._replace(aggregation='max'))
+    edited = recipe._replace(rules=recipe.rules._replace(aggregation='max'))
     assert set(unroll.trials(edited, weights, (2, 24, 3, 2), True)) == {'attention'}
 
 
@@ -292,7 +292,6 @@ def test_what_wins_is_chosen(monkeypatch, autocast, trial, wins, reason):
         return {'attention': trial, 'experts': Clock(ONE, ONE, FAST)}
 
     monkeypatch.setattr(kernels, 'chosen', {})
-    monkeypatch.setattr(unroll, 'chosen', kernels.chosen)
     monkeypatch.setattr(kernels, 'seconds_of', seconds_of)
     monkeypatch.setattr(unroll, 'trials', trials)
     monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: False)
@@ -327,7 +326,6 @@ def test_an_error_of_another_kind_is_a_bug(monkeypatch):
 def test_nothing_is_measured_during_a_capture(monkeypatch):
     capturing = [True]
     monkeypatch.setattr(kernels, 'chosen', {})
-    monkeypatch.setattr(unroll, 'chosen', kernels.chosen)
     monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: capturing[0])
     monkeypatch.setattr(
         unroll, 'trials', lambda *_: dict.fromkeys(unroll.TRITON, Clock(ONE, ONE, FAST))
@@ -341,7 +339,6 @@ def test_nothing_is_measured_during_a_capture(monkeypatch):
     )
     with monkeypatch.context() as patch:
         patch.setattr(kernels, 'compare', lambda run: pytest.fail('measured'))
-        patch.setattr(unroll, 'compare', kernels.compare)
         assert (
             unroll.choose(*chunk) == frozenset()
             and not kernels.loss_by_triton(*sizes)
