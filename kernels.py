@@ -71,18 +71,18 @@ def softcap(x: torch.Tensor) -> torch.Tensor:
 
 
 def rope_table(n: int, K: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of slots 0..n-1: (n, K/2) each, in like's dtype (at least fp32) and on its device."""
+    """cos and signed sin of slots 0..n-1: (n, K) each, in like's dtype (at least fp32) and on its device."""
     dtype = torch.promote_types(like.dtype, torch.float32)
     freq = ROPE_BASE ** (-torch.arange(0, K, 2, device=like.device, dtype=dtype) / K)
     angle = torch.arange(n, device=like.device, dtype=dtype)[:, None] * freq
-    return angle.cos(), angle.sin()
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x (..., K), pairing dimension j with j + K/2. cos, sin broadcast over (..., K/2); -sin rotates
-    back."""
-    x1, x2 = x.to(cos.dtype).chunk(2, -1)
-    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
+    """Rotate x (..., K), pairing dimension j with j + K/2. cos, sin broadcast over it; -sin rotates back."""
+    x = x.to(cos.dtype)
+    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin)
 
 
 class Norm(torch.autograd.Function):
@@ -90,7 +90,8 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
-        r = torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        r = length.square_().div_(x.size(-1)).add_(EPS).rsqrt_()
         y = x * r
         ctx.save_for_backward(y, r)
         return y
@@ -98,7 +99,8 @@ class Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         y, r = ctx.saved_tensors
-        return (g - y * (g * y).mean(-1, keepdim=True)) * r
+        along = (g * y).sum(-1, keepdim=True)
+        return torch.addcmul(g, y, along, value=-1 / y.size(-1)).mul_(r)
 
 
 def rms_norm(x: torch.Tensor) -> torch.Tensor:
@@ -147,11 +149,9 @@ def product(a: torch.Tensor, b: torch.Tensor, wide: torch.dtype) -> torch.Tensor
 
 
 def add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """out += a^T @ b: out (N, X, Y) in the same or a wider dtype, a (N, rows, X), b (N, rows, Y)."""
-    if out.dtype == a.dtype:
-        out.baddbmm_(a.transpose(1, 2), b)
-    else:
-        out.add_(torch.bmm(a.transpose(1, 2), b))
+    """out += a^T @ b: out (N, X, Y), a slice of slots, in the same or a wider dtype, a (N, rows, X), b (N, rows,
+    Y). (baddbmm_ into a slice would go through the batch one by one.)"""
+    out.add_(torch.bmm(a.transpose(1, 2), b))
 
 
 @functools.cache
@@ -258,13 +258,11 @@ def chosen_lines() -> list[str]:
 
 
 @functools.cache
-def loss_and_gradient(losses: Callable) -> Callable:
-    """losses(logits, targets) -> (value, its gradient times grad_scale in dtype dt)."""
+def widened(losses: Callable) -> Callable:
+    """losses of logits in fp32 at least."""
 
-    def run(logits, targets, grad_scale, dt):
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        value, pull = torch.func.vjp(lambda x: losses(x, targets), wide)
-        return value, pull(torch.full_like(value, grad_scale))[0].to(dt)
+    def run(logits, targets):
+        return losses(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
 
     return run
 
@@ -272,12 +270,15 @@ def loss_and_gradient(losses: Callable) -> Callable:
 def slice_loss(
     losses: Callable, logits: torch.Tensor, targets: torch.Tensor, grad_scale: float, way: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """losses and its gradient for a slice of rows, logits in the dtype of products. way: 'eager', 'compiled'
-    or 'triton'."""
+    """losses and its gradient times grad_scale for a slice of rows, logits and gradient in the dtype of
+    products. way: 'eager', 'compiled' or 'triton'."""
     if way == 'triton':
         return triton_module().cross_entropy(logits, targets, grad_scale, logits.dtype)
-    run = loss_and_gradient(losses)
-    return (compiled(run) if way == 'compiled' else run)(logits, targets, grad_scale, logits.dtype)
+    run = compiled(widened(losses)) if way == 'compiled' else widened(losses)
+    with torch.enable_grad():
+        logits = logits.detach().requires_grad_()
+        loss = run(logits, targets)
+        return loss.detach(), *torch.autograd.grad(loss, logits, torch.full_like(loss, grad_scale))
 
 
 def loss_by_triton(

@@ -38,10 +38,10 @@ def padded(n, least=16):
 @triton.jit
 def _columns(K: constexpr):
     """A head as a tile of X columns: RoPE pairs dimension j with j + K/2, so each half is padded.
-    -> where they lie, where their partners do, whether they are any of the head's, and j."""
+    -> where they lie, where their partners do, and whether they are any of the head's."""
     P: constexpr = padded(K // 2)
     half, j = tl.arange(0, 2 * P) // P, tl.arange(0, 2 * P) % P
-    return half * (K // 2) + j, (1 - half) * (K // 2) + j, j < K // 2, j
+    return half * (K // 2) + j, (1 - half) * (K // 2) + j, j < K // 2
 
 
 @triton.jit
@@ -68,11 +68,10 @@ def _attention_kernel(qkv, memory, out, kept, t, W, S, scale, h: constexpr, N: c
     K: constexpr = h.K
     dt = qkv.dtype.element_ty
     c, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    col, other, real, j = _columns(K)
+    col, other, real = _columns(K)
     m = tl.arange(0, padded(M))
     slot, head, mask = W + t, b * C + c, (m < M)[:, None] & real[None, :]
-    cos = tl.load(cos + slot * (K // 2) + j, real, 0.0)
-    sin = tl.load(sin + slot * (K // 2) + j, real, 0.0) * tl.where(col < other, -1.0, 1.0)
+    cos, sin = tl.load(cos + slot * K + col, real, 0.0), tl.load(sin + slot * K + col, real, 0.0)
 
     qkv += b * ((M + 2) * C * K)
     row = qkv + (c * M + m)[:, None] * K
@@ -116,7 +115,7 @@ def _attention_kernel(qkv, memory, out, kept, t, W, S, scale, h: constexpr, N: c
 @triton.jit
 def _probabilities(q, do, lse2, delta, keys, values, n, seen, scale, K: constexpr):
     """p, the gradient of the scores, and the keys, of slots n; zero where not seen."""
-    col, _, real, _ = _columns(K)
+    col, _, real = _columns(K)
     at, mask = n[:, None] * K + col[None, :], seen[:, None] & real[None, :]
     k, v = tl.load(keys + at, mask, 0.0), tl.load(values + at, mask, 0.0)
     score = tl.dot(q, tl.trans(k), input_precision='ieee') * (scale * LOG2E)
@@ -153,7 +152,7 @@ def _attention_backward_kernel(
     M: constexpr = h.M
     K: constexpr = h.K
     c, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    col, _, real, _ = _columns(K)
+    col, _, real = _columns(K)
     m, j = tl.arange(0, padded(M)), tl.arange(0, padded(K // 2))
     slot, head, mk = W + t, b * C + c, m < M
     mask = mk[:, None] & real[None, :]
@@ -195,8 +194,8 @@ def _attention_backward_kernel(
         dv_own += tl.sum(tl.where(own, g, 0.0), 0)
         dq = tl.dot(ds, k, dq, input_precision='ieee')
 
-    cos = tl.load(cos + slot * (K // 2) + j, j < K // 2, 0.0)
-    sin = tl.load(sin + slot * (K // 2) + j, j < K // 2, 0.0)
+    cos = tl.load(cos + slot * K + j, j < K // 2, 0.0)
+    sin = tl.load(sin + slot * K + K // 2 + j, j < K // 2, 0.0)
     dqkv += b * ((M + 2) * C * K)
     r = tl.load(rq + head * M + m, mk, 0.0)[:, None]
     dq = _before_norm(dq, q, r, cos, sin, K)
@@ -219,7 +218,7 @@ def window_attention(
 ) -> torch.Tensor:
     """Token t of a block, at = (t, W): its key into kn and kbuf, its value into vbuf (B*C, S, K),
     and its attended values into out (E, B, G*R*K). qkv (B, (C*M + 2*C)*K); memory: kbuf, vbuf, kn,
-    count, cos and sin (S, K/2); keep: (rq, rk, q_rot, lse), written for the backward."""
+    count, cos and sin (S, K); keep: (rq, rk, q_rot, lse), written for the backward."""
     _launch(_attention_kernel, h, len(qkv), at[1])(qkv, memory, out, keep, *at, memory[0].size(1))
     return out
 
@@ -392,7 +391,7 @@ class Leave(torch.autograd.Function):
         dact = product(low, down.w.mT, '', 'times', act)[0]
         du, dy, datt = compiled(_input_back)(dx, dact, r, f, wo.w, up.w)
         for one, x, g in ((down, act, low), (up, f, dact), (wo, att, dy)):
-            one.note(x, g)
+            one.note([x], g)
         dcoef = (h * ds).sum(-1, keepdim=True).to(ds.dtype) if ctx.needs_input_grad[3] else None
         return None, du, datt, dcoef
 

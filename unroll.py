@@ -67,8 +67,10 @@ class Product:
     """y = W x, the gradient of W put off. Called as the equations want it: product(f, *args) multiplies the
     last result of f and returns the others before it; product(x) multiplies x."""
 
-    def __init__(self, w: torch.Tensor, recipe: Recipe):
-        self.recipe, self.w, self.uses, self.total = recipe, w.detach().to(recipe.dt), [], None
+    def __init__(self, w: torch.Tensor, recipe: Recipe, n: int):
+        """n: uses whose rows are multiplied at once."""
+        self.recipe, self.w, self.n, self.total = recipe, w.detach().to(recipe.dt), n, None
+        self.uses, self.rows, self.count = [], None, 0  # the last; those before, side by side
         self.keep = torch.is_grad_enabled() and w.requires_grad
 
     def __call__(self, f: Callable | torch.Tensor, *args: torch.Tensor, **static: object):
@@ -78,26 +80,43 @@ class Product:
             rest, x = (), f.to(self.recipe.dt)
         y = linear(x, self.w)
         if self.keep:
-            y.register_hook(functools.partial(self.note, x.detach()))
+            y.register_hook(functools.partial(self.note, [x.detach()]))
         return (*rest, y) if rest else y
 
-    def note(self, x: torch.Tensor, g: torch.Tensor) -> None:
-        """A use: x was multiplied, g is the result's gradient. One that nothing depends on is never noted."""
-        if self.keep:
-            self.uses.append((x, g))
-        if len(self.uses) == BLOCK:
+    def note(self, held: list[torch.Tensor], g: torch.Tensor) -> None:
+        """A use: [x] was multiplied and is let go, g is the result's gradient. What nothing depends on is
+        never noted."""
+        if not held:
+            raise RuntimeError('a second backward needs a new forward')
+        self.uses.append((held.pop(), g))
+        if len(self.uses) == min(GROUP, self.n - self.count):
             self.gather()
 
     def gather(self) -> None:
-        x, g = (torch.cat(rows, -2) for rows in zip(*self.uses, strict=True))
+        some, m = list(zip(*self.uses, strict=True)), self.uses[0][0].size(-2)
+        if self.rows is None:
+            shapes = ((*x[0].shape[:-2], self.n * m, x[0].size(-1)) for x in some)
+            self.rows = [self.w.new_empty(shape) for shape in shapes]
+        for rows, x in zip(self.rows, some, strict=True):
+            torch.cat(x, -2, out=rows.narrow(-2, self.count * m, len(x) * m))
+        self.count += len(self.uses)
         self.uses.clear()
+        if self.count == self.n:
+            self.multiply()
+
+    def multiply(self) -> None:
+        part = self.count * (self.rows[0].size(-2) // self.n)
+        x, g = (rows.narrow(-2, 0, part) for rows in self.rows)
         one = product(g.transpose(-1, -2), x, self.recipe.wide)
         self.total = one if self.total is None else self.total.add_(one)
+        self.rows, self.count = None, 0
 
     def flush(self) -> torch.Tensor:
         """W's gradient, of all uses noted since the last time."""
         if self.uses:
             self.gather()
+        if self.count:
+            self.multiply()
         total, self.total = self.total, None
         return torch.zeros_like(self.w, dtype=self.recipe.wide) if total is None else total
 
@@ -115,13 +134,13 @@ class Start(torch.autograd.Function):
         return None, dz, ds, *(one.flush() for one in ctx.products)
 
 
-def bind(weights: dict, recipe: Recipe, like: torch.Tensor, triton: frozenset) -> dict:
-    """A level's weights for the equations; like (B, D). Vectors are expanded to a row a stream: their
+def bind(weights: dict, recipe: Recipe, like: torch.Tensor, n: int, triton: frozenset) -> dict:
+    """A level's weights for the equations; like (B, D), n tokens of a block. Vectors are expanded to a row a stream: their
     gradients add up as rows, and are reduced once."""
     w = {'piece': lambda f, *args, **static: recipe.piece(f)(*args, **static)}
     for name, x in weights.items():
         rows = like.shape if x.dim() == 0 else (len(like), -1)
-        w[name] = Product(x, recipe) if x.dim() > 1 else x.expand(rows)
+        w[name] = Product(x, recipe, n) if x.dim() > 1 else x.expand(rows)
     if 'experts' in triton:
         w['leave'] = triton_module().leave_of(recipe.rules.aggregation, len(weights['wo']), like)
     return w
@@ -138,7 +157,7 @@ class Run:
         self.recipe, self.count, self.triton, self.heads = recipe, count, triton, recipe.rules.heads
         self.T, self.W, self.first = sizes
         like = torch.empty((), dtype=recipe.wide, device=count.device)
-        self.rope = rope_table(self.W + self.T, self.heads.K, like)  # (S, K/2)
+        self.rope = rope_table(self.W + self.T, self.heads.K, like)  # (S, K)
         scale = 1 / math.sqrt(self.heads.K)
         rows = (x[self.W :].unbind(0) for x in (*self.rope, *(x * scale for x in self.rope)))
         self.angles = list(zip(*rows, strict=True))  # of tokens: for keys, and with scores' scale
@@ -320,7 +339,7 @@ def run_chunk(
     run: Run, weights: list[dict], z: torch.Tensor, s: torch.Tensor, entries: tuple
 ) -> tuple[torch.Tensor, list[Window]]:
     """z (T, B, D), s (B, D), entries k and v (L, N, W, K) -> s of each token (T, B, D), the windows."""
-    ws = [bind(w, run.recipe, s, run.triton) for w in weights]
+    ws = [bind(w, run.recipe, s, min(run.T, BLOCK), run.triton) for w in weights]
     windows, out = [Window(run, *x) for x in zip(*entries, strict=True)], []
     if torch.is_grad_enabled():
         pairs = (
@@ -571,7 +590,7 @@ def trials(recipe: Recipe, weights: dict, sizes: tuple, grad: bool) -> dict:
         with torch.set_grad_enabled(grad):
             inputs = [x.detach().requires_grad_(grad) for x in (u, datt[0], *some)]
             own = dict(zip(names, inputs[2:], strict=True))
-            w = bind(own, recipe, u, frozenset({'experts'} if triton else ()))
+            w = bind(own, recipe, u, 1, frozenset({'experts'} if triton else ()))
             out = w.get('leave', recipe.leave)(w, *inputs[:2], gates, recipe.rules)
             if not grad:
                 return [out]

@@ -178,8 +178,8 @@ class Noted:
     def __init__(self, w):
         self.w = w
 
-    def note(self, x, g):
-        self.total = wide(g).mT @ wide(x)
+    def note(self, held, g):
+        self.total = wide(g).mT @ wide(held.pop())
 
 
 def experts_by_kernels(name, weights, u, att, gates, ds):
