@@ -174,15 +174,19 @@ class Run:
 
 
 @functools.cache
-def turned(f: Callable, dt: torch.dtype) -> Callable:
-    """f, the model's queries, key and value of a token, as a window takes them: queries rotated and scaled,
-    key rotated, key as the cache keeps it, value."""
+def turned(f: Callable) -> Callable:
+    """f, the model's queries, key and value of a token, as a window takes them. slots: for the rotated key, the
+    key as the cache keeps it and the value. Returns rotated queries, scaled, in the slots' dtype, and rotated
+    key and value."""
 
-    def run(cos, sin, q_cos, q_sin, *args, **static):
+    def run(slots, cos, sin, q_cos, q_sin, *args, **static):
         q, k, v = f(*args, **static)
-        k = k.to(dt)
-        q = apply_rope(q, q_cos, q_sin).to(dt)
-        return q, apply_rope(k, cos, sin).to(dt), k.detach(), v.to(dt)
+        dt = slots[0].dtype
+        kept = k.to(dt)
+        k, v = apply_rope(kept, cos, sin), v.to(cos.dtype)
+        for slot, x in zip(slots, (k, kept, v), strict=True):
+            slot.copy_(x.detach().reshape(slot.shape))
+        return apply_rope(q, q_cos, q_sin).to(dt), k, v
 
     return run
 
@@ -206,7 +210,7 @@ class Window:
         """k, v (N, W, K): the carried entries, keys not rotated."""
         (N, W, K), T, self.run, self.t = k.shape, run.T, run, 0
         # slots to come must be finite
-        self.k, self.v, self.kn = k.new_zeros(3, N, W + T, K, dtype=run.recipe.dt)
+        self.k, self.v, self.kn = (k.new_zeros(N, W + T, K, dtype=run.recipe.dt) for _ in range(3))
         self.kn[:, :W], self.v[:, :W] = k, v
         self.k[:, :W] = apply_rope(self.kn[:, :W], *(x[:W] for x in run.rope))
         blocks = (slice(t, W + min(t + BLOCK, T)) for t in range(0, T, BLOCK))
@@ -222,8 +226,8 @@ class Window:
         t, self.t = self.t, self.t + 1
         if 'attention' in self.run.triton:
             return AttendByTriton.apply(self, t, *args)
-        made = self.run.recipe.piece(turned(f, self.k.dtype))
-        return Attend.apply(self, t, *made(*self.run.angles[t], *args, **static))
+        made = self.run.recipe.piece(turned(f))
+        return Attend.apply(self, t, *made(self.own[t], *self.run.angles[t], *args, **static))
 
     def group(self, t: int) -> tuple[int, int, int]:
         """First token of t's block, first and last + 1 of its group."""
@@ -259,13 +263,11 @@ class Window:
 
 
 class Attend(torch.autograd.Function):
-    """Token t's attention over its window. q (B, C*M, K), k, kn, v (B, C, K), as `turned` gives them."""
+    """Token t's attention over its window. q (B, C*M, K), k, v (B, C, K), as `turned` gives them."""
 
     @staticmethod
-    def forward(ctx, window, t, q, k, kn, v):
+    def forward(ctx, window, t, q, k, v):
         run, (keys, values) = window.run, window.blocks[t // BLOCK]
-        for slot, x in zip(window.own[t], (k, kn, v), strict=True):
-            slot.copy_(x.reshape(slot.shape))
         q = q.reshape(len(keys), -1, keys.size(2))
         scores = torch.bmm(q, keys.transpose(1, 2))
         p = run.recipe.piece(probabilities)(scores, run.bias[t % BLOCK])
@@ -291,7 +293,7 @@ class Attend(torch.autograd.Function):
             window.later.clear()
         B, h = len(run.count), run.heads
         dk, dv = (x[:, slot].view(B, h.C, h.K) for x in (window.dk, window.dv))
-        return None, None, torch.bmm(ds, keys).view(B, -1, h.K), dk, None, dv
+        return None, None, torch.bmm(ds, keys).view(B, -1, h.K), dk, dv
 
 
 class AttendByTriton(torch.autograd.Function):
