@@ -21,8 +21,7 @@ from triton.language import constexpr
 import kernels
 from kernels import Heads, compiled, gate_weights
 
-EPS, SOFTCAP = constexpr(kernels.EPS), constexpr(kernels.SOFTCAP)
-F32 = constexpr(tl.float32)
+EPS, SOFTCAP, F32 = (constexpr(x) for x in (kernels.EPS, kernels.SOFTCAP, tl.float32))
 LOG2E = constexpr(math.log2(math.e))  # the hardware's exponential is base 2
 
 
