@@ -37,8 +37,8 @@ def level_step(w, s, z, ring, rules):
 
 
 def begin(token, embedding, rope, head, count):
-    """A slot for a token (B,): its embedding z (B, D), cos and sin (2, K/2), bias (B, W) of all
-    slots. rope (W + 1, 2, K/2); head (1,), the newest entry's slot, and count (B,) go on."""
+    """A slot for a token (B,): its embedding z (B, D), cos and sin (2, K), bias (B, W) of all
+    slots. rope (W + 1, 2, K); head (1,), the newest entry's slot, and count (B,) go on."""
     slot = torch.arange(len(rope) - 1, device=head.device)
     head.copy_((head + 1) % len(slot))
     count.copy_((count + 1).clamp(max=len(slot)))
@@ -84,7 +84,7 @@ class Decoder:
         self.token, self.count = torch.zeros(2, B, dtype=torch.int64, device=device)
         self.slot = torch.arange(W, device=device)
         self.head = self.slot[-1:].clone()  # slot of the newest entry
-        # cos and sin (W + 1, 2, K/2), rounded once, not also as angles
+        # cos and sin (W + 1, 2, K), rounded once, not also as angles
         self.rope = torch.stack(rope_table(W + 1, c.head_dim, self.head.double()), 1).to(wide)
         self.steps, self.graphs = 0, {}  # steps since the load
 

@@ -21,8 +21,7 @@ from triton.language import constexpr
 import kernels
 from kernels import Heads, compiled, gate_weights
 
-EPS, SOFTCAP = constexpr(kernels.EPS), constexpr(kernels.SOFTCAP)
-F32 = constexpr(tl.float32)
+EPS, SOFTCAP, F32 = (constexpr(x) for x in (kernels.EPS, kernels.SOFTCAP, tl.float32))
 LOG2E = constexpr(math.log2(math.e))  # the hardware's exponential is base 2
 
 
@@ -38,10 +37,10 @@ def padded(n, least=16):
 @triton.jit
 def _columns(K: constexpr):
     """A head as a tile of X columns: RoPE pairs dimension j with j + K/2, so each half is padded.
-    -> where they lie, where their partners do, whether they are any of the head's, and j."""
+    -> where they lie, where their partners do, and whether they are any of the head's."""
     P: constexpr = padded(K // 2)
     half, j = tl.arange(0, 2 * P) // P, tl.arange(0, 2 * P) % P
-    return half * (K // 2) + j, (1 - half) * (K // 2) + j, j < K // 2, j
+    return half * (K // 2) + j, (1 - half) * (K // 2) + j, j < K // 2
 
 
 @triton.jit
@@ -68,11 +67,10 @@ def _attention_kernel(qkv, memory, out, kept, t, W, S, scale, h: constexpr, N: c
     K: constexpr = h.K
     dt = qkv.dtype.element_ty
     c, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    col, other, real, j = _columns(K)
+    col, other, real = _columns(K)
     m = tl.arange(0, padded(M))
     slot, head, mask = W + t, b * C + c, (m < M)[:, None] & real[None, :]
-    cos = tl.load(cos + slot * K + j, real, 0.0)
-    sin = tl.load(sin + slot * K + K // 2 + j, real, 0.0) * tl.where(col < other, -1.0, 1.0)
+    cos, sin = tl.load(cos + slot * K + col, real, 0.0), tl.load(sin + slot * K + col, real, 0.0)
 
     qkv += b * ((M + 2) * C * K)
     row = qkv + (c * M + m)[:, None] * K
@@ -116,7 +114,7 @@ def _attention_kernel(qkv, memory, out, kept, t, W, S, scale, h: constexpr, N: c
 @triton.jit
 def _probabilities(q, do, lse2, delta, keys, values, n, seen, scale, K: constexpr):
     """p, the gradient of the scores, and the keys, of slots n; zero where not seen."""
-    col, _, real, _ = _columns(K)
+    col, _, real = _columns(K)
     at, mask = n[:, None] * K + col[None, :], seen[:, None] & real[None, :]
     k, v = tl.load(keys + at, mask, 0.0), tl.load(values + at, mask, 0.0)
     score = tl.dot(q, tl.trans(k), input_precision='ieee') * (scale * LOG2E)
@@ -153,7 +151,7 @@ def _attention_backward_kernel(
     M: constexpr = h.M
     K: constexpr = h.K
     c, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    col, _, real, _ = _columns(K)
+    col, _, real = _columns(K)
     m, j = tl.arange(0, padded(M)), tl.arange(0, padded(K // 2))
     slot, head, mk = W + t, b * C + c, m < M
     mask = mk[:, None] & real[None, :]
@@ -254,9 +252,9 @@ def _factor(ss, rows, real, D: constexpr, P: constexpr):
 
 # Each expert's x @ w, with what stands before and after it, so that neither is a pass over memory.
 # A residual is added while y is in fp32 registers, and its row's sum of squares is taken there, for
-# the norm that follows: one partial sum a tile of columns (atomics would make the result depend on
-# their order). A norm on load knows its factors r from those; each tile of columns then reads y in
-# fp32, twice the bytes of its bf16: cheap while a tile holds all rows and weights are the traffic.
+# the norm that follows: one partial sum a tile of columns (atomics would not add in a fixed order).
+# A norm on load knows its factors r from those; each tile of columns then reads y in fp32, twice
+# the bytes of its bf16: cheap while a tile holds all rows and weights are the traffic.
 @triton.jit
 def _expert_kernel(x, w, beside, out, ss, f, r, B, strides, c: constexpr):
     w_e, w_n, w_k, beside_e = strides
@@ -292,8 +290,7 @@ def _expert_kernel(x, w, beside, out, ss, f, r, B, strides, c: constexpr):
 def product(x, w, before, after, beside=None, ss=None):
     """after(before(x) @ w^T) (E, B, N), x (E, B, K), w (E, N, K), before and after as in Tile;
     beside (E, B, N), or (B, N) for all. ss (E, B, P): partial sums of squares, of x before 'norm',
-    and given of the result after 'add'. -> result, ss, norm(x) in the dtype of products and its
-    factors (E, B, 1)."""
+    of the result after 'add'. -> result, ss, norm(x) as w's dtype and its factors (E, B, 1)."""
     (E, B, K), N, f, r = x.shape, w.size(1), None, None
     # up to 128 rows are one tile, so that weights are streamed once; columns are cut until each of
     # an H100's 132 SMs has work (the widest tile, which spills registers after 'add': four times).
@@ -310,7 +307,7 @@ def product(x, w, before, after, beside=None, ss=None):
         if B > 128:
             norm_sum(x, ss, None, f, r)
             x, before = f, ''
-    out = w.new_empty(E, B, N, dtype=(beside if after == 'add' else w).dtype)
+    out = (beside if after == 'add' else w).new_empty(E, B, N)
     if after == 'add':
         ss = out.new_empty(E, B, triton.cdiv(N, BN))
     c = Tile(K, N, 0 if ss is None else ss.size(2), BM, BN, BK, before, after)
@@ -339,14 +336,13 @@ def _norm_sum_kernel(
 
 
 def norm_sum(x, ss, coef, h, r):
-    """h (E, B, D) = x * r, r (E, B, 1), from x (E, B, D) and its partial sums of squares ss (E, B,
-    P) -> s (B, D) = sum over experts of coef * h; coef None, (E, B, 1) or 0-dim."""
+    """h (E, B, D) = x * r, r (E, B, 1), of x with partial sums of squares ss (E, B, P). -> s (B,
+    D), the sum over experts of coef * h; coef None, (E, B, 1) or 0-dim."""
     E, B, D = x.shape
     BD = min(padded(D), max(16, min(128 if B <= 64 else 256, 4096 // padded(E, 1))))
     s = None if coef is None else x.new_empty(B, D)
-    strides = (0, 0) if coef is None else coef.expand(E, B, 1).stride()[:2]
-    sizes = B, *strides, E, D, ss.size(2), BD
-    _norm_sum_kernel[B, triton.cdiv(D, BD)](x, ss, coef, s, h, r, *sizes)
+    sizes = *((0, 0) if coef is None else coef.expand(E, B, 1).stride()[:2]), E, D, ss.size(2), BD
+    _norm_sum_kernel[B, triton.cdiv(D, BD)](x, ss, coef, s, h, r, B, *sizes)
     return s
 
 
@@ -405,9 +401,8 @@ def leave_of(name: str, E: int, like: torch.Tensor) -> Callable | None:
     coef = torch.full((), scale, dtype=like.dtype, device=like.device)
 
     def leave(w, u, att, gates, rules):
-        routed = gates is not None
-        mine = w['piece'](gate_weights, gates, name=name).t()[..., None] if routed else coef
-        return Leave.apply((w['wo'], w['up'], w['down']), u, att, mine)
+        own = coef if gates is None else w['piece'](gate_weights, gates, name=name).t()[..., None]
+        return Leave.apply((w['wo'], w['up'], w['down']), u, att, own)
 
     return leave
 
@@ -447,9 +442,9 @@ def cross_entropy(
     times grad_scale in dtype dt (in the logits' place where that is theirs; None without a
     scale)."""
     rows, V = logits.shape
-    loss = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    d = logits if logits.dtype == dt else torch.empty_like(logits, dtype=dt)
-    d, scale = (None, 0.0) if grad_scale is None else (d, float(grad_scale))
-    block = min(4096, padded(V))
-    _cross_entropy_kernel[rows,](logits, target, loss, d, scale, V, block, num_warps=8)
+    loss, d = torch.empty(rows, dtype=torch.float32, device=logits.device), None
+    if grad_scale is not None:
+        d = logits if logits.dtype == dt else torch.empty_like(logits, dtype=dt)
+    sizes = float(grad_scale or 0), V, min(4096, padded(V))
+    _cross_entropy_kernel[rows,](logits, target, loss, d, *sizes, num_warps=8)
     return loss.sum(), d

@@ -16,6 +16,7 @@ products, `wide` of everything else.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -554,12 +555,15 @@ def trials(recipe: Recipe, weights: dict, sizes: tuple, grad: bool) -> dict:
 
     names = 'wo', 'up', 'down'
     some = [random(*weights[name].shape) * weights[name].size(-1) ** -0.5 for name in names]
+    # in turn, like levels: more than a GPU's cache holds, which training streams past it too
+    copies = min(16, 1 + 2**28 // sum(x.nbytes for x in some))
+    turns = itertools.cycle([[x.clone() for x in some] for _ in range(copies)])
     gates = torch.softmax(random(B, h.E, dtype=wide), -1) if 'router_q' in weights else None
     u = random(B, D, dtype=wide)
 
     def experts(triton):
         with torch.set_grad_enabled(grad):
-            inputs = [x.detach().requires_grad_(grad) for x in (u, datt[0], *some)]
+            inputs = [x.detach().requires_grad_(grad) for x in (u, datt[0], *next(turns))]
             own = dict(zip(names, inputs[2:], strict=True))
             w = bind(own, recipe, u, 1, frozenset({'experts'} if triton else ()))
             out = w.get('leave', recipe.leave)(w, *inputs[:2], gates, recipe.rules)

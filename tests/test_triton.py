@@ -66,9 +66,9 @@ def cases(cpu, cuda):
     return pytest.mark.parametrize('sizes, device, dt', rows)
 
 
-def alike(mine, exact, dt, what=''):
+def alike(mine, exact, dt, what='', size=None):
     limit = {torch.float32: 2e-5, torch.bfloat16: 2e-2}[dt]
-    assert_close(mine.double(), exact.double(), rtol=limit, what=what)
+    assert_close(mine.double(), exact.double(), limit, size, what)
 
 
 def normal(*shape, device='cpu', dtype=torch.float32, seed=0):
@@ -178,8 +178,8 @@ class Noted:
     def __init__(self, w):
         self.w = w
 
-    def note(self, x, g):
-        self.total = wide(g).mT @ wide(x)
+    def note(self, held, g):
+        self.total = wide(g).mT @ wide(held.pop())
 
 
 def experts_by_kernels(name, weights, u, att, gates, ds):
@@ -228,7 +228,7 @@ def test_experts(monkeypatch, sizes, device, dt):
 @cases('3,50304 5,1001 2,7', '333,50304 5,1001')
 def test_cross_entropy(sizes, device, dt):
     rows, V = sizes
-    logits, target = normal(rows, V, device=device) * 20, torch.randint(V, (rows,), device=device)
+    logits, target = normal(rows, V, device=device) * 20, torch.arange(rows, device=device) * 3 % V
     logits[0, :2] = torch.tensor([1e4, -1e4])  # far beyond the cap
     logits[-1] -= 200  # all scores at the lower cap
     for dtype in {dt, torch.float32}:
@@ -240,7 +240,8 @@ def test_cross_entropy(sizes, device, dt):
         alike(wide(tk.cross_entropy(mine, target, 0.25, dt)[0]), want.detach(), torch.float32)
         again, d = tk.cross_entropy(x.detach().to(mine), target, 0.25, dt)
         assert again == loss and d.dtype == dt
-        alike(wide(d), 0.25 * torch.autograd.grad(want, x)[0], dt)
+        exact = 0.25 * torch.autograd.grad(want, x)[0]  # a far score's is next to nothing
+        alike(wide(d), exact, dt, size=max(exact.norm().item(), 0.1))
 
 
 # ---- compiled for an H100, without one ----
