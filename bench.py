@@ -18,7 +18,8 @@ train      updates of train_lm.py, loader and optimizer included, T = W = C. The
            update are 4 GPUs': one GPU runs a quarter, B = tokens / 4 / C streams, and is held to a
            quarter of the paper's figure
 decode     a token for each of B streams after a cache filled to C = W; the paper's is of 4 GPUs
-kernels    the unroll's pieces for a token and level, the loss of a slice of rows, Muon's iteration
+kernels    a level's attention for a group of tokens, its experts for one, the loss of a slice of
+           rows, Muon's iteration
 sokoban    updates of train_sokoban.py on generated levels, in environment steps a second
 first      yardsticks, smoke tests of tests/test_gpu.py, cells of the other suites, the most
            telling first, the rest of the tests: each checked, in a process and with a time limit of
@@ -53,6 +54,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable
 
@@ -68,11 +70,11 @@ import kernels
 import muon
 import train_lm
 import train_sokoban
-from checkpoint import commit, device_name, keep_memory, pick_device, pick_dtype
+from checkpoint import commit, device_name, keep_memory, out_of_memory, pick_device, pick_dtype
 from convlstm import AgentConfig
 from data_fineweb import REAL_VOCAB, VOCAB, open_meta, write_meta, write_shard
 from decode import Decoder
-from model import LanguageModel, ModelConfig, State, build_model, heads, leave, losses, token
+from model import ModelConfig, State, build_model, heads, leave, losses, token
 from unroll import BLOCK, Recipe, release, trial_cost, trials
 
 # fmt: off
@@ -128,7 +130,7 @@ PATHS = {  # a suite's own; the others it has
     'decode': ('fast,ring,ring_compiled', 'plain,gpt,gpt_ring,gpt_ring_compiled'),
     'kernels': ('eager,compiled,triton', ''),
     # _recompute: the update runs its own forward instead of keeping the rollout's
-    'sokoban': ('fast,compiled', 'plain,plain_recompute,fast_recompute,compiled_recompute'),
+    'sokoban': ('plain,fast,compiled', 'plain_recompute,fast_recompute,compiled_recompute'),
 }
 TWINS = {  # a suite's own at E = 1, where the paper has the Transformer too, and trains only that
     'baselines': 'transformer,gpt,gpt_compiled',
@@ -183,7 +185,7 @@ FIRST = (
     *(('decode', L, E, C) for L, E in ((2, 8), (1, 16)) for C in (128, 2048)),
     *(('sokoban', *cell) for cell in TARGET_SOKOBAN),
     ('kernels', 2, 8),
-    *(('decode', L, E) for L, E in ((16, 1), (4, 4), (8, 2))),
+    *(('decode', L, E, C) for C in (128, 2048) for L, E in ((16, 1), (4, 4), (8, 2))),
     *(('train', L, E, C) for C in (256, 2048, 32, 128, 64, 1024) for L, E in LEVELS),
     *(('train', L, E, C, 262144) for C in (64, 256, 2048, 32, 128, 1024) for L, E in LEVELS),
 )
@@ -202,14 +204,20 @@ FAR = 0.1  # relative difference of a gradient or of logits that is no rounding 
 def model_config(row: dict) -> ModelConfig:
     """ValueError for sizes that do not fit together."""
     path = row['path'].removesuffix('_bf16')
-    how = 'plain' if path == 'plain' else 'compiled' if path.endswith('compiled') else 'fast'
+    fused = path.endswith('compiled') or path == 'transformer'
+    how = 'plain' if path == 'plain' else 'compiled' if fused else 'fast'
     sizes = {'window': row['C'], 'block_size': row['T'], 'path': how}
     return ModelConfig(row['V'], row['L'], row['E'], row['D'], **sizes)
 
 
-def fresh_model(row: dict, device: str) -> tuple[LanguageModel, dict]:
+def fresh_model(row: dict, device: str) -> tuple[torch.nn.Module, dict]:
+    """The row's model or baseline, and what is known of it."""
     torch.manual_seed(0)
-    model = build_model(model_config(row), row['model'] == 'recurrent').to(device)
+    path, c = row['path'].removesuffix('_bf16'), model_config(row)
+    if path in baselines.LEARNING_RATE:
+        model = baselines.build(path, c).to(device)
+    else:
+        model = build_model(c, row['model'] == 'recurrent').to(device)
     with torch.no_grad():
         for p in model.parameters():
             if p.dim() > 1 and not p.any():  # a processor may be faster at zeros than at numbers
@@ -219,42 +227,27 @@ def fresh_model(row: dict, device: str) -> tuple[LanguageModel, dict]:
     return model, {**info, 'params': model.num_params()['total']}
 
 
-def make_baseline(row: dict) -> tuple[torch.nn.Module, torch.optim.Optimizer, dict]:
-    """An LSTM with the parameters of the row's RecurrentGPT, or a plain Transformer; AdamW."""
-    torch.manual_seed(0)
-    c, recurrent = model_config(row), row['model'] == 'recurrent'
-    with torch.device('meta'):  # only to count
-        ours = build_model(c, recurrent).num_params()['total']
-    net = baselines.build('lstm' if recurrent else 'transformer', c)
-    info = {'params': net.num_params()['total'], 'params_of_ours': ours}
-    info['flops_per_token'] = sum(net.flops_per_token().values())
-    return net, baselines.make_adamw(net), info
-
-
 def make_chunk(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
     """Parts 'chunk', forward and backward of B x T tokens with the state carried; 'head', head and
     loss of as many rows alone, or in suite baselines 'optimizer', an update."""
     at, B, T = config['device'], row['B'], row['T']
     autocast = functools.partial(train_lm.autocast, at, getattr(torch, row['dtype']))
     x, y = torch.randint(row['V'], (2, B, T), device=at)
-    carried, path = [None], row['path']
-    if path.startswith(('lstm', 'transformer')):
-        model, adamw, info = make_baseline(row)
-        model, optimizers = model.to(at), [adamw]
-    else:
-        model, info = fresh_model(row, at)
+    model, info = fresh_model(row, at)
+    ours = row['path'].removesuffix('_bf16') not in baselines.LEARNING_RATE
+    if ours:
         optimizers = muon.make_optimizers(model, vars(train_lm))
-        if row['model'] == 'recurrent':
-            with autocast():
-                carried = [model.init_state(B)]
+    else:
+        optimizers = [baselines.make_adamw(model)]
     for group in (g for o in optimizers for g in o.param_groups):
         group['lr'] = 1e-6  # hundreds of updates by one gradient must not drive weights to infinity
-    run = torch.compile(model, dynamic=False) if path.startswith('transformer') else model
+    with autocast():
+        carried = [model.init_state(B) if row['model'] == 'recurrent' else None]
 
     def chunk():
         model.zero_grad(set_to_none=True)
         with autocast():
-            loss, carried[0] = run(x, y, carried[0])
+            loss, carried[0] = model(x, y, carried[0])
         loss.backward()
 
     def optimizer():
@@ -338,23 +331,23 @@ def make_update(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
         if not math.isfinite(loss):  # the optimizer would be left out
             raise RuntimeError('the loss is not finite')
 
-    def gradients(inputs, state):
+    def gradients(state):
         """Of a micro-batch from this state, as train_update has them."""
+        x, y, carried = run.inputs[run.rows]
         run.buckets.zero()
-        if state is not None:
-            torch._foreach_copy_(inputs[2], state)
-        name = f'chunk of {run.rows}'
-        kernels.graphed(run.chunk_graphs, name, train_lm.forward_backward, run, *inputs)
+        for to, source in zip(carried or (), state, strict=True):
+            to.copy_(source)
+        chunk = f'chunk of {run.rows}', train_lm.forward_backward, run, x, y, carried
+        kernels.graphed(run.chunk_graphs, *chunk)
         found = {name: p.grad.clone() for name, p in run.model.named_parameters()}
         return {'loss': run.buckets.extra[0].clone(), **found}
 
     def check():
-        inputs = run.inputs[run.rows]
-        state = copy.deepcopy(inputs[2])
-        mine = gradients(inputs, state)
-        run.model.config.path, run.graphs, run.chunk_graphs = 'fast', None, None
+        state = [x.clone() for x in run.inputs[run.rows][2] or ()]
+        mine = gradients(state)
+        run.model.config.path, run.chunk_graphs, run.graphs = 'fast', None, None
         empty(config['device'])  # the graphs' memory is needed
-        plain = gradients(inputs, state)
+        plain = gradients(state)
         return {name: (mine[name], plain[name]) for name in mine}
 
     info = {'tokens': settings['tokens_per_step'], 'params': run.model.num_params()['total']}
@@ -377,16 +370,28 @@ def make_agent(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
         train_sokoban.count_games(run, games, stats)
 
     def check():
-        """Games and gradients of an update at rate 0, and of the same by the plain equations."""
-        found, begun = [], copy.deepcopy((run.env, run.start, run.state, run.count))
-        train_sokoban.learning_rate = 0.0
+        """Rewards and gradients of an update at rate 0, and by the plain equations of the same
+        actions: a rounding may tip one."""
+        found, actions, sample = [], [], train_sokoban.sample
+        begun = copy.deepcopy((run.env, run.start, run.state, run.count))
+
+        def record(*args):
+            actions.append(sample(*args))
+            return actions[-1]
+
+        train_sokoban.learning_rate, train_sokoban.sample = 0.0, record
         for _ in range(2):
             stats, games, _ = train_sokoban.update(run, False)
             clipped = max(1.0, stats['grad_norm'] / (train_sokoban.grad_clip or math.inf))
             mine = {name: clipped * p.grad for name, p in run.model.named_parameters()}
             found.append({**mine, 'games': games, 'loss': torch.tensor(stats['loss'])})
+            if run.graphs:  # a replay calls nothing
+                actions = run.graphs['rollout'][2]['action'].clone()
+            played = iter(actions)
+            train_sokoban.sample = lambda *_, played=played: next(played)
             run.env, run.start, run.state, run.count = begun
             run.model.config.path, run.graphs = 'plain', None
+        train_sokoban.sample = sample
         return {name: (found[0][name], found[1][name]) for name in found[0]}
 
     steps, macs = config['n_envs'] * config['unroll'], run.model.macs_per_step()
@@ -426,7 +431,7 @@ def make_kernels(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
 
     for path in row['paths']:
         wide, fused = torch.float32, path != 'eager'
-        recipe = Recipe(token, heads, leave, first.kind(), dt, wide, fused, graphs=False)
+        recipe = Recipe(token, heads, leave, first.rules(), dt, wide, fused, graphs=False)
         costs = trial_cost(recipe, sizes)
         for name, run in trials(recipe, first.weights(), sizes, True).items():
             add(name, path, run, costs[name])
@@ -583,9 +588,7 @@ def work(pipe: multiprocessing.connection.Connection, config: dict) -> None:
         try:
             answer = answer_to(message, made, config)
         except (RuntimeError, MemoryError, ValueError) as error:  # must not end the others
-            full = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-            full |= "can't allocate memory" in str(error)
-            told = 'OOM' if full else f'failed: {first_line(error)}'
+            told = 'OOM' if out_of_memory(error) else f'failed: {first_line(error)}'
             answer = {'check' if message == 'check' else 'status': told}
         pipe.send(answer)
 
@@ -652,6 +655,8 @@ def measure(group: dict[str, dict], config: dict, pool: dict, until: float = mat
     for number, label in turns:
         record, name = records[label], 'gpu' if cuda else label
         unchecked = number > n and group[label]['suite'] not in ('train', 'decode', 'sokoban')
+        if record['status'] == 'ok' and time.perf_counter() > until:
+            record['status'] = 'failed: late'
         if record['status'] != 'ok' or unchecked:
             continue
         if name not in pool:
@@ -1023,15 +1028,15 @@ def all_cells(config: dict, suite: str) -> list[tuple]:
 
 def chosen_paths(config: dict, suite: str, E: int) -> list[str]:
     """The paths of a cell: those given, or the suite's own. In suite first those given that the
-    cell's suite has."""
-    own = TWINS.get(suite) if E == 1 else None
-    own = (own or PATHS[suite][0]).split(',')
+    cell's suite has, or its fastest two."""
+    first, own = config['suite'] == 'first', PATHS[suite][0].split(',')
+    own = TWINS[suite].split(',') if E == 1 and suite in TWINS else own[-2 * first :]
     chosen = [path.strip() for path in config['paths'].split(',')] if config['paths'] else own
     ending = '' if suite == 'kernels' else '_bf16'  # those are all measured in one process
     names = ','.join(filter(None, PATHS[suite]))
     known = {name + more for name in names.split(',') for more in ('', ending)}
     strange = set(chosen) - known
-    if config['suite'] == 'first':
+    if first:
         strange -= {path for both in PATHS.values() for path in ','.join(both).split(',')}
         chosen = [path for path in chosen if path in known] or own
     if strange:
@@ -1104,16 +1109,24 @@ def run_tests(chosen: str, until: float) -> str:
     if importlib.util.find_spec('pytest') is None:
         return 'skipped: pytest is not installed'
     options = ['-v', '--tb=short', '--noconftest', '-o', 'addopts=', '-m', 'gpu', '-k', chosen]
-    command = [sys.executable, '-m', 'pytest', *options, GPU_TESTS]
-    with subprocess.Popen(command, start_new_session=True) as process:
+    command = [sys.executable, '-u', '-m', 'pytest', *options, GPU_TESTS]
+    pipe, ends = {'stdout': subprocess.PIPE, 'text': True}, {'PASSED': 0, 'FAILED': 0, 'SKIPPED': 0}
+    with subprocess.Popen(command, start_new_session=True, **pipe) as process:
+        stop = functools.partial(os.killpg, process.pid, signal.SIGKILL)  # and its children
+        timer = threading.Timer(max(1.0, until - time.perf_counter()), stop)
+        timer.start()
         try:
-            status = process.wait(max(1.0, until - time.perf_counter()))
-        except subprocess.TimeoutExpired:
-            return 'failed: late'
+            for line in process.stdout:
+                print(line, end='', flush=True)
+                if found := re.search(r'::\S.* (PASSED|FAILED|SKIPPED) ', line):
+                    ends[found[1]] += 1
         finally:
+            timer.cancel()
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # and its children
-    return 'ok' if status == 0 else f'failed: pytest ended with {status}'
+                stop()
+    told = ', '.join(f'{n} {what.lower()}' for what, n in ends.items())
+    late = 'late: ' if time.perf_counter() > until else ''
+    return 'ok' if process.returncode == 0 else f'failed: {late}{told}'
 
 
 def run_group(group: dict[str, dict], config: dict, report: dict, pool: dict, until: float) -> str:

@@ -46,7 +46,7 @@ MARK = 'a run of Parallel Experts'  # what LOCK says once the folder is ours
 OURS = {'out_dir', 'commit', 'torch', 'device_name'}  # of write_config's: the mark of older runs
 BEGUN = '.begun'  # the folder's run was begun by the torchrun that wrote this last
 # what a run writes into its folder, and overwrite removes
-RUN_FILES = ('ckpt_*.pt', 'log.jsonl', 'config.json', 'loss.png', '*.tfevents.*')
+RUN_FILES = 'ckpt_*.pt log.jsonl config.json loss.png curve.png eval_*.json eval_*.gif *.tfevents.*'
 PATIENCE = datetime.timedelta(minutes=10)  # with a rank that does not answer
 LEVEL_OBJECTS = 10_000  # bytes that Python takes for a level's modules and tensors, of any size
 PLAIN = (torch.Tensor, torch.nn.Parameter, str, int, float, bool, type(None))  # what is saved
@@ -588,18 +588,15 @@ def is_ours(path: pathlib.Path) -> bool:
 
 
 def prepare_out_dir(
-    out_dir: str | os.PathLike,
-    resume: bool = False,
-    overwrite: bool = False,
-    run_files: tuple[str, ...] = RUN_FILES,
+    out_dir: str | os.PathLike, resume: bool = False, overwrite: bool = False
 ) -> pathlib.Path:
     """Creates the folder of a run, or checks it, and holds it -> its path. OutDirError: why not.
 
     A folder with a run in it (a checkpoint or a log) is refused without resume or overwrite;
-    resume needs a checkpoint. overwrite removes the files matching run_files (glob patterns, this
-    folder only). Files of these names in a folder that carries no mark of ours are somebody
-    else's: refused, with overwrite too. Temporary files of a killed run are removed."""
-    path = pathlib.Path(out_dir)
+    resume needs a checkpoint. overwrite removes RUN_FILES (of this folder only). Files of these
+    names in a folder that carries no mark of ours are somebody else's: refused, with overwrite
+    too. Temporary files of a killed run are removed."""
+    path, names = pathlib.Path(out_dir), RUN_FILES.split()
     if not str(out_dir):
         raise OutDirError('out_dir is empty: name a folder')
     if resume and overwrite:
@@ -616,7 +613,7 @@ def prepare_out_dir(
 
     try:
         path.mkdir(parents=True, exist_ok=True)
-        strange = found(*(['config.json'] if resume else run_files))
+        strange = found(*(['config.json'] if resume else names))
         if strange and not is_ours(path):  # before anything is written into it
             words = f'holds {strange[0].name}, which no run of ours wrote: choose another out_dir'
             raise OutDirError(f'{path}: {words}, or move it away yourself')
@@ -635,7 +632,7 @@ def prepare_out_dir(
     if not resume or is_ours(path):  # a lone checkpoint is first read
         mark = f'{MARK}: process {os.getpid()} on {platform.node()}'
         os.pwrite(HELD[path.resolve()], mark.ljust(120).encode() + b'\n', 0)
-    for file in found(*(f'.{p}.tmp' for p in run_files), *(run_files if overwrite else ())):
+    for file in found(*(f'.{name}.tmp' for name in names), *(names if overwrite else ())):
         file.unlink()
     if 'TORCHELASTIC_RESTART_COUNT' in os.environ:
         (path / BEGUN).touch()

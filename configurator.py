@@ -56,12 +56,12 @@ def fail(message: str | Exception) -> NoReturn:
     raise SystemExit(2)
 
 
-def interrupted(kind: type[BaseException], error: BaseException, trace: object) -> None:
+def interrupted(what: type[BaseException], error: BaseException, trace: object) -> None:
     """sys.excepthook: a ctrl-C that nothing has caught, as while torch is imported, is no error."""
-    if issubclass(kind, KeyboardInterrupt):
+    if issubclass(what, KeyboardInterrupt):
         print('\ninterrupted', file=sys.stderr)
     else:
-        sys.__excepthook__(kind, error, trace)
+        sys.__excepthook__(what, error, trace)
 
 
 sys.excepthook = interrupted
@@ -110,14 +110,12 @@ def run_script(
 def every(seconds: float = 10.0) -> Callable[[], bool]:
     """-> due(): whether `seconds` have passed since it last was, or since now; due(said=True)
     starts the time anew. For lines of progress: nothing runs long in silence."""
-    last = time.monotonic()
+    last = [time.monotonic()]
 
     def due(said: bool = False) -> bool:
-        nonlocal last
-        now = time.monotonic()
-        is_due = now - last >= seconds
+        is_due = time.monotonic() - last[0] >= seconds
         if said or is_due:
-            last = now
+            last[0] = time.monotonic()
         return is_due
 
     return due

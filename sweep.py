@@ -1,81 +1,65 @@
 """
-Ask the allocation question: list the runs of one figure, the paper's or ours, run them, and draw the figure from what has finished.
+Ask the allocation question: list the runs of one figure, run them, and draw what has finished.
 
-$ python sweep.py --plan sokoban-small                    # every run: L, E, d, seed, cost, cost over budget, parameters, state, command
-$ python sweep.py --plan sokoban-small --run              # run them here, one a GPU; the same line again goes on after a stop
-$ python sweep.py --plan sokoban-small --emit=slurm       # an array job for a cluster, to be piped into sbatch; --emit=commands: a line a run
-$ python sweep.py --plan sokoban-small --figure --table   # figures (PNG, SVG) and tables (Markdown, CSV) of what has finished
-$ python sweep.py --plan sokoban-small --table=solve      # the best allocations' solve rates on unfiltered-test
-$ python sweep.py --plan sokoban --figure --table         # the three budgets together, from the runs of sokoban-small, -medium and -large
-Sokoban plans need Boxoban's levels (no others take their place): python sokoban.py --download=True; python sokoban.py --split=unfiltered-valid --download=True
+$ python sweep.py --plan sokoban-small                    # every run: sizes, cost, state, command
+$ python sweep.py --plan sokoban-small --run              # run them, one a GPU; again: go on
+$ python sweep.py --plan sokoban-small --emit=slurm       # an array job, to be piped into sbatch
+$ python sweep.py --plan sokoban-small --figure --table   # what has finished: PNG, SVG, MD, CSV
+$ python sweep.py --plan sokoban-small --table=solve      # the best ones' solve rates
+$ python sweep.py --plan sokoban --figure --table         # its three budgets together
+Sokoban plans need Boxoban's levels (no others take their place): python sokoban.py --download=True;
+python sokoban.py --split=unfiltered-valid --download=True
 A study for two CPU cores (data first: python data_fineweb.py --demo=True --tokenizer=bytes):
 $ python sweep.py config/study_lm.py --run --figure --table
 
-A plan compares allocations (L, E, d) at one budget W: L levels, widths d, E = round(W / (L C(d))) experts, where C(d) is an expert's cost;
-a row is dropped where that is 0; one of a language model that costs over 1.5 budgets (half an expert was rounded up to one) where it is not
-asked for by `dear`. ConvLSTM: C = 9 (32 + 2d) 4d multiply-adds a cell, W = C(128), C(256), C(1024). ConvGLU: C = 9 d 2d. Language
-models: C = forward FLOPs of a block a token, W = 16 or 32 blocks of width 768. Kinds: recurrent, feedforward. `width` and `length` shrink a plan
-for a small machine by the same rule: widths and budget, updates or environment steps. `tune` gives each allocation its own value of a setting:
-all values run with seed 1; when these have finished, the list grows by the other seeds of each allocation's best, which the figures show.
-
-Writes into out_dir/PLAN: a folder a run, and there the figures and tables too (the runs of plan sokoban are those of its three parts). A run is finished when its log is at its last step.
+A plan compares allocations (L, E, d) at one budget W: E = round(W / (L C(d))) experts, where C(d)
+is an expert's cost; a row is dropped where that is 0. ConvLSTM: C = 9 (32 + 2d) 4d multiply-adds a
+cell, W = C(128), C(256), C(1024). ConvGLU: C = 9 d 2d. Language models: C = forward FLOPs of a
+block a token, W = 16 or 32 blocks of width 768. With `tune` all values run with seed 1; when these
+have finished, the list grows by seeds 2..n+1 of each allocation's best value, and figures and
+tables show these alone. Writes into out_dir/PLAN: a folder a run, finished when its log is at its
+last step; figures and tables (plan sokoban: from its parts' runs).
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import functools
 import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 import time
-from collections.abc import Iterable
-from typing import NamedTuple
+from math import inf
+from subprocess import DEVNULL, STDOUT, Popen
 
-from configurator import (
-    configure,
-    fail,
-    first_line,
-    read_argument,
-    read_config,
-    read_script,
-    run_script,
-    write_json,
-)  # before torch: how threads wait, what ctrl-C does
+from configurator import configure, fail, first_line, read_argument, read_config, read_script
+from configurator import run_script, write_json  # all before torch: how threads wait
 
+import numpy as np
 import torch
 
+import figures
 from checkpoint import Stopper, commit, device_name, need_packages, saved_in
 from convlstm import AgentConfig, build_agent
 from data_fineweb import VOCAB
-from figures import (
-    LogError,
-    at_best,
-    chosen_by_return,
-    draw,
-    read_log,
-    run_record,
-    solve_table,
-    tables,
-    value,
-    without,
-)
+from figures import LogError, Row, read_log, value
 from model import ModelConfig, build_model
 
 # -----------------------------------------------------------------------------
 # fmt: off
 # which runs
 plan = ''                      # a name of PLANS; an unknown one lists them
-only = ''                      # a part of the plan, as in 'L=1,2 kind=recurrent model=convglu'
-dear = False                   # language models: also the allocations that cost over 1.5 budgets
-seeds = 0                      # runs of a cell, with seeds 1..n; 0: three for Sokoban, one for language models
-tune = ''                      # 'learning_rate=0.02,0.04': each cell at each value, and its best with the other seeds
-base = ''                      # config file under all of a plan's runs, or under the recurrent ones; '': the plan's own
+only = ''                      # a part of it, as in 'L=1,2 variant=recurrent model=convglu'
+dear = False                   # language models: also allocations over 1.5 budgets (E rounded up)
+seeds = 0                      # a cell's, 1..n (tuned: 2..n+1); 0: Sokoban 3, language models 1
+tune = ''                      # 'learning_rate=0.02,0.04': a cell's best value, found with seed 1
+base = ''                      # config file under all runs, or the recurrent ones; '': the plan's
 base_ff = ''                   # the same under those that are not recurrent
-width = 1.0                    # widths, and the budget's, times this
-length = 1.0                   # updates or environment steps times this
+also = ''                      # settings of every run besides, as in 'compile=True threads=1'
+width = 1.0                    # shrinks a plan by the same rule: widths, and the budget's
+length = 1.0                   # the same for updates or environment steps
 out_dir = 'out/sweep'          # runs go into out_dir/PLAN/NAME
 # what to do with them; nothing: list them
 run = False                    # run what is not finished
@@ -84,161 +68,101 @@ gpus_per_run = 1               # more: each run under torchrun
 index = -1                     # of run: this row of the list alone (array jobs)
 emit = ''                      # print an array job ('slurm') or a line a run ('commands')
 figure = False                 # draw the plan's figures
-table = None                   # True: mean, variance, N; 'solve': solve rates of the best allocations
-reference = ''                 # folder with the paper's tables (sokoban_returns.csv, ...): drawn and listed beside ours
-levels = 'unfiltered-test'     # of table = 'solve': what the agents are evaluated on; '': their own held-out levels
+table = None                   # True: mean, variance, N; 'solve': the best ones' solve rates too
+reference = ''                 # folder with the paper's tables: drawn and listed beside ours
+levels = 'unfiltered-test'     # what 'solve' evaluates on; '': the agents' own held-out levels
 results = ''                   # folder for figures and tables; '': out_dir/PLAN
 # fmt: on
+RANGES = {'width': (1e-3, 1000), 'length': (1e-6, 1000), 'emit': ['', 'slurm', 'commands']}
+RANGES |= {'seeds': (0, inf), 'workers': (0, inf), 'gpus_per_run': (1, inf), 'index': (-1, inf)}
+RANGES['table'] = [None, True, False, 'solve']
 # -----------------------------------------------------------------------------
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-LEVELS = (1, 2, 4, 8, 16)
-SOKOBAN = {
-    'small': (128, (32, 64, 128)),
-    'medium': (256, (32, 64, 128, 256)),
-    'large': (1024, (64, 128, 256, 512, 1024)),
-}  # budget's width, widths
-TEXT = {
-    'small': (16, LEVELS, 'small'),
-    'medium': (32, (*LEVELS, 32), 'medium'),
-    'small-long': (16, LEVELS, 'small_long'),
-}  # blocks, L, configs
-SAME_RUN = (
-    'out_dir',
-    'resume',
-    'overwrite',
-    'eval_only',
-    'levels',
-    'best',
-    'plot',
-    'tensorboard',
-    'wandb',
-    'eval_interval',
-    'batch_size',
-    'device',
-    'dtype',
-    'compile',
-    'graphs',
-    'path',
-    'threads',
-    'reuse',
-    'download',
-)  # settings that may change without making another run
-DEAR = 1.5  # budgets: a run that costs more is no fair point of a figure, and a language model's is not run unasked
-LATER = 'other seeds, if any, follow when all of these have finished'
+AGENTS = {  # budget: widths; W is the cost of one expert of the widest
+    'small': (32, 64, 128),
+    'medium': (32, 64, 128, 256),
+    'large': (64, 128, 256, 512, 1024),
+}
+BLOCKS = {'small': 16, 'medium': 32, 'small-long': 16}  # of width 768: a language model's W
+LM = 'transformer'
+FIGURES = {  # plan: models and budgets; allocations of equal cost
+    'sokoban-small': ['convlstm small', 'convglu small'],
+    'sokoban-medium': ['convlstm medium', 'convglu medium'],
+    'sokoban-large': ['convlstm large'],
+    'lm-small': ['transformer small'],
+    'lm-medium': ['transformer medium'],
+    'lm-small-long': ['transformer small-long'],
+}
+FIGURES['sokoban'] = [each for budget in AGENTS for each in FIGURES[f'sokoban-{budget}']]
+WAYS = ['sqrt_sum', 'mean', 'softmax_mean', 'softmax_l2']
+RULES = [(LM, False, L, 16 // L, 768) for L in (2, 4, 8)]  # with one expert they are the same
+RULES += [('convglu', recurrent, 2, 2, 128) for recurrent in (True, False)]
+ABLATIONS = {  # plan: setting, values, cells: model, recurrent, L, E, d
+    'aggregation': ('aggregation', WAYS, [('convlstm', True, 1, 4, 128), (LM, True, 2, 8, 768)]),
+    'communication': ('radius', range(8), [('convlstm', True, 2, 8, 32)]),
+    'share-kv': ('share_kv', [True, False], [(LM, True, L, 16 // L, 768) for L in (1, 2, 4)]),
+    'residual': ('residual', ['expert', 'shared'], RULES),
+}
+SIZES = [(L, E) for L in (1, 2, 4, 8) for E in (1, 2, 4, 8, 16, 32, 64)]  # cost grows with both
+SCALED = [('convlstm', 64), ('convglu', 64), (LM, 384)]
+PLANS = [*FIGURES, *ABLATIONS, 'scaling']
+SAME_RUN = (  # settings that may change without making another run
+    'out_dir resume overwrite eval_only levels best plot tensorboard wandb wandb_project '
+    'eval_interval batch_size device dtype compile graphs path threads reuse download'
+).split()
+DEAR = 1.5  # budgets
 ALIKE = 3  # so many first runs that fail with the same words end a sweep
+WRONG = {'other': 'a run with other settings', 'damaged': 'a log that cannot be read'}
+say = functools.partial(print, flush=True)
 POLL, REPORT = 0.2, 10.0  # seconds between looks at the runs, and between lines about them
-
-
-class Row(NamedTuple):
-    """A run of a plan."""
-
-    model: str  # 'transformer', 'convlstm' or 'convglu'
-    recurrent: bool
-    budget: str  # 'small', ...
-    L: int
-    E: int
-    d: int
-    more: tuple[tuple[str, object], ...] = ()  # further settings: ((name, value), ...)
-    seed: int = 1
-
-    @property
-    def is_text(self) -> bool:
-        return self.model == 'transformer'
-
-    @property
-    def script(self) -> str:
-        return 'train_lm.py' if self.is_text else 'train_sokoban.py'
-
-    @property
-    def kind(self) -> str:
-        return 'recurrent' if self.recurrent else 'feedforward'
-
-    @property
-    def setting(self) -> str:
-        return ' '.join(f'{k}={v}' for k, v in self.more)
-
-    @property
-    def name(self) -> str:
-        more = ''.join(f'_{k}-{v}' for k, v in self.more)
-        return f'{self.model}_{self.kind}_L{self.L}_E{self.E}_d{self.d}{more}_s{self.seed}'
-
-
-# ----------------------------------------------------------------------------- settings and costs
+DRAWS = 10000  # of the bootstrap
 
 
 @functools.cache
-def files_of(model: str, recurrent: bool, budget: str) -> tuple[str, ...]:
-    """The config files under a run's own settings."""
-    chosen = base if recurrent else base_ff or base
-    if chosen:
-        beside = os.path.join(HERE, chosen)
-        return (
-            os.path.relpath(beside)
-            if os.path.exists(beside) and not os.path.exists(chosen)
-            else chosen,
-        )
-    if model != 'transformer':
-        return ()  # train_sokoban.py's defaults: the paper's, where it gives them
-    return (
-        os.path.relpath(
-            os.path.join(HERE, 'config', f'{TEXT[budget][2]}_{"" if recurrent else "gpt_"}L2.py')
-        ),
-    )
-
-
-@functools.cache
-def under(model: str, recurrent: bool, budget: str) -> dict:
-    """The script's defaults and the config files' settings: what a run's own are laid over."""
+def under(model: str, recurrent: bool, budget: str) -> tuple[dict, list[str]]:
+    """What a run's own settings are laid over: defaults, config files and `also`; and the files.
+    Agents need none: train_sokoban.py's defaults are the paper's, where it gives them."""
+    family = budget.replace('-', '_') + ('' if recurrent else '_gpt')
+    path = (base if recurrent else base_ff or base) or f'config/{family}_L2.py' * (model == LM)
+    if path and not os.path.exists(path) and os.path.exists(os.path.join(HERE, path)):
+        path = os.path.relpath(os.path.join(HERE, path))
     defaults = read_script(os.path.join(HERE, Row(model, recurrent, budget, 1, 1, 1).script))[0]
     config = dict(defaults)
-    for path in files_of(model, recurrent, budget):
+    if path:
         read_config(path, config, defaults)
-    return config
+    for setting in also.split():
+        read_argument(f'--{setting}', config, defaults, f'also = {also!r}')
+    return config, [path] * bool(path)
 
 
 def settings_of(row: Row) -> dict:
     """A run's own settings, as its command line has them."""
-    own = {
-        'recurrent': row.recurrent,
-        'n_layer': row.L,
-        'n_expert': row.E,
-        'n_embd': row.d,
-        'seed': row.seed,
-        **dict(row.more),
-    }
-    config = under(*row[:3])
-    if not row.is_text:
-        own = {'arch': row.model, **own}
+    config, _ = under(*row[:3])
+    own = {} if row.is_text else {'arch': row.model}
+    own |= {'recurrent': row.recurrent, 'n_layer': row.L, 'n_expert': row.E, 'n_embd': row.d}
+    own |= {'seed': row.seed, **dict(row.more)}
     if length != 1:
         names = ('max_iters', 'warmup_iters', 'eval_interval') if row.is_text else ('total_steps',)
         own |= {name: max(1, round(config[name] * length)) for name in names}
-    return own
+    return own | {name: config[name] for name in re.findall(r'(\w+)=', also)}
 
 
 def config_of(row: Row) -> dict:
-    return under(*row[:3]) | settings_of(row)
+    return under(*row[:3])[0] | settings_of(row)
 
 
 @functools.cache
-def cost(*cell: str | bool | int | tuple) -> tuple[float, int]:
-    """Of a Row's fields but the seed -> the cost of a token (forward FLOPs of the levels) or of an environment step (the paper's
-    multiply-adds), and the parameters."""
-    row = Row(*cell)
+def cost(row: Row) -> tuple[float, int]:
+    """Of a token (levels' forward FLOPs) or environment step (multiply-adds); the parameters."""
     config = config_of(row)
-    own = (
-        ('n_head', 'n_kv_head', 'window', 'block_size', 'share_kv')
-        if row.is_text
-        else ('arch', 'recurrent', 'radius', 'head_dim')
-    )
-    sizes = {
-        name: config[name]
-        for name in ('n_layer', 'n_expert', 'n_embd', 'aggregation', 'residual', 'router_dim', *own)
-    }
+    names = {f.name for f in dataclasses.fields(ModelConfig if row.is_text else AgentConfig)}
+    sizes = {name: config[name] for name in names & config.keys() - {'path', 'dtype'}}
     try:
         with torch.device('meta'):  # sizes without memory
             if row.is_text:
-                built = build_model(ModelConfig(VOCAB[config['tokenizer']], **sizes), row.recurrent)
+                sizes['vocab_size'] = VOCAB[config['tokenizer']]
+                built = build_model(ModelConfig(**sizes), row.recurrent)
                 return built.flops_per_token()['core'], built.num_params()['total']
             built = build_agent(AgentConfig(**sizes))
             return float(built.macs_per_step()['nominal']), built.num_params()['total']
@@ -252,102 +176,36 @@ def scaled(d: int) -> int:
 
 def budget_of(model: str, recurrent: bool, budget: str) -> float:
     """W, in cost()'s units."""
-    if model == 'transformer':
-        return TEXT[budget][0] * cost(model, recurrent, budget, 1, 1, scaled(768))[0]
-    return cost(model, recurrent, budget, 1, 1, scaled(SOKOBAN[budget][0]))[0]
+    n, d = (BLOCKS[budget], 768) if model == LM else (1, max(AGENTS[budget]))
+    return n * cost(Row(model, recurrent, budget, 1, 1, scaled(d)))[0]
 
 
 def over_budget(row: Row) -> float:
-    return cost(*row[:7])[0] / budget_of(*row[:3])
-
-
-def allocations(
-    model: str, recurrent: bool, budget: str, depths: tuple[int, ...], widths: tuple[int, ...]
-) -> list[Row]:
-    """The rule: E = round(W / (L C(d))), dropped where that is 0. Python rounds a half to even: exactly half an expert is none."""
-    W, rows = budget_of(model, recurrent, budget), []
-    for L in depths:
-        for d in sorted({scaled(d) for d in widths}, reverse=True):
-            E = round(W / (L * cost(model, recurrent, budget, 1, 1, d)[0]))
-            rows += [Row(model, recurrent, budget, L, E, d)] if E else []
-    return rows
+    return cost(row)[0] / budget_of(*row[:3])
 
 
 # ----------------------------------------------------------------------------- the plans
 
 
-def sokoban(budget: str, models: tuple[str, ...] = ('convlstm', 'convglu')) -> list[Row]:
-    return [
-        row
-        for model in models
-        for recurrent in (True, False)
-        for row in allocations(model, recurrent, budget, LEVELS, SOKOBAN[budget][1])
-    ]
-
-
-def text(budget: str) -> list[Row]:
-    return [
-        row
-        for recurrent in (True, False)
-        for row in allocations('transformer', recurrent, budget, TEXT[budget][1], (384, 768, 1536))
-    ]
-
-
-def variants(row: Row, name: str, values: Iterable[object]) -> list[Row]:
-    return [row._replace(d=scaled(row.d), more=((name, value),)) for value in values]
-
-
-def aggregation() -> list[Row]:
-    """A recurrent ConvLSTM and a recurrent language model."""
-    ways = ('sqrt_sum', 'mean', 'softmax_mean', 'softmax_l2')
-    return [
-        row
-        for r in (
-            Row('convlstm', True, 'small', 1, 4, 128),
-            Row('transformer', True, 'small', 2, 8, 768),
-        )
-        for row in variants(r, 'aggregation', ways)
-    ]
-
-
-def scaling() -> list[Row]:
-    """L and E apart, at one width: cost grows with both."""
-    return [
-        Row(model, recurrent, 'small', L, E, scaled(384 if model == 'transformer' else 64))
-        for model in ('convlstm', 'convglu', 'transformer')
-        for recurrent in (True, False)
-        for L in (1, 2, 4, 8)
-        for E in (1, 2, 4, 8, 16, 32, 64)
-    ]
-
-
-def residual() -> list[Row]:
-    """Ours: each expert its own residual (the paper's rule), or one for the level; with one expert they are the same."""
-    rows = [Row('transformer', False, 'small', L, 16 // L, 768) for L in (2, 4, 8)]
-    rows += [Row('convglu', recurrent, 'small', 2, 2, 128) for recurrent in (True, False)]
-    return [row for r in rows for row in variants(r, 'residual', ('expert', 'shared'))]
-
-
-PLANS = {
-    'sokoban': lambda: [row for budget in SOKOBAN for row in PLANS[f'sokoban-{budget}']()],
-    'sokoban-small': lambda: sokoban('small'),
-    'sokoban-medium': lambda: sokoban('medium'),
-    'sokoban-large': lambda: sokoban('large', ('convlstm',)),
-    'lm-small': lambda: text('small'),
-    'lm-medium': lambda: text('medium'),
-    'lm-small-long': lambda: text('small-long'),
-    'aggregation': aggregation,
-    'communication': lambda: variants(Row('convlstm', True, 'small', 2, 8, 32), 'radius', range(8)),
-    'scaling': scaling,
-    'share-kv': lambda: [
-        row
-        for L in (1, 2, 4)
-        for row in variants(
-            Row('transformer', True, 'small', L, 16 // L, 768), 'share_kv', (True, False)
-        )
-    ],
-    'residual': residual,
-}
+def cells_of(name: str) -> list[Row]:
+    """A plan's rows with seed 1."""
+    if name == 'scaling':
+        kinds = [(model, r, d) for model, d in SCALED for r in (True, False)]
+        return [Row(m, r, 'small', L, E, scaled(d)) for m, r, d in kinds for L, E in SIZES]
+    if name in ABLATIONS:
+        setting, values, cells = ABLATIONS[name]
+        rows = [Row(m, r, 'small', L, E, scaled(d)) for m, r, L, E, d in cells]
+        return [row._replace(more=((setting, value),)) for row in rows for value in values]
+    rows = []
+    for model, budget, recurrent in ((*f.split(), r) for f in FIGURES[name] for r in (True, False)):
+        W = budget_of(model, recurrent, budget)
+        for L in (1, 2, 4, 8, 16, 32)[: 6 if name == 'lm-medium' else 5]:
+            for d in (1536, 768, 384) if model == LM else reversed(AGENTS[budget]):
+                one = Row(model, recurrent, budget, 1, 1, scaled(d))
+                # Python rounds a half to even: exactly half an expert is none
+                E = round(W / (L * cost(one)[0]))
+                rows += [one._replace(L=L, E=E)] if E else []
+    return list(dict.fromkeys(rows))  # two widths may shrink to one
 
 
 def tuned(rows: list[Row]) -> list[Row]:
@@ -358,90 +216,53 @@ def tuned(rows: list[Row]) -> list[Row]:
     out = []
     for row in rows:
         if name in settings_of(row) or name in SAME_RUN:
-            fail(
-                f'tune = {tune!r}: {name} cannot be tuned: plan {plan!r} sets it, or it changes no result'
-            )
+            fail(f'tune: {name} cannot be tuned: plan {plan!r} sets it, or it changes no result')
         for text in values.split(','):
-            read_argument(f'--{name}={text}', own := {}, under(*row[:3]), f'tune = {tune!r}')
+            read_argument(f'--{name}={text}', own := {}, under(*row[:3])[0], f'tune = {tune!r}')
             out.append(row._replace(more=(*row.more, (name, own[name]))))
     return list(dict.fromkeys(out))
 
 
 def winners(rows: list[Row]) -> list[Row]:
-    """Of rows that differ in `tune` alone the best one, judged by seed 1; none until all of these have finished or failed."""
-    states = {row: state_of(row) for row in rows}
-    if not set(states.values()) <= {'done', 'failed'}:
+    """Of rows that differ in `tune` alone the best, by seed 1; none until all have ended."""
+    if not {state_of(row) for row in rows} <= {'done', 'failed'}:
         return []
-    logs = [(row, read_log(folder_of(row))) for row in rows if states[row] == 'done']
-    best = {
-        row
-        for row, _ in at_best(
-            [(row, log) for row, log in logs if value(row, log) is not None], tune.partition('=')[0]
-        )
-    }
-    return [row for row in rows if row in best]
+    return [row for row, _ in figures.at_best(finished(rows), tune.partition('=')[0])]
 
 
 def chosen(rows: list[Row]) -> list[Row]:
     """The rows that `only` names."""
     for condition in only.split():
         key, _, values = condition.partition('=')
-        fields = [
-            {
-                'model': row.model,
-                'kind': row.kind,
-                'L': row.L,
-                'E': row.E,
-                'd': row.d,
-                **dict(row.more),
-            }
-            for row in rows
-        ]
-        if not any(key in f for f in fields):
-            fail(
-                f'only = {only!r}: cannot choose by {key!r}: expected conditions as L=1,2 with any of {", ".join(fields[0])}'
-            )
-        there = dict.fromkeys(str(f[key]) for f in fields if key in f)
-        rows = [
-            row for row, f in zip(rows, fields, strict=True) if str(f.get(key)) in values.split(',')
-        ]
+        known = ('model', 'variant', 'L', 'E', 'd')
+        fields = [{k: str(getattr(row, k)) for k in known} | dict(row.more) for row in rows]
+        pairs = zip(rows, [str(f.get(key)) for f in fields], strict=True)
+        rows = [row for row, field in pairs if field in values.split(',')]
         if not rows:
-            fail(
-                f'only = {only!r}: leaves none of the runs of plan {plan!r}, which have {key}={",".join(there)}'
-            )
+            words = f'any of {", ".join(fields[0])}'
+            words = ','.join(dict.fromkeys(str(f[key]) for f in fields if key in f)) or words
+            fail(f'only = {only!r}: leaves none of plan {plan!r}: expected {key} to be {words}')
     return rows
 
 
-def too_dear(cells: list[Row]) -> list[Row]:
-    """Language models' allocations over DEAR budgets, where nobody asks for them."""
-    if dear or not plan.startswith('lm-'):
-        return []
-    return [row for row in cells if over_budget(row) > DEAR]
+def too_dear(row: Row) -> bool:
+    """Of language models, where nobody asks for those."""
+    return not dear and plan.startswith('lm-') and over_budget(row) > DEAR
 
 
 def plan_rows() -> list[Row]:
-    """All runs; the first seed of every cell comes before the second of any. With `tune`, the runs known by now: later ones come last."""
+    """All runs that are known by now, the first seed of every cell before the second of any."""
     if plan not in PLANS:
         fail(f'plan = {plan!r}: expected one of {", ".join(PLANS)}')
-    cells = chosen(PLANS[plan]())
-    left_out = too_dear(cells)
-    cells = [row for row in cells if row not in left_out]
+    cells = chosen(cells_of(plan))
+    first, cells = cells[0], [row for row in cells if not too_dear(row)]
     if not cells:
-        fail(
-            f'only = {only!r}: leaves nothing but {left_out[0].name}, of {over_budget(left_out[0]):.2f} budgets: --dear asks for it'
-        )
+        words = f'leaves only such as {first.name}, {over_budget(first):.2f} budgets'
+        fail(f'only = {only!r}: {words}: see --dear')
     cells = tuned(cells) if tune else cells
-    counts = {row: seeds or (1 if row.is_text else 3) for row in cells}
-    again = winners(cells) if tune else cells
-    return cells + [
-        row._replace(seed=seed)
-        for seed in range(2, max(counts.values()) + 1)
-        for row in again
-        if seed <= counts[row]
-    ]
-
-
-# ----------------------------------------------------------------------------- where a run is
+    last = {row: (seeds or (1 if row.is_text else 3)) + bool(tune) for row in cells}
+    again, more = winners(cells) if tune else cells, range(2, max(last.values()) + 1)
+    return cells + [row._replace(seed=n) for n in more for row in again if n <= last[row]]
 
 
 def folder_of(row: Row) -> str:
@@ -455,85 +276,62 @@ def total_of(row: Row) -> int:
     return c['max_iters'] if row.is_text else -(-c['total_steps'] // (c['n_envs'] * c['unroll']))
 
 
-def saved_config(row: Row) -> dict:
-    """The folder's config.json; empty where there is none to read."""
+def read_json(row: Row, name: str = 'config.json') -> dict:
+    """What a file of the run's folder holds; empty where there is none to read."""
     try:
-        with open(os.path.join(folder_of(row), 'config.json')) as file:
+        with open(os.path.join(folder_of(row), name)) as file:
             saved = json.load(file)
     except (OSError, ValueError, RecursionError):
         return {}
     return saved if isinstance(saved, dict) else {}
 
 
-def has_other_settings(row: Row) -> bool:
-    """Whether the folder's config.json, if there is one to read, is of another run."""
-    wanted, saved = json.loads(json.dumps(config_of(row))), saved_config(row)  # tuples become lists
-    return any(saved[k] != v for k, v in wanted.items() if k in saved and k not in SAME_RUN)
+def log_of(row: Row) -> list[dict] | None:
+    """Empty where there is none, None where it cannot be read."""
+    try:
+        return read_log(folder_of(row))
+    except FileNotFoundError:
+        return []
+    except LogError:
+        return None
 
 
 def progress(row: Row) -> tuple[float, float]:
-    """How much of a run is done, 0 to 1, and the seconds that took; nothing where the log cannot be read."""
-    try:
-        last = read_log(folder_of(row))[-1]
-    except (FileNotFoundError, IndexError, LogError):
-        return 0.0, 0.0
+    """How much of a run is done, 0 to 1, and the seconds that took."""
+    last = (log_of(row) or [{'step': 0}])[-1]
     return min(1.0, last['step'] / total_of(row)), last.get('seconds') or 0.0
 
 
 def state_of(row: Row) -> str:
-    """'new', 'begun' (killed before its first checkpoint), 'cut' (can be resumed), 'failed', 'done', 'other' (the folder holds a run with
-    other settings) or 'damaged' (its log cannot be read, and there is no checkpoint to go on from)."""
-    if has_other_settings(row):
+    """'new', 'begun' (killed before its first checkpoint), 'cut' (can be resumed, which repairs a
+    log), 'failed', 'done', 'other' (a run with other settings) or 'damaged' (no readable log)."""
+    folder, saved = folder_of(row), read_json(row)
+    wanted = json.loads(json.dumps(config_of(row)))  # tuples become lists
+    if any(saved[k] != v for k, v in wanted.items() if k in saved and k not in SAME_RUN):
         return 'other'
     if progress(row)[0] == 1:
         return 'done'
-    if not resumable(row):  # resuming repairs a log
-        try:
-            read_log(folder_of(row))
-        except FileNotFoundError:
-            pass
-        except LogError:
-            return 'damaged'
-    if os.path.exists(os.path.join(folder_of(row), 'failed.json')):
+    if not saved_in(folder) and log_of(row) is None:
+        return 'damaged'
+    if os.path.exists(os.path.join(folder, 'failed.json')):
         return 'failed'
-    return (
-        'cut'
-        if resumable(row)
-        else 'begun'
-        if os.path.exists(os.path.join(folder_of(row), 'log.jsonl'))
-        else 'new'
-    )
-
-
-def resumable(row: Row) -> bool:
-    return saved_in(folder_of(row))
+    if saved_in(folder):
+        return 'cut'
+    return 'begun' if os.path.exists(os.path.join(folder, 'log.jsonl')) else 'new'
 
 
 def arguments(row: Row) -> list[str]:
     """Script, config files and settings of a run, from the current folder."""
     flags = [f'--{k}={v}' for k, v in {**settings_of(row), 'out_dir': folder_of(row)}.items()]
-    return [
-        os.path.relpath(os.path.join(HERE, row.script)),
-        *files_of(row.model, row.recurrent, row.budget),
-        *flags,
-    ]
+    return [os.path.relpath(os.path.join(HERE, row.script)), *under(*row[:3])[1], *flags]
 
 
 def command(row: Row, state: str) -> list[str]:
     """What starts or resumes a run that is in this state."""
-    launcher = (
-        ['python']
-        if gpus_per_run == 1
-        else ['torchrun', '--standalone', f'--nproc_per_node={gpus_per_run}']
-    )
-    again = (
-        []
-        if state in ('new', 'done', 'other', 'damaged')
-        else ['--resume=True']
-        if resumable(row)
-        else ['--overwrite=True']
-    )
-    return [*launcher, *arguments(row), *again]
+    launcher = ['python'] if gpus_per_run == 1 else ['torchrun', '--standalone']
+    launcher += [f'--nproc_per_node={gpus_per_run}'] * (gpus_per_run > 1)
+    again = '--resume=True' if saved_in(folder_of(row)) else '--overwrite=True'
+    return [*launcher, *arguments(row), *[again] * (state in ('begun', 'cut', 'failed'))]
 
 
 def waits(rows: list[Row]) -> bool:
@@ -544,23 +342,19 @@ def waits(rows: list[Row]) -> bool:
 def print_plan(rows: list[Row]) -> None:
     units = dict.fromkeys('MFLOP a token' if row.is_text else 'MMAC a step' for row in rows)
     print(f'costs: {", ".join(units)}, levels only')
-
-    def wide(text: str) -> str:
-        return f'{text:<25}' if any(row.more for row in rows) else ''
-
-    print(
-        f'{"#":>4} {"model":<11} {"kind":<11} {"L":>2} {"E":>3} {"d":>4} {wide("setting")}{"seed":>4} {"cost":>9} {"/budget":>7} {"parameters":>11}  {"state":<7} command'
-    )
+    lines = ['# model variant L E d setting seed cost /budget parameters state command'.split()]
     for i, row in enumerate(rows):
-        (amount, params), state = cost(*row[:7]), state_of(row)
+        (amount, params), state = cost(row), state_of(row)
         shown = f'{progress(row)[0]:.0%}' if state == 'cut' else state
-        print(
-            f'{i:>4} {row.model:<11} {row.kind:<11} {row.L:>2} {row.E:>3} {row.d:>4} {wide(row.setting)}{row.seed:>4} {amount / 1e6:>9,.1f} {over_budget(row):>7.2f} '
-            f'{params:>11,}  {shown:<7} {shlex.join(command(row, state))}'
-        )
+        sizes = [i, row.model, row.variant, row.L, row.E, row.d, row.setting or '-', row.seed]
+        costs = [f'{amount / 1e6:,.1f}', f'{over_budget(row):.2f}', f'{params:,}', shown]
+        lines.append([*map(str, sizes), *costs, shlex.join(command(row, state))])
+    wide = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print(*[text.rjust(n) for text, n in zip(line[:-1], wide, strict=False)], line[-1])
     if waits(rows):
-        print(LATER)
-    for row in too_dear(chosen(PLANS[plan]())):
+        print('other seeds follow when all of these have finished')
+    for row in filter(too_dear, chosen(cells_of(plan))):
         print(f'not among them: {row.name}, {over_budget(row):.2f} budgets; --dear asks for it')
 
 
@@ -569,28 +363,24 @@ def print_plan(rows: list[Row]) -> None:
 
 def devices() -> list[str]:
     """What each worker's CUDA_VISIBLE_DEVICES is; '' for one on the CPU."""
-    n = torch.cuda.device_count()
-    if n < gpus_per_run and (n > 0 or gpus_per_run > 1):
-        fail(f'gpus_per_run = {gpus_per_run}: there are {n} GPUs here')
+    n, k = torch.cuda.device_count(), gpus_per_run
+    if n < k and (n > 0 or k > 1):
+        fail(f'gpus_per_run = {k}: there are {n} GPUs here')
     if n == 0:
         return [''] * (workers or 1)
     names = os.environ.get('CUDA_VISIBLE_DEVICES', ','.join(map(str, range(n)))).split(',')[:n]
-    groups = [
-        ','.join(names[i : i + gpus_per_run]) for i in range(0, n - gpus_per_run + 1, gpus_per_run)
-    ]
+    groups = [','.join(names[i : i + k]) for i in range(0, n - k + 1, k)]
     first = max(index, 0)  # jobs of one row each, side by side, spread out
     return [groups[(first + i) % len(groups)] for i in range(workers or len(groups))]
 
 
-def start(row: Row, gpu: str, n: int) -> subprocess.Popen | None:
-    """Starts or resumes a run as one of n workers, its output into the run's stdout.txt; None if another process has it or has finished it.
-    It inherits the folder's lock, and so keeps it when this process dies. OSError."""
+def start(row: Row, gpu: str, n: int) -> Popen | None:
+    """Starts or resumes a run as one of n workers; None if another process has it or has finished
+    it. It inherits the folder's lock, and so keeps it when this process dies."""
     folder = folder_of(row)
     os.makedirs(folder, exist_ok=True)
-    with (
-        open(os.path.join(folder, '.lock'), 'w') as lock,
-        open(os.path.join(folder, 'stdout.txt'), 'ab') as out,
-    ):
+    lock_path, out_path = os.path.join(folder, '.lock'), os.path.join(folder, 'stdout.txt')
+    with open(lock_path, 'w') as lock, open(out_path, 'ab') as out:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -598,96 +388,62 @@ def start(row: Row, gpu: str, n: int) -> subprocess.Popen | None:
         state = state_of(row)  # under the lock: it may have changed
         if state in ('done', 'other', 'damaged'):
             return None
-        launcher, *line = command(row, state)
-        line = [
-            sys.executable,
-            *(['-m', 'torch.distributed.run'] if launcher == 'torchrun' else []),
-            *line,
-        ]
         with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(folder, 'failed.json'))  # of an earlier try
-        env = {
-            'OMP_NUM_THREADS': str(max(1, len(os.sched_getaffinity(0)) // (n * gpus_per_run))),
-            **os.environ,
-            **({'CUDA_VISIBLE_DEVICES': gpu} if gpu else {}),
-        }
-        return subprocess.Popen(
-            line,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            pass_fds=(lock.fileno(),),
-            start_new_session=True,
-        )  # ctrl-C is ours to pass on
+        launcher, *line = command(row, state)
+        line = ['-m', 'torch.distributed.run', *line] if launcher == 'torchrun' else line
+        threads = max(1, len(os.sched_getaffinity(0)) // (n * gpus_per_run))
+        env = {'OMP_NUM_THREADS': str(threads), **os.environ}
+        env |= {'CUDA_VISIBLE_DEVICES': gpu} if gpu else {}
+        options = {'stdin': DEVNULL, 'stderr': STDOUT, 'pass_fds': [lock.fileno()], 'env': env}
+        # in a session of its own: ctrl-C is ours to pass on
+        return Popen([sys.executable, *line], stdout=out, start_new_session=True, **options)
 
 
-def last_words(row: Row) -> str:
-    """The last error that a run printed, or else its last line."""
-    try:
-        with open(os.path.join(folder_of(row), 'stdout.txt'), 'rb') as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 20000))
-            lines = [
-                line.strip()
-                for line in file.read().decode(errors='replace').splitlines()
-                if line.strip()
-            ]
-    except OSError as error:
-        return str(error)
+def outcome(row: Row, status: int) -> str:
+    """'' for a run that is done, or the last error it printed, which failed.json keeps."""
+    if status == 0 and state_of(row) == 'done':
+        return ''
+    with open(os.path.join(folder_of(row), 'stdout.txt'), 'rb') as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 20000))
+        lines = [line.strip() for line in file.read().decode(errors='replace').splitlines()]
     errors = [line for line in lines if re.match(r'(error: |[\w.]*(Error|Exception)\b)', line)]
-    return (errors or lines or ['it printed nothing'])[-1][:300]
-
-
-def record_failure(row: Row, status: int, message: str) -> None:
-    """failed.json stays until the run is started again."""
+    message = (errors or [line for line in lines if line] or ['it printed nothing'])[-1][:300]
     record = {'exit': status, 'message': message, 'command': shlex.join(command(row, 'new'))}
-    try:
+    with contextlib.suppress(OSError):  # the disk may be full
         write_json(record, os.path.join(folder_of(row), 'failed.json'))
-    except OSError as error:
-        print(f'{row.name}: cannot write failed.json: {error}', flush=True)
+    return f'FAILED (exit status {status}): {message}'
 
 
 def remaining(rows: list[Row], todo: list[Row], n: int) -> str:
-    """ETA of the rows `todo` by n workers: a run takes what runs of its model, kind and L took, or else what runs took on average."""
-    known = {}
-    for row in rows:
-        part, seconds = progress(row)
-        if part > 0.01 and seconds > 0:
-            known[row] = (part, seconds / part)
+    """ETA of n workers: a run takes what those of its model, variant and L took, or else any."""
+    known = {row: (part, s / part) for row in rows for part, s in [progress(row)] if part * s > 0}
     if not known:
         return 'n/a'
-
-    def left(row: Row) -> float:
-        like = [
-            t
-            for r, (_, t) in known.items()
-            if (r.model, r.recurrent, r.L) == (row.model, row.recurrent, row.L)
-        ] or [t for _, t in known.values()]
-        return sum(like) / len(like) * (1 - known.get(row, (0.0,))[0])
-
-    times = [left(row) for row in todo]
+    times = []
+    for row in todo:
+        like = [t for r, (_, t) in known.items() if (r[:2], r.L) == (row[:2], row.L)]
+        like = like or [t for _, t in known.values()]
+        times.append(sum(like) / len(like) * (1 - known.get(row, (0.0,))[0]))
     eta = int(max(sum(times) / n, *times, 0.0))
     return f'{eta // 3600}:{eta // 60 % 60:02d}:{eta % 60:02d}'
 
 
-def execute(rows: list[Row]) -> int:
-    """Runs what is not finished -> the exit status: 0 all done, 1 some failed or are another process's, 128 + signal when told to stop."""
+def to_run(rows: list[Row]) -> list[Row]:
+    """Those that have not finished; fails where a folder holds something else."""
     states = {row: state_of(row) for row in rows}
-    for state, what in (
-        ('other', 'a run with other settings'),
-        ('damaged', 'a log that cannot be read, and no checkpoint'),
-    ):
-        folders = [folder_of(row) for row in rows if states[row] == state]
-        if folders:
-            fail(
-                f'{folders[0]} holds {what} (folders like this: {len(folders)}): move it away, or choose another out_dir'
-            )
-    queue, free = [row for row in rows if states[row] != 'done'], devices()
-    n, done, failed, left, running, said = len(free), 0, {}, [], {}, time.time()
-    print(
-        f'{plan}: {len(rows)} runs, {len(rows) - len(queue)} finished before; {n} at a time; {os.path.join(out_dir, plan)}',
-        flush=True,
-    )
+    wrong = [row for row in rows if states[row] in WRONG]
+    if wrong:
+        words = f'({len(wrong)} like this): move it away, or choose another out_dir'
+        fail(f'{folder_of(wrong[0])} holds {WRONG[states[wrong[0]]]} {words}')
+    return [row for row in rows if states[row] != 'done']
+
+
+def execute(rows: list[Row]) -> int:
+    """Runs what is not finished -> 0 all done, 1 some are not, 128 + signal when told to stop."""
+    queue, free, running, failed = to_run(rows), devices(), {}, {}
+    n, done, left, said = len(free), 0, 0, time.time()
+    say(f'{plan}: {len(rows)} runs, {len(rows) - len(queue)} finished before; {n} at a time')
     stopper = Stopper()
     try:
         while running or queue and stopper.signal is None:
@@ -696,271 +452,211 @@ def execute(rows: list[Row]) -> int:
                 try:
                     process = start(row, free[0], n)
                 except OSError as error:
-                    failed[row] = str(error)
-                    print(f'{row.name}: FAILED to start: {error}', flush=True)
+                    failed[row] = f'cannot start: {error}'
                     continue
-                if process is None and state_of(row) == 'done':
-                    print(f'{row.name}: another process has finished it', flush=True)
-                elif process is None:
-                    left.append(row)
-                    print(f'{row.name}: another process has it, left to it', flush=True)
-                else:
+                if process is not None:
                     running[row] = (process, free.pop(0), time.time())
-            for row in [
-                row for row, (process, _, _) in running.items() if process.poll() is not None
-            ]:
-                process, gpu, begin = running.pop(row)
+                    continue
+                mine = state_of(row) != 'done'
+                left += mine
+                say(f'{row.name}: another process has {"it" if mine else "finished it"}')
+            for row in [row for row in running if running[row][0].poll() is not None]:
+                process, gpu, began = running.pop(row)
                 free.append(gpu)
-                word = 'done'
-                if process.returncode != 0 or state_of(row) != 'done':
-                    if stopper.signal is not None:
-                        continue  # told to stop: it has saved
-                    failed[row] = last_words(row)
-                    record_failure(row, process.returncode, failed[row])
-                    word = f'FAILED (exit status {process.returncode}): {failed[row]}'
-                else:
-                    done += 1
-                print(
-                    f'[{len(rows) - len(queue) - len(running)}/{len(rows)}] {row.name}: {word}, {time.time() - begin:.0f} s | '
-                    f'eta {remaining(rows, [*queue, *running], n)}',
-                    flush=True,
-                )
+                if stopper.signal is not None and state_of(row) != 'done':
+                    continue  # told to stop: it has saved
+                problem = outcome(row, process.returncode)
+                done += not problem
+                failed |= {row: problem} if problem else {}
+                words = f'{row.name}: {problem or "done"}, {time.time() - began:.0f} s'
+                eta = remaining(rows, [*queue, *running], n)
+                say(f'[{len(rows) - len(queue) - len(running)}/{len(rows)}] {words} | eta {eta}')
             if queue and not done and len(failed) >= ALIKE and len(set(failed.values())) == 1:
-                print(
-                    f'the first {len(failed)} runs failed alike: the other {len(queue)} are not started',
-                    flush=True,
-                )
-                queue.clear()  # none would do better: the levels are not there, say
+                say(f'all of {len(failed)} runs failed alike: the other {len(queue)} do not start')
+                queue.clear()  # the levels are not there, say
             if stopper.signal is not None:
-                stop(running)
+                for process, _, _ in running.values():
+                    process.terminate()  # they save
+                for process, _, _ in running.values():
+                    process.wait()
             elif time.time() - said > REPORT and running:
-                said, parts = time.time(), [f'{row.name} {progress(row)[0]:.0%}' for row in running]
-                print(
-                    f'    running: {", ".join(parts)} | eta {remaining(rows, [*queue, *running], n)}',
-                    flush=True,
-                )
+                said, parts = time.time(), [f'{r.name} {progress(r)[0]:.0%}' for r in running]
+                eta = remaining(rows, [*queue, *running], n)
+                say(f'    running: {", ".join(parts)} | eta {eta}')
             time.sleep(POLL)
     except BaseException:  # a second ctrl-C: their last checkpoints stay
         for process, _, _ in running.values():
-            process.terminate() if gpus_per_run > 1 else process.kill()  # torchrun ends its ranks only if it lives
+            # torchrun ends its ranks only if it lives
+            process.terminate() if gpus_per_run > 1 else process.kill()
         raise
     stopper.restore()
     for row, message in failed.items():
-        print(f'failed: {row.name}: {message}; see {folder_of(row)}/stdout.txt')
+        say(f'failed: {row.name}: {message}; see {folder_of(row)}/stdout.txt')
     if stopper.signal is not None:
-        print('stopped; runs that had begun have saved: the same command goes on')
+        say('stopped; runs that had begun have saved: the same command goes on')
         return 128 + stopper.signal
     return 1 if failed or left else 0
 
 
-def stop(running: dict) -> None:
-    """Has all runs save, and waits for them."""
-    for process, _, _ in running.values():
-        process.terminate()
-    for process, _, _ in running.values():
-        process.wait()
-
-
 def print_jobs(rows: list[Row], config: dict) -> None:
-    """The plan for a cluster: each job is this script on one row, so that it resumes what was cut and skips what is finished."""
+    """The plan for a cluster: each job is this script on one row, run by this Python."""
     if waits(rows):
-        print(f'{LATER}: then give this command again', file=sys.stderr)
+        print('other seeds follow when all have finished: give this again then', file=sys.stderr)
     defaults = read_script(__file__)[0]
-    which = [
-        f'--{k}={v}'
-        for k, v in config.items()
-        if v != defaults[k] and k not in ('emit', 'run', 'index', 'figure', 'table', 'workers')
-    ]
-    line = shlex.join(
-        ['python', os.path.relpath(os.path.abspath(__file__)), *which, '--run', '--workers=1']
-    )
+    mine = ('emit', 'run', 'index', 'figure', 'table', 'workers')
+    which = [f'--{k}={v}' for k, v in config.items() if v != defaults[k] and k not in mine]
+    script = os.path.relpath(os.path.abspath(__file__))
+    line = shlex.join([sys.executable, script, *which, '--run', '--workers=1'])
     if emit == 'commands':
-        for i in range(len(rows)):
-            print(f'{line} --index={i}')
-    else:
-        print(f'''#!/bin/bash
+        print(*[f'{line} --index={i}' for i in range(len(rows))], sep='\n')
+        return
+    print(f'''#!/bin/bash
 #SBATCH --job-name=sweep-{plan}
 #SBATCH --array=0-{len(rows) - 1}
 #SBATCH --nodes=1 --ntasks=1 --cpus-per-task=8 --gpus-per-task={gpus_per_run}
 #SBATCH --time=24:00:00 --requeue --signal=B:TERM@120
-# a job that meets its time limit saves two minutes before it: submit this again, and all go on where they were
+# a job that meets its time limit saves two minutes before it: submit this again, and all go on
 cd {shlex.quote(os.getcwd())} && exec {line} --index="$SLURM_ARRAY_TASK_ID"''')
 
 
-# ----------------------------------------------------------------------------- the command
-
-
-def main() -> int:
-    config = configure(globals(), quiet=True)
-    check_settings()
-    rows = plan_rows()
-    if table == 'solve' and all(row.is_text for row in rows):
-        fail(f'plan {plan!r} has no Sokoban agents: table = solve is for those')
-    if emit:
-        print_jobs(rows, config)
-        return 0
-    if index >= len(rows):
-        fail(
-            f'index = {index}: plan {plan!r} has runs 0 to {len(rows) - 1} here'
-            + (', until all values have been tried' if waits(rows) else '')
-        )
-    if not (run or figure or table):
-        print_plan(rows)
-        return 0
-    status = execute(rows if index < 0 else [rows[index]]) if run else 0
-    while run and tune and index < 0 and status < 2 and (again := plan_rows()) != rows:
-        rows, status = again, execute(again)  # the best values' other seeds
-    if status < 2 and (figure or table):
-        show(rows)
-    return status
+# ----------------------------------------------------------------------------- figures and tables
 
 
 def finished(rows: list[Row]) -> list[tuple[Row, list[dict]]]:
-    """The finished runs and their logs. A log that cannot be read, one without a value and a run with other settings are skipped with a
-    warning."""
+    """The finished runs and their logs. What cannot be used is skipped with a warning."""
     runs = []
     for row in rows:
-        try:
-            log = read_log(folder_of(row))
-        except FileNotFoundError:
-            continue
-        except LogError as error:
-            print(f'warning: {error}: this run is skipped', file=sys.stderr)
-            continue
-        done = bool(log) and log[-1]['step'] >= total_of(row)
-        if has_other_settings(row):
-            print(f'warning: {folder_of(row)}: a run with other settings, skipped', file=sys.stderr)
-        elif done and value(row, log) is None:
-            print(
-                f'warning: {folder_of(row)}/log.jsonl: has no {"validation loss" if row.is_text else "return"} at its end: this run is skipped',
-                file=sys.stderr,
-            )
-        elif done:
+        state, problem = state_of(row), None
+        log = read_log(folder_of(row)) if state == 'done' else []
+        if log and value(row, log) is None:
+            problem = 'a log without a loss or return at its end'
+        if problem or state in WRONG:
+            words = f'{folder_of(row)} holds {problem or WRONG[state]}: this run is skipped'
+            print(f'warning: {words}', file=sys.stderr)
+        elif log:
             runs.append((row, log))
     return runs
 
 
-def show(rows: list[Row]) -> None:
-    """Figures and tables of what has finished."""
-    runs, into = finished(rows), results or os.path.join(out_dir, plan)
-    if not runs:
-        fail(
-            f'{os.path.join(out_dir, plan)}: no run of plan {plan!r} has finished: nothing to show; --run runs them'
-        )
-    os.makedirs(into, exist_ok=True)
-    print(f'{len(runs)} of {len(rows)} runs have finished')
-    fair = [
-        (row, log)
-        for row, log in runs
-        if not plan.startswith(('sokoban', 'lm-')) or over_budget(row) <= DEAR
-    ]
-    for row in {row for row, _ in runs} - {row for row, _ in fair}:
-        print(f'in the table alone: {row.name} costs {over_budget(row):.2f} budgets')
-    paths = []
-    if figure:
-        token = (
-            'byte'
-            if any(row.is_text and config_of(row)['tokenizer'] == 'bytes' for row in rows)
-            else 'token'
-        )
-        name = tune.partition('=')[0]
-        scale = (
-            (f', widths x {width:g}' if width != 1 else '')
-            + (f', steps x {length:g}' if length != 1 else '')
-            + (f', best {name.replace("_", " ")}s' if name else '')
-        )
-        paths += draw(
-            plan,
-            scale,
-            [without(row, name) for row in rows],
-            [(without(row, name), log) for row, log in at_best(fair, name)],
-            token,
-            reference,
-            into,
-        )
-    if table:
-        paths += tables(runs, reference, into)
-        about = {
-            'plan': plan,
-            'drawn_at_commit': commit(),
-            'device': device_name('cuda' if torch.cuda.is_available() else 'cpu'),
-            'torch': torch.__version__,
-            'command': shlex.join(['python', *sys.argv]),
-        }
-        records = [
-            run_record(row, log)
-            | {'over_budget': over_budget(row), 'commit': saved_config(row).get('commit')}
-            for row, log in runs
-        ]
-        write_json(about | {'runs': records}, os.path.join(into, 'runs.json'))
-        paths.append(os.path.join(into, 'runs.json'))
-    if table == 'solve':
-        cells = chosen_by_return(fair)
-        rates = {
-            cell: [solve_rate(row) for row, _ in runs if row._replace(seed=0) == cell]
-            for cell in cells
-        }
-        paths += solve_table(rates, levels, reference, into)
-    print('\n'.join(paths))
+def best_depths(runs: list) -> str:
+    """How sure each variant's best L is: seeds drawn with replacement within each allocation, DRAWS
+    times, and the L of the best mean. '' where a variant is missing, or a second seed."""
+    values = {'recurrent': {}, 'feedforward': {}}
+    for row, log in runs:
+        cell = values[row.variant].setdefault(row._replace(seed=0), [])
+        cell.append(value(row, log) * (1 if row.is_text else -1))
+    if any(not mine or min(map(len, mine.values())) < 2 for mine in values.values()):
+        return ''
+    generator, best, words = np.random.default_rng(1), [], []
+    for variant, mine in values.items():
+        means = [generator.choice(v, (DRAWS, len(v))).mean(1) for v in mine.values()]
+        best.append(np.array([row.L for row in mine])[np.argmin(means, 0)])
+        low, high = np.quantile(best[-1], (0.025, 0.975), method='nearest')
+        exact = min(mine, key=lambda row: np.mean(mine[row])).L
+        words.append(f'{variant} {exact} (95%: {low} to {high})')
+    smaller, equal = np.mean(best[0] < best[1]), np.mean(best[0] == best[1])
+    words.append(f'recurrent smaller in {smaller:.1%}, equal in {equal:.1%}')
+    return f'Best L, {DRAWS:,} bootstrap draws of seeds: {", ".join(words)}.'
 
 
 def solve_rate(row: Row) -> float:
-    """A finished agent's solve rate on `levels`, greedy: from its folder's eval_*.json, or evaluated now."""
+    """A finished agent's on `levels`, greedy: from its folder's eval_*.json, or evaluated now."""
     config = config_of(row)
     name = os.path.splitext(os.path.basename(levels or config['eval_split']))[0]
-    path = os.path.join(folder_of(row), f'eval_{name}.json')
-
-    def saved() -> float | None:
-        try:
-            with open(path) as file:
-                record = json.load(file)
-            same = record['env_steps'] == total_of(row) * config['n_envs'] * config['unroll'] and (
-                levels or record['n'] == config['eval_games']
-            )
-            return record['solve_rate'] if same else None
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-
-    status = 0
-    if (
-        saved() is None or os.path.dirname(levels) or os.path.isfile(levels)
-    ):  # a file's name does not say which file
-        print(f'{row.name}: playing {name}', flush=True)
-        status = subprocess.run(
-            [sys.executable, *arguments(row), '--eval_only=True', f'--levels={levels}'],
-            stdout=subprocess.DEVNULL,
-        ).returncode
-    if status or (rate := saved()) is None:
+    wanted = {'env_steps': total_of(row) * config['n_envs'] * config['unroll']}
+    wanted |= {} if levels else {'n': config['eval_games']}
+    is_file = os.path.dirname(levels) or os.path.isfile(levels)  # its name does not say which
+    saved = {} if is_file else read_json(row, f'eval_{name}.json')
+    if not wanted.items() <= saved.items():
+        say(f'{row.name}: playing {name}')
+        line = [sys.executable, *arguments(row), '--eval_only=True', f'--levels={levels}']
+        failed = Popen(line, stdout=DEVNULL).wait()
+        saved = {} if failed else read_json(row, f'eval_{name}.json')
+    if 'solve_rate' not in saved:
         fail(f'{row.name}: its evaluation on {name} failed: see above')
-    return rate
+    return saved['solve_rate']
 
 
-def check_settings() -> None:
-    for name in ('seeds', 'workers'):
-        if globals()[name] < 0:
-            fail(f'{name} = {globals()[name]}: must not be negative')
-    if not (0 < width <= 1000 and 0 < length <= 1000):
-        fail(f'width = {width}, length = {length}: must be positive, and at most 1000')
-    if gpus_per_run < 1 or index < -1:
-        fail(
-            f'gpus_per_run = {gpus_per_run}, index = {index}: expected at least 1, and a row or -1'
-        )
-    if emit not in ('', 'slurm', 'commands'):
-        fail(f"emit = {emit!r}: expected 'slurm' or 'commands'")
-    if table not in (None, True, False, 'solve'):
-        fail(f"table = {table!r}: expected True or 'solve'")
+def show(rows: list[Row]) -> None:
+    """Figures and tables of what has finished, with `tune` of the seeds that chose nothing."""
+    runs, into = finished(rows), results or os.path.join(out_dir, plan)
+    if not runs:
+        fail(f'{into}: no run of plan {plan!r} has finished: nothing to show; --run runs them')
+    os.makedirs(into, exist_ok=True)
+    print(f'{len(runs)} of {len(rows)} runs have finished')
+    name, paths = tune.partition('=')[0], []
+    shown = [(row, log) for row, log in runs if row.seed > 1 or not tune]
+    if not shown:
+        print('one seed a value so far, which chooses it: those to be reported have not run')
+        shown = figures.at_best(runs, name)
+    fair = [run for run in shown if plan not in FIGURES or over_budget(run[0]) <= DEAR]
+    for row in {row for row, _ in shown} - {row for row, _ in fair}:
+        print(f'in the table alone: {row.name} costs {over_budget(row):.2f} budgets')
+    if figure:
+        what = plan + f', widths x {width:g}' * (width != 1)
+        what += f', steps x {length:.3g}' * (length != 1)
+        what += f', best {name.replace("_", " ")}s' * bool(name)
+        drawn = [(figures.without(row, name), log) for row, log in fair]
+        is_bytes = any(row.is_text and config_of(row)['tokenizer'] == 'bytes' for row in rows)
+        token, cells = 'byte' if is_bytes else 'token', [figures.without(row, name) for row in rows]
+        paths += figures.draw(what, cells, drawn, token, reference, into)
+    if table:
+        paths += figures.tables(shown, reference, into)
+        # the three budgets of plan sokoban have bests of their own
+        for model in {row.model for row, _ in fair if plan in FIGURES and plan != 'sokoban'}:
+            words = best_depths([run for run in fair if run[0].model == model])
+            print(end=words and words + '\n')
+            with open(os.path.join(into, f'table_{model}.md'), 'a') as file:
+                file.write(words and f'\n{words}\n')
+        paths.append(write_runs(runs, {row for row, _ in shown}, into))
+    if table == 'solve':
+        cells = figures.chosen_by_return(fair)
+        rates = {c: [solve_rate(r) for r, _ in runs if r._replace(seed=0) == c] for c in cells}
+        paths += figures.solve_table(rates, levels, reference, into)
+    print('\n'.join(paths))
+
+
+def write_runs(runs: list, reported: set, into: str) -> str:
+    """runs.json, also of runs that only chose a value -> its path."""
+    about = {
+        'plan': plan,
+        'command': shlex.join(['python', *sys.argv]),
+        'drawn_at_commit': commit(),
+    }
+    about['device'] = device_name('cuda' if torch.cuda.is_available() else 'cpu')
+    path, records = os.path.join(into, 'runs.json'), []
+    for row, log in runs:
+        mine = {'reported': row in reported, 'commit': read_json(row).get('commit')}
+        records.append(figures.run_record(row, log) | mine | {'over_budget': over_budget(row)})
+    write_json(about | {'torch': torch.__version__, 'runs': records}, path)
+    return path
+
+
+def main() -> int:
+    config = configure(globals(), quiet=True)
     if emit and (run or figure or table or index >= 0):
-        fail(
-            f'emit = {emit!r} prints jobs and does nothing else: leave out run, index, figure and table'
-        )
+        fail(f'emit = {emit!r} prints jobs alone: leave out run, index, figure and table')
     if index >= 0 and not run:
         fail(f'index = {index} chooses a run for --run')
-    for name in ('out_dir', 'results'):
-        if os.path.exists(globals()[name]) and not os.path.isdir(globals()[name]):
-            fail(f'{name} = {globals()[name]!r}: is not a folder')
     if reference and not os.path.isdir(reference):
         fail(f'reference = {reference!r}: no such folder')
     need_packages(matplotlib=figure)
+    rows = plan_rows()
+    if table == 'solve' and all(row.is_text for row in rows):
+        fail(f'plan {plan!r} has no Sokoban agents: table = solve is for those')
+    if index >= len(rows):
+        until = ', until all values have been tried' if waits(rows) else ''
+        fail(f'index = {index}: plan {plan!r} has runs 0 to {len(rows) - 1} here{until}')
+    if emit:
+        print_jobs(rows, config)
+    elif not (run or figure or table):
+        print_plan(rows)
+    status = execute(rows if index < 0 else [rows[index]]) if run else 0
+    while run and tune and index < 0 and status < 2 and (again := plan_rows()) != rows:
+        rows, status = again, execute(again)  # the best values' further seeds
+    if status < 2 and (figure or table):
+        show(rows)
+    return status
 
 
 if __name__ == '__main__':

@@ -213,8 +213,8 @@ def make_run(config: dict) -> Run:
 
     train, held_out = (find_shards(data_dir, split, tokenizer) for split in ('train', 'val'))
     Loader = StreamLoader if recurrent else SequenceLoader
-    loader = Loader(train, rows, block_size, V, rank, world, seed)
-    x, y = load_val(held_out, val_tokens, val_streams, V, rank, world)
+    loader = Loader(train, rows, block_size, V, seed, (rank, world))
+    x, y = load_val(held_out, val_tokens, val_streams, V, (rank, world))
     try:
         size = float(token_bytes(tokenizer)[y.numpy()].sum())  # of the text, in bytes
     except (DataError, ImportError) as error:  # no GPT-2 tokenizer: needed for nothing else

@@ -1,24 +1,19 @@
 """
-Train a Sokoban agent: a ConvLSTM or ConvGLU actor-critic, recurrent or not, by advantage
-actor-critic (A2C) with GAE.
+Train a Sokoban agent, a ConvLSTM or ConvGLU actor-critic, by advantage actor-critic with GAE.
 
-On a CPU, ten minutes, easy generated levels, a learning curve and two games as GIFs:
-$ make demo-sokoban
+$ make demo-sokoban                             # a CPU, ten minutes: a learning curve, two GIFs
 The paper's small budget at L = 4, on Boxoban's unfiltered-train (fetched into data/boxoban):
 $ python train_sokoban.py config/sokoban_small_L4.py --download=True
-Four GPUs, the environments split over them:
+Four GPUs, the environments split over them; and its non-recurrent twin:
 $ torchrun --standalone --nproc_per_node=4 train_sokoban.py config/sokoban_small_L4.py
-Its non-recurrent twin, at the same levels, experts and width:
 $ python train_sokoban.py config/sokoban_small_L4.py --recurrent=False --out_dir=out/small_L4_ff
-Go on after a crash, ctrl-C, SIGTERM or a closed terminal:
+Go on after a crash, ctrl-C, SIGTERM or a closed terminal; the test split's solve rate, two GIFs:
 $ python train_sokoban.py config/sokoban_small_L4.py --resume=True
-The solve rate on the test split, greedy, with two games as GIFs:
 $ python train_sokoban.py config/sokoban_small_L4.py --eval_only=True --levels=unfiltered-test
 
 Writes into out_dir: config.json, log.jsonl (one object a line), ckpt_last.pt, ckpt_prev.pt,
 ckpt_best.pt; with eval_only eval_*.json and eval_*.gif. On the CPU a resumed run is bit-equal to
 one that was never stopped. Any number of ranks plays the same levels.
-
 Shape letters: B boards of this rank, T steps of an unroll.
 """
 
@@ -28,7 +23,6 @@ import os
 import platform
 import time
 import zlib
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -42,7 +36,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import checkpoint
-from checkpoint import fill, last_words, print0, restoring
+from checkpoint import BEST, LAST, PREV, fill, last_words, print0, restoring, rng_state
+from checkpoint import save_checkpoint
 from convlstm import Agent, AgentConfig, build_agent
 from figures import open_trackers
 from kernels import compiled, graphed
@@ -99,7 +94,7 @@ learning_rate = 4e-4           # Adam's, annealed linearly to 0
 adam_eps = 1e-6                # small: gradients are
 grad_clip = 1.0                # global norm; 0 disables
 # system
-reuse = True                   # the rollout's forward is the update's; False: a second (less memory)
+reuse = True                   # the rollout's forward is the update's; False: a second one
 seed = 1337                    # of weights, levels and actions
 device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda', 'cuda:1'
 dtype = 'auto'                 # of convolutions: 'float32', 'bfloat16'; 'auto': bfloat16 where fast
@@ -116,16 +111,12 @@ ZERO = 'entropy_coef value_coef learning_rate adam_eps grad_clip threads seed'
 RANGES |= dict.fromkeys(ZERO.split(), (0, math.inf))
 # -----------------------------------------------------------------------------
 
-# settings that make an agent; those that a resumed run cannot change; a run's position
-MODEL = 'arch recurrent n_layer n_expert n_embd aggregation router_dim radius residual head_dim'
-MODEL = tuple(MODEL.split())
-FIXED = (*'split n_levels n_boxes max_moves env n_envs unroll seed'.split(), *MODEL)
+# settings that make an agent, those that a resumed run keeps; what a run is resumed from
+MODEL = ('arch', 'recurrent', 'n_layer', 'n_expert', 'n_embd', 'aggregation', 'router_dim')
+MODEL += ('radius', 'residual', 'head_dim')
+FIXED = ('split', 'n_levels', 'n_boxes', 'max_moves', 'env', 'n_envs', 'unroll', 'seed', *MODEL)
 POSITION = ('step', 'record', 'best', 'seconds', 'logged', 'clock')
-# what else a run is resumed from
-REST = ('optimizers', 'env', 'start', 'state', 'count', 'levels_crc')
-REST += ('running', 'recent', 'since', 'sums', 'rng')
-FILES = ('ckpt_*.pt', 'log.jsonl', 'config.json', 'curve.png', 'eval_*.json', 'eval_*.gif')
-FILES += ('*.tfevents.*',)
+REST = 'optimizers env start state count levels_crc running recent since sums rng'.split()
 
 
 @dataclass
@@ -148,13 +139,11 @@ class Run:
     count: torch.Tensor  # steps that each board has played, on the device
     graphs: dict | None  # CUDA graphs, or None
     updates: int  # of the whole run
-    # episodes: returns of those that go on (n_envs,); (return, solved) of the last 1,000 that have
-    # ended and of those since the last log line; sums of the updates' statistics since then
-    running: torch.Tensor
-    recent: deque = field(default_factory=lambda: deque(maxlen=1000))
-    since: list = field(default_factory=list)
-    sums: dict = field(default_factory=dict)
-    # position; the last two are of the last log line
+    running: torch.Tensor  # (n_envs,) returns so far of the episodes that go on
+    recent: list = field(default_factory=list)  # (return, solved) of the last 1,000 that ended
+    since: list = field(default_factory=list)  # and of those since the last log line
+    sums: dict = field(default_factory=dict)  # of the updates' statistics since then
+    # position; logged and clock are the last log line's
     step: int = 0
     record: dict = field(default_factory=lambda: {'step': 0, 'env_steps': 0})
     best: float = -math.inf
@@ -181,24 +170,23 @@ def check_settings(world: int) -> None:
 def read_levels(rank: int, world: int) -> tuple[tuple[np.ndarray, str], tuple[np.ndarray, str]]:
     """Levels to train on and held-out ones, each with a line that says where they are from. Of
     generated ones, none is among both. LevelError."""
-
-    def named(name, n, number, without=None):
-        more = {'n_levels': n, 'n_boxes': n_boxes, 'max_moves': max_moves, 'without': without}
-        return load_levels(levels_dir, name, download, seed=seed * 2 + number, **more)
-
     held = eval_only and levels or eval_split
     both = split == 'generated' == held
+    trained, line = np.empty((0, 17), np.uint8), ''
     if download and rank > 0:
         dist.barrier()  # the first rank downloads
-    trained = (np.empty((0, 17), np.uint8), '')
     if both or not eval_only:
-        trained = named(split, n_levels, 0)
-    held_out, line = named(held, eval_games, 1, trained[0] if both else None)
+        made = n_levels, n_boxes, 2 * seed, max_moves
+        trained, line = load_levels(levels_dir, split, download, made)
+    made = eval_games, n_boxes, 2 * seed + 1, max_moves, trained if both else None
+    held_out, held_line = load_levels(levels_dir, held, download, made)
     if download and world > 1 and rank == 0:
         dist.barrier()
     if len(held_out) < world:
-        raise LevelError(f'{line}: an evaluation by {world} ranks needs at least {world}')
-    return trained, (held_out, line) if levels else at_most(eval_games, held_out, line)
+        raise LevelError(f'{held_line}: an evaluation by {world} ranks needs at least {world}')
+    if not levels:
+        held_out, held_line = at_most(eval_games, held_out, held_line)
+    return (trained, line), (held_out, held_line)
 
 
 def make_run(config: dict) -> Run:
@@ -213,10 +201,7 @@ def make_run(config: dict) -> Run:
     torch.manual_seed(seed)
     B = n_envs // world
     dt = str(checkpoint.pick_dtype(dtype, where)).removeprefix('torch.')
-    # fmt: off
-    agent = AgentConfig(arch, recurrent, n_layer, n_expert, n_embd, aggregation, router_dim, radius,
-                        residual, head_dim, dt, path)
-    # fmt: on
+    agent = AgentConfig(**{name: config[name] for name in MODEL}, dtype=dt, path=path)
     # weights, gradients and Adam's two moments; each cell's outputs wait for the backward
     checkpoint.check_model(build_agent, agent, 4, where)
     floats = B * n_embd * CELLS * (unroll * n_layer * n_expert if reuse else 1)
@@ -258,10 +243,14 @@ def fused(run: Run, function: Callable) -> Callable:
 
 
 def warm_up(run: Run) -> None:
-    """A rollout and its backward, undone but for what they have compiled and the gradients."""
+    """Before any clock runs a rollout and its backward, undone, for what they compile."""
+    if not compile or path == 'plain':
+        return
+    run.model.config.path = 'compiled'
     live = (run.start, run.count, *run.state)
     boards, kept = run.env.state_dict(), [x.clone() for x in live]
-    backward(run, rollout(run))
+    if not checkpoint.compiles(run.model, lambda: backward(run, rollout(run))):
+        run.model.config.path = 'fast'
     run.env.load_state_dict(boards)
     for x, old in zip(live, kept, strict=True):
         x.copy_(old)
@@ -392,13 +381,16 @@ def count_games(run: Run, games: torch.Tensor, stats: dict[str, float]) -> None:
     the next log line."""
     for name, x in stats.items():
         run.sums[name] = run.sums.get(name, 0.0) + x
-    for reward, done, solved in games if run.rank == 0 else ():
+    if run.rank > 0:
+        return
+    ended = []
+    for reward, done, solved in games:
         run.running += reward
-        for board in done.nonzero().flatten().tolist():
-            game = (run.running[board].item(), solved[board].item())
-            run.recent.append(game)
-            run.since.append(game)
-        run.running *= 1 - done
+        ends = done.bool()
+        ended += zip(run.running[ends].tolist(), solved[ends].tolist(), strict=True)
+        run.running[ends] = 0
+    run.since += ended
+    run.recent = (run.recent + ended)[-1000:]
 
 
 def make_record(run: Run) -> dict:
@@ -406,7 +398,7 @@ def make_record(run: Run) -> dict:
     None until every board has ended an episode (at the time limit at the latest): those that end
     first are the short ones, which are solved."""
     updates, elapsed = run.step - run.logged, run.seconds - run.clock
-    recent, fair = list(run.recent), run.step * unroll >= TIME_LIMIT
+    recent, fair = run.recent, run.step * unroll >= TIME_LIMIT
 
     def mean(games, k):
         return sum(game[k] for game in games) / len(games) if games and fair else None
@@ -460,34 +452,25 @@ def describe(run: Run) -> str:
 # ---- checkpoints ----
 
 
-def snapshot(run: Run) -> dict:
-    """What an evaluation needs: all that the best checkpoint holds. A run goes on from the last."""
-    position = {name: getattr(run, name) for name in POSITION}
-    return {'model': run.model.state_dict(), 'config': run.config, **position}
-
-
-def save(run: Run) -> None:
-    """Everything, as the last checkpoint; the one before is kept too."""
-    rest = {
-        'optimizers': [run.optimizer.state_dict()],
-        'env': {name: gather(x) for name, x in run.env.state_dict().items()},
-        'start': gather(run.start),
-        'state': [gather(x) for x in run.state],
-        'recent': [list(game) for game in run.recent],
-        'rng': checkpoint.rng_state(),
-    }
-    rest |= {name: getattr(run, name) for name in REST if name not in rest}
+def save(run: Run, best: bool = False) -> None:
+    """The last checkpoint holds all, and the one before is kept; the best what evaluation needs."""
+    saved = {'model': run.model.state_dict(), 'config': run.config}
+    saved |= {name: getattr(run, name) for name in POSITION}
+    if not best:
+        boards = {'env': {name: gather(x) for name, x in run.env.state_dict().items()}}
+        boards |= {'start': gather(run.start), 'state': [gather(x) for x in run.state]}
+        saved |= boards | {'optimizers': [run.optimizer.state_dict()], 'rng': rng_state()}
+        saved |= {name: getattr(run, name) for name in REST if name not in saved}
     if run.rank == 0:
-        path = os.path.join(out_dir, checkpoint.LAST)
-        checkpoint.save_checkpoint(snapshot(run) | rest, path, checkpoint.PREV)
+        path = os.path.join(out_dir, BEST if best else LAST)
+        save_checkpoint(saved, path, None if best else PREV)
 
 
 def load(run: Run) -> dict[str, object]:
     """Go on where out_dir's last checkpoint stood; refuse settings that would make it another run.
     eval_only: the weights alone. -> its path and environment steps. CheckpointError."""
     needed = ('model', *POSITION, *(() if eval_only else REST))
-    file = checkpoint.BEST if best else None
-    fixed = MODEL if eval_only else FIXED
+    fixed, file = (MODEL if eval_only else FIXED), (BEST if best else None)
     saved, where = checkpoint.load_run(out_dir, 'train_sokoban.py', needed, fixed, run.config, file)
     checkpoint.load_weights(run.model, saved['model'], where)
     checkpoint.load_position(run, saved, POSITION, where)
@@ -497,9 +480,8 @@ def load(run: Run) -> dict[str, object]:
     if eval_only:
         return about
     if saved['levels_crc'] != run.levels_crc:
-        words = f'was trained on other levels than {run.sources[0]}'
-        words += ': give the same levels_dir, or another out_dir'
-        raise checkpoint.CheckpointError(f'{where}: {words}')
+        words = f'was trained on other levels than {run.sources[0]}: give the same levels_dir'
+        raise checkpoint.CheckpointError(f'{where}: {words}, or another out_dir')
     checkpoint.load_optimizers([run.optimizer], saved['optimizers'], where)
 
     def mine(whole):
@@ -513,8 +495,9 @@ def load(run: Run) -> dict[str, object]:
     with restoring(where, 'count, running, since, recent, sums or rng'):
         fill(run.count, saved['count'])
         fill(run.running, saved['running'])
-        run.since = [(float(total), float(solved)) for total, solved in saved['since']]
-        run.recent.extend((float(total), float(solved)) for total, solved in saved['recent'])
+        for name in ('since', 'recent'):
+            games = [(float(total), float(solved)) for total, solved in saved[name]]
+            setattr(run, name, games)
         run.sums = {str(name): float(x) for name, x in saved['sums'].items()}
         checkpoint.set_rng_state(saved['rng'])
     return about
@@ -538,43 +521,12 @@ def validate(run: Run) -> None:
         )
     if run.step > 0 and run.record['eval_return'] > run.best:
         run.best = run.record['eval_return']
-        if run.rank == 0:
-            checkpoint.save_checkpoint(snapshot(run), os.path.join(out_dir, checkpoint.BEST))
+        save(run, best=True)
 
 
-def begin(config: dict) -> Run:
-    """The run, new or resumed. Whatever can be wrong with the settings and the levels is found
-    before out_dir is touched."""
-    try:
-        run = make_run(config)
-        if run.rank == 0 and not eval_only:
-            checkpoint.prepare_out_dir(out_dir, resume, overwrite, FILES)
-        about = load(run) if resume or eval_only else {}
-    except ValueError as error:  # LevelError, CheckpointError, OutDirError, AgentConfig's
-        fail(error)
-    print0(describe(run))
-    if eval_only:
-        name = os.path.splitext(os.path.basename(levels or eval_split))[0]
-        about = {'levels': run.sources[1], **about}
-        print0(json.dumps(report(run.model, run.held_out, name, run.device, out_dir, about)))
-    elif compile and path != 'plain':
-        run.model.config.path = 'compiled'
-        if not checkpoint.compiles(run.model, lambda: warm_up(run)):
-            run.model.config.path = 'fast'
-    return run
-
-
-def train(config: dict) -> int:
-    """-> the exit status: 0 done, 1 the loss was not finite, 128 + signal when told to stop."""
-    run = begin(config)
-    if eval_only:
-        return 0
-    if run.rank == 0:
-        checkpoint.write_config(config, out_dir, run.device)
-        # the checkpoint's own step is evaluated and logged again: the run may have died in between
-        path = os.path.join(out_dir, 'log.jsonl')
-        log = checkpoint.JsonlLog(path, run.step - 1 if resume else None)
-        track, end_tracks = open_trackers(config, tensorboard, wandb_project if wandb else '')
+def loop(run: Run, writes: list[Callable[[dict], object]]) -> int:
+    """Updates, evaluations, log lines, checkpoints -> the exit status: 0 done, 1 the loss was not
+    finite, 128 + signal when told to stop."""
     stopper, stop, status, due_to_print = checkpoint.Stopper(), False, 0, every()
     while True:
         evaluates = run.step % eval_interval == 0 or run.step == run.updates
@@ -585,9 +537,8 @@ def train(config: dict) -> int:
                 due_to_print(said=True)
             if evaluates:
                 validate(run)
-            if run.rank == 0:
-                log.write(run.record)
-                track(run.record)
+            for write in writes:
+                write(run.record)
         if run.step >= run.updates or stop:
             break
         start = time.perf_counter()
@@ -612,20 +563,47 @@ def train(config: dict) -> int:
         if due:
             save(run)  # before the log line and the evaluation: one that dies loses nothing
     stopper.restore()
-    if stop and run.step < run.updates:
+    if status == 0 and stop and run.step < run.updates:
         print0(f'stopped after update {run.step}, saved in {out_dir}: --resume=True goes on')
         status = 128 + (stopper.signal or 15)
     elif status == 0:
         steps = f'{run.step * n_envs * unroll:,} environment steps in {run.seconds:.0f} s'
         print0(f'done: {steps}, best held-out return {run.best:.2f}; {out_dir}')
+    return status
+
+
+def train(config: dict) -> int:
+    """A run from beginning to end, or its evaluation -> the exit status."""
+    try:
+        run = make_run(config)  # finds all mistakes in settings and levels
+        if run.rank == 0 and not eval_only:
+            checkpoint.prepare_out_dir(out_dir, resume, overwrite)
+        about = load(run) if resume or eval_only else {}
+    except ValueError as error:  # LevelError, CheckpointError, OutDirError, AgentConfig's
+        fail(error)
+    print0(describe(run))
+    if eval_only:
+        name = os.path.splitext(os.path.basename(levels or eval_split))[0]
+        about |= {'levels': run.sources[1]}
+        print0(json.dumps(report(run.model, run.held_out, name, run.device, out_dir, about)))
+        return 0
+    warm_up(run)
+    writes, closes = [], []
     if run.rank == 0:
-        log.close()
-        end_tracks()
-        if plot and status == 0:
-            how = 'recurrent' if recurrent else 'not recurrent'
-            title = f'{arch}, {how}, L = {n_layer}, E = {n_expert}, d = {n_embd}'
-            print0(f'learning curve: {plot_log(out_dir, title)}')
-        checkpoint.release(out_dir)
+        checkpoint.write_config(config, out_dir, run.device)
+        # the checkpoint's own step is evaluated and logged again: the run may have died in between
+        log_path, after = os.path.join(out_dir, 'log.jsonl'), run.step - 1 if resume else None
+        log = checkpoint.JsonlLog(log_path, after)
+        track, close = open_trackers(config, tensorboard, wandb_project if wandb else '')
+        writes, closes = [log.write, track], [log.close, close]
+    status = loop(run, writes)
+    for close in closes:
+        close()
+    if plot and status == 0 and run.rank == 0:
+        title = f'{type(run.model).__name__}, L = {n_layer}, E = {n_expert}, d = {n_embd}'
+        how = 'recurrent' if recurrent else 'not recurrent'
+        print0(f'learning curve: {plot_log(out_dir, f"{how} {title}")}')
+    checkpoint.release(out_dir)
     if run.world > 1:
         dist.barrier()  # ranks leave together; one that fails leaves at once
         dist.destroy_process_group()

@@ -1,5 +1,6 @@
-"""The demo: a small recurrent model on the bytes of 233 State of the Union speeches, a few minutes on 2 CPU cores.
-Prepare the data first: python data_fineweb.py --demo=True --tokenizer=bytes   (`make demo` does both)."""
+"""The demo: a small recurrent model on the bytes of 233 State of the Union speeches, a few minutes
+on 2 CPU cores. `make demo` prepares the data first:
+python data_fineweb.py --demo=True --tokenizer=bytes"""
 
 out_dir = 'out/demo'
 data_dir = 'data/sotu_bytes'

@@ -1,4 +1,4 @@
-"""Not recurrent ConvLSTM, small budget: L = 4, E = 1, d = 64. 50M steps of unfiltered-train, one GPU; not run by us yet.
+"""The twin of sokoban_small_L4.py that is not recurrent; not run by us yet.
 The paper: 59.63% of unfiltered-test solved, mean return 3.70."""
 
 out_dir = 'out/sokoban_small_ff_L4'

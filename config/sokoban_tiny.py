@@ -1,5 +1,5 @@
-"""Base of the small study's agents (config/study_sokoban.py): the demo's levels (one box, solvable in 12 moves or fewer) and training settings.
-About eight minutes a run on one CPU core."""
+"""Base of the small study's agents (config/study_sokoban.py): the demo's levels (one box, solvable
+in 12 moves or fewer) and training settings. About eight minutes a run on one CPU core."""
 
 out_dir = 'out/sokoban_tiny'
 split = 'generated'
@@ -11,9 +11,7 @@ eval_games = 512
 log_interval = 50
 arch = 'convglu'
 n_embd = 32
-n_envs = (
-    64  # more boards and shorter unrolls than the paper's: more kinds of situations in an update
-)
+n_envs = 64  # more boards, shorter unrolls than the paper's: more kinds of situations at once
 unroll = 10
 total_steps = 1152000
 learning_rate = 1e-3  # small agents and short runs

@@ -1,4 +1,5 @@
-"""The small study: how a recurrent language model's experts are summed, at L = 2, each at its own learning rate, three seeds.
+"""The small study: how a recurrent language model's experts are summed, at L = 2, each at its own
+learning rate, three seeds.
 python sweep.py config/study_aggregation.py --run --figure --table"""
 
 plan = 'aggregation'

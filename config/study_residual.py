@@ -1,4 +1,5 @@
-"""The small study: the non-recurrent language model's residual rules at L = 2, each at its own learning rate, three seeds.
+"""The small study: residual rules of the language model that is not recurrent, at L = 2, each at
+its own learning rate, three seeds.
 python sweep.py config/study_residual.py --run --figure --table"""
 
 plan = 'residual'

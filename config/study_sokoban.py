@@ -1,5 +1,7 @@
-"""The small study, Sokoban: ConvGLU agents on easy generated levels, recurrent and not, L = 1, 2, 4 at one budget (4 experts of width 32),
-three seeds. Eighteen runs of eight minutes, two at a time on two CPU cores. python sweep.py config/study_sokoban.py --run --figure --table"""
+"""The small study, Sokoban: ConvGLU agents on easy generated levels, recurrent and not, L = 1, 2,
+4 at one budget (4 experts of width 32), three seeds. Eighteen runs of eight minutes, two at a
+time.
+python sweep.py config/study_sokoban.py --run --figure --table"""
 
 plan = 'sokoban-small'
 base = 'config/sokoban_tiny.py'

@@ -1,5 +1,6 @@
-"""Base of the small study's language models that are not recurrent (config/study_lm.py): 1.7M bytes of speeches, three to six minutes on one CPU core.
-Prepare the data first: python data_fineweb.py --demo=True --tokenizer=bytes"""
+"""Base of the studies' language models that are not recurrent (config/study_lm.py): 1.7M bytes of
+speeches, three to six minutes on one CPU core. Prepare the data first:
+python data_fineweb.py --demo=True --tokenizer=bytes"""
 
 out_dir = 'out/tiny_gpt'
 recurrent = False
@@ -10,14 +11,16 @@ n_expert = 8
 n_embd = 48
 n_head = 2  # two heads at every width
 window = 64  # half of the paper's, like the chunk
-block_size = (
-    128  # mean context (T + 1) / 2: the recurrent models' window, so that both cost the same
-)
+block_size = 128  # mean context (T + 1) / 2: the recurrent window, so that both cost the same
 tokens_per_step = 10240
 max_iters = 168  # 1.72M bytes
 warmup_iters = 17
-eval_interval = 84
+learning_rate = 0.04
+embedding_lr = 1.6  # eight times the defaults: LOG.md, the longer study
+head_lr = 0.032
+scalar_lr = 0.16
+eval_interval = 21
 val_tokens = 65536
 val_streams = 128
 log_interval = 12
-compile = False  # wins nothing at this width
+compile = True

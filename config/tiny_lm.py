@@ -1,5 +1,6 @@
-"""Base of the small study's recurrent language models (config/study_lm.py): 1.7M bytes of speeches, six minutes at L = 16 on one CPU core.
-Prepare the data first: python data_fineweb.py --demo=True --tokenizer=bytes"""
+"""Base of the studies' recurrent language models (config/study_lm.py): 1.7M bytes of speeches, six
+minutes at L = 16 on one CPU core. Prepare the data first:
+python data_fineweb.py --demo=True --tokenizer=bytes"""
 
 out_dir = 'out/tiny_lm'
 data_dir = 'data/sotu_bytes'
@@ -9,14 +10,16 @@ n_expert = 8
 n_embd = 48
 n_head = 2  # two heads at every width
 window = 64  # half of the paper's, like the chunk
-block_size = (
-    32  # more streams and shorter chunks: small products run at a CPU's rate only with many rows
-)
+block_size = 32  # more streams, shorter chunks: small products need many rows to be fast
 tokens_per_step = 10240
 max_iters = 168  # 1.72M bytes
 warmup_iters = 17
-eval_interval = 84
+learning_rate = 0.04
+embedding_lr = 1.6  # eight times the defaults: LOG.md, the longer study
+head_lr = 0.032
+scalar_lr = 0.16
+eval_interval = 21
 val_tokens = 65536
 val_streams = 128
 log_interval = 12
-compile = False  # wins nothing at this width
+compile = True

@@ -1,7 +1,7 @@
 """
-Processes that need not import torch again: a server imports it once a test session and forks a child
-for each command. A child is a real one, with its own exit status, signals, pipes, working directory
-and environment; only the interpreter's start and torch's import are shared.
+Processes that need not import torch again: a server imports it once a test session and forks a
+child for each command. A child is a real one, with its own exit status, signals, pipes, working
+directory and environment; only the interpreter's start and torch's import are shared.
 
     forks.Popen([sys.executable, 'train_lm.py', ...], cwd=ROOT)        # script, -c or -m
     forks.run([sys.executable, 'sample.py', ...], capture_output=True)
@@ -161,7 +161,7 @@ def spread(world):
 
 
 class Within(subprocess.Popen):
-    """What a forked script (sweep.py) starts in its turn, forked from itself where that is python."""
+    """What a forked script (sweep.py) starts in its turn: forked from itself, if it is python."""
 
     def _execute_child(self, args, *given):
         args = [args[0], *args[2:]] if args[1:2] == ['-u'] else args  # torchrun's ranks

@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 
 import forks
 import numpy as np
@@ -215,6 +216,28 @@ def test_steps_of_a_gpu():
     assert steps[-1].startswith('tests test_') and all(groups.values())
     rows = [row for group in groups.values() if group is not bench.SMOKE for row in group]
     assert len([name for name in steps if name.startswith('train')]) == 60 and len(rows) > 80
+
+
+GPU_TESTS = """
+import time, pytest
+pytestmark = pytest.mark.gpu
+def test_right(): pass
+def test_wrong(): assert 0
+def test_slow(): time.sleep(600)
+"""
+
+
+def test_the_tests_of_a_gpu(tmp_path, monkeypatch, capsys):
+    """What each run of pytest comes to, whatever is wrong; without pytest they are skipped."""
+    monkeypatch.setattr(bench, 'GPU_TESTS', str(tmp_path / 'test_it.py'))
+    (tmp_path / 'test_it.py').write_text(GPU_TESTS)
+    assert bench.run_tests('right', time.perf_counter() + 600) == 'ok'
+    assert 'test_right PASSED' in capsys.readouterr().out
+    none, one = '0 passed, 1 failed, 0 skipped', '1 passed, 0 failed, 0 skipped'
+    assert bench.run_tests('wrong', time.perf_counter() + 600) == f'failed: {none}'
+    assert bench.run_tests('right or slow', time.perf_counter() + 20) == f'failed: late: {one}'
+    monkeypatch.setattr(bench.importlib.util, 'find_spec', lambda name: None)
+    assert bench.run_tests('right', 0) == 'skipped: pytest is not installed'
 
 
 # ---- variants that fail ----

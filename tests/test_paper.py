@@ -1,11 +1,12 @@
 """The recipe, as the paper and the design give it, against what the trainers really do: defaults,
-config files, sizes, optimizers, schedules, losses. Every expected value is written here by hand and
-none is read from the code. tests/mutate.py changes one setting at a time and sees that a test here
-turns red."""
+config files, a plan's rows, sizes, optimizers, schedules, losses. Every expected value is written
+here by hand and none is read from the code. tests/mutate.py changes one setting at a time and sees
+that a test here turns red."""
 
 import copy
+import csv
 import math
-import os
+from ast import literal_eval
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import data_fineweb
+import sweep
 import train_lm
 import train_sokoban
 from configurator import configure, read_config, read_script
@@ -23,238 +25,133 @@ from sokoban import check_boards
 
 ROOT = Path(__file__).resolve().parent.parent
 
+
+def table(text):
+    """{name: value} of 'name=literal name=literal ...'."""
+    pairs = (word.partition('=') for word in text.split())
+    return {name: literal_eval(value) for name, _, value in pairs}
+
+
 # ---- defaults ----
 
-LM = {  # section 3
-    'tokenizer': 'gpt2',
-    'tokens_per_step': 131072,
-    'max_iters': 10000,
-    'recurrent': True,
-    'n_layer': 2,  # the small budget: 16 blocks of width 768
-    'n_expert': 8,
-    'n_embd': 768,
-    'n_head': 0,  # by the rule: heads of 96
-    'n_kv_head': 0,  # by the rule: half as many
-    'window': 128,
-    'block_size': 64,
-    'aggregation': 'sqrt_sum',
-    'share_kv': True,
-    'residual': 'expert',
-    'learning_rate': 2e-2,
-    'embedding_lr': 0.2,
-    'head_lr': 0.004,
-    'scalar_lr': 2e-2,
-    'momentum': 0.95,
-    'weight_decay': 0.01,
-    'betas': (0.8, 0.95),
-    'grad_clip': 1.0,
-    'warmup_iters': 100,
-    'final_lr_ratio': 0.01,
-    'val_streams': 512,
-}
-LM_OURS = {  # where paper and design are silent
-    'arch': 'experts',
-    'baseline_lr': 0.0,
-    'wandb_project': 'parallel-experts',
-    'val_tokens': 10485760,
-    'router_dim': 64,
-    'adam_eps': 1e-10,
-    'eval_interval': 250,
-    'log_interval': 1,
-    'batch_size': 0,
-    'seed': 1337,
-    'out_dir': 'out/lm',
-    'data_dir': 'data/fineweb',
-    'resume': False,
-    'overwrite': False,
-    'eval_only': False,
-    'plot': False,
-    'tensorboard': False,
-    'wandb': False,
-    'device': 'auto',
-    'dtype': 'auto',
-    'compile': True,
-    'graphs': True,
-    'path': 'fast',
-    'threads': 0,
-}
-AGENT = {  # section 4
-    'split': 'unfiltered-train',
-    'env': 'torch',
-    'n_envs': 32,
-    'arch': 'convlstm',
-    'recurrent': True,
-    'n_layer': 4,  # the small budget's best: L = 4, E = 1, d = 64
-    'n_expert': 1,
-    'n_embd': 64,
-    'aggregation': 'sqrt_sum',
-    'radius': -1,
-    'residual': 'expert',
-    'total_steps': 50_000_000,
-    'unroll': 20,
-    'gamma': 0.97,
-    'gae_lambda': 0.97,
-    'entropy_coef': 0.01,
-    'value_coef': 1.0,
-    'learning_rate': 4e-4,
-    'adam_eps': 1e-6,
-    'grad_clip': 1.0,
-}
-AGENT_OURS = {
-    'router_dim': 64,
-    'head_dim': 256,
-    'eval_split': 'unfiltered-valid',
-    'eval_games': 512,
-    'eval_interval': 1000,
-    'log_interval': 50,
-    'n_levels': 100000,
-    'n_boxes': 4,
-    'max_moves': 120,
-    'levels_dir': '',
-    'download': False,
-    'levels': '',
-    'best': False,
-    'reuse': True,
-    'seed': 1337,
-    'out_dir': 'out/sokoban',
-    'resume': False,
-    'overwrite': False,
-    'eval_only': False,
-    'plot': False,
-    'tensorboard': False,
-    'wandb': False,
-    'device': 'auto',
-    'dtype': 'auto',
-    'compile': True,
-    'graphs': True,
-    'path': 'fast',
-    'threads': 0,
-}
+LM = table("""
+tokenizer='gpt2' tokens_per_step=131072 max_iters=10000 warmup_iters=100 val_streams=512
+recurrent=True n_layer=2 n_expert=8 n_embd=768 n_head=0 n_kv_head=0 window=128 block_size=64
+aggregation='sqrt_sum' share_kv=True residual='expert' learning_rate=2e-2 embedding_lr=0.2
+head_lr=0.004 scalar_lr=2e-2 momentum=0.95 weight_decay=0.01 betas=(0.8,0.95) grad_clip=1.0
+final_lr_ratio=0.01
+""")
+LM_OURS = table("""
+val_tokens=10485760 router_dim=64 adam_eps=1e-10 eval_interval=250 log_interval=1 batch_size=0
+data_dir='data/fineweb' out_dir='out/lm' arch='experts' baseline_lr=0.0
+""")  # where paper and design are silent
+AGENT = table("""
+split='unfiltered-train' env='torch' n_envs=32 arch='convlstm' recurrent=True n_layer=4 n_expert=1
+n_embd=64 aggregation='sqrt_sum' radius=-1 residual='expert' total_steps=50000000 unroll=20
+gamma=0.97 gae_lambda=0.97 entropy_coef=0.01 value_coef=1.0 learning_rate=4e-4 adam_eps=1e-6
+grad_clip=1.0
+""")
+AGENT_OURS = table("""
+router_dim=64 head_dim=256 eval_split='unfiltered-valid' eval_games=512 eval_interval=1000
+log_interval=50 n_levels=100000 n_boxes=4 max_moves=120 levels_dir='' download=False levels=''
+best=False reuse=True out_dir='out/sokoban'
+""")
+BOTH = table("""
+seed=1337 resume=False overwrite=False eval_only=False plot=False tensorboard=False wandb=False
+device='auto' dtype='auto' compile=True graphs=True path='fast' threads=0
+wandb_project='parallel-experts'
+""")
+RECIPES = {'train_lm.py': LM | LM_OURS | BOTH, 'train_sokoban.py': AGENT | AGENT_OURS | BOTH}
 
 
-@pytest.mark.parametrize(
-    'script, expected',
-    [('train_lm.py', LM | LM_OURS), ('train_sokoban.py', AGENT | AGENT_OURS)],
-)
-def test_defaults(script, expected):
+@pytest.mark.parametrize('script', RECIPES)
+def test_defaults(script):
     """A setting that is new is not seen here, but by mutate.py: add it to a table above."""
-    defaults = read_script(ROOT / script)[0]
+    defaults, expected = read_script(ROOT / script)[0], RECIPES[script]
     assert {name: defaults[name] for name in expected} == expected
     assert all(type(defaults[name]) is type(value) for name, value in expected.items())
 
 
-# ---- config files ----
+# ---- config files and plans ----
 
 LEVELS = (1, 2, 4, 8, 16)
-TEXT = {  # family: L * E blocks of width 768, levels, window, chunk: recurrent and not
-    'small': (16, LEVELS, 128, 64, 256),
-    'small_long': (16, LEVELS, 1024, 64, 2048),
-    'medium': (32, (*LEVELS, 32), 128, 64, 256),
+TEXT = {  # config file: plan, recurrent, blocks, window, chunk
+    'small_L2': ('lm-small', True, 16, 128, 64),
+    'small_gpt_L2': ('lm-small', False, 16, 128, 256),
+    'small_long_L2': ('lm-small-long', True, 16, 1024, 64),
+    'small_long_gpt_L2': ('lm-small-long', False, 16, 1024, 2048),
+    'medium_L2': ('lm-medium', True, 32, 128, 64),
+    'medium_gpt_L2': ('lm-medium', False, 32, 128, 256),
 }
-BOARDS = {  # family: (E, d) at L = 1, 2, 4, 8, 16: the rows with a solve rate in the paper
-    'small': ((1, 128), (2, 64), (1, 64), (2, 32), (1, 32)),
-    'medium': ((1, 256), (2, 128), (1, 128), (2, 64), (1, 64)),
-    'large': ((4, 512), (8, 256), (1, 512), (7, 128), (13, 64)),
-    'small_ff': ((4, 64), (2, 64), (1, 64), (2, 32), (1, 32)),
-    'medium_ff': ((4, 128), (2, 128), (1, 128), (2, 64), (1, 64)),
-    'large_ff': ((58, 128), (2, 512), (4, 256), (7, 128), (13, 64)),
-}
-
-
-def text_files():
-    for family, (blocks, levels, window, chunk, chunk_gpt) in TEXT.items():
-        for recurrent, name, block_size in (
-            (True, family, chunk),
-            (False, f'{family}_gpt', chunk_gpt),
-        ):
-            for L in levels:
-                own = {
-                    'recurrent': recurrent,
-                    'n_layer': L,
-                    'n_expert': blocks // L,
-                    'n_embd': 768,
-                    'window': window,
-                    'block_size': block_size,
-                    'out_dir': f'out/{name}_L{L}',
-                }
-                yield f'{name}_L{L}.py', own
-
-
-def board_files():
-    for family, cells in BOARDS.items():
-        for L, (E, d) in zip(LEVELS, cells, strict=True):
-            own = {
-                'recurrent': not family.endswith('_ff'),
-                'n_layer': L,
-                'n_expert': E,
-                'n_embd': d,
-            }
-            yield f'sokoban_{family}_L{L}.py', own | {'out_dir': f'out/sokoban_{family}_L{L}'}
-
-
-def test_config_files_of_the_paper():
-    """Each is the recipe at its own sizes, and nothing else: but for how many rows a GPU runs at a
-    time, which is its own matter."""
-    lm, agent = LM | LM_OURS, AGENT | AGENT_OURS
-    del lm['batch_size']
-    seen = set()
-    for script, recipe, files in (
-        ('train_lm.py', lm, text_files()),
-        ('train_sokoban.py', agent, board_files()),
-    ):
-        defaults = read_script(ROOT / script)[0]
-        for name, own in files:
-            settings, expected = dict(defaults), recipe | own
-            read_config(str(ROOT / 'config' / name), settings, defaults)
-            assert {key: settings[key] for key in expected} == expected, name
-            seen.add(name)
-    families = ('small', 'medium', 'sokoban_small', 'sokoban_medium', 'sokoban_large')
-    assert {name for name in os.listdir(ROOT / 'config') if name.startswith(families)} == seen
-
-
 OURS = {  # our own small runs: what they change of the recipe but for sizes
-    'demo.py': {'warmup_iters': 20, 'max_iters': 200},
-    'tiny_lm.py': {'warmup_iters': 17, 'max_iters': 168, 'tokens_per_step': 10240},
-    'tiny_gpt.py': {
-        'warmup_iters': 17,
-        'max_iters': 168,
-        'tokens_per_step': 10240,
-        'recurrent': False,
-    },
-    'sokoban_demo.py': {
-        'learning_rate': 1e-3,
-        'n_envs': 64,
-        'unroll': 10,
-        'total_steps': 1_600_000,
-    },
-    'sokoban_tiny.py': {
-        'learning_rate': 1e-3,
-        'n_envs': 64,
-        'unroll': 10,
-        'total_steps': 1_152_000,
-    },
+    'demo': 'warmup_iters=20 max_iters=200',
+    'tiny_lm': 'warmup_iters=17 max_iters=168',
+    'tiny_gpt': 'warmup_iters=17 max_iters=168 recurrent=False',
+    'sokoban_demo': 'learning_rate=1e-3 n_envs=64 unroll=10 total_steps=1600000',
+    'sokoban_tiny': 'learning_rate=1e-3 n_envs=64 unroll=10 total_steps=1152000',
 }
-SIZES = (
-    'tokenizer',
-    'tokens_per_step',
-    'max_iters',
-    'warmup_iters',
-    'val_streams',
-    'split',
-    'arch',
-)
-SIZES += ('n_layer', 'n_expert', 'n_embd', 'n_head', 'window', 'block_size')
+SIZES = 'tokenizer tokens_per_step val_streams split arch n_layer n_expert n_embd n_head window '
+SIZES += 'block_size'
+
+
+def settings_of(name):
+    """Of a config file."""
+    script = 'train_sokoban.py' if name.startswith('sokoban') else 'train_lm.py'
+    defaults = read_script(ROOT / script)[0]
+    settings = dict(defaults)
+    read_config(str(ROOT / 'config' / f'{name}.py'), settings, defaults)
+    return settings
+
+
+def rows_of(plan, only, monkeypatch):
+    """{(recurrent, L, E, d): settings}."""
+    for cached in (sweep.under, sweep.cost):
+        cached.cache_clear()
+    monkeypatch.chdir(ROOT)
+    configure(vars(sweep), [f'--plan={plan}', f'--only={only}', '--seeds=1'], quiet=True)
+    return {(r.recurrent, r.L, r.E, r.d): sweep.config_of(r) for r in sweep.plan_rows()}
+
+
+@pytest.mark.parametrize('name', TEXT)
+def test_language_models_of_the_paper(name, monkeypatch):
+    """The file, and the family's rows in a sweep, are the recipe at their own sizes, and nothing
+    else."""
+    plan, recurrent, blocks, window, chunk = TEXT[name]
+    own = {'recurrent': recurrent, 'window': window, 'block_size': chunk}
+    rows = rows_of(plan, 'd=768', monkeypatch)
+    for L in (*LEVELS, 32) if plan == 'lm-medium' else LEVELS:
+        sizes = own | {'n_layer': L, 'n_expert': blocks // L, 'out_dir': f'out/{name}'}
+        found = rows[recurrent, L, blocks // L, 768]
+        expected = RECIPES['train_lm.py'] | sizes
+        if L == 2:
+            assert settings_of(name).items() >= expected.items()
+        assert found.items() >= (expected | {'seed': 1}).items(), L
+
+
+@pytest.mark.parametrize('budget', ['small', 'medium', 'large'])
+def test_agents_of_the_paper(budget, monkeypatch):
+    """All rows with a solve rate in the paper, and the two config files."""
+    rows, n = rows_of(f'sokoban-{budget}', 'model=convlstm', monkeypatch), 0
+    with open(ROOT / 'results' / 'paper' / 'sokoban_solve_rates.csv') as file:
+        for row in csv.DictReader(file):
+            if row['budget'] == budget:
+                recurrent, sizes = row['variant'] == 'recurrent', [int(row[k]) for k in 'LEd']
+                own = dict(zip(('n_layer', 'n_expert', 'n_embd'), sizes, strict=True))
+                own |= {'recurrent': recurrent, 'seed': 1}
+                found, n = rows[recurrent, *sizes], n + 1
+                assert found.items() >= (RECIPES['train_sokoban.py'] | own).items()
+    assert n == 10
+    for name, recurrent in (('sokoban_small_L4', True), ('sokoban_small_ff_L4', False)):
+        own = {'recurrent': recurrent, 'out_dir': f'out/{name}'}
+        assert settings_of(name).items() >= (RECIPES['train_sokoban.py'] | own).items()
 
 
 @pytest.mark.parametrize('name', OURS)
 def test_config_files_of_our_own(name):
     """The small runs keep the paper's optimizer, schedule and loss but for what is named above."""
-    script, recipe = ('train_sokoban.py', AGENT) if 'sokoban' in name else ('train_lm.py', LM)
-    defaults = read_script(ROOT / script)[0]
-    settings = dict(defaults)
-    read_config(str(ROOT / 'config' / name), settings, defaults)
-    expected = {key: value for key, value in recipe.items() if key not in SIZES} | OURS[name]
-    assert {key: settings[key] for key in expected} == expected
+    recipe = AGENT if name.startswith('sokoban') else LM
+    kept = {key: value for key, value in recipe.items() if key not in SIZES.split()}
+    assert settings_of(name).items() >= (kept | table(OURS[name])).items()
 
 
 # ---- language models: sizes, optimizers, schedule ----
@@ -267,21 +164,12 @@ def test_sizes_of_language_models():
     for D, H in ((384, 4), (768, 8), (1536, 16)):
         c = ModelConfig(n_embd=D)
         assert (c.n_head, c.n_kv_head, c.head_dim, c.vocab_size) == (H, H // 2, 96, 50304)
-    model = build_model(
-        ModelConfig(vocab_size=11, n_layer=1, n_expert=3, n_embd=192), recurrent=True
-    )
-    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == {
-        'embedding': (11, 192),
-        'head': (11, 192),
-        'levels.0.wq': (3, 192, 192),
-        'levels.0.wk': (3, 96, 192),
-        'levels.0.wv': (3, 96, 192),
-        'levels.0.wo': (3, 192, 192),
-        'levels.0.up': (3, 768, 192),
-        'levels.0.down': (3, 192, 768),
-        'levels.0.a': (),
-        'levels.0.b': (),
-    }
+    sizes = ModelConfig(vocab_size=11, n_layer=1, n_expert=3, n_embd=192)
+    model = build_model(sizes, recurrent=True)
+    found = {name.split('.')[-1]: tuple(p.shape) for name, p in model.named_parameters()}
+    assert found == table("""
+        embedding=(11,192) head=(11,192) a=() b=() wq=(3,192,192) wk=(3,96,192) wv=(3,96,192)
+        wo=(3,192,192) up=(3,768,192) down=(3,192,768)""")
 
 
 @pytest.fixture(scope='module')
@@ -296,20 +184,10 @@ def text(tmp_path_factory):
 
 def lm_run(text, **settings):
     """A run of the defaults, but for its size, with weights that all matter."""
-    small = {
-        'data_dir': text,
-        'tokenizer': 'bytes',
-        'tokens_per_step': 128,
-        'n_layer': 1,
-        'n_expert': 2,
-        'n_embd': 192,
-        'val_tokens': 96,
-        'val_streams': 3,
-        'device': 'cpu',
-        'dtype': 'float32',
-        'threads': 1,
-    }
-    argv = [f'--{key}={value}' for key, value in (small | settings).items()]
+    small = table("""tokenizer='bytes' tokens_per_step=128 n_layer=1 n_expert=2 n_embd=192
+        val_tokens=96 val_streams=3 device='cpu' dtype='float32' threads=1""")
+    small |= {'data_dir': text, **settings}
+    argv = [f'--{key}={value}' for key, value in small.items()]
     run = train_lm.make_run(configure(vars(train_lm), argv, quiet=True))
     torch.manual_seed(0)
     with torch.no_grad():
@@ -322,19 +200,8 @@ def lm_run(text, **settings):
 def test_language_model_settings_arrive(text, recurrent):
     """Each setting of the model in its own place; whole rows of block_size tokens; validation in so
     many streams."""
-    sizes = {
-        'n_layer': 3,
-        'n_expert': 2,
-        'n_embd': 48,
-        'n_head': 6,
-        'n_kv_head': 3,
-        'window': 7,
-        'block_size': 16,
-        'aggregation': 'softmax_mean',
-        'share_kv': False,
-        'residual': 'shared',
-        'router_dim': 5,
-    }
+    sizes = table("""n_layer=3 n_expert=2 n_embd=48 n_head=6 n_kv_head=3 window=7 block_size=16
+        aggregation='softmax_mean' share_kv=False residual='shared' router_dim=5""")
     run = lm_run(text, recurrent=recurrent, seed=5, **sizes)
     assert vars(run.model.config) == sizes | {'vocab_size': 256, 'path': 'fast'}
     assert type(run.model).__name__ == ('RecurrentGPT' if recurrent else 'GPT')
@@ -345,7 +212,7 @@ def test_language_model_settings_arrive(text, recurrent):
 
 AT_192 = {'embedding': 0.4, 'head': 0.008}  # (192 / 768)^-0.5 = 2 times the rates at 768
 AT_768 = {'embedding': 0.2, 'head': 0.004}
-MUON = {'wq': 1, 'wk': 1, 'wv': 1, 'wo': 1, 'up': 2, 'down': 1, 'router_q': 1, 'router_k': 1}
+MUON = table('wq=1 wk=1 wv=1 wo=1 up=2 down=1 router_q=1 router_k=1')  # sqrt(max(1, out / in))
 ADAM = ('a', 'b', 'router_q_bias', 'router_k_bias', 'expert_embedding')
 
 
@@ -355,44 +222,31 @@ def test_who_optimizes_what(text, n_embd, rates):
     run = lm_run(text, n_embd=n_embd, n_expert=1, aggregation='softmax_l2')
     muon, adamw = run.optimizers
     assert type(muon) is Muon and type(adamw) is torch.optim.AdamW
-    found = {}
-    names = {id(p): name.split('.')[-1] for name, p in run.model.named_parameters()}
-    for kind, optimizer in (('muon', muon), ('adamw', adamw)):
+    names, found = {id(p): name.split('.')[-1] for name, p in run.model.named_parameters()}, {}
+    for optimizer in run.optimizers:
         for group in optimizer.param_groups:
             for p in group['params']:
                 assert names[id(p)] not in found
-                found[names[id(p)]] = kind, group['peak_lr']
-    expected = {name: ('adamw', rate) for name, rate in rates.items()}
-    expected |= {name: ('muon', 0.02) for name in MUON} | {name: ('adamw', 0.02) for name in ADAM}
-    assert found.keys() == expected.keys()
-    for name, (kind, rate) in expected.items():
-        assert found[name] == (kind, pytest.approx(rate)), name
-    of_muon = {'momentum': 0.95, 'nesterov': True, 'ns_steps': 5, 'weight_decay': 0.01}
-    of_adamw = {'betas': (0.8, 0.95), 'eps': 1e-10, 'weight_decay': 0.0, 'amsgrad': False}
+                found[names[id(p)]] = optimizer, group['peak_lr']
+    expected = {name: (adamw, rate) for name, rate in rates.items()}
+    expected |= {name: (muon, 0.02) for name in MUON} | {name: (adamw, 0.02) for name in ADAM}
+    assert found == {name: (o, pytest.approx(rate)) for name, (o, rate) in expected.items()}
+    of_muon = table('momentum=0.95 nesterov=True ns_steps=5 weight_decay=0.01')
+    of_adamw = table('betas=(0.8,0.95) eps=1e-10 weight_decay=0.0 amsgrad=False')
     for optimizer, wanted in ((muon, of_muon), (adamw, of_adamw)):
         for group in optimizer.param_groups:
             assert {key: group[key] for key in wanted} == wanted
-
-
-def test_defaults_of_muon():
     p = torch.nn.Parameter(torch.ones(2, 2))
-    assert Muon([p]).defaults == {
-        'lr': 0.02,
-        'momentum': 0.95,
-        'nesterov': True,
-        'ns_steps': 5,
-        'weight_decay': 0.01,
-    }
+    assert Muon([p]).defaults == of_muon | {'lr': 0.02}
 
 
-SCHEDULE = {  # update: fraction of every peak; 100 of warm-up, half a cosine to 1/100 over 9,900
-    0: 0.01,
-    49: 0.5,
-    99: 1.0,
-    2574: 0.01 + 0.99 * (1 + math.sqrt(0.5)) / 2,
-    5049: 0.505,
-    9999: 0.01,
-}
+# update: fraction of every peak; 100 of warm-up, half a cosine to 1/100 over 9,900
+SCHEDULE = {0: 0.01, 49: 0.5, 99: 1.0, 5049: 0.505, 9999: 0.01}
+SCHEDULE[2574] = 0.01 + 0.99 * (1 + math.sqrt(0.5)) / 2
+
+
+def norm_of(tensors):
+    return torch.cat([x.flatten() for x in tensors]).norm().item()
 
 
 @pytest.mark.parametrize('recurrent', [True, False])
@@ -403,36 +257,32 @@ def test_updates_of_a_language_model(text, recurrent):
     sqrt(max(1, out / in))."""
     sizes = {'tokens_per_step': 512, 'block_size': 16}
     run = lm_run(text, recurrent=recurrent, aggregation='softmax_l2', **sizes)
-    clipped = []
+    clipped = set()
     for step, fraction in SCHEDULE.items():
         with torch.no_grad():
             run.model.head.normal_(std=1.0 if step == 99 else 1e-3)
         model, loader = copy.deepcopy(run.model), copy.deepcopy(run.loader)
         x, y, reset = loader.next()
-        state = None if reset or not recurrent else run.state
-        exact, _ = model(x, y, state)
+        exact, _ = model(x, y, None if reset or not recurrent else run.state)
         exact.backward()
         for optimizer in run.optimizers:
             optimizer.state.clear()
         run.step = step
         loss, norm, _ = train_lm.train_update(run, False)
-        assert loss == pytest.approx(exact.item(), rel=1e-4)
-        length = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
-        assert norm == pytest.approx(length, rel=1e-3)
-        left = torch.cat([p.grad.flatten() for p in run.model.parameters()]).norm().item()
+        length = norm_of(p.grad for p in model.parameters())
+        assert (loss, norm) == (pytest.approx(exact.item(), rel=1e-4), pytest.approx(length, 1e-3))
+        left = norm_of(p.grad for p in run.model.parameters())
         assert left == pytest.approx(min(1.0, length), rel=1e-3)
-        clipped.append(length > 1)
+        clipped.add(length > 1)
         for group in (group for optimizer in run.optimizers for group in optimizer.param_groups):
             assert group['lr'].item() == pytest.approx(group['peak_lr'] * fraction, rel=1e-5)
-        for (name, before), after in zip(
-            model.named_parameters(), run.model.parameters(), strict=True
-        ):
-            check_step(name.split('.')[-1], before.detach(), after.detach(), fraction)
-    assert set(clipped) == {True, False}
+        after = dict(run.model.named_parameters())
+        for name, before in model.named_parameters():
+            check_step(name.split('.')[-1], (before - after[name]).detach(), fraction)
+    assert clipped == {True, False}
 
 
-def check_step(name, before, after, fraction):
-    change = before - after
+def check_step(name, change, fraction):
     if name in MUON:
         longest = torch.linalg.matrix_norm(change, 2) / (0.02 * fraction * MUON[name])
         assert 0.7 < longest.min() and longest.max() < 1.4, name
@@ -443,42 +293,24 @@ def check_step(name, before, after, fraction):
 
 # ---- agents: sizes, optimizer, loss, schedule ----
 
-LEVEL = """\
-##########
-#        #
-#  @$ .  #
-#        #
-#   $ .  #
-#        #
-#   $ .  #
-#        #
-#   $ .  #
-##########"""
-
 
 @pytest.fixture(scope='module')
 def level(tmp_path_factory):
+    """Four boxes, each two steps left of its target; the agent stands beside the first."""
+    board = np.full((1, 10, 10), ord('#'), np.uint8)
+    board[:, 1:-1, 1:-1] = ord(' ')
+    board[:, 2::2, 4], board[:, 2::2, 6], board[:, 2, 3] = b'$.@'
     path = tmp_path_factory.mktemp('level') / 'one.npy'
-    board = np.frombuffer(LEVEL.replace('\n', '').encode(), np.uint8).reshape(1, 10, 10)
     np.save(path, check_boards(board, 'one'))
     return path
 
 
 def agent_run(level, **settings):
     """A run of the defaults, but for its size, on one level; its policy has some opinion."""
-    small = {
-        'split': level,
-        'eval_split': level,
-        'arch': 'convglu',
-        'n_layer': 1,
-        'n_embd': 4,
-        'head_dim': 8,
-        'device': 'cpu',
-        'dtype': 'float32',
-        'threads': 1,
-        'compile': False,
-    }
-    argv = [f'--{key}={value}' for key, value in (small | settings).items()]
+    small = table("""arch='convglu' n_layer=1 n_embd=4 head_dim=8 device='cpu' dtype='float32'
+        threads=1 compile=False""")
+    small |= {'split': level, 'eval_split': level, **settings}
+    argv = [f'--{key}={value}' for key, value in small.items()]
     run = train_sokoban.make_run(configure(vars(train_sokoban), argv, quiet=True))
     with torch.no_grad():
         run.model.logits.weight.mul_(100)
@@ -486,21 +318,11 @@ def agent_run(level, **settings):
 
 
 def test_agent_settings_arrive(level):
-    sizes = {
-        'arch': 'convglu',
-        'recurrent': False,
-        'n_layer': 3,
-        'n_expert': 2,
-        'n_embd': 6,
-        'aggregation': 'softmax_mean',
-        'router_dim': 5,
-        'residual': 'shared',
-        'head_dim': 7,
-    }
+    sizes = table("""arch='convglu' recurrent=False n_layer=3 n_expert=2 n_embd=6
+        aggregation='softmax_mean' router_dim=5 residual='shared' head_dim=7""")
     run = agent_run(level, **sizes)
     assert vars(run.model.config) == sizes | {'radius': -1, 'dtype': 'float32', 'path': 'fast'}
-    run = agent_run(level, n_expert=4, radius=2)
-    assert run.model.config.radius == 2
+    assert agent_run(level, n_expert=4, radius=2).model.config.radius == 2
 
 
 def test_agents_begin_as_the_design_says():
@@ -518,13 +340,7 @@ def test_adam(level):
     (group,) = run.optimizer.param_groups
     assert type(run.optimizer) is torch.optim.Adam
     assert [id(p) for p in group['params']] == [id(p) for p in run.model.parameters()]
-    wanted = {
-        'betas': (0.9, 0.999),
-        'eps': 1e-6,
-        'weight_decay': 0,
-        'amsgrad': False,
-        'maximize': False,
-    }
+    wanted = table('betas=(0.9,0.999) eps=1e-6 weight_decay=0 amsgrad=False maximize=False')
     assert {key: group[key] for key in wanted} == wanted
     assert run.env.N == 32 and run.updates == 78125  # 50,000,000 / (32 x 20)
 
@@ -536,9 +352,8 @@ def test_rollout_and_loss(level):
     run = agent_run(level)
     run.env.steps[::3], run.env.steps[1::3] = 120 - 7, 120 - 20
     batch = train_sokoban.rollout(run)
-    assert (
-        batch['reward'].shape == (20, 32) and batch['done'].sum() >= 22 and batch['done'][-1].any()
-    )
+    assert batch['reward'].shape == (20, 32)
+    assert batch['done'].sum() >= 22 and batch['done'][-1].any()
     stats = train_sokoban.backward(run, batch)
     value, reward, done = (batch[key].detach().double() for key in ('value', 'reward', 'done'))
     advantage = torch.zeros(20, 32, dtype=torch.float64)
@@ -560,8 +375,7 @@ def test_rollout_and_loss(level):
 def test_updates_of_an_agent(level):
     """Adam's rate is 4e-4, annealed linearly to 0 over 78,125 updates; its first step is its rate
     in every entry; a gradient longer than 1 is clipped to 1."""
-    run = agent_run(level)
-    clipped = []
+    run, clipped = agent_run(level), set()
     for step, rate in ((0, 4e-4), (15625, 3.2e-4), (39062.5, 2e-4), (62500, 8e-5)):
         run.step = step
         run.optimizer.state.clear()
@@ -571,11 +385,9 @@ def test_updates_of_an_agent(level):
         stats, games, _ = train_sokoban.update(run, False)
         assert games.shape == (20, 3, 32)
         assert run.optimizer.param_groups[0]['lr'].item() == pytest.approx(rate, rel=1e-5)
-        left = torch.cat([p.grad.flatten() for p in run.model.parameters()]).norm().item()
+        left = norm_of(p.grad for p in run.model.parameters())
         assert left == pytest.approx(min(1.0, stats['grad_norm']), rel=1e-3)
-        clipped.append(stats['grad_norm'] > 1)
-        change = max(
-            (a - p).abs().max().item() for a, p in zip(before, run.model.parameters(), strict=True)
-        )
-        assert rate * 0.5 < change < rate * 1.01
+        clipped.add(bool(stats['grad_norm'] > 1))
+        pairs = zip(before, run.model.parameters(), strict=True)
+        assert 0.5 < max((a - p).abs().max().item() for a, p in pairs) / rate < 1.01
     assert True in clipped

@@ -86,9 +86,9 @@ def agents(settings):
     from convlstm import AgentConfig, build_agent
 
     for sizes in (
-        {'kind': 'convlstm'},
-        {'kind': 'convglu'},
-        {'kind': 'convglu', 'residual': 'shared'},
+        {'arch': 'convlstm'},
+        {'arch': 'convglu'},
+        {'arch': 'convglu', 'residual': 'shared'},
     ):
         found = {}
         for path in ('plain', 'fast', 'compiled'):
