@@ -51,7 +51,7 @@ log_interval = 1               # updates between printed lines; log.jsonl has th
 plot = False                   # draw out_dir/loss.png at the end (matplotlib)
 tensorboard = False            # also write TensorBoard files into out_dir
 wandb = False                  # also log to Weights & Biases
-wandb_project = 'parallel-experts'  # there
+wandb_project = 'parallel-experts'  # its project there
 # data
 tokenizer = 'gpt2'             # 'gpt2' or 'bytes'; must be the one the shards were made with
 tokens_per_step = 131072       # tokens of an update, over all ranks and micro-batches (the paper's)
