@@ -189,7 +189,7 @@ FIRST = (
     *(('train', L, E, C) for C in (256, 2048, 32, 128, 64, 1024) for L, E in LEVELS),
     *(('train', L, E, C, 262144) for C in (64, 256, 2048, 32, 128, 1024) for L, E in LEVELS),
 )
-SMALL_FIRST = ('train', 2, 8, 32), ('decode', 2, 8), ('kernels', 2, 8), ('sokoban', 1, 1, 32)
+SMALL_FIRST = ('train', 2, 8, 32, 1024), ('decode', 2, 8), ('kernels', 2, 8), ('sokoban', 1, 1, 32)
 SMOKE = 'triton or graph'  # of tests/test_gpu.py: every capture and kernel
 LIMITS = {'smoke': 180, 'train': 240}  # seconds of a step
 LIMIT = 150  # of another

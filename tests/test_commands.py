@@ -120,7 +120,8 @@ def settings_of(script, argv, folder):
     if script == 'bench.py':
         boards = '--suite=sokoban' in argv
         paths = 'eager' if '--suite=kernels' in argv else 'fast'
-        more = ['cells=(1,1,4),', 'n_envs=2'] if boards else ['cells=(1,1,8,32),', 'n_embd=128']
+        cells = "('decode',1,1,8,32)," if '--suite=first' in argv else '(1,1,8,32),'
+        more = ['cells=(1,1,4),', 'n_envs=2'] if boards else [f'cells={cells}', 'n_embd=128']
         more += [] if any(a.startswith('--paths=') for a in argv) else [f'paths={paths}']
     if script == 'sweep.py' and {'--run', '--figure', '--table=solve'} & set(argv):
         text = 'lm-small' in argv or config.startswith(('study_lm', 'study_re', 'study_ag'))

@@ -196,7 +196,7 @@ def test_train_lm_graphs_replay_what_runs_eagerly(tmp_path, monkeypatch, case):
 @pytest.mark.parametrize('aggregation, share_kv', [('sqrt_sum', True), ('softmax_l2', False)])
 @pytest.mark.parametrize('name', [*unroll.TRITON, 'loss'])
 def test_each_triton_kernel_in_bf16_against_float64(monkeypatch, name, aggregation, share_kv):
-    """Two chunks of three blocks by this kernel, faster or not, and compiled PyTorch for the rest."""
+    """Two chunks of three blocks by this kernel, faster or not, the rest compiled PyTorch."""
     pytest.importorskip('triton')
     monkeypatch.setattr(unroll, 'choose', lambda *_: frozenset(unroll.TRITON) & {name})
     monkeypatch.setattr(kernels, 'loss_by_triton', lambda *sizes: name == 'loss')
