@@ -128,12 +128,10 @@ def test_convlstm_plans_are_the_papers_84_rows_in_order():
 
 
 def test_the_rule_by_hand():
-    """C(d) = 9 (32 + 2d) 4d: C(128) = 1,327,104, C(64) = 368,640, C(32) = 110,592."""
-    rows = agents('model=convlstm variant=recurrent', '--seeds=1')
-    some = [(2, 2, 64), (2, 6, 32), (4, 1, 64), (4, 3, 32), (8, 2, 32), (16, 1, 32)]
-    assert [r[3:6] for r in rows] == [(1, 1, 128), (1, 4, 64), (1, 12, 32), *some]
-    assert sweep.cost(rows[0])[0] == 100 * 1327104
-    assert sweep.over_budget(rows[3]) == pytest.approx(4 * 368640 / 1327104)
+    """C(d) = 9 (32 + 2d) 4d a cell of 100: C(128) = 1,327,104, C(64) = 368,640."""
+    rows = agents('L=2 model=convlstm variant=recurrent', '--seeds=1')
+    assert sweep.cost(rows[0])[0] == 100 * 2 * 2 * 368640
+    assert sweep.over_budget(rows[0]) == pytest.approx(4 * 368640 / 1327104)
     glu = agents('model=convglu variant=feedforward', '--seeds=1')
     some = [(2, 2, 64), (2, 8, 32), (4, 1, 64), (4, 4, 32), (8, 2, 32), (16, 1, 32)]
     assert [r[3:6] for r in glu] == [(1, 1, 128), (1, 4, 64), (1, 16, 32), *some]
