@@ -1,340 +1,447 @@
 """
-Speed and memory of the models on whatever device there is.
+Speed and memory of the models on whatever device there is, beside the paper's and a roofline.
 
-    python bench.py                                               # suite cpu: plain against fast, a size for 2 CPU cores
-    python bench.py --suite=train --budget=540                    # the paper's throughput table; says how to go on with what is left
-    python bench.py --suite=decode                                # and its latency table
+    python bench.py                               # suite cpu: plain against fast, for 2 CPU cores
+    python bench.py --suite=first --budget=540    # a GPU's first half-hour; the same again goes on
+    python bench.py --suite=train --budget=540    # the paper's throughput table; tells how to go on
+    python bench.py --suite=decode                # and its latency table
     python bench.py --suite=kernels
-    python bench.py --suite=sokoban --paths=fast                  # bench_sokoban.py, with its settings
-    python bench.py --compare=A.json,B.json                       # or --compare A.json B.json: ratios of the rows they share
+    python bench.py --suite=sokoban --paths=compiled,compiled_recompute
+    python bench.py --suite=baselines --paths=lstm,lstm_bf16,compiled,compiled_bf16
+    python bench.py --compare=A.json,B.json       # or --compare A.json B.json: the rows they share
 
-cpu      forward + backward of a chunk (embedding, core, head, loss); head and loss alone; a token step from the difference
-train    complete updates of train_lm.py, loader and optimizer included, T = W = C. The paper's tokens an update are 4 GPUs': one GPU runs
-         a quarter of them, B = tokens / 4 / C streams, and is held to a quarter of the paper's figure
-decode   one token for each of B streams after a cache filled to C = W; the paper's figure is that of 4 GPUs
-kernels  the unroll's pieces for one token and level, the loss of a slice of rows, Muon's iteration; one path against the other
-A cell is (L, E, C, B), in suite train (L, E, C, tokens an update); a shorter one stands for all of the suite's own that begin so.
-measure.py says how it is measured. The yardsticks are a large matrix product in each dtype and a large copy; "of roofline" is the time of
-`floor` at their rates over the time measured. Memory: on a GPU torch's own peak (max_memory_allocated), warm-up and capture included; on a
-CPU the process's peak resident memory less what it held after importing torch.
+cpu        forward and backward of a chunk (embedding, core, head, loss); head and loss alone; a
+           token step from the difference
+baselines  the same and the optimizer, beside torch.nn.LSTM with as many parameters or, at E = 1, a
+           plain compiled Transformer, both with AdamW
+train      updates of train_lm.py, loader and optimizer included, T = W = C. The paper's tokens an
+           update are 4 GPUs': one GPU runs a quarter, B = tokens / 4 / C streams, and is held to a
+           quarter of the paper's figure
+decode     a token for each of B streams after a cache filled to C = W; the paper's is of 4 GPUs
+kernels    the unroll's pieces for a token and level, the loss of a slice of rows, Muon's iteration
+sokoban    updates of train_sokoban.py on generated levels, in environment steps a second
+first      yardsticks, smoke tests of tests/test_gpu.py, cells of the other suites, the most
+           telling first, the rest of the tests: each checked, in a process and with a time limit of
+           its own, its result written at once; a failure is told and passed by (exit status 1)
+A cell is (L, E, C, B), in train (L, E, C, tokens an update), in sokoban (L, E, d), in first a
+suite's name and such a cell; a shorter one stands for all of the suite's own that begin so.
+
+Another process measures. On a CPU every variant has its own, and all take turns with the
+yardsticks, so that a drift of the machine falls on all; on a GPU one measures the yardsticks, then
+all variants. One that dies or runs out of memory costs its variant alone. The yardsticks: a large
+product in each dtype, a large copy, for sokoban a 3x3 convolution with its backward. "Of roofline":
+the time of `floor` at their rates over that measured; "of conv rate": multiply-adds executed over
+the convolution's. Memory: on a GPU torch's peak (max_memory_allocated), warm-up and capture
+included; on a CPU the process's peak resident memory less what it held after importing torch.
 """
 
+import contextlib
+import copy
+import datetime
 import functools
+import gc
+import importlib.util
+import json
 import math
+import multiprocessing
 import os
+import platform
+import re
 import shlex
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable
 
-from configurator import (
-    configure,
-    fail,
-    gathered,
-    joined,
-    run_script,
-)  # before torch: how threads wait, what ctrl-C does
+# before torch: how threads wait, what ctrl-C does
+from configurator import configure, fail, first_line, gathered, run_script, write_json, write_text
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
+import baselines
 import kernels
 import muon
 import train_lm
-import unroll
-from checkpoint import pick_device, pick_dtype
+import train_sokoban
+from checkpoint import commit, device_name, keep_memory, out_of_memory, pick_device, pick_dtype
+from convlstm import AgentConfig
 from data_fineweb import REAL_VOCAB, VOCAB, open_meta, write_meta, write_shard
 from decode import Decoder
-from measure import (
-    column,
-    compare_reports,
-    earlier_rows,
-    end_all,
-    figure,
-    header,
-    key,
-    make_yardsticks,
-    markdown,
-    measure,
-    show,
-)
-from measure import speedup, spread, write_results
-from model import LanguageModel, ModelConfig, State, build_model, heads, leave, losses, token
+from model import ModelConfig, State, build_model, heads, leave, losses, token
+from unroll import BLOCK, Recipe, release, trial_cost, trials
 
 # fmt: off
 # what
-suite = 'cpu'                   # 'cpu', 'train', 'decode', 'kernels' or 'sokoban'
-cells = ()                      # such as (2,8,128,16),(4,4): see above. (): all of the suite's own, on a GPU the paper's
-paths = ''                      # plain, fast, compiled, gpt (the non-recurrent twin: L*E levels of one expert), ...: a wrong one lists all;
-                                # with _bf16 for that dtype. '': the suite's own
-n_embd = 0                      # D; 0: the suite's own
-block_size = 64                 # suites cpu and kernels: T, tokens of a training chunk (gpt: 2 C, whose mean context is W; as many in all)
-dtype = ''                      # 'float32', 'bfloat16' (autocast), 'auto': bfloat16 where that is fast; '': float32 on a CPU, else auto
+suite = 'cpu'      # cpu, baselines, train, decode, kernels, sokoban or first
+cells = ()         # such as (2,8,128,16),(4,4): see above. (): the suite's own, the paper's
+paths = ''         # plain, fast, compiled, gpt (not recurrent, L*E levels of one expert), ...: a
+                   # wrong one lists all; with _bf16 for that dtype. '': the suite's own
+n_embd = 0         # D; 0: the suite's own
+block_size = 64    # cpu, baselines, kernels: T, tokens of a chunk (gpt: 2 C, whose mean context is
+                   # W; as many in all)
+dtype = ''         # float32, bfloat16 (autocast; sokoban: convolutions), or auto: bfloat16 where
+                   # that is fast; '': float32 on a CPU but for sokoban, else auto
+# sokoban
+arch = 'convlstm'  # or convglu
+recurrent = True   # or the twin that carries nothing
+n_envs = 32        # boards
+unroll = 20        # steps an update
 # how
-rounds = 3                      # measurements of each variant; the median and the range are reported
-seconds = 0.5                   # least length of one measurement: short runs are repeated to fill it
-budget = 0                      # seconds after which no new cell begins; what is left, and the command for it, is told. 0: none
-device = 'auto'                 # 'auto': cuda if there is one; or 'cpu', 'cuda', 'cuda:1'
-threads = 0                     # CPU threads; 0: torch's choice
-out = ''                        # JSON file, with the table beside it as .md; '': results/<device>/<suite>.json
-append = False                  # keep the other rows of that file, which must be of the same commit, device and dtype
-compare = ''                    # A.json,B.json: print the ratios of the rows they share, measure nothing
+rounds = 3         # measurements of each variant; the median and the range are reported
+seconds = 0.5      # least length of one measurement: short runs are repeated to fill it
+check = False      # train, decode, sokoban: gradients (logits) against the plain pieces' on this
+                   # device; a cell that differs does not count. first: always
+budget = 0         # seconds after which no new cell begins; what is left is told. 0: none
+device = 'auto'    # auto: cuda if there is one; or cpu, cuda, cuda:1
+threads = 0        # CPU threads; 0: torch's choice
+out = ''           # JSON file, the table beside it as .md; '': results/<device>/<suite>.json
+append = False     # keep the other rows of that file: of the same commit, device and dtype
+compare = ''       # A.json,B.json: print the ratios of the rows they share, measure nothing
 # fmt: on
+RANGES = {'suite': 'cpu baselines train decode kernels sokoban first'.split()}
+RANGES |= {'arch': ['convlstm', 'convglu']}
+RANGES |= dict.fromkeys('rounds block_size n_envs unroll'.split(), (1, math.inf))
+RANGES |= dict.fromkeys('n_embd threads seconds budget'.split(), (0, math.inf))
 
 LEVELS = ((1, 16), (2, 8), (4, 4), (8, 2), (16, 1))
+CONTEXTS = {'train': (32, 64, 128, 256, 1024, 2048), 'decode': (128, 2048)}
+SMALL = ((2, 8),), (128,), (16,), 256, 256
 OWN = {  # suite: (L, E) of its cells, their C, their last number, D, V; on a GPU, on a CPU
-    'cpu': ((((2, 8),), (128,), (16,), 256, 256), (((2, 8),), (128,), (16,), 256, 256)),
+    'cpu': (SMALL, SMALL),
+    'baselines': ((((2, 8),), (128,), (512,), 768, 50304), SMALL),
     'train': (
-        (LEVELS, (32, 64, 128, 256, 1024, 2048), (131072, 262144), 768, 50304),
+        (LEVELS, CONTEXTS['train'], (131072, 262144), 768, 50304),
         (LEVELS, (32, 128), (16384,), 256, 256),
     ),
-    'decode': ((LEVELS, (128, 2048), (16,), 768, 50304), (((2, 8),), (128,), (16,), 256, 256)),
-    'kernels': ((((2, 8),), (128,), (256,), 768, 50304), (((2, 8),), (128,), (16,), 256, 256)),
+    'decode': ((LEVELS, CONTEXTS['decode'], (16,), 768, 50304), SMALL),
+    'kernels': ((((2, 8),), (128,), (256,), 768, 50304), SMALL),
 }
-MODELS = ('plain', 'fast', 'compiled', 'gpt', 'gpt_compiled')
-PATHS = {
-    'cpu': MODELS,
-    'train': MODELS,
-    'decode': ('plain', 'fast', 'ring', 'ring_compiled', 'gpt', 'gpt_ring', 'gpt_ring_compiled'),
-    'kernels': ('eager', 'compiled', 'triton'),
+PATHS = {  # a suite's own; the others it has
+    'cpu': ('plain,fast', 'compiled,gpt,gpt_compiled'),
+    'baselines': ('lstm,fast,compiled', 'plain,gpt,gpt_compiled,transformer'),
+    'train': ('compiled', 'plain,fast,gpt,gpt_compiled'),
+    'decode': ('fast,ring,ring_compiled', 'plain,gpt,gpt_ring,gpt_ring_compiled'),
+    'kernels': ('eager,compiled,triton', ''),
+    # _recompute: the update runs its own forward instead of keeping the rollout's
+    'sokoban': ('fast,compiled', 'plain,plain_recompute,fast_recompute,compiled_recompute'),
 }
-DEFAULT_PATHS = {  # on a GPU, on a CPU; where E = 1 the paper has the Transformer too, and trains only that
-    'cpu': ('fast,compiled', 'plain,fast'),
-    'train': ('compiled', 'compiled'),
-    'decode': ('ring,ring_compiled', 'plain,fast,ring'),
-    'kernels': ('compiled,triton', 'eager,compiled,triton'),
+TWINS = {  # a suite's own at E = 1, where the paper has the Transformer too, and trains only that
+    'baselines': 'transformer,gpt,gpt_compiled',
+    'train': 'gpt_compiled',
+    'decode': 'ring,ring_compiled,gpt_ring,gpt_ring_compiled',
 }
-TWINS = {'train': 'gpt_compiled', 'decode': 'gpt_ring'}
 TOKENIZER = {V: name for name, V in VOCAB.items()}
 
-# The paper's tables, 4 H100: 1000 tokens/s at C = 32, 64, 128, 256, 1024, 2048 (None: out of memory), by tokens an update, model, L, E
-PAPER_TRAIN = {
-    (131072, 'transformer', 16, 1): (967.7, 1027.4, 1025.3, 1054.3, 1016.9, 968.1),
-    (131072, 'recurrent', 1, 16): (505.4, 445.7, 349.5, 229.4, 51.1, None),
-    (131072, 'recurrent', 2, 8): (265.8, 209.5, 145.2, 85.8, None, None),
-    (131072, 'recurrent', 4, 4): (189.7, 148.7, 99.1, None, None, None),
-    (131072, 'recurrent', 8, 2): (118.3, 88.4, None, None, None, None),
-    (262144, 'transformer', 16, 1): (886.9, 1031.5, 1095.8, 1132.0, 1095.8, 1071.5),
-    (262144, 'recurrent', 1, 16): (556.2, 526.4, 447.7, 313.1, None, None),
-    (262144, 'recurrent', 2, 8): (306.0, 264.6, 190.2, None, None, None),
-    (262144, 'recurrent', 4, 4): (199.9, 170.8, None, None, None, None),
-    (262144, 'recurrent', 8, 2): (None, None, None, None, None, None),
-}
-# and ms a token at C = 128 and 2048, 16 streams
-PAPER_DECODE = {
-    ('transformer', 16, 1): (0.565, 0.670),
-    ('recurrent', 1, 16): (0.108, 0.131),
-    ('recurrent', 2, 8): (0.431, 0.554),
-    ('recurrent', 4, 4): (0.552, 0.637),
-    ('recurrent', 8, 2): (0.815, 0.935),
-    ('recurrent', 16, 1): (1.402, 1.577),
-}
+# The paper's tables, 4 H100: 1000 tokens/s at C = 32, 64, 128, 256, 1024, 2048 by tokens an update,
+# or ms a token at C = 128, 2048 by streams, of a model, L, E (OOM: out of memory). The targets
+# planned for one H100, calculated, and what this code may come to on an H200 by its graphs' nodes,
+# FLOPs and bytes, modelled: neither was measured.
+FIGURES = """\
+paper train 131072 transformer 16 1: 967.7 1027.4 1025.3 1054.3 1016.9 968.1
+paper train 131072 recurrent 1 16: 505.4 445.7 349.5 229.4 51.1 OOM
+paper train 131072 recurrent 2 8: 265.8 209.5 145.2 85.8 OOM OOM
+paper train 131072 recurrent 4 4: 189.7 148.7 99.1 OOM OOM OOM
+paper train 131072 recurrent 8 2: 118.3 88.4 OOM OOM OOM OOM
+paper train 262144 transformer 16 1: 886.9 1031.5 1095.8 1132.0 1095.8 1071.5
+paper train 262144 recurrent 1 16: 556.2 526.4 447.7 313.1 OOM OOM
+paper train 262144 recurrent 2 8: 306.0 264.6 190.2 OOM OOM OOM
+paper train 262144 recurrent 4 4: 199.9 170.8 OOM OOM OOM OOM
+paper train 262144 recurrent 8 2: OOM OOM OOM OOM OOM OOM
+paper decode 16 transformer 16 1: 0.565 0.670
+paper decode 16 recurrent 1 16: 0.108 0.131
+paper decode 16 recurrent 2 8: 0.431 0.554
+paper decode 16 recurrent 4 4: 0.552 0.637
+paper decode 16 recurrent 8 2: 0.815 0.935
+paper decode 16 recurrent 16 1: 1.402 1.577
+target train 131072 transformer 16 1: 400 - - 500 500 500
+target train 131072 recurrent 1 16: 525 495 430 312 117 64
+target train 131072 recurrent 2 8: 463 428 361 248 85 45
+target train 131072 recurrent 4 4: 383 335 272 176 54 28
+target train 131072 recurrent 8 2: 281 236 181 108 31 16
+target decode 16 transformer 16 1: 0.304 0.555
+target decode 16 recurrent 1 16: 0.105 0.120
+target decode 16 recurrent 2 8: 0.121 0.153
+target decode 16 recurrent 4 4: 0.147 0.210
+target decode 16 recurrent 8 2: 0.199 0.325
+target decode 16 recurrent 16 1: 0.304 0.555
+modelled train 131072 recurrent 1 16: 448 424 363 295 124 69
+modelled train 131072 recurrent 2 8: 418 372 321 220 95 51
+modelled train 131072 recurrent 4 4: 355 321 221 144 62 33
+modelled train 131072 recurrent 8 2: 287 215 139 82 35 18"""
+FIGURES = dict(line.split(': ') for line in FIGURES.splitlines())
+TARGET_SOKOBAN = {(1, 1, 128): 55600, (4, 1, 64): 27800}  # 50M steps in 15 and 30 minutes
+
+# Suite first: what comes after the yardsticks and the smoke tests, then what is left of the suites
+TRAIN_FIRST = ((2, 8, 64), (1, 16, 64), (4, 4, 128), (8, 2, 256), (2, 8, 2048), (16, 1, 256))
+FIRST = (
+    *(('train', *cell) for cell in TRAIN_FIRST),
+    *(('decode', L, E, C) for L, E in ((2, 8), (1, 16)) for C in (128, 2048)),
+    *(('sokoban', *cell) for cell in TARGET_SOKOBAN),
+    ('kernels', 2, 8),
+    *(('decode', L, E) for L, E in ((16, 1), (4, 4), (8, 2))),
+    *(('train', L, E, C) for C in (256, 2048, 32, 128, 64, 1024) for L, E in LEVELS),
+    *(('train', L, E, C, 262144) for C in (64, 256, 2048, 32, 128, 1024) for L, E in LEVELS),
+)
+SMALL_FIRST = ('train', 2, 8, 32), ('decode', 2, 8), ('kernels', 2, 8), ('sokoban', 1, 1, 32)
+SMOKE = 'triton or graph'  # of tests/test_gpu.py: every capture and kernel
+LIMITS = {'smoke': 180, 'train': 240}  # seconds of a step
+LIMIT = 150  # of another
+LEAST = 60  # seconds of budget for which a step is begun; one that the budget cuts is begun again
+FAR = 0.1  # relative difference of a gradient or of logits that is no rounding of bfloat16's
 
 
-# ----------------------------------------------------------------------------- the measured work, as measure.py wants it
+# ---- the work: make(row, config) -> ({part: function to time}, what is known of it) ----
+# Known of it may be 'check': a function that gives {name: (tensor, the plain pieces' tensor)}.
 
 
-def fresh_model(model: dict, recurrent: bool, kind: str) -> tuple[LanguageModel, dict]:
-    """model: ModelConfig's fields -> the model, what is known of it."""
+def model_config(row: dict) -> ModelConfig:
+    """ValueError for sizes that do not fit together."""
+    path = row['path'].removesuffix('_bf16')
+    fused = path.endswith('compiled') or path == 'transformer'
+    how = 'plain' if path == 'plain' else 'compiled' if fused else 'fast'
+    sizes = {'window': row['C'], 'block_size': row['T'], 'path': how}
+    return ModelConfig(row['V'], row['L'], row['E'], row['D'], **sizes)
+
+
+def fresh_model(row: dict, device: str) -> tuple[torch.nn.Module, dict]:
+    """The row's model or baseline, and what is known of it."""
     torch.manual_seed(0)
-    model = build_model(ModelConfig(**model), recurrent).to(kind)
+    path, c = row['path'].removesuffix('_bf16'), model_config(row)
+    if path in baselines.LEARNING_RATE:
+        model = baselines.build(path, c).to(device)
+    else:
+        model = build_model(c, row['model'] == 'recurrent').to(device)
     with torch.no_grad():
         for p in model.parameters():
-            if p.dim() > 1 and not p.any():
-                p.normal_(
-                    0, 0.02
-                )  # what starts at zero: a processor may be faster at zeros than at numbers
+            if p.dim() > 1 and not p.any():  # a processor may be faster at zeros than at numbers
+                p.normal_(0, 0.02)
     flops = model.flops_per_token()
-    return model, {
-        'params': model.num_params()['total'],
-        'flops_per_token': sum(flops.values()),
-        'core_flops_per_token': flops['core'],
-    }
+    info = {'flops_per_token': sum(flops.values()), 'core_flops_per_token': flops['core']}
+    return model, {**info, 'params': model.num_params()['total']}
 
 
-def make_chunk(
-    model: dict, recurrent: bool, kind: str, amp: torch.dtype, B: int, optimizer: bool = False
-) -> tuple[dict[str, Callable], dict]:
-    """Parts 'chunk', forward and backward of B x T tokens with the state carried; 'head', head and loss of as many rows alone; with
-    `optimizer` that, an update."""
-    model, info = fresh_model(model, recurrent, kind)
-    T, V = model.config.block_size, model.config.vocab_size
-    x, y = torch.randint(V, (2, B, T), device=kind)
-    rows = torch.randn(B * T, model.config.n_embd, device=kind, requires_grad=True)
-    with train_lm.autocast(kind, amp):
-        carried = [model.init_state(B) if recurrent else None]
+def make_chunk(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
+    """Parts 'chunk', forward and backward of B x T tokens with the state carried; 'head', head and
+    loss of as many rows alone, or in suite baselines 'optimizer', an update."""
+    at, B, T = config['device'], row['B'], row['T']
+    autocast = functools.partial(train_lm.autocast, at, getattr(torch, row['dtype']))
+    x, y = torch.randint(row['V'], (2, B, T), device=at)
+    model, info = fresh_model(row, at)
+    ours = row['path'].removesuffix('_bf16') not in baselines.LEARNING_RATE
+    if ours:
+        optimizers = muon.make_optimizers(model, vars(train_lm))
+    else:
+        optimizers = [baselines.make_adamw(model)]
+    for group in (g for o in optimizers for g in o.param_groups):
+        group['lr'] = 1e-6  # hundreds of updates by one gradient must not drive weights to infinity
+    with autocast():
+        carried = [model.init_state(B) if row['model'] == 'recurrent' else None]
 
     def chunk():
         model.zero_grad(set_to_none=True)
-        with train_lm.autocast(kind, amp):
+        with autocast():
             loss, carried[0] = model(x, y, carried[0])
         loss.backward()
 
+    def optimizer():
+        for each in optimizers:
+            each.step()
+
     def head():
         rows.grad = model.head.grad = None
-        with train_lm.autocast(kind, amp):
-            kernels.head_loss(
-                rows, model.head, y.flatten(), losses, model.config.path == 'compiled'
-            ).backward()
+        with autocast():
+            fused = model.config.path == 'compiled'
+            kernels.head_loss(rows, model.head, y.flatten(), losses, fused).backward()
 
-    parts = {'chunk': chunk}
-    if optimizer:
-        optimizers = train_lm.make_optimizers(model)
-        for group in (g for o in optimizers for g in o.param_groups):
-            group['lr'] = (
-                1e-6  # hundreds of updates by one gradient must not drive the weights to infinity
-            )
-        return parts | {'optimizer': lambda: [o.step() for o in optimizers]}, {
-            **info,
-            'tokens': B * T,
-        }
-    return parts | {'head': head}, {**info, 'tokens': B * T}
+    info['tokens'] = B * T
+    if row['suite'] == 'baselines':
+        return {'chunk': chunk, 'optimizer': optimizer}, info
+    rows = torch.randn(B * T, row['D'], device=at, requires_grad=True)
+    return {'chunk': chunk, 'head': head}, info
 
 
-def make_token(
-    model: dict, recurrent: bool, kind: str, amp: torch.dtype, B: int, ring: str
-) -> tuple[dict[str, Callable], dict]:
-    """Part 'token': one greedy token for each of B streams, from a cache of W entries; by decode.Decoder (ring: 'ring' or 'compiled') or
-    by model.step ('')."""
-    model, info = fresh_model(model, recurrent, kind)
-    with train_lm.autocast(kind, amp):
+def make_token(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
+    """Part 'token': one greedy token for each of B streams, from a cache of W entries; by
+    decode.Decoder (paths ring) or by model.step."""
+    at, B, dt = config['device'], row['B'], getattr(torch, row['dtype'])
+    model, info = fresh_model(row, at)
+    with train_lm.autocast(at, dt):
         empty = model.init_state(B)
-    state = State(
-        *(torch.randn_like(x) for x in empty[:3]), torch.full_like(empty.count, model.config.window)
-    )
-    carried, info = (
-        [torch.randint(model.config.vocab_size, (B,), device=kind), state],
-        {**info, 'tokens': B},
-    )
-    if ring:
-        decoder = Decoder(model, B, amp=amp, compile=ring == 'compiled')
+    full = torch.full_like(empty.count, row['C'])
+    state = State(*(torch.randn_like(x) for x in empty[:3]), full)
+    carried, info['tokens'] = [torch.randint(row['V'], (B,), device=at), state], B
+
+    @torch.no_grad()
+    def step(tokens, state):
+        with train_lm.autocast(at, dt):
+            return model.step(tokens, state)
+
+    def greedy():
+        logits, carried[1] = step(*carried)
+        carried[0] = logits.argmax(-1)
+
+    if 'ring' not in row['path']:
+        return {'token': greedy}, info
+    decoder = Decoder(model, B, amp=dt, compile='compiled' in row['path'])
+    decoder.load(state)
+    decoder.step(carried[0])
+
+    def check():
         decoder.load(state)
-        decoder.step(carried[0])
-        for _ in range(4 if kind != 'cpu' else 0):  # three as they are, then the capture
-            decoder.step()
-        return {'token': decoder.step}, info
+        after, pairs = state, {}
+        for i, tokens in enumerate(torch.randint(row['V'], (4, B), device=at)):
+            decoder.step(tokens)
+            logits, after = step(tokens, after)
+            pairs[f'logits of token {i}'] = decoder.logits.clone(), logits
+        return pairs
 
-    def token():
-        with torch.no_grad(), train_lm.autocast(kind, amp):
-            logits, carried[1] = model.step(*carried)
-            carried[0] = logits.argmax(-1)
-
-    return {'token': token}, info
+    return {'token': decoder.step}, {**info, 'check': check}
 
 
-def make_update(settings: dict, path: str, kind: str) -> tuple[dict[str, Callable], dict]:
-    """Part 'update': a whole one of train_lm.py, as the user runs it. settings: train_lm's."""
-    arguments = {
-        **settings,
-        'path': 'plain' if path == 'plain' else 'fast',
-        'compile': 'compiled' in path,
-        'recurrent': 'gpt' not in path,
-        'max_iters': 10**6,
-        'val_tokens': 64,
-        'val_streams': 1,
-        'device': kind,
-    }
-    run = train_lm.make_run(
-        configure(vars(train_lm), [f'--{k}={v}' for k, v in arguments.items()], quiet=True)
-    )
+def make_run(script, settings: dict, row: dict, config: dict):
+    """A trainer's run, as the user has it."""
+    settings |= {'dtype': row['dtype'], 'device': config['device'], 'threads': config['threads']}
+    settings['path'] = 'plain' if row['path'].startswith('plain') else 'fast'
+    argv = [f'--{name}={value}' for name, value in settings.items()]
+    return script.make_run(configure(vars(script), argv, quiet=True))
+
+
+def make_update(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
+    """Part 'update': a whole one of train_lm.py."""
+    names = {'n_layer': 'L', 'n_expert': 'E', 'n_embd': 'D', 'window': 'C', 'block_size': 'T'}
+    settings = {name: row[letter] for name, letter in names.items()}
+    settings |= {'tokenizer': TOKENIZER[row['V']], 'tokens_per_step': row['B'] * row['T']}
+    settings |= {'val_tokens': 64, 'val_streams': 1, 'max_iters': 10**6}
+    settings |= {'compile': 'compiled' in row['path'], 'recurrent': row['model'] == 'recurrent'}
+    run = make_run(train_lm, {**settings, 'data_dir': config['data_dir']}, row, config)
     train_lm.prepare(run)
-    if arguments['compile'] and run.model.config.path == 'fast':
+    if settings['compile'] and run.model.config.path == 'fast':
         raise RuntimeError('torch.compile does not work here')
 
     def update():
         loss, _, _ = train_lm.train_update(run, False)
         run.step += 1
-        if not math.isfinite(loss):
-            raise RuntimeError('the loss is not finite')  # the optimizer would be left out
+        if not math.isfinite(loss):  # the optimizer would be left out
+            raise RuntimeError('the loss is not finite')
 
-    for _ in range(
-        4 if kind != 'cpu' else 0
-    ):  # three as they are, then the capture: replays are measured
-        update()
-    return {'update': update}, {
-        'params': run.model.num_params()['total'],
-        'flops_per_token': sum(run.model.flops_per_token().values()),
-        'tokens': settings['tokens_per_step'],
-    }
+    def gradients(state):
+        """Of a micro-batch from this state, as train_update has them."""
+        x, y, carried = run.inputs[run.rows]
+        run.buckets.zero()
+        for to, source in zip(carried or (), state, strict=True):
+            to.copy_(source)
+        chunk = f'chunk of {run.rows}', train_lm.forward_backward, run, x, y, carried
+        kernels.graphed(run.chunk_graphs, *chunk)
+        found = {name: p.grad.clone() for name, p in run.model.named_parameters()}
+        return {'loss': run.buckets.extra[0].clone(), **found}
+
+    def check():
+        state = [x.clone() for x in run.inputs[run.rows][2] or ()]
+        mine = gradients(state)
+        run.model.config.path, run.chunk_graphs, run.graphs = 'fast', None, None
+        empty(config['device'])  # the graphs' memory is needed
+        plain = gradients(state)
+        return {name: (mine[name], plain[name]) for name in mine}
+
+    info = {'tokens': settings['tokens_per_step'], 'params': run.model.num_params()['total']}
+    info['flops_per_token'] = sum(run.model.flops_per_token().values())
+    return {'update': update}, {**info, 'check': check}
+
+
+def make_agent(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
+    """Part 'update': a whole one of train_sokoban.py on generated levels, its games counted."""
+    path, _, recompute = row['path'].removesuffix('_bf16').partition('_')
+    settings = {'n_layer': row['L'], 'n_expert': row['E'], 'n_embd': row['D']}
+    settings |= {name: config[name] for name in ('recurrent', 'n_envs', 'unroll')}
+    settings |= {'arch': config['arch'], 'reuse': not recompute, 'eval_games': 1}
+    settings |= {'split': 'generated', 'eval_split': 'generated', 'n_levels': 5000}
+    run = make_run(train_sokoban, settings, row, config)
+    run.model.config.path = path
+
+    def update():
+        stats, games, _ = train_sokoban.update(run, False)
+        train_sokoban.count_games(run, games, stats)
+
+    def check():
+        """Rewards and gradients of an update at rate 0, and by the plain equations of the same
+        actions: a rounding may tip one."""
+        found, actions, sample = [], [], train_sokoban.sample
+        begun = copy.deepcopy((run.env, run.start, run.state, run.count))
+
+        def record(*args):
+            actions.append(sample(*args))
+            return actions[-1]
+
+        train_sokoban.learning_rate, train_sokoban.sample = 0.0, record
+        for _ in range(2):
+            stats, games, _ = train_sokoban.update(run, False)
+            clipped = max(1.0, stats['grad_norm'] / (train_sokoban.grad_clip or math.inf))
+            mine = {name: clipped * p.grad for name, p in run.model.named_parameters()}
+            found.append({**mine, 'games': games, 'loss': torch.tensor(stats['loss'])})
+            if run.graphs:  # a replay calls nothing
+                actions = run.graphs['rollout'][2]['action'].clone()
+            played = iter(actions)
+            train_sokoban.sample = lambda *_, played=played: next(played)
+            run.env, run.start, run.state, run.count = begun
+            run.model.config.path, run.graphs = 'plain', None
+        train_sokoban.sample = sample
+        return {name: (found[0][name], found[1][name]) for name in found[0]}
+
+    steps, macs = config['n_envs'] * config['unroll'], run.model.macs_per_step()
+    info = {'env_steps': steps, 'params': run.model.num_params()['total'], 'macs_per_step': macs}
+    # forward, twice as much backward, a second forward without reuse; not encoder, head, last value
+    info['macs'] = (4 if recompute else 3) * macs['executed'] * steps
+    return {'update': update}, {**info, 'check': check}
 
 
 @torch.no_grad()
-def make_kernels(
-    kind: str, amp: torch.dtype, model: dict, paths: list[str], B: int
-) -> tuple[dict[str, Callable], dict]:
-    """A part for each kernel and path, named 'kernel, path'; info: {part: (FLOPs, bytes)}, and {part: why not} of those that cannot run."""
+def make_kernels(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
+    """A part for each kernel and path, named 'kernel, path'; known: {part: (FLOPs, bytes)}, and
+    {part: why not} of those that cannot run."""
     torch.manual_seed(0)
-    c, cuda = ModelConfig(**model), kind != 'cpu'
-    E, D, V, n = c.n_expert, c.n_embd, c.vocab_size, min(c.block_size, unroll.BLOCK)
-    rows = kernels.rows_per_slice(B * c.block_size, V, torch.device(kind).type)
-    logits, target = (
-        torch.randn(rows, V, device=kind).to(amp),
-        torch.randint(V, (rows,), device=kind),
-    )
-    matrices = torch.randn(E, D, 4 * D, device=kind).bfloat16()
-    first = build_model(ModelConfig(**model), True).levels[0].to(kind)
-    runs = []  # kernel, path, function of triton, FLOPs, bytes
-
-    def loss(compile, triton):
-        return kernels.slice_loss(
-            losses,
-            logits.clone(),
-            target,
-            1 / rows,
-            'triton' if triton else 'compiled' if compile else 'eager',
-        )
-
-    for path in paths:
-        recipe = unroll.Recipe(
-            token,
-            heads,
-            leave,
-            first.kind(),
-            amp,
-            torch.float32,
-            compile=path != 'eager',
-            graphs=False,
-        )
-        sizes = B, D, c.window, n
-        runs += [
-            (name, path, run, *unroll.trial_cost(recipe, sizes)[name])
-            for name, run in unroll.trials(recipe, first.weights(), sizes, True).items()
-        ]
-        runs.append(
-            (
-                'loss',
-                path,
-                functools.partial(loss, path != 'eager'),
-                0,
-                4 * logits.numel() * amp.itemsize,
-            )
-        )  # the copy's too
-    newton = (
-        E * 5 * (2 * 2 * D * D * 4 * D + 2 * D**3),
-        5 * 4 * matrices.numel() * 2,
-    )  # five iterations of three products
-    runs += [
-        (
-            'orthogonalize',
-            'one by one',
-            lambda triton: [muon.orthogonalize(x) for x in matrices.split(1)],
-            *newton,
-        ),
-        ('orthogonalize', 'batched', lambda triton: (muon.orthogonalize(matrices),), *newton),
-    ]
+    at, dt, c = config['device'], getattr(torch, row['dtype']), model_config(row)
+    E, D, V, cuda = c.n_expert, c.n_embd, c.vocab_size, at != 'cpu'
+    first = build_model(c, True).levels[0].to(at)
+    sizes = row['B'], D, c.window, min(c.block_size, BLOCK)
+    rows = kernels.rows_per_slice(row['B'] * c.block_size, V, torch.device(at).type)
+    logits = torch.randn(rows, V, device=at).to(dt)
+    target = torch.randint(V, (rows,), device=at)
+    matrices = torch.randn(E, D, 4 * D, device=at).bfloat16()
     parts, info = {}, {'work': {}, 'missing': {}}
-    for name, path, run, *cost in runs:
+
+    def add(name, path, run, cost):
         part, once = f'{name}, {path}', functools.partial(run, path == 'triton')
-        error = why_not(run, cuda) if path == 'triton' else ''
-        if error:
+        if path == 'triton' and (error := why_not(run, cuda)):
             info['missing'][part] = error
-        else:  # on a GPU without the launches
-            parts[part], info['work'][part] = (
-                functools.partial(kernels.seconds_of, once) if cuda else once,
-                cost,
-            )
+            return
+        # on a GPU without the launches
+        parts[part] = functools.partial(kernels.seconds_of, once) if cuda else once
+        info['work'][part] = cost
+
+    def loss(path, triton):
+        way = 'triton' if triton else 'eager' if path == 'eager' else 'compiled'
+        return kernels.slice_loss(losses, logits.clone(), target, 1 / rows, way)
+
+    for path in row['paths']:
+        wide, fused = torch.float32, path != 'eager'
+        recipe = Recipe(token, heads, leave, first.rules(), dt, wide, fused, graphs=False)
+        costs = trial_cost(recipe, sizes)
+        for name, run in trials(recipe, first.weights(), sizes, True).items():
+            add(name, path, run, costs[name])
+        moved = 4 * logits.numel() * dt.itemsize  # the copy's too
+        add('loss', path, functools.partial(loss, path), (0, moved))
+    # five iterations of three products
+    newton = E * 5 * (2 * 2 * D * D * 4 * D + 2 * D**3), 5 * 4 * matrices.numel() * 2
+    single = matrices.split(1)
+    one_by_one = functools.partial(lambda _: [muon.orthogonalize(x) for x in single])
+    add('orthogonalize', 'one by one', one_by_one, newton)
+    add('orthogonalize', 'batched', lambda _: (muon.orthogonalize(matrices),), newton)
     return parts, info
 
 
@@ -343,513 +450,812 @@ def why_not(run: Callable, cuda: bool) -> str:
     if not cuda:
         return 'n/a (needs CUDA)'
     found = kernels.compare(run)
-    return found.get('error') or (
-        '' if kernels.agrees(found) else f'wrong by {found["difference"]:.1%}'
-    )
+    wrong = '' if kernels.agrees(found) else f'wrong by {found.get("difference", math.nan):.1%}'
+    return found.get('error') or wrong
 
 
-def write_data(folder: str, V: int, size: int) -> None:
-    """A synthetic shard of `size` tokens and a small validation shard."""
-    tokenizer, rng = TOKENIZER[V], np.random.default_rng(0)
-    for name, n in (('val_000000', 1000), ('train_000001', size)):
-        write_shard(
-            os.path.join(folder, f'fineweb_{name}.bin'), rng.integers(0, REAL_VOCAB[tokenizer], n)
-        )
-    write_meta(folder, open_meta(folder, tokenizer=tokenizer, source='bench.py'))
+def make_yardsticks(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
+    """A product of two large square matrices in each dtype, FLOPs; a copy too large for a cache,
+    bytes read and written; a convolution of boards enough to fill the device, multiply-adds."""
+    at = config['device']
+    n, size = (2048, 2**28) if at == 'cpu' else (8192, 2**30)
+    parts, work = {}, {}
+    for name in row['dtypes']:
+        a, b = torch.randn(2, n, n, device=at, dtype=getattr(torch, name))
+        parts[f'matmul {name}'] = functools.partial(torch.matmul, a, b)
+        work[f'matmul {name}'] = 2 * n**3
+    source, target = torch.ones(2, size, dtype=torch.uint8, device=at)
+    parts['copy'], work['copy'] = functools.partial(target.copy_, source), 2 * size
+    if row['conv']:
+        keep_memory()
+        how = {'device': at, 'dtype': getattr(torch, row['conv'])}
+        shapes = (640, 128, 10, 10), (512, 128, 3, 3), (640, 512, 10, 10)
+        made = [torch.randn(s, **how).to(memory_format=torch.channels_last) for s in shapes]
+        x, w = (tensor.requires_grad_() for tensor in made[:2])
+        parts['conv'] = lambda: torch.autograd.grad(F.conv2d(x, w, padding=1), (x, w), made[2])
+        work['conv'] = 3 * 640 * 100 * 9 * 128 * 512
+    return parts, {'work': work}
 
 
-# ----------------------------------------------------------------------------- the floor
+MAKERS = {
+    'cpu': make_chunk,
+    'baselines': make_chunk,
+    'train': make_update,
+    'decode': make_token,
+    'kernels': make_kernels,
+    'sokoban': make_agent,
+    'yardsticks': make_yardsticks,
+}
 
 
-def floor(
-    c: ModelConfig,
-    recurrent: bool,
-    B: int,
-    rate: float,
-    bandwidth: float,
-    size: int = 2,
-    decoding: bool = False,
-) -> dict[str, float]:
-    """{part: least seconds} of one token of each of B streams (trained in chunks of c.block_size), for matrix products at `rate` FLOP/s of
-    elements of `size` bytes, and memory at `bandwidth` bytes/s. Nothing overlaps but a product with the streaming of its own weights:
+# ---- the process that measures ----
 
-        product = max(2 n B / rate, n size / bandwidth)    a level's n weights, the E key-value matrices of a shared cache as one
+
+def timed(run: Callable, repeats: int, device: str) -> float:
+    """Seconds of one run(), the mean of `repeats`, with the device idle at both ends. A run that
+    returns a float has timed itself, once."""
+    wait = torch.cuda.synchronize if device != 'cpu' else time.time
+    wait()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        result = run()
+        if type(result) is float:
+            return result
+    wait()
+    return (time.perf_counter() - start) / repeats
+
+
+def memory(device: str, peak: bool) -> int:
+    """Bytes in use now or at the peak. Not getrusage's: a child's figure starts at its parent's."""
+    if device != 'cpu':
+        return torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
+    try:
+        with open('/proc/self/status') as file:
+            found = re.search(r'VmHWM:\s*(\d+)' if peak else r'VmRSS:\s*(\d+)', file.read())
+            return 1024 * int(found.group(1))
+    except OSError:
+        return 0  # only Linux tells
+
+
+def empty(device: str) -> None:
+    """Gives back what the variant before left, but not compiled code: the next may need it."""
+    release()
+    gc.collect()
+    if device != 'cpu':
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def difference(pairs: dict[str, tuple]) -> tuple[float, str]:
+    """The largest relative difference of {name: (tensor, reference)}, and whose it is. Vectors and
+    scalars count as one: a single number may be all rounding."""
+    small = [name for name in pairs if pairs[name][1].dim() == 1 or name.endswith(('.a', '.b'))]
+    if small:
+        parts = zip(*(pairs.pop(name) for name in small), strict=True)
+        pairs['vectors'] = [torch.cat([x.flatten() for x in part]) for part in parts]
+    off = {}
+    for name, (mine, plain) in pairs.items():
+        mine, plain = mine.double(), plain.double()
+        far = ((mine - plain).norm() / plain.norm().clamp(min=1e-30)).item()
+        off[name] = math.inf if math.isnan(far) else far
+    worst = max(off, key=off.get)
+    return off[worst], worst
+
+
+def answer_to(message: dict | float | str, made: dict, config: dict) -> dict:
+    """What the process says to a row, to be made and run once (compiling included), to the seconds
+    of a round of it, or to 'check'. made: what is kept from message to message."""
+    device, start = config['device'], time.perf_counter()
+    if message == 'check':
+        if made['check'] is None:
+            return {}
+        off, name = difference(made['check']())
+        far = {} if off < FAR else {'status': f'differs by {off:.1%} in {name}'}
+        return {'check': f'{off:.2%}', **far}
+    new = isinstance(message, dict)
+    if new:
+        made.clear()
+        empty(device)
+        base = memory(device, peak=False)
+        parts, info = MAKERS[message['suite']](message, config)
+        made |= {'parts': parts, 'base': base, 'check': info.pop('check', None)}
+    parts = made['parts']
+    if new or device == 'cpu':  # after the others' turns caches and clocks are cold
+        for _ in range(1 if device == 'cpu' else 5):  # three as they are, the capture, a replay
+            made['once'] = {part: timed(run, 1, device) for part, run in parts.items()}
+    if new:
+        if device == 'cpu':
+            with contextlib.suppress(OSError), open('/proc/self/clear_refs', 'w') as file:
+                file.write('5')  # forgets the peak; where this is not allowed, compiling counts
+        return {**info, 'first_run_s': time.perf_counter() - start}
+    repeats = {part: max(1, math.ceil(message / once)) for part, once in made['once'].items()}
+    figures = {part: timed(run, repeats[part], device) for part, run in parts.items()}
+    return {'seconds': figures, 'memory_bytes': memory(device, peak=True) - made['base']}
+
+
+def work(pipe: multiprocessing.connection.Connection, config: dict) -> None:
+    """The process: messages in, answers out; None ends it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the parent's business, which ends us
+    if config['device'] != 'cpu':
+        torch.cuda.set_device(config['device'])
+        torch.set_float32_matmul_precision('high')  # as train_lm.py
+    if config['threads']:
+        torch.set_num_threads(config['threads'])
+    made = {}
+    pipe.send('torch is imported')
+    while (message := pipe.recv()) is not None:
+        try:
+            answer = answer_to(message, made, config)
+        except (RuntimeError, MemoryError, ValueError) as error:  # must not end the others
+            told = 'OOM' if out_of_memory(error) else f'failed: {first_line(error)}'
+            answer = {'check' if message == 'check' else 'status': told}
+        pipe.send(answer)
+
+
+# ---- measuring ----
+
+
+def begin(config: dict) -> tuple:
+    """-> (process, pipe), torch imported."""
+    context = multiprocessing.get_context('spawn')
+    ours, theirs = context.Pipe()
+    process = context.Process(target=work, args=(theirs, config), daemon=True)
+    process.start()
+    theirs.close()
+    with contextlib.suppress(EOFError):
+        ours.recv()
+    return process, ours
+
+
+def end(pool: dict) -> None:
+    """Ends the processes {name: (process, pipe)}, and empties it."""
+    while pool:
+        process, pipe = pool.popitem()[1]
+        with contextlib.suppress(OSError):
+            pipe.send(None)
+        process.join(5)
+        process.kill()
+
+
+def ask(worker: tuple, message: dict | float | str, record: dict, until: float) -> str:
+    """One message to `work`, answered before `until`: the record gets the answer. -> a line."""
+    process, pipe = worker
+    try:
+        pipe.send(message)
+        while not pipe.poll(max(0.0, min(10.0, until - time.perf_counter()))):
+            print('    ...', flush=True)  # a first run compiles
+            if time.perf_counter() > until:
+                process.kill()
+        answer = pipe.recv()
+    except (EOFError, OSError):  # it is gone; Linux kills one that takes the last of the memory
+        process.join()
+        ended = f'failed: its process ended with {process.exitcode}'
+        ended = 'OOM' if process.exitcode == -signal.SIGKILL else ended
+        ended = 'failed: late' if time.perf_counter() > until else ended
+        answer = {'check' if message == 'check' else 'status': ended}
+    figures = answer.pop('seconds', {})
+    for part, value in figures.items():
+        record['seconds'].setdefault(part, []).append(value)
+    record.update(answer)
+    if record['status'] != 'ok' or message == 'check':
+        return answer.get('status') or answer.get('check', 'nothing to compare')
+    figures = figures or {'first run': answer['first_run_s']}
+    return ', '.join(f'{part} {value:.4g} s' for part, value in figures.items())
+
+
+def measure(group: dict[str, dict], config: dict, pool: dict, until: float = math.inf) -> dict:
+    """{label: row} -> {label: record}: status, first_run_s, memory_bytes, seconds {part: [one a
+    round]} and what `make` told. pool: {name: (process, pipe)}, which whoever gives it ends."""
+    cuda, labels, n = config['device'] != 'cpu', list(group), config['rounds']
+    records = {label: {'status': 'ok', 'seconds': {}} for label in labels}
+    turns = [(number, label) for number in range(n + 1 + config['check']) for label in labels]
+    if cuda:  # one after another
+        turns.sort(key=lambda turn: labels.index(turn[1]))
+    for number, label in turns:
+        record, name = records[label], 'gpu' if cuda else label
+        unchecked = number > n and group[label]['suite'] not in ('train', 'decode', 'sokoban')
+        if record['status'] != 'ok' or unchecked:
+            continue
+        if name not in pool:
+            pool[name] = begin(config)
+        message = group[label] if number == 0 else config['seconds'] if number <= n else 'check'
+        line = ask(pool[name], message, record, until)
+        turn = f'round {number}/{n}' if number <= n else 'check'
+        print(f'{turn}  {label}: {line}', flush=True)
+        if record['status'] != 'ok' or not pool[name][0].is_alive():
+            end({name: pool.pop(name)})  # gives its memory back at once
+    return records
+
+
+# ---- the floor, the paper, the figures of a row ----
+
+
+def floor(row: dict, rate: float, bandwidth: float) -> float:
+    """Least seconds of a token of each of B streams (trained in chunks of T), for products at
+    `rate` FLOP/s and memory at `bandwidth` bytes/s. Nothing overlaps but a product with the
+    streaming of its own weights:
+
+        product = max(2 n B / rate, n size / bandwidth)  a level's n weights; a shared cache's E
+                                                         key-value matrices count as one
         cache   = keys and values of W slots, each read once
         forward = L (product + cache)
-        backward= L (product + cache + dk, dv)             input gradients. dk, dv: fp32, read and written at the chunk's own slots
-        weights = L 2 n B / rate                           their gradients, over many tokens at once
-        head    = 3 x 2 D V B / rate                       with its gradients, over many tokens at once
+        backward= L (product + cache + dk, dv)           input gradients. dk, dv: fp32, read and
+                                                         written at the chunk's own slots
+        weights = L 2 n B / rate                         their gradients, over many tokens at once
+        head    = 3 x 2 D V B / rate                     and its gradients, the same
 
-    decoding: forward, and the head as one more product. GPT trains on whole sequences: everything is dense, attention (causal) too.
-    Not counted: activations, norms, the optimizer. A code that adds dk and dv for several tokens at once may go below."""
+    Decoding: forward, and the head as one more product. GPT trains on whole sequences: everything
+    is dense, attention (causal) too. Not counted: activations, norms, the optimizer. A code that
+    adds dk and dv for several tokens at once may go below."""
+    c, B, size = model_config(row), row['B'], 2 if row['dtype'] == 'bfloat16' else 4
     L, E, D, K, W, T = c.n_layer, c.n_expert, c.n_embd, c.head_dim, c.window, c.block_size
+    recurrent = row['model'] == 'recurrent'
     C = c.n_kv_head * (1 if recurrent and c.share_kv else E)  # cache heads
     n = E * (2 * D * D + 8 * D * D) + 2 * D * C * K
-    head = 2 * D * c.vocab_size * B / rate
-    cache = W * 2 * C * K * size * B / bandwidth
-    product = max(2 * n * B / rate, n * size / bandwidth)
-    if decoding:
-        return {
-            'forward': L * (product + cache),
-            'head': max(head, D * c.vocab_size * size / bandwidth),
-        }
+    weights, head = L * 2 * n * B / rate, 2 * D * c.vocab_size * B / rate
+    step = max(2 * n * B / rate, n * size / bandwidth) + W * 2 * C * K * size * B / bandwidth
+    if row['suite'] == 'decode':
+        return L * step + max(head, D * c.vocab_size * size / bandwidth)
     if not recurrent:
-        forward = L * (2 * n + 4 * (T + 1) / 2 * E * D) * B / rate
-        return {
-            'forward': forward,
-            'backward': forward,
-            'weights': L * 2 * n * B / rate,
-            'head': 3 * head,
-        }
-    own = sum(min(t + 1, W) for t in range(T)) / T
-    grads = own * 2 * C * K * 4 * 2 * B / bandwidth
-    return {
-        'forward': L * (product + cache),
-        'backward': L * (product + cache + grads),
-        'weights': L * 2 * n * B / rate,
-        'head': 3 * head,
-    }
+        return 2 * L * (2 * n + 4 * (T + 1) / 2 * E * D) * B / rate + weights + 3 * head
+    slots = sum(min(t + 1, W) for t in range(T)) / T
+    back = step + slots * 2 * C * K * 4 * 2 * B / bandwidth
+    return L * (step + back) + weights + 3 * head
 
 
-# ----------------------------------------------------------------------------- figures
-
-
-def paper_figure(row: dict, suite: str) -> float | str | None:
-    """The paper's figure for a row of its tables: tokens/s of one of its four GPUs, or ms a token; 'OOM'; None where it has none."""
+def published(row: dict) -> dict[str, float | str]:
+    """FIGURES of a row: paper, target and modelled, in tokens/s of one GPU (the paper's a quarter
+    of its four's) or ms a token."""
+    suite = row['suite']
+    if suite == 'sokoban':
+        target = TARGET_SOKOBAN.get((row['L'], row['E'], row['D']))
+        return {'target': target} if target else {}
     if (row['D'], row['V'], row['T']) != (768, 50304, row['C']):
-        return None
-    who = row['model'], row['L'], row['E']
-    if suite == 'train':
-        known = dict(
-            zip(
-                (32, 64, 128, 256, 1024, 2048),
-                PAPER_TRAIN.get((row['tokens_per_update'], *who), ()),
-                strict=False,
-            )
-        )
-        value = known.get(row['C'], ...)
-        return 'OOM' if value is None else None if value is ... else value * 1000 / 4
-    return (
-        dict(zip((128, 2048), PAPER_DECODE.get(who, ()), strict=False)).get(row['C'])
-        if row['B'] == 16
-        else None
-    )
+        return {}
+    n, found = row.get('tokens_per_update', row['B']), {}
+    for name in ('paper', 'target', 'modelled'):
+        who = f'{name} {suite} {n} {row["model"]} {row["L"]} {row["E"]}'
+        words = dict(zip(CONTEXTS[suite], FIGURES.get(who, '').split(), strict=False))
+        word = words.get(row['C'], '-')
+        if word != '-':
+            unit = 1 if suite == 'decode' else 250 if name == 'paper' else 1000
+            found[name] = word if word == 'OOM' else float(word) * unit
+    return found
 
 
-def derive(record: dict, row: dict, suite: str, rates: dict[str, float]) -> list[dict]:
-    """The rows of a finished record: `row`, its path and sizes, with rates and shares. rates: medians of the yardsticks, by name."""
-    row = {**row, **record}
-    if suite in ('train', 'decode'):
-        row['paper'] = paper_figure(row, suite)
-    if record['status'] != 'ok':
+METRICS = {  # of a row: 1 where more is better, unit, digits
+    'tokens_per_s': (1, 'tokens/s', 0),
+    'env_steps_per_s': (1, 'env steps/s', 0),
+    'ms_per_token': (-1, 'ms/token', 3),
+    'us': (-1, 'us', 1),
+}
+
+
+def derive(record: dict, row: dict, rates: dict[str, float]) -> list[dict]:
+    """The rows of a finished record: `row`, its path and sizes, with rates and shares of the
+    yardsticks' rates."""
+    suite, row = row['suite'], {**row, **record}
+    if suite == 'kernels':
+        return kernel_rows(row, rates) if record['status'] == 'ok' else [row]
+    row |= published(row) if suite in ('train', 'decode', 'sokoban') else {}
+    times = row['seconds']
+    rate, bandwidth = rates.get(f'matmul {row["dtype"]}'), rates.get('copy')
+    if not times:
         return [row]
-    return (
-        kernel_rows(row, rates)
-        if suite == 'kernels'
-        else [chunk_row(row, rates) if suite == 'cpu' else paper_row(row, suite, rates)]
-    )
+    if suite == 'decode':
+        name, figures = 'ms_per_token', [1e3 * t for t in times['token']]
+    else:
+        name = 'env_steps_per_s' if suite == 'sokoban' else 'tokens_per_s'
+        amount = row['env_steps' if suite == 'sokoban' else 'tokens']
+        figures = [amount / t for t in times.get('update') or times['chunk']]
+    row[name] = spread(figures)
+    value, sign = row[name]['median'], METRICS[name][0]
+    for other in ('paper', 'target'):
+        if isinstance(row.get(other), (int, float)):
+            row[f'over_{other}'] = (value / row[other]) ** sign
+    if suite == 'sokoban' and 'conv' in rates:
+        row['share_of_conv'] = row['macs'] / row['env_steps'] * value / rates['conv']
+    elif suite in ('train', 'decode') and rate and bandwidth:
+        least = floor(row, rate, bandwidth)
+        row['share_of_roofline'] = 1e3 * least / value if sign < 0 else least * value / row['B']
+    elif suite in ('cpu', 'baselines'):
+        chunk_figures(row, rate)
+    return [row]
 
 
-def chunk_row(row: dict, rates: dict[str, float]) -> dict:
-    """Backward costs twice the forward."""
-    times, rate = row['seconds'], rates.get(f'matmul {row["dtype"]}')
-    row['tokens_per_s'] = spread(row['tokens'] / t for t in times['chunk'])
-    if 'optimizer' in times:
-        both = zip(times['chunk'], times['optimizer'], strict=True)
-        row['tokens_per_s_with_optimizer'] = spread(
-            row['tokens'] / (chunk + update) for chunk, update in both
-        )
+def chunk_figures(row: dict, rate: float | None) -> None:
+    """Adds those of suites cpu and baselines. Backward costs twice the forward."""
+    times, chunks = row['seconds'], row['seconds']['chunk']
     if rate:
         row['share_of_matmul'] = 3 * row['flops_per_token'] * row['tokens_per_s']['median'] / rate
+    if 'optimizer' in times:
+        both = [a + b for a, b in zip(chunks, times['optimizer'], strict=True)]
+        row['tokens_per_s_with_optimizer'] = spread(row['tokens'] / t for t in both)
     if 'head' in times:
         row['head_ms'] = spread(1e3 * t for t in times['head'])
-        if row['model'] == 'recurrent':
-            row['step_ms'] = spread(
-                1e3 * (chunk - head) / row['T']
-                for chunk, head in zip(times['chunk'], times['head'], strict=True)
-            )
-            row['step_ms_at_matmul_rate'] = (
-                3e3 * row['core_flops_per_token'] * row['B'] / rate if rate else None
-            )
-    return row
-
-
-def paper_row(row: dict, suite: str, rates: dict[str, float]) -> dict:
-    """Of suite train or decode: held to the floor and to the paper."""
-    rate, bandwidth, train = (
-        rates.get(f'matmul {row["dtype"]}'),
-        rates.get('copy'),
-        suite == 'train',
-    )
-    if train:
-        row['tokens_per_s'] = spread(row['tokens'] / t for t in row['seconds']['update'])
-        ms = 1e3 * row['B'] / row['tokens_per_s']['median']
-    else:
-        row['ms_per_token'] = spread(1e3 * t for t in row['seconds']['token'])
-        ms = row['ms_per_token']['median']
-    if rate and bandwidth:
-        c = ModelConfig(
-            row['V'], row['L'], row['E'], row['D'], window=row['C'], block_size=row['T']
-        )
-        least = floor(
-            c,
-            row['model'] == 'recurrent',
-            row['B'],
-            rate,
-            bandwidth,
-            2 if row['dtype'] == 'bfloat16' else 4,
-            not train,
-        )
-        row['share_of_roofline'] = 1e3 * sum(least.values()) / ms
-    if type(row['paper']) is float:
-        row['over_paper'] = (
-            row['tokens_per_s']['median'] / row['paper'] if train else row['paper'] / ms
-        )
-    return row
+    if 'head' in times and row['model'] == 'recurrent':
+        steps = [(a - b) / row['T'] for a, b in zip(chunks, times['head'], strict=True)]
+        row['step_ms'] = spread(1e3 * t for t in steps)
+        if rate:
+            row['step_ms_at_matmul_rate'] = 3e3 * row['core_flops_per_token'] * row['B'] / rate
 
 
 def kernel_rows(row: dict, rates: dict[str, float]) -> list[dict]:
     """A row a kernel and path from one that holds them all."""
     work, missing, times, rows = row.pop('work'), row.pop('missing'), row.pop('seconds'), []
-    del row['memory_bytes'], row['first_run_s']  # all kernels' together
+    for name in ('memory_bytes', 'first_run_s', 'paths', 'check'):  # all kernels' together
+        row.pop(name, None)
     for part in [*work, *missing]:
         kernel, path = part.split(', ')
-        new = {**row, 'kernel': kernel, 'path': path}
-        if part in missing:
-            new['status'] = missing[part]
-        else:
-            (flops, size), new['us'] = work[part], spread(1e6 * t for t in times[part])
-            matmul, bandwidth = (
-                rates.get(f'matmul {"bfloat16" if kernel == "orthogonalize" else row["dtype"]}'),
-                rates.get('copy'),
-            )
-            if matmul and bandwidth:
-                new['share_of_roofline'] = (
-                    1e6 * max(flops / matmul, size / bandwidth) / new['us']['median']
-                )
-        rows.append(new)
+        rows.append({**row, 'kernel': kernel, 'path': path, 'status': missing.get(part, 'ok')})
+        if part in work:
+            (flops, size), us = work[part], spread(1e6 * t for t in times[part])
+            rows[-1]['us'] = us
+            product = f'matmul {"bfloat16" if kernel == "orthogonalize" else row["dtype"]}'
+            if product in rates and 'copy' in rates:
+                least = max(flops / rates[product], size / rates['copy'])
+                rows[-1]['share_of_roofline'] = 1e6 * least / us['median']
     return rows
 
 
-CELL = ('cell', 'D', 'kernel')  # rows that are the same in these are compared
+def spread(values: Iterable[float]) -> dict[str, float]:
+    values = list(values)
+    return {'median': statistics.median(values), 'min': min(values), 'max': max(values)}
 
 
-def table(results: list[dict], suite: str) -> str:
-    """Markdown. Columns in which no row has anything are left out."""
-    percent, tokens = '{:.1%}'.format, '{:,.0f}'.format
-    unit = {'decode': 'ms/token', 'kernels': 'us'}.get(suite, 'tokens/s')
-    widths = {r['D'] for r in results}
-    return markdown(
-        [
-            column('kernel', 'kernel'),
-            column('tokens an update, 4 GPUs', 'tokens_per_update', tokens),
-            ('L, E', lambda r: f'{r["L"]}, {r["E"]}'),
-            *([column('d', 'D')] if len(widths) > 1 else []),
-            column('C', 'C'),
-            column('B', 'B'),
-            *([column('T', 'T')] if suite == 'cpu' else []),
-            column('path', 'path'),
-            (f'{unit}: median (min..max)', figure),
-            speedup(results, CELL),
-            column('with optimizer', 'tokens_per_s_with_optimizer', show),
-            column('of matmul rate', 'share_of_matmul', percent),
-            column('head alone, ms', 'head_ms', lambda x: f'{x["median"]:.1f}'),
-            column('token step without head, ms', 'step_ms', lambda x: show(x, 3)),
-            column('its FLOPs at matmul rate, ms', 'step_ms_at_matmul_rate', '{:.3f}'.format),
-            column('of roofline', 'share_of_roofline', percent),
-            column('paper, per GPU', 'paper', tokens)
-            if suite == 'train'
-            else column('paper, 4 GPUs', 'paper', '{:.3f}'.format),
-            column('over paper', 'over_paper', '{:.2f}x'.format),
-            column('first run, s', 'first_run_s', '{:.1f}'.format),
-            column('memory, MiB', 'memory_bytes', lambda x: f'{x / 2**20:,.0f}'),
-        ],
-        results,
-    )
+# ---- reports: what a figure needs to be repeated ----
+
+# what tells two rows apart; of two reports whose rows may be joined; of rows that are compared
+KEYS = 'suite cell kernel path model L E C B T D V tokens_per_update'.split()
+SAME = 'suite device dtype torch commit threads'.split()
+CELL = 'suite cell D kernel'.split()
+
+
+def header(config: dict) -> dict:
+    device = config['device']
+    found = {
+        'device': device_name(device),
+        'dtype': config['dtype'],
+        'threads': config['threads'] or torch.get_num_threads(),
+        'torch': torch.__version__,
+        'python': platform.python_version(),
+        'commit': commit(),
+        'command': shlex.join(['python', *sys.argv]),
+        'date': datetime.datetime.now().astimezone().isoformat(timespec='seconds'),
+        'memory': 'peak resident memory of its process, less after import',
+        'config': config,
+    }
+    if device == 'cpu':
+        return found
+    card, triton = torch.cuda.get_device_properties(device), importlib.util.find_spec('triton')
+    return found | {
+        'memory': 'torch.cuda.max_memory_allocated',
+        'cuda': torch.version.cuda,
+        'cudnn': torch.backends.cudnn.version(),
+        'triton': importlib.import_module('triton').__version__ if triton else None,
+        'device_memory': card.total_memory,
+        'multiprocessors': card.multi_processor_count,
+    }
+
+
+def results_path(report: dict, out: str) -> str:
+    """`out`, or results/<device>/<suite>.json; its folder is made."""
+    folder = re.sub('[^a-z0-9]+', '-', report['device'].lower()).strip('-')
+    if out.endswith('.md'):
+        fail(f'out = {out!r}: name the JSON file; its table goes beside it as .md')
+    out = out or os.path.join('results', folder, f'{report["suite"]}.json')
+    os.makedirs(os.path.dirname(out) or '.', exist_ok=True)
+    return out
+
+
+def read_report(path: str) -> dict:
+    """A JSON file of an earlier run; ends the script where it is none."""
+    try:
+        with open(path, encoding='utf-8') as file:
+            report = json.load(file)
+    except (OSError, ValueError) as error:
+        fail(f'{path}: cannot be read: {first_line(error)}')
+    rows = report.get('results') if isinstance(report, dict) and 'suite' in report else None
+    if not isinstance(rows, list) or not all(isinstance(r, dict) and 'status' in r for r in rows):
+        fail(f'{path}: is no report of bench.py')
+    for row in rows:  # older ones have it in the report alone
+        row.setdefault('suite', report['suite'])
+    return report
+
+
+def earlier(report: dict, path: str) -> dict:
+    """The report that this one goes on with, whose command goes before; {} where there is none."""
+    if not os.path.exists(path):
+        return {}
+    old = read_report(path)
+    for name in SAME:
+        if old.get(name) != report[name]:
+            what = 'append = True: ' * (report['suite'] != 'first')
+            was = f'{path} is of {name} {old.get(name)!r}, this run of {report[name]!r}'
+            fail(f'{what}{was}: choose another --out')
+    if old['command'] != report['command']:
+        report['command'] = f'{old["command"]}; {report["command"]}'
+    return old
+
+
+# ---- tables ----
+
+
+def key(row: dict, names: list[str] = KEYS) -> tuple:
+    return tuple(row.get(name) for name in names)
+
+
+def metric(row: dict) -> str | None:
+    return next((name for name in METRICS if name in row), None)
+
+
+def show(figures: dict[str, float], digits: int = 0) -> str:
+    """median (min..max)"""
+    median, low, high = (f'{figures[name]:,.{digits}f}' for name in ('median', 'min', 'max'))
+    return f'{median} ({low}..{high})'
+
+
+def figure(row: dict) -> str:
+    """A row's result, or why it has none."""
+    if row['status'] != 'ok':
+        return row['status'].replace('|', '/')
+    return show(row[metric(row)], METRICS[metric(row)][2])
+
+
+def ratio(a: dict, b: dict) -> str:
+    """Speed of row b over that of row a; '' where one has none."""
+    name = metric(b)
+    if not a['status'] == b['status'] == 'ok' or name not in a:
+        return ''
+    return f'{(b[name]["median"] / a[name]["median"]) ** METRICS[name][0]:.2f}x'
+
+
+def column(title: str, name: str, form: Callable = str) -> tuple[str, Callable]:
+    """(title, function of a row): row[name] by `form`, texts as they are, '' if there is none."""
+
+    def cell(row):
+        value = row.get(name, '')
+        return value if isinstance(value, str) else '' if value is None else form(value)
+
+    return title, cell
+
+
+def markdown(columns: list[tuple[str, Callable]], results: list[dict]) -> str:
+    """columns: (title, function of a row); those in which no row has anything are left out."""
+    lines = [[title, '---', *(cell(row) for row in results)] for title, cell in columns]
+    lines = zip(*(line for line in lines if any(line[2:])), strict=True)
+    return '\n'.join('| ' + ' | '.join(line) + ' |' for line in lines)
+
+
+def table(results: list[dict]) -> str:
+    """Markdown of rows, each with its speed-up over the first of its cell."""
+    percent, times, first = '{:.1%}'.format, '{:.2f}x'.format, {}
+    units = {METRICS[metric(r)][1] for r in results if metric(r)}
+    for r in results:
+        if r['status'] == 'ok':
+            first.setdefault(key(r, CELL), r)
+
+    def sized(x):
+        return f'{x:,.0f}' if x >= 10 else f'{x:.3f}'
+
+    columns = [
+        ('suite', lambda r: r['suite'] if len(units) > 1 else ''),
+        column('kernel', 'kernel'),
+        column('tokens an update, 4 GPUs', 'tokens_per_update', sized),
+        ('L, E', lambda r: f'{r["L"]}, {r["E"]}'),
+        *(column(name, name[0].upper()) for name in ('d', 'C', 'B', 'T')),
+        column('path', 'path'),
+        (f'{", ".join(sorted(units))}: median (min..max)', figure),
+        ('speed-up', lambda r: ratio(first.get(key(r, CELL), r), r)),
+        column('with optimizer', 'tokens_per_s_with_optimizer', show),
+        column('of matmul rate', 'share_of_matmul', percent),
+        column('head alone, ms', 'head_ms', lambda x: f'{x["median"]:.1f}'),
+        column('token step without head, ms', 'step_ms', lambda x: show(x, 3)),
+        column('its FLOPs at matmul rate, ms', 'step_ms_at_matmul_rate', '{:.3f}'.format),
+        column('of roofline', 'share_of_roofline', percent),
+        column('of conv rate', 'share_of_conv', percent),
+        column('paper: tokens/s a GPU, ms on 4', 'paper', sized),
+        column('over paper', 'over_paper', times),
+        column('target, one H100', 'target', sized),
+        column('over target', 'over_target', times),
+        column('modelled for an H200', 'modelled', sized),
+        column('off the plain pieces', 'check'),
+        column('first run, s', 'first_run_s', '{:.1f}'.format),
+        column('memory, MiB', 'memory_bytes', lambda x: f'{x / 2**20:,.0f}'),
+    ]
+    return markdown(columns, results)
 
 
 def describe(report: dict) -> str:
     """The lines above the table."""
-    rates = ', '.join(
-        f'{name} {show({k: v / 1e9 for k, v in figures.items()})} {"GB/s" if name == "copy" else "GFLOP/s"}'
-        for name, figures in report['yardsticks'].items()
-    )
-    sizes = ', '.join(
-        f'{k} = {" and ".join(map(str, sorted({r[k] for r in report["results"]})))}' for k in 'DV'
-    )
-    return '{device}, {threads} threads, torch {torch}, commit {commit}, {dtype}; {}; {}\n`{command}`'.format(
-        sizes, rates, **report
-    )
+    rates = []
+    for name, figures in report['yardsticks'].items():
+        scale = 2 if name == 'conv' else 1  # FLOPs of a multiply-add
+        unit = 'GB/s' if name == 'copy' else 'GFLOP/s'
+        rates.append(f'{name} {show({k: scale * v / 1e9 for k, v in figures.items()})} {unit}')
+    words = '{device}, {threads} threads, torch {torch}, commit {commit}, {dtype}'.format(**report)
+    for letter in 'DV':
+        values = sorted({r[letter] for r in report['results'] if letter in r})
+        words += f', {letter} = {" and ".join(map(str, values))}' if values else ''
+    return f'{words}; {", ".join(rates)}\n`{report["command"]}`'
 
 
-# ----------------------------------------------------------------------------- a suite
+def compare_reports(text: str) -> None:
+    """Prints the rows that two reports share, 'A.json,B.json', and how fast the second's are."""
+    names = [name.strip() for name in text.split(',')]
+    if len(names) != 2 or not all(names):
+        fail(f'compare = {text!r}: expected two files, A.json,B.json')
+    a, b = reports = [read_report(name) for name in names]
+    if a['suite'] != b['suite']:
+        fail(f'compare: {names[0]} is of suite {a["suite"]!r}, {names[1]} of {b["suite"]!r}')
+    old = {key(row): row for row in a['results']}
+    pairs = [{**y, 'a': old[key(y)], 'b': y} for y in b['results'] if key(y) in old]
+    if not pairs:
+        fail(f'compare: {names[0]} and {names[1]} have no row in common')
+    for letter, name, r in zip('AB', names, reports, strict=True):
+        what = ', '.join(str(r.get(k)) for k in ('device', 'dtype', 'commit', 'date'))
+        print(f'{letter}: {name}: {what}')
+    columns = [('A', lambda r: figure(r['a'])), ('B', lambda r: figure(r['b']))]
+    columns.append(('speed of B over A', lambda r: ratio(r['a'], r['b'])))
+    shown = [k for k in KEYS if k == 'path' or len({pair.get(k) for pair in pairs}) > 1]
+    print('\n' + markdown([*(column(k, k) for k in shown), *columns], pairs))
 
 
-def in_order(rows: Iterable[dict]) -> list[dict]:
-    """By tokens an update; then the rows to be compared together, in the order of their first."""
-    order = {}
-    return sorted(
-        rows,
-        key=lambda r: (
-            r.get('tokens_per_update', 0),
-            order.setdefault(tuple(r.get(k) for k in CELL), len(order)),
-        ),
-    )
+# ---- what is to be measured ----
 
 
-def run_suite(
-    name: str,
-    suite: str,
-    variants: dict[str, tuple],
-    sizes: dict[str, dict],
-    config: dict,
-    kind: str,
-    amp: torch.dtype,
-    seconds: float,
-) -> None:
-    """Measures cell by cell, writes JSON and table after each, prints the table. sizes: {label: its path and sizes}, in the order of the
-    table. On a GPU the yardsticks come first, on a CPU they take turns with the paths of each cell."""
-    start, cuda, report = (
-        time.perf_counter(),
-        kind != 'cpu',
-        {'suite': name, **header(config, kind, amp), 'yardsticks': {}, 'results': []},
-    )
-    rows = earlier_rows(report, config['out']) if config.get('append') else {}
-    sizes = {
-        label: {'dtype': report['dtype'], 'model': 'recurrent', **row}
-        for label, row in sizes.items()
-    }
-    dtypes = {r['dtype'] for r in sizes.values()} | ({'bfloat16'} if suite == 'kernels' else set())
-    yardsticks = {'yardsticks': (make_yardsticks, {'kind': kind, 'dtypes': sorted(dtypes)})}
-    groups, rates, seen, pool = {}, {}, {}, {} if cuda else None
-    for label, variant in variants.items():
-        groups.setdefault(sizes[label].get('cell'), {} if cuda else dict(yardsticks))[label] = (
-            variant
-        )
-    left = list(groups)
-    try:
-        for group in [yardsticks] * cuda + list(groups.values()):
-            if (
-                len(left) < len(groups)
-                and 0 < config.get('budget', 0) < time.perf_counter() - start
-            ):
-                break
-            records = measure(group, config['rounds'], seconds, kind, config['threads'], pool)
-            for part, times in records.get('yardsticks', {}).get('seconds', {}).items():
-                figures = [records['yardsticks']['work'][part] / t for t in times]
-                rates[part] = statistics.median(figures)
-                seen.setdefault(part, []).extend(figures)
-            report['yardsticks'] = {part: spread(figures) for part, figures in seen.items()}
-            if group is yardsticks:
-                continue
-            rows.update(
-                (key(row), row)
-                for label in group
-                if label in sizes
-                for row in derive(records[label], sizes[label], suite, rates)
-            )
-            report['results'] = in_order(rows.values())
-            text = f'{describe(report)}\n\n{table(report["results"], suite)}'
-            path = write_results(report, config['out'], text)
-            left.pop(0)
-            print(
-                f'{len(groups) - len(left)} of {len(groups)} cells, {time.perf_counter() - start:.0f} s',
-                flush=True,
-            )
-    finally:
-        end_all(pool or {})
-    print(f'\n{text}\n\n{path}')
-    if left:
-        print(
-            f'\nbudget = {config["budget"]} s is used up, cells left: {len(left)}. To go on:\n{the_rest(left)}'
-        )
-
-
-def the_rest(left: list[str]) -> str:
-    """The command that measures the cells left."""
-    same = [a for a in sys.argv[1:] if not a.startswith(('--cells=', '--append='))]
-    return shlex.join(['python', 'bench.py', *same, '--append=True', f'--cells={",".join(left)}'])
-
-
-# ----------------------------------------------------------------------------- the script
-
-
-def all_cells(
-    config: dict,
-    levels: tuple[tuple[int, int], ...],
-    contexts: tuple[int, ...],
-    last: tuple[int, ...],
-) -> list[tuple[int, int, int, int]]:
-    """(L, E, C, B or tokens) of each cell; shorter ones filled up from the suite's own."""
-    given = config['cells'] or levels
-    given = (given,) if all(type(n) is int for n in given) else given
-    full = {}
+def all_cells(config: dict, suite: str) -> list[tuple]:
+    """Each cell whole; shorter ones filled up from the suite's own."""
+    given, boards = config['cells'], suite == 'sokoban'
+    given = (given,) if given and all(type(n) is int for n in given) else given
     for cell in given:
-        if (
-            not isinstance(cell, (tuple, list))
-            or not 2 <= len(cell) <= 4
-            or not all(type(n) is int and n > 0 for n in cell)
-        ):
-            fail(f'cells: {cell} is not (L, E, C, B), integers above 0, or its first two or three')
-        full.update(
-            ((*cell[:2], C, n), None) for n in cell[3:] or last for C in cell[2:3] or contexts
-        )
+        sizes = cell if isinstance(cell, (tuple, list)) else ()
+        fits = len(sizes) == 3 if boards else 2 <= len(sizes) <= 4
+        if not fits or not all(type(n) is int and n > 0 for n in sizes):
+            words = '(L, E, d)' if boards else '(L, E, C, B) or its first two or three'
+            fail(f'cells: {cell} is not {words}, integers above 0')
+    if boards:
+        return list(given or TARGET_SOKOBAN)
+    full, (levels, contexts, last) = {}, OWN[suite][config['device'] == 'cpu'][:3]
+    for cell in given or levels:
+        for n in cell[3:] or last:
+            full |= {(*cell[:2], C, n): None for C in cell[2:3] or contexts}
     return list(full)
 
 
-def chosen_paths(config: dict, E: int, cuda: bool) -> list[str]:
-    """The paths of a cell: those given, or the suite's own."""
-    which, twin = config['suite'], TWINS.get(config['suite'])
-    default = DEFAULT_PATHS[which][not cuda]
-    if twin and E == 1:
-        default = (
-            twin
-            if which == 'train'
-            else f'{default},{twin}' + (f',{twin}_compiled' if cuda else '')
-        )
-    chosen = [path.strip() for path in (config['paths'] or default).split(',')]
-    own = '' if which == 'kernels' else '_bf16'  # those are all measured in one process
-    if not {path.removesuffix(own) for path in chosen} <= set(PATHS[which]):
-        fail(
-            f'paths = {config["paths"]!r}: expected some of {",".join(PATHS[which])}'
-            + (f', with {own} for that dtype' if own else '')
-        )
+def chosen_paths(config: dict, suite: str, E: int) -> list[str]:
+    """The paths of a cell: those given, or the suite's own. In suite first those given that the
+    cell's suite has."""
+    own = TWINS.get(suite) if E == 1 else None
+    own = (own or PATHS[suite][0]).split(',')
+    chosen = [path.strip() for path in config['paths'].split(',')] if config['paths'] else own
+    ending = '' if suite == 'kernels' else '_bf16'  # those are all measured in one process
+    names = ','.join(filter(None, PATHS[suite]))
+    known = {name + more for name in names.split(',') for more in ('', ending)}
+    strange = set(chosen) - known
+    if config['suite'] == 'first':
+        strange -= {path for both in PATHS.values() for path in ','.join(both).split(',')}
+        chosen = [path for path in chosen if path in known] or own
+    if strange:
+        more = f', with {ending} for that dtype' if ending else ''
+        fail(f'paths = {config["paths"]!r}: expected some of {names}{more}')
     return chosen
 
 
-def sizes_of(config: dict, path: str, cell: tuple[int, int, int, int], D: int, V: int) -> dict:
-    """A variant's row: what it is, and its sizes."""
-    L, E, C, B = cell
-    T, gpt = (
-        C if config['suite'] in ('train', 'decode') else config['block_size'],
-        path.startswith('gpt'),
-    )
-    row = {
-        'cell': str(cell).replace(' ', ''),
-        'path': path,
-        'model': 'transformer' if gpt else 'recurrent',
-    }
-    if config['suite'] == 'train':
+def row_of(config: dict, suite: str, cell: tuple, path: str) -> dict:
+    """A variant's row: what it is, and its sizes. ValueError for sizes that do not fit together."""
+    dt = 'bfloat16' if path.endswith('_bf16') else config['dtype']
+    row = {'suite': suite, 'cell': str(cell).replace(' ', ''), 'path': path, 'dtype': dt}
+    if suite == 'sokoban':
+        row |= dict(zip('LED', cell, strict=True))
+        AgentConfig(config['arch'], config['recurrent'], *cell)
+        return row | {'model': config['arch'] + ', not recurrent' * (not config['recurrent'])}
+    D, V = OWN[suite][config['device'] == 'cpu'][3:]
+    (L, E, C, B), gpt = cell, path.startswith(('gpt', 'transformer'))
+    T = C if suite in ('train', 'decode') else config['block_size']
+    if suite == 'train':
         if B % (4 * C):
-            fail(
-                f'cells: {B} tokens an update over 4 GPUs are not a whole number of sequences of {C} on each'
-            )
+            fail(f'cells: {B} tokens are not a whole number of rows of {C} on each of 4 GPUs')
         row, B = {**row, 'tokens_per_update': B}, B // 4 // C
-    if gpt and config['suite'] == 'cpu':
+    if gpt:
+        L, E = L * E, 1
+    if gpt and suite in ('cpu', 'baselines'):
         B, T = max(1, B * T // (2 * C)), 2 * C
-    return {
-        **row,
-        'L': L * E if gpt else L,
-        'E': 1 if gpt else E,
-        'C': C,
-        'B': B,
-        'T': T,
-        'D': D,
-        'V': V,
-    }
+    row |= {'L': L, 'E': E, 'C': C, 'B': B, 'T': T, 'D': config['n_embd'] or D, 'V': V}
+    model_config(row)
+    return row | {'model': 'transformer' if gpt else 'recurrent'}
 
 
-def variant(
-    config: dict, row: dict, kind: str, amp: torch.dtype, folder: str
-) -> tuple[Callable, dict]:
-    """(make, arguments) of a row."""
-    path, which = row['path'].removesuffix('_bf16'), config['suite']
-    names = {
-        'vocab_size': 'V',
-        'n_layer': 'L',
-        'n_expert': 'E',
-        'n_embd': 'D',
-        'window': 'C',
-        'block_size': 'T',
-    }
-    model = {name: row[letter] for name, letter in names.items()}
-    ModelConfig(**model)  # raises ValueError where sizes do not fit together
-    rest = {'model': model, 'kind': kind, 'amp': amp, 'B': row['B']}
-    if which == 'kernels':
-        return make_kernels, {**rest, 'paths': chosen_paths(config, row['E'], kind != 'cpu')}
-    if which == 'train':
-        del model['vocab_size']
-        settings = {
-            **model,
-            'tokens_per_step': row['B'] * row['T'],
-            'tokenizer': TOKENIZER[row['V']],
-            'data_dir': folder,
-            'dtype': str(amp)[6:],
-            'threads': config['threads'],
-        }
-        return make_update, {'settings': settings, 'path': path, 'kind': kind}
-    rest['recurrent'] = row['model'] == 'recurrent'
-    if which == 'decode':
-        model['path'] = 'plain' if path == 'plain' else 'fast'
-        return make_token, {
-            **rest,
-            'ring': '' if 'ring' not in path else 'compiled' if 'compiled' in path else 'ring',
-        }
-    model['path'] = {'gpt': 'fast'}.get(path, path.removeprefix('gpt_'))
-    return make_chunk, rest
+def plan(config: dict, suite: str, name: str = '') -> dict[str, dict[str, dict]]:
+    """{cell: {label: row}}, or all cells under one name. Refuses what makes no sense."""
+    groups = {}
+    for cell in all_cells(config, suite):
+        chosen = chosen_paths(config, suite, cell[1])
+        for path in chosen if suite != 'kernels' else ['all']:  # those are measured together
+            row = row_of(config, suite, cell, path) | {'paths': chosen}
+            groups.setdefault(name or row['cell'], {})[f'{row["cell"]} {path}'] = row
+    return groups
 
 
-def plan(
-    config: dict, kind: str, amp: torch.dtype, folder: str
-) -> tuple[dict[str, tuple], dict[str, dict]]:
-    """{label: (make, arguments)} and {label: its path and sizes}; refuses what makes no sense before anything runs. Suite train's data goes
-    into `folder`."""
-    which, cuda = config['suite'], kind != 'cpu'
-    if which not in PATHS:
-        fail(
-            f'suite = {which!r}: expected one of {", ".join(PATHS)}, or --suite=sokoban on the command line'
-        )
-    for name, least in (
-        ('rounds', 1),
-        ('block_size', 1),
-        ('n_embd', 0),
-        ('threads', 0),
-        ('seconds', 0),
-        ('budget', 0),
-    ):
-        if config[name] < least:
-            fail(f'{name} = {config[name]}: must be at least {least}')
-    *own, D, V = OWN[which][not cuda]
-    D, variants, sizes = config['n_embd'] or D, {}, {}
-    for cell in all_cells(config, *own):
-        chosen = chosen_paths(config, cell[1], cuda)
-        for path in chosen if which != 'kernels' else ['all']:  # those are measured together
-            row, dt = (
-                sizes_of(config, path, cell, D, V),
-                torch.bfloat16 if path.endswith('_bf16') else amp,
-            )
-            label = f'{row["cell"]} {path}'
-            variants[label], sizes[label] = (
-                variant(config, row, kind, dt, folder),
-                {**row, 'dtype': str(dt)[6:]},
-            )
-    if which == 'train':
-        write_data(folder, V, 33 * max(row['B'] * (row['T'] + 1) for row in sizes.values()))
-    return variants, sizes
+def plan_first(config: dict) -> dict[str, dict | str]:
+    """{step: {label: row}, or which tests} of suite first, in its order."""
+    cuda, groups = config['device'] != 'cpu', {}
+    for step in config['cells'] or (FIRST if cuda else SMALL_FIRST):
+        which, *sizes = step if isinstance(step, (tuple, list)) else (step,)
+        if which not in PATHS:
+            fail(f'cells: {which!r} is no suite: suite first wants cells such as ("train", 2, 8)')
+        name = ' '.join(map(str, (which, *sizes)))
+        if which == 'train' and len(sizes) == 3 and cuda:
+            sizes.append(131072)
+        groups |= plan({**config, 'cells': (tuple(sizes),)}, which, name)
+    if not cuda:
+        return groups
+    with open(GPU_TESTS, encoding='utf-8') as file:
+        tests = re.findall(r'^def (test_\w+)', file.read(), re.M)
+    return {'smoke': SMOKE, **groups, **{f'tests {name}': name for name in tests}}
 
 
-def main() -> None:
-    argv = joined(sys.argv[1:], {'suite': suite})  # bench_sokoban.py has settings of its own
-    if '--suite=sokoban' in argv:
-        import bench_sokoban
+# ---- a suite ----
 
-        return bench_sokoban.main([a for a in argv if a != '--suite=sokoban'])
-    if '--compare' in argv:  # --compare A.json B.json
-        argv = gathered(argv, 'compare')
-        if '--compare=' in argv:
-            fail('compare: expected two files, --compare A.json B.json')
+GPU_TESTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'tests', 'test_gpu.py')
+
+
+def run_tests(chosen: str, until: float) -> str:
+    """pytest of those in GPU_TESTS that `chosen` says (-k), without plugins. -> 'ok', or what went
+    wrong."""
+    if importlib.util.find_spec('pytest') is None:
+        return 'skipped: pytest is not installed'
+    options = ['-v', '--tb=short', '--noconftest', '-o', 'addopts=', '-m', 'gpu', '-k', chosen]
+    command = [sys.executable, '-u', '-m', 'pytest', *options, GPU_TESTS]
+    pipe, ends = {'stdout': subprocess.PIPE, 'text': True}, {'PASSED': 0, 'FAILED': 0, 'SKIPPED': 0}
+    with subprocess.Popen(command, start_new_session=True, **pipe) as process:
+        stop = functools.partial(os.killpg, process.pid, signal.SIGKILL)  # and its children
+        timer = threading.Timer(max(1.0, until - time.perf_counter()), stop)
+        timer.start()
+        try:
+            for line in process.stdout:
+                print(line, end='', flush=True)
+                if found := re.search(r'::\S.* (PASSED|FAILED|SKIPPED) ', line):
+                    ends[found[1]] += 1
+        finally:
+            timer.cancel()
+            with contextlib.suppress(ProcessLookupError):
+                stop()
+    told = ', '.join(f'{n} {what.lower()}' for what, n in ends.items())
+    late = 'late: ' if time.perf_counter() > until else ''
+    return 'ok' if process.returncode == 0 else f'failed: {late}{told}'
+
+
+def run_group(group: dict[str, dict], config: dict, report: dict, pool: dict, until: float) -> str:
+    """Measures it, and puts its rows into the report. -> 'ok', or what went wrong."""
+    records = measure(group, config, pool, until)
+    for part, times in records.get('yardsticks', {}).get('seconds', {}).items():
+        seen = report['rates'].setdefault(part, [])
+        seen += [records['yardsticks']['work'][part] / t for t in times]
+        report['yardsticks'][part] = spread(seen)
+    rates = {part: figures['median'] for part, figures in report['yardsticks'].items()}
+    new = [r for x in group if x != 'yardsticks' for r in derive(records[x], group[x], rates)]
+    kept = {key(row): row for row in report['results']} | {key(row): row for row in new}
+    order, by_tokens = {}, report['suite'] == 'train'
+
+    def place(row):  # those to be compared together, in the order of their first
+        tokens = row['tokens_per_update'] if by_tokens else 0
+        return tokens, order.setdefault(key(row, CELL), len(order))
+
+    report['results'] = sorted(kept.values(), key=place)
+    bad = [record['status'] for record in records.values() if record['status'] != 'ok']
+    bad += [f'not checked: {r["check"]}' for r in new if r.get('check', '%')[-1] != '%']
+    return '; '.join(bad) or 'ok'
+
+
+def write(report: dict, path: str) -> str:
+    """The report as JSON at `path`, its table beside it as .md. -> the table."""
+    steps = report.get('steps', {}).items()
+    bad = [f'- {name}: {step["status"]}' for name, step in steps if step['status'] != 'ok']
+    tail = '\n\nNot done, or not as it should be:\n' + '\n'.join(bad) if bad else ''
+    text = f'{describe(report)}\n\n{table(report["results"])}{tail}'
+    write_json({name: value for name, value in report.items() if name != 'rates'}, path)
+    write_text(text + '\n', os.path.splitext(path)[0] + '.md')
+    return text
+
+
+def run(config: dict, groups: dict[str, dict | str]) -> int:
+    """Measures group by group, the report written after each. -> the exit status."""
+    start, pool, begun = time.perf_counter(), {}, 0
+    first, budget = config['suite'] == 'first', config['budget'] or math.inf
+    report = {'suite': config['suite'], **header(config), 'yardsticks': {}, 'results': []}
+    path = results_path(report, config['out'])
+    old = earlier(report, path) if config['append'] or first else {}
+    report |= {'results': old.get('results', []), 'rates': {}}
+    steps = old.get('steps', {}) if first else {}
+    if first:
+        report |= {'steps': steps, 'yardsticks': old.get('yardsticks', {})}
+    left = [name for name in groups if name not in steps]
+    try:
+        while left:
+            name, now = left[0], time.perf_counter()
+            if begun and now - start > budget - LEAST * first:
+                break
+            until = now + LIMITS.get(name.split()[0], LIMIT) if first else math.inf
+            cut = first and begun and until > start + budget
+            until, before = min(until, start + budget) if cut else until, report['results']
+            if isinstance(groups[name], str):
+                status = run_tests(groups[name], until)
+            else:
+                status = run_group(groups[name], config, report, pool, until)
+            if cut and 'late' in status:  # the next call gives it all its time
+                report['results'] = before
+                break
+            begun += name != 'yardsticks'
+            left.pop(0)
+            if first or config['device'] == 'cpu':
+                end(pool)
+            if first:
+                steps[name] = {'status': status, 'seconds': time.perf_counter() - now}
+            write(report, path)
+            used = f'{time.perf_counter() - start:.0f} s'
+            what = f'{name}: {status}; ' if first else ''
+            print(f'{what}{len(groups) - len(left)} of {len(groups)} done, {used}', flush=True)
+    finally:
+        end(pool)
+    print(f'\n{write(report, path)}\n\n{path}')
+    if left:
+        told = f'budget = {budget} s is used up, cells left: {len(left)}'
+        print(f'\n{told}. To go on:\n{the_rest([] if first else left)}')
+    return int(any(step['status'][:2] not in ('ok', 'sk') for step in steps.values()))
+
+
+def the_rest(left: list[str]) -> str:
+    """The command that measures the cells left; suite first (none given) finds them itself."""
+    same = [a for a in sys.argv[1:] if not left or not a.startswith(('--cells=', '--append='))]
+    more = ['--append=True', f'--cells={",".join(left)}'] if left else []
+    return shlex.join(['python', 'bench.py', *same, *more])
+
+
+def write_data(folder: str, rows: list[dict]) -> None:
+    """Suite train's: a shard of random tokens, and a small one to validate on."""
+    V, size = rows[0]['V'], 33 * max(row['B'] * (row['T'] + 1) for row in rows)
+    tokenizer, rng = TOKENIZER[V], np.random.default_rng(0)
+    for name, n in (('val_000000', 1000), ('train_000001', size)):
+        path = os.path.join(folder, f'fineweb_{name}.bin')
+        write_shard(path, rng.integers(0, REAL_VOCAB[tokenizer], n))
+    write_meta(folder, open_meta(folder, tokenizer=tokenizer, source='bench.py'))
+
+
+def run_suite(config: dict) -> int:
+    """config: the settings, with the device and dtype that were picked. -> the exit status."""
+    first = config['suite'] == 'first'
+    groups = plan_first(config) if first else plan(config, config['suite'])
+    rows = [r for group in groups.values() if isinstance(group, dict) for r in group.values()]
+    dtypes = {r['dtype'] for r in rows} | {'bfloat16' for r in rows if r['suite'] == 'kernels'}
+    conv = [r['dtype'] for r in rows if r['suite'] == 'sokoban'][:1]
+    yardsticks = {'suite': 'yardsticks', 'dtypes': sorted(dtypes), 'conv': ''.join(conv)}
+    if first or config['device'] != 'cpu':
+        groups = {'yardsticks': {'yardsticks': yardsticks}, **groups}
+    else:
+        groups = {name: {'yardsticks': yardsticks, **group} for name, group in groups.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        if trained := [r for r in rows if r['suite'] == 'train']:
+            write_data(folder, trained)
+        return run({**config, 'data_dir': folder}, groups)
+
+
+def main() -> int:
+    argv = gathered(sys.argv[1:], 'compare')  # --compare A.json B.json
+    if '--compare=' in argv:
+        fail('compare: expected two files, --compare A.json B.json')
     config = configure(globals(), argv)
     if compare:
-        return compare_reports(compare)
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            kind = pick_device(device)
-            amp = pick_dtype(dtype or ('auto' if kind != 'cpu' else 'float32'), kind)
-            variants, sizes = plan(config, kind, amp, folder)
-        except ValueError as error:
-            fail(error)
-        run_suite(suite, suite, variants, sizes, config, kind, amp, seconds)
+        compare_reports(compare)
+        return 0
+    try:
+        at = pick_device(device)
+        wanted = dtype or ('float32' if at == 'cpu' and suite != 'sokoban' else 'auto')
+        config |= {'device': at, 'dtype': str(pick_dtype(wanted, at))[6:]}
+        return run_suite({**config, 'check': check or suite == 'first'})
+    except ValueError as error:
+        fail(error)
 
 
 if __name__ == '__main__':
-    run_script(main, 'interrupted: what was finished is written (suite sokoban: nothing)')
+    run_script(main, 'interrupted: what was finished is written')

@@ -1,58 +1,53 @@
-"""Settings for flat scripts: the globals at the top of a script are its settings, and the command line overrides them.
+"""Settings for flat scripts: the globals at the top of a script, overridden by the command line.
 
     python train_lm.py config/small_L2.py --max_iters=20 --compile=False
 
-Arguments are read from left to right and a later one wins, as in nanoGPT: a `.py` file overrides the settings it assigns, `--key=value`
-or `--key value` one setting, and `--key` alone turns a switch on. Unlike nanoGPT, nothing is executed: a config file is data (literals,
-arithmetic on literals and earlier names).
-A default computed from another setting (`n_embd = 64 * n_layer`) is computed once, from the defaults.
+Arguments are read from left to right and a later one wins, as in nanoGPT: a `.py` file overrides
+the settings it assigns, `--key=value` or `--key value` one, and `--key` alone turns a switch on.
+Unlike nanoGPT, nothing is executed: a config file is data (literals, arithmetic on literals and
+earlier names). A default computed from another setting is computed once, from the defaults.
 
-It is the first of the project's modules that a script imports, before torch, because it says how a process waits and ends: see the settings of
-OpenMP below, and `run_script`.
+A script calls `configure(globals())`. Its settings are the plain assignments of such data
+(lowercase, no leading underscore) before the first def, class or other block, or the call. A
+setting's type is its default's; one whose default is None takes any literal, else the text itself.
 
-A script calls `config = configure(globals())`. Its settings are the plain assignments (`name = literal`, or arithmetic on literals and
-earlier names; lowercase, no leading underscore) that stand before the first def, class or other block. A setting's type is its
-default's type. A setting whose default is None takes any literal, else the text itself. A default that has to be computed by a call
-is not a setting: give it a literal such as 'auto' and resolve it after `configure`.
+Imported before torch, because it says how a process waits and ends: OpenMP below, `run_script`.
 """
 
 import ast
 import difflib
-import io
 import json
 import math
 import operator
 import os
 import pathlib
+import re
 import sys
 import time
-import tokenize
 import warnings
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import BinaryIO, NoReturn
 
-# Between two parallel sections OpenMP's threads spin, by default so long that two programs on the same cores slow each other tenfold. A
-# bounded spin costs a program that runs alone nothing that can be measured (LOG.md). Read when torch is loaded, so set before that.
+# Between two parallel sections OpenMP's threads spin, by default so long that two programs on the
+# same cores slow each other tenfold. A bounded spin costs a program that runs alone nothing that
+# can be measured (LOG.md). Read when torch is loaded, so set before that.
 if 'OMP_WAIT_POLICY' not in os.environ:
     os.environ.setdefault('GOMP_SPINCOUNT', '10000')
 
-MAX_INT = (
-    2**64
-)  # an integer in a config stays below this, which also bounds what `**` can be made to compute
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-             ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow}  # fmt: skip
+# |value| stays below, which also bounds what arithmetic can cost; complex: never
+LIMITS = {int: 2**64, float: math.inf, complex: 0}
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+OPERATORS |= {ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod}
+OPERATORS |= {ast.Pow: operator.pow, ast.UAdd: operator.pos, ast.USub: operator.neg}
 COMMAND_LINE = ('overwrite',)  # a config file may come from a stranger, and must not remove a run
-EXPECTED = {bool: 'True or False', int: 'an integer', float: 'a finite number', str: 'a string',
-            tuple: 'a tuple', list: 'a list', dict: 'a dict'}  # fmt: skip
-BROKEN = (
-    SyntaxError,
-    ValueError,
-    ArithmeticError,
-    TypeError,
-    MemoryError,
-    RecursionError,
-)  # all that reading hostile text can raise
+EXPECTED = {bool: 'True or False', int: 'an integer', float: 'a finite number', str: 'a string'}
+# all that reading hostile text can raise
+BROKEN = SyntaxError, ValueError, ArithmeticError, TypeError, MemoryError, RecursionError
+
+# an odd backslash in a user's text (ast.parse) is not worth a warning
+warnings.filterwarnings('ignore', module='<unknown>')
+
+# ---- how a script ends ----
 
 
 def fail(message: str | Exception) -> NoReturn:
@@ -61,65 +56,66 @@ def fail(message: str | Exception) -> NoReturn:
     raise SystemExit(2)
 
 
-def interrupted(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    """sys.excepthook: a ctrl-C that nothing has caught, as while torch is imported, is no error of the program."""
-    if issubclass(kind, KeyboardInterrupt):
+def interrupted(what: type[BaseException], error: BaseException, trace: object) -> None:
+    """sys.excepthook: a ctrl-C that nothing has caught, as while torch is imported, is no error."""
+    if issubclass(what, KeyboardInterrupt):
         print('\ninterrupted', file=sys.stderr)
     else:
-        sys.__excepthook__(kind, error, trace)
+        sys.__excepthook__(what, error, trace)
 
 
 sys.excepthook = interrupted
 
 
-def run_script(main: Callable[[], int | None], when_interrupted: str = 'interrupted') -> NoReturn:
-    """Runs a script's main() and ends the process with the status that it returns (None: 0). Ctrl-C: the line given, 130. An OSError, such as
-    a full disk: one line, 2. A reader that has seen enough (`| head`): 0, in silence."""
-    message, trial = None, ''
+def run_script(
+    main: Callable[[], int | None],
+    when_interrupted: str = 'interrupted',
+    last_words: Callable[[Exception], str] | None = None,
+) -> NoReturn:
+    """Runs main() and ends the process with the status it returns (None: 0). Ctrl-C: the line
+    given, 130. An OSError, such as a full disk: one line, 2; so the RuntimeErrors and MemoryErrors
+    that last_words (checkpoint.py) has words for. A reader that has seen enough (`| head`): 0."""
+    status, line = 0, ''
     try:
         status = main() or 0
     except SystemExit as end:
         status = end.code or 0
     except KeyboardInterrupt:
-        message, status = f'\n{when_interrupted}', 130
+        status, line = 130, f'\n{when_interrupted}'
     except BrokenPipeError:
-        status = 0
+        pass
     except OSError as error:
-        message, status, trial = (
-            f'error: {error}',
-            2,
-            '\n',
-        )  # if standard output was full, it says so once more when it is tried
+        status, line = 2, f'error: {error}'
+    except (RuntimeError, MemoryError) as error:
+        if last_words is None:
+            raise
+        status, line = 2, f'error: {last_words(error)}'
     try:
-        print(end=trial, flush=True)
+        # was it standard output that is full? then a newline meets the same error
+        print(end='\n' if line.startswith('error') else '', flush=True)
     except OSError as error:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), 1
-        )  # what is left unwritten would fail once more at Python's end
+        # what is left unwritten would fail once more at Python's end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if not isinstance(error, BrokenPipeError):
-            message, status = f'error: standard output: {error.strerror}', 2
-    if message:
-        print(message, file=sys.stderr, flush=True)
-    if (
-        'RANK' in os.environ
-    ):  # a gloo thread that outlives its process group can abort Python's shutdown (1 run in 20; pytorch PR 179291)
+            status, line = 2, f'error: standard output: {error.strerror}'
+    if line:
+        print(line, file=sys.stderr, flush=True)
+    if 'RANK' in os.environ:
+        # a gloo thread that outlives its process group can abort Python's shutdown
+        # (1 run in 20; pytorch PR 179291)
         os._exit(status)
     sys.exit(status)
 
 
 def every(seconds: float = 10.0) -> Callable[[], bool]:
-    """-> due(): whether `seconds` have passed since it last was, or since now; due(said=True) starts the time anew. For lines of progress:
-    nothing runs long in silence."""
-    last = time.monotonic()
+    """-> due(): whether `seconds` have passed since it last was, or since now; due(said=True)
+    starts the time anew. For lines of progress: nothing runs long in silence."""
+    last = [time.monotonic()]
 
     def due(said: bool = False) -> bool:
-        nonlocal last
-        now = time.monotonic()
-        is_due = now - last >= seconds
+        is_due = time.monotonic() - last[0] >= seconds
         if said or is_due:
-            last = now
+            last[0] = time.monotonic()
         return is_due
 
     return due
@@ -127,222 +123,149 @@ def every(seconds: float = 10.0) -> Callable[[], bool]:
 
 def first_line(error: Exception) -> str:
     """What an exception says, short enough for a line of its own."""
-    return f'{type(error).__name__}: {(str(error).splitlines() or [""])[0][:200]}'
+    return f'{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}'
 
 
-def parse(source: str | bytes, mode: str = 'exec') -> ast.Module | ast.Expression:
-    with warnings.catch_warnings():
-        warnings.simplefilter(
-            'ignore'
-        )  # e.g. an odd backslash in a user's text is not worth a warning
-        return ast.parse(source, mode=mode)
+# ---- values ----
 
 
-def evaluate(
-    node: ast.expr, names: dict | None
-) -> bool | int | float | str | tuple | list | dict | None:
-    """The value of an expression of literals, and of arithmetic on numbers and `names` (names=None: literals only).
-    ValueError says what is not allowed."""
-    if isinstance(node, ast.Constant) and type(node.value) in (bool, int, float, str, type(None)):
-        value = node.value
-    elif isinstance(node, ast.Name) and names is not None:
-        if node.id not in names:
-            raise ValueError(f'{node.id} is not defined here')
-        value = names[node.id]
-    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
-        value = evaluate(node.operand, names)
-        if type(value) not in (int, float):
-            raise ValueError('arithmetic needs numbers')
-        value = -value if isinstance(node.op, ast.USub) else value
-    elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS and names is not None:
-        left, right = evaluate(node.left, names), evaluate(node.right, names)
-        if type(left) not in (int, float) or type(right) not in (int, float):
-            raise ValueError('arithmetic needs numbers')  # 'a' * 10**9 would fill the memory
-        if (
-            isinstance(node.op, ast.Pow)
-            and type(left) is type(right) is int
-            and left.bit_length() * right > 256
-        ):
-            raise ValueError('the power is too large')
-        value = OPERATORS[type(node.op)](left, right)
-    elif isinstance(node, (ast.Tuple, ast.List)):
-        return (tuple if isinstance(node, ast.Tuple) else list)(
-            evaluate(item, names) for item in node.elts
-        )
-    elif isinstance(node, ast.Dict) and None not in node.keys:
-        return {
-            evaluate(key, names): evaluate(item, names)
-            for key, item in zip(node.keys, node.values, strict=True)
-        }
-    else:
-        raise ValueError(
-            f'only literals{"" if names is None else " and arithmetic"} are allowed, not {ast.unparse(node)[:60]!r}'
-        )
-    if (
-        isinstance(value, complex)
-        or type(value) is float
-        and not math.isfinite(value)
-        or type(value) is int
-        and abs(value) >= MAX_INT
-    ):
+def evaluate(node: ast.expr, names: dict | None) -> object:
+    """The value of an expression of literals, and of arithmetic on numbers and `names` (None:
+    literals only). One of BROKEN says what is wrong."""
+    match node:
+        case ast.Tuple(elts=items) | ast.List(elts=items):
+            return tuple(evaluate(item, names) for item in items)
+        case ast.Constant(value=bool() | int() | float() | str() | None as value):
+            pass
+        case ast.Name(id=name) if names is not None:
+            if name not in names:
+                raise ValueError(f'{name} is not defined here')
+            value = names[name]
+        case ast.UnaryOp(op=ast.UAdd() | ast.USub() as op, operand=x):
+            value = arithmetic(op, evaluate(x, names))
+        case ast.BinOp(left=x, op=op, right=y) if names is not None and type(op) in OPERATORS:
+            value = arithmetic(op, evaluate(x, names), evaluate(y, names))
+        case _:
+            raise ValueError(f'only literals and arithmetic are allowed: {ast.unparse(node)[:60]}')
+    if type(value) in LIMITS and not abs(value) < LIMITS[type(value)]:
         raise ValueError('the number is not finite, or too large')
     return value
 
 
+def arithmetic(op: ast.operator | ast.unaryop, *numbers: object) -> int | float:
+    if not all(type(x) in (int, float) for x in numbers):
+        raise ValueError('arithmetic needs numbers')  # 'a' * 10**9 would fill the memory
+    if isinstance(op, ast.Pow) and numbers[1] > 256:
+        raise ValueError('the power is too large')
+    return OPERATORS[type(op)](*numbers)
+
+
 def convert(value: object, default: object) -> object:
-    """`value` in the type of `default`: an int may stand for a float, a list for a tuple. ValueError if it does not fit."""
-    if default is None or type(value) is type(default) and not isinstance(value, (tuple, list)):
-        return value
+    """`value` in the type of `default`; an int may stand for a float. ValueError: neither."""
     if type(default) is float and type(value) is int:
         return float(value)
-    if isinstance(default, (tuple, list)) and isinstance(value, (tuple, list)):
-        one_type = (
-            len({type(item) for item in default}) == 1
-        )  # (0.8, 0.95): every item must be a number
-        return type(default)(convert(item, default[0]) if one_type else item for item in value)
+    if type(default) is type(value) is tuple:
+        alike = len({type(item) for item in default}) == 1  # (0.8, 0.95): all must be numbers
+        return tuple(convert(item, default[0]) if alike else item for item in value)
+    if default is None or type(value) is type(default):
+        return value
     raise ValueError('wrong type')
 
 
-def assign(
-    config: dict, defaults: dict, key: str, value: object, where: str, given: str | None = None
-) -> None:
-    """Sets config[key] = value, checked; `where` and `given` go into the message."""
+def assign(config: dict, defaults: dict, key: str, value: object, where: str, given: str) -> None:
+    """config[key] = value, checked; `where` and what was `given` go into the message."""
     if key not in defaults:
         near = difflib.get_close_matches(key.replace('-', '_').lower(), defaults, 1, 0.6)
-        fail(
-            f'{where}: unknown setting {key!r}'
-            + (f', did you mean {near[0]!r}?' if near else ', --help lists the settings')
-        )
+        hint = f'did you mean {near[0]!r}?' if near else '--help lists the settings'
+        fail(f'{where}: unknown setting {key!r}, {hint}')
+    default = defaults[key]
     try:
-        config[key] = convert(value, defaults[key])
+        config[key] = convert(value, default)
     except ValueError:
-        given = repr(value) if given is None else repr(given)
-        hint = (
-            f', write {given[1:-1].capitalize()}'
-            if given[1:-1].lower() in ('true', 'false') and type(defaults[key]) is bool
-            else ''
-        )
-        fail(
-            f'{where}: {key} expects {EXPECTED[type(defaults[key])]} (default {defaults[key]!r}), got {given[:120]}{hint}'
-        )
+        word = given.strip('\'"').capitalize()
+        hint = f', write {word}' if type(default) is bool and word in ('True', 'False') else ''
+        expected = EXPECTED.get(type(default), f'a {type(default).__name__}')
+        fail(f'{where}: {key} expects {expected} (default {default!r}), got {given[:120]!r}{hint}')
 
 
-def read_script(path: str | os.PathLike) -> tuple[dict, dict[str, tuple[str, str]], str | None]:
-    """-> ({name: default} in source order, {name: (group heading, comment)} for --help, docstring) of the script at `path`."""
-    with tokenize.open(path) as file:
-        source = file.read()
-    trailing, headings, owner = (
-        {},
-        {},
-        0,
-    )  # line -> comment behind code; line -> comment in column 0
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type != tokenize.COMMENT:
-            continue
-        line, column = token.start
-        if column == 0:
-            headings[line] = token.string.strip('#-=* ')
-        elif token.line.lstrip().startswith('#') and line - 1 in trailing:
-            trailing[owner] += ' ' + token.string.lstrip(
-                '# '
-            )  # an indented comment line goes on with the comment above it
-            trailing[line] = ''
-        else:
-            owner, trailing[line] = line, token.string.lstrip('# ')
-    tree = parse(source)
-    defaults, names, notes, heading, last = {}, {}, {}, '', 0
+# ---- scripts, config files, the command line ----
+
+
+def read_script(path: str | os.PathLike) -> tuple[dict, list[str], str | None]:
+    """-> {setting: default} in source order, the lines they stand in, and the docstring of a
+    script."""
+    source = pathlib.Path(path).read_text(encoding='utf-8')
+    tree, lines = ast.parse(source), source.split('\n')
+    defaults, names, first, last = {}, {}, 0, 0
     for node in tree.body:
-        if hasattr(node, 'body') or any(
-            isinstance(part, ast.Name) and part.id == 'configure' for part in ast.walk(node)
-        ):
-            break  # a def, class or other block, or the call itself: what follows cannot be overridden
-        above = ' '.join(
-            headings[line] for line in range(last + 1, node.lineno) if headings.get(line)
-        )
-        last = node.end_lineno
-        if (
-            not isinstance(node, ast.Assign)
-            or len(node.targets) != 1
-            or not isinstance(node.targets[0], ast.Name)
-        ):
-            heading = ''  # comments above imports are no headings
-            continue
-        heading = above or heading
-        try:
-            name, value = node.targets[0].id, evaluate(node.value, names)
-        except BROKEN:
-            continue  # computed by a call: not a setting
-        names[name] = value
-        if name == name.lower() and not name.startswith('_'):
-            defaults[name], notes[name] = (
-                value,
-                (heading, trailing.get(last) or trailing.get(node.lineno, '')),
-            )
-    return defaults, notes, ast.get_docstring(tree, clean=False)
+        calls = [part.func for part in ast.walk(node) if isinstance(part, ast.Call)]
+        if hasattr(node, 'body') or any(getattr(f, 'id', '') == 'configure' for f in calls):
+            break  # what follows a block or the call cannot be overridden
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                try:
+                    names[name] = evaluate(value, names)
+                except BROKEN:
+                    continue  # computed by a call: not a setting
+                if name == name.lower() and not name.startswith('_'):
+                    defaults[name], last = names[name], node.end_lineno
+            case _ if not defaults:
+                first = node.end_lineno  # docstring, imports
+    while last < len(lines) and re.match(' +#', lines[last]):
+        last += 1  # a comment that goes on
+    return defaults, lines[first:last], ast.get_docstring(tree, clean=False)
 
 
 def read_config(path: str, config: dict, defaults: dict) -> None:
-    """Applies the config file at `path`. Names that start with an underscore are the file's own helpers."""
+    """Applies the config file at `path`. Names with an underscore in front are its own helpers."""
     try:
-        with open(path, 'rb') as file:
-            source = file.read()
+        source = pathlib.Path(path).read_bytes()
+        body = ast.parse(source).body
     except OSError as error:
         fail(f'{path}: cannot read the config file: {error.strerror}')
-    try:
-        body = parse(source).body
     except BROKEN as error:
-        fail(
-            f'{path}:{getattr(error, "lineno", None) or 1}: not a valid config file: {getattr(error, "msg", None) or error}'
-        )
-    helpers, lines = {}, source.decode(errors='replace').splitlines()
+        line, why = getattr(error, 'lineno', None) or 1, getattr(error, 'msg', None) or error
+        fail(f'{path}:{line}: not a valid config file: {why}')
+    helpers = {}
     for node in body:
         where = f'{path}:{node.lineno}'
-        if (
-            isinstance(node, ast.Expr)
-            and isinstance(node.value, ast.Constant)
-            and isinstance(node.value.value, str)
-        ):
-            continue  # docstring
-        if not isinstance(node, ast.Assign) or not all(
-            isinstance(target, ast.Name) for target in node.targets
-        ):
-            fail(
-                f'{where}: a config file holds only `name = value` lines, not {lines[node.lineno - 1].strip()[:60]!r}'
-            )
+        match node:
+            case ast.Expr(value=ast.Constant(value=str())):
+                continue  # docstring
+            case ast.Assign(targets=targets) if all(isinstance(t, ast.Name) for t in targets):
+                names = [target.id for target in targets]
+            case _:
+                text = ast.unparse(node).partition('\n')[0][:60]
+                fail(f'{where}: a config file holds only `name = value` lines, not {text!r}')
         try:
-            value = evaluate(node.value, {**config, **helpers})
+            value = evaluate(node.value, config | helpers)
         except BROKEN as error:
-            fail(f'{where}: {node.targets[0].id}: {error}')
-        for target in node.targets:
-            if target.id in COMMAND_LINE:
-                fail(
-                    f'{where}: {target.id} is for the command line alone, --{target.id}=True: a config file must not replace a run'
-                )
-            if target.id.startswith('_'):
-                helpers[target.id] = value
+            fail(f'{where}: {names[0]}: {error}')
+        for name in names:
+            if name in COMMAND_LINE:
+                fail(f'{where}: {name} is for the command line alone, --{name}=True')
+            if name.startswith('_'):
+                helpers[name] = value
             else:
-                assign(config, defaults, target.id, value, where)
+                assign(config, defaults, name, value, where, str(value))
 
 
 def joined(argv: list[str], defaults: dict) -> list[str]:
-    """The arguments with `--key value` as `--key=value`, and a bare `--key` of a switch (True or False, or None) as `--key=True`."""
+    """The arguments with `--key value` as `--key=value`, and a bare switch as `--key=True`."""
     arguments, rest = [], list(argv)
     while rest:
         argument = rest.pop(0)
         if argument[:2] == '--' and argument[2:] in defaults:
-            default, following = defaults[argument[2:]], rest[0] if rest else '--'
-            if isinstance(default, (bool, type(None))):
-                if not following.startswith('-') and not following.endswith('.py'):
-                    fail(
-                        f'command line: {argument} alone turns it on; another value needs "=": {argument}={following}'
-                    )
-                argument += '=True'
-            elif following.startswith('--'):
-                fail(
-                    f'command line: {argument} needs a value, as in {argument}={default or "value"}'
-                )
+            default, value = defaults[argument[2:]], rest[0] if rest else '--'
+            if default is None or isinstance(default, bool):
+                if not value.startswith('-') and not value.endswith('.py'):
+                    fail(f'command line: a switch takes its value as {argument}={value}')
+                value = 'True'
+            elif value.startswith('--'):
+                fail(f'command line: {argument} needs a value, as in {argument}={default}')
             else:
-                argument += f'={rest.pop(0)}'
+                rest.pop(0)
+            argument += f'={value}'
         arguments.append(argument)
     return arguments
 
@@ -352,10 +275,8 @@ def gathered(argv: list[str], key: str) -> list[str]:
     if f'--{key}' not in argv:
         return argv
     i = argv.index(f'--{key}')
-    end = next(
-        (k for k in range(i + 1, len(argv)) if argv[k].startswith('-') or argv[k].endswith('.py')),
-        len(argv),
-    )
+    ends = (k for k in range(i + 1, len(argv)) if argv[k][:1] == '-' or argv[k].endswith('.py'))
+    end = next(ends, len(argv))
     return [*argv[:i], f'--{key}={",".join(argv[i + 1 : end])}', *argv[end:]]
 
 
@@ -364,18 +285,17 @@ def read_argument(argument: str, config: dict, defaults: dict, where: str = 'com
     key, _, text = argument[2:].partition('=')
     default = defaults.get(key)
     try:
-        value = evaluate(parse(text.strip(), 'eval').body, None)
+        value = evaluate(ast.parse(text.strip(), mode='eval').body, None)
     except BROKEN:
-        value = (
-            text if isinstance(default, str) or default is None else ...
-        )  # ... fits no type: refused below
+        value = text if default is None else ...  # ... fits no type
     if isinstance(default, str) and not isinstance(value, str):
         value = text  # --out_dir=123 is the text '123'
-    assign(config, defaults, key, value, where, given=text)
+    assign(config, defaults, key, value, where, text)
 
 
 def check_ranges(config: dict, ranges: dict[str, tuple | list]) -> None:
-    """A script's RANGES, beside its settings: {name: (low, high)}, both allowed, or {name: [values]}."""
+    """A script's RANGES, beside its settings: {name: (low, high)}, both allowed, of each number of
+    a tuple; or {name: [values]}."""
     for name, allowed in ranges.items():
         value = config[name]
         if isinstance(allowed, list):
@@ -383,42 +303,35 @@ def check_ranges(config: dict, ranges: dict[str, tuple | list]) -> None:
                 fail(f'{name} = {value!r}: expected one of {", ".join(map(str, allowed))}')
             continue
         low, high = allowed
-        for number in value if isinstance(value, tuple) else (value,):
-            if not low <= number <= high:
-                limits = f'at least {low}' if high == math.inf else f'between {low} and {high}'
-                fail(f'{name} = {value}: must be {limits}')
+        numbers = value if isinstance(value, tuple) else (value,)
+        if not all(low <= x <= high for x in numbers):
+            limits = f'at least {low}' if high == math.inf else f'between {low} and {high}'
+            fail(f'{name} = {value}: must be {limits}')
 
 
 def help_text(path: str | os.PathLike) -> str:
-    """--help: docstring, usage, every setting with its default and comment under its group's heading."""
-    defaults, notes, docstring = read_script(path)
-    lines = [
-        docstring or '',
-        '',
-        f'usage: python {os.path.basename(path)} [config.py ...] [--key=value ...]',
-    ]
-    previous = None
-    for name, default in defaults.items():
-        heading, comment = notes[name]
-        if heading != previous:
-            lines += ['', heading] if heading else ['']
-        previous = heading
-        lines.append(f'  --{name}={default!r}'.ljust(40) + comment)
-    return '\n'.join(line.rstrip() for line in lines).strip()
-
-
-def config_diff(config: dict, defaults: dict) -> str:
-    """The settings that differ from their defaults, one a line ('' if none)."""
-    changed = [key for key in config if repr(config[key]) != repr(defaults.get(key))]
-    return '\n'.join(f'{key} = {config[key]!r}  (default {defaults.get(key)!r})' for key in changed)
+    """--help: docstring, usage, and the lines of the settings, with the comments between them."""
+    defaults, lines, docstring = read_script(path)
+    usage = f'usage: python {os.path.basename(path)} [config.py ...] [--key=value ...]'
+    text = [docstring or '', '', usage, '']
+    for line in lines:
+        (name, _, _), (_, _, comment) = line.partition(' = '), line.partition('  # ')
+        if name in defaults:
+            text.append(f'  --{name}={defaults[name]!r}'.ljust(40) + comment)
+        elif line.startswith(' '):
+            text[-1] += ' ' + line.strip(' #')  # a comment that goes on
+        elif not line.startswith('# fmt') and line.strip('#-=* '):
+            text += ['', line.strip('#-=* ')]  # a group's heading
+    return '\n'.join(line.rstrip() for line in text).strip()
 
 
 def configure(settings: dict, argv: Iterable[str] | None = None, quiet: bool = False) -> dict:
-    """Overrides a script's settings in place and returns them as a plain dict, in the order of the source.
+    """Overrides a script's settings in place -> all of them, a plain dict in the source's order.
 
-    settings: the script's globals(), with '__file__'; the defaults are read from that source, so two calls do not influence each other.
-    argv: the arguments without the script's name (default: the command line's). Under torchrun only rank 0 prints the changed
-    settings; quiet=True prints none. A user's mistake ends the script (`fail`); --help prints and exits with status 0."""
+    settings: the script's globals(), with '__file__'; the defaults are read from that source, so
+    two calls do not influence each other. argv: the arguments without the script's name (default:
+    the command line's). The changed settings are printed, under torchrun by rank 0; quiet: not. A
+    user's mistake ends the script (`fail`); --help prints and exits with status 0."""
     argv = sys.argv[1:] if argv is None else list(argv)
     defaults = read_script(settings['__file__'])[0]
     config = dict(defaults)
@@ -434,29 +347,22 @@ def configure(settings: dict, argv: Iterable[str] | None = None, quiet: bool = F
             fail(f'command line: cannot read {argument!r}: expected config.py or --key=value')
     check_ranges(config, settings.get('RANGES', {}))
     settings.update(config)
-    if not quiet and os.environ.get('RANK', '0') == '0' and config != defaults:
-        print(config_diff(config, defaults), flush=True)
+    if not quiet and os.environ.get('RANK', '0') == '0':
+        for key, value in config.items():
+            if repr(value) != repr(defaults[key]):
+                print(f'{key} = {value!r}  (default {defaults[key]!r})', flush=True)
     return config
 
 
-# ----------------------------------------------------------------------------- whole-or-nothing files
-
-
-def sync_folder(folder: str | os.PathLike) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(
-            descriptor
-        )  # a rename is safe from a power cut only once its folder is on the disk
-    finally:
-        os.close(descriptor)
+# ---- whole-or-nothing files ----
 
 
 def write_atomic(
     path: str | os.PathLike, write: Callable[[BinaryIO], object], keep: str | None = None
 ) -> None:
-    """write(file) fills a binary temporary file, which then takes the name `path`; an existing file goes on as `keep`, if given (a name
-    in the same folder). Whatever fails leaves `path` as it was and raises."""
+    """write(file) fills a binary temporary file, which then takes the name `path`; an existing file
+    goes on as `keep`, if given (a name in the same folder). Whatever fails leaves `path` as it was
+    and raises, an OSError with the file's name."""
     path = pathlib.Path(path)
     temporary = path.with_name(f'.{path.name}.tmp')
     try:
@@ -465,41 +371,30 @@ def write_atomic(
             file.flush()
             os.fsync(file.fileno())
         if keep is not None and path.exists():
-            kept, link = path.with_name(keep), path.with_name(f'.{keep}.tmp')
-            link.unlink(missing_ok=True)
-            try:
-                os.link(path, link)  # a second name, so that `path` exists at every moment
-                os.replace(link, kept)
-            except OSError:  # a file system without hard links: for a moment only `keep` exists
-                os.replace(path, kept)
-            link.unlink(
-                missing_ok=True
-            )  # renaming between two names of one file does nothing: happens after a kill right here
+            os.replace(path, path.with_name(keep))  # killed here: `keep` is the newest
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None:
             error.filename = str(path)  # a full disk does not say whose write it refused
         raise
-    sync_folder(path.parent)
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)  # a rename is safe from a power cut only once its folder is on the disk
+    os.close(folder)
 
 
 def write_text(text: str, path: str | os.PathLike) -> None:
     write_atomic(path, lambda file: file.write(text.encode()))
 
 
+def plain(obj: object) -> object:
+    """As the standard of JSON has it: NaN and infinities become null."""
+    return json.loads(json.dumps(obj), parse_constant=lambda _: None)
+
+
 def json_line(obj: object) -> str:
-    """JSON as the standard has it: NaN and infinities become null."""
-
-    def plain(x):
-        if isinstance(x, float) and not math.isfinite(x):
-            return None
-        if isinstance(x, dict):
-            return {key: plain(value) for key, value in x.items()}
-        return [plain(item) for item in x] if isinstance(x, (list, tuple)) else x
-
-    return json.dumps(plain(obj), allow_nan=False)
+    return json.dumps(plain(obj))
 
 
 def write_json(obj: object, path: str | os.PathLike) -> None:
-    write_text(json.dumps(json.loads(json_line(obj)), indent=1) + '\n', path)
+    write_text(json.dumps(plain(obj), indent=1) + '\n', path)

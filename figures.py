@@ -37,15 +37,6 @@ SIZES = {'L': 'levels L', 'E': 'experts E a level'}
 SETTINGS = {'radius': 'radius r: preceding experts that each one hears'}
 STANDARD_ERROR = '\nbars: one standard error'
 COLUMN = 3.4  # inches, a column of a paper
-STYLE = {
-    'font.size': 8,
-    'axes.titlesize': 8,
-    'legend.fontsize': 7,
-    'figure.titlesize': 9,
-    'legend.frameon': False,
-    'svg.hashsalt': 'figures',  # the same file from the same runs
-    'svg.fonttype': 'none',
-}
 
 
 class Row(NamedTuple):
@@ -105,16 +96,15 @@ def read_log(folder: str) -> list[dict]:
         raise LogError(f'{path}: {error.strerror}') from None
     for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        if not isinstance(record, dict) or type(record.get('step')) is not int:
-            raise LogError(f'{path}:{number}: not a line of a log')
-        for key in NUMBERS:
-            x = record.get(key)
-            if type(x) not in (int, float, type(None)) or not math.isfinite(x or 0):
-                raise LogError(f'{path}:{number}: {key} is not a number')
-        records.append(record)
+            records.append(json.loads(line))
+            if type(records[-1]['step']) is not int:
+                raise ValueError('step is no integer')
+            for key in NUMBERS:
+                x = records[-1].get(key)
+                if x is not None and not math.isfinite(x):
+                    raise ValueError(f'{key} is not finite')
+        except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
+            raise LogError(f'{path}:{number}: not a line of a log ({first_line(error)})') from None
     return records
 
 
@@ -209,12 +199,12 @@ def read_csv(folder: str, name: str, numbers: Iterable[str]) -> list[dict]:
         with open(path, newline='', encoding='utf-8-sig') as file:
             table = list(csv.DictReader(file))
         rows = [row | {k: float(row[k] or 'nan') for k in numbers} for row in table]
+        if any(math.isinf(row[k]) for row in rows for k in numbers):
+            raise ValueError('an infinite number')
     except OSError as error:
         fail(f'{where}: {error.strerror}')
     except (csv.Error, KeyError, TypeError, ValueError) as error:
         fail(f"{where}: not the paper's table: {first_line(error)}")
-    if any(math.isinf(row[k]) for row in rows for k in numbers):
-        fail(f'{where}: holds an infinite number')
     return rows
 
 
@@ -250,12 +240,14 @@ def new(columns: int, height: float = 2.8, sharey: bool = True) -> tuple:
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update(STYLE)
+    plt.rc('font', size=8)
+    plt.rc('axes', titlesize=8, grid=True, axisbelow=True)
+    plt.rc('grid', alpha=0.3)
+    plt.rc('legend', fontsize=7, frameon=False)
+    plt.rc('figure', titlesize=9)
+    plt.rc('svg', hashsalt='figures', fonttype='none')  # the same runs, the same file
     layout = {'figsize': (COLUMN * columns, height), 'layout': 'constrained'}
     figure, panels = plt.subplots(1, columns, sharey=sharey, squeeze=False, **layout)
-    for axes in panels[0]:
-        axes.grid(alpha=0.3)
-        axes.set_axisbelow(True)
     return figure, panels[0]
 
 
@@ -335,24 +327,18 @@ def size_figure(points: dict, sizes: str, reference: str, title: str, label: str
     return chart(panels, SIZES[x], label, title)
 
 
-def saturation_lines(points: dict, reference: str, name: str) -> list:
-    """The best of at most L levels, a line for each `name` of rows, with the paper's."""
-    lines = []
-    for i, (key, mine) in enumerate(groups(points, by(name)).items()):
-        label = f'{key} budget' if name == 'budget' else key
-        lines.append((saturation(mine), i, label))
-        if paper := paper_cells(reference, mine):
-            lines.append((saturation(paper), i, f'{label}, paper', False))
-    return lines
-
-
-def saturation_figure(points: dict, reference: str, title: str, label: str) -> 'Figure':
-    """Both variants, or where there are several budgets a panel each, a line a budget."""
-    if len({row.budget for row in points}) == 1:
-        panels = {'': saturation_lines(points, reference, 'variant')}
-    else:
-        parts = groups(points, by('variant')).items()
-        panels = {name: saturation_lines(mine, reference, 'budget') for name, mine in parts}
+def saturation_figure(points: dict, name: str, reference: str, title: str, label: str) -> 'Figure':
+    """The best of at most L levels, with the paper's: a line for each 'variant', or for each
+    'budget' in a panel a variant."""
+    keys, panels = list(groups(points, by(name))), {}
+    parts = groups(points, by('variant')) if name == 'budget' else {'': points}
+    for which, mine in parts.items():
+        panels[which] = []
+        for key, part in groups(mine, by(name)).items():
+            i, its = keys.index(key), f'{key} budget' if name == 'budget' else key
+            panels[which].append((saturation(part), i, its))
+            if paper := paper_cells(reference, part):
+                panels[which].append((saturation(paper), i, f'{its}, paper', False))
     return chart(panels, 'at most L levels', f'best {label}', title, STANDARD_ERROR)
 
 
@@ -415,7 +401,7 @@ def draw(what: str, rows: list, runs: list, token: str, reference: str, into: st
         label = f'validation loss (nats a {token})' if row.is_text else 'return'
         figures = {}
         if plan == 'sokoban':
-            figures['budgets'] = saturation_figure(points, reference, title, label)
+            figures['budgets'] = saturation_figure(points, 'budget', reference, title, label)
         elif plan == 'scaling':
             figures['scaling'] = size_figure(points, 'EL', '', title, label)
         elif row.more:
@@ -424,7 +410,7 @@ def draw(what: str, rows: list, runs: list, token: str, reference: str, into: st
             figures['ablation'] = ablation_figure(points, ways, default, title, label)
         else:
             figures['allocations'] = size_figure(points, 'Ld', reference, title, label)
-            figures['saturation'] = saturation_figure(points, reference, title, label)
+            figures['saturation'] = saturation_figure(points, 'variant', reference, title, label)
             if not row.is_text:
                 figures['curves'] = curve_figure(runs, points, title)
         for name, figure in figures.items():
@@ -459,11 +445,10 @@ def write_table(rows: list[dict], into: str, name: str, digits: int = 4) -> list
 
 def cell_fields(rows: Iterable[Row]) -> dict[Row, dict]:
     """What cell a table's line is of; the settings by which the cells differ have a column each."""
-    names = dict.fromkeys(name for row in rows for name, _ in row.more)
-    out = {}
+    names, out = dict.fromkeys(name for row in rows for name, _ in row.more), {}
     for row in rows:
-        sizes = {'variant': row.variant, 'budget': row.budget, 'L': row.L, 'E': row.E, 'd': row.d}
-        out[row] = sizes | {name: str(dict(row.more).get(name, '')) for name in names}
+        out[row] = {name: getattr(row, name) for name in ('variant', 'budget', 'L', 'E', 'd')}
+        out[row] |= {name: str(dict(row.more).get(name, '')) for name in names}
     return out
 
 
@@ -535,11 +520,13 @@ def plot_losses(out_dir: str, unit: str, title: str) -> str:
     return save(finish(figure, title), out_dir, 'loss', ('png',))[0]
 
 
-def open_trackers(config: dict) -> tuple[Callable[[dict], object], Callable[[], object]]:
-    """-> write(record), close() for the trackers that a run's settings ask for, TensorBoard and
-    Weights & Biases, beside log.jsonl. Imported only here."""
+def open_trackers(
+    config: dict, tensorboard: bool, wandb_project: str
+) -> tuple[Callable[[dict], object], Callable[[], object]]:
+    """-> write(record), close() for a run's trackers beside log.jsonl: TensorBoard, and Weights &
+    Biases if a project is named. Imported only here."""
     writes, closes, out_dir = [], [], config['out_dir']
-    if config['tensorboard']:
+    if tensorboard:
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(out_dir)
@@ -550,11 +537,11 @@ def open_trackers(config: dict) -> tuple[Callable[[dict], object], Callable[[], 
                     writer.add_scalar(name, x, record['step'])
 
         writes, closes = [to_tensorboard], [writer.close]
-    if config['wandb']:
+    if wandb_project:
         import wandb
 
-        project = config['wandb_project']
-        run = wandb.init(project=project, name=str(out_dir), dir=out_dir, config=config)
+        name = str(out_dir)
+        run = wandb.init(project=wandb_project, name=name, dir=out_dir, config=config)
         writes.append(lambda record: run.log(record, step=record['step']))
         closes.append(run.finish)
     return lambda record: [write(record) for write in writes], lambda: [end() for end in closes]

@@ -62,8 +62,8 @@ def by_cache_head(o: torch.Tensor, h: Heads) -> torch.Tensor:
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype of matrix products for x: autocast's where it is on, else x's own."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def softcap(x: torch.Tensor) -> torch.Tensor:
@@ -71,18 +71,18 @@ def softcap(x: torch.Tensor) -> torch.Tensor:
 
 
 def rope_table(n: int, K: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of slots 0..n-1: (n, K/2) each, in like's dtype (at least fp32) and on its device."""
+    """cos and signed sin of slots 0..n-1: (n, K) each, in like's dtype (at least fp32) and on its device."""
     dtype = torch.promote_types(like.dtype, torch.float32)
     freq = ROPE_BASE ** (-torch.arange(0, K, 2, device=like.device, dtype=dtype) / K)
     angle = torch.arange(n, device=like.device, dtype=dtype)[:, None] * freq
-    return angle.cos(), angle.sin()
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x (..., K), pairing dimension j with j + K/2. cos, sin broadcast over (..., K/2); -sin rotates
-    back."""
-    x1, x2 = x.to(cos.dtype).chunk(2, -1)
-    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
+    """Rotate x (..., K), pairing dimension j with j + K/2. cos, sin broadcast over it; -sin rotates back."""
+    x = x.to(cos.dtype)
+    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin)
 
 
 class Norm(torch.autograd.Function):
@@ -90,7 +90,8 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
-        r = torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        r = length.square_().div_(x.size(-1)).add_(EPS).rsqrt_()
         y = x * r
         ctx.save_for_backward(y, r)
         return y
@@ -98,7 +99,8 @@ class Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         y, r = ctx.saved_tensors
-        return (g - y * (g * y).mean(-1, keepdim=True)) * r
+        along = (g * y).sum(-1, keepdim=True)
+        return torch.addcmul(g, y, along, value=-1 / y.size(-1)).mul_(r)
 
 
 def rms_norm(x: torch.Tensor) -> torch.Tensor:
@@ -125,12 +127,6 @@ def outputs(x: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, .
     return x if isinstance(x, tuple) else (x,)
 
 
-def rowwise(f: Callable) -> Callable:
-    """Marks f(x): row by row, so that it may be made again for many tokens at once."""
-    f.rowwise = True
-    return f
-
-
 def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """x (N, in), w (out, in) -> (N, out); or stacks of them, (E, N, in), (E, out, in) -> (E, N, out)."""
     if w.dim() == 2:
@@ -153,49 +149,9 @@ def product(a: torch.Tensor, b: torch.Tensor, wide: torch.dtype) -> torch.Tensor
 
 
 def add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """out += a^T @ b: out (N, X, Y) in the same or a wider dtype, a (N, rows, X), b (N, rows, Y)."""
-    if out.dtype == a.dtype:
-        out.baddbmm_(a.transpose(1, 2), b)
-    else:
-        out.add_(torch.bmm(a.transpose(1, 2), b))
-
-
-# ---- one token's attention over a window ----
-
-
-def probabilities(q: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Attention weights (B*C, M, S) of rotated queries q (B*C, M, K) over all slots, keys (B*C, S, K): whole
-    buffers are contiguous, which a window of them is not. bias (B, 1, 1, S): -inf in slots not seen."""
-    B, (N, M, K) = bias.size(0), q.shape
-    scores = torch.bmm(q, keys.transpose(1, 2)).to(bias.dtype).view(B, N // B, M, -1)
-    return F.softmax(scores / math.sqrt(K) + bias, -1).view(N, M, -1).to(keys.dtype)
-
-
-def attend(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    bias: torch.Tensor,
-    h: Heads,
-    out: torch.Tensor | None,
-    p_out: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attended values (E, B, H*K), in `out` where given; the weights go to p_out where given."""
-    p = probabilities(q, keys, bias)
-    if p_out is not None:
-        p_out.copy_(p)
-    att = by_expert(torch.bmm(p, values), h)
-    return att.contiguous() if out is None else out.copy_(att)
-
-
-def attend_backward(
-    do: torch.Tensor, p: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, wide: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """From the gradient of the attended values do (B*C, M, K), weights p: the scores' and the queries'."""
-    dp, p = torch.bmm(do, values.transpose(1, 2)).to(wide), p.to(wide)  # (B*C, M, S)
-    ds = p * (dp - (dp * p).sum(-1, keepdim=True)) / math.sqrt(keys.size(-1))
-    ds = ds.to(keys.dtype)
-    return ds, torch.bmm(ds, keys)
+    """out += a^T @ b: out (N, X, Y), a slice of slots, in the same or a wider dtype, a (N, rows, X), b (N, rows,
+    Y). (baddbmm_ into a slice would go through the batch one by one.)"""
+    out.add_(torch.bmm(a.transpose(1, 2), b))
 
 
 @functools.cache
@@ -270,6 +226,19 @@ def wins(found: dict) -> bool:
     return agrees(found) and found.get('triton', math.inf) < found['compiled']
 
 
+def by_triton(key: tuple, device: torch.device, trials: Callable[[], dict]) -> frozenset:
+    """Of trials() = {name: run}, the names whose Triton kernels agree with the model's own pieces, in values
+    and gradients, and beat them compiled. CUDA only; measured once for a key, by CUDA graphs: so not while
+    another is captured, where what was not measured before stays compiled."""
+    if device.type != 'cuda' or triton_module() is None:
+        return frozenset()
+    if key not in chosen:
+        if torch.cuda.is_current_stream_capturing():
+            return frozenset()
+        chosen[key] = {name: compare(run) for name, run in trials().items()}
+    return frozenset(name for name, found in chosen[key].items() if wins(found))
+
+
 def chosen_lines() -> list[str]:
     """What was measured and chosen so far, one line a set of sizes; empty where there is no GPU."""
 
@@ -289,13 +258,11 @@ def chosen_lines() -> list[str]:
 
 
 @functools.cache
-def loss_and_gradient(losses: Callable) -> Callable:
-    """losses(logits, targets) -> (value, its gradient times grad_scale in dtype dt)."""
+def widened(losses: Callable) -> Callable:
+    """losses of logits in fp32 at least."""
 
-    def run(logits, targets, grad_scale, dt):
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        value, pull = torch.func.vjp(lambda x: losses(x, targets), wide)
-        return value, pull(torch.full_like(value, grad_scale))[0].to(dt)
+    def run(logits, targets):
+        return losses(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
 
     return run
 
@@ -303,25 +270,23 @@ def loss_and_gradient(losses: Callable) -> Callable:
 def slice_loss(
     losses: Callable, logits: torch.Tensor, targets: torch.Tensor, grad_scale: float, way: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """losses and its gradient for a slice of rows, logits in the dtype of products. way: 'eager', 'compiled'
-    or 'triton'."""
+    """losses and its gradient times grad_scale for a slice of rows, logits and gradient in the dtype of
+    products. way: 'eager', 'compiled' or 'triton'."""
     if way == 'triton':
         return triton_module().cross_entropy(logits, targets, grad_scale, logits.dtype)
-    run = loss_and_gradient(losses)
-    return (compiled(run) if way == 'compiled' else run)(logits, targets, grad_scale, logits.dtype)
+    run = compiled(widened(losses)) if way == 'compiled' else widened(losses)
+    with torch.enable_grad():
+        logits = logits.detach().requires_grad_()
+        loss = run(logits, targets)
+        return loss.detach(), *torch.autograd.grad(loss, logits, torch.full_like(loss, grad_scale))
 
 
 def loss_by_triton(
     losses: Callable, rows: int, V: int, dt: torch.dtype, device: torch.device
 ) -> bool:
-    """Whether the Triton kernel agrees with `losses`, in value and gradient, and beats it compiled, for
-    slices of this size. Not measured while a CUDA graph is captured."""
-    if device.type != 'cuda' or dt == torch.float64 or triton_module() is None:
-        return False
-    key = losses, rows, V, dt
-    if key not in chosen:
-        if torch.cuda.is_current_stream_capturing():
-            return False
+    """Whether the Triton kernel stands in for `losses`, for slices of this size."""
+
+    def trials():
         random = torch.Generator(device).manual_seed(0)
         logits = (torch.randn(rows, V, device=device, generator=random) * 5).to(dt)
         targets = torch.randint(V, (rows,), device=device, generator=random)
@@ -330,13 +295,15 @@ def loss_by_triton(
             way = 'triton' if triton else 'compiled'
             return slice_loss(losses, logits.clone(), targets, 1 / rows, way)
 
-        chosen[key] = {'loss': compare(run)}
-    return wins(chosen[key]['loss'])
+        return {'loss': run}
+
+    known = dt != torch.float64
+    return known and 'loss' in by_triton((losses, rows, V, dt), device, trials)
 
 
-def rows_per_slice(N: int, V: int, kind: str) -> int:
-    """Of N rows, how many have their logits at a time; kind: 'cpu' or 'cuda'."""
-    return min(N, max(1, LOGITS_PER_SLICE * (8 if kind == 'cuda' else 1) // V))
+def rows_per_slice(N: int, V: int, device: str) -> int:
+    """Of N rows, how many have their logits at a time; device: 'cpu' or 'cuda'."""
+    return min(N, max(1, LOGITS_PER_SLICE * (8 if device == 'cuda' else 1) // V))
 
 
 class HeadLoss(torch.autograd.Function):
@@ -387,12 +354,21 @@ def head_loss(
 # ---- CUDA graphs ----
 
 
-def graphed(graphs: dict, name: str, function: Callable, *args: object) -> object:
-    """function(*args) as a CUDA graph: the first three calls run as they are; the fourth is captured, and it
-    and all later calls replay that: the arguments are read from, and the results lie in, the same memory
-    every time. graphs: where they are kept, by name; those of one dict share memory and must be called in the
-    same order again and again, so that one may use another's activations. Nothing may keep an eager call's
-    loss alive: its gradient nodes belong to another stream."""
+def graphed(
+    graphs: dict | None,
+    name: str,
+    function: Callable,
+    *args: object,
+    generator: torch.Generator | None = None,
+) -> object:
+    """function(*args) as a CUDA graph: the first three calls run as they are; the fourth is captured,
+    and it and all later calls replay that: the arguments are read from, and the results lie in, the
+    same memory every time. graphs: where they are kept, by name; those of one dict share memory and
+    must be called in the same order again and again, so that one may use another's activations.
+    Nothing may keep an eager call's loss alive: its gradient nodes belong to another stream.
+    graphs None: as it is."""
+    if graphs is None:
+        return function(*args)
     calls, graph, result = graphs.get(name, (0, None, None))
     if graph is None and calls < 3:
         result = function(*args)
@@ -401,6 +377,8 @@ def graphed(graphs: dict, name: str, function: Callable, *args: object) -> objec
     if graph is None:
         pool = next((g.pool() for _, g, _ in graphs.values() if g is not None), None)
         graph = torch.cuda.CUDAGraph()
+        if generator is not None:  # what function draws from, but for torch's own
+            graph.register_generator_state(generator)
         with torch.cuda.graph(graph, pool=pool, capture_error_mode='thread_local'):
             result = function(*args)
         graphs[name] = calls, graph, result

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from kernels import Heads, apply_rope, by_expert, compute_dtype, gate_weights, head_loss
-from kernels import linear, outputs, rms_norm, rope_table, rowwise, rows_per_slice, softcap
+from kernels import linear, outputs, rms_norm, rope_table, rows_per_slice, softcap
 from unroll import BLOCK, Recipe, unroll
 
 # name: a shared key or value is the sum over experts times E ** -this (routed ones keep sqrt_sum's)
@@ -118,7 +118,7 @@ class State(NamedTuple):
 # w['piece'](f, x) is f(x). That is all a path may choose: how a product is made, and where pieces are fused.
 
 
-class Kind(NamedTuple):
+class Rules(NamedTuple):
     """Which of the equations hold."""
 
     recurrent: bool
@@ -158,7 +158,6 @@ def residual(u: torch.Tensor, o: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return y, norm(y)
 
 
-@rowwise
 def activation(x: torch.Tensor) -> torch.Tensor:
     """Between the FFN's matrices: squared ReLU."""
     return F.relu(x).square()
@@ -176,17 +175,21 @@ def aggregate(h: torch.Tensor, gates: torch.Tensor | None, name: str) -> torch.T
 
 
 def combine(
-    y: torch.Tensor, x: torch.Tensor, s: torch.Tensor | None, gates: torch.Tensor | None, kind: Kind
+    y: torch.Tensor,
+    x: torch.Tensor,
+    s: torch.Tensor | None,
+    gates: torch.Tensor | None,
+    rules: Rules,
 ) -> torch.Tensor:
     """The level's output (N, D) from y and the FFN's x (E, N, D). s: GPT's shared residual, else None."""
     h = y + x
-    if kind.recurrent:
-        return aggregate(norm(h), gates, kind.aggregation)
-    if kind.residual == 'expert':
-        return aggregate(h, gates, kind.aggregation)
-    if kind.residual == 'shared':
-        return s + aggregate(h - s, gates, kind.aggregation)
-    raise ValueError(f'residual = {kind.residual!r}: expected one of {", ".join(RESIDUALS)}')
+    if rules.recurrent:
+        return aggregate(norm(h), gates, rules.aggregation)
+    if rules.residual == 'expert':
+        return aggregate(h, gates, rules.aggregation)
+    if rules.residual == 'shared':
+        return s + aggregate(h - s, gates, rules.aggregation)
+    raise ValueError(f'residual = {rules.residual!r}: expected one of {", ".join(RESIDUALS)}')
 
 
 def join(z: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
@@ -209,38 +212,40 @@ def route(w: dict, s: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
 
 
 def leave(
-    w: dict, u: torch.Tensor, att: torch.Tensor, gates: torch.Tensor | None, kind: Kind
+    w: dict, u: torch.Tensor, att: torch.Tensor, gates: torch.Tensor | None, rules: Rules
 ) -> torch.Tensor:
     """Output projection, FFN, norm and aggregation: u (N, D), att (E, N, H*K) -> the next s (N, D)."""
     y, hidden = w['up'](residual, u, w['wo'](att))
     x = w['down'](activation, hidden)
-    s = u if kind.residual == 'shared' and not kind.recurrent else None
-    return w['piece'](combine, y, x, s, gates, kind=kind)
+    s = u if rules.residual == 'shared' and not rules.recurrent else None
+    return w['piece'](combine, y, x, s, gates, rules=rules)
 
 
-def level(w: dict, s: torch.Tensor, z: torch.Tensor, attend: Callable, kind: Kind) -> torch.Tensor:
+def level(
+    w: dict, s: torch.Tensor, z: torch.Tensor, attend: Callable, rules: Rules
+) -> torch.Tensor:
     """One level: s, z (N, D) -> the next s. attend(heads, qkv, ...) -> attended values (E, N, H*K)."""
     gates = route(w, s, z) if 'router_q' in w else None
-    inputs = (s, z, w['a'], w['b']) if kind.recurrent else (s,)
+    inputs = (s, z, w['a'], w['b']) if rules.recurrent else (s,)
     u, qkv = w['wqkv'](enter, *inputs)
-    att = attend(heads, qkv, h=kind.heads, wide=s.dtype)
-    return w.get('leave', leave)(w, u, att, gates, kind)
+    att = attend(heads, qkv, h=rules.heads, wide=s.dtype)
+    return w.get('leave', leave)(w, u, att, gates, rules)
 
 
 def levels(
-    ws: list, s: torch.Tensor, z: torch.Tensor, attends: list, kind: Kind, level: Callable = level
+    ws: list, s: torch.Tensor, z: torch.Tensor, attends: list, rules: Rules, level: Callable = level
 ) -> torch.Tensor:
     """All levels in turn: s, z (N, D) -> s[L]. level: the one above, or that compiled."""
     for w, attend in zip(ws, attends, strict=True):
-        s = level(w, s, z, attend, kind)
+        s = level(w, s, z, attend, rules)
     return s
 
 
 def token(
-    ws: list, s: torch.Tensor, z: torch.Tensor, attends: list, kind: Kind, level: Callable = level
+    ws: list, s: torch.Tensor, z: torch.Tensor, attends: list, rules: Rules, level: Callable = level
 ) -> torch.Tensor:
     """A token of the recurrent model: its s[0] is s[L] of the token before. s, z (B, D) -> s[L]."""
-    return levels(ws, s, z, attends, kind, level)
+    return levels(ws, s, z, attends, rules, level)
 
 
 def losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -296,18 +301,18 @@ class Level(nn.Module):
             uniform_(self.router_k, self.router_k.size(1))
             self.expert_embedding.normal_()
 
-    def kind(self) -> Kind:
+    def rules(self) -> Rules:
         c = self.config
         shared = self.recurrent and c.share_kv
         sizes = Heads(c.n_expert, c.n_kv_head, c.n_head // c.n_kv_head, c.head_dim, shared)
-        return Kind(self.recurrent, c.aggregation, c.residual, sizes)
+        return Rules(self.recurrent, c.aggregation, c.residual, sizes)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """What the equations read, differentiably: every parameter by its name, but q, k and v in a single
         matrix 'wqkv' ((C*M + 2*C) * K, D) and the router's keys ready made. Where the cache is shared the q
         rows are ordered (G, E, R), so that the queries of one key-value head are neighbours, and the E
         key-value matrices are summed first."""
-        c, (E, G, R, K, shared) = self.config, self.kind().heads
+        c, (E, G, R, K, shared) = self.config, self.rules().heads
         merged = ('wq', 'wk', 'wv', 'router_k', 'router_k_bias', 'expert_embedding')
         w = {name: p for name, p in self.named_parameters() if name not in merged}
         if shared:
@@ -365,7 +370,7 @@ class LanguageModel(nn.Module):
 
     def init_state(self, B: int) -> State:
         """A fresh state for B streams: s zero, caches empty (masked, not attended as zeros)."""
-        c, device, h = self.config, self.embedding.device, self.levels[0].kind().heads
+        c, device, h = self.config, self.embedding.device, self.levels[0].rules().heads
         shape = c.n_layer, B, h.C, c.window, h.K
         k, v = torch.zeros(2, *shape, dtype=compute_dtype(self.embedding), device=device)
         D = c.n_embd if self.recurrent else 0
@@ -454,27 +459,27 @@ class RecurrentGPT(LanguageModel):
     def hidden(self, z: torch.Tensor, state: State | None) -> tuple[torch.Tensor, State]:
         """z (B, T, D) -> s[L] at every token (B, T, D) and the new state."""
         state = (self.init_state(z.size(0)) if state is None else state).detach()
-        weights, kind = [level.weights() for level in self.levels], self.levels[0].kind()
+        weights, rules = [level.weights() for level in self.levels], self.levels[0].rules()
         path, dt = self.config.path, compute_dtype(z)
         with torch.autocast(z.device.type, enabled=False):  # dtypes are ours from here on
             if path == 'plain':
-                out, new = plain_unroll(z.transpose(0, 1), state, weights, kind, dt)
+                out, new = plain_unroll(z.transpose(0, 1), state, weights, rules, dt)
             else:
                 graphs = path == 'graphed' or (path == 'captured' and not torch.is_grad_enabled())
                 compile = self.config.compile
-                recipe = Recipe(token, heads, leave, kind, dt, z.dtype, compile, graphs)
+                recipe = Recipe(token, heads, leave, rules, dt, z.dtype, compile, graphs)
                 out, new = unroll(z.transpose(0, 1), state, weights, recipe)
         return out.transpose(0, 1), State(*new)
 
 
 def plain_unroll(
-    z: torch.Tensor, state: State, weights: list[dict], kind: Kind, dt: torch.dtype
+    z: torch.Tensor, state: State, weights: list[dict], rules: Rules, dt: torch.dtype
 ) -> tuple[torch.Tensor, State]:
     """The equations token by token, caches as new tensors, differentiated by autograd alone. z (T, B, D)."""
     s, k, v, count = state
     W, k, v, out = k.size(3), list(k), list(v), []
     ws = [plain_weights(w, dt) for w in weights]
-    cos, sin = rope_table(W, kind.heads.K, s)
+    cos, sin = rope_table(W, rules.heads.K, s)
     for z_t in z:
         count = (count + 1).clamp(max=W)
         empty = torch.arange(W, device=z.device) < W - count[:, None]  # (B, W)
@@ -493,7 +498,7 @@ def plain_unroll(
             return by_expert(F.softmax(scores, -1).to(dt) @ v[l], h)
 
         attends = [lambda *args, l=l, **sizes: attend(l, *args, **sizes) for l in range(len(ws))]
-        s = token(ws, s, z_t, attends, kind)
+        s = token(ws, s, z_t, attends, rules)
         out.append(s)
     return torch.stack(out), State(s, torch.stack(k), torch.stack(v), count)
 
@@ -518,7 +523,7 @@ class GPT(LanguageModel):
         window W over the cached and the new tokens, so that any split of a stream into chunks gives the same
         result."""
         c, (B, T, _), dt = self.config, z.shape, compute_dtype(z)
-        kind, new_k, new_v = self.levels[0].kind(), [], []
+        rules, new_k, new_v = self.levels[0].rules(), [], []
         rope = rope_table(T if state is None else c.window + T, c.head_dim, z)
         mask = None if state is None else window_mask(state.count, T, c.window)
 
@@ -538,7 +543,7 @@ class GPT(LanguageModel):
         with torch.autocast(z.device.type, enabled=False):
             z = z.flatten(0, 1)
             ws = [plain_weights(one.weights(), dt) for one in self.levels]
-            s = levels(ws, z, z, [attend] * len(ws), kind).unflatten(0, (B, T))
+            s = levels(ws, z, z, [attend] * len(ws), rules).unflatten(0, (B, T))
         if state is None:
             return s, None
         count = (state.count + T).clamp(max=c.window)
@@ -587,18 +592,18 @@ def memory(
     recurrent: bool,
     batch: tuple[int, int],
     dtype: torch.dtype,
-    kind: str,
+    device: str,
     whole: bool,
 ) -> dict[str, float]:
     """Bytes that a training run needs on one device, by what they are for; their sum is the most it holds at a time.
 
-    batch: rows of a micro-batch and of all of a rank's micro-batches; dtype: of products; kind: 'cpu' or 'cuda'; whole: a micro-batch's
+    batch: rows of a micro-batch and of all of a rank's micro-batches; dtype: of products; device: 'cpu' or 'cuda'; whole: a micro-batch's
     forward and backward are one CUDA graph, whose memory validation cannot use. Tensors are counted; what is fresh for a moment is
     rounded up so that the peaks in results/modelled/memory.md are met or passed by a few percent. Not for path 'plain', which holds more."""
     c, (rows, streams), size = config, batch, dtype.itemsize
     L, E, D, W, T = c.n_layer, c.n_expert, c.n_embd, c.window, c.block_size
     matrices, table = num_weights(c)
-    logits = rows_per_slice(rows * T, c.vocab_size, kind) * c.vocab_size
+    logits = rows_per_slice(rows * T, c.vocab_size, device) * c.vocab_size
     need = {
         'weights': 4 * (matrices + table),
         'gradients': 4 * (matrices + table),
@@ -606,7 +611,7 @@ def memory(
         'fresh': 8 * matrices
         + 6 * table
         + 8 * logits,  # copies in dtype, gradients of one micro-batch
-        'libraries': 1e9 if kind == 'cuda' else 5e8,
+        'libraries': 1e9 if device == 'cuda' else 5e8,
     }  # CUDA's own and NCCL's: assumed; Python's and torch's
     own = c.n_kv_head if recurrent and c.share_kv else E * c.n_kv_head
     cache = 2 * L * own * W * c.head_dim * size  # a row's keys and values
@@ -617,7 +622,7 @@ def memory(
     if recurrent:
         need['state'] = cache * (streams + (rows if rows < streams else 0))
         # tokens and blocks that are kept for the backward: where blocks are graphs, they run again
-        every = whole or kind == 'cpu'
+        every = whole or device == 'cpu'
         tokens, kept = (T, -(-T // n)) if every else (n, 1)
         # of a chunk; of its blocks that are kept; of one's gradients, the new ones, what is fresh
         need['chunk'] = rows * cache * ((W + T) / W + (1.5 * kept + 6) * (W + n) / W)
@@ -637,7 +642,7 @@ def memory(
     if not whole:  # it runs in the training's memory, but for its buffers
         validation = (
             max(validation / 2, validation - need['chunk'])
-            if kind == 'cuda'
+            if device == 'cuda'
             else max(0, validation - need['chunk'])
         )
     return {**need, 'validation': validation}

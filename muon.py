@@ -1,123 +1,92 @@
-"""Muon for stacked matrices, and the learning-rate schedule.
+"""
+Muon for stacked matrices, the schedule, who optimizes what; and what several ranks (torchrun)
+share: states joined, sums, and gradients in a few flat tensors that travel while the backward is
+still running.
 
-Muon (Keller Jordan, 2024) replaces the momentum of a matrix by a nearly orthogonal matrix with the same singular vectors, found by five
-Newton-Schulz iterations. The weights of E experts are stacked in one tensor (E, out, in), and so every slice is one matrix to Muon.
-On each slice this is torch.optim.Muon(adjust_lr_fn='original'): same coefficients, eps and bfloat16 iteration. What differs:
+Muon (Keller Jordan, 2024) replaces the momentum of a matrix by a nearly orthogonal matrix with the
+same singular vectors, found by five Newton-Schulz iterations. The weights of E experts are stacked
+in one tensor (E, out, in), and every slice is one matrix to Muon. On each slice this is
+torch.optim.Muon(adjust_lr_fn='original'): same coefficients, eps and bfloat16 iteration. What
+differs:
 
-- All matrices with the same two sides, of all parameters, go through one batched iteration: three batched GEMMs each, whatever the
-  number of experts and levels. (On 2 CPU cores, 16 matrices of 256 x 256: 12 ms batched, 40 ms one by one.)
+- All matrices with the same two sides, of all parameters, go through one batched iteration. (On 2
+  CPU cores, 16 matrices of 256 x 256: 12 ms batched, 40 ms one by one.)
 - Weight decay is cautious: only where it and the update push a weight the same way.
-- `step` never waits for the device, and the learning rate may be a 0-dim tensor, so that a step can be captured in a CUDA graph.
-- With several ranks (torch.distributed is initialised) the iterations are shared out and their results gathered, in bfloat16. Gradients
-  must be equal on all ranks; weights and momentum then are, and a checkpoint does not depend on the number of ranks.
-
-Gradient clipping: torch.nn.utils.get_total_norm and clip_grads_with_norm_ do what is needed, on the device.
+- `step` never waits for the device, and the learning rate may be a 0-dim tensor, so that a step can
+  be captured in a CUDA graph.
+- Several ranks share the iterations out and gather the results in bfloat16. Gradients must be equal
+  on all ranks; weights and momentum then are, and a checkpoint does not depend on the number of
+  ranks.
 """
 
+import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-COEFFICIENTS = (
-    3.4445,
-    -4.7750,
-    2.0315,
-)  # of the quintic: steepest slope at 0 that still maps (0, 1] into about [0.7, 1.2]
+# the quintic's: steepest slope at 0 that still maps (0, 1] into about [0.7, 1.2]
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7  # the floor of the norm: a zero gradient gives a zero update, not NaN
-MAX_BATCH = (
-    2**26
-)  # elements of one batched iteration: bounds its scratch memory, about 10 bytes an element
+MAX_BATCH = 2**26  # elements of one batched iteration: its scratch takes about 10 bytes each
+ALIGN = 32  # elements: gradients begin at multiples of 128 bytes, which vectorised kernels want
 
 
 def orthogonalize(x: torch.Tensor, ns_steps: int = 5) -> torch.Tensor:
-    """Newton-Schulz on a stack of matrices x (N, rows, columns) with rows <= columns -> bfloat16 (N, rows, columns)."""
+    """Newton-Schulz on matrices x (N, rows, columns), rows <= columns -> the same in bfloat16."""
     a, b, c = COEFFICIENTS
     x = x.bfloat16()
-    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(
-        min=EPS
-    )  # spectral norm <= Frobenius norm = 1
+    norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
+    x = x / norm.clamp(min=EPS)  # spectral norm <= Frobenius norm = 1
     for _ in range(ns_steps):
         gram = x @ x.mT  # (N, rows, rows)
-        x = torch.baddbmm(
-            x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a
-        )  # a x + (b gram + c gram^2) x
+        # x <- a x + (b gram + c gram^2) x
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x
 
 
-def begin_orthogonalize(x: torch.Tensor, ns_steps: int) -> tuple[torch.Tensor, dist.Work | None]:
-    """orthogonalize, each of several ranks a share of the N matrices, padded to be equal -> the result, and the message to wait for before
-    it is read (None with one rank)."""
+def orthogonalize_shared(x: torch.Tensor, ns_steps: int) -> tuple[torch.Tensor, dist.Work | None]:
+    """orthogonalize in the place of x (N, rows, columns) bfloat16, MAX_BATCH elements at a time,
+    each of several ranks a share of the N -> the result, and the message to wait for before it is
+    read (one rank: None)."""
     world = dist.get_world_size() if dist.is_initialized() else 1
+    N, size = len(x), max(1, MAX_BATCH // x[0].numel())
+    if world > 1:
+        x = torch.cat([x, x.new_zeros(-N % world, *x.shape[1:])])  # equal shares
+    mine = x.chunk(world)[dist.get_rank() if world > 1 else 0]
+    for part in mine.split(size):
+        part.copy_(orthogonalize(part, ns_steps))
     if world == 1:
-        return orthogonalize(x, ns_steps), None
-    share, (N, *sides) = -(-x.size(0) // world), x.shape
-    mine, part = (
-        x[dist.get_rank() * share :][:share],
-        x.new_zeros(share, *sides, dtype=torch.bfloat16),
-    )
-    if len(mine):
-        part[: len(mine)] = orthogonalize(mine, ns_steps)
-    whole = part.new_empty(world * share, *sides)
-    return whole[:N], dist.all_gather(list(whole.split(share)), part, async_op=True)
+        return x, None
+    return x[:N], dist.all_gather(list(x.chunk(world)), mine.clone(), async_op=True)
 
 
-def stacked(x: torch.Tensor) -> torch.Tensor:
-    """A view (N, out, in) of x (..., out, in), for in-place work."""
-    return x.unsqueeze(0) if x.dim() == 2 else x.view(-1, *x.shape[-2:])
-
-
-def batches(
-    params: list[torch.nn.Parameter], max_batch: int
-) -> Iterator[list[tuple[torch.nn.Parameter, int, int]]]:
-    """The matrices of `params` in lists of (param, first, last slice): one list has one pair of sides, on one device, and at most
-    max_batch elements (but at least one matrix). The order depends on the parameters only, so a resumed run repeats it."""
-    shapes = {}
-    for p in params:
-        shapes.setdefault((min(p.shape[-2:]), max(p.shape[-2:]), p.device), []).append(p)
-    for (rows, columns, _), members in shapes.items():
-        capacity = max(1, max_batch // (rows * columns))
-        batch, free = [], capacity
-        for p in members:
-            first, count = 0, p.numel() // (rows * columns)
-            while first < count:
-                last = min(count, first + free)
-                batch.append((p, first, last))
-                free, first = free - (last - first), last
-                if free == 0:
-                    yield batch
-                    batch, free = [], capacity
-        if batch:
-            yield batch
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """(..., out, in) -> (N, rows, columns) with rows <= columns, which have the smaller Gram
+    matrix."""
+    x = x.reshape(-1, *x.shape[-2:])
+    return x.mT if x.size(1) > x.size(2) else x
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for parameters of shape (..., out, in); leading dimensions stack independent matrices. No empty parameters.
+    """Muon for parameters of shape (..., out, in); leading dimensions stack independent matrices.
 
-    lr: a float, or a 0-dim tensor that may live on the device. The update of a matrix is scaled by sqrt(max(1, out / in)).
-    weight_decay: cautious, w -= lr * weight_decay * w where the update (the part subtracted) and w have the same sign, with w from
-    before the step; where either is zero there is no decay. State: 'momentum_buffer', of the parameter's shape and dtype.
-    Raises ValueError for a parameter that is no stack of real matrices."""
+    lr: a float, or a 0-dim tensor that may live on the device. A matrix's update is scaled by
+    sqrt(max(1, out / in)). weight_decay: cautious, w -= lr * weight_decay * w where the update (the
+    part subtracted) and w, from before the step, have the same sign; where either is zero there is
+    no decay. State: 'momentum_buffer', of the parameter's shape and dtype. ValueError for a
+    parameter that is no stack of real matrices, or empty."""
 
     def __init__(
         self, params, lr=0.02, momentum=0.95, nesterov=True, ns_steps=5, weight_decay=0.01
     ):
-        super().__init__(
-            params,
-            dict(
-                lr=lr,
-                momentum=momentum,
-                nesterov=nesterov,
-                ns_steps=ns_steps,
-                weight_decay=weight_decay,
-            ),
-        )
+        settings = {'lr': lr, 'momentum': momentum, 'nesterov': nesterov}
+        super().__init__(params, settings | {'ns_steps': ns_steps, 'weight_decay': weight_decay})
         for p in (p for group in self.param_groups for p in group['params']):
             if p.dim() < 2 or p.numel() == 0 or not p.is_floating_point():
-                raise ValueError(
-                    f'Muon needs real matrices (..., out, in), got shape {tuple(p.shape)}, {p.dtype}'
-                )
+                shape = f'got shape {tuple(p.shape)}, {p.dtype}'
+                raise ValueError(f'Muon needs real matrices (..., out, in), {shape}')
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -127,62 +96,159 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            params = [p for p in group['params'] if p.grad is not None]
-            for p in params:
-                if not self.state[p]:
-                    self.state[p]['momentum_buffer'] = torch.zeros_like(p)
-            begun = []  # a batch's results travel between ranks while the next one iterates
-            for batch in batches(params, MAX_BATCH):
-                begun.append((batch, *self.begin(batch, group)))
-                if len(begun) > 1 or begun[0][2] is None:
-                    self.end(*begun.pop(0), group)
-            for rest in begun:
-                self.end(*rest, group)
+            alike = {}
+            for p in group['params']:
+                if p.grad is not None:
+                    sides = (*sorted(p.shape[-2:]), p.device)
+                    alike.setdefault(sides, []).append(p)
+            # one lot's results travel between ranks while the next iterates
+            begun = [(params, *self.begin(params, group)) for params in alike.values()]
+            for params, ortho, message in begun:
+                if message is not None:
+                    message.wait()
+                self.end(params, ortho, group)
         return loss
 
     def begin(
-        self, batch: list[tuple[torch.nn.Parameter, int, int]], group: dict
+        self, params: list[torch.nn.Parameter], group: dict
     ) -> tuple[torch.Tensor, dist.Work | None]:
-        """Momentum and one batched Newton-Schulz for a list from `batches`: of begin_orthogonalize."""
-        grads = [stacked(p.grad.contiguous())[i:j] for p, i, j in batch]
-        buffers = [stacked(self.state[p]['momentum_buffer'])[i:j] for p, i, j in batch]
-        torch._foreach_lerp_(
-            buffers, grads, 1 - group['momentum']
-        )  # an average, not a sum: the scale is lost in the iteration anyway
-        updates = (
-            torch._foreach_lerp(grads, buffers, group['momentum']) if group['nesterov'] else buffers
-        )
-        wide = [
-            x.mT if x.size(1) > x.size(2) else x for x in updates
-        ]  # rows <= columns: the smaller Gram matrix
-        return begin_orthogonalize(torch.cat([x.bfloat16() for x in wide]), group['ns_steps'])
+        """Momentum, and the iteration for parameters with the same two sides: of
+        orthogonalize_shared."""
+        grads, momentum = [p.grad for p in params], group['momentum']
+        for p in params:
+            if not self.state[p]:
+                self.state[p]['momentum_buffer'] = torch.zeros_like(p)
+        buffers = [self.state[p]['momentum_buffer'] for p in params]
+        # an average, not a sum: the scale is lost in the iteration anyway
+        torch._foreach_lerp_(buffers, grads, 1 - momentum)
+        updates = torch._foreach_lerp(grads, buffers, momentum) if group['nesterov'] else buffers
+        stack = torch.cat([wide(x).bfloat16() for x in updates])  # (N, rows, columns)
+        return orthogonalize_shared(stack, group['ns_steps'])
 
-    def end(
-        self,
-        batch: list[tuple[torch.nn.Parameter, int, int]],
-        ortho: torch.Tensor,
-        message: dist.Work | None,
-        group: dict,
-    ) -> None:
+    def end(self, params: list[torch.nn.Parameter], ortho: torch.Tensor, group: dict) -> None:
         """The change of the weights."""
-        if message is not None:
-            message.wait()
-        lr = group['lr']
-        for (p, i, j), part in zip(batch, ortho.split([j - i for _, i, j in batch]), strict=True):
-            out_features, in_features = p.shape[-2:]
-            weights, part = stacked(p)[i:j], part.mT if out_features > in_features else part
-            change = part.to(p.dtype) * (lr * math.sqrt(max(1, out_features / in_features)))
+        lr, counts = group['lr'], [p[..., 0, 0].numel() for p in params]
+        for weights, part in zip(params, ortho.split(counts), strict=True):
+            out_features, in_features = weights.shape[-2:]
+            part = (part.mT if out_features > in_features else part).reshape(weights.shape)
+            scale = math.sqrt(max(1, out_features / in_features))
+            change = part.to(weights.dtype) * (lr * scale)
             if group['weight_decay']:
                 change += torch.where(part * weights > 0, weights, 0) * (lr * group['weight_decay'])
             weights.sub_(change)
 
 
+def make_optimizers(model: torch.nn.Module, settings: dict) -> list[torch.optim.Optimizer]:
+    """Muon for a language model's matrices, AdamW for the rest, by train_lm.py's settings."""
+    groups, s = model.param_groups(), settings
+    width = (s['n_embd'] / 768) ** -0.5
+    rates = {'embedding': s['embedding_lr'] * width, 'head': s['head_lr'] * width}
+    rates |= {'scalars': s['scalar_lr']}
+    params = [{'params': groups[name], 'lr': rates[name]} for name in rates if groups[name]]
+    how = {'momentum': s['momentum'], 'weight_decay': s['weight_decay']}
+    muon = Muon(groups['matrices'], s['learning_rate'], **how)
+    how = {'fused': True, 'capturable': model.embedding.is_cuda, 'weight_decay': 0.0}
+    adamw = torch.optim.AdamW(params, betas=s['betas'], eps=s['adam_eps'], **how)
+    adamw._warned_capturable_if_run_uncaptured = True  # its first steps are, on purpose
+    return [muon, adamw]
+
+
 def lr_at(step: int, max_iters: int, warmup_iters: int, final_ratio: float = 0.01) -> float:
     """The learning rate of update `step` (0 .. max_iters - 1) as a fraction of its peak.
 
-    Linear warm-up: 1 / warmup_iters at step 0 and 1 at step warmup_iters - 1. Then half a cosine, down to final_ratio at the last
-    update and after it. A run not longer than its warm-up only warms up."""
+    Linear warm-up: 1 / warmup_iters at step 0 and 1 at step warmup_iters - 1. Then half a cosine,
+    down to final_ratio at the last update and after it. A run not longer than its warm-up only
+    warms up."""
     if step < warmup_iters:
         return (step + 1) / warmup_iters
     progress = min(1.0, (step + 1 - warmup_iters) / max(1, max_iters - warmup_iters))
     return final_ratio + (1 - final_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+# ---- several ranks as one run ----
+
+
+def gather(local: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """All ranks' parts of a tensor joined along dim, on rank 0 and the CPU (the GPUs may have no
+    room); elsewhere the local part."""
+    local = local.cpu()
+    if not dist.is_initialized():
+        return local
+    first = dist.get_rank() == 0
+    parts = [torch.empty_like(local) for _ in range(dist.get_world_size())] if first else None
+    dist.gather(local, parts)
+    return torch.cat(parts, dim) if first else local
+
+
+def sum_over_ranks(model: torch.nn.Module, extra: torch.Tensor) -> torch.Tensor:
+    """Sums gradients and the vector `extra` over ranks, in one message -> extra's sum."""
+    if not dist.is_initialized():
+        return extra
+    params = [p for p in model.parameters() if p.grad is not None]
+    flat = torch.cat([*(p.grad.flatten() for p in params), extra])
+    dist.all_reduce(flat)
+    *grads, extra = flat.split([*(p.numel() for p in params), len(extra)])
+    for p, grad in zip(params, grads, strict=True):
+        p.grad.copy_(grad.view_as(p))
+    return extra
+
+
+class Buckets:
+    """Gradients as views of a few flat tensors, the buckets: they stay in one place, as a CUDA
+    graph needs them, and are summed over ranks in few messages that travel while the backward is
+    busy with others.
+
+    params: in the order in which a backward ends them, of one dtype and device. A bucket has at
+    most `size` elements, or one parameter. extra: n_extra numbers that are summed with the last
+    bucket.
+
+    An update: zero(); backwards, which add; before the last of them sending = True, so that a
+    bucket leaves when all of its gradients are there; finish(). Buckets leave in their order on
+    every rank, whatever the order of the gradients: ranks that disagreed would wait for each other
+    for ever. A parameter without a gradient has zeros, and keeps its bucket and later ones until
+    finish()."""
+
+    def __init__(self, params, n_extra=1, size=2**25):
+        self.members, self.flats, self.views, self.sending = [[]], [], [], False
+        for p in params:
+            if self.members[-1] and sum(q.numel() for q in self.members[-1]) + p.numel() > size:
+                self.members.append([])
+            self.members[-1].append(p)
+        for i, members in enumerate(self.members):
+            room = [-(-p.numel() // ALIGN) * ALIGN for p in members]
+            last = n_extra * (i + 1 == len(self.members))
+            self.flats.append(members[0].detach().new_zeros(sum(room) + last))
+            *parts, self.extra = self.flats[-1].split([*room, last])
+            for p, part in zip(members, parts, strict=True):
+                self.views.append((p, part[: p.numel()].view_as(p)))
+                if dist.is_initialized():
+                    p.register_post_accumulate_grad_hook(functools.partial(self.arrived, i))
+        self.zero()
+
+    def zero(self) -> None:
+        """Begins an update: gradients and extra are zero, and every p.grad is its view again,
+        whoever has replaced it."""
+        for flat in self.flats:
+            flat.zero_()
+        for p, view in self.views:
+            if p.grad is not view:
+                p.grad = view
+        self.missing, self.works = [len(members) for members in self.members], []
+
+    def arrived(self, i: int, _: torch.Tensor) -> None:
+        """A gradient of bucket i is complete."""
+        if self.sending:
+            self.missing[i] -= 1
+            while len(self.works) < len(self.flats) - 1 and self.missing[len(self.works)] == 0:
+                self.send()
+
+    def send(self) -> None:
+        self.works.append(dist.all_reduce(self.flats[len(self.works)], async_op=True))
+
+    def finish(self) -> None:
+        """Ends an update's backwards: gradients and extra are sums over all ranks."""
+        self.sending = False
+        while dist.is_initialized() and len(self.works) < len(self.flats):
+            self.send()
+        for work in self.works:
+            work.wait()

@@ -1,29 +1,31 @@
 """
-Watch a plan form: linear probes of a trained Sokoban agent's representation (the planning analysis of "Temporal Recurrence Favors Fewer
-Layers", after Bush et al.'s approach direction), for one agent or several side by side.
+Watch a plan form: linear probes of a trained Sokoban agent's representation (the planning analysis
+of "Temporal Recurrence Favors Fewer Layers", after Bush et al.'s approach direction). Plays levels
+greedily, trains probes, and scores them on the test levels that all agents solve:
 
-Plays 3,000 training levels and the test levels greedily, trains probes, scores them on the test levels that all agents solve, and writes
-recall by step, a table, arrows on boards and a GIF:
-$ python probe_sokoban.py --models=out/sokoban_large_L1,out/sokoban_large_L4 --test_levels=unfiltered-test
-The paper's agents, the best of three seeds of each depth, from the sweep's folders (config/probe_large.py has the command that trains them):
-$ python probe_sokoban.py config/probe_large.py
-Two more questions: do the probes' directions steer the agent, and does time to think help it?
-$ python probe_sokoban.py --models=out/sokoban_large_L4 --causal --thinking
+$ python probe_sokoban.py --models=out/L1,out/L4 --test_levels=unfiltered-test
+$ python probe_sokoban.py config/probe_large.py    # the paper's agents; it says how to train them
+$ python probe_sokoban.py --models=out/L4 --causal --thinking      # do the probes' directions steer
+                                                   # the agent, and does time to think help it?
 
-At every step t and for every cell of the board a probe says in which direction the agent will next step onto the cell after this step, or
-that it will not in this episode (five classes). It reads the agent's last representation s[L] at the cell and its eight neighbours, by one
-3x3 convolution; a 1x1 convolution and one over the observation alone are trained beside it. And, as a control, the same two over the untrained
-agent: the same shape with the weights that its run began with, which sees the same games beside the trained one. A random network's state
-holds more than the board (more cells around, the steps before): only what the trained state holds beyond that was learnt.
+At every step and for every cell of the board a probe says in which direction the agent will next
+step onto the cell, or that it will not in this episode (five classes). It reads the agent's last
+representation s[L] at the cell and its eight neighbours, by one 3x3 convolution. Beside it: a 1x1
+convolution; one over the observation alone; and as a control both over the untrained agent, which
+has the weights that its run began with and sees the same games. A random network's state holds more
+than the board (more cells around, the steps before): only what the trained state holds beyond that
+was learnt.
 
-A probe's direction at a cell is emitted where its probability is above a threshold, one a model, at which `precision` of the emitted
-directions of the first steps are right. Recall: the share of the cells that have a direction whose direction was emitted.
+A probe's direction at a cell is emitted where its probability is above a threshold, one a probe, at
+which `precision` of the emitted directions of the first steps are right. Recall: the share of the
+cells that have a direction whose direction was emitted.
 
-Writes into out_dir: recall.png and .svg, probes.csv, probes.json, plans.png, plan_*.gif; and a folder an agent with what it was seen to
-do: features.f16 (a row a step, memory-mapped), episodes.npz. A second call goes on where the first was stopped.
+Writes into out_dir: recall.png and .svg, probes.csv, probes.json, plans.png, plan_*.gif; and a
+folder an agent with its games and features. A second call goes on where the first was stopped.
 
-Shape letters: N episodes at a time, n episodes, S steps of all episodes, T steps of an episode, P probes, C channels, K classes; boards
-are (10, 10) or (100,). Features of the trained agent and of the untrained one lie side by side: 2C channels.
+Shape letters: N episodes at a time, n episodes, S steps of all episodes, T steps of an episode,
+P probes, C channels; boards are (10, 10) or (100,). Features of the trained agent and of the
+untrained one lie side by side: 2C channels.
 """
 
 import copy
@@ -38,68 +40,47 @@ import sys
 import time
 import zipfile
 import zlib
-from types import SimpleNamespace
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from configurator import (
-    configure,
-    fail,
-    gathered,
-    run_script,
-    write_atomic,
-    write_json,
-    write_text,
-)  # before torch: how threads wait, what ctrl-C does
+# before torch: how threads wait, what ctrl-C does
+from configurator import configure, every, fail, gathered, run_script
+from configurator import write_atomic, write_json, write_text
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy import ndarray
+from torch import Tensor, nn
 
-from checkpoint import (
-    BEST,
-    check_model,
-    commit,
-    device_name,
-    keep_memory,
-    last_words,
-    load_run,
-    load_weights,
-    need_packages,
-    pick_device,
-)
-from checkpoint import pick_dtype, restoring, set_threads
-
-from convlstm import CELLS, PLANES, Agent, AgentConfig, build_agent
-from figures import COLORS, MARKERS, new, save
-from play_sokoban import play as play_levels
-from sokoban import (
-    DELTA,
-    TIME_LIMIT,
-    SokobanEnv,
-    at_most,
-    board_image,
-    load_levels,
-    save_gif,
-    save_png,
-)
-from train_sokoban import MODEL, POSITION
+import checkpoint
+from convlstm import CELLS, PLANES, Agent, AgentConfig, ConvLSTM, Z, build_agent
+from figures import MARKERS, band, finish, new, save, summary
+from play_sokoban import play, replay
+from sokoban import DELTA, TIME_LIMIT, SokobanEnv, at_most, board_image, load_levels
+from sokoban import save_gif, save_png
+from train_sokoban import MODEL
 
 # -----------------------------------------------------------------------------
 # fmt: off
-models = ''                    # folders of trained agents, with a comma or a space between them; 'out/L4_s*' is the one that solves most test levels
+models = ''                    # folders of trained agents, with a comma or a space between them;
+                               # 'out/L4_s*' is the one of these that solves most test levels
 best = False                   # their best checkpoints instead of their last
 out_dir = 'out/probe'          # figures, tables, and what the agents were seen to do
-levels = ''                    # the probes' training levels: a split or a file; '': those that the first agent was trained on
-test_levels = ''               # the probes' test levels; '': those that the first agent was evaluated on
+levels = ''                    # to train probes on: a split or a file; '': the first agent's
+test_levels = ''               # to score them on; '': those that the first agent was evaluated on
 levels_dir = ''                # folder of Boxoban's levels; '': the first agent's
 download = False               # fetch the splits into levels_dir where they are not there
 n_train = 3000                 # episodes the probes are trained on (the paper's)
-n_test = 1000                  # test levels; those that all agents solve are scored (the paper's: 906 of 1,000)
+n_test = 1000                  # test levels; all agents solve 906 in the paper
 # the question
-source = 'residual'            # what the probes read: 'residual' (s of the last level), 'cells' (a ConvLSTM's c, all levels), 'z' (the encoder)
-target = 'enter'               # of a cell: direction of the next move onto it, or 'leave': off it, or 'push': the next push of a box off it
-first = 20                     # steps that set the threshold, and that the figure shows, where it has min_levels games
-precision = 0.93               # of what is emitted (the paper's); less where an agent's probes cannot reach it
-min_levels = 50                # fewer levels solved by all agents are refused
+source = 'residual'            # what is read: 'residual' (s of the last level), 'cells' (a
+                               # ConvLSTM's c, all levels), 'z' (the encoder)
+target = 'enter'               # of a cell: direction of the next move onto it, or 'leave': off it,
+                               # or 'push': the next push of a box off it
+first = 20                     # steps that set the threshold, and that the figure shows
+precision = 0.93               # of what is emitted (the paper's), or less that all agents reach
+min_levels = 50                # fewer levels solved by all are refused, and not drawn at a step
 # the probes
 seeds = 3                      # of each, trained side by side
 epochs = 10                    # the paper's
@@ -107,20 +88,36 @@ batch_size = 16                # boards
 learning_rate = 1e-3           # AdamW's
 weight_decay = 1e-3            # AdamW's
 # the pictures
-level = -1                     # which of the levels solved by all; -1: the first that all agents still play at the last of the steps below
+level = -1                     # which of the levels solved by all; -1: the first that all agents
+                               # still play at the last of the steps below
 shown = (0, 2, 4, 8)           # steps beside each other
 # further questions
-causal = False                 # add a probe's direction to the carried state at a cell: does the agent follow?
+causal = False                 # add a probe's direction to the carried state: is it followed?
 thinking = False               # hold the agent for some steps at the start: does it solve more?
 # system
 device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda', 'cuda:1'
 threads = 0                    # CPU threads; 0: torch's choice
 # fmt: on
+RANGES = {
+    'source': ['residual', 'cells', 'z'],
+    'target': ['enter', 'leave', 'push'],
+    'precision': (0.01, 1),
+    'learning_rate': (1e-9, math.inf),
+    'weight_decay': (0, math.inf),
+    'level': (-1, math.inf),
+    'shown': (0, math.inf),
+    'threads': (0, math.inf),
+    **dict.fromkeys(
+        'n_train n_test first min_levels seeds epochs batch_size'.split(), (1, math.inf)
+    ),
+}
 # -----------------------------------------------------------------------------
 
 NEVER = 4  # classes 0..3: up, right, down, left, as the actions
-WAYS = ((-1, 0), (0, 1), (1, 0), (0, -1))  # (rows, columns) of the actions
-BATCH = 64  # episodes played at a time
+WAYS = ((-1, 0), (0, 1), (1, 0), (0, -1))  # (rows, columns) of these
+TAIL = [(-0.34, 0.07), (0.12, 0.07), (0.12, 0.24), (0.38, 0.0)]
+ARROW = np.array([*TAIL, *((x, -y) for x, y in TAIL[2::-1])])  # to the right, over a cell
+BATCH = 64  # episodes whose features are held in memory
 PROBES = {  # name: (size of the convolution, what it reads)
     '3x3': (3, 'trained'),
     '1x1': (1, 'trained'),
@@ -130,207 +127,173 @@ PROBES = {  # name: (size of the convolution, what it reads)
 }
 PRECISIONS = (0.7, 0.8, 0.9)  # recall is told at these too: not every probe reaches `precision`
 STRENGTHS = (1.0, 2.0, 4.0, 8.0, 16.0)  # of the causal check, in units of the RMS of s
+LESS = 'fewer n_train or n_test'  # takes less memory
 
 
-# ----------------------------------------------------------------------------- agents and what they do
+# ----------------------------------------------------------------------------- agents
 
 
-def load_agent(folder: str, device: str) -> SimpleNamespace:
-    """-> model, the untrained model (the weights that its run's seed gave it), the run's config, a label and a fingerprint of the weights.
-    CheckpointError, ValueError."""
-    saved, where = load_run(
-        folder, 'train_sokoban.py', ('model', *POSITION), (), {}, BEST if best else None
-    )
+@dataclass
+class Player:
+    """A trained agent, and what is found of it."""
+
+    model: Agent
+    untrained: Agent  # the same with the weights that its run began with
+    config: dict
+    where: str  # its checkpoint
+    name: str  # its folder's
+    label: str
+    data: 'Steps | None' = None  # its games on the levels that all solve
+    probes: dict | None = None
+    guesses: 'dict[str, Guess] | None' = None  # of each probe
+    rows: list | None = None  # of `score`
+    about: dict | None = None
+
+
+def load_player(folder: str, device: str) -> Player:
+    """CheckpointError, ValueError."""
+    file = checkpoint.BEST if best else None
+    saved, where = checkpoint.load_run(folder, 'train_sokoban.py', ('model',), (), {}, file)
     c = saved['config']
-    with restoring(where, 'config'):
-        about = AgentConfig(
-            **{name: c[name] for name in MODEL}, dtype=str(pick_dtype(c['dtype'], device))[6:]
-        )
-        check_model(build_agent, about)
+    with checkpoint.restoring(where, 'config'):
+        dtype = str(checkpoint.pick_dtype(c['dtype'], device))[6:]
+        about = AgentConfig(**{name: c[name] for name in MODEL}, dtype=dtype)
+        checkpoint.check_model(build_agent, about)
     torch.manual_seed(c['seed'])  # as train_sokoban.make_run does
-    model = build_agent(about).to(device)
-    untrained = copy.deepcopy(model).eval()
-    load_weights(model, saved['model'], where)
-    label = f'{"" if c["recurrent"] else "not recurrent, "}L = {c["n_layer"]}, E = {c["n_expert"]}, d = {c["n_embd"]}'
-    weights = sum(float(p.detach().double().abs().sum()) for p in model.parameters())
-    return SimpleNamespace(
-        model=model.eval(),
-        untrained=untrained,
-        config=c,
-        label=label,
-        name=os.path.basename(os.path.normpath(folder)),
-        where=str(where),
-        fingerprint=f'{c["arch"]} {label}, step {saved["step"]}, weights {weights:.9g}',
-    )
+    model = build_agent(about).to(device).eval()
+    untrained = copy.deepcopy(model)
+    checkpoint.load_weights(model, saved['model'], where)
+    label = f'L = {c["n_layer"]}, E = {c["n_expert"]}, d = {c["n_embd"]}'
+    label = label if c['recurrent'] else f'feedforward, {label}'
+    name = os.path.basename(os.path.normpath(folder))
+    return Player(model, untrained, c, str(where), name, label)
 
 
-def folders_of(name: str) -> list[str]:
-    """The folders that a part of `models` names."""
-    folders = sorted(filter(os.path.isdir, glob.glob(name))) if '*' in name else [name]
-    if not folders:
-        fail(f'models: no folder is named {name}')
-    return folders
-
-
-def best_agent(agents: list, packed: np.ndarray, device: str) -> SimpleNamespace:
+def best_player(players: list[Player], packed: ndarray, device: str) -> Player:
     """The one of several that solves most of the levels, greedily; the first of equals."""
-    if len(agents) == 1:
-        return agents[0]
-    rates = [
-        play_levels(agent.model, packed, device)['solved'].double().mean().item()
-        for agent in agents
-    ]
-    for agent, rate in zip(agents, rates, strict=True):
-        print(f'{agent.where}: solves {rate:.1%} of the test levels', flush=True)
-    return agents[rates.index(max(rates))]
+    if len(players) == 1:
+        return players[0]
+    rates = []
+    for player in players:
+        rates.append(play(player.model, packed, device)['solved'].double().mean().item())
+        print(f'{player.where}: solves {rates[-1]:.1%} of the test levels', flush=True)
+    return players[rates.index(max(rates))]
 
 
-def act(
-    model: Agent, w: SimpleNamespace, obs: torch.Tensor, start: torch.Tensor, state: tuple | list
-) -> tuple[torch.Tensor, torch.Tensor, tuple]:
-    """One step -> the greedy action (N,), features (N, 10, 10, C) of `source`, the new state."""
-    z = model.encode(obs)
-    s, state = model.step(w, z, model.z_parts(w, z), model.alive(start), state)
-    if source == 'cells':
-        features = torch.cat([c.flatten(3) for c in state[2:]], -1)
-    else:
-        features = s if source == 'residual' else z
-    return model.head(s)[0].argmax(-1), features, state
+class Watched:
+    """Agents for `play`: all see the same observations, the first one acts; before its first move
+    they see the board `held` times more. Where that is 0, keeps their features of each step,
+    (N, 10, 10, C of all) fp16 on the CPU."""
 
+    def __init__(self, *models: Agent, held: int = 0):
+        self.models, self.held, self.features = models, held, []
 
-@torch.no_grad()
-def play(
-    model: Agent, packed: np.ndarray, device: str, think: int = 0, beside: Agent | None = None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[torch.Tensor]]:
-    """Greedy games on levels (N, 17), until all have ended; before the first move the agent sees its
-    board `think` times more. beside: another agent that sees the same observations and does not act.
-    -> actions (N, 120) int8, lengths (N,), solved (N,), and features of every step, each
-    (N, 10, 10, C) fp16 on the CPU; with one beside (N, 10, 10, 2C), the other's last."""
-    N = len(packed)
-    env = SokobanEnv(packed, N, device=device, order='sequence')
-    models = [model] if beside is None else [model, beside]
-    weights = [m.prepare() for m in models]
-    states = [m.init_state(N) for m in models]
-    start = torch.ones(N, dtype=torch.bool, device=device)
-    alive, won = start.clone(), torch.zeros_like(start)
-    steps = torch.zeros(N, dtype=torch.int64, device=device)
-    actions, features = torch.zeros(N, TIME_LIMIT, dtype=torch.int8), []
-    for t in range(-think, TIME_LIMIT):
-        obs = env.observe()
-        each = [act(m, w, obs, start, x) for m, w, x in zip(models, weights, states, strict=True)]
-        states = [state for _, _, state in each]
-        if t < 0:
+    def prepare(self) -> list:
+        return [model.prepare() for model in self.models]
+
+    def init_state(self, N: int) -> list:
+        return [model.init_state(N) for model in self.models]
+
+    def act(self, w: list, obs: Tensor, start: Tensor, state: list) -> tuple:
+        for _ in range(1 + self.held * bool(start.all())):  # later some start, and never all
+            features, logits, before, state = [], [], state, []
+            for i, model in enumerate(self.models):
+                z = model.encode(obs)
+                parts, alive = model.z_parts(w[i], z), model.alive(start)
+                s, after = model.step(w[i], z, parts, alive, before[i])
+                cells = [c.flatten(3) for c in after[2:]] if source == 'cells' else []
+                features += {'residual': [s], 'cells': cells, 'z': [z]}[source]
+                logits.append(model.head(s)[0])
+                state.append(after)
             start = torch.zeros_like(start)
-            continue
-        features.append(torch.cat([f for _, f, _ in each], -1).to(torch.float16).cpu())
-        action = each[0][0]
-        actions[:, t] = action.cpu()
-        _, start, solved = env.step(action)
-        steps += alive
-        won |= solved & alive
-        alive &= ~start
-        if not alive.any():
-            break
-    return actions.numpy(), steps.cpu().numpy(), won.cpu().numpy(), features
+        if not self.held:
+            self.features.append(torch.cat(features, -1).to(torch.float16).cpu())
+        return logits[0], None, state
 
 
-def collect(agent: SimpleNamespace, packed: np.ndarray, part: str, device: str) -> SimpleNamespace:
-    """Plays all levels (n, 17), the untrained agent beside; features into out_dir/NAME/PART.f16 as (S, 10, 10, 2C) fp16, or goes on with what
-    is there. -> features (memory-mapped), actions (n, 120), lengths (n,), solved (n,)."""
-    folder = os.path.join(out_dir, agent.name)
-    os.makedirs(folder, exist_ok=True)
-    path, index = (os.path.join(folder, f'{part}.{kind}') for kind in ('f16', 'npz'))
-    C = play(agent.model, packed[:1], device, beside=agent.untrained)[3][0].size(-1)  # of both
-    stamp = f'{agent.fingerprint}, {source} and untrained, levels {zlib.crc32(np.ascontiguousarray(packed))}'
-    done = read_index(index, path, stamp, C)
-    if len(done.lengths) < len(packed):
-        most = (len(packed) - len(done.lengths)) * TIME_LIMIT * CELLS * C * 2
-        print(
-            f'{agent.label}: {len(packed) - len(done.lengths):,} games of {part}, at most {most / 1e9:.2f} GB in {path}',
-            flush=True,
-        )
-        if most > shutil.disk_usage(folder).free:
-            fail(
-                f'{path}: {most / 1e9:.2f} GB may not fit on the disk: fewer n_train, n_test, or another out_dir'
-            )
-    begin, before = time.time(), len(done.lengths)
-    with open(path, 'ab') as file:
-        file.truncate(int(done.lengths.sum()) * CELLS * C * 2)
-        for i in range(before, len(packed), BATCH):
-            actions, lengths, solved, features = play(
-                agent.model, packed[i : i + BATCH], device, beside=agent.untrained
-            )
-            steps = torch.stack(features, 1).numpy()  # (N, T, 10, 10, 2C)
-            for episode, length in zip(steps, lengths, strict=True):
-                file.write(episode[:length].tobytes())
-            file.flush()
-            done = SimpleNamespace(
-                actions=np.concatenate([done.actions, actions]),
-                lengths=np.concatenate([done.lengths, lengths]),
-                solved=np.concatenate([done.solved, solved]),
-            )
-            write_atomic(
-                index,
-                lambda f, d=done: np.savez(
-                    f, stamp=np.array(stamp), actions=d.actions, lengths=d.lengths, solved=d.solved
-                ),
-            )
-            seconds, n = time.time() - begin, len(done.lengths)
-            print(
-                f'  {n:,}/{len(packed):,} games, solved {done.solved.mean():.1%}, {(n - before) / seconds:.0f} games/s, '
-                f'eta {seconds / (n - before) * (len(packed) - n):.0f} s',
-                flush=True,
-            )
-    done.features = np.memmap(path, np.float16, 'r', shape=(int(done.lengths.sum()), 10, 10, C))
-    return done
+# ----------------------------------------------------------------------------- games recorded
 
 
-def read_index(index: str, path: str, stamp: str, C: int) -> SimpleNamespace:
-    """Games that an earlier call has stored; none where they are of another agent, of other levels, or damaged."""
-    none = SimpleNamespace(
-        actions=np.zeros((0, TIME_LIMIT), np.int8),
-        lengths=np.zeros(0, np.int64),
-        solved=np.zeros(0, bool),
-    )
+class Games(NamedTuple):
+    """What an agent did on n levels."""
+
+    actions: ndarray  # (n, 120) int8
+    lengths: ndarray  # (n,)
+    solved: ndarray  # (n,) bool
+
+
+def recorded(index: str, path: str, stamp: str, size: int) -> Games:
+    """Games that an earlier call has stored; none where they are of another agent, of other levels,
+    or damaged. size: bytes of a step's features."""
     try:
         with np.load(index, allow_pickle=False) as saved:
-            if (
-                str(saved['stamp']) != stamp
-                or os.path.getsize(path) < int(saved['lengths'].sum()) * CELLS * C * 2
-            ):
-                return none
-            return SimpleNamespace(**{k: saved[k] for k in ('actions', 'lengths', 'solved')})
+            games = Games(*(saved[name] for name in Games._fields))
+            whole = os.path.getsize(path) >= int(games.lengths.sum()) * size
+            if whole and str(saved['stamp']) == stamp:
+                return games
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
-        return none
+        pass
+    return Games(np.zeros((0, TIME_LIMIT), np.int8), np.zeros(0, int), np.zeros(0, bool))
 
 
-# ----------------------------------------------------------------------------- what there is to be known
+def record(player: Player, packed: ndarray, part: str, device: str) -> tuple[Games, ndarray]:
+    """Plays all levels (n, 17), the untrained agent beside, or goes on with what is there. -> the
+    games, and their features (S, 10, 10, 2C) fp16, memory-mapped from out_dir/NAME/PART.f16."""
+    folder, c = os.path.join(out_dir, player.name), player.model.config
+    os.makedirs(folder, exist_ok=True)
+    path, index = (os.path.join(folder, f'{part}.{ending}') for ending in ('f16', 'npz'))
+    channels = {'residual': c.n_embd, 'cells': c.n_layer * c.n_expert * c.n_embd, 'z': Z}
+    shape = (10, 10, 2 * channels[source])
+    size = 2 * math.prod(shape)
+    weights = sum(p.detach().double().abs().sum().item() for p in player.model.parameters())
+    crc = zlib.crc32(np.ascontiguousarray(packed))
+    stamp = f'{c}, weights {weights:.9g}, {source} and untrained, levels {crc}'
+    games = recorded(index, path, stamp, size)
+    n, before, begin = len(packed), len(games.lengths), time.time()
+    if before < n:
+        most = (n - before) * TIME_LIMIT * size
+        about = f'{n - before:,} games of {part}, at most {most / 1e9:.2f} GB in {path}'
+        print(f'{player.label}: {about}', flush=True)
+        if most > shutil.disk_usage(folder).free:
+            fail(f'{path}: {most / 1e9:.2f} GB may not fit on the disk: {LESS}, or another out_dir')
+    with open(path, 'ab') as file:
+        file.truncate(int(games.lengths.sum()) * size)
+        for i in range(before, n, BATCH):
+            watched = Watched(player.model, player.untrained)
+            result = play(watched, packed[i : i + BATCH], device)
+            lengths = result['steps'].long().numpy()
+            new = Games(result['actions'].numpy(), lengths, result['solved'].numpy())
+            games = Games(*(np.concatenate(pair) for pair in zip(games, new, strict=True)))
+            steps = torch.stack(watched.features, 1).numpy()  # (N, T, 10, 10, 2C)
+            for episode, length in zip(steps, lengths, strict=True):
+                file.write(episode[:length].tobytes())
+            file.flush()  # before the index that counts them
+            content = {'stamp': np.array(stamp), **games._asdict()}
+            write_atomic(index, lambda f, content=content: np.savez(f, **content))
+            done, seconds = len(games.lengths), time.time() - begin
+            eta, solved = seconds / (done - before) * (n - done), games.solved.mean()
+            print(f'  {done:,}/{n:,} games, solved {solved:.1%}, eta {eta:.0f} s', flush=True)
+    return games, np.memmap(path, np.float16, 'r', shape=(int(games.lengths.sum()), *shape))
 
 
-def replay(packed: np.ndarray, actions: np.ndarray) -> np.ndarray:
-    """Levels (n, 17) and actions (n, T) -> observations (n, T + 1, 10, 10, 2) before, between and after them, without resets."""
-    env = SokobanEnv(packed, len(packed), order='sequence')
-    out = [env.observe().numpy()]
-    for action in actions.T:
-        env.move(torch.from_numpy(action.astype(np.int64)))
-        out.append(env.observe().numpy())
-    return np.stack(out, 1)
+def solved_by_all(players: list[Player], packed: ndarray, device: str) -> ndarray:
+    """(n,) bool: the test levels (n, 17) that every agent solves."""
+    return np.all([record(player, packed, 'test', device)[0].solved for player in players], 0)
 
 
-def targets(
-    boards: np.ndarray, actions: np.ndarray, lengths: np.ndarray, target: str
-) -> np.ndarray:
-    """The class of every cell at every step, (n, T, 100) int8. boards (n, T + 1, 10, 10, 2) as of replay, actions (n, T), lengths (n,): steps
-    played. At step t, for a cell: the direction of the first of the moves t, t + 1, ... with which the agent steps onto the cell
-    ('enter'), off it ('leave') or pushes a box off it ('push'), NEVER if none does. A blocked move is none."""
+# ----------------------------------------------------------------------------- targets
+
+
+def targets(boards: ndarray, actions: ndarray, lengths: ndarray, target: str) -> ndarray:
+    """The class of every cell at every step, (n, T, 100) int8. boards (n, T + 1, 10, 10, 2) as of
+    replay, actions (n, T), lengths (n,): steps played. At step t, for a cell: the direction of the
+    first of the moves t, t + 1, ... with which the agent steps onto the cell ('enter'), off it
+    ('leave') or pushes a box off it ('push'), NEVER if none does. A blocked move is none."""
     n, T = actions.shape
     seen = boards[..., 0].reshape(n, T + 1, CELLS)
     at, box = (seen == 3).argmax(2), seen == 4  # (n, T + 1), (n, T + 1, 100)
-    out, known, games = (
-        np.empty((n, T, CELLS), np.int8),
-        np.full((n, CELLS), NEVER, np.int8),
-        np.arange(n),
-    )
+    out, games = np.empty((n, T, CELLS), np.int8), np.arange(n)
+    known = np.full((n, CELLS), NEVER, np.int8)
     for t in reversed(range(T)):
         counts = (at[:, t] != at[:, t + 1]) & (t < lengths)
         cell = at[:, t] if target == 'leave' else at[:, t + 1]
@@ -341,775 +304,518 @@ def targets(
     return out
 
 
-def flat(x: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """(n, T or more, ...) -> (S, ...): the steps that were played, game after game."""
-    return x[:, : lengths.max()][np.arange(lengths.max()) < lengths[:, None]]
+class Steps(NamedTuple):
+    """The steps of an agent's games, game after game, as the probes need them."""
+
+    features: ndarray  # (S, 10, 10, 2C) fp16
+    seen: ndarray  # observations (S, 10, 10, 2)
+    target: ndarray  # (S, 100) int8
+    step: ndarray  # (S,), of its game
+    games: Games
 
 
-def planes(boards: np.ndarray) -> torch.Tensor:
-    """Observations (S, 10, 10, 2) -> one-hot planes (S, 6, 10, 10)."""
-    return torch.from_numpy(
-        np.stack([boards[..., channel] == value for channel, value in PLANES], 1)
-    ).float()
+def prepare(
+    player: Player, packed: ndarray, part: str, device: str, keep: ndarray | None = None
+) -> Steps:
+    """What an agent did on levels (n, 17); keep (n,): on these of them alone."""
+    games, features = record(player, packed, part, device)
+    T = games.lengths.max()
+    actions = games.actions[:, :T]
+    boards = replay(packed, actions)
+    classes = targets(boards, actions, games.lengths, target)
+    played = kept = np.arange(T) < games.lengths[:, None]  # (n, T)
+    if keep is not None:
+        kept = played & keep[:, None]
+        features = features[kept[played]]
+        games = Games(*(x[keep] for x in games))
+    return Steps(features, boards[:, :-1][kept], classes[kept], np.nonzero(kept)[1], games)
 
 
-# ----------------------------------------------------------------------------- the probes
+# ----------------------------------------------------------------------------- probes trained
 
 
-def make_probes(C: int, device: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """{kind: weight (P * 5, C, k, k), bias (P * 5,)}, P seeds side by side; what one learns does not depend on the others: the loss is their
-    sum, and AdamW goes parameter by parameter."""
+def make_probes(C: int, device: str) -> dict[str, tuple[slice, nn.Conv2d]]:
+    """{name: the channels of `inputs` that it reads, P seeds' convolutions side by side}. What one
+    seed's learn does not depend on the others': initial weights are drawn in their order, the loss
+    is their sum, and AdamW goes parameter by parameter."""
+    parts = {'trained': slice(C), 'untrained': slice(C, 2 * C), 'observation': slice(2 * C, None)}
     probes = {}
-    for kind, (k, reads) in PROBES.items():
+    for name, (k, reads) in PROBES.items():
         channels = len(PLANES) if reads == 'observation' else C
-        bound, parts = 1 / math.sqrt(channels * k * k), []
-        for seed in range(seeds):
-            parts.append(
-                torch.empty(5, channels, k, k).uniform_(
-                    -bound, bound, generator=torch.Generator().manual_seed(seed)
-                )
-            )
-        probes[kind] = tuple(
-            x.to(device).requires_grad_() for x in (torch.cat(parts), torch.zeros(5 * seeds))
-        )
+        torch.manual_seed(0)
+        conv = nn.Conv2d(channels, 5 * seeds, k, padding=k // 2).to(device)
+        nn.init.zeros_(conv.bias)
+        probes[name] = parts[reads], conv
     return probes
 
 
-def logits_of(probes: dict, kind: str, features: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """features (B, 2C, 10, 10), seen (B, 6, 10, 10) -> (B, P, 5, 100)."""
-    w, b = probes[kind]
-    trained, untrained = features.chunk(2, 1)
-    x = {'trained': trained, 'untrained': untrained, 'observation': seen}[PROBES[kind][1]]
-    return F.conv2d(x, w, b, padding=w.size(-1) // 2).unflatten(1, (-1, 5)).flatten(3)
+def logits_of(probe: tuple[slice, nn.Conv2d], x: Tensor) -> Tensor:
+    """x (B, 2C + 6, 10, 10), of `inputs` -> (B, P, 5, 100)."""
+    reads, conv = probe
+    return conv(x[:, reads]).unflatten(1, (-1, 5)).flatten(3)
 
 
-def scale_of(features: np.ndarray) -> torch.Tensor:
-    """What features (S, 10, 10, 2C) are divided by, (2C, 1, 1): each agent's RMS, so that one learning rate suits all."""
-    sample = np.asarray(features[:: max(1, len(features) // 1000)], np.float32).reshape(
-        -1, 2, features.shape[-1] // 2
-    )
-    rms = np.sqrt((sample**2).mean((0, 2)))
-    rms[rms == 0] = 1.0
-    return torch.from_numpy(rms).repeat_interleave(sample.shape[-1])[:, None, None]
+def scale_of(features: ndarray) -> Tensor:
+    """What features (S, 10, 10, 2C) are divided by, (2C, 1, 1): each agent's RMS, so that one
+    learning rate suits all."""
+    sample = torch.from_numpy(np.float32(features[:: max(1, len(features) // 1000)]))
+    rms = sample.unflatten(-1, (2, -1)).square().mean((0, 1, 2, 4)).sqrt()
+    return torch.where(rms == 0, 1.0, rms).repeat_interleave(sample.size(-1) // 2)[:, None, None]
 
 
-def train_probes(data: SimpleNamespace, device: str) -> tuple[dict, torch.Tensor]:
-    """data: features (S, 10, 10, 2C), seen (S, 10, 10, 2), target (S, 100). -> probes, and the scale of the features, (2C, 1, 1)."""
-    S, C = len(data.features), data.features.shape[-1] // 2
-    scale = scale_of(data.features).to(device)
-    probes, order = make_probes(C, device), torch.Generator().manual_seed(0)
-    optimizer = torch.optim.AdamW(
-        [p for pair in probes.values() for p in pair], learning_rate, weight_decay=weight_decay
-    )
-    begin, said = time.time(), time.time()
+def inputs(data: Steps, index: ndarray, scale: Tensor) -> Tensor:
+    """Steps (B,) -> what probes read, (B, 2C + 6, 10, 10): features and the board's planes."""
+    features = torch.from_numpy(data.features[index]).to(scale.device).float().permute(0, 3, 1, 2)
+    seen = torch.from_numpy(data.seen[index]).to(scale.device)
+    planes = torch.stack([seen[..., channel] == value for channel, value in PLANES], 1)
+    return torch.cat([features / scale, planes], 1)
+
+
+def train_probes(data: Steps, device: str) -> tuple[dict, Tensor]:
+    """-> the probes, and the scale of the features, (2C, 1, 1)."""
+    S, scale = len(data.step), scale_of(data.features).to(device)
+    probes, order = make_probes(len(scale) // 2, device), torch.Generator().manual_seed(0)
+    weights = [p for _, conv in probes.values() for p in conv.parameters()]
+    optimizer = torch.optim.AdamW(weights, learning_rate, weight_decay=weight_decay)
+    begin, due = time.time(), every()
     for epoch in range(epochs):
         total = torch.zeros(len(PROBES), device=device)
         for i, batch in enumerate(torch.randperm(S, generator=order).split(batch_size)):
-            features, seen, y = fetch(data, np.sort(batch.numpy()), scale, device)
-            losses = torch.stack(
-                [loss_of(logits_of(probes, kind, features, seen), y) for kind in PROBES]
-            )
+            index = np.sort(batch.numpy())
+            x, losses = inputs(data, index, scale), []
+            y = torch.from_numpy(data.target[index]).to(device).long()  # (B, 100)
+            y = y[:, None].expand(-1, seeds, -1)
+            for probe in probes.values():
+                losses.append(F.cross_entropy(logits_of(probe, x).transpose(1, 2), y))
             optimizer.zero_grad()
-            losses.sum().backward()
+            (sum(losses) * seeds).backward()  # the sum of all probes' means over cells
             optimizer.step()
-            total += losses.detach()
-            if time.time() - said > 30:
-                said, part = time.time(), (epoch + (i + 1) * batch_size / S) / epochs
-                print(
-                    f'    epoch {epoch + 1}/{epochs}, {part:.0%}, eta {(time.time() - begin) * (1 / part - 1):.0f} s',
-                    flush=True,
-                )
-        means = (total / (i + 1) / seeds).tolist()
-        print(
-            f'  epoch {epoch + 1}/{epochs}: loss '
-            + ', '.join(f'{kind} {x:.4f}' for kind, x in zip(PROBES, means, strict=True)),
-            flush=True,
-        )
-    return {kind: (w.detach(), b.detach()) for kind, (w, b) in probes.items()}, scale
+            total += torch.stack(losses).detach()
+            if due():
+                part = (epoch + (i + 1) * batch_size / S) / epochs
+                eta = (time.time() - begin) * (1 / part - 1)
+                print(f'    epoch {epoch + 1}/{epochs}, {part:.0%}, eta {eta:.0f} s', flush=True)
+        means = zip(PROBES, (total / (i + 1)).tolist(), strict=True)
+        said = ', '.join(f'{name} {loss:.4f}' for name, loss in means)
+        print(f'  epoch {epoch + 1}/{epochs}: loss {said}', flush=True)
+    return probes, scale
 
 
-def loss_of(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy over all cells, a mean a probe, summed over the probes. logits (B, P, 5, 100), y (B, 100)."""
-    P = logits.size(1)
-    return F.cross_entropy(logits.transpose(1, 2), y[:, None].expand(-1, P, -1)) * P
+class Guess(NamedTuple):
+    """What P probes say of S steps' cells: (P, S, 100) each."""
 
-
-def fetch(
-    data: SimpleNamespace, index: np.ndarray, scale: torch.Tensor, device: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Steps (B,) -> features (B, 2C, 10, 10), planes (B, 6, 10, 10), targets (B, 100)."""
-    features = torch.from_numpy(data.features[index]).to(device).float().permute(0, 3, 1, 2) / scale
-    return (
-        features,
-        planes(data.seen[index]).to(device),
-        torch.from_numpy(data.target[index]).to(device).long(),
-    )
+    way: ndarray  # int8, the likeliest direction
+    sure: ndarray  # fp32, its probability
+    likeliest: ndarray  # int8, of the five classes
 
 
 @torch.no_grad()
-def predict(
-    probes: dict, data: SimpleNamespace, scale: torch.Tensor, device: str
-) -> dict[str, SimpleNamespace]:
-    """{kind: way (P, S, 100) int8, the likeliest direction; sure (P, S, 100) fp32, its probability; likeliest (P, S, 100) int8, of the five
-    classes}"""
-    out = {kind: [] for kind in PROBES}
-    for index in np.array_split(np.arange(len(data.features)), max(1, len(data.features) // 512)):
-        features, seen, _ = fetch(data, index, scale, device)
-        for kind in PROBES:
-            p = F.softmax(logits_of(probes, kind, features, seen), 2)  # (B, P, 5, 100)
+def predict(probes: dict, data: Steps, scale: Tensor) -> dict[str, Guess]:
+    S, parts = len(data.step), {name: [] for name in probes}
+    for index in np.array_split(np.arange(S), max(1, S // 512)):
+        x = inputs(data, index, scale)
+        for name, probe in probes.items():
+            p = F.softmax(logits_of(probe, x), 2).transpose(0, 1)  # (P, B, 5, 100)
             sure, way = p[:, :, :NEVER].max(2)
-            out[kind].append(
-                [
-                    x.transpose(0, 1).cpu()
-                    for x in (way.to(torch.int8), sure, p.argmax(2).to(torch.int8))
-                ]
-            )
-    return {
-        kind: SimpleNamespace(
-            **{
-                name: torch.cat(parts, 1).numpy()
-                for name, parts in zip(
-                    ('way', 'sure', 'likeliest'), zip(*x, strict=True), strict=True
-                )
-            }
-        )
-        for kind, x in out.items()
-    }
+            guess = way.to(torch.int8), sure, p.argmax(2).to(torch.int8)
+            parts[name].append([x.cpu().numpy() for x in guess])
+    for name, its in parts.items():
+        parts[name] = Guess(*(np.concatenate(x, 1) for x in zip(*its, strict=True)))
+    return parts
 
 
-# ----------------------------------------------------------------------------- the measure
+# ----------------------------------------------------------------------------- scores
 
 
-def precisions(sure: np.ndarray, right: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Thresholds, from the highest, and the precision of what is emitted at or above each. sure, right: any shape."""
+def precisions(sure: ndarray, right: ndarray) -> tuple[ndarray, ndarray, ndarray]:
+    """Thresholds, from the highest; of what is emitted at or above each: precision, and how many.
+    sure, right: any shape."""
     order = np.argsort(-sure, axis=None, kind='stable')
     sure, right = sure.ravel()[order], right.ravel()[order]
-    share = np.cumsum(right) / np.arange(1, len(right) + 1)
+    emitted = np.arange(1, len(right) + 1)
     last = np.append(sure[1:] != sure[:-1], True)  # of equals
-    return sure[last], share[last]
+    return sure[last], (np.cumsum(right) / emitted)[last], emitted[last]
 
 
-def threshold_for(sure: np.ndarray, right: np.ndarray, wanted: float) -> float:
-    """The lowest threshold at which the emitted directions are right with at least that precision: the highest recall. Infinite: none."""
-    thresholds, share = precisions(sure, right)
-    good = np.flatnonzero(share >= wanted)
-    return float(thresholds[good[-1]]) if len(good) else math.inf
+def threshold_for(sure: ndarray, right: ndarray, wanted: float) -> float:
+    """The lowest threshold at which the emitted directions are right with at least that precision:
+    the highest recall. Infinite: none."""
+    thresholds, share, _ = precisions(sure, right)
+    return min(thresholds[share >= wanted].tolist(), default=math.inf)
 
 
-def best_precision(sure: np.ndarray, right: np.ndarray, least: int = 100) -> float:
-    """The highest precision of at least so many emitted directions."""
-    thresholds, share = precisions(sure, right)
-    emitted = np.searchsorted(np.sort(-sure, axis=None), -thresholds, side='right')
-    return float(share[emitted >= min(least, sure.size)].max())
+def common_precision(players: list[Player]) -> float:
+    """`precision`, or as much of it as 100 directions that every agent's 3x3 probes emit over the
+    first steps reach."""
+    reach = [precision]
+    for r in players:
+        g, early = r.guesses['3x3'], r.data.step < first
+        right = (g.way == r.data.target)[:, early]
+        _, share, emitted = precisions(g.sure[:, early], right)
+        reach.append(float(share[emitted >= min(100, right.size)].max()))
+    return min(reach)
 
 
-def f1(target: np.ndarray, guess: np.ndarray) -> float:
+def f1(target: ndarray, guess: ndarray) -> float:
     """Macro F1 over the classes that occur."""
-    scores = []
-    for k in range(5):
-        hits, either = (
-            ((target == k) & (guess == k)).sum(),
-            (target == k).sum() + (guess == k).sum(),
-        )
-        scores += [2 * hits / either] if either else []
-    return float(np.mean(scores))
+    hits, theirs, ours = (
+        np.array([(x == k).sum() for k in range(5)])
+        for x in (np.where(target == guess, target, -1), target, guess)
+    )
+    there = theirs + ours > 0
+    return float((2 * hits[there] / (theirs + ours)[there]).mean())
 
 
-def score(data: SimpleNamespace, guesses: dict, wanted: float) -> tuple[list[dict], dict]:
-    """-> a record of each probe, seed and step (recall, precision; None where there is nothing to count), and {kind: threshold, macro F1}.
-    The threshold is one for all seeds of a kind, set over the first steps."""
+def counts(emitted: ndarray, right: ndarray, target: ndarray) -> dict:
+    """Recall and precision (None where there is nothing to count) of guesses, (..., S, 100), on
+    targets (S, 100)."""
+    good, out = int((right & emitted).sum()), int(emitted.sum())
+    asked = int(np.broadcast_to(target != NEVER, right.shape).sum())
+    rates = {'recall': good / asked if asked else None, 'precision': good / out if out else None}
+    return {**rates, 'directions': asked, 'emitted': out}
+
+
+def score(data: Steps, guesses: dict[str, Guess], wanted: float) -> tuple[list[dict], dict]:
+    """-> a record of each probe, seed and step; and of each probe over the first steps, with one
+    threshold for all its seeds."""
     early, rows, about = data.step < first, [], {}
-    for kind, g in guesses.items():
+    target = data.target[early]
+    for name, g in guesses.items():
         right = g.way == data.target
-        threshold = threshold_for(g.sure[:, early], right[:, early], wanted)
-        emitted = g.sure >= threshold
-        about[kind] = {
-            'threshold': threshold,
-            'macro_f1': [f1(data.target[early], x[early]) for x in g.likeliest],
-            'precision': ratio((right & emitted)[:, early].sum(), emitted[:, early].sum()),
-            'recall': ratio(
-                (right & emitted)[:, early].sum(), (data.target[early] != NEVER).sum() * len(g.way)
-            ),
-            'recall_at': {
-                f'{p:g}': recall_at(p, g.sure[:, early], right[:, early], data.target[early])
-                for p in PRECISIONS
-            },
-        }
+        sure, hits = g.sure[:, early], right[:, early]
+        its = {f'{p:g}': threshold_for(sure, hits, p) for p in PRECISIONS}
+        recall_at = {p: counts(sure >= at, hits, target)['recall'] for p, at in its.items()}
+        threshold = threshold_for(sure, hits, wanted)
+        found = counts(sure >= threshold, hits, target)
+        about[name] = {'threshold': threshold, 'recall': found['recall'], 'recall_at': recall_at}
+        about[name]['precision'] = found['precision']
+        about[name]['macro_f1'] = [f1(target, x[early]) for x in g.likeliest]
         for seed in range(len(g.way)):
             for step in range(min(int(data.step.max()) + 1, first)):
                 now = data.step == step
-                good, out, asked = (
-                    (right & emitted)[seed, now].sum(),
-                    emitted[seed, now].sum(),
-                    (data.target[now] != NEVER).sum(),
-                )
-                rows.append(
-                    {
-                        'probe': kind,
-                        'seed': seed,
-                        'step': step,
-                        'recall': ratio(good, asked),
-                        'precision': ratio(good, out),
-                        'directions': int(asked),
-                        'emitted': int(out),
-                        'games': int(now.sum()),
-                    }
-                )
+                its = counts(g.sure[seed, now] >= threshold, right[seed, now], data.target[now])
+                which = {'probe': name, 'seed': seed, 'step': step}
+                rows.append({**which, **its, 'games': int(now.sum())})
     return rows, about
-
-
-def recall_at(
-    wanted: float, sure: np.ndarray, right: np.ndarray, target: np.ndarray
-) -> float | None:
-    """Recall at the lowest threshold with that precision; 0 where none has it. sure, right (P, S, 100), target (S, 100)."""
-    emitted = sure >= threshold_for(sure, right, wanted)
-    return ratio((right & emitted).sum(), (target != NEVER).sum() * len(sure))
-
-
-def common_precision(results: list[dict]) -> float:
-    """`precision`, or as much of it as every agent's 3x3 probes reach over the first steps."""
-    reach = []
-    for r in results:
-        g, early = r['guesses']['3x3'], r['data'].step < first
-        reach.append(best_precision(g.sure[:, early], (g.way == r['data'].target)[:, early]))
-    return min(precision, *reach)
-
-
-def ratio(a: np.integer, b: np.integer) -> float | None:
-    return float(a) / float(b) if b else None
 
 
 # ----------------------------------------------------------------------------- pictures
 
 
-def recall_figure(results: list[dict], title: str) -> None:
-    """Recall by step, a line an agent, one standard deviation over the probes' seeds; dotted: of the untrained agent; dashed: of the
-    observation alone. Steps that fewer than min_levels games reach are left to the table."""
-    figure, (axes,) = new(1, 2.9)
-    for i, result in enumerate(results):
-        for kind, style in (
-            ('3x3', {'marker': MARKERS[i % 7], 'ms': 3, 'lw': 1.2}),
-            ('untrained 3x3', {'ls': ':', 'lw': 1.2}),
-            ('observation', {'ls': '--', 'lw': 0.9, 'alpha': 0.8}),
-        ):
-            steps = sorted(
-                {
-                    r['step']
-                    for r in result['rows']
-                    if r['probe'] == kind and r['recall'] is not None and r['games'] >= min_levels
-                }
-            )
-            values = [
-                [r['recall'] for r in result['rows'] if r['probe'] == kind and r['step'] == t]
-                for t in steps
-            ]
-            mean, spread = (
-                np.array([np.mean(v) for v in values]),
-                np.array([np.std(v, ddof=1) if len(v) > 1 else 0.0 for v in values]),
-            )
-            axes.plot(
-                steps,
-                mean,
-                color=COLORS[i % 7],
-                label=result['label'] if kind == '3x3' else None,
-                **style,
-            )
-            axes.fill_between(
-                steps, mean - spread, mean + spread, color=COLORS[i % 7], alpha=0.2, lw=0
-            )
+def recall_figure(players: list[Player], title: str) -> None:
+    """Recall by step, a line an agent, one standard deviation over the probes' seeds; dotted: of
+    the untrained agent; dashed: of the observation alone."""
+    figure, (axes,) = new(1, 3.2)
+    styles = {'3x3': {}, 'untrained 3x3': {'ls': ':'}, 'observation': {'ls': '--', 'lw': 0.9}}
+    for i, result in enumerate(players):
+        for name, style in styles.items():
+            values = {}
+            for r in result.rows:
+                if r['probe'] == name and r['recall'] is not None and r['games'] >= min_levels:
+                    values.setdefault(r['step'], []).append(r['recall'])
+            points = {step: summary(x) for step, x in values.items()}
+            label = None if style else result.label
+            band(axes, points, i, label, **{'marker': '' if style else MARKERS[i % 7]} | style)
     axes.plot([], [], color='gray', ls=':', lw=1.2, label='before training')
     axes.plot([], [], color='gray', ls='--', lw=0.9, label='observation alone')
-    axes.set(xlabel='environment step', ylabel='recall', title=title, ylim=(0, None))
+    axes.set(xlabel='environment step', ylabel='recall', ylim=(0, None))
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.legend(frameon=False)
-    save(figure, out_dir, 'recall')
+    save(finish(figure, title), out_dir, 'recall')
 
 
 def plan_image(
-    board: np.ndarray, way: np.ndarray, emitted: np.ndarray, truth: np.ndarray, cell: int = 32
-) -> np.ndarray:
-    """Observation (10, 10, 2) with an arrow in every cell whose direction is emitted, as the agent would step onto it: from the side it comes
-    from. Green where the agent does so later, red where not. way, emitted, truth (100,) -> (10 cell, 10 cell, 3) uint8."""
+    board: ndarray, way: ndarray, emitted: ndarray, truth: ndarray, cell: int = 32
+) -> ndarray:
+    """Observation (10, 10, 2) with an arrow in every cell whose direction is emitted, as the agent
+    would step onto it: from the side it comes from. Green where the agent does so later, red where
+    not. way, emitted, truth (100,) -> (10 cell, 10 cell, 3) uint8."""
     from PIL import Image, ImageDraw
 
-    image = Image.fromarray(
-        board_image(board, 4 * cell)
-    )  # drawn larger, then averaged: smooth edges
-    pen, big = ImageDraw.Draw(image), 4 * cell
+    big = 4 * cell  # drawn larger, then averaged: smooth edges
+    image = Image.fromarray(board_image(board, big))
+    pen = ImageDraw.Draw(image)
     for k in np.flatnonzero(emitted):
-        dy, dx = WAYS[way[k]]
-        y, x = (k // 10 + 0.5) * big, (k % 10 + 0.5) * big
+        y, x = WAYS[way[k]]
+        turned = ARROW @ np.array([(x, y), (-y, x)])
+        points = (turned + (k % 10 + 0.5, k // 10 + 0.5)) * big
         colour = (20, 140, 60) if truth[k] == way[k] else (200, 30, 40)
-        tail, head = (
-            (x - 0.34 * big * dx, y - 0.34 * big * dy),
-            (x + 0.12 * big * dx, y + 0.12 * big * dy),
-        )
-        pen.line([tail, head], fill=colour, width=big // 7)
-        tip = (x + 0.38 * big * dx, y + 0.38 * big * dy)
-        pen.polygon(
-            [
-                tip,
-                (head[0] - 0.24 * big * dy, head[1] + 0.24 * big * dx),
-                (head[0] + 0.24 * big * dy, head[1] - 0.24 * big * dx),
-            ],
-            fill=colour,
-        )
+        pen.polygon(list(map(tuple, points)), fill=colour)
     return np.asarray(image.resize((10 * cell, 10 * cell), Image.Resampling.BOX))
 
 
-def plan_pictures(agents: list, results: list[dict]) -> None:
-    """plans.png: the same level, a row an agent, a column a step of `shown`; plan_NAME.gif: each agent's game."""
+def plan_pictures(players: list[Player]) -> None:
+    """plans.png: the same level, a row an agent, a column a step of `shown`; plan_NAME.gif: each
+    agent's game."""
     from PIL import Image, ImageDraw
 
-    rows, shortest = [], np.min([result['data'].lengths for result in results], 0)
-    game = (
-        level if level >= 0 else int(np.argmax(np.minimum(shortest, max(shown) + 1)))
-    )  # the first that is long enough, or the longest
-    for agent, result in zip(agents, results, strict=True):
-        data, g = result['data'], result['guesses']['3x3']
-        begin = int(data.lengths[:game].sum())
-        frames = [
-            plan_image(
-                data.seen[i],
-                g.way[0, i],
-                g.sure[0, i] >= result['about']['3x3']['threshold'],
-                data.target[i],
-            )
-            for i in range(begin, begin + int(data.lengths[game]))
-        ]
-        save_gif(frames, os.path.join(out_dir, f'plan_{agent.name}.gif'), 400)
-        white = np.full_like(frames[0], 255)
-        tiles = [
-            np.pad(
-                frames[t] if t < len(frames) else white,
-                ((22, 6), (4, 4), (0, 0)),
-                constant_values=255,
-            )
-            for t in shown
-        ]
-        strip = Image.fromarray(np.hstack(tiles))
-        pen = ImageDraw.Draw(strip)
-        for i, t in enumerate(shown):
-            text = (
-                f'{agent.label}, step {t}'
-                if t < len(frames)
-                else f'{agent.label}: solved before step {t}'
-            )
-            pen.text((i * tiles[0].shape[1] + 8, 4), text, fill=(0, 0, 0), font_size=13)
-        rows.append(np.asarray(strip))
+    rows, shortest = [], np.min([r.data.games.lengths for r in players], 0)
+    # the first that is long enough, or the longest
+    game = level if level >= 0 else int(np.argmax(np.minimum(shortest, max(shown) + 1)))
+    for r in players:
+        frames, g, lengths = [], r.guesses['3x3'], r.data.games.lengths
+        for i in lengths[:game].sum() + np.arange(lengths[game]):
+            emitted = g.sure[0, i] >= r.about['3x3']['threshold']
+            frames.append(plan_image(r.data.seen[i], g.way[0, i], emitted, r.data.target[i]))
+        save_gif(frames, os.path.join(out_dir, f'plan_{r.name}.gif'), 400)
+        tiles = []
+        for t in shown:
+            there = t < len(frames)
+            frame = frames[t] if there else np.full_like(frames[0], 255)
+            tile = Image.fromarray(np.pad(frame, ((22, 6), (4, 4), (0, 0)), constant_values=255))
+            text = f'{r.label}{", step" if there else ": solved before step"} {t}'
+            ImageDraw.Draw(tile).text((8, 4), text, fill=(0, 0, 0), font_size=13)
+            tiles.append(np.asarray(tile))
+        rows.append(np.hstack(tiles))
     save_png(np.vstack(rows), os.path.join(out_dir, 'plans.png'))
 
 
-# ----------------------------------------------------------------------------- further questions
+# ----------------------------------------------------------------------------- causal check
 
 
-def aggregated(model: Agent, state: tuple | list) -> torch.Tensor:
-    """s of a carried state, (n, 100, C): state[0]; for a ConvGLU with a radius, which carries its h, their aggregate."""
-    s = state[0]
-    if model.config.arch == 'convglu':
-        s = model.aggregate(0, s, None, None) if model.config.radius >= 0 else s.squeeze(3)
-    return s.float().flatten(1, 2)
+def carried(model: Agent, state: tuple | list) -> tuple[Tensor, Tensor]:
+    """-> s of a carried state, (n, 100, C), and what the first level reads in its place, (n, 100,
+    1 or E, C). ConvLSTM: s, or with a radius each expert's sum over the ring. ConvGLU: RMSNorm(s);
+    with a radius it carries no s but h, reads its norm, and s is the aggregate."""
+    c, s = model.config, state[0]
+    if isinstance(model, ConvLSTM):
+        read = model.ring(state[1]) if c.radius >= 0 else s
+    else:
+        read = model.heard(s)
+        s = model.aggregate(0, s, None, None) if c.radius >= 0 else s
+    shape = (len(s), CELLS, -1, c.n_embd)
+    return s.float().reshape(shape).squeeze(2), read.float().reshape(shape)
 
 
-def steer(model: Agent, state: tuple | list, cell: torch.Tensor, vector: torch.Tensor) -> tuple:
-    """The carried state in which s has grown by `vector` (n, C) at `cell` (n,) of each board, and with it what else the next step reads:
-
-    ConvLSTM              s, and every h_i by the share that makes A(h) grow by the vector: vector / sqrt(E), all of it where the weights of
-                          A add up to 1 (mean, softmax_mean). softmax_l2 gets vector / sqrt(E), exact for equal gates. The cells c stay.
-    ConvLSTM with radius  the same. It hears no s, only the h of the ring: those grow by the share.
-    ConvGLU               s, the only thing it carries. The next step reads RMSNorm(s): see heard.
-    ConvGLU with radius   every h_i by the share: it carries h in place of s.
-    """
+def steer(model: Agent, state: tuple | list, cell: Tensor, vector: Tensor) -> list[Tensor]:
+    """The carried state in which s has grown by `vector` (n, C) at `cell` (n,) of each board. A
+    ConvGLU carries s alone. Where experts' h are carried (ConvLSTM: beside s; ConvGLU with a
+    radius: in its place), each grows by the share that makes A(h) grow by the vector: vector /
+    sqrt(E), all of it where A's weights add up to 1 (mean, softmax_mean); for softmax_l2 vector /
+    sqrt(E) is exact for equal gates. A ConvLSTM's cells c stay."""
     c = model.config
     share = 1.0 if c.aggregation in ('mean', 'softmax_mean') else 1 / math.sqrt(c.n_expert)
-    if c.arch == 'convlstm':
-        shares = (1.0, share)  # of s and h
-    else:
-        shares = (share if c.radius >= 0 else 1.0,)
-    steered = []
-    for x, part in zip(state, shares, strict=False):
-        new = x.float().reshape(len(x), CELLS, -1, c.n_embd).clone()  # (n, 100, 1 or E, C)
-        new[torch.arange(len(x), device=x.device), cell] += part * vector[:, None]
-        steered.append(new.view(x.shape).to(x.dtype))
-    return (*steered, *state[len(steered) :])
-
-
-def heard(model: Agent, state: tuple | list) -> torch.Tensor:
-    """What the first level reads of a carried state in place of s: (n, 100, 1 or E, C). ConvLSTM: s, or with a radius each expert's sum over
-    the ring. ConvGLU: that after the norm."""
-    c = model.config
-    if c.arch == 'convglu':
-        x = model.heard(state[0])
-    else:
-        x = model.ring(state[1]) if c.radius >= 0 else state[0]
-    return x.float().reshape(len(x), CELLS, -1, c.n_embd)
-
-
-def rms_of(x: torch.Tensor) -> float:
-    return x.square().mean().sqrt().item()
+    shares = [1.0, share] if isinstance(model, ConvLSTM) else [share if c.radius >= 0 else 1.0]
+    state = list(state)
+    for k, part in enumerate(shares):
+        x = state[k].float().reshape(len(cell), CELLS, -1, c.n_embd).clone()  # (n, 100, 1 or E, C)
+        x[torch.arange(len(cell), device=x.device), cell] += part * vector[:, None]
+        state[k] = x.view(state[k].shape).to(state[k].dtype)
+    return state
 
 
 def moment_before(
-    agent: SimpleNamespace, packed: np.ndarray, actions: np.ndarray, when: torch.Tensor, device: str
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    model: Agent, packed: ndarray, actions: ndarray, when: Tensor
+) -> tuple[Tensor, list[Tensor]]:
     """Games (n, 17) replayed by their actions (n, 120) up to step `when` (n,) of each: the boards
     (n, 10, 10, 2) and the carried states there."""
-    n, model = len(packed), agent.model
+    n, device = len(packed), when.device
     env, w = SokobanEnv(packed, n, device=device, order='sequence'), model.prepare()
     state, start = model.init_state(n), torch.ones(n, dtype=torch.bool, device=device)
-    kept = [x.clone() for x in state]
-    boards = torch.zeros(n, 10, 10, 2, dtype=torch.uint8, device=device)
+    kept = [x.clone() for x in (env.observe(), *state)]
     go = torch.from_numpy(actions).to(device).long()
     for t in range(int(when.max()) + 1):
-        now, obs = (when == t).to(device), env.observe()
-        boards[now] = obs[now]
-        for mine, x in zip(kept, state, strict=True):
+        now, obs = when == t, env.observe()
+        for mine, x in zip(kept, (obs, *state), strict=True):
             mine[now] = x[now]
-        _, _, state = act(model, w, obs, start, state)
+        state = model.act(w, obs, start, state)[2]
         env.move(go[:, t])
         start = torch.zeros_like(start)
-    return boards, kept
+    return kept[0], kept[1:]
 
 
-def ways_and_cells(
-    boards: torch.Tensor, plain: torch.Tensor, rng: np.random.Generator
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Where to steer, on boards (n, 10, 10, 2) on which the agent would do `plain` (n,). -> the boards
-    (m,) that have such places, a way to each one's random neighbour cell without wall and box, not
-    the plain action's, that cell, and for the control a random other cell that is free: no wall,
-    box, target or agent. (m,) each."""
-    n, device = len(boards), boards.device
-    games = torch.arange(n, device=device)
+def places(boards: Tensor, plain: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Where to steer, on boards (n, 10, 10, 2) on which the agent would do `plain` (n,). -> the
+    boards (m,) that have such places, a way to each one's random neighbour cell without wall and
+    box, not the plain action's, that cell, and for the control a random other cell that is free: no
+    wall, box, target or agent. (m,) each."""
+    device, draws = boards.device, torch.Generator().manual_seed(0)
     there, ground = (boards[..., k].flatten(1) for k in (0, 1))  # (n, 100)
-    at, delta = (there == 3).int().argmax(1), torch.tensor(DELTA, device=device)
-    order = torch.from_numpy(np.argsort(rng.random((n, 4)), 1)).to(device)
-    k = torch.full((n,), NEVER, device=device)
-    for way in order.unbind(1):  # a board's rim is wall: every neighbour is a cell
-        cell = at + delta[way]
-        may = (there[games, cell] == 0) & (ground[games, cell] != 1) & (way != plain)
-        k = torch.where((k == NEVER) & may, way, k)
-    cell = at + delta[k.clamp(max=NEVER - 1)]
+    at = (there == 3).int().argmax(1, keepdim=True)
+    cells = at + torch.tensor(DELTA, device=device)  # (n, 4); a board's rim is wall: all are cells
+    may = (there.gather(1, cells) == 0) & (ground.gather(1, cells) != 1)
+    may.scatter_(1, plain[:, None], False)
+
+    def one_of(allowed):
+        luck = torch.rand(allowed.shape, generator=draws).to(device)
+        return torch.where(allowed, luck, -1.0).argmax(1, keepdim=True)
+
+    way = one_of(may)
+    cell = cells.gather(1, way)
     free = (there == 0) & (ground == 0)
-    free[games, cell] = False
-    luck = torch.from_numpy(rng.random((n, CELLS))).to(device)
-    other = torch.where(free, luck, -1.0).argmax(1)
-    chosen = ((k != NEVER) & free.any(1)).nonzero().flatten()
-    return chosen, k[chosen], cell[chosen], other[chosen]
+    free.scatter_(1, cell, False)
+    chosen = (may.any(1) & free.any(1)).nonzero().flatten()
+    return chosen, *(x[chosen, 0] for x in (way, cell, one_of(free)))
 
 
 @torch.no_grad()
-def causal_check(
-    agent: SimpleNamespace,
-    packed: np.ndarray,
-    actions: np.ndarray,
-    lengths: np.ndarray,
-    direction: torch.Tensor,
-    device: str,
-) -> list[dict]:
-    """Does what a probe reads steer the agent? In each game, before a random one of its first steps, direction k of the 1x1 probe (C,) is added
-    to the carried s (see steer) at the free cell that k leads to from the agent, k not being what it would do: how often does it go there?
-    Strengths are in units of the RMS of s; 'heard': how much of it arrives, the RMS of the change in what the first level reads at that cell
-    over that reading's RMS: a ConvGLU reads RMSNorm(s), which bounds it. Controls: a random direction of the same length, and the probe's own at
-    another free cell. direction (4, C), of length 1; games of two steps or more. -> a record a strength and way of adding; none without games."""
-    model, rng = agent.model, np.random.default_rng(0)
-    when = torch.from_numpy(
-        rng.integers(1, np.minimum(lengths, first))
-    )  # not 0: nothing is carried then
-    boards, kept = moment_before(agent, packed, actions, when, device)
-    w, start = model.prepare(), torch.zeros(len(packed), dtype=torch.bool, device=device)
-    plain, _, _ = act(model, w, boards, start, kept)
-    chosen, way, cell, other = ways_and_cells(boards, plain, rng)
-    if not len(chosen):
+def causal_check(model: Agent, packed: ndarray, games: Games, direction: Tensor) -> list[dict]:
+    """Does what a probe reads steer the agent? In each game, before a random one of its first
+    steps, direction k of the 1x1 probe is added to the carried s (see steer) at the free cell that
+    k leads to from the agent, k not being what it would do: how often does it go there? Strengths
+    are in units of the RMS of s; 'heard': the RMS of the change in what the first level reads at
+    that cell over that reading's RMS: a ConvGLU reads RMSNorm(s), which bounds it. Controls: a
+    random direction of the same length, and the probe's own at another free cell. direction (4, C),
+    of length 1. -> a record a strength and way of adding; none without games of two steps."""
+
+    def rms(x):
+        return x.square().mean().sqrt().item()
+
+    device, long = direction.device, games.lengths > 1
+    if not long.any():
         return []
-    boards, plain, start, kept = (
-        boards[chosen],
-        plain[chosen],
-        start[chosen],
-        [x[chosen] for x in kept],
-    )
-    size, read = rms_of(aggregated(model, kept)), heard(model, kept)
-    noise = F.normalize(
-        torch.randn(len(chosen), direction.size(1), generator=torch.Generator().manual_seed(0)),
-        dim=1,
-    ).to(device)
-    games, rows = torch.arange(len(chosen), device=device), []
-    for strength in STRENGTHS:
-        length = strength * size * math.sqrt(direction.size(1))
-        for name, vector, where in (
-            ('probe', direction[way], cell),
-            ('random direction', noise, cell),
-            ('other cell', direction[way], other),
-        ):
+    latest = np.minimum(games.lengths[long], first)
+    when = np.random.default_rng(0).integers(1, latest)  # not 0: nothing is carried then
+    when = torch.from_numpy(when).to(device)
+    boards, kept = moment_before(model, packed[long], games.actions[long], when)
+    w, start = model.prepare(), torch.zeros(len(boards), dtype=torch.bool, device=device)
+    plain = model.act(w, boards, start, kept)[0].argmax(-1)
+    chosen, way, cell, other = places(boards, plain)
+    boards, plain, start, *kept = (x[chosen] for x in (boards, plain, start, *kept))
+    s, read = carried(model, kept)
+    noise = torch.randn(len(way), direction.size(1), generator=torch.Generator().manual_seed(0))
+    noise = F.normalize(noise, dim=1).to(device)
+    added = {'probe': (direction[way], cell), 'random direction': (noise, cell)}
+    added['other cell'] = (direction[way], other)
+    each, rows = torch.arange(len(way), device=device), []
+    for strength in STRENGTHS if len(way) else ():
+        length = strength * rms(s) * math.sqrt(direction.size(1))
+        for name, (vector, where) in added.items():
             steered = steer(model, kept, where, length * vector)
-            action, _, _ = act(model, w, boards, start, steered)
-            change = (heard(model, steered) - read)[games, where]
-            rows.append(
-                {
-                    'added': name,
-                    'strength': strength,
-                    'heard': rms_of(change) / rms_of(read),
-                    'follows': (action == way).float().mean().item(),
-                    'changes': (action != plain).float().mean().item(),
-                    'games': len(chosen),
-                }
-            )
+            action = model.act(w, boards, start, steered)[0].argmax(-1)
+            change = (carried(model, steered)[1] - read)[each, where]
+            about = {'added': name, 'strength': strength, 'heard': rms(change) / rms(read)}
+            for what, hits in (('follows', action == way), ('changes', action != plain)):
+                about[what] = hits.float().mean().item()
+            rows.append({**about, 'games': len(way)})
     return rows
 
 
-def thinking_check(agent: SimpleNamespace, packed: np.ndarray, device: str) -> list[dict]:
-    """Solve rate where the agent is held for some steps at the start, its observation repeated. One that carries no state cannot change."""
-    return [
-        {
-            'held': n,
-            'solve_rate': float(
-                np.concatenate(
-                    [
-                        play(agent.model, packed[i : i + BATCH], device, n)[2]
-                        for i in range(0, len(packed), BATCH)
-                    ]
-                ).mean()
-            ),
-        }
-        for n in (0, 1, 2, 4, 8)
-    ]
+def thinking_check(model: Agent, packed: ndarray, device: str) -> list[dict]:
+    """Solve rate where the agent is held for some steps at the start, its observation repeated. One
+    that carries no state cannot change."""
+    rows = []
+    for n in (0, 1, 2, 4, 8):
+        solved = play(Watched(model, held=n), packed, device)['solved']
+        rows.append({'held': n, 'solve_rate': solved.double().mean().item()})
+    return rows
 
 
-# ----------------------------------------------------------------------------- the command
+# ----------------------------------------------------------------------------- report
 
 
-def check_settings() -> None:
-    for name, allowed in (
-        ('source', ('residual', 'cells', 'z')),
-        ('target', ('enter', 'leave', 'push')),
-    ):
-        if globals()[name] not in allowed:
-            fail(f'{name} = {globals()[name]!r}: expected one of {", ".join(allowed)}')
-    for name in ('n_train', 'n_test', 'first', 'min_levels', 'seeds', 'epochs', 'batch_size'):
-        if globals()[name] < 1:
-            fail(f'{name} = {globals()[name]}: must be at least 1')
-    if (
-        not 0 < precision <= 1
-        or learning_rate <= 0
-        or weight_decay < 0
-        or threads < 0
-        or level < -1
-    ):
-        fail(
-            f'precision = {precision}, learning_rate = {learning_rate}, weight_decay = {weight_decay}, threads = {threads}, level = {level}: '
-            'expected a share, and no negative number'
-        )
-    if not models:
-        fail('models is empty: name folders of trained agents, --models=out/a,out/b')
-    if not shown or any(type(t) is not int or t < 0 for t in shown):
-        fail(f'shown = {shown!r}: expected steps')
-    if causal and source != 'residual':
-        fail(
-            f"causal adds the probes' directions to s: it needs source = 'residual', not {source!r}"
-        )
-    need_packages(matplotlib=True, PIL=True)
-
-
-def read_levels(config: dict) -> tuple[np.ndarray, np.ndarray]:
-    """The probes' training and test levels, from the first agent's settings where none are named."""
-
-    def read(
-        name: str, n: int, own: int, number: int, without: np.ndarray | None = None
-    ) -> np.ndarray:
-        packed, line = load_levels(
-            levels_dir or config['levels_dir'],
-            name,
-            download,
-            max(n, own),
-            config['n_boxes'],
-            config['seed'] * 2 + number,
-            config['max_moves'],
-            without,
-        )
+def read_levels(c: dict) -> tuple[ndarray, ndarray]:
+    """The probes' training and test levels (n, 17), by the first agent's settings c where none are
+    named. Of generated ones, none is among both."""
+    names = levels or c['split'], test_levels or c['eval_split']
+    sizes = (n_train, c['n_levels']), (n_test, c['eval_games'])
+    without, parts = None, []
+    for k, (name, (n, own)) in enumerate(zip(names, sizes, strict=True)):
+        made = max(n, own), c['n_boxes'], c['seed'] * 2 + k, c['max_moves'], without
+        packed, line = load_levels(levels_dir or c['levels_dir'], name, download, made)
+        if names == ('generated', 'generated'):
+            without = packed
         packed, line = at_most(n, packed, line)
         print(line)
-        return packed
-
-    trained, held_out = levels or config['split'], test_levels or config['eval_split']
-    packed = read(trained, n_train, config['n_levels'], 0)
-    return packed, read(
-        held_out,
-        n_test,
-        config['eval_games'],
-        1,
-        packed if trained == 'generated' == held_out else None,
-    )
-
-
-def solved_by_all(agents: list, packed: np.ndarray, device: str) -> np.ndarray:
-    """(n,) bool: the test levels (n, 17) that every agent solves."""
-    return np.all([collect(agent, packed, 'test', device).solved for agent in agents], 0)
-
-
-def prepare(
-    agent: SimpleNamespace,
-    packed: np.ndarray,
-    part: str,
-    device: str,
-    keep: np.ndarray | None = None,
-) -> SimpleNamespace:
-    """What an agent did on levels, as the probes need it; keep (n,): of these games alone. -> features (S, 10, 10, 2C), seen (S, 10, 10, 2),
-    target (S, 100), step (S,), lengths, actions and solved of the games."""
-    done = collect(agent, packed, part, device)
-    boards = replay(packed, done.actions[:, : done.lengths.max()])
-    target_ = targets(boards, done.actions[:, : done.lengths.max()], done.lengths, target)
-    keep = np.ones(len(packed), bool) if keep is None else keep
-    steps = flat(np.broadcast_to(keep[:, None], target_.shape[:2]), done.lengths)
-    return SimpleNamespace(
-        features=done.features if keep.all() else done.features[steps],
-        seen=flat(boards[:, :-1], done.lengths)[steps],
-        target=flat(target_, done.lengths)[steps],
-        lengths=done.lengths[keep],
-        actions=done.actions[keep],
-        solved=done.solved[keep],
-        step=flat(np.broadcast_to(np.arange(target_.shape[1]), target_.shape[:2]), done.lengths)[
-            steps
-        ],
-    )
+        parts.append(packed)
+    return tuple(parts)
 
 
 def probe(device: str) -> None:
-    groups = [
-        [load_agent(folder, device) for folder in folders_of(name)] for name in models.split(',')
-    ]
-    names = [agent.name for group in groups for agent in group]
-    if len(set(names)) < len(names):
-        fail(
-            f'models = {models!r}: two folders have the same name, which their outputs would share'
-        )
-    if source == 'cells' and any(
-        a.config['arch'] != 'convlstm' or not a.config['recurrent']
-        for group in groups
-        for a in group
-    ):
-        fail("source = 'cells' is for recurrent ConvLSTMs: the others have none")
-    packed, test = read_levels(groups[0][0].config)
-    agents = [best_agent(group, test, device) for group in groups]
-    del groups  # the others' memory
-    solved = solved_by_all(agents, test, device)
-    print(
-        f'{solved.sum()} of {len(test)} test levels are solved by {"all agents" if agents[1:] else "the agent"}'
-    )
+    """All of it, but for the settings."""
+    groups = []
+    for name in models.split(','):
+        folders = sorted(filter(os.path.isdir, glob.glob(name)))
+        if not folders:
+            fail(f'models: no folder is named {name}')
+        groups.append([load_player(folder, device) for folder in folders])
+    everyone = [player for group in groups for player in group]
+    if len({player.name for player in everyone}) < len(everyone):
+        fail(f'models = {models!r}: two folders of one name, which their outputs would share')
+    for player in everyone if source == 'cells' else []:
+        if not (isinstance(player.model, ConvLSTM) and player.config['recurrent']):
+            fail(f"source = 'cells' is for recurrent ConvLSTMs: {player.where} has none")
+    packed, test = read_levels(everyone[0].config)
+    players = [best_player(group, test, device) for group in groups]
+    del groups, everyone  # the others' memory
+    solved = solved_by_all(players, test, device)
+    who = 'all agents' if players[1:] else 'the agent'
+    print(f'{solved.sum()} of {len(test)} test levels are solved by {who}')
     if solved.sum() < min_levels:
-        fail(
-            f'that is fewer than min_levels = {min_levels}: take easier test_levels, or more (n_test)'
-        )
+        fail(f'fewer than min_levels = {min_levels}: take easier test_levels, or more (n_test)')
     if level >= solved.sum():
         fail(f'level = {level}: {solved.sum()} levels are solved by all, numbered from 0')
-    results = []
-    for agent in agents:
-        print(f'{agent.label}: probes')
-        data = prepare(agent, packed, 'train', device)
-        probes, scale = train_probes(data, device)
-        data = prepare(agent, test, 'test', device, solved)
-        results.append(
-            {
-                'name': agent.name,
-                'label': agent.label,
-                'data': data,
-                'probes': probes,
-                'scale': scale,
-                'guesses': predict(probes, data, scale, device),
-            }
-        )
-    report(agents, test, solved, results, device)
+    for player in players:
+        print(f'{player.label}: probes')
+        player.probes, scale = train_probes(prepare(player, packed, 'train', device), device)
+        player.data = prepare(player, test, 'test', device, solved)
+        player.guesses = predict(player.probes, player.data, scale)
+    wanted = common_precision(players)
+    for player in players:
+        player.rows, player.about = score(player.data, player.guesses, wanted)
+    write_results(players, test, test[solved], wanted, device)
 
 
-def report(
-    agents: list, test: np.ndarray, solved: np.ndarray, results: list[dict], device: str
+def write_results(
+    players: list[Player], test: ndarray, solved: ndarray, wanted: float, device: str
 ) -> None:
-    """Scores at one precision for all agents, figures, pictures, further questions."""
-    wanted = common_precision(results)
-    for r in results:
-        r['rows'], r['about'] = score(r['data'], r['guesses'], wanted)
-    c = agents[0].config
-    split = test_levels or c['eval_split']
-    kind = (
-        split
-        if split != 'generated'
-        else f'generated levels, {c["n_boxes"]} box{"es" * (c["n_boxes"] > 1)}, at most {c["max_moves"]} moves'
-    )
-    title = (
-        f'{kind}\nprecision {wanted:.0%} over {first} steps\n{solved.sum()} levels solved by all'
-        + ('' if wanted == precision else f'\n({precision:.0%} is out of reach)')
-    )
-    recall_figure(results, title)
-    plan_pictures(agents, results)
-    text = io.StringIO()
-    table = csv.DictWriter(text, ['model', *results[0]['rows'][0]], lineterminator='\n')
+    """Figures, pictures and the table; further questions, on all test levels (n, 17) and on those
+    that all solve; probes.json; what was found, and the names of all files."""
+    c = players[0].config
+    title = test_levels or c['eval_split']
+    if title == 'generated':
+        boxes = f'{c["n_boxes"]} box{"es" * (c["n_boxes"] > 1)}'
+        title = f'generated levels, {boxes}, at most {c["max_moves"]} moves'
+    title += f', {len(solved)} solved by all; precision {wanted:.0%} over {first} steps'
+    if wanted != precision:
+        title += f' ({precision:.0%} is out of reach)'
+    recall_figure(players, title)
+    plan_pictures(players)
+    text, records = io.StringIO(), []
+    table = csv.DictWriter(text, ['model', *players[0].rows[0]], lineterminator='\n')
     table.writeheader()
-    table.writerows({'model': r['name'], **row} for r in results for row in r['rows'])
+    table.writerows({'model': player.name, **row} for player in players for row in player.rows)
     write_text(text.getvalue(), os.path.join(out_dir, 'probes.csv'))
-    records = []
-    for agent, r in zip(agents, results, strict=True):
-        record = {
-            'name': agent.name,
-            'label': agent.label,
-            'checkpoint': agent.where,
-            'probes': r['about'],
-        }
-        if causal and agent.config['recurrent']:
-            w = r['probes']['1x1'][0][:5, :, 0, 0]  # of the first seed
-            long = r['data'].lengths > 1
-            record['causal'] = causal_check(
-                agent,
-                test[solved][long],
-                r['data'].actions[long],
-                r['data'].lengths[long],
-                F.normalize(w[:NEVER] - w[NEVER], dim=1),
-                device,
-            )
+    for player in players:
+        about = {'name': player.name, 'label': player.label, 'checkpoint': player.where}
+        about['probes'] = player.about
+        if causal and player.config['recurrent']:
+            w = player.probes['1x1'][1].weight.detach()[:5, :, 0, 0]  # of the first seed
+            direction = F.normalize(w[:NEVER] - w[NEVER], dim=1)
+            about['causal'] = causal_check(player.model, solved, player.data.games, direction)
         if thinking:
-            record['thinking'] = thinking_check(agent, test, device)
-        records.append(record)
-        print(
-            f'{agent.label}: '
-            + ', '.join(
-                f'{kind} recall {about["recall"]:.1%} at precision {about["precision"]:.1%}'
-                for kind, about in r['about'].items()
-                if about['recall'] is not None and about['precision'] is not None
-            )
-        )
-    write_json(
-        {
-            'precision': wanted,
-            'first': first,
-            'levels': int(solved.sum()),
-            'target': target,
-            'source': source,
-            'device': device_name(device),
-            'torch': torch.__version__,
-            'commit': commit(),
-            'command': shlex.join(['python', *sys.argv]),
-            'models': records,
-        },
-        os.path.join(out_dir, 'probes.json'),
-    )
-    print(
-        '\n'.join(
-            sorted(os.path.join(out_dir, name) for name in os.listdir(out_dir) if '.' in name[1:])
-        )
-    )
+            about['thinking'] = thinking_check(player.model, test, device)
+        records.append(about)
+        for name, its in player.about.items():
+            if None not in (rates := (its['recall'], its['precision'])):
+                print('{}: {} recall {:.1%} at precision {:.1%}'.format(player.label, name, *rates))
+    whole = {'precision': wanted, 'first': first, 'levels': len(solved), 'target': target}
+    whole |= {'source': source, 'device': checkpoint.device_name(device)}
+    whole |= {'torch': torch.__version__, 'commit': checkpoint.commit()}
+    whole |= {'command': shlex.join(['python', *sys.argv]), 'models': records}
+    write_json(whole, os.path.join(out_dir, 'probes.json'))
+    names = sorted(name for name in os.listdir(out_dir) if '.' in name[1:])
+    print('\n'.join(os.path.join(out_dir, name) for name in names))
 
 
 def main() -> None:
     configure(globals(), gathered(sys.argv[1:], 'models'), quiet=True)
-    check_settings()
+    if not models:
+        fail('models is empty: name folders of trained agents, --models=out/a,out/b')
+    if not shown:
+        fail('shown = (): expected steps')
+    if causal and source != 'residual':
+        fail(f"causal adds directions to s: it needs source = 'residual', not {source!r}")
+    checkpoint.need_packages(matplotlib=True, PIL=True)
     try:
-        where = pick_device(device)
+        where = checkpoint.pick_device(device)
         if where == 'cpu':
-            keep_memory()
-            set_threads(threads)
+            checkpoint.keep_memory()
+            checkpoint.set_threads(threads)
         probe(where)
     except ValueError as error:  # CheckpointError, LevelError, SizeError
         fail(error)
-    except (RuntimeError, MemoryError) as error:  # no memory
-        fail(last_words(error, out_dir, 'fewer n_train or n_test'))
 
 
 if __name__ == '__main__':
-    run_script(main, 'stopped: the same command goes on with the games that are stored')
+    stopped = 'stopped: the same command goes on with the games that are stored'
+    run_script(main, stopped, checkpoint.last_words(LESS))

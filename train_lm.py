@@ -7,13 +7,12 @@ One GPU:
 $ python train_lm.py config/small_L2.py
 Four GPUs on one machine; the same batch, split over ranks:
 $ torchrun --standalone --nproc_per_node=4 train_lm.py config/small_L2.py
-The non-recurrent twin of any config, at the same levels, experts and width:
-$ python train_lm.py config/small_L2.py --recurrent=False --block_size=256 --out_dir=out/small_L2_gpt
 Go on after a crash, ctrl-C, SIGTERM or a closed terminal:
 $ python train_lm.py config/small_L2.py --resume=True
 
-Writes into out_dir: config.json, log.jsonl (one object a line), ckpt_last.pt, ckpt_prev.pt, ckpt_best.pt. A log line of step n
-describes update n; val_loss there is measured after it. On the CPU a resumed run is bit-equal to one that was never stopped.
+Writes into out_dir: config.json, log.jsonl (one object a line), ckpt_last.pt, ckpt_prev.pt,
+ckpt_best.pt. A log line of step n describes update n; val_loss there is measured after it. On the
+CPU a resumed run is bit-equal to one that was never stopped.
 """
 
 import math
@@ -21,67 +20,23 @@ import os
 import sys
 import time
 from contextlib import nullcontext
-from pathlib import Path
-from types import SimpleNamespace
+from dataclasses import dataclass, field
+from datetime import timedelta
 
-from configurator import (
-    configure,
-    every,
-    fail,
-    run_script,
-)  # before torch: how threads wait, what ctrl-C does
+from configurator import configure, every, fail, run_script  # before torch: how threads wait
 
 import torch
 import torch.distributed as dist
 
-from checkpoint import (
-    BEST,
-    LAST,
-    PREV,
-    CheckpointError,
-    JsonlLog,
-    Stopper,
-    compiles,
-    device_memory,
-    device_name,
-    join_ranks,
-    last_words,
-)
-from checkpoint import (
-    load_optimizers,
-    load_position,
-    load_run,
-    load_weights,
-    need_packages,
-    open_trackers,
-    pick_dtype,
-    plot_losses,
-    prepare_out_dir,
-)
-from checkpoint import (
-    print0,
-    release,
-    restarted,
-    restoring,
-    rng_state,
-    save_checkpoint,
-    set_rng_state,
-    write_config,
-)
-from data_fineweb import (
-    VOCAB,
-    DataError,
-    SequenceLoader,
-    StreamLoader,
-    find_shards,
-    fingerprint,
-    load_val,
-    token_bytes,
-)
+import baselines
+import checkpoint
+from checkpoint import BEST, LAST, PREV, CheckpointError, device_name, fill, print0, restoring
+from data_fineweb import VOCAB, DataError, SequenceLoader, StreamLoader
+from data_fineweb import find_shards, fingerprint, load_val, token_bytes
+from figures import open_trackers, plot_losses
 from kernels import chosen_lines, graphed
-from model import LanguageModel, ModelConfig, State, build_model, config_dict, memory
-from muon import Muon, lr_at
-from ranks import Buckets, gather_state, scatter_state
+from model import ModelConfig, build_model, config_dict, memory
+from muon import Buckets, gather, lr_at, make_optimizers
 
 # -----------------------------------------------------------------------------
 # fmt: off
@@ -95,24 +50,26 @@ eval_only = False              # validate out_dir's last checkpoint and stop
 log_interval = 1               # updates between printed lines; log.jsonl has them all
 plot = False                   # draw out_dir/loss.png at the end (matplotlib)
 tensorboard = False            # also write TensorBoard files into out_dir
-wandb = False                  # also log to Weights & Biases, project 'parallel-experts'
+wandb = False                  # also log to Weights & Biases
+wandb_project = 'parallel-experts'  # there
 # data
 tokenizer = 'gpt2'             # 'gpt2' or 'bytes'; must be the one the shards were made with
 tokens_per_step = 131072       # tokens of an update, over all ranks and micro-batches (the paper's)
-batch_size = 0                 # rows a rank runs at a time; micro-batches follow from it. 0: what the device's memory holds (AT_ONCE)
+batch_size = 0                 # rows a rank runs at a time; 0: what the memory holds (AT_ONCE)
 val_tokens = 10485760          # validation tokens: modded-nanogpt's and llm.c's 10,485,760
-val_streams = 512              # they are read as so many streams, whatever the batch, the ranks or the kind of model
+val_streams = 512              # read as so many streams, whatever the batch, the ranks or the model
 # model (model.py has the equations)
+arch = 'experts'               # or what others use: 'transformer', 'lstm' (baselines.py)
 recurrent = True               # True: RecurrentGPT, False: GPT
 n_layer = 2                    # L, depth levels; L * E = 16 blocks of width 768 is the small budget
 n_expert = 8                   # E, experts a level
 n_embd = 768                   # D, width
-n_head = 0                     # query heads; 0: D/96 if D % 192 == 0, else D/64 if D % 128 == 0
+n_head = 0                     # query heads; 0: D/96 if D % 192 == 0, D/64 if D % 128 == 0
 n_kv_head = 0                  # key-value heads; 0: half of n_head
-window = 128                   # W, attention window (GPT: at evaluation only; it trains on whole sequences)
-block_size = 64                # T, tokens of a training chunk; the paper: 64 recurrent, 256 or 2048 not
+window = 128                   # W, attention window (GPT: at evaluation only)
+block_size = 64                # T, tokens of a chunk; the paper: 64 recurrent, 256 or 2048 not
 aggregation = 'sqrt_sum'       # 'sqrt_sum', 'mean', 'softmax_mean' or 'softmax_l2'
-share_kv = True                # recurrent: one cache entry a level for all experts; False: each its own
+share_kv = True                # recurrent: a level's experts share a cache; False: each its own
 residual = 'expert'            # GPT: 'expert' (each keeps its own, the paper's rule) or 'shared'
 router_dim = 64                # width of the router's queries and keys (softmax aggregations)
 # optimizer
@@ -128,261 +85,246 @@ grad_clip = 1.0                # global norm; 0 disables
 warmup_iters = 100             # then a cosine
 adam_eps = 1e-10               # AdamW's; head gradients are tiny, a mean over 131,072 tokens
 final_lr_ratio = 0.01          # of every peak, at the last update
+baseline_lr = 0.0              # the baselines' AdamW's peak; 0: 2e-3 (lstm), 1e-3 (transformer)
 # system
-seed = 1337                    # of the initial weights, of the order of the shards and of where each is begun
+seed = 1337                    # of initial weights, of the shards' order and where each is begun
 device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda', 'cuda:1'
-dtype = 'auto'                 # of matrix products: 'float32' or 'bfloat16'; 'auto': bfloat16 where the processor is fast at it
-compile = True                 # torch.compile the unroll's pieces or GPT's blocks; falls back, saying so
-graphs = True                  # CUDA: an update's parts as graphs, from the fourth time each runs (see WHOLE_GRAPH; long chunks: with compile)
-path = 'fast'                  # recurrent: 'fast' (unroll.Unroll) or 'plain' (the equations, for checking)
+dtype = 'auto'                 # of products: 'float32', 'bfloat16', 'auto': bfloat16 if it is fast
+compile = True                 # torch.compile the unroll's pieces or GPT's blocks, if that works
+graphs = True                  # CUDA: an update's parts as graphs, from the fourth time each runs
+                               # (see WHOLE_GRAPH; long chunks: with compile)
+path = 'fast'                  # 'fast' (unroll.py) or 'plain' (the equations, for checking)
 threads = 0                    # CPU threads; 0: torch's choice
 # fmt: on
 # -----------------------------------------------------------------------------
-
-FIXED = (
-    'tokenizer',
-    'tokens_per_step',
-    'recurrent',
-    'n_layer',
-    'n_expert',
-    'n_embd',
-    'n_head',
-    'n_kv_head',
-    'window',
-    'block_size',
-    'aggregation',
-    'share_kv',
-    'residual',
-    'router_dim',
-    'seed',
-)  # a resumed run cannot change these
+FROM_1 = 'eval_interval log_interval max_iters block_size tokens_per_step val_tokens val_streams'
+FROM_0 = """batch_size learning_rate embedding_lr head_lr scalar_lr weight_decay grad_clip adam_eps
+    warmup_iters baseline_lr seed threads"""
+RANGES = dict.fromkeys(FROM_1.split(), (1, math.inf)) | dict.fromkeys(FROM_0.split(), (0, math.inf))
+RANGES |= {'momentum': (0, 0.9999), 'betas': (0, 0.9999), 'final_lr_ratio': (0, 1)}
+RANGES |= {'arch': ['experts', 'transformer', 'lstm'], 'path': ['fast', 'plain']}
+RANGES |= {'tokenizer': [*VOCAB]}
+SIZES = """n_layer n_expert n_embd n_head n_kv_head window block_size aggregation share_kv residual
+    router_dim""".split()  # of ModelConfig
+FIXED = ('tokenizer', 'tokens_per_step', 'recurrent', 'seed', *SIZES)  # a resumed run keeps them
 POSITION = ('step', 'record', 'best', 'seconds')  # a run's, saved and restored
-WHOLE_GRAPH = 2048  # levels x tokens of the longest recurrent chunk that is one graph: it has some 35 nodes a level and token
-AT_ONCE = (
-    32768  # tokens of a micro-batch where batch_size = 0, or fewer: a quarter of the paper's update
-)
-PEAK_FLOPS = {
-    'H100': 989e12,
-    'H200': 989e12,
-    'A100': 312e12,
-    'B200': 2250e12,
-    'L40S': 362e12,
-    '4090': 165e12,
-}  # dense bf16
+STREAMS = {'experts': (0, 1, 1, 0), 'lstm': (1, 1)}  # the dimension of a state's tensors for B
+WHOLE_GRAPH = 2048  # levels x tokens of the longest recurrent chunk that is one graph
+AT_ONCE = 32768  # tokens of a micro-batch where batch_size = 0, or fewer: a quarter of an update
+PEAK = {'H100': 989e12, 'H200': 989e12, 'B200': 2250e12}  # FLOP/s, dense bf16
+PEAK |= {'A100': 312e12, 'L40S': 362e12, '4090': 165e12}
 
 
-def check_settings(world: int) -> None:
-    for name in (
-        'eval_interval',
-        'log_interval',
-        'max_iters',
-        'block_size',
-        'tokens_per_step',
-        'val_tokens',
-        'val_streams',
-    ):
-        if globals()[name] < 1:
-            fail(f'{name} = {globals()[name]}: must be at least 1')
-    for name in (
-        'batch_size',
-        'learning_rate',
-        'embedding_lr',
-        'head_lr',
-        'scalar_lr',
-        'weight_decay',
-        'grad_clip',
-        'warmup_iters',
-        'adam_eps',
-        'threads',
-    ):
-        if globals()[name] < 0:
-            fail(f'{name} = {globals()[name]}: must not be negative')
-    if tokens_per_step % (block_size * world):
-        fail(
-            f'tokens_per_step = {tokens_per_step}: must be a multiple of block_size x ranks = {block_size} x {world}'
-        )
-    if not (
-        0 <= momentum < 1
-        and len(betas) == 2
-        and all(0 <= b < 1 for b in betas)
-        and 0 <= final_lr_ratio <= 1
-    ):
-        fail(
-            f'momentum = {momentum}, betas = {betas}, final_lr_ratio = {final_lr_ratio}: expected numbers in [0, 1), two of them for betas'
-        )
-    if seed < 0:
-        fail(f'seed = {seed}: must not be negative')
-    if val_streams < world:
-        fail(f'val_streams = {val_streams}: must be at least the number of ranks, {world}')
-    if path not in ('fast', 'plain'):
-        fail(f"path = {path!r}: expected 'fast' or 'plain' (compile is a setting of its own)")
-    need_packages(matplotlib=plot, tensorboard=tensorboard, wandb=wandb)
-    if tokenizer not in VOCAB:
-        fail(f'tokenizer = {tokenizer!r}: expected one of {", ".join(VOCAB)}')
+@dataclass
+class Run:
+    """What a run is made of. A CUDA graph needs all that it reads and writes in one place: inputs,
+    state, learning rates, gradients and their norm (in buckets)."""
+
+    config: dict  # its settings, as checkpoints keep them
+    rank: int
+    world: int
+    device: str  # 'cpu' or 'cuda:N'
+    amp: torch.dtype  # of matrix products
+    loader: StreamLoader | SequenceLoader
+    shards: list  # the data's fingerprint
+    val: tuple[torch.Tensor, torch.Tensor, float]  # x, y (S, n), this rank's; bytes of text in y
+    model: torch.nn.Module
+    rows: int  # of a micro-batch; the last one may have fewer
+    inputs: dict[int, tuple]  # {rows: (x, y, state)}, that each micro-batch of so many is put into
+    state: tuple | None  # of all streams of this rank, between updates
+    optimizers: list[torch.optim.Optimizer]
+    buckets: Buckets  # gradients, and extra: loss, ranks told to stop, norm
+    graphs: dict | None  # None: the optimizer is no CUDA graph
+    chunk_graphs: dict | None  # None: a micro-batch's forward and backward are none
+    step: int = 0
+    record: dict = field(default_factory=lambda: {'step': 0, 'tokens': 0})  # of the log
+    best: float = math.inf
+    seconds: float = 0.0
 
 
-def autocast(kind: str, amp: torch.dtype) -> torch.autocast | nullcontext:
-    return torch.autocast(torch.device(kind).type, amp) if amp != torch.float32 else nullcontext()
-
-
-def make_optimizers(model: LanguageModel) -> list[torch.optim.Optimizer]:
-    """Muon for matrices, AdamW for the rest; each group keeps its peak in 'peak_lr'. The rates are tensors on the device: a CUDA graph
-    reads them there."""
-    groups, width = model.param_groups(), (n_embd / 768) ** -0.5
-    adamw = [
-        {'params': groups[name], 'lr': lr}
-        for name, lr in (
-            ('embedding', embedding_lr * width),
-            ('head', head_lr * width),
-            ('scalars', scalar_lr),
-        )
-        if groups[name]
-    ]
-    optimizers = [
-        Muon(groups['matrices'], lr=learning_rate, momentum=momentum, weight_decay=weight_decay),
-        torch.optim.AdamW(
-            adamw,
-            betas=betas,
-            eps=adam_eps,
-            weight_decay=0.0,
-            fused=True,
-            capturable=model.embedding.is_cuda,
-        ),
-    ]
-    optimizers[1]._warned_capturable_if_run_uncaptured = True  # its first steps are, on purpose
-    for group in (g for o in optimizers for g in o.param_groups):
-        group['peak_lr'], group['lr'] = (
-            group['lr'],
-            torch.tensor(group['lr'], device=model.embedding.device),
-        )
-    return optimizers
-
-
-def captures(kind: str, world: int) -> tuple[bool, bool]:
-    """Whether the optimizer is a CUDA graph, and whether forward and backward of a chunk are: on one GPU, and a long recurrent chunk is not.
-    Several ranks have messages in both."""
-    optimizer = graphs and kind != 'cpu' and world == 1 and path != 'plain'
-    return optimizer, optimizer and not (recurrent and n_layer * block_size > WHOLE_GRAPH)
+# ---- data, model, optimizer ----
 
 
 def model_config(config: dict) -> ModelConfig:
     """The model's sizes, of a run's settings. ValueError for those that do not fit together."""
-    names = (
-        'n_layer',
-        'n_expert',
-        'n_embd',
-        'n_head',
-        'n_kv_head',
-        'window',
-        'block_size',
-        'aggregation',
-        'share_kv',
-        'residual',
-        'router_dim',
-        'path',
-    )
-    return ModelConfig(VOCAB[config['tokenizer']], **{name: config[name] for name in names})
+    sizes = {name: config[name] for name in [*SIZES, 'path']}
+    return ModelConfig(VOCAB[config['tokenizer']], **sizes)
 
 
-def pick_rows(
-    config: ModelConfig, streams: int, total: float, amp: torch.dtype, kind: str, world: int
-) -> int:
-    """Rows of a micro-batch for batch_size = 0: a rank's `streams`, halved until they are at most AT_ONCE tokens and need no more than
-    `total` bytes, or 1."""
-    rows = streams
-    while rows > 1 and (
-        rows * block_size > AT_ONCE or bytes_needed(config, rows, streams, amp, kind, world) > total
-    ):
-        rows = -(-rows // 2)
+def captures(device: str, world: int) -> tuple[bool, bool]:
+    """Whether the optimizer is a CUDA graph, and whether a chunk's forward and backward are: on one
+    GPU (several ranks have messages in both), and a long recurrent chunk is not."""
+    optimizer = graphs and device != 'cpu' and world == 1 and path != 'plain' and arch == 'experts'
+    return optimizer, optimizer and not (recurrent and n_layer * block_size > WHOLE_GRAPH)
+
+
+def fitting_rows(c: ModelConfig, streams: int, amp: torch.dtype, device: str, whole: bool) -> int:
+    """Rows of a micro-batch, of a rank's `streams`: batch_size, or those halved until they are
+    AT_ONCE tokens and fit in the device's memory: in all of it, for a resumed run to do the same.
+    ValueError where they need more than is free. A baseline is taken to need what ours does."""
+
+    def need(rows: int) -> float:
+        where = torch.device(device).type
+        return sum(memory(c, recurrent, (rows, streams), amp, where, whole).values())
+
+    def most(room: float) -> int:
+        rows = streams
+        while rows > 1 and (rows * block_size > AT_ONCE or need(rows) > room):
+            rows = -(-rows // 2)
+        return rows
+
+    total, free = checkpoint.device_memory(device)
+    rows = min(batch_size or most(total), streams)
+    if need(rows) > free:
+        fits, hint = most(free), 'a smaller model, fewer tokens_per_step, or more GPUs (torchrun)'
+        if fits < rows and need(fits) <= free:
+            hint = f'--batch_size={fits} fits'
+        raise ValueError(
+            f'n_layer = {c.n_layer}, n_expert = {c.n_expert}, n_embd = {c.n_embd} needs about '
+            f'{need(rows) / 1e9:.1f} GB with batch_size = {rows}, but {device_name(device)} has '
+            f'{free / 1e9:.1f} GB free: {hint}'
+        )
     return rows
 
 
-def bytes_needed(
-    config: ModelConfig, rows: int, streams: int, amp: torch.dtype, kind: str, world: int
-) -> float:
-    """Of one rank, where it runs `rows` of its `streams` at a time."""
-    return sum(
-        memory(
-            config,
-            recurrent,
-            (rows, streams),
-            amp,
-            torch.device(kind).type,
-            captures(kind, world)[1],
-        ).values()
-    )
+def autocast(device: str, amp: torch.dtype) -> torch.autocast | nullcontext:
+    return torch.autocast(torch.device(device).type, amp) if amp != torch.float32 else nullcontext()
 
 
-def fitting_rows(config: ModelConfig, streams: int, amp: torch.dtype, kind: str, world: int) -> int:
-    """Rows of a micro-batch, of a rank's `streams`. ValueError where they do not fit in the memory that is free, with the number that does.
-    The choice itself goes by all of the device's memory: it is the same in every run, and so are a run's bits after a resume."""
-    total, free = device_memory(kind)
-    rows = min(batch_size or pick_rows(config, streams, total, amp, kind, world), streams)
-    need = bytes_needed(config, rows, streams, amp, kind, world)
-    if need <= free:
-        return rows
-    fewer = pick_rows(config, streams, free, amp, kind, world)
-    size = f'n_layer = {config.n_layer}, n_expert = {config.n_expert}, n_embd = {config.n_embd}'
-    words = f'{size} needs about {need / 1e9:.1f} GB with batch_size = {rows}, but {device_name(kind)} has {free / 1e9:.1f} GB free'
-    if fewer < rows and bytes_needed(config, fewer, streams, amp, kind, world) <= free:
-        raise ValueError(f'{words}: --batch_size={fewer} fits')
-    least = bytes_needed(config, 1, streams, amp, kind, world)
-    raise ValueError(
-        f'{words}, and {least / 1e9:.1f} GB with 1: a smaller model, fewer tokens_per_step, or more GPUs (torchrun)'
-    )
+def make_run(config: dict) -> Run:
+    """A new run. ValueError says what is wrong with the settings or the data."""
+    rank, world, device_ = checkpoint.join_ranks(device, threads)
+    amp = checkpoint.pick_dtype(dtype, device_)
+    if tokens_per_step % (block_size * world):
+        need = f'a multiple of block_size x ranks = {block_size} x {world}'
+        raise ValueError(f'tokens_per_step = {tokens_per_step}: must be {need}')
+    if val_streams < world:
+        raise ValueError(f'val_streams = {val_streams}: must be at least the ranks, {world}')
+    if len(betas) != 2:
+        raise ValueError(f'betas = {betas}: expected two numbers')
+    if arch != 'experts' and recurrent != (arch == 'lstm'):
+        raise ValueError(f'arch = {arch!r}: wants --recurrent={arch == "lstm"}')
+    checkpoint.need_packages(matplotlib=plot, tensorboard=tensorboard, wandb=wandb)
+    torch.manual_seed(seed)
+    V, rows = VOCAB[tokenizer], tokens_per_step // block_size  # rows of an update, over all ranks
+    sizes, streams = model_config(config), rows // world
+    captured, whole = captures(device_, world)
+    at_once = fitting_rows(sizes, streams, amp, device_, whole)
+
+    train, held_out = (find_shards(data_dir, split, tokenizer) for split in ('train', 'val'))
+    Loader = StreamLoader if recurrent else SequenceLoader
+    loader = Loader(train, rows, block_size, V, seed, (rank, world))
+    x, y = load_val(held_out, val_tokens, val_streams, V, (rank, world))
+    try:
+        size = float(token_bytes(tokenizer)[y.numpy()].sum())  # of the text, in bytes
+    except (DataError, ImportError) as error:  # no GPT-2 tokenizer: needed for nothing else
+        print0(f'no bits per byte: {error}')
+        size = math.nan
+    val = (x.to(device_), y.to(device_), size)
+
+    model = build_model(sizes, recurrent) if arch == 'experts' else baselines.build(arch, sizes)
+    model, inputs = model.to(device_), {}
+    with autocast(device_, amp):  # sets the dtype of a state's keys and values
+        for n in {at_once, streams % at_once or at_once}:  # of micro-batches, and of the last
+            x_y = torch.zeros(2, n, block_size, dtype=torch.int64, device=device_)
+            inputs[n] = *x_y, model.init_state(n) if recurrent else None
+        state = inputs[at_once][2]  # where there is one micro-batch
+        if recurrent and at_once < streams:
+            state = model.init_state(streams)
+
+    if arch == 'experts':
+        optimizers = make_optimizers(model, config)
+    else:
+        optimizers = [baselines.make_adamw(model, baseline_lr)]
+    for group in (g for optimizer in optimizers for g in optimizer.param_groups):
+        group['peak_lr'] = group['lr']  # and 'lr' is where a CUDA graph reads it
+        group['lr'] = torch.tensor(group['lr'], device=device_)
+    # a backward's order: head, levels, embedding
+    arriving = sorted(reversed(list(model.parameters())), key=lambda p: p is not model.head)
+    shards, graphs_ = fingerprint([*train, *held_out]), {} if captured else None
+    place, data = (config, rank, world, device_, amp), (loader, shards, val)
+    update = (inputs, state, optimizers, Buckets(arriving, 3), graphs_, graphs_ if whole else None)
+    return Run(*place, *data, model, at_once, *update)
 
 
-def make_inputs(
-    model: LanguageModel, sizes: list[int], kind: str, amp: torch.dtype
-) -> tuple[dict[int, tuple], list[State | None]]:
-    """sizes: rows of each micro-batch. -> {rows: (x, y, state)}, memory that every update's chunks are put into, and the state of each
-    micro-batch between updates, which is that one where no other has as many rows."""
-
-    def fresh(rows):
-        with autocast(kind, amp):
-            return model.init_state(rows) if recurrent else None
-
-    inputs = {
-        rows: (*torch.zeros(2, rows, block_size, dtype=torch.int64, device=kind), fresh(rows))
-        for rows in dict.fromkeys(sizes)
-    }
-    return inputs, [inputs[rows][2] if sizes.count(rows) == 1 else fresh(rows) for rows in sizes]
+# ---- an update, a validation ----
 
 
-def copy_state(to: State | None, source: State | None) -> None:
-    if to is not source:
-        for a, b in zip(to, source, strict=True):
-            a.copy_(b.detach())  # path 'plain' has a graph there
+def rate(step: int) -> float:
+    """Of the update after `step` others, as a fraction of every peak."""
+    return lr_at(step, max_iters, warmup_iters, final_lr_ratio)
 
 
-def compile_on_zeros(
-    model: torch.nn.Module, rows: int, T: int, kind: str, amp: torch.dtype
-) -> None:
-    idx = torch.zeros(rows, T, dtype=torch.int64, device=kind)
-    with autocast(kind, amp):
-        loss, _ = model(idx, idx)
+def forward_backward(run: Run, x: torch.Tensor, y: torch.Tensor, state: tuple | None) -> None:
+    """Adds a micro-batch's gradients and share of the mean loss to run.buckets; the state goes on
+    in place. Returns nothing, and what it reads and writes stays where it is: it may be
+    captured."""
+    with autocast(run.device, run.amp):
+        loss, new = run.model(x, y, state)
+    loss = loss * (x.numel() / tokens_per_step)  # the mean over the whole batch
     loss.backward()
+    run.buckets.extra[0].add_(loss.detach())
+    if recurrent:
+        torch._foreach_copy_(state, [t.detach() for t in new])  # path 'plain' has a graph there
+
+
+def apply(run: Run) -> None:
+    if grad_clip:
+        norm = run.buckets.extra[2]
+        torch.nn.utils.clip_grads_with_norm_(run.model.parameters(), grad_clip, norm)
+    for optimizer in run.optimizers:
+        optimizer.step()
+
+
+def train_update(run: Run, stop: bool) -> tuple[float, float, bool]:
+    """One update: this rank's rows in micro-batches (streams are split, not time), gradients and
+    loss summed over ranks -> the mean loss, the gradient norm, whether any rank was told to stop.
+    Where loss or norm is not finite, no weight changes."""
+    x, y, reset = run.loader.next()
+    if run.device != 'cpu':
+        x, y = x.pin_memory(), y.pin_memory()  # the copies below then need not wait
+    run.buckets.zero()
+    run.buckets.extra[1].fill_(float(stop))
+    for start in range(0, len(x), run.rows):
+        x_i, y_i = x[start : start + run.rows], y[start : start + run.rows]
+        rows, mine = len(x_i), None
+        x_in, y_in, state = run.inputs[rows]
+        x_in.copy_(x_i, non_blocking=True)
+        y_in.copy_(y_i, non_blocking=True)
+        if state is not run.state:  # one of several micro-batches: its part of it
+            mine = [t.narrow(d, start, rows) for t, d in zip(run.state, STREAMS[arch], strict=True)]
+            torch._foreach_copy_(state, mine)
+        if reset and recurrent:
+            torch._foreach_zero_(state)  # as init_state's
+        run.buckets.sending = start + rows == len(x)
+        graphed(run.chunk_graphs, f'chunk of {rows}', forward_backward, run, x_in, y_in, state)
+        if mine:
+            torch._foreach_copy_(mine, state)
+    run.buckets.finish()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in run.model.parameters()])
+    run.buckets.extra[2].copy_(norm)
+    loss, stop, norm = run.buckets.extra.tolist()  # the update's only wait for the device
+    if math.isfinite(loss) and math.isfinite(norm):
+        for group in (g for optimizer in run.optimizers for g in optimizer.param_groups):
+            group['lr'].fill_(group['peak_lr'] * rate(run.step))
+        graphed(run.graphs, 'optimizer', apply, run)
+    return loss, norm, stop > 0
 
 
 @torch.no_grad()
-def evaluate(
-    model: torch.nn.Module,
-    val: tuple[torch.Tensor, torch.Tensor, float],
-    rows: int,
-    T: int,
-    kind: str,
-    amp: torch.dtype,
-) -> tuple[float, float]:
-    """Mean loss in nats and bits per byte over all positions of the validation streams, each from an empty state, window W.
-    All ranks share the streams. Read in chunks of T tokens of `rows` streams, which has no effect on the value."""
-    x, y, size = val  # (S, n) of this rank; bytes of text in y
-    total = torch.tensor([0, 0, size], dtype=torch.float64, device=kind)  # nats, tokens, bytes
+def evaluate(run: Run) -> tuple[float, float]:
+    """Mean loss in nats and bits per byte over all positions of the validation streams, each from
+    an empty state, window W. All ranks share the streams; rows and T have no effect on the
+    value."""
+    x, y, size = run.val
+    T = min(block_size, 128)  # longer chunks only cost memory
+    total = torch.tensor([0, 0, size], dtype=torch.float64, device=run.device)
     due, seen = every(), 0
-    for x_rows, y_rows in zip(x.split(rows), y.split(rows), strict=True):
-        with autocast(kind, amp):
-            state = model.init_state(len(x_rows))
+    for x_rows, y_rows in zip(x.split(run.rows), y.split(run.rows), strict=True):
+        with autocast(run.device, run.amp):
+            state = run.model.init_state(len(x_rows))
             for x_t, y_t in zip(x_rows.split(T, 1), y_rows.split(T, 1), strict=True):
-                loss, state = model(x_t.to(kind), y_t.to(kind), state)
+                loss, state = run.model(x_t, y_t, state)
                 total[0] += loss.double() * x_t.numel()
                 total[1] += x_t.numel()
                 seen += x_t.numel()
@@ -394,368 +336,216 @@ def evaluate(
     return nats / tokens, nats / math.log(2) / size
 
 
-def forward_backward(
-    run: SimpleNamespace, x: torch.Tensor, y: torch.Tensor, state: State | None
-) -> None:
-    """Adds a micro-batch's gradients and its share of the mean loss to run.buckets; the state goes on in place. Returns nothing, and what it
-    reads and writes stays where it is: it may be captured."""
-    with autocast(run.kind, run.amp):
-        loss, new = run.model(x, y, state)
-    loss = loss * (x.numel() / tokens_per_step)  # the mean over the whole batch
-    loss.backward()
-    run.buckets.extra[0].add_(loss.detach())
-    copy_state(state, new)
+def prepare(run: Run) -> None:
+    """Compiles for every size of micro-batch, where that works. Chunks that are not captured whole
+    are replayed from captured blocks, by the model itself."""
+    if not compile or path == 'plain' or arch == 'lstm':
+        return
+    run.model.config.path = 'compiled'
+    if graphs and recurrent and run.device != 'cpu':  # nothing captures a validation whole
+        run.model.config.path = 'graphed' if run.chunk_graphs is None else 'captured'
+
+    def once() -> None:
+        for x, y, _ in run.inputs.values():
+            with autocast(run.device, run.amp):
+                loss, _ = run.model(x, y)
+            loss.backward()
+
+    if not checkpoint.compiles(run.model, once):
+        run.model.config.path = 'fast'
+    for line in chosen_lines():
+        print0(f'Triton or compiled, measured: {line}')
 
 
-def apply(run: SimpleNamespace) -> None:
-    """Clips by run.norm, then both optimizers."""
-    if grad_clip:
-        torch.nn.utils.clip_grads_with_norm_(run.model.parameters(), grad_clip, run.norm)
-    for optimizer in run.optimizers:
-        optimizer.step()
+def save(run: Run, best: bool = False) -> None:
+    """The last checkpoint holds all, and the one before is kept; the best what sample.py needs."""
+    state = None
+    if recurrent and not best:
+        state = [gather(t, dim) for t, dim in zip(run.state, STREAMS[arch], strict=True)]
+    if run.rank > 0:
+        return
+    saved = {'model': run.model.state_dict(), 'model_config': config_dict(run.model.config)}
+    saved |= {'recurrent': recurrent, 'config': run.config}
+    saved |= {name: getattr(run, name) for name in POSITION}
+    if not best:
+        saved |= {'optimizers': [o.state_dict() for o in run.optimizers], 'state': state}
+        saved |= {'loader': run.loader.state_dict(), 'shards': run.shards}
+        saved |= {'rng': checkpoint.rng_state()}
+    path = os.path.join(out_dir, BEST if best else LAST)
+    checkpoint.save_checkpoint(saved, path, None if best else PREV)
 
 
-def train_update(run: SimpleNamespace, stop: bool) -> tuple[float, float, bool]:
-    """One update: this rank's rows in micro-batches (recurrent ones split slots, not time), gradients and loss summed over ranks.
-    Returns the mean loss, the gradient norm and whether any rank was told to stop. Where loss or norm is not finite, no weight changes."""
-
-    def call(captured: bool, name: str, function, *args):
-        return graphed(run.graphs, name, function, *args) if captured else function(*args)
-
-    x, y, reset = run.loader.next()
-    if run.kind != 'cpu':
-        x, y = x.pin_memory(), y.pin_memory()  # the copies below then need not wait
-    run.buckets.zero()
-    run.buckets.extra[1].fill_(float(stop))
-    for i, (x_i, y_i, mine) in enumerate(
-        zip(x.split(run.micro), y.split(run.micro), run.states, strict=True)
-    ):
-        x_in, y_in, state = run.inputs[len(x_i)]
-        x_in.copy_(x_i, non_blocking=True)
-        y_in.copy_(y_i, non_blocking=True)
-        copy_state(state, mine)
-        if reset and state is not None:
-            for t in state:
-                t.zero_()  # as init_state's
-        run.buckets.sending = i + 1 == len(run.states)
-        call(run.whole, f'chunk of {len(x_i)}', forward_backward, run, x_in, y_in, state)
-        copy_state(mine, state)
-    run.buckets.finish()
-    run.norm.copy_(torch.nn.utils.get_total_norm([p.grad for p in run.model.parameters()]))
-    loss, stop, norm = torch.cat(
-        [run.buckets.extra, run.norm[None]]
-    ).tolist()  # the update's only wait for the device
-    if math.isfinite(loss) and math.isfinite(norm):
-        for group in (g for optimizer in run.optimizers for g in optimizer.param_groups):
-            group['lr'].fill_(group['peak_lr'] * rate(run.step))
-        call(run.graphs is not None, 'optimizer', apply, run)
-    return loss, norm, stop > 0
-
-
-def rate(step: int) -> float:
-    """Of the update after `step` others, as a fraction of every peak."""
-    return lr_at(step, max_iters, warmup_iters, final_lr_ratio)
-
-
-def mfu_per_rate(run: SimpleNamespace) -> float | None:
-    """MFU at one token a second: nominal FLOPs (model.flops_per_token) of forward and backward over the devices' dense bf16 peak.
-    None where that is unknown, or products are in fp32."""
-    name = device_name(run.kind)
-    peak = next(
-        (f for gpu, f in PEAK_FLOPS.items() if run.amp == torch.bfloat16 and gpu in name), None
-    )
-    return 3 * sum(run.model.flops_per_token().values()) / (peak * run.world) if peak else None
-
-
-def dense_line(record: dict, mfu: float | None) -> str:
-    """One update in one line; mfu: of mfu_per_rate."""
-    mfu = f'{100 * mfu * record["tokens_per_s"]:.1f}%' if mfu else 'n/a'
-    eta = int((max_iters - record['step']) * record['ms'] / 1000)
-    return (
-        f'step {record["step"]}/{max_iters} | loss {record["train_loss"]:.4f} | lr {record["lr"]:.2e} | norm {record["grad_norm"]:.2f} | '
-        f'{record["ms"]:.0f} ms | {record["tokens_per_s"]:,.0f} tok/s | mfu {mfu} | eta {eta // 3600}:{eta // 60 % 60:02d}:{eta % 60:02d}'
-    )
-
-
-def make_run(config: dict) -> SimpleNamespace:
-    """Everything a run is: model, optimizers, data, recurrent states (one a micro-batch), its position, and what stays in one place for
-    CUDA graphs: inputs, gradients with loss and stop flag (buckets), norm."""
-    rank, world, kind = join_ranks(device, threads)
-    amp = pick_dtype(dtype, kind)
-    check_settings(world)
-    torch.manual_seed(seed)
-    V, rows = VOCAB[tokenizer], tokens_per_step // block_size  # rows of an update, over all ranks
-    sizes = model_config(config)
-    micro = fitting_rows(
-        sizes, rows // world, amp, kind, world
-    )  # at a time; the last micro-batch may have fewer
-    shards = {split: find_shards(data_dir, split, tokenizer) for split in ('train', 'val')}
-    loader = (StreamLoader if recurrent else SequenceLoader)(
-        shards['train'], rows, block_size, V, rank, world, seed
-    )
-    x, y = load_val(shards['val'], val_tokens, val_streams, V, rank, world)
-    model = build_model(sizes, recurrent).to(kind)
-    inputs, states = make_inputs(
-        model, [min(micro, rows // world - i) for i in range(0, rows // world, micro)], kind, amp
-    )
-    arriving = sorted(
-        reversed(list(model.parameters())), key=lambda p: p is not model.head
-    )  # a backward's order: head, levels, embedding
-    optimizer_is_captured, whole = captures(kind, world)
-    return SimpleNamespace(
-        rank=rank,
-        world=world,
-        kind=kind,
-        amp=amp,
-        config=config,
-        model=model,
-        optimizers=make_optimizers(model),
-        loader=loader,
-        shards=fingerprint([*shards['train'], *shards['val']]),
-        val=(x.to(kind), y.to(kind), text_bytes(y)),
-        micro=micro,
-        inputs=inputs,
-        states=states,
-        buckets=Buckets(arriving, 2),
-        norm=torch.zeros((), device=kind),
-        graphs={} if optimizer_is_captured else None,
-        whole=whole,
-        step=0,
-        record={'step': 0, 'tokens': 0},
-        best=math.inf,
-        seconds=0.0,
-    )
-
-
-def text_bytes(y: torch.Tensor) -> float:
-    """Bytes of text that the tokens stand for; NaN where GPT-2's tokenizer is not installed: training needs it for nothing else."""
-    try:
-        return float(token_bytes(tokenizer)[y.numpy()].sum())
-    except (DataError, ImportError) as error:
-        print0(f'no bits per byte: {error}')
-        return math.nan
-
-
-def snapshot(run: SimpleNamespace) -> dict:
-    """What sample.py needs: all that the best checkpoint holds. A run goes on from the last one."""
-    return {
-        'model': run.model.state_dict(),
-        'model_config': config_dict(run.model.config),
-        'recurrent': recurrent,
-        'config': run.config,
-        **{k: getattr(run, k) for k in POSITION},
-    }
-
-
-def save(run: SimpleNamespace) -> None:
-    """Everything, as the last checkpoint; the one before is kept too."""
-    state = gather_state(run.states)
-    if run.rank == 0:
-        rest = {
-            'optimizers': [o.state_dict() for o in run.optimizers],
-            'loader': run.loader.state_dict(),
-            'state': state,
-            'rng': rng_state(),
-            'shards': run.shards,
-        }
-        save_checkpoint(snapshot(run) | rest, os.path.join(out_dir, LAST), PREV)
-
-
-def load(run: SimpleNamespace) -> None:
-    """Go on where out_dir's last checkpoint stood; refuse settings and data that would make it another run. eval_only: the weights alone."""
+def load(run: Run) -> None:
+    """Go on where out_dir's last checkpoint stood; refuse settings and data that would make it
+    another run. eval_only: the weights alone."""
     rest = () if eval_only else ('optimizers', 'loader', 'state', 'rng', 'shards')
-    saved, where = load_run(out_dir, 'train_lm.py', ('model', *POSITION, *rest), FIXED, run.config)
-    load_weights(run.model, saved['model'], where)
-    load_position(run, saved, POSITION, where)
+    needed = ('model', *POSITION, *rest)
+    saved, where = checkpoint.load_run(out_dir, 'train_lm.py', needed, FIXED, run.config)
+    checkpoint.load_weights(run.model, saved['model'], where)
+    checkpoint.load_position(run, saved, POSITION, where)
     print0(f'{where}: step {run.step}')
     if eval_only:
         return
-    check_shards(run, saved, where)
-    load_optimizers(run.optimizers, saved['optimizers'], where)
+    with restoring(where, 'shards'):
+        theirs, ours = (set(map(tuple, shards)) for shards in (saved['shards'], run.shards))
+    if theirs != ours:
+        raise CheckpointError(
+            f'{where}: was trained on other shards than those in {data_dir} '
+            f'({min(theirs ^ ours)[0]} differs, or is there only once): give the same data_dir, '
+            'or another out_dir'
+        )
+    checkpoint.load_optimizers(run.optimizers, saved['optimizers'], where)
     with restoring(where, 'loader'):
         run.loader.load_state_dict(saved['loader'])
     with restoring(where, 'state'):
         if recurrent:
-            scatter_state(saved['state'], run.states, run.world, run.rank)
+            for mine, whole, dim in zip(run.state, saved['state'], STREAMS[arch], strict=True):
+                fill(mine, whole.chunk(run.world, dim)[run.rank])
     with restoring(where, 'rng'):
-        set_rng_state(saved['rng'])
+        checkpoint.set_rng_state(saved['rng'])
 
 
-def check_shards(run: SimpleNamespace, saved: dict, where: Path) -> None:
-    """CheckpointError where the run had other shards."""
-    if saved['shards'] == run.shards:
-        return
-    with restoring(where, 'shards'):
-        differ = {tuple(shard) for shard in saved['shards']} ^ {
-            tuple(shard) for shard in run.shards
-        }
-        name = min(shard[0] for shard in differ)
-    raise CheckpointError(
-        f'{where}: was trained on other shards than those in {data_dir} ({name} differs, or is there '
-        'only once): give the same data_dir, or another out_dir'
-    )
+# ---- the loop ----
 
 
-def describe(run: SimpleNamespace) -> str:
+def describe(run: Run) -> str:
     params, flops = run.model.num_params(), run.model.flops_per_token()
+    micro = -(-tokens_per_step // (block_size * run.world * run.rows))
+    machine = f'{run.world} x {device_name(run.device)} ({torch.get_num_threads()} threads)'
     return (
-        f'torch {torch.__version__}, python {sys.version.split()[0]}, {run.world} x {device_name(run.kind)} ({torch.get_num_threads()} threads), {str(run.amp)[6:]} products\n'
-        f'{type(run.model).__name__}: {params["total"] / 1e6:.2f}M parameters ({params["core"] / 1e6:.2f}M core), '
-        f'{flops["core"] / 1e6:.1f} + {flops["head"] / 1e6:.1f} MFLOP a token forward (core + head)\n'
-        f'an update: {tokens_per_step:,} tokens = {run.world} ranks x {len(run.states)} micro-batches x {run.micro} rows x {block_size}; '
-        f'{max_iters:,} updates = {max_iters * tokens_per_step / 1e6:,.1f}M tokens; '
-        f'validation on {val_tokens // val_streams * val_streams:,} tokens'
+        f'torch {torch.__version__}, python {sys.version.split()[0]}, {machine}, {run.amp}\n'
+        f'{type(run.model).__name__}: {params["total"] / 1e6:.2f}M parameters, '
+        f'{params["core"] / 1e6:.2f}M of the core; MFLOP a token forward: core '
+        f'{flops["core"] / 1e6:.1f}, head {flops["head"] / 1e6:.1f}\n'
+        f'an update: {tokens_per_step:,} tokens = {run.world} ranks x {micro} micro-batches x '
+        f'{run.rows} rows x {block_size}; {max_iters:,} updates, '
+        f'{max_iters * tokens_per_step / 1e6:,.1f}M tokens'
     )
 
 
-def evaluate_run(run: SimpleNamespace) -> tuple[float, float]:
-    return evaluate(
-        run.model, run.val, run.micro, min(block_size, 128), run.kind, run.amp
-    )  # longer chunks only cost memory
+def dense_line(run: Run) -> str:
+    """MFU: nominal FLOPs of forward and backward over the devices' peak, where that is known."""
+    r, mfu = run.record, 'n/a'
+    if run.device != 'cpu' and run.amp == torch.bfloat16:
+        name = device_name(run.device)
+        peak = next((peak for gpu, peak in PEAK.items() if gpu in name), math.nan)
+        flops = 3 * sum(run.model.flops_per_token().values()) * r['tokens_per_s']
+        mfu = f'{flops / (peak * run.world):.1%}' if peak > 0 else 'n/a'
+    eta = timedelta(seconds=int((max_iters - r['step']) * r['ms'] / 1000))
+    return (
+        f'step {r["step"]}/{max_iters} | loss {r["train_loss"]:.4f} | lr {r["lr"]:.2e} | '
+        f'norm {r["grad_norm"]:.2f} | {r["ms"]:.0f} ms | {r["tokens_per_s"]:,.0f} tok/s | '
+        f'mfu {mfu} | eta {eta}'
+    )
 
 
-def validate(run: SimpleNamespace) -> None:
-    val_loss, bpb = evaluate_run(run)
+def validate(run: Run) -> None:
+    val_loss, bpb = evaluate(run)
     run.record |= {'val_loss': val_loss, 'val_bits_per_byte': bpb}
     print0(f'step {run.step}/{max_iters} | val loss {val_loss:.4f} | {bpb:.4f} bits per byte')
     if val_loss < run.best:
         run.best = val_loss
-        if run.step > 0 and run.rank == 0:
-            save_checkpoint(snapshot(run), os.path.join(out_dir, BEST))
-
-
-def begin(config: dict) -> tuple[SimpleNamespace, tuple]:
-    """The run, new or resumed, and its trackers. Whatever can be wrong with the settings and the data is found before out_dir is touched.
-    ValueError says what."""
-    run = make_run(config)
-    writes = run.rank == 0 and not eval_only
-    if writes:
-        prepare_out_dir(out_dir, resume, overwrite)
-    if resume or eval_only:
-        load(run)
-    trackers = open_trackers(
-        [name for name in ('tensorboard', 'wandb') if writes and config[name]], out_dir, config
-    )
-    return run, trackers
-
-
-def prepare(run: SimpleNamespace) -> None:
-    """What speed needs before the first update: compiles for every size of micro-batch, where that works. Chunks that are not captured whole
-    are replayed from captured blocks, by the model itself."""
-    if compile and path != 'plain':
-        run.model.config.path = 'compiled'
-        if graphs and recurrent and run.kind != 'cpu':  # nothing captures a validation whole
-            run.model.config.path = 'captured' if run.whole else 'graphed'
-
-        def once():
-            for rows in run.inputs:
-                compile_on_zeros(run.model, rows, block_size, run.kind, run.amp)
-
-        if not compiles(run.model, once):
-            run.model.config.path = 'fast'
-        for line in chosen_lines():
-            print0(f'Triton or compiled, measured: {line}')
+        if run.step > 0:
+            save(run, best=True)
 
 
 def train(config: dict) -> int:
-    """Returns the exit status: 0 done, 1 the loss was not finite, 128 + signal when told to stop."""
+    """Returns the exit status: 0 done, 1 the loss was not finite, 128 + signal when told to
+    stop."""
     try:
-        run, (track, close) = begin(config)
-    except (
-        ValueError
-    ) as error:  # DataError, CheckpointError, OutDirError, ModelConfig's, pick_device's
+        run = make_run(config)  # finds all mistakes in settings and data before out_dir is touched
+        if run.rank == 0 and not eval_only:
+            checkpoint.prepare_out_dir(out_dir, resume, overwrite)
+        if resume or eval_only:
+            load(run)
+    except ValueError as error:  # DataError, CheckpointError, OutDirError, ModelConfig's
         fail(error)
     print0(describe(run))
     if eval_only:
-        val_loss, bpb = evaluate_run(run)
+        val_loss, bpb = evaluate(run)
         print0(f'step {run.step}, val loss {val_loss:.4f}, {bpb:.4f} bits per byte')
         return 0
     prepare(run)
-    mfu, log = mfu_per_rate(run), None
+    writes, closes = [], []
     if run.rank == 0:
-        write_config(config, out_dir, run.kind)
+        checkpoint.write_config(config, out_dir, run.device)
         # the checkpoint's own step is validated and logged again: the run may have died in between
-        log = JsonlLog(
-            os.path.join(out_dir, 'log.jsonl'), resume_step=run.step - 1 if resume else None
-        )
-    stopper, stop, status = Stopper(), False, 0
-    due_to_print = every()
+        path, after = os.path.join(out_dir, 'log.jsonl'), run.step - 1 if resume else None
+        log = checkpoint.JsonlLog(path, after)
+        track, close = open_trackers(config, tensorboard, wandb_project if wandb else '')
+        writes, closes = [log.write, track], [log.close, close]
+    stopper, stop, status, due_to_print = checkpoint.Stopper(), False, 0, every()
     while True:
         if run.step % eval_interval == 0 or run.step == max_iters:
             validate(run)
-        if run.rank == 0:
-            log.write(run.record)
-            track(run.record)
+        for write in writes:
+            write(run.record)
         if run.step >= max_iters or stop:
             break
         start, epoch = time.perf_counter(), run.loader.epoch
         loss, norm, stop = train_update(run, stopper.signal is not None)
-        elapsed = time.perf_counter() - start
-        due = (run.step + 1) % eval_interval == 0 or run.step + 1 == max_iters or stop
-        if (
-            not (math.isfinite(loss) and math.isfinite(norm))
-            or due
-            and not all(p.isfinite().all() for p in run.model.parameters())
-        ):
+        elapsed, step = time.perf_counter() - start, run.step + 1
+        due = step % eval_interval == 0 or step == max_iters or stop
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        if due and finite:  # a broken weight shows only in the next loss
+            finite = all(p.isfinite().all() for p in run.model.parameters())
+        if not finite:
             kept = LAST if os.path.exists(os.path.join(out_dir, LAST)) else 'none yet'
             print0(
-                f'error: update {run.step + 1}: loss {loss}, gradient norm {norm}, or a weight, is not finite: stopped, nothing saved of it; '
-                f'last good checkpoint in {out_dir}: {kept}. Lower the learning rates, or look at the data'
+                f'error: update {step}: loss {loss}, gradient norm {norm}, or a weight, is not '
+                f'finite: stopped, nothing saved of it; last good checkpoint in {out_dir}: {kept}. '
+                'Lower the learning rates, or look at the data'
             )
             status = 1
             break
-        run.step, run.seconds = run.step + 1, run.seconds + elapsed
-        run.record = {
-            'step': run.step,
-            'tokens': run.step * tokens_per_step,
-            'train_loss': loss,
-            'grad_norm': norm,
-            'lr': learning_rate * rate(run.step - 1),
-            'ms': 1000 * elapsed,
-            'tokens_per_s': tokens_per_step / elapsed,
-            'seconds': run.seconds,
-            'epoch': run.loader.epoch,
-        }
+        run.step, run.seconds = step, run.seconds + elapsed
+        run.record = {'step': step, 'tokens': step * tokens_per_step, 'train_loss': loss}
+        peak = run.optimizers[0].param_groups[0]['peak_lr']
+        run.record |= {'grad_norm': norm, 'lr': peak * rate(step - 1), 'ms': 1000 * elapsed}
+        run.record |= {'tokens_per_s': tokens_per_step / elapsed, 'seconds': run.seconds}
+        run.record |= {'epoch': run.loader.epoch}
         if run.loader.epoch != epoch:
             print0(f'epoch {run.loader.epoch} begins: the shards start over')
-        if run.step % log_interval == 0 or run.step == max_iters or due_to_print():
-            print0(dense_line(run.record, mfu))
+        if step % log_interval == 0 or step == max_iters or due_to_print():
+            print0(dense_line(run))
             due_to_print(said=True)
         if due:
             save(run)  # before the validation: one that dies loses nothing
     stopper.restore()
-    if stop and run.step < max_iters:
+    for close in closes:
+        close()
+    if status == 0 and stop and run.step < max_iters:
         print0(f'stopped after update {run.step}, saved in {out_dir}: --resume=True goes on')
         status = 128 + (stopper.signal or 15)
     elif status == 0:
-        print0(
-            f'done: {run.step} updates in {run.seconds:.0f} s, best val loss {run.best:.4f}; {out_dir}/{LAST}'
-        )
-    if run.rank == 0:
-        log.close()
-        close()
-        if plot and status == 0:
-            title = f'{"recurrent" if recurrent else "non-recurrent"}, L = {n_layer}, E = {n_expert}, d = {n_embd}'
-            print0(
-                f'loss curve: {plot_losses(out_dir, "byte" if tokenizer == "bytes" else "token", title)}'
-            )
-        release(out_dir)
+        took = f'{run.step} updates in {run.seconds:.0f} s, best val loss {run.best:.4f}'
+        print0(f'done: {took}; {out_dir}/{LAST}')
+    finish(run, plot and status == 0 and run.rank == 0)
+    return status
+
+
+def finish(run: Run, draw: bool) -> None:
+    if draw:
+        unit = 'byte' if tokenizer == 'bytes' else 'token'
+        title = f'{type(run.model).__name__}, L = {n_layer}, E = {n_expert}, d = {n_embd}'
+        print0(f'loss curve: {plot_losses(out_dir, unit, title)}')
+    checkpoint.release(out_dir)
     if run.world > 1:
         dist.barrier()  # ranks leave together; one that fails leaves at once
         dist.destroy_process_group()
-    return status
 
 
 def main() -> int:
     config = configure(globals())
-    globals().update(restarted(out_dir))
-    try:
-        return train(config)
-    except (RuntimeError, MemoryError) as error:  # no memory, a dead rank; checkpoints stay whole
-        fail(last_words(error, out_dir, 'a smaller batch_size takes less'))
+    given = {argument.partition('=')[0][2:] for argument in sys.argv[1:]}
+    for name in {'learning_rate', 'weight_decay', 'betas'} & given:
+        if arch != 'experts':  # given by hand a mistake, in a config file our model's
+            fail(f"--{name} is our models': the baselines have --baseline_lr alone")
+    globals().update(checkpoint.restarted(out_dir))
+    return train(config)
 
 
 if __name__ == '__main__':
-    run_script(
-        main, 'interrupted: the last checkpoint stays as it was'
-    )  # before the first update, or the second ctrl-C
+    # interrupted before the first update, or by a second ctrl-C
+    stays = 'interrupted: the last checkpoint stays as it was'
+    run_script(main, stays, checkpoint.last_words('a smaller batch_size takes less'))

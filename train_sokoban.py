@@ -1,95 +1,50 @@
 """
-Train a Sokoban agent: a ConvLSTM or ConvGLU actor-critic, recurrent or not, by advantage actor-critic (A2C) with GAE.
+Train a Sokoban agent, a ConvLSTM or ConvGLU actor-critic, by advantage actor-critic with GAE.
 
-On a CPU, ten minutes, easy generated levels, a learning curve and two games as GIFs:
-$ make demo-sokoban
-The paper's small budget at L = 4, on Boxoban's unfiltered-train (fetched into data/boxoban the first time):
+$ make demo-sokoban                             # a CPU, ten minutes: a learning curve, two GIFs
+The paper's small budget at L = 4, on Boxoban's unfiltered-train (fetched into data/boxoban):
 $ python train_sokoban.py config/sokoban_small_L4.py --download=True
-Four GPUs, the environments split over them:
+Four GPUs, the environments split over them; and its non-recurrent twin:
 $ torchrun --standalone --nproc_per_node=4 train_sokoban.py config/sokoban_small_L4.py
-Its non-recurrent twin, at the same levels, experts and width:
-$ python train_sokoban.py config/sokoban_small_L4.py --recurrent=False --out_dir=out/sokoban_small_L4_ff
-Go on after a crash, ctrl-C, SIGTERM or a closed terminal; and the solve rate on the test split, greedy, with two games as GIFs:
+$ python train_sokoban.py config/sokoban_small_L4.py --recurrent=False --out_dir=out/small_L4_ff
+Go on after a crash, ctrl-C, SIGTERM or a closed terminal; the test split's solve rate, two GIFs:
 $ python train_sokoban.py config/sokoban_small_L4.py --resume=True
-$ python train_sokoban.py config/sokoban_small_L4.py --eval_only=True --levels=unfiltered-test --download=True
+$ python train_sokoban.py config/sokoban_small_L4.py --eval_only=True --levels=unfiltered-test
 
-Writes into out_dir: config.json, log.jsonl (one object a line), ckpt_last.pt, ckpt_prev.pt, ckpt_best.pt; with eval_only eval_*.json and
-eval_*.gif. On the CPU a resumed run is bit-equal to one that was never stopped. Any number of ranks plays the same levels.
+Writes into out_dir: config.json, log.jsonl (one object a line), ckpt_last.pt, ckpt_prev.pt,
+ckpt_best.pt; with eval_only eval_*.json and eval_*.gif. On the CPU a resumed run is bit-equal to
+one that was never stopped. Any number of ranks plays the same levels.
+Shape letters: B boards of this rank, T steps of an unroll.
 """
 
 import json
 import math
 import os
-import sys
+import platform
 import time
 import zlib
-from collections import deque
 from collections.abc import Callable
-from types import SimpleNamespace
+from dataclasses import dataclass, field
+from datetime import timedelta
 
-from configurator import (
-    configure,
-    every,
-    fail,
-    run_script,
-)  # before torch: how threads wait, what ctrl-C does
+# before torch: how threads wait, what ctrl-C does
+from configurator import configure, every, fail, run_script
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from checkpoint import (
-    BEST,
-    LAST,
-    PREV,
-    CheckpointError,
-    JsonlLog,
-    Stopper,
-    check_fits,
-    check_model,
-    compiles,
-    device_name,
-    fill,
-    join_ranks,
-)
-from checkpoint import (
-    keep_memory,
-    last_words,
-    load_optimizer,
-    load_position,
-    load_run,
-    load_weights,
-    need_packages,
-    open_trackers,
-)
-from checkpoint import (
-    pick_dtype,
-    prepare_out_dir,
-    print0,
-    release,
-    restarted,
-    restoring,
-    rng_state,
-    save_checkpoint,
-    set_rng_state,
-    write_config,
-)
-from convlstm import AgentConfig, build_agent
+import checkpoint
+from checkpoint import BEST, LAST, PREV, fill, last_words, print0, restoring, rng_state
+from checkpoint import save_checkpoint
+from convlstm import Agent, AgentConfig, build_agent
+from figures import open_trackers
 from kernels import compiled, graphed
 from play_sokoban import evaluate, plot_log, report
-from ranks import gather, sum_over_ranks
-from sokoban import (
-    CELLS,
-    TIME_LIMIT,
-    JumanjiEnv,
-    LevelError,
-    SokobanEnv,
-    at_most,
-    board_keys,
-    draw_by,
-    load_levels,
-)
+from muon import gather, sum_over_ranks
+from sokoban import CELLS, TIME_LIMIT, JumanjiEnv, LevelError, SokobanEnv
+from sokoban import at_most, board_keys, draw_by, load_levels
 
 # -----------------------------------------------------------------------------
 # fmt: off
@@ -97,23 +52,24 @@ from sokoban import (
 out_dir = 'out/sokoban'        # everything a run writes goes here
 resume = False                 # go on from out_dir's last checkpoint
 overwrite = False              # replace a run that is in out_dir
-eval_interval = 1000           # updates between greedy evaluations and checkpoints; 640,000 environment steps
-log_interval = 50              # updates between log lines, printed and in log.jsonl; 32,000 environment steps
+eval_interval = 1000           # updates between greedy evaluations and checkpoints; 640,000 steps
+log_interval = 50              # updates between lines, printed and in log.jsonl; 32,000 steps
 eval_only = False              # evaluate out_dir's last checkpoint on `levels` and stop
-levels = ''                    # of eval_only: a split or a file, all of it; '': eval_games of eval_split
+levels = ''                    # of eval_only: a split or a file; '': eval_games of eval_split
 best = False                   # of eval_only: the best checkpoint instead of the last
 plot = False                   # draw out_dir/curve.png at the end (matplotlib)
 tensorboard = False            # also write TensorBoard files into out_dir
-wandb = False                  # also log to Weights & Biases, project 'parallel-experts'
+wandb = False                  # also log to Weights & Biases
+wandb_project = 'parallel-experts'   # its project there
 # levels and environment
 levels_dir = ''                # folder of Boxoban's levels, as text or packed; '': data/boxoban
-split = 'unfiltered-train'     # trained on; 'generated': our own generator's, of which none is held out too
+split = 'unfiltered-train'     # trained on; 'generated': our generator's, none of them held out too
 eval_split = 'unfiltered-valid'   # evaluated on every eval_interval
 eval_games = 512               # the first so many levels of it
 download = False               # fetch the splits into levels_dir where they are not there
 n_levels = 100000              # of the generator, for training
 n_boxes = 4                    # of the generator, 1 to 4: fewer are easier
-max_moves = 120                # of the generator: a level's known solution has no more; fewer are easier
+max_moves = 120                # of the generator: of a level's known solution; fewer are easier
 env = 'torch'                  # 'torch', or 'jumanji' (the original, for checking: slower)
 n_envs = 32                    # boards, over all ranks
 # model (convlstm.py has the equations)
@@ -125,7 +81,7 @@ n_embd = 64                    # D, channels of an expert
 aggregation = 'sqrt_sum'       # 'sqrt_sum', 'mean', 'softmax_mean' or 'softmax_l2'
 router_dim = 64                # width of the router's queries and keys (softmax aggregations)
 radius = -1                    # experts that an expert hears on a ring, besides itself; -1: all
-residual = 'expert'            # convglu: each expert adds s (the paper's rule), or 'shared': s is added to their aggregate
+residual = 'expert'            # convglu: each expert adds s (the paper's); 'shared': A(h) does
 head_dim = 256                 # width of the head's dense layer
 # A2C (the paper's)
 total_steps = 50000000         # environment steps, over all boards
@@ -138,85 +94,68 @@ learning_rate = 4e-4           # Adam's, annealed linearly to 0
 adam_eps = 1e-6                # small: gradients are
 grad_clip = 1.0                # global norm; 0 disables
 # system
-reuse = True                   # the rollout's forward is the update's; False: recompute it, for all steps at once (saves memory)
+reuse = True                   # the rollout's forward is the update's; False: a second one
 seed = 1337                    # of weights, levels and actions
 device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda', 'cuda:1'
-dtype = 'auto'                 # of convolutions: 'float32' or 'bfloat16'; 'auto': bfloat16 where the processor is fast at it
-compile = True                 # torch.compile the cells, on a GPU the environment too; falls back, saying so
-graphs = True                  # on a GPU: rollout, backward and optimizer as CUDA graphs, from the fourth update on
+dtype = 'auto'                 # of convolutions: 'float32', 'bfloat16'; 'auto': bfloat16 where fast
+compile = True                 # torch.compile cells, on a GPU the environment too; or says why not
+graphs = True                  # on a GPU: an update as CUDA graphs, from the fourth on
 path = 'fast'                  # 'fast' or 'plain' (the equations, for checking)
 threads = 0                    # CPU threads; 0: torch's choice
 # fmt: on
+RANGES = {'gamma': (0, 1), 'gae_lambda': (0, 1), 'env': ['torch', 'jumanji']}
+RANGES |= {'path': ['fast', 'plain']}  # compile is a setting of its own
+ONE = 'eval_interval log_interval eval_games n_levels n_envs total_steps unroll'
+RANGES |= dict.fromkeys(ONE.split(), (1, math.inf))
+ZERO = 'entropy_coef value_coef learning_rate adam_eps grad_clip threads seed'
+RANGES |= dict.fromkeys(ZERO.split(), (0, math.inf))
 # -----------------------------------------------------------------------------
 
-MODEL = (
-    'arch',
-    'recurrent',
-    'n_layer',
-    'n_expert',
-    'n_embd',
-    'aggregation',
-    'router_dim',
-    'radius',
-    'residual',
-    'head_dim',
-)
-FIXED = (
-    'split',
-    'n_levels',
-    'n_boxes',
-    'max_moves',
-    'env',
-    'n_envs',
-    'unroll',
-    'seed',
-    *MODEL,
-)  # a resumed run cannot change these
-POSITION = (
-    'step',
-    'record',
-    'best',
-    'seconds',
-    'logged',
-    'clock',
-)  # a run's, saved and restored; the last two: of the last log line
-RUN_FILES = (
-    'ckpt_*.pt',
-    'log.jsonl',
-    'config.json',
-    'curve.png',
-    'eval_*.json',
-    'eval_*.gif',
-    '*.tfevents.*',
-)
+# settings that make an agent, those that a resumed run keeps; what a run is resumed from
+MODEL = ('arch', 'recurrent', 'n_layer', 'n_expert', 'n_embd', 'aggregation', 'router_dim')
+MODEL += ('radius', 'residual', 'head_dim')
+FIXED = ('split', 'n_levels', 'n_boxes', 'max_moves', 'env', 'n_envs', 'unroll', 'seed', *MODEL)
+POSITION = ('step', 'record', 'best', 'seconds', 'logged', 'clock')
+REST = 'optimizers env start state count levels_crc running recent since sums rng'.split()
+
+
+@dataclass
+class Run:
+    """What the functions below read and change."""
+
+    rank: int
+    world: int
+    device: str
+    config: dict
+    model: Agent
+    optimizer: torch.optim.Optimizer
+    env: SokobanEnv | JumanjiEnv
+    held_out: np.ndarray  # packed levels (n, 17)
+    sources: tuple[str, str]  # where training and held-out levels are from
+    levels_crc: int  # of the training levels
+    keys: torch.Tensor  # (B,) of the boards' chance
+    state: tuple[torch.Tensor, ...]  # the agent's, (B, ...) each
+    start: torch.Tensor  # (B,) whether an episode begins
+    count: torch.Tensor  # steps that each board has played, on the device
+    graphs: dict | None  # CUDA graphs, or None
+    updates: int  # of the whole run
+    running: torch.Tensor  # (n_envs,) returns so far of the episodes that go on
+    recent: list = field(default_factory=list)  # (return, solved) of the last 1,000 that ended
+    since: list = field(default_factory=list)  # and of those since the last log line
+    sums: dict = field(default_factory=dict)  # of the updates' statistics since then
+    # position; logged and clock are the last log line's
+    step: int = 0
+    record: dict = field(default_factory=lambda: {'step': 0, 'env_steps': 0})
+    best: float = -math.inf
+    seconds: float = 0.0
+    logged: int = 0
+    clock: float = 0.0
+
+
+# ---- levels, environment, model, optimizer ----
 
 
 def check_settings(world: int) -> None:
-    for name in (
-        'eval_interval',
-        'log_interval',
-        'eval_games',
-        'n_levels',
-        'n_envs',
-        'total_steps',
-        'unroll',
-    ):
-        if globals()[name] < 1:
-            fail(f'{name} = {globals()[name]}: must be at least 1')
-    for name in (
-        'entropy_coef',
-        'value_coef',
-        'learning_rate',
-        'adam_eps',
-        'grad_clip',
-        'threads',
-        'seed',
-    ):
-        if globals()[name] < 0:
-            fail(f'{name} = {globals()[name]}: must not be negative')
-    for name in ('gamma', 'gae_lambda'):
-        if not 0 <= globals()[name] <= 1:
-            fail(f'{name} = {globals()[name]}: must be between 0 and 1')
     if eval_games < world:
         fail(f'eval_games = {eval_games}: must be at least the number of ranks, {world}')
     if eval_only and world > 1:
@@ -225,13 +164,99 @@ def check_settings(world: int) -> None:
         fail('levels and best are settings of --eval_only=True; a run trains on split')
     if n_envs % world:
         fail(f'n_envs = {n_envs}: must be a multiple of the number of ranks, {world}')
-    need_packages(matplotlib=plot, PIL=eval_only, tensorboard=tensorboard, wandb=wandb)
-    for name, allowed in (('path', ('fast', 'plain')), ('env', ('torch', 'jumanji'))):
-        if globals()[name] not in allowed:
-            fail(f'{name} = {globals()[name]!r}: expected one of {", ".join(allowed)}')
+    checkpoint.need_packages(matplotlib=plot, PIL=eval_only, tensorboard=tensorboard, wandb=wandb)
 
 
-# ----------------------------------------------------------------------------- the update
+def read_levels(rank: int, world: int) -> tuple[tuple[np.ndarray, str], tuple[np.ndarray, str]]:
+    """Levels to train on and held-out ones, each with a line that says where they are from. Of
+    generated ones, none is among both. LevelError."""
+    held = eval_only and levels or eval_split
+    both = split == 'generated' == held
+    trained, line = np.empty((0, 17), np.uint8), ''
+    if download and rank > 0:
+        dist.barrier()  # the first rank downloads
+    if both or not eval_only:
+        made = n_levels, n_boxes, 2 * seed, max_moves
+        trained, line = load_levels(levels_dir, split, download, made)
+    made = eval_games, n_boxes, 2 * seed + 1, max_moves, trained if both else None
+    held_out, held_line = load_levels(levels_dir, held, download, made)
+    if download and world > 1 and rank == 0:
+        dist.barrier()
+    if len(held_out) < world:
+        raise LevelError(f'{held_line}: an evaluation by {world} ranks needs at least {world}')
+    if not levels:
+        held_out, held_line = at_most(eval_games, held_out, held_line)
+    return (trained, line), (held_out, held_line)
+
+
+def make_run(config: dict) -> Run:
+    """A run that has not begun. ValueError for what is wrong with settings or levels, before
+    anything large is made."""
+    rank, world, where = checkpoint.join_ranks(device, threads)
+    if where == 'cpu':
+        checkpoint.keep_memory()
+    check_settings(world)
+    # shapes do not change; the CPU does not care
+    torch.backends.cudnn.benchmark = not torch.backends.cudnn.deterministic
+    torch.manual_seed(seed)
+    B = n_envs // world
+    dt = str(checkpoint.pick_dtype(dtype, where)).removeprefix('torch.')
+    agent = AgentConfig(**{name: config[name] for name in MODEL}, dtype=dt, path=path)
+    # weights, gradients and Adam's two moments; each cell's outputs wait for the backward
+    checkpoint.check_model(build_agent, agent, 4, where)
+    floats = B * n_embd * CELLS * (unroll * n_layer * n_expert if reuse else 1)
+    what = f'n_envs = {n_envs} (unroll = {unroll}, n_embd = {n_embd})'
+    checkpoint.check_fits(4 * floats, what, where)
+    model = build_agent(agent).to(where)
+    (trained, line), (held_out, held_out_line) = read_levels(rank, world)
+    make_env = JumanjiEnv if env == 'jumanji' else SokobanEnv
+    lr = torch.tensor(learning_rate, device=where)  # on the device: a CUDA graph reads it there
+    on_gpu = where != 'cpu'
+    adam = torch.optim.Adam(model.parameters(), lr, eps=adam_eps, fused=True, capturable=on_gpu)
+    adam._warned_capturable_if_run_uncaptured = True  # its first three steps are, on purpose
+    return Run(
+        rank,
+        world,
+        where,
+        config,
+        model,
+        adam,
+        env=make_env(trained, B, seed=seed, device=where, first=rank * B) if len(trained) else None,
+        held_out=held_out,
+        sources=(line, held_out_line),
+        levels_crc=zlib.crc32(trained),
+        keys=board_keys(seed, 1, torch.arange(rank * B, rank * B + B, device=where)),
+        state=model.init_state(B),
+        start=torch.ones(B, dtype=torch.bool, device=where),
+        count=torch.zeros((), dtype=torch.int64, device=where),
+        graphs={} if graphs and on_gpu and env == 'torch' else None,
+        updates=math.ceil(total_steps / (n_envs * unroll)),
+        running=torch.zeros(n_envs),
+    )
+
+
+def fused(run: Run, function: Callable) -> Callable:
+    """function compiled, where path 'compiled' runs on a GPU: there a step costs by its kernels. On
+    a CPU it would win nothing."""
+    wins = run.model.config.path == 'compiled' and run.device != 'cpu' and env == 'torch'
+    return compiled(function) if wins else function
+
+
+def warm_up(run: Run) -> None:
+    """Before any clock runs a rollout and its backward, undone, for what they compile."""
+    if not compile or path == 'plain':
+        return
+    run.model.config.path = 'compiled'
+    live = (run.start, run.count, *run.state)
+    boards, kept = run.env.state_dict(), [x.clone() for x in live]
+    if not checkpoint.compiles(run.model, lambda: backward(run, rollout(run))):
+        run.model.config.path = 'fast'
+    run.env.load_state_dict(boards)
+    for x, old in zip(live, kept, strict=True):
+        x.copy_(old)
+
+
+# ---- the rollout ----
 
 
 def sample(logits: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
@@ -241,72 +266,48 @@ def sample(logits: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
 
 
 def play_step(boards: SokobanEnv, logits: torch.Tensor, u: torch.Tensor) -> dict[str, torch.Tensor]:
-    """One step of all boards, with actions drawn by u (B,) from logits (B, 4): what it gave, and the observation that follows."""
+    """One step of all boards, with actions drawn by u (B,) from logits (B, 4): what it gave, and
+    the observation that follows."""
     action = sample(logits, u)
     reward, done, solved = boards.step(action)
-    return {
-        'action': action,
-        'reward': reward,
-        'done': done,
-        'solved': solved,
-        'next': boards.observe(),
-    }
+    gave = {'action': action, 'reward': reward, 'done': done, 'solved': solved}
+    return gave | {'next': boards.observe()}
 
 
-def fused(run: SimpleNamespace, function: Callable) -> Callable:
-    """function compiled, where path 'compiled' runs on a GPU: there a step costs by its kernels. On a CPU it would win nothing."""
-    return (
-        compiled(function)
-        if run.model.config.path == 'compiled' and run.device != 'cpu' and env == 'torch'
-        else function
-    )
-
-
-def rollout(run: SimpleNamespace) -> dict[str, torch.Tensor]:
-    """`unroll` steps of all boards, (T, B) each. With reuse, logits and values keep their graph: it is the update's. Else what a second
-    forward needs: observations and starts."""
+def rollout(run: Run) -> dict[str, torch.Tensor]:
+    """`unroll` steps of all boards, (T, B) each. With reuse, logits and values keep their graph: it
+    is the update's. Else what a second forward needs: observations and starts."""
+    play, steps = fused(run, play_step), []
+    times = run.count + torch.arange(unroll, device=run.device)[:, None]  # (T, 1)
+    chance = draw_by(run.keys, times)  # (T, B)
+    run.count += unroll
     with torch.set_grad_enabled(reuse):
-        w, state, steps, play = (
-            run.model.prepare(),
-            tuple(x.detach() for x in run.state),
-            [],
-            fused(run, play_step),
-        )
-        chance = draw_by(
-            run.keys, run.count + torch.arange(unroll, device=run.device)[:, None]
-        )  # (T, B)
-        run.count += unroll
+        w, state = run.model.prepare(), tuple(x.detach() for x in run.state)
         obs, start = run.env.observe(), run.start.clone()
         for u in chance.unbind():
             logits, value, state = run.model.act(w, obs, start, state)
             step = play(run.env, logits.detach(), u)
-            steps.append(
-                {
-                    **step,
-                    **(
-                        {'logits': logits, 'value': value}
-                        if reuse
-                        else {'obs': obs, 'start': start}
-                    ),
-                }
-            )
+            kept = {'logits': logits, 'value': value} if reuse else {'obs': obs, 'start': start}
+            steps.append(step | kept)
             obs, start = steps[-1].pop('next'), step['done']
         run.start.copy_(start)
         with torch.no_grad():  # the value of what comes next
             _, last, _ = run.model.act(w, obs, start, state)
-    return {
-        **{k: torch.stack([s[k] for s in steps]) for k in steps[0]},
-        'last': last,
-        'state': [x.detach() for x in state],
-    }
+    batch = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
+    return batch | {'last': last, 'state': [x.detach() for x in state]}
+
+
+# ---- the loss ----
 
 
 def gae(
     reward: torch.Tensor, done: torch.Tensor, value: torch.Tensor, last: torch.Tensor
 ) -> torch.Tensor:
-    """Generalised advantage estimates (T, B): sum over k of (gamma lambda)^k delta_{t+k} up to the episode's end, delta_t = r_t + gamma
-    V_{t+1} - V_t (Schulman et al. 2016, equation 16). reward, done, value (T, B); last (B,), the value after step T. Every end is a
-    termination, the time limit too (Jumanji's discount is 0 there): no value is carried over it."""
+    """Generalised advantage estimates (T, B): sum over k of (gamma lambda)^k delta_{t+k} up to the
+    episode's end, delta_t = r_t + gamma V_{t+1} - V_t (Schulman et al. 2016, equation 16).
+
+    reward, done, value (T, B); last (B,), the value after step T. Every end is a termination, the
+    time limit too (Jumanji's discount is 0 there): no value is carried over it."""
     goes_on = 1 - done.to(value.dtype)
     carried = gamma * gae_lambda * goes_on
     following = torch.cat([value[1:], last[None]])
@@ -318,17 +319,17 @@ def gae(
     return torch.stack(out[::-1])
 
 
-def backward(run: SimpleNamespace, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Gradients of the A2C loss over the unroll, this rank's share of the mean. -> loss, policy loss, value loss, entropy, and the sums
-    for the explained variance: (n_stats,)."""
+def backward(run: Run, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Gradients of the A2C loss over the unroll, this rank's share of the mean. -> loss, policy
+    loss, value loss, entropy, and the sums for the explained variance: (8,)."""
     if reuse:
         logits, value = batch['logits'], batch['value']
     else:
         logits, value, _ = run.model(batch['obs'], batch['start'], tuple(run.state))
     advantage = fused(run, gae)(batch['reward'], batch['done'], value.detach(), batch['last'])
     target = advantage + value.detach()
-    log_pi = F.log_softmax(logits.float(), -1)
-    chosen = log_pi.gather(-1, batch['action'][..., None]).squeeze(-1)
+    log_pi = F.log_softmax(logits.float(), -1)  # (T, B, 4)
+    chosen = log_pi.gather(-1, batch['action'][..., None]).squeeze(-1)  # (T, B)
     policy_loss = -(chosen * advantage).mean()
     entropy = -(log_pi.exp() * log_pi).sum(-1).mean()
     value_loss = (value - target).square().mean()
@@ -340,272 +341,66 @@ def backward(run: SimpleNamespace, batch: dict[str, torch.Tensor]) -> torch.Tens
     return torch.stack([loss, policy_loss, value_loss, entropy, *moments]).detach() / run.world
 
 
-def apply(run: SimpleNamespace) -> torch.Tensor:
+def apply(run: Run) -> torch.Tensor:
     """Clip, Adam; -> the gradient norm."""
     norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), grad_clip or math.inf)
     run.optimizer.step()
     return norm
 
 
-def update(run: SimpleNamespace, stop: bool) -> tuple[dict[str, float], torch.Tensor, bool]:
-    """One rollout and one update. -> its statistics, (T, 3, B) rewards, ends and solved ends of all ranks' boards on the CPU, and
-    whether any rank was told to stop."""
+def update(run: Run, stop: bool) -> tuple[dict[str, float], torch.Tensor, bool]:
+    """One rollout and one update. -> its statistics, (T, 3, n_envs) rewards, ends and solved ends
+    (on rank 0 and the CPU: of all ranks' boards), and whether any rank was told to stop."""
 
-    def call(name: str, function, *args):
+    def call(name, function, *args):
         return function(*args) if run.graphs is None else graphed(run.graphs, name, function, *args)
 
     if not run.graphs or run.graphs['backward'][1] is None:
-        run.optimizer.zero_grad(
-            set_to_none=True
-        )  # a captured backward writes its own gradients anew
+        run.optimizer.zero_grad(set_to_none=True)  # a captured backward writes its own anew
     for group in run.optimizer.param_groups:
         group['lr'].fill_(learning_rate * (1 - run.step / run.updates))
     batch = call('rollout', rollout, run)
-    stats = call('backward', backward, run, batch)
-    games = torch.stack(
-        [batch['reward'], batch['done'].float(), batch['solved'].float()], 1
-    )  # (T, 3, B)
-    if run.world > 1:
-        stats = sum_over_ranks(
-            run.model, torch.cat([stats, torch.tensor([float(stop)], device=run.device)])
-        )
-        stats, stop = stats[:-1], stats[-1].item() > 0
-        parts = [torch.empty_like(games) for _ in range(run.world)]
-        dist.all_gather(parts, games)
-        games = torch.cat(parts, 2)
+    sums = call('backward', backward, run, batch)
+    sums = sum_over_ranks(run.model, torch.cat([sums, sums.new_full((1,), stop)]))
     norm = call('apply', apply, run)
-    loss, policy_loss, value_loss, entropy, mean, square, error, error2, norm = torch.cat(
-        [stats, norm[None]]
-    ).tolist()
+    games = torch.stack([batch['reward'], batch['done'].float(), batch['solved'].float()], 1)
+    # the only wait for the device
+    *losses, mean, square, error, error2, stop, norm = torch.cat([sums, norm[None]]).tolist()
+    stats = dict(zip(('loss', 'policy_loss', 'value_loss', 'entropy'), losses, strict=True))
     variance = square - mean**2
-    return (
-        {
-            'loss': loss,
-            'policy_loss': policy_loss,
-            'value_loss': value_loss,
-            'entropy': entropy,
-            'grad_norm': norm,
-            'explained_variance': 1 - (error2 - error**2) / variance if variance > 0 else 0.0,
-        },
-        games.cpu(),
-        stop,
-    )
+    explained = 1 - (error2 - error**2) / variance if variance > 0 else 0.0
+    stats |= {'grad_norm': norm, 'explained_variance': explained}
+    return stats, gather(games, 2), stop > 0
 
 
-# ----------------------------------------------------------------------------- the run
+# ---- the log ----
 
 
-def read_levels(rank: int, world: int) -> tuple[tuple[np.ndarray, str], tuple[np.ndarray, str]]:
-    """Levels to train on and held-out ones, each with a line that says where they are from. Of generated ones, none is among both."""
-
-    def named(name: str, n: int, number: int, without: np.ndarray | None = None):
-        return load_levels(
-            levels_dir, name, download, n, n_boxes, seed * 2 + number, max_moves, without
-        )
-
-    both = split == 'generated' == (eval_only and levels or eval_split)
-    if eval_only:
-        held_out, line = named(
-            levels or eval_split, eval_games, 1, named(split, n_levels, 0)[0] if both else None
-        )
-        return (held_out, ''), ((held_out, line) if levels else at_most(eval_games, held_out, line))
-    if download and rank > 0:
-        dist.barrier()  # the first rank downloads
-    trained = named(split, n_levels, 0)
-    held_out, line = named(eval_split, eval_games, 1, trained[0] if both else None)
-    if download and world > 1 and rank == 0:
-        dist.barrier()
-    if len(held_out) < world:
-        raise LevelError(f'{line}: an evaluation by {world} ranks needs at least {world}')
-    return trained, at_most(eval_games, held_out, line)
-
-
-def make_run(config: dict) -> SimpleNamespace:
-    """Everything a run is: levels, environment, agent, recurrent state, optimizer, episodes so far and its position."""
-    rank, world, device_ = join_ranks(device, threads)
-    if device_ == 'cpu':
-        keep_memory()
-    check_settings(world)
-    torch.backends.cudnn.benchmark = (
-        not torch.backends.cudnn.deterministic
-    )  # shapes do not change; the CPU does not care
-    torch.manual_seed(seed)
-    dt = str(pick_dtype(dtype, device_))[6:]
-    agent = AgentConfig(
-        arch,
-        recurrent,
-        n_layer,
-        n_expert,
-        n_embd,
-        aggregation,
-        router_dim,
-        radius,
-        residual,
-        head_dim,
-        dt,
-        path,
-    )
-    check_model(
-        build_agent, agent, 4, device_
-    )  # weights, gradients and Adam's two moments: more than fits?
-    floats = (
-        unroll * n_layer * n_expert if reuse else 1
-    )  # a board's: each cell's outputs wait for the backward
-    check_fits(
-        4 * n_envs // world * floats * n_embd * CELLS,
-        f'n_envs = {n_envs} (unroll = {unroll}, n_embd = {n_embd})',
-        device_,
-    )
-    model = build_agent(agent).to(device_)
-    (trained, line), (held_out, held_out_line) = read_levels(rank, world)
-    B, make_env = n_envs // world, JumanjiEnv if env == 'jumanji' else SokobanEnv
-    optimizer = torch.optim.Adam(
-        model.parameters(),
-        torch.tensor(learning_rate, device=device_),
-        eps=adam_eps,
-        fused=True,
-        capturable=device_.startswith('cuda'),
-    )
-    optimizer._warned_capturable_if_run_uncaptured = True  # its first three steps are, on purpose
-    return SimpleNamespace(
-        rank=rank,
-        world=world,
-        device=device_,
-        config=config,
-        model=model,
-        optimizer=optimizer,
-        sources=(line, held_out_line),
-        env=make_env(trained, B, seed=seed, device=device_, first=rank * B),
-        held_out=held_out,
-        levels_crc=zlib.crc32(trained),
-        keys=board_keys(seed, 1, torch.arange(rank * B, rank * B + B, device=device_)),
-        count=torch.zeros((), dtype=torch.int64, device=device_),
-        state=model.init_state(B),
-        start=torch.ones(B, dtype=torch.bool, device=device_),
-        graphs={} if graphs and device_ != 'cpu' and env == 'torch' else None,
-        running=torch.zeros(n_envs),
-        recent=deque(maxlen=1000),
-        since=[],
-        sums={},
-        updates=math.ceil(total_steps / (n_envs * unroll)),
-        step=0,
-        record={'step': 0, 'env_steps': 0},
-        best=-math.inf,
-        seconds=0.0,
-        logged=0,
-        clock=0.0,
-    )
-
-
-def snapshot(run: SimpleNamespace) -> dict:
-    """What an evaluation needs: all that the best checkpoint holds. A run goes on from the last one."""
-    return {
-        'model': run.model.state_dict(),
-        'config': run.config,
-        **{k: getattr(run, k) for k in POSITION},
-    }
-
-
-def save(run: SimpleNamespace) -> None:
-    """Everything, as the last checkpoint; the one before is kept too."""
-    boards = run.env.state_dict()
-    whole = [gather(x) for x in (*boards.values(), run.start, *run.state)]
-    if run.rank == 0:
-        rest = {
-            'optimizer': run.optimizer.state_dict(),
-            'env': dict(zip(boards, whole, strict=False)),
-            'start': whole[len(boards)],
-            'state': whole[len(boards) + 1 :],
-            'count': run.count,
-            'levels_crc': run.levels_crc,
-            'running': run.running,
-            'recent': [list(x) for x in run.recent],
-            'since': run.since,
-            'sums': run.sums,
-            'rng': rng_state(),
-        }
-        save_checkpoint(snapshot(run) | rest, os.path.join(out_dir, LAST), PREV)
-
-
-def load(run: SimpleNamespace) -> None:
-    """Go on where out_dir's last checkpoint stood; refuse settings that would make it another run. eval_only: the weights alone."""
-    rest = (
-        ()
-        if eval_only
-        else (
-            'optimizer',
-            'env',
-            'start',
-            'state',
-            'count',
-            'levels_crc',
-            'running',
-            'recent',
-            'since',
-            'sums',
-            'rng',
-        )
-    )
-    saved, where = load_run(
-        out_dir,
-        'train_sokoban.py',
-        ('model', *POSITION, *rest),
-        MODEL if eval_only else FIXED,
-        run.config,
-        BEST if best else None,
-    )
-    load_weights(run.model, saved['model'], where)
-    load_position(run, saved, POSITION, where)
-    run.loaded, run.env_steps = (
-        str(where),
-        run.step * saved['config']['n_envs'] * saved['config']['unroll'],
-    )
-    print0(f'{where}: update {run.step}, {run.env_steps:,} environment steps')
-    if eval_only:
+def count_games(run: Run, games: torch.Tensor, stats: dict[str, float]) -> None:
+    """Episodes that ended in this rollout, (T, 3, n_envs) on rank 0, and its statistics, towards
+    the next log line."""
+    for name, x in stats.items():
+        run.sums[name] = run.sums.get(name, 0.0) + x
+    if run.rank > 0:
         return
-    if saved['levels_crc'] != run.levels_crc:
-        raise CheckpointError(
-            f'{where}: was trained on other levels than {run.sources[0]}: give the same levels_dir, or another out_dir'
-        )
-    load_optimizer(run.optimizer, saved['optimizer'], where)
-    with restoring(where, 'env'):
-        run.env.load_state_dict({k: v.chunk(run.world)[run.rank] for k, v in saved['env'].items()})
-    with restoring(where, 'start or state'):
-        for mine, whole in zip(
-            [run.start, *run.state], [saved['start'], *saved['state']], strict=True
-        ):
-            fill(mine, whole.chunk(run.world)[run.rank])
-    with restoring(where, 'count or running'):
-        fill(run.count, saved['count'])
-        fill(run.running, saved['running'])
-    with restoring(where, 'since, recent or sums'):
-        run.since = [(float(total), float(solved)) for total, solved in saved['since']]
-        run.recent.extend((float(total), float(solved)) for total, solved in saved['recent'])
-        run.sums = {str(name): float(value) for name, value in saved['sums'].items()}
-    with restoring(where, 'rng'):
-        set_rng_state(saved['rng'])
-
-
-def count_games(run: SimpleNamespace, games: torch.Tensor, stats: dict[str, float]) -> None:
-    """Episodes that ended in this rollout, and its statistics, towards the next log line. games (T, 3, B)."""
+    ended = []
     for reward, done, solved in games:
         run.running += reward
-        for board in done.nonzero().flatten().tolist():
-            game = (run.running[board].item(), solved[board].item())
-            run.recent.append(game)
-            run.since.append(game)
-        run.running *= 1 - done
-    for k, v in stats.items():
-        run.sums[k] = run.sums.get(k, 0.0) + v
+        ends = done.bool()
+        ended += zip(run.running[ends].tolist(), solved[ends].tolist(), strict=True)
+        run.running[ends] = 0
+    run.since += ended
+    run.recent = (run.recent + ended)[-1000:]
 
 
-def make_record(run: SimpleNamespace) -> dict:
-    """A log line: means since the last one, and over the last episodes. Returns and solve rates are None until every board has ended an
-    episode (at the time limit at the latest): those that end first are the short ones, which are solved."""
+def make_record(run: Run) -> dict:
+    """A log line: means since the last one, and over the last episodes. Returns and solve rates are
+    None until every board has ended an episode (at the time limit at the latest): those that end
+    first are the short ones, which are solved."""
     updates, elapsed = run.step - run.logged, run.seconds - run.clock
-    recent, fair = list(run.recent), run.step * unroll >= TIME_LIMIT
+    recent, fair = run.recent, run.step * unroll >= TIME_LIMIT
 
-    def mean(games: list, k: int) -> float | None:
+    def mean(games, k):
         return sum(game[k] for game in games) / len(games) if games and fair else None
 
     record = {
@@ -617,7 +412,7 @@ def make_record(run: SimpleNamespace) -> dict:
         'return_1000': mean(recent, 0),
         'solve_rate_100': mean(recent[-100:], 1),
         'solve_rate_1000': mean(recent, 1),
-        **{k: v / updates for k, v in run.sums.items()},
+        **{name: x / updates for name, x in run.sums.items()},
         'lr': learning_rate * (1 - (run.step - 1) / run.updates),
         'env_steps_per_s': updates * n_envs * unroll / elapsed,
         'seconds': run.seconds,
@@ -626,119 +421,113 @@ def make_record(run: SimpleNamespace) -> dict:
     return record
 
 
-def dense_line(record: dict) -> str:
-    eta = int(max(0, total_steps - record['env_steps']) / record['env_steps_per_s'])
-
-    def show(key: str, form: str) -> str:
-        return 'n/a' if record[key] is None else format(record[key], form)
-
+def dense_line(r: dict) -> str:
+    eta = int(max(0, total_steps - r['env_steps']) / r['env_steps_per_s'])
+    shown = {name: 'n/a' if x is None else f'{x:.2f}' for name, x in r.items()}
+    solved = ['n/a' if r[k] is None else f'{r[k]:.1%}' for k in r if k.startswith('solve')]
     return (
-        f'{record["env_steps"]:,}/{total_steps:,} | return {show("return_100", ".2f")} ({show("return_1000", ".2f")}) | solved '
-        f'{show("solve_rate_100", ".1%")} ({show("solve_rate_1000", ".1%")}) | entropy {record["entropy"]:.3f} | value loss {record["value_loss"]:.3f} | '
-        f'expl. var. {record["explained_variance"]:.2f} | norm {record["grad_norm"]:.2f} | {record["env_steps_per_s"]:,.0f} steps/s | '
-        f'eta {eta // 3600}:{eta // 60 % 60:02d}:{eta % 60:02d}'
+        f'{r["env_steps"]:,}/{total_steps:,} | return {shown["return_100"]} '
+        f'({shown["return_1000"]}) | solved {solved[0]} ({solved[1]}) | '
+        f'entropy {r["entropy"]:.3f} | value loss {r["value_loss"]:.3f} | '
+        f'expl. var. {shown["explained_variance"]} | norm {shown["grad_norm"]} | '
+        f'{r["env_steps_per_s"]:,.0f} steps/s | eta {timedelta(seconds=eta)}'
     )
 
 
-def progress_line(run: SimpleNamespace) -> str:
-    """Where the run is between two log lines."""
-    rate = (run.step - run.logged) * n_envs * unroll / (run.seconds - run.clock)
-    return f'    {run.step * n_envs * unroll:,}/{total_steps:,} | {rate:,.0f} steps/s'
-
-
-def compile_on_zeros(run: SimpleNamespace) -> None:
-    B = n_envs // run.world
-    logits, value, _ = run.model(
-        torch.zeros(2, B, 10, 10, 2, dtype=torch.uint8, device=run.device),
-        run.start.expand(2, B),
-        run.state,
-    )
-    (logits.sum() + value.sum()).backward()
-    if fused(run, play_step) is not play_step:
-        boards = run.env.state_dict()
-        with torch.set_grad_enabled(reuse):
-            step = fused(run, play_step)(run.env, logits[0].detach(), run.keys)
-        run.env.load_state_dict(boards)
-        reward, done, value = (
-            x.expand(unroll, B).contiguous()
-            for x in (step['reward'], step['done'], value[0].detach())
-        )
-        fused(run, gae)(reward, done, value, value[0])
-
-
-def describe(run: SimpleNamespace) -> str:
+def describe(run: Run) -> str:
     params, macs = run.model.num_params(), run.model.macs_per_step()
-    return (
-        f'torch {torch.__version__}, python {sys.version.split()[0]}, {run.world} x {device_name(run.device)} ({torch.get_num_threads()} threads), '
-        f'{run.model.config.dtype} convolutions, fp32 cells\n'
-        f'{type(run.model).__name__}: {params["total"] / 1e6:.3f}M parameters ({params["core"] / 1e6:.3f}M core), '
-        f"{macs['nominal'] / 1e6:.1f}M multiply-adds a step by the paper's count, {macs['executed'] / 1e6:.1f}M executed\n"
-        + (f'training: {run.sources[0]}\n' if run.sources[0] else '')
-        + f'evaluation: {run.sources[1]}'
-    )
+    lines = [
+        f'torch {torch.__version__}, python {platform.python_version()}, '
+        f'{run.world} x {checkpoint.device_name(run.device)} ({torch.get_num_threads()} threads), '
+        f'{run.model.config.dtype} convolutions, fp32 cells',
+        f'{type(run.model).__name__}: {params["total"] / 1e6:.3f}M parameters '
+        f'({params["core"] / 1e6:.3f}M core), {macs["nominal"] / 1e6:.1f}M multiply-adds a step '
+        f"by the paper's count, {macs['executed'] / 1e6:.1f}M executed",
+    ]
+    if run.sources[0]:
+        lines.append(f'training: {run.sources[0]}')
+    return '\n'.join([*lines, f'evaluation: {run.sources[1]}'])
 
 
-def validate(run: SimpleNamespace) -> None:
-    """Greedy evaluation, into the record; before the first update also a random policy's, to compare with."""
-    result = evaluate(run.model, run.held_out, run.device)
-    run.record |= {f'eval_{k}': v for k, v in result.items()}
-    print0(
-        f'{run.record["env_steps"]:,}/{total_steps:,} | held-out levels, greedy: solved {result["solve_rate"]:.1%}, return {result["return"]:.2f}, '
-        f'{result["steps"]:.0f} steps'
-    )
-    if run.step == 0:
-        result = evaluate(run.model, run.held_out, run.device, seed)
-        run.record |= {f'random_{k}': v for k, v in result.items()}
-        print0(
-            f'a random policy there: solved {result["solve_rate"]:.1%}, return {result["return"]:.2f}'
-        )
-    elif run.record['eval_return'] > run.best:
-        run.best = run.record['eval_return']
-        if run.rank == 0:
-            save_checkpoint(snapshot(run), os.path.join(out_dir, BEST))
+# ---- checkpoints ----
 
 
-def begin(config: dict) -> tuple[SimpleNamespace, tuple]:
-    """The run, new or resumed, and its trackers. Whatever can be wrong with the settings and the levels is found before out_dir is
-    touched. ValueError says what."""
-    run = make_run(config)
-    writes = run.rank == 0 and not eval_only
-    if writes:
-        prepare_out_dir(out_dir, resume, overwrite, RUN_FILES)
-    if resume or eval_only:
-        load(run)
-    trackers = open_trackers(
-        [name for name in ('tensorboard', 'wandb') if writes and config[name]], out_dir, config
-    )
-    return run, trackers
-
-
-def train(config: dict) -> int:
-    """Returns the exit status: 0 done, 1 the loss was not finite, 128 + signal when told to stop."""
-    try:
-        run, (track, close) = begin(config)
-    except (
-        ValueError
-    ) as error:  # LevelError, CheckpointError, OutDirError, AgentConfig's, pick_device's
-        fail(error)
-    print0(describe(run))
-    if eval_only:
-        name = os.path.splitext(os.path.basename(levels or eval_split))[0]
-        about = {'levels': run.sources[1], 'checkpoint': run.loaded, 'env_steps': run.env_steps}
-        print0(json.dumps(report(run.model, run.held_out, name, run.device, out_dir, about)))
-        return 0
-    if compile and path != 'plain':
-        run.model.config.path = 'compiled'
-        if not compiles(run.model, lambda: compile_on_zeros(run)):
-            run.model.config.path = 'fast'
-    log = None
+def save(run: Run, best: bool = False) -> None:
+    """The last checkpoint holds all, and the one before is kept; the best what evaluation needs."""
+    saved = {'model': run.model.state_dict(), 'config': run.config}
+    saved |= {name: getattr(run, name) for name in POSITION}
+    if not best:
+        boards = {'env': {name: gather(x) for name, x in run.env.state_dict().items()}}
+        boards |= {'start': gather(run.start), 'state': [gather(x) for x in run.state]}
+        saved |= boards | {'optimizers': [run.optimizer.state_dict()], 'rng': rng_state()}
+        saved |= {name: getattr(run, name) for name in REST if name not in saved}
     if run.rank == 0:
-        write_config(config, out_dir, run.device)
-        log = JsonlLog(
-            os.path.join(out_dir, 'log.jsonl'), resume_step=run.step - 1 if resume else None
+        path = os.path.join(out_dir, BEST if best else LAST)
+        save_checkpoint(saved, path, None if best else PREV)
+
+
+def load(run: Run) -> dict[str, object]:
+    """Go on where out_dir's last checkpoint stood; refuse settings that would make it another run.
+    eval_only: the weights alone. -> its path and environment steps. CheckpointError."""
+    needed = ('model', *POSITION, *(() if eval_only else REST))
+    fixed, file = (MODEL if eval_only else FIXED), (BEST if best else None)
+    saved, where = checkpoint.load_run(out_dir, 'train_sokoban.py', needed, fixed, run.config, file)
+    checkpoint.load_weights(run.model, saved['model'], where)
+    checkpoint.load_position(run, saved, POSITION, where)
+    env_steps = run.step * saved['config']['n_envs'] * saved['config']['unroll']
+    print0(f'{where}: update {run.step}, {env_steps:,} environment steps')
+    about = {'checkpoint': str(where), 'env_steps': env_steps}
+    if eval_only:
+        return about
+    if saved['levels_crc'] != run.levels_crc:
+        words = f'was trained on other levels than {run.sources[0]}: give the same levels_dir'
+        raise checkpoint.CheckpointError(f'{where}: {words}, or another out_dir')
+    checkpoint.load_optimizers([run.optimizer], saved['optimizers'], where)
+
+    def mine(whole):
+        return whole.chunk(run.world)[run.rank]
+
+    with restoring(where, 'env, start or state'):
+        run.env.load_state_dict({name: mine(x) for name, x in saved['env'].items()})
+        whole = [saved['start'], *saved['state']]
+        for x, part in zip([run.start, *run.state], map(mine, whole), strict=True):
+            fill(x, part)
+    with restoring(where, 'count, running, since, recent, sums or rng'):
+        fill(run.count, saved['count'])
+        fill(run.running, saved['running'])
+        for name in ('since', 'recent'):
+            games = [(float(total), float(solved)) for total, solved in saved[name]]
+            setattr(run, name, games)
+        run.sums = {str(name): float(x) for name, x in saved['sums'].items()}
+        checkpoint.set_rng_state(saved['rng'])
+    return about
+
+
+# ---- the loop ----
+
+
+def validate(run: Run) -> None:
+    """Greedy evaluation, into the record; before the first update also a random policy's, to
+    compare with. The best one's checkpoint."""
+    each = [('eval', None), ('random', seed)] if run.step == 0 else [('eval', None)]
+    for name, chance in each:
+        result = evaluate(run.model, run.held_out, run.device, chance)
+        run.record |= {f'{name}_{key}': x for key, x in result.items()}
+        how = 'greedy' if chance is None else 'a random policy'
+        print0(
+            f'{run.record["env_steps"]:,}/{total_steps:,} | held-out levels, {how}: '
+            f'solved {result["solve_rate"]:.1%}, return {result["return"]:.2f}, '
+            f'{result["steps"]:.0f} steps'
         )
-    stopper, stop, status = Stopper(), False, 0
-    due_to_print = every()
+    if run.step > 0 and run.record['eval_return'] > run.best:
+        run.best = run.record['eval_return']
+        save(run, best=True)
+
+
+def loop(run: Run, writes: list[Callable[[dict], object]]) -> int:
+    """Updates, evaluations, log lines, checkpoints -> the exit status: 0 done, 1 the loss was not
+    finite, 128 + signal when told to stop."""
+    stopper, stop, status, due_to_print = checkpoint.Stopper(), False, 0, every()
     while True:
         evaluates = run.step % eval_interval == 0 or run.step == run.updates
         if evaluates or run.step % log_interval == 0:
@@ -748,47 +537,73 @@ def train(config: dict) -> int:
                 due_to_print(said=True)
             if evaluates:
                 validate(run)
-            if run.rank == 0:
-                log.write(run.record)
-                track(run.record)
+            for write in writes:
+                write(run.record)
         if run.step >= run.updates or stop:
             break
         start = time.perf_counter()
         stats, games, stop = update(run, stopper.signal is not None)
         due = (run.step + 1) % eval_interval == 0 or run.step + 1 == run.updates or stop
-        if (
-            not all(math.isfinite(x) for x in stats.values())
-            or due
-            and not all(p.isfinite().all() for p in run.model.parameters())
-        ):
-            kept = LAST if os.path.exists(os.path.join(out_dir, LAST)) else 'none yet'
+        finite = all(math.isfinite(x) for x in stats.values())
+        if finite and due:
+            finite = all(p.isfinite().all() for p in run.model.parameters())
+        if not finite:
             print0(
-                f'error: update {run.step + 1}: loss {stats["loss"]}, gradient norm {stats["grad_norm"]}, or a weight, is not finite: stopped, '
-                f'nothing saved of it; last good checkpoint in {out_dir}: {kept}. Lower the learning rate'
+                f'error: update {run.step + 1}: loss {stats["loss"]}, gradient norm '
+                f'{stats["grad_norm"]}, or a weight, is not finite: stopped, nothing saved of it. '
+                f'Lower the learning rate; --resume=True goes on from the last good checkpoint'
             )
             status = 1
             break
         count_games(run, games, stats)
         run.step, run.seconds = run.step + 1, run.seconds + time.perf_counter() - start
         if due_to_print():
-            print0(progress_line(run))
+            rate = (run.step - run.logged) * n_envs * unroll / (run.seconds - run.clock)
+            print0(f'    {run.step * n_envs * unroll:,}/{total_steps:,} | {rate:,.0f} steps/s')
         if due:
             save(run)  # before the log line and the evaluation: one that dies loses nothing
     stopper.restore()
-    if stop and run.step < run.updates:
+    if status == 0 and stop and run.step < run.updates:
         print0(f'stopped after update {run.step}, saved in {out_dir}: --resume=True goes on')
         status = 128 + (stopper.signal or 15)
     elif status == 0:
-        print0(
-            f'done: {run.step * n_envs * unroll:,} environment steps in {run.seconds:.0f} s, best held-out return {run.best:.2f}; {out_dir}/{LAST}'
-        )
+        steps = f'{run.step * n_envs * unroll:,} environment steps in {run.seconds:.0f} s'
+        print0(f'done: {steps}, best held-out return {run.best:.2f}; {out_dir}')
+    return status
+
+
+def train(config: dict) -> int:
+    """A run from beginning to end, or its evaluation -> the exit status."""
+    try:
+        run = make_run(config)  # finds all mistakes in settings and levels
+        if run.rank == 0 and not eval_only:
+            checkpoint.prepare_out_dir(out_dir, resume, overwrite)
+        about = load(run) if resume or eval_only else {}
+    except ValueError as error:  # LevelError, CheckpointError, OutDirError, AgentConfig's
+        fail(error)
+    print0(describe(run))
+    if eval_only:
+        name = os.path.splitext(os.path.basename(levels or eval_split))[0]
+        about |= {'levels': run.sources[1]}
+        print0(json.dumps(report(run.model, run.held_out, name, run.device, out_dir, about)))
+        return 0
+    warm_up(run)
+    writes, closes = [], []
     if run.rank == 0:
-        log.close()
+        checkpoint.write_config(config, out_dir, run.device)
+        # the checkpoint's own step is evaluated and logged again: the run may have died in between
+        log_path, after = os.path.join(out_dir, 'log.jsonl'), run.step - 1 if resume else None
+        log = checkpoint.JsonlLog(log_path, after)
+        track, close = open_trackers(config, tensorboard, wandb_project if wandb else '')
+        writes, closes = [log.write, track], [log.close, close]
+    status = loop(run, writes)
+    for close in closes:
         close()
-        if plot and status == 0:
-            title = f'{arch}, {"recurrent" if recurrent else "not recurrent"}, L = {n_layer}, E = {n_expert}, d = {n_embd}'
-            print0(f'learning curve: {plot_log(out_dir, title)}')
-        release(out_dir)
+    if plot and status == 0 and run.rank == 0:
+        title = f'{type(run.model).__name__}, L = {n_layer}, E = {n_expert}, d = {n_embd}'
+        how = 'recurrent' if recurrent else 'not recurrent'
+        print0(f'learning curve: {plot_log(out_dir, f"{how} {title}")}')
+    checkpoint.release(out_dir)
     if run.world > 1:
         dist.barrier()  # ranks leave together; one that fails leaves at once
         dist.destroy_process_group()
@@ -797,14 +612,11 @@ def train(config: dict) -> int:
 
 def main() -> int:
     config = configure(globals())
-    globals().update(restarted(out_dir))
-    try:
-        return train(config)
-    except (RuntimeError, MemoryError) as error:  # no memory, a dead rank; checkpoints stay whole
-        fail(last_words(error, out_dir, 'fewer n_envs, or --reuse=False'))
+    globals().update(checkpoint.restarted(out_dir))
+    return train(config)
 
 
 if __name__ == '__main__':
-    run_script(
-        main, 'interrupted: the last checkpoint stays as it was'
-    )  # before the first update, or the second ctrl-C
+    # interrupted before the first update, or by the second ctrl-C
+    stays = 'interrupted: the last checkpoint stays as it was'
+    run_script(main, stays, last_words('fewer n_envs, or --reuse=False'))

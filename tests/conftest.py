@@ -1,5 +1,6 @@
-"""The tests' one option, and ctrl-C: a shell starts its background jobs with it ignored, their children inherit that, and the tests that press
-it need the default. One thread a process: several spin beside each other, and Inductor's own workers would each import torch."""
+"""The tests' one option, and ctrl-C: a shell starts its background jobs with it ignored, their
+children inherit that, and the tests that press it need the default. One thread a process: several
+spin beside each other, and Inductor's own workers would each import torch."""
 
 import os
 import signal
@@ -7,30 +8,24 @@ import signal
 import pytest
 from hypothesis import HealthCheck, settings
 
-for name in (
-    'OMP_NUM_THREADS',
-    'MKL_NUM_THREADS',
-    'OPENBLAS_NUM_THREADS',
-    'TORCHINDUCTOR_COMPILE_THREADS',
-):
+THREADS = 'OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS TORCHINDUCTOR_COMPILE_THREADS'
+for name in THREADS.split():
     os.environ.setdefault(name, '1')
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-COMMON = {
-    'deadline': None,
-    'suppress_health_check': [HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-}
+SLOW = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+COMMON = {'deadline': None, 'suppress_health_check': SLOW}
 settings.register_profile('short', max_examples=60, derandomize=True, **COMMON)
 settings.register_profile('long', max_examples=3000, **COMMON)
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        '--long',
-        action='store_true',
-        help="20 kills a script for 2, 50 times as much drawn input, all docstrings' commands, 100,000 steps of a stream, the whole demo, half-hour soaks, and what is slow and rare: two hours",
+    text = "20 kills a script for 2, 50 times as much drawn input, all docstrings' commands, the "
+    text += (
+        'whole demo, 100,000 steps of a stream, half-hour soaks, what is slow and rare: two hours'
     )
+    parser.addoption('--long', action='store_true', help=text)
 
 
 def pytest_configure(config):
@@ -39,9 +34,8 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    items.sort(
-        key=lambda item: 'triton' not in item.nodeid
-    )  # the longest single tests first, or one process ends with them alone
+    # the longest single tests first, or one process ends with them alone
+    items.sort(key=lambda item: 'triton' not in item.nodeid)
     for item in items:
         if item.get_closest_marker('long') and not config.getoption('--long'):
             item.add_marker(pytest.mark.skip(reason='pytest --long runs it'))

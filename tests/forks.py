@@ -1,18 +1,21 @@
 """
-Processes that need not import torch again: a server imports it once a test session and forks a child for each command. A child is a real one,
-with its own exit status, signals, pipes, working directory and environment; only the interpreter's start and torch's import are shared.
+Processes that need not import torch again: a server imports it once a test session and forks a
+child for each command. A child is a real one, with its own exit status, signals, pipes, working
+directory and environment; only the interpreter's start and torch's import are shared.
 
-    process = forks.Popen([sys.executable, 'train_lm.py', ...], cwd=ROOT, stdout=subprocess.PIPE)     # as subprocess.Popen; script, -c or -m
-    done = forks.run([sys.executable, 'sample.py', ...], capture_output=True)                         # as subprocess.run
-    process = forks.Popen([sys.executable, '--ranks=2', 'train_lm.py', ...])                          # two ranks, as torchrun starts them
+    forks.Popen([sys.executable, 'train_lm.py', ...], cwd=ROOT)        # script, -c or -m
+    forks.run([sys.executable, 'sample.py', ...], capture_output=True)
+    forks.Popen([sys.executable, '--ranks=2', 'train_lm.py', ...])     # two ranks, as of torchrun
 
-What is special about a start (an import's own behaviour, a limit, triton's interpreter, torchrun itself) needs subprocess.
+What is special about a start (an import's own behaviour, a limit, triton's interpreter, torchrun
+itself) needs subprocess.
 """
 
 import atexit
 import contextlib
 import ctypes
 import functools
+import inspect
 import json
 import multiprocessing
 import os
@@ -31,65 +34,49 @@ PR_SET_CHILD_SUBREAPER = 36
 
 @functools.cache
 def server(pid):
-    """This process's server: a connection to it. Its grandchildren become children of this process, which can wait for them."""
+    """This process's server: a connection to it. Its grandchildren become children of this process,
+    which can wait for them."""
     assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     mine, its = socket.socketpair()
-    alone = {
-        'OMP_NUM_THREADS': '1',
-        'MKL_NUM_THREADS': '1',
-        'OPENBLAS_NUM_THREADS': '1',
-    }  # a process with threads must not fork
+    names = ('OMP_NUM_THREADS', 'MKL_NUM_THREADS', 'OPENBLAS_NUM_THREADS')
+    env = os.environ | dict.fromkeys(names, '1')  # a process with threads must not fork
     subprocess.Popen(
-        [sys.executable, __file__, str(its.fileno())],
-        pass_fds=[its.fileno()],
-        env={**os.environ, **alone},
+        [sys.executable, __file__, str(its.fileno())], pass_fds=[its.fileno()], env=env
     )
     its.close()
     return mine
 
 
+PARAMETERS = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]
+
+
+def read_order(given):
+    """-> what Popen was given, by name, the order for a child, and its three files."""
+    p = dict(zip(PARAMETERS, given, strict=True))
+    order = {
+        'argv': [str(a) for a in p['args'][1:]],
+        'cwd': os.path.abspath(p['cwd'] or '.'),
+        'env': dict(os.environ if p['env'] is None else p['env']),
+        'session': p['start_new_session'],
+    }
+    files = [p[name] for name in ('p2cread', 'c2pwrite', 'errwrite')]
+    return p, order, [k if fd == -1 else fd for k, fd in enumerate(files)]
+
+
 class Forked(subprocess.Popen):
     """Popen whose child is forked by the server."""
 
-    def _execute_child(
-        self,
-        args,
-        executable,
-        preexec_fn,
-        close_fds,
-        pass_fds,
-        cwd,
-        env,
-        startupinfo,
-        creationflags,
-        shell,
-        p2cread,
-        p2cwrite,
-        c2pread,
-        c2pwrite,
-        errread,
-        errwrite,
-        *rest,
-    ):
-        assert args[0] == sys.executable and not (shell or preexec_fn or pass_fds), (
-            'forks: only python, and no such option'
-        )
-        start_new_session = rest[5]
-        order = {
-            'argv': [str(a) for a in args[1:]],
-            'cwd': os.path.abspath(cwd or '.'),
-            'env': dict(os.environ if env is None else env),
-            'session': start_new_session,
-        }
-        message = json.dumps(order).encode()
-        files = [k if fd == -1 else fd for k, fd in enumerate((p2cread, c2pwrite, errwrite))]
-        connection = server(os.getpid())
+    def _execute_child(self, *given):
+        p, order, files = read_order(given)
+        plain = not (p['shell'] or p['preexec_fn'] or p['pass_fds'])
+        assert p['args'][0] == sys.executable and plain, 'forks: only python, and no such option'
+        message, connection = json.dumps(order).encode(), server(os.getpid())
         connection.sendall(len(message).to_bytes(8, 'big'))
         socket.send_fds(connection, [message[:1]], files)
         connection.sendall(message[1:])
         self.pid = int.from_bytes(receive(connection, 8), 'big')
         self._child_created = True
-        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+        self._close_pipe_fds(*given[PARAMETERS.index('p2cread') :][:6])
 
 
 Popen = Forked if sys.platform == 'linux' else subprocess.Popen
@@ -148,7 +135,8 @@ def serve(connection):
 
 
 def spread(world):
-    """Returns in one process a rank; this one waits for them, stops all when one fails, and ends with its status."""
+    """Returns in one process a rank; this one waits for them, stops all when one fails, and ends
+    with its status."""
     with socket.socket() as free:
         free.bind(('127.0.0.1', 0))
         port = free.getsockname()[1]
@@ -156,16 +144,9 @@ def spread(world):
     for rank in range(world):
         pid = os.fork()
         if pid == 0:
-            os.environ.update(
-                {
-                    'RANK': str(rank),
-                    'LOCAL_RANK': str(rank),
-                    'WORLD_SIZE': str(world),
-                    'LOCAL_WORLD_SIZE': str(world),
-                    'MASTER_ADDR': '127.0.0.1',
-                    'MASTER_PORT': str(port),
-                }
-            )
+            os.environ.update(dict.fromkeys(('RANK', 'LOCAL_RANK'), str(rank)))
+            os.environ.update(dict.fromkeys(('WORLD_SIZE', 'LOCAL_WORLD_SIZE'), str(world)))
+            os.environ.update({'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port)})
             return
         ranks.append(pid)
     status = 0
@@ -180,73 +161,32 @@ def spread(world):
 
 
 class Within(subprocess.Popen):
-    """What a forked script (sweep.py) starts in its turn, forked from itself where that is python."""
+    """What a forked script (sweep.py) starts in its turn: forked from itself, if it is python."""
 
-    def _execute_child(
-        self,
-        args,
-        executable,
-        preexec_fn,
-        close_fds,
-        pass_fds,
-        cwd,
-        env,
-        startupinfo,
-        creationflags,
-        shell,
-        p2cread,
-        p2cwrite,
-        c2pread,
-        c2pwrite,
-        errread,
-        errwrite,
-        *rest,
-    ):
+    def _execute_child(self, args, *given):
         args = [args[0], *args[2:]] if args[1:2] == ['-u'] else args  # torchrun's ranks
-        if shell or args[0] != sys.executable or args[1].startswith('-'):
-            return super()._execute_child(
-                args,
-                executable,
-                preexec_fn,
-                close_fds,
-                pass_fds,
-                cwd,
-                env,
-                startupinfo,
-                creationflags,
-                shell,
-                p2cread,
-                p2cwrite,
-                c2pread,
-                c2pwrite,
-                errread,
-                errwrite,
-                *rest,
-            )
+        p, order, files = read_order((args, *given))
+        if p['shell'] or args[0] != sys.executable or args[1].startswith('-'):
+            return super()._execute_child(args, *given)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            for k, fd in enumerate((p2cread, c2pwrite, errwrite)):
-                os.dup2(k if fd == -1 else fd, k)
-            for fd in {int(name) for name in os.listdir('/proc/self/fd')} - {0, 1, 2, *pass_fds}:
+            for k, fd in enumerate(files):
+                os.dup2(fd, k)
+            kept = {0, 1, 2, *p['pass_fds']}
+            for fd in {int(name) for name in os.listdir('/proc/self/fd')} - kept:
                 with contextlib.suppress(OSError):
                     os.close(fd)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            leave(
-                {
-                    'argv': args[1:],
-                    'cwd': cwd or '.',
-                    'env': dict(os.environ if env is None else env),
-                    'session': rest[5],
-                }
-            )
+            leave(order)
         self._child_created = True
-        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+        self._close_pipe_fds(*given[PARAMETERS.index('p2cread') - 1 :][:6])
 
 
 def leave(order):
-    """become, and end as the interpreter does, but for freeing all that torch's import has made: that takes a second of every child."""
+    """become, and end as the interpreter does, but for freeing all that torch's import has made:
+    that takes a second of every child."""
     status, interrupted = 1, False
     try:
         become(order)

@@ -1,897 +1,499 @@
-"""measure.py, bench.py and baselines.py: reports hold what they promise, a failing variant does not end the others, the baselines are what they
-say they are (parameters, carried state, window), learn, and refuse bad settings with one line."""
+"""bench.py: reports hold what they promise, a failing variant does not end the others, suite first
+goes on where it stopped."""
 
-import contextlib
 import csv
 import json
 import math
-import os
 import pathlib
 import shlex
 import signal
 import subprocess
 import sys
-from multiprocessing.connection import Listener
+import time
 
 import forks
 import numpy as np
 import pytest
-import torch
-import torch.nn.functional as F
 
-import baselines
 import bench
-import bench_sokoban
-import measure
 from configurator import configure, read_script
-from data_fineweb import open_meta, write_meta, write_shard
 from model import ModelConfig, build_model
 
 ROOT = pathlib.Path(__file__).parents[1]
-TINY = {'tokenizer': 'bytes', 'n_layer': 2, 'n_expert': 2, 'n_embd': 32, 'n_head': 2, 'window': 8, 'block_size': 8, 'tokens_per_step': 128,
-        'max_iters': 60, 'warmup_iters': 5, 'eval_interval': 30, 'log_interval': 30, 'val_tokens': 512, 'val_streams': 4, 'device': 'cpu',
-        'dtype': 'float32', 'compile': False, 'threads': 1}  # fmt: skip
+SMALL = shlex.split('--rounds=1 --seconds=0.01 --threads=1 --device=cpu --n_envs=2 --unroll=3')
+SIZES = '--n_embd=128 --block_size=4'
+SETTINGS = read_script(bench.__file__)[0]
+GPU = {**SETTINGS, 'device': 'cuda:0', 'dtype': 'bfloat16'}
+ROW = dict.fromkeys('LECBTDV', 1) | {'suite': 'train', 'path': 'fast', 'model': 'recurrent'}
+ROW |= {'dtype': 'bfloat16'}
 
 
-@pytest.fixture(scope='module', autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def run(tmp_path, words, *more, status=0):
+    """python bench.py -> the report, its table, the output."""
+    words = [*SMALL, *words.split(), *more, f'--out={tmp_path}/a/b.json']
+    command = [sys.executable, 'bench.py', *words]
+    done = forks.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == status, done.stdout + done.stderr
+    table = (tmp_path / 'a' / 'b.md').read_text()
+    assert table.strip() in done.stdout
+    return json.loads((tmp_path / 'a' / 'b.json').read_text()), table, done.stdout
 
 
-IDLE = []
+def call(monkeypatch, *words):
+    for name, value in SETTINGS.items():  # configure changes them
+        monkeypatch.setattr(bench, name, value)
+    monkeypatch.setattr(sys, 'argv', ['bench.py', *words])
+    bench.main()
 
 
-@pytest.fixture(scope='module', autouse=True)
-def ended():
-    yield
-    workers = [*IDLE]
-    measure.end_all(dict(enumerate(workers)))
-    assert not any(process.is_alive() for process, _ in workers)
+def refused(monkeypatch, capsys, *words):
+    """The one line of a user's mistake."""
+    with pytest.raises(SystemExit) as stop:
+        call(monkeypatch, *words)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count('\n') == 1
+    return error
 
 
-class Forked:
-    """A forked child as multiprocessing shows one."""
-
-    def __init__(self, child):
-        self.child, self.pid, self.kill = child, child.pid, child.kill
-
-    def is_alive(self):
-        return self.child.poll() is None
-
-    def join(self, timeout=None):
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.child.wait(timeout)
-
-    @property
-    def exitcode(self):
-        return self.child.poll()
+def median(report, name):
+    return report['yardsticks'][name]['median']
 
 
-WORK = """import sys
-from multiprocessing.connection import Client
-import measure
-measure.work(Client(sys.argv[1]), 'cpu', int(sys.argv[2]))
-"""
-STARTED = []
+def cells_of(table):
+    lines = [line.split('|')[1:-1] for line in table.splitlines() if line.startswith('|')]
+    assert len({len(line) for line in lines}) == 1
+    return [[cell.strip() for cell in line] for line in lines]
 
 
-@pytest.fixture
-def reused(monkeypatch):
-    """measure's processes go on from test to test, and all but the first are forked: importing torch takes seconds."""
-    really = measure.begin
-
-    def begin(kind, threads):
-        if IDLE:
-            return IDLE.pop()
-        STARTED.append(1)
-        if len(STARTED) == 1:
-            return really('cpu', threads)
-        with Listener(family='AF_UNIX') as listener:
-            child = forks.Popen(
-                [sys.executable, '-c', WORK, listener.address, threads],
-                cwd=ROOT,
-                env={**os.environ, 'PYTHONPATH': str(ROOT / 'tests')},
-            )
-            pipe = listener.accept()
-        pipe.recv()
-        return Forked(child), pipe
-
-    monkeypatch.setattr(measure, 'begin', begin)
-    monkeypatch.setattr(
-        measure, 'end', lambda *worker: IDLE.append(worker) if worker[0].is_alive() else None
-    )
+# ---- suites ----
 
 
-@pytest.fixture(scope='module')
-def data_dir(tmp_path_factory):
-    """Bytes that a look at the token before predicts well, but their frequencies do not: a walk with steps of 1 or 2 on 64 values."""
-    folder, rng = tmp_path_factory.mktemp('data'), np.random.default_rng(0)
-    for name, size in (('val_000000', 1000), ('train_000001', 12000)):
-        write_shard(folder / f'fineweb_{name}.bin', np.cumsum(rng.integers(1, 3, size)) % 64)
-    write_meta(folder, open_meta(folder, tokenizer='bytes', source='test'))
-    return str(folder)
-
-
-def settings(**changes):
-    return {**read_script(baselines.__file__)[0], **TINY, **changes}
-
-
-def run(script, *arguments):
-    return forks.run([sys.executable, script, *arguments], cwd=ROOT, capture_output=True, text=True)
-
-
-def bench_config(**changes):
-    return {**read_script(bench.__file__)[0], 'cells': ((1, 2, 4, 2),), 'n_embd': 128, 'block_size': 4, 'rounds': 2,
-            'seconds': 0.01, 'threads': 1, **changes}  # fmt: skip
-
-
-def bench_report(tmp_path, **changes):
-    config = bench_config(out=str(tmp_path / 'a' / 'b.json'), **changes)
-    variants, sizes = bench.plan(config, 'cpu', torch.float32, str(tmp_path))
-    bench.run_suite(
-        config['suite'],
-        config['suite'],
-        variants,
-        sizes,
-        config,
-        'cpu',
-        torch.float32,
-        config['seconds'],
-    )
-    return json.loads((tmp_path / 'a' / 'b.json').read_text())
-
-
-def check_report(report, out, lines, paths):
-    """What every suite promises: a header that lets it be repeated, yardsticks, turns, the table also as a file."""
-    assert {
-        'device',
-        'torch',
-        'python',
-        'threads',
-        'commit',
-        'command',
-        'date',
-        'config',
-        'dtype',
-        'memory',
-    } <= set(report)
-    assert (
-        report['yardsticks']['matmul float32']['median'] > 1e8
-        and report['yardsticks']['copy']['median'] > 1e7
-    )
-    assert [r['path'] for r in report['results']] == paths
-    for r in report['results']:
-        assert r['status'] == 'ok' and all(
-            len(v) == 2 and min(v) > 0 for v in r['seconds'].values()
-        )
-        assert r['memory_bytes'] < 2**30 and r['first_run_s'] > 0
-    turns = [line.split(': ')[0].split('  ') for line in lines if line.startswith('round')]
-    assert [number for number, _ in turns] == [
-        f'round {n}/2' for n in range(3) for _ in range(len(paths) + 1)
-    ]
-    assert [label.split()[-1] for _, label in turns] == ['yardsticks', *paths] * 3
-    assert any(line.startswith('1 of 1 cells, ') for line in lines)
-    rows = [line for line in lines if line.startswith('|')]
-    assert (
-        len(rows) == 2 + len(paths)
-        and len({row.count('|') for row in rows}) == 1
-        and '1.00x' in rows[2]
-    )
-    assert [line for line in out.read_text().splitlines() if line.startswith('|')] == rows
-    return rows
-
-
-def test_suite_cpu(reused, tmp_path, capsys):
-    report = bench_report(tmp_path, paths='fast,gpt_bf16')
-    rows = check_report(
-        report, tmp_path / 'a' / 'b.md', capsys.readouterr().out.splitlines(), ['fast', 'gpt_bf16']
-    )
+def test_a_suite(tmp_path):
+    """What every suite promises: a header that lets it be repeated, yardsticks, turns, figures, the
+    table also as a file."""
+    words = f'{SIZES} --cells=(1,2,4,2) --rounds=2 --paths=fast,gpt_bf16'
+    report, table, out = run(tmp_path, words)
+    kept = 'device torch python threads commit command date config dtype memory'
+    assert set(kept.split()) <= set(report) and median(report, 'copy') > 1e7
+    turns = [line.split(': ')[0] for line in out.splitlines() if line.startswith('round ')]
+    labels = 'yardsticks', '(1,2,4,2) fast', '(1,2,4,2) gpt_bf16'
+    assert turns[-9:] == [f'round {n}/2  {label}' for n in range(3) for label in labels]
+    assert '1 of 1 done' in out
+    lines = cells_of(table)
+    assert len(lines) == 4 and '1.00x' in lines[2] and 'head alone, ms' in lines[0]
     fast, gpt = report['results']
-    assert [fast[k] for k in ('L', 'E', 'C', 'B', 'T', 'D', 'V', 'dtype')] == [
-        1,
-        2,
-        4,
-        2,
-        4,
-        128,
-        256,
-        'float32',
-    ]
-    assert [gpt[k] for k in ('L', 'E', 'C', 'B', 'T', 'D', 'V', 'dtype')] == [
-        2,
-        1,
-        4,
-        1,
-        8,
-        128,
-        256,
-        'bfloat16',
-    ]  # 8 tokens a chunk, both
+    assert [fast[k] for k in 'LECBTDV'] == [1, 2, 4, 2, 4, 128, 256]
+    assert [gpt[k] for k in 'LECBTDV'] == [2, 1, 4, 1, 8, 128, 256]  # 8 tokens a chunk, both
+    assert (fast['dtype'], gpt['dtype']) == ('float32', 'bfloat16')
     for r in (fast, gpt):
-        assert r['memory_bytes'] > 0
-        assert r['tokens_per_s']['median'] == pytest.approx(
-            np.median(8 / np.array(r['seconds']['chunk']))
-        )
-        model = build_model(
-            ModelConfig(256, r['L'], r['E'], 128, window=4, block_size=r['T']), r is fast
-        )
-        flops, rate = (
-            model.flops_per_token(),
-            report['yardsticks'][f'matmul {r["dtype"]}']['median'],
-        )
-        assert r['share_of_matmul'] == pytest.approx(
-            3 * sum(flops.values()) * r['tokens_per_s']['median'] / rate
-        )
-    assert fast['flops_per_token'] == pytest.approx(
-        gpt['flops_per_token'], rel=0.01
-    )  # the same work
+        assert r['status'] == 'ok' and 0 < r['memory_bytes'] < 2**30 and r['first_run_s'] > 0
+        rates = 8 / np.array(r['seconds']['chunk'])
+        assert len(rates) == 2 and r['tokens_per_s']['median'] == pytest.approx(np.median(rates))
+        flops = build_model(bench.model_config(r), r is fast).flops_per_token()
+        share = 3 * sum(flops.values()) * np.median(rates) / median(report, f'matmul {r["dtype"]}')
+        assert r['share_of_matmul'] == pytest.approx(share)
     chunk, head = (np.array(fast['seconds'][part]) for part in ('chunk', 'head'))
     assert fast['step_ms']['median'] == pytest.approx(1000 * np.median((chunk - head) / 4))
-    flops = build_model(ModelConfig(256, 1, 2, 128, window=4), True).flops_per_token()['core']
-    assert fast['step_ms_at_matmul_rate'] == pytest.approx(
-        3000 * flops * 2 / report['yardsticks']['matmul float32']['median']
-    )
-    assert 'head alone, ms' in rows[0] and 'step_ms' not in gpt
+    flops = build_model(bench.model_config(fast), True).flops_per_token()['core']
+    want = 3000 * flops * 2 / median(report, 'matmul float32')
+    assert fast['step_ms_at_matmul_rate'] == pytest.approx(want) and 'step_ms' not in gpt
 
 
-@pytest.mark.parametrize(
-    'suite, paths, figure',
-    [('train', ['fast', 'gpt'], 'tokens_per_s'), ('decode', ['fast', 'ring'], 'ms_per_token')],
-)
-def test_suites_of_the_paper(suite, paths, figure, reused, tmp_path, capsys):
-    n = {'train': 64, 'decode': 2}[suite]  # tokens an update over 4 GPUs, or streams
-    report = bench_report(tmp_path, suite=suite, paths=','.join(paths), cells=((1, 2, 4, n),))
-    check_report(report, tmp_path / 'a' / 'b.md', capsys.readouterr().out.splitlines(), paths)
-    rates = [report['yardsticks'][name]['median'] for name in ('matmul float32', 'copy')]
+SUITES = """\
+train fast,gpt (1,2,4,64) update 16 tokens_per_s
+decode fast,ring (1,2,4,2) token 2 ms_per_token
+sokoban fast,plain_recompute (1,1,4) update 6 env_steps_per_s
+baselines lstm,fast (1,2,4,2) chunk 8 tokens_per_s"""
+
+
+@pytest.mark.parametrize('case', SUITES.splitlines())
+def test_figures(case, tmp_path):
+    """Of the other suites, and what the plain pieces say to them."""
+    suite, paths, cell, part, amount, name = case.split()
+    words = f'{SIZES} --suite={suite} --paths={paths} --cells={cell} --check'
+    report, table, _ = run(tmp_path, words)
+    assert [r['path'] for r in report['results']] == paths.split(',')
     for r in report['results']:
-        assert (r['B'], r['T'], r['C'], r['tokens']) == (
-            (4, 4, 4, 16) if suite == 'train' else (2, 4, 4, 2)
-        )
-        times = np.array(r['seconds']['update' if suite == 'train' else 'token'])
-        model = ModelConfig(256, r['L'], r['E'], 128, window=4, block_size=4)
-        least = sum(
-            bench.floor(model, r['path'] != 'gpt', r['B'], *rates, 4, suite == 'decode').values()
-        )
-        assert r[figure]['median'] == pytest.approx(
-            np.median(16 / times if suite == 'train' else 1000 * times)
-        )
-        rate = (
-            r['tokens_per_s']['median'] / 4 if suite == 'train' else 1 / np.median(times)
-        )  # token steps a second
-        assert r['share_of_roofline'] == pytest.approx(least * rate)
-        assert r['paper'] is None and 'over_paper' not in r
+        times = np.array(r['seconds'][part])
+        values = 1000 * times if suite == 'decode' else int(amount) / times
+        value = np.median(values)
+        assert bench.metric(r) == name and r[name]['median'] == pytest.approx(value)
+        if suite in ('train', 'decode'):
+            assert 'paper' not in r and (r['B'], r['T']) == (int(amount) // 4 or 2, 4)
+            steps = value / 4 if suite == 'train' else 1000 / value  # a second
+            least = bench.floor(r, median(report, 'matmul float32'), median(report, 'copy'))
+            assert r['share_of_roofline'] == pytest.approx(least * steps)
+        if suite == 'sokoban':
+            macs = (3 if r['path'] == 'fast' else 4) * r['macs_per_step']['executed']
+            assert r['share_of_conv'] == pytest.approx(macs * value / median(report, 'conv'))
+        if suite == 'baselines':
+            both = 8 / (times + np.array(r['seconds']['optimizer']))
+            assert r['tokens_per_s_with_optimizer']['median'] == pytest.approx(np.median(both))
+        if suite in ('train', 'sokoban') or r['path'] == 'ring':
+            assert float(r['check'].rstrip('%')) < 2 and r['check'] in table
 
 
-def test_suite_kernels(reused, tmp_path, capsys):
-    """Every twin runs eagerly, Triton's say that they need a GPU; Muon's iteration batched against one by one."""
-    report = bench_report(tmp_path, suite='kernels', paths='eager,triton', rounds=1)
+def test_suite_kernels(tmp_path):
+    """Every twin runs eagerly, Triton's say that they need a GPU; Muon's iteration batched against
+    one by one."""
+    words = f'{SIZES} --cells=(1,2,4,2) --suite=kernels --paths=eager,triton'
+    report, table, _ = run(tmp_path, words)
     rows = {(r['kernel'], r['path']): r for r in report['results']}
     pieces = ['attention', 'experts', 'loss']
-    assert set(rows) == {(name, path) for name in pieces for path in ('eager', 'triton')} | {
-        ('orthogonalize', how) for how in ('one by one', 'batched')
-    }
-    assert all(
-        r['status'] == ('n/a (needs CUDA)' if path == 'triton' else 'ok')
-        for (_, path), r in rows.items()
-    )
-    assert all(
-        r['share_of_roofline'] > 0 and r['us']['median'] > 0
-        for (_, path), r in rows.items()
-        if path != 'triton'
-    )
-    lines = [
-        line for line in (tmp_path / 'a' / 'b.md').read_text().splitlines() if line.startswith('|')
-    ]
-    assert len(lines) == 2 + 8 and len({line.count('|') for line in lines}) == 1
-    assert [line.split('|')[1].strip() for line in lines[2:]] == [
-        name for name in [*pieces, 'orthogonalize'] for _ in range(2)
-    ]
+    ways = {('orthogonalize', how) for how in ('one by one', 'batched')}
+    assert set(rows) == {(name, path) for name in pieces for path in ('eager', 'triton')} | ways
+    for (_, path), r in rows.items():
+        assert r['status'] == ('n/a (needs CUDA)' if path == 'triton' else 'ok')
+        assert path == 'triton' or r['share_of_roofline'] > 0 and r['us']['median'] > 0
+    names = [line[0] for line in cells_of(table)[2:]]
+    assert names == [name for name in [*pieces, 'orthogonalize'] for _ in range(2)]
 
 
 def test_why_a_triton_kernel_is_not_timed(monkeypatch):
-    for found, message in (
-        ({'error': 'TritonError: x'}, 'TritonError: x'),
-        ({'difference': 0.01}, ''),
-        ({'difference': 0.5}, 'wrong by 50.0%'),
-        ({'difference': math.nan}, 'wrong by nan%'),
-    ):
+    cases = [({'error': 'TritonError: x'}, 'TritonError: x'), ({'difference': 0.01}, '')]
+    cases += [({'difference': 0.5}, 'wrong by 50.0%'), ({'difference': math.nan}, 'wrong by nan%')]
+    for found, message in cases:
         monkeypatch.setattr(bench.kernels, 'compare', lambda run, found=found: found)
         assert bench.why_not(None, True) == message
     assert bench.why_not(None, False) == 'n/a (needs CUDA)'
 
 
-@pytest.mark.parametrize('words', [['--suite=sokoban'], ['--suite', 'sokoban']])
-def test_suite_sokoban(words, tmp_path, monkeypatch, capsys):
-    """bench.py hands over to bench_sokoban.py, whose report has the table beside it. What it measures: test_commands.py runs README's commands."""
+# ---- suite first ----
 
-    def fine(variants, *_):
-        return {
-            label: {
-                'status': 'ok',
-                'seconds': {part: [2.0]},
-                'macs': 8,
-                'env_steps': 4,
-                'first_run_s': 0,
-                'memory_bytes': 0,
-            }
-            for label in variants
-            for part in ['conv' if label == 'conv' else 'update']
-        }
 
-    monkeypatch.setattr(bench_sokoban, 'measure', fine)
-    monkeypatch.setattr(sys, 'argv', ['bench.py', *words, '--cells=(1,1,4),', '--paths=fast', '--n_envs=2', '--device=cpu',
-                                      f'--out={tmp_path}/s.json'])  # fmt: skip
-    for name, value in read_script(bench_sokoban.__file__)[0].items():
-        monkeypatch.setattr(bench_sokoban, name, value)
-    bench.main()
-    report = json.loads((tmp_path / 's.json').read_text())
-    assert report['suite'] == 'sokoban' and report['results'][0]['env_steps_per_s']['median'] == 2
-    assert '| 1, 1, 4 | fast | 2 (2..2) | 1.00x | 100.0% |' in (tmp_path / 's.md').read_text()
+def test_first_goes_on_where_it_stopped(tmp_path):
+    """Steps in processes of their own; the budget stops it, the same line goes on, what is done is
+    not done again; one that fails is told and passed by (exit status 1); a report of other code is
+    refused."""
+    large = 'train 400 100 4 64'
+    cells = "('train',1,2,4,64),('decode',1,2,4,2),('train',400,100,4,64),('sokoban',1,1,4)"
+    words = f'--suite=first --n_embd=128 --paths=fast,ring --cells={cells}'
+    report, _, out = run(tmp_path, words, '--budget=1')
+    assert list(report['steps']) == ['yardsticks', 'train 1 2 4 64'] and 'cells left: 3' in out
+    command = shlex.split(out.splitlines()[-1])
+    assert command[2:] == [*SMALL, *words.split(), '--budget=1', f'--out={tmp_path}/a/b.json']
+    (before,) = report['results']
+    assert before['check'] == '0.00%' and before['suite'] == 'train'
+    report, table, out = run(tmp_path, words, status=1)
+    assert 'left' not in out and report['results'][0] == before and len(report['steps']) == 5
+    bad = {name: step['status'] for name, step in report['steps'].items() if step['status'] != 'ok'}
+    assert list(bad) == [large] and 'GB free' in bad[large] and f'- {large}: {bad[large]}' in table
+    suites = [r['suite'] for r in report['results']]
+    assert suites == ['train', 'decode', 'decode', 'train', 'sokoban']
+    file = tmp_path / 'a' / 'b.json'
+    file.write_text(json.dumps({**report, 'commit': 'other'}))
+    done = forks.run([sys.executable, *command[1:]], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count('\n') == 1
+    assert "commit 'other'" in done.stderr and 'another --out' in done.stderr
+
+
+def test_first_interrupted(tmp_path):
+    """Ctrl-C keeps what is there, and leaves no process: one would keep the pipe open."""
+    cells = "('decode',1,2,4,2),('train',16,8,64,4096)"  # the second takes minutes
+    words = ['--suite=first', '--n_embd=128', f'--cells={cells}', '--paths=ring,plain']
+    command = [sys.executable, 'bench.py', *SMALL, *words]
+    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
+    with forks.Popen([*command, f'--out={tmp_path}/a.json'], cwd=ROOT, **pipes) as process:
+        for line in process.stdout:
+            if line.startswith('decode 1 2 4 2: ok'):
+                break
+        process.send_signal(signal.SIGINT)
+        error = process.communicate()[1]
+    assert process.returncode == 130 and 'what was finished is written' in error
+    report = json.loads((tmp_path / 'a.json').read_text())
+    assert list(report['steps']) == ['yardsticks', 'decode 1 2 4 2']
+    assert [r['path'] for r in report['results']] == ['ring', 'plain']
+
+
+def test_steps_of_a_gpu():
+    """The order that was asked for, each cell once, the rest of the tests last."""
+    groups = bench.plan_first({**GPU, 'suite': 'first'})
+    steps = list(groups)
+    cells = ['2 8 64', '1 16 64', '4 4 128', '8 2 256', '2 8 2048', '16 1 256']
+    decode = ['2 8 128', '2 8 2048', '1 16 128', '1 16 2048']
+    want = ['smoke', *(f'train {cell}' for cell in cells), *(f'decode {cell}' for cell in decode)]
+    assert steps[:14] == [*want, 'sokoban 1 1 128', 'sokoban 4 1 64', 'kernels 2 8']
+    assert steps[-1].startswith('tests test_') and all(groups.values())
+    rows = [row for group in groups.values() if group is not bench.SMOKE for row in group]
+    assert len([name for name in steps if name.startswith('train')]) == 60 and len(rows) > 80
+
+
+GPU_TESTS = """
+import time, pytest
+pytestmark = pytest.mark.gpu
+def test_right(): pass
+def test_wrong(): assert 0
+def test_slow(): time.sleep(600)
+"""
+
+
+def test_the_tests_of_a_gpu(tmp_path, monkeypatch, capsys):
+    """What each run of pytest comes to, whatever is wrong; without pytest they are skipped."""
+    monkeypatch.setattr(bench, 'GPU_TESTS', str(tmp_path / 'test_it.py'))
+    (tmp_path / 'test_it.py').write_text(GPU_TESTS)
+    assert bench.run_tests('right', time.perf_counter() + 600) == 'ok'
+    assert 'test_right PASSED' in capsys.readouterr().out
+    none, one = '0 passed, 1 failed, 0 skipped', '1 passed, 0 failed, 0 skipped'
+    assert bench.run_tests('wrong', time.perf_counter() + 600) == f'failed: {none}'
+    assert bench.run_tests('right or slow', time.perf_counter() + 20) == f'failed: late: {one}'
+    monkeypatch.setattr(bench.importlib.util, 'find_spec', lambda name: None)
+    assert bench.run_tests('right', 0) == 'skipped: pytest is not installed'
+
+
+# ---- variants that fail ----
+
+MAKE = """
+import json, os, signal, sys, time, torch, bench
+part = {'update': lambda: None}
+def fine(): return part, {'tokens': 1, 'pid': os.getpid()}
+def large(): return {'update': lambda: torch.empty(2**60)}, {}
+def killed(): os.kill(os.getpid(), signal.SIGKILL)
+def broken(): raise RuntimeError('no compiler\\nmany more lines')
+def slow(): time.sleep(600)
+def wrong():
+    ones = torch.ones(2, 2)
+    check = {'w': (1.5 * ones, ones), 'b': (ones[0], ones[0])}
+    return part, {'tokens': 1, 'pid': os.getpid(), 'check': lambda: check}
+def lost(): return part, {'tokens': 1, 'check': lambda: torch.empty(2**60)}
+bench.MAKERS['train'] = lambda row, config: globals()[row['what']]()
+config = {'device': sys.argv[1], 'threads': 1, 'rounds': 1, 'seconds': 0, 'check': True}
+begin, pool, late, records = bench.begin, {}, time.perf_counter() + 5, {}
+bench.begin = lambda config: begin({**config, 'device': 'cpu'})
+for name in sys.argv[2:]:
+    until = late if name == 'slow' else float('inf')
+    records |= bench.measure({name: {'suite': 'train', 'what': name}}, config, pool, until)
+    if config['device'] == 'cpu': bench.end(pool)
+bench.end(pool)
+print(json.dumps(records))
+"""
+
+
+def measured(device, names):
+    command = [sys.executable, '-c', MAKE, device, *names.split()]
+    done = forks.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_variants_that_fail():
+    """Each costs itself alone; the reason is told; a gradient that differs does not count."""
+    found = measured('cpu', 'large killed broken slow wrong lost fine')
+    status = [record['status'] for record in found.values()]
+    assert status[:4] == ['OOM', 'OOM', 'failed: RuntimeError: no compiler', 'failed: late']
+    assert status[4:] == ['differs by 50.0% in w', 'ok', 'ok']
+    assert found['lost']['check'] == 'OOM' and found['wrong']['check'] == '50.00%'
+    rows = [bench.derive(record, {**ROW, 'cell': name}, {})[0] for name, record in found.items()]
+    lines = cells_of(bench.table(rows))
+    assert 'OOM' in lines[2] and 'differs by 50.0% in w' in lines[6] and '1.00x' in lines[8]
+
+
+def test_one_process_on_a_gpu():
+    """Variants one after another in one process, also from call to call; after one that fails, in
+    another. (They use the CPU.)"""
+    found = measured('cuda:0', 'fine wrong killed lost')
+    assert [found[name]['status'][:7] for name in found] == ['ok', 'differs', 'OOM', 'ok']
+    assert found['fine']['pid'] == found['wrong']['pid']
+
+
+def test_timed():
+    calls = []
+    assert bench.timed(lambda: calls.append(1) or 0.25, 10, 'cpu') == 0.25  # timed itself
+    assert len(calls) == 1
+    assert 0 < bench.timed(lambda: calls.append(1), 10, 'cpu') < 1 and len(calls) == 11
+
+
+# ---- figures that are known ----
+
+FLOORS = """\
+train 1: 913 913 772 477 145 75
+train 2: 913 864 642 381 111 57
+train 4: 778 644 480 272 76 39
+train 8: 514 427 319 173 46 23
+decode 1: 0.096 0.112
+decode 2: 0.097 0.129
+decode 4: 0.099 0.162
+decode 8: 0.103 0.229
+decode 16: 0.112 0.363"""
+
+
+def floor(suite, L, C, B, model='recurrent'):
+    row = {**ROW, 'suite': suite, 'L': L, 'E': 16 // L, 'C': C, 'B': B, 'T': C, 'model': model}
+    return bench.floor({**row, 'D': 768, 'V': 50304}, 800e12, 3e12)
 
 
 def test_floor_is_that_of_the_plan():
-    """Against the hard floors calculated for an H100 of 800 TFLOP/s and 3 TB/s (1000 tokens/s; ms a token), d = 768, E = 16/L, V = 50304."""
-    train = {1: (913, 913, 772, 477, 145, 75), 2: (913, 864, 642, 381, 111, 57), 4: (778, 644, 480, 272, 76, 39),
-             8: (514, 427, 319, 173, 46, 23)}  # fmt: skip
-    decode = {
-        1: (0.096, 0.112),
-        2: (0.097, 0.129),
-        4: (0.099, 0.162),
-        8: (0.103, 0.229),
-        16: (0.112, 0.363),
-    }
-    for L, row in train.items():
-        for C, want in zip((32, 64, 128, 256, 1024, 2048), row, strict=True):
-            B, config = 32768 // C, ModelConfig(50304, L, 16 // L, 768, window=C, block_size=C)
-            got = B / sum(bench.floor(config, True, B, 800e12, 3e12).values()) / 1000
-            assert got == pytest.approx(want, rel=0.25 if (L, C) == (8, 32) else 0.13), (L, C)
-    for L, row in decode.items():
-        for C, want in zip((128, 2048), row, strict=True):
-            config = ModelConfig(50304, L, 16 // L, 768, window=C)
-            assert 1000 * sum(
-                bench.floor(config, True, 16, 800e12, 3e12, decoding=True).values()
-            ) == pytest.approx(want, rel=0.07), (L, C)
-    gpt = ModelConfig(50304, 16, 1, 768, window=256, block_size=256)
-    flops = build_model(
-        ModelConfig(256, 16, 1, 384, window=256, block_size=256), False
-    ).flops_per_token()['core']  # at half the width
-    assert (
-        0.8
-        < 128
-        / sum(bench.floor(gpt, False, 128, 800e12, 3e12).values())
-        / (800e12 / 3 / (4 * flops + 2 * 768 * 50304))
-        < 1.05
-    )
+    """Against the hard floors calculated for an H100 of 800 TFLOP/s and 3 TB/s (1000 tokens/s; ms a
+    token), d = 768, E = 16/L."""
+    for line in FLOORS.splitlines():
+        name, _, figures = line.partition(': ')
+        suite, L = name.split()[0], int(name.split()[1])
+        for C, want in zip(bench.CONTEXTS[suite], map(float, figures.split()), strict=True):
+            B = 16 if suite == 'decode' else 32768 // C
+            least = 1000 * floor(suite, L, C, B)
+            near = 0.07 if suite == 'decode' else 0.25 if (L, C) == (8, 32) else 0.13
+            got = least if suite == 'decode' else B / least
+            assert got == pytest.approx(want, rel=near), (suite, L, C)
+    small = ModelConfig(256, 16, 1, 384, window=256, block_size=256)  # at half the width
+    flops = 4 * build_model(small, False).flops_per_token()['core'] + 2 * 768 * 50304
+    share = 128 / floor('train', 16, 256, 128, 'transformer') / (800e12 / 3 / flops)
+    assert 0.8 < share < 1.05
 
 
 def test_paper_tables():
     """The constants are the paper's files, where they are at hand."""
     folder = ROOT.parent / 'shared' / 'paper'
     if not folder.exists():
-        pytest.skip(
-            f"{folder} does not exist: the tables in bench.py are not compared with the paper's files"
-        )
-    for name, ours in (
-        ('training_ktokens_per_s_4xH100', bench.PAPER_TRAIN),
-        ('latency_ms_per_token_4xH100', bench.PAPER_DECODE),
-    ):
-        with open(folder / f'{name}.csv') as file:
-            header, *lines = csv.reader(file)
-        head = header.index('E') + 1  # model, L, E and what stands before
-        theirs = {tuple(int(x) if x.isdigit() else x for x in line[:head]): tuple(None if x == 'OOM' else float(x) for x in line[head:])
-                  for line in lines}  # fmt: skip
-        assert ours == theirs
-    assert header[3:] == ['C128_B16', 'C2048_B16']
+        pytest.skip(f"{folder} does not exist: the figures are not compared with the paper's files")
+    for suite, name in (('train', 'training_ktokens_per_s'), ('decode', 'latency_ms_per_token')):
+        with open(folder / f'{name}_4xH100.csv') as file:
+            head, *lines = csv.reader(file)
+        k = head.index('E') + 1  # what stands before is the row's name
+        for line in lines:
+            who = ' '.join(['paper', suite, *(['16'] if suite == 'decode' else []), *line[:k]])
+            ours = [word.replace('OOM', 'nan') for word in bench.FIGURES[who].split()]
+            theirs = [word.replace('OOM', 'nan') for word in line[k:]]
+            np.testing.assert_array_equal(np.array(ours, float), np.array(theirs, float))
+        assert len(lines) == len([who for who in bench.FIGURES if who.startswith(f'paper {suite}')])
 
 
-def test_paper_cells(tmp_path):
-    """On a GPU: every cell of both tables, the streams of one of 4 GPUs, the paper's figures; none at other sizes."""
-    monolith = bench_config(suite='train', cells=(), n_embd=0)
-    variants, sizes = bench.plan(monolith, 'cuda:0', torch.bfloat16, str(tmp_path))
-    assert len(variants) == 60 and all(
-        r['path'] == ('compiled' if r['E'] > 1 else 'gpt_compiled') for r in sizes.values()
-    )
-    assert all(
-        r['B'] * r['C'] * 4 == r['tokens_per_update'] and r['T'] == r['C'] for r in sizes.values()
-    )
-    papers = {
-        (r['tokens_per_update'], r['L'], r['C']): bench.paper_figure(r, 'train')
-        for r in sizes.values()
-    }
-    assert (
-        papers[131072, 1, 128] == 87375
-        and papers[262144, 16, 2048] == 267875
-        and papers[131072, 8, 128] == 'OOM'
-        and None not in papers.values()
-    )
-    some = bench.plan(
-        {**monolith, 'cells': ((2, 8), (4, 4, 64), (1, 16, 32, 262144))},
-        'cuda:0',
-        torch.bfloat16,
-        str(tmp_path),
-    )[1]
-    assert len(some) == 12 + 2 + 1
-    row = next(iter(sizes.values()))
-    assert (
-        bench.paper_figure({**row, 'D': 384}, 'train') is None
-        and bench.paper_figure({**row, 'tokens_per_update': 65536}, 'train') is None
-    )
-    sizes = bench.plan({**monolith, 'suite': 'decode'}, 'cuda:0', torch.bfloat16, '')[1]
-    assert {(r['L'], r['C']): bench.paper_figure(r, 'decode') for r in sizes.values() if r['path'] == 'ring'} | {
-        ('gpt', r['C']): bench.paper_figure(r, 'decode') for r in sizes.values() if r['path'] == 'gpt_ring'} == {
-        (1, 128): 0.108, (1, 2048): 0.131, (2, 128): 0.431, (2, 2048): 0.554, (4, 128): 0.552, (4, 2048): 0.637, (8, 128): 0.815, (8, 2048): 0.935,
-        (16, 128): 1.402, (16, 2048): 1.577, ('gpt', 128): 0.565, ('gpt', 2048): 0.670}  # fmt: skip
-    record = {'status': 'ok', 'seconds': {'token': [0.0005]}}
-    done = bench.derive(
-        record,
-        next(r for r in sizes.values() if (r['path'], r['L'], r['C']) == ('ring', 8, 128)),
-        'decode',
-        {},
-    )[0]
+def test_paper_cells():
+    """On a GPU: every cell of both tables, the streams of one of 4 GPUs, the paper's figures; none
+    at other sizes."""
+
+    def rows(suite, **changes):
+        groups = bench.plan({**GPU, 'suite': suite, **changes}, suite)
+        return [row for group in groups.values() for row in group.values()]
+
+    trained = rows('train')
+    for r in trained:
+        assert r['path'] == ('compiled' if r['E'] > 1 else 'gpt_compiled')
+        assert r['B'] * r['C'] * 4 == r['tokens_per_update'] and r['T'] == r['C']
+    papers = {(r['tokens_per_update'], r['L'], r['C']): bench.published(r) for r in trained}
+    assert len(papers) == len(trained) == 60 and all('paper' in p for p in papers.values())
+    assert papers[131072, 1, 128] == {'paper': 87375, 'target': 430000, 'modelled': 363000}
+    assert papers[262144, 16, 2048] == {'paper': 267875}
+    assert papers[131072, 8, 128]['paper'] == 'OOM'
+    assert len(rows('train', cells=((2, 8), (4, 4, 64), (1, 16, 32, 262144)))) == 12 + 2 + 1
+    assert bench.published({**trained[0], 'D': 384}) == {}
+    assert bench.published({**trained[0], 'tokens_per_update': 65536}) == {}
+    decoded = [r for r in rows('decode') if r['path'].endswith('ring')]
+    rings = {(r['model'], r['L'], r['C']): bench.published(r) for r in decoded}
+    assert len(rings) == 12 and rings['recurrent', 8, 128] == {'paper': 0.815, 'target': 0.199}
+    assert rings['transformer', 16, 2048] == {'paper': 0.670, 'target': 0.555}
+    row = next(r for r in decoded if (r['L'], r['C']) == (8, 128))
+    done = bench.derive({'status': 'ok', 'seconds': {'token': [0.0005]}}, row, {})[0]
     assert done['over_paper'] == pytest.approx(0.815 / 0.5)
-    oom = bench.table(
-        [{**row, 'status': 'OOM', 'paper': 'OOM'}, {**row, 'status': 'OOM', 'paper': 1000.0}],
-        'train',
-    ).splitlines()
-    assert (
-        oom[0].count('|') == oom[2].count('|')
-        and oom[2].count(' OOM ') == 2
-        and ' 1,000 ' in oom[3]
-    )
+    assert done['over_target'] == pytest.approx(0.199 / 0.5)
+
+
+# ---- reports of several runs ----
+
+HEADER = {'device': 'X', 'dtype': 'float32', 'commit': 'abc', 'torch': '2', 'threads': 2}
 
 
 def report_file(path, suite, rows, **changes):
-    report = {
-        'suite': suite,
-        'device': 'X',
-        'dtype': 'float32',
-        'commit': 'abc',
-        'date': 'today',
-        'torch': '2',
-        'threads': 2,
-        'command': 'old',
-        'results': rows,
-    }
-    path.write_text(json.dumps({**report, **changes}))
+    report = {'suite': suite, **HEADER, 'command': 'old', 'results': rows, **changes}
+    path.write_text(json.dumps(report))
     return str(path)
 
 
+def result(L, name, value, **changes):
+    figures = {name: dict.fromkeys(('median', 'min', 'max'), value)}
+    return {'path': 'fast', 'L': L, 'E': 1, 'C': 8, 'B': 2, 'status': 'ok', **figures, **changes}
+
+
 def test_compare(tmp_path, monkeypatch, capsys):
-    def row(L, name, value, **changes):
-        return {
-            'path': 'fast',
-            'L': L,
-            'E': 1,
-            'C': 8,
-            'B': 2,
-            'status': 'ok',
-            name: {'median': value, 'min': value, 'max': value},
-            **changes,
-        }
-
-    for name, value in read_script(bench.__file__)[0].items():
-        monkeypatch.setattr(bench, name, value)
-    a = report_file(
-        tmp_path / 'a.json',
-        'train',
-        [row(1, 'tokens_per_s', 100), row(2, 'tokens_per_s', 50), row(4, 'tokens_per_s', 7)],
-    )
-    b = report_file(
-        tmp_path / 'b.json',
-        'train',
-        [
-            row(2, 'tokens_per_s', 75),
-            row(1, 'tokens_per_s', 250),
-            {**row(4, 'x', 1), 'status': 'OOM'},
-        ],
-    )
-    c, d = (
-        report_file(tmp_path / f'{x}.json', 'decode', [row(1, 'ms_per_token', value)])
-        for x, value in (('c', 3.0), ('d', 2.0))
-    )
-    e = report_file(tmp_path / 'e.json', 'decode', [row(8, 'ms_per_token', 1)])
-
-    def run_with(*arguments):
-        monkeypatch.setattr(sys, 'argv', ['bench.py', *arguments])
-        bench.main()
-        return [line for line in capsys.readouterr().out.splitlines() if line.startswith('|')]
-
-    lines = run_with('--compare', a, b)
-    assert (
-        len(lines) == 5
-        and lines[2].endswith('| 1.50x |')
-        and lines[3].endswith('| 2.50x |')
-        and lines[4].endswith('| OOM |  |')
-    )
-    assert run_with(f'--compare={c},{d}')[2].endswith('| 1.50x |')
-    broken = tmp_path / 'f.json'
-    broken.write_text('[]')
-    for pair, message in (
-        (f'{a},{c}', 'of suite'),
-        (f'{a},nowhere.json', 'cannot be read'),
-        (f'{c},{e}', 'no row in common'),
-        (a, 'two files'),
-        (f'{a},{broken}', 'no report'),
-    ):
-        with pytest.raises(SystemExit) as stop:
-            run_with(f'--compare={pair}')
-        error = capsys.readouterr().err
-        assert stop.value.code == 2 and error.count('\n') == 1 and message in error
+    """Also reports that are older than a row's suite."""
+    old = [result(L, 'tokens_per_s', value) for L, value in ((1, 100), (2, 50), (4, 7))]
+    new = [result(2, 'tokens_per_s', 75), result(1, 'tokens_per_s', 250, suite='train')]
+    new.append(result(4, 'x', 1, status='OOM'))
+    a, b = (report_file(tmp_path / n, 'train', rows) for n, rows in (('a', old), ('b', new)))
+    rows = {'c': result(1, 'ms_per_token', 3), 'd': result(1, 'ms_per_token', 2)}
+    rows['e'] = result(8, 'ms_per_token', 1)
+    c, d, e = (report_file(tmp_path / n, 'decode', [row]) for n, row in rows.items())
+    call(monkeypatch, '--compare', a, b)
+    lines = cells_of(capsys.readouterr().out)
+    assert [line[-1] for line in lines[2:]] == ['1.50x', '2.50x', ''] and 'OOM' in lines[4]
+    call(monkeypatch, f'--compare={c},{d}')
+    assert cells_of(capsys.readouterr().out)[2][-1] == '1.50x'
+    (tmp_path / 'f').write_text('[]')
+    wrong = {f'{a},{c}': 'of suite', f'{a},nowhere.json': 'cannot be read', a: 'two files'}
+    wrong |= {f'{c},{e}': 'no row in common', f'{a},{tmp_path}/f': 'no report'}
+    for pair, message in wrong.items():
+        assert message in refused(monkeypatch, capsys, f'--compare={pair}')
 
 
-def fine(group, *_):
-    """In place of measure: two tokens a second."""
-    done = {
-        'status': 'ok',
-        'seconds': {'chunk': [2.0]},
-        'tokens': 4,
-        'flops_per_token': 1,
-        'first_run_s': 0,
-        'memory_bytes': 0,
-    }
-    return {label: done for label in group if label != 'yardsticks'}
+@pytest.mark.parametrize('device', ['cpu', 'cuda:0'])
+def test_budget_and_append(device, tmp_path, monkeypatch, capsys):
+    """What began is finished and written; the command that is told measures the rest, and only
+    that; rows stay, and are replaced; a report of another commit is refused. On a GPU the
+    yardsticks are apart. The same twin beside each cell has a row each."""
+    groups, file = [], tmp_path / 'r.json'
 
+    def fine(group, *_):
+        groups.append(' '.join(label.split()[-1] for label in group))
+        done = {'status': 'ok', 'seconds': {'chunk': [2.0]}, 'tokens': 4, 'flops_per_token': 1}
+        return {label: done for label in group if label != 'yardsticks'}
 
-def test_append(tmp_path, monkeypatch, capsys):
-    """Rows of an earlier call stay, those measured again are replaced; a report of another commit is refused."""
+    def rows(**changes):
+        assert bench.run_suite({**config, **changes}) == 0
+        return json.loads(file.read_text())['results'], capsys.readouterr().out
+
     monkeypatch.setattr(bench, 'measure', fine)
-    config = bench_config(append=True, out=str(tmp_path / 'r.json'))
-    sizes = {
-        f'{L}': {
-            'path': 'fast',
-            'cell': f'{L}',
-            'L': L,
-            'E': 1,
-            'C': 8,
-            'B': 2,
-            'T': 4,
-            'D': 128,
-            'V': 256,
-        }
-        for L in (1, 2)
-    }
-    mine = measure.header(config, 'cpu', torch.float32)
-    old = [
-        {**sizes['1'], 'status': 'ok', 'tokens_per_s': {'median': 9, 'min': 9, 'max': 9}},
-        {**sizes['1'], 'cell': '8', 'L': 8, 'status': 'OOM'},
-    ]
-    same = {name: mine[name] for name in ('device', 'dtype', 'commit', 'torch', 'threads')}
-    report_file(tmp_path / 'r.json', 'cpu', old, **same)
-    bench.run_suite('cpu', 'cpu', dict.fromkeys(sizes), sizes, config, 'cpu', torch.float32, 0)
-    report = json.loads((tmp_path / 'r.json').read_text())
-    assert [
-        (r['L'], r['status'], r.get('tokens_per_s', {}).get('median')) for r in report['results']
-    ] == [(1, 'ok', 2), (8, 'OOM', None), (2, 'ok', 2)]
-    assert report['command'].startswith('old; ')
-    report_file(tmp_path / 'r.json', 'cpu', old, **{**same, 'commit': 'other'})
-    with pytest.raises(SystemExit):
-        bench.run_suite('cpu', 'cpu', dict.fromkeys(sizes), sizes, config, 'cpu', torch.float32, 0)
-    error = capsys.readouterr().err
-    assert error.count('\n') == 1 and "commit 'other'" in error
-    bench.run_suite(
-        'cpu',
-        'cpu',
-        dict.fromkeys(sizes),
-        sizes,
-        {**config, 'append': False},
-        'cpu',
-        torch.float32,
-        0,
-    )
-    assert len(json.loads((tmp_path / 'r.json').read_text())['results']) == 2
-
-
-@pytest.mark.parametrize('kind', ['cpu', 'cuda:0'])
-def test_budget(kind, tmp_path, monkeypatch, capsys):
-    """What began is finished and written; the command that is told measures the rest, and only that. On a GPU the yardsticks are apart."""
-    groups = []
-    monkeypatch.setattr(
-        bench, 'measure', lambda group, *rest: groups.append(list(group)) or fine(group)
-    )
-    monkeypatch.setattr(measure, 'device_name', lambda kind: 'X')
-    monkeypatch.setattr(
-        sys, 'argv', ['bench.py', '--cells=(1,2),(2,1),(3,1,8)', '--n_embd=128', '--append=False']
-    )
-
-    def run_suite(**changes):
-        config = bench_config(paths='plain,fast', out=str(tmp_path / 'r.json'), **changes)
-        variants, sizes = bench.plan(config, kind, torch.float32, '')
-        bench.run_suite('cpu', 'cpu', variants, sizes, config, kind, torch.float32, 0)
-        return json.loads((tmp_path / 'r.json').read_text())['results'], capsys.readouterr().out
-
-    cells = ((1, 2), (2, 1), (3, 1, 8))
-    rows, out = run_suite(cells=cells, budget=1e-9)
-    assert len(rows) == 2 and 'cells left: 2' in out
+    monkeypatch.setattr(bench, 'header', lambda config: {**HEADER, 'command': 'new'})
+    argv = ['bench.py', '--cells=(2,2),(4,1),(3,1,8)', '--n_embd=128', '--append=False']
+    monkeypatch.setattr(sys, 'argv', argv)
+    config = {**SETTINGS, 'device': device, 'dtype': 'float32', 'out': str(file)}
+    config |= {'n_embd': 128, 'paths': 'fast,gpt'}
+    found, out = rows(cells=((2, 2), (4, 1), (3, 1, 8)), budget=1e-9)
+    assert len(found) == 2 and 'cells left: 2' in out
     command = shlex.split(out.splitlines()[-1])
     assert command[:4] == ['python', 'bench.py', '--n_embd=128', '--append=True']
-    rest = configure(dict(vars(bench)), command[2:], quiet=True)
-    assert rest['cells'] == ((2, 1, 128, 16), (3, 1, 8, 16))
-    rows, out = run_suite(cells=rest['cells'], append=True)
-    assert [(r['L'], r['path']) for r in rows] == [
-        (L, path) for L in (1, 2, 3) for path in ('plain', 'fast')
-    ] and 'left' not in out
-    names = [[label.split()[-1] for label in group] for group in groups]
-    assert names == (
-        [['yardsticks', 'plain', 'fast']] * 3
-        if kind == 'cpu'
-        else [['yardsticks'], ['plain', 'fast'], ['yardsticks'], *[['plain', 'fast']] * 2]
-    )
-
-
-def make_too_large(kind):
-    return {'chunk': lambda: torch.empty(2**60)}, {}
-
-
-def make_killed(kind):
-    os.kill(os.getpid(), signal.SIGKILL)  # as Linux does when the memory is gone
-
-
-def make_broken(kind):
-    raise RuntimeError('no compiler\nmany more lines')
-
-
-def make_fine(kind):
-    return {'chunk': lambda: None}, {'tokens': 1, 'flops_per_token': 1, 'pid': os.getpid()}
-
-
-def test_a_variant_that_fails(reused, capsys):
-    makers = {
-        'large': make_too_large,
-        'killed': make_killed,
-        'broken': make_broken,
-        'fine': make_fine,
-    }
-    records = measure.measure(
-        {label: (make, {'kind': 'cpu'}) for label, make in makers.items()}, 1, 0, 'cpu', 1
-    )
-    assert [records[label]['status'] for label in makers] == [
-        'OOM',
-        'OOM',
-        'failed: RuntimeError: no compiler',
-        'ok',
-    ]
-    sizes = {
-        'L': 1,
-        'E': 1,
-        'C': 1,
-        'B': 1,
-        'T': 1,
-        'D': 1,
-        'path': 'fast',
-        'dtype': 'float32',
-        'model': 'transformer',
-    }
-    rows = bench.table(
-        [bench.derive(record, sizes, 'cpu', {})[0] for record in records.values()], 'cpu'
-    ).splitlines()
-    assert '| OOM |' in rows[2] and '1.00x' in rows[5] and 'matmul' not in rows[0]
-    assert len({row.count('|') for row in rows}) == 1
-
-
-def test_one_process_on_a_gpu(reused, capsys):
-    """Variants one after another in one process, also from call to call; after one that fails, in another. (Here they use the CPU.)"""
-    pool, made = {}, {}
-    for makers in ({'a': make_fine, 'b': make_fine}, {'killed': make_killed, 'c': make_fine}):
-        made |= measure.measure(
-            {label: (make, {'kind': 'cpu'}) for label, make in makers.items()},
-            1,
-            0,
-            'cuda:0',
-            1,
-            pool,
-        )
-    assert made['a']['pid'] == made['b']['pid'] != made['c']['pid'] == pool['gpu'][0].pid
-    assert [made[label]['status'] for label in made] == ['ok', 'ok', 'OOM', 'ok']
-    assert [line.split(':')[0] for line in capsys.readouterr().out.splitlines()][:4] == [
-        'round 0/1  a',
-        'round 1/1  a',
-        'round 0/1  b',
-        'round 1/1  b',
-    ]
-    measure.end_all(pool)
-    assert not pool
-
-
-def test_timed():
-    calls = []
-    assert (
-        measure.timed(lambda: calls.append(1) or 0.25, 10, 'cpu') == 0.25 and len(calls) == 1
-    )  # timed itself
-    assert 0 < measure.timed(lambda: calls.append(1), 10, 'cpu') < 1 and len(calls) == 11
-
-
-def test_twins_of_several_cells(tmp_path, monkeypatch, capsys):
-    """The same twin beside each cell, in turns with its paths: a row each."""
-    monkeypatch.setattr(bench, 'measure', fine)
-    config = bench_config(cells=((2, 2), (4, 1)), paths='fast,gpt', out=str(tmp_path / 'r.json'))
-    bench.run_suite(
-        'cpu', 'cpu', *bench.plan(config, 'cpu', torch.float32, ''), config, 'cpu', torch.float32, 0
-    )
-    rows = json.loads((tmp_path / 'r.json').read_text())['results']
-    assert [(r['cell'][:4], r['path'], r['L'], r['E']) for r in rows] == [
-        ('(2,2', 'fast', 2, 2), ('(2,2', 'gpt', 4, 1), ('(4,1', 'fast', 4, 1), ('(4,1', 'gpt', 4, 1)]  # fmt: skip
-
-
-def test_commit_and_device():
-    assert measure.device_name('cpu').startswith('CPU ')
-    assert measure.commit() == 'unknown' or len(measure.commit().removesuffix('-dirty')) == 12
-
-
-@pytest.mark.parametrize('argument, message', [
-    ('--suite=speed', 'expected one of cpu, train, decode, kernels'), ('--cells=(1,),', 'is not (L, E, C, B)'), ('--cells=((1,2,3,0),)', 'is not (L, E, C, B)'),
-    ('--paths=fast,slow', 'expected some of'), ('--paths=ring', 'expected some of'), ('--suite=kernels --paths=fast', 'expected some of'),
-    ('--rounds=0', 'at least 1'), ('--budget=-1', 'at least 0'), ('--n_embd=100', 'set n_head'), ('--dtype=float16', 'dtype'),
-    ('--device=tpu', 'device'), ('--suite=train --cells=(1,1,4,100)', 'not a whole number'), ('--compare=a.json', 'two files'), ('--compare', 'two files'),
-    ('--suite=kernels --paths=eager_bf16', 'expected some of'), ('--out=table.md --append=True', 'name the JSON'),
-])  # fmt: skip
-def test_bench_refuses(argument, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, 'argv', ['bench.py', *argument.split()])
-    for name, value in read_script(bench.__file__)[0].items():
-        monkeypatch.setattr(
-            bench, name, value
-        )  # configure changes them: monkeypatch puts them back
-    with pytest.raises(SystemExit) as stop:
-        bench.main()
+    cells = configure(dict(vars(bench)), command[2:], quiet=True)['cells']
+    assert cells == ((4, 1, 128, 16), (3, 1, 8, 16))
+    found, out = rows(cells=cells, append=True)
+    names = [f'{r["cell"][:4]} {r["path"]} {r["L"]} {r["E"]}' for r in found]
+    assert names[:4] == ['(2,2 fast 2 2', '(2,2 gpt 4 1', '(4,1 fast 4 1', '(4,1 gpt 4 1']
+    assert len(names) == 6 and 'left' not in out
+    apart = ['yardsticks', 'fast gpt', 'yardsticks', 'fast gpt', 'fast gpt']
+    assert groups == (['yardsticks fast gpt'] * 3 if device == 'cpu' else apart)
+    found[0]['tokens_per_s']['median'] = 9
+    report_file(file, 'cpu', found)
+    found, _ = rows(cells=((2, 2),), append=True)
+    assert len(found) == 6 and found[0]['tokens_per_s']['median'] == 2  # measured again
+    report_file(file, 'cpu', found, commit='other')
+    with pytest.raises(SystemExit):
+        rows(append=True)
     error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.count('\n') == 1 and message in error
+    assert error.count('\n') == 1 and "commit 'other'" in error
+    assert len(rows(cells=((2, 2),))[0]) == 2
 
 
-def test_reads_train_lm_configs():
-    """Every setting of train_lm.py is one here, with the same default."""
-    theirs, ours = (read_script(ROOT / name)[0] for name in ('train_lm.py', 'baselines.py'))
-    assert {name: ours.get(name) for name in theirs} == theirs
+REFUSED = """\
+--suite=speed: expected one of cpu, baselines, train
+--cells=(1,),: is not (L, E, C, B)
+--cells=((1,2,3,0),): is not (L, E, C, B)
+--paths=fast,slow: expected some of
+--paths=ring: expected some of
+--suite=kernels --paths=fast: expected some of
+--suite=kernels --paths=eager_bf16: expected some of
+--rounds=0: at least 1
+--budget=-1: at least 0
+--n_embd=100: set n_head
+--dtype=float16: dtype
+--device=tpu: device
+--suite=train --cells=(1,1,4,100): not a whole number
+--compare=a.json: two files
+--compare: two files
+--out=table.md --append=True: name the JSON
+--arch=gru: expected one of
+--suite=sokoban --cells=(1,1): is not (L, E, d)
+--suite=first --cells=(2,8): is no suite
+--suite=first --paths=slow: expected some of
+--rouns=1: did you mean 'rounds'"""
 
 
-@pytest.mark.parametrize('changes', [{}, {'n_embd': 128, 'n_layer': 3}, {'recurrent': False, 'n_embd': 64}, {'lstm_layers': 2, 'n_embd': 128},
-                                     {'aggregation': 'softmax_l2', 'n_embd': 256, 'n_expert': 4}])  # fmt: skip
-def test_lstm_parameters(changes):
-    config = settings(n_kv_head=1, **changes)
-    net, what = baselines.build(config)
-    ours = build_model(baselines.our_config(config), config['recurrent']).num_params()['total']
-    assert what['params_of_ours'] == ours and what['params'] == sum(
-        p.numel() for p in net.parameters()
-    )
-    assert 0.98 <= what['params'] / ours <= 1.02
-
-
-def test_lstm_state_carried():
-    """Chunks with the state handed on = one long pass; the forget gates' bias starts at 1."""
-    net, _ = baselines.build(settings())
-    assert (net.lstm.bias_ih_l0.view(4, -1)[1] == 1).all() and (
-        net.lstm.bias_ih_l0.view(4, -1)[0].abs() < 1
-    ).all()
-    x, y = torch.randint(256, (2, 3, 24))
-    whole, _ = net(x, y)
-    state, total = None, 0
-    for x_t, y_t in zip(x.split(7, 1), y.split(7, 1), strict=True):
-        loss, state = net(x_t, y_t, state)
-        assert not any(s.requires_grad for s in state)
-        total += loss * x_t.numel() / x.numel()
-    torch.testing.assert_close(total, whole)
-
-
-def test_transformer_window():
-    """Validation with a cache of W = attention with a band mask over the whole stream, however it is cut; the parameters are GPT's."""
-    config = settings(model='transformer', n_expert=1, n_head=4, n_kv_head=2)
-    net, what = baselines.build(config)
-    net = net.double()
-    assert what['params'] == what['params_of_ours']
-    x, y = torch.randint(256, (2, 3, 30))
-    t = torch.arange(30)
-    band = (t[:, None] >= t) & (t[:, None] < t + config['window'])
-    with torch.no_grad():
-        h, rope = (
-            net.embedding(x),
-            baselines.rope_table(30, net.config.head_dim, net.embedding.weight),
-        )
-        for block in net.blocks:
-            h, _ = block(h, rope, band, None)
-        want = F.cross_entropy(net.head(baselines.norm(h)).flatten(0, 1).float(), y.flatten())
-        for cut in (30, 11, 1):
-            state, total = net.init_state(3), 0
-            for x_t, y_t in zip(x.split(cut, 1), y.split(cut, 1), strict=True):
-                loss, state = net(x_t, y_t, state)
-                total += loss.double() * x_t.numel() / x.numel()
-            torch.testing.assert_close(total.float(), want, rtol=1e-5, atol=0)
-        short, _ = net(x[:, :8], y[:, :8])  # training: within W the same
-        cached, _ = net(x[:, :8], y[:, :8], net.init_state(3))
-        torch.testing.assert_close(short, cached, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize(
-    'changes',
-    [
-        {'lr_scan': (0.0001, 0.01)},
-        {'batch_size': 6, 'baseline_lr': 0.01},
-        {'model': 'transformer', 'n_expert': 1, 'baseline_lr': 0.01},
-    ],
-)
-def test_baseline_learns(changes, data_dir, tmp_path, capsys):
-    config = settings(data_dir=data_dir, out_dir=str(tmp_path / 'run'), **changes)
-    baselines.train_all(config, 'cpu', torch.float32)
-    folder = tmp_path / f'run_{config["model"]}'
-    log = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
-    assert [r['step'] for r in log] == list(range(61)) and [r['tokens'] for r in log[1:]] == [
-        128 * n for n in range(1, 61)
-    ]
-    assert {'train_loss', 'grad_norm', 'lr', 'tokens_per_s', 'seconds'} <= set(log[1])
-    assert [r['step'] for r in log if 'val_loss' in r] == [0, 30, 60]
-    assert log[0]['val_loss'] > math.log(200) and log[-1]['val_loss'] < 0.8 * math.log(
-        64
-    )  # ln 64: what frequencies alone give
-    assert log[-1]['val_bits_per_byte'] == pytest.approx(log[-1]['val_loss'] / math.log(2))
-    result = json.loads((folder / 'result.json').read_text())
-    assert len(result['runs']) == len(changes.get('lr_scan', (0,)))
-    assert (
-        result['best']['val_loss']
-        == pytest.approx(min(r['val_loss'] for r in result['runs']))
-        == log[-1]['val_loss']
-    )
-    if 'lr_scan' in changes:
-        assert result['best']['learning_rate'] == 0.01 and (folder / 'log_0.0001.jsonl').exists()
-    with pytest.raises(ValueError, match='overwrite'):
-        baselines.train_all(config, 'cpu', torch.float32)
-
-
-def test_micro_batches():
-    """Rows in micro-batches give the gradients of one batch, and each row's state its own."""
-    config, losses = settings(), []
-    for micro in (16, 5):
-        net, _ = baselines.build(config)
-        optimizer, torch_rng = (
-            baselines.make_adamw(net, 1e-2, config),
-            torch.Generator().manual_seed(1),
-        )
-
-        class Loader:
-            def next(self, generator=torch_rng):
-                return *torch.randint(256, (2, 16, 8), generator=generator), False
-
-        states = [None] * math.ceil(16 / micro)
-        losses.append([baselines.update(net, list(net.parameters()), optimizer, Loader(), states, micro, 1e-2, config, 'cpu', torch.float32)
-                       for _ in range(3)])  # fmt: skip
-    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
-
-
-def test_speed_mode(reused, data_dir, tmp_path, monkeypatch, capsys):
-    """All but the compiled variant, which takes a minute."""
-    monkeypatch.setattr(baselines, 'OUR_PATHS', ('fast',))
-    config = settings(rounds=1, bench_seconds=0.01, out=str(tmp_path / 'speed.json'))
-    baselines.measure_speed(config, 'cpu', torch.float32)
-    report = json.loads((tmp_path / 'speed.json').read_text())
-    assert [r['path'] for r in report['results']] == ['nn.LSTM, AdamW', 'RecurrentGPT, fast, Muon']
-    for r in report['results']:
-        assert (
-            r['status'] == 'ok'
-            and r['tokens_per_s']['median'] > r['tokens_per_s_with_optimizer']['median'] > 0
-        )
-        assert r['params'] == pytest.approx(report['results'][0]['params_of_ours'], rel=0.02)
-
-
-@pytest.mark.parametrize('arguments, message', [
-    (['--model=gru'], "expected 'lstm' or 'transformer'"), (['--learning_rate=0.1'], '--baseline_lr'), (['--max_iters=0'], 'at least 1'),
-    (['--model=transformer'], 'n_expert'), (['--tokens_per_step=100'], 'multiple'), (['--lr_scan=(0,)'], 'above 0'), (['--n_embd=16'], 'set n_head'),
-    (['--data_dir=nowhere', '--n_embd=128'], 'no train shards'), (['--tokenizer=words'], 'expected one of'),
-])  # fmt: skip
-def test_baselines_refuse(arguments, message, tmp_path, monkeypatch, capsys):
-    argv = ['--device=cpu', f'--out_dir={tmp_path / "run"}', *arguments]
-    monkeypatch.setattr(sys, 'argv', ['baselines.py', *argv])
-    for name, value in read_script(baselines.__file__)[0].items():
-        monkeypatch.setattr(baselines, name, value)
-    with pytest.raises(SystemExit) as stop:
-        baselines.main()
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.count('\n') == 1 and message in error
-
-
-@pytest.mark.parametrize('script', ['bench.py', 'baselines.py'])
-def test_command_line(script):
-    result = run(script, '--rouns=1')
-    assert (
-        result.returncode == 2
-        and result.stderr.count('\n') == 1
-        and "did you mean 'rounds'" in result.stderr
-    )
+@pytest.mark.parametrize('case', REFUSED.splitlines())
+def test_refuses(case, monkeypatch, capsys):
+    words, _, message = case.partition(': ')
+    assert message in refused(monkeypatch, capsys, *words.split())

@@ -1,5 +1,5 @@
-"""convlstm.py against a reference written apart (one expert and one step at a time, channels first),
-and its fast path against the plain one."""
+"""convlstm.py, plain and fast, against a reference written apart: one expert and one step at a
+time, channels first."""
 
 import math
 
