@@ -18,7 +18,8 @@ train      updates of train_lm.py, loader and optimizer included, T = W = C. The
            update are 4 GPUs': one GPU runs a quarter, B = tokens / 4 / C streams, and is held to a
            quarter of the paper's figure
 decode     a token for each of B streams after a cache filled to C = W; the paper's is of 4 GPUs
-kernels    the unroll's pieces for a token and level, the loss of a slice of rows, Muon's iteration
+kernels    a level's attention for a group of tokens, its experts for one, the loss of a slice of
+           rows, Muon's iteration
 sokoban    updates of train_sokoban.py on generated levels, in environment steps a second
 first      yardsticks, smoke tests of tests/test_gpu.py, cells of the other suites, the most
            telling first, the rest of the tests: each checked, in a process and with a time limit of
@@ -129,7 +130,7 @@ PATHS = {  # a suite's own; the others it has
     'decode': ('fast,ring,ring_compiled', 'plain,gpt,gpt_ring,gpt_ring_compiled'),
     'kernels': ('eager,compiled,triton', ''),
     # _recompute: the update runs its own forward instead of keeping the rollout's
-    'sokoban': ('fast,compiled', 'plain,plain_recompute,fast_recompute,compiled_recompute'),
+    'sokoban': ('plain,fast,compiled', 'plain_recompute,fast_recompute,compiled_recompute'),
 }
 TWINS = {  # a suite's own at E = 1, where the paper has the Transformer too, and trains only that
     'baselines': 'transformer,gpt,gpt_compiled',
@@ -184,7 +185,7 @@ FIRST = (
     *(('decode', L, E, C) for L, E in ((2, 8), (1, 16)) for C in (128, 2048)),
     *(('sokoban', *cell) for cell in TARGET_SOKOBAN),
     ('kernels', 2, 8),
-    *(('decode', L, E) for L, E in ((16, 1), (4, 4), (8, 2))),
+    *(('decode', L, E, C) for C in (128, 2048) for L, E in ((16, 1), (4, 4), (8, 2))),
     *(('train', L, E, C) for C in (256, 2048, 32, 128, 64, 1024) for L, E in LEVELS),
     *(('train', L, E, C, 262144) for C in (64, 256, 2048, 32, 128, 1024) for L, E in LEVELS),
 )
@@ -654,6 +655,8 @@ def measure(group: dict[str, dict], config: dict, pool: dict, until: float = mat
     for number, label in turns:
         record, name = records[label], 'gpu' if cuda else label
         unchecked = number > n and group[label]['suite'] not in ('train', 'decode', 'sokoban')
+        if record['status'] == 'ok' and time.perf_counter() > until:
+            record['status'] = 'failed: late'
         if record['status'] != 'ok' or unchecked:
             continue
         if name not in pool:
@@ -1025,15 +1028,15 @@ def all_cells(config: dict, suite: str) -> list[tuple]:
 
 def chosen_paths(config: dict, suite: str, E: int) -> list[str]:
     """The paths of a cell: those given, or the suite's own. In suite first those given that the
-    cell's suite has."""
-    own = TWINS.get(suite) if E == 1 else None
-    own = (own or PATHS[suite][0]).split(',')
+    cell's suite has, or its fastest two."""
+    first, own = config['suite'] == 'first', PATHS[suite][0].split(',')
+    own = TWINS[suite].split(',') if E == 1 and suite in TWINS else own[-2 * first :]
     chosen = [path.strip() for path in config['paths'].split(',')] if config['paths'] else own
     ending = '' if suite == 'kernels' else '_bf16'  # those are all measured in one process
     names = ','.join(filter(None, PATHS[suite]))
     known = {name + more for name in names.split(',') for more in ('', ending)}
     strange = set(chosen) - known
-    if config['suite'] == 'first':
+    if first:
         strange -= {path for both in PATHS.values() for path in ','.join(both).split(',')}
         chosen = [path for path in chosen if path in known] or own
     if strange:
