@@ -34,7 +34,6 @@ ELSEWHERE = {  # whose work these tests do in the short form
     'python bench.py --suite=decode': 'test_bench.py',
     'python bench.py --suite=first --budget=540': 'test_bench.py',
     'python sweep.py --plan sokoban-small --run --figure --table': 'test_sweep.py',
-    'python sweep.py config/study_lm_long.py --run --figure --table': 'test_sweep.py',
     'python sweep.py config/study_probe.py --run': 'test_sweep.py',
     'python probe_sokoban.py config/probe_tiny.py': 'test_probe.py',
 }
