@@ -58,9 +58,7 @@ def play(
                 logits, _, state = model.act(w, env.observe(), start, state)
                 action = logits.argmax(-1)
             else:
-                action = (
-                    draw(seed, 2, env.board + number + first, torch.tensor(t, device=device)) % 4
-                )
+                action = draw(seed, 2, env.board + number + first, env.steps) % 4
             actions[:, t] = action * alive
             reward, start, solved = env.step(action)  # ended boards play on, and do not count
             total += reward * alive
@@ -90,14 +88,15 @@ def evaluate(
     return dict(zip(('solve_rate', 'return', 'steps'), (total / len(levels)).tolist(), strict=True))
 
 
-def frames_of(level: np.ndarray, actions: torch.Tensor) -> list[np.ndarray]:
-    """A game's observations, (10, 10, 2) each, before, between and after its actions (T,)."""
-    env = SokobanEnv(level[None], 1, order='sequence')
-    frames = [env.observe()[0].numpy()]
-    for action in actions.long():
-        env.move(action[None])  # a step without the reset: the last frame is the game's end
-        frames.append(env.observe()[0].numpy())
-    return frames
+def replay(levels: np.ndarray, actions: np.ndarray) -> np.ndarray:
+    """Levels (n, 17) and actions (n, T) -> observations (n, T + 1, 10, 10, 2) before, between and
+    after them, without resets: a game's last one is its end."""
+    env = SokobanEnv(levels, len(levels), order='sequence')
+    boards = [env.observe().numpy()]
+    for action in actions.T:
+        env.move(torch.from_numpy(action.astype(np.int64)))
+        boards.append(env.observe().numpy())
+    return np.stack(boards, 1)
 
 
 def report(
@@ -117,7 +116,8 @@ def report(
             os.remove(path)  # of an earlier evaluation
         if chosen.any():
             i = int((chosen * result['steps']).argmax())  # all that fail last 120 steps
-            save_gif(frames_of(levels[i], result['actions'][i, : int(result['steps'][i])]), path)
+            actions = result['actions'][i : i + 1, : int(result['steps'][i])].numpy()
+            save_gif(list(replay(levels[i : i + 1], actions)[0]), path)
             record[f'{label}_level'] = i
     write_json(record, os.path.join(out_dir, f'eval_{name}.json'))
     return record
