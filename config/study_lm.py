@@ -1,6 +1,6 @@
-"""The study of language models: recurrent and not, L = 1 to 16 at one budget (16 blocks of width 48),
-7.05M bytes each at its own learning rate, chosen by seed 1; three further seeds of it are reported.
-Sixty runs of 5 to 25 minutes of one core; --length=1 and --length=2.048 are the shorter ones.
+"""The study of language models: recurrent and not, L = 1 to 16 at one budget (16 blocks of width
+48), 7.05M bytes each at its own learning rate, chosen by seed 1; three further seeds of it are
+reported. Sixty runs of 5 to 25 minutes of one core; --length=1 and --length=2.048: shorter ones.
 python sweep.py config/study_lm.py --run --figure --table"""
 
 plan = 'lm-small'

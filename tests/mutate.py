@@ -91,9 +91,8 @@ train_sokoban test_paper::updates_of_an_agent
     1 - run.step / run.updates -> 1
     grad_clip or math.inf -> math.inf
 train_sokoban test_paper::agent_settings_arrive
-    AgentConfig(arch, recurrent, -> AgentConfig(arch, True,
-    n_layer, n_expert, n_embd, aggregation -> n_expert, n_layer, n_embd, aggregation
-    radius, residual, head_dim, dt -> -1, residual, head_dim, dt
+    config[name] for name in MODEL} -> config[name] for name in MODEL if name != 'recurrent'}
+    config[name] for name in MODEL} -> config[name] for name in MODEL if name != 'radius'}
 train_sokoban test_paper::rollout_and_loss
     carried = gamma * gae_lambda -> carried = gamma
     delta = reward + gamma * goes_on -> delta = reward + goes_on

@@ -83,10 +83,12 @@ TEXT = {  # config file: plan, recurrent, blocks, window, chunk
     'medium_L2': ('lm-medium', True, 32, 128, 64),
     'medium_gpt_L2': ('lm-medium', False, 32, 128, 256),
 }
+STUDY = 'warmup_iters=17 max_iters=168 learning_rate=0.04 embedding_lr=1.6 head_lr=0.032 '
+STUDY += 'scalar_lr=0.16'
 OURS = {  # our own small runs: what they change of the recipe but for sizes
     'demo': 'warmup_iters=20 max_iters=200',
-    'tiny_lm': 'warmup_iters=17 max_iters=168',
-    'tiny_gpt': 'warmup_iters=17 max_iters=168 recurrent=False',
+    'tiny_lm': STUDY,
+    'tiny_gpt': f'{STUDY} recurrent=False',
     'sokoban_demo': 'learning_rate=1e-3 n_envs=64 unroll=10 total_steps=1600000',
     'sokoban_tiny': 'learning_rate=1e-3 n_envs=64 unroll=10 total_steps=1152000',
 }
