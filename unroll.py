@@ -365,20 +365,16 @@ def unroll(
     differentiated; weights: model.Level.weights of each level. Returns s[L] of each token (T, B, D) and the
     new state's four tensors."""
     (s, k, v, count), (T, B, D), (L, _, C, W, K) = state, z.shape, state[1].shape
-    n, grad, entries = (
-        min(T, BLOCK),
-        torch.is_grad_enabled(),
-        [x.reshape(L, B * C, W, K) for x in (k, v)],
-    )
+    n, grad = min(T, BLOCK), torch.is_grad_enabled()
+    entries = [x.reshape(L, B * C, W, K) for x in (k, v)]
     kept = L * B * C * recipe.rules.heads.M * T * (W + n) * recipe.dt.itemsize
     again = can_capture(z) if recipe.graphs else grad and not z.is_cuda and kept > KEPT_WEIGHTS
     with torch.cuda.device_of(z):
         triton = choose(recipe, weights[0], (B, D, W, n), grad)
         if again:
             every = [x for w in weights for x in w.values()]
-            out, *entries = Again.apply(
-                blocks_of(weights, recipe, (B, D, W), triton), z, s, *entries, count, *every
-            )
+            made = functools.partial(block_of, weights, recipe, (B, D, W), triton)
+            out, *entries = Again.apply(made, z, s, *entries, count, *every)
         else:
             out, windows = run_chunk(Run(recipe, count, (T, W, W), triton), weights, z, s, entries)
             entries = [torch.stack([getattr(w, x)[:, T:] for w in windows]) for x in ('kn', 'v')]
@@ -388,77 +384,69 @@ def unroll(
 
 # ---- a block's forward again before its backward, from fixed memory ----
 
+_blocks: dict[tuple, 'Block'] = {}
+
+
+def release() -> None:
+    """Gives the memory back that is kept from chunk to chunk."""
+    _blocks.clear()
+
+
+def block_of(weights: list[dict], recipe: Recipe, sizes: tuple, triton: frozenset, n: int):
+    shapes = tuple((name, x.shape, x.dtype) for w in weights for name, x in w.items())
+    key = recipe, shapes, weights[0]['wqkv'].device, sizes, triton, n
+    if key not in _blocks:
+        _blocks[key] = Block(weights, recipe, sizes, triton, n)
+    return _blocks[key]
+
 
 def can_capture(x: torch.Tensor) -> bool:
     # inside a capture a chunk becomes a part of that graph
     return x.is_cuda and not torch.cuda.is_current_stream_capturing()
 
 
-class Blocks:
-    """What the blocks of a model share: its weights, and the sums of their gradients, where graphs find them."""
+class Block:
+    """n tokens on fixed memory, where graphs find it: the forward alone, and the forward again with its
+    backward, which adds to `totals`, the weights' gradients."""
 
     @torch.inference_mode(False)
-    def __init__(self, weights: list[dict], recipe: Recipe, sizes: tuple, triton: frozenset):
-        self.recipe, self.sizes, self.triton, self.blocks, self.graphs = (
-            recipe,
-            sizes,
-            triton,
-            {},
-            {},
-        )
+    def __init__(
+        self, weights: list[dict], recipe: Recipe, sizes: tuple, triton: frozenset, n: int
+    ):
+        (B, D, self.W), h, self.graphs = sizes, recipe.rules.heads, {}
+        make = functools.partial(torch.zeros, device=weights[0]['wqkv'].device)
         self.weights = [
             {name: torch.zeros_like(x).requires_grad_() for name, x in w.items()} for w in weights
         ]
         self.every = [x for w in self.weights for x in w.values()]
         self.totals = [torch.zeros_like(x) for x in self.every]
+        self.z, self.out, self.dz, self.dout = make(4, n, B, D, dtype=recipe.wide)
+        self.s, self.ds = make(2, B, D, dtype=recipe.wide)
+        # keys, not rotated, and values: carried, own; gradients: of own ones given, of carried ones found
+        entries = 2, len(weights), B * h.C, self.W + n, h.K
+        self.kv, self.dkv = make(entries, dtype=recipe.dt), make(entries, dtype=recipe.wide)
+        self.count = make(B, dtype=torch.int64)
+        self.make_run = functools.partial(Run, recipe, self.count, (n, self.W, 0), triton)
+        self.call = functools.partial(graphed, self.graphs) if recipe.graphs else lambda _, f: f()
 
+    @torch.no_grad()
     def load(self, every: list[torch.Tensor]) -> None:
         """A chunk's weights; no gradients yet."""
-        with torch.no_grad():
-            for x, mine, total in zip(every, self.every, self.totals, strict=True):
-                mine.copy_(x)
-                total.zero_()
+        for x, mine, total in zip(every, self.every, self.totals, strict=True):
+            mine.copy_(x)
+            total.zero_()
 
-    def of(self, n: int) -> 'Block':
-        if n not in self.blocks:
-            self.blocks[n] = Block(n, self)
-        return self.blocks[n]
-
-    def call(self, n: int, name: str) -> None:
-        f = getattr(self.blocks[n], name)
-        if self.recipe.graphs:
-            graphed(self.graphs, (n, name), f)
-        else:
-            f()
-
-
-class Block:
-    """n tokens, on fixed memory: the forward alone, and the forward again with its backward."""
-
-    @torch.inference_mode(False)
-    def __init__(self, n: int, shared: Blocks):
-        (B, D, W), h, dt, wide = (
-            shared.sizes,
-            shared.recipe.rules.heads,
-            shared.recipe.dt,
-            shared.recipe.wide,
-        )
-        make = functools.partial(torch.zeros, device=shared.every[0].device)
-        self.shared, self.count = shared, make(B, dtype=torch.int64)
-        self.z, self.out, self.dz, self.dout = make(4, n, B, D, dtype=wide)
-        self.s, self.ds = make(2, B, D, dtype=wide)
-        # keys, not rotated, and values: the carried, the own; gradients: of the own given, of the carried found
-        entries = 2, len(shared.weights), B * h.C, W + n, h.K
-        self.kv, self.dkv = make(entries, dtype=dt), make(entries, dtype=wide)
-
-    def run(self, z: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, list[Window]]:
-        recipe, W, triton = self.shared.recipe, self.shared.sizes[2], self.shared.triton
-        run = Run(recipe, self.count, (len(z), W, 0), triton)
-        return run_chunk(run, self.shared.weights, z, s, self.kv[:, :, :, :W])
+    def fill(self, t: int, z: torch.Tensor, s: torch.Tensor, kv: torch.Tensor, count: torch.Tensor):
+        """The chunk's tokens from t on, s and the entries before them."""
+        self.z.copy_(z[t : t + len(self.z)])
+        self.s.copy_(s)
+        self.count.copy_(count + t)
+        self.kv[:, :, :, : self.W] = kv[:, :, :, t : t + self.W]
 
     @torch.no_grad()
     def forward(self) -> None:
-        out, windows = self.run(self.z, self.s)
+        entries = self.kv[:, :, :, : self.W]
+        out, windows = run_chunk(self.make_run(), self.weights, self.z, self.s, entries)
         self.out.copy_(out)
         for l, window in enumerate(windows):
             self.kv[0, l].copy_(window.kn)
@@ -466,15 +454,15 @@ class Block:
 
     @torch.enable_grad()
     def backward(self) -> None:
-        W, (z, s) = self.shared.sizes[2], (x.detach().requires_grad_() for x in (self.z, self.s))
-        out, windows = self.run(z, s)
+        W, (z, s) = self.W, (x.detach().requires_grad_() for x in (self.z, self.s))
+        out, windows = run_chunk(self.make_run(), self.weights, z, s, self.kv[:, :, :, :W])
         for l, window in enumerate(windows):
             window.given = self.dkv[:, l, :, W:]
-        inputs = z, s, *self.shared.every
-        dz, ds, *found = torch.autograd.grad(out, inputs, self.dout, materialize_grads=True)
-        self.dz.copy_(dz)
-        self.ds.copy_(ds)
-        for total, g in zip(self.shared.totals, found, strict=True):
+        inputs = z, s, *self.every
+        found = torch.autograd.grad(out, inputs, self.dout, materialize_grads=True)
+        self.dz.copy_(found[0])
+        self.ds.copy_(found[1])
+        for total, g in zip(self.totals, found[2:], strict=True):
             total.add_(g)
         for l, window in enumerate(windows):
             cos, sin = (x[:W] for x in window.run.rope)
@@ -483,64 +471,45 @@ class Block:
 
 
 class Again(torch.autograd.Function):
-    """A chunk by its blocks: z (T, B, D), s (B, D), k and v (L, N, W, K) -> s of each token, the new k and v."""
+    """A chunk by its blocks, made(n): z (T, B, D), s (B, D), k and v (L, N, W, K) -> s of each token, new k
+    and v."""
 
     @staticmethod
-    def forward(ctx, blocks, z, s, k, v, count, *weights):
+    def forward(ctx, made, z, s, k, v, count, *weights):
         T, W, out = len(z), k.size(2), torch.empty_like(z)
         kv = torch.stack([F.pad(x, (0, 0, 0, T)) for x in (k, v)])  # (2, L, N, W + T, K)
-        blocks.load(weights)
-        ctx.blocks, ctx.spans = blocks, [(t, min(BLOCK, T - t)) for t in range(0, T, BLOCK)]
-        for t, n in ctx.spans:
-            fill(blocks.of(n), t, z, out[t - 1] if t else s, kv, count)
-            blocks.call(n, 'forward')
-            out[t : t + n] = blocks.of(n).out
-            kv[:, :, :, W + t : W + t + n] = blocks.of(n).kv[:, :, :, W:]
+        spans = [(t, made(min(BLOCK, T - t))) for t in range(0, T, BLOCK)]
+        for block in {block for _, block in spans}:
+            block.load(weights)
+        for t, block in spans:
+            n = len(block.z)
+            block.fill(t, z, out[t - 1] if t else s, kv, count)
+            block.call('forward', block.forward)
+            out[t : t + n] = block.out
+            kv[:, :, :, W + t : W + t + n] = block.kv[:, :, :, W:]
+        ctx.spans = spans
         ctx.save_for_backward(z, s, kv, count, out, *weights)
         return out, *kv[:, :, :, T:].unbind(0)
 
     @staticmethod
     def backward(ctx, dout, *_):
-        (z, s, kv, count, out, *weights), blocks = ctx.saved_tensors, ctx.blocks
-        W, dz, ds = blocks.sizes[2], torch.empty_like(z), 0
-        dkv = torch.zeros_like(kv, dtype=z.dtype)
-        blocks.load(weights)
-        for t, n in reversed(ctx.spans):
-            block = blocks.of(n)
-            fill(block, t, z, out[t - 1] if t else s, kv, count)
+        (z, s, kv, count, out, *weights), blocks = ctx.saved_tensors, {b for _, b in ctx.spans}
+        dz, ds, dkv = torch.empty_like(z), 0, torch.zeros_like(kv, dtype=z.dtype)
+        for block in blocks:
+            block.load(weights)
+        for t, block in reversed(ctx.spans):
+            n, W = len(block.z), block.W
+            block.fill(t, z, out[t - 1] if t else s, kv, count)
             block.dout.copy_(dout[t : t + n])
             block.dout[-1] += ds
             block.dkv[:, :, :, W:] = dkv[:, :, :, W + t : W + t + n]
-            blocks.call(n, 'backward')
+            block.call('backward', block.backward)
             dz[t : t + n], ds = block.dz, block.ds
             dkv[:, :, :, t : t + W] += block.dkv[:, :, :, :W]
-        return None, dz, None, None, None, None, *(total.clone() for total in blocks.totals)
-
-
-def fill(
-    block: Block, t: int, z: torch.Tensor, s: torch.Tensor, kv: torch.Tensor, count: torch.Tensor
-) -> None:
-    W = block.shared.sizes[2]
-    block.z.copy_(z[t : t + len(block.z)])
-    block.s.copy_(s)
-    block.count.copy_(count + t)
-    block.kv[:, :, :, :W] = kv[:, :, :, t : t + W]
-
-
-_blocks: dict[tuple, Blocks] = {}
-
-
-def release() -> None:
-    """Gives the memory back that is kept from chunk to chunk."""
-    _blocks.clear()
-
-
-def blocks_of(weights: list[dict], recipe: Recipe, sizes: tuple, triton: frozenset) -> Blocks:
-    shapes = tuple((name, x.shape, x.dtype) for w in weights for name, x in w.items())
-    key = recipe, shapes, weights[0]['wqkv'].device, sizes, triton
-    if key not in _blocks:
-        _blocks[key] = Blocks(weights, recipe, sizes, triton)
-    return _blocks[key]
+        totals = (
+            torch.stack(some).sum(0) for some in zip(*(b.totals for b in blocks), strict=True)
+        )
+        return None, dz, None, None, None, None, *totals
 
 
 # ---- Triton or not: measured, for the sizes at hand ----
