@@ -58,9 +58,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-# before torch: how threads wait, what ctrl-C does
-from configurator import configure, fail, first_line, gathered, run_script, write_json, write_text
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -71,10 +68,13 @@ import muon
 import train_lm
 import train_sokoban
 from checkpoint import commit, device_name, keep_memory, out_of_memory, pick_device, pick_dtype
+
+# before torch: how threads wait, what ctrl-C does
+from configurator import configure, fail, first_line, gathered, run_script, write_json, write_text
 from convlstm import AgentConfig
 from data_fineweb import REAL_VOCAB, VOCAB, open_meta, write_meta, write_shard
-from decode import Decoder
 from model import ModelConfig, State, build_model, heads, leave, losses, token
+from sample import Decoder
 from unroll import BLOCK, Recipe, release, trial_cost, trials
 
 # fmt: off
@@ -269,7 +269,7 @@ def make_chunk(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
 
 def make_token(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
     """Part 'token': one greedy token for each of B streams, from a cache of W entries; by
-    decode.Decoder (paths ring) or by model.step."""
+    sample.Decoder (paths ring) or by model.step."""
     at, B, dt = config['device'], row['B'], getattr(torch, row['dtype'])
     model, info = fresh_model(row, at)
     with train_lm.autocast(at, dt):

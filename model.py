@@ -6,7 +6,7 @@ whose last level's state is the next token's input. Both have L levels of E para
 The equations of a level stand here and nowhere else: `route`, `enter`, `heads`, `residual`, `activation`,
 `combine`, `aggregate`, put together in `level`, `leave` and `RecurrentGPT.token`. Every path calls them: plain
 and fast training (unroll.py: what is kept and when weights' gradients are made), compiled pieces, CUDA
-graphs, decoding (decode.py), validation. Autograd differentiates them. To change the model, edit them.
+graphs, decoding (sample.py), validation. Autograd differentiates them. To change the model, edit them.
 
 Shape letters: B streams, T tokens of a chunk, N rows (B, or B*T for GPT), V vocabulary, D width, E experts,
 L levels, H query heads, G key-value heads, R = H / G query heads a key-value head, K head size, W attention
@@ -27,8 +27,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kernels import Heads, apply_rope, by_expert, compute_dtype, gate_weights, head_loss
-from kernels import linear, outputs, rms_norm, rope_table, rows_per_slice, softcap
+from kernels import (
+    Heads,
+    apply_rope,
+    by_expert,
+    compute_dtype,
+    gate_weights,
+    head_loss,
+    linear,
+    outputs,
+    rms_norm,
+    rope_table,
+    rows_per_slice,
+    softcap,
+)
 from unroll import BLOCK, Recipe, unroll
 
 # name: a shared key or value is the sum over experts times E ** -this (routed ones keep sqrt_sum's)

@@ -19,8 +19,19 @@ import pytest
 import torch
 
 import checkpoint
-from checkpoint import LAST, LOCK, PREV, CheckpointError, JsonlLog, OutDirError
-from checkpoint import load_checkpoint, load_latest, prepare_out_dir, release, save_checkpoint
+from checkpoint import (
+    LAST,
+    LOCK,
+    PREV,
+    CheckpointError,
+    JsonlLog,
+    OutDirError,
+    load_checkpoint,
+    load_latest,
+    prepare_out_dir,
+    release,
+    save_checkpoint,
+)
 from convlstm import AgentConfig, build_agent
 from model import ModelConfig, build_model
 

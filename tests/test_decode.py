@@ -9,10 +9,9 @@ import torch
 from reference import V, assert_close, assert_same_state, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import decode
 import sample
-from decode import Decoder
 from model import GPT, RecurrentGPT, State
+from sample import Decoder
 
 OWN, L2, SHARED = {'share_kv': False}, {'aggregation': 'softmax_l2'}, {'residual': 'shared'}
 MEAN = {'aggregation': 'softmax_mean'}
@@ -128,7 +127,7 @@ def test_compile(model_type, changes, monkeypatch):
 
     options = {'fullgraph': True, 'dynamic': False, 'backend': backend}
     compiled = functools.cache(lambda f: torch.compile(f, **options))
-    monkeypatch.setattr(decode, 'compiled', compiled)
+    monkeypatch.setattr(sample, 'compiled', compiled)
     torch._dynamo.reset()
     assert_close(feed(Decoder(model, 2, compile=True), x), feed(Decoder(model, 2), x))
     assert len(graphs) == 3  # and what is before and after all levels

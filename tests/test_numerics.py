@@ -13,8 +13,8 @@ from test_train import data  # noqa: F401  a fixture
 
 import train_lm
 from configurator import configure
-from decode import Decoder
 from model import ModelConfig, build_model
+from sample import Decoder
 
 
 @pytest.fixture

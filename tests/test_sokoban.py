@@ -12,9 +12,27 @@ import pytest
 import torch
 
 import sokoban
-from sokoban import BOX, DELTA, INTERIOR, TARGET, TIME_LIMIT, WALL, JumanjiEnv, LevelError
-from sokoban import SokobanEnv, board_image, board_text, check_packed, draw, generate, load_levels
-from sokoban import observations, parse_text, save_gif, unpack
+from sokoban import (
+    BOX,
+    DELTA,
+    INTERIOR,
+    TARGET,
+    TIME_LIMIT,
+    WALL,
+    JumanjiEnv,
+    LevelError,
+    SokobanEnv,
+    board_image,
+    board_text,
+    check_packed,
+    draw,
+    generate,
+    load_levels,
+    observations,
+    parse_text,
+    save_gif,
+    unpack,
+)
 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / 'shared' / 'levels'

@@ -23,13 +23,14 @@ import torch
 triton = pytest.importorskip('triton', reason='triton is not installed: its kernels are not tested')
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / 'tests')]
+import reference  # noqa: E402
+from reference import assert_close, make, tokens  # noqa: E402
+
 import kernels  # noqa: E402
 import model as model_file  # noqa: E402
-import reference  # noqa: E402
 import triton_kernels as tk  # noqa: E402
 import unroll  # noqa: E402
 from kernels import Heads, apply_rope, by_expert, rms_norm, rope_table  # noqa: E402
-from reference import assert_close, make, tokens  # noqa: E402
 
 interpreted = pytest.mark.skipif(
     os.environ.get('TRITON_INTERPRET') != '1',

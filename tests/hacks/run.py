@@ -37,9 +37,10 @@ def same(found, expected, what, rtol=1e-8):
 
 
 def models(settings):
-    from decode import Decoder
-    from model import GPT, RecurrentGPT
     from reference import V, make, tokens
+
+    from model import GPT, RecurrentGPT
+    from sample import Decoder
 
     def loss_of(model, i):
         nonlocal state
@@ -120,7 +121,7 @@ if __name__ == '__main__':
 
         for module in (kernels, unroll):
             module.compiled = functools.cache(aot)
-        import decode as decode_file
+        import sample as decode_file
 
         decode_file.compiled = kernels.compiled
         compile = torch.compile
