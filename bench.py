@@ -57,6 +57,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -305,7 +306,7 @@ def make_token(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
     return {'token': decoder.step}, {**info, 'check': check}
 
 
-def make_run(script, settings: dict, row: dict, config: dict):
+def make_run(script: ModuleType, settings: dict, row: dict, config: dict) -> object:
     """A trainer's run, as the user has it."""
     settings |= {'dtype': row['dtype'], 'device': config['device'], 'threads': config['threads']}
     settings['path'] = 'plain' if row['path'].startswith('plain') else 'fast'
