@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language import constexpr
 
 import kernels
@@ -26,7 +27,7 @@ LOG2E = constexpr(math.log2(math.e))  # the hardware's exponential is base 2
 
 
 @triton.constexpr_function
-def padded(n, least=16):
+def padded(n: int, least: int = 16) -> int:
     """The tile that holds n: a power of two, at least what a tensor-core product takes."""
     return max(least, triton.next_power_of_2(n))
 
@@ -287,7 +288,14 @@ def _expert_kernel(x, w, beside, out, ss, f, r, B, strides, c: constexpr):
         tl.store(ss + (e * B + rows) * c.P + tl.program_id(1), tl.sum(acc * acc, 1), rows < B)
 
 
-def product(x, w, before, after, beside=None, ss=None):
+def product(
+    x: Tensor,
+    w: Tensor,
+    before: str,
+    after: str,
+    beside: Tensor | None = None,
+    ss: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
     """after(before(x) @ w^T) (E, B, N), x (E, B, K), w (E, N, K), before and after as in Tile;
     beside (E, B, N), or (B, N) for all. ss (E, B, P): partial sums of squares, of x before 'norm',
     of the result after 'add'. -> result, ss, norm(x) as w's dtype and its factors (E, B, 1)."""
@@ -335,7 +343,7 @@ def _norm_sum_kernel(
         tl.store(s + b * D + d, tl.sum(weight[:, None] * hat, 0), d < D)
 
 
-def norm_sum(x, ss, coef, h, r):
+def norm_sum(x: Tensor, ss: Tensor, coef: Tensor | None, h: Tensor, r: Tensor) -> Tensor:
     """h (E, B, D) = x * r, r (E, B, 1), of x with partial sums of squares ss (E, B, P). -> s (B,
     D), the sum over experts of coef * h; coef None, (E, B, 1) or 0-dim."""
     E, B, D = x.shape

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from kernels import add_product, apply_rope, by_cache_head, by_expert, by_triton, compiled, graphed
 from kernels import linear, outputs, product, rope_table, triton_module
@@ -392,7 +393,9 @@ def release() -> None:
     _blocks.clear()
 
 
-def block_of(weights: list[dict], recipe: Recipe, sizes: tuple, triton: frozenset, n: int):
+def block_of(
+    weights: list[dict], recipe: Recipe, sizes: tuple, triton: frozenset, n: int
+) -> 'Block':
     shapes = tuple((name, x.shape, x.dtype) for w in weights for name, x in w.items())
     key = recipe, shapes, weights[0]['wqkv'].device, sizes, triton, n
     if key not in _blocks:
@@ -436,7 +439,7 @@ class Block:
             mine.copy_(x)
             total.zero_()
 
-    def fill(self, t: int, z: torch.Tensor, s: torch.Tensor, kv: torch.Tensor, count: torch.Tensor):
+    def fill(self, t: int, z: Tensor, s: Tensor, kv: Tensor, count: Tensor) -> None:
         """The chunk's tokens from t on, s and the entries before them."""
         self.z.copy_(z[t : t + len(self.z)])
         self.s.copy_(s)

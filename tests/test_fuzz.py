@@ -9,6 +9,7 @@ import math
 import os
 import shlex
 import string
+import sys
 import zipfile
 
 import numpy as np
@@ -227,11 +228,11 @@ ENDS = st.sampled_from(['', 'a b', "x'; touch y", '$(touch y)', '../..'])
 @example(string.punctuation, '')
 def test_jobs_hold_names_as_data(capsys, name, more):
     """A shell that reads an emitted line gets each argument as it was given."""
-    argv = ['--plan=lm-small', '--only=L=1 kind=recurrent d=768', '--emit=commands']
+    argv = ['--plan=lm-small', '--only=L=1 variant=recurrent d=768', '--emit=commands']
     config = configure(vars(sweep), [*argv, f'--out_dir={name}{more}'], quiet=True)
     if not ROWS:  # the same whatever the folder
         ROWS.extend(sweep.plan_rows())
     sweep.print_jobs(ROWS, config)
     words = shlex.split(capsys.readouterr().out)
-    assert f'--out_dir={config["out_dir"]}' in words and words[0] == 'python'
+    assert f'--out_dir={config["out_dir"]}' in words and words[0] == sys.executable
     assert words[-1] == '--index=0' and all(w.startswith('--') for w in words[2:])
