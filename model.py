@@ -644,8 +644,7 @@ def memory(
             need['chunk'] += rows * cache * (W + n) / W
         # of a token: what the backward reads and leaves for weights, of a level's weights once more
         token = L * D * (16 * E * size + 12) + 9 * E * D * size
-        # attention's: kept, and a group's with their gradients
-        weights = (16 + tokens) * L * E * c.n_head * (W + n) * size
+        weights = 16 * L * E * c.n_head * (W + n) * size
         need['chunk'] += rows * (tokens * token + weights + 40 * T * D)
         validation = rows * cache * ((W + t) / W + 3 * (W + n) / W)
     else:
