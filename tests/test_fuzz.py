@@ -7,10 +7,8 @@ import io
 import json
 import math
 import os
-import shlex
-import string
-import sys
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -45,24 +43,29 @@ def damaged(whole: bytes, edits: list) -> bytes:
     return whole
 
 
-def refused(error, *names) -> None:
-    assert '\n' not in str(error) and all(name in str(error) for name in names), str(error)
+@contextlib.contextmanager
+def may_refuse(error, *names):
+    """With these names in its one line."""
+    try:
+        yield
+    except error as refusal:
+        text = str(refusal)
+        assert '\n' not in text and all(name in text for name in names), text
 
 
 def configured(module, argv: list[str]):
     """-> the settings, each of its default's type and finite, or what was said on stderr."""
     err, defaults = io.StringIO(), configure(dict(vars(module)), [], quiet=True)
-    with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
-        try:
+    try:
+        with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
             config = configure(dict(vars(module)), argv, quiet=True)
-        except SystemExit as stop:
-            if stop.code == 0:
-                assert '--help' in argv or '-h' in argv
-                return {}
-            assert stop.code == 2
-            text = err.getvalue()
-            assert text.startswith('error: ') and text.count('\n') == 1, text
-            return text
+    except SystemExit as stop:
+        if stop.code == 0:
+            assert '--help' in argv or '-h' in argv
+            return {}
+        text = err.getvalue()
+        assert stop.code == 2 and text.startswith('error: ') and text.count('\n') == 1, text
+        return text
     for key, value in config.items():
         assert defaults[key] is None or type(value) is type(defaults[key]), (key, value)
         assert not isinstance(value, float) or math.isfinite(value), (key, value)
@@ -74,18 +77,12 @@ def configured(module, argv: list[str]):
 
 @given(EDITS)
 def test_shards(edits):
-    path = 'fineweb_train_000001.bin'
-    df.write_shard(path, np.arange(50, dtype=np.uint16))
-    with open(path, 'rb+') as file:
-        whole = file.read()
-        file.seek(0)
-        file.write(damaged(whole, edits))
-        file.truncate()
-    try:
-        tokens = df.read_shard(path, 256)
-    except df.ShardError as error:
-        return refused(error, path)
-    assert len(tokens) == 50 and (tokens < 256).all()  # the header's count is the file's
+    path = Path('fineweb_train_000001.bin')
+    df.write_shard(str(path), np.arange(50, dtype=np.uint16))
+    path.write_bytes(damaged(path.read_bytes(), edits))
+    with may_refuse(df.ShardError, str(path)):
+        tokens = df.read_shard(str(path), 256)
+        assert len(tokens) == 50 and (tokens < 256).all()  # the header's count is the file's
 
 
 KEYS = st.sampled_from(['tokenizer', 'shards', 'source', 'x'])
@@ -99,32 +96,27 @@ TEXTS = st.one_of(st.text(max_size=60), TREES.map(json.dumps)).map(str.encode)
 @example(b'{"tokenizer": "bytes", "shards": [], "source": 1e999}')
 def test_descriptions_and_logs(tmp_path, content):
     (tmp_path / 'meta.json').write_bytes(content)
-    try:
+    with may_refuse(df.DataError, 'meta.json'):
         assert df.read_meta(str(tmp_path))['tokenizer'] in df.VOCAB
-    except df.DataError as error:
-        refused(error, 'meta.json')
     (tmp_path / 'log.jsonl').write_bytes(content + b'\n')
-    try:
+    with may_refuse(figures.LogError, 'log.jsonl'):
         for record in figures.read_log(str(tmp_path)):
             assert type(record['step']) is int
             assert all(math.isfinite(record.get(key) or 0) for key in figures.NUMBERS)
-    except figures.LogError as error:
-        refused(error, 'log.jsonl')
 
 
 def playable(path) -> None:
     """Refused, or what an environment needs: one agent, as many boxes as targets, at least one,
     and a wall around."""
-    try:
-        levels, _ = sokoban.load_levels('', str(path))
-    except sokoban.LevelError as error:
-        return refused(error, str(path))
-    boards = sokoban.SokobanEnv(levels, len(levels), order='sequence').observe().numpy()
-    fixed, moving = boards[..., 1], boards[..., 0]
-    targets, rim = (fixed == 2).sum((1, 2)), np.ones((10, 10), bool)
+    rim = np.ones((10, 10), bool)
     rim[1:-1, 1:-1] = False
-    assert ((moving == 3).sum((1, 2)) == 1).all() and (fixed[:, rim] == 1).all()
-    assert ((moving == 4).sum((1, 2)) == targets).all() and (targets > 0).all()
+    with may_refuse(sokoban.LevelError, str(path)):
+        levels = sokoban.load_levels('', str(path))[0]
+        boards = sokoban.SokobanEnv(levels, len(levels), order='sequence').observe().numpy()
+        moving, fixed = boards[..., 0], boards[..., 1]
+        targets = (fixed == 2).sum((1, 2))
+        assert ((moving == 3).sum((1, 2)) == 1).all() and (fixed[:, rim] == 1).all()
+        assert ((moving == 4).sum((1, 2)) == targets).all() and (targets > 0).all()
 
 
 THREE = sokoban.generate(3, 1, seed=1, max_moves=6)[0]
@@ -157,11 +149,10 @@ def test_checkpoints(tmp_path, edits):
     path, w = tmp_path / 'ckpt_last.pt', torch.arange(12.0).view(3, 4)
     checkpoint.save_checkpoint({'step': 7, 'model': {'w': w}, 'name': 'a'}, path)
     path.write_bytes(damaged(path.read_bytes(), edits))
-    try:
+    with may_refuse(checkpoint.CheckpointError, str(path)):
         loaded = checkpoint.load_checkpoint(path)
-    except checkpoint.CheckpointError as error:
-        return refused(error, str(path))
-    assert (loaded['step'], loaded['name']) == (7, 'a') and torch.equal(loaded['model']['w'], w)
+        assert (loaded['step'], loaded['name']) == (7, 'a')
+        assert torch.equal(loaded['model']['w'], w)
 
 
 @given(st.binary(max_size=40), st.sampled_from(['data.pkl', 'data/0', 'version', 'byteorder']))
@@ -175,10 +166,8 @@ def test_checkpoints_from_a_stranger(tmp_path, content, member):
     with zipfile.ZipFile(path, 'w') as new:
         for name, data in members.items():
             new.writestr(name, content if name.partition('/')[2] == member else data)
-    try:
+    with may_refuse(checkpoint.CheckpointError, str(path)):
         checkpoint.load_checkpoint(path)
-    except checkpoint.CheckpointError as error:
-        refused(error, str(path))
     assert not os.path.exists('evil_was_here')
 
 
@@ -217,22 +206,3 @@ def test_config_files(tmp_path, lines, end):
     config = configured(train_lm, [str(path)])
     assert isinstance(config, dict) or 'some.py' in config or ' = ' in config
     assert not os.path.exists('evil_was_here')
-
-
-ROWS = []
-PATHS = st.characters(exclude_characters='\0', exclude_categories=['Cs'])
-ENDS = st.sampled_from(['', 'a b', "x'; touch y", '$(touch y)', '../..'])
-
-
-@given(st.text(PATHS, min_size=1, max_size=20), ENDS)
-@example(string.punctuation, '')
-def test_jobs_hold_names_as_data(capsys, name, more):
-    """A shell that reads an emitted line gets each argument as it was given."""
-    argv = ['--plan=lm-small', '--only=L=1 variant=recurrent d=768', '--emit=commands']
-    config = configure(vars(sweep), [*argv, f'--out_dir={name}{more}'], quiet=True)
-    if not ROWS:  # the same whatever the folder
-        ROWS.extend(sweep.plan_rows())
-    sweep.print_jobs(ROWS, config)
-    words = shlex.split(capsys.readouterr().out)
-    assert f'--out_dir={config["out_dir"]}' in words and words[0] == sys.executable
-    assert words[-1] == '--index=0' and all(w.startswith('--') for w in words[2:])

@@ -6,7 +6,6 @@ that a test here turns red."""
 import copy
 import csv
 import math
-from ast import literal_eval
 from pathlib import Path
 
 import numpy as np
@@ -22,14 +21,9 @@ from convlstm import AgentConfig, build_agent
 from model import ModelConfig, build_model
 from muon import Muon
 from sokoban import check_boards
+from test_train import shards, table
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def table(text):
-    """{name: value} of 'name=literal name=literal ...'."""
-    pairs = (word.partition('=') for word in text.split())
-    return {name: literal_eval(value) for name, _, value in pairs}
 
 
 # ---- defaults ----
@@ -177,11 +171,15 @@ def test_sizes_of_language_models():
 @pytest.fixture(scope='module')
 def text(tmp_path_factory):
     folder = tmp_path_factory.mktemp('text')
-    tokens = np.random.default_rng(0).integers(0, 256, 3000).astype(np.uint16)
-    for name in ('val_000000', 'train_000001'):
-        data_fineweb.write_shard(str(folder / f'fineweb_{name}.bin'), tokens)
-    data_fineweb.write_meta(str(folder), {'tokenizer': 'bytes', 'source': 'test', 'shards': []})
+    shards(folder, val_000000=3000)
+    tokens = np.random.default_rng(0).integers(0, 256, 3000)  # nothing to learn: long gradients
+    data_fineweb.write_shard(str(folder / 'fineweb_train_000001.bin'), tokens.astype(np.uint16))
     return folder
+
+
+def made(script, settings):
+    argv = [f'--{key}={value}' for key, value in settings.items()]
+    return script.make_run(configure(vars(script), argv, quiet=True))
 
 
 def lm_run(text, **settings):
@@ -189,8 +187,7 @@ def lm_run(text, **settings):
     small = table("""tokenizer='bytes' tokens_per_step=128 n_layer=1 n_expert=2 n_embd=192
         val_tokens=96 val_streams=3 device='cpu' dtype='float32' threads=1""")
     small |= {'data_dir': text, **settings}
-    argv = [f'--{key}={value}' for key, value in small.items()]
-    run = train_lm.make_run(configure(vars(train_lm), argv, quiet=True))
+    run = made(train_lm, small)
     torch.manual_seed(0)
     with torch.no_grad():
         for p in run.model.parameters():
@@ -280,17 +277,14 @@ def test_updates_of_a_language_model(text, recurrent):
             assert group['lr'].item() == pytest.approx(group['peak_lr'] * fraction, rel=1e-5)
         after = dict(run.model.named_parameters())
         for name, before in model.named_parameters():
-            check_step(name.split('.')[-1], (before - after[name]).detach(), fraction)
+            change, name = (before - after[name]).detach(), name.split('.')[-1]
+            if name in MUON:
+                longest = torch.linalg.matrix_norm(change, 2) / (0.02 * fraction * MUON[name])
+                assert 0.7 < longest.min() and longest.max() < 1.4, name
+            elif name != 'router_k_bias':  # its gradient is zero but for rounding
+                rate = AT_192.get(name, 0.02) * fraction
+                assert change.abs().max().item() == pytest.approx(rate, rel=2e-3), name
     assert clipped == {True, False}
-
-
-def check_step(name, change, fraction):
-    if name in MUON:
-        longest = torch.linalg.matrix_norm(change, 2) / (0.02 * fraction * MUON[name])
-        assert 0.7 < longest.min() and longest.max() < 1.4, name
-    elif name != 'router_k_bias':  # its gradient is zero but for rounding
-        rate = AT_192.get(name, 0.02) * fraction
-        assert change.abs().max().item() == pytest.approx(rate, rel=2e-3), name
 
 
 # ---- agents: sizes, optimizer, loss, schedule ----
@@ -312,8 +306,7 @@ def agent_run(level, **settings):
     small = table("""arch='convglu' n_layer=1 n_embd=4 head_dim=8 device='cpu' dtype='float32'
         threads=1 compile=False""")
     small |= {'split': level, 'eval_split': level, **settings}
-    argv = [f'--{key}={value}' for key, value in small.items()]
-    run = train_sokoban.make_run(configure(vars(train_sokoban), argv, quiet=True))
+    run = made(train_sokoban, small)
     with torch.no_grad():
         run.model.logits.weight.mul_(100)
     return run
