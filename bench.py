@@ -14,26 +14,25 @@ cpu        forward and backward of a chunk (embedding, core, head, loss); head a
            token step from the difference
 baselines  the same and the optimizer, beside torch.nn.LSTM with as many parameters or, at E = 1, a
            plain compiled Transformer, both with AdamW
-train      updates of train_lm.py, loader and optimizer included, T = W = C. The paper's tokens an
-           update are 4 GPUs': one GPU runs a quarter, B = tokens / 4 / C streams, and is held to a
-           quarter of the paper's figure
+train      updates of train_lm.py, loader and optimizer included, T = W = C, on one of the paper's 4
+           GPUs: B = tokens an update / 4 / C streams, held to a quarter of the paper's figure
 decode     a token for each of B streams after a cache filled to C = W; the paper's is of 4 GPUs
 kernels    a level's attention for a group of tokens, its experts for one, the loss of a slice of
            rows, Muon's iteration
 sokoban    updates of train_sokoban.py on generated levels, in environment steps a second
-first      yardsticks, smoke tests of tests/test_gpu.py, cells of the other suites, the most
-           telling first, the rest of the tests: each checked, in a process and with a time limit of
-           its own, its result written at once; a failure is told and passed by (exit status 1)
+first      yardsticks, smoke tests of tests/test_gpu.py, cells of the other suites, most telling first,
+           the rest of the tests: each checked, in a process and with a time limit of its own,
+           its result written at once; a failure is told and passed by (exit status 1)
 A cell is (L, E, C, B), in train (L, E, C, tokens an update), in sokoban (L, E, d), in first a
 suite's name and such a cell; a shorter one stands for all of the suite's own that begin so.
 
 Another process measures. On a CPU every variant has its own, and all take turns with the
-yardsticks, so that a drift of the machine falls on all; on a GPU one measures the yardsticks, then
-all variants. One that dies or runs out of memory costs its variant alone. The yardsticks: a large
-product in each dtype, a large copy, for sokoban a 3x3 convolution with its backward. "Of roofline":
-the time of `floor` at their rates over that measured; "of conv rate": multiply-adds executed over
-the convolution's. Memory: on a GPU torch's peak (max_memory_allocated), warm-up and capture
-included; on a CPU the process's peak resident memory less what it held after importing torch.
+yardsticks, so that a drift of the machine falls on all; on a GPU one measures all, in turn. One
+that dies or runs out of memory costs its variant alone. The yardsticks: a large product in each
+dtype, a large copy, for sokoban a 3x3 convolution with its backward. "Of roofline": the time of
+`floor` at their rates over that measured; "of conv rate": multiply-adds executed over the
+convolution's. Memory: on a GPU torch's peak, warm-up and capture included; on a CPU the process's
+peak resident memory less what it held after importing torch.
 """
 
 import contextlib
@@ -111,19 +110,17 @@ RANGES |= {'arch': ['convlstm', 'convglu']}
 RANGES |= dict.fromkeys('rounds block_size n_envs unroll'.split(), (1, math.inf))
 RANGES |= dict.fromkeys('n_embd threads seconds budget'.split(), (0, math.inf))
 
-LEVELS = ((1, 16), (2, 8), (4, 4), (8, 2), (16, 1))
+LEVELS, PAIR = ((1, 16), (2, 8), (4, 4), (8, 2), (16, 1)), ((2, 8),)
 CONTEXTS = {'train': (32, 64, 128, 256, 1024, 2048), 'decode': (128, 2048)}
-SMALL = ((2, 8),), (128,), (16,), 256, 256
-OWN = {  # suite: (L, E) of its cells, their C, their last number, D, V; on a GPU, on a CPU
-    'cpu': (SMALL, SMALL),
-    'baselines': ((((2, 8),), (128,), (512,), 768, 50304), SMALL),
-    'train': (
-        (LEVELS, CONTEXTS['train'], (131072, 262144), 768, 50304),
-        (LEVELS, (32, 128), (16384,), 256, 256),
-    ),
-    'decode': ((LEVELS, CONTEXTS['decode'], (16,), 768, 50304), SMALL),
-    'kernels': ((((2, 8),), (128,), (256,), 768, 50304), SMALL),
+SMALL = PAIR, (128,), (16,), 256, 256
+OWN = {  # on a GPU, suite: (L, E) of its cells, their C, their last number, D, V
+    'cpu': SMALL,
+    'baselines': (PAIR, (128,), (512,), 768, 50304),
+    'train': (LEVELS, CONTEXTS['train'], (131072, 262144), 768, 50304),
+    'decode': (LEVELS, CONTEXTS['decode'], (16,), 768, 50304),
+    'kernels': (PAIR, (128,), (256,), 768, 50304),
 }
+OWN_CPU = dict.fromkeys(OWN, SMALL) | {'train': (LEVELS, (32, 128), (16384,), 256, 256)}
 PATHS = {  # a suite's own; the others it has
     'cpu': ('plain,fast', 'compiled,gpt,gpt_compiled'),
     'baselines': ('lstm,fast,compiled', 'plain,gpt,gpt_compiled,transformer'),
@@ -415,11 +412,13 @@ def make_kernels(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
     logits = torch.randn(rows, V, device=at).to(dt)
     target = torch.randint(V, (rows,), device=at)
     matrices = torch.randn(E, D, 4 * D, device=at).bfloat16()
-    parts, info = {}, {'work': {}, 'missing': {}}
+    parts, info, absent = {}, {'work': {}, 'missing': {}}, ''
+    if cuda and kernels.triton_module() is None:
+        absent = 'n/a (triton is not installed)'
 
     def add(name, path, run, cost):
         part, once = f'{name}, {path}', functools.partial(run, path == 'triton')
-        if path == 'triton' and (error := why_not(run, cuda)):
+        if path == 'triton' and (error := absent or why_not(run, cuda)):
             info['missing'][part] = error
             return
         # on a GPU without the launches
@@ -1020,7 +1019,8 @@ def all_cells(config: dict, suite: str) -> list[tuple]:
             fail(f'cells: {cell} is not {words}, integers above 0')
     if boards:
         return list(given or TARGET_SOKOBAN)
-    full, (levels, contexts, last) = {}, OWN[suite][config['device'] == 'cpu'][:3]
+    own = OWN_CPU if config['device'] == 'cpu' else OWN
+    full, (levels, contexts, last) = {}, own[suite][:3]
     for cell in given or levels:
         for n in cell[3:] or last:
             full |= {(*cell[:2], C, n): None for C in cell[2:3] or contexts}
@@ -1054,7 +1054,7 @@ def row_of(config: dict, suite: str, cell: tuple, path: str) -> dict:
         row |= dict(zip('LED', cell, strict=True))
         AgentConfig(config['arch'], config['recurrent'], *cell)
         return row | {'model': config['arch'] + ', not recurrent' * (not config['recurrent'])}
-    D, V = OWN[suite][config['device'] == 'cpu'][3:]
+    D, V = (OWN_CPU if config['device'] == 'cpu' else OWN)[suite][3:]
     (L, E, C, B), gpt = cell, path.startswith(('gpt', 'transformer'))
     T = C if suite in ('train', 'decode') else config['block_size']
     if suite == 'train':
