@@ -5,7 +5,6 @@ Speed and memory of the models on whatever device there is, beside the paper's a
     python bench.py --suite=first --budget=540    # a GPU's first half-hour; the same again goes on
     python bench.py --suite=train --budget=540    # the paper's throughput table; tells how to go on
     python bench.py --suite=decode                # and its latency table
-    python bench.py --suite=kernels
     python bench.py --suite=sokoban --paths=compiled,compiled_recompute
     python bench.py --suite=baselines --paths=lstm,lstm_bf16,compiled,compiled_bf16
     python bench.py --compare=A.json,B.json       # or --compare A.json B.json: the rows they share
@@ -20,8 +19,8 @@ decode     a token for each of B streams after a cache filled to C = W; the pape
 kernels    a level's attention for a group of tokens, its experts for one, the loss of a slice of
            rows, Muon's iteration
 sokoban    updates of train_sokoban.py on generated levels, in environment steps a second
-first      yardsticks, smoke tests of tests/test_gpu.py, cells of the other suites, most telling first,
-           the rest of the tests: each checked, in a process and with a time limit of its own,
+first      yardsticks, smoke tests of tests/test_gpu.py, the suites' cells, most telling first, the
+           other tests: each checked, in a process and with a time limit of its own,
            its result written at once; a failure is told and passed by (exit status 1)
 A cell is (L, E, C, B), in train (L, E, C, tokens an update), in sokoban (L, E, d), in first a
 suite's name and such a cell; a shorter one stands for all of the suite's own that begin so.
@@ -212,14 +211,11 @@ def fresh_model(row: dict, device: str) -> tuple[torch.nn.Module, dict]:
     """The row's model or baseline, and what is known of it."""
     torch.manual_seed(0)
     path, c = row['path'].removesuffix('_bf16'), model_config(row)
-    if path in baselines.LEARNING_RATE:
-        model = baselines.build(path, c).to(device)
-    else:
-        model = build_model(c, row['model'] == 'recurrent').to(device)
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() > 1 and not p.any():  # a processor may be faster at zeros than at numbers
-                p.normal_(0, 0.02)
+    ours = path not in baselines.LEARNING_RATE
+    model = build_model(c, row['model'] == 'recurrent') if ours else baselines.build(path, c)
+    for p in model.to(device).parameters():
+        if p.dim() > 1 and not p.any():  # a processor may be faster at zeros than at numbers
+            torch.nn.init.normal_(p, 0, 0.02)
     flops = model.flops_per_token()
     info = {'flops_per_token': sum(flops.values()), 'core_flops_per_token': flops['core']}
     return model, {**info, 'params': model.num_params()['total']}
@@ -232,11 +228,10 @@ def make_chunk(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
     autocast = functools.partial(train_lm.autocast, at, getattr(torch, row['dtype']))
     x, y = torch.randint(row['V'], (2, B, T), device=at)
     model, info = fresh_model(row, at)
-    ours = row['path'].removesuffix('_bf16') not in baselines.LEARNING_RATE
-    if ours:
-        optimizers = muon.make_optimizers(model, vars(train_lm))
-    else:
+    if isinstance(model, (baselines.LSTM, baselines.Transformer)):
         optimizers = [baselines.make_adamw(model)]
+    else:
+        optimizers = muon.make_optimizers(model, vars(train_lm))
     for group in (g for o in optimizers for g in o.param_groups):
         group['lr'] = 1e-6  # hundreds of updates by one gradient must not drive weights to infinity
     with autocast():
@@ -409,40 +404,36 @@ def make_kernels(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
     first = build_model(c, True).levels[0].to(at)
     sizes = row['B'], D, c.window, min(c.block_size, BLOCK)
     rows = kernels.rows_per_slice(row['B'] * c.block_size, V, torch.device(at).type)
-    logits = torch.randn(rows, V, device=at).to(dt)
-    target = torch.randint(V, (rows,), device=at)
+    logits, target = torch.randn(rows, V, device=at).to(dt), torch.randint(V, (rows,), device=at)
     matrices = torch.randn(E, D, 4 * D, device=at).bfloat16()
-    parts, info, absent = {}, {'work': {}, 'missing': {}}, ''
-    if cuda and kernels.triton_module() is None:
-        absent = 'n/a (triton is not installed)'
+    parts, info = {}, {'work': {}, 'missing': {}}
 
     def add(name, path, run, cost):
         part, once = f'{name}, {path}', functools.partial(run, path == 'triton')
-        if path == 'triton' and (error := absent or why_not(run, cuda)):
+        if path == 'triton' and (error := why_not(run, cuda)):
             info['missing'][part] = error
             return
         # on a GPU without the launches
         parts[part] = functools.partial(kernels.seconds_of, once) if cuda else once
         info['work'][part] = cost
 
-    def loss(path, triton):
-        way = 'triton' if triton else 'eager' if path == 'eager' else 'compiled'
-        return kernels.slice_loss(losses, logits.clone(), target, 1 / rows, way)
-
     for path in row['paths']:
-        wide, fused = torch.float32, path != 'eager'
-        recipe = Recipe(token, heads, leave, first.rules(), dt, wide, fused, graphs=False)
-        costs = trial_cost(recipe, sizes)
-        for name, run in trials(recipe, first.weights(), sizes, True).items():
+        plain = 'eager' if path == 'eager' else 'compiled'
+
+        def loss(triton, plain=plain):
+            way = 'triton' if triton else plain
+            return kernels.slice_loss(losses, logits.clone(), target, 1 / rows, way)
+
+        rules, fused = first.rules(), path != 'eager'
+        recipe = Recipe(token, heads, leave, rules, dt, torch.float32, fused, graphs=False)
+        costs = trial_cost(recipe, sizes) | {'loss': (0, 4 * logits.nbytes)}  # the copy's too
+        for name, run in {**trials(recipe, first.weights(), sizes, True), 'loss': loss}.items():
             add(name, path, run, costs[name])
-        moved = 4 * logits.numel() * dt.itemsize  # the copy's too
-        add('loss', path, functools.partial(loss, path), (0, moved))
     # five iterations of three products
-    newton = E * 5 * (2 * 2 * D * D * 4 * D + 2 * D**3), 5 * 4 * matrices.numel() * 2
-    single = matrices.split(1)
-    one_by_one = functools.partial(lambda _: [muon.orthogonalize(x) for x in single])
-    add('orthogonalize', 'one by one', one_by_one, newton)
-    add('orthogonalize', 'batched', lambda _: (muon.orthogonalize(matrices),), newton)
+    newton = E * 5 * (2 * 2 * D * D * 4 * D + 2 * D**3), 5 * 4 * matrices.nbytes
+    ways = {'one by one': matrices.split(1), 'batched': [matrices]}
+    for way, given in ways.items():
+        add('orthogonalize', way, lambda _, xs=given: [muon.orthogonalize(x) for x in xs], newton)
     return parts, info
 
 
@@ -450,6 +441,8 @@ def why_not(run: Callable, cuda: bool) -> str:
     """What keeps a Triton kernel from being timed, '' if nothing does."""
     if not cuda:
         return 'n/a (needs CUDA)'
+    if kernels.triton_module() is None:
+        return 'n/a (triton is not installed)'
     found = kernels.compare(run)
     wrong = '' if kernels.agrees(found) else f'wrong by {found.get("difference", math.nan):.1%}'
     return found.get('error') or wrong
@@ -478,15 +471,8 @@ def make_yardsticks(row: dict, config: dict) -> tuple[dict[str, Callable], dict]
     return parts, {'work': work}
 
 
-MAKERS = {
-    'cpu': make_chunk,
-    'baselines': make_chunk,
-    'train': make_update,
-    'decode': make_token,
-    'kernels': make_kernels,
-    'sokoban': make_agent,
-    'yardsticks': make_yardsticks,
-}
+MAKERS = {'cpu': make_chunk, 'baselines': make_chunk, 'train': make_update, 'decode': make_token}
+MAKERS |= {'kernels': make_kernels, 'sokoban': make_agent, 'yardsticks': make_yardsticks}
 
 
 # ---- the process that measures ----
@@ -510,12 +496,11 @@ def memory(device: str, peak: bool) -> int:
     """Bytes in use now or at the peak. Not getrusage's: a child's figure starts at its parent's."""
     if device != 'cpu':
         return torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
-    try:
-        with open('/proc/self/status') as file:
-            found = re.search(r'VmHWM:\s*(\d+)' if peak else r'VmRSS:\s*(\d+)', file.read())
-            return 1024 * int(found.group(1))
-    except OSError:
-        return 0  # only Linux tells
+    if not os.path.exists('/proc/self/status'):  # only Linux tells
+        return 0
+    with open('/proc/self/status') as file:
+        found = re.search(r'VmHWM:\s*(\d+)' if peak else r'VmRSS:\s*(\d+)', file.read())
+    return 1024 * int(found[1])
 
 
 def empty(device: str) -> None:
@@ -530,13 +515,15 @@ def empty(device: str) -> None:
 def difference(pairs: dict[str, tuple]) -> tuple[float, str]:
     """The largest relative difference of {name: (tensor, reference)}, and whose it is. Vectors and
     scalars count as one: a single number may be all rounding."""
-    small = [name for name in pairs if pairs[name][1].dim() == 1 or name.endswith(('.a', '.b'))]
-    if small:
-        parts = zip(*(pairs.pop(name) for name in small), strict=True)
-        pairs['vectors'] = [torch.cat([x.flatten() for x in part]) for part in parts]
+    groups = {}
+    for name, pair in pairs.items():
+        small = pair[1].dim() == 1 or name.endswith(('.a', '.b'))
+        groups.setdefault('vectors' if small else name, []).append(pair)
     off = {}
-    for name, (mine, plain) in pairs.items():
-        mine, plain = mine.double(), plain.double()
+    for name, group in groups.items():
+        mine, plain = (
+            torch.cat([x.double().flatten() for x in part]) for part in zip(*group, strict=True)
+        )
         far = ((mine - plain).norm() / plain.norm().clamp(min=1e-30)).item()
         off[name] = math.inf if math.isnan(far) else far
     worst = max(off, key=off.get)
@@ -678,18 +665,16 @@ def floor(row: dict, rate: float, bandwidth: float) -> float:
     `rate` FLOP/s and memory at `bandwidth` bytes/s. Nothing overlaps but a product with the
     streaming of its own weights:
 
-        product = max(2 n B / rate, n size / bandwidth)  a level's n weights; a shared cache's E
-                                                         key-value matrices count as one
-        cache   = keys and values of W slots, each read once
-        forward = L (product + cache)
-        backward= L (product + cache + dk, dv)           input gradients. dk, dv: fp32, read and
-                                                         written at the chunk's own slots
+        product = max(2 n B / rate, n size / bandwidth)  a level's n weights, a shared cache's E
+                                                         key-value matrices as one
+        forward = L (product + keys and values of W slots, read once)
+        backward= L (the same + dk, dv)                  in fp32, read and written at the own slots
         weights = L 2 n B / rate                         their gradients, over many tokens at once
-        head    = 3 x 2 D V B / rate                     and its gradients, the same
+        head    = 3 x 2 D V B / rate                     with its gradients
 
-    Decoding: forward, and the head as one more product. GPT trains on whole sequences: everything
-    is dense, attention (causal) too. Not counted: activations, norms, the optimizer. A code that
-    adds dk and dv for several tokens at once may go below."""
+    Decoding: forward, and the head as one more product. GPT trains on whole sequences: all is
+    dense, causal attention too. Not counted: activations, norms, the optimizer. A code that adds dk
+    and dv for several tokens at once may go below."""
     c, B, size = model_config(row), row['B'], 2 if row['dtype'] == 'bfloat16' else 4
     L, E, D, K, W, T = c.n_layer, c.n_expert, c.n_embd, c.head_dim, c.window, c.block_size
     recurrent = row['model'] == 'recurrent'
@@ -745,13 +730,12 @@ def derive(record: dict, row: dict, rates: dict[str, float]) -> list[dict]:
     rate, bandwidth = rates.get(f'matmul {row["dtype"]}'), rates.get('copy')
     if not times:
         return [row]
+    name = {'decode': 'ms_per_token', 'sokoban': 'env_steps_per_s'}.get(suite, 'tokens_per_s')
     if suite == 'decode':
-        name, figures = 'ms_per_token', [1e3 * t for t in times['token']]
+        row[name] = spread(1e3 * t for t in times['token'])
     else:
-        name = 'env_steps_per_s' if suite == 'sokoban' else 'tokens_per_s'
         amount = row['env_steps' if suite == 'sokoban' else 'tokens']
-        figures = [amount / t for t in times.get('update') or times['chunk']]
-    row[name] = spread(figures)
+        row[name] = spread(amount / t for t in times.get('update') or times['chunk'])
     value, sign = row[name]['median'], METRICS[name][0]
     for other in ('paper', 'target'):
         if isinstance(row.get(other), (int, float)):
@@ -762,35 +746,37 @@ def derive(record: dict, row: dict, rates: dict[str, float]) -> list[dict]:
         least = floor(row, rate, bandwidth)
         row['share_of_roofline'] = 1e3 * least / value if sign < 0 else least * value / row['B']
     elif suite in ('cpu', 'baselines'):
-        chunk_figures(row, rate)
+        row |= chunk_figures(row, times, rate)
     return [row]
 
 
-def chunk_figures(row: dict, rate: float | None) -> None:
-    """Adds those of suites cpu and baselines. Backward costs twice the forward."""
-    times, chunks = row['seconds'], row['seconds']['chunk']
+def chunk_figures(row: dict, times: dict[str, list], rate: float | None) -> dict:
+    """Those of suites cpu and baselines. Backward costs twice the forward."""
+    found, chunks = {}, times['chunk']
     if rate:
-        row['share_of_matmul'] = 3 * row['flops_per_token'] * row['tokens_per_s']['median'] / rate
+        flops = 3 * row['flops_per_token']
+        found['share_of_matmul'] = flops * row['tokens_per_s']['median'] / rate
     if 'optimizer' in times:
-        both = [a + b for a, b in zip(chunks, times['optimizer'], strict=True)]
-        row['tokens_per_s_with_optimizer'] = spread(row['tokens'] / t for t in both)
+        both = zip(chunks, times['optimizer'], strict=True)
+        found['tokens_per_s_with_optimizer'] = spread(row['tokens'] / (a + b) for a, b in both)
     if 'head' in times:
-        row['head_ms'] = spread(1e3 * t for t in times['head'])
+        found['head_ms'] = spread(1e3 * t for t in times['head'])
     if 'head' in times and row['model'] == 'recurrent':
-        steps = [(a - b) / row['T'] for a, b in zip(chunks, times['head'], strict=True)]
-        row['step_ms'] = spread(1e3 * t for t in steps)
+        both = zip(chunks, times['head'], strict=True)
+        found['step_ms'] = spread(1e3 * (a - b) / row['T'] for a, b in both)
         if rate:
-            row['step_ms_at_matmul_rate'] = 3e3 * row['core_flops_per_token'] * row['B'] / rate
+            found['step_ms_at_matmul_rate'] = 3e3 * row['core_flops_per_token'] * row['B'] / rate
+    return found
 
 
 def kernel_rows(row: dict, rates: dict[str, float]) -> list[dict]:
     """A row a kernel and path from one that holds them all."""
-    work, missing, times, rows = row.pop('work'), row.pop('missing'), row.pop('seconds'), []
-    for name in ('memory_bytes', 'first_run_s', 'paths', 'check'):  # all kernels' together
-        row.pop(name, None)
+    together = 'work missing seconds memory_bytes first_run_s paths check'.split()
+    work, missing, times = (row[name] for name in together[:3])
+    shared, rows = {name: x for name, x in row.items() if name not in together}, []
     for part in [*work, *missing]:
         kernel, path = part.split(', ')
-        rows.append({**row, 'kernel': kernel, 'path': path, 'status': missing.get(part, 'ok')})
+        rows.append({**shared, 'kernel': kernel, 'path': path, 'status': missing.get(part, 'ok')})
         if part in work:
             (flops, size), us = work[part], spread(1e6 * t for t in times[part])
             rows[-1]['us'] = us
@@ -815,30 +801,18 @@ CELL = 'suite cell D kernel'.split()
 
 
 def header(config: dict) -> dict:
-    device = config['device']
-    found = {
-        'device': device_name(device),
-        'dtype': config['dtype'],
-        'threads': config['threads'] or torch.get_num_threads(),
-        'torch': torch.__version__,
-        'python': platform.python_version(),
-        'commit': commit(),
-        'command': shlex.join(['python', *sys.argv]),
-        'date': datetime.datetime.now().astimezone().isoformat(timespec='seconds'),
-        'memory': 'peak resident memory of its process, less after import',
-        'config': config,
-    }
-    if device == 'cpu':
-        return found
-    card, triton = torch.cuda.get_device_properties(device), importlib.util.find_spec('triton')
-    return found | {
-        'memory': 'torch.cuda.max_memory_allocated',
-        'cuda': torch.version.cuda,
-        'cudnn': torch.backends.cudnn.version(),
-        'triton': importlib.import_module('triton').__version__ if triton else None,
-        'device_memory': card.total_memory,
-        'multiprocessors': card.multi_processor_count,
-    }
+    at, kept = config['device'], {'config': config, 'command': shlex.join(['python', *sys.argv])}
+    kept |= {'device': device_name(at), 'dtype': config['dtype'], 'commit': commit()}
+    kept |= {'threads': config['threads'] or torch.get_num_threads(), 'torch': torch.__version__}
+    kept['date'] = datetime.datetime.now().astimezone().isoformat(timespec='seconds')
+    kept['python'] = platform.python_version()
+    if at == 'cpu':
+        return kept | {'memory': 'peak resident memory of its process, less after import'}
+    triton, card = kernels.triton_module(), torch.cuda.get_device_properties(at)
+    kept |= {'memory': 'torch.cuda.max_memory_allocated', 'device_memory': card.total_memory}
+    kept |= {'multiprocessors': card.multi_processor_count, 'cuda': torch.version.cuda}
+    kept['triton'] = triton and sys.modules['triton'].__version__
+    return kept | {'cudnn': torch.backends.cudnn.version()}
 
 
 def results_path(report: dict, out: str) -> str:
@@ -988,16 +962,15 @@ def compare_reports(text: str) -> None:
     names = [name.strip() for name in text.split(',')]
     if len(names) != 2 or not all(names):
         fail(f'compare = {text!r}: expected two files, A.json,B.json')
-    a, b = reports = [read_report(name) for name in names]
+    a, b = (read_report(name) for name in names)
     if a['suite'] != b['suite']:
         fail(f'compare: {names[0]} is of suite {a["suite"]!r}, {names[1]} of {b["suite"]!r}')
     old = {key(row): row for row in a['results']}
     pairs = [{**y, 'a': old[key(y)], 'b': y} for y in b['results'] if key(y) in old]
     if not pairs:
         fail(f'compare: {names[0]} and {names[1]} have no row in common')
-    for letter, name, r in zip('AB', names, reports, strict=True):
-        what = ', '.join(str(r.get(k)) for k in ('device', 'dtype', 'commit', 'date'))
-        print(f'{letter}: {name}: {what}')
+    for letter, name, r in zip('AB', names, (a, b), strict=True):
+        print(f'{letter}: {name}:', *(r.get(k) for k in ('device', 'dtype', 'commit', 'date')))
     columns = [('A', lambda r: figure(r['a'])), ('B', lambda r: figure(r['b']))]
     columns.append(('speed of B over A', lambda r: ratio(r['a'], r['b'])))
     shown = [k for k in KEYS if k == 'path' or len({pair.get(k) for pair in pairs}) > 1]
@@ -1032,17 +1005,17 @@ def chosen_paths(config: dict, suite: str, E: int) -> list[str]:
     cell's suite has, or its fastest two."""
     first, own = config['suite'] == 'first', PATHS[suite][0].split(',')
     own = TWINS[suite].split(',') if E == 1 and suite in TWINS else own[-2 * first :]
-    chosen = [path.strip() for path in config['paths'].split(',')] if config['paths'] else own
     ending = '' if suite == 'kernels' else '_bf16'  # those are all measured in one process
-    names = ','.join(filter(None, PATHS[suite]))
-    known = {name + more for name in names.split(',') for more in ('', ending)}
-    strange = set(chosen) - known
+    known = {name: [x for x in ','.join(both).split(',') if x] for name, both in PATHS.items()}
+    valid = known[suite] + [path + ending for path in known[suite]]
+    chosen = [path.strip() for path in config['paths'].split(',')] if config['paths'] else own
+    strange = set(chosen) - set(valid)
     if first:
-        strange -= {path for both in PATHS.values() for path in ','.join(both).split(',')}
-        chosen = [path for path in chosen if path in known] or own
+        strange -= {path for paths in known.values() for path in paths}
+        chosen = [path for path in chosen if path in valid] or own
     if strange:
         more = f', with {ending} for that dtype' if ending else ''
-        fail(f'paths = {config["paths"]!r}: expected some of {names}{more}')
+        fail(f'paths = {config["paths"]!r}: expected some of {",".join(known[suite])}{more}')
     return chosen
 
 
