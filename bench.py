@@ -9,8 +9,7 @@ Speed and memory of the models on whatever device there is, beside the paper's a
     python bench.py --suite=baselines --paths=lstm,lstm_bf16,compiled,compiled_bf16
     python bench.py --compare=A.json,B.json       # or --compare A.json B.json: the rows they share
 
-cpu        forward and backward of a chunk (embedding, core, head, loss); head and loss alone; a
-           token step from the difference
+cpu        forward and backward of a chunk; head and loss alone; a token step from the difference
 baselines  the same and the optimizer, beside torch.nn.LSTM with as many parameters or, at E = 1, a
            plain compiled Transformer, both with AdamW
 train      updates of train_lm.py, loader and optimizer included, T = W = C, on one of the paper's 4
@@ -20,8 +19,8 @@ kernels    a level's attention for a group of tokens, its experts for one, the l
            rows, Muon's iteration
 sokoban    updates of train_sokoban.py on generated levels, in environment steps a second
 first      yardsticks, smoke tests of tests/test_gpu.py, the suites' cells, most telling first, the
-           other tests: each checked, in a process and with a time limit of its own,
-           its result written at once; a failure is told and passed by (exit status 1)
+           other tests: each checked, in a process and with a time limit of its own, its result
+           written at once; a failure is told and passed by (exit status 1)
 A cell is (L, E, C, B), in train (L, E, C, tokens an update), in sokoban (L, E, d), in first a
 suite's name and such a cell; a shorter one stands for all of the suite's own that begin so.
 
@@ -43,6 +42,7 @@ import importlib.util
 import json
 import math
 import multiprocessing
+import operator
 import os
 import platform
 import re
@@ -83,8 +83,7 @@ cells = ()         # such as (2,8,128,16),(4,4): see above. (): the suite's own,
 paths = ''         # plain, fast, compiled, gpt (not recurrent, L*E levels of one expert), ...: a
                    # wrong one lists all; with _bf16 for that dtype. '': the suite's own
 n_embd = 0         # D; 0: the suite's own
-block_size = 64    # cpu, baselines, kernels: T, tokens of a chunk (gpt: 2 C, whose mean context is
-                   # W; as many in all)
+block_size = 64    # cpu, baselines, kernels: T, tokens of a chunk (gpt: 2 C; as many in all)
 dtype = ''         # float32, bfloat16 (autocast; sokoban: convolutions), or auto: bfloat16 where
                    # that is fast; '': float32 on a CPU but for sokoban, else auto
 # sokoban
@@ -105,7 +104,7 @@ append = False     # keep the other rows of that file: of the same commit, devic
 compare = ''       # A.json,B.json: print the ratios of the rows they share, measure nothing
 # fmt: on
 RANGES = {'suite': 'cpu baselines train decode kernels sokoban first'.split()}
-RANGES |= {'arch': ['convlstm', 'convglu']}
+RANGES['arch'] = ['convlstm', 'convglu']
 RANGES |= dict.fromkeys('rounds block_size n_envs unroll'.split(), (1, math.inf))
 RANGES |= dict.fromkeys('n_embd threads seconds budget'.split(), (0, math.inf))
 
@@ -216,9 +215,13 @@ def fresh_model(row: dict, device: str) -> tuple[torch.nn.Module, dict]:
     for p in model.to(device).parameters():
         if p.dim() > 1 and not p.any():  # a processor may be faster at zeros than at numbers
             torch.nn.init.normal_(p, 0, 0.02)
+    return model, about(model)
+
+
+def about(model: torch.nn.Module) -> dict:
     flops = model.flops_per_token()
     info = {'flops_per_token': sum(flops.values()), 'core_flops_per_token': flops['core']}
-    return model, {**info, 'params': model.num_params()['total']}
+    return info | {'params': model.num_params()['total']}
 
 
 def make_chunk(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
@@ -300,6 +303,7 @@ def make_token(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
 
 def make_run(script: ModuleType, settings: dict, row: dict, config: dict) -> object:
     """A trainer's run, as the user has it."""
+    settings |= {'n_layer': row['L'], 'n_expert': row['E'], 'n_embd': row['D']}
     settings |= {'dtype': row['dtype'], 'device': config['device'], 'threads': config['threads']}
     settings['path'] = 'plain' if row['path'].startswith('plain') else 'fast'
     argv = [f'--{name}={value}' for name, value in settings.items()]
@@ -308,12 +312,11 @@ def make_run(script: ModuleType, settings: dict, row: dict, config: dict) -> obj
 
 def make_update(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
     """Part 'update': a whole one of train_lm.py."""
-    names = {'n_layer': 'L', 'n_expert': 'E', 'n_embd': 'D', 'window': 'C', 'block_size': 'T'}
-    settings = {name: row[letter] for name, letter in names.items()}
-    settings |= {'tokenizer': TOKENIZER[row['V']], 'tokens_per_step': row['B'] * row['T']}
+    settings = {'window': row['C'], 'block_size': row['T'], 'tokens_per_step': row['B'] * row['T']}
+    settings |= {'tokenizer': TOKENIZER[row['V']], 'data_dir': config['data_dir']}
     settings |= {'val_tokens': 64, 'val_streams': 1, 'max_iters': 10**6}
     settings |= {'compile': 'compiled' in row['path'], 'recurrent': row['model'] == 'recurrent'}
-    run = make_run(train_lm, {**settings, 'data_dir': config['data_dir']}, row, config)
+    run = make_run(train_lm, settings, row, config)
     train_lm.prepare(run)
     if settings['compile'] and run.model.config.path == 'fast':
         raise RuntimeError('torch.compile does not work here')
@@ -343,17 +346,15 @@ def make_update(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
         plain = gradients(state)
         return {name: (mine[name], plain[name]) for name in mine}
 
-    info = {'tokens': settings['tokens_per_step'], 'params': run.model.num_params()['total']}
-    info['flops_per_token'] = sum(run.model.flops_per_token().values())
-    return {'update': update}, {**info, 'check': check}
+    info = {**about(run.model), 'tokens': settings['tokens_per_step'], 'check': check}
+    return {'update': update}, info
 
 
 def make_agent(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
     """Part 'update': a whole one of train_sokoban.py on generated levels, its games counted."""
     path, _, recompute = row['path'].removesuffix('_bf16').partition('_')
-    settings = {'n_layer': row['L'], 'n_expert': row['E'], 'n_embd': row['D']}
-    settings |= {name: config[name] for name in ('recurrent', 'n_envs', 'unroll')}
-    settings |= {'arch': config['arch'], 'reuse': not recompute, 'eval_games': 1}
+    settings = {name: config[name] for name in ('arch', 'recurrent', 'n_envs', 'unroll')}
+    settings |= {'reuse': not recompute, 'eval_games': 1}
     settings |= {'split': 'generated', 'eval_split': 'generated', 'n_levels': 5000}
     run = make_run(train_sokoban, settings, row, config)
     run.model.config.path = path
@@ -462,11 +463,11 @@ def make_yardsticks(row: dict, config: dict) -> tuple[dict[str, Callable], dict]
     parts['copy'], work['copy'] = functools.partial(target.copy_, source), 2 * size
     if row['conv']:
         keep_memory()
-        how = {'device': at, 'dtype': getattr(torch, row['conv'])}
-        shapes = (640, 128, 10, 10), (512, 128, 3, 3), (640, 512, 10, 10)
-        made = [torch.randn(s, **how).to(memory_format=torch.channels_last) for s in shapes]
-        x, w = (tensor.requires_grad_() for tensor in made[:2])
-        parts['conv'] = lambda: torch.autograd.grad(F.conv2d(x, w, padding=1), (x, w), made[2])
+        shapes, dt = ((640, 128, 10, 10), (512, 128, 3, 3), (640, 512, 10, 10)), row['conv']
+        made = [torch.randn(shape, device=at, dtype=getattr(torch, dt)) for shape in shapes]
+        x, w, dy = (tensor.to(memory_format=torch.channels_last) for tensor in made)
+        xw = x.requires_grad_(), w.requires_grad_()
+        parts['conv'] = lambda: torch.autograd.grad(F.conv2d(*xw, padding=1), xw, dy)
         work['conv'] = 3 * 640 * 100 * 9 * 128 * 512
     return parts, {'work': work}
 
@@ -573,11 +574,10 @@ def work(pipe: multiprocessing.connection.Connection, config: dict) -> None:
     pipe.send('torch is imported')
     while (message := pipe.recv()) is not None:
         try:
-            answer = answer_to(message, made, config)
+            pipe.send(answer_to(message, made, config))
         except (RuntimeError, MemoryError, ValueError) as error:  # must not end the others
             told = 'OOM' if out_of_memory(error) else f'failed: {first_line(error)}'
-            answer = {'check' if message == 'check' else 'status': told}
-        pipe.send(answer)
+            pipe.send({'check' if message == 'check' else 'status': told})
 
 
 # ---- measuring ----
@@ -844,12 +844,11 @@ def earlier(report: dict, path: str) -> dict:
     """The report that this one goes on with, whose command goes before; {} where there is none."""
     if not os.path.exists(path):
         return {}
-    old = read_report(path)
+    old, how = read_report(path), '' if report['suite'] == 'first' else 'append = True: '
     for name in SAME:
         if old.get(name) != report[name]:
-            what = 'append = True: ' * (report['suite'] != 'first')
             was = f'{path} is of {name} {old.get(name)!r}, this run of {report[name]!r}'
-            fail(f'{what}{was}: choose another --out')
+            fail(f'{how}{was}: choose another --out')
     if old['command'] != report['command']:
         report['command'] = f'{old["command"]}; {report["command"]}'
     return old
@@ -947,9 +946,9 @@ def describe(report: dict) -> str:
     """The lines above the table."""
     rates = []
     for name, figures in report['yardsticks'].items():
-        scale = 2 if name == 'conv' else 1  # FLOPs of a multiply-add
-        unit = 'GB/s' if name == 'copy' else 'GFLOP/s'
-        rates.append(f'{name} {show({k: scale * v / 1e9 for k, v in figures.items()})} {unit}')
+        unit, giga = 'GB/s' if name == 'copy' else 'GFLOP/s', 2e-9 if name == 'conv' else 1e-9
+        # a multiply-add is two FLOPs
+        rates.append(f'{name} {show({k: giga * v for k, v in figures.items()})} {unit}')
     words = '{device}, {threads} threads, torch {torch}, commit {commit}, {dtype}'.format(**report)
     for letter in 'DV':
         values = sorted({r[letter] for r in report['results'] if letter in r})
@@ -980,20 +979,23 @@ def compare_reports(text: str) -> None:
 # ---- what is to be measured ----
 
 
+def own_sizes(config: dict, suite: str) -> tuple:
+    return (OWN_CPU if config['device'] == 'cpu' else OWN)[suite]
+
+
 def all_cells(config: dict, suite: str) -> list[tuple]:
     """Each cell whole; shorter ones filled up from the suite's own."""
     given, boards = config['cells'], suite == 'sokoban'
     given = (given,) if given and all(type(n) is int for n in given) else given
     for cell in given:
         sizes = cell if isinstance(cell, (tuple, list)) else ()
-        fits = len(sizes) == 3 if boards else 2 <= len(sizes) <= 4
+        fits = len(sizes) in ((3,) if boards else (2, 3, 4))
         if not fits or not all(type(n) is int and n > 0 for n in sizes):
             words = '(L, E, d)' if boards else '(L, E, C, B) or its first two or three'
             fail(f'cells: {cell} is not {words}, integers above 0')
     if boards:
         return list(given or TARGET_SOKOBAN)
-    own = OWN_CPU if config['device'] == 'cpu' else OWN
-    full, (levels, contexts, last) = {}, own[suite][:3]
+    full, (levels, contexts, last) = {}, own_sizes(config, suite)[:3]
     for cell in given or levels:
         for n in cell[3:] or last:
             full |= {(*cell[:2], C, n): None for C in cell[2:3] or contexts}
@@ -1027,7 +1029,7 @@ def row_of(config: dict, suite: str, cell: tuple, path: str) -> dict:
         row |= dict(zip('LED', cell, strict=True))
         AgentConfig(config['arch'], config['recurrent'], *cell)
         return row | {'model': config['arch'] + ', not recurrent' * (not config['recurrent'])}
-    D, V = (OWN_CPU if config['device'] == 'cpu' else OWN)[suite][3:]
+    D, V = own_sizes(config, suite)[3:]
     (L, E, C, B), gpt = cell, path.startswith(('gpt', 'transformer'))
     T = C if suite in ('train', 'decode') else config['block_size']
     if suite == 'train':
@@ -1113,13 +1115,12 @@ def run_group(group: dict[str, dict], config: dict, report: dict, pool: dict, un
     rates = {part: figures['median'] for part, figures in report['yardsticks'].items()}
     new = [r for x in group if x != 'yardsticks' for r in derive(records[x], group[x], rates)]
     kept = {key(row): row for row in report['results']} | {key(row): row for row in new}
-    order, by_tokens = {}, report['suite'] == 'train'
-
-    def place(row):  # those to be compared together, in the order of their first
-        tokens = row['tokens_per_update'] if by_tokens else 0
-        return tokens, order.setdefault(key(row, CELL), len(order))
-
-    report['results'] = sorted(kept.values(), key=place)
+    together = {}  # those to be compared, in the order of their first
+    for row in kept.values():
+        together.setdefault(key(row, CELL), []).append(row)
+    report['results'] = [row for rows in together.values() for row in rows]
+    if report['suite'] == 'train':
+        report['results'].sort(key=operator.itemgetter('tokens_per_update'))
     bad = [record['status'] for record in records.values() if record['status'] != 'ok']
     bad += [f'not checked: {r["check"]}' for r in new if r.get('check', '%')[-1] != '%']
     return '; '.join(bad) or 'ok'
