@@ -80,8 +80,8 @@ from unroll import BLOCK, Recipe, release, trial_cost, trials
 # what
 suite = 'cpu'      # cpu, baselines, train, decode, kernels, sokoban or first
 cells = ()         # such as (2,8,128,16),(4,4): see above. (): the suite's own, the paper's
-paths = ''         # plain, fast, compiled, gpt (not recurrent, L*E levels of one expert), ...: a
-                   # wrong one lists all; with _bf16 for that dtype. '': the suite's own
+paths = ''         # plain, fast, compiled, gpt (not recurrent, L*E levels of one expert), ..., with
+                   # _bf16 for that dtype; a wrong one lists all. '': the suite's own
 n_embd = 0         # D; 0: the suite's own
 block_size = 64    # cpu, baselines, kernels: T, tokens of a chunk (gpt: 2 C; as many in all)
 dtype = ''         # float32, bfloat16 (autocast; sokoban: convolutions), or auto: bfloat16 where
@@ -199,9 +199,9 @@ FAR = 0.1  # relative difference of a gradient or of logits that is no rounding 
 
 def model_config(row: dict) -> ModelConfig:
     """ValueError for sizes that do not fit together."""
-    path = row['path'].removesuffix('_bf16')
-    fused = path.endswith('compiled') or path == 'transformer'
-    how = 'plain' if path == 'plain' else 'compiled' if fused else 'fast'
+    how = row['path'].removesuffix('_bf16')
+    if how != 'plain':
+        how = 'compiled' if how.endswith('compiled') or how == 'transformer' else 'fast'
     sizes = {'window': row['C'], 'block_size': row['T'], 'path': how}
     return ModelConfig(row['V'], row['L'], row['E'], row['D'], **sizes)
 
@@ -571,7 +571,6 @@ def work(pipe: multiprocessing.connection.Connection, config: dict) -> None:
     if config['threads']:
         torch.set_num_threads(config['threads'])
     made = {}
-    pipe.send('torch is imported')
     while (message := pipe.recv()) is not None:
         try:
             pipe.send(answer_to(message, made, config))
@@ -584,14 +583,12 @@ def work(pipe: multiprocessing.connection.Connection, config: dict) -> None:
 
 
 def begin(config: dict) -> tuple:
-    """-> (process, pipe), torch imported."""
+    """-> (process, pipe)."""
     context = multiprocessing.get_context('spawn')
     ours, theirs = context.Pipe()
     process = context.Process(target=work, args=(theirs, config), daemon=True)
     process.start()
     theirs.close()
-    with contextlib.suppress(EOFError):
-        ours.recv()
     return process, ours
 
 
@@ -951,8 +948,8 @@ def describe(report: dict) -> str:
         rates.append(f'{name} {show({k: giga * v for k, v in figures.items()})} {unit}')
     words = '{device}, {threads} threads, torch {torch}, commit {commit}, {dtype}'.format(**report)
     for letter in 'DV':
-        values = sorted({r[letter] for r in report['results'] if letter in r})
-        words += f', {letter} = {" and ".join(map(str, values))}' if values else ''
+        if values := sorted({r[letter] for r in report['results'] if letter in r}):
+            words += f', {letter} = {" and ".join(map(str, values))}'
     return f'{words}; {", ".join(rates)}\n`{report["command"]}`'
 
 
@@ -1086,7 +1083,7 @@ def run_tests(chosen: str, until: float) -> str:
         return 'skipped: pytest is not installed'
     options = ['-v', '--tb=short', '--noconftest', '-o', 'addopts=', '-m', 'gpu', '-k', chosen]
     command = [sys.executable, '-u', '-m', 'pytest', *options, GPU_TESTS]
-    pipe, ends = {'stdout': subprocess.PIPE, 'text': True}, {'PASSED': 0, 'FAILED': 0, 'SKIPPED': 0}
+    pipe, ends = {'stdout': subprocess.PIPE, 'text': True}, []
     with subprocess.Popen(command, start_new_session=True, **pipe) as process:
         stop = functools.partial(os.killpg, process.pid, signal.SIGKILL)  # and its children
         timer = threading.Timer(max(1.0, until - time.perf_counter()), stop)
@@ -1094,13 +1091,12 @@ def run_tests(chosen: str, until: float) -> str:
         try:
             for line in process.stdout:
                 print(line, end='', flush=True)
-                if found := re.search(r'::\S.* (PASSED|FAILED|SKIPPED) ', line):
-                    ends[found[1]] += 1
+                ends += re.findall(r'::\S.* (PASSED|FAILED|SKIPPED) ', line)
         finally:
             timer.cancel()
             with contextlib.suppress(ProcessLookupError):
                 stop()
-    told = ', '.join(f'{n} {what.lower()}' for what, n in ends.items())
+    told = ', '.join(f'{ends.count(x.upper())} {x}' for x in ('passed', 'failed', 'skipped'))
     late = 'late: ' if time.perf_counter() > until else ''
     return 'ok' if process.returncode == 0 else f'failed: {late}{told}'
 
@@ -1171,9 +1167,8 @@ def run(config: dict, groups: dict[str, dict | str]) -> int:
             if first:
                 steps[name] = {'status': status, 'seconds': time.perf_counter() - now}
             write(report, path)
-            used = f'{time.perf_counter() - start:.0f} s'
-            what = f'{name}: {status}; ' if first else ''
-            print(f'{what}{len(groups) - len(left)} of {len(groups)} done, {used}', flush=True)
+            done = f'{len(groups) - len(left)} of {len(groups)} done'
+            print(f'{name}: {status}; {done}, {time.perf_counter() - start:.0f} s', flush=True)
     finally:
         end(pool)
     print(f'\n{write(report, path)}\n\n{path}')
