@@ -5,35 +5,32 @@ Speed and memory of the models on whatever device there is, beside the paper's a
     python bench.py --suite=first --budget=540    # a GPU's first half-hour; the same again goes on
     python bench.py --suite=train --budget=540    # the paper's throughput table; tells how to go on
     python bench.py --suite=decode                # and its latency table
-    python bench.py --suite=kernels
     python bench.py --suite=sokoban --paths=compiled,compiled_recompute
     python bench.py --suite=baselines --paths=lstm,lstm_bf16,compiled,compiled_bf16
     python bench.py --compare=A.json,B.json       # or --compare A.json B.json: the rows they share
 
-cpu        forward and backward of a chunk (embedding, core, head, loss); head and loss alone; a
-           token step from the difference
+cpu        forward and backward of a chunk; head and loss alone; a token step from the difference
 baselines  the same and the optimizer, beside torch.nn.LSTM with as many parameters or, at E = 1, a
            plain compiled Transformer, both with AdamW
-train      updates of train_lm.py, loader and optimizer included, T = W = C. The paper's tokens an
-           update are 4 GPUs': one GPU runs a quarter, B = tokens / 4 / C streams, and is held to a
-           quarter of the paper's figure
+train      updates of train_lm.py, loader and optimizer included, T = W = C, on one of the paper's 4
+           GPUs: B = tokens an update / 4 / C streams, held to a quarter of the paper's figure
 decode     a token for each of B streams after a cache filled to C = W; the paper's is of 4 GPUs
 kernels    a level's attention for a group of tokens, its experts for one, the loss of a slice of
            rows, Muon's iteration
 sokoban    updates of train_sokoban.py on generated levels, in environment steps a second
-first      yardsticks, smoke tests of tests/test_gpu.py, cells of the other suites, the most
-           telling first, the rest of the tests: each checked, in a process and with a time limit of
-           its own, its result written at once; a failure is told and passed by (exit status 1)
+first      yardsticks, smoke tests of tests/test_gpu.py, the suites' cells, most telling first, the
+           other tests: each checked, in a process and with a time limit of its own, its result
+           written at once; a failure is told and passed by (exit status 1)
 A cell is (L, E, C, B), in train (L, E, C, tokens an update), in sokoban (L, E, d), in first a
 suite's name and such a cell; a shorter one stands for all of the suite's own that begin so.
 
 Another process measures. On a CPU every variant has its own, and all take turns with the
-yardsticks, so that a drift of the machine falls on all; on a GPU one measures the yardsticks, then
-all variants. One that dies or runs out of memory costs its variant alone. The yardsticks: a large
-product in each dtype, a large copy, for sokoban a 3x3 convolution with its backward. "Of roofline":
-the time of `floor` at their rates over that measured; "of conv rate": multiply-adds executed over
-the convolution's. Memory: on a GPU torch's peak (max_memory_allocated), warm-up and capture
-included; on a CPU the process's peak resident memory less what it held after importing torch.
+yardsticks, so that a drift of the machine falls on all; on a GPU one measures all, in turn. One
+that dies or runs out of memory costs its variant alone. The yardsticks: a large product in each
+dtype, a large copy, for sokoban a 3x3 convolution with its backward. "Of roofline": the time of
+`floor` at their rates over that measured; "of conv rate": multiply-adds executed over the
+convolution's. Memory: on a GPU torch's peak, warm-up and capture included; on a CPU the process's
+peak resident memory less what it held after importing torch.
 """
 
 import contextlib
@@ -45,6 +42,7 @@ import importlib.util
 import json
 import math
 import multiprocessing
+import operator
 import os
 import platform
 import re
@@ -82,11 +80,10 @@ from unroll import BLOCK, Recipe, release, trial_cost, trials
 # what
 suite = 'cpu'      # cpu, baselines, train, decode, kernels, sokoban or first
 cells = ()         # such as (2,8,128,16),(4,4): see above. (): the suite's own, the paper's
-paths = ''         # plain, fast, compiled, gpt (not recurrent, L*E levels of one expert), ...: a
-                   # wrong one lists all; with _bf16 for that dtype. '': the suite's own
+paths = ''         # plain, fast, compiled, gpt (not recurrent, L*E levels of one expert), ..., with
+                   # _bf16 for that dtype; a wrong one lists all. '': the suite's own
 n_embd = 0         # D; 0: the suite's own
-block_size = 64    # cpu, baselines, kernels: T, tokens of a chunk (gpt: 2 C, whose mean context is
-                   # W; as many in all)
+block_size = 64    # cpu, baselines, kernels: T, tokens of a chunk (gpt: 2 C; as many in all)
 dtype = ''         # float32, bfloat16 (autocast; sokoban: convolutions), or auto: bfloat16 where
                    # that is fast; '': float32 on a CPU but for sokoban, else auto
 # sokoban
@@ -107,23 +104,21 @@ append = False     # keep the other rows of that file: of the same commit, devic
 compare = ''       # A.json,B.json: print the ratios of the rows they share, measure nothing
 # fmt: on
 RANGES = {'suite': 'cpu baselines train decode kernels sokoban first'.split()}
-RANGES |= {'arch': ['convlstm', 'convglu']}
+RANGES['arch'] = ['convlstm', 'convglu']
 RANGES |= dict.fromkeys('rounds block_size n_envs unroll'.split(), (1, math.inf))
 RANGES |= dict.fromkeys('n_embd threads seconds budget'.split(), (0, math.inf))
 
-LEVELS = ((1, 16), (2, 8), (4, 4), (8, 2), (16, 1))
+LEVELS, PAIR = ((1, 16), (2, 8), (4, 4), (8, 2), (16, 1)), ((2, 8),)
 CONTEXTS = {'train': (32, 64, 128, 256, 1024, 2048), 'decode': (128, 2048)}
-SMALL = ((2, 8),), (128,), (16,), 256, 256
-OWN = {  # suite: (L, E) of its cells, their C, their last number, D, V; on a GPU, on a CPU
-    'cpu': (SMALL, SMALL),
-    'baselines': ((((2, 8),), (128,), (512,), 768, 50304), SMALL),
-    'train': (
-        (LEVELS, CONTEXTS['train'], (131072, 262144), 768, 50304),
-        (LEVELS, (32, 128), (16384,), 256, 256),
-    ),
-    'decode': ((LEVELS, CONTEXTS['decode'], (16,), 768, 50304), SMALL),
-    'kernels': ((((2, 8),), (128,), (256,), 768, 50304), SMALL),
+SMALL = PAIR, (128,), (16,), 256, 256
+OWN = {  # on a GPU, suite: (L, E) of its cells, their C, their last number, D, V
+    'cpu': SMALL,
+    'baselines': (PAIR, (128,), (512,), 768, 50304),
+    'train': (LEVELS, CONTEXTS['train'], (131072, 262144), 768, 50304),
+    'decode': (LEVELS, CONTEXTS['decode'], (16,), 768, 50304),
+    'kernels': (PAIR, (128,), (256,), 768, 50304),
 }
+OWN_CPU = dict.fromkeys(OWN, SMALL) | {'train': (LEVELS, (32, 128), (16384,), 256, 256)}
 PATHS = {  # a suite's own; the others it has
     'cpu': ('plain,fast', 'compiled,gpt,gpt_compiled'),
     'baselines': ('lstm,fast,compiled', 'plain,gpt,gpt_compiled,transformer'),
@@ -204,9 +199,9 @@ FAR = 0.1  # relative difference of a gradient or of logits that is no rounding 
 
 def model_config(row: dict) -> ModelConfig:
     """ValueError for sizes that do not fit together."""
-    path = row['path'].removesuffix('_bf16')
-    fused = path.endswith('compiled') or path == 'transformer'
-    how = 'plain' if path == 'plain' else 'compiled' if fused else 'fast'
+    how = row['path'].removesuffix('_bf16')
+    if how != 'plain':
+        how = 'compiled' if how.endswith('compiled') or how == 'transformer' else 'fast'
     sizes = {'window': row['C'], 'block_size': row['T'], 'path': how}
     return ModelConfig(row['V'], row['L'], row['E'], row['D'], **sizes)
 
@@ -215,17 +210,18 @@ def fresh_model(row: dict, device: str) -> tuple[torch.nn.Module, dict]:
     """The row's model or baseline, and what is known of it."""
     torch.manual_seed(0)
     path, c = row['path'].removesuffix('_bf16'), model_config(row)
-    if path in baselines.LEARNING_RATE:
-        model = baselines.build(path, c).to(device)
-    else:
-        model = build_model(c, row['model'] == 'recurrent').to(device)
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() > 1 and not p.any():  # a processor may be faster at zeros than at numbers
-                p.normal_(0, 0.02)
+    ours = path not in baselines.LEARNING_RATE
+    model = build_model(c, row['model'] == 'recurrent') if ours else baselines.build(path, c)
+    for p in model.to(device).parameters():
+        if p.dim() > 1 and not p.any():  # a processor may be faster at zeros than at numbers
+            torch.nn.init.normal_(p, 0, 0.02)
+    return model, about(model)
+
+
+def about(model: torch.nn.Module) -> dict:
     flops = model.flops_per_token()
     info = {'flops_per_token': sum(flops.values()), 'core_flops_per_token': flops['core']}
-    return model, {**info, 'params': model.num_params()['total']}
+    return info | {'params': model.num_params()['total']}
 
 
 def make_chunk(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
@@ -235,11 +231,10 @@ def make_chunk(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
     autocast = functools.partial(train_lm.autocast, at, getattr(torch, row['dtype']))
     x, y = torch.randint(row['V'], (2, B, T), device=at)
     model, info = fresh_model(row, at)
-    ours = row['path'].removesuffix('_bf16') not in baselines.LEARNING_RATE
-    if ours:
-        optimizers = muon.make_optimizers(model, vars(train_lm))
-    else:
+    if isinstance(model, (baselines.LSTM, baselines.Transformer)):
         optimizers = [baselines.make_adamw(model)]
+    else:
+        optimizers = muon.make_optimizers(model, vars(train_lm))
     for group in (g for o in optimizers for g in o.param_groups):
         group['lr'] = 1e-6  # hundreds of updates by one gradient must not drive weights to infinity
     with autocast():
@@ -308,6 +303,7 @@ def make_token(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
 
 def make_run(script: ModuleType, settings: dict, row: dict, config: dict) -> object:
     """A trainer's run, as the user has it."""
+    settings |= {'n_layer': row['L'], 'n_expert': row['E'], 'n_embd': row['D']}
     settings |= {'dtype': row['dtype'], 'device': config['device'], 'threads': config['threads']}
     settings['path'] = 'plain' if row['path'].startswith('plain') else 'fast'
     argv = [f'--{name}={value}' for name, value in settings.items()]
@@ -316,12 +312,11 @@ def make_run(script: ModuleType, settings: dict, row: dict, config: dict) -> obj
 
 def make_update(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
     """Part 'update': a whole one of train_lm.py."""
-    names = {'n_layer': 'L', 'n_expert': 'E', 'n_embd': 'D', 'window': 'C', 'block_size': 'T'}
-    settings = {name: row[letter] for name, letter in names.items()}
-    settings |= {'tokenizer': TOKENIZER[row['V']], 'tokens_per_step': row['B'] * row['T']}
+    settings = {'window': row['C'], 'block_size': row['T'], 'tokens_per_step': row['B'] * row['T']}
+    settings |= {'tokenizer': TOKENIZER[row['V']], 'data_dir': config['data_dir']}
     settings |= {'val_tokens': 64, 'val_streams': 1, 'max_iters': 10**6}
     settings |= {'compile': 'compiled' in row['path'], 'recurrent': row['model'] == 'recurrent'}
-    run = make_run(train_lm, {**settings, 'data_dir': config['data_dir']}, row, config)
+    run = make_run(train_lm, settings, row, config)
     train_lm.prepare(run)
     if settings['compile'] and run.model.config.path == 'fast':
         raise RuntimeError('torch.compile does not work here')
@@ -351,17 +346,15 @@ def make_update(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
         plain = gradients(state)
         return {name: (mine[name], plain[name]) for name in mine}
 
-    info = {'tokens': settings['tokens_per_step'], 'params': run.model.num_params()['total']}
-    info['flops_per_token'] = sum(run.model.flops_per_token().values())
-    return {'update': update}, {**info, 'check': check}
+    info = {**about(run.model), 'tokens': settings['tokens_per_step'], 'check': check}
+    return {'update': update}, info
 
 
 def make_agent(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
     """Part 'update': a whole one of train_sokoban.py on generated levels, its games counted."""
     path, _, recompute = row['path'].removesuffix('_bf16').partition('_')
-    settings = {'n_layer': row['L'], 'n_expert': row['E'], 'n_embd': row['D']}
-    settings |= {name: config[name] for name in ('recurrent', 'n_envs', 'unroll')}
-    settings |= {'arch': config['arch'], 'reuse': not recompute, 'eval_games': 1}
+    settings = {name: config[name] for name in ('arch', 'recurrent', 'n_envs', 'unroll')}
+    settings |= {'reuse': not recompute, 'eval_games': 1}
     settings |= {'split': 'generated', 'eval_split': 'generated', 'n_levels': 5000}
     run = make_run(train_sokoban, settings, row, config)
     run.model.config.path = path
@@ -412,8 +405,7 @@ def make_kernels(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
     first = build_model(c, True).levels[0].to(at)
     sizes = row['B'], D, c.window, min(c.block_size, BLOCK)
     rows = kernels.rows_per_slice(row['B'] * c.block_size, V, torch.device(at).type)
-    logits = torch.randn(rows, V, device=at).to(dt)
-    target = torch.randint(V, (rows,), device=at)
+    logits, target = torch.randn(rows, V, device=at).to(dt), torch.randint(V, (rows,), device=at)
     matrices = torch.randn(E, D, 4 * D, device=at).bfloat16()
     parts, info = {}, {'work': {}, 'missing': {}}
 
@@ -426,24 +418,23 @@ def make_kernels(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
         parts[part] = functools.partial(kernels.seconds_of, once) if cuda else once
         info['work'][part] = cost
 
-    def loss(path, triton):
-        way = 'triton' if triton else 'eager' if path == 'eager' else 'compiled'
-        return kernels.slice_loss(losses, logits.clone(), target, 1 / rows, way)
-
     for path in row['paths']:
-        wide, fused = torch.float32, path != 'eager'
-        recipe = Recipe(token, heads, leave, first.rules(), dt, wide, fused, graphs=False)
-        costs = trial_cost(recipe, sizes)
-        for name, run in trials(recipe, first.weights(), sizes, True).items():
+        plain = 'eager' if path == 'eager' else 'compiled'
+
+        def loss(triton, plain=plain):
+            way = 'triton' if triton else plain
+            return kernels.slice_loss(losses, logits.clone(), target, 1 / rows, way)
+
+        rules, fused = first.rules(), path != 'eager'
+        recipe = Recipe(token, heads, leave, rules, dt, torch.float32, fused, graphs=False)
+        costs = trial_cost(recipe, sizes) | {'loss': (0, 4 * logits.nbytes)}  # the copy's too
+        for name, run in {**trials(recipe, first.weights(), sizes, True), 'loss': loss}.items():
             add(name, path, run, costs[name])
-        moved = 4 * logits.numel() * dt.itemsize  # the copy's too
-        add('loss', path, functools.partial(loss, path), (0, moved))
     # five iterations of three products
-    newton = E * 5 * (2 * 2 * D * D * 4 * D + 2 * D**3), 5 * 4 * matrices.numel() * 2
-    single = matrices.split(1)
-    one_by_one = functools.partial(lambda _: [muon.orthogonalize(x) for x in single])
-    add('orthogonalize', 'one by one', one_by_one, newton)
-    add('orthogonalize', 'batched', lambda _: (muon.orthogonalize(matrices),), newton)
+    newton = E * 5 * (2 * 2 * D * D * 4 * D + 2 * D**3), 5 * 4 * matrices.nbytes
+    ways = {'one by one': matrices.split(1), 'batched': [matrices]}
+    for way, given in ways.items():
+        add('orthogonalize', way, lambda _, xs=given: [muon.orthogonalize(x) for x in xs], newton)
     return parts, info
 
 
@@ -451,6 +442,8 @@ def why_not(run: Callable, cuda: bool) -> str:
     """What keeps a Triton kernel from being timed, '' if nothing does."""
     if not cuda:
         return 'n/a (needs CUDA)'
+    if kernels.triton_module() is None:
+        return 'n/a (triton is not installed)'
     found = kernels.compare(run)
     wrong = '' if kernels.agrees(found) else f'wrong by {found.get("difference", math.nan):.1%}'
     return found.get('error') or wrong
@@ -470,24 +463,17 @@ def make_yardsticks(row: dict, config: dict) -> tuple[dict[str, Callable], dict]
     parts['copy'], work['copy'] = functools.partial(target.copy_, source), 2 * size
     if row['conv']:
         keep_memory()
-        how = {'device': at, 'dtype': getattr(torch, row['conv'])}
-        shapes = (640, 128, 10, 10), (512, 128, 3, 3), (640, 512, 10, 10)
-        made = [torch.randn(s, **how).to(memory_format=torch.channels_last) for s in shapes]
-        x, w = (tensor.requires_grad_() for tensor in made[:2])
-        parts['conv'] = lambda: torch.autograd.grad(F.conv2d(x, w, padding=1), (x, w), made[2])
+        shapes, dt = ((640, 128, 10, 10), (512, 128, 3, 3), (640, 512, 10, 10)), row['conv']
+        made = [torch.randn(shape, device=at, dtype=getattr(torch, dt)) for shape in shapes]
+        x, w, dy = (tensor.to(memory_format=torch.channels_last) for tensor in made)
+        xw = x.requires_grad_(), w.requires_grad_()
+        parts['conv'] = lambda: torch.autograd.grad(F.conv2d(*xw, padding=1), xw, dy)
         work['conv'] = 3 * 640 * 100 * 9 * 128 * 512
     return parts, {'work': work}
 
 
-MAKERS = {
-    'cpu': make_chunk,
-    'baselines': make_chunk,
-    'train': make_update,
-    'decode': make_token,
-    'kernels': make_kernels,
-    'sokoban': make_agent,
-    'yardsticks': make_yardsticks,
-}
+MAKERS = {'cpu': make_chunk, 'baselines': make_chunk, 'train': make_update, 'decode': make_token}
+MAKERS |= {'kernels': make_kernels, 'sokoban': make_agent, 'yardsticks': make_yardsticks}
 
 
 # ---- the process that measures ----
@@ -511,12 +497,11 @@ def memory(device: str, peak: bool) -> int:
     """Bytes in use now or at the peak. Not getrusage's: a child's figure starts at its parent's."""
     if device != 'cpu':
         return torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
-    try:
-        with open('/proc/self/status') as file:
-            found = re.search(r'VmHWM:\s*(\d+)' if peak else r'VmRSS:\s*(\d+)', file.read())
-            return 1024 * int(found.group(1))
-    except OSError:
-        return 0  # only Linux tells
+    if not os.path.exists('/proc/self/status'):  # only Linux tells
+        return 0
+    with open('/proc/self/status') as file:
+        found = re.search(r'VmHWM:\s*(\d+)' if peak else r'VmRSS:\s*(\d+)', file.read())
+    return 1024 * int(found[1])
 
 
 def empty(device: str) -> None:
@@ -531,13 +516,15 @@ def empty(device: str) -> None:
 def difference(pairs: dict[str, tuple]) -> tuple[float, str]:
     """The largest relative difference of {name: (tensor, reference)}, and whose it is. Vectors and
     scalars count as one: a single number may be all rounding."""
-    small = [name for name in pairs if pairs[name][1].dim() == 1 or name.endswith(('.a', '.b'))]
-    if small:
-        parts = zip(*(pairs.pop(name) for name in small), strict=True)
-        pairs['vectors'] = [torch.cat([x.flatten() for x in part]) for part in parts]
+    groups = {}
+    for name, pair in pairs.items():
+        small = pair[1].dim() == 1 or name.endswith(('.a', '.b'))
+        groups.setdefault('vectors' if small else name, []).append(pair)
     off = {}
-    for name, (mine, plain) in pairs.items():
-        mine, plain = mine.double(), plain.double()
+    for name, group in groups.items():
+        mine, plain = (
+            torch.cat([x.double().flatten() for x in part]) for part in zip(*group, strict=True)
+        )
         far = ((mine - plain).norm() / plain.norm().clamp(min=1e-30)).item()
         off[name] = math.inf if math.isnan(far) else far
     worst = max(off, key=off.get)
@@ -584,28 +571,24 @@ def work(pipe: multiprocessing.connection.Connection, config: dict) -> None:
     if config['threads']:
         torch.set_num_threads(config['threads'])
     made = {}
-    pipe.send('torch is imported')
     while (message := pipe.recv()) is not None:
         try:
-            answer = answer_to(message, made, config)
+            pipe.send(answer_to(message, made, config))
         except (RuntimeError, MemoryError, ValueError) as error:  # must not end the others
             told = 'OOM' if out_of_memory(error) else f'failed: {first_line(error)}'
-            answer = {'check' if message == 'check' else 'status': told}
-        pipe.send(answer)
+            pipe.send({'check' if message == 'check' else 'status': told})
 
 
 # ---- measuring ----
 
 
 def begin(config: dict) -> tuple:
-    """-> (process, pipe), torch imported."""
+    """-> (process, pipe)."""
     context = multiprocessing.get_context('spawn')
     ours, theirs = context.Pipe()
     process = context.Process(target=work, args=(theirs, config), daemon=True)
     process.start()
     theirs.close()
-    with contextlib.suppress(EOFError):
-        ours.recv()
     return process, ours
 
 
@@ -679,18 +662,16 @@ def floor(row: dict, rate: float, bandwidth: float) -> float:
     `rate` FLOP/s and memory at `bandwidth` bytes/s. Nothing overlaps but a product with the
     streaming of its own weights:
 
-        product = max(2 n B / rate, n size / bandwidth)  a level's n weights; a shared cache's E
-                                                         key-value matrices count as one
-        cache   = keys and values of W slots, each read once
-        forward = L (product + cache)
-        backward= L (product + cache + dk, dv)           input gradients. dk, dv: fp32, read and
-                                                         written at the chunk's own slots
+        product = max(2 n B / rate, n size / bandwidth)  a level's n weights, a shared cache's E
+                                                         key-value matrices as one
+        forward = L (product + keys and values of W slots, read once)
+        backward= L (the same + dk, dv)                  in fp32, read and written at the own slots
         weights = L 2 n B / rate                         their gradients, over many tokens at once
-        head    = 3 x 2 D V B / rate                     and its gradients, the same
+        head    = 3 x 2 D V B / rate                     with its gradients
 
-    Decoding: forward, and the head as one more product. GPT trains on whole sequences: everything
-    is dense, attention (causal) too. Not counted: activations, norms, the optimizer. A code that
-    adds dk and dv for several tokens at once may go below."""
+    Decoding: forward, and the head as one more product. GPT trains on whole sequences: all is
+    dense, causal attention too. Not counted: activations, norms, the optimizer. A code that adds dk
+    and dv for several tokens at once may go below."""
     c, B, size = model_config(row), row['B'], 2 if row['dtype'] == 'bfloat16' else 4
     L, E, D, K, W, T = c.n_layer, c.n_expert, c.n_embd, c.head_dim, c.window, c.block_size
     recurrent = row['model'] == 'recurrent'
@@ -746,13 +727,12 @@ def derive(record: dict, row: dict, rates: dict[str, float]) -> list[dict]:
     rate, bandwidth = rates.get(f'matmul {row["dtype"]}'), rates.get('copy')
     if not times:
         return [row]
+    name = {'decode': 'ms_per_token', 'sokoban': 'env_steps_per_s'}.get(suite, 'tokens_per_s')
     if suite == 'decode':
-        name, figures = 'ms_per_token', [1e3 * t for t in times['token']]
+        row[name] = spread(1e3 * t for t in times['token'])
     else:
-        name = 'env_steps_per_s' if suite == 'sokoban' else 'tokens_per_s'
         amount = row['env_steps' if suite == 'sokoban' else 'tokens']
-        figures = [amount / t for t in times.get('update') or times['chunk']]
-    row[name] = spread(figures)
+        row[name] = spread(amount / t for t in times.get('update') or times['chunk'])
     value, sign = row[name]['median'], METRICS[name][0]
     for other in ('paper', 'target'):
         if isinstance(row.get(other), (int, float)):
@@ -763,35 +743,37 @@ def derive(record: dict, row: dict, rates: dict[str, float]) -> list[dict]:
         least = floor(row, rate, bandwidth)
         row['share_of_roofline'] = 1e3 * least / value if sign < 0 else least * value / row['B']
     elif suite in ('cpu', 'baselines'):
-        chunk_figures(row, rate)
+        row |= chunk_figures(row, times, rate)
     return [row]
 
 
-def chunk_figures(row: dict, rate: float | None) -> None:
-    """Adds those of suites cpu and baselines. Backward costs twice the forward."""
-    times, chunks = row['seconds'], row['seconds']['chunk']
+def chunk_figures(row: dict, times: dict[str, list], rate: float | None) -> dict:
+    """Those of suites cpu and baselines. Backward costs twice the forward."""
+    found, chunks = {}, times['chunk']
     if rate:
-        row['share_of_matmul'] = 3 * row['flops_per_token'] * row['tokens_per_s']['median'] / rate
+        flops = 3 * row['flops_per_token']
+        found['share_of_matmul'] = flops * row['tokens_per_s']['median'] / rate
     if 'optimizer' in times:
-        both = [a + b for a, b in zip(chunks, times['optimizer'], strict=True)]
-        row['tokens_per_s_with_optimizer'] = spread(row['tokens'] / t for t in both)
+        both = zip(chunks, times['optimizer'], strict=True)
+        found['tokens_per_s_with_optimizer'] = spread(row['tokens'] / (a + b) for a, b in both)
     if 'head' in times:
-        row['head_ms'] = spread(1e3 * t for t in times['head'])
+        found['head_ms'] = spread(1e3 * t for t in times['head'])
     if 'head' in times and row['model'] == 'recurrent':
-        steps = [(a - b) / row['T'] for a, b in zip(chunks, times['head'], strict=True)]
-        row['step_ms'] = spread(1e3 * t for t in steps)
+        both = zip(chunks, times['head'], strict=True)
+        found['step_ms'] = spread(1e3 * (a - b) / row['T'] for a, b in both)
         if rate:
-            row['step_ms_at_matmul_rate'] = 3e3 * row['core_flops_per_token'] * row['B'] / rate
+            found['step_ms_at_matmul_rate'] = 3e3 * row['core_flops_per_token'] * row['B'] / rate
+    return found
 
 
 def kernel_rows(row: dict, rates: dict[str, float]) -> list[dict]:
     """A row a kernel and path from one that holds them all."""
-    work, missing, times, rows = row.pop('work'), row.pop('missing'), row.pop('seconds'), []
-    for name in ('memory_bytes', 'first_run_s', 'paths', 'check'):  # all kernels' together
-        row.pop(name, None)
+    together = 'work missing seconds memory_bytes first_run_s paths check'.split()
+    work, missing, times = (row[name] for name in together[:3])
+    shared, rows = {name: x for name, x in row.items() if name not in together}, []
     for part in [*work, *missing]:
         kernel, path = part.split(', ')
-        rows.append({**row, 'kernel': kernel, 'path': path, 'status': missing.get(part, 'ok')})
+        rows.append({**shared, 'kernel': kernel, 'path': path, 'status': missing.get(part, 'ok')})
         if part in work:
             (flops, size), us = work[part], spread(1e6 * t for t in times[part])
             rows[-1]['us'] = us
@@ -816,30 +798,18 @@ CELL = 'suite cell D kernel'.split()
 
 
 def header(config: dict) -> dict:
-    device = config['device']
-    found = {
-        'device': device_name(device),
-        'dtype': config['dtype'],
-        'threads': config['threads'] or torch.get_num_threads(),
-        'torch': torch.__version__,
-        'python': platform.python_version(),
-        'commit': commit(),
-        'command': shlex.join(['python', *sys.argv]),
-        'date': datetime.datetime.now().astimezone().isoformat(timespec='seconds'),
-        'memory': 'peak resident memory of its process, less after import',
-        'config': config,
-    }
-    if device == 'cpu':
-        return found
-    card, triton = torch.cuda.get_device_properties(device), importlib.util.find_spec('triton')
-    return found | {
-        'memory': 'torch.cuda.max_memory_allocated',
-        'cuda': torch.version.cuda,
-        'cudnn': torch.backends.cudnn.version(),
-        'triton': importlib.import_module('triton').__version__ if triton else None,
-        'device_memory': card.total_memory,
-        'multiprocessors': card.multi_processor_count,
-    }
+    at, kept = config['device'], {'config': config, 'command': shlex.join(['python', *sys.argv])}
+    kept |= {'device': device_name(at), 'dtype': config['dtype'], 'commit': commit()}
+    kept |= {'threads': config['threads'] or torch.get_num_threads(), 'torch': torch.__version__}
+    kept['date'] = datetime.datetime.now().astimezone().isoformat(timespec='seconds')
+    kept['python'] = platform.python_version()
+    if at == 'cpu':
+        return kept | {'memory': 'peak resident memory of its process, less after import'}
+    triton, card = kernels.triton_module(), torch.cuda.get_device_properties(at)
+    kept |= {'memory': 'torch.cuda.max_memory_allocated', 'device_memory': card.total_memory}
+    kept |= {'multiprocessors': card.multi_processor_count, 'cuda': torch.version.cuda}
+    kept['triton'] = triton and sys.modules['triton'].__version__
+    return kept | {'cudnn': torch.backends.cudnn.version()}
 
 
 def results_path(report: dict, out: str) -> str:
@@ -871,12 +841,11 @@ def earlier(report: dict, path: str) -> dict:
     """The report that this one goes on with, whose command goes before; {} where there is none."""
     if not os.path.exists(path):
         return {}
-    old = read_report(path)
+    old, how = read_report(path), '' if report['suite'] == 'first' else 'append = True: '
     for name in SAME:
         if old.get(name) != report[name]:
-            what = 'append = True: ' * (report['suite'] != 'first')
             was = f'{path} is of {name} {old.get(name)!r}, this run of {report[name]!r}'
-            fail(f'{what}{was}: choose another --out')
+            fail(f'{how}{was}: choose another --out')
     if old['command'] != report['command']:
         report['command'] = f'{old["command"]}; {report["command"]}'
     return old
@@ -974,13 +943,13 @@ def describe(report: dict) -> str:
     """The lines above the table."""
     rates = []
     for name, figures in report['yardsticks'].items():
-        scale = 2 if name == 'conv' else 1  # FLOPs of a multiply-add
-        unit = 'GB/s' if name == 'copy' else 'GFLOP/s'
-        rates.append(f'{name} {show({k: scale * v / 1e9 for k, v in figures.items()})} {unit}')
+        unit, giga = 'GB/s' if name == 'copy' else 'GFLOP/s', 2e-9 if name == 'conv' else 1e-9
+        # a multiply-add is two FLOPs
+        rates.append(f'{name} {show({k: giga * v for k, v in figures.items()})} {unit}')
     words = '{device}, {threads} threads, torch {torch}, commit {commit}, {dtype}'.format(**report)
     for letter in 'DV':
-        values = sorted({r[letter] for r in report['results'] if letter in r})
-        words += f', {letter} = {" and ".join(map(str, values))}' if values else ''
+        if values := sorted({r[letter] for r in report['results'] if letter in r}):
+            words += f', {letter} = {" and ".join(map(str, values))}'
     return f'{words}; {", ".join(rates)}\n`{report["command"]}`'
 
 
@@ -989,16 +958,15 @@ def compare_reports(text: str) -> None:
     names = [name.strip() for name in text.split(',')]
     if len(names) != 2 or not all(names):
         fail(f'compare = {text!r}: expected two files, A.json,B.json')
-    a, b = reports = [read_report(name) for name in names]
+    a, b = (read_report(name) for name in names)
     if a['suite'] != b['suite']:
         fail(f'compare: {names[0]} is of suite {a["suite"]!r}, {names[1]} of {b["suite"]!r}')
     old = {key(row): row for row in a['results']}
     pairs = [{**y, 'a': old[key(y)], 'b': y} for y in b['results'] if key(y) in old]
     if not pairs:
         fail(f'compare: {names[0]} and {names[1]} have no row in common')
-    for letter, name, r in zip('AB', names, reports, strict=True):
-        what = ', '.join(str(r.get(k)) for k in ('device', 'dtype', 'commit', 'date'))
-        print(f'{letter}: {name}: {what}')
+    for letter, name, r in zip('AB', names, (a, b), strict=True):
+        print(f'{letter}: {name}:', *(r.get(k) for k in ('device', 'dtype', 'commit', 'date')))
     columns = [('A', lambda r: figure(r['a'])), ('B', lambda r: figure(r['b']))]
     columns.append(('speed of B over A', lambda r: ratio(r['a'], r['b'])))
     shown = [k for k in KEYS if k == 'path' or len({pair.get(k) for pair in pairs}) > 1]
@@ -1008,19 +976,23 @@ def compare_reports(text: str) -> None:
 # ---- what is to be measured ----
 
 
+def own_sizes(config: dict, suite: str) -> tuple:
+    return (OWN_CPU if config['device'] == 'cpu' else OWN)[suite]
+
+
 def all_cells(config: dict, suite: str) -> list[tuple]:
     """Each cell whole; shorter ones filled up from the suite's own."""
     given, boards = config['cells'], suite == 'sokoban'
     given = (given,) if given and all(type(n) is int for n in given) else given
     for cell in given:
         sizes = cell if isinstance(cell, (tuple, list)) else ()
-        fits = len(sizes) == 3 if boards else 2 <= len(sizes) <= 4
+        fits = len(sizes) in ((3,) if boards else (2, 3, 4))
         if not fits or not all(type(n) is int and n > 0 for n in sizes):
             words = '(L, E, d)' if boards else '(L, E, C, B) or its first two or three'
             fail(f'cells: {cell} is not {words}, integers above 0')
     if boards:
         return list(given or TARGET_SOKOBAN)
-    full, (levels, contexts, last) = {}, OWN[suite][config['device'] == 'cpu'][:3]
+    full, (levels, contexts, last) = {}, own_sizes(config, suite)[:3]
     for cell in given or levels:
         for n in cell[3:] or last:
             full |= {(*cell[:2], C, n): None for C in cell[2:3] or contexts}
@@ -1032,17 +1004,17 @@ def chosen_paths(config: dict, suite: str, E: int) -> list[str]:
     cell's suite has, or its fastest two."""
     first, own = config['suite'] == 'first', PATHS[suite][0].split(',')
     own = TWINS[suite].split(',') if E == 1 and suite in TWINS else own[-2 * first :]
-    chosen = [path.strip() for path in config['paths'].split(',')] if config['paths'] else own
     ending = '' if suite == 'kernels' else '_bf16'  # those are all measured in one process
-    names = ','.join(filter(None, PATHS[suite]))
-    known = {name + more for name in names.split(',') for more in ('', ending)}
-    strange = set(chosen) - known
+    known = {name: [x for x in ','.join(both).split(',') if x] for name, both in PATHS.items()}
+    valid = known[suite] + [path + ending for path in known[suite]]
+    chosen = [path.strip() for path in config['paths'].split(',')] if config['paths'] else own
+    strange = set(chosen) - set(valid)
     if first:
-        strange -= {path for both in PATHS.values() for path in ','.join(both).split(',')}
-        chosen = [path for path in chosen if path in known] or own
+        strange -= {path for paths in known.values() for path in paths}
+        chosen = [path for path in chosen if path in valid] or own
     if strange:
         more = f', with {ending} for that dtype' if ending else ''
-        fail(f'paths = {config["paths"]!r}: expected some of {names}{more}')
+        fail(f'paths = {config["paths"]!r}: expected some of {",".join(known[suite])}{more}')
     return chosen
 
 
@@ -1054,7 +1026,7 @@ def row_of(config: dict, suite: str, cell: tuple, path: str) -> dict:
         row |= dict(zip('LED', cell, strict=True))
         AgentConfig(config['arch'], config['recurrent'], *cell)
         return row | {'model': config['arch'] + ', not recurrent' * (not config['recurrent'])}
-    D, V = OWN[suite][config['device'] == 'cpu'][3:]
+    D, V = own_sizes(config, suite)[3:]
     (L, E, C, B), gpt = cell, path.startswith(('gpt', 'transformer'))
     T = C if suite in ('train', 'decode') else config['block_size']
     if suite == 'train':
@@ -1111,7 +1083,7 @@ def run_tests(chosen: str, until: float) -> str:
         return 'skipped: pytest is not installed'
     options = ['-v', '--tb=short', '--noconftest', '-o', 'addopts=', '-m', 'gpu', '-k', chosen]
     command = [sys.executable, '-u', '-m', 'pytest', *options, GPU_TESTS]
-    pipe, ends = {'stdout': subprocess.PIPE, 'text': True}, {'PASSED': 0, 'FAILED': 0, 'SKIPPED': 0}
+    pipe, ends = {'stdout': subprocess.PIPE, 'text': True}, []
     with subprocess.Popen(command, start_new_session=True, **pipe) as process:
         stop = functools.partial(os.killpg, process.pid, signal.SIGKILL)  # and its children
         timer = threading.Timer(max(1.0, until - time.perf_counter()), stop)
@@ -1119,13 +1091,12 @@ def run_tests(chosen: str, until: float) -> str:
         try:
             for line in process.stdout:
                 print(line, end='', flush=True)
-                if found := re.search(r'::\S.* (PASSED|FAILED|SKIPPED) ', line):
-                    ends[found[1]] += 1
+                ends += re.findall(r'::\S.* (PASSED|FAILED|SKIPPED) ', line)
         finally:
             timer.cancel()
             with contextlib.suppress(ProcessLookupError):
                 stop()
-    told = ', '.join(f'{n} {what.lower()}' for what, n in ends.items())
+    told = ', '.join(f'{ends.count(x.upper())} {x}' for x in ('passed', 'failed', 'skipped'))
     late = 'late: ' if time.perf_counter() > until else ''
     return 'ok' if process.returncode == 0 else f'failed: {late}{told}'
 
@@ -1140,13 +1111,12 @@ def run_group(group: dict[str, dict], config: dict, report: dict, pool: dict, un
     rates = {part: figures['median'] for part, figures in report['yardsticks'].items()}
     new = [r for x in group if x != 'yardsticks' for r in derive(records[x], group[x], rates)]
     kept = {key(row): row for row in report['results']} | {key(row): row for row in new}
-    order, by_tokens = {}, report['suite'] == 'train'
-
-    def place(row):  # those to be compared together, in the order of their first
-        tokens = row['tokens_per_update'] if by_tokens else 0
-        return tokens, order.setdefault(key(row, CELL), len(order))
-
-    report['results'] = sorted(kept.values(), key=place)
+    together = {}  # those to be compared, in the order of their first
+    for row in kept.values():
+        together.setdefault(key(row, CELL), []).append(row)
+    report['results'] = [row for rows in together.values() for row in rows]
+    if report['suite'] == 'train':
+        report['results'].sort(key=operator.itemgetter('tokens_per_update'))
     bad = [record['status'] for record in records.values() if record['status'] != 'ok']
     bad += [f'not checked: {r["check"]}' for r in new if r.get('check', '%')[-1] != '%']
     return '; '.join(bad) or 'ok'
@@ -1197,9 +1167,8 @@ def run(config: dict, groups: dict[str, dict | str]) -> int:
             if first:
                 steps[name] = {'status': status, 'seconds': time.perf_counter() - now}
             write(report, path)
-            used = f'{time.perf_counter() - start:.0f} s'
-            what = f'{name}: {status}; ' if first else ''
-            print(f'{what}{len(groups) - len(left)} of {len(groups)} done, {used}', flush=True)
+            done = f'{len(groups) - len(left)} of {len(groups)} done'
+            print(f'{name}: {status}; {done}, {time.perf_counter() - start:.0f} s', flush=True)
     finally:
         end(pool)
     print(f'\n{write(report, path)}\n\n{path}')
