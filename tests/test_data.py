@@ -246,8 +246,8 @@ def test_a_few_documents_validate_all_over_and_stay_apart(tmp_path):
             text = text[len(part) :]
     assert not rest and len(val) > 10
     for n, cut in ((19, True), (20, False)):  # of 20 documents none is cut
-        tokens = prepare(tmp_path / str(n), ['some words'] * n, val_tokens=0)
-        assert (len(tokens) > 11 * n) is cut
+        tokens = prepare(tmp_path / str(n), ['some words of text'] * n, val_tokens=0)
+        assert (len(tokens) > 19 * n) is cut
 
 
 def test_all_suffixes_give_the_same_documents(tmp_path):
