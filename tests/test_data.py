@@ -94,7 +94,7 @@ def test_round_trip_and_token_bytes(name):
     tok, sizes = df.get_tokenizer(name), df.token_bytes(name)
     assert sizes.shape == (df.VOCAB[name],) and sizes.dtype == np.int64
     assert (sizes[: tok.eot] > 0).all() and sizes[tok.eot :].sum() == 0
-    hard = ('', 'naïve café ☕ 日本語 🙂\r\n\t  x', '<|endoftext|> is text', 'a' * 3000, '\x00\x7f')
+    hard = ('', 'naïve ☕ 日本語 🙂\r\n\t  x', '<|endoftext|> is text', 'a' * 3000, '\x00\x7f')
     for text in hard:
         ids, data = tok.encode(text), text.encode()
         assert tok.eot not in ids and all(type(i) is int for i in ids)
@@ -194,8 +194,8 @@ def test_limits_can_be_raised_and_whole_shards_stay(tmp_path, capsys):
     def written(**limits):
         capsys.readouterr()
         tokens = prepare(folder, documents, **limits)
-        said = re.findall(r'_0*(\d+)\.bin: [\d,]+ tokens', capsys.readouterr().out)
-        return len(tokens) - 50, [int(number or 0) for number in said]
+        said = re.findall(r'_(\d{6})\.bin: [\d,]+ tokens', capsys.readouterr().out)
+        return len(tokens) - 50, list(map(int, said))
 
     for limit, new in ((17, [0, 1]), (97, [1]), (98, [2]), (250, [2, 3])):
         assert written(max_tokens=limit) == (limit, new)
@@ -267,11 +267,10 @@ def test_all_suffixes_give_the_same_documents(tmp_path):
 
 def test_shuffle_and_default_validation_share(tmp_path):
     documents, orders = [f'document {i:04d}' for i in range(400)], []
-    for seed in (-1, 3, 3, 4):
-        folder = tmp_path / str(len(orders))
-        prepare(folder, documents, shuffle_seed=seed, shard_tokens=10**8, val_tokens=0)
-        orders.append(parts_of(folder, 'val', 'train'))
-        assert len(all_tokens(folder, splits=['val'])) == 400 * 13 // 20
+    for k, seed in enumerate((-1, 3, 3, 4)):
+        prepare(tmp_path / f'{k}', documents, shuffle_seed=seed, shard_tokens=10**8, val_tokens=0)
+        orders.append(parts_of(tmp_path / f'{k}', 'val', 'train'))
+        assert len(all_tokens(tmp_path / f'{k}', splits=['val'])) == 400 * 13 // 20
     plain = [text.encode() for text in documents]
     assert orders[0] == plain == sorted(orders[1]) != orders[1] == orders[2] != orders[3]
 
@@ -395,11 +394,12 @@ def test_ready_made_download(tmp_path, monkeypatch):
 
 
 def make_shards(folder, sizes):
-    paths = [str(folder / f'fineweb_train_{i + 1:06d}.bin') for i in range(len(sizes))]
-    tokens = [np.random.default_rng(size).integers(0, 251, size) for size in sizes]
-    for path, part in zip(paths, tokens, strict=True):
-        df.write_shard(path, part)
-    return paths, [part.tolist() for part in tokens]
+    rng, paths, shards = np.random.default_rng(0), [], []
+    for size in sizes:
+        paths.append(str(folder / f'fineweb_train_{len(paths) + 1:06d}.bin'))
+        shards.append(rng.integers(0, 251, size).tolist())
+        df.write_shard(paths[-1], shards[-1])
+    return paths, shards
 
 
 def brute_force(loader, shards, B, T, epochs):
