@@ -213,6 +213,15 @@ def test_rules_of_the_output_folder(tmp_path):
     prepare_out_dir(out, overwrite=True)
     assert set(names(out)) == mine
     release(out)
+    # an older run, without the mark, is known by its config
+    old = prepare_out_dir(tmp_path / 'old')
+    release(old)
+    (old / LOCK).unlink()
+    checkpoint.write_config({'out_dir': 'x'}, old, 'cpu')
+    (old / 'log.jsonl').write_text('')
+    refused(OutDirError, 'holds a run already', prepare_out_dir, old)
+    release(prepare_out_dir(old, overwrite=True))
+    assert names(old) == [LOCK]
 
 
 THEIRS = [('config.json', '{"model_type": "gpt2"}'), ('config.json', '[1'), ('log.jsonl', '{}')]
@@ -232,14 +241,6 @@ def test_a_strangers_folder_stays_as_it_is(tmp_path, name, content):
         words = 'ours wrote'
     refused(OutDirError, words, prepare_out_dir, tmp_path, resume=True)
     assert (tmp_path / name).read_text() == content and LOCK not in names(tmp_path)
-
-
-def test_a_run_without_the_mark_is_known_by_its_config(tmp_path):
-    checkpoint.write_config({'out_dir': 'x'}, tmp_path, 'cpu')
-    (tmp_path / 'log.jsonl').write_text('')
-    refused(OutDirError, 'holds a run already', prepare_out_dir, tmp_path)
-    release(prepare_out_dir(tmp_path, overwrite=True))
-    assert names(tmp_path) == [LOCK]
 
 
 def test_one_run_a_folder(tmp_path):

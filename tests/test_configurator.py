@@ -64,16 +64,6 @@ def run(tmp_path, monkeypatch):
     return run
 
 
-def refused(capsys, run, *argv, **files):
-    """-> the one line on stderr of a run that must end with status 2."""
-    with pytest.raises(SystemExit) as stop:
-        run(*argv, **files)
-    out, err = capsys.readouterr()
-    assert stop.value.code == 2 and out == ''
-    assert err.startswith('error: ') and err.count('\n') == 1, err
-    return err
-
-
 # ---- settings ----
 
 
@@ -106,11 +96,8 @@ GIVEN = [  # left to right: files and arguments, and what they change
 
 @pytest.mark.parametrize('argv, changed', GIVEN)
 def test_files_and_arguments_left_to_right(run, argv, changed):
-    config = run(*argv.split(), **FILES)
-    assert config == DEFAULTS | changed
-    types = {key: type(value) for key, value in (DEFAULTS | changed).items()}
-    assert {key: type(value) for key, value in config.items()} == types
-    assert {type(value) for value in config['betas']} == {float}
+    # 1 is not 1.0 there
+    assert repr(run(*argv.split(), **FILES)) == repr(DEFAULTS | changed)
 
 
 def table(text):
@@ -141,14 +128,6 @@ out_dir = 'x': expected one of out, :: --out_dir=x
 folder.py :: folder.py
 """)
 BAD_ARGUMENTS += [(f'--n_layer={x}', 'an int') for x in ('-' * 50000 + '1', '9' * 5000)]
-
-
-@pytest.mark.parametrize('argument, words', BAD_ARGUMENTS)
-def test_refused_arguments(capsys, run, tmp_path, argument, words):
-    (tmp_path / 'folder.py').mkdir()
-    assert words in refused(capsys, run, *(argument.split() or ['']))
-
-
 BAD_FILES = table(r"""
 bad.py:2: unknown setting 'n_layr', did you mean 'n_layer' :: n_layer = 1\nn_layr = 3
 bad.py:1: n_layer expects an integer (default 2), got '3' :: n_layer = "3"
@@ -170,11 +149,16 @@ STRANGE = ('n_layer = ' + '-' * 3000 + '1', b'out_dir = "\xff"', b'n_layer = 1\0
 BAD_FILES += [(text, '') for text in STRANGE]
 
 
-@pytest.mark.parametrize('text, words', BAD_FILES)
-def test_refused_config_files(capsys, run, text, words):
-    """A hostile power too, which is not computed. Each line names the file and the line."""
-    line = refused(capsys, run, 'bad.py', bad=text)
-    assert 'bad.py:' in line and words in line
+@pytest.mark.parametrize('given, words', BAD_ARGUMENTS + BAD_FILES)
+def test_refused_in_one_line(capsys, run, tmp_path, given, words):
+    """A hostile power too, which is not computed. A line about a file names it and its line."""
+    (tmp_path / 'folder.py').mkdir()
+    is_file = (given, words) in BAD_FILES
+    with pytest.raises(SystemExit) as stop:
+        run('bad.py', bad=given) if is_file else run(*(given.split() or ['']))
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and out == '' and err.startswith('error: ') and words in err, err
+    assert err.count('\n') == 1 and (not is_file or 'bad.py:' in err), err
 
 
 def test_help(capsys, run):

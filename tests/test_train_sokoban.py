@@ -218,7 +218,8 @@ def test_what_a_gpu_compiles(tmp_path, monkeypatch):
 # ---- runs ----
 
 
-def test_log_and_checkpoint(tmp_path):
+def test_log_and_checkpoint(tmp_path, capfd, monkeypatch):
+    """Two runs are drawn beside each other; a folder without a run is named."""
     assert run(tmp_path, plot=True) == 0
     log = read_log(tmp_path)
     assert [r['step'] for r in log] == [0, 2, 4, 6, 8] and log[-1]['env_steps'] == 96
@@ -229,6 +230,11 @@ def test_log_and_checkpoint(tmp_path):
     files = {'config.json', 'ckpt_last.pt', 'ckpt_prev.pt', 'ckpt_best.pt'}
     assert files <= set(os.listdir(tmp_path))
     assert Image.open(tmp_path / 'curve.png').size[0] > 500
+    argv = [f'--runs={tmp_path},{tmp_path}', f'--picture={tmp_path}/both.png']
+    monkeypatch.setattr(sys, 'argv', ['play_sokoban.py', *argv])
+    play_sokoban.main()
+    assert Image.open(tmp_path / 'both.png').size[0] > 500
+    assert f'{tmp_path}/c' in mistake(capfd, play_sokoban, [f'{argv[0]}/c', argv[1]])
 
 
 def play_updates(run, n):
@@ -433,20 +439,6 @@ def test_eval_only(tmp_path, capfd, monkeypatch):
     words = 'data/boxoban: no such folder: `python sokoban.py --split=hard --download=True` fetches'
     refused(capfd, tmp_path, words, levels='hard', **settings)
     assert not list(tmp_path.glob('eval_hard*'))
-
-
-def test_compare(tmp_path, capfd, monkeypatch):
-    """Two runs beside each other; a folder without a run is named."""
-    for name, recurrent in (('a', True), ('b', False)):
-        more = {'unroll': 40, 'total_steps': 640, 'log_interval': 1}
-        run(tmp_path / name, recurrent=recurrent, **more)
-    picture = f'--picture={tmp_path}/both.png'
-    argv = [f'--runs={tmp_path}/a,{tmp_path}/b', picture]
-    monkeypatch.setattr(sys, 'argv', ['play_sokoban.py', *argv])
-    play_sokoban.main()
-    assert Image.open(tmp_path / 'both.png').size[0] > 500
-    error = mistake(capfd, play_sokoban, [f'--runs={tmp_path}/a,{tmp_path}/c', picture])
-    assert f'{tmp_path}/c' in error
 
 
 # ---- mistakes ----
