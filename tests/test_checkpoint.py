@@ -12,6 +12,7 @@ import random
 import signal
 import sys
 import time
+from dataclasses import replace
 
 import forks
 import numpy as np
@@ -19,19 +20,8 @@ import pytest
 import torch
 
 import checkpoint
-from checkpoint import (
-    LAST,
-    LOCK,
-    PREV,
-    CheckpointError,
-    JsonlLog,
-    OutDirError,
-    load_checkpoint,
-    load_latest,
-    prepare_out_dir,
-    release,
-    save_checkpoint,
-)
+from checkpoint import LAST, LOCK, PREV, CheckpointError, JsonlLog, OutDirError
+from checkpoint import load_checkpoint, load_latest, prepare_out_dir, release, save_checkpoint
 from convlstm import AgentConfig, build_agent
 from model import ModelConfig, build_model
 
@@ -52,17 +42,13 @@ def refused(error, words, function, *args, **settings):
 # ---- checkpoints ----
 
 
-@pytest.mark.parametrize(
-    'obj, where',
-    [
+def test_foreign_types_are_refused_by_their_place(tmp_path):
+    for obj, where in (
         ({'a': [1, {'b': np.float64(1)}]}, r"checkpoint\['a'\]\[1\]\['b'\] is a float64"),
         ({'a': (pathlib.Path('x'),)}, r"\['a'\]\[0\] is a PosixPath"),
-        ({'a': np.zeros(3)}, 'ndarray'),
         ({np.int64(1): 3}, 'a key of checkpoint is a int64'),
-    ],
-)
-def test_foreign_types_are_refused_by_their_place(tmp_path, obj, where):
-    refused(TypeError, where, save_checkpoint, obj, tmp_path / LAST)
+    ):
+        refused(TypeError, where, save_checkpoint, obj, tmp_path / LAST)
     assert names(tmp_path) == []
 
 
@@ -114,7 +100,7 @@ def test_an_error_in_the_write_leaves_the_old_file_and_no_temporary(tmp_path, mo
     save_checkpoint({'step': 1}, tmp_path / LAST)
 
     def full_disk(obj, file):
-        file.write(b'PK\x03\x04 half of it')
+        file.write(b'PK half')
         raise OSError(28, 'No space left on device')
 
     monkeypatch.setattr(torch, 'save', full_disk)
@@ -122,7 +108,7 @@ def test_an_error_in_the_write_leaves_the_old_file_and_no_temporary(tmp_path, mo
     assert load_checkpoint(tmp_path / LAST)['step'] == 1 and names(tmp_path) == [LAST]
 
 
-@pytest.mark.parametrize('damage', ['empty', 'half', 'tail', 'text', 'bits'])
+@pytest.mark.parametrize('damage', ['empty', 'half', 'text', 'bits'])
 def test_a_damaged_last_checkpoint_falls_back_on_the_one_before(tmp_path, capsys, damage):
     for step in (1, 2):
         save_checkpoint({'step': step, 'weights': torch.ones(5000)}, tmp_path / LAST, keep=PREV)
@@ -130,8 +116,8 @@ def test_a_damaged_last_checkpoint_falls_back_on_the_one_before(tmp_path, capsys
     whole = path.read_bytes()
     middle = len(whole) // 2
     flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
-    parts = {'half': whole[:middle], 'tail': whole[:-10], 'text': b'hello', 'bits': flipped}
-    path.write_bytes(parts.get(damage, b''))
+    parts = {'empty': b'', 'half': whole[:middle], 'text': b'hello', 'bits': flipped}
+    path.write_bytes(parts[damage])
     refused(CheckpointError, LAST, load_checkpoint, path)
     loaded, source = load_latest(tmp_path)
     assert loaded['step'] == 1 and source.name == PREV
@@ -141,22 +127,20 @@ def test_a_damaged_last_checkpoint_falls_back_on_the_one_before(tmp_path, capsys
     refused(CheckpointError, PREV, load_latest, tmp_path)
 
 
-def test_nothing_to_load(tmp_path):
-    refused(CheckpointError, f'holds no trained run, there is no {LAST}', load_latest, tmp_path)
-    refused(CheckpointError, 'none.pt: .*No such file', load_checkpoint, tmp_path / 'none.pt')
-    refused(CheckpointError, 'directory', load_checkpoint, tmp_path)
-
-
 NO_RUNS = [5, ['config', 'model'], {'model': {}}, {'config': {}, 'model': {}}]
 NO_RUNS += [{'config': 3, 'model': {}}, {'config': {'n_layer': 2}}]
 
 
-@pytest.mark.parametrize('obj', NO_RUNS, ids=str)
-def test_a_whole_file_that_is_no_run(tmp_path, obj):
-    torch.save(obj, tmp_path / LAST)
-    words, config = f'{LAST}: not a checkpoint of this train_lm.py', {'n_layer': 2}
-    args = tmp_path, 'train_lm.py', ('model',), ('n_layer',), config
-    refused(CheckpointError, words, checkpoint.load_run, *args)
+def test_nothing_to_load(tmp_path):
+    """No file, a folder, a whole file that is no run."""
+    refused(CheckpointError, f'holds no trained run, there is no {LAST}', load_latest, tmp_path)
+    refused(CheckpointError, 'none.pt: .*No such file', load_checkpoint, tmp_path / 'none.pt')
+    refused(CheckpointError, 'directory', load_checkpoint, tmp_path)
+    for obj in NO_RUNS:
+        torch.save(obj, tmp_path / LAST)
+        args = tmp_path, 'train_lm.py', ('model',), ('n_layer',), {'n_layer': 2}
+        words = f'{LAST}: not a checkpoint of this train_lm.py'
+        refused(CheckpointError, words, checkpoint.load_run, *args)
 
 
 class Evil:
@@ -180,9 +164,9 @@ def test_random_states_go_on_where_they_were(tmp_path):
 
     draw()  # leaves half of a pair of normal numbers in numpy and in random
     save_checkpoint({'rng': checkpoint.rng_state()}, tmp_path / LAST)
-    first, second = draw(), draw()
+    drawn = [draw(), draw()]
     checkpoint.set_rng_state(load_checkpoint(tmp_path / LAST)['rng'])
-    assert draw() == first and draw() == second and first != second
+    assert [draw(), draw()] == drawn
 
 
 def test_a_resumed_log_has_each_step_once(tmp_path):
@@ -229,6 +213,15 @@ def test_rules_of_the_output_folder(tmp_path):
     prepare_out_dir(out, overwrite=True)
     assert set(names(out)) == mine
     release(out)
+    # an older run, without the mark, is known by its config
+    old = prepare_out_dir(tmp_path / 'old')
+    release(old)
+    (old / LOCK).unlink()
+    checkpoint.write_config({'out_dir': 'x'}, old, 'cpu')
+    (old / 'log.jsonl').write_text('')
+    refused(OutDirError, 'holds a run already', prepare_out_dir, old)
+    release(prepare_out_dir(old, overwrite=True))
+    assert names(old) == [LOCK]
 
 
 THEIRS = [('config.json', '{"model_type": "gpt2"}'), ('config.json', '[1'), ('log.jsonl', '{}')]
@@ -239,23 +232,15 @@ def test_a_strangers_folder_stays_as_it_is(tmp_path, name, content):
     """Whatever is asked for, and however often: a refusal leaves no mark that would let the next
     one in."""
     (tmp_path / name).write_text(content)
+    words = f'holds {name}, which no run of ours wrote'
     for settings in 2 * ({}, {'overwrite': True}):
-        words = f'holds {name}, which no run of ours wrote'
         refused(OutDirError, words, prepare_out_dir, tmp_path, **settings)
+    words = 'nothing to resume from'
     if name == LAST:  # a checkpoint beside a config.json of somebody else
         (tmp_path / 'config.json').write_text('{}')
-    words = 'ours wrote' if name == LAST else 'nothing to resume from'
+        words = 'ours wrote'
     refused(OutDirError, words, prepare_out_dir, tmp_path, resume=True)
     assert (tmp_path / name).read_text() == content and LOCK not in names(tmp_path)
-
-
-def test_a_run_without_the_mark_is_known_by_its_config(tmp_path):
-    checkpoint.write_config({'out_dir': 'x'}, tmp_path, 'cpu')
-    (tmp_path / 'log.jsonl').write_text('')
-    refused(OutDirError, 'holds a run already', prepare_out_dir, tmp_path)
-    prepare_out_dir(tmp_path, overwrite=True)
-    release(tmp_path)
-    assert names(tmp_path) == [LOCK]
 
 
 def test_one_run_a_folder(tmp_path):
@@ -317,10 +302,8 @@ def test_started_again_by_torchrun(tmp_path, monkeypatch):
 # ---- signals ----
 
 
-@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_lets_the_update_finish(tmp_path, number):
-    """In a child whose terminal is closed where it is SIGHUP: what is then printed does not end it
-    before it has saved."""
+def test_a_closed_terminal_lets_the_update_finish(tmp_path):
+    """What is then printed does not end the run before it has saved."""
     child, terminal = pty.fork()
     if child == 0:
         signal.alarm(60)
@@ -333,12 +316,10 @@ def test_a_signal_lets_the_update_finish(tmp_path, number):
         (tmp_path / 'saved').write_text(str(int(stopper.signal)))
         os._exit(0)
     os.read(terminal, 100)
-    if number == signal.SIGHUP:
-        os.close(terminal)
-    else:
-        os.kill(child, number)
-    assert os.waitpid(child, 0)[1] == 0
-    assert (tmp_path / 'saved').read_text() == str(int(number))
+    os.close(terminal)
+    assert os.waitpid(child, 0)[1] == 0 and (tmp_path / 'saved').read_text() == str(
+        int(signal.SIGHUP)
+    )
 
 
 @pytest.mark.parametrize('ranks', [False, True])
@@ -374,23 +355,20 @@ def test_under_nohup_a_closed_terminal_does_not_count():
 
 # ---- sizes ----
 
-BUILDERS = []
-for recurrent in (True, False):
-    agents = [AgentConfig(arch, recurrent, n_embd=8) for arch in ('convlstm', 'convglu')]
-    BUILDERS += [(build_agent, config) for config in agents]
-    text = ModelConfig(n_embd=32, n_head=2)
-    BUILDERS.append((functools.partial(build_model, recurrent=recurrent), text))
-TOO_LARGE = [{'n_layer': 10**8}, {'n_expert': 10**9}, {'n_embd': 2**39}, {'n_embd': 2**63}]
+TEXT, BOARDS = ModelConfig(n_embd=32, n_head=2), AgentConfig(n_embd=8)
+BUILDERS = [(functools.partial(build_model, recurrent=r), TEXT) for r in (True, False)]
+BUILDERS += [(build_agent, replace(BOARDS, recurrent=r)) for r in (True, False)]
+BUILDERS += [(build_agent, replace(BOARDS, arch='convglu'))]
 
 
-@pytest.mark.parametrize('sizes', TOO_LARGE, ids=str)
+@pytest.mark.parametrize('name, size', [('n_layer', 10**8), ('n_expert', 10**9), ('n_embd', 2**63)])
 @pytest.mark.parametrize('k', [0, 2])
-def test_models_that_no_machine_holds(sizes, k):
+def test_models_that_no_machine_holds(name, size, k):
     """Refused by size, before anything is allocated: at once, whatever the number of levels."""
     build, config = BUILDERS[k]
-    config = type(config)(**{**vars(config), 'n_kv_head': 0, **sizes} if k else sizes)
     words = 'needs more than|larger than any machine'
-    refused(checkpoint.SizeError, words, checkpoint.check_model, build, config)
+    with pytest.raises(ValueError, match=words):
+        checkpoint.check_model(build, replace(config, **{name: size}))
 
 
 @pytest.mark.parametrize('more', [{}, {'n_expert': 3, 'aggregation': 'softmax_l2'}], ids=str)
@@ -399,12 +377,7 @@ def test_sizes_are_counted_without_the_model(more, monkeypatch):
     needs = []
     monkeypatch.setattr(checkpoint, 'check_fits', lambda need, what, device: needs.append(need))
     for build, config in BUILDERS:
-        config = type(config)(**{**vars(config), 'n_layer': 5, **more})
+        config = replace(config, n_layer=5, **more)
         checkpoint.check_model(build, config, 3)
         weights = sum(p.numel() for p in build(config).parameters())
         assert needs[-1] == 3 * 4 * weights + 5 * 10_000
-
-
-def test_too_many_threads():
-    words = 'threads = 100000: at most'
-    refused(checkpoint.SizeError, words, checkpoint.set_threads, 100000)

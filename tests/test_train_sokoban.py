@@ -1,24 +1,24 @@
 """train_sokoban.py as a user starts it: the update against brute force, resume, ranks, evaluation,
 mistakes, configs."""
 
+import importlib.util
+import itertools
 import json
 import math
 import os
-import shlex
+import pickle
 import signal
-import subprocess
 import sys
 import time
 import types
 from pathlib import Path
 
-import forks
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from test_train import same
+from test_train import finished, launch, mistake, play_recipe, read_log, same
 
 import convlstm
 import play_sokoban
@@ -32,11 +32,8 @@ TINY = """split=generated eval_split=generated n_levels=50 n_boxes=1 max_moves=6
     n_layer=2 n_embd=4 head_dim=8 total_steps=96 eval_interval=4 eval_games=6 log_interval=2
     compile=False dtype=float32 device=cpu threads=1 learning_rate=1e-2"""
 TINY = dict(pair.split('=') for pair in TINY.split())
-# times; random states that no run draws from
-IGNORED = ('env_steps_per_s', 'seconds', 'clock', 'config', 'python', 'numpy')
-needs_jumanji = pytest.mark.skipif(
-    not __import__('importlib.util').util.find_spec('jumanji'), reason='jumanji is not installed'
-)
+GLU, long = {'arch': 'convglu'}, pytest.mark.long
+MADE, generate = {}, sokoban.generate
 
 
 def arguments(out, *configs, **settings):
@@ -57,49 +54,25 @@ def run(out, *configs, **settings):
     return train_sokoban.train(configured(out, *configs, **settings))
 
 
+def start(out, *, ranks=1, **settings):
+    return launch('train_sokoban.py', arguments(out, **settings), ranks)
+
+
 def refused(capfd, out, message, **settings):
-    """One line, exit status 2."""
-    with pytest.raises(SystemExit) as error:
-        run(out, **settings)
-    stderr = capfd.readouterr().err
-    assert error.value.code == 2 and message in stderr and stderr.count('\n') == 1, stderr
+    error = mistake(capfd, train_sokoban, arguments(out, **settings))
+    assert message in error, error
+
+
+def checkpoint(out):
+    return load_checkpoint(Path(out) / 'ckpt_last.pt')
 
 
 def stop_after_three(monkeypatch, out, **settings):
     """A run that is told to stop in its third update, and saves."""
-    real, count = train_sokoban.update, 0
-
-    def update(*args):
-        nonlocal count
-        count += 1
-        return *real(*args)[:2], count == 3
-
+    update, count = train_sokoban.update, itertools.count()
     with monkeypatch.context() as patch:
-        patch.setattr(train_sokoban, 'update', update)
-        assert run(out, **settings) == 143
-
-
-def start(out, *, ranks=1, **settings):
-    command = [sys.executable] if ranks == 1 else [sys.executable, f'--ranks={ranks}']
-    pipes = {'text': True, 'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE}
-    return forks.Popen(
-        [*command, 'train_sokoban.py', *arguments(out, **settings)], cwd=ROOT, **pipes
-    )
-
-
-def read_log(out):
-    with open(Path(out) / 'log.jsonl') as f:
-        return [{k: v for k, v in json.loads(line).items() if k not in IGNORED} for line in f]
-
-
-def checkpoint(out, name='ckpt_last.pt'):
-    """A checkpoint without the times, which lie inside `record` as well."""
-    saved = load_checkpoint(Path(out) / name)
-    saved['record'] = {k: v for k, v in saved['record'].items() if k not in IGNORED}
-    return {k: v for k, v in saved.items() if k not in IGNORED}
-
-
-MADE, generate = {}, sokoban.generate
+        patch.setattr(train_sokoban, 'update', lambda run, _: update(run, next(count) == 2))
+        assert run(out, **settings) == 143 and checkpoint(out)['step'] == 3
 
 
 @pytest.fixture(autouse=True)
@@ -107,11 +80,10 @@ def levels_are_generated_once(monkeypatch):
     """Most runs here play the same ones, and take a third of their time to make them."""
 
     def once(*args, **more):
-        key = tuple(x.tobytes() if isinstance(x, np.ndarray) else x for x in (*args, *more.items()))
+        key = pickle.dumps((args, more))
         if key not in MADE:
             MADE[key] = generate(*args, **more)
-        levels, solutions = MADE[key]
-        return levels.copy(), solutions
+        return MADE[key][0].copy(), MADE[key][1]
 
     monkeypatch.setattr(sokoban, 'generate', once)
 
@@ -123,24 +95,20 @@ def test_gae_is_the_sum(tmp_path):
     """Equation 16 of Schulman et al. as a double sum, with ends inside the unroll and at both
     borders of it."""
     configured(tmp_path, gamma=0.9, gae_lambda=0.8)
-    g = torch.Generator().manual_seed(0)
-    T, B = 7, 5
+    g, T, B = torch.Generator().manual_seed(0), 7, 5
     reward, value = torch.randn(2, T, B, generator=g, dtype=torch.float64)
     last = torch.randn(B, generator=g, dtype=torch.float64)
     done = torch.rand(T, B, generator=g) < 0.3
     done[0, 0] = done[-1, 1] = done[2, 2] = done[3, 2] = True
     done[:, 4] = False
-    ours = train_sokoban.gae(reward, done, value, last)
-    for b in range(B):
-        for t in range(T):
-            total, factor = 0.0, 1.0
-            for k in range(t, T):
-                after = value[k + 1, b] if k < T - 1 else last[b]
-                total += factor * (reward[k, b] + 0.9 * after * ~done[k, b] - value[k, b])
-                if done[k, b]:
-                    break
-                factor *= 0.9 * 0.8
-            assert abs(ours[t, b] - total) < 1e-12
+    ours, after = train_sokoban.gae(reward, done, value, last), torch.cat([value[1:], last[None]])
+    for t, b in itertools.product(range(T), range(B)):
+        total, factor = 0.0, 1.0
+        for k in range(t, T):
+            goes_on = 0.0 if done[k, b] else 1.0
+            total += factor * (reward[k, b] + 0.9 * goes_on * after[k, b] - value[k, b])
+            factor *= 0.9 * 0.8 * goes_on
+        assert abs(ours[t, b] - total) < 1e-12
 
 
 def test_sampling_follows_the_policy():
@@ -161,12 +129,10 @@ def test_sampling_follows_the_policy():
     assert nan.tolist() in ([0, 0], [3, 3])
 
 
-GLU = {'arch': 'convglu'}
+LOSSES = [{}, {'reuse': False}, {'recurrent': False}, GLU, {**GLU, 'reuse': False}]
 
 
-@pytest.mark.parametrize(
-    'settings', [{}, {'reuse': False}, {'recurrent': False}, GLU, {**GLU, 'reuse': False}], ids=str
-)
+@pytest.mark.parametrize('settings', LOSSES, ids=str)
 def test_gradient_is_the_losses(tmp_path, settings):
     """backward() against the loss written out term by term, with the network run again from the
     rollout's own observations, the one after the last included. Two rollouts of 5 steps and 6
@@ -252,7 +218,8 @@ def test_what_a_gpu_compiles(tmp_path, monkeypatch):
 # ---- runs ----
 
 
-def test_log_and_checkpoint(tmp_path):
+def test_log_and_checkpoint(tmp_path, capfd, monkeypatch):
+    """Two runs are drawn beside each other; a folder without a run is named."""
     assert run(tmp_path, plot=True) == 0
     log = read_log(tmp_path)
     assert [r['step'] for r in log] == [0, 2, 4, 6, 8] and log[-1]['env_steps'] == 96
@@ -260,22 +227,26 @@ def test_log_and_checkpoint(tmp_path):
     keys = 'episodic_return return_100 return_1000 solve_rate_100 entropy value_loss grad_norm lr'
     assert {*keys.split(), 'explained_variance', 'episodes'} <= log[-1].keys()
     assert 'random_solve_rate' in log[0]
-    files = {'config.json', 'ckpt_last.pt', 'ckpt_prev.pt', 'ckpt_best.pt', 'curve.png'}
+    files = {'config.json', 'ckpt_last.pt', 'ckpt_prev.pt', 'ckpt_best.pt'}
     assert files <= set(os.listdir(tmp_path))
     assert Image.open(tmp_path / 'curve.png').size[0] > 500
+    argv = [f'--runs={tmp_path},{tmp_path}', f'--picture={tmp_path}/both.png']
+    monkeypatch.setattr(sys, 'argv', ['play_sokoban.py', *argv])
+    play_sokoban.main()
+    assert Image.open(tmp_path / 'both.png').size[0] > 500
+    assert f'{tmp_path}/c' in mistake(capfd, play_sokoban, [f'{argv[0]}/c', argv[1]])
 
 
 def play_updates(run, n):
     """-> (return, solved) of the games that ended, counted here, and how many each board has."""
-    games, running, ended = [], [0.0] * train_sokoban.n_envs, torch.zeros(train_sokoban.n_envs)
+    games, running, ended = [], torch.zeros(train_sokoban.n_envs), 0
     for _ in range(n):
         stats, played, _ = train_sokoban.update(run, False)
         train_sokoban.count_games(run, played, stats)
         for reward, done, solved in played:
-            for b, total in enumerate(running):
-                running[b] = (total + reward[b].item()) * (1 - done[b].item())
-                if done[b]:
-                    games.append((total + reward[b].item(), solved[b].item()))
+            running += reward
+            games += [(running[b].item(), solved[b].item()) for b in done.nonzero()[:, 0]]
+            running *= 1 - done
         ended += played[:, 1].sum(0)
         run.step, run.seconds = run.step + 1, run.seconds + 1.0
     return games, ended
@@ -291,8 +262,8 @@ def test_episodes_are_counted(tmp_path):
     record, games = train_sokoban.make_record(run), before + since
     assert since and record['episodes'] == len(since)
     assert record['episodic_return'] == pytest.approx(np.mean([g[0] for g in since]), abs=1e-4)
-    assert record['return_1000'] == pytest.approx(np.mean([g[0] for g in games]), abs=1e-4)
-    assert record['solve_rate_1000'] == pytest.approx(np.mean([g[1] for g in games]))
+    found = [record[f'{key}_1000'] for key in ('return', 'solve_rate')]
+    assert found == pytest.approx(np.mean(games, 0).tolist(), abs=1e-4)
 
 
 def test_returns_are_blank_until_every_board_has_ended_an_episode(tmp_path):
@@ -308,20 +279,12 @@ def test_returns_are_blank_until_every_board_has_ended_an_episode(tmp_path):
     assert 'return n/a' in train_sokoban.dense_line({**record, 'return_100': None})
 
 
-def test_the_number_of_levels_in_the_first_lines_is_the_number_played(tmp_path):
-    path = tmp_path / 'eight.npy'
-    np.save(path, sokoban.generate(8, 1, seed=3, max_moves=6)[0])
-    for n, line in ((3, f'the first 3 of 8 levels of {path}'), (9, f'8 levels of {path}')):
-        run = prepare(tmp_path / 'a', eval_split=path, eval_games=n)
-        assert len(run.held_out) == min(n, 8) and run.sources[1] == line
-
-
-long = pytest.mark.long
 UNUSUAL = {**GLU, 'n_expert': 2, 'aggregation': 'softmax_l2', 'reuse': False, 'dtype': 'bfloat16'}
 JUMANJI = {'env': 'jumanji', 'n_boxes': 4, 'max_moves': 120}
-RESUMED = [{}, UNUSUAL, pytest.param({'recurrent': False}, marks=long)]
-RESUMED += [pytest.param({'radius': 1, 'n_expert': 2}, marks=long)]
-RESUMED += [pytest.param(JUMANJI, marks=[needs_jumanji, long])]
+no_jumanji = pytest.mark.skipif(not importlib.util.find_spec('jumanji'), reason='no jumanji here')
+RARE = [{'recurrent': False}, {'radius': 1, 'n_expert': 2}]
+RESUMED = [{}, UNUSUAL, *(pytest.param(settings, marks=long) for settings in RARE)]
+RESUMED += [pytest.param(JUMANJI, marks=[no_jumanji, long])]
 
 
 @pytest.mark.parametrize('settings', RESUMED, ids=str)
@@ -330,7 +293,6 @@ def test_resume_is_bit_equal(tmp_path, settings, monkeypatch):
     a, b = tmp_path / 'a', tmp_path / 'b'
     run(a, **settings)
     stop_after_three(monkeypatch, b, **settings)
-    assert load_checkpoint(b / 'ckpt_last.pt')['step'] == 3
     torch.manual_seed(999)  # whatever the new process starts with
     assert run(b, resume=True, **settings) == 0
     same(checkpoint(a), checkpoint(b))
@@ -340,18 +302,17 @@ def test_resume_is_bit_equal(tmp_path, settings, monkeypatch):
 def test_stop_and_resume_as_processes(tmp_path):
     """SIGTERM saves and leaves; kill -9 in mid-run loses nothing that was saved; both go on like a
     run that was never stopped."""
-    settings = {'total_steps': 12 * 40, 'eval_interval': 10, 'n_layer': 1}
+    settings, saved = {'total_steps': 12 * 40, 'eval_interval': 10, 'n_layer': 1}, tmp_path / 'b'
     run(tmp_path / 'a', **settings)
-    process, saved = start(tmp_path / 'b', **settings), tmp_path / 'b'
-    for how, file in ((signal.SIGTERM, 'ckpt_last.pt'), (signal.SIGKILL, 'ckpt_prev.pt')):
+    process = start(saved, **settings)
+    for how, status, file in (('TERM', 143, 'ckpt_last.pt'), ('KILL', -9, 'ckpt_prev.pt')):
         while not (saved / file).exists() and process.poll() is None:
             time.sleep(0.01)
-        process.send_signal(how)
-        out, err = process.communicate()
-        assert process.returncode == (143 if how == signal.SIGTERM else -9), (out, err)
+        process.send_signal(signal.Signals[f'SIG{how}'])
+        said = process.communicate()
+        assert process.returncode == status, said
         process = start(saved, resume=True, **settings)
-    out, err = process.communicate()
-    assert process.returncode == 0, err
+    finished(process)
     same(checkpoint(tmp_path / 'a'), checkpoint(saved))
     same(read_log(tmp_path / 'a'), read_log(saved))
 
@@ -362,13 +323,11 @@ def test_ranks(tmp_path, ranks):
     another number of ranks."""
     settings = {'total_steps': 12 * 30, 'eval_interval': 30, 'learning_rate': 1e-3}
     run(tmp_path / 'one', **settings)
-    process = start(tmp_path / 'more', ranks=ranks, **settings)
-    out, err = process.communicate()
-    assert process.returncode == 0, err
+    finished(start(tmp_path / 'more', ranks=ranks, **settings))
     for a, b in zip(read_log(tmp_path / 'one'), read_log(tmp_path / 'more'), strict=True):
         a, b = ({k: x for k, x in r.items() if x is not None} for r in (a, b))
         assert a == pytest.approx(b, rel=1e-3, abs=1e-3)
-    one, more = (load_checkpoint(tmp_path / name / 'ckpt_last.pt') for name in ('one', 'more'))
+    one, more = (checkpoint(tmp_path / name) for name in ('one', 'more'))
     same(one['env'], more['env'])
     for part in ('state', 'model'):
         torch.testing.assert_close(one[part], more[part], rtol=1e-2, atol=1e-3)
@@ -379,22 +338,18 @@ def test_resume_with_other_intervals(tmp_path, monkeypatch):
     """The stop's own step gets its line where the new intervals want one; no step has two."""
     stop_after_three(monkeypatch, tmp_path)
     assert run(tmp_path, resume=True, log_interval=3, eval_interval=3, total_steps=90) == 0
-    log = read_log(tmp_path)
-    steps = [(r['step'], r['env_steps']) for r in log]
-    assert steps == [(0, 0), (2, 24), (3, 36), (6, 72), (8, 96)]
-    assert [r['step'] for r in log if 'eval_return' in r] == [0, 3, 6, 8]
+    steps = [(r['step'], 'eval_return' in r) for r in read_log(tmp_path)]
+    assert steps == [(0, True), (2, False), (3, True), (6, True), (8, True)]
 
 
 def test_lost_log_and_trackers(tmp_path, monkeypatch):
     """A resumed run whose log is gone starts a new one and draws it; TensorBoard gets numbers only,
     and Weights & Biases the lines as they are, in the project that is named."""
     given, lines, projects = [], [], []
-    board = types.ModuleType('torch.utils.tensorboard')
-    write = types.SimpleNamespace(
-        add_scalar=lambda name, x, step: given.append(float(x)), close=lambda: None
-    )
+    board, wandb = types.ModuleType('torch.utils.tensorboard'), types.ModuleType('wandb')
+    write = types.SimpleNamespace(close=lambda: None)
+    write.add_scalar = lambda name, x, step: given.append(float(x))
     board.SummaryWriter = lambda folder: write
-    wandb = types.ModuleType('wandb')
     tracked = types.SimpleNamespace(log=lambda r, step: lines.append(r), finish=lambda: None)
     wandb.init = lambda **more: projects.append(more['project']) or tracked
     monkeypatch.setitem(sys.modules, 'torch.utils.tensorboard', board)
@@ -424,24 +379,20 @@ class Scripted:
     """Plays given actions: level i's action at step t is actions[i][t]; then 0."""
 
     def __init__(self, actions):
-        self.actions, self.t = actions, 0
+        self.actions, self.prepare = actions, lambda: None
 
     def init_state(self, N):
-        self.t = 0
+        self.script = itertools.zip_longest(*self.actions, [0] * 120, fillvalue=0)
         return ()
 
-    def prepare(self):
-        return None
-
     def act(self, w, obs, start, state):
-        wanted = [int(a[self.t]) if self.t < len(a) else 0 for a in self.actions]
-        self.t += 1
+        wanted = [int(action) for action in next(self.script)[:-1]]
         return F.one_hot(torch.tensor(wanted), 4).float(), None, ()
 
 
-def test_play_counts_what_is_played():
+def test_evaluation_counts_what_is_played(tmp_path):
     """The generator's own solutions solve their levels, in their own number of steps; a policy that
-    never moves solves nothing."""
+    never moves solves nothing. A report shows the longest solution and the first failure."""
     levels, solutions = sokoban.generate(40, 2, seed=3)
     script = [s if i % 2 else [] for i, s in enumerate(solutions)]
     result, lengths = play_sokoban.play(Scripted(script), levels, 'cpu'), [len(s) for s in script]
@@ -449,6 +400,11 @@ def test_play_counts_what_is_played():
     assert result['steps'].tolist() == [n or 120 for n in lengths]
     returns = [12 - 0.1 * n for n in lengths if n]
     assert result['return'][1::2].tolist() == pytest.approx(returns, abs=1e-3)
+    record = play_sokoban.report(Scripted(script), levels, 'x', 'cpu', tmp_path, {})
+    assert record['solved_level'] == np.argmax(lengths) and record['failed_level'] == 0
+    assert record['solve_rate'] == 0.5
+    image = Image.open(tmp_path / 'eval_x_solved.gif')
+    assert image.n_frames == max(lengths) + 1 and image.size == (240, 240)
 
 
 def test_play_does_not_depend_on_batches(tmp_path, monkeypatch):
@@ -474,43 +430,15 @@ def test_eval_only(tmp_path, capfd, monkeypatch):
     assert report['n'] == 5 and report['env_steps'] == 96 and 1 <= report['mean_steps'] <= 120
     assert json.loads(capfd.readouterr().out.splitlines()[-1]) == report
     assert files == {f: (tmp_path / f).read_bytes() for f in files}
-    assert run(tmp_path, best=True, **settings) == 0
-    report = json.loads((tmp_path / 'eval_generated.json').read_text())
-    assert report['n'] == 6 and report['checkpoint'].endswith('ckpt_best.pt')
+    more = {**settings, 'eval_split': tmp_path / 'mine.npy', 'eval_games': 3}
+    assert run(tmp_path, best=True, **more) == 0
+    report = json.loads((tmp_path / 'eval_mine.json').read_text())
+    assert report['n'] == 3 and report['checkpoint'].endswith('ckpt_best.pt')
+    assert f'evaluation: the first 3 of 5 levels of {tmp_path}/mine.npy' in capfd.readouterr().out
     monkeypatch.chdir(tmp_path)
     words = 'data/boxoban: no such folder: `python sokoban.py --split=hard --download=True` fetches'
     refused(capfd, tmp_path, words, levels='hard', **settings)
     assert not list(tmp_path.glob('eval_hard*'))
-
-
-def test_report_shows_a_solved_and_a_failed_level(tmp_path):
-    levels, solutions = sokoban.generate(6, 1, seed=3)
-    agent = Scripted([s if i in (2, 4) else [] for i, s in enumerate(solutions)])
-    record = play_sokoban.report(agent, levels, 'x', 'cpu', tmp_path, {})
-    longest = max((2, 4), key=lambda i: len(solutions[i]))
-    assert record['solved_level'] == longest and record['failed_level'] == 0
-    assert record['solve_rate'] == pytest.approx(2 / 6)
-    image = Image.open(tmp_path / 'eval_x_solved.gif')
-    assert image.n_frames == len(solutions[longest]) + 1 and image.size == (240, 240)
-
-
-def test_compare(tmp_path, monkeypatch, capfd):
-    """Two runs beside each other; a folder without a run is named."""
-    for name, recurrent in (('a', True), ('b', False)):
-        more = {'unroll': 40, 'total_steps': 640, 'log_interval': 1}
-        run(tmp_path / name, recurrent=recurrent, **more)
-    for second in 'bc':
-        runs = f'--runs={tmp_path}/a,{tmp_path}/{second}'
-        picture = f'--picture={tmp_path}/both.png'
-        monkeypatch.setattr(sys, 'argv', ['play_sokoban.py', runs, picture])
-        if second == 'c':
-            with pytest.raises(SystemExit):
-                play_sokoban.main()
-        else:
-            play_sokoban.main()
-    assert Image.open(tmp_path / 'both.png').size[0] > 500
-    stderr = capfd.readouterr().err
-    assert f'{tmp_path}/c' in stderr and stderr.count('\n') == 1
 
 
 # ---- mistakes ----
@@ -518,25 +446,24 @@ def test_compare(tmp_path, monkeypatch, capfd):
 FETCH = 'sokoban.py --split=unfiltered-valid --download=True --levels_dir=/nonexistent`'
 WRONG = """n_envs=0 gamma=1.5 unroll=0 env=gym arch=lstm radius=3 n_boxes=9 max_moves=1 device=tpu
     threads=100000 n_layer=100000000 learning_rate=-1.0 eval_games=0 path=compiled seed=-1"""
-WRONG = [pair.split('=') for pair in WRONG.split()]
-MISTAKES = [({name: value}, f'{name} = ') for name, value in WRONG]
+MISTAKES = [(word, word.partition('=')[0] + ' = ') for word in WRONG.split()]
 MISTAKES += [
-    ({'levels_dir': '/nonexistent', 'split': 'unfiltered-train'}, '/nonexistent'),
-    ({'split': 'no/such.npy'}, 'no/such.npy'),
-    ({'resume': True}, 'nothing to resume from'),
-    ({'eval_only': True}, 'out: holds no trained run'),
-    ({'n_envs': 10**9}, 'n_envs = 1000000000'),
-    ({'n_levels': 10**12}, 'n_levels = 1,000,000,000,000: needs more than'),
-    ({'eval_split': 'unfiltered-valid', 'levels_dir': '/nonexistent'}, FETCH),
-    ({'levels': 'generated'}, 'levels and best are settings of --eval_only'),
-    ({'n_env': 3}, 'n_envs'),
+    ('levels_dir=/nonexistent split=unfiltered-train', '/nonexistent'),
+    ('split=no/such.npy', 'no/such.npy'),
+    ('resume=True', 'nothing to resume from'),
+    ('eval_only=True', 'out: holds no trained run'),
+    ('n_envs=1000000000', 'n_envs = 1000000000'),
+    ('n_levels=1000000000000', 'n_levels = 1,000,000,000,000: needs more than'),
+    ('eval_split=unfiltered-valid levels_dir=/nonexistent', FETCH),
+    ('levels=generated', 'levels and best are settings of --eval_only'),
+    ('n_env=3', 'n_envs'),
 ]
 
 
-@pytest.mark.parametrize('settings, message', MISTAKES, ids=str)
-def test_mistakes(tmp_path, settings, message, capfd):
+@pytest.mark.parametrize('words, message', MISTAKES)
+def test_mistakes(tmp_path, words, message, capfd):
     """Nothing is left behind."""
-    refused(capfd, tmp_path / 'out', message, **settings)
+    refused(capfd, tmp_path / 'out', message, **dict(word.split('=') for word in words.split()))
     assert not (tmp_path / 'out').exists()
 
 
@@ -557,29 +484,28 @@ def test_resume_refuses_another_run(tmp_path, capfd):
     refused(capfd, out, 'other levels', resume=True, **more)
 
 
+BOARDS, REST = 'env, start or state does not fit', 'sums or rng does not fit'
+DAMAGES = [  # a part of a checkpoint, what becomes of it, what is said
+    ('model', lambda m: {**m, 'query': m['query'][:1]}, 'model: query has the shape'),
+    ('step', lambda n: 1.5, 'step = '),
+    ('clock', lambda n: None, 'clock = '),
+    ('optimizers', lambda o: [{**o[0], 'state': {}}], 'optimizers[0] does not fit'),
+    ('env', lambda e: {**e, 'agent': e['agent'][:1]}, BOARDS),
+    ('start', lambda x: x[:1], BOARDS),
+    ('state', lambda s: s[:-1], BOARDS),
+    ('running', lambda x: x[:1], REST),
+    ('recent', lambda x: 5, REST),
+    ('rng', lambda r: {}, REST),
+]
+
+
 def test_a_damaged_checkpoint_is_one_line(tmp_path, capfd):
     """Whole files whose parts do not fit: refused by file and part; evaluated too, where it is the
     weights."""
     run(tmp_path, total_steps=24)
-    good, boards = tmp_path / 'good.pt', 'env, start or state does not fit'
-    os.link(tmp_path / 'ckpt_last.pt', good)
-    rest = 'sums or rng does not fit'
-    for key, change, message in (
-        ('model', lambda m: {**m, 'query': m['query'][:1]}, 'model: query has the shape'),
-        ('model', lambda m: {**m, 'query': m['query'] * math.inf}, 'model: query holds NaN'),
-        ('step', lambda n: 1.5, 'step = '),
-        ('clock', lambda n: None, 'clock = '),
-        ('optimizers', lambda o: [{**o[0], 'state': {}}], 'optimizers[0] does not fit'),
-        ('env', lambda e: {**e, 'agent': e['agent'][:1]}, boards),
-        ('start', lambda x: x[:1], boards),
-        ('state', lambda s: s[:-1], boards),
-        ('running', lambda x: x[:1], rest),
-        ('recent', lambda x: 5, rest),
-        ('rng', lambda r: {}, rest),
-    ):
-        saved = load_checkpoint(good)
-        saved[key] = change(saved[key])
-        save_checkpoint(saved, tmp_path / 'ckpt_last.pt')
+    good = checkpoint(tmp_path)
+    for key, change, message in DAMAGES:
+        save_checkpoint(good | {key: change(good[key])}, tmp_path / 'ckpt_last.pt')
         refused(capfd, tmp_path, message, resume=True)
         if key in ('model', 'step'):
             refused(capfd, tmp_path, f'{tmp_path}/ckpt_last.pt: {message[:5]}', eval_only=True)
@@ -588,9 +514,11 @@ def test_a_damaged_checkpoint_is_one_line(tmp_path, capfd):
 def test_no_held_out_level_is_trained_on(tmp_path, monkeypatch):
     """With a generator that makes the same levels for every seed: evaluated are others than those
     trained on, in --eval_only as in training."""
-    monkeypatch.setattr(
-        sokoban, 'generate', lambda n, boxes, _, *rest: generate(n, boxes, 7, *rest)
-    )
+
+    def always_7(n, boxes, seed, *rest):
+        return generate(n, boxes, 7, *rest)
+
+    monkeypatch.setattr(sokoban, 'generate', always_7)
     held_out = []
     for settings in ({}, {'eval_only': True}):
         configured(tmp_path, **settings)
@@ -607,8 +535,7 @@ CONFIGS = sorted(path.name for path in (ROOT / 'config').glob('sokoban_*'))
 @pytest.mark.parametrize('config', CONFIGS)
 def test_config_files(tmp_path, config, request):
     """Every config file makes an agent, narrower; with --long all run two updates."""
-    small = {'n_embd': 1, 'total_steps': 24, 'plot': False}
-    argv = arguments(tmp_path, str(ROOT / 'config' / config), **small)
+    argv = arguments(tmp_path, str(ROOT / 'config' / config), n_embd=1, total_steps=24, plot=False)
     argv.remove('--n_layer=2')
     settings = configure(vars(train_sokoban), argv, quiet=True)
     if request.config.getoption('--long'):
@@ -619,13 +546,8 @@ def test_config_files(tmp_path, config, request):
 
 def test_demo_recipe(tmp_path):
     """`make demo-sokoban`'s own commands, shrunk."""
-    command = 'make -n --no-print-directory -o .venv/installed demo-sokoban BIN=BIN'.split()
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     small = '--n_envs=4 --n_levels=100 --eval_games=8 --compile=False --threads=1'
-    for line in printed.replace('BIN/python', sys.executable).splitlines():
-        more = f'{small} --out_dir={tmp_path}/out'
-        more += '' if 'eval_only' in line else ' --total_steps=160'
-        done = forks.run(shlex.split(f'{line} {more}'), cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+    small += f' --out_dir={tmp_path}/out'
+    play_recipe('demo-sokoban', f'{small} --total_steps=160', small)
     assert (tmp_path / 'out' / 'curve.png').stat().st_size > 5000
     assert list((tmp_path / 'out').glob('eval_*.gif'))
