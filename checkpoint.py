@@ -55,6 +55,9 @@ UNREADABLE = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, 
 UNREADABLE += (ArithmeticError, pickle.UnpicklingError, struct.error)
 
 
+Path = str | os.PathLike
+
+
 class CheckpointError(ValueError):
     """A checkpoint cannot be used. The message of all three is one line and says what to do."""
 
@@ -75,7 +78,7 @@ class JsonlLog:
     after that step: later lines and half-written ones are dropped, so that the steps done again
     appear once; lines without a 'step' stay."""
 
-    def __init__(self, path: str | os.PathLike, resume_step: int | None = None):
+    def __init__(self, path: Path, resume_step: int | None = None):
         stay = []
         if resume_step is not None and os.path.exists(path):
             with open(path, encoding='utf-8', errors='replace') as file:
@@ -111,7 +114,7 @@ def check_plain(obj: object, where: str = 'checkpoint') -> None:
         check_plain(value, f'{where}[{key!r}]')
 
 
-def save_checkpoint(obj: dict, path: str | os.PathLike, keep: str | None = None) -> None:
+def save_checkpoint(obj: dict, path: Path, keep: str | None = None) -> None:
     """Saves obj (tensors and plain types) as a whole or not at all; with keep=PREV the checkpoint
     that was at `path` goes on under that name. TypeError, OSError (such as a full disk)."""
     check_plain(obj)
@@ -127,7 +130,7 @@ def save_checkpoint(obj: dict, path: str | os.PathLike, keep: str | None = None)
     write_atomic(path, write, keep)
 
 
-def load_checkpoint(path: str | os.PathLike) -> dict:
+def load_checkpoint(path: Path) -> dict:
     """-> what save_checkpoint saved, with its tensors on the CPU. CheckpointError."""
     try:
         with zipfile.ZipFile(path) as file:  # torch's format, whose checksums torch ignores
@@ -145,12 +148,12 @@ def load_checkpoint(path: str | os.PathLike) -> dict:
         raise CheckpointError(f'{path}: {why}: give another file, or delete it') from None
 
 
-def saved_in(out_dir: str | os.PathLike) -> list[pathlib.Path]:
+def saved_in(out_dir: Path) -> list[pathlib.Path]:
     """The checkpoints from which a run can go on, the newest first."""
     return [path for name in (LAST, PREV) if (path := pathlib.Path(out_dir, name)).exists()]
 
 
-def load_latest(out_dir: str | os.PathLike) -> tuple[dict, pathlib.Path]:
+def load_latest(out_dir: Path) -> tuple[dict, pathlib.Path]:
     """-> (checkpoint, its path): the last one in the folder or, with a line that says so, the one
     before. CheckpointError if neither can be read."""
     paths = saved_in(out_dir)
@@ -167,7 +170,7 @@ def load_latest(out_dir: str | os.PathLike) -> tuple[dict, pathlib.Path]:
 
 
 def load_run(
-    out_dir: str | os.PathLike,
+    out_dir: Path,
     script: str,
     needed: tuple[str, ...],
     fixed: tuple[str, ...],
@@ -194,7 +197,7 @@ def load_run(
 
 
 @contextlib.contextmanager
-def restoring(where: str | os.PathLike, key: str) -> Iterator[None]:
+def restoring(where: Path, key: str) -> Iterator[None]:
     """Around what restores a part of a checkpoint: what does not fit becomes a CheckpointError that
     names the file and the part."""
     try:
@@ -208,38 +211,13 @@ def restoring(where: str | os.PathLike, key: str) -> Iterator[None]:
         raise CheckpointError(f'{where}: {words}: give another out_dir') from None
 
 
-def load_weights(
-    model: torch.nn.Module, weights: dict, where: str | os.PathLike, assign: bool = False
-) -> None:
+def load_weights(model: torch.nn.Module, weights: dict, where: Path, assign: bool = False) -> None:
     """model.load_state_dict(weights), all there, of the model's shapes and finite; CheckpointError
     names file and weight. assign: the model is on 'meta' and takes the tensors themselves."""
     with restoring(where, 'model'):
         if broken := [name for name, x in weights.items() if not x.isfinite().all()]:
             raise ValueError(f'{broken[0]} holds NaN or infinity')
         model.load_state_dict(weights, assign=assign)
-
-
-def load_optimizers(
-    optimizers: list[torch.optim.Optimizer], saved: list, where: str | os.PathLike
-) -> None:
-    """The saved moments with this run's settings: a resumed run may change learning rates,
-    momentum, decay, and the device. CheckpointError where a parameter's are missing or of another
-    shape."""
-    with restoring(where, 'optimizers'):
-        for optimizer, its in zip(optimizers, saved, strict=True):
-            groups = [dict(group) for group in optimizer.param_groups]
-            for group, theirs in zip(groups, its['param_groups'], strict=True):
-                group['params'] = theirs['params']
-            optimizer.load_state_dict({**its, 'param_groups': groups})
-            names = {'step', 'exp_avg', 'exp_avg_sq'}  # Adam's and AdamW's
-            if type(optimizer).__name__ == 'Muon':
-                names = {'momentum_buffer'}
-            for p in (p for group in optimizer.param_groups for p in group['params']):
-                shapes = {name: x.shape for name, x in optimizer.state.get(p, {}).items()}
-                wanted = dict.fromkeys(names, p.shape) | {'step': shapes.get('step')}
-                if p.numel() and shapes != {name: wanted[name] for name in names}:
-                    # numel: an agent's weights of an input that it has not are empty
-                    raise ValueError(f'{sorted(shapes)} of a weight {list(p.shape)}')
 
 
 # ---- a trainer's run: it has rank, world, config, model, step, and what POSITION names ----
@@ -257,9 +235,7 @@ def save_run(run: object, parts: dict, optimizers: list[torch.optim.Optimizer] |
     save_checkpoint(saved, path, PREV if optimizers else None)
 
 
-def load_begun(
-    run: object, position: tuple[str, ...], saved: dict, where: str | os.PathLike
-) -> None:
+def load_begun(run: object, position: tuple[str, ...], saved: dict, where: Path) -> None:
     """The weights, and run.NAME = saved[NAME] for the names of `position`, where it has the type
     that a run begins with; a dict has that one's keys too. CheckpointError."""
     load_weights(run.model, saved['model'], where)
@@ -274,10 +250,24 @@ def load_begun(
         setattr(run, name, value)
 
 
-def load_rest(
-    optimizers: list[torch.optim.Optimizer], saved: dict, where: str | os.PathLike
-) -> None:
-    load_optimizers(optimizers, saved['optimizers'], where)
+def load_rest(optimizers: list[torch.optim.Optimizer], saved: dict, where: Path) -> None:
+    """The random states, and the saved moments with this run's settings: a resumed run may change
+    learning rates, momentum, decay, and the device. CheckpointError where a parameter's are missing
+    or of another shape."""
+    with restoring(where, 'optimizers'):
+        for optimizer, its in zip(optimizers, saved['optimizers'], strict=True):
+            groups = [dict(group) for group in optimizer.param_groups]
+            for group, theirs in zip(groups, its['param_groups'], strict=True):
+                group['params'] = theirs['params']
+            optimizer.load_state_dict({**its, 'param_groups': groups})
+            names = {'step', 'exp_avg', 'exp_avg_sq'}  # Adam's and AdamW's
+            if type(optimizer).__name__ == 'Muon':
+                names = {'momentum_buffer'}
+            for p in (p for group in optimizer.param_groups for p in group['params']):
+                moments = optimizer.state.get(p, {})
+                fits = all(x.shape == p.shape for name, x in moments.items() if name != 'step')
+                if p.numel() and (moments.keys() != names or not fits):  # empty: of no input
+                    raise ValueError(f'{sorted(moments)} of a weight {list(p.shape)}')
     with restoring(where, 'rng'):
         set_rng_state(saved['rng'])
 
@@ -394,10 +384,10 @@ def attempt() -> int:
 
 def set_threads(threads: int) -> None:
     """Of PyTorch's products on a CPU; 0: its own choice. SizeError: OpenMP dies of too many."""
-    cores = os.cpu_count() or 1
-    if threads > max(256, cores):
-        words = f'at most {max(256, cores)} here, where there are {cores} CPU cores'
-        raise SizeError(f'threads = {threads}: {words}; 0 leaves it to PyTorch')
+    most = max(256, cores := os.cpu_count() or 1)
+    if threads > most:
+        words = f'at most {most} here, where there are {cores} CPU cores; 0 leaves it to PyTorch'
+        raise SizeError(f'threads = {threads}: {words}')
     if threads > 0:
         torch.set_num_threads(threads)
 
@@ -524,15 +514,16 @@ def keep_memory() -> None:
 def compiles(model: torch.nn.Module, once: Callable[[], object]) -> bool:
     """Runs once(), which compiles what the model's path 'compiled' needs, before any clock runs ->
     whether that works here."""
-    start, works = time.time(), True
+    start = time.time()
     try:
         once()
         print0(f'compiled in {time.time() - start:.0f} s')
+        return True
     except torch._dynamo.exc.TorchDynamoException as error:
         print0(f'compile = True does not work here, going on without it ({first_line(error)})')
-        works = False
-    model.zero_grad(set_to_none=True)
-    return works
+        return False
+    finally:
+        model.zero_grad(set_to_none=True)
 
 
 def need_packages(**asked: bool) -> None:
@@ -545,10 +536,9 @@ def need_packages(**asked: bool) -> None:
 def device_name(device: str) -> str:
     if device.startswith('cuda'):
         return torch.cuda.get_device_name(device)
-    try:
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, TypeError):  # not Linux
         name = re.search(r'model name\s*: (.*)', pathlib.Path('/proc/cpuinfo').read_text())[1]
-    except (OSError, TypeError):
-        name = platform.processor() or platform.machine()
     return f'CPU {name}'
 
 
@@ -567,7 +557,7 @@ def commit() -> str:
         return 'unknown'
 
 
-def write_config(config: dict, out_dir: str | os.PathLike, device: str) -> None:
+def write_config(config: dict, out_dir: Path, device: str) -> None:
     """A run's config.json: its settings, and what it runs with."""
     more = {'commit': commit(), 'torch': torch.__version__, 'device_name': device_name(device)}
     write_json(config | more, os.path.join(out_dir, 'config.json'))
@@ -578,7 +568,7 @@ def write_config(config: dict, out_dir: str | os.PathLike, device: str) -> None:
 HELD: dict[pathlib.Path, int] = {}  # folders that this process is at work in, and their LOCK, open
 
 
-def restarted(out_dir: str | os.PathLike) -> dict[str, bool]:
+def restarted(out_dir: Path) -> dict[str, bool]:
     """The settings with which a run goes on that torchrun --max-restarts has started again: from
     its last checkpoint, or from the beginning; {} at any other start. For every rank, before
     prepare_out_dir."""
@@ -590,7 +580,7 @@ def restarted(out_dir: str | os.PathLike) -> dict[str, bool]:
     return {'resume': resume, 'overwrite': not resume}
 
 
-def hold(out_dir: str | os.PathLike) -> None:
+def hold(out_dir: Path) -> None:
     """One run a folder: this process holds its LOCK until `release`, or its own end, whatever ends
     it. OutDirError where another has it."""
     path = pathlib.Path(out_dir).resolve()
@@ -612,7 +602,7 @@ def hold(out_dir: str | os.PathLike) -> None:
     HELD[path] = descriptor
 
 
-def release(out_dir: str | os.PathLike) -> None:
+def release(out_dir: Path) -> None:
     """Ends `hold`, if it was. The file stays: it is the folder's mark."""
     descriptor = HELD.pop(pathlib.Path(out_dir).resolve(), None)
     if descriptor is not None:
@@ -630,9 +620,7 @@ def is_ours(path: pathlib.Path) -> bool:
         return False
 
 
-def prepare_out_dir(
-    out_dir: str | os.PathLike, resume: bool = False, overwrite: bool = False
-) -> pathlib.Path:
+def prepare_out_dir(out_dir: Path, resume: bool = False, overwrite: bool = False) -> pathlib.Path:
     """Creates the folder of a run, or checks it, and holds it -> its path. OutDirError: why not.
 
     A folder with a run in it (a checkpoint or a log) is refused without resume or overwrite;
@@ -651,7 +639,7 @@ def prepare_out_dir(
     if resume and not saved_in(path):
         raise OutDirError(f'{path}: nothing to resume from, no {LAST}: start without --resume')
 
-    def found(*patterns):
+    def found(*patterns: str) -> list[pathlib.Path]:
         return sorted(f for p in patterns for f in path.glob(p) if not f.is_dir())
 
     try:
@@ -666,10 +654,11 @@ def prepare_out_dir(
         if not (resume or overwrite) and found('ckpt_*.pt', 'log.jsonl'):
             words = '--resume=True continues it, --overwrite=True replaces it'
             raise OutDirError(f'{path}: holds a run already: {words}')
-    except (OSError, OutDirError) as error:
+    except OutDirError:
         release(path)
-        if isinstance(error, OutDirError):
-            raise
+        raise
+    except OSError as error:
+        release(path)
         reason = 'it is a file' if path.is_file() else error.strerror
         raise OutDirError(f'{path}: cannot be used as the output folder: {reason}') from None
     if not resume or is_ours(path):  # a lone checkpoint is first read
