@@ -1,10 +1,10 @@
 """
-What the models' paths share: products, RoPE, the layout of heads, window attention for one token and its
-backward, head and loss in slices of rows, compiled pieces, CUDA graphs, and the choice between a piece of the
-model and a Triton kernel that stands in for it (triton_kernels.py).
+What the models' paths share: products, RoPE, the layout of heads, window attention for one
+token and its backward, head and loss in slices of rows, compiled pieces, CUDA graphs, and the
+choice between a piece of the model and a Triton kernel that stands in for it (triton_kernels.py).
 
-Shape letters as in model.py; S slots of a window's buffers. `dt` is the dtype of matrix products (bf16 under
-autocast); states, norms, softmax and sums stay in the state's dtype, `wide`.
+Shape letters as in model.py; S slots of a window's buffers. `dt` is the dtype of matrix products
+(bf16 under autocast); states, norms, softmax and sums stay in the state's dtype, `wide`.
 """
 
 import functools
@@ -27,8 +27,8 @@ LOGITS_PER_SLICE = (
 
 
 class Heads(NamedTuple):
-    """How queries, keys and values lie in a level: E experts, G key-value heads of each, R queries a
-    key-value head, head size K; whether experts share one cache."""
+    """How queries, keys and values lie in a level: E experts, G key-value heads of each, R queries
+    a key-value head, head size K; whether experts share one cache."""
 
     E: int
     G: int
@@ -71,7 +71,8 @@ def softcap(x: torch.Tensor) -> torch.Tensor:
 
 
 def rope_table(n: int, K: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and signed sin of slots 0..n-1: (n, K) each, in like's dtype (at least fp32) and on its device."""
+    """cos and signed sin of slots 0..n-1: (n, K) each, in like's dtype (at least fp32) and on its
+    device."""
     dtype = torch.promote_types(like.dtype, torch.float32)
     freq = ROPE_BASE ** (-torch.arange(0, K, 2, device=like.device, dtype=dtype) / K)
     angle = torch.arange(n, device=like.device, dtype=dtype)[:, None] * freq
@@ -80,7 +81,8 @@ def rope_table(n: int, K: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x (..., K), pairing dimension j with j + K/2. cos, sin broadcast over it; -sin rotates back."""
+    """Rotate x (..., K), pairing dimension j with j + K/2. cos, sin broadcast over it; -sin rotates
+    back."""
     x = x.to(cos.dtype)
     return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin)
 
@@ -128,7 +130,8 @@ def outputs(x: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, .
 
 
 def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """x (N, in), w (out, in) -> (N, out); or stacks of them, (E, N, in), (E, out, in) -> (E, N, out)."""
+    """x (N, in), w (out, in) -> (N, out); or stacks of them, (E, N, in), (E, out, in) -> (E, N,
+    out)."""
     if w.dim() == 2:
         return F.linear(x, w)
     if w.size(0) == 1:  # a batch of one costs copies
@@ -141,16 +144,16 @@ def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def product(a: torch.Tensor, b: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
-    """a @ b, matrices or stacks of them, as the accumulator holds it where the device can give that, else
-    rounded first."""
+    """a @ b, matrices or stacks of them, as the accumulator holds it where the device can give
+    that, else rounded first."""
     if a.is_cuda and a.dtype != wide:
         return (torch.mm if a.dim() == 2 else torch.bmm)(a, b, out_dtype=wide)
     return (a @ b).to(wide)
 
 
 def add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """out += a^T @ b: out (N, X, Y), a slice of slots, in the same or a wider dtype, a (N, rows, X), b (N, rows,
-    Y). (baddbmm_ into a slice would go through the batch one by one.)"""
+    """out += a^T @ b: out (N, X, Y), a slice of slots, in the same or a wider dtype, a (N, rows,
+    X), b (N, rows, Y). (baddbmm_ into a slice would go through the batch one by one.)"""
     out.add_(torch.bmm(a.transpose(1, 2), b))
 
 
@@ -176,8 +179,8 @@ def triton_module() -> ModuleType | None:
 
 
 def seconds_of(run: Callable[[], object], repeats: int = 10) -> float:
-    """Device time of run(), the least of a few: replays of a CUDA graph of it, so that launches from Python
-    do not count, as they do not in training."""
+    """Device time of run(), the least of a few: replays of a CUDA graph of it, so that launches
+    from Python do not count, as they do not in training."""
     for _ in range(2):  # the first compiles
         run()
     graph = torch.cuda.CUDAGraph()
@@ -197,9 +200,10 @@ def seconds_of(run: Callable[[], object], repeats: int = 10) -> float:
 
 @torch.no_grad()
 def compare(run: Callable[[bool], tuple | list]) -> dict:
-    """run(triton): seconds by the model's own piece, compiled, and by the Triton kernel, and the largest
-    relative difference of their results (NaN if there is one); why not, where it fails: a kernel that does
-    not compile, or asks for more shared memory than the card has, is a TritonError."""
+    """run(triton): seconds by the model's own piece, compiled, and by the Triton kernel, and the
+    largest relative difference of their results (NaN if there is one); why not, where it fails: a
+    kernel that does not compile, or asks for more shared memory than the card has, is a
+    TritonError."""
     found = {'compiled': seconds_of(lambda: run(False))}
     try:
         # both may lie in one memory
@@ -227,9 +231,9 @@ def wins(found: dict) -> bool:
 
 
 def by_triton(key: tuple, device: torch.device, trials: Callable[[], dict]) -> frozenset:
-    """Of trials() = {name: run}, the names whose Triton kernels agree with the model's own pieces, in values
-    and gradients, and beat them compiled. CUDA only; measured once for a key, by CUDA graphs: so not while
-    another is captured, where what was not measured before stays compiled."""
+    """Of trials() = {name: run}, the names whose Triton kernels agree with the model's own pieces,
+    in values and gradients, and beat them compiled. CUDA only; measured once for a key, by CUDA
+    graphs: so not while another is captured, where what was not measured before stays compiled."""
     if device.type != 'cuda' or triton_module() is None:
         return frozenset()
     if key not in chosen:
@@ -270,8 +274,8 @@ def widened(losses: Callable) -> Callable:
 def slice_loss(
     losses: Callable, logits: torch.Tensor, targets: torch.Tensor, grad_scale: float, way: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """losses and its gradient times grad_scale for a slice of rows, logits and gradient in the dtype of
-    products. way: 'eager', 'compiled' or 'triton'."""
+    """losses and its gradient times grad_scale for a slice of rows, logits and gradient in the
+    dtype of products. way: 'eager', 'compiled' or 'triton'."""
     if way == 'triton':
         return triton_module().cross_entropy(logits, targets, grad_scale, logits.dtype)
     run = compiled(widened(losses)) if way == 'compiled' else widened(losses)
@@ -307,7 +311,8 @@ def rows_per_slice(N: int, V: int, device: str) -> int:
 
 
 class HeadLoss(torch.autograd.Function):
-    """Mean loss in slices of rows, so that few logits exist at a time; gradients are made in the forward."""
+    """Mean loss in slices of rows, so that few logits exist at a time; gradients are made in the
+    forward."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, dt, losses, compile):
@@ -361,12 +366,12 @@ def graphed(
     *args: object,
     generator: torch.Generator | None = None,
 ) -> object:
-    """function(*args) as a CUDA graph: the first three calls run as they are; the fourth is captured,
-    and it and all later calls replay that: the arguments are read from, and the results lie in, the
-    same memory every time. graphs: where they are kept, by name; those of one dict share memory and
-    must be called in the same order again and again, so that one may use another's activations.
-    Nothing may keep an eager call's loss alive: its gradient nodes belong to another stream.
-    graphs None: as it is."""
+    """function(*args) as a CUDA graph: the first three calls run as they are; the fourth is
+    captured, and it and all later calls replay that: the arguments are read from, and the results
+    lie in, the same memory every time. graphs: where they are kept, by name; those of one dict
+    share memory and must be called in the same order again and again, so that one may use another's
+    activations. Nothing may keep an eager call's loss alive: its gradient nodes belong to another
+    stream. graphs None: as it is."""
     if graphs is None:
         return function(*args)
     calls, graph, result = graphs.get(name, (0, None, None))

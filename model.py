@@ -1,22 +1,23 @@
 """
-The language models: `GPT` (no state from token to token beyond its attention window) and `RecurrentGPT`,
-whose last level's state is the next token's input. Both have L levels of E parallel experts of width D
-(the Parallel Experts framework of "Temporal Recurrence Favors Fewer Layers").
+The language models: `GPT` (no state from token to token beyond its attention window) and
+`RecurrentGPT`, whose last level's state is the next token's input. Both have L levels of E parallel
+experts of width D (the Parallel Experts framework of "Temporal Recurrence Favors Fewer Layers").
 
-The equations of a level stand here and nowhere else: `route`, `enter`, `heads`, `residual`, `activation`,
-`combine`, `aggregate`, put together in `level`, `leave` and `RecurrentGPT.token`. Every path calls them: plain
-and fast training (unroll.py: what is kept and when weights' gradients are made), compiled pieces, CUDA
-graphs, decoding (sample.py), validation. Autograd differentiates them. To change the model, edit them.
+The equations of a level stand here and nowhere else: `route`, `enter`, `heads`, `residual`,
+`activation`, `combine`, `aggregate`, put together in `level`, `leave` and `RecurrentGPT.token`.
+Every path calls them: plain and fast training (unroll.py: what is kept and when weights' gradients
+are made), compiled pieces, CUDA graphs, decoding (sample.py), validation. Autograd differentiates
+them. To change the model, edit them.
 
-Shape letters: B streams, T tokens of a chunk, N rows (B, or B*T for GPT), V vocabulary, D width, E experts,
-L levels, H query heads, G key-value heads, R = H / G query heads a key-value head, K head size, W attention
-window; C cache heads (G where experts share a cache, else E*G), M = E*H / C query heads a cache head.
+Shape letters: B streams, T tokens of a chunk, N rows (B, or B*T for GPT), V vocabulary, D width, E
+experts, L levels, H query heads, G key-value heads, R = H / G query heads a key-value head, K head
+size, W attention window; C cache heads (G where experts share a cache, else E*G), M = E*H / C query
+heads a cache head.
 
-Readings of the paper that are ours (README.md has all): all experts of a level read the same u, and keys are
-normalised after their sum over experts, so that their scale does not depend on E and the E key-value
-matrices can be summed before the product, exactly; shared keys and values keep sqrt_sum where the
-aggregation is routed.
-"""
+Readings of the paper that are ours (results/README.md has all): all experts of a level read the
+same u, and keys are normalised after their sum over experts, so that their scale does not depend on
+E and the E key-value matrices can be summed before the product, exactly; shared keys and values
+keep sqrt_sum where the aggregation is routed."""
 
 import math
 from collections.abc import Callable
@@ -67,9 +68,9 @@ class ModelConfig:
         'expert'  # GPT: each expert keeps its own ('expert', the paper's rule) or 'shared'
     )
     router_dim: int = 64  # width of the router's queries and keys (routed aggregations)
-    # recurrent: 'fast' (unroll.py) or 'plain' (the equations, token by token); 'compiled': fast, its pieces
-    # by torch.compile, also for GPT's training; 'graphed': compiled, in replayed CUDA graphs of blocks;
-    # 'captured': so without gradients only (a trainer that captures whole chunks)
+    # recurrent: 'fast' (unroll.py) or 'plain' (the equations, token by token); 'compiled': fast,
+    # its pieces by torch.compile, also for GPT's training; 'graphed': compiled, in replayed CUDA
+    # graphs of blocks; 'captured': so without gradients only (a trainer that captures whole chunks)
     path: str = 'fast'
 
     def __post_init__(self) -> None:
@@ -86,7 +87,7 @@ class ModelConfig:
         if self.n_head == 0:
             if D % 192 and D % 128:
                 raise ValueError(
-                    f'n_embd = {D} is a multiple of neither 192 (heads of 96) nor 128 (heads of 64): '
+                    f'n_embd = {D} is a multiple of neither 192 (heads of 96) nor 128 (of 64): '
                     'set n_head'
                 )
             self.n_head = D // 96 if D % 192 == 0 else D // 64
@@ -112,8 +113,9 @@ class ModelConfig:
 
 
 class State(NamedTuple):
-    """What a model carries from chunk to chunk. Nothing in it grows, and no absolute position exists: cached
-    keys are normalised but not rotated, and are rotated by their slot in the window when they are read."""
+    """What a model carries from chunk to chunk. Nothing in it grows, and no absolute position
+    exists: cached keys are normalised but not rotated, and are rotated by their slot in the window
+    when they are read."""
 
     s: torch.Tensor  # (B, D) fp32, the last level's output; empty (B, 0) for GPT
     k: torch.Tensor  # (L, B, C, W, K), newest entry last
@@ -125,9 +127,10 @@ class State(NamedTuple):
 
 
 # ---- the equations of a level ----
-# N rows at a time, experts batched. `w` holds a level's weights by name. A matrix is a product: w['up'](f, x)
-# is W f(x); where f gives several results the last one is multiplied and the others are returned before it.
-# w['piece'](f, x) is f(x). That is all a path may choose: how a product is made, and where pieces are fused.
+# N rows at a time, experts batched. `w` holds a level's weights by name. A matrix is a product:
+# w['up'](f, x) is W f(x); where f gives several results the last one is multiplied and the others
+# are returned before it. w['piece'](f, x) is f(x). That is all a path may choose: how a product is
+# made, and where pieces are fused.
 
 
 class Rules(NamedTuple):
@@ -156,8 +159,8 @@ def enter(
 
 
 def heads(qkv: torch.Tensor, h: Heads, wide: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Rows of C*M queries, C keys and C values -> each (N, C*M or C, K); queries and keys normalised per
-    head, not yet rotated."""
+    """Rows of C*M queries, C keys and C values -> each (N, C*M or C, K); queries and keys
+    normalised per head, not yet rotated."""
     queries = h.C * h.M
     qk, v = qkv.unflatten(-1, (-1, h.K)).split([queries + h.C, h.C], -2)
     q, k = norm(qk.to(wide)).split([queries, h.C], -2)
@@ -177,7 +180,8 @@ def activation(x: torch.Tensor) -> torch.Tensor:
 
 def aggregate(h: torch.Tensor, gates: torch.Tensor | None, name: str) -> torch.Tensor:
     """A(h_1..h_E): h (E, ..., D) -> (..., D). sqrt_sum: sum(h_i) / sqrt(E); mean; softmax_mean:
-    sum(a_i h_i) / sum(a_i); softmax_l2: sum(a_i h_i) / sqrt(sum(a_i^2)), the router's gates a (..., E)."""
+    sum(a_i h_i) / sum(a_i); softmax_l2: sum(a_i h_i) / sqrt(sum(a_i^2)), the router's gates a (...,
+    E)."""
     if name == 'sqrt_sum':
         return h.sum(0) / math.sqrt(h.size(0))
     if name == 'mean':
@@ -193,7 +197,8 @@ def combine(
     gates: torch.Tensor | None,
     rules: Rules,
 ) -> torch.Tensor:
-    """The level's output (N, D) from y and the FFN's x (E, N, D). s: GPT's shared residual, else None."""
+    """The level's output (N, D) from y and the FFN's x (E, N, D). s: GPT's shared residual, else
+    None."""
     h = y + x
     if rules.recurrent:
         return aggregate(norm(h), gates, rules.aggregation)
@@ -217,7 +222,8 @@ def gate(scores: torch.Tensor, r: int, wide: torch.dtype) -> torch.Tensor:
 
 
 def route(w: dict, s: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-    """Router: a = softmax(q.k_i / sqrt(r)) (N, E), q = Wq [z; s] + bq, k_i = Wk e_i + bk, e_i learned."""
+    """Router: a = softmax(q.k_i / sqrt(r)) (N, E), q = Wq [z; s] + bq, k_i = Wk e_i + bk, e_i
+    learned."""
     q = w['router_q'](join, z, s)
     scores = w['router_keys'](add, q, w['router_q_bias'])
     return w['piece'](gate, scores, r=q.size(-1), wide=s.dtype)
@@ -226,7 +232,8 @@ def route(w: dict, s: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
 def leave(
     w: dict, u: torch.Tensor, att: torch.Tensor, gates: torch.Tensor | None, rules: Rules
 ) -> torch.Tensor:
-    """Output projection, FFN, norm and aggregation: u (N, D), att (E, N, H*K) -> the next s (N, D)."""
+    """Output projection, FFN, norm and aggregation: u (N, D), att (E, N, H*K) -> the next s (N,
+    D)."""
     y, hidden = w['up'](residual, u, w['wo'](att))
     x = w['down'](activation, hidden)
     s = u if rules.residual == 'shared' and not rules.recurrent else None
@@ -236,7 +243,8 @@ def leave(
 def level(
     w: dict, s: torch.Tensor, z: torch.Tensor, attend: Callable, rules: Rules
 ) -> torch.Tensor:
-    """One level: s, z (N, D) -> the next s. attend(heads, qkv, ...) -> attended values (E, N, H*K)."""
+    """One level: s, z (N, D) -> the next s. attend(heads, qkv, ...) -> attended values (E, N,
+    H*K)."""
     gates = route(w, s, z) if 'router_q' in w else None
     inputs = (s, z, w['a'], w['b']) if rules.recurrent else (s,)
     u, qkv = w['wqkv'](enter, *inputs)
@@ -269,8 +277,8 @@ def losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def uniform_(w: torch.Tensor, fan_in: int) -> torch.Tensor:
-    """Uniform with standard deviation 0.5 / sqrt(fan_in): Muon's first updates then change a matrix by a like
-    amount."""
+    """Uniform with standard deviation 0.5 / sqrt(fan_in): Muon's first updates then change a matrix
+    by a like amount."""
     bound = 0.5 * math.sqrt(3 / fan_in)
     return w.uniform_(-bound, bound)
 
@@ -302,8 +310,8 @@ class Level(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """q, k, v, up and the router uniform (see uniform_); o and down zero, so that every level starts as
-        the identity on its normalised input; expert embeddings N(0, 1)."""
+        """q, k, v, up and the router uniform (see uniform_); o and down zero, so that every level
+        starts as the identity on its normalised input; expert embeddings N(0, 1)."""
         for w in (self.wq, self.wk, self.wv, self.up):
             uniform_(w, self.config.n_embd)
         self.wo.zero_()
@@ -320,10 +328,10 @@ class Level(nn.Module):
         return Rules(self.recurrent, c.aggregation, c.residual, sizes)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """What the equations read, differentiably: every parameter by its name, but q, k and v in a single
-        matrix 'wqkv' ((C*M + 2*C) * K, D) and the router's keys ready made. Where the cache is shared the q
-        rows are ordered (G, E, R), so that the queries of one key-value head are neighbours, and the E
-        key-value matrices are summed first."""
+        """What the equations read, differentiably: every parameter by its name, but q, k and v in a
+        single matrix 'wqkv' ((C*M + 2*C) * K, D) and the router's keys ready made. Where the cache
+        is shared the q rows are ordered (G, E, R), so that the queries of one key-value head are
+        neighbours, and the E key-value matrices are summed first."""
         c, (E, G, R, K, shared) = self.config, self.rules().heads
         merged = ('wq', 'wk', 'wv', 'router_k', 'router_k_bias', 'expert_embedding')
         w = {name: p for name, p in self.named_parameters() if name not in merged}
@@ -341,7 +349,8 @@ class Level(nn.Module):
 
 
 def plain_weights(w: dict[str, torch.Tensor], dt: torch.dtype) -> dict:
-    """`w` for the equations with nothing put off: matrices as products in dt, by autograd as it is."""
+    """`w` for the equations with nothing put off: matrices as products in dt, by autograd as it
+    is."""
 
     def product(matrix):
         def call(f, *args, **static):
@@ -359,7 +368,8 @@ def plain_weights(w: dict[str, torch.Tensor], dt: torch.dtype) -> dict:
 
 
 class LanguageModel(nn.Module):
-    """What both models share: embedding, head, loss, one-token step, sizes. Subclasses give `hidden`."""
+    """What both models share: embedding, head, loss, one-token step, sizes. Subclasses give
+    `hidden`."""
 
     recurrent: bool
 
@@ -373,8 +383,8 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Embedding N(0, 1) (it is normalised at once); head zero, so that the first loss is ln V; levels:
-        Level.init_weights."""
+        """Embedding N(0, 1) (it is normalised at once); head zero, so that the first loss is ln V;
+        levels: Level.init_weights."""
         self.embedding.normal_()
         self.head.zero_()
         for level in self.levels:
@@ -403,10 +413,10 @@ class LanguageModel(nn.Module):
         targets: torch.Tensor | None = None,
         state: State | None = None,
     ) -> tuple[torch.Tensor, State | None]:
-        """Run a chunk. idx, targets: (B, T) int64. Returns (logits (B, T, V) fp32, state), or with targets
-        (mean cross-entropy in nats, state). The incoming state is detached (truncated back-propagation).
-        state = None: RecurrentGPT starts from init_state; GPT attends over the whole chunk, as in training,
-        and returns None."""
+        """Run a chunk. idx, targets: (B, T) int64. Returns (logits (B, T, V) fp32, state), or with
+        targets (mean cross-entropy in nats, state). The incoming state is detached (truncated
+        back-propagation). state = None: RecurrentGPT starts from init_state; GPT attends over the
+        whole chunk, as in training, and returns None."""
         x, state = self.core(idx, state)  # (B, T, D)
         if targets is not None:
             compile = self.config.compile
@@ -429,10 +439,10 @@ class LanguageModel(nn.Module):
         return {'total': total, 'embedding': embedding, 'head': head, 'core': core}
 
     def flops_per_token(self) -> dict[str, float]:
-        """Forward FLOPs a token, core and head apart (training costs three times that): two a weight, plus
-        attention at the mean context: W when recurrent (a stream's steady state), (T + 1) / 2 for GPT's
-        sequences. The E key-value projections are all counted, also where the code sums them first, as the
-        paper's budgets do."""
+        """Forward FLOPs a token, core and head apart (training costs three times that): two a
+        weight, plus attention at the mean context: W when recurrent (a stream's steady state), (T +
+        1) / 2 for GPT's sequences. The E key-value projections are all counted, also where the code
+        sums them first, as the paper's budgets do."""
         c = self.config
         D, HK, GK = c.n_embd, c.n_head * c.head_dim, c.n_kv_head * c.head_dim
         context = c.window if self.recurrent else (c.block_size + 1) / 2
@@ -442,7 +452,8 @@ class LanguageModel(nn.Module):
         return {'core': float(core), 'head': float(2 * D * c.vocab_size)}
 
     def param_groups(self) -> dict[str, list[nn.Parameter]]:
-        """Parameters by optimizer: 'matrices' for Muon; 'embedding', 'head' and 'scalars' for AdamW."""
+        """Parameters by optimizer: 'matrices' for Muon; 'embedding', 'head' and 'scalars' for
+        AdamW."""
         levels = self.levels.named_parameters()
         matrices = [p for n, p in levels if p.dim() >= 2 and not n.endswith('expert_embedding')]
         known = {id(p) for p in [*matrices, self.embedding, self.head]}
@@ -452,14 +463,14 @@ class LanguageModel(nn.Module):
 
 
 class RecurrentGPT(LanguageModel):
-    """The recurrent Transformer. For a token x, z = RMSNorm(embedding(x)), s[0] = s[L] of the token before,
-    and at each level (`level` above)
+    """The recurrent Transformer. For a token x, z = RMSNorm(embedding(x)), s[0] = s[L] of the token
+    before, and at each level (`level` above)
 
-        u           = a s + b z                            a, b learned scalars; the same u for all experts
-        q_i,k_i,v_i = projections of RMSNorm(u)            no bias, nothing nonlinear per expert on k_i, v_i
+        u           = a s + b z               a, b learned scalars; the same u for all experts
+        q_i,k_i,v_i = projections of RMSNorm(u)   no bias, nothing nonlinear per expert on k_i, v_i
         q_i         = RoPE(RMSNorm(q_i)) per head
-        k, v        = RMSNorm(A(k_1..k_E)) per head, A(v_1..v_E)       one shared cache entry a level
-        cache       = push_FIFO(cache, (k, v))             W entries, this one included; RoPE as keys are read
+        k, v        = RMSNorm(A(k_1..k_E)) per head, A(v_1..v_E)   one shared cache entry a level
+        cache       = push_FIFO(cache, (k, v))    W entries, this one included; RoPE at reading
         y_i         = u + Wo_i attend(q_i, cache)
         h_i         = RMSNorm(y_i + FFN_i(RMSNorm(y_i)))   FFN: 4D, squared ReLU
         s           = A(h_1..h_E)
@@ -487,7 +498,8 @@ class RecurrentGPT(LanguageModel):
 def plain_unroll(
     z: torch.Tensor, state: State, weights: list[dict], rules: Rules, dt: torch.dtype
 ) -> tuple[torch.Tensor, State]:
-    """The equations token by token, caches as new tensors, differentiated by autograd alone. z (T, B, D)."""
+    """The equations token by token, caches as new tensors, differentiated by autograd alone. z (T,
+    B, D)."""
     s, k, v, count = state
     W, k, v, out = k.size(3), list(k), list(v), []
     ws = [plain_weights(w, dt) for w in weights]
@@ -517,13 +529,15 @@ def plain_unroll(
 
 class GPT(LanguageModel):
     """The non-recurrent twin: E pre-norm Transformer blocks a level, batched. E = 1 is a standard
-    Transformer. The stream between levels stays in fp32: the literal rule multiplies it by sqrt(E) a level."""
+    Transformer. The stream between levels stays in fp32: the literal rule multiplies it by sqrt(E)
+    a level."""
 
     recurrent = False
     compiled_core = None
 
     def core(self, idx: torch.Tensor, state: State | None) -> tuple[torch.Tensor, State | None]:
-        """Training compiles all of it as one graph; with a state shapes vary, and it runs eagerly."""
+        """Training compiles all of it as one graph; with a state shapes vary, and it runs
+        eagerly."""
         if not self.config.compile or state is not None:
             return super().core(idx, state)
         if self.compiled_core is None:
@@ -531,9 +545,9 @@ class GPT(LanguageModel):
         return self.compiled_core(idx, None)
 
     def hidden(self, z: torch.Tensor, state: State | None) -> tuple[torch.Tensor, State | None]:
-        """z (B, T, D) -> s[L] (B, T, D). Without a state: causal attention over the chunk. With one: the
-        window W over the cached and the new tokens, so that any split of a stream into chunks gives the same
-        result."""
+        """z (B, T, D) -> s[L] (B, T, D). Without a state: causal attention over the chunk. With
+        one: the window W over the cached and the new tokens, so that any split of a stream into
+        chunks gives the same result."""
         c, (B, T, _), dt = self.config, z.shape, compute_dtype(z)
         rules, new_k, new_v = self.levels[0].rules(), [], []
         rope = rope_table(T if state is None else c.window + T, c.head_dim, z)
@@ -563,8 +577,8 @@ class GPT(LanguageModel):
 
 
 def window_mask(count: torch.Tensor, T: int, W: int) -> torch.Tensor:
-    """(B, 1, T, W + T) bool: token t of a chunk may look at slots t+1 .. t+W of the cached W and the new T,
-    if filled."""
+    """(B, 1, T, W + T) bool: token t of a chunk may look at slots t+1 .. t+W of the cached W and
+    the new T, if filled."""
     slot, t = (
         torch.arange(W + T, device=count.device),
         torch.arange(T, device=count.device)[:, None],
@@ -576,8 +590,8 @@ def window_mask(count: torch.Tensor, T: int, W: int) -> torch.Tensor:
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """Causal (mask None) or masked attention: q (B, A, T, K), k and v (B, C, S, K), A / C query heads a
-    key-value head."""
+    """Causal (mask None) or masked attention: q (B, A, T, K), k and v (B, C, S, K), A / C query
+    heads a key-value head."""
     (B, A, T, K), C = q.shape, k.size(1)
     if mask is not None or q.is_cuda or T > 512 or not torch.compiler.is_compiling():
         return F.scaled_dot_product_attention(
@@ -592,7 +606,8 @@ def attention(
 
 
 def num_weights(config: ModelConfig) -> tuple[int, int]:
-    """-> weights of the levels' matrices (Muon's), and of embedding and head (AdamW's), without building the model."""
+    """-> weights of the levels' matrices (Muon's), and of embedding and head (AdamW's), without
+    building the model."""
     D, HK, GK = config.n_embd, config.n_head * config.head_dim, config.n_kv_head * config.head_dim
     return config.n_layer * config.n_expert * (
         2 * D * HK + 2 * D * GK + 8 * D * D
@@ -607,11 +622,14 @@ def memory(
     device: str,
     whole: bool,
 ) -> dict[str, float]:
-    """Bytes that a training run needs on one device, by what they are for; their sum is the most it holds at a time.
+    """Bytes that a training run needs on one device, by what they are for; their sum is the most it
+    holds at a time.
 
-    batch: rows of a micro-batch and of all of a rank's micro-batches; dtype: of products; device: 'cpu' or 'cuda'; whole: a micro-batch's
-    forward and backward are one CUDA graph, whose memory validation cannot use. Tensors are counted; what is fresh for a moment is
-    rounded up so that the peaks in results/modelled/memory.md are met or passed by a few percent. Not for path 'plain', which holds more."""
+    batch: rows of a micro-batch and of all of a rank's micro-batches; dtype: of products; device:
+    'cpu' or 'cuda'; whole: a micro-batch's forward and backward are one CUDA graph, whose memory
+    validation cannot use. Tensors are counted; what is fresh for a moment is rounded up so that the
+    peaks in results/modelled/memory.md are met or passed by a few percent. Not for path 'plain',
+    which holds more."""
     c, (rows, streams), size = config, batch, dtype.itemsize
     L, E, D, W, T = c.n_layer, c.n_expert, c.n_embd, c.window, c.block_size
     matrices, table = num_weights(c)
@@ -644,8 +662,7 @@ def memory(
             need['chunk'] += rows * cache * (W + n) / W
         # of a token: what the backward reads and leaves for weights, of a level's weights once more
         token = L * D * (16 * E * size + 12) + 9 * E * D * size
-        # attention's: kept, and a group's with their gradients
-        weights = (16 + tokens) * L * E * c.n_head * (W + n) * size
+        weights = 16 * L * E * c.n_head * (W + n) * size
         need['chunk'] += rows * (tokens * token + weights + 40 * T * D)
         validation = rows * cache * ((W + t) / W + 3 * (W + n) / W)
     else:

@@ -17,35 +17,19 @@ import os
 import sys
 from collections.abc import Iterator
 
+from configurator import configure, fail, run_script  # before torch: how threads wait
+from configurator import every, first_line, write_atomic, write_json
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import checkpoint
 from checkpoint import BEST, LAST, CheckpointError, SizeError
-from configurator import (  # before torch: how threads wait
-    configure,
-    every,
-    fail,
-    first_line,
-    run_script,
-    write_atomic,
-    write_json,
-)
 from data_fineweb import VOCAB, Tokenizer, get_tokenizer
 from kernels import apply_rope, by_expert, compiled, graphed, rope_table, softcap
-from model import (
-    LanguageModel,
-    ModelConfig,
-    Rules,
-    State,
-    build_model,
-    level,
-    levels,
-    norm,
-    plain_weights,
-    token,
-)
+from model import LanguageModel, ModelConfig, Rules, State
+from model import build_model, level, levels, norm, plain_weights, token
 
 # -----------------------------------------------------------------------------
 # fmt: off

@@ -1,18 +1,22 @@
 """
-The fast unroll of the recurrent model. It knows no equation: a level is model.py's, called token by token,
-and autograd differentiates it. A general nonlinear recurrence cannot be scanned, but much can leave the loop:
-  - `Product`, W x: its backward gives x its gradient at once and puts W's off: what was multiplied and the
-    result's gradients are noted, and a block's tokens give one product, in fp32 (more accurate in bf16, too);
-  - `Window`, a level's keys and values in their slots: the backward adds dK and dV in place, those of earlier
-    slots by one product a group of tokens. The W carried keys are rotated by slots 0..W-1, token t's by slot
-    W + t: scores depend on differences of slots only. Attention reads a block's W + BLOCK slots;
+The fast unroll of the recurrent model. It knows no equation: a level is model.py's, called
+token by token, and autograd differentiates it. A general nonlinear recurrence cannot be scanned,
+but much can leave the loop:
+  - `Product`, W x: its backward gives x its gradient at once and puts W's off: what was multiplied
+    and the result's gradients are noted, and a block's tokens give one product, in fp32 (more
+    accurate in bf16, too);
+  - `Window`, a level's keys and values in their slots: the backward adds dK and dV in place, those
+    of earlier slots by one product a group of tokens. The W carried keys are rotated by slots
+    0..W-1, token t's by slot W + t: scores depend on differences of slots only. Attention reads a
+    block's W + BLOCK slots;
   - compiled, what stands between products is one kernel each way;
-  - `Again`, where a chunk's intermediates would take too much, and on CUDA (path 'graphed'): blocks keep
-    nothing but their inputs, and run forward again before their backward, from fixed memory; on CUDA these
-    are two graphs that every block of every chunk replays. Nothing is cut between blocks.
+  - `Again`, where a chunk's intermediates would take too much, and on CUDA (path 'graphed'): blocks
+    keep nothing but their inputs, and run forward again before their backward, from fixed memory;
+    on CUDA these are two graphs that every block of every chunk replays. Nothing is cut between
+    blocks.
 
-Shape letters as in model.py; N = B * C cache heads of all streams, S = W + T slots. `dt` is the dtype of
-products, `wide` of everything else.
+Shape letters as in model.py; N = B * C cache heads of all streams, S = W + T slots. `dt` is the
+dtype of products, `wide` of everything else.
 """
 
 import functools
@@ -39,8 +43,8 @@ class Recipe(NamedTuple):
     """What the model says of itself, and how it is to run."""
 
     token: Callable  # token(ws, s, z, attends, rules) -> the next s: all levels
-    heads: Callable  # the named pieces that Triton kernels may stand in for: before attention (with it),
-    leave: Callable  # and after
+    heads: Callable  # pieces that Triton kernels may stand in for: before attention (with it),
+    leave: Callable  # and after it
     rules: NamedTuple  # with .heads: kernels.Heads, .aggregation
     dt: torch.dtype
     wide: torch.dtype
@@ -66,8 +70,8 @@ def cast(f: Callable, dt: torch.dtype) -> Callable:
 
 
 class Product:
-    """y = W x, the gradient of W put off. Called as the equations want it: product(f, *args) multiplies the
-    last result of f and returns the others before it; product(x) multiplies x."""
+    """y = W x, the gradient of W put off. Called as the equations want it: product(f, *args)
+    multiplies the last result of f and returns the others before it; product(x) multiplies x."""
 
     def __init__(self, w: torch.Tensor, recipe: Recipe, n: int):
         """n: uses whose rows are multiplied at once."""
@@ -86,8 +90,8 @@ class Product:
         return (*rest, y) if rest else y
 
     def note(self, held: list[torch.Tensor], g: torch.Tensor) -> None:
-        """A use: [x] was multiplied and is let go, g is the result's gradient. What nothing depends on is
-        never noted."""
+        """A use: [x] was multiplied and is let go, g is the result's gradient. What nothing depends
+        on is never noted."""
         if not held:
             raise RuntimeError('a second backward needs a new forward')
         self.uses.append((held.pop(), g))
@@ -124,7 +128,8 @@ class Product:
 
 
 class Start(torch.autograd.Function):
-    """z and s before all tokens of a chunk: when the backward comes here, all uses of its weights are noted."""
+    """z and s before all tokens of a chunk: when the backward comes here, all uses of its weights
+    are noted."""
 
     @staticmethod
     def forward(ctx, products, z, s, *weights):
@@ -137,8 +142,8 @@ class Start(torch.autograd.Function):
 
 
 def bind(weights: dict, recipe: Recipe, like: torch.Tensor, n: int, triton: frozenset) -> dict:
-    """A level's weights for the equations; like (B, D), n tokens of a block. Vectors are expanded to a row a stream: their
-    gradients add up as rows, and are reduced once."""
+    """A level's weights for the equations; like (B, D), n tokens of a block. Vectors are expanded
+    to a row a stream: their gradients add up as rows, and are reduced once."""
     w = {'piece': lambda f, *args, **static: recipe.piece(f)(*args, **static)}
     for name, x in weights.items():
         rows = like.shape if x.dim() == 0 else (len(like), -1)
@@ -152,8 +157,8 @@ def bind(weights: dict, recipe: Recipe, like: torch.Tensor, n: int, triton: froz
 
 
 class Run:
-    """What the levels of a run share: T tokens after W carried entries, `count` (B,) of these filled. Slots
-    from `first` on have a gradient. triton: the kernels chosen."""
+    """What the levels of a run share: T tokens after W carried entries, `count` (B,) of these
+    filled. Slots from `first` on have a gradient. triton: the kernels chosen."""
 
     def __init__(self, recipe: Recipe, count: torch.Tensor, sizes: tuple, triton: frozenset):
         self.recipe, self.count, self.triton, self.heads = recipe, count, triton, recipe.rules.heads
@@ -166,7 +171,8 @@ class Run:
         self.bias = []
 
     def start(self, t: int) -> None:
-        """The block that begins with token t: its tokens t + i see slots i+1 .. i+W of its own, if filled."""
+        """The block that begins with token t: its tokens t + i see slots i+1 .. i+W of its own, if
+        filled."""
         n, W, device = min(BLOCK, self.T - t), self.W, self.count.device
         slot, i = torch.arange(W + n, device=device), torch.arange(n, device=device)[:, None]
         seen = ((slot > i) & (slot <= i + W))[:, None] & (slot >= W - t - self.count[:, None])
@@ -176,9 +182,9 @@ class Run:
 
 @functools.cache
 def turned(f: Callable) -> Callable:
-    """f, the model's queries, key and value of a token, as a window takes them. slots: for the rotated key, the
-    key as the cache keeps it and the value. Returns rotated queries, scaled, in the slots' dtype, and rotated
-    key and value."""
+    """f, the model's queries, key and value of a token, as a window takes them. slots: for the
+    rotated key, the key as the cache keeps it and the value. Returns rotated queries, scaled, in
+    the slots' dtype, and rotated key and value."""
 
     def run(slots, cos, sin, q_cos, q_sin, *args, **static):
         q, k, v = f(*args, **static)
@@ -218,12 +224,13 @@ class Window:
         self.blocks = [(self.k[:, block], self.v[:, block]) for block in blocks]
         own = (x[:, W:].unbind(1) for x in (self.k, self.kn, self.v))
         self.own = list(zip(*own, strict=True))
-        # in the backward: its last token, gradients of the slots, those of the own slots from later runs,
-        # and what is to be added for slots before the group
+        # in the backward: its last token, gradients of the slots, those of the own slots from later
+        # runs, and what is to be added for slots before the group
         self.last, self.dk, self.dv, self.given, self.later = 0, None, None, None, []
 
     def __call__(self, f: Callable, *args: torch.Tensor, **static: object) -> torch.Tensor:
-        """The next token's key and value into their slots; its queries' attended values (E, B, H*K)."""
+        """The next token's key and value into their slots; its queries' attended values (E, B,
+        H*K)."""
         t, self.t = self.t, self.t + 1
         if 'attention' in self.run.triton:
             return AttendByTriton.apply(self, t, *args)
@@ -248,23 +255,24 @@ class Window:
         self.last = t
 
     def add(self, slots: slice, start: int, rows: tuple) -> None:
-        """To the gradients of these slots. rows (N, tokens * M, .): queries, weights and gradients of scores (of
-        the slots from `start` on), gradients of attended values."""
+        """To the gradients of these slots. rows (N, tokens * M, .): queries, weights and gradients
+        of scores (of the slots from `start` on), gradients of attended values."""
         q, p, ds, do = rows
         columns = slice(slots.start - start, slots.stop - start)
         add_product(self.dk[:, slots], ds[..., columns], q)
         add_product(self.dv[:, slots], p[..., columns], do)
 
     def add_before(self, t: int, start: int, rows: tuple) -> None:
-        """To slots before the group that begins with t. Slot t is seen by no token of it, its weights are zero, and
-        products begin aligned."""
+        """To slots before the group that begins with t. Slot t is seen by no token of it, its
+        weights are zero, and products begin aligned."""
         first = max(self.run.first, t)
         if first < self.run.W + t:
             self.add(slice(first, self.run.W + t), start, rows)
 
 
 class Attend(torch.autograd.Function):
-    """Token t's attention over its window. q (B, C*M, K), k, v (B, C, K), as `turned` gives them."""
+    """Token t's attention over its window. q (B, C*M, K), k, v (B, C, K), as `turned` gives
+    them."""
 
     @staticmethod
     def forward(ctx, window, t, q, k, v):
@@ -298,7 +306,8 @@ class Attend(torch.autograd.Function):
 
 
 class AttendByTriton(torch.autograd.Function):
-    """The same from the row that the model's `heads` takes, qkv (B, (C*M + 2*C) * K), by Triton kernels."""
+    """The same from the row that the model's `heads` takes, qkv (B, (C*M + 2*C) * K), by Triton
+    kernels."""
 
     @staticmethod
     def forward(ctx, window, t, qkv):
@@ -342,7 +351,8 @@ class AttendByTriton(torch.autograd.Function):
 def run_chunk(
     run: Run, weights: list[dict], z: torch.Tensor, s: torch.Tensor, entries: tuple
 ) -> tuple[torch.Tensor, list[Window]]:
-    """z (T, B, D), s (B, D), entries k and v (L, N, W, K) -> s of each token (T, B, D), the windows."""
+    """z (T, B, D), s (B, D), entries k and v (L, N, W, K) -> s of each token (T, B, D), the
+    windows."""
     ws = [bind(w, run.recipe, s, min(run.T, BLOCK), run.triton) for w in weights]
     windows, out = [Window(run, *x) for x in zip(*entries, strict=True)], []
     if torch.is_grad_enabled():
@@ -363,8 +373,8 @@ def unroll(
     z: torch.Tensor, state: tuple, weights: list[dict], recipe: Recipe
 ) -> tuple[torch.Tensor, tuple]:
     """Run a chunk of the recurrent model. z (T, B, D); state (s, k, v, count) as model.State, not
-    differentiated; weights: model.Level.weights of each level. Returns s[L] of each token (T, B, D) and the
-    new state's four tensors."""
+    differentiated; weights: model.Level.weights of each level. Returns s[L] of each token (T, B, D)
+    and the new state's four tensors."""
     (s, k, v, count), (T, B, D), (L, _, C, W, K) = state, z.shape, state[1].shape
     n, grad = min(T, BLOCK), torch.is_grad_enabled()
     entries = [x.reshape(L, B * C, W, K) for x in (k, v)]
@@ -409,8 +419,8 @@ def can_capture(x: torch.Tensor) -> bool:
 
 
 class Block:
-    """n tokens on fixed memory, where graphs find it: the forward alone, and the forward again with its
-    backward, which adds to `totals`, the weights' gradients."""
+    """n tokens on fixed memory, where graphs find it: the forward alone, and the forward again with
+    its backward, which adds to `totals`, the weights' gradients."""
 
     @torch.inference_mode(False)
     def __init__(
@@ -425,7 +435,8 @@ class Block:
         self.totals = [torch.zeros_like(x) for x in self.every]
         self.z, self.out, self.dz, self.dout = make(4, n, B, D, dtype=recipe.wide)
         self.s, self.ds = make(2, B, D, dtype=recipe.wide)
-        # keys, not rotated, and values: carried, own; gradients: of own ones given, of carried ones found
+        # keys, not rotated, and values: carried, own; gradients: of own ones given, of carried ones
+        # found
         entries = 2, len(weights), B * h.C, self.W + n, h.K
         self.kv, self.dkv = make(entries, dtype=recipe.dt), make(entries, dtype=recipe.wide)
         self.count = make(B, dtype=torch.int64)
@@ -474,8 +485,8 @@ class Block:
 
 
 class Again(torch.autograd.Function):
-    """A chunk by its blocks, made(n): z (T, B, D), s (B, D), k and v (L, N, W, K) -> s of each token, new k
-    and v."""
+    """A chunk by its blocks, made(n): z (T, B, D), s (B, D), k and v (L, N, W, K) -> s of each
+    token, new k and v."""
 
     @staticmethod
     def forward(ctx, made, z, s, k, v, count, *weights):
@@ -519,9 +530,9 @@ class Again(torch.autograd.Function):
 
 
 def trials(recipe: Recipe, weights: dict, sizes: tuple, grad: bool) -> dict:
-    """{name: function(triton)}: a group of tokens' attention, windows full, and a token's experts, on made-up
-    numbers, by the model's own piece or by the kernel that may stand in for it; with the backward where there
-    are gradients. sizes B, D, W, n."""
+    """{name: function(triton)}: a group of tokens' attention, windows full, and a token's experts,
+    on made-up numbers, by the model's own piece or by the kernel that may stand in for it; with the
+    backward where there are gradients. sizes B, D, W, n."""
     (B, D, W, n), h, dt, wide = sizes, recipe.rules.heads, recipe.dt, recipe.wide
     device = weights['wqkv'].device
     # training's own generator goes on as if nothing were measured
@@ -583,8 +594,8 @@ def trials(recipe: Recipe, weights: dict, sizes: tuple, grad: bool) -> dict:
 
 
 def trial_cost(recipe: Recipe, sizes: tuple) -> dict:
-    """{name: (FLOPs of products, bytes)} of each trial with gradients: what must be read and written once at
-    least, nothing between its pieces."""
+    """{name: (FLOPs of products, bytes)} of each trial with gradients: what must be read and
+    written once at least, nothing between its pieces."""
     (B, D, W, n), h, size, wide = (
         sizes,
         recipe.rules.heads,
@@ -593,7 +604,8 @@ def trial_cost(recipe: Recipe, sizes: tuple) -> dict:
     )
     rows, window, m = h.E * B * h.G * h.R * h.K, B * h.C * h.M * W, n - (n - 1) // GROUP * GROUP
     cache, slots = 2 * B * h.C * W * h.K * size, 2 * B * h.C * (W + m) * h.K * wide
-    # a token's: keys and values twice, queries, outputs and their gradients in and out, p and ds; once: dk, dv
+    # a token's: keys and values twice, queries, outputs and their gradients in and out, p and ds;
+    # once: dk, dv
     moved = m * (2 * cache + 8 * rows * size + 2 * window * size) + 2 * slots
     # read twice, and their gradients written; 20: what stands between products
     weights = 9 * h.E * D * D
@@ -603,8 +615,8 @@ def trial_cost(recipe: Recipe, sizes: tuple) -> dict:
 
 @torch.autocast('cuda', enabled=False)  # as in the loop
 def choose(recipe: Recipe, weights: dict, sizes: tuple, grad: bool) -> frozenset:
-    """The Triton kernels that agree with the model's own pieces here, in values and gradients, and beat them
-    compiled."""
+    """The Triton kernels that agree with the model's own pieces here, in values and gradients, and
+    beat them compiled."""
     device = weights['wqkv'].device
     if not recipe.compile or recipe.wide != torch.float32:
         return frozenset()
