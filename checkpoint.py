@@ -170,12 +170,7 @@ def load_latest(out_dir: Path) -> tuple[dict, pathlib.Path]:
 
 
 def load_run(
-    out_dir: Path,
-    script: str,
-    needed: tuple[str, ...],
-    fixed: tuple[str, ...],
-    config: dict,
-    file: str | None = None,
+    out_dir: Path, script: str, needed: tuple, fixed: tuple, config: dict, file: str | None = None
 ) -> tuple[dict, pathlib.Path]:
     """-> a run's last checkpoint, or that file of its folder, and the path. CheckpointError where
     it lacks a key of `needed`, or where a setting of `fixed`, that would make it another run,
@@ -364,10 +359,9 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
     """-> the dtype of products for a `dtype` setting; 'auto': bfloat16 where that is fast."""
     if name not in ('auto', 'float32', 'bfloat16'):
         raise ValueError(f"dtype = {name!r}: expected 'auto', 'float32' or 'bfloat16'")
+    fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     if device.startswith('cuda'):
         fast = torch.cuda.is_bf16_supported()
-    else:
-        fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     return torch.bfloat16 if name == 'bfloat16' or name == 'auto' and fast else torch.float32
 
 
@@ -453,9 +447,7 @@ def check_fits(need: int, what: str, device: str = 'cpu') -> None:
         raise SizeError(f'{what}: {words}')
 
 
-def check_model(
-    build: Callable[[object], torch.nn.Module], config: object, copies: int = 1, device: str = 'cpu'
-) -> None:
+def check_model(build: Callable, config: object, copies: int = 1, device: str = 'cpu') -> None:
     """check_fits for build(config)'s weights in fp32, `copies` times (training keeps gradients and
     moments), from models of one level and of two on 'meta'. config: a dataclass with n_layer."""
     L, E, D = config.n_layer, config.n_expert, config.n_embd
@@ -469,8 +461,8 @@ def check_model(
         raise SizeError(f'{what}: larger than any machine ({first_line(error)})') from None
     one, two = (sum(p.numel() for p in model.parameters()) for model in models)
     total = one + (L - 1) * (two - one)
-    need = 4 * copies * total + L * LEVEL_OBJECTS
-    check_fits(need, f'{what}, {total:,} parameters', device)
+    what += f', {total:,} parameters'
+    check_fits(4 * copies * total + L * LEVEL_OBJECTS, what, device)
 
 
 def device_memory(device: str) -> tuple[float, float]:
