@@ -417,8 +417,9 @@ def out_of_memory(error: BaseException) -> str:
 
 
 def last_saved(out_dir: str) -> str:
-    paths = saved_in(out_dir)
-    return f'the last checkpoint is {paths[0]}' if paths else f'no checkpoint in {out_dir} yet'
+    if paths := saved_in(out_dir):
+        return f'the last checkpoint is {paths[0]}: --resume=True goes on'
+    return f'nothing is saved in {out_dir} yet'
 
 
 def last_words(less_memory: str, settings: dict | None = None) -> Callable[[Exception], str]:
@@ -431,8 +432,7 @@ def last_words(less_memory: str, settings: dict | None = None) -> Callable[[Exce
             return f'out of {which}: {less_memory} ({first_line(error)})'
         if settings and (isinstance(error, dist.DistError) or 'gloo/transport' in str(error)):
             dead = f'rank {os.environ.get("RANK")}: another rank died, or cannot be reached'
-            kept = last_saved(settings['out_dir'])
-            return f'{dead}; {kept}, --resume=True goes on ({first_line(error)})'
+            return f'{dead}; {last_saved(settings["out_dir"])} ({first_line(error)})'
         raise error
 
     return words
