@@ -57,6 +57,9 @@ import time
 from collections.abc import Callable, Iterable
 from types import ModuleType
 
+# before torch: how threads wait, what ctrl-C does
+from configurator import configure, fail, first_line, gathered, run_script, write_json, write_text
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -68,8 +71,6 @@ import train_lm
 import train_sokoban
 from checkpoint import commit, device_name, keep_memory, out_of_memory, pick_device, pick_dtype
 
-# before torch: how threads wait, what ctrl-C does
-from configurator import configure, fail, first_line, gathered, run_script, write_json, write_text
 from convlstm import AgentConfig
 from data_fineweb import REAL_VOCAB, VOCAB, open_meta, write_meta, write_shard
 from model import ModelConfig, State, build_model, heads, leave, losses, token

@@ -55,16 +55,19 @@ UNREADABLE = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, 
 UNREADABLE += (ArithmeticError, pickle.UnpicklingError, struct.error)
 
 
+Path = str | os.PathLike
+
+
 class CheckpointError(ValueError):
-    """A checkpoint cannot be used; the message is one line, names the file and what to do."""
+    """A checkpoint cannot be used. The message of all three is one line and says what to do."""
 
 
 class OutDirError(ValueError):
-    """The output folder cannot be used; the message is one line."""
+    """The output folder cannot be used."""
 
 
 class SizeError(ValueError):
-    """Settings ask for more than the machine has; the message is one line."""
+    """Settings ask for more than the machine has."""
 
 
 # ---- logs ----
@@ -72,23 +75,20 @@ class SizeError(ValueError):
 
 class JsonlLog:
     """A log of one JSON object a line. resume_step None starts an empty one; otherwise it goes on
-    after that step: later lines (their 'step' is larger) and half-written ones are dropped, so
-    that the steps done again appear once; lines without a 'step' stay."""
+    after that step: later lines and half-written ones are dropped, so that the steps done again
+    appear once; lines without a 'step' stay."""
 
-    def __init__(self, path, resume_step=None):
-        lines = []
+    def __init__(self, path: Path, resume_step: int | None = None):
+        stay = []
         if resume_step is not None and os.path.exists(path):
             with open(path, encoding='utf-8', errors='replace') as file:
-                lines = [line.rstrip('\n') for line in file]
-        write_text(''.join(line + '\n' for line in lines if self.stays(line, resume_step)), path)
+                for line in file:
+                    with contextlib.suppress(ValueError, TypeError, AttributeError):
+                        if json.loads(line).get('step', resume_step) <= resume_step:
+                            stay.append(line.rstrip('\n') + '\n')
+        write_text(''.join(stay), path)
         self.file = open(path, 'a', encoding='utf-8')  # noqa: SIM115
-
-    @staticmethod
-    def stays(line: str, resume_step: int) -> bool:
-        try:
-            return json.loads(line).get('step', resume_step) <= resume_step
-        except (ValueError, TypeError, AttributeError):
-            return False
+        self.close = self.file.close
 
     def write(self, record: dict) -> None:
         try:
@@ -98,31 +98,23 @@ class JsonlLog:
             error.filename = self.file.name  # a full disk does not say whose write it refused
             raise
 
-    def close(self) -> None:
-        self.file.close()
-
 
 # ---- checkpoints ----
 
 
 def check_plain(obj: object, where: str = 'checkpoint') -> None:
     """TypeError, naming the place, for what a weights-only load would refuse, such as numpy's."""
-    if type(obj) in (dict, OrderedDict):
-        items = obj.items()
-    elif type(obj) in (list, tuple):
-        items = enumerate(obj)
-    elif type(obj) in PLAIN:
+    if type(obj) in PLAIN:
         return
-    else:
-        raise TypeError(
-            f'{where} is a {type(obj).__name__}: only tensors and plain types are saved'
-        )
-    for key, value in items:
+    if type(obj) not in (dict, OrderedDict, list, tuple):
+        what = f'{where} is a {type(obj).__name__}'
+        raise TypeError(f'{what}: only tensors and plain types are saved')
+    for key, value in obj.items() if isinstance(obj, dict) else enumerate(obj):
         check_plain(key, f'a key of {where}')
         check_plain(value, f'{where}[{key!r}]')
 
 
-def save_checkpoint(obj: dict, path: str | os.PathLike, keep: str | None = None) -> None:
+def save_checkpoint(obj: dict, path: Path, keep: str | None = None) -> None:
     """Saves obj (tensors and plain types) as a whole or not at all; with keep=PREV the checkpoint
     that was at `path` goes on under that name. TypeError, OSError (such as a full disk)."""
     check_plain(obj)
@@ -138,7 +130,7 @@ def save_checkpoint(obj: dict, path: str | os.PathLike, keep: str | None = None)
     write_atomic(path, write, keep)
 
 
-def load_checkpoint(path: str | os.PathLike) -> dict:
+def load_checkpoint(path: Path) -> dict:
     """-> what save_checkpoint saved, with its tensors on the CPU. CheckpointError."""
     try:
         with zipfile.ZipFile(path) as file:  # torch's format, whose checksums torch ignores
@@ -156,19 +148,18 @@ def load_checkpoint(path: str | os.PathLike) -> dict:
         raise CheckpointError(f'{path}: {why}: give another file, or delete it') from None
 
 
-def saved_in(out_dir: str | os.PathLike) -> list[pathlib.Path]:
+def saved_in(out_dir: Path) -> list[pathlib.Path]:
     """The checkpoints from which a run can go on, the newest first."""
     return [path for name in (LAST, PREV) if (path := pathlib.Path(out_dir, name)).exists()]
 
 
-def load_latest(out_dir: str | os.PathLike) -> tuple[dict, pathlib.Path]:
+def load_latest(out_dir: Path) -> tuple[dict, pathlib.Path]:
     """-> (checkpoint, its path): the last one in the folder or, with a line that says so, the one
     before. CheckpointError if neither can be read."""
     paths = saved_in(out_dir)
     if not paths:
-        raise CheckpointError(
-            f'{out_dir}: holds no trained run, there is no {LAST}: train one first'
-        )
+        words = f'holds no trained run, there is no {LAST}: train one first'
+        raise CheckpointError(f'{out_dir}: {words}')
     try:
         return load_checkpoint(paths[0]), paths[0]
     except CheckpointError as error:
@@ -179,26 +170,17 @@ def load_latest(out_dir: str | os.PathLike) -> tuple[dict, pathlib.Path]:
 
 
 def load_run(
-    out_dir: str | os.PathLike,
-    script: str,
-    needed: tuple[str, ...],
-    fixed: tuple[str, ...],
-    config: dict,
-    file: str | None = None,
+    out_dir: Path, script: str, needed: tuple, fixed: tuple, config: dict, file: str | None = None
 ) -> tuple[dict, pathlib.Path]:
     """-> a run's last checkpoint, or that file of its folder, and the path. CheckpointError where
     it lacks a key of `needed`, or where a setting of `fixed`, that would make it another run,
     differs from config's."""
-    if file:
-        where = pathlib.Path(out_dir, file)
-        saved = load_checkpoint(where)
-    else:
-        saved, where = load_latest(out_dir)
-    theirs = saved.get('config') if isinstance(saved, dict) else None
-    missing = (
-        [key for key in needed if key not in saved] if isinstance(theirs, dict) else ['config']
-    )
-    missing += [name for name in fixed if not missing and name not in theirs]
+    path = pathlib.Path(out_dir, file or '')
+    saved, where = (load_checkpoint(path), path) if file else load_latest(out_dir)
+    theirs, missing = saved.get('config') if isinstance(saved, dict) else None, ['config']
+    if isinstance(theirs, dict):
+        missing = [key for key in needed if key not in saved]
+        missing += [name for name in fixed if name not in theirs]
     if missing:
         words = f'not a checkpoint of this {script} (missing: {", ".join(missing)})'
         raise CheckpointError(f'{where}: {words}')
@@ -210,7 +192,7 @@ def load_run(
 
 
 @contextlib.contextmanager
-def restoring(where: str | os.PathLike, key: str) -> Iterator[None]:
+def restoring(where: Path, key: str) -> Iterator[None]:
     """Around what restores a part of a checkpoint: what does not fit becomes a CheckpointError that
     names the file and the part."""
     try:
@@ -224,60 +206,35 @@ def restoring(where: str | os.PathLike, key: str) -> Iterator[None]:
         raise CheckpointError(f'{where}: {words}: give another out_dir') from None
 
 
-def load_weights(
-    model: torch.nn.Module, weights: dict, where: str | os.PathLike, assign: bool = False
-) -> None:
+def load_weights(model: torch.nn.Module, weights: dict, where: Path, assign: bool = False) -> None:
     """model.load_state_dict(weights), all there, of the model's shapes and finite; CheckpointError
     names file and weight. assign: the model is on 'meta' and takes the tensors themselves."""
-    ours, problems = model.state_dict(), []
     with restoring(where, 'model'):
-        for name, mine in ours.items():
-            theirs = weights.get(name)
-            if not isinstance(theirs, torch.Tensor):
-                problems.append(f'has no weight {name}')
-            elif theirs.shape != mine.shape:
-                shapes = f'{list(theirs.shape)}, not {list(mine.shape)}'
-                problems.append(f'{name} has the shape {shapes}')
-            elif not theirs.isfinite().all():
-                problems.append(f'{name} holds NaN or infinity')
-        problems += [f'this model has no weight {name}' for name in weights if name not in ours]
-        if problems:
-            raise CheckpointError(f'{where}: model: {problems[0]}: not of this model, or damaged')
+        if broken := [name for name, x in weights.items() if not x.isfinite().all()]:
+            raise ValueError(f'{broken[0]} holds NaN or infinity')
         model.load_state_dict(weights, assign=assign)
 
 
-def load_optimizers(
-    optimizers: list[torch.optim.Optimizer], saved: list, where: str | os.PathLike
-) -> None:
-    """The saved moments with this run's settings: a resumed run may change learning rates,
-    momentum, decay, and the device. CheckpointError where a parameter's are missing or of another
-    shape."""
-    if not isinstance(saved, list) or len(saved) != len(optimizers):
-        words = f'optimizers: expected a list of {len(optimizers)}'
-        raise CheckpointError(f'{where}: {words}: damaged, or not of this script')
-    for k, (optimizer, its) in enumerate(zip(optimizers, saved, strict=True)):
-        names = {'step', 'exp_avg', 'exp_avg_sq'}  # Adam's and AdamW's
-        if type(optimizer).__name__ == 'Muon':
-            names = {'momentum_buffer'}
-        with restoring(where, f'optimizers[{k}]'):
-            groups = [dict(group) for group in optimizer.param_groups]
-            for group, theirs in zip(groups, its['param_groups'], strict=True):
-                group['params'] = theirs['params']
-            optimizer.load_state_dict({**its, 'param_groups': groups})
-            for p in (p for group in optimizer.param_groups for p in group['params']):
-                moments = optimizer.state.get(p, {})
-                if p.numel() and moments.keys() != names:  # empty: of an agent that has no input
-                    raise ValueError(f'found {sorted(moments)}, not {sorted(names)}')
-                if any(x.shape != p.shape for name, x in moments.items() if name != 'step'):
-                    raise ValueError(f'moments have another shape than {list(p.shape)}')
+# ---- a trainer's run: it has rank, world, config, model, step, and what POSITION names ----
 
 
-def load_position(
-    run: object, saved: dict, names: tuple[str, ...], where: str | os.PathLike
-) -> None:
-    """run.NAME = saved[NAME], where it has the type that a run begins with; a dict has that one's
-    keys too."""
-    for name in names:
+def save_run(run: object, parts: dict, optimizers: list[torch.optim.Optimizer] | None) -> None:
+    """Settings, weights, and parts: with the optimizers the last checkpoint, from which a run goes
+    on (the one before is kept), without them the best, for evaluation. The first rank's."""
+    if run.rank > 0:
+        return
+    saved = {'model': run.model.state_dict(), 'config': run.config, **parts}
+    if optimizers:
+        saved |= {'optimizers': [o.state_dict() for o in optimizers], 'rng': rng_state()}
+    path = os.path.join(run.config['out_dir'], LAST if optimizers else BEST)
+    save_checkpoint(saved, path, PREV if optimizers else None)
+
+
+def load_begun(run: object, position: tuple[str, ...], saved: dict, where: Path) -> None:
+    """The weights, and run.NAME = saved[NAME] for the names of `position`, where it has the type
+    that a run begins with; a dict has that one's keys too. CheckpointError."""
+    load_weights(run.model, saved['model'], where)
+    for name in position:
         value, ours = saved[name], getattr(run, name)
         good = type(value) is type(ours) and value == value  # NaN is no position
         if good and isinstance(value, dict):
@@ -286,6 +243,72 @@ def load_position(
             words = f'{name} = {str(value)[:80]!r}: not what a run saves there: damaged'
             raise CheckpointError(f'{where}: {words}')
         setattr(run, name, value)
+
+
+def load_rest(optimizers: list[torch.optim.Optimizer], saved: dict, where: Path) -> None:
+    """The random states, and the saved moments with this run's settings: a resumed run may change
+    learning rates, momentum, decay, and the device. CheckpointError where a parameter's are missing
+    or of another shape."""
+    with restoring(where, 'optimizers'):
+        for optimizer, its in zip(optimizers, saved['optimizers'], strict=True):
+            groups = [dict(group) for group in optimizer.param_groups]
+            for group, theirs in zip(groups, its['param_groups'], strict=True):
+                group['params'] = theirs['params']
+            optimizer.load_state_dict({**its, 'param_groups': groups})
+            names = {'step', 'exp_avg', 'exp_avg_sq'}  # Adam's and AdamW's
+            if type(optimizer).__name__ == 'Muon':
+                names = {'momentum_buffer'}
+            for p in (p for group in optimizer.param_groups for p in group['params']):
+                moments = optimizer.state.get(p, {})
+                fits = all(x.shape == p.shape for name, x in moments.items() if name != 'step')
+                if p.numel() and (moments.keys() != names or not fits):  # empty: of no input
+                    raise ValueError(f'{sorted(moments)} of a weight {list(p.shape)}')
+    with restoring(where, 'rng'):
+        set_rng_state(saved['rng'])
+
+
+def open_log(run: object, resume: bool) -> JsonlLog:
+    """config.json, and log.jsonl from the checkpoint's own step on: that step is evaluated and
+    logged again, because the run may have died in between."""
+    out_dir = run.config['out_dir']
+    write_config(run.config, out_dir, run.device)
+    return JsonlLog(os.path.join(out_dir, 'log.jsonl'), run.step - 1 if resume else None)
+
+
+def finite(run: object, weights: bool, loss: float, norm: float) -> bool:
+    """Whether an update's loss and gradient norm are, and the weights if asked for: a broken weight
+    shows only in the next loss. A line says what is not."""
+    good = math.isfinite(loss) and math.isfinite(norm)
+    if good and weights:
+        good = all(p.isfinite().all() for p in run.model.parameters())
+    if not good:
+        what = f'update {run.step + 1}: loss {loss}, gradient norm {norm}, or a weight'
+        kept = last_saved(run.config['out_dir'])
+        words = 'Lower the learning rates, or look at the data'
+        print0(f'error: {what}, is not finite: stopped, nothing saved of it; {kept}. {words}')
+    return good
+
+
+def ended(run: object, number: int | None, done: str) -> int:
+    """The last line of a run that was stopped by the signal `number`, or is done (None) -> its exit
+    status."""
+    out_dir = run.config['out_dir']
+    if number is None:
+        print0(f'done: {done}; {out_dir}/{LAST}')
+        return 0
+    print0(f'stopped after update {run.step}, saved in {out_dir}: --resume=True goes on')
+    return 128 + number
+
+
+def leave(run: object) -> None:
+    """Ranks leave together; one that fails leaves at once."""
+    release(run.config['out_dir'])
+    if run.world > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+# ---- parts of checkpoints ----
 
 
 def fill(mine: torch.Tensor, saved: torch.Tensor) -> None:
@@ -336,10 +359,9 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
     """-> the dtype of products for a `dtype` setting; 'auto': bfloat16 where that is fast."""
     if name not in ('auto', 'float32', 'bfloat16'):
         raise ValueError(f"dtype = {name!r}: expected 'auto', 'float32' or 'bfloat16'")
+    fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     if device.startswith('cuda'):
         fast = torch.cuda.is_bf16_supported()
-    else:
-        fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     return torch.bfloat16 if name == 'bfloat16' or name == 'auto' and fast else torch.float32
 
 
@@ -356,10 +378,10 @@ def attempt() -> int:
 
 def set_threads(threads: int) -> None:
     """Of PyTorch's products on a CPU; 0: its own choice. SizeError: OpenMP dies of too many."""
-    cores = os.cpu_count() or 1
-    if threads > max(256, cores):
-        words = f'at most {max(256, cores)} here, where there are {cores} CPU cores'
-        raise SizeError(f'threads = {threads}: {words}; 0 leaves it to PyTorch')
+    most = max(256, cores := os.cpu_count() or 1)
+    if threads > most:
+        words = f'at most {most} here, where there are {cores} CPU cores; 0 leaves it to PyTorch'
+        raise SizeError(f'threads = {threads}: {words}')
     if threads > 0:
         torch.set_num_threads(threads)
 
@@ -394,16 +416,23 @@ def out_of_memory(error: BaseException) -> str:
     return 'memory' if full or isinstance(error, MemoryError) else ''
 
 
-def last_words(less_memory: str) -> Callable[[Exception], str]:
-    """For configurator.run_script: -> the line for an error that ends a run: no memory (and what
-    takes less), a rank that died or cannot be reached. Any other error is raised again."""
+def last_saved(out_dir: str) -> str:
+    if paths := saved_in(out_dir):
+        return f'the last checkpoint is {paths[0]}: --resume=True goes on'
+    return f'nothing is saved in {out_dir} yet'
 
-    def words(error):
+
+def last_words(less_memory: str, settings: dict | None = None) -> Callable[[Exception], str]:
+    """For configurator.run_script: -> the line for an error that ends a run: no memory (and what
+    takes less), a rank that died or cannot be reached. Any other error is raised again. settings: a
+    trainer's globals(), whose out_dir is named."""
+
+    def words(error: Exception) -> str:
         if which := out_of_memory(error):
             return f'out of {which}: {less_memory} ({first_line(error)})'
-        if isinstance(error, dist.DistError) or 'gloo/transport' in str(error):
+        if settings and (isinstance(error, dist.DistError) or 'gloo/transport' in str(error)):
             dead = f'rank {os.environ.get("RANK")}: another rank died, or cannot be reached'
-            return f'{dead}; what was saved stays, --resume=True goes on ({first_line(error)})'
+            return f'{dead}; {last_saved(settings["out_dir"])} ({first_line(error)})'
         raise error
 
     return words
@@ -418,9 +447,7 @@ def check_fits(need: int, what: str, device: str = 'cpu') -> None:
         raise SizeError(f'{what}: {words}')
 
 
-def check_model(
-    build: Callable[[object], torch.nn.Module], config: object, copies: int = 1, device: str = 'cpu'
-) -> None:
+def check_model(build: Callable, config: object, copies: int = 1, device: str = 'cpu') -> None:
     """check_fits for build(config)'s weights in fp32, `copies` times (training keeps gradients and
     moments), from models of one level and of two on 'meta'. config: a dataclass with n_layer."""
     L, E, D = config.n_layer, config.n_expert, config.n_embd
@@ -434,8 +461,8 @@ def check_model(
         raise SizeError(f'{what}: larger than any machine ({first_line(error)})') from None
     one, two = (sum(p.numel() for p in model.parameters()) for model in models)
     total = one + (L - 1) * (two - one)
-    need = 4 * copies * total + L * LEVEL_OBJECTS
-    check_fits(need, f'{what}, {total:,} parameters', device)
+    what += f', {total:,} parameters'
+    check_fits(4 * copies * total + L * LEVEL_OBJECTS, what, device)
 
 
 def device_memory(device: str) -> tuple[float, float]:
@@ -479,15 +506,16 @@ def keep_memory() -> None:
 def compiles(model: torch.nn.Module, once: Callable[[], object]) -> bool:
     """Runs once(), which compiles what the model's path 'compiled' needs, before any clock runs ->
     whether that works here."""
-    start, works = time.time(), True
+    start = time.time()
     try:
         once()
         print0(f'compiled in {time.time() - start:.0f} s')
+        return True
     except torch._dynamo.exc.TorchDynamoException as error:
         print0(f'compile = True does not work here, going on without it ({first_line(error)})')
-        works = False
-    model.zero_grad(set_to_none=True)
-    return works
+        return False
+    finally:
+        model.zero_grad(set_to_none=True)
 
 
 def need_packages(**asked: bool) -> None:
@@ -500,31 +528,28 @@ def need_packages(**asked: bool) -> None:
 def device_name(device: str) -> str:
     if device.startswith('cuda'):
         return torch.cuda.get_device_name(device)
-    try:
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, TypeError):  # not Linux
         name = re.search(r'model name\s*: (.*)', pathlib.Path('/proc/cpuinfo').read_text())[1]
-    except (OSError, TypeError):
-        name = platform.processor() or platform.machine()
     return f'CPU {name}'
 
 
 def commit() -> str:
     """Of the folder this file is in, '-dirty' where tracked files other than results have changed,
     'unknown' outside git."""
-    git = ['git', '-C', os.path.dirname(os.path.abspath(__file__))]
-    status = ['status', '--porcelain', '-uno', '--', ':(top)', ':(top,exclude)results']
+
+    def git(*words: str) -> str:
+        command = ['git', '-C', os.path.dirname(os.path.abspath(__file__)), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        said = [
-            subprocess.run(
-                [*git, *words], capture_output=True, text=True, check=True
-            ).stdout.strip()
-            for words in (['rev-parse', '--short=12', 'HEAD'], status)
-        ]
+        changed = git('status', '--porcelain', '-uno', '--', ':(top)', ':(top,exclude)results')
+        return git('rev-parse', '--short=12', 'HEAD') + ('-dirty' if changed else '')
     except (OSError, subprocess.CalledProcessError):
         return 'unknown'
-    return said[0] + ('-dirty' if said[1] else '')
 
 
-def write_config(config: dict, out_dir: str | os.PathLike, device: str) -> None:
+def write_config(config: dict, out_dir: Path, device: str) -> None:
     """A run's config.json: its settings, and what it runs with."""
     more = {'commit': commit(), 'torch': torch.__version__, 'device_name': device_name(device)}
     write_json(config | more, os.path.join(out_dir, 'config.json'))
@@ -535,7 +560,7 @@ def write_config(config: dict, out_dir: str | os.PathLike, device: str) -> None:
 HELD: dict[pathlib.Path, int] = {}  # folders that this process is at work in, and their LOCK, open
 
 
-def restarted(out_dir: str | os.PathLike) -> dict[str, bool]:
+def restarted(out_dir: Path) -> dict[str, bool]:
     """The settings with which a run goes on that torchrun --max-restarts has started again: from
     its last checkpoint, or from the beginning; {} at any other start. For every rank, before
     prepare_out_dir."""
@@ -547,7 +572,7 @@ def restarted(out_dir: str | os.PathLike) -> dict[str, bool]:
     return {'resume': resume, 'overwrite': not resume}
 
 
-def hold(out_dir: str | os.PathLike) -> None:
+def hold(out_dir: Path) -> None:
     """One run a folder: this process holds its LOCK until `release`, or its own end, whatever ends
     it. OutDirError where another has it."""
     path = pathlib.Path(out_dir).resolve()
@@ -569,7 +594,7 @@ def hold(out_dir: str | os.PathLike) -> None:
     HELD[path] = descriptor
 
 
-def release(out_dir: str | os.PathLike) -> None:
+def release(out_dir: Path) -> None:
     """Ends `hold`, if it was. The file stays: it is the folder's mark."""
     descriptor = HELD.pop(pathlib.Path(out_dir).resolve(), None)
     if descriptor is not None:
@@ -587,9 +612,7 @@ def is_ours(path: pathlib.Path) -> bool:
         return False
 
 
-def prepare_out_dir(
-    out_dir: str | os.PathLike, resume: bool = False, overwrite: bool = False
-) -> pathlib.Path:
+def prepare_out_dir(out_dir: Path, resume: bool = False, overwrite: bool = False) -> pathlib.Path:
     """Creates the folder of a run, or checks it, and holds it -> its path. OutDirError: why not.
 
     A folder with a run in it (a checkpoint or a log) is refused without resume or overwrite;
@@ -608,7 +631,7 @@ def prepare_out_dir(
     if resume and not saved_in(path):
         raise OutDirError(f'{path}: nothing to resume from, no {LAST}: start without --resume')
 
-    def found(*patterns):
+    def found(*patterns: str) -> list[pathlib.Path]:
         return sorted(f for p in patterns for f in path.glob(p) if not f.is_dir())
 
     try:
@@ -623,10 +646,11 @@ def prepare_out_dir(
         if not (resume or overwrite) and found('ckpt_*.pt', 'log.jsonl'):
             words = '--resume=True continues it, --overwrite=True replaces it'
             raise OutDirError(f'{path}: holds a run already: {words}')
-    except (OSError, OutDirError) as error:
+    except OutDirError:
         release(path)
-        if isinstance(error, OutDirError):
-            raise
+        raise
+    except OSError as error:
+        release(path)
         reason = 'it is a file' if path.is_file() else error.strerror
         raise OutDirError(f'{path}: cannot be used as the output folder: {reason}') from None
     if not resume or is_ours(path):  # a lone checkpoint is first read

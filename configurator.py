@@ -84,12 +84,10 @@ def run_script(
         status, line = 130, f'\n{when_interrupted}'
     except BrokenPipeError:
         pass
-    except OSError as error:
-        status, line = 2, f'error: {error}'
-    except (RuntimeError, MemoryError) as error:
-        if last_words is None:
+    except (OSError, RuntimeError, MemoryError) as error:
+        if not isinstance(error, OSError) and last_words is None:
             raise
-        status, line = 2, f'error: {last_words(error)}'
+        status, line = 2, f'error: {error if isinstance(error, OSError) else last_words(error)}'
     try:
         # was it standard output that is full? then a newline meets the same error
         print(end='\n' if line.startswith('error') else '', flush=True)
@@ -122,8 +120,8 @@ def every(seconds: float = 10.0) -> Callable[[], bool]:
 
 
 def first_line(error: Exception) -> str:
-    """What an exception says, short enough for a line of its own."""
-    return f'{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}'
+    """What an exception says, on a line of its own and not too long for that."""
+    return f'{type(error).__name__}: {" ".join(str(error).split())[:200]}'
 
 
 # ---- values ----
@@ -141,23 +139,19 @@ def evaluate(node: ast.expr, names: dict | None) -> object:
             if name not in names:
                 raise ValueError(f'{name} is not defined here')
             value = names[name]
-        case ast.UnaryOp(op=ast.UAdd() | ast.USub() as op, operand=x):
-            value = arithmetic(op, evaluate(x, names))
-        case ast.BinOp(left=x, op=op, right=y) if names is not None and type(op) in OPERATORS:
-            value = arithmetic(op, evaluate(x, names), evaluate(y, names))
+        case ast.UnaryOp(op=ast.UAdd() | ast.USub()) | ast.BinOp() if type(node.op) in OPERATORS:
+            parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
+            numbers = [evaluate(part, names) for part in parts]
+            if names is None and len(parts) == 2 or not {int, float}.issuperset(map(type, numbers)):
+                raise ValueError('arithmetic needs numbers')  # 'a' * 10**9 would fill the memory
+            if isinstance(node.op, ast.Pow) and numbers[1] > 256:
+                raise ValueError('the power is too large')
+            value = OPERATORS[type(node.op)](*numbers)
         case _:
             raise ValueError(f'only literals and arithmetic are allowed: {ast.unparse(node)[:60]}')
     if type(value) in LIMITS and not abs(value) < LIMITS[type(value)]:
         raise ValueError('the number is not finite, or too large')
     return value
-
-
-def arithmetic(op: ast.operator | ast.unaryop, *numbers: object) -> int | float:
-    if not all(type(x) in (int, float) for x in numbers):
-        raise ValueError('arithmetic needs numbers')  # 'a' * 10**9 would fill the memory
-    if isinstance(op, ast.Pow) and numbers[1] > 256:
-        raise ValueError('the power is too large')
-    return OPERATORS[type(op)](*numbers)
 
 
 def convert(value: object, default: object) -> object:

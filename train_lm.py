@@ -16,9 +16,9 @@ CPU a resumed run is bit-equal to one that was never stopped.
 """
 
 import math
-import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 import baselines
 import checkpoint
-from checkpoint import BEST, LAST, PREV, CheckpointError, device_name, fill, print0, restoring
+from checkpoint import device_name, fill, print0, restoring
 from data_fineweb import VOCAB, DataError, SequenceLoader, StreamLoader
 from data_fineweb import find_shards, fingerprint, load_val, token_bytes
 from figures import open_trackers, plot_losses
@@ -108,6 +108,7 @@ SIZES = """n_layer n_expert n_embd n_head n_kv_head window block_size aggregatio
     router_dim""".split()  # of ModelConfig
 FIXED = ('tokenizer', 'tokens_per_step', 'recurrent', 'seed', *SIZES)  # a resumed run keeps them
 POSITION = ('step', 'record', 'best', 'seconds')  # a run's, saved and restored
+REST = ('optimizers', 'loader', 'state', 'rng', 'shards')  # and what else it goes on from
 STREAMS = {'experts': (0, 1, 1, 0), 'lstm': (1, 1)}  # the dimension of a state's tensors for B
 WHOLE_GRAPH = 2048  # levels x tokens of the longest recurrent chunk that is one graph
 AT_ONCE = 32768  # tokens of a micro-batch where batch_size = 0, or fewer: a quarter of an update
@@ -358,51 +359,40 @@ def prepare(run: Run) -> None:
 
 
 def save(run: Run, best: bool = False) -> None:
-    """The last checkpoint holds all, and the one before is kept; the best what sample.py needs."""
-    state = None
-    if recurrent and not best:
-        state = [gather(t, dim) for t, dim in zip(run.state, STREAMS[arch], strict=True)]
-    if run.rank > 0:
-        return
-    saved = {'model': run.model.state_dict(), 'model_config': config_dict(run.model.config)}
-    saved |= {'recurrent': recurrent, 'config': run.config}
-    saved |= {name: getattr(run, name) for name in POSITION}
+    """The last checkpoint holds all; the best what sample.py needs."""
+    parts = {'recurrent': recurrent, 'model_config': config_dict(run.model.config)}
+    parts |= {name: getattr(run, name) for name in POSITION}
     if not best:
-        saved |= {'optimizers': [o.state_dict() for o in run.optimizers], 'state': state}
-        saved |= {'loader': run.loader.state_dict(), 'shards': run.shards}
-        saved |= {'rng': checkpoint.rng_state()}
-    path = os.path.join(out_dir, BEST if best else LAST)
-    checkpoint.save_checkpoint(saved, path, None if best else PREV)
+        state = zip(run.state, STREAMS[arch], strict=True) if recurrent else []
+        parts |= {'state': [gather(t, dim) for t, dim in state] if recurrent else None}
+        parts |= {'loader': run.loader.state_dict(), 'shards': run.shards}
+    checkpoint.save_run(run, parts, None if best else run.optimizers)
 
 
 def load(run: Run) -> None:
     """Go on where out_dir's last checkpoint stood; refuse settings and data that would make it
     another run. eval_only: the weights alone."""
-    rest = () if eval_only else ('optimizers', 'loader', 'state', 'rng', 'shards')
-    needed = ('model', *POSITION, *rest)
+    needed = ('model', *POSITION, *(() if eval_only else REST))
     saved, where = checkpoint.load_run(out_dir, 'train_lm.py', needed, FIXED, run.config)
-    checkpoint.load_weights(run.model, saved['model'], where)
-    checkpoint.load_position(run, saved, POSITION, where)
+    checkpoint.load_begun(run, POSITION, saved, where)
     print0(f'{where}: step {run.step}')
     if eval_only:
         return
     with restoring(where, 'shards'):
         theirs, ours = (set(map(tuple, shards)) for shards in (saved['shards'], run.shards))
     if theirs != ours:
-        raise CheckpointError(
+        raise checkpoint.CheckpointError(
             f'{where}: was trained on other shards than those in {data_dir} '
             f'({min(theirs ^ ours)[0]} differs, or is there only once): give the same data_dir, '
             'or another out_dir'
         )
-    checkpoint.load_optimizers(run.optimizers, saved['optimizers'], where)
     with restoring(where, 'loader'):
         run.loader.load_state_dict(saved['loader'])
     with restoring(where, 'state'):
         if recurrent:
             for mine, whole, dim in zip(run.state, saved['state'], STREAMS[arch], strict=True):
                 fill(mine, whole.chunk(run.world, dim)[run.rank])
-    with restoring(where, 'rng'):
-        checkpoint.set_rng_state(saved['rng'])
+    checkpoint.load_rest(run.optimizers, saved, where)
 
 
 # ---- the loop ----
@@ -449,9 +439,44 @@ def validate(run: Run) -> None:
             save(run, best=True)
 
 
+def loop(run: Run, writes: list[Callable[[dict], object]]) -> int:
+    """Updates, validations, log lines, checkpoints -> the exit status: 0 done, 1 the loss was not
+    finite, 128 + signal when told to stop."""
+    stopper, stop, due_to_print = checkpoint.Stopper(), False, every()
+    while True:
+        if run.step % eval_interval == 0 or run.step == max_iters:
+            validate(run)
+        for write in writes:
+            write(run.record)
+        if run.step >= max_iters or stop:
+            break
+        start, epoch = time.perf_counter(), run.loader.epoch
+        loss, norm, stop = train_update(run, stopper.signal is not None)
+        elapsed, step = time.perf_counter() - start, run.step + 1
+        due = step % eval_interval == 0 or step == max_iters or stop
+        if not checkpoint.finite(run, due, loss, norm):
+            stopper.restore()
+            return 1
+        run.step, run.seconds = step, run.seconds + elapsed
+        run.record = {'step': step, 'tokens': step * tokens_per_step, 'train_loss': loss}
+        peak = run.optimizers[0].param_groups[0]['peak_lr']
+        run.record |= {'grad_norm': norm, 'lr': peak * rate(step - 1), 'ms': 1000 * elapsed}
+        run.record |= {'tokens_per_s': tokens_per_step / elapsed, 'seconds': run.seconds}
+        run.record |= {'epoch': run.loader.epoch}
+        if run.loader.epoch != epoch:
+            print0(f'epoch {run.loader.epoch} begins: the shards start over')
+        if step % log_interval == 0 or step == max_iters or due_to_print():
+            print0(dense_line(run))
+            due_to_print(said=True)
+        if due:
+            save(run)  # before the validation: one that dies loses nothing
+    stopper.restore()
+    done = f'{run.step} updates in {run.seconds:.0f} s, best val loss {run.best:.4f}'
+    return checkpoint.ended(run, (stopper.signal or 15) if run.step < max_iters else None, done)
+
+
 def train(config: dict) -> int:
-    """Returns the exit status: 0 done, 1 the loss was not finite, 128 + signal when told to
-    stop."""
+    """A run from beginning to end, or its validation -> the exit status."""
     try:
         run = make_run(config)  # finds all mistakes in settings and data before out_dir is touched
         if run.rank == 0 and not eval_only:
@@ -468,71 +493,18 @@ def train(config: dict) -> int:
     prepare(run)
     writes, closes = [], []
     if run.rank == 0:
-        checkpoint.write_config(config, out_dir, run.device)
-        # the checkpoint's own step is validated and logged again: the run may have died in between
-        path, after = os.path.join(out_dir, 'log.jsonl'), run.step - 1 if resume else None
-        log = checkpoint.JsonlLog(path, after)
+        log = checkpoint.open_log(run, resume)
         track, close = open_trackers(config, tensorboard, wandb_project if wandb else '')
         writes, closes = [log.write, track], [log.close, close]
-    stopper, stop, status, due_to_print = checkpoint.Stopper(), False, 0, every()
-    while True:
-        if run.step % eval_interval == 0 or run.step == max_iters:
-            validate(run)
-        for write in writes:
-            write(run.record)
-        if run.step >= max_iters or stop:
-            break
-        start, epoch = time.perf_counter(), run.loader.epoch
-        loss, norm, stop = train_update(run, stopper.signal is not None)
-        elapsed, step = time.perf_counter() - start, run.step + 1
-        due = step % eval_interval == 0 or step == max_iters or stop
-        finite = math.isfinite(loss) and math.isfinite(norm)
-        if due and finite:  # a broken weight shows only in the next loss
-            finite = all(p.isfinite().all() for p in run.model.parameters())
-        if not finite:
-            kept = LAST if os.path.exists(os.path.join(out_dir, LAST)) else 'none yet'
-            print0(
-                f'error: update {step}: loss {loss}, gradient norm {norm}, or a weight, is not '
-                f'finite: stopped, nothing saved of it; last good checkpoint in {out_dir}: {kept}. '
-                'Lower the learning rates, or look at the data'
-            )
-            status = 1
-            break
-        run.step, run.seconds = step, run.seconds + elapsed
-        run.record = {'step': step, 'tokens': step * tokens_per_step, 'train_loss': loss}
-        peak = run.optimizers[0].param_groups[0]['peak_lr']
-        run.record |= {'grad_norm': norm, 'lr': peak * rate(step - 1), 'ms': 1000 * elapsed}
-        run.record |= {'tokens_per_s': tokens_per_step / elapsed, 'seconds': run.seconds}
-        run.record |= {'epoch': run.loader.epoch}
-        if run.loader.epoch != epoch:
-            print0(f'epoch {run.loader.epoch} begins: the shards start over')
-        if step % log_interval == 0 or step == max_iters or due_to_print():
-            print0(dense_line(run))
-            due_to_print(said=True)
-        if due:
-            save(run)  # before the validation: one that dies loses nothing
-    stopper.restore()
+    status = loop(run, writes)
     for close in closes:
         close()
-    if status == 0 and stop and run.step < max_iters:
-        print0(f'stopped after update {run.step}, saved in {out_dir}: --resume=True goes on')
-        status = 128 + (stopper.signal or 15)
-    elif status == 0:
-        took = f'{run.step} updates in {run.seconds:.0f} s, best val loss {run.best:.4f}'
-        print0(f'done: {took}; {out_dir}/{LAST}')
-    finish(run, plot and status == 0 and run.rank == 0)
-    return status
-
-
-def finish(run: Run, draw: bool) -> None:
-    if draw:
+    if plot and status == 0 and run.rank == 0:
         unit = 'byte' if tokenizer == 'bytes' else 'token'
         title = f'{type(run.model).__name__}, L = {n_layer}, E = {n_expert}, d = {n_embd}'
         print0(f'loss curve: {plot_losses(out_dir, unit, title)}')
-    checkpoint.release(out_dir)
-    if run.world > 1:
-        dist.barrier()  # ranks leave together; one that fails leaves at once
-        dist.destroy_process_group()
+    checkpoint.leave(run)
+    return status
 
 
 def main() -> int:
@@ -548,4 +520,4 @@ def main() -> int:
 if __name__ == '__main__':
     # interrupted before the first update, or by a second ctrl-C
     stays = 'interrupted: the last checkpoint stays as it was'
-    run_script(main, stays, checkpoint.last_words('a smaller batch_size takes less'))
+    run_script(main, stays, checkpoint.last_words('a smaller batch_size takes less', globals()))

@@ -36,8 +36,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import checkpoint
-from checkpoint import BEST, LAST, PREV, fill, last_words, print0, restoring, rng_state
-from checkpoint import save_checkpoint
+from checkpoint import BEST, fill, print0, restoring
 from convlstm import Agent, AgentConfig, build_agent
 from figures import open_trackers
 from kernels import compiled, graphed
@@ -116,7 +115,7 @@ MODEL = ('arch', 'recurrent', 'n_layer', 'n_expert', 'n_embd', 'aggregation', 'r
 MODEL += ('radius', 'residual', 'head_dim')
 FIXED = ('split', 'n_levels', 'n_boxes', 'max_moves', 'env', 'n_envs', 'unroll', 'seed', *MODEL)
 POSITION = ('step', 'record', 'best', 'seconds', 'logged', 'clock')
-REST = 'optimizers env start state count levels_crc running recent since sums rng'.split()
+COUNTED = ('count', 'levels_crc', 'running', 'recent', 'since', 'sums')
 
 
 @dataclass
@@ -453,27 +452,23 @@ def describe(run: Run) -> str:
 
 
 def save(run: Run, best: bool = False) -> None:
-    """The last checkpoint holds all, and the one before is kept; the best what evaluation needs."""
-    saved = {'model': run.model.state_dict(), 'config': run.config}
-    saved |= {name: getattr(run, name) for name in POSITION}
+    """The last checkpoint holds all; the best what evaluation needs."""
+    parts = {name: getattr(run, name) for name in POSITION}
     if not best:
-        boards = {'env': {name: gather(x) for name, x in run.env.state_dict().items()}}
-        boards |= {'start': gather(run.start), 'state': [gather(x) for x in run.state]}
-        saved |= boards | {'optimizers': [run.optimizer.state_dict()], 'rng': rng_state()}
-        saved |= {name: getattr(run, name) for name in REST if name not in saved}
-    if run.rank == 0:
-        path = os.path.join(out_dir, BEST if best else LAST)
-        save_checkpoint(saved, path, None if best else PREV)
+        parts |= {'env': {name: gather(x) for name, x in run.env.state_dict().items()}}
+        parts |= {'start': gather(run.start), 'state': [gather(x) for x in run.state]}
+        parts |= {name: getattr(run, name) for name in COUNTED}
+    checkpoint.save_run(run, parts, None if best else [run.optimizer])
 
 
 def load(run: Run) -> dict[str, object]:
     """Go on where out_dir's last checkpoint stood; refuse settings that would make it another run.
     eval_only: the weights alone. -> its path and environment steps. CheckpointError."""
-    needed = ('model', *POSITION, *(() if eval_only else REST))
+    rest = () if eval_only else ('optimizers', 'rng', 'env', 'start', 'state', *COUNTED)
+    needed = ('model', *POSITION, *rest)
     fixed, file = (MODEL if eval_only else FIXED), (BEST if best else None)
     saved, where = checkpoint.load_run(out_dir, 'train_sokoban.py', needed, fixed, run.config, file)
-    checkpoint.load_weights(run.model, saved['model'], where)
-    checkpoint.load_position(run, saved, POSITION, where)
+    checkpoint.load_begun(run, POSITION, saved, where)
     env_steps = run.step * saved['config']['n_envs'] * saved['config']['unroll']
     print0(f'{where}: update {run.step}, {env_steps:,} environment steps')
     about = {'checkpoint': str(where), 'env_steps': env_steps}
@@ -482,7 +477,6 @@ def load(run: Run) -> dict[str, object]:
     if saved['levels_crc'] != run.levels_crc:
         words = f'was trained on other levels than {run.sources[0]}: give the same levels_dir'
         raise checkpoint.CheckpointError(f'{where}: {words}, or another out_dir')
-    checkpoint.load_optimizers([run.optimizer], saved['optimizers'], where)
 
     def mine(whole):
         return whole.chunk(run.world)[run.rank]
@@ -492,14 +486,14 @@ def load(run: Run) -> dict[str, object]:
         whole = [saved['start'], *saved['state']]
         for x, part in zip([run.start, *run.state], map(mine, whole), strict=True):
             fill(x, part)
-    with restoring(where, 'count, running, since, recent, sums or rng'):
+    with restoring(where, 'count, running, since, recent or sums'):
         fill(run.count, saved['count'])
         fill(run.running, saved['running'])
         for name in ('since', 'recent'):
             games = [(float(total), float(solved)) for total, solved in saved[name]]
             setattr(run, name, games)
         run.sums = {str(name): float(x) for name, x in saved['sums'].items()}
-        checkpoint.set_rng_state(saved['rng'])
+    checkpoint.load_rest([run.optimizer], saved, where)
     return about
 
 
@@ -527,7 +521,7 @@ def validate(run: Run) -> None:
 def loop(run: Run, writes: list[Callable[[dict], object]]) -> int:
     """Updates, evaluations, log lines, checkpoints -> the exit status: 0 done, 1 the loss was not
     finite, 128 + signal when told to stop."""
-    stopper, stop, status, due_to_print = checkpoint.Stopper(), False, 0, every()
+    stopper, stop, due_to_print = checkpoint.Stopper(), False, every()
     while True:
         evaluates = run.step % eval_interval == 0 or run.step == run.updates
         if evaluates or run.step % log_interval == 0:
@@ -544,17 +538,9 @@ def loop(run: Run, writes: list[Callable[[dict], object]]) -> int:
         start = time.perf_counter()
         stats, games, stop = update(run, stopper.signal is not None)
         due = (run.step + 1) % eval_interval == 0 or run.step + 1 == run.updates or stop
-        finite = all(math.isfinite(x) for x in stats.values())
-        if finite and due:
-            finite = all(p.isfinite().all() for p in run.model.parameters())
-        if not finite:
-            print0(
-                f'error: update {run.step + 1}: loss {stats["loss"]}, gradient norm '
-                f'{stats["grad_norm"]}, or a weight, is not finite: stopped, nothing saved of it. '
-                f'Lower the learning rate; --resume=True goes on from the last good checkpoint'
-            )
-            status = 1
-            break
+        if not checkpoint.finite(run, due, stats['loss'], stats['grad_norm']):
+            stopper.restore()
+            return 1
         count_games(run, games, stats)
         run.step, run.seconds = run.step + 1, run.seconds + time.perf_counter() - start
         if due_to_print():
@@ -563,13 +549,9 @@ def loop(run: Run, writes: list[Callable[[dict], object]]) -> int:
         if due:
             save(run)  # before the log line and the evaluation: one that dies loses nothing
     stopper.restore()
-    if status == 0 and stop and run.step < run.updates:
-        print0(f'stopped after update {run.step}, saved in {out_dir}: --resume=True goes on')
-        status = 128 + (stopper.signal or 15)
-    elif status == 0:
-        steps = f'{run.step * n_envs * unroll:,} environment steps in {run.seconds:.0f} s'
-        print0(f'done: {steps}, best held-out return {run.best:.2f}; {out_dir}')
-    return status
+    done = f'{run.step * n_envs * unroll:,} environment steps in {run.seconds:.0f} s'
+    done += f', best held-out return {run.best:.2f}'
+    return checkpoint.ended(run, (stopper.signal or 15) if run.step < run.updates else None, done)
 
 
 def train(config: dict) -> int:
@@ -590,10 +572,7 @@ def train(config: dict) -> int:
     warm_up(run)
     writes, closes = [], []
     if run.rank == 0:
-        checkpoint.write_config(config, out_dir, run.device)
-        # the checkpoint's own step is evaluated and logged again: the run may have died in between
-        log_path, after = os.path.join(out_dir, 'log.jsonl'), run.step - 1 if resume else None
-        log = checkpoint.JsonlLog(log_path, after)
+        log = checkpoint.open_log(run, resume)
         track, close = open_trackers(config, tensorboard, wandb_project if wandb else '')
         writes, closes = [log.write, track], [log.close, close]
     status = loop(run, writes)
@@ -603,10 +582,7 @@ def train(config: dict) -> int:
         title = f'{type(run.model).__name__}, L = {n_layer}, E = {n_expert}, d = {n_embd}'
         how = 'recurrent' if recurrent else 'not recurrent'
         print0(f'learning curve: {plot_log(out_dir, f"{how} {title}")}')
-    checkpoint.release(out_dir)
-    if run.world > 1:
-        dist.barrier()  # ranks leave together; one that fails leaves at once
-        dist.destroy_process_group()
+    checkpoint.leave(run)
     return status
 
 
@@ -619,4 +595,4 @@ def main() -> int:
 if __name__ == '__main__':
     # interrupted before the first update, or by the second ctrl-C
     stays = 'interrupted: the last checkpoint stays as it was'
-    run_script(main, stays, last_words('fewer n_envs, or --reuse=False'))
+    run_script(main, stays, checkpoint.last_words('fewer n_envs, or --reuse=False', globals()))

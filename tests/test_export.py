@@ -77,7 +77,7 @@ NAN = {'model': {'embedding': torch.full((256, 32), torch.nan)}}
 @pytest.mark.parametrize(
     'damage, message',
     [
-        ({'model': {}}, 'model: has no weight embedding'),
+        ({'model': {}}, 'Missing key'),
         (NAN, 'holds NaN'),
         ({'model_config': {'n_layer': 10**9}}, 'needs more than'),
         ({'model_config': {'n_embd': 'x'}}, 'model_config does not fit'),
