@@ -11,21 +11,18 @@ $ python probe_sokoban.py --models=out/L4 --causal --thinking      # do the prob
 At every step and for every cell of the board a probe says in which direction the agent will next
 step onto the cell, or that it will not in this episode (five classes). It reads the agent's last
 representation s[L] at the cell and its eight neighbours, by one 3x3 convolution. Beside it: a 1x1
-convolution; one over the observation alone; and as a control both over the untrained agent, which
-has the weights that its run began with and sees the same games. A random network's state holds more
-than the board (more cells around, the steps before): only what the trained state holds beyond that
-was learnt.
+convolution; one over the observation alone; and both over the untrained agent, its run's first
+weights on the same games: only what the trained state holds beyond a random network's was learnt.
 
-A probe's direction at a cell is emitted where its probability is above a threshold, one a probe, at
-which `precision` of the emitted directions of the first steps are right. Recall: the share of the
-cells that have a direction whose direction was emitted.
+A direction is emitted where its probability is above the probe's threshold, at which `precision` of
+those emitted in the first steps are right. Recall: the share of the cells that have a direction
+whose direction was emitted.
 
 Writes into out_dir: recall.png and .svg, probes.csv, probes.json, plans.png, plan_*.gif; and a
 folder an agent with its games and features. A second call goes on where the first was stopped.
 
-Shape letters: N episodes at a time, n episodes, S steps of all episodes, T steps of an episode,
-P probes, C channels; boards are (10, 10) or (100,). Features of the trained agent and of the
-untrained one lie side by side: 2C channels.
+Shape letters: N episodes at a time, n episodes, S steps of all, T steps of one, P probes, C
+channels (trained and untrained agent side by side: 2C); boards are (10, 10) or (100,).
 """
 
 import copy
@@ -40,7 +37,9 @@ import sys
 import time
 import zipfile
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 # before torch: how threads wait, what ctrl-C does
@@ -97,20 +96,11 @@ thinking = False               # hold the agent for some steps at the start: doe
 # system
 device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda', 'cuda:1'
 threads = 0                    # CPU threads; 0: torch's choice
+RANGES = {'source': ['residual', 'cells', 'z'], 'target': ['enter', 'leave', 'push'],
+          'precision': (0.01, 1), 'learning_rate': (1e-9, inf), 'weight_decay': (0, inf),
+          'level': (-1, inf), 'shown': (0, inf), 'threads': (0, inf)}
+RANGES |= dict.fromkeys('n_train n_test first min_levels seeds epochs batch_size'.split(), (1, inf))
 # fmt: on
-RANGES = {
-    'source': ['residual', 'cells', 'z'],
-    'target': ['enter', 'leave', 'push'],
-    'precision': (0.01, 1),
-    'learning_rate': (1e-9, math.inf),
-    'weight_decay': (0, math.inf),
-    'level': (-1, math.inf),
-    'shown': (0, math.inf),
-    'threads': (0, math.inf),
-    **dict.fromkeys(
-        'n_train n_test first min_levels seeds epochs batch_size'.split(), (1, math.inf)
-    ),
-}
 # -----------------------------------------------------------------------------
 
 NEVER = 4  # classes 0..3: up, right, down, left, as the actions
@@ -163,8 +153,8 @@ def load_player(folder: str, device: str) -> Player:
     model = build_agent(about).to(device).eval()
     untrained = copy.deepcopy(model)
     checkpoint.load_weights(model, saved['model'], where)
-    label = f'L = {c["n_layer"]}, E = {c["n_expert"]}, d = {c["n_embd"]}'
-    label = label if c['recurrent'] else f'feedforward, {label}'
+    label = 'feedforward, ' * (not c['recurrent'])
+    label += f'L = {c["n_layer"]}, E = {c["n_expert"]}, d = {c["n_embd"]}'
     name = os.path.basename(os.path.normpath(folder))
     return Player(model, untrained, c, str(where), name, label)
 
@@ -225,14 +215,12 @@ class Games(NamedTuple):
 def recorded(index: str, path: str, stamp: str, size: int) -> Games:
     """Games that an earlier call has stored; none where they are of another agent, of other levels,
     or damaged. size: bytes of a step's features."""
-    try:
-        with np.load(index, allow_pickle=False) as saved:
-            games = Games(*(saved[name] for name in Games._fields))
-            whole = os.path.getsize(path) >= int(games.lengths.sum()) * size
-            if whole and str(saved['stamp']) == stamp:
-                return games
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
-        pass
+    broken = OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error
+    with suppress(*broken), np.load(index, allow_pickle=False) as saved:
+        games = Games(*(saved[name] for name in Games._fields))
+        whole = os.path.getsize(path) >= int(games.lengths.sum()) * size
+        if whole and str(saved['stamp']) == stamp:
+            return games
     return Games(np.zeros((0, TIME_LIMIT), np.int8), np.zeros(0, int), np.zeros(0, bool))
 
 
@@ -251,29 +239,37 @@ def record(player: Player, packed: ndarray, part: str, device: str) -> tuple[Gam
     games = recorded(index, path, stamp, size)
     n, before, begin = len(packed), len(games.lengths), time.time()
     if before < n:
-        most = (n - before) * TIME_LIMIT * size
-        about = f'{n - before:,} games of {part}, at most {most / 1e9:.2f} GB in {path}'
+        gigabytes = (n - before) * TIME_LIMIT * size / 1e9
+        about = f'{n - before:,} games of {part}, at most {gigabytes:.2f} GB in {path}'
         print(f'{player.label}: {about}', flush=True)
-        if most > shutil.disk_usage(folder).free:
-            fail(f'{path}: {most / 1e9:.2f} GB may not fit on the disk: {LESS}, or another out_dir')
+        if gigabytes > shutil.disk_usage(folder).free / 1e9:
+            fail(f'{path}: {gigabytes:.2f} GB may not fit on the disk: {LESS}, or another out_dir')
     with open(path, 'ab') as file:
         file.truncate(int(games.lengths.sum()) * size)
-        for i in range(before, n, BATCH):
-            watched = Watched(player.model, player.untrained)
-            result = play(watched, packed[i : i + BATCH], device)
-            lengths = result['steps'].long().numpy()
-            new = Games(result['actions'].numpy(), lengths, result['solved'].numpy())
-            games = Games(*(np.concatenate(pair) for pair in zip(games, new, strict=True)))
-            steps = torch.stack(watched.features, 1).numpy()  # (N, T, 10, 10, 2C)
-            for episode, length in zip(steps, lengths, strict=True):
-                file.write(episode[:length].tobytes())
-            file.flush()  # before the index that counts them
-            content = {'stamp': np.array(stamp), **games._asdict()}
-            write_atomic(index, lambda f, content=content: np.savez(f, **content))
-            done, seconds = len(games.lengths), time.time() - begin
-            eta, solved = seconds / (done - before) * (n - done), games.solved.mean()
-            print(f'  {done:,}/{n:,} games, solved {solved:.1%}, eta {eta:.0f} s', flush=True)
+    for i in range(before, n, BATCH):
+        watched = Watched(player.model, player.untrained)
+        result = play(watched, packed[i : i + BATCH], device)
+        lengths = result['steps'].long().numpy()
+        new = Games(result['actions'].numpy(), lengths, result['solved'].numpy())
+        games = Games(*(np.concatenate(pair) for pair in zip(games, new, strict=True)))
+        steps = torch.stack(watched.features, 1).numpy()  # (N, T, 10, 10, 2C)
+        append(path, steps[np.arange(steps.shape[1]) < lengths[:, None]])
+        content = {'stamp': np.array(stamp), **games._asdict()}
+        write_atomic(index, lambda file, content=content: np.savez(file, **content))
+        done, seconds = len(games.lengths), time.time() - begin
+        eta, solved = seconds / (done - before) * (n - done), games.solved.mean()
+        print(f'  {done:,}/{n:,} games, solved {solved:.1%}, eta {eta:.0f} s', flush=True)
     return games, np.memmap(path, np.float16, 'r', shape=(int(games.lengths.sum()), *shape))
+
+
+def append(path: str, array: ndarray) -> None:
+    """OSError with the file's name, which a full disk does not say."""
+    try:
+        with open(path, 'ab') as file:
+            file.write(array.data)
+    except OSError as error:
+        error.filename = path
+        raise
 
 
 def solved_by_all(players: list[Player], packed: ndarray, device: str) -> ndarray:
@@ -285,10 +281,10 @@ def solved_by_all(players: list[Player], packed: ndarray, device: str) -> ndarra
 
 
 def targets(boards: ndarray, actions: ndarray, lengths: ndarray, target: str) -> ndarray:
-    """The class of every cell at every step, (n, T, 100) int8. boards (n, T + 1, 10, 10, 2) as of
-    replay, actions (n, T), lengths (n,): steps played. At step t, for a cell: the direction of the
-    first of the moves t, t + 1, ... with which the agent steps onto the cell ('enter'), off it
-    ('leave') or pushes a box off it ('push'), NEVER if none does. A blocked move is none."""
+    """The class of every cell at every step, (n, T, 100) int8: at step t the direction of the first
+    of the moves t, t + 1, ... with which the agent steps onto the cell ('enter'), off it ('leave')
+    or pushes a box off it ('push'), NEVER if none does. A blocked move is none. boards
+    (n, T + 1, 10, 10, 2) as of replay, actions (n, T), lengths (n,): steps played."""
     n, T = actions.shape
     seen = boards[..., 0].reshape(n, T + 1, CELLS)
     at, box = (seen == 3).argmax(2), seen == 4  # (n, T + 1), (n, T + 1, 100)
@@ -335,14 +331,13 @@ def prepare(
 
 
 def make_probes(C: int, device: str) -> dict[str, tuple[slice, nn.Conv2d]]:
-    """{name: the channels of `inputs` that it reads, P seeds' convolutions side by side}. What one
-    seed's learn does not depend on the others': initial weights are drawn in their order, the loss
-    is their sum, and AdamW goes parameter by parameter."""
+    """{name: the channels of `inputs` that it reads, P seeds' convolutions side by side}. Each seed
+    learns as it would alone: the loss is their sum, and AdamW goes parameter by parameter."""
     parts = {'trained': slice(C), 'untrained': slice(C, 2 * C), 'observation': slice(2 * C, None)}
     probes = {}
     for name, (k, reads) in PROBES.items():
-        channels = len(PLANES) if reads == 'observation' else C
         torch.manual_seed(0)
+        channels = len(PLANES) if reads == 'observation' else C
         conv = nn.Conv2d(channels, 5 * seeds, k, padding=k // 2).to(device)
         nn.init.zeros_(conv.bias)
         probes[name] = parts[reads], conv
@@ -441,7 +436,7 @@ def threshold_for(sure: ndarray, right: ndarray, wanted: float) -> float:
     """The lowest threshold at which the emitted directions are right with at least that precision:
     the highest recall. Infinite: none."""
     thresholds, share, _ = precisions(sure, right)
-    return min(thresholds[share >= wanted].tolist(), default=math.inf)
+    return min(thresholds[share >= wanted].tolist(), default=inf)
 
 
 def common_precision(players: list[Player]) -> float:
@@ -458,10 +453,8 @@ def common_precision(players: list[Player]) -> float:
 
 def f1(target: ndarray, guess: ndarray) -> float:
     """Macro F1 over the classes that occur."""
-    hits, theirs, ours = (
-        np.array([(x == k).sum() for k in range(5)])
-        for x in (np.where(target == guess, target, -1), target, guess)
-    )
+    parts = target[target == guess], target, guess
+    hits, theirs, ours = (np.bincount(x.ravel(), minlength=5) for x in parts)
     there = theirs + ours > 0
     return float((2 * hits[there] / (theirs + ours)[there]).mean())
 
@@ -483,17 +476,16 @@ def score(data: Steps, guesses: dict[str, Guess], wanted: float) -> tuple[list[d
     for name, g in guesses.items():
         right = g.way == data.target
         sure, hits = g.sure[:, early], right[:, early]
-        its = {f'{p:g}': threshold_for(sure, hits, p) for p in PRECISIONS}
-        recall_at = {p: counts(sure >= at, hits, target)['recall'] for p, at in its.items()}
-        threshold = threshold_for(sure, hits, wanted)
-        found = counts(sure >= threshold, hits, target)
-        about[name] = {'threshold': threshold, 'recall': found['recall'], 'recall_at': recall_at}
-        about[name]['precision'] = found['precision']
+        at = {p: threshold_for(sure, hits, p) for p in (*PRECISIONS, wanted)}
+        found = {p: counts(sure >= threshold, hits, target) for p, threshold in at.items()}
+        about[name] = {'threshold': at[wanted]}
+        about[name] |= {key: found[wanted][key] for key in ('recall', 'precision')}
+        about[name]['recall_at'] = {f'{p:g}': found[p]['recall'] for p in PRECISIONS}
         about[name]['macro_f1'] = [f1(target, x[early]) for x in g.likeliest]
         for seed in range(len(g.way)):
             for step in range(min(int(data.step.max()) + 1, first)):
                 now = data.step == step
-                its = counts(g.sure[seed, now] >= threshold, right[seed, now], data.target[now])
+                its = counts(g.sure[seed, now] >= at[wanted], right[seed, now], data.target[now])
                 which = {'probe': name, 'seed': seed, 'step': step}
                 rows.append({**which, **its, 'games': int(now.sum())})
     return rows, about
@@ -523,15 +515,13 @@ def recall_figure(players: list[Player], title: str) -> None:
     save(finish(figure, title), out_dir, 'recall')
 
 
-def plan_image(
-    board: ndarray, way: ndarray, emitted: ndarray, truth: ndarray, cell: int = 32
-) -> ndarray:
-    """Observation (10, 10, 2) with an arrow in every cell whose direction is emitted, as the agent
-    would step onto it: from the side it comes from. Green where the agent does so later, red where
-    not. way, emitted, truth (100,) -> (10 cell, 10 cell, 3) uint8."""
+def plan_image(board: ndarray, way: ndarray, emitted: ndarray, truth: ndarray) -> ndarray:
+    """Observation (10, 10, 2) with an arrow in every cell whose direction is emitted, from the side
+    that the agent would come from; green where it does so later, red where not. way, emitted, truth
+    (100,) -> (320, 320, 3) uint8."""
     from PIL import Image, ImageDraw
 
-    big = 4 * cell  # drawn larger, then averaged: smooth edges
+    big = 128  # pixels a cell, then averaged to 32: smooth edges
     image = Image.fromarray(board_image(board, big))
     pen = ImageDraw.Draw(image)
     for k in np.flatnonzero(emitted):
@@ -540,7 +530,7 @@ def plan_image(
         points = (turned + (k % 10 + 0.5, k // 10 + 0.5)) * big
         colour = (20, 140, 60) if truth[k] == way[k] else (200, 30, 40)
         pen.polygon(list(map(tuple, points)), fill=colour)
-    return np.asarray(image.resize((10 * cell, 10 * cell), Image.Resampling.BOX))
+    return np.asarray(image.reduce(4))
 
 
 def plan_pictures(players: list[Player]) -> None:
@@ -574,8 +564,8 @@ def plan_pictures(players: list[Player]) -> None:
 
 def carried(model: Agent, state: tuple | list) -> tuple[Tensor, Tensor]:
     """-> s of a carried state, (n, 100, C), and what the first level reads in its place, (n, 100,
-    1 or E, C). ConvLSTM: s, or with a radius each expert's sum over the ring. ConvGLU: RMSNorm(s);
-    with a radius it carries no s but h, reads its norm, and s is the aggregate."""
+    1 or E, C). ConvLSTM: s, or with a radius each expert's sum over the ring. ConvGLU: RMSNorm(s),
+    which with a radius is that of the h it carries, and s their aggregate."""
     c, s = model.config, state[0]
     if isinstance(model, ConvLSTM):
         read = model.ring(state[1]) if c.radius >= 0 else s
@@ -587,11 +577,10 @@ def carried(model: Agent, state: tuple | list) -> tuple[Tensor, Tensor]:
 
 
 def steer(model: Agent, state: tuple | list, cell: Tensor, vector: Tensor) -> list[Tensor]:
-    """The carried state in which s has grown by `vector` (n, C) at `cell` (n,) of each board. A
-    ConvGLU carries s alone. Where experts' h are carried (ConvLSTM: beside s; ConvGLU with a
-    radius: in its place), each grows by the share that makes A(h) grow by the vector: vector /
-    sqrt(E), all of it where A's weights add up to 1 (mean, softmax_mean); for softmax_l2 vector /
-    sqrt(E) is exact for equal gates. A ConvLSTM's cells c stay."""
+    """The carried state in which s has grown by `vector` (n, C) at `cell` (n,) of each board. Where
+    experts' h are carried (ConvLSTM: beside s; ConvGLU with a radius: in its place), each grows by
+    the share that makes A(h) grow by the vector: vector / sqrt(E) (exact for softmax_l2 with equal
+    gates), or all of it where A's weights add up to 1. A ConvLSTM's cells c stay."""
     c = model.config
     share = 1.0 if c.aggregation in ('mean', 'softmax_mean') else 1 / math.sqrt(c.n_expert)
     shares = [1.0, share] if isinstance(model, ConvLSTM) else [share if c.radius >= 0 else 1.0]
@@ -624,10 +613,9 @@ def moment_before(
 
 
 def places(boards: Tensor, plain: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Where to steer, on boards (n, 10, 10, 2) on which the agent would do `plain` (n,). -> the
-    boards (m,) that have such places, a way to each one's random neighbour cell without wall and
-    box, not the plain action's, that cell, and for the control a random other cell that is free: no
-    wall, box, target or agent. (m,) each."""
+    """Where to steer, on boards (n, 10, 10, 2) on which the agent would do `plain` (n,). -> (m,)
+    each: the boards that have such places; a random way, not the plain one, to a cell without wall
+    and box; that cell; and for the control another one, free of all."""
     device, draws = boards.device, torch.Generator().manual_seed(0)
     there, ground = (boards[..., k].flatten(1) for k in (0, 1))  # (n, 100)
     at = (there == 3).int().argmax(1, keepdim=True)
@@ -693,11 +681,8 @@ def causal_check(model: Agent, packed: ndarray, games: Games, direction: Tensor)
 def thinking_check(model: Agent, packed: ndarray, device: str) -> list[dict]:
     """Solve rate where the agent is held for some steps at the start, its observation repeated. One
     that carries no state cannot change."""
-    rows = []
-    for n in (0, 1, 2, 4, 8):
-        solved = play(Watched(model, held=n), packed, device)['solved']
-        rows.append({'held': n, 'solve_rate': solved.double().mean().item()})
-    return rows
+    held = {n: play(Watched(model, held=n), packed, device)['solved'] for n in (0, 1, 2, 4, 8)}
+    return [{'held': n, 'solve_rate': x.double().mean().item()} for n, x in held.items()]
 
 
 # ----------------------------------------------------------------------------- report
@@ -766,8 +751,7 @@ def write_results(
         boxes = f'{c["n_boxes"]} box{"es" * (c["n_boxes"] > 1)}'
         title = f'generated levels, {boxes}, at most {c["max_moves"]} moves'
     title += f', {len(solved)} solved by all; precision {wanted:.0%} over {first} steps'
-    if wanted != precision:
-        title += f' ({precision:.0%} is out of reach)'
+    title += f' ({precision:.0%} is out of reach)' * (wanted != precision)
     recall_figure(players, title)
     plan_pictures(players)
     text, records = io.StringIO(), []
