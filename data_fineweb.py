@@ -10,11 +10,11 @@
 Format of a shard (llm.c, modded-nanogpt): 256 little-endian int32 (20240520, version 1, token
 count, zeros), then uint16 tokens. Every document is [separator] + tokens of its text, documents may
 cross shards. Shard 0 validates: fineweb_val_000000.bin, fineweb_train_000001.bin... It is the start
-of the stream, but for local text of fewer than 20 documents, such as one book, whose start is no
-sample of it: these are cut at spaces into some 320 equal blocks or more, of at most 10,000
-characters (a text of less than 64 kB into fewer); every 20th validates, what lies between two is
-training text, a separator before each. meta.json beside the shards says what they were made from.
-Killed runs continue with the same command and give the same shards.
+of the stream, but for local text of fewer than 20 documents, whose start is no sample of it: these
+are cut at spaces into some 320 equal blocks or more, of at most 10,000 characters (a text of less
+than 64 kB into fewer); every 20th validates, a separator before each, and before what lies between
+two, the training text. meta.json beside the shards says what they were made from. Killed runs
+continue with the same command and give the same shards.
 """
 
 import functools
@@ -61,10 +61,9 @@ max_tokens = 0        # stop after this many training tokens; 0 = no limit
 # system
 workers = 0           # tokeniser threads; 0 = one a CPU core
 
-COUNT = (0, 2**31 - 1)
-RANGES = {'tokenizer': ['gpt2', 'bytes'], 'shard_tokens': (1, 2**31 - 1), 'val_tokens': COUNT,
-          'pretokenized': (0, 103), 'max_shards': COUNT, 'max_tokens': (0, 2**40),
-          'workers': (0, 1024)}
+RANGES = {'tokenizer': ['gpt2', 'bytes'], 'pretokenized': (0, 103), 'max_tokens': (0, 2**40),
+          'workers': (0, 1024), 'shard_tokens': (1, 2**31 - 1), 'val_tokens': (0, 2**31 - 1),
+          'max_shards': (0, 2**31 - 1)}
 # fmt: on
 # -----------------------------------------------------------------------------
 
@@ -150,8 +149,7 @@ def get_tokenizer(name: str) -> Tokenizer:
         return Tokenizer(name, encode, table)
     if name != 'bytes':
         raise DataError(f'tokenizer = {name!r}: expected one of {", ".join(VOCAB)}')
-    # the byte 0xFF occurs in no UTF-8 text
-    table = [bytes([i]) for i in range(255)]
+    table = [bytes([i]) for i in range(255)]  # the byte 0xFF occurs in no UTF-8 text
     return Tokenizer(name, lambda text: np.frombuffer(text.encode(), np.uint8), table)
 
 
@@ -271,18 +269,18 @@ def download(count: int, folder: str) -> dict:
 
 def expand_paths(text: str) -> list[str]:
     """--text -> list of existing files with known suffixes."""
-    paths = []
+    paths = {}
     # a single file's name may hold a comma
     for pattern in [text] if os.path.exists(text) else text.split(','):
         pattern = os.path.expanduser(pattern.strip())
         found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
         if not found:
             raise DataError(f'--text: there is no file {pattern!r}')
-        paths += found
+        paths |= dict.fromkeys(found)
     for path in paths:
         if not path.endswith(SUFFIXES):
             raise DataError(f'--text: {path!r}: expected files, of {", ".join(SUFFIXES)}')
-    return list(dict.fromkeys(paths))
+    return list(paths)
 
 
 def read_documents(path: str) -> Iterator[str]:
@@ -291,10 +289,9 @@ def read_documents(path: str) -> Iterator[str]:
     try:
         for row in read_rows(path):
             number += 1
-            text = row['text']
-            if not isinstance(text, str):
+            if not isinstance(row['text'], str):
                 raise TypeError
-            yield text
+            yield row['text']
     except (KeyError, TypeError):
         raise DataError(f"{path}, text {number}: no string under the key 'text'") from None
     except (*broken, ImportError) as error:  # pyarrow's are ValueErrors, or it is not there
@@ -339,13 +336,24 @@ def local_source(paths: list[str], seed: int, config: dict) -> tuple[str, Callab
     """-> a line that identifies the text, documents, tokens by estimate, validation tokens.
     documents(first, ...) yields from document `first` on. Reads everything once, so that bad input
     is reported before any work starts."""
+
+    def in_order() -> Iterator[str]:
+        return itertools.chain.from_iterable(map(read_documents, paths))
+
+    def whole() -> Iterable[str]:
+        if seed < 0:
+            return in_order()
+        documents = list(in_order())
+        random.Random(seed).shuffle(documents)
+        return documents
+
     count, size, digest = 0, 0, hashlib.sha256()
-    for document in itertools.chain.from_iterable(map(read_documents, paths)):
+    for document in in_order():
         data = document.encode('utf-8', errors='replace')
         count, size = count + 1, size + len(data)
         digest.update(len(data).to_bytes(8, 'little') + data)
-    named = ', '.join(paths[:3]) + ', ...' * (len(paths) > 3)
     if size < LEAST_BYTES:
+        named = ', '.join(paths[:3]) + ', ...' * (len(paths) > 3)
         raise DataError(f'{named}: {size} bytes of text are too few: at least {LEAST_BYTES}')
     others = f' and {len(paths) - 1} more' if len(paths) > 1 else ''
     order = f', shuffled with seed {seed}' if seed >= 0 else ''
@@ -353,14 +361,6 @@ def local_source(paths: list[str], seed: int, config: dict) -> tuple[str, Callab
     name = f'{name}, sha256 {digest.hexdigest()[:16]}'
     expected = size / BYTES_PER_TOKEN[config['tokenizer']]
     val = config['val_tokens'] or max(1, min(config['shard_tokens'], int(VAL_SHARE * expected)))
-
-    def whole() -> Iterable[str]:
-        documents = itertools.chain.from_iterable(map(read_documents, paths))
-        if seed >= 0:
-            documents = list(documents)
-            random.Random(seed).shuffle(documents)
-        return documents
-
     if count < FEW_DOCUMENTS:
         stride = max(2, round(expected / val))
         blocks, stretches = spread(list(whole()), stride)
@@ -475,10 +475,8 @@ def write_shards(
         write_meta(folder, meta)
         bar.write(f'{path}: {len(tokens):,} tokens, {shards[-1]["documents"]:,} documents')
 
-    missing = room()
-    texts = documents(first, meta, bookmarks)
-    arrays = encode_documents(texts, meta['tokenizer'], workers)
-    for document, tokens in enumerate(arrays, first):
+    missing, texts = room(), documents(first, meta, bookmarks)
+    for document, tokens in enumerate(encode_documents(texts, meta['tokenizer'], workers), first):
         offset, skip = skip, 0
         while missing and offset < len(tokens):
             parts.append(tokens[offset : offset + missing])
@@ -630,9 +628,8 @@ class Loader:
 
 
 class StreamLoader(Loader):
-    """Streams, for models that carry a state. A shard of S tokens is B contiguous streams of
-    n = S // B; row b of window w is tokens w*T .. w*T + T (inclusive) of stream b; reset is True
-    exactly at a shard's first window."""
+    """For models that carry a state: a shard of S tokens is B contiguous streams of S // B; row b
+    of window w is tokens w*T .. w*T + T (inclusive) of stream b; resets at its first window."""
 
     carries = True
 
@@ -641,8 +638,8 @@ class StreamLoader(Loader):
 
 
 class SequenceLoader(Loader):
-    """Independent sequences: row r of a shard is tokens r*T .. r*T + T (inclusive), no document
-    mask; a batch is B consecutive rows, fewer at a shard's end are dropped; always resets."""
+    """Row r of a shard is tokens r*T .. r*T + T (inclusive), no document mask; a batch is B
+    consecutive rows, fewer at a shard's end are dropped; always resets."""
 
     carries = False
 
@@ -662,17 +659,18 @@ def load_val(
     n = val_tokens // max(val_streams, 1)
     if val_streams < 1 or n < 1 or not 0 <= rank < world:
         raise DataError(f'{wanted} cannot be cut into val_streams = {val_streams} streams')
-    missing, parts = val_streams * n + 1, []
+    needed, tokens = val_streams * n + 1, np.zeros(0, np.uint16)
     for path in paths:
-        parts.append(read_shard(path, V)[:missing])
-        missing -= len(parts[-1])
-        if not missing:
+        tokens = np.concatenate([tokens, read_shard(path, V)[: needed - len(tokens)]])
+        if len(tokens) == needed:
             break
-    if missing:
-        have = f'{paths[-1] if paths else "no shards"}: {sum(map(len, parts))} validation tokens'
-        raise ShardError(f'{have}, {missing} fewer than {wanted} needs: lower val_tokens')
+    if len(tokens) < needed:
+        have = f'{paths[-1] if paths else "no shards"}: {len(tokens)} validation tokens'
+        raise ShardError(
+            f'{have}, {needed - len(tokens)} fewer than {wanted} needs: lower val_tokens'
+        )
     first, last = rank * val_streams // world, (rank + 1) * val_streams // world
-    tokens = torch.from_numpy(np.concatenate(parts)[first * n : last * n + 1].astype(np.int64))
+    tokens = torch.from_numpy(tokens[first * n : last * n + 1].astype(np.int64))
     return tokens[:-1].view(last - first, n), tokens[1:].view(last - first, n)
 
 
@@ -742,8 +740,8 @@ def main(config: dict) -> None:
     documents = sum(shard['documents'] for shard in meta['shards'])
     left_out = f' ({meta["left_out"]:,} at the end left out)' if meta['left_out'] else ''
     what = 'parts of documents' if meta['source'].endswith('validates') else 'documents'
-    print(f'{folder}: {sum(train):,} training tokens in {len(train)} shard(s){left_out}, '
-          f'{val:,} validation tokens, {documents:,} {what}')  # fmt: skip
+    counts = f'{sum(train):,} training tokens in {len(train)} shard(s){left_out}'
+    print(f'{folder}: {counts}, {val:,} validation tokens, {documents:,} {what}')
     if sum(train) < LEAST_TOKENS:
         raise DataError(f'{folder}: too little to train on: other val_tokens, in another data_dir')
     print('\n'.join(next_commands(folder, name, val, train)))
