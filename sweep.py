@@ -370,8 +370,8 @@ def devices() -> list[str]:
 
 
 def start(row: Row, gpu: str, n: int) -> Popen | None:
-    """Starts or resumes a run as one of n workers, which inherits the folder's lock and so outlives
-    this process; None if another process has it or has finished it."""
+    """Starts or resumes a run as one of n workers; None if another process has it or has finished
+    it. It inherits the folder's lock, and so keeps it when this process dies."""
     folder = folder_of(row)
     os.makedirs(folder, exist_ok=True)
     lock_path, out_path = os.path.join(folder, '.lock'), os.path.join(folder, 'stdout.txt')
@@ -401,7 +401,7 @@ def outcome(row: Row, status: int) -> str:
         return ''
     with open(os.path.join(folder_of(row), 'stdout.txt'), 'rb') as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 20000))
-        lines = file.read().decode(errors='replace').split('\n')
+        lines = file.read().decode(errors='replace').splitlines()
     lines = [line.strip() for line in lines if line.strip()] or ['it printed nothing']
     errors = [line for line in lines if re.match(r'(error: |[\w.]*(Error|Exception)\b)', line)]
     message = (errors or lines)[-1][:300]
