@@ -65,8 +65,7 @@ HUB = 'InstaDeepAI/boxoban-levels'
 CHARS = np.frombuffer(b' ??@$?#?????.??+*???????', np.uint8).reshape(4, 6)  # [fixed, variable]
 AHEAD = np.array(DELTA)[:, None] * np.arange(3)
 PATHS = np.clip(np.arange(CELLS)[:, None, None] + AHEAD, 0, 99)  # [cell, action]: it, the next two
-# cell 0..99 of interior cell 0..63
-INTERIOR = (np.arange(INSIDE)[:, None] * SIZE + np.arange(INSIDE) + SIZE + 1).ravel()
+INTERIOR = np.arange(CELLS).reshape(SIZE, SIZE)[1:-1, 1:-1].ravel()  # cell 0..99 of 0..63
 
 
 class LevelError(ValueError):
@@ -138,7 +137,7 @@ def parse_text(text: str, where: str) -> np.ndarray:
 
 def check_packed(levels: np.ndarray, where: str) -> np.ndarray:
     """The same checks for packed levels."""
-    if levels.dtype != np.uint8 or levels.ndim != 2 or levels.shape[1] != 17 or len(levels) == 0:
+    if levels.dtype != np.uint8 or levels.shape[1:] != (17,) or len(levels) == 0:
         found = f'{levels.dtype} of shape {levels.shape}'
         raise LevelError(f'{where}: expected uint8 of shape (N, 17), found {found}')
     wall = np.unpackbits(levels[:, :8], axis=1)  # (N, 64)
@@ -344,9 +343,8 @@ def generate(
         free = [np.roll(floor, -d, 1) & np.roll(floor, -2 * d, 1) for d in DELTA]
         free = floor & np.any(free, 0)
         large = (floor.sum(1) >= 4 * boxes + 4) & (free.sum(1) >= boxes)
-        floor, free = floor[large], free[large]
+        floor, free, target = floor[large], free[large], np.zeros_like(floor[large])
         order = np.argsort(np.where(free, rng.random(floor.shape), 2), 1)
-        target = np.zeros_like(floor)
         np.put_along_axis(target, order[:, :boxes], True, 1)
         agent = np.where(floor & ~target, rng.random(floor.shape), -1).argmax(1)
         box, agent, undo, states = reverse_play(floor, target, agent, rng)
