@@ -184,8 +184,8 @@ def over_budget(row: Row) -> float:
 def cells_of(name: str) -> list[Row]:
     """A plan's rows with seed 1."""
     if name == 'scaling':
-        kinds = [(model, r, d) for model, d in SCALED for r in (True, False)]
-        return [Row(m, r, 'small', L, E, scaled(d)) for m, r, d in kinds for L, E in SIZES]
+        sizes = [(model, r, d) for model, d in SCALED for r in (True, False)]
+        return [Row(m, r, 'small', L, E, scaled(d)) for m, r, d in sizes for L, E in SIZES]
     if name in ABLATIONS:
         setting, values, cells = ABLATIONS[name]
         rows = [Row(m, r, 'small', L, E, scaled(d)) for m, r, L, E, d in cells]
