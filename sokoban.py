@@ -324,7 +324,11 @@ def solution(undo: np.ndarray, states: np.ndarray) -> np.ndarray:
 
 
 def generate(
-    n: int, boxes: int = 4, seed: int = 0, max_moves: int = TIME_LIMIT, without=None
+    n: int,
+    boxes: int = 4,
+    seed: int = 0,
+    max_moves: int = TIME_LIMIT,
+    without: np.ndarray | None = None,
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     """n levels by reverse play, solvable within max_moves; no box and no agent starts on a target,
     none is among `without` (N, 17). -> packed (n, 17) and each one's solution (int8). Deterministic
