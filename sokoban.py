@@ -5,17 +5,16 @@ $ python sokoban.py --split=generated --show=3                 # as text
 $ python sokoban.py --levels_dir=levels --split=unfiltered-test --show=12 --picture=levels.png
 $ python sokoban.py --levels_dir=levels --split=unfiltered-valid --download=True # needs a network
 
-Levels are kept packed, 17 bytes each (uint8): 8 bytes for the walls of the 8x8 interior, row-major,
-most significant bit first (the border is always wall); then 4 target, 4 box and 1 agent cell, each
-an index 0..63 into the interior. There are 1 to 4 boxes, and as many targets; a level with fewer
-than 4 repeats its first target and box.
+Levels are kept packed, 17 bytes each (uint8): 8 for the walls of the 8x8 interior, row-major, most
+significant bit first (the border is always wall); then 4 target, 4 box and 1 agent cell, indices
+0..63 into the interior. A level with fewer than 4 boxes, 1 at least, and as many targets repeats
+its first target and box.
 
-The environment has the rules of Jumanji's Sokoban-v0 (10x10, actions up, right, down, left; a
-blocked move costs a step like any other; reward -0.1 a step, +1 for a box pushed onto a target, -1
-for one pushed off, +10 when all are on; an episode ends when solved or after 120 steps, both times
-for good: no bootstrap). `SokobanEnv` plays N boards at once with tensor operations alone, in place
-and without waiting for the device, so that a rollout can be captured in a CUDA graph. `JumanjiEnv`
-drives Jumanji itself, same interface.
+The rules are those of Jumanji's Sokoban-v0 (10x10, actions up, right, down, left; a blocked move
+costs a step like any other; reward -0.1 a step, +1 for a box pushed onto a target, -1 for one
+pushed off, +10 when all are on; an episode ends when solved or after 120 steps, both times for
+good: no bootstrap). `SokobanEnv` plays N boards with tensor operations alone, in place and without
+waiting for the device, as a CUDA graph needs; `JumanjiEnv` drives Jumanji, same interface.
 
 Shape letters: N boards, Y = X = 10 rows and columns; cells are numbered row-major, 0..99.
 """
@@ -66,8 +65,7 @@ HUB = 'InstaDeepAI/boxoban-levels'
 CHARS = np.frombuffer(b' ??@$?#?????.??+*???????', np.uint8).reshape(4, 6)  # [fixed, variable]
 AHEAD = np.array(DELTA)[:, None] * np.arange(3)
 PATHS = np.clip(np.arange(CELLS)[:, None, None] + AHEAD, 0, 99)  # [cell, action]: it, the next two
-# cell 0..99 of interior cell 0..63
-INTERIOR = (np.arange(INSIDE)[:, None] * SIZE + np.arange(INSIDE) + SIZE + 1).ravel()
+INTERIOR = np.arange(CELLS).reshape(SIZE, SIZE)[1:-1, 1:-1].ravel()  # cell 0..99 of 0..63
 
 
 class LevelError(ValueError):
@@ -101,8 +99,8 @@ def unpack(levels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_boards(boards: np.ndarray, where: str, first: int = 0) -> np.ndarray:
-    """Boards as ASCII codes (N, 10, 10) uint8 -> packed (N, 17). LevelError names `where` and the
-    level's index, counted from `first`."""
+    """ASCII codes (N, 10, 10) uint8 -> packed (N, 17). LevelError names `where` and the level, the
+    first being `first`."""
     codes = (b'#', b'.*+', b'$*', b'@+', b'# .$@*+')
     wall, target, box, agent, known = (np.isin(boards, list(some)) for some in codes)
     targets, boxes, agents = (mask.sum((1, 2)) for mask in (target, box, agent))
@@ -139,7 +137,7 @@ def parse_text(text: str, where: str) -> np.ndarray:
 
 def check_packed(levels: np.ndarray, where: str) -> np.ndarray:
     """The same checks for packed levels."""
-    if levels.dtype != np.uint8 or levels.ndim != 2 or levels.shape[1] != 17 or len(levels) == 0:
+    if levels.dtype != np.uint8 or levels.shape[1:] != (17,) or len(levels) == 0:
         found = f'{levels.dtype} of shape {levels.shape}'
         raise LevelError(f'{where}: expected uint8 of shape (N, 17), found {found}')
     wall = np.unpackbits(levels[:, :8], axis=1)  # (N, 64)
@@ -158,19 +156,17 @@ def distinct(cells: np.ndarray) -> np.ndarray:
 
 
 def fetch(split: str, folder: str) -> None:
-    """Downloads a split from the Hub (Jumanji's copy of Boxoban), keeps it packed in `folder`. All
-    splits are of one commit, which meta.json names. Jumanji 1.1.2 reads Boxoban's text files with
-    the last level of each replaced by the one before, and its copy may have been made so: the text
-    itself is better."""
-    meta, name = os.path.join(folder, 'meta.json'), f'{split}.npy'
+    """Downloads a split from the Hub (Jumanji's copy of Boxoban), all of one commit, which
+    meta.json names; keeps it packed in `folder`. Jumanji 1.1.2 replaces the last level of each of
+    Boxoban's text files by the one before, and its copy may have been made so: the text itself is
+    better."""
+    meta, known, where = os.path.join(folder, 'meta.json'), {'source': HUB}, f'{HUB} {split}.npy'
     os.makedirs(folder, exist_ok=True)
-    known = {'source': HUB}
     with suppress(OSError, ValueError), open(meta) as file:
         known = json.load(file)
     revision = keep_revision(known, folder, 'model')
-    where = f'{HUB} {name}'
     print(f'downloading {where} ({revision[:12]})', flush=True)
-    grids = read_array(hub('hf_hub_download', HUB, name, revision=revision))
+    grids = read_array(hub('hf_hub_download', HUB, f'{split}.npy', revision=revision))
     if grids.shape[1:] != (SIZE, SIZE, 2) or grids.dtype.kind not in 'iu' or len(grids) == 0:
         found = f'{grids.dtype} of shape {grids.shape}'
         raise LevelError(f'{where}: expected integers of shape (N, 10, 10, 2), found {found}')
@@ -206,25 +202,25 @@ def read_file(path: str) -> np.ndarray:
 
 
 def split_files(folder: str, split: str) -> list[str]:
-    """A split's files in a folder: SPLIT.pack17.npy; or text files SPLIT*.txt (also with _ for -);
-    or Boxoban's own tree of text files. The first of these that is there."""
-    name = glob.escape(split)
-    tree = os.path.join(*name.split('-'), '*.txt')
+    """A split's files: SPLIT.pack17.npy; or text files SPLIT*.txt (also with _ for -); or Boxoban's
+    own tree."""
+    name, within = glob.escape(split), glob.escape(folder)
     texts = f'{name}*.txt', f'{name.replace("-", "_")}*.txt'
+    tree = os.path.join(*name.split('-'), '*.txt')
     for patterns in (f'{name}.pack17.npy',), texts, (tree,):
-        found = [glob.glob(os.path.join(glob.escape(folder), pattern)) for pattern in patterns]
-        if any(found):
-            return sorted(set(sum(found, [])))
+        found = {path for p in patterns for path in glob.glob(os.path.join(within, p))}
+        if found:
+            return sorted(found)
     return []
 
 
 def load_levels(
     levels_dir: str, split: str, download: bool = False, made: tuple = ()
 ) -> tuple[np.ndarray, str]:
-    """-> packed levels (N, 17) and a line that says where they are from. split: a file; or
-    'generated', made = generate's arguments; or a split's name, which is looked for in levels_dir
-    ('': data/boxoban) and else downloaded into it if `download`. LevelError, with the command that
-    fetches them, where there are none, or for malformed ones."""
+    """-> packed levels (N, 17) and a line that says where they are from. split: a file;
+    'generated', made = generate's arguments; or a split's name, looked for in levels_dir ('':
+    data/boxoban), else downloaded into it if `download`. LevelError: none, with the command that
+    fetches them; or malformed."""
     if split == 'generated':
         n, boxes, seed, max_moves, *_ = made
         told = f'boxes: {boxes}, moves: at most {max_moves}, seed: {seed}'
@@ -260,20 +256,19 @@ def at_most(n: int, levels: np.ndarray, line: str) -> tuple[np.ndarray, str]:
 
 
 def carve(N: int, rng: np.random.Generator) -> np.ndarray:
-    """Rooms, connected: a walker of 34 steps clears a random little pattern at each place.
-    -> floor (N, 100) bool."""
+    """Connected rooms: a walker of 34 steps clears a random pattern at each place. -> floor (N,
+    100) bool."""
     # cells around the walker
-    patterns = [[-1, 0, 1], [-10, 0, 10], [0, 1, 10], [0, 10, 11], [0, -1, -10]]
-    inner, floor, rows = np.zeros(CELLS, bool), np.zeros((N, CELLS), bool), np.arange(N)
-    inner[INTERIOR] = True
+    patterns = np.array([[-1, 0, 1], [-10, 0, 10], [0, 1, 10], [0, 10, 11], [0, -1, -10]])
+    floor, rows = np.zeros((N, CELLS), bool), np.arange(N)
+    inner = np.isin(np.arange(CELLS), INTERIOR)
     cell, way = INTERIOR[rng.integers(0, 64, N)], rng.integers(0, 4, N)
     for _ in range(34):
         turn = rng.random(N) < 0.35
         way = np.where(turn, rng.integers(0, 4, N), way)
         to = cell + np.array(DELTA)[way]
         cell = np.where(inner[to], to, cell)
-        for part in np.array(patterns)[rng.integers(0, 5, N)].T:
-            floor[rows, cell + part] = True
+        floor[rows[:, None], cell[:, None] + patterns[rng.integers(0, 5, N)]] = True
     return floor & inner
 
 
@@ -317,8 +312,8 @@ def reverse_play(
 
 
 def solution(undo: np.ndarray, states: np.ndarray) -> np.ndarray:
-    """One board's reverse play (steps,), (steps + 1,) -> the actions that solve it, without
-    detours: a state is left as it was last."""
+    """A reverse play (steps,), (steps + 1,) -> the actions that solve it; a state is left as it was
+    last."""
     states = states.tolist()
     last, path = dict(zip(states, range(len(states)), strict=True)), []
     t = last[0]
@@ -335,10 +330,9 @@ def generate(
     max_moves: int = TIME_LIMIT,
     without: np.ndarray | None = None,
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """n levels by reverse play from solved boards, so that each is known to be solvable within
-    max_moves; no box and no agent starts on a target, and none is among `without` (N, 17).
-    -> packed (n, 17) and, for each, the actions that solve it (int8). Deterministic in its
-    arguments; more levels continue fewer."""
+    """n levels by reverse play, solvable within max_moves; no box and no agent starts on a target,
+    none is among `without` (N, 17). -> packed (n, 17) and each one's solution (int8). Deterministic
+    in its arguments; more levels continue fewer."""
     least = 6 * boxes  # of max_moves: with fewer hardly any level is found
     if not (1 <= boxes <= 4 and n >= 1 and seed >= 0 and least <= max_moves <= TIME_LIMIT):
         given = f'n_boxes = {boxes}, n_levels = {n}, seed = {seed}, max_moves = {max_moves}'
@@ -353,9 +347,8 @@ def generate(
         free = [np.roll(floor, -d, 1) & np.roll(floor, -2 * d, 1) for d in DELTA]
         free = floor & np.any(free, 0)
         large = (floor.sum(1) >= 4 * boxes + 4) & (free.sum(1) >= boxes)
-        floor, free = floor[large], free[large]
+        floor, free, target = floor[large], free[large], np.zeros_like(floor[large])
         order = np.argsort(np.where(free, rng.random(floor.shape), 2), 1)
-        target = np.zeros_like(floor)
         np.put_along_axis(target, order[:, :boxes], True, 1)
         agent = np.where(floor & ~target, rng.random(floor.shape), -1).argmax(1)
         box, agent, undo, states = reverse_play(floor, target, agent, rng)
@@ -377,8 +370,8 @@ def generate(
 
 
 def scramble(x: Tensor) -> Tensor:
-    """splitmix64's finalizer: int64 -> int64, each bit of the input changes half of the output's.
-    Shifts are arithmetic: the sign's copies are masked."""
+    """splitmix64's finalizer, int64 -> int64. Shifts are arithmetic: the sign's copies are
+    masked."""
     x = (x ^ (x >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47  # 0xbf58476d1ce4e5b9
     x = (x ^ (x >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15  # 0x94d049bb133111eb
     return x ^ (x >> 31 & (1 << 33) - 1)
@@ -394,15 +387,15 @@ def draw_by(keys: Tensor, count: Tensor) -> Tensor:
 
 
 def draw(seed: int, stream: int, board: Tensor, count: Tensor) -> Tensor:
-    """A random number 0..2^53-1 for each board (N,) and count (N,) or (): a function of its
-    arguments alone. So nothing depends on how boards are split over ranks, a resumed run needs no
-    generator's state, and a CUDA graph draws anew at every replay."""
+    """A random number 0..2^53-1 for each board (N,) and count (N,) or (), by its arguments alone:
+    nothing depends on how boards are split over ranks, a resumed run needs no generator's state,
+    and a CUDA graph draws anew at every replay."""
     return draw_by(board_keys(seed, stream, board), count)
 
 
 def make_outcomes() -> np.ndarray:
-    """What a step does, by the codes of the two cells before the agent: (8, 8, 4) int64. Whether it
-    moves, both cells' codes afterwards, and how many more boxes are on targets."""
+    """What a step does, by the codes of the two cells before the agent: (8, 8, 4) int64, whether it
+    moves, both codes afterwards, and how many more boxes are on targets."""
     near, far = np.mgrid[:8, :8]
     moves = (near & WALL == 0) & ((near & BOX == 0) | (far & (WALL | BOX) == 0))
     pushed = moves * (near & BOX)
@@ -412,11 +405,10 @@ def make_outcomes() -> np.ndarray:
 
 class SokobanEnv:
     """N boards at once. order 'random': an ended board draws its next level from all, with
-    replacement; 'sequence': board i plays levels i, i + N, i + 2N, ... All state is in tensors
-    (N, ...) that are changed in place. first: number of board 0, where other ranks have boards of
-    the same run ('random' only: in sequence each rank takes a part of the levels instead). Levels
-    are kept unpacked, 108 bytes each, and rules as tables: on a GPU a step is its number of
-    kernels, and torch.compile fuses them (train_sokoban.py)."""
+    replacement; 'sequence': board i plays levels i, i + N, i + 2N, ... All state is in tensors (N,
+    ...), changed in place. first: number of board 0, where other ranks have boards of the run
+    ('random' only). Rules are tables: on a GPU a step is its number of kernels, and torch.compile
+    fuses them."""
 
     STATE = ('level', 'grid', 'agent', 'steps', 'episode')
 
@@ -453,8 +445,7 @@ class SokobanEnv:
 
     def step(self, action: Tensor, level: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """action (N,) int64, 0..3 -> reward (N,) fp32, done (N,), solved (N,) bool. A board that is
-        done is reset at once (to `level`, if given): reward and done are the old episode's, the
-        next observation is the new one's."""
+        done is reset at once (to `level`, if given): the next observation is the new episode's."""
         reward, done, solved = self.move(action)
         self.reset(done, level)
         return reward, done, solved
@@ -475,8 +466,8 @@ class SokobanEnv:
         return outcome[:, 3] + 10.0 * solved - 0.1, done, solved
 
     def observe(self) -> Tensor:
-        """Jumanji's observation: (N, 10, 10, 2) uint8, channel 0 agent 3 and box 4, channel 1
-        wall 1 and target 2."""
+        """Jumanji's: (N, 10, 10, 2) uint8, channel 0 agent 3 and box 4, channel 1 wall 1 and target
+        2."""
         variable = (self.grid & BOX).masked_fill_(self.cell == self.agent[:, None], AGENT)
         return torch.stack([variable, self.grid & (WALL | TARGET)], -1).view(self.N, SIZE, SIZE, 2)
 
@@ -489,9 +480,8 @@ class SokobanEnv:
 
 
 class JumanjiEnv:
-    """Jumanji's own Sokoban-v0 with our levels, all of 4 boxes, and SokobanEnv's interface (random
-    order only). jumanji and jax are imported here alone; the pinned jax runs on the CPU, so every
-    step waits for the device."""
+    """Jumanji's own Sokoban-v0 with our levels, of 4 boxes, and SokobanEnv's interface (random
+    order). jumanji and jax are imported here alone; the pinned jax runs on the CPU."""
 
     def __init__(self, levels: np.ndarray, N: int, seed=0, device='cpu', first: int = 0):
         if (distinct(levels[:, 8:12]) != 4).any():
@@ -515,12 +505,12 @@ class JumanjiEnv:
         return torch.from_numpy(np.array(array)).to(self.device)
 
     def step(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """action (N,) int64 -> reward (N,) fp32, done (N,), solved (N,) bool of the old episode,
-        where one ended."""
+        """As SokobanEnv's."""
         self.state, timestep = self.play(self.state, action.cpu().numpy().astype(np.int32))
         self.grid = timestep.observation.grid
-        results = timestep.reward, timestep.last(), timestep.extras['solved']
-        return tuple(map(self.tensor, results))
+        return tuple(
+            map(self.tensor, (timestep.reward, timestep.last(), timestep.extras['solved']))
+        )
 
     def observe(self) -> Tensor:
         return self.tensor(self.grid)
@@ -536,8 +526,8 @@ class JumanjiEnv:
 
 
 def jumanji_generator(levels: np.ndarray) -> object:
-    """Jumanji asks this for a random level at each reset. (Its own generators download, and one of
-    them loses levels.)"""
+    """Jumanji asks this for a level at each reset; its own generators download, and one loses
+    levels."""
     import jax
     import jax.numpy as jnp
     from jumanji.environments.routing.sokoban.generator import Generator
@@ -584,8 +574,7 @@ COLOURS = dict(zip(WORDS[::2], map(tuple, map(bytes.fromhex, WORDS[1::2])), stri
 
 
 def sprites(cell: int) -> np.ndarray:
-    """A picture (cell, cell, 3) for each of # .$*@+ in this order, drawn at 4 times the size and
-    averaged: smooth edges."""
+    """A picture (cell, cell, 3) for each of # .$*@+, drawn at 4 times the size and averaged."""
     v, u = np.mgrid[-1 : 1 : 4j * cell, -1 : 1 : 4j * cell]  # rows, columns
     square, radius = np.maximum(abs(u), abs(v)), np.hypot(u, v)
     cross = (abs(abs(u) - abs(v)) < 0.16) & (square < 0.64)
@@ -618,8 +607,8 @@ def save_png(image: np.ndarray, path: str) -> None:
 
 
 def save_gif(frames: list[np.ndarray], path: str, ms: int = 150) -> None:
-    """Observations (10, 10, 2), or pictures (H, W, 3) -> an animation that repeats, `ms` a frame,
-    the last one for longer."""
+    """Observations (10, 10, 2), or pictures (H, W, 3) -> an endless animation, `ms` a frame, the
+    last longer."""
     from PIL import Image
 
     images = [board_image(frame) if frame.shape[-1] == 2 else frame for frame in frames]
@@ -640,11 +629,10 @@ def main() -> None:
     for i, level in enumerate(levels[:show]):
         print(f'\n; {i}\n{board_text(level)}')
     if picture:
-        rim = ((4, 4), (4, 4), (0, 0))
-        boards = map(board_image, observations(levels[:show]))
-        tiles = [np.pad(board, rim, constant_values=255) for board in boards]
-        columns = math.ceil(len(tiles) ** 0.5)
-        tiles += [np.full_like(tiles[0], 255)] * (-len(tiles) % columns)
+        boards = [board_image(board) for board in observations(levels[:show])]
+        columns = math.ceil(len(boards) ** 0.5)
+        boards += [np.full_like(boards[0], 255)] * (-len(boards) % columns)
+        tiles = [np.pad(board, ((4, 4), (4, 4), (0, 0)), constant_values=255) for board in boards]
         rows = [np.hstack(tiles[i : i + columns]) for i in range(0, len(tiles), columns)]
         save_png(np.vstack(rows), picture)
 

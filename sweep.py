@@ -79,22 +79,16 @@ RANGES['table'] = [None, True, False, 'solve']
 # -----------------------------------------------------------------------------
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-AGENTS = {  # budget: widths; W is the cost of one expert of the widest
-    'small': (32, 64, 128),
-    'medium': (32, 64, 128, 256),
-    'large': (64, 128, 256, 512, 1024),
-}
+# budget: widths; W is the cost of one expert of the widest
+AGENTS = {'small': (32, 64, 128), 'medium': (32, 64, 128, 256), 'large': (64, 128, 256, 512, 1024)}
 BLOCKS = {'small': 16, 'medium': 32, 'small-long': 16}  # of width 768: a language model's W
 LM = 'transformer'
-FIGURES = {  # plan: models and budgets; allocations of equal cost
-    'sokoban-small': ['convlstm small', 'convglu small'],
-    'sokoban-medium': ['convlstm medium', 'convglu medium'],
-    'sokoban-large': ['convlstm large'],
-    'lm-small': ['transformer small'],
-    'lm-medium': ['transformer medium'],
-    'lm-small-long': ['transformer small-long'],
-}
-FIGURES['sokoban'] = [each for budget in AGENTS for each in FIGURES[f'sokoban-{budget}']]
+# plan: models and budgets; allocations of equal cost
+FIGURES = {f'sokoban-{budget}': [f'convlstm {budget}', f'convglu {budget}'] for budget in AGENTS}
+FIGURES['sokoban-large'].remove('convglu large')
+AT_ALL_BUDGETS = sum(FIGURES.values(), [])
+FIGURES |= {f'lm-{budget}': [f'{LM} {budget}'] for budget in ('small', 'medium', 'small-long')}
+FIGURES['sokoban'] = AT_ALL_BUDGETS
 WAYS = ['sqrt_sum', 'mean', 'softmax_mean', 'softmax_l2']
 RULES = [(LM, False, L, 16 // L, 768) for L in (2, 4, 8)]  # with one expert they are the same
 RULES += [('convglu', recurrent, 2, 2, 128) for recurrent in (True, False)]
@@ -142,9 +136,9 @@ def settings_of(row: Row) -> dict:
     own = {} if row.is_text else {'arch': row.model}
     own |= {'recurrent': row.recurrent, 'n_layer': row.L, 'n_expert': row.E, 'n_embd': row.d}
     own |= {'seed': row.seed, **dict(row.more)}
-    if length != 1:
-        names = ('max_iters', 'warmup_iters', 'eval_interval') if row.is_text else ('total_steps',)
-        own |= {name: max(1, round(config[name] * length)) for name in names}
+    names = ('max_iters', 'warmup_iters', 'eval_interval') if row.is_text else ('total_steps',)
+    for name in names if length != 1 else ():
+        own[name] = max(1, round(config[name] * length))
     return own | {name: config[name] for name in re.findall(r'(\w+)=', also)}
 
 
@@ -161,8 +155,8 @@ def cost(row: Row) -> tuple[float, int]:
     try:
         with torch.device('meta'):  # sizes without memory
             if row.is_text:
-                sizes['vocab_size'] = VOCAB[config['tokenizer']]
-                built = build_model(ModelConfig(**sizes), row.recurrent)
+                its = ModelConfig(**sizes, vocab_size=VOCAB[config['tokenizer']])
+                built = build_model(its, row.recurrent)
                 return built.flops_per_token()['core'], built.num_params()['total']
             built = build_agent(AgentConfig(**sizes))
             return float(built.macs_per_step()['nominal']), built.num_params()['total']
@@ -190,8 +184,8 @@ def over_budget(row: Row) -> float:
 def cells_of(name: str) -> list[Row]:
     """A plan's rows with seed 1."""
     if name == 'scaling':
-        kinds = [(model, r, d) for model, d in SCALED for r in (True, False)]
-        return [Row(m, r, 'small', L, E, scaled(d)) for m, r, d in kinds for L, E in SIZES]
+        sizes = [(model, r, d) for model, d in SCALED for r in (True, False)]
+        return [Row(m, r, 'small', L, E, scaled(d)) for m, r, d in sizes for L, E in SIZES]
     if name in ABLATIONS:
         setting, values, cells = ABLATIONS[name]
         rows = [Row(m, r, 'small', L, E, scaled(d)) for m, r, L, E, d in cells]
@@ -346,7 +340,8 @@ def print_plan(rows: list[Row]) -> None:
     for i, row in enumerate(rows):
         (amount, params), state = cost(row), state_of(row)
         shown = f'{progress(row)[0]:.0%}' if state == 'cut' else state
-        sizes = [i, row.model, row.variant, row.L, row.E, row.d, row.setting or '-', row.seed]
+        setting = ' '.join(f'{k}={v}' for k, v in row.more) or '-'
+        sizes = [i, row.model, row.variant, row.L, row.E, row.d, setting, row.seed]
         costs = [f'{amount / 1e6:,.1f}', f'{over_budget(row):.2f}', f'{params:,}', shown]
         lines.append([*map(str, sizes), *costs, shlex.join(command(row, state))])
     wide = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -406,9 +401,10 @@ def outcome(row: Row, status: int) -> str:
         return ''
     with open(os.path.join(folder_of(row), 'stdout.txt'), 'rb') as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 20000))
-        lines = [line.strip() for line in file.read().decode(errors='replace').splitlines()]
+        lines = file.read().decode(errors='replace').splitlines()
+    lines = [line.strip() for line in lines if line.strip()] or ['it printed nothing']
     errors = [line for line in lines if re.match(r'(error: |[\w.]*(Error|Exception)\b)', line)]
-    message = (errors or [line for line in lines if line] or ['it printed nothing'])[-1][:300]
+    message = (errors or lines)[-1][:300]
     record = {'exit': status, 'message': message, 'command': shlex.join(command(row, 'new'))}
     with contextlib.suppress(OSError):  # the disk may be full
         write_json(record, os.path.join(folder_of(row), 'failed.json'))
@@ -526,12 +522,12 @@ def finished(rows: list[Row]) -> list[tuple[Row, list[dict]]]:
     """The finished runs and their logs. What cannot be used is skipped with a warning."""
     runs = []
     for row in rows:
-        state, problem = state_of(row), None
-        log = read_log(folder_of(row)) if state == 'done' else []
+        state = state_of(row)
+        problem, log = WRONG.get(state), read_log(folder_of(row)) if state == 'done' else []
         if log and value(row, log) is None:
             problem = 'a log without a loss or return at its end'
-        if problem or state in WRONG:
-            words = f'{folder_of(row)} holds {problem or WRONG[state]}: this run is skipped'
+        if problem:
+            words = f'{folder_of(row)} holds {problem}: this run is skipped'
             print(f'warning: {words}', file=sys.stderr)
         elif log:
             runs.append((row, log))
@@ -539,11 +535,11 @@ def finished(rows: list[Row]) -> list[tuple[Row, list[dict]]]:
 
 
 def best_depths(runs: list) -> str:
-    """How sure each variant's best L is: seeds drawn with replacement within each allocation, DRAWS
-    times, and the L of the best mean. '' where a variant is missing, or a second seed."""
+    """How sure each variant's best L is: that of the best mean of seeds drawn with replacement,
+    DRAWS times. '' where a variant is missing, or a second seed."""
     values = {'recurrent': {}, 'feedforward': {}}
     for row, log in runs:
-        cell = values[row.variant].setdefault(row._replace(seed=0), [])
+        cell = values[row.variant].setdefault(row.cell, [])
         cell.append(value(row, log) * (1 if row.is_text else -1))
     if any(not mine or min(map(len, mine.values())) < 2 for mine in values.values()):
         return ''
@@ -604,31 +600,29 @@ def show(rows: list[Row]) -> None:
         paths += figures.tables(shown, reference, into)
         # the three budgets of plan sokoban have bests of their own
         for model in {row.model for row, _ in fair if plan in FIGURES and plan != 'sokoban'}:
-            words = best_depths([run for run in fair if run[0].model == model])
-            print(end=words and words + '\n')
-            with open(os.path.join(into, f'table_{model}.md'), 'a') as file:
-                file.write(words and f'\n{words}\n')
+            if words := best_depths([run for run in fair if run[0].model == model]):
+                print(words)
+                with open(os.path.join(into, f'table_{model}.md'), 'a') as file:
+                    file.write(f'\n{words}\n')
         paths.append(write_runs(runs, {row for row, _ in shown}, into))
     if table == 'solve':
         cells = figures.chosen_by_return(fair)
-        rates = {c: [solve_rate(r) for r, _ in runs if r._replace(seed=0) == c] for c in cells}
+        rates = {c: [solve_rate(r) for r, _ in runs if r.cell == c] for c in cells}
         paths += figures.solve_table(rates, levels, reference, into)
     print('\n'.join(paths))
 
 
 def write_runs(runs: list, reported: set, into: str) -> str:
     """runs.json, also of runs that only chose a value -> its path."""
-    about = {
-        'plan': plan,
-        'command': shlex.join(['python', *sys.argv]),
-        'drawn_at_commit': commit(),
-    }
-    about['device'] = device_name('cuda' if torch.cuda.is_available() else 'cpu')
-    path, records = os.path.join(into, 'runs.json'), []
+    about = {'plan': plan, 'command': shlex.join(['python', *sys.argv])}
+    about |= {'drawn_at_commit': commit(), 'torch': torch.__version__}
+    about |= {'device': device_name('cuda' if torch.cuda.is_available() else 'cpu'), 'runs': []}
     for row, log in runs:
         mine = {'reported': row in reported, 'commit': read_json(row).get('commit')}
-        records.append(figures.run_record(row, log) | mine | {'over_budget': over_budget(row)})
-    write_json(about | {'torch': torch.__version__, 'runs': records}, path)
+        mine['over_budget'] = over_budget(row)
+        about['runs'].append(figures.run_record(row, log) | mine)
+    path = os.path.join(into, 'runs.json')
+    write_json(about, path)
     return path
 
 
