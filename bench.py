@@ -70,7 +70,6 @@ import muon
 import train_lm
 import train_sokoban
 from checkpoint import commit, device_name, keep_memory, out_of_memory, pick_device, pick_dtype
-
 from convlstm import AgentConfig
 from data_fineweb import REAL_VOCAB, VOCAB, open_meta, write_meta, write_shard
 from model import ModelConfig, State, build_model, heads, leave, losses, token
