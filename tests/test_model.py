@@ -171,8 +171,7 @@ def test_recurrent_in_fp32_and_bf16(aggregation, share_kv):
         for p in model.parameters():
             if p.dim() > 1:
                 p.mul_(0.5)
-    x, y = tokens(4, 8), tokens(4, 8, seed=1)
-    exact = reference.exact(model)
+    x, y, exact = tokens(4, 8), tokens(4, 8, seed=1), reference.exact(model)
     _, history = reference.run(exact, x, reference.History(exact, 4))
     logits, history = reference.run(exact, x, history)
     loss = reference.loss_of(logits, y)
