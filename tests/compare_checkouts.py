@@ -1,11 +1,14 @@
 """
-The speed and memory of two checkouts of this project in one process, in turns, on one thread, by CPU time: forward and backward of a chunk of the recurrent
-model, bytes, d = 256, W = 128, T = 64, B = 16.
+The speed and memory of two checkouts of this project in one process, in turns, on one thread, by
+CPU time: forward and backward of a chunk of the recurrent model, bytes, d = 256, W = 128, T = 64,
+B = 16.
 
-$ python tests/compare_checkouts.py OTHER OUT.json --paths=fast,compiled --dtypes=fp32,bf16 --cells='1,16;2,8;4,4;16,1' --rounds=8
+$ python tests/compare_checkouts.py OTHER OUT.json --paths=fast,compiled --dtypes=fp32,bf16 \\
+    --cells='1,16;2,8;4,4;16,1' --rounds=8
 """
 
 import importlib
+import itertools
 import json
 import re
 import statistics
@@ -61,57 +64,44 @@ def most():
 
 def peak(folder, cell, path, dtype):
     """MB that three chunks add to the process's peak, in a process of its own."""
-    code = (
-        f'import sys; sys.path.insert(0, {str(HERE / "tests")!r}); import compare_checkouts as c, torch; torch.set_num_threads(1)\n'
-        f'm = c.load({str(folder)!r}); before = c.most()\n'
-        f'chunk = c.make_chunk(m, {cell[0]}, {cell[1]}, {path!r}, {dtype!r})\n'
-        'for _ in range(3): chunk()\n'
-        'print(c.most() - before)'
-    )
-    return float(
-        subprocess.run(
-            [sys.executable, '-c', code], capture_output=True, text=True, check=True
-        ).stdout.split()[-1]
-    )
+    code = f"""import sys; sys.path.insert(0, {str(HERE / 'tests')!r})
+import compare_checkouts as c, torch; torch.set_num_threads(1)
+m = c.load({str(folder)!r}); before = c.most()
+chunk = c.make_chunk(m, {cell[0]}, {cell[1]}, {path!r}, {dtype!r})
+for _ in range(3): chunk()
+print(c.most() - before)"""
+    options = {'capture_output': True, 'text': True, 'check': True}
+    return float(subprocess.run([sys.executable, '-c', code], **options).stdout.split()[-1])
 
 
 def main():
     other, out, *options = sys.argv[1:]
     given = dict(option[2:].split('=', 1) for option in options)
     torch.set_num_threads(1)
-    modules, rows = {'other': load(other), 'this': load(HERE)}, []
-    folders = {'other': other, 'this': HERE}
-    for path in given['paths'].split(','):
-        for dtype in given['dtypes'].split(','):
-            for cell in ([int(x) for x in cell.split(',')] for cell in given['cells'].split(';')):
-                chunks, times = (
-                    {name: make_chunk(m, *cell, path, dtype) for name, m in modules.items()},
-                    {name: [] for name in modules},
-                )
-                for name in modules:
-                    chunks[name]()
-                for i in range(int(given['rounds'])):
-                    for name in sorted(modules, reverse=i % 2 == 1):
-                        start = time.process_time()
-                        chunks[name]()
-                        times[name].append(time.process_time() - start)
-                row = {'path': path, 'dtype': dtype, 'L': cell[0], 'E': cell[1], 'seconds': times}
-                row['ratio_of_medians'] = statistics.median(times['this']) / statistics.median(
-                    times['other']
-                )
-                row['ratio_of_minima'] = min(times['this']) / min(times['other'])
-                if path == 'fast':
-                    row['peak_mb'] = {
-                        name: peak(folder, cell, path, dtype) for name, folder in folders.items()
-                    }
-                rows.append(row)
-                print({k: v for k, v in row.items() if k != 'seconds'}, flush=True)
-                Path(out).write_text(
-                    json.dumps(
-                        {'torch': torch.__version__, 'options': given, 'results': rows}, indent=1
-                    )
-                    + '\n'
-                )
+    folders, rows = {'other': other, 'this': HERE}, []
+    modules = {name: load(folder) for name, folder in folders.items()}
+    cells = [[int(x) for x in cell.split(',')] for cell in given['cells'].split(';')]
+    paths, dtypes = given['paths'].split(','), given['dtypes'].split(',')
+    for path, dtype, (L, E) in itertools.product(paths, dtypes, cells):
+        chunks = {name: make_chunk(m, L, E, path, dtype) for name, m in modules.items()}
+        times = {name: [] for name in modules}
+        for chunk in chunks.values():
+            chunk()
+        for i in range(int(given['rounds'])):
+            for name in sorted(modules, reverse=i % 2 == 1):
+                start = time.process_time()
+                chunks[name]()
+                times[name].append(time.process_time() - start)
+        row = {'path': path, 'dtype': dtype, 'L': L, 'E': E, 'seconds': times}
+        for word, of in (('medians', statistics.median), ('minima', min)):
+            row[f'ratio_of_{word}'] = of(times['this']) / of(times['other'])
+        if path == 'fast':
+            peaks = {name: peak(folder, (L, E), path, dtype) for name, folder in folders.items()}
+            row['peak_mb'] = peaks
+        rows.append(row)
+        print({k: v for k, v in row.items() if k != 'seconds'}, flush=True)
+        found = {'torch': torch.__version__, 'options': given, 'results': rows}
+        Path(out).write_text(json.dumps(found, indent=1) + '\n')
 
 
 if __name__ == '__main__':

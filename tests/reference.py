@@ -1,8 +1,8 @@
 """
-The language models once more: design sections 3 and 6 in float64, token by token and expert by expert, by plain torch operations on a model's
-parameters and nothing else of model.py. All keys and values of a stream's life are kept, positions are absolute, the window is a mask. Every
-path (plain, fast, compiled, graphed blocks, Triton, the decoder) is held to this one reference. Below it: small random models, and what
-"equal" means in all tests.
+The language models once more, in float64, token by token and expert by expert, by plain torch
+operations on a model's parameters and nothing else of model.py. All keys and values of a stream's
+life are kept, positions are absolute, the window is a mask. Every path (plain, fast, compiled,
+graphed, Triton, the decoder) is held to this. Below it: small random models, and what "equal" is.
 """
 
 import copy
@@ -20,8 +20,8 @@ EPS = 1e-6
 
 
 class History:
-    """What B streams have seen. s (B, D); keys and values by (level, owner of the cache): one (B, G, K) a position, keys normalised and not
-    rotated; first (B,): the position where each stream starts."""
+    """What B streams have seen. s (B, D); keys and values by (level, owner of the cache): one
+    (B, G, K) a position, keys normalised and not rotated; first (B,): where each stream starts."""
 
     def __init__(self, model, B):
         self.config, self.recurrent = model.config, model.recurrent
@@ -45,22 +45,14 @@ class History:
         c, count = self.config, (self.now - self.first).clamp(max=self.config.window)
         owners = ['all'] if self.recurrent and c.share_kv else range(c.n_expert)
         empty = torch.arange(c.window) < c.window - count[:, None]  # (B, W)
+        none = [torch.zeros(len(count), c.n_kv_head, c.head_dim, dtype=torch.float64)] * c.window
 
-        def cache(entries):
-            entries = [
-                torch.zeros(len(count), c.n_kv_head, c.head_dim, dtype=torch.float64)
-            ] * c.window + entries
-            return torch.stack(entries[-c.window :], 2).masked_fill(empty[:, None, :, None], 0)
+        def cache(kept, l):
+            heads = [torch.stack((none + kept.get((l, one), []))[-c.window :], 2) for one in owners]
+            return torch.cat(heads, 1).masked_fill(empty[:, None, :, None], 0)  # (B, C, W, K)
 
-        k, v = (
-            torch.stack(
-                [
-                    torch.cat([cache(kept.get((l, owner), [])) for owner in owners], 1)
-                    for l in range(c.n_layer)
-                ]
-            )
-            for kept in (self.keys, self.values)
-        )
+        levels = range(c.n_layer)
+        k, v = (torch.stack([cache(x, l) for l in levels]) for x in (self.keys, self.values))
         return State(self.s if self.recurrent else self.s[:, :0], k, v, count)
 
 
@@ -83,34 +75,27 @@ def combine(config, level, h, z, s):
     if config.aggregation == 'mean':
         return sum(h) / E
     query = torch.cat([z, s], -1) @ level.router_q.t() + level.router_q_bias
-    scores = [
-        query @ (level.router_k @ e + level.router_k_bias) / math.sqrt(config.router_dim)
-        for e in level.expert_embedding
-    ]
-    gates = torch.exp(torch.stack(scores))  # (E, ...)
-    gates = gates / gates.sum(0)
-    below = (
-        gates.sum(0) + EPS
-        if config.aggregation == 'softmax_mean'
-        else (gates.pow(2).sum(0) + EPS).sqrt()
-    )
+    keys = [level.router_k @ e + level.router_k_bias for e in level.expert_embedding]
+    gates = torch.exp(torch.stack([query @ k / math.sqrt(config.router_dim) for k in keys]))
+    gates = gates / gates.sum(0)  # (E, ...)
+    below = gates.sum(0) + EPS
+    if config.aggregation == 'softmax_l2':
+        below = (gates.pow(2).sum(0) + EPS).sqrt()
     return sum((gates[i] / below).unsqueeze(-1) * h[i] for i in range(E))
 
 
 def attend(q, keys, values, now, oldest):
-    """q (B, H, K) at position now; keys and values: one (B, G, K) a position from 0 to now; oldest (B,): the first position each may see."""
+    """q (B, H, K) at position now; keys and values: one (B, G, K) a position from 0 to now; oldest
+    (B,): the first position each may see."""
     B, H, K = q.shape
     begin = int(oldest.min())
     position = torch.arange(begin, now + 1)
     keys, values = torch.stack(keys[begin:]), torch.stack(values[begin:])  # (S, B, G, K)
     G = keys.size(2)
-    q = turn(q, now).view(B, G, H // G, K // 2)
-    scores = torch.einsum(
-        'bgrk,sbgk->bgrs', q, turn(keys, position[:, None, None, None]).conj()
-    ).real / math.sqrt(K)
-    p = torch.softmax(
-        scores.masked_fill((position < oldest[:, None])[:, None, None], -math.inf), -1
-    )
+    q, keys = turn(q, now).view(B, G, H // G, K // 2), turn(keys, position[:, None, None, None])
+    scores = torch.einsum('bgrk,sbgk->bgrs', q, keys.conj()).real / math.sqrt(K)
+    hidden = (position < oldest[:, None])[:, None, None]
+    p = torch.softmax(scores.masked_fill(hidden, -math.inf), -1)
     return torch.einsum('bgrs,sbgk->bgrk', p, values).reshape(B, H * K)
 
 
@@ -135,11 +120,8 @@ def level_step(model, l, s, z, history, window):
     out = []
     for i, owner in enumerate(owners):
         q = unit((n @ level.wq[i].t()).view(B, c.n_head, c.head_dim))
-        y = (
-            u
-            + attend(q, history.keys[l, owner], history.values[l, owner], now, oldest)
-            @ level.wo[i].t()
-        )
+        att = attend(q, history.keys[l, owner], history.values[l, owner], now, oldest)
+        y = u + att @ level.wo[i].t()
         out.append(y + torch.relu(unit(y) @ level.up[i].t()).pow(2) @ level.down[i].t())
     if model.recurrent:
         return combine(c, level, [unit(y) for y in out], z, s)
@@ -149,8 +131,9 @@ def level_step(model, l, s, z, history, window):
 
 
 def run(model, idx, history=None):
-    """Logits (B, T, V) of tokens (B, T), and the history after them. history None: a start; GPT then attends to the whole chunk, as in
-    training, and to the window otherwise. Gradients end at the chunk's start."""
+    """Logits (B, T, V) of tokens (B, T), and the history after them. history None: a start; GPT
+    then attends to the whole chunk, as in training, and to the window otherwise. Gradients end at
+    the chunk's start."""
     window = None if history is None and not model.recurrent else model.config.window
     history = History(model, len(idx)) if history is None else history
     history.detach()
@@ -173,20 +156,14 @@ def loss_of(logits, targets):
 # ---- models ----
 
 
-def make(kind, seed=0, dtype=torch.float64, **changes):
-    """A small model with every parameter random and none of them small: a and b about 1, matrices about 2 / sqrt(fan_in)."""
-    sizes = {
-        'vocab_size': V,
-        'n_layer': 2,
-        'n_expert': 2,
-        'n_embd': 16,
-        'n_head': 4,
-        'n_kv_head': 2,
-        'window': 4,
-        'block_size': 8,
-        'router_dim': 6,
-    }
-    model = kind(ModelConfig(**sizes | changes)).to(dtype)
+SIZES = {'vocab_size': V, 'n_embd': 16, 'n_head': 4, 'n_kv_head': 2, 'window': 4, 'block_size': 8}
+SIZES |= {'n_layer': 2, 'n_expert': 2, 'router_dim': 6}
+
+
+def make(model_type, seed=0, dtype=torch.float64, **changes):
+    """A small model with every parameter random and none of them small: a and b about 1, matrices
+    about 2 / sqrt(fan_in)."""
+    model = model_type(ModelConfig(**SIZES | changes)).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
@@ -213,13 +190,12 @@ def gradients(model, value):
 
 
 def assert_close(a, b, rtol=1e-9, size=None, what=''):
-    """The difference's norm against rtol times b's, or times size: that of the terms of which b is a small sum or difference. In float64
-    the default leaves a margin of 20 and more over what rounding makes of these models, on processors of two makes."""
+    """The difference's norm against rtol times b's, or times size: that of the terms of which b is
+    a small sum or difference. In float64 the default leaves a margin of 20 and more over what
+    rounding makes of these models, on processors of two makes."""
     assert a.shape == b.shape, what
-    difference, size = (
-        (a - b).double().norm().item(),
-        b.double().norm().item() if size is None else size,
-    )
+    difference = (a - b).double().norm().item()
+    size = b.double().norm().item() if size is None else size
     assert difference <= rtol * size, f'{what}: differs by {difference:.3g}, size {size:.3g}'
 
 
@@ -229,15 +205,14 @@ def assert_same_state(a, b, rtol=1e-9):
 
 
 def always_zero(name, model):
-    """Softmax is shift invariant, and constant for one expert: these gradients are zero but for rounding."""
-    return name.endswith('router_k_bias') or (
-        model.config.n_expert == 1 and ('router' in name or 'expert_embedding' in name)
-    )
+    """Softmax is shift invariant, and constant for one expert: these are zero but for rounding."""
+    routing = 'router' in name or 'expert_embedding' in name
+    return name.endswith('router_k_bias') or (model.config.n_expert == 1 and routing)
 
 
 def assert_same_gradients(model, a, b, rtol=1e-9, zero=()):
-    """Each parameter's, relative to the largest gradient of the model: all are sums of terms of about its size. zero: ends of names of
-    parameters with no gradient here."""
+    """Each parameter's, relative to the largest gradient of the model: all are sums of terms of
+    about its size. zero: ends of names of parameters with no gradient here."""
     assert a.keys() == b.keys()
     size = max(g.double().norm().item() for g in b.values())
     for name in b:

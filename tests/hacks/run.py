@@ -1,12 +1,15 @@
-"""In a copy of the project with a patch in it: three updates of every path beside the patched plain equations, in float64, and decoding beside
-them. python run.py [--inductor] model|agents '{settings}'. Prints the plain losses."""
+"""In a copy of the project with a patch in it: three updates of every path beside the patched plain
+equations, in float64, and decoding beside them. python run.py [--inductor] model|agents
+'{settings}'. Prints the plain losses."""
 
 import ast
+import functools
 import sys
 
 import torch
 
 import kernels
+import sample
 import unroll
 
 
@@ -25,11 +28,8 @@ def trained(model, loss_of, path, updates=3):
 
 
 def same(found, expected, what, rtol=1e-8):
-    assert all(abs(a - b) <= rtol * abs(b) for a, b in zip(found[0], expected[0], strict=True)), (
-        what,
-        found[0],
-        expected[0],
-    )
+    for a, b in zip(found[0], expected[0], strict=True):
+        assert abs(a - b) <= rtol * abs(b), (what, a, b)
     assert found[1].keys() == expected[1].keys()
     for name, b in expected[1].items():
         error, size = (found[1][name] - b).norm(), b.norm()
@@ -37,10 +37,9 @@ def same(found, expected, what, rtol=1e-8):
 
 
 def models(settings):
-    from reference import V, make, tokens
+    from reference import make, tokens
 
     from model import GPT, RecurrentGPT
-    from sample import Decoder
 
     def loss_of(model, i):
         nonlocal state
@@ -54,49 +53,38 @@ def models(settings):
             found[path] = trained(model, loss_of, path)
             same(found[path], found['plain'], path)
         print(*found['plain'][0])
-        decode(Decoder, model, tokens(2, 11))
+        decode(model, tokens(2, 11))
     model, x = make(GPT, n_expert=2, **settings), tokens(2, 6)
-    if not found['plain'][1].keys() <= dict(model.named_parameters()).keys() | {
-        'levels.0.a',
-        'levels.0.b',
-    }:
+    of_both = {'levels.0.a', 'levels.0.b', *dict(model.named_parameters())}
+    if not found['plain'][1].keys() <= of_both:
         return  # a patch of the recurrent model alone
-    same(
-        trained(model, lambda model, i: model(x, x)[0], 'compiled'),
-        trained(make(GPT, n_expert=2, **settings), lambda model, i: model(x, x)[0], 'fast'),
-        'GPT',
-    )
-    decode(Decoder, model, tokens(2, 11))
-    assert V == 11
+    compiled = trained(model, lambda model, i: model(x, x)[0], 'compiled')
+    model = make(GPT, n_expert=2, **settings)
+    same(compiled, trained(model, lambda model, i: model(x, x)[0], 'fast'), 'GPT')
+    decode(model, tokens(2, 11))
 
 
-def decode(Decoder, model, x):
+def decode(model, x):
     model.config.path = 'plain'
     with torch.no_grad():
         expected, _ = model(x, state=model.init_state(2))
     for compile in (False, True):
-        decoder = Decoder(model, 2, compile=compile)
+        decoder = sample.Decoder(model, 2, compile=compile)
         for t in range(x.size(1)):
             decoder.step(x[:, t])
-            assert (decoder.logits - expected[:, t]).norm() <= 1e-9 * expected[:, t].norm(), (
-                f'decoder, token {t}'
-            )
+            error = (decoder.logits - expected[:, t]).norm()
+            assert error <= 1e-9 * expected[:, t].norm(), f'decoder, token {t}'
 
 
 def agents(settings):
     from convlstm import AgentConfig, build_agent
 
-    for sizes in (
-        {'arch': 'convlstm'},
-        {'arch': 'convglu'},
-        {'arch': 'convglu', 'residual': 'shared'},
-    ):
+    for arch, residual in (('convlstm', 'expert'), ('convglu', 'expert'), ('convglu', 'shared')):
+        sizes = {'arch': arch, 'residual': residual, 'n_layer': 2, 'n_expert': 3, 'n_embd': 8}
         found = {}
         for path in ('plain', 'fast', 'compiled'):
             torch.manual_seed(0)
-            agent = build_agent(
-                AgentConfig(n_layer=2, n_expert=3, n_embd=8, head_dim=16, **sizes, **settings)
-            ).double()
+            agent = build_agent(AgentConfig(head_dim=16, **sizes, **settings)).double()
             obs = torch.randint(5, (3, 2, 10, 10, 2), dtype=torch.uint8)
             start = torch.zeros(3, 2, dtype=torch.bool)
 
@@ -113,18 +101,10 @@ if __name__ == '__main__':
     torch.set_num_threads(1)
     *options, what, settings = sys.argv[1:]
     if not options:  # Inductor's C++ compiler takes minutes; what it is given is the same
-
-        def aot(f):
-            return torch.compile(f, dynamic=False, backend='aot_eager')
-
-        import functools
-
-        for module in (kernels, unroll):
-            module.compiled = functools.cache(aot)
-        import sample as decode_file
-
-        decode_file.compiled = kernels.compiled
         compile = torch.compile
         torch.compile = lambda f, **more: compile(f, **more | {'backend': 'aot_eager'})
+        once = functools.cache(lambda f: torch.compile(f, dynamic=False))
+        for module in (kernels, unroll, sample):
+            module.compiled = once
     {'model': models, 'agents': agents}[what](ast.literal_eval(settings))
     print('all paths agree')
