@@ -200,7 +200,8 @@ def restoring(where: Path, key: str) -> Iterator[None]:
     except UNREADABLE as error:
         if isinstance(error, CheckpointError) or out_of_memory(error):
             raise
-        words = f'{key} does not fit this run, or is damaged ({first_line(error)})'
+        why = ' '.join(f'{type(error).__name__}: {error}'.split())[:200]  # of torch's lines
+        words = f'{key} does not fit this run, or is damaged ({why})'
         if isinstance(error, SizeError):
             words = error
         raise CheckpointError(f'{where}: {words}: give another out_dir') from None

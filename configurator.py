@@ -120,8 +120,8 @@ def every(seconds: float = 10.0) -> Callable[[], bool]:
 
 
 def first_line(error: Exception) -> str:
-    """What an exception says, on a line of its own and not too long for that."""
-    return f'{type(error).__name__}: {" ".join(str(error).split())[:200]}'
+    """What an exception says, short enough for a line of its own."""
+    return f'{type(error).__name__}: {(str(error).splitlines() or [""])[0][:200]}'
 
 
 # ---- values ----
