@@ -350,18 +350,14 @@ def apply(run: Run) -> torch.Tensor:
 def update(run: Run, stop: bool) -> tuple[dict[str, float], torch.Tensor, bool]:
     """One rollout and one update. -> its statistics, (T, 3, n_envs) rewards, ends and solved ends
     (on rank 0 and the CPU: of all ranks' boards), and whether any rank was told to stop."""
-
-    def call(name, function, *args):
-        return function(*args) if run.graphs is None else graphed(run.graphs, name, function, *args)
-
     if not run.graphs or run.graphs['backward'][1] is None:
         run.optimizer.zero_grad(set_to_none=True)  # a captured backward writes its own anew
     for group in run.optimizer.param_groups:
         group['lr'].fill_(learning_rate * (1 - run.step / run.updates))
-    batch = call('rollout', rollout, run)
-    sums = call('backward', backward, run, batch)
+    batch = graphed(run.graphs, 'rollout', rollout, run)
+    sums = graphed(run.graphs, 'backward', backward, run, batch)
     sums = sum_over_ranks(run.model, torch.cat([sums, sums.new_full((1,), stop)]))
-    norm = call('apply', apply, run)
+    norm = graphed(run.graphs, 'apply', apply, run)
     games = torch.stack([batch['reward'], batch['done'].float(), batch['solved'].float()], 1)
     # the only wait for the device
     *losses, mean, square, error, error2, stop, norm = torch.cat([sums, norm[None]]).tolist()
