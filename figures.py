@@ -345,7 +345,7 @@ def saturation_figure(points: dict, name: str, reference: str, title: str, label
     return chart(panels, 'at most L levels', f'best {label}', title, STANDARD_ERROR)
 
 
-def curve_figure(runs: list, points: dict, title: str, label: str) -> 'Figure':
+def curve_figure(runs: list, points: dict, title: str, label: str, token: str) -> 'Figure':
     """Loss or returns over data: each variant's and L's best allocation, mean and one deviation."""
     is_text, parts = next(iter(points)).is_text, groups(points, by('variant'))
     data, key = ('tokens', 'val_loss') if is_text else ('env_steps', 'return_1000')
@@ -355,11 +355,11 @@ def curve_figure(runs: list, points: dict, title: str, label: str) -> 'Figure':
             row, logs = best(part), []
             for log in (log for run, log in runs if run.cell == row):
                 pairs = [(r.get(data), r.get(key)) for r in log]
-                logs.append({x / 1e6: y for x, y in pairs if None not in (x, y)})
+                logs.append({x / 1e6: y for x, y in pairs if x and y is not None})
             steps = set.intersection(*map(set, logs))  # that all seeds have logged
             its = {x: summary([log[x] for log in logs]) for x in steps}
             band(axes, its, i, f'L = {row.L}, E = {row.E}, d = {row.d}', marker=MARKERS[i % 7])
-        axes.set(title=variant, xlabel=f'{data.replace("env_", "environment ")} (millions)')
+        axes.set(title=variant, xlabel=f'{token if is_text else "environment step"}s (millions)')
         # its own, below: the other panel's allocations are others
         axes.legend(loc='upper center', bbox_to_anchor=(0.5, -0.22), ncols=2)
     panels[0].set_ylabel(label if is_text else 'return, mean of 1,000 games')
@@ -412,7 +412,7 @@ def draw(what: str, rows: list, runs: list, token: str, reference: str, into: st
         else:
             figures['allocations'] = size_figure(points, 'Ld', reference, title, label)
             figures['saturation'] = saturation_figure(points, 'variant', reference, title, label)
-            figures['curves'] = curve_figure(runs, points, title, label)
+            figures['curves'] = curve_figure(runs, points, title, label, token)
         for name, figure in figures.items():
             paths += save(figure, into, f'{name}_{model}')
     return paths
@@ -551,8 +551,8 @@ def open_trackers(
         numbers = {k: x for k, x in record.items() if isinstance(x, (int, float))}
         gifs = {k: x for k, x in record.items() if str(x).endswith('.gif')}
         if board:
-            for name, x in numbers.items():
-                board.add_scalar(name, x, step)
+            for name in numbers.keys() - {'step'}:
+                board.add_scalar(name, numbers[name], step)
             for name, path in gifs.items():
                 from tensorboard.compat.proto.summary_pb2 import Summary
 

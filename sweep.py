@@ -293,17 +293,13 @@ def total_of(row: Row) -> int:
     return c['max_iters'] if row.is_text else -(-c['total_steps'] // (c['n_envs'] * c['unroll']))
 
 
-def saved_config(row: Row) -> dict:
-    """Of a run's config.json; empty where there is none to read."""
-    return read_json(Path(folder_of(row), 'config.json'))
-
-
 def look(row: Row) -> tuple[str, float, float]:
     """A run's state, how much of it is done, 0 to 1, and the seconds that took. The state is
     'done', 'failed', 'other' (a run with other settings), 'damaged' (no readable log, nor a
     checkpoint, from which a resumed run repairs it) or, of what can begin or go on, ''."""
-    folder, saved, log, state = folder_of(row), saved_config(row), [{'step': 0}], ''
-    if os.path.exists(os.path.join(folder, 'failed.json')):
+    folder, log = Path(folder_of(row)), [{'step': 0}]
+    saved, state = read_json(folder / 'config.json'), ''
+    if (folder / 'failed.json').exists():
         state = 'failed'
     try:
         log += read_log(folder)
@@ -609,7 +605,10 @@ def write_runs(runs: list, reported: set, into: str) -> str:
         mine |= figures.cell_fields([row])[row] | dict(row.more) | {'seed': row.seed}
         mine |= {'value': value(log), 'updates': log[-1]['step']}
         mine |= {k: log[-1][k] for k in ('tokens', 'env_steps', 'seconds') if k in log[-1]}
-        mine |= {'commit': saved_config(row).get('commit'), 'over_budget': over_budget(row)}
+        mine |= {
+            'commit': read_json(Path(folder_of(row), 'config.json')).get('commit'),
+            'over_budget': over_budget(row),
+        }
         about['runs'].append(mine)
     path = os.path.join(into, 'runs.json')
     write_json(about, path)

@@ -133,6 +133,13 @@ figures test_sweep::standard_errors_and_differences_by_hand
 figures test_sweep::ablations_are_drawn_with_standard_errors
     panels[0], with_errors(mine) -> panels[0], mine
     differences(mine, x) -> differences(mine, min(mine))
+figures test_figures::a_runs_page_has_the_logs_numbers
+    field(row[k], 4) -> field(row[k], 1)
+figures test_figures::a_sweeps_page
+    <td>{html.escape(x)}</td> -> <td>{x}</td>
+sweep test_sweep::tuning_goes_on_beyond_an_edge
+    factor = 2.0 -> factor = 1.0
+    range(FURTHER) -> range(FURTHER + 1)
 sweep test_sweep::ablation_plans
     (1, 2, 4, 8, 16, 32, 64) -> (1, 2, 4, 8)
 sweep test_sweep::language_models_cost_16_blocks

@@ -21,7 +21,7 @@ import torch
 import data_fineweb
 import figures
 import sweep
-import train_sokoban
+import train_lm
 from configurator import configure
 from model import ModelConfig, memory
 
@@ -103,9 +103,6 @@ def fake(rows, value=lambda row: 1.0, seconds=1.0):
         (folder_of(row) / 'log.jsonl').write_text(''.join(lines))
 
 
-# ---- the rule ----
-
-
 def test_convlstm_plans_are_the_papers_84_rows_in_order():
     """And the rule by hand: C(d) = 9 (32 + 2d) 4d a cell of 100: C(128) = 1,327,104, C(64) =
     368,640."""
@@ -144,20 +141,6 @@ def test_language_models_cost_16_blocks(capsys):
     assert {r[3:6] for r in set(asked) - set(rows)} == {(8, 1, 1536)} and len(asked) == 28
     depths = [r.L for r in sized('--plan=lm-medium', '--only=d=768 variant=recurrent')]
     assert depths == [1, 2, 4, 8, 16, 32]
-
-
-def test_shrunk_plans_keep_the_rule(tiny):
-    only = 'model=convlstm variant=recurrent'
-    rows = agents(only, '--width=0.5', '--length=0.01', '--seeds=1')
-    c = {d: 9 * (32 + 2 * d) * 4 * d for d in (64, 32, 16)}
-    cells = [(L, round(c[64] / (L * c[d])), d) for L in (1, 2, 4, 8, 16) for d in c]
-    assert [r[3:6] for r in rows] == [cell for cell in cells if cell[1]]
-    assert sweep.settings_of(rows[0])['total_steps'] == 500000
-    rows = sized(*tiny, '--length=0.5', '--only=d=24', '--also=eval_interval=5 dtype=bfloat16')
-    assert [(r.L, r.E) for r in rows[:5]] == [(L, 16 // L) for L in (1, 2, 4, 8, 16)]
-    some = {'max_iters': 3, 'warmup_iters': 1, 'eval_interval': 5, 'dtype': 'bfloat16'}
-    assert sweep.settings_of(rows[0]).items() >= some.items()
-    assert '--dtype=bfloat16' in sweep.arguments(rows[0])
 
 
 def test_ablation_plans():
@@ -208,13 +191,15 @@ def test_studies_cost_the_same_for_both_variants(config, tmp_path):
 # ---- the command line ----
 
 
-def test_list_has_a_line_a_run_with_a_command_that_parses():
-    status, out, _ = call('--plan', 'sokoban-small', '--only', 'L=16', '--seeds=1')
+def test_list_has_a_line_a_run_with_a_command_that_parses(tmp_path):
+    """From any folder: what a plan names is looked for beside sweep.py too."""
+    line = [sys.executable, ROOT / 'sweep.py', '--plan=lm-small', '--only=d=768 L=16']
+    out = forks.run(line, cwd=tmp_path, capture_output=True, text=True).stdout
     words = shlex.split(out.splitlines()[1])
-    assert status == 0 and len(out.splitlines()) == 1 + 4
-    assert words[:4] == ['0', 'convlstm_recurrent_L16_E1_d32_s1', '176.9', '1.33']
-    assert words[5:8] == ['0%', 'python', 'train_sokoban.py']
-    assert configure(dict(vars(train_sokoban)), words[8:], quiet=True)['n_layer'] == 16
+    assert words[:2] == ['0', 'transformer_recurrent_L16_E1_d768_s1'] and words[3] == '1.00'
+    assert words[5:7] == ['0%', 'python'] and os.path.samefile(words[7], ROOT / 'train_lm.py')
+    argv = [os.path.join(tmp_path, words[8]), *words[9:]]
+    assert configure(dict(vars(train_lm)), argv, quiet=True)['n_layer'] == 16
 
 
 MISTAKES = """
@@ -224,16 +209,12 @@ MISTAKES = """
 --base=nowhere.py | nowhere.py No such file
 --also=nonsense=1 | also = 'nonsense'
 --width=0.0833 | n_embd base, width
---emit=pbs | emit = 'pbs'
 --table=solve --run | no Sokoban agents
---length=1e307 | length = 1e+307
 --run --index=99 | index = 99 0 to 25
 '--only=L=8 d=1536 variant=recurrent' | 1.5 budgets --dear
 --tune=learning_rate | tune 'learning_rate=0.02,0.04'
 --tune=n_layer=1,2 | n_layer cannot be tuned
---tune=threads=1,2 | threads cannot be tuned
 --tune=learning_rat=0.02 | tune = 'learning_rat' 'learning_rate'
---tune=learning_rate=0.02, | tune = learning_rate expects
 --emit=slurm --run | emit = 'slurm' run
 --figure | no run of plan --run
 --gpus_per_run=64 --run | gpus_per_run = 64
@@ -386,15 +367,6 @@ def test_nothing_finished_is_ever_overwritten(tiny, capsys):
     assert sweep.look(row) == ('', 0.0, 0.0)
 
 
-def test_config_files_under_the_runs(base, tmp_path, monkeypatch):
-    """base_ff alone leaves the recurrent runs their own; a file is looked for beside sweep.py."""
-    rows = sized('--plan=lm-small-long', f'--base_ff={base}', '--only=d=768 L=1')
-    assert [sweep.config_of(row)['window'] for row in rows] == [1024, 8]
-    monkeypatch.chdir(tmp_path)
-    row = sized('--plan=lm-small', '--base=config/tiny_lm.py', '--only=d=768 L=1')[0]
-    assert all(os.path.exists(path) for path in sweep.arguments(row)[:2])
-
-
 GPUS = """
 0 --workers=3 | ||
 4 --seeds=1 | 0|1|2|3
@@ -414,18 +386,6 @@ def test_workers_and_gpus(monkeypatch, line):
     for name, _, value in (word.partition('=') for word in words if word.startswith('CUDA')):
         monkeypatch.setenv(name, value)
     assert sweep.devices() == expected.split('|')
-
-
-def test_eta_counts_what_is_done(tmp_path):
-    """A finished run of 100 s, one half done in 50, two to come, by two workers: 250 s of work."""
-    only = '--only=L=1 d=768 variant=recurrent'
-    rows = sized('--plan=lm-small', only, '--seeds=4', f'--out_dir={tmp_path}')
-    assert sweep.remaining(rows, rows, 2) == 'n/a'
-    fake(rows[:2], seconds=100.0)
-    path = folder_of(rows[1]) / 'log.jsonl'
-    path.write_text(json.dumps({'step': 5000, 'seconds': 50.0}) + '\n')
-    found = [sweep.remaining(rows[k:], rows, 2) for k in (1, 3, 4)]
-    assert found == ['0:02:05', '0:01:40', '0:00:00']
 
 
 # ---- tuning ----
