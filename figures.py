@@ -177,13 +177,6 @@ def at_best(runs: list, name: str) -> list:
     return [(row, log) for row, log in runs if row.cell in keep]
 
 
-def chosen_by_return(runs: list) -> list[Row]:
-    """Of each model, budget, variant and L the cell with the highest mean training return."""
-    agents = cells([(row, log) for row, log in runs if not row.is_text])
-    parts = groups(agents, by('model', 'budget', 'recurrent', 'L'))
-    return [best(part) for part in parts.values()]
-
-
 def saturation(points: dict) -> dict:
     """{L: the best cell's (mean, standard error, N) with at most L levels}"""
     out = {}
@@ -421,22 +414,19 @@ def draw(what: str, rows: list, runs: list, token: str, reference: str, into: st
 # ----------------------------------------------------------------------------- tables
 
 
-def field(x: str | int | float, digits: int) -> str:
-    """`digits` decimals, two significant digits where that would hide a small number; nothing for
-    NaN."""
-    if not isinstance(x, float):
-        return str(x)
-    if math.isnan(x):
-        return ''
-    return f'{x:.2g}' if 0 < abs(x) < 10 ** (1 - digits) else f'{x:.{digits}f}'
+def field(x: object) -> str:
+    """Five significant digits of a float; nothing for NaN and None."""
+    if isinstance(x, float):
+        return '' if math.isnan(x) else f'{x:.5g}'
+    return '' if x is None else str(x)
 
 
-def write_table(rows: list[dict], into: str, name: str, digits: int = 4) -> list[str]:
+def write_table(rows: list[dict], into: str, name: str) -> list[str]:
     """As name.csv and name.md, the first row's keys as columns; what a row lacks stays empty."""
-    lines = [[field(row.get(k, ''), digits) for k in rows[0]] for row in rows]
-    text, header = io.StringIO(), list(rows[0])
-    csv.writer(text, lineterminator='\n').writerows([header, *lines])
-    marks = [f'| {" | ".join(row)} |\n' for row in [header, ['---'] * len(header), *lines]]
+    lines = [list(rows[0]), *([field(row.get(k)) for k in rows[0]] for row in rows)]
+    text, marks = io.StringIO(), [f'| {" | ".join(line)} |\n' for line in lines]
+    csv.writer(text, lineterminator='\n').writerows(lines)
+    marks.insert(1, '| --- ' * len(rows[0]) + '|\n')
     paths = [os.path.join(into, f'{name}.{form}') for form in ('csv', 'md')]
     for path, content in zip(paths, (text.getvalue(), ''.join(marks)), strict=True):
         write_text(content, path)
@@ -486,7 +476,7 @@ def solve_table(rates: dict, levels: str, reference: str, into: str) -> list[str
             r['variant'] = f'{r["method"]}, {r["training_steps"]}'
         for r in (*paper.values(), *others):
             body.append(r | {'variant': f'{r["variant"]}, paper'})
-        paths += write_table(body, into, f'solve_{model}', 2)
+        paths += write_table(body, into, f'solve_{model}')
     return paths
 
 
@@ -599,8 +589,7 @@ def html_table(rows: list[dict]) -> str:
     names = [k for k in names if any(row.get(k) not in (None, '') for row in rows)]
     lines = [''.join(f'<th>{html.escape(name.replace("_", " "))}</th>' for name in names)]
     for row in rows:
-        cells = ['' if row.get(k) is None else field(row[k], 4) for k in names]
-        lines.append(''.join(f'<td>{html.escape(x)}</td>' for x in cells))
+        lines.append(''.join(f'<td>{html.escape(field(row.get(k)))}</td>' for k in names))
     text = ''.join(f'<tr>{line}</tr>\n' for line in lines)
     return f'<div><table>{text}</table></div>\n' if rows else ''
 

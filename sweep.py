@@ -589,8 +589,10 @@ def show(rows: list[Row]) -> None:
                     file.write(f'\n{words}\n')
         paths.append(write_runs(runs, {row for row, _ in shown}, into))
     if table == 'solve':
-        cells = figures.chosen_by_return(fair)
-        rates = {c: [solve_rate(r) for r, _ in runs if r.cell == c] for c in cells}
+        points = figures.cells([run for run in fair if not run[0].is_text])
+        depths = figures.groups(points, lambda row: (row.model, row.budget, row.recurrent, row.L))
+        best = [figures.best(part) for part in depths.values()]
+        rates = {cell: [solve_rate(row) for row, _ in runs if row.cell == cell] for cell in best}
         paths += figures.solve_table(rates, levels, reference, into)
     print('\n'.join(paths))
 
@@ -605,10 +607,8 @@ def write_runs(runs: list, reported: set, into: str) -> str:
         mine |= figures.cell_fields([row])[row] | dict(row.more) | {'seed': row.seed}
         mine |= {'value': value(log), 'updates': log[-1]['step']}
         mine |= {k: log[-1][k] for k in ('tokens', 'env_steps', 'seconds') if k in log[-1]}
-        mine |= {
-            'commit': read_json(Path(folder_of(row), 'config.json')).get('commit'),
-            'over_budget': over_budget(row),
-        }
+        saved = read_json(Path(folder_of(row), 'config.json'))
+        mine |= {'commit': saved.get('commit'), 'over_budget': over_budget(row)}
         about['runs'].append(mine)
     path = os.path.join(into, 'runs.json')
     write_json(about, path)
@@ -624,8 +624,7 @@ def main() -> int:
     if table == 'solve' and all(row.is_text for row in rows):
         fail(f'plan {plan!r} has no Sokoban agents: table = solve is for those')
     if index >= len(rows):
-        until = ', until all values have been tried' if waits(rows) else ''
-        fail(f'index = {index}: plan {plan!r} has runs 0 to {len(rows) - 1} here{until}')
+        fail(f'index = {index}: plan {plan!r} has runs 0 to {len(rows) - 1} so far')
     if emit:
         print_jobs(rows, config)
     elif not (run or figure or table):

@@ -134,9 +134,9 @@ figures test_sweep::ablations_are_drawn_with_standard_errors
     panels[0], with_errors(mine) -> panels[0], mine
     differences(mine, x) -> differences(mine, min(mine))
 figures test_figures::a_runs_page_has_the_logs_numbers
-    field(row[k], 4) -> field(row[k], 1)
+    {x:.5g} -> {x:.2g}
 figures test_figures::a_sweeps_page
-    <td>{html.escape(x)}</td> -> <td>{x}</td>
+    <td>{html.escape(field(row.get(k)))}</td> -> <td>{field(row.get(k))}</td>
 sweep test_sweep::tuning_goes_on_beyond_an_edge
     factor = 2.0 -> factor = 1.0
     range(FURTHER) -> range(FURTHER + 1)

@@ -50,7 +50,7 @@ def agree(row, record):
     assert len(row) > 3
     for name, text in row.items():
         if text and name not in ('run', 'value', 'commit'):
-            assert float(text) == pytest.approx(record[name.replace(' ', '_')], abs=6e-5), name
+            assert float(text) == pytest.approx(record[name.replace(' ', '_')], 6e-5), name
 
 
 def drawn(page, tmp_path):
@@ -107,7 +107,7 @@ def test_a_sweeps_page(page, tmp_path, monkeypatch, capsys):
     assert [row['run'] for row in found.rows('Runs')] == ['one', 'two']
     for row in found.rows('Runs'):
         agree(row, last)
-        assert float(row['value']) == pytest.approx(last['val_loss'], abs=6e-5)
+        assert float(row['value']) == pytest.approx(last['val_loss'], 6e-5)
     assert 'n_layer' not in found.texts['Settings of all runs']
     monkeypatch.setattr(sys, 'argv', ['figures.py', f'--report={tmp_path}/nothing'])
     with pytest.raises(SystemExit):

@@ -420,7 +420,7 @@ def test_each_cell_is_tuned_with_seed_1_and_its_best_is_shown_by_other_seeds(tin
     out, folder = call(*argv, '--table', '--figure')[1], tmp_path / 'lm-small'
     lines = (folder / 'table_transformer.csv').read_text().splitlines()
     assert lines[0].startswith('variant,budget,L,E,d,learning_rate,mean_loss,variance,n_seeds')
-    assert lines[1] == 'recurrent,small,1,16,24,0.04,2.1000,0.0200,2'
+    assert lines[1] == 'recurrent,small,1,16,24,0.04,2.1,0.02,2'
     # means of two draws each: 2.0, 2.1, 2.1, 2.2 against 2.1, 2.2, 2.2, 2.3; L = 4 wins in 1 of 16
     words = (folder / 'table_transformer.md').read_text().splitlines()[-1]
     assert words in out and 'recurrent 1 (95%: 1 to 4), feedforward 4 (95%: 4 to 4)' in words
@@ -545,7 +545,7 @@ def test_tables_have_the_papers_layout_and_points(tmp_path):
     assert status == 0, err
     lines = (shown / 'table_convlstm.csv').read_text().splitlines()
     header = 'variant,budget,L,E,d,mean_return,variance,n_seeds,paper_mean,paper_variance'
-    assert lines[:2] == [header, 'recurrent,small,1,1,128,6.5000,0.5000,2,7.7500,0.0076']
+    assert lines[:2] == [header, 'recurrent,small,1,1,128,6.5,0.5,2,7.75,0.0076']
     table = (shown / 'table_convlstm.md').read_text().splitlines()
     assert table[2] == f'| {lines[1].replace(",", " | ")} |'
     assert 'recurrent 1 (95%' in table[-1] and 'equal in' in table[-1]
@@ -555,7 +555,7 @@ def test_tables_have_the_papers_layout_and_points(tmp_path):
     assert 'd = 64, paper' in (shown / 'allocations_convlstm.svg').read_text()
     lines = (shown / 'solve_convlstm.csv').read_text().splitlines()
     assert lines[0] == 'variant,budget,L,E,d,unfiltered_test_percent,std,n_seeds'
-    assert lines[2] == 'recurrent,small,2,2,64,65.00,7.07,2'
+    assert lines[2] == 'recurrent,small,2,2,64,65,7.0711,2'
     assert '"recurrent, paper",small,1,1,128,86.03,3.71,' in lines
     assert '"DRC(3,3), 2B, paper",,,,,99.3,,' in lines
     status, out, err = call(*argv, f'--reference={tmp_path}')
