@@ -578,6 +578,7 @@ th, td { padding: 0.2rem 1.2rem 0.2rem 0; text-align: right; border-bottom: 1px 
 th:first-child, td:first-child { text-align: left }
 pre { font-size: 0.85rem; background: #f6f6f4; padding: 0.8rem; white-space: pre-wrap;
       overflow-wrap: anywhere }
+.columns { columns: 18rem }
 """
 SHOWN = """run step tokens env_steps value train_loss val_loss val_bits_per_byte return_1000
     solve_rate_1000 eval_return eval_solve_rate seconds commit""".split()  # of a log, in a table
@@ -598,7 +599,8 @@ def html_text(text: str | dict) -> str:
     """A dict as lines of name = value."""
     if isinstance(text, dict):
         text = '\n'.join(f'{k} = {x}' for k, x in text.items())
-    return f'<pre>{html.escape(text)}</pre>\n' if text else ''
+    columns = ' class="columns"' if text.count('\n') > 30 else ''  # all settings
+    return f'<pre{columns}>{html.escape(text)}</pre>\n' if text else ''
 
 
 def html_picture(content: bytes, form: str, name: str) -> str:
@@ -626,6 +628,7 @@ def run_parts(folder: Path, log: list[dict], config: dict) -> dict[str, str]:
     for path in sorted(folder.glob('eval_*.gif')):
         parts[f'Game: {path.stem}'] = html_picture(path.read_bytes(), 'gif', path.name)
     if unit and (folder / 'ckpt_last.pt').exists():
+        print(f'a sample of {folder / "ckpt_last.pt"}, by sample.py', flush=True)
         line = [sys.executable, 'sample.py', f'--out_dir={folder.resolve()}']
         done = subprocess.run(line, cwd=Path(__file__).parent, capture_output=True, text=True)
         parts['A sample'] = html_text(done.stdout or done.stderr)
