@@ -30,8 +30,6 @@ from operator import attrgetter as by
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from configurator import configure, fail, first_line, read_script, run_script
 from configurator import write_atomic, write_text  # before torch: how threads wait
 
@@ -96,17 +94,9 @@ class LogError(ValueError):
 
 
 def read_log(folder: str) -> list[dict]:
-    """The objects of folder/log.jsonl, but a last line being written. FileNotFoundError,
-    LogError."""
-    path, records = os.path.join(folder, 'log.jsonl'), []
-    try:
-        with open(path, 'rb') as file:
-            lines = file.read().split(b'\n')[:-1]
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise LogError(f'{path}: {error.strerror}') from None
-    for number, line in enumerate(lines, 1):
+    """The objects of folder/log.jsonl, but a last line being written. OSError, LogError."""
+    path, records = Path(folder, 'log.jsonl'), []
+    for number, line in enumerate(path.read_bytes().split(b'\n')[:-1], 1):
         try:
             record = json.loads(line)
             if type(record['step']) is not int:
@@ -273,24 +263,15 @@ def save(figure: 'Figure', into: str, name: str, forms: tuple = ('png', 'svg')) 
     return paths
 
 
-def line(axes: 'Axes', points: dict, i: int, label: str, ours: bool = True) -> None:
+def line(axes: 'Axes', points: dict, i: int, label: str, ours: bool = True, **style) -> None:
     """{x: (mean, deviation, N)} with error bars; the paper's dashed and hollow."""
-    xs = sorted(points)
-    style = {'ls': '-'} if ours else {'ls': '--', 'mfc': 'white', 'alpha': 0.7}
-    style |= {'color': COLORS[i % 7], 'marker': MARKERS[i % 7], 'ms': 4, 'lw': 1.2, 'capsize': 2}
+    xs, theirs = sorted(points), {'ls': '--', 'mfc': 'white', 'alpha': 0.7}
+    look = {'color': COLORS[i % 7], 'marker': MARKERS[i % 7], 'ms': 4, 'lw': 1.2, 'capsize': 2}
+    look |= {'markevery': max(1, len(xs) // 8), 'errorevery': max(1, len(xs) // 8)}
     means, bars = ([points[x][k] for x in xs] for k in (0, 1))
     known = not all(map(math.isnan, bars))
+    style = look | ({} if ours else theirs) | style
     axes.errorbar(xs, means, yerr=bars if known else None, label=label, **style)
-
-
-def band(axes: 'Axes', points: dict, i: int, label: str | None, **style) -> None:
-    """{x: (mean, deviation, N)} as a line within its spread."""
-    xs = sorted(points)
-    mean, spread, _ = np.array([points[x] for x in xs]).reshape(-1, 3).T
-    style = {'lw': 1.2, 'ms': 3, 'markevery': max(1, len(xs) // 8)} | style
-    axes.plot(xs, mean, color=COLORS[i % 7], label=label, **style)
-    low, high = mean - np.nan_to_num(spread), mean + np.nan_to_num(spread)
-    axes.fill_between(xs, low, high, color=COLORS[i % 7], alpha=0.2, lw=0)
 
 
 def chart(panels: dict, xlabel: str, ylabel: str, title: str, note: str = '') -> 'Figure':
@@ -351,7 +332,7 @@ def curve_figure(runs: list, points: dict, title: str, label: str, token: str) -
                 logs.append({x / 1e6: y for x, y in pairs if x and y is not None})
             steps = set.intersection(*map(set, logs))  # that all seeds have logged
             its = {x: summary([log[x] for log in logs]) for x in steps}
-            band(axes, its, i, f'L = {row.L}, E = {row.E}, d = {row.d}', marker=MARKERS[i % 7])
+            line(axes, its, i, f'L = {row.L}, E = {row.E}, d = {row.d}')
         axes.set(title=variant, xlabel=f'{token if is_text else "environment step"}s (millions)')
         # its own, below: the other panel's allocations are others
         axes.legend(loc='upper center', bbox_to_anchor=(0.5, -0.22), ncols=2)
@@ -534,7 +515,10 @@ def open_trackers(
     if wandb_project:
         import wandb
 
-        run = wandb.init(project=wandb_project, name=str(out_dir), dir=out_dir, config=config)
+        try:
+            run = wandb.init(project=wandb_project, name=str(out_dir), dir=out_dir, config=config)
+        except wandb.Error as error:
+            fail(f'wandb = True: {first_line(error)}; or set WANDB_MODE=offline')
 
     def write(record: dict) -> None:
         step = record['step']

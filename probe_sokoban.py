@@ -53,7 +53,7 @@ from torch import Tensor, nn
 
 import checkpoint
 from convlstm import CELLS, PLANES, Agent, AgentConfig, ConvLSTM, build_agent
-from figures import MARKERS, band, finish, new, save, summary
+from figures import finish, line, new, save, summary
 from play_sokoban import play, replay
 from sokoban import DELTA, TIME_LIMIT, SokobanEnv, at_most, board_image, load_levels
 from sokoban import save_gif, save_png
@@ -458,7 +458,8 @@ def recall_figure(players: list[Player], title: str) -> None:
     """Recall by step, a line an agent, one deviation over the probes' seeds; dotted: untrained;
     dashed: of the observation."""
     figure, (axes,) = new(1, 3.2)
-    styles = {'3x3': {}, 'untrained 3x3': {'ls': ':'}, 'observation': {'ls': '--', 'lw': 0.9}}
+    plain = {'marker': '', 'lw': 0.9}
+    styles = {'3x3': {}, 'untrained 3x3': {'ls': ':'} | plain, 'observation': {'ls': '--'} | plain}
     for i, result in enumerate(players):
         for name, style in styles.items():
             values = {}
@@ -466,8 +467,7 @@ def recall_figure(players: list[Player], title: str) -> None:
                 if r['probe'] == name and r['recall'] is not None and r['games'] >= min_levels:
                     values.setdefault(r['step'], []).append(r['recall'])
             points = {step: summary(x) for step, x in values.items()}
-            label = None if style else result.label
-            band(axes, points, i, label, **{'marker': '' if style else MARKERS[i % 7]} | style)
+            line(axes, points, i, '' if style else result.label, **style)
     axes.plot([], [], color='gray', ls=':', lw=1.2, label='before training')
     axes.plot([], [], color='gray', ls='--', lw=0.9, label='observation alone')
     axes.set(xlabel='environment step', ylabel='recall', ylim=(0, None))
@@ -693,8 +693,7 @@ def write_results(
     c = players[0].config
     title = test_levels or c['eval_split']
     if title == 'generated':
-        boxes = f'{c["n_boxes"]} box{"es" * (c["n_boxes"] > 1)}'
-        title = f'generated levels, {boxes}, at most {c["max_moves"]} moves'
+        title = f'generated levels, boxes: {c["n_boxes"]}, moves: at most {c["max_moves"]}'
     title += f', {len(solved)} solved by all; precision {wanted:.0%} over {first} steps'
     title += f' ({precision:.0%} is out of reach)' * (wanted != precision)
     recall_figure(players, title)
