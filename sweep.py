@@ -580,14 +580,15 @@ def show(rows: list[Row]) -> None:
         token, cells = 'byte' if is_bytes else 'token', [figures.without(row, name) for row in rows]
         paths += figures.draw(what, cells, drawn, token, reference, into)
     if table:
-        paths += figures.tables(shown, reference, into)
+        paths, found = paths + figures.tables(shown, reference, into), {}
         # the three budgets of plan sokoban have bests of their own
         for model in {row.model for row, _ in fair if plan in FIGURES and plan != 'sokoban'}:
             if words := best_depths([run for run in fair if run[0].model == model]):
                 print(words)
+                found[f'best_{model}'] = words
                 with open(os.path.join(into, f'table_{model}.md'), 'a') as file:
                     file.write(f'\n{words}\n')
-        paths.append(write_runs(runs, {row for row, _ in shown}, into))
+        paths.append(write_runs(runs, {row for row, _ in shown}, found, into))
     if table == 'solve':
         points = figures.cells([run for run in fair if not run[0].is_text])
         depths = figures.groups(points, lambda row: (row.model, row.budget, row.recurrent, row.L))
@@ -597,9 +598,9 @@ def show(rows: list[Row]) -> None:
     print('\n'.join(paths))
 
 
-def write_runs(runs: list, reported: set, into: str) -> str:
+def write_runs(runs: list, reported: set, found: dict, into: str) -> str:
     """runs.json, also of runs that only chose a value -> its path."""
-    about = {'plan': plan, 'command': shlex.join(['python', *sys.argv])}
+    about = {'plan': plan, **found, 'command': shlex.join(['python', *sys.argv])}
     about |= {'drawn_at_commit': commit(), 'torch': torch.__version__}
     about |= {'device': device_name('cuda' if torch.cuda.is_available() else 'cpu'), 'runs': []}
     for row, log in runs:

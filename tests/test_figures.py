@@ -2,6 +2,7 @@
 
 import html.parser
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from test_train import data, run  # noqa: F401  a fixture
 
 import figures
 
-BROWSERS = filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome')))
+BROWSERS = ['chromium', 'chromium-browser', 'google-chrome']
 
 
 class Page(html.parser.HTMLParser):
@@ -55,18 +56,12 @@ def agree(row, record):
 
 def drawn(page, tmp_path):
     """A picture of the page in a browser (RGB), where one is installed."""
-    if (browser := next(BROWSERS, None)) is None:
-        pytest.skip('no chromium, chromium-browser or google-chrome here')
-    line = [
-        browser,
-        '--headless',
-        '--no-sandbox',
-        '--disable-gpu',
-        '--hide-scrollbars',
-        '--window-size=1000,1500',
-    ]
-    line += [f'--user-data-dir={tmp_path}/browser', f'--screenshot={tmp_path}/page.png']
-    subprocess.run([*line, page.as_uri()], check=True, capture_output=True)
+    browser = next((name for name in BROWSERS if shutil.which(name)), None)
+    if browser is None:
+        pytest.skip(f'none of {", ".join(BROWSERS)} here')
+    words = '--headless --no-sandbox --disable-gpu --hide-scrollbars --window-size=1000,1500'
+    files = [f'--user-data-dir={tmp_path}/browser', f'--screenshot={tmp_path}/page.png']
+    subprocess.run([browser, *words.split(), *files, page.as_uri()], check=True)
     return np.asarray(Image.open(tmp_path / 'page.png').convert('RGB'))
 
 
@@ -75,6 +70,7 @@ def page(data, tmp_path_factory):  # noqa: F811
     """A run's, in the run's folder."""
     out = tmp_path_factory.mktemp('a <b> & c') / 'run'
     assert run(data, out, max_iters=6, eval_interval=3) == 0
+    (out / 'eval_easy_solved.gif').write_bytes(b'GIF89a')
     return figures.write_report(out)
 
 
@@ -90,11 +86,12 @@ def test_a_runs_page_has_the_logs_numbers(page):
     assert f'\ncommit = {config["commit"]}\n' in found.texts['Settings']
     assert '--max_iters=6' in found.texts['The same again'] and found.texts['A sample'].strip()
     assert 'b' not in found.tags and str(page.parent) in found.texts['']  # text is escaped
-    assert 'src="data:image/svg+xml;base64,' in page.read_text() and 'http' not in page.read_text()
+    sources = re.findall(r'(?:src|href)="([^"]*?),', page.read_text())  # nothing from elsewhere
+    assert sources == ['data:image/svg+xml;base64', 'data:image/gif;base64']
 
 
 def test_a_sweeps_page(page, tmp_path, monkeypatch, capsys):
-    """Of two runs, of what sweep.py has listed, and of the agents' games."""
+    """Of two runs, and of what sweep.py has listed."""
     for name, L in (('one', 1), ('two', 2)):
         shutil.copytree(page.parent, tmp_path / name)
         config = json.loads((page.parent / 'config.json').read_text()) | {'n_layer': L}
@@ -134,16 +131,13 @@ def test_trackers_get_curves_settings_and_games(tmp_path, monkeypatch):
     board = events.EventAccumulator(str(tmp_path), size_guidance={'images': 0, 'scalars': 0})
     board.Reload()
     log = figures.read_log(tmp_path)
-    curve = [(x.step, x.value) for x in board.Scalars('eval_return')]
-    assert curve == [
-        (r['step'], pytest.approx(r['eval_return'])) for r in log if 'eval_return' in r
-    ]
+    curve = {x.step: pytest.approx(x.value) for x in board.Scalars('eval_return')}
+    assert {r['step']: r['eval_return'] for r in log if 'eval_return' in r} == curve
     gifs = {path.read_bytes() for path in tmp_path.glob('eval_*.gif')}
     games = [tag for tag in board.Tags()['images'] if tag.endswith('_game')]
     assert gifs and {board.Images(tag)[0].encoded_image_string for tag in games} == gifs
     assert 'settings/text_summary' in board.Tags()['tensors']
-    assert {
-        p.read_bytes() for p in tmp_path.glob('wandb/offline-run-*/files/media/videos/*.gif')
-    } == gifs
+    kept = tmp_path.glob('wandb/offline-run-*/files/media/videos/*.gif')
+    assert {path.read_bytes() for path in kept} == gifs
     stored = b''.join(path.read_bytes() for path in tmp_path.glob('wandb/offline-run-*/*.wandb'))
     assert b'eval_return' in stored and b'learning_rate' in stored

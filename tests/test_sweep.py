@@ -426,8 +426,9 @@ def test_each_cell_is_tuned_with_seed_1_and_its_best_is_shown_by_other_seeds(tin
     assert words in out and 'recurrent 1 (95%: 1 to 4), feedforward 4 (95%: 4 to 4)' in words
     share = float(words.partition('recurrent smaller in ')[2].partition('%')[0])
     assert 92.5 < share < 95 and f'equal in {100 - share:.1f}%' in words
-    records = json.loads((folder / 'runs.json').read_text())['runs']
-    assert len(records) == 20 and sum(r['reported'] for r in records) == 8
+    saved = json.loads((folder / 'runs.json').read_text())
+    assert saved['best_transformer'] == words
+    assert len(saved['runs']) == 20 and sum(r['reported'] for r in saved['runs']) == 8
     assert 'best learning rates, 2 seeds' in (folder / 'allocations_transformer.svg').read_text()
 
 
