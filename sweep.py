@@ -333,11 +333,6 @@ def command(row: Row) -> list[str]:
     return ['torchrun', '--standalone', f'--nproc_per_node={gpus_per_run}', *arguments(row)]
 
 
-def waits(rows: list[Row]) -> bool:
-    """Whether more rows, of the tuned values, may follow these."""
-    return bool(tune) and all(row.seed == 1 for row in rows)
-
-
 def print_plan(rows: list[Row]) -> None:
     units = dict.fromkeys('MFLOP a token' if row.is_text else 'MMAC a step' for row in rows)
     print(f'number, name, {", ".join(units)} (levels only), budgets, parameters, state, command')
@@ -347,7 +342,7 @@ def print_plan(rows: list[Row]) -> None:
         costs = f'{amount / 1e6:10,.1f} {over_budget(row):4.2f} {params:13,}'
         line = shlex.join(command(row))
         print(f'{i:3} {row.name:{wide}} {costs} {state or format(part, ".0%"):>7} {line}')
-    if waits(rows):
+    if tune and rows[-1].seed == 1:
         print('other values or seeds follow when all of these have finished')
     for row in filter(too_dear, chosen(cells_of(plan))):
         print(f'not among them: {row.name}, {over_budget(row):.2f} budgets; --dear asks for it')
@@ -419,18 +414,14 @@ def remaining(todo: list[Row], all_rows: list[Row], n: int) -> str:
     return f'{eta // 3600}:{eta // 60 % 60:02d}:{eta % 60:02d}'
 
 
-def to_run(rows: list[Row]) -> list[Row]:
-    """Those that have not finished; fails where a folder holds something else."""
-    states = {row: state_of(row) for row in rows}
-    for row in (row for row in rows if states[row] in WRONG):
-        words = f'{WRONG[states[row]]}: move it away, or choose another out_dir'
-        fail(f'{folder_of(row)} holds {words}')
-    return [row for row in rows if states[row] != 'done']
-
-
 def execute(rows: list[Row]) -> int:
     """Runs what is not finished -> 0 all done, 1 some are not, 128 + signal when told to stop."""
-    queue, free, running, failed = to_run(rows), devices(), {}, {}
+    states, free, running, failed = {row: state_of(row) for row in rows}, devices(), {}, {}
+    for row, state in states.items():
+        if state in WRONG:
+            words = f'{WRONG[state]}: move it away, or choose another out_dir'
+            fail(f'{folder_of(row)} holds {words}')
+    queue = [row for row in rows if states[row] != 'done']
     n, ended, said = len(free), [], time.time()
     say(f'{plan}: {len(rows)} runs, {len(rows) - len(queue)} finished before; {n} at a time')
     stopper = Stopper()
@@ -482,7 +473,7 @@ def execute(rows: list[Row]) -> int:
 
 def print_jobs(rows: list[Row], config: dict) -> None:
     """The plan for a cluster: each job is this script on one row, run by this Python."""
-    if waits(rows):
+    if tune and rows[-1].seed == 1:
         print('more follows when all have finished: give this again then', file=sys.stderr)
     defaults = read_script(__file__)[0]
     mine = ('emit', 'run', 'index', 'figure', 'table', 'workers')
