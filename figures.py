@@ -631,8 +631,8 @@ def sweep_parts(folder: Path, logs: dict, configs: dict) -> dict[str, str]:
     if logs:
         runs, kinds = [], dict.fromkeys(bool(c.get('recurrent')) for c in configs.values())
         figure, panels = new(len(kinds), 3.2)
-        for path, log in logs.items():
-            c, text = configs[path], 'tokens' in log[-1]
+        for path in sorted(logs, key=lambda path: configs[path].get('n_layer', 0)):
+            c, log, text = configs[path], logs[path], 'tokens' in logs[path][-1]
             L, axes = c.get('n_layer', 0), panels[list(kinds).index(bool(c.get('recurrent')))]
             x, y = ('tokens', 'val_loss') if text else ('env_steps', 'return_1000')
             style = {'color': COLORS[L.bit_length() % 7], 'lw': 1}
