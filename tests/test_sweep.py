@@ -14,11 +14,10 @@ import time
 from pathlib import Path
 
 import forks
-import numpy as np
 import pytest
 import torch
+from test_train import shards
 
-import data_fineweb
 import figures
 import sweep
 import train_lm
@@ -37,10 +36,7 @@ device='cpu' """
 def base(tmp_path_factory):
     """A config file for runs of a second, with its data."""
     folder = tmp_path_factory.mktemp('sweep data')
-    tokens = (np.arange(2000) ** 2 % 11 + 65).astype(np.uint16)
-    for name in ('val_000000', 'train_000001'):
-        data_fineweb.write_shard(str(folder / f'fineweb_{name}.bin'), tokens)
-    data_fineweb.write_meta(str(folder), {'tokenizer': 'bytes', 'source': 'test', 'shards': []})
+    shards(folder, val_000000=2000, train_000001=2000)
     (folder / 'base.py').write_text('\n'.join([*BASE.split(), f'data_dir = {str(folder)!r}']))
     return folder / 'base.py'
 
