@@ -56,12 +56,14 @@ def agree(row, record):
 
 def drawn(page, tmp_path):
     """A picture of the page in a browser (RGB), where one is installed."""
-    browser = next((name for name in BROWSERS if shutil.which(name)), None)
-    if browser is None:
-        pytest.skip(f'none of {", ".join(BROWSERS)} here')
-    words = '--headless --no-sandbox --disable-gpu --hide-scrollbars --window-size=1000,1500'
+    asked = [[name, '--version'] for name in BROWSERS if shutil.which(name)]
+    works = [x for x in asked if subprocess.run(x, capture_output=True).returncode == 0]
+    if not works:
+        pytest.skip(f'none of {", ".join(BROWSERS)} works here')
+    words = '--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --hide-scrollbars '
+    words += '--window-size=1000,1500'
     files = [f'--user-data-dir={tmp_path}/browser', f'--screenshot={tmp_path}/page.png']
-    subprocess.run([browser, *words.split(), *files, page.as_uri()], check=True)
+    subprocess.run([works[0][0], *words.split(), *files, page.as_uri()], check=True)
     return np.asarray(Image.open(tmp_path / 'page.png').convert('RGB'))
 
 
