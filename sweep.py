@@ -54,7 +54,6 @@ from model import ModelConfig, build_model
 # which runs
 plan = ''                      # a name of PLANS; an unknown one lists them
 only = ''                      # a part of it, as in 'L=1,2 variant=recurrent model=convglu'
-dear = False                   # language models: over 1.5 budgets (E rounded up) too, in tables
 seeds = 0                      # a cell's, 1..n (tuned: 2..n+1); 0: Sokoban 3, language models 1
 tune = ''                      # 'learning_rate=0.02,0.04': a cell's best value, found with seed 1
 base = ''                      # config file under all runs, or the recurrent ones; '': the plan's
@@ -260,18 +259,16 @@ def chosen(rows: list[Row]) -> list[Row]:
 
 
 def too_dear(row: Row) -> bool:
-    """Of language models, where nobody asks for those."""
-    return not dear and plan.startswith('lm-') and over_budget(row) > DEAR
+    """Half an expert rounded up: a language model that runs only where `only` asks for it alone."""
+    return plan.startswith('lm-') and over_budget(row) > DEAR
 
 
 def plan_rows() -> list[Row]:
     """All runs that are known by now, the first seed of every cell before the second of any."""
     if plan not in PLANS:
         fail(f'plan = {plan!r}: expected one of {", ".join(PLANS)}')
-    cells = [row for row in chosen(cells_of(plan)) if not too_dear(row)]
-    if not cells:
-        fail(f'only = {only!r}: leaves only what costs over {DEAR} budgets: see --dear')
-    again = cells
+    cells = chosen(cells_of(plan))
+    again = cells = [row for row in cells if not too_dear(row)] or cells
     if tune:
         cells = tuned(cells)
         for _ in range(FURTHER):
@@ -344,8 +341,9 @@ def print_plan(rows: list[Row]) -> None:
         print(f'{i:3} {row.name:{wide}} {costs} {state or format(part, ".0%"):>7} {line}')
     if tune and rows[-1].seed == 1:
         print('other values or seeds follow when all of these have finished')
-    for row in filter(too_dear, chosen(cells_of(plan))):
-        print(f'not among them: {row.name}, {over_budget(row):.2f} budgets; --dear asks for it')
+    for row in chosen(cells_of(plan)):
+        if too_dear(row) and not too_dear(rows[0]):
+            print(f'not among them: {row.name}, {over_budget(row):.2f} budgets; --only asks for it')
 
 
 # ----------------------------------------------------------------------------- running
@@ -561,7 +559,7 @@ def show(rows: list[Row]) -> None:
     if not shown:
         print('one seed a value so far, which chooses it: those to be reported have not run')
         shown = figures.at_best(runs, name)
-    fair = [run for run in shown if plan not in FIGURES or over_budget(run[0]) <= DEAR]
+    fair = [run for run in shown if not too_dear(run[0])]
     if figure:
         what = plan + f', widths x {width:g}' * (width != 1)
         what += f', steps x {length:.3g}' * (length != 1)

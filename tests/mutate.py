@@ -142,7 +142,7 @@ sweep test_sweep::tuning_goes_on_beyond_an_edge
 sweep test_sweep::ablation_plans
     (1, 2, 4, 8, 16, 32, 64) -> (1, 2, 4, 8)
 sweep test_sweep::language_models_cost_16_blocks
-    return not dear and -> return False and
+    return plan.startswith('lm-') and -> return False and
 sweep test_sweep::each_cell_is_tuned_with_seed_1_and_its
     if row.seed > 1 or not tune] -> if row.seed > 0]
     + bool(tune) for -> for

@@ -122,7 +122,7 @@ def test_convlstm_plans_are_the_papers_84_rows_in_order():
 def test_language_models_cost_16_blocks(capsys):
     rows = sized('--plan=lm-small')
     sweep.print_plan(rows)
-    last = 'not among them: transformer_feedforward_L8_E1_d1536_s1, 1.97 budgets; --dear asks'
+    last = 'not among them: transformer_feedforward_L8_E1_d1536_s1, 1.97 budgets; --only asks'
     assert capsys.readouterr().out.splitlines()[-1].startswith(last)
     D, W = 768, 128
     block = 2 * (2 * D * D + 2 * D * D // 2 + 8 * D * D) + 4 * W * D
@@ -133,8 +133,8 @@ def test_language_models_cost_16_blocks(capsys):
         assert {(L, 16 // L, 768) for L in (1, 2, 4, 8, 16)} | {(1, 4, 1536), (1, 62, 384)} < mine
         assert (16, 1, 1536) not in mine
     assert len(rows) == 26 and all(0.9 < sweep.over_budget(r) < 1.1 for r in rows)
-    asked = sized('--plan=lm-small', '--dear')  # two more: half an expert rounded up
-    assert {r[3:6] for r in set(asked) - set(rows)} == {(8, 1, 1536)} and len(asked) == 28
+    asked = sized('--plan=lm-small', '--only=L=8 d=1536')  # half an expert rounded up
+    assert {r[3:6] for r in asked} == {(8, 1, 1536)} and len(asked) == 2
     depths = [r.L for r in sized('--plan=lm-medium', '--only=d=768 variant=recurrent')]
     assert depths == [1, 2, 4, 8, 16, 32]
 
@@ -207,7 +207,6 @@ MISTAKES = """
 --width=0.0833 | n_embd base, width
 --table=solve --run | no Sokoban agents
 --run --index=99 | index = 99 0 to 25
-'--only=L=8 d=1536 variant=recurrent' | 1.5 budgets --dear
 --tune=learning_rate | tune 'learning_rate=0.02,0.04'
 --tune=n_layer=1,2 | n_layer cannot be tuned
 --tune=learning_rat=0.02 | tune = 'learning_rat' 'learning_rate'
