@@ -563,7 +563,11 @@ def train(config: dict) -> int:
     if eval_only:
         name = os.path.splitext(os.path.basename(levels or eval_split))[0]
         about |= {'levels': run.sources[1]}
-        print0(json.dumps(report(run.model, run.held_out, name, run.device, out_dir, about)))
+        record = report(run.model, run.held_out, name, run.device, out_dir, about)
+        print0(json.dumps(record))
+        track, close = open_trackers(config, tensorboard, wandb_project if wandb else '')
+        track({'step': run.step, **record})
+        close()
         return 0
     warm_up(run)
     writes, closes = [], []

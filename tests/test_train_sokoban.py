@@ -349,6 +349,7 @@ def test_lost_log_and_trackers(tmp_path, monkeypatch):
     board, wandb = types.ModuleType('torch.utils.tensorboard'), types.ModuleType('wandb')
     write = types.SimpleNamespace(close=lambda: None)
     write.add_scalar = lambda name, x, step: given.append(float(x))
+    write.add_text = lambda name, text: None
     board.SummaryWriter = lambda folder: write
     tracked = types.SimpleNamespace(log=lambda r, step: lines.append(r), finish=lambda: None)
     wandb.init = lambda **more: projects.append(more['project']) or tracked
