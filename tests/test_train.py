@@ -656,6 +656,55 @@ def test_packages_are_optional(data, tmp_path, monkeypatch, capfd, name):
     assert run(data, tmp_path / 'out', max_iters=1) == 0
 
 
+# ---- weights to begin with ----
+
+
+def test_init_from(trained, data, tmp_path, capfd):
+    """A run's weights or an export's begin another run, as they are; of a model of another depth or
+    vocabulary those that fit, and lines name the rest. A fresh optimizer, at step 0."""
+    source, export = trained / 'rnn', tmp_path / 'export'
+    saved = load_checkpoint(source / 'ckpt_best.pt')
+    finished(launch('sample.py', [f'--out_dir={source}', f'--export={export}']))
+    for folder in (source, export):
+        r = begin(data, tmp_path / 'out', init_from=folder)
+        same(r.model.state_dict(), saved['model'])
+        assert r.step == 0 and not any(o.state for o in r.optimizers)
+    assert run(data, tmp_path / 'out', max_iters=1, init_from=export) == 0
+    assert read_log(tmp_path / 'out')[0]['val_loss'] == pytest.approx(saved['best'], rel=1e-6)
+    capfd.readouterr()
+    deeper = begin(data, tmp_path / 'x', init_from=source, n_layer=3).model.state_dict()
+    assert all(torch.equal(deeper[name], x) for name, x in saved['model'].items())
+    said = capfd.readouterr().out
+    assert f'took {len(saved["model"])} of {len(deeper)} weights' in said
+    assert 'begun anew: levels.2.' in said and 'not taken' not in said
+    wider = model.build_model(
+        model.ModelConfig(**{**saved['model_config'], 'vocab_size': 300}), True
+    )
+    before = wider.embedding.clone()
+    checkpoint.init_from(wider, source, False)
+    assert torch.equal(wider.embedding, before)
+    assert torch.equal(wider.levels[0].wq, saved['model']['levels.0.wq'])
+    said = capfd.readouterr().out
+    assert 'begun anew: embedding [300, 32]' in said and 'not taken: embedding [256, 32]' in said
+
+
+def test_init_from_mistakes(trained, data, tmp_path, capfd):
+    """In one line, before a run that is replaced loses anything."""
+    run(data, tmp_path / 'out', max_iters=1)
+    (tmp_path / 'bad').mkdir()
+    (tmp_path / 'bad' / 'model.safetensors').write_text('x')
+    before = (tmp_path / 'out' / 'ckpt_last.pt').read_bytes()
+    for folder, more, words in (
+        (tmp_path / 'none', {}, 'none: holds no trained run'),
+        (tmp_path / 'bad', {}, 'bad/model.safetensors: no weights'),
+        (trained / 'lstm', {'n_embd': 64}, 'no weight has a name and shape of this model'),
+        (trained / 'rnn', {'resume': True, 'overwrite': False}, '--resume goes on with one'),
+    ):
+        settings = {'overwrite': True, 'init_from': folder, **more}
+        assert words in mistake(capfd, train_lm, arguments(data, tmp_path / 'out', **settings))
+    assert (tmp_path / 'out' / 'ckpt_last.pt').read_bytes() == before
+
+
 # ---- sample.py ----
 
 

@@ -334,7 +334,7 @@ def test_trackers(tmp_path, monkeypatch, name):
     """They get the log's numbers; wandb (offline) also the settings, in that project."""
     pytest.importorskip(name)
     monkeypatch.setenv('WANDB_MODE', 'offline')
-    assert run(tmp_path, wandb_project='mine', **{name: True}) == 0
+    finished(start(tmp_path, wandb_project='mine', **{name: True}))
     wanted = [r['entropy'] for r in read_log(tmp_path) if 'entropy' in r]
     if name == 'tensorboard':
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -344,7 +344,7 @@ def test_trackers(tmp_path, monkeypatch, name):
     else:
         (file,) = tmp_path.glob('wandb/offline-run-*/run-*.wandb')
         said = file.read_bytes()
-        assert all(str(x).encode() in said for x in [*wanted, 'mine', 'adam_eps', '1e-06'])
+        assert all(str(x).encode() in said for x in [*wanted, 'mine', 'adam_eps'])
     assert len(wanted) > 2
 
 
