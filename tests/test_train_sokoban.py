@@ -7,6 +7,8 @@ import json
 import math
 import os
 import pickle
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -358,6 +360,91 @@ def test_not_finite(tmp_path, capsys):
     )
     assert said in capsys.readouterr().out
     assert (tmp_path / 'ckpt_last.pt').read_bytes() == saved
+
+
+# ---- another algorithm ----
+
+
+@pytest.fixture
+def ppo(tmp_path, monkeypatch):
+    """train_sokoban.py with tests/hacks/ppo.patch, as a module; -> settings(out, ...) too."""
+    patch = ROOT / 'tests' / 'hacks' / 'ppo.patch'
+    heads = ('+++', '---')
+    lines = [
+        x for x in patch.read_text().splitlines() if x[:1] in ('+', '-') and x[:3] not in heads
+    ]
+    assert len(lines) <= 60
+    shutil.copy(ROOT / 'train_sokoban.py', tmp_path)
+    subprocess.run(['git', 'apply', str(patch)], cwd=tmp_path, check=True)
+    spec = importlib.util.spec_from_file_location('ppo', tmp_path / 'train_sokoban.py')
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, 'ppo', module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_ppos_gradient_is_the_losses(tmp_path, ppo):
+    """Of half of the boards, after the policy has moved away from the rollout's: the clipped
+    surrogate of Schulman et al. 2017, equation 7, and advantages of the rollout's own values."""
+    argv = arguments(tmp_path, unroll=5, n_envs=6, gamma=0.9, gae_lambda=0.8, clip=0.1)
+    run = ppo.make_run(configure(vars(ppo), argv, quiet=True))
+    noise = torch.Generator().manual_seed(0)
+
+    def move(size):
+        with torch.no_grad():
+            for p in run.model.parameters():
+                p.add_(size * torch.randn(p.shape, generator=noise))
+
+    move(0.3)
+    for _ in range(2):  # the second begins with a state
+        ppo.update(run, False)
+    run.env.steps[:2] = torch.tensor([120 - 3, 120 - 5])
+    batch, boards, T = ppo.rollout(run), torch.tensor([0, 1, 4]), 5
+    move(0.1)
+    run.optimizer.zero_grad()
+    stats = ppo.backward(run, batch, boards)
+    params = [p for p in run.model.parameters() if p.numel()]
+    gradients = [p.grad.clone() for p in params]
+    logits, value, _ = run.model(batch['obs'], batch['start'], tuple(run.state))
+    policy, error, entropy, clipped = 0.0, 0.0, 0.0, 0
+    for b in boards.tolist():
+        advantage, following = 0.0, batch['last'][b]
+        for t in reversed(range(T)):
+            goes_on, old = 0.0 if batch['done'][t, b] else 1.0, batch['value'][t, b]
+            delta = batch['reward'][t, b] + goes_on * 0.9 * following - old
+            advantage, following = delta + goes_on * 0.9 * 0.8 * advantage, old
+            action, pi = batch['action'][t, b], F.softmax(logits[t, b], -1)
+            ratio = pi[action] / F.softmax(batch['logits'][t, b], -1)[action]
+            bound = 1.1 if advantage > 0 else 0.9
+            beyond = ratio > bound if advantage > 0 else ratio < bound
+            clipped += int(beyond)
+            policy = policy - (bound if beyond else ratio) * advantage / (3 * T)
+            error = error + (value[t, b] - old - advantage) ** 2 / (3 * T)
+            entropy = entropy - (pi * pi.log()).sum() / (3 * T)
+    run.optimizer.zero_grad()
+    (policy + error - 0.01 * entropy).backward()
+    wanted = [policy + error - 0.01 * entropy, policy, error, entropy]
+    assert stats[:4].tolist() == pytest.approx([x.item() for x in wanted], rel=1e-4)
+    assert 1 < clipped < 3 * T - 1
+    for mine, p in zip(gradients, params, strict=True):
+        torch.testing.assert_close(mine, p.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_ppo_resumes(tmp_path, ppo, monkeypatch):
+    """Bit-equal to a run that was never stopped; many updates a rollout move the weights."""
+
+    def train(out, **more):
+        return ppo.train(configure(vars(ppo), arguments(out, **more), quiet=True))
+
+    a, b, update, count = tmp_path / 'a', tmp_path / 'b', ppo.update, itertools.count()
+    assert train(a) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(ppo, 'update', lambda run, _: update(run, next(count) == 2))
+        assert train(b) == 143
+    torch.manual_seed(999)
+    assert train(b, resume=True) == 0
+    same(checkpoint(a), checkpoint(b))
+    assert checkpoint(a)['optimizers'][0]['state'][0]['step'] == 8 * 3 * 4
 
 
 # ---- evaluation ----
