@@ -125,20 +125,11 @@ def test_a_damaged_last_checkpoint_falls_back_on_the_one_before(tmp_path, capsys
     refused(CheckpointError, PREV, load_latest, tmp_path)
 
 
-NO_RUNS = [5, ['config', 'model'], {'model': {}}, {'config': {}, 'model': {}}]
-NO_RUNS += [{'config': 3, 'model': {}}, {'config': {'n_layer': 2}}]
-
-
 def test_nothing_to_load(tmp_path):
-    """No file, a folder, a whole file that is no run."""
+    """No file, a folder."""
     refused(CheckpointError, f'holds no trained run, there is no {LAST}', load_latest, tmp_path)
     refused(CheckpointError, 'none.pt: .*No such file', load_checkpoint, tmp_path / 'none.pt')
     refused(CheckpointError, 'directory', load_checkpoint, tmp_path)
-    for obj in NO_RUNS:
-        torch.save(obj, tmp_path / LAST)
-        args = tmp_path, 'train_lm.py', ('model',), ('n_layer',), {'n_layer': 2}
-        words = f'{LAST}: not a checkpoint of this train_lm.py'
-        refused(CheckpointError, words, checkpoint.load_run, *args)
 
 
 class Evil:

@@ -198,16 +198,6 @@ def test_a_full_disk(trainer, disk, tmp_path, script):
     same(tests.read_log(there), tests.read_log(whole))
 
 
-def test_a_full_disk_for_shards(disk, tmp_path):
-    path, folder = jsonl(tmp_path / 'a.jsonl', texts(20000)), disk / 'd'
-    argv = [f'--text={path}', '--workers=1', '--shard_tokens=99991', '--val_tokens=500']
-    (disk / 'ballast').write_bytes(bytes(3_000_000))
-    one_line(prepare(folder, *argv), 'No space left on device', str(folder))
-    (disk / 'ballast').unlink()
-    assert finished(prepare(folder, *argv)) and finished(prepare(tmp_path / 'whole', *argv))
-    assert folder_bytes(folder) == folder_bytes(tmp_path / 'whole')
-
-
 def test_a_read_only_folder(data, disk):  # noqa: F811
     subprocess.run(['mount', '-o', 'remount,ro', disk], check=True)
     one_line(lm.start(data, disk / 'run'), 'Read-only', str(disk))

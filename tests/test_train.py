@@ -1,4 +1,4 @@
-"""train_lm.py and sample.py as a user starts them: resume, micro-batches and ranks, validation,
+"""train_lm.py as a user starts it: resume, micro-batches and ranks, validation,
 stops, mistakes, memory, baselines, the demo."""
 
 import ast
@@ -25,7 +25,6 @@ import baselines
 import checkpoint
 import data_fineweb
 import model
-import sample
 import train_lm
 from checkpoint import load_checkpoint
 from configurator import configure, read_script, run_script
@@ -624,18 +623,6 @@ def test_other_shards_are_refused(data, tmp_path, capfd):
     assert run(others, out, eval_only=True) == 0  # only asks what the weights are worth there
 
 
-def test_no_tokenizer_no_bits_per_byte(data, tmp_path, monkeypatch, capsys):
-    """GPT-2 shards can be trained on without the tokenizer: only bits per byte need it."""
-
-    def missing(name):
-        raise data_fineweb.DataError('the GPT-2 tokenizer files are not installed')
-
-    monkeypatch.setattr(train_lm, 'token_bytes', missing)
-    assert run(data, tmp_path, max_iters=1) == 0
-    assert 'no bits per byte: the GPT-2 tokenizer' in capsys.readouterr().out
-    assert read_log(tmp_path)[-1]['val_bits_per_byte'] is None
-
-
 def test_compile_falls_back(data, tmp_path):
     """Where there is no C++ compiler, one line says so and the run goes on."""
     argv = arguments(data, tmp_path / 'out', compile=True, max_iters=1)
@@ -657,6 +644,15 @@ def test_packages_are_optional(data, tmp_path, monkeypatch, capfd, name):
 
 
 # ---- weights to begin with ----
+
+
+@pytest.fixture(scope='session')
+def trained(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp('trained')
+    kinds = {'rnn': {}, 'gpt': {'recurrent': False, 'aggregation': 'softmax_l2'}, 'lstm': LSTM}
+    for name, settings in kinds.items():
+        assert run(data, folder / name, max_iters=4, **settings) == 0
+    return folder
 
 
 def test_init_from(trained, data, tmp_path, capfd):
@@ -703,35 +699,6 @@ def test_init_from_mistakes(trained, data, tmp_path, capfd):
         settings = {'overwrite': True, 'init_from': folder, **more}
         assert words in mistake(capfd, train_lm, arguments(data, tmp_path / 'out', **settings))
     assert (tmp_path / 'out' / 'ckpt_last.pt').read_bytes() == before
-
-
-# ---- sample.py ----
-
-
-@pytest.fixture(scope='session')
-def trained(data, tmp_path_factory):
-    folder = tmp_path_factory.mktemp('trained')
-    kinds = {'rnn': {}, 'gpt': {'recurrent': False, 'aggregation': 'softmax_l2'}, 'lstm': LSTM}
-    for name, settings in kinds.items():
-        assert run(data, folder / name, max_iters=4, **settings) == 0
-    return folder
-
-
-SAMPLE_MISTAKES = """
---out_dir=/nonexistent | /nonexistent: holds no trained run
---out_dir={}/lstm | arch = 'lstm': a baseline is not sampled
---max_new_tokens=-5 | max_new_tokens = -5
---temperature=-1 | temperature = -1.0
---which=worst | which = 'worst'
---prompt=FILE:/nonexistent | /nonexistent: cannot be read
---device=tpu | device = 'tpu'
-"""
-
-
-@pytest.mark.parametrize('line', SAMPLE_MISTAKES.strip().splitlines())
-def test_sample_mistakes(trained, line, capfd):
-    argument, message = line.format(trained).split(' | ')
-    assert message in mistake(capfd, sample, [f'--out_dir={trained}/rnn', '--device=cpu', argument])
 
 
 # ---- config files, the demo ----

@@ -323,14 +323,6 @@ def test_resume_with_other_intervals(tmp_path, monkeypatch):
     assert steps == [(0, True), (2, False), (3, True), (6, True), (8, True)]
 
 
-def test_a_lost_log(tmp_path):
-    """A resumed run whose log is gone starts a new one and draws it."""
-    run(tmp_path, total_steps=24)
-    (tmp_path / 'log.jsonl').unlink()
-    assert run(tmp_path, resume=True, plot=True) == 0
-    assert (tmp_path / 'curve.png').exists() and read_log(tmp_path)[0]['step'] == 2
-
-
 @pytest.mark.parametrize('name', ['tensorboard', 'wandb'])
 def test_trackers(tmp_path, monkeypatch, name):
     """They get the log's numbers; wandb (offline) also the settings, in that project."""
@@ -547,12 +539,10 @@ def test_resume_refuses_another_run(tmp_path, capfd):
     out, more = tmp_path / 'b', {'split': tmp_path / 'x.npy', 'total_steps': 24}
     run(out, **more)
     for settings, message in (
-        ({'resume': True, 'n_layer': 1}, 'n_layer'),
-        ({'resume': True, 'seed': 5}, 'seed'),
         ({'resume': True, 'n_levels': 60}, 'n_levels'),
         ({}, 'holds a run already'),
         ({'eval_only': True, 'arch': 'convglu'}, 'arch'),
-        ({'resume': True, 'overwrite': True}, 'exclude each other'),
+        ({'resume': True, 'init_from': out}, '--resume goes on with one'),
     ):
         refused(capfd, out, message, **more, **settings)
     np.save(tmp_path / 'x.npy', sokoban.generate(50, 1, seed=1)[0])
