@@ -115,8 +115,8 @@ def saved_in(out_dir: Path) -> list[pathlib.Path]:
 
 
 def load_latest(out_dir: Path) -> tuple[dict, pathlib.Path]:
-    """-> (checkpoint, its path): the last one in the folder or, with a line that says so, the one
-    before. CheckpointError if neither can be read."""
+    """-> the last checkpoint in the folder or, with a line that says so, the one before, and its
+    path. CheckpointError if neither can be read."""
     if not (paths := saved_in(out_dir)):
         words = f'holds no trained run, there is no {LAST}: train one first'
         raise CheckpointError(f'{out_dir}: {words}')
@@ -236,8 +236,8 @@ def restore(
 ) -> None:
     """The weights; run.NAME = saved[NAME] for the names of `position`, where it has the type that a
     run begins with; of the optimizers the moments, with this run's settings (a resumed run may
-    change learning rates, momentum, decay, and the device), and the random states. None:
-    evaluation wants neither. CheckpointError."""
+    change learning rates, momentum, decay, and the device), and the random states; without
+    optimizers, for an evaluation, neither. CheckpointError."""
     load_weights(run.model, saved['model'], where)
     for name in position:
         if type(saved[name]) is not type(getattr(run, name)):
@@ -253,8 +253,8 @@ def restore(
                 group['params'] = theirs['params']
             optimizer.load_state_dict({**its, 'param_groups': groups})
             for p, moments in optimizer.state.items():  # torch does not compare shapes
-                for name in moments.keys() - {'step'}:
-                    fill(torch.empty_like(p), moments[name])
+                if any(x.shape != p.shape for name, x in moments.items() if name != 'step'):
+                    raise ValueError(f'moments of another shape than {list(p.shape)}')
     with restoring(where, 'rng'):
         torch.set_rng_state(saved['rng']['torch'])
         if saved['rng']['cuda'] is not None and torch.cuda.is_available():
@@ -298,8 +298,7 @@ def finite(run: object, weights: bool, loss: float, norm: float) -> bool:
     if not good:
         what = f'update {run.step + 1}: loss {loss}, gradient norm {norm}, or a weight'
         kept = last_saved(run.config['out_dir'])
-        words = 'Lower the learning rates, or look at the data'
-        print0(f'error: {what}, is not finite: stopped, nothing saved of it; {kept}. {words}')
+        print0(f'error: {what}, is not finite: stopped, nothing saved of it; {kept}')
     return good
 
 

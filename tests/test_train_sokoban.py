@@ -323,6 +323,15 @@ def test_resume_with_other_intervals(tmp_path, monkeypatch):
     assert steps == [(0, True), (2, False), (3, True), (6, True), (8, True)]
 
 
+def test_init_from(tmp_path):
+    """A deeper agent begins with the weights that fit; the two levels that are there, the rest."""
+    run(tmp_path / 'a', total_steps=24)
+    saved = load_checkpoint(tmp_path / 'a' / 'ckpt_best.pt')['model']
+    new = prepare(tmp_path / 'b', init_from=tmp_path / 'a', n_layer=3)
+    same({name: x for name, x in new.model.state_dict().items() if name in saved}, saved)
+    assert new.step == 0 and not new.optimizer.state
+
+
 @pytest.mark.parametrize('name', ['tensorboard', 'wandb'])
 def test_trackers(tmp_path, monkeypatch, name):
     """They get the log's numbers; wandb (offline) also the settings, in that project."""
