@@ -182,7 +182,7 @@ def init_from(model: torch.nn.Module, folder: Path, resume: bool) -> None:
     last; or from an export. Taken is what has name and shape of one of `model`'s, whatever the
     settings; lines say what was and what was not. CheckpointError."""
     if resume:
-        raise CheckpointError('--init_from begins a run, --resume goes on with one: give one')
+        raise CheckpointError('--init_from begins a new run: not with --resume or --eval_only')
     where = pathlib.Path(folder, EXPORTED)
     if where.exists():
         need_packages(safetensors=True)

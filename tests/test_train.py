@@ -694,7 +694,7 @@ def test_init_from_mistakes(trained, data, tmp_path, capfd):
         (tmp_path / 'none', {}, 'none: holds no trained run'),
         (tmp_path / 'bad', {}, 'bad/model.safetensors: no weights'),
         (trained / 'lstm', {'n_embd': 64}, 'no weight has a name and shape of this model'),
-        (trained / 'rnn', {'resume': True, 'overwrite': False}, '--resume goes on with one'),
+        (trained / 'rnn', {'resume': True, 'overwrite': False}, '--init_from begins a new run'),
     ):
         settings = {'overwrite': True, 'init_from': folder, **more}
         assert words in mistake(capfd, train_lm, arguments(data, tmp_path / 'out', **settings))

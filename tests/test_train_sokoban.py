@@ -552,7 +552,7 @@ def test_resume_refuses_another_run(tmp_path, capfd):
         ({'resume': True, 'n_levels': 60}, 'n_levels'),
         ({}, 'holds a run already'),
         ({'eval_only': True, 'arch': 'convglu'}, 'arch'),
-        ({'resume': True, 'init_from': out}, '--resume goes on with one'),
+        ({'resume': True, 'init_from': out}, '--init_from begins a new run'),
     ):
         refused(capfd, out, message, **more, **settings)
     np.save(tmp_path / 'x.npy', sokoban.generate(50, 1, seed=1)[0])
