@@ -54,7 +54,7 @@ best=False reuse=True out_dir='out/sokoban'
 BOTH = table("""
 seed=1337 resume=False overwrite=False eval_only=False plot=False tensorboard=False wandb=False
 device='auto' dtype='auto' compile=True graphs=True path='fast' threads=0
-wandb_project='parallel-experts'
+wandb_project='parallel-experts' init_from=''
 """)
 RECIPES = {'train_lm.py': LM | LM_OURS | BOTH, 'train_sokoban.py': AGENT | AGENT_OURS | BOTH}
 
