@@ -364,7 +364,7 @@ def make_tests(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
     class Told:
         bad = []
 
-        def pytest_runtest_logreport(self, report):
+        def pytest_runtest_logreport(self, report: object) -> None:
             if report.failed:
                 self.bad.append(report.nodeid.rpartition('::')[2])
 
