@@ -368,7 +368,16 @@ def make_tests(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
             if report.failed:
                 self.bad.append(report.nodeid.rpartition('::')[2])
 
-    options = ['-v', '--tb=short', '--noconftest', '-o', 'addopts=', '-p', 'no:cacheprovider']
+    options = [
+        '-v',
+        '--tb=short',
+        '--show-capture=no',
+        '--noconftest',
+        '-o',
+        'addopts=',
+        '-p',
+        'no:cacheprovider',
+    ]
     code = pytest.main([*options, '-m', 'gpu', '-k', row['tests'], row['file']], [Told()])
     if code:
         raise RuntimeError(f'{len(Told.bad)} tests: {", ".join(Told.bad)} (pytest {int(code)})')
