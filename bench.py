@@ -172,8 +172,9 @@ FIRST = (
     *(('train', L, E, C, 262144) for C in (64, 256, 2048, 32, 128, 1024) for L, E in LEVELS),
 )
 SMALL_FIRST = ('train', 2, 8, 32, 1024), ('decode', 2, 8), ('sokoban', 1, 1, 32)
-SMOKE = 'triton or graph'  # of tests/test_gpu.py: every capture and kernel
-LIMITS = {'smoke': 180, 'train': 240}  # seconds of a step
+GPU_TESTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'tests', 'test_gpu.py')
+SMOKE = 'triton or graph'  # of these: every capture and kernel
+LIMITS = {'smoke': 180, 'train': 240, 'tests': 400}  # seconds of a step
 LIMIT = 150  # of another
 LEAST = 60  # seconds of budget for which a step is begun; one that the budget cuts is begun again
 FAR = 0.1  # relative difference of a gradient or of logits that is no rounding of bfloat16's
@@ -356,7 +357,7 @@ def make_yardsticks(row: dict, config: dict) -> tuple[dict[str, Callable], dict]
 
 
 def make_tests(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
-    """Runs those tests of the row's file that it chooses. RuntimeError: one did not pass."""
+    """Runs those GPU_TESTS that the row chooses. RuntimeError: one did not pass."""
     if importlib.util.find_spec('pytest') is None:
         raise RuntimeError('pytest is not installed')
     import pytest
@@ -378,7 +379,7 @@ def make_tests(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
         '-p',
         'no:cacheprovider',
     ]
-    code = pytest.main([*options, '-m', 'gpu', '-k', row['tests'], row['file']], [Told()])
+    code = pytest.main([*options, '-m', 'gpu', '-k', row['tests'], GPU_TESTS], [Told()])
     if code:
         raise RuntimeError(f'{len(Told.bad)} tests: {", ".join(Told.bad)} (pytest {int(code)})')
     return {}, {}
@@ -910,19 +911,8 @@ def plan_first(config: dict) -> dict[str, dict[str, dict]]:
         if which == 'train' and len(sizes) == 3 and cuda:
             sizes.append(131072)
         groups |= plan({**config, 'cells': (tuple(sizes),)}, which, name)
-    if not cuda:
-        return groups
-    file = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'tests', 'test_gpu.py')
-    with open(file, encoding='utf-8') as text:
-        tests = re.findall(r'^def (test_\w+)', text.read(), re.M)
-
-    def chosen(name, tests):
-        return {name: {name: {'suite': 'tests', 'tests': tests, 'file': file}}}
-
-    groups = chosen('smoke', SMOKE) | groups
-    for name in tests:
-        groups |= chosen(f'tests {name}', name)
-    return groups
+    smoke, rest = ({'suite': 'tests', 'tests': which} for which in (SMOKE, f'not ({SMOKE})'))
+    return {'smoke': {'smoke': smoke}, **groups, 'tests': {'tests': rest}} if cuda else groups
 
 
 # ---- a suite ----

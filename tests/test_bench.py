@@ -173,7 +173,7 @@ def test_first_interrupted(tmp_path):
 def test_steps_of_a_gpu():
     """The order that was asked for, each cell once, the rest of the tests last."""
     steps = list(bench.plan_first({**GPU, 'suite': 'first'}))
-    assert steps[:2] == ['smoke', 'train 2 8 64'] and steps[-1].startswith('tests test_')
+    assert steps[:2] == ['smoke', 'train 2 8 64'] and steps[-1] == 'tests'
     assert steps[7:13] == [*(f'decode {cell}' for cell in ('2 8 128', '2 8 2048', '1 16 128')),
         'decode 1 16 2048', 'sokoban 1 1 128', 'sokoban 4 1 64']  # fmt: skip
     assert len([name for name in steps if name.startswith('train')]) == 60
@@ -183,6 +183,7 @@ def test_steps_of_a_gpu():
 
 MAKE = """
 import json, os, signal, sys, time, torch, bench
+bench.GPU_TESTS = os.environ['TESTS']
 part = {'update': lambda: None}
 def fine(): return part, {'tokens': 1, 'pid': os.getpid()}
 def large(): return {'update': lambda: torch.empty(2**60)}, {}
@@ -201,7 +202,7 @@ bench.begin = lambda config: begin({**config, 'device': 'cpu'})
 for name in sys.argv[2:]:
     row = {'suite': 'train', 'what': name}
     if name.startswith('test_'):
-        row = {'suite': 'tests', 'tests': name, 'file': os.environ['TESTS']}
+        row = {'suite': 'tests', 'tests': name}
     until = late if name.endswith('slow') else float('inf')
     records |= bench.measure({name: row}, config, pool, until)
     if config['device'] == 'cpu': bench.end(pool)
@@ -217,9 +218,9 @@ def test_slow(): time.sleep(600)
 """
 
 
-def measured(device, names, **env):
+def measured(device, names, tests=''):
     command = [sys.executable, '-c', MAKE, device, *names.split()]
-    env = {**os.environ, **env}
+    env = {**os.environ, 'TESTS': str(tests)}
     done = forks.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -229,7 +230,7 @@ def test_variants_that_fail(tmp_path):
     """Each costs itself alone; the reason is told; a gradient that differs does not count."""
     (tmp_path / 'test_it.py').write_text(GPU_TESTS)
     names = 'large killed broken slow wrong lost fine test_right test_wrong test_slow'
-    found = measured('cpu', names, TESTS=str(tmp_path / 'test_it.py'))
+    found = measured('cpu', names, tmp_path / 'test_it.py')
     status = [record['status'] for record in found.values()]
     assert status[:4] == ['OOM', 'OOM', 'failed: RuntimeError: no compiler', 'failed: late']
     assert status[4:8] == ['differs by 50.0% in w', 'ok', 'ok', 'ok']
