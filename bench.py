@@ -774,7 +774,7 @@ COLUMNS = {
     'over_target': ('over target', '{:.2f}x'),
     'check': ('off the plain pieces', '{}'),
     'first_run_s': ('first run, s', '{:.1f}'),
-    'memory_bytes': ('memory, bytes', '{:.2e}'),
+    'memory_bytes': ('memory, bytes', '{:,}'),
 }
 
 
