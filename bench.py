@@ -1,22 +1,17 @@
 """
 Speed and memory of the models on whatever device there is, beside the paper's and a roofline.
 
-    python bench.py                               # suite cpu: plain against fast, for 2 CPU cores
+    python bench.py                               # updates, plain against fast, for 2 CPU cores
     python bench.py --suite=first --budget=540    # a GPU's first half-hour; the same again goes on
     python bench.py --suite=train --budget=540    # the paper's throughput table; tells how to go on
+    python bench.py --suite=train --paths=lstm,compiled   # beside torch.nn.LSTM of equal size
     python bench.py --suite=decode                # and its latency table
     python bench.py --suite=sokoban --paths=compiled,compiled_recompute
-    python bench.py --suite=baselines --paths=lstm,lstm_bf16,compiled,compiled_bf16
     python bench.py --compare=A.json,B.json       # or --compare A.json B.json: the rows they share
 
-cpu        forward and backward of a chunk; head and loss alone; a token step from the difference
-baselines  the same and the optimizer, beside torch.nn.LSTM with as many parameters or, at E = 1, a
-           plain compiled Transformer, both with AdamW
 train      updates of train_lm.py, loader and optimizer included, T = W = C, on one of the paper's 4
            GPUs: B = tokens an update / 4 / C streams, held to a quarter of the paper's figure
 decode     a token for each of B streams after a cache filled to C = W; the paper's is of 4 GPUs
-kernels    a level's attention for a group of tokens, its experts for one, the loss of a slice of
-           rows, Muon's iteration
 sokoban    updates of train_sokoban.py on generated levels, in environment steps a second
 first      yardsticks, smoke tests of tests/test_gpu.py, the suites' cells, most telling first, the
            other tests: each checked, in a process and with a time limit of its own, its result
@@ -42,17 +37,14 @@ import importlib.util
 import json
 import math
 import multiprocessing
-import operator
 import os
 import platform
 import re
 import shlex
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable
 from types import ModuleType
@@ -66,24 +58,23 @@ import torch.nn.functional as F
 
 import baselines
 import kernels
-import muon
 import train_lm
 import train_sokoban
 from checkpoint import commit, device_name, keep_memory, out_of_memory, pick_device, pick_dtype
 from convlstm import AgentConfig
 from data_fineweb import REAL_VOCAB, VOCAB, open_meta, write_meta, write_shard
-from model import ModelConfig, State, build_model, heads, leave, losses, token
+from model import ModelConfig, State, build_model
 from sample import Decoder
-from unroll import BLOCK, Recipe, release, trial_cost, trials
+from unroll import release
 
 # fmt: off
 # what
-suite = 'cpu'      # cpu, baselines, train, decode, kernels, sokoban or first
+suite = 'train'    # train, decode, sokoban or first
 cells = ()         # such as (2,8,128,16),(4,4): see above. (): the suite's own, the paper's
 paths = ''         # plain, fast, compiled, gpt (not recurrent, L*E levels of one expert), ..., with
                    # _bf16 for that dtype; a wrong one lists all. '': the suite's own
 n_embd = 0         # D; 0: the suite's own
-block_size = 64    # cpu, baselines, kernels: T, tokens of a chunk (gpt: 2 C; as many in all)
+block_size = 0     # train: T, tokens of a chunk; 0: C
 dtype = ''         # float32, bfloat16 (autocast; sokoban: convolutions), or auto: bfloat16 where
                    # that is fast; '': float32 on a CPU but for sokoban, else auto
 # sokoban
@@ -100,45 +91,45 @@ budget = 0         # seconds after which no new cell begins; what is left is tol
 device = 'auto'    # auto: cuda if there is one; or cpu, cuda, cuda:1
 threads = 0        # CPU threads; 0: torch's choice
 out = ''           # JSON file, the table beside it as .md; '': results/<device>/<suite>.json
-append = False     # keep the other rows of that file: of the same commit, device and dtype
+append = False     # go on with that file, of the same commit, device and dtype. first: always
 compare = ''       # A.json,B.json: print the ratios of the rows they share, measure nothing
 # fmt: on
-RANGES = {'suite': 'cpu baselines train decode kernels sokoban first'.split()}
+RANGES = {'suite': 'train decode sokoban first'.split()}
 RANGES['arch'] = ['convlstm', 'convglu']
-RANGES |= dict.fromkeys('rounds block_size n_envs unroll'.split(), (1, math.inf))
-RANGES |= dict.fromkeys('n_embd threads seconds budget'.split(), (0, math.inf))
+RANGES |= dict.fromkeys('rounds n_envs unroll'.split(), (1, math.inf))
+RANGES |= dict.fromkeys('n_embd block_size threads seconds budget'.split(), (0, math.inf))
 
-LEVELS, PAIR = ((1, 16), (2, 8), (4, 4), (8, 2), (16, 1)), ((2, 8),)
+LEVELS = (1, 16), (2, 8), (4, 4), (8, 2), (16, 1)
 CONTEXTS = {'train': (32, 64, 128, 256, 1024, 2048), 'decode': (128, 2048)}
-SMALL = PAIR, (128,), (16,), 256, 256
-OWN = {  # on a GPU, suite: (L, E) of its cells, their C, their last number, D, V
-    'cpu': SMALL,
-    'baselines': (PAIR, (128,), (512,), 768, 50304),
+OWN = {  # suite: (L, E) of its cells, their C, their last number, D, V; on a GPU the paper's
     'train': (LEVELS, CONTEXTS['train'], (131072, 262144), 768, 50304),
     'decode': (LEVELS, CONTEXTS['decode'], (16,), 768, 50304),
-    'kernels': (PAIR, (128,), (256,), 768, 50304),
 }
-OWN_CPU = dict.fromkeys(OWN, SMALL) | {'train': (LEVELS, (32, 128), (16384,), 256, 256)}
-PATHS = {  # a suite's own; the others it has
-    'cpu': ('plain,fast', 'compiled,gpt,gpt_compiled'),
-    'baselines': ('lstm,fast,compiled', 'plain,gpt,gpt_compiled,transformer'),
-    'train': ('compiled', 'plain,fast,gpt,gpt_compiled'),
-    'decode': ('fast,ring,ring_compiled', 'plain,gpt,gpt_ring,gpt_ring_compiled'),
-    'kernels': ('eager,compiled,triton', ''),
-    # _recompute: the update runs its own forward instead of keeping the rollout's
-    'sokoban': ('plain,fast,compiled', 'plain_recompute,fast_recompute,compiled_recompute'),
+OWN_CPU = {'train': (((2, 8),), (128,), (4096,), 256, 256)}
+OWN_CPU['decode'] = ((2, 8),), (128,), (16,), 256, 256
+PATHS = {  # all of a suite; its own on a GPU, and at E = 1, where the paper has the Transformer too
+    'train': (
+        'plain,fast,compiled,gpt,gpt_compiled,lstm,transformer',
+        'compiled',
+        'gpt_compiled',  # it trains only that
+    ),
+    'decode': (
+        'plain,fast,ring,ring_compiled,gpt,gpt_ring,gpt_ring_compiled',
+        'ring,ring_compiled',
+        'ring,ring_compiled,gpt_ring,gpt_ring_compiled',
+    ),
+    'sokoban': (  # _recompute: the update runs its own forward instead of keeping the rollout's
+        'plain,fast,compiled,plain_recompute,fast_recompute,compiled_recompute',
+        'fast,compiled',
+        'fast,compiled',
+    ),
 }
-TWINS = {  # a suite's own at E = 1, where the paper has the Transformer too, and trains only that
-    'baselines': 'transformer,gpt,gpt_compiled',
-    'train': 'gpt_compiled',
-    'decode': 'ring,ring_compiled,gpt_ring,gpt_ring_compiled',
-}
+PATHS_CPU = {'train': 'plain,fast', 'decode': 'fast,ring', 'sokoban': 'plain,fast,compiled'}
 TOKENIZER = {V: name for name, V in VOCAB.items()}
 
 # The paper's tables, 4 H100: 1000 tokens/s at C = 32, 64, 128, 256, 1024, 2048 by tokens an update,
-# or ms a token at C = 128, 2048 by streams, of a model, L, E (OOM: out of memory). The targets
-# planned for one H100, calculated, and what this code may come to on an H200 by its graphs' nodes,
-# FLOPs and bytes, modelled: neither was measured.
+# or ms a token at C = 128, 2048 by streams, of a model, L, E (OOM: out of memory); and the targets
+# planned for one H100, calculated, not measured.
 FIGURES = """\
 paper train 131072 transformer 16 1: 967.7 1027.4 1025.3 1054.3 1016.9 968.1
 paper train 131072 recurrent 1 16: 505.4 445.7 349.5 229.4 51.1 OOM
@@ -166,11 +157,7 @@ target decode 16 recurrent 1 16: 0.105 0.120
 target decode 16 recurrent 2 8: 0.121 0.153
 target decode 16 recurrent 4 4: 0.147 0.210
 target decode 16 recurrent 8 2: 0.199 0.325
-target decode 16 recurrent 16 1: 0.304 0.555
-modelled train 131072 recurrent 1 16: 448 424 363 295 124 69
-modelled train 131072 recurrent 2 8: 418 372 321 220 95 51
-modelled train 131072 recurrent 4 4: 355 321 221 144 62 33
-modelled train 131072 recurrent 8 2: 287 215 139 82 35 18"""
+target decode 16 recurrent 16 1: 0.304 0.555"""
 FIGURES = dict(line.split(': ') for line in FIGURES.splitlines())
 TARGET_SOKOBAN = {(1, 1, 128): 55600, (4, 1, 64): 27800}  # 50M steps in 15 and 30 minutes
 
@@ -180,14 +167,14 @@ FIRST = (
     *(('train', *cell) for cell in TRAIN_FIRST),
     *(('decode', L, E, C) for L, E in ((2, 8), (1, 16)) for C in (128, 2048)),
     *(('sokoban', *cell) for cell in TARGET_SOKOBAN),
-    ('kernels', 2, 8),
     *(('decode', L, E, C) for C in (128, 2048) for L, E in ((16, 1), (4, 4), (8, 2))),
     *(('train', L, E, C) for C in (256, 2048, 32, 128, 64, 1024) for L, E in LEVELS),
     *(('train', L, E, C, 262144) for C in (64, 256, 2048, 32, 128, 1024) for L, E in LEVELS),
 )
-SMALL_FIRST = ('train', 2, 8, 32, 1024), ('decode', 2, 8), ('kernels', 2, 8), ('sokoban', 1, 1, 32)
-SMOKE = 'triton or graph'  # of tests/test_gpu.py: every capture and kernel
-LIMITS = {'smoke': 180, 'train': 240}  # seconds of a step
+SMALL_FIRST = ('train', 2, 8, 32, 1024), ('decode', 2, 8), ('sokoban', 1, 1, 32)
+GPU_TESTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'tests', 'test_gpu.py')
+SMOKE = 'triton or graph'  # of these: every capture and kernel
+LIMITS = {'smoke': 180, 'train': 240, 'tests': 400}  # seconds of a step
 LIMIT = 150  # of another
 LEAST = 60  # seconds of budget for which a step is begun; one that the budget cuts is begun again
 FAR = 0.1  # relative difference of a gradient or of logits that is no rounding of bfloat16's
@@ -201,78 +188,25 @@ def model_config(row: dict) -> ModelConfig:
     """ValueError for sizes that do not fit together."""
     how = row['path'].removesuffix('_bf16')
     if how != 'plain':
-        how = 'compiled' if how.endswith('compiled') or how == 'transformer' else 'fast'
+        how = 'compiled' if how.endswith('compiled') else 'fast'
     sizes = {'window': row['C'], 'block_size': row['T'], 'path': how}
     return ModelConfig(row['V'], row['L'], row['E'], row['D'], **sizes)
-
-
-def fresh_model(row: dict, device: str) -> tuple[torch.nn.Module, dict]:
-    """The row's model or baseline, and what is known of it."""
-    torch.manual_seed(0)
-    path, c = row['path'].removesuffix('_bf16'), model_config(row)
-    ours = path not in baselines.LEARNING_RATE
-    model = build_model(c, row['model'] == 'recurrent') if ours else baselines.build(path, c)
-    for p in model.to(device).parameters():
-        if p.dim() > 1 and not p.any():  # a processor may be faster at zeros than at numbers
-            torch.nn.init.normal_(p, 0, 0.02)
-    return model, about(model)
-
-
-def about(model: torch.nn.Module) -> dict:
-    flops = model.flops_per_token()
-    info = {'flops_per_token': sum(flops.values()), 'core_flops_per_token': flops['core']}
-    return info | {'params': model.num_params()['total']}
-
-
-def make_chunk(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
-    """Parts 'chunk', forward and backward of B x T tokens with the state carried; 'head', head and
-    loss of as many rows alone, or in suite baselines 'optimizer', an update."""
-    at, B, T = config['device'], row['B'], row['T']
-    autocast = functools.partial(train_lm.autocast, at, getattr(torch, row['dtype']))
-    x, y = torch.randint(row['V'], (2, B, T), device=at)
-    model, info = fresh_model(row, at)
-    if isinstance(model, (baselines.LSTM, baselines.Transformer)):
-        optimizers = [baselines.make_adamw(model)]
-    else:
-        optimizers = muon.make_optimizers(model, vars(train_lm))
-    for group in (g for o in optimizers for g in o.param_groups):
-        group['lr'] = 1e-6  # hundreds of updates by one gradient must not drive weights to infinity
-    with autocast():
-        carried = [model.init_state(B) if row['model'] == 'recurrent' else None]
-
-    def chunk():
-        model.zero_grad(set_to_none=True)
-        with autocast():
-            loss, carried[0] = model(x, y, carried[0])
-        loss.backward()
-
-    def optimizer():
-        for each in optimizers:
-            each.step()
-
-    def head():
-        rows.grad = model.head.grad = None
-        with autocast():
-            fused = model.config.path == 'compiled'
-            kernels.head_loss(rows, model.head, y.flatten(), losses, fused).backward()
-
-    info['tokens'] = B * T
-    if row['suite'] == 'baselines':
-        return {'chunk': chunk, 'optimizer': optimizer}, info
-    rows = torch.randn(B * T, row['D'], device=at, requires_grad=True)
-    return {'chunk': chunk, 'head': head}, info
 
 
 def make_token(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
     """Part 'token': one greedy token for each of B streams, from a cache of W entries; by
     sample.Decoder (paths ring) or by model.step."""
     at, B, dt = config['device'], row['B'], getattr(torch, row['dtype'])
-    model, info = fresh_model(row, at)
+    torch.manual_seed(0)
+    model = build_model(model_config(row), row['model'] == 'recurrent').to(at)
+    for p in model.parameters():
+        if p.dim() > 1 and not p.any():  # a processor may be faster at zeros than at numbers
+            torch.nn.init.normal_(p, 0, 0.02)
     with train_lm.autocast(at, dt):
         empty = model.init_state(B)
     full = torch.full_like(empty.count, row['C'])
     state = State(*(torch.randn_like(x) for x in empty[:3]), full)
-    carried, info['tokens'] = [torch.randint(row['V'], (B,), device=at), state], B
+    carried = [torch.randint(row['V'], (B,), device=at), state]
 
     @torch.no_grad()
     def step(tokens, state):
@@ -284,7 +218,7 @@ def make_token(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
         carried[0] = logits.argmax(-1)
 
     if 'ring' not in row['path']:
-        return {'token': greedy}, info
+        return {'token': greedy}, {}
     decoder = Decoder(model, B, amp=dt, compile='compiled' in row['path'])
     decoder.load(state)
     decoder.step(carried[0])
@@ -298,7 +232,7 @@ def make_token(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
             pairs[f'logits of token {i}'] = decoder.logits.clone(), logits
         return pairs
 
-    return {'token': decoder.step}, {**info, 'check': check}
+    return {'token': decoder.step}, {'check': check}
 
 
 def make_run(script: ModuleType, settings: dict, row: dict, config: dict) -> object:
@@ -315,7 +249,10 @@ def make_update(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
     settings = {'window': row['C'], 'block_size': row['T'], 'tokens_per_step': row['B'] * row['T']}
     settings |= {'tokenizer': TOKENIZER[row['V']], 'data_dir': config['data_dir']}
     settings |= {'val_tokens': 64, 'val_streams': 1, 'max_iters': 10**6}
-    settings |= {'compile': 'compiled' in row['path'], 'recurrent': row['model'] == 'recurrent'}
+    baseline = row['path'].removesuffix('_bf16') in baselines.LEARNING_RATE
+    settings |= {'arch': row['model'] if baseline else 'experts'}
+    settings |= {'recurrent': row['model'] != 'transformer'}
+    settings |= {'compile': row['path'].removesuffix('_bf16').endswith(('compiled', 'transformer'))}
     run = make_run(train_lm, settings, row, config)
     train_lm.prepare(run)
     if settings['compile'] and run.model.config.path == 'fast':
@@ -346,8 +283,9 @@ def make_update(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
         plain = gradients(state)
         return {name: (mine[name], plain[name]) for name in mine}
 
-    info = {**about(run.model), 'tokens': settings['tokens_per_step'], 'check': check}
-    return {'update': update}, info
+    info = {'tokens': settings['tokens_per_step'], 'params': run.model.num_params()['total']}
+    info['pieces'] = kernels.chosen_lines()
+    return {'update': update}, {**info, 'check': check}
 
 
 def make_agent(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
@@ -395,60 +333,6 @@ def make_agent(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
     return {'update': update}, {**info, 'check': check}
 
 
-@torch.no_grad()
-def make_kernels(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
-    """A part for each kernel and path, named 'kernel, path'; known: {part: (FLOPs, bytes)}, and
-    {part: why not} of those that cannot run."""
-    torch.manual_seed(0)
-    at, dt, c = config['device'], getattr(torch, row['dtype']), model_config(row)
-    E, D, V, cuda = c.n_expert, c.n_embd, c.vocab_size, at != 'cpu'
-    first = build_model(c, True).levels[0].to(at)
-    sizes = row['B'], D, c.window, min(c.block_size, BLOCK)
-    rows = kernels.rows_per_slice(row['B'] * c.block_size, V, torch.device(at).type)
-    logits, target = torch.randn(rows, V, device=at).to(dt), torch.randint(V, (rows,), device=at)
-    matrices = torch.randn(E, D, 4 * D, device=at).bfloat16()
-    parts, info = {}, {'work': {}, 'missing': {}}
-
-    def add(name, path, run, cost):
-        part, once = f'{name}, {path}', functools.partial(run, path == 'triton')
-        if path == 'triton' and (error := why_not(run, cuda)):
-            info['missing'][part] = error
-            return
-        # on a GPU without the launches
-        parts[part] = functools.partial(kernels.seconds_of, once) if cuda else once
-        info['work'][part] = cost
-
-    for path in row['paths']:
-        plain = 'eager' if path == 'eager' else 'compiled'
-
-        def loss(triton, plain=plain):
-            way = 'triton' if triton else plain
-            return kernels.slice_loss(losses, logits.clone(), target, 1 / rows, way)
-
-        rules, fused = first.rules(), path != 'eager'
-        recipe = Recipe(token, heads, leave, rules, dt, torch.float32, fused, graphs=False)
-        costs = trial_cost(recipe, sizes) | {'loss': (0, 4 * logits.nbytes)}  # the copy's too
-        for name, run in {**trials(recipe, first.weights(), sizes, True), 'loss': loss}.items():
-            add(name, path, run, costs[name])
-    # five iterations of three products
-    newton = E * 5 * (2 * 2 * D * D * 4 * D + 2 * D**3), 5 * 4 * matrices.nbytes
-    ways = {'one by one': matrices.split(1), 'batched': [matrices]}
-    for way, given in ways.items():
-        add('orthogonalize', way, lambda _, xs=given: [muon.orthogonalize(x) for x in xs], newton)
-    return parts, info
-
-
-def why_not(run: Callable, cuda: bool) -> str:
-    """What keeps a Triton kernel from being timed, '' if nothing does."""
-    if not cuda:
-        return 'n/a (needs CUDA)'
-    if kernels.triton_module() is None:
-        return 'n/a (triton is not installed)'
-    found = kernels.compare(run)
-    wrong = '' if kernels.agrees(found) else f'wrong by {found.get("difference", math.nan):.1%}'
-    return found.get('error') or wrong
-
-
 def make_yardsticks(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
     """A product of two large square matrices in each dtype, FLOPs; a copy too large for a cache,
     bytes read and written; a convolution of boards enough to fill the device, multiply-adds."""
@@ -472,23 +356,49 @@ def make_yardsticks(row: dict, config: dict) -> tuple[dict[str, Callable], dict]
     return parts, {'work': work}
 
 
-MAKERS = {'cpu': make_chunk, 'baselines': make_chunk, 'train': make_update, 'decode': make_token}
-MAKERS |= {'kernels': make_kernels, 'sokoban': make_agent, 'yardsticks': make_yardsticks}
+def make_tests(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
+    """Runs those GPU_TESTS that the row chooses. RuntimeError: one did not pass."""
+    if importlib.util.find_spec('pytest') is None:
+        raise RuntimeError('pytest is not installed')
+    import pytest
+
+    class Told:
+        bad = []
+
+        def pytest_runtest_logreport(self, report: object) -> None:
+            if report.failed:
+                self.bad.append(report.nodeid.rpartition('::')[2])
+
+    options = [
+        '-v',
+        '--tb=short',
+        '--show-capture=no',
+        '--noconftest',
+        '-o',
+        'addopts=',
+        '-p',
+        'no:cacheprovider',
+    ]
+    code = pytest.main([*options, '-m', 'gpu', '-k', row['tests'], GPU_TESTS], [Told()])
+    if code:
+        raise RuntimeError(f'{len(Told.bad)} tests: {", ".join(Told.bad)} (pytest {int(code)})')
+    return {}, {}
+
+
+MAKERS = {'train': make_update, 'decode': make_token}
+MAKERS |= {'sokoban': make_agent, 'yardsticks': make_yardsticks, 'tests': make_tests}
 
 
 # ---- the process that measures ----
 
 
 def timed(run: Callable, repeats: int, device: str) -> float:
-    """Seconds of one run(), the mean of `repeats`, with the device idle at both ends. A run that
-    returns a float has timed itself, once."""
+    """Seconds of one run(), the mean of `repeats`, with the device idle at both ends."""
     wait = torch.cuda.synchronize if device != 'cpu' else time.time
     wait()
     start = time.perf_counter()
     for _ in range(repeats):
-        result = run()
-        if type(result) is float:
-            return result
+        run()
     wait()
     return (time.perf_counter() - start) / repeats
 
@@ -565,6 +475,7 @@ def answer_to(message: dict | float | str, made: dict, config: dict) -> dict:
 def work(pipe: multiprocessing.connection.Connection, config: dict) -> None:
     """The process: messages in, answers out; None ends it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the parent's business, which ends us
+    os.setsid()  # its children end with it
     if config['device'] != 'cpu':
         torch.cuda.set_device(config['device'])
         torch.set_float32_matmul_precision('high')  # as train_lm.py
@@ -592,6 +503,13 @@ def begin(config: dict) -> tuple:
     return process, ours
 
 
+def kill(process: multiprocessing.Process) -> None:
+    """And its children, which it leads."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+
+
 def end(pool: dict) -> None:
     """Ends the processes {name: (process, pipe)}, and empties it."""
     while pool:
@@ -599,7 +517,7 @@ def end(pool: dict) -> None:
         with contextlib.suppress(OSError):
             pipe.send(None)
         process.join(5)
-        process.kill()
+        kill(process)
 
 
 def ask(worker: tuple, message: dict | float | str, record: dict, until: float) -> str:
@@ -610,7 +528,7 @@ def ask(worker: tuple, message: dict | float | str, record: dict, until: float) 
         while not pipe.poll(max(0.0, min(10.0, until - time.perf_counter()))):
             print('    ...', flush=True)  # a first run compiles
             if time.perf_counter() > until:
-                process.kill()
+                kill(process)
         answer = pipe.recv()
     except (EOFError, OSError):  # it is gone; Linux kills one that takes the last of the memory
         process.join()
@@ -638,10 +556,10 @@ def measure(group: dict[str, dict], config: dict, pool: dict, until: float = mat
         turns.sort(key=lambda turn: labels.index(turn[1]))
     for number, label in turns:
         record, name = records[label], 'gpu' if cuda else label
-        unchecked = number > n and group[label]['suite'] not in ('train', 'decode', 'sokoban')
+        last = {'tests': 0, 'yardsticks': n}.get(group[label]['suite'], n + 1)
         if record['status'] == 'ok' and time.perf_counter() > until:
             record['status'] = 'failed: late'
-        if record['status'] != 'ok' or unchecked:
+        if record['status'] != 'ok' or number > last:
             continue
         if name not in pool:
             pool[name] = begin(config)
@@ -689,16 +607,16 @@ def floor(row: dict, rate: float, bandwidth: float) -> float:
 
 
 def published(row: dict) -> dict[str, float | str]:
-    """FIGURES of a row: paper, target and modelled, in tokens/s of one GPU (the paper's a quarter
-    of its four's) or ms a token."""
+    """FIGURES of a row: paper and target, in tokens/s of one GPU (the paper's a quarter of its
+    four's) or ms a token."""
     suite = row['suite']
     if suite == 'sokoban':
         target = TARGET_SOKOBAN.get((row['L'], row['E'], row['D']))
         return {'target': target} if target else {}
-    if (row['D'], row['V'], row['T']) != (768, 50304, row['C']):
+    if suite not in CONTEXTS or (row['D'], row['V'], row['T']) != (768, 50304, row['C']):
         return {}
     n, found = row.get('tokens_per_update', row['B']), {}
-    for name in ('paper', 'target', 'modelled'):
+    for name in ('paper', 'target'):
         who = f'{name} {suite} {n} {row["model"]} {row["L"]} {row["E"]}'
         words = dict(zip(CONTEXTS[suite], FIGURES.get(who, '').split(), strict=False))
         word = words.get(row['C'], '-')
@@ -712,76 +630,36 @@ METRICS = {  # of a row: 1 where more is better, unit, digits
     'tokens_per_s': (1, 'tokens/s', 0),
     'env_steps_per_s': (1, 'env steps/s', 0),
     'ms_per_token': (-1, 'ms/token', 3),
-    'us': (-1, 'us', 1),
 }
 
 
-def derive(record: dict, row: dict, rates: dict[str, float]) -> list[dict]:
-    """The rows of a finished record: `row`, its path and sizes, with rates and shares of the
+def derive(record: dict, row: dict, rates: dict[str, float]) -> dict:
+    """The row of a finished record: `row`, its path and sizes, with rates and shares of the
     yardsticks' rates."""
-    suite, row = row['suite'], {**row, **record}
-    if suite == 'kernels':
-        return kernel_rows(row, rates) if record['status'] == 'ok' else [row]
-    row |= published(row) if suite in ('train', 'decode', 'sokoban') else {}
-    times = row['seconds']
-    rate, bandwidth = rates.get(f'matmul {row["dtype"]}'), rates.get('copy')
-    if not times:
-        return [row]
-    name = {'decode': 'ms_per_token', 'sokoban': 'env_steps_per_s'}.get(suite, 'tokens_per_s')
+    row = row | record
+    suite, rate, bandwidth = row['suite'], rates.get(f'matmul {row["dtype"]}'), rates.get('copy')
+    row |= published(row)
+    if not row['seconds']:
+        return row
+    (times,) = row['seconds'].values()
     if suite == 'decode':
-        row[name] = spread(1e3 * t for t in times['token'])
+        name, values = 'ms_per_token', [1e3 * t for t in times]
     else:
-        amount = row['env_steps' if suite == 'sokoban' else 'tokens']
-        row[name] = spread(amount / t for t in times.get('update') or times['chunk'])
+        name, part = (
+            ('env_steps_per_s', 'env_steps') if suite == 'sokoban' else ('tokens_per_s', 'tokens')
+        )
+        values = [row[part] / t for t in times]
+    row[name] = spread(values)
     value, sign = row[name]['median'], METRICS[name][0]
     for other in ('paper', 'target'):
         if isinstance(row.get(other), (int, float)):
             row[f'over_{other}'] = (value / row[other]) ** sign
     if suite == 'sokoban' and 'conv' in rates:
         row['share_of_conv'] = row['macs'] / row['env_steps'] * value / rates['conv']
-    elif suite in ('train', 'decode') and rate and bandwidth:
+    elif suite in CONTEXTS and rate and bandwidth and row['model'] != 'lstm':
         least = floor(row, rate, bandwidth)
         row['share_of_roofline'] = 1e3 * least / value if sign < 0 else least * value / row['B']
-    elif suite in ('cpu', 'baselines'):
-        row |= chunk_figures(row, times, rate)
-    return [row]
-
-
-def chunk_figures(row: dict, times: dict[str, list], rate: float | None) -> dict:
-    """Those of suites cpu and baselines. Backward costs twice the forward."""
-    found, chunks = {}, times['chunk']
-    if rate:
-        flops = 3 * row['flops_per_token']
-        found['share_of_matmul'] = flops * row['tokens_per_s']['median'] / rate
-    if 'optimizer' in times:
-        both = zip(chunks, times['optimizer'], strict=True)
-        found['tokens_per_s_with_optimizer'] = spread(row['tokens'] / (a + b) for a, b in both)
-    if 'head' in times:
-        found['head_ms'] = spread(1e3 * t for t in times['head'])
-    if 'head' in times and row['model'] == 'recurrent':
-        both = zip(chunks, times['head'], strict=True)
-        found['step_ms'] = spread(1e3 * (a - b) / row['T'] for a, b in both)
-        if rate:
-            found['step_ms_at_matmul_rate'] = 3e3 * row['core_flops_per_token'] * row['B'] / rate
-    return found
-
-
-def kernel_rows(row: dict, rates: dict[str, float]) -> list[dict]:
-    """A row a kernel and path from one that holds them all."""
-    together = 'work missing seconds memory_bytes first_run_s paths check'.split()
-    work, missing, times = (row[name] for name in together[:3])
-    shared, rows = {name: x for name, x in row.items() if name not in together}, []
-    for part in [*work, *missing]:
-        kernel, path = part.split(', ')
-        rows.append({**shared, 'kernel': kernel, 'path': path, 'status': missing.get(part, 'ok')})
-        if part in work:
-            (flops, size), us = work[part], spread(1e6 * t for t in times[part])
-            rows[-1]['us'] = us
-            product = f'matmul {"bfloat16" if kernel == "orthogonalize" else row["dtype"]}'
-            if product in rates and 'copy' in rates:
-                least = max(flops / rates[product], size / rates['copy'])
-                rows[-1]['share_of_roofline'] = 1e6 * least / us['median']
-    return rows
+    return row
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
@@ -792,9 +670,9 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 # ---- reports: what a figure needs to be repeated ----
 
 # what tells two rows apart; of two reports whose rows may be joined; of rows that are compared
-KEYS = 'suite cell kernel path model L E C B T D V tokens_per_update'.split()
+KEYS = 'suite cell path model L E C B T D V tokens_per_update'.split()
 SAME = 'suite device dtype torch commit threads'.split()
-CELL = 'suite cell D kernel'.split()
+CELL = 'suite cell D'.split()
 
 
 def header(config: dict) -> dict:
@@ -803,13 +681,11 @@ def header(config: dict) -> dict:
     kept |= {'threads': config['threads'] or torch.get_num_threads(), 'torch': torch.__version__}
     kept['date'] = datetime.datetime.now().astimezone().isoformat(timespec='seconds')
     kept['python'] = platform.python_version()
-    if at == 'cpu':
-        return kept | {'memory': 'peak resident memory of its process, less after import'}
-    triton, card = kernels.triton_module(), torch.cuda.get_device_properties(at)
-    kept |= {'memory': 'torch.cuda.max_memory_allocated', 'device_memory': card.total_memory}
-    kept |= {'multiprocessors': card.multi_processor_count, 'cuda': torch.version.cuda}
-    kept['triton'] = triton and sys.modules['triton'].__version__
-    return kept | {'cudnn': torch.backends.cudnn.version()}
+    if at != 'cpu':
+        kept['triton'] = kernels.triton_module() and sys.modules['triton'].__version__
+        kept |= {'cuda': torch.version.cuda, 'cudnn': torch.backends.cudnn.version()}
+        kept['card'] = str(torch.cuda.get_device_properties(at))
+    return kept
 
 
 def results_path(report: dict, out: str) -> str:
@@ -838,7 +714,7 @@ def read_report(path: str) -> dict:
 
 
 def earlier(report: dict, path: str) -> dict:
-    """The report that this one goes on with, whose command goes before; {} where there is none."""
+    """What there is of the report that this one goes on with, whose command goes before."""
     if not os.path.exists(path):
         return {}
     old, how = read_report(path), '' if report['suite'] == 'first' else 'append = True: '
@@ -846,9 +722,9 @@ def earlier(report: dict, path: str) -> dict:
         if old.get(name) != report[name]:
             was = f'{path} is of {name} {old.get(name)!r}, this run of {report[name]!r}'
             fail(f'{how}{was}: choose another --out')
-    if old['command'] != report['command']:
+    if report['command'] not in old['command']:
         report['command'] = f'{old["command"]}; {report["command"]}'
-    return old
+    return {name: old[name] for name in ('steps', 'yardsticks', 'results') if name in old}
 
 
 # ---- tables ----
@@ -872,7 +748,8 @@ def figure(row: dict) -> str:
     """A row's result, or why it has none."""
     if row['status'] != 'ok':
         return row['status'].replace('|', '/')
-    return show(row[metric(row)], METRICS[metric(row)][2])
+    _, unit, digits = METRICS[metric(row)]
+    return f'{show(row[metric(row)], digits)} {unit}'
 
 
 def ratio(a: dict, b: dict) -> str:
@@ -883,60 +760,44 @@ def ratio(a: dict, b: dict) -> str:
     return f'{(b[name]["median"] / a[name]["median"]) ** METRICS[name][0]:.2f}x'
 
 
-def column(title: str, name: str, form: Callable = str) -> tuple[str, Callable]:
-    """(title, function of a row): row[name] by `form`, texts as they are, '' if there is none."""
+COLUMNS = {
+    'tokens_per_update': ('tokens an update, 4 GPUs', '{:,}'),
+    **{name: (name, '{}') for name in 'LEDCBT'},
+    'path': ('path', '{}'),
+    'figure': ('median (min..max)', '{}'),
+    'ratio': ('speed-up', '{}'),
+    'share_of_roofline': ('of roofline', '{:.1%}'),
+    'share_of_conv': ('of conv rate', '{:.1%}'),
+    'paper': ('paper: tokens/s a GPU, ms on 4', '{:,.6g}'),
+    'over_paper': ('over paper', '{:.2f}x'),
+    'target': ('target, one H100', '{:,.6g}'),
+    'over_target': ('over target', '{:.2f}x'),
+    'check': ('off the plain pieces', '{}'),
+    'first_run_s': ('first run, s', '{:.1f}'),
+    'memory_bytes': ('memory, bytes', '{:,}'),
+}
 
-    def cell(row):
-        value = row.get(name, '')
-        return value if isinstance(value, str) else '' if value is None else form(value)
 
-    return title, cell
-
-
-def markdown(columns: list[tuple[str, Callable]], results: list[dict]) -> str:
-    """columns: (title, function of a row); those in which no row has anything are left out."""
-    lines = [[title, '---', *(cell(row) for row in results)] for title, cell in columns]
-    lines = zip(*(line for line in lines if any(line[2:])), strict=True)
-    return '\n'.join('| ' + ' | '.join(line) + ' |' for line in lines)
+def markdown(rows: list[dict], columns: dict[str, tuple[str, str]]) -> str:
+    """columns: title and form of a row's value, texts as they are. One in which no row has anything
+    is left out."""
+    lines = []
+    for name, (title, form) in columns.items():
+        values = (row.get(name) or '' for row in rows)
+        texts = [x if isinstance(x, str) else form.format(x) for x in values]
+        lines += [[title, '---', *texts]] if any(texts) else []
+    return '\n'.join('| ' + ' | '.join(line) + ' |' for line in zip(*lines, strict=True))
 
 
 def table(results: list[dict]) -> str:
     """Markdown of rows, each with its speed-up over the first of its cell."""
-    percent, times, first = '{:.1%}'.format, '{:.2f}x'.format, {}
-    units = {METRICS[metric(r)][1] for r in results if metric(r)}
-    for r in results:
-        if r['status'] == 'ok':
-            first.setdefault(key(r, CELL), r)
-
-    def sized(x):
-        return f'{x:,.0f}' if x >= 10 else f'{x:.3f}'
-
-    columns = [
-        ('suite', lambda r: r['suite'] if len(units) > 1 else ''),
-        column('kernel', 'kernel'),
-        column('tokens an update, 4 GPUs', 'tokens_per_update', sized),
-        ('L, E', lambda r: f'{r["L"]}, {r["E"]}'),
-        *(column(name, name[0].upper()) for name in ('d', 'C', 'B', 'T')),
-        column('path', 'path'),
-        (f'{", ".join(sorted(units))}: median (min..max)', figure),
-        ('speed-up', lambda r: ratio(first.get(key(r, CELL), r), r)),
-        column('with optimizer', 'tokens_per_s_with_optimizer', show),
-        column('of matmul rate', 'share_of_matmul', percent),
-        column('head alone, ms', 'head_ms', lambda x: f'{x["median"]:.1f}'),
-        column('token step without head, ms', 'step_ms', lambda x: show(x, 3)),
-        column('its FLOPs at matmul rate, ms', 'step_ms_at_matmul_rate', '{:.3f}'.format),
-        column('of roofline', 'share_of_roofline', percent),
-        column('of conv rate', 'share_of_conv', percent),
-        column('paper: tokens/s a GPU, ms on 4', 'paper', sized),
-        column('over paper', 'over_paper', times),
-        column('target, one H100', 'target', sized),
-        column('over target', 'over_target', times),
-        column('modelled for an H200', 'modelled', sized),
-        column('off the plain pieces', 'check'),
-        column('first run, s', 'first_run_s', '{:.1f}'.format),
-        column('memory, MiB', 'memory_bytes', lambda x: f'{x / 2**20:,.0f}'),
-    ]
-    return markdown(columns, results)
+    rows, first = [], {}
+    for row in results:
+        if row['status'] == 'ok':
+            first.setdefault(key(row, CELL), row)
+        over = ratio(first.get(key(row, CELL), row), row)
+        rows.append({**row, 'figure': figure(row), 'ratio': over})
+    return markdown(rows, COLUMNS)
 
 
 def describe(report: dict) -> str:
@@ -947,9 +808,6 @@ def describe(report: dict) -> str:
         # a multiply-add is two FLOPs
         rates.append(f'{name} {show({k: giga * v for k, v in figures.items()})} {unit}')
     words = '{device}, {threads} threads, torch {torch}, commit {commit}, {dtype}'.format(**report)
-    for letter in 'DV':
-        if values := sorted({r[letter] for r in report['results'] if letter in r}):
-            words += f', {letter} = {" and ".join(map(str, values))}'
     return f'{words}; {", ".join(rates)}\n`{report["command"]}`'
 
 
@@ -962,15 +820,14 @@ def compare_reports(text: str) -> None:
     if a['suite'] != b['suite']:
         fail(f'compare: {names[0]} is of suite {a["suite"]!r}, {names[1]} of {b["suite"]!r}')
     old = {key(row): row for row in a['results']}
-    pairs = [{**y, 'a': old[key(y)], 'b': y} for y in b['results'] if key(y) in old]
+    pairs = [(old[key(row)], row) for row in b['results'] if key(row) in old]
     if not pairs:
         fail(f'compare: {names[0]} and {names[1]} have no row in common')
     for letter, name, r in zip('AB', names, (a, b), strict=True):
         print(f'{letter}: {name}:', *(r.get(k) for k in ('device', 'dtype', 'commit', 'date')))
-    columns = [('A', lambda r: figure(r['a'])), ('B', lambda r: figure(r['b']))]
-    columns.append(('speed of B over A', lambda r: ratio(r['a'], r['b'])))
-    shown = [k for k in KEYS if k == 'path' or len({pair.get(k) for pair in pairs}) > 1]
-    print('\n' + markdown([*(column(k, k) for k in shown), *columns], pairs))
+    rows = [{**y, 'A': figure(x), 'B': figure(y), 'ratio': ratio(x, y)} for x, y in pairs]
+    columns = {name: (name, '{}') for name in [*KEYS, 'A', 'B']}
+    print('\n' + markdown(rows, columns | {'ratio': ('speed of B over A', '{}')}))
 
 
 # ---- what is to be measured ----
@@ -1000,22 +857,15 @@ def all_cells(config: dict, suite: str) -> list[tuple]:
 
 
 def chosen_paths(config: dict, suite: str, E: int) -> list[str]:
-    """The paths of a cell: those given, or the suite's own. In suite first those given that the
-    cell's suite has, or its fastest two."""
-    first, own = config['suite'] == 'first', PATHS[suite][0].split(',')
-    own = TWINS[suite].split(',') if E == 1 and suite in TWINS else own[-2 * first :]
-    ending = '' if suite == 'kernels' else '_bf16'  # those are all measured in one process
-    known = {name: [x for x in ','.join(both).split(',') if x] for name, both in PATHS.items()}
-    valid = known[suite] + [path + ending for path in known[suite]]
-    chosen = [path.strip() for path in config['paths'].split(',')] if config['paths'] else own
-    strange = set(chosen) - set(valid)
-    if first:
-        strange -= {path for paths in known.values() for path in paths}
-        chosen = [path for path in chosen if path in valid] or own
-    if strange:
-        more = f', with {ending} for that dtype' if ending else ''
-        fail(f'paths = {config["paths"]!r}: expected some of {",".join(known[suite])}{more}')
-    return chosen
+    """The paths of a cell: those given, in suite first that the cell's suite has; or its own."""
+    own = PATHS_CPU[suite] if config['device'] == 'cpu' else PATHS[suite][1 + (E == 1)]
+    known, given = PATHS[suite][0].split(','), (config['paths'] or own).replace(' ', '').split(',')
+    first = config['suite'] == 'first'
+    possible = ','.join(PATHS[name][0] for name in PATHS).split(',') if first else known
+    if not {path.removesuffix('_bf16') for path in given} <= set(possible):
+        words = f'expected some of {",".join(known)}, with _bf16 for that dtype'
+        fail(f'paths = {config["paths"]!r}: {words}')
+    return [path for path in given if path.removesuffix('_bf16') in known] or own.split(',')
 
 
 def row_of(config: dict, suite: str, cell: tuple, path: str) -> dict:
@@ -1027,34 +877,31 @@ def row_of(config: dict, suite: str, cell: tuple, path: str) -> dict:
         AgentConfig(config['arch'], config['recurrent'], *cell)
         return row | {'model': config['arch'] + ', not recurrent' * (not config['recurrent'])}
     D, V = own_sizes(config, suite)[3:]
-    (L, E, C, B), gpt = cell, path.startswith(('gpt', 'transformer'))
-    T = C if suite in ('train', 'decode') else config['block_size']
+    (L, E, C, B), model = cell, 'lstm' if path.startswith('lstm') else 'recurrent'
+    T = config['block_size'] if suite == 'train' and config['block_size'] else C
     if suite == 'train':
-        if B % (4 * C):
-            fail(f'cells: {B} tokens are not a whole number of rows of {C} on each of 4 GPUs')
-        row, B = {**row, 'tokens_per_update': B}, B // 4 // C
-    if gpt:
-        L, E = L * E, 1
-    if gpt and suite in ('cpu', 'baselines'):
-        B, T = max(1, B * T // (2 * C)), 2 * C
+        if B % (4 * T):
+            fail(f'cells: {B} tokens are not a whole number of rows of {T} on each of 4 GPUs')
+        row, B = {**row, 'tokens_per_update': B}, B // 4 // T
+    if path.startswith(('gpt', 'transformer')):
+        L, E, model = L * E, 1, 'transformer'
     row |= {'L': L, 'E': E, 'C': C, 'B': B, 'T': T, 'D': config['n_embd'] or D, 'V': V}
     model_config(row)
-    return row | {'model': 'transformer' if gpt else 'recurrent'}
+    return row | {'model': model}
 
 
 def plan(config: dict, suite: str, name: str = '') -> dict[str, dict[str, dict]]:
     """{cell: {label: row}}, or all cells under one name. Refuses what makes no sense."""
     groups = {}
     for cell in all_cells(config, suite):
-        chosen = chosen_paths(config, suite, cell[1])
-        for path in chosen if suite != 'kernels' else ['all']:  # those are measured together
-            row = row_of(config, suite, cell, path) | {'paths': chosen}
+        for path in chosen_paths(config, suite, cell[1]):
+            row = row_of(config, suite, cell, path)
             groups.setdefault(name or row['cell'], {})[f'{row["cell"]} {path}'] = row
     return groups
 
 
-def plan_first(config: dict) -> dict[str, dict | str]:
-    """{step: {label: row}, or which tests} of suite first, in its order."""
+def plan_first(config: dict) -> dict[str, dict[str, dict]]:
+    """{step: {label: row}} of suite first, in its order."""
     cuda, groups = config['device'] != 'cpu', {}
     for step in config['cells'] or (FIRST if cuda else SMALL_FIRST):
         which, *sizes = step if isinstance(step, (tuple, list)) else (step,)
@@ -1064,41 +911,11 @@ def plan_first(config: dict) -> dict[str, dict | str]:
         if which == 'train' and len(sizes) == 3 and cuda:
             sizes.append(131072)
         groups |= plan({**config, 'cells': (tuple(sizes),)}, which, name)
-    if not cuda:
-        return groups
-    with open(GPU_TESTS, encoding='utf-8') as file:
-        tests = re.findall(r'^def (test_\w+)', file.read(), re.M)
-    return {'smoke': SMOKE, **groups, **{f'tests {name}': name for name in tests}}
+    smoke, rest = ({'suite': 'tests', 'tests': which} for which in (SMOKE, f'not ({SMOKE})'))
+    return {'smoke': {'smoke': smoke}, **groups, 'tests': {'tests': rest}} if cuda else groups
 
 
 # ---- a suite ----
-
-GPU_TESTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'tests', 'test_gpu.py')
-
-
-def run_tests(chosen: str, until: float) -> str:
-    """pytest of those in GPU_TESTS that `chosen` says (-k), without plugins. -> 'ok', or what went
-    wrong."""
-    if importlib.util.find_spec('pytest') is None:
-        return 'skipped: pytest is not installed'
-    options = ['-v', '--tb=short', '--noconftest', '-o', 'addopts=', '-m', 'gpu', '-k', chosen]
-    command = [sys.executable, '-u', '-m', 'pytest', *options, GPU_TESTS]
-    pipe, ends = {'stdout': subprocess.PIPE, 'text': True}, []
-    with subprocess.Popen(command, start_new_session=True, **pipe) as process:
-        stop = functools.partial(os.killpg, process.pid, signal.SIGKILL)  # and its children
-        timer = threading.Timer(max(1.0, until - time.perf_counter()), stop)
-        timer.start()
-        try:
-            for line in process.stdout:
-                print(line, end='', flush=True)
-                ends += re.findall(r'::\S.* (PASSED|FAILED|SKIPPED) ', line)
-        finally:
-            timer.cancel()
-            with contextlib.suppress(ProcessLookupError):
-                stop()
-    told = ', '.join(f'{ends.count(x.upper())} {x}' for x in ('passed', 'failed', 'skipped'))
-    late = 'late: ' if time.perf_counter() > until else ''
-    return 'ok' if process.returncode == 0 else f'failed: {late}{told}'
 
 
 def run_group(group: dict[str, dict], config: dict, report: dict, pool: dict, until: float) -> str:
@@ -1109,14 +926,10 @@ def run_group(group: dict[str, dict], config: dict, report: dict, pool: dict, un
         seen += [records['yardsticks']['work'][part] / t for t in times]
         report['yardsticks'][part] = spread(seen)
     rates = {part: figures['median'] for part, figures in report['yardsticks'].items()}
-    new = [r for x in group if x != 'yardsticks' for r in derive(records[x], group[x], rates)]
+    new = [derive(records[x], row, rates) for x, row in group.items() if 'L' in row]
     kept = {key(row): row for row in report['results']} | {key(row): row for row in new}
-    together = {}  # those to be compared, in the order of their first
-    for row in kept.values():
-        together.setdefault(key(row, CELL), []).append(row)
-    report['results'] = [row for rows in together.values() for row in rows]
-    if report['suite'] == 'train':
-        report['results'].sort(key=operator.itemgetter('tokens_per_update'))
+    cells = [key(row, CELL) for row in kept.values()]  # those to be compared stand together
+    report['results'] = sorted(kept.values(), key=lambda row: cells.index(key(row, CELL)))
     bad = [record['status'] for record in records.values() if record['status'] != 'ok']
     bad += [f'not checked: {r["check"]}' for r in new if r.get('check', '%')[-1] != '%']
     return '; '.join(bad) or 'ok'
@@ -1133,18 +946,19 @@ def write(report: dict, path: str) -> str:
     return text
 
 
-def run(config: dict, groups: dict[str, dict | str]) -> int:
-    """Measures group by group, the report written after each. -> the exit status."""
+def run(config: dict, groups: dict[str, dict[str, dict]]) -> int:
+    """Measures what the report does not hold yet, group by group, the report written after each.
+    -> the exit status."""
     start, pool, begun = time.perf_counter(), {}, 0
     first, budget = config['suite'] == 'first', config['budget'] or math.inf
-    report = {'suite': config['suite'], **header(config), 'yardsticks': {}, 'results': []}
+    report = {'suite': config['suite'], **header(config)}
     path = results_path(report, config['out'])
     old = earlier(report, path) if config['append'] or first else {}
-    report |= {'results': old.get('results', []), 'rates': {}}
-    steps = old.get('steps', {}) if first else {}
-    if first:
-        report |= {'steps': steps, 'yardsticks': old.get('yardsticks', {})}
-    left = [name for name in groups if name not in steps]
+    report |= {'steps': {}, 'yardsticks': {}, 'results': []} | old | {'rates': {}}
+    have, steps = {key(row) for row in report['results']}, report['steps']
+    rows = {name: [row for row in group.values() if 'L' in row] for name, group in groups.items()}
+    done = {name for name in steps if all(key(row) in have for row in rows.get(name, ()))}
+    left = [name for name in groups if name not in done]
     try:
         while left:
             name, now = left[0], time.perf_counter()
@@ -1153,10 +967,7 @@ def run(config: dict, groups: dict[str, dict | str]) -> int:
             until = now + LIMITS.get(name.split()[0], LIMIT) if first else math.inf
             cut = first and begun and until > start + budget
             until, before = min(until, start + budget) if cut else until, report['results']
-            if isinstance(groups[name], str):
-                status = run_tests(groups[name], until)
-            else:
-                status = run_group(groups[name], config, report, pool, until)
+            status = run_group(groups[name], config, report, pool, until)
             if cut and 'late' in status:  # the next call gives it all its time
                 report['results'] = before
                 break
@@ -1164,25 +975,19 @@ def run(config: dict, groups: dict[str, dict | str]) -> int:
             left.pop(0)
             if first or config['device'] == 'cpu':
                 end(pool)
-            if first:
-                steps[name] = {'status': status, 'seconds': time.perf_counter() - now}
+            steps[name] = {'status': status, 'seconds': time.perf_counter() - now}
             write(report, path)
-            done = f'{len(groups) - len(left)} of {len(groups)} done'
-            print(f'{name}: {status}; {done}, {time.perf_counter() - start:.0f} s', flush=True)
+            told = f'{len(groups) - len(left)} of {len(groups)} done'
+            print(f'{name}: {status}; {told}, {time.perf_counter() - start:.0f} s', flush=True)
     finally:
         end(pool)
     print(f'\n{write(report, path)}\n\n{path}')
     if left:
-        told = f'budget = {budget} s is used up, cells left: {len(left)}'
-        print(f'\n{told}. To go on:\n{the_rest([] if first else left)}')
-    return int(any(step['status'][:2] not in ('ok', 'sk') for step in steps.values()))
-
-
-def the_rest(left: list[str]) -> str:
-    """The command that measures the cells left; suite first (none given) finds them itself."""
-    same = [a for a in sys.argv[1:] if not left or not a.startswith(('--cells=', '--append='))]
-    more = ['--append=True', f'--cells={",".join(left)}'] if left else []
-    return shlex.join(['python', 'bench.py', *same, *more])
+        again = ['python', 'bench.py', *sys.argv[1:]]
+        again += ['--append=True'] if not (first or config['append']) else []
+        print(f'\nbudget = {budget} s is used up, cells left: {len(left)}. To go on:')
+        print(shlex.join(again))
+    return int(first and any(step['status'] != 'ok' for step in steps.values()))
 
 
 def write_data(folder: str, rows: list[dict]) -> None:
@@ -1199,8 +1004,8 @@ def run_suite(config: dict) -> int:
     """config: the settings, with the device and dtype that were picked. -> the exit status."""
     first = config['suite'] == 'first'
     groups = plan_first(config) if first else plan(config, config['suite'])
-    rows = [r for group in groups.values() if isinstance(group, dict) for r in group.values()]
-    dtypes = {r['dtype'] for r in rows} | {'bfloat16' for r in rows if r['suite'] == 'kernels'}
+    rows = [row for group in groups.values() for row in group.values() if 'L' in row]
+    dtypes = {r['dtype'] for r in rows}
     conv = [r['dtype'] for r in rows if r['suite'] == 'sokoban'][:1]
     yardsticks = {'suite': 'yardsticks', 'dtypes': sorted(dtypes), 'conv': ''.join(conv)}
     if first or config['device'] != 'cpu':

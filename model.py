@@ -27,11 +27,13 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels import (
     Heads,
     apply_rope,
     by_expert,
+    compiled,
     compute_dtype,
     gate_weights,
     head_loss,
@@ -533,16 +535,6 @@ class GPT(LanguageModel):
     a level."""
 
     recurrent = False
-    compiled_core = None
-
-    def core(self, idx: torch.Tensor, state: State | None) -> tuple[torch.Tensor, State | None]:
-        """Training compiles all of it as one graph; with a state shapes vary, and it runs
-        eagerly."""
-        if not self.config.compile or state is not None:
-            return super().core(idx, state)
-        if self.compiled_core is None:
-            self.compiled_core = torch.compile(super().core, dynamic=False)
-        return self.compiled_core(idx, None)
 
     def hidden(self, z: torch.Tensor, state: State | None) -> tuple[torch.Tensor, State | None]:
         """z (B, T, D) -> s[L] (B, T, D). Without a state: causal attention over the chunk. With
@@ -551,17 +543,22 @@ class GPT(LanguageModel):
         c, (B, T, _), dt = self.config, z.shape, compute_dtype(z)
         rules, new_k, new_v = self.levels[0].rules(), [], []
         rope = rope_table(T if state is None else c.window + T, c.head_dim, z)
-        mask = None if state is None else window_mask(state.count, T, c.window)
+        if state is None:
+            run = compiled(causal_level) if c.compile else causal_level
+            with torch.autocast(z.device.type, enabled=False):
+                s = z
+                for one in self.levels:
+                    s = run(one.weights(), s, z if c.routed else s, rope, rules, dt)
+            return s, None
+        mask = window_mask(state.count, T, c.window)
 
         def attend(heads, qkv, h, wide):
             q, k, v = (x.view(B, T, -1, h.K).transpose(1, 2) for x in heads(qkv, h, wide))
-            if state is not None:  # the new entries are not in their lists yet
-                cached = (x[len(new_k)].detach().to(dt) for x in (state.k, state.v))
-                k, v = (
-                    torch.cat([old, x.to(dt)], 2) for old, x in zip(cached, (k, v), strict=True)
-                )
-                new_k.append(k[:, :, T:])  # the last W
-                new_v.append(v[:, :, T:])
+            # the new entries are not in their lists yet
+            cached = (x[len(new_k)].detach().to(dt) for x in (state.k, state.v))
+            k, v = (torch.cat([old, x.to(dt)], 2) for old, x in zip(cached, (k, v), strict=True))
+            new_k.append(k[:, :, T:])  # the last W
+            new_v.append(v[:, :, T:])
             q = apply_rope(q, rope[0][-T:], rope[1][-T:]).to(dt)
             y = attention(q, apply_rope(k, *rope).to(dt), v.to(dt), mask)  # (B, E*H, T, K)
             return y.unflatten(1, (h.E, -1)).permute(1, 0, 3, 2, 4).reshape(h.E, B * T, -1)
@@ -570,10 +567,25 @@ class GPT(LanguageModel):
             z = z.flatten(0, 1)
             ws = [plain_weights(one.weights(), dt) for one in self.levels]
             s = levels(ws, z, z, [attend] * len(ws), rules).unflatten(0, (B, T))
-        if state is None:
-            return s, None
         count = (state.count + T).clamp(max=c.window)
         return s, State(state.s, torch.stack(new_k), torch.stack(new_v), count)
+
+
+def causal_level(
+    w: dict, s: torch.Tensor, z: torch.Tensor, rope: tuple, rules: Rules, dt: torch.dtype
+) -> torch.Tensor:
+    """One level of GPT on whole sequences: s and z (B, T, D) -> the next s. Compiled, it serves all
+    levels."""
+    B, T, _ = s.shape
+
+    def attend(heads, qkv, h, wide):
+        q, k, v = (x.view(B, T, -1, h.K).transpose(1, 2) for x in heads(qkv, h, wide))
+        q, k = (apply_rope(x, *rope).to(dt) for x in (q, k))
+        y = attention(q, k, v.to(dt), None)  # (B, E*H, T, K)
+        return y.unflatten(1, (h.E, -1)).permute(1, 0, 3, 2, 4).reshape(h.E, B * T, -1)
+
+    s = level(plain_weights(w, dt), s.flatten(0, 1), z.flatten(0, 1), attend, rules)
+    return s.unflatten(0, (B, T))
 
 
 def window_mask(count: torch.Tensor, T: int, W: int) -> torch.Tensor:
@@ -593,7 +605,12 @@ def attention(
     """Causal (mask None) or masked attention: q (B, A, T, K), k and v (B, C, S, K), A / C query
     heads a key-value head."""
     (B, A, T, K), C = q.shape, k.size(1)
-    if mask is not None or q.is_cuda or T > 512 or not torch.compiler.is_compiling():
+    if q.is_cuda:  # all but cuDNN's, which refuses some sizes, such as T = 32 with grouped heads
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=A != C
+            )
+    if mask is not None or T > 512 or not torch.compiler.is_compiling():
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=A != C
         )

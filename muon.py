@@ -26,6 +26,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from kernels import compiled
+
 # the quintic's: steepest slope at 0 that still maps (0, 1] into about [0.7, 1.2]
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7  # the floor of the norm: a zero gradient gives a zero update, not NaN
@@ -79,8 +81,16 @@ class Muon(torch.optim.Optimizer):
     parameter that is no stack of real matrices, or empty."""
 
     def __init__(
-        self, params, lr=0.02, momentum=0.95, nesterov=True, ns_steps=5, weight_decay=0.01
+        self,
+        params,
+        lr=0.02,
+        momentum=0.95,
+        nesterov=True,
+        ns_steps=5,
+        weight_decay=0.01,
+        compile=False,
     ):
+        self.compile = compile  # its passes over parameters on a GPU
         settings = {'lr': lr, 'momentum': momentum, 'nesterov': nesterov}
         super().__init__(params, settings | {'ns_steps': ns_steps, 'weight_decay': weight_decay})
         for p in (p for group in self.param_groups for p in group['params']):
@@ -114,28 +124,45 @@ class Muon(torch.optim.Optimizer):
     ) -> tuple[torch.Tensor, dist.Work | None]:
         """Momentum, and the iteration for parameters with the same two sides: of
         orthogonalize_shared."""
-        grads, momentum = [p.grad for p in params], group['momentum']
-        for p in params:
+        rows, columns = sorted(params[0].shape[-2:])
+        sizes = [p[..., 0, 0].numel() for p in params]
+        stack = params[0].new_empty(sum(sizes), rows, columns, dtype=torch.bfloat16)
+        for p, part in zip(params, stack.split(sizes), strict=True):
             if not self.state[p]:
                 self.state[p]['momentum_buffer'] = torch.zeros_like(p)
-        buffers = [self.state[p]['momentum_buffer'] for p in params]
-        # an average, not a sum: the scale is lost in the iteration anyway
-        torch._foreach_lerp_(buffers, grads, 1 - momentum)
-        updates = torch._foreach_lerp(grads, buffers, momentum) if group['nesterov'] else buffers
-        stack = torch.cat([wide(x).bfloat16() for x in updates])  # (N, rows, columns)
+            how = group['momentum'], group['nesterov']
+            self.piece(p)(average)(p.grad, self.state[p]['momentum_buffer'], part, *how)
         return orthogonalize_shared(stack, group['ns_steps'])
 
     def end(self, params: list[torch.nn.Parameter], ortho: torch.Tensor, group: dict) -> None:
-        """The change of the weights."""
-        lr, counts = group['lr'], [p[..., 0, 0].numel() for p in params]
-        for weights, part in zip(params, ortho.split(counts), strict=True):
-            out_features, in_features = weights.shape[-2:]
-            part = (part.mT if out_features > in_features else part).reshape(weights.shape)
-            scale = math.sqrt(max(1, out_features / in_features))
-            change = part.to(weights.dtype) * (lr * scale)
-            if group['weight_decay']:
-                change += torch.where(part * weights > 0, weights, 0) * (lr * group['weight_decay'])
-            weights.sub_(change)
+        sizes = [p[..., 0, 0].numel() for p in params]
+        for p, part in zip(params, ortho.split(sizes), strict=True):
+            self.piece(p)(change)(p, part, group['lr'], group['weight_decay'])
+
+    def piece(self, p: torch.nn.Parameter) -> Callable:
+        """Compiled, a pass over a parameter is one kernel; a learning rate that is a number would
+        be compiled in, and a CPU gains nothing."""
+        tensors = isinstance(self.param_groups[0]['lr'], torch.Tensor)
+        return compiled if self.compile and tensors and p.is_cuda else lambda f: f
+
+
+def average(
+    grad: torch.Tensor, buffer: torch.Tensor, out: torch.Tensor, momentum: float, nesterov: bool
+) -> None:
+    """The momentum goes on; out (N, rows, columns): what is to be orthogonalized."""
+    # an average, not a sum: the scale is lost in the iteration anyway
+    buffer.lerp_(grad, 1 - momentum)
+    out.copy_(wide(grad.lerp(buffer, momentum) if nesterov else buffer))
+
+
+def change(w: torch.Tensor, ortho: torch.Tensor, lr: float | torch.Tensor, decay: float) -> None:
+    """The update of a parameter; ortho (N, rows, columns)."""
+    out_features, in_features = w.shape[-2:]
+    update = (ortho.mT if out_features > in_features else ortho).reshape(w.shape).to(w.dtype)
+    step = update * (lr * math.sqrt(max(1, out_features / in_features)))
+    if decay:
+        step = step + torch.where(update * w > 0, w, 0) * (lr * decay)
+    w.sub_(step)
 
 
 def make_optimizers(model: torch.nn.Module, settings: dict) -> list[torch.optim.Optimizer]:
@@ -146,7 +173,7 @@ def make_optimizers(model: torch.nn.Module, settings: dict) -> list[torch.optim.
     rates |= {'scalars': s['scalar_lr']}
     params = [{'params': groups[name], 'lr': rates[name]} for name in rates if groups[name]]
     how = {'momentum': s['momentum'], 'weight_decay': s['weight_decay']}
-    muon = Muon(groups['matrices'], s['learning_rate'], **how)
+    muon = Muon(groups['matrices'], s['learning_rate'], **how, compile=s['compile'])
     how = {'fused': True, 'capturable': model.embedding.is_cuda, 'weight_decay': 0.0}
     adamw = torch.optim.AdamW(params, betas=s['betas'], eps=s['adam_eps'], **how)
     adamw._warned_capturable_if_run_uncaptured = True  # its first steps are, on purpose

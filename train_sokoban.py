@@ -375,12 +375,12 @@ def count_games(run: Run, games: torch.Tensor, stats: dict[str, float]) -> None:
         run.sums[name] = run.sums.get(name, 0.0) + x
     if run.rank > 0:
         return
-    ended = []
-    for reward, done, solved in games:
-        run.running += reward
-        ends = done.bool()
-        ended += zip(run.running[ends].tolist(), solved[ends].tolist(), strict=True)
-        run.running[ends] = 0
+    ended, running = [], run.running.numpy()  # in numpy: torch's calls cost four times as much
+    for reward, done, solved in games.numpy():
+        running += reward
+        ends = done > 0
+        ended += zip(running[ends].tolist(), solved[ends].tolist(), strict=True)
+        running[ends] = 0
     run.since += ended
     run.recent = (run.recent + ended)[-1000:]
 

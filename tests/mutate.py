@@ -79,9 +79,9 @@ muon test_paper::updates_of_a_language_model
     return (step + 1) / warmup_iters -> return step / warmup_iters
     0.5 * (1 + math.cos(math.pi * progress)) -> (1 - progress)
 muon test_muon
-    part * weights > 0 -> part * weights < 0
-    torch.where(part * weights > 0, weights, 0) -> weights
-    if group['nesterov'] else -> if not group['nesterov'] else
+    update * w > 0 -> update * w < 0
+    torch.where(update * w > 0, w, 0) -> w
+    if nesterov else -> if not nesterov else
 train_sokoban test_paper::adam
     eps=adam_eps, -> eps=1e-8,
     torch.optim.Adam( -> torch.optim.AdamW(

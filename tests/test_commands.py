@@ -121,10 +121,9 @@ def settings_of(script, argv, folder):
         more += ['n_expert=1']
     if script == 'bench.py':
         boards = '--suite=sokoban' in argv
-        paths = 'eager' if '--suite=kernels' in argv else 'fast'
         cells = "('decode',1,1,8,32)," if '--suite=first' in argv else '(1,1,8,32),'
         more = ['cells=(1,1,4),', 'n_envs=2'] if boards else [f'cells={cells}', 'n_embd=128']
-        more += [] if any(a.startswith('--paths=') for a in argv) else [f'paths={paths}']
+        more += [] if any(a.startswith('--paths=') for a in argv) else ['paths=fast']
     if script == 'sweep.py' and {'--run', '--figure', '--table=solve'} & set(argv):
         text = 'lm-small' in argv or config.startswith(('study_lm', 'study_re', 'study_ag'))
         more = [f'base={folder}/{"lm" if text else "agents"}.py', 'base_ff=', 'seeds=1', 'also=']

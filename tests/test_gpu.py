@@ -68,20 +68,6 @@ def assert_close(mine, reference, limit):
     assert off <= limit, (worst, off)
 
 
-@pytest.mark.parametrize(
-    'aggregation, share_kv', [('sqrt_sum', True), ('mean', False), ('softmax_l2', True)]
-)
-def test_fast_path_in_bf16_against_float64(aggregation, share_kv):
-    model, exact = make_model(24, 40, aggregation=aggregation, share_kv=share_kv)
-    x, y = torch.randint(512, (2, 4, 24), device='cuda')
-    want, _ = gradients(exact, x, y, None)
-    for path in ('fast', 'compiled'):
-        model.config.path = path
-        found, state = gradients(model, x, y, None, amp=True)
-        assert_close(found, want, BF16)
-        assert all(t.isfinite().all() for t in state)
-
-
 LM = """train_lm.py config/demo.py --val_tokens=4096 --compile=True
 --max_iters=3
 --max_iters=5 --resume=True
@@ -111,9 +97,7 @@ def test_trainers_on_one_gpu(tmp_path, commands):
 # ---- CUDA graphs ----
 
 
-@pytest.mark.parametrize(
-    'settings', ['', '--recurrent=False', '--reuse=False', '--n_expert=2 --radius=0']
-)
+@pytest.mark.parametrize('settings', ['', '--recurrent=False', '--reuse=False --n_expert=2'])
 def test_graphs_replay_what_runs_eagerly(tmp_path, settings):
     """Six updates with CUDA graphs from the fourth on = six without: the same games, and weights
     that agree."""
@@ -127,10 +111,9 @@ def test_graphs_replay_what_runs_eagerly(tmp_path, settings):
         torch.backends.cudnn.deterministic = True
         torch.set_float32_matmul_precision('highest')
         games, weights = [], []
-        for _ in range(6):
+        for run.step in range(6):
             games.append(train_sokoban.update(run, False)[1].clone())
-            weights.append(torch.cat([p.detach().flatten() for p in run.model.parameters()]))
-            run.step += 1
+            weights.append(torch.nn.utils.parameters_to_vector(run.model.parameters()).detach())
         return torch.stack(games), weights, run.graphs
 
     (games, weights, captured), (eager_games, eager_weights, none) = six(True), six(False)
@@ -143,7 +126,6 @@ def test_graphs_replay_what_runs_eagerly(tmp_path, settings):
 
 
 GRAPHS = """2048, 1:
-2048, 1: --recurrent=False
 2048, 1: --batch_size=4
 2048, 1: --recurrent=False --batch_size=4
 2048, 1: --aggregation=softmax_l2 --share_kv=False
@@ -172,7 +154,7 @@ def test_train_lm_graphs_replay_what_runs_eagerly(tmp_path, monkeypatch, case):
         config = configure(vars(train_lm), [*argv, f'--graphs={graphs}'], quiet=True)
         run = train_lm.make_run(config)
         torch.set_float32_matmul_precision('highest')
-        begun = torch.cat([p.detach().flatten() for p in run.model.parameters()])
+        begun = torch.nn.utils.parameters_to_vector(run.model.parameters()).detach()
         train_lm.prepare(run)
         losses = []
         for _ in range(8):
@@ -180,7 +162,7 @@ def test_train_lm_graphs_replay_what_runs_eagerly(tmp_path, monkeypatch, case):
             run.step += 1
             if run.step == 5:
                 losses.append(train_lm.evaluate(run)[0])
-        weights = torch.cat([p.detach().flatten() for p in run.model.parameters()])
+        weights = torch.nn.utils.parameters_to_vector(run.model.parameters()).detach()
         return losses, weights, (weights - begun).norm(), run.graphs
 
     (losses, weights, moved, captured), (eager_losses, eager, _, none) = eight(True), eight(False)
@@ -194,10 +176,12 @@ def test_train_lm_graphs_replay_what_runs_eagerly(tmp_path, monkeypatch, case):
 
 
 @pytest.mark.parametrize('aggregation, share_kv', [('sqrt_sum', True), ('softmax_l2', False)])
-@pytest.mark.parametrize('name', [*unroll.TRITON, 'loss'])
+@pytest.mark.parametrize('name', ['', *unroll.TRITON, 'loss'])
 def test_each_triton_kernel_in_bf16_against_float64(monkeypatch, name, aggregation, share_kv):
-    """Two chunks of three blocks by this kernel, faster or not, the rest compiled PyTorch."""
-    pytest.importorskip('triton')
+    """Two chunks of three blocks by this kernel, faster or not, the rest compiled PyTorch; by none
+    without Triton."""
+    if name:
+        pytest.importorskip('triton')
     monkeypatch.setattr(unroll, 'choose', lambda *_: frozenset(unroll.TRITON) & {name})
     monkeypatch.setattr(kernels, 'loss_by_triton', lambda *sizes: name == 'loss')
     monkeypatch.setattr(unroll, 'BLOCK', 10)
@@ -245,11 +229,10 @@ def test_triton_kernels_are_measured(monkeypatch):
     pytest.importorskip('triton')
     monkeypatch.setattr(kernels, 'chosen', {})
     config = m.ModelConfig(512, 1, 2, 384, window=128, block_size=16, path='compiled')
-    model = m.RecurrentGPT(config).cuda()
     x, y = torch.randint(512, (2, 64, 16), device='cuda')
-    before = torch.cuda.get_rng_state()
-    found, _ = gradients(model, x, y, None, amp=True)
-    assert found['loss'].isfinite() and torch.equal(torch.cuda.get_rng_state(), before)
+    model, before = m.RecurrentGPT(config).cuda(), torch.cuda.get_rng_state()
+    gradients(model, x, y, None, amp=True)
+    assert torch.equal(torch.cuda.get_rng_state(), before)
     tried = {name: trial for trials in kernels.chosen.values() for name, trial in trials.items()}
     assert set(tried) == {*unroll.TRITON, 'loss'}
     for name, trial in tried.items():

@@ -15,7 +15,7 @@ from configurator import configure, read_script
 FILES = sorted(path.name for path in ROOT.glob('*.py'))
 TREES = {name: ast.parse((ROOT / name).read_text()) for name in FILES}
 ORDER = """bench probe_sokoban sweep train_lm train_sokoban sample play_sokoban figures baselines
-    model unroll convlstm triton_kernels kernels muon sokoban data_fineweb checkpoint
+    muon model unroll convlstm triton_kernels kernels sokoban data_fineweb checkpoint
     configurator"""
 
 
