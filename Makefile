@@ -3,10 +3,9 @@
 # all is formatted. All set up .venv by themselves.
 PYTHON ?= python3
 BIN = .venv/bin
-# A processor without bfloat16 needs three to four times as long for the same model: there the demos are smaller, and take as long.
+# A processor without bfloat16 needs three to four times as long for the same language model: there it is smaller, and takes as long.
 NO_BF16 = ! grep -qsE 'avx512_bf16|amx_tile' /proc/cpuinfo
 LM_SIZE = $(shell $(NO_BF16) && echo --n_embd=128 --tokens_per_step=2048)
-SOKOBAN_SIZE = $(shell $(NO_BF16) && echo --total_steps=1000000)
 
 demo: .venv/installed
 	$(BIN)/python data_fineweb.py --demo=True --tokenizer=bytes
@@ -14,7 +13,7 @@ demo: .venv/installed
 	$(BIN)/python sample.py --out_dir=out/demo --prompt="Fellow citizens, the state of our Union" --max_new_tokens=400
 
 demo-sokoban: .venv/installed
-	$(BIN)/python train_sokoban.py config/sokoban_demo.py $(SOKOBAN_SIZE) --overwrite=True
+	$(BIN)/python train_sokoban.py config/sokoban_demo.py --overwrite=True
 	$(BIN)/python train_sokoban.py config/sokoban_demo.py --eval_only=True
 
 test: .venv/installed

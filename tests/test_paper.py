@@ -84,7 +84,7 @@ OURS = {  # our own small runs: what they change of the recipe but for sizes
     'demo': 'warmup_iters=20 max_iters=200',
     'tiny_lm': STUDY,
     'tiny_gpt': f'{STUDY} recurrent=False',
-    'sokoban_demo': 'learning_rate=1e-3 n_envs=64 unroll=10 total_steps=1600000',
+    'sokoban_demo': 'learning_rate=1e-3 n_envs=64 unroll=10 total_steps=2000000',
     'sokoban_tiny': 'learning_rate=1e-3 n_envs=64 unroll=10 total_steps=1152000',
 }
 SIZES = 'tokenizer tokens_per_step val_streams split arch n_layer n_expert n_embd n_head window '
