@@ -33,6 +33,12 @@ from kernels import add_product, apply_rope, by_cache_head, by_expert, by_triton
 from kernels import linear, outputs, product, rope_table, triton_module
 
 BLOCK = 64  # tokens
+CPU_BLOCK = (
+    16  # tokens that give one product for a weight's gradient on a CPU: fewer take less memory
+)
+# bytes: a CPU multiplies the rows of this many tokens over an element's bytes at once: fewer take
+# less memory and more products, whose sum costs bf16 more
+CPU_ROWS = 64
 GROUP = 8  # tokens whose dK, dV of slots before them are added by one product, not one a token
 # bytes of a chunk's attention weights that a CPU keeps for the backward; beyond, blocks run again
 KEPT_WEIGHTS = 2**30
@@ -69,17 +75,33 @@ def cast(f: Callable, dt: torch.dtype) -> Callable:
     return run
 
 
+_free: dict[tuple, list[Tensor]] = {}  # rows by shape and dtype
+
+
+def take(like: Tensor, rows: int) -> Tensor:
+    """Memory for `rows` rows like those of `like`. A CPU's is kept from chunk to chunk: fresh
+    memory costs a page fault every 4 KiB."""
+    shape = *like.shape[:-2], rows, like.size(-1)
+    kept = _free.get((shape, like.dtype))
+    return like.new_empty(shape) if like.is_cuda or not kept else kept.pop()
+
+
+def give(x: Tensor) -> None:
+    if not x.is_cuda:
+        _free.setdefault((x.shape, x.dtype), []).append(x)
+
+
 class Product:
     """y = W x, the gradient of W put off. Called as the equations want it: product(f, *args)
     multiplies the last result of f and returns the others before it; product(x) multiplies x."""
 
-    def __init__(self, w: torch.Tensor, recipe: Recipe, n: int):
+    def __init__(self, w: Tensor, recipe: Recipe, n: int):
         """n: uses whose rows are multiplied at once."""
         self.recipe, self.w, self.n, self.total = recipe, w.detach().to(recipe.dt), n, None
         self.uses, self.rows, self.count = [], None, 0  # the last; those before, side by side
         self.keep = torch.is_grad_enabled() and w.requires_grad
 
-    def __call__(self, f: Callable | torch.Tensor, *args: torch.Tensor, **static: object):
+    def __call__(self, f: Callable | Tensor, *args: Tensor, **static: object):
         if callable(f):
             *rest, x = self.recipe.piece(cast(f, self.recipe.dt))(*args, **static)
         else:
@@ -89,7 +111,7 @@ class Product:
             y.register_hook(functools.partial(self.note, [x.detach()]))
         return (*rest, y) if rest else y
 
-    def note(self, held: list[torch.Tensor], g: torch.Tensor) -> None:
+    def note(self, held: list[Tensor], g: Tensor) -> None:
         """A use: [x] was multiplied and is let go, g is the result's gradient. What nothing depends
         on is never noted."""
         if not held:
@@ -101,8 +123,7 @@ class Product:
     def gather(self) -> None:
         some, m = list(zip(*self.uses, strict=True)), self.uses[0][0].size(-2)
         if self.rows is None:
-            shapes = ((*x[0].shape[:-2], self.n * m, x[0].size(-1)) for x in some)
-            self.rows = [self.w.new_empty(shape) for shape in shapes]
+            self.rows = [take(x[0], self.n * m) for x in some]
         for rows, x in zip(self.rows, some, strict=True):
             torch.cat(x, -2, out=rows.narrow(-2, self.count * m, len(x) * m))
         self.count += len(self.uses)
@@ -113,11 +134,16 @@ class Product:
     def multiply(self) -> None:
         part = self.count * (self.rows[0].size(-2) // self.n)
         x, g = (rows.narrow(-2, 0, part) for rows in self.rows)
-        one = product(g.transpose(-1, -2), x, self.recipe.wide)
-        self.total = one if self.total is None else self.total.add_(one)
+        if self.total is None or x.dtype != self.recipe.wide:
+            one = product(g.mT, x, self.recipe.wide)
+            self.total = one if self.total is None else self.total.add_(one)
+        else:
+            (torch.Tensor.addmm_ if x.dim() == 2 else torch.Tensor.baddbmm_)(self.total, g.mT, x)
+        for rows in self.rows:
+            give(rows)
         self.rows, self.count = None, 0
 
-    def flush(self) -> torch.Tensor:
+    def flush(self) -> Tensor:
         """W's gradient, of all uses noted since the last time."""
         if self.uses:
             self.gather()
@@ -353,7 +379,8 @@ def run_chunk(
 ) -> tuple[torch.Tensor, list[Window]]:
     """z (T, B, D), s (B, D), entries k and v (L, N, W, K) -> s of each token (T, B, D), the
     windows."""
-    ws = [bind(w, run.recipe, s, min(run.T, BLOCK), run.triton) for w in weights]
+    n = min(run.T, BLOCK if z.is_cuda else CPU_ROWS // run.recipe.dt.itemsize)
+    ws = [bind(w, run.recipe, s, n, run.triton) for w in weights]
     windows, out = [Window(run, *x) for x in zip(*entries, strict=True)], []
     if torch.is_grad_enabled():
         pairs = (
@@ -401,6 +428,7 @@ _blocks: dict[tuple, 'Block'] = {}
 def release() -> None:
     """Gives the memory back that is kept from chunk to chunk."""
     _blocks.clear()
+    _free.clear()
 
 
 def block_of(
