@@ -33,9 +33,6 @@ from kernels import add_product, apply_rope, by_cache_head, by_expert, by_triton
 from kernels import linear, outputs, product, rope_table, triton_module
 
 BLOCK = 64  # tokens
-CPU_BLOCK = (
-    16  # tokens that give one product for a weight's gradient on a CPU: fewer take less memory
-)
 # bytes: a CPU multiplies the rows of this many tokens over an element's bytes at once: fewer take
 # less memory and more products, whose sum costs bf16 more
 CPU_ROWS = 64
