@@ -135,7 +135,7 @@ class Product:
             one = product(g.mT, x, self.recipe.wide)
             self.total = one if self.total is None else self.total.add_(one)
         else:
-            (torch.Tensor.addmm_ if x.dim() == 2 else torch.Tensor.baddbmm_)(self.total, g.mT, x)
+            (Tensor.addmm_ if x.dim() == 2 else Tensor.baddbmm_)(self.total, g.mT, x)
         for rows in self.rows:
             give(rows)
         self.rows, self.count = None, 0
@@ -164,7 +164,7 @@ class Start(torch.autograd.Function):
         return None, dz, ds, *(one.flush() for one in ctx.products)
 
 
-def bind(weights: dict, recipe: Recipe, like: torch.Tensor, n: int, triton: frozenset) -> dict:
+def bind(weights: dict, recipe: Recipe, like: Tensor, n: int, triton: frozenset) -> dict:
     """A level's weights for the equations; like (B, D), n tokens of a block. Vectors are expanded
     to a row a stream: their gradients add up as rows, and are reduced once."""
     w = {'piece': lambda f, *args, **static: recipe.piece(f)(*args, **static)}
@@ -183,7 +183,7 @@ class Run:
     """What the levels of a run share: T tokens after W carried entries, `count` (B,) of these
     filled. Slots from `first` on have a gradient. triton: the kernels chosen."""
 
-    def __init__(self, recipe: Recipe, count: torch.Tensor, sizes: tuple, triton: frozenset):
+    def __init__(self, recipe: Recipe, count: Tensor, sizes: tuple, triton: frozenset):
         self.recipe, self.count, self.triton, self.heads = recipe, count, triton, recipe.rules.heads
         self.T, self.W, self.first = sizes
         like = torch.empty((), dtype=recipe.wide, device=count.device)
@@ -221,13 +221,13 @@ def turned(f: Callable) -> Callable:
     return run
 
 
-def probabilities(scores: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def probabilities(scores: Tensor, bias: Tensor) -> Tensor:
     """Attention weights (N, M, S) of scores; bias (B, 1, S): -inf in slots not seen."""
     wide = scores.to(bias.dtype).view(bias.size(0), -1, scores.size(-1)) + bias
     return F.softmax(wide, -1).to(scores.dtype).view(scores.shape)
 
 
-def scores_back(dp: torch.Tensor, p: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+def scores_back(dp: Tensor, p: Tensor, wide: torch.dtype) -> Tensor:
     """The gradient of scores, from that of their softmax p."""
     ds = torch._softmax_backward_data(dp.to(wide), p.to(wide), -1, wide)
     return ds.to(p.dtype)
@@ -236,7 +236,7 @@ def scores_back(dp: torch.Tensor, p: torch.Tensor, wide: torch.dtype) -> torch.T
 class Window:
     """A level's keys and values, buffers (N, S, K): the model's `attend`."""
 
-    def __init__(self, run: Run, k: torch.Tensor, v: torch.Tensor):
+    def __init__(self, run: Run, k: Tensor, v: Tensor):
         """k, v (N, W, K): the carried entries, keys not rotated."""
         (N, W, K), T, self.run, self.t = k.shape, run.T, run, 0
         # slots to come must be finite
@@ -251,7 +251,7 @@ class Window:
         # runs, and what is to be added for slots before the group
         self.last, self.dk, self.dv, self.given, self.later = 0, None, None, None, []
 
-    def __call__(self, f: Callable, *args: torch.Tensor, **static: object) -> torch.Tensor:
+    def __call__(self, f: Callable, *args: Tensor, **static: object) -> Tensor:
         """The next token's key and value into their slots; its queries' attended values (E, B,
         H*K)."""
         t, self.t = self.t, self.t + 1
@@ -372,17 +372,16 @@ class AttendByTriton(torch.autograd.Function):
 
 
 def run_chunk(
-    run: Run, weights: list[dict], z: torch.Tensor, s: torch.Tensor, entries: tuple
-) -> tuple[torch.Tensor, list[Window]]:
+    run: Run, weights: list[dict], z: Tensor, s: Tensor, entries: tuple
+) -> tuple[Tensor, list[Window]]:
     """z (T, B, D), s (B, D), entries k and v (L, N, W, K) -> s of each token (T, B, D), the
     windows."""
     n = min(run.T, BLOCK if z.is_cuda else CPU_ROWS // run.recipe.dt.itemsize)
     ws = [bind(w, run.recipe, s, n, run.triton) for w in weights]
     windows, out = [Window(run, *x) for x in zip(*entries, strict=True)], []
     if torch.is_grad_enabled():
-        pairs = (
-            (one[name], x) for one, w in zip(ws, weights, strict=True) for name, x in w.items()
-        )
+        levels = zip(ws, weights, strict=True)
+        pairs = [(one[name], x) for one, w in levels for name, x in w.items()]
         put_off = [(one, x) for one, x in pairs if isinstance(one, Product) and one.keep]
         z, s = Start.apply([one for one, _ in put_off], z, s, *(x for _, x in put_off))
     for t, z_t in enumerate(z.unbind(0)):
@@ -393,9 +392,7 @@ def run_chunk(
     return torch.stack(out), windows
 
 
-def unroll(
-    z: torch.Tensor, state: tuple, weights: list[dict], recipe: Recipe
-) -> tuple[torch.Tensor, tuple]:
+def unroll(z: Tensor, state: tuple, weights: list[dict], recipe: Recipe) -> tuple[Tensor, tuple]:
     """Run a chunk of the recurrent model. z (T, B, D); state (s, k, v, count) as model.State, not
     differentiated; weights: model.Level.weights of each level. Returns s[L] of each token (T, B, D)
     and the new state's four tensors."""
@@ -438,7 +435,7 @@ def block_of(
     return _blocks[key]
 
 
-def can_capture(x: torch.Tensor) -> bool:
+def can_capture(x: Tensor) -> bool:
     # inside a capture a chunk becomes a part of that graph
     return x.is_cuda and not torch.cuda.is_current_stream_capturing()
 
@@ -469,7 +466,7 @@ class Block:
         self.call = functools.partial(graphed, self.graphs) if recipe.graphs else lambda _, f: f()
 
     @torch.no_grad()
-    def load(self, every: list[torch.Tensor]) -> None:
+    def load(self, every: list[Tensor]) -> None:
         """A chunk's weights; no gradients yet."""
         for x, mine, total in zip(every, self.every, self.totals, strict=True):
             mine.copy_(x)
@@ -545,9 +542,8 @@ class Again(torch.autograd.Function):
             block.call('backward', block.backward)
             dz[t : t + n], ds = block.dz, block.ds
             dkv[:, :, :, t : t + W] += block.dkv[:, :, :, :W]
-        totals = (
-            torch.stack(some).sum(0) for some in zip(*(b.totals for b in blocks), strict=True)
-        )
+        every = zip(*(block.totals for block in blocks), strict=True)
+        totals = (torch.stack(some).sum(0) for some in every)
         return None, dz, None, None, None, None, *totals
 
 
@@ -580,16 +576,11 @@ def trials(recipe: Recipe, weights: dict, sizes: tuple, grad: bool) -> dict:
             window, own = windows[triton], slice(W + n - m, W + n)
             window.t, xs = n - m, [x.detach().requires_grad_(grad) for x in qkv]
             atts = [window(recipe.heads, x, h=h, wide=wide) for x in xs]
-            out = [
-                torch.stack(atts).detach(),
-                *(x[:, own] for x in (window.k, window.v, window.kn)),
-            ]
+            out = [torch.stack(atts).detach()]
+            out += [x[:, own] for x in (window.k, window.v, window.kn)]
             if grad:
-                out += [
-                    torch.stack(torch.autograd.grad(atts, xs, list(datt))),
-                    window.dk,
-                    window.dv,
-                ]
+                found = torch.autograd.grad(atts, xs, list(datt))
+                out += [torch.stack(found), window.dk, window.dv]
         return out
 
     names = 'wo', 'up', 'down'
@@ -622,12 +613,8 @@ def trials(recipe: Recipe, weights: dict, sizes: tuple, grad: bool) -> dict:
 def trial_cost(recipe: Recipe, sizes: tuple) -> dict:
     """{name: (FLOPs of products, bytes)} of each trial with gradients: what must be read and
     written once at least, nothing between its pieces."""
-    (B, D, W, n), h, size, wide = (
-        sizes,
-        recipe.rules.heads,
-        recipe.dt.itemsize,
-        recipe.wide.itemsize,
-    )
+    (B, D, W, n), h = sizes, recipe.rules.heads
+    size, wide = recipe.dt.itemsize, recipe.wide.itemsize
     rows, window, m = h.E * B * h.G * h.R * h.K, B * h.C * h.M * W, n - (n - 1) // GROUP * GROUP
     cache, slots = 2 * B * h.C * W * h.K * size, 2 * B * h.C * (W + m) * h.K * wide
     # a token's: keys and values twice, queries, outputs and their gradients in and out, p and ds;
