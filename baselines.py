@@ -16,7 +16,7 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from kernels import apply_rope, rope_table
 from model import LanguageModel, ModelConfig, build_model, norm, window_mask
@@ -44,11 +44,11 @@ class Block(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
-        rope: tuple[torch.Tensor, torch.Tensor],
-        mask: torch.Tensor | None,
-        cache: tuple[torch.Tensor, torch.Tensor] | None,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        cache: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """x (B, T, D). cache: None, or keys (not rotated) and values of the last W tokens (B, G, W,
         K) -> x, the next cache."""
         B, T, D = x.shape
@@ -92,8 +92,8 @@ class Transformer(nn.Module):
         return [(cache, cache)] * c.n_layer, torch.zeros(B, dtype=torch.int64, device=device)
 
     def forward(
-        self, idx: torch.Tensor, targets: torch.Tensor, state: tuple | None = None
-    ) -> tuple[torch.Tensor, tuple | None]:
+        self, idx: Tensor, targets: Tensor, state: tuple | None = None
+    ) -> tuple[Tensor, tuple | None]:
         """idx, targets (B, T) -> mean cross-entropy in nats, the next state."""
         if state is not None or not self.config.compile:
             return self.chunk(idx, targets, state)
@@ -102,8 +102,8 @@ class Transformer(nn.Module):
         return self.compiled(idx, targets, None)
 
     def chunk(
-        self, idx: torch.Tensor, targets: torch.Tensor, state: tuple | None
-    ) -> tuple[torch.Tensor, tuple | None]:
+        self, idx: Tensor, targets: Tensor, state: tuple | None
+    ) -> tuple[Tensor, tuple | None]:
         T, W = idx.size(1), self.config.window
         x, new, mask, count = F.embedding(idx, self.embedding), [], None, None
         caches = [None] * len(self.blocks)
@@ -139,16 +139,13 @@ class LSTM(nn.Module):
             # forget gates start open (Jozefowicz et al., 2015); gates lie in the order i, f, g, o
             self.lstm.bias_ih_l0[hidden : 2 * hidden] = 1
 
-    def init_state(self, B: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def init_state(self, B: int) -> tuple[Tensor, Tensor]:
         h, c = torch.zeros(2, 1, B, self.lstm.hidden_size, device=self.head.device)
         return h, c
 
     def forward(
-        self,
-        idx: torch.Tensor,
-        targets: torch.Tensor,
-        state: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        self, idx: Tensor, targets: Tensor, state: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """idx, targets (B, T) -> mean cross-entropy in nats, the state to carry, detached."""
         x, state = self.lstm(F.embedding(idx, self.embedding), state)  # (B, T, hidden)
         logits = F.linear(x, self.head, self.head_bias).flatten(0, 1).float()  # (B * T, V)

@@ -133,8 +133,8 @@ def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     out)."""
     if w.dim() == 2:
         return F.linear(x, w)
-    if w.size(0) == 1:  # a batch of one costs copies
-        return F.linear(x[0], w[0]).unsqueeze(0)
+    if w.size(0) == 1:  # a batch of one costs copies, and indexing it zeros in the backward
+        return F.linear(x.squeeze(0), w.squeeze(0)).unsqueeze(0)
     if (
         x.size(1) == 1 and not w.is_cuda and w.dtype != torch.bfloat16
     ):  # 1.5x the speed of the other order

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels import (
@@ -66,9 +66,7 @@ class ModelConfig:
     block_size: int = 64  # T, tokens of a training chunk
     aggregation: str = 'sqrt_sum'  # one of AGGREGATIONS
     share_kv: bool = True  # recurrent: one cache entry a level, or one for each expert
-    residual: str = (
-        'expert'  # GPT: each expert keeps its own ('expert', the paper's rule) or 'shared'
-    )
+    residual: str = 'expert'  # GPT: each expert keeps its own (the paper's rule), or 'shared'
     router_dim: int = 64  # width of the router's queries and keys (routed aggregations)
     # recurrent: 'fast' (unroll.py) or 'plain' (the equations, token by token); 'compiled': fast,
     # its pieces by torch.compile, also for GPT's training; 'graphed': compiled, in replayed CUDA
@@ -119,10 +117,10 @@ class State(NamedTuple):
     exists: cached keys are normalised but not rotated, and are rotated by their slot in the window
     when they are read."""
 
-    s: torch.Tensor  # (B, D) fp32, the last level's output; empty (B, 0) for GPT
-    k: torch.Tensor  # (L, B, C, W, K), newest entry last
-    v: torch.Tensor  # (L, B, C, W, K)
-    count: torch.Tensor  # (B,) int64, how many of the W entries are filled
+    s: Tensor  # (B, D) fp32, the last level's output; empty (B, 0) for GPT
+    k: Tensor  # (L, B, C, W, K), newest entry last
+    v: Tensor  # (L, B, C, W, K)
+    count: Tensor  # (B,) int64, how many of the W entries are filled
 
     def detach(self) -> 'State':
         return State(*(x.detach() for x in self))
@@ -144,23 +142,20 @@ class Rules(NamedTuple):
     heads: Heads
 
 
-def norm(x: torch.Tensor) -> torch.Tensor:
+def norm(x: Tensor) -> Tensor:
     """Parameter-free RMSNorm over the last dimension."""
     return rms_norm(x)
 
 
 def enter(
-    s: torch.Tensor,
-    z: torch.Tensor | None = None,
-    a: torch.Tensor | None = None,
-    b: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    s: Tensor, z: Tensor | None = None, a: Tensor | None = None, b: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """What all experts read, u = a s + b z (GPT: s), and its norm. s, z (N, D)."""
     u = s if a is None else a * s + b * z
     return u, norm(u)
 
 
-def heads(qkv: torch.Tensor, h: Heads, wide: torch.dtype) -> tuple[torch.Tensor, ...]:
+def heads(qkv: Tensor, h: Heads, wide: torch.dtype) -> tuple[Tensor, ...]:
     """Rows of C*M queries, C keys and C values -> each (N, C*M or C, K); queries and keys
     normalised per head, not yet rotated."""
     queries = h.C * h.M
@@ -169,18 +164,18 @@ def heads(qkv: torch.Tensor, h: Heads, wide: torch.dtype) -> tuple[torch.Tensor,
     return q, k, v
 
 
-def residual(u: torch.Tensor, o: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def residual(u: Tensor, o: Tensor) -> tuple[Tensor, Tensor]:
     """y = u + Wo att, (E, N, D), and its norm, the FFN's input."""
     y = u + o
     return y, norm(y)
 
 
-def activation(x: torch.Tensor) -> torch.Tensor:
+def activation(x: Tensor) -> Tensor:
     """Between the FFN's matrices: squared ReLU."""
     return F.relu(x).square()
 
 
-def aggregate(h: torch.Tensor, gates: torch.Tensor | None, name: str) -> torch.Tensor:
+def aggregate(h: Tensor, gates: Tensor | None, name: str) -> Tensor:
     """A(h_1..h_E): h (E, ..., D) -> (..., D). sqrt_sum: sum(h_i) / sqrt(E); mean; softmax_mean:
     sum(a_i h_i) / sum(a_i); softmax_l2: sum(a_i h_i) / sqrt(sum(a_i^2)), the router's gates a (...,
     E)."""
@@ -192,13 +187,7 @@ def aggregate(h: torch.Tensor, gates: torch.Tensor | None, name: str) -> torch.T
     return (weights.movedim(-1, 0).unsqueeze(-1) * h).sum(0)
 
 
-def combine(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    s: torch.Tensor | None,
-    gates: torch.Tensor | None,
-    rules: Rules,
-) -> torch.Tensor:
+def combine(y: Tensor, x: Tensor, s: Tensor | None, gates: Tensor | None, rules: Rules) -> Tensor:
     """The level's output (N, D) from y and the FFN's x (E, N, D). s: GPT's shared residual, else
     None."""
     h = y + x
@@ -211,19 +200,19 @@ def combine(
     raise ValueError(f'residual = {rules.residual!r}: expected one of {", ".join(RESIDUALS)}')
 
 
-def join(z: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+def join(z: Tensor, s: Tensor) -> Tensor:
     return torch.cat([z, s], -1)
 
 
-def add(q: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def add(q: Tensor, bias: Tensor) -> Tensor:
     return q + bias
 
 
-def gate(scores: torch.Tensor, r: int, wide: torch.dtype) -> torch.Tensor:
+def gate(scores: Tensor, r: int, wide: torch.dtype) -> Tensor:
     return F.softmax(scores.to(wide) / math.sqrt(r), -1)
 
 
-def route(w: dict, s: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+def route(w: dict, s: Tensor, z: Tensor) -> Tensor:
     """Router: a = softmax(q.k_i / sqrt(r)) (N, E), q = Wq [z; s] + bq, k_i = Wk e_i + bk, e_i
     learned."""
     q = w['router_q'](join, z, s)
@@ -231,9 +220,7 @@ def route(w: dict, s: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     return w['piece'](gate, scores, r=q.size(-1), wide=s.dtype)
 
 
-def leave(
-    w: dict, u: torch.Tensor, att: torch.Tensor, gates: torch.Tensor | None, rules: Rules
-) -> torch.Tensor:
+def leave(w: dict, u: Tensor, att: Tensor, gates: Tensor | None, rules: Rules) -> Tensor:
     """Output projection, FFN, norm and aggregation: u (N, D), att (E, N, H*K) -> the next s (N,
     D)."""
     y, hidden = w['up'](residual, u, w['wo'](att))
@@ -242,9 +229,7 @@ def leave(
     return w['piece'](combine, y, x, s, gates, rules=rules)
 
 
-def level(
-    w: dict, s: torch.Tensor, z: torch.Tensor, attend: Callable, rules: Rules
-) -> torch.Tensor:
+def level(w: dict, s: Tensor, z: Tensor, attend: Callable, rules: Rules) -> Tensor:
     """One level: s, z (N, D) -> the next s. attend(heads, qkv, ...) -> attended values (E, N,
     H*K)."""
     gates = route(w, s, z) if 'router_q' in w else None
@@ -255,8 +240,8 @@ def level(
 
 
 def levels(
-    ws: list, s: torch.Tensor, z: torch.Tensor, attends: list, rules: Rules, level: Callable = level
-) -> torch.Tensor:
+    ws: list, s: Tensor, z: Tensor, attends: list, rules: Rules, level: Callable = level
+) -> Tensor:
     """All levels in turn: s, z (N, D) -> s[L]. level: the one above, or that compiled."""
     for w, attend in zip(ws, attends, strict=True):
         s = level(w, s, z, attend, rules)
@@ -264,13 +249,13 @@ def levels(
 
 
 def token(
-    ws: list, s: torch.Tensor, z: torch.Tensor, attends: list, rules: Rules, level: Callable = level
-) -> torch.Tensor:
+    ws: list, s: Tensor, z: Tensor, attends: list, rules: Rules, level: Callable = level
+) -> Tensor:
     """A token of the recurrent model: its s[0] is s[L] of the token before. s, z (B, D) -> s[L]."""
     return levels(ws, s, z, attends, rules, level)
 
 
-def losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Summed cross-entropy (nats) of the capped logits (N, V), fp32, against targets (N,)."""
     return F.cross_entropy(softcap(logits), targets, reduction='sum')
 
@@ -278,7 +263,7 @@ def losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 # ---- weights ----
 
 
-def uniform_(w: torch.Tensor, fan_in: int) -> torch.Tensor:
+def uniform_(w: Tensor, fan_in: int) -> Tensor:
     """Uniform with standard deviation 0.5 / sqrt(fan_in): Muon's first updates then change a matrix
     by a like amount."""
     bound = 0.5 * math.sqrt(3 / fan_in)
@@ -329,7 +314,7 @@ class Level(nn.Module):
         sizes = Heads(c.n_expert, c.n_kv_head, c.n_head // c.n_kv_head, c.head_dim, shared)
         return Rules(self.recurrent, c.aggregation, c.residual, sizes)
 
-    def weights(self) -> dict[str, torch.Tensor]:
+    def weights(self) -> dict[str, Tensor]:
         """What the equations read, differentiably: every parameter by its name, but q, k and v in a
         single matrix 'wqkv' ((C*M + 2*C) * K, D) and the router's keys ready made. Where the cache
         is shared the q rows are ordered (G, E, R), so that the queries of one key-value head are
@@ -350,7 +335,7 @@ class Level(nn.Module):
         return w
 
 
-def plain_weights(w: dict[str, torch.Tensor], dt: torch.dtype) -> dict:
+def plain_weights(w: dict[str, Tensor], dt: torch.dtype) -> dict:
     """`w` for the equations with nothing put off: matrices as products in dt, by autograd as it
     is."""
 
@@ -401,20 +386,17 @@ class LanguageModel(nn.Module):
         s = torch.zeros(B, D, dtype=self.embedding.dtype, device=device)
         return State(s, k, v, torch.zeros(B, dtype=torch.int64, device=device))
 
-    def hidden(self, z: torch.Tensor, state: State | None) -> tuple[torch.Tensor, State | None]:
+    def hidden(self, z: Tensor, state: State | None) -> tuple[Tensor, State | None]:
         raise NotImplementedError
 
-    def core(self, idx: torch.Tensor, state: State | None) -> tuple[torch.Tensor, State | None]:
+    def core(self, idx: Tensor, state: State | None) -> tuple[Tensor, State | None]:
         """Tokens (B, T) -> the head's input (B, T, D) and the new state."""
         x, state = self.hidden(norm(F.embedding(idx, self.embedding)), state)
         return norm(x), state
 
     def forward(
-        self,
-        idx: torch.Tensor,
-        targets: torch.Tensor | None = None,
-        state: State | None = None,
-    ) -> tuple[torch.Tensor, State | None]:
+        self, idx: Tensor, targets: Tensor | None = None, state: State | None = None
+    ) -> tuple[Tensor, State | None]:
         """Run a chunk. idx, targets: (B, T) int64. Returns (logits (B, T, V) fp32, state), or with
         targets (mean cross-entropy in nats, state). The incoming state is detached (truncated
         back-propagation). state = None: RecurrentGPT starts from init_state; GPT attends over the
@@ -426,7 +408,7 @@ class LanguageModel(nn.Module):
         dtype = compute_dtype(x)
         return softcap(F.linear(x.to(dtype), self.head.to(dtype)).to(x.dtype)), state
 
-    def step(self, idx: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
+    def step(self, idx: Tensor, state: State) -> tuple[Tensor, State]:
         """One token for each stream: idx (B,) -> logits (B, V), new state."""
         logits, state = self(idx.unsqueeze(1), state=state)
         return logits.squeeze(1), state
@@ -481,7 +463,7 @@ class RecurrentGPT(LanguageModel):
 
     recurrent = True
 
-    def hidden(self, z: torch.Tensor, state: State | None) -> tuple[torch.Tensor, State]:
+    def hidden(self, z: Tensor, state: State | None) -> tuple[Tensor, State]:
         """z (B, T, D) -> s[L] at every token (B, T, D) and the new state."""
         state = (self.init_state(z.size(0)) if state is None else state).detach()
         weights, rules = [level.weights() for level in self.levels], self.levels[0].rules()
@@ -498,8 +480,8 @@ class RecurrentGPT(LanguageModel):
 
 
 def plain_unroll(
-    z: torch.Tensor, state: State, weights: list[dict], rules: Rules, dt: torch.dtype
-) -> tuple[torch.Tensor, State]:
+    z: Tensor, state: State, weights: list[dict], rules: Rules, dt: torch.dtype
+) -> tuple[Tensor, State]:
     """The equations token by token, caches as new tensors, differentiated by autograd alone. z (T,
     B, D)."""
     s, k, v, count = state
@@ -512,14 +494,10 @@ def plain_unroll(
 
         def attend(l, heads, qkv, h, wide, empty=empty):
             q, k_t, v_t = heads(qkv, h, wide)
-            k[l] = torch.cat(
-                [k[l][:, :, 1:], k_t.to(dt).unsqueeze(2)], 2
-            )  # push_FIFO: (B, C, W, K)
-            v[l] = torch.cat([v[l][:, :, 1:], v_t.to(dt).unsqueeze(2)], 2)
+            for cache, x in ((k, k_t), (v, v_t)):  # push_FIFO: (B, C, W, K)
+                cache[l] = torch.cat([cache[l][:, :, 1:], x.to(dt).unsqueeze(2)], 2)
             q = apply_rope(q, cos[-1], sin[-1]).to(dt).unflatten(1, (h.C, h.M))
-            scores = q @ apply_rope(k[l], cos, sin).to(dt).transpose(
-                2, 3
-            )  # rotated as read, by slot
+            scores = q @ apply_rope(k[l], cos, sin).to(dt).mT  # rotated as read, by slot
             scores = (scores.to(wide) / math.sqrt(h.K)).masked_fill(empty[:, None, None], -math.inf)
             return by_expert(F.softmax(scores, -1).to(dt) @ v[l], h)
 
@@ -536,7 +514,7 @@ class GPT(LanguageModel):
 
     recurrent = False
 
-    def hidden(self, z: torch.Tensor, state: State | None) -> tuple[torch.Tensor, State | None]:
+    def hidden(self, z: Tensor, state: State | None) -> tuple[Tensor, State | None]:
         """z (B, T, D) -> s[L] (B, T, D). Without a state: causal attention over the chunk. With
         one: the window W over the cached and the new tokens, so that any split of a stream into
         chunks gives the same result."""
@@ -572,8 +550,8 @@ class GPT(LanguageModel):
 
 
 def causal_level(
-    w: dict, s: torch.Tensor, z: torch.Tensor, rope: tuple, rules: Rules, dt: torch.dtype
-) -> torch.Tensor:
+    w: dict, s: Tensor, z: Tensor, rope: tuple, rules: Rules, dt: torch.dtype
+) -> Tensor:
     """One level of GPT on whole sequences: s and z (B, T, D) -> the next s. Compiled, it serves all
     levels."""
     B, T, _ = s.shape
@@ -588,20 +566,16 @@ def causal_level(
     return s.unflatten(0, (B, T))
 
 
-def window_mask(count: torch.Tensor, T: int, W: int) -> torch.Tensor:
+def window_mask(count: Tensor, T: int, W: int) -> Tensor:
     """(B, 1, T, W + T) bool: token t of a chunk may look at slots t+1 .. t+W of the cached W and
     the new T, if filled."""
-    slot, t = (
-        torch.arange(W + T, device=count.device),
-        torch.arange(T, device=count.device)[:, None],
-    )
+    slot, t = (torch.arange(n, device=count.device) for n in (W + T, T))
+    t = t[:, None]
     band = (slot > t) & (slot <= t + W)  # (T, W + T)
     return (band & (slot >= (W - count)[:, None, None])).unsqueeze(1)
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
-) -> torch.Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Causal (mask None) or masked attention: q (B, A, T, K), k and v (B, C, S, K), A / C query
     heads a key-value head."""
     (B, A, T, K), C = q.shape, k.size(1)
@@ -626,9 +600,8 @@ def num_weights(config: ModelConfig) -> tuple[int, int]:
     """-> weights of the levels' matrices (Muon's), and of embedding and head (AdamW's), without
     building the model."""
     D, HK, GK = config.n_embd, config.n_head * config.head_dim, config.n_kv_head * config.head_dim
-    return config.n_layer * config.n_expert * (
-        2 * D * HK + 2 * D * GK + 8 * D * D
-    ), 2 * config.vocab_size * D
+    expert = 2 * D * HK + 2 * D * GK + 8 * D * D
+    return config.n_layer * config.n_expert * expert, 2 * config.vocab_size * D
 
 
 def memory(
@@ -655,17 +628,15 @@ def memory(
         'weights': 4 * (matrices + table),
         'gradients': 4 * (matrices + table),
         'optimizer': 4 * matrices + 8 * table,
-        'fresh': 8 * matrices
-        + 6 * table
-        + 8 * logits,  # copies in dtype, gradients of one micro-batch
+        # copies in dtype, gradients of one micro-batch
+        'fresh': 8 * matrices + 6 * table + 8 * logits,
+        # CUDA's own and NCCL's: assumed; Python's and torch's
         'libraries': 1e9 if device == 'cuda' else 5e8,
-    }  # CUDA's own and NCCL's: assumed; Python's and torch's
+    }
     own = c.n_kv_head if recurrent and c.share_kv else E * c.n_kv_head
     cache = 2 * L * own * W * c.head_dim * size  # a row's keys and values
-    n, t = (
-        min(T, BLOCK),
-        min(T, 128),
-    )  # tokens of a block; of a validation's chunk (train_lm.evaluate_run)
+    # tokens of a block; of a validation's chunk (train_lm.evaluate_run)
+    n, t = min(T, BLOCK), min(T, 128)
     if recurrent:
         need['state'] = cache * (streams + (rows if rows < streams else 0))
         # tokens and blocks that are kept for the backward: where blocks are graphs, they run again
@@ -687,11 +658,8 @@ def memory(
         validation = rows * (2 * cache + E * t * (76 * D + 13 * c.n_head * (W + t)))
     validation += 16 * logits
     if not whole:  # it runs in the training's memory, but for its buffers
-        validation = (
-            max(validation / 2, validation - need['chunk'])
-            if device == 'cuda'
-            else max(0, validation - need['chunk'])
-        )
+        least = validation / 2 if device == 'cuda' else 0
+        validation = max(least, validation - need['chunk'])
     return {**need, 'validation': validation}
 
 

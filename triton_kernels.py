@@ -214,8 +214,8 @@ def _launch(kernel, h: Heads, B: int, W: int) -> Callable:
 
 
 def window_attention(
-    qkv: torch.Tensor, memory: tuple, at: tuple, h: Heads, out: torch.Tensor, keep: tuple
-) -> torch.Tensor:
+    qkv: Tensor, memory: tuple, at: tuple, h: Heads, out: Tensor, keep: tuple
+) -> Tensor:
     """Token t of a block, at = (t, W): its key into kn and kbuf, its value into vbuf (B*C, S, K),
     and its attended values into out (E, B, G*R*K). qkv (B, (C*M + 2*C)*K); memory: kbuf, vbuf, kn,
     count, cos and sin (S, K); keep: (rq, rk, q_rot, lse), written for the backward."""
@@ -224,8 +224,8 @@ def window_attention(
 
 
 def window_attention_backward(
-    datt: torch.Tensor, kept: tuple, memory: tuple, at: tuple, h: Heads, sums: tuple
-) -> torch.Tensor:
+    datt: Tensor, kept: tuple, memory: tuple, at: tuple, h: Heads, sums: tuple
+) -> Tensor:
     """From datt (E, B, G*R*K): the gradient of qkv's row. kept: att, q_rot,
     rq, rk, lse; memory: kbuf, vbuf, count, cos, sin; at = (t, g0, W), g0 the first token of t's
     group; sums: dk, dv (B*C, S, K), added to at slots W+g0 .. W+t, and P, DS (B*C, F, M, S) with DO
@@ -401,7 +401,7 @@ class Leave(torch.autograd.Function):
         return None, du, datt, dcoef
 
 
-def leave_of(name: str, E: int, like: torch.Tensor) -> Callable | None:
+def leave_of(name: str, E: int, like: Tensor) -> Callable | None:
     """-> what stands in for model.leave; None where it does not know the aggregation."""
     scale = {'sqrt_sum': E**-0.5, 'mean': 1 / E, 'softmax_mean': 0.0, 'softmax_l2': 0.0}.get(name)
     if scale is None:
@@ -444,8 +444,8 @@ def _cross_entropy_kernel(logits, target, loss, d, scale, V, BV: constexpr):
 
 
 def cross_entropy(
-    logits: torch.Tensor, target: torch.Tensor, grad_scale: float | None, dt: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    logits: Tensor, target: Tensor, grad_scale: float | None, dt: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
     """Summed cross-entropy of the capped logits (rows, V) against target (rows,); its gradient
     times grad_scale in dtype dt (in the logits' place where that is theirs; None without a
     scale)."""

@@ -33,6 +33,9 @@ from kernels import add_product, apply_rope, by_cache_head, by_expert, by_triton
 from kernels import linear, outputs, product, rope_table, triton_module
 
 BLOCK = 64  # tokens
+# bytes: a CPU multiplies the rows of this many tokens over an element's bytes at once: fewer take
+# less memory and more products, whose sum costs bf16 more
+CPU_ROWS = 64
 GROUP = 8  # tokens whose dK, dV of slots before them are added by one product, not one a token
 # bytes of a chunk's attention weights that a CPU keeps for the backward; beyond, blocks run again
 KEPT_WEIGHTS = 2**30
@@ -69,17 +72,33 @@ def cast(f: Callable, dt: torch.dtype) -> Callable:
     return run
 
 
+_free: dict[tuple, list[Tensor]] = {}  # rows by shape and dtype
+
+
+def take(like: Tensor, rows: int) -> Tensor:
+    """Memory for `rows` rows like those of `like`. A CPU's is kept from chunk to chunk: fresh
+    memory costs a page fault every 4 KiB."""
+    shape = *like.shape[:-2], rows, like.size(-1)
+    kept = _free.get((shape, like.dtype))
+    return like.new_empty(shape) if like.is_cuda or not kept else kept.pop()
+
+
+def give(x: Tensor) -> None:
+    if not x.is_cuda:
+        _free.setdefault((x.shape, x.dtype), []).append(x)
+
+
 class Product:
     """y = W x, the gradient of W put off. Called as the equations want it: product(f, *args)
     multiplies the last result of f and returns the others before it; product(x) multiplies x."""
 
-    def __init__(self, w: torch.Tensor, recipe: Recipe, n: int):
+    def __init__(self, w: Tensor, recipe: Recipe, n: int):
         """n: uses whose rows are multiplied at once."""
         self.recipe, self.w, self.n, self.total = recipe, w.detach().to(recipe.dt), n, None
         self.uses, self.rows, self.count = [], None, 0  # the last; those before, side by side
         self.keep = torch.is_grad_enabled() and w.requires_grad
 
-    def __call__(self, f: Callable | torch.Tensor, *args: torch.Tensor, **static: object):
+    def __call__(self, f: Callable | Tensor, *args: Tensor, **static: object):
         if callable(f):
             *rest, x = self.recipe.piece(cast(f, self.recipe.dt))(*args, **static)
         else:
@@ -89,7 +108,7 @@ class Product:
             y.register_hook(functools.partial(self.note, [x.detach()]))
         return (*rest, y) if rest else y
 
-    def note(self, held: list[torch.Tensor], g: torch.Tensor) -> None:
+    def note(self, held: list[Tensor], g: Tensor) -> None:
         """A use: [x] was multiplied and is let go, g is the result's gradient. What nothing depends
         on is never noted."""
         if not held:
@@ -101,8 +120,7 @@ class Product:
     def gather(self) -> None:
         some, m = list(zip(*self.uses, strict=True)), self.uses[0][0].size(-2)
         if self.rows is None:
-            shapes = ((*x[0].shape[:-2], self.n * m, x[0].size(-1)) for x in some)
-            self.rows = [self.w.new_empty(shape) for shape in shapes]
+            self.rows = [take(x[0], self.n * m) for x in some]
         for rows, x in zip(self.rows, some, strict=True):
             torch.cat(x, -2, out=rows.narrow(-2, self.count * m, len(x) * m))
         self.count += len(self.uses)
@@ -113,11 +131,16 @@ class Product:
     def multiply(self) -> None:
         part = self.count * (self.rows[0].size(-2) // self.n)
         x, g = (rows.narrow(-2, 0, part) for rows in self.rows)
-        one = product(g.transpose(-1, -2), x, self.recipe.wide)
-        self.total = one if self.total is None else self.total.add_(one)
+        if self.total is None or x.dtype != self.recipe.wide:
+            one = product(g.mT, x, self.recipe.wide)
+            self.total = one if self.total is None else self.total.add_(one)
+        else:
+            (Tensor.addmm_ if x.dim() == 2 else Tensor.baddbmm_)(self.total, g.mT, x)
+        for rows in self.rows:
+            give(rows)
         self.rows, self.count = None, 0
 
-    def flush(self) -> torch.Tensor:
+    def flush(self) -> Tensor:
         """W's gradient, of all uses noted since the last time."""
         if self.uses:
             self.gather()
@@ -141,7 +164,7 @@ class Start(torch.autograd.Function):
         return None, dz, ds, *(one.flush() for one in ctx.products)
 
 
-def bind(weights: dict, recipe: Recipe, like: torch.Tensor, n: int, triton: frozenset) -> dict:
+def bind(weights: dict, recipe: Recipe, like: Tensor, n: int, triton: frozenset) -> dict:
     """A level's weights for the equations; like (B, D), n tokens of a block. Vectors are expanded
     to a row a stream: their gradients add up as rows, and are reduced once."""
     w = {'piece': lambda f, *args, **static: recipe.piece(f)(*args, **static)}
@@ -160,7 +183,7 @@ class Run:
     """What the levels of a run share: T tokens after W carried entries, `count` (B,) of these
     filled. Slots from `first` on have a gradient. triton: the kernels chosen."""
 
-    def __init__(self, recipe: Recipe, count: torch.Tensor, sizes: tuple, triton: frozenset):
+    def __init__(self, recipe: Recipe, count: Tensor, sizes: tuple, triton: frozenset):
         self.recipe, self.count, self.triton, self.heads = recipe, count, triton, recipe.rules.heads
         self.T, self.W, self.first = sizes
         like = torch.empty((), dtype=recipe.wide, device=count.device)
@@ -198,13 +221,13 @@ def turned(f: Callable) -> Callable:
     return run
 
 
-def probabilities(scores: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def probabilities(scores: Tensor, bias: Tensor) -> Tensor:
     """Attention weights (N, M, S) of scores; bias (B, 1, S): -inf in slots not seen."""
     wide = scores.to(bias.dtype).view(bias.size(0), -1, scores.size(-1)) + bias
     return F.softmax(wide, -1).to(scores.dtype).view(scores.shape)
 
 
-def scores_back(dp: torch.Tensor, p: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+def scores_back(dp: Tensor, p: Tensor, wide: torch.dtype) -> Tensor:
     """The gradient of scores, from that of their softmax p."""
     ds = torch._softmax_backward_data(dp.to(wide), p.to(wide), -1, wide)
     return ds.to(p.dtype)
@@ -213,7 +236,7 @@ def scores_back(dp: torch.Tensor, p: torch.Tensor, wide: torch.dtype) -> torch.T
 class Window:
     """A level's keys and values, buffers (N, S, K): the model's `attend`."""
 
-    def __init__(self, run: Run, k: torch.Tensor, v: torch.Tensor):
+    def __init__(self, run: Run, k: Tensor, v: Tensor):
         """k, v (N, W, K): the carried entries, keys not rotated."""
         (N, W, K), T, self.run, self.t = k.shape, run.T, run, 0
         # slots to come must be finite
@@ -228,7 +251,7 @@ class Window:
         # runs, and what is to be added for slots before the group
         self.last, self.dk, self.dv, self.given, self.later = 0, None, None, None, []
 
-    def __call__(self, f: Callable, *args: torch.Tensor, **static: object) -> torch.Tensor:
+    def __call__(self, f: Callable, *args: Tensor, **static: object) -> Tensor:
         """The next token's key and value into their slots; its queries' attended values (E, B,
         H*K)."""
         t, self.t = self.t, self.t + 1
@@ -349,16 +372,16 @@ class AttendByTriton(torch.autograd.Function):
 
 
 def run_chunk(
-    run: Run, weights: list[dict], z: torch.Tensor, s: torch.Tensor, entries: tuple
-) -> tuple[torch.Tensor, list[Window]]:
+    run: Run, weights: list[dict], z: Tensor, s: Tensor, entries: tuple
+) -> tuple[Tensor, list[Window]]:
     """z (T, B, D), s (B, D), entries k and v (L, N, W, K) -> s of each token (T, B, D), the
     windows."""
-    ws = [bind(w, run.recipe, s, min(run.T, BLOCK), run.triton) for w in weights]
+    n = min(run.T, BLOCK if z.is_cuda else CPU_ROWS // run.recipe.dt.itemsize)
+    ws = [bind(w, run.recipe, s, n, run.triton) for w in weights]
     windows, out = [Window(run, *x) for x in zip(*entries, strict=True)], []
     if torch.is_grad_enabled():
-        pairs = (
-            (one[name], x) for one, w in zip(ws, weights, strict=True) for name, x in w.items()
-        )
+        levels = zip(ws, weights, strict=True)
+        pairs = [(one[name], x) for one, w in levels for name, x in w.items()]
         put_off = [(one, x) for one, x in pairs if isinstance(one, Product) and one.keep]
         z, s = Start.apply([one for one, _ in put_off], z, s, *(x for _, x in put_off))
     for t, z_t in enumerate(z.unbind(0)):
@@ -369,9 +392,7 @@ def run_chunk(
     return torch.stack(out), windows
 
 
-def unroll(
-    z: torch.Tensor, state: tuple, weights: list[dict], recipe: Recipe
-) -> tuple[torch.Tensor, tuple]:
+def unroll(z: Tensor, state: tuple, weights: list[dict], recipe: Recipe) -> tuple[Tensor, tuple]:
     """Run a chunk of the recurrent model. z (T, B, D); state (s, k, v, count) as model.State, not
     differentiated; weights: model.Level.weights of each level. Returns s[L] of each token (T, B, D)
     and the new state's four tensors."""
@@ -401,6 +422,7 @@ _blocks: dict[tuple, 'Block'] = {}
 def release() -> None:
     """Gives the memory back that is kept from chunk to chunk."""
     _blocks.clear()
+    _free.clear()
 
 
 def block_of(
@@ -413,7 +435,7 @@ def block_of(
     return _blocks[key]
 
 
-def can_capture(x: torch.Tensor) -> bool:
+def can_capture(x: Tensor) -> bool:
     # inside a capture a chunk becomes a part of that graph
     return x.is_cuda and not torch.cuda.is_current_stream_capturing()
 
@@ -444,7 +466,7 @@ class Block:
         self.call = functools.partial(graphed, self.graphs) if recipe.graphs else lambda _, f: f()
 
     @torch.no_grad()
-    def load(self, every: list[torch.Tensor]) -> None:
+    def load(self, every: list[Tensor]) -> None:
         """A chunk's weights; no gradients yet."""
         for x, mine, total in zip(every, self.every, self.totals, strict=True):
             mine.copy_(x)
@@ -520,9 +542,8 @@ class Again(torch.autograd.Function):
             block.call('backward', block.backward)
             dz[t : t + n], ds = block.dz, block.ds
             dkv[:, :, :, t : t + W] += block.dkv[:, :, :, :W]
-        totals = (
-            torch.stack(some).sum(0) for some in zip(*(b.totals for b in blocks), strict=True)
-        )
+        every = zip(*(block.totals for block in blocks), strict=True)
+        totals = (torch.stack(some).sum(0) for some in every)
         return None, dz, None, None, None, None, *totals
 
 
@@ -555,16 +576,11 @@ def trials(recipe: Recipe, weights: dict, sizes: tuple, grad: bool) -> dict:
             window, own = windows[triton], slice(W + n - m, W + n)
             window.t, xs = n - m, [x.detach().requires_grad_(grad) for x in qkv]
             atts = [window(recipe.heads, x, h=h, wide=wide) for x in xs]
-            out = [
-                torch.stack(atts).detach(),
-                *(x[:, own] for x in (window.k, window.v, window.kn)),
-            ]
+            out = [torch.stack(atts).detach()]
+            out += [x[:, own] for x in (window.k, window.v, window.kn)]
             if grad:
-                out += [
-                    torch.stack(torch.autograd.grad(atts, xs, list(datt))),
-                    window.dk,
-                    window.dv,
-                ]
+                found = torch.autograd.grad(atts, xs, list(datt))
+                out += [torch.stack(found), window.dk, window.dv]
         return out
 
     names = 'wo', 'up', 'down'
@@ -597,12 +613,8 @@ def trials(recipe: Recipe, weights: dict, sizes: tuple, grad: bool) -> dict:
 def trial_cost(recipe: Recipe, sizes: tuple) -> dict:
     """{name: (FLOPs of products, bytes)} of each trial with gradients: what must be read and
     written once at least, nothing between its pieces."""
-    (B, D, W, n), h, size, wide = (
-        sizes,
-        recipe.rules.heads,
-        recipe.dt.itemsize,
-        recipe.wide.itemsize,
-    )
+    (B, D, W, n), h = sizes, recipe.rules.heads
+    size, wide = recipe.dt.itemsize, recipe.wide.itemsize
     rows, window, m = h.E * B * h.G * h.R * h.K, B * h.C * h.M * W, n - (n - 1) // GROUP * GROUP
     cache, slots = 2 * B * h.C * W * h.K * size, 2 * B * h.C * (W + m) * h.K * wide
     # a token's: keys and values twice, queries, outputs and their gradients in and out, p and ds;

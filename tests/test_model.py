@@ -293,23 +293,6 @@ def test_empty_entries_are_masked(model_type, path, age):
                 assert (logits - expected).norm() > 1e-3
 
 
-@both
-@pytest.mark.parametrize('share_kv', [True, False])
-def test_init_state(model_type, share_kv):
-    model = make(model_type, n_layer=3, n_expert=3, share_kv=share_kv, dtype=torch.float32)
-    state = model.init_state(5)
-    C = 2 if share_kv and model.recurrent else 6
-    assert state.s.shape == (5, 16 if model.recurrent else 0)
-    assert state.k.shape == state.v.shape == (3, 5, C, 4, 4) and state.count.tolist() == [0] * 5
-    assert not any(part.any() for part in state) and state.k.data_ptr() != state.v.data_ptr()
-    with torch.autocast('cpu', torch.bfloat16):
-        state = model.init_state(5)
-    assert state.k.dtype == state.v.dtype == torch.bfloat16 and state.s.dtype == torch.float32
-    with torch.no_grad():
-        _, new = model(tokens(5, 3), state=state)
-    assert [x.shape for x in new] == [x.shape for x in state] and new.count.tolist() == [3] * 5
-
-
 @paths
 def test_incoming_state_is_left_alone(model_type, path):
     """No gradient goes through it, nothing is written into it, and a state changed in place after
