@@ -24,7 +24,7 @@ import torch.distributed as dist
 from checkpoint import device_name, print0
 from convlstm import Agent
 from figures import COLORS, NAMES, curve, finish, new, read_log, save
-from sokoban import TIME_LIMIT, SokobanEnv, draw, save_gif
+from sokoban import TIME_LIMIT, SokobanEnv, board_keys, draw_by, save_gif
 
 # -----------------------------------------------------------------------------
 # fmt: off
@@ -58,7 +58,7 @@ def play(
                 logits, _, state = model.act(w, env.observe(), start, state)
                 action = logits.argmax(-1)
             else:
-                action = draw(seed, 2, env.board + number + first, env.steps) % 4
+                action = draw_by(board_keys(seed, 2, env.board + number + first), env.steps) % 4
             actions[:, t] = action * alive
             reward, start, solved = env.step(action)  # ended boards play on, and do not count
             total += reward * alive

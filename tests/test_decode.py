@@ -94,9 +94,8 @@ def test_load_and_state_in_the_middle(model_type, changes):
             assert_close(feed(d, token[:, None])[:, 0], logits)
             assert_same_state(d.state(), state)
         assert_same_state(mine, kept, 0)  # a copy: later steps leave it alone
-    for sizes, B in ((changes, 2), (changes | {'window': 4}, 3), (changes | {'n_kv_head': 3}, 3)):
-        with pytest.raises(ValueError, match=r'load: .* not \(3, 3, \d, 5, 6\)'):
-            decoder.load(make(model_type, **sizes).init_state(B))
+    with pytest.raises(ValueError, match=r'load: .* not \(3, 3, \d, 5, 6\)'):
+        decoder.load(make(model_type, **changes | {'window': 4}).init_state(3))
 
 
 @both
@@ -156,26 +155,19 @@ def test_sampling_draws_the_softmax(temperature, top_k):
     assert top_k == 1 or len(draws[0].unique()) > 1
 
 
-def generated(model, x, n, **settings):
-    return torch.stack(list(Decoder(model, len(x), **settings).generate(x, n)))
-
-
 @pytest.mark.parametrize('device', ['cpu', pytest.param('cuda', marks=gpu)])
 @both
 def test_a_seed_makes_generation_repeatable(model_type, device):
-    """And replayed graphs do not repeat their noise."""
+    """And replayed graphs do not repeat their noise; None: torch's own generator goes on."""
     model, x = make(model_type, device=device), tokens(4, 3).to(device)
     with torch.no_grad():
         model.head.mul_(0.05)  # nearly uniform: two seeds cannot agree by chance
-    seeds = 0, torch.Generator(device).manual_seed(0), 1
-    one, same, other = (generated(model, x, 40, temperature=1.0, seed=seed) for seed in seeds)
-    assert torch.equal(one, same) and not torch.equal(one, other)
-    assert len({tuple(row) for row in one[4:].tolist()}) == 36
-    torch.manual_seed(3)  # torch's own generator goes on
-    runs = [generated(model, x, 12, temperature=1.0, seed=None) for _ in range(2)]
-    torch.manual_seed(3)
-    again = generated(model, x, 12, temperature=1.0, seed=None)
-    assert not torch.equal(*runs) and torch.equal(runs[0], again)
+    seeds = 0, torch.Generator(device).manual_seed(0), 1, None, None
+    decoders = [Decoder(model, 4, temperature=1.0, seed=seed) for seed in seeds]
+    texts = [torch.stack(list(decoder.generate(x, 40))) for decoder in decoders]
+    assert torch.equal(*texts[:2])
+    assert not any(torch.equal(a, b) for a, b in zip(texts[1:], texts[2:], strict=False))
+    assert len({tuple(row) for row in texts[0][4:].tolist()}) == 36
 
 
 @both
@@ -203,11 +195,8 @@ def test_generation_streams(monkeypatch):
     assert list(decoder.generate(tokens(1, 3), 0)) == [] and not steps
     stream = decoder.generate(tokens(1, 19), -1)  # for ever
     found = [next(stream) for _ in range(25)]
-    assert len(steps) == 25 and all(t.shape == (1,) and t.dtype == torch.int64 for t in found)
-    assert len({t.data_ptr() for t in found}) == 25
+    assert len(steps) == 25 and len({t.data_ptr() for t in found}) == 25
     assert len(list(decoder.generate(tokens(1, 3), 4))) == 4 and len(steps) == 29
-    with pytest.raises(ValueError, match='at least one token'):
-        next(decoder.generate(tokens(1, 0), 3))
 
 
 # ---- sample.py ----
@@ -234,12 +223,3 @@ def test_sample_prints_what_the_decoder_draws(dtype, monkeypatch, capsys):
         texts.append('ab' + Letters.decode_bytes(drawn.tolist()).decode())
     assert capsys.readouterr().out == f'{texts[0]}\n---------------\n{texts[1]}\n'
     assert texts[0] != texts[1]
-
-
-def test_sample_refuses_a_dtype(monkeypatch, capsys):
-    monkeypatch.setattr(sample, 'dtype', 'auto')
-    monkeypatch.setattr(sys, 'argv', ['sample.py', '--dtype=half'])
-    with pytest.raises(SystemExit) as error:
-        sample.main()
-    stderr = capsys.readouterr().err
-    assert error.value.code == 2 and "dtype = 'half'" in stderr and stderr.count('\n') == 1

@@ -115,7 +115,8 @@ def test_sampling_follows_the_policy():
     """Frequencies of many draws, by inversion, and independence of consecutive ones; the ends of
     [0, 1); a policy of NaN gives an action."""
     logits, board = torch.tensor([[0.0, 1.0, -1.0, 0.5]]).expand(200, 4), torch.arange(200)
-    chance = [sokoban.draw(7, 1, board, torch.tensor(t)) for t in range(500)]
+    keys = sokoban.board_keys(7, 1, board)
+    chance = [sokoban.draw_by(keys, torch.tensor(t)) for t in range(500)]
     actions = torch.stack([train_sokoban.sample(logits, u) for u in chance])
     p, n = F.softmax(logits[0], -1), actions.numel()
     counts = torch.bincount(actions.flatten(), minlength=4)
