@@ -25,6 +25,7 @@ import math
 import os
 import shlex
 import tokenize
+from collections.abc import Iterable
 from contextlib import suppress
 
 # before torch: how threads wait, what ctrl-C does
@@ -308,7 +309,7 @@ def solution(undo: np.ndarray, states: np.ndarray) -> np.ndarray:
 
 
 def generate(
-    n: int, boxes: int = 4, seed: int = 0, max_moves: int = TIME_LIMIT, without=None
+    n: int, boxes: int = 4, seed: int = 0, max_moves: int = TIME_LIMIT, without: Iterable = ()
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     """n levels by reverse play, solvable within max_moves; no box and no agent starts on a target,
     none is among `without` (N, 17). -> packed (n, 17) and each one's solution (int8). Deterministic
@@ -320,7 +321,7 @@ def generate(
         raise LevelError(f'{given}: expected {needs}')
     check_fits(n * LEVEL_BYTES, f'n_levels = {n:,}')
     rng, levels, solutions, due = np.random.default_rng(seed), [], [], every()
-    known = set() if without is None else set(map(bytes, without))
+    known = set(map(bytes, without))
     while len(levels) < n:
         floor = carve(AT_ONCE, rng)
         # where a box can be pulled off
@@ -397,11 +398,16 @@ class SokobanEnv:
         self.grids, self.agents, self.outcomes, self.paths = moved
         self.cell = torch.arange(CELLS, device=device)
         self.board = torch.arange(first, first + N, device=device)
-        self.keys = board_keys(seed, 0, self.board)
         # sums of WALL, TARGET and BOX
         self.grid = torch.zeros(N, CELLS, dtype=torch.uint8, device=device)
         self.level, self.agent, self.steps, self.episode = self.board.new_zeros(4, N)
-        self.reset(torch.ones(N, dtype=torch.bool, device=device))
+        self.begin(seed)
+
+    def begin(self, seed: int) -> None:
+        """Anew, with the levels of another seed."""
+        self.keys = board_keys(seed, 0, self.board)
+        self.episode.zero_()
+        self.reset(torch.ones_like(self.board, dtype=torch.bool))
 
     def reset(self, which: Tensor, level: Tensor | None = None) -> None:
         """The next level for the boards of the mask (N,); level (N,): these instead."""
@@ -520,6 +526,98 @@ def jumanji_generator(levels: np.ndarray) -> object:
             )
 
     return Packed()
+
+
+# ----------------------------------------------------------------------------- for Gymnasium
+#
+#     env = gymnasium.make('sokoban:ParallelExperts/Sokoban-v0', n_boxes=1)
+#     envs = gymnasium.make_vec('sokoban:ParallelExperts/Sokoban-v0', num_envs=64)
+#
+# levels: packed (n, 17), else n_levels generated ones of n_boxes boxes. Both ends of an episode are
+# terminations, as in Jumanji; infos have `solved`.
+
+
+try:
+    import gymnasium
+    from gymnasium.vector import AutoresetMode, VectorEnv
+    from gymnasium.vector.utils import batch_space
+except ImportError:
+    gymnasium = None
+
+
+class Plain:
+    """What stands below without gymnasium: its `reset` and `np_random`, no spaces."""
+
+    np_random = np.random.default_rng()
+
+    def reset(self, seed: int | None = None, options: dict | None = None) -> None:
+        if seed is not None:
+            self.np_random = np.random.default_rng(seed)
+
+
+class GymEnv(gymnasium.Env if gymnasium else Plain):
+    """One board: observations (10, 10, 2) uint8 as SokobanEnv's, actions 0..3."""
+
+    metadata = {'render_modes': ['ansi', 'rgb_array'], 'render_fps': 4}
+
+    def __init__(self, levels=None, n_levels=1000, n_boxes=4, render_mode=None):
+        self.levels = generate(n_levels, n_boxes)[0] if levels is None else levels
+        self.boards, self.render_mode = SokobanEnv(self.levels, 1), render_mode
+        if gymnasium:
+            self.observation_space = gymnasium.spaces.Box(0, BOX, (SIZE, SIZE, 2), np.uint8)
+            self.action_space = gymnasium.spaces.Discrete(4)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict | None = None
+    ) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        self.boards.begin(int(self.np_random.integers(1 << 62)))
+        return self.boards.observe()[0].numpy(), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+        reward, done, solved = self.boards.move(torch.tensor([int(action)]))
+        seen, info = self.boards.observe()[0].numpy(), {'solved': solved.item()}
+        return seen, reward.item(), done.item(), False, info
+
+    def render(self) -> str | np.ndarray:
+        board = self.boards.observe()[0].numpy()
+        return board_text(board) if self.render_mode == 'ansi' else board_image(board)
+
+
+class GymVectorEnv(VectorEnv if gymnasium else Plain):
+    """num_envs boards in one SokobanEnv. A board that is done is reset in the same step; its last
+    observation is in the infos' final_obs."""
+
+    metadata = {'autoreset_mode': AutoresetMode.SAME_STEP} if gymnasium else {}
+
+    def __init__(self, num_envs=1, levels=None, n_levels=1000, n_boxes=4, render_mode=None):
+        one = GymEnv(levels, n_levels, n_boxes)
+        self.num_envs, self.boards = num_envs, SokobanEnv(one.levels, num_envs)
+        if gymnasium:
+            self.single_observation_space = one.observation_space
+            self.single_action_space = one.action_space
+            self.observation_space = batch_space(one.observation_space, num_envs)
+            self.action_space = batch_space(one.action_space, num_envs)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict | None = None
+    ) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        self.boards.begin(int(self.np_random.integers(1 << 62)))
+        return self.boards.observe().numpy(), {}
+
+    def step(self, actions: np.ndarray) -> tuple[np.ndarray, ...]:
+        reward, done, solved = self.boards.move(torch.as_tensor(actions).long())
+        final = self.boards.observe()
+        self.boards.reset(done)
+        infos = {'solved': solved.numpy(), 'final_obs': final.numpy(), '_final_obs': done.numpy()}
+        ends = done.numpy(), np.zeros(self.num_envs, bool)
+        return self.boards.observe().numpy(), reward.numpy(), *ends, infos
+
+
+if gymnasium:
+    both = {'entry_point': 'sokoban:GymEnv', 'vector_entry_point': 'sokoban:GymVectorEnv'}
+    gymnasium.register('ParallelExperts/Sokoban-v0', **both)
 
 
 # ----------------------------------------------------------------------------- pictures
