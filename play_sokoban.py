@@ -220,7 +220,7 @@ class Policy:
     def act(self, w: None, obs: torch.Tensor, start: torch.Tensor, state: tuple) -> tuple:
         actions = np.asarray(self.function(obs.cpu().numpy()))
         if actions.shape != start.shape or not np.isin(actions, range(4)).all():
-            given = f'{actions.dtype} of shape {actions.shape}'
+            given = f'{actions.ravel()[:3]}, shape {actions.shape}'
             fail(f'policy = {policy!r}: expected {len(obs)} actions, each 0 to 3, found {given}')
         return F.one_hot(torch.from_numpy(actions.astype(np.int64)), 4).to(obs.device), None, state
 

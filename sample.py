@@ -67,6 +67,7 @@ RANGES = {
     'dtype': ['auto', 'float32', 'bfloat16'],
 }
 WEIGHTS, CONFIG = 'model.safetensors', 'config.json'
+PIECE = 8192  # characters of a text read at a time
 
 
 def make_model(about: dict, recurrent: bool, tokenizer: str, **on: str) -> LanguageModel:
@@ -356,7 +357,7 @@ def read_text(name: str) -> Iterator[str]:
     rest, own = '', name != '-'
     try:
         with open(name if own else 0, encoding='utf-8', newline='', closefd=own) as file:
-            while more := file.read(8192):
+            while more := file.read(PIECE):
                 rest += more
                 word = re.match(r'.*\S(?=\s)', rest, re.DOTALL)
                 end = word.end() if word else len(rest)

@@ -16,7 +16,7 @@ from configurator import configure
 
 def call(*argv):
     configure(vars(sample), [*map(str, argv), '--device=cpu'], quiet=True)
-    sample.export_model() if sample.export else sample.write_text()
+    sample.export_model() if sample.export else sample.use_model()
 
 
 @pytest.mark.parametrize('name, dtype', [('rnn', 'float32'), ('gpt', 'bfloat16')])
@@ -57,6 +57,12 @@ def test_what_is_read_is_what_was_trained(trained, tmp_path, monkeypatch, capsys
         ('--export=x --dtype=float16', "dtype = 'float16'"),
         ('--export=x --which=first', "which = 'first'"),
         ('--export=file/x', 'Not a directory'),
+        ('--export=x --interactive', 'exclude each other'),
+        ('--score=none.txt', 'none.txt: cannot be read'),
+        ('--prompt=FILE:none.txt', 'none.txt: cannot be read'),
+        ('--score=theirs/model.safetensors', 'cannot be read as text'),
+        ('--score=file', 'there is no text in it'),
+        ('--top_p=0', 'top_p = 0'),
         ('--export=theirs', 'holds model.safetensors, which no export of ours wrote'),
     ],
 )
@@ -64,11 +70,11 @@ def test_mistakes(trained, tmp_path, monkeypatch, capfd, argv, words):  # noqa: 
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'file').touch()
     (tmp_path / 'theirs').mkdir()
-    (tmp_path / 'theirs' / 'model.safetensors').write_text('theirs')
+    (tmp_path / 'theirs' / 'model.safetensors').write_bytes(b'theirs\xff')
     argv = [f'--out_dir={trained}/rnn', *argv.format(trained).split()]
     assert words in mistake(capfd, sample, argv)
     assert sorted(os.listdir()) == ['file', 'theirs'] and (trained / 'gpt/config.json').exists()
-    assert (tmp_path / 'theirs' / 'model.safetensors').read_text() == 'theirs'
+    assert (tmp_path / 'theirs' / 'model.safetensors').read_bytes() == b'theirs\xff'
 
 
 NAN = {'model': {'embedding': torch.full((256, 32), torch.nan)}}

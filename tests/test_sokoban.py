@@ -7,6 +7,7 @@ import sys
 import types
 from pathlib import Path
 
+import forks
 import numpy as np
 import pytest
 import torch
@@ -360,6 +361,54 @@ def test_jumanji_is_missing(monkeypatch):
     refuses('4 boxes', JumanjiEnv, generate(5, 3, 0)[0], 2)
     monkeypatch.setitem(sys.modules, 'jumanji.wrappers', None)
     refuses("env = 'jumanji' needs jumanji and jax", JumanjiEnv, generate(5)[0], 2)
+
+
+# ----------------------------------------------------------------------------- Gymnasium
+
+
+def test_gymnasiums_own_checkers_pass():
+    gymnasium = pytest.importorskip('gymnasium')
+    check = importlib.import_module('gymnasium.utils.env_checker').check_env
+    name, few = 'sokoban:ParallelExperts/Sokoban-v0', {'n_levels': 40, 'n_boxes': 1}
+    env = gymnasium.make(name, render_mode='rgb_array', **few)
+    check(env.unwrapped)
+    (seen, _), levels = env.reset(seed=5), generate(40, 1)[0]
+    assert any(np.array_equal(seen, board) for board in observations(levels))
+    assert np.array_equal(env.render(), board_image(seen)) and (env.reset()[0] != seen).any()
+    ours, many = SokobanEnv(levels, 6), gymnasium.make_vec(name, num_envs=6, **few)
+    assert many.reset(seed=1)[0].shape == many.observation_space.shape
+    ours.load_state_dict(many.unwrapped.boards.state_dict())
+    ours.keys.copy_(many.unwrapped.boards.keys)
+    for _ in range(TIME_LIMIT + 1):
+        before, action = ours.observe().numpy(), many.action_space.sample()
+        seen, reward, ended, cut, infos = many.step(action)
+        wanted = [x.numpy() for x in ours.step(torch.from_numpy(action))]
+        assert seen in many.observation_space and np.array_equal(seen, ours.observe())
+        for x, y in zip(wanted, (reward, ended, infos['solved']), strict=True):
+            assert np.array_equal(x, y)
+        assert not cut.any() and (infos['_final_obs'] == ended).all()
+        assert (infos['final_obs'] != before).sum() <= 6 * 3  # not the next level's
+
+
+def test_a_board_without_gymnasium():
+    code = (
+        'import sys; sys.modules["gymnasium"] = None; import sokoban as s; b = s.GymEnv(n_boxes=1)'
+    )
+    code += '; print(b.reset(seed=1)[0].shape, b.step(0)[1:], s.GymVectorEnv(3).reset()[0].shape)'
+    done = forks.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.startswith('(10, 10, 2) (-0.1') and '(3, 10, 10, 2)' in done.stdout, done
+
+
+def test_a_widely_used_ppo_learns_on_it():
+    """A few updates of Stable-Baselines3's."""
+    sb3, gymnasium = pytest.importorskip('stable_baselines3'), pytest.importorskip('gymnasium')
+    env = gymnasium.make('sokoban:ParallelExperts/Sokoban-v0', n_levels=40, n_boxes=1)
+    ppo = sb3.PPO('MlpPolicy', env, n_steps=64, batch_size=32, device='cpu', seed=0)
+    before = [p.detach().clone() for p in ppo.policy.parameters()]
+    ppo.learn(192)
+    after = list(ppo.policy.parameters())
+    assert all(p.isfinite().all() for p in after)
+    assert any((a != b).any() for a, b in zip(after, before, strict=True))
 
 
 # ----------------------------------------------------------------------------- pictures, commands
