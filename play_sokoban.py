@@ -56,6 +56,8 @@ download = False               # fetch the split into levels_dir where it is not
 n_levels = 512                 # the first so many of them
 level = 0                      # the first to be played
 ms = 250                       # of a step, shown in a terminal or a GIF
+probe = ''                     # probe_sokoban.py's of this agent, whose plan is drawn as arrows;
+                               # '': probe.safetensors of out_dir, if it is there
 gif = ''                       # a file to write the game into, instead of the terminal
 export = ''                    # a folder to write the agent into, instead
 device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda', 'cuda:1'
@@ -74,6 +76,7 @@ EASY = {'eval_split': 'generated', 'n_boxes': 1, 'max_moves': 12, 'seed': 1337}
 # of # .$*@+ in a terminal: two columns a cell
 TILES = {'#': '90m██', ' ': '0m  ', '.': '31m◦ ', '$': '33m▣ '}
 TILES |= {'*': '32m▣ ', '@': '94m● ', '+': '95m● '}
+ARROWS = [f'\x1b[36m{way} \x1b[0m' for way in '↑→↓←']
 
 
 @torch.no_grad()
@@ -315,11 +318,50 @@ def film(model: Agent, packed: np.ndarray, i: int, device: str) -> tuple[np.ndar
     return frames, f'level {i}, {end} in {steps} steps, return {result["return"].item():.1f}'
 
 
-def show(board: np.ndarray, line: str, again: bool) -> None:
-    """An observation and a line below it; in a terminal in colours, over the last one if again."""
+@torch.no_grad()
+def plans(model: Agent, frames: np.ndarray, device: str) -> np.ndarray:
+    """Where the probe says that the agent will step onto a cell: up, right, down, left as 0..3,
+    else -1; (T + 1, 10, 10), all -1 without a probe."""
+    ways = np.full(frames.shape[:3], -1)
+    path = probe or os.path.join(out_dir, 'probe.safetensors')
+    if policy or not (probe or os.path.exists(path)):
+        return ways
+    weight, bias, threshold = read_probe(path, model.config.n_embd, device)
+    w, state, start = model.prepare(), model.init_state(1), torch.ones(1, device=device)
+    for t, board in enumerate(frames[:-1]):
+        z = model.encode(torch.from_numpy(board[None]).to(device))
+        s, state = model.step(w, z, model.z_parts(w, z), model.alive(start), state)
+        logits = F.conv2d(s.float().permute(0, 3, 1, 2), weight, bias, padding=1)
+        sure, way = F.softmax(logits, 1)[0, :4].max(0)
+        ways[t], start = torch.where(sure >= threshold, way, -1).cpu().numpy(), start * 0
+    return ways
+
+
+def read_probe(path: str, D: int, device: str) -> list[torch.Tensor]:
+    """What probe_sokoban.py saved -> weight (5, D, 3, 3), bias (5,), threshold ()."""
+    checkpoint.need_packages(safetensors=True)
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        saved = load_file(path, device)
+        parts = [saved[name] for name in ('weight', 'bias', 'threshold')]
+        if [list(x.shape) for x in parts] != [[5, D, 3, 3], [5], []]:
+            raise ValueError(f'of an agent of another width than {D}')
+        return parts
+    except (OSError, KeyError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f'{path}: no probe of this agent ({first_line(error)})') from None
+
+
+def show(board: np.ndarray, ways: np.ndarray, line: str, again: bool) -> None:
+    """An observation and a line below it; in a terminal in colours, with the plan on free cells,
+    over the last one if again."""
     text = board_text(board)
     if sys.stdout.isatty():
-        text = ''.join(f'\x1b[{TILES[char]}\x1b[0m' if char in TILES else char for char in text)
+        cells = [f'\x1b[{TILES[char]}\x1b[0m' for char in text.replace('\n', '')]
+        for k in np.flatnonzero((ways >= 0) & (board[..., 0] == 0)):  # no box, no agent
+            cells[k] = ARROWS[ways.flat[k]]
+        text = '\n'.join(''.join(cells[k : k + 10]) for k in range(0, 100, 10))
         print('\x1b[11A' * again, end='')  # eleven lines up
         line = f'\r\x1b[K{line}  (space pause, s step, n next, q quit)'
     print(f'{text}\n{line}', flush=True)
@@ -332,9 +374,10 @@ def watch(model: Agent, packed: np.ndarray, device: str) -> None:
         for number in itertools.count():
             i, pressed = (level + number) % len(packed), ''
             frames, said = film(model, packed, i, device)
+            ways = plans(model, frames, device)
             for t, board in enumerate(frames):
                 last = t + 1 == len(frames)
-                show(board, said if last else f'level {i}, step {t}', number + t > 0)
+                show(board, ways[t], said if last else f'level {i}, step {t}', number + t > 0)
                 pressed = key(None if paused else ms / 1000 * (8 if last else 1))
                 while pressed == ' ':
                     paused = not paused

@@ -7,7 +7,7 @@ import os
 import pytest
 import safetensors
 import torch
-from test_train import data, mistake, trained  # noqa: F401  fixtures
+from test_train import ROOT, data, mistake, trained  # noqa: F401  fixtures
 
 import sample
 from checkpoint import CheckpointError, load_checkpoint, save_checkpoint
@@ -124,3 +124,15 @@ def test_damaged_exports_are_refused(trained, tmp_path, capfd):  # noqa: F811
         config.write_text(json.dumps(about | {'model': sizes}))
         weights.write_bytes(content)
         assert f'{weights}: ' in mistake(capfd, sample, [f'--out_dir={tmp_path}']), name
+
+
+def test_the_shipped_model(tmp_path, capsys):
+    """Reads speeches well (a uniform guess: 5.5 nats), and is told of in the folder's README."""
+    speech = 'My fellow citizens, the Congress of the United States has passed a law for the relief'
+    (tmp_path / 'a.txt').write_text(f'{speech} of the families of our soldiers.')
+    call(f'--out_dir={ROOT}/pretrained/lm', f'--score={tmp_path}/a.txt')
+    assert float(capsys.readouterr().out.split()[-8]) < 1.5
+    files = [path for path in (ROOT / 'pretrained').rglob('*') if path.is_file()]
+    assert len(files) >= 6 and all(path.stat().st_size < 4e6 for path in files)
+    readme = (ROOT / 'pretrained' / 'README.md').read_text()
+    assert all(f'- **{path.parent.name}**' in readme for path in files if path.suffix == '.json')

@@ -13,11 +13,13 @@ import time
 import forks
 import numpy as np
 import pytest
+import safetensors.torch as safetensors
 import torch
 from test_sokoban import numbered, text
 from test_train import ROOT, mistake
 
 import play_sokoban
+import probe_sokoban
 from checkpoint import save_checkpoint
 from configurator import configure
 from convlstm import AgentConfig, build_agent
@@ -33,7 +35,7 @@ def folder(tmp_path):
     model, run = build_agent(AgentConfig(**SIZES)), tmp_path / 'run'
     run.mkdir()
     sizes = {name: getattr(model.config, name) for name in play_sokoban.SIZES}
-    config = {**sizes, **play_sokoban.EASY, 'n_envs': 4, 'unroll': 2}
+    config = {**sizes, **play_sokoban.EASY, 'n_envs': 4, 'unroll': 2, 'dtype': 'auto'}
     saved = {'model': model.state_dict(), 'config': config, 'step': 3, 'best': 1.5}
     save_checkpoint(saved, run / 'ckpt_last.pt')
     np.save(tmp_path / 'levels.npy', generate(5, 1, 3, max_moves=6)[0])
@@ -95,11 +97,19 @@ def in_terminal(folder, press):
     return process.returncode
 
 
+def save_probe(path, D):
+    """One that always says right."""
+    parts = {'weight': torch.zeros(5, D, 3, 3), 'bias': torch.tensor([0.0, 9, 0, 0, 0])}
+    safetensors.save_file(parts | {'threshold': torch.tensor(0.5)}, path)
+
+
 def test_keys_in_a_terminal(folder):
-    """Each step is drawn over the last; space holds and goes on, s steps, n is the next level."""
+    """Each step is drawn over the last; space holds and goes on, s steps, n is the next level. With
+    a probe's arrows."""
+    save_probe(folder / 'run' / 'probe.safetensors', 4)
 
     def press(process, write, until):
-        until(b'level 0, step 0')
+        assert '→' in until(b'level 0, step 0').decode()
         write(b's')
         assert b'\x1b[11A' in until(b'level 0, step 1')
         write(b's')
@@ -122,6 +132,28 @@ def test_a_signal_leaves_the_terminal_as_it_was(folder, number, status):
         until(b'\x1b[?25h')
 
     assert in_terminal(folder, press) == status
+
+
+def test_arrows_are_what_the_probe_says(folder, monkeypatch):
+    words = [f'--out_dir={folder}/probe', '--seeds=1', '--epochs=2', '--device=cpu']
+    configure(vars(probe_sokoban), words, quiet=True)
+    player = probe_sokoban.load_player(f'{folder}/run', 'cpu')
+    levels = np.load(folder / 'levels.npy')
+    data = probe_sokoban.prepare(player, levels, 'train', 'cpu')
+    player.probes, player.scale = probe_sokoban.train_probes(data, 'cpu')
+    guess = probe_sokoban.predict(player.probes, data, player.scale)['3x3']
+    threshold = float(np.median(guess.sure))
+    player.about = {'3x3': {'threshold': threshold}}
+    probe_sokoban.save_probe(player)
+    wanted, found = np.where(guess.sure[0] >= threshold, guess.way[0], -1), []
+    argv = [f'--out_dir={folder}/run', f'--probe={folder}/probe/run/probe.safetensors']
+    configure(vars(play_sokoban), argv, quiet=True)
+    model, _ = play_sokoban.load_agent(f'{folder}/run', 'best', 'cpu')
+    for i in range(5):
+        frames, _ = play_sokoban.film(model, levels, i, 'cpu')
+        found.append(play_sokoban.plans(model, frames, 'cpu')[:-1].reshape(-1, 100))
+    found = np.concatenate(found)
+    assert found.shape == wanted.shape and (found == wanted).mean() > 0.98  # features: fp16
 
 
 def test_any_policy_is_evaluated(folder, monkeypatch, capfd):
@@ -147,6 +179,7 @@ def test_any_policy_is_evaluated(folder, monkeypatch, capfd):
 def test_mistakes(folder, capfd, monkeypatch):
     monkeypatch.chdir(folder)
     call(folder, '--out_dir=run', '--export=agent')
+    save_probe(folder / 'wide.safetensors', 5)
     (folder / 'theirs').mkdir()
     (folder / 'theirs' / 'config.json').write_text('{}')
     for words, message in {
@@ -160,6 +193,8 @@ def test_mistakes(folder, capfd, monkeypatch):
         '--out_dir=run --levels=hard': 'data/boxoban: no such folder',
         '--out_dir=run --gif=none/a.gif': 'none/',
         '--out_dir=run --ms=1': 'ms = 1',
+        '--out_dir=run --probe=wide.safetensors': 'no probe of this agent',
+        '--out_dir=run --probe=none': 'no probe of this agent',
     }.items():
         argv = [f'--levels={folder}/levels.npy', '--device=cpu', *words.split()]
         assert message in mistake(capfd, play_sokoban, argv), words
@@ -174,3 +209,15 @@ def test_mistakes(folder, capfd, monkeypatch):
         (folder / 'agent' / name).write_bytes(content)
         assert 'agent: not an exported agent' in mistake(capfd, play_sokoban, ['--out_dir=agent'])
         (folder / 'agent' / name).write_bytes(kept)
+
+
+def test_the_shipped_agent():
+    """Solves most easy levels, and its probe draws arrows."""
+    play_sokoban.probe, play_sokoban.policy = '', ''
+    play_sokoban.out_dir = f'{ROOT}/pretrained/sokoban'
+    model, about = play_sokoban.load_agent(play_sokoban.out_dir, 'best', 'cpu')
+    levels = generate(200, about['n_boxes'], 5, about['max_moves'])[0]
+    assert play_sokoban.evaluate(model, levels, 'cpu')['solve_rate'] > 0.75
+    frames, said = play_sokoban.film(model, levels, 0, 'cpu')
+    ways = play_sokoban.plans(model, frames, 'cpu')
+    assert ways.shape == (len(frames), 10, 10) and 'level 0, ' in said and (ways >= 0).any()
