@@ -1,12 +1,12 @@
 """
 What Sokoban agents can do: play a game in the terminal, or into a GIF; solve rates, also of other
-people's policies; runs beside each other; an agent as plain files, model.safetensors and
-config.json. train_sokoban.py evaluates and draws by `evaluate`, `report` and `plot_log`.
+people's policies (`--policy=module:function`); runs beside each other; an agent as plain files,
+model.safetensors and config.json. train_sokoban.py evaluates and draws by functions of this file.
 
-$ python play_sokoban.py --out_dir=out/sokoban_demo
-$ python play_sokoban.py --out_dir=out/sokoban_demo --level=3 --gif=game.gif
-$ python play_sokoban.py --policy=my_module:act                 # its solve rate and return
-$ python play_sokoban.py --out_dir=out/sokoban_demo --export=out/agent
+$ python play_sokoban.py --out_dir=pretrained/sokoban          # keys: pause, step, next level, quit
+$ python play_sokoban.py --out_dir=pretrained/sokoban --level=3 --gif=game.gif
+$ python play_sokoban.py --out_dir=out/sokoban_small_L4 --measure
+$ python play_sokoban.py --out_dir=out/sokoban_small_L4 --export=out/agent
 $ python play_sokoban.py --runs=out/sokoban_small_L4,out/sokoban_small_ff_L4 --picture=compare.png
 
 Shape letters as in sokoban.py and convlstm.py: N boards at a time, n levels.
