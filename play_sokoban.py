@@ -228,34 +228,35 @@ class Policy:
         return F.one_hot(torch.from_numpy(actions.astype(np.int64)), 4).to(obs.device), None, state
 
 
-def read_export(folder: str) -> tuple[dict, dict]:
-    """What export_agent wrote -> config.json and the weights. CheckpointError."""
+def read_tensors(path: str, device: str) -> dict[str, torch.Tensor]:
+    """CheckpointError."""
     checkpoint.need_packages(safetensors=True)
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
-        with open(os.path.join(folder, CONFIG), encoding='utf-8') as file:
-            about = json.load(file)
-        if not isinstance(about, dict) or not about.keys() >= {*SIZES, *EASY}:
-            raise ValueError(f'{CONFIG} describes no agent')
-        return about, load_file(os.path.join(folder, WEIGHTS))
-    except (OSError, ValueError, SafetensorError, RecursionError) as error:
-        raise CheckpointError(f'{folder}: not an exported agent ({first_line(error)})') from None
+        return load_file(path, device)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f'{path}: cannot be read ({first_line(error)})') from None
 
 
 def load_agent(folder: str, which: str, device: str) -> tuple[Agent, dict]:
     """An export, or train_sokoban.py's best or last checkpoint -> the agent, and its settings or
     config.json. CheckpointError."""
+    where = os.path.join(folder, CONFIG)
     if os.path.exists(os.path.join(folder, WEIGHTS)):
-        (about, weights), where = read_export(folder), os.path.join(folder, CONFIG)
+        weights = read_tensors(os.path.join(folder, WEIGHTS), device)
+        with checkpoint.restoring(where, 'it'), open(where, encoding='utf-8') as file:
+            about = json.load(file)
     else:
         file = BEST if which == 'best' and os.path.exists(os.path.join(folder, BEST)) else None
         needed = ('model', 'step', 'best')
         saved, where = checkpoint.load_run(folder, 'train_sokoban.py', needed, (), {}, file)
-        about, weights = saved['config'], saved['model']
+        weights, about = saved['model'], saved['config']
         about = about | {name: saved[name] for name in ('step', 'best')}
-    with checkpoint.restoring(where, 'config'):
+    with checkpoint.restoring(where, 'the agent'):
+        names = [*SIZES, *EASY, 'n_envs', 'unroll', 'step', 'best']
+        about = {name: about[name] for name in names}
         dtype = str(checkpoint.pick_dtype('auto', device)).removeprefix('torch.')
         config = AgentConfig(**{name: about[name] for name in SIZES}, dtype=dtype)
         checkpoint.check_model(build_agent, config)
@@ -265,20 +266,18 @@ def load_agent(folder: str, which: str, device: str) -> tuple[Agent, dict]:
 
 
 def export_agent(model: Agent, about: dict, folder: str) -> None:
-    """An earlier export is replaced; anything else in the folder is refused."""
+    """An earlier export is replaced; a folder with anything else is refused."""
+    checkpoint.need_packages(safetensors=True)
     from safetensors.torch import save as packed
 
-    checkpoint.need_packages(safetensors=True)
     there = set(os.listdir(folder)) if os.path.isdir(folder) else set()
-    if there and (not there <= {WEIGHTS, CONFIG, 'README.md'} or WEIGHTS not in there):
+    if there and not {WEIGHTS} <= there <= {WEIGHTS, CONFIG, 'probe.safetensors'}:
         fail(f'export = {folder!r}: holds what no export of ours wrote: name another folder')
     os.makedirs(folder, exist_ok=True)
     weights = {name: x.float().cpu().contiguous() for name, x in model.state_dict().items()}
     data = packed(weights, metadata={'format': 'pt'})
     write_atomic(os.path.join(folder, WEIGHTS), lambda file: file.write(data))
-    names = [*SIZES, *EASY, 'n_envs', 'unroll', 'step', 'best']
-    write_json({name: about.get(name) for name in names}, os.path.join(folder, CONFIG))
-    read_export(folder)  # what was written can be read
+    write_json(about, os.path.join(folder, CONFIG))
     print(f'{folder}: {WEIGHTS} ({len(data) / 1e6:.1f} MB), {CONFIG}')
 
 
@@ -326,31 +325,16 @@ def plans(model: Agent, frames: np.ndarray, device: str) -> np.ndarray:
     path = probe or os.path.join(out_dir, 'probe.safetensors')
     if policy or not (probe or os.path.exists(path)):
         return ways
-    weight, bias, threshold = read_probe(path, model.config.n_embd, device)
+    saved, conv = read_tensors(path, device), torch.nn.Conv2d(model.config.n_embd, 5, 3, padding=1)
+    threshold = saved.pop('threshold', torch.tensor(math.inf))
+    checkpoint.load_weights(conv.to(device), saved, path)
     w, state, start = model.prepare(), model.init_state(1), torch.ones(1, device=device)
     for t, board in enumerate(frames[:-1]):
         z = model.encode(torch.from_numpy(board[None]).to(device))
         s, state = model.step(w, z, model.z_parts(w, z), model.alive(start), state)
-        logits = F.conv2d(s.float().permute(0, 3, 1, 2), weight, bias, padding=1)
-        sure, way = F.softmax(logits, 1)[0, :4].max(0)
+        sure, way = F.softmax(conv(s.float().permute(0, 3, 1, 2)), 1)[0, :4].max(0)
         ways[t], start = torch.where(sure >= threshold, way, -1).cpu().numpy(), start * 0
     return ways
-
-
-def read_probe(path: str, D: int, device: str) -> list[torch.Tensor]:
-    """What probe_sokoban.py saved -> weight (5, D, 3, 3), bias (5,), threshold ()."""
-    checkpoint.need_packages(safetensors=True)
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        saved = load_file(path, device)
-        parts = [saved[name] for name in ('weight', 'bias', 'threshold')]
-        if [list(x.shape) for x in parts] != [[5, D, 3, 3], [5], []]:
-            raise ValueError(f'of an agent of another width than {D}')
-        return parts
-    except (OSError, KeyError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f'{path}: no probe of this agent ({first_line(error)})') from None
 
 
 def show(board: np.ndarray, ways: np.ndarray, line: str, again: bool) -> None:

@@ -193,8 +193,8 @@ def test_mistakes(folder, capfd, monkeypatch):
         '--out_dir=run --levels=hard': 'data/boxoban: no such folder',
         '--out_dir=run --gif=none/a.gif': 'none/',
         '--out_dir=run --ms=1': 'ms = 1',
-        '--out_dir=run --probe=wide.safetensors': 'no probe of this agent',
-        '--out_dir=run --probe=none': 'no probe of this agent',
+        '--out_dir=run --probe=wide.safetensors': 'wide.safetensors: model does not fit',
+        '--out_dir=run --probe=none': 'none: cannot be read',
     }.items():
         argv = [f'--levels={folder}/levels.npy', '--device=cpu', *words.split()]
         assert message in mistake(capfd, play_sokoban, argv), words
@@ -207,7 +207,7 @@ def test_mistakes(folder, capfd, monkeypatch):
     ):
         kept = (folder / 'agent' / name).read_bytes()
         (folder / 'agent' / name).write_bytes(content)
-        assert 'agent: not an exported agent' in mistake(capfd, play_sokoban, ['--out_dir=agent'])
+        assert f'agent/{name}: ' in mistake(capfd, play_sokoban, ['--out_dir=agent'])
         (folder / 'agent' / name).write_bytes(kept)
 
 

@@ -257,14 +257,6 @@ def test_ends_of_episodes():
             assert board_text(env.observe()[0]) == boards[1 - level]
 
 
-def random_steps(env, steps, seed=0):
-    rng, trace = torch.Generator().manual_seed(seed), []
-    for _ in range(steps):
-        out = env.step(torch.randint(0, 4, (env.N,), generator=rng))
-        trace += [*out, env.observe()]
-    return torch.cat([x.flatten().float() for x in trace])
-
-
 def test_order_of_levels():
     levels = generate(40, 1, 4)[0]
     env = SokobanEnv(levels, 7, order='sequence')
@@ -283,18 +275,6 @@ def test_chance_is_uniform_and_depends_on_everything():
         assert abs(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]) < 0.012
 
 
-@pytest.mark.parametrize('make', [SokobanEnv, pytest.param(JumanjiEnv, marks=jumanji)])
-def test_state_round_trip_is_bit_equal(make):
-    levels = generate(100, 4, 6)[0]
-    env, other = make(levels, 16, seed=1), make(levels, 16, seed=1)
-    random_steps(env, 150)
-    state = env.state_dict()
-    after = random_steps(env, 150, seed=5)
-    assert not torch.equal(random_steps(other, 150, seed=5), after)
-    other.load_state_dict(state)  # a copy: the steps since did not change it
-    assert torch.equal(random_steps(other, 150, seed=5), after)
-
-
 def test_a_step_waits_for_nothing_and_works_in_place():
     """On the meta device nothing has a value: a step that asks for one fails."""
     levels = generate(20, 4, 4)[0]
@@ -303,7 +283,8 @@ def test_a_step_waits_for_nothing_and_works_in_place():
     assert [x.shape for x in results] == [(6,)] * 3 and env.observe().shape == (6, 10, 10, 2)
     env = SokobanEnv(levels, 6)
     before = [getattr(env, name).data_ptr() for name in env.STATE]
-    random_steps(env, 130)
+    for action in torch.arange(4).repeat(33):
+        env.step(action.expand(6))
     assert before == [getattr(env, name).data_ptr() for name in env.STATE]
 
 
