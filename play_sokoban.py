@@ -40,8 +40,8 @@ import checkpoint
 from checkpoint import BEST, CheckpointError, device_name, print0
 from convlstm import Agent, AgentConfig, build_agent
 from figures import COLORS, NAMES, curve, finish, new, read_log, save
-from sokoban import TIME_LIMIT, SokobanEnv, at_most, board_keys, board_text, draw_by, load_levels
-from sokoban import save_gif
+from sokoban import TIME_LIMIT, SokobanEnv, at_most, board_image, board_keys, board_text, draw_by
+from sokoban import load_levels, save_gif
 
 # -----------------------------------------------------------------------------
 # fmt: off
@@ -337,6 +337,16 @@ def plans(model: Agent, frames: np.ndarray, device: str) -> np.ndarray:
     return ways
 
 
+def drawn(board: np.ndarray, ways: np.ndarray) -> np.ndarray:
+    """An observation's picture, with the plan on free cells."""
+    picture, (v, u) = board_image(board), np.mgrid[-1:1:24j, -1:1:24j]
+    up = (abs(u) < 0.5 * v + 0.3) & (abs(v) < 0.5)  # a triangle
+    for y, x in np.argwhere((ways >= 0) & (board[..., 0] == 0)):
+        cell = picture[24 * y : 24 * y + 24, 24 * x : 24 * x + 24]
+        cell[np.rot90(up, -ways[y, x])] = 30, 130, 140
+    return picture
+
+
 def show(board: np.ndarray, ways: np.ndarray, line: str, again: bool) -> None:
     """An observation and a line below it; in a terminal in colours, with the plan on free cells,
     over the last one if again."""
@@ -394,7 +404,8 @@ def use_agent() -> None:
         return watch(model, packed, where)
     checkpoint.need_packages(PIL=True)
     frames, said = film(model, packed, level, where)
-    save_gif(list(frames), gif, ms)
+    ways = plans(model, frames, where)
+    save_gif([drawn(*pair) for pair in zip(frames, ways, strict=True)], gif, ms)
     print(f'{gif}: {said}')
 
 

@@ -616,8 +616,8 @@ class GymVectorEnv(VectorEnv if gymnasium else Plain):
 
 
 if gymnasium:
-    both = {'entry_point': 'sokoban:GymEnv', 'vector_entry_point': 'sokoban:GymVectorEnv'}
-    gymnasium.register('ParallelExperts/Sokoban-v0', **both)
+    ENTRIES = {'entry_point': 'sokoban:GymEnv', 'vector_entry_point': 'sokoban:GymVectorEnv'}
+    gymnasium.register('ParallelExperts/Sokoban-v0', **ENTRIES)
 
 
 # ----------------------------------------------------------------------------- pictures

@@ -3,7 +3,9 @@ line."""
 
 import json
 import os
+import sys
 
+import forks
 import pytest
 import safetensors
 import torch
@@ -126,12 +128,19 @@ def test_damaged_exports_are_refused(trained, tmp_path, capfd):  # noqa: F811
         assert f'{weights}: ' in mistake(capfd, sample, [f'--out_dir={tmp_path}']), name
 
 
-def test_the_shipped_model(tmp_path, capsys):
-    """Reads speeches well (a uniform guess: 5.5 nats), and is told of in the folder's README."""
-    speech = 'My fellow citizens, the Congress of the United States has passed a law for the relief'
-    (tmp_path / 'a.txt').write_text(f'{speech} of the families of our soldiers.')
-    call(f'--out_dir={ROOT}/pretrained/lm', f'--score={tmp_path}/a.txt')
-    assert float(capsys.readouterr().out.split()[-8]) < 1.5
+def test_the_shipped_model(tmp_path):
+    """Scores and continues standard input: speeches well (a uniform guess: 5.5 nats). The folder's
+    README tells of each."""
+    text = 'My fellow citizens, the Congress has passed a law for the relief of our soldiers.'
+    (tmp_path / 'a.txt').write_text(text)
+    said = []
+    for words in ('--score=-', '--prompt=FILE:- --max_new_tokens=0'):
+        argv = [sys.executable, 'sample.py', '--out_dir=pretrained/lm', *words.split()]
+        with open(tmp_path / 'a.txt') as file:
+            done = forks.run(argv, cwd=ROOT, stdin=file, capture_output=True, text=True)
+        said.append(done.stdout)
+    assert said[0].startswith(f'-: {len(text)} bytes, ') and float(said[0].split()[-8]) < 1.5
+    assert said[1] == f'{text}\n'
     files = [path for path in (ROOT / 'pretrained').rglob('*') if path.is_file()]
     assert len(files) >= 6 and all(path.stat().st_size < 4e6 for path in files)
     readme = (ROOT / 'pretrained' / 'README.md').read_text()

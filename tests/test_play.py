@@ -23,7 +23,7 @@ import probe_sokoban
 from checkpoint import save_checkpoint
 from configurator import configure
 from convlstm import AgentConfig, build_agent
-from sokoban import generate
+from sokoban import board_image, generate
 
 SIZES = {'arch': 'convglu', 'n_embd': 4, 'n_expert': 2, 'head_dim': 8, 'recurrent': True}
 
@@ -221,3 +221,8 @@ def test_the_shipped_agent():
     frames, said = play_sokoban.film(model, levels, 0, 'cpu')
     ways = play_sokoban.plans(model, frames, 'cpu')
     assert ways.shape == (len(frames), 10, 10) and 'level 0, ' in said and (ways >= 0).any()
+    picture, arrow = play_sokoban.drawn(frames[0], np.where(frames[0, ..., 1] == 0, 1, -1)), 0
+    for y, x in np.argwhere((frames[0] == 0).all(-1)):  # to the right: more of it on the left
+        changed = (picture - board_image(frames[0])).any(-1)[24 * y :, 24 * x :][:24, :24]
+        arrow += changed[:, :12].sum() > changed[:, 12:].sum() > 0
+    assert arrow == (frames[0] == 0).all(-1).sum()
