@@ -17,7 +17,7 @@ D width. Boards are (B, Y, X, C): channels last, as convolutions want them. One 
               (residual = 'shared': h_i = GLU(...), s = s + A(h).)
     head    = attention and average pooling of RMSNorm(s) over cells -> GLU -> 4 logits, a value
 
-A is sum / sqrt(E) or another of ALLOWED's, whose router reads [z; s] averaged over the board.
+A is sum / sqrt(E) or another of AGGREGATIONS, whose router reads [z; s] averaged over the board.
 `radius` r: experts stand on a ring, and expert i reads its own h and those of the r experts before
 it, summed / sqrt(r + 1), in place of s. Ours, where the paper is silent: ConvGLU's norm before the
 convolution, and z at its level 1 only; the norm before the head (an LSTM's h is small, ConvGLU's s
@@ -41,14 +41,15 @@ from torch import Tensor, nn
 
 from kernels import EPS, compiled, gate_weights
 
-ALLOWED = {'arch': ('convlstm', 'convglu'), 'residual': ('expert', 'shared')}
-ALLOWED |= {'aggregation': ('sqrt_sum', 'mean', 'softmax_mean', 'softmax_l2')}
-ALLOWED |= {'dtype': ('float32', 'bfloat16'), 'path': ('plain', 'fast', 'compiled')}
+AGGREGATIONS = ('sqrt_sum', 'mean', 'softmax_mean', 'softmax_l2')
 Z = 32  # channels of the encoder
 # (channel, value) of the observation: nothing, agent, box; floor, wall, target
 PLANES = ((0, 0), (0, 3), (0, 4), (1, 0), (1, 1), (1, 2))
 ACTIONS, CELLS = 4, 100
 HEADS = 8  # of the head's attention pooling
+ALLOWED = {'arch': ('convlstm', 'convglu'), 'residual': ('expert', 'shared')}
+ALLOWED |= {'aggregation': AGGREGATIONS, 'path': ('plain', 'fast', 'compiled')}
+ALLOWED['dtype'] = ('float32', 'bfloat16')
 
 State = tuple[Tensor, ...]
 
@@ -62,7 +63,7 @@ class AgentConfig:
     n_layer: int = 1  # L
     n_expert: int = 1  # E
     n_embd: int = 128  # D, channels of an expert
-    aggregation: str = 'sqrt_sum'  # one of ALLOWED's
+    aggregation: str = 'sqrt_sum'  # one of AGGREGATIONS
     router_dim: int = 64  # width of the router's queries and keys (routed aggregations)
     radius: int = -1  # preceding neighbours that an expert hears, 0..E-1; -1: all experts, by s
     residual: str = 'expert'  # ConvGLU: 'expert', each adds s (the paper's rule), or 'shared', A(h)

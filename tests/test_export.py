@@ -61,7 +61,6 @@ def test_what_is_read_is_what_was_trained(trained, tmp_path, monkeypatch, capsys
         ('--export=file/x', 'Not a directory'),
         ('--export=x --interactive', 'exclude each other'),
         ('--score=none.txt', 'none.txt: cannot be read'),
-        ('--prompt=FILE:none.txt', 'none.txt: cannot be read'),
         ('--score=theirs/model.safetensors', 'cannot be read as text'),
         ('--score=file', 'there is no text in it'),
         ('--top_p=0', 'top_p = 0'),
