@@ -297,15 +297,20 @@ def keyboard() -> Iterator[Callable[[float | None], str]]:
         ready = select.select([source], [], [], seconds)[0]
         return (os.read(source, 1).decode(errors='replace') or 'q') if ready else ''
 
+    def leave(number: int, frame: object) -> None:
+        sys.exit(128 + number)  # by the finally below
+
+    handlers = {signal.SIGTERM: leave, signal.SIGHUP: leave, signal.SIGTSTP: signal.SIG_IGN}
     before = termios.tcgetattr(source)
-    former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not past the finally
+    former = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         tty.setcbreak(source)
         print('\x1b[?25l', end='')  # no cursor
         yield key
     finally:
         termios.tcsetattr(source, termios.TCSADRAIN, before)
-        signal.signal(signal.SIGTERM, former)
+        for number, handler in former.items():
+            signal.signal(number, handler)
         print('\x1b[?25h', flush=True)
 
 

@@ -407,7 +407,7 @@ def converse(decoder: Decoder, tokenizer: Tokenizer, ids: list[int]) -> None:
         try:
             line = input(ask)
         except EOFError:
-            return
+            return print(end='\n' * bool(ask))
         ids += tokenizer.encode('\n' * (i > 0) + line)
         idx = torch.tensor([ids], device=decoder.token.device)
         say(tokenizer, decoder.generate(idx, max_new_tokens, state))

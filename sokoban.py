@@ -590,7 +590,7 @@ class GymVectorEnv(VectorEnv if gymnasium else Plain):
 
     metadata = {'autoreset_mode': AutoresetMode.SAME_STEP} if gymnasium else {}
 
-    def __init__(self, num_envs=1, levels=None, n_levels=1000, n_boxes=4, render_mode=None):
+    def __init__(self, num_envs=1, levels=None, n_levels=1000, n_boxes=4):
         one = GymEnv(levels, n_levels, n_boxes)
         self.num_envs, self.boards = num_envs, SokobanEnv(one.levels, num_envs)
         if gymnasium:

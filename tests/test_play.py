@@ -124,11 +124,11 @@ def test_keys_in_a_terminal(folder):
     assert in_terminal(folder, press) == 0
 
 
-@pytest.mark.parametrize('number, status', [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize('number, status', [('TERM', 143), ('INT', 130), ('HUP', 129)])
 def test_a_signal_leaves_the_terminal_as_it_was(folder, number, status):
     def press(process, write, until):
         until(b'level 0, step 0')
-        process.send_signal(number)
+        process.send_signal(signal.Signals[f'SIG{number}'])
         until(b'\x1b[?25h')
 
     assert in_terminal(folder, press) == status
