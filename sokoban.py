@@ -533,8 +533,8 @@ def jumanji_generator(levels: np.ndarray) -> object:
 #     env = gymnasium.make('sokoban:ParallelExperts/Sokoban-v0', n_boxes=1)
 #     envs = gymnasium.make_vec('sokoban:ParallelExperts/Sokoban-v0', num_envs=64)
 #
-# levels: packed (n, 17), else n_levels generated ones of n_boxes boxes. Both ends of an episode are
-# terminations, as in Jumanji; infos have `solved`.
+# levels: packed (n, 17), else n_levels generated ones of n_boxes and max_moves. Both ends of an
+# episode are terminations, as in Jumanji; infos have `solved`.
 
 
 try:
@@ -560,9 +560,11 @@ class GymEnv(gymnasium.Env if gymnasium else Plain):
 
     metadata = {'render_modes': ['ansi', 'rgb_array'], 'render_fps': 4}
 
-    def __init__(self, levels=None, n_levels=1000, n_boxes=4, render_mode=None):
-        self.levels = generate(n_levels, n_boxes)[0] if levels is None else levels
-        self.boards, self.render_mode = SokobanEnv(self.levels, 1), render_mode
+    def __init__(
+        self, levels=None, n_levels=1000, n_boxes=4, max_moves=TIME_LIMIT, render_mode=None
+    ):
+        made = generate(n_levels, n_boxes, 0, max_moves)[0] if levels is None else levels
+        self.levels, self.boards, self.render_mode = made, SokobanEnv(made, 1), render_mode
         if gymnasium:
             self.observation_space = gymnasium.spaces.Box(0, BOX, (SIZE, SIZE, 2), np.uint8)
             self.action_space = gymnasium.spaces.Discrete(4)
@@ -590,8 +592,8 @@ class GymVectorEnv(VectorEnv if gymnasium else Plain):
 
     metadata = {'autoreset_mode': AutoresetMode.SAME_STEP} if gymnasium else {}
 
-    def __init__(self, num_envs=1, levels=None, n_levels=1000, n_boxes=4):
-        one = GymEnv(levels, n_levels, n_boxes)
+    def __init__(self, num_envs=1, levels=None, **made):
+        one = GymEnv(levels, **made)
         self.num_envs, self.boards = num_envs, SokobanEnv(one.levels, num_envs)
         if gymnasium:
             self.single_observation_space = one.observation_space
