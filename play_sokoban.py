@@ -189,8 +189,7 @@ def compare(folders: list[str], path: str) -> None:
     for i, (folder, log) in enumerate(zip(folders, logs, strict=True)):
         with open(os.path.join(folder, 'config.json')) as f:
             c = json.load(f)
-        arch = NAMES[c.get('arch') or c['kind']]  # as older runs say
-        name = f'{folder}: {arch}, {"recurrent" if c["recurrent"] else "feedforward"}'
+        name = f'{folder}: {NAMES[c["arch"]]}, {"recurrent" if c["recurrent"] else "feedforward"}'
         name += f', L = {c["n_layer"]}, E = {c["n_expert"]}, d = {c["n_embd"]}'
         shared = [r for r in log if r['env_steps'] <= end]
         curve(panels[0], shared, 'env_steps', 'return_1000', name, color=COLORS[i % 7])
