@@ -329,17 +329,17 @@ def make_update(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
 
     def gradients(state):
         """Of a micro-batch from this state, as train_update has them."""
-        x, y, carried = run.inputs[run.rows]
+        x, y, carried = run.inputs
         run.buckets.zero()
         for to, source in zip(carried or (), state, strict=True):
             to.copy_(source)
-        chunk = f'chunk of {run.rows}', train_lm.forward_backward, run, x, y, carried
+        chunk = 'chunk', train_lm.forward_backward, run, x, y, carried
         kernels.graphed(run.chunk_graphs, *chunk)
         found = {name: p.grad.clone() for name, p in run.model.named_parameters()}
         return {'loss': run.buckets.extra[0].clone(), **found}
 
     def check():
-        state = [x.clone() for x in run.inputs[run.rows][2] or ()]
+        state = [x.clone() for x in run.inputs[2] or ()]
         mine = gradients(state)
         run.model.config.path, run.chunk_graphs, run.graphs = 'fast', None, None
         empty(config['device'])  # the graphs' memory is needed

@@ -8,7 +8,6 @@ runs no code. With several ranks, one rank writes and prepares the folder.
 import contextlib
 import ctypes
 import datetime
-import errno
 import fcntl
 import importlib.util
 import json
@@ -17,23 +16,18 @@ import os
 import pathlib
 import pickle
 import platform
-import random
 import re
-import resource
 import signal
 import stat
 import struct
 import subprocess
-import tempfile
 import time
 import zipfile
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from configurator import fail, first_line, json_line, write_atomic, write_json, write_text
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -41,14 +35,13 @@ if tuple(map(int, torch.__version__.split('.')[:2])) < (2, 11):  # none older wa
     fail(f'torch {torch.__version__} is too old: 2.11 or later is needed')
 
 LAST, PREV, BEST = 'ckpt_last.pt', 'ckpt_prev.pt', 'ckpt_best.pt'
+EXPORTED = 'model.safetensors'  # of sample.py --export
 LOCK = '.run'  # held while a run is at work in its folder, and the mark that the folder is a run's
 MARK = 'a run of Parallel Experts'  # what LOCK says once the folder is ours
-OURS = {'out_dir', 'commit', 'torch', 'device_name'}  # of write_config's: the mark of older runs
 BEGUN = '.begun'  # the folder's run was begun by the torchrun that wrote this last
 # what a run writes into its folder, and overwrite removes
 RUN_FILES = 'ckpt_*.pt log.jsonl config.json loss.png curve.png eval_*.json eval_*.gif *.tfevents.*'
 PATIENCE = datetime.timedelta(minutes=10)  # with a rank that does not answer
-LEVEL_OBJECTS = 10_000  # bytes that Python takes for a level's modules and tensors, of any size
 PLAIN = (torch.Tensor, torch.nn.Parameter, str, int, float, bool, type(None))  # what is saved
 # what torch.load and load_state_dict raise on damaged or foreign files
 UNREADABLE = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, EOFError)
@@ -70,48 +63,18 @@ class SizeError(ValueError):
     """Settings ask for more than the machine has."""
 
 
-# ---- logs ----
-
-
-class JsonlLog:
-    """A log of one JSON object a line. resume_step None starts an empty one; otherwise it goes on
-    after that step: later lines and half-written ones are dropped, so that the steps done again
-    appear once; lines without a 'step' stay."""
-
-    def __init__(self, path: Path, resume_step: int | None = None):
-        stay = []
-        if resume_step is not None and os.path.exists(path):
-            with open(path, encoding='utf-8', errors='replace') as file:
-                for line in file:
-                    with contextlib.suppress(ValueError, TypeError, AttributeError):
-                        if json.loads(line).get('step', resume_step) <= resume_step:
-                            stay.append(line.rstrip('\n') + '\n')
-        write_text(''.join(stay), path)
-        self.file = open(path, 'a', encoding='utf-8')  # noqa: SIM115
-        self.close = self.file.close
-
-    def write(self, record: dict) -> None:
-        try:
-            self.file.write(json_line(record) + '\n')
-            self.file.flush()
-        except OSError as error:
-            error.filename = self.file.name  # a full disk does not say whose write it refused
-            raise
-
-
 # ---- checkpoints ----
 
 
 def check_plain(obj: object, where: str = 'checkpoint') -> None:
     """TypeError, naming the place, for what a weights-only load would refuse, such as numpy's."""
-    if type(obj) in PLAIN:
-        return
-    if type(obj) not in (dict, OrderedDict, list, tuple):
+    if isinstance(obj, dict | list | tuple):
+        for key, value in obj.items() if isinstance(obj, dict) else enumerate(obj):
+            check_plain(key, f'a key of {where}')
+            check_plain(value, f'{where}[{key!r}]')
+    elif type(obj) not in PLAIN:
         what = f'{where} is a {type(obj).__name__}'
         raise TypeError(f'{what}: only tensors and plain types are saved')
-    for key, value in obj.items() if isinstance(obj, dict) else enumerate(obj):
-        check_plain(key, f'a key of {where}')
-        check_plain(value, f'{where}[{key!r}]')
 
 
 def save_checkpoint(obj: dict, path: Path, keep: str | None = None) -> None:
@@ -137,8 +100,6 @@ def load_checkpoint(path: Path) -> dict:
             if file.testzip() is not None:
                 raise zipfile.BadZipFile('wrong checksum')
         return torch.load(path, map_location='cpu', weights_only=True, mmap=False)
-    except torch.OutOfMemoryError:
-        raise
     except OSError as error:
         raise CheckpointError(f'{path}: cannot be opened: {error.strerror}') from None
     except (zipfile.BadZipFile, *UNREADABLE) as error:
@@ -154,10 +115,9 @@ def saved_in(out_dir: Path) -> list[pathlib.Path]:
 
 
 def load_latest(out_dir: Path) -> tuple[dict, pathlib.Path]:
-    """-> (checkpoint, its path): the last one in the folder or, with a line that says so, the one
-    before. CheckpointError if neither can be read."""
-    paths = saved_in(out_dir)
-    if not paths:
+    """-> the last checkpoint in the folder or, with a line that says so, the one before, and its
+    path. CheckpointError if neither can be read."""
+    if not (paths := saved_in(out_dir)):
         words = f'holds no trained run, there is no {LAST}: train one first'
         raise CheckpointError(f'{out_dir}: {words}')
     try:
@@ -202,8 +162,6 @@ def restoring(where: Path, key: str) -> Iterator[None]:
             raise
         why = ' '.join(f'{type(error).__name__}: {error}'.split())[:200]  # of torch's lines
         words = f'{key} does not fit this run, or is damaged ({why})'
-        if isinstance(error, SizeError):
-            words = error
         raise CheckpointError(f'{where}: {words}: give another out_dir') from None
 
 
@@ -219,6 +177,42 @@ def load_weights(model: torch.nn.Module, weights: dict, where: Path, assign: boo
 # ---- a trainer's run: it has rank, world, config, model, step, and what POSITION names ----
 
 
+def init_from(model: torch.nn.Module, folder: Path, resume: bool) -> None:
+    """A new run's weights from the best checkpoint in another's folder, if there is one, or the
+    last; or from an export. Taken is what has name and shape of one of `model`'s, whatever the
+    settings; lines say what was and what was not. CheckpointError."""
+    if resume:
+        raise CheckpointError('--init_from begins a new run: not with --resume or --eval_only')
+    where = pathlib.Path(folder, EXPORTED)
+    if where.exists():
+        need_packages(safetensors=True)
+        from safetensors import SafetensorError, torch as files
+
+        try:
+            weights = files.load_file(where)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f'{where}: no weights ({first_line(error)})') from None
+    else:
+        best = BEST if os.path.exists(os.path.join(folder, BEST)) else None
+        saved, where = load_run(folder, 'project', ('model',), (), {}, best)
+        weights = saved['model']
+    ours = model.state_dict()
+    with restoring(where, 'model'):
+        shapes = [{name: list(x.shape) for name, x in w.items()} for w in (ours, weights)]
+    taken = [name for name in ours if shapes[0][name] == shapes[1].get(name)]
+    if not taken:
+        raise CheckpointError(f'{where}: no weight has a name and shape of this model')
+    load_weights(model, ours | {name: weights[name] for name in taken}, where)
+    count = sum(ours[name].numel() for name in taken)
+    print0(f'{where}: took {len(taken)} of {len(ours)} weights, {count:,} parameters')
+    for words, whose in zip(('begun anew', 'not taken'), shapes, strict=True):
+        left = [f'{name} {shape}' for name, shape in whose.items() if name not in taken]
+        if left:
+            print0(
+                f'{words}: {", ".join(left[:6])}' + f' and {len(left) - 6} more' * (len(left) > 6)
+            )
+
+
 def save_run(run: object, parts: dict, optimizers: list[torch.optim.Optimizer] | None) -> None:
     """Settings, weights, and parts: with the optimizers the last checkpoint, from which a run goes
     on (the one before is kept), without them the best, for evaluation. The first rank's."""
@@ -226,54 +220,73 @@ def save_run(run: object, parts: dict, optimizers: list[torch.optim.Optimizer] |
         return
     saved = {'model': run.model.state_dict(), 'config': run.config, **parts}
     if optimizers:
-        saved |= {'optimizers': [o.state_dict() for o in optimizers], 'rng': rng_state()}
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        saved |= {'rng': {'torch': torch.get_rng_state(), 'cuda': cuda}}
+        saved |= {'optimizers': [o.state_dict() for o in optimizers]}
     path = os.path.join(run.config['out_dir'], LAST if optimizers else BEST)
     save_checkpoint(saved, path, PREV if optimizers else None)
 
 
-def load_begun(run: object, position: tuple[str, ...], saved: dict, where: Path) -> None:
-    """The weights, and run.NAME = saved[NAME] for the names of `position`, where it has the type
-    that a run begins with; a dict has that one's keys too. CheckpointError."""
+def restore(
+    run: object,
+    position: tuple[str, ...],
+    optimizers: list[torch.optim.Optimizer],
+    saved: dict,
+    where: Path,
+) -> None:
+    """The weights; run.NAME = saved[NAME] for the names of `position`, where it has the type that a
+    run begins with; of the optimizers the moments, with this run's settings (a resumed run may
+    change learning rates, momentum, decay, and the device), and the random states; without
+    optimizers, for an evaluation, neither. CheckpointError."""
     load_weights(run.model, saved['model'], where)
     for name in position:
-        value, ours = saved[name], getattr(run, name)
-        good = type(value) is type(ours) and value == value  # NaN is no position
-        if good and isinstance(value, dict):
-            good = all(type(value.get(key)) is type(ours[key]) for key in ours)
-        if not good or type(value) is int and value < 0:
-            words = f'{name} = {str(value)[:80]!r}: not what a run saves there: damaged'
+        if type(saved[name]) is not type(getattr(run, name)):
+            words = f'{name} = {str(saved[name])[:80]!r}: not what a run saves there: damaged'
             raise CheckpointError(f'{where}: {words}')
-        setattr(run, name, value)
-
-
-def load_rest(optimizers: list[torch.optim.Optimizer], saved: dict, where: Path) -> None:
-    """The random states, and the saved moments with this run's settings: a resumed run may change
-    learning rates, momentum, decay, and the device. CheckpointError where a parameter's are missing
-    or of another shape."""
+        setattr(run, name, saved[name])
+    if not optimizers:
+        return
     with restoring(where, 'optimizers'):
         for optimizer, its in zip(optimizers, saved['optimizers'], strict=True):
             groups = [dict(group) for group in optimizer.param_groups]
             for group, theirs in zip(groups, its['param_groups'], strict=True):
                 group['params'] = theirs['params']
             optimizer.load_state_dict({**its, 'param_groups': groups})
-            names = {'step', 'exp_avg', 'exp_avg_sq'}  # Adam's and AdamW's
-            if type(optimizer).__name__ == 'Muon':
-                names = {'momentum_buffer'}
-            for p in (p for group in optimizer.param_groups for p in group['params']):
-                moments = optimizer.state.get(p, {})
-                fits = all(x.shape == p.shape for name, x in moments.items() if name != 'step')
-                if p.numel() and (moments.keys() != names or not fits):  # empty: of no input
-                    raise ValueError(f'{sorted(moments)} of a weight {list(p.shape)}')
+            for p, moments in optimizer.state.items():  # torch does not compare shapes
+                if any(x.shape != p.shape for name, x in moments.items() if name != 'step'):
+                    raise ValueError(f'moments of another shape than {list(p.shape)}')
     with restoring(where, 'rng'):
-        set_rng_state(saved['rng'])
+        torch.set_rng_state(saved['rng']['torch'])
+        if saved['rng']['cuda'] is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(saved['rng']['cuda'])
 
 
-def open_log(run: object, resume: bool) -> JsonlLog:
-    """config.json, and log.jsonl from the checkpoint's own step on: that step is evaluated and
-    logged again, because the run may have died in between."""
-    out_dir = run.config['out_dir']
-    write_config(run.config, out_dir, run.device)
-    return JsonlLog(os.path.join(out_dir, 'log.jsonl'), run.step - 1 if resume else None)
+def open_log(run: object, resume: bool) -> Callable[[dict], None]:
+    """Writes config.json, the settings and what they run with -> write(record), a line of
+    log.jsonl. That goes on from the checkpoint's own step: it is evaluated and logged again, for
+    the run may have died in between; later lines and half-written ones are dropped."""
+    folder, stay = pathlib.Path(run.config['out_dir']), []
+    mark(folder)
+    about = {'commit': commit(), 'torch': torch.__version__}
+    about['device_name'] = device_name(run.device)
+    write_json(run.config | about, folder / 'config.json')
+    path = folder / 'log.jsonl'
+    if resume and path.exists():
+        for line in path.read_text(encoding='utf-8', errors='replace').splitlines():
+            with contextlib.suppress(ValueError, TypeError, LookupError):
+                if json.loads(line)['step'] < run.step:
+                    stay.append(line + '\n')
+    write_text(''.join(stay), path)
+
+    def write(record: dict) -> None:
+        try:
+            with open(path, 'a', encoding='utf-8') as file:
+                file.write(json_line(record) + '\n')
+        except OSError as error:
+            error.filename = str(path)  # a full disk does not say whose write it refused
+            raise
+
+    return write
 
 
 def finite(run: object, weights: bool, loss: float, norm: float) -> bool:
@@ -285,20 +298,19 @@ def finite(run: object, weights: bool, loss: float, norm: float) -> bool:
     if not good:
         what = f'update {run.step + 1}: loss {loss}, gradient norm {norm}, or a weight'
         kept = last_saved(run.config['out_dir'])
-        words = 'Lower the learning rates, or look at the data'
-        print0(f'error: {what}, is not finite: stopped, nothing saved of it; {kept}. {words}')
+        print0(f'error: {what}, is not finite: stopped, nothing saved of it; {kept}')
     return good
 
 
-def ended(run: object, number: int | None, done: str) -> int:
-    """The last line of a run that was stopped by the signal `number`, or is done (None) -> its exit
-    status."""
+def ended(run: object, stopper: 'Stopper', updates: int, done: str) -> int:
+    """The last line of a run that has all its updates, or was stopped -> its exit status."""
+    stopper.restore()
     out_dir = run.config['out_dir']
-    if number is None:
+    if run.step >= updates:
         print0(f'done: {done}; {out_dir}/{LAST}')
         return 0
     print0(f'stopped after update {run.step}, saved in {out_dir}: --resume=True goes on')
-    return 128 + number
+    return 128 + (stopper.signal or signal.SIGTERM)  # of another rank's
 
 
 def leave(run: object) -> None:
@@ -309,32 +321,12 @@ def leave(run: object) -> None:
         dist.destroy_process_group()
 
 
-# ---- parts of checkpoints ----
-
-
 def fill(mine: torch.Tensor, saved: torch.Tensor) -> None:
     """mine.copy_(saved), of the same shape: copy_ alone would repeat a smaller one. ValueError."""
     if not isinstance(saved, torch.Tensor) or mine.shape != saved.shape:
         shape = list(getattr(saved, 'shape', []))
         raise ValueError(f'expected a tensor of shape {list(mine.shape)}, found {shape}')
     mine.copy_(saved)
-
-
-def rng_state() -> dict:
-    """The states of torch (CPU and the current CUDA device), numpy and random."""
-    name, keys, *rest = np.random.get_state()
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    ours = {'numpy': [name, keys.tolist(), *rest], 'python': random.getstate()}
-    return {'torch': torch.get_rng_state(), 'cuda': cuda, **ours}
-
-
-def set_rng_state(state: dict) -> None:
-    """Restores what rng_state gave; CUDA's part only where both sides have it."""
-    torch.set_rng_state(state['torch'])
-    if state['cuda'] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state['cuda'])
-    np.random.set_state(state['numpy'])
-    random.setstate(state['python'])
 
 
 # ---- the device, the ranks, the packages ----
@@ -379,10 +371,8 @@ def attempt() -> int:
 
 def set_threads(threads: int) -> None:
     """Of PyTorch's products on a CPU; 0: its own choice. SizeError: OpenMP dies of too many."""
-    most = max(256, cores := os.cpu_count() or 1)
-    if threads > most:
-        words = f'at most {most} here, where there are {cores} CPU cores; 0 leaves it to PyTorch'
-        raise SizeError(f'threads = {threads}: {words}')
+    if threads > 1024:
+        raise SizeError(f'threads = {threads}: at most 1024; 0 leaves it to PyTorch')
     if threads > 0:
         torch.set_num_threads(threads)
 
@@ -454,16 +444,13 @@ def check_model(build: Callable, config: object, copies: int = 1, device: str = 
     L, E, D = config.n_layer, config.n_expert, config.n_embd
     what = f'a model of n_layer = {L}, n_expert = {E}, n_embd = {D}'
     try:
-        if max(value for value in asdict(config).values() if type(value) is int) >= 2**40:
-            raise RuntimeError('a size of 2^40 or more')
         with torch.device('meta'):
             models = [build(replace(config, n_layer=n)) for n in (1, 2)]
-    except RuntimeError as error:
+    except (RuntimeError, OverflowError, TypeError) as error:  # of sizes of 2^63 and so on
         raise SizeError(f'{what}: larger than any machine ({first_line(error)})') from None
     one, two = (sum(p.numel() for p in model.parameters()) for model in models)
     total = one + (L - 1) * (two - one)
-    what += f', {total:,} parameters'
-    check_fits(4 * copies * total + L * LEVEL_OBJECTS, what, device)
+    check_fits(4 * copies * total, f'{what}, {total:,} parameters', device)
 
 
 def device_memory(device: str) -> tuple[float, float]:
@@ -488,10 +475,8 @@ def device_memory(device: str) -> tuple[float, float]:
     if math.isfinite(limit):
         cached = number(f'{group}.stat', r'^inactive_file (\d+)')
         free = min(free, limit - number(f'{group}.current') + cached)
-    ulimit = resource.getrlimit(resource.RLIMIT_AS)[0]  # ulimit -v
-    most = min(limit, math.inf if ulimit == resource.RLIM_INFINITY else ulimit)
     share = 0.9 / int(os.environ.get('LOCAL_WORLD_SIZE', 1))
-    return share * min(total, most), share * min(free, most)
+    return share * min(total, limit), share * free
 
 
 def keep_memory() -> None:
@@ -535,6 +520,12 @@ def device_name(device: str) -> str:
     return f'CPU {name}'
 
 
+def machine(run: object) -> str:
+    versions = f'torch {torch.__version__}, python {platform.python_version()}'
+    threads = f'{torch.get_num_threads()} threads'
+    return f'{versions}, {run.world} x {device_name(run.device)} ({threads})'
+
+
 def commit() -> str:
     """Of the folder this file is in, '-dirty' where tracked files other than results have changed,
     'unknown' outside git."""
@@ -550,12 +541,6 @@ def commit() -> str:
         return 'unknown'
 
 
-def write_config(config: dict, out_dir: Path, device: str) -> None:
-    """A run's config.json: its settings, and what it runs with."""
-    more = {'commit': commit(), 'torch': torch.__version__, 'device_name': device_name(device)}
-    write_json(config | more, os.path.join(out_dir, 'config.json'))
-
-
 # ---- the output folder ----
 
 HELD: dict[pathlib.Path, int] = {}  # folders that this process is at work in, and their LOCK, open
@@ -567,10 +552,11 @@ def restarted(out_dir: Path) -> dict[str, bool]:
     prepare_out_dir."""
     if attempt() == 0 or not os.path.exists(os.path.join(out_dir, BEGUN)):
         return {}
-    resume = bool(saved_in(out_dir))
-    how = 'resuming' if resume else 'nothing was saved, from the beginning'
-    print0(f'started again by torchrun: {how}')
-    return {'resume': resume, 'overwrite': not resume}
+    if saved_in(out_dir):
+        print0('started again by torchrun: resuming')
+        return {'resume': True, 'overwrite': False, 'init_from': ''}
+    print0('started again by torchrun: nothing was saved, from the beginning')
+    return {'resume': False, 'overwrite': True}
 
 
 def hold(out_dir: Path) -> None:
@@ -583,13 +569,11 @@ def hold(out_dir: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        said = os.read(descriptor, 200).decode(errors='replace').strip() or 'which is not known'
+        said = os.read(descriptor, 200).decode(errors='replace').strip()
         os.close(descriptor)
         words = f'another run is at work in it ({said}): wait for its end, or stop it'
         raise OutDirError(f'{out_dir}: {words}, or choose another out_dir') from None
     except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
-            raise
         words = f'on a disk without locks ({error.strerror}): let no other run use it'
         print0(f'warning: {out_dir} is {words}')
     HELD[path] = descriptor
@@ -602,24 +586,19 @@ def release(out_dir: Path) -> None:
         os.close(descriptor)
 
 
-def is_ours(path: pathlib.Path) -> bool:
-    """Whether a folder carries a run's mark: LOCK as prepare_out_dir leaves it or, of older runs,
-    the config.json of write_config."""
-    try:
-        if (path / LOCK).exists() and (path / LOCK).read_text(errors='replace').startswith(MARK):
-            return True
-        return json.loads((path / 'config.json').read_text(encoding='utf-8')).keys() >= OURS
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return False
+def mark(path: pathlib.Path) -> None:
+    """The folder is a run's, and whose: of the process that holds it."""
+    text = f'{MARK}: process {os.getpid()} on {platform.node()}'
+    os.pwrite(HELD[path.resolve()], text.ljust(120).encode() + b'\n', 0)
 
 
 def prepare_out_dir(out_dir: Path, resume: bool = False, overwrite: bool = False) -> pathlib.Path:
     """Creates the folder of a run, or checks it, and holds it -> its path. OutDirError: why not.
 
     A folder with a run in it (a checkpoint or a log) is refused without resume or overwrite;
-    resume needs a checkpoint. overwrite removes RUN_FILES (of this folder only). Files of these
-    names in a folder that carries no mark of ours are somebody else's: refused, with overwrite
-    too. Temporary files of a killed run are removed."""
+    resume needs a checkpoint, and marks the folder when that has been read. overwrite removes
+    RUN_FILES (of this folder only). Files of these names in a folder without a mark are somebody
+    else's: refused, with overwrite too. Temporary files of a killed run are removed."""
     path, names = pathlib.Path(out_dir), RUN_FILES.split()
     if not str(out_dir):
         raise OutDirError('out_dir is empty: name a folder')
@@ -637,26 +616,23 @@ def prepare_out_dir(out_dir: Path, resume: bool = False, overwrite: bool = False
 
     try:
         path.mkdir(parents=True, exist_ok=True)
-        strange = found(*(['config.json'] if resume else names))
-        if strange and not is_ours(path):  # before anything is written into it
-            words = f'holds {strange[0].name}, which no run of ours wrote: choose another out_dir'
+        lock, there = path / LOCK, found(*names)
+        marked = lock.exists() and lock.read_text(errors='replace').startswith(MARK)
+        if there and not (marked or resume):  # before anything is written into it
+            words = f'holds {there[0].name}, which no run of ours wrote: choose another out_dir'
             raise OutDirError(f'{path}: {words}, or move it away yourself')
         hold(path)
-        with tempfile.TemporaryFile(dir=path):
-            pass  # may it be written? better now than after the first hour
         if not (resume or overwrite) and found('ckpt_*.pt', 'log.jsonl'):
             words = '--resume=True continues it, --overwrite=True replaces it'
             raise OutDirError(f'{path}: holds a run already: {words}')
-    except OutDirError:
+    except (OutDirError, OSError) as error:
         release(path)
-        raise
-    except OSError as error:
-        release(path)
+        if isinstance(error, OutDirError):
+            raise
         reason = 'it is a file' if path.is_file() else error.strerror
         raise OutDirError(f'{path}: cannot be used as the output folder: {reason}') from None
-    if not resume or is_ours(path):  # a lone checkpoint is first read
-        mark = f'{MARK}: process {os.getpid()} on {platform.node()}'
-        os.pwrite(HELD[path.resolve()], mark.ljust(120).encode() + b'\n', 0)
+    if marked or not resume:
+        mark(path)
     for file in found(*(f'.{name}.tmp' for name in names), *(names if overwrite else ())):
         file.unlink()
     if 'TORCHELASTIC_RESTART_COUNT' in os.environ:

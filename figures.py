@@ -1,7 +1,10 @@
 """
 Figures and tables of a sweep, from its runs' logs alone: sweep.py calls `draw`, `tables` and
 `solve_table`. Runs come as a list of (Row, log), a log being the objects of log.jsonl. Figures are
-written as PNG and SVG, tables as Markdown and CSV. Last, a single run's curves.
+written as PNG and SVG, tables as Markdown and CSV. Then a single run's curves, for the trainers;
+trackers; and, as a script, one self-contained page of a run or of a sweep:
+
+$ python figures.py --report=out/demo                     # writes out/demo/report.html
 
 The value of a language model's run is its last validation loss (nats a token), less is better; that
 of a Sokoban run the mean of its final five logged episodic returns, more is better (design section
@@ -9,21 +12,32 @@ of a Sokoban run the mean of its final five logged episodic returns, more is bet
 Colours are Okabe and Ito's, which colour-blind readers can tell apart; lines differ in markers too.
 """
 
+import base64
 import csv
+import html
 import io
 import json
 import math
 import os
+import shlex
 import statistics
+import subprocess
+import sys
 import textwrap
 from collections.abc import Callable, Iterable
 from functools import partial
 from operator import attrgetter as by
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
+from configurator import configure, fail, first_line, read_script, run_script
+from configurator import write_atomic, write_text  # before torch: how threads wait
 
-from configurator import fail, first_line, write_atomic, write_text
+from checkpoint import need_packages
+
+# -----------------------------------------------------------------------------
+report = ''  # folder of a run or a sweep: its page is written into it
+# -----------------------------------------------------------------------------
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -80,17 +94,9 @@ class LogError(ValueError):
 
 
 def read_log(folder: str) -> list[dict]:
-    """The objects of folder/log.jsonl, but a last line being written. FileNotFoundError,
-    LogError."""
-    path, records = os.path.join(folder, 'log.jsonl'), []
-    try:
-        with open(path, 'rb') as file:
-            lines = file.read().split(b'\n')[:-1]
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise LogError(f'{path}: {error.strerror}') from None
-    for number, line in enumerate(lines, 1):
+    """The objects of folder/log.jsonl, but a last line being written. OSError, LogError."""
+    path, records = Path(folder, 'log.jsonl'), []
+    for number, line in enumerate(path.read_bytes().split(b'\n')[:-1], 1):
         try:
             record = json.loads(line)
             if type(record['step']) is not int:
@@ -103,15 +109,22 @@ def read_log(folder: str) -> list[dict]:
     return records
 
 
+def read_json(path: Path) -> dict:
+    """What a file holds; empty where there is none to read."""
+    try:
+        saved = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return saved if isinstance(saved, dict) else {}
+
+
 # ----------------------------------------------------------------------------- values
 
 
-def value(row: Row, log: list[dict]) -> float | None:
+def value(log: list[dict]) -> float | None:
     """What a finished run is judged by; None where the log does not have it."""
-    if row.is_text:
-        return log[-1].get('val_loss')
     returns = [r['episodic_return'] for r in log if r.get('episodic_return') is not None]
-    return statistics.fmean(returns[-5:]) if returns else None
+    return statistics.fmean(returns[-5:]) if returns else log[-1].get('val_loss')
 
 
 def summary(values: list[float]) -> tuple[float, float, int]:
@@ -132,7 +145,7 @@ def cells(runs: list) -> dict:
     """{row.cell: (mean, standard deviation, N)} of runs that all have a value, in their order."""
     values = {}
     for row, log in runs:
-        values.setdefault(row.cell, []).append(value(row, log))
+        values.setdefault(row.cell, []).append(value(log))
     return {row: summary(x) for row, x in values.items()}
 
 
@@ -154,20 +167,11 @@ def at_best(runs: list, name: str) -> list:
     return [(row, log) for row, log in runs if row.cell in keep]
 
 
-def chosen_by_return(runs: list) -> list[Row]:
-    """Of each model, budget, variant and L the cell with the highest mean training return."""
-    agents = cells([(row, log) for row, log in runs if not row.is_text])
-    parts = groups(agents, by('model', 'budget', 'recurrent', 'L'))
-    return [best(part) for part in parts.values()]
-
-
 def saturation(points: dict) -> dict:
-    """{L: the best cell's (mean, standard error, N) with at most L levels}, of those with most
-    seeds."""
-    most = max(n for _, _, n in points.values())
-    whole, out = {row: p for row, p in points.items() if p[2] == most}, {}
-    for L in sorted({row.L for row in whole}):
-        out[L] = whole[best({row: p for row, p in whole.items() if row.L <= L})]
+    """{L: the best cell's (mean, standard error, N) with at most L levels}"""
+    out = {}
+    for L in sorted({row.L for row in points}):
+        out[L] = points[best({row: p for row, p in points.items() if row.L <= L})]
     return with_errors(out)
 
 
@@ -185,43 +189,32 @@ def differences(points: dict, default: object) -> dict:
     return out | {default: (0.0, math.nan, N)}
 
 
-def read_csv(folder: str, name: str, numbers: Iterable[str]) -> list[dict]:
-    """A table of the paper, its columns `numbers` as floats (an empty field: NaN)."""
+def read_csv(folder: str, name: str) -> list[dict]:
+    """A table of the paper."""
     path = os.path.join(folder, name)
-    where = f'reference = {folder!r}: {path}'
     try:
-        with open(path, newline='', encoding='utf-8-sig') as file:
-            table = list(csv.DictReader(file))
-        rows = [row | {k: float(row[k] or 'nan') for k in numbers} for row in table]
-        if any(math.isinf(row[k]) for row in rows for k in numbers):
-            raise ValueError('an infinite number')
+        with open(path, newline='', encoding='utf-8') as file:
+            return list(csv.DictReader(file))
     except OSError as error:
-        fail(f'{where}: {error.strerror}')
-    except (csv.Error, KeyError, TypeError, ValueError) as error:
-        fail(f"{where}: not the paper's table: {first_line(error)}")
-    return rows
+        fail(f'reference = {folder!r}: {path}: {error.strerror}')
 
 
-def paper_rows(reference: str, like: Row, name: str, numbers: Iterable[str]) -> dict:
+def paper_rows(reference: str, like: Row, name: str) -> dict:
     """{cell: the paper's} of a row's model, budget and variant; {} where the paper has none."""
     if not reference or like.model != 'convlstm' or like.more:
         return {}
     rows = {}
-    for r in read_csv(reference, name, ['L', 'E', 'd', *numbers]):
-        ours = (r.get('variant'), r.get('budget')) == (like.variant, like.budget)
-        if ours and not math.isnan(r['L'] + r['E'] + r['d']):
+    for r in read_csv(reference, name):
+        if (r['variant'], r['budget']) == (like.variant, like.budget):
             rows[like.cell._replace(**{k: int(r[k]) for k in 'LEd'})] = r
     return rows
 
 
 def paper_cells(reference: str, points: dict) -> dict:
     """The paper's returns, as `points` has ours."""
-    numbers = ('mean_return', 'variance', 'n_seeds')
-    rows, out = paper_rows(reference, next(iter(points)), 'sokoban_returns.csv', numbers), {}
-    for row, r in rows.items():
-        if not math.isnan(r['n_seeds']):
-            deviation = math.sqrt(max(0.0, r['variance']))
-            out[row] = r['mean_return'], deviation, max(1, int(r['n_seeds']))
+    out = paper_rows(reference, next(iter(points)), 'sokoban_returns.csv')
+    for row, r in out.items():
+        out[row] = float(r['mean_return']), math.sqrt(float(r['variance'])), int(r['n_seeds'])
     return out
 
 
@@ -270,24 +263,15 @@ def save(figure: 'Figure', into: str, name: str, forms: tuple = ('png', 'svg')) 
     return paths
 
 
-def line(axes: 'Axes', points: dict, i: int, label: str, ours: bool = True) -> None:
+def line(axes: 'Axes', points: dict, i: int, label: str, ours: bool = True, **style) -> None:
     """{x: (mean, deviation, N)} with error bars; the paper's dashed and hollow."""
-    xs = sorted(points)
-    style = {'ls': '-'} if ours else {'ls': '--', 'mfc': 'white', 'alpha': 0.7}
-    style |= {'color': COLORS[i % 7], 'marker': MARKERS[i % 7], 'ms': 4, 'lw': 1.2, 'capsize': 2}
+    xs, theirs = sorted(points), {'ls': '--', 'mfc': 'white', 'alpha': 0.7}
+    look = {'color': COLORS[i % 7], 'marker': MARKERS[i % 7], 'ms': 4, 'lw': 1.2, 'capsize': 2}
+    look |= {'markevery': max(1, len(xs) // 8), 'errorevery': max(1, len(xs) // 8)}
     means, bars = ([points[x][k] for x in xs] for k in (0, 1))
     known = not all(map(math.isnan, bars))
+    style = look | ({} if ours else theirs) | style
     axes.errorbar(xs, means, yerr=bars if known else None, label=label, **style)
-
-
-def band(axes: 'Axes', points: dict, i: int, label: str | None, **style) -> None:
-    """{x: (mean, deviation, N)} as a line within its spread."""
-    xs = sorted(points)
-    mean, spread, _ = np.array([points[x] for x in xs]).reshape(-1, 3).T
-    style = {'lw': 1.2, 'ms': 3, 'markevery': max(1, len(xs) // 8)} | style
-    axes.plot(xs, mean, color=COLORS[i % 7], label=label, **style)
-    low, high = mean - np.nan_to_num(spread), mean + np.nan_to_num(spread)
-    axes.fill_between(xs, low, high, color=COLORS[i % 7], alpha=0.2, lw=0)
 
 
 def chart(panels: dict, xlabel: str, ylabel: str, title: str, note: str = '') -> 'Figure':
@@ -335,25 +319,24 @@ def saturation_figure(points: dict, name: str, reference: str, title: str, label
     return chart(panels, 'at most L levels', f'best {label}', title, STANDARD_ERROR)
 
 
-def curve_figure(runs: list, points: dict, title: str) -> 'Figure':
-    """Returns over environment steps: each variant's and L's best allocation, mean and one
-    deviation."""
-    parts = groups(points, by('variant'))
+def curve_figure(runs: list, points: dict, title: str, label: str, token: str) -> 'Figure':
+    """Loss or returns over data: each variant's and L's best allocation, mean and one deviation."""
+    is_text, parts = next(iter(points)).is_text, groups(points, by('variant'))
+    data, key = ('tokens', 'val_loss') if is_text else ('env_steps', 'return_1000')
     figure, panels = new(len(parts), 3.2)
     for axes, (variant, mine) in zip(panels, parts.items(), strict=True):
         for i, (_, part) in enumerate(sorted(groups(mine, by('L')).items())):
             row, logs = best(part), []
             for log in (log for run, log in runs if run.cell == row):
-                pairs = [(r.get('env_steps'), r.get('return_1000')) for r in log]
-                logs.append({x / 1e6: y for x, y in pairs if None not in (x, y)})
+                pairs = [(r.get(data), r.get(key)) for r in log]
+                logs.append({x / 1e6: y for x, y in pairs if x and y is not None})
             steps = set.intersection(*map(set, logs))  # that all seeds have logged
             its = {x: summary([log[x] for log in logs]) for x in steps}
-            label = f'L = {row.L}, E = {row.E}, d = {row.d}'
-            band(axes, its, i, label, marker=MARKERS[i % 7])
-        axes.set(title=variant, xlabel='environment steps (millions)')
+            line(axes, its, i, f'L = {row.L}, E = {row.E}, d = {row.d}')
+        axes.set(title=variant, xlabel=f'{token if is_text else "environment step"}s (millions)')
         # its own, below: the other panel's allocations are others
         axes.legend(loc='upper center', bbox_to_anchor=(0.5, -0.22), ncols=2)
-    panels[0].set_ylabel('return, mean of 1,000 games')
+    panels[0].set_ylabel(label if is_text else 'return, mean of 1,000 games')
     figure.suptitle(title)
     return figure
 
@@ -403,8 +386,7 @@ def draw(what: str, rows: list, runs: list, token: str, reference: str, into: st
         else:
             figures['allocations'] = size_figure(points, 'Ld', reference, title, label)
             figures['saturation'] = saturation_figure(points, 'variant', reference, title, label)
-            if not row.is_text:
-                figures['curves'] = curve_figure(runs, points, title)
+            figures['curves'] = curve_figure(runs, points, title, label, token)
         for name, figure in figures.items():
             paths += save(figure, into, f'{name}_{model}')
     return paths
@@ -413,22 +395,19 @@ def draw(what: str, rows: list, runs: list, token: str, reference: str, into: st
 # ----------------------------------------------------------------------------- tables
 
 
-def field(x: str | int | float, digits: int) -> str:
-    """`digits` decimals, two significant digits where that would hide a small number; nothing for
-    NaN."""
-    if not isinstance(x, float):
-        return str(x)
-    if math.isnan(x):
-        return ''
-    return f'{x:.2g}' if 0 < abs(x) < 10 ** (1 - digits) else f'{x:.{digits}f}'
+def field(x: object) -> str:
+    """Five significant digits of a float; nothing for NaN and None."""
+    if isinstance(x, float):
+        return '' if math.isnan(x) else f'{x:.5g}'
+    return '' if x is None else str(x)
 
 
-def write_table(rows: list[dict], into: str, name: str, digits: int = 4) -> list[str]:
+def write_table(rows: list[dict], into: str, name: str) -> list[str]:
     """As name.csv and name.md, the first row's keys as columns; what a row lacks stays empty."""
-    lines = [[field(row.get(k, ''), digits) for k in rows[0]] for row in rows]
-    text, header = io.StringIO(), list(rows[0])
-    csv.writer(text, lineterminator='\n').writerows([header, *lines])
-    marks = [f'| {" | ".join(row)} |\n' for row in [header, ['---'] * len(header), *lines]]
+    lines = [list(rows[0]), *([field(row.get(k)) for k in rows[0]] for row in rows)]
+    text, marks = io.StringIO(), [f'| {" | ".join(line)} |\n' for line in lines]
+    csv.writer(text, lineterminator='\n').writerows(lines)
+    marks.insert(1, '| --- ' * len(rows[0]) + '|\n')
     paths = [os.path.join(into, f'{name}.{form}') for form in ('csv', 'md')]
     for path, content in zip(paths, (text.getvalue(), ''.join(marks)), strict=True):
         write_text(content, path)
@@ -462,34 +441,23 @@ def tables(runs: list, reference: str, into: str) -> list[str]:
     return paths
 
 
-def run_record(row: Row, log: list[dict]) -> dict:
-    """A run in runs.json."""
-    data = 'tokens' if row.is_text else 'env_steps'
-    about = {'name': row.name, 'model': row.model, **cell_fields([row])[row], **dict(row.more)}
-    about |= {'seed': row.seed, 'value': value(row, log), 'updates': log[-1]['step']}
-    return about | {k: log[-1].get(k) for k in (data, 'seconds')}
-
-
 def solve_table(rates: dict, levels: str, reference: str, into: str) -> list[str]:
     """rates: {cell: [solve rate of each seed]} on `levels`, in the paper's layout; on
     unfiltered-test with the paper's own rows."""
     paths, reference = [], reference if levels == 'unfiltered-test' else ''
     where = os.path.splitext(os.path.basename(levels or 'held_out'))[0].replace('-', '_')
-    name, theirs = f'{where}_percent', ('unfiltered_test_percent', 'std')
     for model, rows in groups(rates, by('model')).items():
         paper, body = {}, []
         for row, fields in cell_fields(rows).items():
             mean, deviation, n = summary([100 * rate for rate in rates[row]])
-            paper |= paper_rows(reference, row, 'sokoban_solve_rates.csv', theirs)
-            body.append({**fields, name: mean, 'std': deviation, 'n_seeds': n})
-        for row, fields in cell_fields(paper).items():
-            about = {'variant': f'{row.variant}, paper'} | {k: paper[row][k] for k in theirs}
-            body.append(fields | about)
-        if reference:
-            for r in read_csv(reference, 'sokoban_baselines.csv', theirs):
-                about = f'{r["method"]}, {r["training_steps"]}, paper'
-                body.append({'variant': about} | {k: r[k] for k in theirs})
-        paths += write_table(body, into, f'solve_{model}', 2)
+            paper |= paper_rows(reference, row, 'sokoban_solve_rates.csv')
+            body.append({**fields, f'{where}_percent': mean, 'std': deviation, 'n_seeds': n})
+        others = read_csv(reference, 'sokoban_baselines.csv') if reference else []
+        for r in others:
+            r['variant'] = f'{r["method"]}, {r["training_steps"]}'
+        for r in (*paper.values(), *others):
+            body.append(r | {'variant': f'{r["variant"]}, paper'})
+        paths += write_table(body, into, f'solve_{model}')
     return paths
 
 
@@ -503,41 +471,213 @@ def curve(axes: 'Axes', log: list[dict], x: str, key: str, label: str, **style) 
         axes.plot(*zip(*points, strict=True), label=label, **style)
 
 
+def run_figure(log: list[dict], title: str, unit: str = '') -> 'Figure':
+    """A language model's losses over its `unit`s; an agent's return and solve rate over steps."""
+    trained, evaluated = {'color': COLORS[0], 'lw': 1}, {'color': COLORS[1], 'marker': 'o', 'ms': 4}
+    if unit:
+        figure, panels = new(1, 3.2)
+        curve(panels[0], log, 'tokens', 'train_loss', 'train loss', alpha=0.6, **trained)
+        curve(panels[0], log, 'tokens', 'val_loss', 'validation loss', **evaluated)
+        panels[0].set(xlabel=f'training {unit}s (millions)', ylabel=f'loss (nats a {unit})')
+        return finish(figure, title)
+    figure, panels = new(2, 3.2, sharey=False)
+    labels = {'return': 'mean episodic return', 'solve_rate': 'levels solved'}
+    for axes, (key, label) in zip(panels, labels.items(), strict=True):
+        words = 'training, last 1,000 games'
+        curve(axes, log, 'env_steps', f'{key}_1000', words, **trained)
+        curve(axes, log, 'env_steps', f'eval_{key}', 'held-out levels, greedy', **evaluated)
+        if (level := log[0].get(f'random_{key}')) is not None:  # of a log from the start
+            axes.axhline(level, color='gray', ls='--', lw=1, label='held-out levels, random')
+        axes.set(xlabel='environment steps (millions)', ylabel=label)
+    panels[1].yaxis.set_major_formatter('{x:.0%}')
+    return finish(figure, title)
+
+
 def plot_losses(out_dir: str, unit: str, title: str) -> str:
     """Loss curves of out_dir/log.jsonl, in nats a `unit`, as out_dir/loss.png -> its path."""
-    log, (figure, (axes,)) = read_log(out_dir), new(1)
-    curve(axes, log, 'tokens', 'train_loss', 'train loss', color=COLORS[0], lw=1, alpha=0.6)
-    curve(axes, log, 'tokens', 'val_loss', 'val loss', color=COLORS[1], marker='o', ms=4)
-    axes.set(xlabel=f'training {unit}s (millions)', ylabel=f'loss (nats a {unit})')
-    return save(finish(figure, title), out_dir, 'loss', ('png',))[0]
+    return save(run_figure(read_log(out_dir), title, unit), out_dir, 'loss', ('png',))[0]
+
+
+# ----------------------------------------------------------------------------- trackers
 
 
 def open_trackers(
     config: dict, tensorboard: bool, wandb_project: str
 ) -> tuple[Callable[[dict], object], Callable[[], object]]:
     """-> write(record), close() for a run's TensorBoard, and Weights & Biases if a project is
-    named."""
-    writer, run, out_dir = None, None, config['out_dir']
+    named. Both get the settings, a record's numbers, and the GIFs that it names."""
+    board, run, out_dir = None, None, config['out_dir']
     if tensorboard:
         from torch.utils.tensorboard import SummaryWriter
 
-        writer = SummaryWriter(out_dir)
+        board = SummaryWriter(out_dir)
+        board.add_text('settings', '\n'.join(f'    {k} = {v!r}' for k, v in config.items()))
     if wandb_project:
         import wandb
 
-        run = wandb.init(project=wandb_project, name=str(out_dir), dir=out_dir, config=config)
+        try:
+            run = wandb.init(project=wandb_project, name=str(out_dir), dir=out_dir, config=config)
+        except wandb.Error as error:
+            fail(f'wandb = True: {first_line(error)}; or set WANDB_MODE=offline')
 
     def write(record: dict) -> None:
-        for name, x in record.items() if writer else ():
-            if name != 'step' and x is not None:
-                writer.add_scalar(name, x, record['step'])
+        step = record['step']
+        numbers = {k: x for k, x in record.items() if isinstance(x, (int, float))}
+        gifs = {k: x for k, x in record.items() if str(x).endswith('.gif')}
+        if board:
+            for name in numbers.keys() - {'step'}:
+                board.add_scalar(name, numbers[name], step)
+            for name, path in gifs.items():
+                from tensorboard.compat.proto.summary_pb2 import Summary
+
+                image = Summary.Image(encoded_image_string=Path(path).read_bytes(), colorspace=3)
+                value = Summary.Value(tag=name, image=image)
+                board.file_writer.add_summary(Summary(value=[value]), step)
         if run:
-            run.log(record, step=record['step'])
+            gifs = {name: wandb.Video(path, format='gif') for name, path in gifs.items()}
+            run.log(numbers | gifs, step=step)
 
     def close() -> None:
-        if writer:
-            writer.close()
+        if board:
+            board.close()
         if run:
             run.finish()
 
     return write, close
+
+
+# ----------------------------------------------------------------------------- the report
+
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 60rem; margin: 2rem auto;
+       padding: 0 1rem }
+h1 { font-size: 1.6rem; overflow-wrap: anywhere }
+h2 { font-size: 1.15rem; margin-top: 2.5rem; border-bottom: 1px solid #ddd }
+img { max-width: 100%; margin: 0.5rem 1rem 0.5rem 0 }
+img[alt$=svg] { height: 24rem; object-fit: contain; object-position: left }
+div { overflow-x: auto }
+table { border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tabular-nums }
+th, td { padding: 0.2rem 1.2rem 0.2rem 0; text-align: right; border-bottom: 1px solid #eee;
+         white-space: nowrap }
+th:first-child, td:first-child { text-align: left }
+pre { font-size: 0.85rem; background: #f6f6f4; padding: 0.8rem; white-space: pre-wrap;
+      overflow-wrap: anywhere }
+.columns { columns: 18rem }
+"""
+SHOWN = """run step tokens env_steps value train_loss val_loss val_bits_per_byte return_1000
+    solve_rate_1000 eval_return eval_solve_rate seconds commit""".split()  # of a log, in a table
+
+
+def html_table(rows: list[dict]) -> str:
+    """A column for every key that has a value in some row."""
+    names = dict.fromkeys(k for row in rows for k in row)
+    names = [k for k in names if any(row.get(k) not in (None, '') for row in rows)]
+    lines = [''.join(f'<th>{html.escape(name.replace("_", " "))}</th>' for name in names)]
+    for row in rows:
+        lines.append(''.join(f'<td>{html.escape(field(row.get(k)))}</td>' for k in names))
+    text = ''.join(f'<tr>{line}</tr>\n' for line in lines)
+    return f'<div><table>{text}</table></div>\n' if rows else ''
+
+
+def html_text(text: str | dict) -> str:
+    """A dict as lines of name = value."""
+    if isinstance(text, dict):
+        text = '\n'.join(f'{k} = {x}' for k, x in text.items())
+    columns = ' class="columns"' if text.count('\n') > 30 else ''  # all settings
+    return f'<pre{columns}>{html.escape(text)}</pre>\n' if text else ''
+
+
+def html_picture(content: bytes, form: str, name: str) -> str:
+    data = base64.b64encode(content).decode()
+    return f'<img src="data:image/{form};base64,{data}" alt="{html.escape(name)}">\n'
+
+
+def html_figure(figure: 'Figure') -> str:
+    content = io.BytesIO()
+    figure.savefig(content, format='svg')
+    return html_picture(content.getvalue(), 'svg+xml', 'curves.svg')
+
+
+def run_parts(folder: Path, log: list[dict], config: dict) -> dict[str, str]:
+    """A run's page: {heading: HTML}."""
+    unit = {'bytes': 'byte', 'gpt2': 'token'}.get(config.get('tokenizer'), '')
+    script = 'train_lm.py' if unit else 'train_sokoban.py'
+    defaults = read_script(Path(__file__).parent / script)[0]
+    config = {k: tuple(x) if isinstance(x, list) else x for k, x in config.items()}
+    own = [f'--{k}={x}' for k, x in config.items() if k in defaults and x != defaults[k]]
+    parts = {'The same again': html_text(shlex.join(['python', script, *own]))}
+    parts['Curves'] = html_figure(run_figure(log, '', unit))
+    evaluated = [r for r in log if 'val_loss' in r or 'eval_return' in r]
+    parts['Evaluations'] = html_table([{k: r.get(k) for k in SHOWN} for r in evaluated])
+    for path in sorted(folder.glob('eval_*.gif')):
+        parts[f'Game: {path.stem}'] = html_picture(path.read_bytes(), 'gif', path.name)
+    if unit and (folder / 'ckpt_last.pt').exists():
+        print(f'a sample of {folder / "ckpt_last.pt"}, by sample.py', flush=True)
+        line = [sys.executable, 'sample.py', f'--out_dir={folder.resolve()}']
+        done = subprocess.run(line, cwd=Path(__file__).parent, capture_output=True, text=True)
+        parts['A sample'] = html_text(done.stdout or done.stderr)
+    return parts | {'Settings': html_text(config)}
+
+
+def sweep_parts(folder: Path, logs: dict, configs: dict) -> dict[str, str]:
+    """A sweep's page: {heading: HTML}: what sweep.py has drawn and listed, and the logs."""
+    about = read_json(folder / 'runs.json')
+    runs, parts = about.pop('runs', []), {'Drawn by': html_text(about)}
+    for path in sorted(folder.glob('*.svg')):
+        parts[path.stem] = html_picture(path.read_bytes(), 'svg+xml', path.name)
+    for path in sorted(folder.glob('*.csv')):
+        with open(path, newline='', encoding='utf-8') as file:
+            parts[path.stem] = html_table(list(csv.DictReader(file)))
+    if logs:
+        runs, kinds = [], dict.fromkeys(bool(c.get('recurrent')) for c in configs.values())
+        figure, panels = new(len(kinds), 3.2)
+        for path in sorted(logs, key=lambda path: configs[path].get('n_layer', 0)):
+            c, log, text = configs[path], logs[path], 'tokens' in logs[path][-1]
+            L, axes = c.get('n_layer', 0), panels[list(kinds).index(bool(c.get('recurrent')))]
+            x, y = ('tokens', 'val_loss') if text else ('env_steps', 'return_1000')
+            style = {'color': COLORS[L.bit_length() % 7], 'lw': 1}
+            curve(axes, log[1:], x, y, f'L = {L}', **style)  # not the loss before any update
+            axes.set(xlabel=f'{x.replace("_", " ")} (millions)', ylabel=y.replace('_', ' '))
+            axes.set_title('recurrent' if c.get('recurrent') else 'feedforward')
+            about = {'run': path.name, 'value': value(log), 'commit': c.get('commit')}
+            runs.append({k: (log[-1] | about).get(k) for k in SHOWN})
+        parts['Curves'] = html_figure(finish(figure, ''))
+    parts['Runs'] = html_table(runs)
+    first, *others = configs.values() or [{}]
+    common = {k: x for k, x in first.items() if all(c.get(k) == x for c in others)}
+    return parts | {'Settings of all runs': html_text(common)}
+
+
+def write_report(folder: Path) -> Path:
+    """FOLDER/report.html, a page with all its pictures in it -> its path. LogError."""
+    paths = [path.parent for path in (*folder.glob('log.jsonl'), *folder.glob('*/log.jsonl'))]
+    logs = {path: log for path in sorted(paths) if (log := read_log(path))}
+    if not logs and not (folder / 'runs.json').exists():
+        fail(f'report = {str(folder)!r}: no log.jsonl in it or a folder below, and no runs.json')
+    configs = {path: read_json(path / 'config.json') for path in logs}
+    if folder in logs:
+        parts = run_parts(folder, logs[folder], configs[folder])
+    else:
+        parts = sweep_parts(folder, logs, configs)
+    title, path = html.escape(str(folder)), folder / 'report.html'
+    body = ''.join(f'<h2>{html.escape(k)}</h2>\n{part}' for k, part in parts.items() if part)
+    head = f'<meta charset="utf-8">\n<title>{title}</title>\n<style>{STYLE}</style>'
+    write_text(
+        f'<!doctype html>\n<html lang="en">\n{head}\n<h1>{title}</h1>\n{body}</html>\n', path
+    )
+    return path
+
+
+def main() -> None:
+    configure(globals(), quiet=True)
+    if not report:
+        fail('report is empty: name the folder of a run or a sweep, --report=out/demo')
+    need_packages(matplotlib=True)
+    try:
+        print(write_report(Path(report)))
+    except LogError as error:
+        fail(error)
+
+
+if __name__ == '__main__':
+    run_script(main)

@@ -39,7 +39,7 @@ import torch.nn.functional as F
 import checkpoint
 from checkpoint import BEST, CheckpointError, device_name, print0
 from convlstm import Agent, AgentConfig, build_agent
-from figures import COLORS, NAMES, curve, finish, new, read_log, save
+from figures import COLORS, NAMES, curve, finish, new, read_log, run_figure, save
 from sokoban import TIME_LIMIT, SokobanEnv, at_most, board_image, board_keys, board_text, draw_by
 from sokoban import load_levels, save_gif
 
@@ -160,25 +160,14 @@ def report(
             i = int((chosen * result['steps']).argmax())  # all that fail last 120 steps
             actions = result['actions'][i : i + 1, : int(result['steps'][i])].numpy()
             save_gif(list(replay(levels[i : i + 1], actions)[0]), path)
-            record[f'{label}_level'] = i
+            record |= {f'{label}_level': i, f'{label}_game': path}
     write_json(record, os.path.join(out_dir, f'eval_{name}.json'))
     return record
 
 
 def plot_log(out_dir: str, title: str) -> str:
     """Return and solve rate over environment steps, from out_dir/log.jsonl into curve.png."""
-    log, (figure, panels) = read_log(out_dir), new(2, 3.2, sharey=False)
-    trained = {'label': 'training, last 1,000 games', 'color': COLORS[0]}
-    held_out = {'label': 'held-out levels, greedy', 'color': COLORS[1], 'marker': 'o', 'ms': 4}
-    labels = {'return': 'mean episodic return', 'solve_rate': 'levels solved'}
-    for axes, (key, label) in zip(panels, labels.items(), strict=True):
-        curve(axes, log, 'env_steps', f'{key}_1000', **trained)
-        curve(axes, log, 'env_steps', f'eval_{key}', **held_out)
-        if (level := log[0].get(f'random_{key}')) is not None:  # of a log from the start
-            axes.axhline(level, color='gray', ls='--', lw=1, label='held-out levels, random')
-        axes.set(xlabel=STEPS, ylabel=label)
-    panels[1].yaxis.set_major_formatter('{x:.0%}')
-    return save(finish(figure, title), out_dir, 'curve', ('png',))[0]
+    return save(run_figure(read_log(out_dir), title), out_dir, 'curve', ('png',))[0]
 
 
 def compare(folders: list[str], path: str) -> None:

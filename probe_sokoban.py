@@ -13,13 +13,12 @@ step onto the cell, or that it will not in this episode (five classes). It reads
 representation s[L] at the cell and its eight neighbours, by one 3x3 convolution. Beside it: a 1x1
 convolution; one over the observation alone; and both over the untrained agent, its run's first
 weights on the same games: only what the trained state holds beyond a random network's was learnt.
-
 A direction is emitted where its probability is above the probe's threshold, at which `precision` of
 those emitted in the first steps are right. Recall: the share of the cells that have a direction
 whose direction was emitted.
 
 Writes into out_dir: recall.png and .svg, probes.csv, probes.json, plans.png, plan_*.gif; and a
-folder an agent with its games and features. A second call goes on where the first was stopped.
+folder an agent with its games and features, which a second call does not play again.
 
 Shape letters: N episodes at a time, n episodes, S steps of all, T steps of one, P probes, C
 channels (trained and untrained agent side by side: 2C); boards are (10, 10) or (100,).
@@ -53,8 +52,8 @@ from numpy import ndarray
 from torch import Tensor, nn
 
 import checkpoint
-from convlstm import CELLS, PLANES, Agent, AgentConfig, ConvLSTM, Z, build_agent
-from figures import MARKERS, band, finish, new, save, summary
+from convlstm import CELLS, PLANES, Agent, AgentConfig, ConvLSTM, build_agent
+from figures import finish, line, new, save, summary
 from play_sokoban import play, replay
 from sokoban import DELTA, TIME_LIMIT, SokobanEnv, at_most, board_image, load_levels
 from sokoban import save_gif, save_png
@@ -73,10 +72,6 @@ download = False               # fetch the splits into levels_dir where they are
 n_train = 3000                 # episodes the probes are trained on (the paper's)
 n_test = 1000                  # test levels; all agents solve 906 in the paper
 # the question
-source = 'residual'            # what is read: 'residual' (s of the last level), 'cells' (a
-                               # ConvLSTM's c, all levels), 'z' (the encoder)
-target = 'enter'               # of a cell: direction of the next move onto it, or 'leave': off it,
-                               # or 'push': the next push of a box off it
 first = 20                     # steps that set the threshold, and that the figure shows
 precision = 0.93               # of what is emitted (the paper's), or less that all agents reach
 min_levels = 50                # fewer levels solved by all are refused, and not drawn at a step
@@ -87,7 +82,6 @@ batch_size = 16                # boards
 learning_rate = 1e-3           # AdamW's
 weight_decay = 1e-3            # AdamW's
 # the pictures
-level = -1                     # of the levels solved by all; -1: the first long enough for `shown`
 shown = (0, 2, 4, 8)           # steps beside each other
 # further questions
 causal = False                 # add a probe's direction to the carried state: is it followed?
@@ -95,9 +89,8 @@ thinking = False               # hold the agent for some steps at the start: doe
 # system
 device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda', 'cuda:1'
 threads = 0                    # CPU threads; 0: torch's choice
-RANGES = {'source': ['residual', 'cells', 'z'], 'target': ['enter', 'leave', 'push'],
-          'precision': (0.01, 1), 'learning_rate': (1e-9, inf), 'weight_decay': (0, inf),
-          'level': (-1, inf), 'shown': (0, inf), 'threads': (0, inf)}
+RANGES = {'precision': (0.01, 1), 'learning_rate': (1e-9, inf), 'weight_decay': (0, inf),
+          'shown': (0, inf), 'threads': (0, inf)}
 RANGES |= dict.fromkeys('n_train n_test first min_levels seeds epochs batch_size'.split(), (1, inf))
 # fmt: on
 # -----------------------------------------------------------------------------
@@ -166,7 +159,7 @@ def best_player(players: list[Player], packed: ndarray, device: str) -> Player:
 
 class Watched:
     """Agents for `play`: all see the same, the first one acts, after seeing the first board `held`
-    times more. Where that is 0, keeps their features of each step, (N, 10, 10, C of all) fp16."""
+    times more. Where that is 0, keeps their s[L] of each step, (N, 10, 10, C of all) fp16."""
 
     def __init__(self, *models: Agent, held: int = 0):
         self.models, self.held, self.features = models, held, []
@@ -182,10 +175,10 @@ class Watched:
             features, logits, before, state = [], [], state, []
             for i, model in enumerate(self.models):
                 z = model.encode(obs)
-                parts, alive = model.z_parts(w[i], z), model.alive(start)
-                s, after = model.step(w[i], z, parts, alive, before[i])
-                cells = [c.flatten(3) for c in after[2:]] if source == 'cells' else []
-                features += {'residual': [s], 'cells': cells, 'z': [z]}[source]
+                s, after = model.step(
+                    w[i], z, model.z_parts(w[i], z), model.alive(start), before[i]
+                )
+                features.append(s)
                 logits.append(model.head(s)[0])
                 state.append(after)
             start = torch.zeros_like(start)
@@ -205,64 +198,51 @@ class Games(NamedTuple):
     solved: ndarray  # (n,) bool
 
 
-def recorded(index: str, path: str, stamp: str, size: int) -> Games:
-    """Games that an earlier call has stored; none if they are another agent's, of other levels or
-    damaged."""
+def recorded(index: str, stamp: str) -> Games | None:
+    """Games that an earlier call has stored, of this agent and these levels."""
     broken = OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error
     with suppress(*broken), np.load(index, allow_pickle=False) as saved:
-        games = Games(*(saved[name] for name in Games._fields))
-        whole = os.path.getsize(path) >= int(games.lengths.sum()) * size
-        if whole and str(saved['stamp']) == stamp:
-            return games
-    return Games(np.zeros((0, TIME_LIMIT), np.int8), np.zeros(0, int), np.zeros(0, bool))
+        if str(saved['stamp']) == stamp:
+            return Games(*(saved[name] for name in Games._fields))
+    return None
 
 
 def record(player: Player, packed: ndarray, part: str, device: str) -> tuple[Games, ndarray]:
-    """Plays levels (n, 17), the untrained agent beside, or goes on. -> the games, and their
-    features (S, 10, 10, 2C) fp16, mapped from out_dir/NAME/PART.f16."""
-    folder, c = os.path.join(out_dir, player.name), player.model.config
+    """Plays levels (n, 17), the untrained agent beside, unless an earlier call has. -> the games,
+    and their features (S, 10, 10, 2C) fp16, mapped from out_dir/NAME/PART.f16."""
+    folder, c, n = os.path.join(out_dir, player.name), player.model.config, len(packed)
     os.makedirs(folder, exist_ok=True)
     path, index = (os.path.join(folder, f'{part}.{ending}') for ending in ('f16', 'npz'))
-    channels = {'residual': c.n_embd, 'cells': c.n_layer * c.n_expert * c.n_embd, 'z': Z}
-    shape = (10, 10, 2 * channels[source])
-    size = 2 * math.prod(shape)
     weights = sum(p.detach().double().abs().sum().item() for p in player.model.parameters())
     crc = zlib.crc32(np.ascontiguousarray(packed))
-    stamp = f'{c}, weights {weights:.9g}, {source} and untrained, levels {crc}'
-    games = recorded(index, path, stamp, size)
-    n, before, begin = len(packed), len(games.lengths), time.time()
-    if before < n:
-        gigabytes = (n - before) * TIME_LIMIT * size / 1e9
-        about = f'{n - before:,} games of {part}, at most {gigabytes:.2f} GB in {path}'
-        print(f'{player.label}: {about}', flush=True)
+    stamp = f'{c}, weights {weights:.9g}, and untrained, levels {crc}'
+    shape, parts, begin = (10, 10, 2 * c.n_embd), [], time.time()
+
+    def write(file):
+        for i in range(0, n, BATCH):
+            watched = Watched(player.model, player.untrained)
+            result = play(watched, packed[i : i + BATCH], device)
+            lengths = result['steps'].long().numpy()
+            parts.append((result['actions'].numpy(), lengths, result['solved'].numpy()))
+            steps = torch.stack(watched.features, 1).numpy()  # (N, T, 10, 10, 2C)
+            file.write(steps[np.arange(steps.shape[1]) < lengths[:, None]].data)
+            done = min(n, i + BATCH)
+            eta = (time.time() - begin) * (n - done) / done
+            print(f'  {done:,}/{n:,} games, eta {eta:.0f} s', flush=True)
+
+    games = recorded(index, stamp)
+    if games is None:
+        gigabytes = n * TIME_LIMIT * 2 * math.prod(shape) / 1e9
+        print(f'{player.label}: {n:,} games of {part}, at most {gigabytes:.2f} GB in {path}')
         if gigabytes > shutil.disk_usage(folder).free / 1e9:
             fail(f'{path}: {gigabytes:.2f} GB may not fit on the disk: {LESS}, or another out_dir')
-    with open(path, 'ab') as file:
-        file.truncate(int(games.lengths.sum()) * size)
-    for i in range(before, n, BATCH):
-        watched = Watched(player.model, player.untrained)
-        result = play(watched, packed[i : i + BATCH], device)
-        lengths = result['steps'].long().numpy()
-        new = Games(result['actions'].numpy(), lengths, result['solved'].numpy())
-        games = Games(*(np.concatenate(pair) for pair in zip(games, new, strict=True)))
-        steps = torch.stack(watched.features, 1).numpy()  # (N, T, 10, 10, 2C)
-        append(path, steps[np.arange(steps.shape[1]) < lengths[:, None]])
+        with suppress(FileNotFoundError):
+            os.remove(index)  # of other games
+        write_atomic(path, write)
+        games = Games(*map(np.concatenate, zip(*parts, strict=True)))
         content = {'stamp': np.array(stamp), **games._asdict()}
-        write_atomic(index, lambda file, content=content: np.savez(file, **content))
-        done, seconds = len(games.lengths), time.time() - begin
-        eta, solved = seconds / (done - before) * (n - done), games.solved.mean()
-        print(f'  {done:,}/{n:,} games, solved {solved:.1%}, eta {eta:.0f} s', flush=True)
+        write_atomic(index, lambda file: np.savez(file, **content))
     return games, np.memmap(path, np.float16, 'r', shape=(int(games.lengths.sum()), *shape))
-
-
-def append(path: str, array: ndarray) -> None:
-    """OSError with the file's name, which a full disk does not say."""
-    try:
-        with open(path, 'ab') as file:
-            file.write(array.data)
-    except OSError as error:
-        error.filename = path
-        raise
 
 
 def solved_by_all(players: list[Player], packed: ndarray, device: str) -> ndarray:
@@ -273,22 +253,16 @@ def solved_by_all(players: list[Player], packed: ndarray, device: str) -> ndarra
 # ----------------------------------------------------------------------------- targets
 
 
-def targets(boards: ndarray, actions: ndarray, lengths: ndarray, target: str) -> ndarray:
+def targets(boards: ndarray, actions: ndarray, lengths: ndarray) -> ndarray:
     """The class of every cell at every step t, (n, T, 100) int8: the direction of the first of the
-    moves t, t + 1, ... onto the cell ('enter'), off it ('leave'), or that pushes a box off it
-    ('push'); NEVER if none does. boards (n, T + 1, 10, 10, 2), actions (n, T), lengths (n,): steps
-    played."""
+    moves t, t + 1, ... onto the cell, or NEVER. boards (n, T + 1, 10, 10, 2), actions (n, T),
+    lengths (n,): steps played."""
     n, T = actions.shape
-    seen = boards[..., 0].reshape(n, T + 1, CELLS)
-    at, box = (seen == 3).argmax(2), seen == 4  # (n, T + 1), (n, T + 1, 100)
-    out, games = np.empty((n, T, CELLS), np.int8), np.arange(n)
-    known = np.full((n, CELLS), NEVER, np.int8)
+    at = (boards[..., 0].reshape(n, T + 1, CELLS) == 3).argmax(2)  # (n, T + 1)
+    out, known = np.empty((n, T, CELLS), np.int8), np.full((n, CELLS), NEVER, np.int8)
     for t in reversed(range(T)):
-        counts = (at[:, t] != at[:, t + 1]) & (t < lengths)
-        cell = at[:, t] if target == 'leave' else at[:, t + 1]
-        if target == 'push':
-            counts &= box[games, t, cell]
-        known[games[counts], cell[counts]] = actions[counts, t]
+        games = np.flatnonzero((at[:, t] != at[:, t + 1]) & (t < lengths))
+        known[games, at[games, t + 1]] = actions[games, t]
         out[:, t] = known
     return out
 
@@ -311,7 +285,7 @@ def prepare(
     T = games.lengths.max()
     actions = games.actions[:, :T]
     boards = replay(packed, actions)
-    classes = targets(boards, actions, games.lengths, target)
+    classes = targets(boards, actions, games.lengths)
     played = kept = np.arange(T) < games.lengths[:, None]  # (n, T)
     if keep is not None:
         kept = played & keep[:, None]
@@ -485,7 +459,8 @@ def recall_figure(players: list[Player], title: str) -> None:
     """Recall by step, a line an agent, one deviation over the probes' seeds; dotted: untrained;
     dashed: of the observation."""
     figure, (axes,) = new(1, 3.2)
-    styles = {'3x3': {}, 'untrained 3x3': {'ls': ':'}, 'observation': {'ls': '--', 'lw': 0.9}}
+    plain = {'marker': '', 'lw': 0.9}
+    styles = {'3x3': {}, 'untrained 3x3': {'ls': ':'} | plain, 'observation': {'ls': '--'} | plain}
     for i, result in enumerate(players):
         for name, style in styles.items():
             values = {}
@@ -493,8 +468,7 @@ def recall_figure(players: list[Player], title: str) -> None:
                 if r['probe'] == name and r['recall'] is not None and r['games'] >= min_levels:
                     values.setdefault(r['step'], []).append(r['recall'])
             points = {step: summary(x) for step, x in values.items()}
-            label = None if style else result.label
-            band(axes, points, i, label, **{'marker': '' if style else MARKERS[i % 7]} | style)
+            line(axes, points, i, '' if style else result.label, **style)
     axes.plot([], [], color='gray', ls=':', lw=1.2, label='before training')
     axes.plot([], [], color='gray', ls='--', lw=0.9, label='observation alone')
     axes.set(xlabel='environment step', ylabel='recall', ylim=(0, None))
@@ -526,7 +500,7 @@ def plan_pictures(players: list[Player]) -> None:
 
     rows, shortest = [], np.min([r.data.games.lengths for r in players], 0)
     # the first that is long enough, or the longest
-    game = level if level >= 0 else int(np.argmax(np.minimum(shortest, max(shown) + 1)))
+    game = int(np.argmax(np.minimum(shortest, max(shown) + 1)))
     for r in players:
         frames, g, lengths = [], r.guesses['3x3'], r.data.games.lengths
         for i in lengths[:game].sum() + np.arange(lengths[game]):
@@ -693,9 +667,6 @@ def probe(device: str) -> None:
     everyone = [player for group in groups for player in group]
     if len({player.name for player in everyone}) < len(everyone):
         fail(f'models = {models!r}: two folders of one name, which their outputs would share')
-    for player in everyone if source == 'cells' else []:
-        if not (isinstance(player.model, ConvLSTM) and player.config['recurrent']):
-            fail(f"source = 'cells' is for recurrent ConvLSTMs: {player.where} has none")
     packed, test = read_levels(everyone[0].config)
     players = [best_player(group, test, device) for group in groups]
     del groups, everyone  # the others' memory
@@ -704,8 +675,6 @@ def probe(device: str) -> None:
     print(f'{solved.sum()} of {len(test)} test levels are solved by {who}')
     if solved.sum() < min_levels:
         fail(f'fewer than min_levels = {min_levels}: take easier test_levels, or more (n_test)')
-    if level >= solved.sum():
-        fail(f'level = {level}: {solved.sum()} levels are solved by all, numbered from 0')
     for player in players:
         print(f'{player.label}: probes')
         data = prepare(player, packed, 'train', device)
@@ -740,8 +709,7 @@ def write_results(
     c = players[0].config
     title = test_levels or c['eval_split']
     if title == 'generated':
-        boxes = f'{c["n_boxes"]} box{"es" * (c["n_boxes"] > 1)}'
-        title = f'generated levels, {boxes}, at most {c["max_moves"]} moves'
+        title = f'generated levels, boxes: {c["n_boxes"]}, moves: at most {c["max_moves"]}'
     title += f', {len(solved)} solved by all; precision {wanted:.0%} over {first} steps'
     title += f' ({precision:.0%} is out of reach)' * (wanted != precision)
     recall_figure(players, title)
@@ -766,9 +734,9 @@ def write_results(
         for name, its in player.about.items():
             if None not in (rates := (its['recall'], its['precision'])):
                 print('{}: {} recall {:.1%} at precision {:.1%}'.format(player.label, name, *rates))
-    whole = {'precision': wanted, 'first': first, 'levels': len(solved), 'target': target}
-    whole |= {'source': source, 'device': checkpoint.device_name(device)}
-    whole |= {'torch': torch.__version__, 'commit': checkpoint.commit()}
+    whole = {'precision': wanted, 'first': first, 'levels': len(solved)}
+    whole |= {'torch': torch.__version__, 'device': checkpoint.device_name(device)}
+    whole |= {'commit': checkpoint.commit()}
     whole |= {'command': shlex.join(['python', *sys.argv]), 'models': records}
     write_json(whole, os.path.join(out_dir, 'probes.json'))
     names = sorted(name for name in os.listdir(out_dir) if '.' in name[1:])
@@ -781,8 +749,6 @@ def main() -> None:
         fail('models is empty: name folders of trained agents, --models=out/a,out/b')
     if not shown:
         fail('shown = (): expected steps')
-    if causal and source != 'residual':
-        fail(f"causal adds directions to s: it needs source = 'residual', not {source!r}")
     checkpoint.need_packages(matplotlib=True, PIL=True)
     try:
         where = checkpoint.pick_device(device)

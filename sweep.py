@@ -7,16 +7,17 @@ $ python sweep.py --plan sokoban-small --emit=slurm       # an array job, to be 
 $ python sweep.py --plan sokoban-small --figure --table   # what has finished: PNG, SVG, MD, CSV
 $ python sweep.py --plan sokoban-small --table=solve      # the best ones' solve rates
 $ python sweep.py --plan sokoban --figure --table         # its three budgets together
-Sokoban plans need Boxoban's levels (no others take their place): python sokoban.py --download=True;
+$ python sweep.py config/study_lm.py --run --figure --table   # a study for two CPU cores
+Data first: python sokoban.py --download=True
 python sokoban.py --split=unfiltered-valid --download=True
-A study for two CPU cores (data first: python data_fineweb.py --demo=True --tokenizer=bytes):
-$ python sweep.py config/study_lm.py --run --figure --table
+or, for the study, python data_fineweb.py --demo=True --tokenizer=bytes
 
 A plan compares allocations (L, E, d) at one budget W: E = round(W / (L C(d))) experts, where C(d)
 is an expert's cost; a row is dropped where that is 0. ConvLSTM: C = 9 (32 + 2d) 4d multiply-adds a
 cell, W = C(128), C(256), C(1024). ConvGLU: C = 9 d 2d. Language models: C = forward FLOPs of a
-block a token, W = 16 or 32 blocks of width 768. With `tune` all values run with seed 1; when these
-have finished, the list grows by seeds 2..n+1 of each allocation's best value, and figures and
+block a token, W = 16 or 32 blocks of width 768. With `tune` all values run with seed 1; a best one
+at an edge of what was tried adds half the least or twice the greatest, up to three times. When
+all have ended, the list grows by seeds 2..n+1 of each allocation's best value, and figures and
 tables show these alone. Writes into out_dir/PLAN: a folder a run, finished when its log is at its
 last step; figures and tables (plan sokoban: from its parts' runs).
 """
@@ -32,6 +33,7 @@ import shlex
 import sys
 import time
 from math import inf
+from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen
 
 from configurator import configure, fail, first_line, read_argument, read_config, read_script
@@ -44,7 +46,7 @@ import figures
 from checkpoint import Stopper, commit, device_name, need_packages, saved_in
 from convlstm import AgentConfig, build_agent
 from data_fineweb import VOCAB
-from figures import LogError, Row, read_log, value
+from figures import LogError, Row, read_json, read_log, value
 from model import ModelConfig, build_model
 
 # -----------------------------------------------------------------------------
@@ -52,7 +54,6 @@ from model import ModelConfig, build_model
 # which runs
 plan = ''                      # a name of PLANS; an unknown one lists them
 only = ''                      # a part of it, as in 'L=1,2 variant=recurrent model=convglu'
-dear = False                   # language models: also allocations over 1.5 budgets (E rounded up)
 seeds = 0                      # a cell's, 1..n (tuned: 2..n+1); 0: Sokoban 3, language models 1
 tune = ''                      # 'learning_rate=0.02,0.04': a cell's best value, found with seed 1
 base = ''                      # config file under all runs, or the recurrent ones; '': the plan's
@@ -106,6 +107,7 @@ SAME_RUN = (  # settings that may change without making another run
     'eval_interval batch_size device dtype compile graphs path threads reuse download'
 ).split()
 DEAR = 1.5  # budgets
+FURTHER = 3  # times at most that `tune` goes on beyond an edge
 ALIKE = 3  # so many first runs that fail with the same words end a sweep
 WRONG = {'other': 'a run with other settings', 'damaged': 'a log that cannot be read'}
 say = functools.partial(print, flush=True)
@@ -224,24 +226,41 @@ def winners(rows: list[Row]) -> list[Row]:
     return [row for row, _ in figures.at_best(finished(rows), tune.partition('=')[0])]
 
 
+def further(rows: list[Row]) -> list[Row]:
+    """Half or twice the winners that are the least or the greatest value tried, where the next one
+    is as far away (of rates, say): more to try."""
+    name, out = tune.partition('=')[0], []
+    for row in winners(rows):
+        cell, best = figures.without(row, name), dict(row.more)[name]
+        tried = sorted(dict(r.more)[name] for r in rows if figures.without(r, name) == cell)
+        factor = 1.0
+        if isinstance(best, float) and len(tried) > 1 and tried[0] > 0:
+            if best == tried[-1] >= 2 * tried[-2]:
+                factor = 2.0
+            elif best == tried[0] <= tried[1] / 2:
+                factor = 0.5
+        if factor != 1:
+            out.append(cell._replace(more=(*cell.more, (name, factor * best))))
+    return out
+
+
 def chosen(rows: list[Row]) -> list[Row]:
     """The rows that `only` names."""
     for condition in only.split():
         key, _, values = condition.partition('=')
         known = ('model', 'variant', 'L', 'E', 'd')
         fields = [{k: str(getattr(row, k)) for k in known} | dict(row.more) for row in rows]
-        pairs = zip(rows, [str(f.get(key)) for f in fields], strict=True)
-        rows = [row for row, field in pairs if field in values.split(',')]
+        pairs = zip(rows, fields, strict=True)
+        rows = [row for row, its in pairs if str(its.get(key)) in values.split(',')]
         if not rows:
-            words = f'any of {", ".join(fields[0])}'
-            words = ','.join(dict.fromkeys(str(f[key]) for f in fields if key in f)) or words
-            fail(f'only = {only!r}: leaves none of plan {plan!r}: expected {key} to be {words}')
+            there = ','.join(dict.fromkeys(str(f.get(key, ', '.join(f))) for f in fields))
+            fail(f'only = {only!r}: leaves none of plan {plan!r}: {key} can be any of {there}')
     return rows
 
 
 def too_dear(row: Row) -> bool:
-    """Of language models, where nobody asks for those."""
-    return not dear and plan.startswith('lm-') and over_budget(row) > DEAR
+    """Half an expert rounded up: a language model that runs only where `only` asks for it alone."""
+    return plan.startswith('lm-') and over_budget(row) > DEAR
 
 
 def plan_rows() -> list[Row]:
@@ -249,13 +268,14 @@ def plan_rows() -> list[Row]:
     if plan not in PLANS:
         fail(f'plan = {plan!r}: expected one of {", ".join(PLANS)}')
     cells = chosen(cells_of(plan))
-    first, cells = cells[0], [row for row in cells if not too_dear(row)]
-    if not cells:
-        words = f'leaves only such as {first.name}, {over_budget(first):.2f} budgets'
-        fail(f'only = {only!r}: {words}: see --dear')
-    cells = tuned(cells) if tune else cells
+    again = cells = [row for row in cells if not too_dear(row)] or cells
+    if tune:
+        cells = tuned(cells)
+        for _ in range(FURTHER):
+            cells = cells + further(cells)
+        again = winners(cells)
     last = {row: (seeds or (1 if row.is_text else 3)) + bool(tune) for row in cells}
-    again, more = winners(cells) if tune else cells, range(2, max(last.values()) + 1)
+    more = range(2, max(last.values()) + 1)
     return cells + [row._replace(seed=n) for n in more for row in again if n <= last[row]]
 
 
@@ -270,48 +290,31 @@ def total_of(row: Row) -> int:
     return c['max_iters'] if row.is_text else -(-c['total_steps'] // (c['n_envs'] * c['unroll']))
 
 
-def read_json(row: Row, name: str = 'config.json') -> dict:
-    """What a file of the run's folder holds; empty where there is none to read."""
+def look(row: Row) -> tuple[str, float, float]:
+    """A run's state, how much of it is done, 0 to 1, and the seconds that took. The state is
+    'done', 'failed', 'other' (a run with other settings), 'damaged' (no readable log, nor a
+    checkpoint, from which a resumed run repairs it) or, of what can begin or go on, ''."""
+    folder, log = Path(folder_of(row)), [{'step': 0}]
+    saved, state = read_json(folder / 'config.json'), ''
+    if (folder / 'failed.json').exists():
+        state = 'failed'
     try:
-        with open(os.path.join(folder_of(row), name)) as file:
-            saved = json.load(file)
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return saved if isinstance(saved, dict) else {}
-
-
-def log_of(row: Row) -> list[dict] | None:
-    """Empty where there is none, None where it cannot be read."""
-    try:
-        return read_log(folder_of(row))
+        log += read_log(folder)
     except FileNotFoundError:
-        return []
+        pass
     except LogError:
-        return None
-
-
-def progress(row: Row) -> tuple[float, float]:
-    """How much of a run is done, 0 to 1, and the seconds that took."""
-    last = (log_of(row) or [{'step': 0}])[-1]
-    return min(1.0, last['step'] / total_of(row)), last.get('seconds') or 0.0
+        state = state if saved_in(folder) else 'damaged'
+    part = min(1.0, log[-1]['step'] / total_of(row))
+    wanted = json.loads(json.dumps(config_of(row)))  # tuples become lists
+    if any(saved[k] != v for k, v in wanted.items() if k in saved and k not in SAME_RUN):
+        state = 'other'
+    elif part == 1:
+        state = 'done'
+    return state, part, log[-1].get('seconds') or 0.0
 
 
 def state_of(row: Row) -> str:
-    """'new', 'begun' (killed before its first checkpoint), 'cut' (can be resumed, which repairs a
-    log), 'failed', 'done', 'other' (a run with other settings) or 'damaged' (no readable log)."""
-    folder, saved = folder_of(row), read_json(row)
-    wanted = json.loads(json.dumps(config_of(row)))  # tuples become lists
-    if any(saved[k] != v for k, v in wanted.items() if k in saved and k not in SAME_RUN):
-        return 'other'
-    if progress(row)[0] == 1:
-        return 'done'
-    if not saved_in(folder) and log_of(row) is None:
-        return 'damaged'
-    if os.path.exists(os.path.join(folder, 'failed.json')):
-        return 'failed'
-    if saved_in(folder):
-        return 'cut'
-    return 'begun' if os.path.exists(os.path.join(folder, 'log.jsonl')) else 'new'
+    return look(row)[0]
 
 
 def arguments(row: Row) -> list[str]:
@@ -320,37 +323,27 @@ def arguments(row: Row) -> list[str]:
     return [os.path.relpath(os.path.join(HERE, row.script)), *under(*row[:3])[1], *flags]
 
 
-def command(row: Row, state: str) -> list[str]:
-    """What starts or resumes a run that is in this state."""
-    launcher = ['python'] if gpus_per_run == 1 else ['torchrun', '--standalone']
-    launcher += [f'--nproc_per_node={gpus_per_run}'] * (gpus_per_run > 1)
-    again = '--resume=True' if saved_in(folder_of(row)) else '--overwrite=True'
-    return [*launcher, *arguments(row), *[again] * (state in ('begun', 'cut', 'failed'))]
-
-
-def waits(rows: list[Row]) -> bool:
-    """Whether more rows, of the tuned values, may follow these."""
-    return bool(tune) and all(row.seed == 1 for row in rows)
+def command(row: Row) -> list[str]:
+    """What starts a run."""
+    if gpus_per_run == 1:
+        return ['python', *arguments(row)]
+    return ['torchrun', '--standalone', f'--nproc_per_node={gpus_per_run}', *arguments(row)]
 
 
 def print_plan(rows: list[Row]) -> None:
     units = dict.fromkeys('MFLOP a token' if row.is_text else 'MMAC a step' for row in rows)
-    print(f'costs: {", ".join(units)}, levels only')
-    lines = ['# model variant L E d setting seed cost /budget parameters state command'.split()]
+    print(f'number, name, {", ".join(units)} (levels only), budgets, parameters, state, command')
+    wide = max(len(row.name) for row in rows)
     for i, row in enumerate(rows):
-        (amount, params), state = cost(row), state_of(row)
-        shown = f'{progress(row)[0]:.0%}' if state == 'cut' else state
-        setting = ' '.join(f'{k}={v}' for k, v in row.more) or '-'
-        sizes = [i, row.model, row.variant, row.L, row.E, row.d, setting, row.seed]
-        costs = [f'{amount / 1e6:,.1f}', f'{over_budget(row):.2f}', f'{params:,}', shown]
-        lines.append([*map(str, sizes), *costs, shlex.join(command(row, state))])
-    wide = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print(*[text.rjust(n) for text, n in zip(line[:-1], wide, strict=False)], line[-1])
-    if waits(rows):
-        print('other seeds follow when all of these have finished')
-    for row in filter(too_dear, chosen(cells_of(plan))):
-        print(f'not among them: {row.name}, {over_budget(row):.2f} budgets; --dear asks for it')
+        (amount, params), (state, part, _) = cost(row), look(row)
+        costs = f'{amount / 1e6:10,.1f} {over_budget(row):4.2f} {params:13,}'
+        line = shlex.join(command(row))
+        print(f'{i:3} {row.name:{wide}} {costs} {state or format(part, ".0%"):>7} {line}')
+    if tune and rows[-1].seed == 1:
+        print('other values or seeds follow when all of these have finished')
+    for row in chosen(cells_of(plan)):
+        if too_dear(row) and not too_dear(rows[0]):
+            print(f'not among them: {row.name}, {over_budget(row):.2f} budgets; --only asks for it')
 
 
 # ----------------------------------------------------------------------------- running
@@ -380,13 +373,13 @@ def start(row: Row, gpu: str, n: int) -> Popen | None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return None
-        state = state_of(row)  # under the lock: it may have changed
-        if state in ('done', 'other', 'damaged'):
+        if state_of(row) in ('done', *WRONG):  # under the lock: it may have changed
             return None
         with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(folder, 'failed.json'))  # of an earlier try
-        launcher, *line = command(row, state)
+        launcher, *line = command(row)
         line = ['-m', 'torch.distributed.run', *line] if launcher == 'torchrun' else line
+        line.append('--resume=True' if saved_in(folder) else '--overwrite=True')
         threads = max(1, len(os.sched_getaffinity(0)) // (n * gpus_per_run))
         env = {'OMP_NUM_THREADS': str(threads), **os.environ}
         env |= {'CUDA_VISIBLE_DEVICES': gpu} if gpu else {}
@@ -399,75 +392,57 @@ def outcome(row: Row, status: int) -> str:
     """'' for a run that is done, or the last error it printed, which failed.json keeps."""
     if status == 0 and state_of(row) == 'done':
         return ''
-    with open(os.path.join(folder_of(row), 'stdout.txt'), 'rb') as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - 20000))
-        lines = file.read().decode(errors='replace').splitlines()
-    lines = [line.strip() for line in lines if line.strip()] or ['it printed nothing']
+    text = Path(folder_of(row), 'stdout.txt').read_text(errors='replace')
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ['it printed nothing']
     errors = [line for line in lines if re.match(r'(error: |[\w.]*(Error|Exception)\b)', line)]
     message = (errors or lines)[-1][:300]
-    record = {'exit': status, 'message': message, 'command': shlex.join(command(row, 'new'))}
+    record = {'exit': status, 'message': message, 'command': shlex.join(command(row))}
     with contextlib.suppress(OSError):  # the disk may be full
         write_json(record, os.path.join(folder_of(row), 'failed.json'))
     return f'FAILED (exit status {status}): {message}'
 
 
-def remaining(rows: list[Row], todo: list[Row], n: int) -> str:
-    """ETA of n workers: a run takes what those of its model, variant and L took, or else any."""
-    known = {row: (part, s / part) for row in rows for part, s in [progress(row)] if part * s > 0}
-    if not known:
+def remaining(todo: list[Row], all_rows: list[Row], n: int) -> str:
+    """ETA of n workers, by the time that the runs so far took."""
+    parts = {row: look(row)[1:] for row in all_rows}
+    done, seconds = map(sum, zip(*parts.values(), strict=True))
+    if done * seconds == 0:
         return 'n/a'
-    times = []
-    for row in todo:
-        like = [t for r, (_, t) in known.items() if (r[:2], r.L) == (row[:2], row.L)]
-        like = like or [t for _, t in known.values()]
-        times.append(sum(like) / len(like) * (1 - known.get(row, (0.0,))[0]))
-    eta = int(max(sum(times) / n, *times, 0.0))
+    eta = int(sum(1 - parts[row][0] for row in todo) * seconds / done / min(n, len(todo) or 1))
     return f'{eta // 3600}:{eta // 60 % 60:02d}:{eta % 60:02d}'
-
-
-def to_run(rows: list[Row]) -> list[Row]:
-    """Those that have not finished; fails where a folder holds something else."""
-    states = {row: state_of(row) for row in rows}
-    wrong = [row for row in rows if states[row] in WRONG]
-    if wrong:
-        words = f'({len(wrong)} like this): move it away, or choose another out_dir'
-        fail(f'{folder_of(wrong[0])} holds {WRONG[states[wrong[0]]]} {words}')
-    return [row for row in rows if states[row] != 'done']
 
 
 def execute(rows: list[Row]) -> int:
     """Runs what is not finished -> 0 all done, 1 some are not, 128 + signal when told to stop."""
-    queue, free, running, failed = to_run(rows), devices(), {}, {}
-    n, done, left, said = len(free), 0, 0, time.time()
+    states, free, running, failed = {row: state_of(row) for row in rows}, devices(), {}, {}
+    for row, state in states.items():
+        if state in WRONG:
+            words = f'{WRONG[state]}: move it away, or choose another out_dir'
+            fail(f'{folder_of(row)} holds {words}')
+    queue = [row for row in rows if states[row] != 'done']
+    n, ended, said = len(free), [], time.time()
     say(f'{plan}: {len(rows)} runs, {len(rows) - len(queue)} finished before; {n} at a time')
     stopper = Stopper()
     try:
         while running or queue and stopper.signal is None:
             while queue and free and stopper.signal is None:
                 row = queue.pop(0)
-                try:
-                    process = start(row, free[0], n)
-                except OSError as error:
-                    failed[row] = f'cannot start: {error}'
-                    continue
-                if process is not None:
+                if process := start(row, free[0], n):
                     running[row] = (process, free.pop(0), time.time())
-                    continue
-                mine = state_of(row) != 'done'
-                left += mine
-                say(f'{row.name}: another process has {"it" if mine else "finished it"}')
+                else:
+                    had = 'finished it' if state_of(row) == 'done' else 'it'
+                    say(f'{row.name}: another process has {had}')
             for row in [row for row in running if running[row][0].poll() is not None]:
                 process, gpu, began = running.pop(row)
                 free.append(gpu)
                 if stopper.signal is not None and state_of(row) != 'done':
                     continue  # told to stop: it has saved
-                problem = outcome(row, process.returncode)
-                done += not problem
-                failed |= {row: problem} if problem else {}
-                words = f'{row.name}: {problem or "done"}, {time.time() - began:.0f} s'
-                eta = remaining(rows, [*queue, *running], n)
+                ended.append(outcome(row, process.returncode))
+                failed |= {row: ended[-1]} if ended[-1] else {}
+                words = f'{row.name}: {ended[-1] or "done"}, {time.time() - began:.0f} s'
+                eta = remaining([*queue, *running], rows, n)
                 say(f'[{len(rows) - len(queue) - len(running)}/{len(rows)}] {words} | eta {eta}')
-            if queue and not done and len(failed) >= ALIKE and len(set(failed.values())) == 1:
+            if queue and len(ended) >= ALIKE and len(set(ended)) == 1 and failed:
                 say(f'all of {len(failed)} runs failed alike: the other {len(queue)} do not start')
                 queue.clear()  # the levels are not there, say
             if stopper.signal is not None:
@@ -476,8 +451,8 @@ def execute(rows: list[Row]) -> int:
                 for process, _, _ in running.values():
                     process.wait()
             elif time.time() - said > REPORT and running:
-                said, parts = time.time(), [f'{r.name} {progress(r)[0]:.0%}' for r in running]
-                eta = remaining(rows, [*queue, *running], n)
+                said, parts = time.time(), [f'{r.name} {look(r)[1]:.0%}' for r in running]
+                eta = remaining([*queue, *running], rows, n)
                 say(f'    running: {", ".join(parts)} | eta {eta}')
             time.sleep(POLL)
     except BaseException:  # a second ctrl-C: their last checkpoints stay
@@ -491,13 +466,13 @@ def execute(rows: list[Row]) -> int:
     if stopper.signal is not None:
         say('stopped; runs that had begun have saved: the same command goes on')
         return 128 + stopper.signal
-    return 1 if failed or left else 0
+    return int(any(state_of(row) != 'done' for row in rows))
 
 
 def print_jobs(rows: list[Row], config: dict) -> None:
     """The plan for a cluster: each job is this script on one row, run by this Python."""
-    if waits(rows):
-        print('other seeds follow when all have finished: give this again then', file=sys.stderr)
+    if tune and rows[-1].seed == 1:
+        print('more follows when all have finished: give this again then', file=sys.stderr)
     defaults = read_script(__file__)[0]
     mine = ('emit', 'run', 'index', 'figure', 'table', 'workers')
     which = [f'--{k}={v}' for k, v in config.items() if v != defaults[k] and k not in mine]
@@ -524,7 +499,7 @@ def finished(rows: list[Row]) -> list[tuple[Row, list[dict]]]:
     for row in rows:
         state = state_of(row)
         problem, log = WRONG.get(state), read_log(folder_of(row)) if state == 'done' else []
-        if log and value(row, log) is None:
+        if log and value(log) is None:
             problem = 'a log without a loss or return at its end'
         if problem:
             words = f'{folder_of(row)} holds {problem}: this run is skipped'
@@ -540,7 +515,7 @@ def best_depths(runs: list) -> str:
     values = {'recurrent': {}, 'feedforward': {}}
     for row, log in runs:
         cell = values[row.variant].setdefault(row.cell, [])
-        cell.append(value(row, log) * (1 if row.is_text else -1))
+        cell.append(value(log) * (1 if row.is_text else -1))
     if any(not mine or min(map(len, mine.values())) < 2 for mine in values.values()):
         return ''
     generator, best, words = np.random.default_rng(1), [], []
@@ -557,19 +532,18 @@ def best_depths(runs: list) -> str:
 
 def solve_rate(row: Row) -> float:
     """A finished agent's on `levels`, greedy: from its folder's eval_*.json, or evaluated now."""
-    config = config_of(row)
-    name = os.path.splitext(os.path.basename(levels or config['eval_split']))[0]
+    config, file = config_of(row), Path(levels or config_of(row)['eval_split'])
     wanted = {'env_steps': total_of(row) * config['n_envs'] * config['unroll']}
     wanted |= {} if levels else {'n': config['eval_games']}
-    is_file = os.path.dirname(levels) or os.path.isfile(levels)  # its name does not say which
-    saved = {} if is_file else read_json(row, f'eval_{name}.json')
+    path, saved = Path(folder_of(row), f'eval_{file.stem}.json'), {}
+    if file.parent == Path() and not file.is_file():  # a file's name does not say which levels
+        saved = read_json(path)
     if not wanted.items() <= saved.items():
-        say(f'{row.name}: playing {name}')
+        say(f'{row.name}: playing {file.stem}')
         line = [sys.executable, *arguments(row), '--eval_only=True', f'--levels={levels}']
-        failed = Popen(line, stdout=DEVNULL).wait()
-        saved = {} if failed else read_json(row, f'eval_{name}.json')
+        saved = {} if Popen(line, stdout=DEVNULL).wait() else read_json(path)
     if 'solve_rate' not in saved:
-        fail(f'{row.name}: its evaluation on {name} failed: see above')
+        fail(f'{row.name}: its evaluation on {file.stem} failed: see above')
     return saved['solve_rate']
 
 
@@ -585,9 +559,7 @@ def show(rows: list[Row]) -> None:
     if not shown:
         print('one seed a value so far, which chooses it: those to be reported have not run')
         shown = figures.at_best(runs, name)
-    fair = [run for run in shown if plan not in FIGURES or over_budget(run[0]) <= DEAR]
-    for row in {row for row, _ in shown} - {row for row, _ in fair}:
-        print(f'in the table alone: {row.name} costs {over_budget(row):.2f} budgets')
+    fair = [run for run in shown if not too_dear(run[0])]
     if figure:
         what = plan + f', widths x {width:g}' * (width != 1)
         what += f', steps x {length:.3g}' * (length != 1)
@@ -597,30 +569,37 @@ def show(rows: list[Row]) -> None:
         token, cells = 'byte' if is_bytes else 'token', [figures.without(row, name) for row in rows]
         paths += figures.draw(what, cells, drawn, token, reference, into)
     if table:
-        paths += figures.tables(shown, reference, into)
+        paths, found = paths + figures.tables(shown, reference, into), {}
         # the three budgets of plan sokoban have bests of their own
         for model in {row.model for row, _ in fair if plan in FIGURES and plan != 'sokoban'}:
             if words := best_depths([run for run in fair if run[0].model == model]):
                 print(words)
+                found[f'best_{model}'] = words
                 with open(os.path.join(into, f'table_{model}.md'), 'a') as file:
                     file.write(f'\n{words}\n')
-        paths.append(write_runs(runs, {row for row, _ in shown}, into))
+        paths.append(write_runs(runs, {row for row, _ in shown}, found, into))
     if table == 'solve':
-        cells = figures.chosen_by_return(fair)
-        rates = {c: [solve_rate(r) for r, _ in runs if r.cell == c] for c in cells}
+        points = figures.cells([run for run in fair if not run[0].is_text])
+        depths = figures.groups(points, lambda row: (row.model, row.budget, row.recurrent, row.L))
+        best = [figures.best(part) for part in depths.values()]
+        rates = {cell: [solve_rate(row) for row, _ in runs if row.cell == cell] for cell in best}
         paths += figures.solve_table(rates, levels, reference, into)
     print('\n'.join(paths))
 
 
-def write_runs(runs: list, reported: set, into: str) -> str:
+def write_runs(runs: list, reported: set, found: dict, into: str) -> str:
     """runs.json, also of runs that only chose a value -> its path."""
-    about = {'plan': plan, 'command': shlex.join(['python', *sys.argv])}
+    about = {'plan': plan, **found, 'command': shlex.join(['python', *sys.argv])}
     about |= {'drawn_at_commit': commit(), 'torch': torch.__version__}
     about |= {'device': device_name('cuda' if torch.cuda.is_available() else 'cpu'), 'runs': []}
     for row, log in runs:
-        mine = {'reported': row in reported, 'commit': read_json(row).get('commit')}
-        mine['over_budget'] = over_budget(row)
-        about['runs'].append(figures.run_record(row, log) | mine)
+        mine = {'name': row.name, 'model': row.model, 'reported': row in reported}
+        mine |= figures.cell_fields([row])[row] | dict(row.more) | {'seed': row.seed}
+        mine |= {'value': value(log), 'updates': log[-1]['step']}
+        mine |= {k: log[-1][k] for k in ('tokens', 'env_steps', 'seconds') if k in log[-1]}
+        saved = read_json(Path(folder_of(row), 'config.json'))
+        mine |= {'commit': saved.get('commit'), 'over_budget': over_budget(row)}
+        about['runs'].append(mine)
     path = os.path.join(into, 'runs.json')
     write_json(about, path)
     return path
@@ -628,26 +607,21 @@ def write_runs(runs: list, reported: set, into: str) -> str:
 
 def main() -> int:
     config = configure(globals(), quiet=True)
-    if emit and (run or figure or table or index >= 0):
-        fail(f'emit = {emit!r} prints jobs alone: leave out run, index, figure and table')
-    if index >= 0 and not run:
-        fail(f'index = {index} chooses a run for --run')
-    if reference and not os.path.isdir(reference):
-        fail(f'reference = {reference!r}: no such folder')
+    if emit and (run or figure or table):
+        fail(f'emit = {emit!r} prints jobs alone: leave out run, figure and table')
     need_packages(matplotlib=figure)
     rows = plan_rows()
     if table == 'solve' and all(row.is_text for row in rows):
         fail(f'plan {plan!r} has no Sokoban agents: table = solve is for those')
     if index >= len(rows):
-        until = ', until all values have been tried' if waits(rows) else ''
-        fail(f'index = {index}: plan {plan!r} has runs 0 to {len(rows) - 1} here{until}')
+        fail(f'index = {index}: plan {plan!r} has runs 0 to {len(rows) - 1} so far')
     if emit:
         print_jobs(rows, config)
     elif not (run or figure or table):
         print_plan(rows)
     status = execute(rows if index < 0 else [rows[index]]) if run else 0
     while run and tune and index < 0 and status < 2 and (again := plan_rows()) != rows:
-        rows, status = again, execute(again)  # the best values' further seeds
+        rows, status = again, execute(again)  # further values, and the best ones' further seeds
     if status < 2 and (figure or table):
         show(rows)
     return status

@@ -1,14 +1,11 @@
 """
 Train a language model: the recurrent Parallel-Experts Transformer or its non-recurrent twin.
 
-On a CPU, five minutes, everything included (prepares data, trains, samples):
-$ make demo
-One GPU:
-$ python train_lm.py config/small_L2.py
-Four GPUs on one machine; the same batch, split over ranks:
-$ torchrun --standalone --nproc_per_node=4 train_lm.py config/small_L2.py
-Go on after a crash, ctrl-C, SIGTERM or a closed terminal:
-$ python train_lm.py config/small_L2.py --resume=True
+$ make demo                                        # a CPU, five minutes, data and a sample included
+$ python train_lm.py config/small_L2.py                                                # one GPU
+$ torchrun --standalone --nproc_per_node=4 train_lm.py config/small_L2.py              # four
+$ python train_lm.py config/small_L2.py --resume=True              # after a crash, ctrl-C, SIGTERM
+$ python train_lm.py config/small_long_L2.py --init_from=out/small_L2       # begin with its weights
 
 Writes into out_dir: config.json, log.jsonl (one object a line), ckpt_last.pt, ckpt_prev.pt,
 ckpt_best.pt. A log line of step n describes update n; val_loss there is measured after it. On the
@@ -43,6 +40,7 @@ from muon import Buckets, gather, lr_at, make_optimizers
 # I/O
 out_dir = 'out/lm'             # everything a run writes goes here
 data_dir = 'data/fineweb'      # shards made by data_fineweb.py
+init_from = ''                 # begin with the weights of this folder: a run's, or an export's
 resume = False                 # go on from out_dir's last checkpoint
 overwrite = False              # replace a run that is in out_dir
 eval_interval = 250            # updates between validations and checkpoints
@@ -55,7 +53,8 @@ wandb_project = 'parallel-experts'  # its project there
 # data
 tokenizer = 'gpt2'             # 'gpt2' or 'bytes'; must be the one the shards were made with
 tokens_per_step = 131072       # tokens of an update, over all ranks and micro-batches (the paper's)
-batch_size = 0                 # rows a rank runs at a time; 0: what the memory holds (AT_ONCE)
+batch_size = 0                 # rows a rank runs at a time, a divisor of its rows of an update;
+                               # 0: what the memory holds (AT_ONCE)
 val_tokens = 10485760          # validation tokens: modded-nanogpt's and llm.c's 10,485,760
 val_streams = 512              # read as so many streams, whatever the batch, the ranks or the model
 # model (model.py has the equations)
@@ -103,7 +102,7 @@ FROM_0 = """batch_size learning_rate embedding_lr head_lr scalar_lr weight_decay
 RANGES = dict.fromkeys(FROM_1.split(), (1, math.inf)) | dict.fromkeys(FROM_0.split(), (0, math.inf))
 RANGES |= {'momentum': (0, 0.9999), 'betas': (0, 0.9999), 'final_lr_ratio': (0, 1)}
 RANGES |= {'arch': ['experts', 'transformer', 'lstm'], 'path': ['fast', 'plain']}
-RANGES |= {'tokenizer': [*VOCAB]}
+RANGES['tokenizer'] = [*VOCAB]
 SIZES = """n_layer n_expert n_embd n_head n_kv_head window block_size aggregation share_kv residual
     router_dim""".split()  # of ModelConfig
 FIXED = ('tokenizer', 'tokens_per_step', 'recurrent', 'seed', *SIZES)  # a resumed run keeps them
@@ -130,8 +129,7 @@ class Run:
     shards: list  # the data's fingerprint
     val: tuple[torch.Tensor, torch.Tensor, float]  # x, y (S, n), this rank's; bytes of text in y
     model: torch.nn.Module
-    rows: int  # of a micro-batch; the last one may have fewer
-    inputs: dict[int, tuple]  # {rows: (x, y, state)}, that each micro-batch of so many is put into
+    inputs: tuple  # x, y (rows, T) and state, that each micro-batch is put into
     state: tuple | None  # of all streams of this rank, between updates
     optimizers: list[torch.optim.Optimizer]
     buckets: Buckets  # gradients, and extra: loss, ranks told to stop, norm
@@ -160,26 +158,25 @@ def captures(device: str, world: int) -> tuple[bool, bool]:
 
 
 def fitting_rows(c: ModelConfig, streams: int, amp: torch.dtype, device: str, whole: bool) -> int:
-    """Rows of a micro-batch, of a rank's `streams`: batch_size, or those halved until they are
-    AT_ONCE tokens and fit in the device's memory: in all of it, for a resumed run to do the same.
-    ValueError where they need more than is free. A baseline is taken to need what ours does."""
+    """Rows of a micro-batch, a divisor of a rank's `streams`: batch_size, or the most that are at
+    most AT_ONCE tokens and fit in the device's memory: in all of it, for a resumed run to do the
+    same. ValueError where they need more than is free. A baseline is taken to need what ours
+    does."""
 
     def need(rows: int) -> float:
         where = torch.device(device).type
         return sum(memory(c, recurrent, (rows, streams), amp, where, whole).values())
 
-    def most(room: float) -> int:
-        rows = streams
-        while rows > 1 and (rows * block_size > AT_ONCE or need(rows) > room):
-            rows = -(-rows // 2)
-        return rows
-
     total, free = checkpoint.device_memory(device)
-    rows = min(batch_size or most(total), streams)
+    divisors = [n for n in range(1, streams + 1) if streams % n == 0]
+    fits = [n for n in divisors if n * block_size <= AT_ONCE and need(n) <= total]
+    rows = batch_size or max(fits, default=1)
+    if rows not in divisors:
+        raise ValueError(f'batch_size = {rows}: must divide the {streams} rows of a rank')
     if need(rows) > free:
-        fits, hint = most(free), 'a smaller model, fewer tokens_per_step, or more GPUs (torchrun)'
-        if fits < rows and need(fits) <= free:
-            hint = f'--batch_size={fits} fits'
+        hint = 'a smaller model, fewer tokens_per_step, or more GPUs (torchrun)'
+        if need(1) <= free:
+            hint = f'--batch_size={max(n for n in divisors if need(n) <= free)} fits'
         raise ValueError(
             f'n_layer = {c.n_layer}, n_expert = {c.n_expert}, n_embd = {c.n_embd} needs about '
             f'{need(rows) / 1e9:.1f} GB with batch_size = {rows}, but {device_name(device)} has '
@@ -207,14 +204,13 @@ def make_run(config: dict) -> Run:
         raise ValueError(f'arch = {arch!r}: wants --recurrent={arch == "lstm"}')
     checkpoint.need_packages(matplotlib=plot, tensorboard=tensorboard, wandb=wandb)
     torch.manual_seed(seed)
-    V, rows = VOCAB[tokenizer], tokens_per_step // block_size  # rows of an update, over all ranks
-    sizes, streams = model_config(config), rows // world
-    captured, whole = captures(device_, world)
-    at_once = fitting_rows(sizes, streams, amp, device_, whole)
+    V, B = VOCAB[tokenizer], tokens_per_step // block_size  # rows of an update, over all ranks
+    sizes, (captured, whole) = model_config(config), captures(device_, world)
+    rows = fitting_rows(sizes, B // world, amp, device_, whole)
 
     train, held_out = (find_shards(data_dir, split, tokenizer) for split in ('train', 'val'))
     Loader = StreamLoader if recurrent else SequenceLoader
-    loader = Loader(train, rows, block_size, V, seed, (rank, world))
+    loader = Loader(train, B, block_size, V, seed, (rank, world))
     x, y = load_val(held_out, val_tokens, val_streams, V, (rank, world))
     try:
         size = float(token_bytes(tokenizer)[y.numpy()].sum())  # of the text, in bytes
@@ -224,14 +220,15 @@ def make_run(config: dict) -> Run:
     val = (x.to(device_), y.to(device_), size)
 
     model = build_model(sizes, recurrent) if arch == 'experts' else baselines.build(arch, sizes)
-    model, inputs = model.to(device_), {}
+    if init_from:
+        checkpoint.init_from(model, init_from, resume or eval_only)
+    model = model.to(device_)
+    x_y = torch.zeros(2, rows, block_size, dtype=torch.int64, device=device_)
     with autocast(device_, amp):  # sets the dtype of a state's keys and values
-        for n in {at_once, streams % at_once or at_once}:  # of micro-batches, and of the last
-            x_y = torch.zeros(2, n, block_size, dtype=torch.int64, device=device_)
-            inputs[n] = *x_y, model.init_state(n) if recurrent else None
-        state = inputs[at_once][2]  # where there is one micro-batch
-        if recurrent and at_once < streams:
-            state = model.init_state(streams)
+        inputs = *x_y, model.init_state(rows) if recurrent else None
+        state = inputs[2]  # where there is one micro-batch
+        if recurrent and rows < B // world:
+            state = model.init_state(B // world)
 
     if arch == 'experts':
         optimizers = make_optimizers(model, config)
@@ -245,7 +242,7 @@ def make_run(config: dict) -> Run:
     shards, graphs_ = fingerprint([*train, *held_out]), {} if captured else None
     place, data = (config, rank, world, device_, amp), (loader, shards, val)
     update = (inputs, state, optimizers, Buckets(arriving, 3), graphs_, graphs_ if whole else None)
-    return Run(*place, *data, model, at_once, *update)
+    return Run(*place, *data, model, *update)
 
 
 # ---- an update, a validation ----
@@ -286,19 +283,18 @@ def train_update(run: Run, stop: bool) -> tuple[float, float, bool]:
         x, y = x.pin_memory(), y.pin_memory()  # the copies below then need not wait
     run.buckets.zero()
     run.buckets.extra[1].fill_(float(stop))
-    for start in range(0, len(x), run.rows):
-        x_i, y_i = x[start : start + run.rows], y[start : start + run.rows]
-        rows, mine = len(x_i), None
-        x_in, y_in, state = run.inputs[rows]
-        x_in.copy_(x_i, non_blocking=True)
-        y_in.copy_(y_i, non_blocking=True)
+    x_in, y_in, state = run.inputs
+    rows, mine = len(x_in), None
+    for start in range(0, len(x), rows):
+        x_in.copy_(x[start : start + rows], non_blocking=True)
+        y_in.copy_(y[start : start + rows], non_blocking=True)
         if state is not run.state:  # one of several micro-batches: its part of it
             mine = [t.narrow(d, start, rows) for t, d in zip(run.state, STREAMS[arch], strict=True)]
             torch._foreach_copy_(state, mine)
         if reset and recurrent:
             torch._foreach_zero_(state)  # as init_state's
         run.buckets.sending = start + rows == len(x)
-        graphed(run.chunk_graphs, f'chunk of {rows}', forward_backward, run, x_in, y_in, state)
+        graphed(run.chunk_graphs, 'chunk', forward_backward, run, x_in, y_in, state)
         if mine:
             torch._foreach_copy_(mine, state)
     run.buckets.finish()
@@ -320,8 +316,8 @@ def evaluate(run: Run) -> tuple[float, float]:
     x, y, size = run.val
     T = min(block_size, 128)  # longer chunks only cost memory
     total = torch.tensor([0, 0, size], dtype=torch.float64, device=run.device)
-    due, seen = every(), 0
-    for x_rows, y_rows in zip(x.split(run.rows), y.split(run.rows), strict=True):
+    due, seen, rows = every(), 0, len(run.inputs[0])
+    for x_rows, y_rows in zip(x.split(rows), y.split(rows), strict=True):
         with autocast(run.device, run.amp):
             state = run.model.init_state(len(x_rows))
             for x_t, y_t in zip(x_rows.split(T, 1), y_rows.split(T, 1), strict=True):
@@ -338,8 +334,8 @@ def evaluate(run: Run) -> tuple[float, float]:
 
 
 def prepare(run: Run) -> None:
-    """Compiles for every size of micro-batch, where that works. Chunks that are not captured whole
-    are replayed from captured blocks, by the model itself."""
+    """Compiles, where that works. Chunks that are not captured whole are replayed from captured
+    blocks, by the model itself."""
     if not compile or path == 'plain' or arch == 'lstm':
         return
     run.model.config.path = 'compiled'
@@ -347,10 +343,9 @@ def prepare(run: Run) -> None:
         run.model.config.path = 'graphed' if run.chunk_graphs is None else 'captured'
 
     def once() -> None:
-        for x, y, _ in run.inputs.values():
-            with autocast(run.device, run.amp):
-                loss, _ = run.model(x, y)
-            loss.backward()
+        with autocast(run.device, run.amp):
+            loss, _ = run.model(*run.inputs[:2])
+        loss.backward()
 
     if not checkpoint.compiles(run.model, once):
         run.model.config.path = 'fast'
@@ -363,8 +358,8 @@ def save(run: Run, best: bool = False) -> None:
     parts = {'recurrent': recurrent, 'model_config': config_dict(run.model.config)}
     parts |= {name: getattr(run, name) for name in POSITION}
     if not best:
-        state = zip(run.state, STREAMS[arch], strict=True) if recurrent else []
-        parts |= {'state': [gather(t, dim) for t, dim in state] if recurrent else None}
+        state = zip(run.state, STREAMS[arch], strict=True) if recurrent else ()
+        parts |= {'state': [gather(t, dim) for t, dim in state]}
         parts |= {'loader': run.loader.state_dict(), 'shards': run.shards}
     checkpoint.save_run(run, parts, None if best else run.optimizers)
 
@@ -374,25 +369,18 @@ def load(run: Run) -> None:
     another run. eval_only: the weights alone."""
     needed = ('model', *POSITION, *(() if eval_only else REST))
     saved, where = checkpoint.load_run(out_dir, 'train_lm.py', needed, FIXED, run.config)
-    checkpoint.load_begun(run, POSITION, saved, where)
+    checkpoint.restore(run, POSITION, [] if eval_only else run.optimizers, saved, where)
     print0(f'{where}: step {run.step}')
     if eval_only:
         return
-    with restoring(where, 'shards'):
-        theirs, ours = (set(map(tuple, shards)) for shards in (saved['shards'], run.shards))
-    if theirs != ours:
-        raise checkpoint.CheckpointError(
-            f'{where}: was trained on other shards than those in {data_dir} '
-            f'({min(theirs ^ ours)[0]} differs, or is there only once): give the same data_dir, '
-            'or another out_dir'
-        )
-    with restoring(where, 'loader'):
+    if saved['shards'] != run.shards:
+        words = f'was trained on other shards than those in {data_dir}: give the same data_dir'
+        raise checkpoint.CheckpointError(f'{where}: {words}, or another out_dir')
+    with restoring(where, 'loader or state'):
         run.loader.load_state_dict(saved['loader'])
-    with restoring(where, 'state'):
         if recurrent:
             for mine, whole, dim in zip(run.state, saved['state'], STREAMS[arch], strict=True):
                 fill(mine, whole.chunk(run.world, dim)[run.rank])
-    checkpoint.load_rest(run.optimizers, saved, where)
 
 
 # ---- the loop ----
@@ -400,16 +388,15 @@ def load(run: Run) -> None:
 
 def describe(run: Run) -> str:
     params, flops = run.model.num_params(), run.model.flops_per_token()
-    micro = -(-tokens_per_step // (block_size * run.world * run.rows))
-    machine = f'{run.world} x {device_name(run.device)} ({torch.get_num_threads()} threads)'
+    rows = len(run.inputs[0])
+    micro = tokens_per_step // (block_size * run.world * rows)
     return (
-        f'torch {torch.__version__}, python {sys.version.split()[0]}, {machine}, {run.amp}\n'
+        f'{checkpoint.machine(run)}, {run.amp}\n'
         f'{type(run.model).__name__}: {params["total"] / 1e6:.2f}M parameters, '
         f'{params["core"] / 1e6:.2f}M of the core; MFLOP a token forward: core '
         f'{flops["core"] / 1e6:.1f}, head {flops["head"] / 1e6:.1f}\n'
         f'an update: {tokens_per_step:,} tokens = {run.world} ranks x {micro} micro-batches x '
-        f'{run.rows} rows x {block_size}; {max_iters:,} updates, '
-        f'{max_iters * tokens_per_step / 1e6:,.1f}M tokens'
+        f'{rows} rows x {block_size}; {max_iters:,} updates'
     )
 
 
@@ -429,23 +416,18 @@ def dense_line(run: Run) -> str:
     )
 
 
-def validate(run: Run) -> None:
-    val_loss, bpb = evaluate(run)
-    run.record |= {'val_loss': val_loss, 'val_bits_per_byte': bpb}
-    print0(f'step {run.step}/{max_iters} | val loss {val_loss:.4f} | {bpb:.4f} bits per byte')
-    if val_loss < run.best:
-        run.best = val_loss
-        if run.step > 0:
-            save(run, best=True)
-
-
 def loop(run: Run, writes: list[Callable[[dict], object]]) -> int:
     """Updates, validations, log lines, checkpoints -> the exit status: 0 done, 1 the loss was not
     finite, 128 + signal when told to stop."""
     stopper, stop, due_to_print = checkpoint.Stopper(), False, every()
     while True:
         if run.step % eval_interval == 0 or run.step == max_iters:
-            validate(run)
+            val_loss, bpb = evaluate(run)
+            run.record |= {'val_loss': val_loss, 'val_bits_per_byte': bpb}
+            print0(f'step {run.step}/{max_iters} | val loss {val_loss:.4f} | {bpb:.4f} bits a byte')
+            if val_loss < run.best:
+                run.best = val_loss
+                save(run, best=True)
         for write in writes:
             write(run.record)
         if run.step >= max_iters or stop:
@@ -470,9 +452,8 @@ def loop(run: Run, writes: list[Callable[[dict], object]]) -> int:
             due_to_print(said=True)
         if due:
             save(run)  # before the validation: one that dies loses nothing
-    stopper.restore()
     done = f'{run.step} updates in {run.seconds:.0f} s, best val loss {run.best:.4f}'
-    return checkpoint.ended(run, (stopper.signal or 15) if run.step < max_iters else None, done)
+    return checkpoint.ended(run, stopper, max_iters, done)
 
 
 def train(config: dict) -> int:
@@ -488,21 +469,19 @@ def train(config: dict) -> int:
     print0(describe(run))
     if eval_only:
         val_loss, bpb = evaluate(run)
-        print0(f'step {run.step}, val loss {val_loss:.4f}, {bpb:.4f} bits per byte')
+        print0(f'step {run.step}, val loss {val_loss:.4f}, {bpb:.4f} bits a byte')
         return 0
     prepare(run)
-    writes, closes = [], []
-    if run.rank == 0:
-        log = checkpoint.open_log(run, resume)
+    if run.rank > 0:
+        status = loop(run, [])
+    else:
         track, close = open_trackers(config, tensorboard, wandb_project if wandb else '')
-        writes, closes = [log.write, track], [log.close, close]
-    status = loop(run, writes)
-    for close in closes:
+        status = loop(run, [checkpoint.open_log(run, resume), track])
         close()
-    if plot and status == 0 and run.rank == 0:
-        unit = 'byte' if tokenizer == 'bytes' else 'token'
-        title = f'{type(run.model).__name__}, L = {n_layer}, E = {n_expert}, d = {n_embd}'
-        print0(f'loss curve: {plot_losses(out_dir, unit, title)}')
+        if plot and status == 0:
+            unit = 'byte' if tokenizer == 'bytes' else 'token'
+            title = f'{type(run.model).__name__}, L = {n_layer}, E = {n_expert}, d = {n_embd}'
+            print(f'loss curve: {plot_losses(out_dir, unit, title)}')
     checkpoint.leave(run)
     return status
 

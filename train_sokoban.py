@@ -7,7 +7,7 @@ $ python train_sokoban.py config/sokoban_small_L4.py --download=True
 Four GPUs, the environments split over them; and its non-recurrent twin:
 $ torchrun --standalone --nproc_per_node=4 train_sokoban.py config/sokoban_small_L4.py
 $ python train_sokoban.py config/sokoban_small_L4.py --recurrent=False --out_dir=out/small_L4_ff
-Go on after a crash, ctrl-C, SIGTERM or a closed terminal; the test split's solve rate, two GIFs:
+Go on after a crash, ctrl-C or SIGTERM; the test split's solve rate, two GIFs:
 $ python train_sokoban.py config/sokoban_small_L4.py --resume=True
 $ python train_sokoban.py config/sokoban_small_L4.py --eval_only=True --levels=unfiltered-test
 
@@ -20,7 +20,6 @@ Shape letters: B boards of this rank, T steps of an unroll.
 import json
 import math
 import os
-import platform
 import time
 import zlib
 from collections.abc import Callable
@@ -49,6 +48,7 @@ from sokoban import at_most, board_keys, draw_by, load_levels
 # fmt: off
 # I/O
 out_dir = 'out/sokoban'        # everything a run writes goes here
+init_from = ''                 # begin with the weights of this folder: another run's
 resume = False                 # go on from out_dir's last checkpoint
 overwrite = False              # replace a run that is in out_dir
 eval_interval = 1000           # updates between greedy evaluations and checkpoints; 640,000 steps
@@ -114,8 +114,8 @@ RANGES |= dict.fromkeys(ZERO.split(), (0, math.inf))
 MODEL = ('arch', 'recurrent', 'n_layer', 'n_expert', 'n_embd', 'aggregation', 'router_dim')
 MODEL += ('radius', 'residual', 'head_dim')
 FIXED = ('split', 'n_levels', 'n_boxes', 'max_moves', 'env', 'n_envs', 'unroll', 'seed', *MODEL)
-POSITION = ('step', 'record', 'best', 'seconds', 'logged', 'clock')
-COUNTED = ('count', 'levels_crc', 'running', 'recent', 'since', 'sums')
+POSITION = ('step', 'record', 'best', 'seconds', 'logged', 'clock', 'recent', 'since', 'sums')
+COUNTED = ('count', 'levels_crc', 'running')
 
 
 @dataclass
@@ -154,18 +154,6 @@ class Run:
 # ---- levels, environment, model, optimizer ----
 
 
-def check_settings(world: int) -> None:
-    if eval_games < world:
-        fail(f'eval_games = {eval_games}: must be at least the number of ranks, {world}')
-    if eval_only and world > 1:
-        fail('eval_only runs as one process: start it without torchrun')
-    if (levels or best) and not eval_only:
-        fail('levels and best are settings of --eval_only=True; a run trains on split')
-    if n_envs % world:
-        fail(f'n_envs = {n_envs}: must be a multiple of the number of ranks, {world}')
-    checkpoint.need_packages(matplotlib=plot, PIL=eval_only, tensorboard=tensorboard, wandb=wandb)
-
-
 def read_levels(rank: int, world: int) -> tuple[tuple[np.ndarray, str], tuple[np.ndarray, str]]:
     """Levels to train on and held-out ones, each with a line that says where they are from. Of
     generated ones, none is among both. LevelError."""
@@ -181,10 +169,10 @@ def read_levels(rank: int, world: int) -> tuple[tuple[np.ndarray, str], tuple[np
     held_out, held_line = load_levels(levels_dir, held, download, made)
     if download and world > 1 and rank == 0:
         dist.barrier()
-    if len(held_out) < world:
-        raise LevelError(f'{held_line}: an evaluation by {world} ranks needs at least {world}')
     if not levels:
         held_out, held_line = at_most(eval_games, held_out, held_line)
+    if len(held_out) < world:
+        raise LevelError(f'{held_line}: {world} ranks need at least {world}')
     return (trained, line), (held_out, held_line)
 
 
@@ -194,7 +182,13 @@ def make_run(config: dict) -> Run:
     rank, world, where = checkpoint.join_ranks(device, threads)
     if where == 'cpu':
         checkpoint.keep_memory()
-    check_settings(world)
+    if eval_only and world > 1:
+        raise ValueError('eval_only runs as one process: start it without torchrun')
+    if (levels or best) and not eval_only:
+        raise ValueError('levels and best are settings of --eval_only=True; a run trains on split')
+    if n_envs % world:
+        raise ValueError(f'n_envs = {n_envs}: must be a multiple of the ranks, {world}')
+    checkpoint.need_packages(matplotlib=plot, PIL=eval_only, tensorboard=tensorboard, wandb=wandb)
     # shapes do not change; the CPU does not care
     torch.backends.cudnn.benchmark = not torch.backends.cudnn.deterministic
     torch.manual_seed(seed)
@@ -206,7 +200,10 @@ def make_run(config: dict) -> Run:
     floats = B * n_embd * CELLS * (unroll * n_layer * n_expert if reuse else 1)
     what = f'n_envs = {n_envs} (unroll = {unroll}, n_embd = {n_embd})'
     checkpoint.check_fits(4 * floats, what, where)
-    model = build_agent(agent).to(where)
+    model = build_agent(agent)
+    if init_from:
+        checkpoint.init_from(model, init_from, resume or eval_only)
+    model = model.to(where)
     (trained, line), (held_out, held_out_line) = read_levels(rank, world)
     make_env = JumanjiEnv if env == 'jumanji' else SokobanEnv
     lr = torch.tensor(learning_rate, device=where)  # on the device: a CUDA graph reads it there
@@ -274,8 +271,8 @@ def play_step(boards: SokobanEnv, logits: torch.Tensor, u: torch.Tensor) -> dict
 
 
 def rollout(run: Run) -> dict[str, torch.Tensor]:
-    """`unroll` steps of all boards, (T, B) each. With reuse, logits and values keep their graph: it
-    is the update's. Else what a second forward needs: observations and starts."""
+    """`unroll` steps of all boards, (T, B) each: what was seen, done and gained. With reuse, logits
+    and values keep their graph: it is the update's. Else that makes a second forward."""
     play, steps = fused(run, play_step), []
     times = run.count + torch.arange(unroll, device=run.device)[:, None]  # (T, 1)
     chance = draw_by(run.keys, times)  # (T, B)
@@ -286,9 +283,9 @@ def rollout(run: Run) -> dict[str, torch.Tensor]:
         for u in chance.unbind():
             logits, value, state = run.model.act(w, obs, start, state)
             step = play(run.env, logits.detach(), u)
-            kept = {'logits': logits, 'value': value} if reuse else {'obs': obs, 'start': start}
-            steps.append(step | kept)
-            obs, start = steps[-1].pop('next'), step['done']
+            following = step.pop('next')
+            steps.append(step | {'logits': logits, 'value': value, 'obs': obs, 'start': start})
+            obs, start = following, step['done']
         run.start.copy_(start)
         with torch.no_grad():  # the value of what comes next
             _, last, _ = run.model.act(w, obs, start, state)
@@ -431,17 +428,13 @@ def dense_line(r: dict) -> str:
 
 def describe(run: Run) -> str:
     params, macs = run.model.num_params(), run.model.macs_per_step()
-    lines = [
-        f'torch {torch.__version__}, python {platform.python_version()}, '
-        f'{run.world} x {checkpoint.device_name(run.device)} ({torch.get_num_threads()} threads), '
-        f'{run.model.config.dtype} convolutions, fp32 cells',
+    return (
+        f'{checkpoint.machine(run)}, {run.model.config.dtype} convolutions, fp32 cells\n'
         f'{type(run.model).__name__}: {params["total"] / 1e6:.3f}M parameters '
         f'({params["core"] / 1e6:.3f}M core), {macs["nominal"] / 1e6:.1f}M multiply-adds a step '
-        f"by the paper's count, {macs['executed'] / 1e6:.1f}M executed",
-    ]
-    if run.sources[0]:
-        lines.append(f'training: {run.sources[0]}')
-    return '\n'.join([*lines, f'evaluation: {run.sources[1]}'])
+        f"by the paper's count, {macs['executed'] / 1e6:.1f}M executed\n"
+        f'training: {run.sources[0] or "none"}\nevaluation: {run.sources[1]}'
+    )
 
 
 # ---- checkpoints ----
@@ -464,7 +457,7 @@ def load(run: Run) -> dict[str, object]:
     needed = ('model', *POSITION, *rest)
     fixed, file = (MODEL if eval_only else FIXED), (BEST if best else None)
     saved, where = checkpoint.load_run(out_dir, 'train_sokoban.py', needed, fixed, run.config, file)
-    checkpoint.load_begun(run, POSITION, saved, where)
+    checkpoint.restore(run, POSITION, [] if eval_only else [run.optimizer], saved, where)
     env_steps = run.step * saved['config']['n_envs'] * saved['config']['unroll']
     print0(f'{where}: update {run.step}, {env_steps:,} environment steps')
     about = {'checkpoint': str(where), 'env_steps': env_steps}
@@ -477,19 +470,13 @@ def load(run: Run) -> dict[str, object]:
     def mine(whole):
         return whole.chunk(run.world)[run.rank]
 
-    with restoring(where, 'env, start or state'):
+    with restoring(where, 'env, start, state, count or running'):
         run.env.load_state_dict({name: mine(x) for name, x in saved['env'].items()})
         whole = [saved['start'], *saved['state']]
         for x, part in zip([run.start, *run.state], map(mine, whole), strict=True):
             fill(x, part)
-    with restoring(where, 'count, running, since, recent or sums'):
         fill(run.count, saved['count'])
         fill(run.running, saved['running'])
-        for name in ('since', 'recent'):
-            games = [(float(total), float(solved)) for total, solved in saved[name]]
-            setattr(run, name, games)
-        run.sums = {str(name): float(x) for name, x in saved['sums'].items()}
-    checkpoint.load_rest([run.optimizer], saved, where)
     return about
 
 
@@ -544,10 +531,9 @@ def loop(run: Run, writes: list[Callable[[dict], object]]) -> int:
             print0(f'    {run.step * n_envs * unroll:,}/{total_steps:,} | {rate:,.0f} steps/s')
         if due:
             save(run)  # before the log line and the evaluation: one that dies loses nothing
-    stopper.restore()
     done = f'{run.step * n_envs * unroll:,} environment steps in {run.seconds:.0f} s'
     done += f', best held-out return {run.best:.2f}'
-    return checkpoint.ended(run, (stopper.signal or 15) if run.step < run.updates else None, done)
+    return checkpoint.ended(run, stopper, run.updates, done)
 
 
 def train(config: dict) -> int:
@@ -563,21 +549,23 @@ def train(config: dict) -> int:
     if eval_only:
         name = os.path.splitext(os.path.basename(levels or eval_split))[0]
         about |= {'levels': run.sources[1]}
-        print0(json.dumps(report(run.model, run.held_out, name, run.device, out_dir, about)))
+        record = report(run.model, run.held_out, name, run.device, out_dir, about)
+        print0(json.dumps(record))
+        track, close = open_trackers(config, tensorboard, wandb_project if wandb else '')
+        track({'step': run.step, **record})
+        close()
         return 0
     warm_up(run)
-    writes, closes = [], []
-    if run.rank == 0:
-        log = checkpoint.open_log(run, resume)
+    if run.rank > 0:
+        status = loop(run, [])
+    else:
         track, close = open_trackers(config, tensorboard, wandb_project if wandb else '')
-        writes, closes = [log.write, track], [log.close, close]
-    status = loop(run, writes)
-    for close in closes:
+        status = loop(run, [checkpoint.open_log(run, resume), track])
         close()
-    if plot and status == 0 and run.rank == 0:
-        title = f'{type(run.model).__name__}, L = {n_layer}, E = {n_expert}, d = {n_embd}'
-        how = 'recurrent' if recurrent else 'not recurrent'
-        print0(f'learning curve: {plot_log(out_dir, f"{how} {title}")}')
+        if plot and status == 0:
+            title = f'{type(run.model).__name__}, L = {n_layer}, E = {n_expert}, d = {n_embd}'
+            how = 'recurrent' if recurrent else 'not recurrent'
+            print(f'learning curve: {plot_log(out_dir, f"{how} {title}")}')
     checkpoint.leave(run)
     return status
 

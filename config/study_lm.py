@@ -1,6 +1,7 @@
 """The study of language models: recurrent and not, L = 1 to 16 at one budget (16 blocks of width
-48), 7.05M bytes each at its own learning rate, chosen by seed 1; three further seeds of it are
-reported. Sixty runs of 5 to 25 minutes of one core; --length=1 and --length=2.048: shorter ones.
+48), 7.05M bytes each at its own learning rate, chosen by seed 1, by further factors of two where
+it is at an edge; three further seeds of it are reported. Sixty runs and some of 5 to 25 minutes
+of one core; --length=1 and --length=2.048: shorter ones.
 python sweep.py config/study_lm.py --run --figure --table"""
 
 plan = 'lm-small'

@@ -21,10 +21,8 @@ settings.register_profile('long', max_examples=3000, **COMMON)
 
 
 def pytest_addoption(parser):
-    text = "20 kills a script for 2, 50 times as much drawn input, all docstrings' commands, the "
-    text += (
-        'whole demo, 100,000 steps of a stream, half-hour soaks, what is slow and rare: two hours'
-    )
+    text = "20 kills a script, 50 times as much drawn input, all docstrings' commands, the whole "
+    text += 'demo, half-hour soaks, what is slow and rare: two hours'
     parser.addoption('--long', action='store_true', help=text)
 
 

@@ -1,12 +1,11 @@
 """Shows that the tests see what they are for: changes one thing at a time in a copy of the project,
 and runs the test that is meant to notice. One line a mutation; exit status 1 if one survives or
-breaks more than the test. Files are changed in the form that ast.unparse gives them, so that layout
-and comments do not matter; a text that does not stand there once ends it at the start.
+breaks more than the test. Files are changed in the form that ast.unparse gives them; a text that
+does not stand there once ends it at the start. Every setting of both trainers is changed too: a new
+one belongs into a table of test_paper.py.
 
 $ python tests/mutate.py                 # all; a few minutes of one core
 $ python tests/mutate.py gamma test_adam # those whose file, text or test has one of these words
-
-Every setting of both trainers is changed too: a new one belongs into a table of test_paper.py.
 """
 
 import ast
@@ -133,10 +132,17 @@ figures test_sweep::standard_errors_and_differences_by_hand
 figures test_sweep::ablations_are_drawn_with_standard_errors
     panels[0], with_errors(mine) -> panels[0], mine
     differences(mine, x) -> differences(mine, min(mine))
+figures test_figures::a_runs_page_has_the_logs_numbers
+    {x:.5g} -> {x:.2g}
+figures test_figures::a_sweeps_page
+    <td>{html.escape(field(row.get(k)))}</td> -> <td>{field(row.get(k))}</td>
+sweep test_sweep::tuning_goes_on_beyond_an_edge
+    factor = 2.0 -> factor = 1.0
+    range(FURTHER) -> range(FURTHER + 1)
 sweep test_sweep::ablation_plans
     (1, 2, 4, 8, 16, 32, 64) -> (1, 2, 4, 8)
 sweep test_sweep::language_models_cost_16_blocks
-    return not dear and -> return False and
+    return plan.startswith('lm-') and -> return False and
 sweep test_sweep::each_cell_is_tuned_with_seed_1_and_its
     if row.seed > 1 or not tune] -> if row.seed > 0]
     + bool(tune) for -> for
@@ -170,30 +176,25 @@ config/sokoban_demo test_paper::config_files_of_our_own
 
 
 def read_mutations() -> list[tuple[str, str, str, str]]:
-    """(file, old text, new text, test) of the table, and of each setting another value of its
-    type."""
+    """(file, old text, new text, test) of the table, and of each setting another value."""
     found = []
     for line in MUTATIONS.strip().replace('LOW', LOW).splitlines():
         if not line.startswith(' '):
             file, test = line.split()
-            file, test = f'{file}.py', node_of(*test.split('::'))
+            test, _, begin = test.partition('::')
+            text = (ROOT / f'tests/{test}.py').read_text()
+            names = re.findall(rf'^def (test_{begin}\w*)', text, re.M)
+            if begin and len(names) != 1:
+                sys.exit(f'STALE: {test}.py: {len(names)} tests begin with test_{begin}')
+            test = f'tests/{test}.py' + f'::{names[0]}' * bool(begin)
         else:
             old, new = line.strip().replace(r'\n', '\n').split(' -> ')
-            found.append((file, old, new, test))
+            found.append((f'{file}.py', old, new, test))
     for file in ('train_lm.py', 'train_sokoban.py'):
         for name, value in read_script(ROOT / file)[0].items():
             old, new = (f'\n{name} = {x!r}\n' for x in (value, another(value)))
             found.append((file, old, new, 'tests/test_paper.py::test_defaults'))
     return found
-
-
-def node_of(file: str, begin: str = '') -> str:
-    """The test file, or its only test that begins so."""
-    path = f'tests/{file}.py'
-    names = re.findall(rf'^def (test_{begin}\w*)', (ROOT / path).read_text(), re.M)
-    if begin and len(names) != 1:
-        sys.exit(f'STALE: {path}: {len(names)} tests begin with test_{begin}')
-    return f'{path}::{names[0]}' if begin else path
 
 
 def another(value: object) -> object:
@@ -224,18 +225,6 @@ def run_tests(copy: Path, tests: list[str]) -> tuple[int, str]:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), last
 
 
-def try_one(copy: Path, source: str, mutation: tuple[str, str, str, str]) -> str:
-    """What became of a mutation; the copy is as it was afterwards. pytest's status is 1 where
-    tests failed, and another where they could not run."""
-    file, old, new, test = mutation
-    (copy / file).write_text(source.replace(old, new))
-    status, last = run_tests(copy, [test])
-    (copy / file).write_text(source)
-    if status == 1:
-        return 'noticed'
-    return 'SURVIVES' if status == 0 else f'BREAKS the tests instead: {last}'
-
-
 def main() -> int:
     mutations, words = read_mutations(), sys.argv[1:]
     sources = {m[0]: ast.unparse(ast.parse((ROOT / m[0]).read_text())) for m in mutations}
@@ -260,10 +249,13 @@ def main() -> int:
         if status != 0:
             print(f'error: the tests fail before anything is changed: {last}')
             return 1
-        for mutation in mutations:
-            result = try_one(copy, sources[mutation[0]], mutation)
-            bad += result != 'noticed'
-            file, old, new, test = mutation
+        for file, old, new, test in mutations:
+            (copy / file).write_text(sources[file].replace(old, new))
+            status, last = run_tests(copy, [test])  # 1: tests failed; another: they could not run
+            (copy / file).write_text(sources[file])
+            results = {0: 'SURVIVES', 1: 'noticed'}
+            result = results.get(status, f'BREAKS the tests instead: {last}')
+            bad += status != 1
             print(f'{result}: {file}: {old.strip()!r} -> {new.strip()!r} ({test})', flush=True)
     print(f'{len(mutations)} mutations, {bad} not noticed, {time.time() - start:.0f} s')
     return int(bad > 0)

@@ -15,6 +15,7 @@ from test_train import ROOT, TINY, data  # noqa: F401  a fixture
 
 import bench
 import data_fineweb
+import figures
 import play_sokoban
 import probe_sokoban
 import sample
@@ -24,8 +25,8 @@ import train_lm
 import train_sokoban
 from configurator import configure, read_script
 
-MODULES = [bench, data_fineweb, play_sokoban, probe_sokoban, sample, sokoban, sweep, train_lm]
-SCRIPTS = {f'{module.__name__}.py': module for module in [*MODULES, train_sokoban]}
+MODULES = [bench, data_fineweb, figures, play_sokoban, probe_sokoban, sample, sokoban, sweep]
+SCRIPTS = {f'{module.__name__}.py': module for module in [*MODULES, train_lm, train_sokoban]}
 # in a code block: up to its comment
 LINE = re.compile(r'^\s*(?:\$ )?((?:python|torchrun \S+ \S+) \w+\.py(?:[^#\n]*[^#\s])?)', re.M)
 VALUE = r"""(?:=(?:'[^']*'|"[^"]*"|[\w./*,:-]*[\w*])| [a-z]+-[a-z]+|\b)"""
@@ -51,6 +52,7 @@ SMALL = {  # what makes a command of a script small
     'probe_sokoban.py': 'models={folder}/out/sokoban_small_L4 out_dir={folder}/probe{n} '
     'test_levels={folder}/levels/unfiltered-test.pack17.npy min_levels=1 n_train=8 n_test=100 '
     'epochs=1 seeds=1 device=cpu threads=1',
+    'figures.py': '',
     'bench.py': 'rounds=1 seconds=0 threads=1 out={folder}/A.json',
     'sweep.py': 'out_dir={folder}/sweep length=1',
 }

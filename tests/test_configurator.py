@@ -114,7 +114,7 @@ unknown setting :: --too_late=3
 command line: n_layer expects an integer (default 2), got '2.0' :: --n_layer=2.0
 an integer :: --n_layer=True :: --n_layer=2**3 :: --n_layer x
 True or False :: --resume=1
-write True :: --resume=true
+True or False :: --resume=true
 --resume=False :: --resume False
 needs a value, as in --out_dir=out :: --out_dir
 needs a value, as in --n_layer=2 :: --n_layer :: --n_layer --resume
@@ -132,7 +132,7 @@ BAD_FILES = table(r"""
 bad.py:2: unknown setting 'n_layr', did you mean 'n_layer' :: n_layer = 1\nn_layr = 3
 bad.py:1: n_layer expects an integer (default 2), got '3' :: n_layer = "3"
 a string :: out_dir = 3
-write True :: resume = "true"
+True or False :: resume = "true"
 bad.py:1: learning_rate: the number is not finite :: learning_rate = 1e999
 bad.py:1: a config file holds only `name = value` lines, not 'import os' :: import os
 bad.py:1 :: learning_rate = 1e300 ** 9 :: learning_rate = (-1.0) ** 0.5 :: print(1) :: n_layer = (

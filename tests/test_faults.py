@@ -198,16 +198,6 @@ def test_a_full_disk(trainer, disk, tmp_path, script):
     same(tests.read_log(there), tests.read_log(whole))
 
 
-def test_a_full_disk_for_shards(disk, tmp_path):
-    path, folder = jsonl(tmp_path / 'a.jsonl', texts(20000)), disk / 'd'
-    argv = [f'--text={path}', '--workers=1', '--shard_tokens=99991', '--val_tokens=500']
-    (disk / 'ballast').write_bytes(bytes(3_000_000))
-    one_line(prepare(folder, *argv), 'No space left on device', str(folder))
-    (disk / 'ballast').unlink()
-    assert finished(prepare(folder, *argv)) and finished(prepare(tmp_path / 'whole', *argv))
-    assert folder_bytes(folder) == folder_bytes(tmp_path / 'whole')
-
-
 def test_a_read_only_folder(data, disk):  # noqa: F811
     subprocess.run(['mount', '-o', 'remount,ro', disk], check=True)
     one_line(lm.start(data, disk / 'run'), 'Read-only', str(disk))
@@ -288,14 +278,15 @@ runpy.run_path('train_lm.py', run_name='__main__')
 
 @pytest.mark.long
 def test_two_hosts_and_one_is_cut_off(data, hosts, tmp_path):  # noqa: F811
-    """They train as two ranks on one machine do; when the cable is cut, both stop, say so, and keep
-    the last checkpoint."""
+    """With two ranks each they train as four on one machine do, and two on one machine go on with
+    that; when the cable is cut, both hosts stop, say so, and keep the last checkpoint."""
     (tmp_path / 'impatient.py').write_text(IMPATIENT)
 
     def start(k, script, out, n):
         command = ['ip', 'netns', 'exec', hosts[k], *TORCHRUN[:3], '--nnodes=2']
-        command += [f'--node_rank={k}', '--nproc_per_node=1', '--master_addr=10.77.0.1']
-        command += ['--master_port=29511', script, *lm.arguments(data, out, max_iters=n)]
+        command += [f'--node_rank={k}', '--nproc_per_node=2', '--master_addr=10.77.0.1']
+        command += ['--master_port=29511', script]
+        command += lm.arguments(data, out, max_iters=n, val_streams=4)
         env = os.environ | {'GLOO_SOCKET_IFNAME': 'cable', 'PYTHONPATH': str(ROOT)}
         return subprocess.Popen(command, env=env, **PIPES)
 
@@ -303,9 +294,15 @@ def test_two_hosts_and_one_is_cut_off(data, hosts, tmp_path):  # noqa: F811
     for process in [start(k, 'train_lm.py', two, 20) for k in (0, 1)]:
         out, err = process.communicate()
         assert process.returncode == 0, out + err
-    command = [*TORCHRUN, 'train_lm.py', *lm.arguments(data, one, max_iters=20)]
-    assert finished(forks.Popen(command, **PIPES))
+    settings = {'val_streams': 4, 'max_iters': 20}
+    assert finished(lm.start(data, one, ranks=4, **settings))
     same(lm.read_log(two), lm.read_log(one))
+    settings |= {'max_iters': 24, 'resume': True}
+    for folder, ranks in ((two, 2), (one, 4)):
+        assert finished(lm.start(data, folder, ranks=ranks, **settings))
+    for mine, other in zip(lm.read_log(two), lm.read_log(one), strict=True):
+        assert mine == pytest.approx(other, rel=2e-3)
+    assert mine['step'] == 24
     pair = [start(k, str(tmp_path / 'impatient.py'), cut, 100000) for k in (0, 1)]
     wait_for(cut / 'ckpt_prev.pt', *pair)
     subprocess.run(['ip', '-n', hosts[1], 'link', 'set', 'cable', 'down'], check=True)

@@ -144,8 +144,8 @@ def test_graphs_replay_what_runs_eagerly(tmp_path, settings):
 
 GRAPHS = """2048, 1:
 2048, 1: --recurrent=False
-2048, 2: --batch_size=3
-2048, 2: --recurrent=False --batch_size=3
+2048, 1: --batch_size=4
+2048, 1: --recurrent=False --batch_size=4
 2048, 1: --aggregation=softmax_l2 --share_kv=False
 2048, 1: --compile=True
 2048, 1: --recurrent=False --compile=True

@@ -12,7 +12,7 @@ import forks
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-HACKS = {path.stem: path for path in sorted((ROOT / 'tests' / 'hacks').glob('*.patch'))}
+HACKS = {path.stem: path for path in sorted((ROOT / 'tests' / 'hacks').glob('?_*.patch'))}
 SETTINGS = {'a_max_aggregation': {'aggregation': 'max'}, 'g_max_convlstm': {'aggregation': 'max'}}
 plain = {}
 

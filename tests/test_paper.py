@@ -21,6 +21,7 @@ from convlstm import AgentConfig, build_agent
 from model import ModelConfig, build_model
 from muon import Muon
 from sokoban import check_boards
+from test_sweep import sized
 from test_train import shards, table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,7 +54,7 @@ best=False reuse=True out_dir='out/sokoban'
 BOTH = table("""
 seed=1337 resume=False overwrite=False eval_only=False plot=False tensorboard=False wandb=False
 device='auto' dtype='auto' compile=True graphs=True path='fast' threads=0
-wandb_project='parallel-experts'
+wandb_project='parallel-experts' init_from=''
 """)
 RECIPES = {'train_lm.py': LM | LM_OURS | BOTH, 'train_sokoban.py': AGENT | AGENT_OURS | BOTH}
 
@@ -101,11 +102,9 @@ def settings_of(name):
 
 def rows_of(plan, only, monkeypatch):
     """{(recurrent, L, E, d): settings}."""
-    for cached in (sweep.under, sweep.cost):
-        cached.cache_clear()
     monkeypatch.chdir(ROOT)
-    configure(vars(sweep), [f'--plan={plan}', f'--only={only}', '--seeds=1'], quiet=True)
-    return {(r.recurrent, r.L, r.E, r.d): sweep.config_of(r) for r in sweep.plan_rows()}
+    rows = sized(f'--plan={plan}', f'--only={only}', '--seeds=1')
+    return {(r.recurrent, r.L, r.E, r.d): sweep.config_of(r) for r in rows}
 
 
 @pytest.mark.parametrize('name', TEXT)

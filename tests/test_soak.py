@@ -33,13 +33,8 @@ def test_nothing_grows(data, tmp_path, request, script):  # noqa: F811
     elif not long:
         argv = agents.arguments(out, total_steps=10**9, eval_interval=50)
     elif text:
-        prepare = [
-            'data_fineweb.py',
-            '--demo=True',
-            '--tokenizer=bytes',
-            f'--data_dir={tmp_path}/d',
-        ]
-        assert forks.run([sys.executable, *prepare], cwd=lm.ROOT).returncode == 0
+        prepare = f'data_fineweb.py --demo --tokenizer=bytes --data_dir={tmp_path}/d'
+        assert forks.run([sys.executable, *prepare.split()], cwd=lm.ROOT).returncode == 0
         argv = ['config/demo.py', f'--data_dir={tmp_path}/d', '--max_iters=1000000']
     else:
         argv = ['config/sokoban_demo.py', '--total_steps=1000000000']
