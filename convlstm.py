@@ -47,6 +47,9 @@ Z = 32  # channels of the encoder
 PLANES = ((0, 0), (0, 3), (0, 4), (1, 0), (1, 1), (1, 2))
 ACTIONS, CELLS = 4, 100
 HEADS = 8  # of the head's attention pooling
+ALLOWED = {'arch': ('convlstm', 'convglu'), 'residual': ('expert', 'shared')}
+ALLOWED |= {'aggregation': AGGREGATIONS, 'path': ('plain', 'fast', 'compiled')}
+ALLOWED['dtype'] = ('float32', 'bfloat16')
 
 State = tuple[Tensor, ...]
 
@@ -72,13 +75,7 @@ class AgentConfig:
         for name in ('n_layer', 'n_expert', 'n_embd', 'router_dim', 'head_dim'):
             if getattr(self, name) < 1:
                 raise ValueError(f'{name} = {getattr(self, name)}: must be at least 1')
-        for name, allowed in (
-            ('arch', ('convlstm', 'convglu')),
-            ('aggregation', AGGREGATIONS),
-            ('dtype', ('float32', 'bfloat16')),
-            ('residual', ('expert', 'shared')),
-            ('path', ('plain', 'fast', 'compiled')),
-        ):
+        for name, allowed in ALLOWED.items():
             if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f'{name} = {value!r}: expected one of {", ".join(allowed)}')
         r = f'radius = {self.radius}'
@@ -126,16 +123,14 @@ def glu_cell(s: Tensor | None, bias: Tensor, part: Tensor) -> Tensor:
 
 def conv(x: Tensor, w: Tensor, groups: int) -> Tensor:
     """3x3, zero padding. x (B, Y, X, C), w (O, C / groups, 3, 3) -> (B, Y, X, O)."""
-    y = F.conv2d(x.permute(0, 3, 1, 2), w, padding=w.size(-1) // 2, groups=groups)
-    return y.permute(0, 2, 3, 1)
+    return F.conv2d(x.permute(0, 3, 1, 2), w, padding=1, groups=groups).permute(0, 2, 3, 1)
 
 
 def conv_backward(g: Tensor, x: Tensor, w: Tensor, groups: int, which: int) -> Tensor:
     """Gradient of x (which = 0) or w (1) of conv, g (B, Y, X, O) being the output's."""
-    g, x, pad = g.permute(0, 3, 1, 2), x.permute(0, 3, 1, 2), [w.size(-1) // 2] * 2
-    one, zero, wanted = [1, 1], [0, 0], [which == 0, which == 1, False]
-    backward = torch.ops.aten.convolution_backward
-    grad = backward(g, x, w, None, one, pad, one, False, zero, groups, wanted)[which]
+    g, x, one = g.permute(0, 3, 1, 2), x.permute(0, 3, 1, 2), [1, 1]
+    wanted, backward = [which == 0, which == 1, False], torch.ops.aten.convolution_backward
+    grad = backward(g, x, w, None, one, one, one, False, [0, 0], groups, wanted)[which]
     return grad.permute(0, 2, 3, 1) if which == 0 else grad
 
 
@@ -242,9 +237,8 @@ class Agent(nn.Module):
         s = z.new_zeros(len(z), c.n_embd) if s is None else s.mean((1, 2), dtype=wide)
         q = F.linear(torch.cat([z, s], -1), router['q'], router['q_bias'])
         k = F.linear(router['embedding'], router['k'], router['k_bias'])
-        a = gate_weights(
-            F.softmax(q @ k.t() / math.sqrt(c.router_dim), -1), c.aggregation
-        )  # (B, E)
+        a = F.softmax(q @ k.t() / math.sqrt(c.router_dim), -1)  # (B, E)
+        a = gate_weights(a, c.aggregation)
         return torch.einsum('be,byxed->byxd', a, h.to(wide)).to(h.dtype)
 
     def ring(self, h: Tensor) -> Tensor:
@@ -291,27 +285,23 @@ class Agent(nn.Module):
         return 1 - start.to(self.query.dtype)[:, None, None, None, None]  # (N, 1, 1, 1, 1)
 
     def num_params(self) -> dict[str, int]:
-        """Parameters in all, of the head, of the encoder and of the core."""
-        count = {'total': 0, 'head': 0, 'encoder': 0, 'core': 0}
-        for name, p in self.named_parameters():
-            of = name.partition('.')[0].removesuffix('_bias')
-            of = 'head' if of in ('query', 'dense', 'logits', 'value') else of
-            count[of if of in count else 'core'] += p.numel()
-            count['total'] += p.numel()
-        return count
+        """Parameters in all, and of the core: without encoder and head."""
+        sizes = {name: p.numel() for name, p in self.named_parameters()}
+        outside = ('encoder', 'query', 'dense', 'logits', 'value')
+        core = sum(n for name, n in sizes.items() if not name.startswith(outside))
+        return {'total': sum(sizes.values()), 'core': core}
 
     def macs_per_step(self) -> dict[str, int]:
         """Multiply-adds of the products of one step of one board: 'nominal', the paper's cost
-        L E C(d) with C(d) = 9 (32 + 2d) 4d a cell (ConvGLU 9 d 2d), recurrent or not; 'core', what
-        the equations need; 'executed', what the fast path does; 'encoder'; 'head'."""
+        L E C(d) with C(d) = 9 (32 + 2d) 4d a cell (ConvGLU 9 d 2d), recurrent or not; 'executed',
+        what the fast path does for it; 'encoder'; 'head'."""
         c = self.config
         L, E, D, H = c.n_layer, c.n_expert, c.n_embd, c.head_dim
         cost = 9 * (Z + 2 * D) * 4 * D if c.arch == 'convlstm' else 9 * D * 2 * D
         router = L * (Z + D + E) * c.router_dim if c.routed else 0
-        core, executed = (CELLS * macs + router for macs in self.core_macs())
-        head = 2 * HEADS * CELLS * D + (HEADS + 1) * D * 2 * H + H * (ACTIONS + 1)
-        macs = {'nominal': CELLS * L * E * cost, 'core': core, 'executed': executed}
-        return macs | {'encoder': CELLS * 9 * len(PLANES) * Z, 'head': head}
+        macs = {'nominal': CELLS * L * E * cost, 'executed': CELLS * self.cell_macs() + router}
+        macs['head'] = 2 * HEADS * CELLS * D + (HEADS + 1) * D * 2 * H + H * (ACTIONS + 1)
+        return macs | {'encoder': CELLS * 9 * len(PLANES) * Z}
 
 
 class ConvLSTM(Agent):
@@ -329,8 +319,7 @@ class ConvLSTM(Agent):
                 weights.append(weight(E * 4 * D, C, 3, 3, fan_in=fan_in))
             self.gain.append(torch.ones(E, 4, D))
             self.bias.append(torch.zeros(E, 4, D))
-            with torch.no_grad():
-                self.bias[l][:, 1] = 1  # forget
+            self.bias[l].data[:, 1] = 1  # forget
 
     @property
     def merged(self) -> bool:
@@ -349,12 +338,13 @@ class ConvLSTM(Agent):
         E, near = self.config.n_expert, self.config.radius >= 0
         w = SimpleNamespace(z=self.make_conv(torch.cat(list(self.wz))), levels=[])
         for ws, wh in zip(self.ws, self.wh, strict=True):
-            s = h = None
-            if self.merged and ws.numel():
-                s = self.make_conv(ws + wh)
-            elif near and ws.numel():  # s_i and h_i side by side: one grouped convolution
-                h = self.make_conv(torch.cat([ws, wh], 1), E)
-            elif ws.numel():
+            if not ws.numel():  # nothing is below
+                s = h = None
+            elif self.merged:
+                s, h = self.make_conv(ws + wh), None
+            elif near:  # s_i and h_i side by side: one grouped convolution
+                s, h = None, self.make_conv(torch.cat([ws, wh], 1), E)
+            else:
                 s, h = self.make_conv(ws), self.make_conv(wh, E)
             w.levels.append((s, h))
         return w
@@ -386,10 +376,9 @@ class ConvLSTM(Agent):
             s = self.aggregate(l, h, z, s)
         return s, (s, h, *new) if c.recurrent else ()
 
-    def core_macs(self) -> tuple[int, int]:
-        out, below = 9 * 4 * self.config.n_expert * self.config.n_embd, [w.size(1) for w in self.ws]
-        core, merged = (out * sum(Z + parts * C for C in below) for parts in (2, 1))
-        return core, merged if self.merged else core
+    def cell_macs(self) -> int:
+        below = [w.size(1) * (1 if self.merged else 2) for w in self.ws]
+        return 9 * 4 * self.config.n_expert * self.config.n_embd * sum(Z + C for C in below)
 
 
 class ConvGLU(Agent):
@@ -444,11 +433,10 @@ class ConvGLU(Agent):
         s = self.aggregate(l, h, z, None) if self.near else s.squeeze(3)
         return s, (carried,) if c.recurrent else ()
 
-    def core_macs(self) -> tuple[int, int]:
+    def cell_macs(self) -> int:
         c, D = self.config, self.config.n_embd
         reads = c.recurrent * self.streams  # R, for each that reads its own
-        core = c.n_layer * c.n_expert * 9 * D * 2 * D + Z * D + reads * D * D
-        return core, core
+        return c.n_layer * c.n_expert * 9 * D * 2 * D + Z * D + reads * D * D
 
 
 def build_agent(config: AgentConfig) -> Agent:

@@ -1,40 +1,82 @@
 """
-What Sokoban agents can do: `play` levels greedily, `report` the solve rate with two games as GIFs,
-draw learning curves. train_sokoban.py calls these (`--eval_only=True --levels=unfiltered-test`
-evaluates, `--plot=True` draws); as a script, this draws runs beside each other:
+What Sokoban agents can do: play a game in the terminal, or into a GIF; solve rates, also of other
+people's policies (`--policy=module:function`); runs beside each other; an agent as plain files,
+model.safetensors and config.json. train_sokoban.py evaluates and draws by functions of this file.
 
+$ python play_sokoban.py --out_dir=pretrained/sokoban          # keys: pause, step, next level, quit
+$ python play_sokoban.py --out_dir=pretrained/sokoban --level=3 --gif=game.gif
+$ python play_sokoban.py --out_dir=out/sokoban_small_L4 --measure
+$ python play_sokoban.py --out_dir=out/sokoban_small_L4 --export=out/agent
 $ python play_sokoban.py --runs=out/sokoban_small_L4,out/sokoban_small_ff_L4 --picture=compare.png
 
 Shape letters as in sokoban.py and convlstm.py: N boards at a time, n levels.
 """
 
 import contextlib
+import importlib
+import itertools
 import json
+import math
 import os
+import select
+import signal
+import sys
+import termios
 import time
+import tty
+from collections.abc import Callable, Iterator
+from dataclasses import fields
 from functools import partial
 
 # before torch: how threads wait, what ctrl-C does
-from configurator import configure, every, fail, run_script, write_atomic, write_json
+from configurator import configure, every, fail, first_line, run_script, write_atomic, write_json
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
-from checkpoint import device_name, print0
-from convlstm import Agent
+import checkpoint
+from checkpoint import BEST, CheckpointError, device_name, print0
+from convlstm import Agent, AgentConfig, build_agent
 from figures import COLORS, NAMES, curve, finish, new, read_log, run_figure, save
-from sokoban import TIME_LIMIT, SokobanEnv, draw, save_gif
+from sokoban import TIME_LIMIT, SokobanEnv, at_most, board_image, board_keys, board_text, draw_by
+from sokoban import load_levels, save_gif
 
 # -----------------------------------------------------------------------------
 # fmt: off
-runs = ''                      # folders of runs, with a comma between them
-picture = 'compare.png'        # what to draw into
+out_dir = ''                   # an agent: a folder that train_sokoban.py wrote, or an export
+which = 'best'                 # 'best' (highest held-out return), if there is one, or 'last'
+policy = ''                    # or module:function, from observations (N, 10, 10, 2) uint8 to
+                               # actions (N,), 0..3: evaluated on n_levels
+measure = False                # solve rate and return of the agent on n_levels, instead of a game
+levels = ''                    # a split or a file; '': the agent's held-out ones; of a policy: easy
+levels_dir = ''                # folder of Boxoban's levels; '': data/boxoban
+download = False               # fetch the split into levels_dir where it is not there
+n_levels = 512                 # the first so many of them
+level = 0                      # the first to be played
+ms = 250                       # of a step, shown in a terminal or a GIF
+probe = ''                     # probe_sokoban.py's of this agent, whose plan is drawn as arrows;
+                               # '': probe.safetensors of out_dir, if it is there
+gif = ''                       # a file to write the game into, instead of the terminal
+export = ''                    # a folder to write the agent into, instead
+device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda', 'cuda:1'
+runs = ''                      # or folders of runs, with a comma between them: their curves
+picture = 'compare.png'        # what to draw these into
 # fmt: on
+RANGES = {'which': ['best', 'last'], 'n_levels': (1, math.inf), 'level': (0, math.inf)}
+RANGES |= {'ms': (10, math.inf)}
 # -----------------------------------------------------------------------------
 
 BOARDS = 256  # played at a time
 STEPS = 'environment steps (millions)'
+WEIGHTS, CONFIG = 'model.safetensors', 'config.json'
+SIZES = [field.name for field in fields(AgentConfig) if field.name not in ('dtype', 'path')]
+EASY = {'eval_split': 'generated', 'n_boxes': 1, 'max_moves': 12, 'seed': 1337}
+# of # .$*@+ in a terminal: two columns a cell
+TILES = {'#': '90m██', ' ': '0m  ', '.': '31m◦ ', '$': '33m▣ '}
+TILES |= {'*': '32m▣ ', '@': '94m● ', '+': '95m● '}
+ARROWS = [f'\x1b[36m{way} \x1b[0m' for way in '↑→↓←']
 
 
 @torch.no_grad()
@@ -58,7 +100,7 @@ def play(
                 logits, _, state = model.act(w, env.observe(), start, state)
                 action = logits.argmax(-1)
             else:
-                action = draw(seed, 2, env.board + number + first, env.steps) % 4
+                action = draw_by(board_keys(seed, 2, env.board + number + first), env.steps) % 4
             actions[:, t] = action * alive
             reward, start, solved = env.step(action)  # ended boards play on, and do not count
             total += reward * alive
@@ -136,8 +178,7 @@ def compare(folders: list[str], path: str) -> None:
     for i, (folder, log) in enumerate(zip(folders, logs, strict=True)):
         with open(os.path.join(folder, 'config.json')) as f:
             c = json.load(f)
-        arch = NAMES[c.get('arch') or c['kind']]  # as older runs say
-        name = f'{folder}: {arch}, {"recurrent" if c["recurrent"] else "feedforward"}'
+        name = f'{folder}: {NAMES[c["arch"]]}, {"recurrent" if c["recurrent"] else "feedforward"}'
         name += f', L = {c["n_layer"]}, E = {c["n_expert"]}, d = {c["n_embd"]}'
         shared = [r for r in log if r['env_steps'] <= end]
         curve(panels[0], shared, 'env_steps', 'return_1000', name, color=COLORS[i % 7])
@@ -147,10 +188,231 @@ def compare(folders: list[str], path: str) -> None:
     write_atomic(path, partial(finish(figure, '').savefig, dpi=160, format='png'))
 
 
+# ----------------------------------------------------------------------------- whose games
+
+
+class Policy:
+    """A function from observations to actions, as `play` wants an agent."""
+
+    def __init__(self, name: str):
+        module, _, function = name.partition(':')
+        sys.path.append(os.getcwd())
+        try:
+            self.function = getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError, ValueError) as error:
+            fail(f'policy = {name!r}: expected module:function ({first_line(error)})')
+
+    def prepare(self) -> None:
+        pass
+
+    def init_state(self, N: int) -> tuple:
+        return ()
+
+    def act(self, w: None, obs: torch.Tensor, start: torch.Tensor, state: tuple) -> tuple:
+        actions = np.asarray(self.function(obs.cpu().numpy()))
+        if actions.shape != start.shape or not np.isin(actions, range(4)).all():
+            given = f'{actions.ravel()[:3]}, shape {actions.shape}'
+            fail(f'policy = {policy!r}: expected {len(obs)} actions, each 0 to 3, found {given}')
+        return F.one_hot(torch.from_numpy(actions.astype(np.int64)), 4).to(obs.device), None, state
+
+
+def read_tensors(path: str, device: str) -> dict[str, torch.Tensor]:
+    """CheckpointError."""
+    checkpoint.need_packages(safetensors=True)
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path, device)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f'{path}: cannot be read ({first_line(error)})') from None
+
+
+def load_agent(folder: str, which: str, device: str) -> tuple[Agent, dict]:
+    """An export, or train_sokoban.py's best or last checkpoint -> the agent, and its settings or
+    config.json. CheckpointError."""
+    where = os.path.join(folder, CONFIG)
+    if os.path.exists(os.path.join(folder, WEIGHTS)):
+        weights = read_tensors(os.path.join(folder, WEIGHTS), device)
+        with checkpoint.restoring(where, 'it'), open(where, encoding='utf-8') as file:
+            about = json.load(file)
+    else:
+        file = BEST if which == 'best' and os.path.exists(os.path.join(folder, BEST)) else None
+        needed = ('model', 'step', 'best')
+        saved, where = checkpoint.load_run(folder, 'train_sokoban.py', needed, (), {}, file)
+        weights, about = saved['model'], saved['config']
+        about = about | {name: saved[name] for name in ('step', 'best')}
+    with checkpoint.restoring(where, 'the agent'):
+        names = [*SIZES, *EASY, 'n_envs', 'unroll', 'step', 'best']
+        about = {name: about[name] for name in names}
+        dtype = str(checkpoint.pick_dtype('auto', device)).removeprefix('torch.')
+        config = AgentConfig(**{name: about[name] for name in SIZES}, dtype=dtype)
+        checkpoint.check_model(build_agent, config)
+        model = build_agent(config)
+    checkpoint.load_weights(model, weights, where)
+    return model.to(device).eval(), about
+
+
+def export_agent(model: Agent, about: dict, folder: str) -> None:
+    """An earlier export is replaced; a folder with anything else is refused."""
+    checkpoint.need_packages(safetensors=True)
+    from safetensors.torch import save as packed
+
+    there = set(os.listdir(folder)) if os.path.isdir(folder) else set()
+    if there and not {WEIGHTS} <= there <= {WEIGHTS, CONFIG, 'probe.safetensors'}:
+        fail(f'export = {folder!r}: holds what no export of ours wrote: name another folder')
+    os.makedirs(folder, exist_ok=True)
+    weights = {name: x.float().cpu().contiguous() for name, x in model.state_dict().items()}
+    data = packed(weights, metadata={'format': 'pt'})
+    write_atomic(os.path.join(folder, WEIGHTS), lambda file: file.write(data))
+    write_json(about, os.path.join(folder, CONFIG))
+    print(f'{folder}: {WEIGHTS} ({len(data) / 1e6:.1f} MB), {CONFIG}')
+
+
+# ----------------------------------------------------------------------------- a game on show
+
+
+@contextlib.contextmanager
+def keyboard() -> Iterator[Callable[[float | None], str]]:
+    """-> key(seconds): the next key, '' if none comes in time (None: waits). The terminal is as it
+    was afterwards, whatever ends this. Where none is: no keys, and no waiting."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        yield lambda seconds: ''
+        return
+    source = sys.stdin.fileno()
+
+    def key(seconds: float | None) -> str:
+        ready = select.select([source], [], [], seconds)[0]
+        return (os.read(source, 1).decode(errors='replace') or 'q') if ready else ''
+
+    def leave(number: int, frame: object) -> None:
+        sys.exit(128 + number)  # by the finally below
+
+    handlers = {signal.SIGTERM: leave, signal.SIGHUP: leave, signal.SIGTSTP: signal.SIG_IGN}
+    before = termios.tcgetattr(source)
+    former = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        tty.setcbreak(source)
+        print('\x1b[?25l', end='')  # no cursor
+        yield key
+    finally:
+        termios.tcsetattr(source, termios.TCSADRAIN, before)
+        for number, handler in former.items():
+            signal.signal(number, handler)
+        print('\x1b[?25h', flush=True)
+
+
+def film(model: Agent, packed: np.ndarray, i: int, device: str) -> tuple[np.ndarray, str]:
+    """Level i played greedily -> observations (T + 1, 10, 10, 2), and how it ended."""
+    result = play(model, packed[i : i + 1], device)
+    steps, end = int(result['steps']), 'solved' if result['solved'].item() else 'not solved'
+    frames = replay(packed[i : i + 1], result['actions'][:, :steps].numpy())[0]
+    return frames, f'level {i}, {end} in {steps} steps, return {result["return"].item():.1f}'
+
+
+@torch.no_grad()
+def plans(model: Agent, frames: np.ndarray, device: str) -> np.ndarray:
+    """Where the probe says that the agent will step onto a cell: up, right, down, left as 0..3,
+    else -1; (T + 1, 10, 10), all -1 without a probe."""
+    ways = np.full(frames.shape[:3], -1)
+    path = probe or os.path.join(out_dir, 'probe.safetensors')
+    if policy or not (probe or os.path.exists(path)):
+        return ways
+    saved, conv = read_tensors(path, device), torch.nn.Conv2d(model.config.n_embd, 5, 3, padding=1)
+    threshold = saved.pop('threshold', torch.tensor(math.inf))
+    checkpoint.load_weights(conv.to(device), saved, path)
+    w, state, start = model.prepare(), model.init_state(1), torch.ones(1, device=device)
+    for t, board in enumerate(frames[:-1]):
+        z = model.encode(torch.from_numpy(board[None]).to(device))
+        s, state = model.step(w, z, model.z_parts(w, z), model.alive(start), state)
+        sure, way = F.softmax(conv(s.float().permute(0, 3, 1, 2)), 1)[0, :4].max(0)
+        ways[t], start = torch.where(sure >= threshold, way, -1).cpu().numpy(), start * 0
+    return ways
+
+
+def drawn(board: np.ndarray, ways: np.ndarray) -> np.ndarray:
+    """An observation's picture, with the plan on free cells."""
+    picture, (v, u) = board_image(board), np.mgrid[-1:1:24j, -1:1:24j]
+    up = (abs(u) < 0.5 * v + 0.3) & (abs(v) < 0.5)  # a triangle
+    for y, x in np.argwhere((ways >= 0) & (board[..., 0] == 0)):
+        cell = picture[24 * y : 24 * y + 24, 24 * x : 24 * x + 24]
+        cell[np.rot90(up, -ways[y, x])] = 30, 130, 140
+    return picture
+
+
+def show(board: np.ndarray, ways: np.ndarray, line: str, again: bool) -> None:
+    """An observation and a line below it; in a terminal in colours, with the plan on free cells,
+    over the last one if again."""
+    text = board_text(board)
+    if sys.stdout.isatty():
+        cells = [f'\x1b[{TILES[char]}\x1b[0m' for char in text.replace('\n', '')]
+        for k in np.flatnonzero((ways >= 0) & (board[..., 0] == 0)):  # no box, no agent
+            cells[k] = ARROWS[ways.flat[k]]
+        text = '\n'.join(''.join(cells[k : k + 10]) for k in range(0, 100, 10))
+        print('\x1b[11A' * again, end='')  # eleven lines up
+        line = f'\r\x1b[K{line}  (space pause, s step, n next, q quit)'
+    print(f'{text}\n{line}', flush=True)
+
+
+def watch(model: Agent, packed: np.ndarray, device: str) -> None:
+    """Games one after the other in a terminal; elsewhere one, as plain text."""
+    paused = False
+    with keyboard() as key:
+        for number in itertools.count():
+            i, pressed = (level + number) % len(packed), ''
+            frames, said = film(model, packed, i, device)
+            ways = plans(model, frames, device)
+            for t, board in enumerate(frames):
+                last = t + 1 == len(frames)
+                show(board, ways[t], said if last else f'level {i}, step {t}', number + t > 0)
+                pressed = key(None if paused else ms / 1000 * (8 if last else 1))
+                while pressed == ' ':
+                    paused = not paused
+                    pressed = key(None if paused else ms / 1000)
+                paused = paused or pressed == 's'
+                if pressed in ('n', 'q'):
+                    break
+            if pressed == 'q' or not sys.stdout.isatty() or not sys.stdin.isatty():
+                return
+
+
+def use_agent() -> None:
+    """A game, a GIF, a solve rate or an export, as asked for."""
+    where = checkpoint.pick_device(device)
+    model, about = (Policy(policy), EASY) if policy else load_agent(out_dir, which, where)
+    if export:
+        return export_agent(model, about, export)
+    split, made = levels or about['eval_split'], None
+    if split == 'generated':  # the training's own held-out ones but for the few it leaves out
+        made = n_levels, about['n_boxes'], 2 * about['seed'] + 1, about['max_moves']
+    packed, line = at_most(n_levels, *load_levels(levels_dir, split, download, made))
+    if policy or measure:
+        found = evaluate(model, packed, where)
+        said = f'solved {found["solve_rate"]:.1%}, return {found["return"]:.2f}'
+        print(f'{policy or out_dir}: {said}, {found["steps"]:.0f} steps; {line}')
+        return
+    if level >= len(packed):
+        fail(f'level = {level}: there are {len(packed)} levels, counted from 0')
+    if not gif:
+        return watch(model, packed, where)
+    checkpoint.need_packages(PIL=True)
+    frames, said = film(model, packed, level, where)
+    ways = plans(model, frames, where)
+    save_gif([drawn(*pair) for pair in zip(frames, ways, strict=True)], gif, ms)
+    print(f'{gif}: {said}')
+
+
 def main() -> None:
     configure(globals(), quiet=True)
+    if sum(map(bool, (out_dir, policy, runs))) != 1:
+        fail(
+            'name one: --out_dir=FOLDER of an agent, --policy=module:function, --runs=FOLDER,FOLDER'
+        )
     if not runs:
-        fail('runs is empty: name folders of runs, --runs=out/a,out/b')
+        try:
+            return use_agent()
+        except ValueError as error:  # CheckpointError, LevelError, SizeError, pick_device's
+            fail(error)
     try:
         compare(runs.split(','), picture)
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:

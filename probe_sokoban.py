@@ -122,6 +122,7 @@ class Player:
     name: str  # its folder's
     label: str
     data: 'Steps | None' = None  # its games on the levels that all solve
+    scale: Tensor | None = None  # of what probes read
     probes: dict | None = None
     guesses: 'dict[str, Guess] | None' = None  # of each probe
     rows: list | None = None  # of `score`
@@ -644,11 +645,11 @@ def read_levels(c: dict) -> tuple[ndarray, ndarray]:
     ones, none is among both."""
     wanted = (levels or c['split'], n_train, c['n_levels'])
     wanted = wanted, (test_levels or c['eval_split'], n_test, c['eval_games'])
-    without, parts = None, []
+    without, parts = (), []
     for k, (name, n, own) in enumerate(wanted):
         made = max(n, own), c['n_boxes'], c['seed'] * 2 + k, c['max_moves'], without
         packed, line = load_levels(levels_dir or c['levels_dir'], name, download, made)
-        without = packed if name == 'generated' else None
+        without = packed if name == 'generated' else ()
         packed, line = at_most(n, packed, line)
         print(line)
         parts.append(packed)
@@ -676,13 +677,28 @@ def probe(device: str) -> None:
         fail(f'fewer than min_levels = {min_levels}: take easier test_levels, or more (n_test)')
     for player in players:
         print(f'{player.label}: probes')
-        player.probes, scale = train_probes(prepare(player, packed, 'train', device), device)
+        data = prepare(player, packed, 'train', device)
+        player.probes, player.scale = train_probes(data, device)
         player.data = prepare(player, test, 'test', device, solved)
-        player.guesses = predict(player.probes, player.data, scale)
+        player.guesses = predict(player.probes, player.data, player.scale)
     wanted = common_precision(players)
     for player in players:
         player.rows, player.about = score(player.data, player.guesses, wanted)
+        save_probe(player)
     write_results(players, test, test[solved], wanted, device)
+
+
+def save_probe(player: Player) -> None:
+    """The first seed's 3x3 probe of s[L], which play_sokoban.py draws, as out_dir/NAME's
+    probe.safetensors."""
+    from safetensors.torch import save as packed
+
+    C, (_, conv) = player.model.config.n_embd, player.probes['3x3']
+    parts = {'weight': conv.weight.detach()[:5] / player.scale[:C], 'bias': conv.bias.detach()[:5]}
+    parts['threshold'] = torch.tensor(player.about['3x3']['threshold'])
+    data = packed({name: x.cpu().contiguous() for name, x in parts.items()})
+    path = os.path.join(out_dir, player.name, 'probe.safetensors')
+    write_atomic(path, lambda file: file.write(data))
 
 
 def write_results(

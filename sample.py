@@ -5,6 +5,8 @@ sizes and tokenizer.
 
 $ python sample.py --out_dir=out/demo --prompt="The state of the Union"
 $ python sample.py --out_dir=out/demo --prompt=FILE:prompt.txt --max_new_tokens=-1   # until ctrl-C
+$ python sample.py --out_dir=out/demo --interactive       # continues what is typed, line after line
+$ python sample.py --out_dir=out/demo --score=prompt.txt  # nats and bits a byte of a text
 $ python sample.py --out_dir=out/demo --export=out/demo_model
 $ python sample.py --out_dir=out/demo_model --prompt="The state of the Union"
 """
@@ -14,6 +16,7 @@ import itertools
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator
 
@@ -35,15 +38,20 @@ from model import build_model, level, levels, norm, plain_weights, token
 # fmt: off
 out_dir = 'out/lm'             # a folder that train_lm.py wrote, or an export
 which = 'best'                 # 'best' (lowest validation loss), if there is one, or 'last'
-prompt = ''                    # text to continue; FILE:name reads a file; '' starts a document
+prompt = ''                    # text to continue; '' starts a document; FILE:name reads a file,
+                               # FILE:- standard input
+interactive = False            # continue each line typed; the state goes on from line to line
 max_new_tokens = 500           # tokens to write; -1: until ctrl-C
 temperature = 0.8              # 1: the model's own distribution; lower is safer; 0: the likeliest
 top_k = 200                    # keep only the likeliest tokens; 0: all
+top_p = 1.0                    # and of these the likeliest that have this share; 1: all
 num_samples = 1                # texts to write, one after the other
 seed = 1337                    # of the draws
 device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda'
 dtype = 'auto'                 # of products: 'float32', 'bfloat16'; 'auto': bfloat16 if it is fast;
                                # with `export` of the weights, 'auto': float32
+score = ''                     # a text file, or - for standard input: instead of writing, say how
+                               # many nats and bits a byte of it costs the model
 export = ''                    # a folder to write the model into, instead of text; what it holds of
                                # an earlier export is replaced
 # fmt: on
@@ -54,10 +62,12 @@ RANGES = {
     'max_new_tokens': (-1, math.inf),
     'temperature': (0, math.inf),
     'top_k': (0, math.inf),
+    'top_p': (0.001, 1),
     'num_samples': (1, math.inf),
     'dtype': ['auto', 'float32', 'bfloat16'],
 }
 WEIGHTS, CONFIG = 'model.safetensors', 'config.json'
+PIECE = 8192  # characters of a text read at a time
 
 
 def make_model(about: dict, recurrent: bool, tokenizer: str, **on: str) -> LanguageModel:
@@ -211,8 +221,8 @@ def end(s: Tensor, readout: Tensor, logits: Tensor) -> None:
 class Decoder:
     """B streams of a model with its weights as they are now, in memory that never moves. amp:
     torch.bfloat16, or torch.float32 for products in the model's own dtype; temperature 0 is greedy;
-    top_k 0 keeps every token; seed: an int, a torch.Generator, or None for torch's own. `logits`
-    (B, V): the last.
+    top_k 0 and top_p 1 keep every token; seed: an int, a torch.Generator, or None for torch's own.
+    `logits` (B, V): the last.
 
     Keys and values lie in rings of W slots, a key rotated by its slot; when the head comes round to
     slot 0, all are rotated back by W: with the newest in slot h, slot j has angle j where j <= h,
@@ -220,11 +230,14 @@ class Decoder:
     stays exact."""
 
     @torch.no_grad()
-    def __init__(self, model, B, amp=torch.float32, temperature=0, top_k=0, seed=0, compile=False):
+    def __init__(
+        self, model, B, amp=torch.float32, temperature=0, top_k=0, seed=0, compile=False, top_p=1.0
+    ):
         c, device, wide = model.config, model.embedding.device, model.embedding.dtype
         dt, W = amp if amp == torch.bfloat16 else wide, c.window
         self.rules = model.levels[0].rules()
-        self.model, self.amp, self.temperature, self.top_k = model, amp, temperature, top_k
+        self.model, self.amp = model, amp
+        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
         self.random = torch.Generator(device).manual_seed(seed) if isinstance(seed, int) else seed
         self.piece = compiled if compile else lambda f: f
         self.weights = []  # cast once; 0-dim would be traced twice
@@ -270,8 +283,13 @@ class Decoder:
             return logits.argmax(-1)
         if 0 < self.top_k < logits.size(-1):
             logits = logits.masked_fill(logits < logits.topk(self.top_k).values[:, -1:], -math.inf)
+        logits = logits / self.temperature
+        if self.top_p < 1:
+            p, order = F.softmax(logits, -1).sort(descending=True)
+            more = p.cumsum(-1) - p >= self.top_p  # the likelier ones have that share already
+            logits = logits.masked_fill(more.scatter(-1, order, more), -math.inf)
         x = torch.empty_like(logits).exponential_(generator=self.random)
-        return (logits / self.temperature - x.log()).argmax(-1)
+        return (logits - x.log()).argmax(-1)
 
     def advance(self) -> None:
         """One token for each stream, by tensors on the device alone: a CUDA graph can hold it."""
@@ -305,24 +323,26 @@ class Decoder:
         return self.token
 
     @torch.no_grad()
-    def prefill(self, idx: Tensor) -> None:
-        """Start anew with the tokens idx (B, T) by the model's chunk path, block_size at a time."""
+    def prefill(self, idx: Tensor, state: State | None = None) -> State:
+        """The tokens idx (B, T) by the model's chunk path, block_size at a time, after a state, by
+        default anew. -> the state after them."""
         due, n = every(), self.model.config.block_size
         with torch.autocast(idx.device.type, torch.bfloat16, enabled=self.amp == torch.bfloat16):
-            state = self.model.init_state(len(idx))
+            state = self.model.init_state(len(idx)) if state is None else state
             for t in range(0, idx.size(1), n):
                 state = self.model.core(idx[:, t : t + n], state)[1]
                 if due():
                     print(f'    {t + n:,} of {idx.size(1):,} tokens of the prompt', file=sys.stderr)
         self.load(state)
+        return state
 
-    def generate(self, idx: Tensor, max_new_tokens: int) -> Iterator[Tensor]:
-        """Continue prompts idx (B, T >= 1): yields (B,) tokens, for ever where max_new_tokens <
-        0."""
-        if idx.size(1) == 0:
-            raise ValueError('generate needs a prompt of at least one token')
+    def generate(
+        self, idx: Tensor, max_new_tokens: int, state: State | None = None
+    ) -> Iterator[Tensor]:
+        """Continue prompts idx (B, T >= 1), after a state, by default anew: yields (B,) tokens, for
+        ever where max_new_tokens < 0."""
         if max_new_tokens:
-            self.prefill(idx[:, :-1])
+            self.prefill(idx[:, :-1], state)
             yield self.step(idx[:, -1]).clone()
         for _ in itertools.count() if max_new_tokens < 0 else range(max_new_tokens - 1):
             yield self.step().clone()
@@ -331,16 +351,24 @@ class Decoder:
 # ---- text ----
 
 
-def read_prompt() -> str:
-    if not prompt.startswith('FILE:'):
-        return prompt
+def read_text(name: str) -> Iterator[str]:
+    """A file's text ('-': standard input's) in pieces that end where a token does: between a word
+    and the space after it."""
+    rest, own = '', name != '-'
     try:
-        with open(prompt[5:], encoding='utf-8') as file:
-            return file.read()
+        with open(name if own else 0, encoding='utf-8', newline='', closefd=own) as file:
+            while more := file.read(PIECE):
+                rest += more
+                word = re.match(r'.*\S(?=\s)', rest, re.DOTALL)
+                end = word.end() if word else len(rest)
+                yield rest[:end]
+                rest = rest[end:]
     except OSError as error:
-        fail(f'prompt: {prompt[5:]}: cannot be read: {error.strerror}')
+        fail(f'{name}: cannot be read: {error.strerror}')
     except UnicodeDecodeError as error:
-        fail(f'prompt: {prompt[5:]}: cannot be read as text: {error.reason}')
+        fail(f'{name}: cannot be read as text: {error.reason}')
+    if rest:
+        yield rest
 
 
 def load_model(device: str) -> tuple[LanguageModel, Tokenizer]:
@@ -353,24 +381,84 @@ def load_model(device: str) -> tuple[LanguageModel, Tokenizer]:
     return model.to(device).eval(), get_tokenizer(name)
 
 
-def write_text() -> None:
-    device_ = checkpoint.pick_device(device)
-    amp = checkpoint.pick_dtype(dtype, device_)
-    (model, tokenizer), text = load_model(device_), read_prompt()
-    idx = torch.tensor([[tokenizer.eot, *tokenizer.encode(text)]], device=device_)  # (1, T)
-    decoder = Decoder(model, 1, amp, temperature, top_k, seed)
+def say(tokenizer: Tokenizer, stream: Iterator[Tensor]) -> None:
+    characters = codecs.getincrementaldecoder('utf-8')('replace')  # one may span tokens
+    for ids in stream:
+        print(characters.decode(tokenizer.decode_bytes(ids.tolist())), end='', flush=True)
+    print(characters.decode(b'', final=True))
+
+
+def write_text(decoder: Decoder, tokenizer: Tokenizer) -> None:
+    text = ''.join(read_text(prompt[5:])) if prompt.startswith('FILE:') else prompt
+    ids, device = [tokenizer.eot, *tokenizer.encode(text)], decoder.token.device
+    if interactive:
+        return converse(decoder, tokenizer, ids)
+    idx = torch.tensor([ids], device=device)  # (1, T)
+    state = decoder.prefill(idx[:, :-1])  # once for all samples
     for i in range(num_samples):
-        characters = codecs.getincrementaldecoder('utf-8')('replace')  # one may span tokens
         print('---------------\n' * (i > 0) + text, end='', flush=True)
-        for ids in decoder.generate(idx, max_new_tokens):
-            print(characters.decode(tokenizer.decode_bytes(ids.tolist())), end='', flush=True)
-        print(characters.decode(b'', final=True))
+        say(tokenizer, decoder.generate(idx[:, -1:], max_new_tokens, state))
+
+
+def converse(decoder: Decoder, tokenizer: Tokenizer, ids: list[int]) -> None:
+    """After the tokens ids, continues each line of standard input, in one stream."""
+    state, ask = None, '> ' if sys.stdin.isatty() else ''
+    for i in itertools.count():
+        try:
+            line = input(ask)
+        except EOFError:
+            return print(end='\n' * bool(ask))
+        ids += tokenizer.encode('\n' * (i > 0) + line)
+        idx = torch.tensor([ids], device=decoder.token.device)
+        say(tokenizer, decoder.generate(idx, max_new_tokens, state))
+        ids, state = decoder.token.tolist(), decoder.state()  # its last token is not read yet
+
+
+@torch.no_grad()
+def score_text(model: LanguageModel, tokenizer: Tokenizer, amp: torch.dtype) -> None:
+    """Loss on the text of `score` as one document, read as a stream, in constant memory."""
+    ids, device, due = [tokenizer.eot], model.embedding.device.type, every()
+    n = min(model.config.block_size, 128)  # longer chunks only cost memory
+    nats, tokens, size = torch.zeros((), dtype=torch.float64, device=device), 0, 0
+    with torch.autocast(device, torch.bfloat16, enabled=amp == torch.bfloat16):
+        state = model.init_state(1)
+        for text in itertools.chain(read_text(score), ['']):  # '': its end
+            ids += tokenizer.encode(text)
+            size += len(text.encode())
+            while len(ids) > (n if text else 1):
+                idx = torch.tensor([ids[: n + 1]], device=device)
+                loss, state = model(idx[:, :-1], idx[:, 1:], state)
+                count = idx.size(1) - 1
+                nats += loss.double() * count
+                ids, tokens = ids[count:], tokens + count
+                if due():
+                    sofar = nats.item() / tokens
+                    print(f'    {tokens:,} tokens: {sofar:.4f} nats a token', file=sys.stderr)
+    if not size:
+        fail(f'score = {score!r}: there is no text in it')
+    a_byte = nats.item() / size
+    cost = f'{a_byte:.4f} nats a byte, {a_byte / math.log(2):.4f} bits a byte'
+    print(f'{score}: {size:,} bytes, {tokens:,} tokens: {cost}')
+
+
+def use_model() -> None:
+    """Text from the model of out_dir, or its score of a text."""
+    where = checkpoint.pick_device(device)
+    amp = checkpoint.pick_dtype(dtype, where)
+    model, tokenizer = load_model(where)
+    if score:
+        score_text(model, tokenizer, amp)
+    else:
+        decoder = Decoder(model, 1, amp, temperature, top_k, seed, top_p=top_p)
+        write_text(decoder, tokenizer)
 
 
 def main() -> None:
     configure(globals(), quiet=True)
     try:
-        export_model() if export else write_text()
+        if sum(map(bool, (export, score, interactive))) > 1:
+            fail('export, score and interactive exclude each other: choose one')
+        export_model() if export else use_model()
     except ValueError as error:  # CheckpointError, SizeError, DataError, pick_device's
         fail(error)
 

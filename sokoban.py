@@ -25,6 +25,7 @@ import math
 import os
 import shlex
 import tokenize
+from collections.abc import Iterable
 from contextlib import suppress
 
 # before torch: how threads wait, what ctrl-C does
@@ -62,6 +63,8 @@ WALL, TARGET, AGENT, BOX = 1, 2, 3, 4
 LEVEL_BYTES = 300  # a generated level, at the least: packed, unpacked, its solution, both's objects
 REVERSE_STEPS, AT_ONCE = 300, 4096  # of the generator: moves of a reverse play, boards
 HUB = 'InstaDeepAI/boxoban-levels'
+BROKEN_ARRAY = OSError, ValueError, EOFError, TypeError, OverflowError, SyntaxError, MemoryError
+BROKEN_ARRAY += (tokenize.TokenError,)
 CHARS = np.frombuffer(b' ??@$?#?????.??+*???????', np.uint8).reshape(4, 6)  # [fixed, variable]
 AHEAD = np.array(DELTA)[:, None] * np.arange(3)
 PATHS = np.clip(np.arange(CELLS)[:, None, None] + AHEAD, 0, 99)  # [cell, action]: it, the next two
@@ -88,10 +91,9 @@ def pack(wall: np.ndarray, target: np.ndarray, box: np.ndarray, agent: np.ndarra
 
 
 def unpack(levels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(N, 17) uint8 -> grids (N, 100) uint8, sums of WALL, TARGET and BOX, and the agents' cells
-    (N,) int64."""
-    grid, rows = np.full((len(levels), CELLS), WALL, np.uint8), np.arange(len(levels))[:, None]
-    cells = INTERIOR[levels[:, 8:]]
+    """(N, 17) uint8 -> grids (N, 100) uint8, sums of WALL, TARGET, BOX; agents' cells (N,)."""
+    cells, rows = INTERIOR[levels[:, 8:]], np.arange(len(levels))[:, None]
+    grid = np.full((len(levels), CELLS), WALL, np.uint8)
     grid[:, INTERIOR] = np.unpackbits(levels[:, :8], axis=1)
     grid[rows, cells[:, :4]] |= TARGET
     grid[rows, cells[:, 4:8]] |= BOX
@@ -140,26 +142,24 @@ def check_packed(levels: np.ndarray, where: str) -> np.ndarray:
     if levels.dtype != np.uint8 or levels.shape[1:] != (17,) or len(levels) == 0:
         found = f'{levels.dtype} of shape {levels.shape}'
         raise LevelError(f'{where}: expected uint8 of shape (N, 17), found {found}')
-    wall = np.unpackbits(levels[:, :8], axis=1)  # (N, 64)
-    cells = levels[:, 8:].astype(np.int64)  # (N, 9)
-    bad = np.take_along_axis(wall, cells.clip(max=63), 1).any(1) | (cells > 63).any(1)
+    walls, cells = np.unpackbits(levels[:, :8], axis=1), levels[:, 8:].astype(np.int64)
+    bad = np.take_along_axis(walls, cells.clip(max=63), 1).any(1) | (cells > 63).any(1)
     bad |= (cells[:, 8:] == cells[:, 4:8]).any(1)  # the agent on a box
-    bad |= distinct(cells[:, :4]) != distinct(cells[:, 4:8])  # as many targets as boxes
+    bad |= repeats(cells[:, :4]) != repeats(cells[:, 4:8])  # as many targets as boxes
     if bad.any():
         raise LevelError(f'{where}: level {int(bad.argmax())} is none: a cell in a wall, or shared')
     return levels
 
 
-def distinct(cells: np.ndarray) -> np.ndarray:
-    """(N, 4) -> how many different ones (N,)."""
-    return (np.diff(np.sort(cells, 1), axis=1) > 0).sum(1) + 1
+def repeats(cells: np.ndarray) -> np.ndarray:
+    """(N, 4) -> how many of the four stand there already (N,)."""
+    return (np.diff(np.sort(cells, 1), axis=1) == 0).sum(1)
 
 
 def fetch(split: str, folder: str) -> None:
-    """Downloads a split from the Hub (Jumanji's copy of Boxoban), all of one commit, which
-    meta.json names; keeps it packed in `folder`. Jumanji 1.1.2 replaces the last level of each of
-    Boxoban's text files by the one before, and its copy may have been made so: the text itself is
-    better."""
+    """Downloads a split of Jumanji's copy of Boxoban, all of one commit, which meta.json names, and
+    keeps it packed in `folder`. Jumanji 1.1.2 replaces the last level of each of Boxoban's text
+    files by the one before, and its copy may have been made so: the text itself is better."""
     meta, known, where = os.path.join(folder, 'meta.json'), {'source': HUB}, f'{HUB} {split}.npy'
     os.makedirs(folder, exist_ok=True)
     with suppress(OSError, ValueError), open(meta) as file:
@@ -170,23 +170,21 @@ def fetch(split: str, folder: str) -> None:
     if grids.shape[1:] != (SIZE, SIZE, 2) or grids.dtype.kind not in 'iu' or len(grids) == 0:
         found = f'{grids.dtype} of shape {grids.shape}'
         raise LevelError(f'{where}: expected integers of shape (N, 10, 10, 2), found {found}')
-    # the fixed grid, whose corner is wall, is on the Hub the first one
-    fixed = 0 if grids[0, 0, 0, 0] == WALL else 1
     packed = []
     for i in range(0, len(grids), 50_000):  # pieces: the whole file unpacked would be large
-        some = grids[i : i + 50_000]
-        walls, boxes = some[..., fixed].clip(-1, 3), some[..., 1 - fixed].clip(-1, 5)
-        packed.append(check_boards(CHARS[walls, boxes], where, i))
+        fixed, variable = np.moveaxis(grids[i : i + 50_000], -1, 0)
+        if grids[0, 0, 0, 0] != WALL:  # its corner: on the Hub it comes first
+            fixed, variable = variable, fixed
+        packed.append(check_boards(CHARS[fixed.clip(-1, 3), variable.clip(-1, 5)], where, i))
     path = os.path.join(folder, f'{split}.pack17.npy')
     write_atomic(path, lambda file: np.save(file, np.concatenate(packed)))
 
 
 def read_array(path: str) -> np.ndarray:
     """A .npy file, mapped, so that a damaged header allocates nothing."""
-    broken = (OSError, ValueError, EOFError, TypeError, OverflowError, SyntaxError, MemoryError)
     try:
         return np.asarray(np.load(path, mmap_mode='r', allow_pickle=False))
-    except (*broken, tokenize.TokenError) as error:
+    except BROKEN_ARRAY as error:
         raise LevelError(f'{path}: cannot be read as a .npy file ({first_line(error)})') from None
 
 
@@ -194,22 +192,17 @@ def read_file(path: str) -> np.ndarray:
     """One file's levels, packed."""
     if path.endswith('.npy'):
         return np.array(check_packed(read_array(path), path))
-    try:
-        with open(path, encoding='ascii', errors='replace') as file:
-            return parse_text(file.read(), path)
-    except OSError as error:
-        raise LevelError(f'{path}: cannot be read ({error.strerror})') from None
+    with open(path, encoding='ascii', errors='replace') as file:
+        return parse_text(file.read(), path)
 
 
 def split_files(folder: str, split: str) -> list[str]:
     """A split's files: SPLIT.pack17.npy; or text files SPLIT*.txt (also with _ for -); or Boxoban's
     own tree."""
     name, within = glob.escape(split), glob.escape(folder)
-    texts = f'{name}*.txt', f'{name.replace("-", "_")}*.txt'
     tree = os.path.join(*name.split('-'), '*.txt')
-    for patterns in (f'{name}.pack17.npy',), texts, (tree,):
-        found = {path for p in patterns for path in glob.glob(os.path.join(within, p))}
-        if found:
+    for pattern in f'{name}.pack17.npy', f'{name.replace("-", "[-_]")}*.txt', tree:
+        if found := glob.glob(os.path.join(within, pattern)):
             return sorted(found)
     return []
 
@@ -219,8 +212,7 @@ def load_levels(
 ) -> tuple[np.ndarray, str]:
     """-> packed levels (N, 17) and a line that says where they are from. split: a file;
     'generated', made = generate's arguments; or a split's name, looked for in levels_dir ('':
-    data/boxoban), else downloaded into it if `download`. LevelError: none, with the command that
-    fetches them; or malformed."""
+    data/boxoban), else downloaded into it if `download`. LevelError."""
     if split == 'generated':
         n, boxes, seed, max_moves, *_ = made
         told = f'boxes: {boxes}, moves: at most {max_moves}, seed: {seed}'
@@ -256,9 +248,7 @@ def at_most(n: int, levels: np.ndarray, line: str) -> tuple[np.ndarray, str]:
 
 
 def carve(N: int, rng: np.random.Generator) -> np.ndarray:
-    """Connected rooms: a walker of 34 steps clears a random pattern at each place. -> floor (N,
-    100) bool."""
-    # cells around the walker
+    """Connected rooms, floor (N, 100) bool: a walker clears a random pattern at each place."""
     patterns = np.array([[-1, 0, 1], [-10, 0, 10], [0, 1, 10], [0, 10, 11], [0, -1, -10]])
     floor, rows = np.zeros((N, CELLS), bool), np.arange(N)
     inner = np.isin(np.arange(CELLS), INTERIOR)
@@ -277,17 +267,13 @@ def reverse_play(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Plays backwards from solved boards: the agent walks at random and mostly pulls the box behind
     it along. floor, target (N, 100) bool, agent (N,) -> box, agent, the forward move that undoes
-    each step (steps, N), and a number for each state met (steps + 1, N): equal for equal states, 0
-    where all boxes are home.
-
-    The opposite move undoes a step exactly: it pushes nothing, or the box that was just pulled,
-    onto the cell that it came from."""
+    each step exactly (steps, N), and a number for each state met (steps + 1, N): equal for equal
+    states, 0 where all boxes are home."""
     N, delta, steps = len(floor), np.array(DELTA), REVERSE_STEPS
     base = np.arange(N) * CELLS  # all boards in one row of N * 100 cells
     home, box, at = target.ravel(), target.ravel().copy(), base + agent
     blocked = ~floor.ravel() | box
-    # a state's number: the sum over its boxes and its agent
-    code = rng.integers(1, 1 << 60, (2, CELLS))
+    code = rng.integers(1, 1 << 60, (2, CELLS))  # a state's number: their sum over boxes and agent
     boxes = target @ code[0]
     solved, states = boxes.copy(), np.zeros((steps + 1, N), np.int64)
     undo = np.zeros((steps, N), np.int8)
@@ -312,8 +298,7 @@ def reverse_play(
 
 
 def solution(undo: np.ndarray, states: np.ndarray) -> np.ndarray:
-    """A reverse play (steps,), (steps + 1,) -> the actions that solve it; a state is left as it was
-    last."""
+    """A reverse play (steps,), (steps + 1,) -> what solves it; a state is left as it was last."""
     states = states.tolist()
     last, path = dict(zip(states, range(len(states)), strict=True)), []
     t = last[0]
@@ -324,11 +309,7 @@ def solution(undo: np.ndarray, states: np.ndarray) -> np.ndarray:
 
 
 def generate(
-    n: int,
-    boxes: int = 4,
-    seed: int = 0,
-    max_moves: int = TIME_LIMIT,
-    without: np.ndarray | None = None,
+    n: int, boxes: int = 4, seed: int = 0, max_moves: int = TIME_LIMIT, without: Iterable = ()
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     """n levels by reverse play, solvable within max_moves; no box and no agent starts on a target,
     none is among `without` (N, 17). -> packed (n, 17) and each one's solution (int8). Deterministic
@@ -340,7 +321,7 @@ def generate(
         raise LevelError(f'{given}: expected {needs}')
     check_fits(n * LEVEL_BYTES, f'n_levels = {n:,}')
     rng, levels, solutions, due = np.random.default_rng(seed), [], [], every()
-    known = set() if without is None else set(map(bytes, without))
+    known = set(map(bytes, without))
     while len(levels) < n:
         floor = carve(AT_ONCE, rng)
         # where a box can be pulled off
@@ -357,8 +338,8 @@ def generate(
         packed = pack(*masks, np.searchsorted(INTERIOR, agent[good]))
         for level, i in zip(packed, good, strict=True):
             actions = solution(undo[:, i], states[:, i])
-            # shorter ones are dull
-            if 3 * boxes <= len(actions) <= max_moves and bytes(level) not in known:
+            dull = len(actions) < 3 * boxes
+            if not dull and len(actions) <= max_moves and bytes(level) not in known:
                 levels.append(level)
                 solutions.append(actions)
         if due():
@@ -370,27 +351,22 @@ def generate(
 
 
 def scramble(x: Tensor) -> Tensor:
-    """splitmix64's finalizer, int64 -> int64. Shifts are arithmetic: the sign's copies are
-    masked."""
+    """splitmix64's finalizer, int64 -> int64. Shifts are arithmetic, so signs are masked."""
     x = (x ^ (x >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47  # 0xbf58476d1ce4e5b9
     x = (x ^ (x >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15  # 0x94d049bb133111eb
     return x ^ (x >> 31 & (1 << 33) - 1)
 
 
 def board_keys(seed: int, stream: int, board: Tensor) -> Tensor:
-    """draw's half that depends on no count: (N,) int64."""
+    """draw_by's keys for boards (N,) int64; a stream: levels, actions, random play."""
     return scramble(scramble(torch.full_like(board, (seed * 4 + stream) % (1 << 63))) + board)
 
 
 def draw_by(keys: Tensor, count: Tensor) -> Tensor:
-    return scramble(keys + count) >> 11 & (1 << 53) - 1
-
-
-def draw(seed: int, stream: int, board: Tensor, count: Tensor) -> Tensor:
-    """A random number 0..2^53-1 for each board (N,) and count (N,) or (), by its arguments alone:
+    """A random number 0..2^53-1 for each board's key (N,) and count (N,) or (), by these alone:
     nothing depends on how boards are split over ranks, a resumed run needs no generator's state,
     and a CUDA graph draws anew at every replay."""
-    return draw_by(board_keys(seed, stream, board), count)
+    return scramble(keys + count) >> 11 & (1 << 53) - 1
 
 
 def make_outcomes() -> np.ndarray:
@@ -406,9 +382,8 @@ def make_outcomes() -> np.ndarray:
 class SokobanEnv:
     """N boards at once. order 'random': an ended board draws its next level from all, with
     replacement; 'sequence': board i plays levels i, i + N, i + 2N, ... All state is in tensors (N,
-    ...), changed in place. first: number of board 0, where other ranks have boards of the run
-    ('random' only). Rules are tables: on a GPU a step is its number of kernels, and torch.compile
-    fuses them."""
+    ...), changed in place. first: number of board 0, where other ranks have boards of the run.
+    Rules are tables: on a GPU a step costs its number of kernels, and torch.compile fuses them."""
 
     STATE = ('level', 'grid', 'agent', 'steps', 'episode')
 
@@ -423,12 +398,16 @@ class SokobanEnv:
         self.grids, self.agents, self.outcomes, self.paths = moved
         self.cell = torch.arange(CELLS, device=device)
         self.board = torch.arange(first, first + N, device=device)
-        self.keys = board_keys(seed, 0, self.board)
         # sums of WALL, TARGET and BOX
         self.grid = torch.zeros(N, CELLS, dtype=torch.uint8, device=device)
-        zeros = (torch.zeros_like(self.board) for _ in range(4))
-        self.level, self.agent, self.steps, self.episode = zeros
-        self.reset(torch.ones(N, dtype=torch.bool, device=device))
+        self.level, self.agent, self.steps, self.episode = self.board.new_zeros(4, N)
+        self.begin(seed)
+
+    def begin(self, seed: int) -> None:
+        """Anew, with the levels of another seed."""
+        self.keys = board_keys(seed, 0, self.board)
+        self.episode.zero_()
+        self.reset(torch.ones_like(self.board, dtype=torch.bool))
 
     def reset(self, which: Tensor, level: Tensor | None = None) -> None:
         """The next level for the boards of the mask (N,); level (N,): these instead."""
@@ -438,16 +417,16 @@ class SokobanEnv:
                 number = draw_by(self.keys, self.episode)
             level = number % len(self.grids)
         self.grid.copy_(torch.where(which[:, None], self.grids[level], self.grid))
-        for mine, new in ((self.level, level), (self.agent, self.agents[level])):
-            mine.copy_(torch.where(which, new, mine))
+        self.level.copy_(torch.where(which, level, self.level))
+        self.agent.copy_(torch.where(which, self.agents[level], self.agent))
         self.steps.masked_fill_(which, 0)
         self.episode.add_(which)
 
-    def step(self, action: Tensor, level: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def step(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """action (N,) int64, 0..3 -> reward (N,) fp32, done (N,), solved (N,) bool. A board that is
-        done is reset at once (to `level`, if given): the next observation is the new episode's."""
+        done is reset at once: the next observation is the new episode's."""
         reward, done, solved = self.move(action)
-        self.reset(done, level)
+        self.reset(done)
         return reward, done, solved
 
     def move(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -466,8 +445,7 @@ class SokobanEnv:
         return outcome[:, 3] + 10.0 * solved - 0.1, done, solved
 
     def observe(self) -> Tensor:
-        """Jumanji's: (N, 10, 10, 2) uint8, channel 0 agent 3 and box 4, channel 1 wall 1 and target
-        2."""
+        """Jumanji's (N, 10, 10, 2) uint8: agent 3 and box 4 in channel 0, wall 1, target 2 in 1."""
         variable = (self.grid & BOX).masked_fill_(self.cell == self.agent[:, None], AGENT)
         return torch.stack([variable, self.grid & (WALL | TARGET)], -1).view(self.N, SIZE, SIZE, 2)
 
@@ -484,7 +462,7 @@ class JumanjiEnv:
     order). jumanji and jax are imported here alone; the pinned jax runs on the CPU."""
 
     def __init__(self, levels: np.ndarray, N: int, seed=0, device='cpu', first: int = 0):
-        if (distinct(levels[:, 8:12]) != 4).any():
+        if repeats(levels[:, 8:12]).any():
             raise LevelError("Jumanji's Sokoban has 4 boxes, and some of these levels have fewer")
         try:
             import jax
@@ -505,12 +483,10 @@ class JumanjiEnv:
         return torch.from_numpy(np.array(array)).to(self.device)
 
     def step(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As SokobanEnv's."""
         self.state, timestep = self.play(self.state, action.cpu().numpy().astype(np.int32))
         self.grid = timestep.observation.grid
-        return tuple(
-            map(self.tensor, (timestep.reward, timestep.last(), timestep.extras['solved']))
-        )
+        gave = timestep.reward, timestep.last(), timestep.extras['solved']
+        return tuple(map(self.tensor, gave))
 
     def observe(self) -> Tensor:
         return self.tensor(self.grid)
@@ -526,8 +502,7 @@ class JumanjiEnv:
 
 
 def jumanji_generator(levels: np.ndarray) -> object:
-    """Jumanji asks this for a level at each reset; its own generators download, and one loses
-    levels."""
+    """Of our levels: Jumanji's own generators download, and one loses levels."""
     import jax
     import jax.numpy as jnp
     from jumanji.environments.routing.sokoban.generator import Generator
@@ -553,6 +528,100 @@ def jumanji_generator(levels: np.ndarray) -> object:
     return Packed()
 
 
+# ----------------------------------------------------------------------------- for Gymnasium
+#
+#     env = gymnasium.make('sokoban:ParallelExperts/Sokoban-v0', n_boxes=1)
+#     envs = gymnasium.make_vec('sokoban:ParallelExperts/Sokoban-v0', num_envs=64)
+#
+# levels: packed (n, 17), else n_levels generated ones of n_boxes and max_moves. Both ends of an
+# episode are terminations, as in Jumanji; infos have `solved`.
+
+
+try:
+    import gymnasium
+    from gymnasium.vector import AutoresetMode, VectorEnv
+    from gymnasium.vector.utils import batch_space
+except ImportError:
+    gymnasium = None
+
+
+class Plain:
+    """What stands below without gymnasium: its `reset` and `np_random`, no spaces."""
+
+    np_random = np.random.default_rng()
+
+    def reset(self, seed: int | None = None, options: dict | None = None) -> None:
+        if seed is not None:
+            self.np_random = np.random.default_rng(seed)
+
+
+class GymEnv(gymnasium.Env if gymnasium else Plain):
+    """One board: observations (10, 10, 2) uint8 as SokobanEnv's, actions 0..3."""
+
+    metadata = {'render_modes': ['ansi', 'rgb_array'], 'render_fps': 4}
+
+    def __init__(
+        self, levels=None, n_levels=1000, n_boxes=4, max_moves=TIME_LIMIT, render_mode=None
+    ):
+        made = generate(n_levels, n_boxes, 0, max_moves)[0] if levels is None else levels
+        self.levels, self.boards, self.render_mode = made, SokobanEnv(made, 1), render_mode
+        if gymnasium:
+            self.observation_space = gymnasium.spaces.Box(0, BOX, (SIZE, SIZE, 2), np.uint8)
+            self.action_space = gymnasium.spaces.Discrete(4)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict | None = None
+    ) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        self.boards.begin(int(self.np_random.integers(1 << 62)))
+        return self.boards.observe()[0].numpy(), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+        reward, done, solved = self.boards.move(torch.tensor([int(action)]))
+        seen, info = self.boards.observe()[0].numpy(), {'solved': solved.item()}
+        return seen, reward.item(), done.item(), False, info
+
+    def render(self) -> str | np.ndarray:
+        board = self.boards.observe()[0].numpy()
+        return board_text(board) if self.render_mode == 'ansi' else board_image(board)
+
+
+class GymVectorEnv(VectorEnv if gymnasium else Plain):
+    """num_envs boards in one SokobanEnv. A board that is done is reset in the same step; its last
+    observation is in the infos' final_obs."""
+
+    metadata = {'autoreset_mode': AutoresetMode.SAME_STEP} if gymnasium else {}
+
+    def __init__(self, num_envs=1, levels=None, **made):
+        one = GymEnv(levels, **made)
+        self.num_envs, self.boards = num_envs, SokobanEnv(one.levels, num_envs)
+        if gymnasium:
+            self.single_observation_space = one.observation_space
+            self.single_action_space = one.action_space
+            self.observation_space = batch_space(one.observation_space, num_envs)
+            self.action_space = batch_space(one.action_space, num_envs)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict | None = None
+    ) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        self.boards.begin(int(self.np_random.integers(1 << 62)))
+        return self.boards.observe().numpy(), {}
+
+    def step(self, actions: np.ndarray) -> tuple[np.ndarray, ...]:
+        reward, done, solved = self.boards.move(torch.as_tensor(actions).long())
+        final = self.boards.observe()
+        self.boards.reset(done)
+        infos = {'solved': solved.numpy(), 'final_obs': final.numpy(), '_final_obs': done.numpy()}
+        ends = done.numpy(), np.zeros(self.num_envs, bool)
+        return self.boards.observe().numpy(), reward.numpy(), *ends, infos
+
+
+if gymnasium:
+    ENTRIES = {'entry_point': 'sokoban:GymEnv', 'vector_entry_point': 'sokoban:GymVectorEnv'}
+    gymnasium.register('ParallelExperts/Sokoban-v0', **ENTRIES)
+
+
 # ----------------------------------------------------------------------------- pictures
 
 
@@ -561,10 +630,8 @@ def observations(levels: np.ndarray) -> np.ndarray:
     return SokobanEnv(levels, len(levels), order='sequence').observe().numpy()
 
 
-def board_text(board: np.ndarray | Tensor) -> str:
-    """An observation (10, 10, 2), or a packed level (17,) -> ten lines of Boxoban's characters."""
-    board = np.asarray(board)
-    board = observations(board[None])[0] if board.shape == (17,) else board
+def board_text(board: np.ndarray) -> str:
+    """An observation (10, 10, 2) -> ten lines of Boxoban's characters."""
     return '\n'.join(bytes(row).decode() for row in CHARS[board[..., 1], board[..., 0]])
 
 
@@ -591,13 +658,11 @@ def sprites(cell: int) -> np.ndarray:
     return pictures.reshape(7, cell, 4, cell, 4, 3).mean((2, 4)).round().astype(np.uint8)
 
 
-def board_image(observation: np.ndarray | Tensor, cell: int = 24) -> np.ndarray:
+def board_image(board: np.ndarray, cell: int = 24) -> np.ndarray:
     """Observation (10, 10, 2) -> RGB picture (10 cell, 10 cell, 3) uint8."""
-    observation, number = np.asarray(observation), np.zeros(128, int)
-    number[list(b'# .$*@+')] = range(7)
-    codes = CHARS[observation[..., 1], observation[..., 0]]
-    tiles = sprites(cell)[number[codes]]  # (10, 10, cell, cell, 3)
-    return tiles.transpose(0, 2, 1, 3, 4).reshape(SIZE * cell, SIZE * cell, 3)
+    number = ['# .$*@+'.index(char) for char in board_text(board).replace('\n', '')]
+    tiles = sprites(cell)[number].reshape(SIZE, SIZE, cell, cell, 3)
+    return tiles.swapaxes(1, 2).reshape(SIZE * cell, SIZE * cell, 3)
 
 
 def save_png(image: np.ndarray, path: str) -> None:
@@ -626,15 +691,15 @@ def main() -> None:
     except ValueError as error:  # LevelError, SizeError, the hub's DataError
         fail(error)
     print(source)
-    for i, level in enumerate(levels[:show]):
-        print(f'\n; {i}\n{board_text(level)}')
+    boards = observations(levels[:show])
+    for i, board in enumerate(boards):
+        print(f'\n; {i}\n{board_text(board)}')
     if picture:
-        boards = [board_image(board) for board in observations(levels[:show])]
+        boards = np.stack([board_image(board) for board in boards])
         columns = math.ceil(len(boards) ** 0.5)
-        boards += [np.full_like(boards[0], 255)] * (-len(boards) % columns)
-        tiles = [np.pad(board, ((4, 4), (4, 4), (0, 0)), constant_values=255) for board in boards]
-        rows = [np.hstack(tiles[i : i + columns]) for i in range(0, len(tiles), columns)]
-        save_png(np.vstack(rows), picture)
+        margins = (0, -len(boards) % columns), (4, 4), (4, 4), (0, 0)
+        rows = np.pad(boards, margins, constant_values=255).reshape(-1, columns, 248, 248, 3)
+        save_png(rows.swapaxes(1, 2).reshape(-1, columns * 248, 3), picture)
 
 
 if __name__ == '__main__':

@@ -165,7 +165,7 @@ def read_levels(rank: int, world: int) -> tuple[tuple[np.ndarray, str], tuple[np
     if both or not eval_only:
         made = n_levels, n_boxes, 2 * seed, max_moves
         trained, line = load_levels(levels_dir, split, download, made)
-    made = eval_games, n_boxes, 2 * seed + 1, max_moves, trained if both else None
+    made = eval_games, n_boxes, 2 * seed + 1, max_moves, trained if both else ()
     held_out, held_line = load_levels(levels_dir, held, download, made)
     if download and world > 1 and rank == 0:
         dist.barrier()

@@ -115,7 +115,7 @@ train_sokoban test_train_sokoban::gae_is_the_sum
 train_sokoban test_train_sokoban::returns_are_blank_until_every_board_has
     run.step * unroll >= TIME_LIMIT -> run.step > 0
 convlstm test_paper::agents_begin_as_the_design_says
-    self.bias[l][:, 1] = 1 -> self.bias[l][:, 2] = 1
+    self.bias[l].data[:, 1] = 1 -> self.bias[l].data[:, 2] = 1
     \nZ = 32 -> \nZ = 16
 convlstm test_convlstm::a_start_forgets
     return 1 - start.to( -> return 1 - 0 * start.to(

@@ -6,6 +6,7 @@ import lzma
 import os
 import re
 import shlex
+import subprocess
 import sys
 
 import forks
@@ -46,7 +47,7 @@ SMALL = {  # what makes a command of a script small
     'overwrite=True',
     'sokoban.py': 'picture={folder}/levels.png levels_dir={folder}/levels',
     'sample.py': 'max_new_tokens=3 device=cpu',
-    'play_sokoban.py': 'picture={folder}/compare.png',
+    'play_sokoban.py': 'picture={folder}/compare.png levels_dir={folder}/levels device=cpu',
     'data_fineweb.py': 'tokenizer=bytes data_dir={folder}/shards{n}',
     'probe_sokoban.py': 'models={folder}/out/sokoban_small_L4 out_dir={folder}/probe{n} '
     'test_levels={folder}/levels/unfiltered-test.pack17.npy min_levels=1 n_train=8 n_test=100 '
@@ -142,7 +143,7 @@ def shrunk(command, folder, shards, number):
     launcher, script, argv = parts(command)
     if script == 'data_fineweb.py' and not any(a.startswith(('--text=', '--demo=')) for a in argv):
         return None
-    below = r'\b(out/|books/|web\.jsonl|prompt\.txt|A\.json)'
+    below = r'\b(out/|books/|web\.jsonl|prompt\.txt|A\.json|game\.gif)'
     argv = [re.sub(below, rf'{folder}/\1', a.replace('B.json', 'A.json')) for a in argv]
     small = SMALL[script].format(folder=folder, shards=shards, n=number).split()
     small += settings_of(script, argv, folder)
@@ -164,7 +165,8 @@ def test_they_run(data, tmp_path, request):  # noqa: F811
         words = shrunk(command, tmp_path, data, ran)
         if words is not None:
             print(command, flush=True)
-            done = forks.run(words, cwd=ROOT, capture_output=True, text=True, env=env)
+            pipes = {'capture_output': True, 'text': True, 'stdin': subprocess.DEVNULL}
+            done = forks.run(words, cwd=ROOT, env=env, **pipes)
             assert done.returncode == 0, (words, done.stdout[-1000:], done.stderr[-2000:])
             ran += 1
     assert ran >= 18

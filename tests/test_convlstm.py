@@ -172,10 +172,19 @@ CASES = [
 ]  # fmt: skip
 
 
+def single_steps(agent, obs, start):
+    state, w, steps = agent.init_state(start.size(1)), agent.prepare(), []
+    for now, begins in zip(obs, start, strict=True):
+        *out, state = agent.act(w, now, begins, state)
+        steps.append(out)
+    return results(agent, *(torch.stack(x) for x in zip(*steps, strict=True)), *state)
+
+
 @pytest.mark.parametrize('L, E, settings', CASES, ids=str)
 @agents
 def test_equals_reference(arch, recurrent, L, E, settings):
-    """Values and all gradients of an unroll with resets inside, float64, by both paths."""
+    """Values and all gradients of an unroll with resets inside, float64, by both paths; T steps at
+    once are T single steps, the states after them too."""
     if 'residual' in settings and arch == 'convlstm':
         pytest.skip('ConvGLU alone has it')
     agent, (obs, start) = make(arch, recurrent, L, E, **settings), boards()
@@ -184,7 +193,11 @@ def test_equals_reference(arch, recurrent, L, E, settings):
     if E > 1:
         assert all(g.abs().max() > 0 for g in theirs[1].values())  # every parameter learns
     for agent.config.path in ('plain', 'fast'):
-        assert_close(unroll(agent, obs, start), theirs)
+        ours = unroll(agent, obs, start)
+        assert_close(ours, theirs)
+    single = single_steps(agent, obs, start)
+    assert len(single[0]) == len(ours[0])
+    assert_close(single, ours)
 
 
 @pytest.mark.parametrize('residual', ['expert', 'shared'])
@@ -197,33 +210,14 @@ def test_deep_convglu_in_bfloat16(residual):
     assert outs[1].isfinite().all() and (outs[1] - outs[0]).norm() / outs[0].norm() < 0.05
 
 
-@pytest.mark.parametrize('settings', [{}, {'radius': 1}, {'aggregation': 'softmax_mean'}], ids=str)
-@agents
-def test_unroll_is_single_steps(arch, recurrent, settings):
-    """T steps at once = T single steps, resets inside, gradients through time included; the states
-    after them too."""
-    agent, (obs, start) = make(arch, recurrent, 2, 2, **settings), boards(T=6)
-    state, w, steps = agent.init_state(3), agent.prepare(), []
-    for t in range(6):
-        *out, state = agent.act(w, obs[t], start[t], state)
-        steps.append(out)
-    single = [torch.stack(x) for x in zip(*steps, strict=True)]
-    together = unroll(agent, obs, start)
-    assert len(together[0]) == 2 + len(state)
-    assert_close(results(agent, *single, *state), together)
-
-
 @agents
 def test_a_start_forgets(arch, recurrent):
     """After a start nothing of the past is left; without one a recurrent agent remembers, and the
     other never does."""
-    agent = make(arch, recurrent, 2, 2)
-    obs, start = boards(T=3)
-    other = obs.clone()
-    other[0] = obs[0].flip(1)  # another past
+    agent, (obs, start) = make(arch, recurrent, 2, 2), boards(T=3)
+    other = torch.cat([obs[:1].flip(2), obs[1:]])  # another past
     for again in (True, False):
-        start[1:] = False
-        start[1] = again
+        start[1:] = again
         a, b = (agent(x, start, agent.init_state(3))[0][2] for x in (obs, other))
         assert torch.equal(a, b) == (again or not recurrent)
 
@@ -243,8 +237,7 @@ def test_compiled_and_bfloat16(arch, recurrent, request):
 
 
 def test_weight_gradients_are_not_summed_in_bfloat16():
-    """Over many steps the bf16 path's weight gradient is nearer the fp32 one than a sum of bf16
-    gradients is."""
+    """Over many steps the bf16 path's weight gradient is nearer fp32's than a bf16 sum is."""
     grads = []
     for dtype, path in (('float32', 'plain'), ('bfloat16', 'plain'), ('bfloat16', 'fast')):
         agent = make('convlstm', True, 1, 2, d=8, wide=torch.float32, path=path, dtype=dtype)
@@ -256,33 +249,27 @@ def test_weight_gradients_are_not_summed_in_bfloat16():
 @agents
 @pytest.mark.parametrize('L, E, settings', CASES[1:6] + CASES[8:9], ids=str)
 def test_macs_are_what_runs(arch, recurrent, L, E, settings):
-    """macs_per_step against torch's own counter, in both paths; num_params by hand."""
-    for path, which in (('fast', 'executed'), ('plain', 'core')):
-        agent = make(arch, recurrent, L, E, path=path, **settings)
-        macs, (obs, start) = agent.macs_per_step(), boards(T=1, B=1)
-        w, state = agent.prepare(), agent.init_state(1)
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            agent.act(w, obs[0], start[0], state)
-        # the router's keys, once an unroll in principle, and the weighted sum over experts
-        more = agent.config.routed * L * E * (5 * 5 + 6 * 100)
-        counted = counter.get_total_flops() // 2
-        assert counted - more == macs[which] + macs['encoder'] + macs['head'], (path, macs)
+    """macs_per_step against torch's own counter; num_params by hand."""
+    agent, (obs, start) = make(arch, recurrent, L, E, **settings), boards(T=1, B=1)
+    macs, w, state = agent.macs_per_step(), agent.prepare(), agent.init_state(1)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        agent.act(w, obs[0], start[0], state)
+    # the router's keys, once an unroll in principle, and the weighted sum over experts
+    more = agent.config.routed * L * E * (5 * 5 + 6 * 100)
+    parts = macs['executed'] + macs['encoder'] + macs['head']
+    assert counter.get_total_flops() // 2 - more == parts
     cost = 9 * (32 + 2 * 6) * 4 * 6 if arch == 'convlstm' else 9 * 6 * 2 * 6
     assert macs['nominal'] == 100 * L * E * cost
-    sizes, total = agent.num_params(), sum(p.numel() for p in agent.parameters())
-    assert sizes['total'] == total == sizes['core'] + sizes['head'] + sizes['encoder']
-    assert sizes['encoder'] == 32 * 6 * 9 + 32
-    assert sizes['head'] == 8 * 6 + 9 * 6 * 14 + 14 + 7 * 5 + 5
+    outside = 32 * 6 * 9 + 32 + 8 * 6 + 9 * 6 * 14 + 14 + 7 * 5 + 5  # encoder, head
+    total = sum(p.numel() for p in agent.parameters())
+    assert agent.num_params() == {'total': total, 'core': total - outside}
 
 
-MISTAKES = [
+@pytest.mark.parametrize('settings', [
     {'arch': 'lstm'}, {'n_layer': 0}, {'dtype': 'float16'}, {'path': 'slow'}, {'radius': -2},
     {'aggregation': 'max'}, {'residual': 'shared'}, {'radius': 2, 'n_expert': 2},
     {'radius': 0, 'aggregation': 'mean'},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize('settings', MISTAKES, ids=str)
+], ids=str)  # fmt: skip
 def test_config_mistakes(settings):
     name, value = next(iter(settings.items()))
     with pytest.raises(ValueError, match=f'{name} = {value!r}'):

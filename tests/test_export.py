@@ -3,11 +3,13 @@ line."""
 
 import json
 import os
+import sys
 
+import forks
 import pytest
 import safetensors
 import torch
-from test_train import data, mistake, trained  # noqa: F401  fixtures
+from test_train import ROOT, data, mistake, trained  # noqa: F401  fixtures
 
 import sample
 from checkpoint import CheckpointError, load_checkpoint, save_checkpoint
@@ -16,7 +18,7 @@ from configurator import configure
 
 def call(*argv):
     configure(vars(sample), [*map(str, argv), '--device=cpu'], quiet=True)
-    sample.export_model() if sample.export else sample.write_text()
+    sample.export_model() if sample.export else sample.use_model()
 
 
 @pytest.mark.parametrize('name, dtype', [('rnn', 'float32'), ('gpt', 'bfloat16')])
@@ -57,6 +59,11 @@ def test_what_is_read_is_what_was_trained(trained, tmp_path, monkeypatch, capsys
         ('--export=x --dtype=float16', "dtype = 'float16'"),
         ('--export=x --which=first', "which = 'first'"),
         ('--export=file/x', 'Not a directory'),
+        ('--export=x --interactive', 'exclude each other'),
+        ('--score=none.txt', 'none.txt: cannot be read'),
+        ('--score=theirs/model.safetensors', 'cannot be read as text'),
+        ('--score=file', 'there is no text in it'),
+        ('--top_p=0', 'top_p = 0'),
         ('--export=theirs', 'holds model.safetensors, which no export of ours wrote'),
     ],
 )
@@ -64,11 +71,11 @@ def test_mistakes(trained, tmp_path, monkeypatch, capfd, argv, words):  # noqa: 
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'file').touch()
     (tmp_path / 'theirs').mkdir()
-    (tmp_path / 'theirs' / 'model.safetensors').write_text('theirs')
+    (tmp_path / 'theirs' / 'model.safetensors').write_bytes(b'theirs\xff')
     argv = [f'--out_dir={trained}/rnn', *argv.format(trained).split()]
     assert words in mistake(capfd, sample, argv)
     assert sorted(os.listdir()) == ['file', 'theirs'] and (trained / 'gpt/config.json').exists()
-    assert (tmp_path / 'theirs' / 'model.safetensors').read_text() == 'theirs'
+    assert (tmp_path / 'theirs' / 'model.safetensors').read_bytes() == b'theirs\xff'
 
 
 NAN = {'model': {'embedding': torch.full((256, 32), torch.nan)}}
@@ -118,3 +125,22 @@ def test_damaged_exports_are_refused(trained, tmp_path, capfd):  # noqa: F811
         config.write_text(json.dumps(about | {'model': sizes}))
         weights.write_bytes(content)
         assert f'{weights}: ' in mistake(capfd, sample, [f'--out_dir={tmp_path}']), name
+
+
+def test_the_shipped_model(tmp_path):
+    """Scores and continues standard input: speeches well (a uniform guess: 5.5 nats). The folder's
+    README tells of each."""
+    text = 'My fellow citizens, the Congress has passed a law for the relief of our soldiers.'
+    (tmp_path / 'a.txt').write_text(text)
+    said = []
+    for words in ('--score=-', '--prompt=FILE:- --max_new_tokens=0'):
+        argv = [sys.executable, 'sample.py', '--out_dir=pretrained/lm', *words.split()]
+        with open(tmp_path / 'a.txt') as file:
+            done = forks.run(argv, cwd=ROOT, stdin=file, capture_output=True, text=True)
+        said.append(done.stdout)
+    assert said[0].startswith(f'-: {len(text)} bytes, ') and float(said[0].split()[-8]) < 1.5
+    assert said[1] == f'{text}\n'
+    files = [path for path in (ROOT / 'pretrained').rglob('*') if path.is_file()]
+    assert len(files) >= 6 and all(path.stat().st_size < 4e6 for path in files)
+    readme = (ROOT / 'pretrained' / 'README.md').read_text()
+    assert all(f'- **{path.parent.name}**' in readme for path in files if path.suffix == '.json')
