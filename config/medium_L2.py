@@ -1,10 +1,10 @@
 """Recurrent Transformer, medium budget (32 blocks of width 768):
 L = 2 levels of E = 16 experts. 1.3B tokens of FineWeb, on GPUs of 80 GB (torchrun for several).
-Takes 50 GB on one, 49 GB on each of four (512 rows at a time):
+Takes 52 GB on one, 50 GB on each of four (512 rows at a time):
 as calculated by model.memory, not measured on a GPU; not run by us yet.
 Its other rows: --n_layer=4 --n_expert=8, or 1 and 32, 8 and 4, 16 and 2, 32 and 1;
 each with an --out_dir of its own, or all of them by sweep.py.
-At L = 32, 74 GB on one GPU (256 rows)."""
+At L = 32, 75 GB on one GPU (256 rows)."""
 
 out_dir = 'out/medium_L2'
 recurrent = True

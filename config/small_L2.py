@@ -1,9 +1,9 @@
 """Recurrent Transformer, small budget (16 blocks of width 768):
 L = 2 levels of E = 8 experts. 1.3B tokens of FineWeb, on GPUs of 80 GB (torchrun for several).
-Takes 31 GB on one, 30 GB on each of four (512 rows at a time):
+Takes 33 GB on one, 31 GB on each of four (512 rows at a time):
 as calculated by model.memory, not measured on a GPU; not run by us yet.
 Its other rows: --n_layer=4 --n_expert=4, or 1 and 16, 8 and 2, 16 and 1;
-each with an --out_dir of its own, or all of them by sweep.py. At L = 16, 66 GB on one."""
+each with an --out_dir of its own, or all of them by sweep.py. At L = 16, 68 GB on one."""
 
 out_dir = 'out/small_L2'
 recurrent = True

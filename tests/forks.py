@@ -221,6 +221,13 @@ def become(order):
     multiprocessing.get_context = lambda method=None: contexts(
         'fork' if method == 'spawn' else method
     )  # bench.py's processes
+    # ctrl-C waits for a fork's end: Python drops what is raised in the hooks of others
+    signals = [signal.SIGINT]
+    block, free = (
+        functools.partial(signal.pthread_sigmask, how, signals)
+        for how in (signal.SIG_BLOCK, signal.SIG_UNBLOCK)
+    )
+    os.register_at_fork(before=block, after_in_parent=free, after_in_child=free)
     os.environ.clear()
     os.environ.update(order['env'])
     os.chdir(order['cwd'])

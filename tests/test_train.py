@@ -484,7 +484,7 @@ def test_the_papers_configs_fit_80_GB_as_they_say(file):
 
 
 def test_the_estimate_meets_the_stand_ins_peaks():
-    """Every line of the table: over the measured by at most a quarter, under it by at most 3%."""
+    """Every line of the table: over the measured by at most 0.3, under it by at most 3%."""
     table = (ROOT / 'results' / 'modelled' / 'memory.md').read_text().splitlines()
     lines = [line.split('|') for line in table if line.startswith('| `')]
     assert len(lines) > 25
@@ -492,7 +492,7 @@ def test_the_estimate_meets_the_stand_ins_peaks():
         file, *words = command.strip(' `').split()
         argv = [str(ROOT / file), *words, f'--batch_size={rows.strip()}']
         need = needs(configure(vars(train_lm), argv, quiet=True), int(ranks))[1]
-        assert 0.97 < need / float(peak) < 1.25, (command, ranks, rows, peak, need)
+        assert 0.97 < need / float(peak) < 1.3, (command, ranks, rows, peak, need)
 
 
 MEMORY = [  # total and free; rows, or what is said
