@@ -1,4 +1,4 @@
-# make demo: from nothing to a trained language model and a sample, on a CPU. make demo-sokoban: an agent, its curve and two games.
+# make demo: a shipped model writes, then from nothing to a trained language model and a sample, on a CPU. make demo-sokoban: an agent, its curve and two games.
 # make test: the tests, on two cores, some in a short form. make test-long: all of them, those in their long form. make lint: style, and that
 # all is formatted. All set up .venv by themselves.
 PYTHON ?= python3
@@ -8,6 +8,7 @@ NO_BF16 = ! grep -qsE 'avx512_bf16|amx_tile' /proc/cpuinfo
 LM_SIZE = $(shell $(NO_BF16) && echo --n_embd=128 --tokens_per_step=2048)
 
 demo: .venv/installed
+	$(BIN)/python sample.py --out_dir=pretrained/lm --prompt="Fellow citizens, " --max_new_tokens=200
 	$(BIN)/python data_fineweb.py --demo=True --tokenizer=bytes
 	$(BIN)/python train_lm.py config/demo.py $(LM_SIZE) --overwrite=True
 	$(BIN)/python sample.py --out_dir=out/demo --prompt="Fellow citizens, the state of our Union" --max_new_tokens=400

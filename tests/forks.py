@@ -18,6 +18,7 @@ import functools
 import inspect
 import json
 import multiprocessing
+import multiprocessing.context
 import os
 import runpy
 import signal
@@ -214,20 +215,29 @@ def leave(order):
     os._exit(status % 256)
 
 
+class Guarded(multiprocessing.context.ForkProcess):
+    def start(self):
+        """Ctrl-C waits for its end: Python drops what is raised in a fork's hooks."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        super().start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+
+
+class Forking(multiprocessing.context.ForkContext):
+    """For bench.py: processes that fork in place of new ones."""
+
+    Process = Guarded
+
+
+CONTEXTS = multiprocessing.get_context
+
+
 def become(order):
     """Run what `python argv...` runs."""
     subprocess.Popen = Within
-    contexts = multiprocessing.get_context
-    multiprocessing.get_context = lambda method=None: contexts(
-        'fork' if method == 'spawn' else method
-    )  # bench.py's processes
-    # ctrl-C waits for a fork's end: Python drops what is raised in the hooks of others
-    signals = [signal.SIGINT]
-    block, free = (
-        functools.partial(signal.pthread_sigmask, how, signals)
-        for how in (signal.SIG_BLOCK, signal.SIG_UNBLOCK)
+    multiprocessing.get_context = lambda method=None: (
+        Forking() if method == 'spawn' else CONTEXTS(method)
     )
-    os.register_at_fork(before=block, after_in_parent=free, after_in_child=free)
     os.environ.clear()
     os.environ.update(order['env'])
     os.chdir(order['cwd'])
