@@ -33,7 +33,6 @@ VALUE = r"""(?:=(?:'[^']*'|"[^"]*"|[\w./*,:-]*[\w*])| [a-z]+-[a-z]+|\b)"""
 PROSE = re.compile(rf'python \w+\.py(?: (?:config/\w+\.py|--\w+{VALUE}))*')
 ELSEWHERE = {  # whose work these tests do in the short form
     'python bench.py': 'test_bench.py',
-    'python bench.py --suite=decode': 'test_bench.py',
     'python bench.py --suite=first --budget=540': 'test_bench.py',
     'python sweep.py --plan sokoban-small --run --figure --table': 'test_sweep.py',
     'python sweep.py config/study_probe.py --run': 'test_sweep.py',

@@ -193,7 +193,7 @@ def test_list_has_a_line_a_run_with_a_command_that_parses(tmp_path):
     out = forks.run(line, cwd=tmp_path, capture_output=True, text=True).stdout
     words = shlex.split(out.splitlines()[1])
     assert words[:2] == ['0', 'transformer_recurrent_L16_E1_d768_s1'] and words[3] == '1.00'
-    assert words[5:7] == ['0%', 'python'] and os.path.samefile(words[7], ROOT / 'train_lm.py')
+    assert words[5:7] == ['0%', 'python'] and (tmp_path / words[7]).samefile(ROOT / 'train_lm.py')
     argv = [os.path.join(tmp_path, words[8]), *words[9:]]
     assert configure(dict(vars(train_lm)), argv, quiet=True)['n_layer'] == 16
 
