@@ -718,6 +718,7 @@ def test_config_files(data, tmp_path, file):
 def test_demo_recipe(tmp_path):
     """`make demo`'s own commands, shrunk."""
     small = '--max_iters=2 --val_tokens=512 --val_streams=8 --tokens_per_step=256'
-    data, out, few = f'--data_dir={tmp_path}/data', f'--out_dir={tmp_path}/out', '--max_new_tokens=5'
+    data, out = f'--data_dir={tmp_path}/data', f'--out_dir={tmp_path}/out'
+    few = '--max_new_tokens=5'
     said = play_recipe('demo', few, data, f'{data} {out} {small}', f'{out} {few}')
     assert 'Fellow citizens' in said and (tmp_path / 'out' / 'loss.png').stat().st_size > 5000
