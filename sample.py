@@ -12,13 +12,14 @@ $ python sample.py --out_dir=out/demo_model --prompt="The state of the Union"
 """
 
 import codecs
+import functools
 import itertools
 import json
 import math
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from configurator import configure, fail, run_script  # before torch: how threads wait
 from configurator import every, first_line, write_atomic, write_json
@@ -28,11 +29,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import checkpoint
+import unroll
 from checkpoint import BEST, LAST, CheckpointError, SizeError
 from data_fineweb import VOCAB, Tokenizer, get_tokenizer
-from kernels import apply_rope, by_expert, compiled, graphed, rope_table, softcap
-from model import LanguageModel, ModelConfig, Rules, State
-from model import build_model, level, levels, norm, plain_weights, token
+from kernels import Heads, apply_rope, by_expert, by_triton, chosen_lines, graphed, rope_table
+from kernels import softcap, triton_module
+from model import LanguageModel, ModelConfig, State
+from model import build_model, heads, leave, levels, norm, token
+from unroll import Recipe, bind
 
 # -----------------------------------------------------------------------------
 # fmt: off
@@ -173,49 +177,71 @@ def export_model() -> None:
     print(f'{export}: {WEIGHTS} ({size:.1f} MB), {CONFIG}; {params:,} parameters')
 
 
-# ---- decoding: model.py's own level for one token, keys and values in rings ----
+# ---- decoding: model.py's own equations for one token, keys and values in rings ----
 #
 #     for token in Decoder(model, B, temperature=0.8, top_k=200).generate(prompt, 500): ...
 
 
-def level_step(
-    w: dict[str, Tensor], s: Tensor, z: Tensor, ring: tuple[Tensor, ...], rules: Rules
+def begin(ids: Tensor, embedding: Tensor, place: Tensor) -> Tensor:
+    """The embedding z (B, D) of tokens ids (B,). Rings go on by a slot: place (1 + B,), the newest
+    entry's, not yet modulo W, and how many entries each stream has had."""
+    place.add_(1)
+    return norm(F.embedding(ids, embedding))
+
+
+def nearby(rope: Tensor, place: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """rope (W + 1, 2, K) -> the newest slot (1,), its cos and sin (2, K), and the bias (B, W) of
+    all slots: -inf where empty."""
+    head, slot = place[:1], torch.arange(len(rope) - 1, device=place.device)
+    older = (head - slot) % len(slot) >= place[1:, None]  # than the stream
+    bias = torch.where(older, -math.inf, torch.zeros((), dtype=rope.dtype, device=place.device))
+    newest = head % len(slot)
+    return newest, rope.index_select(0, newest)[0], bias
+
+
+def attention(
+    heads: Callable, qkv: Tensor, ring: tuple, near: tuple, h: Heads, wide: torch.dtype
 ) -> Tensor:
-    """One level for one token: s and its embedding z (B, D) -> the new s. w: tensors; ring: keys,
-    values (B*C, W, K), slot to write (1,), its cos and sin, bias (B, W): -inf where empty."""
-    keys, values, head, rope, bias = ring
-
-    def attend(heads, qkv, h, wide):
-        q, k, v = heads(qkv, h, wide)  # (B, C*M, K), (B, C, K)
-        (B, C, K), dt = k.shape, keys.dtype
-        q, k = apply_rope(torch.cat([q, k], 1), *rope).to(dt).split([C * h.M, C], 1)
-        keys.index_copy_(1, head, k.reshape(B * C, 1, K))
-        values.index_copy_(1, head, v.to(dt).reshape(B * C, 1, K))
-        scores = torch.bmm(q.reshape(B * C, h.M, K), keys.transpose(1, 2)).to(wide)
-        scores = torch.add(bias[:, None, None], scores.view(B, C, h.M, -1), alpha=1 / math.sqrt(K))
-        p = F.softmax(scores, -1).to(dt).view(B * C, h.M, -1)
-        return by_expert(torch.bmm(p, values), h)
-
-    return level(plain_weights(w, keys.dtype), s, z, attend, rules)
+    """The token's key and value into a level's ring, keys and values (B*C, W, K); its queries'
+    attended values (E, B, H*K)."""
+    (keys, values), (newest, rope, bias) = ring, near
+    q, k, v = heads(qkv, h, wide)  # (B, C*M, K), (B, C, K)
+    (B, C, K), dt = k.shape, keys.dtype
+    q, k = apply_rope(torch.cat([q, k], 1), *rope).to(dt).split([C * h.M, C], 1)
+    keys.index_copy_(1, newest, k.reshape(B * C, 1, K))
+    values.index_copy_(1, newest, v.to(dt).reshape(B * C, 1, K))
+    scores = torch.bmm(q.reshape(B * C, h.M, K), keys.transpose(1, 2)).to(wide)
+    scores = torch.add(bias[:, None, None], scores.view(B, C, h.M, -1), alpha=1 / math.sqrt(K))
+    p = F.softmax(scores, -1).to(dt).view(B * C, h.M, -1)
+    return by_expert(torch.bmm(p, values), h)
 
 
-def begin(
-    ids: Tensor, embedding: Tensor, rope: Tensor, head: Tensor, count: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A slot for tokens ids (B,): its embedding z (B, D), cos and sin (2, K), bias (B, W) of all
-    slots. rope (W + 1, 2, K); head (1,), the newest entry's slot, and count (B,) go on."""
-    slot = torch.arange(len(rope) - 1, device=head.device)
-    head.copy_((head + 1) % len(slot))
-    count.copy_((count + 1).clamp(max=len(slot)))
-    older = (head - slot) % len(slot) >= count[:, None]  # than the stream
-    bias = torch.where(older, -math.inf, torch.zeros((), dtype=rope.dtype, device=head.device))
-    return norm(F.embedding(ids, embedding)), rope.index_select(0, head)[0], bias
+def likeliest(x: Tensor) -> Tensor:
+    """x (B, V) -> (B,), in two steps: B rows alone would leave most of a GPU idle."""
+    parts = x.view(len(x), math.gcd(x.size(1), 128), -1).max(-1)
+    best = parts.values.argmax(-1, keepdim=True)
+    return (parts.indices.gather(1, best) + best * (x.size(1) // parts.values.size(1))).squeeze(1)
 
 
-def end(s: Tensor, readout: Tensor, logits: Tensor) -> None:
-    """logits (B, V) of the last level's s."""
-    x = norm(s).to(readout.dtype)
-    logits.copy_(softcap(F.linear(x, readout).to(s.dtype)))
+def draw(logits: Tensor, x: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """Tokens (B,) for logits (B, V): argmax of p / x with x ~ Exp(1) draws from p."""
+    if 0 < top_k < logits.size(-1):
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
+    logits = logits / temperature
+    if top_p < 1:
+        p, order = F.softmax(logits, -1).sort(descending=True)
+        more = p.cumsum(-1) - p >= top_p  # the likelier ones have that share already
+        logits = logits.masked_fill(more.scatter(-1, order, more), -math.inf)
+    return likeliest(logits - x.log())
+
+
+def end(s: Tensor, readout: Tensor, kept: tuple, noise: Tensor | None, how: tuple) -> None:
+    """Of the last level's s, all that is kept: the state, logits (B, V) and tokens drawn (B,)."""
+    state, logits, token = kept
+    if state.numel():
+        state.copy_(s)
+    logits.copy_(softcap(F.linear(norm(s).to(readout.dtype), readout).to(s.dtype)))
+    token.copy_(likeliest(logits) if noise is None else draw(logits, noise, *how))
 
 
 class Decoder:
@@ -234,27 +260,61 @@ class Decoder:
         self, model, B, amp=torch.float32, temperature=0, top_k=0, seed=0, compile=False, top_p=1.0
     ):
         c, device, wide = model.config, model.embedding.device, model.embedding.dtype
-        dt, W = amp if amp == torch.bfloat16 else wide, c.window
-        self.rules = model.levels[0].rules()
+        dt, W, rules = amp if amp == torch.bfloat16 else wide, c.window, model.levels[0].rules()
+        step = token if model.recurrent else levels
+        self.recipe = Recipe(step, heads, leave, rules, dt, wide, compile, False)
+        self.piece = self.recipe.piece
         self.model, self.amp = model, amp
-        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
+        self.how = temperature, top_k, top_p
         self.random = torch.Generator(device).manual_seed(seed) if isinstance(seed, int) else seed
-        self.piece = compiled if compile else lambda f: f
-        self.weights = []  # cast once; 0-dim would be traced twice
-        for one in model.levels:
-            w = {name: x.detach() for name, x in one.weights().items()}
-            self.weights.append({n: x.to(dt) if x.dim() > 1 else x.view(-1) for n, x in w.items()})
+        # cos and sin (W + 1, 2, K), rounded once, not also as angles
+        wider = torch.empty((), dtype=torch.float64, device=device)
+        self.rope = torch.stack(rope_table(W + 1, c.head_dim, wider), 1).to(wide)
+        # in the middle of a full ring, for the trials
+        self.place = torch.full((1 + B,), W + W // 2, device=device)
+        self.head, self.count = self.place[:1], self.place[1:]
+        self.triton, first = frozenset(), model.levels[0].weights()
+        if wide == torch.float32:
+            key = 'a step', self.recipe, B, W
+            self.triton = by_triton(key, device, functools.partial(self.trials, first))
+        like = torch.empty(B, c.n_embd, dtype=wide, device=device)
+        # cast once
+        self.weights = [bind(x.weights(), self.recipe, like, 1, self.triton) for x in model.levels]
         self.embedding, self.readout = model.embedding.detach(), model.head.detach().to(dt)
-        shape = 2, c.n_layer, B, self.rules.heads.C, W, c.head_dim
+        shape = 2, c.n_layer, B, rules.heads.C, W, c.head_dim
         self.k, self.v = torch.zeros(shape, dtype=dt, device=device)  # empty slots must be finite
+        caches = self.k.flatten(1, 2), self.v.flatten(1, 2)  # (L, B*C, W, K)
+        self.rings = list(zip(*caches, strict=True))
         self.s = torch.zeros(B, c.n_embd if model.recurrent else 0, dtype=wide, device=device)
         self.logits = torch.zeros(B, c.vocab_size, dtype=wide, device=device)
-        self.token, self.count = torch.zeros(2, B, dtype=torch.int64, device=device)
+        self.token = torch.zeros(B, dtype=torch.int64, device=device)
         self.slot = torch.arange(W, device=device)
-        self.head = self.slot[-1:].clone()  # slot of the newest entry
-        # cos and sin (W + 1, 2, K), rounded once, not also as angles
-        self.rope = torch.stack(rope_table(W + 1, c.head_dim, self.head.double()), 1).to(wide)
+        self.head.fill_(W - 1)
+        self.count.zero_()
         self.steps, self.graphs = 0, {}  # steps since the load
+
+    def attend(self, triton: bool, ring: tuple, near: tuple, heads: Callable, *args, **sizes):
+        """`attention`, or the kernel that stands in for it."""
+        if triton:
+            return triton_module().ring_attention(*args, ring, self.place, self.rope, sizes['h'])
+        return self.piece(attention)(heads, *args, ring, near, **sizes)
+
+    def trials(self, weights: dict) -> dict:
+        """{name: function(triton)} for kernels.by_triton: a token's attention, and its experts as
+        unroll.py tries them, which are not GPT's."""
+        (_, h, _, rules, dt, wide, *_), W, B = self.recipe, len(self.rope) - 1, len(self.count)
+        device = self.rope.device
+        random = functools.partial(torch.randn, generator=torch.Generator(device).manual_seed(0))
+        shape = 2, B * rules.heads.C, W, rules.heads.K
+        qkv = random(B, len(weights['wqkv']), device=device).to(dt)
+        ring, near = random(shape, device=device).to(dt).unbind(0), nearby(self.rope, self.place)
+
+        def attend(triton):
+            return [self.attend(triton, ring, near, h, qkv, h=rules.heads, wide=wide), *ring]
+
+        sizes = B, weights['wqkv'].size(1), W, 1
+        found = unroll.trials(self.recipe, weights, sizes, False) if rules.recurrent else {}
+        return found | {'attention': attend}
 
     @torch.no_grad()
     def load(self, state: State) -> None:
@@ -272,38 +332,25 @@ class Decoder:
     def state(self) -> State:
         """The model's state now, a copy: keys not rotated, oldest first."""
         W = self.slot.numel()
-        order, angle = (self.head + 1 + self.slot) % W, self.slot - W * (self.slot > self.head)
+        head = self.head % W
+        order, angle = (head + 1 + self.slot) % W, self.slot - W * (self.slot > head)
         cos, sin = self.rope[angle.abs()].unbind(1)
         k = apply_rope(self.k, cos, -sin * angle.sign()[:, None]).to(self.k.dtype)
-        return State(self.s.clone(), k[..., order, :], self.v[..., order, :], self.count.clone())
-
-    def draw(self, logits: Tensor) -> Tensor:
-        """The next token (B,) for logits (B, V): argmax of p / x with x ~ Exp(1) draws from p."""
-        if self.temperature == 0:
-            return logits.argmax(-1)
-        if 0 < self.top_k < logits.size(-1):
-            logits = logits.masked_fill(logits < logits.topk(self.top_k).values[:, -1:], -math.inf)
-        logits = logits / self.temperature
-        if self.top_p < 1:
-            p, order = F.softmax(logits, -1).sort(descending=True)
-            more = p.cumsum(-1) - p >= self.top_p  # the likelier ones have that share already
-            logits = logits.masked_fill(more.scatter(-1, order, more), -math.inf)
-        x = torch.empty_like(logits).exponential_(generator=self.random)
-        return (logits - x.log()).argmax(-1)
+        v, count = self.v[..., order, :], self.count.clamp(max=W)
+        return State(self.s.clone(), k[..., order, :], v, count)
 
     def advance(self) -> None:
         """One token for each stream, by tensors on the device alone: a CUDA graph can hold it."""
-        memory = self.rope, self.head, self.count
-        z, rope, bias = self.piece(begin)(self.token, self.embedding, *memory)
-        caches = self.k.flatten(1, 2), self.v.flatten(1, 2)  # (L, B*C, W, K)
-        rings = [(k, v, self.head, rope, bias) for k, v in zip(*caches, strict=True)]
+        z = self.piece(begin)(self.token, self.embedding, self.place)
+        triton, rules = 'attention' in self.triton, self.recipe.rules
+        near = () if triton else self.piece(nearby)(self.rope, self.place)
+        attends = [functools.partial(self.attend, triton, ring, near) for ring in self.rings]
         # not z itself: torch.compile would trace the first level apart
-        step, s = (token, self.s) if self.rules.recurrent else (levels, z.clone())
-        s = step(self.weights, s, z, rings, self.rules, self.piece(level_step))
-        if self.rules.recurrent:
-            self.s.copy_(s)
-        self.piece(end)(s, self.readout, self.logits)
-        self.token.copy_(self.draw(self.logits))
+        s = self.s if rules.recurrent else z.clone()
+        s = self.recipe.token(self.weights, s, z, attends, rules)
+        noise, (temperature, *_) = torch.empty_like(self.logits), self.how
+        noise = noise.exponential_(generator=self.random) if temperature else None
+        self.piece(end)(s, self.readout, (self.s, self.logits, self.token), noise, self.how)
 
     @torch.no_grad()
     def step(self, token: Tensor | None = None) -> Tensor:
@@ -450,6 +497,8 @@ def use_model() -> None:
         score_text(model, tokenizer, amp)
     else:
         decoder = Decoder(model, 1, amp, temperature, top_k, seed, top_p=top_p)
+        for line in chosen_lines():
+            print(f'pieces of a step: {line}', file=sys.stderr)
         write_text(decoder, tokenizer)
 
 

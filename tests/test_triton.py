@@ -28,6 +28,7 @@ from reference import assert_close, make, tokens  # noqa: E402
 
 import kernels  # noqa: E402
 import model as model_file  # noqa: E402
+import sample  # noqa: E402
 import triton_kernels as tk  # noqa: E402
 import unroll  # noqa: E402
 from kernels import Heads, apply_rope, by_expert, rms_norm, rope_table  # noqa: E402
@@ -282,6 +283,9 @@ def report(cells):
         h = Heads(E, 4, 2, 96, True)
         attention_by_kernels(attention_inputs(B, h, W, 9, 'meta', torch.bfloat16), h, W, 8)
         experts_by_kernels('sqrt_sum', *experts_inputs(E, B, 768, 3072, 'meta', torch.bfloat16))
+        place, rope = torch.empty(1 + B, dtype=torch.int64, device='meta'), normal(9, device='meta')
+        qkv, *ring = (normal(1, n, device='meta', dtype=torch.bfloat16) for n in (B, W, W))
+        tk.ring_attention(qkv[0], tuple(ring), place, rope, h)
     target = torch.empty(333, dtype=torch.int64, device='meta')
     for dtype in (torch.bfloat16, torch.float32):
         logits = normal(333, 50304, device='meta', dtype=dtype)
@@ -409,6 +413,53 @@ def test_an_aggregation_that_the_kernels_do_not_know(monkeypatch):
     monkeypatch.setattr(tk, 'leave_of', lambda *_: None)
     trials = unroll.trials(*asked(monkeypatch), (2, 24, 3, 2), True)
     assert set(trials) == {'attention'}
+
+
+# ---- the decoder with kernels in it ----
+
+
+@interpreted
+@pytest.mark.parametrize(
+    'kind, changes',
+    [
+        ('RecurrentGPT', {}),
+        ('RecurrentGPT', {'share_kv': False, 'aggregation': 'softmax_l2', 'window': 1}),
+        ('RecurrentGPT', {'aggregation': 'mean', 'window': 70, 'n_layer': 1}),
+        ('GPT', {'residual': 'shared'}),
+    ],
+    ids=str,
+)
+def test_decoder_is_the_reference(monkeypatch, kind, changes):
+    """Streams of several lengths, past a turn of the ring; what is measured agrees, and finds an
+    edited equation."""
+    sizes = {'n_layer': 2, 'n_embd': 36, 'n_head': 6, 'n_kv_head': 3, 'window': 5, 'n_expert': 3}
+    model, found = make(getattr(model_file, kind), 3, torch.float32, **sizes | changes), {}
+    monkeypatch.setattr(kernels, 'seconds_of', lambda run: (run(), 1.0)[1])
+
+    def choose(key, device, trials):
+        found.update((name, kernels.compare(run)) for name, run in trials().items())
+        return frozenset(found)
+
+    monkeypatch.setattr(sample, 'by_triton', choose)
+    decoder = sample.Decoder(model, 3)
+    assert set(found) == {'attention'} | ({'experts'} if model.recurrent else set())
+    assert all(trial['difference'] < 1e-4 for trial in found.values())
+    exact, W = reference.exact(model), model.config.window
+    _, state = exact(tokens(3, W + 1), state=exact.init_state(3))
+    state = state._replace(count=torch.tensor([0, W // 2, W]))
+    decoder.load(state)
+    for token in tokens(3, 7, seed=1).unbind(1):
+        decoder.step(token)
+        logits, state = exact.step(token, state)
+        assert_close(decoder.logits, logits, rtol=1e-5)
+    reference.assert_same_state(decoder.state(), state, rtol=1e-5)
+    heads, leave = sample.heads, sample.leave
+    twice = {'heads': lambda *args, **sizes: [2 * x for x in heads(*args, **sizes)]}
+    twice['leave'] = lambda *args: 2 * leave(*args)
+    for name, edited in twice.items():
+        monkeypatch.setattr(sample, name, edited)
+    sample.Decoder(model, 3)
+    assert not any(map(kernels.agrees, found.values()))
 
 
 # ---- the choice ----
