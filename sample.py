@@ -20,6 +20,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 from configurator import configure, fail, run_script  # before torch: how threads wait
 from configurator import every, first_line, write_atomic, write_json
@@ -29,14 +30,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import checkpoint
-import unroll
 from checkpoint import BEST, LAST, CheckpointError, SizeError
 from data_fineweb import VOCAB, Tokenizer, get_tokenizer
-from kernels import Heads, apply_rope, by_expert, by_triton, chosen_lines, graphed, rope_table
-from kernels import softcap, triton_module
-from model import LanguageModel, ModelConfig, State
-from model import build_model, heads, leave, levels, norm, token
-from unroll import Recipe, bind
+from kernels import Heads, apply_rope, by_expert, by_triton, chosen_lines, compiled, graphed
+from kernels import rope_table, softcap, triton_module
+from model import LanguageModel, ModelConfig, Rules, State
+from model import build_model, combine, levels, norm, token
+from unroll import bind
 
 # -----------------------------------------------------------------------------
 # fmt: off
@@ -216,6 +216,16 @@ def attention(
     return by_expert(torch.bmm(p, values), h)
 
 
+def leave(w: dict, u: Tensor, att: Tensor, gates: Tensor | None, rules: Rules) -> Tensor:
+    """model.leave, what stands around its first two products by Triton: for what w['leave'] of
+    unroll.py, which has the norm and the sum too, does not know: GPT, other aggregations."""
+    product = triton_module().product
+    y, ss, _, _ = product(att.contiguous(), w['wo'].w, '', 'add', u)
+    act = product(y, w['up'].w, 'norm', 'relu', None, ss)[0]
+    s = u if rules.residual == 'shared' and not rules.recurrent else None
+    return w['piece'](combine, y, w['down'](act), s, gates, rules=rules)
+
+
 def likeliest(x: Tensor) -> Tensor:
     """x (B, V) -> (B,), in two steps: B rows alone would leave most of a GPU idle."""
     parts = x.view(len(x), math.gcd(x.size(1), 128), -1).max(-1)
@@ -260,28 +270,28 @@ class Decoder:
         self, model, B, amp=torch.float32, temperature=0, top_k=0, seed=0, compile=False, top_p=1.0
     ):
         c, device, wide = model.config, model.embedding.device, model.embedding.dtype
-        dt, W, rules = amp if amp == torch.bfloat16 else wide, c.window, model.levels[0].rules()
-        step = token if model.recurrent else levels
-        self.recipe = Recipe(step, heads, leave, rules, dt, wide, compile, False)
-        self.piece = self.recipe.piece
-        self.model, self.amp = model, amp
-        self.how = temperature, top_k, top_p
+        dt, W, self.rules = (
+            amp if amp == torch.bfloat16 else wide,
+            c.window,
+            model.levels[0].rules(),
+        )
+        self.model, self.amp, self.how = model, amp, (temperature, top_k, top_p)
         self.random = torch.Generator(device).manual_seed(seed) if isinstance(seed, int) else seed
+        self.piece = compiled if compile else lambda f: f
         # cos and sin (W + 1, 2, K), rounded once, not also as angles
-        wider = torch.empty((), dtype=torch.float64, device=device)
-        self.rope = torch.stack(rope_table(W + 1, c.head_dim, wider), 1).to(wide)
-        # in the middle of a full ring, for the trials
-        self.place = torch.full((1 + B,), W + W // 2, device=device)
+        like = torch.empty(B, c.n_embd, dtype=torch.float64, device=device)
+        self.rope = torch.stack(rope_table(W + 1, c.head_dim, like), 1).to(wide)
+        # what `bind` asks of a Recipe; a row of each stream
+        self.bound = SimpleNamespace(rules=self.rules, dt=dt, piece=self.piece), like.to(wide)
+        self.place = torch.full((1 + B,), W + W // 2, device=device)  # a full ring, for the trials
         self.head, self.count = self.place[:1], self.place[1:]
-        self.triton, first = frozenset(), model.levels[0].weights()
+        self.triton = frozenset()
         if wide == torch.float32:
-            key = 'a step', self.recipe, B, W
-            self.triton = by_triton(key, device, functools.partial(self.trials, first))
-        like = torch.empty(B, c.n_embd, dtype=wide, device=device)
-        # cast once
-        self.weights = [bind(x.weights(), self.recipe, like, 1, self.triton) for x in model.levels]
+            key = 'a token through a level', self.rules, dt, compile, B, c.n_embd, W
+            self.triton = by_triton(key, device, lambda: self.trials(model.levels[0].weights()))
+        self.weights = [self.bind(x.weights(), self.triton) for x in model.levels]  # cast once
         self.embedding, self.readout = model.embedding.detach(), model.head.detach().to(dt)
-        shape = 2, c.n_layer, B, rules.heads.C, W, c.head_dim
+        shape = 2, c.n_layer, B, self.rules.heads.C, W, c.head_dim
         self.k, self.v = torch.zeros(shape, dtype=dt, device=device)  # empty slots must be finite
         caches = self.k.flatten(1, 2), self.v.flatten(1, 2)  # (L, B*C, W, K)
         self.rings = list(zip(*caches, strict=True))
@@ -293,28 +303,52 @@ class Decoder:
         self.count.zero_()
         self.steps, self.graphs = 0, {}  # steps since the load
 
-    def attend(self, triton: bool, ring: tuple, near: tuple, heads: Callable, *args, **sizes):
-        """`attention`, or the kernel that stands in for it."""
-        if triton:
-            return triton_module().ring_attention(*args, ring, self.place, self.rope, sizes['h'])
-        return self.piece(attention)(heads, *args, ring, near, **sizes)
+    def bind(self, weights: dict, triton: frozenset) -> dict:
+        """A level's weights for the equations; triton: names of kernels."""
+        w = bind(weights, *self.bound, 1, triton)
+        known = self.rules.recurrent and w.get('leave') is not None
+        return w | {'leave': leave} if 'experts' in triton and not known else w
+
+    def through(self, ws: list, s: Tensor, z: Tensor, rings: list, triton: frozenset) -> Tensor:
+        """s, z (B, D) -> s[L]."""
+        near = () if 'attention' in triton else self.piece(nearby)(self.rope, self.place)
+
+        def attend(ring, heads, qkv, h, wide):
+            if 'attention' in triton:
+                return triton_module().ring_attention(qkv, ring, self.place, self.rope, h)
+            return self.piece(attention)(heads, qkv, ring, near, h=h, wide=wide)
+
+        attends = [functools.partial(attend, ring) for ring in rings]
+        return (token if self.rules.recurrent else levels)(ws, s, z, attends, self.rules)
 
     def trials(self, weights: dict) -> dict:
-        """{name: function(triton)} for kernels.by_triton: a token's attention, and its experts as
-        unroll.py tries them, which are not GPT's."""
-        (_, h, _, rules, dt, wide, *_), W, B = self.recipe, len(self.rope) - 1, len(self.count)
-        device = self.rope.device
-        random = functools.partial(torch.randn, generator=torch.Generator(device).manual_seed(0))
-        shape = 2, B * rules.heads.C, W, rules.heads.K
-        qkv = random(B, len(weights['wqkv']), device=device).to(dt)
-        ring, near = random(shape, device=device).to(dt).unbind(0), nearby(self.rope, self.place)
+        """{name: function(triton)} for by_triton: a token through a level on made-up numbers, its
+        window full, by the model's own pieces or with the kernel of that name."""
+        (recipe, like), h, W = self.bound, self.rules.heads, len(self.rope) - 1
+        random = torch.Generator(like.device).manual_seed(0)
 
-        def attend(triton):
-            return [self.attend(triton, ring, near, h, qkv, h=rules.heads, wide=wide), *ring]
+        def normal(*shape):
+            return torch.randn(shape, device=like.device, generator=random)
 
-        sizes = B, weights['wqkv'].size(1), W, 1
-        found = unroll.trials(self.recipe, weights, sizes, False) if rules.recurrent else {}
-        return found | {'attention': attend}
+        big = {name: x.shape for name, x in weights.items() if x.dim() > 1}
+        big = {name: (normal(*n) * n[-1] ** -0.5).to(recipe.dt) for name, n in big.items()}
+        # in turn, like levels: more than a GPU's cache holds
+        copies = min(16, 1 + 2**28 // sum(x.nbytes for x in big.values()))
+        turns = [weights | {name: x.clone() for name, x in big.items()} for _ in range(copies)]
+        turns, (s, z) = itertools.cycle(turns), normal(2, *like.shape)
+        # values so large that a mean of W of them counts beside u
+        scales = 1, W**0.5
+        ring = tuple(normal(len(like) * h.C, W, h.K).mul(x).to(recipe.dt) for x in scales)
+
+        def run(name, triton):
+            names = frozenset({name} if triton else ())
+            out = self.through([self.bind(next(turns), names)], s, z, [ring], names)
+            return [out, *(x[:, W // 2] for x in ring)]
+
+        # kernels take the experts' matrices as they are here
+        fits = big['up'].size(1) == big['down'].size(2)
+        names = ('attention', 'experts') if fits else ('attention',)
+        return {name: functools.partial(run, name) for name in names}
 
     @torch.no_grad()
     def load(self, state: State) -> None:
@@ -342,14 +376,12 @@ class Decoder:
     def advance(self) -> None:
         """One token for each stream, by tensors on the device alone: a CUDA graph can hold it."""
         z = self.piece(begin)(self.token, self.embedding, self.place)
-        triton, rules = 'attention' in self.triton, self.recipe.rules
-        near = () if triton else self.piece(nearby)(self.rope, self.place)
-        attends = [functools.partial(self.attend, triton, ring, near) for ring in self.rings]
         # not z itself: torch.compile would trace the first level apart
-        s = self.s if rules.recurrent else z.clone()
-        s = self.recipe.token(self.weights, s, z, attends, rules)
-        noise, (temperature, *_) = torch.empty_like(self.logits), self.how
-        noise = noise.exponential_(generator=self.random) if temperature else None
+        s = self.s if self.rules.recurrent else z.clone()
+        s = self.through(self.weights, s, z, self.rings, self.triton)
+        noise = None
+        if self.how[0]:
+            noise = torch.empty_like(self.logits).exponential_(generator=self.random)
         self.piece(end)(s, self.readout, (self.s, self.logits, self.token), noise, self.how)
 
     @torch.no_grad()

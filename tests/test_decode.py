@@ -14,7 +14,6 @@ from reference import V, assert_close, assert_same_state, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sample
-import unroll
 from data_fineweb import DataError, get_tokenizer
 from model import GPT, RecurrentGPT, State
 from sample import Decoder
@@ -132,7 +131,7 @@ def test_compile(model_type, changes, monkeypatch):
 
     options = {'fullgraph': True, 'dynamic': False, 'backend': backend}
     compiled = functools.cache(lambda f: torch.compile(f, **options))
-    monkeypatch.setattr(unroll, 'compiled', compiled)
+    monkeypatch.setattr(sample, 'compiled', compiled)
     torch._dynamo.reset()
     assert_close(feed(Decoder(model, 2, compile=True), x), feed(Decoder(model, 2), x))
     # begin, nearby, enter, attention, residual, activation, combine, end; routed: join, add, gate

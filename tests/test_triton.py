@@ -442,7 +442,7 @@ def test_decoder_is_the_reference(monkeypatch, kind, changes):
 
     monkeypatch.setattr(sample, 'by_triton', choose)
     decoder = sample.Decoder(model, 3)
-    assert set(found) == {'attention'} | ({'experts'} if model.recurrent else set())
+    assert set(found) == {'attention', 'experts'}
     assert all(trial['difference'] < 1e-4 for trial in found.values())
     exact, W = reference.exact(model), model.config.window
     _, state = exact(tokens(3, W + 1), state=exact.init_state(3))
@@ -453,13 +453,13 @@ def test_decoder_is_the_reference(monkeypatch, kind, changes):
         logits, state = exact.step(token, state)
         assert_close(decoder.logits, logits, rtol=1e-5)
     reference.assert_same_state(decoder.state(), state, rtol=1e-5)
-    heads, leave = sample.heads, sample.leave
-    twice = {'heads': lambda *args, **sizes: [2 * x for x in heads(*args, **sizes)]}
-    twice['leave'] = lambda *args: 2 * leave(*args)
-    for name, edited in twice.items():
-        monkeypatch.setattr(sample, name, edited)
+    heads, leave = model_file.heads, model_file.leave  # an edited equation is not the kernels'
+    edited = {'heads': lambda *args, **sizes: [2 * x for x in heads(*args, **sizes)]}
+    edited['leave'] = lambda *args: 2 * leave(*args)
+    for name, edit in edited.items():
+        monkeypatch.setattr(model_file, name, edit)
     sample.Decoder(model, 3)
-    assert not any(map(kernels.agrees, found.values()))
+    assert all(trial['difference'] > 0.05 for trial in found.values())
 
 
 # ---- the choice ----
