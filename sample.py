@@ -17,7 +17,6 @@ import itertools
 import json
 import math
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -30,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import checkpoint
-from checkpoint import BEST, LAST, CheckpointError, SizeError
+from checkpoint import BEST, CheckpointError
 from data_fineweb import VOCAB, Tokenizer, get_tokenizer
 from kernels import Heads, apply_rope, by_expert, by_triton, chosen_lines, compiled, graphed
 from kernels import rope_table, softcap, triton_module
@@ -71,7 +70,6 @@ RANGES = {
     'dtype': ['auto', 'float32', 'bfloat16'],
 }
 WEIGHTS, CONFIG = 'model.safetensors', 'config.json'
-PIECE = 8192  # characters of a text read at a time
 
 
 def make_model(about: dict, recurrent: bool, tokenizer: str, **on: str) -> LanguageModel:
@@ -106,16 +104,11 @@ def load_trained(folder: str, which: str) -> tuple[LanguageModel, dict]:
 
 def check_target(folder: str) -> None:
     """Ends the script where an export would replace what is no export of ours."""
-    if os.path.abspath(folder) == os.path.abspath(out_dir):
-        fail(f'export = {folder!r}: name a folder for the model, other than out_dir')
-    if any(os.path.exists(os.path.join(folder, name)) for name in (LAST, 'log.jsonl')):
-        fail(f'export = {folder!r}: holds a training run: name another folder')
     there = [name for name in (CONFIG, WEIGHTS) if os.path.lexists(os.path.join(folder, name))]
     try:
         with open(os.path.join(folder, CONFIG), encoding='utf-8') as file:
-            about = json.load(file)
-        ours = isinstance(about, dict) and about.keys() >= {'recurrent', 'tokenizer', 'model'}
-    except (OSError, ValueError, RecursionError):
+            ours = json.load(file).keys() >= {'recurrent', 'tokenizer', 'model'}
+    except (OSError, ValueError, AttributeError, RecursionError):
         ours = False
     if there and not ours:
         words = f'holds {there[0]}, which no export of ours wrote'
@@ -149,20 +142,13 @@ def read_model(folder: str) -> tuple[LanguageModel, str]:
 
     where = os.path.join(folder, CONFIG)
     try:
-        with open(where, encoding='utf-8') as file:
+        with checkpoint.restoring(where, 'it'), open(where, encoding='utf-8') as file:
             about = json.load(file)
-        model = make_model(about['model'], about['recurrent'], about['tokenizer'])
-    except SizeError as error:
-        raise CheckpointError(f'{where}: {error}') from None
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, RecursionError) as error:
-        wrong = f'not the description of an exported model ({first_line(error)})'
-        raise CheckpointError(f'{where}: {wrong}') from None
-    where = os.path.join(folder, WEIGHTS)
-    try:
+            model = make_model(about['model'], about['recurrent'], about['tokenizer'])
+        where = os.path.join(folder, WEIGHTS)
         weights = {name: tensor.float() for name, tensor in load_file(where).items()}
-    except (OSError, SafetensorError, RuntimeError) as error:
-        wrong = f'not the weights that {CONFIG} describes ({first_line(error)})'
-        raise CheckpointError(f'{where}: {wrong}') from None
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f'{where}: cannot be read ({first_line(error)})') from None
     checkpoint.load_weights(model, weights, where, assign=True)
     return model, about['tokenizer']
 
@@ -353,9 +339,6 @@ class Decoder:
     @torch.no_grad()
     def load(self, state: State) -> None:
         """Go on from a state of the model (B streams); the next step wants a token."""
-        if self.k.shape != state.k.shape:
-            sizes = 'levels, streams, heads, window, head size'
-            raise ValueError(f'load: {sizes} are {(*state.k.shape,)}, not {(*self.k.shape,)}')
         self.k.copy_(apply_rope(state.k, *self.rope[:-1].unbind(1)))  # the newest in slot W - 1
         for x, given in zip((self.s, self.v, self.count), (state.s, *state[2:]), strict=True):
             x.copy_(given)
@@ -430,24 +413,14 @@ class Decoder:
 # ---- text ----
 
 
-def read_text(name: str) -> Iterator[str]:
-    """A file's text ('-': standard input's) in pieces that end where a token does: between a word
-    and the space after it."""
-    rest, own = '', name != '-'
+def read_text(name: str) -> str:
+    """A file's text; '-': standard input's."""
+    own = name != '-'
     try:
         with open(name if own else 0, encoding='utf-8', newline='', closefd=own) as file:
-            while more := file.read(PIECE):
-                rest += more
-                word = re.match(r'.*\S(?=\s)', rest, re.DOTALL)
-                end = word.end() if word else len(rest)
-                yield rest[:end]
-                rest = rest[end:]
-    except OSError as error:
-        fail(f'{name}: cannot be read: {error.strerror}')
+            return file.read()
     except UnicodeDecodeError as error:
         fail(f'{name}: cannot be read as text: {error.reason}')
-    if rest:
-        yield rest
 
 
 def load_model(device: str) -> tuple[LanguageModel, Tokenizer]:
@@ -468,7 +441,7 @@ def say(tokenizer: Tokenizer, stream: Iterator[Tensor]) -> None:
 
 
 def write_text(decoder: Decoder, tokenizer: Tokenizer) -> None:
-    text = ''.join(read_text(prompt[5:])) if prompt.startswith('FILE:') else prompt
+    text = read_text(prompt[5:]) if prompt.startswith('FILE:') else prompt
     ids, device = [tokenizer.eot, *tokenizer.encode(text)], decoder.token.device
     if interactive:
         return converse(decoder, tokenizer, ids)
@@ -495,28 +468,23 @@ def converse(decoder: Decoder, tokenizer: Tokenizer, ids: list[int]) -> None:
 
 @torch.no_grad()
 def score_text(model: LanguageModel, tokenizer: Tokenizer, amp: torch.dtype) -> None:
-    """Loss on the text of `score` as one document, read as a stream, in constant memory."""
-    ids, device, due = [tokenizer.eot], model.embedding.device.type, every()
+    """Loss on the text of `score` as one document, read as a stream."""
+    text, device, due = read_text(score), model.embedding.device.type, every()
+    if not text:
+        fail(f'score = {score!r}: there is no text in it')
+    ids = torch.tensor([[tokenizer.eot, *tokenizer.encode(text)]])
     n = min(model.config.block_size, 128)  # longer chunks only cost memory
-    nats, tokens, size = torch.zeros((), dtype=torch.float64, device=device), 0, 0
+    nats, tokens, size = 0.0, ids.size(1) - 1, len(text.encode())
     with torch.autocast(device, torch.bfloat16, enabled=amp == torch.bfloat16):
         state = model.init_state(1)
-        for text in itertools.chain(read_text(score), ['']):  # '': its end
-            ids += tokenizer.encode(text)
-            size += len(text.encode())
-            while len(ids) > (n if text else 1):
-                idx = torch.tensor([ids[: n + 1]], device=device)
-                loss, state = model(idx[:, :-1], idx[:, 1:], state)
-                count = idx.size(1) - 1
-                nats += loss.double() * count
-                ids, tokens = ids[count:], tokens + count
-                if due():
-                    sofar = nats.item() / tokens
-                    print(f'    {tokens:,} tokens: {sofar:.4f} nats a token', file=sys.stderr)
-    if not size:
-        fail(f'score = {score!r}: there is no text in it')
-    a_byte = nats.item() / size
-    cost = f'{a_byte:.4f} nats a byte, {a_byte / math.log(2):.4f} bits a byte'
+        for t in range(0, tokens, n):
+            chunk = ids[:, t : t + n + 1].to(device)
+            loss, state = model(chunk[:, :-1], chunk[:, 1:], state)
+            nats += loss.item() * (chunk.size(1) - 1)
+            if due():
+                sofar = f'{t + n:,} of {tokens:,} tokens: {nats / (t + n):.4f} nats a token'
+                print(f'    {sofar}', file=sys.stderr)
+    cost = f'{nats / size:.4f} nats a byte, {nats / size / math.log(2):.4f} bits a byte'
     print(f'{score}: {size:,} bytes, {tokens:,} tokens: {cost}')
 
 
