@@ -17,6 +17,7 @@ import itertools
 import json
 import math
 import os
+import pathlib
 import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -72,12 +73,12 @@ RANGES = {
 WEIGHTS, CONFIG = 'model.safetensors', 'config.json'
 
 
-def make_model(about: dict, recurrent: bool, tokenizer: str, **on: str) -> LanguageModel:
+def make_model(about: dict, recurrent: bool, tokenizer: str) -> LanguageModel:
     """A model of these sizes on the device 'meta': checked before any memory is taken. ValueError,
     TypeError: not a model's description."""
     if tokenizer not in VOCAB or type(recurrent) is not bool:
         raise ValueError('unknown tokenizer, or recurrent is not true or false')
-    config = ModelConfig(**about | on)
+    config = ModelConfig(**about | {'path': 'fast'})
     checkpoint.check_model(lambda config: build_model(config, recurrent), config)
     with torch.device('meta'):
         return build_model(config, recurrent)
@@ -94,7 +95,7 @@ def load_trained(folder: str, which: str) -> tuple[LanguageModel, dict]:
         raise CheckpointError(f'{where}: arch = {arch!r}: a baseline is not sampled or exported')
     with checkpoint.restoring(where, 'model_config'):
         tokenizer = saved['config']['tokenizer']
-        model = make_model(saved['model_config'], saved['recurrent'], tokenizer, path='fast')
+        model = make_model(saved['model_config'], saved['recurrent'], tokenizer)
     checkpoint.load_weights(model, saved['model'], where, assign=True)
     return model, saved
 
@@ -102,40 +103,8 @@ def load_trained(folder: str, which: str) -> tuple[LanguageModel, dict]:
 # ---- the model as files ----
 
 
-def check_target(folder: str) -> None:
-    """Ends the script where an export would replace what is no export of ours."""
-    there = [name for name in (CONFIG, WEIGHTS) if os.path.lexists(os.path.join(folder, name))]
-    try:
-        with open(os.path.join(folder, CONFIG), encoding='utf-8') as file:
-            ours = json.load(file).keys() >= {'recurrent', 'tokenizer', 'model'}
-    except (OSError, ValueError, AttributeError, RecursionError):
-        ours = False
-    if there and not ours:
-        words = f'holds {there[0]}, which no export of ours wrote'
-        fail(f'export = {folder!r}: {words}: name another folder, or move it away yourself')
-    checkpoint.need_packages(safetensors=True)
-
-
-def write_model(saved: dict, folder: str, dtype: torch.dtype) -> None:
-    """config.json comes last: until then it says that the folder is an export's, but describes no
-    model. OSError."""
-    from safetensors.torch import save
-
-    os.makedirs(folder, exist_ok=True)
-    about = dict.fromkeys(['recurrent', 'tokenizer', 'model'])
-    write_json(about, os.path.join(folder, CONFIG))
-    weights = {name: tensor.to(dtype).contiguous() for name, tensor in saved['model'].items()}
-    data = save(weights, metadata={'format': 'pt'})
-    write_atomic(os.path.join(folder, WEIGHTS), lambda file: file.write(data))
-    sizes = {name: value for name, value in saved['model_config'].items() if name != 'path'}
-    about = {'recurrent': saved['recurrent'], 'tokenizer': saved['config']['tokenizer']}
-    about |= {'model': sizes, 'step': saved.get('step'), 'best_val_loss': saved.get('best')}
-    write_json(about, os.path.join(folder, CONFIG))
-
-
 def read_model(folder: str) -> tuple[LanguageModel, str]:
-    """What write_model wrote -> the model, in fp32, and its tokenizer's name. CheckpointError says
-    what is wrong."""
+    """An export -> the model, in fp32, and its tokenizer's name. CheckpointError."""
     checkpoint.need_packages(safetensors=True)
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -154,13 +123,29 @@ def read_model(folder: str) -> tuple[LanguageModel, str]:
 
 
 def export_model() -> None:
-    check_target(export)
+    """config.json is written first, too: the folder is an export's, but describes no model yet."""
+    checkpoint.need_packages(safetensors=True)
+    from safetensors.torch import save
+
+    where = os.path.join(export, CONFIG)
+    there = set(os.listdir(export)) if os.path.isdir(export) else set()
+    about = pathlib.Path(where).read_text(errors='replace') if CONFIG in there else ''
+    if there and not ('"recurrent"' in about and there <= {CONFIG, WEIGHTS}):
+        fail(f'export = {export!r}: holds what no export of ours wrote: name another folder')
     _, saved = load_trained(out_dir, which)
-    write_model(saved, export, torch.bfloat16 if dtype == 'bfloat16' else torch.float32)
+    os.makedirs(export, exist_ok=True)
+    write_json({'recurrent': None}, where)
+    kind = torch.bfloat16 if dtype == 'bfloat16' else torch.float32
+    weights = {name: tensor.to(kind).contiguous() for name, tensor in saved['model'].items()}
+    data = save(weights, metadata={'format': 'pt'})
+    write_atomic(os.path.join(export, WEIGHTS), lambda file: file.write(data))
+    sizes = {name: value for name, value in saved['model_config'].items() if name != 'path'}
+    about = {'recurrent': saved['recurrent'], 'tokenizer': saved['config']['tokenizer']}
+    about |= {'model': sizes, 'step': saved.get('step'), 'best_val_loss': saved.get('best')}
+    write_json(about, where)
     model, _ = read_model(export)  # what was written can be read
-    size = os.path.getsize(os.path.join(export, WEIGHTS)) / 1e6
     params = model.num_params()['total']
-    print(f'{export}: {WEIGHTS} ({size:.1f} MB), {CONFIG}; {params:,} parameters')
+    print(f'{export}: {WEIGHTS} ({len(data) / 1e6:.1f} MB), {CONFIG}; {params:,} parameters')
 
 
 # ---- decoding: model.py's own equations for one token, keys and values in rings ----
@@ -256,12 +241,9 @@ class Decoder:
         self, model, B, amp=torch.float32, temperature=0, top_k=0, seed=0, compile=False, top_p=1.0
     ):
         c, device, wide = model.config, model.embedding.device, model.embedding.dtype
-        dt, W, self.rules = (
-            amp if amp == torch.bfloat16 else wide,
-            c.window,
-            model.levels[0].rules(),
-        )
-        self.model, self.amp, self.how = model, amp, (temperature, top_k, top_p)
+        dt, W = amp if amp == torch.bfloat16 else wide, c.window
+        self.model, self.amp, self.rules = model, amp, model.levels[0].rules()
+        self.how = temperature, top_k, top_p
         self.random = torch.Generator(device).manual_seed(seed) if isinstance(seed, int) else seed
         self.piece = compiled if compile else lambda f: f
         # cos and sin (W + 1, 2, K), rounded once, not also as angles

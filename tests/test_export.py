@@ -53,18 +53,16 @@ def test_what_is_read_is_what_was_trained(trained, tmp_path, monkeypatch, capsys
 @pytest.mark.parametrize(
     'argv, words',
     [
-        ('--export={0}/rnn', 'holds config.json, which no export of ours wrote'),
+        ('--export={0}/rnn', 'holds what no export of ours wrote'),
         ('--export=x --out_dir=nowhere', 'nowhere'),
         ('--export=x --out_dir={0}/lstm', "arch = 'lstm'"),
-        ('--export=x --dtype=float16', "dtype = 'float16'"),
         ('--export=x --which=first', "which = 'first'"),
         ('--export=file/x', 'Not a directory'),
         ('--export=x --interactive', 'exclude each other'),
         ('--score=none.txt', "No such file or directory: 'none.txt'"),
         ('--score=theirs/model.safetensors', 'cannot be read as text'),
         ('--score=file', 'there is no text in it'),
-        ('--top_p=0', 'top_p = 0'),
-        ('--export=theirs', 'holds model.safetensors, which no export of ours wrote'),
+        ('--export=theirs', 'holds what no export of ours wrote'),
     ],
 )
 def test_mistakes(trained, tmp_path, monkeypatch, capfd, argv, words):  # noqa: F811
@@ -72,6 +70,7 @@ def test_mistakes(trained, tmp_path, monkeypatch, capfd, argv, words):  # noqa: 
     (tmp_path / 'file').touch()
     (tmp_path / 'theirs').mkdir()
     (tmp_path / 'theirs' / 'model.safetensors').write_bytes(b'theirs\xff')
+    (tmp_path / 'theirs' / 'config.json').write_text('{"hidden_size": 768}')
     argv = [f'--out_dir={trained}/rnn', *argv.format(trained).split()]
     assert words in mistake(capfd, sample, argv)
     assert sorted(os.listdir()) == ['file', 'theirs']
