@@ -415,49 +415,6 @@ def leave_of(name: str, E: int, like: Tensor) -> Callable | None:
     return leave
 
 
-# ---- loss ----
-
-
-# Soft cap, log-sum-exp, the target's score and the gradient, in two reads and one write of a row
-# (PyTorch's twin: eight passes in fp32). Capped scores lie in [-15, 15]: exp(score - 15) can
-# neither overflow nor vanish, so no maximum is needed first.
-@triton.jit
-def _cross_entropy_kernel(logits, target, loss, d, scale, V, BV: constexpr):
-    i = tl.program_id(0).to(tl.int64)
-    row, goal = logits + i * V, tl.load(target + i).to(tl.int32)
-    total, right = tl.zeros([BV], F32), tl.zeros([BV], F32)
-    for start in range(0, V, BV):
-        v = start + tl.arange(0, BV)
-        x = tl.load(row + v, v < V, 0.0).to(F32) * (2 / SOFTCAP)
-        score = SOFTCAP - 2 * SOFTCAP / (tl.exp(x) + 1)
-        total += tl.where(v < V, tl.exp(score - SOFTCAP), 0.0)
-        right += tl.where(v == goal, score, 0.0)
-    lse = tl.log(tl.sum(total, 0)) + SOFTCAP
-    tl.store(loss + i, lse - tl.sum(right, 0))
-    if d is not None:
-        for start in range(0, V, BV):
-            v = start + tl.arange(0, BV)
-            x = tl.load(row + v, v < V, 0.0).to(F32) * (2 / SOFTCAP)
-            tanh = 1 - 2 / (tl.exp(x) + 1)
-            g = tl.exp(tanh * SOFTCAP - lse) - tl.where(v == goal, 1.0, 0.0)
-            tl.store(d + i * V + v, g * (1 - tanh * tanh) * scale, v < V)
-
-
-def cross_entropy(
-    logits: Tensor, target: Tensor, grad_scale: float | None, dt: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
-    """Summed cross-entropy of the capped logits (rows, V) against target (rows,); its gradient
-    times grad_scale in dtype dt (in the logits' place where that is theirs; None without a
-    scale)."""
-    rows, V = logits.shape
-    loss, d = torch.empty(rows, dtype=torch.float32, device=logits.device), None
-    if grad_scale is not None:
-        d = logits if logits.dtype == dt else torch.empty_like(logits, dtype=dt)
-    sizes = float(grad_scale or 0), V, min(4096, padded(V))
-    _cross_entropy_kernel[rows,](logits, target, loss, d, *sizes, num_warps=8)
-    return loss.sum(), d
-
-
 # ---- decoding ----
 
 
@@ -515,7 +472,52 @@ def _ring_kernel(qkv, ring, place, rope, out, W, scale, h: constexpr, N: constex
 def ring_attention(qkv: Tensor, ring: tuple, place: Tensor, rope: Tensor, h: Heads) -> Tensor:
     """A token's key and value into ring, keys and values (B*C, W, K), and its attended values (E,
     B, G*R*K). qkv (B, (C*M + 2*C)*K); place (1 + B,) int64; rope (W + 1, 2, K)."""
-    out = qkv.new_empty(h.E, len(qkv), h.G * h.R * h.K)
-    run = _launch(_ring_kernel, h, len(qkv), ring[0].size(1))
-    run(qkv, ring, place, rope, out, ring[0].size(1))
+    B, W, N = len(qkv), ring[0].size(1), min(64, padded(ring[0].size(1)))
+    out = qkv.new_empty(h.E, B, h.G * h.R * h.K)
+    stages = 2 if W <= 128 else 3 if B * h.C > 132 else 4
+    sizes = W, 1 / math.sqrt(h.K), h, N
+    _ring_kernel[h.C, B](qkv, ring, place, rope, out, *sizes, num_warps=4, num_stages=stages)
     return out
+
+
+# ---- loss ----
+
+
+# Soft cap, log-sum-exp, the target's score and the gradient, in two reads and one write of a row
+# (PyTorch's twin: eight passes in fp32). Capped scores lie in [-15, 15]: exp(score - 15) can
+# neither overflow nor vanish, so no maximum is needed first.
+@triton.jit
+def _cross_entropy_kernel(logits, target, loss, d, scale, V, BV: constexpr):
+    i = tl.program_id(0).to(tl.int64)
+    row, goal = logits + i * V, tl.load(target + i).to(tl.int32)
+    total, right = tl.zeros([BV], F32), tl.zeros([BV], F32)
+    for start in range(0, V, BV):
+        v = start + tl.arange(0, BV)
+        x = tl.load(row + v, v < V, 0.0).to(F32) * (2 / SOFTCAP)
+        score = SOFTCAP - 2 * SOFTCAP / (tl.exp(x) + 1)
+        total += tl.where(v < V, tl.exp(score - SOFTCAP), 0.0)
+        right += tl.where(v == goal, score, 0.0)
+    lse = tl.log(tl.sum(total, 0)) + SOFTCAP
+    tl.store(loss + i, lse - tl.sum(right, 0))
+    if d is not None:
+        for start in range(0, V, BV):
+            v = start + tl.arange(0, BV)
+            x = tl.load(row + v, v < V, 0.0).to(F32) * (2 / SOFTCAP)
+            tanh = 1 - 2 / (tl.exp(x) + 1)
+            g = tl.exp(tanh * SOFTCAP - lse) - tl.where(v == goal, 1.0, 0.0)
+            tl.store(d + i * V + v, g * (1 - tanh * tanh) * scale, v < V)
+
+
+def cross_entropy(
+    logits: Tensor, target: Tensor, grad_scale: float | None, dt: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """Summed cross-entropy of the capped logits (rows, V) against target (rows,); its gradient
+    times grad_scale in dtype dt (in the logits' place where that is theirs; None without a
+    scale)."""
+    rows, V = logits.shape
+    loss, d = torch.empty(rows, dtype=torch.float32, device=logits.device), None
+    if grad_scale is not None:
+        d = logits if logits.dtype == dt else torch.empty_like(logits, dtype=dt)
+    sizes = float(grad_scale or 0), V, min(4096, padded(V))
+    _cross_entropy_kernel[rows,](logits, target, loss, d, *sizes, num_warps=8)
+    return loss.sum(), d

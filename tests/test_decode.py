@@ -4,6 +4,7 @@ import functools
 import itertools
 import io
 import math
+import os
 import re
 import sys
 
@@ -14,6 +15,8 @@ import torch.nn.functional as F
 from reference import V, assert_close, assert_same_state, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import kernels
+import model as equations
 import sample
 from model import GPT, RecurrentGPT, State
 from sample import Decoder
@@ -140,6 +143,46 @@ def test_compile(model_type, changes, monkeypatch):
     assert_close(feed(Decoder(model, 2, compile=True), x), feed(Decoder(model, 2), x))
     # begin, nearby, enter, attention, residual, activation, combine, end; routed: join, add, gate
     assert len(graphs) == (11 if model.config.routed else 8)
+
+
+@pytest.mark.skipif(os.environ.get('TRITON_INTERPRET') != '1', reason='test_triton.py runs it')
+@pytest.mark.parametrize(
+    'model_type, changes',
+    [(RecurrentGPT, {'n_layer': 2}), (RecurrentGPT, OWN | L2 | {'window': 1, 'n_layer': 1})]
+    + [(RecurrentGPT, {'aggregation': 'mean', 'window': 70, 'n_layer': 1})]
+    + [(GPT, SHARED | {'n_layer': 1})],
+    ids=str,
+)
+def test_with_kernels_it_is_the_reference(monkeypatch, model_type, changes):
+    """Streams of several lengths, past a turn of the ring; what is measured agrees, and finds an
+    edited equation."""
+    model, found = make(model_type, torch.float32, **changes), {}
+    monkeypatch.setattr(kernels, 'seconds_of', lambda run: (run(), 1.0)[1])
+
+    def choose(key, device, trials):
+        found.update((name, kernels.compare(run)) for name, run in trials().items())
+        return frozenset(found)
+
+    monkeypatch.setattr(sample, 'by_triton', choose)
+    decoder = Decoder(model, 3)
+    assert set(found) == {'attention', 'experts'}
+    assert all(trial['difference'] < 1e-4 for trial in found.values())
+    exact, W = reference.exact(model), model.config.window
+    _, state = exact(tokens(3, W + 1), state=exact.init_state(3))
+    state = state._replace(count=torch.tensor([0, W // 2, W]))
+    decoder.load(state)
+    for token in tokens(3, 7, seed=1).unbind(1):
+        decoder.step(token)
+        logits, state = exact.step(token, state)
+        assert_close(decoder.logits, logits, rtol=1e-5)
+    reference.assert_same_state(decoder.state(), state, rtol=1e-5)
+    heads, leave = equations.heads, equations.leave  # edited, they are not the kernels'
+    edited = {'heads': lambda *args, **sizes: [2 * x for x in heads(*args, **sizes)]}
+    edited['leave'] = lambda *args: 2 * leave(*args)
+    for name, edit in edited.items():
+        monkeypatch.setattr(equations, name, edit)
+    Decoder(model, 3)
+    assert all(trial['difference'] > 0.05 for trial in found.values())
 
 
 # ---- sampling and generation ----
