@@ -49,7 +49,6 @@ max_new_tokens = 500           # tokens to write; -1: until ctrl-C
 temperature = 0.8              # 1: the model's own distribution; lower is safer; 0: the likeliest
 top_k = 200                    # keep only the likeliest tokens; 0: all
 top_p = 1.0                    # and of these the likeliest that have this share; 1: all
-num_samples = 1                # texts to write, one after the other
 seed = 1337                    # of the draws
 device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda'
 dtype = 'auto'                 # of products: 'float32', 'bfloat16'; 'auto': bfloat16 if it is fast;
@@ -67,7 +66,6 @@ RANGES = {
     'temperature': (0, math.inf),
     'top_k': (0, math.inf),
     'top_p': (0.001, 1),
-    'num_samples': (1, math.inf),
     'dtype': ['auto', 'float32', 'bfloat16'],
 }
 WEIGHTS, CONFIG = 'model.safetensors', 'config.json'
@@ -256,7 +254,8 @@ class Decoder:
         self.triton = frozenset()
         if wide == torch.float32:
             key = 'a token through a level', self.rules, dt, compile, B, c.n_embd, W
-            self.triton = by_triton(key, device, lambda: self.trials(model.levels[0].weights()))
+            with torch.cuda.device_of(self.place):
+                self.triton = by_triton(key, device, lambda: self.trials(model.levels[0].weights()))
         self.weights = [self.bind(x.weights(), self.triton) for x in model.levels]  # cast once
         self.embedding, self.readout = model.embedding.detach(), model.head.detach().to(dt)
         shape = 2, c.n_layer, B, self.rules.heads.C, W, c.head_dim
@@ -298,8 +297,8 @@ class Decoder:
         def normal(*shape):
             return torch.randn(shape, device=like.device, generator=random)
 
-        big = {name: x.shape for name, x in weights.items() if x.dim() > 1}
-        big = {name: (normal(*n) * n[-1] ** -0.5).to(recipe.dt) for name, n in big.items()}
+        scaled = ((name, x.shape, x.size(-1) ** -0.5) for name, x in weights.items() if x.dim() > 1)
+        big = {name: normal(*shape).mul(x).to(recipe.dt) for name, shape, x in scaled}
         # in turn, like levels: more than a GPU's cache holds
         copies = min(16, 1 + 2**28 // sum(x.nbytes for x in big.values()))
         turns = [weights | {name: x.clone() for name, x in big.items()} for _ in range(copies)]
@@ -313,9 +312,8 @@ class Decoder:
             out = self.through([self.bind(next(turns), names)], s, z, [ring], names)
             return [out, *(x[:, W // 2] for x in ring)]
 
-        # kernels take the experts' matrices as they are here
-        fits = big['up'].size(1) == big['down'].size(2)
-        names = ('attention', 'experts') if fits else ('attention',)
+        fits = big['up'].size(1) == big['down'].size(2)  # as the kernels take them
+        names = ['attention', *['experts'] * fits]
         return {name: functools.partial(run, name) for name in names}
 
     @torch.no_grad()
@@ -422,28 +420,23 @@ def say(tokenizer: Tokenizer, stream: Iterator[Tensor]) -> None:
     print(characters.decode(b'', final=True))
 
 
+def typed() -> Iterator[str]:
+    """Lines of standard input, after the first each with the end of the one before."""
+    ask = '> ' if sys.stdin.isatty() else ''
+    try:
+        for i in itertools.count():
+            yield '\n' * (i > 0) + input(ask)
+    except EOFError:
+        print(end='\n' * bool(ask))
+
+
 def write_text(decoder: Decoder, tokenizer: Tokenizer) -> None:
+    """Continues the prompt, or it and each line typed, in one stream."""
     text = read_text(prompt[5:]) if prompt.startswith('FILE:') else prompt
-    ids, device = [tokenizer.eot, *tokenizer.encode(text)], decoder.token.device
-    if interactive:
-        return converse(decoder, tokenizer, ids)
-    idx = torch.tensor([ids], device=device)  # (1, T)
-    state = decoder.prefill(idx[:, :-1])  # once for all samples
-    for i in range(num_samples):
-        print('---------------\n' * (i > 0) + text, end='', flush=True)
-        say(tokenizer, decoder.generate(idx[:, -1:], max_new_tokens, state))
-
-
-def converse(decoder: Decoder, tokenizer: Tokenizer, ids: list[int]) -> None:
-    """After the tokens ids, continues each line of standard input, in one stream."""
-    state, ask = None, '> ' if sys.stdin.isatty() else ''
-    for i in itertools.count():
-        try:
-            line = input(ask)
-        except EOFError:
-            return print(end='\n' * bool(ask))
-        ids += tokenizer.encode('\n' * (i > 0) + line)
-        idx = torch.tensor([ids], device=decoder.token.device)
+    ids, state = [tokenizer.eot, *tokenizer.encode(text)], None
+    print('' if interactive else text, end='', flush=True)
+    for line in typed() if interactive else ['']:
+        idx = torch.tensor([ids + tokenizer.encode(line)], device=decoder.token.device)  # (1, T)
         say(tokenizer, decoder.generate(idx, max_new_tokens, state))
         ids, state = decoder.token.tolist(), decoder.state()  # its last token is not read yet
 
