@@ -283,14 +283,17 @@ def report(cells):
         h = Heads(E, 4, 2, 96, True)
         attention_by_kernels(attention_inputs(B, h, W, 9, 'meta', torch.bfloat16), h, W, 8)
         experts_by_kernels('sqrt_sum', *experts_inputs(E, B, 768, 3072, 'meta', torch.bfloat16))
-        place, rope = torch.empty(1 + B, dtype=torch.int64, device='meta'), normal(9, device='meta')
-        qkv, *ring = (normal(1, n, device='meta', dtype=torch.bfloat16) for n in (B, W, W))
-        tk.ring_attention(qkv[0], tuple(ring), place, rope, h)
     target = torch.empty(333, dtype=torch.int64, device='meta')
     for dtype in (torch.bfloat16, torch.float32):
         logits = normal(333, 50304, device='meta', dtype=dtype)
         tk.cross_entropy(logits, target, 0.1, torch.bfloat16)
     names = {name for name in vars(tk) if name.endswith('_kernel')}
+    for E, W, B in cells:
+        h, made = kernels.Heads(E, 4, 2, 96, True), {'device': 'meta', 'dtype': torch.bfloat16}
+        qkv, ring = torch.empty(B, 96, **made), torch.empty(2, B * h.C, W, h.K, **made)
+        types = torch.int64, torch.float32
+        place, rope = (torch.empty(9, device='meta', dtype=dtype) for dtype in types)
+        tk.ring_attention(qkv, ring.unbind(0), place, rope, h)
     assert {done.metadata.name for done in seen.values()} == names
     print(f'compiled {len(seen)}')
 
