@@ -1,8 +1,8 @@
 """The ring decoder held to reference.py, with its sampling; sample.py. -m gpu: CUDA graphs too."""
 
 import functools
-import itertools
 import io
+import itertools
 import math
 import os
 import re
@@ -233,8 +233,10 @@ def test_a_seed_makes_generation_repeatable(model_type, device):
 @pytest.mark.parametrize('top_k', [1, 3])
 def test_generation_follows_the_reference(model_type, top_k):
     """Draws are from the logits after what was drawn: prompts of several chunks (block_size 8),
-    past the window (5), one after the other by one decoder. top_k = 1: greedy."""
-    decoder = Decoder(make(model_type), 2, temperature=0 if top_k == 1 else 2, top_k=top_k)
+    past the window (5), one after the other by one decoder. top_k = 1: greedy. Maxima of 4 parts
+    of the 12 logits, and of these."""
+    model, temperature = make(model_type, vocab_size=12), 0 if top_k == 1 else 2
+    decoder = Decoder(model, 2, temperature=temperature, top_k=top_k)
     for prompt in (1, 3, 19):
         x, found = tokens(2, prompt), []
         for token in itertools.islice(decoder.generate(x, -1), 9):  # which would go on for ever
