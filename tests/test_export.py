@@ -23,7 +23,7 @@ def call(*argv):
 
 
 @pytest.mark.parametrize('name, dtype', [('rnn', 'float32'), ('gpt', 'bfloat16')])
-def test_what_is_read_is_what_was_trained(trained, tmp_path, monkeypatch, capsys, name, dtype):  # noqa: F811
+def test_what_is_read_is_what_was_trained(trained, tmp_path, monkeypatch, name, dtype):  # noqa: F811
     """And an export replaces its own, also one that was cut between its two files."""
     argv = [f'--out_dir={trained / name}', f'--export={tmp_path}', f'--dtype={dtype}']
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
@@ -42,12 +42,6 @@ def test_what_is_read_is_what_was_trained(trained, tmp_path, monkeypatch, capsys
         for key, tensor in saved.items():
             assert torch.equal(file.get_tensor(key), tensor.to(kind))
             assert torch.equal(model.state_dict()[key], tensor.to(kind).float())
-    texts = []
-    for folder in (tmp_path, trained / name):
-        capsys.readouterr()
-        call(f'--out_dir={folder}', '--prompt=AB', '--max_new_tokens=20', '--dtype=float32')
-        texts.append(capsys.readouterr().out)
-    assert len(texts[0]) > 2 and (texts[0] == texts[1] or dtype == 'bfloat16')
 
 
 @pytest.mark.parametrize(
@@ -121,8 +115,7 @@ def test_what_is_damaged_is_refused(trained, tmp_path, capfd):  # noqa: F811
 
 
 def test_the_shipped_model(tmp_path):
-    """Scores and continues standard input: speeches well (a uniform guess: 5.5 nats). The folder's
-    README tells of each."""
+    """Scores and continues standard input: speeches well (a uniform guess: 5.5 nats)."""
     text = 'My fellow citizens, the Congress has passed a law for the relief of our soldiers.'
     (tmp_path / 'a.txt').write_text(text)
     said = []
@@ -133,7 +126,3 @@ def test_the_shipped_model(tmp_path):
         said.append(done.stdout)
     assert said[0].startswith(f'-: {len(text)} bytes, ') and float(said[0].split()[-8]) < 1.5
     assert said[1] == f'{text}\n'
-    files = [path for path in (ROOT / 'pretrained').rglob('*') if path.is_file()]
-    assert len(files) >= 6 and all(path.stat().st_size < 4e6 for path in files)
-    readme = (ROOT / 'pretrained' / 'README.md').read_text()
-    assert all(f'- **{path.parent.name}**' in readme for path in files if path.suffix == '.json')
