@@ -232,7 +232,7 @@ def make_token(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
             pairs[f'logits of token {i}'] = decoder.logits.clone(), logits
         return pairs
 
-    return {'token': decoder.step}, {'check': check}
+    return {'token': decoder.step}, {'pieces': kernels.chosen_lines(), 'check': check}
 
 
 def make_run(script: ModuleType, settings: dict, row: dict, config: dict) -> object:

@@ -12,13 +12,15 @@ $ python sample.py --out_dir=out/demo_model --prompt="The state of the Union"
 """
 
 import codecs
+import functools
 import itertools
 import json
 import math
 import os
-import re
+import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 from configurator import configure, fail, run_script  # before torch: how threads wait
 from configurator import every, first_line, write_atomic, write_json
@@ -28,11 +30,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import checkpoint
-from checkpoint import BEST, LAST, CheckpointError, SizeError
+from checkpoint import BEST, CheckpointError
 from data_fineweb import VOCAB, Tokenizer, get_tokenizer
-from kernels import apply_rope, by_expert, compiled, graphed, rope_table, softcap
+from kernels import Heads, apply_rope, by_expert, by_triton, chosen_lines, compiled, graphed
+from kernels import rope_table, softcap, triton_module
 from model import LanguageModel, ModelConfig, Rules, State
-from model import build_model, level, levels, norm, plain_weights, token
+from model import build_model, combine, levels, norm, token
+from unroll import bind
 
 # -----------------------------------------------------------------------------
 # fmt: off
@@ -45,7 +49,6 @@ max_new_tokens = 500           # tokens to write; -1: until ctrl-C
 temperature = 0.8              # 1: the model's own distribution; lower is safer; 0: the likeliest
 top_k = 200                    # keep only the likeliest tokens; 0: all
 top_p = 1.0                    # and of these the likeliest that have this share; 1: all
-num_samples = 1                # texts to write, one after the other
 seed = 1337                    # of the draws
 device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda'
 dtype = 'auto'                 # of products: 'float32', 'bfloat16'; 'auto': bfloat16 if it is fast;
@@ -63,19 +66,17 @@ RANGES = {
     'temperature': (0, math.inf),
     'top_k': (0, math.inf),
     'top_p': (0.001, 1),
-    'num_samples': (1, math.inf),
     'dtype': ['auto', 'float32', 'bfloat16'],
 }
 WEIGHTS, CONFIG = 'model.safetensors', 'config.json'
-PIECE = 8192  # characters of a text read at a time
 
 
-def make_model(about: dict, recurrent: bool, tokenizer: str, **on: str) -> LanguageModel:
+def make_model(about: dict, recurrent: bool, tokenizer: str) -> LanguageModel:
     """A model of these sizes on the device 'meta': checked before any memory is taken. ValueError,
     TypeError: not a model's description."""
     if tokenizer not in VOCAB or type(recurrent) is not bool:
         raise ValueError('unknown tokenizer, or recurrent is not true or false')
-    config = ModelConfig(**about | on)
+    config = ModelConfig(**about | {'path': 'fast'})
     checkpoint.check_model(lambda config: build_model(config, recurrent), config)
     with torch.device('meta'):
         return build_model(config, recurrent)
@@ -92,7 +93,7 @@ def load_trained(folder: str, which: str) -> tuple[LanguageModel, dict]:
         raise CheckpointError(f'{where}: arch = {arch!r}: a baseline is not sampled or exported')
     with checkpoint.restoring(where, 'model_config'):
         tokenizer = saved['config']['tokenizer']
-        model = make_model(saved['model_config'], saved['recurrent'], tokenizer, path='fast')
+        model = make_model(saved['model_config'], saved['recurrent'], tokenizer)
     checkpoint.load_weights(model, saved['model'], where, assign=True)
     return model, saved
 
@@ -100,122 +101,126 @@ def load_trained(folder: str, which: str) -> tuple[LanguageModel, dict]:
 # ---- the model as files ----
 
 
-def check_target(folder: str) -> None:
-    """Ends the script where an export would replace what is no export of ours."""
-    if os.path.abspath(folder) == os.path.abspath(out_dir):
-        fail(f'export = {folder!r}: name a folder for the model, other than out_dir')
-    if any(os.path.exists(os.path.join(folder, name)) for name in (LAST, 'log.jsonl')):
-        fail(f'export = {folder!r}: holds a training run: name another folder')
-    there = [name for name in (CONFIG, WEIGHTS) if os.path.lexists(os.path.join(folder, name))]
-    try:
-        with open(os.path.join(folder, CONFIG), encoding='utf-8') as file:
-            about = json.load(file)
-        ours = isinstance(about, dict) and about.keys() >= {'recurrent', 'tokenizer', 'model'}
-    except (OSError, ValueError, RecursionError):
-        ours = False
-    if there and not ours:
-        words = f'holds {there[0]}, which no export of ours wrote'
-        fail(f'export = {folder!r}: {words}: name another folder, or move it away yourself')
-    checkpoint.need_packages(safetensors=True)
-
-
-def write_model(saved: dict, folder: str, dtype: torch.dtype) -> None:
-    """config.json comes last: until then it says that the folder is an export's, but describes no
-    model. OSError."""
-    from safetensors.torch import save
-
-    os.makedirs(folder, exist_ok=True)
-    about = dict.fromkeys(['recurrent', 'tokenizer', 'model'])
-    write_json(about, os.path.join(folder, CONFIG))
-    weights = {name: tensor.to(dtype).contiguous() for name, tensor in saved['model'].items()}
-    data = save(weights, metadata={'format': 'pt'})
-    write_atomic(os.path.join(folder, WEIGHTS), lambda file: file.write(data))
-    sizes = {name: value for name, value in saved['model_config'].items() if name != 'path'}
-    about = {'recurrent': saved['recurrent'], 'tokenizer': saved['config']['tokenizer']}
-    about |= {'model': sizes, 'step': saved.get('step'), 'best_val_loss': saved.get('best')}
-    write_json(about, os.path.join(folder, CONFIG))
-
-
 def read_model(folder: str) -> tuple[LanguageModel, str]:
-    """What write_model wrote -> the model, in fp32, and its tokenizer's name. CheckpointError says
-    what is wrong."""
+    """An export -> the model, in fp32, and its tokenizer's name. CheckpointError."""
     checkpoint.need_packages(safetensors=True)
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     where = os.path.join(folder, CONFIG)
     try:
-        with open(where, encoding='utf-8') as file:
+        with checkpoint.restoring(where, 'it'), open(where, encoding='utf-8') as file:
             about = json.load(file)
-        model = make_model(about['model'], about['recurrent'], about['tokenizer'])
-    except SizeError as error:
-        raise CheckpointError(f'{where}: {error}') from None
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, RecursionError) as error:
-        wrong = f'not the description of an exported model ({first_line(error)})'
-        raise CheckpointError(f'{where}: {wrong}') from None
-    where = os.path.join(folder, WEIGHTS)
-    try:
+            model = make_model(about['model'], about['recurrent'], about['tokenizer'])
+        where = os.path.join(folder, WEIGHTS)
         weights = {name: tensor.float() for name, tensor in load_file(where).items()}
-    except (OSError, SafetensorError, RuntimeError) as error:
-        wrong = f'not the weights that {CONFIG} describes ({first_line(error)})'
-        raise CheckpointError(f'{where}: {wrong}') from None
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f'{where}: cannot be read ({first_line(error)})') from None
     checkpoint.load_weights(model, weights, where, assign=True)
     return model, about['tokenizer']
 
 
 def export_model() -> None:
-    check_target(export)
+    """config.json is written first, too: the folder is an export's, but describes no model yet."""
+    checkpoint.need_packages(safetensors=True)
+    from safetensors.torch import save
+
+    where = os.path.join(export, CONFIG)
+    there = set(os.listdir(export)) if os.path.isdir(export) else set()
+    about = pathlib.Path(where).read_text(errors='replace') if CONFIG in there else ''
+    if there and not ('"recurrent"' in about and there <= {CONFIG, WEIGHTS}):
+        fail(f'export = {export!r}: holds what no export of ours wrote: name another folder')
     _, saved = load_trained(out_dir, which)
-    write_model(saved, export, torch.bfloat16 if dtype == 'bfloat16' else torch.float32)
+    os.makedirs(export, exist_ok=True)
+    write_json({'recurrent': None}, where)
+    kind = torch.bfloat16 if dtype == 'bfloat16' else torch.float32
+    weights = {name: tensor.to(kind).contiguous() for name, tensor in saved['model'].items()}
+    data = save(weights, metadata={'format': 'pt'})
+    write_atomic(os.path.join(export, WEIGHTS), lambda file: file.write(data))
+    sizes = {name: value for name, value in saved['model_config'].items() if name != 'path'}
+    about = {'recurrent': saved['recurrent'], 'tokenizer': saved['config']['tokenizer']}
+    about |= {'model': sizes, 'step': saved.get('step'), 'best_val_loss': saved.get('best')}
+    write_json(about, where)
     model, _ = read_model(export)  # what was written can be read
-    size = os.path.getsize(os.path.join(export, WEIGHTS)) / 1e6
     params = model.num_params()['total']
-    print(f'{export}: {WEIGHTS} ({size:.1f} MB), {CONFIG}; {params:,} parameters')
+    print(f'{export}: {WEIGHTS} ({len(data) / 1e6:.1f} MB), {CONFIG}; {params:,} parameters')
 
 
-# ---- decoding: model.py's own level for one token, keys and values in rings ----
+# ---- decoding: model.py's own equations for one token, keys and values in rings ----
 #
 #     for token in Decoder(model, B, temperature=0.8, top_k=200).generate(prompt, 500): ...
 
 
-def level_step(
-    w: dict[str, Tensor], s: Tensor, z: Tensor, ring: tuple[Tensor, ...], rules: Rules
+def begin(ids: Tensor, embedding: Tensor, place: Tensor) -> Tensor:
+    """The embedding z (B, D) of tokens ids (B,). Rings go on by a slot: place (1 + B,), the newest
+    entry's, not yet modulo W, and how many entries each stream has had."""
+    place.add_(1)
+    return norm(F.embedding(ids, embedding))
+
+
+def nearby(rope: Tensor, place: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """rope (W + 1, 2, K) -> the newest slot (1,), its cos and sin (2, K), and the bias (B, W) of
+    all slots: -inf where empty."""
+    head, slot = place[:1], torch.arange(len(rope) - 1, device=place.device)
+    older = (head - slot) % len(slot) >= place[1:, None]  # than the stream
+    bias = torch.where(older, -math.inf, torch.zeros((), dtype=rope.dtype, device=place.device))
+    newest = head % len(slot)
+    return newest, rope.index_select(0, newest)[0], bias
+
+
+def attention(
+    heads: Callable, qkv: Tensor, ring: tuple, near: tuple, h: Heads, wide: torch.dtype
 ) -> Tensor:
-    """One level for one token: s and its embedding z (B, D) -> the new s. w: tensors; ring: keys,
-    values (B*C, W, K), slot to write (1,), its cos and sin, bias (B, W): -inf where empty."""
-    keys, values, head, rope, bias = ring
-
-    def attend(heads, qkv, h, wide):
-        q, k, v = heads(qkv, h, wide)  # (B, C*M, K), (B, C, K)
-        (B, C, K), dt = k.shape, keys.dtype
-        q, k = apply_rope(torch.cat([q, k], 1), *rope).to(dt).split([C * h.M, C], 1)
-        keys.index_copy_(1, head, k.reshape(B * C, 1, K))
-        values.index_copy_(1, head, v.to(dt).reshape(B * C, 1, K))
-        scores = torch.bmm(q.reshape(B * C, h.M, K), keys.transpose(1, 2)).to(wide)
-        scores = torch.add(bias[:, None, None], scores.view(B, C, h.M, -1), alpha=1 / math.sqrt(K))
-        p = F.softmax(scores, -1).to(dt).view(B * C, h.M, -1)
-        return by_expert(torch.bmm(p, values), h)
-
-    return level(plain_weights(w, keys.dtype), s, z, attend, rules)
+    """The token's key and value into a level's ring, keys and values (B*C, W, K); its queries'
+    attended values (E, B, H*K)."""
+    (keys, values), (newest, rope, bias) = ring, near
+    q, k, v = heads(qkv, h, wide)  # (B, C*M, K), (B, C, K)
+    (B, C, K), dt = k.shape, keys.dtype
+    q, k = apply_rope(torch.cat([q, k], 1), *rope).to(dt).split([C * h.M, C], 1)
+    keys.index_copy_(1, newest, k.reshape(B * C, 1, K))
+    values.index_copy_(1, newest, v.to(dt).reshape(B * C, 1, K))
+    scores = torch.bmm(q.reshape(B * C, h.M, K), keys.transpose(1, 2)).to(wide)
+    scores = torch.add(bias[:, None, None], scores.view(B, C, h.M, -1), alpha=1 / math.sqrt(K))
+    p = F.softmax(scores, -1).to(dt).view(B * C, h.M, -1)
+    return by_expert(torch.bmm(p, values), h)
 
 
-def begin(
-    ids: Tensor, embedding: Tensor, rope: Tensor, head: Tensor, count: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A slot for tokens ids (B,): its embedding z (B, D), cos and sin (2, K), bias (B, W) of all
-    slots. rope (W + 1, 2, K); head (1,), the newest entry's slot, and count (B,) go on."""
-    slot = torch.arange(len(rope) - 1, device=head.device)
-    head.copy_((head + 1) % len(slot))
-    count.copy_((count + 1).clamp(max=len(slot)))
-    older = (head - slot) % len(slot) >= count[:, None]  # than the stream
-    bias = torch.where(older, -math.inf, torch.zeros((), dtype=rope.dtype, device=head.device))
-    return norm(F.embedding(ids, embedding)), rope.index_select(0, head)[0], bias
+def leave(w: dict, u: Tensor, att: Tensor, gates: Tensor | None, rules: Rules) -> Tensor:
+    """model.leave, what stands around its first two products by Triton: for what w['leave'] of
+    unroll.py, which has the norm and the sum too, does not know: GPT, other aggregations."""
+    product = triton_module().product
+    y, ss, _, _ = product(att.contiguous(), w['wo'].w, '', 'add', u)
+    act = product(y, w['up'].w, 'norm', 'relu', None, ss)[0]
+    s = u if rules.residual == 'shared' and not rules.recurrent else None
+    return w['piece'](combine, y, w['down'](act), s, gates, rules=rules)
 
 
-def end(s: Tensor, readout: Tensor, logits: Tensor) -> None:
-    """logits (B, V) of the last level's s."""
-    x = norm(s).to(readout.dtype)
-    logits.copy_(softcap(F.linear(x, readout).to(s.dtype)))
+def likeliest(x: Tensor) -> Tensor:
+    """x (B, V) -> (B,), in two steps: B rows alone would leave most of a GPU idle."""
+    parts = x.view(len(x), math.gcd(x.size(1), 128), -1).max(-1)
+    best = parts.values.argmax(-1, keepdim=True)
+    return (parts.indices.gather(1, best) + best * (x.size(1) // parts.values.size(1))).squeeze(1)
+
+
+def draw(logits: Tensor, x: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """Tokens (B,) for logits (B, V): argmax of p / x with x ~ Exp(1) draws from p."""
+    if 0 < top_k < logits.size(-1):
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
+    logits = logits / temperature
+    if top_p < 1:
+        p, order = F.softmax(logits, -1).sort(descending=True)
+        more = p.cumsum(-1) - p >= top_p  # the likelier ones have that share already
+        logits = logits.masked_fill(more.scatter(-1, order, more), -math.inf)
+    return likeliest(logits - x.log())
+
+
+def end(s: Tensor, readout: Tensor, kept: tuple, noise: Tensor | None, how: tuple) -> None:
+    """Of the last level's s, all that is kept: the state, logits (B, V) and tokens drawn (B,)."""
+    state, logits, token = kept
+    if state.numel():
+        state.copy_(s)
+    logits.copy_(softcap(F.linear(norm(s).to(readout.dtype), readout).to(s.dtype)))
+    token.copy_(likeliest(logits) if noise is None else draw(logits, noise, *how))
 
 
 class Decoder:
@@ -235,33 +240,85 @@ class Decoder:
     ):
         c, device, wide = model.config, model.embedding.device, model.embedding.dtype
         dt, W = amp if amp == torch.bfloat16 else wide, c.window
-        self.rules = model.levels[0].rules()
-        self.model, self.amp = model, amp
-        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
+        self.model, self.amp, self.rules = model, amp, model.levels[0].rules()
+        self.how = temperature, top_k, top_p
         self.random = torch.Generator(device).manual_seed(seed) if isinstance(seed, int) else seed
         self.piece = compiled if compile else lambda f: f
-        self.weights = []  # cast once; 0-dim would be traced twice
-        for one in model.levels:
-            w = {name: x.detach() for name, x in one.weights().items()}
-            self.weights.append({n: x.to(dt) if x.dim() > 1 else x.view(-1) for n, x in w.items()})
+        # cos and sin (W + 1, 2, K), rounded once, not also as angles
+        like = torch.empty(B, c.n_embd, dtype=torch.float64, device=device)
+        self.rope = torch.stack(rope_table(W + 1, c.head_dim, like), 1).to(wide)
+        # what `bind` asks of a Recipe; a row of each stream
+        self.bound = SimpleNamespace(rules=self.rules, dt=dt, piece=self.piece), like.to(wide)
+        self.place = torch.full((1 + B,), W + W // 2, device=device)  # a full ring, for the trials
+        self.head, self.count = self.place[:1], self.place[1:]
+        self.triton = frozenset()
+        if wide == torch.float32:
+            key = 'a token through a level', self.rules, dt, compile, B, c.n_embd, W
+            with torch.cuda.device_of(self.place):
+                self.triton = by_triton(key, device, lambda: self.trials(model.levels[0].weights()))
+        self.weights = [self.bind(x.weights(), self.triton) for x in model.levels]  # cast once
         self.embedding, self.readout = model.embedding.detach(), model.head.detach().to(dt)
         shape = 2, c.n_layer, B, self.rules.heads.C, W, c.head_dim
         self.k, self.v = torch.zeros(shape, dtype=dt, device=device)  # empty slots must be finite
+        caches = self.k.flatten(1, 2), self.v.flatten(1, 2)  # (L, B*C, W, K)
+        self.rings = list(zip(*caches, strict=True))
         self.s = torch.zeros(B, c.n_embd if model.recurrent else 0, dtype=wide, device=device)
         self.logits = torch.zeros(B, c.vocab_size, dtype=wide, device=device)
-        self.token, self.count = torch.zeros(2, B, dtype=torch.int64, device=device)
+        self.token = torch.zeros(B, dtype=torch.int64, device=device)
         self.slot = torch.arange(W, device=device)
-        self.head = self.slot[-1:].clone()  # slot of the newest entry
-        # cos and sin (W + 1, 2, K), rounded once, not also as angles
-        self.rope = torch.stack(rope_table(W + 1, c.head_dim, self.head.double()), 1).to(wide)
+        self.head.fill_(W - 1)
+        self.count.zero_()
         self.steps, self.graphs = 0, {}  # steps since the load
+
+    def bind(self, weights: dict, triton: frozenset) -> dict:
+        """A level's weights for the equations; triton: names of kernels."""
+        w = bind(weights, *self.bound, 1, triton)
+        known = self.rules.recurrent and w.get('leave') is not None
+        return w | {'leave': leave} if 'experts' in triton and not known else w
+
+    def through(self, ws: list, s: Tensor, z: Tensor, rings: list, triton: frozenset) -> Tensor:
+        """s, z (B, D) -> s[L]."""
+        near = () if 'attention' in triton else self.piece(nearby)(self.rope, self.place)
+
+        def attend(ring, heads, qkv, h, wide):
+            if 'attention' in triton:
+                return triton_module().ring_attention(qkv, ring, self.place, self.rope, h)
+            return self.piece(attention)(heads, qkv, ring, near, h=h, wide=wide)
+
+        attends = [functools.partial(attend, ring) for ring in rings]
+        return (token if self.rules.recurrent else levels)(ws, s, z, attends, self.rules)
+
+    def trials(self, weights: dict) -> dict:
+        """{name: function(triton)} for by_triton: a token through a level on made-up numbers, its
+        window full, by the model's own pieces or with the kernel of that name."""
+        (recipe, like), h, W = self.bound, self.rules.heads, len(self.rope) - 1
+        random = torch.Generator(like.device).manual_seed(0)
+
+        def normal(*shape):
+            return torch.randn(shape, device=like.device, generator=random)
+
+        scaled = ((name, x.shape, x.size(-1) ** -0.5) for name, x in weights.items() if x.dim() > 1)
+        big = {name: normal(*shape).mul(x).to(recipe.dt) for name, shape, x in scaled}
+        # in turn, like levels: more than a GPU's cache holds
+        copies = min(16, 1 + 2**28 // sum(x.nbytes for x in big.values()))
+        turns = [weights | {name: x.clone() for name, x in big.items()} for _ in range(copies)]
+        turns, (s, z) = itertools.cycle(turns), normal(2, *like.shape)
+        # values so large that a mean of W of them counts beside u
+        scales = 1, W**0.5
+        ring = tuple(normal(len(like) * h.C, W, h.K).mul(x).to(recipe.dt) for x in scales)
+
+        def run(name, triton):
+            names = frozenset({name} if triton else ())
+            out = self.through([self.bind(next(turns), names)], s, z, [ring], names)
+            return [out, *(x[:, W // 2] for x in ring)]
+
+        fits = big['up'].size(1) == big['down'].size(2)  # as the kernels take them
+        names = ['attention', *['experts'] * fits]
+        return {name: functools.partial(run, name) for name in names}
 
     @torch.no_grad()
     def load(self, state: State) -> None:
         """Go on from a state of the model (B streams); the next step wants a token."""
-        if self.k.shape != state.k.shape:
-            sizes = 'levels, streams, heads, window, head size'
-            raise ValueError(f'load: {sizes} are {(*state.k.shape,)}, not {(*self.k.shape,)}')
         self.k.copy_(apply_rope(state.k, *self.rope[:-1].unbind(1)))  # the newest in slot W - 1
         for x, given in zip((self.s, self.v, self.count), (state.s, *state[2:]), strict=True):
             x.copy_(given)
@@ -272,38 +329,23 @@ class Decoder:
     def state(self) -> State:
         """The model's state now, a copy: keys not rotated, oldest first."""
         W = self.slot.numel()
-        order, angle = (self.head + 1 + self.slot) % W, self.slot - W * (self.slot > self.head)
+        head = self.head % W
+        order, angle = (head + 1 + self.slot) % W, self.slot - W * (self.slot > head)
         cos, sin = self.rope[angle.abs()].unbind(1)
         k = apply_rope(self.k, cos, -sin * angle.sign()[:, None]).to(self.k.dtype)
-        return State(self.s.clone(), k[..., order, :], self.v[..., order, :], self.count.clone())
-
-    def draw(self, logits: Tensor) -> Tensor:
-        """The next token (B,) for logits (B, V): argmax of p / x with x ~ Exp(1) draws from p."""
-        if self.temperature == 0:
-            return logits.argmax(-1)
-        if 0 < self.top_k < logits.size(-1):
-            logits = logits.masked_fill(logits < logits.topk(self.top_k).values[:, -1:], -math.inf)
-        logits = logits / self.temperature
-        if self.top_p < 1:
-            p, order = F.softmax(logits, -1).sort(descending=True)
-            more = p.cumsum(-1) - p >= self.top_p  # the likelier ones have that share already
-            logits = logits.masked_fill(more.scatter(-1, order, more), -math.inf)
-        x = torch.empty_like(logits).exponential_(generator=self.random)
-        return (logits - x.log()).argmax(-1)
+        v, count = self.v[..., order, :], self.count.clamp(max=W)
+        return State(self.s.clone(), k[..., order, :], v, count)
 
     def advance(self) -> None:
         """One token for each stream, by tensors on the device alone: a CUDA graph can hold it."""
-        memory = self.rope, self.head, self.count
-        z, rope, bias = self.piece(begin)(self.token, self.embedding, *memory)
-        caches = self.k.flatten(1, 2), self.v.flatten(1, 2)  # (L, B*C, W, K)
-        rings = [(k, v, self.head, rope, bias) for k, v in zip(*caches, strict=True)]
+        z = self.piece(begin)(self.token, self.embedding, self.place)
         # not z itself: torch.compile would trace the first level apart
-        step, s = (token, self.s) if self.rules.recurrent else (levels, z.clone())
-        s = step(self.weights, s, z, rings, self.rules, self.piece(level_step))
-        if self.rules.recurrent:
-            self.s.copy_(s)
-        self.piece(end)(s, self.readout, self.logits)
-        self.token.copy_(self.draw(self.logits))
+        s = self.s if self.rules.recurrent else z.clone()
+        s = self.through(self.weights, s, z, self.rings, self.triton)
+        noise = None
+        if self.how[0]:
+            noise = torch.empty_like(self.logits).exponential_(generator=self.random)
+        self.piece(end)(s, self.readout, (self.s, self.logits, self.token), noise, self.how)
 
     @torch.no_grad()
     def step(self, token: Tensor | None = None) -> Tensor:
@@ -351,24 +393,14 @@ class Decoder:
 # ---- text ----
 
 
-def read_text(name: str) -> Iterator[str]:
-    """A file's text ('-': standard input's) in pieces that end where a token does: between a word
-    and the space after it."""
-    rest, own = '', name != '-'
+def read_text(name: str) -> str:
+    """A file's text; '-': standard input's."""
+    own = name != '-'
     try:
         with open(name if own else 0, encoding='utf-8', newline='', closefd=own) as file:
-            while more := file.read(PIECE):
-                rest += more
-                word = re.match(r'.*\S(?=\s)', rest, re.DOTALL)
-                end = word.end() if word else len(rest)
-                yield rest[:end]
-                rest = rest[end:]
-    except OSError as error:
-        fail(f'{name}: cannot be read: {error.strerror}')
+            return file.read()
     except UnicodeDecodeError as error:
         fail(f'{name}: cannot be read as text: {error.reason}')
-    if rest:
-        yield rest
 
 
 def load_model(device: str) -> tuple[LanguageModel, Tokenizer]:
@@ -388,56 +420,46 @@ def say(tokenizer: Tokenizer, stream: Iterator[Tensor]) -> None:
     print(characters.decode(b'', final=True))
 
 
+def typed() -> Iterator[str]:
+    """Lines of standard input, after the first each with the end of the one before."""
+    ask = '> ' if sys.stdin.isatty() else ''
+    try:
+        for i in itertools.count():
+            yield '\n' * (i > 0) + input(ask)
+    except EOFError:
+        print(end='\n' * bool(ask))
+
+
 def write_text(decoder: Decoder, tokenizer: Tokenizer) -> None:
-    text = ''.join(read_text(prompt[5:])) if prompt.startswith('FILE:') else prompt
-    ids, device = [tokenizer.eot, *tokenizer.encode(text)], decoder.token.device
-    if interactive:
-        return converse(decoder, tokenizer, ids)
-    idx = torch.tensor([ids], device=device)  # (1, T)
-    state = decoder.prefill(idx[:, :-1])  # once for all samples
-    for i in range(num_samples):
-        print('---------------\n' * (i > 0) + text, end='', flush=True)
-        say(tokenizer, decoder.generate(idx[:, -1:], max_new_tokens, state))
-
-
-def converse(decoder: Decoder, tokenizer: Tokenizer, ids: list[int]) -> None:
-    """After the tokens ids, continues each line of standard input, in one stream."""
-    state, ask = None, '> ' if sys.stdin.isatty() else ''
-    for i in itertools.count():
-        try:
-            line = input(ask)
-        except EOFError:
-            return print(end='\n' * bool(ask))
-        ids += tokenizer.encode('\n' * (i > 0) + line)
-        idx = torch.tensor([ids], device=decoder.token.device)
+    """Continues the prompt, or it and each line typed, in one stream."""
+    text = read_text(prompt[5:]) if prompt.startswith('FILE:') else prompt
+    ids, state = [tokenizer.eot, *tokenizer.encode(text)], None
+    print('' if interactive else text, end='', flush=True)
+    for line in typed() if interactive else ['']:
+        idx = torch.tensor([ids + tokenizer.encode(line)], device=decoder.token.device)  # (1, T)
         say(tokenizer, decoder.generate(idx, max_new_tokens, state))
         ids, state = decoder.token.tolist(), decoder.state()  # its last token is not read yet
 
 
 @torch.no_grad()
 def score_text(model: LanguageModel, tokenizer: Tokenizer, amp: torch.dtype) -> None:
-    """Loss on the text of `score` as one document, read as a stream, in constant memory."""
-    ids, device, due = [tokenizer.eot], model.embedding.device.type, every()
+    """Loss on the text of `score` as one document, read as a stream."""
+    text, device, due = read_text(score), model.embedding.device.type, every()
+    if not text:
+        fail(f'score = {score!r}: there is no text in it')
+    ids = torch.tensor([[tokenizer.eot, *tokenizer.encode(text)]])
     n = min(model.config.block_size, 128)  # longer chunks only cost memory
-    nats, tokens, size = torch.zeros((), dtype=torch.float64, device=device), 0, 0
+    nats, tokens, size = 0.0, ids.size(1) - 1, len(text.encode())
     with torch.autocast(device, torch.bfloat16, enabled=amp == torch.bfloat16):
         state = model.init_state(1)
-        for text in itertools.chain(read_text(score), ['']):  # '': its end
-            ids += tokenizer.encode(text)
-            size += len(text.encode())
-            while len(ids) > (n if text else 1):
-                idx = torch.tensor([ids[: n + 1]], device=device)
-                loss, state = model(idx[:, :-1], idx[:, 1:], state)
-                count = idx.size(1) - 1
-                nats += loss.double() * count
-                ids, tokens = ids[count:], tokens + count
-                if due():
-                    sofar = nats.item() / tokens
-                    print(f'    {tokens:,} tokens: {sofar:.4f} nats a token', file=sys.stderr)
-    if not size:
-        fail(f'score = {score!r}: there is no text in it')
-    a_byte = nats.item() / size
-    cost = f'{a_byte:.4f} nats a byte, {a_byte / math.log(2):.4f} bits a byte'
+        for t in range(0, tokens, n):
+            chunk = ids[:, t : t + n + 1].to(device)
+            loss, state = model(chunk[:, :-1], chunk[:, 1:], state)
+            nats += loss.item() * (chunk.size(1) - 1)
+            if due():
+                sofar = f'{t + n:,} of {tokens:,} tokens: {nats / (t + n):.4f} nats a token'
+                print(f'    {sofar}', file=sys.stderr)
+    cost = f'{nats / size:.4f} nats a byte, {nats / size / math.log(2):.4f} bits a byte'
     print(f'{score}: {size:,} bytes, {tokens:,} tokens: {cost}')
 
 
@@ -450,6 +472,8 @@ def use_model() -> None:
         score_text(model, tokenizer, amp)
     else:
         decoder = Decoder(model, 1, amp, temperature, top_k, seed, top_p=top_p)
+        for line in chosen_lines():
+            print(f'pieces of a step: {line}', file=sys.stderr)
         write_text(decoder, tokenizer)
 
 

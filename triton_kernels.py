@@ -415,6 +415,71 @@ def leave_of(name: str, E: int, like: Tensor) -> Callable | None:
     return leave
 
 
+# ---- decoding ----
+
+
+@triton.jit
+def _turned(row, at, pair, mask, cos, sin, K: constexpr):
+    """RoPE and norm of heads of a row, in fp32."""
+    x = tl.load(row + at, mask, 0.0).to(F32)
+    r = tl.rsqrt(tl.sum(x * x, len(x.shape) - 1, keep_dims=True) / K + EPS)
+    return x * r * cos + tl.load(row + pair, mask, 0.0).to(F32) * r * sin
+
+
+# _attention_kernel for a ring of W slots, which a graph replays: where the newest entry goes is
+# read from memory (place: its slot, not yet modulo W, and each stream's entries). Slots are read as
+# they lie; order does not matter, age alone decides which are seen.
+@triton.jit
+def _ring_kernel(qkv, ring, place, rope, out, W, scale, h: constexpr, N: constexpr):
+    keys, values = ring
+    C: constexpr = h.C
+    M: constexpr = h.M
+    K: constexpr = h.K
+    dt = keys.dtype.element_ty
+    c, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    col, other, real = _columns(K)
+    m = tl.arange(0, padded(M))
+    mask, queries = (m < M)[:, None] & real[None, :], (c * M + m)[:, None] * K
+    slot, count = (tl.load(place) % W).to(tl.int32), tl.load(place + 1 + b)
+    rope += slot * 2 * K
+    cos, sin = tl.load(rope + col, real, 0.0), tl.load(rope + K + col, real, 0.0)
+
+    qkv += b * ((M + 2) * C * K)
+    q = _turned(qkv, queries + col[None, :], queries + other[None, :], mask, cos, sin, K).to(dt)
+    qkv += (C * M + c) * K
+    k = _turned(qkv, col, other, real, cos, sin, K).to(dt)
+    v = tl.load(qkv + C * K + col, real, 0.0).to(dt)
+    keys, values = keys + (b * C + c) * W * K, values + (b * C + c) * W * K
+    tl.store(keys + slot * K + col, k, real)
+    tl.store(values + slot * K + col, v, real)
+
+    scale *= LOG2E
+    top = tl.sum(q.to(F32) * k.to(F32)[None, :], 1) * scale
+    parts, o = tl.zeros([padded(M), N], F32), tl.zeros(q.shape, F32) + v.to(F32)[None, :]
+    for start in range(0, W, N):
+        n = start + tl.arange(0, N)
+        age = (slot + W - n) % W
+        seen = (age > 0) & (age < count) & (n < W)
+        at, some = n[:, None] * K + col[None, :], seen[:, None] & real[None, :]
+        score = tl.dot(q, tl.trans(tl.load(keys + at, some, 0.0)), input_precision='ieee') * scale
+        p = tl.where(seen[None, :], tl.exp2(score - top[:, None]), 0.0)
+        parts += p
+        o = tl.dot(p.to(dt), tl.load(values + at, some, 0.0), o, input_precision='ieee')
+    total = 1 + tl.sum(parts, 1)
+    tl.store(out + _by_expert(b, c, m, h) + col[None, :], o / total[:, None], mask)
+
+
+def ring_attention(qkv: Tensor, ring: tuple, place: Tensor, rope: Tensor, h: Heads) -> Tensor:
+    """A token's key and value into ring, keys and values (B*C, W, K), and its attended values (E,
+    B, G*R*K). qkv (B, (C*M + 2*C)*K); place (1 + B,) int64; rope (W + 1, 2, K)."""
+    B, W, N = len(qkv), ring[0].size(1), min(64, padded(ring[0].size(1)))
+    out = qkv.new_empty(h.E, B, h.G * h.R * h.K)
+    stages = 2 if W <= 128 else 3 if B * h.C > 132 else 4
+    sizes = W, 1 / math.sqrt(h.K), h, N
+    _ring_kernel[h.C, B](qkv, ring, place, rope, out, *sizes, num_warps=4, num_stages=stages)
+    return out
+
+
 # ---- loss ----
 
 

@@ -2,7 +2,9 @@
 
 import functools
 import io
+import itertools
 import math
+import os
 import re
 import sys
 
@@ -13,8 +15,9 @@ import torch.nn.functional as F
 from reference import V, assert_close, assert_same_state, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import kernels
+import model as equations
 import sample
-from data_fineweb import DataError, get_tokenizer
 from model import GPT, RecurrentGPT, State
 from sample import Decoder
 
@@ -26,6 +29,7 @@ VARIANTS += [(GPT, x) for x in ({}, SHARED, L2 | SHARED, MEAN, {'n_expert': 1} |
 variants = pytest.mark.parametrize('model_type, changes', VARIANTS, ids=str)
 both = pytest.mark.parametrize('model_type', [RecurrentGPT, GPT])
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason='no CUDA device')]
+devices = pytest.mark.parametrize('device', ['cpu', pytest.param('cuda', marks=gpu)])
 
 
 def make(model_type, dtype=torch.float64, device='cpu', **changes):
@@ -58,7 +62,7 @@ class NoWaiting(TorchDispatchMode):
 
 
 @variants
-@pytest.mark.parametrize('device', ['cpu', pytest.param('cuda', marks=gpu)])
+@devices
 def test_decoder_is_the_reference(model_type, changes, device):
     """Past three turns of the ring; the state at the end; after a load. Nothing waits or moves."""
     model, x = make(model_type, **changes), tokens(3, 3 * 5 + 4)
@@ -83,7 +87,7 @@ def test_decoder_is_the_reference(model_type, changes, device):
 @pytest.mark.parametrize('model_type, changes', VARIANTS[:2] + VARIANTS[6:7], ids=str)
 @torch.no_grad()
 def test_load_and_state_in_the_middle(model_type, changes):
-    """Streams with 0, 2 and 5 entries; out and in at every slot of the ring; other sizes."""
+    """Streams with 0, 2 and 5 entries; out and in at every slot of the ring."""
     model, x = make(model_type, **changes), tokens(3, 19, seed=1)
     _, state = model(tokens(3, 9), state=model.init_state(3))
     state = state._replace(count=torch.tensor([0, 2, 5]))
@@ -99,30 +103,33 @@ def test_load_and_state_in_the_middle(model_type, changes):
             assert_close(feed(d, token[:, None])[:, 0], logits)
             assert_same_state(d.state(), state)
         assert_same_state(mine, kept, 0)  # a copy: later steps leave it alone
-    with pytest.raises(ValueError, match=r'load: .* not \(3, 3, \d, 5, 6\)'):
-        decoder.load(make(model_type, **changes | {'window': 4}).init_state(3))
 
 
 @both
-def test_bf16_is_as_exact_as_the_models_own(model_type):
+@devices
+def test_bf16_is_as_exact_as_the_models_own(model_type, device, monkeypatch):
     """Against float64, the error in bf16 is no larger than 1.5 times that of the model under
-    autocast; so in fp32."""
+    autocast; so in fp32. On a GPU by the Triton kernels, 3 times."""
+    times = 1.5 if device == 'cpu' else 3
+    if device == 'cuda':
+        monkeypatch.setattr(sample, 'by_triton', lambda *_: frozenset({'attention', 'experts'}))
     model, x = make(model_type, torch.float32), tokens(4, 19)
     exact, _ = expected(reference.exact(model), x)
+    model, x = model.to(device), x.to(device)
     for amp, least in ((torch.bfloat16, 1e-3), (torch.float32, 1e-8)):
-        with torch.no_grad(), torch.autocast('cpu', amp, enabled=amp == torch.bfloat16):
+        with torch.no_grad(), torch.autocast(device, torch.bfloat16, amp == torch.bfloat16):
             logits, state = model(x, state=model.init_state(4))
         decoder = Decoder(model, 4, amp=amp)
         found = feed(decoder, x)
-        error, allowed = ((y.double() - exact).norm() / exact.norm() for y in (found, logits))
-        assert least < error < 1.5 * allowed, (amp, error, allowed)
+        error, allowed = ((y.cpu() - exact).norm() / exact.norm() for y in (found, logits))
+        assert least < error < times * allowed, (amp, error, allowed)
         assert decoder.logits.dtype == decoder.s.dtype == torch.float32
         assert [t.dtype for t in decoder.state()] == [t.dtype for t in state]
 
 
 @pytest.mark.parametrize('model_type, changes', [VARIANTS[i] for i in (1, 2, 8)], ids=str)
 def test_compile(model_type, changes, monkeypatch):
-    """A step is three graphs, traced once for all levels and tokens. (Inductor takes 20 s.)"""
+    """A step's pieces are traced once for all levels and tokens. (Inductor takes 20 s.)"""
     model, x, graphs = make(model_type, **changes), tokens(2, 17), []
 
     def backend(graph, inputs):
@@ -134,7 +141,48 @@ def test_compile(model_type, changes, monkeypatch):
     monkeypatch.setattr(sample, 'compiled', compiled)
     torch._dynamo.reset()
     assert_close(feed(Decoder(model, 2, compile=True), x), feed(Decoder(model, 2), x))
-    assert len(graphs) == 3  # and what is before and after all levels
+    # begin, nearby, enter, attention, residual, activation, combine, end; routed: join, add, gate
+    assert len(graphs) == (11 if model.config.routed else 8)
+
+
+@pytest.mark.skipif(os.environ.get('TRITON_INTERPRET') != '1', reason='test_triton.py runs it')
+@pytest.mark.parametrize(
+    'model_type, changes',
+    [(RecurrentGPT, {'n_layer': 2}), (RecurrentGPT, OWN | L2 | {'window': 1, 'n_layer': 1})]
+    + [(RecurrentGPT, {'aggregation': 'mean', 'window': 70, 'n_layer': 1})]
+    + [(GPT, SHARED | {'n_layer': 1})],
+    ids=str,
+)
+def test_with_kernels_it_is_the_reference(monkeypatch, model_type, changes):
+    """Streams of several lengths, past a turn of the ring; what is measured agrees, and finds an
+    edited equation."""
+    model, found = make(model_type, torch.float32, **changes), {}
+    monkeypatch.setattr(kernels, 'seconds_of', lambda run: (run(), 1.0)[1])
+
+    def choose(key, device, trials):
+        found.update((name, kernels.compare(run)) for name, run in trials().items())
+        return frozenset(found)
+
+    monkeypatch.setattr(sample, 'by_triton', choose)
+    decoder = Decoder(model, 3)
+    assert set(found) == {'attention', 'experts'}
+    assert all(trial['difference'] < 1e-4 for trial in found.values())
+    exact, W = reference.exact(model), model.config.window
+    _, state = exact(tokens(3, W + 1), state=exact.init_state(3))
+    state = state._replace(count=torch.tensor([0, W // 2, W]))
+    decoder.load(state)
+    for token in tokens(3, 7, seed=1).unbind(1):
+        decoder.step(token)
+        logits, state = exact.step(token, state)
+        assert_close(decoder.logits, logits, rtol=1e-5)
+    reference.assert_same_state(decoder.state(), state, rtol=1e-5)
+    heads, leave = equations.heads, equations.leave  # edited, they are not the kernels'
+    edited = {'heads': lambda *args, **sizes: [2 * x for x in heads(*args, **sizes)]}
+    edited['leave'] = lambda *args: 2 * leave(*args)
+    for name, edit in edited.items():
+        monkeypatch.setattr(equations, name, edit)
+    Decoder(model, 3)
+    assert all(trial['difference'] > 0.05 for trial in found.values())
 
 
 # ---- sampling and generation ----
@@ -166,7 +214,7 @@ def test_sampling_draws_the_softmax(temperature, top_k, top_p):
     assert (len(draws[0].unique()) == 1) == (top_k == 1 or top_p == 0.001)
 
 
-@pytest.mark.parametrize('device', ['cpu', pytest.param('cuda', marks=gpu)])
+@devices
 @both
 def test_a_seed_makes_generation_repeatable(model_type, device):
     """And replayed graphs do not repeat their noise; None: torch's own generator goes on."""
@@ -185,29 +233,19 @@ def test_a_seed_makes_generation_repeatable(model_type, device):
 @pytest.mark.parametrize('top_k', [1, 3])
 def test_generation_follows_the_reference(model_type, top_k):
     """Draws are from the logits after what was drawn: prompts of several chunks (block_size 8),
-    past the window (5), one after the other by one decoder. top_k = 1: greedy."""
-    decoder = Decoder(make(model_type), 2, temperature=0 if top_k == 1 else 2, top_k=top_k)
+    past the window (5), one after the other by one decoder. top_k = 1: greedy. Maxima of 4 parts
+    of the 12 logits, and of these."""
+    model, temperature = make(model_type, vocab_size=12), 0 if top_k == 1 else 2
+    decoder = Decoder(model, 2, temperature=temperature, top_k=top_k)
     for prompt in (1, 3, 19):
         x, found = tokens(2, prompt), []
-        for token in decoder.generate(x, 9):
+        for token in itertools.islice(decoder.generate(x, -1), 9):  # which would go on for ever
             found.append((token, decoder.logits.clone()))
         drawn, scores = (torch.stack(every, 1) for every in zip(*found, strict=True))
         logits, _ = expected(decoder.model, torch.cat([x, drawn[:, :-1]], 1))
         assert_close(scores, logits[:, -9:])
         assert (scores.topk(top_k).indices == drawn[..., None]).any(-1).all()
         assert len(drawn.unique(dim=1)[0]) > 1
-
-
-def test_generation_streams(monkeypatch):
-    """No token is computed before it is asked for, none after the last; each a tensor of its
-    own."""
-    decoder, steps, step = Decoder(make(RecurrentGPT), 1), [], Decoder.step
-    monkeypatch.setattr(Decoder, 'step', lambda *args: steps.append(1) or step(*args))
-    assert list(decoder.generate(tokens(1, 3), 0)) == [] and not steps
-    stream = decoder.generate(tokens(1, 19), -1)  # for ever
-    found = [next(stream) for _ in range(25)]
-    assert len(steps) == 25 and len({t.data_ptr() for t in found}) == 25
-    assert len(list(decoder.generate(tokens(1, 3), 4))) == 4 and len(steps) == 29
 
 
 # ---- sample.py ----
@@ -229,15 +267,12 @@ def use(monkeypatch, capsys, model, words, typed=''):
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_sample_prints_what_the_decoder_draws(dtype, monkeypatch, capsys):
-    """Two samples by one decoder, the second with other draws, both from the prompt on."""
     model = make(RecurrentGPT, torch.float32)
-    words = f'--prompt=ab --num_samples=2 --max_new_tokens=30 --dtype={dtype} --top_p=0.9'
-    found = use(monkeypatch, capsys, model, words)
-    decoder, texts = Decoder(model, 1, getattr(torch, dtype), 0.8, 200, 1337, top_p=0.9), []
-    for _ in range(2):
-        drawn = torch.cat(list(decoder.generate(torch.tensor([[0, 97 % V, 98 % V]]), 30)))
-        texts.append('ab' + Letters.decode_bytes(drawn.tolist()).decode())
-    assert found == f'{texts[0]}\n---------------\n{texts[1]}\n' and texts[0] != texts[1]
+    words = f'--prompt=ab --max_new_tokens=30 --dtype={dtype} --top_p=0.9'
+    decoder = Decoder(model, 1, getattr(torch, dtype), 0.8, 200, 1337, top_p=0.9)
+    drawn = torch.cat(list(decoder.generate(torch.tensor([[0, 97 % V, 98 % V]]), 30)))
+    text = Letters.decode_bytes(drawn.tolist()).decode()
+    assert use(monkeypatch, capsys, model, words) == f'ab{text}\n'
 
 
 @both
@@ -257,10 +292,9 @@ def test_a_conversation_is_one_stream(model_type, monkeypatch, capsys):
 
 @both
 def test_a_score_is_the_references(model_type, tmp_path, monkeypatch, capsys):
-    """Of a text of several pieces, each in chunks; from a file and from standard input."""
+    """In several chunks. (From standard input: test_export.py.)"""
     model, text = make(model_type, torch.float32), 'a bad cab é faded ' * 12
     (tmp_path / 'a.txt').write_text(text)
-    monkeypatch.setattr(sample, 'PIECE', 40)
     ids = torch.tensor([[0, *Letters.encode(text)]])
     logits, _ = expected(reference.exact(model), ids[:, :-1])
     nats = F.cross_entropy(logits[0], ids[0, 1:], reduction='sum').item()
@@ -270,20 +304,3 @@ def test_a_score_is_the_references(model_type, tmp_path, monkeypatch, capsys):
     assert [int(x) for x in found.groups()[:2]] == [size, len(text)]
     values = [float(x) for x in found.groups()[2:]]
     assert values == pytest.approx([nats / size, nats / size / math.log(2)], abs=1e-4)
-
-
-def test_a_text_is_cut_where_tokens_end(tmp_path, monkeypatch):
-    """Pieces have the tokens of the whole, of GPT-2's too; a long word comes whole or in parts."""
-    text = "It's  a\n\n word\t\tor 12,000\r\n of\u2003them. " * 60 + 'x' * 500 + ' é end'
-    (tmp_path / 'a.txt').write_bytes(text.encode())
-    monkeypatch.setattr(sample, 'PIECE', 100)
-    pieces = list(sample.read_text(str(tmp_path / 'a.txt')))
-    assert ''.join(pieces) == text and len(pieces) > 20
-    cut = text.replace('x' * 500, 'x')  # of which no piece is a part of a word
-    (tmp_path / 'a.txt').write_bytes(cut.encode())
-    try:
-        encode = get_tokenizer('gpt2').encode
-    except DataError as error:
-        pytest.skip(str(error))
-    pieces = list(sample.read_text(str(tmp_path / 'a.txt')))
-    assert sum(map(encode, pieces), []) == encode(cut)

@@ -51,8 +51,9 @@ def run(*command, **env):
     reason="Triton 3.6's interpreter takes loops' bounds only with NumPy < 2.4",
 )
 def test_in_a_process_with_the_interpreter():
-    options = '-q', '-x', '-p', 'no:cacheprovider', '-k', 'not in_a_process'
-    printed = run(sys.executable, '-m', 'pytest', __file__, *options, TRITON_INTERPRET='1')
+    options = '-q', '-x', '-p', 'no:cacheprovider', '-k', 'not in_a_process and (triton or kernels)'
+    files = __file__, str(ROOT / 'tests' / 'test_decode.py')
+    printed = run(sys.executable, '-m', 'pytest', *files, *options, TRITON_INTERPRET='1')
     assert 'passed' in printed and 'skipped' not in printed, printed[-4000:]
 
 
@@ -287,6 +288,12 @@ def report(cells):
         logits = normal(333, 50304, device='meta', dtype=dtype)
         tk.cross_entropy(logits, target, 0.1, torch.bfloat16)
     names = {name for name in vars(tk) if name.endswith('_kernel')}
+    for E, W, B in cells:
+        h, made = kernels.Heads(E, 4, 2, 96, True), {'device': 'meta', 'dtype': torch.bfloat16}
+        qkv, ring = torch.empty(B, 96, **made), torch.empty(2, B * h.C, W, h.K, **made)
+        types = torch.int64, torch.float32
+        place, rope = (torch.empty(9, device='meta', dtype=dtype) for dtype in types)
+        tk.ring_attention(qkv, ring.unbind(0), place, rope, h)
     assert {done.metadata.name for done in seen.values()} == names
     print(f'compiled {len(seen)}')
 
