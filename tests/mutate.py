@@ -56,7 +56,7 @@ train_lm test_paper::updates_of_a_language_model
     if grad_clip: -> if not grad_clip:
     (x.numel() / tokens_per_step) -> (x.numel() / tokens_per_step) ** 2 * 2
 train_lm test_paper::language_model_settings_arrive
-    StreamLoader if recurrent else SequenceLoader -> SequenceLoader if recurrent else StreamLoader
+    block_size, V, recurrent -> block_size, V, not recurrent
     VOCAB[config['tokenizer']] -> VOCAB['gpt2']
 data_fineweb test_paper::sizes_of_language_models
     'gpt2': 50304 -> 'gpt2': 50257

@@ -527,7 +527,7 @@ MISTAKES = [(word, word.partition('=')[0] + ' = ') for word in WRONG.split()]
 MISTAKES += [
     ('levels_dir=/nonexistent split=unfiltered-train', '/nonexistent'),
     ('split=no/such.npy', 'no/such.npy'),
-    ('resume=True', 'nothing to resume from'),
+    ('resume=True', 'out: holds no trained run'),
     ('eval_only=True', 'out: holds no trained run'),
     ('n_envs=1000000000', 'n_envs = 1000000000'),
     ('n_levels=1000000000000', 'n_levels = 1,000,000,000,000: needs more than'),
@@ -562,11 +562,9 @@ def test_resume_refuses_another_run(tmp_path, capfd):
 BOARDS = 'env, start, state, count or running does not fit'
 DAMAGES = [  # a part of a checkpoint, what becomes of it, what is said
     ('model', lambda m: {**m, 'query': m['query'][:1]}, 'size mismatch for query'),
-    ('clock', lambda n: None, 'clock = '),
     ('env', lambda e: {**e, 'agent': e['agent'][:1]}, BOARDS),
     ('state', lambda s: s[:-1], BOARDS),
     ('running', lambda x: x[:1], BOARDS),
-    ('recent', lambda x: 5, 'recent = '),
 ]
 
 
