@@ -1,18 +1,18 @@
 """checkpoint.py: killed saves, damaged and hostile files, resumed logs, the output folder, signals,
 sizes."""
 
+import contextlib
 import functools
+import itertools
 import json
 import os
 import pty
 import signal
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import forks
 import pytest
 import torch
 
@@ -21,8 +21,6 @@ from checkpoint import LAST, LOCK, PREV, CheckpointError
 from checkpoint import load_checkpoint, load_latest, prepare_out_dir, save_checkpoint
 from convlstm import AgentConfig, build_agent
 from model import ModelConfig, build_model
-
-ROOT = Path(__file__).parents[1]
 
 
 def names(folder):
@@ -39,48 +37,36 @@ def refused(words, function, *args, error=CheckpointError, **settings):
 # ---- checkpoints ----
 
 
-KILLED = """
-import os, sys, checkpoint as c
-left = [10**9]
-def dies(f):
-    def call(*args):
-        left[0] -= 1
-        os._exit(9) if left[0] < 0 else None
-        return f(*args)
-    return call
-def save(obj, file):
-    file.write(b'PK half')
-    file.flush()
-    dies(lambda: None)()
-    file.seek(0)
-    torch_save(obj, file)
-torch_save, c.torch.save = c.torch.save, save
-os.fsync, os.replace = dies(os.fsync), dies(os.replace)
-for kill_at in range(6):
-    path = f'{sys.argv[1]}/{kill_at}/{c.LAST}'
-    os.mkdir(os.path.dirname(path))
-    c.save_checkpoint({'step': 1}, path, keep=c.PREV)
-    c.save_checkpoint({'step': 2}, path, keep=c.PREV)
-    if os.fork() == 0:
-        left[0] = kill_at
-        c.save_checkpoint({'step': 3}, path, keep=c.PREV)
-        os._exit(0)
-    print(os.waitstatus_to_exitcode(os.wait()[1]))
-"""
+@pytest.mark.parametrize('step, whole', [(0, 2), (1, 2), (2, 2), (3, 2), (4, 3), (5, 3)])
+def test_a_save_that_fails_leaves_a_whole_checkpoint(tmp_path, monkeypatch, step, whole):
+    """At each point of the third: half written, fsync, two renames, fsync of the folder, none. The
+    next save and load need no repair."""
+    for n in (1, 2):
+        save_checkpoint({'step': n}, tmp_path / LAST, keep=PREV)
+    calls = itertools.count()
 
+    def dies(function):
+        def call(*args):
+            if next(calls) == step:
+                raise OSError(28, 'No space left on device')
+            return function(*args)
 
-def test_a_kill_at_any_point_of_a_save_leaves_a_whole_checkpoint(tmp_path):
-    """The process dies (os._exit) at each point of the third save: half written, fsync, two
-    renames, fsync of the folder. The next save and load need no repair."""
-    command = [sys.executable, '-c', KILLED, str(tmp_path)]
-    done = forks.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.split() == ['9'] * 5 + ['0'], done.stderr
-    for kill_at in range(6):
-        out, whole = tmp_path / str(kill_at), 2 if kill_at < 4 else 3
-        assert load_latest(out)[0]['step'] == whole
-        save_checkpoint({'step': 4}, out / LAST, keep=PREV)
-        assert load_checkpoint(out / LAST)['step'] == 4 and names(out) == [LAST, PREV]
-        assert load_checkpoint(out / PREV)['step'] == whole
+        return call
+
+    def save(obj, file, real=torch.save):
+        file.write(b'PK half')
+        dies(file.seek)(0)
+        real(obj, file)
+
+    with monkeypatch.context() as patch, contextlib.suppress(OSError):
+        patch.setattr(torch, 'save', save)
+        patch.setattr(os, 'fsync', dies(os.fsync))
+        patch.setattr(os, 'replace', dies(os.replace))
+        save_checkpoint({'step': 3}, tmp_path / LAST, keep=PREV)
+    assert load_latest(tmp_path)[0]['step'] == whole
+    save_checkpoint({'step': 4}, tmp_path / LAST, keep=PREV)
+    assert load_checkpoint(tmp_path / LAST)['step'] == 4 and names(tmp_path) == [LAST, PREV]
+    assert load_checkpoint(tmp_path / PREV)['step'] == whole
 
 
 class Evil:
