@@ -1,7 +1,6 @@
 """Train a language model: the recurrent Parallel-Experts Transformer or its non-recurrent twin.
 
 $ python train_lm.py config/small_L2.py                                                # one GPU
-$ torchrun --standalone --nproc_per_node=4 train_lm.py config/small_L2.py              # four
 $ python train_lm.py config/small_L2.py --resume=True              # after a crash, ctrl-C, SIGTERM
 
 Writes config.json, log.jsonl and ckpt_*.pt into out_dir. A log line of step n describes update n;
@@ -106,8 +105,7 @@ AT_ONCE = 32768  # tokens of a micro-batch where batch_size = 0, or fewer: a qua
 
 @dataclass
 class Run:
-    """What a run is made of. A CUDA graph needs all that it reads and writes in one place: inputs,
-    state, learning rates, gradients and their norm (in buckets)."""
+    """What a run is made of, each in its place: a CUDA graph reads and writes it there."""
 
     config: dict  # its settings, as checkpoints keep them
     rank: int
@@ -149,8 +147,8 @@ def captures(device: str, world: int) -> tuple[bool, bool]:
 
 def fitting_rows(c: ModelConfig, streams: int, amp: torch.dtype, device: str, whole: bool) -> int:
     """Rows of a micro-batch, a divisor of a rank's `streams`: batch_size, or the most that are at
-    most AT_ONCE tokens and fit in the device's memory: in all of it, for a resumed run to do the
-    same. ValueError where they need more than is free. A baseline's needs are taken for ours."""
+    most AT_ONCE tokens and fit in all of the device's memory: a resumed run does the same.
+    SizeError where they need more than is free. A baseline's needs are taken for ours."""
 
     def need(rows: int) -> float:
         where = torch.device(device).type
@@ -255,9 +253,8 @@ def apply(run: Run) -> None:
 
 
 def train_update(run: Run, stop: bool) -> tuple[float, float, bool]:
-    """One update: this rank's rows in micro-batches (streams are split, not time), gradients and
-    loss summed over ranks -> the mean loss, the gradient norm, whether any rank was told to stop.
-    Where loss or norm is not finite, no weight changes."""
+    """This rank's rows in micro-batches (streams are split, not time), summed over ranks -> mean
+    loss, gradient norm, whether any rank was told to stop. Not finite: no weight changes."""
     x, y, reset = run.loader.next()
     if run.device != 'cpu':
         x, y = x.pin_memory(), y.pin_memory()  # the copies below then need not wait
@@ -310,8 +307,7 @@ def evaluate(run: Run) -> tuple[float, float]:
 
 
 def prepare(run: Run) -> None:
-    """Compiles, where that works. Chunks that are not captured whole are replayed from captured
-    blocks, by the model itself."""
+    """Compiles, where that works. Chunks that no graph holds are replayed from captured blocks."""
     if not compile or path == 'plain' or arch == 'lstm':
         return
     run.model.config.path = 'compiled'
@@ -373,18 +369,8 @@ def describe(run: Run) -> None:
     print0(f'an update: {tokens_per_step:,} tokens = {shape}; {max_iters:,} updates')
 
 
-def dense_line(run: Run) -> str:
-    r, speed = run.record, f'{run.record["tokens_per_s"]:,.0f} tok/s'
-    eta = timedelta(seconds=int((max_iters - r['step']) * r['ms'] / 1000))
-    return (
-        f'step {r["step"]}/{max_iters} | loss {r["train_loss"]:.4f} | lr {r["lr"]:.2e} | norm '
-        f'{r["grad_norm"]:.2f} | {r["ms"]:.0f} ms | {speed} | eta {eta}'
-    )
-
-
 def loop(run: Run, writes: list[Callable[[dict], object]]) -> int:
-    """Updates, validations, log lines, checkpoints -> the exit status: 0 done, 1 the loss was not
-    finite, 128 + signal when told to stop."""
+    """-> the exit status: 0 done, 1 the loss was not finite, 128 + signal when told to stop."""
     stopper, stop, due_to_print = checkpoint.Stopper(), False, every()
     while True:
         if run.step % eval_interval == 0 or run.step == max_iters:
@@ -412,7 +398,10 @@ def loop(run: Run, writes: list[Callable[[dict], object]]) -> int:
         run.record |= {'ms': 1000 * elapsed, 'tokens_per_s': tokens_per_step / elapsed}
         run.record |= {'seconds': run.seconds}
         if step % log_interval == 0 or step == max_iters or due_to_print():
-            print0(dense_line(run))
+            eta = timedelta(seconds=int((max_iters - step) * elapsed))
+            speed = f'{1000 * elapsed:.0f} ms | {tokens_per_step / elapsed:,.0f} tok/s | eta {eta}'
+            rates = f'lr {run.record["lr"]:.2e} | norm {norm:.2f}'
+            print0(f'step {step}/{max_iters} | loss {loss:.4f} | {rates} | {speed}')
             due_to_print(said=True)
         if due:
             save(run)  # before the validation: one that dies loses nothing

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import pty
+import resource
 import signal
 import time
 from dataclasses import replace
@@ -67,6 +68,19 @@ def test_a_save_that_fails_leaves_a_whole_checkpoint(tmp_path, monkeypatch, step
     save_checkpoint({'step': 4}, tmp_path / LAST, keep=PREV)
     assert load_checkpoint(tmp_path / LAST)['step'] == 4 and names(tmp_path) == [LAST, PREV]
     assert load_checkpoint(tmp_path / PREV)['step'] == whole
+
+
+def test_a_full_disk_is_named_with_its_file(tmp_path):
+    """As far as a limit on a file's size plays one: torch's own error is another."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20000, limits[1]))
+    try:
+        checkpoint_of_40_kB = {'weights': torch.ones(10000)}
+        words = f'File too large: .*{LAST}'
+        refused(words, save_checkpoint, checkpoint_of_40_kB, tmp_path / LAST, error=OSError)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert names(tmp_path) == []
 
 
 class Evil:

@@ -8,11 +8,10 @@ import pathlib
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 
-from configurator import configure, every, write_atomic, write_json, write_text
+from configurator import configure, write_atomic, write_json, write_text
 
 ROOT = pathlib.Path(__file__).parents[1]
 SCRIPT = '''# a licence line, not a heading
@@ -38,7 +37,6 @@ threads = None  # None = all
 computed = math.sqrt(4)
 COUNT = 3
 _hidden = 1
-RANGES = {'n_layer': (-1, math.inf), 'betas': (0, 1), 'out_dir': ['out', '', 'a=b c', 'é', '123']}
 def after():
     # not a comment of a setting
     late = 1
@@ -154,7 +152,9 @@ def test_refused_in_one_line(capsys, run, tmp_path, given, words):
     assert err.count('\n') == 1 and (not is_file or 'bad.py:' in err), err
 
 
-def test_help(capsys, run):
+def test_changed_settings_are_printed_and_help_lists_all(capsys, run):
+    run('--n_layer=3')
+    assert capsys.readouterr().out == 'n_layer = 3  (default 2)\n'
     with pytest.raises(SystemExit) as stop:
         run('--n_layer=3', '--help')
     assert not stop.value.code
@@ -168,13 +168,6 @@ def test_help(capsys, run):
     assert places == sorted(places)
     for word in ('licence', 'imports', 'fmt', 'not a comment', 'too_late', 'COUNT'):
         assert word not in text
-
-
-def test_the_differences_are_printed_by_rank_0(capsys, run, monkeypatch):
-    run('--n_layer=3')
-    monkeypatch.setenv('RANK', '1')
-    run('--n_layer=4')
-    assert capsys.readouterr().out == 'n_layer = 3  (default 2)\n'
 
 
 # ---- how a script begins and ends ----
@@ -192,30 +185,23 @@ def test_configurator_is_imported_before_torch(script):
 
 
 SPINS = 'import os; print(os.environ.get("GOMP_SPINCOUNT"))'
-ENDS = 'configurator.run_script(main, "stopped", lambda error: "less of it")'
 FULL = 'error: standard output: No space left on device\n'
-PROCESSES = [  # code, environment, exit status, what it prints
+RUN = 'configurator.run_script(main, "stopped", lambda error: "less of it")'
+PROCESSES = [  # code, environment, exit status, what it prints; 'full': a full disk behind stdout
     ('import os; os.kill(os.getpid(), 2); input()', {}, -2, '\ninterrupted\n'),  # while it loads
     (SPINS, {}, 0, '10000\n'),  # threads spin a bounded time, unless the user says otherwise
-    (SPINS, {'GOMP_SPINCOUNT': '5'}, 0, '5\n'),
     (SPINS, {'OMP_WAIT_POLICY': 'active'}, 0, 'None\n'),
-    ('configurator.run_script(lambda: print("text", flush=True))', 'full', 2, FULL),
-    ('configurator.run_script(lambda: print("text"))', 'full', 2, FULL),
+    (f'main = lambda: print("text")\n{RUN}', 'full', 2, FULL),
+    (f'main = lambda: 3\n{RUN}', {}, 3, ''),
+    (f'def main(): raise KeyboardInterrupt\n{RUN}', {}, 130, '\nstopped\n'),
+    (f'def main(): raise BrokenPipeError\n{RUN}', {}, 0, ''),
+    (f'def main(): raise OSError("no disk")\n{RUN}', {}, 2, 'error: no disk\n'),
+    (f'def main(): raise MemoryError\n{RUN}', {}, 2, 'error: less of it\n'),
 ]
-for body, *expected in (
-    ('return 3', 3, ''),
-    ('raise KeyboardInterrupt', 130, '\nstopped\n'),
-    ('raise BrokenPipeError', 0, ''),
-    ('open("/no/such")', 2, "error: [Errno 2] No such file or directory: '/no/such'\n"),
-    ('configurator.fail("no")', 2, 'error: no\n'),
-    ('raise MemoryError', 2, 'error: less of it\n'),
-):
-    PROCESSES.append((f'def main():\n    {body}\n{ENDS}', {}, *expected))
 
 
 @pytest.mark.parametrize('code, environment, status, said', PROCESSES)
 def test_how_a_script_begins_and_ends(code, environment, status, said):
-    """'full': with a full disk behind standard output."""
     full = environment == 'full'
     if full and not os.path.exists('/dev/full'):
         pytest.skip('no /dev/full here')
@@ -225,15 +211,6 @@ def test_how_a_script_begins_and_ends(code, environment, status, said):
         env = {} if full else environment
         done = subprocess.run(command, cwd=ROOT, env=env, text=True, **pipes)
     assert (done.returncode, (done.stdout or '').lstrip() + done.stderr) == (status, said)
-
-
-def test_progress_is_due_once_in_a_while(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(time, 'monotonic', lambda: now[0])
-    due, seen = every(10), []
-    for now[0], said in ((9, 0), (10, 0), (11, 0), (19, 1), (21, 0), (29, 0)):
-        seen.append(due(bool(said)))
-    assert seen == [False, True, False, False, False, True]
 
 
 def test_files_are_whole_or_as_they_were(tmp_path):

@@ -1,7 +1,6 @@
-"""Faults: trainers that are killed at random moments, ranks that die, hosts that are cut off, disks
-that are full. Each trainer is killed twice; with pytest --long twenty times."""
+"""Faults: trainers that are killed at random moments, ranks that die, hosts that are cut off. Each
+trainer is killed twice; with pytest --long twenty times."""
 
-import contextlib
 import os
 import random
 import shutil
@@ -83,46 +82,6 @@ def test_training_is_killed(trainer, tmp_path, script, request):
     assert out.count('warning: ') == (len(paths) == 2) and not err, out + err
     same(*(load_checkpoint(folder / 'ckpt_last.pt') for folder in (a, b)))
     same(tests.read_log(a), tests.read_log(b))
-
-
-@pytest.fixture
-def disk(tmp_path):
-    """A small disk of its own."""
-    folder = tmp_path / 'disk'
-    folder.mkdir()
-    mount = ['mount', '-t', 'tmpfs', '-o', 'size=4m', 'tmpfs', folder]
-    if not shutil.which('mount') or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip('mounting a small disk needs root')
-    yield folder
-    subprocess.run(['umount', '-l', folder], check=True)
-
-
-@pytest.mark.parametrize('script', SCRIPTS)
-def test_a_full_disk_and_a_read_only_one(trainer, disk, tmp_path, script):
-    """What had been saved stays whole, and when there is room again the run goes on."""
-    start, run, _, tests = trainer
-    there, whole, ballast = disk / 'run', tmp_path / 'whole', disk / 'ballast'
-
-    def refused(folder, *words, **settings):
-        process = start(folder, 12, **settings)
-        out, err = process.communicate()
-        assert process.returncode == 2 and err.startswith('error: '), out + err
-        assert err.count('\n') == 1 and all(word in err for word in words), err
-
-    assert run(there, 4) == run(whole, 4) == 0
-    files = {path.name: path.read_bytes() for path in there.glob('ckpt*')}
-    with contextlib.suppress(OSError), open(ballast, 'wb') as file:
-        while True:
-            file.write(bytes(4096))
-    os.truncate(ballast, ballast.stat().st_size - 20000)  # room for the log, not a checkpoint
-    refused(there, 'No space left on device', f'{there}/ckpt_', resume=True)
-    assert {path.name: path.read_bytes() for path in there.glob('ckpt*')} == files
-    assert not list(there.glob('.*.tmp'))
-    ballast.unlink()
-    assert run(there, 12, resume=True) == run(whole, 12, resume=True) == 0
-    same(tests.read_log(there), tests.read_log(whole))
-    subprocess.run(['mount', '-o', 'remount,ro', disk], check=True)
-    refused(disk / 'new', 'Read-only', str(disk))
 
 
 # ---- ranks ----

@@ -165,24 +165,20 @@ NUMBERS = st.one_of(st.integers(), st.floats()).map(str)
 VALUES = st.one_of(NUMBERS, st.text(max_size=8), st.sampled_from(ODD))
 PAIRS = st.tuples(NAMES, VALUES)
 WORDS = st.one_of(PAIRS.map(lambda x: f'--{x[0]}={x[1]}'), NAMES.map(lambda x: f'--{x}'), VALUES)
-
-
-@given(st.lists(WORDS, max_size=4), st.sampled_from([train_lm, train_sokoban]))
-@example(['--help', '--nonsense'], train_lm)
-def test_command_lines(argv, module):
-    configured(module, [a for a in argv if not a.endswith('.py')])
-
-
-STATEMENTS = """import os|os.system("touch evil")|del n_layer|n_layer += 1|a: int = 1|"text"|\\|
-    if True: seed = 1|x = lambda: 0|n_layer = n_expert = 2|n_layer, n_expert = 2, 2"""
-STATEMENTS = [word.strip() for word in STATEMENTS.split('|')]
+STATEMENTS = """import os|os.system("touch evil")|n_layer += 1|a: int = 1|"text"|\\|x = lambda: 0
+    |if True: seed = 1|n_layer = n_expert = 2|n_layer, n_expert = 2, 2""".split('|')
 STATEMENTS += ['(' * 500, 'seed = ' + '-' * 2000 + '1']
 LINES = PAIRS.map(' = '.join) | st.sampled_from(STATEMENTS) | st.text(max_size=20)
 
 
-@given(st.lists(LINES, max_size=5), st.sampled_from(['\n', '\r\n', '\r', ';']))
-def test_config_files(lines, end):
+@pytest.mark.parametrize('module', [train_lm, train_sokoban])
+@given(
+    argv=st.lists(WORDS, max_size=4),
+    lines=st.lists(LINES, max_size=4),
+    end=st.sampled_from('\n\r;'),
+)
+@example(argv=['--help', '--nonsense'], lines=[], end=';')
+def test_command_lines_and_config_files(module, argv, lines, end):
     Path('some.py').write_bytes(end.join(lines).encode('utf-8', 'surrogatepass'))
-    config = configured(train_lm, ['some.py'])
-    assert isinstance(config, dict) or 'some.py' in config or ' = ' in config
+    configured(module, [*['some.py'] * bool(lines), *(a for a in argv if not a.endswith('.py'))])
     assert not os.path.exists('evil')
