@@ -214,8 +214,11 @@ def restore(
     (a resumed run may change learning rates, momentum, decay, and the device), and the random
     states; without optimizers, for an evaluation, neither. CheckpointError."""
     load_weights(run.model, saved['model'], where)
-    for name in names:
-        setattr(run, name, saved[name])
+    with restoring(where, 'position'):
+        for name in names:
+            if type(saved[name]) is not type(getattr(run, name)):
+                raise TypeError(f'{name} = {str(saved[name])[:80]!r}')
+            setattr(run, name, saved[name])
     if not optimizers:
         return
     with restoring(where, 'optimizers or rng'):

@@ -205,9 +205,8 @@ def make_run(config: dict) -> Run:
     x_y = torch.zeros(2, rows, block_size, dtype=torch.int64, device=device_)
     with autocast(device_, amp):  # sets the dtype of a state's keys and values
         inputs = *x_y, model.init_state(rows) if recurrent else None
-        state = inputs[2]  # where there is one micro-batch
-        if recurrent and rows < B // world:
-            state = model.init_state(B // world)
+        several = recurrent and rows < B // world  # micro-batches
+        state = model.init_state(B // world) if several else inputs[2]
 
     if arch == 'experts':
         optimizers = make_optimizers(model, config)
@@ -292,7 +291,7 @@ def evaluate(run: Run) -> tuple[float, float]:
     x, y, size = run.val
     T = min(block_size, 128)  # longer chunks only cost memory
     total = torch.tensor([0, 0, size], dtype=torch.float64, device=run.device)
-    rows = len(run.inputs[0])
+    rows, due = len(run.inputs[0]), every()
     for x_rows, y_rows in zip(x.split(rows), y.split(rows), strict=True):
         with autocast(run.device, run.amp):
             state = run.model.init_state(len(x_rows))
@@ -300,6 +299,8 @@ def evaluate(run: Run) -> tuple[float, float]:
                 loss, state = run.model(x_t, y_t, state)
                 total[0] += loss.double() * x_t.numel()
                 total[1] += x_t.numel()
+                if due():
+                    print0(f'    validation: {total[1]:,.0f} of {x.numel():,} tokens')
     if dist.is_initialized():
         dist.all_reduce(total)
     nats, tokens, size = total.tolist()
@@ -445,6 +446,5 @@ def main() -> int:
 
 
 if __name__ == '__main__':
-    # interrupted before the first update, or by a second ctrl-C
     stays = 'interrupted: the last checkpoint stays as it was'
     run_script(main, stays, checkpoint.last_words('a smaller batch_size takes less', globals()))

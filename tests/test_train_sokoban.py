@@ -562,9 +562,11 @@ def test_resume_refuses_another_run(tmp_path, capfd):
 BOARDS = 'env, start, state, count or running does not fit'
 DAMAGES = [  # a part of a checkpoint, what becomes of it, what is said
     ('model', lambda m: {**m, 'query': m['query'][:1]}, 'size mismatch for query'),
+    ('clock', lambda n: None, 'clock = '),
     ('env', lambda e: {**e, 'agent': e['agent'][:1]}, BOARDS),
     ('state', lambda s: s[:-1], BOARDS),
     ('running', lambda x: x[:1], BOARDS),
+    ('recent', lambda x: 5, 'recent = '),
 ]
 
 
