@@ -56,8 +56,7 @@ def run(tmp_path, monkeypatch):
 
     def run(*argv, **files):
         for stem, text in files.items():
-            text = text if isinstance(text, bytes) else text.encode()
-            (tmp_path / f'{stem}.py').write_bytes(text)
+            (tmp_path / f'{stem}.py').write_text(text)
         return configure({'__file__': str(tmp_path / 'toy.py'), 'RANGES': RANGES}, argv)
 
     return run
@@ -122,7 +121,6 @@ out_dir = 'x': expected one of out, :: --out_dir=x
 .py: cannot read the config file: No such file :: missing.py
 folder.py :: folder.py
 """)
-BAD_ARGUMENTS += [(f'--n_layer={x}', 'an int') for x in ('-' * 50000 + '1', '9' * 5000)]
 BAD_FILES = table(r"""
 bad.py:2: unknown setting 'n_layr', did you mean 'n_layer' :: n_layer = 1\nn_layr = 3
 bad.py:1: n_layer expects an integer (default 2), got '3' :: n_layer = "3"
@@ -136,8 +134,6 @@ bad.py:1 :: out_dir = f"{n_layer}" :: threads = {[]: 1} :: threads = b"x" :: n_l
 bad.py:2 :: \nn_layer = int("3") :: n_layer = 1\n  n_embd = 2
 for the command line alone :: overwrite = True
 """)
-STRANGE = ('n_layer = ' + '-' * 3000 + '1', b'out_dir = "\xff"', b'n_layer = 1\0')
-BAD_FILES += [(text, '') for text in STRANGE]
 
 
 @pytest.mark.parametrize('given, words', BAD_ARGUMENTS + BAD_FILES)

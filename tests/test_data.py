@@ -180,15 +180,6 @@ def test_all_suffixes_give_the_same_documents(tmp_path):
         assert (tokens == stream_of(documents)).all(), names
 
 
-def test_shuffle_and_default_validation_share(tmp_path):
-    documents, orders = [f'document {i:04d}' for i in range(400)], []
-    for k, seed in enumerate((-1, 3, 4)):
-        prepare(tmp_path / f'{k}', documents, shuffle_seed=seed, shard_tokens=10**8, val_tokens=0)
-        orders.append(parts_of(tmp_path / f'{k}', 'val', 'train'))
-        assert len(all_tokens(tmp_path / f'{k}', splits=['val'])) == 400 * 13 // 20
-    assert orders[0] == documents == sorted(orders[1]) != orders[1] != orders[2]
-
-
 @pytest.mark.parametrize('name, count', [('bytes', 10_761_435), ('gpt2', 2_074_301)])
 def test_demo_shards(tmp_path, name, count):
     with lzma.open(df.DEMO_CORPUS, 'rt', encoding='utf-8') as file:

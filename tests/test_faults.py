@@ -1,5 +1,5 @@
-"""Faults: trainers that are killed at random moments, ranks that die, hosts that are cut off. Each
-trainer is killed twice; with pytest --long twenty times."""
+"""Faults: train_lm.py killed at random moments, twice and with pytest --long twenty times; ranks that
+die, hosts that are cut off."""
 
 import os
 import random
@@ -13,33 +13,12 @@ from pathlib import Path
 import forks
 import pytest
 import test_train as lm
-import test_train_sokoban as agents
 from test_train import data, finished, same  # noqa: F401
 
 from checkpoint import load_checkpoint, saved_in
 
 ROOT = Path(__file__).resolve().parent.parent
-# in short test_train_sokoban.py's own kill must do
-SCRIPTS = ['train_lm.py', pytest.param('train_sokoban.py', marks=pytest.mark.long)]
 PIPES = {'cwd': ROOT, 'text': True, 'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE}
-
-
-@pytest.fixture
-def trainer(data, script):  # noqa: F811
-    """-> start(folder, n, **settings), run(...), arguments(...) of that script's tests for n
-    updates with a save every fourth, and the tests."""
-    is_text = script == 'train_lm.py'
-    tests, where = (lm, (data,)) if is_text else (agents, ())
-
-    def with_updates(function):
-        def call(folder, n, **settings):
-            settings = {'eval_interval': 4, **settings}
-            length = {'max_iters': n} if is_text else {'total_steps': 12 * n}
-            return function(*where, folder, **settings, **length)
-
-        return call
-
-    return *map(with_updates, (tests.start, tests.run, tests.arguments)), tests
 
 
 def wait_for(path, process):
@@ -49,18 +28,16 @@ def wait_for(path, process):
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize('script', SCRIPTS)
-def test_training_is_killed(trainer, tmp_path, script, request):
+def test_training_is_killed(data, tmp_path, request):  # noqa: F811
     """kill -9 at random moments soon after a log line; it saves every few updates, so that many
     fall into a save; the last checkpoint then loses its end."""
-    start, run, _, tests = trainer
     kills = 20 if request.config.getoption('--long') else 2
     a, b, n, hit = tmp_path / 'a', tmp_path / 'b', 40 * kills, 0
-    assert run(a, n) == 0
+    assert lm.run(data, a, max_iters=n) == 0
 
     def go_on(again):
         how = {'resume': True} if saved_in(b) else {'overwrite': again}
-        return start(b, n, **how)
+        return lm.start(data, b, max_iters=n, **how)
 
     def size():
         return (b / 'log.jsonl').stat().st_size if (b / 'log.jsonl').exists() else 0
@@ -81,7 +58,7 @@ def test_training_is_killed(trainer, tmp_path, script, request):
     out, err = go_on(True).communicate()
     assert out.count('warning: ') == (len(paths) == 2) and not err, out + err
     same(*(load_checkpoint(folder / 'ckpt_last.pt') for folder in (a, b)))
-    same(tests.read_log(a), tests.read_log(b))
+    same(lm.read_log(a), lm.read_log(b))
 
 
 # ---- ranks ----
@@ -97,31 +74,26 @@ def kill_a_rank(launcher, out):
     os.kill(int(random.choice(ranks)), signal.SIGKILL)
 
 
-@pytest.mark.parametrize('script', SCRIPTS)
-def test_a_rank_is_killed(trainer, tmp_path, script, request):
+def test_a_rank_is_killed(data, tmp_path, request):  # noqa: F811
     """The other one stops and says why; resumed, the run goes on to its end. With --max-restarts
     (long) the launcher starts both again, they resume by themselves, and end alike."""
-    _, _, arguments, tests = trainer
     a, b, n = tmp_path / 'a', tmp_path / 'b', 40
 
-    def ranks(folder, **more):
-        argv = arguments(folder, n, eval_interval=10, **more)
-        return forks.Popen([sys.executable, '--ranks=2', script, *argv], **PIPES)
-
-    launcher = ranks(a)
+    settings = {'max_iters': n, 'eval_interval': 10}
+    launcher = lm.start(data, a, ranks=2, **settings)
     kill_a_rank(launcher, a)
     out, err = launcher.communicate()
     assert launcher.returncode != 0 and 'another rank died' in err, out + err
     assert f'the last checkpoint is {a}/ckpt_last.pt: --resume=True goes on' in err
-    finished(ranks(a, resume=True))
-    steps = [r['step'] for r in tests.read_log(a)]
+    finished(lm.start(data, a, ranks=2, resume=True, **settings))
+    steps = [r['step'] for r in lm.read_log(a)]
     assert steps == sorted(set(steps)) and steps[-1] == n
     if request.config.getoption('--long'):
-        argv = arguments(b, n, eval_interval=10)
-        launcher = forks.Popen([*TORCHRUN, '--max-restarts=1', script, *argv], **PIPES)
+        argv = lm.arguments(data, b, **settings)
+        launcher = forks.Popen([*TORCHRUN, '--max-restarts=1', 'train_lm.py', *argv], **PIPES)
         kill_a_rank(launcher, b)
         assert finished(launcher).count('started again by torchrun: resuming') == 1
-        same(tests.read_log(a), tests.read_log(b))
+        same(lm.read_log(a), lm.read_log(b))
 
 
 @pytest.fixture
