@@ -1,4 +1,4 @@
-"""Faults: train_lm.py killed at random moments, twice and with pytest --long twenty times; ranks that
+"""Faults: train_lm.py killed at random moments, twice, with pytest --long twenty times; ranks that
 die, hosts that are cut off."""
 
 import os

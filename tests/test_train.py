@@ -3,7 +3,6 @@ stops, mistakes, memory, baselines, the demo."""
 
 import ast
 import json
-import lzma
 import math
 import os
 import re
@@ -218,22 +217,11 @@ def test_resume_takes_new_optimizer_settings(data, tmp_path):
 
 
 @pytest.mark.parametrize('settings', [{}, {'recurrent': False}, LSTM, PLAIN], ids=str)
-def test_loss_falls_below_the_unigram_entropy(tmp_path, settings):
-    """30 updates on real text learn more than byte frequencies; both models and both baselines."""
-    with lzma.open(ROOT / 'corpus' / 'sotu.jsonl.xz') as f:
-        text = ''.join(json.loads(f.readline())['text'] for _ in range(20)).encode()
-    text = np.frombuffer(text, np.uint8)
-    for name, part in (('train_000001', text[5000:]), ('val_000000', text[:5000])):
-        data_fineweb.write_shard(str(tmp_path / f'fineweb_{name}.bin'), part.astype(np.uint16))
-    data_fineweb.write_meta(str(tmp_path), META)
-    p = np.bincount(text, minlength=256) / len(text)
-    entropy = -(p[p > 0] * np.log(p[p > 0])).sum()
-    sizes = {'n_embd': 64, 'window': 16, 'block_size': 16, 'tokens_per_step': 512}
-    length = {'max_iters': 30 if 'arch' not in settings else 80, 'eval_interval': 80}
-    more = {'val_tokens': 2048, 'val_streams': 8, 'warmup_iters': 5, 'baseline_lr': 0.01}
-    assert run(tmp_path, tmp_path / 'out', **sizes, **length, **more, **settings) == 0
-    final = read_log(tmp_path / 'out')[-1]
-    assert max(final['val_loss'], final['train_loss']) < entropy - 0.2, (final, entropy)
+def test_loss_falls_below_the_unigram_entropy(data, tmp_path, settings):
+    """Of squares modulo 11: 1.77 nats, where the order is known 0; both models and both baselines."""
+    length = {'max_iters': 60, 'eval_interval': 60, 'baseline_lr': 0.01}
+    assert run(data, tmp_path, **length, **settings) == 0
+    assert max(read_log(tmp_path)[-1][name] for name in ('val_loss', 'train_loss')) < 1.2
 
 
 # ---- an update: micro-batches, ranks, graphs ----
