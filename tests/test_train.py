@@ -218,7 +218,7 @@ def test_resume_takes_new_optimizer_settings(data, tmp_path):
 
 @pytest.mark.parametrize('settings', [{}, {'recurrent': False}, LSTM, PLAIN], ids=str)
 def test_loss_falls_below_the_unigram_entropy(data, tmp_path, settings):
-    """Of squares modulo 11: 1.77 nats, where the order is known 0; both models and both baselines."""
+    """Of squares modulo 11: 1.77 nats, where the order is known 0; models and baselines."""
     length = {'max_iters': 60, 'eval_interval': 60, 'baseline_lr': 0.01}
     assert run(data, tmp_path, **length, **settings) == 0
     assert max(read_log(tmp_path)[-1][name] for name in ('val_loss', 'train_loss')) < 1.2
