@@ -526,9 +526,8 @@ def hold(path: pathlib.Path) -> TextIO:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         lock.seek(0)
-        words = (
-            f'another run is at work in it ({lock.read(200).strip()}): wait for its end, stop it'
-        )
+        said = lock.read(200).strip()
+        words = f'another run is at work in it ({said}): wait for its end, stop it'
         raise CheckpointError(f'{path}: {words}, or choose another out_dir') from None
     except OSError as error:
         words = f'on a disk without locks ({error.strerror}): let no other run use it'
