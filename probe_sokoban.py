@@ -90,7 +90,7 @@ thinking = False               # hold the agent for some steps at the start: doe
 device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda', 'cuda:1'
 threads = 0                    # CPU threads; 0: torch's choice
 RANGES = {'precision': (0.01, 1), 'learning_rate': (1e-9, inf), 'weight_decay': (0, inf),
-          'shown': (0, inf), 'threads': (0, inf)}
+          'shown': (0, inf), 'threads': (0, 1024)}
 RANGES |= dict.fromkeys('n_train n_test first min_levels seeds epochs batch_size'.split(), (1, inf))
 # fmt: on
 # -----------------------------------------------------------------------------
@@ -754,7 +754,7 @@ def main() -> None:
         where = checkpoint.pick_device(device)
         if where == 'cpu':
             checkpoint.keep_memory()
-            checkpoint.set_threads(threads)
+            torch.set_num_threads(threads or torch.get_num_threads())
         probe(where)
     except ValueError as error:  # CheckpointError, LevelError, SizeError
         fail(error)

@@ -1,22 +1,15 @@
-"""
-Train a language model: the recurrent Parallel-Experts Transformer or its non-recurrent twin.
+"""Train a language model: the recurrent Parallel-Experts Transformer or its non-recurrent twin.
 
-$ make demo                                        # a CPU, five minutes, data and a sample included
 $ python train_lm.py config/small_L2.py                                                # one GPU
-$ torchrun --standalone --nproc_per_node=4 train_lm.py config/small_L2.py              # four
 $ python train_lm.py config/small_L2.py --resume=True              # after a crash, ctrl-C, SIGTERM
-$ python train_lm.py config/small_long_L2.py --init_from=out/small_L2       # begin with its weights
 
-Writes into out_dir: config.json, log.jsonl (one object a line), ckpt_last.pt, ckpt_prev.pt,
-ckpt_best.pt. A log line of step n describes update n; val_loss there is measured after it. On the
-CPU a resumed run is bit-equal to one that was never stopped.
-"""
+Writes config.json, log.jsonl and ckpt_*.pt into out_dir. A log line of step n describes update n;
+val_loss there is measured after it. On the CPU a resumed run is bit-equal to one never stopped."""
 
 import math
-import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -27,9 +20,8 @@ import torch.distributed as dist
 
 import baselines
 import checkpoint
-from checkpoint import device_name, fill, print0, restoring
-from data_fineweb import VOCAB, DataError, SequenceLoader, StreamLoader
-from data_fineweb import find_shards, fingerprint, load_val, token_bytes
+from checkpoint import fill, print0, restoring
+from data_fineweb import VOCAB, DataError, Loader, find_shards, fingerprint, load_val, token_bytes
 from figures import open_trackers, plot_losses
 from kernels import chosen_lines, graphed
 from model import ModelConfig, build_model, config_dict, memory
@@ -53,8 +45,7 @@ wandb_project = 'parallel-experts'  # its project there
 # data
 tokenizer = 'gpt2'             # 'gpt2' or 'bytes'; must be the one the shards were made with
 tokens_per_step = 131072       # tokens of an update, over all ranks and micro-batches (the paper's)
-batch_size = 0                 # rows a rank runs at a time, a divisor of its rows of an update;
-                               # 0: what the memory holds (AT_ONCE)
+batch_size = 0                 # rows a rank runs at a time; 0: what the memory holds (AT_ONCE)
 val_tokens = 10485760          # validation tokens: modded-nanogpt's and llm.c's 10,485,760
 val_streams = 512              # read as so many streams, whatever the batch, the ranks or the model
 # model (model.py has the equations)
@@ -90,8 +81,7 @@ seed = 1337                    # of initial weights, of the shards' order and wh
 device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda', 'cuda:1'
 dtype = 'auto'                 # of products: 'float32', 'bfloat16', 'auto': bfloat16 if it is fast
 compile = True                 # torch.compile the unroll's pieces or GPT's blocks, if that works
-graphs = True                  # CUDA: an update's parts as graphs, from the fourth time each runs
-                               # (see WHOLE_GRAPH; long chunks: with compile)
+graphs = True                  # CUDA: an update's parts as graphs (WHOLE_GRAPH), from the fourth on
 path = 'fast'                  # 'fast' (unroll.py) or 'plain' (the equations, for checking)
 threads = 0                    # CPU threads; 0: torch's choice
 # fmt: on
@@ -102,7 +92,7 @@ FROM_0 = """batch_size learning_rate embedding_lr head_lr scalar_lr weight_decay
 RANGES = dict.fromkeys(FROM_1.split(), (1, math.inf)) | dict.fromkeys(FROM_0.split(), (0, math.inf))
 RANGES |= {'momentum': (0, 0.9999), 'betas': (0, 0.9999), 'final_lr_ratio': (0, 1)}
 RANGES |= {'arch': ['experts', 'transformer', 'lstm'], 'path': ['fast', 'plain']}
-RANGES['tokenizer'] = [*VOCAB]
+RANGES |= {'tokenizer': [*VOCAB], 'threads': (0, 1024)}  # OpenMP dies of too many
 SIZES = """n_layer n_expert n_embd n_head n_kv_head window block_size aggregation share_kv residual
     router_dim""".split()  # of ModelConfig
 FIXED = ('tokenizer', 'tokens_per_step', 'recurrent', 'seed', *SIZES)  # a resumed run keeps them
@@ -111,21 +101,18 @@ REST = ('optimizers', 'loader', 'state', 'rng', 'shards')  # and what else it go
 STREAMS = {'experts': (0, 1, 1, 0), 'lstm': (1, 1)}  # the dimension of a state's tensors for B
 WHOLE_GRAPH = 2048  # levels x tokens of the longest recurrent chunk that is one graph
 AT_ONCE = 32768  # tokens of a micro-batch where batch_size = 0, or fewer: a quarter of an update
-PEAK = {'H100': 989e12, 'H200': 989e12, 'B200': 2250e12}  # FLOP/s, dense bf16
-PEAK |= {'A100': 312e12, 'L40S': 362e12, '4090': 165e12}
 
 
 @dataclass
 class Run:
-    """What a run is made of. A CUDA graph needs all that it reads and writes in one place: inputs,
-    state, learning rates, gradients and their norm (in buckets)."""
+    """What a run is made of, each in its place: a CUDA graph reads and writes it there."""
 
     config: dict  # its settings, as checkpoints keep them
     rank: int
     world: int
     device: str  # 'cpu' or 'cuda:N'
     amp: torch.dtype  # of matrix products
-    loader: StreamLoader | SequenceLoader
+    loader: Loader
     shards: list  # the data's fingerprint
     val: tuple[torch.Tensor, torch.Tensor, float]  # x, y (S, n), this rank's; bytes of text in y
     model: torch.nn.Module
@@ -139,6 +126,7 @@ class Run:
     record: dict = field(default_factory=lambda: {'step': 0, 'tokens': 0})  # of the log
     best: float = math.inf
     seconds: float = 0.0
+    lock: object = None  # of out_dir, while the run is at work in it
 
 
 # ---- data, model, optimizer ----
@@ -159,9 +147,8 @@ def captures(device: str, world: int) -> tuple[bool, bool]:
 
 def fitting_rows(c: ModelConfig, streams: int, amp: torch.dtype, device: str, whole: bool) -> int:
     """Rows of a micro-batch, a divisor of a rank's `streams`: batch_size, or the most that are at
-    most AT_ONCE tokens and fit in the device's memory: in all of it, for a resumed run to do the
-    same. ValueError where they need more than is free. A baseline is taken to need what ours
-    does."""
+    most AT_ONCE tokens and fit in all of the device's memory: a resumed run does the same.
+    SizeError where they need more than is free. A baseline's needs are taken for ours."""
 
     def need(rows: int) -> float:
         where = torch.device(device).type
@@ -173,15 +160,10 @@ def fitting_rows(c: ModelConfig, streams: int, amp: torch.dtype, device: str, wh
     rows = batch_size or max(fits, default=1)
     if rows not in divisors:
         raise ValueError(f'batch_size = {rows}: must divide the {streams} rows of a rank')
-    if need(rows) > free:
-        hint = 'a smaller model, fewer tokens_per_step, or more GPUs (torchrun)'
-        if need(1) <= free:
-            hint = f'--batch_size={max(n for n in divisors if need(n) <= free)} fits'
-        raise ValueError(
-            f'n_layer = {c.n_layer}, n_expert = {c.n_expert}, n_embd = {c.n_embd} needs about '
-            f'{need(rows) / 1e9:.1f} GB with batch_size = {rows}, but {device_name(device)} has '
-            f'{free / 1e9:.1f} GB free: {hint}'
-        )
+    what = f'n_layer = {c.n_layer}, n_expert = {c.n_expert}, n_embd = {c.n_embd}'
+    fits = [f'--batch_size={n} fits' for n in divisors if need(n) <= free]
+    advice = fits[-1] if fits else 'a smaller model, fewer tokens_per_step, or more GPUs'
+    checkpoint.check_fits(need(rows), f'{what}, batch_size = {rows}', device, advice)
     return rows
 
 
@@ -209,14 +191,11 @@ def make_run(config: dict) -> Run:
     rows = fitting_rows(sizes, B // world, amp, device_, whole)
 
     train, held_out = (find_shards(data_dir, split, tokenizer) for split in ('train', 'val'))
-    Loader = StreamLoader if recurrent else SequenceLoader
-    loader = Loader(train, B, block_size, V, seed, (rank, world))
+    loader = Loader(train, B, block_size, V, recurrent, seed, (rank, world))
     x, y = load_val(held_out, val_tokens, val_streams, V, (rank, world))
-    try:
-        size = float(token_bytes(tokenizer)[y.numpy()].sum())  # of the text, in bytes
-    except (DataError, ImportError) as error:  # no GPT-2 tokenizer: needed for nothing else
-        print0(f'no bits per byte: {error}')
-        size = math.nan
+    size = math.nan  # of the text, in bytes
+    with suppress(DataError, ImportError):  # no GPT-2 tokenizer: needed for nothing else
+        size = float(token_bytes(tokenizer)[y.numpy()].sum())
     val = (x.to(device_), y.to(device_), size)
 
     model = build_model(sizes, recurrent) if arch == 'experts' else baselines.build(arch, sizes)
@@ -226,9 +205,8 @@ def make_run(config: dict) -> Run:
     x_y = torch.zeros(2, rows, block_size, dtype=torch.int64, device=device_)
     with autocast(device_, amp):  # sets the dtype of a state's keys and values
         inputs = *x_y, model.init_state(rows) if recurrent else None
-        state = inputs[2]  # where there is one micro-batch
-        if recurrent and rows < B // world:
-            state = model.init_state(B // world)
+        several = recurrent and rows < B // world  # micro-batches
+        state = model.init_state(B // world) if several else inputs[2]
 
     if arch == 'experts':
         optimizers = make_optimizers(model, config)
@@ -255,8 +233,7 @@ def rate(step: int) -> float:
 
 def forward_backward(run: Run, x: torch.Tensor, y: torch.Tensor, state: tuple | None) -> None:
     """Adds a micro-batch's gradients and share of the mean loss to run.buckets; the state goes on
-    in place. Returns nothing, and what it reads and writes stays where it is: it may be
-    captured."""
+    in place. What it reads and writes stays where it is: it may be captured."""
     with autocast(run.device, run.amp):
         loss, new = run.model(x, y, state)
     loss = loss * (x.numel() / tokens_per_step)  # the mean over the whole batch
@@ -275,9 +252,8 @@ def apply(run: Run) -> None:
 
 
 def train_update(run: Run, stop: bool) -> tuple[float, float, bool]:
-    """One update: this rank's rows in micro-batches (streams are split, not time), gradients and
-    loss summed over ranks -> the mean loss, the gradient norm, whether any rank was told to stop.
-    Where loss or norm is not finite, no weight changes."""
+    """This rank's rows in micro-batches (streams are split, not time), summed over ranks -> mean
+    loss, gradient norm, whether any rank was told to stop. Not finite: no weight changes."""
     x, y, reset = run.loader.next()
     if run.device != 'cpu':
         x, y = x.pin_memory(), y.pin_memory()  # the copies below then need not wait
@@ -311,12 +287,11 @@ def train_update(run: Run, stop: bool) -> tuple[float, float, bool]:
 @torch.no_grad()
 def evaluate(run: Run) -> tuple[float, float]:
     """Mean loss in nats and bits per byte over all positions of the validation streams, each from
-    an empty state, window W. All ranks share the streams; rows and T have no effect on the
-    value."""
+    an empty state, window W. All ranks share the streams; rows and T do not matter."""
     x, y, size = run.val
     T = min(block_size, 128)  # longer chunks only cost memory
     total = torch.tensor([0, 0, size], dtype=torch.float64, device=run.device)
-    due, seen, rows = every(), 0, len(run.inputs[0])
+    rows, due = len(run.inputs[0]), every()
     for x_rows, y_rows in zip(x.split(rows), y.split(rows), strict=True):
         with autocast(run.device, run.amp):
             state = run.model.init_state(len(x_rows))
@@ -324,9 +299,8 @@ def evaluate(run: Run) -> tuple[float, float]:
                 loss, state = run.model(x_t, y_t, state)
                 total[0] += loss.double() * x_t.numel()
                 total[1] += x_t.numel()
-                seen += x_t.numel()
                 if due():
-                    print0(f'    validation: {seen:,} of {x.numel():,} tokens')
+                    print0(f'    validation: {total[1]:,.0f} of {x.numel():,} tokens')
     if dist.is_initialized():
         dist.all_reduce(total)
     nats, tokens, size = total.tolist()
@@ -334,8 +308,7 @@ def evaluate(run: Run) -> tuple[float, float]:
 
 
 def prepare(run: Run) -> None:
-    """Compiles, where that works. Chunks that are not captured whole are replayed from captured
-    blocks, by the model itself."""
+    """Compiles, where that works. Chunks that no graph holds are replayed from captured blocks."""
     if not compile or path == 'plain' or arch == 'lstm':
         return
     run.model.config.path = 'compiled'
@@ -386,39 +359,19 @@ def load(run: Run) -> None:
 # ---- the loop ----
 
 
-def describe(run: Run) -> str:
-    params, flops = run.model.num_params(), run.model.flops_per_token()
-    rows = len(run.inputs[0])
+def describe(run: Run) -> None:
+    params, flops, rows = run.model.num_params(), run.model.flops_per_token(), len(run.inputs[0])
     micro = tokens_per_step // (block_size * run.world * rows)
-    return (
-        f'{checkpoint.machine(run)}, {run.amp}\n'
-        f'{type(run.model).__name__}: {params["total"] / 1e6:.2f}M parameters, '
-        f'{params["core"] / 1e6:.2f}M of the core; MFLOP a token forward: core '
-        f'{flops["core"] / 1e6:.1f}, head {flops["head"] / 1e6:.1f}\n'
-        f'an update: {tokens_per_step:,} tokens = {run.world} ranks x {micro} micro-batches x '
-        f'{rows} rows x {block_size}; {max_iters:,} updates'
-    )
-
-
-def dense_line(run: Run) -> str:
-    """MFU: nominal FLOPs of forward and backward over the devices' peak, where that is known."""
-    r, mfu = run.record, 'n/a'
-    if run.device != 'cpu' and run.amp == torch.bfloat16:
-        name = device_name(run.device)
-        peak = next((peak for gpu, peak in PEAK.items() if gpu in name), math.nan)
-        flops = 3 * sum(run.model.flops_per_token().values()) * r['tokens_per_s']
-        mfu = f'{flops / (peak * run.world):.1%}' if peak > 0 else 'n/a'
-    eta = timedelta(seconds=int((max_iters - r['step']) * r['ms'] / 1000))
-    return (
-        f'step {r["step"]}/{max_iters} | loss {r["train_loss"]:.4f} | lr {r["lr"]:.2e} | '
-        f'norm {r["grad_norm"]:.2f} | {r["ms"]:.0f} ms | {r["tokens_per_s"]:,.0f} tok/s | '
-        f'mfu {mfu} | eta {eta}'
-    )
+    sizes = ', '.join(f'{n / 1e6:.2f}M {part}' for part, n in params.items())
+    costs = ', '.join(f'{n / 1e6:.1f} {part}' for part, n in flops.items())
+    shape = f'{run.world} ranks x {micro} micro-batches x {rows} rows x {block_size}'
+    print0(f'{checkpoint.machine(run)}, {run.amp}')
+    print0(f'{type(run.model).__name__}: parameters {sizes}; MFLOP a token forward {costs}')
+    print0(f'an update: {tokens_per_step:,} tokens = {shape}; {max_iters:,} updates')
 
 
 def loop(run: Run, writes: list[Callable[[dict], object]]) -> int:
-    """Updates, validations, log lines, checkpoints -> the exit status: 0 done, 1 the loss was not
-    finite, 128 + signal when told to stop."""
+    """-> the exit status: 0 done, 1 the loss was not finite, 128 + signal when told to stop."""
     stopper, stop, due_to_print = checkpoint.Stopper(), False, every()
     while True:
         if run.step % eval_interval == 0 or run.step == max_iters:
@@ -432,7 +385,7 @@ def loop(run: Run, writes: list[Callable[[dict], object]]) -> int:
             write(run.record)
         if run.step >= max_iters or stop:
             break
-        start, epoch = time.perf_counter(), run.loader.epoch
+        start = time.perf_counter()
         loss, norm, stop = train_update(run, stopper.signal is not None)
         elapsed, step = time.perf_counter() - start, run.step + 1
         due = step % eval_interval == 0 or step == max_iters or stop
@@ -440,15 +393,16 @@ def loop(run: Run, writes: list[Callable[[dict], object]]) -> int:
             stopper.restore()
             return 1
         run.step, run.seconds = step, run.seconds + elapsed
-        run.record = {'step': step, 'tokens': step * tokens_per_step, 'train_loss': loss}
+        run.record = {'step': step, 'tokens': step * tokens_per_step, 'epoch': run.loader.epoch}
         peak = run.optimizers[0].param_groups[0]['peak_lr']
-        run.record |= {'grad_norm': norm, 'lr': peak * rate(step - 1), 'ms': 1000 * elapsed}
-        run.record |= {'tokens_per_s': tokens_per_step / elapsed, 'seconds': run.seconds}
-        run.record |= {'epoch': run.loader.epoch}
-        if run.loader.epoch != epoch:
-            print0(f'epoch {run.loader.epoch} begins: the shards start over')
+        run.record |= {'train_loss': loss, 'grad_norm': norm, 'lr': peak * rate(step - 1)}
+        run.record |= {'ms': 1000 * elapsed, 'tokens_per_s': tokens_per_step / elapsed}
+        run.record |= {'seconds': run.seconds}
         if step % log_interval == 0 or step == max_iters or due_to_print():
-            print0(dense_line(run))
+            eta = timedelta(seconds=int((max_iters - step) * elapsed))
+            speed = f'{1000 * elapsed:.0f} ms | {tokens_per_step / elapsed:,.0f} tok/s | eta {eta}'
+            rates = f'lr {run.record["lr"]:.2e} | norm {norm:.2f}'
+            print0(f'step {step}/{max_iters} | loss {loss:.4f} | {rates} | {speed}')
             due_to_print(said=True)
         if due:
             save(run)  # before the validation: one that dies loses nothing
@@ -458,15 +412,16 @@ def loop(run: Run, writes: list[Callable[[dict], object]]) -> int:
 
 def train(config: dict) -> int:
     """A run from beginning to end, or its validation -> the exit status."""
+    globals().update(checkpoint.restarted(out_dir))
     try:
         run = make_run(config)  # finds all mistakes in settings and data before out_dir is touched
-        if run.rank == 0 and not eval_only:
-            checkpoint.prepare_out_dir(out_dir, resume, overwrite)
         if resume or eval_only:
             load(run)
-    except ValueError as error:  # DataError, CheckpointError, OutDirError, ModelConfig's
+        if run.rank == 0 and not eval_only:
+            run.lock = checkpoint.prepare_out_dir(out_dir, resume, overwrite)
+    except ValueError as error:  # DataError, CheckpointError, ModelConfig's
         fail(error)
-    print0(describe(run))
+    describe(run)
     if eval_only:
         val_loss, bpb = evaluate(run)
         print0(f'step {run.step}, val loss {val_loss:.4f}, {bpb:.4f} bits a byte')
@@ -487,16 +442,9 @@ def train(config: dict) -> int:
 
 
 def main() -> int:
-    config = configure(globals())
-    given = {argument.partition('=')[0][2:] for argument in sys.argv[1:]}
-    for name in {'learning_rate', 'weight_decay', 'betas'} & given:
-        if arch != 'experts':  # given by hand a mistake, in a config file our model's
-            fail(f"--{name} is our models': the baselines have --baseline_lr alone")
-    globals().update(checkpoint.restarted(out_dir))
-    return train(config)
+    return train(configure(globals()))
 
 
 if __name__ == '__main__':
-    # interrupted before the first update, or by a second ctrl-C
     stays = 'interrupted: the last checkpoint stays as it was'
     run_script(main, stays, checkpoint.last_words('a smaller batch_size takes less', globals()))

@@ -108,6 +108,7 @@ ONE = 'eval_interval log_interval eval_games n_levels n_envs total_steps unroll'
 RANGES |= dict.fromkeys(ONE.split(), (1, math.inf))
 ZERO = 'entropy_coef value_coef learning_rate adam_eps grad_clip threads seed'
 RANGES |= dict.fromkeys(ZERO.split(), (0, math.inf))
+RANGES['threads'] = (0, 1024)  # OpenMP dies of too many
 # -----------------------------------------------------------------------------
 
 # settings that make an agent, those that a resumed run keeps; what a run is resumed from
@@ -149,6 +150,7 @@ class Run:
     seconds: float = 0.0
     logged: int = 0
     clock: float = 0.0
+    lock: object = None  # of out_dir, while the run is at work in it
 
 
 # ---- levels, environment, model, optimizer ----
@@ -540,10 +542,10 @@ def train(config: dict) -> int:
     """A run from beginning to end, or its evaluation -> the exit status."""
     try:
         run = make_run(config)  # finds all mistakes in settings and levels
-        if run.rank == 0 and not eval_only:
-            checkpoint.prepare_out_dir(out_dir, resume, overwrite)
         about = load(run) if resume or eval_only else {}
-    except ValueError as error:  # LevelError, CheckpointError, OutDirError, AgentConfig's
+        if run.rank == 0 and not eval_only:
+            run.lock = checkpoint.prepare_out_dir(out_dir, resume, overwrite)
+    except ValueError as error:  # LevelError, CheckpointError, AgentConfig's
         fail(error)
     print0(describe(run))
     if eval_only:

@@ -9,8 +9,6 @@ $ python tests/mutate.py gamma test_adam # those whose file, text or test has on
 """
 
 import ast
-import contextlib
-import io
 import os
 import re
 import shutil
@@ -19,12 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import hypothesis  # noqa: F401  imported once, here: a mutation's own process then starts with it
-import numpy  # noqa: F401
-import pytest
-import torch
-import torch._dynamo  # noqa: F401
-import torch.distributed  # noqa: F401
+import forks
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -56,7 +49,7 @@ train_lm test_paper::updates_of_a_language_model
     if grad_clip: -> if not grad_clip:
     (x.numel() / tokens_per_step) -> (x.numel() / tokens_per_step) ** 2 * 2
 train_lm test_paper::language_model_settings_arrive
-    StreamLoader if recurrent else SequenceLoader -> SequenceLoader if recurrent else StreamLoader
+    block_size, V, recurrent -> block_size, V, not recurrent
     VOCAB[config['tokenizer']] -> VOCAB['gpt2']
 data_fineweb test_paper::sizes_of_language_models
     'gpt2': 50304 -> 'gpt2': 50257
@@ -208,21 +201,10 @@ def another(value: object) -> object:
 
 
 def run_tests(copy: Path, tests: list[str]) -> tuple[int, str]:
-    """pytest in a process of its own that starts with torch imported. -> its exit status and the
-    last line it printed."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.chdir(copy)
-        text = io.StringIO()
-        with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
-            status = pytest.main(['-qx', '-p', 'no:cacheprovider', '-p', 'pytest_timeout', *tests])
-        os.write(writer, text.getvalue().strip().splitlines()[-1].encode()[:300])
-        os._exit(status)
-    os.close(writer)
-    with os.fdopen(reader, 'rb') as file:
-        last = file.read().decode(errors='replace')
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), last
+    """pytest in a process of its own -> its exit status and the last line it printed."""
+    words = ['-m', 'pytest', '-qx', '-p', 'no:cacheprovider', '-p', 'pytest_timeout', *tests]
+    done = forks.run([sys.executable, *words], cwd=copy, capture_output=True, text=True)
+    return done.returncode, done.stdout.strip().splitlines()[-1][:300]
 
 
 def main() -> int:
@@ -235,10 +217,9 @@ def main() -> int:
     if stale:
         return 1
     mutations = [m for m in mutations if not words or any(w in part for part in m for w in words)]
-    sys.path[:] = [p for p in sys.path if p not in (str(ROOT), str(ROOT / 'tests'))]  # the copy's
-    os.environ |= {'PYTEST_DISABLE_PLUGIN_AUTOLOAD': '1', 'PYTHONDONTWRITEBYTECODE': '1'}
-    sys.dont_write_bytecode = True  # equal sizes in one second would look compiled already
-    torch.set_num_threads(1)
+    # no compiled files: equal sizes in one second would look compiled already
+    env = {'PYTEST_DISABLE_PLUGIN_AUTOLOAD': '1', 'PYTHONDONTWRITEBYTECODE': '1'}
+    os.environ |= env | {'OMP_NUM_THREADS': '1'}
     bad, start = 0, time.time()
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / 'copy'

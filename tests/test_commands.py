@@ -1,6 +1,5 @@
-"""The commands of README.md's code blocks, shrunk and with folders of their own, run as they stand
-there, but for a few that run elsewhere in other words; `pytest --long tests/test_commands.py`:
-these too, and every one that a docstring or a config file tells a reader to type."""
+"""The commands of README.md's code blocks and of docstrings name what exists; README's run as they
+stand there, shrunk and with folders of their own, but for those that other tests run."""
 
 import lzma
 import os
@@ -31,13 +30,7 @@ SCRIPTS = {f'{module.__name__}.py': module for module in [*MODULES, train_lm, tr
 LINE = re.compile(r'^\s*(?:\$ )?((?:python|torchrun \S+ \S+) \w+\.py(?:[^#\n]*[^#\s])?)', re.M)
 VALUE = r"""(?:=(?:'[^']*'|"[^"]*"|[\w./*,:-]*[\w*])| [a-z]+-[a-z]+|\b)"""
 PROSE = re.compile(rf'python \w+\.py(?: (?:config/\w+\.py|--\w+{VALUE}))*')
-ELSEWHERE = {  # whose work these tests do in the short form
-    'python bench.py': 'test_bench.py',
-    'python bench.py --suite=first --budget=540': 'test_bench.py',
-    'python sweep.py --plan sokoban-small --run --figure --table': 'test_sweep.py',
-    'python sweep.py config/study_probe.py --run': 'test_sweep.py',
-    'python probe_sokoban.py config/probe_tiny.py': 'test_probe.py',
-}
+ELSEWHERE = {'bench.py', 'sweep.py', 'probe_sokoban.py'}  # tests of their own run these
 AGENT = 'n_envs=4 unroll=3 eval_games=4 compile=False threads=1 device=cpu dtype=float32'
 SMALL = {  # what makes a command of a script small
     'train_lm.py': 'n_kv_head=1 batch_size=0 max_iters=2 data_dir={shards} overwrite=True '
@@ -48,12 +41,7 @@ SMALL = {  # what makes a command of a script small
     'sample.py': 'max_new_tokens=3 device=cpu',
     'play_sokoban.py': 'picture={folder}/compare.png levels_dir={folder}/levels device=cpu',
     'data_fineweb.py': 'tokenizer=bytes data_dir={folder}/shards{n}',
-    'probe_sokoban.py': 'models={folder}/out/sokoban_small_L4 out_dir={folder}/probe{n} '
-    'test_levels={folder}/levels/unfiltered-test.pack17.npy min_levels=1 n_train=8 n_test=100 '
-    'epochs=1 seeds=1 device=cpu threads=1',
     'figures.py': '',
-    'bench.py': 'rounds=1 seconds=0 threads=1 out={folder}/A.json',
-    'sweep.py': 'out_dir={folder}/sweep length=1',
 }
 
 
@@ -81,7 +69,7 @@ def parts(command):
 def test_they_name_what_exists():
     """Scripts, config files and settings."""
     readme = from_readme()
-    assert len(readme) > 20 and len(from_docstrings()) > 40 and not ELSEWHERE.keys() - set(readme)
+    assert len(readme) > 20 and len(from_docstrings()) > 40
     for command in [*readme, *from_docstrings()]:
         _, script, argv = parts(command)
         if '--compare' not in argv:  # bench.py reads its two files itself
@@ -89,8 +77,8 @@ def test_they_name_what_exists():
             configure(dict(vars(SCRIPTS[script])), argv, quiet=True)
 
 
-def make_files(folder, shards):
-    """What the commands read: books, levels, and small runs' settings for a sweep."""
+def make_files(folder):
+    """What the commands read: books, levels, a prompt."""
     for name in ('books', 'levels'):
         (folder / name).mkdir()
     text = 'It was the best of times, it was the worst of times. '
@@ -100,70 +88,33 @@ def make_files(folder, shards):
     for k, split in enumerate(('train', 'valid', 'test')):  # of which any agent solves some
         levels = sokoban.generate(100, 1, seed=k, max_moves=6)[0]
         np.save(folder / 'levels' / f'unfiltered-{split}.pack17.npy', levels)
-    lm = {**TINY, 'data_dir': str(shards), 'max_iters': 2}
-    agents = dict(word.split('=') for word in AGENT.split())
-    agents |= {'levels_dir': str(folder / 'levels'), 'total_steps': '2400'}
-    for name, settings in (('lm', lm), ('agents', agents)):
-        lines = [f'{k} = {v!r}' for k, v in settings.items()]
-        text = '\n'.join(lines).replace("'False'", 'False')
-        (folder / f'{name}.py').write_text(re.sub(r"'(\d+)'", r'\1', text))
-
-
-def settings_of(script, argv, folder):
-    """What else makes it small, by what it asks for."""
-    config = next((a[7:-3] for a in argv if a.startswith('config/')), '')
-    more = []
-    if script.startswith('train_') and not any(a.startswith('--out_dir=') for a in argv):
-        more = [f'out_dir={folder}/out/{config}']
-    if '--resume=True' in argv or '--eval_only=True' in argv:
-        more += ['overwrite=False']
-    if '--arch=transformer' in argv:
-        more += ['n_expert=1']
-    if script == 'bench.py':
-        boards = '--suite=sokoban' in argv
-        cells = "('decode',1,1,8,32)," if '--suite=first' in argv else '(1,1,8,32),'
-        more = ['cells=(1,1,4),', 'n_envs=2'] if boards else [f'cells={cells}', 'n_embd=128']
-        more += [] if any(a.startswith('--paths=') for a in argv) else ['paths=fast']
-    if script == 'sweep.py' and {'--run', '--figure', '--table=solve'} & set(argv):
-        text = 'lm-small' in argv or config.startswith(('study_lm', 'study_re', 'study_ag'))
-        more = [f'base={folder}/{"lm" if text else "agents"}.py', 'base_ff=', 'seeds=1', 'also=']
-        if config.startswith('study_lm'):
-            more += ['only=d=48 L=1', 'tune=learning_rate=0.02,0.04']
-        elif not config:
-            only = 'L=1 E=4' if text else 'L=1 d=64 variant=recurrent'
-            small = {'sokoban', 'sokoban-small'} & set(argv)
-            more += ['width=0.0625', f'only={"L=1 E=1 model=convglu" if small else only}']
-    return more
 
 
 def shrunk(command, folder, shards, number):
-    """Its words: folders below this one, and after its own arguments those that make it small;
-    None: it needs a network."""
+    """Its words: folders below this one, and after its own arguments those that make it small."""
     launcher, script, argv = parts(command)
-    if script == 'data_fineweb.py' and not any(a.startswith(('--text=', '--demo=')) for a in argv):
-        return None
-    below = r'\b(out/|books/|web\.jsonl|prompt\.txt|A\.json|game\.gif)'
-    argv = [re.sub(below, rf'{folder}/\1', a.replace('B.json', 'A.json')) for a in argv]
+    below = r'\b(out/|books/|web\.jsonl|prompt\.txt|game\.gif)'
+    argv = [re.sub(below, rf'{folder}/\1', a) for a in argv]
     small = SMALL[script].format(folder=folder, shards=shards, n=number).split()
-    small += settings_of(script, argv, folder)
-    if '--compare' in argv:  # a run with itself
-        small = []
+    config = next((a[7:-3] for a in argv if a.startswith('config/')), '')
+    if script.startswith('train_') and not any(a.startswith('--out_dir=') for a in argv):
+        small += [f'out_dir={folder}/out/{config}']
+    if '--resume=True' in argv or '--eval_only=True' in argv:
+        small += ['overwrite=False']
+    if '--arch=transformer' in argv:
+        small += ['n_expert=1']
     ranks = ['--ranks=2'] if launcher[0] == 'torchrun' else []
     return [sys.executable, *ranks, script, *argv, *[f'--{setting}' for setting in small]]
 
 
-def test_they_run(data, tmp_path, request):  # noqa: F811
-    """In order: some go on where others stopped. None of the downloads, which test_data.py and
-    test_faults.py try on a hub of their own."""
-    make_files(tmp_path, data)
-    commands, ran = [command for command in from_readme() if command not in ELSEWHERE], 0
-    if request.config.getoption('--long'):
-        commands = from_readme() + from_docstrings()
-    env = {**os.environ, 'OMP_NUM_THREADS': '1'}
-    for command in dict.fromkeys(commands):
-        words = shrunk(command, tmp_path, data, ran)
-        if words is not None:
-            print(command, flush=True)
+def test_they_run(data, tmp_path):  # noqa: F811
+    """In order: some go on where others stopped. None of the downloads, which test_data.py tries
+    on a hub of its own."""
+    make_files(tmp_path)
+    env, ran = {**os.environ, 'OMP_NUM_THREADS': '1'}, 0
+    for command in from_readme():
+        if parts(command)[1] not in ELSEWHERE and '--pretokenized' not in command:
+            words = shrunk(command, tmp_path, data, ran)
             pipes = {'capture_output': True, 'text': True, 'stdin': subprocess.DEVNULL}
             done = forks.run(words, cwd=ROOT, env=env, **pipes)
             assert done.returncode == 0, (words, done.stdout[-1000:], done.stderr[-2000:])

@@ -2,16 +2,16 @@
 executed; how a script begins and ends; whole-or-nothing files."""
 
 import json
+import math
 import os
 import pathlib
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 
-from configurator import configure, every, write_json, write_text
+from configurator import configure, write_atomic, write_json, write_text
 
 ROOT = pathlib.Path(__file__).parents[1]
 SCRIPT = '''# a licence line, not a heading
@@ -29,7 +29,7 @@ out_dir = 'out'  # where the
 resume = False
 # --- model ---
 n_layer = 2  # -1 = off
-n_embd = 64 * n_layer
+n_embd = 128
 n_head: int = 3
 betas = (0.8, 0.95)
 learning_rate = 2e-2
@@ -37,7 +37,6 @@ threads = None  # None = all
 computed = math.sqrt(4)
 COUNT = 3
 _hidden = 1
-RANGES = {'n_layer': (-1, math.inf), 'betas': (0, 1), 'out_dir': ['out', '', 'a=b c', 'é', '123']}
 def after():
     # not a comment of a setting
     late = 1
@@ -45,7 +44,7 @@ too_late = 5
 '''
 DEFAULTS = {'out_dir': 'out', 'resume': False, 'n_layer': 2, 'n_embd': 128, 'betas': (0.8, 0.95)}
 DEFAULTS |= {'learning_rate': 0.02, 'threads': None}
-RANGES = {'n_layer': (-1, 10**9), 'betas': (0, 1), 'out_dir': ['out', '', 'a=b c', 'é', '123']}
+RANGES = {'n_layer': (-1, math.inf), 'betas': (0, 1), 'out_dir': ['out', '', 'a=b c', 'é', '123']}
 
 
 @pytest.fixture
@@ -57,8 +56,7 @@ def run(tmp_path, monkeypatch):
 
     def run(*argv, **files):
         for stem, text in files.items():
-            text = text if isinstance(text, bytes) else text.encode()
-            (tmp_path / f'{stem}.py').write_bytes(text)
+            (tmp_path / f'{stem}.py').write_text(text)
         return configure({'__file__': str(tmp_path / 'toy.py'), 'RANGES': RANGES}, argv)
 
     return run
@@ -67,7 +65,7 @@ def run(tmp_path, monkeypatch):
 # ---- settings ----
 
 
-def test_settings_are_the_plain_assignments_before_the_first_block(run, tmp_path):
+def test_settings_are_the_literals_before_the_first_block(run, tmp_path):
     assert run() == DEFAULTS and list(run()) == list(DEFAULTS)
     settings = {'__file__': str(tmp_path / 'toy.py'), 'other': 1}
     config = configure(settings, ['--n_layer=4'])
@@ -75,20 +73,17 @@ def test_settings_are_the_plain_assignments_before_the_first_block(run, tmp_path
     assert configure(settings, []) == DEFAULTS  # an earlier call leaves no trace
 
 
-FILES = {'first': '_w = 2 ** 5\nn_layer = 3\nn_embd = _w * n_layer // 2 - -1\nbetas = [0.5, 1]'}
-FILES |= {'five': '"""Goal."""\n# comment\nn_layer = 5', 'next': 'n_layer = n_layer + 1'}
-FILES |= {'twice': 'n_embd = n_layer * 2', 'word': 'out_dir = "é"'}
+FILES = {'first': 'n_layer = 3\nn_embd = +49\nbetas = [0.5, 1]\nout_dir = "é"'}
+FILES |= {'five': '"""Goal."""\n# comment\nn_layer = 5', 'six': 'n_layer = 6'}
 GIVEN = [  # left to right: files and arguments, and what they change
     ('--out_dir=123 --resume=True --n_layer=-1', {'out_dir': '123', 'resume': True, 'n_layer': -1}),
     ('--learning_rate=1 --threads=4', {'learning_rate': 1.0, 'threads': 4}),
     ('--betas=[1,0.5] --n_embd=7 --n_embd=8', {'betas': (1.0, 0.5), 'n_embd': 8}),
     ('--out_dir= --threads=auto', {'out_dir': '', 'threads': 'auto'}),
-    ('--out_dir="é"', {'out_dir': 'é'}),
     ('--n_layer 3 --resume --n_embd -1', {'n_layer': 3, 'resume': True, 'n_embd': -1}),
     ('--threads --resume=False', {'threads': True}),  # None takes anything: a switch too
-    ('first.py word.py', {'n_layer': 3, 'n_embd': 49, 'betas': (0.5, 1.0), 'out_dir': 'é'}),
-    ('five.py next.py', {'n_layer': 6}),
-    ('--n_layer=9 twice.py', {'n_layer': 9, 'n_embd': 18}),
+    ('first.py', {'n_layer': 3, 'n_embd': 49, 'betas': (0.5, 1.0), 'out_dir': 'é'}),
+    ('five.py six.py', {'n_layer': 6}),
     ('five.py --n_layer=9', {'n_layer': 9}),
     ('--n_layer=9 five.py', {'n_layer': 5}),
 ]
@@ -110,43 +105,35 @@ BAD_ARGUMENTS = table("""
 unknown setting 'n_layr', did you mean 'n_layer'? :: --n_layr=3
 unknown setting 'COUNT', --help lists the settings :: --COUNT=3
 did you mean 'learning_rate'? :: --Learning-Rate=3
-unknown setting :: --too_late=3
+unknown setting :: --too_late=3 :: --computed=3
 command line: n_layer expects an integer (default 2), got '2.0' :: --n_layer=2.0
 an integer :: --n_layer=True :: --n_layer=2**3 :: --n_layer x
 True or False :: --resume=1
-True or False :: --resume=true
 --resume=False :: --resume False
-needs a value, as in --out_dir=out :: --out_dir
 needs a value, as in --n_layer=2 :: --n_layer :: --n_layer --resume
 a finite number (default 0.02), got 'nan' :: --learning_rate=nan
-a finite number :: --learning_rate=-inf :: --learning_rate=1e999 :: --learning_rate=True
+a finite number :: --learning_rate=1e999 :: --learning_rate=True
 a tuple :: --betas=0.5 :: --betas=(1,'a')
-must be between :: --betas=(0.5,2) :: --n_layer=-2
+must be between :: --betas=(0.5,2)
+must be at least -1 :: --n_layer=-2
 out_dir = 'x': expected one of out, :: --out_dir=x
 --key=value :: n_layer=3 :: -n_layer=3 :: =
 .py: cannot read the config file: No such file :: missing.py
 folder.py :: folder.py
 """)
-BAD_ARGUMENTS += [(f'--n_layer={x}', 'an int') for x in ('-' * 50000 + '1', '9' * 5000)]
 BAD_FILES = table(r"""
 bad.py:2: unknown setting 'n_layr', did you mean 'n_layer' :: n_layer = 1\nn_layr = 3
 bad.py:1: n_layer expects an integer (default 2), got '3' :: n_layer = "3"
 a string :: out_dir = 3
 True or False :: resume = "true"
-bad.py:1: learning_rate: the number is not finite :: learning_rate = 1e999
-bad.py:1: a config file holds only `name = value` lines, not 'import os' :: import os
-bad.py:1 :: learning_rate = 1e300 ** 9 :: learning_rate = (-1.0) ** 0.5 :: print(1) :: n_layer = (
+bad.py:1: learning_rate: only literals are allowed :: learning_rate = 1e999
+bad.py:1: a config file holds only `name = literal` lines, not 'import os' :: import os
+bad.py:1 :: learning_rate = 1e300 ** 9 :: n_layer = 9 ** 9 ** 9 :: print(1) :: n_layer = (
 bad.py:1 :: n_layer = (1).real :: n_layer = [1][0] :: n_layer += 1 :: n_layer, n_embd = 1, 2
-bad.py:1 :: out_dir = f"{n_layer}" :: threads = {[]: 1} :: threads = b"x"
+bad.py:1 :: out_dir = f"{n_layer}" :: threads = {[]: 1} :: threads = b"x" :: n_layer = COUNT
 bad.py:2 :: \nn_layer = int("3") :: n_layer = 1\n  n_embd = 2
-is not defined here :: n_layer = unknown :: n_layer = COUNT
-too large :: n_layer = 9 ** 9 ** 9 :: n_layer = 2 ** 63 ** 2
-zero :: n_layer = 1 // 0
-needs numbers :: out_dir = "a" * 10 :: out_dir = "%d" % 10
 for the command line alone :: overwrite = True
 """)
-STRANGE = ('n_layer = ' + '-' * 3000 + '1', b'out_dir = "\xff"', b'n_layer = 1\0')
-BAD_FILES += [(text, '') for text in STRANGE]
 
 
 @pytest.mark.parametrize('given, words', BAD_ARGUMENTS + BAD_FILES)
@@ -161,7 +148,9 @@ def test_refused_in_one_line(capsys, run, tmp_path, given, words):
     assert err.count('\n') == 1 and (not is_file or 'bad.py:' in err), err
 
 
-def test_help(capsys, run):
+def test_changed_settings_are_printed_and_help_lists_all(capsys, run):
+    run('--n_layer=3')
+    assert capsys.readouterr().out == 'n_layer = 3  (default 2)\n'
     with pytest.raises(SystemExit) as stop:
         run('--n_layer=3', '--help')
     assert not stop.value.code
@@ -177,53 +166,38 @@ def test_help(capsys, run):
         assert word not in text
 
 
-def test_the_differences_are_printed_by_rank_0(capsys, run, monkeypatch):
-    run('--n_layer=3')
-    monkeypatch.setenv('RANK', '1')
-    run('--n_layer=4')
-    assert capsys.readouterr().out == 'n_layer = 3  (default 2)\n'
-
-
 # ---- how a script begins and ends ----
 
 SCRIPTS = [path for path in sorted(ROOT.glob('*.py')) if '__main__' in path.read_text()]
 
 
-@pytest.mark.parametrize('script', [path.name for path in SCRIPTS])
+@pytest.mark.parametrize('script', SCRIPTS, ids=lambda path: path.name)
 def test_configurator_is_imported_before_torch(script):
     """It says how OpenMP's threads wait, which torch reads when it is loaded, and makes a ctrl-C
     during the seconds that takes no traceback."""
-    modules = re.findall(r'^(?:from|import) (\w+)', (ROOT / script).read_text(), re.M)
+    modules = re.findall(r'^(?:from|import) (\w+)', script.read_text(), re.M)
     others = {path.stem for path in ROOT.glob('*.py')} | {'torch', 'numpy'}
     assert next(name for name in modules if name in others) == 'configurator'
 
 
 SPINS = 'import os; print(os.environ.get("GOMP_SPINCOUNT"))'
-ENDS = 'configurator.run_script(main, "stopped", lambda error: "less of it")'
 FULL = 'error: standard output: No space left on device\n'
-PROCESSES = [  # code, environment, exit status, what it prints
+RUN = 'configurator.run_script(main, "stopped", lambda error: "less of it")'
+PROCESSES = [  # code, environment, exit status, what it prints; 'full': a full disk behind stdout
     ('import os; os.kill(os.getpid(), 2); input()', {}, -2, '\ninterrupted\n'),  # while it loads
     (SPINS, {}, 0, '10000\n'),  # threads spin a bounded time, unless the user says otherwise
-    (SPINS, {'GOMP_SPINCOUNT': '5'}, 0, '5\n'),
     (SPINS, {'OMP_WAIT_POLICY': 'active'}, 0, 'None\n'),
-    ('configurator.run_script(lambda: print("text", flush=True))', 'full', 2, FULL),
-    ('configurator.run_script(lambda: print("text"))', 'full', 2, FULL),
+    (f'main = lambda: print("text")\n{RUN}', 'full', 2, FULL),
+    (f'main = lambda: 3\n{RUN}', {}, 3, ''),
+    (f'def main(): raise KeyboardInterrupt\n{RUN}', {}, 130, '\nstopped\n'),
+    (f'def main(): raise BrokenPipeError\n{RUN}', {}, 0, ''),
+    (f'def main(): raise OSError("no disk")\n{RUN}', {}, 2, 'error: no disk\n'),
+    (f'def main(): raise MemoryError\n{RUN}', {}, 2, 'error: less of it\n'),
 ]
-for body, *expected in (
-    ('return None', 0, ''),
-    ('return 3', 3, ''),
-    ('raise KeyboardInterrupt', 130, '\nstopped\n'),
-    ('raise BrokenPipeError', 0, ''),
-    ('open("/no/such")', 2, "error: [Errno 2] No such file or directory: '/no/such'\n"),
-    ('configurator.fail("no")', 2, 'error: no\n'),
-    ('raise MemoryError', 2, 'error: less of it\n'),
-):
-    PROCESSES.append((f'def main():\n    {body}\n{ENDS}', {}, *expected))
 
 
 @pytest.mark.parametrize('code, environment, status, said', PROCESSES)
 def test_how_a_script_begins_and_ends(code, environment, status, said):
-    """'full': with a full disk behind standard output."""
     full = environment == 'full'
     if full and not os.path.exists('/dev/full'):
         pytest.skip('no /dev/full here')
@@ -235,19 +209,17 @@ def test_how_a_script_begins_and_ends(code, environment, status, said):
     assert (done.returncode, (done.stdout or '').lstrip() + done.stderr) == (status, said)
 
 
-def test_progress_is_due_once_in_a_while(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(time, 'monotonic', lambda: now[0])
-    due, seen = every(10), []
-    for now[0], said in ((9, 0), (10, 0), (11, 0), (19, 1), (21, 0), (29, 0)):
-        seen.append(due(bool(said)))
-    assert seen == [False, True, False, False, False, True]
-
-
-def test_text_and_json_files(tmp_path):
+def test_files_are_whole_or_as_they_were(tmp_path):
     write_json({'a': (1, float('nan')), 'é': None}, tmp_path / 'config.json')
     saved = json.loads((tmp_path / 'config.json').read_text(encoding='utf-8'))
     assert saved == {'a': [1, None], 'é': None}
     write_text('two\nlines', tmp_path / 'text')
+
+    def full_disk(file):
+        file.write(b'half')
+        raise OSError(28, 'No space left on device')
+
+    with pytest.raises(OSError, match='No space left on device: .*text'):
+        write_atomic(tmp_path / 'text', full_disk, keep='kept')
     assert (tmp_path / 'text').read_bytes() == b'two\nlines'
     assert sorted(os.listdir(tmp_path)) == ['config.json', 'text']

@@ -19,27 +19,14 @@ import checkpoint
 import data_fineweb as df
 import figures
 import sokoban
-import sweep
 import train_lm
 import train_sokoban
 from configurator import configure
-
-STRANGE = st.one_of(st.binary(max_size=8), st.integers(0, 40))
-EDITS = st.lists(st.tuples(st.floats(0, 1), STRANGE), max_size=4)
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-
-def damaged(whole: bytes, edits: list) -> bytes:
-    """Bytes put over others at a place, or a number of bytes taken out."""
-    for where, what in edits:
-        at = int(where * len(whole))
-        cut, new = (what, b'') if isinstance(what, int) else (len(what), what)
-        whole = whole[:at] + new + whole[at + cut :]
-    return whole
 
 
 @contextlib.contextmanager
@@ -52,36 +39,82 @@ def may_refuse(error, *names):
         assert '\n' not in text and all(name in text for name in names), text
 
 
-def configured(module, argv: list[str]):
-    """-> the settings, each of its default's type and finite, or what was said on stderr."""
-    err, defaults = io.StringIO(), configure(dict(vars(module)), [], quiet=True)
-    try:
-        with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
-            config = configure(dict(vars(module)), argv, quiet=True)
-    except SystemExit as stop:
-        if stop.code == 0:
-            assert '--help' in argv or '-h' in argv
-            return {}
-        text = err.getvalue()
-        assert stop.code == 2 and text.startswith('error: ') and text.count('\n') == 1, text
-        return text
-    for key, value in config.items():
-        assert defaults[key] is None or type(value) is type(defaults[key]), (key, value)
-        assert not isinstance(value, float) or math.isfinite(value), (key, value)
-    return config
+# ---- files: whole ones, damaged ----
 
 
-# ---- files ----
-
-
-@given(EDITS)
-def test_shards(edits):
+def shard(damaged):
     path = Path('fineweb_train_000001.bin')
-    df.write_shard(str(path), np.arange(50, dtype=np.uint16))
-    path.write_bytes(damaged(path.read_bytes(), edits))
+    df.write_shard(path, np.arange(50, dtype=np.uint16))
+    damaged(path)
     with may_refuse(df.ShardError, str(path)):
-        tokens = df.read_shard(str(path), 256)
+        tokens = df.read_shard(path, 256)
         assert len(tokens) == 50 and (tokens < 256).all()  # the header's count is the file's
+
+
+def saved(damaged):
+    """Every byte that is read is checked, or does not matter: what loads is what was saved."""
+    path, w = Path('ckpt_last.pt'), torch.arange(12.0).view(3, 4)
+    checkpoint.save_checkpoint({'step': 7, 'model': {'w': w}, 'name': 'a'}, path)
+    damaged(path)
+    with may_refuse(checkpoint.CheckpointError, str(path)):
+        loaded = checkpoint.load_checkpoint(path)
+        assert (loaded['step'], loaded['name']) == (7, 'a')
+        assert torch.equal(loaded['model']['w'], w)
+
+
+THREE = sokoban.generate(3, 1, seed=1, max_moves=6)[0]
+
+
+def packed_levels(damaged):
+    np.save('levels.npy', THREE)
+    damaged(Path('levels.npy'))
+    playable('levels.npy')
+
+
+def playable(path):
+    """Refused, or what an environment needs: one agent, as many boxes as targets, at least one,
+    and a wall around."""
+    rim = np.ones((10, 10), bool)
+    rim[1:-1, 1:-1] = False
+    with may_refuse(sokoban.LevelError, path):
+        levels = sokoban.load_levels('', path)[0]
+        boards = sokoban.SokobanEnv(levels, len(levels), order='sequence').observe().numpy()
+        moving, fixed = boards[..., 0], boards[..., 1]
+        targets = (fixed == 2).sum((1, 2))
+        assert ((moving == 3).sum((1, 2)) == 1).all() and (fixed[:, rim] == 1).all()
+        assert ((moving == 4).sum((1, 2)) == targets).all() and (targets > 0).all()
+
+
+STRANGE = st.one_of(st.binary(max_size=8), st.integers(0, 40))
+
+
+@pytest.mark.parametrize('file', [shard, saved, packed_levels])
+@given(edits=st.lists(st.tuples(st.floats(0, 1), STRANGE), max_size=4))
+def test_damaged_files(file, edits):
+    """Bytes put over others at a place, or a number of bytes taken out."""
+
+    def damaged(path):
+        whole = path.read_bytes()
+        for where, what in edits:
+            at = int(where * len(whole))
+            cut, new = (what, b'') if isinstance(what, int) else (len(what), what)
+            whole = whole[:at] + new + whole[at + cut :]
+        path.write_bytes(whole)
+
+    file(damaged)
+
+
+LEVEL = list(3 * '\n'.join(['; 0', '#' * 10, '# @$.    #', *['#        #'] * 7, '#' * 10, '']))
+LETTERS = st.sampled_from(list('#@$.*+ ;\n\r\t0x\0é'))
+
+
+@given(st.lists(st.tuples(st.integers(0, len(LEVEL)), LETTERS, st.booleans()), max_size=6))
+def test_text_levels(edits):
+    text = list(LEVEL)
+    for at, letter, insert in edits:
+        text[at : at + (not insert)] = letter
+    Path('levels.txt').write_text(''.join(text), encoding='utf-8')
+    playable('levels.txt')
 
 
 KEYS = st.sampled_from(['tokenizer', 'shards', 'source', 'x'])
@@ -93,99 +126,55 @@ TEXTS = st.one_of(st.text(max_size=60), TREES.map(json.dumps)).map(str.encode)
 @given(st.one_of(st.binary(max_size=60), TEXTS))
 @example(b'[' * 100_000)
 @example(b'{"tokenizer": "bytes", "shards": [], "source": 1e999}')
-def test_descriptions_and_logs(tmp_path, content):
-    (tmp_path / 'meta.json').write_bytes(content)
+def test_descriptions_and_logs(content):
+    Path('meta.json').write_bytes(content)
     with may_refuse(df.DataError, 'meta.json'):
-        assert df.read_meta(str(tmp_path))['tokenizer'] in df.VOCAB
-    (tmp_path / 'log.jsonl').write_bytes(content + b'\n')
+        assert df.read_meta('.')['tokenizer'] in df.VOCAB
+    Path('log.jsonl').write_bytes(content + b'\n')
     with may_refuse(figures.LogError, 'log.jsonl'):
-        for record in figures.read_log(str(tmp_path)):
+        for record in figures.read_log('.'):
             assert type(record['step']) is int
             assert all(math.isfinite(record.get(key) or 0) for key in figures.NUMBERS)
 
 
-def playable(path) -> None:
-    """Refused, or what an environment needs: one agent, as many boxes as targets, at least one,
-    and a wall around."""
-    rim = np.ones((10, 10), bool)
-    rim[1:-1, 1:-1] = False
-    with may_refuse(sokoban.LevelError, str(path)):
-        levels = sokoban.load_levels('', str(path))[0]
-        boards = sokoban.SokobanEnv(levels, len(levels), order='sequence').observe().numpy()
-        moving, fixed = boards[..., 0], boards[..., 1]
-        targets = (fixed == 2).sum((1, 2))
-        assert ((moving == 3).sum((1, 2)) == 1).all() and (fixed[:, rim] == 1).all()
-        assert ((moving == 4).sum((1, 2)) == targets).all() and (targets > 0).all()
-
-
-THREE = sokoban.generate(3, 1, seed=1, max_moves=6)[0]
-
-
-@given(EDITS)
-def test_packed_levels(tmp_path, edits):
-    path = tmp_path / 'levels.npy'
-    np.save(path, THREE)
-    path.write_bytes(damaged(path.read_bytes(), edits))
-    playable(path)
-
-
-LEVEL = list(3 * '\n'.join(['; 0', '#' * 10, '# @$.    #', *['#        #'] * 7, '#' * 10, '']))
-LETTERS = st.sampled_from(list('#@$.*+ ;\n\r\t0x\0é'))
-
-
-@given(st.lists(st.tuples(st.integers(0, len(LEVEL)), LETTERS, st.booleans()), max_size=6))
-def test_text_levels(tmp_path, edits):
-    path, text = tmp_path / 'levels.txt', list(LEVEL)
-    for at, letter, insert in edits:
-        text[at : at + (not insert)] = letter
-    path.write_text(''.join(text), encoding='utf-8')
-    playable(path)
-
-
-@given(EDITS)
-def test_checkpoints(tmp_path, edits):
-    """Every byte that is read is checked, or does not matter: what loads is what was saved."""
-    path, w = tmp_path / 'ckpt_last.pt', torch.arange(12.0).view(3, 4)
-    checkpoint.save_checkpoint({'step': 7, 'model': {'w': w}, 'name': 'a'}, path)
-    path.write_bytes(damaged(path.read_bytes(), edits))
-    with may_refuse(checkpoint.CheckpointError, str(path)):
-        loaded = checkpoint.load_checkpoint(path)
-        assert (loaded['step'], loaded['name']) == (7, 'a')
-        assert torch.equal(loaded['model']['w'], w)
-
-
 # ---- settings ----
+
 
 NAMES = 'n_layer learning_rate betas recurrent out_dir compile n_layers __file__ os é seed'
 NAMES = st.sampled_from([*NAMES.split(), ''])
 ODD = 'True false None () (0.8,) (0.9,"a") 10**99 9**9**9**9 1e400 -0 [1 " é \0 {1:2}'
-ODD = [*ODD.split(' '), "'a'*9", '__import__("os")', '1 if 1 else 2']
+ODD = [*ODD.split(' '), "'a'*9", '__import__("os").system("touch evil")', '1 if 1 else 2']
 NUMBERS = st.one_of(st.integers(), st.floats()).map(str)
 VALUES = st.one_of(NUMBERS, st.text(max_size=8), st.sampled_from(ODD))
 PAIRS = st.tuples(NAMES, VALUES)
 WORDS = st.one_of(PAIRS.map(lambda x: f'--{x[0]}={x[1]}'), NAMES.map(lambda x: f'--{x}'), VALUES)
-
-
-@given(st.lists(WORDS, max_size=4), st.sampled_from([train_lm, train_sokoban, sweep]))
-@example(['-h'], train_lm)
-@example(['--help', '--nonsense'], sweep)
-def test_command_lines(argv, module):
-    configured(module, [a for a in argv if not a.endswith('.py')])
-
-
-STATEMENTS = """import os|os.system("touch evil_was_here")|print(1)|del n_layer|n_layer += 1
-    a: int = 1|if True: seed = 1|"text"|x = lambda: 0|n_layer = n_expert = 2
-    n_layer, n_expert = 2, 2|\\|"""
-STATEMENTS = [word for line in STATEMENTS.split('\n') for word in line.strip().split('|')]
+STATEMENTS = """import os|os.system("touch evil")|n_layer += 1|a: int = 1|"text"|\\|x = lambda: 0
+    |if True: seed = 1|n_layer = n_expert = 2|n_layer, n_expert = 2, 2""".split('|')
 STATEMENTS += ['(' * 500, 'seed = ' + '-' * 2000 + '1']
-DOUBLED = st.tuples(NAMES, NAMES).map(lambda x: f'{x[0]} = {x[1]} * 2 # twice')
-LINES = PAIRS.map(' = '.join) | DOUBLED | st.sampled_from(STATEMENTS) | st.text(max_size=20)
+LINES = PAIRS.map(' = '.join) | st.sampled_from(STATEMENTS) | st.text(max_size=20)
 
 
-@given(st.lists(LINES, max_size=5), st.sampled_from(['\n', '\r\n', '\r', ';']))
-def test_config_files(tmp_path, lines, end):
-    path = tmp_path / 'some.py'
-    path.write_bytes(end.join(lines).encode('utf-8', 'surrogatepass'))
-    config = configured(train_lm, [str(path)])
-    assert isinstance(config, dict) or 'some.py' in config or ' = ' in config
-    assert not os.path.exists('evil_was_here')
+@pytest.mark.parametrize('module', [train_lm, train_sokoban])
+@given(
+    argv=st.lists(WORDS, max_size=4),
+    lines=st.lists(LINES, max_size=4),
+    end=st.sampled_from('\n\r;'),
+)
+@example(argv=['--help', '--nonsense'], lines=[], end=';')
+def test_command_lines_and_config_files(module, argv, lines, end):
+    """The settings are each of its default's type, and finite."""
+    Path('some.py').write_bytes(end.join(lines).encode('utf-8', 'surrogatepass'))
+    argv = [*['some.py'] * bool(lines), *(a for a in argv if not a.endswith('.py'))]
+    err, defaults = io.StringIO(), configure(dict(vars(module)), [], quiet=True)
+    try:
+        with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
+            config = configure(dict(vars(module)), argv, quiet=True)
+    except SystemExit as stop:
+        text, helps = err.getvalue(), {'--help', '-h'} & set(argv)
+        assert stop.code == 0 if helps else stop.code == 2, text
+        assert helps or text.startswith('error: ') and text.count('\n') == 1, text
+    else:
+        for key, value in config.items():
+            assert type(value) is type(defaults[key]), (key, value)
+            assert not isinstance(value, float) or math.isfinite(value), (key, value)
+    assert not os.path.exists('evil')

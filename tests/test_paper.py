@@ -203,7 +203,7 @@ def test_language_model_settings_arrive(text, recurrent):
     run = lm_run(text, recurrent=recurrent, seed=5, **sizes)
     assert vars(run.model.config) == sizes | {'vocab_size': 256, 'path': 'fast'}
     assert type(run.model).__name__ == ('RecurrentGPT' if recurrent else 'GPT')
-    assert type(run.loader).__name__ == ('StreamLoader' if recurrent else 'SequenceLoader')
+    assert run.loader.carries is recurrent
     x, y, _ = run.loader.next()
     assert x.shape == y.shape == (8, 16) and run.val[0].shape == (3, 32)
 

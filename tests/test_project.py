@@ -34,19 +34,6 @@ def test_help_names_every_setting_and_each_is_read(script, capsys):
     assert stop.value.code == 0
 
 
-@pytest.mark.parametrize('script', FILES)
-def test_public_functions_have_type_hints(script):
-    """But for torch's own protocols (autograd.Function, compiled kernels)."""
-    for node in ast.walk(TREES[script]):
-        for f in node.body if isinstance(node, (ast.ClassDef, ast.Module)) else ():
-            if isinstance(f, ast.FunctionDef) and not f.name.startswith('_'):
-                given = [*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs]
-                hinted = [f.returns, *(a.annotation for a in given if a.arg != 'self')]
-                kernel = any('triton.jit' in ast.unparse(d) for d in f.decorator_list)
-                protocol = kernel or [a.arg for a in given[:1]] == ['ctx']
-                assert protocol or None not in hinted, f.name
-
-
 def test_imports_go_one_way():
     """At its top a file imports only from those that stand after it in ORDER, which has all."""
     order = ORDER.split()

@@ -3,7 +3,6 @@ stops, mistakes, memory, baselines, the demo."""
 
 import ast
 import json
-import lzma
 import math
 import os
 import re
@@ -153,6 +152,15 @@ def same(a, b):
         assert path == its and equal, (path, its, x, y)
 
 
+@pytest.fixture(scope='session')
+def trained(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp('trained')
+    kinds = {'rnn': {}, 'gpt': {'recurrent': False, 'aggregation': 'softmax_l2'}, 'lstm': LSTM}
+    for name, settings in kinds.items():
+        assert run(data, folder / name, max_iters=4, **settings) == 0
+    return folder
+
+
 # ---- a run and its files ----
 
 
@@ -163,7 +171,6 @@ def test_log_and_checkpoint(data, tmp_path, capsys):
     assert [r['step'] for r in log if 'val_loss' in r] == [0, 4, 8]
     assert log[0]['val_loss'] == pytest.approx(math.log(256), abs=1e-4)
     assert log[0]['val_bits_per_byte'] == pytest.approx(8, abs=1e-3)
-    assert {'train_loss', 'grad_norm', 'lr'} <= log[1].keys()
     assert [r.get('epoch') for r in log[1:]] == [0, 0, 0, 0, 0, 1, 1, 1]
     files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert {'config.json', 'ckpt_last.pt', 'ckpt_prev.pt', 'ckpt_best.pt'} <= files.keys()
@@ -194,7 +201,6 @@ def test_resume_is_bit_equal(data, tmp_path, monkeypatch, settings):
         run(data, b, resume=True, **settings)
     monkeypatch.setattr(train_lm, 'evaluate', evaluate)
     torch.manual_seed(999)  # whatever the new process starts with
-    checkpoint.release(b)
     assert run(data, b, resume=True, **settings) == 0
     same(load_checkpoint(a / 'ckpt_last.pt'), load_checkpoint(b / 'ckpt_last.pt'))
     same(read_log(a), read_log(b))
@@ -211,22 +217,11 @@ def test_resume_takes_new_optimizer_settings(data, tmp_path):
 
 
 @pytest.mark.parametrize('settings', [{}, {'recurrent': False}, LSTM, PLAIN], ids=str)
-def test_loss_falls_below_the_unigram_entropy(tmp_path, settings):
-    """30 updates on real text learn more than byte frequencies; both models and both baselines."""
-    with lzma.open(ROOT / 'corpus' / 'sotu.jsonl.xz') as f:
-        text = ''.join(json.loads(f.readline())['text'] for _ in range(20)).encode()
-    text = np.frombuffer(text, np.uint8)
-    for name, part in (('train_000001', text[5000:]), ('val_000000', text[:5000])):
-        data_fineweb.write_shard(str(tmp_path / f'fineweb_{name}.bin'), part.astype(np.uint16))
-    data_fineweb.write_meta(str(tmp_path), META)
-    p = np.bincount(text, minlength=256) / len(text)
-    entropy = -(p[p > 0] * np.log(p[p > 0])).sum()
-    sizes = {'n_embd': 64, 'window': 16, 'block_size': 16, 'tokens_per_step': 512}
-    length = {'max_iters': 30 if 'arch' not in settings else 80, 'eval_interval': 80}
-    more = {'val_tokens': 2048, 'val_streams': 8, 'warmup_iters': 5, 'baseline_lr': 0.01}
-    assert run(tmp_path, tmp_path / 'out', **sizes, **length, **more, **settings) == 0
-    final = read_log(tmp_path / 'out')[-1]
-    assert max(final['val_loss'], final['train_loss']) < entropy - 0.2, (final, entropy)
+def test_loss_falls_below_the_unigram_entropy(data, tmp_path, settings):
+    """Of squares modulo 11: 1.77 nats, where the order is known 0; models and baselines."""
+    length = {'max_iters': 60, 'eval_interval': 60, 'baseline_lr': 0.01}
+    assert run(data, tmp_path, **length, **settings) == 0
+    assert max(read_log(tmp_path)[-1][name] for name in ('val_loss', 'train_loss')) < 1.2
 
 
 # ---- an update: micro-batches, ranks, graphs ----
@@ -241,7 +236,7 @@ def test_states_are_carried_and_reset(data, tmp_path, rows, more):
     for p in r.model.parameters():
         torch.nn.init.normal_(p, std=0.3)
     files = data_fineweb.find_shards(str(data), 'train')
-    loader, state, resets = data_fineweb.StreamLoader(files, 8, 8, 256, seed=1337), None, []
+    loader, state, resets = data_fineweb.Loader(files, 8, 8, 256, True, seed=1337), None, []
     for step, (loss, _, _) in enumerate(updates(r, 9)):
         x, y, reset = loader.next()
         with torch.no_grad():
@@ -347,54 +342,28 @@ def test_ranks_and_micro_batches(data, tmp_path, recurrent):
     assert run(data, tmp_path / 'four', max_iters=6, resume=True, **settings) == 0
 
 
-def test_validation_does_not_depend_on_chunks_or_batches(data, tmp_path):
-    found = []
-    for T, rows in ((8, 4), (5, 2), (32, 1)):
-        r = begin(data, tmp_path, batch_size=rows)
-        torch.manual_seed(0)
-        for p in r.model.parameters():
-            torch.nn.init.normal_(p, std=0.3)
-        train_lm.block_size = T
-        found.append(train_lm.evaluate(r))
-    np.testing.assert_allclose(found, [found[0]] * 3, rtol=1e-6)
-
-
 # ---- baselines ----
 
 
-@pytest.mark.parametrize('sizes', ['n_embd=128', 'n_embd=128 n_layer=3', 'n_embd=256 n_expert=4'])
-def test_an_lstm_of_equal_size(sizes):
-    """Chunks with the state handed on = one long pass; forget gates start open."""
-    config = model.ModelConfig(256, **{'n_expert': 2, **table(sizes)})
-    ours, lstm = model.build_model(config, True), baselines.build('lstm', config)
-    assert 0.98 < lstm.num_params()['total'] / ours.num_params()['total'] < 1.02
-    assert (lstm.lstm.bias_ih_l0.view(4, -1)[1] == 1).all()
-    x, y = torch.randint(256, (2, 3, 24))
-    state, total = lstm.init_state(3), 0
-    for x_t, y_t in zip(x.split(7, 1), y.split(7, 1), strict=True):
-        loss, state = lstm(x_t, y_t, state)
-        total += loss * x_t.numel() / x.numel()
-    torch.testing.assert_close(total, lstm(x, y)[0])
+BASELINES = [('lstm', f'n_expert=2 {sizes}') for sizes in ('n_embd=128', 'n_embd=256 n_layer=3')]
+BASELINES += [('transformer', 'n_layer=2 n_expert=1 n_embd=64 n_head=4 n_kv_head=2 block_size=8')]
 
 
-def test_a_plain_transformer():
-    """GPT's parameters at E = 1. With a state = a band mask over the whole stream, however cut."""
-    sizes = table('n_layer=2 n_expert=1 n_embd=64 n_head=4 n_kv_head=2 window=12 block_size=8')
-    config, t = model.ModelConfig(256, **sizes), torch.arange(30)
-    net = baselines.build('transformer', config)
-    assert net.num_params() == model.build_model(config, False).num_params()
+@pytest.mark.parametrize('arch, sizes', BASELINES)
+def test_baselines(arch, sizes):
+    """Of equal size; chunks with the state handed on = one long pass, however cut."""
+    config = model.ModelConfig(256, window=12, **table(sizes))
+    ours, net = model.build_model(config, arch == 'lstm'), baselines.build(arch, config)
+    assert 0.98 < net.num_params()['total'] / ours.num_params()['total'] < 1.02
     x, y = torch.randint(256, (2, 3, 30))
-    h, rope = net.embedding[x], baselines.rope_table(30, 16, net.embedding)
-    for block in net.blocks:
-        h, _ = block(h, rope, (t[:, None] >= t) & (t[:, None] < t + 12), None)
-    logits = torch.nn.functional.linear(model.norm(h), net.head)
-    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+    found = []
     for cut in (30, 11, 1):
         state, total = net.init_state(3), 0
         for x_t, y_t in zip(x.split(cut, 1), y.split(cut, 1), strict=True):
             loss, state = net(x_t, y_t, state)
             total += loss * x_t.numel() / x.numel()
-        torch.testing.assert_close(total, wanted, rtol=1e-5, atol=0)
+        found.append(total)
+    torch.testing.assert_close(found, 3 * [found[0]], rtol=1e-5, atol=0)
     short = net(x[:, :8], y[:, :8])[0]  # training: within W the same
     torch.testing.assert_close(short, net(x[:, :8], y[:, :8], net.init_state(3))[0])
 
@@ -444,8 +413,7 @@ def test_a_broken_weight_stops_with_the_last_good_checkpoint(data, tmp_path, mon
 
     monkeypatch.setattr(train_lm, 'train_update', breaks)
     assert run(data, tmp_path, max_iters=20, resume=True) == 1
-    out = capsys.readouterr().out
-    assert 'error: update 7: loss nan' in out and 'ckpt_last.pt' in out
+    assert 'error: update 7: loss nan' in capsys.readouterr().out
     saved = load_checkpoint(tmp_path / 'ckpt_last.pt')
     assert saved['step'] == 4 and all(p.isfinite().all() for p in saved['model'].values())
 
@@ -499,10 +467,9 @@ MEMORY = [  # total and free; rows, or what is said
     ({}, (1e12, 1e12), 8),
     ({}, (0.57e9, 1e12), 4),  # by the total: a resumed run does the same
     ({}, (1, 1e12), 1),
-    ({'batch_size': 8}, (1e12, 0.57e9), '--batch_size=4 fits'),
-    ({}, (1e12, 0.57e9), 'with batch_size = 8, but'),
+    ({'batch_size': 8}, (1e12, 0.57e9), 'batch_size = 8: needs more than'),
+    ({}, (1e12, 0.57e9), '--batch_size=4 fits'),
     ({'n_embd': 768}, (4e8, 4e8), 'free: a smaller model, fewer tokens_per_step, or more GPUs'),
-    ({'n_layer': 10**8}, (1e12, 1e12), 'n_layer = 100000000, n_expert = 2, n_embd = 32 needs'),
 ]
 
 
@@ -525,30 +492,20 @@ def test_rows_by_memory(data, tmp_path, monkeypatch, capfd, settings, memory, ex
 
 MISTAKES = """
 tokens_per_step=100 | tokens_per_step = 100: must be a multiple
-max_iters=0 | max_iters = 0: must be at least 1
 n_embd=100 n_head=0 | n_embd = 100 is a multiple of neither
 tokenizer=gpt3 | tokenizer = 'gpt3'
 data_dir=/nonexistent | no train shards in '/nonexistent'
 device=cuda:99 | device =
-dtype=int8 | dtype = 'int8'
-resume=True | nothing to resume from
-aggregation=max | aggregation = 'max'
-resume=True overwrite=True | exclude each other
+resume=True | out: holds no trained run
 val_tokens=1000000 | lower val_tokens
 tokens_per_step=512 | too few
 betas=(0.9,) | betas = (0.9,)
-threads=100000 | threads = 100000: at most
-n_layer=100000000 | n_layer = 100000000, n_expert = 2, n_embd = 32
-window=1000000000000 | GB with batch_size = 1, but
+threads=100000 | threads = 100000: must be
+window=1000000000000 | batch_size = 1: needs more than
 eval_only=True | out: holds no trained run
-momentum=1.5 | momentum = 1.5
-n_layers=3 | did you mean 'n_layer'
-arch=gru | arch = 'gru'
 arch=transformer recurrent=False | n_expert = 2: arch = 'transformer' is the twin of
 arch=transformer | wants --recurrent=False
 arch=lstm recurrent=False | wants --recurrent=True
-arch=lstm learning_rate=0.1 | --baseline_lr
-arch=lstm weight_decay=0.1 | weight_decay
 """
 
 
@@ -559,19 +516,35 @@ def test_mistakes_are_one_line(data, tmp_path, line, capfd):
     assert message in mistake(capfd, train_lm, argv)
 
 
-def test_existing_run_is_kept(data, tmp_path, capfd):
-    run(data, tmp_path, max_iters=1)
-    before = (tmp_path / 'ckpt_last.pt').read_bytes()
+def test_refusals_that_keep_a_run(data, trained, tmp_path, capfd):
+    """In one line, before anything of it is removed. Shards of other content, of the same names
+    and sizes, are others; a copy is not."""
+    out, others, bad = tmp_path / 'out', tmp_path / 'others', tmp_path / 'bad'
+    run(data, out, max_iters=2)
+    shutil.copytree(data, others)
+    assert run(others, out, max_iters=3, resume=True) == 0
+    shard = str(others / 'fineweb_train_000002.bin')
+    data_fineweb.write_shard(shard, np.roll(data_fineweb.read_shard(shard, 256), 1))
+    bad.mkdir()
+    (bad / 'model.safetensors').write_text('x')
     (tmp_path / 'stranger.py').write_text('overwrite = True')
+    before = (out / 'ckpt_last.pt').read_bytes()
     for settings, message in (
         ('', 'holds a run already'),
+        ('--resume --overwrite', 'exclude each other'),
         ('--resume=True --n_embd=64', 'was trained with n_embd = 32, not 64'),
-        ('--overwrite=True --data_dir=/nowhere', 'no train shards'),  # before anything is removed
-        (str(tmp_path / 'stranger.py'), 'stranger.py:1: overwrite is for the command line alone'),
+        (f'--resume=True --data_dir={others}', f'other shards than those in {others}'),
+        ('--overwrite=True --data_dir=/nowhere', 'no train shards'),
+        (f'{tmp_path}/stranger.py', 'stranger.py:1: overwrite is for the command line alone'),
+        ('--overwrite --init_from=none', 'none: holds no trained run'),
+        (f'--overwrite --init_from={bad}', 'bad/model.safetensors: no weights'),
+        (f'--overwrite --init_from={trained}/lstm --n_embd=64', 'no weight has a name and shape'),
+        (f'--resume --init_from={trained}/rnn', '--init_from begins a new run'),
     ):
-        argv = [*arguments(data, tmp_path), *settings.split()]
+        argv = [*arguments(data, out), *settings.split()]
         assert message in mistake(capfd, train_lm, argv)
-    assert (tmp_path / 'ckpt_last.pt').read_bytes() == before
+    assert (out / 'ckpt_last.pt').read_bytes() == before
+    assert run(others, out, eval_only=True) == 0  # only asks what the weights are worth there
 
 
 DAMAGES = [  # part of a checkpoint, what becomes of it (None: it is taken out), what is said
@@ -579,12 +552,10 @@ DAMAGES = [  # part of a checkpoint, what becomes of it (None: it is taken out),
     ('model.head', lambda w: w[:5], 'size mismatch for head'),
     ('model.head', lambda w: w * math.nan, 'head holds NaN'),
     ('step', lambda n: None, 'step = '),
-    ('optimizers', lambda o: o[:1], 'optimizers does not fit'),
-    ('optimizers.1.state.0.exp_avg', lambda x: x[:1], 'optimizers does not fit'),
-    ('rng.torch', lambda x: x[:9], 'rng does not fit'),
+    ('optimizers', lambda o: o[:1], 'optimizers or rng does not fit'),
+    ('rng.torch', lambda x: x[:9], 'optimizers or rng does not fit'),
     ('loader.shard', lambda x: 99, 'loader or state does not fit'),
     ('state', lambda s: [x[:1] for x in s], 'loader or state does not fit'),
-    ('shards', lambda s: s[:1], 'was trained on other shards'),
     ('optimizers', None, 'missing: optimizers'),
     ('config', None, 'not a checkpoint of this train_lm.py'),
 ]
@@ -610,19 +581,6 @@ def test_a_damaged_checkpoint_is_one_line(data, tmp_path, capfd):
         assert path.read_bytes() == before
 
 
-def test_other_shards_are_refused(data, tmp_path, capfd):
-    """Of the same names and sizes too."""
-    out, others = tmp_path / 'out', tmp_path / 'others'
-    run(data, out, max_iters=2)
-    shutil.copytree(data, others)
-    assert run(others, out, max_iters=3, resume=True) == 0  # a copy of the same
-    shard = others / 'fineweb_train_000002.bin'
-    data_fineweb.write_shard(str(shard), np.roll(data_fineweb.read_shard(str(shard), 256), 1))
-    argv = arguments(others, out, max_iters=4, resume=True)
-    assert f'other shards than those in {others}' in mistake(capfd, train_lm, argv)
-    assert run(others, out, eval_only=True) == 0  # only asks what the weights are worth there
-
-
 def test_compile_falls_back(data, tmp_path):
     """Where there is no C++ compiler, one line says so and the run goes on."""
     argv = arguments(data, tmp_path / 'out', compile=True, max_iters=1)
@@ -646,18 +604,9 @@ def test_packages_are_optional(data, tmp_path, monkeypatch, capfd, name):
 # ---- weights to begin with ----
 
 
-@pytest.fixture(scope='session')
-def trained(data, tmp_path_factory):
-    folder = tmp_path_factory.mktemp('trained')
-    kinds = {'rnn': {}, 'gpt': {'recurrent': False, 'aggregation': 'softmax_l2'}, 'lstm': LSTM}
-    for name, settings in kinds.items():
-        assert run(data, folder / name, max_iters=4, **settings) == 0
-    return folder
-
-
 def test_init_from(trained, data, tmp_path, capfd):
-    """A run's weights or an export's begin another run, as they are; of a model of another depth or
-    vocabulary those that fit, and lines name the rest. A fresh optimizer, at step 0."""
+    """A run's weights or an export's begin another run, as they are; of a model of another depth
+    and window those that fit, and lines name the rest. A fresh optimizer, at step 0."""
     source, export = trained / 'rnn', tmp_path / 'export'
     saved = load_checkpoint(source / 'ckpt_best.pt')
     finished(launch('sample.py', [f'--out_dir={source}', f'--export={export}']))
@@ -673,46 +622,11 @@ def test_init_from(trained, data, tmp_path, capfd):
     said = capfd.readouterr().out
     assert f'took {len(saved["model"])} of {len(deeper)} weights' in said
     assert 'begun anew: levels.2.' in said and 'not taken' not in said
-    wider = model.build_model(
-        model.ModelConfig(**{**saved['model_config'], 'vocab_size': 300}), True
-    )
-    before = wider.embedding.clone()
-    checkpoint.init_from(wider, source, False)
-    assert torch.equal(wider.embedding, before)
-    assert torch.equal(wider.levels[0].wq, saved['model']['levels.0.wq'])
-    said = capfd.readouterr().out
-    assert 'begun anew: embedding [300, 32]' in said and 'not taken: embedding [256, 32]' in said
+    begin(data, tmp_path / 'x', init_from=source, n_layer=1, aggregation='softmax_mean')
+    assert 'not taken: levels.1.' in capfd.readouterr().out
 
 
-def test_init_from_mistakes(trained, data, tmp_path, capfd):
-    """In one line, before a run that is replaced loses anything."""
-    run(data, tmp_path / 'out', max_iters=1)
-    (tmp_path / 'bad').mkdir()
-    (tmp_path / 'bad' / 'model.safetensors').write_text('x')
-    before = (tmp_path / 'out' / 'ckpt_last.pt').read_bytes()
-    for folder, more, words in (
-        (tmp_path / 'none', {}, 'none: holds no trained run'),
-        (tmp_path / 'bad', {}, 'bad/model.safetensors: no weights'),
-        (trained / 'lstm', {'n_embd': 64}, 'no weight has a name and shape of this model'),
-        (trained / 'rnn', {'resume': True, 'overwrite': False}, '--init_from begins a new run'),
-    ):
-        settings = {'overwrite': True, 'init_from': folder, **more}
-        assert words in mistake(capfd, train_lm, arguments(data, tmp_path / 'out', **settings))
-    assert (tmp_path / 'out' / 'ckpt_last.pt').read_bytes() == before
-
-
-# ---- config files, the demo ----
-
-SMALL = table('n_embd=8 n_head=2 n_kv_head=1 batch_size=0 max_iters=2 plot=False')
-FILES = sorted(f for f in os.listdir(ROOT / 'config') if re.match(r'demo|tiny|.*_L2\.py', f))
-
-
-@pytest.mark.parametrize('file', [f for f in FILES if not f.startswith('sokoban')])
-def test_config_files(data, tmp_path, file):
-    """Shrunk but for levels and experts."""
-    its = configure(vars(train_lm), [str(ROOT / 'config' / file)], quiet=True)
-    sizes = SMALL | {name: its[name] for name in ('n_layer', 'n_expert')}
-    assert run(data, tmp_path, ROOT / 'config' / file, **sizes) == 0
+# ---- the demo ----
 
 
 def test_demo_recipe(tmp_path):

@@ -527,7 +527,7 @@ MISTAKES = [(word, word.partition('=')[0] + ' = ') for word in WRONG.split()]
 MISTAKES += [
     ('levels_dir=/nonexistent split=unfiltered-train', '/nonexistent'),
     ('split=no/such.npy', 'no/such.npy'),
-    ('resume=True', 'nothing to resume from'),
+    ('resume=True', 'out: holds no trained run'),
     ('eval_only=True', 'out: holds no trained run'),
     ('n_envs=1000000000', 'n_envs = 1000000000'),
     ('n_levels=1000000000000', 'n_levels = 1,000,000,000,000: needs more than'),
