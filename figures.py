@@ -402,14 +402,19 @@ def field(x: object) -> str:
     return '' if x is None else str(x)
 
 
+def markdown(lines: list) -> str:
+    """The first line's texts are the titles."""
+    head, *rest = (f'| {" | ".join(line)} |\n' for line in lines)
+    return ''.join([head, '| --- ' * len(lines[0]) + '|\n', *rest])
+
+
 def write_table(rows: list[dict], into: str, name: str) -> list[str]:
     """As name.csv and name.md, the first row's keys as columns; what a row lacks stays empty."""
     lines = [list(rows[0]), *([field(row.get(k)) for k in rows[0]] for row in rows)]
-    text, marks = io.StringIO(), [f'| {" | ".join(line)} |\n' for line in lines]
+    text = io.StringIO()
     csv.writer(text, lineterminator='\n').writerows(lines)
-    marks.insert(1, '| --- ' * len(rows[0]) + '|\n')
     paths = [os.path.join(into, f'{name}.{form}') for form in ('csv', 'md')]
-    for path, content in zip(paths, (text.getvalue(), ''.join(marks)), strict=True):
+    for path, content in zip(paths, (text.getvalue(), markdown(lines)), strict=True):
         write_text(content, path)
     return paths
 
