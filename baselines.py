@@ -40,13 +40,7 @@ class Block(nn.Module):
         for linear, std in zip(self.children(), (0.02, narrow, 0.02, narrow), strict=True):
             linear.weight.data.normal_(0, std)
 
-    def forward(
-        self,
-        x: Tensor,
-        rope: tuple[Tensor, Tensor],
-        mask: Tensor | None,
-        cache: tuple[Tensor, Tensor] | None,
-    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    def forward(self, x: Tensor, rope: tuple, mask: Tensor | None, cache: tuple | None) -> tuple:
         """x (B, T, D). cache: None, or keys (not rotated) and values of the last W tokens (B, G, W,
         K) -> x, the next cache."""
         B, T, D = x.shape
@@ -88,18 +82,14 @@ class Transformer(nn.Module):
         cache = torch.zeros(B, c.n_kv_head, c.window, c.head_dim, device=device)
         return [(cache, cache)] * c.n_layer, torch.zeros(B, dtype=torch.int64, device=device)
 
-    def forward(
-        self, idx: Tensor, targets: Tensor, state: tuple | None = None
-    ) -> tuple[Tensor, tuple | None]:
+    def forward(self, idx: Tensor, targets: Tensor, state: tuple | None = None) -> tuple:
         """idx, targets (B, T) -> mean cross-entropy in nats, the next state."""
         chunk = Transformer.chunk
         if state is None and self.config.compile:
             chunk = compiled(chunk)
         return chunk(self, idx, targets, state)
 
-    def chunk(
-        self, idx: Tensor, targets: Tensor, state: tuple | None
-    ) -> tuple[Tensor, tuple | None]:
+    def chunk(self, idx: Tensor, targets: Tensor, state: tuple | None) -> tuple:
         T, W = idx.size(1), self.config.window
         x, new, mask, count = F.embedding(idx, self.embedding), [], None, None
         caches = [None] * len(self.blocks)
@@ -139,9 +129,7 @@ class LSTM(nn.Module):
         h, c = torch.zeros(2, 1, B, self.lstm.hidden_size, device=self.head.device)
         return h, c
 
-    def forward(
-        self, idx: Tensor, targets: Tensor, state: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward(self, idx: Tensor, targets: Tensor, state: tuple | None = None) -> tuple:
         """idx, targets (B, T) -> mean cross-entropy in nats, the state to carry, detached."""
         x, state = self.lstm(F.embedding(idx, self.embedding), state)  # (B, T, hidden)
         logits = F.linear(x, self.head, self.head_bias).flatten(0, 1).float()  # (B * T, V)

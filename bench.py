@@ -61,7 +61,7 @@ import train_sokoban
 from checkpoint import commit, device_name, keep_memory, out_of_memory, pick_device, pick_dtype
 from convlstm import AgentConfig
 from data_fineweb import REAL_VOCAB, VOCAB, open_meta, write_meta, write_shard
-from figures import markdown
+from figures import markdown, read_csv
 from model import ModelConfig, State, build_model
 from sample import Decoder
 from unroll import release
@@ -98,6 +98,7 @@ RANGES['arch'] = ['convlstm', 'convglu']
 RANGES |= dict.fromkeys('rounds n_envs unroll'.split(), (1, math.inf))
 RANGES |= dict.fromkeys('n_embd block_size threads seconds budget'.split(), (0, math.inf))
 
+HERE = os.path.dirname(os.path.abspath(__file__))
 LEVELS = (1, 16), (2, 8), (4, 4), (8, 2), (16, 1)
 CONTEXTS = {'train': (32, 64, 128, 256, 1024, 2048), 'decode': (128, 2048)}
 OWN = {  # suite: (L, E) of its cells, their C, their last number; on a GPU the paper's
@@ -117,52 +118,23 @@ OWN_PATHS = {  # on a CPU, on a GPU, there at E = 1, where the paper has the Tra
 }
 TOKENIZER = {V: name for name, V in VOCAB.items()}
 
-# The paper's tables, 4 H100: 1000 tokens/s at C = 32, 64, 128, 256, 1024, 2048 by tokens an update,
-# or ms a token at C = 128, 2048 by streams, of a model, L, E (OOM: out of memory); and the targets
-# planned for one H100, calculated, not measured.
-FIGURES = """\
-paper train 131072 transformer 16 1: 967.7 1027.4 1025.3 1054.3 1016.9 968.1
-paper train 131072 recurrent 1 16: 505.4 445.7 349.5 229.4 51.1 OOM
-paper train 131072 recurrent 2 8: 265.8 209.5 145.2 85.8 OOM OOM
-paper train 131072 recurrent 4 4: 189.7 148.7 99.1 OOM OOM OOM
-paper train 131072 recurrent 8 2: 118.3 88.4 OOM OOM OOM OOM
-paper train 262144 transformer 16 1: 886.9 1031.5 1095.8 1132.0 1095.8 1071.5
-paper train 262144 recurrent 1 16: 556.2 526.4 447.7 313.1 OOM OOM
-paper train 262144 recurrent 2 8: 306.0 264.6 190.2 OOM OOM OOM
-paper train 262144 recurrent 4 4: 199.9 170.8 OOM OOM OOM OOM
-paper train 262144 recurrent 8 2: OOM OOM OOM OOM OOM OOM
-paper decode 16 transformer 16 1: 0.565 0.670
-paper decode 16 recurrent 1 16: 0.108 0.131
-paper decode 16 recurrent 2 8: 0.431 0.554
-paper decode 16 recurrent 4 4: 0.552 0.637
-paper decode 16 recurrent 8 2: 0.815 0.935
-paper decode 16 recurrent 16 1: 1.402 1.577
-target train 131072 transformer 16 1: 400 - - 500 500 500
-target train 131072 recurrent 1 16: 525 495 430 312 117 64
-target train 131072 recurrent 2 8: 463 428 361 248 85 45
-target train 131072 recurrent 4 4: 383 335 272 176 54 28
-target train 131072 recurrent 8 2: 281 236 181 108 31 16
-target decode 16 transformer 16 1: 0.304 0.555
-target decode 16 recurrent 1 16: 0.105 0.120
-target decode 16 recurrent 2 8: 0.121 0.153
-target decode 16 recurrent 4 4: 0.147 0.210
-target decode 16 recurrent 8 2: 0.199 0.325
-target decode 16 recurrent 16 1: 0.304 0.555"""
-FIGURES = dict(line.split(': ') for line in FIGURES.splitlines())
-TARGET_SOKOBAN = {(1, 1, 128): 55600, (4, 1, 64): 27800}  # 50M steps in 15 and 30 minutes
+# The paper's tables, of 4 H100: 1000 tokens/s by n tokens an update, ms a token by n streams; and
+# targets planned for one H100, calculated, not measured: the same, and steps/s
+SPEED = os.path.join(HERE, 'results', 'paper', 'speed.csv')
+BOARDS = (1, 1, 128), (4, 1, 64)  # 50M steps in 15 and 30 minutes
 
 # Suite first: what comes after the yardsticks and the smoke tests, then what is left of the suites
 TRAIN_FIRST = ((2, 8, 64), (1, 16, 64), (4, 4, 128), (8, 2, 256), (2, 8, 2048), (16, 1, 256))
 FIRST = (
     *(('train', *cell, 131072) for cell in TRAIN_FIRST),
     *(('decode', L, E, C) for L, E in ((2, 8), (1, 16)) for C in (128, 2048)),
-    *(('sokoban', *cell) for cell in TARGET_SOKOBAN),
+    *(('sokoban', *cell) for cell in BOARDS),
     *(('decode', L, E, C) for C in (128, 2048) for L, E in ((16, 1), (4, 4), (8, 2))),
     *(('train', L, E, C, 131072) for C in (256, 2048, 32, 128, 64, 1024) for L, E in LEVELS),
     *(('train', L, E, C, 262144) for C in (64, 256, 2048, 32, 128, 1024) for L, E in LEVELS),
 )
 SMALL_FIRST = ('train', 2, 8, 32, 1024), ('decode', 2, 8), ('sokoban', 1, 1, 32)
-GPU_TESTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'tests', 'test_gpu.py')
+GPU_TESTS = os.path.join(HERE, 'tests', 'test_gpu.py')
 # of these: every capture and kernel, those of one setting that compiles
 SMOKE = 'measured or sqrt_sum or blocks and triton or replay and (compile or not lm)'
 LIMITS = {'smoke': 180, 'train': 240, 'tests': 400}  # seconds of a step
@@ -530,16 +502,14 @@ def floor(row: dict, rate: float, bandwidth: float) -> float:
     `rate` FLOP/s and memory at `bandwidth` bytes/s. Nothing overlaps but a product with the
     streaming of its own weights:
 
-        product = max(2 n B / rate, n size / bandwidth)  a level's n weights, a shared cache's E
-                                                         key-value matrices as one
+        product = max(2 n B / rate, n size / bandwidth)  a level's n weights (shared: one k, v)
         forward = L (product + keys and values of W slots, read once)
         backward= L (the same + dk, dv)                  in fp32, read and written at the own slots
         weights = L 2 n B / rate                         their gradients, over many tokens at once
         head    = 3 x 2 D V B / rate                     with its gradients
 
     Decoding: forward, and the head as one more product. GPT trains on whole sequences: all is
-    dense, causal attention too. Not counted: activations, norms, the optimizer. A code that adds dk
-    and dv for several tokens at once may go below."""
+    dense. Not counted: activations, norms, the optimizer."""
     c, B, size = model_config(row), row['B'], 2 if row['dtype'] == 'bfloat16' else 4
     L, E, D, K, W, T = c.n_layer, c.n_expert, c.n_embd, c.head_dim, c.window, c.block_size
     recurrent = row['model'] == 'recurrent'
@@ -556,23 +526,27 @@ def floor(row: dict, rate: float, bandwidth: float) -> float:
     return L * (step + back) + weights + 3 * head
 
 
+@functools.cache
+def speeds() -> dict[tuple, str]:
+    names = 'source suite model L E C n'.split()
+    return {tuple(r[name] for name in names): r['figure'] for r in read_csv(SPEED)}
+
+
 def published(row: dict) -> dict[str, float | str]:
-    """FIGURES of a row: paper and target, in tokens/s of one GPU (the paper's a quarter of its
-    four's) or ms a token."""
-    suite = row['suite']
-    if suite == 'sokoban':
-        target = TARGET_SOKOBAN.get((row['L'], row['E'], row['D']))
-        return {'target': target} if target else {}
-    if suite not in CONTEXTS or (row['D'], row['V'], row['T']) != (768, 50304, row['C']):
+    """SPEED of a row: paper and target, in tokens/s of one GPU (the paper's a quarter of its
+    four's), steps/s, or ms a token."""
+    if row['suite'] == 'sokoban':
+        sizes, units = (row['D'], ''), (1, 1)
+    elif (row['D'], row['V'], row['T']) != (768, 50304, row['C']):
         return {}
-    n, found = row.get('tokens_per_update', row['B']), {}
-    for name in ('paper', 'target'):
-        who = f'{name} {suite} {n} {row["model"]} {row["L"]} {row["E"]}'
-        words = dict(zip(CONTEXTS[suite], FIGURES.get(who, '').split(), strict=False))
-        word = words.get(row['C'], '-')
-        if word != '-':
-            unit = 1 if suite == 'decode' else 250 if name == 'paper' else 1000
-            found[name] = word if word == 'OOM' else float(word) * unit
+    elif row['suite'] == 'decode':
+        sizes, units = (row['C'], row['B']), (1, 1)
+    else:
+        sizes, units = (row['C'], row['tokens_per_update']), (250, 1000)
+    who, found = [str(row.get(name)) for name in ('suite', 'model', *'LE')], {}
+    for name, unit in zip(('paper', 'target'), units, strict=True):
+        if figure := speeds().get((name, *who, *map(str, sizes))):
+            found[name] = figure if figure == 'OOM' else float(figure) * unit
     return found
 
 
@@ -771,7 +745,7 @@ def cells_of(config: dict) -> list[tuple]:
             words = '(L, E, C, B) or its first two or three; sokoban: (L, E, d); suite first: a '
             fail(f"cells: {(which, *sizes)}: expected {words}suite's name and such a cell")
         if which == 'sokoban':
-            full |= {(which, *cell): None for cell in ([sizes] if sizes else TARGET_SOKOBAN)}
+            full |= {(which, *cell): None for cell in ([sizes] if sizes else BOARDS)}
             continue
         levels, contexts, last = (OWN_CPU if cpu else OWN)[which]
         parts = [sizes[:2]] if sizes else levels, sizes[2:3] or contexts, sizes[3:] or last

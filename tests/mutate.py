@@ -135,7 +135,7 @@ figures test_sweep::ablations_are_drawn_with_standard_errors
 figures test_figures::a_runs_page_has_the_logs_numbers
     {x:.5g} -> {x:.2g}
 figures test_figures::a_sweeps_page
-    <td>{html.escape(field(row.get(k)))}</td> -> <td>{field(row.get(k))}</td>
+    <{tag}>{html.escape(text)}</{tag}> -> <{tag}>{text}</{tag}>
 sweep test_sweep::tuning_goes_on_beyond_an_edge
     factor = 2.0 -> factor = 1.0
     range(FURTHER) -> range(FURTHER + 1)
