@@ -126,10 +126,9 @@ probe_sokoban test_probe::levels_that_all_solve
 probe_sokoban test_probe::the_causal_check_steers_at_the_cell_and
     device=x.device), cell] += part -> device=x.device), cell.flip(0)] += part
     (direction[way], other) -> (direction[way], cell)
-figures test_sweep::standard_errors_and_differences_by_hand
+figures test_sweep::ablations_are_drawn_with_standard_errors
     deviation / math.sqrt(n), n) -> deviation, n)
     math.hypot(e, base_error) -> e
-figures test_sweep::ablations_are_drawn_with_standard_errors
     panels[0], with_errors(mine) -> panels[0], mine
     differences(mine, x) -> differences(mine, min(mine))
 figures test_figures::a_runs_page_has_the_logs_numbers
@@ -142,7 +141,7 @@ sweep test_sweep::tuning_goes_on_beyond_an_edge
 sweep test_sweep::ablation_plans
     (1, 2, 4, 8, 16, 32, 64) -> (1, 2, 4, 8)
 sweep test_sweep::language_models_cost_16_blocks
-    return plan.startswith('lm-') and -> return False and
+    DEAR * W if -> 2 * W if
 sweep test_sweep::each_cell_is_tuned_with_seed_1_and_its
     if row.seed > 1 or not tune] -> if row.seed > 0]
     + bool(tune) for -> for

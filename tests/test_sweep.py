@@ -119,11 +119,9 @@ def test_convlstm_plans_are_the_papers_84_rows_in_order():
     assert [r[3:6] for r in glu] == [(1, 1, 128), (1, 4, 64), (1, 16, 32), *some]
 
 
-def test_language_models_cost_16_blocks(capsys):
+def test_language_models_cost_16_blocks():
+    """Half an expert rounded up, 1.97 budgets, is left out."""
     rows = sized('--plan=lm-small')
-    sweep.print_plan(rows)
-    last = 'not among them: transformer_feedforward_L8_E1_d1536_s1, 1.97 budgets; --only asks'
-    assert capsys.readouterr().out.splitlines()[-1].startswith(last)
     D, W = 768, 128
     block = 2 * (2 * D * D + 2 * D * D // 2 + 8 * D * D) + 4 * W * D
     assert sweep.budget_of('transformer', True, 'small') == 16 * block
@@ -131,10 +129,8 @@ def test_language_models_cost_16_blocks(capsys):
     for variant in ('recurrent', 'feedforward'):
         mine = {r[3:6] for r in rows if r.variant == variant}
         assert {(L, 16 // L, 768) for L in (1, 2, 4, 8, 16)} | {(1, 4, 1536), (1, 62, 384)} < mine
-        assert (16, 1, 1536) not in mine
+        assert (16, 1, 1536) not in mine and (8, 1, 1536) not in mine
     assert len(rows) == 26 and all(0.9 < sweep.over_budget(r) < 1.1 for r in rows)
-    asked = sized('--plan=lm-small', '--only=L=8 d=1536')  # half an expert rounded up
-    assert {r[3:6] for r in asked} == {(8, 1, 1536)} and len(asked) == 2
     depths = [r.L for r in sized('--plan=lm-medium', '--only=d=768 variant=recurrent')]
     assert depths == [1, 2, 4, 8, 16, 32]
 
@@ -158,28 +154,23 @@ def test_names_are_unique_seeds_come_in_rounds_and_language_models_fit_80_GB(pla
     rows = sized(f'--plan={plan}')
     assert len({r.name for r in rows}) == len(rows)
     assert [r.seed for r in rows] == sorted(r.seed for r in rows)
-    assert {r.seed for r in rows if not r.is_text} in (set(), {1, 2, 3})
-    for row in (row for row in rows if row.is_text):
-        c = sweep.config_of(row)  # some 2,048 tokens at a time, the carried state of all
-        sizes = {k: c[k] for k in vars(ModelConfig()) if k in c and k != 'path'}
-        batch = (2048 // c['block_size'], c['tokens_per_step'] // c['block_size'])
-        need = memory(ModelConfig(**sizes), row.recurrent, batch, torch.bfloat16, 'cuda', True)
-        assert row.seed == 1 and c['batch_size'] == 0
-        assert sum(need.values()) < 79 * 2**30, row.name
+    for row in rows:
+        if row.is_text:
+            c = sweep.config_of(row)  # some 2,048 tokens at a time, the carried state of all
+            sizes = {k: c[k] for k in vars(ModelConfig()) if k in c and k != 'path'}
+            batch = (2048 // c['block_size'], c['tokens_per_step'] // c['block_size'])
+            need = memory(ModelConfig(**sizes), row.recurrent, batch, torch.bfloat16, 'cuda', True)
+            assert row.seed == 1 and sum(need.values()) < 79 * 2**30, row.name
+    assert all(row.is_text for row in rows) or rows[-1].seed == 3
 
 
-STUDIES = {
-    'study_lm': {(L, 16 // L, 48) for L in (1, 2, 4, 8, 16)},
-    'study_sokoban': {(1, 4, 32), (2, 2, 32), (4, 1, 32)},
-    'study_residual': {(2, 8, 48)},
-    'study_aggregation': {(2, 8, 48)},
-}
+STUDIES = {'study_lm': 10, 'study_sokoban': 6, 'study_residual': 1, 'study_aggregation': 1}
 
 
 @pytest.mark.parametrize('config', STUDIES)
 def test_studies_cost_the_same_for_both_variants(config, tmp_path):
     rows = sized(ROOT / 'config' / f'{config}.py', f'--out_dir={tmp_path}')
-    assert {r[3:6] for r in rows} == STUDIES[config] and sweep.seeds == 3
+    assert len({(r.recurrent, *r[3:6]) for r in rows}) == STUDIES[config] and sweep.seeds == 3
     assert all(0.99 < sweep.over_budget(r) < 1.04 for r in rows)
     assert len({round(sweep.cost(r)[0], -5) for r in rows if r.is_text}) <= 1
 
@@ -312,25 +303,6 @@ def test_ctrl_c_saves_and_the_next_call_goes_on(tiny):
             assert steps[-1] > step and steps == list(range(len(steps)))
 
 
-def test_a_run_that_another_process_has(tiny, capsys):
-    rows = sized(*tiny, '--only=L=16 d=24 variant=recurrent', '--run')
-    folder_of(rows[0]).mkdir(parents=True)
-    with open(folder_of(rows[0]) / '.lock', 'w') as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert sweep.execute(rows) == 1 and 'another process has it' in capsys.readouterr().out
-    assert not (folder_of(rows[0]) / 'log.jsonl').exists()
-
-
-def test_runs_that_fail_alike_end_a_sweep(tmp_path):
-    """Without levels no run can start: three say so, not all."""
-    base = tmp_path / 'base.py'
-    base.write_text(f'levels_dir = {str(tmp_path)!r}\n')  # an empty one
-    argv = ['--plan=sokoban-small', '--only=model=convglu', f'--out_dir={tmp_path}/out']
-    status, out, err = call(*argv, f'--base={base}', '--run')
-    assert status == 1 and '3 runs failed alike: the other ' in out, out + err
-    assert out.count(': FAILED') == 2 * 3 and '--download=True --levels_dir=' in out, out
-
-
 def test_another_runs_settings_are_not_taken_for_this(tiny, capsys):
     """Whatever makes another run counts; what only says how it runs does not."""
     argv = [*tiny, '--only=L=1 d=24']
@@ -343,18 +315,24 @@ def test_another_runs_settings_are_not_taken_for_this(tiny, capsys):
 
 
 def test_nothing_finished_is_ever_overwritten(tiny, capsys):
-    """Without checkpoints: a finished run stays done, also without its config.json; a damaged log
-    is refused, and skipped in a table; one that a resumed run will repair is not."""
+    """Nor what another process has. Without checkpoints: a finished run stays done, also without
+    its config.json; a damaged log is refused, and skipped in a table; one that a resumed run will
+    repair is not."""
     (row,) = sized(*tiny, '--only=L=1 d=24 variant=recurrent')
-    fake([row])
     folder, log = folder_of(row), folder_of(row) / 'log.jsonl'
+    folder.mkdir(parents=True)
+    with open(folder / '.lock', 'w') as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert sweep.execute([row]) == 1 and 'another process has it' in capsys.readouterr().out
+    assert not log.exists()
+    fake([row])
     assert sweep.start(row, '', 1) is None  # another process may have finished it meanwhile
     (folder / 'config.json').write_text('{')
     assert sweep.state_of(row) == 'done' and len(sweep.finished([row])) == 1
     text = '#' + log.read_text()
     log.write_text(text)
     assert sweep.state_of(row) == 'damaged' and sweep.finished([row]) == []
-    assert 'a log that cannot be read: this run is skipped' in capsys.readouterr().err
+    assert 'a log that cannot be used: this run is skipped' in capsys.readouterr().err
     with pytest.raises(SystemExit):
         sweep.execute([row])
     assert log.read_text() == text
@@ -373,13 +351,14 @@ GPUS = """
 
 @pytest.mark.parametrize('line', GPUS.strip().splitlines())
 def test_workers_and_gpus(monkeypatch, line):
+    """GPUs and settings | each worker's."""
     words, _, expected = line.partition(' | ')
     gpus, *words = words.split()
     sized('--plan=lm-small', *(word for word in words if word.startswith('--')))
     monkeypatch.setattr(sweep.torch.cuda, 'device_count', lambda: int(gpus))
     monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
-    for name, _, value in (word.partition('=') for word in words if word.startswith('CUDA')):
-        monkeypatch.setenv(name, value)
+    if words[-1].startswith('CUDA'):
+        monkeypatch.setenv(*words[-1].split('='))
     assert sweep.devices() == expected.split('|')
 
 
@@ -434,17 +413,14 @@ def rate_of(row):
 def test_tuning_goes_on_beyond_an_edge(tiny):
     """The higher, the better, but for L = 1, which wants the lowest: three rates more for each."""
     argv = [*tiny, '--only=L=1,4 d=24 variant=recurrent', '--tune=learning_rate=0.02,0.04']
-    rows, names = sized(*argv), []
+    rows = sized(*argv)
     for n in (4, 6, 8, 10):
         assert len(rows) == n and all(row.seed == 1 for row in rows)
         fake(rows[n - 2 :] if n > 4 else rows, lambda r: rate_of(r) * (1 if r.L == 1 else -1))
         rows = sized(*argv)
-    names = [(row.L, f'{rate_of(row)}', row.seed) for row in rows[4:]]
-    assert names[:6] == [(L, x, 1) for k in range(3) for L, x in ((1, LOW[k]), (4, HIGH[k]))]
-    assert names[6:] == [(1, '0.0025', 2), (4, '0.32', 2)]
-
-
-LOW, HIGH = ('0.01', '0.005', '0.0025'), ('0.08', '0.16', '0.32')
+    more = [(1, 0.01), (4, 0.08), (1, 0.005), (4, 0.16), (1, 0.0025), (4, 0.32)]
+    assert [(row.L, rate_of(row)) for row in rows[4:10]] == more
+    assert [(row.L, rate_of(row), row.seed) for row in rows[10:]] == [(1, 0.0025, 2), (4, 0.32, 2)]
 
 
 def test_tuning_goes_on_to_the_other_seeds(tiny):
@@ -470,10 +446,9 @@ def test_saturation_is_the_best_of_at_most_L(tmp_path):
     rows = [row for row in rows if (row.L, row.d, row.seed) != (1, 128, 2)]  # one lucky seed
     means = {1: 3.0, 2: 8.0, 4: 5.0, 8: 9.0, 16: 1.0}
     fake(rows, lambda row: means[row.L] + row.seed - row.d / 1000 + (row.d == 128))
-    got = figures.saturation(figures.cells(sweep.finished(rows)))
-    assert list(got) == list(means)
-    for (mean, error, n), best in zip(got.values(), (3, 8, 8, 9, 9), strict=True):
-        assert (mean, error, n) == (pytest.approx(best + 1.5 - 0.032), pytest.approx(0.5), 2)
+    best, found = (3, 8, 8, 9, 9), figures.saturation(figures.cells(sweep.finished(rows)))
+    points = [(pytest.approx(x + 1.5 - 0.032), pytest.approx(0.5), 2) for x in best]
+    assert found == dict(zip(means, points, strict=True))
 
 
 FIGURES = """
@@ -489,28 +464,19 @@ def test_a_plans_figure(line, tmp_path):
     """Plan sokoban's runs are those of its three parts, where these are."""
     about, _, words = line.partition(': ')
     (plan, model), more = about.split(), ['--seeds=2', f'--out_dir={tmp_path}']
-    parts = ['sokoban-small', 'sokoban-medium', 'sokoban-large'] if plan == 'sokoban' else [plan]
-    for part in parts:
+    for part in (
+        ['sokoban-small', 'sokoban-medium', 'sokoban-large'] if plan == 'sokoban' else [plan]
+    ):
         rows = [row for row in sized(f'--plan={part}', *more) if row.model == model]
         fake(rows, lambda row: row.L + row.seed / 10 + (row.more == (('share_kv', False),)) / 2)
     # the default of L = 1 is missing: nothing may be drawn against another setting
     rows = [row for row in sized(f'--plan={plan}', *more) if row.model == model]
     rows = [row for row in rows if (row.L, row.more) != (1, (('share_kv', True),))]
     runs = sweep.finished(rows)
-    assert len(runs) == len(rows)
     figures.draw(f'{plan}, shrunk', sweep.plan_rows(), runs, 'token', '', str(tmp_path))
     text = next(tmp_path.glob('*.svg')).read_text()
+    assert len(runs) == len(rows) and len(list(tmp_path.glob('*.png'))) == 1
     assert all(word in text for word in (*words.split('|'), ', shrunk, 2 seeds')), text
-    assert len(list(tmp_path.glob('*.png'))) == 1
-
-
-def test_standard_errors_and_differences_by_hand():
-    """Means 3 and 5, deviations 1 and 2, of four seeds each."""
-    points = {'a': (3.0, 1.0, 4), 'b': (5.0, 2.0, 4)}
-    assert figures.with_errors(points) == {'a': (3.0, 0.5, 4), 'b': (5.0, 1.0, 4)}
-    found = figures.differences(points, 'a')
-    assert found['b'] == (2.0, pytest.approx(math.sqrt(1.25)), 4)
-    assert found['a'][0] == 0.0 and math.isnan(found['a'][1])
 
 
 def test_ablations_are_drawn_with_standard_errors(tmp_path, monkeypatch):
