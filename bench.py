@@ -23,8 +23,8 @@ Every variant has a process of its own, so one that dies or runs out of memory c
 On a CPU all of a cell take turns with the yardsticks, so that a drift of the machine falls on all.
 The yardsticks: a large product, a large copy, for sokoban a 3x3 convolution with its backward. "Of
 roofline": the time of `floor` at their rates over that measured; "of conv rate": multiply-adds
-executed over the convolution's. Memory: on a GPU torch's peak, warm-up and capture included; on a
-CPU the process's peak resident memory less what it held after importing torch.
+executed over the convolution's. Memory: torch's peak on a GPU, on a CPU the process's less what
+it held after importing torch; compiling included.
 """
 
 import contextlib
@@ -108,18 +108,18 @@ OWN = {  # suite: (L, E) of its cells, their C, their last number; on a GPU the 
 OWN_CPU = {'train': (((2, 8),), (128,), (4096,)), 'decode': (((2, 8),), (128,), (16,))}
 PATHS = {  # all; _recompute: the update runs its own forward instead of keeping the rollout's
     'train': 'plain,fast,compiled,gpt,gpt_compiled,lstm,transformer',
-    'decode': 'plain,fast,ring,ring_compiled,gpt,gpt_ring,gpt_ring_compiled',
+    'decode': 'ring,ring_compiled,gpt_ring,gpt_ring_compiled',
     'sokoban': 'plain,fast,compiled,plain_recompute,fast_recompute,compiled_recompute',
 }
 OWN_PATHS = {  # on a CPU, on a GPU, there at E = 1, where the paper has the Transformer too
     'train': ('plain,fast', 'compiled', 'gpt_compiled'),  # it trains only that
-    'decode': ('fast,ring', 'ring,ring_compiled', 'ring,ring_compiled,gpt_ring,gpt_ring_compiled'),
+    'decode': ('ring', 'ring,ring_compiled', 'ring,ring_compiled,gpt_ring,gpt_ring_compiled'),
     'sokoban': ('plain,fast,compiled', 'fast,compiled', 'fast,compiled'),
 }
 TOKENIZER = {V: name for name, V in VOCAB.items()}
 
-# The paper's tables, of 4 H100: 1000 tokens/s by n tokens an update, ms a token by n streams; and
-# targets planned for one H100, calculated, not measured: the same, and steps/s
+# The paper's tables, of 4 H100: tokens/s of one of them by n tokens an update, ms a token of all by
+# n streams; and targets planned for one H100, calculated, not measured: the same, and steps/s
 SPEED = os.path.join(HERE, 'results', 'paper', 'speed.csv')
 BOARDS = (1, 1, 128), (4, 1, 64)  # 50M steps in 15 and 30 minutes
 
@@ -157,8 +157,8 @@ def model_config(row: dict) -> ModelConfig:
 
 
 def make_token(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
-    """Part 'token': one greedy token for each of B streams, from a cache of W entries; by
-    sample.Decoder (paths ring) or by model.step."""
+    """Part 'token': one greedy token for each of B streams by sample.Decoder, from a cache of W
+    entries."""
     at, B, dt = config['device'], row['B'], getattr(torch, row['dtype'])
     torch.manual_seed(0)
     model = build_model(model_config(row), row['model'] == 'recurrent').to(at)
@@ -169,29 +169,18 @@ def make_token(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
         empty = model.init_state(B)
     full = torch.full_like(empty.count, row['C'])
     state = State(*(torch.randn_like(x) for x in empty[:3]), full)
-    carried = [torch.randint(row['V'], (B,), device=at), state]
-
-    @torch.no_grad()
-    def step(tokens, state):
-        with train_lm.autocast(at, dt):
-            return model.step(tokens, state)
-
-    def greedy():
-        logits, carried[1] = step(*carried)
-        carried[0] = logits.argmax(-1)
-
-    if 'ring' not in row['path']:
-        return {'token': greedy}, {}
     decoder = Decoder(model, B, amp=dt, compile='compiled' in row['path'])
     decoder.load(state)
-    decoder.step(carried[0])
+    decoder.step(torch.randint(row['V'], (B,), device=at))
 
+    @torch.no_grad()
     def check():
         decoder.load(state)
         after, pairs = state, {}
         for i, tokens in enumerate(torch.randint(row['V'], (4, B), device=at)):
             decoder.step(tokens)
-            logits, after = step(tokens, after)
+            with train_lm.autocast(at, dt):
+                logits, after = model.step(tokens, after)
             pairs[f'logits of token {i}'] = decoder.logits.clone(), logits
         return pairs
 
@@ -393,9 +382,6 @@ def turns(row: dict, config: dict) -> Iterator[dict]:
     for _ in range(1 if device == 'cpu' else 5):  # three as they are, the capture, a replay
         for run in parts.values():
             timed(run, 1, device)
-    if device == 'cpu':
-        with contextlib.suppress(OSError), open('/proc/self/clear_refs', 'w') as file:
-            file.write('5')  # forgets the peak; where this is not allowed, compiling counts
     yield {**info, 'first_run_s': time.perf_counter() - start}
     for _ in range(config['rounds'] if parts else 0):
         seconds = {}
@@ -432,16 +418,6 @@ def work(pipe: multiprocessing.connection.Connection, row: dict, config: dict) -
 # ---- measuring ----
 
 
-def begin(row: dict, config: dict) -> tuple:
-    """-> (process, pipe)."""
-    context = multiprocessing.get_context('spawn')
-    ours, theirs = context.Pipe()
-    process = context.Process(target=work, args=(theirs, row, config), daemon=True)
-    process.start()
-    theirs.close()
-    return process, ours
-
-
 def kill(process: multiprocessing.Process, pipe: object) -> None:
     """Also its children, which it leads; the pipe is open until then."""
     with contextlib.suppress(ProcessLookupError):
@@ -469,12 +445,18 @@ def measure(group: dict[str, dict], config: dict, until: float = math.inf) -> di
     """{label: row} -> {label: record}: status, first_run_s, memory_bytes, seconds {part: [one a
     round]}, check, and what `make` told. On a GPU one variant after another."""
     records = {label: {'status': 'ok', 'seconds': {}} for label in group}
-    queue, workers = list(group), {}
+    queue, workers, context = list(group), {}, multiprocessing.get_context('spawn')
     try:
         while queue:
             label = queue.pop(0)
             if label not in workers:
-                workers[label] = begin(group[label], config)
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=work, args=(theirs, group[label], config), daemon=True
+                )
+                process.start()
+                theirs.close()
+                workers[label] = process, ours
             answer, record = ask(*workers[label], until), records[label]
             if answer is None or answer.get('status'):
                 kill(*workers.pop(label))  # gives its memory back at once
@@ -533,21 +515,18 @@ def speeds() -> dict[tuple, str]:
 
 
 def published(row: dict) -> dict[str, float | str]:
-    """SPEED of a row: paper and target, in tokens/s of one GPU (the paper's a quarter of its
-    four's), steps/s, or ms a token."""
-    if row['suite'] == 'sokoban':
-        sizes, units = (row['D'], ''), (1, 1)
-    elif (row['D'], row['V'], row['T']) != (768, 50304, row['C']):
+    """SPEED of a row: paper and target."""
+    if row['suite'] != 'sokoban' and (row['D'], row['V'], row['T']) != (768, 50304, row['C']):
         return {}
-    elif row['suite'] == 'decode':
-        sizes, units = (row['C'], row['B']), (1, 1)
-    else:
-        sizes, units = (row['C'], row['tokens_per_update']), (250, 1000)
-    who, found = [str(row.get(name)) for name in ('suite', 'model', *'LE')], {}
-    for name, unit in zip(('paper', 'target'), units, strict=True):
-        if figure := speeds().get((name, *who, *map(str, sizes))):
-            found[name] = figure if figure == 'OOM' else float(figure) * unit
-    return found
+    sizes = (
+        row['L'],
+        row['E'],
+        row.get('C', row['D']),
+        row.get('tokens_per_update', row.get('B', '')),
+    )
+    who = [str(x) for x in (row['suite'], row['model'], *sizes)]
+    found = {name: speeds().get((name, *who)) for name in ('paper', 'target')}
+    return {name: x if x == 'OOM' else float(x) for name, x in found.items() if x}
 
 
 METRICS = {  # suite: a row's figure, 1 where more is better, unit, digits

@@ -1,7 +1,6 @@
 """
 Muon for stacked matrices, the schedule, who optimizes what; and what several ranks (torchrun)
-share: states joined, sums, and gradients in a few flat tensors that travel while the backward is
-still running.
+share: states joined, sums, and gradients that travel while the backward is still running.
 
 Muon (Keller Jordan, 2024) replaces the momentum of a matrix by a nearly orthogonal matrix with the
 same singular vectors, found by five Newton-Schulz iterations. The weights of E experts are stacked
@@ -31,7 +30,6 @@ from kernels import compiled
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7  # the floor of the norm: a zero gradient gives a zero update, not NaN
 MAX_BATCH = 2**26  # elements of one batched iteration: its scratch takes about 10 bytes each
-ALIGN = 32  # elements: gradients begin at multiples of 128 bytes, which vectorised kernels want
 
 
 def orthogonalize(x: torch.Tensor, ns_steps: int = 5) -> torch.Tensor:
@@ -210,57 +208,46 @@ def sum_over_ranks(model: torch.nn.Module, extra: torch.Tensor) -> torch.Tensor:
 
 
 class Buckets:
-    """Gradients as views of a few flat tensors, the buckets: they stay in one place, as a CUDA
-    graph needs them, and are summed over ranks while the backward is busy with others.
+    """Gradients that stay in one place, as a CUDA graph needs them, and are summed over ranks, each
+    parameter's a message, while the backward is busy with others: stacked experts make few.
 
-    params: in the order in which a backward ends them. A bucket has at most `size` elements, or one
-    parameter. extra: n_extra numbers that are summed with the last bucket.
+    params: in the order in which a backward ends them. extra: n_extra numbers that are summed last.
 
     An update: zero(); backwards, which add; before the last of them sending = True, so that a
-    bucket leaves when all of its gradients are there; finish(). Buckets leave in one order on every
-    rank (ranks that disagreed would wait for ever); one that lacks a gradient keeps later ones."""
+    gradient leaves when it and all before it are there; finish(). They leave in one order on every
+    rank: ranks that disagreed would wait for each other for ever."""
 
-    def __init__(self, params, n_extra=1, size=2**25):
-        self.members, self.flats, self.views, self.sending = [[]], [], [], False
-        for p in params:
-            if self.members[-1] and sum(q.numel() for q in self.members[-1]) + p.numel() > size:
-                self.members.append([])
-            self.members[-1].append(p)
-        for i, members in enumerate(self.members):
-            room = [-(-p.numel() // ALIGN) * ALIGN for p in members]
-            last = n_extra * (i + 1 == len(self.members))
-            self.flats.append(members[0].detach().new_zeros(sum(room) + last))
-            *parts, self.extra = self.flats[-1].split([*room, last])
-            for p, part in zip(members, parts, strict=True):
-                self.views.append((p, part[: p.numel()].view_as(p)))
-                if dist.is_initialized():
-                    p.register_post_accumulate_grad_hook(functools.partial(self.arrived, i))
+    def __init__(self, params, n_extra=1):
+        self.params, self.sending = list(params), False
+        self.grads = [torch.zeros_like(p) for p in self.params]
+        self.extra = self.grads[0].new_zeros(n_extra)
+        for i, p in enumerate(self.params if dist.is_initialized() else ()):
+            p.register_post_accumulate_grad_hook(functools.partial(self.arrived, i))
         self.zero()
 
     def zero(self) -> None:
-        """Begins an update: gradients and extra are zero, and every p.grad is its view again,
-        whoever has replaced it."""
-        for flat in self.flats:
-            flat.zero_()
-        for p, view in self.views:
-            if p.grad is not view:
-                p.grad = view
-        self.missing, self.works = [len(members) for members in self.members], []
+        """Begins an update: gradients and extra are zero, and in their place, whoever has replaced
+        them."""
+        torch._foreach_zero_([*self.grads, self.extra])
+        for p, grad in zip(self.params, self.grads, strict=True):
+            p.grad = grad
+        self.complete, self.works = set(), []
 
     def arrived(self, i: int, _: torch.Tensor) -> None:
-        """A gradient of bucket i is complete."""
+        """A gradient is complete."""
         if self.sending:
-            self.missing[i] -= 1
-            while len(self.works) < len(self.flats) - 1 and self.missing[len(self.works)] == 0:
-                self.send()
+            self.complete.add(i)
+            while len(self.works) in self.complete:
+                self.send(self.grads[len(self.works)])
 
-    def send(self) -> None:
-        self.works.append(dist.all_reduce(self.flats[len(self.works)], async_op=True))
+    def send(self, x: torch.Tensor) -> None:
+        self.works.append(dist.all_reduce(x, async_op=True))
 
     def finish(self) -> None:
         """Ends an update's backwards: gradients and extra are sums over all ranks."""
         self.sending = False
-        while dist.is_initialized() and len(self.works) < len(self.flats):
-            self.send()
+        if dist.is_initialized():
+            for x in [*self.grads[len(self.works) :], self.extra]:
+                self.send(x)
         for work in self.works:
             work.wait()
