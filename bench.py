@@ -23,8 +23,7 @@ Every variant has a process of its own, so one that dies or runs out of memory c
 On a CPU all of a cell take turns with the yardsticks, so that a drift of the machine falls on all.
 The yardsticks: a large product, a large copy, for sokoban a 3x3 convolution with its backward. "Of
 roofline": the time of `floor` at their rates over that measured; "of conv rate": multiply-adds
-executed over the convolution's. Memory: torch's peak on a GPU, on a CPU the process's less what
-it held after importing torch; compiling included.
+executed over the convolution's. Memory, on a GPU: torch's peak, warm-up and capture included.
 """
 
 import contextlib
@@ -341,16 +340,6 @@ def timed(run: Callable, repeats: int, device: str) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-def memory(device: str, peak: bool) -> int:
-    """Bytes in use now or at the peak. Not getrusage's: a child's figure starts at its parent's."""
-    if device != 'cpu':
-        return torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
-    with contextlib.suppress(OSError), open('/proc/self/status') as file:  # only Linux tells
-        found = re.search(r'VmHWM:\s*(\d+)' if peak else r'VmRSS:\s*(\d+)', file.read())
-        return 1024 * int(found[1])
-    return 0
-
-
 def difference(pairs: dict[str, tuple]) -> tuple[float, str]:
     """The largest relative difference of {name: (tensor, reference)}, and whose it is. Vectors and
     scalars count as one: a single number may be all rounding."""
@@ -376,7 +365,7 @@ def why(error: Exception) -> str:
 def turns(row: dict, config: dict) -> Iterator[dict]:
     """What each turn of a variant tells: of being made and run once, compiling included, of
     `rounds` measurements, of the check."""
-    device, start, base = config['device'], time.perf_counter(), memory(config['device'], False)
+    device, start = config['device'], time.perf_counter()
     parts, info = MAKERS[row['suite']](row, config)
     check = info.pop('check', None)
     for _ in range(1 if device == 'cpu' else 5):  # three as they are, the capture, a replay
@@ -388,7 +377,8 @@ def turns(row: dict, config: dict) -> Iterator[dict]:
         for part, run in parts.items():
             once = timed(run, 1, device)  # after the others' turns caches and clocks are cold
             seconds[part] = timed(run, max(1, math.ceil(config['seconds'] / once)), device)
-        yield {'seconds': seconds, 'memory_bytes': memory(device, True) - base}
+        memory = 0 if device == 'cpu' else torch.cuda.max_memory_allocated()
+        yield {'seconds': seconds, 'memory_bytes': memory}
     if check and config['check']:
         try:
             off, name = difference(check())

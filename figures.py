@@ -442,10 +442,10 @@ def tables(runs: list, reference: str, into: str) -> list[str]:
 
 
 def solve_table(rates: dict, levels: str, reference: str, into: str) -> list[str]:
-    """rates: {cell: [solve rate of each seed]} on `levels`, in the paper's layout; on
-    unfiltered-test with the paper's own rows."""
-    paths, reference = [], reference if levels == 'unfiltered-test' else ''
-    where = os.path.splitext(os.path.basename(levels or 'held_out'))[0].replace('-', '_')
+    """rates: {cell: [solve rate of each seed]} on `levels` ('': held-out ones), in the paper's
+    layout; on unfiltered-test with the paper's own rows."""
+    paths, reference = [], reference if levels else ''
+    where = (levels or 'held_out').replace('-', '_')
     for model, rows in groups(rates, by('model')).items():
         paper, body = {}, []
         for row, fields in cell_fields(rows).items():

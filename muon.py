@@ -5,16 +5,11 @@ share: states joined, sums, and gradients that travel while the backward is stil
 Muon (Keller Jordan, 2024) replaces the momentum of a matrix by a nearly orthogonal matrix with the
 same singular vectors, found by five Newton-Schulz iterations. The weights of E experts are stacked
 in one tensor (E, out, in), and every slice is one matrix to Muon. On each slice this is
-torch.optim.Muon(adjust_lr_fn='original'): same coefficients, eps and bfloat16 iteration. What
-differs:
-
-- All matrices with the same two sides, of all parameters, go through one batched iteration.
-- Weight decay is cautious: only where it and the update push a weight the same way.
-- `step` never waits for the device, and the learning rate may be a 0-dim tensor, so that a step can
-  be captured in a CUDA graph.
-- Several ranks share the iterations out and gather the results in bfloat16. Gradients must be equal
-  on all ranks; weights and momentum then are, and a checkpoint does not depend on the number of
-  ranks.
+torch.optim.Muon(adjust_lr_fn='original'); but all matrices with the same two sides go through one
+batched iteration, weight decay is cautious (only where it and the update push a weight the same
+way), a step can be captured in a CUDA graph (the learning rate may be a 0-dim tensor), and several
+ranks share the iterations out and gather the results in bfloat16: gradients must be equal on all,
+weights and momentum then are.
 """
 
 import functools
@@ -77,17 +72,11 @@ class Muon(torch.optim.Optimizer):
     no decay. State: 'momentum_buffer', of the parameter's shape and dtype. ValueError for a
     parameter that is no stack of real matrices, or empty."""
 
+    compile = False  # its passes over parameters on a GPU
+
     def __init__(
-        self,
-        params,
-        lr=0.02,
-        momentum=0.95,
-        nesterov=True,
-        ns_steps=5,
-        weight_decay=0.01,
-        compile=False,
+        self, params, lr=0.02, momentum=0.95, nesterov=True, ns_steps=5, weight_decay=0.01
     ):
-        self.compile = compile  # its passes over parameters on a GPU
         settings = {'lr': lr, 'momentum': momentum, 'nesterov': nesterov}
         super().__init__(params, settings | {'ns_steps': ns_steps, 'weight_decay': weight_decay})
         for p in (p for group in self.param_groups for p in group['params']):
@@ -161,7 +150,8 @@ def make_optimizers(model: torch.nn.Module, settings: dict) -> list[torch.optim.
     rates |= {'scalars': s['scalar_lr']}
     params = [{'params': groups[name], 'lr': rates[name]} for name in rates if groups[name]]
     how = {'momentum': s['momentum'], 'weight_decay': s['weight_decay']}
-    muon = Muon(groups['matrices'], s['learning_rate'], **how, compile=s['compile'])
+    muon = Muon(groups['matrices'], s['learning_rate'], **how)
+    muon.compile = s['compile']
     how = {'fused': True, 'capturable': model.embedding.is_cuda, 'weight_decay': 0.0}
     adamw = torch.optim.AdamW(params, betas=s['betas'], eps=s['adam_eps'], **how)
     adamw._warned_capturable_if_run_uncaptured = True  # its first steps are, on purpose
@@ -169,11 +159,9 @@ def make_optimizers(model: torch.nn.Module, settings: dict) -> list[torch.optim.
 
 
 def lr_at(step: int, max_iters: int, warmup_iters: int, final_ratio: float = 0.01) -> float:
-    """The learning rate of update `step` (0 .. max_iters - 1) as a fraction of its peak.
-
-    Linear warm-up: 1 / warmup_iters at step 0 and 1 at step warmup_iters - 1. Then half a cosine,
-    down to final_ratio at the last update and after it. A run not longer than its warm-up only
-    warms up."""
+    """The learning rate of update `step` (0 .. max_iters - 1) as a fraction of its peak: linear
+    warm-up, 1 at step warmup_iters - 1, then half a cosine, down to final_ratio at the last update
+    and after it. A run not longer than its warm-up only warms up."""
     if step < warmup_iters:
         return (step + 1) / warmup_iters
     progress = min(1.0, (step + 1 - warmup_iters) / max(1, max_iters - warmup_iters))

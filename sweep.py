@@ -68,8 +68,8 @@ index = -1                     # of run: this row of the list alone (array jobs)
 emit = ''                      # print an array job ('slurm') or a line a run ('commands')
 figure = False                 # draw the plan's figures
 table = None                   # True: mean, variance, N; 'solve': the best ones' solve rates too
+                               # on unfiltered-test, or of generated levels on held-out ones
 reference = ''                 # folder with the paper's tables: drawn and listed beside ours
-levels = 'unfiltered-test'     # what 'solve' evaluates on; '': the agents' own held-out levels
 results = ''                   # folder for figures and tables; '': out_dir/PLAN
 # fmt: on
 RANGES = {'width': (1e-3, 1000), 'length': (1e-6, 1000), 'emit': ['', 'slurm', 'commands']}
@@ -514,20 +514,17 @@ def best_depths(runs: list) -> str:
     return f'Best L, {DRAWS:,} bootstrap draws of seeds: {", ".join(words)}.'
 
 
-def solve_rate(row: Row) -> float:
-    """A finished agent's on `levels`, greedy: from its folder's eval_*.json, or evaluated now."""
-    config, file = config_of(row), Path(levels or config_of(row)['eval_split'])
-    path, steps = (
-        Path(folder_of(row), f'eval_{file.stem}.json'),
-        config['n_envs'] * config['unroll'],
-    )
-    saved = {} if file.is_file() else read_json(path)  # its name does not say which levels
-    if saved.get('env_steps') != total_of(row) * steps:
-        say(f'{row.name}: playing {file.stem}')
+def solve_rate(row: Row, levels: str) -> float:
+    """A finished agent's on levels ('': held-out ones), greedy: its folder's, or played now."""
+    config, name = config_of(row), levels or Path(config_of(row)['eval_split']).stem
+    path = Path(folder_of(row), f'eval_{name}.json')
+    saved = read_json(path)
+    if saved.get('env_steps') != total_of(row) * config['n_envs'] * config['unroll']:
+        say(f'{row.name}: playing {name}')
         line = [sys.executable, *arguments(row), '--eval_only=True', f'--levels={levels}']
         saved = {} if Popen(line, stdout=DEVNULL).wait() else read_json(path)
     if 'solve_rate' not in saved:
-        fail(f'{row.name}: its evaluation on {file.stem} failed: see above')
+        fail(f'{row.name}: its evaluation on {name} failed: see above')
     return saved['solve_rate']
 
 
@@ -565,7 +562,9 @@ def show(rows: list[Row]) -> None:
         points = figures.cells([run for run in shown if not run[0].is_text])
         depths = figures.groups(points, lambda row: (row.model, row.budget, row.recurrent, row.L))
         best = [figures.best(part) for part in depths.values()]
-        rates = {cell: [solve_rate(row) for row, _ in runs if row.cell == cell] for cell in best}
+        levels = '' if config_of(best[0])['split'] == 'generated' else 'unfiltered-test'
+        seeds_of = {cell: [row for row, _ in runs if row.cell == cell] for cell in best}
+        rates = {cell: [solve_rate(row, levels) for row in seeds_of[cell]] for cell in best}
         paths += figures.solve_table(rates, levels, reference, into)
     print('\n'.join(paths))
 

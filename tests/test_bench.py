@@ -73,7 +73,7 @@ def test_a_suite(case, tmp_path):
     assert len(lines) == 2 + len(report['results']) and '1.00x' in lines[2]
     assert [r['path'] for r in report['results']] == paths.split(',')
     for r in report['results']:
-        assert r['status'] == 'ok' and 0 < r['memory_bytes'] < 2**30 and r['first_run_s'] > 0
+        assert r['status'] == 'ok' and r['first_run_s'] > 0
         assert float(r['check'].rstrip('%')) < 2
         (name, *_), (times,) = bench.METRICS[suite], r['seconds'].values()
         times = np.array(times)
@@ -161,7 +161,7 @@ MAKE = """
 import json, os, signal, sys, time, torch, bench
 bench.GPU_TESTS = os.environ['TESTS']
 part = {'update': lambda: None}
-def fine(): return part, {'work': 1, 'device': config['device']}
+def fine(): return part, {'work': 1}
 def large(): return {'update': lambda: torch.empty(2**60)}, {}
 def killed(): os.kill(os.getpid(), signal.SIGKILL)
 def broken(): raise RuntimeError('no compiler\\nmany more lines')
@@ -173,8 +173,8 @@ def wrong():
 def lost(): return part, {'work': 1, 'check': lambda: torch.empty(2**60)}
 bench.MAKERS['train'] = lambda row, config: globals()[row['what']]()
 config = {'device': sys.argv[1], 'threads': 1, 'rounds': 1, 'seconds': 0, 'check': True}
-late, records, begin = time.perf_counter() + 5, {}, bench.begin
-bench.begin = lambda row, config: begin(row, {**config, 'device': 'cpu'})
+late, records = time.perf_counter() + 5, {}
+torch.cuda.set_device = torch.cuda.synchronize = torch.cuda.max_memory_allocated = lambda *_: 0
 for names in sys.argv[2:]:
     rows = {name: {'suite': 'train', 'what': name} for name in names.split(',')}
     if names.startswith('test_'):
