@@ -194,23 +194,23 @@ def read_csv(path: str | os.PathLike) -> list[dict]:
         return list(csv.DictReader(file))
 
 
-def paper_rows(reference: str, like: Row, name: str) -> dict:
-    """{cell: the paper's} of a row's model, budget and variant; {} where the paper has none."""
-    if not reference or like.model != 'convlstm' or like.more:
-        return {}
-    rows = {}
-    for r in read_csv(os.path.join(reference, name)):
-        if (r['variant'], r['budget']) == (like.variant, like.budget):
-            rows[like.cell._replace(**{k: int(r[k]) for k in 'LEd'})] = r
+def paper_rows(reference: str, points: dict, name: str) -> dict:
+    """{cell: the paper's}, of our cells' variants and budgets; {} where the paper has none."""
+    ours, rows = {row[:3] for row in points if not row.more}, {}
+    for r in read_csv(os.path.join(reference, name)) if reference else ():
+        sizes = (int(r[k]) for k in 'LEd')
+        row = Row('convlstm', r['variant'] == 'recurrent', r['budget'], *sizes, seed=0)
+        rows |= {row: r} if row[:3] in ours else {}
     return rows
 
 
 def paper_cells(reference: str, points: dict) -> dict:
     """The paper's returns, as `points` has ours."""
-    rows = paper_rows(reference, next(iter(points)), 'sokoban_returns.csv')
-    names = 'mean_return', 'variance', 'n_seeds'
-    found = {row: [float(r[name]) for name in names] for row, r in rows.items()}
-    return {row: (mean, math.sqrt(variance), int(n)) for row, (mean, variance, n) in found.items()}
+    names, out = ('mean_return', 'variance', 'n_seeds'), {}
+    for row, r in paper_rows(reference, points, 'sokoban_returns.csv').items():
+        mean, variance, n = (float(r[name]) for name in names)
+        out[row] = mean, math.sqrt(variance), int(n)
+    return out
 
 
 # ----------------------------------------------------------------------------- figures
@@ -427,9 +427,7 @@ def tables(runs: list, reference: str, into: str) -> list[str]:
     """Mean, variance (N - 1) and N of every cell, a table a model in the paper's layout."""
     paths = []
     for model, points in groups(cells(runs), by('model')).items():
-        body, paper = [], {}
-        for part in groups(points, by('recurrent', 'budget')).values():
-            paper |= paper_cells(reference, part)
+        body, paper = [], paper_cells(reference, points)
         for row, fields in cell_fields(points).items():
             mean, deviation, n = points[row]
             name = 'mean_loss' if row.is_text else 'mean_return'
@@ -447,16 +445,15 @@ def solve_table(rates: dict, levels: str, reference: str, into: str) -> list[str
     paths, reference = [], reference if levels else ''
     where = (levels or 'held_out').replace('-', '_')
     for model, rows in groups(rates, by('model')).items():
-        paper, body = {}, []
+        body = []
         for row, fields in cell_fields(rows).items():
             mean, deviation, n = summary([100 * rate for rate in rates[row]])
-            paper |= paper_rows(reference, row, 'sokoban_solve_rates.csv')
             body.append({**fields, f'{where}_percent': mean, 'std': deviation, 'n_seeds': n})
         path = os.path.join(reference, 'sokoban_baselines.csv')
         others = read_csv(path) if reference else []
         for r in others:
             r['variant'] = f'{r["method"]}, {r["training_steps"]}'
-        for r in (*paper.values(), *others):
+        for r in (*paper_rows(reference, rows, 'sokoban_solve_rates.csv').values(), *others):
             body.append(r | {'variant': f'{r["variant"]}, paper'})
         paths += write_table(body, into, f'solve_{model}')
     return paths
@@ -609,17 +606,15 @@ def sweep_parts(folder: Path, logs: dict, configs: dict) -> dict[str, object]:
     parts |= {path.stem: path for path in sorted(folder.glob('*.svg'))}
     parts |= {path.stem: read_csv(path) for path in sorted(folder.glob('*.csv'))}
     if logs:
-        runs, variants = [], dict.fromkeys(bool(c.get('recurrent')) for c in configs.values())
-        figure, panels = new(len(variants), 3.2)
-        panels = dict(zip(variants, panels, strict=True))
+        runs, (figure, (axes,)) = [], new(1, 3.2)
         for path in sorted(logs, key=lambda path: configs[path].get('n_layer', 0)):
             c, log, text = configs[path], logs[path], 'tokens' in logs[path][-1]
-            L, axes = c.get('n_layer', 0), panels[bool(c.get('recurrent'))]
+            L, recurrent = c.get('n_layer', 0), c.get('recurrent')
             x, y = ('tokens', 'val_loss') if text else ('env_steps', 'return_1000')
-            style = {'color': COLORS[L.bit_length() % 7], 'lw': 1}
-            curve(axes, log[1:], x, y, f'L = {L}', **style)  # not the loss before any update
+            style = {'color': COLORS[L.bit_length() % 7], 'lw': 1, 'ls': '-' if recurrent else ':'}
+            name = f'L = {L}' + ', not recurrent' * (not recurrent)
+            curve(axes, log[1:], x, y, name, **style)  # not the loss before any update
             axes.set(xlabel=f'{x.replace("_", " ")} (millions)', ylabel=y.replace('_', ' '))
-            axes.set_title('recurrent' if c.get('recurrent') else 'feedforward')
             about = {'run': path.name, 'value': value(log), 'commit': c.get('commit')}
             runs.append({k: (log[-1] | about).get(k) for k in SHOWN})
         parts['Curves'] = finish(figure, '')

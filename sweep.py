@@ -20,17 +20,16 @@ last step; figures and tables (plan sokoban: from its parts' runs).
 """
 
 import contextlib
-import dataclasses
 import fcntl
 import functools
 import json
-import math
 import os
 import re
 import shlex
 import sys
 import time
 from datetime import timedelta
+from math import inf
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen
 
@@ -73,12 +72,7 @@ reference = ''                 # folder with the paper's tables: drawn and liste
 results = ''                   # folder for figures and tables; '': out_dir/PLAN
 # fmt: on
 RANGES = {'width': (1e-3, 1000), 'length': (1e-6, 1000), 'emit': ['', 'slurm', 'commands']}
-RANGES |= {
-    'seeds': (0, math.inf),
-    'workers': (0, math.inf),
-    'gpus_per_run': (1, math.inf),
-    'index': (-1, math.inf),
-}
+RANGES |= {'seeds': (0, inf), 'workers': (0, inf), 'gpus_per_run': (1, inf), 'index': (-1, inf)}
 RANGES['table'] = [None, True, False, 'solve']
 # -----------------------------------------------------------------------------
 
@@ -90,9 +84,8 @@ LM = 'transformer'
 # plan: models and budgets; allocations of equal cost
 FIGURES = {f'sokoban-{budget}': [f'convlstm {budget}', f'convglu {budget}'] for budget in AGENTS}
 FIGURES['sokoban-large'].remove('convglu large')
-AT_ALL_BUDGETS = sum(FIGURES.values(), [])
-FIGURES |= {f'lm-{budget}': [f'{LM} {budget}'] for budget in ('small', 'medium', 'small-long')}
-FIGURES['sokoban'] = AT_ALL_BUDGETS
+FIGURES['sokoban'] = sum(FIGURES.values(), [])  # all budgets
+FIGURES |= {f'lm-{budget}': [f'{LM} {budget}'] for budget in BLOCKS}
 WAYS = ['sqrt_sum', 'mean', 'softmax_mean', 'softmax_l2']
 RULES = [(LM, False, L, 16 // L, 768) for L in (2, 4, 8)]  # with one expert they are the same
 RULES += [('convglu', recurrent, 2, 2, 128) for recurrent in (True, False)]
@@ -154,8 +147,8 @@ def config_of(row: Row) -> dict:
 def cost(row: Row) -> tuple[float, int]:
     """Of a token (levels' forward FLOPs) or environment step (multiply-adds); the parameters."""
     config = config_of(row)
-    names = {f.name for f in dataclasses.fields(ModelConfig if row.is_text else AgentConfig)}
-    sizes = {name: config[name] for name in names & config.keys() - {'path', 'dtype'}}
+    names = vars(ModelConfig() if row.is_text else AgentConfig()).keys() & config.keys()
+    sizes = {name: config[name] for name in names - {'path', 'dtype'}}
     try:
         with torch.device('meta'):  # sizes without memory
             if row.is_text:
@@ -201,7 +194,7 @@ def cells_of(name: str) -> list[Row]:
             for d in (1536, 768, 384) if model == LM else reversed(AGENTS[budget]):
                 one = Row(model, recurrent, budget, 1, 1, scaled(d))
                 # Python rounds a half to even: exactly half an expert is none
-                E, dear = round(W / (L * cost(one)[0])), DEAR * W if model == LM else math.inf
+                E, dear = round(W / (L * cost(one)[0])), DEAR * W if model == LM else inf
                 rows += [one._replace(L=L, E=E)] if 0 < L * E * cost(one)[0] <= dear else []
     return list(dict.fromkeys(rows))  # two widths may shrink to one
 
