@@ -138,8 +138,6 @@ figures test_figures::a_sweeps_page
 sweep test_sweep::tuning_goes_on_beyond_an_edge
     factor = 2.0 -> factor = 1.0
     range(FURTHER) -> range(FURTHER + 1)
-sweep test_sweep::ablation_plans
-    (1, 2, 4, 8, 16, 32, 64) -> (1, 2, 4, 8)
 sweep test_sweep::language_models_cost_16_blocks
     DEAR * W if -> 2 * W if
 sweep test_sweep::each_cell_is_tuned_with_seed_1_and_its

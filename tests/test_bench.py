@@ -93,57 +93,31 @@ def test_a_suite(case, tmp_path):
 
 
 def test_first_goes_on_where_it_stopped(tmp_path):
-    """The budget stops it, the same line goes on, what is done is not done again; one that fails is
-    told and passed by (exit status 1); a report of other code is refused."""
-    large = 'train 400,100,4,64'
+    """Ctrl-C keeps what was told to be done, and leaves no process, which would keep the pipe open;
+    the same line goes on, what is done is not done again; a step that fails is told and passed by
+    (exit status 1); a report of other code is refused."""
+    large, file = 'train 400,100,4,64', tmp_path / 'a' / 'b.json'
     cells = "('train',1,2,4,64),('decode',1,2,4,2),('train',400,100,4,64),('sokoban',1,1,4)"
     words = f'--suite=first --n_embd=128 --paths=fast,gpt_ring,ring --cells={cells}'
-    report, _, out = run(tmp_path, words, '--budget=1')
-    assert list(report['steps']) == ['yardsticks', 'train 1,2,4,64'] and 'cells left: 3' in out
-    command = shlex.split(out.splitlines()[-1])
-    assert command[2:] == [*SMALL, *words.split(), '--budget=1', f'--out={tmp_path}/a/b.json']
-    (before,) = report['results']
-    assert before['check'] == '0.00%' and before['suite'] == 'train'
+    command = [sys.executable, 'bench.py', *SMALL, *words.split(), f'--out={file}']
+    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
+    with forks.Popen(command, cwd=ROOT, **pipes) as process:
+        next(line for line in process.stdout if line.startswith('train 1,2,4,64: ok; '))
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate()
+    assert process.returncode == 130 and 'interrupted' in error, error
+    before = json.loads(file.read_text())['results']
+    assert [r['suite'] for r in before][:1] == ['train'] and before[0]['check'] == '0.00%'
     report, table, out = run(tmp_path, words, status=1)
-    assert 'left' not in out and report['results'][0] == before and len(report['steps']) == 5
+    assert report['results'][: len(before)] == before and len(report['steps']) == 5
     bad = {name: step['status'] for name, step in report['steps'].items() if step['status'] != 'ok'}
     assert list(bad) == [large] and 'GB free' in bad[large] and f'- {large}: {bad[large]}' in table
     suites = [r['suite'] for r in report['results']]
     assert suites == ['train', 'decode', 'decode', 'train', 'sokoban']
-    file = tmp_path / 'a' / 'b.json'
     file.write_text(json.dumps({**report, 'commit': 'other'}))
-    done = forks.run([sys.executable, *command[1:]], cwd=ROOT, capture_output=True, text=True)
+    done = forks.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count('\n') == 1
     assert "commit 'other'" in done.stderr and 'another --out' in done.stderr
-
-
-def test_first_interrupted(tmp_path):
-    """Ctrl-C keeps what was told to be done, and leaves no process: one would keep the pipe open.
-    Nothing is late here, however slow the machine, and the last steps would take minutes."""
-    script = 'import math, bench; bench.LIMIT, bench.LIMITS = math.inf, {}; '
-    script += 'bench.run_script(bench.main, "interrupted")'
-    cells = "('decode',1,2,4,2),('train',16,8,64,4096),('train',16,8,64,8192)"
-    words = [
-        *SMALL,
-        '--suite=first',
-        '--n_embd=128',
-        f'--cells={cells}',
-        '--paths=ring,gpt_ring,plain',
-    ]
-    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
-    command, told = [sys.executable, '-c', script, *words, f'--out={tmp_path}/a.json'], []
-    with forks.Popen(command, cwd=ROOT, **pipes) as process:
-        for line in process.stdout:
-            told += [line.partition(':')[0]] if ': ok; ' in line else []
-            if 'decode 1,2,4,2' in told:
-                break
-        process.send_signal(signal.SIGINT)
-        out, error = process.communicate()
-    assert process.returncode == 130 and 'interrupted' in error, error
-    told += [line.partition(':')[0] for line in out.splitlines() if ': ok; ' in line]
-    report = json.loads((tmp_path / 'a.json').read_text())
-    assert list(report['steps']) == told and len(told) < 4
-    assert [r['path'] for r in report['results']][:2] == ['ring', 'gpt_ring']
 
 
 def test_steps_of_a_gpu():
