@@ -33,8 +33,8 @@ from math import inf
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen
 
-from configurator import configure, fail, first_line, read_argument, read_config, read_script
-from configurator import run_script, write_json  # all before torch: how threads wait
+from configurator import configure, every, fail, first_line, read_argument, read_config
+from configurator import read_script, run_script, write_json  # before torch: how threads wait
 
 import numpy as np
 import torch
@@ -351,18 +351,16 @@ def devices() -> list[str]:
 def start(row: Row, gpu: str, n: int) -> Popen | None:
     """Starts or resumes a run as one of n workers; None if another process has it or has finished
     it. It inherits the folder's lock, and so keeps it when this process dies."""
-    folder = folder_of(row)
-    os.makedirs(folder, exist_ok=True)
-    lock_path, out_path = os.path.join(folder, '.lock'), os.path.join(folder, 'stdout.txt')
-    with open(lock_path, 'w') as lock, open(out_path, 'ab') as out:
+    folder = Path(folder_of(row))
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / '.lock', 'w') as lock, open(folder / 'stdout.txt', 'ab') as out:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return None
         if state_of(row) in ('done', *WRONG):  # under the lock: it may have changed
             return None
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(os.path.join(folder, 'failed.json'))  # of an earlier try
+        (folder / 'failed.json').unlink(missing_ok=True)  # of an earlier try
         launcher, *line = command(row)
         line = ['-m', 'torch.distributed.run', *line] if launcher == 'torchrun' else line
         line.append('--resume=True' if saved_in(folder) else '--overwrite=True')
@@ -405,7 +403,7 @@ def execute(rows: list[Row]) -> int:
             words = f'{WRONG[state]}: move it away, or choose another out_dir'
             fail(f'{folder_of(row)} holds {words}')
         queue += [] if state == 'done' else [row]
-    n, said = len(free), time.time()
+    n, due = len(free), every(REPORT)
     say(f'{plan}: {len(rows)} runs, {len(rows) - len(queue)} finished before; {n} at a time')
     stopper = Stopper()
     try:
@@ -431,8 +429,8 @@ def execute(rows: list[Row]) -> int:
                     process.terminate()  # they save
                 for process, _, _ in running.values():
                     process.wait()
-            elif time.time() - said > REPORT and running:
-                said, parts = time.time(), [f'{r.name} {look(r)[1]:.0%}' for r in running]
+            elif running and due():
+                parts = [f'{r.name} {look(r)[1]:.0%}' for r in running]
                 eta = remaining([*queue, *running], rows, n)
                 say(f'    running: {", ".join(parts)} | eta {eta}')
             time.sleep(POLL)
