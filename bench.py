@@ -274,7 +274,6 @@ def make_agent(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
             train_sokoban.sample = lambda *_, played=played: next(played)
             run.env, run.start, run.state, run.count = begun
             run.model.config.path, run.graphs = 'plain', None
-        train_sokoban.sample = sample
         return {name: (found[0][name], found[1][name]) for name in found[0]}
 
     steps, macs = config['n_envs'] * config['unroll'], run.model.macs_per_step()
@@ -654,8 +653,7 @@ def beside(results: list[dict]) -> str:
     for row in results:
         if row['status'] == 'ok':
             first.setdefault(key(row, CELL), row)
-        over = ratio(first.get(key(row, CELL), row), row)
-        rows.append({**row, 'ratio': over})
+        rows.append({**row, 'ratio': ratio(first.get(key(row, CELL), row), row)})
     return table(rows, COLUMNS)
 
 
@@ -686,9 +684,8 @@ def compare_reports(text: str) -> None:
         print(f'{letter}: {name}:', *(r.get(k) for k in ('device', 'dtype', 'commit', 'date')))
     old, rows = {key(row): row for row in a['results']}, []
     for row in b['results']:
-        if mine := old.get(key(row)):
-            both = {'A': mine['figure'], 'B': row['figure'], 'ratio': ratio(mine, row)}
-            rows.append(row | both)
+        if x := old.get(key(row)):
+            rows.append({**row, 'A': x['figure'], 'B': row['figure'], 'ratio': ratio(x, row)})
     if not rows:
         fail(f'compare: {names[0]} and {names[1]} have no row in common')
     columns = {name: (name, '{}') for name in [*KEYS, 'A', 'B']}
@@ -701,7 +698,7 @@ def compare_reports(text: str) -> None:
 def cells_of(config: dict) -> list[tuple]:
     """(suite, L, E, ...) of each cell, whole: shorter ones filled up from the suite's own."""
     cpu, suite, given = config['device'] == 'cpu', config['suite'], config['cells']
-    if given and not isinstance(given[0], tuple):
+    if given and not all(isinstance(cell, tuple) for cell in given):
         given = (given,)  # one
     if suite == 'first':
         given = given or (SMALL_FIRST if cpu else FIRST)
@@ -759,10 +756,8 @@ def plan(config: dict) -> dict[str, dict[str, dict]]:
     groups, first, cuda = {}, config['suite'] == 'first', config['device'] != 'cpu'
     for suite, *sizes in cells_of(config):
         name = f'{suite} {",".join(map(str, sizes))}'
-        rows = [
-            row_of(config, suite, tuple(sizes), path)
-            for path in chosen_paths(config, suite, sizes[1])
-        ]
+        paths = chosen_paths(config, suite, sizes[1])
+        rows = [row_of(config, suite, tuple(sizes), path) for path in paths]
         groups[name] = {f'{name} {row["path"]}': row for row in rows}
     conv = any(name.startswith('sokoban') for name in groups)
     before = {'yardsticks': {'yardsticks': {'suite': 'yardsticks', 'conv': conv}}}
