@@ -30,6 +30,7 @@ import contextlib
 import copy
 import datetime
 import functools
+import gc
 import itertools
 import json
 import math
@@ -230,6 +231,7 @@ def make_update(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
         mine = gradients(state)
         run.model.config.path, run.chunk_graphs, run.graphs = 'fast', None, None
         release()
+        gc.collect()
         if config['device'] != 'cpu':
             torch.cuda.empty_cache()  # the graphs' memory is needed
         plain = gradients(state)

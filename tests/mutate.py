@@ -82,11 +82,10 @@ muon test_muon
     update * w > 0 -> update * w < 0
     torch.where(update * w > 0, w, 0) -> w
     if nesterov else -> if not nesterov else
-train_sokoban test_paper::adam
+train_sokoban test_paper::updates_of_an_agent
     eps=adam_eps, -> eps=1e-8,
     torch.optim.Adam( -> torch.optim.AdamW(
     math.ceil(total_steps / (n_envs * unroll)) -> math.ceil(total_steps / n_envs)
-train_sokoban test_paper::updates_of_an_agent
     1 - run.step / run.updates -> 1
     grad_clip or math.inf -> math.inf
 train_sokoban test_paper::agent_settings_arrive
