@@ -533,8 +533,8 @@ def derive(record: dict, row: dict, rates: dict[str, float]) -> dict:
     row = row | record | published(row)
     if row['seconds']:
         (times,), (name, sign, _, _) = row['seconds'].values(), METRICS[row['suite']]
-        row[name] = spread([row['work'] / t if sign > 0 else 1e3 * t for t in times])
-        value = row[name]['median']
+        row[name] = [row['work'] / t if sign > 0 else 1e3 * t for t in times]
+        value = statistics.median(row[name])
         for other in ('paper', 'target'):
             if isinstance(row.get(other), (int, float)):
                 row[f'over_{other}'] = (value / row[other]) ** sign
@@ -544,10 +544,6 @@ def derive(record: dict, row: dict, rates: dict[str, float]) -> dict:
             least = floor(row, rates['matmul'], rates['copy'])
             row['share_of_roofline'] = least * (1e3 / value if sign < 0 else value / row['B'])
     return row | {'figure': figure(row)}
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    return {'median': statistics.median(values), 'min': min(values), 'max': max(values)}
 
 
 # ---- reports: what a figure needs to be repeated ----
@@ -601,8 +597,8 @@ def key(row: dict, names: list[str] = KEYS) -> tuple:
     return tuple(row.get(name) for name in names)
 
 
-def show(values: dict[str, float], unit: str, digits: int = 0) -> str:
-    median, low, high = (f'{values[name]:,.{digits}f}' for name in ('median', 'min', 'max'))
+def show(values: list[float], unit: str, digits: int = 0) -> str:
+    median, low, high = (f'{f(values):,.{digits}f}' for f in (statistics.median, min, max))
     return f'{median} ({low}..{high}) {unit}'
 
 
@@ -617,7 +613,7 @@ def ratio(a: dict, b: dict) -> str:
     if not a['status'] == b['status'] == 'ok':
         return ''
     name, sign, _, _ = METRICS[b['suite']]
-    return f'{(b[name]["median"] / a[name]["median"]) ** sign:.2f}x'
+    return f'{(statistics.median(b[name]) / statistics.median(a[name])) ** sign:.2f}x'
 
 
 COLUMNS = {
@@ -665,7 +661,7 @@ def write(report: dict, path: str) -> str:
     for name, seen in report['yardsticks'].items():
         unit, giga = 'GB/s' if name == 'copy' else 'GFLOP/s', 2e-9 if name == 'conv' else 1e-9
         # a multiply-add is two FLOPs
-        rates.append(f'{name} {show(spread([giga * rate for rate in seen]), unit)}')
+        rates.append(f'{name} {show([giga * rate for rate in seen], unit)}')
     words = '{device}, {threads} threads, torch {torch}, commit {commit}, {dtype}'.format(**report)
     text = f'{words}; {", ".join(rates)}\n`{report["command"]}`\n\n{beside(report["results"])}'
     steps = report['steps'].items()
