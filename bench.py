@@ -442,9 +442,8 @@ def measure(group: dict[str, dict], config: dict, until: float = math.inf) -> di
             label = queue.pop(0)
             if label not in workers:
                 ours, theirs = context.Pipe()
-                process = context.Process(
-                    target=work, args=(theirs, group[label], config), daemon=True
-                )
+                args = theirs, group[label], config
+                process = context.Process(target=work, args=args, daemon=True)
                 process.start()
                 theirs.close()
                 workers[label] = process, ours
@@ -576,18 +575,6 @@ def read_report(path: str) -> dict:
     except (OSError, ValueError, LookupError, TypeError) as error:
         fail(f'{path}: no report of bench.py ({first_line(error)})')
     return report | {'results': rows}
-
-
-def earlier(report: dict, path: str) -> dict:
-    """What there is of the report that this one goes on with, whose command goes before."""
-    old = read_report(path)
-    for name in SAME:
-        if old.get(name) != report[name]:
-            was = f'is of {name} {old.get(name)!r}, this run of {report[name]!r}'
-            fail(f'{path} {was}: choose another --out')
-    if report['command'] not in old['command']:
-        report['command'] = f'{old["command"]}; {report["command"]}'
-    return {name: old[name] for name in ('steps', 'yardsticks', 'results')}
 
 
 # ---- tables ----
@@ -793,8 +780,16 @@ def run(config: dict, groups: dict[str, dict[str, dict]]) -> int:
     folder = re.sub('[^a-z0-9]+', '-', report['device'].lower()).strip('-')
     path = config['out'] or os.path.join('results', folder, f'{config["suite"]}.json')
     os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
-    old = earlier(report, path) if goes_on and os.path.exists(path) else {}
-    report |= {'steps': {}, 'yardsticks': {}, 'results': []} | old
+    report |= {'steps': {}, 'yardsticks': {}, 'results': []}
+    if goes_on and os.path.exists(path):
+        old = read_report(path)
+        for name in SAME:
+            if old.get(name) != report[name]:
+                was = f'is of {name} {old.get(name)!r}, this run of {report[name]!r}'
+                fail(f'{path} {was}: choose another --out')
+        report |= {name: old[name] for name in ('steps', 'yardsticks', 'results')}
+        if report['command'] not in old['command']:
+            report['command'] = f'{old["command"]}; {report["command"]}'
     have, left = {key(row) for row in report['results']}, []
     for name, group in groups.items():
         rows = {key(row) for row in group.values() if 'L' in row}

@@ -430,8 +430,7 @@ def test_a_plans_figure(line, tmp_path):
     """Plan sokoban's runs are those of its three parts, where these are."""
     about, _, words = line.partition(': ')
     (plan, model), more = about.split(), ['--seeds=2', f'--out_dir={tmp_path}']
-    parts = [f'sokoban-{budget}' for budget in sweep.AGENTS] if plan == 'sokoban' else [plan]
-    for part in parts:
+    for part in [f'sokoban-{x}' for x in sweep.AGENTS] if plan == 'sokoban' else [plan]:
         rows = [row for row in sized(f'--plan={part}', *more) if row.model == model]
         fake(rows, lambda row: row.L + row.seed / 10 + (row.more == (('share_kv', False),)) / 2)
     # the default of L = 1 is missing: nothing may be drawn against another setting
