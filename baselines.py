@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import apply_rope, rope_table
+from kernels import apply_rope, compiled, rope_table
 from model import LanguageModel, ModelConfig, build_model, norm, window_mask
 
 LEARNING_RATE = {'lstm': 2e-3, 'transformer': 1e-3}  # usual at a few million parameters
@@ -37,18 +37,10 @@ class Block(nn.Module):
         self.up = nn.Linear(D, 4 * D, bias=False)
         self.down = nn.Linear(4 * D, D, bias=False)
         narrow = 0.02 / math.sqrt(2 * config.n_layer)  # GPT-2's, for what adds to the residual
-        for linear in (self.qkv, self.up):
-            linear.weight.data.normal_(0, 0.02)
-        for linear in (self.out, self.down):
-            linear.weight.data.normal_(0, narrow)
+        for linear, std in zip(self.children(), (0.02, narrow, 0.02, narrow), strict=True):
+            linear.weight.data.normal_(0, std)
 
-    def forward(
-        self,
-        x: Tensor,
-        rope: tuple[Tensor, Tensor],
-        mask: Tensor | None,
-        cache: tuple[Tensor, Tensor] | None,
-    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    def forward(self, x: Tensor, rope: tuple, mask: Tensor | None, cache: tuple | None) -> tuple:
         """x (B, T, D). cache: None, or keys (not rotated) and values of the last W tokens (B, G, W,
         K) -> x, the next cache."""
         B, T, D = x.shape
@@ -72,7 +64,6 @@ class Transformer(nn.Module):
     block's cache and how full it is."""
 
     recurrent = False
-    compiled = None
     num_params, flops_per_token = LanguageModel.num_params, LanguageModel.flops_per_token
 
     def __init__(self, config: ModelConfig):
@@ -91,19 +82,14 @@ class Transformer(nn.Module):
         cache = torch.zeros(B, c.n_kv_head, c.window, c.head_dim, device=device)
         return [(cache, cache)] * c.n_layer, torch.zeros(B, dtype=torch.int64, device=device)
 
-    def forward(
-        self, idx: Tensor, targets: Tensor, state: tuple | None = None
-    ) -> tuple[Tensor, tuple | None]:
+    def forward(self, idx: Tensor, targets: Tensor, state: tuple | None = None) -> tuple:
         """idx, targets (B, T) -> mean cross-entropy in nats, the next state."""
-        if state is not None or not self.config.compile:
-            return self.chunk(idx, targets, state)
-        if self.compiled is None:
-            self.compiled = torch.compile(self.chunk, dynamic=False)
-        return self.compiled(idx, targets, None)
+        chunk = Transformer.chunk
+        if state is None and self.config.compile:
+            chunk = compiled(chunk)
+        return chunk(self, idx, targets, state)
 
-    def chunk(
-        self, idx: Tensor, targets: Tensor, state: tuple | None
-    ) -> tuple[Tensor, tuple | None]:
+    def chunk(self, idx: Tensor, targets: Tensor, state: tuple | None) -> tuple:
         T, W = idx.size(1), self.config.window
         x, new, mask, count = F.embedding(idx, self.embedding), [], None, None
         caches = [None] * len(self.blocks)
@@ -143,9 +129,7 @@ class LSTM(nn.Module):
         h, c = torch.zeros(2, 1, B, self.lstm.hidden_size, device=self.head.device)
         return h, c
 
-    def forward(
-        self, idx: Tensor, targets: Tensor, state: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward(self, idx: Tensor, targets: Tensor, state: tuple | None = None) -> tuple:
         """idx, targets (B, T) -> mean cross-entropy in nats, the state to carry, detached."""
         x, state = self.lstm(F.embedding(idx, self.embedding), state)  # (B, T, hidden)
         logits = F.linear(x, self.head, self.head_bias).flatten(0, 1).float()  # (B * T, V)
@@ -162,23 +146,20 @@ def match_hidden(V: int, D: int, target: int) -> int:
     """The hidden size whose LSTM has nearest to `target` parameters; a multiple of 8, which a GPU
     likes, where that is within 1%. ValueError where even a hidden size of 1 has more."""
 
-    def params(h: int) -> int:
-        return V * D + 4 * h * (D + h + 2) + V * (h + 1)
+    def off(h: int) -> float:
+        return (V * D + 4 * h * (D + h + 2) + V * (h + 1)) / target - 1
 
-    if params(1) > 1.02 * target:
+    if off(1) > 0.02:
         sizes = f'an LSTM with embedding and head for V = {V}, D = {D}'
         raise ValueError(f'{sizes} has more than {target} parameters: lower n_embd')
-    b = 4 * D + 8 + V  # params(h) = 4 h^2 + b h + V (D + 1)
-    root = (math.sqrt(b * b + 16 * (target - V * (D + 1))) - b) / 8
-    eight = 8 * max(1, round(root / 8))
-    return eight if abs(params(eight) / target - 1) <= 0.01 else max(1, round(root))
+    exact = min(range(1, 2**15), key=lambda h: abs(off(h)))
+    eight = 8 * max(1, round(exact / 8))
+    return eight if abs(off(eight)) <= 0.01 else exact
 
 
 def build(arch: str, config: ModelConfig) -> Transformer | LSTM:
     """A baseline for the model of `config`: 'transformer', or 'lstm' with as many parameters as
-    RecurrentGPT. ValueError for another name, or sizes that do not fit."""
-    if arch not in LEARNING_RATE:
-        raise ValueError(f'arch = {arch!r}: expected one of {", ".join(LEARNING_RATE)}')
+    RecurrentGPT. ValueError for sizes that do not fit."""
     if arch == 'transformer':
         return Transformer(config)
     with torch.device('meta'):  # only to count

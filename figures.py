@@ -13,13 +13,13 @@ Colours are Okabe and Ito's, which colour-blind readers can tell apart; lines di
 """
 
 import base64
+import contextlib
 import csv
 import html
 import io
 import json
 import math
 import os
-import shlex
 import statistics
 import subprocess
 import sys
@@ -30,8 +30,8 @@ from operator import attrgetter as by
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from configurator import configure, fail, first_line, read_script, run_script
-from configurator import write_atomic, write_text  # before torch: how threads wait
+# before torch: how threads wait
+from configurator import configure, fail, first_line, run_script, write_atomic, write_text
 
 from checkpoint import need_packages
 
@@ -189,32 +189,27 @@ def differences(points: dict, default: object) -> dict:
     return out | {default: (0.0, math.nan, N)}
 
 
-def read_csv(folder: str, name: str) -> list[dict]:
-    """A table of the paper."""
-    path = os.path.join(folder, name)
-    try:
-        with open(path, newline='', encoding='utf-8') as file:
-            return list(csv.DictReader(file))
-    except OSError as error:
-        fail(f'reference = {folder!r}: {path}: {error.strerror}')
+def read_csv(path: str | os.PathLike) -> list[dict]:
+    with open(path, newline='', encoding='utf-8') as file:
+        return list(csv.DictReader(file))
 
 
-def paper_rows(reference: str, like: Row, name: str) -> dict:
-    """{cell: the paper's} of a row's model, budget and variant; {} where the paper has none."""
-    if not reference or like.model != 'convlstm' or like.more:
-        return {}
-    rows = {}
-    for r in read_csv(reference, name):
-        if (r['variant'], r['budget']) == (like.variant, like.budget):
-            rows[like.cell._replace(**{k: int(r[k]) for k in 'LEd'})] = r
+def paper_rows(reference: str, points: dict, name: str) -> dict:
+    """{cell: the paper's}, of our cells' variants and budgets; {} where the paper has none."""
+    ours, rows = {row[:3] for row in points if not row.more}, {}
+    for r in read_csv(os.path.join(reference, name)) if reference else ():
+        sizes = (int(r[k]) for k in 'LEd')
+        row = Row('convlstm', r['variant'] == 'recurrent', r['budget'], *sizes, seed=0)
+        rows |= {row: r} if row[:3] in ours else {}
     return rows
 
 
 def paper_cells(reference: str, points: dict) -> dict:
     """The paper's returns, as `points` has ours."""
-    out = paper_rows(reference, next(iter(points)), 'sokoban_returns.csv')
-    for row, r in out.items():
-        out[row] = float(r['mean_return']), math.sqrt(float(r['variance'])), int(r['n_seeds'])
+    names, out = ('mean_return', 'variance', 'n_seeds'), {}
+    for row, r in paper_rows(reference, points, 'sokoban_returns.csv').items():
+        mean, variance, n = (float(r[name]) for name in names)
+        out[row] = mean, math.sqrt(variance), int(n)
     return out
 
 
@@ -402,14 +397,19 @@ def field(x: object) -> str:
     return '' if x is None else str(x)
 
 
+def markdown(lines: list) -> str:
+    """The first line's texts are the titles."""
+    head, *rest = (f'| {" | ".join(line)} |\n' for line in lines)
+    return ''.join([head, '| --- ' * len(lines[0]) + '|\n', *rest])
+
+
 def write_table(rows: list[dict], into: str, name: str) -> list[str]:
     """As name.csv and name.md, the first row's keys as columns; what a row lacks stays empty."""
     lines = [list(rows[0]), *([field(row.get(k)) for k in rows[0]] for row in rows)]
-    text, marks = io.StringIO(), [f'| {" | ".join(line)} |\n' for line in lines]
+    text = io.StringIO()
     csv.writer(text, lineterminator='\n').writerows(lines)
-    marks.insert(1, '| --- ' * len(rows[0]) + '|\n')
     paths = [os.path.join(into, f'{name}.{form}') for form in ('csv', 'md')]
-    for path, content in zip(paths, (text.getvalue(), ''.join(marks)), strict=True):
+    for path, content in zip(paths, (text.getvalue(), markdown(lines)), strict=True):
         write_text(content, path)
     return paths
 
@@ -427,9 +427,7 @@ def tables(runs: list, reference: str, into: str) -> list[str]:
     """Mean, variance (N - 1) and N of every cell, a table a model in the paper's layout."""
     paths = []
     for model, points in groups(cells(runs), by('model')).items():
-        body, paper = [], {}
-        for part in groups(points, by('recurrent', 'budget')).values():
-            paper |= paper_cells(reference, part)
+        body, paper = [], paper_cells(reference, points)
         for row, fields in cell_fields(points).items():
             mean, deviation, n = points[row]
             name = 'mean_loss' if row.is_text else 'mean_return'
@@ -442,20 +440,20 @@ def tables(runs: list, reference: str, into: str) -> list[str]:
 
 
 def solve_table(rates: dict, levels: str, reference: str, into: str) -> list[str]:
-    """rates: {cell: [solve rate of each seed]} on `levels`, in the paper's layout; on
-    unfiltered-test with the paper's own rows."""
-    paths, reference = [], reference if levels == 'unfiltered-test' else ''
-    where = os.path.splitext(os.path.basename(levels or 'held_out'))[0].replace('-', '_')
+    """rates: {cell: [solve rate of each seed]} on `levels` ('': held-out ones), in the paper's
+    layout; on unfiltered-test with the paper's own rows."""
+    paths, reference = [], reference if levels else ''
+    where = (levels or 'held_out').replace('-', '_')
     for model, rows in groups(rates, by('model')).items():
-        paper, body = {}, []
+        body = []
         for row, fields in cell_fields(rows).items():
             mean, deviation, n = summary([100 * rate for rate in rates[row]])
-            paper |= paper_rows(reference, row, 'sokoban_solve_rates.csv')
             body.append({**fields, f'{where}_percent': mean, 'std': deviation, 'n_seeds': n})
-        others = read_csv(reference, 'sokoban_baselines.csv') if reference else []
+        path = os.path.join(reference, 'sokoban_baselines.csv')
+        others = read_csv(path) if reference else []
         for r in others:
             r['variant'] = f'{r["method"]}, {r["training_steps"]}'
-        for r in (*paper.values(), *others):
+        for r in (*paper_rows(reference, rows, 'sokoban_solve_rates.csv').values(), *others):
             body.append(r | {'variant': f'{r["variant"]}, paper'})
         paths += write_table(body, into, f'solve_{model}')
     return paths
@@ -506,11 +504,13 @@ def open_trackers(
 ) -> tuple[Callable[[dict], object], Callable[[], object]]:
     """-> write(record), close() for a run's TensorBoard, and Weights & Biases if a project is
     named. Both get the settings, a record's numbers, and the GIFs that it names."""
-    board, run, out_dir = None, None, config['out_dir']
+    board, run, out_dir, stack = None, None, config['out_dir'], contextlib.ExitStack()
     if tensorboard:
+        from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter
 
         board = SummaryWriter(out_dir)
+        stack.callback(board.close)
         board.add_text('settings', '\n'.join(f'    {k} = {v!r}' for k, v in config.items()))
     if wandb_project:
         import wandb
@@ -519,133 +519,108 @@ def open_trackers(
             run = wandb.init(project=wandb_project, name=str(out_dir), dir=out_dir, config=config)
         except wandb.Error as error:
             fail(f'wandb = True: {first_line(error)}; or set WANDB_MODE=offline')
+        stack.callback(run.finish)
 
     def write(record: dict) -> None:
         step = record['step']
         numbers = {k: x for k, x in record.items() if isinstance(x, (int, float))}
         gifs = {k: x for k, x in record.items() if str(x).endswith('.gif')}
         if board:
-            for name in numbers.keys() - {'step'}:
-                board.add_scalar(name, numbers[name], step)
+            values = [Summary.Value(tag=k, simple_value=x) for k, x in numbers.items()]
             for name, path in gifs.items():
-                from tensorboard.compat.proto.summary_pb2 import Summary
-
                 image = Summary.Image(encoded_image_string=Path(path).read_bytes(), colorspace=3)
-                value = Summary.Value(tag=name, image=image)
-                board.file_writer.add_summary(Summary(value=[value]), step)
+                values.append(Summary.Value(tag=name, image=image))
+            board.file_writer.add_summary(Summary(value=values), step)
         if run:
             gifs = {name: wandb.Video(path, format='gif') for name, path in gifs.items()}
             run.log(numbers | gifs, step=step)
 
-    def close() -> None:
-        if board:
-            board.close()
-        if run:
-            run.finish()
-
-    return write, close
+    return write, stack.close
 
 
 # ----------------------------------------------------------------------------- the report
 
 STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 60rem; margin: 2rem auto;
-       padding: 0 1rem }
+body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 60rem; margin: 2rem auto }
 h1 { font-size: 1.6rem; overflow-wrap: anywhere }
 h2 { font-size: 1.15rem; margin-top: 2.5rem; border-bottom: 1px solid #ddd }
 img { max-width: 100%; margin: 0.5rem 1rem 0.5rem 0 }
 img[alt$=svg] { height: 24rem; object-fit: contain; object-position: left }
 div { overflow-x: auto }
-table { border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tabular-nums }
-th, td { padding: 0.2rem 1.2rem 0.2rem 0; text-align: right; border-bottom: 1px solid #eee;
-         white-space: nowrap }
-th:first-child, td:first-child { text-align: left }
-pre { font-size: 0.85rem; background: #f6f6f4; padding: 0.8rem; white-space: pre-wrap;
-      overflow-wrap: anywhere }
-.columns { columns: 18rem }
+table { font-size: 0.85rem; font-variant-numeric: tabular-nums }
+th, td { padding-right: 1.2rem; text-align: right; white-space: nowrap }
+pre { font-size: 0.85rem; background: #f6f6f4; padding: 0.8rem; white-space: pre-wrap }
 """
 SHOWN = """run step tokens env_steps value train_loss val_loss val_bits_per_byte return_1000
     solve_rate_1000 eval_return eval_solve_rate seconds commit""".split()  # of a log, in a table
 
 
-def html_table(rows: list[dict]) -> str:
-    """A column for every key that has a value in some row."""
-    names = dict.fromkeys(k for row in rows for k in row)
-    names = [k for k in names if any(row.get(k) not in (None, '') for row in rows)]
-    lines = [''.join(f'<th>{html.escape(name.replace("_", " "))}</th>' for name in names)]
-    for row in rows:
-        lines.append(''.join(f'<td>{html.escape(field(row.get(k)))}</td>' for k in names))
-    text = ''.join(f'<tr>{line}</tr>\n' for line in lines)
-    return f'<div><table>{text}</table></div>\n' if rows else ''
+def html_of(content: 'Figure | Path | list | dict | str') -> str:
+    """A figure, a picture's file, rows of a table (with a column for every key that has a value in
+    one), settings, or text."""
+    if isinstance(content, list):
+        names = dict.fromkeys(k for row in content for k in row)
+        names = [k for k in names if any(row.get(k) not in (None, '') for row in content)]
+        lines = [[name.replace('_', ' ') for name in names]]
+        lines += [[field(row.get(k)) for k in names] for row in content]
+        page = ''
+        for line in lines:
+            tag = 'th' if line is lines[0] else 'td'
+            texts = (f'<{tag}>{html.escape(text)}</{tag}>' for text in line)
+            page += f'<tr>{"".join(texts)}</tr>\n'
+        return f'<div><table>{page}</table></div>\n'
+    if isinstance(content, dict):
+        content = '\n'.join(f'{k} = {x}' for k, x in content.items())
+    if isinstance(content, str):
+        return f'<pre>{html.escape(content)}</pre>\n'
+    if isinstance(content, Path):
+        name, data = content.name, content.read_bytes()
+    else:
+        name, file = 'curves.svg', io.BytesIO()
+        content.savefig(file, format='svg')
+        data = file.getvalue()
+    form, text = name.rpartition('.')[2].replace('svg', 'svg+xml'), base64.b64encode(data).decode()
+    return f'<img src="data:image/{form};base64,{text}" alt="{html.escape(name)}">\n'
 
 
-def html_text(text: str | dict) -> str:
-    """A dict as lines of name = value."""
-    if isinstance(text, dict):
-        text = '\n'.join(f'{k} = {x}' for k, x in text.items())
-    columns = ' class="columns"' if text.count('\n') > 30 else ''  # all settings
-    return f'<pre{columns}>{html.escape(text)}</pre>\n' if text else ''
-
-
-def html_picture(content: bytes, form: str, name: str) -> str:
-    data = base64.b64encode(content).decode()
-    return f'<img src="data:image/{form};base64,{data}" alt="{html.escape(name)}">\n'
-
-
-def html_figure(figure: 'Figure') -> str:
-    content = io.BytesIO()
-    figure.savefig(content, format='svg')
-    return html_picture(content.getvalue(), 'svg+xml', 'curves.svg')
-
-
-def run_parts(folder: Path, log: list[dict], config: dict) -> dict[str, str]:
-    """A run's page: {heading: HTML}."""
+def run_parts(folder: Path, log: list[dict], config: dict) -> dict[str, object]:
+    """A run's page: {heading: what html_of takes}."""
     unit = {'bytes': 'byte', 'gpt2': 'token'}.get(config.get('tokenizer'), '')
-    script = 'train_lm.py' if unit else 'train_sokoban.py'
-    defaults = read_script(Path(__file__).parent / script)[0]
-    config = {k: tuple(x) if isinstance(x, list) else x for k, x in config.items()}
-    own = [f'--{k}={x}' for k, x in config.items() if k in defaults and x != defaults[k]]
-    parts = {'The same again': html_text(shlex.join(['python', script, *own]))}
-    parts['Curves'] = html_figure(run_figure(log, '', unit))
     evaluated = [r for r in log if 'val_loss' in r or 'eval_return' in r]
-    parts['Evaluations'] = html_table([{k: r.get(k) for k in SHOWN} for r in evaluated])
-    for path in sorted(folder.glob('eval_*.gif')):
-        parts[f'Game: {path.stem}'] = html_picture(path.read_bytes(), 'gif', path.name)
+    parts = {'Curves': run_figure(log, '', unit)}
+    parts['Evaluations'] = [{k: r.get(k) for k in SHOWN} for r in evaluated]
+    parts |= {f'Game: {path.stem}': path for path in sorted(folder.glob('eval_*.gif'))}
     if unit and (folder / 'ckpt_last.pt').exists():
         print(f'a sample of {folder / "ckpt_last.pt"}, by sample.py', flush=True)
         line = [sys.executable, 'sample.py', f'--out_dir={folder.resolve()}']
         done = subprocess.run(line, cwd=Path(__file__).parent, capture_output=True, text=True)
-        parts['A sample'] = html_text(done.stdout or done.stderr)
-    return parts | {'Settings': html_text(config)}
+        parts['A sample'] = done.stdout or done.stderr
+    return parts | {'Settings': config}
 
 
-def sweep_parts(folder: Path, logs: dict, configs: dict) -> dict[str, str]:
-    """A sweep's page: {heading: HTML}: what sweep.py has drawn and listed, and the logs."""
+def sweep_parts(folder: Path, logs: dict, configs: dict) -> dict[str, object]:
+    """A sweep's page: {heading: what html_of takes}: what sweep.py has drawn and listed, and the
+    logs."""
     about = read_json(folder / 'runs.json')
-    runs, parts = about.pop('runs', []), {'Drawn by': html_text(about)}
-    for path in sorted(folder.glob('*.svg')):
-        parts[path.stem] = html_picture(path.read_bytes(), 'svg+xml', path.name)
-    for path in sorted(folder.glob('*.csv')):
-        with open(path, newline='', encoding='utf-8') as file:
-            parts[path.stem] = html_table(list(csv.DictReader(file)))
+    runs, parts = about.pop('runs', []), {'Drawn by': about}
+    parts |= {path.stem: path for path in sorted(folder.glob('*.svg'))}
+    parts |= {path.stem: read_csv(path) for path in sorted(folder.glob('*.csv'))}
     if logs:
-        runs, kinds = [], dict.fromkeys(bool(c.get('recurrent')) for c in configs.values())
-        figure, panels = new(len(kinds), 3.2)
+        runs, (figure, (axes,)) = [], new(1, 3.2)
         for path in sorted(logs, key=lambda path: configs[path].get('n_layer', 0)):
             c, log, text = configs[path], logs[path], 'tokens' in logs[path][-1]
-            L, axes = c.get('n_layer', 0), panels[list(kinds).index(bool(c.get('recurrent')))]
+            L, recurrent = c.get('n_layer', 0), c.get('recurrent')
             x, y = ('tokens', 'val_loss') if text else ('env_steps', 'return_1000')
-            style = {'color': COLORS[L.bit_length() % 7], 'lw': 1}
-            curve(axes, log[1:], x, y, f'L = {L}', **style)  # not the loss before any update
+            style = {'color': COLORS[L.bit_length() % 7], 'lw': 1, 'ls': '-' if recurrent else ':'}
+            name = f'L = {L}' + ', not recurrent' * (not recurrent)
+            curve(axes, log[1:], x, y, name, **style)  # not the loss before any update
             axes.set(xlabel=f'{x.replace("_", " ")} (millions)', ylabel=y.replace('_', ' '))
-            axes.set_title('recurrent' if c.get('recurrent') else 'feedforward')
             about = {'run': path.name, 'value': value(log), 'commit': c.get('commit')}
             runs.append({k: (log[-1] | about).get(k) for k in SHOWN})
-        parts['Curves'] = html_figure(finish(figure, ''))
-    parts['Runs'] = html_table(runs)
+        parts['Curves'] = finish(figure, '')
     first, *others = configs.values() or [{}]
     common = {k: x for k, x in first.items() if all(c.get(k) == x for c in others)}
-    return parts | {'Settings of all runs': html_text(common)}
+    return parts | {'Runs': runs, 'Settings of all runs': common}
 
 
 def write_report(folder: Path) -> Path:
@@ -659,13 +634,13 @@ def write_report(folder: Path) -> Path:
         parts = run_parts(folder, logs[folder], configs[folder])
     else:
         parts = sweep_parts(folder, logs, configs)
-    title, path = html.escape(str(folder)), folder / 'report.html'
-    body = ''.join(f'<h2>{html.escape(k)}</h2>\n{part}' for k, part in parts.items() if part)
-    head = f'<meta charset="utf-8">\n<title>{title}</title>\n<style>{STYLE}</style>'
-    write_text(
-        f'<!doctype html>\n<html lang="en">\n{head}\n<h1>{title}</h1>\n{body}</html>\n', path
-    )
-    return path
+    title = html.escape(str(folder))
+    head = f'<meta charset="utf-8">\n<title>{title}</title>\n<style>{STYLE}</style>\n'
+    text = f'<!doctype html>\n<html lang="en">\n{head}<h1>{title}</h1>\n'
+    for heading, content in parts.items():
+        text += f'<h2>{html.escape(heading)}</h2>\n{html_of(content)}' if content else ''
+    write_text(f'{text}</html>\n', folder / 'report.html')
+    return folder / 'report.html'
 
 
 def main() -> None:

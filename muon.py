@@ -1,22 +1,15 @@
 """
 Muon for stacked matrices, the schedule, who optimizes what; and what several ranks (torchrun)
-share: states joined, sums, and gradients in a few flat tensors that travel while the backward is
-still running.
+share: states joined, sums, and gradients that travel while the backward is still running.
 
 Muon (Keller Jordan, 2024) replaces the momentum of a matrix by a nearly orthogonal matrix with the
 same singular vectors, found by five Newton-Schulz iterations. The weights of E experts are stacked
 in one tensor (E, out, in), and every slice is one matrix to Muon. On each slice this is
-torch.optim.Muon(adjust_lr_fn='original'): same coefficients, eps and bfloat16 iteration. What
-differs:
-
-- All matrices with the same two sides, of all parameters, go through one batched iteration. (On 2
-  CPU cores, 16 matrices of 256 x 256: 12 ms batched, 40 ms one by one.)
-- Weight decay is cautious: only where it and the update push a weight the same way.
-- `step` never waits for the device, and the learning rate may be a 0-dim tensor, so that a step can
-  be captured in a CUDA graph.
-- Several ranks share the iterations out and gather the results in bfloat16. Gradients must be equal
-  on all ranks; weights and momentum then are, and a checkpoint does not depend on the number of
-  ranks.
+torch.optim.Muon(adjust_lr_fn='original'); but all matrices with the same two sides go through one
+batched iteration, weight decay is cautious (only where it and the update push a weight the same
+way), a step can be captured in a CUDA graph (the learning rate may be a 0-dim tensor), and several
+ranks share the iterations out and gather the results in bfloat16: gradients must be equal on all,
+weights and momentum then are.
 """
 
 import functools
@@ -32,7 +25,6 @@ from kernels import compiled
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7  # the floor of the norm: a zero gradient gives a zero update, not NaN
 MAX_BATCH = 2**26  # elements of one batched iteration: its scratch takes about 10 bytes each
-ALIGN = 32  # elements: gradients begin at multiples of 128 bytes, which vectorised kernels want
 
 
 def orthogonalize(x: torch.Tensor, ns_steps: int = 5) -> torch.Tensor:
@@ -80,17 +72,11 @@ class Muon(torch.optim.Optimizer):
     no decay. State: 'momentum_buffer', of the parameter's shape and dtype. ValueError for a
     parameter that is no stack of real matrices, or empty."""
 
+    compile = False  # its passes over parameters on a GPU
+
     def __init__(
-        self,
-        params,
-        lr=0.02,
-        momentum=0.95,
-        nesterov=True,
-        ns_steps=5,
-        weight_decay=0.01,
-        compile=False,
+        self, params, lr=0.02, momentum=0.95, nesterov=True, ns_steps=5, weight_decay=0.01
     ):
-        self.compile = compile  # its passes over parameters on a GPU
         settings = {'lr': lr, 'momentum': momentum, 'nesterov': nesterov}
         super().__init__(params, settings | {'ns_steps': ns_steps, 'weight_decay': weight_decay})
         for p in (p for group in self.param_groups for p in group['params']):
@@ -99,45 +85,36 @@ class Muon(torch.optim.Optimizer):
                 raise ValueError(f'Muon needs real matrices (..., out, in), {shape}')
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self) -> None:
         """One update of every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         for group in self.param_groups:
             alike = {}
             for p in group['params']:
                 if p.grad is not None:
-                    sides = (*sorted(p.shape[-2:]), p.device)
-                    alike.setdefault(sides, []).append(p)
+                    alike.setdefault(tuple(sorted(p.shape[-2:])), []).append(p)
             # one lot's results travel between ranks while the next iterates
             begun = [(params, *self.begin(params, group)) for params in alike.values()]
-            for params, ortho, message in begun:
+            for params, parts, message in begun:
                 if message is not None:
                     message.wait()
-                self.end(params, ortho, group)
-        return loss
+                for p, part in zip(params, parts, strict=True):
+                    self.piece(p)(change)(p, part, group['lr'], group['weight_decay'])
 
     def begin(
         self, params: list[torch.nn.Parameter], group: dict
-    ) -> tuple[torch.Tensor, dist.Work | None]:
-        """Momentum, and the iteration for parameters with the same two sides: of
-        orthogonalize_shared."""
-        rows, columns = sorted(params[0].shape[-2:])
+    ) -> tuple[list[torch.Tensor], dist.Work | None]:
+        """Momentum, and the iteration for parameters with the same two sides: each one's (N, rows,
+        columns), and the message to wait for."""
         sizes = [p[..., 0, 0].numel() for p in params]
-        stack = params[0].new_empty(sum(sizes), rows, columns, dtype=torch.bfloat16)
+        shape = sum(sizes), *sorted(params[0].shape[-2:])
+        stack = params[0].new_empty(shape, dtype=torch.bfloat16)
         for p, part in zip(params, stack.split(sizes), strict=True):
             if not self.state[p]:
                 self.state[p]['momentum_buffer'] = torch.zeros_like(p)
             how = group['momentum'], group['nesterov']
             self.piece(p)(average)(p.grad, self.state[p]['momentum_buffer'], part, *how)
-        return orthogonalize_shared(stack, group['ns_steps'])
-
-    def end(self, params: list[torch.nn.Parameter], ortho: torch.Tensor, group: dict) -> None:
-        sizes = [p[..., 0, 0].numel() for p in params]
-        for p, part in zip(params, ortho.split(sizes), strict=True):
-            self.piece(p)(change)(p, part, group['lr'], group['weight_decay'])
+        ortho, message = orthogonalize_shared(stack, group['ns_steps'])
+        return ortho.split(sizes), message
 
     def piece(self, p: torch.nn.Parameter) -> Callable:
         """Compiled, a pass over a parameter is one kernel; a learning rate that is a number would
@@ -173,7 +150,8 @@ def make_optimizers(model: torch.nn.Module, settings: dict) -> list[torch.optim.
     rates |= {'scalars': s['scalar_lr']}
     params = [{'params': groups[name], 'lr': rates[name]} for name in rates if groups[name]]
     how = {'momentum': s['momentum'], 'weight_decay': s['weight_decay']}
-    muon = Muon(groups['matrices'], s['learning_rate'], **how, compile=s['compile'])
+    muon = Muon(groups['matrices'], s['learning_rate'], **how)
+    muon.compile = s['compile']
     how = {'fused': True, 'capturable': model.embedding.is_cuda, 'weight_decay': 0.0}
     adamw = torch.optim.AdamW(params, betas=s['betas'], eps=s['adam_eps'], **how)
     adamw._warned_capturable_if_run_uncaptured = True  # its first steps are, on purpose
@@ -181,11 +159,9 @@ def make_optimizers(model: torch.nn.Module, settings: dict) -> list[torch.optim.
 
 
 def lr_at(step: int, max_iters: int, warmup_iters: int, final_ratio: float = 0.01) -> float:
-    """The learning rate of update `step` (0 .. max_iters - 1) as a fraction of its peak.
-
-    Linear warm-up: 1 / warmup_iters at step 0 and 1 at step warmup_iters - 1. Then half a cosine,
-    down to final_ratio at the last update and after it. A run not longer than its warm-up only
-    warms up."""
+    """The learning rate of update `step` (0 .. max_iters - 1) as a fraction of its peak: linear
+    warm-up, 1 at step warmup_iters - 1, then half a cosine, down to final_ratio at the last update
+    and after it. A run not longer than its warm-up only warms up."""
     if step < warmup_iters:
         return (step + 1) / warmup_iters
     progress = min(1.0, (step + 1 - warmup_iters) / max(1, max_iters - warmup_iters))
@@ -211,71 +187,55 @@ def sum_over_ranks(model: torch.nn.Module, extra: torch.Tensor) -> torch.Tensor:
     """Sums gradients and the vector `extra` over ranks, in one message -> extra's sum."""
     if not dist.is_initialized():
         return extra
-    params = [p for p in model.parameters() if p.grad is not None]
-    flat = torch.cat([*(p.grad.flatten() for p in params), extra])
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    flat = torch.cat([*(grad.flatten() for grad in grads), extra])
     dist.all_reduce(flat)
-    *grads, extra = flat.split([*(p.numel() for p in params), len(extra)])
-    for p, grad in zip(params, grads, strict=True):
-        p.grad.copy_(grad.view_as(p))
+    *parts, extra = flat.split([*(grad.numel() for grad in grads), len(extra)])
+    torch._foreach_copy_(grads, [part.view_as(g) for part, g in zip(parts, grads, strict=True)])
     return extra
 
 
 class Buckets:
-    """Gradients as views of a few flat tensors, the buckets: they stay in one place, as a CUDA
-    graph needs them, and are summed over ranks in few messages that travel while the backward is
-    busy with others.
+    """Gradients that stay in one place, as a CUDA graph needs them, and are summed over ranks, each
+    parameter's a message, while the backward is busy with others: stacked experts make few.
 
-    params: in the order in which a backward ends them, of one dtype and device. A bucket has at
-    most `size` elements, or one parameter. extra: n_extra numbers that are summed with the last
-    bucket.
+    params: in the order in which a backward ends them. extra: n_extra numbers that are summed last.
 
     An update: zero(); backwards, which add; before the last of them sending = True, so that a
-    bucket leaves when all of its gradients are there; finish(). Buckets leave in their order on
-    every rank, whatever the order of the gradients: ranks that disagreed would wait for each other
-    for ever. A parameter without a gradient has zeros, and keeps its bucket and later ones until
-    finish()."""
+    gradient leaves when it and all before it are there; finish(). They leave in one order on every
+    rank: ranks that disagreed would wait for each other for ever."""
 
-    def __init__(self, params, n_extra=1, size=2**25):
-        self.members, self.flats, self.views, self.sending = [[]], [], [], False
-        for p in params:
-            if self.members[-1] and sum(q.numel() for q in self.members[-1]) + p.numel() > size:
-                self.members.append([])
-            self.members[-1].append(p)
-        for i, members in enumerate(self.members):
-            room = [-(-p.numel() // ALIGN) * ALIGN for p in members]
-            last = n_extra * (i + 1 == len(self.members))
-            self.flats.append(members[0].detach().new_zeros(sum(room) + last))
-            *parts, self.extra = self.flats[-1].split([*room, last])
-            for p, part in zip(members, parts, strict=True):
-                self.views.append((p, part[: p.numel()].view_as(p)))
-                if dist.is_initialized():
-                    p.register_post_accumulate_grad_hook(functools.partial(self.arrived, i))
+    def __init__(self, params, n_extra=1):
+        self.params, self.sending = list(params), False
+        self.grads = [torch.zeros_like(p) for p in self.params]
+        self.extra = self.grads[0].new_zeros(n_extra)
+        for i, p in enumerate(self.params if dist.is_initialized() else ()):
+            p.register_post_accumulate_grad_hook(functools.partial(self.arrived, i))
         self.zero()
 
     def zero(self) -> None:
-        """Begins an update: gradients and extra are zero, and every p.grad is its view again,
-        whoever has replaced it."""
-        for flat in self.flats:
-            flat.zero_()
-        for p, view in self.views:
-            if p.grad is not view:
-                p.grad = view
-        self.missing, self.works = [len(members) for members in self.members], []
+        """Begins an update: gradients and extra are zero, and in their place, whoever has replaced
+        them."""
+        torch._foreach_zero_([*self.grads, self.extra])
+        for p, grad in zip(self.params, self.grads, strict=True):
+            p.grad = grad
+        self.complete, self.works = set(), []
 
     def arrived(self, i: int, _: torch.Tensor) -> None:
-        """A gradient of bucket i is complete."""
+        """A gradient is complete."""
         if self.sending:
-            self.missing[i] -= 1
-            while len(self.works) < len(self.flats) - 1 and self.missing[len(self.works)] == 0:
-                self.send()
+            self.complete.add(i)
+            while len(self.works) in self.complete:
+                self.send(self.grads[len(self.works)])
 
-    def send(self) -> None:
-        self.works.append(dist.all_reduce(self.flats[len(self.works)], async_op=True))
+    def send(self, x: torch.Tensor) -> None:
+        self.works.append(dist.all_reduce(x, async_op=True))
 
     def finish(self) -> None:
         """Ends an update's backwards: gradients and extra are sums over all ranks."""
         self.sending = False
-        while dist.is_initialized() and len(self.works) < len(self.flats):
-            self.send()
+        if dist.is_initialized():
+            for x in [*self.grads[len(self.works) :], self.extra]:
+                self.send(x)
         for work in self.works:
             work.wait()

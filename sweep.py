@@ -8,9 +8,6 @@ $ python sweep.py --plan sokoban-small --figure --table   # what has finished: P
 $ python sweep.py --plan sokoban-small --table=solve      # the best ones' solve rates
 $ python sweep.py --plan sokoban --figure --table         # its three budgets together
 $ python sweep.py config/study_lm.py --run --figure --table   # a study for two CPU cores
-Data first: python sokoban.py --download=True
-python sokoban.py --split=unfiltered-valid --download=True
-or, for the study, python data_fineweb.py --demo=True --tokenizer=bytes
 
 A plan compares allocations (L, E, d) at one budget W: E = round(W / (L C(d))) experts, where C(d)
 is an expert's cost; a row is dropped where that is 0. ConvLSTM: C = 9 (32 + 2d) 4d multiply-adds a
@@ -23,7 +20,6 @@ last step; figures and tables (plan sokoban: from its parts' runs).
 """
 
 import contextlib
-import dataclasses
 import fcntl
 import functools
 import json
@@ -32,12 +28,13 @@ import re
 import shlex
 import sys
 import time
+from datetime import timedelta
 from math import inf
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen
 
-from configurator import configure, fail, first_line, read_argument, read_config, read_script
-from configurator import run_script, write_json  # all before torch: how threads wait
+from configurator import configure, every, fail, first_line, read_argument, read_config
+from configurator import read_script, run_script, write_json  # before torch: how threads wait
 
 import numpy as np
 import torch
@@ -70,8 +67,8 @@ index = -1                     # of run: this row of the list alone (array jobs)
 emit = ''                      # print an array job ('slurm') or a line a run ('commands')
 figure = False                 # draw the plan's figures
 table = None                   # True: mean, variance, N; 'solve': the best ones' solve rates too
+                               # on unfiltered-test, or of generated levels on held-out ones
 reference = ''                 # folder with the paper's tables: drawn and listed beside ours
-levels = 'unfiltered-test'     # what 'solve' evaluates on; '': the agents' own held-out levels
 results = ''                   # folder for figures and tables; '': out_dir/PLAN
 # fmt: on
 RANGES = {'width': (1e-3, 1000), 'length': (1e-6, 1000), 'emit': ['', 'slurm', 'commands']}
@@ -87,9 +84,8 @@ LM = 'transformer'
 # plan: models and budgets; allocations of equal cost
 FIGURES = {f'sokoban-{budget}': [f'convlstm {budget}', f'convglu {budget}'] for budget in AGENTS}
 FIGURES['sokoban-large'].remove('convglu large')
-AT_ALL_BUDGETS = sum(FIGURES.values(), [])
-FIGURES |= {f'lm-{budget}': [f'{LM} {budget}'] for budget in ('small', 'medium', 'small-long')}
-FIGURES['sokoban'] = AT_ALL_BUDGETS
+FIGURES['sokoban'] = sum(FIGURES.values(), [])  # all budgets
+FIGURES |= {f'lm-{budget}': [f'{LM} {budget}'] for budget in BLOCKS}
 WAYS = ['sqrt_sum', 'mean', 'softmax_mean', 'softmax_l2']
 RULES = [(LM, False, L, 16 // L, 768) for L in (2, 4, 8)]  # with one expert they are the same
 RULES += [('convglu', recurrent, 2, 2, 128) for recurrent in (True, False)]
@@ -106,10 +102,9 @@ SAME_RUN = (  # settings that may change without making another run
     'out_dir resume overwrite eval_only levels best plot tensorboard wandb wandb_project '
     'eval_interval batch_size device dtype compile graphs path threads reuse download'
 ).split()
-DEAR = 1.5  # budgets
+DEAR = 1.5  # budgets: where half an expert is rounded up, a language model is left out
 FURTHER = 3  # times at most that `tune` goes on beyond an edge
-ALIKE = 3  # so many first runs that fail with the same words end a sweep
-WRONG = {'other': 'a run with other settings', 'damaged': 'a log that cannot be read'}
+WRONG = {'other': 'a run with other settings', 'damaged': 'a log that cannot be used'}
 say = functools.partial(print, flush=True)
 POLL, REPORT = 0.2, 10.0  # seconds between looks at the runs, and between lines about them
 DRAWS = 10000  # of the bootstrap
@@ -152,8 +147,8 @@ def config_of(row: Row) -> dict:
 def cost(row: Row) -> tuple[float, int]:
     """Of a token (levels' forward FLOPs) or environment step (multiply-adds); the parameters."""
     config = config_of(row)
-    names = {f.name for f in dataclasses.fields(ModelConfig if row.is_text else AgentConfig)}
-    sizes = {name: config[name] for name in names & config.keys() - {'path', 'dtype'}}
+    names = vars(ModelConfig() if row.is_text else AgentConfig()).keys() & config.keys()
+    sizes = {name: config[name] for name in names - {'path', 'dtype'}}
     try:
         with torch.device('meta'):  # sizes without memory
             if row.is_text:
@@ -199,8 +194,8 @@ def cells_of(name: str) -> list[Row]:
             for d in (1536, 768, 384) if model == LM else reversed(AGENTS[budget]):
                 one = Row(model, recurrent, budget, 1, 1, scaled(d))
                 # Python rounds a half to even: exactly half an expert is none
-                E = round(W / (L * cost(one)[0]))
-                rows += [one._replace(L=L, E=E)] if E else []
+                E, dear = round(W / (L * cost(one)[0])), DEAR * W if model == LM else inf
+                rows += [one._replace(L=L, E=E)] if 0 < L * E * cost(one)[0] <= dear else []
     return list(dict.fromkeys(rows))  # two widths may shrink to one
 
 
@@ -258,17 +253,11 @@ def chosen(rows: list[Row]) -> list[Row]:
     return rows
 
 
-def too_dear(row: Row) -> bool:
-    """Half an expert rounded up: a language model that runs only where `only` asks for it alone."""
-    return plan.startswith('lm-') and over_budget(row) > DEAR
-
-
 def plan_rows() -> list[Row]:
     """All runs that are known by now, the first seed of every cell before the second of any."""
     if plan not in PLANS:
         fail(f'plan = {plan!r}: expected one of {", ".join(PLANS)}')
-    cells = chosen(cells_of(plan))
-    again = cells = [row for row in cells if not too_dear(row)] or cells
+    again = cells = chosen(cells_of(plan))
     if tune:
         cells = tuned(cells)
         for _ in range(FURTHER):
@@ -292,7 +281,7 @@ def total_of(row: Row) -> int:
 
 def look(row: Row) -> tuple[str, float, float]:
     """A run's state, how much of it is done, 0 to 1, and the seconds that took. The state is
-    'done', 'failed', 'other' (a run with other settings), 'damaged' (no readable log, nor a
+    'done', 'failed', 'other' (a run with other settings), 'damaged' (no log that can be used, nor a
     checkpoint, from which a resumed run repairs it) or, of what can begin or go on, ''."""
     folder, log = Path(folder_of(row)), [{'step': 0}]
     saved, state = read_json(folder / 'config.json'), ''
@@ -309,7 +298,7 @@ def look(row: Row) -> tuple[str, float, float]:
     if any(saved[k] != v for k, v in wanted.items() if k in saved and k not in SAME_RUN):
         state = 'other'
     elif part == 1:
-        state = 'done'
+        state = 'damaged' if value(log) is None else 'done'
     return state, part, log[-1].get('seconds') or 0.0
 
 
@@ -341,9 +330,6 @@ def print_plan(rows: list[Row]) -> None:
         print(f'{i:3} {row.name:{wide}} {costs} {state or format(part, ".0%"):>7} {line}')
     if tune and rows[-1].seed == 1:
         print('other values or seeds follow when all of these have finished')
-    for row in chosen(cells_of(plan)):
-        if too_dear(row) and not too_dear(rows[0]):
-            print(f'not among them: {row.name}, {over_budget(row):.2f} budgets; --only asks for it')
 
 
 # ----------------------------------------------------------------------------- running
@@ -365,18 +351,16 @@ def devices() -> list[str]:
 def start(row: Row, gpu: str, n: int) -> Popen | None:
     """Starts or resumes a run as one of n workers; None if another process has it or has finished
     it. It inherits the folder's lock, and so keeps it when this process dies."""
-    folder = folder_of(row)
-    os.makedirs(folder, exist_ok=True)
-    lock_path, out_path = os.path.join(folder, '.lock'), os.path.join(folder, 'stdout.txt')
-    with open(lock_path, 'w') as lock, open(out_path, 'ab') as out:
+    folder = Path(folder_of(row))
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / '.lock', 'w') as lock, open(folder / 'stdout.txt', 'ab') as out:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return None
         if state_of(row) in ('done', *WRONG):  # under the lock: it may have changed
             return None
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(os.path.join(folder, 'failed.json'))  # of an earlier try
+        (folder / 'failed.json').unlink(missing_ok=True)  # of an earlier try
         launcher, *line = command(row)
         line = ['-m', 'torch.distributed.run', *line] if launcher == 'torchrun' else line
         line.append('--resume=True' if saved_in(folder) else '--overwrite=True')
@@ -404,23 +388,22 @@ def outcome(row: Row, status: int) -> str:
 
 def remaining(todo: list[Row], all_rows: list[Row], n: int) -> str:
     """ETA of n workers, by the time that the runs so far took."""
-    parts = {row: look(row)[1:] for row in all_rows}
-    done, seconds = map(sum, zip(*parts.values(), strict=True))
-    if done * seconds == 0:
+    _, done, seconds = zip(*map(look, all_rows), strict=True)
+    if not sum(done):
         return 'n/a'
-    eta = int(sum(1 - parts[row][0] for row in todo) * seconds / done / min(n, len(todo) or 1))
-    return f'{eta // 3600}:{eta // 60 % 60:02d}:{eta % 60:02d}'
+    each = sum(seconds) / sum(done) / min(n, len(todo) or 1)
+    return str(timedelta(seconds=int(each * sum(1 - look(row)[1] for row in todo))))
 
 
 def execute(rows: list[Row]) -> int:
     """Runs what is not finished -> 0 all done, 1 some are not, 128 + signal when told to stop."""
-    states, free, running, failed = {row: state_of(row) for row in rows}, devices(), {}, {}
-    for row, state in states.items():
-        if state in WRONG:
+    free, queue, running, failed = devices(), [], {}, {}
+    for row in rows:
+        if (state := state_of(row)) in WRONG:
             words = f'{WRONG[state]}: move it away, or choose another out_dir'
             fail(f'{folder_of(row)} holds {words}')
-    queue = [row for row in rows if states[row] != 'done']
-    n, ended, said = len(free), [], time.time()
+        queue += [] if state == 'done' else [row]
+    n, due = len(free), every(REPORT)
     say(f'{plan}: {len(rows)} runs, {len(rows) - len(queue)} finished before; {n} at a time')
     stopper = Stopper()
     try:
@@ -430,28 +413,24 @@ def execute(rows: list[Row]) -> int:
                 if process := start(row, free[0], n):
                     running[row] = (process, free.pop(0), time.time())
                 else:
-                    had = 'finished it' if state_of(row) == 'done' else 'it'
-                    say(f'{row.name}: another process has {had}')
+                    say(f'{row.name}: another process has it, or has finished it')
             for row in [row for row in running if running[row][0].poll() is not None]:
                 process, gpu, began = running.pop(row)
                 free.append(gpu)
                 if stopper.signal is not None and state_of(row) != 'done':
                     continue  # told to stop: it has saved
-                ended.append(outcome(row, process.returncode))
-                failed |= {row: ended[-1]} if ended[-1] else {}
-                words = f'{row.name}: {ended[-1] or "done"}, {time.time() - began:.0f} s'
+                ended = outcome(row, process.returncode)
+                failed |= {row: ended} if ended else {}
+                words = f'{row.name}: {ended or "done"}, {time.time() - began:.0f} s'
                 eta = remaining([*queue, *running], rows, n)
                 say(f'[{len(rows) - len(queue) - len(running)}/{len(rows)}] {words} | eta {eta}')
-            if queue and len(ended) >= ALIKE and len(set(ended)) == 1 and failed:
-                say(f'all of {len(failed)} runs failed alike: the other {len(queue)} do not start')
-                queue.clear()  # the levels are not there, say
             if stopper.signal is not None:
                 for process, _, _ in running.values():
                     process.terminate()  # they save
                 for process, _, _ in running.values():
                     process.wait()
-            elif time.time() - said > REPORT and running:
-                said, parts = time.time(), [f'{r.name} {look(r)[1]:.0%}' for r in running]
+            elif running and due():
+                parts = [f'{r.name} {look(r)[1]:.0%}' for r in running]
                 eta = remaining([*queue, *running], rows, n)
                 say(f'    running: {", ".join(parts)} | eta {eta}')
             time.sleep(POLL)
@@ -497,15 +476,11 @@ def finished(rows: list[Row]) -> list[tuple[Row, list[dict]]]:
     """The finished runs and their logs. What cannot be used is skipped with a warning."""
     runs = []
     for row in rows:
-        state = state_of(row)
-        problem, log = WRONG.get(state), read_log(folder_of(row)) if state == 'done' else []
-        if log and value(log) is None:
-            problem = 'a log without a loss or return at its end'
-        if problem:
-            words = f'{folder_of(row)} holds {problem}: this run is skipped'
-            print(f'warning: {words}', file=sys.stderr)
-        elif log:
-            runs.append((row, log))
+        folder, state = folder_of(row), state_of(row)
+        if state in WRONG:
+            print(f'warning: {folder} holds {WRONG[state]}: this run is skipped', file=sys.stderr)
+        elif state == 'done':
+            runs.append((row, read_log(folder)))
     return runs
 
 
@@ -530,20 +505,17 @@ def best_depths(runs: list) -> str:
     return f'Best L, {DRAWS:,} bootstrap draws of seeds: {", ".join(words)}.'
 
 
-def solve_rate(row: Row) -> float:
-    """A finished agent's on `levels`, greedy: from its folder's eval_*.json, or evaluated now."""
-    config, file = config_of(row), Path(levels or config_of(row)['eval_split'])
-    wanted = {'env_steps': total_of(row) * config['n_envs'] * config['unroll']}
-    wanted |= {} if levels else {'n': config['eval_games']}
-    path, saved = Path(folder_of(row), f'eval_{file.stem}.json'), {}
-    if file.parent == Path() and not file.is_file():  # a file's name does not say which levels
-        saved = read_json(path)
-    if not wanted.items() <= saved.items():
-        say(f'{row.name}: playing {file.stem}')
+def solve_rate(row: Row, levels: str) -> float:
+    """A finished agent's on levels ('': held-out ones), greedy: its folder's, or played now."""
+    config, name = config_of(row), levels or Path(config_of(row)['eval_split']).stem
+    path = Path(folder_of(row), f'eval_{name}.json')
+    saved = read_json(path)
+    if saved.get('env_steps') != total_of(row) * config['n_envs'] * config['unroll']:
+        say(f'{row.name}: playing {name}')
         line = [sys.executable, *arguments(row), '--eval_only=True', f'--levels={levels}']
         saved = {} if Popen(line, stdout=DEVNULL).wait() else read_json(path)
     if 'solve_rate' not in saved:
-        fail(f'{row.name}: its evaluation on {file.stem} failed: see above')
+        fail(f'{row.name}: its evaluation on {name} failed: see above')
     return saved['solve_rate']
 
 
@@ -559,30 +531,31 @@ def show(rows: list[Row]) -> None:
     if not shown:
         print('one seed a value so far, which chooses it: those to be reported have not run')
         shown = figures.at_best(runs, name)
-    fair = [run for run in shown if not too_dear(run[0])]
     if figure:
         what = plan + f', widths x {width:g}' * (width != 1)
         what += f', steps x {length:.3g}' * (length != 1)
         what += f', best {name.replace("_", " ")}s' * bool(name)
-        drawn = [(figures.without(row, name), log) for row, log in fair]
+        drawn = [(figures.without(row, name), log) for row, log in shown]
         is_bytes = any(row.is_text and config_of(row)['tokenizer'] == 'bytes' for row in rows)
         token, cells = 'byte' if is_bytes else 'token', [figures.without(row, name) for row in rows]
         paths += figures.draw(what, cells, drawn, token, reference, into)
     if table:
         paths, found = paths + figures.tables(shown, reference, into), {}
         # the three budgets of plan sokoban have bests of their own
-        for model in {row.model for row, _ in fair if plan in FIGURES and plan != 'sokoban'}:
-            if words := best_depths([run for run in fair if run[0].model == model]):
+        for model in {row.model for row, _ in shown if plan in FIGURES and plan != 'sokoban'}:
+            if words := best_depths([run for run in shown if run[0].model == model]):
                 print(words)
                 found[f'best_{model}'] = words
                 with open(os.path.join(into, f'table_{model}.md'), 'a') as file:
                     file.write(f'\n{words}\n')
         paths.append(write_runs(runs, {row for row, _ in shown}, found, into))
     if table == 'solve':
-        points = figures.cells([run for run in fair if not run[0].is_text])
+        points = figures.cells([run for run in shown if not run[0].is_text])
         depths = figures.groups(points, lambda row: (row.model, row.budget, row.recurrent, row.L))
         best = [figures.best(part) for part in depths.values()]
-        rates = {cell: [solve_rate(row) for row, _ in runs if row.cell == cell] for cell in best}
+        levels = '' if config_of(best[0])['split'] == 'generated' else 'unfiltered-test'
+        seeds_of = {cell: [row for row, _ in runs if row.cell == cell] for cell in best}
+        rates = {cell: [solve_rate(row, levels) for row in seeds_of[cell]] for cell in best}
         paths += figures.solve_table(rates, levels, reference, into)
     print('\n'.join(paths))
 

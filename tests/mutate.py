@@ -75,11 +75,10 @@ muon test_muon
     update * w > 0 -> update * w < 0
     torch.where(update * w > 0, w, 0) -> w
     if nesterov else -> if not nesterov else
-train_sokoban test_paper::adam
+train_sokoban test_paper::updates_of_an_agent
     eps=adam_eps, -> eps=1e-8,
     torch.optim.Adam( -> torch.optim.AdamW(
     math.ceil(total_steps / (n_envs * unroll)) -> math.ceil(total_steps / n_envs)
-train_sokoban test_paper::updates_of_an_agent
     1 - run.step / run.updates -> 1
     grad_clip or math.inf -> math.inf
 train_sokoban test_paper::agent_settings_arrive
@@ -119,23 +118,20 @@ probe_sokoban test_probe::levels_that_all_solve
 probe_sokoban test_probe::the_causal_check_steers_at_the_cell_and
     device=x.device), cell] += part -> device=x.device), cell.flip(0)] += part
     (direction[way], other) -> (direction[way], cell)
-figures test_sweep::standard_errors_and_differences_by_hand
+figures test_sweep::ablations_are_drawn_with_standard_errors
     deviation / math.sqrt(n), n) -> deviation, n)
     math.hypot(e, base_error) -> e
-figures test_sweep::ablations_are_drawn_with_standard_errors
     panels[0], with_errors(mine) -> panels[0], mine
     differences(mine, x) -> differences(mine, min(mine))
 figures test_figures::a_runs_page_has_the_logs_numbers
     {x:.5g} -> {x:.2g}
 figures test_figures::a_sweeps_page
-    <td>{html.escape(field(row.get(k)))}</td> -> <td>{field(row.get(k))}</td>
+    <{tag}>{html.escape(text)}</{tag}> -> <{tag}>{text}</{tag}>
 sweep test_sweep::tuning_goes_on_beyond_an_edge
     factor = 2.0 -> factor = 1.0
     range(FURTHER) -> range(FURTHER + 1)
-sweep test_sweep::ablation_plans
-    (1, 2, 4, 8, 16, 32, 64) -> (1, 2, 4, 8)
 sweep test_sweep::language_models_cost_16_blocks
-    return plan.startswith('lm-') and -> return False and
+    DEAR * W if -> 2 * W if
 sweep test_sweep::each_cell_is_tuned_with_seed_1_and_its
     if row.seed > 1 or not tune] -> if row.seed > 0]
     + bool(tune) for -> for

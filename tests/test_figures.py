@@ -1,6 +1,6 @@
 """figures.py: the page of a run and of a sweep, against their logs and in a browser; trackers."""
 
-import html.parser
+import html
 import json
 import re
 import shutil
@@ -18,32 +18,22 @@ import figures
 BROWSERS = ['chromium', 'chromium-browser', 'google-chrome']
 
 
-class Page(html.parser.HTMLParser):
-    """{heading: its table's rows, the column's name in each}, all texts, the tags."""
+def read_page(path):
+    """-> {heading: text}, {heading: its table's rows, the first the titles}."""
+    texts, tables = {}, {}
+    for heading, body in re.findall(
+        r'<h2>(.*?)</h2>\n(.*?)(?=<h2>|</html>)', path.read_text(), re.S
+    ):
+        texts[heading] = html.unescape(body)
+        for row in re.findall(r'<tr>(.*?)</tr>', body):
+            cells = re.findall(r'<t[dh]>(.*?)</t[dh]>', row)
+            tables.setdefault(heading, []).append([html.unescape(cell) for cell in cells])
+    return texts, tables
 
-    def __init__(self, path):
-        super().__init__()
-        self.tables, self.texts, self.tags, self.heading, self.tag = {}, {}, set(), '', ''
-        self.feed(path.read_text())
 
-    def handle_starttag(self, tag, attributes):
-        self.tags.add(tag)
-        if tag == 'tr':
-            self.tables.setdefault(self.heading, []).append([])
-        if tag in ('td', 'th'):
-            self.tables[self.heading][-1].append('')
-        self.tag = tag
-
-    def handle_data(self, text):
-        if self.tag == 'h2' and text.strip():
-            self.heading = text
-        elif self.tag in ('td', 'th') and text.strip():
-            self.tables[self.heading][-1][-1] += text
-        self.texts[self.heading] = self.texts.get(self.heading, '') + text
-
-    def rows(self, heading):
-        first, *rows = self.tables[heading]
-        return [dict(zip(first, row, strict=True)) for row in rows]
+def rows_of(table):
+    first, *rows = table
+    return [dict(zip(first, row, strict=True)) for row in rows]
 
 
 def agree(row, record):
@@ -77,17 +67,15 @@ def page(data, tmp_path_factory):  # noqa: F811
 
 
 def test_a_runs_page_has_the_logs_numbers(page):
-    found, log = Page(page), figures.read_log(page.parent)
-    evaluated = [record for record in log if 'val_loss' in record]
-    rows = found.rows('Evaluations')
+    (texts, tables), log = read_page(page), figures.read_log(page.parent)
+    evaluated, rows = [r for r in log if 'val_loss' in r], rows_of(tables['Evaluations'])
     assert len(rows) == len(evaluated) == 3
     for row, record in zip(rows, evaluated, strict=True):
         agree(row, record)
     config = json.loads((page.parent / 'config.json').read_text())
-    assert '\nmax_iters = 6\n' in found.texts['Settings']
-    assert f'\ncommit = {config["commit"]}\n' in found.texts['Settings']
-    assert '--max_iters=6' in found.texts['The same again'] and found.texts['A sample'].strip()
-    assert 'b' not in found.tags and str(page.parent) in found.texts['']  # text is escaped
+    assert '\nmax_iters = 6\n' in texts['Settings'] and texts['A sample'].strip()
+    assert f'\ncommit = {config["commit"]}\n' in texts['Settings']
+    assert f'<h1>{html.escape(str(page.parent))}</h1>' in page.read_text()
     sources = re.findall(r'(?:src|href)="([^"]*?),', page.read_text())  # nothing from elsewhere
     assert sources == ['data:image/svg+xml;base64', 'data:image/gif;base64']
 
@@ -100,14 +88,15 @@ def test_a_sweeps_page(page, tmp_path, monkeypatch, capsys):
         (tmp_path / name / 'config.json').write_text(json.dumps(config))
     (tmp_path / 'table_transformer.csv').write_text('variant,L\n<i>,3\n')
     (tmp_path / 'runs.json').write_text('{"plan": "lm-small", "runs": []}')
-    found, last = Page(figures.write_report(tmp_path)), figures.read_log(page.parent)[-1]
-    assert found.tables['table_transformer'] == [['variant', 'L'], ['<i>', '3']]
-    assert 'plan = lm-small' in found.texts['Drawn by']
-    assert [row['run'] for row in found.rows('Runs')] == ['one', 'two']
-    for row in found.rows('Runs'):
+    texts, tables = read_page(figures.write_report(tmp_path))
+    last, rows = figures.read_log(page.parent)[-1], rows_of(tables['Runs'])
+    assert tables['table_transformer'] == [['variant', 'L'], ['<i>', '3']]
+    assert '<td>&lt;i&gt;</td>' in (tmp_path / 'report.html').read_text()
+    assert 'plan = lm-small' in texts['Drawn by'] and [row['run'] for row in rows] == ['one', 'two']
+    for row in rows:
         agree(row, last)
         assert float(row['value']) == pytest.approx(last['val_loss'], 6e-5)
-    assert 'n_layer' not in found.texts['Settings of all runs']
+    assert 'n_layer' not in texts['Settings of all runs']
     monkeypatch.setattr(sys, 'argv', ['figures.py', f'--report={tmp_path}/nothing'])
     with pytest.raises(SystemExit):
         figures.main()

@@ -109,8 +109,7 @@ def rows_of(plan, only, monkeypatch):
 
 @pytest.mark.parametrize('name', TEXT)
 def test_language_models_of_the_paper(name, monkeypatch):
-    """The file, and the family's rows in a sweep, are the recipe at their own sizes, and nothing
-    else."""
+    """The file, and the family's rows in a sweep, are the recipe at their own sizes."""
     plan, recurrent, blocks, window, chunk = TEXT[name]
     own = {'recurrent': recurrent, 'window': window, 'block_size': chunk}
     rows = rows_of(plan, 'd=768', monkeypatch)
@@ -329,16 +328,6 @@ def test_agents_begin_as_the_design_says():
     assert agent.logits.weight.abs().max() < 0.02 and not agent.logits.bias.any()
 
 
-def test_adam(level):
-    run = agent_run(level)
-    (group,) = run.optimizer.param_groups
-    assert type(run.optimizer) is torch.optim.Adam
-    assert [id(p) for p in group['params']] == [id(p) for p in run.model.parameters()]
-    wanted = table('betas=(0.9,0.999) eps=1e-6 weight_decay=0 amsgrad=False maximize=False')
-    assert {key: group[key] for key in wanted} == wanted
-    assert run.env.N == 32 and run.updates == 78125  # 50,000,000 / (32 x 20)
-
-
 def test_rollout_and_loss(level):
     """20 steps of 32 boards; the loss of advantage actor-critic and generalised advantages, term
     by term, at the default settings. Every third board's episode ends inside the unroll, and
@@ -370,6 +359,12 @@ def test_updates_of_an_agent(level):
     """Adam's rate is 4e-4, annealed linearly to 0 over 78,125 updates; its first step is its rate
     in every entry; a gradient longer than 1 is clipped to 1."""
     run, clipped = agent_run(level), set()
+    (group,) = run.optimizer.param_groups
+    assert type(run.optimizer) is torch.optim.Adam
+    assert [id(p) for p in group['params']] == [id(p) for p in run.model.parameters()]
+    wanted = table('betas=(0.9,0.999) eps=1e-6 weight_decay=0 amsgrad=False maximize=False')
+    assert {key: group[key] for key in wanted} == wanted
+    assert run.env.N == 32 and run.updates == 78125  # 50,000,000 / (32 x 20)
     for step, rate in ((0, 4e-4), (15625, 3.2e-4), (39062.5, 2e-4), (62500, 8e-5)):
         run.step = step
         run.optimizer.state.clear()
@@ -378,7 +373,7 @@ def test_updates_of_an_agent(level):
         before = [p.detach().clone() for p in run.model.parameters()]
         stats, games, _ = train_sokoban.update(run, False)
         assert games.shape == (20, 3, 32)
-        assert run.optimizer.param_groups[0]['lr'].item() == pytest.approx(rate, rel=1e-5)
+        assert group['lr'].item() == pytest.approx(rate, rel=1e-5)
         left = norm_of(p.grad for p in run.model.parameters())
         assert left == pytest.approx(min(1.0, stats['grad_norm']), rel=1e-3)
         clipped.add(bool(stats['grad_norm'] > 1))
