@@ -49,6 +49,7 @@ max_new_tokens = 500           # tokens to write; -1: until ctrl-C
 temperature = 0.8              # 1: the model's own distribution; lower is safer; 0: the likeliest
 top_k = 200                    # keep only the likeliest tokens; 0: all
 top_p = 1.0                    # and of these the likeliest that have this share; 1: all
+num_samples = 1                # texts to write, one after the other
 seed = 1337                    # of the draws
 device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda'
 dtype = 'auto'                 # of products: 'float32', 'bfloat16'; 'auto': bfloat16 if it is fast;
@@ -66,6 +67,7 @@ RANGES = {
     'temperature': (0, math.inf),
     'top_k': (0, math.inf),
     'top_p': (0.001, 1),
+    'num_samples': (1, math.inf),
     'dtype': ['auto', 'float32', 'bfloat16'],
 }
 WEIGHTS, CONFIG = 'model.safetensors', 'config.json'
@@ -430,9 +432,8 @@ def typed() -> Iterator[str]:
         print(end='\n' * bool(ask))
 
 
-def write_text(decoder: Decoder, tokenizer: Tokenizer) -> None:
-    """Continues the prompt, or it and each line typed, in one stream."""
-    text = read_text(prompt[5:]) if prompt.startswith('FILE:') else prompt
+def write_text(decoder: Decoder, tokenizer: Tokenizer, text: str) -> None:
+    """Continues text, or it and each line typed, in one stream."""
     ids, state = [tokenizer.eot, *tokenizer.encode(text)], None
     print('' if interactive else text, end='', flush=True)
     for line in typed() if interactive else ['']:
@@ -474,7 +475,10 @@ def use_model() -> None:
         decoder = Decoder(model, 1, amp, temperature, top_k, seed, top_p=top_p)
         for line in chosen_lines():
             print(f'pieces of a step: {line}', file=sys.stderr)
-        write_text(decoder, tokenizer)
+        text = read_text(prompt[5:]) if prompt.startswith('FILE:') else prompt
+        for i in range(1 if interactive else num_samples):
+            print('---------------\n' * (i > 0), end='')
+            write_text(decoder, tokenizer, text)
 
 
 def main() -> None:

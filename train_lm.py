@@ -7,6 +7,7 @@ Writes config.json, log.jsonl and ckpt_*.pt into out_dir. A log line of step n d
 val_loss there is measured after it. On the CPU a resumed run is bit-equal to one never stopped."""
 
 import math
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -16,7 +17,6 @@ from datetime import timedelta
 from configurator import configure, every, fail, run_script  # before torch: how threads wait
 
 import torch
-import torch.distributed as dist
 
 import baselines
 import checkpoint
@@ -232,8 +232,7 @@ def rate(step: int) -> float:
 
 
 def forward_backward(run: Run, x: torch.Tensor, y: torch.Tensor, state: tuple | None) -> None:
-    """Adds a micro-batch's gradients and share of the mean loss to run.buckets; the state goes on
-    in place. What it reads and writes stays where it is: it may be captured."""
+    """Adds a micro-batch's gradients and share of the mean loss to run.buckets, all in place."""
     with autocast(run.device, run.amp):
         loss, new = run.model(x, y, state)
     loss = loss * (x.numel() / tokens_per_step)  # the mean over the whole batch
@@ -301,8 +300,8 @@ def evaluate(run: Run) -> tuple[float, float]:
                 total[1] += x_t.numel()
                 if due():
                     print0(f'    validation: {total[1]:,.0f} of {x.numel():,} tokens')
-    if dist.is_initialized():
-        dist.all_reduce(total)
+    if run.world > 1:
+        torch.distributed.all_reduce(total)
     nats, tokens, size = total.tolist()
     return nats / tokens, nats / math.log(2) / size
 
@@ -388,6 +387,7 @@ def loop(run: Run, writes: list[Callable[[dict], object]]) -> int:
         start = time.perf_counter()
         loss, norm, stop = train_update(run, stopper.signal is not None)
         elapsed, step = time.perf_counter() - start, run.step + 1
+        per_s = tokens_per_step / elapsed
         due = step % eval_interval == 0 or step == max_iters or stop
         if not checkpoint.finite(run, due, loss, norm):
             stopper.restore()
@@ -396,11 +396,11 @@ def loop(run: Run, writes: list[Callable[[dict], object]]) -> int:
         run.record = {'step': step, 'tokens': step * tokens_per_step, 'epoch': run.loader.epoch}
         peak = run.optimizers[0].param_groups[0]['peak_lr']
         run.record |= {'train_loss': loss, 'grad_norm': norm, 'lr': peak * rate(step - 1)}
-        run.record |= {'ms': 1000 * elapsed, 'tokens_per_s': tokens_per_step / elapsed}
-        run.record |= {'seconds': run.seconds}
+        run.record |= {'ms': 1000 * elapsed, 'tokens_per_s': per_s, 'seconds': run.seconds}
         if step % log_interval == 0 or step == max_iters or due_to_print():
             eta = timedelta(seconds=int((max_iters - step) * elapsed))
-            speed = f'{1000 * elapsed:.0f} ms | {tokens_per_step / elapsed:,.0f} tok/s | eta {eta}'
+            mfu = checkpoint.mfu(run, per_s)
+            speed = f'{1000 * elapsed:.0f} ms | {per_s:,.0f} tok/s | mfu {mfu:.1%} | eta {eta}'
             rates = f'lr {run.record["lr"]:.2e} | norm {norm:.2f}'
             print0(f'step {step}/{max_iters} | loss {loss:.4f} | {rates} | {speed}')
             due_to_print(said=True)
@@ -412,6 +412,9 @@ def loop(run: Run, writes: list[Callable[[dict], object]]) -> int:
 
 def train(config: dict) -> int:
     """A run from beginning to end, or its validation -> the exit status."""
+    ours = {'--learning_rate', '--weight_decay', '--betas'} & {a.split('=')[0] for a in sys.argv}
+    if ours and arch != 'experts':  # by hand a mistake, in a config file our model's
+        fail(f"{min(ours)} is our models': the baselines have --baseline_lr alone")
     globals().update(checkpoint.restarted(out_dir))
     try:
         run = make_run(config)  # finds all mistakes in settings and data before out_dir is touched
@@ -441,10 +444,7 @@ def train(config: dict) -> int:
     return status
 
 
-def main() -> int:
-    return train(configure(globals()))
-
-
 if __name__ == '__main__':
     stays = 'interrupted: the last checkpoint stays as it was'
-    run_script(main, stays, checkpoint.last_words('a smaller batch_size takes less', globals()))
+    words = checkpoint.last_words('a smaller batch_size takes less', globals())
+    run_script(lambda: train(configure(globals())), stays, words)

@@ -267,12 +267,15 @@ def use(monkeypatch, capsys, model, words, typed=''):
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_sample_prints_what_the_decoder_draws(dtype, monkeypatch, capsys):
+    """Two samples by one decoder, the second with other draws, both from the prompt on."""
     model = make(RecurrentGPT, torch.float32)
-    words = f'--prompt=ab --max_new_tokens=30 --dtype={dtype} --top_p=0.9'
-    decoder = Decoder(model, 1, getattr(torch, dtype), 0.8, 200, 1337, top_p=0.9)
-    drawn = torch.cat(list(decoder.generate(torch.tensor([[0, 97 % V, 98 % V]]), 30)))
-    text = Letters.decode_bytes(drawn.tolist()).decode()
-    assert use(monkeypatch, capsys, model, words) == f'ab{text}\n'
+    words = f'--prompt=ab --num_samples=2 --max_new_tokens=30 --dtype={dtype} --top_p=0.9'
+    found = use(monkeypatch, capsys, model, words)
+    decoder, texts = Decoder(model, 1, getattr(torch, dtype), 0.8, 200, 1337, top_p=0.9), []
+    for _ in range(2):
+        drawn = torch.cat(list(decoder.generate(torch.tensor([[0, 97 % V, 98 % V]]), 30)))
+        texts.append('ab' + Letters.decode_bytes(drawn.tolist()).decode())
+    assert found == f'{texts[0]}\n---------------\n{texts[1]}\n' and texts[0] != texts[1]
 
 
 @both

@@ -115,7 +115,8 @@ def test_what_is_damaged_is_refused(trained, tmp_path, capfd):  # noqa: F811
 
 
 def test_the_shipped_model(tmp_path):
-    """Scores and continues standard input: speeches well (a uniform guess: 5.5 nats)."""
+    """Scores and continues standard input: speeches well (a uniform guess: 5.5 nats). The folder's
+    README tells of each."""
     text = 'My fellow citizens, the Congress has passed a law for the relief of our soldiers.'
     (tmp_path / 'a.txt').write_text(text)
     said = []
@@ -126,3 +127,7 @@ def test_the_shipped_model(tmp_path):
         said.append(done.stdout)
     assert said[0].startswith(f'-: {len(text)} bytes, ') and float(said[0].split()[-8]) < 1.5
     assert said[1] == f'{text}\n'
+    files = [path for path in (ROOT / 'pretrained').rglob('*') if path.is_file()]
+    assert len(files) >= 8 and all(path.stat().st_size < 4e6 for path in files)
+    readme = (ROOT / 'pretrained' / 'README.md').read_text()
+    assert all(f'- **{path.parent.name}**' in readme for path in files if path.suffix == '.json')

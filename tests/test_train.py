@@ -130,7 +130,7 @@ def mistake(capfd, script, argv):
     capfd.readouterr()
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
         patch.setattr(sys, 'argv', [script.__name__, *map(str, argv)])
-        run_script(script.main)
+        run_script(getattr(script, 'main', lambda: script.train(configure(vars(script)))))
     error = capfd.readouterr().err
     assert stop.value.code == 2 and error.count('\n') == 1 and error.startswith('error: '), error
     return error
@@ -506,6 +506,7 @@ eval_only=True | out: holds no trained run
 arch=transformer recurrent=False | n_expert = 2: arch = 'transformer' is the twin of
 arch=transformer | wants --recurrent=False
 arch=lstm recurrent=False | wants --recurrent=True
+arch=lstm learning_rate=0.1 | --baseline_lr
 """
 
 
