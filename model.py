@@ -204,10 +204,6 @@ def join(z: Tensor, s: Tensor) -> Tensor:
     return torch.cat([z, s], -1)
 
 
-def add(q: Tensor, bias: Tensor) -> Tensor:
-    return q + bias
-
-
 def gate(scores: Tensor, r: int, wide: torch.dtype) -> Tensor:
     return F.softmax(scores.to(wide) / math.sqrt(r), -1)
 
@@ -216,7 +212,7 @@ def route(w: dict, s: Tensor, z: Tensor) -> Tensor:
     """Router: a = softmax(q.k_i / sqrt(r)) (N, E), q = Wq [z; s] + bq, k_i = Wk e_i + bk, e_i
     learned."""
     q = w['router_q'](join, z, s)
-    scores = w['router_keys'](add, q, w['router_q_bias'])
+    scores = w['router_keys'](torch.add, q, w['router_q_bias'])
     return w['piece'](gate, scores, r=q.size(-1), wide=s.dtype)
 
 
@@ -386,9 +382,6 @@ class LanguageModel(nn.Module):
         s = torch.zeros(B, D, dtype=self.embedding.dtype, device=device)
         return State(s, k, v, torch.zeros(B, dtype=torch.int64, device=device))
 
-    def hidden(self, z: Tensor, state: State | None) -> tuple[Tensor, State | None]:
-        raise NotImplementedError
-
     def core(self, idx: Tensor, state: State | None) -> tuple[Tensor, State | None]:
         """Tokens (B, T) -> the head's input (B, T, D) and the new state."""
         x, state = self.hidden(norm(F.embedding(idx, self.embedding)), state)
@@ -447,19 +440,9 @@ class LanguageModel(nn.Module):
 
 
 class RecurrentGPT(LanguageModel):
-    """The recurrent Transformer. For a token x, z = RMSNorm(embedding(x)), s[0] = s[L] of the token
-    before, and at each level (`level` above)
-
-        u           = a s + b z               a, b learned scalars; the same u for all experts
-        q_i,k_i,v_i = projections of RMSNorm(u)   no bias, nothing nonlinear per expert on k_i, v_i
-        q_i         = RoPE(RMSNorm(q_i)) per head
-        k, v        = RMSNorm(A(k_1..k_E)) per head, A(v_1..v_E)   one shared cache entry a level
-        cache       = push_FIFO(cache, (k, v))    W entries, this one included; RoPE at reading
-        y_i         = u + Wo_i attend(q_i, cache)
-        h_i         = RMSNorm(y_i + FFN_i(RMSNorm(y_i)))   FFN: 4D, squared ReLU
-        s           = A(h_1..h_E)
-
-    share_kv = False gives each expert its own cache."""
+    """The recurrent Transformer: for a token x, z = RMSNorm(embedding(x)), s[0] = s[L] of the token
+    before, then `level` L times. The caches are FIFOs of W entries, this token's included; keys get
+    RoPE as they are read. One entry a level, or, share_kv = False, one for each expert."""
 
     recurrent = True
 
@@ -474,7 +457,7 @@ class RecurrentGPT(LanguageModel):
             else:
                 graphs = path == 'graphed' or (path == 'captured' and not torch.is_grad_enabled())
                 compile = self.config.compile
-                recipe = Recipe(token, heads, leave, rules, dt, z.dtype, compile, graphs)
+                recipe = Recipe(token, rules, dt, z.dtype, compile, graphs)
                 out, new = unroll(z.transpose(0, 1), state, weights, recipe)
         return out.transpose(0, 1), State(*new)
 
@@ -518,52 +501,45 @@ class GPT(LanguageModel):
         """z (B, T, D) -> s[L] (B, T, D). Without a state: causal attention over the chunk. With
         one: the window W over the cached and the new tokens, so that any split of a stream into
         chunks gives the same result."""
-        c, (B, T, _), dt = self.config, z.shape, compute_dtype(z)
-        rules, new_k, new_v = self.levels[0].rules(), [], []
+        c, T, dt = self.config, z.size(1), compute_dtype(z)
         rope = rope_table(T if state is None else c.window + T, c.head_dim, z)
-        if state is None:
-            run = compiled(causal_level) if c.compile else causal_level
-            with torch.autocast(z.device.type, enabled=False):
-                s = z
-                for one in self.levels:
-                    s = run(one.weights(), s, z if c.routed else s, rope, rules, dt)
-            return s, None
-        mask = window_mask(state.count, T, c.window)
-
-        def attend(heads, qkv, h, wide):
-            q, k, v = (x.view(B, T, -1, h.K).transpose(1, 2) for x in heads(qkv, h, wide))
-            # the new entries are not in their lists yet
-            cached = (x[len(new_k)].detach().to(dt) for x in (state.k, state.v))
-            k, v = (torch.cat([old, x.to(dt)], 2) for old, x in zip(cached, (k, v), strict=True))
-            new_k.append(k[:, :, T:])  # the last W
-            new_v.append(v[:, :, T:])
-            q = apply_rope(q, rope[0][-T:], rope[1][-T:]).to(dt)
-            y = attention(q, apply_rope(k, *rope).to(dt), v.to(dt), mask)  # (B, E*H, T, K)
-            return y.unflatten(1, (h.E, -1)).permute(1, 0, 3, 2, 4).reshape(h.E, B * T, -1)
-
+        rules, s, entries, past, mask = self.levels[0].rules(), z, [], None, None
+        run = compiled(sequence_level) if c.compile and state is None else sequence_level
+        if state is not None:
+            mask = window_mask(state.count, T, c.window)
         with torch.autocast(z.device.type, enabled=False):
-            z = z.flatten(0, 1)
-            ws = [plain_weights(one.weights(), dt) for one in self.levels]
-            s = levels(ws, z, z, [attend] * len(ws), rules).unflatten(0, (B, T))
-        count = (state.count + T).clamp(max=c.window)
-        return s, State(state.s, torch.stack(new_k), torch.stack(new_v), count)
+            for l, one in enumerate(self.levels):
+                if state is not None:
+                    past = state.k[l].detach(), state.v[l].detach()
+                inputs = s, z if c.routed else s, past
+                s, *kv = run(one.weights(), inputs, rope, mask, rules, dt)
+                entries.append(kv)
+        if state is None:
+            return s, None
+        k, v = (torch.stack(x) for x in zip(*entries, strict=True))
+        return s, State(state.s, k, v, (state.count + T).clamp(max=c.window))
 
 
-def causal_level(
-    w: dict, s: Tensor, z: Tensor, rope: tuple, rules: Rules, dt: torch.dtype
-) -> Tensor:
-    """One level of GPT on whole sequences: s and z (B, T, D) -> the next s. Compiled, it serves all
-    levels."""
-    B, T, _ = s.shape
+def sequence_level(
+    w: dict, inputs: tuple, rope: tuple, mask: Tensor | None, rules: Rules, dt: torch.dtype
+) -> tuple[Tensor, ...]:
+    """One level of GPT on whole sequences: s and z (B, T, D) and cached keys and values, or None ->
+    the next s; with a cache also the new one's keys and values. Compiled, it serves all levels."""
+    s, z, past = inputs
+    (B, T, _), entries = s.shape, []
 
     def attend(heads, qkv, h, wide):
         q, k, v = (x.view(B, T, -1, h.K).transpose(1, 2) for x in heads(qkv, h, wide))
-        q, k = (apply_rope(x, *rope).to(dt) for x in (q, k))
-        y = attention(q, k, v.to(dt), None)  # (B, E*H, T, K)
+        if past is not None:
+            pairs = zip(past, (k, v), strict=True)
+            k, v = (torch.cat([old.to(dt), x.to(dt)], 2) for old, x in pairs)
+            entries.extend(x[:, :, T:] for x in (k, v))  # the last W
+        q, k = (apply_rope(x, *(a[-x.size(2) :] for a in rope)).to(dt) for x in (q, k))
+        y = attention(q, k, v.to(dt), mask)  # (B, E*H, T, K)
         return y.unflatten(1, (h.E, -1)).permute(1, 0, 3, 2, 4).reshape(h.E, B * T, -1)
 
     s = level(plain_weights(w, dt), s.flatten(0, 1), z.flatten(0, 1), attend, rules)
-    return s.unflatten(0, (B, T))
+    return s.unflatten(0, (B, T)), *entries
 
 
 def window_mask(count: Tensor, T: int, W: int) -> Tensor:
@@ -579,15 +555,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Causal (mask None) or masked attention: q (B, A, T, K), k and v (B, C, S, K), A / C query
     heads a key-value head."""
     (B, A, T, K), C = q.shape, k.size(1)
+    how = {'attn_mask': mask, 'is_causal': mask is None, 'enable_gqa': A != C}
     if q.is_cuda:  # all but cuDNN's, which refuses some sizes, such as T = 32 with grouped heads
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
-            return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=A != C
-            )
+            return F.scaled_dot_product_attention(q, k, v, **how)
     if mask is not None or T > 512 or not torch.compiler.is_compiling():
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=A != C
-        )
+        return F.scaled_dot_product_attention(q, k, v, **how)
     # short chunks on a CPU, compiled: plain products beat the fused kernel's backward (LOG.md)
     scores = (q.reshape(B, C, A // C * T, K) @ k.transpose(2, 3)).view(B, C, A // C, T, T)
     future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
@@ -615,11 +588,10 @@ def memory(
     """Bytes that a training run needs on one device, by what they are for; their sum is the most it
     holds at a time.
 
-    batch: rows of a micro-batch and of all of a rank's micro-batches; dtype: of products; device:
-    'cpu' or 'cuda'; whole: a micro-batch's forward and backward are one CUDA graph, whose memory
-    validation cannot use. Tensors are counted; what is fresh for a moment is rounded up so that the
-    peaks in results/modelled/memory.md are met or passed by a few percent. Not for path 'plain',
-    which holds more."""
+    batch: rows of a micro-batch and of all of a rank's; dtype: of products; device: 'cpu' or
+    'cuda'; whole: a micro-batch is one CUDA graph, whose memory validation cannot use. Tensors are
+    counted; what is fresh for a moment is rounded up, so that results/modelled/memory.md's peaks
+    are met or passed by a few percent. Path 'plain' holds more."""
     c, (rows, streams), size = config, batch, dtype.itemsize
     L, E, D, W, T = c.n_layer, c.n_expert, c.n_embd, c.window, c.block_size
     matrices, table = num_weights(c)
@@ -638,28 +610,25 @@ def memory(
     # tokens of a block; of a validation's chunk (train_lm.evaluate_run)
     n, t = min(T, BLOCK), min(T, 128)
     if recurrent:
-        need['state'] = cache * (streams + (rows if rows < streams else 0))
+        need['state'] = cache * (streams + rows * (rows < streams))
         # tokens and blocks that are kept for the backward: where blocks are graphs, they run again
         every = whole or device == 'cpu'
         tokens, kept = (T, -(-T // n)) if every else (n, 1)
-        # of a chunk; of its blocks that are kept; of one's gradients, the new ones, what is fresh
-        need['chunk'] = rows * cache * ((W + T) / W + (1.5 * kept + 6) * (W + n) / W)
-        if T > n or not every:  # between blocks: gradients of the chunk's
-            need['chunk'] += rows * cache * 2 * (W + T) / W
-        if not every:  # what a block's graphs read and write
-            need['chunk'] += rows * cache * (W + n) / W
+        # of a chunk (between blocks also its gradients'); of its blocks that are kept, of one's
+        # gradients, the new ones, what is fresh, and what a block's graphs read and write
+        slots = (W + T) * (3 if T > n or not every else 1)
+        slots += (W + n) * (1.5 * kept + (6 if every else 7))
         # of a token: what the backward reads and leaves for weights, of a level's weights once more
         token = L * D * (16 * E * size + 12) + 9 * E * D * size
         weights = 16 * L * E * c.n_head * (W + n) * size
-        need['chunk'] += rows * (tokens * token + weights + 40 * T * D)
+        need['chunk'] = rows * (cache * slots / W + tokens * token + weights + 40 * T * D)
         validation = rows * cache * ((W + t) / W + 3 * (W + n) / W)
     else:
         need['chunk'] = rows * T * D * (L * (17 * E * size + 8) + 40)
         validation = rows * (2 * cache + E * t * (76 * D + 13 * c.n_head * (W + t)))
     validation += 16 * logits
     if not whole:  # it runs in the training's memory, but for its buffers
-        least = validation / 2 if device == 'cuda' else 0
-        validation = max(least, validation - need['chunk'])
+        validation = max(validation / 2 * (device == 'cuda'), validation - need['chunk'])
     return {**need, 'validation': validation}
 
 

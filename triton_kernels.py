@@ -454,5 +454,5 @@ def cross_entropy(
     if grad_scale is not None:
         d = logits if logits.dtype == dt else torch.empty_like(logits, dtype=dt)
     sizes = float(grad_scale or 0), V, min(4096, padded(V))
-    _cross_entropy_kernel[rows,](logits, target, loss, d, *sizes, num_warps=8)
+    _cross_entropy_kernel[rows,](logits, target.contiguous(), loss, d, *sizes, num_warps=8)
     return loss.sum(), d

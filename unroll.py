@@ -29,8 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import add_product, apply_rope, by_cache_head, by_expert, by_triton, compiled, graphed
-from kernels import linear, outputs, product, rope_table, triton_module
+from kernels import apply_rope, by_cache_head, by_expert, by_triton, compiled, graphed, linear
+from kernels import outputs, product, rope_table, triton_module
 
 BLOCK = 64  # tokens
 # bytes: a CPU multiplies the rows of this many tokens over an element's bytes at once: fewer take
@@ -46,8 +46,6 @@ class Recipe(NamedTuple):
     """What the model says of itself, and how it is to run."""
 
     token: Callable  # token(ws, s, z, attends, rules) -> the next s: all levels
-    heads: Callable  # pieces that Triton kernels may stand in for: before attention (with it),
-    leave: Callable  # and after it
     rules: NamedTuple  # with .heads: kernels.Heads, .aggregation
     dt: torch.dtype
     wide: torch.dtype
@@ -131,11 +129,7 @@ class Product:
     def multiply(self) -> None:
         part = self.count * (self.rows[0].size(-2) // self.n)
         x, g = (rows.narrow(-2, 0, part) for rows in self.rows)
-        if self.total is None or x.dtype != self.recipe.wide:
-            one = product(g.mT, x, self.recipe.wide)
-            self.total = one if self.total is None else self.total.add_(one)
-        else:
-            (Tensor.addmm_ if x.dim() == 2 else Tensor.baddbmm_)(self.total, g.mT, x)
+        self.total = product(g.mT, x, self.recipe.wide, self.total)
         for rows in self.rows:
             give(rows)
         self.rows, self.count = None, 0
@@ -279,11 +273,12 @@ class Window:
 
     def add(self, slots: slice, start: int, rows: tuple) -> None:
         """To the gradients of these slots. rows (N, tokens * M, .): queries, weights and gradients
-        of scores (of the slots from `start` on), gradients of attended values."""
+        of scores (of the slots from `start` on), gradients of attended values. (baddbmm_ into a
+        slice would go through the batch one by one.)"""
         q, p, ds, do = rows
         columns = slice(slots.start - start, slots.stop - start)
-        add_product(self.dk[:, slots], ds[..., columns], q)
-        add_product(self.dv[:, slots], p[..., columns], do)
+        self.dk[:, slots].add_(torch.bmm(ds[..., columns].mT, q))
+        self.dv[:, slots].add_(torch.bmm(p[..., columns].mT, do))
 
     def add_before(self, t: int, start: int, rows: tuple) -> None:
         """To slots before the group that begins with t. Slot t is seen by no token of it, its
@@ -402,10 +397,11 @@ def unroll(z: Tensor, state: tuple, weights: list[dict], recipe: Recipe) -> tupl
     kept = L * B * C * recipe.rules.heads.M * T * (W + n) * recipe.dt.itemsize
     again = can_capture(z) if recipe.graphs else grad and not z.is_cuda and kept > KEPT_WEIGHTS
     with torch.cuda.device_of(z):
-        triton = choose(recipe, weights[0], (B, D, W, n), grad)
+        triton = choose(recipe, weights[0], (B, D, W, n))
         if again:
+            names = tuple(tuple(w) for w in weights)
             every = [x for w in weights for x in w.values()]
-            made = functools.partial(block_of, weights, recipe, (B, D, W), triton)
+            made = functools.partial(blocks_of, recipe, (B, D, W), triton, names)
             out, *entries = Again.apply(made, z, s, *entries, count, *every)
         else:
             out, windows = run_chunk(Run(recipe, count, (T, W, W), triton), weights, z, s, entries)
@@ -425,14 +421,17 @@ def release() -> None:
     _free.clear()
 
 
-def block_of(
-    weights: list[dict], recipe: Recipe, sizes: tuple, triton: frozenset, n: int
-) -> 'Block':
-    shapes = tuple((name, x.shape, x.dtype) for w in weights for name, x in w.items())
-    key = recipe, shapes, weights[0]['wqkv'].device, sizes, triton, n
-    if key not in _blocks:
-        _blocks[key] = Block(weights, recipe, sizes, triton, n)
-    return _blocks[key]
+def blocks_of(
+    recipe: Recipe, sizes: tuple, triton: frozenset, names: tuple, T: int, every: list[Tensor]
+) -> list[tuple[int, 'Block']]:
+    """A chunk's blocks, with the tokens they begin with. every: its weights, which they get."""
+    spans = [(t, min(BLOCK, T - t)) for t in range(0, T, BLOCK)]
+    key = recipe, sizes, triton, names, every[0].device, *((x.shape, x.dtype) for x in every)
+    for n in {n for _, n in spans}:
+        if (key, n) not in _blocks:
+            _blocks[key, n] = Block(recipe, sizes, triton, names, n, every)
+        _blocks[key, n].load(every)
+    return [(t, _blocks[key, n]) for t, n in spans]
 
 
 def can_capture(x: Tensor) -> bool:
@@ -442,196 +441,157 @@ def can_capture(x: Tensor) -> bool:
 
 class Block:
     """n tokens on fixed memory, where graphs find it: the forward alone, and the forward again with
-    its backward, which adds to `totals`, the weights' gradients."""
+    its backward."""
 
     @torch.inference_mode(False)
     def __init__(
-        self, weights: list[dict], recipe: Recipe, sizes: tuple, triton: frozenset, n: int
+        self,
+        recipe: Recipe,
+        sizes: tuple,
+        triton: frozenset,
+        names: tuple,
+        n: int,
+        every: list[Tensor],
     ):
-        (B, D, self.W), h, self.graphs = sizes, recipe.rules.heads, {}
-        make = functools.partial(torch.zeros, device=weights[0]['wqkv'].device)
-        self.weights = [
-            {name: torch.zeros_like(x).requires_grad_() for name, x in w.items()} for w in weights
-        ]
-        self.every = [x for w in self.weights for x in w.values()]
-        self.totals = [torch.zeros_like(x) for x in self.every]
-        self.z, self.out, self.dz, self.dout = make(4, n, B, D, dtype=recipe.wide)
-        self.s, self.ds = make(2, B, D, dtype=recipe.wide)
-        # keys, not rotated, and values: carried, own; gradients: of own ones given, of carried ones
-        # found
-        entries = 2, len(weights), B * h.C, self.W + n, h.K
-        self.kv, self.dkv = make(entries, dtype=recipe.dt), make(entries, dtype=recipe.wide)
-        self.count = make(B, dtype=torch.int64)
-        self.make_run = functools.partial(Run, recipe, self.count, (n, self.W, 0), triton)
+        (B, D, W), h, self.graphs = sizes, recipe.rules.heads, {}
+        make = functools.partial(torch.zeros, device=every[0].device)
+        self.every = [torch.zeros_like(x).requires_grad_() for x in every]
+        rest = iter(self.every)
+        self.weights = [dict(zip(some, rest, strict=False)) for some in names]
+        self.z, self.dout = make(2, n, B, D, dtype=recipe.wide)
+        self.s, self.count = make(B, D, dtype=recipe.wide), make(B, dtype=torch.int64)
+        # keys, not rotated, and values that are carried; gradients given to the block's own
+        shape = 2, len(names), B * h.C
+        self.kv = make(*shape, W, h.K, dtype=recipe.dt)
+        self.given = make(*shape, n, h.K, dtype=recipe.wide)
+        self.make_run = functools.partial(Run, recipe, self.count, (n, W, 0), triton)
         self.call = functools.partial(graphed, self.graphs) if recipe.graphs else lambda _, f: f()
 
     @torch.no_grad()
     def load(self, every: list[Tensor]) -> None:
-        """A chunk's weights; no gradients yet."""
-        for x, mine, total in zip(every, self.every, self.totals, strict=True):
+        for x, mine in zip(every, self.every, strict=True):
             mine.copy_(x)
-            total.zero_()
 
     def fill(self, t: int, z: Tensor, s: Tensor, kv: Tensor, count: Tensor) -> None:
         """The chunk's tokens from t on, s and the entries before them."""
         self.z.copy_(z[t : t + len(self.z)])
         self.s.copy_(s)
         self.count.copy_(count + t)
-        self.kv[:, :, :, : self.W] = kv[:, :, :, t : t + self.W]
+        self.kv.copy_(kv[:, :, :, t : t + self.kv.size(3)])
 
     @torch.no_grad()
-    def forward(self) -> None:
-        entries = self.kv[:, :, :, : self.W]
-        out, windows = run_chunk(self.make_run(), self.weights, self.z, self.s, entries)
-        self.out.copy_(out)
-        for l, window in enumerate(windows):
-            self.kv[0, l].copy_(window.kn)
-            self.kv[1, l].copy_(window.v)
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """-> s of each token, own keys and values (2, L, N, n, K)."""
+        out, windows = run_chunk(self.make_run(), self.weights, self.z, self.s, self.kv)
+        own = slice(-len(out), None)
+        return out, torch.stack([torch.stack([x[:, own] for x in (w.kn, w.v)]) for w in windows], 1)
 
     @torch.enable_grad()
-    def backward(self) -> None:
-        W, (z, s) = self.W, (x.detach().requires_grad_() for x in (self.z, self.s))
-        out, windows = run_chunk(self.make_run(), self.weights, z, s, self.kv[:, :, :, :W])
+    def backward(self) -> tuple:
+        """-> gradients of z, s, carried keys and values, weights."""
+        z, s = (x.detach().requires_grad_() for x in (self.z, self.s))
+        out, windows = run_chunk(run := self.make_run(), self.weights, z, s, self.kv)
         for l, window in enumerate(windows):
-            window.given = self.dkv[:, l, :, W:]
+            window.given = self.given[:, l]
         inputs = z, s, *self.every
-        found = torch.autograd.grad(out, inputs, self.dout, materialize_grads=True)
-        self.dz.copy_(found[0])
-        self.ds.copy_(found[1])
-        for total, g in zip(self.totals, found[2:], strict=True):
-            total.add_(g)
-        for l, window in enumerate(windows):
-            cos, sin = (x[:W] for x in window.run.rope)
-            self.dkv[0, l, :, :W] = apply_rope(window.dk[:, :W], cos, -sin)
-            self.dkv[1, l, :, :W] = window.dv[:, :W]
+        dz, ds, *grads = torch.autograd.grad(out, inputs, self.dout, materialize_grads=True)
+        dk, dv = (torch.stack([getattr(w, x)[:, : run.W] for w in windows]) for x in ('dk', 'dv'))
+        cos, sin = (x[: run.W] for x in run.rope)
+        return dz, ds, torch.stack([apply_rope(dk, cos, -sin), dv]), grads
 
 
 class Again(torch.autograd.Function):
-    """A chunk by its blocks, made(n): z (T, B, D), s (B, D), k and v (L, N, W, K) -> s of each
-    token, new k and v."""
+    """A chunk by its blocks, made(T, weights): z (T, B, D), s (B, D), k and v (L, N, W, K) -> s of
+    each token, new k and v."""
 
     @staticmethod
     def forward(ctx, made, z, s, k, v, count, *weights):
         T, W, out = len(z), k.size(2), torch.empty_like(z)
         kv = torch.stack([F.pad(x, (0, 0, 0, T)) for x in (k, v)])  # (2, L, N, W + T, K)
-        spans = [(t, made(min(BLOCK, T - t))) for t in range(0, T, BLOCK)]
-        for block in {block for _, block in spans}:
-            block.load(weights)
-        for t, block in spans:
-            n = len(block.z)
+        for t, block in made(T, weights):
+            end = t + len(block.z)
             block.fill(t, z, out[t - 1] if t else s, kv, count)
-            block.call('forward', block.forward)
-            out[t : t + n] = block.out
-            kv[:, :, :, W + t : W + t + n] = block.kv[:, :, :, W:]
-        ctx.spans = spans
+            out[t:end], kv[:, :, :, W + t : W + end] = block.call('forward', block.forward)
+        ctx.made = made
         ctx.save_for_backward(z, s, kv, count, out, *weights)
         return out, *kv[:, :, :, T:].unbind(0)
 
     @staticmethod
     def backward(ctx, dout, *_):
-        (z, s, kv, count, out, *weights), blocks = ctx.saved_tensors, {b for _, b in ctx.spans}
+        z, s, kv, count, out, *weights = ctx.saved_tensors
         dz, ds, dkv = torch.empty_like(z), 0, torch.zeros_like(kv, dtype=z.dtype)
-        for block in blocks:
-            block.load(weights)
-        for t, block in reversed(ctx.spans):
-            n, W = len(block.z), block.W
+        totals, W = [torch.zeros_like(x) for x in weights], kv.size(3) - len(z)
+        for t, block in reversed(ctx.made(len(z), weights)):
+            end = t + len(block.z)
             block.fill(t, z, out[t - 1] if t else s, kv, count)
-            block.dout.copy_(dout[t : t + n])
+            block.dout.copy_(dout[t:end])
             block.dout[-1] += ds
-            block.dkv[:, :, :, W:] = dkv[:, :, :, W + t : W + t + n]
-            block.call('backward', block.backward)
-            dz[t : t + n], ds = block.dz, block.ds
-            dkv[:, :, :, t : t + W] += block.dkv[:, :, :, :W]
-        every = zip(*(block.totals for block in blocks), strict=True)
-        totals = (torch.stack(some).sum(0) for some in every)
+            block.given.copy_(dkv[:, :, :, W + t : W + end])
+            dz[t:end], ds, carried, grads = block.call('backward', block.backward)
+            dkv[:, :, :, t : t + W] += carried
+            torch._foreach_add_(totals, grads)
         return None, dz, None, None, None, None, *totals
 
 
 # ---- Triton or not: measured, for the sizes at hand ----
 
 
-def trials(recipe: Recipe, weights: dict, sizes: tuple, grad: bool) -> dict:
-    """{name: function(triton)}: a group of tokens' attention, windows full, and a token's experts,
-    on made-up numbers, by the model's own piece or by the kernel that may stand in for it; with the
-    backward where there are gradients. sizes B, D, W, n."""
-    (B, D, W, n), h, dt, wide = sizes, recipe.rules.heads, recipe.dt, recipe.wide
-    device = weights['wqkv'].device
+def trials(recipe: Recipe, weights: dict, sizes: tuple) -> dict:
+    """{name: function(triton)}: a block's last group of tokens, windows full, through a level and
+    back, on made-up numbers, by the model's own pieces or with the kernel of that name in place of
+    one. No token reads the one before but by the window, so that roundings do not build up. sizes
+    B, D, W, n."""
+    (B, D, W, n), dt, device = sizes, recipe.dt, weights['wqkv'].device
+    m, windows = n - (n - 1) // GROUP * GROUP, {}
     # training's own generator goes on as if nothing were measured
-    made = torch.Generator(device).manual_seed(0)
+    made = torch.Generator().manual_seed(0)
 
-    def random(*shape, dtype=dt):
-        return torch.randn(shape, device=device, generator=made).to(dtype)
+    def random(*shape):
+        return torch.randn(shape, generator=made).to(device)
 
-    m, HK = n - (n - 1) // GROUP * GROUP, h.G * h.R * h.K
-    qkv, datt = random(m, B, weights['wqkv'].size(0)), random(m, h.E, B, HK)
-    entries, windows = random(2, B * h.C, W, h.K), {}
-
-    def attention(triton):
-        with torch.set_grad_enabled(grad):
-            if triton not in windows:
-                names = frozenset(TRITON if triton else ())
-                run = Run(recipe, torch.full((B,), W, device=device), (n, W, 0), names)
-                run.start(0)
-                windows[triton] = Window(run, *entries)
-            window, own = windows[triton], slice(W + n - m, W + n)
-            window.t, xs = n - m, [x.detach().requires_grad_(grad) for x in qkv]
-            atts = [window(recipe.heads, x, h=h, wide=wide) for x in xs]
-            out = [torch.stack(atts).detach()]
-            out += [x[:, own] for x in (window.k, window.v, window.kn)]
-            if grad:
-                found = torch.autograd.grad(atts, xs, list(datt))
-                out += [torch.stack(found), window.dk, window.dv]
-        return out
-
-    names = 'wo', 'up', 'down'
-    some = [random(*weights[name].shape) * weights[name].size(-1) ** -0.5 for name in names]
+    sizes = {name: x.shape for name, x in weights.items() if x.dim() > 1}
+    some = {name: (random(*size) * size[-1] ** -0.5).to(dt) for name, size in sizes.items()}
     # in turn, like levels: more than a GPU's cache holds, which training streams past it too
-    copies = min(16, 1 + 2**28 // sum(x.nbytes for x in some))
-    turns = itertools.cycle([[x.clone() for x in some] for _ in range(copies)])
-    gates = torch.softmax(random(B, h.E, dtype=wide), -1) if 'router_q' in weights else None
-    u = random(B, D, dtype=wide)
+    copies = min(16, 1 + 2**28 // sum(x.nbytes for x in some.values()))
+    every = [(name, x.detach()) for name, x in (weights | some).items()]
+    leaves = ({name: x.clone().requires_grad_() for name, x in every} for _ in range(copies))
+    turns = itertools.cycle(leaves)
+    entries = random(2, B * recipe.rules.heads.C, W, recipe.rules.heads.K).to(dt)
+    z, ds = random(2, m, B, D)
+    s = random(B, D)
 
-    def experts(triton):
-        with torch.set_grad_enabled(grad):
-            inputs = [x.detach().requires_grad_(grad) for x in (u, datt[0], *next(turns))]
-            own = dict(zip(names, inputs[2:], strict=True))
-            w = bind(own, recipe, u, 1, frozenset({'experts'} if triton else ()))
-            out = w.get('leave', recipe.leave)(w, *inputs[:2], gates, recipe.rules)
-            if not grad:
-                return [out]
-            # weights' gradients too: what the kernels leave for them must be right
-            found = torch.autograd.grad(out, inputs[:2], u)
-            return out.detach(), *found, *(w[name].flush() for name in names)
+    @torch.no_grad()
+    def run(name, triton):
+        names = frozenset({name} if triton else ())
+        if names not in windows:
+            one = Run(recipe, torch.full((B,), W, device=device), (n, W, 0), names)
+            one.start(0)
+            windows[names] = Window(one, *entries)
+        window, own = windows[names], slice(W + n - m, W + n)
+        window.t, inputs = n - m, [x.detach().requires_grad_() for x in (z, s)]
+        with torch.enable_grad():
+            ws = [bind(next(turns), recipe, s, 2, names) for _ in z]
+            pairs = zip(ws, inputs[0], strict=True)
+            out = [recipe.token([w], inputs[1], x, [window], recipe.rules) for w, x in pairs]
+        found = [*torch.autograd.grad(out, inputs, list(ds)), window.dk, window.dv]
+        found += [x[:, own] for x in (window.k, window.v, window.kn)]
+        # a token's weights' gradients too: what the kernels leave for them must be right
+        found += [w.flush() for w in ws[0].values() if isinstance(w, Product)]
+        return torch.stack(out).detach(), *found
 
     # whether the kernels could be this model's experts: of these sizes
     fits = weights['up'].size(1) == weights['down'].size(2)
-    has = triton_module()
-    known = fits and (not has or has.leave_of(recipe.rules.aggregation, h.E, u) is not None)
-    return {'attention': attention} | ({'experts': experts} if known else {})
+    fits = fits and triton_module().leave_of(recipe.rules.aggregation, len(weights['wo']), s)
+    return {name: functools.partial(run, name) for name in TRITON if name != 'experts' or fits}
 
 
-def trial_cost(recipe: Recipe, sizes: tuple) -> dict:
-    """{name: (FLOPs of products, bytes)} of each trial with gradients: what must be read and
-    written once at least, nothing between its pieces."""
-    (B, D, W, n), h = sizes, recipe.rules.heads
-    size, wide = recipe.dt.itemsize, recipe.wide.itemsize
-    rows, window, m = h.E * B * h.G * h.R * h.K, B * h.C * h.M * W, n - (n - 1) // GROUP * GROUP
-    cache, slots = 2 * B * h.C * W * h.K * size, 2 * B * h.C * (W + m) * h.K * wide
-    # a token's: keys and values twice, queries, outputs and their gradients in and out, p and ds;
-    # once: dk, dv
-    moved = m * (2 * cache + 8 * rows * size + 2 * window * size) + 2 * slots
-    # read twice, and their gradients written; 20: what stands between products
-    weights = 9 * h.E * D * D
-    experts = 3 * 2 * B * weights, (2 * weights + 20 * rows) * size + weights * wide
-    return {'attention': (m * 2 * 5 * window * h.K, moved), 'experts': experts}
-
-
+@torch.inference_mode(False)
 @torch.autocast('cuda', enabled=False)  # as in the loop
-def choose(recipe: Recipe, weights: dict, sizes: tuple, grad: bool) -> frozenset:
+def choose(recipe: Recipe, weights: dict, sizes: tuple) -> frozenset:
     """The Triton kernels that agree with the model's own pieces here, in values and gradients, and
     beat them compiled."""
     device = weights['wqkv'].device
     if not recipe.compile or recipe.wide != torch.float32:
         return frozenset()
-    key = recipe._replace(graphs=False), sizes, device, grad
-    return by_triton(key, device, lambda: trials(recipe, weights, sizes, grad))
+    key = recipe._replace(graphs=False), sizes, device
+    return by_triton(key, device, lambda: trials(recipe, weights, sizes))

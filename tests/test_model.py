@@ -54,16 +54,12 @@ def reset(state, row):
     return state
 
 
-def compare(model, T, chunks, reset_before, ways, rtol=1e-9, evaluate=True, carried=True):
+def compare(model, T, chunks, reset_before, ways, rtol=1e-9, evaluate=True, carried=True, B=2):
     """Chunks of T tokens in a row, the weights changed between them; each path and the reference
     carry their own states (carried; else each chunk stands alone, as in GPT's training); one stream
     starts anew before a chunk. Logits without gradients, loss, gradients and the new state are
     compared after every chunk."""
-    B, c, other = (
-        2,
-        model.config,
-        make(type(model), 1, model.head.dtype, **config_dict(model.config)),
-    )
+    c, other = model.config, make(type(model), 1, model.head.dtype, **config_dict(model.config))
     history = reference.History(model, B) if carried else None
     states = dict.fromkeys(ways, model.init_state(B) if carried else None)
     for chunk in range(chunks):
@@ -101,7 +97,7 @@ def fake_graphed(graphs, name, function):
     """kernels.graphed without CUDA: from the second call on what ran then runs again."""
     calls, first = graphs.get(name, (0, None))
     graphs[name] = calls + 1, function if calls == 1 else first
-    (graphs[name][1] or function)()
+    return (graphs[name][1] or function)()
 
 
 KV = [(a, share) for a in AGGREGATIONS for share in (True, False)]
