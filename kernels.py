@@ -86,6 +86,15 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin)
 
 
+def window_mask(count: torch.Tensor, T: int, W: int) -> torch.Tensor:
+    """(B, 1, T, W + T) bool: token t of a chunk may look at slots t+1 .. t+W of the cached W and
+    the new T, if filled."""
+    slot, t = (torch.arange(n, device=count.device) for n in (W + T, T))
+    t = t[:, None]
+    band = (slot > t) & (slot <= t + W)  # (T, W + T)
+    return (band & (slot >= (W - count)[:, None, None])).unsqueeze(1)
+
+
 class Norm(torch.autograd.Function):
     """RMSNorm with its backward in closed form: eagerly autograd's would be a dozen passes."""
 
@@ -275,7 +284,7 @@ def slice_loss(
     """losses and its gradient times grad_scale for a slice of rows, logits and gradient in the
     dtype of products. way: 'eager', 'compiled' or 'triton'."""
     if way == 'triton':
-        return triton_module().cross_entropy(logits, targets, grad_scale, logits.dtype)
+        return triton_module().cross_entropy(logits, targets, grad_scale)
     run = compiled(widened(losses)) if way == 'compiled' else widened(losses)
     with torch.enable_grad():
         logits = logits.detach().requires_grad_()

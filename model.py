@@ -43,6 +43,7 @@ from kernels import (
     rope_table,
     rows_per_slice,
     softcap,
+    window_mask,
 )
 from unroll import BLOCK, Recipe, unroll
 
@@ -74,22 +75,18 @@ class ModelConfig:
     path: str = 'fast'
 
     def __post_init__(self) -> None:
-        sizes = 'vocab_size n_layer n_expert n_embd window block_size router_dim'
-        for name in sizes.split():
+        for name in 'vocab_size n_layer n_expert n_embd window block_size router_dim'.split():
             if getattr(self, name) < 1:
                 raise ValueError(f'{name} = {getattr(self, name)}: must be at least 1')
         names = {'aggregation': AGGREGATIONS, 'residual': RESIDUALS, 'path': PATHS}
         for name, allowed in names.items():
-            value = getattr(self, name)
-            if value not in allowed:
+            if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f'{name} = {value!r}: expected one of {", ".join(allowed)}')
         D = self.n_embd
         if self.n_head == 0:
             if D % 192 and D % 128:
-                raise ValueError(
-                    f'n_embd = {D} is a multiple of neither 192 (heads of 96) nor 128 (of 64): '
-                    'set n_head'
-                )
+                words = 'is a multiple of neither 192 (heads of 96) nor 128 (of 64): set n_head'
+                raise ValueError(f'n_embd = {D} {words}')
             self.n_head = D // 96 if D % 192 == 0 else D // 64
         H = self.n_head
         if H < 0 or D % H or (D // H) % 2:
@@ -106,6 +103,10 @@ class ModelConfig:
     @property
     def head_dim(self) -> int:
         return self.n_embd // self.n_head
+
+    @property
+    def expert_weights(self) -> int:
+        return 2 * self.n_embd * (self.n_head + self.n_kv_head) * self.head_dim + 8 * self.n_embd**2
 
     @property
     def routed(self) -> bool:
@@ -408,22 +409,18 @@ class LanguageModel(nn.Module):
 
     def num_params(self) -> dict[str, int]:
         """Parameters in all, of the embedding, of the head and of the core (the levels)."""
-        total, embedding, head = (
-            sum(p.numel() for p in group)
-            for group in (self.parameters(), [self.embedding], [self.head])
-        )
-        core = total - embedding - head
-        return {'total': total, 'embedding': embedding, 'head': head, 'core': core}
+        total = sum(p.numel() for p in self.parameters())
+        ends = {'embedding': self.embedding.numel(), 'head': self.head.numel()}
+        return {'total': total, **ends, 'core': total - sum(ends.values())}
 
     def flops_per_token(self) -> dict[str, float]:
         """Forward FLOPs a token, core and head apart (training costs three times that): two a
         weight, plus attention at the mean context: W when recurrent (a stream's steady state), (T +
         1) / 2 for GPT's sequences. The E key-value projections are all counted, also where the code
         sums them first, as the paper's budgets do."""
-        c = self.config
-        D, HK, GK = c.n_embd, c.n_head * c.head_dim, c.n_kv_head * c.head_dim
+        c, D = self.config, self.config.n_embd
         context = c.window if self.recurrent else (c.block_size + 1) / 2
-        expert = 2 * (2 * D * HK + 2 * D * GK + 8 * D * D) + 4 * context * HK
+        expert = 2 * c.expert_weights + 4 * context * D
         router = 2 * (2 * D + c.n_expert) * c.router_dim if c.routed else 0
         core = c.n_layer * (c.n_expert * expert + router)
         return {'core': float(core), 'head': float(2 * D * c.vocab_size)}
@@ -542,15 +539,6 @@ def sequence_level(
     return s.unflatten(0, (B, T)), *entries
 
 
-def window_mask(count: Tensor, T: int, W: int) -> Tensor:
-    """(B, 1, T, W + T) bool: token t of a chunk may look at slots t+1 .. t+W of the cached W and
-    the new T, if filled."""
-    slot, t = (torch.arange(n, device=count.device) for n in (W + T, T))
-    t = t[:, None]
-    band = (slot > t) & (slot <= t + W)  # (T, W + T)
-    return (band & (slot >= (W - count)[:, None, None])).unsqueeze(1)
-
-
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Causal (mask None) or masked attention: q (B, A, T, K), k and v (B, C, S, K), A / C query
     heads a key-value head."""
@@ -567,14 +555,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     wide = torch.promote_types(q.dtype, torch.float32)
     p = F.softmax((scores.to(wide) / math.sqrt(K)).masked_fill(future, -math.inf), -1).to(q.dtype)
     return (p.view(B, C, A // C * T, T) @ v).view(B, A, T, K)
-
-
-def num_weights(config: ModelConfig) -> tuple[int, int]:
-    """-> weights of the levels' matrices (Muon's), and of embedding and head (AdamW's), without
-    building the model."""
-    D, HK, GK = config.n_embd, config.n_head * config.head_dim, config.n_kv_head * config.head_dim
-    expert = 2 * D * HK + 2 * D * GK + 8 * D * D
-    return config.n_layer * config.n_expert * expert, 2 * config.vocab_size * D
 
 
 def memory(
@@ -594,7 +574,7 @@ def memory(
     are met or passed by a few percent. Path 'plain' holds more."""
     c, (rows, streams), size = config, batch, dtype.itemsize
     L, E, D, W, T = c.n_layer, c.n_expert, c.n_embd, c.window, c.block_size
-    matrices, table = num_weights(c)
+    matrices, table = L * E * c.expert_weights, 2 * c.vocab_size * D
     logits = rows_per_slice(rows * T, c.vocab_size, device) * c.vocab_size
     need = {
         'weights': 4 * (matrices + table),

@@ -422,7 +422,7 @@ def leave_of(name: str, E: int, like: Tensor) -> Callable | None:
 # (PyTorch's twin: eight passes in fp32). Capped scores lie in [-15, 15]: exp(score - 15) can
 # neither overflow nor vanish, so no maximum is needed first.
 @triton.jit
-def _cross_entropy_kernel(logits, target, loss, d, scale, V, BV: constexpr):
+def _cross_entropy_kernel(logits, target, loss, scale, V, BV: constexpr):
     i = tl.program_id(0).to(tl.int64)
     row, goal = logits + i * V, tl.load(target + i).to(tl.int32)
     total, right = tl.zeros([BV], F32), tl.zeros([BV], F32)
@@ -434,25 +434,19 @@ def _cross_entropy_kernel(logits, target, loss, d, scale, V, BV: constexpr):
         right += tl.where(v == goal, score, 0.0)
     lse = tl.log(tl.sum(total, 0)) + SOFTCAP
     tl.store(loss + i, lse - tl.sum(right, 0))
-    if d is not None:
-        for start in range(0, V, BV):
-            v = start + tl.arange(0, BV)
-            x = tl.load(row + v, v < V, 0.0).to(F32) * (2 / SOFTCAP)
-            tanh = 1 - 2 / (tl.exp(x) + 1)
-            g = tl.exp(tanh * SOFTCAP - lse) - tl.where(v == goal, 1.0, 0.0)
-            tl.store(d + i * V + v, g * (1 - tanh * tanh) * scale, v < V)
+    for start in range(0, V, BV):
+        v = start + tl.arange(0, BV)
+        x = tl.load(row + v, v < V, 0.0).to(F32) * (2 / SOFTCAP)
+        tanh = 1 - 2 / (tl.exp(x) + 1)
+        g = tl.exp(tanh * SOFTCAP - lse) - tl.where(v == goal, 1.0, 0.0)
+        tl.store(row + v, g * (1 - tanh * tanh) * scale, v < V)
 
 
-def cross_entropy(
-    logits: Tensor, target: Tensor, grad_scale: float | None, dt: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
+def cross_entropy(logits: Tensor, target: Tensor, grad_scale: float) -> tuple[Tensor, Tensor]:
     """Summed cross-entropy of the capped logits (rows, V) against target (rows,); its gradient
-    times grad_scale in dtype dt (in the logits' place where that is theirs; None without a
-    scale)."""
+    times grad_scale, in the logits' place."""
     rows, V = logits.shape
-    loss, d = torch.empty(rows, dtype=torch.float32, device=logits.device), None
-    if grad_scale is not None:
-        d = logits if logits.dtype == dt else torch.empty_like(logits, dtype=dt)
-    sizes = float(grad_scale or 0), V, min(4096, padded(V))
-    _cross_entropy_kernel[rows,](logits, target.contiguous(), loss, d, *sizes, num_warps=8)
-    return loss.sum(), d
+    loss, block = torch.empty(rows, dtype=torch.float32, device=logits.device), min(4096, padded(V))
+    sizes = float(grad_scale), V, block
+    _cross_entropy_kernel[rows,](logits, target.contiguous(), loss, *sizes, num_warps=8)
+    return loss.sum(), logits

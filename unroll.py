@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import apply_rope, by_cache_head, by_expert, by_triton, compiled, graphed, linear
-from kernels import outputs, product, rope_table, triton_module
+from kernels import outputs, product, rope_table, triton_module, window_mask
 
 BLOCK = 64  # tokens
 # bytes: a CPU multiplies the rows of this many tokens over an element's bytes at once: fewer take
@@ -190,11 +190,9 @@ class Run:
     def start(self, t: int) -> None:
         """The block that begins with token t: its tokens t + i see slots i+1 .. i+W of its own, if
         filled."""
-        n, W, device = min(BLOCK, self.T - t), self.W, self.count.device
-        slot, i = torch.arange(W + n, device=device), torch.arange(n, device=device)[:, None]
-        seen = ((slot > i) & (slot <= i + W))[:, None] & (slot >= W - t - self.count[:, None])
-        bias = torch.zeros(seen.shape, dtype=self.recipe.wide, device=device)
-        self.bias = bias.masked_fill_(~seen, -math.inf).unsqueeze(2).unbind(0)  # n of (B, 1, W + n)
+        seen = window_mask(self.count + t, min(BLOCK, self.T - t), self.W).movedim(2, 0)
+        bias = torch.zeros(seen.shape, dtype=self.recipe.wide, device=seen.device)
+        self.bias = bias.masked_fill_(~seen, -math.inf).unbind(0)  # n of (B, 1, W + n)
 
 
 @functools.cache
