@@ -170,11 +170,12 @@ def product(
 
 
 @functools.cache
-def compiled(f: Callable) -> Callable:
-    """f compiled, once in a process, for each of the sizes that it meets."""
+def compiled(f: Callable, pdl: bool = False) -> Callable:
+    """f compiled, once in a process, for each of the sizes that it meets; pdl: its kernels by
+    programmatic dependent launch."""
     torch._dynamo.config.recompile_limit = 256  # past it a piece would run eagerly from then on
     torch._dynamo.config.accumulated_recompile_limit = 4096
-    return torch.compile(f, dynamic=False)
+    return torch.compile(f, dynamic=False, options={'triton.enable_pdl': True} if pdl else None)
 
 
 # ---- Triton or not: measured, for the sizes at hand ----
@@ -213,10 +214,9 @@ def seconds_of(run: Callable[[], object], repeats: int = 16) -> float:
 
 @torch.no_grad()
 def compare(run: Callable[[bool], tuple | list]) -> dict:
-    """run(triton): seconds by the model's own piece, compiled, and by the Triton kernel, and the
-    largest relative difference of their results (NaN if there is one); why not, where it fails: a
-    kernel that does not compile, or asks for more shared memory than the card has, is a
-    TritonError."""
+    """Seconds of run(False) and run(True), see by_triton, and the largest relative difference of
+    their results (NaN if there is one); why not, where it fails: a kernel that does not compile, or
+    asks for more shared memory than the card has, is a TritonError."""
     found = {'compiled': seconds_of(lambda: run(False))}
     try:
         # one after the other: both may lie in one memory
@@ -240,9 +240,10 @@ def wins(found: dict) -> bool:
 
 
 def by_triton(key: tuple, device: torch.device, trials: Callable[[], dict]) -> frozenset:
-    """Of trials() = {name: run}, the names whose Triton kernels agree with the model's own pieces,
-    in values and gradients, and beat them compiled. CUDA only; measured once for a key, by CUDA
-    graphs: so not while another is captured, where what was not measured before stays compiled."""
+    """Of trials() = {name: run}, the names whose run(True), a Triton kernel or a way to run, agrees
+    with run(False), at first the model's own pieces compiled, in values and gradients, and beats
+    it. CUDA only; measured once for a key, by CUDA graphs: so not while another is captured, where
+    what was not measured before is not taken."""
     if device.type != 'cuda' or triton_module() is None:
         return frozenset()
     if key not in chosen:
@@ -257,10 +258,10 @@ def chosen_lines() -> list[str]:
 
     def told(found):
         if 'error' in found:
-            return f'compiled ({found["error"]})'
-        who, mine, own = 'Triton' if wins(found) else 'compiled', found['triton'], found['compiled']
+            return f'not taken ({found["error"]})'
+        mine, own = 1e6 * found['triton'], 1e6 * found['compiled']
         apart = f'{found["difference"]:.1%} apart'
-        return f'{who} ({1e6 * mine:.0f} against {1e6 * own:.0f} us, {apart})'
+        return f'{"" if wins(found) else "not "}taken ({mine:.0f} against {own:.0f} us, {apart})'
 
     return [', '.join(f'{n}: {told(x)}' for n, x in trials.items()) for trials in chosen.values()]
 
@@ -301,12 +302,14 @@ def loss_by_triton(
         random = torch.Generator(device).manual_seed(0)
         logits = (torch.randn(rows, V, device=device, generator=random) * 5).to(dt)
         targets = torch.randint(V, (rows,), device=device, generator=random)
-        ways = {True: 'triton', False: 'compiled'}
-        given = targets, 1 / rows
-        return {'loss': lambda triton: slice_loss(losses, logits.clone(), *given, ways[triton])}
 
-    known = dt != torch.float64
-    return known and 'loss' in by_triton((losses, rows, V, dt), device, trials)
+        def run(triton):
+            way = 'triton' if triton else 'compiled'
+            return slice_loss(losses, logits.clone(), targets, 1 / rows, way)
+
+        return {'loss': run}
+
+    return dt != torch.float64 and 'loss' in by_triton((losses, rows, V, dt), device, trials)
 
 
 def rows_per_slice(N: int, V: int, device: str) -> int:

@@ -19,6 +19,7 @@ Shape letters as in model.py; N = B * C cache heads of all streams, S = W + T sl
 dtype of products, `wide` of everything else.
 """
 
+import collections
 import functools
 import itertools
 import math
@@ -37,9 +38,11 @@ BLOCK = 64  # tokens
 # less memory and more products, whose sum costs bf16 more
 CPU_ROWS = 64
 GROUP = 8  # tokens whose dK, dV of slots before them are added by one product, not one a token
+ADDED = 16  # tokens whose gradients of a level's vectors are added in one pass
 # bytes of a chunk's attention weights that a CPU keeps for the backward; beyond, blocks run again
 KEPT_WEIGHTS = 2**30
 TRITON = ('attention', 'experts')  # pieces that Triton kernels may stand in for
+WAYS = ('split', 'pdl')  # ways to run these kernels, and 'pdl' the compiled pieces too
 
 
 class Recipe(NamedTuple):
@@ -51,9 +54,12 @@ class Recipe(NamedTuple):
     wide: torch.dtype
     compile: bool
     graphs: bool
+    pdl: bool = False  # programmatic dependent launch of what is compiled
 
     def piece(self, f: Callable) -> Callable:
-        return compiled(f) if self.compile else f
+        if not self.compile:
+            return f
+        return compiled(f, pdl=True) if self.pdl else compiled(f)
 
 
 # ---- products ----
@@ -70,20 +76,20 @@ def cast(f: Callable, dt: torch.dtype) -> Callable:
     return run
 
 
-_free: dict[tuple, list[Tensor]] = {}  # rows by shape and dtype
+_free: dict[tuple, list[Tensor]] = collections.defaultdict(list)  # rows by shape and dtype
 
 
 def take(like: Tensor, rows: int) -> Tensor:
     """Memory for `rows` rows like those of `like`. A CPU's is kept from chunk to chunk: fresh
     memory costs a page fault every 4 KiB."""
-    shape = *like.shape[:-2], rows, like.size(-1)
-    kept = _free.get((shape, like.dtype))
-    return like.new_empty(shape) if like.is_cuda or not kept else kept.pop()
+    shape = torch.Size((*like.shape[:-2], rows, like.size(-1)))
+    kept = None if like.is_cuda else _free[shape, like.dtype]
+    return kept.pop() if kept else like.new_empty(shape)
 
 
 def give(x: Tensor) -> None:
     if not x.is_cuda:
-        _free.setdefault((x.shape, x.dtype), []).append(x)
+        _free[x.shape, x.dtype].append(x)
 
 
 class Product:
@@ -144,6 +150,14 @@ class Product:
         return torch.zeros_like(self.w, dtype=self.recipe.wide) if total is None else total
 
 
+def by_token(w: dict, n: int) -> list[dict]:
+    """A level's weights for n tokens: their gradients of vectors are added up in one pass."""
+    vectors = [(name, x.expand(n, *x.shape)) for name, x in w.items() if isinstance(x, Tensor)]
+    own = zip(*(x.unbind(0) for _, x in vectors), strict=True)
+    names = [name for name, _ in vectors]
+    return [w | dict(zip(names, xs, strict=True)) for xs in own] or [w] * n
+
+
 class Start(torch.autograd.Function):
     """z and s before all tokens of a chunk: when the backward comes here, all uses of its weights
     are noted."""
@@ -159,14 +173,15 @@ class Start(torch.autograd.Function):
 
 
 def bind(weights: dict, recipe: Recipe, like: Tensor, n: int, triton: frozenset) -> dict:
-    """A level's weights for the equations; like (B, D), n tokens of a block. Vectors are expanded
-    to a row a stream: their gradients add up as rows, and are reduced once."""
+    """A level's weights for the equations; like (B, D), n tokens of a block. Vectors are rows, one
+    a stream: their gradients add up as rows, and are reduced once."""
     w = {'piece': lambda f, *args, **static: recipe.piece(f)(*args, **static)}
     for name, x in weights.items():
         rows = like.shape if x.dim() == 0 else (len(like), -1)
         w[name] = Product(x, recipe, n) if x.dim() > 1 else x.expand(rows)
     if 'experts' in triton:
-        w['leave'] = triton_module().leave_of(recipe.rules.aggregation, len(weights['wo']), like)
+        E = len(weights['wo'])
+        w['leave'] = triton_module().leave_of(recipe.rules.aggregation, E, like, triton)
     return w
 
 
@@ -178,7 +193,8 @@ class Run:
     filled. Slots from `first` on have a gradient. triton: the kernels chosen."""
 
     def __init__(self, recipe: Recipe, count: Tensor, sizes: tuple, triton: frozenset):
-        self.recipe, self.count, self.triton, self.heads = recipe, count, triton, recipe.rules.heads
+        self.recipe, self.count = recipe._replace(pdl='pdl' in triton), count
+        self.triton, self.heads = triton, recipe.rules.heads
         self.T, self.W, self.first = sizes
         like = torch.empty((), dtype=recipe.wide, device=count.device)
         self.rope = rope_table(self.W + self.T, self.heads.K, like)  # (S, K)
@@ -333,7 +349,8 @@ class AttendByTriton(torch.autograd.Function):
         # the norms' factors and the log-sum-exp
         rq, rk, lse = wide(N, h.M), wide(N), wide(N, h.M)
         memory = window.k, window.v, window.kn, run.count, *run.rope
-        triton_module().window_attention(qkv, memory, (t, run.W), h, out, (rq, rk, q, lse))
+        keep = rq, rk, q, lse
+        triton_module().window_attention(qkv, memory, (t, run.W), h, out, keep, run.triton)
         ctx.window, ctx.t = window, t
         ctx.save_for_backward(out, q, rq, rk, lse)
         return out
@@ -352,7 +369,13 @@ class AttendByTriton(torch.autograd.Function):
         memory = window.k, window.v, run.count, *run.rope
         kept, at = (out, q, rq, rk, lse), (t, g, run.W)
         dqkv = triton_module().window_attention_backward(
-            datt.contiguous(), kept, memory, at, run.heads, (window.dk, window.dv, *sums)
+            datt.contiguous(),
+            kept,
+            memory,
+            at,
+            run.heads,
+            (window.dk, window.dv, *sums),
+            run.triton,
         )
         if t == g:
             p, ds, do = (x[:, : end - g].flatten(1, 2) for x in sums)
@@ -380,7 +403,9 @@ def run_chunk(
     for t, z_t in enumerate(z.unbind(0)):
         if t % BLOCK == 0:
             run.start(t)
-        s = run.recipe.token(ws, s, z_t, windows, run.recipe.rules)
+        if t % ADDED == 0:
+            every = zip(*(by_token(w, min(ADDED, run.T - t)) for w in ws), strict=True)
+        s = run.recipe.token(next(every), s, z_t, windows, run.recipe.rules)
         out.append(s)
     return torch.stack(out), windows
 
@@ -397,9 +422,9 @@ def unroll(z: Tensor, state: tuple, weights: list[dict], recipe: Recipe) -> tupl
     with torch.cuda.device_of(z):
         triton = choose(recipe, weights[0], (B, D, W, n))
         if again:
-            names = tuple(tuple(w) for w in weights)
+            how = recipe, (B, D, W), triton, tuple(tuple(w) for w in weights)
+            made = functools.partial(blocks_of, how)
             every = [x for w in weights for x in w.values()]
-            made = functools.partial(blocks_of, recipe, (B, D, W), triton, names)
             out, *entries = Again.apply(made, z, s, *entries, count, *every)
         else:
             out, windows = run_chunk(Run(recipe, count, (T, W, W), triton), weights, z, s, entries)
@@ -419,15 +444,14 @@ def release() -> None:
     _free.clear()
 
 
-def blocks_of(
-    recipe: Recipe, sizes: tuple, triton: frozenset, names: tuple, T: int, every: list[Tensor]
-) -> list[tuple[int, 'Block']]:
-    """A chunk's blocks, with the tokens they begin with. every: its weights, which they get."""
+def blocks_of(how: tuple, T: int, every: list[Tensor]) -> list[tuple[int, 'Block']]:
+    """A chunk's blocks, with the tokens they begin with. every: its weights, which they get; how:
+    see Block."""
     spans = [(t, min(BLOCK, T - t)) for t in range(0, T, BLOCK)]
-    key = recipe, sizes, triton, names, every[0].device, *((x.shape, x.dtype) for x in every)
+    key = how, every[0].device, *((x.shape, x.dtype) for x in every)
     for n in {n for _, n in spans}:
         if (key, n) not in _blocks:
-            _blocks[key, n] = Block(recipe, sizes, triton, names, n, every)
+            _blocks[key, n] = Block(how, n, every)
         _blocks[key, n].load(every)
     return [(t, _blocks[key, n]) for t, n in spans]
 
@@ -442,16 +466,10 @@ class Block:
     its backward."""
 
     @torch.inference_mode(False)
-    def __init__(
-        self,
-        recipe: Recipe,
-        sizes: tuple,
-        triton: frozenset,
-        names: tuple,
-        n: int,
-        every: list[Tensor],
-    ):
-        (B, D, W), h, self.graphs = sizes, recipe.rules.heads, {}
+    def __init__(self, how: tuple, n: int, every: list[Tensor]):
+        """how: recipe, (B, D, W), the Triton kernels, names of each level's weights."""
+        (recipe, (B, D, W), triton, names), self.graphs = how, {}
+        h = recipe.rules.heads
         make = functools.partial(torch.zeros, device=every[0].device)
         self.every = [torch.zeros_like(x).requires_grad_() for x in every]
         rest = iter(self.every)
@@ -534,11 +552,11 @@ class Again(torch.autograd.Function):
 # ---- Triton or not: measured, for the sizes at hand ----
 
 
-def trials(recipe: Recipe, weights: dict, sizes: tuple) -> dict:
+def trials(recipe: Recipe, weights: dict, sizes: tuple, base: frozenset = frozenset()) -> dict:
     """{name: function(triton)}: a block's last group of tokens, windows full, through a level and
-    back, on made-up numbers, by the model's own pieces or with the kernel of that name in place of
-    one. No token reads the one before but by the window, so that roundings do not build up. sizes
-    B, D, W, n."""
+    back, on made-up numbers, by what is chosen already (base; at first the model's own pieces) or
+    with the kernel, or the way to run, of that name besides. No token reads the one before but by
+    the window, so that roundings do not build up. sizes B, D, W, n."""
     (B, D, W, n), dt, device = sizes, recipe.dt, weights['wqkv'].device
     m, windows = n - (n - 1) // GROUP * GROUP, {}
     # training's own generator goes on as if nothing were measured
@@ -560,7 +578,7 @@ def trials(recipe: Recipe, weights: dict, sizes: tuple) -> dict:
 
     @torch.no_grad()
     def run(name, triton):
-        names = frozenset({name} if triton else ())
+        names = base | {name} if triton else base
         if names not in windows:
             one = Run(recipe, torch.full((B,), W, device=device), (n, W, 0), names)
             one.start(0)
@@ -568,7 +586,7 @@ def trials(recipe: Recipe, weights: dict, sizes: tuple) -> dict:
         window, own = windows[names], slice(W + n - m, W + n)
         window.t, inputs = n - m, [x.detach().requires_grad_() for x in (z, s)]
         with torch.enable_grad():
-            ws = [bind(next(turns), recipe, s, 2, names) for _ in z]
+            ws = [bind(next(turns), window.run.recipe, s, 2, names) for _ in z]
             pairs = zip(ws, inputs[0], strict=True)
             out = [recipe.token([w], inputs[1], x, [window], recipe.rules) for w, x in pairs]
         found = [*torch.autograd.grad(out, inputs, list(ds)), window.dk, window.dv]
@@ -580,16 +598,21 @@ def trials(recipe: Recipe, weights: dict, sizes: tuple) -> dict:
     # whether the kernels could be this model's experts: of these sizes
     fits = weights['up'].size(1) == weights['down'].size(2)
     fits = fits and triton_module().leave_of(recipe.rules.aggregation, len(weights['wo']), s)
-    return {name: functools.partial(run, name) for name in TRITON if name != 'experts' or fits}
+    able = {'attention': not base, 'experts': not base and fits, 'split': 'experts' in base}
+    able['pdl'] = base and device.type == 'cuda' and torch.cuda.get_device_capability() >= (9, 0)
+    return {name: functools.partial(run, name) for name, yes in able.items() if yes}
 
 
 @torch.inference_mode(False)
 @torch.autocast('cuda', enabled=False)  # as in the loop
 def choose(recipe: Recipe, weights: dict, sizes: tuple) -> frozenset:
     """The Triton kernels that agree with the model's own pieces here, in values and gradients, and
-    beat them compiled."""
+    beat them compiled; and of the ways to run them those that are faster still."""
     device = weights['wqkv'].device
     if not recipe.compile or recipe.wide != torch.float32:
         return frozenset()
     key = recipe._replace(graphs=False), sizes, device
-    return by_triton(key, device, lambda: trials(recipe, weights, sizes))
+    base = by_triton(key, device, lambda: trials(recipe, weights, sizes))
+    return base and base | by_triton(
+        (*key, base), device, lambda: trials(recipe, weights, sizes, base)
+    )
