@@ -25,6 +25,7 @@ import kernels
 from kernels import Heads, compiled, gate_weights
 
 EPS, SOFTCAP, F32 = (constexpr(x) for x in (kernels.EPS, kernels.SOFTCAP, tl.float32))
+NONE = frozenset()  # of ways to run
 LOG2E = constexpr(math.log2(math.e))  # the hardware's exponential is base 2
 
 
@@ -233,7 +234,7 @@ def _launch(kernel, h: Heads, B: int, W: int, how: frozenset) -> Callable:
 
 
 def window_attention(
-    qkv: Tensor, memory: tuple, at: tuple, h: Heads, out: Tensor, keep: tuple, how=frozenset()
+    qkv: Tensor, memory: tuple, at: tuple, h: Heads, out: Tensor, keep: tuple, how: frozenset = NONE
 ) -> Tensor:
     """Token t of a block, at = (t, W): its key into kn and kbuf, its value into vbuf (B*C, S, K),
     and its attended values into out (E, B, G*R*K). qkv (B, (C*M + 2*C)*K); memory: kbuf, vbuf, kn,
@@ -244,7 +245,13 @@ def window_attention(
 
 
 def window_attention_backward(
-    datt: Tensor, kept: tuple, memory: tuple, at: tuple, h: Heads, sums: tuple, how=frozenset()
+    datt: Tensor,
+    kept: tuple,
+    memory: tuple,
+    at: tuple,
+    h: Heads,
+    sums: tuple,
+    how: frozenset = NONE,
 ) -> Tensor:
     """From datt (E, B, G*R*K): the gradient of qkv's row. kept: att, q_rot,
     rq, rk, lse; memory: kbuf, vbuf, count, cos, sin; at = (t, g0, W), g0 the first token of t's
@@ -337,7 +344,7 @@ def product(
     after: str,
     beside: Tensor | None = None,
     ss: Tensor | None = None,
-    how: frozenset = frozenset(),
+    how: frozenset = NONE,
 ) -> tuple[Tensor | None, ...]:
     """after(before(x) @ w^T) (E, B, N), x (E, B, K), w (E, N, K), before and after as in Tile;
     beside (E, B, N), or (B, N) for all. ss (E, B, P): partial sums of squares, of x before 'norm',
@@ -395,7 +402,7 @@ def _norm_sum_kernel(x, ss, coef, s, h, r, B, coef_e, coef_b, c: constexpr):
 
 
 def norm_sum(
-    x: Tensor, ss: Tensor, coef: Tensor | None, h: Tensor, r: Tensor, how: frozenset = frozenset()
+    x: Tensor, ss: Tensor, coef: Tensor | None, h: Tensor, r: Tensor, how: frozenset = NONE
 ) -> Tensor:
     """h (E, B, D) = x * r, r (E, B, 1), of x with partial sums of squares ss (E, B, P). -> s (B,
     D), the sum over experts of coef * h; coef None, (E, B, 1) or 0-dim."""
@@ -455,7 +462,7 @@ class Leave(torch.autograd.Function):
         return None, None, du, datt, dcoef
 
 
-def leave_of(name: str, E: int, like: Tensor, how: frozenset = frozenset()) -> Callable | None:
+def leave_of(name: str, E: int, like: Tensor, how: frozenset = NONE) -> Callable | None:
     """-> what stands in for model.leave; None where it does not know the aggregation."""
     scale = {'sqrt_sum': E**-0.5, 'mean': 1 / E, 'softmax_mean': 0.0, 'softmax_l2': 0.0}.get(name)
     if scale is None:
