@@ -547,14 +547,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     if q.is_cuda:  # all but cuDNN's, which refuses some sizes, such as T = 32 with grouped heads
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
             return F.scaled_dot_product_attention(q, k, v, **how)
-    if mask is not None or T > 512 or not torch.compiler.is_compiling():
+    if mask is not None or T > 512 or q.dtype != torch.bfloat16:
         return F.scaled_dot_product_attention(q, k, v, **how)
-    # short chunks on a CPU, compiled: plain products beat the fused kernel's backward (LOG.md)
-    scores = (q.reshape(B, C, A // C * T, K) @ k.transpose(2, 3)).view(B, C, A // C, T, T)
-    future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    p = F.softmax((scores.to(wide) / math.sqrt(K)).masked_fill(future, -math.inf), -1).to(q.dtype)
-    return (p.view(B, C, A // C * T, T) @ v).view(B, A, T, K)
+    # short chunks in bf16 on a CPU: three plain products beat the fused kernel (LOG.md)
+    future = q.new_full((T, T), -math.inf).triu(1).repeat(A // C, 1)
+    q, k, v = (x.reshape(B * C, -1, K) for x in (q, k, v))
+    p = F.softmax(torch.baddbmm(future, q, k.mT, alpha=1 / math.sqrt(K)), -1)  # (B*C, A/C*T, T)
+    return (p @ v).view(B, A, T, K)
 
 
 def memory(
