@@ -453,9 +453,10 @@ class Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx, ds):
         (wo, up, down), (att, coef, act, f, r, h, rx) = ctx.products, ctx.saved_tensors
-        dx, low = compiled(_output_back)(ds, coef, h, rx)
+        piece = functools.partial(compiled, pdl=True) if 'pdl' in ctx.how else compiled
+        dx, low = piece(_output_back)(ds, coef, h, rx)
         dact = product(low, down.w.mT, '', 'times', act, None, ctx.how)[0]
-        du, dy, datt = compiled(_input_back)(dx, dact, r, f, wo.w, up.w)
+        du, dy, datt = piece(_input_back)(dx, dact, r, f, wo.w, up.w)
         for one, x, g in ((down, act, low), (up, f, dact), (wo, att, dy)):
             one.note([x], g)
         dcoef = (h * ds).sum(-1, keepdim=True).to(ds.dtype) if ctx.needs_input_grad[4] else None

@@ -121,41 +121,29 @@ class Product:
         if len(self.uses) == min(GROUP, self.n - self.count):
             self.gather()
 
-    def gather(self) -> None:
-        some, m = list(zip(*self.uses, strict=True)), self.uses[0][0].size(-2)
-        if self.rows is None:
-            self.rows = [take(x[0], self.n * m) for x in some]
-        for rows, x in zip(self.rows, some, strict=True):
-            torch.cat(x, -2, out=rows.narrow(-2, self.count * m, len(x) * m))
-        self.count += len(self.uses)
-        self.uses.clear()
-        if self.count == self.n:
-            self.multiply()
-
-    def multiply(self) -> None:
-        part = self.count * (self.rows[0].size(-2) // self.n)
-        x, g = (rows.narrow(-2, 0, part) for rows in self.rows)
-        self.total = product(g.mT, x, self.recipe.wide, self.total)
-        for rows in self.rows:
-            give(rows)
-        self.rows, self.count = None, 0
+    def gather(self, last: bool = False) -> None:
+        """The last uses beside those before; n, or at last what there is, are multiplied."""
+        if self.uses:
+            some, m = list(zip(*self.uses, strict=True)), self.uses[0][0].size(-2)
+            if self.rows is None:
+                self.rows = [take(x[0], self.n * m) for x in some]
+            for rows, x in zip(self.rows, some, strict=True):
+                torch.cat(x, -2, out=rows.narrow(-2, self.count * m, len(x) * m))
+            self.count += len(self.uses)
+            self.uses.clear()
+        if self.count == self.n or (last and self.count):
+            part = self.count * (self.rows[0].size(-2) // self.n)
+            x, g = (rows.narrow(-2, 0, part) for rows in self.rows)
+            self.total = product(g.mT, x, self.recipe.wide, self.total)
+            for rows in self.rows:
+                give(rows)
+            self.rows, self.count = None, 0
 
     def flush(self) -> Tensor:
         """W's gradient, of all uses noted since the last time."""
-        if self.uses:
-            self.gather()
-        if self.count:
-            self.multiply()
+        self.gather(last=True)
         total, self.total = self.total, None
         return torch.zeros_like(self.w, dtype=self.recipe.wide) if total is None else total
-
-
-def by_token(w: dict, n: int) -> list[dict]:
-    """A level's weights for n tokens: their gradients of vectors are added up in one pass."""
-    vectors = [(name, x.expand(n, *x.shape)) for name, x in w.items() if isinstance(x, Tensor)]
-    own = zip(*(x.unbind(0) for _, x in vectors), strict=True)
-    names = [name for name, _ in vectors]
-    return [w | dict(zip(names, xs, strict=True)) for xs in own] or [w] * n
 
 
 class Start(torch.autograd.Function):
@@ -183,6 +171,13 @@ def bind(weights: dict, recipe: Recipe, like: Tensor, n: int, triton: frozenset)
         E = len(weights['wo'])
         w['leave'] = triton_module().leave_of(recipe.rules.aggregation, E, like, triton)
     return w
+
+
+def by_token(w: dict, n: int) -> list[dict]:
+    """A level's weights for n tokens: their gradients of vectors are added up in one pass."""
+    vectors = ((name, x) for name, x in w.items() if isinstance(x, Tensor))
+    rows = {name: x.expand(n, *x.shape).unbind(0) for name, x in vectors}
+    return [w | {name: x[i] for name, x in rows.items()} for i in range(n)]
 
 
 # ---- attention ----
