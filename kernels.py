@@ -86,6 +86,15 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin)
 
 
+def window_mask(count: torch.Tensor, T: int, W: int) -> torch.Tensor:
+    """(B, 1, T, W + T) bool: token t of a chunk may look at slots t+1 .. t+W of the cached W and
+    the new T, if filled."""
+    slot, t = (torch.arange(n, device=count.device) for n in (W + T, T))
+    t = t[:, None]
+    band = (slot > t) & (slot <= t + W)  # (T, W + T)
+    return (band & (slot >= (W - count)[:, None, None])).unsqueeze(1)
+
+
 class Norm(torch.autograd.Function):
     """RMSNorm with its backward in closed form: eagerly autograd's would be a dozen passes."""
 
@@ -142,36 +151,31 @@ def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return torch.bmm(x, w.transpose(1, 2))
 
 
-def product(a: torch.Tensor, b: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
-    """a @ b, matrices or stacks of them, as the accumulator holds it where the device can give
-    that, else rounded first."""
+def product(
+    a: torch.Tensor, b: torch.Tensor, wide: torch.dtype, total: torch.Tensor | None = None
+) -> torch.Tensor:
+    """a @ b, matrices or stacks of them, in `wide`: added to total, in place, where one is given.
+    As the accumulator holds it where the device can give that, else rounded first."""
+    stacks = a.dim() == 3
     if a.is_cuda and a.dtype != wide:
-        return (torch.mm if a.dim() == 2 else torch.bmm)(a, b, out_dtype=wide)
-    return (a @ b).to(wide)
-
-
-def add_to(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a @ b, matrices, inside the product where the device can."""
-    if a.is_cuda and a.dtype != total.dtype:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    elif a.dtype == total.dtype:
-        total.addmm_(a, b)
-    else:
-        total.add_(a @ b)
-
-
-def add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """out += a^T @ b: out (N, X, Y), a slice of slots, in the same or a wider dtype, a (N, rows,
-    X), b (N, rows, Y). (baddbmm_ into a slice would go through the batch one by one.)"""
-    out.add_(torch.bmm(a.transpose(1, 2), b))
+        if total is None:
+            return (torch.bmm if stacks else torch.mm)(a, b, out_dtype=wide)
+        add = torch.baddbmm if stacks else torch.addmm
+        return add(total, a, b, out_dtype=wide, out=total)
+    if total is None:
+        return (a @ b).to(wide)
+    if a.dtype != wide:
+        return total.add_(a @ b)
+    return total.baddbmm_(a, b) if stacks else total.addmm_(a, b)
 
 
 @functools.cache
-def compiled(f: Callable) -> Callable:
-    """f compiled, once in a process, for each of the sizes that it meets."""
+def compiled(f: Callable, pdl: bool = False) -> Callable:
+    """f compiled, once in a process, for each of the sizes that it meets; pdl: its kernels by
+    programmatic dependent launch."""
     torch._dynamo.config.recompile_limit = 256  # past it a piece would run eagerly from then on
     torch._dynamo.config.accumulated_recompile_limit = 4096
-    return torch.compile(f, dynamic=False)
+    return torch.compile(f, dynamic=False, options={'triton.enable_pdl': True} if pdl else None)
 
 
 # ---- Triton or not: measured, for the sizes at hand ----
@@ -210,15 +214,13 @@ def seconds_of(run: Callable[[], object], repeats: int = 16) -> float:
 
 @torch.no_grad()
 def compare(run: Callable[[bool], tuple | list]) -> dict:
-    """run(triton): seconds by the model's own piece, compiled, and by the Triton kernel, and the
-    largest relative difference of their results (NaN if there is one); why not, where it fails: a
-    kernel that does not compile, or asks for more shared memory than the card has, is a
-    TritonError."""
+    """Seconds of run(False) and run(True), see by_triton, and the largest relative difference of
+    their results (NaN if there is one); why not, where it fails: a kernel that does not compile, or
+    asks for more shared memory than the card has, is a TritonError."""
     found = {'compiled': seconds_of(lambda: run(False))}
     try:
-        # both may lie in one memory
-        mine = [x.to(torch.float64, copy=True) for x in run(True)]
-        own = [x.to(torch.float64, copy=True) for x in run(False)]
+        # one after the other: both may lie in one memory
+        mine, own = ([x.to(torch.float64, copy=True) for x in run(way)] for way in (True, False))
         pairs = zip(mine, own, strict=True)
         off = [(x - y).norm() / y.norm().clamp(min=1e-30) for x, y in pairs]
         found['difference'] = torch.stack(off).max().item()
@@ -232,18 +234,16 @@ def compare(run: Callable[[bool], tuple | list]) -> dict:
 chosen: dict[tuple, dict] = {}  # what was measured, by sizes and name
 
 
-def agrees(found: dict) -> bool:
-    return found.get('difference', 1) < 0.03
-
-
 def wins(found: dict) -> bool:
-    return agrees(found) and found.get('triton', math.inf) < found['compiled']
+    """The kernel agrees with the model's own piece, and is faster."""
+    return found.get('difference', 1) < 0.03 and found.get('triton', math.inf) < found['compiled']
 
 
 def by_triton(key: tuple, device: torch.device, trials: Callable[[], dict]) -> frozenset:
-    """Of trials() = {name: run}, the names whose Triton kernels agree with the model's own pieces,
-    in values and gradients, and beat them compiled. CUDA only; measured once for a key, by CUDA
-    graphs: so not while another is captured, where what was not measured before stays compiled."""
+    """Of trials() = {name: run}, the names whose run(True), a Triton kernel or a way to run, agrees
+    with run(False), at first the model's own pieces compiled, in values and gradients, and beats
+    it. CUDA only; measured once for a key, by CUDA graphs: so not while another is captured, where
+    what was not measured before is not taken."""
     if device.type != 'cuda' or triton_module() is None:
         return frozenset()
     if key not in chosen:
@@ -258,12 +258,10 @@ def chosen_lines() -> list[str]:
 
     def told(found):
         if 'error' in found:
-            return f'compiled ({found["error"]})'
-        if not agrees(found):
-            return f'compiled (Triton differs from the model by {found["difference"]:.1%})'
-        who = 'Triton' if wins(found) else 'compiled'
-        mine, own = 1e6 * found.get('triton', math.nan), 1e6 * found['compiled']
-        return f'{who} ({mine:.0f} against {own:.0f} us)'
+            return f'not taken ({found["error"]})'
+        mine, own = 1e6 * found['triton'], 1e6 * found['compiled']
+        apart = f'{found["difference"]:.1%} apart'
+        return f'{"" if wins(found) else "not "}taken ({mine:.0f} against {own:.0f} us, {apart})'
 
     return [', '.join(f'{n}: {told(x)}' for n, x in trials.items()) for trials in chosen.values()]
 
@@ -287,7 +285,7 @@ def slice_loss(
     """losses and its gradient times grad_scale for a slice of rows, logits and gradient in the
     dtype of products. way: 'eager', 'compiled' or 'triton'."""
     if way == 'triton':
-        return triton_module().cross_entropy(logits, targets, grad_scale, logits.dtype)
+        return triton_module().cross_entropy(logits, targets, grad_scale)
     run = compiled(widened(losses)) if way == 'compiled' else widened(losses)
     with torch.enable_grad():
         logits = logits.detach().requires_grad_()
@@ -311,8 +309,7 @@ def loss_by_triton(
 
         return {'loss': run}
 
-    known = dt != torch.float64
-    return known and 'loss' in by_triton((losses, rows, V, dt), device, trials)
+    return dt != torch.float64 and 'loss' in by_triton((losses, rows, V, dt), device, trials)
 
 
 def rows_per_slice(N: int, V: int, device: str) -> int:
@@ -340,7 +337,7 @@ class HeadLoss(torch.autograd.Function):
             loss_i, d = slice_loss(losses, x_i @ w.t(), targets[i : i + rows], 1 / N, way)
             loss += loss_i
             dx[i : i + rows] = d @ w
-            add_to(dw, d.t(), x_i)
+            product(d.t(), x_i, dw.dtype, dw)
         ctx.save_for_backward(dx, dw)
         return loss / N
 

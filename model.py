@@ -43,6 +43,7 @@ from kernels import (
     rope_table,
     rows_per_slice,
     softcap,
+    window_mask,
 )
 from unroll import BLOCK, Recipe, unroll
 
@@ -74,22 +75,18 @@ class ModelConfig:
     path: str = 'fast'
 
     def __post_init__(self) -> None:
-        sizes = 'vocab_size n_layer n_expert n_embd window block_size router_dim'
-        for name in sizes.split():
+        for name in 'vocab_size n_layer n_expert n_embd window block_size router_dim'.split():
             if getattr(self, name) < 1:
                 raise ValueError(f'{name} = {getattr(self, name)}: must be at least 1')
         names = {'aggregation': AGGREGATIONS, 'residual': RESIDUALS, 'path': PATHS}
         for name, allowed in names.items():
-            value = getattr(self, name)
-            if value not in allowed:
+            if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f'{name} = {value!r}: expected one of {", ".join(allowed)}')
         D = self.n_embd
         if self.n_head == 0:
             if D % 192 and D % 128:
-                raise ValueError(
-                    f'n_embd = {D} is a multiple of neither 192 (heads of 96) nor 128 (of 64): '
-                    'set n_head'
-                )
+                words = 'is a multiple of neither 192 (heads of 96) nor 128 (of 64): set n_head'
+                raise ValueError(f'n_embd = {D} {words}')
             self.n_head = D // 96 if D % 192 == 0 else D // 64
         H = self.n_head
         if H < 0 or D % H or (D // H) % 2:
@@ -106,6 +103,10 @@ class ModelConfig:
     @property
     def head_dim(self) -> int:
         return self.n_embd // self.n_head
+
+    @property
+    def expert_weights(self) -> int:
+        return 2 * self.n_embd * (self.n_head + self.n_kv_head) * self.head_dim + 8 * self.n_embd**2
 
     @property
     def routed(self) -> bool:
@@ -204,10 +205,6 @@ def join(z: Tensor, s: Tensor) -> Tensor:
     return torch.cat([z, s], -1)
 
 
-def add(q: Tensor, bias: Tensor) -> Tensor:
-    return q + bias
-
-
 def gate(scores: Tensor, r: int, wide: torch.dtype) -> Tensor:
     return F.softmax(scores.to(wide) / math.sqrt(r), -1)
 
@@ -216,7 +213,7 @@ def route(w: dict, s: Tensor, z: Tensor) -> Tensor:
     """Router: a = softmax(q.k_i / sqrt(r)) (N, E), q = Wq [z; s] + bq, k_i = Wk e_i + bk, e_i
     learned."""
     q = w['router_q'](join, z, s)
-    scores = w['router_keys'](add, q, w['router_q_bias'])
+    scores = w['router_keys'](torch.add, q, w['router_q_bias'])
     return w['piece'](gate, scores, r=q.size(-1), wide=s.dtype)
 
 
@@ -386,9 +383,6 @@ class LanguageModel(nn.Module):
         s = torch.zeros(B, D, dtype=self.embedding.dtype, device=device)
         return State(s, k, v, torch.zeros(B, dtype=torch.int64, device=device))
 
-    def hidden(self, z: Tensor, state: State | None) -> tuple[Tensor, State | None]:
-        raise NotImplementedError
-
     def core(self, idx: Tensor, state: State | None) -> tuple[Tensor, State | None]:
         """Tokens (B, T) -> the head's input (B, T, D) and the new state."""
         x, state = self.hidden(norm(F.embedding(idx, self.embedding)), state)
@@ -415,22 +409,18 @@ class LanguageModel(nn.Module):
 
     def num_params(self) -> dict[str, int]:
         """Parameters in all, of the embedding, of the head and of the core (the levels)."""
-        total, embedding, head = (
-            sum(p.numel() for p in group)
-            for group in (self.parameters(), [self.embedding], [self.head])
-        )
-        core = total - embedding - head
-        return {'total': total, 'embedding': embedding, 'head': head, 'core': core}
+        total = sum(p.numel() for p in self.parameters())
+        ends = {'embedding': self.embedding.numel(), 'head': self.head.numel()}
+        return {'total': total, **ends, 'core': total - sum(ends.values())}
 
     def flops_per_token(self) -> dict[str, float]:
         """Forward FLOPs a token, core and head apart (training costs three times that): two a
         weight, plus attention at the mean context: W when recurrent (a stream's steady state), (T +
         1) / 2 for GPT's sequences. The E key-value projections are all counted, also where the code
         sums them first, as the paper's budgets do."""
-        c = self.config
-        D, HK, GK = c.n_embd, c.n_head * c.head_dim, c.n_kv_head * c.head_dim
+        c, D = self.config, self.config.n_embd
         context = c.window if self.recurrent else (c.block_size + 1) / 2
-        expert = 2 * (2 * D * HK + 2 * D * GK + 8 * D * D) + 4 * context * HK
+        expert = 2 * c.expert_weights + 4 * context * D
         router = 2 * (2 * D + c.n_expert) * c.router_dim if c.routed else 0
         core = c.n_layer * (c.n_expert * expert + router)
         return {'core': float(core), 'head': float(2 * D * c.vocab_size)}
@@ -447,19 +437,9 @@ class LanguageModel(nn.Module):
 
 
 class RecurrentGPT(LanguageModel):
-    """The recurrent Transformer. For a token x, z = RMSNorm(embedding(x)), s[0] = s[L] of the token
-    before, and at each level (`level` above)
-
-        u           = a s + b z               a, b learned scalars; the same u for all experts
-        q_i,k_i,v_i = projections of RMSNorm(u)   no bias, nothing nonlinear per expert on k_i, v_i
-        q_i         = RoPE(RMSNorm(q_i)) per head
-        k, v        = RMSNorm(A(k_1..k_E)) per head, A(v_1..v_E)   one shared cache entry a level
-        cache       = push_FIFO(cache, (k, v))    W entries, this one included; RoPE at reading
-        y_i         = u + Wo_i attend(q_i, cache)
-        h_i         = RMSNorm(y_i + FFN_i(RMSNorm(y_i)))   FFN: 4D, squared ReLU
-        s           = A(h_1..h_E)
-
-    share_kv = False gives each expert its own cache."""
+    """The recurrent Transformer: for a token x, z = RMSNorm(embedding(x)), s[0] = s[L] of the token
+    before, then `level` L times. The caches are FIFOs of W entries, this token's included; keys get
+    RoPE as they are read. One entry a level, or, share_kv = False, one for each expert."""
 
     recurrent = True
 
@@ -474,7 +454,7 @@ class RecurrentGPT(LanguageModel):
             else:
                 graphs = path == 'graphed' or (path == 'captured' and not torch.is_grad_enabled())
                 compile = self.config.compile
-                recipe = Recipe(token, heads, leave, rules, dt, z.dtype, compile, graphs)
+                recipe = Recipe(token, rules, dt, z.dtype, compile, graphs)
                 out, new = unroll(z.transpose(0, 1), state, weights, recipe)
         return out.transpose(0, 1), State(*new)
 
@@ -518,89 +498,62 @@ class GPT(LanguageModel):
         """z (B, T, D) -> s[L] (B, T, D). Without a state: causal attention over the chunk. With
         one: the window W over the cached and the new tokens, so that any split of a stream into
         chunks gives the same result."""
-        c, (B, T, _), dt = self.config, z.shape, compute_dtype(z)
-        rules, new_k, new_v = self.levels[0].rules(), [], []
+        c, T, dt = self.config, z.size(1), compute_dtype(z)
         rope = rope_table(T if state is None else c.window + T, c.head_dim, z)
-        if state is None:
-            run = compiled(causal_level) if c.compile else causal_level
-            with torch.autocast(z.device.type, enabled=False):
-                s = z
-                for one in self.levels:
-                    s = run(one.weights(), s, z if c.routed else s, rope, rules, dt)
-            return s, None
-        mask = window_mask(state.count, T, c.window)
-
-        def attend(heads, qkv, h, wide):
-            q, k, v = (x.view(B, T, -1, h.K).transpose(1, 2) for x in heads(qkv, h, wide))
-            # the new entries are not in their lists yet
-            cached = (x[len(new_k)].detach().to(dt) for x in (state.k, state.v))
-            k, v = (torch.cat([old, x.to(dt)], 2) for old, x in zip(cached, (k, v), strict=True))
-            new_k.append(k[:, :, T:])  # the last W
-            new_v.append(v[:, :, T:])
-            q = apply_rope(q, rope[0][-T:], rope[1][-T:]).to(dt)
-            y = attention(q, apply_rope(k, *rope).to(dt), v.to(dt), mask)  # (B, E*H, T, K)
-            return y.unflatten(1, (h.E, -1)).permute(1, 0, 3, 2, 4).reshape(h.E, B * T, -1)
-
+        rules, s, entries, past, mask = self.levels[0].rules(), z, [], None, None
+        run = compiled(sequence_level) if c.compile and state is None else sequence_level
+        if state is not None:
+            mask = window_mask(state.count, T, c.window)
         with torch.autocast(z.device.type, enabled=False):
-            z = z.flatten(0, 1)
-            ws = [plain_weights(one.weights(), dt) for one in self.levels]
-            s = levels(ws, z, z, [attend] * len(ws), rules).unflatten(0, (B, T))
-        count = (state.count + T).clamp(max=c.window)
-        return s, State(state.s, torch.stack(new_k), torch.stack(new_v), count)
+            for l, one in enumerate(self.levels):
+                if state is not None:
+                    past = state.k[l].detach(), state.v[l].detach()
+                inputs = s, z if c.routed else s, past
+                s, *kv = run(one.weights(), inputs, rope, mask, rules, dt)
+                entries.append(kv)
+        if state is None:
+            return s, None
+        k, v = (torch.stack(x) for x in zip(*entries, strict=True))
+        return s, State(state.s, k, v, (state.count + T).clamp(max=c.window))
 
 
-def causal_level(
-    w: dict, s: Tensor, z: Tensor, rope: tuple, rules: Rules, dt: torch.dtype
-) -> Tensor:
-    """One level of GPT on whole sequences: s and z (B, T, D) -> the next s. Compiled, it serves all
-    levels."""
-    B, T, _ = s.shape
+def sequence_level(
+    w: dict, inputs: tuple, rope: tuple, mask: Tensor | None, rules: Rules, dt: torch.dtype
+) -> tuple[Tensor, ...]:
+    """One level of GPT on whole sequences: s and z (B, T, D) and cached keys and values, or None ->
+    the next s; with a cache also the new one's keys and values. Compiled, it serves all levels."""
+    s, z, past = inputs
+    (B, T, _), entries = s.shape, []
 
     def attend(heads, qkv, h, wide):
         q, k, v = (x.view(B, T, -1, h.K).transpose(1, 2) for x in heads(qkv, h, wide))
-        q, k = (apply_rope(x, *rope).to(dt) for x in (q, k))
-        y = attention(q, k, v.to(dt), None)  # (B, E*H, T, K)
+        if past is not None:
+            pairs = zip(past, (k, v), strict=True)
+            k, v = (torch.cat([old.to(dt), x.to(dt)], 2) for old, x in pairs)
+            entries.extend(x[:, :, T:] for x in (k, v))  # the last W
+        q, k = (apply_rope(x, *(a[-x.size(2) :] for a in rope)).to(dt) for x in (q, k))
+        y = attention(q, k, v.to(dt), mask)  # (B, E*H, T, K)
         return y.unflatten(1, (h.E, -1)).permute(1, 0, 3, 2, 4).reshape(h.E, B * T, -1)
 
     s = level(plain_weights(w, dt), s.flatten(0, 1), z.flatten(0, 1), attend, rules)
-    return s.unflatten(0, (B, T))
-
-
-def window_mask(count: Tensor, T: int, W: int) -> Tensor:
-    """(B, 1, T, W + T) bool: token t of a chunk may look at slots t+1 .. t+W of the cached W and
-    the new T, if filled."""
-    slot, t = (torch.arange(n, device=count.device) for n in (W + T, T))
-    t = t[:, None]
-    band = (slot > t) & (slot <= t + W)  # (T, W + T)
-    return (band & (slot >= (W - count)[:, None, None])).unsqueeze(1)
+    return s.unflatten(0, (B, T)), *entries
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Causal (mask None) or masked attention: q (B, A, T, K), k and v (B, C, S, K), A / C query
     heads a key-value head."""
     (B, A, T, K), C = q.shape, k.size(1)
+    how = {'attn_mask': mask, 'is_causal': mask is None, 'enable_gqa': A != C}
     if q.is_cuda:  # all but cuDNN's, which refuses some sizes, such as T = 32 with grouped heads
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
-            return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=A != C
-            )
+            return F.scaled_dot_product_attention(q, k, v, **how)
     if mask is not None or T > 512 or q.dtype != torch.bfloat16:
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=A != C
-        )
+        return F.scaled_dot_product_attention(q, k, v, **how)
     # short chunks in bf16 on a CPU: three plain products beat the fused kernel (LOG.md)
     future = q.new_full((T, T), -math.inf).triu(1).repeat(A // C, 1)
     q, k, v = (x.reshape(B * C, -1, K) for x in (q, k, v))
     p = F.softmax(torch.baddbmm(future, q, k.mT, alpha=1 / math.sqrt(K)), -1)  # (B*C, A/C*T, T)
     return (p @ v).view(B, A, T, K)
-
-
-def num_weights(config: ModelConfig) -> tuple[int, int]:
-    """-> weights of the levels' matrices (Muon's), and of embedding and head (AdamW's), without
-    building the model."""
-    D, HK, GK = config.n_embd, config.n_head * config.head_dim, config.n_kv_head * config.head_dim
-    expert = 2 * D * HK + 2 * D * GK + 8 * D * D
-    return config.n_layer * config.n_expert * expert, 2 * config.vocab_size * D
 
 
 def memory(
@@ -614,14 +567,13 @@ def memory(
     """Bytes that a training run needs on one device, by what they are for; their sum is the most it
     holds at a time.
 
-    batch: rows of a micro-batch and of all of a rank's micro-batches; dtype: of products; device:
-    'cpu' or 'cuda'; whole: a micro-batch's forward and backward are one CUDA graph, whose memory
-    validation cannot use. Tensors are counted; what is fresh for a moment is rounded up so that the
-    peaks in results/modelled/memory.md are met or passed by a few percent. Not for path 'plain',
-    which holds more."""
+    batch: rows of a micro-batch and of all of a rank's; dtype: of products; device: 'cpu' or
+    'cuda'; whole: a micro-batch is one CUDA graph, whose memory validation cannot use. Tensors are
+    counted; what is fresh for a moment is rounded up, so that results/modelled/memory.md's peaks
+    are met or passed by a few percent. Path 'plain' holds more."""
     c, (rows, streams), size = config, batch, dtype.itemsize
     L, E, D, W, T = c.n_layer, c.n_expert, c.n_embd, c.window, c.block_size
-    matrices, table = num_weights(c)
+    matrices, table = L * E * c.expert_weights, 2 * c.vocab_size * D
     logits = rows_per_slice(rows * T, c.vocab_size, device) * c.vocab_size
     need = {
         'weights': 4 * (matrices + table),
@@ -637,28 +589,25 @@ def memory(
     # tokens of a block; of a validation's chunk (train_lm.evaluate_run)
     n, t = min(T, BLOCK), min(T, 128)
     if recurrent:
-        need['state'] = cache * (streams + (rows if rows < streams else 0))
+        need['state'] = cache * (streams + rows * (rows < streams))
         # tokens and blocks that are kept for the backward: where blocks are graphs, they run again
         every = whole or device == 'cpu'
         tokens, kept = (T, -(-T // n)) if every else (n, 1)
-        # of a chunk; of its blocks that are kept; of one's gradients, the new ones, what is fresh
-        need['chunk'] = rows * cache * ((W + T) / W + (1.5 * kept + 6) * (W + n) / W)
-        if T > n or not every:  # between blocks: gradients of the chunk's
-            need['chunk'] += rows * cache * 2 * (W + T) / W
-        if not every:  # what a block's graphs read and write
-            need['chunk'] += rows * cache * (W + n) / W
+        # of a chunk (between blocks also its gradients'); of its blocks that are kept, of one's
+        # gradients, the new ones, what is fresh, and what a block's graphs read and write
+        slots = (W + T) * (3 if T > n or not every else 1)
+        slots += (W + n) * (1.5 * kept + (6 if every else 7))
         # of a token: what the backward reads and leaves for weights, of a level's weights once more
         token = L * D * (16 * E * size + 12) + 9 * E * D * size
         weights = 16 * L * E * c.n_head * (W + n) * size
-        need['chunk'] += rows * (tokens * token + weights + 40 * T * D)
+        need['chunk'] = rows * (cache * slots / W + tokens * token + weights + 40 * T * D)
         validation = rows * cache * ((W + t) / W + 3 * (W + n) / W)
     else:
         need['chunk'] = rows * T * D * (L * (17 * E * size + 8) + 40)
         validation = rows * (2 * cache + E * t * (76 * D + 13 * c.n_head * (W + t)))
     validation += 16 * logits
     if not whole:  # it runs in the training's memory, but for its buffers
-        least = validation / 2 if device == 'cuda' else 0
-        validation = max(least, validation - need['chunk'])
+        validation = max(validation / 2 * (device == 'cuda'), validation - need['chunk'])
     return {**need, 'validation': validation}
 
 

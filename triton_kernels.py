@@ -6,6 +6,8 @@ Shape letters as in model.py; C cache heads, M query heads a cache head. A row o
 queries (C, M, K), keys (C, K), values (C, K). A block of n tokens has S = W + n slots: 0..W-1 are
 carried entries (those below W - count empty), token t's is W + t; it sees slots t+1 .. W+t. Nothing
 here synchronises; t and g0 are plain ints that change no kernel: a loop over t compiles once.
+how: names of ways to run that were measured to be faster, 'split' (see `product`) and 'pdl':
+programmatic dependent launch, the next kernel's programs are set up while this one's still run.
 """
 
 import functools
@@ -23,6 +25,7 @@ import kernels
 from kernels import Heads, compiled, gate_weights
 
 EPS, SOFTCAP, F32 = (constexpr(x) for x in (kernels.EPS, kernels.SOFTCAP, tl.float32))
+NONE = frozenset()  # of ways to run
 LOG2E = constexpr(math.log2(math.e))  # the hardware's exponential is base 2
 
 
@@ -32,7 +35,18 @@ def padded(n: int, least: int = 16) -> int:
     return max(least, triton.next_power_of_2(n))
 
 
+@triton.jit
+def _begin(pdl: constexpr):
+    """Before anything is read: lets the next kernel be launched, and waits for the end of the one
+    before, which has waited for all others."""
+    if pdl:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
 # ---- attention ----
+
+Slots = namedtuple('Slots', 'N pdl')  # N at a time
 
 
 @triton.jit
@@ -60,9 +74,11 @@ def _by_expert(b, c, m, h: constexpr):
 # never leaves the registers: its store needs no barrier, and its score is what the softmax
 # subtracts (scores of normalised vectors lie within +-sqrt(K), so fp32 needs no running maximum).
 @triton.jit(do_not_specialize=['t'])
-def _attention_kernel(qkv, memory, out, kept, t, W, S, scale, h: constexpr, N: constexpr):
+def _attention_kernel(qkv, memory, out, kept, t, W, S, scale, h: constexpr, slots: constexpr):
+    _begin(slots.pdl)
     kbuf, vbuf, kn, count, cos, sin = memory
     rq, rk, q_rot, lse = kept
+    N: constexpr = slots.N
     C: constexpr = h.C
     M: constexpr = h.M
     K: constexpr = h.K
@@ -143,11 +159,13 @@ def _before_norm(g, x, r, cos, sin, K: constexpr):
 # ds are kept (M * S numbers a token, not 2 * S * K), to be added by one product a group.
 @triton.jit(do_not_specialize=['t', 'g0'])
 def _attention_backward_kernel(
-    datt, kept, memory, sums, dqkv, t, g0, W, S, F, scale, h: constexpr, N: constexpr
+    datt, kept, memory, sums, dqkv, t, g0, W, S, F, scale, h: constexpr, slots: constexpr
 ):
+    _begin(slots.pdl)
     att, q_rot, rq, rk, lse = kept
     kbuf, vbuf, count, cos, sin = memory
     dk, dv, P, DS, DO = sums
+    N: constexpr = slots.N
     C: constexpr = h.C
     M: constexpr = h.M
     K: constexpr = h.K
@@ -206,25 +224,34 @@ def _attention_backward_kernel(
     tl.store(dqkv + (C * M + C + c) * K + col, dv_own, real)
 
 
-def _launch(kernel, h: Heads, B: int, W: int) -> Callable:
+def _launch(kernel, h: Heads, B: int, W: int, how: frozenset) -> Callable:
     """An attention kernel for these sizes: a program a cache head and stream."""
     stages = 3 if B * h.C > 132 else 4
-    sizes = {'N': min(64, padded(W)), 'num_warps': 4, 'num_stages': 2 if W <= 128 else stages}
-    return functools.partial(kernel[h.C, B], scale=1 / math.sqrt(h.K), h=h, **sizes)
+    slots = Slots(min(64, padded(W)), 'pdl' in how)
+    pdl = {'launch_pdl': True} if 'pdl' in how else {}
+    sizes = {'num_warps': 4, 'num_stages': 2 if W <= 128 else stages, **pdl}
+    return functools.partial(kernel[h.C, B], scale=1 / math.sqrt(h.K), h=h, slots=slots, **sizes)
 
 
 def window_attention(
-    qkv: Tensor, memory: tuple, at: tuple, h: Heads, out: Tensor, keep: tuple
+    qkv: Tensor, memory: tuple, at: tuple, h: Heads, out: Tensor, keep: tuple, how: frozenset = NONE
 ) -> Tensor:
     """Token t of a block, at = (t, W): its key into kn and kbuf, its value into vbuf (B*C, S, K),
     and its attended values into out (E, B, G*R*K). qkv (B, (C*M + 2*C)*K); memory: kbuf, vbuf, kn,
     count, cos and sin (S, K); keep: (rq, rk, q_rot, lse), written for the backward."""
-    _launch(_attention_kernel, h, len(qkv), at[1])(qkv, memory, out, keep, *at, memory[0].size(1))
+    run = _launch(_attention_kernel, h, len(qkv), at[1], how)
+    run(qkv, memory, out, keep, *at, memory[0].size(1))
     return out
 
 
 def window_attention_backward(
-    datt: Tensor, kept: tuple, memory: tuple, at: tuple, h: Heads, sums: tuple
+    datt: Tensor,
+    kept: tuple,
+    memory: tuple,
+    at: tuple,
+    h: Heads,
+    sums: tuple,
+    how: frozenset = NONE,
 ) -> Tensor:
     """From datt (E, B, G*R*K): the gradient of qkv's row. kept: att, q_rot,
     rq, rk, lse; memory: kbuf, vbuf, count, cos, sin; at = (t, g0, W), g0 the first token of t's
@@ -232,15 +259,16 @@ def window_attention_backward(
     (B*C, F, M, K), where the other slots' p and ds go for the group's one product."""
     B, sizes = datt.size(1), (*at, memory[0].size(1), sums[2].size(1))
     dqkv = datt.new_empty(B, (h.M + 2) * h.C * h.K)
-    _launch(_attention_backward_kernel, h, B, at[2])(datt, kept, memory, sums, dqkv, *sizes)
+    _launch(_attention_backward_kernel, h, B, at[2], how)(datt, kept, memory, sums, dqkv, *sizes)
     return dqkv
 
 
 # ---- experts' products, with what stands around them ----
 
-# (BM, BN) of x @ w, x (B, K), w (K, N), BK of K at a time; P partial sums of squares a row. before:
-# '' or 'norm'; after: 'relu' (squared), its backward 'times' (* 2 sqrt(beside)) or 'add' (+ beside)
-Tile = namedtuple('Tile', 'K N P BM BN BK before after')
+# (BM, BN) of x @ w, x (B, K), w (K, N), BK of K at a time, in S parts; P partial sums of squares a
+# row. before: '' or 'norm'; after: 'relu' (squared), its backward 'times' (* 2 sqrt(beside)) or
+# 'add' (+ beside)
+Tile = namedtuple('Tile', 'K N P S BM BN BK before after pdl')
 
 
 @triton.jit
@@ -256,10 +284,13 @@ def _factor(ss, rows, real, D: constexpr, P: constexpr):
 # the norm that follows: one partial sum a tile of columns (atomics would not add in a fixed order).
 # A norm on load knows its factors r from those; each tile of columns then reads y in fp32, twice
 # the bytes of its bf16: cheap while a tile holds all rows and weights are the traffic.
+# S > 1: that many programs share a tile's K, and the last to be ready adds all parts, in order.
 @triton.jit
-def _expert_kernel(x, w, beside, out, ss, f, r, B, strides, c: constexpr):
+def _expert_kernel(x, w, beside, out, ss, f, r, sums, ready, B, strides, c: constexpr):
+    _begin(c.pdl)
     w_e, w_n, w_k, beside_e = strides
-    e, first = tl.program_id(2).to(tl.int64), tl.program_id(1) == 0
+    e, first = tl.program_id(2).to(tl.int64) // c.S, tl.program_id(1) == 0
+    part = tl.program_id(2) % c.S
     # tiles of rows run beside each other, to share a tile of weights in L2
     rows = tl.program_id(0) * c.BM + tl.arange(0, c.BM)
     cols = tl.program_id(1) * c.BN + tl.arange(0, c.BN)
@@ -267,7 +298,7 @@ def _expert_kernel(x, w, beside, out, ss, f, r, B, strides, c: constexpr):
         factor = _factor(ss, e * B + rows, rows < B, c.K, c.P)
         tl.store(r + e * B + rows, factor, (rows < B) & first)
     acc = tl.full((c.BM, c.BN), 0.0, F32)
-    for start in range(0, c.K, c.BK):
+    for start in range(part * (c.K // c.S), (part + 1) * (c.K // c.S), c.BK):
         k = start + tl.arange(0, c.BK)
         at, mask = rows[:, None] * c.K + k[None, :], (rows < B)[:, None] & (k < c.K)[None, :]
         a = tl.load(x + e * B * c.K + at, mask, 0.0)
@@ -277,6 +308,18 @@ def _expert_kernel(x, w, beside, out, ss, f, r, B, strides, c: constexpr):
         weights = w + e * w_e + cols[None, :] * w_n + k[:, None] * w_k
         b = tl.load(weights, (k < c.K)[:, None] & (cols < c.N)[None, :], 0.0)
         acc = tl.dot(a, b, acc, input_precision='ieee')
+    if c.S > 1:
+        tile = (e * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
+        parts = sums + tile * (c.S * c.BM * c.BN) + tl.arange(0, c.BM)[:, None] * c.BN
+        parts += tl.arange(0, c.BN)[None, :]
+        tl.store(parts + part * (c.BM * c.BN), acc)
+        tl.debug_barrier()  # all of the program's threads have stored
+        if tl.atomic_add(ready + tile, 1) < c.S - 1:
+            return
+        tl.store(ready + tile, 0)
+        acc = tl.full((c.BM, c.BN), 0.0, F32)
+        for i in range(c.S):  # past the L1, which does not see others' stores
+            acc += tl.load(parts + i * (c.BM * c.BN), cache_modifier='.cg')
     at, mask = rows[:, None] * c.N + cols[None, :], (rows < B)[:, None] & (cols < c.N)[None, :]
     if c.after == 'relu':
         acc = tl.maximum(acc, 0.0) * tl.maximum(acc, 0.0)
@@ -288,6 +331,12 @@ def _expert_kernel(x, w, beside, out, ss, f, r, B, strides, c: constexpr):
         tl.store(ss + (e * B + rows) * c.P + tl.program_id(1), tl.sum(acc * acc, 1), rows < B)
 
 
+@functools.cache
+def _ready(device: torch.device) -> Tensor:
+    """How many parts of a tile are; zeros between kernels."""
+    return torch.zeros(2**14, dtype=torch.int32, device=device)
+
+
 def product(
     x: Tensor,
     w: Tensor,
@@ -295,10 +344,12 @@ def product(
     after: str,
     beside: Tensor | None = None,
     ss: Tensor | None = None,
+    how: frozenset = NONE,
 ) -> tuple[Tensor | None, ...]:
     """after(before(x) @ w^T) (E, B, N), x (E, B, K), w (E, N, K), before and after as in Tile;
     beside (E, B, N), or (B, N) for all. ss (E, B, P): partial sums of squares, of x before 'norm',
-    of the result after 'add'. -> result, ss, norm(x) as w's dtype and its factors (E, B, 1)."""
+    of the result after 'add'. how: 'split', K in parts where tiles alone are too few for an H100's
+    132 SMs. -> result, ss, norm(x) as w's dtype and its factors (E, B, 1)."""
     (E, B, K), N, f, r = x.shape, w.size(1), None, None
     # up to 128 rows are one tile, so that weights are streamed once; columns are cut until each of
     # an H100's 132 SMs has work (the widest tile, which spills registers after 'add': four times).
@@ -313,44 +364,54 @@ def product(
     if before == 'norm':
         f, r = w.new_empty(x.shape), x.new_empty(E, B, 1)
         if B > 128:
-            norm_sum(x, ss, None, f, r)
+            norm_sum(x, ss, None, f, r, how)
             x, before = f, ''
     out = (beside if after == 'add' else w).new_empty(E, B, N)
     if after == 'add':
         ss = out.new_empty(E, B, triton.cdiv(N, BN))
-    c = Tile(K, N, 0 if ss is None else ss.size(2), BM, BN, BK, before, after)
+    tiles, S, pdl = E * triton.cdiv(B, BM) * triton.cdiv(N, BN), 1, 'pdl' in how
+    if 'split' in how and K % BK == 0:
+        S = max([n for n in range(1, K // BK + 1) if K // BK % n == 0 and n * tiles <= 144] or [1])
+    sums = out.new_empty(tiles * S * BM * BN, dtype=torch.float32) if S > 1 else None
+    c = Tile(K, N, 0 if ss is None else ss.size(2), S, BM, BN, BK, before, after, pdl)
     strides = *w.stride(), 0 if beside is None or beside.dim() == 2 else B * N
-    run = _expert_kernel[triton.cdiv(B, BM), triton.cdiv(N, BN), E]
-    run(x, w, beside, out, ss, f, r, B, strides, c, num_warps=warps, num_stages=stages)
+    options = {'num_warps': warps, 'num_stages': stages} | ({'launch_pdl': True} if pdl else {})
+    run = _expert_kernel[triton.cdiv(B, BM), triton.cdiv(N, BN), E * S]
+    run(x, w, beside, out, ss, f, r, sums, _ready(x.device), B, strides, c, **options)
     return out, ss, f, r
+
+
+Sums = namedtuple('Sums', 'E D P BD pdl')
 
 
 # Each expert's norm and the weighted sum over experts, in one read of x. A program holds a slice of
 # columns of all experts of one stream: their loads are in flight together.
 @triton.jit
-def _norm_sum_kernel(
-    x, ss, coef, s, h, r, B, coef_e, coef_b, E: constexpr, D: constexpr, P: constexpr, BD: constexpr
-):
-    b, e = tl.program_id(0).to(tl.int64), tl.arange(0, padded(E, 1)).to(tl.int64)
-    d = tl.program_id(1) * BD + tl.arange(0, BD)
-    at, mask = (e * B + b)[:, None] * D + d[None, :], (e < E)[:, None] & (d < D)[None, :]
-    factor = _factor(ss, e * B + b, e < E, D, P)
+def _norm_sum_kernel(x, ss, coef, s, h, r, B, coef_e, coef_b, c: constexpr):
+    _begin(c.pdl)
+    b, e = tl.program_id(0).to(tl.int64), tl.arange(0, padded(c.E, 1)).to(tl.int64)
+    d = tl.program_id(1) * c.BD + tl.arange(0, c.BD)
+    at, mask = (e * B + b)[:, None] * c.D + d[None, :], (e < c.E)[:, None] & (d < c.D)[None, :]
+    factor = _factor(ss, e * B + b, e < c.E, c.D, c.P)
     hat = tl.load(x + at, mask, 0.0) * factor[:, None]
-    tl.store(r + e * B + b, factor, (e < E) & (tl.program_id(1) == 0))
+    tl.store(r + e * B + b, factor, (e < c.E) & (tl.program_id(1) == 0))
     tl.store(h + at, hat, mask)
     if s is not None:
-        weight = tl.load(coef + e * coef_e + b * coef_b, e < E, 0.0)
-        tl.store(s + b * D + d, tl.sum(weight[:, None] * hat, 0), d < D)
+        weight = tl.load(coef + e * coef_e + b * coef_b, e < c.E, 0.0)
+        tl.store(s + b * c.D + d, tl.sum(weight[:, None] * hat, 0), d < c.D)
 
 
-def norm_sum(x: Tensor, ss: Tensor, coef: Tensor | None, h: Tensor, r: Tensor) -> Tensor:
+def norm_sum(
+    x: Tensor, ss: Tensor, coef: Tensor | None, h: Tensor, r: Tensor, how: frozenset = NONE
+) -> Tensor:
     """h (E, B, D) = x * r, r (E, B, 1), of x with partial sums of squares ss (E, B, P). -> s (B,
     D), the sum over experts of coef * h; coef None, (E, B, 1) or 0-dim."""
     E, B, D = x.shape
     BD = min(padded(D), max(16, min(128 if B <= 64 else 256, 4096 // padded(E, 1))))
     s = None if coef is None else x.new_empty(B, D)
-    sizes = *((0, 0) if coef is None else coef.expand(E, B, 1).stride()[:2]), E, D, ss.size(2), BD
-    _norm_sum_kernel[B, triton.cdiv(D, BD)](x, ss, coef, s, h, r, B, *sizes)
+    strides, pdl = (0, 0) if coef is None else coef.expand(E, B, 1).stride()[:2], 'pdl' in how
+    c, options = Sums(E, D, ss.size(2), BD, pdl), {'launch_pdl': True} if pdl else {}
+    _norm_sum_kernel[B, triton.cdiv(D, BD)](x, ss, coef, s, h, r, B, *strides, c, **options)
     return s
 
 
@@ -379,29 +440,30 @@ class Leave(torch.autograd.Function):
     unroll.Products wo, up, down, which get what they multiplied and its gradients."""
 
     @staticmethod
-    def forward(ctx, products, u, att, coef):
+    def forward(ctx, products, how, u, att, coef):
         (wo, up, down), att = products, att.contiguous()
-        y, ss, _, _ = product(att, wo.w, '', 'add', u)
-        act, _, f, r = product(y, up.w, 'norm', 'relu', None, ss)
-        x, ss, _, _ = product(act, down.w, '', 'add', y)
+        y, ss, _, _ = product(att, wo.w, '', 'add', u, None, how)
+        act, _, f, r = product(y, up.w, 'norm', 'relu', None, ss, how)
+        x, ss, _, _ = product(act, down.w, '', 'add', y, None, how)
         h, rx = torch.empty_like(f), torch.empty_like(r)
-        ctx.products = products
+        ctx.products, ctx.how = products, how
         ctx.save_for_backward(att, coef, act, f, r, h, rx)
-        return norm_sum(x, ss, coef, h, rx)
+        return norm_sum(x, ss, coef, h, rx, how)
 
     @staticmethod
     def backward(ctx, ds):
         (wo, up, down), (att, coef, act, f, r, h, rx) = ctx.products, ctx.saved_tensors
-        dx, low = compiled(_output_back)(ds, coef, h, rx)
-        dact = product(low, down.w.mT, '', 'times', act)[0]
-        du, dy, datt = compiled(_input_back)(dx, dact, r, f, wo.w, up.w)
+        piece = functools.partial(compiled, pdl=True) if 'pdl' in ctx.how else compiled
+        dx, low = piece(_output_back)(ds, coef, h, rx)
+        dact = product(low, down.w.mT, '', 'times', act, None, ctx.how)[0]
+        du, dy, datt = piece(_input_back)(dx, dact, r, f, wo.w, up.w)
         for one, x, g in ((down, act, low), (up, f, dact), (wo, att, dy)):
             one.note([x], g)
-        dcoef = (h * ds).sum(-1, keepdim=True).to(ds.dtype) if ctx.needs_input_grad[3] else None
-        return None, du, datt, dcoef
+        dcoef = (h * ds).sum(-1, keepdim=True).to(ds.dtype) if ctx.needs_input_grad[4] else None
+        return None, None, du, datt, dcoef
 
 
-def leave_of(name: str, E: int, like: Tensor) -> Callable | None:
+def leave_of(name: str, E: int, like: Tensor, how: frozenset = NONE) -> Callable | None:
     """-> what stands in for model.leave; None where it does not know the aggregation."""
     scale = {'sqrt_sum': E**-0.5, 'mean': 1 / E, 'softmax_mean': 0.0, 'softmax_l2': 0.0}.get(name)
     if scale is None:
@@ -410,7 +472,7 @@ def leave_of(name: str, E: int, like: Tensor) -> Callable | None:
 
     def leave(w, u, att, gates, rules):
         own = coef if gates is None else w['piece'](gate_weights, gates, name=name).t()[..., None]
-        return Leave.apply((w['wo'], w['up'], w['down']), u, att, own)
+        return Leave.apply((w['wo'], w['up'], w['down']), how, u, att, own)
 
     return leave
 
@@ -487,7 +549,7 @@ def ring_attention(qkv: Tensor, ring: tuple, place: Tensor, rope: Tensor, h: Hea
 # (PyTorch's twin: eight passes in fp32). Capped scores lie in [-15, 15]: exp(score - 15) can
 # neither overflow nor vanish, so no maximum is needed first.
 @triton.jit
-def _cross_entropy_kernel(logits, target, loss, d, scale, V, BV: constexpr):
+def _cross_entropy_kernel(logits, target, loss, scale, V, BV: constexpr):
     i = tl.program_id(0).to(tl.int64)
     row, goal = logits + i * V, tl.load(target + i).to(tl.int32)
     total, right = tl.zeros([BV], F32), tl.zeros([BV], F32)
@@ -499,25 +561,19 @@ def _cross_entropy_kernel(logits, target, loss, d, scale, V, BV: constexpr):
         right += tl.where(v == goal, score, 0.0)
     lse = tl.log(tl.sum(total, 0)) + SOFTCAP
     tl.store(loss + i, lse - tl.sum(right, 0))
-    if d is not None:
-        for start in range(0, V, BV):
-            v = start + tl.arange(0, BV)
-            x = tl.load(row + v, v < V, 0.0).to(F32) * (2 / SOFTCAP)
-            tanh = 1 - 2 / (tl.exp(x) + 1)
-            g = tl.exp(tanh * SOFTCAP - lse) - tl.where(v == goal, 1.0, 0.0)
-            tl.store(d + i * V + v, g * (1 - tanh * tanh) * scale, v < V)
+    for start in range(0, V, BV):
+        v = start + tl.arange(0, BV)
+        x = tl.load(row + v, v < V, 0.0).to(F32) * (2 / SOFTCAP)
+        tanh = 1 - 2 / (tl.exp(x) + 1)
+        g = tl.exp(tanh * SOFTCAP - lse) - tl.where(v == goal, 1.0, 0.0)
+        tl.store(row + v, g * (1 - tanh * tanh) * scale, v < V)
 
 
-def cross_entropy(
-    logits: Tensor, target: Tensor, grad_scale: float | None, dt: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
+def cross_entropy(logits: Tensor, target: Tensor, grad_scale: float) -> tuple[Tensor, Tensor]:
     """Summed cross-entropy of the capped logits (rows, V) against target (rows,); its gradient
-    times grad_scale in dtype dt (in the logits' place where that is theirs; None without a
-    scale)."""
+    times grad_scale, in the logits' place."""
     rows, V = logits.shape
-    loss, d = torch.empty(rows, dtype=torch.float32, device=logits.device), None
-    if grad_scale is not None:
-        d = logits if logits.dtype == dt else torch.empty_like(logits, dtype=dt)
-    sizes = float(grad_scale or 0), V, min(4096, padded(V))
-    _cross_entropy_kernel[rows,](logits, target, loss, d, *sizes, num_warps=8)
-    return loss.sum(), d
+    loss, block = torch.empty(rows, dtype=torch.float32, device=logits.device), min(4096, padded(V))
+    sizes = float(grad_scale), V, block
+    _cross_entropy_kernel[rows,](logits, target.contiguous(), loss, *sizes, num_warps=8)
+    return loss.sum(), logits

@@ -19,6 +19,7 @@ Shape letters as in model.py; N = B * C cache heads of all streams, S = W + T sl
 dtype of products, `wide` of everything else.
 """
 
+import collections
 import functools
 import itertools
 import math
@@ -29,33 +30,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import add_product, apply_rope, by_cache_head, by_expert, by_triton, compiled, graphed
-from kernels import linear, outputs, product, rope_table, triton_module
+from kernels import apply_rope, by_cache_head, by_expert, by_triton, compiled, graphed, linear
+from kernels import outputs, product, rope_table, triton_module, window_mask
 
 BLOCK = 64  # tokens
 # bytes: a CPU multiplies the rows of this many tokens over an element's bytes at once: fewer take
 # less memory and more products, whose sum costs bf16 more
 CPU_ROWS = 64
 GROUP = 8  # tokens whose dK, dV of slots before them are added by one product, not one a token
+ADDED = 16  # tokens whose gradients of a level's vectors are added in one pass
 # bytes of a chunk's attention weights that a CPU keeps for the backward; beyond, blocks run again
 KEPT_WEIGHTS = 2**30
 TRITON = ('attention', 'experts')  # pieces that Triton kernels may stand in for
+WAYS = ('split', 'pdl')  # ways to run these kernels, and 'pdl' the compiled pieces too
 
 
 class Recipe(NamedTuple):
     """What the model says of itself, and how it is to run."""
 
     token: Callable  # token(ws, s, z, attends, rules) -> the next s: all levels
-    heads: Callable  # pieces that Triton kernels may stand in for: before attention (with it),
-    leave: Callable  # and after it
     rules: NamedTuple  # with .heads: kernels.Heads, .aggregation
     dt: torch.dtype
     wide: torch.dtype
     compile: bool
     graphs: bool
+    pdl: bool = False  # programmatic dependent launch of what is compiled
 
     def piece(self, f: Callable) -> Callable:
-        return compiled(f) if self.compile else f
+        if not self.compile:
+            return f
+        return compiled(f, pdl=True) if self.pdl else compiled(f)
 
 
 # ---- products ----
@@ -72,20 +76,20 @@ def cast(f: Callable, dt: torch.dtype) -> Callable:
     return run
 
 
-_free: dict[tuple, list[Tensor]] = {}  # rows by shape and dtype
+_free: dict[tuple, list[Tensor]] = collections.defaultdict(list)  # rows by shape and dtype
 
 
 def take(like: Tensor, rows: int) -> Tensor:
     """Memory for `rows` rows like those of `like`. A CPU's is kept from chunk to chunk: fresh
     memory costs a page fault every 4 KiB."""
-    shape = *like.shape[:-2], rows, like.size(-1)
-    kept = _free.get((shape, like.dtype))
-    return like.new_empty(shape) if like.is_cuda or not kept else kept.pop()
+    shape = torch.Size((*like.shape[:-2], rows, like.size(-1)))
+    kept = None if like.is_cuda else _free[shape, like.dtype]
+    return kept.pop() if kept else like.new_empty(shape)
 
 
 def give(x: Tensor) -> None:
     if not x.is_cuda:
-        _free.setdefault((x.shape, x.dtype), []).append(x)
+        _free[x.shape, x.dtype].append(x)
 
 
 class Product:
@@ -117,35 +121,27 @@ class Product:
         if len(self.uses) == min(GROUP, self.n - self.count):
             self.gather()
 
-    def gather(self) -> None:
-        some, m = list(zip(*self.uses, strict=True)), self.uses[0][0].size(-2)
-        if self.rows is None:
-            self.rows = [take(x[0], self.n * m) for x in some]
-        for rows, x in zip(self.rows, some, strict=True):
-            torch.cat(x, -2, out=rows.narrow(-2, self.count * m, len(x) * m))
-        self.count += len(self.uses)
-        self.uses.clear()
-        if self.count == self.n:
-            self.multiply()
-
-    def multiply(self) -> None:
-        part = self.count * (self.rows[0].size(-2) // self.n)
-        x, g = (rows.narrow(-2, 0, part) for rows in self.rows)
-        if self.total is None or x.dtype != self.recipe.wide:
-            one = product(g.mT, x, self.recipe.wide)
-            self.total = one if self.total is None else self.total.add_(one)
-        else:
-            (Tensor.addmm_ if x.dim() == 2 else Tensor.baddbmm_)(self.total, g.mT, x)
-        for rows in self.rows:
-            give(rows)
-        self.rows, self.count = None, 0
+    def gather(self, last: bool = False) -> None:
+        """The last uses beside those before; n, or at last what there is, are multiplied."""
+        if self.uses:
+            some, m = list(zip(*self.uses, strict=True)), self.uses[0][0].size(-2)
+            if self.rows is None:
+                self.rows = [take(x[0], self.n * m) for x in some]
+            for rows, x in zip(self.rows, some, strict=True):
+                torch.cat(x, -2, out=rows.narrow(-2, self.count * m, len(x) * m))
+            self.count += len(self.uses)
+            self.uses.clear()
+        if self.count == self.n or (last and self.count):
+            part = self.count * (self.rows[0].size(-2) // self.n)
+            x, g = (rows.narrow(-2, 0, part) for rows in self.rows)
+            self.total = product(g.mT, x, self.recipe.wide, self.total)
+            for rows in self.rows:
+                give(rows)
+            self.rows, self.count = None, 0
 
     def flush(self) -> Tensor:
         """W's gradient, of all uses noted since the last time."""
-        if self.uses:
-            self.gather()
-        if self.count:
-            self.multiply()
+        self.gather(last=True)
         total, self.total = self.total, None
         return torch.zeros_like(self.w, dtype=self.recipe.wide) if total is None else total
 
@@ -165,15 +161,23 @@ class Start(torch.autograd.Function):
 
 
 def bind(weights: dict, recipe: Recipe, like: Tensor, n: int, triton: frozenset) -> dict:
-    """A level's weights for the equations; like (B, D), n tokens of a block. Vectors are expanded
-    to a row a stream: their gradients add up as rows, and are reduced once."""
+    """A level's weights for the equations; like (B, D), n tokens of a block. Vectors are rows, one
+    a stream: their gradients add up as rows, and are reduced once."""
     w = {'piece': lambda f, *args, **static: recipe.piece(f)(*args, **static)}
     for name, x in weights.items():
         rows = like.shape if x.dim() == 0 else (len(like), -1)
         w[name] = Product(x, recipe, n) if x.dim() > 1 else x.expand(rows)
     if 'experts' in triton:
-        w['leave'] = triton_module().leave_of(recipe.rules.aggregation, len(weights['wo']), like)
+        E = len(weights['wo'])
+        w['leave'] = triton_module().leave_of(recipe.rules.aggregation, E, like, triton)
     return w
+
+
+def by_token(w: dict, n: int) -> list[dict]:
+    """A level's weights for n tokens: their gradients of vectors are added up in one pass."""
+    vectors = ((name, x) for name, x in w.items() if isinstance(x, Tensor))
+    rows = {name: x.expand(n, *x.shape).unbind(0) for name, x in vectors}
+    return [w | {name: x[i] for name, x in rows.items()} for i in range(n)]
 
 
 # ---- attention ----
@@ -184,7 +188,8 @@ class Run:
     filled. Slots from `first` on have a gradient. triton: the kernels chosen."""
 
     def __init__(self, recipe: Recipe, count: Tensor, sizes: tuple, triton: frozenset):
-        self.recipe, self.count, self.triton, self.heads = recipe, count, triton, recipe.rules.heads
+        self.recipe, self.count = recipe._replace(pdl='pdl' in triton), count
+        self.triton, self.heads = triton, recipe.rules.heads
         self.T, self.W, self.first = sizes
         like = torch.empty((), dtype=recipe.wide, device=count.device)
         self.rope = rope_table(self.W + self.T, self.heads.K, like)  # (S, K)
@@ -196,11 +201,9 @@ class Run:
     def start(self, t: int) -> None:
         """The block that begins with token t: its tokens t + i see slots i+1 .. i+W of its own, if
         filled."""
-        n, W, device = min(BLOCK, self.T - t), self.W, self.count.device
-        slot, i = torch.arange(W + n, device=device), torch.arange(n, device=device)[:, None]
-        seen = ((slot > i) & (slot <= i + W))[:, None] & (slot >= W - t - self.count[:, None])
-        bias = torch.zeros(seen.shape, dtype=self.recipe.wide, device=device)
-        self.bias = bias.masked_fill_(~seen, -math.inf).unsqueeze(2).unbind(0)  # n of (B, 1, W + n)
+        seen = window_mask(self.count + t, min(BLOCK, self.T - t), self.W).movedim(2, 0)
+        bias = torch.zeros(seen.shape, dtype=self.recipe.wide, device=seen.device)
+        self.bias = bias.masked_fill_(~seen, -math.inf).unbind(0)  # n of (B, 1, W + n)
 
 
 @functools.cache
@@ -279,11 +282,12 @@ class Window:
 
     def add(self, slots: slice, start: int, rows: tuple) -> None:
         """To the gradients of these slots. rows (N, tokens * M, .): queries, weights and gradients
-        of scores (of the slots from `start` on), gradients of attended values."""
+        of scores (of the slots from `start` on), gradients of attended values. (baddbmm_ into a
+        slice would go through the batch one by one.)"""
         q, p, ds, do = rows
         columns = slice(slots.start - start, slots.stop - start)
-        add_product(self.dk[:, slots], ds[..., columns], q)
-        add_product(self.dv[:, slots], p[..., columns], do)
+        self.dk[:, slots].add_(torch.bmm(ds[..., columns].mT, q))
+        self.dv[:, slots].add_(torch.bmm(p[..., columns].mT, do))
 
     def add_before(self, t: int, start: int, rows: tuple) -> None:
         """To slots before the group that begins with t. Slot t is seen by no token of it, its
@@ -340,7 +344,8 @@ class AttendByTriton(torch.autograd.Function):
         # the norms' factors and the log-sum-exp
         rq, rk, lse = wide(N, h.M), wide(N), wide(N, h.M)
         memory = window.k, window.v, window.kn, run.count, *run.rope
-        triton_module().window_attention(qkv, memory, (t, run.W), h, out, (rq, rk, q, lse))
+        keep = rq, rk, q, lse
+        triton_module().window_attention(qkv, memory, (t, run.W), h, out, keep, run.triton)
         ctx.window, ctx.t = window, t
         ctx.save_for_backward(out, q, rq, rk, lse)
         return out
@@ -359,7 +364,13 @@ class AttendByTriton(torch.autograd.Function):
         memory = window.k, window.v, run.count, *run.rope
         kept, at = (out, q, rq, rk, lse), (t, g, run.W)
         dqkv = triton_module().window_attention_backward(
-            datt.contiguous(), kept, memory, at, run.heads, (window.dk, window.dv, *sums)
+            datt.contiguous(),
+            kept,
+            memory,
+            at,
+            run.heads,
+            (window.dk, window.dv, *sums),
+            run.triton,
         )
         if t == g:
             p, ds, do = (x[:, : end - g].flatten(1, 2) for x in sums)
@@ -387,7 +398,9 @@ def run_chunk(
     for t, z_t in enumerate(z.unbind(0)):
         if t % BLOCK == 0:
             run.start(t)
-        s = run.recipe.token(ws, s, z_t, windows, run.recipe.rules)
+        if t % ADDED == 0:
+            every = zip(*(by_token(w, min(ADDED, run.T - t)) for w in ws), strict=True)
+        s = run.recipe.token(next(every), s, z_t, windows, run.recipe.rules)
         out.append(s)
     return torch.stack(out), windows
 
@@ -402,10 +415,11 @@ def unroll(z: Tensor, state: tuple, weights: list[dict], recipe: Recipe) -> tupl
     kept = L * B * C * recipe.rules.heads.M * T * (W + n) * recipe.dt.itemsize
     again = can_capture(z) if recipe.graphs else grad and not z.is_cuda and kept > KEPT_WEIGHTS
     with torch.cuda.device_of(z):
-        triton = choose(recipe, weights[0], (B, D, W, n), grad)
+        triton = choose(recipe, weights[0], (B, D, W, n))
         if again:
+            how = recipe, (B, D, W), triton, tuple(tuple(w) for w in weights)
+            made = functools.partial(blocks_of, how)
             every = [x for w in weights for x in w.values()]
-            made = functools.partial(block_of, weights, recipe, (B, D, W), triton)
             out, *entries = Again.apply(made, z, s, *entries, count, *every)
         else:
             out, windows = run_chunk(Run(recipe, count, (T, W, W), triton), weights, z, s, entries)
@@ -425,14 +439,16 @@ def release() -> None:
     _free.clear()
 
 
-def block_of(
-    weights: list[dict], recipe: Recipe, sizes: tuple, triton: frozenset, n: int
-) -> 'Block':
-    shapes = tuple((name, x.shape, x.dtype) for w in weights for name, x in w.items())
-    key = recipe, shapes, weights[0]['wqkv'].device, sizes, triton, n
-    if key not in _blocks:
-        _blocks[key] = Block(weights, recipe, sizes, triton, n)
-    return _blocks[key]
+def blocks_of(how: tuple, T: int, every: list[Tensor]) -> list[tuple[int, 'Block']]:
+    """A chunk's blocks, with the tokens they begin with. every: its weights, which they get; how:
+    see Block."""
+    spans = [(t, min(BLOCK, T - t)) for t in range(0, T, BLOCK)]
+    key = how, every[0].device, *((x.shape, x.dtype) for x in every)
+    for n in {n for _, n in spans}:
+        if (key, n) not in _blocks:
+            _blocks[key, n] = Block(how, n, every)
+        _blocks[key, n].load(every)
+    return [(t, _blocks[key, n]) for t, n in spans]
 
 
 def can_capture(x: Tensor) -> bool:
@@ -442,196 +458,156 @@ def can_capture(x: Tensor) -> bool:
 
 class Block:
     """n tokens on fixed memory, where graphs find it: the forward alone, and the forward again with
-    its backward, which adds to `totals`, the weights' gradients."""
+    its backward."""
 
     @torch.inference_mode(False)
-    def __init__(
-        self, weights: list[dict], recipe: Recipe, sizes: tuple, triton: frozenset, n: int
-    ):
-        (B, D, self.W), h, self.graphs = sizes, recipe.rules.heads, {}
-        make = functools.partial(torch.zeros, device=weights[0]['wqkv'].device)
-        self.weights = [
-            {name: torch.zeros_like(x).requires_grad_() for name, x in w.items()} for w in weights
-        ]
-        self.every = [x for w in self.weights for x in w.values()]
-        self.totals = [torch.zeros_like(x) for x in self.every]
-        self.z, self.out, self.dz, self.dout = make(4, n, B, D, dtype=recipe.wide)
-        self.s, self.ds = make(2, B, D, dtype=recipe.wide)
-        # keys, not rotated, and values: carried, own; gradients: of own ones given, of carried ones
-        # found
-        entries = 2, len(weights), B * h.C, self.W + n, h.K
-        self.kv, self.dkv = make(entries, dtype=recipe.dt), make(entries, dtype=recipe.wide)
-        self.count = make(B, dtype=torch.int64)
-        self.make_run = functools.partial(Run, recipe, self.count, (n, self.W, 0), triton)
+    def __init__(self, how: tuple, n: int, every: list[Tensor]):
+        """how: recipe, (B, D, W), the Triton kernels, names of each level's weights."""
+        (recipe, (B, D, W), triton, names), self.graphs = how, {}
+        h = recipe.rules.heads
+        make = functools.partial(torch.zeros, device=every[0].device)
+        self.every = [torch.zeros_like(x).requires_grad_() for x in every]
+        rest = iter(self.every)
+        self.weights = [dict(zip(some, rest, strict=False)) for some in names]
+        self.z, self.dout = make(2, n, B, D, dtype=recipe.wide)
+        self.s, self.count = make(B, D, dtype=recipe.wide), make(B, dtype=torch.int64)
+        # keys, not rotated, and values that are carried; gradients given to the block's own
+        shape = 2, len(names), B * h.C
+        self.kv = make(*shape, W, h.K, dtype=recipe.dt)
+        self.given = make(*shape, n, h.K, dtype=recipe.wide)
+        self.make_run = functools.partial(Run, recipe, self.count, (n, W, 0), triton)
         self.call = functools.partial(graphed, self.graphs) if recipe.graphs else lambda _, f: f()
 
     @torch.no_grad()
     def load(self, every: list[Tensor]) -> None:
-        """A chunk's weights; no gradients yet."""
-        for x, mine, total in zip(every, self.every, self.totals, strict=True):
+        for x, mine in zip(every, self.every, strict=True):
             mine.copy_(x)
-            total.zero_()
 
     def fill(self, t: int, z: Tensor, s: Tensor, kv: Tensor, count: Tensor) -> None:
         """The chunk's tokens from t on, s and the entries before them."""
         self.z.copy_(z[t : t + len(self.z)])
         self.s.copy_(s)
         self.count.copy_(count + t)
-        self.kv[:, :, :, : self.W] = kv[:, :, :, t : t + self.W]
+        self.kv.copy_(kv[:, :, :, t : t + self.kv.size(3)])
 
     @torch.no_grad()
-    def forward(self) -> None:
-        entries = self.kv[:, :, :, : self.W]
-        out, windows = run_chunk(self.make_run(), self.weights, self.z, self.s, entries)
-        self.out.copy_(out)
-        for l, window in enumerate(windows):
-            self.kv[0, l].copy_(window.kn)
-            self.kv[1, l].copy_(window.v)
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """-> s of each token, own keys and values (2, L, N, n, K)."""
+        out, windows = run_chunk(self.make_run(), self.weights, self.z, self.s, self.kv)
+        own = slice(-len(out), None)
+        return out, torch.stack([torch.stack([x[:, own] for x in (w.kn, w.v)]) for w in windows], 1)
 
     @torch.enable_grad()
-    def backward(self) -> None:
-        W, (z, s) = self.W, (x.detach().requires_grad_() for x in (self.z, self.s))
-        out, windows = run_chunk(self.make_run(), self.weights, z, s, self.kv[:, :, :, :W])
+    def backward(self) -> tuple:
+        """-> gradients of z, s, carried keys and values, weights."""
+        z, s = (x.detach().requires_grad_() for x in (self.z, self.s))
+        out, windows = run_chunk(run := self.make_run(), self.weights, z, s, self.kv)
         for l, window in enumerate(windows):
-            window.given = self.dkv[:, l, :, W:]
+            window.given = self.given[:, l]
         inputs = z, s, *self.every
-        found = torch.autograd.grad(out, inputs, self.dout, materialize_grads=True)
-        self.dz.copy_(found[0])
-        self.ds.copy_(found[1])
-        for total, g in zip(self.totals, found[2:], strict=True):
-            total.add_(g)
-        for l, window in enumerate(windows):
-            cos, sin = (x[:W] for x in window.run.rope)
-            self.dkv[0, l, :, :W] = apply_rope(window.dk[:, :W], cos, -sin)
-            self.dkv[1, l, :, :W] = window.dv[:, :W]
+        dz, ds, *grads = torch.autograd.grad(out, inputs, self.dout, materialize_grads=True)
+        dk, dv = (torch.stack([getattr(w, x)[:, : run.W] for w in windows]) for x in ('dk', 'dv'))
+        cos, sin = (x[: run.W] for x in run.rope)
+        return dz, ds, torch.stack([apply_rope(dk, cos, -sin), dv]), grads
 
 
 class Again(torch.autograd.Function):
-    """A chunk by its blocks, made(n): z (T, B, D), s (B, D), k and v (L, N, W, K) -> s of each
-    token, new k and v."""
+    """A chunk by its blocks, made(T, weights): z (T, B, D), s (B, D), k and v (L, N, W, K) -> s of
+    each token, new k and v."""
 
     @staticmethod
     def forward(ctx, made, z, s, k, v, count, *weights):
         T, W, out = len(z), k.size(2), torch.empty_like(z)
         kv = torch.stack([F.pad(x, (0, 0, 0, T)) for x in (k, v)])  # (2, L, N, W + T, K)
-        spans = [(t, made(min(BLOCK, T - t))) for t in range(0, T, BLOCK)]
-        for block in {block for _, block in spans}:
-            block.load(weights)
-        for t, block in spans:
-            n = len(block.z)
+        for t, block in made(T, weights):
+            end = t + len(block.z)
             block.fill(t, z, out[t - 1] if t else s, kv, count)
-            block.call('forward', block.forward)
-            out[t : t + n] = block.out
-            kv[:, :, :, W + t : W + t + n] = block.kv[:, :, :, W:]
-        ctx.spans = spans
+            out[t:end], kv[:, :, :, W + t : W + end] = block.call('forward', block.forward)
+        ctx.made = made
         ctx.save_for_backward(z, s, kv, count, out, *weights)
         return out, *kv[:, :, :, T:].unbind(0)
 
     @staticmethod
     def backward(ctx, dout, *_):
-        (z, s, kv, count, out, *weights), blocks = ctx.saved_tensors, {b for _, b in ctx.spans}
+        z, s, kv, count, out, *weights = ctx.saved_tensors
         dz, ds, dkv = torch.empty_like(z), 0, torch.zeros_like(kv, dtype=z.dtype)
-        for block in blocks:
-            block.load(weights)
-        for t, block in reversed(ctx.spans):
-            n, W = len(block.z), block.W
+        totals, W = [torch.zeros_like(x) for x in weights], kv.size(3) - len(z)
+        for t, block in reversed(ctx.made(len(z), weights)):
+            end = t + len(block.z)
             block.fill(t, z, out[t - 1] if t else s, kv, count)
-            block.dout.copy_(dout[t : t + n])
+            block.dout.copy_(dout[t:end])
             block.dout[-1] += ds
-            block.dkv[:, :, :, W:] = dkv[:, :, :, W + t : W + t + n]
-            block.call('backward', block.backward)
-            dz[t : t + n], ds = block.dz, block.ds
-            dkv[:, :, :, t : t + W] += block.dkv[:, :, :, :W]
-        every = zip(*(block.totals for block in blocks), strict=True)
-        totals = (torch.stack(some).sum(0) for some in every)
+            block.given.copy_(dkv[:, :, :, W + t : W + end])
+            dz[t:end], ds, carried, grads = block.call('backward', block.backward)
+            dkv[:, :, :, t : t + W] += carried
+            torch._foreach_add_(totals, grads)
         return None, dz, None, None, None, None, *totals
 
 
 # ---- Triton or not: measured, for the sizes at hand ----
 
 
-def trials(recipe: Recipe, weights: dict, sizes: tuple, grad: bool) -> dict:
-    """{name: function(triton)}: a group of tokens' attention, windows full, and a token's experts,
-    on made-up numbers, by the model's own piece or by the kernel that may stand in for it; with the
-    backward where there are gradients. sizes B, D, W, n."""
-    (B, D, W, n), h, dt, wide = sizes, recipe.rules.heads, recipe.dt, recipe.wide
-    device = weights['wqkv'].device
+def trials(recipe: Recipe, weights: dict, sizes: tuple, base: frozenset = frozenset()) -> dict:
+    """{name: function(triton)}: a block's last group of tokens, windows full, through a level and
+    back, on made-up numbers, by what is chosen already (base; at first the model's own pieces) or
+    with the kernel, or the way to run, of that name besides. No token reads the one before but by
+    the window, so that roundings do not build up. sizes B, D, W, n."""
+    (B, D, W, n), dt, device = sizes, recipe.dt, weights['wqkv'].device
+    m, windows = n - (n - 1) // GROUP * GROUP, {}
     # training's own generator goes on as if nothing were measured
-    made = torch.Generator(device).manual_seed(0)
+    made = torch.Generator().manual_seed(0)
 
-    def random(*shape, dtype=dt):
-        return torch.randn(shape, device=device, generator=made).to(dtype)
+    def random(*shape):
+        return torch.randn(shape, generator=made).to(device)
 
-    m, HK = n - (n - 1) // GROUP * GROUP, h.G * h.R * h.K
-    qkv, datt = random(m, B, weights['wqkv'].size(0)), random(m, h.E, B, HK)
-    entries, windows = random(2, B * h.C, W, h.K), {}
-
-    def attention(triton):
-        with torch.set_grad_enabled(grad):
-            if triton not in windows:
-                names = frozenset(TRITON if triton else ())
-                run = Run(recipe, torch.full((B,), W, device=device), (n, W, 0), names)
-                run.start(0)
-                windows[triton] = Window(run, *entries)
-            window, own = windows[triton], slice(W + n - m, W + n)
-            window.t, xs = n - m, [x.detach().requires_grad_(grad) for x in qkv]
-            atts = [window(recipe.heads, x, h=h, wide=wide) for x in xs]
-            out = [torch.stack(atts).detach()]
-            out += [x[:, own] for x in (window.k, window.v, window.kn)]
-            if grad:
-                found = torch.autograd.grad(atts, xs, list(datt))
-                out += [torch.stack(found), window.dk, window.dv]
-        return out
-
-    names = 'wo', 'up', 'down'
-    some = [random(*weights[name].shape) * weights[name].size(-1) ** -0.5 for name in names]
+    sizes = {name: x.shape for name, x in weights.items() if x.dim() > 1}
+    some = {name: (random(*size) * size[-1] ** -0.5).to(dt) for name, size in sizes.items()}
     # in turn, like levels: more than a GPU's cache holds, which training streams past it too
-    copies = min(16, 1 + 2**28 // sum(x.nbytes for x in some))
-    turns = itertools.cycle([[x.clone() for x in some] for _ in range(copies)])
-    gates = torch.softmax(random(B, h.E, dtype=wide), -1) if 'router_q' in weights else None
-    u = random(B, D, dtype=wide)
+    copies = min(16, 1 + 2**28 // sum(x.nbytes for x in some.values()))
+    every = [(name, x.detach()) for name, x in (weights | some).items()]
+    leaves = ({name: x.clone().requires_grad_() for name, x in every} for _ in range(copies))
+    turns = itertools.cycle(leaves)
+    entries = random(2, B * recipe.rules.heads.C, W, recipe.rules.heads.K).to(dt)
+    z, ds = random(2, m, B, D)
+    s = random(B, D)
 
-    def experts(triton):
-        with torch.set_grad_enabled(grad):
-            inputs = [x.detach().requires_grad_(grad) for x in (u, datt[0], *next(turns))]
-            own = dict(zip(names, inputs[2:], strict=True))
-            w = bind(own, recipe, u, 1, frozenset({'experts'} if triton else ()))
-            out = w.get('leave', recipe.leave)(w, *inputs[:2], gates, recipe.rules)
-            if not grad:
-                return [out]
-            # weights' gradients too: what the kernels leave for them must be right
-            found = torch.autograd.grad(out, inputs[:2], u)
-            return out.detach(), *found, *(w[name].flush() for name in names)
+    @torch.no_grad()
+    def run(name, triton):
+        names = base | {name} if triton else base
+        if names not in windows:
+            one = Run(recipe, torch.full((B,), W, device=device), (n, W, 0), names)
+            one.start(0)
+            windows[names] = Window(one, *entries)
+        window, own = windows[names], slice(W + n - m, W + n)
+        window.t, inputs = n - m, [x.detach().requires_grad_() for x in (z, s)]
+        with torch.enable_grad():
+            ws = [bind(next(turns), window.run.recipe, s, 2, names) for _ in z]
+            pairs = zip(ws, inputs[0], strict=True)
+            out = [recipe.token([w], inputs[1], x, [window], recipe.rules) for w, x in pairs]
+        found = [*torch.autograd.grad(out, inputs, list(ds)), window.dk, window.dv]
+        found += [x[:, own] for x in (window.k, window.v, window.kn)]
+        # a token's weights' gradients too: what the kernels leave for them must be right
+        found += [w.flush() for w in ws[0].values() if isinstance(w, Product)]
+        return torch.stack(out).detach(), *found
 
     # whether the kernels could be this model's experts: of these sizes
     fits = weights['up'].size(1) == weights['down'].size(2)
-    has = triton_module()
-    known = fits and (not has or has.leave_of(recipe.rules.aggregation, h.E, u) is not None)
-    return {'attention': attention} | ({'experts': experts} if known else {})
+    fits = fits and triton_module().leave_of(recipe.rules.aggregation, len(weights['wo']), s)
+    able = {'attention': not base, 'experts': not base and fits, 'split': 'experts' in base}
+    able['pdl'] = base and device.type == 'cuda' and torch.cuda.get_device_capability() >= (9, 0)
+    return {name: functools.partial(run, name) for name, yes in able.items() if yes}
 
 
-def trial_cost(recipe: Recipe, sizes: tuple) -> dict:
-    """{name: (FLOPs of products, bytes)} of each trial with gradients: what must be read and
-    written once at least, nothing between its pieces."""
-    (B, D, W, n), h = sizes, recipe.rules.heads
-    size, wide = recipe.dt.itemsize, recipe.wide.itemsize
-    rows, window, m = h.E * B * h.G * h.R * h.K, B * h.C * h.M * W, n - (n - 1) // GROUP * GROUP
-    cache, slots = 2 * B * h.C * W * h.K * size, 2 * B * h.C * (W + m) * h.K * wide
-    # a token's: keys and values twice, queries, outputs and their gradients in and out, p and ds;
-    # once: dk, dv
-    moved = m * (2 * cache + 8 * rows * size + 2 * window * size) + 2 * slots
-    # read twice, and their gradients written; 20: what stands between products
-    weights = 9 * h.E * D * D
-    experts = 3 * 2 * B * weights, (2 * weights + 20 * rows) * size + weights * wide
-    return {'attention': (m * 2 * 5 * window * h.K, moved), 'experts': experts}
-
-
+@torch.inference_mode(False)
 @torch.autocast('cuda', enabled=False)  # as in the loop
-def choose(recipe: Recipe, weights: dict, sizes: tuple, grad: bool) -> frozenset:
+def choose(recipe: Recipe, weights: dict, sizes: tuple) -> frozenset:
     """The Triton kernels that agree with the model's own pieces here, in values and gradients, and
-    beat them compiled."""
+    beat them compiled; and of the ways to run them those that are faster still."""
     device = weights['wqkv'].device
     if not recipe.compile or recipe.wide != torch.float32:
         return frozenset()
-    key = recipe._replace(graphs=False), sizes, device, grad
-    return by_triton(key, device, lambda: trials(recipe, weights, sizes, grad))
+    key = recipe._replace(graphs=False), sizes, device
+    base = by_triton(key, device, lambda: trials(recipe, weights, sizes))
+    return base and base | by_triton(
+        (*key, base), device, lambda: trials(recipe, weights, sizes, base)
+    )

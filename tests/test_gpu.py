@@ -40,10 +40,10 @@ def write_data(folder, **shards):
     data_fineweb.write_meta(str(folder), {'tokenizer': 'bytes', 'source': 'test', 'shards': []})
 
 
-def make_model(T, W, **changes):
+def make_model(T, W, D=192, **changes):
     """-> RecurrentGPT on the GPU, the same by the plain equations in float64."""
     torch.manual_seed(0)
-    config = m.ModelConfig(512, 2, 3, 192, window=W, block_size=T, **changes)
+    config = m.ModelConfig(512, 2, 3, D, window=W, block_size=T, **changes)
     model = m.RecurrentGPT(config)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.05)
@@ -176,16 +176,23 @@ def test_train_lm_graphs_replay_what_runs_eagerly(tmp_path, monkeypatch, case):
 
 
 @pytest.mark.parametrize('aggregation, share_kv', [('sqrt_sum', True), ('softmax_l2', False)])
-@pytest.mark.parametrize('name', ['', *unroll.TRITON, 'loss'])
-def test_each_triton_kernel_in_bf16_against_float64(monkeypatch, name, aggregation, share_kv):
+@pytest.mark.parametrize(
+    'name, D',
+    [('', 192), ('attention', 192), ('experts', 192), ('loss', 192)]
+    + [('experts split', 384), ('attention experts pdl', 192)],
+)
+def test_each_triton_kernel_in_bf16_against_float64(monkeypatch, name, D, aggregation, share_kv):
     """Two chunks of three blocks by this kernel, faster or not, the rest compiled PyTorch; by none
     without Triton."""
     if name:
         pytest.importorskip('triton')
-    monkeypatch.setattr(unroll, 'choose', lambda *_: frozenset(unroll.TRITON) & {name})
+    if 'pdl' in name and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip('programmatic dependent launch is from Hopper on')
+    monkeypatch.setattr(unroll, 'choose', lambda *_: frozenset(name.split()) - {'loss'})
     monkeypatch.setattr(kernels, 'loss_by_triton', lambda *sizes: name == 'loss')
     monkeypatch.setattr(unroll, 'BLOCK', 10)
-    model, exact = make_model(24, 40, aggregation=aggregation, share_kv=share_kv, path='compiled')
+    changes = {'aggregation': aggregation, 'share_kv': share_kv, 'path': 'compiled'}
+    model, exact = make_model(24, 40, D, **changes)
     want_state = state = None
     for x, y in torch.randint(512, (2, 2, 4, 24), device='cuda'):
         want, want_state = gradients(exact, x, y, want_state)
@@ -234,7 +241,7 @@ def test_triton_kernels_are_measured(monkeypatch):
     gradients(model, x, y, None, amp=True)
     assert torch.equal(torch.cuda.get_rng_state(), before)
     tried = {name: trial for trials in kernels.chosen.values() for name, trial in trials.items()}
-    assert set(tried) == {*unroll.TRITON, 'loss'}
+    assert set(tried) >= {*unroll.TRITON, 'loss'}
     for name, trial in tried.items():
         assert trial['compiled'] > 0
         if not trial.get('error', '').startswith('OutOfResources'):

@@ -54,16 +54,12 @@ def reset(state, row):
     return state
 
 
-def compare(model, T, chunks, reset_before, ways, rtol=1e-9, evaluate=True, carried=True):
+def compare(model, T, chunks, reset_before, ways, rtol=1e-9, evaluate=True, carried=True, B=2):
     """Chunks of T tokens in a row, the weights changed between them; each path and the reference
     carry their own states (carried; else each chunk stands alone, as in GPT's training); one stream
     starts anew before a chunk. Logits without gradients, loss, gradients and the new state are
     compared after every chunk."""
-    B, c, other = (
-        2,
-        model.config,
-        make(type(model), 1, model.head.dtype, **config_dict(model.config)),
-    )
+    c, other = model.config, make(type(model), 1, model.head.dtype, **config_dict(model.config))
     history = reference.History(model, B) if carried else None
     states = dict.fromkeys(ways, model.init_state(B) if carried else None)
     for chunk in range(chunks):
@@ -101,7 +97,7 @@ def fake_graphed(graphs, name, function):
     """kernels.graphed without CUDA: from the second call on what ran then runs again."""
     calls, first = graphs.get(name, (0, None))
     graphs[name] = calls + 1, function if calls == 1 else first
-    (graphs[name][1] or function)()
+    return (graphs[name][1] or function)()
 
 
 KV = [(a, share) for a in AGGREGATIONS for share in (True, False)]
@@ -250,50 +246,6 @@ def test_gpt_of_eight_levels_and_experts_in_bf16(residual):
 
 
 @paths
-@pytest.mark.parametrize(
-    'changes', [{'aggregation': 'softmax_mean', 'share_kv': False}, {'n_expert': 3}], ids=str
-)
-def test_any_split_of_a_stream_gives_the_same(model_type, path, changes):
-    model, x = make(model_type, path=path, **changes), tokens(2, 14)  # window 4
-    with torch.no_grad():
-        whole, history = reference.run(model, x, reference.History(model, 2))
-        for split in ([14], [1] * 14, [3, 1, 4, 6], [13, 1], [5, 9]):
-            state, logits = model.init_state(2), []
-            for chunk in x.split(split, 1):
-                out, state = model(chunk, state=state)
-                logits.append(out)
-            assert_close(torch.cat(logits, 1), whole, what=split)
-            assert_same_state(state, history.state())
-        logits, state = model.step(x[:, 0], model.init_state(2))
-        assert_close(logits, whole[:, 0])
-
-
-@paths
-@pytest.mark.parametrize('age', [0, 1, 3, 4])
-def test_empty_entries_are_masked(model_type, path, age):
-    """Garbage in a cache's empty slots changes nothing; in its filled ones it does, but for a full
-    cache's oldest entry, which has left the window. Zeros are not attended either."""
-    model = make(model_type, path=path)  # window 4
-    state = model.init_state(2)
-    with torch.no_grad():
-        if age:
-            _, state = model(tokens(2, age), state=state)
-        x = tokens(2, 6, seed=1)
-        expected, end = model(x, state=state)
-        assert state.count.tolist() == [age, age]
-        for slot in range(4):
-            dirty = State(*(part.clone() for part in state))
-            dirty.k[..., slot, :], dirty.v[..., slot, :] = 7.5, -30.0
-            logits, dirty_end = model(x, state=dirty)
-            if slot < 4 - age:
-                assert_same_state(dirty_end, end)
-            if slot < 4 - age or slot == 0:
-                assert_close(logits, expected)
-            else:
-                assert (logits - expected).norm() > 1e-3
-
-
-@paths
 def test_incoming_state_is_left_alone(model_type, path):
     """No gradient goes through it, nothing is written into it, and a state changed in place after
     the forward does not change the backward."""
@@ -315,24 +267,6 @@ def test_incoming_state_is_left_alone(model_type, path):
 
 
 # ---- aggregation, head and loss ----
-
-
-@pytest.mark.parametrize(
-    'name, weights',
-    [
-        ('sqrt_sum', [1 / math.sqrt(3)] * 3),
-        ('mean', [1 / 3] * 3),
-        ('softmax_mean', [x / 8 / (1 + 1e-6) for x in (1, 2, 5)]),
-        ('softmax_l2', [x / 8 / math.sqrt(30 / 64 + 1e-6) for x in (1, 2, 5)]),
-    ],
-)
-def test_aggregation_by_hand(name, weights):
-    """Experts' outputs (1, 2), (4, 5), (-9, 6); the router's gates 1/8, 2/8, 5/8."""
-    h = torch.tensor([[[1, 2]], [[4, 5]], [[-9, 6]]]).double()
-    gates = torch.tensor([[1, 2, 5]]).double() / 8
-    a, b, c = weights
-    expected = torch.tensor([[a + 4 * b - 9 * c, 2 * a + 5 * b + 6 * c]]).double()
-    assert_close(model_file.aggregate(h, gates, name), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize('name', ['sum', 'softmax', ''])
@@ -498,8 +432,7 @@ def test_sizes_by_hand(model_type, L, E):
 
 @pytest.mark.parametrize(
     'given, H, G, K',
-    [((192,), 2, 1, 96), ((384,), 4, 2, 96), ((768,), 8, 4, 96), ((1536,), 16, 8, 96)]
-    + [((128,), 2, 1, 64), ((256,), 4, 2, 64), ((100, 5), 5, 5, 20), ((768, 12, 3), 12, 3, 64)],
+    [((192,), 2, 1, 96), ((128,), 2, 1, 64), ((100, 5), 5, 5, 20), ((768, 12, 3), 12, 3, 64)],
 )
 def test_head_sizes(given, H, G, K):
     """An odd number of heads: as many key-value heads."""
