@@ -187,12 +187,14 @@ def attention(
     return by_expert(torch.bmm(p, values), h)
 
 
-def leave(w: dict, u: Tensor, att: Tensor, gates: Tensor | None, rules: Rules) -> Tensor:
+def leave(
+    how: frozenset, w: dict, u: Tensor, att: Tensor, gates: Tensor | None, rules: Rules
+) -> Tensor:
     """model.leave, what stands around its first two products by Triton: for what w['leave'] of
     unroll.py, which has the norm and the sum too, does not know: GPT, other aggregations."""
     product = triton_module().product
-    y, ss, _, _ = product(att.contiguous(), w['wo'].w, '', 'add', u)
-    act = product(y, w['up'].w, 'norm', 'relu', None, ss)[0]
+    y, ss, _, _ = product(att.contiguous(), w['wo'].w, '', 'add', u, None, how)
+    act = product(y, w['up'].w, 'norm', 'relu', None, ss, how)[0]
     s = u if rules.residual == 'shared' and not rules.recurrent else None
     return w['piece'](combine, y, w['down'](act), s, gates, rules=rules)
 
@@ -257,7 +259,10 @@ class Decoder:
         if wide == torch.float32:
             key = 'a token through a level', self.rules, dt, compile, B, c.n_embd, W
             with torch.cuda.device_of(self.place):
-                self.triton = by_triton(key, device, lambda: self.trials(model.levels[0].weights()))
+                for _ in range(2):  # then with 'split', the experts' way to run
+                    found = key, self.triton
+                    trials = functools.partial(self.trials, model.levels[0].weights(), self.triton)
+                    self.triton |= by_triton(found, device, trials)
         self.weights = [self.bind(x.weights(), self.triton) for x in model.levels]  # cast once
         self.embedding, self.readout = model.embedding.detach(), model.head.detach().to(dt)
         shape = 2, c.n_layer, B, self.rules.heads.C, W, c.head_dim
@@ -276,7 +281,10 @@ class Decoder:
         """A level's weights for the equations; triton: names of kernels."""
         w = bind(weights, *self.bound, 1, triton)
         known = self.rules.recurrent and w.get('leave') is not None
-        return w | {'leave': leave} if 'experts' in triton and not known else w
+        own = (
+            {} if known or 'experts' not in triton else {'leave': functools.partial(leave, triton)}
+        )
+        return w | own
 
     def through(self, ws: list, s: Tensor, z: Tensor, rings: list, triton: frozenset) -> Tensor:
         """s, z (B, D) -> s[L]."""
@@ -290,9 +298,9 @@ class Decoder:
         attends = [functools.partial(attend, ring) for ring in rings]
         return (token if self.rules.recurrent else levels)(ws, s, z, attends, self.rules)
 
-    def trials(self, weights: dict) -> dict:
+    def trials(self, weights: dict, base: frozenset) -> dict:
         """{name: function(triton)} for by_triton: a token through a level on made-up numbers, its
-        window full, by the model's own pieces or with the kernel of that name."""
+        window full, by what is chosen already, or with what has that name, too."""
         (recipe, like), h, W = self.bound, self.rules.heads, len(self.rope) - 1
         random = torch.Generator(like.device).manual_seed(0)
 
@@ -310,12 +318,12 @@ class Decoder:
         ring = tuple(normal(len(like) * h.C, W, h.K).mul(x).to(recipe.dt) for x in scales)
 
         def run(name, triton):
-            names = frozenset({name} if triton else ())
+            names = base | {name} if triton else base
             out = self.through([self.bind(next(turns), names)], s, z, [ring], names)
             return [out, *(x[:, W // 2] for x in ring)]
 
         fits = big['up'].size(1) == big['down'].size(2)  # as the kernels take them
-        names = ['attention', *['experts'] * fits]
+        names = ['split'] * ('experts' in base) if base else ['attention', *['experts'] * fits]
         return {name: functools.partial(run, name) for name in names}
 
     @torch.no_grad()

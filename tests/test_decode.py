@@ -160,12 +160,13 @@ def test_with_kernels_it_is_the_reference(monkeypatch, model_type, changes):
     monkeypatch.setattr(kernels, 'seconds_of', lambda run: (run(), 1.0)[1])
 
     def choose(key, device, trials):
-        found.update((name, kernels.compare(run)) for name, run in trials().items())
-        return frozenset(found)
+        some = {name: kernels.compare(run) for name, run in trials().items()}
+        found.update(some)
+        return frozenset(some)
 
     monkeypatch.setattr(sample, 'by_triton', choose)
     decoder = Decoder(model, 3)
-    assert set(found) == {'attention', 'experts'}
+    assert set(found) == {'attention', 'experts', 'split'}
     assert all(trial['difference'] < 1e-4 for trial in found.values())
     exact, W = reference.exact(model), model.config.window
     _, state = exact(tokens(3, W + 1), state=exact.init_state(3))
@@ -182,7 +183,7 @@ def test_with_kernels_it_is_the_reference(monkeypatch, model_type, changes):
     for name, edit in edited.items():
         monkeypatch.setattr(equations, name, edit)
     Decoder(model, 3)
-    assert all(trial['difference'] > 0.05 for trial in found.values())
+    assert all(found[name]['difference'] > 0.05 for name in ('attention', 'experts'))
 
 
 # ---- sampling and generation ----
