@@ -39,8 +39,8 @@ import torch.nn.functional as F
 import checkpoint
 from checkpoint import BEST, CheckpointError, device_name, print0
 from convlstm import Agent, AgentConfig, build_agent
-from figures import COLORS, NAMES, curve, finish, new, read_log, run_figure, save
-from sokoban import TIME_LIMIT, SokobanEnv, at_most, board_image, board_keys, board_text, draw_by
+from figures import COLORS, NAMES, curve, finish, new, read_log
+from sokoban import TIME_LIMIT, SokobanEnv, board_image, board_keys, board_text, draw_by
 from sokoban import load_levels, save_gif
 
 # -----------------------------------------------------------------------------
@@ -55,6 +55,7 @@ levels_dir = ''                # folder of Boxoban's levels; '': data/boxoban
 download = False               # fetch the split into levels_dir where it is not there
 n_levels = 512                 # the first so many of them
 level = 0                      # the first to be played
+games = 0                      # to be played in a terminal; 0: until q is pressed
 ms = 250                       # of a step, shown in a terminal or a GIF
 probe = ''                     # probe_sokoban.py's of this agent, whose plan is drawn as arrows;
                                # '': probe.safetensors of out_dir, if it is there
@@ -65,7 +66,7 @@ runs = ''                      # or folders of runs, with a comma between them: 
 picture = 'compare.png'        # what to draw these into
 # fmt: on
 RANGES = {'which': ['best', 'last'], 'n_levels': (1, math.inf), 'level': (0, math.inf)}
-RANGES |= {'ms': (10, math.inf)}
+RANGES |= {'ms': (10, math.inf), 'games': (0, math.inf)}
 # -----------------------------------------------------------------------------
 
 BOARDS = 256  # played at a time
@@ -146,14 +147,14 @@ def report(
 ) -> dict:
     """Plays all levels, greedily; writes out_dir/eval_NAME.json, and as GIFs the longest game that
     was won and the first that was not."""
-    begin = time.time()
+    begin, name = time.time(), f'eval_{os.path.splitext(os.path.basename(name))[0]}'
     result = play(model, levels, device)
     record = {**about, 'n': len(levels), 'solve_rate': result['solved'].float().mean().item()}
     record |= {f'mean_{k}': result[k].mean().item() for k in ('return', 'steps')}
     record |= {'seconds': time.time() - begin, 'device': device_name(device)}
     record['torch'] = torch.__version__
     for label, chosen in (('solved', result['solved']), ('failed', ~result['solved'])):
-        path = os.path.join(out_dir, f'eval_{name}_{label}.gif')
+        path = os.path.join(out_dir, f'{name}_{label}.gif')
         with contextlib.suppress(FileNotFoundError):
             os.remove(path)  # of an earlier evaluation
         if chosen.any():
@@ -161,13 +162,8 @@ def report(
             actions = result['actions'][i : i + 1, : int(result['steps'][i])].numpy()
             save_gif(list(replay(levels[i : i + 1], actions)[0]), path)
             record |= {f'{label}_level': i, f'{label}_game': path}
-    write_json(record, os.path.join(out_dir, f'eval_{name}.json'))
+    write_json(record, os.path.join(out_dir, f'{name}.json'))
     return record
-
-
-def plot_log(out_dir: str, title: str) -> str:
-    """Return and solve rate over environment steps, from out_dir/log.jsonl into curve.png."""
-    return save(run_figure(read_log(out_dir), title), out_dir, 'curve', ('png',))[0]
 
 
 def compare(folders: list[str], path: str) -> None:
@@ -228,9 +224,11 @@ def read_tensors(path: str, device: str) -> dict[str, torch.Tensor]:
         raise CheckpointError(f'{path}: cannot be read ({first_line(error)})') from None
 
 
-def load_agent(folder: str, which: str, device: str) -> tuple[Agent, dict]:
-    """An export, or train_sokoban.py's best or last checkpoint -> the agent, and its settings or
-    config.json. CheckpointError."""
+def load_agent(
+    folder: str, which: str, device: str, dtype: str = 'auto'
+) -> tuple[Agent, dict, str]:
+    """An export, or train_sokoban.py's best or last checkpoint -> the agent, its settings with
+    `step` and `best`, and the file. CheckpointError."""
     where = os.path.join(folder, CONFIG)
     if os.path.exists(os.path.join(folder, WEIGHTS)):
         weights = read_tensors(os.path.join(folder, WEIGHTS), device)
@@ -243,14 +241,12 @@ def load_agent(folder: str, which: str, device: str) -> tuple[Agent, dict]:
         weights, about = saved['model'], saved['config']
         about = about | {name: saved[name] for name in ('step', 'best')}
     with checkpoint.restoring(where, 'the agent'):
-        names = [*SIZES, *EASY, 'n_envs', 'unroll', 'step', 'best']
-        about = {name: about[name] for name in names}
-        dtype = str(checkpoint.pick_dtype('auto', device)).removeprefix('torch.')
+        dtype = str(checkpoint.pick_dtype(dtype, device)).removeprefix('torch.')
         config = AgentConfig(**{name: about[name] for name in SIZES}, dtype=dtype)
         checkpoint.check_model(build_agent, config)
         model = build_agent(config)
     checkpoint.load_weights(model, weights, where)
-    return model.to(device).eval(), about
+    return model.to(device).eval(), about, str(where)
 
 
 def export_agent(model: Agent, about: dict, folder: str) -> None:
@@ -265,7 +261,8 @@ def export_agent(model: Agent, about: dict, folder: str) -> None:
     weights = {name: x.float().cpu().contiguous() for name, x in model.state_dict().items()}
     data = packed(weights, metadata={'format': 'pt'})
     write_atomic(os.path.join(folder, WEIGHTS), lambda file: file.write(data))
-    write_json(about, os.path.join(folder, CONFIG))
+    names = (*SIZES, *EASY, 'n_envs', 'unroll', 'step', 'best')
+    write_json({name: about[name] for name in names}, os.path.join(folder, CONFIG))
     print(f'{folder}: {WEIGHTS} ({len(data) / 1e6:.1f} MB), {CONFIG}')
 
 
@@ -356,7 +353,7 @@ def show(board: np.ndarray, ways: np.ndarray, line: str, again: bool) -> None:
 
 def watch(model: Agent, packed: np.ndarray, device: str) -> None:
     """Games one after the other in a terminal; elsewhere one, as plain text."""
-    paused = False
+    paused, many = False, games if sys.stdin.isatty() and sys.stdout.isatty() else 1
     with keyboard() as key:
         for number in itertools.count():
             i, pressed = (level + number) % len(packed), ''
@@ -372,20 +369,20 @@ def watch(model: Agent, packed: np.ndarray, device: str) -> None:
                 paused = paused or pressed == 's'
                 if pressed in ('n', 'q'):
                     break
-            if pressed == 'q' or not sys.stdout.isatty() or not sys.stdin.isatty():
+            if pressed == 'q' or number + 1 == many:
                 return
 
 
 def use_agent() -> None:
     """A game, a GIF, a solve rate or an export, as asked for."""
     where = checkpoint.pick_device(device)
-    model, about = (Policy(policy), EASY) if policy else load_agent(out_dir, which, where)
+    model, about = (Policy(policy), EASY) if policy else load_agent(out_dir, which, where)[:2]
     if export:
         return export_agent(model, about, export)
     split, made = levels or about['eval_split'], None
     if split == 'generated':  # the training's own held-out ones but for the few it leaves out
         made = n_levels, about['n_boxes'], 2 * about['seed'] + 1, about['max_moves']
-    packed, line = at_most(n_levels, *load_levels(levels_dir, split, download, made))
+    packed, line = load_levels(levels_dir, split, download, made, n_levels)
     if policy or measure:
         found = evaluate(model, packed, where)
         said = f'solved {found["solve_rate"]:.1%}, return {found["return"]:.2f}'

@@ -55,7 +55,7 @@ import checkpoint
 from convlstm import CELLS, PLANES, Agent, AgentConfig, ConvLSTM, build_agent
 from figures import finish, line, new, save, summary
 from play_sokoban import play, replay
-from sokoban import DELTA, TIME_LIMIT, SokobanEnv, at_most, board_image, load_levels
+from sokoban import DELTA, TIME_LIMIT, SokobanEnv, board_image, load_both
 from sokoban import save_gif, save_png
 from train_sokoban import MODEL
 
@@ -641,19 +641,13 @@ def causal_check(model: Agent, packed: ndarray, games: Games, direction: Tensor)
 
 
 def read_levels(c: dict) -> tuple[ndarray, ndarray]:
-    """The probes' training and test levels (n, 17), by default the first agent's. Of generated
-    ones, none is among both."""
-    wanted = (levels or c['split'], n_train, c['n_levels'])
-    wanted = wanted, (test_levels or c['eval_split'], n_test, c['eval_games'])
-    without, parts = (), []
-    for k, (name, n, own) in enumerate(wanted):
-        made = max(n, own), c['n_boxes'], c['seed'] * 2 + k, c['max_moves'], without
-        packed, line = load_levels(levels_dir or c['levels_dir'], name, download, made)
-        without = packed if name == 'generated' else ()
-        packed, line = at_most(n, packed, line)
-        print(line)
-        parts.append(packed)
-    return tuple(parts)
+    """The probes' training and test levels (n, 17), by default the first agent's."""
+    c = c | {'split': levels or c['split'], 'eval_split': test_levels or c['eval_split']}
+    c |= {'n_levels': max(n_train, c['n_levels']), 'eval_games': max(n_test, c['eval_games'])}
+    c |= {'levels_dir': levels_dir or c['levels_dir'], 'download': download}
+    (packed, line), (test, test_line) = load_both(c)
+    print(f'{line}\n{test_line}\nof these the first {n_train:,} and {n_test:,}')
+    return packed[:n_train], test[:n_test]
 
 
 def probe(device: str) -> None:

@@ -103,7 +103,7 @@ train_sokoban test_train_sokoban::gradient_is_the_losses
     + value_coef * value_loss -> + value_loss
     - entropy_coef * entropy -> - 0.01 * entropy
     (loss / run.world).backward() -> (2 * loss / run.world).backward()
-    run.start.copy_(start) -> run.start.zero_()
+    (run.env.observe(), run.env.steps == 0) -> (run.env.observe(), run.env.steps < 0)
     gamma * goes_on * following -> gamma * following
     gamma * gae_lambda * goes_on -> gamma * gae_lambda
     'obs': obs, 'start': start} -> 'obs': obs, 'start': torch.zeros_like(start)}

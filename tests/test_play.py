@@ -148,7 +148,7 @@ def test_arrows_are_what_the_probe_says(folder, monkeypatch):
     wanted, found = np.where(guess.sure[0] >= threshold, guess.way[0], -1), []
     argv = [f'--out_dir={folder}/run', f'--probe={folder}/probe/run/probe.safetensors']
     configure(vars(play_sokoban), argv, quiet=True)
-    model, _ = play_sokoban.load_agent(f'{folder}/run', 'best', 'cpu')
+    model, *_ = play_sokoban.load_agent(f'{folder}/run', 'best', 'cpu')
     for i in range(5):
         frames, _ = play_sokoban.film(model, levels, i, 'cpu')
         found.append(play_sokoban.plans(model, frames, 'cpu')[:-1].reshape(-1, 100))
@@ -215,7 +215,7 @@ def test_the_shipped_agent():
     """Solves most easy levels, and its probe draws arrows."""
     play_sokoban.probe, play_sokoban.policy = '', ''
     play_sokoban.out_dir = f'{ROOT}/pretrained/sokoban'
-    model, about = play_sokoban.load_agent(play_sokoban.out_dir, 'best', 'cpu')
+    model, about, _ = play_sokoban.load_agent(play_sokoban.out_dir, 'best', 'cpu')
     levels = generate(200, about['n_boxes'], 5, about['max_moves'])[0]
     assert play_sokoban.evaluate(model, levels, 'cpu')['solve_rate'] > 0.75
     frames, said = play_sokoban.film(model, levels, 0, 'cpu')

@@ -374,7 +374,7 @@ def test_the_whole_command(agents, tmp_path):
     games = {r['games'] for r in rows if r['step'] == '0'}
     assert games == {str(report['levels'])}  # the others' are not scored
     assert '>before training<' in (out / 'recall.svg').read_text()
-    assert 'the first 12 of 30 generated levels' in done.stdout
+    assert 'of these the first 12 and 30' in done.stdout
 
 
 MISTAKES = """
