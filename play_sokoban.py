@@ -39,8 +39,8 @@ import torch.nn.functional as F
 import checkpoint
 from checkpoint import BEST, CheckpointError, device_name, print0
 from convlstm import Agent, AgentConfig, build_agent
-from figures import COLORS, NAMES, curve, finish, new, read_log
-from sokoban import TIME_LIMIT, SokobanEnv, board_image, board_keys, board_text, draw_by
+from figures import COLORS, curve, finish, new, read_log
+from sokoban import AGENT, TIME_LIMIT, SokobanEnv, board_image, board_keys, board_text, draw_by
 from sokoban import load_levels, save_gif
 
 # -----------------------------------------------------------------------------
@@ -70,7 +70,6 @@ RANGES |= {'ms': (10, math.inf), 'games': (0, math.inf)}
 # -----------------------------------------------------------------------------
 
 BOARDS = 256  # played at a time
-STEPS = 'environment steps (millions)'
 WEIGHTS, CONFIG = 'model.safetensors', 'config.json'
 SIZES = [field.name for field in fields(AgentConfig) if field.name not in ('dtype', 'path')]
 EASY = {'eval_split': 'generated', 'n_boxes': 1, 'max_moves': 12, 'seed': 1337}
@@ -167,20 +166,16 @@ def report(
 
 
 def compare(folders: list[str], path: str) -> None:
-    """Return and explained variance over environment steps, up to where all runs have come.
-    OSError, ValueError: a folder without a run."""
+    """Return and explained variance over environment steps, up to where all runs have come."""
     logs, (figure, panels) = [read_log(folder) for folder in folders], new(2, 3.2, sharey=False)
+    keys = {'return_1000': 'return, mean of the last 1,000 games'}
+    keys |= {'explained_variance': 'explained variance of the value'}
     end = min(log[-1]['env_steps'] for log in logs)
-    for i, (folder, log) in enumerate(zip(folders, logs, strict=True)):
-        with open(os.path.join(folder, 'config.json')) as f:
-            c = json.load(f)
-        name = f'{folder}: {NAMES[c["arch"]]}, {"recurrent" if c["recurrent"] else "feedforward"}'
-        name += f', L = {c["n_layer"]}, E = {c["n_expert"]}, d = {c["n_embd"]}'
-        shared = [r for r in log if r['env_steps'] <= end]
-        curve(panels[0], shared, 'env_steps', 'return_1000', name, color=COLORS[i % 7])
-        curve(panels[1], shared, 'env_steps', 'explained_variance', name, color=COLORS[i % 7])
-    panels[0].set(xlabel=STEPS, ylabel='return, mean of the last 1,000 games')
-    panels[1].set(xlabel=STEPS, ylabel='explained variance of the value')
+    for axes, (key, label) in zip(panels, keys.items(), strict=True):
+        for i, (folder, log) in enumerate(zip(folders, logs, strict=True)):
+            shared = [r for r in log if r['env_steps'] <= end]
+            curve(axes, shared, 'env_steps', key, folder, color=COLORS[i % 7])
+        axes.set(xlabel='environment steps (millions)', ylabel=label)
     write_atomic(path, partial(finish(figure, '').savefig, dpi=160, format='png'))
 
 
@@ -225,7 +220,7 @@ def read_tensors(path: str, device: str) -> dict[str, torch.Tensor]:
 
 
 def load_agent(
-    folder: str, which: str, device: str, dtype: str = 'auto'
+    folder: str, which: str, device: str, dtype: str = ''
 ) -> tuple[Agent, dict, str]:
     """An export, or train_sokoban.py's best or last checkpoint -> the agent, its settings with
     `step` and `best`, and the file. CheckpointError."""
@@ -241,6 +236,7 @@ def load_agent(
         weights, about = saved['model'], saved['config']
         about = about | {name: saved[name] for name in ('step', 'best')}
     with checkpoint.restoring(where, 'the agent'):
+        dtype = dtype or about.get('dtype', 'auto')  # the run's own
         dtype = str(checkpoint.pick_dtype(dtype, device)).removeprefix('torch.')
         config = AgentConfig(**{name: about[name] for name in SIZES}, dtype=dtype)
         checkpoint.check_model(build_agent, config)
@@ -287,24 +283,24 @@ def keyboard() -> Iterator[Callable[[float | None], str]]:
 
     handlers = {signal.SIGTERM: leave, signal.SIGHUP: leave, signal.SIGTSTP: signal.SIG_IGN}
     before = termios.tcgetattr(source)
-    former = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     try:
         tty.setcbreak(source)
         print('\x1b[?25l', end='')  # no cursor
         yield key
     finally:
         termios.tcsetattr(source, termios.TCSADRAIN, before)
-        for number, handler in former.items():
-            signal.signal(number, handler)
         print('\x1b[?25h', flush=True)
 
 
-def film(model: Agent, packed: np.ndarray, i: int, device: str) -> tuple[np.ndarray, str]:
-    """Level i played greedily -> observations (T + 1, 10, 10, 2), and how it ended."""
+def film(model: Agent, packed: np.ndarray, i: int, device: str) -> tuple[np.ndarray, ...]:
+    """Level i played greedily -> observations (T + 1, 10, 10, 2), its plans, how it ended."""
     result = play(model, packed[i : i + 1], device)
     steps, end = int(result['steps']), 'solved' if result['solved'].item() else 'not solved'
     frames = replay(packed[i : i + 1], result['actions'][:, :steps].numpy())[0]
-    return frames, f'level {i}, {end} in {steps} steps, return {result["return"].item():.1f}'
+    said = f'level {i}, {end} in {steps} steps, return {result["return"].item():.1f}'
+    return frames, plans(model, frames, device), said
 
 
 @torch.no_grad()
@@ -327,13 +323,17 @@ def plans(model: Agent, frames: np.ndarray, device: str) -> np.ndarray:
     return ways
 
 
-def drawn(board: np.ndarray, ways: np.ndarray) -> np.ndarray:
-    """An observation's picture, with the plan on free cells."""
+def drawn(board: np.ndarray, ways: np.ndarray, truth: np.ndarray | None = None) -> np.ndarray:
+    """An observation's picture, with the plan on cells without the agent; where it is known what
+    will be (10, 10), green for right and red for wrong."""
     picture, (v, u) = board_image(board), np.mgrid[-1:1:24j, -1:1:24j]
     up = (abs(u) < 0.5 * v + 0.3) & (abs(v) < 0.5)  # a triangle
-    for y, x in np.argwhere((ways >= 0) & (board[..., 0] == 0)):
+    for y, x in np.argwhere((ways >= 0) & (board[..., 0] != AGENT)):
+        colour = 30, 130, 140
+        if truth is not None:
+            colour = (20, 140, 60) if truth[y, x] == ways[y, x] else (200, 30, 40)
         cell = picture[24 * y : 24 * y + 24, 24 * x : 24 * x + 24]
-        cell[np.rot90(up, -ways[y, x])] = 30, 130, 140
+        cell[np.rot90(up, -ways[y, x])] = colour
     return picture
 
 
@@ -357,8 +357,7 @@ def watch(model: Agent, packed: np.ndarray, device: str) -> None:
     with keyboard() as key:
         for number in itertools.count():
             i, pressed = (level + number) % len(packed), ''
-            frames, said = film(model, packed, i, device)
-            ways = plans(model, frames, device)
+            frames, ways, said = film(model, packed, i, device)
             for t, board in enumerate(frames):
                 last = t + 1 == len(frames)
                 show(board, ways[t], said if last else f'level {i}, step {t}', number + t > 0)
@@ -393,8 +392,7 @@ def use_agent() -> None:
     if not gif:
         return watch(model, packed, where)
     checkpoint.need_packages(PIL=True)
-    frames, said = film(model, packed, level, where)
-    ways = plans(model, frames, where)
+    frames, ways, said = film(model, packed, level, where)
     save_gif([drawn(*pair) for pair in zip(frames, ways, strict=True)], gif, ms)
     print(f'{gif}: {said}')
 
@@ -402,19 +400,11 @@ def use_agent() -> None:
 def main() -> None:
     configure(globals(), quiet=True)
     if sum(map(bool, (out_dir, policy, runs))) != 1:
-        fail(
-            'name one: --out_dir=FOLDER of an agent, --policy=module:function, --runs=FOLDER,FOLDER'
-        )
-    if not runs:
-        try:
-            return use_agent()
-        except ValueError as error:  # CheckpointError, LevelError, SizeError, pick_device's
-            fail(error)
+        fail('name one: --out_dir=FOLDER, --policy=module:function, --runs=FOLDER,FOLDER')
     try:
-        compare(runs.split(','), picture)
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        fail(f'runs = {runs!r}: no comparison of these ({type(error).__name__}: {error})')
-    print(picture)
+        compare(runs.split(','), picture) if runs else use_agent()
+    except (ValueError, LookupError) as error:  # CheckpointError, LevelError, a log without lines
+        fail(error)
 
 
 if __name__ == '__main__':

@@ -207,38 +207,34 @@ def load_levels(
     """-> packed levels (N, 17), the first `most`, and a line that says where they are from. split:
     a file; 'generated', made = generate's arguments; or a split's name, looked for in levels_dir
     ('': data/boxoban), else downloaded into it if `download`. LevelError."""
-    levels, line = find_levels(levels_dir, split, download, made)
+    if split == 'generated':
+        n, boxes, seed, max_moves, *_ = made
+        levels = generate(*made)[0]
+        line = f'{n:,} generated levels, boxes: {boxes}, moves: at most {max_moves}, seed: {seed}'
+    elif os.path.isfile(split):
+        levels = read_file(split)
+        line = f'{len(levels):,} levels of {split}'
+    elif not split.strip('-') or os.sep in split:
+        raise LevelError(f'split = {split!r}: no such file, split (unfiltered-train), or generated')
+    else:
+        folder, source = levels_dir or os.path.join('data', 'boxoban'), ''
+        if download and not split_files(folder, split):
+            fetch(split, folder)
+            source = f' downloaded from {HUB}'
+        paths = split_files(folder, split)
+        if not paths:
+            command = ['python', 'sokoban.py', f'--split={split}', '--download=True']
+            command += [f'--levels_dir={levels_dir}'] * bool(levels_dir)
+            there = os.path.isdir(folder)
+            missing = f'no {split}.pack17.npy, no {split}*.txt' if there else 'no such folder'
+            how = f"`{shlex.join(command)}` fetches {split}; 'generated' instead of it makes levels"
+            raise LevelError(f'{folder}: {missing}: {how}')
+        levels = np.concatenate([read_file(path) for path in paths])
+        files = f'{len(paths)} file{"s" * (len(paths) > 1)}'
+        line = f'{len(levels):,} levels of {split} from {files} in {folder}{source}'
     return (
         (levels, line) if most >= len(levels) else (levels[:most], f'the first {most:,} of {line}')
     )
-
-
-def find_levels(levels_dir: str, split: str, download: bool, made: tuple) -> tuple[np.ndarray, str]:
-    """All of them."""
-    if split == 'generated':
-        n, boxes, seed, max_moves, *_ = made
-        told = f'boxes: {boxes}, moves: at most {max_moves}, seed: {seed}'
-        return generate(*made)[0], f'{n:,} generated levels, {told}'
-    if os.path.isfile(split):
-        levels = read_file(split)
-        return levels, f'{len(levels):,} levels of {split}'
-    if not split.strip('-') or os.sep in split:
-        raise LevelError(f'split = {split!r}: no such file, split (unfiltered-train), or generated')
-    folder, source = levels_dir or os.path.join('data', 'boxoban'), ''
-    paths = split_files(folder, split)
-    if not paths and download:
-        fetch(split, folder)
-        paths, source = split_files(folder, split), f' downloaded from {HUB}'
-    if not paths:
-        command = ['python', 'sokoban.py', f'--split={split}', '--download=True']
-        command += [f'--levels_dir={levels_dir}'] * bool(levels_dir)
-        there = os.path.isdir(folder)
-        missing = f'no {split}.pack17.npy, no {split}*.txt' if there else 'no such folder'
-        how = f"`{shlex.join(command)}` fetches {split}; 'generated' instead of it makes levels"
-        raise LevelError(f'{folder}: {missing}: {how}')
-    levels = np.concatenate([read_file(path) for path in paths])
-    files = f'{len(paths)} file{"s" * (len(paths) > 1)}'
-    return levels, f'{len(levels):,} levels of {split} from {files} in {folder}{source}'
 
 
 def load_both(

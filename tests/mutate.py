@@ -110,8 +110,6 @@ train_sokoban test_train_sokoban::gradient_is_the_losses
     _, last, _ = run.model.act(w, obs, start, state) -> last = value.detach()
     act(w, obs, start, state)\n    batch -> act(w, obs, start, run.state)\n    batch
     torch.cat([value[1:], last[None]]) -> torch.cat([value[1:], value[-1:]])
-train_sokoban test_train_sokoban::gae_is_the_sum
-    gamma * goes_on * following -> gamma * following
 train_sokoban test_train_sokoban::returns_are_blank_until_every_board_has
     run.step * unroll >= TIME_LIMIT -> run.step > 0
 convlstm test_paper::agents_begin_as_the_design_says
@@ -122,7 +120,7 @@ convlstm test_convlstm::a_start_forgets
 probe_sokoban test_probe::the_first_20_steps_alone_set_the_threshold
     (data.step < first, [], -> (data.step >= 0, [],
 probe_sokoban test_probe::levels_that_all_solve
-    return np.all([record( -> return np.any([record(
+    return np.all([its.solved -> return np.any([its.solved
 probe_sokoban test_probe::the_causal_check_steers_at_the_cell_and
     device=x.device), cell] += part -> device=x.device), cell.flip(0)] += part
     (direction[way], other) -> (direction[way], cell)

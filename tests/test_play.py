@@ -139,9 +139,9 @@ def test_arrows_are_what_the_probe_says(folder, monkeypatch):
     configure(vars(probe_sokoban), words, quiet=True)
     player = probe_sokoban.load_player(f'{folder}/run', 'cpu')
     levels = np.load(folder / 'levels.npy')
-    data = probe_sokoban.prepare(player, levels, 'train', 'cpu')
+    data = probe_sokoban.prepare(probe_sokoban.record(player, levels, 'cpu'), levels)
     player.probes, player.scale = probe_sokoban.train_probes(data, 'cpu')
-    guess = probe_sokoban.predict(player.probes, data, player.scale)['3x3']
+    guess = probe_sokoban.predict(player.probes, player.scale, data)['3x3']
     threshold = float(np.median(guess.sure))
     player.about = {'3x3': {'threshold': threshold}}
     probe_sokoban.save_probe(player)
@@ -150,8 +150,7 @@ def test_arrows_are_what_the_probe_says(folder, monkeypatch):
     configure(vars(play_sokoban), argv, quiet=True)
     model, *_ = play_sokoban.load_agent(f'{folder}/run', 'best', 'cpu')
     for i in range(5):
-        frames, _ = play_sokoban.film(model, levels, i, 'cpu')
-        found.append(play_sokoban.plans(model, frames, 'cpu')[:-1].reshape(-1, 100))
+        found.append(play_sokoban.film(model, levels, i, 'cpu')[1][:-1].reshape(-1, 100))
     found = np.concatenate(found)
     assert found.shape == wanted.shape and (found == wanted).mean() > 0.98  # features: fp16
 
@@ -218,8 +217,7 @@ def test_the_shipped_agent():
     model, about, _ = play_sokoban.load_agent(play_sokoban.out_dir, 'best', 'cpu')
     levels = generate(200, about['n_boxes'], 5, about['max_moves'])[0]
     assert play_sokoban.evaluate(model, levels, 'cpu')['solve_rate'] > 0.75
-    frames, said = play_sokoban.film(model, levels, 0, 'cpu')
-    ways = play_sokoban.plans(model, frames, 'cpu')
+    frames, ways, said = play_sokoban.film(model, levels, 0, 'cpu')
     assert ways.shape == (len(frames), 10, 10) and 'level 0, ' in said and (ways >= 0).any()
     picture, arrow = play_sokoban.drawn(frames[0], np.where(frames[0, ..., 1] == 0, 1, -1)), 0
     for y, x in np.argwhere((frames[0] == 0).all(-1)):  # to the right: more of it on the left
