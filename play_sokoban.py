@@ -22,7 +22,6 @@ import select
 import signal
 import sys
 import termios
-import time
 import tty
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -37,7 +36,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import checkpoint
-from checkpoint import BEST, CheckpointError, device_name, print0
+from checkpoint import BEST, CheckpointError, print0
 from convlstm import Agent, AgentConfig, build_agent
 from figures import COLORS, curve, finish, new, read_log
 from sokoban import AGENT, TIME_LIMIT, SokobanEnv, board_image, board_keys, board_text, draw_by
@@ -146,12 +145,10 @@ def report(
 ) -> dict:
     """Plays all levels, greedily; writes out_dir/eval_NAME.json, and as GIFs the longest game that
     was won and the first that was not."""
-    begin, name = time.time(), f'eval_{os.path.splitext(os.path.basename(name))[0]}'
+    name = f'eval_{os.path.splitext(os.path.basename(name))[0]}'
     result = play(model, levels, device)
     record = {**about, 'n': len(levels), 'solve_rate': result['solved'].float().mean().item()}
     record |= {f'mean_{k}': result[k].mean().item() for k in ('return', 'steps')}
-    record |= {'seconds': time.time() - begin, 'device': device_name(device)}
-    record['torch'] = torch.__version__
     for label, chosen in (('solved', result['solved']), ('failed', ~result['solved'])):
         path = os.path.join(out_dir, f'{name}_{label}.gif')
         with contextlib.suppress(FileNotFoundError):
@@ -219,9 +216,7 @@ def read_tensors(path: str, device: str) -> dict[str, torch.Tensor]:
         raise CheckpointError(f'{path}: cannot be read ({first_line(error)})') from None
 
 
-def load_agent(
-    folder: str, which: str, device: str, dtype: str = ''
-) -> tuple[Agent, dict, str]:
+def load_agent(folder: str, which: str, device: str, dtype: str = '') -> tuple[Agent, dict, str]:
     """An export, or train_sokoban.py's best or last checkpoint -> the agent, its settings with
     `step` and `best`, and the file. CheckpointError."""
     where = os.path.join(folder, CONFIG)

@@ -17,29 +17,26 @@ A direction is emitted where its probability is above the probe's threshold, at 
 those emitted in the first steps are right. Recall: the share of the cells that have a direction
 whose direction was emitted.
 
-Writes into out_dir: recall.png and .svg, probes.csv, probes.json, and of each agent plans_NAME.png,
-plan_NAME.gif, NAME/probe.safetensors. What agents were seen to do lies in a temporary file there.
+Writes into out_dir: recall.png and .svg, probes.csv, .md and .json, and of each agent plans_*.png,
+plan_*.gif, probe_*.safetensors. What agents were seen to do lies in a temporary file there.
 
 Shape letters: N episodes at a time, n episodes, S steps of all, T steps of one, P probes, C
 channels (trained and untrained agent side by side: 2C); boards are (10, 10) or (100,).
 """
 
-import csv
 import glob
-import io
 import math
 import os
 import shlex
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
 # before torch: how threads wait, what ctrl-C does
 from configurator import configure, every, fail, gathered, run_script
-from configurator import write_atomic, write_json, write_text
+from configurator import write_atomic, write_json
 
 import numpy as np
 import torch
@@ -49,7 +46,7 @@ from torch import Tensor, nn
 
 import checkpoint
 from convlstm import CELLS, PLANES, Agent, ConvLSTM, build_agent
-from figures import finish, line, new, save, summary
+from figures import finish, line, new, save, summary, write_table
 from play_sokoban import drawn, load_agent, play, replay
 from sokoban import DELTA, SokobanEnv, load_both, save_gif
 
@@ -272,12 +269,10 @@ def logits_of(probe: tuple[slice, nn.Conv2d], x: Tensor) -> Tensor:
 
 def inputs(data: Steps, index: ndarray, scale: Tensor) -> Tensor:
     """Steps (B,) -> what probes read, (B, 2C + 6, 10, 10): features and the board's planes."""
-    features = (
-        torch.from_numpy(data.games.features[index]).to(scale.device).float().permute(0, 3, 1, 2)
-    )
-    seen = torch.from_numpy(data.seen[index]).to(scale.device)
+    both = data.games.features[index], data.seen[index]
+    features, seen = (torch.from_numpy(x).to(scale.device) for x in both)
     planes = torch.stack([seen[..., channel] == value for channel, value in PLANES], 1)
-    return torch.cat([features / scale, planes], 1)
+    return torch.cat([features.float().permute(0, 3, 1, 2) / scale, planes], 1)
 
 
 def train_probes(data: Steps, device: str) -> tuple[dict, Tensor]:
@@ -289,7 +284,7 @@ def train_probes(data: Steps, device: str) -> tuple[dict, Tensor]:
     probes, order = make_probes(C, device), torch.Generator().manual_seed(0)
     weights = [p for _, conv in probes.values() for p in conv.parameters()]
     optimizer = torch.optim.AdamW(weights, learning_rate, weight_decay=weight_decay)
-    begin, due = time.time(), every()
+    due = every()
     for epoch in range(epochs):
         total = torch.zeros(len(PROBES), device=device)
         for i, batch in enumerate(torch.randperm(S, generator=order).split(batch_size)):
@@ -304,9 +299,7 @@ def train_probes(data: Steps, device: str) -> tuple[dict, Tensor]:
             optimizer.step()
             total += losses.detach()
             if due():
-                part = (epoch + (i + 1) * batch_size / S) / epochs
-                eta = (time.time() - begin) * (1 / part - 1)
-                print(f'    epoch {epoch + 1}/{epochs}, {part:.0%}, eta {eta:.0f} s', flush=True)
+                print(f'    epoch {epoch + 1}/{epochs}, {i * batch_size / S:.0%} of it', flush=True)
         means = zip(PROBES, (total / (i + 1)).tolist(), strict=True)
         said = ', '.join(f'{name} {loss:.4f}' for name, loss in means)
         print(f'  epoch {epoch + 1}/{epochs}: loss {said}', flush=True)
@@ -500,11 +493,8 @@ def causal_check(model: Agent, packed: ndarray, games: Games, direction: Tensor)
     steps, direction k (4, C; of length 1) of the 1x1 probe is added to the carried s (see steer) at
     the free cell that k leads to, k not being what the agent would do: how often does it go there?
     Controls: a random direction, and the probe's own at another free cell. Strengths are in units
-    of the RMS of what is carried. -> a record a strength and way of adding; none without games of
-    two steps."""
+    of the RMS of what is carried. -> a record a strength and way of adding."""
     device, long = direction.device, games.lengths > 1
-    if not long.any():
-        return []
     latest = np.minimum(games.lengths[long], first)
     when = np.random.default_rng(0).integers(1, latest)  # not 0: nothing is carried then
     when = torch.from_numpy(when).to(device)
@@ -518,7 +508,7 @@ def causal_check(model: Agent, packed: ndarray, games: Games, direction: Tensor)
     added = {'probe': (direction[way], cell), 'random direction': (noise, cell)}
     added['other cell'] = (direction[way], other)
     rows = []
-    for strength in STRENGTHS if len(way) else ():
+    for strength in STRENGTHS:
         length = strength * kept[0].float().square().mean().sqrt() * math.sqrt(direction.size(1))
         for name, (vector, where) in added.items():
             steered = steer(model, kept, where, length * vector)
@@ -574,16 +564,14 @@ def probe(device: str) -> None:
 
 
 def save_probe(player: Player) -> None:
-    """The first seed's 3x3 probe of s[L], which play_sokoban.py draws, as out_dir/NAME's
-    probe.safetensors."""
+    """The first seed's 3x3 probe of s[L], which play_sokoban.py draws."""
     from safetensors.torch import save as packed
 
     C, (_, conv) = player.model.config.n_embd, player.probes['3x3']
     parts = {'weight': conv.weight.detach()[:5] / player.scale[:C], 'bias': conv.bias.detach()[:5]}
     parts['threshold'] = torch.tensor(player.about['3x3']['threshold'])
     data = packed({name: x.cpu().contiguous() for name, x in parts.items()})
-    path = os.path.join(out_dir, player.name, 'probe.safetensors')
-    os.makedirs(os.path.dirname(path), exist_ok=True)
+    path = os.path.join(out_dir, f'probe_{player.name}.safetensors')
     write_atomic(path, lambda file: file.write(data))
 
 
@@ -597,11 +585,8 @@ def write_results(players: list[Player], test: ndarray, solved: ndarray, device:
     title += f', {len(solved)} solved by all; precision {precision:.0%} over {first} steps'
     recall_figure(players, title)
     plan_pictures(players)
-    text, records = io.StringIO(), []
-    table = csv.DictWriter(text, ['model', *players[0].rows[0]], lineterminator='\n')
-    table.writeheader()
-    table.writerows({'model': player.name, **row} for player in players for row in player.rows)
-    write_text(text.getvalue(), os.path.join(out_dir, 'probes.csv'))
+    rows, records = [{'model': r.name, **row} for r in players for row in r.rows], []
+    write_table(rows, out_dir, 'probes')
     for player in players:
         about = {'name': player.name, 'label': player.label, 'checkpoint': player.where}
         about['probes'] = player.about
@@ -618,8 +603,7 @@ def write_results(players: list[Player], test: ndarray, solved: ndarray, device:
             if None not in (rates := (its['recall'], its['precision'])):
                 print('{}: {} recall {:.1%} at precision {:.1%}'.format(player.label, name, *rates))
     whole = {'precision': precision, 'first': first, 'levels': len(solved)}
-    whole |= {'torch': torch.__version__, 'device': checkpoint.device_name(device)}
-    whole |= {'commit': checkpoint.commit()}
+    whole |= {'commit': checkpoint.commit(), 'device': checkpoint.device_name(device)}
     whole |= {'command': shlex.join(['python', *sys.argv]), 'models': records}
     write_json(whole, os.path.join(out_dir, 'probes.json'))
     print(f'{out_dir}: ' + ', '.join(sorted(os.listdir(out_dir))))

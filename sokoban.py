@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoint import check_fits, fill
+from checkpoint import check_fits, fill, need_packages
 from data_fineweb import hub, keep_revision
 
 # -----------------------------------------------------------------------------
@@ -514,7 +514,7 @@ class JumanjiEnv(SokobanEnv):
 #     envs = gymnasium.make_vec('sokoban:ParallelExperts/Sokoban-v0', num_envs=64)
 #
 # levels: packed (n, 17), else n_levels generated ones of n_boxes and max_moves. Both ends of an
-# episode are terminations, as in Jumanji; infos have `solved`.
+# episode are terminations, as in Jumanji; infos have `solved`. Without gymnasium: SokobanEnv.
 
 
 try:
@@ -525,17 +525,7 @@ except ImportError:
     gymnasium = None
 
 
-class Plain:
-    """What stands below without gymnasium: its `reset` and `np_random`, no spaces."""
-
-    np_random = np.random.default_rng()
-
-    def reset(self, seed: int | None = None, options: dict | None = None) -> None:
-        if seed is not None:
-            self.np_random = np.random.default_rng(seed)
-
-
-class GymEnv(gymnasium.Env if gymnasium else Plain):
+class GymEnv(gymnasium.Env if gymnasium else object):
     """One board: observations (10, 10, 2) uint8 as SokobanEnv's, actions 0..3."""
 
     metadata = {'render_modes': ['ansi', 'rgb_array'], 'render_fps': 4}
@@ -543,11 +533,11 @@ class GymEnv(gymnasium.Env if gymnasium else Plain):
     def __init__(
         self, levels=None, n_levels=1000, n_boxes=4, max_moves=TIME_LIMIT, render_mode=None
     ):
+        need_packages(gymnasium=True)
         made = generate(n_levels, n_boxes, 0, max_moves)[0] if levels is None else levels
         self.levels, self.boards, self.render_mode = made, SokobanEnv(made, 1), render_mode
-        if gymnasium:
-            self.observation_space = gymnasium.spaces.Box(0, BOX, (SIZE, SIZE, 2), np.uint8)
-            self.action_space = gymnasium.spaces.Discrete(4)
+        self.observation_space = gymnasium.spaces.Box(0, BOX, (SIZE, SIZE, 2), np.uint8)
+        self.action_space = gymnasium.spaces.Discrete(4)
 
     def reset(
         self, *, seed: int | None = None, options: dict | None = None
@@ -566,7 +556,7 @@ class GymEnv(gymnasium.Env if gymnasium else Plain):
         return board_text(board) if self.render_mode == 'ansi' else board_image(board)
 
 
-class GymVectorEnv(VectorEnv if gymnasium else Plain):
+class GymVectorEnv(VectorEnv if gymnasium else object):
     """num_envs boards in one SokobanEnv. A board that is done is reset in the same step; its last
     observation is in the infos' final_obs."""
 
@@ -575,11 +565,10 @@ class GymVectorEnv(VectorEnv if gymnasium else Plain):
     def __init__(self, num_envs=1, levels=None, **made):
         one = GymEnv(levels, **made)
         self.num_envs, self.boards = num_envs, SokobanEnv(one.levels, num_envs)
-        if gymnasium:
-            self.single_observation_space = one.observation_space
-            self.single_action_space = one.action_space
-            self.observation_space = batch_space(one.observation_space, num_envs)
-            self.action_space = batch_space(one.action_space, num_envs)
+        self.single_observation_space = one.observation_space
+        self.single_action_space = one.action_space
+        self.observation_space = batch_space(one.observation_space, num_envs)
+        self.action_space = batch_space(one.action_space, num_envs)
 
     def reset(
         self, *, seed: int | None = None, options: dict | None = None

@@ -146,7 +146,7 @@ def test_arrows_are_what_the_probe_says(folder, monkeypatch):
     player.about = {'3x3': {'threshold': threshold}}
     probe_sokoban.save_probe(player)
     wanted, found = np.where(guess.sure[0] >= threshold, guess.way[0], -1), []
-    argv = [f'--out_dir={folder}/run', f'--probe={folder}/probe/run/probe.safetensors']
+    argv = [f'--out_dir={folder}/run', f'--probe={folder}/probe/probe_run.safetensors']
     configure(vars(play_sokoban), argv, quiet=True)
     model, *_ = play_sokoban.load_agent(f'{folder}/run', 'best', 'cpu')
     for i in range(5):

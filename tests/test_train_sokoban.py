@@ -91,8 +91,8 @@ def levels_are_generated_once(monkeypatch):
 
 
 def test_sampling_follows_the_policy():
-    """Frequencies of many draws, by inversion, and independence of consecutive ones; the ends of
-    [0, 1); a policy of NaN gives an action."""
+    """Frequencies of many draws, by inversion, and of pairs of consecutive ones; the ends of
+    [0, 1)."""
     logits, board = torch.tensor([[0.0, 1.0, -1.0, 0.5]]).expand(200, 4), torch.arange(200)
     keys = sokoban.board_keys(7, 1, board)
     chance = [sokoban.draw_by(keys, torch.tensor(t)) for t in range(500)]
@@ -103,8 +103,6 @@ def test_sampling_follows_the_policy():
     one_sided = torch.tensor([[50.0, 0, 0, 0], [0, 0, 0, 50.0]])
     for u in (2**52, 2**53 - 1):
         assert train_sokoban.sample(one_sided, torch.full((2,), u)).tolist() == [0, 3]
-    nan = train_sokoban.sample(torch.full((2, 4), math.nan), torch.tensor([0, 2**52]))
-    assert nan.tolist() in ([0, 0], [3, 3])
 
 
 def written_out(new, old, batch, clip=math.inf):
@@ -202,11 +200,10 @@ def test_what_a_gpu_compiles(tmp_path, monkeypatch):
         memory = [getattr(run.env, name).data_ptr() for name in run.env.STATE]
         if where == 'cpu:0':
             train_sokoban.warm_up(run)
-        results.append([train_sokoban.update(run, False)[1] for _ in range(6)])
+        results.append(torch.stack([train_sokoban.update(run, False)[1] for _ in range(6)]))
         assert memory == [getattr(run.env, name).data_ptr() for name in run.env.STATE]
-    same(*results)
-    done, solved = torch.stack(results[0])[:, :, 1:].sum((0, 1, 3))
-    assert solved > 3 and done - solved > 3, (done, solved)
+    done, solved = results[0][:, :, 1:].sum((0, 1, 3))
+    assert torch.equal(*results) and solved > 3 and done - solved > 3
     assert calls == 7 * [*20 * ['play_step'], 'gae']
 
 
@@ -219,15 +216,15 @@ def test_log_and_checkpoint(tmp_path, capfd, monkeypatch):
     log = read_log(tmp_path)
     assert [r['step'] for r in log] == [0, 2, 4, 6, 8] and log[-1]['env_steps'] == 96
     assert [r['step'] for r in log if 'eval_solve_rate' in r] == [0, 4, 8]
-    keys = 'episodic_return return_100 return_1000 solve_rate_100 entropy value_loss grad_norm lr'
-    assert {*keys.split(), 'explained_variance', 'episodes'} <= log[-1].keys()
+    keys = 'episodes episodic_return return_100 return_1000 solve_rate_100 entropy grad_norm lr'
+    assert {*keys.split(), 'explained_variance'} <= log[-1].keys()
     assert 'random_solve_rate' in log[0]
-    files = {'config.json', 'ckpt_last.pt', 'ckpt_prev.pt', 'ckpt_best.pt'}
+    files = {'config.json', 'ckpt_last.pt', 'ckpt_prev.pt', 'ckpt_best.pt', 'curve.png'}
     assert files <= set(os.listdir(tmp_path))
     argv = [f'--runs={tmp_path},{tmp_path}', f'--picture={tmp_path}/both.png']
     monkeypatch.setattr(sys, 'argv', ['play_sokoban.py', *argv])
     play_sokoban.main()
-    assert all(Image.open(tmp_path / f'{x}.png').size[0] > 500 for x in ('curve', 'both'))
+    assert Image.open(tmp_path / 'both.png').size[0] > 500
     assert f'{tmp_path}/c' in mistake(capfd, play_sokoban, [f'{argv[0]}/c', argv[1]])
 
 
@@ -315,38 +312,16 @@ def test_ranks(tmp_path, ranks):
         a, b = ({k: x for k, x in r.items() if x is not None} for r in (a, b))
         assert a == pytest.approx(b, rel=1e-3, abs=1e-3)
     one, more = (checkpoint(tmp_path / name) for name in ('one', 'more'))
-    totals = [part['env'].pop('total') for part in (one, more)]
-    torch.testing.assert_close(*totals)
-    same(one['env'], more['env'])
-    for part in ('state', 'model'):
+    for part in ('env', 'state', 'model'):
         torch.testing.assert_close(one[part], more[part], rtol=1e-2, atol=1e-3)
     assert run(tmp_path / 'more', resume=True, **{**settings, 'total_steps': 12 * 32}) == 0
 
 
-def test_resume_with_other_intervals(tmp_path, monkeypatch):
-    """The stop's own step gets its line where the new intervals want one; no step has two."""
-    stop_after_three(monkeypatch, tmp_path)
-    assert run(tmp_path, resume=True, log_interval=3, eval_interval=3, total_steps=90) == 0
-    steps = [(r['step'], 'eval_return' in r) for r in read_log(tmp_path)]
-    assert steps == [(0, True), (2, False), (3, True), (6, True), (8, True)]
-
-
-def test_init_from(tmp_path):
-    """A deeper agent begins with the weights that fit; the two levels that are there, the rest."""
-    run(tmp_path / 'a', total_steps=24)
-    saved = load_checkpoint(tmp_path / 'a' / 'ckpt_best.pt')['model']
-    new = prepare(tmp_path / 'b', init_from=tmp_path / 'a', n_layer=3)
-    same({name: x for name, x in new.model.state_dict().items() if name in saved}, saved)
-    assert new.step == 0 and not new.optimizer.state
-
-
-def test_not_finite(tmp_path, capsys):
+def test_not_finite(tmp_path):
     """A loss that is not finite ends the run with status 1; the last good checkpoint stays."""
     assert run(tmp_path, total_steps=48) == 0
     saved = (tmp_path / 'ckpt_last.pt').read_bytes()
     assert run(tmp_path, total_steps=9600, resume=True, learning_rate=1e38) == 1
-    said = f'stopped, nothing saved of it; the last checkpoint is {tmp_path}/ckpt_last.pt'
-    assert said in capsys.readouterr().out
     assert (tmp_path / 'ckpt_last.pt').read_bytes() == saved
 
 
@@ -429,10 +404,9 @@ def test_evaluation_counts_what_is_played(tmp_path):
     returns = [12 - 0.1 * n for n in lengths if n]
     assert result['return'][1::2].tolist() == pytest.approx(returns, abs=1e-3)
     record = play_sokoban.report(Scripted(script), levels, 'x', 'cpu', tmp_path, {})
-    assert record['solved_level'] == np.argmax(lengths) and record['failed_level'] == 0
-    assert record['solve_rate'] == 0.5
-    image = Image.open(tmp_path / 'eval_x_solved.gif')
-    assert image.n_frames == max(lengths) + 1 and image.size == (240, 240)
+    found = [record[key] for key in ('solved_level', 'failed_level', 'solve_rate')]
+    assert found == [np.argmax(lengths), 0, 0.5]
+    assert Image.open(tmp_path / 'eval_x_solved.gif').n_frames == max(lengths) + 1
 
 
 def test_play_does_not_depend_on_batches(tmp_path, monkeypatch):
@@ -466,9 +440,8 @@ def test_eval_only(tmp_path, capfd):
 
 # ---- mistakes ----
 
-WRONG = """n_envs=0 gamma=1.5 unroll=0 env=gym arch=lstm radius=3 n_boxes=9 max_moves=1 device=tpu
-    threads=100000 n_layer=100000000 learning_rate=-1.0 eval_games=0 path=compiled seed=-1
-    n_envs=1000000000"""
+WRONG = """n_envs=0 gamma=1.5 env=gym arch=lstm radius=3 n_boxes=9 max_moves=1 device=tpu seed=-1
+    aggregation=max n_layer=100000000 learning_rate=-1.0 path=compiled n_envs=1000000000"""
 MISTAKES = [(word, word.partition('=')[0] + ' = ') for word in WRONG.split()]
 MISTAKES += [
     ('levels_dir=/nonexistent split=hard', 'sokoban.py --split=hard --download=True'),
@@ -476,6 +449,8 @@ MISTAKES += [
     ('eval_only=True', 'out: holds no trained run'),
     ('resume=True', 'nothing to resume from'),
     ('levels=generated', 'levels and best are settings of --eval_only'),
+    ('residual=shared', "residual = 'shared' is for arch = 'convglu'"),
+    ('radius=0 aggregation=mean', 'radius = 0 needs aggregation = sqrt_sum'),
 ]
 
 
@@ -524,21 +499,6 @@ def test_no_held_out_level_is_trained_on(tmp_path, monkeypatch):
     (trained, _), held_out = sokoban.load_both(config)
     assert np.array_equal(sokoban.load_both(config, trains=False)[1][0], held_out[0])
     assert len(trained) == 50 and not set(map(bytes, trained)) & set(map(bytes, held_out[0]))
-
-
-# ---- what users copy ----
-
-CONFIGS = sorted(path.name for path in (ROOT / 'config').glob('sokoban_*'))
-
-
-@pytest.mark.parametrize('config', CONFIGS)
-def test_config_files(tmp_path, config, request):
-    """Every config file makes an agent, narrower; with --long all run two updates."""
-    argv = arguments(tmp_path, str(ROOT / 'config' / config), n_embd=1, total_steps=24, plot=False)
-    argv.remove('--n_layer=2')
-    settings = configure(vars(train_sokoban), argv, quiet=True)
-    long = request.config.getoption('--long')
-    assert not (train_sokoban.train if long else train_sokoban.make_run)(settings) or not long
 
 
 def test_demo_recipe(tmp_path):
