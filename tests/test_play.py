@@ -166,12 +166,7 @@ def test_any_policy_is_evaluated(folder, monkeypatch, capfd):
     play_sokoban.use_agent()
     said = 'their_policy:right: solved 50.0%, return -0.55, 60 steps; 2 levels of two.txt\n'
     assert capfd.readouterr().out == said
-    for name, words in (
-        ('their_policy:wild', '4 4], shape'),
-        ('their_policy:none', 'module:function'),
-        ('nowhere:right', 'module:function'),
-        ('right', 'module:function'),
-    ):
+    for name, words in (('their_policy:wild', '4 4], shape'), ('nowhere:right', 'module:function')):
         assert words in mistake(capfd, play_sokoban, [f'--policy={name}', '--levels=two.txt'])
 
 
@@ -187,40 +182,30 @@ def test_mistakes(folder, capfd, monkeypatch):
         '--out_dir=nowhere': 'nowhere: ',
         '--out_dir=run --level=5': 'there are 5 levels',
         '--out_dir=run --export=theirs': 'no export of ours',
-        '--out_dir=run --export=run': 'no export of ours',
         '--out_dir=run --which=first': "which = 'first'",
-        '--out_dir=run --levels=hard': 'data/boxoban: no such folder',
         '--out_dir=run --gif=none/a.gif': 'none/',
-        '--out_dir=run --ms=1': 'ms = 1',
         '--out_dir=run --probe=wide.safetensors': 'wide.safetensors: model does not fit',
         '--out_dir=run --probe=none': 'none: cannot be read',
     }.items():
         argv = [f'--levels={folder}/levels.npy', '--device=cpu', *words.split()]
         assert message in mistake(capfd, play_sokoban, argv), words
     assert (folder / 'theirs' / 'config.json').read_text() == '{}'
-    weights = (folder / 'agent' / 'model.safetensors').read_bytes()
-    for name, content in (
-        ('model.safetensors', weights[:-4]),
-        ('config.json', b'{"arch": "convglu"}'),
-        ('config.json', b'hello'),
-    ):
-        kept = (folder / 'agent' / name).read_bytes()
+    for name, content in (('config.json', b'{"arch": "convglu"}'), ('model.safetensors', b'hello')):
         (folder / 'agent' / name).write_bytes(content)
         assert f'agent/{name}: ' in mistake(capfd, play_sokoban, ['--out_dir=agent'])
-        (folder / 'agent' / name).write_bytes(kept)
 
 
 def test_the_shipped_agent():
     """Solves most easy levels, and its probe draws arrows."""
-    play_sokoban.probe, play_sokoban.policy = '', ''
-    play_sokoban.out_dir = f'{ROOT}/pretrained/sokoban'
+    configure(vars(play_sokoban), [f'--out_dir={ROOT}/pretrained/sokoban'], quiet=True)
     model, about, _ = play_sokoban.load_agent(play_sokoban.out_dir, 'best', 'cpu')
     levels = generate(200, about['n_boxes'], 5, about['max_moves'])[0]
     assert play_sokoban.evaluate(model, levels, 'cpu')['solve_rate'] > 0.75
     frames, ways, said = play_sokoban.film(model, levels, 0, 'cpu')
     assert ways.shape == (len(frames), 10, 10) and 'level 0, ' in said and (ways >= 0).any()
-    picture, arrow = play_sokoban.drawn(frames[0], np.where(frames[0, ..., 1] == 0, 1, -1)), 0
-    for y, x in np.argwhere((frames[0] == 0).all(-1)):  # to the right: more of it on the left
-        changed = (picture - board_image(frames[0])).any(-1)[24 * y :, 24 * x :][:24, :24]
+    free, plain = (frames[0] == 0).all(-1), board_image(frames[0])
+    picture, arrow = play_sokoban.drawn(frames[0], np.where(free, 1, -1)), 0
+    for y, x in np.argwhere(free):  # to the right: more of it on the left
+        changed = (picture - plain).any(-1)[24 * y :, 24 * x :][:24, :24]
         arrow += changed[:, :12].sum() > changed[:, 12:].sum() > 0
-    assert arrow == (frames[0] == 0).all(-1).sum()
+    assert arrow == free.sum()
