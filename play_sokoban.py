@@ -156,7 +156,7 @@ def report(
         if chosen.any():
             i = int((chosen * result['steps']).argmax())  # all that fail last 120 steps
             actions = result['actions'][i : i + 1, : int(result['steps'][i])].numpy()
-            save_gif(list(replay(levels[i : i + 1], actions)[0]), path)
+            save_gif(list(map(board_image, replay(levels[i : i + 1], actions)[0])), path)
             record |= {f'{label}_level': i, f'{label}_game': path}
     write_json(record, os.path.join(out_dir, f'{name}.json'))
     return record
@@ -165,8 +165,7 @@ def report(
 def compare(folders: list[str], path: str) -> None:
     """Return and explained variance over environment steps, up to where all runs have come."""
     logs, (figure, panels) = [read_log(folder) for folder in folders], new(2, 3.2, sharey=False)
-    keys = {'return_1000': 'return, mean of the last 1,000 games'}
-    keys |= {'explained_variance': 'explained variance of the value'}
+    keys = {'return_1000': 'return, last 1,000 games', 'explained_variance': 'explained variance'}
     end = min(log[-1]['env_steps'] for log in logs)
     for axes, (key, label) in zip(panels, keys.items(), strict=True):
         for i, (folder, log) in enumerate(zip(folders, logs, strict=True)):

@@ -5,8 +5,7 @@ greedily, trains probes, and scores them on the test levels that all agents solv
 
 $ python probe_sokoban.py --models=out/L1,out/L4 --test_levels=unfiltered-test
 $ python probe_sokoban.py config/probe_large.py    # the paper's agents; it says how to train them
-$ python probe_sokoban.py --models=out/L4 --causal --thinking      # do the probes' directions steer
-                                                   # the agent, and does time to think help it?
+$ python probe_sokoban.py --models=out/L4 --causal --thinking     # and two further questions
 
 At every step and for every cell of the board a probe says in which direction the agent will next
 step onto the cell, or that it will not in this episode (five classes). It reads the agent's last
@@ -45,7 +44,7 @@ from numpy import ndarray
 from torch import Tensor, nn
 
 import checkpoint
-from convlstm import CELLS, PLANES, Agent, ConvLSTM, build_agent
+from convlstm import CELLS, PLANES, Agent, build_agent
 from figures import finish, line, new, save, summary, write_table
 from play_sokoban import drawn, load_agent, play, replay
 from sokoban import DELTA, SokobanEnv, load_both, save_gif
@@ -430,16 +429,14 @@ def plan_pictures(players: list[Player]) -> None:
 
 
 def steer(model: Agent, state: tuple | list, cell: Tensor, vector: Tensor) -> list[Tensor]:
-    """The carried state in which s has grown by `vector` (n, C) at `cell` (n,) of each board. Where
-    experts' h are carried (ConvLSTM: beside s; ConvGLU with a radius: in its place), each grows by
-    the share that makes A(h) grow by the vector: vector / sqrt(E) (exact for softmax_l2 with equal
-    gates), or all of it where A's weights add up to 1. A ConvLSTM's cells c stay."""
-    c, state = model.config, list(state)
+    """The carried state in which s has grown by `vector` (n, C) at `cell` (n,) of each board. A
+    ConvLSTM's h grow by the share that makes A(h) grow by it: vector / sqrt(E) (exact for
+    softmax_l2 with equal gates), or all of it where A's weights add up to 1. Its cells c stay."""
+    c, state, each = model.config, list(state), torch.arange(len(cell), device=cell.device)
     share = 1.0 if c.aggregation in ('mean', 'softmax_mean') else 1 / math.sqrt(c.n_expert)
-    for k in range(2 if isinstance(model, ConvLSTM) else 1):
+    for k, part in enumerate((1.0, share) if c.arch == 'convlstm' else (1.0,)):
         x = state[k].float().reshape(len(cell), CELLS, -1, c.n_embd).clone()  # (n, 100, 1 or E, C)
-        part = share if x.size(2) > 1 else 1.0
-        x[torch.arange(len(cell), device=x.device), cell] += part * vector[:, None]
+        x[each, cell] += part * vector[:, None]
         state[k] = x.view(state[k].shape).to(state[k].dtype)
     return state
 
@@ -549,8 +546,7 @@ def probe(device: str) -> None:
     del groups, everyone  # the others' memory
     games = [record(player, test, device) for player in players]
     solved = solved_by_all(games)
-    who = 'all agents' if players[1:] else 'the agent'
-    print(f'{solved.sum()} of {len(test)} test levels are solved by {who}')
+    print(f'{solved.sum()} of {len(test)} test levels are solved by all agents')
     if solved.sum() < min_levels:
         fail(f'fewer than min_levels = {min_levels}: take easier test_levels, or more (n_test)')
     for player, its in zip(players, games, strict=True):
@@ -576,8 +572,7 @@ def save_probe(player: Player) -> None:
 
 
 def write_results(players: list[Player], test: ndarray, solved: ndarray, device: str) -> None:
-    """Figures, pictures and the table; further questions, on all test levels (n, 17) and on those
-    that all solve; probes.json; what was found, and the names of all files."""
+    """All files; the further questions, on all test levels (n, 17) and on those that all solve."""
     c = players[0].config
     title = test_levels or c['eval_split']
     if title == 'generated':

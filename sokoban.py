@@ -641,12 +641,10 @@ def save_png(image: np.ndarray, path: str) -> None:
 
 
 def save_gif(frames: list[np.ndarray], path: str, ms: int = 150) -> None:
-    """Observations (10, 10, 2), or pictures (H, W, 3) -> an endless animation, `ms` a frame, the
-    last longer."""
+    """Pictures (H, W, 3) -> an endless animation, `ms` a frame, the last longer."""
     from PIL import Image
 
-    images = [board_image(frame) if frame.shape[-1] == 2 else frame for frame in frames]
-    first, *rest = map(Image.fromarray, images)
+    first, *rest = map(Image.fromarray, frames)
     times = [ms] * len(rest) + [8 * ms]
     more = {'save_all': True, 'append_images': rest, 'duration': times, 'loop': 0}
     write_atomic(path, lambda file: first.save(file, format='GIF', **more))

@@ -122,7 +122,7 @@ probe_sokoban test_probe::the_first_20_steps_alone_set_the_threshold
 probe_sokoban test_probe::levels_that_all_solve
     return np.all([its.solved -> return np.any([its.solved
 probe_sokoban test_probe::the_causal_check_steers_at_the_cell_and
-    device=x.device), cell] += part -> device=x.device), cell.flip(0)] += part
+    x[each, cell] += part -> x[each, cell.flip(0)] += part
     (direction[way], other) -> (direction[way], cell)
 figures test_sweep::standard_errors_and_differences_by_hand
     deviation / math.sqrt(n), n) -> deviation, n)

@@ -345,7 +345,7 @@ def test_pictures(tmp_path):
         for char, tile in zip(row.replace('\n', ''), parts, strict=True):
             assert tiles.setdefault(char, tile.tobytes()) == tile.tobytes()
     assert len(set(tiles.values())) == len(tiles) == 7
-    sokoban.save_gif([board_image(frames[0]), *frames], tmp_path / 'a.gif', ms=100)
+    sokoban.save_gif(list(map(board_image, frames)), tmp_path / 'a.gif', ms=100)
     with image.open(tmp_path / 'a.gif') as gif:
         gif.seek(gif.n_frames - 1)
         last = np.array(gif.convert('RGB')).astype(int)

@@ -447,7 +447,7 @@ MISTAKES += [
     ('resume=True', 'nothing to resume from'),
     ('levels=generated', 'levels and best are settings of --eval_only'),
     ('residual=shared', "residual = 'shared' is for arch = 'convglu'"),
-    ('radius=0 aggregation=mean', 'radius = 0 needs aggregation = sqrt_sum'),
+    ('radius=0 aggregation=mean', "radius = 0 needs aggregation = 'sqrt_sum'"),
 ]
 
 
