@@ -70,14 +70,14 @@ def test_an_export_plays_what_its_run_plays(folder, capsys):
         assert gif.n_frames == boards and gif.info['duration'] == 250
 
 
-def in_terminal(folder, press):
+def in_terminal(folder, press, *more):
     """press(write, read) at a game in a terminal of its own -> its exit status; the terminal must
     be left as it was found."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack('HHHH', 24, 80, 0, 0))
     before = termios.tcgetattr(theirs)
     words = ['play_sokoban.py', f'--out_dir={folder}/run', f'--levels={folder}/levels.npy']
-    command = [sys.executable, *words, '--ms=60000', '--device=cpu']
+    command = [sys.executable, *words, '--ms=60000', '--device=cpu', *more]
     process = forks.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs)
     seen = b''
 
@@ -122,6 +122,14 @@ def test_keys_in_a_terminal(folder):
         assert until(b'\x1b[?25h').count(b'level') == 0
 
     assert in_terminal(folder, press) == 0
+
+
+def test_so_many_games_end_without_a_key(folder):
+    def press(process, write, until):
+        until(b'level 1, ')
+        until(b'\x1b[?25h')
+
+    assert in_terminal(folder, press, '--games=2', '--ms=10') == 0
 
 
 @pytest.mark.parametrize('number, status', [('TERM', 143), ('INT', 130), ('HUP', 129)])

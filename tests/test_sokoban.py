@@ -71,37 +71,28 @@ def test_text_packed_text():
     assert masks(all_of(levels))[2].sum(1).tolist() == [4, 1, 1, 4]
 
 
-@pytest.mark.parametrize('old, new, what', [
-    ('', '', ''),
-    ('#@$.', '# $.', 'level 1 has not exactly one agent'),
-    ('#@$.', '#@é.', 'level 1 has a character that is none of'),
-    ('#@$.', '#@$ ', 'level 1 has not as many targets as boxes'),
-    ('#@$.', '#@$$', 'level 1 has not 1 to 4 boxes'),
-    ('#$.     @#', '#@       #', 'level 0 has not 1 to 4 boxes'),
-    ('#@$.', '#@$. ', 'level 1 is not ten rows of ten characters'),
-    ('#@$.', ' @$.', 'level 1 is not walled in'),
-    ('; 0\n', '', 'level 0 does not start with'),
-])  # fmt: skip
-def test_malformed_text(old, new, what):
-    good = numbered([text('#$.     @#'), BOARD])
-    if not what:
-        assert len(parse_text(good, 'a.txt')) == 2
-    else:
+def test_malformed_levels(tmp_path):
+    """By file and number. (test_fuzz.py: what is not refused is a level.)"""
+    good, path = numbered([text('#$.     @#'), BOARD]), f'{tmp_path}/p.npy'
+    for old, new, what in (
+        ('#@$.', '# $.', 'level 1 has not exactly one agent'),
+        ('#@$.', '#@é.', 'level 1 has a character that is none of'),
+        ('#$.     @#', '#@       #', 'level 0 has not 1 to 4 boxes'),
+        ('#@$.', '#@$. ', 'level 1 is not ten rows of ten characters'),
+        ('#@$.', ' @$.', 'level 1 is not walled in'),
+        ('; 0\n', '', 'level 0 does not start with'),
+    ):
         refuses(f'^a.txt: {what}', parse_text, good.replace(old, new), 'a.txt')
-
-
-def test_malformed_packed(tmp_path):
-    levels, path = generate(5, 4, 3)[0], f'{tmp_path}/p.npy'
-    wall, (target, box) = np.unpackbits(levels[3, :8]).argmax(), levels[3, [9, 13]]
-    bad = [(8, 255), (16, wall), (9, wall), (13, wall), (16, box), (12, box), (8, target)]
-    for cell, value in bad:
-        some = levels.copy()
-        some[3, cell] = value
+    levels = generate(5, 4, 3)[0]
+    broken, beyond = levels.copy(), levels.copy()
+    broken[3, 16], beyond[3, 8] = levels[3, 13], 255  # the agent on a box
+    for some, what in (
+        (broken, 'level 3 has not as many targets as boxes'),
+        (beyond, 'has a cell that is none of 0..63'),
+        (levels[:, :9], r'expected uint8 of shape \(N, 17\)'),
+    ):
         np.save(path, some)
-        refuses(f'^{path}: (level 3|has a cell)', read_file, path)
-    for some in (levels[:0], levels[:, :9], levels.astype(int)):
-        np.save(path, some)
-        refuses(rf'^{path}: expected uint8 of shape \(N, 17\)', read_file, path)
+        refuses(f'^{path}: {what}', read_file, path)
 
 
 def test_a_folder_of_levels(tmp_path):

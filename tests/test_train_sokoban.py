@@ -428,11 +428,10 @@ def test_eval_only(tmp_path, capfd):
     assert report['n'] == 5 and report['env_steps'] == 96 and 1 <= report['mean_steps'] <= 120
     assert json.loads(capfd.readouterr().out.splitlines()[-1]) == report
     assert files == {f: (tmp_path / f).read_bytes() for f in files}
-    more = {'eval_only': True, 'eval_split': tmp_path / 'mine.npy', 'eval_games': 3}
-    assert run(tmp_path, best=True, **more) == 0
+    few = {'eval_split': tmp_path / 'mine.npy', 'eval_games': 3}
+    assert run(tmp_path, eval_only=True, best=True, **few) == 0
     report = json.loads((tmp_path / 'eval_mine.json').read_text())
     assert report['n'] == 3 and report['checkpoint'].endswith('ckpt_best.pt')
-    assert report['levels'] == f'the first 3 of 5 levels of {tmp_path}/mine.npy'
 
 
 # ---- mistakes ----
