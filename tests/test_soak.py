@@ -1,6 +1,5 @@
 """Long runs: memory stays flat, the log well formed, until ctrl-C. Four seconds each; `pytest
---long -s tests/test_soak.py`: thirty minutes each of README's two demos, on a machine that does
-nothing else, and speed stays flat too."""
+--long -s tests/test_soak.py`: thirty minutes each of README's two demos."""
 
 import json
 import os
@@ -54,14 +53,10 @@ def test_nothing_grows(data, tmp_path, request, script):  # noqa: F811
     process.send_signal(signal.SIGINT)
     assert process.wait() == 130 and 'Traceback' not in process.stderr.read()
 
-    records = [json.loads(line) for line in log.read_text().splitlines()]
-    steps, key = [r['step'] for r in records], 'tokens_per_s' if text else 'env_steps_per_s'
+    steps = [json.loads(line)['step'] for line in log.read_text().splitlines()]
     assert steps == sorted(set(steps)) and (not text or steps == list(range(len(steps))))
-    speed = np.array([r[key] for r in records[1:] if key in r])
-    first, *_, last = map(np.median, np.array_split(speed[len(speed) // 9 :], 4))
     # after a quarter each kind of work has been done
     when, size = np.array([m for m in memory if m[0] > seconds / 4]).T
     slope = np.polyfit(when, size, 1)[0] * 3600
-    print(f'{script}: {first:,.0f} and then {last:,.0f} a second, {slope:+.1f} MiB an hour')
-    assert last > 0.75 * first or not long  # of a machine whose own speed varies by 20%
+    print(f'{script}: {steps[-1]:,} updates, {slope:+.1f} MiB an hour')
     assert slope < 20 if long else size[-1] - size[0] < 20
