@@ -1,4 +1,5 @@
-# make demo: a shipped model writes, then from nothing to a trained language model and a sample, on a CPU. make demo-sokoban: an agent, its curve and two games.
+# make demo: a shipped model writes, then from nothing to a trained language model and a sample, on a CPU. make demo-sokoban: a shipped agent
+# plays, then one is trained: its curve and two games.
 # make test: the tests, on two cores, some in a short form. make test-long: all of them, those in their long form. make lint: style, and that
 # all is formatted. All set up .venv by themselves.
 PYTHON ?= python3
@@ -14,6 +15,7 @@ demo: .venv/installed
 	$(BIN)/python sample.py --out_dir=out/demo --prompt="Fellow citizens, the state of our Union" --max_new_tokens=400
 
 demo-sokoban: .venv/installed
+	$(BIN)/python play_sokoban.py --out_dir=pretrained/sokoban --level=4 --games=1
 	$(BIN)/python train_sokoban.py config/sokoban_demo.py --overwrite=True
 	$(BIN)/python train_sokoban.py config/sokoban_demo.py --eval_only=True
 

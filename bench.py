@@ -258,7 +258,7 @@ def make_agent(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
         """Rewards and gradients of an update at rate 0, and by the plain equations of the same
         actions: a rounding may tip one."""
         found, actions, sample = [], [], train_sokoban.sample
-        begun = copy.deepcopy((run.env, run.start, run.state, run.count))
+        begun = copy.deepcopy((run.env, run.state, run.count))
 
         def record(*args):
             actions.append(sample(*args))
@@ -274,7 +274,7 @@ def make_agent(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
                 actions = run.graphs['rollout'][2]['action'].clone()
             played = iter(actions)
             train_sokoban.sample = lambda *_, played=played: next(played)
-            run.env, run.start, run.state, run.count = begun
+            run.env, run.state, run.count = begun
             run.model.config.path, run.graphs = 'plain', None
         return {name: (found[0][name], found[1][name]) for name in found[0]}
 

@@ -18,11 +18,11 @@ D width. Boards are (B, Y, X, C): channels last, as convolutions want them. One 
     head    = attention and average pooling of RMSNorm(s) over cells -> GLU -> 4 logits, a value
 
 A is sum / sqrt(E) or another of AGGREGATIONS, whose router reads [z; s] averaged over the board.
-`radius` r: experts stand on a ring, and expert i reads its own h and those of the r experts before
-it, summed / sqrt(r + 1), in place of s. Ours, where the paper is silent: ConvGLU's norm before the
-convolution, and z at its level 1 only; the norm before the head (an LSTM's h is small, ConvGLU's s
-grows with depth); HEADS attention queries, sharp from the start (pooling over nearly all cells
-alike, the policy learns nothing for hundreds of updates: LOG.md); head_dim.
+`radius` r (ConvLSTM): experts stand on a ring, and expert i reads its own h and those of the r
+experts before it, summed / sqrt(r + 1), in place of s. Ours, where the paper is silent: ConvGLU's
+norm before the convolution, and z at its level 1 only; the norm before the head (an LSTM's h is
+small, ConvGLU's s grows with depth); HEADS attention queries, sharp from the start (pooling over
+nearly all cells alike, the policy learns nothing for hundreds of updates: LOG.md); head_dim.
 
 Fast: what all experts read is convolved densely, the rest in groups; the z part of all levels (and,
 where the observations are known, of all steps) is one convolution; a weight's gradient is one
@@ -65,7 +65,7 @@ class AgentConfig:
     n_embd: int = 128  # D, channels of an expert
     aggregation: str = 'sqrt_sum'  # one of AGGREGATIONS
     router_dim: int = 64  # width of the router's queries and keys (routed aggregations)
-    radius: int = -1  # preceding neighbours that an expert hears, 0..E-1; -1: all experts, by s
+    radius: int = -1  # ConvLSTM: preceding neighbours that an expert hears; -1: all, by s
     residual: str = 'expert'  # ConvGLU: 'expert', each adds s (the paper's rule), or 'shared', A(h)
     head_dim: int = 256  # width of the head's dense layer
     dtype: str = 'float32'  # of convolutions: 'float32' (the parameters', as cells) or 'bfloat16'
@@ -81,10 +81,10 @@ class AgentConfig:
         r = f'radius = {self.radius}'
         if not -1 <= self.radius < self.n_expert:
             raise ValueError(f'{r}: expected -1 (all experts) to n_expert - 1')
-        if self.radius >= 0 and self.aggregation != 'sqrt_sum':
-            raise ValueError(f'{r} needs aggregation = sqrt_sum, not {self.aggregation}')
-        if self.residual == 'shared' and (self.arch != 'convglu' or self.radius >= 0):
-            raise ValueError("residual = 'shared' is for arch = 'convglu' without a radius")
+        if self.radius >= 0 and (self.aggregation, self.arch) != ('sqrt_sum', 'convlstm'):
+            raise ValueError(f"{r} needs aggregation = 'sqrt_sum' and arch = 'convlstm'")
+        if self.residual == 'shared' and self.arch != 'convglu':
+            raise ValueError("residual = 'shared' is for arch = 'convglu'")
 
     @property
     def routed(self) -> bool:
@@ -115,7 +115,7 @@ def lstm_cell(
 
 
 def glu_cell(s: Tensor | None, bias: Tensor, part: Tensor) -> Tensor:
-    """h = s + GLU(part + bias); s (B, Y, X, 1 or E, D), None: zero; part (B, Y, X, E, 2, D)."""
+    """h = s + GLU(part + bias); s (B, Y, X, 1, D), None: zero; part (B, Y, X, E, 2, D)."""
     a, b = (part.to(bias.dtype) + bias).unbind(-2)
     h = a * torch.sigmoid(b)
     return h if s is None else s + h
@@ -382,7 +382,7 @@ class ConvLSTM(Agent):
 
 
 class ConvGLU(Agent):
-    """State, where recurrent: s (B, Y, X, 1, D) of the last level, or with a radius its h."""
+    """State, where recurrent: s (B, Y, X, D) of the last level."""
 
     def __init__(self, config: AgentConfig):
         super().__init__(config)
@@ -393,50 +393,36 @@ class ConvGLU(Agent):
             self.wr = weight(D, D, fan_in=fan_in)
         self.w = nn.ParameterList(weight(E * 2 * D, D, 3, 3, fan_in=9 * D) for _ in range(L))
         self.bias = nn.ParameterList(torch.zeros(E, 2, D) for _ in range(L))
-        self.near = config.radius >= 0
-        self.streams = E if self.near else 1  # of s: each expert's own with a radius
 
     def init_state(self, B: int) -> State:
         c = self.config
-        return (self.query.new_zeros(B, 10, 10, self.streams, c.n_embd),) if c.recurrent else ()
+        return (self.query.new_zeros(B, 10, 10, c.n_embd),) if c.recurrent else ()
 
     def prepare(self) -> SimpleNamespace:
-        return SimpleNamespace(conv=[self.make_conv(w, self.streams) for w in self.w])
+        return SimpleNamespace(conv=[self.make_conv(w) for w in self.w])
 
     def z_parts(self, w: SimpleNamespace, z: Tensor) -> list[Tensor]:
-        """P z + bias, [(N, Y, X, 1, D)]. 1x1, so fp32 is cheap."""
-        return [F.linear(z.to(self.query.dtype), self.wp, self.bias_p)[..., None, :]]
-
-    def heard(self, last: Tensor) -> Tensor:
-        """What a step reads of the last one's s, with a radius of its h: (B, Y, X, 1 or E, D)."""
-        return rms(self.ring(last) if self.near else last)
+        """P z + bias, [(N, Y, X, D)]. 1x1, so fp32 is cheap."""
+        return [F.linear(z.to(self.query.dtype), self.wp, self.bias_p)]
 
     def step(
         self, w: SimpleNamespace, z: Tensor, z_parts: list[Tensor], alive: Tensor, state: State
     ) -> tuple[Tensor, State]:
-        """s is (B, Y, X, 1, D), or (B, Y, X, E, D) with a radius: what each expert reads.
-        -> s of the last level (B, Y, X, D), state."""
+        """-> s of the last level (B, Y, X, D), state."""
         c, (s,) = self.config, z_parts
         if c.recurrent:
-            s = s + F.linear(self.heard(state[0] * alive), self.wr)
-        s = s.expand(-1, -1, -1, self.streams, -1)
+            s = s + F.linear(rms(state[0] * alive[..., 0]), self.wr)
         for l in range(c.n_layer):
-            part = w.conv[l](rms(s).flatten(3)).unflatten(3, (c.n_expert, 2, c.n_embd))
-            base = None if c.residual == 'shared' else s
+            part = w.conv[l](rms(s)).unflatten(3, (c.n_expert, 2, c.n_embd))
+            base = s[..., None, :] if c.residual == 'expert' else None
             h = self.cell(glu_cell)(base, self.bias[l], part)  # (B, Y, X, E, D)
-            if self.near:
-                s = self.ring(h)  # after the last level nobody hears it
-                continue
-            mixed = self.aggregate(l, h, z, s.squeeze(3))[..., None, :]
-            s = mixed if base is not None else s + mixed
-        carried = h if self.near else s
-        s = self.aggregate(l, h, z, None) if self.near else s.squeeze(3)
-        return s, (carried,) if c.recurrent else ()
+            mixed = self.aggregate(l, h, z, s)
+            s = mixed if c.residual == 'expert' else s + mixed
+        return s, (s,) if c.recurrent else ()
 
     def cell_macs(self) -> int:
         c, D = self.config, self.config.n_embd
-        reads = c.recurrent * self.streams  # R, for each that reads its own
-        return c.n_layer * c.n_expert * 9 * D * 2 * D + Z * D + reads * D * D
+        return c.n_layer * c.n_expert * 9 * D * 2 * D + Z * D + c.recurrent * D * D
 
 
 def build_agent(config: AgentConfig) -> Agent:

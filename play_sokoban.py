@@ -22,7 +22,6 @@ import select
 import signal
 import sys
 import termios
-import time
 import tty
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -37,10 +36,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import checkpoint
-from checkpoint import BEST, CheckpointError, device_name, print0
+from checkpoint import BEST, CheckpointError, print0
 from convlstm import Agent, AgentConfig, build_agent
-from figures import COLORS, NAMES, curve, finish, new, read_log, run_figure, save
-from sokoban import TIME_LIMIT, SokobanEnv, at_most, board_image, board_keys, board_text, draw_by
+from figures import COLORS, curve, finish, new, read_log
+from sokoban import AGENT, TIME_LIMIT, SokobanEnv, board_image, board_keys, board_text, draw_by
 from sokoban import load_levels, save_gif
 
 # -----------------------------------------------------------------------------
@@ -55,6 +54,7 @@ levels_dir = ''                # folder of Boxoban's levels; '': data/boxoban
 download = False               # fetch the split into levels_dir where it is not there
 n_levels = 512                 # the first so many of them
 level = 0                      # the first to be played
+games = 0                      # to be played in a terminal; 0: until q is pressed
 ms = 250                       # of a step, shown in a terminal or a GIF
 probe = ''                     # probe_sokoban.py's of this agent, whose plan is drawn as arrows;
                                # '': probe.safetensors of out_dir, if it is there
@@ -65,11 +65,10 @@ runs = ''                      # or folders of runs, with a comma between them: 
 picture = 'compare.png'        # what to draw these into
 # fmt: on
 RANGES = {'which': ['best', 'last'], 'n_levels': (1, math.inf), 'level': (0, math.inf)}
-RANGES |= {'ms': (10, math.inf)}
+RANGES |= {'ms': (10, math.inf), 'games': (0, math.inf)}
 # -----------------------------------------------------------------------------
 
 BOARDS = 256  # played at a time
-STEPS = 'environment steps (millions)'
 WEIGHTS, CONFIG = 'model.safetensors', 'config.json'
 SIZES = [field.name for field in fields(AgentConfig) if field.name not in ('dtype', 'path')]
 EASY = {'eval_split': 'generated', 'n_boxes': 1, 'max_moves': 12, 'seed': 1337}
@@ -146,45 +145,33 @@ def report(
 ) -> dict:
     """Plays all levels, greedily; writes out_dir/eval_NAME.json, and as GIFs the longest game that
     was won and the first that was not."""
-    begin = time.time()
+    name = f'eval_{os.path.splitext(os.path.basename(name))[0]}'
     result = play(model, levels, device)
     record = {**about, 'n': len(levels), 'solve_rate': result['solved'].float().mean().item()}
     record |= {f'mean_{k}': result[k].mean().item() for k in ('return', 'steps')}
-    record |= {'seconds': time.time() - begin, 'device': device_name(device)}
-    record['torch'] = torch.__version__
     for label, chosen in (('solved', result['solved']), ('failed', ~result['solved'])):
-        path = os.path.join(out_dir, f'eval_{name}_{label}.gif')
+        path = os.path.join(out_dir, f'{name}_{label}.gif')
         with contextlib.suppress(FileNotFoundError):
             os.remove(path)  # of an earlier evaluation
         if chosen.any():
             i = int((chosen * result['steps']).argmax())  # all that fail last 120 steps
             actions = result['actions'][i : i + 1, : int(result['steps'][i])].numpy()
-            save_gif(list(replay(levels[i : i + 1], actions)[0]), path)
+            save_gif(list(map(board_image, replay(levels[i : i + 1], actions)[0])), path)
             record |= {f'{label}_level': i, f'{label}_game': path}
-    write_json(record, os.path.join(out_dir, f'eval_{name}.json'))
+    write_json(record, os.path.join(out_dir, f'{name}.json'))
     return record
 
 
-def plot_log(out_dir: str, title: str) -> str:
-    """Return and solve rate over environment steps, from out_dir/log.jsonl into curve.png."""
-    return save(run_figure(read_log(out_dir), title), out_dir, 'curve', ('png',))[0]
-
-
 def compare(folders: list[str], path: str) -> None:
-    """Return and explained variance over environment steps, up to where all runs have come.
-    OSError, ValueError: a folder without a run."""
+    """Return and explained variance over environment steps, up to where all runs have come."""
     logs, (figure, panels) = [read_log(folder) for folder in folders], new(2, 3.2, sharey=False)
+    keys = {'return_1000': 'return, last 1,000 games', 'explained_variance': 'explained variance'}
     end = min(log[-1]['env_steps'] for log in logs)
-    for i, (folder, log) in enumerate(zip(folders, logs, strict=True)):
-        with open(os.path.join(folder, 'config.json')) as f:
-            c = json.load(f)
-        name = f'{folder}: {NAMES[c["arch"]]}, {"recurrent" if c["recurrent"] else "feedforward"}'
-        name += f', L = {c["n_layer"]}, E = {c["n_expert"]}, d = {c["n_embd"]}'
-        shared = [r for r in log if r['env_steps'] <= end]
-        curve(panels[0], shared, 'env_steps', 'return_1000', name, color=COLORS[i % 7])
-        curve(panels[1], shared, 'env_steps', 'explained_variance', name, color=COLORS[i % 7])
-    panels[0].set(xlabel=STEPS, ylabel='return, mean of the last 1,000 games')
-    panels[1].set(xlabel=STEPS, ylabel='explained variance of the value')
+    for axes, (key, label) in zip(panels, keys.items(), strict=True):
+        for i, (folder, log) in enumerate(zip(folders, logs, strict=True)):
+            shared = [r for r in log if r['env_steps'] <= end]
+            curve(axes, shared, 'env_steps', key, folder, color=COLORS[i % 7])
+        axes.set(xlabel='environment steps (millions)', ylabel=label)
     write_atomic(path, partial(finish(figure, '').savefig, dpi=160, format='png'))
 
 
@@ -228,9 +215,9 @@ def read_tensors(path: str, device: str) -> dict[str, torch.Tensor]:
         raise CheckpointError(f'{path}: cannot be read ({first_line(error)})') from None
 
 
-def load_agent(folder: str, which: str, device: str) -> tuple[Agent, dict]:
-    """An export, or train_sokoban.py's best or last checkpoint -> the agent, and its settings or
-    config.json. CheckpointError."""
+def load_agent(folder: str, which: str, device: str, dtype: str = '') -> tuple[Agent, dict, str]:
+    """An export, or train_sokoban.py's best or last checkpoint -> the agent, its settings with
+    `step` and `best`, and the file. CheckpointError."""
     where = os.path.join(folder, CONFIG)
     if os.path.exists(os.path.join(folder, WEIGHTS)):
         weights = read_tensors(os.path.join(folder, WEIGHTS), device)
@@ -243,14 +230,13 @@ def load_agent(folder: str, which: str, device: str) -> tuple[Agent, dict]:
         weights, about = saved['model'], saved['config']
         about = about | {name: saved[name] for name in ('step', 'best')}
     with checkpoint.restoring(where, 'the agent'):
-        names = [*SIZES, *EASY, 'n_envs', 'unroll', 'step', 'best']
-        about = {name: about[name] for name in names}
-        dtype = str(checkpoint.pick_dtype('auto', device)).removeprefix('torch.')
+        dtype = dtype or about.get('dtype', 'auto')  # the run's own
+        dtype = str(checkpoint.pick_dtype(dtype, device)).removeprefix('torch.')
         config = AgentConfig(**{name: about[name] for name in SIZES}, dtype=dtype)
         checkpoint.check_model(build_agent, config)
         model = build_agent(config)
     checkpoint.load_weights(model, weights, where)
-    return model.to(device).eval(), about
+    return model.to(device).eval(), about, str(where)
 
 
 def export_agent(model: Agent, about: dict, folder: str) -> None:
@@ -265,7 +251,8 @@ def export_agent(model: Agent, about: dict, folder: str) -> None:
     weights = {name: x.float().cpu().contiguous() for name, x in model.state_dict().items()}
     data = packed(weights, metadata={'format': 'pt'})
     write_atomic(os.path.join(folder, WEIGHTS), lambda file: file.write(data))
-    write_json(about, os.path.join(folder, CONFIG))
+    names = (*SIZES, *EASY, 'n_envs', 'unroll', 'step', 'best')
+    write_json({name: about[name] for name in names}, os.path.join(folder, CONFIG))
     print(f'{folder}: {WEIGHTS} ({len(data) / 1e6:.1f} MB), {CONFIG}')
 
 
@@ -290,24 +277,24 @@ def keyboard() -> Iterator[Callable[[float | None], str]]:
 
     handlers = {signal.SIGTERM: leave, signal.SIGHUP: leave, signal.SIGTSTP: signal.SIG_IGN}
     before = termios.tcgetattr(source)
-    former = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     try:
         tty.setcbreak(source)
         print('\x1b[?25l', end='')  # no cursor
         yield key
     finally:
         termios.tcsetattr(source, termios.TCSADRAIN, before)
-        for number, handler in former.items():
-            signal.signal(number, handler)
         print('\x1b[?25h', flush=True)
 
 
-def film(model: Agent, packed: np.ndarray, i: int, device: str) -> tuple[np.ndarray, str]:
-    """Level i played greedily -> observations (T + 1, 10, 10, 2), and how it ended."""
+def film(model: Agent, packed: np.ndarray, i: int, device: str) -> tuple[np.ndarray, ...]:
+    """Level i played greedily -> observations (T + 1, 10, 10, 2), its plans, how it ended."""
     result = play(model, packed[i : i + 1], device)
     steps, end = int(result['steps']), 'solved' if result['solved'].item() else 'not solved'
     frames = replay(packed[i : i + 1], result['actions'][:, :steps].numpy())[0]
-    return frames, f'level {i}, {end} in {steps} steps, return {result["return"].item():.1f}'
+    said = f'level {i}, {end} in {steps} steps, return {result["return"].item():.1f}'
+    return frames, plans(model, frames, device), said
 
 
 @torch.no_grad()
@@ -330,13 +317,17 @@ def plans(model: Agent, frames: np.ndarray, device: str) -> np.ndarray:
     return ways
 
 
-def drawn(board: np.ndarray, ways: np.ndarray) -> np.ndarray:
-    """An observation's picture, with the plan on free cells."""
+def drawn(board: np.ndarray, ways: np.ndarray, truth: np.ndarray | None = None) -> np.ndarray:
+    """An observation's picture, with the plan on cells without the agent; where it is known what
+    will be (10, 10), green for right and red for wrong."""
     picture, (v, u) = board_image(board), np.mgrid[-1:1:24j, -1:1:24j]
     up = (abs(u) < 0.5 * v + 0.3) & (abs(v) < 0.5)  # a triangle
-    for y, x in np.argwhere((ways >= 0) & (board[..., 0] == 0)):
+    for y, x in np.argwhere((ways >= 0) & (board[..., 0] != AGENT)):
+        colour = 30, 130, 140
+        if truth is not None:
+            colour = (20, 140, 60) if truth[y, x] == ways[y, x] else (200, 30, 40)
         cell = picture[24 * y : 24 * y + 24, 24 * x : 24 * x + 24]
-        cell[np.rot90(up, -ways[y, x])] = 30, 130, 140
+        cell[np.rot90(up, -ways[y, x])] = colour
     return picture
 
 
@@ -356,12 +347,11 @@ def show(board: np.ndarray, ways: np.ndarray, line: str, again: bool) -> None:
 
 def watch(model: Agent, packed: np.ndarray, device: str) -> None:
     """Games one after the other in a terminal; elsewhere one, as plain text."""
-    paused = False
+    paused, many = False, games if sys.stdin.isatty() and sys.stdout.isatty() else 1
     with keyboard() as key:
         for number in itertools.count():
             i, pressed = (level + number) % len(packed), ''
-            frames, said = film(model, packed, i, device)
-            ways = plans(model, frames, device)
+            frames, ways, said = film(model, packed, i, device)
             for t, board in enumerate(frames):
                 last = t + 1 == len(frames)
                 show(board, ways[t], said if last else f'level {i}, step {t}', number + t > 0)
@@ -372,20 +362,20 @@ def watch(model: Agent, packed: np.ndarray, device: str) -> None:
                 paused = paused or pressed == 's'
                 if pressed in ('n', 'q'):
                     break
-            if pressed == 'q' or not sys.stdout.isatty() or not sys.stdin.isatty():
+            if pressed == 'q' or number + 1 == many:
                 return
 
 
 def use_agent() -> None:
     """A game, a GIF, a solve rate or an export, as asked for."""
     where = checkpoint.pick_device(device)
-    model, about = (Policy(policy), EASY) if policy else load_agent(out_dir, which, where)
+    model, about = (Policy(policy), EASY) if policy else load_agent(out_dir, which, where)[:2]
     if export:
         return export_agent(model, about, export)
     split, made = levels or about['eval_split'], None
     if split == 'generated':  # the training's own held-out ones but for the few it leaves out
         made = n_levels, about['n_boxes'], 2 * about['seed'] + 1, about['max_moves']
-    packed, line = at_most(n_levels, *load_levels(levels_dir, split, download, made))
+    packed, line = load_levels(levels_dir, split, download, made, n_levels)
     if policy or measure:
         found = evaluate(model, packed, where)
         said = f'solved {found["solve_rate"]:.1%}, return {found["return"]:.2f}'
@@ -396,8 +386,7 @@ def use_agent() -> None:
     if not gif:
         return watch(model, packed, where)
     checkpoint.need_packages(PIL=True)
-    frames, said = film(model, packed, level, where)
-    ways = plans(model, frames, where)
+    frames, ways, said = film(model, packed, level, where)
     save_gif([drawn(*pair) for pair in zip(frames, ways, strict=True)], gif, ms)
     print(f'{gif}: {said}')
 
@@ -405,19 +394,11 @@ def use_agent() -> None:
 def main() -> None:
     configure(globals(), quiet=True)
     if sum(map(bool, (out_dir, policy, runs))) != 1:
-        fail(
-            'name one: --out_dir=FOLDER of an agent, --policy=module:function, --runs=FOLDER,FOLDER'
-        )
-    if not runs:
-        try:
-            return use_agent()
-        except ValueError as error:  # CheckpointError, LevelError, SizeError, pick_device's
-            fail(error)
+        fail('name one: --out_dir=FOLDER, --policy=module:function, --runs=FOLDER,FOLDER')
     try:
-        compare(runs.split(','), picture)
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        fail(f'runs = {runs!r}: no comparison of these ({type(error).__name__}: {error})')
-    print(picture)
+        compare(runs.split(','), picture) if runs else use_agent()
+    except (ValueError, LookupError) as error:  # CheckpointError, LevelError, a log without lines
+        fail(error)
 
 
 if __name__ == '__main__':

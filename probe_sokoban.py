@@ -5,8 +5,7 @@ greedily, trains probes, and scores them on the test levels that all agents solv
 
 $ python probe_sokoban.py --models=out/L1,out/L4 --test_levels=unfiltered-test
 $ python probe_sokoban.py config/probe_large.py    # the paper's agents; it says how to train them
-$ python probe_sokoban.py --models=out/L4 --causal --thinking      # do the probes' directions steer
-                                                   # the agent, and does time to think help it?
+$ python probe_sokoban.py --models=out/L4 --causal --thinking     # and two further questions
 
 At every step and for every cell of the board a probe says in which direction the agent will next
 step onto the cell, or that it will not in this episode (five classes). It reads the agent's last
@@ -17,33 +16,26 @@ A direction is emitted where its probability is above the probe's threshold, at 
 those emitted in the first steps are right. Recall: the share of the cells that have a direction
 whose direction was emitted.
 
-Writes into out_dir: recall.png and .svg, probes.csv, probes.json, plans.png, plan_*.gif; and a
-folder an agent with its games and features, which a second call does not play again.
+Writes into out_dir: recall.png and .svg, probes.csv, .md and .json, and of each agent plans_*.png,
+plan_*.gif, probe_*.safetensors. What agents were seen to do lies in a temporary file there.
 
 Shape letters: N episodes at a time, n episodes, S steps of all, T steps of one, P probes, C
 channels (trained and untrained agent side by side: 2C); boards are (10, 10) or (100,).
 """
 
-import copy
-import csv
 import glob
-import io
 import math
 import os
 import shlex
-import shutil
 import sys
-import time
-import zipfile
-import zlib
-from contextlib import suppress
+import tempfile
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
 # before torch: how threads wait, what ctrl-C does
 from configurator import configure, every, fail, gathered, run_script
-from configurator import write_atomic, write_json, write_text
+from configurator import write_atomic, write_json
 
 import numpy as np
 import torch
@@ -52,19 +44,17 @@ from numpy import ndarray
 from torch import Tensor, nn
 
 import checkpoint
-from convlstm import CELLS, PLANES, Agent, AgentConfig, ConvLSTM, build_agent
-from figures import finish, line, new, save, summary
-from play_sokoban import play, replay
-from sokoban import DELTA, TIME_LIMIT, SokobanEnv, at_most, board_image, load_levels
-from sokoban import save_gif, save_png
-from train_sokoban import MODEL
+from convlstm import CELLS, PLANES, Agent, build_agent
+from figures import finish, line, new, save, summary, write_table
+from play_sokoban import drawn, load_agent, play, replay
+from sokoban import DELTA, SokobanEnv, load_both, save_gif
 
 # -----------------------------------------------------------------------------
 # fmt: off
 models = ''                    # folders of trained agents, by commas or spaces; 'out/L4_s*': the
                                # one of these that solves most test levels
 best = False                   # their best checkpoints instead of their last
-out_dir = 'out/probe'          # figures, tables, and what the agents were seen to do
+out_dir = 'out/probe'          # figures, tables
 levels = ''                    # to train probes on: a split or a file; '': the first agent's
 test_levels = ''               # to score them on; '': those that the first agent was evaluated on
 levels_dir = ''                # folder of Boxoban's levels; '': the first agent's
@@ -73,7 +63,7 @@ n_train = 3000                 # episodes the probes are trained on (the paper's
 n_test = 1000                  # test levels; all agents solve 906 in the paper
 # the question
 first = 20                     # steps that set the threshold, and that the figure shows
-precision = 0.93               # of what is emitted (the paper's), or less that all agents reach
+precision = 0.93               # of what is emitted (the paper's)
 min_levels = 50                # fewer levels solved by all are refused, and not drawn at a step
 # the probes
 seeds = 3                      # of each, trained side by side
@@ -81,8 +71,6 @@ epochs = 10                    # the paper's
 batch_size = 16                # boards
 learning_rate = 1e-3           # AdamW's
 weight_decay = 1e-3            # AdamW's
-# the pictures
-shown = (0, 2, 4, 8)           # steps beside each other
 # further questions
 causal = False                 # add a probe's direction to the carried state: is it followed?
 thinking = False               # hold the agent for some steps at the start: does it solve more?
@@ -90,22 +78,19 @@ thinking = False               # hold the agent for some steps at the start: doe
 device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda', 'cuda:1'
 threads = 0                    # CPU threads; 0: torch's choice
 RANGES = {'precision': (0.01, 1), 'learning_rate': (1e-9, inf), 'weight_decay': (0, inf),
-          'shown': (0, inf), 'threads': (0, 1024)}
+          'threads': (0, 1024)}
 RANGES |= dict.fromkeys('n_train n_test first min_levels seeds epochs batch_size'.split(), (1, inf))
 # fmt: on
 # -----------------------------------------------------------------------------
 
 NEVER = 4  # classes 0..3: up, right, down, left, as the actions
-WAYS = ((-1, 0), (0, 1), (1, 0), (0, -1))  # (rows, columns) of these
-TAIL = [(-0.34, 0.07), (0.12, 0.07), (0.12, 0.24), (0.38, 0.0)]
-ARROW = np.array([*TAIL, *((x, -y) for x, y in TAIL[2::-1])])  # to the right, over a cell
 BATCH = 64  # episodes whose features are held in memory
 # name: (size of the convolution, what it reads)
 PROBES = {'3x3': (3, 'trained'), '1x1': (1, 'trained'), 'untrained 3x3': (3, 'untrained')}
 PROBES |= {'untrained 1x1': (1, 'untrained'), 'observation': (3, 'observation')}
 PRECISIONS = (0.7, 0.8, 0.9)  # recall is told at these too: not every probe reaches `precision`
+SHOWN = (0, 2, 4, 8)  # steps of a game beside each other
 STRENGTHS = (1.0, 2.0, 4.0, 8.0, 16.0)  # of the causal check, in units of the RMS of s
-LESS = 'fewer n_train or n_test'  # takes less memory
 
 
 # ----------------------------------------------------------------------------- agents
@@ -131,21 +116,14 @@ class Player:
 
 def load_player(folder: str, device: str) -> Player:
     """CheckpointError, ValueError."""
-    file = checkpoint.BEST if best else None
-    saved, where = checkpoint.load_run(folder, 'train_sokoban.py', ('model',), (), {}, file)
-    c = saved['config']
-    with checkpoint.restoring(where, 'config'):
-        dtype = str(checkpoint.pick_dtype(c['dtype'], device))[6:]
-        about = AgentConfig(**{name: c[name] for name in MODEL}, dtype=dtype)
-        checkpoint.check_model(build_agent, about)
+    model, c, where = load_agent(folder, 'best' if best else 'last', device)
+    c = {'split': c['eval_split'], 'n_levels': 1, 'eval_games': 1, 'levels_dir': '', **c}  # export
     torch.manual_seed(c['seed'])  # as train_sokoban.make_run does
-    model = build_agent(about).to(device).eval()
-    untrained = copy.deepcopy(model)
-    checkpoint.load_weights(model, saved['model'], where)
+    untrained = build_agent(model.config).to(device).eval()
     label = 'feedforward, ' * (not c['recurrent'])
     label += f'L = {c["n_layer"]}, E = {c["n_expert"]}, d = {c["n_embd"]}'
     name = os.path.basename(os.path.normpath(folder))
-    return Player(model, untrained, c, str(where), name, label)
+    return Player(model, untrained, c, where, name, label)
 
 
 def best_player(players: list[Player], packed: ndarray, device: str) -> Player:
@@ -196,58 +174,33 @@ class Games(NamedTuple):
     actions: ndarray  # (n, 120) int8
     lengths: ndarray  # (n,)
     solved: ndarray  # (n,) bool
+    features: ndarray  # (S, 10, 10, 2C) fp16, in a file
 
 
-def recorded(index: str, stamp: str) -> Games | None:
-    """Games that an earlier call has stored, of this agent and these levels."""
-    broken = OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error
-    with suppress(*broken), np.load(index, allow_pickle=False) as saved:
-        if str(saved['stamp']) == stamp:
-            return Games(*(saved[name] for name in Games._fields))
-    return None
+def record(player: Player, packed: ndarray, device: str) -> Games:
+    """Plays levels (n, 17), the untrained agent beside."""
+    n, parts, due = len(packed), [], every()
+    os.makedirs(out_dir, exist_ok=True)
+    file = tempfile.TemporaryFile(dir=out_dir)  # gone when the last to read it is
+    print(f'{player.label}: {n:,} games', flush=True)
+    for i in range(0, n, BATCH):
+        watched = Watched(player.model, player.untrained)
+        result = play(watched, packed[i : i + BATCH], device)
+        lengths = result['steps'].long().numpy()
+        parts.append((result['actions'].numpy(), lengths, result['solved'].numpy()))
+        steps = torch.stack(watched.features, 1).numpy()  # (N, T, 10, 10, 2C)
+        file.write(steps[np.arange(steps.shape[1]) < lengths[:, None]].data)
+        if due():
+            print(f'    {i:,}/{n:,} games', flush=True)
+    file.flush()
+    actions, lengths, solved = map(np.concatenate, zip(*parts, strict=True))
+    shape = int(lengths.sum()), 10, 10, 2 * player.model.config.n_embd
+    return Games(actions, lengths, solved, np.memmap(file, np.float16, 'r', shape=shape))
 
 
-def record(player: Player, packed: ndarray, part: str, device: str) -> tuple[Games, ndarray]:
-    """Plays levels (n, 17), the untrained agent beside, unless an earlier call has. -> the games,
-    and their features (S, 10, 10, 2C) fp16, mapped from out_dir/NAME/PART.f16."""
-    folder, c, n = os.path.join(out_dir, player.name), player.model.config, len(packed)
-    os.makedirs(folder, exist_ok=True)
-    path, index = (os.path.join(folder, f'{part}.{ending}') for ending in ('f16', 'npz'))
-    weights = sum(p.detach().double().abs().sum().item() for p in player.model.parameters())
-    crc = zlib.crc32(np.ascontiguousarray(packed))
-    stamp = f'{c}, weights {weights:.9g}, and untrained, levels {crc}'
-    shape, parts, begin = (10, 10, 2 * c.n_embd), [], time.time()
-
-    def write(file):
-        for i in range(0, n, BATCH):
-            watched = Watched(player.model, player.untrained)
-            result = play(watched, packed[i : i + BATCH], device)
-            lengths = result['steps'].long().numpy()
-            parts.append((result['actions'].numpy(), lengths, result['solved'].numpy()))
-            steps = torch.stack(watched.features, 1).numpy()  # (N, T, 10, 10, 2C)
-            file.write(steps[np.arange(steps.shape[1]) < lengths[:, None]].data)
-            done = min(n, i + BATCH)
-            eta = (time.time() - begin) * (n - done) / done
-            print(f'  {done:,}/{n:,} games, eta {eta:.0f} s', flush=True)
-
-    games = recorded(index, stamp)
-    if games is None:
-        gigabytes = n * TIME_LIMIT * 2 * math.prod(shape) / 1e9
-        print(f'{player.label}: {n:,} games of {part}, at most {gigabytes:.2f} GB in {path}')
-        if gigabytes > shutil.disk_usage(folder).free / 1e9:
-            fail(f'{path}: {gigabytes:.2f} GB may not fit on the disk: {LESS}, or another out_dir')
-        with suppress(FileNotFoundError):
-            os.remove(index)  # of other games
-        write_atomic(path, write)
-        games = Games(*map(np.concatenate, zip(*parts, strict=True)))
-        content = {'stamp': np.array(stamp), **games._asdict()}
-        write_atomic(index, lambda file: np.savez(file, **content))
-    return games, np.memmap(path, np.float16, 'r', shape=(int(games.lengths.sum()), *shape))
-
-
-def solved_by_all(players: list[Player], packed: ndarray, device: str) -> ndarray:
+def solved_by_all(games: list[Games]) -> ndarray:
     """(n,) bool: the test levels (n, 17) that every agent solves."""
-    return np.all([record(player, packed, 'test', device)[0].solved for player in players], 0)
+    return np.all([its.solved for its in games], 0)
 
 
 # ----------------------------------------------------------------------------- targets
@@ -270,18 +223,14 @@ def targets(boards: ndarray, actions: ndarray, lengths: ndarray) -> ndarray:
 class Steps(NamedTuple):
     """The steps of an agent's games, game after game, as the probes need them."""
 
-    features: ndarray  # (S, 10, 10, 2C) fp16
     seen: ndarray  # observations (S, 10, 10, 2)
     target: ndarray  # (S, 100) int8
     step: ndarray  # (S,), of its game
     games: Games
 
 
-def prepare(
-    player: Player, packed: ndarray, part: str, device: str, keep: ndarray | None = None
-) -> Steps:
+def prepare(games: Games, packed: ndarray, keep: ndarray | None = None) -> Steps:
     """What an agent did on levels (n, 17); keep (n,): on these of them alone."""
-    games, features = record(player, packed, part, device)
     T = games.lengths.max()
     actions = games.actions[:, :T]
     boards = replay(packed, actions)
@@ -289,9 +238,9 @@ def prepare(
     played = kept = np.arange(T) < games.lengths[:, None]  # (n, T)
     if keep is not None:
         kept = played & keep[:, None]
-        features = features[kept[played]]
-        games = Games(*(x[keep] for x in games))
-    return Steps(features, boards[:, :-1][kept], classes[kept], np.nonzero(kept)[1], games)
+        parts = games.actions[keep], games.lengths[keep], games.solved[keep]
+        games = Games(*parts, games.features[kept[played]])
+    return Steps(boards[:, :-1][kept], classes[kept], np.nonzero(kept)[1], games)
 
 
 # ----------------------------------------------------------------------------- probes trained
@@ -319,22 +268,22 @@ def logits_of(probe: tuple[slice, nn.Conv2d], x: Tensor) -> Tensor:
 
 def inputs(data: Steps, index: ndarray, scale: Tensor) -> Tensor:
     """Steps (B,) -> what probes read, (B, 2C + 6, 10, 10): features and the board's planes."""
-    features = torch.from_numpy(data.features[index]).to(scale.device).float().permute(0, 3, 1, 2)
-    seen = torch.from_numpy(data.seen[index]).to(scale.device)
+    both = data.games.features[index], data.seen[index]
+    features, seen = (torch.from_numpy(x).to(scale.device) for x in both)
     planes = torch.stack([seen[..., channel] == value for channel, value in PLANES], 1)
-    return torch.cat([features / scale, planes], 1)
+    return torch.cat([features.float().permute(0, 3, 1, 2) / scale, planes], 1)
 
 
 def train_probes(data: Steps, device: str) -> tuple[dict, Tensor]:
     """-> the probes, and each agent's RMS, which divides its features, (2C, 1, 1)."""
-    S, C = len(data.step), data.features.shape[-1] // 2
-    sample = torch.from_numpy(np.float32(data.features[:: max(1, S // 1000)]))
+    S, C = len(data.step), data.games.features.shape[-1] // 2
+    sample = torch.from_numpy(np.float32(data.games.features[:: max(1, S // 1000)]))
     rms = sample.unflatten(-1, (2, C)).square().mean((0, 1, 2, 4)).sqrt()
     scale = torch.where(rms == 0, 1.0, rms).repeat_interleave(C)[:, None, None].to(device)
     probes, order = make_probes(C, device), torch.Generator().manual_seed(0)
     weights = [p for _, conv in probes.values() for p in conv.parameters()]
     optimizer = torch.optim.AdamW(weights, learning_rate, weight_decay=weight_decay)
-    begin, due = time.time(), every()
+    due = every()
     for epoch in range(epochs):
         total = torch.zeros(len(PROBES), device=device)
         for i, batch in enumerate(torch.randperm(S, generator=order).split(batch_size)):
@@ -349,9 +298,7 @@ def train_probes(data: Steps, device: str) -> tuple[dict, Tensor]:
             optimizer.step()
             total += losses.detach()
             if due():
-                part = (epoch + (i + 1) * batch_size / S) / epochs
-                eta = (time.time() - begin) * (1 / part - 1)
-                print(f'    epoch {epoch + 1}/{epochs}, {part:.0%}, eta {eta:.0f} s', flush=True)
+                print(f'    epoch {epoch + 1}/{epochs}, {i * batch_size / S:.0%} of it', flush=True)
         means = zip(PROBES, (total / (i + 1)).tolist(), strict=True)
         said = ', '.join(f'{name} {loss:.4f}' for name, loss in means)
         print(f'  epoch {epoch + 1}/{epochs}: loss {said}', flush=True)
@@ -367,7 +314,7 @@ class Guess(NamedTuple):
 
 
 @torch.no_grad()
-def predict(probes: dict, data: Steps, scale: Tensor) -> dict[str, Guess]:
+def predict(probes: dict, scale: Tensor, data: Steps) -> dict[str, Guess]:
     S, parts = len(data.step), {name: [] for name in probes}
     for index in np.array_split(np.arange(S), max(1, S // 512)):
         x = inputs(data, index, scale)
@@ -384,32 +331,14 @@ def predict(probes: dict, data: Steps, scale: Tensor) -> dict[str, Guess]:
 # ----------------------------------------------------------------------------- scores
 
 
-def precisions(sure: ndarray, right: ndarray) -> tuple[ndarray, ndarray, ndarray]:
-    """Thresholds, from the highest; precision at each, and how many are emitted. sure, right: any
-    shape."""
+def threshold_for(sure: ndarray, right: ndarray, wanted: float) -> float:
+    """The lowest threshold at which emitted directions are as precise as wanted; infinite: none.
+    sure, right: any shape."""
     order = np.argsort(-sure, axis=None, kind='stable')
     sure, right = sure.ravel()[order], right.ravel()[order]
-    emitted = np.arange(1, len(right) + 1)
+    share = np.cumsum(right) / np.arange(1, len(right) + 1)
     last = np.append(sure[1:] != sure[:-1], True)  # of equals
-    return sure[last], (np.cumsum(right) / emitted)[last], emitted[last]
-
-
-def threshold_for(sure: ndarray, right: ndarray, wanted: float) -> float:
-    """The lowest threshold at which emitted directions are as precise as wanted; infinite: none."""
-    thresholds, share, _ = precisions(sure, right)
-    return min(thresholds[share >= wanted].tolist(), default=inf)
-
-
-def common_precision(players: list[Player]) -> float:
-    """`precision`, or as much as 100 directions of every agent's 3x3 probes reach in the first
-    steps."""
-    reach = [precision]
-    for r in players:
-        g, early = r.guesses['3x3'], r.data.step < first
-        right = (g.way == r.data.target)[:, early]
-        _, share, emitted = precisions(g.sure[:, early], right)
-        reach.append(float(share[emitted >= min(100, right.size)].max()))
-    return min(reach)
+    return min(sure[last & (share >= wanted)].tolist(), default=inf)
 
 
 def f1(target: ndarray, guess: ndarray) -> float:
@@ -429,7 +358,7 @@ def counts(emitted: ndarray, right: ndarray, target: ndarray) -> dict:
     return {**rates, 'directions': asked, 'emitted': out}
 
 
-def score(data: Steps, guesses: dict[str, Guess], wanted: float) -> tuple[list[dict], dict]:
+def score(data: Steps, guesses: dict[str, Guess]) -> tuple[list[dict], dict]:
     """-> a record a probe, seed and step; and one a probe over the first steps, one threshold for
     all seeds."""
     early, rows, about = data.step < first, [], {}
@@ -437,16 +366,16 @@ def score(data: Steps, guesses: dict[str, Guess], wanted: float) -> tuple[list[d
     for name, g in guesses.items():
         right = g.way == data.target
         sure, hits = g.sure[:, early], right[:, early]
-        at = {p: threshold_for(sure, hits, p) for p in (*PRECISIONS, wanted)}
+        at = {p: threshold_for(sure, hits, p) for p in (*PRECISIONS, precision)}
         found = {p: counts(sure >= threshold, hits, target) for p, threshold in at.items()}
-        about[name] = {'threshold': at[wanted]}
-        about[name] |= {key: found[wanted][key] for key in ('recall', 'precision')}
+        about[name] = {'threshold': at[precision]}
+        about[name] |= {key: found[precision][key] for key in ('recall', 'precision')}
         about[name]['recall_at'] = {f'{p:g}': found[p]['recall'] for p in PRECISIONS}
         about[name]['macro_f1'] = [f1(target, x[early]) for x in g.likeliest]
         for seed in range(len(g.way)):
             for step in range(min(int(data.step.max()) + 1, first)):
                 now = data.step == step
-                its = counts(g.sure[seed, now] >= at[wanted], right[seed, now], data.target[now])
+                its = counts(g.sure[seed, now] >= at[precision], right[seed, now], data.target[now])
                 which = {'probe': name, 'seed': seed, 'step': step}
                 rows.append({**which, **its, 'games': int(now.sum())})
     return rows, about
@@ -476,78 +405,38 @@ def recall_figure(players: list[Player], title: str) -> None:
     save(finish(figure, title), out_dir, 'recall')
 
 
-def plan_image(board: ndarray, way: ndarray, emitted: ndarray, truth: ndarray) -> ndarray:
-    """Observation (10, 10, 2) with an arrow a cell whose direction is emitted, green where the
-    agent steps onto it so, red where not. way, emitted, truth (100,) -> (320, 320, 3) uint8."""
-    from PIL import Image, ImageDraw
-
-    big = 128  # pixels a cell, then averaged to 32: smooth edges
-    image = Image.fromarray(board_image(board, big))
-    pen = ImageDraw.Draw(image)
-    for k in np.flatnonzero(emitted):
-        y, x = WAYS[way[k]]
-        turned = ARROW @ np.array([(x, y), (-y, x)])
-        points = (turned + (k % 10 + 0.5, k // 10 + 0.5)) * big
-        colour = (20, 140, 60) if truth[k] == way[k] else (200, 30, 40)
-        pen.polygon(list(map(tuple, points)), fill=colour)
-    return np.asarray(image.reduce(4))
-
-
 def plan_pictures(players: list[Player]) -> None:
-    """plans.png: one level, a row an agent, a column a step of `shown`; plan_NAME.gif: its whole
-    game."""
-    from PIL import Image, ImageDraw
-
-    rows, shortest = [], np.min([r.data.games.lengths for r in players], 0)
+    """One level by each agent: plan_NAME.gif, the whole game, and plans_NAME.png, some steps."""
+    shortest = np.min([r.data.games.lengths for r in players], 0)
     # the first that is long enough, or the longest
-    game = int(np.argmax(np.minimum(shortest, max(shown) + 1)))
+    game = int(np.argmax(np.minimum(shortest, max(SHOWN) + 1)))
     for r in players:
         frames, g, lengths = [], r.guesses['3x3'], r.data.games.lengths
         for i in lengths[:game].sum() + np.arange(lengths[game]):
-            emitted = g.sure[0, i] >= r.about['3x3']['threshold']
-            frames.append(plan_image(r.data.seen[i], g.way[0, i], emitted, r.data.target[i]))
+            ways = np.where(g.sure[0, i] >= r.about['3x3']['threshold'], g.way[0, i], -1)
+            truth = r.data.target[i].reshape(10, 10)
+            frames.append(drawn(r.data.seen[i], ways.reshape(10, 10), truth))
         save_gif(frames, os.path.join(out_dir, f'plan_{r.name}.gif'), 400)
-        tiles = []
-        for t in shown:
-            there = t < len(frames)
-            frame = frames[t] if there else np.full_like(frames[0], 255)
-            tile = Image.fromarray(np.pad(frame, ((22, 6), (4, 4), (0, 0)), constant_values=255))
-            text = f'{r.label}{", step" if there else ": solved before step"} {t}'
-            ImageDraw.Draw(tile).text((8, 4), text, fill=(0, 0, 0), font_size=13)
-            tiles.append(np.asarray(tile))
-        rows.append(np.hstack(tiles))
-    save_png(np.vstack(rows), os.path.join(out_dir, 'plans.png'))
+        figure, panels = new(len(SHOWN), 3.4)
+        for step, axes in zip(SHOWN, panels, strict=True):
+            axes.imshow(frames[min(step, len(frames) - 1)])
+            axes.set(title=f'step {step}' if step < len(frames) else 'solved', xticks=[], yticks=[])
+        figure.suptitle(r.label)
+        save(figure, out_dir, f'plans_{r.name}', ('png',))
 
 
 # ----------------------------------------------------------------------------- causal check
 
 
-def carried(model: Agent, state: tuple | list) -> tuple[Tensor, Tensor]:
-    """-> s of a carried state, (n, 100, C), and what the first level reads of it, (n, 100, 1 or E,
-    C): a ConvLSTM s, or with a radius sums of h over the ring; a ConvGLU RMSNorm(s), or with a
-    radius of h, of which s is the aggregate."""
-    c, s = model.config, state[0]
-    if isinstance(model, ConvLSTM):
-        read = model.ring(state[1]) if c.radius >= 0 else s
-    else:
-        read = model.heard(s)
-        s = model.aggregate(0, s, None, None) if c.radius >= 0 else s
-    shape = (len(s), CELLS, -1, c.n_embd)
-    return s.float().reshape(shape).squeeze(2), read.float().reshape(shape)
-
-
 def steer(model: Agent, state: tuple | list, cell: Tensor, vector: Tensor) -> list[Tensor]:
-    """The carried state in which s has grown by `vector` (n, C) at `cell` (n,) of each board. Where
-    experts' h are carried (ConvLSTM: beside s; ConvGLU with a radius: in its place), each grows by
-    the share that makes A(h) grow by the vector: vector / sqrt(E) (exact for softmax_l2 with equal
-    gates), or all of it where A's weights add up to 1. A ConvLSTM's cells c stay."""
-    c = model.config
+    """The carried state in which s has grown by `vector` (n, C) at `cell` (n,) of each board. A
+    ConvLSTM's h grow by the share that makes A(h) grow by it: vector / sqrt(E) (exact for
+    softmax_l2 with equal gates), or all of it where A's weights add up to 1. Its cells c stay."""
+    c, state, each = model.config, list(state), torch.arange(len(cell), device=cell.device)
     share = 1.0 if c.aggregation in ('mean', 'softmax_mean') else 1 / math.sqrt(c.n_expert)
-    shares = [1.0, share] if isinstance(model, ConvLSTM) else [share if c.radius >= 0 else 1.0]
-    state = list(state)
-    for k, part in enumerate(shares):
+    for k, part in enumerate((1.0, share) if c.arch == 'convlstm' else (1.0,)):
         x = state[k].float().reshape(len(cell), CELLS, -1, c.n_embd).clone()  # (n, 100, 1 or E, C)
-        x[torch.arange(len(cell), device=x.device), cell] += part * vector[:, None]
+        x[each, cell] += part * vector[:, None]
         state[k] = x.view(state[k].shape).to(state[k].dtype)
     return state
 
@@ -601,15 +490,8 @@ def causal_check(model: Agent, packed: ndarray, games: Games, direction: Tensor)
     steps, direction k (4, C; of length 1) of the 1x1 probe is added to the carried s (see steer) at
     the free cell that k leads to, k not being what the agent would do: how often does it go there?
     Controls: a random direction, and the probe's own at another free cell. Strengths are in units
-    of the RMS of s; 'heard': the same of what the first level reads at the cell, which a ConvGLU's
-    norm bounds. -> a record a strength and way of adding; none without games of two steps."""
-
-    def rms(x):
-        return x.square().mean().sqrt().item()
-
+    of the RMS of what is carried. -> a record a strength and way of adding."""
     device, long = direction.device, games.lengths > 1
-    if not long.any():
-        return []
     latest = np.minimum(games.lengths[long], first)
     when = np.random.default_rng(0).integers(1, latest)  # not 0: nothing is carried then
     when = torch.from_numpy(when).to(device)
@@ -618,19 +500,17 @@ def causal_check(model: Agent, packed: ndarray, games: Games, direction: Tensor)
     plain = model.act(w, boards, start, kept)[0].argmax(-1)
     chosen, way, cell, other = places(boards, plain)
     boards, plain, start, *kept = (x[chosen] for x in (boards, plain, start, *kept))
-    s, read = carried(model, kept)
     noise = torch.randn(len(way), direction.size(1), generator=torch.Generator().manual_seed(0))
     noise = F.normalize(noise, dim=1).to(device)
     added = {'probe': (direction[way], cell), 'random direction': (noise, cell)}
     added['other cell'] = (direction[way], other)
-    each, rows = torch.arange(len(way), device=device), []
-    for strength in STRENGTHS if len(way) else ():
-        length = strength * rms(s) * math.sqrt(direction.size(1))
+    rows = []
+    for strength in STRENGTHS:
+        length = strength * kept[0].float().square().mean().sqrt() * math.sqrt(direction.size(1))
         for name, (vector, where) in added.items():
             steered = steer(model, kept, where, length * vector)
             action = model.act(w, boards, start, steered)[0].argmax(-1)
-            change = (carried(model, steered)[1] - read)[each, where]
-            about = {'added': name, 'strength': strength, 'heard': rms(change) / rms(read)}
+            about = {'added': name, 'strength': strength}
             for what, hits in (('follows', action == way), ('changes', action != plain)):
                 about[what] = hits.float().mean().item()
             rows.append({**about, 'games': len(way)})
@@ -641,19 +521,13 @@ def causal_check(model: Agent, packed: ndarray, games: Games, direction: Tensor)
 
 
 def read_levels(c: dict) -> tuple[ndarray, ndarray]:
-    """The probes' training and test levels (n, 17), by default the first agent's. Of generated
-    ones, none is among both."""
-    wanted = (levels or c['split'], n_train, c['n_levels'])
-    wanted = wanted, (test_levels or c['eval_split'], n_test, c['eval_games'])
-    without, parts = (), []
-    for k, (name, n, own) in enumerate(wanted):
-        made = max(n, own), c['n_boxes'], c['seed'] * 2 + k, c['max_moves'], without
-        packed, line = load_levels(levels_dir or c['levels_dir'], name, download, made)
-        without = packed if name == 'generated' else ()
-        packed, line = at_most(n, packed, line)
-        print(line)
-        parts.append(packed)
-    return tuple(parts)
+    """The probes' training and test levels (n, 17), by default the first agent's."""
+    c = c | {'split': levels or c['split'], 'eval_split': test_levels or c['eval_split']}
+    c |= {'n_levels': max(n_train, c['n_levels']), 'eval_games': max(n_test, c['eval_games'])}
+    c |= {'levels_dir': levels_dir or c['levels_dir'], 'download': download}
+    (packed, line), (test, test_line) = load_both(c)
+    print(f'{line}\n{test_line}\nof these the first {n_train:,} and {n_test:,}')
+    return packed[:n_train], test[:n_test]
 
 
 def probe(device: str) -> None:
@@ -670,55 +544,44 @@ def probe(device: str) -> None:
     packed, test = read_levels(everyone[0].config)
     players = [best_player(group, test, device) for group in groups]
     del groups, everyone  # the others' memory
-    solved = solved_by_all(players, test, device)
-    who = 'all agents' if players[1:] else 'the agent'
-    print(f'{solved.sum()} of {len(test)} test levels are solved by {who}')
+    games = [record(player, test, device) for player in players]
+    solved = solved_by_all(games)
+    print(f'{solved.sum()} of {len(test)} test levels are solved by all agents')
     if solved.sum() < min_levels:
         fail(f'fewer than min_levels = {min_levels}: take easier test_levels, or more (n_test)')
-    for player in players:
-        print(f'{player.label}: probes')
-        data = prepare(player, packed, 'train', device)
+    for player, its in zip(players, games, strict=True):
+        data = prepare(record(player, packed, device), packed)
         player.probes, player.scale = train_probes(data, device)
-        player.data = prepare(player, test, 'test', device, solved)
-        player.guesses = predict(player.probes, player.data, player.scale)
-    wanted = common_precision(players)
-    for player in players:
-        player.rows, player.about = score(player.data, player.guesses, wanted)
+        player.data = prepare(its, test, solved)
+        player.guesses = predict(player.probes, player.scale, player.data)
+        player.rows, player.about = score(player.data, player.guesses)
         save_probe(player)
-    write_results(players, test, test[solved], wanted, device)
+    write_results(players, test, test[solved], device)
 
 
 def save_probe(player: Player) -> None:
-    """The first seed's 3x3 probe of s[L], which play_sokoban.py draws, as out_dir/NAME's
-    probe.safetensors."""
+    """The first seed's 3x3 probe of s[L], which play_sokoban.py draws."""
     from safetensors.torch import save as packed
 
     C, (_, conv) = player.model.config.n_embd, player.probes['3x3']
     parts = {'weight': conv.weight.detach()[:5] / player.scale[:C], 'bias': conv.bias.detach()[:5]}
     parts['threshold'] = torch.tensor(player.about['3x3']['threshold'])
     data = packed({name: x.cpu().contiguous() for name, x in parts.items()})
-    path = os.path.join(out_dir, player.name, 'probe.safetensors')
+    path = os.path.join(out_dir, f'probe_{player.name}.safetensors')
     write_atomic(path, lambda file: file.write(data))
 
 
-def write_results(
-    players: list[Player], test: ndarray, solved: ndarray, wanted: float, device: str
-) -> None:
-    """Figures, pictures and the table; further questions, on all test levels (n, 17) and on those
-    that all solve; probes.json; what was found, and the names of all files."""
+def write_results(players: list[Player], test: ndarray, solved: ndarray, device: str) -> None:
+    """All files; the further questions, on all test levels (n, 17) and on those that all solve."""
     c = players[0].config
     title = test_levels or c['eval_split']
     if title == 'generated':
         title = f'generated levels, boxes: {c["n_boxes"]}, moves: at most {c["max_moves"]}'
-    title += f', {len(solved)} solved by all; precision {wanted:.0%} over {first} steps'
-    title += f' ({precision:.0%} is out of reach)' * (wanted != precision)
+    title += f', {len(solved)} solved by all; precision {precision:.0%} over {first} steps'
     recall_figure(players, title)
     plan_pictures(players)
-    text, records = io.StringIO(), []
-    table = csv.DictWriter(text, ['model', *players[0].rows[0]], lineterminator='\n')
-    table.writeheader()
-    table.writerows({'model': player.name, **row} for player in players for row in player.rows)
-    write_text(text.getvalue(), os.path.join(out_dir, 'probes.csv'))
+    rows, records = [{'model': r.name, **row} for r in players for row in r.rows], []
+    write_table(rows, out_dir, 'probes')
     for player in players:
         about = {'name': player.name, 'label': player.label, 'checkpoint': player.where}
         about['probes'] = player.about
@@ -734,21 +597,17 @@ def write_results(
         for name, its in player.about.items():
             if None not in (rates := (its['recall'], its['precision'])):
                 print('{}: {} recall {:.1%} at precision {:.1%}'.format(player.label, name, *rates))
-    whole = {'precision': wanted, 'first': first, 'levels': len(solved)}
-    whole |= {'torch': torch.__version__, 'device': checkpoint.device_name(device)}
-    whole |= {'commit': checkpoint.commit()}
+    whole = {'precision': precision, 'first': first, 'levels': len(solved)}
+    whole |= {'commit': checkpoint.commit(), 'device': checkpoint.device_name(device)}
     whole |= {'command': shlex.join(['python', *sys.argv]), 'models': records}
     write_json(whole, os.path.join(out_dir, 'probes.json'))
-    names = sorted(name for name in os.listdir(out_dir) if '.' in name[1:])
-    print('\n'.join(os.path.join(out_dir, name) for name in names))
+    print(f'{out_dir}: ' + ', '.join(sorted(os.listdir(out_dir))))
 
 
 def main() -> None:
     configure(globals(), gathered(sys.argv[1:], 'models'), quiet=True)
     if not models:
         fail('models is empty: name folders of trained agents, --models=out/a,out/b')
-    if not shown:
-        fail('shown = (): expected steps')
     checkpoint.need_packages(matplotlib=True, PIL=True)
     try:
         where = checkpoint.pick_device(device)
@@ -761,5 +620,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    stopped = 'stopped: the same command goes on with the games that are stored'
-    run_script(main, stopped, checkpoint.last_words(LESS))
+    run_script(main, 'interrupted', checkpoint.last_words('fewer n_train or n_test'))

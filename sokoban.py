@@ -14,7 +14,7 @@ The rules are those of Jumanji's Sokoban-v0 (10x10, actions up, right, down, lef
 costs a step like any other; reward -0.1 a step, +1 for a box pushed onto a target, -1 for one
 pushed off, +10 when all are on; an episode ends when solved or after 120 steps, both times for
 good: no bootstrap). `SokobanEnv` plays N boards with tensor operations alone, in place and without
-waiting for the device, as a CUDA graph needs; `JumanjiEnv` drives Jumanji, same interface.
+waiting for the device, as a CUDA graph needs; `JumanjiEnv` moves them by Jumanji's own step.
 
 Shape letters: N boards, Y = X = 10 rows and columns; cells are numbered row-major, 0..99.
 """
@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoint import check_fits, fill
+from checkpoint import check_fits, fill, need_packages
 from data_fineweb import hub, keep_revision
 
 # -----------------------------------------------------------------------------
@@ -103,13 +103,15 @@ def unpack(levels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def check_boards(boards: np.ndarray, where: str, first: int = 0) -> np.ndarray:
     """ASCII codes (N, 10, 10) uint8 -> packed (N, 17). LevelError names `where` and the level, the
     first being `first`."""
-    codes = (b'#', b'.*+', b'$*', b'@+', b'# .$@*+')
-    wall, target, box, agent, known = (np.isin(boards, list(some)) for some in codes)
+    kinds = np.full(256, 16, np.uint8)  # of a code: sums of these bits
+    kinds[list(b'# .$@*+')] = WALL, 0, TARGET, BOX, 8, TARGET | BOX, TARGET | 8
+    bits = kinds[boards]
+    wall, target, box, agent, odd = ((bits & bit) > 0 for bit in (WALL, TARGET, BOX, 8, 16))
     targets, boxes, agents = (mask.sum((1, 2)) for mask in (target, box, agent))
     border = ~wall
     border[:, 1:-1, 1:-1] = False
     bad = {
-        'has a character that is none of # .$@*+': ~known.all((1, 2)),
+        'has a character that is none of # .$@*+': odd.any((1, 2)),
         'is not walled in': border.any((1, 2)),
         'has not exactly one agent': agents != 1,
         'has not 1 to 4 boxes': (boxes < 1) | (boxes > 4),
@@ -137,23 +139,13 @@ def parse_text(text: str, where: str) -> np.ndarray:
     return check_boards(codes.reshape(-1, SIZE, SIZE), where)
 
 
-def check_packed(levels: np.ndarray, where: str) -> np.ndarray:
-    """The same checks for packed levels."""
-    if levels.dtype != np.uint8 or levels.shape[1:] != (17,) or len(levels) == 0:
-        found = f'{levels.dtype} of shape {levels.shape}'
-        raise LevelError(f'{where}: expected uint8 of shape (N, 17), found {found}')
-    walls, cells = np.unpackbits(levels[:, :8], axis=1), levels[:, 8:].astype(np.int64)
-    bad = np.take_along_axis(walls, cells.clip(max=63), 1).any(1) | (cells > 63).any(1)
-    bad |= (cells[:, 8:] == cells[:, 4:8]).any(1)  # the agent on a box
-    bad |= repeats(cells[:, :4]) != repeats(cells[:, 4:8])  # as many targets as boxes
-    if bad.any():
-        raise LevelError(f'{where}: level {int(bad.argmax())} is none: a cell in a wall, or shared')
-    return levels
-
-
-def repeats(cells: np.ndarray) -> np.ndarray:
-    """(N, 4) -> how many of the four stand there already (N,)."""
-    return (np.diff(np.sort(cells, 1), axis=1) == 0).sum(1)
+def pack_observations(boards: np.ndarray, where: str) -> np.ndarray:
+    """Observations (N, 10, 10, 2), of any integers, checked -> packed (N, 17)."""
+    packed = []
+    for i in range(0, len(boards), 50_000):  # pieces: a whole file unpacked would be large
+        variable, fixed = np.moveaxis(boards[i : i + 50_000], -1, 0)
+        packed.append(check_boards(CHARS[fixed.clip(-1, 3), variable.clip(-1, 5)], where, i))
+    return np.concatenate(packed)
 
 
 def fetch(split: str, folder: str) -> None:
@@ -170,14 +162,10 @@ def fetch(split: str, folder: str) -> None:
     if grids.shape[1:] != (SIZE, SIZE, 2) or grids.dtype.kind not in 'iu' or len(grids) == 0:
         found = f'{grids.dtype} of shape {grids.shape}'
         raise LevelError(f'{where}: expected integers of shape (N, 10, 10, 2), found {found}')
-    packed = []
-    for i in range(0, len(grids), 50_000):  # pieces: the whole file unpacked would be large
-        fixed, variable = np.moveaxis(grids[i : i + 50_000], -1, 0)
-        if grids[0, 0, 0, 0] != WALL:  # its corner: on the Hub it comes first
-            fixed, variable = variable, fixed
-        packed.append(check_boards(CHARS[fixed.clip(-1, 3), variable.clip(-1, 5)], where, i))
-    path = os.path.join(folder, f'{split}.pack17.npy')
-    write_atomic(path, lambda file: np.save(file, np.concatenate(packed)))
+    if grids[0, 0, 0, 0] == WALL:  # its corner: on the Hub `fixed` comes first
+        grids = grids[..., ::-1]
+    path, packed = os.path.join(folder, f'{split}.pack17.npy'), pack_observations(grids, where)
+    write_atomic(path, lambda file: np.save(file, packed))
 
 
 def read_array(path: str) -> np.ndarray:
@@ -190,10 +178,16 @@ def read_array(path: str) -> np.ndarray:
 
 def read_file(path: str) -> np.ndarray:
     """One file's levels, packed."""
-    if path.endswith('.npy'):
-        return np.array(check_packed(read_array(path), path))
-    with open(path, encoding='ascii', errors='replace') as file:
-        return parse_text(file.read(), path)
+    if not path.endswith('.npy'):
+        with open(path, encoding='ascii', errors='replace') as file:
+            return parse_text(file.read(), path)
+    levels = read_array(path)
+    if levels.dtype != np.uint8 or levels.shape[1:] != (17,) or len(levels) == 0:
+        found = f'{levels.dtype} of shape {levels.shape}'
+        raise LevelError(f'{path}: expected uint8 of shape (N, 17), found {found}')
+    if levels[:, 8:].max() >= INSIDE**2:
+        raise LevelError(f'{path}: has a cell that is none of 0..63')
+    return pack_observations(observations(levels), path)
 
 
 def split_files(folder: str, split: str) -> list[str]:
@@ -208,40 +202,56 @@ def split_files(folder: str, split: str) -> list[str]:
 
 
 def load_levels(
-    levels_dir: str, split: str, download: bool = False, made: tuple = ()
+    levels_dir: str, split: str, download: bool = False, made: tuple = (), most: float = math.inf
 ) -> tuple[np.ndarray, str]:
-    """-> packed levels (N, 17) and a line that says where they are from. split: a file;
-    'generated', made = generate's arguments; or a split's name, looked for in levels_dir ('':
-    data/boxoban), else downloaded into it if `download`. LevelError."""
+    """-> packed levels (N, 17), the first `most`, and a line that says where they are from. split:
+    a file; 'generated', made = generate's arguments; or a split's name, looked for in levels_dir
+    ('': data/boxoban), else downloaded into it if `download`. LevelError."""
     if split == 'generated':
         n, boxes, seed, max_moves, *_ = made
-        told = f'boxes: {boxes}, moves: at most {max_moves}, seed: {seed}'
-        return generate(*made)[0], f'{n:,} generated levels, {told}'
-    if os.path.isfile(split):
+        levels = generate(*made)[0]
+        line = f'{n:,} generated levels, boxes: {boxes}, moves: at most {max_moves}, seed: {seed}'
+    elif os.path.isfile(split):
         levels = read_file(split)
-        return levels, f'{len(levels):,} levels of {split}'
-    if not split.strip('-') or os.sep in split:
+        line = f'{len(levels):,} levels of {split}'
+    elif not split.strip('-') or os.sep in split:
         raise LevelError(f'split = {split!r}: no such file, split (unfiltered-train), or generated')
-    folder, source = levels_dir or os.path.join('data', 'boxoban'), ''
-    paths = split_files(folder, split)
-    if not paths and download:
-        fetch(split, folder)
-        paths, source = split_files(folder, split), f' downloaded from {HUB}'
-    if not paths:
-        command = ['python', 'sokoban.py', f'--split={split}', '--download=True']
-        command += [f'--levels_dir={levels_dir}'] * bool(levels_dir)
-        there = os.path.isdir(folder)
-        missing = f'no {split}.pack17.npy, no {split}*.txt' if there else 'no such folder'
-        how = f"`{shlex.join(command)}` fetches {split}; 'generated' instead of it makes levels"
-        raise LevelError(f'{folder}: {missing}: {how}')
-    levels = np.concatenate([read_file(path) for path in paths])
-    files = f'{len(paths)} file{"s" * (len(paths) > 1)}'
-    return levels, f'{len(levels):,} levels of {split} from {files} in {folder}{source}'
+    else:
+        folder, source = levels_dir or os.path.join('data', 'boxoban'), ''
+        if download and not split_files(folder, split):
+            fetch(split, folder)
+            source = f' downloaded from {HUB}'
+        paths = split_files(folder, split)
+        if not paths:
+            command = ['python', 'sokoban.py', f'--split={split}', '--download=True']
+            command += [f'--levels_dir={levels_dir}'] * bool(levels_dir)
+            there = os.path.isdir(folder)
+            missing = f'no {split}.pack17.npy, no {split}*.txt' if there else 'no such folder'
+            how = f"`{shlex.join(command)}` fetches {split}; 'generated' instead of it makes levels"
+            raise LevelError(f'{folder}: {missing}: {how}')
+        levels = np.concatenate([read_file(path) for path in paths])
+        files = f'{len(paths)} file{"s" * (len(paths) > 1)}'
+        line = f'{len(levels):,} levels of {split} from {files} in {folder}{source}'
+    return (
+        (levels, line) if most >= len(levels) else (levels[:most], f'the first {most:,} of {line}')
+    )
 
 
-def at_most(n: int, levels: np.ndarray, line: str) -> tuple[np.ndarray, str]:
-    """The first n of packed levels, and load_levels' line, which then says how many they are."""
-    return levels[:n], line if n >= len(levels) else f'the first {n:,} of {line}'
+def load_both(
+    c: dict, trains: bool = True, whole: bool = False
+) -> tuple[tuple[np.ndarray, str], tuple[np.ndarray, str]]:
+    """By train_sokoban.py's settings the levels to train on (none, unless `trains` or others depend
+    on them) and the held-out ones, the first eval_games unless `whole`, each with load_levels'
+    line. Of generated ones, none is among both. LevelError."""
+    trained, line = np.empty((0, 17), np.uint8), ''
+    alike = c['split'] == c['eval_split'] == 'generated'
+    where, download = c['levels_dir'], c['download']
+    if trains or alike:
+        made = c['n_levels'], c['n_boxes'], 2 * c['seed'], c['max_moves']
+        trained, line = load_levels(where, c['split'], download, made)
+    made = c['eval_games'], c['n_boxes'], 2 * c['seed'] + 1, c['max_moves']
+    made, most = (*made, trained if alike else ()), math.inf if whole else c['eval_games']
+    return (trained, line), load_levels(where, c['eval_split'], download, made, most)
 
 
 # ----------------------------------------------------------------------------- the generator
@@ -385,7 +395,7 @@ class SokobanEnv:
     ...), changed in place. first: number of board 0, where other ranks have boards of the run.
     Rules are tables: on a GPU a step costs its number of kernels, and torch.compile fuses them."""
 
-    STATE = ('level', 'grid', 'agent', 'steps', 'episode')
+    STATE = ('level', 'grid', 'agent', 'steps', 'total', 'episode')
 
     def __init__(
         self, levels: np.ndarray, N: int, seed=0, device='cpu', order='random', first: int = 0
@@ -401,6 +411,7 @@ class SokobanEnv:
         # sums of WALL, TARGET and BOX
         self.grid = torch.zeros(N, CELLS, dtype=torch.uint8, device=device)
         self.level, self.agent, self.steps, self.episode = self.board.new_zeros(4, N)
+        self.total = torch.zeros(N, device=device)  # the episode's return so far
         self.begin(seed)
 
     def begin(self, seed: int) -> None:
@@ -409,17 +420,17 @@ class SokobanEnv:
         self.episode.zero_()
         self.reset(torch.ones_like(self.board, dtype=torch.bool))
 
-    def reset(self, which: Tensor, level: Tensor | None = None) -> None:
-        """The next level for the boards of the mask (N,); level (N,): these instead."""
-        if level is None:
-            number = self.board + self.episode * self.N
-            if self.order == 'random':
-                number = draw_by(self.keys, self.episode)
-            level = number % len(self.grids)
+    def reset(self, which: Tensor) -> None:
+        """The next level for the boards of the mask (N,)."""
+        number = self.board + self.episode * self.N
+        if self.order == 'random':
+            number = draw_by(self.keys, self.episode)
+        level = number % len(self.grids)
         self.grid.copy_(torch.where(which[:, None], self.grids[level], self.grid))
         self.level.copy_(torch.where(which, level, self.level))
         self.agent.copy_(torch.where(which, self.agents[level], self.agent))
         self.steps.masked_fill_(which, 0)
+        self.total.masked_fill_(which, 0)
         self.episode.add_(which)
 
     def step(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -442,7 +453,9 @@ class SokobanEnv:
         self.steps.add_(1)
         solved = ~(self.grid == BOX).any(1)  # no box off the targets, which are as many
         done = solved | (self.steps >= TIME_LIMIT)
-        return outcome[:, 3] + 10.0 * solved - 0.1, done, solved
+        reward = outcome[:, 3] + 10.0 * solved - 0.1
+        self.total.add_(reward)
+        return reward, done, solved
 
     def observe(self) -> Tensor:
         """Jumanji's (N, 10, 10, 2) uint8: agent 3 and box 4 in channel 0, wall 1, target 2 in 1."""
@@ -457,75 +470,42 @@ class SokobanEnv:
             fill(getattr(self, name), state[name])
 
 
-class JumanjiEnv:
-    """Jumanji's own Sokoban-v0 with our levels, of 4 boxes, and SokobanEnv's interface (random
-    order). jumanji and jax are imported here alone; the pinned jax runs on the CPU."""
+class JumanjiEnv(SokobanEnv):
+    """The same boards, of 4 boxes, moved by Jumanji's own Sokoban-v0. jumanji and jax are imported
+    here alone; the pinned jax runs on the CPU."""
 
     def __init__(self, levels: np.ndarray, N: int, seed=0, device='cpu', first: int = 0):
-        if repeats(levels[:, 8:12]).any():
+        super().__init__(levels, N, seed, device, first=first)
+        if ((self.grids & BOX) > 0).sum(1).min() < 4:
             raise LevelError("Jumanji's Sokoban has 4 boxes, and some of these levels have fewer")
         try:
             import jax
-            import jumanji.wrappers as wrappers
             from jumanji.environments import Sokoban
+            from jumanji.environments.routing.sokoban import generator, types
         except ImportError as error:
             needs = "env = 'jumanji' needs jumanji and jax, see requirements.txt"
             raise LevelError(f'{needs} ({first_line(error)})') from None
-        self.N, self.device = N, device
-        env = wrappers.VmapWrapper(wrappers.AutoResetWrapper(Sokoban(jumanji_generator(levels))))
-        key = jax.random.PRNGKey(seed % (1 << 32))
-        keys = jax.vmap(lambda board: jax.random.fold_in(key, board))(np.arange(first, first + N))
-        self.play = jax.jit(env.step)
-        self.state, timestep = jax.jit(env.reset)(keys)
-        self.grid = timestep.observation.grid
+        # its levels are never asked for: other generators download theirs
+        game, self.State = Sokoban(generator.ToyGenerator()), types.State
+        self.play = jax.jit(jax.vmap(game.step))
 
-    def tensor(self, array: object) -> Tensor:
-        return torch.from_numpy(np.array(array)).to(self.device)
-
-    def step(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        self.state, timestep = self.play(self.state, action.cpu().numpy().astype(np.int32))
-        self.grid = timestep.observation.grid
-        gave = timestep.reward, timestep.last(), timestep.extras['solved']
-        return tuple(map(self.tensor, gave))
-
-    def observe(self) -> Tensor:
-        return self.tensor(self.grid)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        state = {name: self.tensor(array) for name, array in self.state.items()}
-        return state | {'key': state['key'].long()}  # torch does little with unsigned integers
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        arrays = {k: state[k].cpu().numpy().astype(x.dtype) for k, x in self.state.items()}
-        self.state = self.state.replace(**arrays)
-        self.grid = np.stack([arrays['variable_grid'], arrays['fixed_grid']], -1)
-
-
-def jumanji_generator(levels: np.ndarray) -> object:
-    """Of our levels: Jumanji's own generators download, and one loses levels."""
-    import jax
-    import jax.numpy as jnp
-    from jumanji.environments.routing.sokoban.generator import Generator
-    from jumanji.environments.routing.sokoban.types import State
-
-    class Packed(Generator):
-        def __call__(self, rng_key) -> State:
-            key, draw_key = jax.random.split(rng_key)
-            level = jnp.asarray(levels)[jax.random.randint(draw_key, (), 0, len(levels))]  # (17,)
-            y, x = jnp.divmod(level[8:].astype(jnp.int32), INSIDE)
-            y, x = y + 1, x + 1
-            wall = jnp.unpackbits(level[:8]).reshape(INSIDE, INSIDE)
-            wall = jnp.pad(wall, 1, constant_values=WALL)
-            boxes = jnp.zeros_like(wall).at[y[4:8], x[4:8]].set(BOX)
-            return State(
-                key=key,
-                fixed_grid=wall.at[y[:4], x[:4]].set(TARGET),
-                variable_grid=boxes.at[y[8], x[8]].set(AGENT),
-                agent_location=jnp.stack([y[8], x[8]]),
-                step_count=jnp.array(0, jnp.int32),
-            )
-
-    return Packed()
+    def move(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Our boards as a state of Jumanji's, its step, and what that leaves as our boards."""
+        seen, at = self.observe().cpu().numpy(), self.agent.cpu().numpy().astype(np.int32)
+        grids = {'variable_grid': seen[..., 0], 'fixed_grid': seen[..., 1]}
+        rest = {'agent_location': np.stack(np.divmod(at, SIZE), 1)}
+        rest |= {'step_count': self.steps.cpu().numpy().astype(np.int32)}
+        before = self.State(key=np.zeros((self.N, 2), np.uint32), **grids, **rest)
+        after, timestep = self.play(before, action.cpu().numpy().astype(np.int32))
+        gave = timestep.observation.grid, timestep.observation.step_count, timestep.reward
+        gave = *gave, timestep.last(), timestep.extras['solved']
+        seen, steps, *gave = (torch.from_numpy(np.array(x)).to(action.device) for x in gave)
+        variable, fixed = seen.flatten(1, 2).unbind(-1)
+        self.grid.copy_(fixed | variable & BOX)
+        self.agent.copy_((variable == AGENT).int().argmax(1))
+        self.steps.copy_(steps)
+        self.total.add_(gave[0])
+        return tuple(gave)
 
 
 # ----------------------------------------------------------------------------- for Gymnasium
@@ -534,7 +514,7 @@ def jumanji_generator(levels: np.ndarray) -> object:
 #     envs = gymnasium.make_vec('sokoban:ParallelExperts/Sokoban-v0', num_envs=64)
 #
 # levels: packed (n, 17), else n_levels generated ones of n_boxes and max_moves. Both ends of an
-# episode are terminations, as in Jumanji; infos have `solved`.
+# episode are terminations, as in Jumanji; infos have `solved`. Without gymnasium: SokobanEnv.
 
 
 try:
@@ -545,17 +525,7 @@ except ImportError:
     gymnasium = None
 
 
-class Plain:
-    """What stands below without gymnasium: its `reset` and `np_random`, no spaces."""
-
-    np_random = np.random.default_rng()
-
-    def reset(self, seed: int | None = None, options: dict | None = None) -> None:
-        if seed is not None:
-            self.np_random = np.random.default_rng(seed)
-
-
-class GymEnv(gymnasium.Env if gymnasium else Plain):
+class GymEnv(gymnasium.Env if gymnasium else object):
     """One board: observations (10, 10, 2) uint8 as SokobanEnv's, actions 0..3."""
 
     metadata = {'render_modes': ['ansi', 'rgb_array'], 'render_fps': 4}
@@ -563,11 +533,11 @@ class GymEnv(gymnasium.Env if gymnasium else Plain):
     def __init__(
         self, levels=None, n_levels=1000, n_boxes=4, max_moves=TIME_LIMIT, render_mode=None
     ):
+        need_packages(gymnasium=True)
         made = generate(n_levels, n_boxes, 0, max_moves)[0] if levels is None else levels
         self.levels, self.boards, self.render_mode = made, SokobanEnv(made, 1), render_mode
-        if gymnasium:
-            self.observation_space = gymnasium.spaces.Box(0, BOX, (SIZE, SIZE, 2), np.uint8)
-            self.action_space = gymnasium.spaces.Discrete(4)
+        self.observation_space = gymnasium.spaces.Box(0, BOX, (SIZE, SIZE, 2), np.uint8)
+        self.action_space = gymnasium.spaces.Discrete(4)
 
     def reset(
         self, *, seed: int | None = None, options: dict | None = None
@@ -586,7 +556,7 @@ class GymEnv(gymnasium.Env if gymnasium else Plain):
         return board_text(board) if self.render_mode == 'ansi' else board_image(board)
 
 
-class GymVectorEnv(VectorEnv if gymnasium else Plain):
+class GymVectorEnv(VectorEnv if gymnasium else object):
     """num_envs boards in one SokobanEnv. A board that is done is reset in the same step; its last
     observation is in the infos' final_obs."""
 
@@ -595,11 +565,10 @@ class GymVectorEnv(VectorEnv if gymnasium else Plain):
     def __init__(self, num_envs=1, levels=None, **made):
         one = GymEnv(levels, **made)
         self.num_envs, self.boards = num_envs, SokobanEnv(one.levels, num_envs)
-        if gymnasium:
-            self.single_observation_space = one.observation_space
-            self.single_action_space = one.action_space
-            self.observation_space = batch_space(one.observation_space, num_envs)
-            self.action_space = batch_space(one.action_space, num_envs)
+        self.single_observation_space = one.observation_space
+        self.single_action_space = one.action_space
+        self.observation_space = batch_space(one.observation_space, num_envs)
+        self.action_space = batch_space(one.action_space, num_envs)
 
     def reset(
         self, *, seed: int | None = None, options: dict | None = None
@@ -672,12 +641,10 @@ def save_png(image: np.ndarray, path: str) -> None:
 
 
 def save_gif(frames: list[np.ndarray], path: str, ms: int = 150) -> None:
-    """Observations (10, 10, 2), or pictures (H, W, 3) -> an endless animation, `ms` a frame, the
-    last longer."""
+    """Pictures (H, W, 3) -> an endless animation, `ms` a frame, the last longer."""
     from PIL import Image
 
-    images = [board_image(frame) if frame.shape[-1] == 2 else frame for frame in frames]
-    first, *rest = map(Image.fromarray, images)
+    first, *rest = map(Image.fromarray, frames)
     times = [ms] * len(rest) + [8 * ms]
     more = {'save_all': True, 'append_images': rest, 'duration': times, 'loop': 0}
     write_atomic(path, lambda file: first.save(file, format='GIF', **more))

@@ -2,28 +2,24 @@
 Train a Sokoban agent, a ConvLSTM or ConvGLU actor-critic, by advantage actor-critic with GAE.
 
 $ make demo-sokoban                             # a CPU, ten minutes: a learning curve, two GIFs
-The paper's small budget at L = 4, on Boxoban's unfiltered-train (fetched into data/boxoban):
+The paper's small budget at L = 4; on after ctrl-C or a crash; the test split's solve rate, GIFs:
 $ python train_sokoban.py config/sokoban_small_L4.py --download=True
-Four GPUs, the environments split over them; and its non-recurrent twin:
-$ torchrun --standalone --nproc_per_node=4 train_sokoban.py config/sokoban_small_L4.py
-$ python train_sokoban.py config/sokoban_small_L4.py --recurrent=False --out_dir=out/small_L4_ff
-Go on after a crash, ctrl-C or SIGTERM; the test split's solve rate, two GIFs:
 $ python train_sokoban.py config/sokoban_small_L4.py --resume=True
 $ python train_sokoban.py config/sokoban_small_L4.py --eval_only=True --levels=unfiltered-test
 
-Writes into out_dir: config.json, log.jsonl (one object a line), ckpt_last.pt, ckpt_prev.pt,
-ckpt_best.pt; with eval_only eval_*.json and eval_*.gif. On the CPU a resumed run is bit-equal to
-one that was never stopped. Any number of ranks plays the same levels.
+Writes into out_dir: config.json, log.jsonl, ckpt_last.pt, ckpt_prev.pt, ckpt_best.pt; with
+eval_only eval_*.json and eval_*.gif. On the CPU a resumed run is bit-equal to one that was never
+stopped. Any number of ranks plays the same levels.
 Shape letters: B boards of this rank, T steps of an unroll.
 """
 
+import copy
 import json
 import math
-import os
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 # before torch: how threads wait, what ctrl-C does
@@ -31,18 +27,17 @@ from configurator import configure, every, fail, run_script
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 import checkpoint
-from checkpoint import BEST, fill, print0, restoring
+import figures
+from checkpoint import fill, print0, restoring
 from convlstm import Agent, AgentConfig, build_agent
-from figures import open_trackers
 from kernels import compiled, graphed
-from play_sokoban import evaluate, plot_log, report
+from play_sokoban import evaluate, load_agent, report
 from muon import gather, sum_over_ranks
-from sokoban import CELLS, TIME_LIMIT, JumanjiEnv, LevelError, SokobanEnv
-from sokoban import at_most, board_keys, draw_by, load_levels
+from sokoban import CELLS, TIME_LIMIT, JumanjiEnv, SokobanEnv
+from sokoban import board_keys, draw_by, load_both
 
 # -----------------------------------------------------------------------------
 # fmt: off
@@ -116,7 +111,6 @@ MODEL = ('arch', 'recurrent', 'n_layer', 'n_expert', 'n_embd', 'aggregation', 'r
 MODEL += ('radius', 'residual', 'head_dim')
 FIXED = ('split', 'n_levels', 'n_boxes', 'max_moves', 'env', 'n_envs', 'unroll', 'seed', *MODEL)
 POSITION = ('step', 'record', 'best', 'seconds', 'logged', 'clock', 'recent', 'since', 'sums')
-COUNTED = ('count', 'levels_crc', 'running')
 
 
 @dataclass
@@ -129,26 +123,23 @@ class Run:
     config: dict
     model: Agent
     optimizer: torch.optim.Optimizer
-    env: SokobanEnv | JumanjiEnv
     held_out: np.ndarray  # packed levels (n, 17)
-    sources: tuple[str, str]  # where training and held-out levels are from
-    levels_crc: int  # of the training levels
+    env: SokobanEnv | JumanjiEnv
     keys: torch.Tensor  # (B,) of the boards' chance
     state: tuple[torch.Tensor, ...]  # the agent's, (B, ...) each
-    start: torch.Tensor  # (B,) whether an episode begins
     count: torch.Tensor  # steps that each board has played, on the device
     graphs: dict | None  # CUDA graphs, or None
     updates: int  # of the whole run
-    running: torch.Tensor  # (n_envs,) returns so far of the episodes that go on
+    levels_crc: int  # of the training levels
+    played: list = field(default_factory=list)  # (T, 3, B) of updates whose games are not read yet
     recent: list = field(default_factory=list)  # (return, solved) of the last 1,000 that ended
     since: list = field(default_factory=list)  # and of those since the last log line
     sums: dict = field(default_factory=dict)  # of the updates' statistics since then
-    # position; logged and clock are the last log line's
     step: int = 0
     record: dict = field(default_factory=lambda: {'step': 0, 'env_steps': 0})
     best: float = -math.inf
     seconds: float = 0.0
-    logged: int = 0
+    logged: int = 0  # step and seconds of the last log line
     clock: float = 0.0
     lock: object = None  # of out_dir, while the run is at work in it
 
@@ -156,102 +147,57 @@ class Run:
 # ---- levels, environment, model, optimizer ----
 
 
-def read_levels(rank: int, world: int) -> tuple[tuple[np.ndarray, str], tuple[np.ndarray, str]]:
-    """Levels to train on and held-out ones, each with a line that says where they are from. Of
-    generated ones, none is among both. LevelError."""
-    held = eval_only and levels or eval_split
-    both = split == 'generated' == held
-    trained, line = np.empty((0, 17), np.uint8), ''
-    if download and rank > 0:
-        dist.barrier()  # the first rank downloads
-    if both or not eval_only:
-        made = n_levels, n_boxes, 2 * seed, max_moves
-        trained, line = load_levels(levels_dir, split, download, made)
-    made = eval_games, n_boxes, 2 * seed + 1, max_moves, trained if both else ()
-    held_out, held_line = load_levels(levels_dir, held, download, made)
-    if download and world > 1 and rank == 0:
-        dist.barrier()
-    if not levels:
-        held_out, held_line = at_most(eval_games, held_out, held_line)
-    if len(held_out) < world:
-        raise LevelError(f'{held_line}: {world} ranks need at least {world}')
-    return (trained, line), (held_out, held_line)
-
-
 def make_run(config: dict) -> Run:
-    """A run that has not begun. ValueError for what is wrong with settings or levels, before
-    anything large is made."""
+    """A run that has not begun. ValueError for what is wrong with settings or levels."""
     rank, world, where = checkpoint.join_ranks(device, threads)
     if where == 'cpu':
         checkpoint.keep_memory()
-    if eval_only and world > 1:
-        raise ValueError('eval_only runs as one process: start it without torchrun')
-    if (levels or best) and not eval_only:
+    if levels or best:
         raise ValueError('levels and best are settings of --eval_only=True; a run trains on split')
-    if n_envs % world:
-        raise ValueError(f'n_envs = {n_envs}: must be a multiple of the ranks, {world}')
-    checkpoint.need_packages(matplotlib=plot, PIL=eval_only, tensorboard=tensorboard, wandb=wandb)
-    # shapes do not change; the CPU does not care
-    torch.backends.cudnn.benchmark = not torch.backends.cudnn.deterministic
+    if n_envs % world or download and world > 1:
+        raise ValueError(f'{world} ranks: n_envs a multiple of them, and levels fetched before')
+    checkpoint.need_packages(matplotlib=plot, tensorboard=tensorboard, wandb=wandb)
+    torch.backends.cudnn.benchmark = not torch.backends.cudnn.deterministic  # shapes stay
     torch.manual_seed(seed)
     B = n_envs // world
     dt = str(checkpoint.pick_dtype(dtype, where)).removeprefix('torch.')
     agent = AgentConfig(**{name: config[name] for name in MODEL}, dtype=dt, path=path)
     # weights, gradients and Adam's two moments; each cell's outputs wait for the backward
     checkpoint.check_model(build_agent, agent, 4, where)
-    floats = B * n_embd * CELLS * (unroll * n_layer * n_expert if reuse else 1)
-    what = f'n_envs = {n_envs} (unroll = {unroll}, n_embd = {n_embd})'
-    checkpoint.check_fits(4 * floats, what, where)
+    size = 4 * B * n_embd * CELLS * (unroll * n_layer * n_expert if reuse else 1)
+    checkpoint.check_fits(size, f'n_envs = {n_envs} (unroll = {unroll})', where)
     model = build_agent(agent)
     if init_from:
-        checkpoint.init_from(model, init_from, resume or eval_only)
+        checkpoint.init_from(model, init_from, resume)
     model = model.to(where)
-    (trained, line), (held_out, held_out_line) = read_levels(rank, world)
-    make_env = JumanjiEnv if env == 'jumanji' else SokobanEnv
+    (trained, line), (held_out, held_out_line) = load_both(config)
+    print0(f'training: {line}\nevaluation: {held_out_line}')
+    make_env, on_gpu = JumanjiEnv if env == 'jumanji' else SokobanEnv, where != 'cpu'
+    boards = make_env(trained, B, seed=seed, device=where, first=rank * B)
     lr = torch.tensor(learning_rate, device=where)  # on the device: a CUDA graph reads it there
-    on_gpu = where != 'cpu'
     adam = torch.optim.Adam(model.parameters(), lr, eps=adam_eps, fused=True, capturable=on_gpu)
     adam._warned_capturable_if_run_uncaptured = True  # its first three steps are, on purpose
-    return Run(
-        rank,
-        world,
-        where,
-        config,
-        model,
-        adam,
-        env=make_env(trained, B, seed=seed, device=where, first=rank * B) if len(trained) else None,
-        held_out=held_out,
-        sources=(line, held_out_line),
-        levels_crc=zlib.crc32(trained),
-        keys=board_keys(seed, 1, torch.arange(rank * B, rank * B + B, device=where)),
-        state=model.init_state(B),
-        start=torch.ones(B, dtype=torch.bool, device=where),
-        count=torch.zeros((), dtype=torch.int64, device=where),
-        graphs={} if graphs and on_gpu and env == 'torch' else None,
-        updates=math.ceil(total_steps / (n_envs * unroll)),
-        running=torch.zeros(n_envs),
-    )
+    updates = math.ceil(total_steps / (n_envs * unroll))
+    count = torch.zeros((), dtype=torch.int64, device=where)
+    playing = boards, board_keys(seed, 1, boards.board), model.init_state(B), count
+    rest = {} if graphs and on_gpu and env == 'torch' else None, updates, zlib.crc32(trained)
+    return Run(rank, world, where, config, model, adam, held_out, *playing, *rest)
 
 
 def fused(run: Run, function: Callable) -> Callable:
-    """function compiled, where path 'compiled' runs on a GPU: there a step costs by its kernels. On
-    a CPU it would win nothing."""
+    """function, compiled on a GPU if cells are: a step costs by its kernels there."""
     wins = run.model.config.path == 'compiled' and run.device != 'cpu' and env == 'torch'
     return compiled(function) if wins else function
 
 
 def warm_up(run: Run) -> None:
-    """Before any clock runs a rollout and its backward, undone, for what they compile."""
-    if not compile or path == 'plain':
-        return
-    run.model.config.path = 'compiled'
-    live = (run.start, run.count, *run.state)
-    boards, kept = run.env.state_dict(), [x.clone() for x in live]
-    if not checkpoint.compiles(run.model, lambda: backward(run, rollout(run))):
-        run.model.config.path = 'fast'
-    run.env.load_state_dict(boards)
-    for x, old in zip(live, kept, strict=True):
-        x.copy_(old)
+    """Before any clock runs, a rollout of copies and its backward, for what they compile."""
+    if compile and path == 'fast':
+        run.model.config.path = 'compiled'
+        trial = replace(run, env=copy.deepcopy(run.env), count=run.count.clone())
+        trial.state = [x.clone() for x in run.state]
+        if not checkpoint.compiles(run.model, lambda: backward(trial, rollout(trial))):
+            run.model.config.path = 'fast'
 
 
 # ---- the rollout ----
@@ -264,11 +210,13 @@ def sample(logits: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
 
 
 def play_step(boards: SokobanEnv, logits: torch.Tensor, u: torch.Tensor) -> dict[str, torch.Tensor]:
-    """One step of all boards, with actions drawn by u (B,) from logits (B, 4): what it gave, and
-    the observation that follows."""
+    """One step of all boards, with actions drawn by u (B,) from logits (B, 4): what it gave, the
+    episode's return so far, and the observation that follows."""
     action = sample(logits, u)
-    reward, done, solved = boards.step(action)
+    reward, done, solved = boards.move(action)
     gave = {'action': action, 'reward': reward, 'done': done, 'solved': solved}
+    gave['return'] = boards.total.clone()
+    boards.reset(done)
     return gave | {'next': boards.observe()}
 
 
@@ -281,14 +229,13 @@ def rollout(run: Run) -> dict[str, torch.Tensor]:
     run.count += unroll
     with torch.set_grad_enabled(reuse):
         w, state = run.model.prepare(), tuple(x.detach() for x in run.state)
-        obs, start = run.env.observe(), run.start.clone()
+        obs, start = run.env.observe(), run.env.steps == 0
         for u in chance.unbind():
             logits, value, state = run.model.act(w, obs, start, state)
             step = play(run.env, logits.detach(), u)
             following = step.pop('next')
             steps.append(step | {'logits': logits, 'value': value, 'obs': obs, 'start': start})
             obs, start = following, step['done']
-        run.start.copy_(start)
         with torch.no_grad():  # the value of what comes next
             _, last, _ = run.model.act(w, obs, start, state)
     batch = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
@@ -347,8 +294,8 @@ def apply(run: Run) -> torch.Tensor:
 
 
 def update(run: Run, stop: bool) -> tuple[dict[str, float], torch.Tensor, bool]:
-    """One rollout and one update. -> its statistics, (T, 3, n_envs) rewards, ends and solved ends
-    (on rank 0 and the CPU: of all ranks' boards), and whether any rank was told to stop."""
+    """One rollout and one update. -> its statistics; (T, 3, B) returns so far, ends, solved ends,
+    on the device; and whether any rank was told to stop."""
     if not run.graphs or run.graphs['backward'][1] is None:
         run.optimizer.zero_grad(set_to_none=True)  # a captured backward writes its own anew
     for group in run.optimizer.param_groups:
@@ -357,60 +304,56 @@ def update(run: Run, stop: bool) -> tuple[dict[str, float], torch.Tensor, bool]:
     sums = graphed(run.graphs, 'backward', backward, run, batch)
     sums = sum_over_ranks(run.model, torch.cat([sums, sums.new_full((1,), stop)]))
     norm = graphed(run.graphs, 'apply', apply, run)
-    games = torch.stack([batch['reward'], batch['done'].float(), batch['solved'].float()], 1)
+    games = torch.stack([batch['return'], batch['done'].float(), batch['solved'].float()], 1)
     # the only wait for the device
     *losses, mean, square, error, error2, stop, norm = torch.cat([sums, norm[None]]).tolist()
     stats = dict(zip(('loss', 'policy_loss', 'value_loss', 'entropy'), losses, strict=True))
     variance = square - mean**2
     explained = 1 - (error2 - error**2) / variance if variance > 0 else 0.0
     stats |= {'grad_norm': norm, 'explained_variance': explained}
-    return stats, gather(games, 2), stop > 0
+    return stats, games, stop > 0
 
 
 # ---- the log ----
 
 
 def count_games(run: Run, games: torch.Tensor, stats: dict[str, float]) -> None:
-    """Episodes that ended in this rollout, (T, 3, n_envs) on rank 0, and its statistics, towards
-    the next log line."""
+    """An update's games (T, 3, B), which stay on the device, and statistics, for the log."""
     for name, x in stats.items():
         run.sums[name] = run.sums.get(name, 0.0) + x
-    if run.rank > 0:
-        return
-    ended, running = [], run.running.numpy()  # in numpy: torch's calls cost four times as much
-    for reward, done, solved in games.numpy():
-        running += reward
-        ends = done > 0
-        ended += zip(running[ends].tolist(), solved[ends].tolist(), strict=True)
-        running[ends] = 0
-    run.since += ended
-    run.recent = (run.recent + ended)[-1000:]
+    run.played.append(games)
+
+
+def read_games(run: Run) -> None:
+    """The episodes that have ended since this was last called, of all boards, on rank 0."""
+    if run.played:
+        games = gather(torch.cat(run.played), 2).movedim(1, 0)  # (3, T of all, n_envs)
+        run.played = []
+        if run.rank == 0:
+            ended = games[1] > 0
+            new = list(zip(games[0][ended].tolist(), games[2][ended].tolist(), strict=True))
+            run.since += new
+            run.recent = (run.recent + new)[-1000:]
 
 
 def make_record(run: Run) -> dict:
     """A log line: means since the last one, and over the last episodes. Returns and solve rates are
     None until every board has ended an episode (at the time limit at the latest): those that end
     first are the short ones, which are solved."""
+    read_games(run)
     updates, elapsed = run.step - run.logged, run.seconds - run.clock
     recent, fair = run.recent, run.step * unroll >= TIME_LIMIT
 
     def mean(games, k):
         return sum(game[k] for game in games) / len(games) if games and fair else None
 
-    record = {
-        'step': run.step,
-        'env_steps': run.step * n_envs * unroll,
-        'episodes': len(run.since),
-        'episodic_return': mean(run.since, 0),
-        'return_100': mean(recent[-100:], 0),
-        'return_1000': mean(recent, 0),
-        'solve_rate_100': mean(recent[-100:], 1),
-        'solve_rate_1000': mean(recent, 1),
-        **{name: x / updates for name, x in run.sums.items()},
-        'lr': learning_rate * (1 - (run.step - 1) / run.updates),
-        'env_steps_per_s': updates * n_envs * unroll / elapsed,
-        'seconds': run.seconds,
-    }
+    record = {'step': run.step, 'env_steps': run.step * n_envs * unroll}
+    record |= {'episodes': len(run.since), 'episodic_return': mean(run.since, 0)}
+    for k, name in enumerate(('return', 'solve_rate')):
+        record |= {f'{name}_100': mean(recent[-100:], k), f'{name}_1000': mean(recent, k)}
+    record |= {name: x / updates for name, x in run.sums.items()}
+    record['lr'] = learning_rate * (1 - (run.step - 1) / run.updates)
+    record |= {'env_steps_per_s': updates * n_envs * unroll / elapsed, 'seconds': run.seconds}
     run.since, run.sums, run.logged, run.clock = [], {}, run.step, run.seconds
     return record
 
@@ -430,12 +373,11 @@ def dense_line(r: dict) -> str:
 
 def describe(run: Run) -> str:
     params, macs = run.model.num_params(), run.model.macs_per_step()
+    sizes = [f'{x / 1e6:.3f}M' for x in (params['total'], params['core'], *macs.values())]
     return (
         f'{checkpoint.machine(run)}, {run.model.config.dtype} convolutions, fp32 cells\n'
-        f'{type(run.model).__name__}: {params["total"] / 1e6:.3f}M parameters '
-        f'({params["core"] / 1e6:.3f}M core), {macs["nominal"] / 1e6:.1f}M multiply-adds a step '
-        f"by the paper's count, {macs['executed'] / 1e6:.1f}M executed\n"
-        f'training: {run.sources[0] or "none"}\nevaluation: {run.sources[1]}'
+        f'{type(run.model).__name__}: {sizes[0]} parameters ({sizes[1]} core), {sizes[2]} '
+        f"multiply-adds a step by the paper's count, {sizes[3]} executed"
     )
 
 
@@ -444,42 +386,31 @@ def describe(run: Run) -> str:
 
 def save(run: Run, best: bool = False) -> None:
     """The last checkpoint holds all; the best what evaluation needs."""
+    read_games(run)
     parts = {name: getattr(run, name) for name in POSITION}
     if not best:
         parts |= {'env': {name: gather(x) for name, x in run.env.state_dict().items()}}
-        parts |= {'start': gather(run.start), 'state': [gather(x) for x in run.state]}
-        parts |= {name: getattr(run, name) for name in COUNTED}
+        parts |= {'state': [gather(x) for x in run.state], 'levels_crc': run.levels_crc}
     checkpoint.save_run(run, parts, None if best else [run.optimizer])
 
 
-def load(run: Run) -> dict[str, object]:
-    """Go on where out_dir's last checkpoint stood; refuse settings that would make it another run.
-    eval_only: the weights alone. -> its path and environment steps. CheckpointError."""
-    rest = () if eval_only else ('optimizers', 'rng', 'env', 'start', 'state', *COUNTED)
-    needed = ('model', *POSITION, *rest)
-    fixed, file = (MODEL if eval_only else FIXED), (BEST if best else None)
-    saved, where = checkpoint.load_run(out_dir, 'train_sokoban.py', needed, fixed, run.config, file)
-    checkpoint.restore(run, POSITION, [] if eval_only else [run.optimizer], saved, where)
-    env_steps = run.step * saved['config']['n_envs'] * saved['config']['unroll']
-    print0(f'{where}: update {run.step}, {env_steps:,} environment steps')
-    about = {'checkpoint': str(where), 'env_steps': env_steps}
-    if eval_only:
-        return about
+def load(run: Run) -> None:
+    """Goes on where out_dir's last checkpoint stood; refuses settings that would make it another
+    run. CheckpointError."""
+    needed = ('model', *POSITION, 'optimizers', 'rng', 'env', 'state', 'levels_crc')
+    saved, where = checkpoint.load_run(out_dir, 'train_sokoban.py', needed, FIXED, run.config)
+    checkpoint.restore(run, POSITION, [run.optimizer], saved, where)
+    print0(f'{where}: update {run.step}, {run.step * n_envs * unroll:,} environment steps')
     if saved['levels_crc'] != run.levels_crc:
-        words = f'was trained on other levels than {run.sources[0]}: give the same levels_dir'
-        raise checkpoint.CheckpointError(f'{where}: {words}, or another out_dir')
+        words = 'was trained on other levels: give the same levels_dir or another out_dir'
+        raise checkpoint.CheckpointError(f'{where}: {words}')
 
-    def mine(whole):
-        return whole.chunk(run.world)[run.rank]
-
-    with restoring(where, 'env, start, state, count or running'):
-        run.env.load_state_dict({name: mine(x) for name, x in saved['env'].items()})
-        whole = [saved['start'], *saved['state']]
-        for x, part in zip([run.start, *run.state], map(mine, whole), strict=True):
-            fill(x, part)
-        fill(run.count, saved['count'])
-        fill(run.running, saved['running'])
-    return about
+    with restoring(where, 'env or state'):
+        boards = {name: x.chunk(run.world)[run.rank] for name, x in saved['env'].items()}
+        run.env.load_state_dict(boards)
+        for x, whole in zip(run.state, saved['state'], strict=True):
+            fill(x, whole.chunk(run.world)[run.rank])
+    run.count.fill_(run.step * unroll)
 
 
 # ---- the loop ----
@@ -493,11 +424,8 @@ def validate(run: Run) -> None:
         result = evaluate(run.model, run.held_out, run.device, chance)
         run.record |= {f'{name}_{key}': x for key, x in result.items()}
         how = 'greedy' if chance is None else 'a random policy'
-        print0(
-            f'{run.record["env_steps"]:,}/{total_steps:,} | held-out levels, {how}: '
-            f'solved {result["solve_rate"]:.1%}, return {result["return"]:.2f}, '
-            f'{result["steps"]:.0f} steps'
-        )
+        found = f'{result["return"]:.2f}, {result["steps"]:.0f} steps'
+        print0(f'held-out levels, {how}: solved {result["solve_rate"]:.1%}, return {found}')
     if run.step > 0 and run.record['eval_return'] > run.best:
         run.best = run.record['eval_return']
         save(run, best=True)
@@ -533,52 +461,59 @@ def loop(run: Run, writes: list[Callable[[dict], object]]) -> int:
             print0(f'    {run.step * n_envs * unroll:,}/{total_steps:,} | {rate:,.0f} steps/s')
         if due:
             save(run)  # before the log line and the evaluation: one that dies loses nothing
-    done = f'{run.step * n_envs * unroll:,} environment steps in {run.seconds:.0f} s'
-    done += f', best held-out return {run.best:.2f}'
-    return checkpoint.ended(run, stopper, run.updates, done)
+    done = f'{run.step * n_envs * unroll:,} steps in {run.seconds:.0f} s'
+    return checkpoint.ended(run, stopper, run.updates, f'{done}, best return {run.best:.2f}')
+
+
+def evaluate_only(config: dict) -> None:
+    """The solve rate of out_dir's last checkpoint, or its best, and two GIFs. ValueError."""
+    where = checkpoint.pick_device(device)
+    if threads:
+        torch.set_num_threads(threads)
+    checkpoint.need_packages(PIL=True, tensorboard=tensorboard, wandb=wandb)
+    model, its, file = load_agent(out_dir, 'best' if best else 'last', where, dtype)
+    name = levels or eval_split
+    held_out, line = load_both(config | {'eval_split': name}, trains=False, whole=levels != '')[1]
+    env_steps = its['step'] * its['n_envs'] * its['unroll']
+    about = {'step': its['step'], 'env_steps': env_steps, 'checkpoint': file, 'levels': line}
+    record = report(model, held_out, name, where, out_dir, about)
+    print(json.dumps(record))
+    track, close = figures.open_trackers(config, tensorboard, wandb_project if wandb else '')
+    track(record)
+    close()
 
 
 def train(config: dict) -> int:
     """A run from beginning to end, or its evaluation -> the exit status."""
+    globals().update(checkpoint.restarted(out_dir))
     try:
+        if eval_only:
+            evaluate_only(config)
+            return 0
         run = make_run(config)  # finds all mistakes in settings and levels
-        about = load(run) if resume or eval_only else {}
-        if run.rank == 0 and not eval_only:
+        if resume:
+            load(run)
+        if run.rank == 0:
             run.lock = checkpoint.prepare_out_dir(out_dir, resume, overwrite)
     except ValueError as error:  # LevelError, CheckpointError, AgentConfig's
         fail(error)
     print0(describe(run))
-    if eval_only:
-        name = os.path.splitext(os.path.basename(levels or eval_split))[0]
-        about |= {'levels': run.sources[1]}
-        record = report(run.model, run.held_out, name, run.device, out_dir, about)
-        print0(json.dumps(record))
-        track, close = open_trackers(config, tensorboard, wandb_project if wandb else '')
-        track({'step': run.step, **record})
-        close()
-        return 0
     warm_up(run)
     if run.rank > 0:
         status = loop(run, [])
     else:
-        track, close = open_trackers(config, tensorboard, wandb_project if wandb else '')
+        track, close = figures.open_trackers(config, tensorboard, wandb_project if wandb else '')
         status = loop(run, [checkpoint.open_log(run, resume), track])
         close()
         if plot and status == 0:
-            title = f'{type(run.model).__name__}, L = {n_layer}, E = {n_expert}, d = {n_embd}'
-            how = 'recurrent' if recurrent else 'not recurrent'
-            print(f'learning curve: {plot_log(out_dir, f"{how} {title}")}')
+            figure = figures.run_figure(figures.read_log(out_dir), out_dir)
+            print(f'learning curve: {figures.save(figure, out_dir, "curve", ("png",))[0]}')
     checkpoint.leave(run)
     return status
-
-
-def main() -> int:
-    config = configure(globals())
-    globals().update(checkpoint.restarted(out_dir))
-    return train(config)
 
 
 if __name__ == '__main__':
     # interrupted before the first update, or by the second ctrl-C
     stays = 'interrupted: the last checkpoint stays as it was'
-    run_script(main, stays, checkpoint.last_words('fewer n_envs, or --reuse=False', globals()))
+    words = checkpoint.last_words('fewer n_envs, or --reuse=False', globals())
+    run_script(lambda: train(configure(globals())), stays, words)

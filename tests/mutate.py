@@ -95,15 +95,13 @@ train_sokoban test_train_sokoban::gradient_is_the_losses
     + value_coef * value_loss -> + value_loss
     - entropy_coef * entropy -> - 0.01 * entropy
     (loss / run.world).backward() -> (2 * loss / run.world).backward()
-    run.start.copy_(start) -> run.start.zero_()
+    (run.env.observe(), run.env.steps == 0) -> (run.env.observe(), run.env.steps < 0)
     gamma * goes_on * following -> gamma * following
     gamma * gae_lambda * goes_on -> gamma * gae_lambda
     'obs': obs, 'start': start} -> 'obs': obs, 'start': torch.zeros_like(start)}
     _, last, _ = run.model.act(w, obs, start, state) -> last = value.detach()
     act(w, obs, start, state)\n    batch -> act(w, obs, start, run.state)\n    batch
     torch.cat([value[1:], last[None]]) -> torch.cat([value[1:], value[-1:]])
-train_sokoban test_train_sokoban::gae_is_the_sum
-    gamma * goes_on * following -> gamma * following
 train_sokoban test_train_sokoban::returns_are_blank_until_every_board_has
     run.step * unroll >= TIME_LIMIT -> run.step > 0
 convlstm test_paper::agents_begin_as_the_design_says
@@ -114,9 +112,9 @@ convlstm test_convlstm::a_start_forgets
 probe_sokoban test_probe::the_first_20_steps_alone_set_the_threshold
     (data.step < first, [], -> (data.step >= 0, [],
 probe_sokoban test_probe::levels_that_all_solve
-    return np.all([record( -> return np.any([record(
+    return np.all([its.solved -> return np.any([its.solved
 probe_sokoban test_probe::the_causal_check_steers_at_the_cell_and
-    device=x.device), cell] += part -> device=x.device), cell.flip(0)] += part
+    x[each, cell] += part -> x[each, cell.flip(0)] += part
     (direction[way], other) -> (direction[way], cell)
 figures test_sweep::ablations_are_drawn_with_standard_errors
     deviation / math.sqrt(n), n) -> deviation, n)

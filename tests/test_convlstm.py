@@ -79,25 +79,18 @@ def lstm_step(agent, z, state):
 
 
 def glu_step(agent, z, state):
-    c, D = agent.config, agent.config.n_embd
+    c, D, s = agent.config, agent.config.n_embd, state[0]
     base = torch.einsum('dc,bcyx->bdyx', agent.wp, z) + agent.bias_p[:, None, None]
-
-    def read(last):
-        if not c.recurrent:
-            return base
-        return base + torch.einsum('ec,bcyx->beyx', agent.wr, over_rms(last, 1))
-
-    s, hs = state[:2]
+    if c.recurrent:
+        base = base + torch.einsum('ec,bcyx->beyx', agent.wr, over_rms(s, 1))
     for l in range(c.n_layer):
-        begin = read if l == 0 else torch.Tensor.clone
-        full, out = begin(s), []
+        s, out = base if l == 0 else s, []
         for i in range(c.n_expert):
-            mine = begin(heard(hs, i, c.radius)) if c.radius >= 0 else full
             w, b = agent.w[l][i * 2 * D : (i + 1) * 2 * D], agent.bias[l][i].flatten()
-            x, gate = F.conv2d(over_rms(mine, 1), w, b, padding=1).chunk(2, 1)
-            out.append(x * torch.sigmoid(gate) + (0 if c.residual == 'shared' else mine))
-        s, hs = combine(agent, l, out, z, full) + (full if c.residual == 'shared' else 0), out
-    return s, (s, hs, [])
+            x, gate = F.conv2d(over_rms(s, 1), w, b, padding=1).chunk(2, 1)
+            out.append(x * torch.sigmoid(gate) + (0 if c.residual == 'shared' else s))
+        s = combine(agent, l, out, z, s) + (s if c.residual == 'shared' else 0)
+    return s, (s, state[1], [])
 
 
 def reference(agent, obs, start):
@@ -152,16 +145,15 @@ def unroll(agent, obs, start):
 
 
 def furthest(ours, theirs):
-    pairs = zip(ours, theirs, strict=False)
+    pairs = zip(ours, theirs, strict=True)
     return torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max()  # a NaN stays one
 
 
-def assert_close(ours, theirs, tolerance=1e-9):
-    """Gradients relative to the largest of them: they are sums of terms of about its size."""
-    assert furthest(ours[0], theirs[0]) <= tolerance
+def assert_close(ours, theirs):
+    """Values, states, and gradients relative to the largest: they are sums of such terms."""
+    assert furthest(ours[0], theirs[0]) <= 1e-9
     largest = max(x.norm() for x in theirs[1].values())
-    for name, x in theirs[1].items():
-        assert (ours[1][name] - x).norm() <= tolerance * largest, name
+    assert all((ours[1][name] - x).norm() <= 1e-9 * largest for name, x in theirs[1].items())
 
 
 ROUTED, SHARED = ('mean', 'softmax_mean', 'softmax_l2'), {'residual': 'shared'}
@@ -185,19 +177,17 @@ def single_steps(agent, obs, start):
 def test_equals_reference(arch, recurrent, L, E, settings):
     """Values and all gradients of an unroll with resets inside, float64, by both paths; T steps at
     once are T single steps, the states after them too."""
-    if 'residual' in settings and arch == 'convlstm':
-        pytest.skip('ConvGLU alone has it')
+    if {'convlstm': 'residual', 'convglu': 'radius'}[arch] in settings:
+        pytest.skip('the other one alone has it')
     agent, (obs, start) = make(arch, recurrent, L, E, **settings), boards()
     theirs = results(agent, *reference(agent, obs, start))
     assert theirs[0][0].std() > 1e-2  # the comparison sees something
     if E > 1:
         assert all(g.abs().max() > 0 for g in theirs[1].values())  # every parameter learns
     for agent.config.path in ('plain', 'fast'):
-        ours = unroll(agent, obs, start)
-        assert_close(ours, theirs)
-    single = single_steps(agent, obs, start)
-    assert len(single[0]) == len(ours[0])
-    assert_close(single, ours)
+        ours, grads = unroll(agent, obs, start)
+        assert_close((ours[:2], grads), theirs)
+    assert_close(single_steps(agent, obs, start), (ours, grads))
 
 
 @pytest.mark.parametrize('residual', ['expert', 'shared'])
@@ -247,7 +237,7 @@ def test_weight_gradients_are_not_summed_in_bfloat16():
 
 
 @agents
-@pytest.mark.parametrize('L, E, settings', CASES[1:6] + CASES[8:9], ids=str)
+@pytest.mark.parametrize('L, E, settings', CASES[1:6] + [(3, 4, {})], ids=str)
 def test_macs_are_what_runs(arch, recurrent, L, E, settings):
     """macs_per_step against torch's own counter; num_params by hand."""
     agent, (obs, start) = make(arch, recurrent, L, E, **settings), boards(T=1, B=1)
@@ -263,14 +253,3 @@ def test_macs_are_what_runs(arch, recurrent, L, E, settings):
     outside = 32 * 6 * 9 + 32 + 8 * 6 + 9 * 6 * 14 + 14 + 7 * 5 + 5  # encoder, head
     total = sum(p.numel() for p in agent.parameters())
     assert agent.num_params() == {'total': total, 'core': total - outside}
-
-
-@pytest.mark.parametrize('settings', [
-    {'arch': 'lstm'}, {'n_layer': 0}, {'dtype': 'float16'}, {'path': 'slow'}, {'radius': -2},
-    {'aggregation': 'max'}, {'residual': 'shared'}, {'radius': 2, 'n_expert': 2},
-    {'radius': 0, 'aggregation': 'mean'},
-], ids=str)  # fmt: skip
-def test_config_mistakes(settings):
-    name, value = next(iter(settings.items()))
-    with pytest.raises(ValueError, match=f'{name} = {value!r}'):
-        AgentConfig(**settings)

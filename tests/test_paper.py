@@ -315,7 +315,7 @@ def test_agent_settings_arrive(level):
         aggregation='softmax_mean' router_dim=5 residual='shared' head_dim=7""")
     run = agent_run(level, **sizes)
     assert vars(run.model.config) == sizes | {'radius': -1, 'dtype': 'float32', 'path': 'fast'}
-    assert agent_run(level, n_expert=4, radius=2).model.config.radius == 2
+    assert agent_run(level, arch='convlstm', n_expert=4, radius=2).model.config.radius == 2
 
 
 def test_agents_begin_as_the_design_says():
