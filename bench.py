@@ -449,7 +449,11 @@ def measure(group: dict[str, dict], config: dict, until: float = math.inf) -> di
                 workers[label] = process, ours
             answer, record = ask(*workers[label], until), records[label]
             if answer is None or answer.get('status'):
-                kill(*workers.pop(label))  # gives its memory back at once
+                process, pipe = workers.pop(label)
+                if answer is None:
+                    pipe.send(False)
+                    process.join(10)
+                kill(process, pipe)  # gives its memory back at once
             else:
                 queue.insert(len(queue) if config['device'] == 'cpu' else 0, label)
             if answer is not None:
