@@ -26,7 +26,8 @@ import sys
 import threading
 
 PR_SET_CHILD_SUBREAPER = 36
-REAL = subprocess.Popen
+# in a forked pytest (mutate.py) another forks.py has put its own in the place of subprocess's
+REAL = next(c for c in subprocess.Popen.__mro__ if c.__module__ == 'subprocess')
 PARAMETERS = list(inspect.signature(REAL._execute_child).parameters)[1:]
 
 
