@@ -515,8 +515,12 @@ def open_trackers(
     if wandb_project:
         import wandb
 
+        kept = sorted(Path(out_dir).glob('wandb/*run-*'))  # its last part is a run's name there
+        goes_on = kept and (config['resume'] or config['eval_only'])
+        same = {'id': kept[-1].name.rpartition('-')[2], 'resume': 'allow'} if goes_on else {}
+        about = {'project': wandb_project, 'name': str(out_dir), 'config': config}
         try:
-            run = wandb.init(project=wandb_project, name=str(out_dir), dir=out_dir, config=config)
+            run = wandb.init(dir=out_dir, **about, **same)
         except wandb.Error as error:
             fail(f'wandb = True: {first_line(error)}; or set WANDB_MODE=offline')
         stack.callback(run.finish)

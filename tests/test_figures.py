@@ -130,5 +130,7 @@ def test_trackers_get_curves_settings_and_games(tmp_path, monkeypatch):
     assert 'settings/text_summary' in board.Tags()['tensors']
     kept = tmp_path.glob('wandb/offline-run-*/files/media/videos/*.gif')
     assert {path.read_bytes() for path in kept} == gifs
+    names = [path.name for path in tmp_path.glob('wandb/offline-run-*')]
+    assert len(names) == 2 and len({name.rpartition('-')[2] for name in names}) == 1
     stored = b''.join(path.read_bytes() for path in tmp_path.glob('wandb/offline-run-*/*.wandb'))
     assert b'eval_return' in stored and b'learning_rate' in stored
