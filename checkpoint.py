@@ -42,7 +42,8 @@ BEGUN = '.begun'  # the folder's run was begun by the torchrun that wrote this l
 # what a run writes into its folder, and overwrite removes
 RUN_FILES = 'ckpt_*.pt log.jsonl config.json loss.png curve.png eval_*.json eval_*.gif *.tfevents.*'
 PATIENCE = datetime.timedelta(minutes=10)  # with a rank that does not answer
-PEAK = {'H100': 989e12, 'H200': 989e12, 'B200': 2250e12, 'A100': 312e12}  # dense bf16 FLOP/s
+PEAK = {'H100': 989e12, 'H200': 989e12, 'B200': 2250e12}  # FLOP/s, dense bf16
+PEAK |= {'A100': 312e12, 'L40S': 362e12, '4090': 165e12}
 # what torch.load and load_state_dict raise on damaged or foreign files
 UNREADABLE = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, EOFError)
 UNREADABLE += (ArithmeticError, pickle.UnpicklingError, struct.error)
@@ -483,12 +484,13 @@ def device_name(device: str) -> str:
     return f'CPU {name}'
 
 
-def mfu(run: object, tokens_per_s: float) -> float:
-    """Nominal FLOPs of forward and backward over the GPUs' peak in bf16; nan where not known."""
-    name = device_name(run.device)
-    peaks = [peak for gpu, peak in PEAK.items() if gpu in name and run.amp == torch.bfloat16]
+def mfu(run: object, tokens_per_s: float) -> str:
+    """Nominal FLOPs of forward and backward over the GPUs' peak in bf16; 'n/a' where not known."""
+    on_gpu = run.device != 'cpu' and run.amp == torch.bfloat16
+    name = device_name(run.device) if on_gpu else ''
+    peaks = [peak for gpu, peak in PEAK.items() if gpu in name]
     flops = 3 * sum(run.model.flops_per_token().values()) * tokens_per_s
-    return flops / (run.world * peaks[0]) if peaks else math.nan
+    return f'{flops / (run.world * peaks[0]):.1%}' if peaks else 'n/a'
 
 
 def machine(run: object) -> str:

@@ -281,10 +281,9 @@ class Decoder:
         """A level's weights for the equations; triton: names of kernels."""
         w = bind(weights, *self.bound, 1, triton)
         known = self.rules.recurrent and w.get('leave') is not None
-        own = (
-            {} if known or 'experts' not in triton else {'leave': functools.partial(leave, triton)}
-        )
-        return w | own
+        if known or 'experts' not in triton:
+            return w
+        return w | {'leave': functools.partial(leave, triton)}
 
     def through(self, ws: list, s: Tensor, z: Tensor, rings: list, triton: frozenset) -> Tensor:
         """s, z (B, D) -> s[L]."""
@@ -441,10 +440,16 @@ def typed() -> Iterator[str]:
 
 
 def write_text(decoder: Decoder, tokenizer: Tokenizer, text: str) -> None:
-    """Continues text, or it and each line typed, in one stream."""
+    """Continues text, num_samples times, or it and each line typed, in one stream."""
     ids, state = [tokenizer.eot, *tokenizer.encode(text)], None
-    print('' if interactive else text, end='', flush=True)
-    for line in typed() if interactive else ['']:
+    if not interactive:
+        idx = torch.tensor([ids], device=decoder.token.device)  # (1, T)
+        state = decoder.prefill(idx[:, :-1])  # once for all samples
+        for i in range(num_samples):
+            print('---------------\n' * (i > 0) + text, end='', flush=True)
+            say(tokenizer, decoder.generate(idx[:, -1:], max_new_tokens, state))
+        return
+    for line in typed():
         idx = torch.tensor([ids + tokenizer.encode(line)], device=decoder.token.device)  # (1, T)
         say(tokenizer, decoder.generate(idx, max_new_tokens, state))
         ids, state = decoder.token.tolist(), decoder.state()  # its last token is not read yet
@@ -484,9 +489,7 @@ def use_model() -> None:
         for line in chosen_lines():
             print(f'pieces of a step: {line}', file=sys.stderr)
         text = read_text(prompt[5:]) if prompt.startswith('FILE:') else prompt
-        for i in range(1 if interactive else num_samples):
-            print('---------------\n' * (i > 0), end='')
-            write_text(decoder, tokenizer, text)
+        write_text(decoder, tokenizer, text)
 
 
 def main() -> None:

@@ -400,7 +400,7 @@ def loop(run: Run, writes: list[Callable[[dict], object]]) -> int:
         if step % log_interval == 0 or step == max_iters or due_to_print():
             eta = timedelta(seconds=int((max_iters - step) * elapsed))
             mfu = checkpoint.mfu(run, per_s)
-            speed = f'{1000 * elapsed:.0f} ms | {per_s:,.0f} tok/s | mfu {mfu:.1%} | eta {eta}'
+            speed = f'{1000 * elapsed:.0f} ms | {per_s:,.0f} tok/s | mfu {mfu} | eta {eta}'
             rates = f'lr {run.record["lr"]:.2e} | norm {norm:.2f}'
             print0(f'step {step}/{max_iters} | loss {loss:.4f} | {rates} | {speed}')
             due_to_print(said=True)
