@@ -388,11 +388,12 @@ def outcome(row: Row, status: int) -> str:
 
 def remaining(todo: list[Row], all_rows: list[Row], n: int) -> str:
     """ETA of n workers, by the time that the runs so far took."""
-    _, done, seconds = zip(*map(look, all_rows), strict=True)
-    if not sum(done):
+    parts = {row: look(row)[1:] for row in all_rows}
+    done, seconds = map(sum, zip(*parts.values(), strict=True))
+    if not done:
         return 'n/a'
-    each = sum(seconds) / sum(done) / min(n, len(todo) or 1)
-    return str(timedelta(seconds=int(each * sum(1 - look(row)[1] for row in todo))))
+    each = seconds / done / min(n, len(todo) or 1)
+    return str(timedelta(seconds=int(each * sum(1 - parts[row][0] for row in todo))))
 
 
 def execute(rows: list[Row]) -> int:
