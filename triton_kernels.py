@@ -68,6 +68,47 @@ def _by_expert(b, c, m, h: constexpr):
     return (((e * tl.num_programs(1) + b) * (h.G * h.R) + head) * h.K)[:, None]  # b has 64 bits
 
 
+@triton.jit
+def _normed(row, at, pair, mask, K: constexpr):
+    """Heads of a row, normalised, and their partners in RoPE, in fp32; the norms' factors."""
+    x = tl.load(row + at, mask, 0.0).to(F32)
+    r = tl.rsqrt(tl.sum(x * x, len(x.shape) - 1, keep_dims=True) / K + EPS)
+    return x * r, tl.load(row + pair, mask, 0.0).to(F32) * r, r
+
+
+@triton.jit
+def _token(qkv, b, c, cos, sin, h: constexpr):
+    """Stream b's row of a cache head -> its queries and key by norm and RoPE, the key as normed,
+    its value; the norms' factors of both. cos, sin: where the token's angles lie."""
+    C: constexpr = h.C
+    M: constexpr = h.M
+    K: constexpr = h.K
+    dt = qkv.dtype.element_ty
+    col, other, real = _columns(K)
+    m = tl.arange(0, padded(M))[:, None]
+    cos, sin = tl.load(cos + col, real, 0.0), tl.load(sin + col, real, 0.0)
+    qkv += b * ((M + 2) * C * K)
+    mask, row = (m < M) & real[None, :], qkv + c * M * K
+    q, pair, r_q = _normed(row, m * K + col[None, :], m * K + other[None, :], mask, K)
+    q = (q * cos[None, :] + pair * sin[None, :]).to(dt)
+    row = qkv + (C * M + c) * K
+    k, pair, r_k = _normed(row, col, other, real, K)
+    kn, pair = k.to(dt), pair.to(dt)  # as the cache keeps them
+    k = (kn.to(F32) * cos + pair.to(F32) * sin).to(dt)
+    return q, k, kn, tl.load(row + C * K + col, real, 0.0), r_q, r_k
+
+
+@triton.jit
+def _slots(q, keys, values, n, seen, top, scale, o, parts, K: constexpr):
+    """o, attended values, and parts, weights in columns that are summed at last, with slots n."""
+    col, _, real = _columns(K)
+    at, some = n[:, None] * K + col[None, :], seen[:, None] & real[None, :]
+    keys, values = tl.load(keys + at, some, 0.0), tl.load(values + at, some, 0.0)
+    score = tl.dot(q, tl.trans(keys), input_precision='ieee') * (scale * LOG2E)
+    p = tl.where(seen[None, :], tl.exp2(score - top[:, None]), 0.0)
+    return tl.dot(p.to(q.dtype), values, o, input_precision='ieee'), parts + p
+
+
 # Norm of queries and key, RoPE, push into the cache and window attention of one token, in one pass
 # over the window: in PyTorch a dozen launches, with the scores through memory. One program a cache
 # head and stream, all its M query heads together, so that a key is read once. The token's own key
@@ -79,50 +120,28 @@ def _attention_kernel(qkv, memory, out, kept, t, W, S, scale, h: constexpr, slot
     kbuf, vbuf, kn, count, cos, sin = memory
     rq, rk, q_rot, lse = kept
     N: constexpr = slots.N
-    C: constexpr = h.C
     M: constexpr = h.M
     K: constexpr = h.K
-    dt = qkv.dtype.element_ty
     c, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    col, other, real = _columns(K)
+    col, _, real = _columns(K)
     m = tl.arange(0, padded(M))
-    slot, head, mask = W + t, b * C + c, (m < M)[:, None] & real[None, :]
-    cos, sin = tl.load(cos + slot * K + col, real, 0.0), tl.load(sin + slot * K + col, real, 0.0)
-
-    qkv += b * ((M + 2) * C * K)
-    row = qkv + (c * M + m)[:, None] * K
-    q = tl.load(row + col[None, :], mask, 0.0).to(F32)
-    r = tl.rsqrt(tl.sum(q * q, 1) / K + EPS)
-    pair = tl.load(row + other[None, :], mask, 0.0).to(F32) * r[:, None]
-    q = (q * r[:, None] * cos[None, :] + pair * sin[None, :]).to(dt)
-    row = qkv + (C * M + c) * K
-    k, pair = tl.load(row + col, real, 0.0).to(F32), tl.load(row + other, real, 0.0).to(F32)
-    v = tl.load(row + C * K + col, real, 0.0)
-    r_k = tl.rsqrt(tl.sum(k * k, 0) / K + EPS)
-    k, pair = (k * r_k).to(dt), (pair * r_k).to(dt)
+    slot, head, mask = W + t, b * h.C + c, (m < M)[:, None] & real[None, :]
+    q, k, k_n, v, r_q, r_k = _token(qkv, b, c, cos + slot * K, sin + slot * K, h)
     window, own = head * S * K, slot * K + col  # 64 bits once, then 32
     kbuf, vbuf = kbuf + window, vbuf + window
-    tl.store(kn + window + own, k, real)
-    k = (k.to(F32) * cos + pair.to(F32) * sin).to(dt)
+    tl.store(kn + window + own, k_n, real)
     tl.store(kbuf + own, k, real)
     tl.store(vbuf + own, v, real)
-    tl.store(rq + head * M + m, r, m < M)
-    tl.store(rk + head, r_k)
+    tl.store(rq + (head * M + m)[:, None], r_q, (m < M)[:, None])
+    tl.store(rk + head + tl.arange(0, 1), r_k)
     tl.store(q_rot + (head * M + m)[:, None] * K + col[None, :], q, mask)
 
-    scale *= LOG2E
-    top = tl.sum(q.to(F32) * k.to(F32)[None, :], 1) * scale
-    parts = tl.zeros([padded(M), N], F32)  # summed once, after the loop: slots lie across warps
-    o = tl.zeros(q.shape, F32) + v.to(F32)[None, :]
+    top = tl.sum(q.to(F32) * k.to(F32)[None, :], 1) * (scale * LOG2E)
+    parts, o = tl.zeros([padded(M), N], F32), tl.zeros(q.shape, F32) + v.to(F32)[None, :]
     first = tl.maximum(t + 1, W - tl.load(count + b).to(tl.int32))
     for start in range(first, slot, N):
         n = start + tl.arange(0, N)
-        at, some = n[:, None] * K + col[None, :], (n < slot)[:, None] & real[None, :]
-        keys, values = tl.load(kbuf + at, some, 0.0), tl.load(vbuf + at, some, 0.0)
-        score = tl.dot(q, tl.trans(keys), input_precision='ieee') * scale
-        p = tl.where((n < slot)[None, :], tl.exp2(score - top[:, None]), 0.0)
-        parts += p
-        o = tl.dot(p.to(dt), values, o, input_precision='ieee')
+        o, parts = _slots(q, kbuf, vbuf, n, n < slot, top, scale, o, parts, K)
     total = 1 + tl.sum(parts, 1)
     tl.store(out + _by_expert(b, c, m, h) + col[None, :], o / total[:, None], mask)
     tl.store(lse + head * M + m, (top + tl.log2(total)) / LOG2E, m < M)
@@ -480,54 +499,33 @@ def leave_of(name: str, E: int, like: Tensor, how: frozenset = NONE) -> Callable
 # ---- decoding ----
 
 
-@triton.jit
-def _turned(row, at, pair, mask, cos, sin, K: constexpr):
-    """RoPE and norm of heads of a row, in fp32."""
-    x = tl.load(row + at, mask, 0.0).to(F32)
-    r = tl.rsqrt(tl.sum(x * x, len(x.shape) - 1, keep_dims=True) / K + EPS)
-    return x * r * cos + tl.load(row + pair, mask, 0.0).to(F32) * r * sin
-
-
 # _attention_kernel for a ring of W slots, which a graph replays: where the newest entry goes is
 # read from memory (place: its slot, not yet modulo W, and each stream's entries). Slots are read as
 # they lie; order does not matter, age alone decides which are seen.
 @triton.jit
 def _ring_kernel(qkv, ring, place, rope, out, W, scale, h: constexpr, N: constexpr):
     keys, values = ring
-    C: constexpr = h.C
     M: constexpr = h.M
     K: constexpr = h.K
-    dt = keys.dtype.element_ty
     c, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    col, other, real = _columns(K)
+    col, _, real = _columns(K)
     m = tl.arange(0, padded(M))
-    mask, queries = (m < M)[:, None] & real[None, :], (c * M + m)[:, None] * K
     slot, count = (tl.load(place) % W).to(tl.int32), tl.load(place + 1 + b)
     rope += slot * 2 * K
-    cos, sin = tl.load(rope + col, real, 0.0), tl.load(rope + K + col, real, 0.0)
-
-    qkv += b * ((M + 2) * C * K)
-    q = _turned(qkv, queries + col[None, :], queries + other[None, :], mask, cos, sin, K).to(dt)
-    qkv += (C * M + c) * K
-    k = _turned(qkv, col, other, real, cos, sin, K).to(dt)
-    v = tl.load(qkv + C * K + col, real, 0.0).to(dt)
-    keys, values = keys + (b * C + c) * W * K, values + (b * C + c) * W * K
+    q, k, _, v, _, _ = _token(qkv, b, c, rope, rope + K, h)
+    keys, values = keys + (b * h.C + c) * W * K, values + (b * h.C + c) * W * K
     tl.store(keys + slot * K + col, k, real)
     tl.store(values + slot * K + col, v, real)
 
-    scale *= LOG2E
-    top = tl.sum(q.to(F32) * k.to(F32)[None, :], 1) * scale
+    top = tl.sum(q.to(F32) * k.to(F32)[None, :], 1) * (scale * LOG2E)
     parts, o = tl.zeros([padded(M), N], F32), tl.zeros(q.shape, F32) + v.to(F32)[None, :]
     for start in range(0, W, N):
         n = start + tl.arange(0, N)
         age = (slot + W - n) % W
         seen = (age > 0) & (age < count) & (n < W)
-        at, some = n[:, None] * K + col[None, :], seen[:, None] & real[None, :]
-        score = tl.dot(q, tl.trans(tl.load(keys + at, some, 0.0)), input_precision='ieee') * scale
-        p = tl.where(seen[None, :], tl.exp2(score - top[:, None]), 0.0)
-        parts += p
-        o = tl.dot(p.to(dt), tl.load(values + at, some, 0.0), o, input_precision='ieee')
+        o, parts = _slots(q, keys, values, n, seen, top, scale, o, parts, K)
     total = 1 + tl.sum(parts, 1)
+    mask = (m < M)[:, None] & real[None, :]
     tl.store(out + _by_expert(b, c, m, h) + col[None, :], o / total[:, None], mask)
 
 
