@@ -9,9 +9,10 @@ Shape letters as in model.py; S slots of a window's buffers. `dt` is the dtype o
 
 import functools
 import importlib.util
+import itertools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import NamedTuple
 
@@ -229,6 +230,24 @@ def compare(run: Callable[[bool], tuple | list]) -> dict:
         reason = str(error).splitlines()[0] if str(error) else ''
         found['error'] = f'{type(error).__name__}: {reason}'
     return found
+
+
+def made_up(weights: dict, dt: torch.dtype) -> tuple[Callable, Iterator[dict]]:
+    """For trials: normal(*shape), and a level's weights with such matrices, in dt, in turn with
+    copies of them, like levels: more than a GPU's cache holds, which training streams past it
+    too. torch's own generators go on as if nothing were drawn."""
+    device = weights['wqkv'].device
+    random = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, device=device, generator=random)
+
+    sizes = {name: x.shape for name, x in weights.items() if x.dim() > 1}
+    some = {name: (normal(*size) * size[-1] ** -0.5).to(dt) for name, size in sizes.items()}
+    copies = min(16, 1 + 2**28 // sum(x.nbytes for x in some.values()))
+    every = [(name, x.detach()) for name, x in (weights | some).items()]
+    leaves = ({name: x.clone().requires_grad_() for name, x in every} for _ in range(copies))
+    return normal, itertools.cycle(leaves)
 
 
 chosen: dict[tuple, dict] = {}  # what was measured, by sizes and name

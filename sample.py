@@ -33,7 +33,7 @@ import checkpoint
 from checkpoint import BEST, CheckpointError
 from data_fineweb import VOCAB, Tokenizer, get_tokenizer
 from kernels import Heads, apply_rope, by_expert, by_triton, chosen_lines, compiled, graphed
-from kernels import rope_table, softcap, triton_module
+from kernels import made_up, rope_table, softcap, triton_module
 from model import LanguageModel, ModelConfig, Rules, State
 from model import build_model, combine, levels, norm, token
 from unroll import bind
@@ -301,17 +301,8 @@ class Decoder:
         """{name: function(triton)} for by_triton: a token through a level on made-up numbers, its
         window full, by what is chosen already, or with what has that name, too."""
         (recipe, like), h, W = self.bound, self.rules.heads, len(self.rope) - 1
-        random = torch.Generator(like.device).manual_seed(0)
-
-        def normal(*shape):
-            return torch.randn(shape, device=like.device, generator=random)
-
-        scaled = ((name, x.shape, x.size(-1) ** -0.5) for name, x in weights.items() if x.dim() > 1)
-        big = {name: normal(*shape).mul(x).to(recipe.dt) for name, shape, x in scaled}
-        # in turn, like levels: more than a GPU's cache holds
-        copies = min(16, 1 + 2**28 // sum(x.nbytes for x in big.values()))
-        turns = [weights | {name: x.clone() for name, x in big.items()} for _ in range(copies)]
-        turns, (s, z) = itertools.cycle(turns), normal(2, *like.shape)
+        normal, turns = made_up(weights, recipe.dt)
+        s, z = normal(2, *like.shape)
         # values so large that a mean of W of them counts beside u
         scales = 1, W**0.5
         ring = tuple(normal(len(like) * h.C, W, h.K).mul(x).to(recipe.dt) for x in scales)
@@ -321,7 +312,7 @@ class Decoder:
             out = self.through([self.bind(next(turns), names)], s, z, [ring], names)
             return [out, *(x[:, W // 2] for x in ring)]
 
-        fits = big['up'].size(1) == big['down'].size(2)  # as the kernels take them
+        fits = weights['up'].size(1) == weights['down'].size(2)  # as the kernels take them
         names = ['split'] * ('experts' in base) if base else ['attention', *['experts'] * fits]
         return {name: functools.partial(run, name) for name in names}
 

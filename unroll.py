@@ -21,7 +21,6 @@ dtype of products, `wide` of everything else.
 
 import collections
 import functools
-import itertools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -31,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import apply_rope, by_cache_head, by_expert, by_triton, compiled, graphed, linear
-from kernels import outputs, product, rope_table, triton_module, window_mask
+from kernels import made_up, outputs, product, rope_table, triton_module, window_mask
 
 BLOCK = 64  # tokens
 # bytes: a CPU multiplies the rows of this many tokens over an element's bytes at once: fewer take
@@ -554,22 +553,10 @@ def trials(recipe: Recipe, weights: dict, sizes: tuple, base: frozenset = frozen
     the window, so that roundings do not build up. sizes B, D, W, n."""
     (B, D, W, n), dt, device = sizes, recipe.dt, weights['wqkv'].device
     m, windows = n - (n - 1) // GROUP * GROUP, {}
-    # training's own generator goes on as if nothing were measured
-    made = torch.Generator().manual_seed(0)
-
-    def random(*shape):
-        return torch.randn(shape, generator=made).to(device)
-
-    sizes = {name: x.shape for name, x in weights.items() if x.dim() > 1}
-    some = {name: (random(*size) * size[-1] ** -0.5).to(dt) for name, size in sizes.items()}
-    # in turn, like levels: more than a GPU's cache holds, which training streams past it too
-    copies = min(16, 1 + 2**28 // sum(x.nbytes for x in some.values()))
-    every = [(name, x.detach()) for name, x in (weights | some).items()]
-    leaves = ({name: x.clone().requires_grad_() for name, x in every} for _ in range(copies))
-    turns = itertools.cycle(leaves)
-    entries = random(2, B * recipe.rules.heads.C, W, recipe.rules.heads.K).to(dt)
-    z, ds = random(2, m, B, D)
-    s = random(B, D)
+    normal, turns = made_up(weights, dt)
+    entries = normal(2, B * recipe.rules.heads.C, W, recipe.rules.heads.K).to(dt)
+    z, ds = normal(2, m, B, D)
+    s = normal(B, D)
 
     @torch.no_grad()
     def run(name, triton):
