@@ -130,7 +130,8 @@ def mistake(capfd, script, argv):
     capfd.readouterr()
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
         patch.setattr(sys, 'argv', [script.__name__, *map(str, argv)])
-        run_script(getattr(script, 'main', lambda: script.train(configure(vars(script)))))
+        main = getattr(script, 'script', None) or getattr(script, 'main', None)
+        run_script(main or (lambda: script.train(configure(vars(script)))))
     error = capfd.readouterr().err
     assert stop.value.code == 2 and error.count('\n') == 1 and error.startswith('error: '), error
     return error
