@@ -1,5 +1,6 @@
-"""The commands of README.md's code blocks and of docstrings name what exists; README's run as they
-stand there, shrunk and with folders of their own, but for those that other tests run."""
+"""The commands of README.md's code blocks and of docstrings name what exists; README's, and those
+of `make demo` and `make demo-sokoban`, run as they stand there, shrunk and with folders of their
+own, but for those that other tests run."""
 
 import lzma
 import os
@@ -35,8 +36,8 @@ AGENT = 'n_envs=4 unroll=3 eval_games=4 compile=False threads=1 device=cpu dtype
 SMALL = {  # what makes a command of a script small
     'train_lm.py': 'n_kv_head=1 batch_size=0 max_iters=2 data_dir={shards} overwrite=True '
     + ' '.join(f'{k}={v}' for k, v in TINY.items() if k != 'max_iters'),
-    'train_sokoban.py': f'{AGENT} n_embd=4 total_steps=24 levels_dir={{folder}}/levels '
-    'overwrite=True',
+    'train_sokoban.py': f'{AGENT} n_embd=4 n_levels=100 total_steps=24 overwrite=True '
+    'levels_dir={folder}/levels',
     'sokoban.py': 'picture={folder}/levels.png levels_dir={folder}/levels',
     'sample.py': 'max_new_tokens=3 device=cpu',
     'play_sokoban.py': 'picture={folder}/compare.png levels_dir={folder}/levels device=cpu',
@@ -48,6 +49,12 @@ SMALL = {  # what makes a command of a script small
 def from_readme():
     text = (ROOT / 'README.md').read_text()
     return LINE.findall(''.join(re.findall(r'^```$(.*?)^```$', text, re.M | re.S)))
+
+
+def from_makefile():
+    make = ['make', '-n', '--no-print-directory', '-o', '.venv/installed', 'demo', 'demo-sokoban']
+    done = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
 
 
 def from_docstrings():
@@ -112,11 +119,11 @@ def test_they_run(data, tmp_path):  # noqa: F811
     on a hub of its own."""
     make_files(tmp_path)
     env, ran = {**os.environ, 'OMP_NUM_THREADS': '1'}, 0
-    for command in from_readme():
+    for command in [*from_makefile(), *from_readme()]:
         if parts(command)[1] not in ELSEWHERE and '--pretokenized' not in command:
             words = shrunk(command, tmp_path, data, ran)
             pipes = {'capture_output': True, 'text': True, 'stdin': subprocess.DEVNULL}
             done = forks.run(words, cwd=ROOT, env=env, **pipes)
             assert done.returncode == 0, (words, done.stdout[-1000:], done.stderr[-2000:])
             ran += 1
-    assert ran >= 18
+    assert ran >= 25

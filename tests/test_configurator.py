@@ -1,7 +1,6 @@
 """configurator.py: what is a setting, overrides in order, every refusal with its message, nothing
-executed; how a script begins and ends; whole-or-nothing files."""
+executed; how a script begins and ends. (Whole-or-nothing files: test_checkpoint.py.)"""
 
-import json
 import math
 import os
 import pathlib
@@ -11,7 +10,7 @@ import sys
 
 import pytest
 
-from configurator import configure, write_atomic, write_json, write_text
+from configurator import configure
 
 ROOT = pathlib.Path(__file__).parents[1]
 SCRIPT = '''# a licence line, not a heading
@@ -207,19 +206,3 @@ def test_how_a_script_begins_and_ends(code, environment, status, said):
         env = {} if full else environment
         done = subprocess.run(command, cwd=ROOT, env=env, text=True, **pipes)
     assert (done.returncode, (done.stdout or '').lstrip() + done.stderr) == (status, said)
-
-
-def test_files_are_whole_or_as_they_were(tmp_path):
-    write_json({'a': (1, float('nan')), 'é': None}, tmp_path / 'config.json')
-    saved = json.loads((tmp_path / 'config.json').read_text(encoding='utf-8'))
-    assert saved == {'a': [1, None], 'é': None}
-    write_text('two\nlines', tmp_path / 'text')
-
-    def full_disk(file):
-        file.write(b'half')
-        raise OSError(28, 'No space left on device')
-
-    with pytest.raises(OSError, match='No space left on device: .*text'):
-        write_atomic(tmp_path / 'text', full_disk, keep='kept')
-    assert (tmp_path / 'text').read_bytes() == b'two\nlines'
-    assert sorted(os.listdir(tmp_path)) == ['config.json', 'text']

@@ -1,12 +1,10 @@
-"""train_lm.py as a user starts it: resume, micro-batches and ranks, validation,
-stops, mistakes, memory, baselines, the demo."""
+"""train_lm.py as a user starts it: resume, micro-batches and ranks, validation, stops, mistakes,
+memory, baselines."""
 
 import ast
 import json
 import math
 import os
-import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -26,7 +24,7 @@ import data_fineweb
 import model
 import train_lm
 from checkpoint import load_checkpoint
-from configurator import configure, read_script, run_script
+from configurator import configure, run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -114,17 +112,6 @@ def start(data, out, *, ranks=1, **settings):
     return launch('train_lm.py', arguments(data, out, **settings), ranks)
 
 
-def play_recipe(target, *more):
-    """The commands of a target of the Makefile, each with more arguments. -> what the last one
-    prints."""
-    make = ['make', '-n', '--no-print-directory', '-o', '.venv/installed', target, 'BIN=BIN']
-    lines = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for line, extra in zip(lines.splitlines(), more, strict=True):
-        _, *argv = shlex.split(f'{line} {extra}')
-        out = finished(launch(*argv[:1], argv[1:]))
-    return out
-
-
 def mistake(capfd, script, argv):
     """What a script says to these arguments: one line, exit status 2."""
     capfd.readouterr()
@@ -166,7 +153,7 @@ def trained(data, tmp_path_factory):
 
 
 def test_log_and_checkpoint(data, tmp_path, capsys):
-    assert run(data, tmp_path) == 0
+    assert run(data, tmp_path, plot=True) == 0
     log = read_log(tmp_path)
     assert [r['step'] for r in log] == list(range(9)) and log[8]['tokens'] == 512
     assert [r['step'] for r in log if 'val_loss' in r] == [0, 4, 8]
@@ -174,7 +161,8 @@ def test_log_and_checkpoint(data, tmp_path, capsys):
     assert log[0]['val_bits_per_byte'] == pytest.approx(8, abs=1e-3)
     assert [r.get('epoch') for r in log[1:]] == [0, 0, 0, 0, 0, 1, 1, 1]
     files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert {'config.json', 'ckpt_last.pt', 'ckpt_prev.pt', 'ckpt_best.pt'} <= files.keys()
+    saved = {'ckpt_last.pt', 'ckpt_prev.pt', 'ckpt_best.pt'}
+    assert {'config.json', 'loss.png', *saved} <= files.keys()
     config = json.loads(files['config.json'])
     assert config['n_embd'] == 32 and {'commit', 'device_name', 'torch'} <= config.keys()
     # eval_only: the same value, and nothing is written
@@ -299,7 +287,6 @@ CAPTURED = [  # settings, device, ranks: is the optimizer captured, a chunk, and
     (LONG, 'cuda:0', 1, (True, False), 'graphed'),
     ({**LONG, 'recurrent': False}, 'cuda:0', 1, (True, True), 'compiled'),
     ({}, 'cuda:1', 2, (False, False), 'graphed'),
-    (PLAIN, 'cuda:0', 1, (False, False), 'compiled'),
     (LSTM, 'cuda:0', 1, (False, False), 'fast'),
 ]
 
@@ -421,36 +408,6 @@ def test_a_broken_weight_stops_with_the_last_good_checkpoint(data, tmp_path, mon
 
 # ---- memory ----
 
-GPU = 79 * 2**30  # what is free of a card sold as 80 GB
-PAPER = sorted(f for f in os.listdir(ROOT / 'config') if f.startswith(('small_', 'medium_')))
-
-
-def needs(config, ranks, memory=GPU):
-    """-> rows at a time on a GPU of so much memory, and the GB that a rank then needs, of
-    train_lm's present settings."""
-    sizes, rows = train_lm.model_config(config), config['tokens_per_step'] // config['block_size']
-    streams, whole = rows // ranks, train_lm.captures('cuda:0', ranks)[1]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, 'device_memory', lambda device: (memory, math.inf))
-        rows = train_lm.fitting_rows(sizes, streams, torch.bfloat16, 'cuda:0', whole)
-    batch = sizes, config['recurrent'], (rows, streams)
-    need = model.memory(*batch, torch.bfloat16, 'cuda', whole)
-    return rows, sum(need.values()) / 1e9
-
-
-@pytest.mark.parametrize('file', PAPER)
-def test_the_papers_configs_fit_80_GB_as_they_say(file):
-    """On one GPU and on four; the docstrings' figures are model.memory's."""
-    config = configure(vars(train_lm), [str(ROOT / 'config' / file)], quiet=True)
-    (rows, one), (rows_of_four, four) = needs(config, 1), needs(config, 4)
-    text = ' '.join(read_script(ROOT / 'config' / file)[2].split())
-    figures = r'([\d.]+) GB on one(?: \((\d+) rows at a time\))?'
-    said = re.search(rf'{figures}, ([\d.]+) GB on each of four \((\d+)', text)
-    assert max(one, four) < GPU / 1e9 and config['batch_size'] == 0
-    assert [int(said[2] or said[4]), int(said[4])] == [rows, rows_of_four]
-    assert min(rows, rows_of_four) * config['block_size'] >= 2048
-    assert [float(said[1]), float(said[3])] == pytest.approx([one, four], abs=1)
-
 
 def test_the_estimate_meets_the_stand_ins_peaks():
     """Every line of the table: over the measured by at most 0.3, under it by at most 3%."""
@@ -459,9 +416,11 @@ def test_the_estimate_meets_the_stand_ins_peaks():
     assert len(lines) > 25
     for _, command, ranks, rows, peak, *_ in lines:
         file, *words = command.strip(' `').split()
-        argv = [str(ROOT / file), *words, f'--batch_size={rows.strip()}']
-        need = needs(configure(vars(train_lm), argv, quiet=True), int(ranks))[1]
-        assert 0.97 < need / float(peak) < 1.3, (command, ranks, rows, peak, need)
+        c = configure(vars(train_lm), [str(ROOT / file), *words], quiet=True)
+        batch = int(rows), c['tokens_per_step'] // c['block_size'] // int(ranks)
+        sizes, whole = train_lm.model_config(c), train_lm.captures('cuda:0', int(ranks))[1]
+        need = model.memory(sizes, c['recurrent'], batch, torch.bfloat16, 'cuda', whole)
+        assert 0.97 < sum(need.values()) / 1e9 / float(peak) < 1.3, (command, ranks, rows)
 
 
 MEMORY = [  # total and free; rows, or what is said
@@ -494,18 +453,13 @@ def test_rows_by_memory(data, tmp_path, monkeypatch, capfd, settings, memory, ex
 MISTAKES = """
 tokens_per_step=100 | tokens_per_step = 100: must be a multiple
 n_embd=100 n_head=0 | n_embd = 100 is a multiple of neither
-tokenizer=gpt3 | tokenizer = 'gpt3'
 data_dir=/nonexistent | no train shards in '/nonexistent'
 device=cuda:99 | device =
 resume=True | out: holds no trained run
 val_tokens=1000000 | lower val_tokens
 tokens_per_step=512 | too few
 betas=(0.9,) | betas = (0.9,)
-threads=100000 | threads = 100000: must be
-window=1000000000000 | batch_size = 1: needs more than
-eval_only=True | out: holds no trained run
 arch=transformer recurrent=False | n_expert = 2: arch = 'transformer' is the twin of
-arch=transformer | wants --recurrent=False
 arch=lstm recurrent=False | wants --recurrent=True
 arch=lstm learning_rate=0.1 | --baseline_lr
 """
@@ -529,15 +483,12 @@ def test_refusals_that_keep_a_run(data, trained, tmp_path, capfd):
     data_fineweb.write_shard(shard, np.roll(data_fineweb.read_shard(shard, 256), 1))
     bad.mkdir()
     (bad / 'model.safetensors').write_text('x')
-    (tmp_path / 'stranger.py').write_text('overwrite = True')
     before = (out / 'ckpt_last.pt').read_bytes()
     for settings, message in (
         ('', 'holds a run already'),
-        ('--resume --overwrite', 'exclude each other'),
         ('--resume=True --n_embd=64', 'was trained with n_embd = 32, not 64'),
         (f'--resume=True --data_dir={others}', f'other shards than those in {others}'),
         ('--overwrite=True --data_dir=/nowhere', 'no train shards'),
-        (f'{tmp_path}/stranger.py', 'stranger.py:1: overwrite is for the command line alone'),
         ('--overwrite --init_from=none', 'none: holds no trained run'),
         (f'--overwrite --init_from={bad}', 'bad/model.safetensors: no weights'),
         (f'--overwrite --init_from={trained}/lstm --n_embd=64', 'no weight has a name and shape'),
@@ -550,9 +501,7 @@ def test_refusals_that_keep_a_run(data, trained, tmp_path, capfd):
 
 
 DAMAGES = [  # part of a checkpoint, what becomes of it (None: it is taken out), what is said
-    ('model.head', None, 'Missing key(s) in state_dict: "head"'),
     ('model.head', lambda w: w[:5], 'size mismatch for head'),
-    ('model.head', lambda w: w * math.nan, 'head holds NaN'),
     ('step', lambda n: None, 'step = '),
     ('optimizers', lambda o: o[:1], 'optimizers or rng does not fit'),
     ('rng.torch', lambda x: x[:9], 'optimizers or rng does not fit'),
@@ -564,23 +513,20 @@ DAMAGES = [  # part of a checkpoint, what becomes of it (None: it is taken out),
 
 
 def test_a_damaged_checkpoint_is_one_line(data, tmp_path, capfd):
-    """Whole files whose parts do not fit: refused by file and part, and left as they are."""
+    """Whole files whose parts do not fit: refused by file and part."""
     run(data, tmp_path, max_iters=2)
     path, argv = tmp_path / 'ckpt_last.pt', arguments(data, tmp_path, resume=True)
     os.link(path, tmp_path / 'good.pt')
     for key, change, message in DAMAGES:
-        saved = part = load_checkpoint(tmp_path / 'good.pt')
-        *names, last = key.split('.')
-        for name in names:
-            part = part[int(name) if name.isdigit() else name]
-        was = part.pop(last)
+        saved = load_checkpoint(tmp_path / 'good.pt')
+        *outer, name = key.split('.')
+        part = saved[outer[0]] if outer else saved
+        was = part.pop(name)
         if change is not None:
-            part[last] = change(was)
+            part[name] = change(was)
         checkpoint.save_checkpoint(saved, path)
-        before = path.read_bytes()
         error = mistake(capfd, train_lm, argv)
         assert f'{path}: ' in error and message in error, error
-        assert path.read_bytes() == before
 
 
 def test_compile_falls_back(data, tmp_path):
@@ -622,19 +568,6 @@ def test_init_from(trained, data, tmp_path, capfd):
     deeper = begin(data, tmp_path / 'x', init_from=source, n_layer=3).model.state_dict()
     assert all(torch.equal(deeper[name], x) for name, x in saved['model'].items())
     said = capfd.readouterr().out
-    assert f'took {len(saved["model"])} of {len(deeper)} weights' in said
     assert 'begun anew: levels.2.' in said and 'not taken' not in said
     begin(data, tmp_path / 'x', init_from=source, n_layer=1, aggregation='softmax_mean')
     assert 'not taken: levels.1.' in capfd.readouterr().out
-
-
-# ---- the demo ----
-
-
-def test_demo_recipe(tmp_path):
-    """`make demo`'s own commands, shrunk."""
-    small = '--max_iters=2 --val_tokens=512 --val_streams=8 --tokens_per_step=256'
-    data, out = f'--data_dir={tmp_path}/data', f'--out_dir={tmp_path}/out'
-    few = '--max_new_tokens=5'
-    said = play_recipe('demo', few, data, f'{data} {out} {small}', f'{out} {few}')
-    assert 'Fellow citizens' in said and (tmp_path / 'out' / 'loss.png').stat().st_size > 5000

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from test_train import finished, launch, mistake, play_recipe, read_log, same
+from test_train import finished, launch, mistake, read_log, same
 
 import convlstm
 import play_sokoban
@@ -35,26 +35,22 @@ GLU, long = {'arch': 'convglu'}, pytest.mark.long
 MADE, REAL = {}, sokoban.generate
 
 
-def arguments(out, *configs, **settings):
-    return [*configs, *(f'--{k}={v}' for k, v in {**TINY, 'out_dir': out, **settings}.items())]
+def arguments(out, **settings):
+    return [f'--{k}={v}' for k, v in {**TINY, 'out_dir': out, **settings}.items()]
 
 
-def configured(out, *configs, of=train_sokoban, **settings):
-    return configure(vars(of), arguments(out, *configs, **settings), quiet=True)
+def configured(out, script=train_sokoban, **settings):
+    return configure(vars(script), arguments(out, **settings), quiet=True)
 
 
-def prepare(out, **settings):
+def prepare(out, script=train_sokoban, **settings):
     """The settings in place, and a run that has not begun."""
-    return train_sokoban.make_run(configured(out, **settings))
+    return script.make_run(configured(out, script, **settings))
 
 
-def run(out, *configs, of=train_sokoban, **settings):
+def run(out, **settings):
     """A whole run in this process: the exit status."""
-    return of.train(configured(out, *configs, of=of, **settings))
-
-
-def start(out, *, ranks=1, **settings):
-    return launch('train_sokoban.py', arguments(out, **settings), ranks)
+    return train_sokoban.train(configured(out, **settings))
 
 
 def refused(capfd, out, message, **settings):
@@ -64,14 +60,6 @@ def refused(capfd, out, message, **settings):
 
 def checkpoint(out):
     return load_checkpoint(Path(out) / 'ckpt_last.pt')
-
-
-def stop_after_three(monkeypatch, out, of=train_sokoban, **settings):
-    """A run that is told to stop in its third update, and saves."""
-    update, count = of.update, itertools.count()
-    with monkeypatch.context() as patch:
-        patch.setattr(of, 'update', lambda run, _: update(run, next(count) == 2))
-        assert run(out, of=of, **settings) == 143 and checkpoint(out)['step'] == 3
 
 
 @pytest.fixture(autouse=True)
@@ -92,10 +80,8 @@ def levels_are_generated_once(monkeypatch):
 
 def test_sampling_follows_the_policy():
     """Frequencies of pairs of consecutive draws, by inversion; the ends of [0, 1)."""
-    logits, keys = (
-        torch.tensor([[0.0, 1.0, -1.0, 0.5]]),
-        sokoban.board_keys(7, 1, torch.arange(200)),
-    )
+    logits = torch.tensor([[0.0, 1.0, -1.0, 0.5]])
+    keys = sokoban.board_keys(7, 1, torch.arange(200))
     draws = sokoban.draw_by(keys, torch.arange(500)[:, None])
     actions = torch.stack([train_sokoban.sample(logits.expand(200, 4), u) for u in draws])
     p = F.softmax(logits[0], -1)
@@ -245,40 +231,28 @@ def watch(run):
     return games
 
 
-def play_updates(run, n):
-    for _ in range(n):
-        stats, played, _ = train_sokoban.update(run, False)
-        train_sokoban.count_games(run, played, stats)
-        run.step, run.seconds = run.step + 1, run.seconds + 1.0
-
-
-def test_episodes_are_counted(tmp_path):
-    """The log's returns over updates and log lines, and a checkpoint between these."""
-    run = prepare(tmp_path, unroll=40)
-    games = watch(run)
-    play_updates(run, 4)
-    before = len(games)
-    assert train_sokoban.make_record(run)['episodes'] == before
-    play_updates(run, 2)
-    train_sokoban.read_games(run)
-    play_updates(run, 2)
-    record, since = train_sokoban.make_record(run), games[before:]
-    assert since and record['episodes'] == len(since)
-    assert record['episodic_return'] == pytest.approx(np.mean([g[0] for g in since]), abs=1e-4)
-    found = [record[f'{key}_1000'] for key in ('return', 'solve_rate')]
-    assert found == pytest.approx(np.mean(games, 0).tolist(), abs=1e-4)
-
-
 def test_returns_are_blank_until_every_board_has_ended_an_episode(tmp_path):
-    """The first games to end are the short ones, which are solved: no figure is made of them."""
-    run = prepare(tmp_path, unroll=40, n_envs=8)
-    keys = 'episodic_return return_100 return_1000 solve_rate_100 solve_rate_1000'.split()
-    for i in range(3):
-        play_updates(run, 1)
+    """The first games to end are the short ones, which are solved: no figure is made of them. Then
+    they are of the games since the last log line, or of the last ones, with a checkpoint between
+    these."""
+    run, before = prepare(tmp_path, unroll=40, n_envs=8), 0
+    games = watch(run)
+    keys = 'episodic_return return_100 solve_rate_100 return_1000 solve_rate_1000'.split()
+    for updates in (1, 1, 1, 3):
+        for _ in range(updates):
+            stats, played, _ = train_sokoban.update(run, False)
+            train_sokoban.count_games(run, played, stats)
+            run.step, run.seconds = run.step + 1, run.seconds + 1.0
+            if run.step == 4:
+                train_sokoban.read_games(run)
         record = train_sokoban.make_record(run)
-        if i < 2:  # 40 and 80 steps
-            assert run.recent and {record[k] for k in keys} == {None}
-    assert None not in {record[k] for k in keys}  # 120, the time limit
+        found, (mean, _) = [record[key] for key in keys], np.mean(games[before:], 0)
+        wanted = [mean, *np.mean(games[-100:], 0), *np.mean(games, 0)]
+        if run.step < 3:  # 40 and 80 steps; 120 is the time limit
+            wanted = 5 * [None]
+        assert found == pytest.approx(wanted, abs=1e-4), run.step
+        assert record['episodes'] == len(games) - before > 0
+        before = len(games)
     assert 'return n/a' in train_sokoban.dense_line({**record, 'return_100': None})
 
 
@@ -289,9 +263,11 @@ RESUMED = [{}, UNUSUAL, pytest.param({'recurrent': False}, marks=long)]
 @pytest.mark.parametrize('settings', RESUMED, ids=str)
 def test_resume_is_bit_equal(tmp_path, settings, monkeypatch):
     """2N updates = N, stop, N: weights, environment, recurrent state, episodes and log."""
-    a, b = tmp_path / 'a', tmp_path / 'b'
+    a, b, update, count = tmp_path / 'a', tmp_path / 'b', train_sokoban.update, itertools.count()
     run(a, **settings)
-    stop_after_three(monkeypatch, b, **settings)
+    with monkeypatch.context() as patch:  # told to stop in its third update
+        patch.setattr(train_sokoban, 'update', lambda run, _: update(run, next(count) == 2))
+        assert run(b, **settings) == 143 and checkpoint(b)['step'] == 3
     torch.manual_seed(999)  # whatever the new process starts with
     assert run(b, resume=True, **settings) == 0
     same(checkpoint(a), checkpoint(b))
@@ -304,7 +280,8 @@ def test_ranks(tmp_path, ranks):
     another number of ranks."""
     settings = {'total_steps': 12 * 30, 'eval_interval': 30, 'learning_rate': 1e-3}
     run(tmp_path / 'one', **settings)
-    finished(start(tmp_path / 'more', ranks=ranks, **settings))
+    argv = arguments(tmp_path / 'more', **settings)
+    finished(launch('train_sokoban.py', argv, ranks))
     for a, b in zip(read_log(tmp_path / 'one'), read_log(tmp_path / 'more'), strict=True):
         a, b = ({k: x for k, x in r.items() if x is not None} for r in (a, b))
         assert a == pytest.approx(b, rel=1e-3, abs=1e-3)
@@ -343,10 +320,11 @@ def ppo(tmp_path, monkeypatch):
 def test_ppos_gradient_is_the_losses(tmp_path, ppo):
     """Of half of the boards, after the policy has moved away from the rollout's: the clipped
     surrogate of Schulman et al. 2017, equation 7, and advantages of the rollout's own values."""
-    run = ppo.make_run(configured(tmp_path, of=ppo, clip=0.1, **LOSS))
+    run = prepare(tmp_path, ppo, clip=0.1, **LOSS)
     move(run.model, 0.3)
     for _ in range(2):  # the second begins with a state
         ppo.update(run, False)
+    assert run.optimizer.state_dict()['state'][0]['step'] == 2 * 3 * 3  # rollouts, epochs, parts
     run.env.steps[:2] = torch.tensor([120 - 3, 120 - 5])
     batch, boards = ppo.rollout(run), torch.tensor([0, 1, 4])
     move(run.model, 0.1, seed=1)
@@ -359,17 +337,6 @@ def test_ppos_gradient_is_the_losses(tmp_path, ppo):
     wanted, clipped = written_out(new, old, mine, clip=0.1)
     assert 1 < clipped < 14 and mine['done'].sum() >= 2
     compare(run, stats, wanted)
-
-
-def test_ppo_resumes(tmp_path, ppo, monkeypatch):
-    """Bit-equal to a run that was never stopped; many updates a rollout move the weights."""
-    a, b = tmp_path / 'a', tmp_path / 'b'
-    assert run(a, of=ppo) == 0
-    stop_after_three(monkeypatch, b, of=ppo)
-    torch.manual_seed(999)
-    assert run(b, of=ppo, resume=True) == 0
-    same(checkpoint(a), checkpoint(b))
-    assert checkpoint(a)['optimizers'][0]['state'][0]['step'] == 8 * 3 * 4
 
 
 # ---- evaluation ----
@@ -437,13 +404,12 @@ def test_eval_only(tmp_path, capfd):
 # ---- mistakes ----
 
 WRONG = """n_envs=0 gamma=1.5 env=gym arch=lstm radius=3 n_boxes=9 max_moves=1 device=tpu seed=-1
-    aggregation=max n_layer=100000000 learning_rate=-1.0 path=compiled n_envs=1000000000"""
+    aggregation=max n_layer=100000000 n_expert=1000000000 n_embd=9223372036854775808
+    learning_rate=-1.0 path=compiled n_envs=1000000000"""
 MISTAKES = [(word, word.partition('=')[0] + ' = ') for word in WRONG.split()]
 MISTAKES += [
     ('levels_dir=/nonexistent split=hard', 'sokoban.py --split=hard --download=True'),
     ('eval_split=hard levels_dir=/nonexistent', '--levels_dir=/nonexistent` fetches hard'),
-    ('threads=100000', 'threads = 100000: must be'),
-    ('eval_only=True', 'out: holds no trained run'),
     ('resume=True', 'out: holds no trained run'),
     ('levels=generated', 'levels and best are settings of --eval_only'),
     ('residual=shared', "residual = 'shared' is for arch = 'convglu'"),
@@ -458,31 +424,19 @@ def test_mistakes(tmp_path, words, message, capfd):
     assert not (tmp_path / 'out').exists()
 
 
-DAMAGES = [  # a part of a checkpoint, what becomes of it, what is said
-    ('clock', lambda n: None, 'clock = '),
-    ('env', lambda e: {**e, 'agent': e['agent'][:1]}, 'env or state does not fit'),
-    ('state', lambda s: s[:-1], 'env or state does not fit'),
-]
-
-
 def test_resume_refuses_another_run_and_damage(tmp_path, capfd):
-    """Other settings, other levels; whole files whose parts do not fit, by file and part."""
+    """Other settings, other levels; whole files whose parts do not fit."""
     np.save(tmp_path / 'x.npy', sokoban.generate(50, 1, 0)[0])
-    out, more = tmp_path / 'b', {'split': tmp_path / 'x.npy', 'total_steps': 24}
-    run(out, **more)
-    for settings, message in (
-        ({'resume': True, 'n_levels': 60}, 'n_levels'),
-        ({}, 'holds a run already'),
-        ({'resume': True, 'init_from': out}, '--init_from begins a new run'),
-    ):
-        refused(capfd, out, message, **more, **settings)
+    out, more = tmp_path / 'b', {'split': tmp_path / 'x.npy', 'total_steps': 24, 'resume': True}
+    run(out, **more | {'resume': False})
+    refused(capfd, out, 'n_levels', **more, n_levels=60)
     good = checkpoint(out)
-    for key, change, message in DAMAGES:
-        save_checkpoint(good | {key: change(good[key])}, out / 'ckpt_last.pt')
-        refused(capfd, out, message, resume=True, **more)
+    for key, part in (('env', {**good['env'], 'agent': good['env']['agent'][:1]}), ('state', [])):
+        save_checkpoint(good | {key: part}, out / 'ckpt_last.pt')
+        refused(capfd, out, 'env or state does not fit', **more)
     save_checkpoint(good, out / 'ckpt_last.pt')
     np.save(tmp_path / 'x.npy', sokoban.generate(50, 1, 1)[0])
-    refused(capfd, out, 'other levels', resume=True, **more)
+    refused(capfd, out, 'other levels', **more)
 
 
 def test_no_held_out_level_is_trained_on(tmp_path, monkeypatch):
@@ -493,12 +447,3 @@ def test_no_held_out_level_is_trained_on(tmp_path, monkeypatch):
     (trained, _), held_out = sokoban.load_both(config)
     assert np.array_equal(sokoban.load_both(config, trains=False)[1][0], held_out[0])
     assert len(trained) == 50 and not set(map(bytes, trained)) & set(map(bytes, held_out[0]))
-
-
-def test_demo_recipe(tmp_path):
-    """`make demo-sokoban`'s own commands, shrunk; without a terminal nothing waits for a key."""
-    small = '--n_envs=4 --n_levels=100 --eval_games=8 --compile=False --threads=1'
-    small += f' --out_dir={tmp_path}/out'
-    play_recipe('demo-sokoban', '--n_levels=8', f'{small} --total_steps=160', small)
-    assert (tmp_path / 'out' / 'curve.png').stat().st_size > 5000
-    assert list((tmp_path / 'out').glob('eval_*.gif'))
