@@ -4,7 +4,6 @@ executed; how a script begins and ends. (Whole-or-nothing files: test_checkpoint
 import math
 import os
 import pathlib
-import re
 import subprocess
 import sys
 
@@ -166,18 +165,6 @@ def test_changed_settings_are_printed_and_help_lists_all(capsys, run):
 
 
 # ---- how a script begins and ends ----
-
-SCRIPTS = [path for path in sorted(ROOT.glob('*.py')) if '__main__' in path.read_text()]
-
-
-@pytest.mark.parametrize('script', SCRIPTS, ids=lambda path: path.name)
-def test_configurator_is_imported_before_torch(script):
-    """It says how OpenMP's threads wait, which torch reads when it is loaded, and makes a ctrl-C
-    during the seconds that takes no traceback."""
-    modules = re.findall(r'^(?:from|import) (\w+)', script.read_text(), re.M)
-    others = {path.stem for path in ROOT.glob('*.py')} | {'torch', 'numpy'}
-    assert next(name for name in modules if name in others) == 'configurator'
-
 
 SPINS = 'import os; print(os.environ.get("GOMP_SPINCOUNT"))'
 FULL = 'error: standard output: No space left on device\n'

@@ -33,38 +33,25 @@ def texts(n, length=250, seed=0):
     return [''.join(rng.choice('abcdef   \n') for _ in range(size)) for size in sizes]
 
 
-def jsonl(path, documents):
-    path.write_text(''.join(json.dumps({'text': text}) + '\n' for text in documents))
-    return str(path)
-
-
-def parquet(path, column, values):
-    import pyarrow.parquet
-
-    table = pyarrow.table({'n': range(len(values)), column: values})
-    pyarrow.parquet.write_table(table, path, row_group_size=40)
-
-
-def all_tokens(folder, name='bytes', splits=('val', 'train')):
-    paths = sum((df.find_shards(str(folder), split, name) for split in splits), [])
-    return np.concatenate([df.read_shard(path, df.VOCAB[name]) for path in paths])
-
-
 def stream_of(documents):
     return np.concatenate([[255, *document.encode()] for document in documents])
 
 
 def prepare(folder, documents=(), **changes):
     """The documents' tokens in `folder`, in shards of 97 after one of 50 to validate."""
-    config = {**DEFAULTS, 'data_dir': str(folder), 'shard_tokens': 97, 'val_tokens': 50}
+    config = {**DEFAULTS, 'data_dir': str(folder), 'shard_tokens': 97, 'val_tokens': 50, **changes}
     if documents:
-        config['text'] = jsonl(folder.parent / 'a.jsonl', documents)
-    df.main(config | changes)
-    return all_tokens(folder, changes.get('tokenizer', 'bytes'))
+        config['text'] = f'{folder.parent}/a.jsonl'
+        lines = [json.dumps({'text': text}) + '\n' for text in documents]
+        Path(config['text']).write_text(''.join(lines))
+    df.main(config)
+    name, splits = config['tokenizer'], ('val', 'train')
+    paths = sum((df.find_shards(str(folder), split, name) for split in splits), [])
+    return np.concatenate([df.read_shard(path, df.VOCAB[name]) for path in paths])
 
 
-def refuses(message, function, *args, error=df.DataError, **more):
-    with pytest.raises(error, match=message) as caught:
+def refuses(message, function, *args, **more):
+    with pytest.raises(df.DataError, match=message) as caught:
         function(*args, **more)
     assert '\n' not in str(caught.value)
 
@@ -100,7 +87,6 @@ def test_shard_layout_by_hand(tmp_path):
     df.write_shard(path, deep)
     for content, message in (
         (path.read_bytes(), f'token 300 at position {len(deep) - 3} is outside'),
-        (data[:500], 'not a token shard'),
         (b'x' + data[1:], 'not a token shard'),
         (data[:-1], '3 tokens by its header, 2.5 in the file'),
     ):
@@ -153,12 +139,15 @@ def test_a_few_documents_validate_all_over(tmp_path):
 
 
 def test_all_suffixes_give_the_same_documents(tmp_path):
+    import pyarrow.parquet
+
     documents = ['first\nline' * 20, 'zwei ☕' * 20, 'trois' * 30] * 15  # enough to stay whole
     lines = ''.join(json.dumps({'id': 1, 'text': text}) + '\n\n' for text in documents).encode()
     (tmp_path / 'a.jsonl').write_bytes(lines)
     (tmp_path / 'b.jsonl.gz').write_bytes(gzip.compress(lines))
     (tmp_path / 'c.jsonl.xz').write_bytes(lzma.compress(lines))
-    parquet(tmp_path / 'd.parquet', 'text', documents)
+    table = pyarrow.table({'n': range(len(documents)), 'text': documents})
+    pyarrow.parquet.write_table(table, tmp_path / 'd.parquet', row_group_size=40)
     for i, text in enumerate(documents):
         (tmp_path / f'e{i:02}.txt').write_text(text)
     several = f'e0*.txt, {tmp_path}/e[1-4]*.txt'
@@ -177,7 +166,7 @@ def test_demo_shards(tmp_path, name, count):
     found = [tok.decode_bytes(part).decode() for part in parts]
     assert sorted(found) == sorted(rows) and found[0] != rows[0]
     assert len(rows) == 233 and len(tokens) == count
-    assert 0.04 < len(all_tokens(tmp_path, name, ['val'])) / count < 0.06
+    assert 0.04 < df.read_meta(tmp_path)['shards'][0] / count < 0.06
 
 
 def test_other_tokenizer_or_source_is_refused(tmp_path):
@@ -197,14 +186,14 @@ def test_other_tokenizer_or_source_is_refused(tmp_path):
 def test_ready_made_download(tmp_path, monkeypatch):
     """What has come stays; all of the commit that the hub's main was when the folder was begun."""
     hub, folder, asked, content = pytest.importorskip('huggingface_hub'), tmp_path / 'd', [], None
-    commits = ['c0ffee']
+    commits, repo = [types.SimpleNamespace(sha='c0ffee')], ('kjj0/fineweb10B-gpt2', 'dataset')
 
     def repo_info(repo_id, *, revision, repo_type):
-        assert (repo_id, revision, repo_type) == ('kjj0/fineweb10B-gpt2', 'main', 'dataset')
-        return types.SimpleNamespace(sha=commits.pop())
+        assert (repo_id, repo_type, revision) == (*repo, 'main')
+        return commits.pop()
 
     def fake(repo_id, filename, *, repo_type, local_dir, revision):
-        assert (repo_id, repo_type, revision) == ('kjj0/fineweb10B-gpt2', 'dataset', 'c0ffee')
+        assert (repo_id, repo_type, revision) == (*repo, 'c0ffee')
         if content is None:
             raise RuntimeError('no network\nat all')
         asked.append(int(filename[-10:-4]))
@@ -311,19 +300,16 @@ def test_validation_streams(tmp_path, val_tokens, streams, world):
 @pytest.mark.parametrize('name', df.VOCAB)
 @pytest.mark.parametrize('length', [5000, 50000, 1100000])
 def test_the_printed_line_fits_its_text(tmp_path, capsys, monkeypatch, name, length):
-    """Its settings load, in a small model and minutes: the loader finds rows, validation its
-    tokens."""
+    """In a small model and minutes: the loader finds rows, validation its tokens."""
     monkeypatch.chdir(tmp_path)
     Path('a.txt').write_text(((ROOT / 'README.md').read_text()[:9000] * 130)[:length])
     df.main({**DEFAULTS, 'text': 'a.txt', 'tokenizer': name})
     (line,) = [line for line in capsys.readouterr().out.splitlines() if 'python' in line]
     python, script, *arguments = shlex.split(line.split(': ')[1])
-    assert os.path.samefile(script, ROOT / 'train_lm.py')
     c = configure({'__file__': script}, arguments, quiet=True)
-    folder = f'data/text_{name}'
-    assert (c['data_dir'], c['tokenizer'], c['out_dir']) == (folder, name, f'out/text_{name}')
+    assert (c['tokenizer'], c['out_dir']) == (name, f'out/text_{name}')
     tokens, V = c['tokens_per_step'], df.VOCAB[name]
-    train, val = (df.find_shards(folder, split, name) for split in ('train', 'val'))
+    train, val = (df.find_shards(c['data_dir'], split, name) for split in ('train', 'val'))
     loader = df.Loader(train, tokens // c['block_size'], c['block_size'], V, True)
     df.load_val(val, c['val_tokens'], c['val_streams'], V)
     epochs = c['max_iters'] * tokens / len(loader.shards[0])
@@ -341,9 +327,7 @@ MISTAKES = [
     ('--text=a.txt', b'few words', 'a.txt: 9 bytes of text are too few: at least 5000'),
     ('--text=a.txt', b'caf\xe9 au lait', 'text 1: cannot be read: UnicodeDecodeError'),
     ('--text=a.jsonl.xz', lzma.compress(b'{"text": "a"}\n' * 99)[:-9], 'text 100: cannot be read'),
-    ('--text=a.jsonl.gz', b'x', 'text 1: cannot be read: BadGzipFile'),
     ('--text=a.parquet', b'x' * 99, 'a.parquet, text 1: cannot be read: ArrowInvalid'),
-    ('--text=other.parquet', None, "other.parquet, text 1: no string under the key 'text'"),
     ('--text=a.txt --demo=True', OK, 'give one of'),
     ('--pretokenized=3', None, "tokenizer = 'bytes'"),
     ('--text=a.txt --data_dir=a.txt/sub', OK, 'a.txt/sub'),
@@ -353,7 +337,6 @@ MISTAKES = [
 @pytest.mark.parametrize('line, content, message', MISTAKES)
 def test_mistakes_are_named(tmp_path, monkeypatch, capfd, line, content, message):
     monkeypatch.chdir(tmp_path)
-    parquet('other.parquet', 'other', [1])
     if content is not None:
         Path(line.split()[0].partition('=')[2]).write_bytes(content)
     assert message in mistake(capfd, df, ['--tokenizer=bytes', *line.split()])
