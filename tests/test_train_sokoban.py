@@ -1,7 +1,8 @@
 """train_sokoban.py as a user starts it: the update against brute force, resume, ranks, evaluation,
 mistakes, configs."""
 
-import importlib.util
+import functools
+import importlib
 import itertools
 import json
 import math
@@ -32,7 +33,7 @@ TINY = """split=generated eval_split=generated n_levels=50 n_boxes=1 max_moves=6
     compile=False dtype=float32 device=cpu threads=1 learning_rate=1e-2"""
 TINY = dict(pair.split('=') for pair in TINY.split())
 GLU, long = {'arch': 'convglu'}, pytest.mark.long
-MADE, REAL = {}, sokoban.generate
+REAL = sokoban.generate
 
 
 def arguments(out, **settings):
@@ -62,17 +63,13 @@ def checkpoint(out):
     return load_checkpoint(Path(out) / 'ckpt_last.pt')
 
 
+generated = functools.cache(lambda key: REAL(*pickle.loads(key)))
+
+
 @pytest.fixture(autouse=True)
 def levels_are_generated_once(monkeypatch):
     """Most runs here play the same ones, and take a third of their time to make them."""
-
-    def once(*args):
-        key = pickle.dumps(args)
-        if key not in MADE:
-            MADE[key] = REAL(*args)
-        return MADE[key][0].copy(), MADE[key][1]
-
-    monkeypatch.setattr(sokoban, 'generate', once)
+    monkeypatch.setattr(sokoban, 'generate', lambda *args: generated(pickle.dumps(args)))
 
 
 # ---- the update ----
@@ -302,24 +299,17 @@ def test_not_finite(tmp_path):
 # ---- another algorithm ----
 
 
-@pytest.fixture
-def ppo(tmp_path, monkeypatch):
-    """train_sokoban.py with tests/hacks/ppo.patch, as a module."""
+def test_ppos_gradient_is_the_losses(tmp_path, monkeypatch):
+    """With tests/hacks/ppo.patch. Of half of the boards, after the policy has moved away from the
+    rollout's: the clipped surrogate of Schulman et al. 2017, equation 7, and advantages of the
+    rollout's own values."""
     patch = ROOT / 'tests' / 'hacks' / 'ppo.patch'
-    lines = [line for line in patch.read_text().splitlines() if line[:1] in ('+', '-')]
-    assert len(lines) - 2 <= 60
+    assert sum(line[:1] in ('+', '-') for line in patch.read_text().splitlines()) <= 2 + 60
     shutil.copy(ROOT / 'train_sokoban.py', tmp_path)
     subprocess.run(['git', 'apply', str(patch)], cwd=tmp_path, check=True)
-    spec = importlib.util.spec_from_file_location('ppo', tmp_path / 'train_sokoban.py')
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, 'ppo', module)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_ppos_gradient_is_the_losses(tmp_path, ppo):
-    """Of half of the boards, after the policy has moved away from the rollout's: the clipped
-    surrogate of Schulman et al. 2017, equation 7, and advantages of the rollout's own values."""
+    (tmp_path / 'train_sokoban.py').rename(tmp_path / 'ppo.py')
+    monkeypatch.syspath_prepend(tmp_path)
+    ppo = importlib.import_module('ppo')
     run = prepare(tmp_path, ppo, clip=0.1, **LOSS)
     move(run.model, 0.3)
     for _ in range(2):  # the second begins with a state
@@ -342,32 +332,21 @@ def test_ppos_gradient_is_the_losses(tmp_path, ppo):
 # ---- evaluation ----
 
 
-class Scripted:
-    """Plays given actions: level i's action at step t is actions[i][t]; then 0."""
-
-    def __init__(self, actions):
-        self.actions, self.prepare = actions, lambda: None
-
-    def init_state(self, N):
-        self.script = itertools.zip_longest(*self.actions, [0] * 120, fillvalue=0)
-        return ()
-
-    def act(self, w, obs, start, state):
-        wanted = [int(action) for action in next(self.script)[:-1]]
-        return F.one_hot(torch.tensor(wanted), 4).float(), None, ()
-
-
 def test_evaluation_counts_what_is_played(tmp_path):
     """The generator's own solutions solve their levels, in their own number of steps; a policy that
     never moves solves nothing. A report shows the longest solution and the first failure."""
     levels, solutions = sokoban.generate(40, 2, 3)
-    script = [s if i % 2 else [] for i, s in enumerate(solutions)]
-    result, lengths = play_sokoban.play(Scripted(script), levels, 'cpu'), [len(s) for s in script]
+    lengths, moves = [len(s) * (i % 2) for i, s in enumerate(solutions)], np.zeros((40, 120), int)
+    for i, n in enumerate(lengths):
+        moves[i, :n] = solutions[i][:n]
+    player, played = play_sokoban.Policy('numpy:zeros'), itertools.cycle(moves.T)
+    player.function = lambda seen: next(played)
+    result = play_sokoban.play(player, levels, 'cpu')
     assert result['solved'].tolist() == [n > 0 for n in lengths]
     assert result['steps'].tolist() == [n or 120 for n in lengths]
     returns = [12 - 0.1 * n for n in lengths if n]
     assert result['return'][1::2].tolist() == pytest.approx(returns, abs=1e-3)
-    record = play_sokoban.report(Scripted(script), levels, 'x', 'cpu', tmp_path, {})
+    record = play_sokoban.report(player, levels, 'x', 'cpu', tmp_path, {})
     found = [record[key] for key in ('solved_level', 'failed_level', 'solve_rate')]
     assert found == [np.argmax(lengths), 0, 0.5]
     assert Image.open(tmp_path / 'eval_x_solved.gif').n_frames == max(lengths) + 1
