@@ -21,8 +21,7 @@ settings.register_profile('long', max_examples=3000, **COMMON)
 
 
 def pytest_addoption(parser):
-    text = '20 kills a script, 50 times as much drawn input, the whole demo, half-hour soaks, what '
-    text += 'is slow and rare: two hours'
+    text = 'twenty kills, 50 times as much drawn input, half-hour soaks, what is rare: two hours'
     parser.addoption('--long', action='store_true', help=text)
 
 

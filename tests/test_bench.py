@@ -82,9 +82,6 @@ def test_a_suite(case, tmp_path):
             assert r['share_of_roofline'] == pytest.approx(least * value / 2)
 
 
-# ---- suite first ----
-
-
 def test_first_goes_on_where_it_stopped(tmp_path, capfd):
     """Ctrl-C keeps what was told to be done, and leaves no process, which would keep the pipe open;
     the same line goes on, what is done is not done again; a step that fails is told and passed by
@@ -107,15 +104,6 @@ def test_first_goes_on_where_it_stopped(tmp_path, capfd):
     assert list(bad) == [large] and 'GB free' in bad[large] and f'- {large}: {bad[large]}' in table
     file.write_text(json.dumps({**report, 'commit': 'other'}))
     assert "commit 'other'" in mistake(capfd, bench, command[2:])
-
-
-def test_steps_of_a_gpu():
-    """The order that was asked for, each cell once, the rest of the tests last."""
-    steps = list(bench.plan({**GPU, 'suite': 'first'}))
-    assert steps[:3] == ['yardsticks', 'smoke', 'train 2,8,64,131072'] and steps[-1] == 'tests'
-    assert steps[8] == 'decode 2,8,128,16' and steps[11] == 'decode 1,16,2048,16'
-    assert steps[12:14] == ['sokoban 1,1,128', 'sokoban 4,1,64']
-    assert len([name for name in steps if name.startswith('train')]) == 60
 
 
 # ---- variants that fail ----
@@ -186,22 +174,19 @@ def test_one_after_another_on_a_gpu():
     assert [line.partition(':')[0] for line in out.splitlines()[:3]] == ['fine', 'fine', 'killed']
 
 
-# ---- figures that are known ----
-
-FLOORS = """\
-train 1: 913 913 772 477 145 75
-train 8: 514 427 319 173 46 23
-decode 1: 0.096 0.112
-decode 16: 0.112 0.363"""
+FLOORS = {  # suite and L: by C
+    ('train', 1): (913, 913, 772, 477, 145, 75),
+    ('train', 8): (514, 427, 319, 173, 46, 23),
+    ('decode', 1): (0.096, 0.112),
+    ('decode', 16): (0.112, 0.363),
+}
 
 
 def test_floor_is_that_of_the_plan():
     """Against the hard floors calculated for an H100 of 800 TFLOP/s and 3 TB/s (1000 tokens/s; ms a
     token), d = 768, E = 16/L."""
-    for line in FLOORS.splitlines():
-        name, _, figures = line.partition(': ')
-        suite, L = name.split()[0], int(name.split()[1])
-        for C, want in zip(bench.CONTEXTS[suite], map(float, figures.split()), strict=True):
+    for (suite, L), figures in FLOORS.items():
+        for C, want in zip(bench.CONTEXTS[suite], figures, strict=True):
             B = 16 if suite == 'decode' else 32768 // C
             row = ROW | {'suite': suite, 'L': L, 'E': 16 // L, 'C': C, 'B': B, 'T': C}
             least = 1000 * bench.floor(row | {'D': 768, 'V': 50304}, 800e12, 3e12)
@@ -266,21 +251,18 @@ def test_append(tmp_path, monkeypatch, capsys):
     def fine(group, *_):
         return {label: yardsticks if label == 'yardsticks' else done for label in group}
 
-    def rows(**changes):
-        assert bench.run_suite({**config, **changes}) == 0
-        return json.loads(file.read_text())['results'], capsys.readouterr().out
-
     monkeypatch.setattr(bench, 'measure', fine)
     monkeypatch.setattr(sys, 'argv', ['bench.py', '--n_embd=128'])
     config = {**SETTINGS, 'device': 'cpu', 'dtype': 'float32', 'out': str(file)}
     config |= {'n_embd': 128, 'paths': 'fast,gpt', 'cells': ((2, 2, 8, 64), (4, 1, 8, 64))}
-    found, out = rows(budget=1e-9)
-    assert len(found) == 2 and 'cells left: 1' in out
-    assert out.splitlines()[-1] == 'python bench.py --n_embd=128 --append=True'
-    found, out = rows(append=True)
+    assert bench.run_suite({**config, 'budget': 1e-9}) == 0
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert told == 'python bench.py --n_embd=128 --append=True'
+    assert len(json.loads(file.read_text())['results']) == 2
+    assert bench.run_suite({**config, 'append': True}) == 0
+    found = json.loads(file.read_text())['results']
     names = [f'{r["cell"][:4]} {r["path"]} {r["L"]} {r["E"]}' for r in found]
     assert names == ['(2,2 fast 2 2', '(2,2 gpt 4 1', '(4,1 fast 4 1', '(4,1 gpt 4 1']
-    assert 'left' not in out
 
 
 REFUSED = """\

@@ -7,13 +7,9 @@ import lzma
 import os
 import random
 import shlex
-import signal
-import sys
 import types
 from pathlib import Path
-from subprocess import PIPE
 
-import forks
 import numpy as np
 import pytest
 import torch
@@ -214,9 +210,6 @@ def test_ready_made_download(tmp_path, monkeypatch):
     refuses('train_000004.bin: not a token', prepare, folder, **gpt2 | {'pretokenized': 4})
 
 
-# ---- loaders ----
-
-
 def make_shards(folder, sizes):
     rng, paths, shards = np.random.default_rng(0), [], []
     for size in sizes:
@@ -341,13 +334,3 @@ def test_mistakes_are_named(tmp_path, monkeypatch, capfd, line, content, message
         Path(line.split()[0].partition('=')[2]).write_bytes(content)
     assert message in mistake(capfd, df, ['--tokenizer=bytes', *line.split()])
     assert not os.path.exists('data')  # nothing is written on a mistake
-
-
-def test_ctrl_c(tmp_path):
-    os.mkfifo(tmp_path / 'slow.jsonl')
-    command = [sys.executable, str(ROOT / 'data_fineweb.py'), '--text=slow.jsonl']
-    process = forks.Popen(command, cwd=tmp_path, stdout=PIPE, stderr=PIPE, text=True)
-    with open(tmp_path / 'slow.jsonl', 'w'):  # returns when the script reads: it is at work now
-        process.send_signal(signal.SIGINT)
-        err = process.communicate()[1]
-    assert process.returncode == 130 and 'the same command' in err and 'Traceback' not in err

@@ -40,20 +40,16 @@ tokenizer='bytes' n_layer=2 n_expert=2 n_embd=32 n_head=2 window=12 block_size=8
 max_iters=8 warmup_iters=3 eval_interval=4 val_tokens=96 val_streams=3 compile=False dtype='float32'
 device='cpu' threads=1
 """)
-META = {'tokenizer': 'bytes', 'source': 'test', 'shards': []}
 IGNORED = 'ms tokens_per_s env_steps_per_s clock seconds config'.split()  # times
 LSTM = {'arch': 'lstm'}
 PLAIN = {'arch': 'transformer', 'recurrent': False, 'n_expert': 1}
-
-
-# ---- runs, in this process and in others ----
 
 
 def shards(folder, **sizes):
     for name, n in sizes.items():
         tokens = (np.arange(n) ** 2 % 11 + 65).astype(np.uint16)
         data_fineweb.write_shard(str(folder / f'fineweb_{name}.bin'), tokens)
-    data_fineweb.write_meta(str(folder), META)
+    data_fineweb.write_meta(folder, {'tokenizer': 'bytes', 'source': 'test', 'shards': []})
 
 
 @pytest.fixture(scope='session')
@@ -131,13 +127,11 @@ def read_log(out):
 
 def same(a, b):
     """Bit-equal trees of tensors and plain types; timings aside."""
-    leaves = [
-        [(path, x) for path, x in tree if not {getattr(k, 'key', 0) for k in path} & set(IGNORED)]
-        for tree in (tree_flatten_with_path(x)[0] for x in (a, b))
-    ]
+    leaves = [tree_flatten_with_path(x)[0] for x in (a, b)]
     for (path, x), (its, y) in zip(*leaves, strict=True):
+        timing = {getattr(k, 'key', 0) for k in path} & set(IGNORED)
         equal = torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
-        assert path == its and equal, (path, its, x, y)
+        assert path == its and (timing or equal), (path, its, x, y)
 
 
 @pytest.fixture(scope='session')
@@ -247,14 +241,15 @@ def memory_of(r):
 def replay(graphs, name, function, *args):
     """kernels.graphed as far as a CPU can play it: from the fourth call on the arguments are those
     of the fourth, whatever is passed, nothing may have moved, and no result can go stale."""
-    calls, captured, where = graphs.get(name, (0, None, None)) if graphs is not None else (0, 0, 0)
     if graphs is not None:
-        if calls >= 3 and captured is None:
+        calls, captured, where = graphs.get(name, (0, None, None))
+        if calls == 3:
             captured, where = args, memory_of(args[0])
         graphs[name] = calls + 1, captured, where
         # an optimizer's state comes after the first chunks
         assert calls < 3 or where == memory_of(args[0])[: len(where)], name
-    assert function(*(captured or args)) is None
+        args = captured or args
+    assert function(*args) is None
 
 
 GRAPHED = [{}, {'batch_size': 2, **ROUTED}, {'recurrent': False, 'batch_size': 4}]
@@ -281,28 +276,20 @@ def test_captured_updates_use_the_same_memory(data, tmp_path, monkeypatch, setti
 
 
 LONG = {'block_size': 1025}
-CAPTURED = [  # settings, device, ranks: is the optimizer captured, a chunk, and the model's path
-    ({}, 'cpu', 1, (False, False), 'compiled'),
-    ({}, 'cuda:0', 1, (True, True), 'captured'),
-    (LONG, 'cuda:0', 1, (True, False), 'graphed'),
-    ({**LONG, 'recurrent': False}, 'cuda:0', 1, (True, True), 'compiled'),
-    ({}, 'cuda:1', 2, (False, False), 'graphed'),
-    (LSTM, 'cuda:0', 1, (False, False), 'fast'),
+CAPTURED = [  # settings, device, ranks: is the optimizer captured, and a chunk
+    ({}, 'cpu', 1, (False, False)),
+    ({}, 'cuda:0', 1, (True, True)),
+    ({}, 'cuda:1', 2, (False, False)),
+    (LONG, 'cuda:0', 1, (True, False)),
+    ({**LONG, 'recurrent': False}, 'cuda:0', 1, (True, True)),
+    (LSTM, 'cuda:0', 1, (False, False)),
 ]
 
 
-@pytest.mark.parametrize('settings, device, ranks, captured, path', CAPTURED)
-def test_what_is_captured(data, tmp_path, monkeypatch, settings, device, ranks, captured, path):
-    """By device, ranks and length of the chunk; where a recurrent chunk is not captured whole, the
-    model replays blocks."""
-    monkeypatch.setattr(checkpoint, 'compiles', lambda model, once: True)
-    r = begin(data, tmp_path)
-    configured(data, tmp_path, **{'compile': True, **settings})
+@pytest.mark.parametrize('settings, device, ranks, captured', CAPTURED)
+def test_what_is_captured(settings, device, ranks, captured):
+    configured('data', 'out', **settings)
     assert train_lm.captures(device, ranks) == captured
-    r.device, r.chunk_graphs = device, {} if captured[1] else None
-    r.model.config.path = train_lm.path
-    train_lm.prepare(r)
-    assert r.model.config.path == path
 
 
 @pytest.mark.parametrize('recurrent', [True, False])
@@ -326,11 +313,8 @@ def test_ranks_and_micro_batches(data, tmp_path, recurrent):
                 assert a[key] == pytest.approx(b[key], rel=rel), (name, a['step'], key)
         for a, b in zip(states['whole'] or [], states[name] or [], strict=True):
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
-    # a run may go on with another number of ranks
+    # with another number of ranks it goes on
     assert run(data, tmp_path / 'four', max_iters=6, resume=True, **settings) == 0
-
-
-# ---- baselines ----
 
 
 BASELINES = [('lstm', f'n_expert=2 {sizes}') for sizes in ('n_embd=128', 'n_embd=256 n_layer=3')]
@@ -406,9 +390,6 @@ def test_a_broken_weight_stops_with_the_last_good_checkpoint(data, tmp_path, mon
     assert saved['step'] == 4 and all(p.isfinite().all() for p in saved['model'].values())
 
 
-# ---- memory ----
-
-
 def test_the_estimate_meets_the_stand_ins_peaks():
     """Every line of the table: over the measured by at most 0.3, under it by at most 3%."""
     table = (ROOT / 'results' / 'modelled' / 'memory.md').read_text().splitlines()
@@ -452,8 +433,6 @@ def test_rows_by_memory(data, tmp_path, monkeypatch, capfd, settings, memory, ex
 
 MISTAKES = """
 tokens_per_step=100 | tokens_per_step = 100: must be a multiple
-n_embd=100 n_head=0 | n_embd = 100 is a multiple of neither
-data_dir=/nonexistent | no train shards in '/nonexistent'
 device=cuda:99 | device =
 resume=True | out: holds no trained run
 val_tokens=1000000 | lower val_tokens
@@ -500,15 +479,14 @@ def test_refusals_that_keep_a_run(data, trained, tmp_path, capfd):
     assert run(others, out, eval_only=True) == 0  # only asks what the weights are worth there
 
 
-DAMAGES = [  # part of a checkpoint, what becomes of it (None: it is taken out), what is said
+DAMAGES = [  # part of a checkpoint, what becomes of it, what is said
     ('model.head', lambda w: w[:5], 'size mismatch for head'),
     ('step', lambda n: None, 'step = '),
     ('optimizers', lambda o: o[:1], 'optimizers or rng does not fit'),
     ('rng.torch', lambda x: x[:9], 'optimizers or rng does not fit'),
     ('loader.shard', lambda x: 99, 'loader or state does not fit'),
     ('state', lambda s: [x[:1] for x in s], 'loader or state does not fit'),
-    ('optimizers', None, 'missing: optimizers'),
-    ('config', None, 'not a checkpoint of this train_lm.py'),
+    ('config', lambda c: None, 'not a checkpoint of this train_lm.py'),
 ]
 
 
@@ -521,9 +499,7 @@ def test_a_damaged_checkpoint_is_one_line(data, tmp_path, capfd):
         saved = load_checkpoint(tmp_path / 'good.pt')
         *outer, name = key.split('.')
         part = saved[outer[0]] if outer else saved
-        was = part.pop(name)
-        if change is not None:
-            part[name] = change(was)
+        part[name] = change(part[name])
         checkpoint.save_checkpoint(saved, path)
         error = mistake(capfd, train_lm, argv)
         assert f'{path}: ' in error and message in error, error
@@ -549,9 +525,6 @@ def test_packages_are_optional(data, tmp_path, monkeypatch, capfd, name):
     assert run(data, tmp_path / 'out', max_iters=1) == 0
 
 
-# ---- weights to begin with ----
-
-
 def test_init_from(trained, data, tmp_path, capfd):
     """A run's weights or an export's begin another run, as they are; of a model of another depth
     and window those that fit, and lines name the rest. A fresh optimizer, at step 0."""
@@ -569,5 +542,5 @@ def test_init_from(trained, data, tmp_path, capfd):
     assert all(torch.equal(deeper[name], x) for name, x in saved['model'].items())
     said = capfd.readouterr().out
     assert 'begun anew: levels.2.' in said and 'not taken' not in said
-    begin(data, tmp_path / 'x', init_from=source, n_layer=1, aggregation='softmax_mean')
+    begin(data, tmp_path / 'x', init_from=source, n_layer=1)
     assert 'not taken: levels.1.' in capfd.readouterr().out

@@ -165,6 +165,36 @@ def test_gradient_is_the_losses(tmp_path, settings):
         assert batch['done'][2, 0] and batch['done'][0, 2] and batch['done'][4, 1] != again
 
 
+def test_ppos_gradient_is_the_losses(tmp_path, monkeypatch):
+    """With tests/hacks/ppo.patch. Of half of the boards, after the policy has moved away from the
+    rollout's: the clipped surrogate of Schulman et al. 2017, equation 7, and advantages of the
+    rollout's own values."""
+    patch = ROOT / 'tests' / 'hacks' / 'ppo.patch'
+    assert sum(line[:1] in ('+', '-') for line in patch.read_text().splitlines()) <= 2 + 60
+    shutil.copy(ROOT / 'train_sokoban.py', tmp_path)
+    subprocess.run(['git', 'apply', str(patch)], cwd=tmp_path, check=True)
+    (tmp_path / 'train_sokoban.py').rename(tmp_path / 'ppo.py')
+    monkeypatch.syspath_prepend(tmp_path)
+    ppo = importlib.import_module('ppo')
+    run = prepare(tmp_path, ppo, clip=0.1, **LOSS)
+    move(run.model, 0.3)
+    for _ in range(2):  # the second begins with a state
+        ppo.update(run, False)
+    assert run.optimizer.state_dict()['state'][0]['step'] == 2 * 3 * 3  # rollouts, epochs, parts
+    run.env.steps[:2] = torch.tensor([120 - 3, 120 - 5])
+    batch, boards = ppo.rollout(run), torch.tensor([0, 1, 4])
+    move(run.model, 0.1, seed=1)
+    run.optimizer.zero_grad()
+    stats = ppo.backward(run, batch, boards)
+    new = run.model(batch['obs'], batch['start'], tuple(run.state))[:2]
+    old = batch['logits'], torch.cat([batch['value'], batch['last'][None]])
+    new, old = ([x[:, boards] for x in pair] for pair in (new, old))
+    mine = {name: batch[name][:, boards] for name in ('reward', 'done', 'action')}
+    wanted, clipped = written_out(new, old, mine, clip=0.1)
+    assert 1 < clipped < 14 and mine['done'].sum() >= 2
+    compare(run, stats, wanted)
+
+
 def test_what_a_gpu_compiles(tmp_path, monkeypatch):
     """Environment and advantages are compiled there, as one graph without breaks, once ahead of the
     first update, which leaves the boards as they were; bit-equal, in the same memory. ('cpu:0'
@@ -294,39 +324,6 @@ def test_not_finite(tmp_path):
     saved = (tmp_path / 'ckpt_last.pt').read_bytes()
     assert run(tmp_path, total_steps=9600, resume=True, learning_rate=1e38) == 1
     assert (tmp_path / 'ckpt_last.pt').read_bytes() == saved
-
-
-# ---- another algorithm ----
-
-
-def test_ppos_gradient_is_the_losses(tmp_path, monkeypatch):
-    """With tests/hacks/ppo.patch. Of half of the boards, after the policy has moved away from the
-    rollout's: the clipped surrogate of Schulman et al. 2017, equation 7, and advantages of the
-    rollout's own values."""
-    patch = ROOT / 'tests' / 'hacks' / 'ppo.patch'
-    assert sum(line[:1] in ('+', '-') for line in patch.read_text().splitlines()) <= 2 + 60
-    shutil.copy(ROOT / 'train_sokoban.py', tmp_path)
-    subprocess.run(['git', 'apply', str(patch)], cwd=tmp_path, check=True)
-    (tmp_path / 'train_sokoban.py').rename(tmp_path / 'ppo.py')
-    monkeypatch.syspath_prepend(tmp_path)
-    ppo = importlib.import_module('ppo')
-    run = prepare(tmp_path, ppo, clip=0.1, **LOSS)
-    move(run.model, 0.3)
-    for _ in range(2):  # the second begins with a state
-        ppo.update(run, False)
-    assert run.optimizer.state_dict()['state'][0]['step'] == 2 * 3 * 3  # rollouts, epochs, parts
-    run.env.steps[:2] = torch.tensor([120 - 3, 120 - 5])
-    batch, boards = ppo.rollout(run), torch.tensor([0, 1, 4])
-    move(run.model, 0.1, seed=1)
-    run.optimizer.zero_grad()
-    stats = ppo.backward(run, batch, boards)
-    new = run.model(batch['obs'], batch['start'], tuple(run.state))[:2]
-    old = batch['logits'], torch.cat([batch['value'], batch['last'][None]])
-    new, old = ([x[:, boards] for x in pair] for pair in (new, old))
-    mine = {name: batch[name][:, boards] for name in ('reward', 'done', 'action')}
-    wanted, clipped = written_out(new, old, mine, clip=0.1)
-    assert 1 < clipped < 14 and mine['done'].sum() >= 2
-    compare(run, stats, wanted)
 
 
 # ---- evaluation ----
