@@ -1,6 +1,5 @@
-"""The tests' one option, and ctrl-C: a shell starts its background jobs with it ignored, their
-children inherit that, and the tests that press it need the default. One thread a process: several
-spin beside each other, and Inductor's own workers would each import torch."""
+"""The tests' one option, and ctrl-C: a shell's background jobs inherit that it is ignored. One
+thread a process: several spin beside each other, and Inductor's workers would each import torch."""
 
 import os
 import signal

@@ -33,8 +33,7 @@ PARAMETERS = list(inspect.signature(REAL._execute_child).parameters)[1:]
 
 @functools.cache
 def server(pid):
-    """This process's server: a connection to it. Its grandchildren become children of this process,
-    which can wait for them."""
+    """This process's server: a connection to it. Its grandchildren become children of ours."""
     assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     mine, its = socket.socketpair(type=socket.SOCK_SEQPACKET)
     names = ('OMP_NUM_THREADS', 'MKL_NUM_THREADS', 'OPENBLAS_NUM_THREADS')
@@ -45,8 +44,7 @@ def server(pid):
 
 
 class Popen(REAL):
-    """Whose child is forked by the server; in such a child (sweep.py) by itself, if it is to run
-    python."""
+    """Whose child the server forks; in such a child (sweep.py) itself, if it is to run python."""
 
     by_server = True
 
@@ -134,8 +132,7 @@ class Forking(multiprocessing.context.ForkContext):
 
 
 def become(order, files):
-    """Run what `python argv...` runs, and end as the interpreter does, but for freeing all that
-    torch's import has made: that takes a second of every child."""
+    """Run what `python argv...` runs, and end as that does, but for freeing torch: a second."""
     for k, fd in enumerate(files):
         os.dup2(fd, k)
     for fd in {int(name) for name in os.listdir('/proc/self/fd')} - {0, 1, 2, *order['kept']}:

@@ -1,39 +1,31 @@
-"""bench.py: reports hold what they promise, a failing variant does not end the others, suite first
-goes on where it stopped."""
+"""bench.py: what reports promise, going on where it stopped, variants that fail, known figures."""
 
 import json
 import os
-import pathlib
-import shlex
 import signal
-import subprocess
 import sys
 
 import forks
 import numpy as np
 import pytest
-from test_train import mistake
+from test_train import ROOT, launch, mistake
 
 import bench
 from configurator import read_script
 
-ROOT = pathlib.Path(__file__).parents[1]
-SMALL = shlex.split('--rounds=1 --seconds=0.01 --threads=1 --device=cpu --n_envs=2 --unroll=3')
+SMALL = '--rounds=1 --seconds=0.01 --threads=1 --device=cpu --n_envs=2 --unroll=3'.split()
 SETTINGS = read_script(bench.__file__)[0]
-GPU = {**SETTINGS, 'device': 'cuda:0', 'dtype': 'bfloat16'}
-ROW = dict.fromkeys('LECBTDV', 1) | {'suite': 'train', 'path': 'fast', 'model': 'recurrent'}
-ROW |= {'dtype': 'bfloat16'}
+ROW = {'path': 'fast', 'model': 'recurrent', 'dtype': 'bfloat16', 'D': 768, 'V': 50304}
 
 
-def run(tmp_path, words, *more, status=0):
+def run(tmp_path, words, status=0):
     """python bench.py -> the report, its table, the output."""
-    words = [*SMALL, *words.split(), *more, f'--out={tmp_path}/a/b.json']
-    command = [sys.executable, 'bench.py', *words]
-    done = forks.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == status, done.stdout + done.stderr
+    process = launch('bench.py', [*SMALL, *words.split(), f'--out={tmp_path}/a/b.json'])
+    out, error = process.communicate()
+    assert process.returncode == status, out + error
     table = (tmp_path / 'a' / 'b.md').read_text()
-    assert table.strip() in done.stdout
-    return json.loads((tmp_path / 'a' / 'b.json').read_text()), table, done.stdout
+    assert table.strip() in out
+    return json.loads((tmp_path / 'a' / 'b.json').read_text()), table, out
 
 
 def cells_of(table):
@@ -44,17 +36,16 @@ def cells_of(table):
 
 # ---- suites ----
 
-SUITES = """\
-train fast,gpt,lstm,plain (1,2,4,64)
-decode ring,gpt_ring (1,2,4,2)
-sokoban fast,plain_recompute (1,1,4)"""
+SUITES = [  # suite, paths, a cell
+    ('train', 'fast,gpt,lstm,plain', '(1,2,4,64)'),
+    ('decode', 'ring,gpt_ring', '(1,2,4,2)'),
+    ('sokoban', 'fast,plain_recompute', '(1,1,4)'),
+]
 
 
-@pytest.mark.parametrize('case', SUITES.splitlines())
-def test_a_suite(case, tmp_path):
-    """A header that lets it be repeated, yardsticks, turns, figures, the table also as a file; a
-    loss and gradients, logits, games that are the plain pieces'."""
-    suite, paths, cell = case.split()
+@pytest.mark.parametrize('suite, paths, cell', SUITES)
+def test_a_suite(suite, paths, cell, tmp_path):
+    """A header, yardsticks, turns, figures; gradients, logits, games of the plain pieces'."""
     words = '--n_embd=128 --block_size=8 --rounds=2 --check '
     report, table, out = run(tmp_path, f'{words} --suite={suite} --paths={paths} --cells={cell}')
     rates = {name: np.median(seen) for name, seen in report['yardsticks'].items()}
@@ -83,15 +74,13 @@ def test_a_suite(case, tmp_path):
 
 
 def test_first_goes_on_where_it_stopped(tmp_path, capfd):
-    """Ctrl-C keeps what was told to be done, and leaves no process, which would keep the pipe open;
-    the same line goes on, what is done is not done again; a step that fails is told and passed by
-    (exit status 1); a report of other code is refused."""
+    """Ctrl-C keeps what is done, and leaves no process, which would keep the pipe open; a step that
+    fails is told and passed by (exit status 1); a report of other code is refused."""
     large, file = 'train 400,100,4,64', tmp_path / 'a' / 'b.json'
     cells = "('train',1,2,4,64),('decode',1,2,4,2),('train',400,100,4,64),('sokoban',1,1,4)"
     words = f'--suite=first --n_embd=128 --paths=fast,gpt_ring,ring --cells={cells}'
-    command = [sys.executable, 'bench.py', *SMALL, *words.split(), f'--out={file}']
-    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
-    with forks.Popen(command, cwd=ROOT, **pipes) as process:
+    argv = [*SMALL, *words.split(), f'--out={file}']
+    with launch('bench.py', argv) as process:
         next(line for line in process.stdout if line.startswith('train 1,2,4,64: ok; '))
         process.send_signal(signal.SIGINT)
         _, error = process.communicate()
@@ -103,7 +92,7 @@ def test_first_goes_on_where_it_stopped(tmp_path, capfd):
     bad = {name: step['status'] for name, step in report['steps'].items() if step['status'] != 'ok'}
     assert list(bad) == [large] and 'GB free' in bad[large] and f'- {large}: {bad[large]}' in table
     file.write_text(json.dumps({**report, 'commit': 'other'}))
-    assert "commit 'other'" in mistake(capfd, bench, command[2:])
+    assert "commit 'other'" in mistake(capfd, bench, argv)
 
 
 # ---- variants that fail ----
@@ -161,14 +150,7 @@ def test_variants_that_fail(tmp_path):
     assert status[4:8] == ['differs by 50.0% in w', 'ok', 'ok', 'ok']
     assert '1 tests: test_wrong' in status[8] and status[9] == 'failed: late'
     assert found['lost']['check'] == 'OOM' and found['wrong']['check'] == '50.00%'
-    some = list(found.items())[:7]
-    rows = [bench.derive(record, {**ROW, 'cell': name}, {}) for name, record in some]
-    lines = cells_of(bench.beside(rows))
-    assert 'OOM' in lines[2] and 'differs by 50.0% in w' in lines[6] and '1.00x' in lines[8]
-
-
-def test_one_after_another_on_a_gpu():
-    """(They use the CPU.)"""
+    # one after another on a GPU, as which the CPU stands here
     found, out = measured('cuda:0', 'fine,killed,lost')
     assert [found[name]['status'] for name in found] == ['ok', 'OOM', 'ok']
     assert [line.partition(':')[0] for line in out.splitlines()[:3]] == ['fine', 'fine', 'killed']
@@ -189,17 +171,18 @@ def test_floor_is_that_of_the_plan():
         for C, want in zip(bench.CONTEXTS[suite], figures, strict=True):
             B = 16 if suite == 'decode' else 32768 // C
             row = ROW | {'suite': suite, 'L': L, 'E': 16 // L, 'C': C, 'B': B, 'T': C}
-            least = 1000 * bench.floor(row | {'D': 768, 'V': 50304}, 800e12, 3e12)
+            least = 1000 * bench.floor(row, 800e12, 3e12)
             near = 0.07 if suite == 'decode' else 0.25 if (L, C) == (8, 32) else 0.13
             got = least if suite == 'decode' else B / least
             assert got == pytest.approx(want, rel=near), (suite, L, C)
 
 
 def test_paper_cells():
-    """On a GPU: every cell of both tables, the streams of one of 4 GPUs, the paper's figures."""
+    """Every cell of both tables, the streams of one of 4 GPUs, the paper's figures."""
 
     def rows(suite, **changes):
-        groups = bench.plan({**GPU, 'suite': suite, **changes})
+        on_a_gpu = {'suite': suite, 'device': 'cuda:0', 'dtype': 'bfloat16'}
+        groups = bench.plan({**SETTINGS, **on_a_gpu, **changes})
         return [row for group in groups.values() for row in group.values() if 'L' in row]
 
     trained = rows('train')
@@ -243,8 +226,7 @@ def test_compare(tmp_path, monkeypatch, capfd):
 
 
 def test_append(tmp_path, monkeypatch, capsys):
-    """The command that is told measures the rest; rows stay; the same twin beside each cell has a
-    row each."""
+    """The command that is told measures the rest; the same twin beside each cell has a row each."""
     file, done = tmp_path / 'r.json', {'status': 'ok', 'seconds': {'update': [2.0]}, 'work': 4}
     yardsticks = {**done, 'seconds': {'matmul': [1], 'copy': [1]}, 'work': {'matmul': 1, 'copy': 1}}
 
@@ -266,10 +248,8 @@ def test_append(tmp_path, monkeypatch, capsys):
 
 
 REFUSED = """\
---suite=speed: expected one of train
 --cells=((1,2,3,0),): expected (L, E, C, B)
 --paths=ring: expected some of
---n_embd=100: set n_head
 --dtype=float16: dtype
 --cells=(1,1,4,100): not a whole number
 --suite=sokoban --cells=(1,1): sokoban: (L, E, d)

@@ -1,5 +1,4 @@
-"""data_fineweb.py: tokenizers, shards, preparing data (kills, a fake hub), loaders against brute
-force, the command line."""
+"""data_fineweb.py: tokenizers, shards, preparing data, loaders against brute force, mistakes."""
 
 import gzip
 import json
@@ -13,12 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_train import mistake
+from test_train import ROOT, mistake
 
 import data_fineweb as df
 from configurator import configure, read_script
 
-ROOT = Path(__file__).resolve().parent.parent
 DEFAULTS = read_script(df.__file__)[0] | {'tokenizer': 'bytes'}
 
 

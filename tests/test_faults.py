@@ -16,11 +16,10 @@ import numpy as np
 import pytest
 import test_train as lm
 import test_train_sokoban as agents
-from test_train import data, finished, same  # noqa: F401
+from test_train import ROOT, data, finished, same  # noqa: F401
 
 from checkpoint import load_checkpoint, saved_in
 
-ROOT = Path(__file__).resolve().parent.parent
 PIPES = {'cwd': ROOT, 'text': True, 'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE}
 
 
@@ -32,21 +31,20 @@ def wait_for(path, process):
 
 
 def test_training_is_killed(data, tmp_path, request):  # noqa: F811
-    """kill -9 at random moments soon after a log line; it saves every few updates, so that many
-    fall into a save; the last checkpoint then loses its end."""
+    """At random moments; many fall into a save. The last checkpoint then loses its end."""
     kills = 20 if request.config.getoption('--long') else 2
     a, b, n, hit = tmp_path / 'a', tmp_path / 'b', 40 * kills, 0
     assert lm.run(data, a, max_iters=n) == 0
 
-    def go_on(again):
-        how = {'resume': True} if saved_in(b) else {'overwrite': again}
+    def go_on():
+        how = {'resume': True} if saved_in(b) else {'overwrite': True}
         return lm.start(data, b, max_iters=n, **how)
 
     def size():
         return (b / 'log.jsonl').stat().st_size if (b / 'log.jsonl').exists() else 0
 
-    for k in range(kills):
-        before, process = size(), go_on(k > 0)
+    for _ in range(kills):
+        before, process = size(), go_on()
         while size() == before and process.poll() is None:
             time.sleep(0.002)
         time.sleep(random.uniform(0, 0.3))
@@ -58,13 +56,11 @@ def test_training_is_killed(data, tmp_path, request):  # noqa: F811
     paths = saved_in(b)
     if len(paths) == 2:  # there is one before it to fall back on
         paths[0].write_bytes(paths[0].read_bytes()[:-100])
-    out, err = go_on(True).communicate()
+    out, err = go_on().communicate()
     assert out.count('warning: ') == (len(paths) == 2) and not err, out + err
     same(*(load_checkpoint(folder / 'ckpt_last.pt') for folder in (a, b)))
     same(lm.read_log(a), lm.read_log(b))
 
-
-# ---- ranks ----
 
 TORCHRUN = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2']
 
@@ -78,8 +74,7 @@ def kill_a_rank(launcher, out):
 
 
 def test_a_rank_is_killed(data, tmp_path, request):  # noqa: F811
-    """The other one stops and says why; resumed, the run goes on to its end. With --max-restarts
-    (long) the launcher starts both again, they resume by themselves, and end alike."""
+    """The other one stops and says why. With --max-restarts (long) both resume by themselves."""
     a, b, n = tmp_path / 'a', tmp_path / 'b', 40
     settings = {'max_iters': n, 'eval_interval': 10}
     launcher = lm.start(data, a, ranks=2, **settings)
@@ -152,35 +147,20 @@ def test_two_hosts_and_one_is_cut_off(data, hosts, tmp_path):  # noqa: F811
     assert load_checkpoint(cut / 'ckpt_last.pt')['step'] >= 4
 
 
-# ---- long runs ----
-
-
-def resident(pid):
-    """MiB."""
-    with open(f'/proc/{pid}/statm') as f:
-        return int(f.read().split()[1]) * os.sysconf('SC_PAGE_SIZE') / 2**20
-
-
 @pytest.mark.parametrize('script', ['train_lm.py', 'train_sokoban.py'])
 def test_nothing_grows(data, tmp_path, request, script):  # noqa: F811
-    """Four seconds of a tiny run; with --long thirty minutes of each of README's two demos."""
-    text, out = script == 'train_lm.py', tmp_path / 'run'
+    """In four seconds, with --long thirty minutes, of many small updates and evaluations."""
+    long, text, out = request.config.getoption('--long'), script == 'train_lm.py', tmp_path / 'run'
     argv = lm.arguments(data, out) if text else agents.arguments(out)
-    seconds, argv, long = 4, [*argv, '--eval_interval=50'], request.config.getoption('--long')
-    if long:
-        seconds, argv = 1800, ['config/sokoban_demo.py', f'--out_dir={out}']
-        if text:
-            here = f'--data_dir={tmp_path}/d'
-            finished(lm.launch('data_fineweb.py', ['--demo', '--tokenizer=bytes', here]))
-            argv = ['config/demo.py', here, f'--out_dir={out}']
-    argv += ['--max_iters=1000000' if text else '--total_steps=1000000000', '--plot=False']
-    command, memory = [sys.executable, script, *argv], []
+    argv += ['--eval_interval=50', '--max_iters=10000000' if text else '--total_steps=1000000000']
+    seconds, memory, command = 1800 if long else 4, [], [sys.executable, script, *argv]
     process = forks.Popen(command, **PIPES | {'stdout': subprocess.DEVNULL})
     wait_for(out / 'ckpt_last.pt', process)
     begun = time.monotonic()
     while (now := time.monotonic() - begun) < seconds:
         assert process.poll() is None, process.stderr.read()
-        memory.append((now, resident(process.pid)))
+        pages = Path(f'/proc/{process.pid}/statm').read_text().split()[1]
+        memory.append((now, int(pages) * os.sysconf('SC_PAGE_SIZE') / 2**20))  # MiB
         time.sleep(seconds / 400)
     process.send_signal(signal.SIGINT)
     assert process.wait() == 130 and 'Traceback' not in process.stderr.read()

@@ -1,6 +1,5 @@
 """Bad input, drawn by hypothesis: files, config files and command lines are read right, or refused
-in one line; never a traceback, a hang or a silent wrong result. pytest --long draws fifty times as
-many."""
+in one line; never a traceback, a hang or a silent wrong result."""
 
 import contextlib
 import io
@@ -76,8 +75,7 @@ LEVELS = 3 * '\n'.join(['; 0', '#' * 10, '# @$.    #', *['#        #'] * 7, '#' 
 
 
 def playable(path, damaged):
-    """Refused, or what an environment needs: one agent, as many boxes as targets, at least one,
-    and a wall around."""
+    """Refused, or one agent, as many boxes as targets, at least one, and a wall around."""
     rim = np.ones((10, 10), bool)
     rim[1:-1, 1:-1] = False
     damaged(Path(path))
@@ -132,14 +130,14 @@ def test_damaged_files(file, edits):
 
 
 NAMES = 'n_layer learning_rate betas recurrent out_dir compile n_layers __file__ os é seed'
-NAMES = st.sampled_from([*NAMES.split(), ''])
+NAMES = st.sampled_from(NAMES.split())
 ODD = 'True false None () (0.8,) (0.9,"a") 10**99 9**9**9**9 1e400 -0 [1 " é \0 {1:2}'
 ODD = [*ODD.split(' '), "'a'*9", '__import__("os").system("touch evil")', '1 if 1 else 2']
 ODD += ['(' * 500, '-' * 2000 + '1']
-NUMBERS = st.one_of(st.integers(), st.floats()).map(str)
-VALUES = st.one_of(NUMBERS, st.text(max_size=8), st.sampled_from(ODD))
+NUMBERS = st.integers().map(str) | st.floats().map(str)
+VALUES = NUMBERS | st.text(max_size=8) | st.sampled_from(ODD)
 PAIRS = st.tuples(NAMES, VALUES)
-WORDS = st.one_of(PAIRS.map(lambda x: f'--{x[0]}={x[1]}'), NAMES.map(lambda x: f'--{x}'), VALUES)
+WORDS = PAIRS.map('--{0[0]}={0[1]}'.format) | NAMES.map('--{}'.format) | VALUES
 LINES = PAIRS.map(' = '.join) | st.text(max_size=20)
 ENDS = st.sampled_from('\n\r;')
 

@@ -1,5 +1,4 @@
-"""sweep.py and figures.py: the paper's rule, plans, running with failures and stops, jobs for a
-cluster, figures and tables from logs."""
+"""sweep.py and figures.py: plans, jobs, running with failures and stops, figures, tables."""
 
 import csv
 import fcntl
@@ -15,14 +14,13 @@ from pathlib import Path
 
 import forks
 import pytest
-from test_train import TINY, data, launch, mistake  # noqa: F401  a fixture
+from test_train import ROOT, TINY, data, launch, mistake  # noqa: F401  a fixture
 
 import figures
 import sweep
 import train_lm
 from configurator import configure
 
-ROOT = Path(__file__).resolve().parent.parent
 PAPER = ROOT / 'results' / 'paper'
 
 
@@ -173,8 +171,7 @@ def test_jobs_are_quoted_and_run(tiny, tmp_path):
 
 
 def test_run_skips_resumes_and_survives_a_failure(tiny, tmp_path):
-    """Two workers; a run that fails is recorded and the rest goes on; what is finished is left
-    alone; what was killed is resumed. The same folders are refused to runs of other settings."""
+    """What is finished is left alone; the same folders are refused to runs of other settings."""
     argv = [*tiny, '--only=L=1,2 d=24', '--workers=2', '--run']
     rows = sized(*argv)
     bad, cut = folder_of(rows[1]), folder_of(rows[3])
@@ -225,8 +222,7 @@ def test_ctrl_c_saves_and_the_next_call_goes_on(tiny):
 
 
 def test_nothing_finished_is_ever_overwritten(tiny, capsys):
-    """Nor what another process has. Without checkpoints: a finished run stays done, also without
-    its config.json; a damaged log is refused, and skipped in a table."""
+    """Nor what another process has, or a damaged log, which is skipped in a table."""
     (row,) = sized(*tiny, '--only=L=1 d=24 variant=recurrent')
     folder, log = folder_of(row), folder_of(row) / 'log.jsonl'
     folder.mkdir(parents=True)
@@ -260,9 +256,6 @@ def test_workers_and_gpus(monkeypatch, gpus, visible, words, expected):
     monkeypatch.setattr(sweep.torch.cuda, 'device_count', lambda: gpus)
     monkeypatch.setattr(os, 'environ', {'CUDA_VISIBLE_DEVICES': visible} if visible else {})
     assert sweep.devices() == expected
-
-
-# ---- tuning ----
 
 
 def test_each_cell_is_tuned_with_seed_1_and_its_best_is_shown_by_other_seeds(tiny, tmp_path):
@@ -322,8 +315,7 @@ def test_tuning_goes_on_beyond_an_edge(tiny):
 
 
 def test_tuning_goes_on_to_the_other_seeds(tiny):
-    """One command: a value that cannot run is no winner and does not stop the rest; one that
-    failed before and is the best once it has run has its other seeds run too."""
+    """By one command: a value that cannot run is no winner, one that failed before may be."""
     argv = [*tiny, '--plan=residual', '--seeds=1', '--tune=grad_clip=-1,1,2']
     argv += ['--only=L=8 model=transformer residual=shared']
     first, _, last = sized(*argv)

@@ -1,5 +1,4 @@
-"""train_sokoban.py as a user starts it: the update against brute force, resume, ranks, evaluation,
-mistakes, configs."""
+"""train_sokoban.py as a user starts it: an update written out, resume, ranks, evaluation."""
 
 import functools
 import importlib
@@ -18,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from test_train import finished, launch, mistake, read_log, same
+from test_train import ROOT, finished, launch, mistake, read_log, same
 
 import convlstm
 import play_sokoban
@@ -27,7 +26,6 @@ import train_sokoban
 from checkpoint import load_checkpoint, save_checkpoint
 from configurator import configure
 
-ROOT = Path(__file__).resolve().parent.parent
 TINY = """split=generated eval_split=generated n_levels=50 n_boxes=1 max_moves=6 n_envs=4 unroll=3
     n_layer=2 n_embd=4 head_dim=8 total_steps=96 eval_interval=4 eval_games=6 log_interval=2
     compile=False dtype=float32 device=cpu threads=1 learning_rate=1e-2"""
@@ -89,10 +87,13 @@ def test_sampling_follows_the_policy():
         assert train_sokoban.sample(one_sided, torch.full((2,), u)).tolist() == [0, 3]
 
 
+LOSS = {'gamma': 0.9, 'gae_lambda': 0.8, 'value_coef': 0.7, 'entropy_coef': 0.3}
+LOSS |= {'unroll': 5, 'n_envs': 6}
+
+
 def written_out(new, old, batch, clip=math.inf):
-    """The loss term by term, gamma = 0.9, lambda = 0.8: new and old logits and values, each (T, B),
-    old values (T + 1, B). -> loss, policy loss, value loss, entropy; how often a ratio is clipped.
-    Without clip A2C's: the logarithm has the ratio's gradient."""
+    """The loss by LOSS, term by term: new and old logits and values, (T, B), old values (T + 1, B)
+    -> loss, policy loss, value loss, entropy; how often a ratio is clipped. Without clip A2C's."""
     (logits, value), (T, B), clipped = new, batch['done'].shape, 0
     policy, error, entropy = 0.0, 0.0, 0.0
     for b in range(B):
@@ -113,15 +114,10 @@ def written_out(new, old, batch, clip=math.inf):
     return [policy + 0.7 * error - 0.3 * entropy, policy, error, entropy], clipped
 
 
-LOSS = {'gamma': 0.9, 'gae_lambda': 0.8, 'value_coef': 0.7, 'entropy_coef': 0.3}
-LOSS |= {'unroll': 5, 'n_envs': 6}
-
-
-def move(model, size, seed=0):
-    noise = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(size * torch.randn(p.shape, generator=noise))
+@torch.no_grad()
+def move(model, size):
+    for p in model.parameters():
+        p.add_(size * torch.randn_like(p))
 
 
 def compare(run, stats, wanted):
@@ -166,9 +162,8 @@ def test_gradient_is_the_losses(tmp_path, settings):
 
 
 def test_ppos_gradient_is_the_losses(tmp_path, monkeypatch):
-    """With tests/hacks/ppo.patch. Of half of the boards, after the policy has moved away from the
-    rollout's: the clipped surrogate of Schulman et al. 2017, equation 7, and advantages of the
-    rollout's own values."""
+    """tests/hacks/ppo.patch, on half of the boards, once the policy has moved away from the
+    rollout's: the clipped surrogate of Schulman et al. 2017, equation 7."""
     patch = ROOT / 'tests' / 'hacks' / 'ppo.patch'
     assert sum(line[:1] in ('+', '-') for line in patch.read_text().splitlines()) <= 2 + 60
     shutil.copy(ROOT / 'train_sokoban.py', tmp_path)
@@ -183,7 +178,7 @@ def test_ppos_gradient_is_the_losses(tmp_path, monkeypatch):
     assert run.optimizer.state_dict()['state'][0]['step'] == 2 * 3 * 3  # rollouts, epochs, parts
     run.env.steps[:2] = torch.tensor([120 - 3, 120 - 5])
     batch, boards = ppo.rollout(run), torch.tensor([0, 1, 4])
-    move(run.model, 0.1, seed=1)
+    move(run.model, 0.1)
     run.optimizer.zero_grad()
     stats = ppo.backward(run, batch, boards)
     new = run.model(batch['obs'], batch['start'], tuple(run.state))[:2]
@@ -196,9 +191,8 @@ def test_ppos_gradient_is_the_losses(tmp_path, monkeypatch):
 
 
 def test_what_a_gpu_compiles(tmp_path, monkeypatch):
-    """Environment and advantages are compiled there, as one graph without breaks, once ahead of the
-    first update, which leaves the boards as they were; bit-equal, in the same memory. ('cpu:0'
-    stands for a GPU, aot_eager for inductor, which test_gpu.py runs.)"""
+    """Environment and advantages, each one graph, ahead of the first update, which leaves the
+    boards as they were; bit-equal, in the same memory. ('cpu:0' stands for a GPU.)"""
     calls, results, kept = [], [], {}
 
     def compiled(function):
@@ -242,28 +236,20 @@ def test_log_and_checkpoint(tmp_path, capfd, monkeypatch):
     assert f'{tmp_path}/c' in mistake(capfd, play_sokoban, [f'{argv[0]}/c', argv[1]])
 
 
-def watch(run):
-    """-> a list that fills with (return, solved) of the games that end, by the environment's own
-    rewards."""
-    games, running, real = [], torch.zeros(run.env.N), run.env.move
+def test_returns_are_blank_until_every_board_has_ended_an_episode(tmp_path):
+    """The first games to end are the short ones, which are solved: no figure is made of them. Then
+    they are of the games since the last log line, or of the last ones."""
+    run, before = prepare(tmp_path, unroll=40, n_envs=8), 0
+    games, running, real = [], torch.zeros(8), run.env.move
 
     def move(action):
         reward, done, solved = real(action)
         running.add_(reward)
-        games.extend((running[b].item(), solved[b].item()) for b in done.nonzero()[:, 0])
+        games.extend(zip(running[done].tolist(), solved[done].tolist(), strict=True))
         running.masked_fill_(done, 0)
         return reward, done, solved
 
     run.env.move = move
-    return games
-
-
-def test_returns_are_blank_until_every_board_has_ended_an_episode(tmp_path):
-    """The first games to end are the short ones, which are solved: no figure is made of them. Then
-    they are of the games since the last log line, or of the last ones, with a checkpoint between
-    these."""
-    run, before = prepare(tmp_path, unroll=40, n_envs=8), 0
-    games = watch(run)
     keys = 'episodic_return return_100 solve_rate_100 return_1000 solve_rate_1000'.split()
     for updates in (1, 1, 1, 3):
         for _ in range(updates):
@@ -303,8 +289,7 @@ def test_resume_is_bit_equal(tmp_path, settings, monkeypatch):
 
 @pytest.mark.parametrize('ranks', [2, pytest.param(4, marks=long)])
 def test_ranks(tmp_path, ranks):
-    """Several ranks play the boards of one: same levels, actions, updates. And a run may go on with
-    another number of ranks."""
+    """Several play the boards of one, and one goes on with them."""
     settings = {'total_steps': 12 * 30, 'eval_interval': 30, 'learning_rate': 1e-3}
     run(tmp_path / 'one', **settings)
     argv = arguments(tmp_path / 'more', **settings)
@@ -330,8 +315,7 @@ def test_not_finite(tmp_path):
 
 
 def test_evaluation_counts_what_is_played(tmp_path):
-    """The generator's own solutions solve their levels, in their own number of steps; a policy that
-    never moves solves nothing. A report shows the longest solution and the first failure."""
+    """Every second level's own solution. The report shows the longest, and the first failure."""
     levels, solutions = sokoban.generate(40, 2, 3)
     lengths, moves = [len(s) * (i % 2) for i, s in enumerate(solutions)], np.zeros((40, 120), int)
     for i, n in enumerate(lengths):
@@ -349,20 +333,8 @@ def test_evaluation_counts_what_is_played(tmp_path):
     assert Image.open(tmp_path / 'eval_x_solved.gif').n_frames == max(lengths) + 1
 
 
-def test_play_does_not_depend_on_batches(tmp_path, monkeypatch):
-    model, levels = prepare(tmp_path).model, sokoban.generate(11, 1, 3)[0]
-    results = []
-    for boards in (256, 4):
-        monkeypatch.setattr(play_sokoban, 'BOARDS', boards)
-        returns = play_sokoban.play(model, levels, 'cpu')['return']
-        results.append([returns, play_sokoban.play(model, levels, 'cpu', seed=5)['actions']])
-    torch.testing.assert_close(*results)
-    assert len(results[0][1]) == 11
-
-
-def test_eval_only(tmp_path, capfd):
-    """JSON and GIFs of a file of levels, whatever the settings of the agent; the run's own files
-    stay as they are."""
+def test_eval_only(tmp_path, capfd, monkeypatch):
+    """Of a file of levels, whatever the agent's settings; the run's own files stay as they are."""
     run(tmp_path, recurrent=False, n_layer=1)
     files = {f: (tmp_path / f).read_bytes() for f in os.listdir(tmp_path)}
     np.save(tmp_path / 'mine.npy', sokoban.generate(5, 1, 11, 6)[0])
@@ -371,13 +343,14 @@ def test_eval_only(tmp_path, capfd):
     assert report['n'] == 5 and report['env_steps'] == 96 and 1 <= report['mean_steps'] <= 120
     assert json.loads(capfd.readouterr().out.splitlines()[-1]) == report
     assert files == {f: (tmp_path / f).read_bytes() for f in files}
+    monkeypatch.setattr(play_sokoban, 'BOARDS', 2)  # at a time: another number is no other result
+    assert run(tmp_path, levels=tmp_path / 'mine.npy', eval_only=True) == 0
+    assert json.loads((tmp_path / 'eval_mine.json').read_text()) == report
     few = {'eval_split': tmp_path / 'mine.npy', 'eval_games': 3}
     assert run(tmp_path, eval_only=True, best=True, **few) == 0
     report = json.loads((tmp_path / 'eval_mine.json').read_text())
     assert report['n'] == 3 and report['checkpoint'].endswith('ckpt_best.pt')
 
-
-# ---- mistakes ----
 
 WRONG = """n_envs=0 gamma=1.5 env=gym arch=lstm radius=3 n_boxes=9 max_moves=1 device=tpu seed=-1
     aggregation=max n_layer=100000000 n_expert=1000000000 n_embd=9223372036854775808
@@ -385,7 +358,6 @@ WRONG = """n_envs=0 gamma=1.5 env=gym arch=lstm radius=3 n_boxes=9 max_moves=1 d
 MISTAKES = [(word, word.partition('=')[0] + ' = ') for word in WRONG.split()]
 MISTAKES += [
     ('levels_dir=/nonexistent split=hard', 'sokoban.py --split=hard --download=True'),
-    ('eval_split=hard levels_dir=/nonexistent', '--levels_dir=/nonexistent` fetches hard'),
     ('resume=True', 'out: holds no trained run'),
     ('levels=generated', 'levels and best are settings of --eval_only'),
     ('residual=shared', "residual = 'shared' is for arch = 'convglu'"),
@@ -416,8 +388,7 @@ def test_resume_refuses_another_run_and_damage(tmp_path, capfd):
 
 
 def test_no_held_out_level_is_trained_on(tmp_path, monkeypatch):
-    """With a generator that makes the same levels for every seed: evaluated are others than those
-    trained on, in --eval_only as in training."""
+    """By a generator that makes the same levels for every seed; in --eval_only too."""
     monkeypatch.setattr(sokoban, 'generate', lambda n, b, seed, *rest: REAL(n, b, 7, *rest))
     config = configured(tmp_path)
     (trained, _), held_out = sokoban.load_both(config)
