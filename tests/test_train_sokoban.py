@@ -114,10 +114,10 @@ def written_out(new, old, batch, clip=math.inf):
     return [policy + 0.7 * error - 0.3 * entropy, policy, error, entropy], clipped
 
 
-@torch.no_grad()
-def move(model, size):
+def move(model, size, seed=0):
+    noise = torch.Generator().manual_seed(seed)
     for p in model.parameters():
-        p.add_(size * torch.randn_like(p))
+        p.data.add_(size * torch.randn(p.shape, generator=noise))
 
 
 def compare(run, stats, wanted):
@@ -178,7 +178,7 @@ def test_ppos_gradient_is_the_losses(tmp_path, monkeypatch):
     assert run.optimizer.state_dict()['state'][0]['step'] == 2 * 3 * 3  # rollouts, epochs, parts
     run.env.steps[:2] = torch.tensor([120 - 3, 120 - 5])
     batch, boards = ppo.rollout(run), torch.tensor([0, 1, 4])
-    move(run.model, 0.1)
+    move(run.model, 0.1, seed=1)
     run.optimizer.zero_grad()
     stats = ppo.backward(run, batch, boards)
     new = run.model(batch['obs'], batch['start'], tuple(run.state))[:2]
