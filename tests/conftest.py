@@ -1,6 +1,5 @@
-"""The tests' one option, and ctrl-C: a shell starts its background jobs with it ignored, their
-children inherit that, and the tests that press it need the default. One thread a process: several
-spin beside each other, and Inductor's own workers would each import torch."""
+"""The tests' one option, and ctrl-C: a shell's background jobs inherit that it is ignored. One
+thread a process: several spin beside each other, and Inductor's workers would each import torch."""
 
 import os
 import signal
@@ -21,8 +20,7 @@ settings.register_profile('long', max_examples=3000, **COMMON)
 
 
 def pytest_addoption(parser):
-    text = '20 kills a script, 50 times as much drawn input, the whole demo, half-hour soaks, what '
-    text += 'is slow and rare: two hours'
+    text = 'twenty kills, 50 times as much drawn input, half-hour soaks, what is rare: two hours'
     parser.addoption('--long', action='store_true', help=text)
 
 

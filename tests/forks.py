@@ -1,6 +1,5 @@
 """Processes that need not import torch again: a server imports it once a test session and forks a
-child for each command. A child is a real one, with its own exit status, signals, pipes, working
-directory and environment; only the interpreter's start and torch's import are shared.
+child for each command, with its own exit status, signals, pipes, working directory and environment.
 
     forks.Popen([sys.executable, 'train_lm.py', ...], cwd=ROOT)        # script, -c or -m
     forks.run([sys.executable, 'sample.py', ...], capture_output=True)
@@ -24,6 +23,7 @@ import socket
 import subprocess
 import sys
 import threading
+import unittest.mock
 
 PR_SET_CHILD_SUBREAPER = 36
 # in a forked pytest (mutate.py) another forks.py has put its own in the place of subprocess's
@@ -33,8 +33,7 @@ PARAMETERS = list(inspect.signature(REAL._execute_child).parameters)[1:]
 
 @functools.cache
 def server(pid):
-    """This process's server: a connection to it. Its grandchildren become children of this process,
-    which can wait for them."""
+    """This process's server: a connection to it. Its grandchildren become children of ours."""
     assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     mine, its = socket.socketpair(type=socket.SOCK_SEQPACKET)
     names = ('OMP_NUM_THREADS', 'MKL_NUM_THREADS', 'OPENBLAS_NUM_THREADS')
@@ -45,8 +44,7 @@ def server(pid):
 
 
 class Popen(REAL):
-    """Whose child is forked by the server; in such a child (sweep.py) by itself, if it is to run
-    python."""
+    """Whose child the server forks; in such a child (sweep.py) itself, if it is to run python."""
 
     by_server = True
 
@@ -54,9 +52,9 @@ class Popen(REAL):
         p = dict(zip(PARAMETERS, given, strict=True))
         program, *argv = map(str, p['args'])
         argv = argv[1:] if argv[0] == '-u' else argv  # torchrun's ranks
-        order = {'argv': argv, 'cwd': os.path.abspath(p['cwd'] or '.')}
+        order = {'argv': argv, 'cwd': os.path.abspath(p['cwd'] or '.'), 'kept': [*p['pass_fds']]}
         order['env'] = dict(os.environ if p['env'] is None else p['env'])
-        order['session'], order['kept'] = p['start_new_session'], list(p['pass_fds'])
+        order['session'] = p['start_new_session']
         given_files = [p[name] for name in ('p2cread', 'c2pwrite', 'errwrite')]
         files = [k if fd == -1 else fd for k, fd in enumerate(given_files)]
         if self.by_server:
@@ -67,8 +65,8 @@ class Popen(REAL):
         elif p['shell'] or program != sys.executable or argv[0].startswith('-'):
             return super()._execute_child(*given)
         else:
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
+            sys.stdout.flush()
+            sys.stderr.flush()
             self.pid = os.fork()
             if self.pid == 0:
                 become(order, files)
@@ -76,13 +74,10 @@ class Popen(REAL):
         self._close_pipe_fds(*given[PARAMETERS.index('p2cread') :][:6])
 
 
-def run(args, *, capture_output=False, **options):
+def run(*args, **options):
     """As subprocess.run."""
-    if capture_output:
-        options |= {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE}
-    with Popen(args, **options) as process:
-        out, err = process.communicate()
-    return subprocess.CompletedProcess(args, process.returncode, out, err)
+    with unittest.mock.patch.object(subprocess, 'Popen', Popen):
+        return subprocess.run(*args, **options)
 
 
 def serve(connection):
@@ -137,8 +132,7 @@ class Forking(multiprocessing.context.ForkContext):
 
 
 def become(order, files):
-    """Run what `python argv...` runs, and end as the interpreter does, but for freeing all that
-    torch's import has made: that takes a second of every child."""
+    """Run what `python argv...` runs, and end as that does, but for freeing torch: a second."""
     for k, fd in enumerate(files):
         os.dup2(fd, k)
     for fd in {int(name) for name in os.listdir('/proc/self/fd')} - {0, 1, 2, *order['kept']}:
@@ -193,8 +187,6 @@ if __name__ == '__main__':
 
     torch.ones(1, device='meta').div(2)  # imports what counting a model's sizes needs
     with contextlib.suppress(ImportError):  # for the figures
-        import matplotlib.backends.backend_agg  # noqa: F401
-        import matplotlib.backends.backend_svg  # noqa: F401
         import matplotlib.pyplot  # noqa: F401
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is for the children
     serve(socket.socket(fileno=int(sys.argv[1])))

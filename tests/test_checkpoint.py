@@ -1,5 +1,4 @@
-"""checkpoint.py: killed saves, damaged and hostile files, resumed logs, the output folder, signals,
-sizes."""
+"""checkpoint.py: failing saves, damaged and hostile files, the output folder, signals."""
 
 import contextlib
 import functools
@@ -9,28 +8,28 @@ import os
 import pty
 import resource
 import signal
+import subprocess
+import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import forks
 import pytest
 import torch
 
 import checkpoint
 from checkpoint import LAST, LOCK, PREV, CheckpointError
 from checkpoint import load_checkpoint, load_latest, prepare_out_dir, save_checkpoint
-from convlstm import AgentConfig, build_agent
-from model import ModelConfig, build_model
 
 
 def names(folder):
     return sorted(os.listdir(folder))
 
 
-def refused(words, function, *args, error=CheckpointError, **settings):
+def refused(words, function, *args, **settings):
     """In one line."""
-    with pytest.raises(error, match=words) as refusal:
+    with pytest.raises(CheckpointError, match=words) as refusal:
         function(*args, **settings)
     assert '\n' not in str(refusal.value)
 
@@ -40,29 +39,25 @@ def refused(words, function, *args, error=CheckpointError, **settings):
 
 @pytest.mark.parametrize('step, whole', [(0, 2), (1, 2), (2, 2), (3, 2), (4, 3), (5, 3)])
 def test_a_save_that_fails_leaves_a_whole_checkpoint(tmp_path, monkeypatch, step, whole):
-    """At each point of the third: half written, fsync, two renames, fsync of the folder, none. The
-    next save and load need no repair."""
+    """At each point of the third: half written, fsync, two renames, fsync of the folder, none."""
     for n in (1, 2):
         save_checkpoint({'step': n}, tmp_path / LAST, keep=PREV)
     calls = itertools.count()
 
-    def dies(function):
-        def call(*args):
-            if next(calls) == step:
-                raise OSError(28, 'No space left on device')
-            return function(*args)
-
-        return call
+    def dies(function, *args):
+        if next(calls) == step:
+            raise OSError(28, 'No space left on device')
+        return function(*args)
 
     def save(obj, file, real=torch.save):
         file.write(b'PK half')
-        dies(file.seek)(0)
+        dies(file.seek, 0)
         real(obj, file)
 
     with monkeypatch.context() as patch, contextlib.suppress(OSError):
         patch.setattr(torch, 'save', save)
-        patch.setattr(os, 'fsync', dies(os.fsync))
-        patch.setattr(os, 'replace', dies(os.replace))
+        for name in ('fsync', 'replace'):
+            patch.setattr(os, name, functools.partial(dies, getattr(os, name)))
         save_checkpoint({'step': 3}, tmp_path / LAST, keep=PREV)
     assert load_latest(tmp_path)[0]['step'] == whole
     save_checkpoint({'step': 4}, tmp_path / LAST, keep=PREV)
@@ -72,39 +67,28 @@ def test_a_save_that_fails_leaves_a_whole_checkpoint(tmp_path, monkeypatch, step
 
 def test_a_full_disk_is_named_with_its_file(tmp_path):
     """As far as a limit on a file's size plays one: torch's own error is another."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limits, of_40_kB = resource.getrlimit(resource.RLIMIT_FSIZE), {'weights': torch.ones(10000)}
     resource.setrlimit(resource.RLIMIT_FSIZE, (20000, limits[1]))
     try:
-        checkpoint_of_40_kB = {'weights': torch.ones(10000)}
-        words = f'File too large: .*{LAST}'
-        refused(words, save_checkpoint, checkpoint_of_40_kB, tmp_path / LAST, error=OSError)
+        with pytest.raises(OSError, match=f'File too large: .*{LAST}'):
+            save_checkpoint(of_40_kB, tmp_path / LAST)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert names(tmp_path) == []
 
 
-class Evil:
-    def __reduce__(self):
-        return (os.system, ('touch evil_was_here',))
-
-
 def test_bad_files_are_refused(tmp_path, monkeypatch, capsys):
-    """A damaged last checkpoint gives way to the one before, a pickled object is not run."""
+    """A damaged last checkpoint gives way to the one before; pickled objects are not loaded."""
     monkeypatch.chdir(tmp_path)
     refused(f'holds no trained run, there is no {LAST}', load_latest, '.')
-    refused('none.pt: .*No such file', load_checkpoint, 'none.pt')
-    refused('directory', load_checkpoint, '.')
-    torch.save({'model': Evil()}, 'evil.pt')
+    torch.save({'model': Path('any object')}, 'evil.pt')
     refused('evil.pt: holds Python objects', load_checkpoint, 'evil.pt')
-    assert not os.path.exists('evil_was_here')
     for step in (1, 2):
         save_checkpoint({'step': step, 'weights': torch.ones(5000)}, LAST, keep=PREV)
     whole = Path(LAST).read_bytes()
-    middle = len(whole) // 2
-    flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
-    for damaged in (b'', whole[:middle], b'hello', flipped):
+    flipped = whole[:9000] + bytes([whole[9000] ^ 1]) + whole[9001:]
+    for damaged in (b'', flipped):  # test_fuzz.py has more
         Path(LAST).write_bytes(damaged)
-        refused(LAST, load_checkpoint, LAST)
         loaded, source = load_latest('.')
         out = capsys.readouterr().out
         assert loaded['step'] == 1 and source.name == PREV
@@ -142,9 +126,8 @@ def test_rules_of_the_output_folder(tmp_path):
     refused('exclude each other', prepare_out_dir, out, resume=True, overwrite=True)
     (out / '.ckpt_last.pt.tmp').write_text('half')
     (out / '.notes.tmp').write_text('mine')
-    (out / 'ckpt_folder.pt').mkdir()
     prepare_out_dir(out, resume=True).close()
-    mine = {'.notes.tmp', LOCK, 'ckpt_folder.pt', 'notes.txt'}
+    mine = {'.notes.tmp', LOCK, 'notes.txt'}
     assert set(names(out)) == mine | {'ckpt_best.pt', 'log.jsonl'}
     prepare_out_dir(out, overwrite=True).close()
     assert set(names(out)) == mine
@@ -155,8 +138,7 @@ def test_rules_of_the_output_folder(tmp_path):
 
 @pytest.mark.parametrize('name', ['config.json', 'log.jsonl', LAST, 'loss.png'])
 def test_a_strangers_folder_stays_as_it_is(tmp_path, name):
-    """However often it is asked for. A run that was copied without the mark is resumed, by who has
-    read its checkpoint, and then has it."""
+    """However often it is asked for. A run that was copied without the mark can be resumed."""
     (tmp_path / name).write_text('theirs')
     for settings in 2 * ({}, {'overwrite': True}):
         words = f'holds {name}, which no run of ours wrote'
@@ -167,24 +149,15 @@ def test_a_strangers_folder_stays_as_it_is(tmp_path, name):
 
 
 def test_one_run_a_folder(tmp_path):
-    """A forked child holds the folder: another run is refused by the child's number, whatever it
-    asks for; a killed child leaves no lock."""
-    ready, says = os.pipe()
-    child = os.fork()
-    if child == 0:
-        signal.alarm(60)
-        lock = prepare_out_dir(tmp_path)
-        os.write(says, b'x')
-        time.sleep(60)
-        lock.close()
-    try:
-        os.read(ready, 1)
-        words = f'another run is at work in it .*process {child} on .*: wait'
+    """Another process holds the folder, and is named; killed, it leaves no lock."""
+    code = f'import checkpoint, time; lock = checkpoint.prepare_out_dir({str(tmp_path)!r})'
+    command = [sys.executable, '-c', f'{code}; print("ready", flush=True); time.sleep(60)']
+    with forks.Popen(command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        words = f'another run is at work in it .*process {other.pid} on .*: wait'
         for settings in ({}, {'overwrite': True}, {'resume': True}):
             refused(words, prepare_out_dir, tmp_path, **settings)
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        other.kill()
     prepare_out_dir(tmp_path).close()
 
 
@@ -209,8 +182,7 @@ def test_started_again_by_torchrun(tmp_path, monkeypatch):
 
 
 def test_a_closed_terminal_lets_the_update_finish(tmp_path):
-    """What is then printed does not end the run before it has saved. Under nohup it does not
-    count."""
+    """And save, whatever is then printed. Under nohup it does not count."""
     child, terminal = pty.fork()
     if child == 0:
         signal.alarm(60)
@@ -249,19 +221,3 @@ def test_a_second_ctrl_c_stops_at_once(monkeypatch, ranks, capfd):
         stopper.restore()
     assert signal.getsignal(signal.SIGINT) is former
     assert capfd.readouterr().err.count('stopping after this update') == 1
-
-
-# ---- sizes ----
-
-BUILDERS = [
-    (functools.partial(build_model, recurrent=True), ModelConfig(n_embd=32, n_head=2)),
-    (build_agent, AgentConfig(n_embd=8)),
-]
-
-
-@pytest.mark.parametrize('name, size', [('n_layer', 10**8), ('n_expert', 10**9), ('n_embd', 2**63)])
-@pytest.mark.parametrize('build, config', BUILDERS)
-def test_models_that_no_machine_holds(build, config, name, size):
-    """Refused by size, before anything is allocated: at once, whatever the number of levels."""
-    with pytest.raises(ValueError, match='needs more than|larger than any machine'):
-        checkpoint.check_model(build, replace(config, **{name: size}))

@@ -1,5 +1,4 @@
-"""sweep.py and figures.py: the paper's rule, plans, running with failures and stops, jobs for a
-cluster, figures and tables from logs."""
+"""sweep.py and figures.py: plans, jobs, running with failures and stops, figures, tables."""
 
 import csv
 import fcntl
@@ -15,36 +14,22 @@ from pathlib import Path
 
 import forks
 import pytest
-import torch
-from test_train import shards
+from test_train import ROOT, TINY, data, launch, mistake  # noqa: F401  a fixture
 
 import figures
 import sweep
 import train_lm
 from configurator import configure
-from model import ModelConfig, memory
 
-DRAWN = [(name, x) for name in ('allocations', 'saturation', 'curves') for x in ('png', 'svg')]
-DRAWN += [('table', 'csv'), ('table', 'md')]
-ROOT = Path(__file__).resolve().parent.parent
 PAPER = ROOT / 'results' / 'paper'
-BASE = """tokenizer='bytes' n_head=2 window=8 block_size=8 tokens_per_step=64 max_iters=6
-warmup_iters=2 eval_interval=3 val_tokens=128 val_streams=4 compile=False dtype='float32'
-device='cpu' """
-
-
-@pytest.fixture(scope='module')
-def base(tmp_path_factory):
-    """A config file for runs of a second, with its data."""
-    folder = tmp_path_factory.mktemp('sweep data')
-    shards(folder, val_000000=2000, train_000001=2000)
-    (folder / 'base.py').write_text('\n'.join([*BASE.split(), f'data_dir = {str(folder)!r}']))
-    return folder / 'base.py'
 
 
 @pytest.fixture
-def tiny(base, tmp_path):
-    """Plan lm-small of such runs."""
+def tiny(data, tmp_path, tmp_path_factory):  # noqa: F811
+    """Plan lm-small of runs of a second, by a config file."""
+    base = tmp_path_factory.mktemp('a base') / 'base.py'
+    settings = {**TINY, 'data_dir': str(data)}
+    base.write_text('\n'.join(f'{key} = {value!r}' for key, value in settings.items()))
     return ['--plan=lm-small', f'--base={base}', '--width=0.03125', f'--out_dir={tmp_path}']
 
 
@@ -61,15 +46,8 @@ def sized(*argv):
     return sweep.plan_rows()
 
 
-def start(*argv):
-    line = [sys.executable, str(ROOT / 'sweep.py'), *map(str, argv)]
-    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE}
-    env = {**os.environ, 'OMP_NUM_THREADS': '1'}
-    return forks.Popen(line, cwd=ROOT, text=True, env=env, **pipes)
-
-
 def call(*argv):
-    process = start(*argv)
+    process = launch('sweep.py', argv)
     out, err = process.communicate()
     return process.returncode, out, err
 
@@ -78,13 +56,13 @@ def folder_of(row):
     return Path(sweep.folder_of(row))
 
 
-def fake(rows, value=lambda row: 1.0, seconds=1.0):
+def fake(rows, value=lambda row: 1.0):
     """Finished runs as their logs have them; value(row) -> return or loss."""
     for row in rows:
         v, n, lines = value(row), sweep.total_of(row), []
         returns = [None, -100.0, -100.0, *(v + k for k in range(-2, 3))]
         for k in range(8):
-            record = {'step': n * k // 7, 'seconds': seconds}
+            record = {'step': n * k // 7, 'seconds': 1.0}
             if row.is_text:
                 record |= {'tokens': record['step'], 'val_loss': v if k == 7 else 9.0}
             else:
@@ -97,8 +75,6 @@ def fake(rows, value=lambda row: 1.0, seconds=1.0):
 
 
 def test_convlstm_plans_are_the_papers_84_rows_in_order():
-    """And the rule by hand: C(d) = 9 (32 + 2d) 4d a cell of 100: C(128) = 1,327,104, C(64) =
-    368,640."""
     names, ours = ('variant', 'budget', 'L', 'E', 'd'), []
     for budget in ('small', 'medium', 'large'):
         rows = sized(f'--plan=sokoban-{budget}', '--only=model=convlstm', '--seeds=1')
@@ -108,11 +84,7 @@ def test_convlstm_plans_are_the_papers_84_rows_in_order():
     assert len(ours) == 84 and sorted(paper) == sorted(ours)
     for variant in ('recurrent', 'feedforward'):
         assert [r for r in ours if r[0] == variant] == [r for r in paper if r[0] == variant]
-    small = '--plan=sokoban-small', '--seeds=1'
-    rows = sized(*small, '--only=L=2 model=convlstm variant=recurrent')
-    assert sweep.cost(rows[0])[0] == 100 * 2 * 2 * 368640
-    assert sweep.over_budget(rows[0]) == pytest.approx(4 * 368640 / 1327104)
-    glu = sized(*small, '--only=model=convglu variant=feedforward')
+    glu = sized('--plan=sokoban-small', '--seeds=1', '--only=model=convglu variant=feedforward')
     some = [(2, 2, 64), (2, 8, 32), (4, 1, 64), (4, 4, 32), (8, 2, 32), (16, 1, 32)]
     assert [r[3:6] for r in glu] == [(1, 1, 128), (1, 4, 64), (1, 16, 32), *some]
 
@@ -134,18 +106,11 @@ def test_language_models_cost_16_blocks():
 
 
 @pytest.mark.parametrize('plan', sweep.PLANS)
-def test_names_are_unique_seeds_come_in_rounds_and_language_models_fit_80_GB(plan):
+def test_names_are_unique_and_seeds_come_in_rounds(plan):
     rows = sized(f'--plan={plan}')
     assert len({r.name for r in rows}) == len(rows)
     assert [r.seed for r in rows] == sorted(r.seed for r in rows)
-    for row in rows:
-        if row.is_text:
-            c = sweep.config_of(row)  # some 2,048 tokens at a time, the carried state of all
-            sizes = {k: c[k] for k in vars(ModelConfig()) if k in c and k != 'path'}
-            batch = (2048 // c['block_size'], c['tokens_per_step'] // c['block_size'])
-            need = memory(ModelConfig(**sizes), row.recurrent, batch, torch.bfloat16, 'cuda', True)
-            assert row.seed == 1 and sum(need.values()) < 79 * 2**30, row.name
-    assert all(row.is_text for row in rows) or rows[-1].seed == 3
+    assert rows[-1].seed == (1 if all(row.is_text for row in rows) else 3)
 
 
 # ---- the command line ----
@@ -165,15 +130,12 @@ def test_list_has_a_line_a_run_with_a_command_that_parses(tmp_path):
 MISTAKES = """
 --plan=nonsense | nonsense lm-small share-kv
 --only=L=3 | leaves none L 1,2,4,8,16
---only=depth=3 | depth model, variant, L, E, d
---base=nowhere.py | nowhere.py No such file
 --also=nonsense=1 | also = 'nonsense'
 --width=0.0833 | n_embd base, width
 --table=solve --run | no Sokoban agents
 --run --index=99 | index = 99 0 to 25
 --tune=learning_rate | tune 'learning_rate=0.02,0.04'
 --tune=n_layer=1,2 | n_layer cannot be tuned
---tune=learning_rat=0.02 | tune = 'learning_rat' 'learning_rate'
 --emit=slurm --run | emit = 'slurm' run
 --figure | no run of plan --run
 --gpus_per_run=64 --run | gpus_per_run = 64
@@ -181,16 +143,12 @@ MISTAKES = """
 
 
 @pytest.mark.parametrize('line', MISTAKES.strip().splitlines())
-def test_mistakes_are_one_line(line, tmp_path, monkeypatch, capsys):
+def test_mistakes_are_one_line(line, tmp_path, capfd):
     forget()
     argv, words = line.split(' | ')
-    argv = ['--plan=lm-small', *shlex.split(argv), f'--out_dir={tmp_path}/none']
-    monkeypatch.setattr(sys, 'argv', ['sweep.py', *argv])
-    with pytest.raises(SystemExit) as stop:
-        sweep.main()
-    err = capsys.readouterr().err
-    assert stop.value.code == 2 and err.count('\n') == 1 and err.startswith('error: '), err
-    assert all(word in err for word in words.split()) and not (tmp_path / 'none').exists(), err
+    argv = ['--plan=lm-small', *argv.split(), f'--out_dir={tmp_path}/none']
+    error = mistake(capfd, sweep, argv)
+    assert all(word in error for word in words.split()) and not (tmp_path / 'none').exists(), error
 
 
 def test_jobs_are_quoted_and_run(tiny, tmp_path):
@@ -199,10 +157,7 @@ def test_jobs_are_quoted_and_run(tiny, tmp_path):
     argv = [*tiny, f'--out_dir={evil}', '--only=L=16 d=24 variant=feedforward']
     status, out, _ = call(*argv, '--emit=commands')
     assert status == 0 and out.count('\n') == 1 and out.endswith('--index=0\n')
-    script = f'printf "%s\\0" {out}'
-    words = subprocess.run(['sh', '-c', script], capture_output=True, text=True).stdout.split('\0')
-    assert words[0] == sys.executable
-    done = forks.run(words[:-1], cwd=ROOT, capture_output=True, text=True)
+    done = forks.run(shlex.split(out), cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [p.name for p in tmp_path.iterdir()] == [evil.name] and not (ROOT / 'y').exists()
     assert (evil / 'lm-small' / 'transformer_feedforward_L16_E1_d24_s1' / 'ckpt_last.pt').exists()
@@ -216,8 +171,7 @@ def test_jobs_are_quoted_and_run(tiny, tmp_path):
 
 
 def test_run_skips_resumes_and_survives_a_failure(tiny, tmp_path):
-    """Two workers; a run that fails is recorded and the rest goes on; what is finished is left
-    alone; what was killed is resumed."""
+    """What is finished is left alone; the same folders are refused to runs of other settings."""
     argv = [*tiny, '--only=L=1,2 d=24', '--workers=2', '--run']
     rows = sized(*argv)
     bad, cut = folder_of(rows[1]), folder_of(rows[3])
@@ -225,23 +179,22 @@ def test_run_skips_resumes_and_survives_a_failure(tiny, tmp_path):
     status, out, err = call(*argv)
     assert status == 1 and '4 runs, 0 finished before' in out and out.count(': done') == 3, out
     assert f'{rows[1].name}: FAILED (exit status' in out and f'failed: {rows[1].name}' in out
-    failed = json.loads((bad / 'failed.json').read_text())
-    assert failed['exit'] != 0 and failed['message'] and rows[1].script in failed['command']
+    assert json.loads((bad / 'failed.json').read_text())['message']
     (bad / 'config.json').rmdir()
     before = (folder_of(rows[0]) / 'log.jsonl').stat().st_mtime_ns
     lines = (cut / 'log.jsonl').read_text().splitlines()  # killed after its first checkpoint
-    (cut / 'log.jsonl').write_text('\n'.join(lines[:4]) + '\n{"step": 4, "tr')
+    (cut / 'log.jsonl').write_text('\n'.join(lines[:5]) + '\n{"step": 5, "tr')
     os.replace(cut / 'ckpt_prev.pt', cut / 'ckpt_last.pt')
     assert [sweep.state_of(row) for row in rows] == ['done', 'failed', 'done', '']
-    assert sweep.look(rows[3])[1] == 0.5
-    status, out, err = call(*argv, '--figure', '--table')
+    # what only says how a run is run makes no other run of it
+    status, out, err = call(*argv, '--also=batch_size=2', '--figure', '--table')
     assert status == 0 and '2 finished before' in out and 'FAILED' not in out, out + err
-    assert not (bad / 'failed.json').exists() and steps_of(rows[3]) == list(range(7))
+    assert not (bad / 'failed.json').exists() and steps_of(rows[3]) == list(range(9))
     assert (folder_of(rows[0]) / 'log.jsonl').stat().st_mtime_ns == before
-    found = {path.name for path in (tmp_path / 'lm-small').glob('*.*')}
-    assert found == {f'{name}_transformer.{form}' for name, form in DRAWN} | {'runs.json'}
+    found = {path.name.partition('_')[0] for path in (tmp_path / 'lm-small').glob('*.*')}
+    assert found == {'allocations', 'saturation', 'curves', 'table', 'runs.json'}
     assert 'nats a byte' in (tmp_path / 'lm-small/allocations_transformer.svg').read_text()
-    status, out, err = call(*argv, '--length=2')  # the same folders, another length
+    status, out, err = call(*argv, '--length=2')
     assert status == 2 and 'other settings' in err and err.count('\n') == 1
 
 
@@ -254,7 +207,7 @@ def test_ctrl_c_saves_and_the_next_call_goes_on(tiny):
     argv = [*tiny, '--only=L=16 d=24', '--run', '--workers=2', '--length=100']
     rows, done = sized(*argv), [[0], [0]]
     for number, status in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
-        before, process = [steps[-1] for steps in done], start(*argv)
+        before, process = [steps[-1] for steps in done], launch('sweep.py', argv)
         while process.poll() is None and any(
             len(steps_of(row)) < step + 3 for row, step in zip(rows, before, strict=True)
         ):
@@ -268,28 +221,14 @@ def test_ctrl_c_saves_and_the_next_call_goes_on(tiny):
             assert steps[-1] > step and steps == list(range(len(steps)))
 
 
-def test_another_runs_settings_are_not_taken_for_this(tiny, capsys):
-    """Whatever makes another run counts; what only says how it runs does not."""
-    argv = [*tiny, '--only=L=1 d=24']
-    fake(sized(*argv))
-    same = {'batch_size=2': 2, 'threads=3': 2}
-    others = ['share_kv=False', "aggregation='mean'", 'betas=(0.8,0.9)', 'val_tokens=64']
-    for text, n in {**dict.fromkeys(others, 0), **same}.items():
-        assert len(sweep.finished(sized(*argv, f'--also={text}'))) == n, text
-        assert ('other settings' in capsys.readouterr().err) == (n == 0)
-
-
 def test_nothing_finished_is_ever_overwritten(tiny, capsys):
-    """Nor what another process has. Without checkpoints: a finished run stays done, also without
-    its config.json; a damaged log is refused, and skipped in a table; one that a resumed run will
-    repair is not."""
+    """Nor what another process has, or a damaged log, which is skipped in a table."""
     (row,) = sized(*tiny, '--only=L=1 d=24 variant=recurrent')
     folder, log = folder_of(row), folder_of(row) / 'log.jsonl'
     folder.mkdir(parents=True)
     with open(folder / '.lock', 'w') as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert sweep.execute([row]) == 1 and 'another process has it' in capsys.readouterr().out
-    assert not log.exists()
     fake([row])
     assert sweep.start(row, '', 1) is None  # another process may have finished it meanwhile
     (folder / 'config.json').write_text('{')
@@ -301,33 +240,22 @@ def test_nothing_finished_is_ever_overwritten(tiny, capsys):
     with pytest.raises(SystemExit):
         sweep.execute([row])
     assert log.read_text() == text
-    (folder / 'ckpt_last.pt').write_text('')
-    assert sweep.look(row) == ('', 0.0, 0.0)
 
 
-GPUS = """
-0 --workers=3 | ||
-4 --seeds=1 | 0|1|2|3
-4 --gpus_per_run=2 | 0,1|2,3
-2 --workers=4 CUDA_VISIBLE_DEVICES=6,7 | 6|7|6|7
-4 --index=6 --workers=1 | 2
-"""
+WORKERS = [  # GPUs, CUDA_VISIBLE_DEVICES, settings, each worker's
+    (0, '', '--workers=3', ['', '', '']),
+    (4, '', '--gpus_per_run=2', ['0,1', '2,3']),
+    (2, '6,7', '--workers=4', ['6', '7', '6', '7']),
+    (4, '', '--index=6 --workers=1', ['2']),
+]
 
 
-@pytest.mark.parametrize('line', GPUS.strip().splitlines())
-def test_workers_and_gpus(monkeypatch, line):
-    """GPUs and settings | each worker's."""
-    words, _, expected = line.partition(' | ')
-    gpus, *words = words.split()
-    sized('--plan=lm-small', *(word for word in words if word.startswith('--')))
-    monkeypatch.setattr(sweep.torch.cuda, 'device_count', lambda: int(gpus))
-    monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
-    if words[-1].startswith('CUDA'):
-        monkeypatch.setenv(*words[-1].split('='))
-    assert sweep.devices() == expected.split('|')
-
-
-# ---- tuning ----
+@pytest.mark.parametrize('gpus, visible, words, expected', WORKERS)
+def test_workers_and_gpus(monkeypatch, gpus, visible, words, expected):
+    sized('--plan=lm-small', *words.split())
+    monkeypatch.setattr(sweep.torch.cuda, 'device_count', lambda: gpus)
+    monkeypatch.setattr(os, 'environ', {'CUDA_VISIBLE_DEVICES': visible} if visible else {})
+    assert sweep.devices() == expected
 
 
 def test_each_cell_is_tuned_with_seed_1_and_its_best_is_shown_by_other_seeds(tiny, tmp_path):
@@ -336,7 +264,6 @@ def test_each_cell_is_tuned_with_seed_1_and_its_best_is_shown_by_other_seeds(tin
     found = [(r.recurrent, r.L, r.more, r.seed) for r in rows]
     cells = [(recurrent, L) for recurrent in (True, False) for L in (1, 4)]
     assert found == [(*cell, (('learning_rate', rate),), 1) for cell in cells for rate in rates]
-    assert sweep.config_of(rows[1])['learning_rate'] == 0.04
     loss = {0.02: 3.0, 0.04: 2.0, 0.05: 2.5}
     of_seeds = {(True, 1): (2.0, 2.2), (True, 4): (2.1, 2.3)}
     of_seeds |= {(False, 1): (4, 4), (False, 4): (3, 3)}
@@ -349,8 +276,7 @@ def test_each_cell_is_tuned_with_seed_1_and_its_best_is_shown_by_other_seeds(tin
     for bad in rows[3::4]:  # a rate too high for them
         folder_of(bad).mkdir(parents=True)
         (folder_of(bad) / 'failed.json').write_text('{}')
-    status, out, err = call(*argv, '--table')  # no seed to report yet
-    assert status == 0 and 'one seed a value so far' in out, out + err
+    assert 'one seed a value so far' in call(*argv, '--table')[1]
     grown = sized(*argv)
     assert grown[:16] == rows  # jobs' numbers stay
     more = [(r.recurrent, r.L, rate_of(r), r.seed) for r in grown[16:]]
@@ -366,8 +292,8 @@ def test_each_cell_is_tuned_with_seed_1_and_its_best_is_shown_by_other_seeds(tin
     share = float(words.partition('recurrent smaller in ')[2].partition('%')[0])
     assert 92.5 < share < 95 and f'equal in {100 - share:.1f}%' in words
     saved = json.loads((folder / 'runs.json').read_text())
-    assert saved['best_transformer'] == words
-    assert len(saved['runs']) == 20 and sum(r['reported'] for r in saved['runs']) == 8
+    assert saved['best_transformer'] == words and len(saved['runs']) == 20
+    assert sum(r['reported'] for r in saved['runs']) == 8
     assert 'best learning rates, 2 seeds' in (folder / 'allocations_transformer.svg').read_text()
 
 
@@ -389,15 +315,13 @@ def test_tuning_goes_on_beyond_an_edge(tiny):
 
 
 def test_tuning_goes_on_to_the_other_seeds(tiny):
-    """One command: a value that cannot run is no winner and does not stop the rest; one that
-    failed before and is the best once it has run has its other seeds run too."""
+    """By one command: a value that cannot run is no winner, one that failed before may be."""
     argv = [*tiny, '--plan=residual', '--seeds=1', '--tune=grad_clip=-1,1,2']
     argv += ['--only=L=8 model=transformer residual=shared']
     first, _, last = sized(*argv)
     fake([last], lambda row: 99.0)
     folder_of(first).mkdir()
     (folder_of(first) / 'failed.json').write_text('{}')
-    assert 'other values or seeds follow' in call(*argv)[1].splitlines()[-1]
     status, out, err = call(*argv, '--run', '--table')
     assert status == 1 and out.count(': done') == 2 and 'grad_clip' in out, out + err
     assert '4 runs, 2 finished before' in out and 'grad_clip-1.0_s2: done' in out
@@ -417,19 +341,18 @@ def test_saturation_is_the_best_of_at_most_L(tmp_path):
     assert found == dict(zip(means, points, strict=True))
 
 
-FIGURES = """
-communication convlstm: radius|return minus that of 7
-scaling convglu: L = 8|experts E a level
-share-kv transformer: share kv|>validation loss (nats a token)<|of True
-sokoban convlstm: at most L levels|small budget|medium budget|large budget
-"""
+FIGURES = [  # plan, model, what its figure says
+    ('communication', 'convlstm', 'radius|return minus that of 7'),
+    ('scaling', 'convglu', 'L = 8|experts E a level'),
+    ('share-kv', 'transformer', 'share kv|>validation loss (nats a token)<|of True'),
+    ('sokoban', 'convlstm', 'at most L levels|small budget|medium budget|large budget'),
+]
 
 
-@pytest.mark.parametrize('line', FIGURES.strip().splitlines())
-def test_a_plans_figure(line, tmp_path):
+@pytest.mark.parametrize('plan, model, words', FIGURES)
+def test_a_plans_figure(plan, model, words, tmp_path):
     """Plan sokoban's runs are those of its three parts, where these are."""
-    about, _, words = line.partition(': ')
-    (plan, model), more = about.split(), ['--seeds=2', f'--out_dir={tmp_path}']
+    more = ['--seeds=2', f'--out_dir={tmp_path}']
     for part in [f'sokoban-{x}' for x in sweep.AGENTS] if plan == 'sokoban' else [plan]:
         rows = [row for row in sized(f'--plan={part}', *more) if row.model == model]
         fake(rows, lambda row: row.L + row.seed / 10 + (row.more == (('share_kv', False),)) / 2)
@@ -439,7 +362,7 @@ def test_a_plans_figure(line, tmp_path):
     runs = sweep.finished(rows)
     figures.draw(f'{plan}, shrunk', sweep.plan_rows(), runs, 'token', '', str(tmp_path))
     text = next(tmp_path.glob('*.svg')).read_text()
-    assert len(runs) == len(rows) and len(list(tmp_path.glob('*.png'))) == 1
+    assert len(runs) == len(rows)
     assert all(word in text for word in (*words.split('|'), ', shrunk, 2 seeds')), text
 
 
@@ -474,17 +397,12 @@ def test_tables_have_the_papers_layout_and_points(tmp_path):
     assert lines[:2] == [header, 'recurrent,small,1,1,128,6.5,0.5,2,7.75,0.0076']
     table = (shown / 'table_convlstm.md').read_text().splitlines()
     assert table[2] == f'| {lines[1].replace(",", " | ")} |'
-    assert 'recurrent 1 (95%' in table[-1] and 'equal in' in table[-1]
-    runs = json.loads((shown / 'runs.json').read_text())['runs']
-    assert len(runs) == len(rows) and runs[0]['value'] == 6.0 and runs[0]['seed'] == 1
     assert 'd = 64, paper' in (shown / 'allocations_convlstm.svg').read_text()
     lines = (shown / 'solve_convlstm.csv').read_text().splitlines()
     assert lines[0] == 'variant,budget,L,E,d,unfiltered_test_percent,std,n_seeds'
     assert lines[2] == 'recurrent,small,2,2,64,65,7.0711,2'
     assert '"recurrent, paper",small,1,1,128,86.03,3.71,' in lines
     assert '"DRC(3,3), 2B, paper",,,,,99.3,,' in lines
-    status, out, err = call(*argv, f'--reference={tmp_path}')
-    assert status == 2 and 'sokoban_returns.csv' in err and err.count('\n') == 1
 
 
 def test_solve_table_of_trained_agents(tmp_path):

@@ -1,12 +1,9 @@
-"""train_lm.py as a user starts it: resume, micro-batches and ranks, validation,
-stops, mistakes, memory, baselines, the demo."""
+"""train_lm.py as a user starts it: resume, micro-batches, ranks, stops, memory, mistakes."""
 
 import ast
 import json
 import math
 import os
-import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -26,7 +23,7 @@ import data_fineweb
 import model
 import train_lm
 from checkpoint import load_checkpoint
-from configurator import configure, read_script, run_script
+from configurator import configure, run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -42,26 +39,21 @@ tokenizer='bytes' n_layer=2 n_expert=2 n_embd=32 n_head=2 window=12 block_size=8
 max_iters=8 warmup_iters=3 eval_interval=4 val_tokens=96 val_streams=3 compile=False dtype='float32'
 device='cpu' threads=1
 """)
-META = {'tokenizer': 'bytes', 'source': 'test', 'shards': []}
 IGNORED = 'ms tokens_per_s env_steps_per_s clock seconds config'.split()  # times
 LSTM = {'arch': 'lstm'}
 PLAIN = {'arch': 'transformer', 'recurrent': False, 'n_expert': 1}
-
-
-# ---- runs, in this process and in others ----
 
 
 def shards(folder, **sizes):
     for name, n in sizes.items():
         tokens = (np.arange(n) ** 2 % 11 + 65).astype(np.uint16)
         data_fineweb.write_shard(str(folder / f'fineweb_{name}.bin'), tokens)
-    data_fineweb.write_meta(str(folder), META)
+    data_fineweb.write_meta(folder, {'tokenizer': 'bytes', 'source': 'test', 'shards': []})
 
 
 @pytest.fixture(scope='session')
 def data(tmp_path_factory):
-    """A validation shard and two that can be learnt; 5 windows an epoch: 8 updates meet every
-    reset."""
+    """A validation shard and two that can be learnt; 5 windows an epoch."""
     folder = tmp_path_factory.mktemp('data')
     shards(folder, val_000000=150, train_000001=8 * 25, train_000002=8 * 17)
     return folder
@@ -114,23 +106,13 @@ def start(data, out, *, ranks=1, **settings):
     return launch('train_lm.py', arguments(data, out, **settings), ranks)
 
 
-def play_recipe(target, *more):
-    """The commands of a target of the Makefile, each with more arguments. -> what the last one
-    prints."""
-    make = ['make', '-n', '--no-print-directory', '-o', '.venv/installed', target, 'BIN=BIN']
-    lines = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for line, extra in zip(lines.splitlines(), more, strict=True):
-        _, *argv = shlex.split(f'{line} {extra}')
-        out = finished(launch(*argv[:1], argv[1:]))
-    return out
-
-
 def mistake(capfd, script, argv):
     """What a script says to these arguments: one line, exit status 2."""
     capfd.readouterr()
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
         patch.setattr(sys, 'argv', [script.__name__, *map(str, argv)])
-        run_script(getattr(script, 'main', lambda: script.train(configure(vars(script)))))
+        main = getattr(script, 'script', None) or getattr(script, 'main', None)
+        run_script(main or (lambda: script.train(configure(vars(script)))))
     error = capfd.readouterr().err
     assert stop.value.code == 2 and error.count('\n') == 1 and error.startswith('error: '), error
     return error
@@ -143,13 +125,11 @@ def read_log(out):
 
 def same(a, b):
     """Bit-equal trees of tensors and plain types; timings aside."""
-    leaves = [
-        [(path, x) for path, x in tree if not {getattr(k, 'key', 0) for k in path} & set(IGNORED)]
-        for tree in (tree_flatten_with_path(x)[0] for x in (a, b))
-    ]
+    leaves = [tree_flatten_with_path(x)[0] for x in (a, b)]
     for (path, x), (its, y) in zip(*leaves, strict=True):
+        timing = {getattr(k, 'key', 0) for k in path} & set(IGNORED)
         equal = torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
-        assert path == its and equal, (path, its, x, y)
+        assert path == its and (timing or equal), (path, its, x, y)
 
 
 @pytest.fixture(scope='session')
@@ -165,7 +145,7 @@ def trained(data, tmp_path_factory):
 
 
 def test_log_and_checkpoint(data, tmp_path, capsys):
-    assert run(data, tmp_path) == 0
+    assert run(data, tmp_path, plot=True) == 0
     log = read_log(tmp_path)
     assert [r['step'] for r in log] == list(range(9)) and log[8]['tokens'] == 512
     assert [r['step'] for r in log if 'val_loss' in r] == [0, 4, 8]
@@ -173,7 +153,8 @@ def test_log_and_checkpoint(data, tmp_path, capsys):
     assert log[0]['val_bits_per_byte'] == pytest.approx(8, abs=1e-3)
     assert [r.get('epoch') for r in log[1:]] == [0, 0, 0, 0, 0, 1, 1, 1]
     files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert {'config.json', 'ckpt_last.pt', 'ckpt_prev.pt', 'ckpt_best.pt'} <= files.keys()
+    saved = {'ckpt_last.pt', 'ckpt_prev.pt', 'ckpt_best.pt'}
+    assert {'config.json', 'loss.png', *saved} <= files.keys()
     config = json.loads(files['config.json'])
     assert config['n_embd'] == 32 and {'commit', 'device_name', 'torch'} <= config.keys()
     # eval_only: the same value, and nothing is written
@@ -208,11 +189,10 @@ def test_resume_is_bit_equal(data, tmp_path, monkeypatch, settings):
 
 def test_resume_takes_new_optimizer_settings(data, tmp_path):
     run(data, tmp_path, max_iters=4)
-    settings = {'learning_rate': 0.5, 'momentum': 0.5, 'weight_decay': 0.3}
-    muon, adamw = begin(data, tmp_path, resume=True, betas=(0.1, 0.2), **settings).optimizers
-    found = [muon.param_groups[0][key] for key in ('peak_lr', 'momentum', 'weight_decay')]
-    assert found == [0.5, 0.5, 0.3]
-    assert all(group['betas'] == (0.1, 0.2) for group in adamw.param_groups)
+    settings = {'resume': True, 'learning_rate': 0.5, 'betas': (0.1, 0.2)}
+    muon, adamw = begin(data, tmp_path, **settings).optimizers
+    assert muon.param_groups[0]['peak_lr'] == 0.5
+    assert adamw.param_groups[0]['betas'] == (0.1, 0.2)
     assert all(s['momentum_buffer'].abs().sum() > 0 for s in muon.state.values())
 
 
@@ -229,8 +209,7 @@ def test_loss_falls_below_the_unigram_entropy(data, tmp_path, settings):
 
 @pytest.mark.parametrize('rows, more', [(0, {}), (4, {}), (2, LSTM)])
 def test_states_are_carried_and_reset(data, tmp_path, rows, more):
-    """At rates of 0 the losses of nine updates are the model's own over the loader's batches, from
-    nothing where a shard begins."""
+    """At rates of 0 the losses are the model's own, from nothing where a shard begins."""
     rates = dict.fromkeys(['learning_rate', 'embedding_lr', 'head_lr', 'scalar_lr'], 0)
     r = begin(data, tmp_path, batch_size=rows, baseline_lr=1e-20, **rates, **more)
     for p in r.model.parameters():
@@ -258,14 +237,15 @@ def memory_of(r):
 def replay(graphs, name, function, *args):
     """kernels.graphed as far as a CPU can play it: from the fourth call on the arguments are those
     of the fourth, whatever is passed, nothing may have moved, and no result can go stale."""
-    calls, captured, where = graphs.get(name, (0, None, None)) if graphs is not None else (0, 0, 0)
     if graphs is not None:
-        if calls >= 3 and captured is None:
+        calls, captured, where = graphs.get(name, (0, None, None))
+        if calls == 3:
             captured, where = args, memory_of(args[0])
         graphs[name] = calls + 1, captured, where
         # an optimizer's state comes after the first chunks
         assert calls < 3 or where == memory_of(args[0])[: len(where)], name
-    assert function(*(captured or args)) is None
+        args = captured or args
+    assert function(*args) is None
 
 
 GRAPHED = [{}, {'batch_size': 2, **ROUTED}, {'recurrent': False, 'batch_size': 4}]
@@ -292,35 +272,25 @@ def test_captured_updates_use_the_same_memory(data, tmp_path, monkeypatch, setti
 
 
 LONG = {'block_size': 1025}
-CAPTURED = [  # settings, device, ranks: is the optimizer captured, a chunk, and the model's path
-    ({}, 'cpu', 1, (False, False), 'compiled'),
-    ({}, 'cuda:0', 1, (True, True), 'captured'),
-    (LONG, 'cuda:0', 1, (True, False), 'graphed'),
-    ({**LONG, 'recurrent': False}, 'cuda:0', 1, (True, True), 'compiled'),
-    ({}, 'cuda:1', 2, (False, False), 'graphed'),
-    (PLAIN, 'cuda:0', 1, (False, False), 'compiled'),
-    (LSTM, 'cuda:0', 1, (False, False), 'fast'),
+CAPTURED = [  # settings, device, ranks: is the optimizer captured, and a chunk
+    ({}, 'cpu', 1, (False, False)),
+    ({}, 'cuda:0', 1, (True, True)),
+    ({}, 'cuda:1', 2, (False, False)),
+    (LONG, 'cuda:0', 1, (True, False)),
+    ({**LONG, 'recurrent': False}, 'cuda:0', 1, (True, True)),
+    (LSTM, 'cuda:0', 1, (False, False)),
 ]
 
 
-@pytest.mark.parametrize('settings, device, ranks, captured, path', CAPTURED)
-def test_what_is_captured(data, tmp_path, monkeypatch, settings, device, ranks, captured, path):
-    """By device, ranks and length of the chunk; where a recurrent chunk is not captured whole, the
-    model replays blocks."""
-    monkeypatch.setattr(checkpoint, 'compiles', lambda model, once: True)
-    r = begin(data, tmp_path)
-    configured(data, tmp_path, **{'compile': True, **settings})
+@pytest.mark.parametrize('settings, device, ranks, captured', CAPTURED)
+def test_what_is_captured(settings, device, ranks, captured):
+    configured('data', 'out', **settings)
     assert train_lm.captures(device, ranks) == captured
-    r.device, r.chunk_graphs = device, {} if captured[1] else None
-    r.model.config.path = train_lm.path
-    train_lm.prepare(r)
-    assert r.model.config.path == path
 
 
 @pytest.mark.parametrize('recurrent', [True, False])
 def test_ranks_and_micro_batches(data, tmp_path, recurrent):
-    """1 rank x 4 micro-batches = 2 ranks x 2 = 4 x 1 = all at once, validation and state
-    included."""
+    """1 rank x 4 micro-batches = 2 ranks x 2 = 4 x 1 = all at once."""
     runs = {'whole': (1, 0), 'micro': (1, 2), 'two': (2, 2), 'four': (4, 2)}
     settings = {'recurrent': recurrent, 'val_streams': 5}
     for name, (ranks, rows) in runs.items():
@@ -338,11 +308,8 @@ def test_ranks_and_micro_batches(data, tmp_path, recurrent):
                 assert a[key] == pytest.approx(b[key], rel=rel), (name, a['step'], key)
         for a, b in zip(states['whole'] or [], states[name] or [], strict=True):
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
-    # a run may go on with another number of ranks
+    # with another number of ranks it goes on
     assert run(data, tmp_path / 'four', max_iters=6, resume=True, **settings) == 0
-
-
-# ---- baselines ----
 
 
 BASELINES = [('lstm', f'n_expert=2 {sizes}') for sizes in ('n_embd=128', 'n_embd=256 n_layer=3')]
@@ -374,12 +341,11 @@ def test_baselines(arch, sizes):
 def test_signals_save_and_exit(data, tmp_path):
     for number in (signal.SIGTERM, signal.SIGINT):
         out = tmp_path / str(number)
-        process = start(data, out, max_iters=100000, eval_interval=100000)
-        while process.poll() is None:
-            if (out / 'log.jsonl').exists() and (out / 'log.jsonl').read_text().count('\n') > 2:
-                process.send_signal(number)
-                break
+        process, log = start(data, out, max_iters=100000, eval_interval=100000), out / 'log.jsonl'
+        while not log.exists() or log.read_text().count('\n') < 3:
+            assert process.poll() is None, process.communicate()
             time.sleep(0.01)
+        process.send_signal(number)
         stdout, stderr = process.communicate()
         assert process.returncode == 128 + number and 'Traceback' not in stderr, stderr
         saved = load_checkpoint(out / 'ckpt_last.pt')
@@ -389,8 +355,7 @@ def test_signals_save_and_exit(data, tmp_path):
 
 @pytest.mark.parametrize('factor', [math.nan, 1e30])
 def test_a_non_finite_update_changes_no_weight(data, tmp_path, factor):
-    """Nor do NaN gradients, or finite ones with an infinite norm, reach a moment, though the loss
-    is fine."""
+    """Nor a moment: by NaN gradients, or finite ones with an infinite norm, of a fine loss."""
     r = begin(data, tmp_path)
     updates(r, 1)
     r.model.head.register_hook(lambda g: g * factor)
@@ -418,39 +383,6 @@ def test_a_broken_weight_stops_with_the_last_good_checkpoint(data, tmp_path, mon
     assert saved['step'] == 4 and all(p.isfinite().all() for p in saved['model'].values())
 
 
-# ---- memory ----
-
-GPU = 79 * 2**30  # what is free of a card sold as 80 GB
-PAPER = sorted(f for f in os.listdir(ROOT / 'config') if f.startswith(('small_', 'medium_')))
-
-
-def needs(config, ranks, memory=GPU):
-    """-> rows at a time on a GPU of so much memory, and the GB that a rank then needs, of
-    train_lm's present settings."""
-    sizes, rows = train_lm.model_config(config), config['tokens_per_step'] // config['block_size']
-    streams, whole = rows // ranks, train_lm.captures('cuda:0', ranks)[1]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, 'device_memory', lambda device: (memory, math.inf))
-        rows = train_lm.fitting_rows(sizes, streams, torch.bfloat16, 'cuda:0', whole)
-    batch = sizes, config['recurrent'], (rows, streams)
-    need = model.memory(*batch, torch.bfloat16, 'cuda', whole)
-    return rows, sum(need.values()) / 1e9
-
-
-@pytest.mark.parametrize('file', PAPER)
-def test_the_papers_configs_fit_80_GB_as_they_say(file):
-    """On one GPU and on four; the docstrings' figures are model.memory's."""
-    config = configure(vars(train_lm), [str(ROOT / 'config' / file)], quiet=True)
-    (rows, one), (rows_of_four, four) = needs(config, 1), needs(config, 4)
-    text = ' '.join(read_script(ROOT / 'config' / file)[2].split())
-    figures = r'([\d.]+) GB on one(?: \((\d+) rows at a time\))?'
-    said = re.search(rf'{figures}, ([\d.]+) GB on each of four \((\d+)', text)
-    assert max(one, four) < GPU / 1e9 and config['batch_size'] == 0
-    assert [int(said[2] or said[4]), int(said[4])] == [rows, rows_of_four]
-    assert min(rows, rows_of_four) * config['block_size'] >= 2048
-    assert [float(said[1]), float(said[3])] == pytest.approx([one, four], abs=1)
-
-
 def test_the_estimate_meets_the_stand_ins_peaks():
     """Every line of the table: over the measured by at most 0.3, under it by at most 3%."""
     table = (ROOT / 'results' / 'modelled' / 'memory.md').read_text().splitlines()
@@ -458,9 +390,11 @@ def test_the_estimate_meets_the_stand_ins_peaks():
     assert len(lines) > 25
     for _, command, ranks, rows, peak, *_ in lines:
         file, *words = command.strip(' `').split()
-        argv = [str(ROOT / file), *words, f'--batch_size={rows.strip()}']
-        need = needs(configure(vars(train_lm), argv, quiet=True), int(ranks))[1]
-        assert 0.97 < need / float(peak) < 1.3, (command, ranks, rows, peak, need)
+        c = configure(vars(train_lm), [str(ROOT / file), *words], quiet=True)
+        batch = int(rows), c['tokens_per_step'] // c['block_size'] // int(ranks)
+        sizes, whole = train_lm.model_config(c), train_lm.captures('cuda:0', int(ranks))[1]
+        need = model.memory(sizes, c['recurrent'], batch, torch.bfloat16, 'cuda', whole)
+        assert 0.97 < sum(need.values()) / 1e9 / float(peak) < 1.3, (command, ranks, rows)
 
 
 MEMORY = [  # total and free; rows, or what is said
@@ -487,24 +421,14 @@ def test_rows_by_memory(data, tmp_path, monkeypatch, capfd, settings, memory, ex
         assert not out.exists()
 
 
-# ---- mistakes ----
-
-
 MISTAKES = """
 tokens_per_step=100 | tokens_per_step = 100: must be a multiple
-n_embd=100 n_head=0 | n_embd = 100 is a multiple of neither
-tokenizer=gpt3 | tokenizer = 'gpt3'
-data_dir=/nonexistent | no train shards in '/nonexistent'
 device=cuda:99 | device =
 resume=True | out: holds no trained run
 val_tokens=1000000 | lower val_tokens
 tokens_per_step=512 | too few
 betas=(0.9,) | betas = (0.9,)
-threads=100000 | threads = 100000: must be
-window=1000000000000 | batch_size = 1: needs more than
-eval_only=True | out: holds no trained run
 arch=transformer recurrent=False | n_expert = 2: arch = 'transformer' is the twin of
-arch=transformer | wants --recurrent=False
 arch=lstm recurrent=False | wants --recurrent=True
 arch=lstm learning_rate=0.1 | --baseline_lr
 """
@@ -518,8 +442,7 @@ def test_mistakes_are_one_line(data, tmp_path, line, capfd):
 
 
 def test_refusals_that_keep_a_run(data, trained, tmp_path, capfd):
-    """In one line, before anything of it is removed. Shards of other content, of the same names
-    and sizes, are others; a copy is not."""
+    """Shards of other content, of the same names and sizes, are others; a copy is not."""
     out, others, bad = tmp_path / 'out', tmp_path / 'others', tmp_path / 'bad'
     run(data, out, max_iters=2)
     shutil.copytree(data, others)
@@ -528,15 +451,12 @@ def test_refusals_that_keep_a_run(data, trained, tmp_path, capfd):
     data_fineweb.write_shard(shard, np.roll(data_fineweb.read_shard(shard, 256), 1))
     bad.mkdir()
     (bad / 'model.safetensors').write_text('x')
-    (tmp_path / 'stranger.py').write_text('overwrite = True')
     before = (out / 'ckpt_last.pt').read_bytes()
     for settings, message in (
         ('', 'holds a run already'),
-        ('--resume --overwrite', 'exclude each other'),
         ('--resume=True --n_embd=64', 'was trained with n_embd = 32, not 64'),
         (f'--resume=True --data_dir={others}', f'other shards than those in {others}'),
         ('--overwrite=True --data_dir=/nowhere', 'no train shards'),
-        (f'{tmp_path}/stranger.py', 'stranger.py:1: overwrite is for the command line alone'),
         ('--overwrite --init_from=none', 'none: holds no trained run'),
         (f'--overwrite --init_from={bad}', 'bad/model.safetensors: no weights'),
         (f'--overwrite --init_from={trained}/lstm --n_embd=64', 'no weight has a name and shape'),
@@ -548,38 +468,30 @@ def test_refusals_that_keep_a_run(data, trained, tmp_path, capfd):
     assert run(others, out, eval_only=True) == 0  # only asks what the weights are worth there
 
 
-DAMAGES = [  # part of a checkpoint, what becomes of it (None: it is taken out), what is said
-    ('model.head', None, 'Missing key(s) in state_dict: "head"'),
+DAMAGES = [  # part of a checkpoint, what becomes of it, what is said
     ('model.head', lambda w: w[:5], 'size mismatch for head'),
-    ('model.head', lambda w: w * math.nan, 'head holds NaN'),
     ('step', lambda n: None, 'step = '),
     ('optimizers', lambda o: o[:1], 'optimizers or rng does not fit'),
     ('rng.torch', lambda x: x[:9], 'optimizers or rng does not fit'),
     ('loader.shard', lambda x: 99, 'loader or state does not fit'),
     ('state', lambda s: [x[:1] for x in s], 'loader or state does not fit'),
-    ('optimizers', None, 'missing: optimizers'),
-    ('config', None, 'not a checkpoint of this train_lm.py'),
+    ('config', lambda c: None, 'not a checkpoint of this train_lm.py'),
 ]
 
 
 def test_a_damaged_checkpoint_is_one_line(data, tmp_path, capfd):
-    """Whole files whose parts do not fit: refused by file and part, and left as they are."""
+    """Whole files whose parts do not fit: refused by file and part."""
     run(data, tmp_path, max_iters=2)
     path, argv = tmp_path / 'ckpt_last.pt', arguments(data, tmp_path, resume=True)
     os.link(path, tmp_path / 'good.pt')
     for key, change, message in DAMAGES:
-        saved = part = load_checkpoint(tmp_path / 'good.pt')
-        *names, last = key.split('.')
-        for name in names:
-            part = part[int(name) if name.isdigit() else name]
-        was = part.pop(last)
-        if change is not None:
-            part[last] = change(was)
+        saved = load_checkpoint(tmp_path / 'good.pt')
+        *outer, name = key.split('.')
+        part = saved[outer[0]] if outer else saved
+        part[name] = change(part[name])
         checkpoint.save_checkpoint(saved, path)
-        before = path.read_bytes()
         error = mistake(capfd, train_lm, argv)
         assert f'{path}: ' in error and message in error, error
-        assert path.read_bytes() == before
 
 
 def test_compile_falls_back(data, tmp_path):
@@ -602,9 +514,6 @@ def test_packages_are_optional(data, tmp_path, monkeypatch, capfd, name):
     assert run(data, tmp_path / 'out', max_iters=1) == 0
 
 
-# ---- weights to begin with ----
-
-
 def test_init_from(trained, data, tmp_path, capfd):
     """A run's weights or an export's begin another run, as they are; of a model of another depth
     and window those that fit, and lines name the rest. A fresh optimizer, at step 0."""
@@ -615,25 +524,10 @@ def test_init_from(trained, data, tmp_path, capfd):
         r = begin(data, tmp_path / 'out', init_from=folder)
         same(r.model.state_dict(), saved['model'])
         assert r.step == 0 and not any(o.state for o in r.optimizers)
-    assert run(data, tmp_path / 'out', max_iters=1, init_from=export) == 0
-    assert read_log(tmp_path / 'out')[0]['val_loss'] == pytest.approx(saved['best'], rel=1e-6)
     capfd.readouterr()
     deeper = begin(data, tmp_path / 'x', init_from=source, n_layer=3).model.state_dict()
     assert all(torch.equal(deeper[name], x) for name, x in saved['model'].items())
     said = capfd.readouterr().out
-    assert f'took {len(saved["model"])} of {len(deeper)} weights' in said
     assert 'begun anew: levels.2.' in said and 'not taken' not in said
-    begin(data, tmp_path / 'x', init_from=source, n_layer=1, aggregation='softmax_mean')
+    begin(data, tmp_path / 'x', init_from=source, n_layer=1)
     assert 'not taken: levels.1.' in capfd.readouterr().out
-
-
-# ---- the demo ----
-
-
-def test_demo_recipe(tmp_path):
-    """`make demo`'s own commands, shrunk."""
-    small = '--max_iters=2 --val_tokens=512 --val_streams=8 --tokens_per_step=256'
-    data, out = f'--data_dir={tmp_path}/data', f'--out_dir={tmp_path}/out'
-    few = '--max_new_tokens=5'
-    said = play_recipe('demo', few, data, f'{data} {out} {small}', f'{out} {few}')
-    assert 'Fellow citizens' in said and (tmp_path / 'out' / 'loss.png').stat().st_size > 5000
