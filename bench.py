@@ -7,7 +7,6 @@ Speed and memory of the models on whatever device there is, beside the paper's a
     python bench.py --suite=train --paths=lstm,compiled   # beside torch.nn.LSTM of equal size
     python bench.py --suite=decode                # and its latency table
     python bench.py --suite=sokoban --paths=compiled,compiled_recompute
-    python bench.py --compare=A.json,B.json       # or --compare A.json B.json: the rows they share
 
 train      updates of train_lm.py, loader and optimizer included, T = W = C, on one of the paper's 4
            GPUs: B = tokens an update / 4 / C streams, held to a quarter of the paper's figure
@@ -48,7 +47,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 
 # before torch: how threads wait, what ctrl-C does
-from configurator import configure, fail, first_line, gathered, run_script, write_json, write_text
+from configurator import configure, fail, first_line, run_script, write_json, write_text
 
 import numpy as np
 import torch
@@ -60,7 +59,7 @@ import train_lm
 import train_sokoban
 from checkpoint import commit, device_name, keep_memory, out_of_memory, pick_device, pick_dtype
 from convlstm import AgentConfig
-from data_fineweb import REAL_VOCAB, VOCAB, open_meta, write_meta, write_shard
+from data_fineweb import REAL_VOCAB, VOCAB, open_meta, shard_path, write_meta, write_shard
 from figures import markdown, read_csv
 from model import ModelConfig, State, build_model
 from sample import Decoder
@@ -91,7 +90,6 @@ device = 'auto'    # auto: cuda if there is one; or cpu, cuda, cuda:1
 threads = 0        # CPU threads; 0: torch's choice
 out = ''           # JSON file, the table beside it as .md; '': results/<device>/<suite>.json
 append = False     # go on with that file, of the same commit, device and dtype. first: always
-compare = ''       # A.json,B.json: print the ratios of the rows they share, measure nothing
 # fmt: on
 RANGES = {'suite': 'train decode sokoban first'.split()}
 RANGES['arch'] = ['convlstm', 'convglu']
@@ -399,7 +397,8 @@ def work(pipe: multiprocessing.connection.Connection, row: dict, config: dict) -
     if config['threads']:
         torch.set_num_threads(config['threads'])
     told = turns(row, config)
-    while pipe.recv():
+    while True:
+        pipe.recv()
         try:
             pipe.send(next(told, None))
         except (RuntimeError, MemoryError, ValueError, ImportError) as error:
@@ -449,11 +448,7 @@ def measure(group: dict[str, dict], config: dict, until: float = math.inf) -> di
                 workers[label] = process, ours
             answer, record = ask(*workers[label], until), records[label]
             if answer is None or answer.get('status'):
-                process, pipe = workers.pop(label)
-                if answer is None:
-                    pipe.send(False)
-                    process.join(10)
-                kill(process, pipe)  # gives its memory back at once
+                kill(*workers.pop(label))  # gives its memory back at once
             else:
                 queue.insert(len(queue) if config['device'] == 'cpu' else 0, label)
             if answer is not None:
@@ -512,12 +507,8 @@ def published(row: dict) -> dict[str, float | str]:
     """SPEED of a row: paper and target."""
     if row['suite'] != 'sokoban' and (row['D'], row['V'], row['T']) != (768, 50304, row['C']):
         return {}
-    sizes = (
-        row['L'],
-        row['E'],
-        row.get('C', row['D']),
-        row.get('tokens_per_update', row.get('B', '')),
-    )
+    n = row.get('tokens_per_update', row.get('B', ''))
+    sizes = row['L'], row['E'], row.get('C', row['D']), n
     who = [str(x) for x in (row['suite'], row['model'], *sizes)]
     found = {name: speeds().get((name, *who)) for name in ('paper', 'target')}
     return {name: x if x == 'OOM' else float(x) for name, x in found.items() if x}
@@ -560,7 +551,7 @@ CELL = 'suite cell D'.split()
 def header(config: dict) -> dict:
     at, kept = config['device'], {'config': config, 'command': shlex.join(['python', *sys.argv])}
     kept |= {'device': device_name(at), 'dtype': config['dtype'], 'commit': commit()}
-    kept |= {'threads': config['threads'] or torch.get_num_threads(), 'torch': torch.__version__}
+    kept |= {'threads': torch.get_num_threads(), 'torch': torch.__version__}
     kept['date'] = datetime.datetime.now().astimezone().isoformat(timespec='seconds')
     kept['python'] = platform.python_version()
     if at != 'cpu':
@@ -570,15 +561,21 @@ def header(config: dict) -> dict:
     return kept
 
 
-def read_report(path: str) -> dict:
-    """A JSON file of an earlier run; ends the script where it is none."""
+def go_on(report: dict, path: str) -> None:
+    """Into the report what the one at `path` holds, if it is of the same kind."""
     try:
         with open(path, encoding='utf-8') as file:
-            report = json.load(file)
-        rows = [{**row, 'figure': figure(row)} for row in report['results']]
-    except (OSError, ValueError, LookupError, TypeError) as error:
+            old = json.load(file)
+        kept = {name: old[name] for name in ('steps', 'yardsticks', 'results', 'command')}
+    except (ValueError, LookupError, TypeError) as error:
         fail(f'{path}: no report of bench.py ({first_line(error)})')
-    return report | {'results': rows}
+    for name in SAME:
+        if old.get(name) != report[name]:
+            was = f'is of {name} {old.get(name)!r}, this run of {report[name]!r}'
+            fail(f'{path} {was}: choose another --out')
+    if report['command'] not in kept['command']:
+        kept['command'] += f'; {report["command"]}'
+    report |= kept
 
 
 # ---- tables ----
@@ -599,20 +596,12 @@ def figure(row: dict) -> str:
     return show(row[name], unit, digits) if row['status'] == 'ok' else row['status']
 
 
-def ratio(a: dict, b: dict) -> str:
-    """Speed of row b over that of row a; '' where one has none."""
-    if not a['status'] == b['status'] == 'ok':
-        return ''
-    name, sign, _, _ = METRICS[b['suite']]
-    return f'{(statistics.median(b[name]) / statistics.median(a[name])) ** sign:.2f}x'
-
-
 COLUMNS = {
     'tokens_per_update': ('tokens an update, 4 GPUs', '{:,}'),
     **{name: (name, '{}') for name in 'LEDCBT'},
     'path': ('path', '{}'),
     'figure': ('median (min..max)', '{}'),
-    'ratio': ('speed-up', '{}'),
+    'ratio': ('speed-up', '{:.2f}x'),
     'share_of_roofline': ('of roofline', '{:.1%}'),
     'share_of_conv': ('of conv rate', '{:.1%}'),
     'paper': ('paper: tokens/s a GPU, ms on 4', '{:,.6g}'),
@@ -625,25 +614,21 @@ COLUMNS = {
 }
 
 
-def table(rows: list[dict], columns: dict[str, tuple[str, str]]) -> str:
-    """Markdown. columns: title and form of a row's value, texts as they are; one in which no row
-    has anything is left out."""
-    found = []
-    for name, (title, form) in columns.items():
+def beside(results: list[dict]) -> str:
+    """The table of rows, each with its speed-up over the first of its cell; a column in which no
+    row has anything is left out."""
+    rows, first, found = [], {}, []
+    for row in results:
+        if row['status'] == 'ok':
+            name, sign, _, _ = METRICS[row['suite']]
+            value = statistics.median(row[name])
+            row = row | {'ratio': (value / first.setdefault(key(row, CELL), value)) ** sign}
+        rows.append(row)
+    for name, (title, form) in COLUMNS.items():
         values = (row.get(name) or '' for row in rows)
         texts = [x.replace('|', '/') if isinstance(x, str) else form.format(x) for x in values]
         found += [[title, *texts]] if any(texts) else []
     return markdown(list(zip(*found, strict=True))) if found else ''
-
-
-def beside(results: list[dict]) -> str:
-    """The table of rows, each with its speed-up over the first of its cell."""
-    rows, first = [], {}
-    for row in results:
-        if row['status'] == 'ok':
-            first.setdefault(key(row, CELL), row)
-        rows.append({**row, 'ratio': ratio(first.get(key(row, CELL), row), row)})
-    return table(rows, COLUMNS)
 
 
 def write(report: dict, path: str) -> str:
@@ -661,24 +646,6 @@ def write(report: dict, path: str) -> str:
     write_json(report, path)
     write_text(text, os.path.splitext(path)[0] + '.md')
     return text
-
-
-def compare_reports(text: str) -> None:
-    """Prints the rows that two reports share, 'A.json,B.json', and how fast the second's are."""
-    names = text.split(',')
-    if len(names) != 2:
-        fail(f'compare = {text!r}: expected two files, A.json,B.json')
-    a, b = (read_report(name) for name in names)
-    for letter, name, r in zip('AB', names, (a, b), strict=True):
-        print(f'{letter}: {name}:', *(r.get(k) for k in ('device', 'dtype', 'commit', 'date')))
-    old, rows = {key(row): row for row in a['results']}, []
-    for row in b['results']:
-        if x := old.get(key(row)):
-            rows.append({**row, 'A': x['figure'], 'B': row['figure'], 'ratio': ratio(x, row)})
-    if not rows:
-        fail(f'compare: {names[0]} and {names[1]} have no row in common')
-    columns = {name: (name, '{}') for name in [*KEYS, 'A', 'B']}
-    print('\n' + table(rows, columns | {'ratio': ('speed of B over A', '{}')}))
 
 
 # ---- what is to be measured ----
@@ -786,14 +753,7 @@ def run(config: dict, groups: dict[str, dict[str, dict]]) -> int:
     os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
     report |= {'steps': {}, 'yardsticks': {}, 'results': []}
     if goes_on and os.path.exists(path):
-        old = read_report(path)
-        for name in SAME:
-            if old.get(name) != report[name]:
-                was = f'is of {name} {old.get(name)!r}, this run of {report[name]!r}'
-                fail(f'{path} {was}: choose another --out')
-        report |= {name: old[name] for name in ('steps', 'yardsticks', 'results')}
-        if report['command'] not in old['command']:
-            report['command'] = f'{old["command"]}; {report["command"]}'
+        go_on(report, path)
     have, left = {key(row) for row in report['results']}, []
     for name, group in groups.items():
         rows = {key(row) for row in group.values() if 'L' in row}
@@ -822,34 +782,24 @@ def run(config: dict, groups: dict[str, dict[str, dict]]) -> int:
     return int(first and any(step['status'] != 'ok' for step in report['steps'].values()))
 
 
-def write_data(folder: str, rows: list[dict]) -> None:
-    """Suite train's: a shard of random tokens, and a small one to validate on."""
-    V, size = rows[0]['V'], 33 * max(row['B'] * (row['T'] + 1) for row in rows)
-    tokenizer, rng = TOKENIZER[V], np.random.default_rng(0)
-    for name, n in (('val_000000', 1000), ('train_000001', size)):
-        path = os.path.join(folder, f'fineweb_{name}.bin')
-        write_shard(path, rng.integers(0, REAL_VOCAB[tokenizer], n))
-    write_meta(folder, open_meta(folder, tokenizer=tokenizer, source='bench.py'))
-
-
 def run_suite(config: dict) -> int:
     """config: the settings, with the device and dtype that were picked. -> the exit status."""
     groups = plan(config)
+    rows = [row for group in groups.values() for row in group.values() if row['suite'] == 'train']
     with tempfile.TemporaryDirectory() as folder:
-        rows = [row for group in groups.values() for row in group.values()]
-        if trained := [row for row in rows if row['suite'] == 'train']:
-            write_data(folder, trained)
+        if rows:  # a shard of random tokens, and a small one to validate on
+            V, size = rows[0]['V'], 33 * max(row['B'] * (row['T'] + 1) for row in rows)
+            tokenizer, rng = TOKENIZER[V], np.random.default_rng(0)
+            for index, n in enumerate((1000, size)):
+                write_shard(shard_path(folder, index), rng.integers(0, REAL_VOCAB[tokenizer], n))
+            write_meta(folder, open_meta(folder, tokenizer=tokenizer, source='bench.py'))
         return run({**config, 'data_dir': folder}, groups)
 
 
 def main() -> int:
-    argv = gathered(sys.argv[1:], 'compare')  # --compare A.json B.json
-    config = configure(globals(), argv)
-    if compare or '--compare=' in argv:
-        compare_reports(compare)
-        return 0
+    config = configure(globals())
     try:
-        at = pick_device(device)
+        at = pick_device(device, threads)
         wanted = dtype or ('float32' if at == 'cpu' and suite != 'sokoban' else 'auto')
         config |= {'device': at, 'dtype': str(pick_dtype(wanted, at))[6:]}
         return run_suite({**config, 'check': check or suite == 'first'})

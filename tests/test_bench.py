@@ -251,27 +251,6 @@ def test_paper_cells():
 # ---- reports of several runs ----
 
 
-def test_compare(tmp_path, monkeypatch, capsys):
-    def report(name, suite, **rows):
-        found = []
-        for cell, value in rows.items():
-            row = {'suite': suite, 'cell': cell, 'path': 'fast', 'status': 'ok'}
-            found.append({**row, bench.METRICS[suite][0]: [value]})
-        (tmp_path / name).write_text(json.dumps({'suite': suite, 'results': found}))
-        return str(tmp_path / name)
-
-    a, b = report('a', 'train', A=100, B=50), report('b', 'train', B=75, A=250, C=1)
-    c = report('c', 'decode', A=4)
-    call(monkeypatch, '--compare', a, b)
-    assert [line[-1] for line in cells_of(capsys.readouterr().out)[2:]] == ['1.50x', '2.50x']
-    (tmp_path / 'f').write_text('[]')
-    wrong = {f'{a},{c}': 'no row in common', f'{a},nowhere.json': 'no report', a: 'two files'}
-    for pair, message in (wrong | {f'{a},{tmp_path}/f': 'no report'}).items():
-        with pytest.raises(SystemExit):
-            call(monkeypatch, f'--compare={pair}')
-        assert message in capsys.readouterr().err
-
-
 def test_append(tmp_path, monkeypatch, capsys):
     """The command that is told measures the rest, and only that; rows stay; the same twin beside
     each cell has a row each."""
@@ -310,7 +289,6 @@ REFUSED = """\
 --dtype=float16: dtype
 --device=tpu: device
 --cells=(1,1,4,100): not a whole number
---compare: two files
 --suite=sokoban --cells=(1,1): sokoban: (L, E, d)
 --suite=first --cells=(2,8): a suite's name
 --suite=first --paths=slow: expected some of"""
