@@ -36,7 +36,7 @@ if tuple(map(int, torch.__version__.split('.')[:2])) < (2, 11):  # none older wa
     fail(f'torch {torch.__version__} is too old: 2.11 or later is needed')
 
 LAST, PREV, BEST = 'ckpt_last.pt', 'ckpt_prev.pt', 'ckpt_best.pt'
-EXPORTED = 'model.safetensors'  # of sample.py --export
+WEIGHTS, CONFIG = 'model.safetensors', 'config.json'  # of an export
 LOCK = '.run'  # held while a run is at work in its folder, which it marks as a run's
 BEGUN = '.begun'  # the folder's run was begun by the torchrun that wrote this last
 # what a run writes into its folder, and overwrite removes
@@ -116,11 +116,12 @@ def load_latest(out_dir: Path) -> tuple[dict, pathlib.Path]:
 def load_run(
     out_dir: Path, script: str, needed: tuple, fixed: tuple, config: dict, file: str | None = None
 ) -> tuple[dict, pathlib.Path]:
-    """-> a run's last checkpoint, or that file of its folder, and the path. CheckpointError where
-    it lacks a key of `needed`, or where a setting of `fixed`, that would make it another run,
-    differs from config's."""
-    path = pathlib.Path(out_dir, file or '')
-    saved, where = (load_checkpoint(path), path) if file else load_latest(out_dir)
+    """-> a run's last checkpoint, or `file` of its folder if it is there, and the path.
+    CheckpointError where it lacks a key of `needed`, or where a setting of `fixed`, that would make
+    it another run, differs from config's."""
+    path = pathlib.Path(out_dir, file or LAST)
+    named = file is not None and path.exists()
+    saved, where = (load_checkpoint(path), path) if named else load_latest(out_dir)
     theirs, missing = saved.get('config') if isinstance(saved, dict) else None, ['config']
     if isinstance(theirs, dict):
         missing = [key for key in needed if key not in saved]
@@ -158,6 +159,31 @@ def load_weights(model: torch.nn.Module, weights: dict, where: Path, assign: boo
         model.load_state_dict(weights, assign=assign)
 
 
+# ---- models as plain files ----
+
+
+def read_tensors(path: Path, device: str = 'cpu') -> dict[str, torch.Tensor]:
+    """A .safetensors file. CheckpointError."""
+    need_packages(safetensors=True)
+    from safetensors import SafetensorError, torch as files
+
+    try:
+        return files.load_file(path, device)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f'{path}: cannot be read ({first_line(error)})') from None
+
+
+def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> str:
+    """-> what was written, in words."""
+    need_packages(safetensors=True)
+    from safetensors.torch import save
+
+    whole = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+    data = save(whole, metadata={'format': 'pt'})
+    write_atomic(path, lambda file: file.write(data))
+    return f'{path} ({len(data) / 1e6:.1f} MB)'
+
+
 # ---- a trainer's run: it has rank, world, config, model, step, and what POSITION names ----
 
 
@@ -167,24 +193,15 @@ def init_from(model: torch.nn.Module, folder: Path, resume: bool) -> None:
     settings; lines say what was and what was not. CheckpointError."""
     if resume:
         raise CheckpointError('--init_from begins a new run: not with --resume or --eval_only')
-    where = pathlib.Path(folder, EXPORTED)
+    where = pathlib.Path(folder, WEIGHTS)
     if where.exists():
-        need_packages(safetensors=True)
-        from safetensors import SafetensorError, torch as files
-
-        try:
-            weights = files.load_file(where)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f'{where}: no weights ({first_line(error)})') from None
+        weights = read_tensors(where)
     else:
-        best = BEST if os.path.exists(os.path.join(folder, BEST)) else None
-        saved, where = load_run(folder, 'project', ('model',), (), {}, best)
+        saved, where = load_run(folder, 'project', ('model',), (), {}, BEST)
         weights = saved['model']
     ours = model.state_dict()
     with restoring(where, 'model'):
-        fits = {
-            name for name, x in ours.items() if name in weights and weights[name].shape == x.shape
-        }
+        fits = {k for k, x in ours.items() if k in weights and weights[k].shape == x.shape}
     if not fits:
         raise CheckpointError(f'{where}: no weight has a name and shape of this model')
     load_weights(model, ours | {name: weights[name] for name in fits}, where)
@@ -305,12 +322,14 @@ def fill(mine: torch.Tensor, saved: torch.Tensor) -> None:
 # ---- the device, the ranks, the packages ----
 
 
-def pick_device(name: str) -> str:
+def pick_device(name: str, threads: int = 0) -> str:
     """-> 'cpu' or 'cuda:N' for a `device` setting; 'auto' is cuda where there is one. Under
-    torchrun each rank gets its own. ValueError."""
+    torchrun each rank gets its own. threads: for a CPU, 0 is torch's choice. ValueError."""
     device = ('cuda' if torch.cuda.is_available() else 'cpu') if name == 'auto' else name
     if not re.fullmatch(r'cpu|cuda(:\d+)?', device):
         raise ValueError(f"device = {name!r}: expected 'auto', 'cpu', 'cuda' or 'cuda:N'")
+    if threads:
+        torch.set_num_threads(threads)
     if device == 'cpu':
         return device
     if not torch.cuda.is_available():
@@ -344,11 +363,9 @@ def attempt() -> int:
 
 def join_ranks(device: str, threads: int) -> tuple[int, int, str]:
     """-> rank, world size and device ('cpu' or 'cuda:N') of this process; under torchrun it joins
-    the process group. threads: of a CPU, 0 for torch's choice."""
+    the process group."""
     rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
-    device, backend = pick_device(device), 'gloo'
-    if device == 'cpu' and threads > 0:
-        torch.set_num_threads(threads)
+    device, backend = pick_device(device, threads), 'gloo'
     if device != 'cpu':
         backend = 'cpu:gloo,cuda:nccl'
         torch.cuda.set_device(device)

@@ -239,16 +239,6 @@ def joined(argv: list[str], defaults: dict) -> list[str]:
     return arguments
 
 
-def gathered(argv: list[str], key: str) -> list[str]:
-    """The arguments with `--key A B C` as `--key=A,B,C`, for a setting that is a list of files."""
-    if f'--{key}' not in argv:
-        return argv
-    i = argv.index(f'--{key}')
-    ends = (k for k in range(i + 1, len(argv)) if argv[k][:1] == '-' or argv[k].endswith('.py'))
-    end = next(ends, len(argv))
-    return [*argv[:i], f'--{key}={",".join(argv[i + 1 : end])}', *argv[end:]]
-
-
 def read_argument(argument: str, config: dict, defaults: dict, where: str = 'command line') -> None:
     """Applies one `--key=value`; `where` goes into the message."""
     key, _, text = argument[2:].partition('=')

@@ -1,13 +1,12 @@
 """
 What Sokoban agents can do: play a game in the terminal, or into a GIF; solve rates, also of other
-people's policies (`--policy=module:function`); runs beside each other; an agent as plain files,
-model.safetensors and config.json. train_sokoban.py evaluates and draws by functions of this file.
+people's policies (`--policy=module:function`); an agent as plain files, model.safetensors and
+config.json. train_sokoban.py evaluates and draws by functions of this file.
 
 $ python play_sokoban.py --out_dir=pretrained/sokoban          # keys: pause, step, next level, quit
 $ python play_sokoban.py --out_dir=pretrained/sokoban --level=3 --gif=game.gif
 $ python play_sokoban.py --out_dir=out/sokoban_small_L4 --measure
 $ python play_sokoban.py --out_dir=out/sokoban_small_L4 --export=out/agent
-$ python play_sokoban.py --runs=out/sokoban_small_L4,out/sokoban_small_ff_L4 --picture=compare.png
 
 Shape letters as in sokoban.py and convlstm.py: N boards at a time, n levels.
 """
@@ -25,10 +24,10 @@ import termios
 import tty
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from functools import partial
+from types import SimpleNamespace
 
 # before torch: how threads wait, what ctrl-C does
-from configurator import configure, every, fail, first_line, run_script, write_atomic, write_json
+from configurator import configure, every, fail, first_line, run_script, write_json
 
 import numpy as np
 import torch
@@ -36,9 +35,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import checkpoint
-from checkpoint import BEST, CheckpointError, print0
+from checkpoint import BEST, CONFIG, WEIGHTS, print0
 from convlstm import Agent, AgentConfig, build_agent
-from figures import COLORS, curve, finish, new, read_log
 from sokoban import AGENT, TIME_LIMIT, SokobanEnv, board_image, board_keys, board_text, draw_by
 from sokoban import load_levels, save_gif
 
@@ -61,15 +59,12 @@ probe = ''                     # probe_sokoban.py's of this agent, whose plan is
 gif = ''                       # a file to write the game into, instead of the terminal
 export = ''                    # a folder to write the agent into, instead
 device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda', 'cuda:1'
-runs = ''                      # or folders of runs, with a comma between them: their curves
-picture = 'compare.png'        # what to draw these into
 # fmt: on
 RANGES = {'which': ['best', 'last'], 'n_levels': (1, math.inf), 'level': (0, math.inf)}
 RANGES |= {'ms': (10, math.inf), 'games': (0, math.inf)}
 # -----------------------------------------------------------------------------
 
 BOARDS = 256  # played at a time
-WEIGHTS, CONFIG = 'model.safetensors', 'config.json'
 SIZES = [field.name for field in fields(AgentConfig) if field.name not in ('dtype', 'path')]
 EASY = {'eval_split': 'generated', 'n_boxes': 1, 'max_moves': 12, 'seed': 1337}
 # of # .$*@+ in a terminal: two columns a cell
@@ -162,57 +157,54 @@ def report(
     return record
 
 
-def compare(folders: list[str], path: str) -> None:
-    """Return and explained variance over environment steps, up to where all runs have come."""
-    logs, (figure, panels) = [read_log(folder) for folder in folders], new(2, 3.2, sharey=False)
-    keys = {'return_1000': 'return, last 1,000 games', 'explained_variance': 'explained variance'}
-    end = min(log[-1]['env_steps'] for log in logs)
-    for axes, (key, label) in zip(panels, keys.items(), strict=True):
-        for i, (folder, log) in enumerate(zip(folders, logs, strict=True)):
-            shared = [r for r in log if r['env_steps'] <= end]
-            curve(axes, shared, 'env_steps', key, folder, color=COLORS[i % 7])
-        axes.set(xlabel='environment steps (millions)', ylabel=label)
-    write_atomic(path, partial(finish(figure, '').savefig, dpi=160, format='png'))
-
-
 # ----------------------------------------------------------------------------- whose games
 
 
-class Policy:
+def load_policy(name: str) -> SimpleNamespace:
     """A function from observations to actions, as `play` wants an agent."""
+    module, _, function = name.partition(':')
+    sys.path.append(os.getcwd())
+    try:
+        choose = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        fail(f'policy = {name!r}: expected module:function ({first_line(error)})')
 
-    def __init__(self, name: str):
-        module, _, function = name.partition(':')
-        sys.path.append(os.getcwd())
-        try:
-            self.function = getattr(importlib.import_module(module), function)
-        except (ImportError, AttributeError, ValueError) as error:
-            fail(f'policy = {name!r}: expected module:function ({first_line(error)})')
-
-    def prepare(self) -> None:
-        pass
-
-    def init_state(self, N: int) -> tuple:
-        return ()
-
-    def act(self, w: None, obs: torch.Tensor, start: torch.Tensor, state: tuple) -> tuple:
-        actions = np.asarray(self.function(obs.cpu().numpy()))
+    def act(w: None, obs: torch.Tensor, start: torch.Tensor, state: tuple) -> tuple:
+        actions = np.asarray(choose(obs.cpu().numpy()))
         if actions.shape != start.shape or not np.isin(actions, range(4)).all():
             given = f'{actions.ravel()[:3]}, shape {actions.shape}'
-            fail(f'policy = {policy!r}: expected {len(obs)} actions, each 0 to 3, found {given}')
+            fail(f'policy = {name!r}: expected {len(obs)} actions, each 0 to 3, found {given}')
         return F.one_hot(torch.from_numpy(actions.astype(np.int64)), 4).to(obs.device), None, state
 
+    return SimpleNamespace(prepare=tuple, init_state=lambda N: (), act=act)
 
-def read_tensors(path: str, device: str) -> dict[str, torch.Tensor]:
-    """CheckpointError."""
-    checkpoint.need_packages(safetensors=True)
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
 
-    try:
-        return load_file(path, device)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f'{path}: cannot be read ({first_line(error)})') from None
+class Watched:
+    """Agents for `play`: all see the same, the first one acts, after seeing the first board `held`
+    times more. Where that is 0, keeps their s[L] of each step, (N, 10, 10, C of all) fp16."""
+
+    def __init__(self, *models: Agent, held: int = 0):
+        self.models, self.held, self.features = models, held, []
+
+    def prepare(self) -> list:
+        return [model.prepare() for model in self.models]
+
+    def init_state(self, N: int) -> list:
+        return [model.init_state(N) for model in self.models]
+
+    def act(self, w: list, obs: torch.Tensor, start: torch.Tensor, state: list) -> tuple:
+        for _ in range(1 + self.held * bool(start.all())):  # later some start, and never all
+            features, before, state = [], state, []
+            for model, its, carried in zip(self.models, w, before, strict=True):
+                z = model.encode(obs)
+                parts = model.z_parts(its, z), model.alive(start)
+                s, after = model.step(its, z, *parts, carried)
+                features.append(s)
+                state.append(after)
+            start = torch.zeros_like(start)
+        if not self.held:
+            self.features.append(torch.cat(features, -1).to(torch.float16).cpu())
+        return self.models[0].head(features[0])[0], None, state
 
 
 def load_agent(folder: str, which: str, device: str, dtype: str = '') -> tuple[Agent, dict, str]:
@@ -220,15 +212,14 @@ def load_agent(folder: str, which: str, device: str, dtype: str = '') -> tuple[A
     `step` and `best`, and the file. CheckpointError."""
     where = os.path.join(folder, CONFIG)
     if os.path.exists(os.path.join(folder, WEIGHTS)):
-        weights = read_tensors(os.path.join(folder, WEIGHTS), device)
+        weights = checkpoint.read_tensors(os.path.join(folder, WEIGHTS), device)
         with checkpoint.restoring(where, 'it'), open(where, encoding='utf-8') as file:
             about = json.load(file)
     else:
-        file = BEST if which == 'best' and os.path.exists(os.path.join(folder, BEST)) else None
-        needed = ('model', 'step', 'best')
-        saved, where = checkpoint.load_run(folder, 'train_sokoban.py', needed, (), {}, file)
+        needed, best = ('model', 'step', 'best'), BEST if which == 'best' else None
+        saved, where = checkpoint.load_run(folder, 'train_sokoban.py', needed, (), {}, best)
         weights, about = saved['model'], saved['config']
-        about = about | {name: saved[name] for name in ('step', 'best')}
+        about |= {name: saved[name] for name in ('step', 'best')}
     with checkpoint.restoring(where, 'the agent'):
         dtype = dtype or about.get('dtype', 'auto')  # the run's own
         dtype = str(checkpoint.pick_dtype(dtype, device)).removeprefix('torch.')
@@ -241,19 +232,15 @@ def load_agent(folder: str, which: str, device: str, dtype: str = '') -> tuple[A
 
 def export_agent(model: Agent, about: dict, folder: str) -> None:
     """An earlier export is replaced; a folder with anything else is refused."""
-    checkpoint.need_packages(safetensors=True)
-    from safetensors.torch import save as packed
-
     there = set(os.listdir(folder)) if os.path.isdir(folder) else set()
     if there and not {WEIGHTS} <= there <= {WEIGHTS, CONFIG, 'probe.safetensors'}:
         fail(f'export = {folder!r}: holds what no export of ours wrote: name another folder')
     os.makedirs(folder, exist_ok=True)
-    weights = {name: x.float().cpu().contiguous() for name, x in model.state_dict().items()}
-    data = packed(weights, metadata={'format': 'pt'})
-    write_atomic(os.path.join(folder, WEIGHTS), lambda file: file.write(data))
+    weights = {name: x.float() for name, x in model.state_dict().items()}
+    said = checkpoint.write_tensors(weights, os.path.join(folder, WEIGHTS))
     names = (*SIZES, *EASY, 'n_envs', 'unroll', 'step', 'best')
     write_json({name: about[name] for name in names}, os.path.join(folder, CONFIG))
-    print(f'{folder}: {WEIGHTS} ({len(data) / 1e6:.1f} MB), {CONFIG}')
+    print(f'{said}, {CONFIG}')
 
 
 # ----------------------------------------------------------------------------- a game on show
@@ -290,30 +277,27 @@ def keyboard() -> Iterator[Callable[[float | None], str]]:
 
 def film(model: Agent, packed: np.ndarray, i: int, device: str) -> tuple[np.ndarray, ...]:
     """Level i played greedily -> observations (T + 1, 10, 10, 2), its plans, how it ended."""
-    result = play(model, packed[i : i + 1], device)
+    watched = Watched(model)
+    result = play(watched, packed[i : i + 1], device)
     steps, end = int(result['steps']), 'solved' if result['solved'].item() else 'not solved'
     frames = replay(packed[i : i + 1], result['actions'][:, :steps].numpy())[0]
     said = f'level {i}, {end} in {steps} steps, return {result["return"].item():.1f}'
-    return frames, plans(model, frames, device), said
+    return frames, plans(torch.cat(watched.features).float()), said
 
 
 @torch.no_grad()
-def plans(model: Agent, frames: np.ndarray, device: str) -> np.ndarray:
-    """Where the probe says that the agent will step onto a cell: up, right, down, left as 0..3,
-    else -1; (T + 1, 10, 10), all -1 without a probe."""
-    ways = np.full(frames.shape[:3], -1)
+def plans(features: torch.Tensor) -> np.ndarray:
+    """s[L] of a game's steps, (T, 10, 10, C) -> where the probe says that the agent will step onto
+    a cell, (T + 1, 10, 10): up, right, down, left as 0..3, else -1; all -1 without a probe."""
+    ways = np.full((len(features) + 1, 10, 10), -1)
     path = probe or os.path.join(out_dir, 'probe.safetensors')
-    if policy or not (probe or os.path.exists(path)):
-        return ways
-    saved, conv = read_tensors(path, device), torch.nn.Conv2d(model.config.n_embd, 5, 3, padding=1)
-    threshold = saved.pop('threshold', torch.tensor(math.inf))
-    checkpoint.load_weights(conv.to(device), saved, path)
-    w, state, start = model.prepare(), model.init_state(1), torch.ones(1, device=device)
-    for t, board in enumerate(frames[:-1]):
-        z = model.encode(torch.from_numpy(board[None]).to(device))
-        s, state = model.step(w, z, model.z_parts(w, z), model.alive(start), state)
-        sure, way = F.softmax(conv(s.float().permute(0, 3, 1, 2)), 1)[0, :4].max(0)
-        ways[t], start = torch.where(sure >= threshold, way, -1).cpu().numpy(), start * 0
+    if probe or os.path.exists(path):
+        conv = torch.nn.Conv2d(features.size(-1), 5, 3, padding=1)
+        saved = checkpoint.read_tensors(path)
+        threshold = saved.pop('threshold', torch.tensor(math.inf))
+        checkpoint.load_weights(conv, saved, path)
+        sure, way = F.softmax(conv(features.permute(0, 3, 1, 2)), 1)[:, :4].max(1)
+        ways[:-1] = torch.where(sure >= threshold, way, -1).numpy()
     return ways
 
 
@@ -369,7 +353,7 @@ def watch(model: Agent, packed: np.ndarray, device: str) -> None:
 def use_agent() -> None:
     """A game, a GIF, a solve rate or an export, as asked for."""
     where = checkpoint.pick_device(device)
-    model, about = (Policy(policy), EASY) if policy else load_agent(out_dir, which, where)[:2]
+    model, about = (load_policy(policy), EASY) if policy else load_agent(out_dir, which, where)[:2]
     if export:
         return export_agent(model, about, export)
     split, made = levels or about['eval_split'], None
@@ -393,11 +377,11 @@ def use_agent() -> None:
 
 def main() -> None:
     configure(globals(), quiet=True)
-    if sum(map(bool, (out_dir, policy, runs))) != 1:
-        fail('name one: --out_dir=FOLDER, --policy=module:function, --runs=FOLDER,FOLDER')
+    if bool(out_dir) == bool(policy):
+        fail('name one: --out_dir=FOLDER, or --policy=module:function')
     try:
-        compare(runs.split(','), picture) if runs else use_agent()
-    except (ValueError, LookupError) as error:  # CheckpointError, LevelError, a log without lines
+        use_agent()
+    except ValueError as error:  # CheckpointError, LevelError
         fail(error)
 
 

@@ -1,20 +1,19 @@
 """
-Watch a plan form: linear probes of a trained Sokoban agent's representation (the planning analysis
-of "Temporal Recurrence Favors Fewer Layers", after Bush et al.'s approach direction). Plays levels
-greedily, trains probes, and scores them on the test levels that all agents solve:
+Watch a plan form: linear probes of a trained Sokoban agent's state (the planning analysis of
+"Temporal Recurrence Favors Fewer Layers", after Bush et al.'s approach direction).
 
 $ python probe_sokoban.py --models=out/L1,out/L4 --test_levels=unfiltered-test
 $ python probe_sokoban.py config/probe_large.py    # the paper's agents; it says how to train them
 $ python probe_sokoban.py --models=out/L4 --causal --thinking     # and two further questions
 
-At every step and for every cell of the board a probe says in which direction the agent will next
-step onto the cell, or that it will not in this episode (five classes). It reads the agent's last
-representation s[L] at the cell and its eight neighbours, by one 3x3 convolution. Beside it: a 1x1
-convolution; one over the observation alone; and both over the untrained agent, its run's first
-weights on the same games: only what the trained state holds beyond a random network's was learnt.
-A direction is emitted where its probability is above the probe's threshold, at which `precision` of
-those emitted in the first steps are right. Recall: the share of the cells that have a direction
-whose direction was emitted.
+At every step of a game played greedily, and for every cell of the board, a probe says in which
+direction the agent will next step onto the cell, or that it will not (five classes). It reads the
+agent's s[L] at the cell and its eight neighbours, by one 3x3 convolution. Beside it: a 1x1
+convolution; one over the observation alone; both over the untrained agent, its run's first weights
+on the same games: only what the trained state holds beyond a random network's was learnt. A
+direction is emitted where its probability is above the probe's threshold, at which `precision` of
+those emitted in the first steps are right; recall is the share of the cells with a direction whose
+direction was emitted, on the test levels that all agents solve.
 
 Writes into out_dir: recall.png and .svg, probes.csv, .md and .json, and of each agent plans_*.png,
 plan_*.gif, probe_*.safetensors. What agents were seen to do lies in a temporary file there.
@@ -34,8 +33,7 @@ from math import inf
 from typing import NamedTuple
 
 # before torch: how threads wait, what ctrl-C does
-from configurator import configure, every, fail, gathered, run_script
-from configurator import write_atomic, write_json
+from configurator import configure, every, fail, run_script, write_json
 
 import numpy as np
 import torch
@@ -46,13 +44,13 @@ from torch import Tensor, nn
 import checkpoint
 from convlstm import CELLS, PLANES, Agent, build_agent
 from figures import finish, line, new, save, summary, write_table
-from play_sokoban import drawn, load_agent, play, replay
-from sokoban import DELTA, SokobanEnv, load_both, save_gif
+from play_sokoban import Watched, drawn, load_agent, play, replay
+from sokoban import DELTA, load_both, save_gif
 
 # -----------------------------------------------------------------------------
 # fmt: off
-models = ''                    # folders of trained agents, by commas or spaces; 'out/L4_s*': the
-                               # one of these that solves most test levels
+models = ''                    # folders of trained agents, with commas between them; 'out/L4_s*':
+                               # the one of these that solves most test levels
 best = False                   # their best checkpoints instead of their last
 out_dir = 'out/probe'          # figures, tables
 levels = ''                    # to train probes on: a split or a file; '': the first agent's
@@ -133,36 +131,6 @@ def best_player(players: list[Player], packed: ndarray, device: str) -> Player:
         rates.append(play(player.model, packed, device)['solved'].double().mean().item())
         print(f'{player.where}: solves {rates[-1]:.1%} of the test levels', flush=True)
     return players[rates.index(max(rates))] if rates else players[0]
-
-
-class Watched:
-    """Agents for `play`: all see the same, the first one acts, after seeing the first board `held`
-    times more. Where that is 0, keeps their s[L] of each step, (N, 10, 10, C of all) fp16."""
-
-    def __init__(self, *models: Agent, held: int = 0):
-        self.models, self.held, self.features = models, held, []
-
-    def prepare(self) -> list:
-        return [model.prepare() for model in self.models]
-
-    def init_state(self, N: int) -> list:
-        return [model.init_state(N) for model in self.models]
-
-    def act(self, w: list, obs: Tensor, start: Tensor, state: list) -> tuple:
-        for _ in range(1 + self.held * bool(start.all())):  # later some start, and never all
-            features, logits, before, state = [], [], state, []
-            for i, model in enumerate(self.models):
-                z = model.encode(obs)
-                s, after = model.step(
-                    w[i], z, model.z_parts(w[i], z), model.alive(start), before[i]
-                )
-                features.append(s)
-                logits.append(model.head(s)[0])
-                state.append(after)
-            start = torch.zeros_like(start)
-        if not self.held:
-            self.features.append(torch.cat(features, -1).to(torch.float16).cpu())
-        return logits[0], None, state
 
 
 # ----------------------------------------------------------------------------- games recorded
@@ -446,19 +414,16 @@ def moment_before(
 ) -> tuple[Tensor, list[Tensor]]:
     """The boards (n, 10, 10, 2) and the carried states at step `when` (n,) of the games that
     actions (n, 120) play on levels (n, 17)."""
-    n, device = len(packed), when.device
-    env, w = SokobanEnv(packed, n, device=device, order='sequence'), model.prepare()
-    state, start = model.init_state(n), torch.ones(n, dtype=torch.bool, device=device)
-    kept = [x.clone() for x in (env.observe(), *state)]
-    go = torch.from_numpy(actions).to(device).long()
-    for t in range(int(when.max()) + 1):
-        now, obs = when == t, env.observe()
-        for mine, x in zip(kept, (obs, *state), strict=True):
-            mine[now] = x[now]
-        state = model.act(w, obs, start, state)[2]
-        env.move(go[:, t])
+    n, T = len(packed), int(when.max()) + 1
+    boards = torch.from_numpy(replay(packed, actions[:, :T])).to(when.device)
+    w, state, start = model.prepare(), model.init_state(n), torch.ones_like(when, dtype=torch.bool)
+    kept = [x.clone() for x in state]
+    for t in range(T):
+        for mine, x in zip(kept, state, strict=True):
+            mine[when == t] = x[when == t]
+        state = model.act(w, boards[:, t], start, state)[2]
         start = torch.zeros_like(start)
-    return kept[0], kept[1:]
+    return boards[torch.arange(n), when], kept
 
 
 def places(boards: Tensor, plain: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -561,14 +526,11 @@ def probe(device: str) -> None:
 
 def save_probe(player: Player) -> None:
     """The first seed's 3x3 probe of s[L], which play_sokoban.py draws."""
-    from safetensors.torch import save as packed
-
     C, (_, conv) = player.model.config.n_embd, player.probes['3x3']
     parts = {'weight': conv.weight.detach()[:5] / player.scale[:C], 'bias': conv.bias.detach()[:5]}
     parts['threshold'] = torch.tensor(player.about['3x3']['threshold'])
-    data = packed({name: x.cpu().contiguous() for name, x in parts.items()})
     path = os.path.join(out_dir, f'probe_{player.name}.safetensors')
-    write_atomic(path, lambda file: file.write(data))
+    checkpoint.write_tensors(parts, path)
 
 
 def write_results(players: list[Player], test: ndarray, solved: ndarray, device: str) -> None:
@@ -605,16 +567,13 @@ def write_results(players: list[Player], test: ndarray, solved: ndarray, device:
 
 
 def main() -> None:
-    configure(globals(), gathered(sys.argv[1:], 'models'), quiet=True)
+    configure(globals(), quiet=True)
     if not models:
         fail('models is empty: name folders of trained agents, --models=out/a,out/b')
     checkpoint.need_packages(matplotlib=True, PIL=True)
     try:
-        where = checkpoint.pick_device(device)
-        if where == 'cpu':
-            checkpoint.keep_memory()
-            torch.set_num_threads(threads or torch.get_num_threads())
-        probe(where)
+        checkpoint.keep_memory()
+        probe(checkpoint.pick_device(device, threads))
     except ValueError as error:  # CheckpointError, LevelError, SizeError
         fail(error)
 

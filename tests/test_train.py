@@ -538,7 +538,7 @@ def test_refusals_that_keep_a_run(data, trained, tmp_path, capfd):
         ('--overwrite=True --data_dir=/nowhere', 'no train shards'),
         (f'{tmp_path}/stranger.py', 'stranger.py:1: overwrite is for the command line alone'),
         ('--overwrite --init_from=none', 'none: holds no trained run'),
-        (f'--overwrite --init_from={bad}', 'bad/model.safetensors: no weights'),
+        (f'--overwrite --init_from={bad}', 'bad/model.safetensors: cannot be read'),
         (f'--overwrite --init_from={trained}/lstm --n_embd=64', 'no weight has a name and shape'),
         (f'--resume --init_from={trained}/rnn', '--init_from begins a new run'),
     ):
