@@ -31,7 +31,6 @@ import datetime
 import functools
 import gc
 import itertools
-import json
 import math
 import multiprocessing
 import os
@@ -47,7 +46,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 
 # before torch: how threads wait, what ctrl-C does
-from configurator import configure, fail, first_line, run_script, write_json, write_text
+from configurator import configure, fail, first_line, read_json, run_script, write_json, write_text
 
 import numpy as np
 import torch
@@ -91,8 +90,7 @@ threads = 0        # CPU threads; 0: torch's choice
 out = ''           # JSON file, the table beside it as .md; '': results/<device>/<suite>.json
 append = False     # go on with that file, of the same commit, device and dtype. first: always
 # fmt: on
-RANGES = {'suite': 'train decode sokoban first'.split()}
-RANGES['arch'] = ['convlstm', 'convglu']
+RANGES = {'suite': 'train decode sokoban first'.split(), 'arch': ['convlstm', 'convglu']}
 RANGES |= dict.fromkeys('rounds n_envs unroll'.split(), (1, math.inf))
 RANGES |= dict.fromkeys('n_embd block_size threads seconds budget'.split(), (0, math.inf))
 
@@ -125,18 +123,15 @@ BOARDS = (1, 1, 128), (4, 1, 64)  # 50M steps in 15 and 30 minutes
 TRAIN_FIRST = ((2, 8, 64), (1, 16, 64), (4, 4, 128), (8, 2, 256), (2, 8, 2048), (16, 1, 256))
 FIRST = (
     *(('train', *cell, 131072) for cell in TRAIN_FIRST),
-    *(('decode', L, E, C) for L, E in ((2, 8), (1, 16)) for C in (128, 2048)),
-    *(('sokoban', *cell) for cell in BOARDS),
-    *(('decode', L, E, C) for C in (128, 2048) for L, E in ((16, 1), (4, 4), (8, 2))),
-    *(('train', L, E, C, 131072) for C in (256, 2048, 32, 128, 64, 1024) for L, E in LEVELS),
-    *(('train', L, E, C, 262144) for C in (64, 256, 2048, 32, 128, 1024) for L, E in LEVELS),
+    *(('decode', 2, 8), ('decode', 1, 16), ('sokoban',), ('decode',)),
+    *(('train', *LE, C, 131072) for C in (256, 2048, 32, 128, 64, 1024) for LE in LEVELS),
+    ('train',),
 )
 SMALL_FIRST = ('train', 2, 8, 32, 1024), ('decode', 2, 8), ('sokoban', 1, 1, 32)
 GPU_TESTS = os.path.join(HERE, 'tests', 'test_gpu.py')
 # of these: every capture and kernel, those of one setting that compiles
 SMOKE = 'measured or sqrt_sum or blocks and triton or replay and (compile or not lm)'
-LIMITS = {'smoke': 180, 'train': 240, 'tests': 400}  # seconds of a step
-LIMIT = 150  # of another
+LIMITS = {'smoke': 180, 'train': 240, 'tests': 400}  # seconds of a step; of another 150
 LEAST = 60  # seconds of budget for which a step is begun; one that the budget cuts is begun again
 FAR = 0.1  # relative difference of a gradient or of logits that is no rounding of bfloat16's
 
@@ -147,10 +142,7 @@ FAR = 0.1  # relative difference of a gradient or of logits that is no rounding 
 
 def model_config(row: dict) -> ModelConfig:
     """ValueError for sizes that do not fit together."""
-    how = row['path']
-    if how != 'plain':
-        how = 'compiled' if how.endswith('compiled') else 'fast'
-    sizes = {'window': row['C'], 'block_size': row['T'], 'path': how}
+    sizes = {'window': row['C'], 'block_size': row['T']}
     return ModelConfig(row['V'], row['L'], row['E'], row['D'], **sizes)
 
 
@@ -252,29 +244,26 @@ def make_agent(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
         stats, games, _ = train_sokoban.update(run, False)
         train_sokoban.count_games(run, games, stats)
 
+    def gradients():
+        """A rollout, what it and its backward give."""
+        if not run.graphs:
+            run.optimizer.zero_grad(set_to_none=True)
+        batch = kernels.graphed(run.graphs, 'rollout', train_sokoban.rollout, run)
+        sums = kernels.graphed(run.graphs, 'backward', train_sokoban.backward, run, batch)
+        found = {'loss': sums[0].clone(), 'return': batch['return'].clone()}
+        found |= {name: p.grad.clone() for name, p in run.model.named_parameters()}
+        return batch['action'].clone(), found
+
     def check():
-        """Rewards and gradients of an update at rate 0, and by the plain equations of the same
-        actions: a rounding may tip one."""
-        found, actions, sample = [], [], train_sokoban.sample
+        """By the plain equations of the same actions: a rounding may tip one."""
         begun = copy.deepcopy((run.env, run.state, run.count))
-
-        def record(*args):
-            actions.append(sample(*args))
-            return actions[-1]
-
-        train_sokoban.learning_rate, train_sokoban.sample = 0.0, record
-        for _ in range(2):
-            stats, games, _ = train_sokoban.update(run, False)
-            clipped = max(1.0, stats['grad_norm'] / (train_sokoban.grad_clip or math.inf))
-            mine = {name: clipped * p.grad for name, p in run.model.named_parameters()}
-            found.append({**mine, 'games': games, 'loss': torch.tensor(stats['loss'])})
-            if run.graphs:  # a replay calls nothing
-                actions = run.graphs['rollout'][2]['action'].clone()
-            played = iter(actions)
-            train_sokoban.sample = lambda *_, played=played: next(played)
-            run.env, run.state, run.count = begun
-            run.model.config.path, run.graphs = 'plain', None
-        return {name: (found[0][name], found[1][name]) for name in found[0]}
+        actions, mine = gradients()
+        played = iter(actions)
+        train_sokoban.sample = lambda *_: next(played)
+        run.env, run.state, run.count = begun
+        run.model.config.path, run.graphs = 'plain', None
+        plain = gradients()[1]
+        return {name: (mine[name], plain[name]) for name in mine}
 
     steps, macs = config['n_envs'] * config['unroll'], run.model.macs_per_step()
     info = {'work': steps, 'params': run.model.num_params()['total'], 'macs_per_step': macs}
@@ -325,7 +314,7 @@ MAKERS = {'train': make_update, 'decode': make_token}
 MAKERS |= {'sokoban': make_agent, 'yardsticks': make_yardsticks, 'tests': make_tests}
 
 
-# ---- a variant's process ----
+# ---- a variant's process, and taking turns with it ----
 
 
 def timed(run: Callable, repeats: int, device: str) -> float:
@@ -348,9 +337,8 @@ def difference(pairs: dict[str, tuple]) -> tuple[float, str]:
         groups.setdefault('vectors' if small else name, []).append(pair)
     off = {}
     for name, group in groups.items():
-        mine, plain = (
-            torch.cat([x.double().flatten() for x in part]) for part in zip(*group, strict=True)
-        )
+        both = zip(*group, strict=True)
+        mine, plain = (torch.cat([x.double().flatten() for x in part]) for part in both)
         far = ((mine - plain).norm() / plain.norm().clamp(min=1e-30)).item()
         off[name] = math.inf if math.isnan(far) else far
     worst = max(off, key=off.get)
@@ -371,11 +359,11 @@ def turns(row: dict, config: dict) -> Iterator[dict]:
         for run in parts.values():
             timed(run, 1, device)
     yield {**info, 'first_run_s': time.perf_counter() - start}
+    seconds = {part: [] for part in parts}
     for _ in range(config['rounds'] if parts else 0):
-        seconds = {}
         for part, run in parts.items():
             once = timed(run, 1, device)  # after the others' turns caches and clocks are cold
-            seconds[part] = timed(run, max(1, math.ceil(config['seconds'] / once)), device)
+            seconds[part].append(timed(run, max(1, math.ceil(config['seconds'] / once)), device))
         memory = 0 if device == 'cpu' else torch.cuda.max_memory_allocated()
         yield {'seconds': seconds, 'memory_bytes': memory}
     if check and config['check']:
@@ -403,9 +391,6 @@ def work(pipe: multiprocessing.connection.Connection, row: dict, config: dict) -
             pipe.send(next(told, None))
         except (RuntimeError, MemoryError, ValueError, ImportError) as error:
             pipe.send({'status': why(error)})
-
-
-# ---- measuring ----
 
 
 def kill(process: multiprocessing.Process, pipe: object) -> None:
@@ -446,17 +431,15 @@ def measure(group: dict[str, dict], config: dict, until: float = math.inf) -> di
                 process.start()
                 theirs.close()
                 workers[label] = process, ours
-            answer, record = ask(*workers[label], until), records[label]
-            if answer is None or answer.get('status'):
+            answer = ask(*workers[label], until)
+            if answer is None or 'status' in answer:
                 kill(*workers.pop(label))  # gives its memory back at once
             else:
                 queue.insert(len(queue) if config['device'] == 'cpu' else 0, label)
             if answer is not None:
-                seconds = answer.pop('seconds', {})
-                record |= answer
-                for part, value in seconds.items():
-                    record['seconds'].setdefault(part, []).append(value)
-                told = ', '.join(f'{part} {value:.4g} s' for part, value in seconds.items())
+                records[label] |= answer
+                times = answer.get('seconds', {}).items()
+                told = ', '.join(f'{part} {its[-1]:.4g} s' for part, its in times)
                 told = told or answer.get('status') or answer.get('check') or 'first run done'
                 print(f'{label}: {told}', flush=True)
     finally:
@@ -540,7 +523,7 @@ def derive(record: dict, row: dict, rates: dict[str, float]) -> dict:
     return row | {'figure': figure(row)}
 
 
-# ---- reports: what a figure needs to be repeated ----
+# ---- reports, with what a figure needs to be repeated, and tables ----
 
 # what tells two rows apart; of two reports whose rows may be joined; of rows that are compared
 KEYS = 'suite cell path model D V T'.split()
@@ -559,26 +542,6 @@ def header(config: dict) -> dict:
         kept |= {'cuda': torch.version.cuda, 'cudnn': torch.backends.cudnn.version()}
         kept['card'] = str(torch.cuda.get_device_properties(at))
     return kept
-
-
-def go_on(report: dict, path: str) -> None:
-    """Into the report what the one at `path` holds, if it is of the same kind."""
-    try:
-        with open(path, encoding='utf-8') as file:
-            old = json.load(file)
-        kept = {name: old[name] for name in ('steps', 'yardsticks', 'results', 'command')}
-    except (ValueError, LookupError, TypeError) as error:
-        fail(f'{path}: no report of bench.py ({first_line(error)})')
-    for name in SAME:
-        if old.get(name) != report[name]:
-            was = f'is of {name} {old.get(name)!r}, this run of {report[name]!r}'
-            fail(f'{path} {was}: choose another --out')
-    if report['command'] not in kept['command']:
-        kept['command'] += f'; {report["command"]}'
-    report |= kept
-
-
-# ---- tables ----
 
 
 def key(row: dict, names: list[str] = KEYS) -> tuple:
@@ -648,7 +611,7 @@ def write(report: dict, path: str) -> str:
     return text
 
 
-# ---- what is to be measured ----
+# ---- what is to be measured, and measuring it ----
 
 
 def cells_of(config: dict) -> list[tuple]:
@@ -675,33 +638,23 @@ def cells_of(config: dict) -> list[tuple]:
     return list(full)
 
 
-def chosen_paths(config: dict, suite: str, E: int) -> list[str]:
-    """The paths of a cell: those given, in suite first that the cell's suite has; or its own."""
-    own = OWN_PATHS[suite][0 if config['device'] == 'cpu' else 1 + (E == 1)]
-    known, given = PATHS[suite].split(','), (config['paths'] or own).replace(' ', '').split(',')
-    possible = ','.join(PATHS.values()).split(',') if config['suite'] == 'first' else known
-    if not set(given) <= set(possible):
-        fail(f'paths = {config["paths"]!r}: expected some of {",".join(known)}')
-    return [path for path in given if path in known] or own.split(',')
-
-
 def row_of(config: dict, suite: str, sizes: tuple, path: str) -> dict:
     """A variant's row: what it is, and its sizes. ValueError for sizes that do not fit together."""
     row = {'suite': suite, 'cell': str(sizes).replace(' ', ''), 'path': path}
     row['dtype'] = config['dtype']
     if suite == 'sokoban':
-        row |= dict(zip('LED', sizes, strict=True))
         AgentConfig(config['arch'], config['recurrent'], *sizes)
+        row |= dict(zip('LED', sizes, strict=True))
         return row | {'model': config['arch'] + ', not recurrent' * (not config['recurrent'])}
-    D, V = (256, 256) if config['device'] == 'cpu' else (768, 50304)
-    (L, E, C, B), model = sizes, 'lstm' if path == 'lstm' else 'recurrent'
-    T = config['block_size'] if suite == 'train' and config['block_size'] else C
+    (L, E, C, B), T, model = sizes, sizes[2], 'lstm' if path == 'lstm' else 'recurrent'
     if suite == 'train':
+        T, row['tokens_per_update'] = config['block_size'] or C, B
         if B % (4 * T):
             fail(f'cells: {B} tokens are not a whole number of rows of {T} on each of 4 GPUs')
-        row, B = {**row, 'tokens_per_update': B}, B // 4 // T
+        B = B // 4 // T
     if path.startswith(('gpt', 'transformer')):
         L, E, model = L * E, 1, 'transformer'
+    D, V = (256, 256) if config['device'] == 'cpu' else (768, 50304)
     row |= {'L': L, 'E': E, 'C': C, 'B': B, 'T': T, 'D': config['n_embd'] or D, 'V': V}
     model_config(row)
     return row | {'model': model}
@@ -712,7 +665,11 @@ def plan(config: dict) -> dict[str, dict[str, dict]]:
     groups, first, cuda = {}, config['suite'] == 'first', config['device'] != 'cpu'
     for suite, *sizes in cells_of(config):
         name = f'{suite} {",".join(map(str, sizes))}'
-        paths = chosen_paths(config, suite, sizes[1])
+        own = OWN_PATHS[suite][1 + (sizes[1] == 1) if cuda else 0]
+        known, given = PATHS[suite].split(','), (config['paths'] or own).replace(' ', '').split(',')
+        if not set(given) <= set(','.join(PATHS.values()).split(',') if first else known):
+            fail(f'paths = {config["paths"]!r}: expected some of {",".join(known)}')
+        paths = [path for path in given if path in known] or own.split(',')  # of first the suite's
         rows = [row_of(config, suite, tuple(sizes), path) for path in paths]
         groups[name] = {f'{name} {row["path"]}': row for row in rows}
     conv = any(name.startswith('sokoban') for name in groups)
@@ -723,9 +680,6 @@ def plan(config: dict) -> dict[str, dict[str, dict]]:
         before['smoke'] = {'smoke': {'suite': 'tests', 'tests': SMOKE}}
         groups['tests'] = {'tests': {'suite': 'tests', 'tests': f'not ({SMOKE})'}}
     return before | groups
-
-
-# ---- a suite ----
 
 
 def add(records: dict, group: dict[str, dict], report: dict) -> str:
@@ -753,16 +707,24 @@ def run(config: dict, groups: dict[str, dict[str, dict]]) -> int:
     os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
     report |= {'steps': {}, 'yardsticks': {}, 'results': []}
     if goes_on and os.path.exists(path):
-        go_on(report, path)
-    have, left = {key(row) for row in report['results']}, []
-    for name, group in groups.items():
-        rows = {key(row) for row in group.values() if 'L' in row}
-        left += [] if name in report['steps'] and rows <= have else [name]
+        old, names = read_json(path), ('steps', 'yardsticks', 'results', 'command')
+        if not set(names) <= set(old):
+            fail(f'{path}: no report of bench.py: choose another --out')
+        for name in SAME:
+            if old.get(name) != report[name]:
+                was = f'{path}: {name} {old.get(name)!r}, not {report[name]!r}'
+                fail(f'{was}: choose another --out')
+        if report['command'] not in old['command']:
+            old['command'] += f'; {report["command"]}'
+        report |= {name: old[name] for name in names}
+    have = {key(row) for row in report['results']}
+    rows = {name: {key(x) for x in group.values() if 'L' in x} for name, group in groups.items()}
+    left = [name for name in groups if name not in report['steps'] or rows[name] - have]
     while left:
         name, now = left[0], time.perf_counter() - start
         if begun and now > budget - LEAST * first:
             break
-        limit = LIMITS.get(name.split()[0], LIMIT) if first else math.inf
+        limit = LIMITS.get(name.split()[0], 150) if first else math.inf
         cut = first and begun and now + limit > budget
         records = measure(groups[name], config, start + (budget if cut else now + limit))
         if cut and any('late' in record['status'] for record in records.values()):

@@ -33,6 +33,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from numpy import ndarray
+from torch import Tensor
 
 import checkpoint
 from checkpoint import BEST, CONFIG, WEIGHTS, print0
@@ -40,7 +42,6 @@ from convlstm import Agent, AgentConfig, build_agent
 from sokoban import AGENT, TIME_LIMIT, SokobanEnv, board_image, board_keys, board_text, draw_by
 from sokoban import load_levels, save_gif
 
-# -----------------------------------------------------------------------------
 # fmt: off
 out_dir = ''                   # an agent: a folder that train_sokoban.py wrote, or an export
 which = 'best'                 # 'best' (highest held-out return), if there is one, or 'last'
@@ -62,7 +63,6 @@ device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda',
 # fmt: on
 RANGES = {'which': ['best', 'last'], 'n_levels': (1, math.inf), 'level': (0, math.inf)}
 RANGES |= {'ms': (10, math.inf), 'games': (0, math.inf)}
-# -----------------------------------------------------------------------------
 
 BOARDS = 256  # played at a time
 SIZES = [field.name for field in fields(AgentConfig) if field.name not in ('dtype', 'path')]
@@ -74,9 +74,7 @@ ARROWS = [f'\x1b[36m{way} \x1b[0m' for way in '↑→↓←']
 
 
 @torch.no_grad()
-def play(
-    model: Agent, levels: np.ndarray, device: str, seed: int | None = None, number: int = 0
-) -> dict[str, torch.Tensor]:
+def play(model: Agent, levels: ndarray, device: str, seed=None, number=0) -> dict[str, Tensor]:
     """Each of the packed levels (n, 17) once, for at most 120 steps: greedily, or with a seed at
     random. -> solved, return, steps (n,) and the actions (n, 120), 0 after a game's end, on the
     CPU. number: of the first level, where ranks share them (chance depends on it)."""
@@ -110,21 +108,19 @@ def play(
     return {k: torch.cat([part[k] for part in parts]) for k in parts[0]}
 
 
-def evaluate(
-    model: Agent, levels: np.ndarray, device: str, seed: int | None = None
-) -> dict[str, float]:
+def evaluate(model: Agent, levels: ndarray, device: str, seed=None) -> dict[str, float]:
     """Means over the levels, shared by the ranks."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     mine = np.array_split(np.arange(len(levels)), world)[rank]
     result = play(model, levels[mine], device, seed, int(mine[0]))
-    sums = [result[k].double().sum() for k in ('solved', 'return', 'steps')]
-    total = torch.stack(sums).to(device)
+    names = 'solve_rate', 'return', 'steps'
+    total = torch.stack([result[k].double().sum() for k in ('solved', *names[1:])]).to(device)
     if world > 1:
         dist.all_reduce(total)
-    return dict(zip(('solve_rate', 'return', 'steps'), (total / len(levels)).tolist(), strict=True))
+    return dict(zip(names, (total / len(levels)).tolist(), strict=True))
 
 
-def replay(levels: np.ndarray, actions: np.ndarray) -> np.ndarray:
+def replay(levels: ndarray, actions: ndarray) -> ndarray:
     """Levels (n, 17) and actions (n, T) -> observations (n, T + 1, 10, 10, 2) before, between and
     after them, without resets: a game's last one is its end."""
     env = SokobanEnv(levels, len(levels), order='sequence')
@@ -135,17 +131,15 @@ def replay(levels: np.ndarray, actions: np.ndarray) -> np.ndarray:
     return np.stack(boards, 1)
 
 
-def report(
-    model: Agent, levels: np.ndarray, name: str, device: str, out_dir: str, about: dict
-) -> dict:
-    """Plays all levels, greedily; writes out_dir/eval_NAME.json, and as GIFs the longest game that
+def report(model: Agent, levels: ndarray, name: str, device: str, folder: str, about: dict) -> dict:
+    """Plays all levels, greedily; writes folder/eval_NAME.json, and as GIFs the longest game that
     was won and the first that was not."""
     name = f'eval_{os.path.splitext(os.path.basename(name))[0]}'
     result = play(model, levels, device)
     record = {**about, 'n': len(levels), 'solve_rate': result['solved'].float().mean().item()}
     record |= {f'mean_{k}': result[k].mean().item() for k in ('return', 'steps')}
     for label, chosen in (('solved', result['solved']), ('failed', ~result['solved'])):
-        path = os.path.join(out_dir, f'{name}_{label}.gif')
+        path = os.path.join(folder, f'{name}_{label}.gif')
         with contextlib.suppress(FileNotFoundError):
             os.remove(path)  # of an earlier evaluation
         if chosen.any():
@@ -153,7 +147,7 @@ def report(
             actions = result['actions'][i : i + 1, : int(result['steps'][i])].numpy()
             save_gif(list(map(board_image, replay(levels[i : i + 1], actions)[0])), path)
             record |= {f'{label}_level': i, f'{label}_game': path}
-    write_json(record, os.path.join(out_dir, f'{name}.json'))
+    write_json(record, os.path.join(folder, f'{name}.json'))
     return record
 
 
@@ -169,7 +163,7 @@ def load_policy(name: str) -> SimpleNamespace:
     except (ImportError, AttributeError, ValueError) as error:
         fail(f'policy = {name!r}: expected module:function ({first_line(error)})')
 
-    def act(w: None, obs: torch.Tensor, start: torch.Tensor, state: tuple) -> tuple:
+    def act(w: None, obs: Tensor, start: Tensor, state: tuple) -> tuple:
         actions = np.asarray(choose(obs.cpu().numpy()))
         if actions.shape != start.shape or not np.isin(actions, range(4)).all():
             given = f'{actions.ravel()[:3]}, shape {actions.shape}'
@@ -192,7 +186,7 @@ class Watched:
     def init_state(self, N: int) -> list:
         return [model.init_state(N) for model in self.models]
 
-    def act(self, w: list, obs: torch.Tensor, start: torch.Tensor, state: list) -> tuple:
+    def act(self, w: list, obs: Tensor, start: Tensor, state: list) -> tuple:
         for _ in range(1 + self.held * bool(start.all())):  # later some start, and never all
             features, before, state = [], state, []
             for model, its, carried in zip(self.models, w, before, strict=True):
@@ -209,7 +203,7 @@ class Watched:
 
 def load_agent(folder: str, which: str, device: str, dtype: str = '') -> tuple[Agent, dict, str]:
     """An export, or train_sokoban.py's best or last checkpoint -> the agent, its settings with
-    `step` and `best`, and the file. CheckpointError."""
+    `step` and `best`, and the file. Mistake."""
     where = os.path.join(folder, CONFIG)
     if os.path.exists(os.path.join(folder, WEIGHTS)):
         weights = checkpoint.read_tensors(os.path.join(folder, WEIGHTS), device)
@@ -275,7 +269,7 @@ def keyboard() -> Iterator[Callable[[float | None], str]]:
         print('\x1b[?25h', flush=True)
 
 
-def film(model: Agent, packed: np.ndarray, i: int, device: str) -> tuple[np.ndarray, ...]:
+def film(model: Agent, packed: ndarray, i: int, device: str) -> tuple[ndarray, ...]:
     """Level i played greedily -> observations (T + 1, 10, 10, 2), its plans, how it ended."""
     watched = Watched(model)
     result = play(watched, packed[i : i + 1], device)
@@ -286,7 +280,7 @@ def film(model: Agent, packed: np.ndarray, i: int, device: str) -> tuple[np.ndar
 
 
 @torch.no_grad()
-def plans(features: torch.Tensor) -> np.ndarray:
+def plans(features: Tensor) -> ndarray:
     """s[L] of a game's steps, (T, 10, 10, C) -> where the probe says that the agent will step onto
     a cell, (T + 1, 10, 10): up, right, down, left as 0..3, else -1; all -1 without a probe."""
     ways = np.full((len(features) + 1, 10, 10), -1)
@@ -301,7 +295,7 @@ def plans(features: torch.Tensor) -> np.ndarray:
     return ways
 
 
-def drawn(board: np.ndarray, ways: np.ndarray, truth: np.ndarray | None = None) -> np.ndarray:
+def drawn(board: ndarray, ways: ndarray, truth: ndarray | None = None) -> ndarray:
     """An observation's picture, with the plan on cells without the agent; where it is known what
     will be (10, 10), green for right and red for wrong."""
     picture, (v, u) = board_image(board), np.mgrid[-1:1:24j, -1:1:24j]
@@ -315,7 +309,7 @@ def drawn(board: np.ndarray, ways: np.ndarray, truth: np.ndarray | None = None) 
     return picture
 
 
-def show(board: np.ndarray, ways: np.ndarray, line: str, again: bool) -> None:
+def show(board: ndarray, ways: ndarray, line: str, again: bool) -> None:
     """An observation and a line below it; in a terminal in colours, with the plan on free cells,
     over the last one if again."""
     text = board_text(board)
@@ -329,7 +323,7 @@ def show(board: np.ndarray, ways: np.ndarray, line: str, again: bool) -> None:
     print(f'{text}\n{line}', flush=True)
 
 
-def watch(model: Agent, packed: np.ndarray, device: str) -> None:
+def watch(model: Agent, packed: ndarray, device: str) -> None:
     """Games one after the other in a terminal; elsewhere one, as plain text."""
     paused, many = False, games if sys.stdin.isatty() and sys.stdout.isatty() else 1
     with keyboard() as key:
@@ -379,10 +373,7 @@ def main() -> None:
     configure(globals(), quiet=True)
     if bool(out_dir) == bool(policy):
         fail('name one: --out_dir=FOLDER, or --policy=module:function')
-    try:
-        use_agent()
-    except ValueError as error:  # CheckpointError, LevelError
-        fail(error)
+    use_agent()
 
 
 if __name__ == '__main__':

@@ -47,7 +47,6 @@ from figures import finish, line, new, save, summary, write_table
 from play_sokoban import Watched, drawn, load_agent, play, replay
 from sokoban import DELTA, load_both, save_gif
 
-# -----------------------------------------------------------------------------
 # fmt: off
 models = ''                    # folders of trained agents, with commas between them; 'out/L4_s*':
                                # the one of these that solves most test levels
@@ -79,7 +78,6 @@ RANGES = {'precision': (0.01, 1), 'learning_rate': (1e-9, inf), 'weight_decay': 
           'threads': (0, 1024)}
 RANGES |= dict.fromkeys('n_train n_test first min_levels seeds epochs batch_size'.split(), (1, inf))
 # fmt: on
-# -----------------------------------------------------------------------------
 
 NEVER = 4  # classes 0..3: up, right, down, left, as the actions
 BATCH = 64  # episodes whose features are held in memory
@@ -89,9 +87,6 @@ PROBES |= {'untrained 1x1': (1, 'untrained'), 'observation': (3, 'observation')}
 PRECISIONS = (0.7, 0.8, 0.9)  # recall is told at these too: not every probe reaches `precision`
 SHOWN = (0, 2, 4, 8)  # steps of a game beside each other
 STRENGTHS = (1.0, 2.0, 4.0, 8.0, 16.0)  # of the causal check, in units of the RMS of s
-
-
-# ----------------------------------------------------------------------------- agents
 
 
 @dataclass
@@ -113,7 +108,6 @@ class Player:
 
 
 def load_player(folder: str, device: str) -> Player:
-    """CheckpointError, ValueError."""
     model, c, where = load_agent(folder, 'best' if best else 'last', device)
     c = {'split': c['eval_split'], 'n_levels': 1, 'eval_games': 1, 'levels_dir': '', **c}  # export
     torch.manual_seed(c['seed'])  # as train_sokoban.make_run does
@@ -133,7 +127,7 @@ def best_player(players: list[Player], packed: ndarray, device: str) -> Player:
     return players[rates.index(max(rates))] if rates else players[0]
 
 
-# ----------------------------------------------------------------------------- games recorded
+# ----------------------------------------------------------------------------- games and targets
 
 
 class Games(NamedTuple):
@@ -169,9 +163,6 @@ def record(player: Player, packed: ndarray, device: str) -> Games:
 def solved_by_all(games: list[Games]) -> ndarray:
     """(n,) bool: the test levels (n, 17) that every agent solves."""
     return np.all([its.solved for its in games], 0)
-
-
-# ----------------------------------------------------------------------------- targets
 
 
 def targets(boards: ndarray, actions: ndarray, lengths: ndarray) -> ndarray:
@@ -211,21 +202,7 @@ def prepare(games: Games, packed: ndarray, keep: ndarray | None = None) -> Steps
     return Steps(boards[:, :-1][kept], classes[kept], np.nonzero(kept)[1], games)
 
 
-# ----------------------------------------------------------------------------- probes trained
-
-
-def make_probes(C: int, device: str) -> dict[str, tuple[slice, nn.Conv2d]]:
-    """{name: the channels of `inputs` that it reads, all seeds' convolutions side by side}, which
-    learn as they would alone: the loss is their sum, and AdamW goes parameter by parameter."""
-    parts = {'trained': slice(C), 'untrained': slice(C, 2 * C), 'observation': slice(2 * C, None)}
-    probes = {}
-    for name, (k, reads) in PROBES.items():
-        torch.manual_seed(0)
-        channels = len(PLANES) if reads == 'observation' else C
-        conv = nn.Conv2d(channels, 5 * seeds, k, padding=k // 2).to(device)
-        nn.init.zeros_(conv.bias)
-        probes[name] = parts[reads], conv
-    return probes
+# ----------------------------------------------------------------------------- probes and scores
 
 
 def logits_of(probe: tuple[slice, nn.Conv2d], x: Tensor) -> Tensor:
@@ -243,12 +220,21 @@ def inputs(data: Steps, index: ndarray, scale: Tensor) -> Tensor:
 
 
 def train_probes(data: Steps, device: str) -> tuple[dict, Tensor]:
-    """-> the probes, and each agent's RMS, which divides its features, (2C, 1, 1)."""
+    """-> {name: the channels of `inputs` read, all seeds' convolutions side by side}, which learn
+    as they would alone (the loss is their sum, AdamW goes parameter by parameter), and each
+    agent's RMS, which divides its features, (2C, 1, 1)."""
     S, C = len(data.step), data.games.features.shape[-1] // 2
     sample = torch.from_numpy(np.float32(data.games.features[:: max(1, S // 1000)]))
     rms = sample.unflatten(-1, (2, C)).square().mean((0, 1, 2, 4)).sqrt()
     scale = torch.where(rms == 0, 1.0, rms).repeat_interleave(C)[:, None, None].to(device)
-    probes, order = make_probes(C, device), torch.Generator().manual_seed(0)
+    parts = {'trained': slice(C), 'untrained': slice(C, 2 * C), 'observation': slice(2 * C, None)}
+    probes, order = {}, torch.Generator().manual_seed(0)
+    for name, (k, reads) in PROBES.items():
+        torch.manual_seed(0)
+        channels = len(PLANES) if reads == 'observation' else C
+        conv = nn.Conv2d(channels, 5 * seeds, k, padding=k // 2).to(device)
+        nn.init.zeros_(conv.bias)
+        probes[name] = parts[reads], conv
     weights = [p for _, conv in probes.values() for p in conv.parameters()]
     optimizer = torch.optim.AdamW(weights, learning_rate, weight_decay=weight_decay)
     due = every()
@@ -294,9 +280,6 @@ def predict(probes: dict, scale: Tensor, data: Steps) -> dict[str, Guess]:
     for name, its in parts.items():
         parts[name] = Guess(*(np.concatenate(x, 1) for x in zip(*its, strict=True)))
     return parts
-
-
-# ----------------------------------------------------------------------------- scores
 
 
 def threshold_for(sure: ndarray, right: ndarray, wanted: float) -> float:
@@ -409,23 +392,6 @@ def steer(model: Agent, state: tuple | list, cell: Tensor, vector: Tensor) -> li
     return state
 
 
-def moment_before(
-    model: Agent, packed: ndarray, actions: ndarray, when: Tensor
-) -> tuple[Tensor, list[Tensor]]:
-    """The boards (n, 10, 10, 2) and the carried states at step `when` (n,) of the games that
-    actions (n, 120) play on levels (n, 17)."""
-    n, T = len(packed), int(when.max()) + 1
-    boards = torch.from_numpy(replay(packed, actions[:, :T])).to(when.device)
-    w, state, start = model.prepare(), model.init_state(n), torch.ones_like(when, dtype=torch.bool)
-    kept = [x.clone() for x in state]
-    for t in range(T):
-        for mine, x in zip(kept, state, strict=True):
-            mine[when == t] = x[when == t]
-        state = model.act(w, boards[:, t], start, state)[2]
-        start = torch.zeros_like(start)
-    return boards[torch.arange(n), when], kept
-
-
 def places(boards: Tensor, plain: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Where to steer, on boards (n, 10, 10, 2) on which the agent would do `plain` (n,). -> (m,)
     each: the boards that have such places; a random other way, to a cell without wall and box; that
@@ -460,8 +426,16 @@ def causal_check(model: Agent, packed: ndarray, games: Games, direction: Tensor)
     latest = np.minimum(games.lengths[long], first)
     when = np.random.default_rng(0).integers(1, latest)  # not 0: nothing is carried then
     when = torch.from_numpy(when).to(device)
-    boards, kept = moment_before(model, packed[long], games.actions[long], when)
-    w, start = model.prepare(), torch.zeros_like(when, dtype=torch.bool)
+    n, T = len(when), int(when.max()) + 1
+    boards = torch.from_numpy(replay(packed[long], games.actions[long, :T])).to(device)
+    w, state, start = model.prepare(), model.init_state(n), torch.ones_like(when, dtype=torch.bool)
+    kept = [x.clone() for x in state]  # the carried states at step `when` of each game
+    for t in range(T):
+        for mine, x in zip(kept, state, strict=True):
+            mine[when == t] = x[when == t]
+        state = model.act(w, boards[:, t], start, state)[2]
+        start = torch.zeros_like(start)
+    boards = boards[torch.arange(n), when]
     plain = model.act(w, boards, start, kept)[0].argmax(-1)
     chosen, way, cell, other = places(boards, plain)
     boards, plain, start, *kept = (x[chosen] for x in (boards, plain, start, *kept))
@@ -485,16 +459,6 @@ def causal_check(model: Agent, packed: ndarray, games: Games, direction: Tensor)
 # ----------------------------------------------------------------------------- report
 
 
-def read_levels(c: dict) -> tuple[ndarray, ndarray]:
-    """The probes' training and test levels (n, 17), by default the first agent's."""
-    c = c | {'split': levels or c['split'], 'eval_split': test_levels or c['eval_split']}
-    c |= {'n_levels': max(n_train, c['n_levels']), 'eval_games': max(n_test, c['eval_games'])}
-    c |= {'levels_dir': levels_dir or c['levels_dir'], 'download': download}
-    (packed, line), (test, test_line) = load_both(c)
-    print(f'{line}\n{test_line}\nof these the first {n_train:,} and {n_test:,}')
-    return packed[:n_train], test[:n_test]
-
-
 def probe(device: str) -> None:
     """All of it, but for the settings."""
     groups = []
@@ -506,7 +470,13 @@ def probe(device: str) -> None:
     everyone = [player for group in groups for player in group]
     if len({player.name for player in everyone}) < len(everyone):
         fail(f'models = {models!r}: two folders of one name, which their outputs would share')
-    packed, test = read_levels(everyone[0].config)
+    c = everyone[0].config  # by default the first agent's levels
+    c = c | {'split': levels or c['split'], 'eval_split': test_levels or c['eval_split']}
+    c |= {'n_levels': max(n_train, c['n_levels']), 'eval_games': max(n_test, c['eval_games'])}
+    c |= {'levels_dir': levels_dir or c['levels_dir'], 'download': download}
+    (packed, line), (test, test_line) = load_both(c)
+    print(f'{line}\n{test_line}\nof these the first {n_train:,} and {n_test:,}')
+    packed, test = packed[:n_train], test[:n_test]
     players = [best_player(group, test, device) for group in groups]
     del groups, everyone  # the others' memory
     games = [record(player, test, device) for player in players]
@@ -571,11 +541,8 @@ def main() -> None:
     if not models:
         fail('models is empty: name folders of trained agents, --models=out/a,out/b')
     checkpoint.need_packages(matplotlib=True, PIL=True)
-    try:
-        checkpoint.keep_memory()
-        probe(checkpoint.pick_device(device, threads))
-    except ValueError as error:  # CheckpointError, LevelError, SizeError
-        fail(error)
+    checkpoint.keep_memory()
+    probe(checkpoint.pick_device(device, threads))
 
 
 if __name__ == '__main__':

@@ -493,7 +493,7 @@ def train(config: dict) -> int:
             load(run)
         if run.rank == 0:
             run.lock = checkpoint.prepare_out_dir(out_dir, resume, overwrite)
-    except ValueError as error:  # LevelError, CheckpointError, AgentConfig's
+    except ValueError as error:  # Mistake, AgentConfig's
         fail(error)
     print0(describe(run))
     warm_up(run)

@@ -379,7 +379,7 @@ def test_mistakes_are_named(tmp_path, monkeypatch, capsys, line, content, messag
         Path(line.split()[0].partition('=')[2]).write_bytes(content)
     monkeypatch.setattr(sys, 'argv', ['data_fineweb.py', '--tokenizer=bytes', *line.split()])
     with pytest.raises(SystemExit) as stop:
-        run_script(df.script)
+        run_script(lambda: df.main(configure(vars(df))))
     said = capsys.readouterr().err
     assert stop.value.code == 2 and message in said and said.count('\n') == 1
     assert not os.path.exists('data')  # nothing is written on a mistake
