@@ -7,7 +7,6 @@ Speed and memory of the models on whatever device there is, beside the paper's a
     python bench.py --suite=train --paths=lstm,compiled   # beside torch.nn.LSTM of equal size
     python bench.py --suite=decode                # and its latency table
     python bench.py --suite=sokoban --paths=compiled,compiled_recompute
-    python bench.py --compare=A.json,B.json       # or --compare A.json B.json: the rows they share
 
 train      updates of train_lm.py, loader and optimizer included, T = W = C, on one of the paper's 4
            GPUs: B = tokens an update / 4 / C streams, held to a quarter of the paper's figure
@@ -32,7 +31,6 @@ import datetime
 import functools
 import gc
 import itertools
-import json
 import math
 import multiprocessing
 import os
@@ -48,7 +46,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 
 # before torch: how threads wait, what ctrl-C does
-from configurator import configure, fail, first_line, gathered, run_script, write_json, write_text
+from configurator import configure, fail, first_line, read_json, run_script, write_json, write_text
 
 import numpy as np
 import torch
@@ -60,7 +58,7 @@ import train_lm
 import train_sokoban
 from checkpoint import commit, device_name, keep_memory, out_of_memory, pick_device, pick_dtype
 from convlstm import AgentConfig
-from data_fineweb import REAL_VOCAB, VOCAB, open_meta, write_meta, write_shard
+from data_fineweb import REAL_VOCAB, VOCAB, open_meta, shard_path, write_meta, write_shard
 from figures import markdown, read_csv
 from model import ModelConfig, State, build_model
 from sample import Decoder
@@ -91,10 +89,8 @@ device = 'auto'    # auto: cuda if there is one; or cpu, cuda, cuda:1
 threads = 0        # CPU threads; 0: torch's choice
 out = ''           # JSON file, the table beside it as .md; '': results/<device>/<suite>.json
 append = False     # go on with that file, of the same commit, device and dtype. first: always
-compare = ''       # A.json,B.json: print the ratios of the rows they share, measure nothing
 # fmt: on
-RANGES = {'suite': 'train decode sokoban first'.split()}
-RANGES['arch'] = ['convlstm', 'convglu']
+RANGES = {'suite': 'train decode sokoban first'.split(), 'arch': ['convlstm', 'convglu']}
 RANGES |= dict.fromkeys('rounds n_envs unroll'.split(), (1, math.inf))
 RANGES |= dict.fromkeys('n_embd block_size threads seconds budget'.split(), (0, math.inf))
 
@@ -127,18 +123,15 @@ BOARDS = (1, 1, 128), (4, 1, 64)  # 50M steps in 15 and 30 minutes
 TRAIN_FIRST = ((2, 8, 64), (1, 16, 64), (4, 4, 128), (8, 2, 256), (2, 8, 2048), (16, 1, 256))
 FIRST = (
     *(('train', *cell, 131072) for cell in TRAIN_FIRST),
-    *(('decode', L, E, C) for L, E in ((2, 8), (1, 16)) for C in (128, 2048)),
-    *(('sokoban', *cell) for cell in BOARDS),
-    *(('decode', L, E, C) for C in (128, 2048) for L, E in ((16, 1), (4, 4), (8, 2))),
-    *(('train', L, E, C, 131072) for C in (256, 2048, 32, 128, 64, 1024) for L, E in LEVELS),
-    *(('train', L, E, C, 262144) for C in (64, 256, 2048, 32, 128, 1024) for L, E in LEVELS),
+    *(('decode', 2, 8), ('decode', 1, 16), ('sokoban',), ('decode',)),
+    *(('train', *LE, C, 131072) for C in (256, 2048, 32, 128, 64, 1024) for LE in LEVELS),
+    ('train',),
 )
 SMALL_FIRST = ('train', 2, 8, 32, 1024), ('decode', 2, 8), ('sokoban', 1, 1, 32)
 GPU_TESTS = os.path.join(HERE, 'tests', 'test_gpu.py')
 # of these: every capture and kernel, those of one setting that compiles
 SMOKE = 'measured or sqrt_sum or blocks and triton or replay and (compile or not lm)'
-LIMITS = {'smoke': 180, 'train': 240, 'tests': 400}  # seconds of a step
-LIMIT = 150  # of another
+LIMITS = {'smoke': 180, 'train': 240, 'tests': 400}  # seconds of a step; of another 150
 LEAST = 60  # seconds of budget for which a step is begun; one that the budget cuts is begun again
 FAR = 0.1  # relative difference of a gradient or of logits that is no rounding of bfloat16's
 
@@ -149,10 +142,7 @@ FAR = 0.1  # relative difference of a gradient or of logits that is no rounding 
 
 def model_config(row: dict) -> ModelConfig:
     """ValueError for sizes that do not fit together."""
-    how = row['path']
-    if how != 'plain':
-        how = 'compiled' if how.endswith('compiled') else 'fast'
-    sizes = {'window': row['C'], 'block_size': row['T'], 'path': how}
+    sizes = {'window': row['C'], 'block_size': row['T']}
     return ModelConfig(row['V'], row['L'], row['E'], row['D'], **sizes)
 
 
@@ -254,29 +244,26 @@ def make_agent(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
         stats, games, _ = train_sokoban.update(run, False)
         train_sokoban.count_games(run, games, stats)
 
+    def gradients():
+        """A rollout, what it and its backward give."""
+        if not run.graphs:
+            run.optimizer.zero_grad(set_to_none=True)
+        batch = kernels.graphed(run.graphs, 'rollout', train_sokoban.rollout, run)
+        sums = kernels.graphed(run.graphs, 'backward', train_sokoban.backward, run, batch)
+        found = {'loss': sums[0].clone(), 'return': batch['return'].clone()}
+        found |= {name: p.grad.clone() for name, p in run.model.named_parameters()}
+        return batch['action'].clone(), found
+
     def check():
-        """Rewards and gradients of an update at rate 0, and by the plain equations of the same
-        actions: a rounding may tip one."""
-        found, actions, sample = [], [], train_sokoban.sample
+        """By the plain equations of the same actions: a rounding may tip one."""
         begun = copy.deepcopy((run.env, run.state, run.count))
-
-        def record(*args):
-            actions.append(sample(*args))
-            return actions[-1]
-
-        train_sokoban.learning_rate, train_sokoban.sample = 0.0, record
-        for _ in range(2):
-            stats, games, _ = train_sokoban.update(run, False)
-            clipped = max(1.0, stats['grad_norm'] / (train_sokoban.grad_clip or math.inf))
-            mine = {name: clipped * p.grad for name, p in run.model.named_parameters()}
-            found.append({**mine, 'games': games, 'loss': torch.tensor(stats['loss'])})
-            if run.graphs:  # a replay calls nothing
-                actions = run.graphs['rollout'][2]['action'].clone()
-            played = iter(actions)
-            train_sokoban.sample = lambda *_, played=played: next(played)
-            run.env, run.state, run.count = begun
-            run.model.config.path, run.graphs = 'plain', None
-        return {name: (found[0][name], found[1][name]) for name in found[0]}
+        actions, mine = gradients()
+        played = iter(actions)
+        train_sokoban.sample = lambda *_: next(played)
+        run.env, run.state, run.count = begun
+        run.model.config.path, run.graphs = 'plain', None
+        plain = gradients()[1]
+        return {name: (mine[name], plain[name]) for name in mine}
 
     steps, macs = config['n_envs'] * config['unroll'], run.model.macs_per_step()
     info = {'work': steps, 'params': run.model.num_params()['total'], 'macs_per_step': macs}
@@ -327,7 +314,7 @@ MAKERS = {'train': make_update, 'decode': make_token}
 MAKERS |= {'sokoban': make_agent, 'yardsticks': make_yardsticks, 'tests': make_tests}
 
 
-# ---- a variant's process ----
+# ---- a variant's process, and taking turns with it ----
 
 
 def timed(run: Callable, repeats: int, device: str) -> float:
@@ -350,9 +337,8 @@ def difference(pairs: dict[str, tuple]) -> tuple[float, str]:
         groups.setdefault('vectors' if small else name, []).append(pair)
     off = {}
     for name, group in groups.items():
-        mine, plain = (
-            torch.cat([x.double().flatten() for x in part]) for part in zip(*group, strict=True)
-        )
+        both = zip(*group, strict=True)
+        mine, plain = (torch.cat([x.double().flatten() for x in part]) for part in both)
         far = ((mine - plain).norm() / plain.norm().clamp(min=1e-30)).item()
         off[name] = math.inf if math.isnan(far) else far
     worst = max(off, key=off.get)
@@ -373,11 +359,11 @@ def turns(row: dict, config: dict) -> Iterator[dict]:
         for run in parts.values():
             timed(run, 1, device)
     yield {**info, 'first_run_s': time.perf_counter() - start}
+    seconds = {part: [] for part in parts}
     for _ in range(config['rounds'] if parts else 0):
-        seconds = {}
         for part, run in parts.items():
             once = timed(run, 1, device)  # after the others' turns caches and clocks are cold
-            seconds[part] = timed(run, max(1, math.ceil(config['seconds'] / once)), device)
+            seconds[part].append(timed(run, max(1, math.ceil(config['seconds'] / once)), device))
         memory = 0 if device == 'cpu' else torch.cuda.max_memory_allocated()
         yield {'seconds': seconds, 'memory_bytes': memory}
     if check and config['check']:
@@ -399,14 +385,12 @@ def work(pipe: multiprocessing.connection.Connection, row: dict, config: dict) -
     if config['threads']:
         torch.set_num_threads(config['threads'])
     told = turns(row, config)
-    while pipe.recv():
+    while True:
+        pipe.recv()
         try:
             pipe.send(next(told, None))
         except (RuntimeError, MemoryError, ValueError, ImportError) as error:
             pipe.send({'status': why(error)})
-
-
-# ---- measuring ----
 
 
 def kill(process: multiprocessing.Process, pipe: object) -> None:
@@ -447,21 +431,15 @@ def measure(group: dict[str, dict], config: dict, until: float = math.inf) -> di
                 process.start()
                 theirs.close()
                 workers[label] = process, ours
-            answer, record = ask(*workers[label], until), records[label]
-            if answer is None or answer.get('status'):
-                process, pipe = workers.pop(label)
-                if answer is None:
-                    pipe.send(False)
-                    process.join(10)
-                kill(process, pipe)  # gives its memory back at once
+            answer = ask(*workers[label], until)
+            if answer is None or 'status' in answer:
+                kill(*workers.pop(label))  # gives its memory back at once
             else:
                 queue.insert(len(queue) if config['device'] == 'cpu' else 0, label)
             if answer is not None:
-                seconds = answer.pop('seconds', {})
-                record |= answer
-                for part, value in seconds.items():
-                    record['seconds'].setdefault(part, []).append(value)
-                told = ', '.join(f'{part} {value:.4g} s' for part, value in seconds.items())
+                records[label] |= answer
+                times = answer.get('seconds', {}).items()
+                told = ', '.join(f'{part} {its[-1]:.4g} s' for part, its in times)
                 told = told or answer.get('status') or answer.get('check') or 'first run done'
                 print(f'{label}: {told}', flush=True)
     finally:
@@ -512,12 +490,8 @@ def published(row: dict) -> dict[str, float | str]:
     """SPEED of a row: paper and target."""
     if row['suite'] != 'sokoban' and (row['D'], row['V'], row['T']) != (768, 50304, row['C']):
         return {}
-    sizes = (
-        row['L'],
-        row['E'],
-        row.get('C', row['D']),
-        row.get('tokens_per_update', row.get('B', '')),
-    )
+    n = row.get('tokens_per_update', row.get('B', ''))
+    sizes = row['L'], row['E'], row.get('C', row['D']), n
     who = [str(x) for x in (row['suite'], row['model'], *sizes)]
     found = {name: speeds().get((name, *who)) for name in ('paper', 'target')}
     return {name: x if x == 'OOM' else float(x) for name, x in found.items() if x}
@@ -549,7 +523,7 @@ def derive(record: dict, row: dict, rates: dict[str, float]) -> dict:
     return row | {'figure': figure(row)}
 
 
-# ---- reports: what a figure needs to be repeated ----
+# ---- reports, with what a figure needs to be repeated, and tables ----
 
 # what tells two rows apart; of two reports whose rows may be joined; of rows that are compared
 KEYS = 'suite cell path model D V T'.split()
@@ -560,7 +534,7 @@ CELL = 'suite cell D'.split()
 def header(config: dict) -> dict:
     at, kept = config['device'], {'config': config, 'command': shlex.join(['python', *sys.argv])}
     kept |= {'device': device_name(at), 'dtype': config['dtype'], 'commit': commit()}
-    kept |= {'threads': config['threads'] or torch.get_num_threads(), 'torch': torch.__version__}
+    kept |= {'threads': torch.get_num_threads(), 'torch': torch.__version__}
     kept['date'] = datetime.datetime.now().astimezone().isoformat(timespec='seconds')
     kept['python'] = platform.python_version()
     if at != 'cpu':
@@ -568,20 +542,6 @@ def header(config: dict) -> dict:
         kept |= {'cuda': torch.version.cuda, 'cudnn': torch.backends.cudnn.version()}
         kept['card'] = str(torch.cuda.get_device_properties(at))
     return kept
-
-
-def read_report(path: str) -> dict:
-    """A JSON file of an earlier run; ends the script where it is none."""
-    try:
-        with open(path, encoding='utf-8') as file:
-            report = json.load(file)
-        rows = [{**row, 'figure': figure(row)} for row in report['results']]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        fail(f'{path}: no report of bench.py ({first_line(error)})')
-    return report | {'results': rows}
-
-
-# ---- tables ----
 
 
 def key(row: dict, names: list[str] = KEYS) -> tuple:
@@ -599,20 +559,12 @@ def figure(row: dict) -> str:
     return show(row[name], unit, digits) if row['status'] == 'ok' else row['status']
 
 
-def ratio(a: dict, b: dict) -> str:
-    """Speed of row b over that of row a; '' where one has none."""
-    if not a['status'] == b['status'] == 'ok':
-        return ''
-    name, sign, _, _ = METRICS[b['suite']]
-    return f'{(statistics.median(b[name]) / statistics.median(a[name])) ** sign:.2f}x'
-
-
 COLUMNS = {
     'tokens_per_update': ('tokens an update, 4 GPUs', '{:,}'),
     **{name: (name, '{}') for name in 'LEDCBT'},
     'path': ('path', '{}'),
     'figure': ('median (min..max)', '{}'),
-    'ratio': ('speed-up', '{}'),
+    'ratio': ('speed-up', '{:.2f}x'),
     'share_of_roofline': ('of roofline', '{:.1%}'),
     'share_of_conv': ('of conv rate', '{:.1%}'),
     'paper': ('paper: tokens/s a GPU, ms on 4', '{:,.6g}'),
@@ -625,25 +577,21 @@ COLUMNS = {
 }
 
 
-def table(rows: list[dict], columns: dict[str, tuple[str, str]]) -> str:
-    """Markdown. columns: title and form of a row's value, texts as they are; one in which no row
-    has anything is left out."""
-    found = []
-    for name, (title, form) in columns.items():
+def beside(results: list[dict]) -> str:
+    """The table of rows, each with its speed-up over the first of its cell; a column in which no
+    row has anything is left out."""
+    rows, first, found = [], {}, []
+    for row in results:
+        if row['status'] == 'ok':
+            name, sign, _, _ = METRICS[row['suite']]
+            value = statistics.median(row[name])
+            row = row | {'ratio': (value / first.setdefault(key(row, CELL), value)) ** sign}
+        rows.append(row)
+    for name, (title, form) in COLUMNS.items():
         values = (row.get(name) or '' for row in rows)
         texts = [x.replace('|', '/') if isinstance(x, str) else form.format(x) for x in values]
         found += [[title, *texts]] if any(texts) else []
     return markdown(list(zip(*found, strict=True))) if found else ''
-
-
-def beside(results: list[dict]) -> str:
-    """The table of rows, each with its speed-up over the first of its cell."""
-    rows, first = [], {}
-    for row in results:
-        if row['status'] == 'ok':
-            first.setdefault(key(row, CELL), row)
-        rows.append({**row, 'ratio': ratio(first.get(key(row, CELL), row), row)})
-    return table(rows, COLUMNS)
 
 
 def write(report: dict, path: str) -> str:
@@ -663,25 +611,7 @@ def write(report: dict, path: str) -> str:
     return text
 
 
-def compare_reports(text: str) -> None:
-    """Prints the rows that two reports share, 'A.json,B.json', and how fast the second's are."""
-    names = text.split(',')
-    if len(names) != 2:
-        fail(f'compare = {text!r}: expected two files, A.json,B.json')
-    a, b = (read_report(name) for name in names)
-    for letter, name, r in zip('AB', names, (a, b), strict=True):
-        print(f'{letter}: {name}:', *(r.get(k) for k in ('device', 'dtype', 'commit', 'date')))
-    old, rows = {key(row): row for row in a['results']}, []
-    for row in b['results']:
-        if x := old.get(key(row)):
-            rows.append({**row, 'A': x['figure'], 'B': row['figure'], 'ratio': ratio(x, row)})
-    if not rows:
-        fail(f'compare: {names[0]} and {names[1]} have no row in common')
-    columns = {name: (name, '{}') for name in [*KEYS, 'A', 'B']}
-    print('\n' + table(rows, columns | {'ratio': ('speed of B over A', '{}')}))
-
-
-# ---- what is to be measured ----
+# ---- what is to be measured, and measuring it ----
 
 
 def cells_of(config: dict) -> list[tuple]:
@@ -708,33 +638,23 @@ def cells_of(config: dict) -> list[tuple]:
     return list(full)
 
 
-def chosen_paths(config: dict, suite: str, E: int) -> list[str]:
-    """The paths of a cell: those given, in suite first that the cell's suite has; or its own."""
-    own = OWN_PATHS[suite][0 if config['device'] == 'cpu' else 1 + (E == 1)]
-    known, given = PATHS[suite].split(','), (config['paths'] or own).replace(' ', '').split(',')
-    possible = ','.join(PATHS.values()).split(',') if config['suite'] == 'first' else known
-    if not set(given) <= set(possible):
-        fail(f'paths = {config["paths"]!r}: expected some of {",".join(known)}')
-    return [path for path in given if path in known] or own.split(',')
-
-
 def row_of(config: dict, suite: str, sizes: tuple, path: str) -> dict:
     """A variant's row: what it is, and its sizes. ValueError for sizes that do not fit together."""
     row = {'suite': suite, 'cell': str(sizes).replace(' ', ''), 'path': path}
     row['dtype'] = config['dtype']
     if suite == 'sokoban':
-        row |= dict(zip('LED', sizes, strict=True))
         AgentConfig(config['arch'], config['recurrent'], *sizes)
+        row |= dict(zip('LED', sizes, strict=True))
         return row | {'model': config['arch'] + ', not recurrent' * (not config['recurrent'])}
-    D, V = (256, 256) if config['device'] == 'cpu' else (768, 50304)
-    (L, E, C, B), model = sizes, 'lstm' if path == 'lstm' else 'recurrent'
-    T = config['block_size'] if suite == 'train' and config['block_size'] else C
+    (L, E, C, B), T, model = sizes, sizes[2], 'lstm' if path == 'lstm' else 'recurrent'
     if suite == 'train':
+        T, row['tokens_per_update'] = config['block_size'] or C, B
         if B % (4 * T):
             fail(f'cells: {B} tokens are not a whole number of rows of {T} on each of 4 GPUs')
-        row, B = {**row, 'tokens_per_update': B}, B // 4 // T
+        B = B // 4 // T
     if path.startswith(('gpt', 'transformer')):
         L, E, model = L * E, 1, 'transformer'
+    D, V = (256, 256) if config['device'] == 'cpu' else (768, 50304)
     row |= {'L': L, 'E': E, 'C': C, 'B': B, 'T': T, 'D': config['n_embd'] or D, 'V': V}
     model_config(row)
     return row | {'model': model}
@@ -745,7 +665,11 @@ def plan(config: dict) -> dict[str, dict[str, dict]]:
     groups, first, cuda = {}, config['suite'] == 'first', config['device'] != 'cpu'
     for suite, *sizes in cells_of(config):
         name = f'{suite} {",".join(map(str, sizes))}'
-        paths = chosen_paths(config, suite, sizes[1])
+        own = OWN_PATHS[suite][1 + (sizes[1] == 1) if cuda else 0]
+        known, given = PATHS[suite].split(','), (config['paths'] or own).replace(' ', '').split(',')
+        if not set(given) <= set(','.join(PATHS.values()).split(',') if first else known):
+            fail(f'paths = {config["paths"]!r}: expected some of {",".join(known)}')
+        paths = [path for path in given if path in known] or own.split(',')  # of first the suite's
         rows = [row_of(config, suite, tuple(sizes), path) for path in paths]
         groups[name] = {f'{name} {row["path"]}': row for row in rows}
     conv = any(name.startswith('sokoban') for name in groups)
@@ -756,9 +680,6 @@ def plan(config: dict) -> dict[str, dict[str, dict]]:
         before['smoke'] = {'smoke': {'suite': 'tests', 'tests': SMOKE}}
         groups['tests'] = {'tests': {'suite': 'tests', 'tests': f'not ({SMOKE})'}}
     return before | groups
-
-
-# ---- a suite ----
 
 
 def add(records: dict, group: dict[str, dict], report: dict) -> str:
@@ -786,23 +707,24 @@ def run(config: dict, groups: dict[str, dict[str, dict]]) -> int:
     os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
     report |= {'steps': {}, 'yardsticks': {}, 'results': []}
     if goes_on and os.path.exists(path):
-        old = read_report(path)
+        old, names = read_json(path), ('steps', 'yardsticks', 'results', 'command')
+        if not set(names) <= set(old):
+            fail(f'{path}: no report of bench.py: choose another --out')
         for name in SAME:
             if old.get(name) != report[name]:
-                was = f'is of {name} {old.get(name)!r}, this run of {report[name]!r}'
-                fail(f'{path} {was}: choose another --out')
-        report |= {name: old[name] for name in ('steps', 'yardsticks', 'results')}
+                was = f'{path}: {name} {old.get(name)!r}, not {report[name]!r}'
+                fail(f'{was}: choose another --out')
         if report['command'] not in old['command']:
-            report['command'] = f'{old["command"]}; {report["command"]}'
-    have, left = {key(row) for row in report['results']}, []
-    for name, group in groups.items():
-        rows = {key(row) for row in group.values() if 'L' in row}
-        left += [] if name in report['steps'] and rows <= have else [name]
+            old['command'] += f'; {report["command"]}'
+        report |= {name: old[name] for name in names}
+    have = {key(row) for row in report['results']}
+    rows = {name: {key(x) for x in group.values() if 'L' in x} for name, group in groups.items()}
+    left = [name for name in groups if name not in report['steps'] or rows[name] - have]
     while left:
         name, now = left[0], time.perf_counter() - start
         if begun and now > budget - LEAST * first:
             break
-        limit = LIMITS.get(name.split()[0], LIMIT) if first else math.inf
+        limit = LIMITS.get(name.split()[0], 150) if first else math.inf
         cut = first and begun and now + limit > budget
         records = measure(groups[name], config, start + (budget if cut else now + limit))
         if cut and any('late' in record['status'] for record in records.values()):
@@ -822,34 +744,24 @@ def run(config: dict, groups: dict[str, dict[str, dict]]) -> int:
     return int(first and any(step['status'] != 'ok' for step in report['steps'].values()))
 
 
-def write_data(folder: str, rows: list[dict]) -> None:
-    """Suite train's: a shard of random tokens, and a small one to validate on."""
-    V, size = rows[0]['V'], 33 * max(row['B'] * (row['T'] + 1) for row in rows)
-    tokenizer, rng = TOKENIZER[V], np.random.default_rng(0)
-    for name, n in (('val_000000', 1000), ('train_000001', size)):
-        path = os.path.join(folder, f'fineweb_{name}.bin')
-        write_shard(path, rng.integers(0, REAL_VOCAB[tokenizer], n))
-    write_meta(folder, open_meta(folder, tokenizer=tokenizer, source='bench.py'))
-
-
 def run_suite(config: dict) -> int:
     """config: the settings, with the device and dtype that were picked. -> the exit status."""
     groups = plan(config)
+    rows = [row for group in groups.values() for row in group.values() if row['suite'] == 'train']
     with tempfile.TemporaryDirectory() as folder:
-        rows = [row for group in groups.values() for row in group.values()]
-        if trained := [row for row in rows if row['suite'] == 'train']:
-            write_data(folder, trained)
+        if rows:  # a shard of random tokens, and a small one to validate on
+            V, size = rows[0]['V'], 33 * max(row['B'] * (row['T'] + 1) for row in rows)
+            tokenizer, rng = TOKENIZER[V], np.random.default_rng(0)
+            for index, n in enumerate((1000, size)):
+                write_shard(shard_path(folder, index), rng.integers(0, REAL_VOCAB[tokenizer], n))
+            write_meta(folder, open_meta(folder, tokenizer=tokenizer, source='bench.py'))
         return run({**config, 'data_dir': folder}, groups)
 
 
 def main() -> int:
-    argv = gathered(sys.argv[1:], 'compare')  # --compare A.json B.json
-    config = configure(globals(), argv)
-    if compare or '--compare=' in argv:
-        compare_reports(compare)
-        return 0
+    config = configure(globals())
     try:
-        at = pick_device(device)
+        at = pick_device(device, threads)
         wanted = dtype or ('float32' if at == 'cpu' and suite != 'sokoban' else 'auto')
         config |= {'device': at, 'dtype': str(pick_dtype(wanted, at))[6:]}
         return run_suite({**config, 'check': check or suite == 'first'})

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TextIO
 
-from configurator import fail, first_line, plain, write_atomic, write_json, write_text
+from configurator import Mistake, fail, first_line, plain, write_atomic, write_json, write_text
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ if tuple(map(int, torch.__version__.split('.')[:2])) < (2, 11):  # none older wa
     fail(f'torch {torch.__version__} is too old: 2.11 or later is needed')
 
 LAST, PREV, BEST = 'ckpt_last.pt', 'ckpt_prev.pt', 'ckpt_best.pt'
-EXPORTED = 'model.safetensors'  # of sample.py --export
+WEIGHTS, CONFIG = 'model.safetensors', 'config.json'  # of an export
 LOCK = '.run'  # held while a run is at work in its folder, which it marks as a run's
 BEGUN = '.begun'  # the folder's run was begun by the torchrun that wrote this last
 # what a run writes into its folder, and overwrite removes
@@ -52,15 +52,11 @@ UNREADABLE += (ArithmeticError, pickle.UnpicklingError, struct.error)
 Path = str | os.PathLike
 
 
-class CheckpointError(ValueError):
+class CheckpointError(Mistake):
     """A checkpoint, or an output folder, cannot be used: one line that says what to do."""
 
 
-class SizeError(ValueError):
-    """Settings ask for more than the machine has."""
-
-
-# ---- checkpoints ----
+# ---- checkpoints, and models as plain files ----
 
 
 def save_checkpoint(obj: dict, path: Path, keep: str | None = None) -> None:
@@ -71,9 +67,8 @@ def save_checkpoint(obj: dict, path: Path, keep: str | None = None) -> None:
         try:
             torch.save(obj, file)
         except RuntimeError as error:  # torch complains of a position; what happened comes before
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise
+            full = isinstance(error.__context__, OSError)
+            raise (error.__context__ if full else error) from None
 
     write_atomic(path, write, keep)
 
@@ -113,14 +108,13 @@ def load_latest(out_dir: Path) -> tuple[dict, pathlib.Path]:
         return load_checkpoint(paths[1]), paths[1]
 
 
-def load_run(
-    out_dir: Path, script: str, needed: tuple, fixed: tuple, config: dict, file: str | None = None
-) -> tuple[dict, pathlib.Path]:
-    """-> a run's last checkpoint, or that file of its folder, and the path. CheckpointError where
-    it lacks a key of `needed`, or where a setting of `fixed`, that would make it another run,
-    differs from config's."""
-    path = pathlib.Path(out_dir, file or '')
-    saved, where = (load_checkpoint(path), path) if file else load_latest(out_dir)
+def load_run(folder: Path, script: str, needed: tuple, fixed: tuple, config: dict, file=''):
+    """-> a run's last checkpoint, or `file` of its folder if it is there, and the path.
+    CheckpointError where it lacks a key of `needed`, or where a setting of `fixed`, that would make
+    it another run, differs from config's."""
+    path = pathlib.Path(folder, file or LAST)
+    named = file and path.exists()
+    saved, where = (load_checkpoint(path), path) if named else load_latest(folder)
     theirs, missing = saved.get('config') if isinstance(saved, dict) else None, ['config']
     if isinstance(theirs, dict):
         missing = [key for key in needed if key not in saved]
@@ -145,8 +139,7 @@ def restoring(where: Path, key: str) -> Iterator[None]:
         if isinstance(error, CheckpointError) or out_of_memory(error):
             raise
         why = ' '.join(f'{type(error).__name__}: {error}'.split())[:200]  # of torch's lines
-        words = f'{key} does not fit this run, or is damaged ({why})'
-        raise CheckpointError(f'{where}: {words}: give another out_dir') from None
+        raise CheckpointError(f'{where}: {key} does not fit, or is damaged ({why})') from None
 
 
 def load_weights(model: torch.nn.Module, weights: dict, where: Path, assign: bool = False) -> None:
@@ -158,6 +151,28 @@ def load_weights(model: torch.nn.Module, weights: dict, where: Path, assign: boo
         model.load_state_dict(weights, assign=assign)
 
 
+def read_tensors(path: Path, device: str = 'cpu') -> dict[str, torch.Tensor]:
+    """A .safetensors file. CheckpointError."""
+    need_packages(safetensors=True)
+    from safetensors import SafetensorError, torch as files
+
+    try:
+        return files.load_file(path, device)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f'{path}: cannot be read ({first_line(error)})') from None
+
+
+def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> str:
+    """-> what was written, in words."""
+    need_packages(safetensors=True)
+    from safetensors.torch import save
+
+    whole = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+    data = save(whole, metadata={'format': 'pt'})
+    write_atomic(path, lambda file: file.write(data))
+    return f'{path} ({len(data) / 1e6:.1f} MB)'
+
+
 # ---- a trainer's run: it has rank, world, config, model, step, and what POSITION names ----
 
 
@@ -167,24 +182,15 @@ def init_from(model: torch.nn.Module, folder: Path, resume: bool) -> None:
     settings; lines say what was and what was not. CheckpointError."""
     if resume:
         raise CheckpointError('--init_from begins a new run: not with --resume or --eval_only')
-    where = pathlib.Path(folder, EXPORTED)
+    where = pathlib.Path(folder, WEIGHTS)
     if where.exists():
-        need_packages(safetensors=True)
-        from safetensors import SafetensorError, torch as files
-
-        try:
-            weights = files.load_file(where)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f'{where}: no weights ({first_line(error)})') from None
+        weights = read_tensors(where)
     else:
-        best = BEST if os.path.exists(os.path.join(folder, BEST)) else None
-        saved, where = load_run(folder, 'project', ('model',), (), {}, best)
+        saved, where = load_run(folder, 'project', ('model',), (), {}, BEST)
         weights = saved['model']
     ours = model.state_dict()
     with restoring(where, 'model'):
-        fits = {
-            name for name, x in ours.items() if name in weights and weights[name].shape == x.shape
-        }
+        fits = {k for k, x in ours.items() if k in weights and weights[k].shape == x.shape}
     if not fits:
         raise CheckpointError(f'{where}: no weight has a name and shape of this model')
     load_weights(model, ours | {name: weights[name] for name in fits}, where)
@@ -209,9 +215,7 @@ def save_run(run: object, parts: dict, optimizers: list[torch.optim.Optimizer] |
     save_checkpoint(saved, path, PREV if optimizers else None)
 
 
-def restore(
-    run: object, names: tuple[str, ...], optimizers: list, saved: dict, where: Path
-) -> None:
+def restore(run: object, names: tuple, optimizers: list, saved: dict, where: Path) -> None:
     """The weights; run.NAME = saved[NAME]; of the optimizers the moments, with this run's settings
     (a resumed run may change learning rates, momentum, decay, and the device), and the random
     states; without optimizers, for an evaluation, neither. CheckpointError."""
@@ -305,26 +309,28 @@ def fill(mine: torch.Tensor, saved: torch.Tensor) -> None:
 # ---- the device, the ranks, the packages ----
 
 
-def pick_device(name: str) -> str:
+def pick_device(name: str, threads: int = 0) -> str:
     """-> 'cpu' or 'cuda:N' for a `device` setting; 'auto' is cuda where there is one. Under
-    torchrun each rank gets its own. ValueError."""
+    torchrun each rank gets its own. threads: for a CPU, 0 is torch's choice. Mistake."""
     device = ('cuda' if torch.cuda.is_available() else 'cpu') if name == 'auto' else name
     if not re.fullmatch(r'cpu|cuda(:\d+)?', device):
-        raise ValueError(f"device = {name!r}: expected 'auto', 'cpu', 'cuda' or 'cuda:N'")
+        raise Mistake(f"device = {name!r}: expected 'auto', 'cpu', 'cuda' or 'cuda:N'")
+    if threads:
+        torch.set_num_threads(threads)
     if device == 'cpu':
         return device
     if not torch.cuda.is_available():
-        raise ValueError(f'device = {name!r}: there is no CUDA device here')
+        raise Mistake(f'device = {name!r}: there is no CUDA device here')
     index = int(os.environ.get('LOCAL_RANK') or device[5:] or 0)
     if index >= (count := torch.cuda.device_count()):
-        raise ValueError(f'device = cuda:{index}: there are {count} CUDA devices here')
+        raise Mistake(f'device = cuda:{index}: there are {count} CUDA devices here')
     return f'cuda:{index}'
 
 
 def pick_dtype(name: str, device: str) -> torch.dtype:
     """-> the dtype of products for a `dtype` setting; 'auto': bfloat16 where that is fast."""
     if name not in ('auto', 'float32', 'bfloat16'):
-        raise ValueError(f"dtype = {name!r}: expected 'auto', 'float32' or 'bfloat16'")
+        raise Mistake(f"dtype = {name!r}: expected 'auto', 'float32' or 'bfloat16'")
     fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     if device.startswith('cuda'):
         fast = torch.cuda.is_bf16_supported()
@@ -344,11 +350,9 @@ def attempt() -> int:
 
 def join_ranks(device: str, threads: int) -> tuple[int, int, str]:
     """-> rank, world size and device ('cpu' or 'cuda:N') of this process; under torchrun it joins
-    the process group. threads: of a CPU, 0 for torch's choice."""
+    the process group."""
     rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
-    device, backend = pick_device(device), 'gloo'
-    if device == 'cpu' and threads > 0:
-        torch.set_num_threads(threads)
+    device, backend = pick_device(device, threads), 'gloo'
     if device != 'cpu':
         backend = 'cpu:gloo,cuda:nccl'
         torch.cuda.set_device(device)
@@ -395,23 +399,23 @@ def last_words(less_memory: str, settings: dict | None = None) -> Callable[[Exce
 
 
 def check_fits(need: float, what: str, device: str = 'cpu', advice: str = 'ask for less') -> None:
-    """SizeError where `need` bytes, the least that `what` takes, are more than the device has free:
+    """Mistake where `need` bytes, the least that `what` takes, are more than the device has free:
     before anything is allocated. What fits may still be too much."""
     if need > (free := device_memory(device)[1]):
         words = f'needs more than {need / 1e9:,.1f} GB of memory, and {device_name(device)} has'
-        raise SizeError(f'{what}: {words} {free / 1e9:,.1f} GB free: {advice}')
+        raise Mistake(f'{what}: {words} {free / 1e9:,.1f} GB free: {advice}')
 
 
 def check_model(build: Callable, config: object, copies: int = 1, device: str = 'cpu') -> None:
     """check_fits for build(config)'s weights in fp32, `copies` times (training keeps gradients and
     moments), from models of one level and of two on 'meta'. config: a dataclass with n_layer."""
-    L, E, D = config.n_layer, config.n_expert, config.n_embd
-    what = f'a model of n_layer = {L}, n_expert = {E}, n_embd = {D}'
+    L = config.n_layer
+    what = f'a model of n_layer = {L}, n_expert = {config.n_expert}, n_embd = {config.n_embd}'
     try:
         with torch.device('meta'):
             models = [build(replace(config, n_layer=n)) for n in (1, 2)]
     except (RuntimeError, OverflowError, TypeError) as error:  # of sizes of 2^63 and so on
-        raise SizeError(f'{what}: larger than any machine ({first_line(error)})') from None
+        raise Mistake(f'{what}: larger than any machine ({first_line(error)})') from None
     one, two = (sum(p.numel() for p in model.parameters()) for model in models)
     total = one + (L - 1) * (two - one)
     check_fits(4 * copies * total, f'{what}, {total:,} parameters', device)
@@ -427,18 +431,16 @@ def device_memory(device: str) -> tuple[float, float]:
 
     def number(path: str, pattern: str = r'^(\d+)') -> float:
         try:
-            with open(path) as file:
-                return float(re.search(pattern, file.read(), re.M).group(1))
-        except (OSError, AttributeError):  # not Linux, or no limit
+            return float(re.search(pattern, pathlib.Path(path).read_text(), re.M)[1])
+        except (OSError, TypeError):  # not Linux, or no limit
             return math.inf
 
-    group = '/sys/fs/cgroup/memory'
     total = 1024 * number('/proc/meminfo', r'^MemTotal: +(\d+) kB')
     free = 1024 * number('/proc/meminfo', r'^MemAvailable: +(\d+) kB')
-    limit = number(f'{group}.max')
+    limit = number('/sys/fs/cgroup/memory.max')
     if math.isfinite(limit):
-        cached = number(f'{group}.stat', r'^inactive_file (\d+)')
-        free = min(free, limit - number(f'{group}.current') + cached)
+        cached = number('/sys/fs/cgroup/memory.stat', r'^inactive_file (\d+)')
+        free = min(free, limit - number('/sys/fs/cgroup/memory.current') + cached)
     share = 0.9 / int(os.environ.get('LOCAL_WORLD_SIZE', 1))
     return share * min(total, limit), share * free
 
@@ -513,7 +515,7 @@ def commit() -> str:
     return name.stdout.strip() + ('-dirty' if changed.stdout else '')
 
 
-# ---- the output folder ----
+# ---- the output folder, and signals ----
 
 
 def restarted(out_dir: Path) -> dict[str, bool]:
@@ -537,12 +539,10 @@ def hold(path: pathlib.Path) -> TextIO:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         lock.seek(0)
-        said = lock.read(200).strip()
-        words = f'another run is at work in it ({said}): wait for its end, stop it'
-        raise CheckpointError(f'{path}: {words}, or choose another out_dir') from None
+        said = f'another run is at work in it ({lock.read(200).strip()}): wait for its end, stop it'
+        raise CheckpointError(f'{path}: {said}, or choose another out_dir') from None
     except OSError as error:
-        words = f'on a disk without locks ({error.strerror}): let no other run use it'
-        print0(f'warning: {path} is {words}')
+        print0(f'warning: {path}: no locks there ({error.strerror}): let no other run use it')
     lock.truncate(0)
     print(f'process {os.getpid()} on {platform.node()}', file=lock, flush=True)
     return lock
@@ -576,16 +576,12 @@ def prepare_out_dir(out_dir: Path, resume: bool = False, overwrite: bool = False
         reason = 'it is a file' if path.is_file() else error.strerror
         raise CheckpointError(f'{path}: cannot be used as the output folder: {reason}') from None
     if found('ckpt_*.pt', 'log.jsonl') and not (resume or overwrite):
-        words = '--resume=True continues it, --overwrite=True replaces it'
-        raise CheckpointError(f'{path}: holds a run already: {words}')
+        raise CheckpointError(f'{path}: holds a run already: go on by --resume, or --overwrite it')
     for file in found(*(f'.{name}.tmp' for name in names), *(names if overwrite else ())):
         file.unlink()
     if 'TORCHELASTIC_RESTART_COUNT' in os.environ:
         (path / BEGUN).touch()
     return lock
-
-
-# ---- signals ----
 
 
 class Stopper:

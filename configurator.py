@@ -24,7 +24,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from typing import BinaryIO, NoReturn
+from typing import NoReturn
 
 # Between two parallel sections OpenMP's threads spin, by default so long that two programs on the
 # same cores slow each other tenfold. A bounded spin costs a program that runs alone nothing that
@@ -41,6 +41,11 @@ BROKEN = SyntaxError, ValueError, ArithmeticError, TypeError, MemoryError, Recur
 warnings.filterwarnings('ignore', module='<unknown>')
 
 # ---- how a script ends ----
+
+
+class Mistake(ValueError):
+    """A user's: one line that names the file, folder or setting, and what to do. run_script prints
+    it."""
 
 
 def fail(message: str | Exception) -> NoReturn:
@@ -60,27 +65,26 @@ def interrupted(what: type[BaseException], error: BaseException, trace: object) 
 sys.excepthook = interrupted
 
 
-def run_script(
-    main: Callable[[], int | None],
-    when_interrupted: str = 'interrupted',
-    last_words: Callable[[Exception], str] | None = None,
-) -> NoReturn:
+def run_script(main: Callable, said='interrupted', last_words: Callable | None = None) -> NoReturn:
     """Runs main() and ends the process with the status it returns (None: 0). Ctrl-C: the line
-    given, 130. An OSError, such as a full disk: one line, 2; so the RuntimeErrors and MemoryErrors
-    that last_words (checkpoint.py) has words for. A reader that has seen enough (`| head`): 0."""
+    given, 130. A Mistake, or an OSError, such as a full disk: one line, 2; so the RuntimeErrors and
+    MemoryErrors that last_words (checkpoint.py) has words for. A reader has seen enough (`| head`):
+    0."""
     status, line = 0, ''
     try:
         status = main() or 0
     except SystemExit as end:
         status = end.code or 0
     except KeyboardInterrupt:
-        status, line = 130, f'\n{when_interrupted}'
+        status, line = 130, f'\n{said}'
     except BrokenPipeError:
         pass
-    except (OSError, RuntimeError, MemoryError) as error:
-        if not isinstance(error, OSError) and last_words is None:
+    except (OSError, Mistake) as error:
+        status, line = 2, f'error: {error}'
+    except (RuntimeError, MemoryError) as error:
+        if last_words is None:
             raise
-        status, line = 2, f'error: {error if isinstance(error, OSError) else last_words(error)}'
+        status, line = 2, f'error: {last_words(error)}'
     try:
         # was it standard output that is full? then a newline meets the same error
         print(end='\n' if line.startswith('error') else '', flush=True)
@@ -134,8 +138,8 @@ def literal(source: str | ast.expr) -> object:
     try:
         return checked(ast.literal_eval(source))
     except BROKEN:
-        expected = 'a text, a finite number, True, False, None, or a tuple of these'
-        raise ValueError(f'only literals are allowed: {expected}') from None
+        words = 'only literals are allowed: text, finite numbers, True, False, None, tuples'
+        raise ValueError(words) from None
 
 
 def convert(value: object, default: object) -> object:
@@ -160,10 +164,8 @@ def assign(config: dict, defaults: dict, key: str, value: object, where: str, gi
     try:
         config[key] = convert(value, default)
     except ValueError:
-        word = given.strip('\'"').capitalize()
-        hint = f', write {word}' if type(default) is bool and word in ('True', 'False') else ''
         expected = EXPECTED.get(type(default), f'a {type(default).__name__}')
-        fail(f'{where}: {key} expects {expected} (default {default!r}), got {given[:120]!r}{hint}')
+        fail(f'{where}: {key} expects {expected} (default {default!r}), got {given[:120]!r}')
 
 
 # ---- scripts, config files, the command line ----
@@ -219,34 +221,18 @@ def read_config(path: str, config: dict, defaults: dict) -> None:
         assign(config, defaults, name, value, where, str(value))
 
 
-def joined(argv: list[str], defaults: dict) -> list[str]:
-    """The arguments with `--key value` as `--key=value`, and a bare switch as `--key=True`."""
-    arguments, rest = [], list(argv)
-    while rest:
-        argument = rest.pop(0)
-        if argument[:2] == '--' and argument[2:] in defaults:
-            default, value = defaults[argument[2:]], rest[0] if rest else '--'
-            if default is None or isinstance(default, bool):
-                if not value.startswith('-') and not value.endswith('.py'):
-                    fail(f'command line: a switch takes its value as {argument}={value}')
-                value = 'True'
-            elif value.startswith('--'):
-                fail(f'command line: {argument} needs a value, as in {argument}={default}')
-            else:
-                rest.pop(0)
-            argument += f'={value}'
-        arguments.append(argument)
-    return arguments
-
-
-def gathered(argv: list[str], key: str) -> list[str]:
-    """The arguments with `--key A B C` as `--key=A,B,C`, for a setting that is a list of files."""
-    if f'--{key}' not in argv:
-        return argv
-    i = argv.index(f'--{key}')
-    ends = (k for k in range(i + 1, len(argv)) if argv[k][:1] == '-' or argv[k].endswith('.py'))
-    end = next(ends, len(argv))
-    return [*argv[:i], f'--{key}={",".join(argv[i + 1 : end])}', *argv[end:]]
+def whole(argument: str, rest: list[str], defaults: dict) -> str:
+    """`--key value` as `--key=value`, the value out of `rest`; a bare switch as --key=True."""
+    if argument[:2] != '--' or argument[2:] not in defaults:
+        return argument
+    default, value = defaults[argument[2:]], rest[0] if rest else '--'
+    if default is None or isinstance(default, bool):
+        if not value.startswith('-') and not value.endswith('.py'):
+            fail(f'command line: a switch takes its value as {argument}={value}')
+        return f'{argument}=True'
+    if value.startswith('--'):
+        fail(f'command line: {argument} needs a value, as in {argument}={default}')
+    return f'{argument}={rest.pop(0)}'
 
 
 def read_argument(argument: str, config: dict, defaults: dict, where: str = 'command line') -> None:
@@ -260,22 +246,6 @@ def read_argument(argument: str, config: dict, defaults: dict, where: str = 'com
     if isinstance(default, str) and not isinstance(value, str):
         value = text  # --out_dir=123 is the text '123'
     assign(config, defaults, key, value, where, text)
-
-
-def check_ranges(config: dict, ranges: dict[str, tuple | list]) -> None:
-    """A script's RANGES, beside its settings: {name: (low, high)}, both allowed, of each number of
-    a tuple; or {name: [values]}."""
-    for name, allowed in ranges.items():
-        value = config[name]
-        if isinstance(allowed, list):
-            if value not in allowed:
-                fail(f'{name} = {value!r}: expected one of {", ".join(map(str, allowed))}')
-            continue
-        low, high = allowed
-        numbers = value if isinstance(value, tuple) else (value,)
-        if not all(low <= x <= high for x in numbers):
-            limits = f'at least {low}' if high == math.inf else f'between {low} and {high}'
-            fail(f'{name} = {value}: must be {limits}')
 
 
 def help_text(path: str | os.PathLike) -> str:
@@ -296,6 +266,8 @@ def help_text(path: str | os.PathLike) -> str:
 
 def configure(settings: dict, argv: Iterable[str] | None = None, quiet: bool = False) -> dict:
     """Overrides a script's settings in place -> all of them, a plain dict in the source's order.
+    Its RANGES say what is allowed: {name: (low, high)}, of each number of a tuple, or {name:
+    [values]}.
 
     settings: the script's globals(), with '__file__'; the defaults are read from that source, so
     two calls do not influence each other. argv: the arguments without the script's name (default:
@@ -307,14 +279,25 @@ def configure(settings: dict, argv: Iterable[str] | None = None, quiet: bool = F
     if '--help' in argv or '-h' in argv:
         print(help_text(settings['__file__']))
         raise SystemExit(0)
-    for argument in joined(argv, defaults):
+    rest = list(argv)
+    while rest:
+        argument = whole(rest.pop(0), rest, defaults)
         if argument.startswith('--'):
             read_argument(argument, config, defaults)
         elif argument.endswith('.py') and not argument.startswith('-'):
             read_config(argument, config, defaults)
         else:
             fail(f'command line: cannot read {argument!r}: expected config.py or --key=value')
-    check_ranges(config, settings.get('RANGES', {}))
+    for name, allowed in settings.get('RANGES', {}).items():
+        value = config[name]
+        if isinstance(allowed, list):
+            if value not in allowed:
+                fail(f'{name} = {value!r}: expected one of {", ".join(map(str, allowed))}')
+            continue
+        low, high = allowed
+        if not all(low <= x <= high for x in (value if isinstance(value, tuple) else (value,))):
+            limits = f'at least {low}' if high == math.inf else f'between {low} and {high}'
+            fail(f'{name} = {value}: must be {limits}')
     settings.update(config)
     if not quiet and os.environ.get('RANK', '0') == '0':
         for key, value in config.items():
@@ -326,9 +309,7 @@ def configure(settings: dict, argv: Iterable[str] | None = None, quiet: bool = F
 # ---- whole-or-nothing files ----
 
 
-def write_atomic(
-    path: str | os.PathLike, write: Callable[[BinaryIO], object], keep: str | None = None
-) -> None:
+def write_atomic(path: str | os.PathLike, write: Callable, keep: str | None = None) -> None:
     """write(file) fills a binary temporary file, which then takes the name `path`; an existing file
     goes on as `keep`, if given (a name in the same folder). Whatever fails leaves `path` as it was
     and raises, an OSError with the file's name."""
@@ -363,3 +344,12 @@ def plain(obj: object) -> object:
 
 def write_json(obj: object, path: str | os.PathLike) -> None:
     write_text(json.dumps(plain(obj), indent=1) + '\n', path)
+
+
+def read_json(path: str | os.PathLike) -> dict:
+    """What a file holds; empty where there is none to read."""
+    try:
+        saved = json.loads(pathlib.Path(path).read_text(encoding='utf-8'))
+    except (OSError, *BROKEN):
+        return {}
+    return saved if isinstance(saved, dict) else {}

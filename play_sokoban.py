@@ -1,13 +1,12 @@
 """
 What Sokoban agents can do: play a game in the terminal, or into a GIF; solve rates, also of other
-people's policies (`--policy=module:function`); runs beside each other; an agent as plain files,
-model.safetensors and config.json. train_sokoban.py evaluates and draws by functions of this file.
+people's policies (`--policy=module:function`); an agent as plain files, model.safetensors and
+config.json. train_sokoban.py evaluates and draws by functions of this file.
 
 $ python play_sokoban.py --out_dir=pretrained/sokoban          # keys: pause, step, next level, quit
 $ python play_sokoban.py --out_dir=pretrained/sokoban --level=3 --gif=game.gif
 $ python play_sokoban.py --out_dir=out/sokoban_small_L4 --measure
 $ python play_sokoban.py --out_dir=out/sokoban_small_L4 --export=out/agent
-$ python play_sokoban.py --runs=out/sokoban_small_L4,out/sokoban_small_ff_L4 --picture=compare.png
 
 Shape letters as in sokoban.py and convlstm.py: N boards at a time, n levels.
 """
@@ -25,24 +24,24 @@ import termios
 import tty
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from functools import partial
+from types import SimpleNamespace
 
 # before torch: how threads wait, what ctrl-C does
-from configurator import configure, every, fail, first_line, run_script, write_atomic, write_json
+from configurator import configure, every, fail, first_line, run_script, write_json
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from numpy import ndarray
+from torch import Tensor
 
 import checkpoint
-from checkpoint import BEST, CheckpointError, print0
+from checkpoint import BEST, CONFIG, WEIGHTS, print0
 from convlstm import Agent, AgentConfig, build_agent
-from figures import COLORS, curve, finish, new, read_log
 from sokoban import AGENT, TIME_LIMIT, SokobanEnv, board_image, board_keys, board_text, draw_by
 from sokoban import load_levels, save_gif
 
-# -----------------------------------------------------------------------------
 # fmt: off
 out_dir = ''                   # an agent: a folder that train_sokoban.py wrote, or an export
 which = 'best'                 # 'best' (highest held-out return), if there is one, or 'last'
@@ -61,15 +60,11 @@ probe = ''                     # probe_sokoban.py's of this agent, whose plan is
 gif = ''                       # a file to write the game into, instead of the terminal
 export = ''                    # a folder to write the agent into, instead
 device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda', 'cuda:1'
-runs = ''                      # or folders of runs, with a comma between them: their curves
-picture = 'compare.png'        # what to draw these into
 # fmt: on
 RANGES = {'which': ['best', 'last'], 'n_levels': (1, math.inf), 'level': (0, math.inf)}
 RANGES |= {'ms': (10, math.inf), 'games': (0, math.inf)}
-# -----------------------------------------------------------------------------
 
 BOARDS = 256  # played at a time
-WEIGHTS, CONFIG = 'model.safetensors', 'config.json'
 SIZES = [field.name for field in fields(AgentConfig) if field.name not in ('dtype', 'path')]
 EASY = {'eval_split': 'generated', 'n_boxes': 1, 'max_moves': 12, 'seed': 1337}
 # of # .$*@+ in a terminal: two columns a cell
@@ -79,9 +74,7 @@ ARROWS = [f'\x1b[36m{way} \x1b[0m' for way in '↑→↓←']
 
 
 @torch.no_grad()
-def play(
-    model: Agent, levels: np.ndarray, device: str, seed: int | None = None, number: int = 0
-) -> dict[str, torch.Tensor]:
+def play(model: Agent, levels: ndarray, device: str, seed=None, number=0) -> dict[str, Tensor]:
     """Each of the packed levels (n, 17) once, for at most 120 steps: greedily, or with a seed at
     random. -> solved, return, steps (n,) and the actions (n, 120), 0 after a game's end, on the
     CPU. number: of the first level, where ranks share them (chance depends on it)."""
@@ -115,21 +108,19 @@ def play(
     return {k: torch.cat([part[k] for part in parts]) for k in parts[0]}
 
 
-def evaluate(
-    model: Agent, levels: np.ndarray, device: str, seed: int | None = None
-) -> dict[str, float]:
+def evaluate(model: Agent, levels: ndarray, device: str, seed=None) -> dict[str, float]:
     """Means over the levels, shared by the ranks."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     mine = np.array_split(np.arange(len(levels)), world)[rank]
     result = play(model, levels[mine], device, seed, int(mine[0]))
-    sums = [result[k].double().sum() for k in ('solved', 'return', 'steps')]
-    total = torch.stack(sums).to(device)
+    names = 'solve_rate', 'return', 'steps'
+    total = torch.stack([result[k].double().sum() for k in ('solved', *names[1:])]).to(device)
     if world > 1:
         dist.all_reduce(total)
-    return dict(zip(('solve_rate', 'return', 'steps'), (total / len(levels)).tolist(), strict=True))
+    return dict(zip(names, (total / len(levels)).tolist(), strict=True))
 
 
-def replay(levels: np.ndarray, actions: np.ndarray) -> np.ndarray:
+def replay(levels: ndarray, actions: ndarray) -> ndarray:
     """Levels (n, 17) and actions (n, T) -> observations (n, T + 1, 10, 10, 2) before, between and
     after them, without resets: a game's last one is its end."""
     env = SokobanEnv(levels, len(levels), order='sequence')
@@ -140,17 +131,15 @@ def replay(levels: np.ndarray, actions: np.ndarray) -> np.ndarray:
     return np.stack(boards, 1)
 
 
-def report(
-    model: Agent, levels: np.ndarray, name: str, device: str, out_dir: str, about: dict
-) -> dict:
-    """Plays all levels, greedily; writes out_dir/eval_NAME.json, and as GIFs the longest game that
+def report(model: Agent, levels: ndarray, name: str, device: str, folder: str, about: dict) -> dict:
+    """Plays all levels, greedily; writes folder/eval_NAME.json, and as GIFs the longest game that
     was won and the first that was not."""
     name = f'eval_{os.path.splitext(os.path.basename(name))[0]}'
     result = play(model, levels, device)
     record = {**about, 'n': len(levels), 'solve_rate': result['solved'].float().mean().item()}
     record |= {f'mean_{k}': result[k].mean().item() for k in ('return', 'steps')}
     for label, chosen in (('solved', result['solved']), ('failed', ~result['solved'])):
-        path = os.path.join(out_dir, f'{name}_{label}.gif')
+        path = os.path.join(folder, f'{name}_{label}.gif')
         with contextlib.suppress(FileNotFoundError):
             os.remove(path)  # of an earlier evaluation
         if chosen.any():
@@ -158,77 +147,73 @@ def report(
             actions = result['actions'][i : i + 1, : int(result['steps'][i])].numpy()
             save_gif(list(map(board_image, replay(levels[i : i + 1], actions)[0])), path)
             record |= {f'{label}_level': i, f'{label}_game': path}
-    write_json(record, os.path.join(out_dir, f'{name}.json'))
+    write_json(record, os.path.join(folder, f'{name}.json'))
     return record
-
-
-def compare(folders: list[str], path: str) -> None:
-    """Return and explained variance over environment steps, up to where all runs have come."""
-    logs, (figure, panels) = [read_log(folder) for folder in folders], new(2, 3.2, sharey=False)
-    keys = {'return_1000': 'return, last 1,000 games', 'explained_variance': 'explained variance'}
-    end = min(log[-1]['env_steps'] for log in logs)
-    for axes, (key, label) in zip(panels, keys.items(), strict=True):
-        for i, (folder, log) in enumerate(zip(folders, logs, strict=True)):
-            shared = [r for r in log if r['env_steps'] <= end]
-            curve(axes, shared, 'env_steps', key, folder, color=COLORS[i % 7])
-        axes.set(xlabel='environment steps (millions)', ylabel=label)
-    write_atomic(path, partial(finish(figure, '').savefig, dpi=160, format='png'))
 
 
 # ----------------------------------------------------------------------------- whose games
 
 
-class Policy:
+def load_policy(name: str) -> SimpleNamespace:
     """A function from observations to actions, as `play` wants an agent."""
+    module, _, function = name.partition(':')
+    sys.path.append(os.getcwd())
+    try:
+        choose = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        fail(f'policy = {name!r}: expected module:function ({first_line(error)})')
 
-    def __init__(self, name: str):
-        module, _, function = name.partition(':')
-        sys.path.append(os.getcwd())
-        try:
-            self.function = getattr(importlib.import_module(module), function)
-        except (ImportError, AttributeError, ValueError) as error:
-            fail(f'policy = {name!r}: expected module:function ({first_line(error)})')
-
-    def prepare(self) -> None:
-        pass
-
-    def init_state(self, N: int) -> tuple:
-        return ()
-
-    def act(self, w: None, obs: torch.Tensor, start: torch.Tensor, state: tuple) -> tuple:
-        actions = np.asarray(self.function(obs.cpu().numpy()))
+    def act(w: None, obs: Tensor, start: Tensor, state: tuple) -> tuple:
+        actions = np.asarray(choose(obs.cpu().numpy()))
         if actions.shape != start.shape or not np.isin(actions, range(4)).all():
             given = f'{actions.ravel()[:3]}, shape {actions.shape}'
-            fail(f'policy = {policy!r}: expected {len(obs)} actions, each 0 to 3, found {given}')
+            fail(f'policy = {name!r}: expected {len(obs)} actions, each 0 to 3, found {given}')
         return F.one_hot(torch.from_numpy(actions.astype(np.int64)), 4).to(obs.device), None, state
 
+    return SimpleNamespace(prepare=tuple, init_state=lambda N: (), act=act)
 
-def read_tensors(path: str, device: str) -> dict[str, torch.Tensor]:
-    """CheckpointError."""
-    checkpoint.need_packages(safetensors=True)
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
 
-    try:
-        return load_file(path, device)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f'{path}: cannot be read ({first_line(error)})') from None
+class Watched:
+    """Agents for `play`: all see the same, the first one acts, after seeing the first board `held`
+    times more. Where that is 0, keeps their s[L] of each step, (N, 10, 10, C of all) fp16."""
+
+    def __init__(self, *models: Agent, held: int = 0):
+        self.models, self.held, self.features = models, held, []
+
+    def prepare(self) -> list:
+        return [model.prepare() for model in self.models]
+
+    def init_state(self, N: int) -> list:
+        return [model.init_state(N) for model in self.models]
+
+    def act(self, w: list, obs: Tensor, start: Tensor, state: list) -> tuple:
+        for _ in range(1 + self.held * bool(start.all())):  # later some start, and never all
+            features, before, state = [], state, []
+            for model, its, carried in zip(self.models, w, before, strict=True):
+                z = model.encode(obs)
+                parts = model.z_parts(its, z), model.alive(start)
+                s, after = model.step(its, z, *parts, carried)
+                features.append(s)
+                state.append(after)
+            start = torch.zeros_like(start)
+        if not self.held:
+            self.features.append(torch.cat(features, -1).to(torch.float16).cpu())
+        return self.models[0].head(features[0])[0], None, state
 
 
 def load_agent(folder: str, which: str, device: str, dtype: str = '') -> tuple[Agent, dict, str]:
     """An export, or train_sokoban.py's best or last checkpoint -> the agent, its settings with
-    `step` and `best`, and the file. CheckpointError."""
+    `step` and `best`, and the file. Mistake."""
     where = os.path.join(folder, CONFIG)
     if os.path.exists(os.path.join(folder, WEIGHTS)):
-        weights = read_tensors(os.path.join(folder, WEIGHTS), device)
+        weights = checkpoint.read_tensors(os.path.join(folder, WEIGHTS), device)
         with checkpoint.restoring(where, 'it'), open(where, encoding='utf-8') as file:
             about = json.load(file)
     else:
-        file = BEST if which == 'best' and os.path.exists(os.path.join(folder, BEST)) else None
-        needed = ('model', 'step', 'best')
-        saved, where = checkpoint.load_run(folder, 'train_sokoban.py', needed, (), {}, file)
+        needed, best = ('model', 'step', 'best'), BEST if which == 'best' else None
+        saved, where = checkpoint.load_run(folder, 'train_sokoban.py', needed, (), {}, best)
         weights, about = saved['model'], saved['config']
-        about = about | {name: saved[name] for name in ('step', 'best')}
+        about |= {name: saved[name] for name in ('step', 'best')}
     with checkpoint.restoring(where, 'the agent'):
         dtype = dtype or about.get('dtype', 'auto')  # the run's own
         dtype = str(checkpoint.pick_dtype(dtype, device)).removeprefix('torch.')
@@ -241,19 +226,15 @@ def load_agent(folder: str, which: str, device: str, dtype: str = '') -> tuple[A
 
 def export_agent(model: Agent, about: dict, folder: str) -> None:
     """An earlier export is replaced; a folder with anything else is refused."""
-    checkpoint.need_packages(safetensors=True)
-    from safetensors.torch import save as packed
-
     there = set(os.listdir(folder)) if os.path.isdir(folder) else set()
     if there and not {WEIGHTS} <= there <= {WEIGHTS, CONFIG, 'probe.safetensors'}:
         fail(f'export = {folder!r}: holds what no export of ours wrote: name another folder')
     os.makedirs(folder, exist_ok=True)
-    weights = {name: x.float().cpu().contiguous() for name, x in model.state_dict().items()}
-    data = packed(weights, metadata={'format': 'pt'})
-    write_atomic(os.path.join(folder, WEIGHTS), lambda file: file.write(data))
+    weights = {name: x.float() for name, x in model.state_dict().items()}
+    said = checkpoint.write_tensors(weights, os.path.join(folder, WEIGHTS))
     names = (*SIZES, *EASY, 'n_envs', 'unroll', 'step', 'best')
     write_json({name: about[name] for name in names}, os.path.join(folder, CONFIG))
-    print(f'{folder}: {WEIGHTS} ({len(data) / 1e6:.1f} MB), {CONFIG}')
+    print(f'{said}, {CONFIG}')
 
 
 # ----------------------------------------------------------------------------- a game on show
@@ -288,36 +269,33 @@ def keyboard() -> Iterator[Callable[[float | None], str]]:
         print('\x1b[?25h', flush=True)
 
 
-def film(model: Agent, packed: np.ndarray, i: int, device: str) -> tuple[np.ndarray, ...]:
+def film(model: Agent, packed: ndarray, i: int, device: str) -> tuple[ndarray, ...]:
     """Level i played greedily -> observations (T + 1, 10, 10, 2), its plans, how it ended."""
-    result = play(model, packed[i : i + 1], device)
+    watched = Watched(model)
+    result = play(watched, packed[i : i + 1], device)
     steps, end = int(result['steps']), 'solved' if result['solved'].item() else 'not solved'
     frames = replay(packed[i : i + 1], result['actions'][:, :steps].numpy())[0]
     said = f'level {i}, {end} in {steps} steps, return {result["return"].item():.1f}'
-    return frames, plans(model, frames, device), said
+    return frames, plans(torch.cat(watched.features).float()), said
 
 
 @torch.no_grad()
-def plans(model: Agent, frames: np.ndarray, device: str) -> np.ndarray:
-    """Where the probe says that the agent will step onto a cell: up, right, down, left as 0..3,
-    else -1; (T + 1, 10, 10), all -1 without a probe."""
-    ways = np.full(frames.shape[:3], -1)
+def plans(features: Tensor) -> ndarray:
+    """s[L] of a game's steps, (T, 10, 10, C) -> where the probe says that the agent will step onto
+    a cell, (T + 1, 10, 10): up, right, down, left as 0..3, else -1; all -1 without a probe."""
+    ways = np.full((len(features) + 1, 10, 10), -1)
     path = probe or os.path.join(out_dir, 'probe.safetensors')
-    if policy or not (probe or os.path.exists(path)):
-        return ways
-    saved, conv = read_tensors(path, device), torch.nn.Conv2d(model.config.n_embd, 5, 3, padding=1)
-    threshold = saved.pop('threshold', torch.tensor(math.inf))
-    checkpoint.load_weights(conv.to(device), saved, path)
-    w, state, start = model.prepare(), model.init_state(1), torch.ones(1, device=device)
-    for t, board in enumerate(frames[:-1]):
-        z = model.encode(torch.from_numpy(board[None]).to(device))
-        s, state = model.step(w, z, model.z_parts(w, z), model.alive(start), state)
-        sure, way = F.softmax(conv(s.float().permute(0, 3, 1, 2)), 1)[0, :4].max(0)
-        ways[t], start = torch.where(sure >= threshold, way, -1).cpu().numpy(), start * 0
+    if probe or os.path.exists(path):
+        conv = torch.nn.Conv2d(features.size(-1), 5, 3, padding=1)
+        saved = checkpoint.read_tensors(path)
+        threshold = saved.pop('threshold', torch.tensor(math.inf))
+        checkpoint.load_weights(conv, saved, path)
+        sure, way = F.softmax(conv(features.permute(0, 3, 1, 2)), 1)[:, :4].max(1)
+        ways[:-1] = torch.where(sure >= threshold, way, -1).numpy()
     return ways
 
 
-def drawn(board: np.ndarray, ways: np.ndarray, truth: np.ndarray | None = None) -> np.ndarray:
+def drawn(board: ndarray, ways: ndarray, truth: ndarray | None = None) -> ndarray:
     """An observation's picture, with the plan on cells without the agent; where it is known what
     will be (10, 10), green for right and red for wrong."""
     picture, (v, u) = board_image(board), np.mgrid[-1:1:24j, -1:1:24j]
@@ -331,7 +309,7 @@ def drawn(board: np.ndarray, ways: np.ndarray, truth: np.ndarray | None = None) 
     return picture
 
 
-def show(board: np.ndarray, ways: np.ndarray, line: str, again: bool) -> None:
+def show(board: ndarray, ways: ndarray, line: str, again: bool) -> None:
     """An observation and a line below it; in a terminal in colours, with the plan on free cells,
     over the last one if again."""
     text = board_text(board)
@@ -345,7 +323,7 @@ def show(board: np.ndarray, ways: np.ndarray, line: str, again: bool) -> None:
     print(f'{text}\n{line}', flush=True)
 
 
-def watch(model: Agent, packed: np.ndarray, device: str) -> None:
+def watch(model: Agent, packed: ndarray, device: str) -> None:
     """Games one after the other in a terminal; elsewhere one, as plain text."""
     paused, many = False, games if sys.stdin.isatty() and sys.stdout.isatty() else 1
     with keyboard() as key:
@@ -369,7 +347,7 @@ def watch(model: Agent, packed: np.ndarray, device: str) -> None:
 def use_agent() -> None:
     """A game, a GIF, a solve rate or an export, as asked for."""
     where = checkpoint.pick_device(device)
-    model, about = (Policy(policy), EASY) if policy else load_agent(out_dir, which, where)[:2]
+    model, about = (load_policy(policy), EASY) if policy else load_agent(out_dir, which, where)[:2]
     if export:
         return export_agent(model, about, export)
     split, made = levels or about['eval_split'], None
@@ -393,12 +371,9 @@ def use_agent() -> None:
 
 def main() -> None:
     configure(globals(), quiet=True)
-    if sum(map(bool, (out_dir, policy, runs))) != 1:
-        fail('name one: --out_dir=FOLDER, --policy=module:function, --runs=FOLDER,FOLDER')
-    try:
-        compare(runs.split(','), picture) if runs else use_agent()
-    except (ValueError, LookupError) as error:  # CheckpointError, LevelError, a log without lines
-        fail(error)
+    if bool(out_dir) == bool(policy):
+        fail('name one: --out_dir=FOLDER, or --policy=module:function')
+    use_agent()
 
 
 if __name__ == '__main__':

@@ -1,20 +1,19 @@
 """
-Watch a plan form: linear probes of a trained Sokoban agent's representation (the planning analysis
-of "Temporal Recurrence Favors Fewer Layers", after Bush et al.'s approach direction). Plays levels
-greedily, trains probes, and scores them on the test levels that all agents solve:
+Watch a plan form: linear probes of a trained Sokoban agent's state (the planning analysis of
+"Temporal Recurrence Favors Fewer Layers", after Bush et al.'s approach direction).
 
 $ python probe_sokoban.py --models=out/L1,out/L4 --test_levels=unfiltered-test
 $ python probe_sokoban.py config/probe_large.py    # the paper's agents; it says how to train them
 $ python probe_sokoban.py --models=out/L4 --causal --thinking     # and two further questions
 
-At every step and for every cell of the board a probe says in which direction the agent will next
-step onto the cell, or that it will not in this episode (five classes). It reads the agent's last
-representation s[L] at the cell and its eight neighbours, by one 3x3 convolution. Beside it: a 1x1
-convolution; one over the observation alone; and both over the untrained agent, its run's first
-weights on the same games: only what the trained state holds beyond a random network's was learnt.
-A direction is emitted where its probability is above the probe's threshold, at which `precision` of
-those emitted in the first steps are right. Recall: the share of the cells that have a direction
-whose direction was emitted.
+At every step of a game played greedily, and for every cell of the board, a probe says in which
+direction the agent will next step onto the cell, or that it will not (five classes). It reads the
+agent's s[L] at the cell and its eight neighbours, by one 3x3 convolution. Beside it: a 1x1
+convolution; one over the observation alone; both over the untrained agent, its run's first weights
+on the same games: only what the trained state holds beyond a random network's was learnt. A
+direction is emitted where its probability is above the probe's threshold, at which `precision` of
+those emitted in the first steps are right; recall is the share of the cells with a direction whose
+direction was emitted, on the test levels that all agents solve.
 
 Writes into out_dir: recall.png and .svg, probes.csv, .md and .json, and of each agent plans_*.png,
 plan_*.gif, probe_*.safetensors. What agents were seen to do lies in a temporary file there.
@@ -34,8 +33,7 @@ from math import inf
 from typing import NamedTuple
 
 # before torch: how threads wait, what ctrl-C does
-from configurator import configure, every, fail, gathered, run_script
-from configurator import write_atomic, write_json
+from configurator import configure, every, fail, run_script, write_json
 
 import numpy as np
 import torch
@@ -46,13 +44,12 @@ from torch import Tensor, nn
 import checkpoint
 from convlstm import CELLS, PLANES, Agent, build_agent
 from figures import finish, line, new, save, summary, write_table
-from play_sokoban import drawn, load_agent, play, replay
-from sokoban import DELTA, SokobanEnv, load_both, save_gif
+from play_sokoban import Watched, drawn, load_agent, play, replay
+from sokoban import DELTA, load_both, save_gif
 
-# -----------------------------------------------------------------------------
 # fmt: off
-models = ''                    # folders of trained agents, by commas or spaces; 'out/L4_s*': the
-                               # one of these that solves most test levels
+models = ''                    # folders of trained agents, with commas between them; 'out/L4_s*':
+                               # the one of these that solves most test levels
 best = False                   # their best checkpoints instead of their last
 out_dir = 'out/probe'          # figures, tables
 levels = ''                    # to train probes on: a split or a file; '': the first agent's
@@ -81,7 +78,6 @@ RANGES = {'precision': (0.01, 1), 'learning_rate': (1e-9, inf), 'weight_decay': 
           'threads': (0, 1024)}
 RANGES |= dict.fromkeys('n_train n_test first min_levels seeds epochs batch_size'.split(), (1, inf))
 # fmt: on
-# -----------------------------------------------------------------------------
 
 NEVER = 4  # classes 0..3: up, right, down, left, as the actions
 BATCH = 64  # episodes whose features are held in memory
@@ -91,9 +87,6 @@ PROBES |= {'untrained 1x1': (1, 'untrained'), 'observation': (3, 'observation')}
 PRECISIONS = (0.7, 0.8, 0.9)  # recall is told at these too: not every probe reaches `precision`
 SHOWN = (0, 2, 4, 8)  # steps of a game beside each other
 STRENGTHS = (1.0, 2.0, 4.0, 8.0, 16.0)  # of the causal check, in units of the RMS of s
-
-
-# ----------------------------------------------------------------------------- agents
 
 
 @dataclass
@@ -115,7 +108,6 @@ class Player:
 
 
 def load_player(folder: str, device: str) -> Player:
-    """CheckpointError, ValueError."""
     model, c, where = load_agent(folder, 'best' if best else 'last', device)
     c = {'split': c['eval_split'], 'n_levels': 1, 'eval_games': 1, 'levels_dir': '', **c}  # export
     torch.manual_seed(c['seed'])  # as train_sokoban.make_run does
@@ -135,37 +127,7 @@ def best_player(players: list[Player], packed: ndarray, device: str) -> Player:
     return players[rates.index(max(rates))] if rates else players[0]
 
 
-class Watched:
-    """Agents for `play`: all see the same, the first one acts, after seeing the first board `held`
-    times more. Where that is 0, keeps their s[L] of each step, (N, 10, 10, C of all) fp16."""
-
-    def __init__(self, *models: Agent, held: int = 0):
-        self.models, self.held, self.features = models, held, []
-
-    def prepare(self) -> list:
-        return [model.prepare() for model in self.models]
-
-    def init_state(self, N: int) -> list:
-        return [model.init_state(N) for model in self.models]
-
-    def act(self, w: list, obs: Tensor, start: Tensor, state: list) -> tuple:
-        for _ in range(1 + self.held * bool(start.all())):  # later some start, and never all
-            features, logits, before, state = [], [], state, []
-            for i, model in enumerate(self.models):
-                z = model.encode(obs)
-                s, after = model.step(
-                    w[i], z, model.z_parts(w[i], z), model.alive(start), before[i]
-                )
-                features.append(s)
-                logits.append(model.head(s)[0])
-                state.append(after)
-            start = torch.zeros_like(start)
-        if not self.held:
-            self.features.append(torch.cat(features, -1).to(torch.float16).cpu())
-        return logits[0], None, state
-
-
-# ----------------------------------------------------------------------------- games recorded
+# ----------------------------------------------------------------------------- games and targets
 
 
 class Games(NamedTuple):
@@ -201,9 +163,6 @@ def record(player: Player, packed: ndarray, device: str) -> Games:
 def solved_by_all(games: list[Games]) -> ndarray:
     """(n,) bool: the test levels (n, 17) that every agent solves."""
     return np.all([its.solved for its in games], 0)
-
-
-# ----------------------------------------------------------------------------- targets
 
 
 def targets(boards: ndarray, actions: ndarray, lengths: ndarray) -> ndarray:
@@ -243,21 +202,7 @@ def prepare(games: Games, packed: ndarray, keep: ndarray | None = None) -> Steps
     return Steps(boards[:, :-1][kept], classes[kept], np.nonzero(kept)[1], games)
 
 
-# ----------------------------------------------------------------------------- probes trained
-
-
-def make_probes(C: int, device: str) -> dict[str, tuple[slice, nn.Conv2d]]:
-    """{name: the channels of `inputs` that it reads, all seeds' convolutions side by side}, which
-    learn as they would alone: the loss is their sum, and AdamW goes parameter by parameter."""
-    parts = {'trained': slice(C), 'untrained': slice(C, 2 * C), 'observation': slice(2 * C, None)}
-    probes = {}
-    for name, (k, reads) in PROBES.items():
-        torch.manual_seed(0)
-        channels = len(PLANES) if reads == 'observation' else C
-        conv = nn.Conv2d(channels, 5 * seeds, k, padding=k // 2).to(device)
-        nn.init.zeros_(conv.bias)
-        probes[name] = parts[reads], conv
-    return probes
+# ----------------------------------------------------------------------------- probes and scores
 
 
 def logits_of(probe: tuple[slice, nn.Conv2d], x: Tensor) -> Tensor:
@@ -275,12 +220,21 @@ def inputs(data: Steps, index: ndarray, scale: Tensor) -> Tensor:
 
 
 def train_probes(data: Steps, device: str) -> tuple[dict, Tensor]:
-    """-> the probes, and each agent's RMS, which divides its features, (2C, 1, 1)."""
+    """-> {name: the channels of `inputs` read, all seeds' convolutions side by side}, which learn
+    as they would alone (the loss is their sum, AdamW goes parameter by parameter), and each
+    agent's RMS, which divides its features, (2C, 1, 1)."""
     S, C = len(data.step), data.games.features.shape[-1] // 2
     sample = torch.from_numpy(np.float32(data.games.features[:: max(1, S // 1000)]))
     rms = sample.unflatten(-1, (2, C)).square().mean((0, 1, 2, 4)).sqrt()
     scale = torch.where(rms == 0, 1.0, rms).repeat_interleave(C)[:, None, None].to(device)
-    probes, order = make_probes(C, device), torch.Generator().manual_seed(0)
+    parts = {'trained': slice(C), 'untrained': slice(C, 2 * C), 'observation': slice(2 * C, None)}
+    probes, order = {}, torch.Generator().manual_seed(0)
+    for name, (k, reads) in PROBES.items():
+        torch.manual_seed(0)
+        channels = len(PLANES) if reads == 'observation' else C
+        conv = nn.Conv2d(channels, 5 * seeds, k, padding=k // 2).to(device)
+        nn.init.zeros_(conv.bias)
+        probes[name] = parts[reads], conv
     weights = [p for _, conv in probes.values() for p in conv.parameters()]
     optimizer = torch.optim.AdamW(weights, learning_rate, weight_decay=weight_decay)
     due = every()
@@ -326,9 +280,6 @@ def predict(probes: dict, scale: Tensor, data: Steps) -> dict[str, Guess]:
     for name, its in parts.items():
         parts[name] = Guess(*(np.concatenate(x, 1) for x in zip(*its, strict=True)))
     return parts
-
-
-# ----------------------------------------------------------------------------- scores
 
 
 def threshold_for(sure: ndarray, right: ndarray, wanted: float) -> float:
@@ -441,26 +392,6 @@ def steer(model: Agent, state: tuple | list, cell: Tensor, vector: Tensor) -> li
     return state
 
 
-def moment_before(
-    model: Agent, packed: ndarray, actions: ndarray, when: Tensor
-) -> tuple[Tensor, list[Tensor]]:
-    """The boards (n, 10, 10, 2) and the carried states at step `when` (n,) of the games that
-    actions (n, 120) play on levels (n, 17)."""
-    n, device = len(packed), when.device
-    env, w = SokobanEnv(packed, n, device=device, order='sequence'), model.prepare()
-    state, start = model.init_state(n), torch.ones(n, dtype=torch.bool, device=device)
-    kept = [x.clone() for x in (env.observe(), *state)]
-    go = torch.from_numpy(actions).to(device).long()
-    for t in range(int(when.max()) + 1):
-        now, obs = when == t, env.observe()
-        for mine, x in zip(kept, (obs, *state), strict=True):
-            mine[now] = x[now]
-        state = model.act(w, obs, start, state)[2]
-        env.move(go[:, t])
-        start = torch.zeros_like(start)
-    return kept[0], kept[1:]
-
-
 def places(boards: Tensor, plain: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Where to steer, on boards (n, 10, 10, 2) on which the agent would do `plain` (n,). -> (m,)
     each: the boards that have such places; a random other way, to a cell without wall and box; that
@@ -495,8 +426,16 @@ def causal_check(model: Agent, packed: ndarray, games: Games, direction: Tensor)
     latest = np.minimum(games.lengths[long], first)
     when = np.random.default_rng(0).integers(1, latest)  # not 0: nothing is carried then
     when = torch.from_numpy(when).to(device)
-    boards, kept = moment_before(model, packed[long], games.actions[long], when)
-    w, start = model.prepare(), torch.zeros_like(when, dtype=torch.bool)
+    n, T = len(when), int(when.max()) + 1
+    boards = torch.from_numpy(replay(packed[long], games.actions[long, :T])).to(device)
+    w, state, start = model.prepare(), model.init_state(n), torch.ones_like(when, dtype=torch.bool)
+    kept = [x.clone() for x in state]  # the carried states at step `when` of each game
+    for t in range(T):
+        for mine, x in zip(kept, state, strict=True):
+            mine[when == t] = x[when == t]
+        state = model.act(w, boards[:, t], start, state)[2]
+        start = torch.zeros_like(start)
+    boards = boards[torch.arange(n), when]
     plain = model.act(w, boards, start, kept)[0].argmax(-1)
     chosen, way, cell, other = places(boards, plain)
     boards, plain, start, *kept = (x[chosen] for x in (boards, plain, start, *kept))
@@ -520,16 +459,6 @@ def causal_check(model: Agent, packed: ndarray, games: Games, direction: Tensor)
 # ----------------------------------------------------------------------------- report
 
 
-def read_levels(c: dict) -> tuple[ndarray, ndarray]:
-    """The probes' training and test levels (n, 17), by default the first agent's."""
-    c = c | {'split': levels or c['split'], 'eval_split': test_levels or c['eval_split']}
-    c |= {'n_levels': max(n_train, c['n_levels']), 'eval_games': max(n_test, c['eval_games'])}
-    c |= {'levels_dir': levels_dir or c['levels_dir'], 'download': download}
-    (packed, line), (test, test_line) = load_both(c)
-    print(f'{line}\n{test_line}\nof these the first {n_train:,} and {n_test:,}')
-    return packed[:n_train], test[:n_test]
-
-
 def probe(device: str) -> None:
     """All of it, but for the settings."""
     groups = []
@@ -541,7 +470,13 @@ def probe(device: str) -> None:
     everyone = [player for group in groups for player in group]
     if len({player.name for player in everyone}) < len(everyone):
         fail(f'models = {models!r}: two folders of one name, which their outputs would share')
-    packed, test = read_levels(everyone[0].config)
+    c = everyone[0].config  # by default the first agent's levels
+    c = c | {'split': levels or c['split'], 'eval_split': test_levels or c['eval_split']}
+    c |= {'n_levels': max(n_train, c['n_levels']), 'eval_games': max(n_test, c['eval_games'])}
+    c |= {'levels_dir': levels_dir or c['levels_dir'], 'download': download}
+    (packed, line), (test, test_line) = load_both(c)
+    print(f'{line}\n{test_line}\nof these the first {n_train:,} and {n_test:,}')
+    packed, test = packed[:n_train], test[:n_test]
     players = [best_player(group, test, device) for group in groups]
     del groups, everyone  # the others' memory
     games = [record(player, test, device) for player in players]
@@ -561,14 +496,11 @@ def probe(device: str) -> None:
 
 def save_probe(player: Player) -> None:
     """The first seed's 3x3 probe of s[L], which play_sokoban.py draws."""
-    from safetensors.torch import save as packed
-
     C, (_, conv) = player.model.config.n_embd, player.probes['3x3']
     parts = {'weight': conv.weight.detach()[:5] / player.scale[:C], 'bias': conv.bias.detach()[:5]}
     parts['threshold'] = torch.tensor(player.about['3x3']['threshold'])
-    data = packed({name: x.cpu().contiguous() for name, x in parts.items()})
     path = os.path.join(out_dir, f'probe_{player.name}.safetensors')
-    write_atomic(path, lambda file: file.write(data))
+    checkpoint.write_tensors(parts, path)
 
 
 def write_results(players: list[Player], test: ndarray, solved: ndarray, device: str) -> None:
@@ -605,18 +537,12 @@ def write_results(players: list[Player], test: ndarray, solved: ndarray, device:
 
 
 def main() -> None:
-    configure(globals(), gathered(sys.argv[1:], 'models'), quiet=True)
+    configure(globals(), quiet=True)
     if not models:
         fail('models is empty: name folders of trained agents, --models=out/a,out/b')
     checkpoint.need_packages(matplotlib=True, PIL=True)
-    try:
-        where = checkpoint.pick_device(device)
-        if where == 'cpu':
-            checkpoint.keep_memory()
-            torch.set_num_threads(threads or torch.get_num_threads())
-        probe(where)
-    except ValueError as error:  # CheckpointError, LevelError, SizeError
-        fail(error)
+    checkpoint.keep_memory()
+    probe(checkpoint.pick_device(device, threads))
 
 
 if __name__ == '__main__':

@@ -20,25 +20,25 @@ Shape letters: N boards, Y = X = 10 rows and columns; cells are numbered row-maj
 """
 
 import glob
-import json
 import math
 import os
 import shlex
 import tokenize
 from collections.abc import Iterable
-from contextlib import suppress
 
 # before torch: how threads wait, what ctrl-C does
-from configurator import configure, every, fail, first_line, run_script, write_atomic
+from configurator import BROKEN, Mistake, configure, every, first_line, read_json, run_script
+from configurator import write_atomic
 
 import numpy as np
 import torch
+from numpy import ndarray
+from numpy.random import Generator
 from torch import Tensor
 
 from checkpoint import check_fits, fill, need_packages
 from data_fineweb import hub, keep_revision
 
-# -----------------------------------------------------------------------------
 # fmt: off
 levels_dir = ''             # folder of Boxoban text files or .pack17.npy arrays; '': data/boxoban
 split = 'unfiltered-train'  # unfiltered-train, -valid or -test, medium-train or -valid, hard;
@@ -53,7 +53,6 @@ picture = ''                # a PNG file for them
 
 RANGES = {'show': (1, math.inf)}
 # fmt: on
-# -----------------------------------------------------------------------------
 
 SIZE, INSIDE, CELLS = 10, 8, 100
 DELTA = (-10, 1, 10, -1)  # of the agent's cell, for up, right, down, left
@@ -63,22 +62,24 @@ WALL, TARGET, AGENT, BOX = 1, 2, 3, 4
 LEVEL_BYTES = 300  # a generated level, at the least: packed, unpacked, its solution, both's objects
 REVERSE_STEPS, AT_ONCE = 300, 4096  # of the generator: moves of a reverse play, boards
 HUB = 'InstaDeepAI/boxoban-levels'
-BROKEN_ARRAY = OSError, ValueError, EOFError, TypeError, OverflowError, SyntaxError, MemoryError
-BROKEN_ARRAY += (tokenize.TokenError,)
+BROKEN_ARRAY = *BROKEN, OSError, EOFError, tokenize.TokenError
 CHARS = np.frombuffer(b' ??@$?#?????.??+*???????', np.uint8).reshape(4, 6)  # [fixed, variable]
 AHEAD = np.array(DELTA)[:, None] * np.arange(3)
 PATHS = np.clip(np.arange(CELLS)[:, None, None] + AHEAD, 0, 99)  # [cell, action]: it, the next two
+# what a step does, by the codes of the two cells before the agent, (8, 8, 4) int64: whether it
+# moves, both codes afterwards, and how many more boxes are on targets
+NEAR, FAR = np.mgrid[:8, :8]
+MOVES = (NEAR & WALL == 0) & ((NEAR & BOX == 0) | (FAR & (WALL | BOX) == 0))
+PUSHED = MOVES * (NEAR & BOX)
+MORE = (PUSHED > 0) * ((FAR & TARGET) - (NEAR & TARGET)) // TARGET
+OUTCOMES = np.stack([MOVES, NEAR - PUSHED, FAR + PUSHED, MORE], -1)
 INTERIOR = np.arange(CELLS).reshape(SIZE, SIZE)[1:-1, 1:-1].ravel()  # cell 0..99 of 0..63
-
-
-class LevelError(ValueError):
-    """Levels that cannot be used: one line that names the file and the level."""
 
 
 # ----------------------------------------------------------------------------- levels
 
 
-def pack(wall: np.ndarray, target: np.ndarray, box: np.ndarray, agent: np.ndarray) -> np.ndarray:
+def pack(wall: ndarray, target: ndarray, box: ndarray, agent: ndarray) -> ndarray:
     """Boards as masks (N, 64) of the interior, agent (N,) an interior cell -> (N, 17) uint8."""
     out = np.empty((len(wall), 17), np.uint8)
     out[:, :8] = np.packbits(wall, axis=1)
@@ -90,7 +91,7 @@ def pack(wall: np.ndarray, target: np.ndarray, box: np.ndarray, agent: np.ndarra
     return out
 
 
-def unpack(levels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def unpack(levels: ndarray) -> tuple[ndarray, ndarray]:
     """(N, 17) uint8 -> grids (N, 100) uint8, sums of WALL, TARGET, BOX; agents' cells (N,)."""
     cells, rows = INTERIOR[levels[:, 8:]], np.arange(len(levels))[:, None]
     grid = np.full((len(levels), CELLS), WALL, np.uint8)
@@ -100,8 +101,8 @@ def unpack(levels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return grid, cells[:, 8].copy()
 
 
-def check_boards(boards: np.ndarray, where: str, first: int = 0) -> np.ndarray:
-    """ASCII codes (N, 10, 10) uint8 -> packed (N, 17). LevelError names `where` and the level, the
+def check_boards(boards: ndarray, where: str, first: int = 0) -> ndarray:
+    """ASCII codes (N, 10, 10) uint8 -> packed (N, 17). Mistake names `where` and the level, the
     first being `first`."""
     kinds = np.full(256, 16, np.uint8)  # of a code: sums of these bits
     kinds[list(b'# .$@*+')] = WALL, 0, TARGET, BOX, 8, TARGET | BOX, TARGET | 8
@@ -119,27 +120,27 @@ def check_boards(boards: np.ndarray, where: str, first: int = 0) -> np.ndarray:
     }
     for what, mask in bad.items():
         if mask.any():
-            raise LevelError(f'{where}: level {first + int(mask.argmax())} {what}')
+            raise Mistake(f'{where}: level {first + int(mask.argmax())} {what}')
     inner = [mask[:, 1:-1, 1:-1].reshape(-1, 64) for mask in (wall, target, box, agent)]
     return pack(*inner[:3], inner[3].argmax(1))
 
 
-def parse_text(text: str, where: str) -> np.ndarray:
+def parse_text(text: str, where: str) -> ndarray:
     """Boxoban's text form: `; index`, ten rows of ten characters, a blank line. -> (N, 17)."""
     head, *blocks = ('\n' + text).split('\n;')
     if head.strip() or not blocks:
-        raise LevelError(f'{where}: level 0 does not start with a line "; index"')
+        raise Mistake(f'{where}: level 0 does not start with a line "; index"')
     boards = ''
     for index, block in enumerate(blocks):
         rows = [row for row in block.split('\n')[1:] if row]
         if [len(row) for row in rows] != [SIZE] * SIZE:
-            raise LevelError(f'{where}: level {index} is not ten rows of ten characters')
+            raise Mistake(f'{where}: level {index} is not ten rows of ten characters')
         boards += ''.join(rows)
     codes = np.frombuffer(boards.encode('ascii', 'replace'), np.uint8)
     return check_boards(codes.reshape(-1, SIZE, SIZE), where)
 
 
-def pack_observations(boards: np.ndarray, where: str) -> np.ndarray:
+def pack_observations(boards: ndarray, where: str) -> ndarray:
     """Observations (N, 10, 10, 2), of any integers, checked -> packed (N, 17)."""
     packed = []
     for i in range(0, len(boards), 50_000):  # pieces: a whole file unpacked would be large
@@ -152,31 +153,30 @@ def fetch(split: str, folder: str) -> None:
     """Downloads a split of Jumanji's copy of Boxoban, all of one commit, which meta.json names, and
     keeps it packed in `folder`. Jumanji 1.1.2 replaces the last level of each of Boxoban's text
     files by the one before, and its copy may have been made so: the text itself is better."""
-    meta, known, where = os.path.join(folder, 'meta.json'), {'source': HUB}, f'{HUB} {split}.npy'
+    where = f'{HUB} {split}.npy'
     os.makedirs(folder, exist_ok=True)
-    with suppress(OSError, ValueError), open(meta) as file:
-        known = json.load(file)
+    known = read_json(os.path.join(folder, 'meta.json')) or {'source': HUB}
     revision = keep_revision(known, folder, 'model')
     print(f'downloading {where} ({revision[:12]})', flush=True)
     grids = read_array(hub('hf_hub_download', HUB, f'{split}.npy', revision=revision))
     if grids.shape[1:] != (SIZE, SIZE, 2) or grids.dtype.kind not in 'iu' or len(grids) == 0:
         found = f'{grids.dtype} of shape {grids.shape}'
-        raise LevelError(f'{where}: expected integers of shape (N, 10, 10, 2), found {found}')
+        raise Mistake(f'{where}: expected integers of shape (N, 10, 10, 2), found {found}')
     if grids[0, 0, 0, 0] == WALL:  # its corner: on the Hub `fixed` comes first
         grids = grids[..., ::-1]
-    path, packed = os.path.join(folder, f'{split}.pack17.npy'), pack_observations(grids, where)
-    write_atomic(path, lambda file: np.save(file, packed))
+    packed = pack_observations(grids, where)
+    write_atomic(f'{folder}/{split}.pack17.npy', lambda file: np.save(file, packed))
 
 
-def read_array(path: str) -> np.ndarray:
+def read_array(path: str) -> ndarray:
     """A .npy file, mapped, so that a damaged header allocates nothing."""
     try:
         return np.asarray(np.load(path, mmap_mode='r', allow_pickle=False))
     except BROKEN_ARRAY as error:
-        raise LevelError(f'{path}: cannot be read as a .npy file ({first_line(error)})') from None
+        raise Mistake(f'{path}: cannot be read as a .npy file ({first_line(error)})') from None
 
 
-def read_file(path: str) -> np.ndarray:
+def read_file(path: str) -> ndarray:
     """One file's levels, packed."""
     if not path.endswith('.npy'):
         with open(path, encoding='ascii', errors='replace') as file:
@@ -184,9 +184,9 @@ def read_file(path: str) -> np.ndarray:
     levels = read_array(path)
     if levels.dtype != np.uint8 or levels.shape[1:] != (17,) or len(levels) == 0:
         found = f'{levels.dtype} of shape {levels.shape}'
-        raise LevelError(f'{path}: expected uint8 of shape (N, 17), found {found}')
+        raise Mistake(f'{path}: expected uint8 of shape (N, 17), found {found}')
     if levels[:, 8:].max() >= INSIDE**2:
-        raise LevelError(f'{path}: has a cell that is none of 0..63')
+        raise Mistake(f'{path}: has a cell that is none of 0..63')
     return pack_observations(observations(levels), path)
 
 
@@ -201,12 +201,10 @@ def split_files(folder: str, split: str) -> list[str]:
     return []
 
 
-def load_levels(
-    levels_dir: str, split: str, download: bool = False, made: tuple = (), most: float = math.inf
-) -> tuple[np.ndarray, str]:
+def load_levels(levels_dir: str, split: str, download=False, made=(), most=math.inf) -> tuple:
     """-> packed levels (N, 17), the first `most`, and a line that says where they are from. split:
     a file; 'generated', made = generate's arguments; or a split's name, looked for in levels_dir
-    ('': data/boxoban), else downloaded into it if `download`. LevelError."""
+    ('': data/boxoban), else downloaded into it if `download`. Mistake."""
     if split == 'generated':
         n, boxes, seed, max_moves, *_ = made
         levels = generate(*made)[0]
@@ -215,7 +213,7 @@ def load_levels(
         levels = read_file(split)
         line = f'{len(levels):,} levels of {split}'
     elif not split.strip('-') or os.sep in split:
-        raise LevelError(f'split = {split!r}: no such file, split (unfiltered-train), or generated')
+        raise Mistake(f'split = {split!r}: no such file, split (unfiltered-train), or generated')
     else:
         folder, source = levels_dir or os.path.join('data', 'boxoban'), ''
         if download and not split_files(folder, split):
@@ -228,36 +226,33 @@ def load_levels(
             there = os.path.isdir(folder)
             missing = f'no {split}.pack17.npy, no {split}*.txt' if there else 'no such folder'
             how = f"`{shlex.join(command)}` fetches {split}; 'generated' instead of it makes levels"
-            raise LevelError(f'{folder}: {missing}: {how}')
+            raise Mistake(f'{folder}: {missing}: {how}')
         levels = np.concatenate([read_file(path) for path in paths])
         files = f'{len(paths)} file{"s" * (len(paths) > 1)}'
         line = f'{len(levels):,} levels of {split} from {files} in {folder}{source}'
-    return (
-        (levels, line) if most >= len(levels) else (levels[:most], f'the first {most:,} of {line}')
-    )
+    if most < len(levels):
+        return levels[:most], f'the first {most:,} of {line}'
+    return levels, line
 
 
-def load_both(
-    c: dict, trains: bool = True, whole: bool = False
-) -> tuple[tuple[np.ndarray, str], tuple[np.ndarray, str]]:
+def load_both(c: dict, trains: bool = True, whole: bool = False) -> tuple[tuple, tuple]:
     """By train_sokoban.py's settings the levels to train on (none, unless `trains` or others depend
-    on them) and the held-out ones, the first eval_games unless `whole`, each with load_levels'
-    line. Of generated ones, none is among both. LevelError."""
-    trained, line = np.empty((0, 17), np.uint8), ''
-    alike = c['split'] == c['eval_split'] == 'generated'
+    on them) and the held-out ones, the first eval_games unless `whole`, each as load_levels gives
+    them. Of generated ones, none is among both. Mistake."""
+    trained, alike = (np.empty((0, 17), np.uint8), ''), c['split'] == c['eval_split'] == 'generated'
     where, download = c['levels_dir'], c['download']
     if trains or alike:
         made = c['n_levels'], c['n_boxes'], 2 * c['seed'], c['max_moves']
-        trained, line = load_levels(where, c['split'], download, made)
+        trained = load_levels(where, c['split'], download, made)
     made = c['eval_games'], c['n_boxes'], 2 * c['seed'] + 1, c['max_moves']
-    made, most = (*made, trained if alike else ()), math.inf if whole else c['eval_games']
-    return (trained, line), load_levels(where, c['eval_split'], download, made, most)
+    made, most = (*made, trained[0] if alike else ()), math.inf if whole else c['eval_games']
+    return trained, load_levels(where, c['eval_split'], download, made, most)
 
 
 # ----------------------------------------------------------------------------- the generator
 
 
-def carve(N: int, rng: np.random.Generator) -> np.ndarray:
+def carve(N: int, rng: Generator) -> ndarray:
     """Connected rooms, floor (N, 100) bool: a walker clears a random pattern at each place."""
     patterns = np.array([[-1, 0, 1], [-10, 0, 10], [0, 1, 10], [0, 10, 11], [0, -1, -10]])
     floor, rows = np.zeros((N, CELLS), bool), np.arange(N)
@@ -272,9 +267,7 @@ def carve(N: int, rng: np.random.Generator) -> np.ndarray:
     return floor & inner
 
 
-def reverse_play(
-    floor: np.ndarray, target: np.ndarray, agent: np.ndarray, rng: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def reverse_play(floor: ndarray, target: ndarray, agent: ndarray, rng: Generator) -> tuple:
     """Plays backwards from solved boards: the agent walks at random and mostly pulls the box behind
     it along. floor, target (N, 100) bool, agent (N,) -> box, agent, the forward move that undoes
     each step exactly (steps, N), and a number for each state met (steps + 1, N): equal for equal
@@ -307,7 +300,7 @@ def reverse_play(
     return box.reshape(N, CELLS), at - base, undo, states
 
 
-def solution(undo: np.ndarray, states: np.ndarray) -> np.ndarray:
+def solution(undo: ndarray, states: ndarray) -> ndarray:
     """A reverse play (steps,), (steps + 1,) -> what solves it; a state is left as it was last."""
     states = states.tolist()
     last, path = dict(zip(states, range(len(states)), strict=True)), []
@@ -318,17 +311,14 @@ def solution(undo: np.ndarray, states: np.ndarray) -> np.ndarray:
     return undo[path[::-1]]
 
 
-def generate(
-    n: int, boxes: int = 4, seed: int = 0, max_moves: int = TIME_LIMIT, without: Iterable = ()
-) -> tuple[np.ndarray, list[np.ndarray]]:
+def generate(n: int, boxes=4, seed=0, max_moves=TIME_LIMIT, without: Iterable = ()) -> tuple:
     """n levels by reverse play, solvable within max_moves; no box and no agent starts on a target,
     none is among `without` (N, 17). -> packed (n, 17) and each one's solution (int8). Deterministic
     in its arguments; more levels continue fewer."""
     least = 6 * boxes  # of max_moves: with fewer hardly any level is found
     if not (1 <= boxes <= 4 and n >= 1 and seed >= 0 and least <= max_moves <= TIME_LIMIT):
-        given = f'n_boxes = {boxes}, n_levels = {n}, seed = {seed}, max_moves = {max_moves}'
-        needs = f'1 to 4, at least 1, at least 0, {least} to {TIME_LIMIT}'
-        raise LevelError(f'{given}: expected {needs}')
+        given = f'n_boxes = {boxes} (1 to 4), n_levels = {n}, seed = {seed}'
+        raise Mistake(f'{given}, max_moves = {max_moves} ({least} to {TIME_LIMIT}): out of range')
     check_fits(n * LEVEL_BYTES, f'n_levels = {n:,}')
     rng, levels, solutions, due = np.random.default_rng(seed), [], [], every()
     known = set(map(bytes, without))
@@ -348,8 +338,7 @@ def generate(
         packed = pack(*masks, np.searchsorted(INTERIOR, agent[good]))
         for level, i in zip(packed, good, strict=True):
             actions = solution(undo[:, i], states[:, i])
-            dull = len(actions) < 3 * boxes
-            if not dull and len(actions) <= max_moves and bytes(level) not in known:
+            if 3 * boxes <= len(actions) <= max_moves and bytes(level) not in known:  # not dull
                 levels.append(level)
                 solutions.append(actions)
         if due():
@@ -379,16 +368,6 @@ def draw_by(keys: Tensor, count: Tensor) -> Tensor:
     return scramble(keys + count) >> 11 & (1 << 53) - 1
 
 
-def make_outcomes() -> np.ndarray:
-    """What a step does, by the codes of the two cells before the agent: (8, 8, 4) int64, whether it
-    moves, both codes afterwards, and how many more boxes are on targets."""
-    near, far = np.mgrid[:8, :8]
-    moves = (near & WALL == 0) & ((near & BOX == 0) | (far & (WALL | BOX) == 0))
-    pushed = moves * (near & BOX)
-    more = (pushed > 0) * ((far & TARGET) - (near & TARGET)) // TARGET
-    return np.stack([moves, near - pushed, far + pushed, more], -1)
-
-
 class SokobanEnv:
     """N boards at once. order 'random': an ended board draws its next level from all, with
     replacement; 'sequence': board i plays levels i, i + N, i + 2N, ... All state is in tensors (N,
@@ -397,13 +376,11 @@ class SokobanEnv:
 
     STATE = ('level', 'grid', 'agent', 'steps', 'total', 'episode')
 
-    def __init__(
-        self, levels: np.ndarray, N: int, seed=0, device='cpu', order='random', first: int = 0
-    ):
+    def __init__(self, levels: ndarray, N: int, seed=0, device='cpu', order='random', first=0):
         if order not in ('random', 'sequence'):
             raise ValueError(f"order = {order!r}: expected 'random' or 'sequence'")
         self.N, self.order = N, order
-        tables = *unpack(levels), make_outcomes(), PATHS  # (n, 100), (n,), (8, 8, 4), (100, 4, 3)
+        tables = *unpack(levels), OUTCOMES, PATHS  # (n, 100), (n,), (8, 8, 4), (100, 4, 3)
         moved = (torch.from_numpy(table).to(device) for table in tables)
         self.grids, self.agents, self.outcomes, self.paths = moved
         self.cell = torch.arange(CELLS, device=device)
@@ -474,17 +451,15 @@ class JumanjiEnv(SokobanEnv):
     """The same boards, of 4 boxes, moved by Jumanji's own Sokoban-v0. jumanji and jax are imported
     here alone; the pinned jax runs on the CPU."""
 
-    def __init__(self, levels: np.ndarray, N: int, seed=0, device='cpu', first: int = 0):
+    def __init__(self, levels: ndarray, N: int, seed=0, device='cpu', first: int = 0):
         super().__init__(levels, N, seed, device, first=first)
         if ((self.grids & BOX) > 0).sum(1).min() < 4:
-            raise LevelError("Jumanji's Sokoban has 4 boxes, and some of these levels have fewer")
-        try:
-            import jax
-            from jumanji.environments import Sokoban
-            from jumanji.environments.routing.sokoban import generator, types
-        except ImportError as error:
-            needs = "env = 'jumanji' needs jumanji and jax, see requirements.txt"
-            raise LevelError(f'{needs} ({first_line(error)})') from None
+            raise Mistake("Jumanji's Sokoban has 4 boxes, and some of these levels have fewer")
+        need_packages(jumanji=True, jax=True)
+        import jax
+        from jumanji.environments import Sokoban
+        from jumanji.environments.routing.sokoban import generator, types
+
         # its levels are never asked for: other generators download theirs
         game, self.State = Sokoban(generator.ToyGenerator()), types.State
         self.play = jax.jit(jax.vmap(game.step))
@@ -525,65 +500,57 @@ except ImportError:
     gymnasium = None
 
 
-class GymEnv(gymnasium.Env if gymnasium else object):
-    """One board: observations (10, 10, 2) uint8 as SokobanEnv's, actions 0..3."""
-
-    metadata = {'render_modes': ['ansi', 'rgb_array'], 'render_fps': 4}
-
-    def __init__(
-        self, levels=None, n_levels=1000, n_boxes=4, max_moves=TIME_LIMIT, render_mode=None
-    ):
-        need_packages(gymnasium=True)
-        made = generate(n_levels, n_boxes, 0, max_moves)[0] if levels is None else levels
-        self.levels, self.boards, self.render_mode = made, SokobanEnv(made, 1), render_mode
-        self.observation_space = gymnasium.spaces.Box(0, BOX, (SIZE, SIZE, 2), np.uint8)
-        self.action_space = gymnasium.spaces.Discrete(4)
-
-    def reset(
-        self, *, seed: int | None = None, options: dict | None = None
-    ) -> tuple[np.ndarray, dict]:
-        super().reset(seed=seed)
-        self.boards.begin(int(self.np_random.integers(1 << 62)))
-        return self.boards.observe()[0].numpy(), {}
-
-    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
-        reward, done, solved = self.boards.move(torch.tensor([int(action)]))
-        seen, info = self.boards.observe()[0].numpy(), {'solved': solved.item()}
-        return seen, reward.item(), done.item(), False, info
-
-    def render(self) -> str | np.ndarray:
-        board = self.boards.observe()[0].numpy()
-        return board_text(board) if self.render_mode == 'ansi' else board_image(board)
-
-
 class GymVectorEnv(VectorEnv if gymnasium else object):
-    """num_envs boards in one SokobanEnv. A board that is done is reset in the same step; its last
-    observation is in the infos' final_obs."""
+    """num_envs boards in one SokobanEnv: observations (10, 10, 2) uint8 as it gives them, actions
+    0..3. A board that is done is reset in the same step; its last observation is in final_obs."""
 
     metadata = {'autoreset_mode': AutoresetMode.SAME_STEP} if gymnasium else {}
 
-    def __init__(self, num_envs=1, levels=None, **made):
-        one = GymEnv(levels, **made)
-        self.num_envs, self.boards = num_envs, SokobanEnv(one.levels, num_envs)
-        self.single_observation_space = one.observation_space
-        self.single_action_space = one.action_space
-        self.observation_space = batch_space(one.observation_space, num_envs)
-        self.action_space = batch_space(one.action_space, num_envs)
+    def __init__(self, num_envs=1, levels=None, n_levels=1000, n_boxes=4, max_moves=TIME_LIMIT):
+        need_packages(gymnasium=True)
+        made = generate(n_levels, n_boxes, 0, max_moves)[0] if levels is None else levels
+        self.num_envs, self.boards = num_envs, SokobanEnv(made, num_envs)
+        boxes, moves = gymnasium.spaces.Box, gymnasium.spaces.Discrete
+        spaces = boxes(0, BOX, (SIZE, SIZE, 2), np.uint8), moves(4)
+        self.single_observation_space, self.single_action_space = spaces
+        self.observation_space, self.action_space = (batch_space(x, num_envs) for x in spaces)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict | None = None
-    ) -> tuple[np.ndarray, dict]:
+    def reset(self, *, seed=None, options=None) -> tuple[ndarray, dict]:
         super().reset(seed=seed)
         self.boards.begin(int(self.np_random.integers(1 << 62)))
         return self.boards.observe().numpy(), {}
 
-    def step(self, actions: np.ndarray) -> tuple[np.ndarray, ...]:
+    def step(self, actions: ndarray) -> tuple[ndarray, ...]:
         reward, done, solved = self.boards.move(torch.as_tensor(actions).long())
-        final = self.boards.observe()
+        final = self.boards.observe().numpy()
         self.boards.reset(done)
-        infos = {'solved': solved.numpy(), 'final_obs': final.numpy(), '_final_obs': done.numpy()}
+        infos = {'solved': solved.numpy(), 'final_obs': final, '_final_obs': done.numpy()}
         ends = done.numpy(), np.zeros(self.num_envs, bool)
         return self.boards.observe().numpy(), reward.numpy(), *ends, infos
+
+
+class GymEnv(gymnasium.Env if gymnasium else object):
+    """One board."""
+
+    metadata = {'render_modes': ['ansi', 'rgb_array'], 'render_fps': 4}
+
+    def __init__(self, levels=None, render_mode=None, **made):
+        self.one, self.render_mode = GymVectorEnv(1, levels, **made), render_mode
+        self.observation_space = self.one.single_observation_space
+        self.action_space = self.one.single_action_space
+
+    def reset(self, *, seed=None, options=None) -> tuple[ndarray, dict]:
+        super().reset(seed=seed)
+        (self.seen,), infos = self.one.reset(seed=int(self.np_random.integers(1 << 62)))
+        return self.seen, infos
+
+    def step(self, action: int) -> tuple[ndarray, float, bool, bool, dict]:
+        _, (reward,), (done,), _, infos = self.one.step([int(action)])
+        (self.seen,), solved = infos['final_obs'], infos['solved'].item()
+        return self.seen, reward.item(), done.item(), False, {'solved': solved}
+
+    def render(self) -> str | ndarray:
+        return (board_text if self.render_mode == 'ansi' else board_image)(self.seen)
 
 
 if gymnasium:
@@ -594,12 +561,12 @@ if gymnasium:
 # ----------------------------------------------------------------------------- pictures
 
 
-def observations(levels: np.ndarray) -> np.ndarray:
+def observations(levels: ndarray) -> ndarray:
     """Packed levels (N, 17) -> observations (N, 10, 10, 2) uint8."""
     return SokobanEnv(levels, len(levels), order='sequence').observe().numpy()
 
 
-def board_text(board: np.ndarray) -> str:
+def board_text(board: ndarray) -> str:
     """An observation (10, 10, 2) -> ten lines of Boxoban's characters."""
     return '\n'.join(bytes(row).decode() for row in CHARS[board[..., 1], board[..., 0]])
 
@@ -609,7 +576,7 @@ WORDS = """floor f0eadc mortar 3e4654 brick 586375 goal d64541 box deaa62 edge 9
 COLOURS = dict(zip(WORDS[::2], map(tuple, map(bytes.fromhex, WORDS[1::2])), strict=True))
 
 
-def sprites(cell: int) -> np.ndarray:
+def sprites(cell: int) -> ndarray:
     """A picture (cell, cell, 3) for each of # .$*@+, drawn at 4 times the size and averaged."""
     v, u = np.mgrid[-1 : 1 : 4j * cell, -1 : 1 : 4j * cell]  # rows, columns
     square, radius = np.maximum(abs(u), abs(v)), np.hypot(u, v)
@@ -627,20 +594,14 @@ def sprites(cell: int) -> np.ndarray:
     return pictures.reshape(7, cell, 4, cell, 4, 3).mean((2, 4)).round().astype(np.uint8)
 
 
-def board_image(board: np.ndarray, cell: int = 24) -> np.ndarray:
+def board_image(board: ndarray, cell: int = 24) -> ndarray:
     """Observation (10, 10, 2) -> RGB picture (10 cell, 10 cell, 3) uint8."""
     number = ['# .$*@+'.index(char) for char in board_text(board).replace('\n', '')]
     tiles = sprites(cell)[number].reshape(SIZE, SIZE, cell, cell, 3)
     return tiles.swapaxes(1, 2).reshape(SIZE * cell, SIZE * cell, 3)
 
 
-def save_png(image: np.ndarray, path: str) -> None:
-    from PIL import Image
-
-    write_atomic(path, lambda file: Image.fromarray(image).save(file, format='PNG'))
-
-
-def save_gif(frames: list[np.ndarray], path: str, ms: int = 150) -> None:
+def save_gif(frames: list[ndarray], path: str, ms: int = 150) -> None:
     """Pictures (H, W, 3) -> an endless animation, `ms` a frame, the last longer."""
     from PIL import Image
 
@@ -653,20 +614,20 @@ def save_gif(frames: list[np.ndarray], path: str, ms: int = 150) -> None:
 def main() -> None:
     configure(globals(), quiet=True)
     made = n_levels, n_boxes, seed, max_moves
-    try:
-        levels, source = load_levels(levels_dir, split, download, made)
-    except ValueError as error:  # LevelError, SizeError, the hub's DataError
-        fail(error)
+    levels, source = load_levels(levels_dir, split, download, made)
     print(source)
     boards = observations(levels[:show])
     for i, board in enumerate(boards):
         print(f'\n; {i}\n{board_text(board)}')
     if picture:
+        from PIL import Image
+
         boards = np.stack([board_image(board) for board in boards])
         columns = math.ceil(len(boards) ** 0.5)
         margins = (0, -len(boards) % columns), (4, 4), (4, 4), (0, 0)
         rows = np.pad(boards, margins, constant_values=255).reshape(-1, columns, 248, 248, 3)
-        save_png(rows.swapaxes(1, 2).reshape(-1, columns * 248, 3), picture)
+        image = Image.fromarray(rows.swapaxes(1, 2).reshape(-1, columns * 248, 3))
+        write_atomic(picture, lambda file: image.save(file, format='PNG'))
 
 
 if __name__ == '__main__':

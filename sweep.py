@@ -33,8 +33,8 @@ from math import inf
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen
 
-from configurator import configure, every, fail, first_line, read_argument, read_config
-from configurator import read_script, run_script, write_json  # before torch: how threads wait
+from configurator import Mistake, configure, every, fail, first_line, read_argument, read_config
+from configurator import read_json, read_script, run_script, write_json  # before torch
 
 import numpy as np
 import torch
@@ -43,10 +43,9 @@ import figures
 from checkpoint import Stopper, commit, device_name, need_packages, saved_in
 from convlstm import AgentConfig, build_agent
 from data_fineweb import VOCAB
-from figures import LogError, Row, read_json, read_log, value
+from figures import Row, read_log, value
 from model import ModelConfig, build_model
 
-# -----------------------------------------------------------------------------
 # fmt: off
 # which runs
 plan = ''                      # a name of PLANS; an unknown one lists them
@@ -74,7 +73,6 @@ results = ''                   # folder for figures and tables; '': out_dir/PLAN
 RANGES = {'width': (1e-3, 1000), 'length': (1e-6, 1000), 'emit': ['', 'slurm', 'commands']}
 RANGES |= {'seeds': (0, inf), 'workers': (0, inf), 'gpus_per_run': (1, inf), 'index': (-1, inf)}
 RANGES['table'] = [None, True, False, 'solve']
-# -----------------------------------------------------------------------------
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 # budget: widths; W is the cost of one expert of the widest
@@ -284,14 +282,13 @@ def look(row: Row) -> tuple[str, float, float]:
     'done', 'failed', 'other' (a run with other settings), 'damaged' (no log that can be used, nor a
     checkpoint, from which a resumed run repairs it) or, of what can begin or go on, ''."""
     folder, log = Path(folder_of(row)), [{'step': 0}]
-    saved, state = read_json(folder / 'config.json'), ''
-    if (folder / 'failed.json').exists():
-        state = 'failed'
+    saved = read_json(folder / 'config.json')
+    state = 'failed' if (folder / 'failed.json').exists() else ''
     try:
         log += read_log(folder)
     except FileNotFoundError:
         pass
-    except LogError:
+    except Mistake:
         state = state if saved_in(folder) else 'damaged'
     part = min(1.0, log[-1]['step'] / total_of(row))
     wanted = json.loads(json.dumps(config_of(row)))  # tuples become lists
@@ -328,8 +325,6 @@ def print_plan(rows: list[Row]) -> None:
         costs = f'{amount / 1e6:10,.1f} {over_budget(row):4.2f} {params:13,}'
         line = shlex.join(command(row))
         print(f'{i:3} {row.name:{wide}} {costs} {state or format(part, ".0%"):>7} {line}')
-    if tune and rows[-1].seed == 1:
-        print('other values or seeds follow when all of these have finished')
 
 
 # ----------------------------------------------------------------------------- running
@@ -401,8 +396,7 @@ def execute(rows: list[Row]) -> int:
     free, queue, running, failed = devices(), [], {}, {}
     for row in rows:
         if (state := state_of(row)) in WRONG:
-            words = f'{WRONG[state]}: move it away, or choose another out_dir'
-            fail(f'{folder_of(row)} holds {words}')
+            fail(f'{folder_of(row)} holds {WRONG[state]}: move it away, or change out_dir')
         queue += [] if state == 'done' else [row]
     n, due = len(free), every(REPORT)
     say(f'{plan}: {len(rows)} runs, {len(rows) - len(queue)} finished before; {n} at a time')
@@ -431,9 +425,8 @@ def execute(rows: list[Row]) -> int:
                 for process, _, _ in running.values():
                     process.wait()
             elif running and due():
-                parts = [f'{r.name} {look(r)[1]:.0%}' for r in running]
-                eta = remaining([*queue, *running], rows, n)
-                say(f'    running: {", ".join(parts)} | eta {eta}')
+                parts = ', '.join(f'{r.name} {look(r)[1]:.0%}' for r in running)
+                say(f'    running: {parts} | eta {remaining([*queue, *running], rows, n)}')
             time.sleep(POLL)
     except BaseException:  # a second ctrl-C: their last checkpoints stay
         for process, _, _ in running.values():
@@ -451,8 +444,6 @@ def execute(rows: list[Row]) -> int:
 
 def print_jobs(rows: list[Row], config: dict) -> None:
     """The plan for a cluster: each job is this script on one row, run by this Python."""
-    if tune and rows[-1].seed == 1:
-        print('more follows when all have finished: give this again then', file=sys.stderr)
     defaults = read_script(__file__)[0]
     mine = ('emit', 'run', 'index', 'figure', 'table', 'workers')
     which = [f'--{k}={v}' for k, v in config.items() if v != defaults[k] and k not in mine]
@@ -508,16 +499,14 @@ def best_depths(runs: list) -> str:
 
 def solve_rate(row: Row, levels: str) -> float:
     """A finished agent's on levels ('': held-out ones), greedy: its folder's, or played now."""
-    config, name = config_of(row), levels or Path(config_of(row)['eval_split']).stem
-    path = Path(folder_of(row), f'eval_{name}.json')
-    saved = read_json(path)
-    if saved.get('env_steps') != total_of(row) * config['n_envs'] * config['unroll']:
-        say(f'{row.name}: playing {name}')
+    c = config_of(row)
+    path = Path(folder_of(row), f'eval_{levels or Path(c["eval_split"]).stem}.json')
+    if read_json(path).get('env_steps') != total_of(row) * c['n_envs'] * c['unroll']:
+        say(f'{row.name}: playing {levels or c["eval_split"]}')
         line = [sys.executable, *arguments(row), '--eval_only=True', f'--levels={levels}']
-        saved = {} if Popen(line, stdout=DEVNULL).wait() else read_json(path)
-    if 'solve_rate' not in saved:
-        fail(f'{row.name}: its evaluation on {name} failed: see above')
-    return saved['solve_rate']
+        if Popen(line, stdout=DEVNULL).wait() != 0:
+            fail(f'{row.name}: its evaluation failed: see above')
+    return read_json(path)['solve_rate']
 
 
 def show(rows: list[Row]) -> None:
@@ -567,16 +556,14 @@ def write_runs(runs: list, reported: set, found: dict, into: str) -> str:
     about |= {'drawn_at_commit': commit(), 'torch': torch.__version__}
     about |= {'device': device_name('cuda' if torch.cuda.is_available() else 'cpu'), 'runs': []}
     for row, log in runs:
+        saved, last = read_json(Path(folder_of(row), 'config.json')), log[-1]
         mine = {'name': row.name, 'model': row.model, 'reported': row in reported}
         mine |= figures.cell_fields([row])[row] | dict(row.more) | {'seed': row.seed}
-        mine |= {'value': value(log), 'updates': log[-1]['step']}
-        mine |= {k: log[-1][k] for k in ('tokens', 'env_steps', 'seconds') if k in log[-1]}
-        saved = read_json(Path(folder_of(row), 'config.json'))
-        mine |= {'commit': saved.get('commit'), 'over_budget': over_budget(row)}
-        about['runs'].append(mine)
-    path = os.path.join(into, 'runs.json')
-    write_json(about, path)
-    return path
+        mine |= {'value': value(log), 'updates': last['step'], 'commit': saved.get('commit')}
+        mine |= {k: last[k] for k in ('tokens', 'env_steps', 'seconds') if k in last}
+        about['runs'].append(mine | {'over_budget': over_budget(row)})
+    write_json(about, os.path.join(into, 'runs.json'))
+    return os.path.join(into, 'runs.json')
 
 
 def main() -> int:
@@ -593,6 +580,9 @@ def main() -> int:
         print_jobs(rows, config)
     elif not (run or figure or table):
         print_plan(rows)
+    if tune and rows[-1].seed == 1 and not (run or figure or table):
+        where = sys.stderr if emit else sys.stdout
+        print('other values or seeds follow when all of these have finished', file=where)
     status = execute(rows if index < 0 else [rows[index]]) if run else 0
     while run and tune and index < 0 and status < 2 and (again := plan_rows()) != rows:
         rows, status = again, execute(again)  # further values, and the best ones' further seeds

@@ -148,7 +148,7 @@ def captures(device: str, world: int) -> tuple[bool, bool]:
 def fitting_rows(c: ModelConfig, streams: int, amp: torch.dtype, device: str, whole: bool) -> int:
     """Rows of a micro-batch, a divisor of a rank's `streams`: batch_size, or the most that are at
     most AT_ONCE tokens and fit in all of the device's memory: a resumed run does the same.
-    SizeError where they need more than is free. A baseline's needs are taken for ours."""
+    Mistake where they need more than is free. A baseline's needs are taken for ours."""
 
     def need(rows: int) -> float:
         where = torch.device(device).type

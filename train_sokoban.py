@@ -467,9 +467,7 @@ def loop(run: Run, writes: list[Callable[[dict], object]]) -> int:
 
 def evaluate_only(config: dict) -> None:
     """The solve rate of out_dir's last checkpoint, or its best, and two GIFs. ValueError."""
-    where = checkpoint.pick_device(device)
-    if threads:
-        torch.set_num_threads(threads)
+    where = checkpoint.pick_device(device, threads)
     checkpoint.need_packages(PIL=True, tensorboard=tensorboard, wandb=wandb)
     model, its, file = load_agent(out_dir, 'best' if best else 'last', where, dtype)
     name = levels or eval_split
@@ -495,7 +493,7 @@ def train(config: dict) -> int:
             load(run)
         if run.rank == 0:
             run.lock = checkpoint.prepare_out_dir(out_dir, resume, overwrite)
-    except ValueError as error:  # LevelError, CheckpointError, AgentConfig's
+    except ValueError as error:  # Mistake, AgentConfig's
         fail(error)
     print0(describe(run))
     warm_up(run)

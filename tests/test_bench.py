@@ -205,26 +205,6 @@ def test_paper_cells():
 # ---- reports of several runs ----
 
 
-def test_compare(tmp_path, monkeypatch, capfd):
-    def report(name, suite, **rows):
-        found = []
-        for cell, value in rows.items():
-            row = {'suite': suite, 'cell': cell, 'path': 'fast', 'status': 'ok'}
-            found.append({**row, bench.METRICS[suite][0]: [value]})
-        (tmp_path / name).write_text(json.dumps({'suite': suite, 'results': found}))
-        return str(tmp_path / name)
-
-    a, b = report('a', 'train', A=100, B=50), report('b', 'train', B=75, A=250, C=1)
-    c = report('c', 'decode', A=4)
-    monkeypatch.setattr(sys, 'argv', ['bench.py', '--compare', a, b])
-    bench.main()
-    assert [line[-1] for line in cells_of(capfd.readouterr().out)[2:]] == ['1.50x', '2.50x']
-    (tmp_path / 'f').write_text('[]')
-    wrong = {f'{a},{c}': 'no row in common', f'{a},{tmp_path}/f': 'no report', a: 'two files'}
-    for pair, message in wrong.items():
-        assert message in mistake(capfd, bench, [f'--compare={pair}'])
-
-
 def test_append(tmp_path, monkeypatch, capsys):
     """The command that is told measures the rest; the same twin beside each cell has a row each."""
     file, done = tmp_path / 'r.json', {'status': 'ok', 'seconds': {'update': [2.0]}, 'work': 4}

@@ -38,7 +38,7 @@ def prepare(folder, documents=(), **changes):
         config['text'] = f'{folder.parent}/a.jsonl'
         lines = [json.dumps({'text': text}) + '\n' for text in documents]
         Path(config['text']).write_text(''.join(lines))
-    df.main(config)
+    df.make_shards(config)
     name, splits = config['tokenizer'], ('val', 'train')
     paths = sum((df.find_shards(str(folder), split, name) for split in splits), [])
     return np.concatenate([df.read_shard(path, df.VOCAB[name]) for path in paths])
@@ -294,7 +294,7 @@ def test_the_printed_line_fits_its_text(tmp_path, capsys, monkeypatch, name, len
     """In a small model and minutes: the loader finds rows, validation its tokens."""
     monkeypatch.chdir(tmp_path)
     Path('a.txt').write_text(((ROOT / 'README.md').read_text()[:9000] * 130)[:length])
-    df.main({**DEFAULTS, 'text': 'a.txt', 'tokenizer': name})
+    df.make_shards({**DEFAULTS, 'text': 'a.txt', 'tokenizer': name})
     (line,) = [line for line in capsys.readouterr().out.splitlines() if 'python' in line]
     python, script, *arguments = shlex.split(line.split(': ')[1])
     c = configure({'__file__': script}, arguments, quiet=True)

@@ -111,8 +111,8 @@ def mistake(capfd, script, argv):
     capfd.readouterr()
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
         patch.setattr(sys, 'argv', [script.__name__, *map(str, argv)])
-        main = getattr(script, 'script', None) or getattr(script, 'main', None)
-        run_script(main or (lambda: script.train(configure(vars(script)))))
+        work = getattr(script, 'train', None) or getattr(script, 'make_shards', None)
+        run_script((lambda: work(configure(vars(script)))) if work else script.main)
     error = capfd.readouterr().err
     assert stop.value.code == 2 and error.count('\n') == 1 and error.startswith('error: '), error
     return error
@@ -458,7 +458,7 @@ def test_refusals_that_keep_a_run(data, trained, tmp_path, capfd):
         (f'--resume=True --data_dir={others}', f'other shards than those in {others}'),
         ('--overwrite=True --data_dir=/nowhere', 'no train shards'),
         ('--overwrite --init_from=none', 'none: holds no trained run'),
-        (f'--overwrite --init_from={bad}', 'bad/model.safetensors: no weights'),
+        (f'--overwrite --init_from={bad}', 'bad/model.safetensors: cannot be read'),
         (f'--overwrite --init_from={trained}/lstm --n_embd=64', 'no weight has a name and shape'),
         (f'--resume --init_from={trained}/rnn', '--init_from begins a new run'),
     ):
