@@ -23,14 +23,14 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 from configurator import configure, fail, run_script  # before torch: how threads wait
-from configurator import every, first_line, write_atomic, write_json
+from configurator import every, write_json
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import checkpoint
-from checkpoint import BEST, CheckpointError
+from checkpoint import BEST, CONFIG, WEIGHTS, CheckpointError
 from data_fineweb import VOCAB, Tokenizer, get_tokenizer
 from kernels import Heads, apply_rope, by_expert, by_triton, chosen_lines, compiled, graphed
 from kernels import made_up, rope_table, softcap, triton_module
@@ -70,7 +70,6 @@ RANGES = {
     'num_samples': (1, math.inf),
     'dtype': ['auto', 'float32', 'bfloat16'],
 }
-WEIGHTS, CONFIG = 'model.safetensors', 'config.json'
 
 
 def make_model(about: dict, recurrent: bool, tokenizer: str) -> LanguageModel:
@@ -87,7 +86,7 @@ def make_model(about: dict, recurrent: bool, tokenizer: str) -> LanguageModel:
 def load_trained(folder: str, which: str) -> tuple[LanguageModel, dict]:
     """train_lm.py's best or last checkpoint -> its model, in fp32, and all that it holds.
     CheckpointError."""
-    file = BEST if which == 'best' and os.path.exists(os.path.join(folder, BEST)) else None
+    file = BEST if which == 'best' else ''
     needed = ('model', 'model_config', 'recurrent')
     saved, where = checkpoint.load_run(folder, 'train_lm.py', needed, (), {}, file)
     arch = saved['config'].get('arch', 'experts')
@@ -105,28 +104,18 @@ def load_trained(folder: str, which: str) -> tuple[LanguageModel, dict]:
 
 def read_model(folder: str) -> tuple[LanguageModel, str]:
     """An export -> the model, in fp32, and its tokenizer's name. CheckpointError."""
-    checkpoint.need_packages(safetensors=True)
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     where = os.path.join(folder, CONFIG)
-    try:
-        with checkpoint.restoring(where, 'it'), open(where, encoding='utf-8') as file:
-            about = json.load(file)
-            model = make_model(about['model'], about['recurrent'], about['tokenizer'])
-        where = os.path.join(folder, WEIGHTS)
-        weights = {name: tensor.float() for name, tensor in load_file(where).items()}
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f'{where}: cannot be read ({first_line(error)})') from None
+    with checkpoint.restoring(where, 'it'), open(where, encoding='utf-8') as file:
+        about = json.load(file)
+        model = make_model(about['model'], about['recurrent'], about['tokenizer'])
+    where = os.path.join(folder, WEIGHTS)
+    weights = {name: tensor.float() for name, tensor in checkpoint.read_tensors(where).items()}
     checkpoint.load_weights(model, weights, where, assign=True)
     return model, about['tokenizer']
 
 
 def export_model() -> None:
     """config.json is written first, too: the folder is an export's, but describes no model yet."""
-    checkpoint.need_packages(safetensors=True)
-    from safetensors.torch import save
-
     where = os.path.join(export, CONFIG)
     there = set(os.listdir(export)) if os.path.isdir(export) else set()
     about = pathlib.Path(where).read_text(errors='replace') if CONFIG in there else ''
@@ -136,16 +125,15 @@ def export_model() -> None:
     os.makedirs(export, exist_ok=True)
     write_json({'recurrent': None}, where)
     kind = torch.bfloat16 if dtype == 'bfloat16' else torch.float32
-    weights = {name: tensor.to(kind).contiguous() for name, tensor in saved['model'].items()}
-    data = save(weights, metadata={'format': 'pt'})
-    write_atomic(os.path.join(export, WEIGHTS), lambda file: file.write(data))
+    weights = {name: tensor.to(kind) for name, tensor in saved['model'].items()}
+    said = checkpoint.write_tensors(weights, os.path.join(export, WEIGHTS))
     sizes = {name: value for name, value in saved['model_config'].items() if name != 'path'}
     about = {'recurrent': saved['recurrent'], 'tokenizer': saved['config']['tokenizer']}
     about |= {'model': sizes, 'step': saved.get('step'), 'best_val_loss': saved.get('best')}
     write_json(about, where)
     model, _ = read_model(export)  # what was written can be read
     params = model.num_params()['total']
-    print(f'{export}: {WEIGHTS} ({len(data) / 1e6:.1f} MB), {CONFIG}; {params:,} parameters')
+    print(f'{said}, {CONFIG}; {params:,} parameters')
 
 
 # ---- decoding: model.py's own equations for one token, keys and values in rings ----
@@ -485,12 +473,9 @@ def use_model() -> None:
 
 def main() -> None:
     configure(globals(), quiet=True)
-    try:
-        if sum(map(bool, (export, score, interactive))) > 1:
-            fail('export, score and interactive exclude each other: choose one')
-        export_model() if export else use_model()
-    except ValueError as error:  # CheckpointError, SizeError, DataError, pick_device's
-        fail(error)
+    if sum(map(bool, (export, score, interactive))) > 1:
+        fail('export, score and interactive exclude each other: choose one')
+    export_model() if export else use_model()
 
 
 if __name__ == '__main__':
