@@ -11,7 +11,6 @@ import forks
 import numpy as np
 import pytest
 import torch
-from test_train import mistake
 
 import sokoban
 from sokoban import BOX, DELTA, INTERIOR, TARGET, TIME_LIMIT, WALL, JumanjiEnv, SokobanEnv
@@ -305,7 +304,7 @@ def test_a_widely_used_ppo_learns_on_it():
     assert after.isfinite().all() and (after != before).any()
 
 
-# ----------------------------------------------------------------------------- pictures, commands
+# ----------------------------------------------------------------------------- pictures
 
 
 def test_pictures(tmp_path):
@@ -322,18 +321,3 @@ def test_pictures(tmp_path):
         gif.seek(gif.n_frames - 1)
         last = np.array(gif.convert('RGB')).astype(int)
     assert abs(last - board_image(frames[-1])).mean() < 2
-
-
-def test_command_line(tmp_path, capfd, monkeypatch):
-    argv = ['sokoban.py', '--split=generated', '--n_levels=20', f'--levels_dir={tmp_path}/x']
-    picture = f'--picture={tmp_path}/p.png'
-    monkeypatch.setattr(sys, 'argv', [*argv, '--n_boxes=2', '--show=5', picture])
-    sokoban.main()
-    source, *blocks = capfd.readouterr().out.split('\n\n')
-    assert source == '20 generated levels, boxes: 2, moves: at most 120, seed: 1337'
-    shown = parse_text('\n\n'.join(blocks), 'stdout')
-    assert np.array_equal(shown, generate(20, 2, 1337)[0][:5])
-    with pytest.importorskip('PIL.Image').open(tmp_path / 'p.png') as png:
-        assert png.size == (3 * 248, 2 * 248)
-    for argument, what in (('split=hard', 'no such folder'), ('n_boxes=7', 'n_boxes = 7')):
-        assert what in mistake(capfd, sokoban, [*argv[1:], f'--{argument}'])
