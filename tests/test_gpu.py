@@ -5,11 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from test_train import shards
 
-import data_fineweb
 import kernels
 import model as m
 import train_lm
@@ -31,13 +30,6 @@ def ieee(monkeypatch):
     """The trainers turn TF32 on, for all tests that follow."""
     monkeypatch.setattr(torch.backends.cudnn, 'deterministic', True)
     torch.set_float32_matmul_precision('highest')
-
-
-def write_data(folder, **shards):
-    for name, n in shards.items():
-        tokens = (np.arange(n) ** 2 % 11 + 65).astype(np.uint16)
-        data_fineweb.write_shard(str(folder / f'fineweb_{name}.bin'), tokens)
-    data_fineweb.write_meta(str(folder), {'tokenizer': 'bytes', 'source': 'test', 'shards': []})
 
 
 def make_model(T, W, D=192, **changes):
@@ -85,7 +77,7 @@ def test_trainers_on_one_gpu(tmp_path, commands):
     """They start, compile, train, save, resume and evaluate."""
     script, *calls = commands.splitlines()
     if commands is LM:
-        write_data(tmp_path, val_000000=5000, train_000001=100_000)
+        shards(tmp_path, val_000000=5000, train_000001=100_000)
         script += f' --data_dir={tmp_path}'
     for more in calls:
         words = [*script.split(), f'--out_dir={tmp_path}/out', *more.split()]
@@ -143,7 +135,7 @@ def test_train_lm_graphs_replay_what_runs_eagerly(tmp_path, monkeypatch, case):
     of 3 tokens and 2, where it is compiled."""
     sizes, settings = case.split(':')
     whole, chunks = map(int, sizes.split(', '))
-    write_data(tmp_path, val_000000=500, train_000001=8 * 25, train_000002=8 * 17)
+    shards(tmp_path, val_000000=500, train_000001=8 * 25, train_000002=8 * 17)
     monkeypatch.setattr(train_lm, 'WHOLE_GRAPH', whole)
     monkeypatch.setattr(unroll, 'BLOCK', 3)
     argv = """--tokenizer=bytes --n_expert=2 --n_embd=128 --window=12 --block_size=8 --val_streams=3

@@ -20,7 +20,6 @@ from configurator import configure, read_config, read_script
 from convlstm import AgentConfig, build_agent
 from model import ModelConfig, build_model
 from muon import Muon
-from sokoban import check_boards
 from test_sweep import sized
 from test_train import shards, table
 
@@ -292,34 +291,23 @@ def test_updates_of_a_language_model(text, recurrent):
 # ---- agents: sizes, optimizer, loss, schedule ----
 
 
-@pytest.fixture(scope='module')
-def level(tmp_path_factory):
-    """Four boxes, each two steps left of its target; the agent stands beside the first."""
-    board = np.full((1, 10, 10), ord('#'), np.uint8)
-    board[:, 1:-1, 1:-1] = ord(' ')
-    board[:, 2::2, 4], board[:, 2::2, 6], board[:, 2, 3] = b'$.@'
-    path = tmp_path_factory.mktemp('level') / 'one.npy'
-    np.save(path, check_boards(board, 'one'))
-    return path
-
-
-def agent_run(level, **settings):
-    """A run of the defaults, but for its size, on one level; its policy has some opinion."""
+def agent_run(**settings):
+    """A run of the defaults, but for its size, on easy levels; its policy has some opinion."""
     small = table("""arch='convglu' n_layer=1 n_embd=4 head_dim=8 device='cpu' dtype='float32'
-        threads=1 compile=False""")
-    small |= {'split': level, 'eval_split': level, **settings}
-    run = made(train_sokoban, small)
+        threads=1 compile=False split='generated' eval_split='generated' n_levels=20 eval_games=4
+        n_boxes=1 max_moves=6""")
+    run = made(train_sokoban, small | settings)
     with torch.no_grad():
         run.model.logits.weight.mul_(100)
     return run
 
 
-def test_agent_settings_arrive(level):
+def test_agent_settings_arrive():
     sizes = table("""arch='convglu' recurrent=False n_layer=3 n_expert=2 n_embd=6
         aggregation='softmax_mean' router_dim=5 residual='shared' head_dim=7""")
-    run = agent_run(level, **sizes)
+    run = agent_run(**sizes)
     assert vars(run.model.config) == sizes | {'radius': -1, 'dtype': 'float32', 'path': 'fast'}
-    assert agent_run(level, arch='convlstm', n_expert=4, radius=2).model.config.radius == 2
+    assert agent_run(arch='convlstm', n_expert=4, radius=2).model.config.radius == 2
 
 
 def test_agents_begin_as_the_design_says():
@@ -332,10 +320,10 @@ def test_agents_begin_as_the_design_says():
     assert agent.logits.weight.abs().max() < 0.02 and not agent.logits.bias.any()
 
 
-def test_updates_of_an_agent(level):
+def test_updates_of_an_agent():
     """Adam's rate is 4e-4, annealed linearly to 0 over 78,125 updates; its first step is its rate
     in every entry; a gradient longer than 1 is clipped to 1."""
-    run, clipped = agent_run(level), set()
+    run, clipped = agent_run(), set()
     (group,) = run.optimizer.param_groups
     assert type(run.optimizer) is torch.optim.Adam
     assert [id(p) for p in group['params']] == [id(p) for p in run.model.parameters()]
