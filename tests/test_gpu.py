@@ -3,11 +3,10 @@ same checks run on the CPU in test_model.py, test_train.py and test_train_sokoba
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from test_train import shards
+from test_train import ROOT, shards
 
 import kernels
 import model as m
@@ -17,7 +16,6 @@ import unroll
 from bench import difference
 from configurator import configure
 
-ROOT = Path(__file__).resolve().parent.parent
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason='no CUDA device'),

@@ -2,11 +2,11 @@
 
 import functools
 import sys
-from pathlib import Path
 
 import forks
 import pytest
 import torch
+from test_train import ROOT
 
 import muon
 from muon import Muon
@@ -117,10 +117,8 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize('world', [2, 4])
-def test_ranks_equal_one(tmp_path, world):
+def test_ranks_equal_one(world):
     """All ranks' weights bit for bit the same, each with a share of the work."""
-    root = Path(__file__).resolve().parent.parent
-    (tmp_path / 'ranks.py').write_text(f'import sys\nsys.path.insert(0, {str(root)!r})\n{RANKS}')
-    command = [sys.executable, f'--ranks={world}', str(tmp_path / 'ranks.py')]
-    done = forks.run(command, cwd=root, capture_output=True, text=True)
+    command = [sys.executable, f'--ranks={world}', '-c', RANKS]
+    done = forks.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

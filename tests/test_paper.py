@@ -6,7 +6,6 @@ that a test here turns red."""
 import copy
 import csv
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,9 +20,7 @@ from convlstm import AgentConfig, build_agent
 from model import ModelConfig, build_model
 from muon import Muon
 from test_sweep import sized
-from test_train import shards, table
-
-ROOT = Path(__file__).resolve().parent.parent
+from test_train import ROOT, shards, table
 
 
 # ---- defaults ----

@@ -6,13 +6,12 @@ import json
 import math
 import os
 import sys
-from pathlib import Path
 
 import forks
 import numpy as np
 import pytest
 import torch
-from test_train import mistake
+from test_train import ROOT, mistake
 
 import probe_sokoban as probe
 import train_sokoban
@@ -22,7 +21,6 @@ from convlstm import AgentConfig, build_agent
 from play_sokoban import play, replay
 from sokoban import generate, pack
 
-ROOT = Path(__file__).resolve().parent.parent
 UP, RIGHT, DOWN, LEFT, NEVER = range(5)
 AGENT = """--split=generated --eval_split=generated --n_levels=30 --n_boxes=1 --max_moves=12
     --n_envs=4 --unroll=5 --head_dim=8 --n_layer=1 --n_expert=1 --n_embd=8 --total_steps=40

@@ -5,19 +5,18 @@ import collections
 import importlib.util
 import sys
 import types
-from pathlib import Path
 
 import forks
 import numpy as np
 import pytest
 import torch
+from test_train import ROOT
 
 import sokoban
 from sokoban import BOX, DELTA, INTERIOR, TARGET, TIME_LIMIT, WALL, JumanjiEnv, SokobanEnv
 from sokoban import board_image, board_keys, board_text, draw_by, generate
 from sokoban import load_levels, observations, parse_text, read_file
 
-ROOT = Path(__file__).parents[1]
 UP, RIGHT, DOWN, LEFT = range(4)
 jumanji = pytest.mark.skipif(
     not importlib.util.find_spec('jumanji'), reason='pip install -r requirements.txt'

@@ -21,7 +21,7 @@ import torch
 triton = pytest.importorskip('triton', reason='triton is not installed: its kernels are not tested')
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / 'tests')]
-from reference import assert_close, edit_equations, make, tokens  # noqa: E402
+from reference import assert_close, edit_equations, make  # noqa: E402
 from test_model import compare, no_memory_kept  # noqa: E402, F401  a fixture
 
 import kernels  # noqa: E402
@@ -110,26 +110,23 @@ def test_unroll_is_the_reference(monkeypatch, calls, case):
     assert {name for name, mock in calls.items() if mock.called} == wanted
 
 
-def asked(monkeypatch, **changes):
+def asked(**changes):
     """What the unroll of a small model asks `choose`: recipe, weights of a level."""
-    sizes, seen = {'n_embd': 24, 'n_head': 2, 'n_kv_head': 1, 'n_expert': 3}, []
-    model = make(model_file.RecurrentGPT, dtype=torch.float32, path='compiled', **sizes | changes)
-    with monkeypatch.context() as patch, pytest.raises(StopIteration):
-        patch.setattr(unroll, 'choose', lambda *args: seen.append(args) or next(iter(())))
-        model(tokens(2, 4))
-    return seen[0][:2]
+    sizes = {'n_embd': 24, 'n_head': 2, 'n_kv_head': 1, 'n_expert': 3, **changes}
+    level = make(model_file.RecurrentGPT, dtype=torch.float32, **sizes).levels[0]
+    dtypes = torch.float32, torch.float32
+    return unroll.Recipe(model_file.token, level.rules(), *dtypes, True, False), level.weights()
+
+
+TRIALS = [({}, 5, 4), ({'share_kv': False, 'aggregation': 'softmax_l2'}, 3, 7)]
 
 
 @interpreted
-@pytest.mark.parametrize(
-    'changes, W, n',
-    [({}, 5, 4), ({'share_kv': False, 'aggregation': 'softmax_l2'}, 3, 7)],
-    ids=str,
-)
+@pytest.mark.parametrize('changes, W, n', TRIALS, ids=str)
 def test_trials_agree(monkeypatch, calls, changes, W, n):
     """What choose() measures: both ways the same, with gradients; compare() finds what is not."""
     monkeypatch.setattr(unroll, 'GROUP', 3)
-    recipe, weights = asked(monkeypatch, **changes)
+    recipe, weights = asked(**changes)
     trials = unroll.trials(recipe, weights, (2, 24, W, n))
     assert set(trials) == set(unroll.TRITON)
     monkeypatch.setattr(kernels, 'seconds_of', lambda run: (run(), 1.0)[1])
@@ -150,7 +147,7 @@ def test_trials_agree(monkeypatch, calls, changes, W, n):
 def test_an_aggregation_that_the_kernels_do_not_know(monkeypatch):
     assert tk.leave_of('max', 2, torch.zeros(())) is None
     monkeypatch.setattr(tk, 'leave_of', lambda *_: None)
-    assert set(unroll.trials(*asked(monkeypatch), (2, 24, 3, 2))) == {'attention'}
+    assert set(unroll.trials(*asked(), (2, 24, 3, 2))) == {'attention'}
 
 
 # ---- loss ----
@@ -204,26 +201,23 @@ def report(cells):
         assert figures['STACK'] <= 16, 'registers spill'
 
     jit.run, unroll.compiled, tk.compiled = compiled_only, *[lambda f, **_: f] * 2
-    for E, W, B in cells:
-        with torch.device('meta'):
-            level = model_file.Level(model_file.ModelConfig(n_expert=E), True)
-            equations = model_file.token, level.rules()
-            recipe = unroll.Recipe(*equations, torch.bfloat16, torch.float32, True, False)
+    with torch.device('meta'):
+        for E, W, B in cells:
+            level, bf16 = model_file.Level(model_file.ModelConfig(n_expert=E), True), torch.bfloat16
+            equations, h = (model_file.token, level.rules()), level.rules().heads
+            recipe = unroll.Recipe(*equations, bf16, torch.float32, True, False)
             for base in (), (*unroll.TRITON, 'pdl'):  # then also 'split'
                 sizes = (B, 768, W, 9), frozenset(base)
                 for trial in unroll.trials(recipe, level.weights(), *sizes).values():
                     trial(True)
-    for dtype in (torch.bfloat16, torch.float32):
-        logits = torch.empty(333, 50304, device='meta', dtype=dtype)
-        target = torch.empty(333, dtype=torch.int64, device='meta')
-        tk.cross_entropy(logits, target, 0.1)
+            qkv = torch.empty(B, 96, dtype=bf16)
+            ring = torch.empty(2, B * h.C, W, h.K, dtype=bf16).unbind(0)
+            place, rope = torch.empty(9, dtype=torch.int64), torch.empty(9)
+            tk.ring_attention(qkv, ring, place, rope, h)
+        for dtype in (torch.bfloat16, torch.float32):
+            logits, target = torch.empty(333, 50304, dtype=dtype), torch.empty(333).long()
+            tk.cross_entropy(logits, target, 0.1)
     names = {name for name in vars(tk) if name.endswith('_kernel')}
-    for E, W, B in cells:
-        h, made = kernels.Heads(E, 4, 2, 96, True), {'device': 'meta', 'dtype': torch.bfloat16}
-        qkv, ring = torch.empty(B, 96, **made), torch.empty(2, B * h.C, W, h.K, **made)
-        types = torch.int64, torch.float32
-        place, rope = (torch.empty(9, device='meta', dtype=dtype) for dtype in types)
-        tk.ring_attention(qkv, ring.unbind(0), place, rope, h)
     assert {done.metadata.name for done in seen.values()} == names
     print(f'compiled {len(seen)}')
 
@@ -262,7 +256,7 @@ def capturing(monkeypatch):
     return mock
 
 
-TRIALS = [  # a trial; is it chosen, and why not
+MEASURED = [  # a trial; is it chosen, and why not
     ({}, True, ''),
     ({'times': SLOW}, False, ''),
     ({'mine': (1.0, 2.0, 3.05)}, True, ''),
@@ -273,7 +267,7 @@ TRIALS = [  # a trial; is it chosen, and why not
 ]
 
 
-@pytest.mark.parametrize('trial, wins, reason', TRIALS, ids=str)
+@pytest.mark.parametrize('trial, wins, reason', MEASURED, ids=str)
 def test_what_wins_is_chosen(capturing, trial, wins, reason):
     """Faster and no more than 3% off; the reason is kept, and printed."""
     trials = Mock(return_value={'attention': clock(**trial), 'experts': clock()})
