@@ -222,17 +222,18 @@ def test_chance_is_uniform_and_depends_on_everything():
 
 
 @jumanji
-def test_parity_with_jumanji():
+def test_parity_with_jumanji(request):
     """Both play the same levels with the same actions: every reward, grid, end, step count and next
-    level, over 20,000 steps."""
-    N, (levels, solutions) = 160, generate(300, 4, 5, max_moves=40)
+    level, over 20,000 steps (--long: 128,000)."""
+    N, steps, n = (512, 250, 2000) if request.config.getoption('--long') else (160, 130, 300)
+    levels, solutions = generate(n, 4, 5, max_moves=40)
     table = np.zeros((len(levels), TIME_LIMIT), np.int64)
     for row, actions in zip(table, solutions, strict=True):
         row[: len(actions)] = actions
     theirs, ours = JumanjiEnv(levels, N, seed=1), SokobanEnv(levels, N, seed=1)
     rng, met = np.random.default_rng(0), torch.zeros(5)
     skill = np.array([0, 1, 0.5, 0.9])[np.arange(N) % 4]  # how often a board follows its solution
-    for _ in range(130):
+    for _ in range(steps):
         solving = table[ours.level.numpy(), ours.steps.numpy()]
         action = np.where(rng.random(N) < skill, solving, rng.integers(0, 4, N))
         action, seen = torch.from_numpy(action), ours.observe()
