@@ -130,7 +130,7 @@ FIRST = (
 SMALL_FIRST = ('train', 2, 8, 32, 1024), ('decode', 2, 8), ('sokoban', 1, 1, 32)
 GPU_TESTS = os.path.join(HERE, 'tests', 'test_gpu.py')
 # of these: every capture and kernel, those of one setting that compiles
-SMOKE = 'measured or sqrt_sum or blocks and triton or replay and (compile or not lm)'
+SMOKE = 'measured or sqrt_sum or replay and (compile or not lm)'
 LIMITS = {'smoke': 180, 'train': 240, 'tests': 400}  # seconds of a step; of another 150
 LEAST = 60  # seconds of budget for which a step is begun; one that the budget cuts is begun again
 FAR = 0.1  # relative difference of a gradient or of logits that is no rounding of bfloat16's

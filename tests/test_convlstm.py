@@ -201,18 +201,6 @@ def test_deep_convglu_in_bfloat16(residual):
 
 
 @agents
-def test_a_start_forgets(arch, recurrent):
-    """After a start nothing of the past is left; without one a recurrent agent remembers, and the
-    other never does."""
-    agent, (obs, start) = make(arch, recurrent, 2, 2), boards(T=3)
-    other = torch.cat([obs[:1].flip(2), obs[1:]])  # another past
-    for again in (True, False):
-        start[1:] = again
-        a, b = (agent(x, start, agent.init_state(3))[0][2] for x in (obs, other))
-        assert torch.equal(a, b) == (again or not recurrent)
-
-
-@agents
 def test_compiled_and_bfloat16(arch, recurrent, request):
     """Compiled = fast in fp32 (without --long for recurrent agents alone); bf16 convolutions stay
     near fp32, each parameter's gradient too. One level: each of several compiles again."""

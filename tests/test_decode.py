@@ -1,6 +1,5 @@
 """The ring decoder held to reference.py, with its sampling; sample.py. -m gpu: CUDA graphs too."""
 
-import functools
 import io
 import itertools
 import math
@@ -16,7 +15,6 @@ from reference import V, assert_close, assert_same_state, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
-import model as equations
 import sample
 from model import GPT, RecurrentGPT, State
 from sample import Decoder
@@ -127,32 +125,13 @@ def test_bf16_is_as_exact_as_the_models_own(model_type, device, monkeypatch):
         assert [t.dtype for t in decoder.state()] == [t.dtype for t in state]
 
 
-@pytest.mark.parametrize('model_type, changes', [VARIANTS[i] for i in (1, 2, 8)], ids=str)
-def test_compile(model_type, changes, monkeypatch):
-    """A step's pieces are traced once for all levels and tokens. (Inductor takes 20 s.)"""
-    model, x, graphs = make(model_type, **changes), tokens(2, 17), []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return torch._dynamo.lookup_backend('aot_eager')(graph, inputs)
-
-    options = {'fullgraph': True, 'dynamic': False, 'backend': backend}
-    compiled = functools.cache(lambda f: torch.compile(f, **options))
-    monkeypatch.setattr(sample, 'compiled', compiled)
-    torch._dynamo.reset()
-    assert_close(feed(Decoder(model, 2, compile=True), x), feed(Decoder(model, 2), x))
-    # begin, nearby, enter, attention, residual, activation, combine, end; routed: join, add, gate
-    assert len(graphs) == (11 if model.config.routed else 8)
+CASES = [(RecurrentGPT, {'n_layer': 2}), (RecurrentGPT, OWN | L2 | {'window': 1, 'n_layer': 1})]
+CASES += [(RecurrentGPT, {'aggregation': 'mean', 'window': 70, 'n_layer': 1})]
+CASES += [(GPT, SHARED | {'n_layer': 1})]
 
 
 @pytest.mark.skipif(os.environ.get('TRITON_INTERPRET') != '1', reason='test_triton.py runs it')
-@pytest.mark.parametrize(
-    'model_type, changes',
-    [(RecurrentGPT, {'n_layer': 2}), (RecurrentGPT, OWN | L2 | {'window': 1, 'n_layer': 1})]
-    + [(RecurrentGPT, {'aggregation': 'mean', 'window': 70, 'n_layer': 1})]
-    + [(GPT, SHARED | {'n_layer': 1})],
-    ids=str,
-)
+@pytest.mark.parametrize('model_type, changes', CASES, ids=str)
 def test_with_kernels_it_is_the_reference(monkeypatch, model_type, changes):
     """Streams of several lengths, past a turn of the ring; what is measured agrees, and finds an
     edited equation."""
@@ -177,11 +156,7 @@ def test_with_kernels_it_is_the_reference(monkeypatch, model_type, changes):
         logits, state = exact.step(token, state)
         assert_close(decoder.logits, logits, rtol=1e-5)
     reference.assert_same_state(decoder.state(), state, rtol=1e-5)
-    heads, leave = equations.heads, equations.leave  # edited, they are not the kernels'
-    edited = {'heads': lambda *args, **sizes: [2 * x for x in heads(*args, **sizes)]}
-    edited['leave'] = lambda *args: 2 * leave(*args)
-    for name, edit in edited.items():
-        monkeypatch.setattr(equations, name, edit)
+    reference.edit_equations(monkeypatch)
     Decoder(model, 3)
     assert all(found[name]['difference'] > 0.05 for name in ('attention', 'experts'))
 

@@ -3,13 +3,11 @@ same checks run on the CPU in test_model.py, test_train.py and test_train_sokoba
 
 import subprocess
 import sys
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from test_train import ROOT, shards
 
-import data_fineweb
 import kernels
 import model as m
 import train_lm
@@ -18,7 +16,6 @@ import unroll
 from bench import difference
 from configurator import configure
 
-ROOT = Path(__file__).resolve().parent.parent
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason='no CUDA device'),
@@ -31,13 +28,6 @@ def ieee(monkeypatch):
     """The trainers turn TF32 on, for all tests that follow."""
     monkeypatch.setattr(torch.backends.cudnn, 'deterministic', True)
     torch.set_float32_matmul_precision('highest')
-
-
-def write_data(folder, **shards):
-    for name, n in shards.items():
-        tokens = (np.arange(n) ** 2 % 11 + 65).astype(np.uint16)
-        data_fineweb.write_shard(str(folder / f'fineweb_{name}.bin'), tokens)
-    data_fineweb.write_meta(str(folder), {'tokenizer': 'bytes', 'source': 'test', 'shards': []})
 
 
 def make_model(T, W, D=192, **changes):
@@ -85,7 +75,7 @@ def test_trainers_on_one_gpu(tmp_path, commands):
     """They start, compile, train, save, resume and evaluate."""
     script, *calls = commands.splitlines()
     if commands is LM:
-        write_data(tmp_path, val_000000=5000, train_000001=100_000)
+        shards(tmp_path, val_000000=5000, train_000001=100_000)
         script += f' --data_dir={tmp_path}'
     for more in calls:
         words = [*script.split(), f'--out_dir={tmp_path}/out', *more.split()]
@@ -139,12 +129,13 @@ GRAPHS = """2048, 1:
 def test_train_lm_graphs_replay_what_runs_eagerly(tmp_path, monkeypatch, case):
     """Eight updates of train_lm.py with CUDA graphs from the fourth on = eight without: losses, and
     weights but for rounding. Shards begin in between, and a validation runs there. case: the
-    longest chunk that is one graph, how many are; 0: the optimizer alone, and blocks of the unroll
-    where it is compiled."""
+    longest chunk that is one graph, how many are; 0: the optimizer alone, and blocks of the unroll,
+    of 3 tokens and 2, where it is compiled."""
     sizes, settings = case.split(':')
     whole, chunks = map(int, sizes.split(', '))
-    write_data(tmp_path, val_000000=500, train_000001=8 * 25, train_000002=8 * 17)
+    shards(tmp_path, val_000000=500, train_000001=8 * 25, train_000002=8 * 17)
     monkeypatch.setattr(train_lm, 'WHOLE_GRAPH', whole)
+    monkeypatch.setattr(unroll, 'BLOCK', 3)
     argv = """--tokenizer=bytes --n_expert=2 --n_embd=128 --window=12 --block_size=8 --val_streams=3
         --tokens_per_step=64 --val_tokens=96 --dtype=float32 --compile=False --max_iters=8
         --warmup_iters=3"""
@@ -179,56 +170,27 @@ def test_train_lm_graphs_replay_what_runs_eagerly(tmp_path, monkeypatch, case):
 @pytest.mark.parametrize(
     'name, D',
     [('', 192), ('attention', 192), ('experts', 192), ('loss', 192)]
-    + [('experts split', 384), ('attention experts pdl', 192)],
+    + [('experts split', 384), ('attention experts pdl', 192), ('attention experts graphed', 192)],
 )
 def test_each_triton_kernel_in_bf16_against_float64(monkeypatch, name, D, aggregation, share_kv):
-    """Two chunks of three blocks by this kernel, faster or not, the rest compiled PyTorch; by none
-    without Triton."""
+    """Three chunks of three blocks by this kernel, faster or not, the rest compiled PyTorch; by
+    none without Triton; graphed: blocks are captured, and replayed."""
     if name:
         pytest.importorskip('triton')
     if 'pdl' in name and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip('programmatic dependent launch is from Hopper on')
-    monkeypatch.setattr(unroll, 'choose', lambda *_: frozenset(name.split()) - {'loss'})
+    monkeypatch.setattr(unroll, 'choose', lambda *_: frozenset(name.split()) - {'loss', 'graphed'})
     monkeypatch.setattr(kernels, 'loss_by_triton', lambda *sizes: name == 'loss')
     monkeypatch.setattr(unroll, 'BLOCK', 10)
-    changes = {'aggregation': aggregation, 'share_kv': share_kv, 'path': 'compiled'}
+    path = 'graphed' if 'graphed' in name else 'compiled'
+    changes = {'aggregation': aggregation, 'share_kv': share_kv, 'path': path}
     model, exact = make_model(24, 40, D, **changes)
     want_state = state = None
-    for x, y in torch.randint(512, (2, 2, 4, 24), device='cuda'):
+    for x, y in torch.randint(512, (3, 2, 4, 24), device='cuda'):
         want, want_state = gradients(exact, x, y, want_state)
         found, state = gradients(model, x, y, state, amp=True)
         assert_close(found, want, BF16)
         assert all(t.isfinite().all() for t in state)
-
-
-@pytest.mark.parametrize('names', [(), unroll.TRITON], ids=['compiled', 'triton'])
-@pytest.mark.parametrize('T', [20, 8])
-def test_graphed_blocks_equal_eager_ones(monkeypatch, names, T):
-    """Six chunks of one block of 8 tokens, or of three, captured in the second to the fourth:
-    losses, gradients, states and evaluation as eager code's, in fp32, though weights and tokens
-    change."""
-    if names:
-        pytest.importorskip('triton')
-    monkeypatch.setattr(unroll, 'choose', lambda *_: frozenset(names))
-    monkeypatch.setattr(unroll, 'BLOCK', 8)
-    unroll.release()
-    model, _ = make_model(T, 12)
-    states = dict.fromkeys(('fast', 'graphed'))
-    for x, y in torch.randint(512, (6, 2, 4, T), device='cuda'):
-        found = {}
-        for path in states:
-            model.config.path = path
-            found[path], states[path] = gradients(model, x, y, states[path])
-            with torch.no_grad():
-                found[path]['logits'] = model(x, state=states[path])[0].clone()
-            found[path] |= {f'state {i}': t.double() for i, t in enumerate(states[path])}
-        assert_close(found['graphed'], found['fast'], 1e-3)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(1.01)
-    graphs = [graph for blocks in unroll._blocks.values() for graph in blocks.graphs.values()]
-    assert any(graph is not None for _, graph, _ in graphs)
-    unroll.release()
 
 
 def test_triton_kernels_are_measured(monkeypatch):

@@ -6,13 +6,12 @@ import json
 import math
 import os
 import sys
-from pathlib import Path
 
 import forks
 import numpy as np
 import pytest
 import torch
-from test_train import mistake
+from test_train import ROOT, mistake
 
 import probe_sokoban as probe
 import train_sokoban
@@ -22,13 +21,10 @@ from convlstm import AgentConfig, build_agent
 from play_sokoban import play, replay
 from sokoban import generate, pack
 
-ROOT = Path(__file__).resolve().parent.parent
 UP, RIGHT, DOWN, LEFT, NEVER = range(5)
-AGENT = (
-    '--split=generated --eval_split=generated --n_levels=30 --n_boxes=1 --max_moves=12 --n_envs=4 '
-    '--unroll=5 --head_dim=8 --n_layer=1 --n_expert=1 --n_embd=8 --total_steps=40 --eval_games=30 '
-    '--compile=False --device=cpu --dtype=float32 --threads=1'
-).split()
+AGENT = """--split=generated --eval_split=generated --n_levels=30 --n_boxes=1 --max_moves=12
+    --n_envs=4 --unroll=5 --head_dim=8 --n_layer=1 --n_expert=1 --n_embd=8 --total_steps=40
+    --eval_games=30 --compile=False --device=cpu --dtype=float32 --threads=1"""
 
 
 @pytest.fixture(autouse=True)
@@ -60,15 +56,15 @@ def test_targets_are_the_definition():
     actions, lengths = rng.integers(0, 4, (n, 30)).astype(np.int8), rng.integers(1, 31, n)
     actions[6:, :4], lengths[6:] = (LEFT, RIGHT, RIGHT, UP), (4, 3, 30, 30)
     boards = replay(packed, actions)
-    got, seen = probe.targets(boards, actions, lengths), boards[..., 0].reshape(n, 31, 100)
+    found = probe.targets(boards, actions, lengths)
+    at = (boards[..., 0] == 3).reshape(n, 31, 100).argmax(2)
     for i in range(n):
-        at = [int(np.flatnonzero(board == 3)[0]) for board in seen[i]]
         for t in range(lengths[i]):
             expected = np.full(100, NEVER)
             for u in reversed(range(t, lengths[i])):
-                if at[u] != at[u + 1]:
-                    expected[at[u + 1]] = actions[i, u]
-            assert (got[i, t] == expected).all()
+                if at[i, u] != at[i, u + 1]:
+                    expected[at[i, u + 1]] = actions[i, u]
+            assert (found[i, t] == expected).all()
 
 
 # ----------------------------------------------------------------------------- probes and scores
@@ -144,7 +140,7 @@ def agents(tmp_path_factory):
     folder = tmp_path_factory.mktemp('agents')
     glu, ff = '--arch=convglu', '--recurrent=False'
     for name, *more in (('lstm', '--n_layer=2'), ('glu', glu), ('ff', glu, ff)):
-        argv = [*AGENT, *more, f'--out_dir={folder / name}']
+        argv = [*AGENT.split(), *more, f'--out_dir={folder / name}']
         assert train_sokoban.train(configure(vars(train_sokoban), argv, quiet=True)) == 0
         saved = load_checkpoint(folder / name / 'ckpt_last.pt')
         saved['model']['logits.bias'][RIGHT] = 100.0
@@ -262,19 +258,10 @@ def test_steering_grows_s(sizes):
     assert not any(change.any() for change in changes[2:])
 
 
-def test_levels_that_all_solve(agents):
-    """One agent goes right and one down; some levels are solved as they are, by any move."""
-    right, down = (probe.load_player(str(agents / name), 'cpu') for name in ('glu', 'ff'))
-    down.model.logits.bias.data[DOWN] = 200.0
-    empty, home, below = np.zeros((3, 1, 64), bool)
-    home[0, 0] = below[0, 35] = True  # (1, 1); (5, 4), under an agent at (4, 4), which may push it
-    solved = pack(empty, home, home, np.array([27]))
-    pushed = pack(empty, np.roll(below, 16), below, np.array([27]))
-    packed = np.concatenate([*map(corridor, range(4)), *[solved] * 3, *[pushed] * 2])
-    games = [probe.record(player, packed, 'cpu') for player in (right, down)]
-    assert games[0].solved.tolist() == [True] * 7 + [False] * 2
-    assert games[1].solved.tolist() == [False] * 4 + [True] * 5
-    assert probe.solved_by_all(games).tolist() == [False] * 4 + [True] * 3 + [False] * 2
+def test_levels_that_all_solve():
+    solved = [[True, True, False, False], [True, False, True, False]]
+    games = [probe.Games(None, None, np.array(its), None) for its in solved]
+    assert probe.solved_by_all(games).tolist() == [True, False, False, False]
 
 
 def test_of_a_pattern_the_agent_that_solves_most(agents):
@@ -315,11 +302,10 @@ def test_the_whole_command(agents, tmp_path):
 
 def test_mistakes(agents, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)  # where no levels are
-    for word, message in (
-        ('models=', 'models is empty'),
-        ('models=no_*', 'no folder is named no_*'),
-        (f'models={agents}/lstm,{agents}/lstm', 'two folders of one name'),
-        ('min_levels=31', 'min_levels = 31'),
-        ('test_levels=nonsense', 'data/boxoban'),
-    ):
+    for word, message in {
+        'models=no_*': 'no folder is named no_*',
+        f'models={agents}/lstm,{agents}/lstm': 'two folders of one name',
+        'min_levels=31': 'min_levels = 31',
+        'test_levels=nonsense': 'data/boxoban',
+    }.items():
         assert message in mistake(capfd, probe, arguments(agents, tmp_path / 'out', f'--{word}'))

@@ -1,24 +1,21 @@
 """sokoban.py: levels (text, packed, downloaded, malformed), the generator by replay, the
 environment by hand and against Jumanji's."""
 
-import collections
 import importlib.util
 import sys
 import types
-from pathlib import Path
 
 import forks
 import numpy as np
 import pytest
 import torch
-from test_train import mistake
+from test_train import ROOT
 
 import sokoban
 from sokoban import BOX, DELTA, INTERIOR, TARGET, TIME_LIMIT, WALL, JumanjiEnv, SokobanEnv
 from sokoban import board_image, board_keys, board_text, draw_by, generate
 from sokoban import load_levels, observations, parse_text, read_file
 
-ROOT = Path(__file__).parents[1]
 UP, RIGHT, DOWN, LEFT = range(4)
 jumanji = pytest.mark.skipif(
     not importlib.util.find_spec('jumanji'), reason='pip install -r requirements.txt'
@@ -98,70 +95,62 @@ def test_malformed_levels(tmp_path):
 def test_a_folder_of_levels(tmp_path):
     """What is there later comes before what was there first: the tree, text files, the array."""
     fetches, levels = '`python sokoban.py .*--download=True', generate(30, 3, 1)[0]
-    made = generate(9, 2, 5)[0], '9 generated levels, boxes: 2, moves: at most 120, seed: 5'
-    assert str(load_levels('', 'generated', made=(9, 2, 5, 120))) == str(made)
     refuses(f'nowhere: no such folder: {fetches}', load_levels, f'{tmp_path}/nowhere', 'hard')
     refuses(f'no hard.pack17.npy, no .*: {fetches}', load_levels, str(tmp_path), 'hard')
     for name in ('', '../unfiltered-test', 'none.txt/'):
         refuses('split = .*: no such file', load_levels, str(tmp_path), name)
-    name = 'unfiltered-test'
     (tmp_path / 'unfiltered' / 'test').mkdir(parents=True)
-    for path, n in (('unfiltered/test/000.txt', 3), ('unfiltered_test_000.txt', 7), ('p', 30)):
-        if n < 30:
-            (tmp_path / path).write_text(numbered(texts(levels[:n])), newline='\r\n')
-        else:
-            np.save(tmp_path / f'{name}.pack17.npy', levels)
-        got, line = load_levels(str(tmp_path), name)
+    for path, n in (('unfiltered/test/000.txt', 3), ('unfiltered_test_000.txt', 7)):
+        (tmp_path / path).write_text(numbered(texts(levels[:n])), newline='\r\n')
+        got, line = load_levels(str(tmp_path), 'unfiltered-test')
         assert np.array_equal(got, levels[:n])
-        assert line == f'{n} levels of {name} from 1 file in {tmp_path}'
-    (tmp_path / 'hard_1.txt').write_text(numbered(texts(levels[:2])))
-    (tmp_path / 'hard_2.txt').write_text(numbered(texts(levels[2:4])))
-    got, line = load_levels(str(tmp_path), 'hard', most=3)
-    assert np.array_equal(got, levels[:3]) and 'the first 3 of 4 levels of hard from 2 f' in line
+        assert line == f'{n} levels of unfiltered-test from 1 file in {tmp_path}'
+    (tmp_path / 'unfiltered_test_001.txt').write_text(numbered(texts(levels[7:9])))
+    got, line = load_levels(str(tmp_path), 'unfiltered-test', most=8)
+    assert np.array_equal(got, levels[:8]) and line.startswith('the first 8 of 9 levels of unf')
+    np.save(tmp_path / 'unfiltered-test.pack17.npy', levels)
+    assert np.array_equal(load_levels(str(tmp_path), 'unfiltered-test')[0], levels)
 
 
 def test_download(tmp_path, monkeypatch):
-    hub = pytest.importorskip('huggingface_hub')
-    levels, folder, content = generate(60, 4, 9)[0], str(tmp_path / 'levels'), None
+    """All splits are of one commit; the Hub's files have either channel first."""
+    hub, content = pytest.importorskip('huggingface_hub'), {}
+    levels, folder = generate(60, 4, 9)[0], str(tmp_path / 'levels')
     grids = np.ascontiguousarray(observations(levels)[..., ::-1])  # the Hub's: fixed, variable
+    content |= {'unfiltered-valid': grids, 'medium-valid': grids[..., ::-1]}
+    content['hard'] = grids.astype(np.int16)
+    content['hard'][7, 4, 4, 1] = -2
 
     def fake(repo_id, filename, revision):
         assert (repo_id, revision) == (sokoban.HUB, 'c0ffee')
-        if content is None:
-            raise RuntimeError('no network\nat all')
-        np.save(tmp_path / filename, content)
+        np.save(tmp_path / filename, content[filename.removesuffix('.npy')])
         return str(tmp_path / filename)
 
     found = types.SimpleNamespace(sha='c0ffee')
     monkeypatch.setattr(hub, 'repo_info', lambda repo_id, revision, repo_type: found)
     monkeypatch.setattr(hub, 'hf_hub_download', fake)
-    refuses('^cannot download hard.npy of .*no network:', load_levels, folder, 'hard', True)
-    monkeypatch.delattr(hub, 'repo_info')  # all splits are of the first one's commit
-    for split, some in (('unfiltered-valid', grids), ('medium-valid', grids[..., ::-1])):
-        content = some
+    refuses('^cannot download medium-train.npy', load_levels, folder, 'medium-train', True)
+    monkeypatch.delattr(hub, 'repo_info')
+    for split in ('unfiltered-valid', 'medium-valid'):
         for where in (f' downloaded from {sokoban.HUB}', ''):  # the second time it is there
             got, line = load_levels(folder, split, True)
             assert np.array_equal(got, levels)
             assert line == f'60 levels of {split} from 1 file in {folder}{where}'
-    broken = grids.astype(np.int16)
-    broken[7, 4, 4, 1] = -2
-    for some, what in ((grids[:, :9], 'expected integers'), (broken, 'level 7 has a character')):
-        content = some
-        refuses(f'hard.npy: {what}', load_levels, folder, 'hard', True)
+    refuses('hard.npy: level 7 has a character', load_levels, folder, 'hard', True)
     assert not sokoban.split_files(folder, 'hard')
 
 
 # ----------------------------------------------------------------------------- the generator
 
 
-@pytest.mark.parametrize('boxes', [1, 2, 3, 4])
+@pytest.mark.parametrize('boxes', [1, 4])
 def test_generated_levels_are_solved_by_their_solutions(boxes):
     """Replayed forwards: solved by the solution's last action, and not before."""
     levels, solutions = generate(400, boxes, seed=11)
     env, solved_at = all_of(levels), torch.zeros(400)
     _, target, box = masks(env)
-    assert (target.sum(1) == boxes).all() and (box.sum(1) == boxes).all()
-    assert not (box & target).any() and not target.gather(1, env.agent[:, None]).any()
+    assert (target.sum(1) == boxes).all() and not (box & target).any()
+    assert not target.gather(1, env.agent[:, None]).any()
     assert all(3 * boxes <= len(actions) <= TIME_LIMIT for actions in solutions)
     for t in range(max(map(len, solutions))):
         action = torch.tensor([int(actions[t]) if t < len(actions) else 0 for actions in solutions])
@@ -189,7 +178,7 @@ def test_generate_is_seeded_and_leaves_others_out():
     assert not np.array_equal(generate(10, 1, 6, 6)[0], levels[:10])
     others, theirs = generate(40, 1, 5, 6, without=levels[5:25])
     assert np.array_equal(others, np.concatenate([levels[:5], levels[25:60]]))
-    assert [a.tolist() for a in theirs] == [a.tolist() for a in solutions[:5] + solutions[25:]]
+    assert list(map(list, theirs)) == list(map(list, solutions[:5] + solutions[25:]))
     for bad in ({'boxes': 0}, {'boxes': 5}, {'n': 0}, {'seed': -1}, {'max_moves': 5}):
         refuses('n_boxes = .*max_moves = ', generate, **{'n': 1, **bad})
 
@@ -236,14 +225,13 @@ def test_chance_is_uniform_and_depends_on_everything():
 def test_parity_with_jumanji(request):
     """Both play the same levels with the same actions: every reward, grid, end, step count and next
     level, over 20,000 steps (--long: 128,000)."""
-    long = request.config.getoption('--long')
-    N, steps, least, n = (512, 250, 100, 2000) if long else (160, 130, 10, 300)
+    N, steps, n = (512, 250, 2000) if request.config.getoption('--long') else (160, 130, 300)
     levels, solutions = generate(n, 4, 5, max_moves=40)
     table = np.zeros((len(levels), TIME_LIMIT), np.int64)
     for row, actions in zip(table, solutions, strict=True):
         row[: len(actions)] = actions
     theirs, ours = JumanjiEnv(levels, N, seed=1), SokobanEnv(levels, N, seed=1)
-    rng, met = np.random.default_rng(0), collections.Counter()
+    rng, met = np.random.default_rng(0), torch.zeros(5)
     skill = np.array([0, 1, 0.5, 0.9])[np.arange(N) % 4]  # how often a board follows its solution
     for _ in range(steps):
         solving = table[ours.level.numpy(), ours.steps.numpy()]
@@ -255,12 +243,10 @@ def test_parity_with_jumanji(request):
         assert torch.equal(ours.observe(), theirs.observe())
         assert all(torch.equal(x, theirs.state_dict()[k]) for k, x in ours.state_dict().items())
         moved = (seen[..., 0] != ours.observe()[..., 0]).flatten(1).sum(1)
-        met['blocked'] += int((moved == 0).sum())
-        met['pushed'] += int((moved == 3).sum())
-        met['solved'] += int(solved.sum())
-        met['late'] += int((done & ~solved).sum())
-        met['off'] += int((reward < -0.5).sum())
-    assert min(met.values()) >= least, met
+        # blocked, pushed, solved, late, off a target
+        kinds = moved == 0, moved == 3, solved, done & ~solved, reward < -0.5
+        met += torch.stack(kinds).sum(1)
+    assert met.min() >= 10, met
     assert ours.level.unique().numel() > N // 4  # resets draw from all levels
 
 
@@ -303,17 +289,16 @@ def test_without_gymnasium_there_is_the_plain_environment():
 
 def test_a_widely_used_ppo_learns_on_it():
     """A few updates of Stable-Baselines3's."""
-    sb3, gymnasium = pytest.importorskip('stable_baselines3'), pytest.importorskip('gymnasium')
-    env = gymnasium.make('sokoban:ParallelExperts/Sokoban-v0', n_levels=40, n_boxes=1)
+    sb3 = pytest.importorskip('stable_baselines3')
+    few = {'n_levels': 40, 'n_boxes': 1}
+    env = pytest.importorskip('gymnasium').make('sokoban:ParallelExperts/Sokoban-v0', **few)
     ppo = sb3.PPO('MlpPolicy', env, n_steps=64, batch_size=32, device='cpu', seed=0)
-    before = [p.detach().clone() for p in ppo.policy.parameters()]
-    ppo.learn(192)
-    after = list(ppo.policy.parameters())
-    assert all(p.isfinite().all() for p in after)
-    assert any((a != b).any() for a, b in zip(after, before, strict=True))
+    before = torch.nn.utils.parameters_to_vector(ppo.policy.parameters()).detach()
+    after = torch.nn.utils.parameters_to_vector(ppo.learn(192).policy.parameters())
+    assert after.isfinite().all() and (after != before).any()
 
 
-# ----------------------------------------------------------------------------- pictures, commands
+# ----------------------------------------------------------------------------- pictures
 
 
 def test_pictures(tmp_path):
@@ -329,19 +314,4 @@ def test_pictures(tmp_path):
     with image.open(tmp_path / 'a.gif') as gif:
         gif.seek(gif.n_frames - 1)
         last = np.array(gif.convert('RGB')).astype(int)
-    assert gif.size == (240, 240) and abs(last - board_image(frames[-1])).mean() < 2
-
-
-def test_command_line(tmp_path, capfd, monkeypatch):
-    argv = ['sokoban.py', '--split=generated', '--n_levels=20', f'--levels_dir={tmp_path}/x']
-    picture = f'--picture={tmp_path}/p.png'
-    monkeypatch.setattr(sys, 'argv', [*argv, '--n_boxes=2', '--show=5', picture])
-    sokoban.main()
-    source, *blocks = capfd.readouterr().out.split('\n\n')
-    assert source == '20 generated levels, boxes: 2, moves: at most 120, seed: 1337'
-    shown = parse_text('\n\n'.join(blocks), 'stdout')
-    assert np.array_equal(shown, generate(20, 2, 1337)[0][:5])
-    with pytest.importorskip('PIL.Image').open(tmp_path / 'p.png') as png:
-        assert png.size == (3 * 248, 2 * 248)
-    for argument, what in (('split=hard', 'no such folder'), ('n_boxes=7', 'n_boxes = 7')):
-        assert what in mistake(capfd, sokoban, [*argv[1:], f'--{argument}'])
+    assert abs(last - board_image(frames[-1])).mean() < 2

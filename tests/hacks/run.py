@@ -7,10 +7,13 @@ import functools
 import sys
 
 import torch
+from reference import assert_close, make, tokens
 
 import kernels
 import sample
 import unroll
+from convlstm import AgentConfig, build_agent
+from model import GPT, RecurrentGPT
 
 
 def trained(model, loss_of, path, updates=3):
@@ -27,20 +30,13 @@ def trained(model, loss_of, path, updates=3):
     return losses, grads
 
 
-def same(found, expected, what, rtol=1e-8):
-    for a, b in zip(found[0], expected[0], strict=True):
-        assert abs(a - b) <= rtol * abs(b), (what, a, b)
-    assert found[1].keys() == expected[1].keys()
-    for name, b in expected[1].items():
-        error, size = (found[1][name] - b).norm(), b.norm()
-        assert error <= rtol * size + 1e-12, (what, name, error.item(), size.item())
+def same(found, expected, what):
+    torch.testing.assert_close(
+        found, expected, rtol=1e-8, atol=1e-9, msg=lambda text: f'{what}: {text}'
+    )
 
 
 def models(settings):
-    from reference import make, tokens
-
-    from model import GPT, RecurrentGPT
-
     def loss_of(model, i):
         nonlocal state
         loss, state = model(tokens(2, 7, seed=i), tokens(2, 7, seed=i + 10), state if i else None)
@@ -72,13 +68,10 @@ def decode(model, x):
         decoder = sample.Decoder(model, 2, compile=compile)
         for t in range(x.size(1)):
             decoder.step(x[:, t])
-            error = (decoder.logits - expected[:, t]).norm()
-            assert error <= 1e-9 * expected[:, t].norm(), f'decoder, token {t}'
+            assert_close(decoder.logits, expected[:, t], what=f'decoder, token {t}')
 
 
 def agents(settings):
-    from convlstm import AgentConfig, build_agent
-
     for arch, residual in (('convlstm', 'expert'), ('convglu', 'expert'), ('convglu', 'shared')):
         sizes = {'arch': arch, 'residual': residual, 'n_layer': 2, 'n_expert': 3, 'n_embd': 8}
         found = {}
@@ -103,7 +96,7 @@ if __name__ == '__main__':
     if not options:  # Inductor's C++ compiler takes minutes; what it is given is the same
         compile = torch.compile
         torch.compile = lambda f, **more: compile(f, **more | {'backend': 'aot_eager'})
-        once = functools.cache(lambda f: torch.compile(f, dynamic=False))
+        once = functools.cache(lambda f: torch.compile(f, fullgraph=True, dynamic=False))
         for module in (kernels, unroll, sample):
             module.compiled = once
     {'model': models, 'agents': agents}[what](ast.literal_eval(settings))
