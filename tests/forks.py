@@ -51,7 +51,6 @@ class Popen(REAL):
     def _execute_child(self, *given):
         p = dict(zip(PARAMETERS, given, strict=True))
         program, *argv = map(str, p['args'])
-        argv = argv[1:] if argv[0] == '-u' else argv  # torchrun's ranks
         order = {'argv': argv, 'cwd': os.path.abspath(p['cwd'] or '.'), 'kept': [*p['pass_fds']]}
         order['env'] = dict(os.environ if p['env'] is None else p['env'])
         order['session'] = p['start_new_session']
@@ -118,17 +117,13 @@ def spread(world):
 
 
 class Guarded(multiprocessing.context.ForkProcess):
+    """For bench.py: processes that fork in place of new ones."""
+
     def start(self):
         """Ctrl-C waits for its end: Python drops what is raised in a fork's hooks."""
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         super().start()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-
-
-class Forking(multiprocessing.context.ForkContext):
-    """For bench.py: processes that fork in place of new ones."""
-
-    Process = Guarded
 
 
 def become(order, files):
@@ -158,8 +153,7 @@ def become(order, files):
 
 def run_python(order):
     subprocess.Popen, Popen.by_server = Popen, False
-    contexts = multiprocessing.get_context
-    multiprocessing.get_context = lambda m=None: Forking() if m == 'spawn' else contexts(m)
+    multiprocessing.context.SpawnContext.Process = Guarded
     os.environ.clear()
     os.environ.update(order['env'])
     os.chdir(order['cwd'])

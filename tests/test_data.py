@@ -75,18 +75,12 @@ def test_shard_layout_by_hand(tmp_path):
     data = path.read_bytes()
     assert data[:12] == b''.join(n.to_bytes(4, 'little') for n in (20240520, 1, 3))
     assert data[12:1024] == bytes(1012) and data[1024:] == bytes([0x50, 0xC4, 1, 0, 2, 1])
-    for bad in ([], [65536], [-1]):
-        refuses(r's\.bin: a shard holds', df.write_shard, path, bad)
-    deep = np.arange((1 << 22) + 10) // ((1 << 22) + 7) * 300
+    refuses(r's\.bin: a shard holds', df.write_shard, path, [65536])
+    deep = np.arange((1 << 22) + 10) // ((1 << 22) + 7) * 300  # test_fuzz.py: damaged ones
     df.write_shard(path, deep)
-    for content, message in (
-        (path.read_bytes(), f'token 300 at position {len(deep) - 3} is outside'),
-        (b'x' + data[1:], 'not a token shard'),
-        (data[:-1], '3 tokens by its header, 2.5 in the file'),
-    ):
-        path.write_bytes(content)
-        refuses(f's.bin: .*{message}', df.Loader, [path], 1, 1, 300, True)
-        refuses(f's.bin: .*{message}', df.load_val, [path], len(deep) - 1, 1, 300)
+    message = f's.bin: token 300 at position {len(deep) - 3} is outside'
+    refuses(message, df.Loader, [path], 1, 1, 300, True)
+    refuses(message, df.load_val, [path], len(deep) - 1, 1, 300)
 
 
 # ---- preparing data ----
@@ -106,14 +100,6 @@ def test_shards_hold_the_stream_whatever_was_killed_before(tmp_path, monkeypatch
         assert (prepare(folder, documents) == want).all()
         assert df.read_meta(folder)['shards'] == [50] + [97] * 95 + [69]
         assert len(os.listdir(folder)) == 98
-
-
-def test_a_tiny_rest_is_left_out_and_too_little_is_refused(tmp_path):
-    for size, left_out in ((254, 50), (256, 0)):
-        documents = ['x' * size] * 20
-        tokens = prepare(tmp_path / str(size), documents, shard_tokens=1000)
-        assert len(tokens) + left_out == 20 * (size + 1)
-    refuses('too little to train', prepare, tmp_path / 'val', documents, val_tokens=5100)
 
 
 def test_a_few_documents_validate_all_over(tmp_path):
@@ -148,19 +134,6 @@ def test_all_suffixes_give_the_same_documents(tmp_path):
     for names in ('a.jsonl', 'b.jsonl.gz', 'c.jsonl.xz', 'd.parquet', 'e*.txt', several):
         tokens = prepare(tmp_path / f'from {names[:2]}', text=f'{tmp_path}/{names}')
         assert (tokens == stream_of(documents)).all(), names
-
-
-@pytest.mark.parametrize('name, count', [('bytes', 10_761_435), ('gpt2', 2_074_301)])
-def test_demo_shards(tmp_path, name, count):
-    with lzma.open(df.DEMO_CORPUS, 'rt', encoding='utf-8') as file:
-        rows = [json.loads(line)['text'] for line in file]
-    whole = {'shard_tokens': 10**8, 'val_tokens': 0}
-    tokens, tok = prepare(tmp_path, demo=True, tokenizer=name, **whole), df.get_tokenizer(name)
-    parts = np.split(tokens, np.flatnonzero(tokens == tok.eot))[1:]
-    found = [tok.decode_bytes(part).decode() for part in parts]
-    assert sorted(found) == sorted(rows) and found[0] != rows[0]
-    assert len(rows) == 233 and len(tokens) == count
-    assert 0.04 < df.read_meta(tmp_path)['shards'][0] / count < 0.06
 
 
 def test_other_tokenizer_or_source_is_refused(tmp_path):
@@ -257,20 +230,6 @@ def test_loader_against_brute_force(tmp_path, carries, sizes, B, T, world, seed)
         other.load_state_dict(state)
         assert other.state_dict() == state and torch.equal(other.next()[0], x)
     assert count >= 3
-
-
-def test_loader_refusals(tmp_path):
-    paths, _ = make_shards(tmp_path, [97, 35])
-    loader, good = df.Loader(paths, 5, 6, 256, True), {'epoch': 3, 'shard': 1, 'window': 1}
-    loader.load_state_dict(good)
-    for bad in ({'shard': 2}, {'window': 4}, {'window': -1}, {'epoch': -1}):
-        refuses('is none of this data', loader.load_state_dict, {**good, **bad})
-    for carries in (True, False):
-        refuses('000002.bin: 35 tokens are too few', df.Loader, paths, 5, 7, 256, carries)
-    df.Loader(paths, 2, 17, 256, False)  # 35 = 2 * 17 + 1 is just enough
-    refuses('cannot be shared by world = 2', df.Loader, paths, 5, 6, 256, False, None, (0, 2))
-    refuses('1 fewer than val_tokens = 97 needs', df.load_val, paths[:1], 97, 1, 256)
-    refuses('val_tokens = 3 cannot be cut into val_streams = 4', df.load_val, paths, 3, 4, 256)
 
 
 @pytest.mark.parametrize('val_tokens, streams', [(63, 5), (7, 7), (160, 3)])

@@ -24,7 +24,7 @@ SCRIPTS = """bench data_fineweb figures play_sokoban probe_sokoban sample sokoba
 SCRIPTS = {f'{name}.py': importlib.import_module(name) for name in SCRIPTS.split()}
 # in a code block: up to its comment
 LINE = re.compile(r'^\s*(?:\$ )?((?:python|torchrun \S+ \S+) \w+\.py(?:[^#\n]*[^#\s])?)', re.M)
-VALUE = r"""(?:=(?:'[^']*'|"[^"]*"|[\w./*,:-]*[\w*])| [a-z]+-[a-z]+|\b)"""
+VALUE = r"""(?:=(?:'[^']*'|"[^"]*"|[\w./*,:-]*[\w*])| [a-z]+(?:-[a-z]+|(?= --))|\b)"""
 PROSE = re.compile(rf'python \w+\.py(?: (?:config/\w+\.py|--\w+{VALUE}))*')
 ELSEWHERE = {'bench.py', 'sweep.py', 'probe_sokoban.py'}  # tests of their own run these
 AGENT = 'n_envs=4 unroll=3 eval_games=4 compile=False threads=1 device=cpu dtype=float32'
@@ -119,12 +119,8 @@ def from_makefile():
 
 
 def from_docstrings():
-    found = []
-    for path in [*(ROOT / name for name in SCRIPTS), *sorted((ROOT / 'config').glob('*.py'))]:
-        for line in read_script(path)[2].splitlines():
-            is_line = LINE.match(line) and path.parent == ROOT
-            found += LINE.findall(line) if is_line else PROSE.findall(line)
-    return found
+    paths = [*(ROOT / name for name in SCRIPTS), *(ROOT / 'config').glob('*.py')]
+    return PROSE.findall('\n'.join(read_script(path)[2] for path in paths))
 
 
 def parts(command):

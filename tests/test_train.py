@@ -271,23 +271,6 @@ def test_captured_updates_use_the_same_memory(data, tmp_path, monkeypatch, setti
     assert all(captured for _, captured, _ in runs[1].graphs.values())
 
 
-LONG = {'block_size': 1025}
-CAPTURED = [  # settings, device, ranks: is the optimizer captured, and a chunk
-    ({}, 'cpu', 1, (False, False)),
-    ({}, 'cuda:0', 1, (True, True)),
-    ({}, 'cuda:1', 2, (False, False)),
-    (LONG, 'cuda:0', 1, (True, False)),
-    ({**LONG, 'recurrent': False}, 'cuda:0', 1, (True, True)),
-    (LSTM, 'cuda:0', 1, (False, False)),
-]
-
-
-@pytest.mark.parametrize('settings, device, ranks, captured', CAPTURED)
-def test_what_is_captured(settings, device, ranks, captured):
-    configured('data', 'out', **settings)
-    assert train_lm.captures(device, ranks) == captured
-
-
 @pytest.mark.parametrize('recurrent', [True, False])
 def test_ranks_and_micro_batches(data, tmp_path, recurrent):
     """1 rank x 4 micro-batches = 2 ranks x 2 = 4 x 1 = all at once."""
@@ -367,20 +350,12 @@ def test_a_non_finite_update_changes_no_weight(data, tmp_path, factor):
     assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
 
 
-def test_a_broken_weight_stops_with_the_last_good_checkpoint(data, tmp_path, monkeypatch, capsys):
+def test_a_broken_weight_stops_with_the_last_good_checkpoint(data, tmp_path, capsys):
     run(data, tmp_path, max_iters=4)
-    real = train_lm.train_update
-
-    def breaks(r, stop):
-        if r.step == 6:
-            r.model.embedding.data.fill_(math.nan)
-        return real(r, stop)
-
-    monkeypatch.setattr(train_lm, 'train_update', breaks)
-    assert run(data, tmp_path, max_iters=20, resume=True) == 1
-    assert 'error: update 7: loss nan' in capsys.readouterr().out
-    saved = load_checkpoint(tmp_path / 'ckpt_last.pt')
-    assert saved['step'] == 4 and all(p.isfinite().all() for p in saved['model'].values())
+    saved = (tmp_path / 'ckpt_last.pt').read_bytes()
+    assert run(data, tmp_path, max_iters=20, resume=True, learning_rate=1e38) == 1
+    assert 'error: update 6: loss ' in capsys.readouterr().out
+    assert (tmp_path / 'ckpt_last.pt').read_bytes() == saved
 
 
 def test_the_estimate_meets_the_stand_ins_peaks():
@@ -472,8 +447,6 @@ DAMAGES = [  # part of a checkpoint, what becomes of it, what is said
     ('model.head', lambda w: w[:5], 'size mismatch for head'),
     ('step', lambda n: None, 'step = '),
     ('optimizers', lambda o: o[:1], 'optimizers or rng does not fit'),
-    ('rng.torch', lambda x: x[:9], 'optimizers or rng does not fit'),
-    ('loader.shard', lambda x: 99, 'loader or state does not fit'),
     ('state', lambda s: [x[:1] for x in s], 'loader or state does not fit'),
     ('config', lambda c: None, 'not a checkpoint of this train_lm.py'),
 ]

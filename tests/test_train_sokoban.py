@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from test_train import ROOT, finished, launch, mistake, read_log, same
 
 import convlstm
@@ -91,26 +90,21 @@ LOSS |= {'unroll': 5, 'n_envs': 6}
 
 
 def written_out(new, old, batch, clip=math.inf):
-    """The loss by LOSS, term by term: new and old logits and values, (T, B), old values (T + 1, B)
+    """The loss by LOSS: new and old logits and values, (T, B) or one more, old values (T + 1, B)
     -> loss, policy loss, value loss, entropy; how often a ratio is clipped. Without clip A2C's."""
-    (logits, value), (T, B), clipped = new, batch['done'].shape, 0
-    policy, error, entropy = 0.0, 0.0, 0.0
-    for b in range(B):
-        advantage = 0.0
-        for t in reversed(range(T)):
-            goes_on, now = 0.0 if batch['done'][t, b] else 1.0, old[1][t, b].detach()
-            delta = batch['reward'][t, b] + goes_on * 0.9 * old[1][t + 1, b].detach() - now
-            advantage = delta + goes_on * 0.9 * 0.8 * advantage
-            action, pi = batch['action'][t, b], F.softmax(logits[t, b], -1)
-            ratio = pi[action] / F.softmax(old[0][t, b], -1)[action]
-            bound = 1 + clip if advantage > 0 else 1 - clip
-            beyond = bool(ratio > bound if advantage > 0 else ratio < bound)
-            clipped += beyond
-            gain = (bound if beyond else ratio) if clip < math.inf else torch.log(pi[action])
-            policy = policy - gain * advantage / (T * B)
-            error = error + (value[t, b] - (now + advantage)) ** 2 / (T * B)
-            entropy = entropy - (pi * torch.log(pi)).sum() / (T * B)
-    return [policy + 0.7 * error - 0.3 * entropy, policy, error, entropy], clipped
+    goes_on, T, before = 1.0 - batch['done'].float(), len(batch['done']), old[1].detach()
+    advantage = torch.zeros(T + 1, *before[0].shape)
+    for t in reversed(range(T)):
+        delta = batch['reward'][t] + goes_on[t] * 0.9 * before[t + 1] - before[t]
+        advantage[t] = delta + goes_on[t] * 0.9 * 0.8 * advantage[t + 1]
+    advantage, pi, pi_old = advantage[:T], F.softmax(new[0][:T], -1), F.softmax(old[0][:T], -1)
+    p, p_old = (x.gather(-1, batch['action'][..., None]).squeeze(-1) for x in (pi, pi_old.detach()))
+    beyond = torch.where(advantage > 0, p / p_old > 1 + clip, p / p_old < 1 - clip)
+    bound = torch.where(advantage > 0, 1 + clip, 1 - clip)
+    gain = torch.where(beyond, bound, p / p_old) if clip < math.inf else p.log()
+    policy, entropy = -(gain * advantage).mean(), -(pi * pi.log()).sum(-1).mean()
+    error = (new[1][:T] - before[:T] - advantage).square().mean()
+    return [policy + 0.7 * error - 0.3 * entropy, policy, error, entropy], int(beyond.sum())
 
 
 def move(model, size, seed=0):
@@ -190,43 +184,22 @@ def test_ppos_gradient_is_the_losses(tmp_path, monkeypatch):
 
 
 def test_what_a_gpu_compiles(tmp_path, monkeypatch):
-    """Environment and advantages, each one graph, ahead of the first update, which leaves the
-    boards as they were; bit-equal, in the same memory. ('cpu:0' stands for a GPU.)"""
-    calls, results, kept = [], [], {}
-
-    def compiled(function):
-        options = {'fullgraph': True, 'dynamic': False, 'backend': 'aot_eager'}
-        kept.setdefault(function, torch.compile(function, **options))
-        return lambda *args: calls.append(function.__name__) or kept[function](*args)
-
+    """Environment and advantages, each one graph, tried ahead of the first update, which leaves the
+    boards as they were: the same games. ('cpu:0' stands for a GPU.)"""
+    whole = {'fullgraph': True, 'dynamic': False, 'backend': 'aot_eager'}
+    traced, games = functools.cache(lambda function: torch.compile(function, **whole)), []
     monkeypatch.setattr(convlstm, 'compiled', lambda function: function)
-    monkeypatch.setattr(train_sokoban, 'compiled', compiled)
+    monkeypatch.setattr(train_sokoban, 'compiled', traced)
     for where in ('cpu', 'cpu:0'):
         run = prepare(tmp_path, reuse=False, unroll=20, n_envs=16, compile=True)
         run.device, run.model.config.path = where, 'compiled'
-        memory = [getattr(run.env, name).data_ptr() for name in run.env.STATE]
         if where == 'cpu:0':
             train_sokoban.warm_up(run)
-        results.append(torch.stack([train_sokoban.update(run, False)[1] for _ in range(6)]))
-        assert memory == [getattr(run.env, name).data_ptr() for name in run.env.STATE]
-    done, solved = results[0][:, :, 1:].sum((0, 1, 3))
-    assert torch.equal(*results) and solved > 3 and done - solved > 3
-    assert calls == 7 * [*20 * ['play_step'], 'gae']
+        games.append(torch.stack([train_sokoban.update(run, False)[1] for _ in range(6)]))
+    assert torch.equal(*games) and traced.cache_info().currsize == 2
 
 
 # ---- runs ----
-
-
-def test_log_and_checkpoint(tmp_path):
-    assert run(tmp_path, plot=True) == 0
-    log = read_log(tmp_path)
-    assert [r['step'] for r in log] == [0, 2, 4, 6, 8] and log[-1]['env_steps'] == 96
-    assert [r['step'] for r in log if 'eval_solve_rate' in r] == [0, 4, 8]
-    keys = 'episodes episodic_return return_100 return_1000 solve_rate_100 entropy grad_norm lr'
-    assert {*keys.split(), 'explained_variance'} <= log[-1].keys()
-    assert 'random_solve_rate' in log[0]
-    files = {'config.json', 'ckpt_last.pt', 'ckpt_prev.pt', 'ckpt_best.pt', 'curve.png'}
-    assert files <= set(os.listdir(tmp_path))
 
 
 def test_returns_are_blank_until_every_board_has_ended_an_episode(tmp_path):
@@ -307,29 +280,15 @@ def test_not_finite(tmp_path):
 # ---- evaluation ----
 
 
-def test_evaluation_counts_what_is_played(tmp_path):
-    """Every second level's own solution. The report shows the longest, and the first failure."""
-    levels, solutions = sokoban.generate(40, 2, 3)
-    lengths, moves = [len(s) * (i % 2) for i, s in enumerate(solutions)], np.zeros((40, 120), int)
-    for i, n in enumerate(lengths):
-        moves[i, :n] = solutions[i][:n]
-    player, played = play_sokoban.Policy('numpy:zeros'), itertools.cycle(moves.T)
-    player.function = lambda seen: next(played)
-    result = play_sokoban.play(player, levels, 'cpu')
-    assert result['solved'].tolist() == [n > 0 for n in lengths]
-    assert result['steps'].tolist() == [n or 120 for n in lengths]
-    returns = [12 - 0.1 * n for n in lengths if n]
-    assert result['return'][1::2].tolist() == pytest.approx(returns, abs=1e-3)
-    record = play_sokoban.report(player, levels, 'x', 'cpu', tmp_path, {})
-    found = [record[key] for key in ('solved_level', 'failed_level', 'solve_rate')]
-    assert found == [np.argmax(lengths), 0, 0.5]
-    assert Image.open(tmp_path / 'eval_x_solved.gif').n_frames == max(lengths) + 1
-
-
-def test_eval_only(tmp_path, capfd, monkeypatch):
+def test_a_run_and_its_evaluation(tmp_path, capfd, monkeypatch):
     """Of a file of levels, whatever the agent's settings; the run's own files stay as they are."""
-    run(tmp_path, recurrent=False, n_layer=1)
+    assert run(tmp_path, recurrent=False, n_layer=1, plot=True) == 0
+    log, keys = read_log(tmp_path), 'episodes episodic_return return_100 return_1000 solve_rate_100'
+    assert [r['step'] for r in log] == [0, 2, 4, 6, 8] and log[-1]['env_steps'] == 96
+    assert [r['step'] for r in log if 'eval_solve_rate' in r] == [0, 4, 8]
+    assert {*keys.split(), 'entropy', 'grad_norm', 'explained_variance'} <= log[-1].keys()
     files = {f: (tmp_path / f).read_bytes() for f in os.listdir(tmp_path)}
+    assert {'config.json', 'ckpt_prev.pt', 'ckpt_best.pt', 'curve.png'} <= files.keys()
     np.save(tmp_path / 'mine.npy', sokoban.generate(5, 1, 11, 6)[0])
     assert run(tmp_path, levels=tmp_path / 'mine.npy', eval_only=True) == 0
     report = json.loads((tmp_path / 'eval_mine.json').read_text())
