@@ -22,7 +22,7 @@ demo-sokoban: .venv/installed
 test: .venv/installed
 	$(BIN)/python -m pytest -q -n 2
 
-# two hours, and nothing else running: twenty kills a script, fifty times the drawn input, endless streams, the demo in both precisions, half an hour of two small runs, and what is slow and rare
+# two hours, and nothing else running: twenty kills a script, fifty times the drawn input, endless streams, half an hour of two small runs, and what is slow and rare
 test-long: .venv/installed
 	$(BIN)/python -m pytest -q --long -rP
 	$(BIN)/python tests/mutate.py

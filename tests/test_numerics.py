@@ -1,9 +1,7 @@
 """What numbers may do: an endless stream stays exact, bfloat16 follows float32, one seed gives one
-log. With --long 100,000 steps, and the README's demo whole."""
+log. With --long 100,000 steps."""
 
 import operator
-import subprocess
-import sys
 
 import pytest
 import test_train as lm
@@ -12,24 +10,17 @@ import torch
 from reference import assert_close, make, tokens
 from test_train import data  # noqa: F401  a fixture
 
-import train_lm
-from configurator import configure
 from model import GPT, RecurrentGPT
 from sample import Decoder
 
 
-@pytest.fixture
-def long(request):
-    return request.config.getoption('--long')
-
-
 @pytest.mark.parametrize('model_type', [RecurrentGPT, GPT])
-def test_an_endless_stream_has_no_position(model_type, long):
+def test_an_endless_stream_has_no_position(model_type, request):
     """After 100,000 steps (300 in short) the next logits are those of the same s, K, V and counts
     in a state that has just begun, and of the chunked forward from there: float64, 1e-9."""
     model = make(model_type, window=7, block_size=4)
     decoder, fresh = Decoder(model, 2), Decoder(model, 2)
-    for token in tokens(100_000 if long else 300, 2):
+    for token in tokens(100_000 if request.config.getoption('--long') else 300, 2):
         decoder.step(token)
     fresh.load(decoder.state())
     more = tokens(2, 12, seed=1)
@@ -40,21 +31,13 @@ def test_an_endless_stream_has_no_position(model_type, long):
             assert_close(d.logits, logits)
 
 
-def test_bfloat16_follows_float32(data, tmp_path, long):  # noqa: F811
-    """Training losses of the same run: never 0.02 nats apart in a tiny run, 0.05 in the demo."""
-    losses, demo = [], f'--data_dir={tmp_path}/speeches'
-    if long:
-        command = ['data_fineweb.py', '--demo=True', '--tokenizer=bytes', demo]
-        subprocess.run([sys.executable, *command], cwd=lm.ROOT, check=True)
+def test_bfloat16_follows_float32(data, tmp_path):  # noqa: F811
+    """Training losses of the same run, never 0.02 nats apart."""
+    losses = []
     for dtype in ('float32', 'bfloat16'):
-        out = tmp_path / dtype
-        argv = lm.arguments(data, out, max_iters=40, n_embd=64, dtype=dtype)
-        if long:
-            config = str(lm.ROOT / 'config' / 'demo.py')
-            argv = [config, demo, '--plot=False', f'--dtype={dtype}', f'--out_dir={out}']
-        assert train_lm.train(configure(vars(train_lm), argv, quiet=True)) == 0
-        losses.append(torch.tensor([r['train_loss'] for r in lm.read_log(out)[1:]]))
-    assert 0 < (losses[0] - losses[1]).abs().max() < (0.05 if long else 0.02)
+        assert lm.run(data, tmp_path / dtype, max_iters=40, n_embd=64, dtype=dtype) == 0
+        losses.append(torch.tensor([r['train_loss'] for r in lm.read_log(tmp_path / dtype)[1:]]))
+    assert 0 < (losses[0] - losses[1]).abs().max() < 0.02
 
 
 def test_one_seed_one_log(data, tmp_path):  # noqa: F811

@@ -35,7 +35,7 @@ SMALL = {  # what makes a command of a script small
     'levels_dir={folder}/levels',
     'sokoban.py': 'picture={folder}/levels.png levels_dir={folder}/levels',
     'sample.py': 'max_new_tokens=3 device=cpu',
-    'play_sokoban.py': 'picture={folder}/compare.png levels_dir={folder}/levels device=cpu',
+    'play_sokoban.py': 'levels_dir={folder}/levels device=cpu',
     'data_fineweb.py': 'tokenizer=bytes data_dir={folder}/shards{n}',
 }
 FILES = sorted(path.name for path in ROOT.glob('*.py'))
@@ -136,9 +136,8 @@ def test_they_name_what_exists():
     assert len(readme) > 20 and len(from_docstrings()) > 40
     for command in [*readme, *from_docstrings()]:
         _, script, argv = parts(command)
-        if '--compare' not in argv:  # bench.py reads its two files itself
-            argv = [os.path.join(ROOT, a) if a.startswith('config/') else a for a in argv]
-            configure(dict(vars(SCRIPTS[script])), argv, quiet=True)
+        argv = [os.path.join(ROOT, a) if a.startswith('config/') else a for a in argv]
+        configure(dict(vars(SCRIPTS[script])), argv, quiet=True)
 
 
 def make_files(folder):
