@@ -1,8 +1,6 @@
 """What numbers may do: an endless stream stays exact, bfloat16 follows float32, one seed gives one
 log. With --long 100,000 steps."""
 
-import operator
-
 import pytest
 import test_train as lm
 import test_train_sokoban as agents
@@ -47,4 +45,4 @@ def test_one_seed_one_log(data, tmp_path):  # noqa: F811
         text, agent = tmp_path / f'lm {k}', tmp_path / f'agent {k}'
         assert lm.run(data, text, seed=seed) == agents.run(agent, seed=seed) == 0
         logs.append((lm.read_log(text), lm.read_log(agent)))
-    assert logs[0] == logs[1] and all(map(operator.ne, logs[0], logs[2]))
+    assert logs[0] == logs[1] and all(a != b for a, b in zip(logs[0], logs[2], strict=True))

@@ -186,14 +186,6 @@ def test_generate_is_seeded_and_leaves_others_out():
 # ----------------------------------------------------------------------------- the environment
 
 
-def test_a_box_is_pushed_on_and_off_and_is_blocked():
-    """The rest of the rules: test_parity_with_jumanji."""
-    env, played = env_of(text('#@$. $.  #')), [RIGHT, RIGHT, RIGHT, LEFT, UP]
-    gave = [env.step(torch.tensor([action]))[0].item() for action in played]
-    assert gave == pytest.approx([0.9, -1.1, -0.1, -0.1, -0.1])
-    assert board_text(env.observe()[0]) == text('# @.$$.  #') and env.steps.tolist() == [5]
-
-
 def test_ends_of_episodes():
     """Solved: ten more, and the next level starts, after the last one the first again; or step
     120."""
@@ -248,10 +240,6 @@ def test_parity_with_jumanji(request):
         met += torch.stack(kinds).sum(1)
     assert met.min() >= 10, met
     assert ours.level.unique().numel() > N // 4  # resets draw from all levels
-
-
-def test_jumanji_has_four_boxes():
-    refuses('4 boxes', JumanjiEnv, generate(5, 3, 0)[0], 2)
 
 
 # ----------------------------------------------------------------------------- Gymnasium

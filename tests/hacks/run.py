@@ -31,9 +31,7 @@ def trained(model, loss_of, path, updates=3):
 
 
 def same(found, expected, what):
-    torch.testing.assert_close(
-        found, expected, rtol=1e-8, atol=1e-9, msg=lambda text: f'{what}: {text}'
-    )
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-9, msg=lambda x: f'{what}: {x}')
 
 
 def models(settings):
