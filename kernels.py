@@ -236,11 +236,10 @@ def made_up(weights: dict, dt: torch.dtype) -> tuple[Callable, Iterator[dict]]:
     """For trials: normal(*shape), and a level's weights with such matrices, in dt, in turn with
     copies of them, like levels: more than a GPU's cache holds, which training streams past it
     too. torch's own generators go on as if nothing were drawn."""
-    device = weights['wqkv'].device
-    random = torch.Generator(device).manual_seed(0)
+    device, random = weights['wqkv'].device, torch.Generator().manual_seed(0)
 
     def normal(*shape):
-        return torch.randn(shape, device=device, generator=random)
+        return torch.randn(shape, generator=random).to(device)
 
     sizes = {name: x.shape for name, x in weights.items() if x.dim() > 1}
     some = {name: (normal(*size) * size[-1] ** -0.5).to(dt) for name, size in sizes.items()}
