@@ -6,12 +6,11 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import forks
 import pytest
+from test_train import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 HACKS = {path.stem: path for path in sorted((ROOT / 'tests' / 'hacks').glob('?_*.patch'))}
 SETTINGS = {'a_max_aggregation': {'aggregation': 'max'}, 'g_max_convlstm': {'aggregation': 'max'}}
 plain = {}

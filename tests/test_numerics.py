@@ -1,5 +1,4 @@
-"""What numbers may do: an endless stream stays exact, bfloat16 follows float32, one seed gives one
-log. With --long 100,000 steps."""
+"""What numbers do: endless streams stay exact, bfloat16 follows float32, one seed gives one log."""
 
 import pytest
 import test_train as lm

@@ -289,8 +289,7 @@ def test_a_widely_used_ppo_learns_on_it():
 # ----------------------------------------------------------------------------- pictures
 
 
-def test_pictures(tmp_path):
-    image = pytest.importorskip('PIL.Image')
+def test_pictures():
     rows, tiles = [text('#@$.     #', '# *      #', '#$. $.   #'), text('#+$      #')], {}
     frames = [env_of(row).observe()[0].numpy() for row in rows]
     for board, row in zip(frames, rows, strict=True):
@@ -298,8 +297,3 @@ def test_pictures(tmp_path):
         for char, tile in zip(row.replace('\n', ''), parts, strict=True):
             assert tiles.setdefault(char, tile.tobytes()) == tile.tobytes()
     assert len(set(tiles.values())) == len(tiles) == 7
-    sokoban.save_gif(list(map(board_image, frames)), tmp_path / 'a.gif', ms=100)
-    with image.open(tmp_path / 'a.gif') as gif:
-        gif.seek(gif.n_frames - 1)
-        last = np.array(gif.convert('RGB')).astype(int)
-    assert abs(last - board_image(frames[-1])).mean() < 2
