@@ -99,14 +99,20 @@ def _token(qkv, b, c, cos, sin, h: constexpr):
 
 
 @triton.jit
-def _slots(q, keys, values, n, seen, top, scale, o, parts, K: constexpr):
-    """o, attended values, and parts, weights in columns that are summed at last, with slots n."""
+def _weights(q, keys, values, n, seen, top, scale, K: constexpr):
+    """Of slots n the keys, the values and the weights exp(score - top), zero where not seen."""
     col, _, real = _columns(K)
     at, some = n[:, None] * K + col[None, :], seen[:, None] & real[None, :]
-    keys, values = tl.load(keys + at, some, 0.0), tl.load(values + at, some, 0.0)
-    score = tl.dot(q, tl.trans(keys), input_precision='ieee') * (scale * LOG2E)
-    p = tl.where(seen[None, :], tl.exp2(score - top[:, None]), 0.0)
-    return tl.dot(p.to(q.dtype), values, o, input_precision='ieee'), parts + p
+    k, v = tl.load(keys + at, some, 0.0), tl.load(values + at, some, 0.0)
+    score = tl.dot(q, tl.trans(k), input_precision='ieee') * (scale * LOG2E)
+    return k, v, tl.where(seen[None, :], tl.exp2(score - top[:, None]), 0.0)
+
+
+@triton.jit
+def _slots(q, keys, values, n, seen, top, scale, o, parts, K: constexpr):
+    """o, attended values, and parts, weights in columns that are summed at last, with slots n."""
+    _, v, p = _weights(q, keys, values, n, seen, top, scale, K)
+    return tl.dot(p.to(q.dtype), v, o, input_precision='ieee'), parts + p
 
 
 # Norm of queries and key, RoPE, push into the cache and window attention of one token, in one pass
@@ -150,11 +156,7 @@ def _attention_kernel(qkv, memory, out, kept, t, W, S, scale, h: constexpr, slot
 @triton.jit
 def _probabilities(q, do, lse2, delta, keys, values, n, seen, scale, K: constexpr):
     """p, the gradient of the scores, and the keys, of slots n; zero where not seen."""
-    col, _, real = _columns(K)
-    at, mask = n[:, None] * K + col[None, :], seen[:, None] & real[None, :]
-    k, v = tl.load(keys + at, mask, 0.0), tl.load(values + at, mask, 0.0)
-    score = tl.dot(q, tl.trans(k), input_precision='ieee') * (scale * LOG2E)
-    p = tl.where(seen[None, :], tl.exp2(score - lse2[:, None]), 0.0)
+    k, v, p = _weights(q, keys, values, n, seen, lse2, scale, K)
     ds = p * (tl.dot(do, tl.trans(v), input_precision='ieee') - delta[:, None]) * scale
     return p.to(q.dtype), ds.to(q.dtype), k
 
