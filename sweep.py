@@ -28,6 +28,7 @@ import re
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from math import inf
 from pathlib import Path
@@ -55,7 +56,7 @@ tune = ''                      # 'learning_rate=0.02,0.04': a cell's best value,
 base = ''                      # config file under all runs, or the recurrent ones; '': the plan's
 base_ff = ''                   # the same under those that are not recurrent
 also = ''                      # settings of every run besides, as in 'compile=True threads=1'
-width = 1.0                    # shrinks a plan by the same rule: widths, and the budget's
+width = 1.0                    # shrinks a plan: of all widths; L and E as without
 length = 1.0                   # the same for updates or environment steps
 out_dir = 'out/sweep'          # runs go into out_dir/PLAN/NAME
 # what to do with them; nothing: list them
@@ -163,10 +164,10 @@ def scaled(d: int) -> int:
     return max(1, round(d * width))
 
 
-def budget_of(model: str, recurrent: bool, budget: str) -> float:
-    """W, in cost()'s units."""
+def budget_of(model: str, recurrent: bool, budget: str, scale: Callable = scaled) -> float:
+    """W, in cost()'s units. scale: of its widths."""
     n, d = (BLOCKS[budget], 768) if model == LM else (1, max(AGENTS[budget]))
-    return n * cost(Row(model, recurrent, budget, 1, 1, scaled(d)))[0]
+    return n * cost(Row(model, recurrent, budget, 1, 1, scale(d)))[0]
 
 
 def over_budget(row: Row) -> float:
@@ -187,13 +188,14 @@ def cells_of(name: str) -> list[Row]:
         return [row._replace(more=((setting, value),)) for row in rows for value in values]
     rows = []
     for model, budget, recurrent in ((*f.split(), r) for f in FIGURES[name] for r in (True, False)):
-        W = budget_of(model, recurrent, budget)
+        W = budget_of(model, recurrent, budget, int)  # a shrunk plan keeps its allocations
         for L in (1, 2, 4, 8, 16, 32)[: 6 if name == 'lm-medium' else 5]:
             for d in (1536, 768, 384) if model == LM else reversed(AGENTS[budget]):
-                one = Row(model, recurrent, budget, 1, 1, scaled(d))
+                one = Row(model, recurrent, budget, 1, 1, d)
                 # Python rounds a half to even: exactly half an expert is none
                 E, dear = round(W / (L * cost(one)[0])), DEAR * W if model == LM else inf
-                rows += [one._replace(L=L, E=E)] if 0 < L * E * cost(one)[0] <= dear else []
+                its = one._replace(L=L, E=E, d=scaled(d))
+                rows += [its] if 0 < L * E * cost(one)[0] <= dear else []
     return list(dict.fromkeys(rows))  # two widths may shrink to one
 
 

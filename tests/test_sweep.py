@@ -74,13 +74,13 @@ def fake(rows, value=lambda row: 1.0):
         (folder_of(row) / 'log.jsonl').write_text(''.join(lines))
 
 
-def test_convlstm_plans_are_the_papers_84_rows():
-    names, ours = ('variant', 'budget', 'L', 'E', 'd'), []
+def test_convlstm_plans_are_the_papers_84_rows_at_any_width():
+    ours, half = [], ('--only=model=convlstm', '--seeds=1', '--width=0.5')
     for budget in ('small', 'medium', 'large'):
-        rows = sized(f'--plan=sokoban-{budget}', '--only=model=convlstm', '--seeds=1')
-        ours += [tuple(str(getattr(r, name)) for name in names) for r in rows]
+        rows = sized(f'--plan=sokoban-{budget}', *half)
+        ours += [(r.variant, r.budget, *map(str, (r.L, r.E, 2 * r.d))) for r in rows]
     with open(PAPER / 'sokoban_returns.csv') as file:
-        paper = [tuple(r[name] for name in names) for r in csv.DictReader(file)]
+        paper = [tuple(line[:5]) for line in csv.reader(file)][1:]
     assert len(ours) == 84 and sorted(paper) == sorted(ours)
     glu = sized('--plan=sokoban-small', '--seeds=1', '--only=model=convglu variant=feedforward')
     some = [(2, 2, 64), (2, 8, 32), (4, 1, 64), (4, 4, 32), (8, 2, 32), (16, 1, 32)]
