@@ -148,7 +148,7 @@ def without(row: Row, name: str) -> Row:
 def at_best(runs: list, name: str) -> list:
     """The runs of the cells that are best among those which differ in the setting `name` alone."""
     keep = [best(part) for part in groups(cells(runs), partial(without, name=name)).values()]
-    return [(row, log) for row, log in runs if row.cell in keep]
+    return [(row, log) for cell in keep for row, log in runs if row.cell == cell]
 
 
 def saturation(points: dict) -> dict:
