@@ -46,7 +46,8 @@ def _begin(pdl: constexpr):
 
 # ---- attention ----
 
-Slots = namedtuple('Slots', 'N pdl')  # N at a time
+# kernels.Heads; C, M and the slots at a time, N: a kernel sees fields alone
+Sizes = namedtuple('Sizes', (*Heads._fields, 'C', 'M', 'N', 'pdl'))
 
 
 @triton.jit
@@ -121,11 +122,11 @@ def _slots(q, keys, values, n, seen, top, scale, o, parts, K: constexpr):
 # never leaves the registers: its store needs no barrier, and its score is what the softmax
 # subtracts (scores of normalised vectors lie within +-sqrt(K), so fp32 needs no running maximum).
 @triton.jit(do_not_specialize=['t'])
-def _attention_kernel(qkv, memory, out, kept, t, W, S, scale, h: constexpr, slots: constexpr):
-    _begin(slots.pdl)
+def _attention_kernel(qkv, memory, out, kept, t, W, S, scale, h: constexpr):
+    _begin(h.pdl)
     kbuf, vbuf, kn, count, cos, sin = memory
     rq, rk, q_rot, lse = kept
-    N: constexpr = slots.N
+    N: constexpr = h.N
     M: constexpr = h.M
     K: constexpr = h.K
     c, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -179,14 +180,12 @@ def _before_norm(g, x, r, cos, sin, K: constexpr):
 # own group of F (which the group's other tokens need at once) are added here; for the others p and
 # ds are kept (M * S numbers a token, not 2 * S * K), to be added by one product a group.
 @triton.jit(do_not_specialize=['t', 'g0'])
-def _attention_backward_kernel(
-    datt, kept, memory, sums, dqkv, t, g0, W, S, F, scale, h: constexpr, slots: constexpr
-):
-    _begin(slots.pdl)
+def _attention_backward_kernel(datt, kept, memory, sums, dqkv, t, g0, W, S, F, scale, h: constexpr):
+    _begin(h.pdl)
     att, q_rot, rq, rk, lse = kept
     kbuf, vbuf, count, cos, sin = memory
     dk, dv, P, DS, DO = sums
-    N: constexpr = slots.N
+    N: constexpr = h.N
     C: constexpr = h.C
     M: constexpr = h.M
     K: constexpr = h.K
@@ -245,13 +244,12 @@ def _attention_backward_kernel(
     tl.store(dqkv + (C * M + C + c) * K + col, dv_own, real)
 
 
-def _launch(kernel, h: Heads, B: int, W: int, how: frozenset) -> Callable:
+def _launch(kernel, h: Heads, B: int, W: int, how: frozenset = NONE) -> Callable:
     """An attention kernel for these sizes: a program a cache head and stream."""
-    stages = 3 if B * h.C > 132 else 4
-    slots = Slots(min(64, padded(W)), 'pdl' in how)
-    pdl = {'launch_pdl': True} if 'pdl' in how else {}
-    sizes = {'num_warps': 4, 'num_stages': 2 if W <= 128 else stages, **pdl}
-    return functools.partial(kernel[h.C, B], scale=1 / math.sqrt(h.K), h=h, slots=slots, **sizes)
+    stages = 2 if W <= 128 else 3 if B * h.C > 132 else 4
+    sizes = Sizes(*h, h.C, h.M, min(64, padded(W)), 'pdl' in how)
+    options = {'num_warps': 4, 'num_stages': stages} | ({'launch_pdl': True} if sizes.pdl else {})
+    return functools.partial(kernel[h.C, B], scale=1 / math.sqrt(h.K), h=sizes, **options)
 
 
 def window_attention(
@@ -310,14 +308,14 @@ def _factor(ss, rows, real, D: constexpr, P: constexpr):
 def _expert_kernel(x, w, beside, out, ss, f, r, sums, ready, B, strides, c: constexpr):
     _begin(c.pdl)
     w_e, w_n, w_k, beside_e = strides
-    e, first = tl.program_id(2).to(tl.int64) // c.S, tl.program_id(1) == 0
-    part = tl.program_id(2) % c.S
+    e, part = tl.program_id(2).to(tl.int64) // c.S, tl.program_id(2) % c.S
     # tiles of rows run beside each other, to share a tile of weights in L2
     rows = tl.program_id(0) * c.BM + tl.arange(0, c.BM)
     cols = tl.program_id(1) * c.BN + tl.arange(0, c.BN)
+    own = rows < tl.where(tl.program_id(1) == 0, B, 0)  # the first tile of columns keeps the norm
     if c.before == 'norm':
         factor = _factor(ss, e * B + rows, rows < B, c.K, c.P)
-        tl.store(r + e * B + rows, factor, (rows < B) & first)
+        tl.store(r + e * B + rows, factor, own)
     acc = tl.full((c.BM, c.BN), 0.0, F32)
     for start in range(part * (c.K // c.S), (part + 1) * (c.K // c.S), c.BK):
         k = start + tl.arange(0, c.BK)
@@ -325,7 +323,7 @@ def _expert_kernel(x, w, beside, out, ss, f, r, sums, ready, B, strides, c: cons
         a = tl.load(x + e * B * c.K + at, mask, 0.0)
         if c.before == 'norm':
             a = (a * factor[:, None]).to(w.dtype.element_ty)
-            tl.store(f + e * B * c.K + at, a, mask & first)
+            tl.store(f + e * B * c.K + at, a, mask & own[:, None])
         weights = w + e * w_e + cols[None, :] * w_n + k[:, None] * w_k
         b = tl.load(weights, (k < c.K)[:, None] & (cols < c.N)[None, :], 0.0)
         acc = tl.dot(a, b, acc, input_precision='ieee')
@@ -415,7 +413,7 @@ def _norm_sum_kernel(x, ss, coef, s, h, r, B, coef_e, coef_b, c: constexpr):
     at, mask = (e * B + b)[:, None] * c.D + d[None, :], (e < c.E)[:, None] & (d < c.D)[None, :]
     factor = _factor(ss, e * B + b, e < c.E, c.D, c.P)
     hat = tl.load(x + at, mask, 0.0) * factor[:, None]
-    tl.store(r + e * B + b, factor, (e < c.E) & (tl.program_id(1) == 0))
+    tl.store(r + e * B + b, factor, e < tl.where(tl.program_id(1) == 0, c.E, 0))
     tl.store(h + at, hat, mask)
     if s is not None:
         weight = tl.load(coef + e * coef_e + b * coef_b, e < c.E, 0.0)
@@ -505,8 +503,9 @@ def leave_of(name: str, E: int, like: Tensor, how: frozenset = NONE) -> Callable
 # read from memory (place: its slot, not yet modulo W, and each stream's entries). Slots are read as
 # they lie; order does not matter, age alone decides which are seen.
 @triton.jit
-def _ring_kernel(qkv, ring, place, rope, out, W, scale, h: constexpr, N: constexpr):
+def _ring_kernel(qkv, ring, place, rope, out, W, scale, h: constexpr):
     keys, values = ring
+    N: constexpr = h.N
     M: constexpr = h.M
     K: constexpr = h.K
     c, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -534,11 +533,8 @@ def _ring_kernel(qkv, ring, place, rope, out, W, scale, h: constexpr, N: constex
 def ring_attention(qkv: Tensor, ring: tuple, place: Tensor, rope: Tensor, h: Heads) -> Tensor:
     """A token's key and value into ring, keys and values (B*C, W, K), and its attended values (E,
     B, G*R*K). qkv (B, (C*M + 2*C)*K); place (1 + B,) int64; rope (W + 1, 2, K)."""
-    B, W, N = len(qkv), ring[0].size(1), min(64, padded(ring[0].size(1)))
-    out = qkv.new_empty(h.E, B, h.G * h.R * h.K)
-    stages = 2 if W <= 128 else 3 if B * h.C > 132 else 4
-    sizes = W, 1 / math.sqrt(h.K), h, N
-    _ring_kernel[h.C, B](qkv, ring, place, rope, out, *sizes, num_warps=4, num_stages=stages)
+    B, W, out = len(qkv), ring[0].size(1), qkv.new_empty(h.E, len(qkv), h.G * h.R * h.K)
+    _launch(_ring_kernel, h, B, W)(qkv, ring, place, rope, out, W)
     return out
 
 
