@@ -390,10 +390,10 @@ class Loader:
     a rank gets an equal part of each batch, so the position is the same on all. `seed` draws the
     order of an epoch's shards and where each, a ring, is begun; None: as they lie.
 
-    carries, for models with a state: a shard of S tokens is B contiguous streams of S // B; row b
-    of window w is tokens w*T .. w*T + T (inclusive) of stream b; reset at its first window.
-    Otherwise row r of a shard is tokens r*T .. r*T + T (inclusive), no document mask; a batch is B
-    consecutive rows, fewer at a shard's end are dropped; always reset."""
+    A shard of S tokens is B contiguous streams of S // B; row b of window w is tokens w*T .. w*T +
+    T (inclusive) of stream b, no document mask. carries, for models with a state: it is reset at a
+    shard's first window; otherwise always. So a batch comes from all over a shard for both
+    kinds: rows side by side would be a piece of one text."""
 
     def __init__(self, paths: list, B: int, T: int, V: int, carries: bool, seed=None, share=(0, 1)):
         (rank, world), rows = share, f'B = {B} rows of T = {T} tokens'
@@ -403,24 +403,20 @@ class Loader:
         self.rows = np.arange(rank * B // world, (rank + 1) * B // world)
         for path in paths:
             tokens = read_shard(path, V)
-            if self.layout(len(tokens))[0] < 1:
+            if self.windows_of(tokens) < 1:
                 raise DataError(f'{path}: {len(tokens)} tokens are too few for {rows}')
             self.shards.append(tokens)
         self.begin(0, 0)
 
-    def layout(self, S: int) -> tuple[int, int, int]:
-        """-> windows (batches) of a shard of S tokens, the tokens from a row's begin to the next
-        row's, and to its own in the next window."""
-        if self.carries:
-            return (S // self.B - 1) // self.T, S // self.B, self.T
-        return (S - 1) // self.T // self.B, self.T, self.B * self.T
+    def windows_of(self, tokens: np.ndarray) -> int:
+        return (len(tokens) // self.B - 1) // self.T
 
     def begin(self, epoch: int, shard: int) -> None:
         """The shard after `shard` others of the epoch, which is the last batch's one at its end."""
         self.epoch, self.shard, self.window = epoch, shard, 0
         which, self.first = self.place(epoch, shard)
         self.tokens = self.shards[which]
-        self.windows, self.row, self.stride = self.layout(len(self.tokens))
+        self.windows = self.windows_of(self.tokens)
 
     def next(self) -> tuple[torch.Tensor, torch.Tensor, bool]:
         """-> x, y (B // world, T) int64 tensors, y one token later than x, and reset: whether every
@@ -428,7 +424,7 @@ class Loader:
         if self.window == self.windows:
             more, shard = divmod(self.shard + 1, len(self.shards))
             self.begin(self.epoch + more, shard)
-        starts = self.first + self.rows * self.row + self.window * self.stride
+        starts = self.first + self.rows * (len(self.tokens) // self.B) + self.window * self.T
         index = (starts[:, None] + np.arange(self.T + 1)) % len(self.tokens)  # (B // world, T + 1)
         tokens = torch.from_numpy(self.tokens[index].astype(np.int64))
         reset = self.window == 0 or not self.carries

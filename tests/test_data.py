@@ -199,14 +199,10 @@ def brute_force(loader, shards, B, T, epochs):
         for shard, first in places:
             data = shards[shard][first:] + shards[shard][:first]
             n = len(data) // B
-            if loader.carries:
-                streams = [data[b * n : (b + 1) * n] for b in range(B)]
-                for w in range((n - 1) // T):
-                    yield [stream[w * T : (w + 1) * T + 1] for stream in streams], w == 0, epoch
-                continue
-            rows = [data[i : i + T + 1] for i in range(0, len(data) - T, T)]
-            for i in range(0, len(rows) - B + 1, B):
-                yield rows[i : i + B], True, epoch
+            streams = [data[b * n : (b + 1) * n] for b in range(B)]
+            for w in range((n - 1) // T):
+                reset = w == 0 or not loader.carries
+                yield [stream[w * T : (w + 1) * T + 1] for stream in streams], reset, epoch
 
 
 @pytest.mark.parametrize('carries', [True, False])
