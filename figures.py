@@ -6,8 +6,8 @@ as a script, one self-contained page of a run or of a sweep:
 $ python figures.py --report=out/demo                     # writes out/demo/report.html
 
 The value of a language model's run is its last validation loss (nats a token), less is better; that
-of a Sokoban run the mean of its final five logged episodic returns, more is better (design section
-5). Bars are one standard deviation over seeds, or one standard error where the figure says so.
+of a Sokoban run the mean of its final five logged episodic returns, more is better. Bars are one
+standard deviation over seeds, or one standard error where the figure says so.
 Colours are Okabe and Ito's, which colour-blind readers can tell apart; lines differ in markers too.
 """
 
@@ -47,7 +47,7 @@ NAMES = {'transformer': 'Transformer', 'convlstm': 'ConvLSTM', 'convglu': 'ConvG
 NUMBERS = 'seconds tokens env_steps val_loss episodic_return return_1000'.split()  # read of a log
 SIZES = {'L': 'levels L', 'E': 'experts E a level'}
 SETTINGS = {'radius': 'radius r: preceding experts that each one hears'}
-STANDARD_ERROR = '\nbars: one standard error'
+STANDARD_ERROR, DEVIATION = '\nbars: one standard error', '\nbars: one standard deviation'
 
 
 class Row(NamedTuple):
@@ -273,7 +273,7 @@ def size_figure(points: dict, sizes: str, reference: str, title: str, label: str
                 its = {getattr(row, x): p for row, p in part.items()}
                 lines.append((its, values.index(size), f'{name} = {size}{whose}', not whose))
         panels[variant] = lines
-    return chart(panels, SIZES[x], label, title)
+    return chart(panels, SIZES[x], label, title, DEVIATION)
 
 
 def saturation_figure(points: dict, name: str, reference: str, title: str, label: str) -> 'Figure':
@@ -292,7 +292,8 @@ def saturation_figure(points: dict, name: str, reference: str, title: str, label
 
 
 def curve_figure(runs: list, points: dict, title: str, label: str, token: str) -> 'Figure':
-    """Loss or returns over data: each variant's and L's best allocation, mean and one deviation."""
+    """Loss (of the last three quarters) or returns over data: each variant's and L's best
+    allocation, mean and one deviation."""
     is_text, parts = next(iter(points)).is_text, groups(points, by('variant'))
     data, key = ('tokens', 'val_loss') if is_text else ('env_steps', 'return_1000')
     figure, panels = new(len(parts), 3.2)
@@ -303,13 +304,15 @@ def curve_figure(runs: list, points: dict, title: str, label: str, token: str) -
                 pairs = [(r.get(data), r.get(key)) for r in log]
                 logs.append({x / 1e6: y for x, y in pairs if x and y is not None})
             steps = set.intersection(*map(set, logs))  # that all seeds have logged
+            if is_text:  # first losses would flatten all differences
+                steps = {x for x in steps if x >= max(steps) / 4}
             its = {x: summary([log[x] for log in logs]) for x in steps}
             line(axes, its, i, f'L = {row.L}, E = {row.E}, d = {row.d}')
         axes.set(title=variant, xlabel=f'{token if is_text else "environment step"}s (millions)')
         # its own, below: the other panel's allocations are others
         axes.legend(loc='upper center', bbox_to_anchor=(0.5, -0.22), ncols=2)
     panels[0].set_ylabel(label if is_text else 'return, mean of 1,000 games')
-    figure.suptitle(title)
+    figure.suptitle(title + DEVIATION)
     return figure
 
 
@@ -447,6 +450,8 @@ def curve(axes: 'Axes', log: list[dict], x: str, key: str, label: str, **style) 
 
 def run_figure(log: list[dict], title: str, unit: str = '') -> 'Figure':
     """A language model's losses over its `unit`s; an agent's return and solve rate over steps."""
+    from matplotlib.ticker import PercentFormatter
+
     trained, evaluated = {'color': COLORS[0], 'lw': 1}, {'color': COLORS[1], 'marker': 'o', 'ms': 4}
     figure, panels = new(1 if unit else 2, 3.2, sharey=False)
     if unit:
@@ -461,7 +466,7 @@ def run_figure(log: list[dict], title: str, unit: str = '') -> 'Figure':
         if (level := log[0].get(f'random_{key}')) is not None:  # of a log from the start
             axes.axhline(level, color='gray', ls='--', lw=1, label='held-out levels, random')
         axes.set(xlabel='environment steps (millions)', ylabel=label)
-    panels[1].yaxis.set_major_formatter('{x:.0%}')
+    panels[1].yaxis.set_major_formatter(PercentFormatter(1))
     return finish(figure, title)
 
 
