@@ -14,6 +14,8 @@ head, scaled_dot_product_attention, no biases, compiled as a whole.
 
 import math
 
+from configurator import fail  # before torch
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,6 +24,13 @@ from kernels import apply_rope, compiled, rope_table
 from model import LanguageModel, ModelConfig, build_model, norm, window_mask
 
 LEARNING_RATE = {'lstm': 2e-3, 'transformer': 1e-3}  # usual at a few million parameters
+# settings of our models' optimizers, which in a config file are theirs, by hand a mistake
+OURS = 'learning_rate embedding_lr head_lr scalar_lr momentum weight_decay betas adam_eps'
+
+
+def refuse_settings(argv: list[str]) -> None:
+    if given := {f'--{name}' for name in OURS.split()} & {a.split('=')[0] for a in argv}:
+        fail(f"{min(given)} is our models': the baselines have --baseline_lr alone")
 
 
 class Block(nn.Module):

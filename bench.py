@@ -208,13 +208,13 @@ def make_update(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
     def gradients(state):
         """Of a micro-batch from this state, as train_update has them."""
         x, y, carried = run.inputs
-        run.buckets.zero()
+        run.gradients.zero()
         for to, source in zip(carried or (), state, strict=True):
             to.copy_(source)
         chunk = 'chunk', train_lm.forward_backward, run, x, y, carried
         kernels.graphed(run.chunk_graphs, *chunk)
         found = {name: p.grad.clone() for name, p in run.model.named_parameters()}
-        return {'loss': run.buckets.extra[0].clone(), **found}
+        return {'loss': run.gradients.extra[0].clone(), **found}
 
     def check():
         state = [x.clone() for x in run.inputs[2] or ()]
@@ -665,7 +665,9 @@ def plan(config: dict) -> dict[str, dict[str, dict]]:
     groups, first, cuda = {}, config['suite'] == 'first', config['device'] != 'cpu'
     for suite, *sizes in cells_of(config):
         name = f'{suite} {",".join(map(str, sizes))}'
-        own = OWN_PATHS[suite][1 + (sizes[1] == 1) if cuda else 0]
+        own, on_gpu, one_expert = OWN_PATHS[suite]
+        if cuda:
+            own = one_expert if sizes[1] == 1 else on_gpu
         known, given = PATHS[suite].split(','), (config['paths'] or own).replace(' ', '').split(',')
         if not set(given) <= set(','.join(PATHS.values()).split(',') if first else known):
             fail(f'paths = {config["paths"]!r}: expected some of {",".join(known)}')
@@ -754,7 +756,8 @@ def run_suite(config: dict) -> int:
             tokenizer, rng = TOKENIZER[V], np.random.default_rng(0)
             for index, n in enumerate((1000, size)):
                 write_shard(shard_path(folder, index), rng.integers(0, REAL_VOCAB[tokenizer], n))
-            write_meta(folder, open_meta(folder, tokenizer=tokenizer, source='bench.py'))
+            meta = open_meta(folder, tokenizer=tokenizer, source='bench.py')
+            write_meta(folder, meta | {'finished': True})
         return run({**config, 'data_dir': folder}, groups)
 
 

@@ -36,7 +36,7 @@ if tuple(map(int, torch.__version__.split('.')[:2])) < (2, 11):  # none older wa
     fail(f'torch {torch.__version__} is too old: 2.11 or later is needed')
 
 LAST, PREV, BEST = 'ckpt_last.pt', 'ckpt_prev.pt', 'ckpt_best.pt'
-WEIGHTS, CONFIG = 'model.safetensors', 'config.json'  # of an export
+WEIGHTS, CONFIG, PROBE = 'model.safetensors', 'config.json', 'probe.safetensors'  # of an export
 LOCK = '.run'  # held while a run is at work in its folder, which it marks as a run's
 BEGUN = '.begun'  # the folder's run was begun by the torchrun that wrote this last
 # what a run writes into its folder, and overwrite removes
@@ -115,7 +115,8 @@ def load_run(folder: Path, script: str, needed: tuple, fixed: tuple, config: dic
     path = pathlib.Path(folder, file or LAST)
     named = file and path.exists()
     saved, where = (load_checkpoint(path), path) if named else load_latest(folder)
-    theirs, missing = saved.get('config') if isinstance(saved, dict) else None, ['config']
+    theirs = saved.get('config') if isinstance(saved, dict) else None
+    missing = ['config']
     if isinstance(theirs, dict):
         missing = [key for key in needed if key not in saved]
         missing += [name for name in fixed if name not in theirs]
@@ -171,6 +172,20 @@ def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> str:
     data = save(whole, metadata={'format': 'pt'})
     write_atomic(path, lambda file: file.write(data))
     return f'{path} ({len(data) / 1e6:.1f} MB)'
+
+
+def begin_export(folder: Path, kind: str) -> pathlib.Path:
+    """Begins an export, in a new folder or in place of an earlier one of its kind -> its CONFIG,
+    which describes no model yet. kind: a key that only this kind's CONFIG has."""
+    path = pathlib.Path(folder)
+    there = set(os.listdir(path)) if path.is_dir() else set()
+    about = (path / CONFIG).read_text(errors='replace') if CONFIG in there else ''
+    if there and not (f'"{kind}"' in about and there <= {CONFIG, WEIGHTS, PROBE}):
+        fail(f'export = {str(folder)!r}: holds what no such export wrote: name another folder')
+    path.mkdir(parents=True, exist_ok=True)
+    write_json({kind: None}, path / CONFIG)
+    (path / PROBE).unlink(missing_ok=True)  # an earlier agent's
+    return path / CONFIG
 
 
 # ---- a trainer's run: it has rank, world, config, model, step, and what POSITION names ----
@@ -474,7 +489,8 @@ def need_packages(**asked: bool) -> None:
     """Ends the script where one is asked for and not installed."""
     for name, wanted in asked.items():
         if wanted and importlib.util.find_spec(name) is None:
-            fail(f'{name} is asked for but not installed: pip install {name}, or leave it out')
+            package = {'PIL': 'pillow'}.get(name, name)
+            fail(f'{name} is asked for but not installed: pip install {package}, or leave it out')
 
 
 def device_name(device: str) -> str:
@@ -518,17 +534,17 @@ def commit() -> str:
 # ---- the output folder, and signals ----
 
 
-def restarted(out_dir: Path) -> dict[str, bool]:
-    """The settings with which a run goes on that torchrun --max-restarts has started again: from
-    its last checkpoint, or from the beginning; {} at any other start. For every rank, before
-    prepare_out_dir."""
+def restarted(out_dir: Path, *settings: dict) -> None:
+    """Changes the settings of a run that torchrun --max-restarts has started again: it goes on from
+    its last checkpoint, or from the beginning. For every rank, before prepare_out_dir."""
     if attempt() == 0 or not os.path.exists(os.path.join(out_dir, BEGUN)):
-        return {}
+        return
+    how = {'resume': True, 'overwrite': False, 'init_from': ''}
     if not saved_in(out_dir):
-        print0('started again by torchrun: nothing was saved, from the beginning')
-        return {'resume': False, 'overwrite': True}
-    print0('started again by torchrun: resuming')
-    return {'resume': True, 'overwrite': False, 'init_from': ''}
+        how = {'resume': False, 'overwrite': True}
+    print0(f'started again by torchrun: {"resuming" if how["resume"] else "from the beginning"}')
+    for one in settings:
+        one |= how
 
 
 def hold(path: pathlib.Path) -> TextIO:

@@ -260,11 +260,15 @@ class Agent(nn.Module):
         w = Weight.apply(w, dt, groups, uses)
         return lambda x: Conv.apply(x.to(dt), w, groups, uses)
 
-    def act(self, w: SimpleNamespace, obs: Tensor, start: Tensor, state: State) -> tuple:
-        """One step. obs (B, Y, X, 2); start (B,) bool: an episode starts, from a zero state;
-        w: prepare()'s. -> logits (B, 4), value (B,), state."""
+    def see(self, w: SimpleNamespace, obs: Tensor, start: Tensor, state: State) -> tuple:
+        """One step without the head. obs (B, Y, X, 2); start (B,) bool: an episode starts, from a
+        zero state; w: prepare()'s. -> s[L], state."""
         z = self.encode(obs)
-        s, state = self.step(w, z, self.z_parts(w, z), self.alive(start), state)
+        return self.step(w, z, self.z_parts(w, z), self.alive(start), state)
+
+    def act(self, w: SimpleNamespace, obs: Tensor, start: Tensor, state: State) -> tuple:
+        """One step, as `see` -> logits (B, 4), value (B,), state."""
+        s, state = self.see(w, obs, start, state)
         return *self.head(s), state
 
     def forward(self, obs: Tensor, start: Tensor, state: State) -> tuple:

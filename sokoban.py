@@ -613,6 +613,7 @@ def save_gif(frames: list[ndarray], path: str, ms: int = 150) -> None:
 
 def main() -> None:
     configure(globals(), quiet=True)
+    need_packages(PIL=picture != '')
     made = n_levels, n_boxes, seed, max_moves
     levels, source = load_levels(levels_dir, split, download, made)
     print(source)

@@ -12,16 +12,17 @@ $ python sweep.py config/study_lm.py --run --figure --table   # a study for two 
 A plan compares allocations (L, E, d) at one budget W: E = round(W / (L C(d))) experts, where C(d)
 is an expert's cost; a row is dropped where that is 0. ConvLSTM: C = 9 (32 + 2d) 4d multiply-adds a
 cell, W = C(128), C(256), C(1024). ConvGLU: C = 9 d 2d. Language models: C = forward FLOPs of a
-block a token, W = 16 or 32 blocks of width 768. With `tune` all values run with seed 1; a best one
-at an edge of what was tried adds half the least or twice the greatest, up to three times. When
-all have ended, the list grows by seeds 2..n+1 of each allocation's best value, and figures and
-tables show these alone. Writes into out_dir/PLAN: a folder a run, finished when its log is at its
+block a token, W = 16 or 32 blocks of width 768. With `tune` all values run with seed 1; a best
+number at an edge, twice or half the next one, adds half the least or twice the greatest. When all
+have ended, the list grows by seeds 2..n+1 of each allocation's best value, and figures and tables
+show these alone. Writes into out_dir/PLAN: a folder a run, finished when its log is at its
 last step; figures and tables (plan sokoban: from its parts' runs).
 """
 
 import contextlib
 import fcntl
 import functools
+import itertools
 import json
 import os
 import re
@@ -35,14 +36,14 @@ from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen
 
 from configurator import Mistake, configure, every, fail, first_line, read_argument, read_config
-from configurator import read_json, read_script, run_script, write_json  # before torch
+from configurator import read_json, read_script, run_script, write_json, write_text  # before torch
 
 import numpy as np
 import torch
 
 import figures
 from checkpoint import Stopper, commit, device_name, need_packages, saved_in
-from convlstm import AgentConfig, build_agent
+from convlstm import AGGREGATIONS, AgentConfig, build_agent
 from data_fineweb import VOCAB
 from figures import Row, read_log, value
 from model import ModelConfig, build_model
@@ -85,11 +86,11 @@ FIGURES = {f'sokoban-{budget}': [f'convlstm {budget}', f'convglu {budget}'] for 
 FIGURES['sokoban-large'].remove('convglu large')
 FIGURES['sokoban'] = sum(FIGURES.values(), [])  # all budgets
 FIGURES |= {f'lm-{budget}': [f'{LM} {budget}'] for budget in BLOCKS}
-WAYS = ['sqrt_sum', 'mean', 'softmax_mean', 'softmax_l2']
 RULES = [(LM, False, L, 16 // L, 768) for L in (2, 4, 8)]  # with one expert they are the same
 RULES += [('convglu', recurrent, 2, 2, 128) for recurrent in (True, False)]
+ADDED = [('convlstm', True, 1, 4, 128), (LM, True, 2, 8, 768)]
 ABLATIONS = {  # plan: setting, values, cells: model, recurrent, L, E, d
-    'aggregation': ('aggregation', WAYS, [('convlstm', True, 1, 4, 128), (LM, True, 2, 8, 768)]),
+    'aggregation': ('aggregation', AGGREGATIONS, ADDED),
     'communication': ('radius', range(8), [('convlstm', True, 2, 8, 32)]),
     'share-kv': ('share_kv', [True, False], [(LM, True, L, 16 // L, 768) for L in (1, 2, 4)]),
     'residual': ('residual', ['expert', 'shared'], RULES),
@@ -186,16 +187,17 @@ def cells_of(name: str) -> list[Row]:
         setting, values, cells = ABLATIONS[name]
         rows = [Row(m, r, 'small', L, E, scaled(d)) for m, r, L, E, d in cells]
         return [row._replace(more=((setting, value),)) for row in rows for value in values]
-    rows = []
+    rows, depths = [], (1, 2, 4, 8, 16, 32) if name == 'lm-medium' else (1, 2, 4, 8, 16)
     for model, budget, recurrent in ((*f.split(), r) for f in FIGURES[name] for r in (True, False)):
         W = budget_of(model, recurrent, budget, int)  # a shrunk plan keeps its allocations
-        for L in (1, 2, 4, 8, 16, 32)[: 6 if name == 'lm-medium' else 5]:
-            for d in (1536, 768, 384) if model == LM else reversed(AGENTS[budget]):
-                one = Row(model, recurrent, budget, 1, 1, d)
-                # Python rounds a half to even: exactly half an expert is none
-                E, dear = round(W / (L * cost(one)[0])), DEAR * W if model == LM else inf
-                its = one._replace(L=L, E=E, d=scaled(d))
-                rows += [its] if 0 < L * E * cost(one)[0] <= dear else []
+        most = DEAR * W if model == LM else inf
+        widths = (1536, 768, 384) if model == LM else AGENTS[budget][::-1]
+        for L, d in itertools.product(depths, widths):
+            one = Row(model, recurrent, budget, 1, 1, d)
+            each = cost(one)[0]
+            E = round(W / (L * each))  # a half to even: exactly half an expert is none
+            if 0 < L * E * each <= most:
+                rows.append(one._replace(L=L, E=E, d=scaled(d)))
     return list(dict.fromkeys(rows))  # two widths may shrink to one
 
 
@@ -364,6 +366,8 @@ def start(row: Row, gpu: str, n: int) -> Popen | None:
         threads = max(1, len(os.sched_getaffinity(0)) // (n * gpus_per_run))
         env = {'OMP_NUM_THREADS': str(threads), **os.environ}
         env |= {'CUDA_VISIBLE_DEVICES': gpu} if gpu else {}
+        out.write(b'---- started\n')
+        out.flush()
         options = {'stdin': DEVNULL, 'stderr': STDOUT, 'pass_fds': [lock.fileno()], 'env': env}
         # in a session of its own: ctrl-C is ours to pass on
         return Popen([sys.executable, *line], stdout=out, start_new_session=True, **options)
@@ -374,6 +378,7 @@ def outcome(row: Row, status: int) -> str:
     if status == 0 and state_of(row) == 'done':
         return ''
     text = Path(folder_of(row), 'stdout.txt').read_text(errors='replace')
+    text = text.rpartition('---- started\n')[2]  # of this try
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ['it printed nothing']
     errors = [line for line in lines if re.match(r'(error: |[\w.]*(Error|Exception)\b)', line)]
     message = (errors or lines)[-1][:300]
@@ -399,7 +404,8 @@ def execute(rows: list[Row]) -> int:
     for row in rows:
         if (state := state_of(row)) in WRONG:
             fail(f'{folder_of(row)} holds {WRONG[state]}: move it away, or change out_dir')
-        queue += [] if state == 'done' else [row]
+        if state != 'done':
+            queue.append(row)
     n, due = len(free), every(REPORT)
     say(f'{plan}: {len(rows)} runs, {len(rows) - len(queue)} finished before; {n} at a time')
     stopper = Stopper()
@@ -417,7 +423,8 @@ def execute(rows: list[Row]) -> int:
                 if stopper.signal is not None and state_of(row) != 'done':
                     continue  # told to stop: it has saved
                 ended = outcome(row, process.returncode)
-                failed |= {row: ended} if ended else {}
+                if ended:
+                    failed[row] = ended
                 words = f'{row.name}: {ended or "done"}, {time.time() - began:.0f} s'
                 eta = remaining([*queue, *running], rows, n)
                 say(f'[{len(rows) - len(queue) - len(running)}/{len(rows)}] {words} | eta {eta}')
@@ -538,13 +545,15 @@ def show(rows: list[Row]) -> None:
             if words := best_depths([run for run in shown if run[0].model == model]):
                 print(words)
                 found[f'best_{model}'] = words
-                with open(os.path.join(into, f'table_{model}.md'), 'a') as file:
-                    file.write(f'\n{words}\n')
+                path = Path(into, f'table_{model}.md')
+                write_text(f'{path.read_text()}\n{words}\n', path)
         paths.append(write_runs(runs, {row for row, _ in shown}, found, into))
     if table == 'solve':
         points = figures.cells([run for run in shown if not run[0].is_text])
         depths = figures.groups(points, lambda row: (row.model, row.budget, row.recurrent, row.L))
         best = [figures.best(part) for part in depths.values()]
+        if not best:
+            fail("table = 'solve': no agent of this plan has finished")
         levels = '' if config_of(best[0])['split'] == 'generated' else 'unfiltered-test'
         seeds_of = {cell: [row for row, _ in runs if row.cell == cell] for cell in best}
         rates = {cell: [solve_rate(row, levels) for row in seeds_of[cell]] for cell in best}

@@ -24,8 +24,8 @@ from checkpoint import fill, print0, restoring
 from data_fineweb import VOCAB, DataError, Loader, find_shards, fingerprint, load_val, token_bytes
 from figures import open_trackers, plot_losses
 from kernels import chosen_lines, graphed
-from model import ModelConfig, build_model, config_dict, memory
-from muon import Buckets, gather, lr_at, make_optimizers
+from model import EVAL_CHUNK, ModelConfig, build_model, config_dict, memory
+from muon import Gradients, gather, lr_at, make_optimizers
 
 # -----------------------------------------------------------------------------
 # fmt: off
@@ -119,7 +119,7 @@ class Run:
     inputs: tuple  # x, y (rows, T) and state, that each micro-batch is put into
     state: tuple | None  # of all streams of this rank, between updates
     optimizers: list[torch.optim.Optimizer]
-    buckets: Buckets  # gradients, and extra: loss, ranks told to stop, norm
+    gradients: Gradients  # gradients, and extra: loss, ranks told to stop, norm
     graphs: dict | None  # None: the optimizer is no CUDA graph
     chunk_graphs: dict | None  # None: a micro-batch's forward and backward are none
     step: int = 0
@@ -194,7 +194,7 @@ def make_run(config: dict) -> Run:
     loader = Loader(train, B, block_size, V, recurrent, seed, (rank, world))
     x, y = load_val(held_out, val_tokens, val_streams, V, (rank, world))
     size = math.nan  # of the text, in bytes
-    with suppress(DataError, ImportError):  # no GPT-2 tokenizer: needed for nothing else
+    with suppress(DataError):  # no GPT-2 tokenizer: needed for nothing else
         size = float(token_bytes(tokenizer)[y.numpy()].sum())
     val = (x.to(device_), y.to(device_), size)
 
@@ -216,10 +216,10 @@ def make_run(config: dict) -> Run:
         group['peak_lr'] = group['lr']  # and 'lr' is where a CUDA graph reads it
         group['lr'] = torch.tensor(group['lr'], device=device_)
     # a backward's order: head, levels, embedding
-    arriving = sorted(reversed(list(model.parameters())), key=lambda p: p is not model.head)
+    params = sorted(reversed(list(model.parameters())), key=lambda p: p is not model.head)
     shards, graphs_ = fingerprint([*train, *held_out]), {} if captured else None
     place, data = (config, rank, world, device_, amp), (loader, shards, val)
-    update = (inputs, state, optimizers, Buckets(arriving, 3), graphs_, graphs_ if whole else None)
+    update = (inputs, state, optimizers, Gradients(params, 3), graphs_, graphs_ if whole else None)
     return Run(*place, *data, model, *update)
 
 
@@ -232,19 +232,19 @@ def rate(step: int) -> float:
 
 
 def forward_backward(run: Run, x: torch.Tensor, y: torch.Tensor, state: tuple | None) -> None:
-    """Adds a micro-batch's gradients and share of the mean loss to run.buckets, all in place."""
+    """Adds a micro-batch's gradients and share of the mean loss to run.gradients, all in place."""
     with autocast(run.device, run.amp):
         loss, new = run.model(x, y, state)
     loss = loss * (x.numel() / tokens_per_step)  # the mean over the whole batch
     loss.backward()
-    run.buckets.extra[0].add_(loss.detach())
+    run.gradients.extra[0].add_(loss.detach())
     if recurrent:
         torch._foreach_copy_(state, [t.detach() for t in new])  # path 'plain' has a graph there
 
 
 def apply(run: Run) -> None:
     if grad_clip:
-        norm = run.buckets.extra[2]
+        norm = run.gradients.extra[2]
         torch.nn.utils.clip_grads_with_norm_(run.model.parameters(), grad_clip, norm)
     for optimizer in run.optimizers:
         optimizer.step()
@@ -256,8 +256,8 @@ def train_update(run: Run, stop: bool) -> tuple[float, float, bool]:
     x, y, reset = run.loader.next()
     if run.device != 'cpu':
         x, y = x.pin_memory(), y.pin_memory()  # the copies below then need not wait
-    run.buckets.zero()
-    run.buckets.extra[1].fill_(float(stop))
+    run.gradients.zero()
+    run.gradients.extra[1].fill_(float(stop))
     x_in, y_in, state = run.inputs
     rows, mine = len(x_in), None
     for start in range(0, len(x), rows):
@@ -268,14 +268,14 @@ def train_update(run: Run, stop: bool) -> tuple[float, float, bool]:
             torch._foreach_copy_(state, mine)
         if reset and recurrent:
             torch._foreach_zero_(state)  # as init_state's
-        run.buckets.sending = start + rows == len(x)
+        run.gradients.sending = start + rows == len(x)
         graphed(run.chunk_graphs, 'chunk', forward_backward, run, x_in, y_in, state)
         if mine:
             torch._foreach_copy_(mine, state)
-    run.buckets.finish()
+    run.gradients.finish()
     norm = torch.nn.utils.get_total_norm([p.grad for p in run.model.parameters()])
-    run.buckets.extra[2].copy_(norm)
-    loss, stop, norm = run.buckets.extra.tolist()  # the update's only wait for the device
+    run.gradients.extra[2].copy_(norm)
+    loss, stop, norm = run.gradients.extra.tolist()  # the update's only wait for the device
     if math.isfinite(loss) and math.isfinite(norm):
         for group in (g for optimizer in run.optimizers for g in optimizer.param_groups):
             group['lr'].fill_(group['peak_lr'] * rate(run.step))
@@ -288,7 +288,7 @@ def evaluate(run: Run) -> tuple[float, float]:
     """Mean loss in nats and bits per byte over all positions of the validation streams, each from
     an empty state, window W. All ranks share the streams; rows and T do not matter."""
     x, y, size = run.val
-    T = min(block_size, 128)  # longer chunks only cost memory
+    T = min(block_size, EVAL_CHUNK)
     total = torch.tensor([0, 0, size], dtype=torch.float64, device=run.device)
     rows, due = len(run.inputs[0]), every()
     for x_rows, y_rows in zip(x.split(rows), y.split(rows), strict=True):
@@ -412,10 +412,9 @@ def loop(run: Run, writes: list[Callable[[dict], object]]) -> int:
 
 def train(config: dict) -> int:
     """A run from beginning to end, or its validation -> the exit status."""
-    ours = {'--learning_rate', '--weight_decay', '--betas'} & {a.split('=')[0] for a in sys.argv}
-    if ours and arch != 'experts':  # by hand a mistake, in a config file our model's
-        fail(f"{min(ours)} is our models': the baselines have --baseline_lr alone")
-    globals().update(checkpoint.restarted(out_dir))
+    if arch != 'experts':
+        baselines.refuse_settings(sys.argv)
+    checkpoint.restarted(out_dir, config, globals())
     try:
         run = make_run(config)  # finds all mistakes in settings and data before out_dir is touched
         if resume or eval_only:

@@ -1,7 +1,7 @@
 """
 Train a Sokoban agent, a ConvLSTM or ConvGLU actor-critic, by advantage actor-critic with GAE.
 
-$ make demo-sokoban                             # a CPU, ten minutes: a learning curve, two GIFs
+$ make demo-sokoban                             # a CPU, six minutes: a learning curve, two GIFs
 The paper's small budget at L = 4; on after ctrl-C or a crash; the test split's solve rate, GIFs:
 $ python train_sokoban.py config/sokoban_small_L4.py --download=True
 $ python train_sokoban.py config/sokoban_small_L4.py --resume=True
@@ -43,7 +43,7 @@ from sokoban import board_keys, draw_by, load_both
 # fmt: off
 # I/O
 out_dir = 'out/sokoban'        # everything a run writes goes here
-init_from = ''                 # begin with the weights of this folder: another run's
+init_from = ''                 # begin with the weights of this folder: a run's, or an export's
 resume = False                 # go on from out_dir's last checkpoint
 overwrite = False              # replace a run that is in out_dir
 eval_interval = 1000           # updates between greedy evaluations and checkpoints; 640,000 steps
@@ -154,8 +154,10 @@ def make_run(config: dict) -> Run:
         checkpoint.keep_memory()
     if levels or best:
         raise ValueError('levels and best are settings of --eval_only=True; a run trains on split')
-    if n_envs % world or download and world > 1:
-        raise ValueError(f'{world} ranks: n_envs a multiple of them, and levels fetched before')
+    if n_envs % world:
+        raise ValueError(f'n_envs = {n_envs}: expected a multiple of the {world} ranks')
+    if download and world > 1:
+        raise ValueError('download = True: fetch the levels before, by sokoban.py')
     checkpoint.need_packages(matplotlib=plot, tensorboard=tensorboard, wandb=wandb)
     torch.backends.cudnn.benchmark = not torch.backends.cudnn.deterministic  # shapes stay
     torch.manual_seed(seed)
@@ -470,8 +472,9 @@ def evaluate_only(config: dict) -> None:
     where = checkpoint.pick_device(device, threads)
     checkpoint.need_packages(PIL=True, tensorboard=tensorboard, wandb=wandb)
     model, its, file = load_agent(out_dir, 'best' if best else 'last', where, dtype)
-    name = levels or eval_split
-    held_out, line = load_both(config | {'eval_split': name}, trains=False, whole=levels != '')[1]
+    name, made = levels or eval_split, ('seed', 'n_boxes', 'max_moves')  # the run's own
+    wanted = config | {'eval_split': name} | {k: its[k] for k in made}
+    held_out, line = load_both(wanted, trains=False, whole=levels != '')[1]
     env_steps = its['step'] * its['n_envs'] * its['unroll']
     about = {'step': its['step'], 'env_steps': env_steps, 'checkpoint': file, 'levels': line}
     record = report(model, held_out, name, where, out_dir, about)
@@ -483,7 +486,7 @@ def evaluate_only(config: dict) -> None:
 
 def train(config: dict) -> int:
     """A run from beginning to end, or its evaluation -> the exit status."""
-    globals().update(checkpoint.restarted(out_dir))
+    checkpoint.restarted(out_dir, config, globals())
     try:
         if eval_only:
             evaluate_only(config)

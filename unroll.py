@@ -33,15 +33,13 @@ from kernels import apply_rope, by_cache_head, by_expert, by_triton, compiled, g
 from kernels import made_up, outputs, product, rope_table, triton_module, window_mask
 
 BLOCK = 64  # tokens
-# bytes: a CPU multiplies the rows of this many tokens over an element's bytes at once: fewer take
-# less memory and more products, whose sum costs bf16 more
-CPU_ROWS = 64
+# a CPU multiplies the rows of CPU_BYTES / itemsize tokens at once, 16 in fp32 and 32 in bf16: fewer
+# take less memory and more products, whose sum costs bf16 more
+CPU_BYTES = 64
 GROUP = 8  # tokens whose dK, dV of slots before them are added by one product, not one a token
 ADDED = 16  # tokens whose gradients of a level's vectors are added in one pass
 # bytes of a chunk's attention weights that a CPU keeps for the backward; beyond, blocks run again
 KEPT_WEIGHTS = 2**30
-TRITON = ('attention', 'experts')  # pieces that Triton kernels may stand in for
-WAYS = ('split', 'pdl')  # ways to run these kernels, and 'pdl' the compiled pieces too
 
 
 class Recipe(NamedTuple):
@@ -386,7 +384,7 @@ def run_chunk(
 ) -> tuple[Tensor, list[Window]]:
     """z (T, B, D), s (B, D), entries k and v (L, N, W, K) -> s of each token (T, B, D), the
     windows."""
-    n = min(run.T, BLOCK if z.is_cuda else CPU_ROWS // run.recipe.dt.itemsize)
+    n = min(run.T, BLOCK if z.is_cuda else CPU_BYTES // run.recipe.dt.itemsize)
     ws = [bind(w, run.recipe, s, n, run.triton) for w in weights]
     windows, out = [Window(run, *x) for x in zip(*entries, strict=True)], []
     if torch.is_grad_enabled():

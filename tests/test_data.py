@@ -66,7 +66,7 @@ def test_round_trip_and_token_bytes(name):
     assert tok.decode_bytes(tok.encode('a\ud800b')) == b'a?b'  # a lone surrogate stops no run
     if name == 'gpt2':
         assert tok.encode('Hello world') == [15496, 995]
-        assert (tok.vocab_size, tok.eot, len(sizes)) == (50257, 50256, 50304)
+        assert (tok.eot, len(sizes)) == (50256, 50304)
 
 
 def test_shard_layout_by_hand(tmp_path):
@@ -142,6 +142,8 @@ def test_other_tokenizer_or_source_is_refused(tmp_path):
     refuses("with 'bytes', not 'gpt2'", df.find_shards, str(folder), 'train', 'gpt2')
     refuses("tokenizer = 'bytes', not 'gpt2': choose", prepare, folder, documents, tokenizer='gpt2')
     refuses('prepared with source = .*120 documents.* not .*', prepare, folder, documents[1:])
+    df.write_meta(folder, df.read_meta(folder) | {'finished': False})
+    refuses('not prepared to its end', df.find_shards, str(folder), 'train')
     # ready-made shards without meta.json count as GPT-2's
     plain.mkdir()
     df.write_shard(plain / 'fineweb_train_000001.bin', [50256, 5])

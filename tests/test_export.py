@@ -45,8 +45,9 @@ def test_what_is_read_is_what_was_trained(trained, tmp_path, monkeypatch, name, 
 
 
 MISTAKES = """
---export={0}/rnn | holds what no export of ours wrote
---export=theirs | holds what no export of ours wrote
+--export={0}/rnn | holds what no such export wrote
+--export={1}/pretrained/sokoban | holds what no such export wrote
+--export=theirs | holds what no such export wrote
 --export=x --out_dir={0}/lstm | arch = 'lstm'
 --export=file/x | Not a directory
 --export=x --interactive | exclude each other
@@ -62,7 +63,7 @@ def test_mistakes(trained, tmp_path, monkeypatch, capfd, line):  # noqa: F811
     (tmp_path / 'file').touch()
     (tmp_path / 'theirs').mkdir()
     (tmp_path / 'theirs' / 'model.safetensors').write_bytes(b'theirs\xff')
-    argv, words = line.format(trained).split(' | ')
+    argv, words = line.format(trained, ROOT).split(' | ')
     assert words in mistake(capfd, sample, [f'--out_dir={trained}/rnn', *argv.split()])
     assert sorted(os.listdir()) == ['file', 'theirs']
     assert (tmp_path / 'theirs' / 'model.safetensors').read_bytes() == b'theirs\xff'

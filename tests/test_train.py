@@ -227,7 +227,7 @@ def test_states_are_carried_and_reset(data, tmp_path, rows, more):
 
 def memory_of(r):
     """Addresses of all that a captured update reads and writes."""
-    kept = [r.buckets.grads, [r.buckets.extra], r.state or (), r.inputs[:2], r.inputs[2] or ()]
+    kept = [r.gradients.grads, [r.gradients.extra], r.state or (), r.inputs[:2], r.inputs[2] or ()]
     kept += [(p, p.grad) for p in r.model.parameters()]
     kept += [[group['lr'] for group in o.param_groups] for o in r.optimizers]
     kept += [moments.values() for o in r.optimizers for moments in o.state.values()]

@@ -128,7 +128,7 @@ def test_trials_agree(monkeypatch, calls, changes, W, n):
     monkeypatch.setattr(unroll, 'GROUP', 3)
     recipe, weights = asked(**changes)
     trials = unroll.trials(recipe, weights, (2, 24, W, n))
-    assert set(trials) == set(unroll.TRITON)
+    assert set(trials) == {'attention', 'experts'}
     monkeypatch.setattr(kernels, 'seconds_of', lambda run: (run(), 1.0)[1])
     for run in trials.values():
         for i, y in enumerate(run(False)):
@@ -206,7 +206,7 @@ def report(cells):
             level, bf16 = model_file.Level(model_file.ModelConfig(n_expert=E), True), torch.bfloat16
             equations, h = (model_file.token, level.rules()), level.rules().heads
             recipe = unroll.Recipe(*equations, bf16, torch.float32, True, False)
-            for base in (), (*unroll.TRITON, 'pdl'):  # then also 'split'
+            for base in (), ('attention', 'experts', 'pdl'):  # then also 'split'
                 sizes = (B, 768, W, 9), frozenset(base)
                 for trial in unroll.trials(recipe, level.weights(), *sizes).values():
                     trial(True)
