@@ -1,7 +1,7 @@
 """The study of language models: recurrent and not, L = 1 to 16 at one budget (16 blocks of width
 48), 7.05M bytes each at its own learning rate, searched with seed 1 from 0.02 and 0.04 on, by
 factors of two until both neighbours of the best are worse; three further seeds of it are reported.
-Some sixty runs of 5 to 20 minutes of one core; --length=1 and --length=2.048: shorter ones.
+Some sixty runs of 4 to 25 minutes of one core; --length=1 and --length=2.048: shorter ones.
 python sweep.py config/study_lm.py --run --figure --table"""
 
 plan = 'lm-small'
