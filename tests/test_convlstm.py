@@ -177,19 +177,17 @@ def single_steps(agent, obs, start):
 def test_equals_reference(arch, recurrent, L, E, settings):
     """Values and all gradients of an unroll with resets inside, float64, by both paths; T steps at
     once are T single steps, the states after them too."""
-    if 'residual' in settings and arch == 'convlstm':
-        pytest.skip('ConvGLU alone has it')
+    if {'convlstm': 'residual', 'convglu': 'radius'}[arch] in settings:
+        pytest.skip('the other one alone has it')
     agent, (obs, start) = make(arch, recurrent, L, E, **settings), boards()
     theirs = results(agent, *reference(agent, obs, start))
     assert theirs[0][0].std() > 1e-2  # the comparison sees something
     if E > 1:
         assert all(g.abs().max() > 0 for g in theirs[1].values())  # every parameter learns
     for agent.config.path in ('plain', 'fast'):
-        ours = unroll(agent, obs, start)
-        assert_close(ours, theirs)
-    single = single_steps(agent, obs, start)
-    assert len(single[0]) == len(ours[0])
-    assert_close(single, ours)
+        ours, grads = unroll(agent, obs, start)
+        assert_close((ours[:2], grads), theirs)
+    assert_close(single_steps(agent, obs, start), (ours, grads))
 
 
 @pytest.mark.parametrize('residual', ['expert', 'shared'])
@@ -200,18 +198,6 @@ def test_deep_convglu_in_bfloat16(residual):
         agent = make('convglu', True, 8, 8, wide=torch.float32, dtype=dtype, residual=residual)
         outs.append(torch.cat([x.flatten() for x in agent(*boards(), agent.init_state(3))[:2]]))
     assert outs[1].isfinite().all() and (outs[1] - outs[0]).norm() / outs[0].norm() < 0.05
-
-
-@agents
-def test_a_start_forgets(arch, recurrent):
-    """After a start nothing of the past is left; without one a recurrent agent remembers, and the
-    other never does."""
-    agent, (obs, start) = make(arch, recurrent, 2, 2), boards(T=3)
-    other = torch.cat([obs[:1].flip(2), obs[1:]])  # another past
-    for again in (True, False):
-        start[1:] = again
-        a, b = (agent(x, start, agent.init_state(3))[0][2] for x in (obs, other))
-        assert torch.equal(a, b) == (again or not recurrent)
 
 
 @agents
@@ -239,7 +225,7 @@ def test_weight_gradients_are_not_summed_in_bfloat16():
 
 
 @agents
-@pytest.mark.parametrize('L, E, settings', CASES[1:6] + CASES[8:9], ids=str)
+@pytest.mark.parametrize('L, E, settings', CASES[1:6] + [(3, 4, {})], ids=str)
 def test_macs_are_what_runs(arch, recurrent, L, E, settings):
     """macs_per_step against torch's own counter; num_params by hand."""
     agent, (obs, start) = make(arch, recurrent, L, E, **settings), boards(T=1, B=1)
@@ -255,14 +241,3 @@ def test_macs_are_what_runs(arch, recurrent, L, E, settings):
     outside = 32 * 6 * 9 + 32 + 8 * 6 + 9 * 6 * 14 + 14 + 7 * 5 + 5  # encoder, head
     total = sum(p.numel() for p in agent.parameters())
     assert agent.num_params() == {'total': total, 'core': total - outside}
-
-
-@pytest.mark.parametrize('settings', [
-    {'arch': 'lstm'}, {'n_layer': 0}, {'dtype': 'float16'}, {'path': 'slow'}, {'radius': -2},
-    {'aggregation': 'max'}, {'residual': 'shared'}, {'radius': 2, 'n_expert': 2},
-    {'radius': 0, 'aggregation': 'mean'},
-], ids=str)  # fmt: skip
-def test_config_mistakes(settings):
-    name, value = next(iter(settings.items()))
-    with pytest.raises(ValueError, match=f'{name} = {value!r}'):
-        AgentConfig(**settings)
