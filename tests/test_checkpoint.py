@@ -136,10 +136,8 @@ def test_started_again_by_torchrun(tmp_path, monkeypatch):
 
     def attempt(n):
         monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', str(n))
-        settings = {}, {}
-        checkpoint.restarted(tmp_path, *settings)
-        assert settings[0] == settings[1]
-        return settings[0]
+        checkpoint.restarted(tmp_path, config := {}, settings := {})
+        return config if config == settings else None
 
     assert attempt(0) == {}
     prepare_out_dir(tmp_path).close()

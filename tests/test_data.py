@@ -193,8 +193,7 @@ def make_shards(folder, sizes):
 
 
 def brute_force(loader, shards, B, T, epochs):
-    """[(rows of T + 1 tokens, reset, epoch)] by plain Python lists, in the loader's places, which
-    must be of every shard once an epoch."""
+    """[(rows of T + 1 tokens, reset, epoch)] by plain lists, each shard once an epoch."""
     for epoch in range(epochs):
         places = [loader.place(epoch, count) for count in range(len(shards))]
         assert sorted(shard for shard, _ in places) == list(range(len(shards)))

@@ -182,7 +182,6 @@ def test_mistakes(folder, capfd, monkeypatch):
         '--out_dir=run --level=5': 'there are 5 levels',
         '--out_dir=run --export=theirs': 'no such export',
         f'--out_dir=run --export={ROOT}/pretrained/lm': 'no such export',
-        '--policy=a:b --gif=a.gif': 'exclude each other',
         '--out_dir=run --gif=none/a.gif': 'none/',
         '--out_dir=run --probe=wide.safetensors': 'wide.safetensors: model does not fit',
         '--out_dir=run --probe=none': 'none: cannot be read',
