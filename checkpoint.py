@@ -36,7 +36,7 @@ if tuple(map(int, torch.__version__.split('.')[:2])) < (2, 11):  # none older wa
     fail(f'torch {torch.__version__} is too old: 2.11 or later is needed')
 
 LAST, PREV, BEST = 'ckpt_last.pt', 'ckpt_prev.pt', 'ckpt_best.pt'
-WEIGHTS, CONFIG, PROBE = 'model.safetensors', 'config.json', 'probe.safetensors'  # of an export
+WEIGHTS, CONFIG = 'model.safetensors', 'config.json'  # of an export
 LOCK = '.run'  # held while a run is at work in its folder, which it marks as a run's
 BEGUN = '.begun'  # the folder's run was begun by the torchrun that wrote this last
 # what a run writes into its folder, and overwrite removes
@@ -174,17 +174,19 @@ def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> str:
     return f'{path} ({len(data) / 1e6:.1f} MB)'
 
 
-def begin_export(folder: Path, kind: str) -> pathlib.Path:
+def begin_export(folder: Path, kind: str, *made: str) -> pathlib.Path:
     """Begins an export, in a new folder or in place of an earlier one of its kind -> its CONFIG,
-    which describes no model yet. kind: a key that only this kind's CONFIG has."""
+    which describes no model yet. kind: a key that only this kind's CONFIG has; made: files made of
+    the earlier one, which go with it."""
     path = pathlib.Path(folder)
     there = set(os.listdir(path)) if path.is_dir() else set()
     about = (path / CONFIG).read_text(errors='replace') if CONFIG in there else ''
-    if there and not (f'"{kind}"' in about and there <= {CONFIG, WEIGHTS, PROBE}):
+    if there and not (f'"{kind}"' in about and there <= {CONFIG, WEIGHTS, *made}):
         fail(f'export = {str(folder)!r}: holds what no such export wrote: name another folder')
     path.mkdir(parents=True, exist_ok=True)
     write_json({kind: None}, path / CONFIG)
-    (path / PROBE).unlink(missing_ok=True)  # an earlier agent's
+    for name in made:
+        (path / name).unlink(missing_ok=True)
     return path / CONFIG
 
 

@@ -305,7 +305,8 @@ def curve_figure(runs: list, points: dict, title: str, label: str, token: str) -
                 logs.append({x / 1e6: y for x, y in pairs if x and y is not None})
             steps = set.intersection(*map(set, logs))  # that all seeds have logged
             if is_text:  # first losses would flatten all differences
-                steps = {x for x in steps if x >= max(steps) / 4}
+                first = max(steps, default=0) / 4
+                steps = {x for x in steps if x >= first}
             its = {x: summary([log[x] for log in logs]) for x in steps}
             line(axes, its, i, f'L = {row.L}, E = {row.E}, d = {row.d}')
         axes.set(title=variant, xlabel=f'{token if is_text else "environment step"}s (millions)')

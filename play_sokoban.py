@@ -64,6 +64,7 @@ device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda',
 RANGES = {'which': ['best', 'last'], 'n_levels': (1, math.inf), 'level': (0, math.inf)}
 RANGES |= {'ms': (10, math.inf), 'games': (0, math.inf)}
 
+PROBE = 'probe.safetensors'  # beside an export, drawn where it lies there
 BOARDS = 256  # played at a time
 SIZES = [field.name for field in fields(AgentConfig) if field.name not in ('dtype', 'path')]
 EASY = {'eval_split': 'generated', 'n_boxes': 1, 'max_moves': 12, 'seed': 1337}
@@ -228,7 +229,7 @@ def load_agent(folder: str, which: str, device: str, dtype: str = '') -> tuple[A
 
 def export_agent(model: Agent, about: dict, folder: str) -> None:
     """An earlier export is replaced; a folder with anything else is refused."""
-    where = checkpoint.begin_export(folder, 'arch')
+    where = checkpoint.begin_export(folder, 'arch', PROBE)
     weights = {name: x.float() for name, x in model.state_dict().items()}
     said = checkpoint.write_tensors(weights, os.path.join(folder, WEIGHTS))
     names = (*SIZES, *EASY, 'n_envs', 'unroll', 'step', 'best')
@@ -283,7 +284,7 @@ def plans(features: Tensor) -> ndarray:
     """s[L] of a game's steps, (T, 10, 10, C) -> where the probe says that the agent will step onto
     a cell, (T + 1, 10, 10): up, right, down, left as 0..3, else -1; all -1 without a probe."""
     ways = np.full((len(features) + 1, 10, 10), -1)
-    path = probe or os.path.join(out_dir, 'probe.safetensors')
+    path = probe or os.path.join(out_dir, PROBE)
     if probe or os.path.exists(path):
         conv = torch.nn.Conv2d(features.size(-1), 5, 3, padding=1)
         saved = checkpoint.read_tensors(path)

@@ -46,7 +46,7 @@ from checkpoint import Stopper, commit, device_name, need_packages, saved_in
 from convlstm import AGGREGATIONS, AgentConfig, build_agent
 from data_fineweb import VOCAB
 from figures import Row, read_log, value
-from model import ModelConfig, build_model
+from model import RESIDUALS, ModelConfig, build_model
 
 # fmt: off
 # which runs
@@ -88,12 +88,12 @@ FIGURES['sokoban'] = sum(FIGURES.values(), [])  # all budgets
 FIGURES |= {f'lm-{budget}': [f'{LM} {budget}'] for budget in BLOCKS}
 RULES = [(LM, False, L, 16 // L, 768) for L in (2, 4, 8)]  # with one expert they are the same
 RULES += [('convglu', recurrent, 2, 2, 128) for recurrent in (True, False)]
-ADDED = [('convlstm', True, 1, 4, 128), (LM, True, 2, 8, 768)]
+SUMMED = [('convlstm', True, 1, 4, 128), (LM, True, 2, 8, 768)]
 ABLATIONS = {  # plan: setting, values, cells: model, recurrent, L, E, d
-    'aggregation': ('aggregation', AGGREGATIONS, ADDED),
+    'aggregation': ('aggregation', AGGREGATIONS, SUMMED),
     'communication': ('radius', range(8), [('convlstm', True, 2, 8, 32)]),
     'share-kv': ('share_kv', [True, False], [(LM, True, L, 16 // L, 768) for L in (1, 2, 4)]),
-    'residual': ('residual', ['expert', 'shared'], RULES),
+    'residual': ('residual', RESIDUALS, RULES),
 }
 SIZES = [(L, E) for L in (1, 2, 4, 8) for E in (1, 2, 4, 8, 16, 32, 64)]  # cost grows with both
 SCALED = [('convlstm', 64), ('convglu', 64), (LM, 384)]
