@@ -28,9 +28,10 @@ LEARNING_RATE = {'lstm': 2e-3, 'transformer': 1e-3}  # usual at a few million pa
 OURS = 'learning_rate embedding_lr head_lr scalar_lr momentum weight_decay betas adam_eps'
 
 
-def refuse_settings(argv: list[str]) -> None:
-    if given := {f'--{name}' for name in OURS.split()} & {a.split('=')[0] for a in argv}:
-        fail(f"{min(given)} is our models': the baselines have --baseline_lr alone")
+def refuse_settings(arch: str, argv: list[str]) -> None:
+    others = 'baseline_lr' if arch == 'experts' else OURS
+    if given := {f'--{name}' for name in others.split()} & {a.split('=')[0] for a in argv}:
+        fail(f"{min(given)} is not arch = {arch!r}'s: the baselines have --baseline_lr alone")
 
 
 class Block(nn.Module):

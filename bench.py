@@ -70,7 +70,7 @@ suite = 'train'    # train, decode, sokoban or first
 cells = ()         # such as (2,8,128,16),(4,4): see above. (): the suite's own, the paper's
 paths = ''         # plain, fast, compiled, gpt (not recurrent, L*E levels of one expert), ...; a
                    # wrong one lists all. '': the suite's own
-n_embd = 0         # D; 0: the suite's own
+n_embd = 0         # train, decode: D; 0: the suite's own
 block_size = 0     # train: T, tokens of a chunk; 0: C
 dtype = ''         # float32, bfloat16 (autocast; sokoban: convolutions), or auto: bfloat16 where
                    # that is fast; '': float32 on a CPU but for sokoban, else auto
@@ -463,7 +463,8 @@ def floor(row: dict, rate: float, bandwidth: float) -> float:
         head    = 3 x 2 D V B / rate                     with its gradients
 
     Decoding: forward, and the head as one more product. GPT trains on whole sequences: all is
-    dense. Not counted: activations, norms, the optimizer."""
+    dense, attention six products over (T + 1) / 2 slots. Not counted: activations, norms, the
+    optimizer."""
     c, B, size = model_config(row), row['B'], 2 if row['dtype'] == 'bfloat16' else 4
     L, E, D, K, W, T = c.n_layer, c.n_expert, c.n_embd, c.head_dim, c.window, c.block_size
     recurrent = row['model'] == 'recurrent'
@@ -474,7 +475,7 @@ def floor(row: dict, rate: float, bandwidth: float) -> float:
     if row['suite'] == 'decode':
         return L * step + max(head, D * c.vocab_size * size / bandwidth)
     if not recurrent:
-        return 2 * L * (2 * n + 4 * (T + 1) / 2 * E * D) * B / rate + weights + 3 * head
+        return 2 * L * (2 * n + 3 * (T + 1) * E * D) * B / rate + weights + 3 * head
     slots = sum(min(t + 1, W) for t in range(T)) / T
     back = step + slots * 2 * C * K * 4 * 2 * B / bandwidth
     return L * (step + back) + weights + 3 * head
@@ -526,7 +527,7 @@ def derive(record: dict, row: dict, rates: dict[str, float]) -> dict:
 # ---- reports, with what a figure needs to be repeated, and tables ----
 
 # what tells two rows apart; of two reports whose rows may be joined; of rows that are compared
-KEYS = 'suite cell path model D V T'.split()
+KEYS = 'suite cell path model D V B T'.split()
 SAME = 'suite device dtype torch commit threads'.split()
 CELL = 'suite cell D'.split()
 
@@ -644,7 +645,7 @@ def row_of(config: dict, suite: str, sizes: tuple, path: str) -> dict:
     row['dtype'] = config['dtype']
     if suite == 'sokoban':
         AgentConfig(config['arch'], config['recurrent'], *sizes)
-        row |= dict(zip('LED', sizes, strict=True))
+        row |= dict(zip('LEDBT', (*sizes, config['n_envs'], config['unroll']), strict=True))
         return row | {'model': config['arch'] + ', not recurrent' * (not config['recurrent'])}
     (L, E, C, B), T, model = sizes, sizes[2], 'lstm' if path == 'lstm' else 'recurrent'
     if suite == 'train':
@@ -674,7 +675,7 @@ def plan(config: dict) -> dict[str, dict[str, dict]]:
         paths = [path for path in given if path in known] or own.split(',')  # of first the suite's
         rows = [row_of(config, suite, tuple(sizes), path) for path in paths]
         groups[name] = {f'{name} {row["path"]}': row for row in rows}
-    conv = any(name.startswith('sokoban') for name in groups)
+    conv = config['suite'] in ('sokoban', 'first')
     before = {'yardsticks': {'yardsticks': {'suite': 'yardsticks', 'conv': conv}}}
     if not first and not cuda:
         return {name: before['yardsticks'] | group for name, group in groups.items()}
@@ -719,7 +720,7 @@ def run(config: dict, groups: dict[str, dict[str, dict]]) -> int:
         if report['command'] not in old['command']:
             old['command'] += f'; {report["command"]}'
         report |= {name: old[name] for name in names}
-    have = {key(row) for row in report['results']}
+    have = {key(row) for row in report['results'] if 'check' in row or not config['check']}
     rows = {name: {key(x) for x in group.values() if 'L' in x} for name, group in groups.items()}
     left = [name for name in groups if name not in report['steps'] or rows[name] - have]
     while left:

@@ -42,8 +42,9 @@ BEGUN = '.begun'  # the folder's run was begun by the torchrun that wrote this l
 # what a run writes into its folder, and overwrite removes
 RUN_FILES = 'ckpt_*.pt log.jsonl config.json loss.png curve.png eval_*.json eval_*.gif *.tfevents.*'
 PATIENCE = datetime.timedelta(minutes=10)  # with a rank that does not answer
-PEAK = {'H100': 989e12, 'H200': 989e12, 'B200': 2250e12}  # FLOP/s, dense bf16
-PEAK |= {'A100': 312e12, 'L40S': 362e12, '4090': 165e12}
+PEAK = {'H100 PCIe': 756e12, 'H100 NVL': 835e12, 'H100': 989e12}  # FLOP/s, dense bf16; first counts
+PEAK |= {'H200': 989e12, 'B200': 2250e12}
+PEAK |= {'NVIDIA A100': 312e12, 'L40S': 362e12, '4090': 165e12}
 # what torch.load and load_state_dict raise on damaged or foreign files
 UNREADABLE = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, EOFError)
 UNREADABLE += (ArithmeticError, pickle.UnpicklingError, struct.error)
@@ -208,7 +209,7 @@ def init_from(model: torch.nn.Module, folder: Path, resume: bool) -> None:
     ours = model.state_dict()
     with restoring(where, 'model'):
         fits = {k for k, x in ours.items() if k in weights and weights[k].shape == x.shape}
-    if not fits:
+    if not any(ours[name].dim() for name in fits):  # a scalar fits anywhere
         raise CheckpointError(f'{where}: no weight has a name and shape of this model')
     load_weights(model, ours | {name: weights[name] for name in fits}, where)
     count = sum(ours[name].numel() for name in fits)
@@ -350,19 +351,28 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
         raise Mistake(f"dtype = {name!r}: expected 'auto', 'float32' or 'bfloat16'")
     fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     if device.startswith('cuda'):
-        fast = torch.cuda.is_bf16_supported()
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if name == 'bfloat16' or name == 'auto' and fast else torch.float32
 
 
 def print0(text: str) -> None:
     """Prints on the first rank alone."""
     if os.environ.get('RANK', '0') == '0':
-        print(text, flush=True)
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:
+            if not Stopper.stopping:  # ctrl-C ends `| tee` too: we save all the same
+                raise
 
 
 def attempt() -> int:
     """How often torchrun --max-restarts has started this process again."""
     return int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0))
+
+
+def launch() -> str:
+    """The name of torchrun's launch, the same after a restart."""
+    return os.environ.get('TORCHELASTIC_RUN_ID', '')
 
 
 def join_ranks(device: str, threads: int) -> tuple[int, int, str]:
@@ -539,7 +549,8 @@ def commit() -> str:
 def restarted(out_dir: Path, *settings: dict) -> None:
     """Changes the settings of a run that torchrun --max-restarts has started again: it goes on from
     its last checkpoint, or from the beginning. For every rank, before prepare_out_dir."""
-    if attempt() == 0 or not os.path.exists(os.path.join(out_dir, BEGUN)):
+    mark = pathlib.Path(out_dir, BEGUN)
+    if attempt() == 0 or not mark.exists() or mark.read_text() != launch():
         return
     how = {'resume': True, 'overwrite': False, 'init_from': ''}
     if not saved_in(out_dir):
@@ -582,14 +593,14 @@ def prepare_out_dir(out_dir: Path, resume: bool = False, overwrite: bool = False
 
     try:
         path.mkdir(parents=True, exist_ok=True)
-        if attempt() == 0:
-            # a folder that is refused below is not this launch's, however often it is started again
-            (path / BEGUN).unlink(missing_ok=True)
         there = found(*names)
         if there and not (resume or (path / LOCK).exists()):
             words = f'holds {there[0].name}, which no run of ours wrote: choose another out_dir'
             raise CheckpointError(f'{path}: {words}, or move it away yourself')
         lock = hold(path)
+        if attempt() == 0:
+            # a folder that is refused below is not this launch's, however often it is started again
+            (path / BEGUN).unlink(missing_ok=True)
     except OSError as error:
         reason = 'it is a file' if path.is_file() else error.strerror
         raise CheckpointError(f'{path}: cannot be used as the output folder: {reason}') from None
@@ -598,7 +609,7 @@ def prepare_out_dir(out_dir: Path, resume: bool = False, overwrite: bool = False
     for file in found(*(f'.{name}.tmp' for name in names), *(names if overwrite else ())):
         file.unlink()
     if 'TORCHELASTIC_RESTART_COUNT' in os.environ:
-        (path / BEGUN).touch()
+        (path / BEGUN).write_text(launch())
     return lock
 
 
@@ -609,6 +620,8 @@ class Stopper:
     A second ctrl-C raises KeyboardInterrupt at once. Under torchrun a ctrl-C arrives twice, from
     the terminal and from the launcher: there one within a second of the first does not count.
     Several ranks must agree on the flag (all-reduce) before they act on it. Main thread only."""
+
+    stopping = False  # whether any has been told to stop
 
     def __init__(self):
         self.signal, self.time = None, 0.0
@@ -627,8 +640,10 @@ class Stopper:
             for descriptor in (1, 2):
                 if stat.S_ISCHR(os.fstat(descriptor).st_mode):
                     os.dup2(null, descriptor)
+        Stopper.stopping = True
         if self.signal is None:  # print is not safe inside a handler
-            os.write(2, b'\nstopping after this update (ctrl-C again: at once)\n')
+            with contextlib.suppress(BrokenPipeError):
+                os.write(2, b'\nstopping after this update (ctrl-C again: at once)\n')
         if not again:
             self.signal, self.time = number, time.monotonic()
 

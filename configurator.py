@@ -238,13 +238,12 @@ def whole(argument: str, rest: list[str], defaults: dict) -> str:
 def read_argument(argument: str, config: dict, defaults: dict, where: str = 'command line') -> None:
     """Applies one `--key=value`; `where` goes into the message."""
     key, _, text = argument[2:].partition('=')
-    default = defaults.get(key)
-    try:
-        value = literal(text.strip())
-    except ValueError:
-        value = text if default is None else ...  # ... fits no type
-    if isinstance(default, str) and not isinstance(value, str):
-        value = text  # --out_dir=123 is the text '123'
+    default, value = defaults.get(key), text  # --out_dir=123 is the text '123'
+    if not isinstance(default, str):
+        try:
+            value = literal(text.strip())
+        except ValueError:
+            value = text if default is None else ...  # ... fits no type
     assign(config, defaults, key, value, where, text)
 
 

@@ -177,8 +177,8 @@ def read_csv(path: str | os.PathLike) -> list[dict]:
         return list(csv.DictReader(file))
 
 
-def paper_cells(reference: str, points: dict) -> dict:
-    """The paper's returns, as `points` has ours, of our cells' variants and budgets; {} where the
+def paper_cells(reference: str, points: Iterable[Row]) -> dict:
+    """The paper's returns, as cells() has ours, of our cells' variants and budgets; {} where the
     paper has none."""
     ours, out = {row[:3] for row in points if not row.more}, {}
     for r in read_csv(os.path.join(reference, 'sokoban_returns.csv')) if reference else ():
@@ -404,23 +404,24 @@ def cell_fields(rows: Iterable[Row]) -> dict[Row, dict]:
     return out
 
 
-def tables(runs: list, reference: str, into: str) -> list[str]:
-    """Mean, variance (N - 1) and N of every cell, a table a model in the paper's layout."""
+def tables(runs: list, reference: str, into: str, tuned: str) -> list[str]:
+    """Mean, variance (N - 1) and N of every cell, a table a model in the paper's layout; beside it
+    the paper's own, whose rows have no setting `tuned`."""
     paths = []
     for model, points in groups(cells(runs), by('model')).items():
-        body, paper = [], paper_cells(reference, points)
+        body, paper = [], paper_cells(reference, [without(row, tuned) for row in points])
         for row, fields in cell_fields(points).items():
             mean, deviation, n = points[row]
             name = 'mean_loss' if row.is_text else 'mean_return'
             body.append({**fields, name: mean, 'variance': deviation**2, 'n_seeds': n})
             if paper:
-                mean, deviation, _ = paper.get(row, (math.nan, math.nan, 0))
+                mean, deviation, _ = paper.get(without(row, tuned), (math.nan, math.nan, 0))
                 body[-1] |= {'paper_mean': mean, 'paper_variance': deviation**2}
         paths += write_table(body, into, f'table_{model}')
     return paths
 
 
-def solve_table(rates: dict, levels: str, reference: str, into: str) -> list[str]:
+def solve_table(rates: dict, levels: str, reference: str, into: str, tuned: str) -> list[str]:
     """rates: {cell: [solve rate of each seed]} on `levels` ('': held-out ones), in the paper's
     layout; on unfiltered-test with the paper's own rows."""
     paths, reference = [], reference if levels else ''
@@ -430,7 +431,8 @@ def solve_table(rates: dict, levels: str, reference: str, into: str) -> list[str
         for row, fields in cell_fields(rows).items():
             mean, deviation, n = summary([100 * rate for rate in rates[row]])
             body.append({**fields, f'{where}_percent': mean, 'std': deviation, 'n_seeds': n})
-        ours, path = {row[:3] for row in rows if not row.more}, 'sokoban_solve_rates.csv'
+        ours = {row[:3] for row in rows if not without(row, tuned).more}
+        path = 'sokoban_solve_rates.csv'
         for r in read_csv(os.path.join(reference, path)) if reference else ():
             who = 'convlstm', r['variant'] == 'recurrent', r['budget']
             if who in ours or not r['budget']:  # or of others' agents

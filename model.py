@@ -21,7 +21,7 @@ keep sqrt_sum where the aggregation is routed."""
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -611,9 +611,9 @@ def memory(
 
 
 def build_model(config: ModelConfig, recurrent: bool) -> LanguageModel:
+    """ValueError for a setting of the other kind."""
+    if recurrent and config.residual != 'expert':
+        raise ValueError(f'residual = {config.residual!r} is for recurrent = False')
+    if not recurrent and not config.share_kv:
+        raise ValueError('share_kv = False is for recurrent = True')
     return RecurrentGPT(config) if recurrent else GPT(config)
-
-
-def config_dict(config: ModelConfig) -> dict:
-    """The config as plain types, for a checkpoint; ModelConfig(**d) restores it."""
-    return asdict(config)

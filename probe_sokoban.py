@@ -9,7 +9,7 @@ $ python probe_sokoban.py --models=out/L4 --causal --thinking     # and two furt
 At every step of a game played greedily, and for every cell of the board, a probe says in which
 direction the agent will next step onto the cell, or that it will not (five classes). It reads the
 agent's s[L] at the cell and its eight neighbours, by one 3x3 convolution. Beside it: a 1x1
-convolution; one over the observation alone; both over the untrained agent, its run's first weights
+convolution; one over the observation alone; both over an untrained agent, drawn by the run's seed,
 on the same games: only what the trained state holds beyond a random network's was learnt. A
 direction is emitted where its probability is above the probe's threshold, at which `precision` of
 those emitted in the first steps are right; recall is the share of the cells with a direction whose
@@ -94,7 +94,7 @@ class Player:
     """A trained agent, and what is found of it."""
 
     model: Agent
-    untrained: Agent  # the same with the weights that its run began with
+    untrained: Agent  # the same with random weights: its run's first, but for init_from
     config: dict
     where: str  # its checkpoint
     name: str  # its folder's
@@ -349,7 +349,7 @@ def recall_figure(players: list[Player], title: str) -> None:
                     values.setdefault(r['step'], []).append(r['recall'])
             points = {step: summary(x) for step, x in values.items()}
             line(axes, points, i, '' if style else result.label, **style)
-    axes.plot([], [], color='gray', ls=':', lw=1.2, label='before training')
+    axes.plot([], [], color='gray', ls=':', lw=1.2, label='untrained')
     axes.plot([], [], color='gray', ls='--', lw=0.9, label='observation alone')
     axes.set(xlabel='environment step', ylabel='recall', ylim=(0, None))
     axes.xaxis.get_major_locator().set_params(integer=True)
@@ -423,7 +423,7 @@ def causal_check(model: Agent, packed: ndarray, games: Games, direction: Tensor)
     Controls: a random direction, and the probe's own at another free cell. Strengths are in units
     of the RMS of what is carried. -> a record a strength and way of adding."""
     device, long = direction.device, games.lengths > 1
-    latest = np.minimum(games.lengths[long], first)
+    latest = np.minimum(games.lengths[long], max(first, 2))
     when = np.random.default_rng(0).integers(1, latest)  # not 0: nothing is carried then
     when = torch.from_numpy(when).to(device)
     n, T = len(when), int(when.max()) + 1

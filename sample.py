@@ -67,6 +67,7 @@ RANGES = {
     'top_k': (0, math.inf),
     'top_p': (0.001, 1),
     'num_samples': (1, math.inf),
+    'seed': (0, math.inf),
     'dtype': ['auto', 'float32', 'bfloat16'],
 }
 
@@ -468,6 +469,8 @@ def main() -> None:
     configure(globals(), quiet=True)
     if sum(map(bool, (export, score, interactive))) > 1:
         fail('export, score and interactive exclude each other: choose one')
+    if interactive and max_new_tokens == 0:
+        fail('max_new_tokens = 0: interactive answers what is typed')
     export_model() if export else use_model()
 
 

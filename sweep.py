@@ -13,10 +13,10 @@ A plan compares allocations (L, E, d) at one budget W: E = round(W / (L C(d))) e
 is an expert's cost; a row is dropped where that is 0. ConvLSTM: C = 9 (32 + 2d) 4d multiply-adds a
 cell, W = C(128), C(256), C(1024). ConvGLU: C = 9 d 2d. Language models: C = forward FLOPs of a
 block a token, W = 16 or 32 blocks of width 768. With `tune` all values run with seed 1; a best
-number at an edge, twice or half the next one, adds half the least or twice the greatest. When all
-have ended, the list grows by seeds 2..n+1 of each allocation's best value, and figures and tables
-show these alone. Writes into out_dir/PLAN: a folder a run, finished when its log is at its
-last step; figures and tables (plan sokoban: from its parts' runs).
+number at an edge, twice or half the next one, adds half the least or twice the greatest, three
+times at most. When all have ended, the list grows by seeds 2..n+1 of each allocation's best value,
+and figures and tables show these alone. Writes into out_dir/PLAN: a folder a run, finished when its
+log is at its last step; figures and tables (plan sokoban: from its parts' runs).
 """
 
 import contextlib
@@ -42,7 +42,7 @@ import numpy as np
 import torch
 
 import figures
-from checkpoint import Stopper, commit, device_name, need_packages, saved_in
+from checkpoint import Stopper, commit, need_packages, saved_in
 from convlstm import AGGREGATIONS, AgentConfig, build_agent
 from data_fineweb import VOCAB
 from figures import Row, read_log, value
@@ -133,10 +133,13 @@ def settings_of(row: Row) -> dict:
     own = {} if row.is_text else {'arch': row.model}
     own |= {'recurrent': row.recurrent, 'n_layer': row.L, 'n_expert': row.E, 'n_embd': row.d}
     own |= {'seed': row.seed, **dict(row.more)}
+    more = [setting.partition('=')[0] for setting in also.split()]
+    if clash := [name for name in more if name in own]:
+        fail(f'also = {also!r}: plan {plan!r} sets {", ".join(clash)} itself')
     names = ('max_iters', 'warmup_iters', 'eval_interval') if row.is_text else ('total_steps',)
     for name in names if length != 1 else ():
         own[name] = max(1, round(config[name] * length))
-    return own | {name: config[name] for name in re.findall(r'(\w+)=', also)}
+    return {name: config[name] for name in more} | own
 
 
 def config_of(row: Row) -> dict:
@@ -359,7 +362,6 @@ def start(row: Row, gpu: str, n: int) -> Popen | None:
             return None
         if state_of(row) in ('done', *WRONG):  # under the lock: it may have changed
             return None
-        (folder / 'failed.json').unlink(missing_ok=True)  # of an earlier try
         launcher, *line = command(row)
         line = ['-m', 'torch.distributed.run', *line] if launcher == 'torchrun' else line
         line.append('--resume=True' if saved_in(folder) else '--overwrite=True')
@@ -375,7 +377,9 @@ def start(row: Row, gpu: str, n: int) -> Popen | None:
 
 def outcome(row: Row, status: int) -> str:
     """'' for a run that is done, or the last error it printed, which failed.json keeps."""
+    failed = Path(folder_of(row), 'failed.json')
     if status == 0 and state_of(row) == 'done':
+        failed.unlink(missing_ok=True)  # of an earlier try
         return ''
     text = Path(folder_of(row), 'stdout.txt').read_text(errors='replace')
     text = text.rpartition('---- started\n')[2]  # of this try
@@ -384,7 +388,7 @@ def outcome(row: Row, status: int) -> str:
     message = (errors or lines)[-1][:300]
     record = {'exit': status, 'message': message, 'command': shlex.join(command(row))}
     with contextlib.suppress(OSError):  # the disk may be full
-        write_json(record, os.path.join(folder_of(row), 'failed.json'))
+        write_json(record, failed)
     return f'FAILED (exit status {status}): {message}'
 
 
@@ -510,7 +514,8 @@ def solve_rate(row: Row, levels: str) -> float:
     """A finished agent's on levels ('': held-out ones), greedy: its folder's, or played now."""
     c = config_of(row)
     path = Path(folder_of(row), f'eval_{levels or Path(c["eval_split"]).stem}.json')
-    if read_json(path).get('env_steps') != total_of(row) * c['n_envs'] * c['unroll']:
+    its, wanted = read_json(path), total_of(row) * c['n_envs'] * c['unroll']
+    if its.get('env_steps') != wanted or not levels and its.get('n') != c['eval_games']:
         say(f'{row.name}: playing {levels or c["eval_split"]}')
         line = [sys.executable, *arguments(row), '--eval_only=True', f'--levels={levels}']
         if Popen(line, stdout=DEVNULL).wait() != 0:
@@ -530,6 +535,8 @@ def show(rows: list[Row]) -> None:
     if not shown:
         print('one seed a value so far, which chooses it: those to be reported have not run')
         shown = figures.at_best(runs, name)
+    for row in further([row for row in rows if row.seed == 1]) if tune else ():
+        print(f'{row.name}: not tried, though the best value is the one beside it')
     if figure:
         what = plan + f', widths x {width:g}' * (width != 1)
         what += f', steps x {length:.3g}' * (length != 1)
@@ -539,7 +546,7 @@ def show(rows: list[Row]) -> None:
         token, cells = 'byte' if is_bytes else 'token', [figures.without(row, name) for row in rows]
         paths += figures.draw(what, cells, drawn, token, reference, into)
     if table:
-        paths, found = paths + figures.tables(shown, reference, into), {}
+        paths, found = paths + figures.tables(shown, reference, into, name), {}
         # the three budgets of plan sokoban have bests of their own
         for model in {row.model for row, _ in shown if plan in FIGURES and plan != 'sokoban'}:
             if words := best_depths([run for run in shown if run[0].model == model]):
@@ -555,22 +562,22 @@ def show(rows: list[Row]) -> None:
         if not best:
             fail("table = 'solve': no agent of this plan has finished")
         levels = '' if config_of(best[0])['split'] == 'generated' else 'unfiltered-test'
-        seeds_of = {cell: [row for row, _ in runs if row.cell == cell] for cell in best}
+        seeds_of = {cell: [row for row, _ in shown if row.cell == cell] for cell in best}
         rates = {cell: [solve_rate(row, levels) for row in seeds_of[cell]] for cell in best}
-        paths += figures.solve_table(rates, levels, reference, into)
+        paths += figures.solve_table(rates, levels, reference, into, name)
     print('\n'.join(paths))
 
 
 def write_runs(runs: list, reported: set, found: dict, into: str) -> str:
     """runs.json, also of runs that only chose a value -> its path."""
     about = {'plan': plan, **found, 'command': shlex.join(['python', *sys.argv])}
-    about |= {'drawn_at_commit': commit(), 'torch': torch.__version__}
-    about |= {'device': device_name('cuda' if torch.cuda.is_available() else 'cpu'), 'runs': []}
+    about |= {'drawn_at_commit': commit(), 'runs': []}
     for row, log in runs:
         saved, last = read_json(Path(folder_of(row), 'config.json')), log[-1]
         mine = {'name': row.name, 'model': row.model, 'reported': row in reported}
         mine |= figures.cell_fields([row])[row] | dict(row.more) | {'seed': row.seed}
-        mine |= {'value': value(log), 'updates': last['step'], 'commit': saved.get('commit')}
+        mine |= {'value': value(log), 'updates': last['step']}
+        mine |= {k: saved.get(k) for k in ('commit', 'device_name', 'torch')}
         mine |= {k: last[k] for k in ('tokens', 'env_steps', 'seconds') if k in last}
         about['runs'].append(mine | {'over_budget': over_budget(row)})
     write_json(about, os.path.join(into, 'runs.json'))
@@ -596,7 +603,8 @@ def main() -> int:
         print('other values or seeds follow when all of these have finished', file=where)
     status = execute(rows if index < 0 else [rows[index]]) if run else 0
     while run and tune and index < 0 and status < 2 and (again := plan_rows()) != rows:
-        rows, status = again, execute(again)  # further values, and the best ones' further seeds
+        new = [row for row in again if row not in rows]  # values, or seeds of the best ones
+        rows, status = again, max(status, execute(new))
     if status < 2 and (figure or table):
         show(rows)
     return status

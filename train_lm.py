@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
 from configurator import configure, every, fail, run_script  # before torch: how threads wait
@@ -24,7 +24,7 @@ from checkpoint import fill, print0, restoring
 from data_fineweb import VOCAB, DataError, Loader, find_shards, fingerprint, load_val, token_bytes
 from figures import open_trackers, plot_losses
 from kernels import chosen_lines, graphed
-from model import EVAL_CHUNK, ModelConfig, build_model, config_dict, memory
+from model import EVAL_CHUNK, ModelConfig, build_model, memory
 from muon import Gradients, gather, lr_at, make_optimizers
 
 # -----------------------------------------------------------------------------
@@ -327,7 +327,7 @@ def prepare(run: Run) -> None:
 
 def save(run: Run, best: bool = False) -> None:
     """The last checkpoint holds all; the best what sample.py needs."""
-    parts = {'recurrent': recurrent, 'model_config': config_dict(run.model.config)}
+    parts = {'recurrent': recurrent, 'model_config': asdict(run.model.config)}
     parts |= {name: getattr(run, name) for name in POSITION}
     if not best:
         state = zip(run.state, STREAMS[arch], strict=True) if recurrent else ()
@@ -412,8 +412,7 @@ def loop(run: Run, writes: list[Callable[[dict], object]]) -> int:
 
 def train(config: dict) -> int:
     """A run from beginning to end, or its validation -> the exit status."""
-    if arch != 'experts':
-        baselines.refuse_settings(sys.argv)
+    baselines.refuse_settings(arch, sys.argv)
     checkpoint.restarted(out_dir, config, globals())
     try:
         run = make_run(config)  # finds all mistakes in settings and data before out_dir is touched

@@ -37,7 +37,7 @@ def make_model(T, W, D=192, **changes):
     model = m.RecurrentGPT(config)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.05)
-    exact = m.RecurrentGPT(m.ModelConfig(**{**m.config_dict(config), 'path': 'plain'})).double()
+    exact = m.RecurrentGPT(m.ModelConfig(**{**vars(config), 'path': 'plain'})).double()
     exact.load_state_dict(model.state_dict())
     return model.cuda(), exact.cuda()
 

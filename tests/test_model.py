@@ -18,7 +18,7 @@ from reference import gradients, make, tokens
 import kernels
 import model as model_file
 import unroll
-from model import AGGREGATIONS, GPT, ModelConfig, RecurrentGPT, State, build_model, config_dict
+from model import AGGREGATIONS, GPT, ModelConfig, RecurrentGPT, State, build_model
 
 MODELS = [RecurrentGPT, GPT]
 both = pytest.mark.parametrize('model_type', MODELS)
@@ -56,7 +56,7 @@ def compare(model, T, chunks, reset_before, ways, rtol=1e-9, evaluate=True, carr
     carry their own states (carried; else each chunk stands alone, as in GPT's training); one stream
     starts anew before a chunk. Logits without gradients, loss, gradients and the new state are
     compared after every chunk."""
-    c, other = model.config, make(type(model), 1, model.head.dtype, **config_dict(model.config))
+    c, other = model.config, make(type(model), 1, model.head.dtype, **vars(model.config))
     history = reference.History(model, B) if carried else None
     states = dict.fromkeys(ways, model.init_state(B) if carried else None)
     for chunk in range(chunks):
