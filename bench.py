@@ -283,6 +283,7 @@ def make_yardsticks(row: dict, config: dict) -> tuple[dict[str, Callable], dict]
     work = {'matmul': 2 * n**3, 'copy': 2 * size}
     if row['conv']:
         keep_memory()
+        torch.backends.cudnn.benchmark = True  # as train_sokoban.py has it
         shapes = (640, 128, 10, 10), (512, 128, 3, 3), (640, 512, 10, 10)
         made = [torch.randn(shape, device=at, dtype=dt) for shape in shapes]
         x, w, dy = (tensor.to(memory_format=torch.channels_last) for tensor in made)

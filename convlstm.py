@@ -27,7 +27,8 @@ nearly all cells alike, the policy learns nothing for hundreds of updates: LOG.m
 Fast: what all experts read is convolved densely, the rest in groups; the z part of all levels (and,
 where the observations are known, of all steps) is one convolution; a weight's gradient is one
 convolution over all steps of an unroll; with E = 1, s is h, and the weights of both are summed
-first, exactly. `path = 'plain'` does none of this; tests compare the two and a reference.
+first, exactly. `path = 'plain'` leaves the last two out; tests compare the two, and a reference
+that does none of this.
 """
 
 import math

@@ -245,7 +245,8 @@ def made_up(weights: dict, dt: torch.dtype) -> tuple[Callable, Iterator[dict]]:
     some = {name: (normal(*size) * size[-1] ** -0.5).to(dt) for name, size in sizes.items()}
     copies = min(16, 1 + 2**28 // sum(x.nbytes for x in some.values()))
     every = [(name, x.detach()) for name, x in (weights | some).items()]
-    leaves = ({name: x.clone().requires_grad_() for name, x in every} for _ in range(copies))
+    # a list: nothing is left to be copied while a trial is timed
+    leaves = [{name: x.clone().requires_grad_() for name, x in every} for _ in range(copies)]
     return normal, itertools.cycle(leaves)
 
 
@@ -281,7 +282,8 @@ def chosen_lines() -> list[str]:
         apart = f'{found["difference"]:.1%} apart'
         return f'{"" if wins(found) else "not "}taken ({mine:.0f} against {own:.0f} us, {apart})'
 
-    return [', '.join(f'{n}: {told(x)}' for n, x in trials.items()) for trials in chosen.values()]
+    sets = filter(None, chosen.values())
+    return [', '.join(f'{n}: {told(x)}' for n, x in trials.items()) for trials in sets]
 
 
 # ---- head and loss ----

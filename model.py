@@ -445,9 +445,9 @@ class RecurrentGPT(LanguageModel):
     def hidden(self, z: Tensor, state: State | None) -> tuple[Tensor, State]:
         """z (B, T, D) -> s[L] at every token (B, T, D) and the new state."""
         state = (self.init_state(z.size(0)) if state is None else state).detach()
-        weights, rules = [level.weights() for level in self.levels], self.levels[0].rules()
         path, dt = self.config.path, compute_dtype(z)
         with torch.autocast(z.device.type, enabled=False):  # dtypes are ours from here on
+            weights, rules = [level.weights() for level in self.levels], self.levels[0].rules()
             if path == 'plain':
                 out, new = plain_unroll(z.transpose(0, 1), state, weights, rules, dt)
             else:
@@ -543,7 +543,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     heads a key-value head."""
     (B, A, T, K), C = q.shape, k.size(1)
     how = {'attn_mask': mask, 'is_causal': mask is None, 'enable_gqa': A != C}
-    if q.is_cuda:  # all but cuDNN's, which refuses some sizes, such as T = 32 with grouped heads
+    if q.is_cuda:  # not cuDNN's, which refuses some sizes, such as T = 32 with grouped heads
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
             return F.scaled_dot_product_attention(q, k, v, **how)
     if mask is not None or T > 512 or q.dtype != torch.bfloat16:
@@ -598,7 +598,8 @@ def memory(
         slots += (W + n) * (1.5 * kept + (6 if every else 7))
         # of a token: what the backward reads and leaves for weights, of a level's weights once more
         token = L * D * (16 * E * size + 12) + 9 * E * D * size
-        weights = 16 * L * E * c.n_head * (W + n) * size
+        # attention's weights: fresh ones, and those that a graph of several blocks keeps
+        weights = (16 + (tokens - n) * whole) * L * E * c.n_head * (W + n) * size
         need['chunk'] = rows * (cache * slots / W + tokens * token + weights + 40 * T * D)
         validation = rows * cache * ((W + t) / W + 3 * (W + n) / W)
     else:

@@ -208,7 +208,7 @@ def end(s: Tensor, readout: Tensor, kept: tuple, noise: Tensor | None, how: tupl
 
 
 class Decoder:
-    """B streams of a model with its weights as they are now, in memory that never moves. amp:
+    """B streams of a model whose weights stay as they are, in memory that never moves. amp:
     torch.bfloat16, or torch.float32 for products in the model's own dtype; temperature 0 is greedy;
     top_k 0 and top_p 1 keep every token; seed: an int, a torch.Generator, or None for torch's own.
     `logits` (B, V): the last.
