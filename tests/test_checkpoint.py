@@ -153,7 +153,7 @@ def test_started_again_by_torchrun(tmp_path, monkeypatch):
 
 
 def test_a_closed_terminal_lets_the_update_finish(tmp_path):
-    """And save, whatever is then printed. Under nohup it does not count."""
+    """And save, whatever is then printed, to a `tee` that has ended too. Not under nohup."""
     child, terminal = pty.fork()
     if child == 0:
         signal.alarm(60)
@@ -166,6 +166,10 @@ def test_a_closed_terminal_lets_the_update_finish(tmp_path):
         while stopper.signal is None:
             time.sleep(0.01)
         os.write(1, b'a line of the log')
+        reader, writer = os.pipe()
+        os.close(reader)
+        sys.stdout = open(writer, 'w')
+        checkpoint.print0('another line')
         (tmp_path / 'saved').write_text(str(int(stopper.signal)))
         os._exit(0)
     os.read(terminal, 100)

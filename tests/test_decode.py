@@ -133,8 +133,7 @@ CASES += [(GPT, SHARED | {'n_layer': 1})]
 @pytest.mark.skipif(os.environ.get('TRITON_INTERPRET') != '1', reason='test_triton.py runs it')
 @pytest.mark.parametrize('model_type, changes', CASES, ids=str)
 def test_with_kernels_it_is_the_reference(monkeypatch, model_type, changes):
-    """Streams of several lengths, past a turn of the ring; what is measured agrees, and finds an
-    edited equation."""
+    """Several streams, past a turn of the ring; what is measured finds an edited equation."""
     model, found = make(model_type, torch.float32, **changes), {}
     monkeypatch.setattr(kernels, 'seconds_of', lambda run: (run(), 1.0)[1])
 

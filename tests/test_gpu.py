@@ -89,8 +89,7 @@ def test_trainers_on_one_gpu(tmp_path, commands):
 
 @pytest.mark.parametrize('settings', ['', '--recurrent=False', '--reuse=False --n_expert=2'])
 def test_graphs_replay_what_runs_eagerly(tmp_path, settings):
-    """Six updates with CUDA graphs from the fourth on = six without: the same games, and weights
-    that agree."""
+    """Six updates with CUDA graphs from the fourth on = six without: the same games and weights."""
     argv = """--split=generated --eval_split=generated --n_boxes=1 --n_levels=200 --n_embd=16
         --n_layer=2 --dtype=float32 --total_steps=6400 --learning_rate=1e-3 --compile=False"""
     argv = [*argv.split(), f'--out_dir={tmp_path}', *settings.split()]

@@ -197,8 +197,7 @@ def lm_run(text, **settings):
 
 @pytest.mark.parametrize('recurrent', [True, False])
 def test_language_model_settings_arrive(text, recurrent):
-    """Each setting of the model in its own place; whole rows of block_size tokens; validation in so
-    many streams."""
+    """Each setting in its own place; whole rows of block_size tokens; validation in streams."""
     sizes = table("""n_layer=3 n_expert=2 n_embd=48 n_head=6 n_kv_head=3 window=7 block_size=16
         aggregation='softmax_mean' share_kv=False residual='shared' router_dim=5""")
     run = lm_run(text, recurrent=recurrent, seed=5, **sizes)

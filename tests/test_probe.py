@@ -163,8 +163,7 @@ def arguments(agents, out, *argv):
 
 
 def test_features_are_the_agents_own(agents):
-    """What is kept is s of the game's steps, of the trained agent and of the untrained one, which
-    sees the same game."""
+    """What is kept is s of the game's steps, of the trained agent and of the untrained one."""
     player = probe.load_player(str(agents / 'lstm'), 'cpu')
     packed = np.concatenate([generate(64, 1, seed=9, max_moves=12)[0], *[corridor()] * 6])
     games = probe.record(player, packed, 'cpu')  # the second batch is short

@@ -187,8 +187,7 @@ def test_generate_is_seeded_and_leaves_others_out():
 
 
 def test_ends_of_episodes():
-    """Solved: ten more, and the next level starts, after the last one the first again; or step
-    120."""
+    """Solved: ten more, and the next level starts, after the last the first again; or step 120."""
     env, levels = env_of(text('#@$.     #'), text('#.$@     #')), []
     for action, steps in ((RIGHT, 1), (LEFT, 1), (UP, TIME_LIMIT), (LEFT, 1)):
         for t in range(steps):

@@ -179,8 +179,7 @@ class H100:
 
 
 def report(cells):
-    """Compiles all that is launched at the cells' sizes (E, W, B), each kernel once a set of
-    tiles."""
+    """Compiles all that is launched at the cells' sizes (E, W, B), a kernel once a set of tiles."""
     jit, seen = triton.runtime.jit.JITFunction, {}
     triton.runtime.driver.set_active(H100)
     start, tools = jit.run, Path(triton.__file__).parent / 'backends/nvidia/bin'
