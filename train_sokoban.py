@@ -472,9 +472,9 @@ def evaluate_only(config: dict) -> None:
     where = checkpoint.pick_device(device, threads)
     checkpoint.need_packages(PIL=True, tensorboard=tensorboard, wandb=wandb)
     model, its, file = load_agent(out_dir, 'best' if best else 'last', where, dtype)
-    name, made = levels or eval_split, ('seed', 'n_boxes', 'max_moves')  # the run's own
-    wanted = config | {'eval_split': name} | {k: its[k] for k in made}
-    held_out, line = load_both(wanted, trains=False, whole=levels != '')[1]
+    name, made = levels or eval_split, 'split n_levels n_boxes max_moves seed'.split()
+    own = {k: its[k] for k in made if k in its and not levels}  # or generated ones as asked for
+    held_out, line = load_both(config | {'eval_split': name} | own, False, levels != '')[1]
     env_steps = its['step'] * its['n_envs'] * its['unroll']
     about = {'step': its['step'], 'env_steps': env_steps, 'checkpoint': file, 'levels': line}
     record = report(model, held_out, name, where, out_dir, about)
