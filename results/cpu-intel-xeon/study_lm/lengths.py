@@ -1,0 +1,91 @@
+"""Draws lengths.png: loss by levels at four lengths, and what recurrence is worth, best to best.
+PYTHONPATH=. python results/cpu-intel-xeon/study_lm/lengths.py"""
+
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+from statistics import mean
+
+import figures
+
+XEON = Path(__file__).parent
+EPYC = XEON.parents[1] / 'cpu-amd-epyc/study_lm'
+RUN = re.compile(
+    r'transformer_(\w+)_L(\d+)_.*_s([234])( \((\d+) updates\))?'
+)  # no variant, no seed 1
+BYTES = 10240  # an update's
+
+
+def read(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+def new() -> dict:
+    """{(kind, bytes trained on): {L: {seed: loss}}}"""
+    return defaultdict(lambda: defaultdict(dict))
+
+
+def one_speech() -> dict:
+    losses = new()
+    for path in (XEON / 'losses.json', EPYC / '7M/losses.json', EPYC / '14M.json'):
+        for name, by_bytes in read(path).items():
+            if run := RUN.fullmatch(name):
+                length = max(map(int, by_bytes))
+                losses[run[1], length][int(run[2])][run[3]] = by_bytes[str(length)]
+    return losses
+
+
+def twelve_speeches() -> dict:
+    losses = new()
+    for name, loss in read(XEON / 'held_out.json').items():
+        if run := RUN.fullmatch(name):
+            losses[run[1], int(run[5]) * BYTES][int(run[2])][run[3]] = loss
+    for name, by_seed in read(EPYC / '7M/held_out.json').items():
+        kind, L = name.split(' L = ')
+        losses[kind, 688 * BYTES][int(L)] = by_seed
+    return losses
+
+
+def best(by_levels: dict) -> dict:
+    """{seed: loss} of the L with the best mean, of those with the most seeds."""
+    most = max(map(len, by_levels.values()))
+    return min((x for x in by_levels.values() if len(x) == most), key=lambda x: mean(x.values()))
+
+
+def gaps(losses: dict) -> dict:
+    """{MB: (mean, standard error, seeds) of best twin - best recurrent, paired by seed}"""
+    points = {}
+    for length in sorted({length for _, length in losses}):
+        ours, twin = (best(losses[kind, length]) for kind in ('recurrent', 'feedforward'))
+        both = ours.keys() & twin.keys()
+        points[length / 1e6] = figures.summary([twin[seed] - ours[seed] for seed in both])
+    return figures.with_errors(points)
+
+
+def main() -> None:
+    losses = one_speech()
+    figure, (left, right) = figures.new(2, 3.4, sharey=False)
+    lengths = sorted({length for _, length in losses})
+    for i, length in enumerate(lengths):
+        for kind, style in (('recurrent', '-'), ('feedforward', '--')):
+            points = {L: figures.summary([*x.values()]) for L, x in losses[kind, length].items()}
+            figures.line(left, points, i, f'{kind}, {length / 1e6:.3g} MB', ls=style)
+    for i, (where, its) in enumerate({'one': losses, 'twelve': twelve_speeches()}.items(), 4):
+        points = gaps(its)
+        figures.line(right, points, i, f'held out: {where}')
+        for length, (gap, error, n) in points.items():
+            print(f'{where:6} {length:5.2f} MB: {gap:.4f} +- {error:.4f}, {n} seeds')
+    left.set(xscale='log', xlabel='levels', ylabel='validation loss, nats a byte')
+    left.set_xticks([1, 2, 4, 8, 16], '1 2 4 8 16'.split())
+    right.set(xscale='log', xlabel='MB trained on', ylabel='best twin - best recurrent, nats')
+    right.set_ylim(bottom=0)
+    right.set_xticks([x / 1e6 for x in lengths], [f'{x / 1e6:.3g}' for x in lengths])
+    for axes in (left, right):
+        axes.minorticks_off()
+    figures.finish(figure, 'What recurrence is worth, by length of training')
+    print(*figures.save(figure, str(XEON), 'lengths', ('png',)))
+
+
+if __name__ == '__main__':
+    main()
