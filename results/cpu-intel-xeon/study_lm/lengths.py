@@ -15,6 +15,7 @@ RUN = re.compile(
     r'transformer_(\w+)_L(\d+)_.*_s([234])( \((\d+) updates\))?'
 )  # no variant, no seed 1
 BYTES = 10240  # an update's
+NOTE = '\nbars: one standard deviation (left), one standard error (right)'
 
 
 def read(path: Path) -> dict:
@@ -71,11 +72,13 @@ def main() -> None:
         for kind, style in (('recurrent', '-'), ('feedforward', '--')):
             points = {L: figures.summary([*x.values()]) for L, x in losses[kind, length].items()}
             figures.line(left, points, i, f'{kind}, {length / 1e6:.3g} MB', ls=style)
-    for i, (where, its) in enumerate({'one': losses, 'twelve': twelve_speeches()}.items(), 4):
+    for i, (where, its) in enumerate(
+        {'one speech': losses, 'twelve speeches': twelve_speeches()}.items(), 4
+    ):
         points = gaps(its)
         figures.line(right, points, i, f'held out: {where}')
         for length, (gap, error, n) in points.items():
-            print(f'{where:6} {length:5.2f} MB: {gap:.4f} +- {error:.4f}, {n} seeds')
+            print(f'{where:15} {length:5.2f} MB: {gap:.4f} +- {error:.4f}, {n} seeds')
     left.set(xscale='log', xlabel='levels', ylabel='validation loss, nats a byte')
     left.set_xticks([1, 2, 4, 8, 16], '1 2 4 8 16'.split())
     right.set(xscale='log', xlabel='MB trained on', ylabel='best twin - best recurrent, nats')
@@ -83,7 +86,7 @@ def main() -> None:
     right.set_xticks([x / 1e6 for x in lengths], [f'{x / 1e6:.3g}' for x in lengths])
     for axes in (left, right):
         axes.minorticks_off()
-    figures.finish(figure, 'What recurrence is worth, by length of training')
+    figures.finish(figure, 'What recurrence is worth, by length of training', NOTE)
     print(*figures.save(figure, str(XEON), 'lengths', ('png',)))
 
 
