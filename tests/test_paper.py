@@ -199,7 +199,8 @@ def lm_run(text, **settings):
 def test_language_model_settings_arrive(text, recurrent):
     """Each setting in its own place; whole rows of block_size tokens; validation in streams."""
     sizes = table("""n_layer=3 n_expert=2 n_embd=48 n_head=6 n_kv_head=3 window=7 block_size=16
-        aggregation='softmax_mean' share_kv=False residual='shared' router_dim=5""")
+        aggregation='softmax_mean' router_dim=5""")
+    sizes |= {'share_kv': not recurrent, 'residual': 'expert' if recurrent else 'shared'}
     run = lm_run(text, recurrent=recurrent, seed=5, **sizes)
     assert vars(run.model.config) == sizes | {'vocab_size': 256, 'path': 'fast'}
     assert type(run.model).__name__ == ('RecurrentGPT' if recurrent else 'GPT')
