@@ -48,6 +48,7 @@ which = 'best'                 # 'best' (highest held-out return), if there is o
 policy = ''                    # or module:function, from observations (N, 10, 10, 2) uint8 to
                                # actions (N,), 0..3: evaluated on n_levels
 measure = False                # solve rate and return of the agent on n_levels, instead of a game
+greedy = True                  # for that: the likeliest move; False: drawn, as in training
 levels = ''                    # a split or a file; '': the agent's held-out ones; of a policy: easy
 levels_dir = ''                # folder of Boxoban's levels; '': data/boxoban
 download = False               # fetch the split into levels_dir where it is not there
@@ -74,10 +75,16 @@ TILES |= {'*': '32m▣ ', '@': '94m● ', '+': '95m● '}
 ARROWS = [f'\x1b[36m{way} \x1b[0m' for way in '↑→↓←']
 
 
+def sample(logits: Tensor, u: Tensor) -> Tensor:
+    """Actions (B,) from logits (B, 4) by inversion, with u (B,) of draw_by()."""
+    u = (u >> 29).to(torch.float32) / 2**24  # [0, 1)
+    return (u[:, None] >= F.softmax(logits.float(), -1).cumsum(-1)[:, :-1]).sum(-1)
+
+
 @torch.no_grad()
 def play(model: Agent, levels: ndarray, device: str, seed=None, number=0) -> dict[str, Tensor]:
-    """Each of the packed levels (n, 17) once, for at most 120 steps: greedily, or with a seed at
-    random. -> solved, return, steps (n,) and the actions (n, 120), 0 after a game's end, on the
+    """Each of the packed levels (n, 17) once, for at most 120 steps: the likeliest move or, with a
+    seed, one drawn. -> solved, return, steps (n,), actions (n, 120), 0 after a game's end, on the
     CPU. number: of the first level, where ranks share them (chance depends on it)."""
     n, parts, due = len(levels), [], every()
     for first in range(0, n, BOARDS):
@@ -89,11 +96,11 @@ def play(model: Agent, levels: ndarray, device: str, seed=None, number=0) -> dic
         total, steps = torch.zeros(2, N, device=device)
         actions = torch.zeros(N, TIME_LIMIT, dtype=torch.int8, device=device)
         for t in range(TIME_LIMIT):
-            if seed is None:
-                logits, _, state = model.act(w, env.observe(), start, state)
-                action = logits.argmax(-1)
-            else:
-                action = draw_by(board_keys(seed, 2, env.board + number + first), env.steps) % 4
+            logits, _, state = model.act(w, env.observe(), start, state)
+            action = logits.argmax(-1)
+            if seed is not None:
+                keys = board_keys(seed, 2, env.board + number + first)
+                action = sample(logits, draw_by(keys, env.steps))
             actions[:, t] = action * alive
             reward, start, solved = env.step(action)  # ended boards play on, and do not count
             total += reward * alive
@@ -157,6 +164,14 @@ def report(model: Agent, levels: ndarray, name: str, device: str, folder: str, a
 
 
 # ----------------------------------------------------------------------------- whose games
+
+
+def uniform(w: tuple, obs: Tensor, start: Tensor, state: tuple) -> tuple:
+    return torch.zeros(len(obs), 4, device=obs.device), None, state
+
+
+# as `play` wants an agent; a random policy where moves are drawn
+RANDOM = SimpleNamespace(prepare=tuple, init_state=lambda N: (), act=uniform)
 
 
 def load_policy(name: str) -> SimpleNamespace:
@@ -355,7 +370,7 @@ def use_agent() -> None:
         made = n_levels, about['n_boxes'], 2 * about['seed'] + 1, about['max_moves']
     packed, line = load_levels(levels_dir, split, download, made, n_levels)
     if policy or measure:
-        found = evaluate(model, packed, where)
+        found = evaluate(model, packed, where, None if greedy else about['seed'])
         said = f'solved {found["solve_rate"]:.1%}, return {found["return"]:.2f}'
         print(f'{policy or out_dir}: {said}, {found["steps"]:.0f} steps; {line}')
         return
@@ -375,6 +390,8 @@ def main() -> None:
         fail('name one: --out_dir=FOLDER, or --policy=module:function')
     if sum(map(bool, (policy, measure, export, gif))) > 1:
         fail('policy, measure, export and gif exclude each other: choose one')
+    if not (greedy or measure):
+        fail('greedy = False: wants --measure')
     use_agent()
 
 

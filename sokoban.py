@@ -357,7 +357,7 @@ def scramble(x: Tensor) -> Tensor:
 
 
 def board_keys(seed: int, stream: int, board: Tensor) -> Tensor:
-    """draw_by's keys for boards (N,) int64; a stream: levels, actions, random play."""
+    """draw_by's keys for boards (N,) int64; a stream: levels, actions, evaluation."""
     return scramble(scramble(torch.full_like(board, (seed * 4 + stream) % (1 << 63))) + board)
 
 

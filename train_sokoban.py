@@ -34,7 +34,7 @@ import figures
 from checkpoint import fill, print0, restoring
 from convlstm import Agent, AgentConfig, build_agent
 from kernels import compiled, graphed
-from play_sokoban import evaluate, load_agent, report
+from play_sokoban import RANDOM, evaluate, load_agent, report, sample
 from muon import gather, sum_over_ranks
 from sokoban import CELLS, TIME_LIMIT, JumanjiEnv, SokobanEnv
 from sokoban import board_keys, draw_by, load_both
@@ -203,12 +203,6 @@ def warm_up(run: Run) -> None:
 
 
 # ---- the rollout ----
-
-
-def sample(logits: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """Actions (B,) from logits (B, 4) by inversion, with u (B,) of draw()."""
-    u = (u >> 29).to(torch.float32) / 2**24  # [0, 1)
-    return (u[:, None] >= F.softmax(logits.float(), -1).cumsum(-1)[:, :-1]).sum(-1)
 
 
 def play_step(boards: SokobanEnv, logits: torch.Tensor, u: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -421,11 +415,12 @@ def load(run: Run) -> None:
 def validate(run: Run) -> None:
     """Greedy evaluation, into the record; before the first update also a random policy's, to
     compare with. The best one's checkpoint."""
-    each = [('eval', None), ('random', seed)] if run.step == 0 else [('eval', None)]
-    for name, chance in each:
-        result = evaluate(run.model, run.held_out, run.device, chance)
+    each = [('eval', 'greedy', run.model, None)]
+    if run.step == 0:
+        each.append(('random', 'a random policy', RANDOM, seed))
+    for name, how, model, chance in each:
+        result = evaluate(model, run.held_out, run.device, chance)
         run.record |= {f'{name}_{key}': x for key, x in result.items()}
-        how = 'greedy' if chance is None else 'a random policy'
         found = f'{result["return"]:.2f}, {result["steps"]:.0f} steps'
         print0(f'held-out levels, {how}: solved {result["solve_rate"]:.1%}, return {found}')
     if run.step > 0 and run.record['eval_return'] > run.best:

@@ -1,5 +1,4 @@
-"""play_sokoban.py as a user starts it: games in a terminal, as text and as a GIF, exports, other
-people's policies, and what is wrong with any of them."""
+"""play_sokoban.py as a user starts it: terminals, text, GIFs, exports, policies, and mistakes."""
 
 import os
 import pty
@@ -69,8 +68,7 @@ def test_an_export_plays_what_its_run_plays(folder, capsys):
 
 
 def in_terminal(folder, press, *more):
-    """press(write, read) at a game in a terminal of its own -> its exit status; the terminal must
-    be left as it was found."""
+    """press(process, write, until) at a game in a terminal, left as it was -> its exit status."""
     ours, theirs = pty.openpty()
     before = termios.tcgetattr(theirs)
     words = ['play_sokoban.py', f'--out_dir={folder}/run', f'--levels={folder}/levels.npy']
@@ -101,8 +99,7 @@ def save_probe(path, D):
 
 
 def test_keys_in_a_terminal(folder):
-    """Each step is drawn over the last; space holds and goes on, s steps, n is the next level; so
-    many games end without one. With a probe's arrows."""
+    """Each step is drawn over the last, with a probe's arrows; so many games end without a key."""
     save_probe(folder / 'run' / 'probe.safetensors', 4)
 
     def press(process, write, until):
@@ -180,6 +177,7 @@ def test_mistakes(folder, capfd, monkeypatch):
         '--out_dir=run --policy=a:b': 'name one: ',
         '--out_dir=nowhere': 'nowhere: ',
         '--out_dir=run --level=5': 'there are 5 levels',
+        '--out_dir=run --greedy=False': 'greedy = False: wants --measure',
         '--out_dir=run --export=theirs': 'no such export',
         f'--out_dir=run --export={ROOT}/pretrained/lm': 'no such export',
         '--out_dir=run --gif=none/a.gif': 'none/',
@@ -199,7 +197,9 @@ def test_the_shipped_agent():
     configure(vars(play_sokoban), [f'--out_dir={ROOT}/pretrained/sokoban'], quiet=True)
     model, about, _ = play_sokoban.load_agent(play_sokoban.out_dir, 'best', 'cpu')
     levels = generate(200, about['n_boxes'], 5, about['max_moves'])[0]
-    assert play_sokoban.evaluate(model, levels, 'cpu')['solve_rate'] > 0.75
+    trials = (model, None, 0.75, 1), (model, 1, 0.75, 1), (play_sokoban.RANDOM, 1, 0.1, 0.5)
+    for agent, seed, low, high in trials:
+        assert low < play_sokoban.evaluate(agent, levels, 'cpu', seed)['solve_rate'] <= high, seed
     frames, ways, said = play_sokoban.film(model, levels, 0, 'cpu')
     assert ways.shape == (len(frames), 10, 10) and 'level 0, ' in said and (ways >= 0).any()
     free, plain = (frames[0] == 0).all(-1), board_image(frames[0])
