@@ -1,4 +1,4 @@
-"""Draws lengths.png: loss by levels at four lengths, and what recurrence is worth, best to best.
+"""Draws depth.png and lengths.png: loss by levels, and what recurrence is worth, by length.
 PYTHONPATH=. python results/cpu-intel-xeon/study_lm/lengths.py"""
 
 import json
@@ -15,7 +15,7 @@ RUN = re.compile(
     r'transformer_(\w+)_L(\d+)_.*_s([234])( \((\d+) updates\))?'
 )  # no variant, no seed 1
 BYTES = 10240  # an update's
-NOTE = '\nbars: one standard deviation (left), one standard error (right)'
+NOTE = '\nbars: one standard error'
 
 
 def read(path: Path) -> dict:
@@ -64,29 +64,47 @@ def gaps(losses: dict) -> dict:
     return figures.with_errors(points)
 
 
-def main() -> None:
-    losses = one_speech()
-    figure, (left, right) = figures.new(2, 3.4, sharey=False)
-    lengths = sorted({length for _, length in losses})
+def levels(axes, losses: dict, lengths: list) -> None:
+    """Loss by L, a colour a length; not recurrent dashed."""
     for i, length in enumerate(lengths):
-        for kind, style in (('recurrent', '-'), ('feedforward', '--')):
+        for kind, name, style in (
+            ('recurrent', 'recurrent', '-'),
+            ('feedforward', 'not recurrent', '--'),
+        ):
             points = {L: figures.summary([*x.values()]) for L, x in losses[kind, length].items()}
-            figures.line(left, points, i, f'{kind}, {length / 1e6:.3g} MB', ls=style)
-    for i, (where, its) in enumerate(
-        {'one speech': losses, 'twelve speeches': twelve_speeches()}.items(), 4
-    ):
-        points = gaps(its)
-        figures.line(right, points, i, f'held out: {where}')
-        for length, (gap, error, n) in points.items():
-            print(f'{where:15} {length:5.2f} MB: {gap:.4f} +- {error:.4f}, {n} seeds')
-    left.set(xscale='log', xlabel='levels', ylabel='validation loss, nats a byte')
-    left.set_xticks([1, 2, 4, 8, 16], '1 2 4 8 16'.split())
-    right.set(xscale='log', xlabel='MB trained on', ylabel='best twin - best recurrent, nats')
-    right.set_ylim(bottom=0)
-    right.set_xticks([x / 1e6 for x in lengths], [f'{x / 1e6:.3g}' for x in lengths])
-    for axes in (left, right):
-        axes.minorticks_off()
-    figures.finish(figure, 'What recurrence is worth, by length of training', NOTE)
+            label = f'{name}, {length / 1e6:.3g} MB'
+            figures.line(axes, figures.with_errors(points), i, label, ls=style)
+    axes.set(xscale='log', xlabel='levels L', ylabel='validation loss, nats a byte')
+    axes.set_xticks([1, 2, 4, 8, 16], '1 2 4 8 16'.split())
+    axes.minorticks_off()
+
+
+def worth(axes, losses: dict, i: int, where: str) -> None:
+    """What recurrence is worth, best against best, by length."""
+    points = gaps(losses)
+    figures.line(axes, points, i, f'held out: {where}')
+    for length, (gap, error, n) in points.items():
+        print(f'{where:15} {length:5.2f} MB: {gap:.4f} +- {error:.4f}, {n} seeds')
+    axes.set(xscale='log', xlabel='MB trained on', ylabel='best twin - best recurrent, nats')
+    axes.set_ylim(bottom=0)
+    axes.set_xticks([*points], [f'{x:.3g}' for x in points])
+    axes.minorticks_off()
+
+
+def main() -> None:
+    one, twelve = one_speech(), twelve_speeches()
+    figure, (left, right) = figures.new(2, sharey=False)
+    levels(left, twelve, [688 * BYTES])
+    worth(right, twelve, 1, 'twelve speeches')
+    title = 'Language models of equal FLOPs and bytes: what depth and recurrence are worth'
+    figures.finish(figure, title, NOTE)
+    print(*figures.save(figure, str(XEON), 'depth', ('png',)))
+
+    figure, (left, right) = figures.new(2, 3.4, sharey=False)
+    levels(left, one, sorted({length for _, length in one}))
+    worth(right, one, 4, 'one speech')
+    worth(right, twelve, 1, 'twelve speeches')
+    figures.finish(figure, 'Loss by levels on one speech, and what recurrence is worth', NOTE)
     print(*figures.save(figure, str(XEON), 'lengths', ('png',)))
 
 
