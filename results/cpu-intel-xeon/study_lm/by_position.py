@@ -1,0 +1,100 @@
+"""Held-out loss by position: 524,288 bytes in 128 streams of 4,096, each begun with an empty state.
+Adds a line a run to by_position.json, {run: {end: nats a byte since the end before}}, and draws by_position.png.
+PYTHONPATH=. python results/cpu-intel-xeon/study_lm/by_position.py out/1376/r4_s3 out/1376/n8_s3"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+import figures
+import sample
+from configurator import write_text
+from data_fineweb import VOCAB, find_shards, load_val
+
+FILE = Path(__file__).with_name('by_position.json')
+ENDS = [16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
+CHUNK = 16
+GROUPS = {'168': '1.72 MB', '344': '3.52 MB', '688': '7.05 MB', '1376': '14.1 MB'}
+GROUPS |= {'web688': '7.05 MB of other text'}
+
+
+@torch.no_grad()
+def by_position(folder: str) -> dict[str, float]:
+    model, saved = sample.load_trained(folder, 'last')
+    settings = saved['config']
+    shards = find_shards(settings['data_dir'], 'val', settings['tokenizer'])
+    x, y = load_val(shards, 128 * ENDS[-1], 128, VOCAB[settings['tokenizer']])
+    total = torch.zeros(ENDS[-1] // CHUNK, dtype=torch.float64)
+    with torch.autocast('cpu', torch.bfloat16):
+        state = model.init_state(len(x))
+        for i, (x_t, y_t) in enumerate(zip(x.split(CHUNK, 1), y.split(CHUNK, 1), strict=True)):
+            total[i], state = model(x_t, y_t, state)
+    edges = [0, *(end // CHUNK for end in ENDS)]
+    spans = zip(edges[:-1], edges[1:], strict=True)
+    means = [total[a:b].mean().item() for a, b in spans]
+    return {str(end): round(mean, 4) for end, mean in zip(ENDS, means, strict=True)}
+
+
+def save(known: dict) -> None:
+    lines = [f' {json.dumps(run)}: {json.dumps(known[run])}' for run in sorted(known)]
+    write_text('{\n' + ',\n'.join(lines) + '\n}\n', FILE)
+
+
+def between(by_end: dict[str, float], first: int, last: int) -> float:
+    """Mean over the positions first..last - 1."""
+    spans = list(zip([0, *ENDS[:-1]], ENDS, strict=True))
+    part = [(b - a, by_end[str(b)]) for a, b in spans if first <= a and b <= last]
+    return sum(n * loss for n, loss in part) / sum(n for n, _ in part)
+
+
+def gap(known: dict, group: str, ours: str, twin: str, first: int, last: int) -> tuple:
+    """(mean, standard error, seeds) of twin - recurrent, paired by seed."""
+    pairs = [
+        (known[f'{group}/{ours}_s{seed}'], known[f'{group}/{twin}_s{seed}'])
+        for seed in '234'
+        if f'{group}/{ours}_s{seed}' in known and f'{group}/{twin}_s{seed}' in known
+    ]
+    values = [between(b, first, last) - between(a, first, last) for a, b in pairs]
+    return figures.with_errors({0: figures.summary(values)})[0]
+
+
+def draw(known: dict) -> None:
+    figure, (left, right) = figures.new(2, 3.2, sharey=False)
+    for i, (group, label) in enumerate(GROUPS.items()):
+        starts = [0, *ENDS[:-1]]
+        points = {
+            end: gap(known, group, 'r4', 'n8', start, end)
+            for start, end in zip(starts, ENDS, strict=True)
+        }
+        figures.line(left, points, i, label)
+    for i, (length, label) in enumerate(((4096, 'of 4,096 bytes'), (512, 'of 512 bytes'))):
+        points = {}
+        for group in list(GROUPS)[:4]:
+            points[int(group) * 0.01024] = gap(known, group, 'r4', 'n8', 0, length)
+        figures.line(right, points, i + 5, f'in streams {label}')
+        for size, (value, error, n) in points.items():
+            print(f'streams {label}, {size:5.2f} MB: {value:.4f} +- {error:.4f}, {n} seeds')
+    left.set(
+        xscale='log', xlabel='position in a stream, to', ylabel='L = 8 without - L = 4 with, nats'
+    )
+    left.set_ylim(-0.05, 0.1)
+    left.set_xticks(ENDS, ENDS)
+    left.axhline(0, color='black', lw=0.6)
+    right.set(xscale='log', xlabel='MB trained on')
+    right.set_ylim(bottom=0)
+    right.set_xticks([*points], [f'{x:.3g}' for x in points])
+    for axes in (left, right):
+        axes.minorticks_off()
+    note = '\nbars: one standard error; at 16: -0.3 to -0.5'
+    figures.finish(figure, 'What recurrence is worth, by position in a stream', note)
+    print(*figures.save(figure, str(FILE.parent), 'by_position', ('png',)))
+
+
+if __name__ == '__main__':
+    known = json.loads(FILE.read_text()) if FILE.exists() else {}
+    for folder in sys.argv[1:]:
+        known['/'.join(Path(folder).parts[-2:])] = by_position(folder)
+        save(known)
+    draw(known)
