@@ -1,5 +1,6 @@
 """Held-out loss by position: 524,288 bytes in 128 streams of 4,096, each begun with an empty state.
-Adds a line a run to by_position.json, {run: {end: nats a byte since the end before}}, and draws by_position.png.
+Adds a line a run to by_position.json, {run: {end: nats a byte since the end before}}, and draws
+by_position.png.
 PYTHONPATH=. python results/cpu-intel-xeon/study_lm/by_position.py out/1376/r4_s3 out/1376/n8_s3"""
 
 import json
@@ -16,6 +17,7 @@ from data_fineweb import VOCAB, find_shards, load_val
 FILE = Path(__file__).with_name('by_position.json')
 ENDS = [16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
 CHUNK = 16
+WORTH = 'twin - recurrent, nats'  # L = 8 and L = 4, each kind's best
 GROUPS = {'168': '1.72 MB', '344': '3.52 MB', '688': '7.05 MB', '1376': '14.1 MB'}
 GROUPS |= {'web688': '7.05 MB of other text'}
 
@@ -60,35 +62,40 @@ def gap(known: dict, group: str, ours: str, twin: str, first: int, last: int) ->
     return figures.with_errors({0: figures.summary(values)})[0]
 
 
-def draw(known: dict) -> None:
-    figure, (left, right) = figures.new(2, 3.2, sharey=False)
+def by_place(axes, known: dict) -> None:
+    starts = [0, *ENDS[:-1]]
     for i, (group, label) in enumerate(GROUPS.items()):
-        starts = [0, *ENDS[:-1]]
         points = {
             end: gap(known, group, 'r4', 'n8', start, end)
             for start, end in zip(starts, ENDS, strict=True)
         }
-        figures.line(left, points, i, label)
-    for i, (length, label) in enumerate(((4096, 'of 4,096 bytes'), (512, 'of 512 bytes'))):
+        figures.line(axes, points, i, label)
+    axes.set(xscale='log', xlabel='bytes of a stream, up to', ylabel=WORTH, ylim=(-0.02, 0.09))
+    axes.set_xticks(ENDS, [end if end < 1024 else f'{end // 1024}k' for end in ENDS])
+    axes.minorticks_off()
+
+
+def by_length(axes, known: dict) -> None:
+    for i, length in enumerate((4096, 512), 5):
         points = {}
         for group in list(GROUPS)[:4]:
             points[int(group) * 0.01024] = gap(known, group, 'r4', 'n8', 0, length)
-        figures.line(right, points, i + 5, f'in streams {label}')
+        figures.line(axes, points, i, f'speeches, in streams of {length:,} bytes')
         for size, (value, error, n) in points.items():
-            print(f'streams {label}, {size:5.2f} MB: {value:.4f} +- {error:.4f}, {n} seeds')
-    left.set(
-        xscale='log', xlabel='position in a stream, to', ylabel='L = 8 without - L = 4 with, nats'
+            print(f'streams of {length}, {size:5.2f} MB: {value:.4f} +- {error:.4f}, {n} seeds')
+    axes.set(xscale='log', xlabel='MB trained on', ylabel=WORTH, ylim=(0, None))
+    axes.set_xticks([*points], [f'{x:.3g}' for x in points])
+    axes.minorticks_off()
+
+
+def draw(known: dict) -> None:
+    figure, (left, right) = figures.new(2, 3.2, sharey=False)
+    by_place(left, known)
+    by_length(right, known)
+    note = '\nbars: one standard error; up to byte 16: -0.3 to -0.5, not shown'
+    figures.finish(
+        figure, 'What recurrence is worth (L = 8 without, L = 4 with), by position', note
     )
-    left.set_ylim(-0.05, 0.1)
-    left.set_xticks(ENDS, ENDS)
-    left.axhline(0, color='black', lw=0.6)
-    right.set(xscale='log', xlabel='MB trained on')
-    right.set_ylim(bottom=0)
-    right.set_xticks([*points], [f'{x:.3g}' for x in points])
-    for axes in (left, right):
-        axes.minorticks_off()
-    note = '\nbars: one standard error; at 16: -0.3 to -0.5'
-    figures.finish(figure, 'What recurrence is worth, by position in a stream', note)
     print(*figures.save(figure, str(FILE.parent), 'by_position', ('png',)))
 
 

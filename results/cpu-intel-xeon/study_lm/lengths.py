@@ -7,6 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import mean
 
+import by_position
 import figures
 
 XEON = Path(__file__).parent
@@ -95,8 +96,8 @@ def main() -> None:
     one, twelve = one_speech(), twelve_speeches()
     figure, (left, right) = figures.new(2, sharey=False)
     levels(left, twelve, [688 * BYTES])
-    worth(right, twelve, 1, 'twelve speeches')
-    title = 'Language models of equal FLOPs and bytes: what depth and recurrence are worth'
+    by_position.by_length(right, json.loads(by_position.FILE.read_text()))
+    title = 'Loss by depth (streams of 512 bytes), and what recurrence is worth; equal FLOPs'
     figures.finish(figure, title, NOTE)
     print(*figures.save(figure, str(XEON), 'depth', ('png',)))
 
