@@ -1,4 +1,4 @@
-"""Draws depth_or_recurrence.png: three agents' training beside each other.
+"""Draws depth_or_recurrence.png: four agents' training beside each other.
 PYTHONPATH=. python results/cpu-intel-xeon/boxoban/depth_or_recurrence.py"""
 
 from pathlib import Path
@@ -7,6 +7,7 @@ import figures
 
 HERE = Path(__file__).parent
 RUNS = {
+    'recurrent, L = 4': HERE / 'convglu_L4_easy_first',
     'recurrent, L = 1': HERE.parents[1] / 'cpu-amd-epyc/boxoban/convglu_L1_easy_first',
     'not recurrent, L = 4': HERE / 'convglu_L4_ff_easy_first',
     'not recurrent, L = 1': HERE / 'convglu_L1_ff_easy_first',
