@@ -92,7 +92,7 @@ def draw(known: dict) -> None:
     figure, (left, right) = figures.new(2, 3.2, sharey=False)
     by_place(left, known)
     by_length(right, known)
-    note = '\nbars: one standard error; up to byte 16: -0.3 to -0.5, not shown'
+    note = '\nbars: one standard error; up to byte 16: -0.3 to -0.6, not shown'
     figures.finish(
         figure, 'What recurrence is worth (L = 8 without, L = 4 with), by position', note
     )

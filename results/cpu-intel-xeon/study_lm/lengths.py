@@ -87,7 +87,7 @@ def worth(axes, losses: dict, i: int, where: str) -> None:
     for length, (gap, error, n) in points.items():
         print(f'{where:15} {length:5.2f} MB: {gap:.4f} +- {error:.4f}, {n} seeds')
     axes.set(xscale='log', xlabel='MB trained on', ylabel='best twin - best recurrent, nats')
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 0.07)
     axes.set_xticks([*points], [f'{x:.3g}' for x in points])
     axes.minorticks_off()
 
@@ -104,7 +104,7 @@ def main() -> None:
     figure, (left, right) = figures.new(2, 3.4, sharey=False)
     levels(left, one, sorted({length for _, length in one}))
     worth(right, one, 4, 'one speech')
-    worth(right, twelve, 1, 'twelve speeches')
+    worth(right, twelve, 5, 'twelve speeches')
     figures.finish(figure, 'Loss by levels on one speech, and what recurrence is worth', NOTE)
     print(*figures.save(figure, str(XEON), 'lengths', ('png',)))
 
