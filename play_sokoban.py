@@ -90,6 +90,7 @@ def play(model: Agent, levels: ndarray, device: str, seed=None, number=0) -> dic
     for first in range(0, n, BOARDS):
         N = min(BOARDS, n)  # the last batch is filled up, so that no shape is new
         env = SokobanEnv(levels[(first + np.arange(N)) % n], N, device=device, order='sequence')
+        keys = None if seed is None else board_keys(seed, 2, env.board + number + first)
         w, state = model.prepare(), model.init_state(N)
         start = alive = torch.ones(N, dtype=torch.bool, device=device)
         won = ~start
@@ -97,9 +98,9 @@ def play(model: Agent, levels: ndarray, device: str, seed=None, number=0) -> dic
         actions = torch.zeros(N, TIME_LIMIT, dtype=torch.int8, device=device)
         for t in range(TIME_LIMIT):
             logits, _, state = model.act(w, env.observe(), start, state)
-            action = logits.argmax(-1)
-            if seed is not None:
-                keys = board_keys(seed, 2, env.board + number + first)
+            if keys is None:
+                action = logits.argmax(-1)
+            else:
                 action = sample(logits, draw_by(keys, env.steps))
             actions[:, t] = action * alive
             reward, start, solved = env.step(action)  # ended boards play on, and do not count
@@ -166,12 +167,17 @@ def report(model: Agent, levels: ndarray, name: str, device: str, folder: str, a
 # ----------------------------------------------------------------------------- whose games
 
 
-def uniform(w: tuple, obs: Tensor, start: Tensor, state: tuple) -> tuple:
-    return torch.zeros(len(obs), 4, device=obs.device), None, state
+def as_agent(logits: Callable[[Tensor], Tensor]) -> SimpleNamespace:
+    """What `play` wants of an agent, of a function of the observations that carries nothing."""
+
+    def act(w: tuple, obs: Tensor, start: Tensor, state: tuple) -> tuple:
+        return logits(obs), None, state
+
+    return SimpleNamespace(prepare=tuple, init_state=lambda N: (), act=act)
 
 
-# as `play` wants an agent; a random policy where moves are drawn
-RANDOM = SimpleNamespace(prepare=tuple, init_state=lambda N: (), act=uniform)
+# a random policy, where moves are drawn
+RANDOM = as_agent(lambda obs: torch.zeros(len(obs), 4, device=obs.device))
 
 
 def load_policy(name: str) -> SimpleNamespace:
@@ -183,14 +189,14 @@ def load_policy(name: str) -> SimpleNamespace:
     except (ImportError, AttributeError, ValueError) as error:
         fail(f'policy = {name!r}: expected module:function ({first_line(error)})')
 
-    def act(w: None, obs: Tensor, start: Tensor, state: tuple) -> tuple:
+    def logits(obs: Tensor) -> Tensor:
         actions = np.asarray(choose(obs.cpu().numpy()))
-        if actions.shape != start.shape or not np.isin(actions, range(4)).all():
+        if actions.shape != (len(obs),) or not np.isin(actions, range(4)).all():
             given = f'{actions.ravel()[:3]}, shape {actions.shape}'
             fail(f'policy = {name!r}: expected {len(obs)} actions, each 0 to 3, found {given}')
-        return F.one_hot(torch.from_numpy(actions.astype(np.int64)), 4).to(obs.device), None, state
+        return F.one_hot(torch.from_numpy(actions.astype(np.int64)), 4).to(obs.device)
 
-    return SimpleNamespace(prepare=tuple, init_state=lambda N: (), act=act)
+    return as_agent(logits)
 
 
 class Watched:

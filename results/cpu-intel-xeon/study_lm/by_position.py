@@ -16,10 +16,12 @@ from data_fineweb import VOCAB, find_shards, load_val
 
 FILE = Path(__file__).with_name('by_position.json')
 ENDS = [16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
+SPANS = list(zip([0, *ENDS[:-1]], ENDS, strict=True))
 CHUNK = 16
-WORTH = 'twin - recurrent, nats'  # L = 8 and L = 4, each kind's best
-GROUPS = {'168': '1.72 MB', '344': '3.52 MB', '688': '7.05 MB', '1376': '14.1 MB'}
-GROUPS |= {'web688': '7.05 MB of other text'}
+WORTH = 'twin - recurrent, nats'  # each kind's best: here L = 8 and L = 4
+# folders: by the number of updates, of 10,240 bytes each
+SPEECHES = {168: '1.72 MB', 344: '3.52 MB', 688: '7.05 MB', 1376: '14.1 MB'}
+OTHER = {'web688': '7.05 MB of other text'}
 
 
 @torch.no_grad()
@@ -33,10 +35,8 @@ def by_position(folder: str) -> dict[str, float]:
         state = model.init_state(len(x))
         for i, (x_t, y_t) in enumerate(zip(x.split(CHUNK, 1), y.split(CHUNK, 1), strict=True)):
             total[i], state = model(x_t, y_t, state)
-    edges = [0, *(end // CHUNK for end in ENDS)]
-    spans = zip(edges[:-1], edges[1:], strict=True)
-    means = [total[a:b].mean().item() for a, b in spans]
-    return {str(end): round(mean, 4) for end, mean in zip(ENDS, means, strict=True)}
+    means = {str(b): total[a // CHUNK : b // CHUNK].mean().item() for a, b in SPANS}
+    return {end: round(mean, 4) for end, mean in means.items()}
 
 
 def save(known: dict) -> None:
@@ -46,56 +46,55 @@ def save(known: dict) -> None:
 
 def between(by_end: dict[str, float], first: int, last: int) -> float:
     """Mean over the positions first..last - 1."""
-    spans = list(zip([0, *ENDS[:-1]], ENDS, strict=True))
-    part = [(b - a, by_end[str(b)]) for a, b in spans if first <= a and b <= last]
+    part = [(b - a, by_end[str(b)]) for a, b in SPANS if first <= a and b <= last]
     return sum(n * loss for n, loss in part) / sum(n for n, _ in part)
 
 
-def gap(known: dict, group: str, ours: str, twin: str, first: int, last: int) -> tuple:
+def gap(known: dict, group: int | str, first: int, last: int) -> tuple:
     """(mean, standard error, seeds) of twin - recurrent, paired by seed."""
-    pairs = [
-        (known[f'{group}/{ours}_s{seed}'], known[f'{group}/{twin}_s{seed}'])
-        for seed in '234'
-        if f'{group}/{ours}_s{seed}' in known and f'{group}/{twin}_s{seed}' in known
-    ]
-    values = [between(b, first, last) - between(a, first, last) for a, b in pairs]
+    pairs = [(f'{group}/n8_s{seed}', f'{group}/r4_s{seed}') for seed in (2, 3, 4)]
+    both = [(known[twin], known[ours]) for twin, ours in pairs if twin in known and ours in known]
+    values = [between(twin, first, last) - between(ours, first, last) for twin, ours in both]
     return figures.with_errors({0: figures.summary(values)})[0]
 
 
 def by_place(axes, known: dict) -> None:
-    starts = [0, *ENDS[:-1]]
-    for i, (group, label) in enumerate(GROUPS.items()):
-        points = {
-            end: gap(known, group, 'r4', 'n8', start, end)
-            for start, end in zip(starts, ENDS, strict=True)
-        }
+    for i, (group, label) in enumerate((SPEECHES | OTHER).items()):
+        points = {last: gap(known, group, first, last) for first, last in SPANS}
         figures.line(axes, points, i, label)
     axes.set(xscale='log', xlabel='bytes of a stream, up to', ylabel=WORTH, ylim=(-0.02, 0.09))
     axes.set_xticks(ENDS, [end if end < 1024 else f'{end // 1024}k' for end in ENDS])
     axes.minorticks_off()
 
 
-def by_length(axes, known: dict) -> None:
-    for i, length in enumerate((4096, 512), 5):
-        points = {}
-        for group in list(GROUPS)[:4]:
-            points[int(group) * 0.01024] = gap(known, group, 'r4', 'n8', 0, length)
-        figures.line(axes, points, i, f'speeches, in streams of {length:,} bytes')
+def by_length(axes, lines: dict) -> None:
+    """{label: {MB trained on: (mean, standard error, seeds) of twin - recurrent}}, drawn and
+    printed."""
+    for i, (label, points) in enumerate(lines.items(), 5):
+        figures.line(axes, points, i, label)
         for size, (value, error, n) in points.items():
-            print(f'streams of {length}, {size:5.2f} MB: {value:.4f} +- {error:.4f}, {n} seeds')
-    axes.set(xscale='log', xlabel='MB trained on', ylabel=WORTH, ylim=(0, None))
+            print(f'{label}, {size:5.2f} MB: {value:.4f} +- {error:.4f}, {n} seeds')
+    axes.set(xscale='log', xlabel='MB trained on', ylabel=WORTH, ylim=(0, 0.08))
     axes.set_xticks([*points], [f'{x:.3g}' for x in points])
     axes.minorticks_off()
+
+
+def by_streams(known: dict) -> dict:
+    """by_length's lines: of long streams, and of short ones."""
+    lines = {}
+    for length in (4096, 512):
+        points = {n * 0.01024: gap(known, n, 0, length) for n in SPEECHES}
+        lines[f'speeches, in streams of {length:,} bytes'] = points
+    return lines
 
 
 def draw(known: dict) -> None:
     figure, (left, right) = figures.new(2, 3.2, sharey=False)
     by_place(left, known)
-    by_length(right, known)
+    by_length(right, by_streams(known))
     note = '\nbars: one standard error; up to byte 16: -0.3 to -0.6, not shown'
-    figures.finish(
-        figure, 'What recurrence is worth (L = 8 without, L = 4 with), by position', note
-    )
+    title = 'What recurrence is worth (L = 8 without, L = 4 with), by position'
+    figures.finish(figure, title, note)
     print(*figures.save(figure, str(FILE.parent), 'by_position', ('png',)))
 
 

@@ -12,10 +12,10 @@ import figures
 
 XEON = Path(__file__).parent
 EPYC = XEON.parents[1] / 'cpu-amd-epyc/study_lm'
-RUN = re.compile(
-    r'transformer_(\w+)_L(\d+)_.*_s([234])( \((\d+) updates\))?'
-)  # no variant, no seed 1
+# no variant, no seed 1
+RUN = re.compile(r'transformer_(\w+)_L(\d+)_.*_s([234])( \((\d+) updates\))?')
 BYTES = 10240  # an update's
+LOOKS = {'recurrent': ('recurrent', '-'), 'feedforward': ('not recurrent', '--')}
 NOTE = '\nbars: one standard error'
 
 
@@ -68,10 +68,7 @@ def gaps(losses: dict) -> dict:
 def levels(axes, losses: dict, lengths: list) -> None:
     """Loss by L, a colour a length; not recurrent dashed."""
     for i, length in enumerate(lengths):
-        for kind, name, style in (
-            ('recurrent', 'recurrent', '-'),
-            ('feedforward', 'not recurrent', '--'),
-        ):
+        for kind, (name, style) in LOOKS.items():
             points = {L: figures.summary([*x.values()]) for L, x in losses[kind, length].items()}
             label = f'{name}, {length / 1e6:.3g} MB'
             figures.line(axes, figures.with_errors(points), i, label, ls=style)
@@ -80,31 +77,19 @@ def levels(axes, losses: dict, lengths: list) -> None:
     axes.minorticks_off()
 
 
-def worth(axes, losses: dict, i: int, where: str) -> None:
-    """What recurrence is worth, best against best, by length."""
-    points = gaps(losses)
-    figures.line(axes, points, i, f'held out: {where}')
-    for length, (gap, error, n) in points.items():
-        print(f'{where:15} {length:5.2f} MB: {gap:.4f} +- {error:.4f}, {n} seeds')
-    axes.set(xscale='log', xlabel='MB trained on', ylabel='best twin - best recurrent, nats')
-    axes.set_ylim(0, 0.07)
-    axes.set_xticks([*points], [f'{x:.3g}' for x in points])
-    axes.minorticks_off()
-
-
 def main() -> None:
     one, twelve = one_speech(), twelve_speeches()
     figure, (left, right) = figures.new(2, sharey=False)
     levels(left, twelve, [688 * BYTES])
-    by_position.by_length(right, json.loads(by_position.FILE.read_text()))
+    by_position.by_length(right, by_position.by_streams(read(by_position.FILE)))
     title = 'Loss by depth (streams of 512 bytes), and what recurrence is worth; equal FLOPs'
     figures.finish(figure, title, NOTE)
     print(*figures.save(figure, str(XEON), 'depth', ('png',)))
 
     figure, (left, right) = figures.new(2, 3.4, sharey=False)
     levels(left, one, sorted({length for _, length in one}))
-    worth(right, one, 4, 'one speech')
-    worth(right, twelve, 5, 'twelve speeches')
+    lines = {'held out: one speech': gaps(one), 'held out: twelve speeches': gaps(twelve)}
+    by_position.by_length(right, lines)
     figures.finish(figure, 'Loss by levels on one speech, and what recurrence is worth', NOTE)
     print(*figures.save(figure, str(XEON), 'lengths', ('png',)))
 
