@@ -1,4 +1,5 @@
-"""Draws depth.png and lengths.png: loss by levels, and what recurrence is worth, by length.
+"""Draws depth.png and lengths.png: loss by levels, and what recurrence is worth, by length; prints
+the study's losses in long streams, and how sure its best depths are.
 PYTHONPATH=. python results/cpu-intel-xeon/study_lm/lengths.py"""
 
 import json
@@ -9,11 +10,13 @@ from statistics import mean
 
 import by_position
 import figures
+import sweep
 
 XEON = Path(__file__).parent
 EPYC = XEON.parents[1] / 'cpu-amd-epyc/study_lm'
 # no variant, no seed 1
 RUN = re.compile(r'transformer_(\w+)_L(\d+)_.*_s([234])( \((\d+) updates\))?')
+LONG = re.compile(r'(\d+)/([rn])(\d+)_s([234])')
 BYTES = 10240  # an update's
 LOOKS = {'recurrent': ('recurrent', '-'), 'feedforward': ('not recurrent', '--')}
 NOTE = '\nbars: one standard error'
@@ -49,6 +52,40 @@ def twelve_speeches() -> dict:
     return losses
 
 
+def long_streams() -> dict:
+    losses = new()
+    for name, by_end in read(by_position.FILE).items():
+        if run := LONG.fullmatch(name):
+            kind = 'recurrent' if run[2] == 'r' else 'feedforward'
+            mean_loss = by_position.between(by_end, 0, by_position.ENDS[-1])
+            losses[kind, int(run[1]) * BYTES][int(run[3])][run[4]] = mean_loss
+    return losses
+
+
+def paired(a: dict, b: dict) -> tuple:
+    """(mean, standard error, seeds) of a - b, seed by seed"""
+    values = [a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())]
+    return figures.with_errors({0: figures.summary(values)})[0]
+
+
+def verdict(losses: dict, length: int) -> None:
+    """As sweep.py's: the losses, and how sure the best L are; what depth and recurrence are
+    worth."""
+    runs = []
+    for kind in LOOKS:
+        for L, by_seed in sorted(losses[kind, length].items()):
+            row = figures.Row('transformer', kind == 'recurrent', 'small', L, 16 // L, 48)
+            runs += [(row._replace(seed=seed), [{'val_loss': x}]) for seed, x in by_seed.items()]
+    for row, (value, error, n) in figures.with_errors(figures.cells(runs)).items():
+        print(f'{row.variant}, L = {row.L}: {value:.4f} +- {error:.4f}, {n} seeds')
+    print(sweep.best_depths(runs))
+    ours, twin = (losses[kind, length] for kind in LOOKS)
+    for kind, by_levels in zip(LOOKS, (ours, twin), strict=True):
+        print('{}, L = 2 - 8: {:.4f} +- {:.4f}'.format(kind, *paired(by_levels[2], by_levels[8])))
+    for L in sorted(ours.keys() & twin.keys()):
+        print('L = {}, twin - recurrent: {:.4f} +- {:.4f}'.format(L, *paired(twin[L], ours[L])))
+
+
 def best(by_levels: dict) -> dict:
     """{seed: loss} of the L with the best mean, of those with the most seeds."""
     most = max(map(len, by_levels.values()))
@@ -60,9 +97,8 @@ def gaps(losses: dict) -> dict:
     points = {}
     for length in sorted({length for _, length in losses}):
         ours, twin = (best(losses[kind, length]) for kind in ('recurrent', 'feedforward'))
-        both = ours.keys() & twin.keys()
-        points[length / 1e6] = figures.summary([twin[seed] - ours[seed] for seed in both])
-    return figures.with_errors(points)
+        points[length / 1e6] = paired(twin, ours)
+    return points
 
 
 def levels(axes, losses: dict, lengths: list) -> None:
@@ -78,11 +114,12 @@ def levels(axes, losses: dict, lengths: list) -> None:
 
 
 def main() -> None:
-    one, twelve = one_speech(), twelve_speeches()
+    one, twelve, long = one_speech(), twelve_speeches(), long_streams()
+    verdict(long, 688 * BYTES)
     figure, (left, right) = figures.new(2, sharey=False)
-    levels(left, twelve, [688 * BYTES])
+    levels(left, long, [688 * BYTES])
     by_position.by_length(right, by_position.by_streams(read(by_position.FILE)))
-    title = 'Loss by depth (streams of 512 bytes), and what recurrence is worth; equal FLOPs'
+    title = 'Loss by depth (streams of 4,096 bytes), and what recurrence is worth; equal FLOPs'
     figures.finish(figure, title, NOTE)
     print(*figures.save(figure, str(XEON), 'depth', ('png',)))
 
