@@ -45,6 +45,7 @@ wandb_project = 'parallel-experts'  # its project there
 # data
 tokenizer = 'gpt2'             # 'gpt2' or 'bytes'; must be the one the shards were made with
 tokens_per_step = 131072       # tokens of an update, over all ranks and micro-batches (the paper's)
+reset_every = 0                # empty every stream's state each so many updates, in turn; 0: never
 batch_size = 0                 # rows a rank runs at a time; 0: what the memory holds (AT_ONCE)
 val_tokens = 10485760          # validation tokens: modded-nanogpt's and llm.c's 10,485,760
 val_streams = 512              # read as so many streams, whatever the batch, the ranks or the model
@@ -88,7 +89,7 @@ threads = 0                    # CPU threads; 0: torch's choice
 # -----------------------------------------------------------------------------
 FROM_1 = 'eval_interval log_interval max_iters block_size tokens_per_step val_tokens val_streams'
 FROM_0 = """batch_size learning_rate embedding_lr head_lr scalar_lr weight_decay grad_clip adam_eps
-    warmup_iters baseline_lr seed threads"""
+    warmup_iters baseline_lr reset_every seed threads"""
 RANGES = dict.fromkeys(FROM_1.split(), (1, math.inf)) | dict.fromkeys(FROM_0.split(), (0, math.inf))
 RANGES |= {'momentum': (0, 0.9999), 'betas': (0, 0.9999), 'final_lr_ratio': (0, 1)}
 RANGES |= {'arch': ['experts', 'transformer', 'lstm'], 'path': ['fast', 'plain']}
@@ -260,14 +261,18 @@ def train_update(run: Run, stop: bool) -> tuple[float, float, bool]:
     run.gradients.extra[1].fill_(float(stop))
     x_in, y_in, state = run.inputs
     rows, mine = len(x_in), None
+    turns = 1 if reset else reset_every
+    if recurrent and turns:
+        first = (run.step - run.rank * len(x)) % turns
+        fresh = torch.arange(first, len(x), turns, device=run.device)
+        for t, d in zip(run.state, STREAMS[arch], strict=True):
+            t.index_fill_(d, fresh, 0)  # as init_state's
     for start in range(0, len(x), rows):
         x_in.copy_(x[start : start + rows], non_blocking=True)
         y_in.copy_(y[start : start + rows], non_blocking=True)
         if state is not run.state:  # one of several micro-batches: its part of it
             mine = [t.narrow(d, start, rows) for t, d in zip(run.state, STREAMS[arch], strict=True)]
             torch._foreach_copy_(state, mine)
-        if reset and recurrent:
-            torch._foreach_zero_(state)  # as init_state's
         run.gradients.sending = start + rows == len(x)
         graphed(run.chunk_graphs, 'chunk', forward_backward, run, x_in, y_in, state)
         if mine:

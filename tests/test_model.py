@@ -290,8 +290,7 @@ def test_head_loss(monkeypatch, rows, dtype, bf16, rtol):
 
 @pytest.mark.parametrize('first', [0, 1])
 def test_two_forwards_before_the_backwards(first):
-    """Each live chunk has memory of its own, whichever backward comes first, also in one that is
-    dropped; a second backward is refused."""
+    """Each live chunk has its own memory, also a dropped one; a second backward is refused."""
     model = make(RecurrentGPT)
     xs = [tokens(2, 5, seed=i) for i in range(2)]
     expected = [gradients(model, model(x, x)[0]) for x in xs]
@@ -410,8 +409,7 @@ def test_the_equations_default_no_unknown_name():
 @pytest.mark.parametrize('recurrent', [True, False])
 @pytest.mark.parametrize('aggregation', ['sqrt_sum', 'softmax_l2'])
 def test_initialisation(recurrent, aggregation):
-    """The first loss is ln V; a, b are 1; o, down and head 0; the others uniform with standard
-    deviation 0.5 / sqrt(fan_in)."""
+    """First loss ln V; a, b 1; o, down, head 0; others uniform, deviation 0.5 / sqrt(fan_in)."""
     torch.manual_seed(0)
     config = ModelConfig(vocab_size=300, n_embd=128, n_expert=3, aggregation=aggregation)
     model, x = build_model(config, recurrent), tokens(2, 4, vocab=300)

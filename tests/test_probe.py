@@ -243,8 +243,7 @@ STEERED = [
 
 @pytest.mark.parametrize('sizes', STEERED, ids=str)
 def test_steering_grows_s(sizes):
-    """At the cell and nowhere else, by the vector; where experts' h are carried they aggregate to
-    it, and a ConvLSTM's c stay."""
+    """At the cell alone, by the vector; experts' carried h aggregate to it, a ConvLSTM's c stay."""
     torch.manual_seed(0)
     model = build_agent(AgentConfig(n_layer=2, n_embd=6, head_dim=8, **sizes)).eval()
     state, cell, vector = model.init_state(1), torch.tensor([43]), torch.randn(1, 6)

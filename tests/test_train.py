@@ -207,20 +207,25 @@ def test_loss_falls_below_the_unigram_entropy(data, tmp_path, settings):
 # ---- an update: micro-batches, ranks, graphs ----
 
 
-@pytest.mark.parametrize('rows, more', [(0, {}), (4, {}), (2, LSTM)])
-def test_states_are_carried_and_reset(data, tmp_path, rows, more):
-    """At rates of 0 the losses are the model's own, from nothing where a shard begins."""
+@pytest.mark.parametrize('rows, every, more', [(0, 0, {}), (4, 3, {}), (2, 4, LSTM)])
+def test_states_are_carried_and_reset(data, tmp_path, rows, every, more):
+    """At rates of 0 the losses are the model's own, from nothing where a state is emptied."""
     rates = dict.fromkeys(['learning_rate', 'embedding_lr', 'head_lr', 'scalar_lr'], 0)
-    r = begin(data, tmp_path, batch_size=rows, baseline_lr=1e-20, **rates, **more)
+    more = {'batch_size': rows, 'reset_every': every, 'baseline_lr': 1e-20, **rates, **more}
+    r, states, resets = begin(data, tmp_path, **more), [None] * 8, []
     for p in r.model.parameters():
         torch.nn.init.normal_(p, std=0.3)
     files = data_fineweb.find_shards(str(data), 'train')
-    loader, state, resets = data_fineweb.Loader(files, 8, 8, 256, True, seed=1337), None, []
+    loader = data_fineweb.Loader(files, 8, 8, 256, True, seed=1337)
     for step, (loss, _, _) in enumerate(updates(r, 9)):
         x, y, reset = loader.next()
-        with torch.no_grad():
-            wanted, state = r.model(x, y, None if reset else state)
-        assert loss == pytest.approx(wanted.item(), rel=1e-6)
+        total = 0
+        for b in range(8):
+            fresh = reset or every and b % every == step % every
+            with torch.no_grad():
+                one, states[b] = r.model(x[[b]], y[[b]], None if fresh else states[b])
+            total += one.item() / 8
+        assert loss == pytest.approx(total, rel=1e-6)
         resets += [step] if reset else []
     assert resets == [0, 3, 5, 8]
 
@@ -248,13 +253,12 @@ def replay(graphs, name, function, *args):
     assert function(*args) is None
 
 
-GRAPHED = [{}, {'batch_size': 2, **ROUTED}, {'recurrent': False, 'batch_size': 4}]
+GRAPHED = [{'reset_every': 3}, {'batch_size': 2, **ROUTED}, {'recurrent': False, 'batch_size': 4}]
 
 
 @pytest.mark.parametrize('settings', GRAPHED, ids=str)
 def test_captured_updates_use_the_same_memory(data, tmp_path, monkeypatch, settings):
-    """Nine updates with replays = nine without, bit for bit; shards begin at updates 1, 4, 6 and 9,
-    and a resume lies before 4."""
+    """Nine updates with replays = nine without, bit for bit; a resume lies before 4."""
     monkeypatch.setattr(train_lm, 'graphed', replay)
     runs = [begin(data, tmp_path / 'a', **settings)]
     wanted, out = updates(runs[0], 9), tmp_path / 'b'
@@ -275,7 +279,7 @@ def test_captured_updates_use_the_same_memory(data, tmp_path, monkeypatch, setti
 def test_ranks_and_micro_batches(data, tmp_path, recurrent):
     """1 rank x 4 micro-batches = 2 ranks x 2 = 4 x 1 = all at once."""
     runs = {'whole': (1, 0), 'micro': (1, 2), 'two': (2, 2), 'four': (4, 2)}
-    settings = {'recurrent': recurrent, 'val_streams': 5}
+    settings = {'recurrent': recurrent, 'val_streams': 5, 'reset_every': 3}
     for name, (ranks, rows) in runs.items():
         sizes = {'ranks': ranks, 'batch_size': rows, 'max_iters': 5}
         out = finished(start(data, tmp_path / name, **sizes, **settings))
@@ -488,8 +492,7 @@ def test_packages_are_optional(data, tmp_path, monkeypatch, capfd, name):
 
 
 def test_init_from(trained, data, tmp_path, capfd):
-    """A run's weights or an export's begin another run, as they are; of a model of another depth
-    and window those that fit, and lines name the rest. A fresh optimizer, at step 0."""
+    """A run's or an export's weights begin another, of another depth as far as they fit."""
     source, export = trained / 'rnn', tmp_path / 'export'
     saved = load_checkpoint(source / 'ckpt_best.pt')
     finished(launch('sample.py', [f'--out_dir={source}', f'--export={export}']))
