@@ -22,6 +22,7 @@ WORTH = 'twin - recurrent, nats'  # each kind's best: here L = 8 and L = 4
 # folders: by the number of updates, of 10,240 bytes each
 SPEECHES = {168: '1.72 MB', 344: '3.52 MB', 688: '7.05 MB', 1376: '14.1 MB'}
 OTHER = {'web688': '7.05 MB of other text'}
+RESET = {'reset': '7.05 MB, --reset_every=32'}  # the twin is 688's
 
 
 @torch.no_grad()
@@ -52,49 +53,26 @@ def between(by_end: dict[str, float], first: int, last: int) -> float:
 
 def gap(known: dict, group: int | str, first: int, last: int) -> tuple:
     """(mean, standard error, seeds) of twin - recurrent, paired by seed."""
-    pairs = [(f'{group}/n8_s{seed}', f'{group}/r4_s{seed}') for seed in (2, 3, 4)]
+    twins = 688 if group in RESET else group
+    pairs = [(f'{twins}/n8_s{seed}', f'{group}/r4_s{seed}') for seed in (2, 3, 4)]
     both = [(known[twin], known[ours]) for twin, ours in pairs if twin in known and ours in known]
     values = [between(twin, first, last) - between(ours, first, last) for twin, ours in both]
     return figures.with_errors({0: figures.summary(values)})[0]
 
 
-def by_place(axes, known: dict) -> None:
-    for i, (group, label) in enumerate((SPEECHES | OTHER).items()):
-        points = {last: gap(known, group, first, last) for first, last in SPANS}
-        figures.line(axes, points, i, label)
-    axes.set(xscale='log', xlabel='bytes of a stream, up to', ylabel=WORTH, ylim=(-0.02, 0.09))
-    axes.set_xticks(ENDS, [end if end < 1024 else f'{end // 1024}k' for end in ENDS])
-    axes.minorticks_off()
-
-
-def by_length(axes, lines: dict) -> None:
-    """{label: {MB trained on: (mean, standard error, seeds) of twin - recurrent}}, drawn and
-    printed."""
-    for i, (label, points) in enumerate(lines.items(), 5):
-        figures.line(axes, points, i, label)
-        for size, (value, error, n) in points.items():
-            print(f'{label}, {size:5.2f} MB: {value:.4f} +- {error:.4f}, {n} seeds')
-    axes.set(xscale='log', xlabel='MB trained on', ylabel=WORTH, ylim=(0, 0.08))
-    axes.set_xticks([*points], [f'{x:.3g}' for x in points])
-    axes.minorticks_off()
-
-
-def by_streams(known: dict) -> dict:
-    """by_length's lines: of long streams, and of short ones."""
-    lines = {}
-    for length in (4096, 512):
-        points = {n * 0.01024: gap(known, n, 0, length) for n in SPEECHES}
-        lines[f'speeches, in streams of {length:,} bytes'] = points
-    return lines
-
-
 def draw(known: dict) -> None:
-    figure, (left, right) = figures.new(2, 3.2, sharey=False)
-    by_place(left, known)
-    by_length(right, by_streams(known))
-    note = '\nbars: one standard error; up to byte 16: -0.3 to -0.6, not shown'
+    """Left all of a stream, right all but its first bytes, by a finer scale."""
+    figure, panels = figures.new(2, 3.2, sharey=False)
+    for axes, spans in zip(panels, (SPANS, SPANS[1:]), strict=True):
+        for i, (group, label) in enumerate((SPEECHES | OTHER | RESET).items()):
+            points = {last: gap(known, group, first, last) for first, last in spans}
+            figures.line(axes, points, i, label)
+        axes.set(xscale='log', xlabel='bytes of a stream, up to', ylabel=WORTH)
+        ends = [last for _, last in spans]
+        axes.set_xticks(ends, [end if end < 1024 else f'{end // 1024}k' for end in ends])
+        axes.minorticks_off()
     title = 'What recurrence is worth (L = 8 without, L = 4 with), by position'
-    figures.finish(figure, title, note)
+    figures.finish(figure, title, figures.STANDARD_ERROR)
     print(*figures.save(figure, str(FILE.parent), 'by_position', ('png',)))
 
 

@@ -19,7 +19,6 @@ RUN = re.compile(r'transformer_(\w+)_L(\d+)_.*_s([234])( \((\d+) updates\))?')
 LONG = re.compile(r'(\d+)/([rn])(\d+)_s([234])')
 BYTES = 10240  # an update's
 LOOKS = {'recurrent': ('recurrent', '-'), 'feedforward': ('not recurrent', '--')}
-NOTE = '\nbars: one standard error'
 
 
 def read(path: Path) -> dict:
@@ -113,21 +112,43 @@ def levels(axes, losses: dict, lengths: list) -> None:
     axes.minorticks_off()
 
 
+def by_length(axes, lines: dict) -> None:
+    """{label: {MB trained on: (mean, standard error, seeds) of twin - recurrent}}, drawn and
+    printed."""
+    for i, (label, points) in enumerate(lines.items(), 5):
+        figures.line(axes, points, i, label)
+        for size, (value, error, n) in points.items():
+            print(f'{label}, {size:5.2f} MB: {value:.4f} +- {error:.4f}, {n} seeds')
+    axes.set(xscale='log', xlabel='MB trained on', ylabel=by_position.WORTH, ylim=(0, 0.08))
+    axes.set_xticks([*points], [f'{x:.3g}' for x in points])
+    axes.minorticks_off()
+
+
+def by_streams(known: dict) -> dict:
+    """by_length's lines: of long streams, and of short ones."""
+    lines = {}
+    for length in (4096, 512):
+        points = {n * 0.01024: by_position.gap(known, n, 0, length) for n in by_position.SPEECHES}
+        lines[f'speeches, in streams of {length:,} bytes'] = points
+    return lines
+
+
 def main() -> None:
     one, twelve, long = one_speech(), twelve_speeches(), long_streams()
     verdict(long, 688 * BYTES)
     figure, (left, right) = figures.new(2, sharey=False)
     levels(left, long, [688 * BYTES])
-    by_position.by_length(right, by_position.by_streams(read(by_position.FILE)))
+    by_length(right, by_streams(read(by_position.FILE)))
     title = 'Loss by depth (streams of 4,096 bytes), and what recurrence is worth; equal FLOPs'
-    figures.finish(figure, title, NOTE)
+    figures.finish(figure, title, figures.STANDARD_ERROR)
     print(*figures.save(figure, str(XEON), 'depth', ('png',)))
 
     figure, (left, right) = figures.new(2, 3.4, sharey=False)
     levels(left, one, sorted({length for _, length in one}))
     lines = {'held out: one speech': gaps(one), 'held out: twelve speeches': gaps(twelve)}
-    by_position.by_length(right, lines)
-    figures.finish(figure, 'Loss by levels on one speech, and what recurrence is worth', NOTE)
+    by_length(right, lines)
+    title = 'Loss by levels on one speech, and what recurrence is worth'
+    figures.finish(figure, title, figures.STANDARD_ERROR)
     print(*figures.save(figure, str(XEON), 'lengths', ('png',)))
 
 
