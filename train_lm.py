@@ -377,9 +377,12 @@ def describe(run: Run) -> None:
 def loop(run: Run, writes: list[Callable[[dict], object]]) -> int:
     """-> the exit status: 0 done, 1 the loss was not finite, 128 + signal when told to stop."""
     stopper, stop, due_to_print = checkpoint.Stopper(), False, every()
+    validation = 0.0  # seconds of the last one
     while True:
         if run.step % eval_interval == 0 or run.step == max_iters:
+            start = time.perf_counter()
             val_loss, bpb = evaluate(run)
+            validation = time.perf_counter() - start
             run.record |= {'val_loss': val_loss, 'val_bits_per_byte': bpb}
             print0(f'step {run.step}/{max_iters} | val loss {val_loss:.4f} | {bpb:.4f} bits a byte')
             if val_loss < run.best:
@@ -403,8 +406,8 @@ def loop(run: Run, writes: list[Callable[[dict], object]]) -> int:
         run.record |= {'train_loss': loss, 'grad_norm': norm, 'lr': peak * rate(step - 1)}
         run.record |= {'ms': 1000 * elapsed, 'tokens_per_s': per_s, 'seconds': run.seconds}
         if step % log_interval == 0 or step == max_iters or due_to_print():
-            eta = timedelta(seconds=int((max_iters - step) * elapsed))
-            mfu = checkpoint.mfu(run, per_s)
+            seconds = (max_iters - step) * (elapsed + validation / eval_interval)
+            mfu, eta = checkpoint.mfu(run, per_s), timedelta(seconds=int(seconds))
             speed = f'{1000 * elapsed:.0f} ms | {per_s:,.0f} tok/s | mfu {mfu} | eta {eta}'
             rates = f'lr {run.record["lr"]:.2e} | norm {norm:.2f}'
             print0(f'step {step}/{max_iters} | loss {loss:.4f} | {rates} | {speed}')

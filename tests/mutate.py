@@ -184,6 +184,8 @@ def main() -> int:
     if stale:
         return 1
     mutations = [m for m in mutations if not words or any(w in part for part in m for w in words)]
+    if not mutations:
+        sys.exit(f'no mutation has one of these words: {" ".join(words)}')
     # no compiled files: equal sizes in one second would look compiled already
     env = {'PYTEST_DISABLE_PLUGIN_AUTOLOAD': '1', 'PYTHONDONTWRITEBYTECODE': '1'}
     os.environ |= env | {'OMP_NUM_THREADS': '1'}
@@ -195,14 +197,12 @@ def main() -> int:
             (copy / file).write_text(source)
         status, last = run_tests(copy, sorted({m[3] for m in mutations}))
         if status != 0:
-            print(f'error: the tests fail before anything is changed: {last}')
-            return 1
+            sys.exit(f'error: the tests fail before anything is changed: {last}')
         for file, old, new, test in mutations:
             (copy / file).write_text(sources[file].replace(old, new))
             status, last = run_tests(copy, [test])  # 1: tests failed; another: they could not run
             (copy / file).write_text(sources[file])
-            results = {0: 'SURVIVES', 1: 'noticed'}
-            result = results.get(status, f'BREAKS the tests instead: {last}')
+            result = {0: 'SURVIVES', 1: 'noticed'}.get(status, f'BREAKS the tests instead: {last}')
             bad += status != 1
             print(f'{result}: {file}: {old.strip()!r} -> {new.strip()!r} ({test})', flush=True)
     print(f'{len(mutations)} mutations, {bad} not noticed, {time.time() - start:.0f} s')
