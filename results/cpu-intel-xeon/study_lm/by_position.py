@@ -1,7 +1,8 @@
 """Held-out loss by position: 524,288 bytes in 128 streams of 4,096, each begun with an empty state.
 Adds a line a run to by_position.json, {run: {end: nats a byte since the end before}}, and draws
-by_position.png.
-PYTHONPATH=. python results/cpu-intel-xeon/study_lm/by_position.py out/1376/r4_s3 out/1376/n8_s3"""
+by_position.png. A run's name there is 688/r4_s3: updates, recurrent or not, levels, seed; runs on
+other text, and others that are not the study's, are named by the folder that they are in.
+PYTHONPATH=. python results/cpu-intel-xeon/study_lm/by_position.py out/study/lm-small/*_s[234]"""
 
 import json
 import sys
@@ -23,12 +24,17 @@ WORTH = 'twin - recurrent, nats'  # each kind's best: here L = 8 and L = 4
 SPEECHES = {168: '1.72 MB', 344: '3.52 MB', 688: '7.05 MB', 1376: '14.1 MB'}
 OTHER = {'web688': '7.05 MB of other text'}
 RESET = {'reset': '7.05 MB, --reset_every=32'}  # the twin is 688's
+NAMED = [*OTHER, *RESET, 'reset8']
 
 
 @torch.no_grad()
-def by_position(folder: str) -> dict[str, float]:
+def by_position(folder: str) -> tuple[str, dict[str, float]]:
+    """-> the run's name, its losses"""
     model, saved = sample.load_trained(folder, 'last')
-    settings = saved['config']
+    settings, group = saved['config'], Path(folder).absolute().parent.name
+    group = group if group in NAMED else settings['max_iters']
+    kind = 'r' if saved['recurrent'] else 'n'
+    name = f'{group}/{kind}{settings["n_layer"]}_s{settings["seed"]}'
     shards = find_shards(settings['data_dir'], 'val', settings['tokenizer'])
     x, y = load_val(shards, 128 * ENDS[-1], 128, VOCAB[settings['tokenizer']])
     total = torch.zeros(ENDS[-1] // CHUNK, dtype=torch.float64)
@@ -37,7 +43,7 @@ def by_position(folder: str) -> dict[str, float]:
         for i, (x_t, y_t) in enumerate(zip(x.split(CHUNK, 1), y.split(CHUNK, 1), strict=True)):
             total[i], state = model(x_t, y_t, state)
     means = {str(b): total[a // CHUNK : b // CHUNK].mean().item() for a, b in SPANS}
-    return {end: round(mean, 4) for end, mean in means.items()}
+    return name, {end: round(mean, 4) for end, mean in means.items()}
 
 
 def save(known: dict) -> None:
@@ -79,6 +85,7 @@ def draw(known: dict) -> None:
 if __name__ == '__main__':
     known = json.loads(FILE.read_text()) if FILE.exists() else {}
     for folder in sys.argv[1:]:
-        known['/'.join(Path(folder).parts[-2:])] = by_position(folder)
+        name, losses = by_position(folder)
+        known[name] = losses
         save(known)
     draw(known)
