@@ -117,6 +117,7 @@ sweep test_sweep::each_cell_is_tuned_with_seed_1_and_its
     + bool(tune) for -> for
     np.mean(best[0] < best[1]) -> np.mean(best[0] <= best[1])
     (DRAWS, len(v))).mean(1) -> (DRAWS, 1)).mean(1)
+    ddof=1 -> ddof=0
 model test_model::recurrent_in_fp32_and_bf16
     w = {name: p for name, -> w = {name: p + (name == 'a') * LOW * (p - p.detach()) for name,
     w = {name: p for name, -> w = {name: p - 2 * (name == 'b') * LOW * (p - p.detach()) for name,
@@ -176,8 +177,7 @@ def run_tests(copy: Path, tests: list[str]) -> tuple[int, str]:
 
 def main() -> int:
     mutations, words = read_mutations(), sys.argv[1:]
-    sources = {m[0]: ast.unparse(ast.parse((ROOT / m[0]).read_text())) for m in mutations}
-    sources = {file: f'\n{text}\n' for file, text in sources.items()}
+    sources = {m[0]: f'\n{ast.unparse(ast.parse((ROOT / m[0]).read_text()))}\n' for m in mutations}
     stale = [m for m in mutations if sources[m[0]].count(m[1]) != 1]
     for file, old, _, _ in stale:
         print(f'STALE: {file}: stands {sources[file].count(old)} times: {old.strip()}')
