@@ -60,7 +60,7 @@ def between(by_end: dict[str, float], first: int, last: int) -> float:
 def gap(known: dict, group: int | str, first: int, last: int) -> tuple:
     """(mean, standard error, seeds) of twin - recurrent, paired by seed."""
     twins = 688 if group in RESET else group
-    pairs = [(f'{twins}/n8_s{seed}', f'{group}/r4_s{seed}') for seed in (2, 3, 4)]
+    pairs = [(f'{twins}/n8_s{seed}', f'{group}/r4_s{seed}') for seed in range(2, 7)]
     both = [(known[twin], known[ours]) for twin, ours in pairs if twin in known and ours in known]
     values = [between(twin, first, last) - between(ours, first, last) for twin, ours in both]
     return figures.with_errors({0: figures.summary(values)})[0]
