@@ -16,6 +16,7 @@ from configurator import write_text
 from data_fineweb import VOCAB, find_shards, load_val
 
 FILE = Path(__file__).with_name('by_position.json')
+SEEDS = '23456'  # reported; seed 1 chose the rates
 ENDS = [16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
 SPANS = list(zip([0, *ENDS[:-1]], ENDS, strict=True))
 CHUNK = 16
@@ -60,7 +61,7 @@ def between(by_end: dict[str, float], first: int, last: int) -> float:
 def gap(known: dict, group: int | str, first: int, last: int) -> tuple:
     """(mean, standard error, seeds) of twin - recurrent, paired by seed."""
     twins = 688 if group in RESET else group
-    pairs = [(f'{twins}/n8_s{seed}', f'{group}/r4_s{seed}') for seed in range(2, 7)]
+    pairs = [(f'{twins}/n8_s{seed}', f'{group}/r4_s{seed}') for seed in SEEDS]
     both = [(known[twin], known[ours]) for twin, ours in pairs if twin in known and ours in known]
     values = [between(twin, first, last) - between(ours, first, last) for twin, ours in both]
     return figures.with_errors({0: figures.summary(values)})[0]

@@ -16,7 +16,7 @@ XEON = Path(__file__).parent
 EPYC = XEON.parents[1] / 'cpu-amd-epyc/study_lm'
 # no variant, no seed 1
 RUN = re.compile(r'transformer_(\w+)_L(\d+)_.*_s([234])( \((\d+) updates\))?')
-LONG = re.compile(r'(\d+)/([rn])(\d+)_s([2-6])')
+LONG = re.compile(rf'(\d+)/([rn])(\d+)_s([{by_position.SEEDS}])')
 BYTES = 10240  # an update's
 LOOKS = {'recurrent': ('recurrent', '-'), 'feedforward': ('not recurrent', '--')}
 
