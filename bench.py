@@ -56,7 +56,7 @@ import baselines
 import kernels
 import train_lm
 import train_sokoban
-from checkpoint import commit, device_name, keep_memory, out_of_memory, pick_device, pick_dtype
+from common import commit, device_name, keep_memory, out_of_memory, pick_device, pick_dtype
 from convlstm import AgentConfig
 from data_fineweb import REAL_VOCAB, VOCAB, open_meta, shard_path, write_meta, write_shard
 from figures import markdown, read_csv

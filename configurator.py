@@ -68,7 +68,7 @@ sys.excepthook = interrupted
 def run_script(main: Callable, said='interrupted', last_words: Callable | None = None) -> NoReturn:
     """Runs main() and ends the process with the status it returns (None: 0). Ctrl-C: the line
     given, 130. A Mistake, or an OSError, such as a full disk: one line, 2; so the RuntimeErrors and
-    MemoryErrors that last_words (checkpoint.py) has words for. A reader has seen enough (`| head`):
+    MemoryErrors that last_words (common.py) has words for. A reader has seen enough (`| head`):
     0."""
     status, line = 0, ''
     try:

@@ -12,7 +12,6 @@ Colours are Okabe and Ito's, which colour-blind readers can tell apart; lines di
 """
 
 import base64
-import contextlib
 import csv
 import html
 import io
@@ -33,7 +32,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from configurator import Mistake, configure, fail, first_line, read_json, run_script
 from configurator import write_atomic, write_text
 
-from checkpoint import need_packages
+from common import need_packages
 
 report = ''  # folder of a run or a sweep: its page is written into it
 
@@ -441,7 +440,7 @@ def solve_table(rates: dict, levels: str, reference: str, into: str, tuned: str)
     return paths
 
 
-# ----------------------------------------------------------------------------- one run, trackers
+# ----------------------------------------------------------------------------- one run
 
 
 def curve(axes: 'Axes', log: list[dict], x: str, key: str, label: str, **style) -> None:
@@ -476,47 +475,6 @@ def run_figure(log: list[dict], title: str, unit: str = '') -> 'Figure':
 def plot_losses(out_dir: str, unit: str, title: str) -> str:
     """Loss curves of out_dir/log.jsonl, in nats a `unit`, as out_dir/loss.png -> its path."""
     return save(run_figure(read_log(out_dir), title, unit), out_dir, 'loss', ('png',))[0]
-
-
-def open_trackers(config: dict, tensorboard: bool, wandb_project: str) -> tuple[Callable, Callable]:
-    """-> write(record), close() for a run's TensorBoard, and Weights & Biases if a project is
-    named. Both get the settings, a record's numbers, and the GIFs that it names."""
-    board, run, out_dir, stack = None, None, config['out_dir'], contextlib.ExitStack()
-    if tensorboard:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from torch.utils.tensorboard import SummaryWriter
-
-        board = SummaryWriter(out_dir)
-        stack.callback(board.close)
-        board.add_text('settings', '\n'.join(f'    {k} = {v!r}' for k, v in config.items()))
-    if wandb_project:
-        import wandb
-
-        kept = sorted(Path(out_dir).glob('wandb/*run-*'))  # its last part is a run's name there
-        goes_on = kept and (config['resume'] or config['eval_only'])
-        same = {'id': kept[-1].name.rpartition('-')[2], 'resume': 'allow'} if goes_on else {}
-        about = {'project': wandb_project, 'name': str(out_dir), 'config': config}
-        try:
-            run = wandb.init(dir=out_dir, **about, **same)
-        except wandb.Error as error:
-            fail(f'wandb = True: {first_line(error)}; or set WANDB_MODE=offline')
-        stack.callback(run.finish)
-
-    def write(record: dict) -> None:
-        step = record['step']
-        numbers = {k: x for k, x in record.items() if isinstance(x, (int, float))}
-        gifs = {k: x for k, x in record.items() if str(x).endswith('.gif')}
-        if board:
-            values = [Summary.Value(tag=k, simple_value=x) for k, x in numbers.items()]
-            for name, path in gifs.items():
-                image = Summary.Image(encoded_image_string=Path(path).read_bytes(), colorspace=3)
-                values.append(Summary.Value(tag=name, image=image))
-            board.file_writer.add_summary(Summary(value=values), step)
-        if run:
-            gifs = {name: wandb.Video(path, format='gif') for name, path in gifs.items()}
-            run.log(numbers | gifs, step=step)
-
-    return write, stack.close
 
 
 # ----------------------------------------------------------------------------- the report

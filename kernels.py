@@ -179,6 +179,23 @@ def compiled(f: Callable, pdl: bool = False) -> Callable:
     return torch.compile(f, dynamic=False, options={'triton.enable_pdl': True} if pdl else None)
 
 
+def fused(f: Callable) -> Callable:
+    """Decorate a function of tensors: compiled into one kernel each way while `fused.enabled`, and
+    called unchanged otherwise. The only switch for compilation: language models, agents and Muon
+    all use it."""
+
+    @functools.wraps(f)
+    def call(*args, **static):
+        if fused.enabled and not torch.compiler.is_compiling():
+            return compiled(f)(*args, **static)
+        return f(*args, **static)
+
+    return call
+
+
+fused.enabled = False
+
+
 # ---- Triton or not: measured, for the sizes at hand ----
 
 

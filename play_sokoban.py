@@ -36,8 +36,8 @@ import torch.nn.functional as F
 from numpy import ndarray
 from torch import Tensor
 
-import checkpoint
-from checkpoint import BEST, CONFIG, WEIGHTS, print0
+import common
+from common import BEST, CONFIG, WEIGHTS, print0
 from convlstm import Agent, AgentConfig, build_agent
 from sokoban import AGENT, TIME_LIMIT, SokobanEnv, board_image, board_keys, board_text, draw_by
 from sokoban import load_levels, save_gif
@@ -230,29 +230,29 @@ def load_agent(folder: str, which: str, device: str, dtype: str = '') -> tuple[A
     `step` and `best`, and the file. Mistake."""
     where = os.path.join(folder, CONFIG)
     if os.path.exists(os.path.join(folder, WEIGHTS)):
-        weights = checkpoint.read_tensors(os.path.join(folder, WEIGHTS), device)
-        with checkpoint.restoring(where, 'it'), open(where, encoding='utf-8') as file:
+        weights = common.read_tensors(os.path.join(folder, WEIGHTS), device)
+        with common.restoring(where, 'it'), open(where, encoding='utf-8') as file:
             about = json.load(file)
     else:
         needed, best = ('model', 'step', 'best'), BEST if which == 'best' else None
-        saved, where = checkpoint.load_run(folder, 'train_sokoban.py', needed, (), {}, best)
+        saved, where = common.load_run(folder, 'train_sokoban.py', needed, (), {}, best)
         weights, about = saved['model'], saved['config']
         about |= {name: saved[name] for name in ('step', 'best')}
-    with checkpoint.restoring(where, 'the agent'):
+    with common.restoring(where, 'the agent'):
         dtype = dtype or about.get('dtype', 'auto')  # the run's own
-        dtype = str(checkpoint.pick_dtype(dtype, device)).removeprefix('torch.')
+        dtype = str(common.pick_dtype(dtype, device)).removeprefix('torch.')
         config = AgentConfig(**{name: about[name] for name in SIZES}, dtype=dtype)
-        checkpoint.check_model(build_agent, config)
+        common.check_model(build_agent, config)
         model = build_agent(config)
-    checkpoint.load_weights(model, weights, where)
+    common.load_weights(model, weights, where)
     return model.to(device).eval(), about, str(where)
 
 
 def export_agent(model: Agent, about: dict, folder: str) -> None:
     """An earlier export is replaced; a folder with anything else is refused."""
-    where = checkpoint.begin_export(folder, 'arch', PROBE)
+    where = common.begin_export(folder, 'arch', PROBE)
     weights = {name: x.float() for name, x in model.state_dict().items()}
-    said = checkpoint.write_tensors(weights, os.path.join(folder, WEIGHTS))
+    said = common.write_tensors(weights, os.path.join(folder, WEIGHTS))
     names = (*SIZES, *EASY, 'n_envs', 'unroll', 'step', 'best')
     write_json({name: about[name] for name in names}, where)
     print(f'{said}, {CONFIG}')
@@ -308,9 +308,9 @@ def plans(features: Tensor) -> ndarray:
     path = probe or os.path.join(out_dir, PROBE)
     if probe or os.path.exists(path):
         conv = torch.nn.Conv2d(features.size(-1), 5, 3, padding=1)
-        saved = checkpoint.read_tensors(path)
+        saved = common.read_tensors(path)
         threshold = saved.pop('threshold', torch.tensor(math.inf))
-        checkpoint.load_weights(conv, saved, path)
+        common.load_weights(conv, saved, path)
         sure, way = F.softmax(conv(features.permute(0, 3, 1, 2)), 1)[:, :4].max(1)
         ways[:-1] = torch.where(sure >= threshold, way, -1).numpy()
     return ways
@@ -367,7 +367,7 @@ def watch(model: Agent, packed: ndarray, device: str) -> None:
 
 def use_agent() -> None:
     """A game, a GIF, a solve rate or an export, as asked for."""
-    where = checkpoint.pick_device(device)
+    where = common.pick_device(device)
     model, about = (load_policy(policy), EASY) if policy else load_agent(out_dir, which, where)[:2]
     if export:
         return export_agent(model, about, export)
@@ -384,7 +384,7 @@ def use_agent() -> None:
         fail(f'level = {level}: there are {len(packed)} levels, counted from 0')
     if not gif:
         return watch(model, packed, where)
-    checkpoint.need_packages(PIL=True)
+    common.need_packages(PIL=True)
     frames, ways, said = film(model, packed, level, where)
     save_gif([drawn(*pair) for pair in zip(frames, ways, strict=True)], gif, ms)
     print(f'{gif}: {said}')

@@ -41,7 +41,7 @@ import torch.nn.functional as F
 from numpy import ndarray
 from torch import Tensor, nn
 
-import checkpoint
+import common
 from convlstm import CELLS, PLANES, Agent, build_agent
 from figures import finish, line, new, save, summary, write_table
 from play_sokoban import Watched, drawn, load_agent, play, replay
@@ -500,7 +500,7 @@ def save_probe(player: Player) -> None:
     parts = {'weight': conv.weight.detach()[:5] / player.scale[:C], 'bias': conv.bias.detach()[:5]}
     parts['threshold'] = torch.tensor(player.about['3x3']['threshold'])
     path = os.path.join(out_dir, f'probe_{player.name}.safetensors')
-    checkpoint.write_tensors(parts, path)
+    common.write_tensors(parts, path)
 
 
 def write_results(players: list[Player], test: ndarray, solved: ndarray, device: str) -> None:
@@ -531,7 +531,7 @@ def write_results(players: list[Player], test: ndarray, solved: ndarray, device:
             if None not in (rates := (its['recall'], its['precision'])):
                 print('{}: {} recall {:.1%} at precision {:.1%}'.format(player.label, name, *rates))
     whole = {'precision': precision, 'first': first, 'levels': len(solved)}
-    whole |= {'commit': checkpoint.commit(), 'device': checkpoint.device_name(device)}
+    whole |= {'commit': common.commit(), 'device': common.device_name(device)}
     whole |= {'command': shlex.join(['python', *sys.argv]), 'models': records}
     write_json(whole, os.path.join(out_dir, 'probes.json'))
     print(f'{out_dir}: ' + ', '.join(sorted(os.listdir(out_dir))))
@@ -541,10 +541,10 @@ def main() -> None:
     configure(globals(), quiet=True)
     if not models:
         fail('models is empty: name folders of trained agents, --models=out/a,out/b')
-    checkpoint.need_packages(matplotlib=True, PIL=True)
-    checkpoint.keep_memory()
-    probe(checkpoint.pick_device(device, threads))
+    common.need_packages(matplotlib=True, PIL=True)
+    common.keep_memory()
+    probe(common.pick_device(device, threads))
 
 
 if __name__ == '__main__':
-    run_script(main, 'interrupted', checkpoint.last_words('fewer n_train or n_test'))
+    run_script(main, 'interrupted', common.last_words('fewer n_train or n_test'))

@@ -28,8 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import checkpoint
-from checkpoint import BEST, CONFIG, WEIGHTS, CheckpointError
+import common
+from common import BEST, CONFIG, WEIGHTS, CheckpointError
 from data_fineweb import VOCAB, Tokenizer, get_tokenizer
 from kernels import Heads, apply_rope, by_expert, by_triton, chosen_lines, compiled, graphed
 from kernels import made_up, rope_table, softcap, triton_module
@@ -78,7 +78,7 @@ def make_model(about: dict, recurrent: bool, tokenizer: str) -> LanguageModel:
     if tokenizer not in VOCAB or type(recurrent) is not bool:
         raise ValueError('unknown tokenizer, or recurrent is not true or false')
     config = ModelConfig(**about | {'path': 'fast'})
-    checkpoint.check_model(lambda config: build_model(config, recurrent), config)
+    common.check_model(lambda config: build_model(config, recurrent), config)
     with torch.device('meta'):
         return build_model(config, recurrent)
 
@@ -88,14 +88,14 @@ def load_trained(folder: str, which: str) -> tuple[LanguageModel, dict]:
     CheckpointError."""
     file = BEST if which == 'best' else ''
     needed = ('model', 'model_config', 'recurrent')
-    saved, where = checkpoint.load_run(folder, 'train_lm.py', needed, (), {}, file)
+    saved, where = common.load_run(folder, 'train_lm.py', needed, (), {}, file)
     arch = saved['config'].get('arch', 'experts')
     if arch != 'experts':
         raise CheckpointError(f'{where}: arch = {arch!r}: a baseline is not sampled or exported')
-    with checkpoint.restoring(where, 'model_config'):
+    with common.restoring(where, 'model_config'):
         tokenizer = saved['config']['tokenizer']
         model = make_model(saved['model_config'], saved['recurrent'], tokenizer)
-    checkpoint.load_weights(model, saved['model'], where, assign=True)
+    common.load_weights(model, saved['model'], where, assign=True)
     return model, saved
 
 
@@ -105,21 +105,21 @@ def load_trained(folder: str, which: str) -> tuple[LanguageModel, dict]:
 def read_model(folder: str) -> tuple[LanguageModel, str]:
     """An export -> the model, in fp32, and its tokenizer's name. CheckpointError."""
     where = os.path.join(folder, CONFIG)
-    with checkpoint.restoring(where, 'it'), open(where, encoding='utf-8') as file:
+    with common.restoring(where, 'it'), open(where, encoding='utf-8') as file:
         about = json.load(file)
         model = make_model(about['model'], about['recurrent'], about['tokenizer'])
     where = os.path.join(folder, WEIGHTS)
-    weights = {name: tensor.float() for name, tensor in checkpoint.read_tensors(where).items()}
-    checkpoint.load_weights(model, weights, where, assign=True)
+    weights = {name: tensor.float() for name, tensor in common.read_tensors(where).items()}
+    common.load_weights(model, weights, where, assign=True)
     return model, about['tokenizer']
 
 
 def export_model() -> None:
     _, saved = load_trained(out_dir, which)
-    where = checkpoint.begin_export(export, 'tokenizer')
+    where = common.begin_export(export, 'tokenizer')
     kind = torch.bfloat16 if dtype == 'bfloat16' else torch.float32
     weights = {name: tensor.to(kind) for name, tensor in saved['model'].items()}
-    said = checkpoint.write_tensors(weights, os.path.join(export, WEIGHTS))
+    said = common.write_tensors(weights, os.path.join(export, WEIGHTS))
     sizes = {name: value for name, value in saved['model_config'].items() if name != 'path'}
     about = {'recurrent': saved['recurrent'], 'tokenizer': saved['config']['tokenizer']}
     about |= {'model': sizes, 'step': saved.get('step'), 'best_val_loss': saved.get('best')}
@@ -452,8 +452,8 @@ def score_text(model: LanguageModel, tokenizer: Tokenizer, amp: torch.dtype) -> 
 
 def use_model() -> None:
     """Text from the model of out_dir, or its score of a text."""
-    where = checkpoint.pick_device(device)
-    amp = checkpoint.pick_dtype(dtype, where)
+    where = common.pick_device(device)
+    amp = common.pick_dtype(dtype, where)
     model, tokenizer = load_model(where)
     if score:
         score_text(model, tokenizer, amp)
@@ -475,5 +475,5 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    words = checkpoint.last_words('the model needs more than there is')
+    words = common.last_words('the model needs more than there is')
     run_script(main, last_words=words)

@@ -36,7 +36,7 @@ from numpy import ndarray
 from numpy.random import Generator
 from torch import Tensor
 
-from checkpoint import check_fits, fill, need_packages
+from common import check_fits, fill, need_packages
 from data_fineweb import hub, keep_revision
 
 # fmt: off

@@ -42,7 +42,7 @@ import numpy as np
 import torch
 
 import figures
-from checkpoint import Stopper, commit, need_packages, saved_in
+from common import Stopper, commit, need_packages, saved_in
 from convlstm import AGGREGATIONS, AgentConfig, build_agent
 from data_fineweb import VOCAB
 from figures import Row, read_log, value

@@ -19,13 +19,13 @@ from configurator import configure, every, fail, run_script  # before torch: how
 import torch
 
 import baselines
-import checkpoint
-from checkpoint import fill, print0, restoring
+import common
+from common import Gradients, fill, gather, open_trackers, print0, restoring
 from data_fineweb import VOCAB, DataError, Loader, find_shards, fingerprint, load_val, token_bytes
-from figures import open_trackers, plot_losses
+from figures import plot_losses
 from kernels import chosen_lines, graphed
 from model import EVAL_CHUNK, ModelConfig, build_model, memory
-from muon import Gradients, gather, lr_at, make_optimizers
+from muon import lr_at, make_optimizers
 
 # -----------------------------------------------------------------------------
 # fmt: off
@@ -155,7 +155,7 @@ def fitting_rows(c: ModelConfig, streams: int, amp: torch.dtype, device: str, wh
         where = torch.device(device).type
         return sum(memory(c, recurrent, (rows, streams), amp, where, whole).values())
 
-    total, free = checkpoint.device_memory(device)
+    total, free = common.device_memory(device)
     divisors = [n for n in range(1, streams + 1) if streams % n == 0]
     fits = [n for n in divisors if n * block_size <= AT_ONCE and need(n) <= total]
     rows = batch_size or max(fits, default=1)
@@ -164,7 +164,7 @@ def fitting_rows(c: ModelConfig, streams: int, amp: torch.dtype, device: str, wh
     what = f'n_layer = {c.n_layer}, n_expert = {c.n_expert}, n_embd = {c.n_embd}'
     fits = [f'--batch_size={n} fits' for n in divisors if need(n) <= free]
     advice = fits[-1] if fits else 'a smaller model, fewer tokens_per_step, or more GPUs'
-    checkpoint.check_fits(need(rows), f'{what}, batch_size = {rows}', device, advice)
+    common.check_fits(need(rows), f'{what}, batch_size = {rows}', device, advice)
     return rows
 
 
@@ -174,8 +174,8 @@ def autocast(device: str, amp: torch.dtype) -> torch.autocast | nullcontext:
 
 def make_run(config: dict) -> Run:
     """A new run. ValueError says what is wrong with the settings or the data."""
-    rank, world, device_ = checkpoint.join_ranks(device, threads)
-    amp = checkpoint.pick_dtype(dtype, device_)
+    rank, world, device_ = common.join_ranks(device, threads)
+    amp = common.pick_dtype(dtype, device_)
     if tokens_per_step % (block_size * world):
         need = f'a multiple of block_size x ranks = {block_size} x {world}'
         raise ValueError(f'tokens_per_step = {tokens_per_step}: must be {need}')
@@ -185,7 +185,7 @@ def make_run(config: dict) -> Run:
         raise ValueError(f'betas = {betas}: expected two numbers')
     if arch != 'experts' and recurrent != (arch == 'lstm'):
         raise ValueError(f'arch = {arch!r}: wants --recurrent={arch == "lstm"}')
-    checkpoint.need_packages(matplotlib=plot, tensorboard=tensorboard, wandb=wandb)
+    common.need_packages(matplotlib=plot, tensorboard=tensorboard, wandb=wandb)
     torch.manual_seed(seed)
     V, B = VOCAB[tokenizer], tokens_per_step // block_size  # rows of an update, over all ranks
     sizes, (captured, whole) = model_config(config), captures(device_, world)
@@ -201,7 +201,7 @@ def make_run(config: dict) -> Run:
 
     model = build_model(sizes, recurrent) if arch == 'experts' else baselines.build(arch, sizes)
     if init_from:
-        checkpoint.init_from(model, init_from, resume or eval_only)
+        common.init_from(model, init_from, resume or eval_only)
     model = model.to(device_)
     x_y = torch.zeros(2, rows, block_size, dtype=torch.int64, device=device_)
     with autocast(device_, amp):  # sets the dtype of a state's keys and values
@@ -324,7 +324,7 @@ def prepare(run: Run) -> None:
             loss, _ = run.model(*run.inputs[:2])
         loss.backward()
 
-    if not checkpoint.compiles(run.model, once):
+    if not common.compiles(run.model, once):
         run.model.config.path = 'fast'
     for line in chosen_lines():
         print0(f'Triton or compiled, measured: {line}')
@@ -338,21 +338,21 @@ def save(run: Run, best: bool = False) -> None:
         state = zip(run.state, STREAMS[arch], strict=True) if recurrent else ()
         parts |= {'state': [gather(t, dim) for t, dim in state]}
         parts |= {'loader': run.loader.state_dict(), 'shards': run.shards}
-    checkpoint.save_run(run, parts, None if best else run.optimizers)
+    common.save_run(run, parts, None if best else run.optimizers)
 
 
 def load(run: Run) -> None:
     """Go on where out_dir's last checkpoint stood; refuse settings and data that would make it
     another run. eval_only: the weights alone."""
     needed = ('model', *POSITION, *(() if eval_only else REST))
-    saved, where = checkpoint.load_run(out_dir, 'train_lm.py', needed, FIXED, run.config)
-    checkpoint.restore(run, POSITION, [] if eval_only else run.optimizers, saved, where)
+    saved, where = common.load_run(out_dir, 'train_lm.py', needed, FIXED, run.config)
+    common.restore(run, POSITION, [] if eval_only else run.optimizers, saved, where)
     print0(f'{where}: step {run.step}')
     if eval_only:
         return
     if saved['shards'] != run.shards:
         words = f'was trained on other shards than those in {data_dir}: give the same data_dir'
-        raise checkpoint.CheckpointError(f'{where}: {words}, or another out_dir')
+        raise common.CheckpointError(f'{where}: {words}, or another out_dir')
     with restoring(where, 'loader or state'):
         run.loader.load_state_dict(saved['loader'])
         if recurrent:
@@ -369,14 +369,14 @@ def describe(run: Run) -> None:
     sizes = ', '.join(f'{n / 1e6:.2f}M {part}' for part, n in params.items())
     costs = ', '.join(f'{n / 1e6:.1f} {part}' for part, n in flops.items())
     shape = f'{run.world} ranks x {micro} micro-batches x {rows} rows x {block_size}'
-    print0(f'{checkpoint.machine(run)}, {run.amp}')
+    print0(f'{common.machine(run)}, {run.amp}')
     print0(f'{type(run.model).__name__}: parameters {sizes}; MFLOP a token forward {costs}')
     print0(f'an update: {tokens_per_step:,} tokens = {shape}; {max_iters:,} updates')
 
 
 def loop(run: Run, writes: list[Callable[[dict], object]]) -> int:
     """-> the exit status: 0 done, 1 the loss was not finite, 128 + signal when told to stop."""
-    stopper, stop, due_to_print = checkpoint.Stopper(), False, every()
+    stopper, stop, due_to_print = common.Stopper(), False, every()
     validation = 0.0  # seconds of the last one
     while True:
         if run.step % eval_interval == 0 or run.step == max_iters:
@@ -397,7 +397,7 @@ def loop(run: Run, writes: list[Callable[[dict], object]]) -> int:
         elapsed, step = time.perf_counter() - start, run.step + 1
         per_s = tokens_per_step / elapsed
         due = step % eval_interval == 0 or step == max_iters or stop
-        if not checkpoint.finite(run, due, loss, norm):
+        if not common.finite(run, due, loss, norm):
             stopper.restore()
             return 1
         run.step, run.seconds = step, run.seconds + elapsed
@@ -407,7 +407,7 @@ def loop(run: Run, writes: list[Callable[[dict], object]]) -> int:
         run.record |= {'ms': 1000 * elapsed, 'tokens_per_s': per_s, 'seconds': run.seconds}
         if step % log_interval == 0 or step == max_iters or due_to_print():
             seconds = (max_iters - step) * (elapsed + validation / eval_interval)
-            mfu, eta = checkpoint.mfu(run, per_s), timedelta(seconds=int(seconds))
+            mfu, eta = common.mfu(run, per_s), timedelta(seconds=int(seconds))
             speed = f'{1000 * elapsed:.0f} ms | {per_s:,.0f} tok/s | mfu {mfu} | eta {eta}'
             rates = f'lr {run.record["lr"]:.2e} | norm {norm:.2f}'
             print0(f'step {step}/{max_iters} | loss {loss:.4f} | {rates} | {speed}')
@@ -415,19 +415,19 @@ def loop(run: Run, writes: list[Callable[[dict], object]]) -> int:
         if due:
             save(run)  # before the validation: one that dies loses nothing
     done = f'{run.step} updates in {run.seconds:.0f} s, best val loss {run.best:.4f}'
-    return checkpoint.ended(run, stopper, max_iters, done)
+    return common.ended(run, stopper, max_iters, done)
 
 
 def train(config: dict) -> int:
     """A run from beginning to end, or its validation -> the exit status."""
     baselines.refuse_settings(arch, sys.argv)
-    checkpoint.restarted(out_dir, config, globals())
+    common.restarted(out_dir, config, globals())
     try:
         run = make_run(config)  # finds all mistakes in settings and data before out_dir is touched
         if resume or eval_only:
             load(run)
         if run.rank == 0 and not eval_only:
-            run.lock = checkpoint.prepare_out_dir(out_dir, resume, overwrite)
+            run.lock = common.prepare_out_dir(out_dir, resume, overwrite)
     except ValueError as error:  # DataError, CheckpointError, ModelConfig's
         fail(error)
     describe(run)
@@ -440,17 +440,17 @@ def train(config: dict) -> int:
         status = loop(run, [])
     else:
         track, close = open_trackers(config, tensorboard, wandb_project if wandb else '')
-        status = loop(run, [checkpoint.open_log(run, resume), track])
+        status = loop(run, [common.open_log(run, resume), track])
         close()
         if plot and status == 0:
             unit = 'byte' if tokenizer == 'bytes' else 'token'
             title = f'{type(run.model).__name__}, L = {n_layer}, E = {n_expert}, d = {n_embd}'
             print(f'loss curve: {plot_losses(out_dir, unit, title)}')
-    checkpoint.leave(run)
+    common.leave(run)
     return status
 
 
 if __name__ == '__main__':
     stays = 'interrupted: the last checkpoint stays as it was'
-    words = checkpoint.last_words('a smaller batch_size takes less', globals())
+    words = common.last_words('a smaller batch_size takes less', globals())
     run_script(lambda: train(configure(globals())), stays, words)

@@ -29,13 +29,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-import checkpoint
+import common
 import figures
-from checkpoint import fill, print0, restoring
+from common import fill, gather, open_trackers, print0, restoring, sum_over_ranks
 from convlstm import Agent, AgentConfig, build_agent
 from kernels import compiled, graphed
 from play_sokoban import RANDOM, evaluate, load_agent, report, sample
-from muon import gather, sum_over_ranks
 from sokoban import CELLS, TIME_LIMIT, JumanjiEnv, SokobanEnv
 from sokoban import board_keys, draw_by, load_both
 
@@ -149,28 +148,28 @@ class Run:
 
 def make_run(config: dict) -> Run:
     """A run that has not begun. ValueError for what is wrong with settings or levels."""
-    rank, world, where = checkpoint.join_ranks(device, threads)
+    rank, world, where = common.join_ranks(device, threads)
     if where == 'cpu':
-        checkpoint.keep_memory()
+        common.keep_memory()
     if levels or best:
         raise ValueError('levels and best are settings of --eval_only=True; a run trains on split')
     if n_envs % world:
         raise ValueError(f'n_envs = {n_envs}: expected a multiple of the {world} ranks')
     if download and world > 1:
         raise ValueError('download = True: fetch the levels before, by sokoban.py')
-    checkpoint.need_packages(matplotlib=plot, tensorboard=tensorboard, wandb=wandb)
+    common.need_packages(matplotlib=plot, tensorboard=tensorboard, wandb=wandb)
     torch.backends.cudnn.benchmark = not torch.backends.cudnn.deterministic  # shapes stay
     torch.manual_seed(seed)
     B = n_envs // world
-    dt = str(checkpoint.pick_dtype(dtype, where)).removeprefix('torch.')
+    dt = str(common.pick_dtype(dtype, where)).removeprefix('torch.')
     agent = AgentConfig(**{name: config[name] for name in MODEL}, dtype=dt, path=path)
     # weights, gradients and Adam's two moments; each cell's outputs wait for the backward
-    checkpoint.check_model(build_agent, agent, 4, where)
+    common.check_model(build_agent, agent, 4, where)
     size = 4 * B * n_embd * CELLS * (unroll * n_layer * n_expert if reuse else 1)
-    checkpoint.check_fits(size, f'n_envs = {n_envs} (unroll = {unroll})', where)
+    common.check_fits(size, f'n_envs = {n_envs} (unroll = {unroll})', where)
     model = build_agent(agent)
     if init_from:
-        checkpoint.init_from(model, init_from, resume)
+        common.init_from(model, init_from, resume)
     model = model.to(where)
     (trained, line), (held_out, held_out_line) = load_both(config)
     print0(f'training: {line}\nevaluation: {held_out_line}')
@@ -198,7 +197,7 @@ def warm_up(run: Run) -> None:
         run.model.config.path = 'compiled'
         trial = replace(run, env=copy.deepcopy(run.env), count=run.count.clone())
         trial.state = [x.clone() for x in run.state]
-        if not checkpoint.compiles(run.model, lambda: backward(trial, rollout(trial))):
+        if not common.compiles(run.model, lambda: backward(trial, rollout(trial))):
             run.model.config.path = 'fast'
 
 
@@ -371,7 +370,7 @@ def describe(run: Run) -> str:
     params, macs = run.model.num_params(), run.model.macs_per_step()
     sizes = [f'{x / 1e6:.3f}M' for x in (params['total'], params['core'], *macs.values())]
     return (
-        f'{checkpoint.machine(run)}, {run.model.config.dtype} convolutions, fp32 cells\n'
+        f'{common.machine(run)}, {run.model.config.dtype} convolutions, fp32 cells\n'
         f'{type(run.model).__name__}: {sizes[0]} parameters ({sizes[1]} core), {sizes[2]} '
         f"multiply-adds a step by the paper's count, {sizes[3]} executed"
     )
@@ -387,19 +386,19 @@ def save(run: Run, best: bool = False) -> None:
     if not best:
         parts |= {'env': {name: gather(x) for name, x in run.env.state_dict().items()}}
         parts |= {'state': [gather(x) for x in run.state], 'levels_crc': run.levels_crc}
-    checkpoint.save_run(run, parts, None if best else [run.optimizer])
+    common.save_run(run, parts, None if best else [run.optimizer])
 
 
 def load(run: Run) -> None:
     """Goes on where out_dir's last checkpoint stood; refuses settings that would make it another
     run. CheckpointError."""
     needed = ('model', *POSITION, 'optimizers', 'rng', 'env', 'state', 'levels_crc')
-    saved, where = checkpoint.load_run(out_dir, 'train_sokoban.py', needed, FIXED, run.config)
-    checkpoint.restore(run, POSITION, [run.optimizer], saved, where)
+    saved, where = common.load_run(out_dir, 'train_sokoban.py', needed, FIXED, run.config)
+    common.restore(run, POSITION, [run.optimizer], saved, where)
     print0(f'{where}: update {run.step}, {run.step * n_envs * unroll:,} environment steps')
     if saved['levels_crc'] != run.levels_crc:
         words = 'was trained on other levels: give the same levels_dir or another out_dir'
-        raise checkpoint.CheckpointError(f'{where}: {words}')
+        raise common.CheckpointError(f'{where}: {words}')
 
     with restoring(where, 'env or state'):
         boards = {name: x.chunk(run.world)[run.rank] for name, x in saved['env'].items()}
@@ -431,7 +430,7 @@ def validate(run: Run) -> None:
 def loop(run: Run, writes: list[Callable[[dict], object]]) -> int:
     """Updates, evaluations, log lines, checkpoints -> the exit status: 0 done, 1 the loss was not
     finite, 128 + signal when told to stop."""
-    stopper, stop, due_to_print = checkpoint.Stopper(), False, every()
+    stopper, stop, due_to_print = common.Stopper(), False, every()
     while True:
         evaluates = run.step % eval_interval == 0 or run.step == run.updates
         if evaluates or run.step % log_interval == 0:
@@ -448,7 +447,7 @@ def loop(run: Run, writes: list[Callable[[dict], object]]) -> int:
         start = time.perf_counter()
         stats, games, stop = update(run, stopper.signal is not None)
         due = (run.step + 1) % eval_interval == 0 or run.step + 1 == run.updates or stop
-        if not checkpoint.finite(run, due, stats['loss'], stats['grad_norm']):
+        if not common.finite(run, due, stats['loss'], stats['grad_norm']):
             stopper.restore()
             return 1
         count_games(run, games, stats)
@@ -459,13 +458,13 @@ def loop(run: Run, writes: list[Callable[[dict], object]]) -> int:
         if due:
             save(run)  # before the log line and the evaluation: one that dies loses nothing
     done = f'{run.step * n_envs * unroll:,} steps in {run.seconds:.0f} s'
-    return checkpoint.ended(run, stopper, run.updates, f'{done}, best return {run.best:.2f}')
+    return common.ended(run, stopper, run.updates, f'{done}, best return {run.best:.2f}')
 
 
 def evaluate_only(config: dict) -> None:
     """The solve rate of out_dir's last checkpoint, or its best, and two GIFs. ValueError."""
-    where = checkpoint.pick_device(device, threads)
-    checkpoint.need_packages(PIL=True, tensorboard=tensorboard, wandb=wandb)
+    where = common.pick_device(device, threads)
+    common.need_packages(PIL=True, tensorboard=tensorboard, wandb=wandb)
     model, its, file = load_agent(out_dir, 'best' if best else 'last', where, dtype)
     name, made = levels or eval_split, 'split n_levels n_boxes max_moves seed'.split()
     own = {k: its[k] for k in made if k in its and not levels}  # or generated ones as asked for
@@ -474,14 +473,14 @@ def evaluate_only(config: dict) -> None:
     about = {'step': its['step'], 'env_steps': env_steps, 'checkpoint': file, 'levels': line}
     record = report(model, held_out, name, where, out_dir, about)
     print(json.dumps(record))
-    track, close = figures.open_trackers(config, tensorboard, wandb_project if wandb else '')
+    track, close = open_trackers(config, tensorboard, wandb_project if wandb else '')
     track(record)
     close()
 
 
 def train(config: dict) -> int:
     """A run from beginning to end, or its evaluation -> the exit status."""
-    checkpoint.restarted(out_dir, config, globals())
+    common.restarted(out_dir, config, globals())
     try:
         if eval_only:
             evaluate_only(config)
@@ -490,7 +489,7 @@ def train(config: dict) -> int:
         if resume:
             load(run)
         if run.rank == 0:
-            run.lock = checkpoint.prepare_out_dir(out_dir, resume, overwrite)
+            run.lock = common.prepare_out_dir(out_dir, resume, overwrite)
     except ValueError as error:  # Mistake, AgentConfig's
         fail(error)
     print0(describe(run))
@@ -498,18 +497,18 @@ def train(config: dict) -> int:
     if run.rank > 0:
         status = loop(run, [])
     else:
-        track, close = figures.open_trackers(config, tensorboard, wandb_project if wandb else '')
-        status = loop(run, [checkpoint.open_log(run, resume), track])
+        track, close = open_trackers(config, tensorboard, wandb_project if wandb else '')
+        status = loop(run, [common.open_log(run, resume), track])
         close()
         if plot and status == 0:
             figure = figures.run_figure(figures.read_log(out_dir), out_dir)
             print(f'learning curve: {figures.save(figure, out_dir, "curve", ("png",))[0]}')
-    checkpoint.leave(run)
+    common.leave(run)
     return status
 
 
 if __name__ == '__main__':
     # interrupted before the first update, or by the second ctrl-C
     stays = 'interrupted: the last checkpoint stays as it was'
-    words = checkpoint.last_words('fewer n_envs, or --reuse=False', globals())
+    words = common.last_words('fewer n_envs, or --reuse=False', globals())
     run_script(lambda: train(configure(globals())), stays, words)

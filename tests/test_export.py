@@ -12,7 +12,7 @@ import torch
 from test_train import ROOT, data, mistake, trained  # noqa: F401  fixtures
 
 import sample
-from checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from common import CheckpointError, load_checkpoint, save_checkpoint
 from configurator import configure
 from sample import WEIGHTS
 

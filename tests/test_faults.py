@@ -18,7 +18,7 @@ import test_train as lm
 import test_train_sokoban as agents
 from test_train import ROOT, data, finished, same  # noqa: F401
 
-from checkpoint import load_checkpoint, saved_in
+from common import load_checkpoint, saved_in
 
 PIPES = {'cwd': ROOT, 'text': True, 'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE}
 
@@ -111,8 +111,8 @@ def hosts():
 
 
 IMPATIENT = """import datetime, runpy, sys
-import checkpoint
-checkpoint.PATIENCE = datetime.timedelta(seconds=15)
+import common
+common.PATIENCE = datetime.timedelta(seconds=15)
 runpy.run_path('train_lm.py', run_name='__main__')
 """
 

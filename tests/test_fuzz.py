@@ -13,7 +13,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-import checkpoint
+import common
 import data_fineweb as df
 import figures
 import sokoban
@@ -52,10 +52,10 @@ def shard(damaged):
 def saved(damaged):
     """Every byte that is read is checked, or does not matter: what loads is what was saved."""
     path, w = Path('ckpt_last.pt'), torch.arange(12.0).view(3, 4)
-    checkpoint.save_checkpoint({'step': 7, 'model': {'w': w}, 'name': 'a'}, path)
+    common.save_checkpoint({'step': 7, 'model': {'w': w}, 'name': 'a'}, path)
     damaged(path)
-    with may_refuse(checkpoint.CheckpointError, str(path)):
-        loaded = checkpoint.load_checkpoint(path)
+    with may_refuse(common.CheckpointError, str(path)):
+        loaded = common.load_checkpoint(path)
         assert (loaded['step'], loaded['name']) == (7, 'a')
         assert torch.equal(loaded['model']['w'], w)
 

@@ -17,7 +17,7 @@ from test_train import ROOT, mistake
 
 import play_sokoban
 import probe_sokoban
-from checkpoint import save_checkpoint
+from common import save_checkpoint
 from configurator import configure
 from convlstm import AgentConfig, build_agent
 from sokoban import board_image, generate

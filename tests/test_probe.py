@@ -14,7 +14,7 @@ from test_train import ROOT, mistake
 
 import probe_sokoban as probe
 import train_sokoban
-from checkpoint import load_checkpoint, save_checkpoint
+from common import load_checkpoint, save_checkpoint
 from configurator import configure
 from convlstm import AgentConfig, build_agent
 from figures import read_csv

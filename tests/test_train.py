@@ -18,11 +18,11 @@ import torch
 from torch.utils._pytree import tree_flatten_with_path
 
 import baselines
-import checkpoint
+import common
 import data_fineweb
 import model
 import train_lm
-from checkpoint import load_checkpoint
+from common import load_checkpoint
 from configurator import configure, run_script
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -389,7 +389,7 @@ MEMORY = [  # total and free; rows, or what is said
 @pytest.mark.parametrize('settings, memory, expected', MEMORY)
 def test_rows_by_memory(data, tmp_path, monkeypatch, capfd, settings, memory, expected):
     """What cannot fit is refused before anything is allocated or written."""
-    monkeypatch.setattr(checkpoint, 'device_memory', lambda device: memory)
+    monkeypatch.setattr(common, 'device_memory', lambda device: memory)
     settings, out = {'window': 4096, **settings}, tmp_path / 'out'
     if isinstance(expected, int):
         r = begin(data, out, **settings)
@@ -466,7 +466,7 @@ def test_a_damaged_checkpoint_is_one_line(data, tmp_path, capfd):
         *outer, name = key.split('.')
         part = saved[outer[0]] if outer else saved
         part[name] = change(part[name])
-        checkpoint.save_checkpoint(saved, path)
+        common.save_checkpoint(saved, path)
         error = mistake(capfd, train_lm, argv)
         assert f'{path}: ' in error and message in error, error
 

@@ -22,7 +22,7 @@ import convlstm
 import play_sokoban
 import sokoban
 import train_sokoban
-from checkpoint import load_checkpoint, save_checkpoint
+from common import load_checkpoint, save_checkpoint
 from configurator import configure
 
 TINY = """split=generated eval_split=generated n_levels=50 n_boxes=1 max_moves=6 n_envs=4 unroll=3

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import datetime
 import fcntl
+import functools
 import importlib.util
 import json
 import math
@@ -651,3 +652,122 @@ class Stopper:
         """Puts the former handlers back."""
         for number, handler in self.former.items():
             signal.signal(number, handler)
+
+
+# ---- several ranks as one run ----
+
+
+def gather(local: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """All ranks' parts of a tensor joined along dim, on rank 0 and the CPU (the GPUs may have no
+    room); elsewhere the local part."""
+    local = local.cpu()
+    if not dist.is_initialized():
+        return local
+    first = dist.get_rank() == 0
+    parts = [torch.empty_like(local) for _ in range(dist.get_world_size())] if first else None
+    dist.gather(local, parts)
+    return torch.cat(parts, dim) if first else local
+
+
+def sum_over_ranks(model: torch.nn.Module, extra: torch.Tensor) -> torch.Tensor:
+    """Sums gradients and the vector `extra` over ranks, in one message -> extra's sum."""
+    if not dist.is_initialized():
+        return extra
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    flat = torch.cat([*(grad.flatten() for grad in grads), extra])
+    dist.all_reduce(flat)
+    *parts, extra = flat.split([*(grad.numel() for grad in grads), len(extra)])
+    torch._foreach_copy_(grads, [part.view_as(g) for part, g in zip(parts, grads, strict=True)])
+    return extra
+
+
+class Gradients:
+    """Gradients that stay in one place, as a CUDA graph needs them, and are summed over ranks, each
+    parameter's a message, while the backward is busy with others: stacked experts make few.
+
+    params: in the order in which a backward ends them. extra: n_extra numbers that are summed last.
+
+    An update: zero(); backwards, which add; before the last of them sending = True, so that a
+    gradient leaves when it and all before it are there; finish(). They leave in one order on every
+    rank: ranks that disagreed would wait for each other for ever."""
+
+    def __init__(self, params, n_extra=1):
+        self.params, self.sending = list(params), False
+        self.grads = [torch.zeros_like(p) for p in self.params]
+        self.extra = self.grads[0].new_zeros(n_extra)
+        for i, p in enumerate(self.params if dist.is_initialized() else ()):
+            p.register_post_accumulate_grad_hook(functools.partial(self.arrived, i))
+        self.zero()
+
+    def zero(self) -> None:
+        """Begins an update: gradients and extra are zero, and in their place, whoever has replaced
+        them."""
+        torch._foreach_zero_([*self.grads, self.extra])
+        for p, grad in zip(self.params, self.grads, strict=True):
+            p.grad = grad
+        self.complete, self.works = set(), []
+
+    def arrived(self, i: int, _: torch.Tensor) -> None:
+        """A gradient is complete."""
+        if self.sending:
+            self.complete.add(i)
+            while len(self.works) in self.complete:
+                self.send(self.grads[len(self.works)])
+
+    def send(self, x: torch.Tensor) -> None:
+        self.works.append(dist.all_reduce(x, async_op=True))
+
+    def finish(self) -> None:
+        """Ends an update's backwards: gradients and extra are sums over all ranks."""
+        self.sending = False
+        if dist.is_initialized():
+            for x in [*self.grads[len(self.works) :], self.extra]:
+                self.send(x)
+        for work in self.works:
+            work.wait()
+
+
+# ---- trackers ----
+
+
+def open_trackers(config: dict, tensorboard: bool, wandb_project: str) -> tuple[Callable, Callable]:
+    """-> write(record), close() for a run's TensorBoard, and Weights & Biases if a project is
+    named. Both get the settings, a record's numbers, and the GIFs that it names."""
+    board, run, out_dir, stack = None, None, config['out_dir'], contextlib.ExitStack()
+    if tensorboard:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from torch.utils.tensorboard import SummaryWriter
+
+        board = SummaryWriter(out_dir)
+        stack.callback(board.close)
+        board.add_text('settings', '\n'.join(f'    {k} = {v!r}' for k, v in config.items()))
+    if wandb_project:
+        import wandb
+
+        kept = sorted(pathlib.Path(out_dir).glob('wandb/*run-*'))
+        goes_on = kept and (config['resume'] or config['eval_only'])
+        same = {'id': kept[-1].name.rpartition('-')[2], 'resume': 'allow'} if goes_on else {}
+        about = {'project': wandb_project, 'name': str(out_dir), 'config': config}
+        try:
+            run = wandb.init(dir=out_dir, **about, **same)
+        except wandb.Error as error:
+            fail(f'wandb = True: {first_line(error)}; or set WANDB_MODE=offline')
+        stack.callback(run.finish)
+
+    def write(record: dict) -> None:
+        step = record['step']
+        numbers = {k: x for k, x in record.items() if isinstance(x, (int, float))}
+        gifs = {k: x for k, x in record.items() if str(x).endswith('.gif')}
+        if board:
+            values = [Summary.Value(tag=k, simple_value=x) for k, x in numbers.items()]
+            for name, path in gifs.items():
+                image = Summary.Image(
+                    encoded_image_string=pathlib.Path(path).read_bytes(), colorspace=3
+                )
+                values.append(Summary.Value(tag=name, image=image))
+            board.file_writer.add_summary(Summary(value=values), step)
+        if run:
+            gifs = {name: wandb.Video(path, format='gif') for name, path in gifs.items()}
+            run.log(numbers | gifs, step=step)
+
+    return write, stack.close

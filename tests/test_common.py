@@ -1,4 +1,4 @@
-"""checkpoint.py: failing saves, damaged and hostile files, the output folder, signals."""
+"""common.py: failing saves, damaged and hostile files, the output folder, signals."""
 
 import contextlib
 import functools
@@ -15,9 +15,9 @@ import forks
 import pytest
 import torch
 
-import checkpoint
-from checkpoint import LAST, LOCK, PREV, CheckpointError
-from checkpoint import load_checkpoint, load_latest, prepare_out_dir, save_checkpoint
+import common
+from common import LAST, LOCK, PREV, CheckpointError
+from common import load_checkpoint, load_latest, prepare_out_dir, save_checkpoint
 
 
 def names(folder):
@@ -120,7 +120,7 @@ def test_a_strangers_folder_stays_as_it_is(tmp_path, name):
 
 def test_one_run_a_folder(tmp_path):
     """Another process holds the folder, and is named; killed, it leaves no lock."""
-    code = f'import checkpoint, time; lock = checkpoint.prepare_out_dir({str(tmp_path)!r})'
+    code = f'import common, time; lock = common.prepare_out_dir({str(tmp_path)!r})'
     command = [sys.executable, '-c', f'{code}; print("ready", flush=True); time.sleep(60)']
     with forks.Popen(command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE) as other:
         other.stdout.readline()
@@ -136,7 +136,7 @@ def test_started_again_by_torchrun(tmp_path, monkeypatch):
 
     def attempt(n):
         monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', str(n))
-        checkpoint.restarted(tmp_path, config := {}, settings := {})
+        common.restarted(tmp_path, config := {}, settings := {})
         return config if config == settings else None
 
     assert attempt(0) == {}
@@ -158,10 +158,10 @@ def test_a_closed_terminal_lets_the_update_finish(tmp_path):
     if child == 0:
         signal.alarm(60)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        checkpoint.Stopper().restore()
+        common.Stopper().restore()
         os.kill(os.getpid(), signal.SIGHUP)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        stopper = checkpoint.Stopper()
+        stopper = common.Stopper()
         os.write(1, b'ready')
         while stopper.signal is None:
             time.sleep(0.01)
@@ -169,7 +169,7 @@ def test_a_closed_terminal_lets_the_update_finish(tmp_path):
         reader, writer = os.pipe()
         os.close(reader)
         sys.stdout = open(writer, 'w')
-        checkpoint.print0('another line')
+        common.print0('another line')
         (tmp_path / 'saved').write_text(str(int(stopper.signal)))
         os._exit(0)
     os.read(terminal, 100)
@@ -183,7 +183,7 @@ def test_a_second_ctrl_c_stops_at_once(monkeypatch, ranks, capfd):
     """Under torchrun the launcher's own copy, within a second, does not count."""
     if ranks:
         monkeypatch.setenv('RANK', '0')
-    former, stopper = signal.getsignal(signal.SIGINT), checkpoint.Stopper()
+    former, stopper = signal.getsignal(signal.SIGINT), common.Stopper()
     try:
         os.kill(os.getpid(), signal.SIGINT)
         if ranks:
