@@ -193,8 +193,9 @@ def read_script(path: str | os.PathLike) -> tuple[dict, list[str], str | None]:
     return defaults, lines[first:last], ast.get_docstring(tree, clean=False)
 
 
-def read_config(path: str, config: dict, defaults: dict) -> None:
-    """Applies the config file at `path`: lines `name = literal`, a docstring, comments."""
+def read_config(path: str, config: dict, defaults: dict, follow: bool = True) -> None:
+    """Apply the config file at `path`: lines `name = literal`, a docstring, comments. A line
+    `renamed_to = 'new_name.py'` stands for that file of the same folder (unless not `follow`)."""
     try:
         body = ast.parse(pathlib.Path(path).read_bytes()).body
     except OSError as error:
@@ -218,6 +219,11 @@ def read_config(path: str, config: dict, defaults: dict) -> None:
             value = literal(node.value)
         except ValueError as error:
             fail(f'{where}: {name}: {error}')
+        if name == 'renamed_to' and follow:
+            successor = pathlib.Path(path).with_name(str(value))
+            print(f'note: {path} is now {successor}: use that name', file=sys.stderr)
+            read_config(str(successor), config, defaults, follow=False)
+            continue
         assign(config, defaults, name, value, where, str(value))
 
 

@@ -114,7 +114,7 @@ DRAWS = 10000  # of the bootstrap
 def under(model: str, recurrent: bool, budget: str) -> tuple[dict, list[str]]:
     """What a run's own settings are laid over: defaults, config files and `also`; and the files.
     Agents need none: train_sokoban.py's defaults are the paper's, where it gives them."""
-    family = budget.replace('-', '_') + ('' if recurrent else '_gpt')
+    family = budget.replace('-', '_') + ('' if recurrent else '_nonrecurrent')
     path = (base if recurrent else base_ff or base) or f'config/{family}_L2.py' * (model == LM)
     if path and not os.path.exists(path) and os.path.exists(os.path.join(HERE, path)):
         path = os.path.relpath(os.path.join(HERE, path))

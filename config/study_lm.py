@@ -6,7 +6,7 @@ python sweep.py config/study_lm.py --run --figure --table"""
 
 plan = 'lm-small'
 base = 'config/tiny_lm.py'
-base_ff = 'config/tiny_gpt.py'
+base_ff = 'config/tiny_nonrecurrent.py'
 width = 0.0625  # 768 -> 48
 length = 4.0952  # 168 -> 688 updates
 only = 'd=48'

@@ -125,10 +125,10 @@ model test_model::recurrent_in_fp32_and_bf16
 config/small_L2 test_paper::language_models_of_the_paper
     n_expert = 8 -> n_expert = 4
     n_layer = 2 -> n_layer = 2\nlearning_rate = 1e-2
-config/small_long_gpt_L2 test_paper::language_models_of_the_paper
+config/small_long_nonrecurrent_L2 test_paper::language_models_of_the_paper
     window = 1024 -> window = 128
     recurrent = False -> recurrent = True
-config/sokoban_small_ff_L4 test_paper::agents_of_the_paper
+config/sokoban_small_nonrecurrent_L4 test_paper::agents_of_the_paper
     recurrent = False -> recurrent = True
     n_embd = 64 -> n_embd = 64\ngamma = 0.99
 config/demo test_paper::config_files_of_our_own

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from configurator import configure
+from configurator import configure, read_config
 
 ROOT = pathlib.Path(__file__).parents[1]
 SCRIPT = '''"""Trains a toy."""
@@ -158,3 +158,14 @@ def test_how_a_script_begins_and_ends(code, environment, status, said):
         env = {} if full else environment
         done = subprocess.run(command, cwd=ROOT, env=env, text=True, **pipes)
     assert (done.returncode, (done.stdout or '').lstrip() + done.stderr) == (status, said)
+
+
+def test_a_renamed_config_file_works_under_its_old_name(tmp_path, capsys):
+    """The old name's own lines win, so that runs begun under it resume in their folder."""
+    (tmp_path / 'new.py').write_text("out_dir = 'out/new'\nn_layer = 3\n")
+    (tmp_path / 'old.py').write_text("renamed_to = 'new.py'\nout_dir = 'out/old'\n")
+    defaults = {'out_dir': 'out/lm', 'n_layer': 2}
+    config = dict(defaults)
+    read_config(str(tmp_path / 'old.py'), config, defaults)
+    assert config == {'out_dir': 'out/old', 'n_layer': 3}
+    assert f'{tmp_path}/new.py: use that name' in capsys.readouterr().err

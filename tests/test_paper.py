@@ -68,18 +68,18 @@ def test_defaults(script):
 LEVELS = (1, 2, 4, 8, 16)
 TEXT = {  # config file: plan, recurrent, blocks, window, chunk
     'small_L2': ('lm-small', True, 16, 128, 64),
-    'small_gpt_L2': ('lm-small', False, 16, 128, 256),
+    'small_nonrecurrent_L2': ('lm-small', False, 16, 128, 256),
     'small_long_L2': ('lm-small-long', True, 16, 1024, 64),
-    'small_long_gpt_L2': ('lm-small-long', False, 16, 1024, 2048),
+    'small_long_nonrecurrent_L2': ('lm-small-long', False, 16, 1024, 2048),
     'medium_L2': ('lm-medium', True, 32, 128, 64),
-    'medium_gpt_L2': ('lm-medium', False, 32, 128, 256),
+    'medium_nonrecurrent_L2': ('lm-medium', False, 32, 128, 256),
 }
 STUDY = """warmup_iters=17 max_iters=168 learning_rate=0.04 embedding_lr=1.6 head_lr=0.032
     scalar_lr=0.16"""
 OURS = {  # our own small runs: what they change of the recipe but for sizes
     'demo': 'warmup_iters=20 max_iters=200',
     'tiny_lm': STUDY,
-    'tiny_gpt': f'{STUDY} recurrent=False',
+    'tiny_nonrecurrent': f'{STUDY} recurrent=False',
     'sokoban_demo': 'learning_rate=1e-3 n_envs=64 unroll=10 total_steps=2000000',
     'sokoban_tiny': 'learning_rate=1e-3 n_envs=64 unroll=10 total_steps=1152000',
 }
@@ -131,7 +131,7 @@ def test_agents_of_the_paper(budget, monkeypatch):
                 found, n = rows[recurrent, *sizes], n + 1
                 assert found.items() >= (RECIPES['train_sokoban.py'] | own).items()
     assert n == 10
-    for name, recurrent in (('sokoban_small_L4', True), ('sokoban_small_ff_L4', False)):
+    for name, recurrent in (('sokoban_small_L4', True), ('sokoban_small_nonrecurrent_L4', False)):
         own = {'recurrent': recurrent, 'out_dir': f'out/{name}'}
         assert settings_of(name).items() >= (RECIPES['train_sokoban.py'] | own).items()
 

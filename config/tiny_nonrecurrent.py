@@ -1,0 +1,26 @@
+"""Base of the studies' language models that are not recurrent (config/study_lm.py): 1.7M bytes of
+speeches, three to six minutes on one CPU core. Prepare the data first:
+python data_fineweb.py --demo=True --tokenizer=bytes"""
+
+out_dir = 'out/tiny_nonrecurrent'
+recurrent = False
+data_dir = 'data/sotu_bytes'
+tokenizer = 'bytes'
+n_layer = 2
+n_expert = 8
+n_embd = 48
+n_head = 2  # two heads at every width
+window = 64  # half of the paper's, like the chunk
+block_size = 128  # mean context (T + 1) / 2: the recurrent window, so that both cost the same
+tokens_per_step = 10240
+max_iters = 168  # 1.72M bytes
+warmup_iters = 17
+learning_rate = 0.04
+embedding_lr = 1.6  # eight times the defaults: LOG.md, the longer study
+head_lr = 0.032
+scalar_lr = 0.16
+eval_interval = 21
+val_tokens = 131072  # in streams of 2,048, as config/tiny_lm.py says
+val_streams = 64
+log_interval = 12
+compile = True
