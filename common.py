@@ -33,6 +33,8 @@ from configurator import Mistake, fail, first_line, plain, write_atomic, write_j
 import torch
 import torch.distributed as dist
 
+from kernels import bf16_is_fast
+
 if tuple(map(int, torch.__version__.split('.')[:2])) < (2, 11):  # none older was ever tried
     fail(f'torch {torch.__version__} is too old: 2.11 or later is needed')
 
@@ -350,10 +352,8 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
     """-> the dtype of products for a `dtype` setting; 'auto': bfloat16 where that is fast."""
     if name not in ('auto', 'float32', 'bfloat16'):
         raise Mistake(f"dtype = {name!r}: expected 'auto', 'float32' or 'bfloat16'")
-    fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-    if device.startswith('cuda'):
-        fast = torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.bfloat16 if name == 'bfloat16' or name == 'auto' and fast else torch.float32
+    fast = name == 'auto' and bf16_is_fast(device)
+    return torch.bfloat16 if name == 'bfloat16' or fast else torch.float32
 
 
 def print0(text: str) -> None:

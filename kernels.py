@@ -66,6 +66,19 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
+def bf16_is_fast(device: str | torch.device) -> bool:
+    """Return whether the device multiplies matrices in bfloat16 faster than in float32.
+
+    A CPU does with AMX or AVX512-BF16 instructions; others emulate bfloat16, up to 40 times slower
+    than float32. ATEN_CPU_CAPABILITY=avx2 in the environment, torch's switch that turns AVX-512
+    off, counts as a CPU without them. Everything that picks bfloat16 by itself asks here."""
+    if torch.device(device).type == 'cuda':
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if torch.backends.cpu.get_cpu_capability() in ('DEFAULT', 'NO AVX', 'AVX2'):
+        return False
+    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+
+
 def softcap(x: torch.Tensor) -> torch.Tensor:
     return SOFTCAP * torch.tanh(x / SOFTCAP)
 

@@ -1,4 +1,4 @@
-"""Muon against torch.optim.Muon on each slice; cautious decay by its formula."""
+"""Muon against torch.optim.Muon and against an SVD; cautious decay by its formula."""
 
 import functools
 import sys
@@ -7,7 +7,11 @@ import forks
 import pytest
 import torch
 from test_train import ROOT
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+import common
+import kernels
 import muon
 from muon import Muon
 
@@ -36,11 +40,12 @@ def slices(tensors):
 @pytest.mark.parametrize('momentum, nesterov, traced', [(0.95, True, False), (0.5, False, True)])
 @pytest.mark.parametrize('max_batch', [2**26, 2000, 1])
 def test_equals_torch_muon_on_each_slice(monkeypatch, momentum, nesterov, traced, max_batch):
-    """Also where an iteration ends inside a parameter, or takes one matrix; with the passes traced,
-    as a GPU has them, with a learning rate in a tensor."""
+    """In bfloat16, as torch.optim.Muon iterates; also where an iteration ends inside a parameter,
+    or takes one matrix, and with the passes traced, as on a GPU, and the rate in a tensor."""
+    monkeypatch.setattr(muon, 'bf16_is_fast', lambda device: True)
     if traced:
         aot = functools.partial(torch.compile, backend='aot_eager', dynamic=False)
-        monkeypatch.setattr(Muon, 'piece', lambda self, p: aot)
+        monkeypatch.setattr(Muon, 'maybe_compiled', lambda self, f, p: aot(f))
     real, sizes = muon.orthogonalize, []
     monkeypatch.setattr(muon, 'MAX_BATCH', max_batch)
     monkeypatch.setattr(muon, 'orthogonalize', lambda x, n: sizes.append(x.numel()) or real(x, n))
@@ -61,6 +66,63 @@ def test_equals_torch_muon_on_each_slice(monkeypatch, momentum, nesterov, traced
         assert (after - want).norm() < 0.01 * (after - before).norm()
     assert len(sizes) == 4 * {2**26: 4, 2000: 8, 1: 18}[max_batch]
     assert max(sizes) <= max(max_batch, 48 * 16)
+
+
+def test_float32_iteration_applies_the_quintic_to_singular_values(monkeypatch):
+    """Where bfloat16 is slow: U p(p(p(p(p(S / |S|))))) V', from an SVD in float64."""
+    monkeypatch.setattr(muon, 'bf16_is_fast', lambda device: False)
+    params = parameters()
+    set_gradients(params, 1)
+    before = [m.double() for m in slices(params)]
+    grads = [m.double() for m in slices([p.grad for p in params])]
+    Muon(params, lr=0.02, weight_decay=0.0).step()
+    for w, grad, after in zip(before, grads, slices(params), strict=True):
+        U, S, Vh = torch.linalg.svd(grad, full_matrices=False)
+        S = S / S.norm().clamp(min=1e-7)
+        for _ in range(5):
+            S = 3.4445 * S - 4.7750 * S**3 + 2.0315 * S**5
+        out_features, in_features = w.shape
+        update = 0.02 * max(1, out_features / in_features) ** 0.5 * (U * S) @ Vh
+        assert (after - (w - update)).norm() <= 1e-3 * update.norm()
+
+
+class Dtypes(TorchDispatchMode):
+    """Collect the dtypes of all tensors that operations return."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        tensors = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        self.seen |= {x.dtype for x in tensors}
+        return result
+
+
+@pytest.mark.parametrize(
+    'capability, amx, avx512_bf16, fast',
+    [
+        ('AVX512', True, True, True),  # Sapphire Rapids
+        ('AVX512', False, True, True),  # Zen 4
+        ('AVX512', False, False, False),  # Skylake
+        ('AVX2', False, False, False),  # Zen 3
+        ('AVX2', True, True, False),  # Sapphire Rapids under ATEN_CPU_CAPABILITY=avx2
+        ('DEFAULT', False, False, False),  # Arm
+    ],
+)
+def test_bfloat16_only_where_it_is_fast(monkeypatch, capability, amx, avx512_bf16, fast):
+    """Processors without bfloat16 instructions emulate it, 30 times slower than float32."""
+    monkeypatch.setattr(torch.backends.cpu, 'get_cpu_capability', lambda: capability)
+    monkeypatch.setattr(torch.cpu, '_is_amx_tile_supported', lambda: amx)
+    monkeypatch.setattr(torch.cpu, '_is_avx512_bf16_supported', lambda: avx512_bf16)
+    assert kernels.bf16_is_fast('cpu') == fast
+    assert common.pick_dtype('auto', 'cpu') == (torch.bfloat16 if fast else torch.float32)
+    params = parameters()
+    set_gradients(params, 0)
+    with Dtypes() as dtypes:
+        Muon(params).step()
+    assert (torch.bfloat16 in dtypes.seen) == fast
 
 
 def test_cautious_decay():
@@ -105,7 +167,7 @@ rank, world, real, iterated = dist.get_rank(), dist.get_world_size(), muon.ortho
 muon.orthogonalize = lambda x, n: iterated.append(len(x)) or real(x, n)
 for muon.MAX_BATCH in (2**26, 2000):
     shared = three_steps()
-    assert (shared - alone).norm() < 0.01 * alone.norm()  # bfloat16's rounding
+    assert (shared - alone).norm() < 0.01 * alone.norm()  # rounding, of bfloat16 at most
     everyone = [torch.empty_like(shared) for _ in range(world)]
     dist.all_gather(everyone, shared)
     assert all(torch.equal(shared, x) for x in everyone)
