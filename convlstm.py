@@ -31,15 +31,21 @@ first, exactly. `path = 'plain'` leaves the last two out; tests compare the two,
 that does none of this.
 """
 
+import json
 import math
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import SimpleNamespace
+
+from configurator import write_json
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import common
+from common import BEST, CONFIG, WEIGHTS
 from kernels import EPS, compiled, gate_weights
 
 AGGREGATIONS = ('sqrt_sum', 'mean', 'softmax_mean', 'softmax_l2')
@@ -432,3 +438,62 @@ class ConvGLU(Agent):
 
 def build_agent(config: AgentConfig) -> Agent:
     return {'convlstm': ConvLSTM, 'convglu': ConvGLU}[config.arch](config)
+
+
+# ----------------------------------------------------------------------------- agents as files
+
+PROBE = 'probe.safetensors'  # beside an export: a plan probe of probe_sokoban.py
+# of config.json: what rebuilds the agent, its evaluation levels, and how long it has trained
+SIZES = [field.name for field in fields(AgentConfig) if field.name not in ('dtype', 'path')]
+EXPORTED = [
+    *SIZES,
+    'eval_split',
+    'n_boxes',
+    'max_moves',
+    'seed',
+    'n_envs',
+    'unroll',
+    'step',
+    'best',
+]
+
+
+def load_agent(folder: str, which: str, device: str, dtype: str = '') -> tuple[Agent, dict, str]:
+    """Return the agent in a folder, its settings with `step` and `best`, and the file it was in.
+
+    The folder holds an export, or a run of train_sokoban.py; `which` is 'best' for the run's best
+    checkpoint, if there is one, or 'last'. An empty dtype is the run's own. Raises CheckpointError
+    if the folder holds neither, or if a file is damaged.
+    """
+    path = os.path.join(folder, CONFIG)
+    if os.path.exists(os.path.join(folder, WEIGHTS)):
+        weights = common.read_tensors(os.path.join(folder, WEIGHTS), device)
+        with common.restoring(path, 'it'), open(path, encoding='utf-8') as file:
+            about = json.load(file)
+    else:
+        file = BEST if which == 'best' else ''
+        needed = ('model', 'step', 'best')
+        saved, path = common.load_run(folder, 'train_sokoban.py', needed, (), {}, file)
+        weights = saved['model']
+        about = saved['config'] | {'step': saved['step'], 'best': saved['best']}
+    with common.restoring(path, 'the agent'):
+        dtype = common.pick_dtype(dtype or about.get('dtype', 'auto'), device)
+        sizes = {name: about[name] for name in SIZES}
+        config = AgentConfig(**sizes, dtype=str(dtype).removeprefix('torch.'))
+        common.check_model(build_agent, config)
+        model = build_agent(config)
+    common.load_weights(model, weights, path)
+    return model.to(device).eval(), about, str(path)
+
+
+def export_agent(model: Agent, about: dict, folder: str) -> None:
+    """Write model.safetensors and config.json into a folder and print their names.
+
+    `about` holds the settings and position that load_agent returns. Replaces an earlier export, and
+    its plan probe with it; ends the script if the folder holds anything else.
+    """
+    path = common.begin_export(folder, 'arch', PROBE)
+    weights = {name: x.float() for name, x in model.state_dict().items()}
+    written = common.write_tensors(weights, os.path.join(folder, WEIGHTS))
+    write_json({name: about[name] for name in EXPORTED}, path)
+    print(f'{written}, {CONFIG}')

@@ -42,10 +42,10 @@ from numpy import ndarray
 from torch import Tensor, nn
 
 import common
-from convlstm import CELLS, PLANES, Agent, build_agent
+from convlstm import CELLS, PLANES, Agent, build_agent, load_agent
 from figures import finish, line, new, save, summary, write_table
-from play_sokoban import Watched, drawn, load_agent, play, replay
-from sokoban import DELTA, load_both, save_gif
+from sokoban import DELTA, FeatureRecorder, load_level_sets, plan_image, replay, run_episodes
+from sokoban import save_gif
 
 # fmt: off
 models = ''                    # folders of trained agents, with commas between them; 'out/L4_s*':
@@ -122,7 +122,7 @@ def best_player(players: list[Player], packed: ndarray, device: str) -> Player:
     """The one of several that solves most of the levels, greedily; the first of equals."""
     rates = []
     for player in players if players[1:] else ():
-        rates.append(play(player.model, packed, device)['solved'].double().mean().item())
+        rates.append(run_episodes(player.model, packed, device)['solved'].double().mean().item())
         print(f'{player.where}: solves {rates[-1]:.1%} of the test levels', flush=True)
     return players[rates.index(max(rates))] if rates else players[0]
 
@@ -146,8 +146,8 @@ def record(player: Player, packed: ndarray, device: str) -> Games:
     file = tempfile.TemporaryFile(dir=out_dir)  # gone when the last to read it is
     print(f'{player.label}: {n:,} games', flush=True)
     for i in range(0, n, BATCH):
-        watched = Watched(player.model, player.untrained)
-        result = play(watched, packed[i : i + BATCH], device)
+        watched = FeatureRecorder(player.model, player.untrained)
+        result = run_episodes(watched, packed[i : i + BATCH], device)
         lengths = result['steps'].long().numpy()
         parts.append((result['actions'].numpy(), lengths, result['solved'].numpy()))
         steps = torch.stack(watched.features, 1).numpy()  # (N, T, 10, 10, 2C)
@@ -366,7 +366,7 @@ def plan_pictures(players: list[Player]) -> None:
         for i in lengths[:game].sum() + np.arange(lengths[game]):
             ways = np.where(g.sure[0, i] >= r.about['3x3']['threshold'], g.way[0, i], -1)
             truth = r.data.target[i].reshape(10, 10)
-            frames.append(drawn(r.data.seen[i], ways.reshape(10, 10), truth))
+            frames.append(plan_image(r.data.seen[i], ways.reshape(10, 10), truth))
         save_gif(frames, os.path.join(out_dir, f'plan_{r.name}.gif'), 400)
         figure, panels = new(len(SHOWN), 3.4)
         for step, axes in zip(SHOWN, panels, strict=True):
@@ -474,7 +474,7 @@ def probe(device: str) -> None:
     c = c | {'split': levels or c['split'], 'eval_split': test_levels or c['eval_split']}
     c |= {'n_levels': max(n_train, c['n_levels']), 'eval_games': max(n_test, c['eval_games'])}
     c |= {'levels_dir': levels_dir or c['levels_dir'], 'download': download}
-    (packed, line), (test, test_line) = load_both(c)
+    (packed, line), (test, test_line) = load_level_sets(c)
     print(f'{line}\n{test_line}\nof these the first {n_train:,} and {n_test:,}')
     packed, test = packed[:n_train], test[:n_test]
     players = [best_player(group, test, device) for group in groups]
@@ -523,8 +523,9 @@ def write_results(players: list[Player], test: ndarray, solved: ndarray, device:
             about['causal'] = causal_check(player.model, solved, player.data.games, direction)
         about |= {'thinking': []} if thinking else {}
         for n in (0, 1, 2, 4, 8) if thinking else ():  # steps held at the start
-            agent = Watched(player.model, held=n) if n else player.model  # 0: keeps what it saw
-            solves = play(agent, test, device)['solved'].double().mean()
+            # a recorder with hold = 0 would collect features
+            agent = FeatureRecorder(player.model, hold=n) if n else player.model
+            solves = run_episodes(agent, test, device)['solved'].double().mean()
             about['thinking'].append({'held': n, 'solve_rate': solves.item()})
         records.append(about)
         for name, its in player.about.items():

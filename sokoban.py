@@ -19,24 +19,29 @@ waiting for the device, as a CUDA graph needs; `JumanjiEnv` moves them by Jumanj
 Shape letters: N boards, Y = X = 10 rows and columns; cells are numbered row-major, 0..99.
 """
 
+import contextlib
 import glob
+import importlib
 import math
 import os
 import shlex
+import sys
 import tokenize
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 # before torch: how threads wait, what ctrl-C does
-from configurator import BROKEN, Mistake, configure, every, first_line, read_json, run_script
-from configurator import write_atomic
+from configurator import BROKEN, Mistake, configure, every, fail, first_line, read_json, run_script
+from configurator import write_atomic, write_json
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from numpy import ndarray
 from numpy.random import Generator
 from torch import Tensor
 
-from common import check_fits, fill, need_packages
+from common import check_fits, fill, need_packages, print0
 from data_fineweb import hub, keep_revision
 
 # fmt: off
@@ -57,6 +62,9 @@ RANGES = {'show': (1, math.inf)}
 SIZE, INSIDE, CELLS = 10, 8, 100
 DELTA = (-10, 1, 10, -1)  # of the agent's cell, for up, right, down, left
 TIME_LIMIT = 120
+EVALUATION_BATCH = 256  # boards that are evaluated at once
+# of board_keys: independent random numbers for each purpose
+LEVEL_STREAM, ACTION_STREAM, EVALUATION_STREAM = 0, 1, 2
 # Jumanji's codes: walls and targets in the fixed grid, agent and boxes in the variable one
 WALL, TARGET, AGENT, BOX = 1, 2, 3, 4
 LEVEL_BYTES = 300  # a generated level, at the least: packed, unpacked, its solution, both's objects
@@ -235,7 +243,7 @@ def load_levels(levels_dir: str, split: str, download=False, made=(), most=math.
     return levels, line
 
 
-def load_both(c: dict, trains: bool = True, whole: bool = False) -> tuple[tuple, tuple]:
+def load_level_sets(c: dict, trains: bool = True, whole: bool = False) -> tuple[tuple, tuple]:
     """By train_sokoban.py's settings the levels to train on (none, unless `trains` or others depend
     on them) and the held-out ones, the first eval_games unless `whole`, each as load_levels gives
     them. Of generated ones, none is among both. Mistake."""
@@ -357,11 +365,11 @@ def scramble(x: Tensor) -> Tensor:
 
 
 def board_keys(seed: int, stream: int, board: Tensor) -> Tensor:
-    """draw_by's keys for boards (N,) int64; a stream: levels, actions, evaluation."""
+    """Return random_bits' keys for the boards with these numbers (N,) int64, for one *_STREAM."""
     return scramble(scramble(torch.full_like(board, (seed * 4 + stream) % (1 << 63))) + board)
 
 
-def draw_by(keys: Tensor, count: Tensor) -> Tensor:
+def random_bits(keys: Tensor, count: Tensor) -> Tensor:
     """A random number 0..2^53-1 for each board's key (N,) and count (N,) or (), by these alone:
     nothing depends on how boards are split over ranks, a resumed run needs no generator's state,
     and a CUDA graph draws anew at every replay."""
@@ -371,12 +379,14 @@ def draw_by(keys: Tensor, count: Tensor) -> Tensor:
 class SokobanEnv:
     """N boards at once. order 'random': an ended board draws its next level from all, with
     replacement; 'sequence': board i plays levels i, i + N, i + 2N, ... All state is in tensors (N,
-    ...), changed in place. first: number of board 0, where other ranks have boards of the run.
+    ...), changed in place. first_board: number of board 0, if other ranks have boards of the run.
     Rules are tables: on a GPU a step costs its number of kernels, and torch.compile fuses them."""
 
     STATE = ('level', 'grid', 'agent', 'steps', 'total', 'episode')
 
-    def __init__(self, levels: ndarray, N: int, seed=0, device='cpu', order='random', first=0):
+    def __init__(
+        self, levels: ndarray, N: int, seed=0, device='cpu', order='random', first_board=0
+    ):
         if order not in ('random', 'sequence'):
             raise ValueError(f"order = {order!r}: expected 'random' or 'sequence'")
         self.N, self.order = N, order
@@ -384,7 +394,7 @@ class SokobanEnv:
         moved = (torch.from_numpy(table).to(device) for table in tables)
         self.grids, self.agents, self.outcomes, self.paths = moved
         self.cell = torch.arange(CELLS, device=device)
-        self.board = torch.arange(first, first + N, device=device)
+        self.board = torch.arange(first_board, first_board + N, device=device)
         # sums of WALL, TARGET and BOX
         self.grid = torch.zeros(N, CELLS, dtype=torch.uint8, device=device)
         self.level, self.agent, self.steps, self.episode = self.board.new_zeros(4, N)
@@ -393,7 +403,7 @@ class SokobanEnv:
 
     def begin(self, seed: int) -> None:
         """Anew, with the levels of another seed."""
-        self.keys = board_keys(seed, 0, self.board)
+        self.keys = board_keys(seed, LEVEL_STREAM, self.board)
         self.episode.zero_()
         self.reset(torch.ones_like(self.board, dtype=torch.bool))
 
@@ -401,7 +411,7 @@ class SokobanEnv:
         """The next level for the boards of the mask (N,)."""
         number = self.board + self.episode * self.N
         if self.order == 'random':
-            number = draw_by(self.keys, self.episode)
+            number = random_bits(self.keys, self.episode)
         level = number % len(self.grids)
         self.grid.copy_(torch.where(which[:, None], self.grids[level], self.grid))
         self.level.copy_(torch.where(which, level, self.level))
@@ -451,8 +461,8 @@ class JumanjiEnv(SokobanEnv):
     """The same boards, of 4 boxes, moved by Jumanji's own Sokoban-v0. jumanji and jax are imported
     here alone; the pinned jax runs on the CPU."""
 
-    def __init__(self, levels: ndarray, N: int, seed=0, device='cpu', first: int = 0):
-        super().__init__(levels, N, seed, device, first=first)
+    def __init__(self, levels: ndarray, N: int, seed=0, device='cpu', first_board: int = 0):
+        super().__init__(levels, N, seed, device, first_board=first_board)
         if ((self.grids & BOX) > 0).sum(1).min() < 4:
             raise Mistake("Jumanji's Sokoban has 4 boxes, and some of these levels have fewer")
         need_packages(jumanji=True, jax=True)
@@ -481,6 +491,208 @@ class JumanjiEnv(SokobanEnv):
         self.steps.copy_(steps)
         self.total.add_(gave[0])
         return tuple(gave)
+
+
+# ----------------------------------------------------------------------------- evaluation
+#
+# A policy is anything with the three methods of convlstm.Agent that are called here:
+#
+#     weights = policy.prepare()                 # once for a batch of levels
+#     state = policy.init_state(N)               # for N boards, zero
+#     logits, value, state = policy.act(weights, obs, start, state)
+#
+# with obs (N, 10, 10, 2) uint8, start (N,) bool, true where an episode starts, and logits (N, 4).
+
+
+def sample_actions(logits: Tensor, random: Tensor) -> Tensor:
+    """Sample actions (B,) from logits (B, 4) by inversion, with `random` (B,) of random_bits()."""
+    u = (random >> 29).to(torch.float32) / 2**24  # 24 of 53 bits: exact in fp32, below 1
+    return (u[:, None] >= F.softmax(logits.float(), -1).cumsum(-1)[:, :-1]).sum(-1)
+
+
+@torch.no_grad()
+def run_episodes(
+    policy: object, levels: ndarray, device: str, seed: int | None = None, first_level: int = 0
+) -> dict[str, Tensor]:
+    """Play each of the packed levels (n, 17) once, for at most 120 steps.
+
+    Actions are greedy, or sampled if a seed is given. `first_level` is the number of levels[0] in
+    the whole evaluation: ranks that share the levels sample the actions that one process would.
+
+    Return on the CPU: solved (n,) bool, return and steps (n,) fp32, and actions (n, 120) int8, 0
+    after the end of an episode.
+    """
+    n, batches, is_due = len(levels), [], every()
+    for first in range(0, n, EVALUATION_BATCH):
+        # the last batch wraps around to a full one, so that every batch has the same shape
+        N = min(EVALUATION_BATCH, n)
+        env = SokobanEnv(levels[(first + np.arange(N)) % n], N, device=device, order='sequence')
+        keys = None
+        if seed is not None:
+            keys = board_keys(seed, EVALUATION_STREAM, env.board + first_level + first)
+        weights, state = policy.prepare(), policy.init_state(N)
+        start = torch.ones(N, dtype=torch.bool, device=device)
+        alive = torch.ones(N, dtype=torch.bool, device=device)
+        won = torch.zeros(N, dtype=torch.bool, device=device)
+        returns = torch.zeros(N, device=device)
+        steps = torch.zeros(N, device=device)
+        actions = torch.zeros(N, TIME_LIMIT, dtype=torch.int8, device=device)
+        for t in range(TIME_LIMIT):
+            logits, _, state = policy.act(weights, env.observe(), start, state)
+            if keys is None:
+                action = logits.argmax(-1)
+            else:
+                action = sample_actions(logits, random_bits(keys, env.steps))
+            actions[:, t] = action * alive
+            # a board whose episode has ended plays on, and no longer counts
+            reward, start, solved = env.step(action)
+            returns += reward * alive
+            steps += alive
+            won |= solved & alive
+            alive &= ~start
+            if is_due():
+                print0(f'    {first:,} of {n:,} levels evaluated; step {t + 1} of the next {N}')
+            if not alive.any():
+                break
+        results = {'solved': won, 'return': returns, 'steps': steps, 'actions': actions}
+        batches.append({name: x[: n - first].cpu() for name, x in results.items()})
+    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+
+
+def evaluate(
+    policy: object, levels: ndarray, device: str, seed: int | None = None
+) -> dict[str, float]:
+    """Return the mean solve_rate, return and steps over the levels, which the ranks share."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    shard = np.array_split(np.arange(len(levels)), world)[rank]
+    totals = torch.zeros(3, dtype=torch.float64)
+    if len(shard):  # there may be fewer levels than ranks
+        results = run_episodes(policy, levels[shard], device, seed, int(shard[0]))
+        totals = torch.stack([results[k].double().sum() for k in ('solved', 'return', 'steps')])
+    totals = totals.to(device)
+    if world > 1:
+        dist.all_reduce(totals)
+    solve_rate, mean_return, mean_steps = (totals / len(levels)).tolist()
+    return {'solve_rate': solve_rate, 'return': mean_return, 'steps': mean_steps}
+
+
+def replay(levels: ndarray, actions: ndarray) -> ndarray:
+    """Return the observations (n, T + 1, 10, 10, 2) before, between and after actions (n, T).
+
+    Nothing is reset: the last observation of an episode is its end.
+    """
+    env = SokobanEnv(levels, len(levels), order='sequence')
+    boards = [env.observe().numpy()]
+    for action in actions.T:
+        env.move(torch.from_numpy(action.astype(np.int64)))
+        boards.append(env.observe().numpy())
+    return np.stack(boards, 1)
+
+
+def write_evaluation(
+    policy: object, levels: ndarray, name: str, device: str, folder: str, about: dict
+) -> dict:
+    """Evaluate a policy greedily in this process and return the record it writes.
+
+    Writes folder/eval_NAME.json, which starts with the entries of `about`, and as GIFs the longest
+    episode that was solved and the first that was not.
+    """
+    if int(os.environ.get('WORLD_SIZE', 1)) > 1:
+        fail('eval_only runs in one process: start it with python, not torchrun')
+    name = f'eval_{os.path.splitext(os.path.basename(name))[0]}'
+    results = run_episodes(policy, levels, device)
+    record = {
+        **about,
+        'n': len(levels),
+        'solve_rate': results['solved'].float().mean().item(),
+        'mean_return': results['return'].mean().item(),
+        'mean_steps': results['steps'].mean().item(),
+    }
+    for label, chosen in (('solved', results['solved']), ('failed', ~results['solved'])):
+        path = os.path.join(folder, f'{name}_{label}.gif')
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(path)  # of an earlier evaluation
+        if chosen.any():
+            i = int((chosen * results['steps']).argmax())  # those that fail all last 120 steps
+            actions = results['actions'][i : i + 1, : int(results['steps'][i])].numpy()
+            save_gif([board_image(board) for board in replay(levels[i : i + 1], actions)[0]], path)
+            record |= {f'{label}_level': i, f'{label}_game': path}
+    write_json(record, os.path.join(folder, f'{name}.json'))
+    return record
+
+
+class StatelessPolicy:
+    """A policy that is a function from observations (N, 10, 10, 2) to logits (N, 4)."""
+
+    def __init__(self, logits: Callable[[Tensor], Tensor]):
+        self.logits = logits
+
+    def prepare(self) -> tuple:
+        return ()
+
+    def init_state(self, N: int) -> tuple:
+        return ()
+
+    def act(self, weights: tuple, obs: Tensor, start: Tensor, state: tuple) -> tuple:
+        return self.logits(obs), None, state
+
+
+# a random policy where actions are sampled
+RANDOM = StatelessPolicy(lambda obs: torch.zeros(len(obs), 4, device=obs.device))
+
+
+def load_policy(name: str) -> StatelessPolicy:
+    """Return the policy of `module:function`, which maps observations (N, 10, 10, 2) uint8 to
+    actions (N,), both numpy arrays. Ends the script if there is no such function, or if it returns
+    anything but N actions from 0 to 3.
+    """
+    module, _, function = name.partition(':')
+    sys.path.append(os.getcwd())
+    try:
+        choose_actions = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        fail(f'policy = {name!r}: expected module:function ({first_line(error)})')
+
+    def logits(obs: Tensor) -> Tensor:
+        actions = np.asarray(choose_actions(obs.cpu().numpy()))
+        if actions.shape != (len(obs),) or not np.isin(actions, range(4)).all():
+            found = f'{actions.ravel()[:3]}, shape {actions.shape}'
+            fail(f'policy = {name!r}: expected {len(obs)} actions from 0 to 3, found {found}')
+        return F.one_hot(torch.from_numpy(actions.astype(np.int64)), 4).to(obs.device)
+
+    return StatelessPolicy(logits)
+
+
+class FeatureRecorder:
+    """Several agents as one policy: all see the same boards, the first one acts.
+
+    `features` collects s[L] of every step, the agents' channels side by side: (N, 10, 10, C) fp16.
+    With hold > 0 the agents see the first board `hold` times more before they act, and nothing is
+    collected.
+    """
+
+    def __init__(self, *agents: object, hold: int = 0):
+        self.agents, self.hold, self.features = agents, hold, []
+
+    def prepare(self) -> list:
+        return [agent.prepare() for agent in self.agents]
+
+    def init_state(self, N: int) -> list:
+        return [agent.init_state(N) for agent in self.agents]
+
+    def act(self, weights: list, obs: Tensor, start: Tensor, states: list) -> tuple:
+        # all boards start together at the first step, and never again
+        repeats = 1 + self.hold if start.all() else 1
+        for _ in range(repeats):
+            seen = [
+                agent.see(w, obs, start, state)
+                for agent, w, state in zip(self.agents, weights, states, strict=True)
+            ]
+            features, states = [s for s, _ in seen], [state for _, state in seen]
+            start = torch.zeros_like(start)
+        if not self.hold:
+            self.features.append(torch.cat(features, -1).to(torch.float16).cpu())
+        return self.agents[0].head(features[0])[0], None, states
 
 
 # ----------------------------------------------------------------------------- for Gymnasium
@@ -599,6 +811,24 @@ def board_image(board: ndarray, cell: int = 24) -> ndarray:
     number = ['# .$*@+'.index(char) for char in board_text(board).replace('\n', '')]
     tiles = sprites(cell)[number].reshape(SIZE, SIZE, cell, cell, 3)
     return tiles.swapaxes(1, 2).reshape(SIZE * cell, SIZE * cell, 3)
+
+
+def plan_image(board: ndarray, directions: ndarray, truth: ndarray | None = None) -> ndarray:
+    """Return the picture of an observation with an arrow on every cell that the plan names.
+
+    directions (10, 10): 0..3 for up, right, down, left, -1 for no arrow. The agent's own cell gets
+    none. If the directions that the agent will take are known (`truth`, of the same form), arrows
+    that are right are blue and those that are wrong orange; else all are teal.
+    """
+    picture, (v, u) = board_image(board), np.mgrid[-1:1:24j, -1:1:24j]
+    triangle = (abs(u) < 0.5 * v + 0.3) & (abs(v) < 0.5)  # points up
+    for y, x in np.argwhere((directions >= 0) & (board[..., 0] != AGENT)):
+        color = 30, 130, 140
+        if truth is not None:
+            color = (0, 114, 178) if truth[y, x] == directions[y, x] else (213, 94, 0)
+        cell = picture[24 * y : 24 * y + 24, 24 * x : 24 * x + 24]
+        cell[np.rot90(triangle, -directions[y, x])] = color
+    return picture
 
 
 def save_gif(frames: list[ndarray], path: str, ms: int = 150) -> None:

@@ -32,11 +32,10 @@ import torch.nn.functional as F
 import common
 import figures
 from common import fill, gather, open_trackers, print0, restoring, sum_over_ranks
-from convlstm import Agent, AgentConfig, build_agent
+from convlstm import Agent, AgentConfig, build_agent, load_agent
 from kernels import compiled, graphed
-from play_sokoban import RANDOM, evaluate, load_agent, report, sample
-from sokoban import CELLS, TIME_LIMIT, JumanjiEnv, SokobanEnv
-from sokoban import board_keys, draw_by, load_both
+from sokoban import ACTION_STREAM, CELLS, RANDOM, TIME_LIMIT, JumanjiEnv, SokobanEnv, board_keys
+from sokoban import evaluate, load_level_sets, random_bits, sample_actions, write_evaluation
 
 # -----------------------------------------------------------------------------
 # fmt: off
@@ -171,16 +170,16 @@ def make_run(config: dict) -> Run:
     if init_from:
         common.init_from(model, init_from, resume)
     model = model.to(where)
-    (trained, line), (held_out, held_out_line) = load_both(config)
+    (trained, line), (held_out, held_out_line) = load_level_sets(config)
     print0(f'training: {line}\nevaluation: {held_out_line}')
     make_env, on_gpu = JumanjiEnv if env == 'jumanji' else SokobanEnv, where != 'cpu'
-    boards = make_env(trained, B, seed=seed, device=where, first=rank * B)
+    boards = make_env(trained, B, seed=seed, device=where, first_board=rank * B)
     lr = torch.tensor(learning_rate, device=where)  # on the device: a CUDA graph reads it there
     adam = torch.optim.Adam(model.parameters(), lr, eps=adam_eps, fused=True, capturable=on_gpu)
     adam._warned_capturable_if_run_uncaptured = True  # its first three steps are, on purpose
     updates = math.ceil(total_steps / (n_envs * unroll))
     count = torch.zeros((), dtype=torch.int64, device=where)
-    playing = boards, board_keys(seed, 1, boards.board), model.init_state(B), count
+    playing = boards, board_keys(seed, ACTION_STREAM, boards.board), model.init_state(B), count
     rest = {} if graphs and on_gpu and env == 'torch' else None, updates, zlib.crc32(trained)
     return Run(rank, world, where, config, model, adam, held_out, *playing, *rest)
 
@@ -207,7 +206,7 @@ def warm_up(run: Run) -> None:
 def play_step(boards: SokobanEnv, logits: torch.Tensor, u: torch.Tensor) -> dict[str, torch.Tensor]:
     """One step of all boards, with actions drawn by u (B,) from logits (B, 4): what it gave, the
     episode's return so far, and the observation that follows."""
-    action = sample(logits, u)
+    action = sample_actions(logits, u)
     reward, done, solved = boards.move(action)
     gave = {'action': action, 'reward': reward, 'done': done, 'solved': solved}
     gave['return'] = boards.total.clone()
@@ -220,7 +219,7 @@ def rollout(run: Run) -> dict[str, torch.Tensor]:
     and values keep their graph: it is the update's. Else that makes a second forward."""
     play, steps = fused(run, play_step), []
     times = run.count + torch.arange(unroll, device=run.device)[:, None]  # (T, 1)
-    chance = draw_by(run.keys, times)  # (T, B)
+    chance = random_bits(run.keys, times)  # (T, B)
     run.count += unroll
     with torch.set_grad_enabled(reuse):
         w, state = run.model.prepare(), tuple(x.detach() for x in run.state)
@@ -468,10 +467,10 @@ def evaluate_only(config: dict) -> None:
     model, its, file = load_agent(out_dir, 'best' if best else 'last', where, dtype)
     name, made = levels or eval_split, 'split n_levels n_boxes max_moves seed'.split()
     own = {k: its[k] for k in made if k in its and not levels}  # or generated ones as asked for
-    held_out, line = load_both(config | {'eval_split': name} | own, False, levels != '')[1]
+    held_out, line = load_level_sets(config | {'eval_split': name} | own, False, levels != '')[1]
     env_steps = its['step'] * its['n_envs'] * its['unroll']
     about = {'step': its['step'], 'env_steps': env_steps, 'checkpoint': file, 'levels': line}
-    record = report(model, held_out, name, where, out_dir, about)
+    record = write_evaluation(model, held_out, name, where, out_dir, about)
     print(json.dumps(record))
     track, close = open_trackers(config, tensorboard, wandb_project if wandb else '')
     track(record)

@@ -15,8 +15,10 @@ import torch
 from test_sokoban import numbered, text
 from test_train import ROOT, mistake
 
+import convlstm
 import play_sokoban
 import probe_sokoban
+import sokoban
 from common import save_checkpoint
 from configurator import configure
 from convlstm import AgentConfig, build_agent
@@ -31,7 +33,7 @@ def folder(tmp_path):
     torch.manual_seed(0)
     model, run = build_agent(AgentConfig(**SIZES)), tmp_path / 'run'
     run.mkdir()
-    sizes = {name: getattr(model.config, name) for name in play_sokoban.SIZES}
+    sizes = {name: getattr(model.config, name) for name in convlstm.SIZES}
     config = {**sizes, **play_sokoban.EASY, 'n_envs': 4, 'unroll': 2, 'dtype': 'auto'}
     saved = {'model': model.state_dict(), 'config': config, 'step': 3, 'best': 1.5}
     save_checkpoint(saved, run / 'ckpt_last.pt')
@@ -197,13 +199,13 @@ def test_the_shipped_agent():
     configure(vars(play_sokoban), [f'--out_dir={ROOT}/pretrained/sokoban'], quiet=True)
     model, about, _ = play_sokoban.load_agent(play_sokoban.out_dir, 'best', 'cpu')
     levels = generate(200, about['n_boxes'], 5, about['max_moves'])[0]
-    trials = (model, None, 0.75, 1), (model, 1, 0.75, 1), (play_sokoban.RANDOM, 1, 0.1, 0.5)
+    trials = (model, None, 0.75, 1), (model, 1, 0.75, 1), (sokoban.RANDOM, 1, 0.1, 0.5)
     for agent, seed, low, high in trials:
-        assert low < play_sokoban.evaluate(agent, levels, 'cpu', seed)['solve_rate'] <= high, seed
+        assert low < sokoban.evaluate(agent, levels, 'cpu', seed)['solve_rate'] <= high, seed
     frames, ways, said = play_sokoban.film(model, levels, 0, 'cpu')
     assert ways.shape == (len(frames), 10, 10) and 'level 0, ' in said and (ways >= 0).any()
     free, plain = (frames[0] == 0).all(-1), board_image(frames[0])
-    picture, arrow = play_sokoban.drawn(frames[0], np.where(free, 1, -1)), 0
+    picture, arrow = sokoban.plan_image(frames[0], np.where(free, 1, -1)), 0
     for y, x in np.argwhere(free):  # to the right: more of it on the left
         changed = (picture - plain).any(-1)[24 * y :, 24 * x :][:24, :24]
         arrow += changed[:, :12].sum() > changed[:, 12:].sum() > 0

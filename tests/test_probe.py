@@ -18,8 +18,7 @@ from common import load_checkpoint, save_checkpoint
 from configurator import configure
 from convlstm import AgentConfig, build_agent
 from figures import read_csv
-from play_sokoban import play, replay
-from sokoban import generate, pack
+from sokoban import FeatureRecorder, generate, pack, replay, run_episodes
 
 UP, RIGHT, DOWN, LEFT, NEVER = range(5)
 AGENT = """--split=generated --eval_split=generated --n_levels=30 --n_boxes=1 --max_moves=12
@@ -167,7 +166,7 @@ def test_features_are_the_agents_own(agents):
     player = probe.load_player(str(agents / 'lstm'), 'cpu')
     packed = np.concatenate([generate(64, 1, seed=9, max_moves=12)[0], *[corridor()] * 6])
     games = probe.record(player, packed, 'cpu')  # the second batch is short
-    expected = play(player.model, packed, 'cpu')
+    expected = run_episodes(player.model, packed, 'cpu')
     for ours, name in zip(games[:3], ('actions', 'steps', 'solved'), strict=True):
         assert (ours == expected[name].numpy()).all()
     begun = load_checkpoint(agents / 'lstm' / 'begun.pt')['model']  # the run's first weights
@@ -194,7 +193,7 @@ def test_time_to_think(agents):
     for name in ('ff', 'lstm'):
         model, logits = probe.load_player(str(agents / name), 'cpu').model, []
         for held in (0, 3):
-            watched = probe.Watched(model, held=held)
+            watched = FeatureRecorder(model, hold=held)
             w, state = watched.prepare(), watched.init_state(20)
             logits.append(watched.act(w, obs, start, state)[0])
         assert torch.equal(*logits) == (name == 'ff')

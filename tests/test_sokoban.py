@@ -13,8 +13,8 @@ from test_train import ROOT
 
 import sokoban
 from sokoban import BOX, DELTA, INTERIOR, TARGET, TIME_LIMIT, WALL, JumanjiEnv, SokobanEnv
-from sokoban import board_image, board_keys, board_text, draw_by, generate
-from sokoban import load_levels, observations, parse_text, read_file
+from sokoban import board_image, board_keys, board_text, generate, load_levels, observations
+from sokoban import parse_text, random_bits, read_file
 
 UP, RIGHT, DOWN, LEFT = range(4)
 jumanji = pytest.mark.skipif(
@@ -203,7 +203,7 @@ def test_ends_of_episodes():
 def test_chance_is_uniform_and_depends_on_everything():
     board, count = torch.arange(400).repeat_interleave(500), torch.arange(500).repeat(400)
     keys = [board_keys(*key, board) for key in ((7, 0), (8, 0), (7, 1), (2**64 - 1, 3), (-1, 0))]
-    u, *others = (draw_by(key, count).view(400, 500).double() / 2**53 for key in keys)
+    u, *others = (random_bits(key, count).view(400, 500).double() / 2**53 for key in keys)
     assert u.min() >= 0 and u.max() < 1 and u.unique().numel() == 200_000
     for a, b in ((u[:-1], u[1:]), (u[:, :-1], u[:, 1:]), *((u, other) for other in others)):
         assert abs(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]) < 0.012

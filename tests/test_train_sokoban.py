@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from test_train import ROOT, finished, launch, mistake, read_log, same
 
 import convlstm
-import play_sokoban
 import sokoban
 import train_sokoban
 from common import load_checkpoint, save_checkpoint
@@ -76,14 +75,14 @@ def test_sampling_follows_the_policy():
     """Frequencies of pairs of consecutive draws, by inversion; the ends of [0, 1)."""
     logits = torch.tensor([[0.0, 1.0, -1.0, 0.5]])
     keys = sokoban.board_keys(7, 1, torch.arange(200))
-    draws = sokoban.draw_by(keys, torch.arange(500)[:, None])
-    actions = torch.stack([train_sokoban.sample(logits.expand(200, 4), u) for u in draws])
+    draws = sokoban.random_bits(keys, torch.arange(500)[:, None])
+    actions = torch.stack([sokoban.sample_actions(logits.expand(200, 4), u) for u in draws])
     p = F.softmax(logits[0], -1)
     pairs = torch.bincount((actions[1:] * 4 + actions[:-1]).flatten(), minlength=16).view(4, 4)
     assert (pairs / actions[1:].numel() - p[:, None] * p).abs().max() < 0.005
     one_sided = torch.tensor([[50.0, 0, 0, 0], [0, 0, 0, 50.0]])
     for u in (2**52, 2**53 - 1):
-        assert train_sokoban.sample(one_sided, torch.full((2,), u)).tolist() == [0, 3]
+        assert sokoban.sample_actions(one_sided, torch.full((2,), u)).tolist() == [0, 3]
 
 
 LOSS = {'gamma': 0.9, 'gae_lambda': 0.8, 'value_coef': 0.7, 'entropy_coef': 0.3}
@@ -303,7 +302,9 @@ def test_a_run_and_its_evaluation(tmp_path, capfd, monkeypatch):
     assert report['n'] == 5 and report['env_steps'] == 96 and 1 <= report['mean_steps'] <= 120
     assert json.loads(capfd.readouterr().out.splitlines()[-1]) == report
     assert files == {f: (tmp_path / f).read_bytes() for f in files}
-    monkeypatch.setattr(play_sokoban, 'BOARDS', 2)  # at a time: another number is no other result
+    monkeypatch.setattr(
+        sokoban, 'EVALUATION_BATCH', 2
+    )  # at a time: another number is no other result
     assert run(tmp_path, levels=tmp_path / 'mine.npy', eval_only=True) == 0
     assert json.loads((tmp_path / 'eval_mine.json').read_text()) == report
     few = {'eval_split': tmp_path / 'mine.npy', 'eval_games': 3}
@@ -351,6 +352,6 @@ def test_no_held_out_level_is_trained_on(tmp_path, monkeypatch):
     """By a generator that makes the same levels for every seed; in --eval_only too."""
     monkeypatch.setattr(sokoban, 'generate', lambda n, b, seed, *rest: REAL(n, b, 7, *rest))
     config = configured(tmp_path)
-    (trained, _), held_out = sokoban.load_both(config)
-    assert np.array_equal(sokoban.load_both(config, trains=False)[1][0], held_out[0])
+    (trained, _), held_out = sokoban.load_level_sets(config)
+    assert np.array_equal(sokoban.load_level_sets(config, trains=False)[1][0], held_out[0])
     assert len(trained) == 50 and not set(map(bytes, trained)) & set(map(bytes, held_out[0]))
