@@ -155,7 +155,7 @@ def main() -> None:
     one, twelve, long = one_speech(), twelve_speeches(), long_streams()
     print_verdict(long, STUDY)
 
-    figure, (left, right) = figures.new(2, sharey=False)
+    figure, (left, right) = figures.new(2, 3.2, sharey=False)
     draw_layers(left, long, [STUDY])
     draw_gains(right, long_stream_gains())
     title = 'Loss by layers (streams of 4,096 bytes) and gain from recurrence; equal FLOPs'
