@@ -1,6 +1,8 @@
-"""Draws depth.png and lengths.png: loss by levels, and what recurrence is worth, by length; prints
-the study's losses in long streams, and how sure its best depths are.
-PYTHONPATH=. python results/cpu-intel-xeon/study_lm/lengths.py"""
+"""Print the study's verdict in streams of 4,096 bytes and draw depth.png and lengths.png: loss by
+layers, and the gain from recurrence by length of training.
+
+    PYTHONPATH=. python results/cpu-intel-xeon/study_lm/lengths.py
+"""
 
 import json
 import re
@@ -14,24 +16,30 @@ import sweep
 
 XEON = Path(__file__).parent
 EPYC = XEON.parents[1] / 'cpu-amd-epyc/study_lm'
-# no variant, no seed 1
+BYTES_PER_UPDATE = 10240
+STUDY = 688 * BYTES_PER_UPDATE  # 7.05 MB
+
+# Run names in the files of losses. Runs of seed 1, which chose the learning rates, and variants
+# (named in brackets) do not match.
 RUN = re.compile(r'transformer_(\w+)_L(\d+)_.*_s([234])( \((\d+) updates\))?')
-LONG = re.compile(rf'(\d+)/([rn])(\d+)_s([{by_position.SEEDS}])')
-BYTES = 10240  # an update's
-LOOKS = {'recurrent': ('recurrent', '-'), 'feedforward': ('not recurrent', '--')}
+LONG_RUN = re.compile(rf'(\d+)/([rn])(\d+)_s([{by_position.SEEDS}])')
+# Kinds of model as the files of losses name them: label and line style.
+KINDS = {'recurrent': ('recurrent', '-'), 'feedforward': ('non-recurrent', '--')}
+LETTERS = {'r': 'recurrent', 'n': 'feedforward'}
 
 
 def read(path: Path) -> dict:
     return json.loads(path.read_text())
 
 
-def new() -> dict:
-    """{(kind, bytes trained on): {L: {seed: loss}}}"""
+def empty_losses() -> dict:
+    """Return an empty {(kind, bytes of training): {L: {seed: loss in nats per byte}}}."""
     return defaultdict(lambda: defaultdict(dict))
 
 
 def one_speech() -> dict:
-    losses = new()
+    """Return the losses on 65,536 bytes in streams of 512."""
+    losses = empty_losses()
     for path in (XEON / 'losses.json', EPYC / '7M/losses.json', EPYC / '14M.json'):
         for name, by_bytes in read(path).items():
             if run := RUN.fullmatch(name):
@@ -41,113 +49,124 @@ def one_speech() -> dict:
 
 
 def twelve_speeches() -> dict:
-    losses = new()
+    """Return the losses on 524,288 bytes in streams of 512."""
+    losses = empty_losses()
     for name, loss in read(XEON / 'held_out.json').items():
         if run := RUN.fullmatch(name):
-            losses[run[1], int(run[5]) * BYTES][int(run[2])][run[3]] = loss
+            losses[run[1], int(run[5]) * BYTES_PER_UPDATE][int(run[2])][run[3]] = loss
     for name, by_seed in read(EPYC / '7M/held_out.json').items():
         kind, L = name.split(' L = ')
-        losses[kind, 688 * BYTES][int(L)] = by_seed
+        losses[kind, STUDY][int(L)] = by_seed
     return losses
 
 
 def long_streams() -> dict:
-    losses = new()
+    """Return the losses on 524,288 bytes in streams of 4,096."""
+    losses = empty_losses()
     for name, by_end in read(by_position.FILE).items():
-        if run := LONG.fullmatch(name):
-            kind = 'recurrent' if run[2] == 'r' else 'feedforward'
-            mean_loss = by_position.between(by_end, 0, by_position.ENDS[-1])
-            losses[kind, int(run[1]) * BYTES][int(run[3])][run[4]] = mean_loss
+        if run := LONG_RUN.fullmatch(name):
+            loss = by_position.mean_loss(by_end, 0, by_position.ENDS[-1])
+            length = int(run[1]) * BYTES_PER_UPDATE
+            losses[LETTERS[run[2]], length][int(run[3])][run[4]] = loss
     return losses
 
 
-def paired(a: dict, b: dict) -> tuple:
-    """(mean, standard error, seeds) of a - b, seed by seed"""
-    values = [a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())]
-    return figures.with_errors({0: figures.summary(values)})[0]
+def difference(a: dict, b: dict) -> tuple[float, float, int]:
+    """Return mean, standard error and number of seeds of a - b, paired by seed."""
+    differences = [a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())]
+    return figures.with_errors({0: figures.summary(differences)})[0]
 
 
-def verdict(losses: dict, length: int) -> None:
-    """As sweep.py's: the losses, and how sure the best L are; what depth and recurrence are
-    worth."""
+def print_verdict(losses: dict, length: int) -> None:
+    """Print what `sweep.py --table` prints (losses, how sure the best depths are), the gains from
+    depth and the gain from recurrence."""
     runs = []
-    for kind in LOOKS:
+    for kind in KINDS:
         for L, by_seed in sorted(losses[kind, length].items()):
             row = figures.Row('transformer', kind == 'recurrent', 'small', L, 16 // L, 48)
             runs += [(row._replace(seed=seed), [{'val_loss': x}]) for seed, x in by_seed.items()]
     for row, (value, error, n) in figures.with_errors(figures.cells(runs)).items():
         print(f'{row.variant}, L = {row.L}: {value:.4f} +- {error:.4f}, {n} seeds')
     print(sweep.best_depths(runs))
-    ours, twin = (losses[kind, length] for kind in LOOKS)
-    for kind, by_levels in zip(LOOKS, (ours, twin), strict=True):
-        print('{}, L = 2 - 8: {:.4f} +- {:.4f}'.format(kind, *paired(by_levels[2], by_levels[8])))
-    for L in sorted(ours.keys() & twin.keys()):
-        print('L = {}, twin - recurrent: {:.4f} +- {:.4f}'.format(L, *paired(twin[L], ours[L])))
+
+    recurrent, non_recurrent = losses['recurrent', length], losses['feedforward', length]
+    for (label, _), by_layers in zip(KINDS.values(), (recurrent, non_recurrent), strict=True):
+        value, error, _ = difference(by_layers[2], by_layers[8])
+        print(f'{label}, L = 2 - L = 8: {value:.4f} +- {error:.4f}')
+    for L in sorted(recurrent.keys() & non_recurrent.keys()):
+        value, error, _ = difference(non_recurrent[L], recurrent[L])
+        print(f'L = {L}, gain from recurrence: {value:.4f} +- {error:.4f}')
 
 
-def best(by_levels: dict) -> dict:
-    """{seed: loss} of the L with the best mean, of those with the most seeds."""
-    most = max(map(len, by_levels.values()))
-    return min((x for x in by_levels.values() if len(x) == most), key=lambda x: mean(x.values()))
+def best(by_layers: dict) -> dict:
+    """Return {seed: loss} of the L with the best mean, among those with the most seeds."""
+    most = max(map(len, by_layers.values()))
+    complete = [by_seed for by_seed in by_layers.values() if len(by_seed) == most]
+    return min(complete, key=lambda by_seed: mean(by_seed.values()))
 
 
-def gaps(losses: dict) -> dict:
-    """{MB: (mean, standard error, seeds) of best twin - best recurrent, paired by seed}"""
-    points = {}
-    for length in sorted({length for _, length in losses}):
-        ours, twin = (best(losses[kind, length]) for kind in ('recurrent', 'feedforward'))
-        points[length / 1e6] = paired(twin, ours)
-    return points
+def gains(losses: dict) -> dict:
+    """Return {MB of training: gain from recurrence, best depth against best depth}."""
+    lengths = sorted({length for _, length in losses})
+    return {
+        length / 1e6: difference(
+            best(losses['feedforward', length]), best(losses['recurrent', length])
+        )
+        for length in lengths
+    }
 
 
-def levels(axes, losses: dict, lengths: list) -> None:
-    """Loss by L, a colour a length; not recurrent dashed."""
+def long_stream_gains() -> dict:
+    """Return {label: {MB of training: gain}} in streams of 4,096 bytes and in their first 512."""
+    runs = read(by_position.FILE)
+    return {
+        f'speeches, in streams of {end:,} bytes': {
+            updates * BYTES_PER_UPDATE / 1e6: by_position.gain(runs, updates, 0, end)
+            for updates in by_position.SPEECHES
+        }
+        for end in (4096, 512)
+    }
+
+
+def draw_layers(axes, losses: dict, lengths: list[int]) -> None:
+    """Draw loss by L: a color per length, non-recurrent models dashed."""
     for i, length in enumerate(lengths):
-        for kind, (name, style) in LOOKS.items():
+        for kind, (label, style) in KINDS.items():
             points = {L: figures.summary([*x.values()]) for L, x in losses[kind, length].items()}
-            label = f'{name}, {length / 1e6:.3g} MB'
+            label = f'{label}, {length / 1e6:.3g} MB'
             figures.line(axes, figures.with_errors(points), i, label, ls=style)
-    axes.set(xscale='log', xlabel='levels L', ylabel='validation loss, nats a byte')
-    axes.set_xticks([1, 2, 4, 8, 16], '1 2 4 8 16'.split())
+    axes.set(xscale='log', xlabel='layers L', ylabel='validation loss, nats/byte')
+    axes.set_xticks([1, 2, 4, 8, 16], ['1', '2', '4', '8', '16'])
     axes.minorticks_off()
 
 
-def by_length(axes, lines: dict) -> None:
-    """{label: {MB trained on: (mean, standard error, seeds) of twin - recurrent}}, drawn and
-    printed."""
+def draw_gains(axes, lines: dict) -> None:
+    """Draw and print {label: {MB of training: (mean, standard error, number of seeds)}}."""
     for i, (label, points) in enumerate(lines.items(), 5):
         figures.line(axes, points, i, label)
         for size, (value, error, n) in points.items():
             print(f'{label}, {size:5.2f} MB: {value:.4f} +- {error:.4f}, {n} seeds')
-    axes.set(xscale='log', xlabel='MB trained on', ylabel=by_position.WORTH, ylim=(0, 0.08))
+    axes.set(xscale='log', xlabel='MB trained on', ylabel=by_position.GAIN, ylim=(0, 0.08))
     axes.set_xticks([*points], [f'{x:.3g}' for x in points])
     axes.minorticks_off()
 
 
-def by_streams(known: dict) -> dict:
-    """by_length's lines: of long streams, and of short ones."""
-    lines = {}
-    for length in (4096, 512):
-        points = {n * 0.01024: by_position.gap(known, n, 0, length) for n in by_position.SPEECHES}
-        lines[f'speeches, in streams of {length:,} bytes'] = points
-    return lines
-
-
 def main() -> None:
     one, twelve, long = one_speech(), twelve_speeches(), long_streams()
-    verdict(long, 688 * BYTES)
-    figure, (left, right) = figures.new(2, sharey=False)
-    levels(left, long, [688 * BYTES])
-    by_length(right, by_streams(read(by_position.FILE)))
-    title = 'Loss by depth (streams of 4,096 bytes), and what recurrence is worth; equal FLOPs'
+    print_verdict(long, STUDY)
+
+    figure, (left, right) = figures.new(2, 3.2, sharey=False)
+    draw_layers(left, long, [STUDY])
+    draw_gains(right, long_stream_gains())
+    title = 'Loss by layers (streams of 4,096 bytes) and gain from recurrence; equal FLOPs'
     figures.finish(figure, title, figures.STANDARD_ERROR)
     print(*figures.save(figure, str(XEON), 'depth', ('png',)))
 
     figure, (left, right) = figures.new(2, 3.4, sharey=False)
-    levels(left, one, sorted({length for _, length in one}))
-    lines = {'held out: one speech': gaps(one), 'held out: twelve speeches': gaps(twelve)}
-    by_length(right, lines)
-    title = 'Loss by levels on one speech, and what recurrence is worth'
+    draw_layers(left, one, sorted({length for _, length in one}))
+    lines = {'one speech': gains(one), 'twelve speeches': gains(twelve)}
+    draw_gains(right, lines)
+    title = 'Loss by layers on one speech, and gain from recurrence'
     figures.finish(figure, title, figures.STANDARD_ERROR)
     print(*figures.save(figure, str(XEON), 'lengths', ('png',)))
 
