@@ -3,12 +3,11 @@
 import json
 import os
 import signal
-import sys
 
-import forks
+import conftest
 import numpy as np
 import pytest
-from test_train import ROOT, launch, mistake
+from test_train import launch, mistake
 
 import bench
 from configurator import read_script
@@ -136,9 +135,8 @@ def test_variants_that_fail(tmp_path):
     """Each costs itself alone; the reason is told; a gradient that differs does not count."""
     (tmp_path / 'test_it.py').write_text(GPU_TESTS)
     names = 'large,killed,broken slow wrong,lost,fine test_right test_wrong test_slow'
-    command = [sys.executable, '-c', MAKE, *names.split()]
     env = {**os.environ, 'TESTS': f'{tmp_path}/test_it.py'}
-    done = forks.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
+    done = conftest.run(['-c', MAKE, *names.split()], env=env)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     status = [record['status'] for record in found.values()]

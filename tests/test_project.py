@@ -8,10 +8,9 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 import tomllib
 
-import forks
+from conftest import run
 import numpy as np
 import pytest
 from test_train import ROOT, TINY, data  # noqa: F401  a fixture
@@ -99,7 +98,7 @@ def test_readme_and_pyproject_map_the_files():
 @pytest.mark.parametrize('script', ['train_lm', 'sample', 'sweep', 'probe_sokoban'])
 def test_an_old_torch_is_one_line(script):
     code = f'import torch; torch.__version__ = "2.3.1"; import {script}'
-    done = forks.run([sys.executable, '-c', code], capture_output=True, text=True, cwd=ROOT)
+    done = run(['-c', code])
     assert done.returncode == 2 and done.stderr.count('\n') == 1, done.stderr
     assert done.stderr.startswith('error: torch 2.3.1')
 
@@ -164,8 +163,8 @@ def shrunk(command, folder, shards, number):
         small += ['overwrite=False']
     if '--arch=transformer' in argv:
         small += ['n_expert=1']
-    ranks = ['--ranks=2'] if launcher[0] == 'torchrun' else []
-    return [sys.executable, *ranks, script, *argv, *[f'--{setting}' for setting in small]]
+    ranks = 2 if launcher[0] == 'torchrun' else 1
+    return [script, *argv, *[f'--{setting}' for setting in small]], ranks
 
 
 @pytest.mark.parametrize('commands, least', [(from_makefile, 7), (from_readme, 18)])
@@ -175,9 +174,8 @@ def test_they_run(data, tmp_path, commands, least):  # noqa: F811
     env, ran = {**os.environ, 'OMP_NUM_THREADS': '1'}, 0
     for command in commands():
         if parts(command)[1] not in ELSEWHERE and '--pretokenized' not in command:
-            words = shrunk(command, tmp_path, data, ran)
-            pipes = {'capture_output': True, 'text': True, 'stdin': subprocess.DEVNULL}
-            done = forks.run(words, cwd=ROOT, env=env, **pipes)
+            words, ranks = shrunk(command, tmp_path, data, ran)
+            done = run(words, ranks, env=env, stdin=subprocess.DEVNULL)
             assert done.returncode == 0, (words, done.stdout[-1000:], done.stderr[-2000:])
             ran += 1
     assert ran >= least
