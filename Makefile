@@ -25,7 +25,6 @@ test: .venv/installed
 # two hours, and nothing else running: twenty kills a script, fifty times the drawn input, endless streams, half an hour of two small runs, and what is slow and rare
 test-long: .venv/installed
 	$(BIN)/python -m pytest -q --long -rP
-	$(BIN)/python tests/mutate.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -1,16 +1,21 @@
-"""The tests' one option, and ctrl-C: a shell's background jobs inherit that it is ignored. One
-thread a process: several spin beside each other, and Inductor's workers would each import torch."""
+"""What all tests share: pytest's one option, one thread per process, and starting a script."""
 
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+ROOT = Path(__file__).resolve().parent.parent
+# Several processes run side by side: threads would compete, and each of Inductor's workers would
+# import torch for itself.
 THREADS = 'OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS TORCHINDUCTOR_COMPILE_THREADS'
 for name in THREADS.split():
     os.environ.setdefault(name, '1')
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background jobs
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SLOW = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
@@ -19,19 +24,41 @@ settings.register_profile('short', max_examples=60, derandomize=True, **COMMON)
 settings.register_profile('long', max_examples=3000, **COMMON)
 
 
+def start(command, ranks=1, **options):
+    """Start a script, or python's own arguments, by this Python; by torchrun if ranks > 1.
+
+    command: ['train_lm.py', '--seed=1', ...]. options: as subprocess.Popen's; by default the
+    script runs in the project's folder and its output is piped as text."""
+    launcher = ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={ranks}']
+    words = [sys.executable, *(launcher if ranks > 1 else []), *map(str, command)]
+    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
+    return subprocess.Popen(words, **{'cwd': ROOT, **pipes, **options})
+
+
+def run(command, ranks=1, **options):
+    """Run a script as `start` does, to its end; return subprocess.CompletedProcess."""
+    with start(command, ranks, **options) as process:
+        try:
+            out, error = process.communicate()
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, error)
+
+
 def pytest_addoption(parser):
-    text = 'twenty kills, 50 times as much drawn input, half-hour soaks, what is rare: two hours'
+    text = 'twenty kills, 50 times as many random inputs, half-hour soaks, rare cases: two hours'
     parser.addoption('--long', action='store_true', help=text)
 
 
 def pytest_configure(config):
-    config.addinivalue_line('markers', 'long: run with --long alone')
+    config.addinivalue_line('markers', 'long: runs with --long only')
     settings.load_profile('long' if config.getoption('--long') else 'short')
 
 
 def pytest_collection_modifyitems(config, items):
-    # the longest single tests first, or one process ends with them alone
+    # The longest tests first, or one process ends with them alone.
     items.sort(key=lambda item: 'triton' not in item.nodeid)
     for item in items:
         if item.get_closest_marker('long') and not config.getoption('--long'):
-            item.add_marker(pytest.mark.skip(reason='pytest --long runs it'))
+            item.add_marker(pytest.mark.skip(reason='runs with pytest --long'))

@@ -3,12 +3,11 @@
 import json
 import os
 import signal
-import sys
 
-import forks
+import conftest
 import numpy as np
 import pytest
-from test_train import ROOT, launch, mistake
+from test_train import launch, mistake
 
 import bench
 from configurator import read_script
@@ -114,14 +113,15 @@ def wrong():
 def lost(): return part, {'work': 1, 'check': lambda: torch.empty(2**60)}
 bench.MAKERS['train'] = lambda row, config: globals()[row['what']]()
 config = {'device': 'cpu', 'threads': 1, 'rounds': 1, 'seconds': 0, 'check': True}
-late, records = time.perf_counter() + 5, {}
-for names in sys.argv[1:]:
-    rows = {name: {'suite': 'train', 'what': name} for name in names.split(',')}
-    if names.startswith('test_'):
-        rows = {names: {'suite': 'tests', 'tests': names}}
-    until = late if names.endswith('slow') else float('inf')
-    records |= bench.measure(rows, config, until)
-print(json.dumps(records))
+if __name__ == '__main__':  # not in the processes that bench.py starts
+    late, records = time.perf_counter() + 5, {}
+    for names in sys.argv[1:]:
+        rows = {name: {'suite': 'train', 'what': name} for name in names.split(',')}
+        if names.startswith('test_'):
+            rows = {names: {'suite': 'tests', 'tests': names}}
+        until = late if names.endswith('slow') else float('inf')
+        records |= bench.measure(rows, config, until)
+    print(json.dumps(records))
 """
 GPU_TESTS = """
 import time, pytest
@@ -136,9 +136,9 @@ def test_variants_that_fail(tmp_path):
     """Each costs itself alone; the reason is told; a gradient that differs does not count."""
     (tmp_path / 'test_it.py').write_text(GPU_TESTS)
     names = 'large,killed,broken slow wrong,lost,fine test_right test_wrong test_slow'
-    command = [sys.executable, '-c', MAKE, *names.split()]
-    env = {**os.environ, 'TESTS': f'{tmp_path}/test_it.py'}
-    done = forks.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
+    (tmp_path / 'make.py').write_text(MAKE)
+    paths = {'TESTS': f'{tmp_path}/test_it.py', 'PYTHONPATH': str(conftest.ROOT)}
+    done = conftest.run([tmp_path / 'make.py', *names.split()], env=os.environ | paths)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     status = [record['status'] for record in found.values()]

@@ -11,7 +11,6 @@ import sys
 import time
 from pathlib import Path
 
-import forks
 import pytest
 import torch
 
@@ -122,7 +121,7 @@ def test_one_run_a_folder(tmp_path):
     """Another process holds the folder, and is named; killed, it leaves no lock."""
     code = f'import common, time; lock = common.prepare_out_dir({str(tmp_path)!r})'
     command = [sys.executable, '-c', f'{code}; print("ready", flush=True); time.sleep(60)']
-    with forks.Popen(command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE) as other:
+    with subprocess.Popen(command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE) as other:
         other.stdout.readline()
         words = f'another run is at work in it .*process {other.pid} on .*: wait'
         for settings in ({}, {'overwrite': True}, {'resume': True}):

@@ -3,9 +3,8 @@ line."""
 
 import json
 import os
-import sys
 
-import forks
+from conftest import run
 import pytest
 import safetensors
 import torch
@@ -27,7 +26,7 @@ def test_what_is_read_is_what_was_trained(trained, tmp_path, monkeypatch, name, 
     """And an export replaces its own, also one that was cut between its two files."""
     argv = [f'--out_dir={trained / name}', f'--export={tmp_path}', f'--dtype={dtype}']
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(sample.checkpoint, 'write_tensors', lambda *_: 1 / 0)
+        patch.setattr(sample.common, 'write_tensors', lambda *_: 1 / 0)
         call(*argv)
     with pytest.raises(CheckpointError, match='is damaged'):
         sample.read_model(str(tmp_path))
@@ -110,9 +109,9 @@ def test_the_shipped_model(tmp_path):
     (tmp_path / 'a.txt').write_text(text)
     said = []
     for words in ('--score=-', '--prompt=FILE:- --max_new_tokens=0'):
-        argv = [sys.executable, 'sample.py', '--out_dir=pretrained/lm', *words.split()]
+        argv = ['sample.py', '--out_dir=pretrained/lm', *words.split()]
         with open(tmp_path / 'a.txt') as file:
-            done = forks.run(argv, cwd=ROOT, stdin=file, capture_output=True, text=True)
+            done = run(argv, stdin=file)
         said.append(done.stdout)
     assert said[0].startswith(f'-: {len(text)} bytes, ') and float(said[0].split()[-8]) < 1.5
     assert said[1] == f'{text}\n'

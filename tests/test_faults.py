@@ -11,7 +11,6 @@ import sys
 import time
 from pathlib import Path
 
-import forks
 import numpy as np
 import pytest
 import test_train as lm
@@ -87,7 +86,7 @@ def test_a_rank_is_killed(data, tmp_path, request):  # noqa: F811
     assert steps == sorted(set(steps)) and steps[-1] == n
     if request.config.getoption('--long'):
         argv = lm.arguments(data, b, **settings)
-        launcher = forks.Popen([*TORCHRUN, '--max-restarts=1', 'train_lm.py', *argv], **PIPES)
+        launcher = subprocess.Popen([*TORCHRUN, '--max-restarts=1', 'train_lm.py', *argv], **PIPES)
         kill_a_rank(launcher, b)
         assert finished(launcher).count('started again by torchrun: resuming') == 1
         same(lm.read_log(a), lm.read_log(b))
@@ -154,7 +153,7 @@ def test_nothing_grows(data, tmp_path, request, script):  # noqa: F811
     argv = lm.arguments(data, out) if text else agents.arguments(out)
     argv += ['--eval_interval=50', '--max_iters=10000000' if text else '--total_steps=1000000000']
     seconds, memory, command = 1800 if long else 4, [], [sys.executable, script, *argv]
-    process = forks.Popen(command, **PIPES | {'stdout': subprocess.DEVNULL})
+    process = subprocess.Popen(command, **PIPES | {'stdout': subprocess.DEVNULL})
     wait_for(out / 'ckpt_last.pt', process)
     begun = time.monotonic()
     while (now := time.monotonic() - begun) < seconds:

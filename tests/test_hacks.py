@@ -5,9 +5,8 @@ and not as the unpatched ones. --long compiles with Inductor."""
 import os
 import shutil
 import subprocess
-import sys
 
-import forks
+from conftest import start
 import pytest
 from test_train import ROOT
 
@@ -19,11 +18,12 @@ plain = {}
 def run(folder, what, settings, *options):
     paths = os.pathsep.join([str(folder), str(ROOT / 'tests')])
     env = os.environ | {'OMP_NUM_THREADS': '1', 'PYTHONPATH': paths}
-    command = [sys.executable, str(ROOT / 'tests/hacks/run.py'), *options, what, repr(settings)]
-    done = forks.run(command, cwd=folder, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    assert done.stdout.endswith('all paths agree\n'), done.stdout
-    return done.stdout
+    command = [ROOT / 'tests/hacks/run.py', *options, what, repr(settings)]
+    process = start(command, cwd=folder, env=env)
+    out, error = process.communicate()
+    assert process.returncode == 0, out + error[-4000:]
+    assert out.endswith('all paths agree\n'), out
+    return out
 
 
 @pytest.mark.parametrize('hack', HACKS)

@@ -1,12 +1,11 @@
 """Muon against torch.optim.Muon and against an SVD; cautious decay by its formula."""
 
 import functools
-import sys
+import os
 
-import forks
 import pytest
 import torch
-from test_train import ROOT
+from conftest import ROOT, run
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -179,8 +178,8 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize('world', [2, 4])
-def test_ranks_equal_one(world):
+def test_ranks_equal_one(tmp_path, world):
     """All ranks' weights bit for bit the same, each with a share of the work."""
-    command = [sys.executable, f'--ranks={world}', '-c', RANKS]
-    done = forks.run(command, cwd=ROOT, capture_output=True, text=True)
+    (tmp_path / 'ranks.py').write_text(RANKS)
+    done = run([tmp_path / 'ranks.py'], world, env=os.environ | {'PYTHONPATH': str(ROOT)})
     assert done.returncode == 0, done.stderr

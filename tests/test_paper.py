@@ -1,7 +1,6 @@
 """The recipe, as the paper and the design give it, against what the trainers really do: defaults,
 config files, a plan's rows, sizes, optimizers, schedules, losses. Every expected value is written
-here by hand and none is read from the code. tests/mutate.py changes one setting at a time and sees
-that a test here turns red."""
+here by hand and none is read from the code."""
 
 import copy
 import csv
@@ -57,7 +56,7 @@ RECIPES = {'train_lm.py': LM | LM_OURS | BOTH, 'train_sokoban.py': AGENT | AGENT
 
 @pytest.mark.parametrize('script', RECIPES)
 def test_defaults(script):
-    """A setting that is new is not seen here, but by mutate.py: add it to a table above."""
+    """A new setting is not seen here: add it to a table above."""
     defaults, expected = read_script(ROOT / script)[0], RECIPES[script]
     assert {name: defaults[name] for name in expected} == expected
     assert all(type(defaults[name]) is type(value) for name, value in expected.items())

@@ -3,11 +3,11 @@
 import os
 import pty
 import signal
+import subprocess
 import sys
 import termios
 import time
 
-import forks
 import numpy as np
 import pytest
 import safetensors.torch as safetensors
@@ -75,7 +75,7 @@ def in_terminal(folder, press, *more):
     before = termios.tcgetattr(theirs)
     words = ['play_sokoban.py', f'--out_dir={folder}/run', f'--levels={folder}/levels.npy']
     command = [sys.executable, *words, '--ms=60000', '--device=cpu', *more]
-    process = forks.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs)
+    process = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs)
     seen = b''
 
     def until(words):

@@ -4,9 +4,8 @@ whole command."""
 import json
 import math
 import os
-import sys
 
-import forks
+from conftest import run
 import numpy as np
 import pytest
 import torch
@@ -274,9 +273,8 @@ def test_of_a_pattern_the_agent_that_solves_most(agents):
 
 def test_the_whole_command(agents, tmp_path):
     out = tmp_path / 'out'
-    script = [sys.executable, str(ROOT / 'probe_sokoban.py')]
     argv = arguments(agents, out, '--causal', '--thinking')
-    done = forks.run([*script, *argv], cwd=tmp_path, text=True, capture_output=True)
+    done = run([ROOT / 'probe_sokoban.py', *argv], cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     names = 'recall.png recall.svg plans_lstm.png plan_lstm.gif plan_ff.gif probe_ff.safetensors'
     assert set(names.split()) <= set(os.listdir(out))

@@ -2,14 +2,12 @@
 environment by hand and against Jumanji's."""
 
 import importlib.util
-import sys
 import types
 
-import forks
+from conftest import run
 import numpy as np
 import pytest
 import torch
-from test_train import ROOT
 
 import sokoban
 from sokoban import BOX, DELTA, INTERIOR, TARGET, TIME_LIMIT, WALL, JumanjiEnv, SokobanEnv
@@ -270,7 +268,7 @@ def test_gymnasiums_own_checkers_pass():
 def test_without_gymnasium_there_is_the_plain_environment():
     code = 'import sys; sys.modules["gymnasium"] = None; import sokoban as s'
     code += '; print(s.SokobanEnv(s.generate(3, 1)[0], 2).observe().shape)'
-    done = forks.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
+    done = run(['-c', code])
     assert done.stdout == 'torch.Size([2, 10, 10, 2])\n', done
 
 

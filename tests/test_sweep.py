@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-import forks
+from conftest import run
 import pytest
 from test_train import ROOT, TINY, data, launch, mistake  # noqa: F401  a fixture
 
@@ -116,8 +116,8 @@ def test_names_are_unique_and_seeds_come_in_rounds(plan):
 
 def test_list_has_a_line_a_run_with_a_command_that_parses(tmp_path):
     """From any folder: what a plan names is looked for beside sweep.py too."""
-    line = [sys.executable, ROOT / 'sweep.py', '--plan=lm-small', '--only=d=768 L=16']
-    out = forks.run(line, cwd=tmp_path, capture_output=True, text=True).stdout
+    line = [ROOT / 'sweep.py', '--plan=lm-small', '--only=d=768 L=16']
+    out = run(line, cwd=tmp_path).stdout
     words = shlex.split(out.splitlines()[1])
     assert words[1] == 'transformer_recurrent_L16_E1_d768_s1' and words[3:7:2] == ['1.00', '0%']
     assert (tmp_path / words[7]).samefile(ROOT / 'train_lm.py')
@@ -156,7 +156,7 @@ def test_jobs_are_quoted_and_run(tiny, tmp_path):
     argv = [*tiny, f'--out_dir={evil}', '--only=L=16 d=24 variant=feedforward']
     status, out, _ = call(*argv, '--emit=commands')
     assert status == 0 and out.count('\n') == 1 and out.endswith('--index=0\n')
-    done = forks.run(shlex.split(out), cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(shlex.split(out), cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [p.name for p in tmp_path.iterdir()] == [evil.name] and not (ROOT / 'y').exists()
     assert (evil / 'lm-small' / 'transformer_feedforward_L16_E1_d24_s1' / 'ckpt_last.pt').exists()

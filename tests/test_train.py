@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-import forks
+import conftest
 import numpy as np
 import pytest
 import torch
@@ -90,9 +90,7 @@ def updates(r, n):
 
 
 def launch(script, argv, ranks=1):
-    command = [sys.executable, *([f'--ranks={ranks}'] if ranks > 1 else []), script, *argv]
-    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
-    return forks.Popen(command, cwd=ROOT, env={**os.environ, 'OMP_NUM_THREADS': '1'}, **pipes)
+    return conftest.start([script, *argv], ranks)
 
 
 def finished(process):
