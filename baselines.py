@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import apply_rope, compiled, rope_table
-from model import LanguageModel, ModelConfig, build_model, norm, window_mask
+from kernels import Loss, compiled, fused, norm, rope_table, rotate, window_mask
+from model import LanguageModel, ModelConfig, build_model
 
 LEARNING_RATE = {'lstm': 2e-3, 'transformer': 1e-3}  # usual at a few million parameters
 # settings of our models' optimizers, which in a config file are theirs, by hand a mistake
@@ -60,7 +60,7 @@ class Block(nn.Module):
             k, v = torch.cat([cache[0].to(k.dtype), k], 2), torch.cat([cache[1].to(v.dtype), v], 2)
             cache = k[:, :, T:], v[:, :, T:]
         cos, sin = rope
-        q, k = apply_rope(q, cos[-T:], sin[-T:]).to(v.dtype), apply_rope(k, cos, sin).to(v.dtype)
+        q, k = rotate(q, cos[-T:], sin[-T:]).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
         y = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.size(1) != k.size(1)
         )
@@ -95,7 +95,7 @@ class Transformer(nn.Module):
     def forward(self, idx: Tensor, targets: Tensor, state: tuple | None = None) -> tuple:
         """idx, targets (B, T) -> mean cross-entropy in nats, the next state."""
         chunk = Transformer.chunk
-        if state is None and self.config.compile:
+        if state is None and fused.enabled:
             chunk = compiled(chunk)
         return chunk(self, idx, targets, state)
 
@@ -112,7 +112,7 @@ class Transformer(nn.Module):
             new.append(cache)
         logits = F.linear(norm(x), self.head).flatten(0, 1).float()  # (B * T, V)
         loss = F.cross_entropy(logits, targets.flatten())
-        return loss, None if state is None else (new, (count + T).clamp(max=W))
+        return Loss(loss, loss.detach()), None if state is None else (new, (count + T).clamp(max=W))
 
 
 class LSTM(nn.Module):
@@ -144,7 +144,7 @@ class LSTM(nn.Module):
         x, state = self.lstm(F.embedding(idx, self.embedding), state)  # (B, T, hidden)
         logits = F.linear(x, self.head, self.head_bias).flatten(0, 1).float()  # (B * T, V)
         loss = F.cross_entropy(logits, targets.flatten())
-        return loss, tuple(s.detach() for s in state)
+        return Loss(loss, loss.detach()), tuple(s.detach() for s in state)
 
     def flops_per_token(self) -> dict[str, float]:
         """Forward FLOPs a token: two a weight."""

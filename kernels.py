@@ -1,67 +1,33 @@
-"""
-What the models' paths share: products, RoPE, the layout of heads, head and loss in slices of
-rows, compiled pieces, CUDA graphs, and the choice between a piece of the model and a Triton kernel
-that stands in for it (triton_kernels.py).
+"""Fused batched-expert operations below the models: linears, RMSNorm, RoPE, head and loss, compiled
+functions, CUDA graphs, and the choice between a function and its Triton form (triton_kernels.py).
 
-Shape letters as in model.py. `dt` is the dtype of matrix products
-(bf16 under autocast); states, norms, softmax and sums stay in the state's dtype, `wide`.
+Matrix products are computed in `dtype` (bfloat16 under autocast); states, norms, softmax and sums
+stay in the dtype of the state, called `wide` (fp32 in training).
 """
 
+import contextlib
 import functools
+import hashlib
 import importlib.util
-import itertools
-import math
-import sys
+import inspect
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-EPS = 1e-6  # of every RMSNorm and of the routed aggregations' denominators
+EPS = 1e-6  # of every RMSNorm and of the denominators of routed aggregations
 ROPE_BASE = 10000.0
 SOFTCAP = 15.0  # logits are SOFTCAP * tanh(x / SOFTCAP), in fp32
-# head and loss: logits held at a time, 64 MiB in fp32; on a GPU 512 MiB in bf16
+# Head and loss run in slices of rows. Logits per slice: 64 MiB in fp32 on a CPU, 512 MiB in bf16 on
+# a GPU.
 LOGITS_PER_SLICE = {'cpu': 2**24, 'cuda': 2**28}
 
 
-class Heads(NamedTuple):
-    """How queries, keys and values lie in a level: E experts, G key-value heads of each, R queries
-    a key-value head, head size K; whether experts share one cache."""
-
-    E: int
-    G: int
-    R: int
-    K: int
-    shared: bool
-
-    @property
-    def C(self) -> int:
-        """Cache heads."""
-        return self.G if self.shared else self.E * self.G
-
-    @property
-    def M(self) -> int:
-        """Query heads a cache head."""
-        return self.E * self.R if self.shared else self.R
-
-
-def by_expert(o: torch.Tensor, h: Heads) -> torch.Tensor:
-    """Attended values (B*C, M, K) -> (E, B, H*K), perhaps a view."""
-    o = o.reshape(-1, *((h.G, h.E, h.R, h.K) if h.shared else (h.E, h.G, h.R, h.K)))
-    return (o.permute(2, 0, 1, 3, 4) if h.shared else o.transpose(0, 1)).flatten(2)
-
-
-def by_cache_head(o: torch.Tensor, h: Heads) -> torch.Tensor:
-    """The inverse of by_expert: (E, B, H*K) -> (B*C, M, K)."""
-    o = o.unflatten(2, (h.G, h.R, h.K))
-    o = o.permute(1, 2, 0, 3, 4) if h.shared else o.transpose(0, 1)
-    return o.reshape(-1, h.M, h.K)
-
-
-def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype of matrix products for x: autocast's where it is on, else x's own."""
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of matrix products with x: autocast's where it is enabled, else x's."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
@@ -79,38 +45,165 @@ def bf16_is_fast(device: str | torch.device) -> bool:
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
 
-def softcap(x: torch.Tensor) -> torch.Tensor:
-    return SOFTCAP * torch.tanh(x / SOFTCAP)
+# ---- compiled functions ------------------------------------------------------------------------
 
 
-def rope_table(n: int, K: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and signed sin of slots 0..n-1: (n, K) each, in like's dtype (at least fp32) and on its
-    device."""
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    freq = ROPE_BASE ** (-torch.arange(0, K, 2, device=like.device, dtype=dtype) / K)
-    angle = torch.arange(n, device=like.device, dtype=dtype)[:, None] * freq
-    cos, sin = angle.cos(), angle.sin()
-    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+@functools.cache
+def compiled(f: Callable, pdl: bool = False) -> Callable:
+    """Compile f once per process, for every set of shapes that it meets. pdl: launch its kernels by
+    programmatic dependent launch, so that a kernel starts while the one before it drains."""
+    torch._dynamo.config.recompile_limit = 256  # beyond the limit, a function would run eagerly
+    torch._dynamo.config.accumulated_recompile_limit = 4096
+    return torch.compile(f, dynamic=False, options={'triton.enable_pdl': True} if pdl else None)
 
 
-def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x (..., K), pairing dimension j with j + K/2. cos, sin broadcast over it; -sin rotates
-    back."""
-    x = x.to(cos.dtype)
-    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin)
+def fused(f: Callable) -> Callable:
+    """Decorate a function of tensors: it is compiled (one kernel each way) while `fused.enabled`,
+    and called unchanged otherwise. This is the only switch for compilation."""
+
+    @functools.wraps(f)
+    def call(*args):
+        if fused.enabled and not torch.compiler.is_compiling():
+            return compiled(f, 'pdl' in enabled_forms())(*args)
+        return f(*args)
+
+    return call
 
 
-def window_mask(count: torch.Tensor, T: int, W: int) -> torch.Tensor:
-    """(B, 1, T, W + T) bool: token t of a chunk may look at slots t+1 .. t+W of the cached W and
-    the new T, if filled."""
-    slot, t = (torch.arange(n, device=count.device) for n in (W + T, T))
-    t = t[:, None]
-    band = (slot > t) & (slot <= t + W)  # (T, W + T)
-    return (band & (slot >= (W - count)[:, None, None])).unsqueeze(1)
+fused.enabled = False
 
 
-class Norm(torch.autograd.Function):
-    """RMSNorm with its backward in closed form: eagerly autograd's would be a dozen passes."""
+# ---- Triton forms ------------------------------------------------------------------------------
+# A function decorated with @has_triton_form may be replaced by a drop-in of triton_kernels.py. The
+# drop-in runs only where it is enabled (`using`), where it suits the arguments, and while the source
+# of every function that it replaces is the one it was written for. `choose_forms` enables those that
+# agree in values and gradients, and are faster.
+
+
+class Form:
+    """The Triton form that may stand in for a function."""
+
+    triton: Callable | None = None
+    suits: Callable | None = None
+    problem = 'not registered'
+
+    def register(self, triton: Callable, suits: Callable, replaces: tuple, source: str) -> None:
+        """triton: the drop-in; suits(*args): whether it can run on these arguments; replaces: all
+        functions whose work it does; source: source_hash(replaces) of the ones it was written for.
+        If the source has changed, the form stays unused."""
+        if source_hash(replaces) == source:
+            self.triton, self.suits = triton, suits
+        else:
+            self.problem = 'a function that it replaces was edited'
+
+
+forms: dict[str, Form] = {}
+_enabled: list[frozenset] = [frozenset()]
+
+
+def has_triton_form(name: str) -> Callable:
+    """Decorate a function for which triton_kernels.py may register a drop-in."""
+
+    def decorate(function):
+        form = forms[name] = Form()
+
+        @functools.wraps(function)
+        def call(*args):
+            enabled = name in enabled_forms() and not torch.compiler.is_compiling()
+            if enabled and form.triton and form.suits(*args):
+                return form.triton(*args)
+            return function(*args)
+
+        return call
+
+    return decorate
+
+
+def source_hash(functions: tuple) -> str:
+    """Return a hash of the functions' source, comments and layout included."""
+    text = ''.join(inspect.getsource(inspect.unwrap(f)) for f in functions)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def enabled_forms() -> frozenset:
+    return _enabled[-1]
+
+
+@contextlib.contextmanager
+def using(names: frozenset) -> Iterator[None]:
+    """Enable the forms of these names, and no others, within a with statement. Two names are ways
+    to run rather than forms: 'split' (triton_kernels.product) and 'pdl' (see `compiled`)."""
+    _enabled.append(frozenset(names))
+    try:
+        yield
+    finally:
+        _enabled.pop()
+
+
+@functools.cache
+def triton_module() -> ModuleType | None:
+    """Import triton_kernels.py, which registers its forms; None where triton is not installed."""
+    if importlib.util.find_spec('triton') is None:
+        return None
+    import triton_kernels
+
+    return triton_kernels
+
+
+def errors(found: list, exact: list) -> list[float]:
+    """Return the relative differences of two lists of tensors, NaN where one has a NaN."""
+    pairs = [(a.double(), b.double()) for a, b in zip(found, exact, strict=True)]
+    return [((a - b).norm() / b.norm().clamp(min=1e-30)).item() for a, b in pairs]
+
+
+def choose_forms(names: list, trial: Callable, seconds: Callable) -> tuple[frozenset, list[str]]:
+    """Return the names of the Triton forms to use, and a line about each.
+
+    trial(exact): run once, on random inputs and parameters, and return outputs and all gradients;
+    exact: in higher precision, to judge by. A form agrees if each of its results is at most twice
+    as far from the exact ones as the function's own (plus a thousandth). seconds(run): the time of
+    run(). Forms are tried in turn, each beside those chosen before it; any exception in a trial
+    means that the form is not used."""
+    chosen, lines = frozenset(), []
+    if triton_module() is None:
+        return chosen, ['Triton is not installed: its forms are not used']
+    exact, own, fastest = trial(True), None, None
+    for name in names:
+        if name in forms and forms[name].triton is None:
+            lines.append(f'{name}: Triton form not used: {forms[name].problem}')
+            continue
+        if own is None:
+            own, fastest = errors(trial(False), exact), seconds(lambda: trial(False))
+        try:
+            with using(chosen | {name}):
+                found, time = errors(trial(False), exact), seconds(lambda: trial(False))
+        except Exception as error:  # noqa: BLE001  a form must never end a run
+            reason = str(error).splitlines()[:1]
+            lines.append(f'{name}: Triton form not used: {type(error).__name__}: {"".join(reason)}')
+            continue
+        agrees = all(a <= 2 * b + 1e-3 for a, b in zip(found, own, strict=True))
+        used = agrees and time < fastest
+        speed = f'{1e6 * time:.0f} us, without it {1e6 * fastest:.0f} us'
+        error = f'largest error {max(found):.2%}, without it {max(own):.2%}'
+        lines.append(f'{name}: Triton form {"used" if used else "not used"}: {speed}; {error}')
+        if used:
+            chosen, fastest = chosen | {name}, time
+    return chosen, lines
+
+
+def cuda_seconds(run: Callable[[], object]) -> float:
+    """Return the device time of run(), replayed as a CUDA graph, so that launches from Python do
+    not count, as they do not in training."""
+    import triton.testing
+
+    return triton.testing.do_bench_cudagraph(run, rep=20) / 1e3
+
+
+# ---- norms, RoPE, head layout ------------------------------------------------------------------
+
+
+class RMSNorm(torch.autograd.Function):
+    """RMSNorm with a closed-form backward; eager autograd would take a dozen passes over x."""
 
     @staticmethod
     def forward(ctx, x):
@@ -121,302 +214,225 @@ class Norm(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx, g):
+    def backward(ctx, dy):
         y, r = ctx.saved_tensors
-        along = (g * y).sum(-1, keepdim=True)
-        return torch.addcmul(g, y, along, value=-1 / y.size(-1)).mul_(r)
+        along = (dy * y).sum(-1, keepdim=True)
+        return torch.addcmul(dy, y, along, value=-1 / y.size(-1)).mul_(r)
 
 
-def rms_norm(x: torch.Tensor) -> torch.Tensor:
-    """Parameter-free, over the last dimension."""
+def norm(x: Tensor) -> Tensor:
+    """Apply a parameter-free RMSNorm over the last dimension."""
     eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
     if eager and not x.is_cuda and not torch._C._are_functorch_transforms_active():
-        return Norm.apply(x)
+        return RMSNorm.apply(x)
     return F.rms_norm(x, (x.size(-1),), eps=EPS)
 
 
-def gate_weights(a: torch.Tensor, name: str) -> torch.Tensor:
-    """Routed aggregations' coefficients of h_i from the gates a (..., E): aggregate in model.py."""
-    if name == 'softmax_mean':
-        return a / (a.sum(-1, keepdim=True) + EPS)
-    if name == 'softmax_l2':
-        return a / (a.square().sum(-1, keepdim=True) + EPS).sqrt()
-    raise ValueError(f'aggregation = {name!r}: not known')
+def rope_table(n: int, K: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cos and sin, (n, K) each, of positions 0 .. n - 1, on the device of `like` and in its
+    dtype (at least fp32). The sine carries the sign of each half: see `rotate`."""
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    frequency = ROPE_BASE ** (-torch.arange(0, K, 2, device=like.device, dtype=dtype) / K)
+    angle = torch.arange(n, device=like.device, dtype=dtype)[:, None] * frequency
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
-# ---- products ----
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply RoPE to x (..., K), pairing dimension j with j + K/2; cos and sin broadcast over x. The
+    result has the dtype of cos. rotate(x, cos, -sin) is the inverse."""
+    x = x.to(cos.dtype)
+    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin)
 
 
-def outputs(x: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return x if isinstance(x, tuple) else (x,)
+class Heads(NamedTuple):
+    """Layout of attention heads in a layer."""
+
+    E: int  # experts
+    G: int  # key-value heads per expert
+    R: int  # query heads per key-value head
+    K: int  # head size
+    shared: bool  # all experts share one cache
+
+    @property
+    def C(self) -> int:
+        """Number of key-value heads in the cache."""
+        return self.G if self.shared else self.E * self.G
+
+    @property
+    def M(self) -> int:
+        """Number of query heads per key-value head in the cache."""
+        return self.E * self.R if self.shared else self.R
 
 
-def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """x (N, in), w (out, in) -> (N, out); or stacks of them, (E, N, in), (E, out, in) -> (E, N,
-    out)."""
+def to_experts(x: Tensor, heads: Heads) -> Tensor:
+    """Rearrange attended values (B*C, M, K) into rows per expert (E, B, H*K); possibly a view."""
+    E, G, R, K, shared = heads
+    if shared:
+        return x.reshape(-1, G, E, R, K).permute(2, 0, 1, 3, 4).flatten(2)
+    return x.reshape(-1, E, G, R, K).transpose(0, 1).flatten(2)
+
+
+def to_cache_heads(x: Tensor, heads: Heads) -> Tensor:
+    """Invert to_experts: (E, B, H*K) -> (B*C, M, K)."""
+    x = x.unflatten(2, (heads.G, heads.R, heads.K))  # (E, B, G, R, K)
+    x = x.permute(1, 2, 0, 3, 4) if heads.shared else x.transpose(0, 1)
+    return x.reshape(-1, heads.M, heads.K)
+
+
+def window_mask(count: Tensor, T: int, W: int) -> Tensor:
+    """Return which of the W cached and T new slots each new token sees, (B, 1, T, W + T) bool:
+    token t sees slots t + 1 .. t + W, as far as they are filled (count (B,) of the W are)."""
+    slot = torch.arange(W + T, device=count.device)
+    t = torch.arange(T, device=count.device)[:, None]
+    band = (slot > t) & (slot <= t + W)  # (T, W + T)
+    return (band & (slot >= (W - count)[:, None, None])).unsqueeze(1)
+
+
+# ---- aggregation -------------------------------------------------------------------------------
+
+
+def gate_weights(gates: Tensor, aggregation: str) -> Tensor:
+    """Return the coefficients (..., E) of the experts' outputs in a routed aggregation."""
+    if aggregation == 'softmax_mean':
+        return gates / (gates.sum(-1, keepdim=True) + EPS)
+    if aggregation == 'softmax_l2':
+        return gates / (gates.square().sum(-1, keepdim=True) + EPS).sqrt()
+    raise ValueError(f'aggregation = {aggregation!r}: not known')
+
+
+# ---- linears -----------------------------------------------------------------------------------
+
+
+def linear(x: Tensor, w: Tensor) -> Tensor:
+    """Multiply x (N, in) by w (out, in) transposed -> (N, out); or stacks of both: (E, N, in) by
+    (E, out, in) -> (E, N, out). x (N, in) with a stacked w is read by all E."""
     if w.dim() == 2:
         return F.linear(x, w)
-    if w.size(0) == 1:  # a batch of one costs copies, and indexing it zeros in the backward
+    if w.size(0) == 1:  # bmm would copy, and indexing would make a full-size zero gradient
         return F.linear(x.squeeze(0), w.squeeze(0)).unsqueeze(0)
-    if (
-        x.size(1) == 1 and not w.is_cuda and w.dtype != torch.bfloat16
-    ):  # 1.5x the speed of the other order
-        return torch.bmm(w, x.transpose(1, 2)).transpose(1, 2)
-    return torch.bmm(x, w.transpose(1, 2))
+    if x.size(1) == 1 and not w.is_cuda and w.dtype != torch.bfloat16:
+        return torch.bmm(w, x.mT).mT  # 1.5 times as fast for single rows on a CPU
+    return torch.bmm(x, w.mT)
 
 
-def product(
-    a: torch.Tensor, b: torch.Tensor, wide: torch.dtype, total: torch.Tensor | None = None
-) -> torch.Tensor:
-    """a @ b, matrices or stacks of them, in `wide`: added to total, in place, where one is given.
-    As the accumulator holds it where the device can give that, else rounded first."""
-    stacks = a.dim() == 3
+class Linear:
+    """y = x W^T without bias, batched over experts where W is (E, out, in). Autograd makes the
+    gradient of W at every call; unroll.DeferredLinear makes it once for all calls."""
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype):
+        """weight: (out, in) or (E, out, in); dtype: of the product."""
+        self.weight = weight
+        self.w = weight.to(dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self.w)
+
+
+def matmul_into(a: Tensor, b: Tensor, wide: torch.dtype, total: Tensor | None = None) -> Tensor:
+    """Return a @ b (matrices or stacks of them) in the dtype `wide`; with `total`, add it to that
+    in place. On a GPU the fp32 accumulator is kept; elsewhere bf16 products are rounded first."""
+    stacked = a.dim() == 3
     if a.is_cuda and a.dtype != wide:
         if total is None:
-            return (torch.bmm if stacks else torch.mm)(a, b, out_dtype=wide)
-        add = torch.baddbmm if stacks else torch.addmm
+            return (torch.bmm if stacked else torch.mm)(a, b, out_dtype=wide)
+        add = torch.baddbmm if stacked else torch.addmm
         return add(total, a, b, out_dtype=wide, out=total)
     if total is None:
         return (a @ b).to(wide)
     if a.dtype != wide:
         return total.add_(a @ b)
-    return total.baddbmm_(a, b) if stacks else total.addmm_(a, b)
+    return total.baddbmm_(a, b) if stacked else total.addmm_(a, b)
 
 
-@functools.cache
-def compiled(f: Callable, pdl: bool = False) -> Callable:
-    """f compiled, once in a process, for each of the sizes that it meets; pdl: its kernels by
-    programmatic dependent launch."""
-    torch._dynamo.config.recompile_limit = 256  # past it a piece would run eagerly from then on
-    torch._dynamo.config.accumulated_recompile_limit = 4096
-    return torch.compile(f, dynamic=False, options={'triton.enable_pdl': True} if pdl else None)
+# ---- head and loss -----------------------------------------------------------------------------
 
 
-def fused(f: Callable) -> Callable:
-    """Decorate a function of tensors: compiled into one kernel each way while `fused.enabled`, and
-    called unchanged otherwise. The only switch for compilation: language models, agents and Muon
-    all use it."""
+class Loss(NamedTuple):
+    """Mean losses per token, in nats."""
 
-    @functools.wraps(f)
-    def call(*args, **static):
-        if fused.enabled and not torch.compiler.is_compiling():
-            return compiled(f)(*args, **static)
-        return f(*args, **static)
-
-    return call
+    objective: Tensor  # what training minimizes
+    cross_entropy: Tensor  # what is reported
 
 
-fused.enabled = False
+def softcap(x: Tensor) -> Tensor:
+    return SOFTCAP * torch.tanh(x / SOFTCAP)
 
 
-# ---- Triton or not: measured, for the sizes at hand ----
+@fused
+def losses(logits: Tensor, targets: Tensor, config: object) -> tuple[Tensor, Tensor]:
+    """Return the training objective and the cross-entropy of logits (N, V) before the soft-cap and
+    targets (N,), summed over rows, in nats. config: the model's, for settings of the objective."""
+    scores = softcap(logits.to(torch.promote_types(logits.dtype, torch.float32)))
+    cross_entropy = F.cross_entropy(scores, targets, reduction='sum')
+    objective = cross_entropy  # terms that only training sees, such as a z-loss, are added here
+    return objective, cross_entropy
 
 
-@functools.cache
-def triton_module() -> ModuleType | None:
-    """triton_kernels.py; None where triton is not installed."""
-    if importlib.util.find_spec('triton') is None:
-        return None
-    import triton_kernels
-
-    return triton_kernels
-
-
-def seconds_of(run: Callable[[], object], repeats: int = 16) -> float:
-    """Device time of run(), the least of a few: replays of a CUDA graph of it, so that launches
-    from Python do not count, as they do not in training. 16 calls: a run that takes its weights in
-    turn has come round at most once, and the L2 holds none of them."""
-    for _ in range(2):  # the first compiles
-        run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode='thread_local'):  # other threads load data
-        for _ in range(repeats):
-            run()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
-    for _ in range(5):
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return min(times) / 1e3 / repeats
-
-
-@torch.no_grad()
-def compare(run: Callable[[bool], tuple | list]) -> dict:
-    """Seconds of run(False) and run(True), see by_triton, and the largest relative difference of
-    their results (NaN if there is one); why not, where it fails: a kernel that does not compile, or
-    asks for more shared memory than the card has, is a TritonError."""
-    found = {'compiled': seconds_of(lambda: run(False))}
-    try:
-        # one after the other: both may lie in one memory
-        mine, own = ([x.to(torch.float64, copy=True) for x in run(way)] for way in (True, False))
-        pairs = zip(mine, own, strict=True)
-        off = [(x - y).norm() / y.norm().clamp(min=1e-30) for x, y in pairs]
-        found['difference'] = torch.stack(off).max().item()
-        found['triton'] = seconds_of(lambda: run(True))
-    except (sys.modules['triton'].TritonError, RuntimeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else ''
-        found['error'] = f'{type(error).__name__}: {reason}'
-    return found
-
-
-def made_up(weights: dict, dt: torch.dtype) -> tuple[Callable, Iterator[dict]]:
-    """For trials: normal(*shape), and a level's weights with such matrices, in dt, in turn with
-    copies of them, like levels: more than a GPU's cache holds, which training streams past it
-    too. torch's own generators go on as if nothing were drawn."""
-    device, random = weights['wqkv'].device, torch.Generator().manual_seed(0)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=random).to(device)
-
-    sizes = {name: x.shape for name, x in weights.items() if x.dim() > 1}
-    some = {name: (normal(*size) * size[-1] ** -0.5).to(dt) for name, size in sizes.items()}
-    copies = min(16, 1 + 2**28 // sum(x.nbytes for x in some.values()))
-    every = [(name, x.detach()) for name, x in (weights | some).items()]
-    # a list: nothing is left to be copied while a trial is timed
-    leaves = [{name: x.clone().requires_grad_() for name, x in every} for _ in range(copies)]
-    return normal, itertools.cycle(leaves)
-
-
-chosen: dict[tuple, dict] = {}  # what was measured, by sizes and name
-
-
-def wins(found: dict) -> bool:
-    """The kernel agrees with the model's own piece, and is faster."""
-    return found.get('difference', 1) < 0.03 and found.get('triton', math.inf) < found['compiled']
-
-
-def by_triton(key: tuple, device: torch.device, trials: Callable[[], dict]) -> frozenset:
-    """Of trials() = {name: run}, the names whose run(True), a Triton kernel or a way to run, agrees
-    with run(False), at first the model's own pieces compiled, in values and gradients, and beats
-    it. CUDA only; measured once for a key, by CUDA graphs: so not while another is captured, where
-    what was not measured before is not taken."""
-    if device.type != 'cuda' or triton_module() is None:
-        return frozenset()
-    if key not in chosen:
-        if torch.cuda.is_current_stream_capturing():
-            return frozenset()
-        chosen[key] = {name: compare(run) for name, run in trials().items()}
-    return frozenset(name for name, found in chosen[key].items() if wins(found))
-
-
-def chosen_lines() -> list[str]:
-    """What was measured and chosen so far, one line a set of sizes; empty where there is no GPU."""
-
-    def told(found):
-        if 'error' in found:
-            return f'not taken ({found["error"]})'
-        mine, own = 1e6 * found['triton'], 1e6 * found['compiled']
-        apart = f'{found["difference"]:.1%} apart'
-        return f'{"" if wins(found) else "not "}taken ({mine:.0f} against {own:.0f} us, {apart})'
-
-    sets = filter(None, chosen.values())
-    return [', '.join(f'{n}: {told(x)}' for n, x in trials.items()) for trials in sets]
-
-
-# ---- head and loss ----
-
-
-@functools.cache
-def widened(losses: Callable) -> Callable:
-    """losses of logits in fp32 at least."""
-
-    def run(logits, targets):
-        return losses(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
-
-    return run
-
-
+@has_triton_form('loss')
 def slice_loss(
-    losses: Callable, logits: torch.Tensor, targets: torch.Tensor, grad_scale: float, way: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """losses and its gradient times grad_scale for a slice of rows, logits and gradient in the
-    dtype of products. way: 'eager', 'compiled' or 'triton'."""
-    if way == 'triton':
-        return triton_module().cross_entropy(logits, targets, grad_scale)
-    run = compiled(widened(losses)) if way == 'compiled' else widened(losses)
+    logits: Tensor, targets: Tensor, scale: float, config: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return objective and cross-entropy, summed over rows, and `scale` times the gradient of the
+    objective with respect to the logits, in their dtype."""
     with torch.enable_grad():
         logits = logits.detach().requires_grad_()
-        loss = run(logits, targets)
-        return loss.detach(), *torch.autograd.grad(loss, logits, torch.full_like(loss, grad_scale))
-
-
-def loss_by_triton(
-    losses: Callable, rows: int, V: int, dt: torch.dtype, device: torch.device
-) -> bool:
-    """Whether the Triton kernel stands in for `losses`, for slices of this size."""
-
-    def trials():
-        random = torch.Generator(device).manual_seed(0)
-        logits = (torch.randn(rows, V, device=device, generator=random) * 5).to(dt)
-        targets = torch.randint(V, (rows,), device=device, generator=random)
-
-        def run(triton):
-            way = 'triton' if triton else 'compiled'
-            return slice_loss(losses, logits.clone(), targets, 1 / rows, way)
-
-        return {'loss': run}
-
-    return dt != torch.float64 and 'loss' in by_triton((losses, rows, V, dt), device, trials)
+        objective, cross_entropy = losses(logits, targets, config)
+        (grad,) = torch.autograd.grad(objective, logits, torch.full_like(objective, scale))
+    return objective.detach(), cross_entropy.detach(), grad
 
 
 def rows_per_slice(N: int, V: int, device: str) -> int:
-    """Of N rows, how many have their logits at a time; device: 'cpu' or 'cuda'."""
+    """Return how many of N rows have their logits in memory at a time; device: 'cpu' or 'cuda'."""
     least = -(-N * V // LOGITS_PER_SLICE[device])  # slices
-    # equal ones, if twice as many can be: a last, shorter one would be compiled apart
+    # prefer slices of equal size: a shorter last one would be compiled separately
     slices = next((n for n in range(least, 2 * least) if N % n == 0), least)
     return -(-N // slices)
 
 
 class HeadLoss(torch.autograd.Function):
-    """Mean loss in slices of rows, so that few logits exist at a time; gradients are made in the
-    forward."""
+    """Head and mean loss in slices of rows, so that few logits exist at a time. The forward makes
+    the gradients."""
 
     @staticmethod
-    def forward(ctx, x, weight, targets, dt, losses, compile):
-        N, V = x.size(0), weight.size(0)
-        rows, way = rows_per_slice(N, V, x.device.type), 'compiled' if compile else 'eager'
-        if compile and loss_by_triton(losses, rows, V, dt, x.device):
-            way = 'triton'
-        w = weight.to(dt)
-        loss = torch.zeros((), dtype=x.dtype, device=x.device)
+    def forward(ctx, x, weight, targets, dtype, config):
+        N, rows = len(x), rows_per_slice(len(x), len(weight), x.device.type)
+        w = weight.to(dtype)
+        objective, cross_entropy = torch.zeros(2, dtype=x.dtype, device=x.device).unbind()
         dx, dw = torch.empty_like(x), torch.zeros_like(weight)
         for i in range(0, N, rows):
-            x_i = x[i : i + rows].to(dt)
-            loss_i, d = slice_loss(losses, x_i @ w.t(), targets[i : i + rows], 1 / N, way)
-            loss += loss_i
+            x_i = x[i : i + rows].to(dtype)
+            part, reported, d = slice_loss(x_i @ w.t(), targets[i : i + rows], 1 / N, config)
+            objective += part
+            cross_entropy += reported
             dx[i : i + rows] = d @ w
-            product(d.t(), x_i, dw.dtype, dw)
+            matmul_into(d.t(), x_i, dw.dtype, dw)
         ctx.save_for_backward(dx, dw)
-        return loss / N
+        cross_entropy = cross_entropy / N
+        ctx.mark_non_differentiable(cross_entropy)
+        return objective / N, cross_entropy
 
     @staticmethod
-    def backward(ctx, g):
+    def backward(ctx, g, _):
         dx, dw = ctx.saved_tensors
-        return g * dx, g * dw, None, None, None, None
+        return g * dx, g * dw, None, None, None
 
 
-def head_loss(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    losses: Callable,
-    compile: bool = False,
-) -> torch.Tensor:
-    """Mean over rows of losses(x @ weight.T, targets). x (N, D), weight (V, D), targets (N,) int64;
-    losses(logits (rows, V) fp32, targets (rows,)) -> their sum."""
-    dt, N = compute_dtype(x), x.size(0)
+def head_loss(x: Tensor, weight: Tensor, targets: Tensor, config: object) -> Loss:
+    """Return the mean losses of x @ weight.T against targets. x (N, D), weight (V, D), targets (N,)
+    int64. Without gradients both are the cross-entropy."""
+    dtype, N = compute_dtype(x), len(x)
     with torch.autocast(x.device.type, enabled=False):
         if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-            return HeadLoss.apply(x, weight, targets, dt, losses, compile)
-        w, wide, rows = weight.to(dt), x.dtype, rows_per_slice(N, weight.size(0), x.device.type)
-        slices = zip(x.split(rows), targets.split(rows), strict=True)
-        return sum(losses((x_i.to(dt) @ w.t()).to(wide), y_i) for x_i, y_i in slices) / N
+            return Loss(*HeadLoss.apply(x, weight, targets, dtype, config))
+        w, rows = weight.to(dtype), rows_per_slice(N, len(weight), x.device.type)
+        total = torch.zeros((), dtype=x.dtype, device=x.device)
+        for x_i, targets_i in zip(x.split(rows), targets.split(rows), strict=True):
+            total += losses(x_i.to(dtype) @ w.t(), targets_i, config)[1]
+        return Loss(total / N, total / N)
 
 
-# ---- CUDA graphs ----
+# ---- CUDA graphs -------------------------------------------------------------------------------
 
 
 def graphed(
@@ -426,12 +442,14 @@ def graphed(
     *args: object,
     generator: torch.Generator | None = None,
 ) -> object:
-    """function(*args) as a CUDA graph: the first three calls run as they are; the fourth is
-    captured, and it and all later calls replay that: the arguments are read from, and the results
-    lie in, the same memory every time. graphs: where they are kept, by name; those of one dict
-    share memory and must be called in the same order again and again, so that one may use another's
-    activations. Nothing may keep an eager call's loss alive: its gradient nodes belong to another
-    stream. graphs None: as it is."""
+    """Call function(*args) as a CUDA graph.
+
+    The first three calls run eagerly; the fourth is captured, and it and all later calls replay the
+    graph: arguments are read from, and results lie in, the same memory every time. graphs: where
+    they are kept, by name; graphs of one dict share memory and must be called in the same order
+    again and again, so that one may read another's activations. generator: what function draws
+    from, unless that is torch's own. Nothing may keep the loss of an eager call alive: its gradient
+    nodes belong to another stream. With graphs = None, function is simply called."""
     if graphs is None:
         return function(*args)
     calls, graph, result = graphs.get(name, (0, None, None))
@@ -442,10 +460,16 @@ def graphed(
     if graph is None:
         pool = next((g.pool() for _, g, _ in graphs.values() if g is not None), None)
         graph = torch.cuda.CUDAGraph()
-        if generator is not None:  # what function draws from, but for torch's own
+        if generator is not None:
             graph.register_generator_state(generator)
+        # thread_local: other threads load data meanwhile
         with torch.cuda.graph(graph, pool=pool, capture_error_mode='thread_local'):
             result = function(*args)
         graphs[name] = calls, graph, result
     graph.replay()
     return result
+
+
+def can_capture(x: Tensor) -> bool:
+    """Return whether a CUDA graph can be captured here; within a capture, work joins that graph."""
+    return x.is_cuda and not torch.cuda.is_current_stream_capturing()

@@ -1,93 +1,90 @@
+"""The language models: `GPT`, which carries nothing from token to token but its attention window, and
+`RecurrentGPT`, whose last layer's output is the first layer's input at the next token. Both have L
+layers of E parallel experts of width D ("Temporal Recurrence Favors Fewer Layers", Section 3).
+
+The equations of a layer are in layer.py; here are sizes, weights, state, and what runs the layers
+over text: the token loop (unroll.py) for RecurrentGPT, whole sequences for GPT.
+
+Shapes: B streams, T tokens per chunk, V vocabulary, D width, E experts, L layers, H query heads and
+G key-value heads per expert, K head size, W attention window, C key-value heads in the cache (G
+where experts share it, else E * G).
 """
-The language models: `GPT` (no state from token to token beyond its attention window) and
-`RecurrentGPT`, whose last level's state is the next token's input. Both have L levels of E parallel
-experts of width D (the Parallel Experts framework of "Temporal Recurrence Favors Fewer Layers").
-
-The equations of a level stand here and nowhere else: `route`, `enter`, `heads`, `residual`,
-`activation`, `combine`, `aggregate`, put together in `level`, `leave` and `RecurrentGPT.token`.
-Every path calls them: plain and fast training (unroll.py: what is kept and when weights' gradients
-are made), compiled pieces, CUDA graphs, decoding (sample.py), validation. Autograd differentiates
-them. To change the model, edit them.
-
-Shape letters: B streams, T tokens of a chunk, N rows (B, or B*T for GPT), V vocabulary, D width, E
-experts, L levels, H query heads, G key-value heads, R = H / G query heads a key-value head, K head
-size, W attention window; C cache heads (G where experts share a cache, else E*G), M = E*H / C query
-heads a cache head.
-
-Readings of the paper that are ours (results/README.md has all): all experts of a level read the
-same u, and keys are normalised after their sum over experts, so that their scale does not depend on
-E and the E key-value matrices can be summed before the product, exactly; shared keys and values
-keep sqrt_sum where the aggregation is routed."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from cache import BLOCK, Sequence
 from kernels import (
     Heads,
-    apply_rope,
-    by_expert,
-    compiled,
+    Linear,
+    Loss,
     compute_dtype,
-    gate_weights,
+    fused,
     head_loss,
-    linear,
-    outputs,
-    rms_norm,
+    norm,
     rope_table,
+    rotate,
     rows_per_slice,
     softcap,
+    using,
     window_mask,
 )
-from unroll import BLOCK, Recipe, unroll
+from layer import LayerWeights, layer
+from unroll import DeferredLinear, recomputes, unroll
 
-# name: a shared key or value is the sum over experts times E ** -this (routed ones keep sqrt_sum's)
+# aggregation: shared keys and values are the sum over experts times E ** -exponent
 AGGREGATIONS = {'sqrt_sum': 0.5, 'mean': 1.0, 'softmax_mean': 0.5, 'softmax_l2': 0.5}
 RESIDUALS = ('expert', 'shared')
-PATHS = ('fast', 'compiled', 'captured', 'graphed', 'plain')
-EVAL_CHUNK = 128  # tokens at a time in validation: longer chunks only cost memory
+MODES = ('fast', 'plain')
+INIT_B = ('one', 'sqrt_experts')
+EVAL_CHUNK = 128  # tokens per chunk in validation; longer chunks of RecurrentGPT only cost memory
 
 
 @dataclass
 class ModelConfig:
-    """Sizes of a model. Raises ValueError, naming the field, for sizes that do not fit together."""
+    """Sizes and choices of a model. Raises ValueError, naming the field, if they do not fit
+    together. A field that train_lm.py has a setting for is passed on by its name."""
 
     vocab_size: int = 50304  # V: GPT-2's 50,257 padded to a multiple of 128; 256 for bytes
     n_layer: int = 2  # L
-    n_expert: int = 8  # E
+    n_expert: int = 8  # E, experts per layer
     n_embd: int = 768  # D
-    n_head: int = 0  # H; 0: D/96 if D % 192 == 0, else D/64 if D % 128 == 0
-    n_kv_head: int = 0  # G; 0: H/2 (H when H is odd)
+    n_head: int = 0  # H; 0 = D/96 if D % 192 == 0, else D/64 if D % 128 == 0
+    n_kv_head: int = 0  # G; 0 = H/2 (H when H is odd)
     window: int = 128  # W, the current token included
-    block_size: int = 64  # T, tokens of a training chunk
+    block_size: int = 64  # T, tokens per training chunk
     aggregation: str = 'sqrt_sum'  # one of AGGREGATIONS
-    share_kv: bool = True  # recurrent: one cache entry a level, or one for each expert
+    share_kv: bool = True  # recurrent: one cache per layer; False = one per expert
     residual: str = 'expert'  # GPT: each expert keeps its own (the paper's rule), or 'shared'
-    router_dim: int = 64  # width of the router's queries and keys (routed aggregations)
-    # recurrent: 'fast' (unroll.py) or 'plain' (the equations, token by token); 'compiled': fast,
-    # its pieces by torch.compile, also for GPT's training; 'graphed': compiled, in replayed CUDA
-    # graphs of blocks; 'captured': so without gradients only (a trainer that captures whole chunks)
-    path: str = 'fast'
+    router_dim: int = 64  # r, width of the router's queries and keys (routed aggregations)
+    init_b: str = 'one'  # recurrent, initial b in u = a s + b z: 'one' or 'sqrt_experts'
+    mode: str = 'fast'  # 'fast', or 'plain': autograd makes every weight gradient at every token
 
     def __post_init__(self) -> None:
         for name in 'vocab_size n_layer n_expert n_embd window block_size router_dim'.split():
             if getattr(self, name) < 1:
                 raise ValueError(f'{name} = {getattr(self, name)}: must be at least 1')
-        names = {'aggregation': AGGREGATIONS, 'residual': RESIDUALS, 'path': PATHS}
-        for name, allowed in names.items():
+        choices = {
+            'aggregation': AGGREGATIONS,
+            'residual': RESIDUALS,
+            'init_b': INIT_B,
+            'mode': MODES,
+        }
+        for name, allowed in choices.items():
             if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f'{name} = {value!r}: expected one of {", ".join(allowed)}')
         D = self.n_embd
         if self.n_head == 0:
             if D % 192 and D % 128:
-                words = 'is a multiple of neither 192 (heads of 96) nor 128 (of 64): set n_head'
-                raise ValueError(f'n_embd = {D} {words}')
+                raise ValueError(
+                    f'n_embd = {D} is a multiple of neither 192 (heads of 96) nor 128 (of 64): '
+                    'set n_head'
+                )
             self.n_head = D // 96 if D % 192 == 0 else D // 64
         H = self.n_head
         if H < 0 or D % H or (D // H) % 2:
@@ -98,16 +95,8 @@ class ModelConfig:
             raise ValueError(f'n_kv_head = {self.n_kv_head}: n_head = {H} must be a multiple of it')
 
     @property
-    def compile(self) -> bool:
-        return self.path in ('compiled', 'captured', 'graphed')
-
-    @property
     def head_dim(self) -> int:
         return self.n_embd // self.n_head
-
-    @property
-    def expert_weights(self) -> int:
-        return 2 * self.n_embd * (self.n_head + self.n_kv_head) * self.head_dim + 8 * self.n_embd**2
 
     @property
     def routed(self) -> bool:
@@ -115,164 +104,36 @@ class ModelConfig:
 
 
 class State(NamedTuple):
-    """What a model carries from chunk to chunk. Nothing in it grows, and no absolute position
-    exists: cached keys are normalised but not rotated, and are rotated by their slot in the window
-    when they are read."""
+    """What a model carries from chunk to chunk. It never grows and holds no absolute position:
+    cached keys are normalized but not rotated, and are rotated by their slot in the window when
+    they are read."""
 
-    s: Tensor  # (B, D) fp32, the last level's output; empty (B, 0) for GPT
+    s: Tensor  # (B, D) fp32, the last layer's output; empty (B, 0) for GPT
     k: Tensor  # (L, B, C, W, K), newest entry last
     v: Tensor  # (L, B, C, W, K)
-    count: Tensor  # (B,) int64, how many of the W entries are filled
+    count: Tensor  # (B,) int64, the number of filled entries
 
     def detach(self) -> 'State':
         return State(*(x.detach() for x in self))
 
 
-# ---- the equations of a level ----
-# N rows at a time, experts batched. `w` holds a level's weights by name. A matrix is a product:
-# w['up'](f, x) is W f(x); where f gives several results the last one is multiplied and the others
-# are returned before it. w['piece'](f, x) is f(x). That is all a path may choose: how a product is
-# made, and where pieces are fused.
-
-
-class Rules(NamedTuple):
-    """Which of the equations hold."""
-
-    recurrent: bool
-    aggregation: str
-    residual: str
-    heads: Heads
-
-
-def norm(x: Tensor) -> Tensor:
-    """Parameter-free RMSNorm over the last dimension."""
-    return rms_norm(x)
-
-
-def enter(
-    s: Tensor, z: Tensor | None = None, a: Tensor | None = None, b: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """What all experts read, u = a s + b z (GPT: s), and its norm. s, z (N, D)."""
-    u = s if a is None else a * s + b * z
-    return u, norm(u)
-
-
-def heads(qkv: Tensor, h: Heads, wide: torch.dtype) -> tuple[Tensor, ...]:
-    """Rows of C*M queries, C keys and C values -> each (N, C*M or C, K); queries and keys
-    normalised per head, not yet rotated."""
-    queries = h.C * h.M
-    qk, v = qkv.unflatten(-1, (-1, h.K)).split([queries + h.C, h.C], -2)
-    q, k = norm(qk.to(wide)).split([queries, h.C], -2)
-    return q, k, v
-
-
-def residual(u: Tensor, o: Tensor) -> tuple[Tensor, Tensor]:
-    """y = u + Wo att, (E, N, D), and its norm, the FFN's input."""
-    y = u + o
-    return y, norm(y)
-
-
-def activation(x: Tensor) -> Tensor:
-    """Between the FFN's matrices: squared ReLU."""
-    return F.relu(x).square()
-
-
-def aggregate(h: Tensor, gates: Tensor | None, name: str) -> Tensor:
-    """A(h_1..h_E): h (E, ..., D) -> (..., D). sqrt_sum: sum(h_i) / sqrt(E); mean; softmax_mean:
-    sum(a_i h_i) / sum(a_i); softmax_l2: sum(a_i h_i) / sqrt(sum(a_i^2)), the router's gates a (...,
-    E)."""
-    if name == 'sqrt_sum':
-        return h.sum(0) / math.sqrt(h.size(0))
-    if name == 'mean':
-        return h.mean(0)
-    weights = gate_weights(gates, name)  # refuses other names
-    return (weights.movedim(-1, 0).unsqueeze(-1) * h).sum(0)
-
-
-def combine(y: Tensor, x: Tensor, u: Tensor, gates: Tensor | None, rules: Rules) -> Tensor:
-    """The level's output (N, D) from y and the FFN's x (E, N, D). u: GPT's shared residual."""
-    h = y + x
-    if rules.recurrent:
-        return aggregate(norm(h), gates, rules.aggregation)
-    if rules.residual == 'expert':
-        return aggregate(h, gates, rules.aggregation)
-    if rules.residual == 'shared':
-        return u + aggregate(h - u, gates, rules.aggregation)
-    raise ValueError(f'residual = {rules.residual!r}: expected one of {", ".join(RESIDUALS)}')
-
-
-def join(z: Tensor, s: Tensor) -> Tensor:
-    return torch.cat([z, s], -1)
-
-
-def gate(scores: Tensor, r: int, wide: torch.dtype) -> Tensor:
-    return F.softmax(scores.to(wide) / math.sqrt(r), -1)
-
-
-def route(w: dict, s: Tensor, z: Tensor) -> Tensor:
-    """Router: a = softmax(q.k_i / sqrt(r)) (N, E), q = Wq [z; s] + bq, k_i = Wk e_i + bk, e_i
-    learned."""
-    q = w['router_q'](join, z, s)
-    scores = w['router_keys'](torch.add, q, w['router_q_bias'])
-    return w['piece'](gate, scores, r=q.size(-1), wide=s.dtype)
-
-
-def leave(w: dict, u: Tensor, att: Tensor, gates: Tensor | None, rules: Rules) -> Tensor:
-    """Output projection, FFN, norm and aggregation: u (N, D), att (E, N, H*K) -> the next s (N,
-    D)."""
-    y, hidden = w['up'](residual, u, w['wo'](att))
-    x = w['down'](activation, hidden)
-    return w['piece'](combine, y, x, u, gates, rules=rules)
-
-
-def level(w: dict, s: Tensor, z: Tensor, attend: Callable, rules: Rules) -> Tensor:
-    """One level: s, z (N, D) -> the next s. attend(heads, qkv, ...) -> attended values (E, N,
-    H*K)."""
-    gates = route(w, s, z) if 'router_q' in w else None
-    inputs = (s, z, w['a'], w['b']) if rules.recurrent else (s,)
-    u, qkv = w['wqkv'](enter, *inputs)
-    att = attend(heads, qkv, h=rules.heads, wide=s.dtype)
-    return w.get('leave', leave)(w, u, att, gates, rules)
-
-
-def levels(
-    ws: list, s: Tensor, z: Tensor, attends: list, rules: Rules, level: Callable = level
-) -> Tensor:
-    """All levels in turn: s, z (N, D) -> s[L]. level: the one above, or that compiled."""
-    for w, attend in zip(ws, attends, strict=True):
-        s = level(w, s, z, attend, rules)
-    return s
-
-
-def token(
-    ws: list, s: Tensor, z: Tensor, attends: list, rules: Rules, level: Callable = level
-) -> Tensor:
-    """A token of the recurrent model: its s[0] is s[L] of the token before. s, z (B, D) -> s[L]."""
-    return levels(ws, s, z, attends, rules, level)
-
-
-def losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Summed cross-entropy (nats) of the capped logits (N, V), fp32, against targets (N,)."""
-    return F.cross_entropy(softcap(logits), targets, reduction='sum')
-
-
-# ---- weights ----
+# ---- weights -----------------------------------------------------------------------------------
 
 
 def uniform_(w: Tensor, fan_in: int) -> Tensor:
-    """Uniform with standard deviation 0.5 / sqrt(fan_in): Muon's first updates then change a matrix
-    by a like amount."""
+    """Fill w from a uniform distribution of standard deviation 0.5 / sqrt(fan_in), so that Muon's
+    first updates change every matrix by a similar fraction."""
     bound = 0.5 * math.sqrt(3 / fan_in)
     return w.uniform_(-bound, bound)
 
 
-class Level(nn.Module):
-    """The weights of one level's E experts, stacked, each matrix (out, in). No biases."""
+class Layer(nn.Module):
+    """Weights of one layer's E experts, stacked, each matrix (out, in), without biases."""
 
     def __init__(self, config: ModelConfig, recurrent: bool):
         super().__init__()
         E, D, H, G = config.n_expert, config.n_embd, config.n_head, config.n_kv_head
-        K = config.head_dim
+        K, r = config.head_dim, config.router_dim
         self.config, self.recurrent = config, recurrent
         self.wq = nn.Parameter(torch.empty(E, H * K, D))
         self.wk = nn.Parameter(torch.empty(E, G * K, D))
@@ -280,11 +141,10 @@ class Level(nn.Module):
         self.wo = nn.Parameter(torch.empty(E, D, H * K))
         self.up = nn.Parameter(torch.empty(E, 4 * D, D))
         self.down = nn.Parameter(torch.empty(E, D, 4 * D))
-        if recurrent:  # u = a*s + b*z
+        if recurrent:  # u = a s + b z
             self.a = nn.Parameter(torch.ones(()))
             self.b = nn.Parameter(torch.ones(()))
         if config.routed:
-            r = config.router_dim
             self.router_q = nn.Parameter(torch.empty(r, 2 * D))
             self.router_k = nn.Parameter(torch.empty(r, r))
             self.router_q_bias = nn.Parameter(torch.zeros(r))
@@ -293,266 +153,263 @@ class Level(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """q, k, v, up and the router uniform (see uniform_); o and down zero, so that every level
-        starts as the identity on its normalised input; expert embeddings N(0, 1)."""
+        """Initialize q, k, v, up and the router uniformly; o and down with zeros, so that every
+        layer starts as the identity on its normalized input; expert embeddings from N(0, 1)."""
         for w in (self.wq, self.wk, self.wv, self.up):
             uniform_(w, self.config.n_embd)
         self.wo.zero_()
         self.down.zero_()
+        if self.recurrent and self.config.init_b == 'sqrt_experts':
+            self.b.fill_(math.sqrt(self.config.n_expert))
         if self.config.routed:
             uniform_(self.router_q, self.router_q.size(1))
             uniform_(self.router_k, self.router_k.size(1))
             self.expert_embedding.normal_()
 
-    def rules(self) -> Rules:
+    @property
+    def heads(self) -> Heads:
         c = self.config
         shared = self.recurrent and c.share_kv
-        sizes = Heads(c.n_expert, c.n_kv_head, c.n_head // c.n_kv_head, c.head_dim, shared)
-        return Rules(self.recurrent, c.aggregation, c.residual, sizes)
+        return Heads(c.n_expert, c.n_kv_head, c.n_head // c.n_kv_head, c.head_dim, shared)
 
-    def weights(self) -> dict[str, Tensor]:
-        """What the equations read, differentiably: every parameter by its name, but q, k and v in a
-        single matrix 'wqkv' ((C*M + 2*C) * K, D) and the router's keys ready made. Where the cache
-        is shared the q rows are ordered (G, E, R), so that the queries of one key-value head are
-        neighbours, and the E key-value matrices are summed first."""
-        c, (E, G, R, K, shared) = self.config, self.rules().heads
-        merged = ('wq', 'wk', 'wv', 'router_k', 'router_k_bias', 'expert_embedding')
-        w = {name: p for name, p in self.named_parameters() if name not in merged}
-        if shared:
-            wq = self.wq.view(E, G, R * K, -1).transpose(0, 1).flatten(0, 2)
-            scale = E ** -AGGREGATIONS[c.aggregation]
-            wk, wv = self.wk.sum(0) * scale, self.wv.sum(0) * scale  # (G*K, D)
-        else:
-            wq, wk, wv = (x.flatten(0, 1) for x in (self.wq, self.wk, self.wv))
-        w['wqkv'] = torch.cat([wq, wk, wv])
-        if c.routed:
-            keys = F.linear(self.expert_embedding, self.router_k, self.router_k_bias)
-            w['router_keys'] = keys  # k_i = Wk e_i + bk: (E, r)
+    def weights(self, N: int, dtype: torch.dtype, linear: type = Linear) -> LayerWeights:
+        """Return the weights as layer.layer reads them, for N rows, differentiably. dtype: of
+        matrix products; linear: kernels.Linear or unroll.DeferredLinear."""
+        w = LayerWeights(
+            wqkv=linear(self.merged_qkv(), dtype),
+            wo=linear(self.wo, dtype),
+            up=linear(self.up, dtype),
+            down=linear(self.down, dtype),
+        )
+        if self.recurrent:
+            # one number per row, so that its gradient is a row's sum, added up over rows once
+            w = w._replace(a=self.a.expand(N, 1), b=self.b.expand(N, 1))
+        if self.config.routed:
+            keys = F.linear(self.expert_embedding, self.router_k, self.router_k_bias)  # (E, r)
+            w = w._replace(
+                router_q=linear(self.router_q, dtype),
+                router_q_bias=self.router_q_bias,
+                router_keys=linear(keys, dtype),
+            )
         return w
 
-
-def plain_weights(w: dict[str, Tensor], dt: torch.dtype) -> dict:
-    """`w` for the equations with nothing put off: matrices as products in dt, by autograd as it
-    is."""
-
-    def product(matrix):
-        def call(f, *args, **static):
-            *rest, x = outputs(f(*args, **static)) if callable(f) else (f,)
-            y = linear(x.to(dt), matrix)
-            return (*rest, y) if rest else y
-
-        return call
-
-    bound = {name: product(x.to(dt)) if x.dim() > 1 else x for name, x in w.items()}
-    return bound | {'piece': lambda f, *args, **static: f(*args, **static)}
+    def merged_qkv(self) -> Tensor:
+        """Return q, k and v of all experts as one matrix ((C M + 2 C) K, D). Where experts share
+        the cache, the E key-value matrices are summed, which is exact, and the query rows are
+        ordered (G, E, R), so that the queries of one key-value head are neighbors."""
+        E, G, R, K, shared = self.heads
+        if not shared:
+            return torch.cat([x.flatten(0, 1) for x in (self.wq, self.wk, self.wv)])
+        wq = self.wq.view(E, G, R * K, -1).transpose(0, 1).flatten(0, 2)  # (G E R K, D)
+        scale = E ** -AGGREGATIONS[self.config.aggregation]
+        return torch.cat([wq, self.wk.sum(0) * scale, self.wv.sum(0) * scale])
 
 
-# ---- the models ----
+# ---- the models --------------------------------------------------------------------------------
 
 
 class LanguageModel(nn.Module):
-    """What both models share: embedding, head, loss, one-token step, sizes. Subclasses give
+    """What both models share: embedding, head, loss, one-token step, sizes. Subclasses define
     `hidden`."""
 
     recurrent: bool
+    graphs = False  # on a GPU, replay the blocks of chunks that are too long for one CUDA graph
+    forms = frozenset()  # Triton forms in use (kernels.choose_forms)
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.n_embd))
-        self.levels = nn.ModuleList(Level(config, self.recurrent) for _ in range(config.n_layer))
+        self.layers = nn.ModuleList(Layer(config, self.recurrent) for _ in range(config.n_layer))
         self.head = nn.Parameter(torch.empty(config.vocab_size, config.n_embd))
         self.init_weights()
+        self.register_load_state_dict_pre_hook(rename_old_weights)
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Embedding N(0, 1) (it is normalised at once); head zero, so that the first loss is ln V;
-        levels: Level.init_weights."""
+        """Initialize the embedding from N(0, 1) (it is normalized at once); the head with zeros, so
+        that the first loss is ln V; layers by Layer.init_weights."""
         self.embedding.normal_()
         self.head.zero_()
-        for level in self.levels:
-            level.init_weights()
+        for one in self.layers:
+            one.init_weights()
+
+    @property
+    def heads(self) -> Heads:
+        return self.layers[0].heads
 
     def init_state(self, B: int) -> State:
-        """A fresh state for B streams: s zero, caches empty (masked, not attended as zeros)."""
-        c, device, h = self.config, self.embedding.device, self.levels[0].rules().heads
-        shape = c.n_layer, B, h.C, c.window, h.K
-        k, v = torch.zeros(2, *shape, dtype=compute_dtype(self.embedding), device=device)
-        D = c.n_embd if self.recurrent else 0
-        s = torch.zeros(B, D, dtype=self.embedding.dtype, device=device)
+        """Return the state at the start of B streams: s zero, caches empty (masked rather than
+        attended as zeros)."""
+        c, device, heads = self.config, self.embedding.device, self.heads
+        shape = (2, c.n_layer, B, heads.C, c.window, heads.K)
+        k, v = torch.zeros(shape, dtype=compute_dtype(self.embedding), device=device)
+        width = c.n_embd if self.recurrent else 0
+        s = torch.zeros(B, width, dtype=self.embedding.dtype, device=device)
         return State(s, k, v, torch.zeros(B, dtype=torch.int64, device=device))
 
     def core(self, idx: Tensor, state: State | None) -> tuple[Tensor, State | None]:
-        """Tokens (B, T) -> the head's input (B, T, D) and the new state."""
-        x, state = self.hidden(norm(F.embedding(idx, self.embedding)), state)
+        """Run embedding and layers: tokens (B, T) -> the head's input (B, T, D), and the state."""
+        z = norm(F.embedding(idx, self.embedding))
+        with using(self.forms):
+            x, state = self.hidden(z, state)
         return norm(x), state
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, state: State | None = None
-    ) -> tuple[Tensor, State | None]:
-        """Run a chunk. idx, targets: (B, T) int64. Returns (logits (B, T, V) fp32, state), or with
-        targets (mean cross-entropy in nats, state). The incoming state is detached (truncated
-        back-propagation). state = None: RecurrentGPT starts from init_state; GPT attends over the
-        whole chunk, as in training, and returns None."""
+    ) -> tuple[Tensor | Loss, State | None]:
+        """Run a chunk. idx, targets: (B, T) int64.
+
+        Returns (logits (B, T, V) fp32, state), or with targets (Loss in nats per token, state). The
+        incoming state is detached (truncated back-propagation). state = None: RecurrentGPT starts
+        from init_state; GPT attends over the whole chunk, as in training, and returns None."""
         x, state = self.core(idx, state)  # (B, T, D)
         if targets is not None:
-            compile = self.config.compile
-            return head_loss(x.flatten(0, 1), self.head, targets.flatten(), losses, compile), state
+            with using(self.forms):
+                loss = head_loss(x.flatten(0, 1), self.head, targets.flatten(), self.config)
+            return loss, state
         dtype = compute_dtype(x)
         return softcap(F.linear(x.to(dtype), self.head.to(dtype)).to(x.dtype)), state
 
     def step(self, idx: Tensor, state: State) -> tuple[Tensor, State]:
-        """One token for each stream: idx (B,) -> logits (B, V), new state."""
+        """Run one token per stream: idx (B,) -> logits (B, V), and the state."""
         logits, state = self(idx.unsqueeze(1), state=state)
         return logits.squeeze(1), state
 
     def num_params(self) -> dict[str, int]:
-        """Parameters in all, of the embedding, of the head and of the core (the levels)."""
+        """Return the number of parameters: 'total', 'embedding', 'head' and 'core' (the layers)."""
         total = sum(p.numel() for p in self.parameters())
         ends = {'embedding': self.embedding.numel(), 'head': self.head.numel()}
         return {'total': total, **ends, 'core': total - sum(ends.values())}
 
     def flops_per_token(self) -> dict[str, float]:
-        """Forward FLOPs a token, core and head apart (training costs three times that): two a
-        weight, plus attention at the mean context: W when recurrent (a stream's steady state), (T +
-        1) / 2 for GPT's sequences. The E key-value projections are all counted, also where the code
-        sums them first, as the paper's budgets do."""
-        c, D = self.config, self.config.n_embd
+        """Return the forward FLOPs per token of 'core' and 'head'; training costs three times that.
+
+        Two per weight of every matrix, plus attention at the mean context: W when recurrent (a
+        stream's steady state), (T + 1) / 2 for GPT's sequences. All E key-value projections count,
+        also where they are summed first, as in the paper's budgets; the router's keys are made once
+        per chunk."""
+        c = self.config
         context = c.window if self.recurrent else (c.block_size + 1) / 2
-        expert = 2 * c.expert_weights + 4 * context * D
-        router = 2 * (2 * D + c.n_expert) * c.router_dim if c.routed else 0
-        core = c.n_layer * (c.n_expert * expert + router)
-        return {'core': float(core), 'head': float(2 * D * c.vocab_size)}
+        attention = 4 * context * c.n_head * c.head_dim * c.n_layer * c.n_expert
+        matrices = [
+            p
+            for name, p in self.layers.named_parameters()
+            if p.dim() > 1 and not name.endswith('router_k')
+        ]
+        core = 2 * sum(p.numel() for p in matrices) + attention
+        return {'core': float(core), 'head': float(2 * self.head.numel())}
 
     def param_groups(self) -> dict[str, list[nn.Parameter]]:
-        """Parameters by optimizer: 'matrices' for Muon; 'embedding', 'head' and 'scalars' for
-        AdamW."""
-        levels = self.levels.named_parameters()
-        matrices = [p for n, p in levels if p.dim() >= 2 and not n.endswith('expert_embedding')]
+        """Return parameters by optimizer: 'matrices' for Muon; 'embedding', 'head' and 'scalars'
+        for AdamW."""
+        named = list(self.layers.named_parameters())
+        matrices = [p for n, p in named if p.dim() > 1 and not n.endswith('expert_embedding')]
         known = {id(p) for p in [*matrices, self.embedding, self.head]}
-        scalars = [p for p in self.parameters() if id(p) not in known]
-        groups = {'matrices': matrices, 'embedding': [self.embedding], 'head': [self.head]}
-        return groups | {'scalars': scalars}
+        return {
+            'matrices': matrices,
+            'embedding': [self.embedding],
+            'head': [self.head],
+            'scalars': [p for p in self.parameters() if id(p) not in known],
+        }
+
+
+def rename_old_weights(module: nn.Module, weights: dict, prefix: str, *_: object) -> None:
+    """Accept checkpoints that call the layers `levels`."""
+    for name in [name for name in weights if name.startswith(f'{prefix}levels.')]:
+        weights[name.replace('levels.', 'layers.', 1)] = weights.pop(name)
 
 
 class RecurrentGPT(LanguageModel):
-    """The recurrent Transformer: for a token x, z = RMSNorm(embedding(x)), s[0] = s[L] of the token
-    before, then `level` L times. The caches are FIFOs of W entries, this token's included; keys get
-    RoPE as they are read. One entry a level, or, share_kv = False, one for each expert."""
+    """The recurrent Transformer: for a token x, z = RMSNorm(embedding(x)), and s[0] is s[L] of the
+    token before. Caches are FIFOs of W entries, the current token's included; keys are rotated as
+    they are read. One entry per layer and token or, with share_kv = False, one per expert."""
 
     recurrent = True
 
     def hidden(self, z: Tensor, state: State | None) -> tuple[Tensor, State]:
-        """z (B, T, D) -> s[L] at every token (B, T, D) and the new state."""
+        """z (B, T, D) -> s[L] at every token (B, T, D), and the state."""
         state = (self.init_state(z.size(0)) if state is None else state).detach()
-        path, dt = self.config.path, compute_dtype(z)
-        with torch.autocast(z.device.type, enabled=False):  # dtypes are ours from here on
-            weights, rules = [level.weights() for level in self.levels], self.levels[0].rules()
-            if path == 'plain':
-                out, new = plain_unroll(z.transpose(0, 1), state, weights, rules, dt)
-            else:
-                graphs = path == 'graphed' or (path == 'captured' and not torch.is_grad_enabled())
-                compile = self.config.compile
-                recipe = Recipe(token, rules, dt, z.dtype, compile, graphs)
-                out, new = unroll(z.transpose(0, 1), state, weights, recipe)
+        linear = DeferredLinear if self.config.mode == 'fast' else Linear
+        dtype = compute_dtype(z)
+        with torch.autocast(z.device.type, enabled=False):  # layer.py casts explicitly
+            weights = [one.weights(len(z), dtype, linear) for one in self.layers]
+            out, new = unroll(
+                z.transpose(0, 1), state, weights, self.heads, self.config, self.graphs
+            )
         return out.transpose(0, 1), State(*new)
 
-
-def plain_unroll(
-    z: Tensor, state: State, weights: list[dict], rules: Rules, dt: torch.dtype
-) -> tuple[Tensor, State]:
-    """The equations token by token, caches as new tensors, differentiated by autograd alone. z (T,
-    B, D)."""
-    s, k, v, count = state
-    W, k, v, out = k.size(3), list(k), list(v), []
-    ws = [plain_weights(w, dt) for w in weights]
-    cos, sin = rope_table(W, rules.heads.K, s)
-    for z_t in z:
-        count = (count + 1).clamp(max=W)
-        empty = torch.arange(W, device=z.device) < W - count[:, None]  # (B, W)
-
-        def attend(l, heads, qkv, h, wide, empty=empty):
-            q, k_t, v_t = heads(qkv, h, wide)
-            for cache, x in ((k, k_t), (v, v_t)):  # push_FIFO: (B, C, W, K)
-                cache[l] = torch.cat([cache[l][:, :, 1:], x.to(dt).unsqueeze(2)], 2)
-            q = apply_rope(q, cos[-1], sin[-1]).to(dt).unflatten(1, (h.C, h.M))
-            scores = q @ apply_rope(k[l], cos, sin).to(dt).mT  # rotated as read, by slot
-            scores = (scores.to(wide) / math.sqrt(h.K)).masked_fill(empty[:, None, None], -math.inf)
-            return by_expert(F.softmax(scores, -1).to(dt) @ v[l], h)
-
-        attends = [lambda *args, l=l, **sizes: attend(l, *args, **sizes) for l in range(len(ws))]
-        s = token(ws, s, z_t, attends, rules)
-        out.append(s)
-    return torch.stack(out), State(s, torch.stack(k), torch.stack(v), count)
+    def recomputes(self, B: int, T: int) -> bool:
+        """Return whether a training chunk (B, T) runs in blocks that are recomputed in the backward
+        (unroll.Recompute), because it is too long for memory or for one CUDA graph."""
+        c, heads = self.config, self.heads
+        dtype, device = compute_dtype(self.embedding), self.embedding.device.type
+        return recomputes(c.n_layer, B * heads.C, heads.M, c.window, T, dtype, device)
 
 
 class GPT(LanguageModel):
-    """The non-recurrent twin: E pre-norm Transformer blocks a level, batched. E = 1 is a standard
-    Transformer. The stream between levels stays in fp32: the literal rule multiplies it by sqrt(E)
-    a level."""
+    """The non-recurrent model: E pre-norm Transformer blocks per layer, batched. With E = 1 it is a
+    standard Transformer. The stream between layers stays in fp32: the paper's rule multiplies it by
+    sqrt(E) per layer."""
 
     recurrent = False
 
     def hidden(self, z: Tensor, state: State | None) -> tuple[Tensor, State | None]:
-        """z (B, T, D) -> s[L] (B, T, D). Without a state: causal attention over the chunk. With
-        one: the window W over the cached and the new tokens, so that any split of a stream into
-        chunks gives the same result."""
-        c, T, dt = self.config, z.size(1), compute_dtype(z)
-        rope = rope_table(T if state is None else c.window + T, c.head_dim, z)
-        rules, s, entries, past, mask = self.levels[0].rules(), z, [], None, None
-        run = compiled(sequence_level) if c.compile and state is None else sequence_level
-        if state is not None:
-            mask = window_mask(state.count, T, c.window)
-        with torch.autocast(z.device.type, enabled=False):
-            for l, one in enumerate(self.levels):
-                if state is not None:
-                    past = state.k[l].detach(), state.v[l].detach()
-                inputs = s, z if c.routed else s, past
-                s, *kv = run(one.weights(), inputs, rope, mask, rules, dt)
-                entries.append(kv)
+        """z (B, T, D) -> s[L] (B, T, D). Without a state: causal attention over the chunk. With a
+        state: a window of W over cached and new tokens, so that every split of a stream into chunks
+        gives the same result."""
+        c, (B, T, _), dtype = self.config, z.shape, compute_dtype(z)
+        past = 0 if state is None else c.window
+        cos, sin = rope_table(past + T, c.head_dim, z)
+        mask = None if state is None else window_mask(state.count, T, c.window)
+        s = z.clone()  # not z itself, or torch.compile would trace the first layer separately
+        new_k, new_v = [], []
+        with torch.autocast(z.device.type, enabled=False):  # layer.py casts explicitly
+            for l, one in enumerate(self.layers):
+                cached = None if state is None else (state.k[l].detach(), state.v[l].detach())
+                weights = one.weights(B * T, dtype)
+                s, k, v = sequence_layer(weights, s, z, cos, sin, cached, mask, self.heads, c)
+                new_k.append(k)
+                new_v.append(v)
         if state is None:
             return s, None
-        k, v = (torch.stack(x) for x in zip(*entries, strict=True))
-        return s, State(state.s, k, v, (state.count + T).clamp(max=c.window))
+        count = (state.count + T).clamp(max=c.window)
+        return s, State(state.s, torch.stack(new_k), torch.stack(new_v), count)
 
 
-def sequence_level(
-    w: dict, inputs: tuple, rope: tuple, mask: Tensor | None, rules: Rules, dt: torch.dtype
-) -> tuple[Tensor, ...]:
-    """One level of GPT on whole sequences: s and z (B, T, D) and cached keys and values, or None ->
-    the next s; with a cache also the new one's keys and values. Compiled, it serves all levels."""
-    s, z, past = inputs
-    (B, T, _), entries = s.shape, []
+@fused
+def sequence_layer(
+    w: LayerWeights,
+    s: Tensor,
+    z: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cached: tuple[Tensor, Tensor] | None,
+    mask: Tensor | None,
+    heads: Heads,
+    config: ModelConfig,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Run one layer of GPT on whole sequences: s and z (B, T, D) -> the next s.
 
-    def attend(heads, qkv, h, wide):
-        q, k, v = (x.view(B, T, -1, h.K).transpose(1, 2) for x in heads(qkv, h, wide))
-        if past is not None:
-            pairs = zip(past, (k, v), strict=True)
-            k, v = (torch.cat([old.to(dt), x.to(dt)], 2) for old, x in pairs)
-            entries.extend(x[:, :, T:] for x in (k, v))  # the last W
-        q, k = (apply_rope(x, *(a[-x.size(2) :] for a in rope)).to(dt) for x in (q, k))
-        y = attention(q, k, v.to(dt), mask)  # (B, E*H, T, K)
-        return y.unflatten(1, (h.E, -1)).permute(1, 0, 3, 2, 4).reshape(h.E, B * T, -1)
-
-    s = level(plain_weights(w, dt), s.flatten(0, 1), z.flatten(0, 1), attend, rules)
-    return s.unflatten(0, (B, T)), *entries
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Causal (mask None) or masked attention: q (B, A, T, K), k and v (B, C, S, K), A / C query
-    heads a key-value head."""
-    (B, A, T, K), C = q.shape, k.size(1)
-    how = {'attn_mask': mask, 'is_causal': mask is None, 'enable_gqa': A != C}
-    if q.is_cuda:  # not cuDNN's, which refuses some sizes, such as T = 32 with grouped heads
-        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
-            return F.scaled_dot_product_attention(q, k, v, **how)
-    if mask is not None or T > 512 or q.dtype != torch.bfloat16:
-        return F.scaled_dot_product_attention(q, k, v, **how)
-    # short chunks in bf16 on a CPU: three plain products beat the fused kernel (LOG.md)
-    future = q.new_full((T, T), -math.inf).triu(1).repeat(A // C, 1)
-    q, k, v = (x.reshape(B * C, -1, K) for x in (q, k, v))
-    p = F.softmax(torch.baddbmm(future, q, k.mT, alpha=1 / math.sqrt(K)), -1)  # (B*C, A/C*T, T)
-    return (p @ v).view(B, A, T, K)
+    cos, sin: angles of the cached and the new slots; cached: keys, not rotated, and values (B, C,
+    W, K). With a cache, also returns the last W keys and values. Compiled, it serves all layers."""
+    B, T, _ = s.shape
+    past = None
+    if cached is not None:
+        k, v = cached
+        W = k.size(2)
+        past = (rotate(k, cos[:W], sin[:W]).to(w.dtype), v.to(w.dtype))
+        cos, sin = cos[W:], sin[W:]
+    angles = (x.repeat(B, 1).unsqueeze(1) for x in (cos, sin))  # (B T, 1, K)
+    cache = Sequence(B, T, heads, past, mask)
+    s = layer(w, s.flatten(0, 1), z.flatten(0, 1), *angles, cache, config).unflatten(0, (B, T))
+    if cached is None:
+        return s, None, None
+    k, v = (
+        torch.cat([old.to(w.dtype), new], 2)[:, :, T:]
+        for old, new in zip(cached, cache.new, strict=True)
+    )
+    return s, k, v
 
 
 def memory(
@@ -572,7 +429,10 @@ def memory(
     are met or passed by a few percent. Path 'plain' holds more."""
     c, (rows, streams), size = config, batch, dtype.itemsize
     L, E, D, W, T = c.n_layer, c.n_expert, c.n_embd, c.window, c.block_size
-    matrices, table = L * E * c.expert_weights, 2 * c.vocab_size * D
+    matrices, table = (
+        L * E * (2 * D * (c.n_head + c.n_kv_head) * c.head_dim + 8 * D**2),
+        2 * c.vocab_size * D,
+    )
     logits = rows_per_slice(rows * T, c.vocab_size, device) * c.vocab_size
     need = {
         'weights': 4 * (matrices + table),
@@ -612,9 +472,11 @@ def memory(
 
 
 def build_model(config: ModelConfig, recurrent: bool) -> LanguageModel:
-    """ValueError for a setting of the other kind."""
+    """Return RecurrentGPT or GPT. Raises ValueError for a setting of the other kind."""
     if recurrent and config.residual != 'expert':
         raise ValueError(f'residual = {config.residual!r} is for recurrent = False')
     if not recurrent and not config.share_kv:
         raise ValueError('share_kv = False is for recurrent = True')
+    if not recurrent and config.init_b != 'one':
+        raise ValueError(f'init_b = {config.init_b!r} is for recurrent = True')
     return RecurrentGPT(config) if recurrent else GPT(config)

@@ -23,7 +23,7 @@ import common
 from common import Gradients, fill, gather, open_trackers, print0, restoring
 from data_fineweb import VOCAB, DataError, Loader, find_shards, fingerprint, load_val, token_bytes
 from figures import plot_losses
-from kernels import chosen_lines, graphed
+from kernels import fused, graphed
 from model import EVAL_CHUNK, ModelConfig, build_model, memory
 from muon import lr_at, make_optimizers
 
@@ -135,8 +135,8 @@ class Run:
 
 def model_config(config: dict) -> ModelConfig:
     """The model's sizes, of a run's settings. ValueError for those that do not fit together."""
-    sizes = {name: config[name] for name in [*SIZES, 'path']}
-    return ModelConfig(VOCAB[config['tokenizer']], **sizes)
+    sizes = {name: config[name] for name in SIZES}
+    return ModelConfig(VOCAB[config['tokenizer']], mode=config['path'], **sizes)
 
 
 def captures(device: str, world: int) -> tuple[bool, bool]:
@@ -236,9 +236,9 @@ def forward_backward(run: Run, x: torch.Tensor, y: torch.Tensor, state: tuple | 
     """Adds a micro-batch's gradients and share of the mean loss to run.gradients, all in place."""
     with autocast(run.device, run.amp):
         loss, new = run.model(x, y, state)
-    loss = loss * (x.numel() / tokens_per_step)  # the mean over the whole batch
-    loss.backward()
-    run.gradients.extra[0].add_(loss.detach())
+    share = x.numel() / tokens_per_step  # of the mean over the whole batch
+    (loss.objective * share).backward()
+    run.gradients.extra[0].add_(loss.cross_entropy * share)
     if recurrent:
         torch._foreach_copy_(state, [t.detach() for t in new])  # path 'plain' has a graph there
 
@@ -301,7 +301,7 @@ def evaluate(run: Run) -> tuple[float, float]:
             state = run.model.init_state(len(x_rows))
             for x_t, y_t in zip(x_rows.split(T, 1), y_rows.split(T, 1), strict=True):
                 loss, state = run.model(x_t, y_t, state)
-                total[0] += loss.double() * x_t.numel()
+                total[0] += loss.cross_entropy.double() * x_t.numel()
                 total[1] += x_t.numel()
                 if due():
                     print0(f'    validation: {total[1]:,.0f} of {x.numel():,} tokens')
@@ -315,19 +315,15 @@ def prepare(run: Run) -> None:
     """Compiles, where that works. Chunks that no graph holds are replayed from captured blocks."""
     if not compile or path == 'plain' or arch == 'lstm':
         return
-    run.model.config.path = 'compiled'
-    if graphs and recurrent and run.device != 'cpu':  # nothing captures a validation whole
-        run.model.config.path = 'graphed' if run.chunk_graphs is None else 'captured'
+    fused.enabled = True
+    run.model.graphs = graphs and run.device != 'cpu'
 
     def once() -> None:
         with autocast(run.device, run.amp):
             loss, _ = run.model(*run.inputs[:2])
-        loss.backward()
+        loss.objective.backward()
 
-    if not common.compiles(run.model, once):
-        run.model.config.path = 'fast'
-    for line in chosen_lines():
-        print0(f'Triton or compiled, measured: {line}')
+    fused.enabled = common.compiles(run.model, once)
 
 
 def save(run: Run, best: bool = False) -> None:

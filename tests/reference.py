@@ -1,8 +1,9 @@
-"""
-The language models once more, in float64, token by token and expert by expert, by plain torch
-operations on a model's parameters and nothing else of model.py. All keys and values of a stream's
-life are kept, positions are absolute, the window is a mask. Every path (plain, fast, compiled,
-graphed, Triton, the decoder) is held to this. Below it: small random models, and what "equal" is.
+"""An independent reference of the language models, in float64, token by token and expert by expert.
+
+It reads a model's parameters and uses nothing else of model.py or layer.py. All keys and values of
+a stream are kept, positions are absolute, and the window is a mask. Every mode (plain, fast,
+compiled, recomputed blocks, CUDA graphs, Triton forms, the decoder) is compared with it. Below it:
+small random models, and what counts as equal.
 """
 
 import copy
@@ -10,7 +11,6 @@ import math
 
 import torch
 
-import model as equations
 from model import ModelConfig, State
 
 V = 11
@@ -21,8 +21,8 @@ EPS = 1e-6
 
 
 class History:
-    """What B streams have seen. s (B, D); keys and values by (level, owner of the cache): one
-    (B, G, K) a position, keys normalised and not rotated; first (B,): where each stream starts."""
+    """The past of B streams: s (B, D); keys and values by (layer, owner of the cache), one (B, G, K)
+    per position, keys normalized and not rotated; first (B,): the position where each starts."""
 
     def __init__(self, model, B):
         self.config, self.recurrent = model.config, model.recurrent
@@ -31,18 +31,18 @@ class History:
         self.first = torch.zeros(B, dtype=torch.int64)
 
     def reset(self, row):
-        """This stream starts here."""
+        """Start the stream of this row here."""
         self.first[row] = self.now
         self.s = self.s.index_fill(0, torch.tensor(row), 0)
 
     def detach(self):
-        """Gradients end here."""
+        """End gradients here."""
         self.s = self.s.detach()
         for entries in (*self.keys.values(), *self.values.values()):
             entries[:] = [entry.detach() for entry in entries]
 
     def state(self):
-        """The model's state: the last W entries, oldest first, zeros where there is none."""
+        """Return the model's state: the last W entries, oldest first, zeros where there is none."""
         c, count = self.config, (self.now - self.first).clamp(max=self.config.window)
         owners = ['all'] if self.recurrent and c.share_kv else range(c.n_expert)
         empty = torch.arange(c.window) < c.window - count[:, None]  # (B, W)
@@ -52,8 +52,8 @@ class History:
             heads = [torch.stack((none + kept.get((l, one), []))[-c.window :], 2) for one in owners]
             return torch.cat(heads, 1).masked_fill(empty[:, None, :, None], 0)  # (B, C, W, K)
 
-        levels = range(c.n_layer)
-        k, v = (torch.stack([cache(x, l) for l in levels]) for x in (self.keys, self.values))
+        layers = range(c.n_layer)
+        k, v = (torch.stack([cache(x, l) for l in layers]) for x in (self.keys, self.values))
         return State(self.s if self.recurrent else self.s[:, :0], k, v, count)
 
 
@@ -62,21 +62,21 @@ def unit(x):
 
 
 def turn(x, position):
-    """RoPE by complex numbers: pair (j, j + K/2) turned by position * 10000^(-2j/K)."""
+    """Apply RoPE by complex numbers: rotate pair (j, j + K/2) by position * 10000^(-2j/K)."""
     K = x.size(-1)
     frequency = 10000.0 ** (-2 * torch.arange(K // 2, dtype=torch.float64) / K)
     return torch.complex(x[..., : K // 2], x[..., K // 2 :]) * torch.exp(1j * frequency * position)
 
 
-def combine(config, level, h, z, s):
-    """A(h_1..h_E), each (..., D)."""
+def aggregate(config, layer, h, z, s):
+    """Return A(h_1..h_E), each (..., D)."""
     E = len(h)
     if config.aggregation == 'sqrt_sum':
         return sum(h) / math.sqrt(E)
     if config.aggregation == 'mean':
         return sum(h) / E
-    query = torch.cat([z, s], -1) @ level.router_q.t() + level.router_q_bias
-    keys = [level.router_k @ e + level.router_k_bias for e in level.expert_embedding]
+    query = torch.cat([z, s], -1) @ layer.router_q.t() + layer.router_q_bias
+    keys = [layer.router_k @ e + layer.router_k_bias for e in layer.expert_embedding]
     gates = torch.exp(torch.stack([query @ k / math.sqrt(config.router_dim) for k in keys]))
     gates = gates / gates.sum(0)  # (E, ...)
     below = gates.sum(0) + EPS
@@ -86,8 +86,8 @@ def combine(config, level, h, z, s):
 
 
 def attend(q, keys, values, now, oldest):
-    """q (B, H, K) at position now; keys and values: one (B, G, K) a position from 0 to now; oldest
-    (B,): the first position each may see."""
+    """Attend q (B, H, K) at position `now` to keys and values, one (B, G, K) per position from 0 to
+    now; oldest (B,): the first position that each stream sees."""
     B, H, K = q.shape
     begin = int(oldest.min())
     position = torch.arange(begin, now + 1)
@@ -100,14 +100,14 @@ def attend(q, keys, values, now, oldest):
     return torch.einsum('bgrs,sbgk->bgrk', p, values).reshape(B, H * K)
 
 
-def level_step(model, l, s, z, history, window):
-    """Level l for one token of each stream: s, z (B, D) -> the new s."""
-    c, level, now, B = model.config, model.levels[l], history.now, len(s)
-    u = level.a * s + level.b * z if model.recurrent else s
+def layer_step(model, l, s, z, history, window):
+    """Run layer l on one token per stream: s, z (B, D) -> the new s."""
+    c, layer, now, B = model.config, model.layers[l], history.now, len(s)
+    u = layer.a * s + layer.b * z if model.recurrent else s
     n = unit(u)
     keys, values = (
         [(n @ w[i].t()).view(B, c.n_kv_head, c.head_dim) for i in range(c.n_expert)]
-        for w in (level.wk, level.wv)
+        for w in (layer.wk, layer.wv)
     )
     owners = list(range(c.n_expert))
     if model.recurrent and c.share_kv:
@@ -120,21 +120,21 @@ def level_step(model, l, s, z, history, window):
     oldest = history.first if window is None else history.first.clamp(min=now - window + 1)
     out = []
     for i, owner in enumerate(owners):
-        q = unit((n @ level.wq[i].t()).view(B, c.n_head, c.head_dim))
+        q = unit((n @ layer.wq[i].t()).view(B, c.n_head, c.head_dim))
         att = attend(q, history.keys[l, owner], history.values[l, owner], now, oldest)
-        y = u + att @ level.wo[i].t()
-        out.append(y + torch.relu(unit(y) @ level.up[i].t()).pow(2) @ level.down[i].t())
+        y = u + att @ layer.wo[i].t()
+        out.append(y + torch.relu(unit(y) @ layer.up[i].t()).pow(2) @ layer.down[i].t())
     if model.recurrent:
-        return combine(c, level, [unit(y) for y in out], z, s)
+        return aggregate(c, layer, [unit(y) for y in out], z, s)
     if c.residual == 'shared':
-        return s + combine(c, level, [y - s for y in out], z, s)
-    return combine(c, level, out, z, s)
+        return s + aggregate(c, layer, [y - s for y in out], z, s)
+    return aggregate(c, layer, out, z, s)
 
 
 def run(model, idx, history=None):
-    """Logits (B, T, V) of tokens (B, T), and the history after them. history None: a start; GPT
-    then attends to the whole chunk, as in training, and to the window otherwise. Gradients end at
-    the chunk's start."""
+    """Return logits (B, T, V) of tokens (B, T), and the history after them. history = None: streams
+    start; GPT then attends to the whole chunk, as in training, otherwise to the window. Gradients
+    end at the chunk's start."""
     window = None if history is None and not model.recurrent else model.config.window
     history = History(model, len(idx)) if history is None else history
     history.detach()
@@ -143,14 +143,14 @@ def run(model, idx, history=None):
         z = unit(model.embedding[token])
         s = history.s if model.recurrent else z
         for l in range(model.config.n_layer):
-            s = level_step(model, l, s, z, history, window)
+            s = layer_step(model, l, s, z, history, window)
         history.s, history.now = s, history.now + 1
         logits.append(15 * torch.tanh(unit(s) @ model.head.t() / 15))
     return torch.stack(logits, 1), history
 
 
 def loss_of(logits, targets):
-    """Mean cross-entropy in nats."""
+    """Return the mean cross-entropy in nats."""
     return -torch.log_softmax(logits, -1).gather(-1, targets[..., None]).mean()
 
 
@@ -162,8 +162,8 @@ SIZES |= {'n_layer': 2, 'n_expert': 2, 'router_dim': 6}
 
 
 def make(model_type, seed=0, dtype=torch.float64, **changes):
-    """A small model with every parameter random and none of them small: a and b about 1, matrices
-    about 2 / sqrt(fan_in)."""
+    """Return a small model whose parameters are random and not small: a and b about 1, matrices of
+    standard deviation 2 / sqrt(fan_in)."""
     model = model_type(ModelConfig(**SIZES | changes)).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -174,7 +174,7 @@ def make(model_type, seed=0, dtype=torch.float64, **changes):
 
 
 def exact(model):
-    """The same model in float64."""
+    """Return a copy of the model in float64."""
     return copy.deepcopy(model).double()
 
 
@@ -187,20 +187,13 @@ def gradients(model, value):
     return {name: g for (name, _), g in zip(model.named_parameters(), grads, strict=True)}
 
 
-def edit_equations(monkeypatch):
-    """model.py's, which are then no longer the kernels'."""
-    heads, leave = equations.heads, equations.leave
-    monkeypatch.setattr(equations, 'heads', lambda *x, **sizes: [2 * y for y in heads(*x, **sizes)])
-    monkeypatch.setattr(equations, 'leave', lambda *args: 2 * leave(*args))
-
-
 # ---- equal ----
 
 
 def assert_close(a, b, rtol=1e-9, size=None, what=''):
-    """The difference's norm against rtol times b's, or times size: that of the terms of which b is
-    a small sum or difference. In float64 the default leaves a margin of 20 and more over what
-    rounding makes of these models, on processors of two makes."""
+    """Assert that the norm of a - b is at most rtol times that of b, or times `size`: the size of the
+    terms of which b is a small sum. In float64 the default leaves a margin of at least 20 over the
+    rounding measured for these models on two makes of processors."""
     assert a.shape == b.shape, what
     difference = (a - b).double().norm().item()
     size = b.double().norm().item() if size is None else size
@@ -213,14 +206,15 @@ def assert_same_state(a, b, rtol=1e-9):
 
 
 def always_zero(name, model):
-    """Softmax is shift invariant, and constant for one expert: these are zero but for rounding."""
+    """Return whether a gradient is zero but for rounding: softmax is shift invariant, and constant
+    for one expert."""
     routing = 'router' in name or 'expert_embedding' in name
     return name.endswith('router_k_bias') or (model.config.n_expert == 1 and routing)
 
 
 def assert_same_gradients(model, a, b, rtol=1e-9, zero=()):
-    """Each parameter's, relative to the largest gradient of the model: all are sums of terms of
-    about its size. zero: ends of names of parameters with no gradient here."""
+    """Compare every parameter's gradient, relative to the largest of the model: all are sums of terms
+    of about that size. zero: suffixes of names of parameters without a gradient here."""
     assert a.keys() == b.keys()
     size = max(g.double().norm().item() for g in b.values())
     for name in b:

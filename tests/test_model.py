@@ -1,9 +1,10 @@
-"""model.py, unroll.py and kernels.py: every path of both models held to reference.py in values,
-gradients and states, chunk by chunk; caches, truncated back-propagation, head and loss, buffers,
-sizes."""
+"""layer.py, model.py, unroll.py and kernels.py: every mode of both models is compared with
+reference.py in values, gradients and states, chunk by chunk; then caches, truncated
+back-propagation, head and loss, buffers, sizes."""
 
 import functools
 import gc
+import inspect
 import math
 import shutil
 
@@ -15,15 +16,16 @@ from torch._dynamo.testing import CompileCounter
 from reference import V, always_zero, assert_close, assert_same_gradients, assert_same_state
 from reference import gradients, make, tokens
 
+import cache
 import kernels
-import model as model_file
+import layer
 import unroll
 from model import AGGREGATIONS, GPT, ModelConfig, RecurrentGPT, State, build_model
 
 MODELS = [RecurrentGPT, GPT]
 both = pytest.mark.parametrize('model_type', MODELS)
-paths = pytest.mark.parametrize(
-    'model_type, path', [(RecurrentGPT, 'plain'), (RecurrentGPT, 'fast'), (GPT, 'fast')]
+modes = pytest.mark.parametrize(
+    'model_type, mode', [(RecurrentGPT, 'plain'), (RecurrentGPT, 'fast'), (GPT, 'fast')]
 )
 needs_compiler = pytest.mark.skipif(
     not (shutil.which('g++') or shutil.which('clang++')),
@@ -33,57 +35,68 @@ needs_compiler = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def no_memory_kept(monkeypatch):
-    monkeypatch.setattr(unroll, 'KEPT_WEIGHTS', unroll.KEPT_WEIGHTS)  # compare() sets it
+    monkeypatch.setattr(unroll, 'KEPT_BYTES', unroll.KEPT_BYTES)  # compare() sets it
+    monkeypatch.setattr(kernels.fused, 'enabled', False)
     unroll.release()
 
 
-# ---- every path is the reference ----
+# ---- every mode equals the reference ----
 
-# name: the config's path, and how much of the attention's weights is kept for the backward
-WAYS = {name: (name, 2**30) for name in ('plain', 'fast', 'compiled', 'captured')}
-WAYS |= {'again': ('fast', 0), 'graphed': ('graphed', 0)}
+# name: config.mode, fused.enabled, model.graphs, bytes of attention weights kept for the backward
+MODES = {
+    'plain': ('plain', False, False, 2**30),
+    'fast': ('fast', False, False, 2**30),
+    'compiled': ('fast', True, False, 2**30),
+    'recomputed': ('fast', False, False, 0),
+    'plain, recomputed': ('plain', False, False, 0),
+    'graphs': ('fast', True, True, 0),
+}
+
+
+def set_mode(model, mode):
+    model.config.mode, kernels.fused.enabled, model.graphs, unroll.KEPT_BYTES = MODES[mode]
 
 
 def reset(state, row):
-    """The state with one stream as it is at the start of a shard."""
+    """Return the state with one stream reset, as at the start of a shard."""
     state = State(*(x.clone() for x in state))
     state.s[row], state.k[:, row], state.v[:, row], state.count[row] = 0, 0, 0, 0
     return state
 
 
-def compare(model, T, chunks, reset_before, ways, rtol=1e-9, evaluate=True, carried=True, B=2):
-    """Chunks of T tokens in a row, the weights changed between them; each path and the reference
-    carry their own states (carried; else each chunk stands alone, as in GPT's training); one stream
-    starts anew before a chunk. Logits without gradients, loss, gradients and the new state are
-    compared after every chunk."""
+def compare(model, T, chunks, reset_before, modes, rtol=1e-9, evaluate=True, carried=True, B=2):
+    """Run chunks of T tokens in a row, changing the weights in between, and compare logits without
+    gradients, loss, gradients and the new state with the reference after each. Every mode and the
+    reference carry their own states (carried = False: every chunk stands alone, as in GPT's
+    training); one stream is reset before chunk `reset_before`."""
     c, other = model.config, make(type(model), 1, model.head.dtype, **vars(model.config))
     history = reference.History(model, B) if carried else None
-    states = dict.fromkeys(ways, model.init_state(B) if carried else None)
+    states = dict.fromkeys(modes, model.init_state(B) if carried else None)
     for chunk in range(chunks):
         exact = reference.exact(model)
         if chunk == reset_before:
             history.reset(1)
-            states = {way: reset(state, 1) for way, state in states.items()}
+            states = {mode: reset(state, 1) for mode, state in states.items()}
         zero = ('wq', 'wk') if c.window == 1 else ()  # one entry: nothing to choose
         if T == 1 and not history.s.any():
-            zero = ('wq', 'wk', 'levels.0.a')  # and no s yet
+            zero = ('wq', 'wk', 'layers.0.a')  # and no s yet
         x, y = tokens(B, T + 1, seed=chunk).unfold(1, T, 1).unbind(1)
         logits, after = reference.run(exact, x, history)
         loss = reference.loss_of(logits, y)
         grads = gradients(exact, loss)
-        for way in ways:
-            c.path, unroll.KEPT_WEIGHTS = WAYS[way]
+        for mode in modes:
+            set_mode(model, mode)
             if evaluate:
                 with torch.no_grad():
-                    assert_close(model(x, state=states[way])[0], logits, rtol, what=way)
-            found, states[way] = model(x, y, states[way])
-            if way == 'graphed':  # another model of the same sizes in between
-                other.config.path = 'graphed'
+                    assert_close(model(x, state=states[mode])[0], logits, rtol, what=mode)
+            found, states[mode] = model(x, y, states[mode])
+            if mode == 'graphs':  # another model of the same sizes in between
+                other.graphs = True
                 other(x, y)
-            assert_close(found, loss, rtol, what=way)
-            assert_same_gradients(model, gradients(model, found), grads, rtol, zero)
+            assert_close(found.cross_entropy, loss, rtol, what=mode)
+            assert_same_gradients(model, gradients(model, found.objective), grads, rtol, zero)
             if carried:
-                assert_same_state(states[way].detach(), after.state(), rtol)
+                assert_same_state(states[mode].detach(), after.state(), rtol)
         history = after if carried else None
         with torch.no_grad():
             for p in model.parameters():
@@ -91,14 +104,16 @@ def compare(model, T, chunks, reset_before, ways, rtol=1e-9, evaluate=True, carr
 
 
 def fake_graphed(graphs, name, function):
-    """kernels.graphed without CUDA: from the second call on what ran then runs again."""
+    """Stand in for kernels.graphed without CUDA: from the second call on, run again what ran then."""
+    if graphs is None:
+        return function()
     calls, first = graphs.get(name, (0, None))
     graphs[name] = calls + 1, function if calls == 1 else first
     return (graphs[name][1] or function)()
 
 
 KV = [(a, share) for a in AGGREGATIONS for share in (True, False)]
-# L, E, G, W, T, chunks, the chunk before which a stream starts anew; and how many of KV
+# L, E, G, W, T, chunks, the chunk before which a stream is reset; and which of KV
 CASES = [((2, 3, 2, 3, 4, 3, 2), KV)]
 CASES += [((L, E, 2, 3, 4, 3, 2), KV[::3]) for L, E in ((1, 1), (3, 1), (1, 3), (3, 2))]
 CASES += [((2, 3, G, 3, 4, 3, 2), KV[:2]) for G in (1, 4)]
@@ -114,20 +129,20 @@ CASES += [((2, 2, 2, *span), [KV[i], KV[7 - i]]) for i, span in enumerate(SPANS)
     'sizes, aggregation, share_kv', [(sizes, *kv) for sizes, some in CASES for kv in some], ids=str
 )
 def test_recurrent_is_the_reference(monkeypatch, sizes, aggregation, share_kv):
-    """All paths, aggregations and sizes, shared caches and experts' own: blocks of 3 tokens, dK and
-    dV in groups of 2, with and without the attention's weights kept for the backward; and graphs,
-    where what is captured once is replayed with other weights and numbers."""
-    monkeypatch.setattr(unroll, 'BLOCK', 3)
-    monkeypatch.setattr(unroll, 'GROUP', 2)
-    monkeypatch.setattr(unroll, 'compiled', lambda op: op)
-    monkeypatch.setattr(kernels, 'compiled', lambda op: op)
+    """Cover all modes, aggregations and sizes, shared caches and experts' own: blocks of 3 tokens,
+    dK and dV in groups of 2, with and without recomputation; and graphs, where what was captured
+    once is replayed with other weights and inputs."""
+    monkeypatch.setattr(cache, 'BLOCK', 3)
+    monkeypatch.setattr(cache, 'GROUP', 2)
+    monkeypatch.setattr(kernels, 'compiled', lambda f, pdl: f)
     monkeypatch.setattr(unroll, 'graphed', fake_graphed)
     monkeypatch.setattr(unroll, 'can_capture', lambda x: True)
     L, E, G, W, *span = sizes
     changes = {'n_layer': L, 'n_expert': E, 'n_kv_head': G, 'window': W}
     model = make(RecurrentGPT, aggregation=aggregation, share_kv=share_kv, **changes)
-    compare(model, *span, WAYS)
-    captured = [first for blocks in unroll._blocks.values() for _, first in blocks.graphs.values()]
+    compare(model, *span, MODES)
+    graphs = [block.graphs for block in unroll._blocks.values() if block.graphs is not None]
+    captured = [first for one in graphs for _, first in one.values()]
     assert None not in captured and len(captured) >= 2
 
 
@@ -136,7 +151,7 @@ def test_recurrent_is_the_reference(monkeypatch, sizes, aggregation, share_kv):
 )
 @pytest.mark.parametrize('E, G', [(1, 2), (3, 1), (3, 4)])
 def test_gpt_is_the_reference(E, G, aggregation, residual):
-    """Training: causal over the chunk, the window of 4 does not count. Evaluation: the window, over
+    """Training: causal over the chunk, the window of 4 does not count. Evaluation: the window, across
     chunks. One expert is a standard Transformer."""
     changes = {'n_expert': E, 'n_kv_head': G, 'aggregation': aggregation, 'residual': residual}
     model = make(GPT, **changes)
@@ -146,8 +161,8 @@ def test_gpt_is_the_reference(E, G, aggregation, residual):
 
 
 def assert_near(model, grads, exact, rel=0.1):
-    """Gradients in bf16: each parameter's own, so that a scalar's cannot hide behind the matrices'.
-    A factor or a sign is far beyond rel; measured are at most 0.035."""
+    """Compare gradients in bf16, each relative to its own size, so that a scalar's cannot hide behind
+    the matrices'. A wrong factor or sign is far beyond rel; at most 0.035 was measured."""
     for name in exact:
         if not always_zero(name, model):
             error = (grads[name].double() - exact[name].double()).norm()
@@ -170,20 +185,21 @@ def test_recurrent_in_fp32_and_bf16(aggregation, share_kv):
     loss = reference.loss_of(logits, y)
     grads = gradients(exact, loss)
     for bf16 in (False, True):
-        for path in ('plain', 'fast'):
-            model.config.path = path
+        for mode in ('plain', 'fast'):
+            model.config.mode = mode
             with torch.autocast('cpu', torch.bfloat16, enabled=bf16):
                 _, state = model(x, y, model.init_state(4))
                 found, state = model(x, y, state)
-            assert found.dtype == state.s.dtype == torch.float32
+            found_loss = found.cross_entropy
+            assert found_loss.dtype == state.s.dtype == torch.float32
             assert state.k.dtype == state.v.dtype == (torch.bfloat16 if bf16 else torch.float32)
-            g = gradients(model, found)
+            g = gradients(model, found.objective)
             assert all(x.dtype == torch.float32 for x in g.values())
             if bf16:
-                assert_close(found, loss, rtol=3e-2)
+                assert_close(found_loss, loss, rtol=3e-2)
                 assert_near(model, g, grads)
             else:
-                assert_close(found, loss, rtol=1e-5)
+                assert_close(found_loss, loss, rtol=1e-5)
                 assert_same_gradients(model, g, grads, rtol=1e-5)
                 assert_same_state(state, history.state(), rtol=1e-4)
 
@@ -196,18 +212,20 @@ def test_compiled_by_inductor_is_the_reference(model_type):
     compare(model, *span, ['compiled'], rtol=1e-4, evaluate=False, carried=carried)
 
 
-def test_gpt_compiles_one_level_for_all(monkeypatch):
+def test_gpt_compiles_one_layer_for_all(monkeypatch):
     counter = CompileCounter()
-    once = functools.partial(torch.compile, backend=counter, dynamic=False)
-    monkeypatch.setattr(model_file, 'compiled', once)
-    model, x = make(GPT, 0, torch.float32, n_layer=3, path='compiled'), tokens(2, 5)
-    model(x, x)[0].backward()
+    compile_once = functools.cache(lambda f, pdl: torch.compile(f, backend=counter, dynamic=False))
+    monkeypatch.setattr(kernels, 'compiled', compile_once)
+    monkeypatch.setattr(kernels, 'losses', inspect.unwrap(kernels.losses))  # the layers' count only
+    model, x = make(GPT, 0, torch.float32, n_layer=3), tokens(2, 5)
+    kernels.fused.enabled = True
+    model(x, x)[0].objective.backward()
     assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize('residual', ['expert', 'shared'])
-def test_gpt_of_eight_levels_and_experts_in_bf16(residual):
-    """The literal rule multiplies the residual by sqrt(8) a level: its stream stays in fp32."""
+def test_gpt_of_eight_layers_and_experts_in_bf16(residual):
+    """The paper's rule multiplies the stream by sqrt(8) per layer: it stays in fp32."""
     sizes = {'n_layer': 8, 'n_expert': 8, 'n_embd': 64, 'n_head': 2, 'n_kv_head': 1}
     model = make(GPT, dtype=torch.float32, residual=residual, **sizes)
     with torch.no_grad():
@@ -215,16 +233,16 @@ def test_gpt_of_eight_levels_and_experts_in_bf16(residual):
             p.mul_(0.5)
     x, y = tokens(2, 8), tokens(2, 8, seed=1)
     with torch.autocast('cpu', torch.bfloat16):
-        s, _ = model.hidden(model_file.norm(model.embedding[x]), None)
+        s, _ = model.hidden(kernels.norm(model.embedding[x]), None)
         loss, _ = model(x, y)
-    grads = gradients(model, loss)
+    grads = gradients(model, loss.objective)
     assert s.dtype == torch.float32
     model.double()
-    exact, _ = model.hidden(model_file.norm(model.embedding[x]), None)
+    exact, _ = model.hidden(kernels.norm(model.embedding[x]), None)
     exact_loss, _ = model(x, y)
     assert_close(s, exact, rtol=3e-2)
-    assert_close(loss, exact_loss, rtol=3e-2)
-    assert_near(model, grads, gradients(model, exact_loss))
+    assert_close(loss.objective, exact_loss.objective, rtol=3e-2)
+    assert_near(model, grads, gradients(model, exact_loss.objective))
     if residual == 'expert':
         assert exact.pow(2).mean().sqrt() > 8**4  # sqrt(8)^8 times the embedding's
 
@@ -232,21 +250,21 @@ def test_gpt_of_eight_levels_and_experts_in_bf16(residual):
 # ---- chunks, caches, the state ----
 
 
-@paths
-def test_incoming_state_is_left_alone(model_type, path):
+@modes
+def test_incoming_state_is_left_alone(model_type, mode):
     """Nothing is written into it, and a state changed in place after the forward does not change
     the backward. (No gradient goes through it: compare.)"""
-    model, x = make(model_type, path=path), tokens(2, 3)
+    model, x = make(model_type, mode=mode), tokens(2, 3)
     _, state = model(x, state=model.init_state(2))
     state = state.detach()
     before = [part.clone() for part in state]
-    expected = gradients(model, model(x, x, state)[0])
+    expected = gradients(model, model(x, x, state)[0].objective)
     loss, new = model(x, x, state)
     assert all(map(torch.equal, state, before))
-    if path == 'fast' and model.recurrent:
+    if model.recurrent:
         for part in (new.k, new.v, state.k, state.v):
             part.detach().fill_(3.0)
-    assert_same_gradients(model, gradients(model, loss), expected)
+    assert_same_gradients(model, gradients(model, loss.objective), expected)
 
 
 # ---- head and loss ----
@@ -268,7 +286,7 @@ def test_head_loss(monkeypatch, rows, dtype, bf16, rtol):
 
     def ours(x, w):
         with torch.autocast('cpu', torch.bfloat16, enabled=bf16):
-            return kernels.head_loss(x, w, targets, model_file.losses)
+            return kernels.head_loss(x, w, targets, None).objective
 
     def exact(x, w):
         return F.cross_entropy(15 * torch.tanh(x @ w.t() / 15), targets)
@@ -293,16 +311,16 @@ def test_two_forwards_before_the_backwards(first):
     """Each live chunk has its own memory, also a dropped one; a second backward is refused."""
     model = make(RecurrentGPT)
     xs = [tokens(2, 5, seed=i) for i in range(2)]
-    expected = [gradients(model, model(x, x)[0]) for x in xs]
-    losses = [model(x, x)[0] for x in xs]
+    expected = [gradients(model, model(x, x)[0].objective) for x in xs]
+    losses = [model(x, x)[0].objective for x in xs]
     dropped = model(tokens(2, 5, seed=2), xs[0])
     for i in (first, 1 - first):
         assert_same_gradients(model, gradients(model, losses[i]), expected[i])
     del dropped
-    loss = model(xs[0], xs[0])[0] + model(xs[1], xs[1])[0]  # both in one backward
+    loss = sum(model(x, x)[0].objective for x in xs)  # both in one backward
     together = {name: expected[0][name] + expected[1][name] for name in expected[0]}
     assert_same_gradients(model, gradients(model, loss), together)
-    loss, _ = model(xs[0], xs[0])
+    loss = model(xs[0], xs[0])[0].objective
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match='second'):
         loss.backward()
@@ -311,33 +329,33 @@ def test_two_forwards_before_the_backwards(first):
 def test_forward_without_gradients(monkeypatch):
     model, x = make(RecurrentGPT), tokens(2, 5)
     with torch.inference_mode():  # memory made here serves later
-        first = model(x, x)[0].clone()
+        first = model(x, x)[0].objective.clone()
     loss, state = model(x, x)
-    loss.backward()
+    loss.objective.backward()
     keeps = 'kept something where no gradient is wanted'
     monkeypatch.setattr(torch.Tensor, 'register_hook', lambda *_: pytest.fail(keeps))
     with torch.no_grad():
         value, same = model(x, x)
     assert_same_state(same, state.detach(), rtol=1e-12)
     model.requires_grad_(False)
-    for found in (first, value, model(x, x)[0]):
-        assert_close(found, loss.detach(), rtol=1e-12)
+    for found in (first, value.objective, model(x, x)[0].objective):
+        assert_close(found, loss.objective.detach(), rtol=1e-12)
 
 
 @pytest.mark.parametrize('backward', [True, False])
 def test_a_chunk_is_freed_without_the_collector(monkeypatch, backward):
     """Nothing of it holds itself: a capture would meet its nodes again, and chunks pile up."""
-    monkeypatch.setattr(unroll, 'BLOCK', 3)
+    monkeypatch.setattr(cache, 'BLOCK', 3)
     model, x, alive = make(RecurrentGPT), tokens(2, 7), []
     gc.collect()
     gc.disable()
     try:
         for _ in range(3):
-            loss, _ = model(x, x)
+            loss = model(x, x)[0].objective
             if backward:
                 loss.backward()
             del loss
-            live = unroll.Product | unroll.Window
+            live = unroll.DeferredLinear | cache.Window
             alive.append(sum(isinstance(found, live) for found in gc.get_objects()))
     finally:
         gc.enable()
@@ -345,18 +363,18 @@ def test_a_chunk_is_freed_without_the_collector(monkeypatch, backward):
 
 
 def test_gradients_accumulate_over_chunks_of_other_sizes():
-    """Buffers kept for one size are not used for another; and frozen levels stay as they are."""
+    """Buffers kept for one size are not used for another; and frozen layers stay as they are."""
     model, expected = make(RecurrentGPT), []
     for x in (tokens(2, 5), tokens(2, 3), tokens(1, 5), tokens(2, 5, seed=1)):
         expected.append(gradients(model, reference.loss_of(reference.run(model, x)[0], x)))
-        model(x, x)[0].backward()
+        model(x, x)[0].objective.backward()
     found = {name: p.grad for name, p in model.named_parameters()}
     assert_same_gradients(model, found, {name: sum(g[name] for g in expected) for name in found})
     model.zero_grad()
-    model.levels.requires_grad_(False)
-    model(x, x)[0].backward()
+    model.layers.requires_grad_(False)
+    model(x, x)[0].objective.backward()
     assert_close(model.embedding.grad, expected[-1]['embedding'])
-    assert model.levels[0].wq.grad is None
+    assert model.layers[0].wq.grad is None
 
 
 # ---- sizes, groups, refusals ----
@@ -371,7 +389,7 @@ def build(model_type, **changes):
 @both
 @pytest.mark.parametrize('L, E', [(16, 1), (2, 8), (1, 16)])
 def test_sizes_by_hand(model_type, L, E):
-    """11 d^2 a block, two FLOPs a weight, 4 W d attention a block; the router's on top."""
+    """11 d^2 weights per block, two FLOPs per weight, 4 W d for attention; the router on top."""
     sizes = {'n_layer': L, 'n_expert': E, 'n_embd': 768, 'block_size': 256, 'router_dim': 7}
     model, block, ends = build(model_type, **sizes), 11 * 768**2, 50304 * 768
     n, flops = model.num_params(), model.flops_per_token()
@@ -386,7 +404,7 @@ def test_sizes_by_hand(model_type, L, E):
 
 
 REFUSED = """n_embd=100 n_embd=0 n_embd=320 n_head=5,n_embd=96 n_head=4,n_embd=12 n_head=-1
-    n_kv_head=3,n_head=8 n_kv_head=-2 aggregation=sum residual=none path=slow window=0"""
+    n_kv_head=3,n_head=8 n_kv_head=-2 aggregation=sum residual=none mode=slow window=0"""
 
 
 @pytest.mark.parametrize('line', REFUSED.split())
@@ -398,25 +416,25 @@ def test_sizes_that_do_not_fit_are_refused_by_name(line):
         ModelConfig(**changes)
 
 
-def test_the_equations_default_no_unknown_name():
-    h, rules = torch.zeros(2, 3, 4), model_file.Rules(False, 'sqrt_sum', 'none', None)
+def test_equations_refuse_unknown_names():
+    h = torch.zeros(2, 3, 4)
     with pytest.raises(ValueError, match="'sum'"):
-        model_file.aggregate(h, torch.ones(3, 2), 'sum')
+        layer.aggregate(h, torch.ones(3, 2), 'sum')
     with pytest.raises(ValueError, match="'none'"):
-        model_file.combine(h, h, None, None, rules)
+        layer.merge(h, h, h[0], None, 'sqrt_sum', 'none')
 
 
 @pytest.mark.parametrize('recurrent', [True, False])
 @pytest.mark.parametrize('aggregation', ['sqrt_sum', 'softmax_l2'])
-def test_initialisation(recurrent, aggregation):
+def test_initialization(recurrent, aggregation):
     """First loss ln V; a, b 1; o, down, head 0; others uniform, deviation 0.5 / sqrt(fan_in)."""
     torch.manual_seed(0)
     config = ModelConfig(vocab_size=300, n_embd=128, n_expert=3, aggregation=aggregation)
     model, x = build_model(config, recurrent), tokens(2, 4, vocab=300)
     assert isinstance(model, RecurrentGPT if recurrent else GPT)
-    assert abs(model(x, x)[0].item() - math.log(300)) < 1e-5
+    assert abs(model(x, x)[0].objective.item() - math.log(300)) < 1e-5
     assert abs(model.embedding.std() - 1) < 0.02
-    for name, p in model.levels[1].named_parameters():
+    for name, p in model.layers[1].named_parameters():
         if name in ('wo', 'down', 'router_q_bias', 'router_k_bias'):
             assert not p.any(), name
         elif name in ('a', 'b'):

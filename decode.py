@@ -1,0 +1,235 @@
+"""Decoding: B streams of a trained model in memory that never moves, token by token.
+
+    for token in Decoder(model, B, temperature=0.8, top_k=200).generate(prompt, 500): ...
+
+A token runs through layer.layer, the training's own equations, with cache.Ring for keys and values.
+On a GPU the whole step, sampling included, is one CUDA graph from the fourth token on.
+"""
+
+import functools
+import itertools
+import math
+import sys
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cache import Place, Ring
+from configurator import every
+from kernels import choose_forms, cuda_seconds, fused, graphed, norm, rotate, softcap, using
+from layer import layer, step
+from model import LanguageModel, State
+
+
+@fused
+def embed(ids: Tensor, embedding: Tensor) -> Tensor:
+    """Return z (B, D), the normalized embedding of tokens ids (B,)."""
+    return norm(F.embedding(ids, embedding))
+
+
+def argmax(x: Tensor) -> Tensor:
+    """Return the largest entry's index of every row of x (B, V), in two steps: B rows alone would
+    leave most of a GPU idle."""
+    parts = x.view(len(x), math.gcd(x.size(1), 128), -1).max(-1)
+    best = parts.values.argmax(-1, keepdim=True)
+    return (parts.indices.gather(1, best) + best * (x.size(1) // parts.values.size(1))).squeeze(1)
+
+
+def sample(logits: Tensor, noise: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """Sample tokens (B,) from logits (B, V): the argmax of p / noise, with noise from Exp(1), is
+    distributed as p."""
+    if 0 < top_k < logits.size(-1):
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
+    logits = logits / temperature
+    if top_p < 1:
+        p, order = F.softmax(logits, -1).sort(descending=True)
+        beyond = p.cumsum(-1) - p >= top_p  # the likelier ones already have that share
+        logits = logits.masked_fill(beyond.scatter(-1, order, beyond), -math.inf)
+    return argmax(logits - noise.log())
+
+
+@fused
+def finish(
+    s: Tensor,
+    head: Tensor,
+    noise: Tensor | None,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+) -> tuple[Tensor, Tensor]:
+    """Return logits (B, V) and the next tokens (B,) from the last layer's output s (B, D). noise =
+    None: the likeliest tokens."""
+    logits = softcap(F.linear(norm(s).to(head.dtype), head).to(s.dtype))
+    if noise is None:
+        return logits, argmax(logits)
+    return logits, sample(logits, noise, temperature, top_k, top_p)
+
+
+class Decoder:
+    """B streams of a model whose weights do not change. `logits` (B, V): those of the last step.
+
+    amp: torch.bfloat16, or torch.float32 for products in the model's own dtype; temperature 0 is
+    greedy; top_k = 0 and top_p = 1 keep every token; seed: an int, a torch.Generator, or None for
+    torch's own. kernels.fused.enabled decides whether pieces are compiled; lines: what was measured
+    of Triton forms."""
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        model: LanguageModel,
+        B: int,
+        amp: torch.dtype = torch.float32,
+        temperature: float = 0,
+        top_k: int = 0,
+        seed: int | torch.Generator | None = 0,
+        top_p: float = 1.0,
+    ):
+        c, device, wide = model.config, model.embedding.device, model.embedding.dtype
+        dtype = amp if amp == torch.bfloat16 else wide
+        self.model, self.amp, self.config, self.recurrent = model, amp, c, model.recurrent
+        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
+        self.generator = seed
+        if isinstance(seed, int):
+            self.generator = torch.Generator(device).manual_seed(seed)
+        self.weights = [one.weights(B, dtype) for one in model.layers]  # cast once
+        self.embedding, self.head = model.embedding.detach(), model.head.detach().to(dtype)
+        self.place = Place(B, c.window, c.head_dim, wide, device)
+        # keys, values (L, N, W, K); empty slots must be finite, hence zeros
+        shape = (2, c.n_layer, B * model.heads.C, c.window, c.head_dim)
+        self.keys, self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.rings = [
+            Ring(self.place, model.heads, keys, values)
+            for keys, values in zip(self.keys, self.values, strict=True)
+        ]
+        with torch.autocast(device.type, amp, enabled=amp == torch.bfloat16):
+            self.s = model.init_state(B).s
+        self.logits = torch.zeros(B, c.vocab_size, dtype=wide, device=device)
+        self.token = torch.zeros(B, dtype=torch.int64, device=device)
+        self.steps, self.graphs = 0, {}  # steps since the last load; CUDA graphs
+        self.forms, self.lines = frozenset(), []
+        if device.type == 'cuda' and wide == torch.float32:
+            with torch.cuda.device_of(self.token):
+                self.choose_forms()
+
+    def choose_forms(self) -> None:
+        """Choose Triton forms (kernels.choose_forms) by one token on random weights, windows full;
+        the weights and the state are left as they were."""
+        exact_weights = [one.weights(len(self.s), self.logits.dtype) for one in self.model.layers]
+        random = torch.Generator(self.s.device).manual_seed(0)
+        noise = functools.partial(torch.randn, device=self.s.device, generator=random)
+        self.place.head.fill_(self.place.W + self.place.W // 2)
+        self.place.count.fill_(2 * self.place.W)
+        keys, values = (noise(x.shape) for x in (self.keys, self.values))
+        z, s = noise(len(self.s), self.config.n_embd), noise(self.s.shape)
+
+        def trial(exact):
+            dtype = self.logits.dtype if exact else self.keys.dtype
+            weights = exact_weights if exact else self.weights
+            rings = [
+                Ring(self.place, self.model.heads, k.to(dtype, copy=True), v.to(dtype, copy=True))
+                for k, v in zip(keys, values, strict=True)
+            ]
+            self.place.head.fill_(self.place.W + self.place.W // 2)
+            out = self.run_layers(weights, s if self.recurrent else z.clone(), z, rings)
+            newest = self.place.head % self.place.W
+            return [out, *(x[:, newest] for ring in rings for x in (ring.keys, ring.values))]
+
+        self.forms, self.lines = choose_forms(
+            ['attention', 'experts', 'split'], trial, cuda_seconds
+        )
+        self.place.reset()
+
+    @torch.no_grad()
+    def load(self, state: State) -> None:
+        """Continue from a state of the model for B streams; the next step needs a token."""
+        place, (cos, sin) = self.place, self.place.rope[:-1].unbind(1)
+        self.keys.copy_(rotate(state.k, cos, sin).view(self.keys.shape))  # the newest in slot W - 1
+        self.values.copy_(state.v.reshape(self.values.shape))
+        self.s.copy_(state.s)
+        place.count.copy_(state.count)
+        place.head.fill_(place.W - 1)
+        self.steps = 0
+
+    @torch.no_grad()
+    def state(self) -> State:
+        """Return a copy of the model's state: keys not rotated, oldest first."""
+        place, W = self.place, self.place.W
+        head = place.head % W
+        order = (head + 1 + place.slot) % W
+        position = place.slot - W * (place.slot > head)  # negative: written a turn ago
+        cos, sin = place.rope[position.abs()].unbind(1)
+        k = rotate(self.keys, cos, -sin * position.sign()[:, None]).to(self.keys.dtype)
+        shape = (len(self.rings), len(self.token), -1, W, self.config.head_dim)
+        k, v = (x[..., order, :].view(shape) for x in (k, self.values))
+        return State(self.s.clone(), k, v, place.count.clamp(max=W))
+
+    def run_layers(self, weights: list, s: Tensor, z: Tensor, rings: list[Ring]) -> Tensor:
+        """Run one token through all layers: s, z (B, D) -> the last layer's output."""
+        cos, sin = self.place.advance()
+        if self.recurrent:
+            return step(weights, s, z, cos, sin, rings, self.config)
+        for w, ring in zip(weights, rings, strict=True):
+            s = layer(w, s, z, cos, sin, ring, self.config)
+        return s
+
+    def advance(self) -> None:
+        """Run one token per stream on the device alone, so that a CUDA graph can hold it."""
+        with using(self.forms):
+            z = embed(self.token, self.embedding)
+            # a copy of z, or torch.compile would trace GPT's first layer separately
+            s = self.run_layers(
+                self.weights, self.s if self.recurrent else z.clone(), z, self.rings
+            )
+            noise = None
+            if self.temperature:
+                noise = torch.empty_like(self.logits).exponential_(generator=self.generator)
+            how = (self.temperature, self.top_k, self.top_p)
+            logits, token = finish(s, self.head, noise, *how)
+        if self.recurrent:
+            self.s.copy_(s)
+        self.logits.copy_(logits)
+        self.token.copy_(token)
+
+    @torch.no_grad()
+    def step(self, token: Tensor | None = None) -> Tensor:
+        """Feed token (B,), by default the last one sampled, and sample the next: (B,), always in
+        the same memory."""
+        if token is not None:
+            self.token.copy_(token)
+        if self.steps % self.place.W == 0:  # a full turn, outside the graph: all keys back by W
+            cos, sin = self.place.rope[-1]
+            self.keys.copy_(rotate(self.keys, cos, -sin))
+        self.steps += 1
+        if self.token.is_cuda:
+            with torch.cuda.device_of(self.token):
+                graphed(self.graphs, 'step', self.advance, generator=self.generator)
+        else:
+            self.advance()
+        return self.token
+
+    @torch.no_grad()
+    def prefill(self, idx: Tensor, state: State | None = None) -> State:
+        """Read tokens idx (B, T), block_size at a time, after a state, by default the initial one;
+        continue from the state after them, and return it."""
+        due, n = every(), self.model.config.block_size
+        with torch.autocast(idx.device.type, torch.bfloat16, enabled=self.amp == torch.bfloat16):
+            state = self.model.init_state(len(idx)) if state is None else state
+            for t in range(0, idx.size(1), n):
+                state = self.model.core(idx[:, t : t + n], state)[1]
+                if due():
+                    print(f'    {t + n:,} of {idx.size(1):,} prompt tokens', file=sys.stderr)
+        self.load(state)
+        return state
+
+    def generate(
+        self, idx: Tensor, max_new_tokens: int, state: State | None = None
+    ) -> Iterator[Tensor]:
+        """Continue prompts idx (B, T >= 1), after a state, by default the initial one: yield (B,)
+        tokens, without end if max_new_tokens < 0."""
+        if max_new_tokens:
+            self.prefill(idx[:, :-1], state)
+            yield self.step(idx[:, -1]).clone()
+        for _ in itertools.count() if max_new_tokens < 0 else range(max_new_tokens - 1):
+            yield self.step().clone()
