@@ -61,7 +61,7 @@ from convlstm import AgentConfig
 from data_fineweb import REAL_VOCAB, VOCAB, open_meta, shard_path, write_meta, write_shard
 from figures import markdown, read_csv
 from model import ModelConfig, State, build_model
-from sample import Decoder
+from decode import Decoder
 from unroll import release
 
 # fmt: off
@@ -159,7 +159,8 @@ def make_token(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
         empty = model.init_state(B)
     full = torch.full_like(empty.count, row['C'])
     state = State(*(torch.randn_like(x) for x in empty[:3]), full)
-    decoder = Decoder(model, B, amp=dt, compile='compiled' in row['path'])
+    kernels.fused.enabled = 'compiled' in row['path']
+    decoder = Decoder(model, B, amp=dt)
     decoder.load(state)
     decoder.step(torch.randint(row['V'], (B,), device=at))
 
@@ -174,7 +175,7 @@ def make_token(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
             pairs[f'logits of token {i}'] = decoder.logits.clone(), logits
         return pairs
 
-    return {'token': decoder.step}, {'pieces': kernels.chosen_lines(), 'check': check}
+    return {'token': decoder.step}, {'pieces': decoder.lines, 'check': check}
 
 
 def make_run(script: ModuleType, settings: dict, row: dict, config: dict) -> object:

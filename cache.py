@@ -125,9 +125,9 @@ class Window:
         self.last = t
 
     def add(self, first: int, end: int, offset: int, rows: tuple) -> None:
-        """Add to the gradients of slots first .. end - 1. rows: queries (N, tokens * M, K), attention
-        weights and gradients of scores (of the slots from `offset` on), gradients of attended
-        values. A baddbmm_ into a slice would go through the batch one by one."""
+        """Add to the gradients of slots first .. end - 1. rows: queries (N, tokens * M, K),
+        attention weights and gradients of scores (of the slots from `offset` on), gradients of
+        attended values. A baddbmm_ into a slice would go through the batch one by one."""
         q, p, ds, do = rows
         columns = slice(first - offset, end - offset)
         self.dk[:, first:end].add_(torch.bmm(ds[..., columns].mT, q))

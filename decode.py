@@ -6,11 +6,11 @@ A token runs through layer.layer, the training's own equations, with cache.Ring 
 On a GPU the whole step, sampling included, is one CUDA graph from the fourth token on.
 """
 
-import functools
+import copy
 import itertools
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,11 @@ from cache import Place, Ring
 from configurator import every
 from kernels import choose_forms, cuda_seconds, fused, graphed, norm, rotate, softcap, using
 from layer import layer, step
-from model import LanguageModel, State
+from model import LanguageModel, State, randomize
+
+
+# Triton forms in the order in which they are tried, and a way to run them (triton_kernels.py)
+FORMS = ('attention', 'experts', 'split')
 
 
 @fused
@@ -114,32 +118,36 @@ class Decoder:
                 self.choose_forms()
 
     def choose_forms(self) -> None:
-        """Choose Triton forms (kernels.choose_forms) by one token on random weights, windows full;
-        the weights and the state are left as they were."""
-        exact_weights = [one.weights(len(self.s), self.logits.dtype) for one in self.model.layers]
-        random = torch.Generator(self.s.device).manual_seed(0)
-        noise = functools.partial(torch.randn, device=self.s.device, generator=random)
-        self.place.head.fill_(self.place.W + self.place.W // 2)
-        self.place.count.fill_(2 * self.place.W)
-        keys, values = (noise(x.shape) for x in (self.keys, self.values))
-        z, s = noise(len(self.s), self.config.n_embd), noise(self.s.shape)
-
-        def trial(exact):
-            dtype = self.logits.dtype if exact else self.keys.dtype
-            weights = exact_weights if exact else self.weights
-            rings = [
-                Ring(self.place, self.model.heads, k.to(dtype, copy=True), v.to(dtype, copy=True))
-                for k, v in zip(keys, values, strict=True)
-            ]
-            self.place.head.fill_(self.place.W + self.place.W // 2)
-            out = self.run_layers(weights, s if self.recurrent else z.clone(), z, rings)
-            newest = self.place.head % self.place.W
-            return [out, *(x[:, newest] for ring in rings for x in (ring.keys, ring.values))]
-
-        self.forms, self.lines = choose_forms(
-            ['attention', 'experts', 'split'], trial, cuda_seconds
-        )
+        """Choose Triton forms (kernels.choose_forms) for these sizes; rings are left empty."""
+        self.forms, self.lines = choose_forms(FORMS, self.trial(), cuda_seconds)
         self.place.reset()
+
+    def trial(self) -> Callable[[bool], list[Tensor]]:
+        """Return trial(exact) for kernels.choose_forms: one token on random weights, its window
+        full. Its results are the last layer's output and the new entries of the rings."""
+        B, W, wide, dtype = len(self.token), self.place.W, self.logits.dtype, self.keys.dtype
+        layers = randomize(copy.deepcopy(self.model.layers))
+        random = torch.Generator().manual_seed(1)
+        keys, values = (
+            torch.randn(x.shape, generator=random).to(x.device) for x in (self.keys, self.values)
+        )
+        s, z = torch.randn(2, B, self.config.n_embd, generator=random).to(self.logits)
+        inputs = {}
+        for exact, kind in ((True, wide), (False, dtype)):
+            pairs = zip(keys.to(kind), values.to(kind), strict=True)
+            rings = [Ring(self.place, self.model.heads, *pair) for pair in pairs]
+            inputs[exact] = [one.weights(B, kind) for one in layers], rings
+
+        @torch.no_grad()
+        def trial(exact):
+            weights, rings = inputs[exact]
+            self.place.head.fill_(W + W // 2)
+            self.place.count.fill_(2 * W)
+            out = self.run_layers(weights, s, z, rings)
+            new = [x[:, W // 2 + 1] for ring in rings for x in (ring.keys, ring.values)]
+            return [out, *(x.clone() for x in new)]
+
+        return trial
 
     @torch.no_grad()
     def load(self, state: State) -> None:

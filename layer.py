@@ -2,7 +2,8 @@
 
 The recurrent and the non-recurrent model, fast and plain training, compiled functions, CUDA graphs,
 validation and decoding all call `layer`. They differ in the class of the linears (kernels.Linear or
-unroll.DeferredLinear), in the cache (cache.py), and in whether `kernels.fused` compiles. Autograd differentiates all of it. To change the model, edit this file.
+unroll.DeferredLinear), in the cache (cache.py), and in whether `kernels.fused` compiles. Autograd
+differentiates all of it. To change the model, edit this file.
 
 Shapes: N rows (B streams, or B * T tokens in the non-recurrent model), D width, E experts, H query
 heads per expert, C key-value heads in the cache, M query heads per cache head, K head size. dtype

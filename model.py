@@ -1,6 +1,6 @@
-"""The language models: `GPT`, which carries nothing from token to token but its attention window, and
-`RecurrentGPT`, whose last layer's output is the first layer's input at the next token. Both have L
-layers of E parallel experts of width D ("Temporal Recurrence Favors Fewer Layers", Section 3).
+"""The language models: `GPT`, which carries nothing from token to token but its attention window,
+and `RecurrentGPT`, whose last layer's output is the first layer's input at the next token. Both
+have L layers of E parallel experts of width D ("Temporal Recurrence Favors Fewer Layers").
 
 The equations of a layer are in layer.py; here are sizes, weights, state, and what runs the layers
 over text: the token loop (unroll.py) for RecurrentGPT, whole sequences for GPT.
@@ -11,19 +11,23 @@ where experts share it, else E * G).
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cache import BLOCK, Sequence
+from cache import BLOCK, GROUP, Sequence
 from kernels import (
     Heads,
     Linear,
     Loss,
+    choose_forms,
     compute_dtype,
+    cuda_seconds,
+    enabled_forms,
     fused,
     head_loss,
     norm,
@@ -41,6 +45,8 @@ from unroll import DeferredLinear, recomputes, unroll
 AGGREGATIONS = {'sqrt_sum': 0.5, 'mean': 1.0, 'softmax_mean': 0.5, 'softmax_l2': 0.5}
 RESIDUALS = ('expert', 'shared')
 MODES = ('fast', 'plain')
+# Triton forms in the order in which they are tried, and ways to run them (triton_kernels.py)
+FORMS = ('attention', 'experts', 'loss', 'split', 'pdl')
 INIT_B = ('one', 'sqrt_experts')
 EVAL_CHUNK = 128  # tokens per chunk in validation; longer chunks of RecurrentGPT only cost memory
 
@@ -339,6 +345,39 @@ class RecurrentGPT(LanguageModel):
             )
         return out.transpose(0, 1), State(*new)
 
+    def choose_forms(self, B: int) -> list[str]:
+        """Choose the Triton forms for training on B streams (kernels.choose_forms), and return a
+        line about each. For a GPU, in fp32 or under autocast."""
+        trial = self.trial(B)
+        with torch.cuda.device_of(self.head):
+            self.forms, lines = choose_forms(FORMS, trial, cuda_seconds)
+        return lines
+
+    def trial(self, B: int) -> Callable[[bool], list[Tensor]]:
+        """Return trial(exact) for kernels.choose_forms: a short chunk forward and backward, from
+        full windows, by a random model of these sizes with at most four layers. Its results are the
+        loss, the new state and the gradients of all parameters; exact: without autocast."""
+        device, T = self.head.device.type, GROUP + 1
+        model = type(self)(replace(self.config, n_layer=min(4, self.config.n_layer)))
+        model = randomize(model.to(self.head))
+        random = torch.Generator().manual_seed(1)
+        x, y = torch.randint(len(self.head), (2, B, T), generator=random).to(self.head.device)
+        state = model.init_state(B)
+        noise = [torch.randn(part.shape, generator=random).to(part) for part in state[:3]]
+        state = State(*noise, torch.full_like(state.count, self.config.window))
+        amp = torch.is_autocast_enabled(device)
+
+        @torch.enable_grad()
+        def trial(exact):
+            model.forms = enabled_forms()
+            with torch.autocast(device, enabled=amp and not exact):
+                kv = [part.to(compute_dtype(self.head)) for part in state[1:3]]
+                loss, new = model(x, y, State(state.s, *kv, state.count))
+            grads = torch.autograd.grad(loss.objective, list(model.parameters()))
+            return [loss.objective.detach(), *new[:3], *grads]
+
+        return trial
+
     def recomputes(self, B: int, T: int) -> bool:
         """Return whether a training chunk (B, T) runs in blocks that are recomputed in the backward
         (unroll.Recompute), because it is too long for memory or for one CUDA graph."""
@@ -469,6 +508,17 @@ def memory(
     if not whole:  # it runs in the training's memory, but for its buffers
         validation = max(validation / 2 * (device == 'cuda'), validation - need['chunk'])
     return {**need, 'validation': validation}
+
+
+@torch.no_grad()
+def randomize(module: nn.Module) -> nn.Module:
+    """Fill all parameters with random numbers, for trials: matrices of standard deviation 0.5 /
+    sqrt(fan_in), vectors around 1."""
+    random = torch.Generator().manual_seed(0)
+    for p in module.parameters():
+        noise = torch.randn(p.shape, generator=random)
+        p.copy_(0.5 * noise * p.size(-1) ** -0.5 if p.dim() > 1 else 1 + 0.1 * noise)
+    return module
 
 
 def build_model(config: ModelConfig, recurrent: bool) -> LanguageModel:

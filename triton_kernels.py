@@ -1,13 +1,17 @@
-"""
-Triton kernels that may stand in for pieces of the model, for Hopper: bf16 operands, fp32 sums and
-norms. Under TRITON_INTERPRET=1 they run on the CPU, in fp32 (its bf16 product is wrong).
+"""Triton forms of functions of layer.py, cache.py and kernels.py, for Hopper: bf16 operands, fp32
+sums and norms. The last section registers them (kernels.Form).
 
-Shape letters as in model.py; C cache heads, M query heads a cache head. A row of q, k and v:
-queries (C, M, K), keys (C, K), values (C, K). A block of n tokens has S = W + n slots: 0..W-1 are
-carried entries (those below W - count empty), token t's is W + t; it sees slots t+1 .. W+t. Nothing
-here synchronises; t and g0 are plain ints that change no kernel: a loop over t compiles once.
-how: names of ways to run that were measured to be faster, 'split' (see `product`) and 'pdl':
-programmatic dependent launch, the next kernel's programs are set up while this one's still run.
+Under TRITON_INTERPRET=1 the kernels run on the CPU, in fp32 (the interpreter's bf16 product is
+wrong).
+
+Shapes as in layer.py; N = B * C cache heads of all streams. A row of q, k and v holds queries (C,
+M, K), keys (C, K) and values (C, K). A block of n tokens has S = W + n slots: 0 .. W - 1 are carried
+entries (those below W - count are empty), token t has slot W + t and sees slots t + 1 .. W + t.
+Nothing here synchronizes; t and g0 are plain ints that specialize no kernel, so that a loop over t
+compiles once.
+
+Two ways to run are chosen like forms (kernels.using): 'split' (see `product`), and 'pdl',
+programmatic dependent launch: the next kernel is set up while this one still runs.
 """
 
 import functools
@@ -21,11 +25,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
+import cache
 import kernels
-from kernels import Heads, compiled, gate_weights
+import layer
+from cache import Ring, Window
+from kernels import Heads, Linear, enabled_forms, forms, fused, gate_weights, using
+from unroll import DeferredLinear
 
 EPS, SOFTCAP, F32 = (constexpr(x) for x in (kernels.EPS, kernels.SOFTCAP, tl.float32))
-NONE = frozenset()  # of ways to run
 LOG2E = constexpr(math.log2(math.e))  # the hardware's exponential is base 2
 
 
@@ -244,21 +251,22 @@ def _attention_backward_kernel(datt, kept, memory, sums, dqkv, t, g0, W, S, F, s
     tl.store(dqkv + (C * M + C + c) * K + col, dv_own, real)
 
 
-def _launch(kernel, h: Heads, B: int, W: int, how: frozenset = NONE) -> Callable:
-    """An attention kernel for these sizes: a program a cache head and stream."""
+def _launch(kernel, h: Heads, B: int, W: int) -> Callable:
+    """Return a launcher of an attention kernel for these sizes, one program per cache head and
+    stream."""
     stages = 2 if W <= 128 else 3 if B * h.C > 132 else 4
-    sizes = Sizes(*h, h.C, h.M, min(64, padded(W)), 'pdl' in how)
+    sizes = Sizes(*h, h.C, h.M, min(64, padded(W)), 'pdl' in enabled_forms())
     options = {'num_warps': 4, 'num_stages': stages} | ({'launch_pdl': True} if sizes.pdl else {})
     return functools.partial(kernel[h.C, B], scale=1 / math.sqrt(h.K), h=sizes, **options)
 
 
 def window_attention(
-    qkv: Tensor, memory: tuple, at: tuple, h: Heads, out: Tensor, keep: tuple, how: frozenset = NONE
+    qkv: Tensor, memory: tuple, at: tuple, h: Heads, out: Tensor, keep: tuple
 ) -> Tensor:
     """Token t of a block, at = (t, W): its key into kn and kbuf, its value into vbuf (B*C, S, K),
     and its attended values into out (E, B, G*R*K). qkv (B, (C*M + 2*C)*K); memory: kbuf, vbuf, kn,
     count, cos and sin (S, K); keep: (rq, rk, q_rot, lse), written for the backward."""
-    run = _launch(_attention_kernel, h, len(qkv), at[1], how)
+    run = _launch(_attention_kernel, h, len(qkv), at[1])
     run(qkv, memory, out, keep, *at, memory[0].size(1))
     return out
 
@@ -270,7 +278,6 @@ def window_attention_backward(
     at: tuple,
     h: Heads,
     sums: tuple,
-    how: frozenset = NONE,
 ) -> Tensor:
     """From datt (E, B, G*R*K): the gradient of qkv's row. kept: att, q_rot,
     rq, rk, lse; memory: kbuf, vbuf, count, cos, sin; at = (t, g0, W), g0 the first token of t's
@@ -278,7 +285,7 @@ def window_attention_backward(
     (B*C, F, M, K), where the other slots' p and ds go for the group's one product."""
     B, sizes = datt.size(1), (*at, memory[0].size(1), sums[2].size(1))
     dqkv = datt.new_empty(B, (h.M + 2) * h.C * h.K)
-    _launch(_attention_backward_kernel, h, B, at[2], how)(datt, kept, memory, sums, dqkv, *sizes)
+    _launch(_attention_backward_kernel, h, B, at[2])(datt, kept, memory, sums, dqkv, *sizes)
     return dqkv
 
 
@@ -363,7 +370,6 @@ def product(
     after: str,
     beside: Tensor | None = None,
     ss: Tensor | None = None,
-    how: frozenset = NONE,
 ) -> tuple[Tensor | None, ...]:
     """after(before(x) @ w^T) (E, B, N), x (E, B, K), w (E, N, K), before and after as in Tile;
     beside (E, B, N), or (B, N) for all. ss (E, B, P): partial sums of squares, of x before 'norm',
@@ -383,13 +389,13 @@ def product(
     if before == 'norm':
         f, r = w.new_empty(x.shape), x.new_empty(E, B, 1)
         if B > 128:
-            norm_sum(x, ss, None, f, r, how)
+            norm_sum(x, ss, None, f, r)
             x, before = f, ''
     out = (beside if after == 'add' else w).new_empty(E, B, N)
     if after == 'add':
         ss = out.new_empty(E, B, triton.cdiv(N, BN))
-    tiles, S, pdl = E * triton.cdiv(B, BM) * triton.cdiv(N, BN), 1, 'pdl' in how
-    if 'split' in how and K % BK == 0:
+    tiles, S, pdl = E * triton.cdiv(B, BM) * triton.cdiv(N, BN), 1, 'pdl' in enabled_forms()
+    if 'split' in enabled_forms() and K % BK == 0:
         S = max([n for n in range(1, K // BK + 1) if K // BK % n == 0 and n * tiles <= 144] or [1])
     sums = out.new_empty(tiles * S * BM * BN, dtype=torch.float32) if S > 1 else None
     c = Tile(K, N, 0 if ss is None else ss.size(2), S, BM, BN, BK, before, after, pdl)
@@ -420,80 +426,103 @@ def _norm_sum_kernel(x, ss, coef, s, h, r, B, coef_e, coef_b, c: constexpr):
         tl.store(s + b * c.D + d, tl.sum(weight[:, None] * hat, 0), d < c.D)
 
 
-def norm_sum(
-    x: Tensor, ss: Tensor, coef: Tensor | None, h: Tensor, r: Tensor, how: frozenset = NONE
-) -> Tensor:
+def norm_sum(x: Tensor, ss: Tensor, coef: Tensor | None, h: Tensor, r: Tensor) -> Tensor:
     """h (E, B, D) = x * r, r (E, B, 1), of x with partial sums of squares ss (E, B, P). -> s (B,
     D), the sum over experts of coef * h; coef None, (E, B, 1) or 0-dim."""
     E, B, D = x.shape
     BD = min(padded(D), max(16, min(128 if B <= 64 else 256, 4096 // padded(E, 1))))
     s = None if coef is None else x.new_empty(B, D)
-    strides, pdl = (0, 0) if coef is None else coef.expand(E, B, 1).stride()[:2], 'pdl' in how
+    strides, pdl = (
+        (0, 0) if coef is None else coef.expand(E, B, 1).stride()[:2],
+        'pdl' in enabled_forms(),
+    )
     c, options = Sums(E, D, ss.size(2), BD, pdl), {'launch_pdl': True} if pdl else {}
     _norm_sum_kernel[B, triton.cdiv(D, BD)](x, ss, coef, s, h, r, B, *strides, c, **options)
     return s
 
 
-# ---- a level's `leave` as a whole ----
+# ---- layer.experts as a whole ----
 
 
-def _norm_back(g, x_hat, r):
-    """The gradient of x, x_hat = norm(x) with factors r, from that of x_hat, g."""
+def _norm_backward(g: Tensor, x_hat: Tensor, r: Tensor) -> Tensor:
+    """Return the gradient of x from that of x_hat = norm(x) = x * r, g."""
     x_hat = x_hat.to(g.dtype)
     return r * (g - x_hat * (g * x_hat).mean(-1, keepdim=True))
 
 
-def _output_back(ds, coef, h, r):
-    dx = _norm_back(coef * ds, h, r)
+@fused
+def _output_backward(ds: Tensor, coef: Tensor, h: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    dx = _norm_backward(coef * ds, h, r)
     return dx, dx.to(h.dtype)
 
 
-def _input_back(dx, dact, r, f, wo, up):
-    dy = dx + _norm_back(torch.bmm(dact, up).to(dx.dtype), f, r)
+@fused
+def _input_backward(
+    dx: Tensor, dact: Tensor, r: Tensor, f: Tensor, wo: Tensor, up: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    dy = dx + _norm_backward(torch.bmm(dact, up).to(dx.dtype), f, r)
     low = dy.to(wo.dtype)
     return dy.sum(0), low, torch.bmm(low, wo)
 
 
-class Leave(torch.autograd.Function):
-    """s = sum of coef * norm(x), x = y + down relu(up norm(y))^2, y = u + wo att, of
-    unroll.Products wo, up, down, which get what they multiplied and its gradients."""
+class Experts(torch.autograd.Function):
+    """s = sum of coef * norm(x), with x = y + down relu(up norm(y))^2 and y = u + wo attended, for
+    DeferredLinears wo, up and down, which are told their inputs and gradients; or for Linears,
+    without gradients."""
 
     @staticmethod
-    def forward(ctx, products, how, u, att, coef):
-        (wo, up, down), att = products, att.contiguous()
-        y, ss, _, _ = product(att, wo.w, '', 'add', u, None, how)
-        act, _, f, r = product(y, up.w, 'norm', 'relu', None, ss, how)
-        x, ss, _, _ = product(act, down.w, '', 'add', y, None, how)
+    def forward(ctx, linears, u, attended, coef):
+        (wo, up, down), attended = linears, attended.contiguous()
+        y, ss, _, _ = product(attended, wo.w, '', 'add', u)
+        act, _, f, r = product(y, up.w, 'norm', 'relu', None, ss)
+        x, ss, _, _ = product(act, down.w, '', 'add', y)
         h, rx = torch.empty_like(f), torch.empty_like(r)
-        ctx.products, ctx.how = products, how
-        ctx.save_for_backward(att, coef, act, f, r, h, rx)
-        return norm_sum(x, ss, coef, h, rx, how)
+        ctx.linears, ctx.ways = linears, enabled_forms()
+        ctx.save_for_backward(attended, coef, act, f, r, h, rx)
+        return norm_sum(x, ss, coef, h, rx)
 
     @staticmethod
     def backward(ctx, ds):
-        (wo, up, down), (att, coef, act, f, r, h, rx) = ctx.products, ctx.saved_tensors
-        piece = functools.partial(compiled, pdl=True) if 'pdl' in ctx.how else compiled
-        dx, low = piece(_output_back)(ds, coef, h, rx)
-        dact = product(low, down.w.mT, '', 'times', act, None, ctx.how)[0]
-        du, dy, datt = piece(_input_back)(dx, dact, r, f, wo.w, up.w)
-        for one, x, g in ((down, act, low), (up, f, dact), (wo, att, dy)):
-            one.note([x], g)
-        dcoef = (h * ds).sum(-1, keepdim=True).to(ds.dtype) if ctx.needs_input_grad[4] else None
-        return None, None, du, datt, dcoef
+        (wo, up, down), (attended, coef, act, f, r, h, rx) = ctx.linears, ctx.saved_tensors
+        with using(ctx.ways):
+            dx, low = _output_backward(ds, coef, h, rx)
+            dact = product(low, down.w.mT, '', 'times', act)[0]
+            du, dy, dattended = _input_backward(dx, dact, r, f, wo.w, up.w)
+        for linear, x, g in ((down, act, low), (up, f, dact), (wo, attended, dy)):
+            if linear.weight.requires_grad:
+                linear.note([x], g)
+        dcoef = (h * ds).sum(-1, keepdim=True).to(ds.dtype) if ctx.needs_input_grad[3] else None
+        return None, du, dattended, dcoef
 
 
-def leave_of(name: str, E: int, like: Tensor, how: frozenset = NONE) -> Callable | None:
-    """-> what stands in for model.leave; None where it does not know the aggregation."""
-    scale = {'sqrt_sum': E**-0.5, 'mean': 1 / E, 'softmax_mean': 0.0, 'softmax_l2': 0.0}.get(name)
-    if scale is None:
-        return None
-    coef = torch.full((), scale, dtype=like.dtype, device=like.device)
+SCALES = {'sqrt_sum': lambda E: E**-0.5, 'mean': lambda E: 1 / E}  # of aggregations without router
 
-    def leave(w, u, att, gates, rules):
-        own = coef if gates is None else w['piece'](gate_weights, gates, name=name).t()[..., None]
-        return Leave.apply((w['wo'], w['up'], w['down']), how, u, att, own)
 
-    return leave
+def experts(
+    w: layer.LayerWeights, u: Tensor, attended: Tensor, gates: Tensor | None, config: object
+) -> Tensor:
+    """layer.experts: all of it in the recurrent model; in GPT, without gradients, its first two
+    products and what stands around them."""
+    if w.a is None:
+        y, ss, _, _ = product(attended.contiguous(), w.wo.w, '', 'add', u)
+        act = product(y, w.up.w, 'norm', 'relu', None, ss)[0]
+        return layer.merge(y, w.down(act), u, gates, config.aggregation, config.residual)
+    if gates is None:
+        coef = torch.full((), SCALES[config.aggregation](len(w.up.w)), device=u.device)
+    else:
+        coef = gate_weights(gates, config.aggregation).t()[..., None]  # (E, B, 1)
+    return Experts.apply((w.wo, w.up, w.down), u, attended, coef)
+
+
+def suits_experts(
+    w: layer.LayerWeights, u: Tensor, attended: Tensor, gates: Tensor | None, config: object
+) -> bool:
+    linears = (w.wo, w.up, w.down)
+    differentiable = all(type(x) is DeferredLinear for x in linears) and w.a is not None
+    plain_ffn = w.up.w.dim() == 3 and w.up.w.size(1) == w.down.w.size(2)
+    known = gates is not None or config.aggregation in SCALES
+    may_run = differentiable or not torch.is_grad_enabled()
+    return u.dtype == torch.float32 and plain_ffn and known and may_run
 
 
 # ---- decoding ----
@@ -573,3 +602,127 @@ def cross_entropy(logits: Tensor, target: Tensor, grad_scale: float) -> tuple[Te
     sizes = float(grad_scale), V, block
     _cross_entropy_kernel[rows,](logits, target.contiguous(), loss, *sizes, num_warps=8)
     return loss.sum(), logits
+
+
+# ---- layer.attend, for both caches -------------------------------------------------------------
+
+
+class AttendWindow(torch.autograd.Function):
+    """layer.attend with a cache.Window: norm, RoPE, push and attention of token t from qkv (B, (C M
+    + 2 C) K), in one kernel each way."""
+
+    @staticmethod
+    def forward(ctx, window, t, qkv):
+        slots, heads, (N, _, K) = window.slots, window.heads, window.k.shape
+        wide = functools.partial(qkv.new_empty, dtype=slots.wide)
+        out, q = (
+            qkv.new_empty(heads.E, len(qkv), heads.G * heads.R * K),
+            qkv.new_empty(N, heads.M, K),
+        )
+        # factors of the norms, and the log-sum-exp
+        rq, rk, lse = wide(N, heads.M), wide(N), wide(N, heads.M)
+        memory = window.k, window.v, window.unrotated, slots.count, slots.cos, slots.sin
+        window_attention(qkv, memory, (t, slots.W), heads, out, (rq, rk, q, lse))
+        ctx.window, ctx.t, ctx.ways = window, t, enabled_forms()
+        ctx.save_for_backward(out, q, rq, rk, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, datt):
+        window, t, (out, q, rq, rk, lse) = ctx.window, ctx.t, ctx.saved_tensors
+        slots, (N, S, K), M = window.slots, window.k.shape, q.size(1)
+        window.start_backward(t)
+        _, g, end = slots.group_of(t)
+        if not window.pending:  # a group's weights, and gradients of its scores and outputs
+            sizes = (N, cache.GROUP, M, S), (N, cache.GROUP, M, S), (N, cache.GROUP, M, K)
+            window.pending = [[q.new_empty(size) for size in sizes], []]
+        sums, queries = window.pending
+        queries.insert(0, q)
+        memory = window.k, window.v, slots.count, slots.cos, slots.sin
+        with using(ctx.ways):
+            dqkv = window_attention_backward(
+                datt.contiguous(),
+                (out, q, rq, rk, lse),
+                memory,
+                (t, g, slots.W),
+                window.heads,
+                (window.dk, window.dv, *sums),
+            )
+        if t == g:
+            p, ds, do = (x[:, : end - g].flatten(1, 2) for x in sums)
+            window.add_before_group(t, 0, (torch.cat(queries, 1), p, ds, do))
+            window.pending = []
+        return None, None, dqkv
+
+
+def attend(qkv: Tensor, cos: Tensor, sin: Tensor, where: Window | Ring) -> Tensor:
+    """layer.attend; the angles are those of the cache's own slots."""
+    if isinstance(where, Ring):
+        place = where.place
+        rings = (where.keys, where.values)
+        return ring_attention(qkv, rings, place.place, place.rope, where.heads)
+    t, where.t = where.t, where.t + 1
+    return AttendWindow.apply(where, t, qkv)
+
+
+def suits_attend(qkv: Tensor, cos: Tensor, sin: Tensor, where: object) -> bool:
+    return isinstance(where, (Window, Ring)) and cos.dtype == torch.float32
+
+
+def suits_loss(logits: Tensor, targets: Tensor, scale: float, config: object) -> bool:
+    return logits.dtype != torch.float64
+
+
+def slice_loss(
+    logits: Tensor, targets: Tensor, scale: float, config: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    """kernels.slice_loss; the gradient takes the logits' place."""
+    loss, gradient = cross_entropy(logits, targets, scale)
+    return loss, loss, gradient
+
+
+# ---- registration ------------------------------------------------------------------------------
+# What each form replaces, and a hash of that source when the form was written. After an edit of one
+# of these functions, tests/test_triton.py names the new hash: enter it here if the form still
+# computes the same.
+
+REPLACES = {
+    'attention': (
+        layer.attend,
+        layer.split_heads,
+        kernels.norm,
+        kernels.rotate,
+        Window.attend,
+        cache.WindowAttention,
+        cache.store,
+        cache.probabilities,
+        cache.scores_backward,
+        Ring.attend,
+        cache.ring_attention,
+        cache.advance,
+    ),
+    'experts': (
+        layer.experts,
+        layer.add_norm,
+        layer.activation,
+        layer.merge,
+        layer.aggregate,
+        kernels.norm,
+        kernels.gate_weights,
+        kernels.linear,
+        Linear,
+    ),
+    'loss': (kernels.slice_loss, kernels.losses, kernels.softcap),
+}
+SOURCES = {
+    'attention': 'b125408567dd68f7',
+    'experts': '6aa9003cdb170f6b',
+    'loss': '48ba858de04f4727',
+}
+FORMS = {
+    'attention': (attend, suits_attend),
+    'experts': (experts, suits_experts),
+    'loss': (slice_loss, suits_loss),
+}
+for name, (form, suits) in FORMS.items():
+    forms[name].register(form, suits, replaces=REPLACES[name], source=SOURCES[name])

@@ -108,8 +108,8 @@ def per_token(w: LayerWeights, T: int) -> Iterator[LayerWeights]:
 def run_tokens(
     z: Tensor, s: Tensor, kv: Tensor, layers: list[LayerWeights], slots: Slots, config: object
 ) -> tuple[Tensor, list[Window]]:
-    """Run layer.step over z (T, B, D) from the state s. kv: carried keys and values (2, L, N, W, K).
-    Returns the state after every token (T, *s.shape), and the windows."""
+    """Run layer.step over z (T, B, D) from the state s. kv: carried keys and values (2, L, N, W,
+    K). Returns the state after every token (T, *s.shape), and the windows."""
     T, out = len(z), []
     windows = [Window(slots, k, v) for k, v in kv.unbind(1)]
     if torch.is_grad_enabled():

@@ -21,8 +21,8 @@ EPS = 1e-6
 
 
 class History:
-    """The past of B streams: s (B, D); keys and values by (layer, owner of the cache), one (B, G, K)
-    per position, keys normalized and not rotated; first (B,): the position where each starts."""
+    """The past of B streams: s (B, D); keys and values by (layer, owner of the cache), one (B, G,
+    K) per position, keys normalized and not rotated; first (B,): the position where each starts."""
 
     def __init__(self, model, B):
         self.config, self.recurrent = model.config, model.recurrent
@@ -191,7 +191,7 @@ def gradients(model, value):
 
 
 def assert_close(a, b, rtol=1e-9, size=None, what=''):
-    """Assert that the norm of a - b is at most rtol times that of b, or times `size`: the size of the
+    """Assert that the norm of a - b is at most rtol times that of b, or times `size`, that of the
     terms of which b is a small sum. In float64 the default leaves a margin of at least 20 over the
     rounding measured for these models on two makes of processors."""
     assert a.shape == b.shape, what
@@ -213,8 +213,8 @@ def always_zero(name, model):
 
 
 def assert_same_gradients(model, a, b, rtol=1e-9, zero=()):
-    """Compare every parameter's gradient, relative to the largest of the model: all are sums of terms
-    of about that size. zero: suffixes of names of parameters without a gradient here."""
+    """Compare every parameter's gradient, relative to the largest of the model: all are sums of
+    terms of about that size. zero: suffixes of names of parameters without a gradient here."""
     assert a.keys() == b.keys()
     size = max(g.double().norm().item() for g in b.values())
     for name in b:

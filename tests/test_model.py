@@ -104,7 +104,7 @@ def compare(model, T, chunks, reset_before, modes, rtol=1e-9, evaluate=True, car
 
 
 def fake_graphed(graphs, name, function):
-    """Stand in for kernels.graphed without CUDA: from the second call on, run again what ran then."""
+    """Stand in for kernels.graphed without CUDA: from the second call on, repeat that call."""
     if graphs is None:
         return function()
     calls, first = graphs.get(name, (0, None))
@@ -151,8 +151,8 @@ def test_recurrent_is_the_reference(monkeypatch, sizes, aggregation, share_kv):
 )
 @pytest.mark.parametrize('E, G', [(1, 2), (3, 1), (3, 4)])
 def test_gpt_is_the_reference(E, G, aggregation, residual):
-    """Training: causal over the chunk, the window of 4 does not count. Evaluation: the window, across
-    chunks. One expert is a standard Transformer."""
+    """Training: causal over the chunk, the window of 4 does not count. Evaluation: the window,
+    across chunks. One expert is a standard Transformer."""
     changes = {'n_expert': E, 'n_kv_head': G, 'aggregation': aggregation, 'residual': residual}
     model = make(GPT, **changes)
     assert model(tokens(2, 3))[1] is None
@@ -161,8 +161,8 @@ def test_gpt_is_the_reference(E, G, aggregation, residual):
 
 
 def assert_near(model, grads, exact, rel=0.1):
-    """Compare gradients in bf16, each relative to its own size, so that a scalar's cannot hide behind
-    the matrices'. A wrong factor or sign is far beyond rel; at most 0.035 was measured."""
+    """Compare gradients in bf16, each relative to its own size, so that a scalar's cannot hide
+    behind the matrices'. A wrong factor or sign is far beyond rel; at most 0.035 was measured."""
     for name in exact:
         if not always_zero(name, model):
             error = (grads[name].double() - exact[name].double()).norm()

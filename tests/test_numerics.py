@@ -8,7 +8,7 @@ from reference import assert_close, make, tokens
 from test_train import data  # noqa: F401  a fixture
 
 from model import GPT, RecurrentGPT
-from sample import Decoder
+from decode import Decoder
 
 
 @pytest.mark.parametrize('model_type', [RecurrentGPT, GPT])
