@@ -76,8 +76,8 @@ fused.enabled = False
 # ---- Triton forms ------------------------------------------------------------------------------
 # A function decorated with @has_triton_form may be replaced by a drop-in of triton_kernels.py. The
 # drop-in runs only where it is enabled (`using`), where it suits the arguments, and while the
-# source of every function that it replaces is the one it was written for. `choose_forms` picks those that
-# agree in values and gradients, and are faster.
+# source of every function that it replaces is the one it was written for. `choose_forms` picks those
+# that agree in values and gradients, and are faster.
 
 
 class Form:
@@ -151,8 +151,8 @@ def triton_module() -> ModuleType | None:
 
 
 def errors(found: list, exact: list) -> list[float]:
-    """Return the relative differences of two lists of tensors, NaN where one has a NaN. Tensors that
-    are zero but for rounding count relative to the largest of all."""
+    """Return the relative differences of two lists of tensors, NaN where one has a NaN. Tensors
+    that are zero but for rounding count relative to the largest of all."""
     least = 1e-5 * max(b.double().norm().item() for b in exact)
     return [
         (a.double() - b.double()).norm().item() / max(b.double().norm().item(), least)
@@ -165,8 +165,8 @@ def choose_forms(names: list, trial: Callable, seconds: Callable) -> tuple[froze
 
     trial(exact): run once, on random inputs and parameters, and return outputs and all gradients;
     exact: in higher precision, to judge by. A form agrees if each of its results is at most three
-    times as far from the exact ones as the function's own (plus a thousandth). seconds(run): the time of
-    run(). Forms are tried in turn, each beside those chosen before it; any exception in a trial
+    times as far from the exact ones as the function's own (plus a thousandth). seconds(run): the
+    time of run(). Forms are tried in turn, each beside those chosen before it; any exception in a trial
     means that the form is not used."""
     chosen, lines = frozenset(), []
     if triton_module() is None:
