@@ -90,7 +90,8 @@ workers = 0                    # runs at a time; 0: one per GPU (or gpus_per_run
 gpus_per_run = 1               # more than 1: each run under torchrun
 index = -1                     # run this row of the list alone (array jobs)
 measure = None                 # first time updates, print the hours; None: where over LONG
-emit = ''                      # print an array job ('slurm') or one line per run ('commands')
+emit = ''                      # print an array job ('slurm'), one line per run ('commands'), or,
+                               # without a plan, the table of figures as 'markdown'
 figure = False                 # draw the plan's figures
 table = None                   # True: mean, variance, N; 'solve': also the best ones' solve rates
                                # on unfiltered-test, or on generated evaluation levels
@@ -105,7 +106,7 @@ RANGES = {
     'workers': (0, inf),
     'gpus_per_run': (1, inf),
     'index': (-1, inf),
-    'emit': ['', 'slurm', 'commands'],
+    'emit': ['', 'slurm', 'commands', 'markdown'],
     'table': [None, True, False, 'solve'],
 }
 # -----------------------------------------------------------------------------
@@ -229,7 +230,7 @@ UNUSABLE = {'other': 'a run with other settings', 'damaged': 'a log that cannot 
 POLL, REPORT = 0.2, 10.0  # seconds between looks at the runs, and between lines about them
 DRAWS = 10000  # of the bootstrap
 
-# A model of one H100-class GPU, no measurement; results/modelled/speed.md has a finer one.
+# A model of one H100-class GPU, no measurement; results/modeled/speed.md has a finer one.
 PRODUCTS = 500e12  # FLOP/s of a language model's products, bf16
 CONVOLUTIONS = 150e12  # FLOP/s of an agent's convolutions
 KERNEL = 2e-6  # seconds per kernel of a CUDA graph
@@ -368,27 +369,31 @@ def updates_of(row: Row) -> int:
     return -(-config['total_steps'] // (config['n_envs'] * config['unroll']))
 
 
+def training_flops(row: Row) -> float:
+    """Return the FLOPs of a run's updates, the backward counted as two forwards."""
+    config = config_of(row)
+    each = config['tokens_per_step'] if row.is_text else config['n_envs'] * config['unroll']
+    return 3 * cost(row).forward * each * updates_of(row)
+
+
 def modeled_hours(row: Row) -> float:
     """Return the hours of one GPU that a run would take by a model, not by a measurement.
 
     Products run at a constant rate, and kernels that wait for each other (one token or environment
     step and layer after another) cost a constant time each. Validation of a language model is
     included, compilation and evaluation of agents are not."""
-    config, (_, forward, _, _) = config_of(row), cost(row)
-    updates = updates_of(row)
+    config, updates = config_of(row), updates_of(row)
     if row.is_text:
-        tokens = config['tokens_per_step']
-        in_turn = max(1, tokens // MICRO_BATCH) * row.L  # layers that wait for each other
+        in_turn = max(1, config['tokens_per_step'] // MICRO_BATCH) * row.L
         in_turn *= config['block_size'] if row.recurrent else 1
-        update = 3 * forward * tokens / PRODUCTS + in_turn * LM_KERNELS * KERNEL
         validations = updates // config['eval_interval'] + 1
-        validation = validations * config['val_tokens'] * forward / PRODUCTS
+        validation = validations * config['val_tokens'] * cost(row).forward
+        products = (training_flops(row) + validation) / PRODUCTS
+        kernels = updates * in_turn * LM_KERNELS
     else:
-        steps = config['n_envs'] * config['unroll']
-        in_turn = config['unroll'] * (AGENT_KERNELS[0] + AGENT_KERNELS[1] * row.L)
-        update = 3 * forward * steps / CONVOLUTIONS + in_turn * KERNEL
-        validation = 0.0
-    return (updates * update + validation) / 3600
+        products = training_flops(row) / CONVOLUTIONS
+        kernels = updates * config['unroll'] * (AGENT_KERNELS[0] + AGENT_KERNELS[1] * row.L)
+    return (products + kernels * KERNEL) / 3600
 
 
 # ----------------------------------------------------------------------------- rows of a plan
@@ -643,8 +648,14 @@ def paper_table() -> list[dict]:
 def print_paper_table() -> None:
     """Print the paper's figures and tables, each with the command that makes it."""
     lines = paper_table()
-    wide = {name: max(len(name), *(len(line[name]) for line in lines)) for name in lines[0]}
+    if emit == 'markdown':
+        print('| ' + ' | '.join(lines[0]) + ' |\n' + '| --- ' * len(lines[0]) + '|')
+        for line in lines:
+            line['command'] = f'`{line["command"]}`'
+            print('| ' + ' | '.join(line.values()) + ' |')
+        return
     order = ['figure or table', 'runs', 'GPU hours', 'state', 'command']  # the widest one last
+    wide = {name: max(len(name), *(len(line[name]) for line in lines)) for name in order}
     for line in [dict(zip(order, order, strict=True)), *lines]:
         texts = [
             f'{line[name]:{">" if name in ("runs", "GPU hours") else "<"}{wide[name]}}'
@@ -777,7 +788,7 @@ def check_before(rows: list[Row], at_a_time: int) -> None:
     check_disk(rows, at_a_time)
     hours = sum(map(modeled_hours, rows))
     if not torch.cuda.is_available():
-        hours *= PRODUCTS / CPU_RATE  # a rough guess
+        hours = sum(map(training_flops, rows)) / CPU_RATE / 3600
     wanted = hours > LONG and index < 0 if measure is None else measure
     if wanted:
         order = sorted(rows, key=lambda row: (row.model, row.recurrent))
@@ -1132,8 +1143,10 @@ def main() -> int:
     config = configure(globals(), quiet=True)
     if emit and (run or figure or table):
         fail(f'emit = {emit!r} prints jobs alone: leave out run, figure and table')
+    if emit == 'markdown' and plan:
+        fail("emit = 'markdown' prints the table of all figures: leave out the plan")
     if not plan:
-        if run or figure or table or emit:
+        if run or figure or table or emit not in ('', 'markdown'):
             fail(f'plan is empty: choose one of {", ".join(PLANS)}')
         print_paper_table()
         return 0
