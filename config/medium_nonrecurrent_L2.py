@@ -1,9 +1,17 @@
-"""Non-recurrent Transformer, medium budget (32 blocks of width 768):
-L = 2 levels of E = 16 experts. 1.3B tokens of FineWeb, on GPUs of 80 GB (torchrun for several).
-Takes 64 GB on one, 51 GB on each of four (128 rows at a time):
-as calculated by model.memory, not measured on a GPU; not run by us yet.
-Its other rows: --n_layer=4 --n_expert=8, or 1 and 32, 8 and 4, 16 and 2, 32 and 1;
-each with an --out_dir of its own, or all of them by sweep.py."""
+"""Non-recurrent Transformer, medium budget: 32 blocks of width 768.
+
+Goal: one row of the paper's FineWeb figure (medium budget), L = 2 layers of E = 16 experts.
+Expected: the paper finds that more layers are better without recurrence; compare with
+medium_L2.py, which has the same FLOPs per token. Hardware and time: one or more GPUs of 80 GB,
+1.3B tokens; about 1.5 hours of one H100-class GPU (modeled, not measured; not run by us yet). The
+shards come first:
+
+    python data_fineweb.py --pretokenized=14
+    python train_lm.py config/medium_nonrecurrent_L2.py
+
+Other rows of the budget: --n_layer=4 --n_expert=8, or 1 and 32, 8 and 4, 16 and 2, 32 and 1, each
+with an --out_dir of its own; or all of them by `python sweep.py --plan=lm-medium --run`.
+"""
 
 out_dir = 'out/medium_nonrecurrent_L2'
 recurrent = False

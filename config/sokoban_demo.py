@@ -1,6 +1,12 @@
-"""The Sokoban demo: a small recurrent ConvGLU on easy generated levels (one box, solvable in 12
-moves or fewer), minutes on 2 CPU cores. A random policy solves a fifth of them; the agent most.
-`make demo-sokoban` runs it and plays the held-out levels."""
+"""Demo: a small recurrent ConvGLU agent on easy generated Sokoban levels.
+
+Goal: see an agent learn within minutes: one box, levels that are solvable in 12 moves or fewer.
+Expected: it solves over 70% of the evaluation levels; a random policy solves a fifth. Hardware and
+time: two CPU cores, about six minutes. `make demo-sokoban` does all of it; by hand:
+
+    python train_sokoban.py config/sokoban_demo.py
+    python train_sokoban.py config/sokoban_demo.py --eval_only=True
+"""
 
 out_dir = 'out/sokoban_demo'
 split = 'generated'

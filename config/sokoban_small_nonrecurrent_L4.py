@@ -1,5 +1,11 @@
-"""The twin of sokoban_small_L4.py that is not recurrent; not run by us yet.
-The paper: 59.63% of unfiltered-test solved, mean return 3.70."""
+"""Non-recurrent ConvLSTM agent, small budget: L = 4 layers of one expert of width 64.
+
+Goal: what config/sokoban_small_L4.py is compared with, at the same nominal cost. Expected (the
+paper): 59.63% of unfiltered-test solved, mean return 3.70. Hardware and time: one GPU, about half
+an hour of an H100-class one (planned, not measured; not run by us yet).
+
+    python train_sokoban.py config/sokoban_small_nonrecurrent_L4.py --download=True
+"""
 
 out_dir = 'out/sokoban_small_nonrecurrent_L4'
 recurrent = False

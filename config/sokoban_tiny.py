@@ -1,5 +1,10 @@
-"""Base of the small study's agents (config/study_sokoban.py): the demo's levels (one box, solvable
-in 12 moves or fewer) and training settings. About eight minutes a run on one CPU core."""
+"""Agent of the studies on a small machine (config/study_sokoban.py).
+
+Goal: the demo's easy levels and training settings, short enough for many runs. Hardware and time:
+one CPU core, about eight minutes.
+
+    python train_sokoban.py config/sokoban_tiny.py
+"""
 
 out_dir = 'out/sokoban_tiny'
 split = 'generated'

@@ -1,6 +1,12 @@
-"""Agents for the plan probes on a small machine (config/probe_tiny.py): recurrent ConvGLU of one
-and of four levels at the small study's budget, 4,000,000 steps each on its easy levels: forty
-minutes, one on each of two CPU cores. python sweep.py config/study_probe.py --run"""
+"""Study: two agents for the planning probes on a small machine (config/probe_tiny.py).
+
+Goal: recurrent ConvGLU agents of one and of four layers at the small study's budget, 4,000,000
+steps each on its easy levels. Expected: both solve most of their evaluation levels. Hardware and
+time: two CPU cores, forty minutes.
+
+    python sweep.py config/study_probe.py --run
+    python probe_sokoban.py config/probe_tiny.py
+"""
 
 plan = 'sokoban-small'
 base = 'config/sokoban_tiny.py'

@@ -1,10 +1,15 @@
-"""The small study: residual rules of the language model that is not recurrent, at L = 2, each at
-its own learning rate, three seeds.
-python sweep.py config/study_residual.py --run --figure --table"""
+"""Study: the residual rule of a non-recurrent language model of several experts.
+
+Goal: each expert with a residual of its own (the paper's rule) against one shared residual, at L =
+2, each at its own learning rate, three seeds. Hardware and time: two CPU cores, ten runs of about
+four minutes. Other depths, longer: config/study_lm.py with --residual=shared.
+
+    python sweep.py config/study_residual.py --run --figure --table
+"""
 
 plan = 'residual'
 base = 'config/tiny_lm.py'
-base_ff = 'config/tiny_nonrecurrent.py'
+base_nonrecurrent = 'config/tiny_nonrecurrent.py'
 width = 0.0625
 only = 'model=transformer L=2'
 tune = 'learning_rate=0.04,0.08'  # the best two of four for the default (config/study_lm.py)

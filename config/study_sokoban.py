@@ -1,7 +1,11 @@
-"""The small study, Sokoban: ConvGLU agents on easy generated levels, recurrent and not, L = 1, 2,
-4 at one budget (4 experts of width 32), three seeds. Eighteen runs of eight minutes, two at a
-time.
-python sweep.py config/study_sokoban.py --run --figure --table"""
+"""Study: which depth is best for a small Sokoban agent, with and without recurrence.
+
+Goal: ConvGLU agents on easy generated levels, L = 1, 2, 4 at one budget (4 experts of width 32),
+three seeds. Expected: returns between -2 and 2, all still climbing: 1.2M steps are few
+(results/README.md). Hardware and time: two CPU cores, 18 runs of eight minutes, two at a time.
+
+    python sweep.py config/study_sokoban.py --run --figure --table
+"""
 
 plan = 'sokoban-small'
 base = 'config/sokoban_tiny.py'

@@ -1,6 +1,11 @@
-"""Base of the studies' recurrent language models (config/study_lm.py): 1.7M bytes of speeches, six
-minutes at L = 16 on one CPU core. Prepare the data first:
-python data_fineweb.py --demo=True --tokenizer=bytes"""
+"""Recurrent language model of the studies on a small machine (config/study_lm.py).
+
+Goal: the smallest run whose losses still tell depths apart: 1.7M bytes of speeches. Hardware and
+time: one CPU core, six minutes at L = 16. Prepare the data first:
+
+    python data_fineweb.py --demo=True --tokenizer=bytes
+    python train_lm.py config/tiny_lm.py
+"""
 
 out_dir = 'out/tiny_lm'
 data_dir = 'data/sotu_bytes'

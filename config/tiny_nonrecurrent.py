@@ -1,6 +1,11 @@
-"""Base of the studies' language models that are not recurrent (config/study_lm.py): 1.7M bytes of
-speeches, three to six minutes on one CPU core. Prepare the data first:
-python data_fineweb.py --demo=True --tokenizer=bytes"""
+"""Non-recurrent language model of the studies on a small machine (config/study_lm.py).
+
+Goal: what config/tiny_lm.py is compared with, at the same FLOPs per byte: 1.7M bytes of speeches.
+Hardware and time: one CPU core, three to six minutes. Prepare the data first:
+
+    python data_fineweb.py --demo=True --tokenizer=bytes
+    python train_lm.py config/tiny_nonrecurrent.py
+"""
 
 out_dir = 'out/tiny_nonrecurrent'
 recurrent = False
@@ -20,7 +25,7 @@ embedding_lr = 1.6  # eight times the defaults: LOG.md, the longer study
 head_lr = 0.032
 scalar_lr = 0.16
 eval_interval = 21
-val_tokens = 131072  # in streams of 2,048, as config/tiny_lm.py says
+val_tokens = 131072  # in streams of 2,048, as in config/tiny_lm.py
 val_streams = 64
 log_interval = 12
 compile = True
