@@ -84,7 +84,7 @@ dtype = 'auto'                 # of products: 'float32', 'bfloat16', 'auto': bfl
 compile = True                 # torch.compile the unroll's pieces or GPT's blocks, if that works
 graphs = True                  # CUDA: an update's parts as graphs (WHOLE_GRAPH), from the fourth on
 path = 'fast'                  # 'fast' (unroll.py) or 'plain' (the equations, for checking)
-threads = 0                    # CPU threads; 0: torch's choice
+threads = 0                    # CPU threads; 0: one or all, measured at the start, kept on resume
 # fmt: on
 # -----------------------------------------------------------------------------
 FROM_1 = 'eval_interval log_interval max_iters block_size tokens_per_step val_tokens val_streams'
@@ -311,6 +311,14 @@ def evaluate(run: Run) -> tuple[float, float]:
     return nats / tokens, nats / math.log(2) / size
 
 
+def trial_chunk(run: Run, T: int) -> None:
+    """Run forward and backward of a micro-batch's first T tokens, to compile or time them."""
+    x, y = (t[:, :T] for t in run.inputs[:2])
+    with autocast(run.device, run.amp):
+        loss, _ = run.model(x, y)
+    loss.backward()
+
+
 def prepare(run: Run) -> None:
     """Compiles, where that works. Chunks that no graph holds are replayed from captured blocks."""
     if not compile or path == 'plain' or arch == 'lstm':
@@ -319,12 +327,7 @@ def prepare(run: Run) -> None:
     if graphs and recurrent and run.device != 'cpu':  # nothing captures a validation whole
         run.model.config.path = 'graphed' if run.chunk_graphs is None else 'captured'
 
-    def once() -> None:
-        with autocast(run.device, run.amp):
-            loss, _ = run.model(*run.inputs[:2])
-        loss.backward()
-
-    if not common.compiles(run.model, once):
+    if not common.compiles(run.model, lambda: trial_chunk(run, block_size)):
         run.model.config.path = 'fast'
     for line in chosen_lines():
         print0(f'Triton or compiled, measured: {line}')
@@ -430,6 +433,10 @@ def train(config: dict) -> int:
             run.lock = common.prepare_out_dir(out_dir, resume, overwrite)
     except ValueError as error:  # DataError, CheckpointError, ModelConfig's
         fail(error)
+    if not eval_only:
+        run.config['threads'] = common.pick_threads(
+            run.config['threads'], run.device, lambda T: trial_chunk(run, T), block_size
+        )
     describe(run)
     if eval_only:
         val_loss, bpb = evaluate(run)
