@@ -241,6 +241,8 @@ def restore(run: object, names: tuple, optimizers: list, saved: dict, where: Pat
     (a resumed run may change learning rates, momentum, decay, and the device), and the random
     states; without optimizers, for an evaluation, neither. CheckpointError."""
     load_weights(run.model, saved['model'], where)
+    saved_threads = min(saved['config'].get('threads', 0), torch.get_num_threads())
+    run.config['threads'] = run.config['threads'] or saved_threads
     with restoring(where, 'position'):
         for name in names:
             if type(saved[name]) is not type(getattr(run, name)):
@@ -346,6 +348,44 @@ def pick_device(name: str, threads: int = 0) -> str:
     if index >= (count := torch.cuda.device_count()):
         raise Mistake(f'device = cuda:{index}: there are {count} CUDA devices here')
     return f'cuda:{index}'
+
+
+def pick_threads(threads: int, device: str, chunk: Callable[[int], object], length: int) -> int:
+    """Set and return the number of CPU threads of a training run.
+
+    threads: the setting, or what the checkpoint of a resumed run holds: a sum over other threads
+    rounds differently, and a run resumed on a CPU is bit-equal to one that was not interrupted. If
+    0, one thread and all threads run chunk(T), T steps of a training chunk, in turns for about a
+    second, and the faster number is chosen; beside other work that is often one. T is the least
+    power of 2 for which a chunk takes a tenth of a second, at most `length`. Nothing is measured on
+    a GPU, or if OMP_NUM_THREADS is set, as torchrun and sweep.py do. Ranks choose together."""
+    every_one = torch.get_num_threads()
+    if threads or device != 'cpu' or every_one == 1 or 'OMP_NUM_THREADS' in os.environ:
+        torch.set_num_threads(threads or every_one)
+        return threads or every_one
+
+    def seconds(n: int, T: int) -> float:
+        torch.set_num_threads(n)
+        start = time.perf_counter()
+        chunk(T)
+        return time.perf_counter() - start
+
+    T, total = 1, torch.zeros(2, dtype=torch.float64)
+    seconds(every_one, T)  # the first call allocates
+    while T < length and seconds(every_one, T) < 0.1:
+        T = min(2 * T, length)
+    rounds = 0
+    while total.sum() < 1:
+        total += torch.tensor([seconds(1, T), seconds(every_one, T)])
+        rounds += 1
+    total /= rounds
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    one, all_ = total.tolist()
+    chosen = 1 if one < all_ else every_one
+    print0(f'threads = {chosen}: {T} steps take {one:.3f} s with 1, {all_:.3f} s with {every_one}')
+    torch.set_num_threads(chosen)
+    return chosen
 
 
 def pick_dtype(name: str, device: str) -> torch.dtype:

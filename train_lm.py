@@ -84,7 +84,7 @@ dtype = 'auto'                 # of products: 'float32', 'bfloat16', 'auto': bfl
 compile = True                 # torch.compile the unroll's pieces or GPT's blocks, if that works
 graphs = True                  # CUDA: an update's parts as graphs (WHOLE_GRAPH), from the fourth on
 path = 'fast'                  # 'fast' (unroll.py) or 'plain' (the equations, for checking)
-threads = 0                    # CPU threads; 0: torch's choice
+threads = 0                    # CPU threads; 0: one or all, measured at the start, kept on resume
 # fmt: on
 # -----------------------------------------------------------------------------
 FROM_1 = 'eval_interval log_interval max_iters block_size tokens_per_step val_tokens val_streams'
@@ -311,6 +311,14 @@ def evaluate(run: Run) -> tuple[float, float]:
     return nats / tokens, nats / math.log(2) / size
 
 
+def trial_chunk(run: Run, T: int) -> None:
+    """Run forward and backward of a micro-batch's first T tokens, to compile or time them."""
+    x, y = (t[:, :T] for t in run.inputs[:2])
+    with autocast(run.device, run.amp):
+        loss, _ = run.model(x, y)
+    loss.objective.backward()
+
+
 def prepare(run: Run) -> None:
     """Compiles, where that works. Chunks that no graph holds are replayed from captured blocks."""
     if not compile or path == 'plain' or arch == 'lstm':
@@ -318,12 +326,7 @@ def prepare(run: Run) -> None:
     fused.enabled = True
     run.model.graphs = graphs and run.device != 'cpu'
 
-    def once() -> None:
-        with autocast(run.device, run.amp):
-            loss, _ = run.model(*run.inputs[:2])
-        loss.objective.backward()
-
-    fused.enabled = common.compiles(run.model, once)
+    fused.enabled = common.compiles(run.model, lambda: trial_chunk(run, block_size))
 
 
 def save(run: Run, best: bool = False) -> None:
@@ -426,6 +429,10 @@ def train(config: dict) -> int:
             run.lock = common.prepare_out_dir(out_dir, resume, overwrite)
     except ValueError as error:  # DataError, CheckpointError, ModelConfig's
         fail(error)
+    if not eval_only:
+        run.config['threads'] = common.pick_threads(
+            run.config['threads'], run.device, lambda T: trial_chunk(run, T), block_size
+        )
     describe(run)
     if eval_only:
         val_loss, bpb = evaluate(run)

@@ -93,7 +93,7 @@ dtype = 'auto'                 # of convolutions: 'float32', 'bfloat16'; 'auto':
 compile = True                 # torch.compile cells, on a GPU the environment too; or says why not
 graphs = True                  # on a GPU: an update as CUDA graphs, from the fourth on
 path = 'fast'                  # 'fast' or 'plain' (the equations, for checking)
-threads = 0                    # CPU threads; 0: torch's choice
+threads = 0                    # CPU threads; 0: one or all, measured at the start, kept on resume
 # fmt: on
 RANGES = {'gamma': (0, 1), 'gae_lambda': (0, 1), 'env': ['torch', 'jumanji']}
 RANGES |= {'path': ['fast', 'plain']}  # compile is a setting of its own
@@ -188,6 +188,17 @@ def fused(run: Run, function: Callable) -> Callable:
     """function, compiled on a GPU if cells are: a step costs by its kernels there."""
     wins = run.model.config.path == 'compiled' and run.device != 'cpu' and env == 'torch'
     return compiled(function) if wins else function
+
+
+def trial_steps(run: Run, T: int) -> None:
+    """Run T steps of the agent on the current boards, and their backward, to time them."""
+    w, state, total = run.model.prepare(), tuple(x.clone() for x in run.state), 0
+    obs, start = run.env.observe(), run.env.steps == 0
+    for _ in range(T):
+        logits, value, state = run.model.act(w, obs, start, state)
+        total = total + logits.sum() + value.sum()
+    total.backward()
+    run.model.zero_grad(set_to_none=True)
 
 
 def warm_up(run: Run) -> None:
@@ -491,6 +502,9 @@ def train(config: dict) -> int:
             run.lock = common.prepare_out_dir(out_dir, resume, overwrite)
     except ValueError as error:  # Mistake, AgentConfig's
         fail(error)
+    run.config['threads'] = common.pick_threads(
+        run.config['threads'], run.device, lambda T: trial_steps(run, T), unroll
+    )
     print0(describe(run))
     warm_up(run)
     if run.rank > 0:
