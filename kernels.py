@@ -76,8 +76,8 @@ fused.enabled = False
 # ---- Triton forms ------------------------------------------------------------------------------
 # A function decorated with @has_triton_form may be replaced by a drop-in of triton_kernels.py. The
 # drop-in runs only where it is enabled (`using`), where it suits the arguments, and while the
-# source of every function that it replaces is the one it was written for. `choose_forms` picks those
-# that agree in values and gradients, and are faster.
+# source of every function that it replaces is the one it was written for. `choose_forms` picks
+# those that agree in values and gradients, and are faster.
 
 
 class Form:
@@ -166,8 +166,8 @@ def choose_forms(names: list, trial: Callable, seconds: Callable) -> tuple[froze
     trial(exact): run once, on random inputs and parameters, and return outputs and all gradients;
     exact: in higher precision, to judge by. A form agrees if each of its results is at most three
     times as far from the exact ones as the function's own (plus a thousandth). seconds(run): the
-    time of run(). Forms are tried in turn, each beside those chosen before it; any exception in a trial
-    means that the form is not used."""
+    time of run(). Forms are tried in turn, each beside those chosen before it; any exception in a
+    trial means that the form is not used."""
     chosen, lines = frozenset(), []
     if triton_module() is None:
         return chosen, ['Triton is not installed: its forms are not used']

@@ -7,8 +7,8 @@ wrong).
 Shapes as in layer.py; N = B * C cache heads of all streams. A row of q, k and v holds queries (C,
 M, K), keys (C, K) and values (C, K). A block of n tokens has S = W + n slots: 0 .. W - 1 are
 carried entries (those below W - count are empty), token t has slot W + t and sees slots t + 1 ..
-W + t. Nothing here synchronizes; t and g0 are plain ints that specialize no kernel, so that a loop over t
-compiles once.
+W + t. Nothing here synchronizes; t and g0 are plain ints that specialize no kernel, so that a loop
+over t compiles once.
 
 Two ways to run are chosen like forms (kernels.using): 'split' (see `product`), and 'pdl',
 programmatic dependent launch: the next kernel is set up while this one still runs.
