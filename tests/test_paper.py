@@ -33,7 +33,7 @@ final_lr_ratio=0.01
 """)
 LM_OURS = table("""
 val_tokens=10485760 router_dim=64 adam_eps=1e-10 eval_interval=250 log_interval=1 batch_size=0
-data_dir='data/fineweb' out_dir='out/lm' arch='experts' baseline_lr=0.0
+mode='fast' data_dir='data/fineweb' out_dir='out/lm' arch='experts' baseline_lr=0.0
 """)  # where paper and design are silent
 AGENT = table("""
 split='unfiltered-train' env='torch' n_envs=32 arch='convlstm' recurrent=True n_layer=4 n_expert=1
@@ -44,11 +44,11 @@ grad_clip=1.0
 AGENT_OURS = table("""
 router_dim=64 head_dim=256 eval_split='unfiltered-valid' eval_games=512 eval_interval=1000
 log_interval=50 n_levels=100000 n_boxes=4 max_moves=120 levels_dir='' download=False levels=''
-best=False reuse=True out_dir='out/sokoban'
+path='fast' best=False reuse=True out_dir='out/sokoban'
 """)
 BOTH = table("""
 seed=1337 resume=False overwrite=False eval_only=False plot=False tensorboard=False wandb=False
-device='auto' dtype='auto' compile=True graphs=True path='fast' threads=0
+device='auto' dtype='auto' compile=True graphs=True threads=0
 wandb_project='parallel-experts' init_from=''
 """)
 RECIPES = {'train_lm.py': LM | LM_OURS | BOTH, 'train_sokoban.py': AGENT | AGENT_OURS | BOTH}
