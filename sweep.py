@@ -100,7 +100,7 @@ SCALED = [('convlstm', 64), ('convglu', 64), (LM, 384)]
 PLANS = [*FIGURES, *ABLATIONS, 'scaling']
 SAME_RUN = (  # settings that may change without making another run
     'out_dir resume overwrite eval_only levels best plot tensorboard wandb wandb_project '
-    'eval_interval batch_size device dtype compile graphs path threads reuse download'
+    'eval_interval batch_size device dtype compile graphs path mode threads reuse download'
 ).split()
 DEAR = 1.5  # budgets: where half an expert is rounded up, a language model is left out
 FURTHER = 3  # times at most that `tune` goes on beyond an edge
@@ -151,7 +151,7 @@ def cost(row: Row) -> tuple[float, int]:
     """Of a token (levels' forward FLOPs) or environment step (multiply-adds); the parameters."""
     config = config_of(row)
     names = vars(ModelConfig() if row.is_text else AgentConfig()).keys() & config.keys()
-    sizes = {name: config[name] for name in names - {'path', 'dtype'}}
+    sizes = {name: config[name] for name in names - {'path', 'mode', 'dtype'}}
     try:
         with torch.device('meta'):  # sizes without memory
             if row.is_text:

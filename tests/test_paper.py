@@ -32,7 +32,7 @@ head_lr=0.004 scalar_lr=2e-2 momentum=0.95 weight_decay=0.01 betas=(0.8,0.95) gr
 final_lr_ratio=0.01
 """)
 LM_OURS = table("""
-val_tokens=10485760 router_dim=64 adam_eps=1e-10 eval_interval=250 log_interval=1 batch_size=0
+val_tokens=10485760 router_dim=64 adam_eps=1e-10 eval_interval=1000 log_interval=1 batch_size=0
 mode='fast' data_dir='data/fineweb' out_dir='out/lm' arch='experts' baseline_lr=0.0
 """)  # where paper and design are silent
 AGENT = table("""

@@ -4,9 +4,9 @@ import ast
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,6 +21,7 @@ import baselines
 import common
 import data_fineweb
 import model
+import sample
 import train_lm
 from common import load_checkpoint
 from configurator import configure, run_script
@@ -494,12 +495,26 @@ def test_a_damaged_checkpoint_is_one_line(data, tmp_path, capfd):
         assert f'{path}: ' in error and message in error, error
 
 
-def test_compile_falls_back(data, tmp_path):
-    """Where there is no C++ compiler, one line says so and the run goes on."""
+def test_training_goes_on_uncompiled(data, tmp_path, monkeypatch, capsys):
+    """Where torch.compile fails, one line says so."""
+
+    def micro_batch(run, *args, real=train_lm.forward_backward):
+        if run.model.config.path == 'compiled':
+            raise torch._dynamo.exc.TorchDynamoException('no C++ compiler\nmore lines')
+        real(run, *args)
+
+    monkeypatch.setattr(train_lm, 'forward_backward', micro_batch)
+    assert run(data, tmp_path, compile=True, max_iters=1) == 0
+    line = 'compile = True does not work here; training uncompiled (TorchDynamoException: no C++'
+    assert capsys.readouterr().out.count(line) == 1
+
+
+@pytest.mark.long
+def test_there_is_no_compiler(data, tmp_path):
+    """The same with Inductor, which then raises what it does."""
     argv = arguments(data, tmp_path / 'out', compile=True, max_iters=1)
     env = {**os.environ, 'CXX': '/nonexistent', 'TORCHINDUCTOR_CACHE_DIR': str(tmp_path)}
-    command = [sys.executable, 'train_lm.py', *argv]  # no fork: torch reads CXX when it is loaded
-    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, env=env)
+    done = conftest.run(['train_lm.py', *argv], env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count('compile = True does not work here; training uncompiled') == 1
 
@@ -515,10 +530,11 @@ def test_packages_are_optional(data, tmp_path, monkeypatch, capfd, name):
 
 
 def test_init_from(trained, data, tmp_path, capfd):
-    """A run's or an export's weights begin another, of another depth as far as they fit."""
+    """A run's or an export's weights start another, of another depth as far as they fit."""
     source, export = trained / 'rnn', tmp_path / 'export'
     saved = load_checkpoint(source / 'ckpt_best.pt')
-    finished(launch('sample.py', [f'--out_dir={source}', f'--export={export}']))
+    configure(vars(sample), [f'--out_dir={source}', f'--export={export}'], quiet=True)
+    sample.export_model()
     for folder in (source, export):
         r = begin(data, tmp_path / 'out', init_from=folder)
         same(r.model.state_dict(), saved['model'])
@@ -526,7 +542,47 @@ def test_init_from(trained, data, tmp_path, capfd):
     capfd.readouterr()
     deeper = begin(data, tmp_path / 'x', init_from=source, n_layer=3).model.state_dict()
     assert all(torch.equal(deeper[name], x) for name, x in saved['model'].items())
-    said = capfd.readouterr().out
-    assert 'initialized from scratch: levels.2.' in said and 'not taken' not in said
+    printed = capfd.readouterr().out
+    assert 'initialized from scratch: levels.2.' in printed and 'not taken' not in printed
     begin(data, tmp_path / 'x', init_from=source, n_layer=1)
     assert 'not taken: levels.1.' in capfd.readouterr().out
+
+
+@pytest.mark.parametrize('kind', ['a run', 'an export'])
+def test_init_from_adopts_the_sizes_that_are_not_given(trained, data, tmp_path, kind):
+    """Of a non-recurrent model with three settings that differ from the defaults."""
+    source = trained / 'gpt'
+    if kind == 'an export':
+        configure(vars(sample), [f'--out_dir={source}', f'--export={tmp_path}/e'], quiet=True)
+        sample.export_model()
+        source = tmp_path / 'e'
+    argv = [f'--data_dir={data}', f'--out_dir={tmp_path}/out', f'--init_from={source}']
+    argv += '--tokens_per_step=64 --val_tokens=96 --val_streams=3 --device=cpu --window=7'.split()
+    r = train_lm.make_run(configure(vars(train_lm), argv, quiet=True))
+    c = r.model.config
+    assert (r.model.recurrent, c.vocab_size, c.n_embd, c.n_head) == (False, 256, 32, 2)
+    assert (c.aggregation, c.block_size, c.window) == ('softmax_l2', 8, 7)
+    assert r.config['recurrent'] is False and r.config['tokenizer'] == 'bytes'
+
+
+def test_fine_tuning_by_two_lines(tmp_path, monkeypatch, capsys):
+    """As README says: prepare a text, then run the line that this prints, here for two updates.
+    The shipped model knows such a text, where a new one loses ln 256 = 5.5 nats per byte."""
+    monkeypatch.chdir(tmp_path)
+    speech = 'Fellow-citizens of the Senate and of the House of Representatives: the Congress has '
+    (tmp_path / 'my.txt').write_text(
+        80 * (speech + 'passed the law for the relief of our troops.\n')
+    )
+    argv = ['--text=my.txt', '--tokenizer=bytes']
+    data_fineweb.make_shards(configure(vars(data_fineweb), argv, quiet=True))
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = (line for line in lines if '--init_from=' in line)
+    python, script, *words = shlex.split(line)
+    assert python == 'python' and os.path.samefile(script, ROOT / 'train_lm.py')
+    words += ['--max_iters=2', '--device=cpu', '--compile=False']
+    assert train_lm.main(configure(vars(train_lm), words)) == 0
+    out = capsys.readouterr().out
+    assert 'initialized from scratch' not in out and 'not taken' not in out
+    (folder,) = (word.partition('=')[2] for word in words if word.startswith('--out_dir='))
+    log = read_log(folder)
+    assert log[0]['val_loss'] < 2.5 and log[-1]['step'] == 2
