@@ -1,5 +1,5 @@
 """
-What a user would pick instead, to stand beside our models: a plain Transformer and torch.nn.LSTM.
+What a user would choose instead, to compare with: a plain Transformer and torch.nn.LSTM.
 
     python train_lm.py config/demo.py --arch=lstm --out_dir=out/demo_lstm
     python train_lm.py config/demo.py --arch=transformer --recurrent=False --n_expert=1 \
@@ -7,14 +7,14 @@ What a user would pick instead, to stand beside our models: a plain Transformer 
 
 Tokens, schedule, validation and log are train_lm.py's; the optimizer is torch.optim.AdamW. The LSTM
 reads the recurrent model's streams, carries its state and has as many parameters; it runs as torch
-gives it (cuDNN on a GPU). The Transformer reads the sequences of the non-recurrent model, whose
-twin it is for E = 1: nanoGPT's, with pre-norm RMSNorm, RoPE, grouped queries, squared ReLU, untied
-head, scaled_dot_product_attention, no biases, compiled as a whole.
+provides it (cuDNN on a GPU). The Transformer reads the sequences of the non-recurrent model and
+equals it in size for E = 1. It is nanoGPT's model with pre-norm RMSNorm, RoPE, grouped queries,
+squared ReLU, an untied head, scaled_dot_product_attention and no biases, compiled as a whole.
 """
 
 import math
 
-from configurator import fail  # before torch
+from configurator import fail
 
 import torch
 import torch.nn.functional as F
@@ -23,20 +23,22 @@ from torch import Tensor, nn
 from kernels import Loss, compiled, fused, norm, rope_table, rotate, window_mask
 from model import LanguageModel, ModelConfig, build_model
 
-LEARNING_RATE = {'lstm': 2e-3, 'transformer': 1e-3}  # usual at a few million parameters
-# settings of our models' optimizers, which in a config file are theirs, by hand a mistake
+LEARNING_RATE = {'lstm': 2e-3, 'transformer': 1e-3}  # usual for a few million parameters
+# Settings of our models' optimizers. In a config file they are for our models; on the command line
+# of a baseline they are a mistake.
 OURS = 'learning_rate embedding_lr head_lr scalar_lr momentum weight_decay betas adam_eps'
 
 
 def refuse_settings(arch: str, argv: list[str]) -> None:
+    """End the script if the command line sets what does nothing for this arch."""
     others = 'baseline_lr' if arch == 'experts' else OURS
     if given := {f'--{name}' for name in others.split()} & {a.split('=')[0] for a in argv}:
-        fail(f"{min(given)} is not arch = {arch!r}'s: the baselines have --baseline_lr alone")
+        fail(f'{min(given)} does nothing with arch = {arch!r}: the baselines have --baseline_lr')
 
 
 class Block(nn.Module):
-    """Pre-norm attention and FFN. RMSNorm has no gain, as in ours, so that the sizes are the
-    same."""
+    """Pre-norm attention and FFN. RMSNorm has no gain, as in our models, so that the sizes are
+    equal."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -50,17 +52,21 @@ class Block(nn.Module):
         for linear, std in zip(self.children(), (0.02, narrow, 0.02, narrow), strict=True):
             linear.weight.data.normal_(0, std)
 
-    def forward(self, x: Tensor, rope: tuple, mask: Tensor | None, cache: tuple | None) -> tuple:
-        """x (B, T, D). cache: None, or keys (not rotated) and values of the last W tokens (B, G, W,
-        K) -> x, the next cache."""
+    def forward(
+        self, x: Tensor, rope: tuple, mask: Tensor | None, cache: tuple | None
+    ) -> tuple[Tensor, tuple | None]:
+        """Return the block's output (B, T, D) and the next cache. x: (B, T, D). cache: None, or the
+        keys (not rotated) and values of the last W tokens, (B, G, W, K) each."""
         B, T, D = x.shape
         qkv = self.qkv(norm(x)).view(B, T, -1, self.K)  # (B, T, H + 2G, K)
-        q, k, v = (y.transpose(1, 2) for y in qkv.split(self.heads, 2))
+        q, k, v = (y.transpose(1, 2) for y in qkv.split(self.heads, 2))  # (B, H or G, T, K)
         if cache is not None:
-            k, v = torch.cat([cache[0].to(k.dtype), k], 2), torch.cat([cache[1].to(v.dtype), v], 2)
+            k = torch.cat([cache[0].to(k.dtype), k], 2)  # (B, G, W + T, K)
+            v = torch.cat([cache[1].to(v.dtype), v], 2)
             cache = k[:, :, T:], v[:, :, T:]
         cos, sin = rope
-        q, k = rotate(q, cos[-T:], sin[-T:]).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
+        q = rotate(q, cos[-T:], sin[-T:]).to(v.dtype)
+        k = rotate(k, cos, sin).to(v.dtype)
         y = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.size(1) != k.size(1)
         )
@@ -69,9 +75,10 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The twin of GPT with n_expert = 1, other numbers of experts are refused (ValueError). Without
-    a state: causal attention over the chunk, as in training. The state, for validation: each
-    block's cache and how full it is."""
+    """The counterpart of GPT with n_expert = 1; raises ValueError for more experts.
+
+    Without a state it attends causally over the chunk, as in training. The state, for validation,
+    is (k, v, count): the caches (L, B, G, W, K) and the number of filled entries (B,)."""
 
     recurrent = False
     num_params, flops_per_token = LanguageModel.num_params, LanguageModel.flops_per_token
@@ -79,44 +86,51 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         if config.n_expert != 1:
-            words = "arch = 'transformer' is the twin of GPT with n_expert = 1, give its n_layer"
-            raise ValueError(f'n_expert = {config.n_expert}: {words}')
+            reason = "arch = 'transformer' corresponds to GPT with n_expert = 1, set its n_layer"
+            raise ValueError(f'n_expert = {config.n_expert}: {reason}')
         V, D = config.vocab_size, config.n_embd
         self.config = config
         self.embedding = nn.Parameter(torch.empty(V, D).normal_(0, 0.02))
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.head = nn.Parameter(torch.empty(V, D).normal_(0, 0.02))
 
-    def init_state(self, B: int) -> tuple:
+    def init_state(self, B: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the empty state of B streams."""
         c, device = self.config, self.head.device
-        cache = torch.zeros(B, c.n_kv_head, c.window, c.head_dim, device=device)
-        return [(cache, cache)] * c.n_layer, torch.zeros(B, dtype=torch.int64, device=device)
+        shape = c.n_layer, B, c.n_kv_head, c.window, c.head_dim
+        k, v = torch.zeros(2, *shape, device=device)
+        return k, v, torch.zeros(B, dtype=torch.int64, device=device)
 
     def forward(self, idx: Tensor, targets: Tensor, state: tuple | None = None) -> tuple:
-        """idx, targets (B, T) -> mean cross-entropy in nats, the next state."""
+        """Return the mean cross-entropy in nats and the next state. idx, targets: (B, T)."""
         chunk = Transformer.chunk
         if state is None and fused.enabled:
             chunk = compiled(chunk)
         return chunk(self, idx, targets, state)
 
     def chunk(self, idx: Tensor, targets: Tensor, state: tuple | None) -> tuple:
+        """Run a chunk; as forward."""
         T, W = idx.size(1), self.config.window
-        x, new, mask, count = F.embedding(idx, self.embedding), [], None, None
-        caches = [None] * len(self.blocks)
+        x = F.embedding(idx, self.embedding)  # (B, T, D)
+        caches, mask = [None] * len(self.blocks), None
         if state is not None:
-            caches, count = state
-            mask = window_mask(count, T, W)
+            k, v, count = state
+            caches, mask = zip(k, v, strict=True), window_mask(count, T, W)
         rope = rope_table(T if state is None else W + T, self.config.head_dim, x)
+        new = []
         for block, cache in zip(self.blocks, caches, strict=True):
             x, cache = block(x, rope, mask, cache)
             new.append(cache)
         logits = F.linear(norm(x), self.head).flatten(0, 1).float()  # (B * T, V)
         loss = F.cross_entropy(logits, targets.flatten())
-        return Loss(loss, loss.detach()), None if state is None else (new, (count + T).clamp(max=W))
+        if state is None:
+            return Loss(loss, loss.detach()), None
+        k, v = (torch.stack(x) for x in zip(*new, strict=True))
+        return Loss(loss, loss.detach()), (k, v, (count + T).clamp(max=W))
 
 
 class LSTM(nn.Module):
-    """Embedding, torch.nn.LSTM of one layer, linear head. The state is nn.LSTM's h and c, (1, B,
+    """Embedding, torch.nn.LSTM with one layer, linear head. The state is nn.LSTM's h and c, (1, B,
     hidden) each. One wide layer is at small sizes as good as two narrow ones, and faster."""
 
     recurrent = True
@@ -132,44 +146,45 @@ class LSTM(nn.Module):
         self.head = nn.Parameter(torch.empty(V, hidden).uniform_(-bound, bound))
         self.head_bias = nn.Parameter(torch.empty(V).uniform_(-bound, bound))
         with torch.no_grad():
-            # forget gates start open (Jozefowicz et al., 2015); gates lie in the order i, f, g, o
+            # Forget gates start open (Jozefowicz et al., 2015); gates are ordered i, f, g, o.
             self.lstm.bias_ih_l0[hidden : 2 * hidden] = 1
 
     def init_state(self, B: int) -> tuple[Tensor, Tensor]:
+        """Return the zero state of B streams."""
         h, c = torch.zeros(2, 1, B, self.lstm.hidden_size, device=self.head.device)
         return h, c
 
     def forward(self, idx: Tensor, targets: Tensor, state: tuple | None = None) -> tuple:
-        """idx, targets (B, T) -> mean cross-entropy in nats, the state to carry, detached."""
+        """Return the mean cross-entropy in nats and the next state, detached; as Transformer's."""
         x, state = self.lstm(F.embedding(idx, self.embedding), state)  # (B, T, hidden)
         logits = F.linear(x, self.head, self.head_bias).flatten(0, 1).float()  # (B * T, V)
         loss = F.cross_entropy(logits, targets.flatten())
         return Loss(loss, loss.detach()), tuple(s.detach() for s in state)
 
     def flops_per_token(self) -> dict[str, float]:
-        """Forward FLOPs a token: two a weight."""
+        """Return the forward FLOPs per token of core and head: two per weight."""
         core = sum(w.numel() for name, w in self.lstm.named_parameters() if 'weight' in name)
         return {'core': 2.0 * core, 'head': 2.0 * self.head.numel()}
 
 
 def match_hidden(V: int, D: int, target: int) -> int:
-    """The hidden size whose LSTM has nearest to `target` parameters; a multiple of 8, which a GPU
-    likes, where that is within 1%. ValueError where even a hidden size of 1 has more."""
+    """Return the hidden size whose LSTM has closest to `target` parameters, a multiple of 8 (which
+    GPUs prefer) if one lies within 1%. Raises ValueError if even a hidden size of 1 has more."""
 
-    def off(h: int) -> float:
+    def excess(h: int) -> float:
         return (V * D + 4 * h * (D + h + 2) + V * (h + 1)) / target - 1
 
-    if off(1) > 0.02:
+    if excess(1) > 0.02:
         sizes = f'an LSTM with embedding and head for V = {V}, D = {D}'
         raise ValueError(f'{sizes} has more than {target} parameters: lower n_embd')
-    exact = min(range(1, 2**15), key=lambda h: abs(off(h)))
+    exact = min(range(1, 2**15), key=lambda h: abs(excess(h)))
     eight = 8 * max(1, round(exact / 8))
-    return eight if abs(off(eight)) <= 0.01 else exact
+    return eight if abs(excess(eight)) <= 0.01 else exact
 
 
 def build(arch: str, config: ModelConfig) -> Transformer | LSTM:
-    """A baseline for the model of `config`: 'transformer', or 'lstm' with as many parameters as
-    RecurrentGPT. ValueError for sizes that do not fit."""
+    """Return a baseline for the sizes in `config`: 'transformer', or 'lstm' with as many parameters
+    as RecurrentGPT. Raises ValueError for sizes that do not fit."""
     if arch == 'transformer':
         return Transformer(config)
     with torch.device('meta'):  # only to count
@@ -178,7 +193,7 @@ def build(arch: str, config: ModelConfig) -> Transformer | LSTM:
 
 
 def make_adamw(model: Transformer | LSTM, lr: float = 0.0) -> torch.optim.AdamW:
-    """With nanoGPT's betas and decay, of matrices only. lr 0: LEARNING_RATE's."""
+    """Return AdamW with nanoGPT's betas and its decay of matrices only. lr = 0: LEARNING_RATE's."""
     params = list(model.parameters())
     groups = [
         {'params': [p for p in params if p.dim() > 1], 'weight_decay': 0.1},

@@ -208,19 +208,19 @@ def make_update(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
 
     def gradients(state):
         """Of a micro-batch from this state, as train_update has them."""
-        x, y, carried = run.inputs
+        x, y, carried = run.batch
         run.gradients.zero()
-        for to, source in zip(carried or (), state, strict=True):
+        for to, source in zip(carried, state, strict=True):
             to.copy_(source)
         chunk = 'chunk', train_lm.forward_backward, run, x, y, carried
-        kernels.graphed(run.chunk_graphs, *chunk)
+        kernels.graphed(run.graphs if run.capture_chunk else None, *chunk)
         found = {name: p.grad.clone() for name, p in run.model.named_parameters()}
         return {'loss': run.gradients.extra[0].clone(), **found}
 
     def check():
-        state = [x.clone() for x in run.inputs[2] or ()]
+        state = [x.clone() for x in run.batch[2]]
         mine = gradients(state)
-        run.model.config.path, run.chunk_graphs, run.graphs = 'fast', None, None
+        run.model.config.path, run.graphs = 'fast', None
         release()
         gc.collect()
         if config['device'] != 'cpu':

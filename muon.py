@@ -1,5 +1,5 @@
 """
-Muon for stacks of matrices, the learning-rate schedule, and which optimizer trains which parameter.
+Muon for stacks of matrices.
 
 Muon (Keller Jordan, 2024) replaces the momentum of a matrix by a nearly orthogonal matrix with the
 same singular vectors, found by five Newton-Schulz iterations. The weights of E experts are stacked
@@ -15,12 +15,12 @@ torch.optim.Muon(adjust_lr_fn='original'). The differences are that
 """
 
 import math
-from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from kernels import bf16_is_fast, compiled
+from kernels import bf16_is_fast, fused
 
 # Of the quintic a x + b x^3 + c x^5: the steepest slope at 0 that still maps (0, 1] into about
 # [0.7, 1.2]. From Jordan's post.
@@ -42,23 +42,6 @@ def orthogonalize(x: torch.Tensor, ns_steps: int = 5) -> torch.Tensor:
     return x
 
 
-def orthogonalize_shared(x: torch.Tensor, ns_steps: int) -> tuple[torch.Tensor, dist.Work | None]:
-    """Orthogonalize x (N, rows, columns) in place, at most MAX_BATCH elements at a time.
-
-    With several ranks each iterates an equal share of the N matrices. Return the result and the
-    all-gather to wait for before reading it (None with one rank)."""
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    N, size = len(x), max(1, MAX_BATCH // x[0].numel())
-    if world > 1:
-        x = torch.cat([x, x.new_zeros(-N % world, *x.shape[1:])])  # equal shares
-    share = x.chunk(world)[dist.get_rank() if world > 1 else 0]
-    for part in share.split(size):
-        part.copy_(orthogonalize(part, ns_steps))
-    if world == 1:
-        return x, None
-    return x[:N], dist.all_gather(list(x.chunk(world)), share.clone(), async_op=True)
-
-
 def wide(x: torch.Tensor) -> torch.Tensor:
     """Return x (..., out, in) as (N, rows, columns) with rows <= columns: the Gram matrix of the
     shorter side is the smaller one."""
@@ -75,8 +58,6 @@ class Muon(torch.optim.Optimizer):
     either is zero. The state is 'momentum_buffer', of the parameter's shape and dtype. Raises
     ValueError for a parameter that is not a stack of real matrices, or is empty."""
 
-    compile = False  # whether `average` and `change` are compiled, on a GPU
-
     def __init__(
         self, params, lr=0.02, momentum=0.95, nesterov=True, ns_steps=5, weight_decay=0.01
     ):
@@ -90,42 +71,80 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         """Update every parameter that has a gradient."""
+        batches = self.orthogonalize_shares()
+        self.gather(batches)
+        self.apply(batches)
+
+    # The three parts of a step. A trainer captures the first and the last in CUDA graphs and leaves
+    # the message between them out.
+
+    @torch.no_grad()
+    def orthogonalize_shares(self) -> list['Batch']:
+        """Update the momentum and orthogonalize this rank's share of the matrices. Return a batch
+        for each pair of sides."""
+        batches = []
         for group in self.param_groups:
             by_sides = {}
             for p in group['params']:
                 if p.grad is not None:
                     by_sides.setdefault(tuple(sorted(p.shape[-2:])), []).append(p)
-            # the results of one batch travel between ranks while the next one iterates
-            batches = [(params, *self.iterate(params, group)) for params in by_sides.values()]
-            for params, results, gathering in batches:
-                if gathering is not None:
-                    gathering.wait()
-                for p, ortho in zip(params, results, strict=True):
-                    self.maybe_compiled(change, p)(p, ortho, group['lr'], group['weight_decay'])
+            batches += [self.iterate(params, group) for params in by_sides.values()]
+        return batches
 
-    def iterate(
-        self, params: list[torch.nn.Parameter], group: dict
-    ) -> tuple[list[torch.Tensor], dist.Work | None]:
-        """Update the momentum of parameters that have the same two sides and orthogonalize it in
-        one batch. Return a tensor (N, rows, columns) for each of them, and the all-gather to wait
-        for before reading it."""
+    def gather(self, batches: list['Batch']) -> None:
+        """Fill every batch with the shares of all ranks; nothing with one rank."""
+        if dist.is_initialized():
+            for batch in batches:
+                dist.all_gather_into_tensor(batch.matrices, batch.share)
+
+    @torch.no_grad()
+    def apply(self, batches: list['Batch']) -> None:
+        """Apply the gathered updates, and cautious decay, to the parameters."""
+        for batch in batches:
+            lr, decay = batch.group['lr'], batch.group['weight_decay']
+            sizes = [p[..., 0, 0].numel() for p in batch.params]
+            updates = batch.matrices[: sum(sizes)].split(sizes)
+            for p, ortho in zip(batch.params, updates, strict=True):
+                (fused(change) if pays(p, lr) else change)(p, ortho, lr, decay)
+
+    def iterate(self, params: list[torch.nn.Parameter], group: dict) -> 'Batch':
+        """Update the momentum of parameters that have the same two sides and orthogonalize this
+        rank's share of it, at most MAX_BATCH elements at a time."""
+        rank, world = 0, 1
+        if dist.is_initialized():
+            rank, world = dist.get_rank(), dist.get_world_size()
         dtype = torch.bfloat16 if bf16_is_fast(params[0].device) else torch.float32
         sizes = [p[..., 0, 0].numel() for p in params]  # matrices in each parameter
-        stack = params[0].new_empty(sum(sizes), *sorted(params[0].shape[-2:]), dtype=dtype)
-        for p, out in zip(params, stack.split(sizes), strict=True):
+        n = -(-sum(sizes) // world)  # of each rank; the last shares may be padded with zeros
+        sides = sorted(params[0].shape[-2:])
+        matrices = params[0].new_zeros(n * world, *sides, dtype=dtype)
+        for p, out in zip(params, matrices[: sum(sizes)].split(sizes), strict=True):
             if not self.state[p]:
                 self.state[p]['momentum_buffer'] = torch.zeros_like(p)
             buffer = self.state[p]['momentum_buffer']
-            update = self.maybe_compiled(average, p)
+            update = fused(average) if pays(p, group['lr']) else average
             update(p.grad, buffer, out, group['momentum'], group['nesterov'])
-        ortho, gathering = orthogonalize_shared(stack, group['ns_steps'])
-        return ortho.split(sizes), gathering
+        share = matrices[rank * n : (rank + 1) * n]
+        if world > 1:
+            share = share.clone()  # sent while `matrices` receives
+        for part in share.split(max(1, MAX_BATCH // share[0].numel())):
+            part.copy_(orthogonalize(part, group['ns_steps']))
+        return Batch(params, group, matrices, share)
 
-    def maybe_compiled(self, f: Callable, p: torch.nn.Parameter) -> Callable:
-        """Return f, compiled into one kernel if that pays: on a GPU, and with the learning rate in
-        a tensor (a number would be compiled in, and every step would compile again)."""
-        lr_is_tensor = isinstance(self.param_groups[0]['lr'], torch.Tensor)
-        return compiled(f) if self.compile and lr_is_tensor and p.is_cuda else f
+
+class Batch(NamedTuple):
+    """Parameters whose matrices have the same two sides, and their orthogonalized momentum."""
+
+    params: list[torch.nn.Parameter]
+    group: dict  # their optimizer settings
+    matrices: torch.Tensor  # (N, rows, columns) of all ranks, perhaps padded at the end
+    share: torch.Tensor  # (N / world, rows, columns) of this rank
+
+
+def pays(p: torch.nn.Parameter, lr: float | torch.Tensor) -> bool:
+    """Return whether compiling the passes over p can pay: on a GPU, and with the learning rate in
+    a tensor (a number would be compiled in, and every step would compile again)."""
+    return p.is_cuda and isinstance(lr, torch.Tensor)
 
 
 def average(
@@ -145,44 +164,3 @@ def change(w: torch.Tensor, ortho: torch.Tensor, lr: float | torch.Tensor, decay
     if decay:
         step = step + torch.where(update * w > 0, w, 0) * (lr * decay)
     w.sub_(step)
-
-
-def make_optimizers(model: torch.nn.Module, settings: dict) -> list[torch.optim.Optimizer]:
-    """Return Muon for a language model's matrices and AdamW for the rest, for the settings of
-    train_lm.py. The rates of embedding and head are for width 768 and scale with its inverse
-    square root."""
-    groups = model.param_groups()
-    width = (settings['n_embd'] / 768) ** -0.5
-    rates = {
-        'embedding': settings['embedding_lr'] * width,
-        'head': settings['head_lr'] * width,
-        'scalars': settings['scalar_lr'],
-    }
-    muon = Muon(
-        groups['matrices'],
-        lr=settings['learning_rate'],
-        momentum=settings['momentum'],
-        weight_decay=settings['weight_decay'],
-    )
-    muon.compile = settings['compile']
-    adamw = torch.optim.AdamW(
-        [{'params': groups[name], 'lr': lr} for name, lr in rates.items() if groups[name]],
-        betas=settings['betas'],
-        eps=settings['adam_eps'],
-        weight_decay=0.0,
-        fused=True,
-        capturable=model.embedding.is_cuda,
-    )
-    adamw._warned_capturable_if_run_uncaptured = True  # its first steps are uncaptured on purpose
-    return [muon, adamw]
-
-
-def lr_at(step: int, max_iters: int, warmup_iters: int, final_ratio: float = 0.01) -> float:
-    """Return the learning rate of update `step` (0 .. max_iters - 1) as a fraction of its peak.
-
-    It rises linearly to 1 at step warmup_iters - 1, then follows half a cosine down to final_ratio
-    at the last update, and stays there. A run that is not longer than its warm-up only warms up."""
-    if step < warmup_iters:
-        return (step + 1) / warmup_iters
-    progress = min(1.0, (step + 1 - warmup_iters) / max(1, max_iters - warmup_iters))
-    return final_ratio + (1 - final_ratio) * 0.5 * (1 + math.cos(math.pi * progress))

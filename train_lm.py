@@ -1,41 +1,54 @@
-"""Train a language model: the recurrent Parallel-Experts Transformer or its non-recurrent twin.
+"""Train a language model: the recurrent Parallel-Experts Transformer or its non-recurrent
+counterpart.
 
 $ python train_lm.py config/small_L2.py                                                # one GPU
+$ torchrun --standalone --nproc_per_node=4 train_lm.py config/small_L2.py             # four GPUs
 $ python train_lm.py config/small_L2.py --resume=True              # after a crash, ctrl-C, SIGTERM
 
 Writes config.json, log.jsonl and ckpt_*.pt into out_dir. A log line of step n describes update n;
-val_loss there is measured after it. On the CPU a resumed run is bit-equal to one never stopped."""
+val_loss in it is measured after that update. On the CPU a resumed run is bit-equal to one that was
+never stopped.
+"""
 
 import math
+import os
+import pathlib
 import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
 
-from configurator import configure, every, fail, run_script  # before torch: how threads wait
+from configurator import Mistake, Settings, configure, every, fail, read_json, read_script
+from configurator import first_line, run_script, setup_process
 
+if __name__ == '__main__':
+    setup_process()  # before torch is imported
+
+import psutil
 import torch
+import torch.distributed as dist
 
 import baselines
 import common
-from common import Gradients, fill, gather, open_trackers, print0, restoring
+import unroll
+from common import CheckpointError, Gradients, fill, gather, open_trackers, print0, restoring
 from data_fineweb import VOCAB, DataError, Loader, find_shards, fingerprint, load_val, token_bytes
 from figures import plot_losses
 from kernels import fused, graphed
-from model import EVAL_CHUNK, ModelConfig, build_model, memory
-from muon import lr_at, make_optimizers
+from model import ModelConfig, build_model
+from muon import Muon
 
 # -----------------------------------------------------------------------------
 # fmt: off
 # I/O
-out_dir = 'out/lm'             # everything a run writes goes here
+out_dir = 'out/lm'             # everything that a run writes goes here
 data_dir = 'data/fineweb'      # shards made by data_fineweb.py
-init_from = ''                 # begin with the weights of this folder: a run's, or an export's
-resume = False                 # go on from out_dir's last checkpoint
+init_from = ''                 # start from the weights in this folder: a run's or an export's
+resume = False                 # continue from out_dir's last checkpoint
 overwrite = False              # replace a run that is in out_dir
-eval_interval = 250            # updates between validations and checkpoints
+eval_interval = 1000           # updates between validations, which then cost < 5%, and checkpoints
 eval_only = False              # validate out_dir's last checkpoint and stop
 log_interval = 1               # updates between printed lines; log.jsonl has them all
 plot = False                   # draw out_dir/loss.png at the end (matplotlib)
@@ -45,28 +58,28 @@ wandb_project = 'parallel-experts'  # its project there
 # data
 tokenizer = 'gpt2'             # 'gpt2' or 'bytes'; must be the one the shards were made with
 tokens_per_step = 131072       # tokens of an update, over all ranks and micro-batches (the paper's)
-reset_every = 0                # empty every stream's state each so many updates, in turn; 0: never
-batch_size = 0                 # rows a rank runs at a time; 0: what the memory holds (AT_ONCE)
+reset_every = 0                # reset each stream's state once in so many updates; 0: never
+batch_size = 0                 # sequences per micro-batch and GPU; 0: the most that fit
 val_tokens = 10485760          # validation tokens: modded-nanogpt's and llm.c's 10,485,760
-val_streams = 512              # read as so many streams, whatever the batch, the ranks or the model
+val_streams = 512              # read as this many streams, whatever the batch, ranks and model
 # model (model.py has the equations)
-arch = 'experts'               # or what others use: 'transformer', 'lstm' (baselines.py)
+arch = 'experts'               # or, to compare with, 'transformer', 'lstm' (baselines.py)
 recurrent = True               # True: RecurrentGPT, False: GPT
-n_layer = 2                    # L, depth levels; L * E = 16 blocks of width 768 is the small budget
-n_expert = 8                   # E, experts a level
+n_layer = 2                    # L, layers; L * E = 16 blocks of width 768 is the small budget
+n_expert = 8                   # E, experts per layer
 n_embd = 768                   # D, width
 n_head = 0                     # query heads; 0: D/96 if D % 192 == 0, D/64 if D % 128 == 0
 n_kv_head = 0                  # key-value heads; 0: half of n_head
-window = 128                   # W, attention window (GPT: at evaluation only)
+window = 128                   # W, attention window (GPT: in validation only)
 block_size = 64                # T, tokens of a chunk; the paper: 64 recurrent, 256 or 2048 not
 aggregation = 'sqrt_sum'       # 'sqrt_sum', 'mean', 'softmax_mean' or 'softmax_l2'
-share_kv = True                # recurrent: a level's experts share a cache; False: each its own
+share_kv = True                # recurrent: a layer's experts share a cache; False: one each
 residual = 'expert'            # GPT: 'expert' (each keeps its own, the paper's rule) or 'shared'
 router_dim = 64                # width of the router's queries and keys (softmax aggregations)
 # optimizer
 max_iters = 10000              # updates: 1.3B tokens
-learning_rate = 2e-2           # Muon's peak, for the core's and the router's matrices
-embedding_lr = 0.2             # AdamW's, at D = 768; scaled by (D/768)^-0.5
+learning_rate = 2e-2           # Muon's peak, for the matrices of the core and the router
+embedding_lr = 0.2             # AdamW's at D = 768; scales with (D/768)^-0.5
 head_lr = 0.004                # the same
 scalar_lr = 2e-2               # AdamW's for a, b, router biases and expert embeddings; ours
 momentum = 0.95                # Muon's, Nesterov
@@ -74,316 +87,631 @@ weight_decay = 0.01            # cautious, Muon's matrices only
 betas = (0.8, 0.95)            # AdamW's
 grad_clip = 1.0                # global norm; 0 disables
 warmup_iters = 100             # then a cosine
-adam_eps = 1e-10               # AdamW's; head gradients are tiny, a mean over 131,072 tokens
+adam_eps = 1e-10               # AdamW's; small, because gradients of the head are small
 final_lr_ratio = 0.01          # of every peak, at the last update
-baseline_lr = 0.0              # the baselines' AdamW's peak; 0: 2e-3 (lstm), 1e-3 (transformer)
+baseline_lr = 0.0              # peak of the baselines' AdamW; 0: 2e-3 (lstm), 1e-3 (transformer)
 # system
-seed = 1337                    # of initial weights, of the shards' order and where each is begun
-device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda', 'cuda:1'
+seed = 1337                    # of initial weights, the order of shards and where each starts
+device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda', 'cuda:1', 'mps'
 dtype = 'auto'                 # of products: 'float32', 'bfloat16', 'auto': bfloat16 if it is fast
-compile = True                 # torch.compile the unroll's pieces or GPT's blocks, if that works
-graphs = True                  # CUDA: an update's parts as graphs (WHOLE_GRAPH), from the fourth on
-path = 'fast'                  # 'fast' (unroll.py) or 'plain' (the equations, for checking)
+compile = True                 # compile fused functions with torch.compile, if that works
+graphs = True                  # CUDA: run an update as CUDA graphs, from the fourth on
+mode = 'fast'                  # 'fast' (unroll.py) or 'plain' (the equations, for checking)
 threads = 0                    # CPU threads; 0: one or all, measured at the start, kept on resume
 # fmt: on
 # -----------------------------------------------------------------------------
-FROM_1 = 'eval_interval log_interval max_iters block_size tokens_per_step val_tokens val_streams'
-FROM_0 = """batch_size learning_rate embedding_lr head_lr scalar_lr weight_decay grad_clip adam_eps
-    warmup_iters baseline_lr reset_every seed threads"""
-RANGES = dict.fromkeys(FROM_1.split(), (1, math.inf)) | dict.fromkeys(FROM_0.split(), (0, math.inf))
-RANGES |= {'momentum': (0, 0.9999), 'betas': (0, 0.9999), 'final_lr_ratio': (0, 1)}
-RANGES |= {'arch': ['experts', 'transformer', 'lstm'], 'path': ['fast', 'plain']}
-RANGES |= {'tokenizer': [*VOCAB], 'threads': (0, 1024)}  # OpenMP dies of too many
-SIZES = """n_layer n_expert n_embd n_head n_kv_head window block_size aggregation share_kv residual
-    router_dim""".split()  # of ModelConfig
-FIXED = ('tokenizer', 'tokens_per_step', 'recurrent', 'seed', *SIZES)  # a resumed run keeps them
-POSITION = ('step', 'record', 'best', 'seconds')  # a run's, saved and restored
-REST = ('optimizers', 'loader', 'state', 'rng', 'shards')  # and what else it goes on from
-STREAMS = {'experts': (0, 1, 1, 0), 'lstm': (1, 1)}  # the dimension of a state's tensors for B
-WHOLE_GRAPH = 2048  # levels x tokens of the longest recurrent chunk that is one graph
-AT_ONCE = 32768  # tokens of a micro-batch where batch_size = 0, or fewer: a quarter of an update
+AT_LEAST_1 = """eval_interval log_interval max_iters block_size tokens_per_step val_tokens
+    val_streams"""
+AT_LEAST_0 = """batch_size learning_rate embedding_lr head_lr scalar_lr weight_decay grad_clip
+    adam_eps warmup_iters baseline_lr reset_every seed"""
+RANGES = {
+    **dict.fromkeys(AT_LEAST_1.split(), (1, math.inf)),
+    **dict.fromkeys(AT_LEAST_0.split(), (0, math.inf)),
+    'momentum': (0, 0.9999),
+    'betas': (0, 0.9999),
+    'final_lr_ratio': (0, 1),
+    'arch': ['experts', 'transformer', 'lstm'],
+    'mode': ['fast', 'plain'],
+    'tokenizer': [*VOCAB],
+    'threads': (0, 1024),  # OpenMP fails beyond
+}
+RENAMED = {'path': 'mode'}  # old name: new name
+# A resumed run may change these settings, and no other.
+HARMLESS = """out_dir data_dir init_from resume overwrite eval_interval eval_only log_interval plot
+    tensorboard wandb wandb_project reset_every batch_size val_tokens val_streams max_iters
+    learning_rate embedding_lr head_lr scalar_lr momentum weight_decay betas grad_clip warmup_iters
+    adam_eps final_lr_ratio baseline_lr device dtype compile graphs mode threads""".split()
+SCRIPT = os.path.basename(__file__)  # for messages; a copied trainer has its own
+POSITION = ('step', 'record', 'best', 'seconds')  # fields of a Run that checkpoints keep
+# What else a run is resumed from.
+NEEDED = ('model', *POSITION, 'optimizers', 'loader', 'state', 'rng', 'shards')
+# The dimension that counts streams, for each tensor of a model's state.
+STREAM_DIMS = {'experts': (0, 1, 1, 0), 'transformer': (1, 1, 0), 'lstm': (1, 1)}
+# Larger micro-batches gain no speed: a quarter of the paper's update.
+MAX_MICRO_BATCH = 32768  # tokens
+VAL_CHUNK = 128  # tokens at a time in validation: longer chunks take more memory and no less time
 
 
 @dataclass
 class Run:
-    """What a run is made of, each in its place: a CUDA graph reads and writes it there."""
+    """Training state. Tensors keep their addresses, because CUDA graphs read and write them in
+    place."""
 
-    config: dict  # its settings, as checkpoints keep them
+    config: Settings  # all settings, as checkpoints keep them
     rank: int
     world: int
-    device: str  # 'cpu' or 'cuda:N'
+    device: str  # 'cpu', 'mps' or 'cuda:N'
     amp: torch.dtype  # of matrix products
     loader: Loader
-    shards: list  # the data's fingerprint
-    val: tuple[torch.Tensor, torch.Tensor, float]  # x, y (S, n), this rank's; bytes of text in y
+    shards: list  # the fingerprint of the data
+    val: tuple[torch.Tensor, torch.Tensor, float]  # x, y (S, n) of this rank; bytes of text in y
     model: torch.nn.Module
-    inputs: tuple  # x, y (rows, T) and state, that each micro-batch is put into
-    state: tuple | None  # of all streams of this rank, between updates
     optimizers: list[torch.optim.Optimizer]
-    gradients: Gradients  # gradients, and extra: loss, ranks told to stop, norm
-    graphs: dict | None  # None: the optimizer is no CUDA graph
-    chunk_graphs: dict | None  # None: a micro-batch's forward and backward are none
+    gradients: Gradients  # its `extra`: loss, number of ranks that are to stop, gradient norm
+    state: tuple[torch.Tensor, ...]  # of all streams of this rank; empty if not recurrent
+    graphs: dict | None  # CUDA graphs by name; None: run eagerly
+    capture_chunk: bool = True  # as one graph; False: the model runs a long chunk block by block
+    rows: int = 0  # sequences per micro-batch
+    batch: tuple = ()  # x, y (rows, T) and the state of a micro-batch
+    val_rows: int = 0
+    val_batch: tuple = ()  # x, y (val_rows, T), the state and the sums of validation
     step: int = 0
     record: dict = field(default_factory=lambda: {'step': 0, 'tokens': 0})  # of the log
-    best: float = math.inf
-    seconds: float = 0.0
-    lock: object = None  # of out_dir, while the run is at work in it
+    best: float = math.inf  # validation loss
+    seconds: float = 0.0  # of training
+    lock: object = None  # of out_dir
+
+
+# ---- settings ----
+
+
+def adopt_sizes(config: Settings) -> None:
+    """Take the model's sizes, kind and tokenizer from the folder `init_from`, except for those that
+    a config file or the command line gives. Raises CheckpointError."""
+    about = read_json(pathlib.Path(init_from, common.CONFIG))
+    if pathlib.Path(init_from, common.WEIGHTS).exists():  # an export
+        sizes = about.get('model') or {}
+        found = {**sizes, **{name: about.get(name) for name in ('recurrent', 'tokenizer')}}
+    else:
+        saved, _ = common.load_run(
+            init_from, 'project', ('model', 'model_config'), file=common.BEST
+        )
+        found = {**saved['config'], **saved['model_config']}
+    names = {f.name for f in fields(ModelConfig)} | {'recurrent', 'tokenizer', 'arch'}
+    for name in (names & config.keys()) - config.given - {'mode'}:
+        if type(found.get(name)) is type(config[name]) and found[name] != config[name]:
+            print0(f'{name} = {found[name]!r}  (from {init_from})')
+            config[name] = globals()[name] = found[name]
+
+
+def check_settings(world: int) -> None:
+    """Raise Mistake for settings that do not fit together."""
+    if tokens_per_step % (block_size * world):
+        need = f'a multiple of block_size x ranks = {block_size} x {world}'
+        raise Mistake(f'tokens_per_step = {tokens_per_step}: must be {need}')
+    rows = tokens_per_step // (block_size * world)
+    if batch_size and rows % batch_size:
+        raise Mistake(f'batch_size = {batch_size}: must divide the {rows} rows of a rank')
+    if val_streams < world:
+        raise Mistake(f'val_streams = {val_streams}: must be at least the ranks, {world}')
+    if len(betas) != 2:
+        raise Mistake(f'betas = {betas}: expected two numbers')
+    if arch != 'experts' and recurrent != (arch == 'lstm'):
+        raise Mistake(f'arch = {arch!r}: needs --recurrent={arch == "lstm"}')
+    if init_from and (resume or eval_only):
+        raise Mistake('--init_from starts a new run: not with --resume or --eval_only')
+    common.need_packages(matplotlib=plot, tensorboard=tensorboard, wandb=wandb)
+
+
+def lr_at(step: int, max_iters: int, warmup_iters: int, final_ratio: float = 0.01) -> float:
+    """Return the learning rate of update `step` (0 .. max_iters - 1) as a fraction of its peak.
+
+    It rises linearly to 1 at step warmup_iters - 1, then follows half a cosine down to final_ratio
+    at the last update, and stays there. A run that is not longer than its warm-up only warms up."""
+    if step < warmup_iters:
+        return (step + 1) / warmup_iters
+    progress = min(1.0, (step + 1 - warmup_iters) / max(1, max_iters - warmup_iters))
+    return final_ratio + (1 - final_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def make_optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    """Return Muon for the matrices of the core and the router and AdamW for the rest; for a
+    baseline, its AdamW. Learning rates are tensors, because CUDA graphs read them."""
+    if arch != 'experts':
+        return [baselines.make_adamw(model, baseline_lr)]
+    groups = model.param_groups()
+    width = (n_embd / 768) ** -0.5
+    rates = {'embedding': embedding_lr * width, 'head': head_lr * width, 'scalars': scalar_lr}
+    muon = Muon(groups['matrices'], lr=learning_rate, momentum=momentum, weight_decay=weight_decay)
+    adamw = torch.optim.AdamW(
+        [{'params': groups[name], 'lr': lr} for name, lr in rates.items() if groups[name]],
+        betas=betas,
+        eps=adam_eps,
+        weight_decay=0.0,
+        fused=True,
+        capturable=model.embedding.is_cuda,
+    )
+    adamw._warned_capturable_if_run_uncaptured = True  # its first steps are uncaptured on purpose
+    return [muon, adamw]
 
 
 # ---- data, model, optimizer ----
 
 
-def model_config(config: dict) -> ModelConfig:
-    """The model's sizes, of a run's settings. ValueError for those that do not fit together."""
-    sizes = {name: config[name] for name in SIZES}
-    return ModelConfig(VOCAB[config['tokenizer']], mode=config['path'], **sizes)
+def make_run(config: Settings) -> Run:
+    """Return a run before its first update. Raises Mistake for what is wrong with the settings, the
+    data or the weights, before anything is written."""
+    rank, world, device_ = common.join_ranks(device, threads)
+    amp = common.pick_dtype(dtype, device_)
+    if init_from:
+        adopt_sizes(config)
+    check_settings(world)
+    torch.manual_seed(seed)
 
+    # data: B rows per update; a rank reads its share of them and of the validation streams
+    V, T, B = VOCAB[tokenizer], block_size, tokens_per_step // block_size
+    train_shards = find_shards(data_dir, 'train', tokenizer)
+    val_shards = find_shards(data_dir, 'val', tokenizer)
+    loader = Loader(train_shards, B, T, V, recurrent, seed, (rank, world))
+    x, y = load_val(val_shards, val_tokens, val_streams, V, (rank, world))
+    text_bytes = math.nan
+    with suppress(DataError):  # the GPT-2 tokenizer is missing, and needed for nothing else
+        text_bytes = float(token_bytes(tokenizer)[y.numpy()].sum())
 
-def captures(device: str, world: int) -> tuple[bool, bool]:
-    """Whether the optimizer is a CUDA graph, and whether a chunk's forward and backward are: on one
-    GPU (several ranks have messages in both), and a long recurrent chunk is not."""
-    optimizer = graphs and device != 'cpu' and world == 1 and path != 'plain' and arch == 'experts'
-    return optimizer, optimizer and not (recurrent and n_layer * block_size > WHOLE_GRAPH)
+    # model: every field of ModelConfig that has a setting of its name gets it
+    sizes = {f.name: config[f.name] for f in fields(ModelConfig) if f.name in config}
+    model_config = ModelConfig(vocab_size=V, **sizes)
+    if arch == 'experts':
+        # weights, gradients and moments
+        common.check_model(lambda c: build_model(c, recurrent), model_config, 4, device_)
+        model = build_model(model_config, recurrent)
+    else:
+        model = baselines.build(arch, model_config)
+    if init_from:
+        common.init_from(model, init_from, False)
+    model = model.to(device_)
 
+    # optimizer
+    optimizers = make_optimizers(model)
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group['peak_lr'] = group['lr']
+        group['lr'] = torch.tensor(group['lr'], device=device_)
 
-def fitting_rows(c: ModelConfig, streams: int, amp: torch.dtype, device: str, whole: bool) -> int:
-    """Rows of a micro-batch, a divisor of a rank's `streams`: batch_size, or the most that are at
-    most AT_ONCE tokens and fit in all of the device's memory: a resumed run does the same.
-    Mistake where they need more than is free. A baseline's needs are taken for ours."""
-
-    def need(rows: int) -> float:
-        where = torch.device(device).type
-        return sum(memory(c, recurrent, (rows, streams), amp, where, whole).values())
-
-    total, free = common.device_memory(device)
-    divisors = [n for n in range(1, streams + 1) if streams % n == 0]
-    fits = [n for n in divisors if n * block_size <= AT_ONCE and need(n) <= total]
-    rows = batch_size or max(fits, default=1)
-    if rows not in divisors:
-        raise ValueError(f'batch_size = {rows}: must divide the {streams} rows of a rank')
-    what = f'n_layer = {c.n_layer}, n_expert = {c.n_expert}, n_embd = {c.n_embd}'
-    fits = [f'--batch_size={n} fits' for n in divisors if need(n) <= free]
-    advice = fits[-1] if fits else 'a smaller model, fewer tokens_per_step, or more GPUs'
-    common.check_fits(need(rows), f'{what}, batch_size = {rows}', device, advice)
-    return rows
+    captures = graphs and device_.startswith('cuda') and mode == 'fast' and arch == 'experts'
+    with autocast(device_, amp):  # sets the dtype of a state's keys and values
+        state = model.init_state(B // world) if recurrent else ()
+    run = Run(
+        config=config,
+        rank=rank,
+        world=world,
+        device=device_,
+        amp=amp,
+        loader=loader,
+        shards=fingerprint([*train_shards, *val_shards]),
+        val=(x.to(device_), y.to(device_), text_bytes),
+        model=model,
+        optimizers=optimizers,
+        gradients=Gradients(model.parameters(), n_extra=3),
+        state=state,
+        graphs={} if captures else None,
+    )
+    set_rows(run, batch_size or row_choices(B // world, T)[0])
+    set_val_rows(run, row_choices(len(x), min(T, VAL_CHUNK))[0])
+    return run
 
 
 def autocast(device: str, amp: torch.dtype) -> torch.autocast | nullcontext:
+    """Return the context in which the model runs: products in amp, everything else in float32."""
     return torch.autocast(torch.device(device).type, amp) if amp != torch.float32 else nullcontext()
 
 
-def make_run(config: dict) -> Run:
-    """A new run. ValueError says what is wrong with the settings or the data."""
-    rank, world, device_ = common.join_ranks(device, threads)
-    amp = common.pick_dtype(dtype, device_)
-    if tokens_per_step % (block_size * world):
-        need = f'a multiple of block_size x ranks = {block_size} x {world}'
-        raise ValueError(f'tokens_per_step = {tokens_per_step}: must be {need}')
-    if val_streams < world:
-        raise ValueError(f'val_streams = {val_streams}: must be at least the ranks, {world}')
-    if len(betas) != 2:
-        raise ValueError(f'betas = {betas}: expected two numbers')
-    if arch != 'experts' and recurrent != (arch == 'lstm'):
-        raise ValueError(f'arch = {arch!r}: wants --recurrent={arch == "lstm"}')
-    common.need_packages(matplotlib=plot, tensorboard=tensorboard, wandb=wandb)
-    torch.manual_seed(seed)
-    V, B = VOCAB[tokenizer], tokens_per_step // block_size  # rows of an update, over all ranks
-    sizes, (captured, whole) = model_config(config), captures(device_, world)
-    rows = fitting_rows(sizes, B // world, amp, device_, whole)
-
-    train, held_out = (find_shards(data_dir, split, tokenizer) for split in ('train', 'val'))
-    loader = Loader(train, B, block_size, V, recurrent, seed, (rank, world))
-    x, y = load_val(held_out, val_tokens, val_streams, V, (rank, world))
-    size = math.nan  # of the text, in bytes
-    with suppress(DataError):  # no GPT-2 tokenizer: needed for nothing else
-        size = float(token_bytes(tokenizer)[y.numpy()].sum())
-    val = (x.to(device_), y.to(device_), size)
-
-    model = build_model(sizes, recurrent) if arch == 'experts' else baselines.build(arch, sizes)
-    if init_from:
-        common.init_from(model, init_from, resume or eval_only)
-    model = model.to(device_)
-    x_y = torch.zeros(2, rows, block_size, dtype=torch.int64, device=device_)
-    with autocast(device_, amp):  # sets the dtype of a state's keys and values
-        inputs = *x_y, model.init_state(rows) if recurrent else None
-        several = recurrent and rows < B // world  # micro-batches
-        state = model.init_state(B // world) if several else inputs[2]
-
-    if arch == 'experts':
-        optimizers = make_optimizers(model, config)
-    else:
-        optimizers = [baselines.make_adamw(model, baseline_lr)]
-    for group in (g for optimizer in optimizers for g in optimizer.param_groups):
-        group['peak_lr'] = group['lr']  # and 'lr' is where a CUDA graph reads it
-        group['lr'] = torch.tensor(group['lr'], device=device_)
-    # a backward's order: head, levels, embedding
-    params = sorted(reversed(list(model.parameters())), key=lambda p: p is not model.head)
-    shards, graphs_ = fingerprint([*train, *held_out]), {} if captured else None
-    place, data = (config, rank, world, device_, amp), (loader, shards, val)
-    update = (inputs, state, optimizers, Gradients(params, 3), graphs_, graphs_ if whole else None)
-    return Run(*place, *data, model, *update)
+def row_choices(streams: int, T: int) -> list[int]:
+    """Return the divisors of `streams` that make micro-batches of at most MAX_MICRO_BATCH tokens,
+    the largest first."""
+    divisors = [n for n in range(streams, 0, -1) if streams % n == 0]
+    return [n for n in divisors if n * T <= MAX_MICRO_BATCH] or [1]
 
 
-# ---- an update, a validation ----
+def set_rows(run: Run, rows: int) -> None:
+    """Set the number of sequences per micro-batch and allocate its inputs and state."""
+    x, y = torch.zeros(2, rows, block_size, dtype=torch.int64, device=run.device)
+    state = run.state  # with one micro-batch per update it is the state itself
+    if recurrent and rows < len(run.loader.rows):
+        with autocast(run.device, run.amp):
+            state = run.model.init_state(rows)
+    run.rows, run.batch = rows, (x, y, state)
 
 
-def rate(step: int) -> float:
-    """Of the update after `step` others, as a fraction of every peak."""
-    return lr_at(step, max_iters, warmup_iters, final_lr_ratio)
-
-
-def forward_backward(run: Run, x: torch.Tensor, y: torch.Tensor, state: tuple | None) -> None:
-    """Adds a micro-batch's gradients and share of the mean loss to run.gradients, all in place."""
+def set_val_rows(run: Run, rows: int) -> None:
+    """Set the number of validation streams that are read side by side, and allocate for them."""
+    T = min(block_size, VAL_CHUNK)
+    x, y = torch.zeros(2, rows, T, dtype=torch.int64, device=run.device)
     with autocast(run.device, run.amp):
-        loss, new = run.model(x, y, state)
+        state = run.model.init_state(rows)
+    wide = torch.float32 if run.device == 'mps' else torch.float64
+    run.val_rows, run.val_batch = rows, (x, y, state, torch.zeros(2, dtype=wide, device=run.device))
+
+
+# ---- the size of a micro-batch, by trying ----
+
+
+def prepare(run: Run) -> None:
+    """Compile, if that works, and choose by trying how many rows a micro-batch and a validation
+    batch have. Raises Mistake if not even one row fits.
+
+    On a GPU the largest choice is tried first, and the next one if memory runs out. A CPU kills a
+    process that runs out, so the need is measured there and compared (cpu_bytes_per_row)."""
+    start = time.perf_counter()
+    resumed_state = [t.to('cpu', copy=True) for t in run.state]
+    set_compiled(run, False)
+    row_bytes = cpu_bytes_per_row(run) if run.device == 'cpu' else 0.0
+    set_compiled(run, compile and mode == 'fast' and arch != 'lstm')
+    choices = [n for n in row_choices(len(run.loader.rows), block_size) if n <= run.rows]
+    try_rows(run, [run.rows] if batch_size else choices, row_bytes, set_rows, try_update)
+    val_bytes = row_bytes * min(block_size, VAL_CHUNK) / block_size
+    val_choices = row_choices(len(run.val[0]), min(block_size, VAL_CHUNK))
+    try_rows(run, val_choices, val_bytes, set_val_rows, try_validation)
+    for t, saved in zip(run.state, resumed_state, strict=True):
+        t.copy_(saved)
+    if run.graphs is not None and recurrent and fused.enabled:
+        with autocast(run.device, run.amp):
+            for line in run.model.choose_forms(run.rows):
+                print0(line)
+    choose_threads(run)
+    rows = f'{run.rows} rows per micro-batch, {run.val_rows} validation streams at a time'
+    print0(f'{rows} (found in {time.perf_counter() - start:.0f} s)')
+
+
+def set_compiled(run: Run, compiled: bool) -> None:
+    """Switch compilation on or off, and choose what becomes a CUDA graph: a chunk as a whole, or,
+    where it is long, its blocks."""
+    fused.enabled = compiled
+    if arch == 'experts' and recurrent:
+        run.capture_chunk = not run.model.recomputes(run.rows, block_size)
+    run.model.graphs = run.graphs is not None
+
+
+def cpu_bytes_per_row(run: Run) -> float:
+    """Return the bytes of memory that each row of a micro-batch takes on a CPU; 0 for less than
+    eight rows.
+
+    This is how much more the process holds after the forward of n rows than after that of n / 2
+    (or the next smaller choice), times two for what the backward adds. n is about an eighth of the
+    rows, so that the measurement itself fits."""
+    choices = [n for n in row_choices(len(run.loader.rows), block_size) if n <= run.rows]
+    small = [n for n in choices if n <= choices[0] // 8][:2]
+    if len(small) < 2:
+        return 0.0
+    before, used = run.rows, []
+    for rows in reversed(small):
+        set_rows(run, rows)
+        x, y, state = run.batch
+        with autocast(run.device, run.amp):
+            loss = run.model(x, y, state or None)  # keeps the graph alive
+        used.append(psutil.Process().memory_info().rss)
+        del loss
+    set_rows(run, before)
+    return max(0.0, 2 * (used[1] - used[0]) / (small[0] - small[1]))
+
+
+def try_rows(
+    run: Run, choices: list[int], row_bytes: float, allocate: Callable, attempt: Callable
+) -> None:
+    """Call allocate(run, rows) with the first of `choices` that fits on every rank: by row_bytes
+    on a CPU, and by attempt(run), which runs such a batch. Raises Mistake if none fits."""
+    for rows in choices:
+        fits = rows * row_bytes <= common.device_memory(run.device)[1]
+        fits = fits and runs_in_memory(run, rows, allocate, attempt)
+        if run.world > 1:
+            answer = torch.tensor(float(fits), device=run.device)
+            dist.all_reduce(answer, dist.ReduceOp.MIN)
+            fits = bool(answer)
+        if fits:
+            return
+    model = f'n_layer = {n_layer}, n_expert = {n_expert}, n_embd = {n_embd}'
+    size = f'{model}, block_size = {block_size}: a micro-batch of {rows} rows does not fit'
+    advice = 'a smaller model or block_size, or more memory'
+    if batch_size and batch_size == rows:
+        advice = '--batch_size=0 finds the most that fit'
+    raise Mistake(f'{size} in the memory of {common.device_name(run.device)}: {advice}')
+
+
+def runs_in_memory(run: Run, rows: int, allocate: Callable, attempt: Callable) -> bool:
+    """Return whether attempt(run), after allocate(run, rows), runs without using up the memory. If
+    it does not compile, print why and try uncompiled. Gradients are zero afterwards, and states of
+    a micro-batch reset.
+
+    On a GPU it runs beside memory for the optimizers' moments, and for a twentieth of the card,
+    which CUDA graphs, NCCL and fragmentation take."""
+    error, on_gpu = None, run.device.startswith('cuda')
+    try:
+        allocate(run, rows)
+        reserve = []
+        if on_gpu and not run.optimizers[0].state:
+            of_muon = sum(p.numel() for p in run.optimizers[0].param_groups[0]['params'])
+            moments = 2 * run.gradients.buffer.numel() - of_muon  # AdamW has two
+            twentieth = common.device_memory(run.device)[0] / 20
+            size = int(4 * moments + twentieth)
+            reserve.append(torch.empty(size, dtype=torch.uint8, device=run.device))
+        attempt(run)
+        del reserve
+    except torch._dynamo.exc.TorchDynamoException as caught:
+        print0(f'compile = True does not work here; training uncompiled ({first_line(caught)})')
+        error = caught.with_traceback(None)
+    except RuntimeError as caught:
+        if not common.out_of_memory(caught):
+            raise
+        error = caught.with_traceback(None)  # its frames hold the memory
+    run.gradients.zero()
+    for state in (run.state, run.batch[2], run.val_batch[2]):
+        for t in state:
+            t.zero_()
+    if error is None:
+        return True
+    unroll.release()
+    if on_gpu:
+        torch.cuda.empty_cache()
+    if common.out_of_memory(error):
+        return False
+    set_compiled(run, False)
+    return runs_in_memory(run, rows, allocate, attempt)
+
+
+def choose_threads(run: Run) -> None:
+    """Set the number of CPU threads (common.pick_threads), measured uncompiled: every length of a
+    chunk would be compiled."""
+
+    def chunk(T):
+        x, y = (t[:, :T] for t in run.batch[:2])
+        with autocast(run.device, run.amp):
+            loss, _ = run.model(x, y)
+        loss.objective.backward()
+
+    compiled, fused.enabled = fused.enabled, False
+    threads = common.pick_threads(run.config['threads'], run.device, chunk, block_size)
+    run.config['threads'], fused.enabled = threads, compiled
+    run.gradients.zero()
+
+
+def try_update(run: Run) -> None:
+    """Run one micro-batch forward and backward."""
+    forward_backward(run, *run.batch)
+
+
+def try_validation(run: Run) -> None:
+    """Run one chunk of a validation batch."""
+    with torch.no_grad():
+        validate_chunk(run, *run.val_batch)
+
+
+# ---- an update ----
+
+
+def forward_backward(run: Run, x: torch.Tensor, y: torch.Tensor, state: tuple) -> None:
+    """Run a micro-batch forward and backward: add its gradients and its share of the mean loss to
+    run.gradients, and replace the state, all in place."""
+    with autocast(run.device, run.amp):
+        loss, new_state = run.model(x, y, state or None)
     share = x.numel() / tokens_per_step  # of the mean over the whole batch
     (loss.objective * share).backward()
     run.gradients.extra[0].add_(loss.cross_entropy * share)
     if recurrent:
-        torch._foreach_copy_(state, [t.detach() for t in new])  # path 'plain' has a graph there
+        torch._foreach_copy_(state, [t.detach() for t in new_state])
 
 
-def apply(run: Run) -> None:
+def clip_and_orthogonalize(run: Run) -> list:
+    """Clip the gradients by their norm, and run the first part of Muon's step; return what the
+    ranks then gather."""
     if grad_clip:
-        norm = run.gradients.extra[2]
-        torch.nn.utils.clip_grads_with_norm_(run.model.parameters(), grad_clip, norm)
-    for optimizer in run.optimizers:
-        optimizer.step()
+        parameters, norm = run.model.parameters(), run.gradients.extra[2]
+        torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip, norm)
+    return run.optimizers[0].orthogonalize_shares() if arch == 'experts' else []
+
+
+def apply_updates(run: Run, shares: list) -> None:
+    """Change the weights: the last part of Muon's step, and AdamW's step."""
+    *muon, adamw = run.optimizers
+    for optimizer in muon:
+        optimizer.apply(shares)
+    adamw.step()
+
+
+def reset_streams(run: Run, every_row: bool) -> None:
+    """Reset the state of the streams whose turn it is (`reset_every`), or of every row."""
+    turns = 1 if every_row else reset_every
+    if recurrent and turns:
+        rows = len(run.loader.rows)
+        first = (run.step - run.rank * rows) % turns
+        index = torch.arange(first, rows, turns, device=run.device)
+        for t, dim in zip(run.state, STREAM_DIMS[arch], strict=True):
+            t.index_fill_(dim, index, 0)  # as init_state does
 
 
 def train_update(run: Run, stop: bool) -> tuple[float, float, bool]:
-    """This rank's rows in micro-batches (streams are split, not time), summed over ranks -> mean
-    loss, gradient norm, whether any rank was told to stop. Not finite: no weight changes."""
+    """Train on one batch. Return the mean loss, the norm of the gradient, and whether any rank is
+    to stop (`stop` on this one). If loss or norm are not finite, no weight changes.
+
+    This rank's rows are split into micro-batches: streams are, time is not. A chunk, and the
+    optimizer before and after the ranks gather Muon's results, are CUDA graphs at any number of
+    ranks; between them one message sums gradients, loss and `stop`."""
     x, y, reset = run.loader.next()
-    if run.device != 'cpu':
-        x, y = x.pin_memory(), y.pin_memory()  # the copies below then need not wait
+    if run.device.startswith('cuda'):
+        x, y = x.pin_memory(), y.pin_memory()  # so that the copies below need not wait
+    reset_streams(run, every_row=reset)
     run.gradients.zero()
     run.gradients.extra[1].fill_(float(stop))
-    x_in, y_in, state = run.inputs
-    rows, mine = len(x_in), None
-    turns = 1 if reset else reset_every
-    if recurrent and turns:
-        first = (run.step - run.rank * len(x)) % turns
-        fresh = torch.arange(first, len(x), turns, device=run.device)
-        for t, d in zip(run.state, STREAMS[arch], strict=True):
-            t.index_fill_(d, fresh, 0)  # as init_state's
-    for start in range(0, len(x), rows):
-        x_in.copy_(x[start : start + rows], non_blocking=True)
-        y_in.copy_(y[start : start + rows], non_blocking=True)
-        if state is not run.state:  # one of several micro-batches: its part of it
-            mine = [t.narrow(d, start, rows) for t, d in zip(run.state, STREAMS[arch], strict=True)]
-            torch._foreach_copy_(state, mine)
-        run.gradients.sending = start + rows == len(x)
-        graphed(run.chunk_graphs, 'chunk', forward_backward, run, x_in, y_in, state)
-        if mine:
-            torch._foreach_copy_(mine, state)
-    run.gradients.finish()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in run.model.parameters()])
-    run.gradients.extra[2].copy_(norm)
+
+    x_in, y_in, state = run.batch
+    for start in range(0, len(x), run.rows):
+        part = slice(start, start + run.rows)
+        x_in.copy_(x[part], non_blocking=True)
+        y_in.copy_(y[part], non_blocking=True)
+        streams = []
+        if state is not run.state:  # one of several micro-batches, with a state of its own
+            dims = zip(run.state, STREAM_DIMS[arch], strict=True)
+            streams = [t.narrow(dim, start, run.rows) for t, dim in dims]
+            torch._foreach_copy_(state, streams)
+        chunk_graphs = run.graphs if run.capture_chunk else None
+        graphed(chunk_graphs, 'chunk', forward_backward, run, x_in, y_in, state)
+        if streams:
+            torch._foreach_copy_(streams, state)
+
+    run.gradients.sum_over_ranks()
+    run.gradients.extra[2].copy_(run.gradients.norm())
     loss, stop, norm = run.gradients.extra.tolist()  # the update's only wait for the device
     if math.isfinite(loss) and math.isfinite(norm):
-        for group in (g for optimizer in run.optimizers for g in optimizer.param_groups):
-            group['lr'].fill_(group['peak_lr'] * rate(run.step))
-        graphed(run.graphs, 'optimizer', apply, run)
+        fraction = lr_at(run.step, max_iters, warmup_iters, final_lr_ratio)
+        for group in (group for optimizer in run.optimizers for group in optimizer.param_groups):
+            group['lr'].fill_(group['peak_lr'] * fraction)
+        shares = graphed(run.graphs, 'orthogonalize', clip_and_orthogonalize, run)
+        if arch == 'experts':
+            run.optimizers[0].gather(shares)
+        graphed(run.graphs, 'apply', apply_updates, run, shares)
     return loss, norm, stop > 0
+
+
+# ---- validation ----
+
+
+def validate_chunk(
+    run: Run, x: torch.Tensor, y: torch.Tensor, state: tuple, sums: torch.Tensor
+) -> None:
+    """Add the summed loss and the number of tokens of a chunk to `sums`, and replace the state, in
+    place."""
+    with autocast(run.device, run.amp):
+        loss, new_state = run.model(x, y, state or None)
+    sums[0].add_(loss.cross_entropy.to(sums.dtype) * x.numel())
+    sums[1].add_(x.numel())
+    torch._foreach_copy_(state, [*new_state])
 
 
 @torch.no_grad()
 def evaluate(run: Run) -> tuple[float, float]:
-    """Mean loss in nats and bits per byte over all positions of the validation streams, each from
-    an empty state, window W. All ranks share the streams; rows and T do not matter."""
-    x, y, size = run.val
-    T = min(block_size, EVAL_CHUNK)
-    total = torch.tensor([0, 0, size], dtype=torch.float64, device=run.device)
-    rows, due = len(run.inputs[0]), every()
-    for x_rows, y_rows in zip(x.split(rows), y.split(rows), strict=True):
-        with autocast(run.device, run.amp):
-            state = run.model.init_state(len(x_rows))
-            for x_t, y_t in zip(x_rows.split(T, 1), y_rows.split(T, 1), strict=True):
-                loss, state = run.model(x_t, y_t, state)
-                total[0] += loss.cross_entropy.double() * x_t.numel()
-                total[1] += x_t.numel()
-                if due():
-                    print0(f'    validation: {total[1]:,.0f} of {x.numel():,} tokens')
+    """Return the mean loss in nats per token and in bits per byte over all positions of the
+    validation streams, each read from an empty state with window W. The ranks share the streams;
+    the number of rows and T change neither value."""
+    x, y, text_bytes = run.val
+    x_in, y_in, state, sums = run.val_batch
+    sums.zero_()
+    due = every()
+    for x_rows, y_rows in zip(x.split(run.val_rows), y.split(run.val_rows), strict=True):
+        for t in state:
+            t.zero_()
+        chunks = zip(x_rows.split(x_in.size(1), 1), y_rows.split(x_in.size(1), 1), strict=True)
+        for x_chunk, y_chunk in chunks:
+            if x_chunk.shape == x_in.shape:
+                x_in.copy_(x_chunk)
+                y_in.copy_(y_chunk)
+                graphed(run.graphs, 'validation', validate_chunk, run, x_in, y_in, state, sums)
+            else:  # the end of the streams is shorter
+                validate_chunk(run, x_chunk, y_chunk, state, sums)
+            if due():
+                print0(f'    validation: {sums[1]:,.0f} of {x.numel():,} tokens')
+    total = torch.cat([sums, sums.new_tensor([text_bytes])])
     if run.world > 1:
-        torch.distributed.all_reduce(total)
-    nats, tokens, size = total.tolist()
-    return nats / tokens, nats / math.log(2) / size
+        dist.all_reduce(total)
+    nats, tokens, text_bytes = total.tolist()
+    return nats / tokens, nats / math.log(2) / text_bytes
 
 
-def trial_chunk(run: Run, T: int) -> None:
-    """Run forward and backward of a micro-batch's first T tokens, to compile or time them."""
-    x, y = (t[:, :T] for t in run.inputs[:2])
-    with autocast(run.device, run.amp):
-        loss, _ = run.model(x, y)
-    loss.objective.backward()
-
-
-def prepare(run: Run) -> None:
-    """Compiles, where that works. Chunks that no graph holds are replayed from captured blocks."""
-    if not compile or path == 'plain' or arch == 'lstm':
-        return
-    fused.enabled = True
-    run.model.graphs = graphs and run.device != 'cpu'
-
-    fused.enabled = common.compiles(run.model, lambda: trial_chunk(run, block_size))
+# ---- checkpoints ----
 
 
 def save(run: Run, best: bool = False) -> None:
-    """The last checkpoint holds all; the best what sample.py needs."""
-    parts = {'recurrent': recurrent, 'model_config': asdict(run.model.config)}
-    parts |= {name: getattr(run, name) for name in POSITION}
+    """Save the run: the last checkpoint holds everything, the best what sample.py needs."""
+    parts = {
+        'recurrent': recurrent,
+        'model_config': asdict(run.model.config),
+        **{name: getattr(run, name) for name in POSITION},
+    }
     if not best:
-        state = zip(run.state, STREAMS[arch], strict=True) if recurrent else ()
-        parts |= {'state': [gather(t, dim) for t, dim in state]}
-        parts |= {'loader': run.loader.state_dict(), 'shards': run.shards}
+        parts['loader'] = run.loader.state_dict()
+        parts['shards'] = run.shards
+        parts['rows'] = run.rows
+        dims = STREAM_DIMS[arch] if recurrent else ()
+        parts['state'] = [gather(t, dim) for t, dim in zip(run.state, dims, strict=True)]
     common.save_run(run, parts, None if best else run.optimizers)
 
 
 def load(run: Run) -> None:
-    """Go on where out_dir's last checkpoint stood; refuse settings and data that would make it
-    another run. eval_only: the weights alone."""
-    needed = ('model', *POSITION, *(() if eval_only else REST))
-    saved, where = common.load_run(out_dir, 'train_lm.py', needed, FIXED, run.config)
-    common.restore(run, POSITION, [] if eval_only else run.optimizers, saved, where)
-    print0(f'{where}: step {run.step}')
+    """Restore out_dir's last checkpoint; with eval_only its weights alone. Raises CheckpointError
+    for settings or data that would make it another run."""
+    needed = ('model', *POSITION) if eval_only else NEEDED
+    saved, path = common.load_run(out_dir, SCRIPT, needed)
+    defaults = read_script(__file__)[0]
+    common.refuse_changes(saved['config'], run.config, defaults, HARMLESS, path, SCRIPT)
+    common.restore(run, POSITION, [] if eval_only else run.optimizers, saved, path)
+    print0(f'{path}: step {run.step}')
     if eval_only:
         return
     if saved['shards'] != run.shards:
-        words = f'was trained on other shards than those in {data_dir}: give the same data_dir'
-        raise common.CheckpointError(f'{where}: {words}, or another out_dir')
-    with restoring(where, 'loader or state'):
+        reason = f'was trained on other shards than those in {data_dir}: give the same data_dir'
+        raise CheckpointError(f'{path}: {reason}, or another out_dir')
+    with restoring(path, 'loader or state'):
         run.loader.load_state_dict(saved['loader'])
-        if recurrent:
-            for mine, whole, dim in zip(run.state, saved['state'], STREAMS[arch], strict=True):
-                fill(mine, whole.chunk(run.world, dim)[run.rank])
+        dims = STREAM_DIMS[arch] if recurrent else ()
+        for t, whole, dim in zip(run.state, saved['state'], dims, strict=True):
+            fill(t, whole.chunk(run.world, dim)[run.rank])
+    rows = saved.get('rows')
+    if not batch_size and rows in row_choices(len(run.loader.rows), block_size):
+        set_rows(run, rows)  # the same sums as before, to the last bit
 
 
 # ---- the loop ----
 
 
 def describe(run: Run) -> None:
-    params, flops, rows = run.model.num_params(), run.model.flops_per_token(), len(run.inputs[0])
-    micro = tokens_per_step // (block_size * run.world * rows)
-    sizes = ', '.join(f'{n / 1e6:.2f}M {part}' for part, n in params.items())
-    costs = ', '.join(f'{n / 1e6:.1f} {part}' for part, n in flops.items())
-    shape = f'{run.world} ranks x {micro} micro-batches x {rows} rows x {block_size}'
+    """Print the machine, the model and the shape of an update."""
+    sizes = ', '.join(f'{n / 1e6:.2f}M {part}' for part, n in run.model.num_params().items())
+    costs = ', '.join(f'{n / 1e6:.1f} {part}' for part, n in run.model.flops_per_token().items())
+    micro = tokens_per_step // (block_size * run.world * run.rows)
+    shape = f'{run.world} ranks x {micro} micro-batches x {run.rows} rows x {block_size}'
     print0(f'{common.machine(run)}, {run.amp}')
-    print0(f'{type(run.model).__name__}: parameters {sizes}; MFLOP a token forward {costs}')
+    print0(f'{type(run.model).__name__}: parameters {sizes}; forward MFLOP per token {costs}')
     print0(f'an update: {tokens_per_step:,} tokens = {shape}; {max_iters:,} updates')
 
 
-def loop(run: Run, writes: list[Callable[[dict], object]]) -> int:
-    """-> the exit status: 0 done, 1 the loss was not finite, 128 + signal when told to stop."""
+def main(config: Settings) -> int:
+    """Train, or validate with eval_only. Return the exit status: 0 done, 1 the loss was not finite,
+    128 + signal when stopped."""
+    baselines.refuse_settings(arch, sys.argv)
+    common.restarted(out_dir, config, globals())
+    try:
+        run = make_run(config)  # data, model, optimizer
+        if resume or eval_only:
+            load(run)
+        if eval_only:
+            start = time.perf_counter()
+            val_loss, bits = evaluate(run)
+            loss = f'validation loss {val_loss:.4f} nats per token ({bits:.4f} bits per byte)'
+            took = f'{val_tokens:,} tokens in {time.perf_counter() - start:.1f} s'
+            print0(f'{out_dir}, step {run.step}: {loss}, {took}')
+            return 0
+        prepare(run)
+        if run.rank == 0:
+            run.lock = common.prepare_out_dir(out_dir, resume, overwrite)
+    except ValueError as error:  # Mistake, and ModelConfig's
+        fail(error)
+    describe(run)
+    writes, close = [], None
+    if run.rank == 0:
+        track, close = open_trackers(config, tensorboard, wandb_project if wandb else '')
+        writes = [common.open_log(run, resume), track]
+
     stopper, stop, due_to_print = common.Stopper(), False, every()
-    validation = 0.0  # seconds of the last one
+    val_seconds = 0.0  # of the last validation
+    status = None
     while True:
         if run.step % eval_interval == 0 or run.step == max_iters:
             start = time.perf_counter()
-            val_loss, bpb = evaluate(run)
-            validation = time.perf_counter() - start
-            run.record |= {'val_loss': val_loss, 'val_bits_per_byte': bpb}
-            print0(f'step {run.step}/{max_iters} | val loss {val_loss:.4f} | {bpb:.4f} bits a byte')
+            val_loss, bits = evaluate(run)
+            val_seconds = time.perf_counter() - start
+            run.record['val_loss'] = val_loss
+            run.record['val_bits_per_byte'] = bits
+            run.record['val_seconds'] = val_seconds
+            losses = f'val loss {val_loss:.4f} | {bits:.4f} bits per byte'
+            times = f'{val_seconds:.1f} s, training {run.seconds:.1f} s so far'
+            print0(f'step {run.step}/{max_iters} | {losses} | {times}')
             if val_loss < run.best:
                 run.best = val_loss
                 save(run, best=True)
@@ -391,69 +719,59 @@ def loop(run: Run, writes: list[Callable[[dict], object]]) -> int:
             write(run.record)
         if run.step >= max_iters or stop:
             break
+
         start = time.perf_counter()
         loss, norm, stop = train_update(run, stopper.signal is not None)
         elapsed, step = time.perf_counter() - start, run.step + 1
-        per_s = tokens_per_step / elapsed
-        due = step % eval_interval == 0 or step == max_iters or stop
-        if not common.finite(run, due, loss, norm):
+        must_save = step % eval_interval == 0 or step == max_iters or stop
+        if not common.finite(run, must_save, loss, norm):
             stopper.restore()
-            return 1
+            status = 1
+            break
         run.step, run.seconds = step, run.seconds + elapsed
-        run.record = {'step': step, 'tokens': step * tokens_per_step, 'epoch': run.loader.epoch}
-        peak = run.optimizers[0].param_groups[0]['peak_lr']
-        run.record |= {'train_loss': loss, 'grad_norm': norm, 'lr': peak * rate(step - 1)}
-        run.record |= {'ms': 1000 * elapsed, 'tokens_per_s': per_s, 'seconds': run.seconds}
+        lr = run.optimizers[0].param_groups[0]['peak_lr']
+        lr *= lr_at(step - 1, max_iters, warmup_iters, final_lr_ratio)
+        tokens_per_s = tokens_per_step / elapsed
+        run.record = {
+            'step': step,
+            'tokens': step * tokens_per_step,
+            'epoch': run.loader.epoch,
+            'train_loss': loss,
+            'grad_norm': norm,
+            'lr': lr,
+            'ms': 1000 * elapsed,
+            'tokens_per_s': tokens_per_s,
+            'seconds': run.seconds,
+        }
         if step % log_interval == 0 or step == max_iters or due_to_print():
-            seconds = (max_iters - step) * (elapsed + validation / eval_interval)
-            mfu, eta = common.mfu(run, per_s), timedelta(seconds=int(seconds))
-            speed = f'{1000 * elapsed:.0f} ms | {per_s:,.0f} tok/s | mfu {mfu} | eta {eta}'
-            rates = f'lr {run.record["lr"]:.2e} | norm {norm:.2f}'
-            print0(f'step {step}/{max_iters} | loss {loss:.4f} | {rates} | {speed}')
-            due_to_print(said=True)
-        if due:
-            save(run)  # before the validation: one that dies loses nothing
-    done = f'{run.step} updates in {run.seconds:.0f} s, best val loss {run.best:.4f}'
-    return common.ended(run, stopper, max_iters, done)
+            eta = timedelta(
+                seconds=int((max_iters - step) * (elapsed + val_seconds / eval_interval))
+            )
+            print0(
+                f'step {step}/{max_iters} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.2f} | '
+                f'{1000 * elapsed:.0f} ms | {tokens_per_s:,.0f} tokens/s | '
+                f'mfu {common.mfu(run, tokens_per_s)} | eta {eta}'
+            )
+            due_to_print(True)
+        if must_save:
+            save(run)  # before the validation: a run that dies in it loses nothing
 
-
-def train(config: dict) -> int:
-    """A run from beginning to end, or its validation -> the exit status."""
-    baselines.refuse_settings(arch, sys.argv)
-    common.restarted(out_dir, config, globals())
-    try:
-        run = make_run(config)  # finds all mistakes in settings and data before out_dir is touched
-        if resume or eval_only:
-            load(run)
-        if run.rank == 0 and not eval_only:
-            run.lock = common.prepare_out_dir(out_dir, resume, overwrite)
-    except ValueError as error:  # DataError, CheckpointError, ModelConfig's
-        fail(error)
-    if not eval_only:
-        run.config['threads'] = common.pick_threads(
-            run.config['threads'], run.device, lambda T: trial_chunk(run, T), block_size
-        )
-    describe(run)
-    if eval_only:
-        val_loss, bpb = evaluate(run)
-        print0(f'step {run.step}, val loss {val_loss:.4f}, {bpb:.4f} bits a byte')
-        return 0
-    prepare(run)
-    if run.rank > 0:
-        status = loop(run, [])
-    else:
-        track, close = open_trackers(config, tensorboard, wandb_project if wandb else '')
-        status = loop(run, [common.open_log(run, resume), track])
+    if status is None:
+        done = f'{run.step} updates in {run.seconds:.0f} s, best val loss {run.best:.4f}'
+        status = common.ended(run, stopper, max_iters, done)
+    if close:
         close()
-        if plot and status == 0:
-            unit = 'byte' if tokenizer == 'bytes' else 'token'
-            title = f'{type(run.model).__name__}, L = {n_layer}, E = {n_expert}, d = {n_embd}'
-            print(f'loss curve: {plot_losses(out_dir, unit, title)}')
+    if run.rank == 0 and plot and status == 0:
+        unit = 'byte' if tokenizer == 'bytes' else 'token'
+        title = f'{type(run.model).__name__}, L = {n_layer}, E = {n_expert}, d = {n_embd}'
+        print(f'loss curve: {plot_losses(out_dir, unit, title)}')
     common.leave(run)
     return status
 
 
 if __name__ == '__main__':
-    stays = 'interrupted: the last checkpoint stays as it was'
-    words = common.last_words('a smaller batch_size takes less', globals())
-    run_script(lambda: train(configure(globals())), stays, words)
+    run_script(
+        lambda: main(configure(globals())),
+        'interrupted: the last checkpoint is unchanged',
+        common.last_words('a smaller batch_size takes less', globals()),
+    )

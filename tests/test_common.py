@@ -86,19 +86,19 @@ def test_bad_files_are_refused(tmp_path, monkeypatch, capsys):
 
 def test_rules_of_the_output_folder(tmp_path):
     out = tmp_path / 'a' / 'b'
-    prepare_out_dir(str(out)).close()
+    prepare_out_dir(str(out)).release()
     (out / 'notes.txt').write_text('mine')
-    prepare_out_dir(out).close()  # a folder with other things in it is no run
+    prepare_out_dir(out).release()  # a folder with other things in it is no run
     for name in ('log.jsonl', 'ckpt_best.pt'):
         (out / name).write_text('')
         refused('holds a run already', prepare_out_dir, out)
     refused('exclude each other', prepare_out_dir, out, resume=True, overwrite=True)
     (out / '.ckpt_last.pt.tmp').write_text('half')
     (out / '.notes.tmp').write_text('mine')
-    prepare_out_dir(out, resume=True).close()
+    prepare_out_dir(out, resume=True).release()
     mine = {'.notes.tmp', LOCK, 'notes.txt'}
     assert set(names(out)) == mine | {'ckpt_best.pt', 'log.jsonl'}
-    prepare_out_dir(out, overwrite=True).close()
+    prepare_out_dir(out, overwrite=True).release()
     assert set(names(out)) == mine
     (tmp_path / 'file').write_text('')
     for bad in (tmp_path / 'file', tmp_path / 'file' / 'sub', '/proc/run'):
@@ -113,7 +113,7 @@ def test_a_strangers_folder_stays_as_it_is(tmp_path, name):
         words = f'holds {name}, which no run of ours wrote'
         refused(words, prepare_out_dir, tmp_path, **settings)
         assert names(tmp_path) == [name]
-    prepare_out_dir(tmp_path, resume=True).close()
+    prepare_out_dir(tmp_path, resume=True).release()
     assert names(tmp_path) == [LOCK, name]
 
 
@@ -123,11 +123,11 @@ def test_one_run_a_folder(tmp_path):
     command = [sys.executable, '-c', f'{code}; print("ready", flush=True); time.sleep(60)']
     with subprocess.Popen(command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE) as other:
         other.stdout.readline()
-        words = f'another run is at work in it .*process {other.pid} on .*: wait'
+        words = f'another run is using it .*process {other.pid} on .*: wait'
         for settings in ({}, {'overwrite': True}, {'resume': True}):
             refused(words, prepare_out_dir, tmp_path, **settings)
         other.kill()
-    prepare_out_dir(tmp_path).close()
+    prepare_out_dir(tmp_path).release()
 
 
 def test_started_again_by_torchrun(tmp_path, monkeypatch):
@@ -139,7 +139,7 @@ def test_started_again_by_torchrun(tmp_path, monkeypatch):
         return config if config == settings else None
 
     assert attempt(0) == {}
-    prepare_out_dir(tmp_path).close()
+    prepare_out_dir(tmp_path).release()
     assert attempt(1) == {'resume': False, 'overwrite': True}
     (tmp_path / LAST).write_text('')
     assert attempt(2) == {'resume': True, 'overwrite': False, 'init_from': ''}

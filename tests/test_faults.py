@@ -80,7 +80,7 @@ def test_a_rank_is_killed(data, tmp_path, request):  # noqa: F811
     kill_a_rank(launcher, a)
     out, err = launcher.communicate()
     assert launcher.returncode != 0 and 'another rank died' in err, out + err
-    assert f'the last checkpoint is {a}/ckpt_last.pt: --resume=True goes on' in err
+    assert f'the last checkpoint is {a}/ckpt_last.pt: --resume=True continues' in err
     finished(lm.start(data, a, ranks=2, resume=True, **settings))
     steps = [r['step'] for r in lm.read_log(a)]
     assert steps == sorted(set(steps)) and steps[-1] == n
@@ -88,7 +88,7 @@ def test_a_rank_is_killed(data, tmp_path, request):  # noqa: F811
         argv = lm.arguments(data, b, **settings)
         launcher = subprocess.Popen([*TORCHRUN, '--max-restarts=1', 'train_lm.py', *argv], **PIPES)
         kill_a_rank(launcher, b)
-        assert finished(launcher).count('started again by torchrun: resuming') == 1
+        assert finished(launcher).count('restarted by torchrun: resuming') == 1
         same(lm.read_log(a), lm.read_log(b))
 
 
@@ -111,7 +111,7 @@ def hosts():
 
 IMPATIENT = """import datetime, runpy, sys
 import common
-common.PATIENCE = datetime.timedelta(seconds=15)
+common.TIMEOUT = datetime.timedelta(seconds=15)
 runpy.run_path('train_lm.py', run_name='__main__')
 """
 
@@ -141,7 +141,7 @@ def test_two_hosts_and_one_is_cut_off(data, hosts, tmp_path):  # noqa: F811
     subprocess.run(['ip', '-n', hosts[1], 'link', 'set', 'cable', 'down'], check=True)
     for process in pair:
         _, err = process.communicate()
-        assert process.returncode != 0 and '--resume=True goes on' in err, err
+        assert process.returncode != 0 and '--resume=True continues' in err, err
         assert 'another rank died, or cannot be reached' in err
     assert load_checkpoint(cut / 'ckpt_last.pt')['step'] >= 4
 

@@ -44,7 +44,8 @@ def test_equals_torch_muon_on_each_slice(monkeypatch, momentum, nesterov, traced
     monkeypatch.setattr(muon, 'bf16_is_fast', lambda device: True)
     if traced:
         aot = functools.partial(torch.compile, backend='aot_eager', dynamic=False)
-        monkeypatch.setattr(Muon, 'maybe_compiled', lambda self, f, p: aot(f))
+        monkeypatch.setattr(muon, 'fused', aot)
+        monkeypatch.setattr(muon, 'pays', lambda p, lr: True)
     real, sizes = muon.orthogonalize, []
     monkeypatch.setattr(muon, 'MAX_BATCH', max_batch)
     monkeypatch.setattr(muon, 'orthogonalize', lambda x, n: sizes.append(x.numel()) or real(x, n))
