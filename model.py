@@ -300,9 +300,11 @@ class LanguageModel(nn.Module):
         attention = 4 * context * c.n_head * c.head_dim * c.n_layer * c.n_expert
         matrices = [
             p
-            for name, p in self.layers.named_parameters()
-            if p.dim() > 1 and not name.endswith('router_k')
+            for name, p in self.named_parameters()
+            if p.dim() > 1 and not name.endswith(('embedding', 'head', 'router_k'))
         ]
+        if c.routed:  # the router's keys, one per expert and layer
+            attention += 2 * c.router_dim * c.n_expert * c.n_layer
         core = 2 * sum(p.numel() for p in matrices) + attention
         return {'core': float(core), 'head': float(2 * self.head.numel())}
 

@@ -328,11 +328,11 @@ def test_baselines(arch, sizes):
         state, total = net.init_state(3), 0
         for x_t, y_t in zip(x.split(cut, 1), y.split(cut, 1), strict=True):
             loss, state = net(x_t, y_t, state)
-            total += loss * x_t.numel() / x.numel()
+            total += loss.objective * x_t.numel() / x.numel()
         found.append(total)
     torch.testing.assert_close(found, 3 * [found[0]], rtol=1e-5, atol=0)
-    short = net(x[:, :8], y[:, :8])[0]  # training: within W the same
-    torch.testing.assert_close(short, net(x[:, :8], y[:, :8], net.init_state(3))[0])
+    short = net(x[:, :8], y[:, :8])[0].objective  # training: within W the same
+    torch.testing.assert_close(short, net(x[:, :8], y[:, :8], net.init_state(3))[0].objective)
 
 
 # ---- stops ----
