@@ -34,8 +34,8 @@ from torch import Tensor
 
 import common
 from convlstm import PROBE, Agent, export_agent, load_agent
-from sokoban import FeatureRecorder, board_text, evaluate, load_levels, load_policy, plan_image
-from sokoban import replay, run_episodes, save_gif
+from sokoban import WALL, FeatureRecorder, board_text, evaluate, load_levels, load_policy
+from sokoban import plan_image, replay, run_episodes, save_gif
 
 # fmt: off
 out_dir = ''                   # an agent: a folder that train_sokoban.py wrote, or an export
@@ -159,7 +159,8 @@ def draw_board(board: ndarray, plan: ndarray, lines: int) -> list[str]:
             for upper, lower in zip(rows[::2], rows[1::2], strict=True)
         ]
     cells = [[paint(*TILES[char][:2]) for char in row] for row in rows]
-    for y, x in np.argwhere((plan >= 0) & (board[..., 0] == 0)):  # no box, no agent
+    is_free = (board[..., 0] == 0) & (board[..., 1] != WALL)  # no agent, box or wall
+    for y, x in np.argwhere((plan >= 0) & is_free):
         cells[y][x] = ARROWS[plan[y, x]] + ' '
     return [''.join(row) for row in cells]
 

@@ -1,5 +1,5 @@
-"""sokoban.py: levels (text, packed, downloaded, malformed), the generator by replay, evaluation, the
-environment by hand and against Jumanji's, pictures."""
+"""sokoban.py: levels, the generator by replay, the environment by hand and against Jumanji's,
+evaluation, pictures."""
 
 import importlib.util
 import json
