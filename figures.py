@@ -1,12 +1,13 @@
 """
-Draw figures, tables and reports from the logs of runs.
+Draw figures and write tables from the logs of runs.
 
 For sweep.py: figures and tables of a plan, whose runs are a list of (Row, log); a log is the list
-of the objects in log.jsonl. For the trainers: the curves of one run. As a script: one
-self-contained page about a run or a sweep, or the solve rates of agents beside published ones.
+of the objects in log.jsonl. For the trainers: the curves of one run. As a script: the solve rates
+of Sokoban agents by environment steps, beside those of published agents:
 
-$ python figures.py --report=out/demo                 # writes out/demo/report.html
-$ python figures.py --solve_rates='out/boxoban_*'     # writes out/solve_rates.png, svg, csv and md
+$ python figures.py --solve_rates='out/sokoban_*'     # writes out/solve_rates.png, svg, csv and md
+
+report.py writes a page about a run or a sweep.
 
 A language model's run is judged by its last validation loss (nats per token or byte; lower is
 better), a Sokoban run by the mean of its last five logged episodic returns (higher is better).
@@ -15,34 +16,25 @@ Colors are those of Okabe and Ito, which color-blind readers can tell apart; lin
 their markers.
 """
 
-import base64
-import csv
 import glob
-import io
 import json
 import math
 import os
-import re
 import statistics
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 # before torch: how threads wait
-from configurator import Mistake, configure, fail, first_line, read_json, read_script, run_script
+from configurator import Mistake, configure, fail, first_line, read_json, run_script
 from configurator import write_atomic, write_text
 
 from common import need_packages
 
 # fmt: off
-report = ''                    # folder of a run or a sweep: write its report.html
 solve_rates = ''               # folders of Sokoban runs, separated by commas; patterns are allowed:
                                # draw and list their solve rates by environment steps
 reference = 'results/paper'    # folder with published results to show beside them; '': none
@@ -51,6 +43,8 @@ out_dir = 'out'                # solve_rates: where the figure and the table go
 
 # matplotlib, pandas and jinja2 are imported by the functions that need them: training does without
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -133,10 +127,17 @@ def read_log(folder: str | os.PathLike) -> list[dict]:
     return records
 
 
-def read_csv(path: str | os.PathLike) -> list[dict]:
-    """Return the rows of a CSV file as dicts of strings."""
-    with open(path, newline='', encoding='utf-8') as file:
-        return list(csv.DictReader(file))
+def import_pandas() -> 'ModuleType':
+    need_packages(pandas=True)
+    import pandas
+
+    return pandas
+
+
+def read_csv(path: str | os.PathLike) -> list[dict[str, str]]:
+    """Return the rows of a CSV file, with all values as text."""
+    table = import_pandas().read_csv(path, dtype=str, keep_default_na=False)
+    return table.to_dict('records')
 
 
 # ----------------------------------------------------------------------------- values
@@ -273,10 +274,13 @@ def new_figure(columns: int, height: float = 2.8, sharey: bool = True, width: fl
 
 
 def set_title(figure: 'Figure', title: str, note: str = '') -> None:
-    """Set the figure's title, wrapped to its width, and below it a note on a line of its own."""
-    characters = int(12 * figure.get_figwidth())  # at 9 points; wide letters still fit
-    lines = textwrap.wrap(title, characters) + textwrap.wrap(note, characters)
-    figure.suptitle('\n'.join(lines))
+    """Set the figure's title, and below it a note on a line of its own, wrapped to its width."""
+    limit = 0.96 * figure.bbox.width
+    for characters in range(int(18 * figure.get_figwidth()), 8, -2):
+        lines = textwrap.wrap(title, characters) + textwrap.wrap(note, characters)
+        text = figure.suptitle('\n'.join(lines))
+        if text.get_window_extent(figure.canvas.get_renderer()).width <= limit:
+            break
 
 
 def finish_figure(figure: 'Figure', title: str, note: str = '') -> 'Figure':
@@ -412,10 +416,9 @@ def saturation_figure(
 
 def mean_curve(logs: list[list[dict]], x: str, y: str) -> dict[float, Summary]:
     """Return {x in millions: Summary of y} at the values of x that all logs have."""
-    import pandas as pd
-
-    curves = [pd.DataFrame(log).reindex(columns=[x, y]).dropna().astype(float) for log in logs]
-    found = pd.concat(curves).groupby(x)[y].agg(['mean', 'std', 'count'])
+    pandas = import_pandas()
+    curves = [pandas.DataFrame(log).reindex(columns=[x, y]).dropna().astype(float) for log in logs]
+    found = pandas.concat(curves).groupby(x)[y].agg(['mean', 'std', 'count'])
     found = found[found['count'] == len(logs)]
     return {at / 1e6: Summary(mean, std, int(n)) for at, mean, std, n in found.itertuples()}
 
@@ -531,12 +534,11 @@ def write_table(rows: list[dict], folder: str, name: str) -> list[str]:
 
     The columns are the keys of the first row; what another row lacks stays empty.
     """
-    lines = [list(rows[0]), *([format_number(row.get(k)) for k in rows[0]] for row in rows)]
-    text = io.StringIO()
-    csv.writer(text, lineterminator='\n').writerows(lines)
+    table = import_pandas().DataFrame(rows, columns=list(rows[0]), dtype=object)
+    table = table.map(format_number)
     paths = [os.path.join(folder, f'{name}.csv'), os.path.join(folder, f'{name}.md')]
-    write_text(text.getvalue(), paths[0])
-    write_text(markdown(lines), paths[1])
+    write_text(table.to_csv(index=False, lineterminator='\n'), paths[0])
+    write_text(markdown([list(table), *table.values.tolist()]), paths[1])
     return paths
 
 
@@ -650,10 +652,8 @@ def solve_rate_figure(logs: dict[str, list[dict]], published: list[dict], title:
         look |= {'mfc': 'white', 'ls': '--'} if i >= 7 else {}  # colors repeat
         axes.plot(xs, ys, label=label, markevery=max(1, len(xs) // 8), **look)
     longest = max((log[-1].get('env_steps', 0) for log in logs.values()), default=0)
-    styles = dict(
-        zip(dict.fromkeys(r['agent'] for r in published), ('-.', '--', ':'), strict=False)
-    )
-    for agent, style in styles.items():
+    agents = dict.fromkeys(r['agent'] for r in published)
+    for agent, style in zip(agents, ('-.', '--', ':'), strict=False):
         rows = [r for r in published if r['agent'] == agent and r['env_steps'] <= 1.05 * longest]
         xs, ys = [r['env_steps'] / 1e6 for r in rows], [r['solve_rate'] for r in rows]
         axes.plot(xs, ys, color='gray', ls=style, lw=1.2, label=f'{agent}, published')
@@ -686,11 +686,11 @@ def compare_solve_rates(folders: list[Path]) -> list[str]:
                 'seeds': 1,
             }
         )
-    steps = {row['environment steps'] for row in rows}
-    for r in published:  # at the steps nearest to ours
-        nearest = {
-            min((abs(p['env_steps'] - n), p['env_steps']) for p in published)[1] for n in steps
-        }
+    nearest = {
+        min((abs(r['env_steps'] - row['environment steps']), r['env_steps']) for r in published)[1]
+        for row in (rows if published else ())
+    }
+    for r in published:
         if r['env_steps'] in nearest:
             rows.append(
                 {
@@ -763,509 +763,13 @@ def plot_losses(out_dir: str, unit: str, title: str) -> str:
     return save_figure(figure, out_dir, 'loss', ('png',))[0]
 
 
-# ----------------------------------------------------------------------------- the report
-
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{ title }}</title>
-<style>
-body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff;
-       max-width: 62rem; margin: 0 auto; padding: 1rem 1.25rem 3rem }
-h1 { font-size: 1.6rem; line-height: 1.25; margin-bottom: 0.2rem }
-h2 { font-size: 1.15rem; margin: 2.2rem 0 0.8rem; border-bottom: 1px solid #ddd }
-h1, p, dd { overflow-wrap: anywhere }
-td { overflow-wrap: break-word }
-td:first-child { white-space: nowrap }
-.folder { color: #666; margin-top: 0 }
-dl { display: grid; gap: 0.8rem 1.5rem;
-     grid-template-columns: repeat(auto-fill, minmax(13rem, 1fr)) }
-dt { color: #666; font-size: 0.85rem }
-dd { margin: 0; font-variant-numeric: tabular-nums }
-.pictures { display: flex; flex-wrap: wrap; gap: 1rem }
-figure { margin: 0; flex: 1 1 20rem; max-width: 30rem }
-figure.wide { flex-basis: 100%; max-width: 54rem }
-figure.game { flex: 0 1 15rem }
-img { width: 100%; height: auto }
-figcaption { color: #666; font-size: 0.85rem }
-table { border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tabular-nums }
-th, td { padding: 0.25rem 1.2rem 0.25rem 0; text-align: left; vertical-align: top }
-th { vertical-align: bottom; border-bottom: 1px solid #999 }
-.number { text-align: right }
-tr:nth-child(even) td { background: #f7f7f5 }
-pre { font-size: 0.85rem; background: #f7f7f5; padding: 0.8rem; white-space: pre-wrap;
-      overflow-wrap: anywhere }
-summary { cursor: pointer; margin: 0.8rem 0 }
-@media (max-width: 40rem) {  /* a phone: each row of a table becomes a block of lines */
-  .many, .many tbody, .many tr, .many td { display: block }
-  .many thead { display: none }
-  .many tr { border-bottom: 1px solid #ddd; padding: 0.4rem 0 }
-  .many td { display: flex; justify-content: space-between; gap: 1rem; padding: 0.1rem 0;
-             text-align: right; overflow-wrap: anywhere; white-space: normal }
-  .many td::before { content: attr(data-heading); color: #666; text-align: left; flex: none;
-                     max-width: 60% }
-}
-</style>
-</head>
-<body>
-<h1>{{ title | replace(' = ', '&nbsp;=&nbsp;' | safe) }}</h1>
-<p class="folder">{{ folder }}</p>
-
-{% macro draw_table(rows) %}
-<table{% if rows[0] | length > 3 %} class="many"{% endif %}>
-<thead><tr>{% for cell in rows[0] -%}
-<th{% if cell.is_number %} class="number"{% endif %}>{{ cell.heading }}</th>
-{%- endfor %}</tr></thead>
-<tbody>
-{% for row in rows -%}
-<tr>{% for cell in row -%}
-<td data-heading="{{ cell.heading }}"{% if cell.is_number %} class="number"{% endif %}>
-{{- cell.text }}</td>
-{%- endfor %}</tr>
-{% endfor -%}
-</tbody>
-</table>
-{% endmacro %}
-
-{% for section in sections %}
-<section>
-<h2>{{ section.heading }}</h2>
-{% if section.facts %}<dl>{% for name, text in section.facts.items() %}
-<div><dt>{{ name }}</dt>
-<dd>{{ text | replace(' = ', '&nbsp;=&nbsp;' | safe) }}</dd></div>{% endfor %}
-</dl>{% endif %}
-{% if section.pictures %}<div class="pictures">{% for picture in section.pictures %}
-<figure class="{{ picture.kind }}"><img src="{{ picture.source }}" alt="{{ picture.caption }}">
-{%- if picture.caption %}<figcaption>{{ picture.caption }}</figcaption>{% endif %}</figure>
-{%- endfor %}
-</div>{% endif %}
-{% if section.rows and section.folded %}<details><summary>{{ section.folded }}</summary>
-{{ draw_table(section.rows) }}</details>
-{% elif section.rows %}{{ draw_table(section.rows) }}{% endif %}
-{% if section.text %}<pre>{{ section.text }}</pre>{% endif %}
-</section>
-{% endfor %}
-</body>
-</html>
-"""
-
-
-@dataclass
-class Section:
-    """A part of a page; everything but the heading may be missing."""
-
-    heading: str
-    facts: dict[str, str] = field(default_factory=dict)  # {name: text}
-    pictures: list['Picture'] = field(default_factory=list)
-    rows: list[list['Cell']] = field(default_factory=list)  # of a table
-    folded: str = ''  # hide the table behind this line
-    text: str = ''
-
-
-class Cell(NamedTuple):
-    """A cell of a table, with its column's heading."""
-
-    heading: str
-    text: str
-    is_number: bool
-
-
-class Picture(NamedTuple):
-    source: str  # a data URL
-    caption: str
-    kind: str = ''  # 'wide': has several panels; 'game': an animation
-
-
-def figure_picture(figure: 'Figure') -> Picture:
-    """Return a figure as a picture without a caption, and close it."""
-    import matplotlib.pyplot as plt
-
-    file = io.BytesIO()
-    figure.savefig(file, format='svg', metadata={'Date': None})
-    plt.close(figure)
-    return svg_picture(file.getvalue(), '')
-
-
-def svg_picture(content: bytes, caption: str) -> Picture:
-    """Return a figure's SVG text as a picture; one with several panels is wide."""
-    width = re.search(rb'<svg [^>]*?width="([0-9.]+)pt"', content)
-    kind = 'wide' if width and float(width[1]) > 300 else ''
-    return Picture(data_url(content, 'svg+xml'), caption, kind)
-
-
-def data_url(content: bytes, form: str) -> str:
-    return f'data:image/{form};base64,{base64.b64encode(content).decode()}'
-
-
-def count(x: float) -> str:
-    return f'{x:,.0f}'
-
-
-def duration(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))
-
-
-def percent(x: float) -> str:
-    return f'{x:.1%}'
-
-
-def loss(x: float) -> str:
-    return f'{x:.4f}'
-
-
-def two_decimals(x: float) -> str:
-    return f'{x:.2f}'
-
-
-def nats(unit: str) -> str:
-    """Return 'nats per token' or 'nats per byte', or 'nats' if the unit is not known."""
-    return f'nats per {unit}' if unit else 'nats'
-
-
-# headings and formats of what logs and tables call by short names; {nats}: of nats(unit)
-COLUMNS = {
-    'step': ('Updates', count),
-    'tokens': ('{units} read', count),
-    'env_steps': ('Environment steps', count),
-    'train_loss': ('Training loss ({nats})', loss),
-    'val_loss': ('Validation loss ({nats})', loss),
-    'val_bits_per_byte': ('Validation, bits per byte', loss),
-    'return_1000': ('Return, last 1,000 training episodes', two_decimals),
-    'solve_rate_1000': ('Solved, last 1,000 training episodes', percent),
-    'eval_return': ('Return, evaluation levels', two_decimals),
-    'eval_solve_rate': ('Solved, evaluation levels', percent),
-    'seconds': ('Training time', duration),
-    'variant': ('Variant', variant_name),
-    'kind': ('Variant', variant_name),
-    'model': ('Model', lambda name: MODELS.get(name, name)),
-    'budget': ('Budget', str),
-    'L': ('Layers L', str),
-    'E': ('Experts E', str),
-    'd': ('Width d', str),
-    'seed': ('Seed', str),
-    'n_seeds': ('Seeds', str),
-    'value': ('Value', format_number),
-    'mean_loss': ('Mean loss ({nats})', format_number),
-    'mean_return': ('Mean return', format_number),
-    'variance': ('Variance over seeds', format_number),
-    'paper_mean': ('Paper: mean', format_number),
-    'paper_variance': ('Paper: variance', format_number),
-    'unfiltered_test_percent': ('Solved, unfiltered-test (%)', format_number),
-    'evaluation_levels_percent': ('Solved, evaluation levels (%)', format_number),
-    'held_out_percent': ('Solved, evaluation levels (%)', format_number),
-    'std': ('Standard deviation', format_number),
-}
-LOGGED = ('step', 'tokens', 'env_steps', 'train_loss', 'val_loss', 'val_bits_per_byte')
-LOGGED += ('return_1000', 'solve_rate_1000', 'eval_return', 'eval_solve_rate', 'seconds')
-
-
-def table_rows(records: list[dict], unit: str = '') -> list[list[Cell]]:
-    """Return a table of records with a column for every key that has a value in one of them."""
-    names = dict.fromkeys(name for record in records for name in record)
-    rows = [[] for _ in records]
-    for name in names:
-        values = [record.get(name) for record in records]
-        if all(x is None or x == '' for x in values):
-            continue
-        heading, form = COLUMNS.get(name, (name.replace('_', ' ').capitalize(), format_number))
-        heading = heading.format(nats=nats(unit), units=(unit or 'token').capitalize() + 's')
-        is_number = all(x is None or x == '' or is_numeric(x) for x in values)
-        for row, x in zip(rows, values, strict=True):
-            # a table that was read from a file holds text, which is formatted already
-            text = (
-                ''
-                if x is None
-                else form(x)
-                if not isinstance(x, str) or form is variant_name
-                else x
-            )
-            row.append(Cell(heading, text, is_number))
-    return rows
-
-
-def is_numeric(x: object) -> bool:
-    try:
-        float(x)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
-def script_of(config: dict) -> str:
-    return 'train_sokoban.py' if 'n_envs' in config else 'train_lm.py'
-
-
-def setting_sections(configs: list[dict]) -> list[Section]:
-    """Return what all runs have set alike: first what differs from the script's defaults."""
-    if not configs or not configs[0]:
-        return []
-    common = {k: x for k, x in configs[0].items() if all(c.get(k) == x for c in configs)}
-    script = script_of(configs[0])
-    defaults = json.loads(json.dumps(read_script(Path(__file__).with_name(script))[0]))
-    changed = [
-        {'setting': name, 'value': str(x), 'default': str(defaults[name])}
-        for name, x in common.items()
-        if name in defaults and defaults[name] != x and name != 'out_dir'
-    ]
-    every = [{'setting': name, 'value': str(x)} for name, x in common.items() if x != '']
-    alike = ' of all runs' if len(configs) > 1 else ''
-    sections = [Section(f'Settings{alike} that differ from the defaults', rows=table_rows(changed))]
-    folded = f'All {len(every)} settings{alike}, and what they ran with'
-    sections.append(Section('All settings', rows=table_rows(every), folded=folded))
-    return [section for section in sections if section.rows]
-
-
-def environment(config: dict) -> dict[str, str]:
-    """Return the facts that a config.json holds beside the settings."""
-    names = {'device_name': 'Device', 'torch': 'torch', 'commit': 'Commit'}
-    return {name: str(config[key]) for key, name in names.items() if config.get(key)}
-
-
-def run_sections(folder: Path, log: list[dict], config: dict, unit: str) -> list[Section]:
-    """Return the page of one run."""
-    last, facts = log[-1], {}
-    evaluated = [r for r in log if r.get('val_loss') is not None or 'eval_return' in r]
-    if unit:
-        total = config.get('max_iters', last['step'])
-        if evaluated:
-            best = min(evaluated, key=lambda r: r['val_loss'])
-            facts['Validation loss'] = f'{evaluated[-1]["val_loss"]:.4f} nats per {unit}'
-            if evaluated[-1].get('val_bits_per_byte') is not None:
-                facts['Bits per byte'] = loss(evaluated[-1]['val_bits_per_byte'])
-            facts['Best validation loss'] = (
-                f'{best["val_loss"]:.4f} at update {count(best["step"])}'
-            )
-        facts['Trained'] = f'{count(last["step"])} of {count(total)} updates'
-        facts[f'{unit.capitalize()}s read'] = count(last.get('tokens', 0))
-    else:
-        total = config.get('total_steps', last['env_steps'])
-        if evaluated:
-            final, best = evaluated[-1], max(evaluated, key=lambda r: r['eval_solve_rate'])
-            facts['Evaluation levels solved'] = percent(final['eval_solve_rate'])
-            facts['Return'] = two_decimals(final['eval_return'])
-            at = f'{percent(best["eval_solve_rate"])} at {count(best["env_steps"])} steps'
-            facts['Best evaluation'] = at
-            if log[0].get('random_solve_rate') is not None:
-                facts['A random policy solves'] = percent(log[0]['random_solve_rate'])
-        facts['Evaluated on'] = (
-            f'{config.get("eval_games", "?")} levels of {config.get("eval_split")}'
-        )
-        for path in sorted(folder.glob('eval_*.json')):  # of --eval_only, perhaps of other levels
-            record = read_json(path)
-            if 'solve_rate' in record and 'n' in record:
-                solved = f'{percent(record["solve_rate"])} of {count(record["n"])} levels'
-                facts[f'Solved, {path.stem.removeprefix("eval_")}'] = solved
-        facts['Trained'] = f'{count(last["env_steps"])} of {count(total)} environment steps'
-    if last.get('seconds'):
-        facts['Training time'] = duration(last['seconds'])
-    facts |= environment(config)
-    sections = [Section('Summary', facts=facts)]
-    if unit:
-        figure, (axes,) = new_figure(1, 3.0)
-        draw_losses(axes, log, unit)
-        curves = [figure_picture(finish_figure(figure, ''))]
-    else:
-        curves = []
-        for key in ('return', 'solve_rate'):
-            figure, (axes,) = new_figure(1, 3.0)
-            draw_episodes(axes, log, key)
-            curves.append(figure_picture(finish_figure(figure, '')))
-    sections.append(Section('Curves', pictures=curves))
-    games = [
-        Picture(data_url(path.read_bytes(), 'gif'), game_caption(path), 'game')
-        for path in sorted(folder.glob('eval_*.gif'))
-    ]
-    if games:
-        sections.append(Section('Games', pictures=games))
-    changed, *settings = setting_sections([config])
-    sections.append(changed)
-    if evaluated:
-        rows = table_rows([{k: r.get(k) for k in LOGGED} for r in evaluated], unit)
-        folded = f'{len(rows)} evaluations' if len(rows) > 20 else ''
-        sections.append(Section('Evaluations', rows=rows, folded=folded))
-    if unit and (folder / 'ckpt_last.pt').exists():
-        sections.append(Section('A sample', text=sample_text(folder)))
-    return sections + settings
-
-
-def game_caption(path: Path) -> str:
-    """Return what a game's file name says: eval_NAME_solved.gif, eval_NAME_failed.gif."""
-    name, _, end = path.stem.removeprefix('eval_').rpartition('_')
-    record = read_json(path.with_name(f'eval_{name}.json'))
-    level = f'Level {record[f"{end}_level"]} of {name}' if f'{end}_level' in record else name
-    return f'{level}: {"solved" if end == "solved" else "not solved"}'
-
-
-def sample_text(folder: Path) -> str:
-    """Return what sample.py prints for a run's last checkpoint."""
-    print(f'sampling from {folder / "ckpt_last.pt"}', flush=True)
-    command = [sys.executable, 'sample.py', f'--out_dir={folder.resolve()}']
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
-    return done.stdout or done.stderr
-
-
-def sweep_sections(folder: Path, logs: dict, configs: dict) -> list[Section]:
-    """Return the page of a sweep: a summary of its tables, what sweep.py has drawn and listed, and
-    the logs that are there."""
-    about = read_json(folder / 'runs.json')
-    runs = about.get('runs', [])
-    unit = ''  # a loss without a config says 'nats'
-    for config in configs.values():
-        unit = 'byte' if config.get('tokenizer') == 'bytes' else 'token'
-    tables = {path: read_csv(path) for path in sorted(folder.glob('*.csv'))}
-    facts = {}
-    for rows in tables.values():
-        facts |= best_allocations(rows, unit)
-    for key, x in about.items():
-        if key.startswith('best_'):  # of sweep.best_depths
-            facts['How sure the best depth is'] = str(x).replace('feedforward', 'non-recurrent')
-    if not facts:
-        for variant in ('recurrent', 'non-recurrent'):
-            facts |= best_run(variant, logs, configs)
-    facts['Runs'] = str(len(runs or logs))
-    if logs:
-        facts['Training time in all'] = duration(
-            sum(log[-1].get('seconds', 0) for log in logs.values())
-        )
-    names = {'plan': 'Plan', 'device': 'Device', 'torch': 'torch'}
-    names |= {'commit': 'Commit', 'drawn_at_commit': 'Drawn at commit'}
-    facts |= {name: str(about[key]) for key, name in names.items() if about.get(key)}
-    sections = [Section('Summary', facts=facts, text=about.get('command', ''))]
-    drawings = [
-        svg_picture(path.read_bytes(), picture_title(path.stem))
-        for path in sorted(folder.glob('*.svg'))
-    ]
-    if drawings:
-        sections.append(Section('Figures', pictures=drawings))
-    if logs:
-        sections.append(Section('Curves', pictures=sweep_curves(logs, configs, unit)))
-        runs = [run_record(path, log, configs[path]) for path, log in logs.items()]
-    changed, *settings = setting_sections(list(configs.values())) or [None]
-    if changed:
-        sections.append(changed)
-    for path, rows in tables.items():
-        sections.append(Section(picture_title(path.stem), rows=table_rows(rows, unit)))
-    if runs:
-        hidden = ('model', 'reported', 'over_budget', 'device', 'device_name', 'torch')
-        records = [{k: x for k, x in run.items() if k not in hidden} for run in runs]
-        folded = f'{len(records)} runs' if len(records) > 20 else ''
-        sections.append(Section('Runs', rows=table_rows(records, unit), folded=folded))
-    return sections + settings
-
-
-def picture_title(stem: str) -> str:
-    """Return a heading for a file that sweep.py wrote: 'allocations_convglu' is 'Allocations,
-    ConvGLU'."""
-    name, _, model = stem.partition('_')
-    return f'{name.capitalize()}, {MODELS[model]}' if model in MODELS else stem.replace('_', ' ')
-
-
-def best_allocations(rows: list[dict], unit: str) -> dict[str, str]:
-    """Return the best allocation of each variant and budget in a table of write_value_tables, and
-    the gain from recurrence: the difference between the best losses."""
-    key = next((k for k in ('mean_loss', 'mean_return') if rows and k in rows[0]), '')
-    best = {}
-    for row in rows if key else ():
-        group = f'Best {variant_name(row.get("variant", ""))}, {row.get("budget", "")} budget'
-        score = float(row[key]) * (1 if key == 'mean_loss' else -1)
-        if group not in best or score < best[group][0]:
-            best[group] = score, row
-    what = nats(unit) if key == 'mean_loss' else 'return'
-    facts = {
-        group: f'{float(row[key]):.5g} {what}: L = {row["L"]}, E = {row["E"]}, d = {row["d"]}'
-        for group, (_, row) in best.items()
-    }
-    if key == 'mean_loss' and len(best) == 2:
-        scores = {variant: score for variant, (score, _) in best.items()}
-        gain = sum(-x if 'non-' not in group else x for group, x in scores.items())
-        facts['Gain from recurrence'] = f'{loss(gain)} {what}'
-    return facts
-
-
-def best_run(variant: str, logs: dict, configs: dict) -> dict[str, str]:
-    """Return the value and the folder of the best run of a variant, {} if there is none."""
-    values = {}
-    for path, log in logs.items():
-        same = configs[path].get('recurrent', True) == (variant == 'recurrent')
-        if same and (value := run_value(log)) is not None:
-            values[path] = -value if 'tokens' in log[-1] else value
-    if not values:
-        return {}
-    path = max(values, key=values.get)
-    what = 'loss' if 'tokens' in logs[path][-1] else 'return'
-    return {f'Best {variant} run': f'{what} {run_value(logs[path]):.5g}: {path.name}'}
-
-
-def run_record(path: Path, log: list[dict], config: dict) -> dict:
-    """Return the line of a run in the table of a sweep."""
-    last, sizes = log[-1], {'L': 'n_layer', 'E': 'n_expert', 'd': 'n_embd', 'seed': 'seed'}
-    record = {'variant': 'recurrent' if config.get('recurrent', True) else 'non-recurrent'}
-    record |= {name: config.get(setting) for name, setting in sizes.items()}
-    keys = ('tokens', 'env_steps', 'val_loss', 'eval_return', 'eval_solve_rate', 'seconds')
-    record |= {key: last.get(key) for key in keys}
-    return record | {'folder': path.name}
-
-
-def sweep_curves(logs: dict, configs: dict, unit: str) -> list[Picture]:
-    """Return the curves of all runs, by color of L; non-recurrent runs are dotted."""
-    is_text = any('tokens' in log[-1] for log in logs.values())
-    figure, (axes,) = new_figure(1, 3.8, width=5)
-    x, y = ('tokens', 'val_loss') if is_text else ('env_steps', 'return_1000')
-    for path in sorted(logs, key=lambda path: configs[path].get('n_layer', 0)):
-        config = configs[path]
-        L, recurrent = config.get('n_layer', 0), config.get('recurrent', True)
-        color, style = COLORS[L.bit_length() % len(COLORS)], '-' if recurrent else ':'
-        label = f'L = {L}, ' + ('recurrent' if recurrent else 'non-recurrent')
-        # the first record is from before training
-        draw_curve(axes, logs[path][1:], x, y, label, color=color, lw=1, ls=style)
-    if is_text:
-        axes.set(xlabel=f'{unit}s (millions)', ylabel=f'validation loss (nats per {unit})')
-    else:
-        axes.set(xlabel='environment steps (millions)', ylabel='return, last 1,000 episodes')
-    return [figure_picture(finish_figure(figure, ''))]
-
-
-def write_report(folder: Path) -> Path:
-    """Write FOLDER/report.html, one page with all its pictures in it, and return its path.
-
-    The folder holds a run, or runs in its subfolders, or what sweep.py has drawn. Ends the script
-    if it holds none of these; raises Mistake if a log is damaged.
-    """
-    need_packages(matplotlib=True, jinja2=True)
-    import jinja2
-
-    paths = sorted(path.parent for path in (*folder.glob('log.jsonl'), *folder.glob('*/log.jsonl')))
-    logs = {path: log for path in paths if (log := read_log(path))}
-    if not logs and not (folder / 'runs.json').exists():
-        fail(f'report = {str(folder)!r}: no log.jsonl in it or in a subfolder, and no runs.json')
-    configs = {path: read_json(path / 'config.json') for path in logs}
-    if folder in logs:
-        config, log = configs[folder], logs[folder]
-        unit = ('byte' if config.get('tokenizer') == 'bytes' else 'token') * ('tokens' in log[-1])
-        title, sections = describe_model(config), run_sections(folder, log, config, unit)
-    else:
-        plan = read_json(folder / 'runs.json').get('plan', folder.name)
-        title, sections = f'Sweep: {plan}', sweep_sections(folder, logs, configs)
-    template = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(PAGE)
-    page = template.render(title=title, folder=str(folder), sections=sections)
-    write_text(page, folder / 'report.html')
-    return folder / 'report.html'
-
-
 def main() -> None:
     configure(globals(), quiet=True)
-    if bool(report) == bool(solve_rates):
-        fail('name one: --report=FOLDER of a run or a sweep, or --solve_rates=FOLDERS of agents')
-    need_packages(matplotlib=True)
-    if report:
-        print(write_report(Path(report)))
-        return
+    need_packages(matplotlib=True, pandas=True)
     folders = [Path(path) for name in solve_rates.split(',') for path in sorted(glob.glob(name))]
     folders = [path for path in folders if (path / 'log.jsonl').exists()]
     if not folders:
-        fail(f'solve_rates = {solve_rates!r}: no such folder holds a log.jsonl')
+        fail(f'solve_rates = {solve_rates!r}: name folders of runs of train_sokoban.py')
     print('\n'.join(compare_solve_rates(folders)))
 
 
