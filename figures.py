@@ -390,7 +390,7 @@ def size_figure(
                 published=published,
             )
             for published, source in ((False, ours), (True, paper))
-            for size, cells in group_by(source, attrgetter(line_size)).items()
+            for size, cells in sorted(group_by(source, attrgetter(line_size)).items())
         ]
     return line_chart(panels, SIZES[x], label, title, STANDARD_DEVIATION)
 

@@ -362,12 +362,12 @@ def agent_facts(folder: Path, log: list[dict], config: dict) -> dict[str, str]:
     if log[0].get('random_solve_rate') is not None:
         facts['A random policy solves'] = percent(log[0]['random_solve_rate'])
     if 'eval_games' in config and 'eval_split' in config:
-        facts['Evaluation levels'] = f'{config["eval_games"]} of {config["eval_split"]}'
+        facts['Evaluation levels'] = f'{config["eval_games"]}, {config["eval_split"]}'
     for path in sorted(folder.glob('eval_*.json')):  # written by --eval_only
         record = read_json(path)
         if 'solve_rate' in record and 'n' in record:
             solved = f'{percent(record["solve_rate"])} of {count(record["n"])} levels'
-            facts[f'Solved of {path.stem.removeprefix("eval_")}'] = solved
+            facts[f'Solved, {path.stem.removeprefix("eval_")}'] = solved
     total = config.get('total_steps', last['env_steps'])
     facts['Trained'] = f'{count(last["env_steps"])} of {count(total)} environment steps'
     return facts

@@ -137,7 +137,7 @@ def test_an_agents_page_starts_with_what_it_solves(tmp_path):
     texts, tables = read_page(report.write_report(folder))
     assert list(texts)[:3] == ['Summary', 'Curves', 'Games']
     assert texts['Summary'].startswith('Evaluation levels solved 34.6%')
-    assert 'Solved of hard 4.2% of 1,000 levels' in texts['Summary']
+    assert 'Solved, hard 4.2% of 1,000 levels' in texts['Summary']
     assert 'A random policy solves 12.5%' in texts['Summary']
     assert 'Training time 1:02:03' in texts['Summary']
     assert texts['Games'] == 'Level 7 of hard: not solved'
