@@ -1,30 +1,30 @@
 """
-Figures and tables of a sweep, from its runs' logs alone, for sweep.py: runs are a list of (Row,
-log), a log being the objects of log.jsonl. A single run's curves, for the trainers; trackers; and,
-as a script, one self-contained page of a run or of a sweep:
+Draw figures and write tables from the logs of runs.
 
-$ python figures.py --report=out/demo                     # writes out/demo/report.html
+For sweep.py: figures and tables of a plan, whose runs are a list of (Row, log); a log is the list
+of the objects in log.jsonl. For the trainers: the curves of one run. As a script: the solve rates
+of Sokoban agents by environment steps, beside those of published agents:
 
-The value of a language model's run is its last validation loss (nats a token), less is better; that
-of a Sokoban run the mean of its final five logged episodic returns, more is better. Bars are one
-standard deviation over seeds, or one standard error where the figure says so.
-Colours are Okabe and Ito's, which colour-blind readers can tell apart; lines differ in markers too.
+$ python figures.py --solve_rates='out/sokoban_*'     # writes out/solve_rates.png, svg, csv and md
+
+report.py writes a page about a run or a sweep.
+
+A language model's run is judged by its last validation loss (nats per token or byte; lower is
+better), a Sokoban run by the mean of its last five logged episodic returns (higher is better).
+Error bars are one standard deviation over seeds, or one standard error where the figure says so.
+Colors are those of Okabe and Ito, which color-blind readers can tell apart; lines also differ in
+their markers.
 """
 
-import base64
-import csv
-import html
-import io
+import glob
 import json
 import math
 import os
 import statistics
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Iterable
 from functools import partial
-from operator import attrgetter as by
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,23 +34,37 @@ from configurator import write_atomic, write_text
 
 from common import need_packages
 
-report = ''  # folder of a run or a sweep: its page is written into it
+# fmt: off
+solve_rates = ''               # folders of Sokoban runs, separated by commas; patterns are allowed:
+                               # draw and list their solve rates by environment steps
+reference = 'results/paper'    # folder with published results to show beside them; '': none
+out_dir = 'out'                # solve_rates: where the figure and the table go
+# fmt: on
 
+# matplotlib, pandas and jinja2 are imported by the functions that need them: training does without
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 COLORS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000')
 MARKERS = 'osD^vPX'
-NAMES = {'transformer': 'Transformer', 'convlstm': 'ConvLSTM', 'convglu': 'ConvGLU'}
-NUMBERS = 'seconds tokens env_steps val_loss episodic_return return_1000'.split()  # read of a log
-SIZES = {'L': 'levels L', 'E': 'experts E a level'}
-SETTINGS = {'radius': 'radius r: preceding experts that each one hears'}
-STANDARD_ERROR, DEVIATION = '\nbars: one standard error', '\nbars: one standard deviation'
+MODELS = {'transformer': 'Transformer', 'convlstm': 'ConvLSTM', 'convglu': 'ConvGLU'}  # of a plan
+# by the setting `arch` of a run
+ARCHITECTURES = MODELS | {'experts': 'Parallel-Experts Transformer', 'lstm': 'LSTM'}
+# numbers that read_log checks
+NUMBERS = ('seconds', 'tokens', 'env_steps', 'val_loss', 'episodic_return', 'return_1000')
+SIZES = {'L': 'layers L', 'E': 'experts E per layer', 'd': 'width d'}
+SETTINGS = {'radius': 'radius r: preceding experts that each expert reads'}
+STANDARD_ERROR, STANDARD_DEVIATION = 'bars: one standard error', 'bars: one standard deviation'
+
+
+# ----------------------------------------------------------------------------- runs and logs
 
 
 class Row(NamedTuple):
-    """A run of a plan."""
+    """One run of a plan."""
 
     model: str  # 'transformer', 'convlstm' or 'convglu'
     recurrent: bool
@@ -71,28 +85,40 @@ class Row(NamedTuple):
 
     @property
     def variant(self) -> str:
-        """As the paper's tables call it."""
-        return 'recurrent' if self.recurrent else 'feedforward'
+        return 'recurrent' if self.recurrent else 'non-recurrent'
 
     @property
     def name(self) -> str:
+        """Return the name of the run's folder."""
+        variant = self.variant.replace('-', '')
         more = ''.join(f'_{k}-{v}' for k, v in self.more)
-        return f'{self.model}_{self.variant}_L{self.L}_E{self.E}_d{self.d}{more}_s{self.seed}'
+        return f'{self.model}_{variant}_L{self.L}_E{self.E}_d{self.d}{more}_s{self.seed}'
 
     @property
     def cell(self) -> 'Row':
-        """What its seeds have in common."""
+        """Return what the runs of all seeds have in common."""
         return self._replace(seed=0)
 
 
-def read_log(folder: str) -> list[dict]:
-    """The objects of folder/log.jsonl, but a last line being written. OSError, Mistake."""
+class Summary(NamedTuple):
+    """Values over seeds. `error` is a standard deviation, or a standard error; NaN for one seed."""
+
+    mean: float
+    error: float
+    n: int
+
+
+def read_log(folder: str | os.PathLike) -> list[dict]:
+    """Return the objects of folder/log.jsonl, without a last line that is still being written.
+
+    Raises Mistake for a line that is no record of a log, OSError if there is no such file.
+    """
     path, records = Path(folder, 'log.jsonl'), []
     for number, line in enumerate(path.read_bytes().split(b'\n')[:-1], 1):
         try:
             record = json.loads(line)
             if type(record['step']) is not int:
-                raise ValueError('step is no integer')
+                raise ValueError('step is not an integer')
             if not all(x is None or math.isfinite(x) for x in map(record.get, NUMBERS)):
                 raise ValueError('a number is not finite')
         except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
@@ -101,98 +127,130 @@ def read_log(folder: str) -> list[dict]:
     return records
 
 
+def import_pandas() -> 'ModuleType':
+    need_packages(pandas=True)
+    import pandas
+
+    return pandas
+
+
+def read_csv(path: str | os.PathLike) -> list[dict[str, str]]:
+    """Return the rows of a CSV file, with all values as text."""
+    table = import_pandas().read_csv(path, dtype=str, keep_default_na=False)
+    return table.to_dict('records')
+
+
 # ----------------------------------------------------------------------------- values
 
 
-def value(log: list[dict]) -> float | None:
-    """What a finished run is judged by; None where the log does not have it."""
+def run_value(log: list[dict]) -> float | None:
+    """Return the value that a finished run is judged by, or None if the log does not have it."""
     returns = [r['episodic_return'] for r in log if r.get('episodic_return') is not None]
     return statistics.fmean(returns[-5:]) if returns else log[-1].get('val_loss')
 
 
-def summary(values: list[float]) -> tuple[float, float, int]:
-    """Mean, standard deviation (N - 1; NaN for one), N."""
+def summarize(values: list[float]) -> Summary:
+    """Return mean, standard deviation (N - 1; NaN for one value) and N."""
     deviation = statistics.stdev(values) if len(values) > 1 else math.nan
-    return statistics.fmean(values), deviation, len(values)
+    return Summary(statistics.fmean(values), deviation, len(values))
 
 
-def groups(points: dict, key: Callable) -> dict:
-    """{row: x} -> {key(row): {row: x}}, in their order."""
-    out = {}
+def group_by(points: dict, key: Callable) -> dict:
+    """Return {key(row): {row: x}} for points {row: x}, in their order."""
+    groups = {}
     for row, x in points.items():
-        out.setdefault(key(row), {})[row] = x
-    return out
+        groups.setdefault(key(row), {})[row] = x
+    return groups
 
 
-def cells(runs: list) -> dict:
-    """{row.cell: (mean, standard deviation, N)} of runs that all have a value, in their order."""
+def summarize_cells(runs: list) -> dict[Row, Summary]:
+    """Return {row.cell: Summary} of runs that all have a value, in their order."""
     values = {}
     for row, log in runs:
-        values.setdefault(row.cell, []).append(value(log))
-    return {row: summary(x) for row, x in values.items()}
+        values.setdefault(row.cell, []).append(run_value(log))
+    return {row: summarize(x) for row, x in values.items()}
 
 
-def best(points: dict) -> Row:
-    """The cell with the best mean, of those with the most seeds: one lucky seed is no best."""
-    most = max(n for _, _, n in points.values())
-    whole = [row for row, (_, _, n) in points.items() if n == most]
-    return min(whole, key=lambda row: points[row][0] * (1 if row.is_text else -1))
+def best_cell(points: dict[Row, Summary]) -> Row:
+    """Return the cell with the best mean among those with the most seeds.
+
+    A cell with fewer seeds than others could win by one lucky seed.
+    """
+    most = max(point.n for point in points.values())
+    complete = [row for row, point in points.items() if point.n == most]
+    return min(complete, key=lambda row: points[row].mean * (1 if row.is_text else -1))
 
 
-def without(row: Row, name: str) -> Row:
-    """The row but for its own setting `name`."""
+def without_setting(row: Row, name: str) -> Row:
+    """Return the row without its setting `name`."""
     return row._replace(more=tuple((k, v) for k, v in row.more if k != name))
 
 
-def at_best(runs: list, name: str) -> list:
-    """The runs of the cells that are best among those which differ in the setting `name` alone."""
-    keep = [best(part) for part in groups(cells(runs), partial(without, name=name)).values()]
-    return [(row, log) for cell in keep for row, log in runs if row.cell == cell]
+def runs_at_best(runs: list, name: str) -> list:
+    """Return the runs of the best cell of each group of cells that differ only in `name`."""
+    groups = group_by(summarize_cells(runs), partial(without_setting, name=name))
+    best = [best_cell(points) for points in groups.values()]
+    return [(row, log) for cell in best for row, log in runs if row.cell == cell]
 
 
-def saturation(points: dict) -> dict:
-    """{L: the best cell's (mean, standard error, N) with at most L levels}"""
-    depths = sorted({row.L for row in points})
-    upto = {L: {row: p for row, p in points.items() if row.L <= L} for L in depths}
-    return with_errors({L: points[best(part)] for L, part in upto.items()})
+def with_standard_errors(points: dict) -> dict:
+    """Return the points with standard errors in place of standard deviations."""
+    return {x: Summary(mean, error / math.sqrt(n), n) for x, (mean, error, n) in points.items()}
 
 
-def with_errors(points: dict) -> dict:
-    """{x: (mean, deviation, N)} -> {x: (mean, standard error, N)}"""
-    return {x: (mean, deviation / math.sqrt(n), n) for x, (mean, deviation, n) in points.items()}
+def saturation(points: dict[Row, Summary]) -> dict[int, Summary]:
+    """Return {L: mean, standard error and N of the best cell with at most L layers}."""
+    curve = {}
+    for L in sorted({row.L for row in points}):
+        candidates = {row: point for row, point in points.items() if row.L <= L}
+        curve[L] = points[best_cell(candidates)]
+    return with_standard_errors(curve)
 
 
 def differences(points: dict, default: object) -> dict:
-    """{x: (mean, deviation, N)} -> {x: (mean minus that of `default`, standard error of the
-    difference, N)}; seeds count as independent."""
-    means = with_errors(points)
-    base, base_error, N = means[default]
-    out = {x: (mean - base, math.hypot(e, base_error), n) for x, (mean, e, n) in means.items()}
-    return out | {default: (0.0, math.nan, N)}
+    """Return {x: mean minus the mean at `default`, standard error of the difference, N}.
+
+    Seeds count as independent. At `default` itself the difference is 0, without an error.
+    """
+    points = with_standard_errors(points)
+    base = points[default]
+    out = {
+        x: Summary(mean - base.mean, math.hypot(error, base.error), n)
+        for x, (mean, error, n) in points.items()
+    }
+    return out | {default: Summary(0.0, math.nan, base.n)}
 
 
-def read_csv(path: str | os.PathLike) -> list[dict]:
-    with open(path, newline='', encoding='utf-8') as file:
-        return list(csv.DictReader(file))
+def variant_name(text: str) -> str:
+    """Return the name of a variant; published tables and old files say 'feedforward'."""
+    return 'non-recurrent' if text == 'feedforward' else text
 
 
-def paper_cells(reference: str, points: Iterable[Row]) -> dict:
-    """The paper's returns, as cells() has ours, of our cells' variants and budgets; {} where the
-    paper has none."""
-    ours, out = {row[:3] for row in points if not row.more}, {}
+def paper_cells(reference: str, points: Iterable[Row]) -> dict[Row, Summary]:
+    """Return the paper's returns for the variants and budgets of our cells, {} if it has none."""
+    known = {row[:3] for row in points if not row.more}
+    out = {}
     for r in read_csv(os.path.join(reference, 'sokoban_returns.csv')) if reference else ():
-        sizes = (int(r[k]) for k in 'LEd')
-        row = Row('convlstm', r['variant'] == 'recurrent', r['budget'], *sizes, seed=0)
-        if row[:3] in ours:
-            out[row] = float(r['mean_return']), math.sqrt(float(r['variance'])), int(r['n_seeds'])
+        row = Row(
+            model='convlstm',
+            recurrent=r['variant'] == 'recurrent',
+            budget=r['budget'],
+            L=int(r['L']),
+            E=int(r['E']),
+            d=int(r['d']),
+            seed=0,
+        )
+        if row[:3] in known:
+            deviation = math.sqrt(float(r['variance']))
+            out[row] = Summary(float(r['mean_return']), deviation, int(r['n_seeds']))
     return out
 
 
-# ----------------------------------------------------------------------------- figures
+# ----------------------------------------------------------------------------- drawing
 
 
-def new(columns: int, height: float = 2.8, sharey: bool = True) -> tuple:
-    """A row of panels with one y axis, unless sharey is off, a column's width each."""
+def new_figure(columns: int, height: float = 2.8, sharey: bool = True, width: float = 3.4) -> tuple:
+    """Return a figure and its row of panels; in inches, each panel as wide as a paper's column."""
     import matplotlib
 
     matplotlib.use('Agg')
@@ -203,384 +261,535 @@ def new(columns: int, height: float = 2.8, sharey: bool = True) -> tuple:
     plt.rc('grid', alpha=0.3)
     plt.rc('legend', fontsize=7, frameon=False)
     plt.rc('figure', titlesize=9)
-    plt.rc('svg', hashsalt='figures', fonttype='none')  # the same runs, the same file
-    size = 3.4 * columns, height  # inches: a column of a paper
-    layout = {'figsize': size, 'layout': 'constrained', 'sharey': sharey, 'squeeze': False}
-    figure, panels = plt.subplots(1, columns, **layout)
+    plt.rc('svg', hashsalt='figures', fonttype='none')  # the same runs give the same file
+    figure, panels = plt.subplots(
+        1,
+        columns,
+        figsize=(width * columns, height),
+        layout='constrained',
+        sharey=sharey,
+        squeeze=False,
+    )
     return figure, panels[0]
 
 
-def finish(figure: 'Figure', title: str, note: str = '') -> 'Figure':
-    """Title, and below the panels, nowhere over them, one legend for all."""
-    lines, width = {}, figure.get_figwidth()
+def set_title(figure: 'Figure', title: str, note: str = '') -> None:
+    """Set the figure's title, and below it a note on a line of its own, wrapped to its width."""
+    limit = 0.96 * figure.bbox.width
+    for characters in range(int(18 * figure.get_figwidth()), 8, -2):
+        lines = textwrap.wrap(title, characters) + textwrap.wrap(note, characters)
+        text = figure.suptitle('\n'.join(lines))
+        if text.get_window_extent(figure.canvas.get_renderer()).width <= limit:
+            break
+
+
+def finish_figure(figure: 'Figure', title: str, note: str = '') -> 'Figure':
+    """Set the title, and below the panels one legend for all of them; return the figure."""
+    handles = {}
     for axes in figure.axes:
-        handles, names = axes.get_legend_handles_labels()
-        lines |= dict(zip(names, handles, strict=True))
-    columns = min(len(lines), int(17 * width / (8 + max(map(len, lines), default=0)))) or 1
-    figure.legend(lines.values(), lines, loc='outside lower center', ncols=columns)
-    figure.suptitle(textwrap.fill(title, int(14 * width)) + note)
+        lines, labels = axes.get_legend_handles_labels()
+        handles |= dict(zip(labels, lines, strict=True))
+    if handles:
+        longest = max(map(len, handles))
+        columns = int(17 * figure.get_figwidth() / (8 + longest))
+        columns = max(1, min(len(handles), columns))
+        figure.legend(handles.values(), handles, loc='outside lower center', ncols=columns)
+    set_title(figure, title, note)
     return figure
 
 
-def save(figure: 'Figure', into: str, name: str, forms: tuple = ('png', 'svg')) -> list[str]:
-    """-> the paths."""
+def save_figure(
+    figure: 'Figure', folder: str, name: str, forms: tuple[str, ...] = ('png', 'svg')
+) -> list[str]:
+    """Write folder/name in every form, close the figure and return the paths."""
     import matplotlib.pyplot as plt
 
-    paths = [os.path.join(into, f'{name}.{form}') for form in forms]
+    paths = [os.path.join(folder, f'{name}.{form}') for form in forms]
     for path, form in zip(paths, forms, strict=True):
-        more = {'dpi': 200} if form == 'png' else {'metadata': {'Date': None}}
-        write_atomic(path, partial(figure.savefig, format=form, **more))
+        options = {'dpi': 200} if form == 'png' else {'metadata': {'Date': None}}
+        write_atomic(path, partial(figure.savefig, format=form, **options))
     plt.close(figure)
     return paths
 
 
-def line(axes: 'Axes', points: dict, i: int, label: str, ours: bool = True, **style) -> None:
-    """{x: (mean, deviation, N)} with error bars; the paper's dashed and hollow."""
-    xs, theirs = sorted(points), {'ls': '--', 'mfc': 'white', 'alpha': 0.7}
-    look = {'color': COLORS[i % 7], 'marker': MARKERS[i % 7], 'ms': 4, 'lw': 1.2, 'capsize': 2}
-    look |= {'markevery': max(1, len(xs) // 8), 'errorevery': max(1, len(xs) // 8)}
-    means, bars = ([points[x][k] for x in xs] for k in (0, 1))
-    known = not all(map(math.isnan, bars))
-    style = look | ({} if ours else theirs) | style
-    axes.errorbar(xs, means, yerr=bars if known else None, label=label, **style)
+def percent_axis(axis: object) -> None:
+    """Label an axis of fractions in percent, with a decimal only where less than 5% is shown."""
+    from matplotlib.ticker import PercentFormatter
+
+    low, high = axis.get_view_interval()
+    axis.set_major_formatter(PercentFormatter(1, decimals=0 if high - low >= 0.05 else 1))
 
 
-def chart(panels: dict, xlabel: str, ylabel: str, title: str, note: str = '') -> 'Figure':
-    """{a panel's title: its lines, as (points, i, label, ours)} over powers of two."""
-    figure, row = new(len(panels))
+def draw_line(
+    axes: 'Axes', points: dict, i: int, label: str, published: bool = False, **style: object
+) -> None:
+    """Draw {x: Summary} with error bars as line number i; published results dashed and hollow."""
+    xs = sorted(points)
+    every = max(1, len(xs) // 8)
+    look = {
+        'color': COLORS[i % len(COLORS)],
+        'marker': MARKERS[i % len(MARKERS)],
+        'ms': 4,
+        'lw': 1.2,
+        'capsize': 2,
+        'markevery': every,
+        'errorevery': every,
+    }
+    if published:
+        look |= {'ls': '--', 'mfc': 'white', 'alpha': 0.7}
+    means = [points[x][0] for x in xs]
+    errors = [points[x][1] for x in xs]
+    known = not all(map(math.isnan, errors))
+    axes.errorbar(xs, means, yerr=errors if known else None, label=label, **look | style)
+
+
+class Line(NamedTuple):
+    """A line of a chart: {x: Summary}, its number (color and marker), its label."""
+
+    points: dict
+    i: int
+    label: str
+    published: bool = False
+
+
+def line_chart(
+    panels: dict[str, list[Line]], xlabel: str, ylabel: str, title: str, note: str
+) -> 'Figure':
+    """Return a figure with a panel for each {title: lines} over powers of two."""
+    figure, row = new_figure(len(panels))
     for axes, (name, lines) in zip(row, panels.items(), strict=True):
-        for its in lines:
-            line(axes, *its)
-        xs = sorted({x for points, *_ in lines for x in points})
+        for line in lines:
+            draw_line(axes, *line)
+        xs = sorted({x for line in lines for x in line.points})
         axes.set_xscale('log', base=2)
         axes.set_xticks(xs, map(str, xs))
         axes.minorticks_off()
         axes.set(title=name, xlabel=xlabel)
     row[0].set_ylabel(ylabel)
-    return finish(figure, title, note)
+    return finish_figure(figure, title, note)
 
 
-def size_figure(points: dict, sizes: str, reference: str, title: str, label: str) -> 'Figure':
-    """Value by the first of two `sizes`, a line a value of the second, a panel a variant."""
-    x, name = sizes
+# ----------------------------------------------------------------------------- figures of a plan
+
+
+def size_figure(
+    points: dict[Row, Summary], sizes: str, reference: str, title: str, label: str
+) -> 'Figure':
+    """Return the value by the first of two `sizes`, with a line for each value of the second and a
+    panel for each variant."""
+    x, line_size = sizes
     panels = {}
-    for variant, mine in groups(points, by('variant')).items():
-        paper, lines = paper_cells(reference, mine), []
-        values = sorted({getattr(row, name) for row in (*points, *paper)})
-        for data, whose in ((mine, ''), (paper, ', paper')):
-            for size, part in groups(data, by(name)).items():
-                its = {getattr(row, x): p for row, p in part.items()}
-                lines.append((its, values.index(size), f'{name} = {size}{whose}', not whose))
-        panels[variant] = lines
-    return chart(panels, SIZES[x], label, title, DEVIATION)
+    for variant, ours in group_by(points, attrgetter('variant')).items():
+        paper = paper_cells(reference, ours)
+        values = sorted({getattr(row, line_size) for row in (*ours, *paper)})
+        panels[variant] = [
+            Line(
+                points={getattr(row, x): point for row, point in cells.items()},
+                i=values.index(size),
+                label=f'{line_size} = {size}' + ', paper' * published,
+                published=published,
+            )
+            for published, source in ((False, ours), (True, paper))
+            for size, cells in sorted(group_by(source, attrgetter(line_size)).items())
+        ]
+    return line_chart(panels, SIZES[x], label, title, STANDARD_DEVIATION)
 
 
-def saturation_figure(points: dict, name: str, reference: str, title: str, label: str) -> 'Figure':
-    """The best of at most L levels and the paper's: a line a 'variant', or a 'budget' in a panel a
-    variant."""
-    keys, panels = list(groups(points, by(name))), {}
-    parts = groups(points, by('variant')) if name == 'budget' else {'': points}
-    for which, mine in parts.items():
-        panels[which] = lines = []
-        for key, part in groups(mine, by(name)).items():
-            i, its = keys.index(key), f'{key} budget' if name == 'budget' else key
-            lines.append((saturation(part), i, its))
+def saturation_figure(
+    points: dict[Row, Summary], lines: str, reference: str, title: str, label: str
+) -> 'Figure':
+    """Return the best value with at most L layers, ours and the paper's: a line for each 'variant',
+    or for each 'budget' with a panel for each variant."""
+    keys = list(group_by(points, attrgetter(lines)))
+    panels = {}
+    by_panel = group_by(points, attrgetter('variant')) if lines == 'budget' else {'': points}
+    for panel, cells in by_panel.items():
+        panels[panel] = []
+        for key, part in group_by(cells, attrgetter(lines)).items():
+            name = f'{key} budget' if lines == 'budget' else key
+            panels[panel].append(Line(saturation(part), keys.index(key), name))
             if paper := paper_cells(reference, part):
-                lines.append((saturation(paper), i, f'{its}, paper', False))
-    return chart(panels, 'at most L levels', f'best {label}', title, STANDARD_ERROR)
+                line = Line(saturation(paper), keys.index(key), f'{name}, paper', published=True)
+                panels[panel].append(line)
+    return line_chart(panels, 'at most L layers', f'best {label}', title, STANDARD_ERROR)
 
 
-def curve_figure(runs: list, points: dict, title: str, label: str, token: str) -> 'Figure':
-    """Loss (of the last three quarters) or returns over data: each variant's and L's best
-    allocation, mean and one deviation."""
-    is_text, parts = next(iter(points)).is_text, groups(points, by('variant'))
-    data, key = ('tokens', 'val_loss') if is_text else ('env_steps', 'return_1000')
-    figure, panels = new(len(parts), 3.2)
-    for axes, (variant, mine) in zip(panels, parts.items(), strict=True):
-        for i, (_, part) in enumerate(sorted(groups(mine, by('L')).items())):
-            row, logs = best(part), []
-            for log in (log for run, log in runs if run.cell == row):
-                pairs = [(r.get(data), r.get(key)) for r in log]
-                logs.append({x / 1e6: y for x, y in pairs if x and y is not None})
-            steps = set.intersection(*map(set, logs))  # that all seeds have logged
-            if is_text:  # first losses would flatten all differences
-                first = max(steps, default=0) / 4
-                steps = {x for x in steps if x >= first}
-            its = {x: summary([log[x] for log in logs]) for x in steps}
-            line(axes, its, i, f'L = {row.L}, E = {row.E}, d = {row.d}')
-        axes.set(title=variant, xlabel=f'{token if is_text else "environment step"}s (millions)')
-        # its own, below: the other panel's allocations are others
+def mean_curve(logs: list[list[dict]], x: str, y: str) -> dict[float, Summary]:
+    """Return {x in millions: Summary of y} at the values of x that all logs have."""
+    pandas = import_pandas()
+    curves = [pandas.DataFrame(log).reindex(columns=[x, y]).dropna().astype(float) for log in logs]
+    found = pandas.concat(curves).groupby(x)[y].agg(['mean', 'std', 'count'])
+    found = found[found['count'] == len(logs)]
+    return {at / 1e6: Summary(mean, std, int(n)) for at, mean, std, n in found.itertuples()}
+
+
+def curve_figure(
+    runs: list, points: dict[Row, Summary], title: str, label: str, token: str
+) -> 'Figure':
+    """Return loss or return over training data: for each variant and L the best allocation.
+
+    Of a loss only the last three quarters of training are drawn: the first values would flatten
+    all differences.
+    """
+    is_text = next(iter(points)).is_text
+    x, y = ('tokens', 'val_loss') if is_text else ('env_steps', 'return_1000')
+    variants = group_by(points, attrgetter('variant'))
+    figure, panels = new_figure(len(variants), 3.2)
+    for axes, (variant, cells) in zip(panels, variants.items(), strict=True):
+        for i, (_, part) in enumerate(sorted(group_by(cells, attrgetter('L')).items())):
+            row = best_cell(part)
+            curve = mean_curve([log for run, log in runs if run.cell == row], x, y)
+            if is_text:
+                start = max(curve, default=0) / 4
+                curve = {at: point for at, point in curve.items() if at >= start}
+            draw_line(axes, curve, i, f'L = {row.L}, E = {row.E}, d = {row.d}')
+        unit = f'{token}s' if is_text else 'environment steps'
+        axes.set(title=variant, xlabel=f'{unit} (millions)')
+        # a legend for each panel: the allocations differ between them
         axes.legend(loc='upper center', bbox_to_anchor=(0.5, -0.22), ncols=2)
-    panels[0].set_ylabel(label if is_text else 'return, mean of 1,000 games')
-    figure.suptitle(title + DEVIATION)
+    panels[0].set_ylabel(label if is_text else 'return, mean of 1,000 episodes')
+    set_title(figure, title, STANDARD_DEVIATION)
     return figure
 
 
-def ablation_figure(points: dict, ways: list, default: tuple, title: str, label: str) -> 'Figure':
-    """The value by a setting, a line a cell, and beside it the difference to our default. ways: the
-    setting's values, as Row.more has them."""
-    figure, panels = new(2, 3.4, sharey=False)
-    for i, (cell, part) in enumerate(groups(points, lambda row: row._replace(more=())).items()):
-        shift = 0.06 * i  # or bars would cover each other
-        mine = {ways.index(row.more) + shift: p for row, p in part.items()}
+def ablation_figure(
+    points: dict[Row, Summary], values: list, default: tuple, title: str, label: str
+) -> 'Figure':
+    """Return the value by a setting, with a line for each cell, and beside it the difference from
+    the default. `values` are the setting's values, as Row.more has them."""
+    figure, panels = new_figure(2, 3.4, sharey=False)
+    cells = group_by(points, lambda row: row._replace(more=()))
+    for i, (cell, part) in enumerate(cells.items()):
+        shift = 0.06 * i  # so that error bars do not cover each other
+        by_value = {values.index(row.more) + shift: point for row, point in part.items()}
         name = f'{cell.variant}, L = {cell.L}, E = {cell.E}, d = {cell.d}'
-        line(panels[0], with_errors(mine), i, name)
-        if (x := ways.index(default) + shift) in mine:
-            line(panels[1], differences(mine, x), i, name)
-    setting, standard = default[0]
+        draw_line(panels[0], with_standard_errors(by_value), i, name)
+        if (x := values.index(default) + shift) in by_value:
+            draw_line(panels[1], differences(by_value, x), i, name)
+    setting, default_value = default[0]
     for axes in panels:
-        axes.set_xticks(range(len(ways)), [str(way[0][1]) for way in ways])
-        axes.set_xlim(-0.5, len(ways) - 0.5)
+        axes.set_xticks(range(len(values)), [str(value[0][1]) for value in values])
+        axes.set_xlim(-0.5, len(values) - 0.5)
         axes.set_xlabel(SETTINGS.get(setting, setting.replace('_', ' ')))
     panels[0].set_ylabel(label)
-    panels[1].set_ylabel(f'{label.partition(" (")[0]} minus that of {standard}')
+    panels[1].set_ylabel(f'{label.partition(" (")[0]} minus that of {default_value}')
     panels[1].axhline(0, color='black', lw=0.6)
-    return finish(figure, title, STANDARD_ERROR)
+    return finish_figure(figure, title, STANDARD_ERROR)
 
 
-def draw(what: str, rows: list, runs: list, token: str, reference: str, into: str) -> list[str]:
-    """All figures of a plan from its finished runs -> their paths. what: the plan's name, and after
-    a comma what a title says of a shrunk one. token: a language model's step, 'token' or 'byte'."""
-    plan, comma, scale = what.partition(',')
+def draw_plan(
+    description: str, rows: list[Row], runs: list, token: str, reference: str, folder: str
+) -> list[str]:
+    """Draw all figures of a plan from its finished runs and return their paths.
+
+    description: the plan's name, and after a comma what the title says of a reduced plan. token:
+    what a language model reads in a step, 'token' or 'byte'.
+    """
+    plan, comma, reduced = description.partition(',')
     paths = []
-    for model, points in groups(cells(runs), by('model')).items():
-        low, high = (f(n for _, _, n in points.values()) for f in (min, max))
-        seeds = f'{low} seed{"s" * (low > 1)}' if low == high else f'{low} to {high} seeds'
-        title = f'{NAMES[model]}, {plan.replace("-", " ")}{comma}{scale}, {seeds}'
+    for model, points in group_by(summarize_cells(runs), attrgetter('model')).items():
+        seeds = sorted({point.n for point in points.values()})
+        count = f'{seeds[0]} to {seeds[-1]}' if len(seeds) > 1 else f'{seeds[0]}'
+        title = f'{MODELS[model]}, {plan.replace("-", " ")}{comma}{reduced}, {count} seed'
+        title += 's' * (seeds[-1] > 1)
         row = next(iter(points))
-        label = f'validation loss (nats a {token})' if row.is_text else 'return'
+        label = f'validation loss (nats per {token})' if row.is_text else 'return'
         figures = {}
         if plan == 'sokoban':
             figures['budgets'] = saturation_figure(points, 'budget', reference, title, label)
-        elif plan == 'scaling':
+        elif plan.startswith('scaling'):
             figures['scaling'] = size_figure(points, 'EL', '', title, label)
         elif row.more:
-            ways = list(dict.fromkeys(row.more for row in rows if row.model == model))
-            default = ways[-1 if plan == 'communication' else 0]  # r = E - 1: all are heard
-            figures['ablation'] = ablation_figure(points, ways, default, title, label)
+            values = list(dict.fromkeys(row.more for row in rows if row.model == model))
+            # the communication plan ends with its default, r = E - 1: every expert reads all
+            default = values[-1 if plan == 'communication' else 0]
+            figures['ablation'] = ablation_figure(points, values, default, title, label)
         else:
             figures['allocations'] = size_figure(points, 'Ld', reference, title, label)
             figures['saturation'] = saturation_figure(points, 'variant', reference, title, label)
             figures['curves'] = curve_figure(runs, points, title, label, token)
         for name, figure in figures.items():
-            paths += save(figure, into, f'{name}_{model}')
+            paths += save_figure(figure, folder, f'{name}_{model}')
     return paths
 
 
 # ----------------------------------------------------------------------------- tables
 
 
-def field(x: object) -> str:
-    """Five significant digits of a float; nothing for NaN and None."""
+def format_number(x: object) -> str:
+    """Return five significant digits of a float, nothing for NaN and None, else str(x)."""
     if isinstance(x, float):
         return '' if math.isnan(x) else f'{x:.5g}'
     return '' if x is None else str(x)
 
 
-def markdown(lines: list) -> str:
-    """The first line's texts are the titles."""
-    head, *rest = (f'| {" | ".join(line)} |\n' for line in lines)
-    return ''.join([head, '| --- ' * len(lines[0]) + '|\n', *rest])
+def markdown(lines: list[list[str]]) -> str:
+    """Return a Markdown table; the first line holds the headings."""
+    head, *body = (f'| {" | ".join(line)} |\n' for line in lines)
+    return ''.join([head, '| --- ' * len(lines[0]) + '|\n', *body])
 
 
-def write_table(rows: list[dict], into: str, name: str) -> list[str]:
-    """As name.csv and name.md, the first row's keys as columns; what a row lacks stays empty."""
-    lines = [list(rows[0]), *([field(row.get(k)) for k in rows[0]] for row in rows)]
-    text = io.StringIO()
-    csv.writer(text, lineterminator='\n').writerows(lines)
-    paths = [os.path.join(into, f'{name}.{form}') for form in ('csv', 'md')]
-    for path, content in zip(paths, (text.getvalue(), markdown(lines)), strict=True):
-        write_text(content, path)
+def write_table(rows: list[dict], folder: str, name: str) -> list[str]:
+    """Write rows as name.csv and name.md and return the paths.
+
+    The columns are the keys of the first row; what another row lacks stays empty.
+    """
+    table = import_pandas().DataFrame(rows, columns=list(rows[0]), dtype=object)
+    table = table.map(format_number)
+    paths = [os.path.join(folder, f'{name}.csv'), os.path.join(folder, f'{name}.md')]
+    write_text(table.to_csv(index=False, lineterminator='\n'), paths[0])
+    write_text(markdown([list(table), *table.values.tolist()]), paths[1])
     return paths
 
 
 def cell_fields(rows: Iterable[Row]) -> dict[Row, dict]:
-    """What cell a table's line is of; the settings by which the cells differ have a column each."""
-    names, out = dict.fromkeys(name for row in rows for name, _ in row.more), {}
+    """Return for each cell the fields that name it in a table.
+
+    Every setting by which the cells differ has a column of its own.
+    """
+    names = dict.fromkeys(name for row in rows for name, _ in row.more)
+    out = {}
     for row in rows:
         out[row] = {name: getattr(row, name) for name in ('variant', 'budget', 'L', 'E', 'd')}
         out[row] |= {name: str(dict(row.more).get(name, '')) for name in names}
     return out
 
 
-def tables(runs: list, reference: str, into: str, tuned: str) -> list[str]:
-    """Mean, variance (N - 1) and N of every cell, a table a model in the paper's layout; beside it
-    the paper's own, whose rows have no setting `tuned`."""
+def write_value_tables(runs: list, reference: str, folder: str, tuned: str) -> list[str]:
+    """Write mean, variance (N - 1) and N of every cell, one table for each model, and return the
+    paths. The paper's values stand beside them; its rows have no setting `tuned`."""
     paths = []
-    for model, points in groups(cells(runs), by('model')).items():
-        body, paper = [], paper_cells(reference, [without(row, tuned) for row in points])
+    for model, points in group_by(summarize_cells(runs), attrgetter('model')).items():
+        paper = paper_cells(reference, [without_setting(row, tuned) for row in points])
+        rows = []
         for row, fields in cell_fields(points).items():
             mean, deviation, n = points[row]
             name = 'mean_loss' if row.is_text else 'mean_return'
-            body.append({**fields, name: mean, 'variance': deviation**2, 'n_seeds': n})
+            rows.append({**fields, name: mean, 'variance': deviation**2, 'n_seeds': n})
             if paper:
-                mean, deviation, _ = paper.get(without(row, tuned), (math.nan, math.nan, 0))
-                body[-1] |= {'paper_mean': mean, 'paper_variance': deviation**2}
-        paths += write_table(body, into, f'table_{model}')
+                cell = paper.get(without_setting(row, tuned), Summary(math.nan, math.nan, 0))
+                rows[-1] |= {'paper_mean': cell.mean, 'paper_variance': cell.error**2}
+        paths += write_table(rows, folder, f'table_{model}')
     return paths
 
 
-def solve_table(rates: dict, levels: str, reference: str, into: str, tuned: str) -> list[str]:
-    """rates: {cell: [solve rate of each seed]} on `levels` ('': held-out ones), in the paper's
-    layout; on unfiltered-test with the paper's own rows."""
-    paths, reference = [], reference if levels else ''
-    where = (levels or 'held_out').replace('-', '_')
-    for model, rows in groups(rates, by('model')).items():
-        body = []
-        for row, fields in cell_fields(rows).items():
-            mean, deviation, n = summary([100 * rate for rate in rates[row]])
-            body.append({**fields, f'{where}_percent': mean, 'std': deviation, 'n_seeds': n})
-        ours = {row[:3] for row in rows if not without(row, tuned).more}
-        path = 'sokoban_solve_rates.csv'
-        for r in read_csv(os.path.join(reference, path)) if reference else ():
-            who = 'convlstm', r['variant'] == 'recurrent', r['budget']
-            if who in ours or not r['budget']:  # or of others' agents
-                body.append(r | {'variant': f'{r["variant"]}, paper'})
-        paths += write_table(body, into, f'solve_{model}')
+def write_solve_table(
+    rates: dict[Row, list[float]], levels: str, reference: str, folder: str, tuned: str
+) -> list[str]:
+    """Write the solve rates of cells, one table for each model, and return the paths.
+
+    rates: {cell: [solve rate of each seed]} on the split `levels` ('': the runs' evaluation
+    levels). On unfiltered-test, the split of all published numbers, the paper's rows of the same
+    variants and budgets and published agents follow.
+    """
+    paths, column = [], f'{(levels or "evaluation_levels").replace("-", "_")}_percent'
+    for model, cells in group_by(rates, attrgetter('model')).items():
+        rows = []
+        for row, fields in cell_fields(cells).items():
+            mean, deviation, n = summarize([100 * rate for rate in rates[row]])
+            rows.append({**fields, column: mean, 'std': deviation, 'n_seeds': n})
+        known = {row[:3] for row in cells if not without_setting(row, tuned).more}
+        if levels == 'unfiltered-test' and reference:
+            for r in read_csv(os.path.join(reference, 'sokoban_solve_rates.csv')):
+                cell = 'convlstm', r['variant'] == 'recurrent', r['budget']
+                if cell in known or not r['budget']:  # published agents have no budget
+                    rows.append(r | {'variant': f'{variant_name(r["variant"])}, paper'})
+            for r in published_agents(reference):
+                if r['env_steps'] in (10_014_720, 50_073_600):
+                    name = f'{r["agent"]}, {r["env_steps"] / 1e6:.0f}M, published'
+                    rates_percent = {column: 100 * r['solve_rate'], 'n_seeds': r['seeds']}
+                    rows.append({'variant': name, **rates_percent})
+        paths += write_table(rows, folder, f'solve_{model}')
     return paths
+
+
+# ----------------------------------------------------------------------------- solve rates
+
+
+def published_agents(reference: str) -> list[dict]:
+    """Return published solve rates by environment steps, [] if the file is not there.
+
+    The agents, DRC(3,3), DRC(1,1) and a ResNet, were trained by IMPALA with 256 boards and act
+    greedily on Boxoban's unfiltered-test. Keys: agent, env_steps, seeds, solve_rate,
+    solve_rate_min, solve_rate_max, return. Source: the data files of
+    AlignmentResearch/learned-planner.
+    """
+    path = Path(reference, 'published_drc_by_steps.csv')
+    names = {'drc_33': 'DRC(3,3)', 'drc_11': 'DRC(1,1)', 'resnet': 'ResNet'}
+    return [
+        {
+            'agent': names.get(r['agent'], r['agent']),
+            'env_steps': int(r['env_steps']),
+            'seeds': int(r['seeds']),
+            'solve_rate': float(r['solve_rate_mean']),
+            'solve_rate_min': float(r['solve_rate_min']),
+            'solve_rate_max': float(r['solve_rate_max']),
+            'return': float(r['return_mean']),
+        }
+        for r in (read_csv(path) if reference and path.exists() else ())
+    ]
+
+
+def describe_model(config: dict) -> str:
+    """Return the model of a config.json in words: 'ConvGLU, recurrent, L = 2, E = 4, d = 32'."""
+    arch = config.get('arch', 'experts')
+    parts = [ARCHITECTURES.get(arch, arch)]
+    if arch not in ('transformer', 'lstm') and 'recurrent' in config:
+        parts.append('recurrent' if config['recurrent'] else 'non-recurrent')
+    for symbol, name in (('L', 'n_layer'), ('E', 'n_expert'), ('d', 'n_embd')):
+        if name in config:
+            parts.append(f'{symbol} = {config[name]}')
+    return ', '.join(parts)
+
+
+def solve_rate_figure(logs: dict[str, list[dict]], published: list[dict], title: str) -> 'Figure':
+    """Return the greedy solve rates {label: log} by environment steps beside published agents'."""
+    figure, (axes,) = new_figure(1, 4.4, width=6.8)
+    for i, (label, log) in enumerate(logs.items()):
+        points = [r for r in log if r.get('eval_solve_rate') is not None]
+        xs, ys = [r['env_steps'] / 1e6 for r in points], [r['eval_solve_rate'] for r in points]
+        look = {'color': COLORS[i % 7], 'marker': MARKERS[i % 7], 'ms': 3, 'lw': 1.2}
+        look |= {'mfc': 'white', 'ls': '--'} if i >= 7 else {}  # colors repeat
+        axes.plot(xs, ys, label=label, markevery=max(1, len(xs) // 8), **look)
+    longest = max((log[-1].get('env_steps', 0) for log in logs.values()), default=0)
+    agents = dict.fromkeys(r['agent'] for r in published)
+    for agent, style in zip(agents, ('-.', '--', ':'), strict=False):
+        rows = [r for r in published if r['agent'] == agent and r['env_steps'] <= 1.05 * longest]
+        xs, ys = [r['env_steps'] / 1e6 for r in rows], [r['solve_rate'] for r in rows]
+        axes.plot(xs, ys, color='gray', ls=style, lw=1.2, label=f'{agent}, published')
+    axes.set(xlabel='environment steps (millions)', ylabel='levels solved', ylim=(0, None))
+    percent_axis(axes.yaxis)
+    return finish_figure(figure, title)
+
+
+def compare_solve_rates(folders: list[Path]) -> list[str]:
+    """Draw and list the solve rates of runs of train_sokoban.py; return the paths."""
+    logs, rows, splits = {}, [], {}
+    published = published_agents(reference)
+    for folder in folders:
+        config, log = read_json(folder / 'config.json'), read_log(folder)
+        evaluated = [r for r in log if r.get('eval_solve_rate') is not None]
+        if not evaluated:
+            fail(f'solve_rates: {folder}/log.jsonl has no evaluation of a Sokoban agent')
+        label = describe_model(config)
+        if label in logs:
+            label += f' ({folder.name})'
+        logs[label], last = evaluated, evaluated[-1]
+        splits[config.get('eval_split', 'unknown levels')] = None
+        rows.append(
+            {
+                'agent': label,
+                'environment steps': last['env_steps'],
+                'levels': config.get('eval_split', ''),
+                'solved, %': 100 * last['eval_solve_rate'],
+                'return': last['eval_return'],
+                'seeds': 1,
+            }
+        )
+    nearest = {
+        min((abs(r['env_steps'] - row['environment steps']), r['env_steps']) for r in published)[1]
+        for row in (rows if published else ())
+    }
+    for r in published:
+        if r['env_steps'] in nearest:
+            rows.append(
+                {
+                    'agent': f'{r["agent"]}, published',
+                    'environment steps': r['env_steps'],
+                    'levels': 'unfiltered-test',
+                    'solved, %': 100 * r['solve_rate'],
+                    'return': r['return'],
+                    'seeds': r['seeds'],
+                }
+            )
+    title = f'greedy, evaluated on {", ".join(splits)}'
+    title += '; published agents on unfiltered-test' * bool(published)
+    os.makedirs(out_dir, exist_ok=True)
+    paths = save_figure(solve_rate_figure(logs, published, title), out_dir, 'solve_rates')
+    return paths + write_table(rows, out_dir, 'solve_rates')
 
 
 # ----------------------------------------------------------------------------- one run
 
 
-def curve(axes: 'Axes', log: list[dict], x: str, key: str, label: str, **style) -> None:
-    """What a log has of `key`, over `x` in millions."""
-    points = [(r[x] / 1e6, r[key]) for r in log if None not in (r.get(x), r.get(key))]
+def draw_curve(axes: 'Axes', log: list[dict], x: str, y: str, label: str, **style: object) -> None:
+    """Draw the values of y in a log over x in millions, if it has any."""
+    points = [(r[x] / 1e6, r[y]) for r in log if r.get(x) is not None and r.get(y) is not None]
     if points:
         axes.plot(*zip(*points, strict=True), label=label, **style)
 
 
-def run_figure(log: list[dict], title: str, unit: str = '') -> 'Figure':
-    """A language model's losses over its `unit`s; an agent's return and solve rate over steps."""
-    from matplotlib.ticker import PercentFormatter
+TRAINING = {'color': COLORS[0], 'lw': 1}
+EVALUATION = {'color': COLORS[1], 'lw': 1.5, 'marker': 'o', 'ms': 3}
 
-    trained, evaluated = {'color': COLORS[0], 'lw': 1}, {'color': COLORS[1], 'marker': 'o', 'ms': 4}
-    figure, panels = new(1 if unit else 2, 3.2, sharey=False)
+
+def draw_losses(axes: 'Axes', log: list[dict], unit: str) -> None:
+    """Draw the losses of a language model, in nats per `unit`, over the units it has read."""
+    draw_curve(axes, log, 'tokens', 'train_loss', 'training', alpha=0.6, **TRAINING)
+    draw_curve(axes, log, 'tokens', 'val_loss', 'validation', **EVALUATION)
+    axes.set(xlabel=f'training {unit}s (millions)', ylabel=f'loss (nats per {unit})')
+
+
+def draw_episodes(axes: 'Axes', log: list[dict], key: str) -> None:
+    """Draw an agent's 'return' or 'solve_rate' over environment steps."""
+    draw_curve(axes, log, 'env_steps', f'{key}_1000', 'training, last 1,000 episodes', **TRAINING)
+    draw_curve(axes, log, 'env_steps', f'eval_{key}', 'evaluation levels, greedy', **EVALUATION)
+    if (random := log[0].get(f'random_{key}')) is not None:
+        label = 'evaluation levels, random policy'
+        axes.axhline(random, color='gray', ls='--', lw=1, label=label)
+    axes.set(xlabel='environment steps (millions)')
+    if key == 'solve_rate':
+        axes.set(ylabel='levels solved', ylim=(0, None))
+        percent_axis(axes.yaxis)
+    else:
+        axes.set(ylabel='mean episodic return')
+
+
+def run_figure(log: list[dict], title: str, unit: str = '') -> 'Figure':
+    """Return a language model's losses over its `unit`s ('token' or 'byte'), or, without a unit, an
+    agent's return and solve rate over environment steps."""
+    figure, panels = new_figure(1 if unit else 2, 3.2, sharey=False)
     if unit:
-        curve(panels[0], log, 'tokens', 'train_loss', 'train loss', alpha=0.6, **trained)
-        curve(panels[0], log, 'tokens', 'val_loss', 'validation loss', **evaluated)
-        panels[0].set(xlabel=f'training {unit}s (millions)', ylabel=f'loss (nats a {unit})')
-        return finish(figure, title)
-    labels = {'return': 'mean episodic return', 'solve_rate': 'levels solved'}
-    for axes, (key, label) in zip(panels, labels.items(), strict=True):
-        curve(axes, log, 'env_steps', f'{key}_1000', 'training, last 1,000 games', **trained)
-        curve(axes, log, 'env_steps', f'eval_{key}', 'held-out levels, greedy', **evaluated)
-        if (level := log[0].get(f'random_{key}')) is not None:  # of a log from the start
-            axes.axhline(level, color='gray', ls='--', lw=1, label='held-out levels, random')
-        axes.set(xlabel='environment steps (millions)', ylabel=label)
-    panels[1].yaxis.set_major_formatter(PercentFormatter(1))
-    return finish(figure, title)
+        draw_losses(panels[0], log, unit)
+    else:
+        draw_episodes(panels[0], log, 'return')
+        draw_episodes(panels[1], log, 'solve_rate')
+    return finish_figure(figure, title)
 
 
 def plot_losses(out_dir: str, unit: str, title: str) -> str:
-    """Loss curves of out_dir/log.jsonl, in nats a `unit`, as out_dir/loss.png -> its path."""
-    return save(run_figure(read_log(out_dir), title, unit), out_dir, 'loss', ('png',))[0]
-
-
-# ----------------------------------------------------------------------------- the report
-
-STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 60rem; margin: 2rem auto }
-h1 { font-size: 1.6rem; overflow-wrap: anywhere }
-h2 { font-size: 1.15rem; margin-top: 2.5rem; border-bottom: 1px solid #ddd }
-img { max-width: 100%; margin: 0.5rem 1rem 0.5rem 0 }
-img[alt$=svg] { height: 24rem; object-fit: contain; object-position: left }
-div { overflow-x: auto }
-table { font-size: 0.85rem; font-variant-numeric: tabular-nums }
-th, td { padding-right: 1.2rem; text-align: right; white-space: nowrap }
-pre { font-size: 0.85rem; background: #f6f6f4; padding: 0.8rem; white-space: pre-wrap }
-"""
-SHOWN = """run step tokens env_steps value train_loss val_loss val_bits_per_byte return_1000
-    solve_rate_1000 eval_return eval_solve_rate seconds commit""".split()  # of a log, in a table
-
-
-def html_of(content: 'Figure | Path | list | dict | str') -> str:
-    """A figure, a picture's file, rows of a table (with a column for every key that has a value in
-    one), settings, or text."""
-    if isinstance(content, list):
-        names = dict.fromkeys(k for row in content for k in row)
-        names = [k for k in names if any(row.get(k) not in (None, '') for row in content)]
-        lines = [('td', [field(row.get(k)) for k in names]) for row in content]
-        page = ''
-        for tag, texts in [('th', [name.replace('_', ' ') for name in names]), *lines]:
-            cells = (f'<{tag}>{html.escape(text)}</{tag}>' for text in texts)
-            page += f'<tr>{"".join(cells)}</tr>\n'
-        return f'<div><table>{page}</table></div>\n'
-    if isinstance(content, dict):
-        content = '\n'.join(f'{k} = {x}' for k, x in content.items())
-    if isinstance(content, str):
-        return f'<pre>{html.escape(content)}</pre>\n'
-    name, file = 'curves.svg', io.BytesIO()
-    if isinstance(content, Path):
-        name, file = content.name, io.BytesIO(content.read_bytes())
-    else:
-        content.savefig(file, format='svg')
-    form = name.rpartition('.')[2].replace('svg', 'svg+xml')
-    text = base64.b64encode(file.getvalue()).decode()
-    return f'<img src="data:image/{form};base64,{text}" alt="{html.escape(name)}">\n'
-
-
-def sweep_parts(folder: Path, logs: dict, configs: dict) -> dict[str, object]:
-    """A sweep's page: {heading: what html_of takes}: what sweep.py has drawn and listed, and the
-    logs."""
-    about = read_json(folder / 'runs.json')
-    runs, parts = about.pop('runs', []), {'Drawn by': about}
-    parts |= {path.stem: path for path in sorted(folder.glob('*.svg'))}
-    parts |= {path.stem: read_csv(path) for path in sorted(folder.glob('*.csv'))}
-    if logs:
-        runs, (figure, (axes,)) = [], new(1, 3.2)
-        for path in sorted(logs, key=lambda path: configs[path].get('n_layer', 0)):
-            c, log, text = configs[path], logs[path], 'tokens' in logs[path][-1]
-            L, recurrent = c.get('n_layer', 0), c.get('recurrent')
-            x, y = ('tokens', 'val_loss') if text else ('env_steps', 'return_1000')
-            style = {'color': COLORS[L.bit_length() % 7], 'lw': 1, 'ls': '-' if recurrent else ':'}
-            name = f'L = {L}' + ', not recurrent' * (not recurrent)
-            curve(axes, log[1:], x, y, name, **style)  # not the loss before any update
-            axes.set(xlabel=f'{x.replace("_", " ")} (millions)', ylabel=y.replace('_', ' '))
-            about = {'run': path.name, 'value': value(log), 'commit': c.get('commit')}
-            runs.append({k: (log[-1] | about).get(k) for k in SHOWN})
-        parts['Curves'] = finish(figure, '')
-    first, *others = configs.values() or [{}]
-    common = {k: x for k, x in first.items() if all(c.get(k) == x for c in others)}
-    return parts | {'Runs': runs, 'Settings of all runs': common}
-
-
-def write_report(folder: Path) -> Path:
-    """FOLDER/report.html, a page with all its pictures in it -> its path. Mistake."""
-    paths = sorted(path.parent for path in (*folder.glob('log.jsonl'), *folder.glob('*/log.jsonl')))
-    logs = {path: log for path in paths if (log := read_log(path))}
-    if not logs and not (folder / 'runs.json').exists():
-        fail(f'report = {str(folder)!r}: no log.jsonl in it or a folder below, and no runs.json')
-    configs = {path: read_json(path / 'config.json') for path in logs}
-    if log := logs.get(folder):
-        unit = {'bytes': 'byte', 'gpt2': 'token'}.get(configs[folder].get('tokenizer'), '')
-        evaluated = [r for r in log if 'val_loss' in r or 'eval_return' in r]
-        parts = {'Curves': run_figure(log, '', unit)}
-        parts['Evaluations'] = [{k: r.get(k) for k in SHOWN} for r in evaluated]
-        parts |= {f'Game: {path.stem}': path for path in sorted(folder.glob('eval_*.gif'))}
-        if unit and (folder / 'ckpt_last.pt').exists():
-            print(f'a sample of {folder / "ckpt_last.pt"}, by sample.py', flush=True)
-            line = [sys.executable, 'sample.py', f'--out_dir={folder.resolve()}']
-            done = subprocess.run(line, cwd=Path(__file__).parent, capture_output=True, text=True)
-            parts['A sample'] = done.stdout or done.stderr
-        parts['Settings'] = configs[folder]
-    else:
-        parts = sweep_parts(folder, logs, configs)
-    title = html.escape(str(folder))
-    text = f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{title}</title>\n'
-    text += f'<style>{STYLE}</style>\n<h1>{title}</h1>\n'
-    for heading, content in parts.items():
-        text += f'<h2>{html.escape(heading)}</h2>\n{html_of(content)}' if content else ''
-    write_text(f'{text}</html>\n', folder / 'report.html')
-    return folder / 'report.html'
+    """Draw the losses of out_dir/log.jsonl as out_dir/loss.png and return its path."""
+    figure = run_figure(read_log(out_dir), title, unit)
+    return save_figure(figure, out_dir, 'loss', ('png',))[0]
 
 
 def main() -> None:
     configure(globals(), quiet=True)
-    if not report:
-        fail('report is empty: name the folder of a run or a sweep, --report=out/demo')
-    need_packages(matplotlib=True)
-    print(write_report(Path(report)))
+    need_packages(matplotlib=True, pandas=True)
+    folders = [Path(path) for name in solve_rates.split(',') for path in sorted(glob.glob(name))]
+    folders = [path for path in folders if (path / 'log.jsonl').exists()]
+    if not folders:
+        fail(f'solve_rates = {solve_rates!r}: name folders of runs of train_sokoban.py')
+    print('\n'.join(compare_solve_rates(folders)))
+
+
+# The names until the scripts that import them have moved to the new ones.
+new, finish, save, line, summary, value = (
+    new_figure,
+    finish_figure,
+    save_figure,
+    draw_line,
+    summarize,
+    run_value,
+)
+cells, groups, best, without, at_best = (
+    summarize_cells,
+    group_by,
+    best_cell,
+    without_setting,
+    runs_at_best,
+)
+draw, tables, solve_table = draw_plan, write_value_tables, write_solve_table
 
 
 if __name__ == '__main__':

@@ -1,26 +1,27 @@
 """
-What Sokoban agents can do: play a game in the terminal, or into a GIF; solve rates, also of other
-people's policies (`--policy=module:function`); an agent as plain files, model.safetensors and
-config.json.
+Watch a Sokoban agent play, in a terminal or as a GIF; measure solve rates; export an agent.
 
-$ python play_sokoban.py --out_dir=pretrained/sokoban          # keys: pause, step, next level, quit
+$ python play_sokoban.py --out_dir=pretrained/sokoban          # `?` explains symbols and keys
 $ python play_sokoban.py --out_dir=pretrained/sokoban --level=3 --gif=game.gif
 $ python play_sokoban.py --out_dir=out/sokoban_small_L4 --measure
+$ python play_sokoban.py --policy=my_module:my_function --levels=unfiltered-test
 $ python play_sokoban.py --out_dir=out/sokoban_small_L4 --export=out/agent
 
-Shape letters as in sokoban.py and convlstm.py: N boards at a time, n levels.
+The arrows are the agent's plan as a probe reads it from the agent's state (probe_sokoban.py): an
+arrow on a cell says in which direction the agent will step onto it. Without a terminal one game is
+printed as text.
 """
 
 import contextlib
 import itertools
 import math
 import os
-import select
+import shutil
 import signal
 import sys
-import termios
-import tty
+import time
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 # before torch: how threads wait, what ctrl-C does
 from configurator import configure, fail, run_script
@@ -33,57 +34,205 @@ from torch import Tensor
 
 import common
 from convlstm import PROBE, Agent, export_agent, load_agent
-from sokoban import FeatureRecorder, board_text, evaluate, load_levels, load_policy, plan_image
-from sokoban import replay, run_episodes, save_gif
+from sokoban import WALL, FeatureRecorder, board_text, evaluate, load_levels, load_policy
+from sokoban import plan_image, replay, run_episodes, save_gif
 
 # fmt: off
 out_dir = ''                   # an agent: a folder that train_sokoban.py wrote, or an export
-which = 'best'                 # 'best' (highest held-out return), if there is one, or 'last'
+which = 'best'                 # 'best': its checkpoint with the highest evaluation return, if there
+                               # is one; or 'last'
 policy = ''                    # or module:function, from observations (N, 10, 10, 2) uint8 to
-                               # actions (N,), 0..3: evaluated on n_levels
-measure = False                # solve rate and return of the agent on n_levels, instead of a game
-greedy = True                  # for that: the likeliest move; False: drawn, as in training
-levels = ''                    # a split or a file; '': the agent's held-out ones; of a policy: easy
-levels_dir = ''                # folder of Boxoban's levels; '': data/boxoban
-download = False               # fetch the split into levels_dir where it is not there
-n_levels = 512                 # the first so many of them
-level = 0                      # the first to be played
-games = 0                      # to be played in a terminal; 0: until q is pressed
-ms = 250                       # of a step, shown in a terminal or a GIF
-probe = ''                     # probe_sokoban.py's of this agent, whose plan is drawn as arrows;
-                               # '': probe.safetensors of out_dir, if it is there
-gif = ''                       # a file to write the game into, instead of the terminal
-export = ''                    # a folder to write the agent into, instead
+                               # actions (N,), 0..3: its solve rate on n_levels is measured
+measure = False                # print solve rate and return on n_levels instead of showing a game
+greedy = True                  # with measure: the most likely action; False: sampled actions
+levels = ''                    # a split or a file; '': the agent's evaluation levels; for a policy
+                               # easy generated ones
+levels_dir = ''                # folder with Boxoban's levels; '': data/boxoban
+download = False               # download the split into levels_dir if it is not there
+n_levels = 512                 # use the first n_levels levels
+level = 0                      # number of the first level to be shown
+games = 0                      # games to show in a terminal; 0: until q is pressed
+ms = 250                       # milliseconds per step, in a terminal or a GIF
+probe = ''                     # probe_sokoban.py's file for this agent, whose plan is drawn as
+                               # arrows; '': probe.safetensors in out_dir, if it is there
+gif = ''                       # write the game into this file instead of showing it
+export = ''                    # write the agent into this folder instead, as plain files
 device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda', 'cuda:1'
 # fmt: on
-RANGES = {'which': ['best', 'last'], 'n_levels': (1, math.inf), 'level': (0, math.inf)}
-RANGES |= {'ms': (10, math.inf), 'games': (0, math.inf)}
+RANGES = {
+    'which': ['best', 'last'],
+    'n_levels': (1, math.inf),
+    'level': (0, math.inf),
+    'ms': (10, math.inf),
+    'games': (0, math.inf),
+}
 
+# the levels a policy is measured on by default
 EASY = {'eval_split': 'generated', 'n_boxes': 1, 'max_moves': 12, 'seed': 1337}
-# of # .$*@+ in a terminal: two columns a cell
-TILES = {'#': '90m██', ' ': '0m  ', '.': '31m◦ ', '$': '33m▣ '}
-TILES |= {'*': '32m▣ ', '@': '94m● ', '+': '95m● '}
-ARROWS = [f'\x1b[36m{way} \x1b[0m' for way in '↑→↓←']
 
 
-# ----------------------------------------------------------------------------- a game on show
+# ----------------------------------------------------------------------------- one game
+
+
+class Game(NamedTuple):
+    """A game that was played greedily to its end."""
+
+    boards: ndarray  # observations (T + 1, 10, 10, 2): before, between and after the T steps
+    plans: ndarray  # (T + 1, 10, 10): directions 0..3 (up, right, down, left), -1: no arrow
+    outcome: str  # 'level 3, solved in 20 steps, return 9.0'
+
+
+def play_level(agent: Agent, levels: ndarray, i: int, device: str) -> Game:
+    """Play level i of the packed levels greedily."""
+    recorder = FeatureRecorder(agent)
+    results = run_episodes(recorder, levels[i : i + 1], device)
+    steps = int(results['steps'])
+    boards = replay(levels[i : i + 1], results['actions'][:, :steps].numpy())[0]
+    features = torch.cat(recorder.features).float()  # (T, 10, 10, C)
+    end = 'solved' if results['solved'].item() else 'not solved'
+    outcome = f'level {i}, {end} in {steps} steps, return {results["return"].item():.1f}'
+    return Game(boards, read_plans(features), outcome)
+
+
+@torch.no_grad()
+def read_plans(features: Tensor) -> ndarray:
+    """Return the plans (T + 1, 10, 10) that the probe reads from s[L] (T, 10, 10, C) of a game.
+
+    The last entry, after the end, is empty; so are all of them if there is no probe. Raises
+    CheckpointError if the probe's file is damaged or belongs to another agent.
+    """
+    plans = np.full((len(features) + 1, 10, 10), -1)
+    path = probe or os.path.join(out_dir, PROBE)
+    if probe or os.path.exists(path):
+        conv = torch.nn.Conv2d(features.size(-1), 5, 3, padding=1)  # four directions, and none
+        saved = common.read_tensors(path)
+        threshold = saved.pop('threshold', torch.tensor(math.inf))
+        common.load_weights(conv, saved, path)
+        probabilities = F.softmax(conv(features.permute(0, 3, 1, 2)), 1)  # (T, 5, 10, 10)
+        best, direction = probabilities[:, :4].max(1)
+        plans[:-1] = torch.where(best >= threshold, direction, -1).numpy()
+    return plans
+
+
+# ----------------------------------------------------------------------------- the terminal
+
+# of each of Boxoban's characters: what is drawn, in two columns; its color, of the terminal's 256;
+# its name. Symbols differ in shape too, and the colors are those that color-blind readers can tell.
+TILES = {
+    '#': ('██', 240, 'wall'),
+    ' ': ('  ', None, 'floor'),
+    '.': ('◦ ', 175, 'target'),
+    '$': ('▣ ', 214, 'box'),
+    '*': ('■ ', 36, 'box on a target'),
+    '@': ('● ', 33, 'agent'),
+    '+': ('◉ ', 81, 'agent on a target'),
+}
+ARROWS = '↑→↓←'
+LEGEND = '# wall, @ agent, $ box, . target, * box on a target, + agent on a target'
+
+
+def paint(text: str, color: int | None, background: int | None = None) -> str:
+    """Return the text in colors of the terminal's 256; None is the terminal's own."""
+    codes = [f'38;5;{color}'] * (color is not None)
+    codes += [f'48;5;{background}'] * (background is not None)
+    return f'\x1b[{";".join(codes)}m{text}\x1b[0m' if codes else text
+
+
+def draw_two_cells(upper: str, lower: str) -> str:
+    """Return one character whose halves are the colors of two of Boxoban's characters."""
+    above, below = TILES[upper][1], TILES[lower][1]
+    if above is None and below is None:
+        return ' '
+    return paint('▄', below) if above is None else paint('▀', above, below)
+
+
+def draw_board(board: ndarray, plan: ndarray, lines: int) -> list[str]:
+    """Return a board as colored text of at most `lines` lines, or of five.
+
+    On ten lines of 20 columns free cells show the plan's arrows. Five lines of ten columns hold two
+    cells per character, one above the other, which only their colors tell apart.
+    """
+    rows = board_text(board).split('\n')
+    if lines < 10:
+        return [
+            ''.join(map(draw_two_cells, upper, lower))
+            for upper, lower in zip(rows[::2], rows[1::2], strict=True)
+        ]
+    cells = [[paint(*TILES[char][:2]) for char in row] for row in rows]
+    is_free = (board[..., 0] == 0) & (board[..., 1] != WALL)  # no agent, box or wall
+    for y, x in np.argwhere((plan >= 0) & is_free):
+        cells[y][x] = ARROWS[plan[y, x]] + ' '
+    return [''.join(row) for row in cells]
+
+
+def draw_help(lines: int) -> list[str]:
+    """Return what symbols, arrows and keys mean: at most seven lines of 40 columns."""
+
+    def explain(char: str) -> str:
+        symbol, color, name = TILES[char]
+        return paint('█' if lines < 10 else symbol.strip(), color) + f' {name}'
+
+    text = ['   '.join(map(explain, '#@$.')), '   '.join(map(explain, '*+'))]
+    if lines >= 10:  # else there are no arrows
+        text.append(f'{" ".join(ARROWS)} where the agent plans to step')
+    return [*text, 'space pause   s step   n next level', 'q quit   ? or h help   other keys: back']
+
+
+class Screen:
+    """A block of lines at the end of a terminal's text, drawn over itself."""
+
+    def __init__(self):
+        self.height = 0  # lines that are drawn now
+        self.size = None
+
+    def show(self, lines: list[str]) -> None:
+        """Draw the lines over the last ones; after a change of the terminal's size on a clear
+        screen."""
+        size = shutil.get_terminal_size()
+        if self.size not in (None, size):
+            print('\x1b[2J\x1b[H', end='')
+            self.height = 0
+        lines = lines[-max(1, size.lines - 1) :]  # the cursor stands on a line of its own
+        up = f'\x1b[{self.height}A' if self.height else ''
+        self.size, self.height = size, len(lines)
+        print(up + '\r\x1b[J' + '\n'.join(lines), flush=True)
+
+
+def status_line(text: str) -> str:
+    """Return the text with the keys, cut to the terminal's width: a wrapped line would move all."""
+    columns = shutil.get_terminal_size().columns
+    keys = '  (space pause, s step, n next, q quit, ? help)'
+    if columns <= len(text + keys):
+        keys = '  ? help'
+    return (text + keys)[: max(1, columns - 1)]
 
 
 @contextlib.contextmanager
 def keyboard() -> Iterator[Callable[[float | None], str]]:
-    """-> key(seconds): the next key, '' if none comes in time (None: waits). The terminal is as it
-    was afterwards, whatever ends this. Where none is: no keys, and no waiting."""
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    """Yield read_key(seconds), which returns the next key, or '' if none comes in time; None waits.
+
+    Afterwards the terminal is as it was, whatever ended this. Without a terminal there are no keys
+    and no waiting; where Python has no termios (Windows) there are no keys, and ctrl-C ends a game.
+    """
+    if not is_terminal():
         yield lambda seconds: ''
+        return
+    try:
+        import select
+        import termios
+        import tty
+    except ImportError:
+        yield lambda seconds: time.sleep(seconds or 0) or ''
         return
     source = sys.stdin.fileno()
 
-    def key(seconds: float | None) -> str:
-        ready = select.select([source], [], [], seconds)[0]
-        return (os.read(source, 1).decode(errors='replace') or 'q') if ready else ''
+    def read_key(seconds: float | None) -> str:
+        if not select.select([source], [], [], seconds)[0]:
+            return ''
+        return os.read(source, 1).decode(errors='replace') or 'q'  # the input has ended
 
     def leave(number: int, frame: object) -> None:
-        sys.exit(128 + number)  # by the finally below
+        sys.exit(128 + number)  # through the finally below
 
     handlers = {signal.SIGTERM: leave, signal.SIGHUP: leave, signal.SIGTSTP: signal.SIG_IGN}
     before = termios.tcgetattr(source)
@@ -91,97 +240,96 @@ def keyboard() -> Iterator[Callable[[float | None], str]]:
         signal.signal(number, handler)
     try:
         tty.setcbreak(source)
-        print('\x1b[?25l', end='')  # no cursor
-        yield key
+        print('\x1b[?25l', end='')  # hide the cursor
+        yield read_key
     finally:
         termios.tcsetattr(source, termios.TCSADRAIN, before)
         print('\x1b[?25h', flush=True)
 
 
-def film(model: Agent, packed: ndarray, i: int, device: str) -> tuple[ndarray, ...]:
-    """Level i played greedily -> observations (T + 1, 10, 10, 2), its plans, how it ended."""
-    watched = FeatureRecorder(model)
-    result = run_episodes(watched, packed[i : i + 1], device)
-    steps, end = int(result['steps']), 'solved' if result['solved'].item() else 'not solved'
-    frames = replay(packed[i : i + 1], result['actions'][:, :steps].numpy())[0]
-    said = f'level {i}, {end} in {steps} steps, return {result["return"].item():.1f}'
-    return frames, plans(torch.cat(watched.features).float()), said
+def is_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
-@torch.no_grad()
-def plans(features: Tensor) -> ndarray:
-    """s[L] of a game's steps, (T, 10, 10, C) -> where the probe says that the agent will step onto
-    a cell, (T + 1, 10, 10): up, right, down, left as 0..3, else -1; all -1 without a probe."""
-    ways = np.full((len(features) + 1, 10, 10), -1)
-    path = probe or os.path.join(out_dir, PROBE)
-    if probe or os.path.exists(path):
-        conv = torch.nn.Conv2d(features.size(-1), 5, 3, padding=1)
-        saved = common.read_tensors(path)
-        threshold = saved.pop('threshold', torch.tensor(math.inf))
-        common.load_weights(conv, saved, path)
-        sure, way = F.softmax(conv(features.permute(0, 3, 1, 2)), 1)[:, :4].max(1)
-        ways[:-1] = torch.where(sure >= threshold, way, -1).numpy()
-    return ways
-
-
-def show(board: ndarray, ways: ndarray, line: str, again: bool) -> None:
-    """An observation and a line below it; in a terminal in colours, with the plan on free cells,
-    over the last one if again."""
-    text = board_text(board)
-    if sys.stdout.isatty():
-        cells = [f'\x1b[{TILES[char]}\x1b[0m' for char in text.replace('\n', '')]
-        for k in np.flatnonzero((ways >= 0) & (board[..., 0] == 0)):  # no box, no agent
-            cells[k] = ARROWS[ways.flat[k]]
-        text = '\n'.join(''.join(cells[k : k + 10]) for k in range(0, 100, 10))
-        print('\x1b[11A' * again, end='')  # eleven lines up
-        line = f'\r\x1b[K{line}  (space pause, s step, n next, q quit)'
-    print(f'{text}\n{line}', flush=True)
-
-
-def watch(model: Agent, packed: ndarray, device: str) -> None:
-    """Games one after the other in a terminal; elsewhere one, as plain text."""
-    paused, many = False, games if sys.stdin.isatty() and sys.stdout.isatty() else 1
-    with keyboard() as key:
+def show_games(agent: Agent, levels: ndarray, device: str) -> None:
+    """Show games in a terminal, one after the other."""
+    screen, paused = Screen(), False
+    with keyboard() as read_key:
         for number in itertools.count():
-            i, pressed = (level + number) % len(packed), ''
-            frames, ways, said = film(model, packed, i, device)
-            for t, board in enumerate(frames):
-                last = t + 1 == len(frames)
-                show(board, ways[t], said if last else f'level {i}, step {t}', number + t > 0)
-                pressed = key(None if paused else ms / 1000 * (8 if last else 1))
-                while pressed == ' ':
-                    paused = not paused
-                    pressed = key(None if paused else ms / 1000)
-                paused = paused or pressed == 's'
-                if pressed in ('n', 'q'):
+            i = (level + number) % len(levels)
+            game = play_level(agent, levels, i, device)
+            for t, board in enumerate(game.boards):
+                is_last = t + 1 == len(game.boards)
+                status = game.outcome if is_last else f'level {i}, step {t}'
+                seconds = ms / 1000 * (8 if is_last else 1)
+                while True:
+                    lines = shutil.get_terminal_size().lines - 2  # without status and cursor
+                    drawn = draw_board(board, game.plans[t], lines)
+                    screen.show([*drawn, status_line(status)])
+                    key = read_key(None if paused else seconds)
+                    if key in ('?', 'h'):
+                        screen.show(draw_help(lines))
+                        read_key(None)
+                    elif key == ' ':
+                        paused = not paused
+                    else:
+                        break
+                if key == 'q':
+                    return
+                if key == 'n':
                     break
-            if pressed == 'q' or number + 1 == many:
+                paused = paused or key == 's'
+            if number + 1 == games:
                 return
 
 
+def print_game(agent: Agent, levels: ndarray, device: str) -> None:
+    """Print one game as plain text."""
+    game = play_level(agent, levels, level, device)
+    print(LEGEND)
+    for t, board in enumerate(game.boards):
+        is_last = t + 1 == len(game.boards)
+        print(board_text(board))
+        print(game.outcome if is_last else f'level {level}, step {t}', flush=True)
+
+
+# ----------------------------------------------------------------------------- the script
+
+
 def use_agent() -> None:
-    """A game, a GIF, a solve rate or an export, as asked for."""
-    where = common.pick_device(device)
-    model, about = (load_policy(policy), EASY) if policy else load_agent(out_dir, which, where)[:2]
+    """Export the agent, measure it, write a GIF or show games, as the settings say."""
+    torch_device = common.pick_device(device)
+    if policy:
+        agent, about = load_policy(policy), EASY
+    else:
+        agent, about, _ = load_agent(out_dir, which, torch_device)
     if export:
-        return export_agent(model, about, export)
-    split, made = levels or about['eval_split'], None
-    if split == 'generated':  # the training's own held-out ones but for the few it leaves out
-        made = n_levels, about['n_boxes'], 2 * about['seed'] + 1, about['max_moves']
-    packed, line = load_levels(levels_dir, split, download, made, n_levels)
+        export_agent(agent, about, export)
+        return
+    split, generator = levels or about['eval_split'], None
+    if split == 'generated':
+        # the seed of training's evaluation levels, which leave out the few that are trained on
+        generator = n_levels, about['n_boxes'], 2 * about['seed'] + 1, about['max_moves']
+    packed, source = load_levels(levels_dir, split, download, generator, n_levels)
     if policy or measure:
-        found = evaluate(model, packed, where, None if greedy else about['seed'])
-        said = f'solved {found["solve_rate"]:.1%}, return {found["return"]:.2f}'
-        print(f'{policy or out_dir}: {said}, {found["steps"]:.0f} steps; {line}')
+        rates = evaluate(agent, packed, torch_device, None if greedy else about['seed'])
+        solved = f'solved {rates["solve_rate"]:.1%}, return {rates["return"]:.2f}'
+        print(f'{policy or out_dir}: {solved}, {rates["steps"]:.0f} steps; {source}')
         return
     if level >= len(packed):
         fail(f'level = {level}: there are {len(packed)} levels, counted from 0')
-    if not gif:
-        return watch(model, packed, where)
-    common.need_packages(PIL=True)
-    frames, ways, said = film(model, packed, level, where)
-    save_gif([plan_image(*pair) for pair in zip(frames, ways, strict=True)], gif, ms)
-    print(f'{gif}: {said}')
+    if gif:
+        common.need_packages(PIL=True)
+        game = play_level(agent, packed, level, torch_device)
+        pictures = [
+            plan_image(board, plan) for board, plan in zip(game.boards, game.plans, strict=True)
+        ]
+        save_gif(pictures, gif, ms)
+        print(f'{gif}: {game.outcome}')
+    elif is_terminal():
+        show_games(agent, packed, torch_device)
+    else:
+        print_game(agent, packed, torch_device)
 
 
 def main() -> None:
@@ -190,8 +338,8 @@ def main() -> None:
         fail('name one: --out_dir=FOLDER, or --policy=module:function')
     if sum(map(bool, (policy, measure, export, gif))) > 1:
         fail('policy, measure, export and gif exclude each other: choose one')
-    if not (greedy or measure):
-        fail('greedy = False: wants --measure')
+    if not greedy and not measure:
+        fail('greedy = False samples actions, and needs --measure')
     use_agent()
 
 

@@ -1,22 +1,23 @@
 """
-Sokoban: levels, the environment, pictures.
+Sokoban: levels, their generator, the environment, evaluation of policies, pictures.
 
-$ python sokoban.py --split=generated --show=3                 # as text
+$ python sokoban.py --split=generated --show=3                 # print levels as text
 $ python sokoban.py --levels_dir=levels --split=unfiltered-test --show=12 --picture=levels.png
 $ python sokoban.py --levels_dir=levels --split=unfiltered-valid --download=True # needs a network
 
-Levels are kept packed, 17 bytes each (uint8): 8 for the walls of the 8x8 interior, row-major, most
-significant bit first (the border is always wall); then 4 target, 4 box and 1 agent cell, indices
-0..63 into the interior. A level with fewer than 4 boxes, 1 at least, and as many targets repeats
-its first target and box.
+A packed level is 17 bytes (uint8): 8 for the walls of the 8x8 interior, row-major, most significant
+bit first (the border is always wall); then 4 target cells, 4 box cells and the agent's cell, as
+indices 0..63 into the interior. A level with 1 to 3 boxes has as many targets, and repeats its
+first target and its first box.
 
-The rules are those of Jumanji's Sokoban-v0 (10x10, actions up, right, down, left; a blocked move
-costs a step like any other; reward -0.1 a step, +1 for a box pushed onto a target, -1 for one
-pushed off, +10 when all are on; an episode ends when solved or after 120 steps, both times for
-good: no bootstrap). `SokobanEnv` plays N boards with tensor operations alone, in place and without
-waiting for the device, as a CUDA graph needs; `JumanjiEnv` moves them by Jumanji's own step.
+The rules are those of Jumanji's Sokoban-v0 on 10x10 boards. Actions are up, right, down, left. A
+blocked move costs a step like any other. The reward is -0.1 per step, +1 for a box pushed onto a
+target, -1 for one pushed off, +10 when all boxes are on targets. An episode ends when it is solved
+or after 120 steps; both are terminations, so no value is bootstrapped. `SokobanEnv` plays N boards
+with tensor operations alone, in place and without synchronizing with the device, so that a CUDA
+graph can hold it. `JumanjiEnv` moves the same boards by Jumanji's own code.
 
-Shape letters: N boards, Y = X = 10 rows and columns; cells are numbered row-major, 0..99.
+Shape letters: N boards, n levels, Y = X = 10 rows and columns; cells are numbered row-major, 0..99.
 """
 
 import contextlib
@@ -47,59 +48,65 @@ from common import call_hub, check_fits, fill, need_packages, pin_revision, prin
 levels_dir = ''             # folder of Boxoban text files or .pack17.npy arrays; '': data/boxoban
 split = 'unfiltered-train'  # unfiltered-train, -valid or -test, medium-train or -valid, hard;
                             # 'generated'; or a file
-download = False            # fetch it where it is not there (Hugging Face, 200 bytes a level)
-n_boxes = 4                 # of generated levels, 1 to 4
-max_moves = 120             # of their known solutions, 6 a box or more
-n_levels = 1000             # to generate
+download = False            # download a missing split (Hugging Face, 200 bytes per level)
+n_boxes = 4                 # boxes of generated levels, 1 to 4
+max_moves = 120             # longest known solution of generated levels, at least 6 per box
+n_levels = 1000             # generated levels
 seed = 1337                 # of the generator
-show = 1                    # levels to print, from the first on
-picture = ''                # a PNG file for them
+show = 1                    # levels to print, starting with the first
+picture = ''                # a PNG file to draw them into
 
 RANGES = {'show': (1, math.inf)}
 # fmt: on
 
-SIZE, INSIDE, CELLS = 10, 8, 100
-DELTA = (-10, 1, 10, -1)  # of the agent's cell, for up, right, down, left
+SIZE, INSIDE, CELLS = 10, 8, 100  # rows and columns, those of the interior, cells
+DELTA = (-10, 1, 10, -1)  # change of a cell's number by up, right, down, left
 TIME_LIMIT = 120
 EVALUATION_BATCH = 256  # boards that are evaluated at once
-# of board_keys: independent random numbers for each purpose
+# for board_keys: independent random numbers for each purpose
 LEVEL_STREAM, ACTION_STREAM, EVALUATION_STREAM = 0, 1, 2
-# Jumanji's codes: walls and targets in the fixed grid, agent and boxes in the variable one
+# Jumanji's codes: walls and targets are in its fixed grid, agent and boxes in its variable grid
 WALL, TARGET, AGENT, BOX = 1, 2, 3, 4
-LEVEL_BYTES = 300  # a generated level, at the least: packed, unpacked, its solution, both's objects
-REVERSE_STEPS, AT_ONCE = 300, 4096  # of the generator: moves of a reverse play, boards
+# bytes of memory for a generated level: packed, unpacked, its solution, objects that hold them
+LEVEL_BYTES = 300
+# of the generator: moves played in reverse, boards at once
+REVERSE_STEPS, GENERATOR_BATCH = 300, 4096
 HUB = 'InstaDeepAI/boxoban-levels'
-BROKEN_ARRAY = *BROKEN, OSError, EOFError, tokenize.TokenError
+BROKEN_ARRAY = (*BROKEN, OSError, EOFError, tokenize.TokenError)  # what np.load raises
 CHARS = np.frombuffer(b' ??@$?#?????.??+*???????', np.uint8).reshape(4, 6)  # [fixed, variable]
+INTERIOR = np.arange(CELLS).reshape(SIZE, SIZE)[1:-1, 1:-1].ravel()  # cell 0..99 of index 0..63
+
+# The environment's tables. NEXT_CELLS[cell, action]: the cell and the two next ones that way.
 AHEAD = np.array(DELTA)[:, None] * np.arange(3)
-PATHS = np.clip(np.arange(CELLS)[:, None, None] + AHEAD, 0, 99)  # [cell, action]: it, the next two
-# what a step does, by the codes of the two cells before the agent, (8, 8, 4) int64: whether it
-# moves, both codes afterwards, and how many more boxes are on targets
+NEXT_CELLS = np.clip(np.arange(CELLS)[:, None, None] + AHEAD, 0, CELLS - 1)
+# OUTCOMES[near, far] for the codes of the two cells before the agent, (8, 8, 4) int64: whether the
+# agent moves, both codes afterwards, and the change in the number of boxes on targets.
 NEAR, FAR = np.mgrid[:8, :8]
 MOVES = (NEAR & WALL == 0) & ((NEAR & BOX == 0) | (FAR & (WALL | BOX) == 0))
 PUSHED = MOVES * (NEAR & BOX)
-MORE = (PUSHED > 0) * ((FAR & TARGET) - (NEAR & TARGET)) // TARGET
-OUTCOMES = np.stack([MOVES, NEAR - PUSHED, FAR + PUSHED, MORE], -1)
-INTERIOR = np.arange(CELLS).reshape(SIZE, SIZE)[1:-1, 1:-1].ravel()  # cell 0..99 of 0..63
+ON_TARGET = (PUSHED > 0) * ((FAR & TARGET) - (NEAR & TARGET)) // TARGET
+OUTCOMES = np.stack([MOVES, NEAR - PUSHED, FAR + PUSHED, ON_TARGET], -1)
 
 
 # ----------------------------------------------------------------------------- levels
 
 
 def pack(wall: ndarray, target: ndarray, box: ndarray, agent: ndarray) -> ndarray:
-    """Boards as masks (N, 64) of the interior, agent (N,) an interior cell -> (N, 17) uint8."""
-    out = np.empty((len(wall), 17), np.uint8)
-    out[:, :8] = np.packbits(wall, axis=1)
+    """Return packed levels (N, 17) uint8 from boolean masks (N, 64) of the interior and the agents'
+    interior cells (N,)."""
+    packed = np.empty((len(wall), 17), np.uint8)
+    packed[:, :8] = np.packbits(wall, axis=1)
     for first, mask in ((8, target), (12, box)):
-        order = np.argsort(~mask, axis=1, kind='stable')[:, :4]  # cells of the mask come first
-        filled = np.take_along_axis(mask, order, 1)
-        out[:, first : first + 4] = np.where(filled, order, order[:, :1])
-    out[:, 16] = agent
-    return out
+        cells = np.argsort(~mask, axis=1, kind='stable')[:, :4]  # cells of the mask come first
+        is_set = np.take_along_axis(mask, cells, 1)
+        packed[:, first : first + 4] = np.where(is_set, cells, cells[:, :1])
+    packed[:, 16] = agent
+    return packed
 
 
 def unpack(levels: ndarray) -> tuple[ndarray, ndarray]:
-    """(N, 17) uint8 -> grids (N, 100) uint8, sums of WALL, TARGET, BOX; agents' cells (N,)."""
+    """Return grids (N, 100) uint8, sums of WALL, TARGET and BOX, and the agents' cells (N,) of
+    packed levels (N, 17)."""
     cells, rows = INTERIOR[levels[:, 8:]], np.arange(len(levels))[:, None]
     grid = np.full((len(levels), CELLS), WALL, np.uint8)
     grid[:, INTERIOR] = np.unpackbits(levels[:, :8], axis=1)
@@ -108,75 +115,95 @@ def unpack(levels: ndarray) -> tuple[ndarray, ndarray]:
     return grid, cells[:, 8].copy()
 
 
-def check_boards(boards: ndarray, where: str, first: int = 0) -> ndarray:
-    """ASCII codes (N, 10, 10) uint8 -> packed (N, 17). Mistake names `where` and the level, the
-    first being `first`."""
-    kinds = np.full(256, 16, np.uint8)  # of a code: sums of these bits
-    kinds[list(b'# .$@*+')] = WALL, 0, TARGET, BOX, 8, TARGET | BOX, TARGET | 8
+def pack_text(boards: ndarray, path: str, first: int = 0) -> ndarray:
+    """Return packed levels (N, 17) from boards of ASCII codes (N, 10, 10) uint8.
+
+    Raises Mistake, which names the path and the number of the level (that of boards[0] is `first`),
+    for a board that is no level.
+    """
+    agent_bit, odd_bit = 8, 16
+    kinds = np.full(256, odd_bit, np.uint8)  # sums of bits for every code
+    kinds[list(b'# .$@*+')] = (
+        WALL, 0, TARGET, BOX, agent_bit, TARGET | BOX, TARGET | agent_bit,
+    )  # fmt: skip
     bits = kinds[boards]
-    wall, target, box, agent, odd = ((bits & bit) > 0 for bit in (WALL, TARGET, BOX, 8, 16))
-    targets, boxes, agents = (mask.sum((1, 2)) for mask in (target, box, agent))
-    border = ~wall
-    border[:, 1:-1, 1:-1] = False
-    bad = {
+    wall, target, box, agent, odd = (
+        (bits & bit) > 0 for bit in (WALL, TARGET, BOX, agent_bit, odd_bit)
+    )
+    n_targets, n_boxes, n_agents = (mask.sum((1, 2)) for mask in (target, box, agent))
+    open_border = ~wall
+    open_border[:, 1:-1, 1:-1] = False
+    mistakes = {
         'has a character that is none of # .$@*+': odd.any((1, 2)),
-        'is not walled in': border.any((1, 2)),
-        'has not exactly one agent': agents != 1,
-        'has not 1 to 4 boxes': (boxes < 1) | (boxes > 4),
-        'has not as many targets as boxes': targets != boxes,
+        'is not walled in': open_border.any((1, 2)),
+        'has not exactly one agent': n_agents != 1,
+        'has not 1 to 4 boxes': (n_boxes < 1) | (n_boxes > 4),
+        'has not as many targets as boxes': n_targets != n_boxes,
     }
-    for what, mask in bad.items():
+    for what, mask in mistakes.items():
         if mask.any():
-            raise Mistake(f'{where}: level {first + int(mask.argmax())} {what}')
-    inner = [mask[:, 1:-1, 1:-1].reshape(-1, 64) for mask in (wall, target, box, agent)]
-    return pack(*inner[:3], inner[3].argmax(1))
+            raise Mistake(f'{path}: level {first + int(mask.argmax())} {what}')
+    wall, target, box, agent = (
+        mask[:, 1:-1, 1:-1].reshape(-1, INSIDE**2) for mask in (wall, target, box, agent)
+    )
+    return pack(wall, target, box, agent.argmax(1))
 
 
-def parse_text(text: str, where: str) -> ndarray:
-    """Boxoban's text form: `; index`, ten rows of ten characters, a blank line. -> (N, 17)."""
+def parse_text(text: str, path: str) -> ndarray:
+    """Return packed levels (N, 17) from Boxoban's text.
+
+    Each level is a line `; index`, ten rows of ten characters and a blank line. Raises Mistake,
+    which names the path and the level, for anything else.
+    """
     head, *blocks = ('\n' + text).split('\n;')
     if head.strip() or not blocks:
-        raise Mistake(f'{where}: level 0 does not start with a line "; index"')
+        raise Mistake(f'{path}: level 0 does not start with a line "; index"')
     boards = ''
     for index, block in enumerate(blocks):
         rows = [row for row in block.split('\n')[1:] if row]
         if [len(row) for row in rows] != [SIZE] * SIZE:
-            raise Mistake(f'{where}: level {index} is not ten rows of ten characters')
+            raise Mistake(f'{path}: level {index} is not ten rows of ten characters')
         boards += ''.join(rows)
     codes = np.frombuffer(boards.encode('ascii', 'replace'), np.uint8)
-    return check_boards(codes.reshape(-1, SIZE, SIZE), where)
+    return pack_text(codes.reshape(-1, SIZE, SIZE), path)
 
 
-def pack_observations(boards: ndarray, where: str) -> ndarray:
-    """Observations (N, 10, 10, 2), of any integers, checked -> packed (N, 17)."""
+def pack_observations(boards: ndarray, path: str) -> ndarray:
+    """Return packed levels (N, 17) from observations (N, 10, 10, 2) of any integer type.
+
+    Raises Mistake, which names the path and the level, for a board that is no level.
+    """
     packed = []
-    for i in range(0, len(boards), 50_000):  # pieces: a whole file unpacked would be large
+    for i in range(0, len(boards), 50_000):  # in parts: a whole file unpacked would be large
         variable, fixed = np.moveaxis(boards[i : i + 50_000], -1, 0)
-        packed.append(check_boards(CHARS[fixed.clip(-1, 3), variable.clip(-1, 5)], where, i))
+        packed.append(pack_text(CHARS[fixed.clip(-1, 3), variable.clip(-1, 5)], path, i))
     return np.concatenate(packed)
 
 
-def fetch(split: str, folder: str) -> None:
-    """Downloads a split of Jumanji's copy of Boxoban, all of one commit, which meta.json names, and
-    keeps it packed in `folder`. Jumanji 1.1.2 replaces the last level of each of Boxoban's text
-    files by the one before, and its copy may have been made so: the text itself is better."""
-    where = f'{HUB} {split}.npy'
+def download_split(split: str, folder: str) -> None:
+    """Download a split of Jumanji's copy of Boxoban and write it packed into `folder`.
+
+    All splits in a folder come from one commit, which meta.json names. Jumanji 1.1.2 replaces the
+    last level of each of Boxoban's text files by the one before, and its copy may have been made
+    that way: prefer the text files where you have them. Raises Mistake if the download fails.
+    """
+    path = f'{HUB} {split}.npy'
     os.makedirs(folder, exist_ok=True)
-    known = read_json(os.path.join(folder, 'meta.json')) or {'source': HUB}
-    revision = pin_revision(known, folder, HUB, 'model')
-    print(f'downloading {where} ({revision[:12]})', flush=True)
+    meta = read_json(os.path.join(folder, 'meta.json')) or {'source': HUB}
+    revision = pin_revision(meta, folder, HUB, 'model')
+    print(f'downloading {path} ({revision[:12]})', flush=True)
     grids = read_array(call_hub('hf_hub_download', HUB, f'{split}.npy', revision=revision))
     if grids.shape[1:] != (SIZE, SIZE, 2) or grids.dtype.kind not in 'iu' or len(grids) == 0:
         found = f'{grids.dtype} of shape {grids.shape}'
-        raise Mistake(f'{where}: expected integers of shape (N, 10, 10, 2), found {found}')
-    if grids[0, 0, 0, 0] == WALL:  # its corner: on the Hub `fixed` comes first
+        raise Mistake(f'{path}: expected integers of shape (N, 10, 10, 2), found {found}')
+    if grids[0, 0, 0, 0] == WALL:  # the corner: some files hold the fixed grid first
         grids = grids[..., ::-1]
-    packed = pack_observations(grids, where)
+    packed = pack_observations(grids, path)
     write_atomic(f'{folder}/{split}.pack17.npy', lambda file: np.save(file, packed))
 
 
 def read_array(path: str) -> ndarray:
-    """A .npy file, mapped, so that a damaged header allocates nothing."""
+    """Return a .npy file, mapped into memory, so that a damaged header allocates nothing."""
     try:
         return np.asarray(np.load(path, mmap_mode='r', allow_pickle=False))
     except BROKEN_ARRAY as error:
@@ -184,7 +211,10 @@ def read_array(path: str) -> ndarray:
 
 
 def read_file(path: str) -> ndarray:
-    """One file's levels, packed."""
+    """Return the packed levels (N, 17) of a text file or an array of packed levels.
+
+    Raises Mistake if the file is damaged or holds a board that is no level.
+    """
     if not path.endswith('.npy'):
         with open(path, encoding='ascii', errors='replace') as file:
             return parse_text(file.read(), path)
@@ -198,8 +228,11 @@ def read_file(path: str) -> ndarray:
 
 
 def split_files(folder: str, split: str) -> list[str]:
-    """A split's files: SPLIT.pack17.npy; or text files SPLIT*.txt (also with _ for -); or Boxoban's
-    own tree."""
+    """Return the files of a split, [] if there are none.
+
+    These are SPLIT.pack17.npy, else text files SPLIT*.txt (also with _ for -), else those in
+    Boxoban's own tree, as unfiltered/test/*.txt.
+    """
     name, within = glob.escape(split), glob.escape(folder)
     tree = os.path.join(*name.split('-'), '*.txt')
     for pattern in f'{name}.pack17.npy', f'{name.replace("-", "[-_]")}*.txt', tree:
@@ -208,13 +241,22 @@ def split_files(folder: str, split: str) -> list[str]:
     return []
 
 
-def load_levels(levels_dir: str, split: str, download=False, made=(), most=math.inf) -> tuple:
-    """-> packed levels (N, 17), the first `most`, and a line that says where they are from. split:
-    a file; 'generated', made = generate's arguments; or a split's name, looked for in levels_dir
-    ('': data/boxoban), else downloaded into it if `download`. Mistake."""
+def load_levels(
+    levels_dir: str,
+    split: str,
+    download: bool = False,
+    generator: tuple = (),
+    limit: float = math.inf,
+) -> tuple[ndarray, str]:
+    """Return the first `limit` packed levels (N, 17), and a line that says where they are from.
+
+    split: a file; or 'generated', by generate(*generator); or the name of a split, whose files are
+    looked for in levels_dir ('': data/boxoban), and downloaded into it if `download` is set. Raises
+    Mistake if there are none, or if a file is damaged.
+    """
     if split == 'generated':
-        n, boxes, seed, max_moves, *_ = made
-        levels = generate(*made)[0]
+        n, boxes, seed, max_moves, *_ = generator
+        levels, _ = generate(*generator)
         line = f'{n:,} generated levels, boxes: {boxes}, moves: at most {max_moves}, seed: {seed}'
     elif os.path.isfile(split):
         levels = read_file(split)
@@ -224,131 +266,181 @@ def load_levels(levels_dir: str, split: str, download=False, made=(), most=math.
     else:
         folder, source = levels_dir or os.path.join('data', 'boxoban'), ''
         if download and not split_files(folder, split):
-            fetch(split, folder)
+            download_split(split, folder)
             source = f' downloaded from {HUB}'
         paths = split_files(folder, split)
         if not paths:
+            missing = 'no such folder'
+            if os.path.isdir(folder):
+                missing = f'no {split}.pack17.npy, no {split}*.txt'
             command = ['python', 'sokoban.py', f'--split={split}', '--download=True']
-            command += [f'--levels_dir={levels_dir}'] * bool(levels_dir)
-            there = os.path.isdir(folder)
-            missing = f'no {split}.pack17.npy, no {split}*.txt' if there else 'no such folder'
-            how = f"`{shlex.join(command)}` fetches {split}; 'generated' instead of it makes levels"
-            raise Mistake(f'{folder}: {missing}: {how}')
+            if levels_dir:
+                command.append(f'--levels_dir={levels_dir}')
+            advice = (
+                f"`{shlex.join(command)}` downloads {split}; the split 'generated' needs no files"
+            )
+            raise Mistake(f'{folder}: {missing}: {advice}')
         levels = np.concatenate([read_file(path) for path in paths])
         files = f'{len(paths)} file{"s" * (len(paths) > 1)}'
         line = f'{len(levels):,} levels of {split} from {files} in {folder}{source}'
-    if most < len(levels):
-        return levels[:most], f'the first {most:,} of {line}'
+    if limit < len(levels):
+        return levels[:limit], f'the first {limit:,} of {line}'
     return levels, line
 
 
-def load_level_sets(c: dict, trains: bool = True, whole: bool = False) -> tuple[tuple, tuple]:
-    """By train_sokoban.py's settings the levels to train on (none, unless `trains` or others depend
-    on them) and the held-out ones, the first eval_games unless `whole`, each as load_levels gives
-    them. Of generated ones, none is among both. Mistake."""
-    trained, alike = (np.empty((0, 17), np.uint8), ''), c['split'] == c['eval_split'] == 'generated'
-    where, download = c['levels_dir'], c['download']
-    if trains or alike:
-        made = c['n_levels'], c['n_boxes'], 2 * c['seed'], c['max_moves']
-        trained = load_levels(where, c['split'], download, made)
-    made = c['eval_games'], c['n_boxes'], 2 * c['seed'] + 1, c['max_moves']
-    made, most = (*made, trained[0] if alike else ()), math.inf if whole else c['eval_games']
-    return trained, load_levels(where, c['eval_split'], download, made, most)
+def load_level_sets(
+    config: dict, training: bool = True, whole_split: bool = False
+) -> tuple[tuple[ndarray, str], tuple[ndarray, str]]:
+    """Return the training and the evaluation levels for train_sokoban.py's settings, each as
+    load_levels returns them.
+
+    No generated level is in both sets. Without `training` the training levels are empty, unless
+    the evaluation levels depend on them. The evaluation levels are the first eval_games of their
+    split, or with whole_split all of them.
+    """
+    both_generated = config['split'] == config['eval_split'] == 'generated'
+    n_boxes, max_moves = config['n_boxes'], config['max_moves']
+    train_levels, train_line = np.empty((0, 17), np.uint8), ''
+    if training or both_generated:
+        train_levels, train_line = load_levels(
+            config['levels_dir'],
+            config['split'],
+            config['download'],
+            generator=(config['n_levels'], n_boxes, 2 * config['seed'], max_moves),
+        )
+    exclude = train_levels if both_generated else ()
+    evaluation = load_levels(
+        config['levels_dir'],
+        config['eval_split'],
+        config['download'],
+        generator=(config['eval_games'], n_boxes, 2 * config['seed'] + 1, max_moves, exclude),
+        limit=math.inf if whole_split else config['eval_games'],
+    )
+    return (train_levels, train_line), evaluation
 
 
 # ----------------------------------------------------------------------------- the generator
 
 
 def carve(N: int, rng: Generator) -> ndarray:
-    """Connected rooms, floor (N, 100) bool: a walker clears a random pattern at each place."""
+    """Return connected rooms (N, 100) bool, true on floor: a random walker clears one of five
+    patterns of cells wherever it stands."""
     patterns = np.array([[-1, 0, 1], [-10, 0, 10], [0, 1, 10], [0, 10, 11], [0, -1, -10]])
     floor, rows = np.zeros((N, CELLS), bool), np.arange(N)
-    inner = np.isin(np.arange(CELLS), INTERIOR)
-    cell, way = INTERIOR[rng.integers(0, 64, N)], rng.integers(0, 4, N)
+    interior = np.isin(np.arange(CELLS), INTERIOR)
+    cell = INTERIOR[rng.integers(0, 64, N)]
+    direction = rng.integers(0, 4, N)
     for _ in range(34):
-        turn = rng.random(N) < 0.35
-        way = np.where(turn, rng.integers(0, 4, N), way)
-        to = cell + np.array(DELTA)[way]
-        cell = np.where(inner[to], to, cell)
+        turns = rng.random(N) < 0.35
+        direction = np.where(turns, rng.integers(0, 4, N), direction)
+        next_cell = cell + np.array(DELTA)[direction]
+        cell = np.where(interior[next_cell], next_cell, cell)
         floor[rows[:, None], cell[:, None] + patterns[rng.integers(0, 5, N)]] = True
-    return floor & inner
+    return floor & interior
 
 
-def reverse_play(floor: ndarray, target: ndarray, agent: ndarray, rng: Generator) -> tuple:
-    """Plays backwards from solved boards: the agent walks at random and mostly pulls the box behind
-    it along. floor, target (N, 100) bool, agent (N,) -> box, agent, the forward move that undoes
-    each step exactly (steps, N), and a number for each state met (steps + 1, N): equal for equal
-    states, 0 where all boxes are home."""
+def play_in_reverse(
+    floor: ndarray, target: ndarray, agent: ndarray, rng: Generator
+) -> tuple[ndarray, ndarray, ndarray, ndarray]:
+    """Play backwards from solved boards: the agent walks at random and mostly pulls the box behind
+    it along.
+
+    floor, target (N, 100) bool, agent (N,) cells. Return boxes (N, 100), agents (N,), the forward
+    action that exactly undoes each step (steps, N), and a number for every state that was met
+    (steps + 1, N): equal for equal states, 0 where all boxes are on targets.
+    """
     N, delta, steps = len(floor), np.array(DELTA), REVERSE_STEPS
-    base = np.arange(N) * CELLS  # all boards in one row of N * 100 cells
-    home, box, at = target.ravel(), target.ravel().copy(), base + agent
+    base = np.arange(N) * CELLS  # all boards lie in one row of N * 100 cells
+    target, box, at = target.ravel(), target.ravel().copy(), base + agent
     blocked = ~floor.ravel() | box
-    code = rng.integers(1, 1 << 60, (2, CELLS))  # a state's number: their sum over boxes and agent
-    boxes = target @ code[0]
+    # a state's number is the sum of its boxes' and its agent's codes
+    codes = rng.integers(1, 1 << 60, (2, CELLS))
+    boxes = target.reshape(N, CELLS) @ codes[0]
     solved, states = boxes.copy(), np.zeros((steps + 1, N), np.int64)
     undo = np.zeros((steps, N), np.int8)
-    ways = rng.integers(0, 4, (2, steps, N), dtype=np.uint8)
-    luck = rng.random((steps, N), np.float32)
+    directions = rng.integers(0, 4, (2, steps, N), dtype=np.uint8)
+    u = rng.random((steps, N), np.float32)
     for t in range(steps):
-        step = delta[ways[1, t]]
-        # of two ways one that pulls a box off a target
-        frees = ~blocked[at + step] & box[at - step] & home[at - step]
-        way = np.where(frees, ways[1, t], ways[0, t])
-        step = delta[way]
+        # of two random directions prefer one that pulls a box off a target
+        step = delta[directions[1, t]]
+        frees = ~blocked[at + step] & box[at - step] & target[at - step]
+        direction = np.where(frees, directions[1, t], directions[0, t])
+        step = delta[direction]
         moves = ~blocked[at + step]
-        wants = luck[t] < np.where(home[at], 0.1, 0.95)  # seldom onto a target
-        pulls = np.flatnonzero(moves & box[at - step] & wants)
+        may_pull = u[t] < np.where(target[at], 0.1, 0.95)  # seldom onto a target
+        pulls = np.flatnonzero(moves & box[at - step] & may_pull)
         new, old = at[pulls], (at - step)[pulls]
-        box[old], box[new], blocked[old], blocked[new] = False, True, False, True
-        boxes[pulls] += code[0, new % CELLS] - code[0, old % CELLS]
+        box[old], box[new] = False, True
+        blocked[old], blocked[new] = False, True
+        boxes[pulls] += codes[0, new % CELLS] - codes[0, old % CELLS]
         at = np.where(moves, at + step, at)
-        states[t + 1] = np.where(boxes == solved, 0, boxes + code[1, at - base])
-        undo[t] = (way + 2) % 4
+        states[t + 1] = np.where(boxes == solved, 0, boxes + codes[1, at - base])
+        undo[t] = (direction + 2) % 4
     return box.reshape(N, CELLS), at - base, undo, states
 
 
-def solution(undo: ndarray, states: ndarray) -> ndarray:
-    """A reverse play (steps,), (steps + 1,) -> what solves it; a state is left as it was last."""
+def remove_loops(undo: ndarray, states: ndarray) -> ndarray:
+    """Return the actions that solve a level made by reverse play, without the loops of the play.
+
+    undo (steps,) and states (steps + 1,) are those of play_in_reverse. Every state is left the way
+    it was left the last time.
+    """
     states = states.tolist()
-    last, path = dict(zip(states, range(len(states)), strict=True)), []
-    t = last[0]
+    last_visit = {state: t for t, state in enumerate(states)}
+    kept, t = [], last_visit[0]
     while t < len(undo):
-        path.append(t)
-        t = last[states[t + 1]]
-    return undo[path[::-1]]
+        kept.append(t)
+        t = last_visit[states[t + 1]]
+    return undo[kept[::-1]]
 
 
-def generate(n: int, boxes=4, seed=0, max_moves=TIME_LIMIT, without: Iterable = ()) -> tuple:
-    """n levels by reverse play, solvable within max_moves; no box and no agent starts on a target,
-    none is among `without` (N, 17). -> packed (n, 17) and each one's solution (int8). Deterministic
-    in its arguments; more levels continue fewer."""
-    least = 6 * boxes  # of max_moves: with fewer hardly any level is found
-    if not (1 <= boxes <= 4 and n >= 1 and seed >= 0 and least <= max_moves <= TIME_LIMIT):
-        given = f'n_boxes = {boxes} (1 to 4), n_levels = {n}, seed = {seed}'
-        raise Mistake(f'{given}, max_moves = {max_moves} ({least} to {TIME_LIMIT}): out of range')
+def generate(
+    n: int,
+    boxes: int = 4,
+    seed: int = 0,
+    max_moves: int = TIME_LIMIT,
+    exclude: Iterable = (),
+) -> tuple[ndarray, list[ndarray]]:
+    """Generate n levels by reverse play and return them packed (n, 17), with a solution (int8) of
+    at most max_moves actions each.
+
+    No box and no agent starts on a target, and no level is among `exclude` (packed). The result
+    depends on the arguments alone, and more levels continue fewer. Raises Mistake if an argument is
+    out of range.
+    """
+    least_moves = 6 * boxes  # with fewer hardly any level is found
+    in_range = 1 <= boxes <= 4 and n >= 1 and seed >= 0
+    if not (in_range and least_moves <= max_moves <= TIME_LIMIT):
+        values = f'n_boxes = {boxes} (1 to 4), n_levels = {n}, seed = {seed}'
+        limits = f'({least_moves} to {TIME_LIMIT})'
+        raise Mistake(f'{values}, max_moves = {max_moves} {limits}: out of range')
     check_fits(n * LEVEL_BYTES, f'n_levels = {n:,}')
-    rng, levels, solutions, due = np.random.default_rng(seed), [], [], every()
-    known = set(map(bytes, without))
+    rng, is_due = np.random.default_rng(seed), every()
+    levels, solutions = [], []
+    excluded = set(map(bytes, exclude))
     while len(levels) < n:
-        floor = carve(AT_ONCE, rng)
-        # where a box can be pulled off
-        free = [np.roll(floor, -d, 1) & np.roll(floor, -2 * d, 1) for d in DELTA]
-        free = floor & np.any(free, 0)
-        large = (floor.sum(1) >= 4 * boxes + 4) & (free.sum(1) >= boxes)
-        floor, free, target = floor[large], free[large], np.zeros_like(floor[large])
-        order = np.argsort(np.where(free, rng.random(floor.shape), 2), 1)
+        floor = carve(GENERATOR_BATCH, rng)
+        # cells from which a box can be pulled away
+        pullable = [np.roll(floor, -d, 1) & np.roll(floor, -2 * d, 1) for d in DELTA]
+        pullable = floor & np.any(pullable, 0)
+        is_large = (floor.sum(1) >= 4 * boxes + 4) & (pullable.sum(1) >= boxes)
+        floor, pullable = floor[is_large], pullable[is_large]
+        order = np.argsort(np.where(pullable, rng.random(floor.shape), 2), 1)
+        target = np.zeros_like(floor)
         np.put_along_axis(target, order[:, :boxes], True, 1)
         agent = np.where(floor & ~target, rng.random(floor.shape), -1).argmax(1)
-        box, agent, undo, states = reverse_play(floor, target, agent, rng)
-        good = np.flatnonzero(~(box & target).any(1) & ~target[np.arange(len(floor)), agent])
-        masks = [mask[good][:, INTERIOR] for mask in (~floor, target, box)]
-        packed = pack(*masks, np.searchsorted(INTERIOR, agent[good]))
-        for level, i in zip(packed, good, strict=True):
-            actions = solution(undo[:, i], states[:, i])
-            if 3 * boxes <= len(actions) <= max_moves and bytes(level) not in known:  # not dull
+        box, agent, undo, states = play_in_reverse(floor, target, agent, rng)
+        on_target = (box & target).any(1) | target[np.arange(len(floor)), agent]
+        kept = np.flatnonzero(~on_target)
+        wall, target, box = (mask[kept][:, INTERIOR] for mask in (~floor, target, box))
+        packed = pack(wall, target, box, np.searchsorted(INTERIOR, agent[kept]))
+        for level, i in zip(packed, kept, strict=True):
+            actions = remove_loops(undo[:, i], states[:, i])
+            # fewer actions than 3 per box would be dull
+            if 3 * boxes <= len(actions) <= max_moves and bytes(level) not in excluded:
                 levels.append(level)
                 solutions.append(actions)
-        if due():
+        if is_due():
             print(f'    {len(levels):,} of {n:,} levels generated', flush=True)
     return np.stack(levels[:n]), solutions[:n]
 
@@ -357,57 +449,74 @@ def generate(n: int, boxes=4, seed=0, max_moves=TIME_LIMIT, without: Iterable = 
 
 
 def scramble(x: Tensor) -> Tensor:
-    """splitmix64's finalizer, int64 -> int64. Shifts are arithmetic, so signs are masked."""
+    """Return splitmix64's finalizer of int64; signs are masked, because shifts are arithmetic."""
     x = (x ^ (x >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47  # 0xbf58476d1ce4e5b9
     x = (x ^ (x >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15  # 0x94d049bb133111eb
     return x ^ (x >> 31 & (1 << 33) - 1)
 
 
 def board_keys(seed: int, stream: int, board: Tensor) -> Tensor:
-    """Return random_bits' keys for the boards with these numbers (N,) int64, for one *_STREAM."""
+    """Return the keys of random_bits for the boards with these numbers (N,) int64 and one of the
+    streams LEVEL_STREAM, ACTION_STREAM and EVALUATION_STREAM."""
     return scramble(scramble(torch.full_like(board, (seed * 4 + stream) % (1 << 63))) + board)
 
 
 def random_bits(keys: Tensor, count: Tensor) -> Tensor:
-    """A random number 0..2^53-1 for each board's key (N,) and count (N,) or (), by these alone:
-    nothing depends on how boards are split over ranks, a resumed run needs no generator's state,
-    and a CUDA graph draws anew at every replay."""
+    """Return random integers 0..2^53 - 1 that depend on each board's key (N,) and count (N,) or ()
+    alone.
+
+    So nothing depends on how boards are split over ranks, a resumed run needs no generator's state,
+    and a CUDA graph samples anew at every replay.
+    """
     return scramble(keys + count) >> 11 & (1 << 53) - 1
 
 
 class SokobanEnv:
-    """N boards at once. order 'random': an ended board draws its next level from all, with
-    replacement; 'sequence': board i plays levels i, i + N, i + 2N, ... All state is in tensors (N,
-    ...), changed in place. first_board: number of board 0, if other ranks have boards of the run.
-    Rules are tables: on a GPU a step costs its number of kernels, and torch.compile fuses them."""
+    """N boards that are played at once.
+
+    order 'random': a board whose episode has ended samples its next level from all levels, with
+    replacement; 'sequence': board i plays levels i, i + N, i + 2N, ... first_board is the number of
+    board 0 if other ranks have boards of the same run.
+
+    All state is in tensors (N, ...) that are changed in place. The rules are tables, because on a
+    GPU a step costs as much as it has kernels, and torch.compile fuses lookups.
+    """
 
     STATE = ('level', 'grid', 'agent', 'steps', 'total', 'episode')
 
     def __init__(
-        self, levels: ndarray, N: int, seed=0, device='cpu', order='random', first_board=0
+        self,
+        levels: ndarray,
+        N: int,
+        seed: int = 0,
+        device: str = 'cpu',
+        order: str = 'random',
+        first_board: int = 0,
     ):
         if order not in ('random', 'sequence'):
             raise ValueError(f"order = {order!r}: expected 'random' or 'sequence'")
         self.N, self.order = N, order
-        tables = *unpack(levels), OUTCOMES, PATHS  # (n, 100), (n,), (8, 8, 4), (100, 4, 3)
-        moved = (torch.from_numpy(table).to(device) for table in tables)
-        self.grids, self.agents, self.outcomes, self.paths = moved
+        grids, agents = unpack(levels)
+        self.grids = torch.from_numpy(grids).to(device)  # (n, 100)
+        self.agents = torch.from_numpy(agents).to(device)  # (n,)
+        self.outcomes = torch.from_numpy(OUTCOMES).to(device)  # (8, 8, 4)
+        self.next_cells = torch.from_numpy(NEXT_CELLS).to(device)  # (100, 4, 3)
         self.cell = torch.arange(CELLS, device=device)
         self.board = torch.arange(first_board, first_board + N, device=device)
         # sums of WALL, TARGET and BOX
         self.grid = torch.zeros(N, CELLS, dtype=torch.uint8, device=device)
         self.level, self.agent, self.steps, self.episode = self.board.new_zeros(4, N)
         self.total = torch.zeros(N, device=device)  # the episode's return so far
-        self.begin(seed)
+        self.restart(seed)
 
-    def begin(self, seed: int) -> None:
-        """Anew, with the levels of another seed."""
+    def restart(self, seed: int) -> None:
+        """Start all boards again, with the random levels of another seed."""
         self.keys = board_keys(seed, LEVEL_STREAM, self.board)
         self.episode.zero_()
         self.reset(torch.ones_like(self.board, dtype=torch.bool))
 
     def reset(self, which: Tensor) -> None:
-        """The next level for the boards of the mask (N,)."""
+        """Put the boards of the mask (N,) on their next level."""
         number = self.board + self.episode * self.N
         if self.order == 'random':
             number = random_bits(self.keys, self.episode)
@@ -420,31 +529,34 @@ class SokobanEnv:
         self.episode.add_(which)
 
     def step(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """action (N,) int64, 0..3 -> reward (N,) fp32, done (N,), solved (N,) bool. A board that is
-        done is reset at once: the next observation is the new episode's."""
+        """Play actions (N,) int64, 0..3, and return reward (N,) fp32, done (N,), solved (N,) bool.
+
+        A board that is done is reset at once: the next observation is of its new episode.
+        """
         reward, done, solved = self.move(action)
         self.reset(done)
         return reward, done, solved
 
     def move(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The step without the reset."""
-        path = self.paths[self.agent, action]  # (N, 3)
-        near, far = self.grid.gather(1, path[:, 1:]).long().unbind(1)
+        """Play a step without the reset."""
+        cells = self.next_cells[self.agent, action]  # (N, 3): the agent's, and two before it
+        near, far = self.grid.gather(1, cells[:, 1:]).long().unbind(1)
         outcome = self.outcomes[near, far]  # (N, 4)
-        new = outcome[:, 1:3].to(torch.uint8)  # (N, 2)
-        here = self.cell == path[:, 1:, None]  # (N, 2, 100); a scatter fuses with nothing
-        grid = torch.where(here[:, 1], new[:, 1:], self.grid)
-        self.grid.copy_(torch.where(here[:, 0], new[:, :1], grid))
-        self.agent.copy_(path.gather(1, outcome[:, :1]).squeeze(1))
+        codes = outcome[:, 1:3].to(torch.uint8)  # (N, 2)
+        is_cell = self.cell == cells[:, 1:, None]  # (N, 2, 100); a scatter would not be fused
+        grid = torch.where(is_cell[:, 1], codes[:, 1:], self.grid)
+        self.grid.copy_(torch.where(is_cell[:, 0], codes[:, :1], grid))
+        self.agent.copy_(cells.gather(1, outcome[:, :1]).squeeze(1))
         self.steps.add_(1)
-        solved = ~(self.grid == BOX).any(1)  # no box off the targets, which are as many
+        solved = ~(self.grid == BOX).any(1)  # no box is off a target
         done = solved | (self.steps >= TIME_LIMIT)
         reward = outcome[:, 3] + 10.0 * solved - 0.1
         self.total.add_(reward)
         return reward, done, solved
 
     def observe(self) -> Tensor:
-        """Jumanji's (N, 10, 10, 2) uint8: agent 3 and box 4 in channel 0, wall 1, target 2 in 1."""
+        """Return Jumanji's observation (N, 10, 10, 2) uint8: in channel 0 agent (3) and boxes (4),
+        in channel 1 walls (1) and targets (2)."""
         variable = (self.grid & BOX).masked_fill_(self.cell == self.agent[:, None], AGENT)
         return torch.stack([variable, self.grid & (WALL | TARGET)], -1).view(self.N, SIZE, SIZE, 2)
 
@@ -457,10 +569,15 @@ class SokobanEnv:
 
 
 class JumanjiEnv(SokobanEnv):
-    """The same boards, of 4 boxes, moved by Jumanji's own Sokoban-v0. jumanji and jax are imported
-    here alone; the pinned jax runs on the CPU."""
+    """The same boards, all with four boxes, moved by Jumanji's own Sokoban-v0.
 
-    def __init__(self, levels: ndarray, N: int, seed=0, device='cpu', first_board: int = 0):
+    jumanji and jax are imported here alone; the pinned jax runs on the CPU. Raises Mistake if a
+    level has fewer boxes.
+    """
+
+    def __init__(
+        self, levels: ndarray, N: int, seed: int = 0, device: str = 'cpu', first_board: int = 0
+    ):
         super().__init__(levels, N, seed, device, first_board=first_board)
         if ((self.grids & BOX) > 0).sum(1).min() < 4:
             raise Mistake("Jumanji's Sokoban has 4 boxes, and some of these levels have fewer")
@@ -469,27 +586,33 @@ class JumanjiEnv(SokobanEnv):
         from jumanji.environments import Sokoban
         from jumanji.environments.routing.sokoban import generator, types
 
-        # its levels are never asked for: other generators download theirs
+        # the generator is never asked for a level; other generators download theirs at once
         game, self.State = Sokoban(generator.ToyGenerator()), types.State
         self.play = jax.jit(jax.vmap(game.step))
 
     def move(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Our boards as a state of Jumanji's, its step, and what that leaves as our boards."""
-        seen, at = self.observe().cpu().numpy(), self.agent.cpu().numpy().astype(np.int32)
-        grids = {'variable_grid': seen[..., 0], 'fixed_grid': seen[..., 1]}
-        rest = {'agent_location': np.stack(np.divmod(at, SIZE), 1)}
-        rest |= {'step_count': self.steps.cpu().numpy().astype(np.int32)}
-        before = self.State(key=np.zeros((self.N, 2), np.uint32), **grids, **rest)
-        after, timestep = self.play(before, action.cpu().numpy().astype(np.int32))
-        gave = timestep.observation.grid, timestep.observation.step_count, timestep.reward
-        gave = *gave, timestep.last(), timestep.extras['solved']
-        seen, steps, *gave = (torch.from_numpy(np.array(x)).to(action.device) for x in gave)
-        variable, fixed = seen.flatten(1, 2).unbind(-1)
+        """Convert the boards to Jumanji's state, play its step and convert the result back."""
+        seen = self.observe().cpu().numpy()
+        agent = self.agent.cpu().numpy().astype(np.int32)
+        before = self.State(
+            key=np.zeros((self.N, 2), np.uint32),
+            variable_grid=seen[..., 0],
+            fixed_grid=seen[..., 1],
+            agent_location=np.stack(np.divmod(agent, SIZE), 1),
+            step_count=self.steps.cpu().numpy().astype(np.int32),
+        )
+        _, timestep = self.play(before, action.cpu().numpy().astype(np.int32))
+
+        def tensor(x: object) -> Tensor:
+            return torch.from_numpy(np.array(x)).to(action.device)
+
+        variable, fixed = tensor(timestep.observation.grid).flatten(1, 2).unbind(-1)
         self.grid.copy_(fixed | variable & BOX)
         self.agent.copy_((variable == AGENT).int().argmax(1))
-        self.steps.copy_(steps)
-        self.total.add_(gave[0])
-        return tuple(gave)
+        self.steps.copy_(tensor(timestep.observation.step_count))
+        reward = tensor(timestep.reward)
+        self.total.add_(reward)
+        return reward, tensor(timestep.last()), tensor(timestep.extras['solved'])
 
 
 # ----------------------------------------------------------------------------- evaluation
@@ -699,8 +822,9 @@ class FeatureRecorder:
 #     env = gymnasium.make('sokoban:ParallelExperts/Sokoban-v0', n_boxes=1)
 #     envs = gymnasium.make_vec('sokoban:ParallelExperts/Sokoban-v0', num_envs=64)
 #
-# levels: packed (n, 17), else n_levels generated ones of n_boxes and max_moves. Both ends of an
-# episode are terminations, as in Jumanji; infos have `solved`. Without gymnasium: SokobanEnv.
+# levels: packed levels (n, 17); without them n_levels are generated, with n_boxes and max_moves. An
+# episode's end is a termination, as in Jumanji, also at the time limit; infos have `solved`.
+# Without gymnasium there is SokobanEnv.
 
 
 try:
@@ -712,139 +836,186 @@ except ImportError:
 
 
 class GymVectorEnv(VectorEnv if gymnasium else object):
-    """num_envs boards in one SokobanEnv: observations (10, 10, 2) uint8 as it gives them, actions
-    0..3. A board that is done is reset in the same step; its last observation is in final_obs."""
+    """num_envs boards of one SokobanEnv as a Gymnasium vector environment.
+
+    Observations are (10, 10, 2) uint8, as SokobanEnv's, actions 0..3. A board that is done is reset
+    in the same step; the last observation of its episode is in infos['final_obs'].
+    """
 
     metadata = {'autoreset_mode': AutoresetMode.SAME_STEP} if gymnasium else {}
 
-    def __init__(self, num_envs=1, levels=None, n_levels=1000, n_boxes=4, max_moves=TIME_LIMIT):
+    def __init__(
+        self,
+        num_envs: int = 1,
+        levels: ndarray | None = None,
+        n_levels: int = 1000,
+        n_boxes: int = 4,
+        max_moves: int = TIME_LIMIT,
+    ):
         need_packages(gymnasium=True)
-        made = generate(n_levels, n_boxes, 0, max_moves)[0] if levels is None else levels
-        self.num_envs, self.boards = num_envs, SokobanEnv(made, num_envs)
-        boxes, moves = gymnasium.spaces.Box, gymnasium.spaces.Discrete
-        spaces = boxes(0, BOX, (SIZE, SIZE, 2), np.uint8), moves(4)
-        self.single_observation_space, self.single_action_space = spaces
-        self.observation_space, self.action_space = (batch_space(x, num_envs) for x in spaces)
+        if levels is None:
+            levels, _ = generate(n_levels, n_boxes, 0, max_moves)
+        self.num_envs, self.boards = num_envs, SokobanEnv(levels, num_envs)
+        spaces = gymnasium.spaces
+        self.single_observation_space = spaces.Box(0, BOX, (SIZE, SIZE, 2), np.uint8)
+        self.single_action_space = spaces.Discrete(4)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
 
-    def reset(self, *, seed=None, options=None) -> tuple[ndarray, dict]:
+    def reset(
+        self, *, seed: int | None = None, options: dict | None = None
+    ) -> tuple[ndarray, dict]:
         super().reset(seed=seed)
-        self.boards.begin(int(self.np_random.integers(1 << 62)))
+        self.boards.restart(int(self.np_random.integers(1 << 62)))
         return self.boards.observe().numpy(), {}
 
-    def step(self, actions: ndarray) -> tuple[ndarray, ...]:
+    def step(self, actions: ndarray) -> tuple[ndarray, ndarray, ndarray, ndarray, dict]:
         reward, done, solved = self.boards.move(torch.as_tensor(actions).long())
-        final = self.boards.observe().numpy()
+        final_obs = self.boards.observe().numpy()
         self.boards.reset(done)
-        infos = {'solved': solved.numpy(), 'final_obs': final, '_final_obs': done.numpy()}
-        ends = done.numpy(), np.zeros(self.num_envs, bool)
-        return self.boards.observe().numpy(), reward.numpy(), *ends, infos
+        terminated, truncated = done.numpy(), np.zeros(self.num_envs, bool)
+        infos = {'solved': solved.numpy(), 'final_obs': final_obs, '_final_obs': terminated}
+        return self.boards.observe().numpy(), reward.numpy(), terminated, truncated, infos
 
 
 class GymEnv(gymnasium.Env if gymnasium else object):
-    """One board."""
+    """One board as a Gymnasium environment; the keywords are those of GymVectorEnv."""
 
     metadata = {'render_modes': ['ansi', 'rgb_array'], 'render_fps': 4}
 
-    def __init__(self, levels=None, render_mode=None, **made):
-        self.one, self.render_mode = GymVectorEnv(1, levels, **made), render_mode
-        self.observation_space = self.one.single_observation_space
-        self.action_space = self.one.single_action_space
+    def __init__(
+        self, levels: ndarray | None = None, render_mode: str | None = None, **options: int
+    ):
+        self.vector, self.render_mode = GymVectorEnv(1, levels, **options), render_mode
+        self.observation_space = self.vector.single_observation_space
+        self.action_space = self.vector.single_action_space
 
-    def reset(self, *, seed=None, options=None) -> tuple[ndarray, dict]:
+    def reset(
+        self, *, seed: int | None = None, options: dict | None = None
+    ) -> tuple[ndarray, dict]:
         super().reset(seed=seed)
-        (self.seen,), infos = self.one.reset(seed=int(self.np_random.integers(1 << 62)))
+        (self.seen,), infos = self.vector.reset(seed=int(self.np_random.integers(1 << 62)))
         return self.seen, infos
 
     def step(self, action: int) -> tuple[ndarray, float, bool, bool, dict]:
-        _, (reward,), (done,), _, infos = self.one.step([int(action)])
-        (self.seen,), solved = infos['final_obs'], infos['solved'].item()
-        return self.seen, reward.item(), done.item(), False, {'solved': solved}
+        _, (reward,), (terminated,), _, infos = self.vector.step([int(action)])
+        (self.seen,) = infos['final_obs']
+        solved = {'solved': infos['solved'].item()}
+        return self.seen, reward.item(), terminated.item(), False, solved
 
     def render(self) -> str | ndarray:
-        return (board_text if self.render_mode == 'ansi' else board_image)(self.seen)
+        return board_text(self.seen) if self.render_mode == 'ansi' else board_image(self.seen)
 
 
 if gymnasium:
-    ENTRIES = {'entry_point': 'sokoban:GymEnv', 'vector_entry_point': 'sokoban:GymVectorEnv'}
-    gymnasium.register('ParallelExperts/Sokoban-v0', **ENTRIES)
+    gymnasium.register(
+        'ParallelExperts/Sokoban-v0',
+        entry_point='sokoban:GymEnv',
+        vector_entry_point='sokoban:GymVectorEnv',
+    )
 
 
 # ----------------------------------------------------------------------------- pictures
 
 
 def observations(levels: ndarray) -> ndarray:
-    """Packed levels (N, 17) -> observations (N, 10, 10, 2) uint8."""
+    """Return the first observations (N, 10, 10, 2) uint8 of packed levels (N, 17)."""
     return SokobanEnv(levels, len(levels), order='sequence').observe().numpy()
 
 
 def board_text(board: ndarray) -> str:
-    """An observation (10, 10, 2) -> ten lines of Boxoban's characters."""
+    """Return an observation (10, 10, 2) as ten lines of Boxoban's characters."""
     return '\n'.join(bytes(row).decode() for row in CHARS[board[..., 1], board[..., 0]])
 
 
-WORDS = """floor f0eadc mortar 3e4654 brick 586375 goal d64541 box deaa62 edge 96642d
-    done 7eba68 done_edge 3a7634 player 2d69b9 eye ffffff""".split()
-COLOURS = dict(zip(WORDS[::2], map(tuple, map(bytes.fromhex, WORDS[1::2])), strict=True))
+COLORS = {
+    'floor': (240, 234, 220),
+    'mortar': (62, 70, 84),
+    'brick': (88, 99, 117),
+    'target': (204, 121, 167),
+    'box': (222, 170, 98),
+    'box edge': (150, 100, 45),
+    'box on target': (86, 180, 233),
+    'box on target, edge': (0, 85, 140),
+    'agent': (45, 105, 185),
+    'eye': (255, 255, 255),
+}
 
 
-def sprites(cell: int) -> ndarray:
-    """A picture (cell, cell, 3) for each of # .$*@+, drawn at 4 times the size and averaged."""
+def draw_tiles(cell: int) -> ndarray:
+    """Return pictures (7, cell, cell, 3) uint8 of Boxoban's characters '# .$*@+', drawn at four
+    times the size and averaged."""
     v, u = np.mgrid[-1 : 1 : 4j * cell, -1 : 1 : 4j * cell]  # rows, columns
     square, radius = np.maximum(abs(u), abs(v)), np.hypot(u, v)
     cross = (abs(abs(u) - abs(v)) < 0.16) & (square < 0.64)
-    wall = [(square < 2, 'mortar'), ((v % 1 > 0.08) & ((u + (v > 0)) % 2 > 0.08), 'brick')]
-    goal = [((radius < 0.54) & (radius > 0.34), 'goal'), (radius < 0.17, 'goal')]
-    box = [(square < 0.82, 'edge'), (square < 0.64, 'box'), (cross, 'edge')]
-    done = [(mask, {'edge': 'done_edge', 'box': 'done'}[name]) for mask, name in box]
-    agent = [(radius < 0.74, 'player'), ((abs(u) - 0.27) ** 2 + (v + 0.14) ** 2 < 0.022, 'eye')]
-    on_goal = [*agent, (abs(radius - 0.86) < 0.07, 'goal')]
-    pictures = np.full((7, 4 * cell, 4 * cell, 3), COLOURS['floor'], float)
-    for picture, layers in zip(pictures, (wall, [], goal, box, done, agent, on_goal), strict=True):
-        for mask, name in layers:
-            picture[mask] = COLOURS[name]
+    bricks = (v % 1 > 0.08) & ((u + (v > 0)) % 2 > 0.08)
+    ring = (radius < 0.54) & (radius > 0.34)
+    eyes = (abs(u) - 0.27) ** 2 + (v + 0.14) ** 2 < 0.022
+    # of each character the shapes, from the bottom to the top
+    wall = [(square < 2, 'mortar'), (bricks, 'brick')]
+    floor = []
+    target = [(ring, 'target'), (radius < 0.17, 'target')]
+    box = [(square < 0.82, 'box edge'), (square < 0.64, 'box'), (cross, 'box edge')]
+    box_on_target = [
+        (square < 0.82, 'box on target, edge'),
+        (square < 0.64, 'box on target'),
+        (ring | (radius < 0.17), 'box on target, edge'),
+    ]
+    agent = [(radius < 0.74, 'agent'), (eyes, 'eye')]
+    agent_on_target = [*agent, (abs(radius - 0.86) < 0.07, 'target')]
+    characters = (wall, floor, target, box, box_on_target, agent, agent_on_target)
+    pictures = np.full((7, 4 * cell, 4 * cell, 3), COLORS['floor'], float)
+    for picture, shapes in zip(pictures, characters, strict=True):
+        for mask, name in shapes:
+            picture[mask] = COLORS[name]
     return pictures.reshape(7, cell, 4, cell, 4, 3).mean((2, 4)).round().astype(np.uint8)
 
 
 def board_image(board: ndarray, cell: int = 24) -> ndarray:
-    """Observation (10, 10, 2) -> RGB picture (10 cell, 10 cell, 3) uint8."""
-    number = ['# .$*@+'.index(char) for char in board_text(board).replace('\n', '')]
-    tiles = sprites(cell)[number].reshape(SIZE, SIZE, cell, cell, 3)
+    """Return an RGB picture (10 cell, 10 cell, 3) uint8 of an observation (10, 10, 2)."""
+    characters = board_text(board).replace('\n', '')
+    tiles = draw_tiles(cell)[['# .$*@+'.index(char) for char in characters]]
+    tiles = tiles.reshape(SIZE, SIZE, cell, cell, 3)  # (row, column, y, x, channel)
     return tiles.swapaxes(1, 2).reshape(SIZE * cell, SIZE * cell, 3)
 
 
-def plan_image(board: ndarray, directions: ndarray, truth: ndarray | None = None) -> ndarray:
-    """Return the picture of an observation with an arrow on every cell that the plan names.
+def plan_image(board: ndarray, plan: ndarray, truth: ndarray | None = None) -> ndarray:
+    """Return the picture of an observation with an arrow on every cell that a plan names.
 
-    directions (10, 10): 0..3 for up, right, down, left, -1 for no arrow. The agent's own cell gets
-    none. If the directions that the agent will take are known (`truth`, of the same form), arrows
-    that are right are blue and those that are wrong orange; else all are teal.
+    plan (10, 10): 0..3 for up, right, down, left, -1 for no arrow. The agent's own cell gets none.
+    Arrows are dark. If the directions that the agent will take are known (`truth`, of the same
+    form), only those that are right are dark, and those that are wrong are orange outlines.
     """
-    picture, (v, u) = board_image(board), np.mgrid[-1:1:24j, -1:1:24j]
+    cell = 24
+    picture, (v, u) = board_image(board, cell), np.mgrid[-1 : 1 : 1j * cell, -1 : 1 : 1j * cell]
     triangle = (abs(u) < 0.5 * v + 0.3) & (abs(v) < 0.5)  # points up
-    for y, x in np.argwhere((directions >= 0) & (board[..., 0] != AGENT)):
-        color = 30, 130, 140
-        if truth is not None:
-            color = (0, 114, 178) if truth[y, x] == directions[y, x] else (213, 94, 0)
-        cell = picture[24 * y : 24 * y + 24, 24 * x : 24 * x + 24]
-        cell[np.rot90(triangle, -directions[y, x])] = color
+    rim = (abs(u) < 0.5 * v + 0.5) & (abs(v) < 0.62) & ~triangle
+    for y, x in np.argwhere((plan >= 0) & (board[..., 0] != AGENT)):
+        is_wrong = truth is not None and truth[y, x] != plan[y, x]
+        tile = picture[cell * y : cell * (y + 1), cell * x : cell * (x + 1)]
+        tile[np.rot90(rim, -plan[y, x])] = (213, 94, 0) if is_wrong else (255, 255, 255)
+        tile[np.rot90(triangle, -plan[y, x])] = (255, 255, 255) if is_wrong else (20, 40, 70)
     return picture
 
 
 def save_gif(frames: list[ndarray], path: str, ms: int = 150) -> None:
-    """Pictures (H, W, 3) -> an endless animation, `ms` a frame, the last longer."""
+    """Write pictures (H, W, 3) as an endless animation, `ms` per frame; the last stays longer."""
     from PIL import Image
 
     first, *rest = map(Image.fromarray, frames)
-    times = [ms] * len(rest) + [8 * ms]
-    more = {'save_all': True, 'append_images': rest, 'duration': times, 'loop': 0}
-    write_atomic(path, lambda file: first.save(file, format='GIF', **more))
+    options = {
+        'save_all': True,
+        'append_images': rest,
+        'duration': [ms] * len(rest) + [8 * ms],
+        'loop': 0,
+    }
+    write_atomic(path, lambda file: first.save(file, format='GIF', **options))
 
 
 def main() -> None:
     configure(globals(), quiet=True)
     need_packages(PIL=picture != '')
-    made = n_levels, n_boxes, seed, max_moves
-    levels, source = load_levels(levels_dir, split, download, made)
+    levels, source = load_levels(levels_dir, split, download, (n_levels, n_boxes, seed, max_moves))
     print(source)
     boards = observations(levels[:show])
     for i, board in enumerate(boards):
@@ -852,10 +1023,11 @@ def main() -> None:
     if picture:
         from PIL import Image
 
-        boards = np.stack([board_image(board) for board in boards])
-        columns = math.ceil(len(boards) ** 0.5)
-        margins = (0, -len(boards) % columns), (4, 4), (4, 4), (0, 0)
-        rows = np.pad(boards, margins, constant_values=255).reshape(-1, columns, 248, 248, 3)
+        images = np.stack([board_image(board) for board in boards])  # (n, 240, 240, 3)
+        columns = math.ceil(len(images) ** 0.5)
+        # white margins, and white pictures that fill the last row
+        margins = (0, -len(images) % columns), (4, 4), (4, 4), (0, 0)
+        rows = np.pad(images, margins, constant_values=255).reshape(-1, columns, 248, 248, 3)
         image = Image.fromarray(rows.swapaxes(1, 2).reshape(-1, columns * 248, 3))
         write_atomic(picture, lambda file: image.save(file, format='PNG'))
 

@@ -1,4 +1,5 @@
-"""figures.py: the page of a run and of a sweep, against their logs and in a browser; trackers."""
+"""figures.py and report.py: curves, solve rates beside published ones, the page of a run and of a
+sweep, against their logs and in a browser."""
 
 import html
 import json
@@ -9,117 +10,201 @@ import sys
 
 import numpy as np
 import pytest
-import test_train_sokoban
 from PIL import Image
 from test_train import data, run  # noqa: F401  a fixture
 
 import figures
+import report
+
+AGENT_LOG = [
+    {'step': 0, 'env_steps': 0, 'eval_solve_rate': 0.0, 'eval_return': -12.0, 'seconds': 0.0}
+    | {'random_solve_rate': 0.125, 'random_return': -11.0},
+    {'step': 500, 'env_steps': 5_000_000, 'return_1000': -9.0, 'solve_rate_1000': 0.05},
+    {'step': 1000, 'env_steps': 10_000_000, 'return_1000': -2.0, 'solve_rate_1000': 0.4}
+    | {'eval_solve_rate': 0.3456, 'eval_return': -2.5, 'seconds': 3723.0},
+]
+AGENT = {'arch': 'convglu', 'recurrent': False, 'n_layer': 2, 'n_expert': 4, 'n_embd': 32}
+AGENT |= {'n_envs': 32, 'eval_games': 512, 'eval_split': 'unfiltered-valid', 'gamma': 0.9}
+
+
+def write_run(folder, log, config):
+    folder.mkdir(parents=True)
+    (folder / 'log.jsonl').write_text(''.join(json.dumps(record) + '\n' for record in log))
+    (folder / 'config.json').write_text(json.dumps(config))
+    return folder
 
 
 def read_page(path):
-    """-> {heading: text}, {heading: its table's rows, the first the titles}."""
+    """Return {heading: text without tags} in the page's order, and {heading: rows of its table as
+    dicts by column heading}."""
     texts, tables = {}, {}
     for part in path.read_text().split('<h2>')[1:]:
         heading, body = part.split('</h2>')
-        texts[heading] = html.unescape(body)
-        for row in re.findall(r'<tr>(.*?)</tr>', body):
-            cells = re.findall(r'<t[dh]>(.*?)</t[dh]>', row)
-            tables.setdefault(heading, []).append([html.unescape(cell) for cell in cells])
+        texts[heading] = ' '.join(html.unescape(re.sub('<[^>]*>', ' ', body)).split())
+        for row in re.findall(r'<tr>(.*?)</tr>', body, re.S)[1:]:
+            cells = re.findall(r'<td data-heading="([^"]*)"[^>]*>([^<]*)</td>', row)
+            tables.setdefault(heading, []).append({k: html.unescape(x) for k, x in cells})
     return texts, tables
 
 
-def rows_of(table):
-    first, *rows = table
-    return [dict(zip(first, row, strict=True)) for row in rows]
+# ----------------------------------------------------------------------------- figures
 
 
-def agree(row, record):
-    """Every cell of a table's row is what the log's record has."""
-    assert len(row) > 3
-    for name, text in row.items():
-        if text and name not in ('run', 'value', 'commit'):
-            assert float(text) == pytest.approx(record[name.replace(' ', '_')], 6e-5), name
+@pytest.mark.parametrize(
+    'title', ['W' * 200, 'out/' + 'a_long_folder_name/' * 9, 'five words ' * 20]
+)
+def test_a_title_lies_within_its_figure(title):
+    figure, _ = figures.new_figure(1)
+    figures.set_title(figure, title, figures.STANDARD_ERROR)
+    (text,) = [x for x in figure.texts if x.get_text()]
+    figure.canvas.draw()
+    box = text.get_window_extent()
+    assert 0 <= box.x0 and box.x1 <= figure.bbox.width
+    assert ''.join(text.get_text().split()).startswith(''.join(title.split()))
+
+
+def test_a_mean_curve_has_the_steps_that_all_seeds_have_logged():
+    logs = [
+        [{'tokens': 0}, {'tokens': 1e6, 'val_loss': 3.0}, {'tokens': 2e6, 'val_loss': 2.0}],
+        [{'tokens': 0}, {'tokens': 1e6, 'val_loss': 5.0}, {'tokens': 2e6, 'val_loss': None}],
+    ]
+    assert figures.mean_curve(logs, 'tokens', 'val_loss') == {1.0: (4.0, pytest.approx(2**0.5), 2)}
+
+
+def test_fractions_are_drawn_as_percentages():
+    for top, expected in ((0.8, '40%'), (0.04, '2.0%')):
+        _, (axes,) = figures.new_figure(1)
+        axes.set_ylim(0, top)
+        figures.percent_axis(axes.yaxis)
+        assert axes.yaxis.get_major_formatter()(top / 2) == expected
+
+
+def test_solve_rates_stand_beside_published_ones_at_as_many_steps(tmp_path, monkeypatch):
+    """The published rows are those of the file, at the number of steps nearest to the run's."""
+    folder = write_run(tmp_path / 'agent', AGENT_LOG, AGENT)
+    monkeypatch.setattr(figures, 'out_dir', str(tmp_path / 'out'))
+    monkeypatch.setattr(figures, 'reference', str(tmp_path))
+    (tmp_path / 'published_drc_by_steps.csv').write_text(
+        'agent,env_steps,seeds,solve_rate_mean,solve_rate_min,solve_rate_max,return_mean\n'
+        'drc_11,5007360,5,0.0000,0,0,-11.9\n'
+        'drc_11,10014720,5,0.0042,0.002,0.008,-11.02\n'
+        'drc_11,50073600,5,0.4504,0.375,0.573,-0.94\n'
+    )
+    paths = figures.compare_solve_rates([folder])
+    rows = figures.read_csv(tmp_path / 'out' / 'solve_rates.csv')
+    assert [(row['agent'], row['solved, %'], row['return']) for row in rows] == [
+        ('ConvGLU, non-recurrent, L = 2, E = 4, d = 32', '34.56', '-2.5'),
+        ('DRC(1,1), published', '0.42', '-11.02'),
+    ]
+    drawing = (tmp_path / 'out' / 'solve_rates.svg').read_text()
+    assert 'DRC(1,1), published' in drawing and 'levels solved' in drawing and len(paths) == 4
+
+
+# ----------------------------------------------------------------------------- the page
 
 
 @pytest.fixture(scope='module')
 def page(data, tmp_path_factory):  # noqa: F811
-    """A run's, in the run's folder."""
+    """The page of a language model's run, in the run's folder."""
     out = tmp_path_factory.mktemp('a <b> & c') / 'run'
     assert run(data, out, max_iters=6, eval_interval=3) == 0
-    (out / 'eval_easy_solved.gif').write_bytes(b'GIF89a')
-    return figures.write_report(out)
+    return report.write_report(out)
 
 
-def test_a_runs_page_has_the_logs_numbers(page):
+def test_a_language_models_page_has_the_numbers_of_its_log(page):
     (texts, tables), log = read_page(page), figures.read_log(page.parent)
-    evaluated, rows = [r for r in log if 'val_loss' in r], rows_of(tables['Evaluations'])
+    evaluated, rows = [r for r in log if 'val_loss' in r], tables['Evaluations']
     assert len(rows) == len(evaluated) == 3
     for row, record in zip(rows, evaluated, strict=True):
-        agree(row, record)
-    config = json.loads((page.parent / 'config.json').read_text())
-    assert '\nmax_iters = 6\n' in texts['Settings'] and texts['A sample'].strip()
-    assert f'\ncommit = {config["commit"]}\n' in texts['Settings']
-    assert f'<h1>{html.escape(str(page.parent))}</h1>' in page.read_text()
-    sources = re.findall(r'(?:src|href)="([^"]*?),', page.read_text())  # nothing from elsewhere
-    assert sources == ['data:image/svg+xml;base64', 'data:image/gif;base64']
+        assert row['Updates'] == str(record['step'])
+        assert row['Validation loss (nats per byte)'] == f'{record["val_loss"]:.4f}'
+    assert list(texts)[:2] == ['Summary', 'Curves'] and list(texts)[-1] == 'All settings'
+    assert f'{evaluated[-1]["val_loss"]:.4f} nats per byte' in texts['Summary']
+    assert 'Trained 6 of 6 updates' in texts['Summary'] and texts['A sample']
+    changed = {
+        row['Setting']: row['Value'] for row in tables['Settings that differ from the defaults']
+    }
+    assert changed['max_iters'] == '6' and 'seed' not in changed
+    assert html.escape(str(page.parent)) in page.read_text()
+    sources = re.findall(r'(?:src|href)="([^"]*?),', page.read_text())
+    assert sources == ['data:image/svg+xml;base64']  # nothing is loaded from elsewhere
 
 
-def test_a_sweeps_page(page, tmp_path, monkeypatch, capsys):
-    """Of two runs, and of what sweep.py has listed."""
-    for name, L in (('one', 1), ('two', 2)):
-        shutil.copytree(page.parent, tmp_path / name)
-        config = json.loads((page.parent / 'config.json').read_text()) | {'n_layer': L}
-        (tmp_path / name / 'config.json').write_text(json.dumps(config))
-    (tmp_path / 'table_transformer.csv').write_text('variant,L\n<i>,3\n')
-    (tmp_path / 'runs.json').write_text('{"plan": "lm-small", "runs": []}')
-    texts, tables = read_page(figures.write_report(tmp_path))
-    last, rows = figures.read_log(page.parent)[-1], rows_of(tables['Runs'])
-    assert tables['table_transformer'] == [['variant', 'L'], ['<i>', '3']]
-    assert '<td>&lt;i&gt;</td>' in (tmp_path / 'report.html').read_text()
-    assert 'plan = lm-small' in texts['Drawn by'] and [row['run'] for row in rows] == ['one', 'two']
-    for row in rows:
-        agree(row, last)
-        assert float(row['value']) == pytest.approx(last['val_loss'], 6e-5)
-    assert 'n_layer' not in texts['Settings of all runs']
-    monkeypatch.setattr(sys, 'argv', ['figures.py', f'--report={tmp_path}/nothing'])
+def test_an_agents_page_starts_with_what_it_solves(tmp_path):
+    folder = write_run(tmp_path / 'agent', AGENT_LOG, AGENT)
+    (folder / 'eval_hard.json').write_text('{"n": 1000, "solve_rate": 0.0421, "failed_level": 7}')
+    (folder / 'eval_hard_failed.gif').write_bytes(b'GIF89a')
+    texts, tables = read_page(report.write_report(folder))
+    assert list(texts)[:3] == ['Summary', 'Curves', 'Games']
+    assert texts['Summary'].startswith('Evaluation levels solved 34.6%')
+    assert 'Solved, hard 4.2% of 1,000 levels' in texts['Summary']
+    assert 'A random policy solves 12.5%' in texts['Summary']
+    assert 'Training time 1:02:03' in texts['Summary']
+    assert texts['Games'] == 'Level 7 of hard: not solved'
+    assert [row['Solved, evaluation levels'] for row in tables['Evaluations']] == ['0.0%', '34.6%']
+    assert tables['Evaluations'][1]['Environment steps'] == '10,000,000'
+    changed = {
+        row['Setting']: row['Value'] for row in tables['Settings that differ from the defaults']
+    }
+    assert changed['gamma'] == '0.9' and changed['recurrent'] == 'False'
+
+
+def test_a_sweeps_page_lists_its_runs_and_tables(tmp_path):
+    """Old tables call the non-recurrent variant feedforward. Text from files is escaped."""
+    for name, recurrent in (('a', True), ('b', False)):
+        write_run(tmp_path / name, AGENT_LOG, AGENT | {'recurrent': recurrent, 'seed': 3})
+    (tmp_path / 'table_convglu.csv').write_text(
+        'variant,budget,L,E,d,mean_return,variance,n_seeds\n'
+        'recurrent,small,1,8,32,3.5,0.1,3\nrecurrent,small,2,4,32,4.25,0.1,3\n'
+        'feedforward,<i>,4,2,32,-1.5,0.1,3\n'
+    )
+    (tmp_path / 'runs.json').write_text('{"plan": "sokoban-small", "runs": []}')
+    texts, tables = read_page(report.write_report(tmp_path))
+    assert texts['Summary'].startswith('Best recurrent, small budget 4.25 return: L = 2')
+    assert 'Best non-recurrent, <i> budget -1.5 return' in texts['Summary']
+    assert tables['Table, ConvGLU'][2]['Variant'] == 'non-recurrent'
+    assert tables['Table, ConvGLU'][2]['Budget'] == '<i>'
+    runs = [(row['Variant'], row['Layers L'], row['Folder']) for row in tables['Runs']]
+    assert runs == [('recurrent', '2', 'a'), ('non-recurrent', '2', 'b')]
+    assert tables['Runs'][0]['Solved, evaluation levels'] == '34.6%'
+    shared = {row['Setting'] for row in tables['All settings of all runs']}
+    assert 'gamma' in shared and 'recurrent' not in shared
+
+
+def test_the_gain_from_recurrence_is_the_difference_of_the_best_losses():
+    rows = [
+        {'variant': 'recurrent', 'budget': 'small', 'L': 2, 'E': 8, 'd': 48, 'mean_loss': '1.25'},
+        {'variant': 'recurrent', 'budget': 'small', 'L': 1, 'E': 16, 'd': 48, 'mean_loss': '1.5'},
+        {'variant': 'feedforward', 'budget': 'small', 'L': 8, 'E': 2, 'd': 48, 'mean_loss': '1.5'},
+    ]
+    assert report.best_allocations(rows, 'byte') == {
+        'Best recurrent, small budget': '1.25 nats per byte: L = 2, E = 8, d = 48',
+        'Gain from recurrence, small budget': '0.2500 nats per byte',
+        'Best non-recurrent, small budget': '1.5 nats per byte: L = 8, E = 2, d = 48',
+    }
+
+
+def test_a_folder_without_runs_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, 'argv', ['report.py', f'--out_dir={tmp_path}/nothing'])
     with pytest.raises(SystemExit):
-        figures.main()
-    assert f"report = '{tmp_path}/nothing': no log.jsonl" in capsys.readouterr().err
+        report.main()
+    assert f"out_dir = '{tmp_path}/nothing': no log.jsonl" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not shutil.which('chromium'), reason='chromium is not installed')
-def test_a_page_is_drawn(page, tmp_path):
-    words = f"""chromium --headless --no-sandbox --disable-gpu --disable-dev-shm-usage
-        --hide-scrollbars --window-size=1000,1500 --user-data-dir={tmp_path}/browser
-        --screenshot={tmp_path}/page.png"""
-    subprocess.run([*words.split(), page.as_uri()], check=True)
+@pytest.mark.parametrize('width', [390, 1280])
+def test_a_page_fits_a_phone_and_a_screen(tmp_path, width):
+    """Both curves are drawn, and the margins at both sides stay empty."""
+    folder = write_run(tmp_path / 'agent', AGENT_LOG, AGENT)
+    path = report.write_report(folder)
+    options = '--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --hide-scrollbars'
+    more = [f'--window-size={width},4000', f'--user-data-dir={tmp_path}/browser']
+    more += [f'--screenshot={tmp_path}/page.png', path.as_uri()]
+    subprocess.run(['chromium', *options.split(), *more], check=True, capture_output=True)
     pixels = np.asarray(Image.open(tmp_path / 'page.png').convert('RGB'))
     red, green, blue = np.int64(pixels).transpose(2, 0, 1)
-    assert ((red > green + 60) & (red > blue + 60)).sum() > 100  # the validation's curve
-    assert ((blue > red + 60) & (blue > green + 20)).sum() > 100  # training's
-    assert (pixels[:, -8:] > 250).all()  # nothing hangs over the right margin
-
-
-def test_trackers_get_curves_settings_and_games(tmp_path, monkeypatch):
-    pytest.importorskip('wandb')
-    events = pytest.importorskip('tensorboard.backend.event_processing.event_accumulator')
-    monkeypatch.setenv('WANDB_MODE', 'offline')
-    monkeypatch.setenv('WANDB_SILENT', 'true')
-    both = {'tensorboard': True, 'wandb': True}
-    assert test_train_sokoban.run(tmp_path, total_steps=24, **both) == 0
-    assert test_train_sokoban.run(tmp_path, eval_only=True, **both) == 0
-    board = events.EventAccumulator(str(tmp_path), size_guidance={'images': 0, 'scalars': 0})
-    board.Reload()
-    log = figures.read_log(tmp_path)
-    curve = {x.step: pytest.approx(x.value) for x in board.Scalars('eval_return')}
-    assert {r['step']: r['eval_return'] for r in log if 'eval_return' in r} == curve
-    gifs = {path.read_bytes() for path in tmp_path.glob('eval_*.gif')}
-    games = [tag for tag in board.Tags()['images'] if tag.endswith('_game')]
-    assert gifs and {board.Images(tag)[0].encoded_image_string for tag in games} == gifs
-    assert 'settings/text_summary' in board.Tags()['tensors']
-    kept = tmp_path.glob('wandb/offline-run-*/files/media/videos/*.gif')
-    assert {path.read_bytes() for path in kept} == gifs
-    names = [path.name for path in tmp_path.glob('wandb/offline-run-*')]
-    assert len(names) == 2 and len({name.rpartition('-')[2] for name in names}) == 1
-    stored = b''.join(path.read_bytes() for path in tmp_path.glob('wandb/offline-run-*/*.wandb'))
-    assert b'eval_return' in stored and b'learning_rate' in stored
+    assert ((red > green + 60) & (red > blue + 60)).sum() > 100  # evaluation
+    assert ((blue > red + 60) & (blue > green + 20)).sum() > 100  # training
+    assert (
+        pixels.shape[1] == width and (pixels[:, :12] > 250).all() and (pixels[:, -12:] > 250).all()
+    )
