@@ -525,7 +525,7 @@ def open_stream(config: dict, commit: str | None) -> Iterable[dict]:
     try:
         import datasets
     except ImportError:
-        raise DataError("--dataset needs a package: pip install 'datasets>=4'") from None
+        raise DataError("--dataset needs a package: pip install 'datasets>=5'") from None
     name, split, column = config['dataset'], config['split'], config['column']
     try:
         if commit is None and {'dataset_dict.json', 'state.json'} & {*os.listdir(name)}:
