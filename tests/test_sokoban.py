@@ -121,6 +121,8 @@ def test_download(tmp_path, monkeypatch):
 
     def fake(repo_id, filename, revision):
         assert (repo_id, revision) == (sokoban.HUB, 'c0ffee')
+        if filename.removesuffix('.npy') not in content:
+            raise hub.errors.EntryNotFoundError('404')
         np.save(tmp_path / filename, content[filename.removesuffix('.npy')])
         return str(tmp_path / filename)
 
