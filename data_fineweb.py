@@ -52,7 +52,7 @@ from configurator import read_json, write_atomic, write_json
 import numpy as np
 import torch
 
-from common import call_hub, is_network_error, pin_revision, wait_to_retry
+from hub import call_hub, is_network_error, pin_revision, wait_to_retry
 
 # fmt: off
 # output
