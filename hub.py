@@ -61,7 +61,7 @@ In the folder of the code:
 
 | | |
 | --- | --- |
-{% for name, value in sizes %}| {{ name }} | {{ value }} |
+{% for name, value in sizes.items() %}| {{ name }} | {{ value }} |
 {% endfor %}"""
 
 
@@ -182,6 +182,10 @@ class PublishedModel(
         model.about = about
         return model.to(device).eval()
 
+    def model_card(self, about: dict) -> huggingface_hub.ModelCard:
+        """Return the model card for the entries of a config.json."""
+        return self.generate_model_card(**self.describe(about))
+
     def save_pretrained(
         self,
         save_directory: Path,
@@ -200,8 +204,7 @@ class PublishedModel(
         about = self.about | self.entries() | (config or {})
         path = common.begin_export(save_directory, self.KIND, CARD, *self.DERIVED)
         common.write_tensors(self.state_dict(), os.path.join(save_directory, WEIGHTS))
-        card = self.generate_model_card(**self.describe(about))
-        write_text(str(card), os.path.join(save_directory, CARD))
+        write_text(str(self.model_card(about)), os.path.join(save_directory, CARD))
         write_json(about, path)
         if not push_to_hub:
             return None
