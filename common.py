@@ -1,5 +1,5 @@
 """What both trainers share: ranks and the reduction of gradients, the device, checkpoints and
-exports, the output folder and signals, logs and trackers, downloads.
+exports, the output folder and signals, logs and trackers.
 
 Checkpoints hold tensors and plain types and are read with weights_only=True: a stranger's
 checkpoint cannot run code. With several ranks (torchrun), rank 0 writes.
@@ -898,60 +898,3 @@ def open_trackers(config: dict, tensorboard: bool, wandb_project: str) -> tuple[
             run.log(numbers | videos, step=step)
 
     return write, stack.close
-
-
-# ---- downloads ----
-
-
-def is_network_error(error: Exception) -> bool:
-    """Return whether a download that failed with `error` may succeed when it is tried again."""
-    import huggingface_hub
-    from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
-
-    if huggingface_hub.constants.HF_HUB_OFFLINE:
-        return False
-    if (response := getattr(error, 'response', None)) is not None:
-        return response.status_code in (408, 429) or response.status_code >= 500
-    # LocalEntryNotFoundError: no connection, and no copy in the cache either
-    return isinstance(error, (ConnectionError, TimeoutError, HTTPError, LocalEntryNotFoundError))
-
-
-def wait_to_retry(error: Exception, failures: int) -> None:
-    """Report a network error and sleep: 1 s after the first failure in a row, twice as long after
-    each further one, at most 60 s."""
-    seconds = min(60, 2 ** (failures - 1))
-    print(f'network error: {first_line(error)}: next try in {seconds} s', flush=True)
-    time.sleep(seconds)
-
-
-def call_hub(function: str, repo: str, *names: str, tries: int = 5, **options: object) -> object:
-    """Return huggingface_hub.FUNCTION(repo, *names, **options), after at most `tries` tries if the
-    network fails. Raises Mistake if the package is missing or the download fails for good."""
-    try:
-        import huggingface_hub
-        from huggingface_hub.errors import EntryNotFoundError, HTTPError
-    except ImportError:
-        raise Mistake('downloads need a package: pip install huggingface_hub') from None
-    for failures in range(1, tries + 1):
-        try:
-            return getattr(huggingface_hub, function)(repo, *names, **options)
-        except (OSError, ValueError, HTTPError, EntryNotFoundError) as error:
-            if failures == tries or not is_network_error(error):
-                what = ' of '.join([*names, repo])
-                raise Mistake(
-                    f'cannot download {what}: {first_line(error)}: '
-                    'run the same command again to continue'
-                ) from None
-            wait_to_retry(error, failures)
-
-
-def pin_revision(
-    meta: dict, folder: Path, repo: str, repo_type: str = 'dataset', revision: str = 'main'
-) -> str:
-    """Return the commit of a repository on the Hub that this folder's files come from: the one that
-    meta['revision'] names or, the first time, what `revision` is now; meta.json then keeps it."""
-    if not meta.get('revision'):
-        found = call_hub('repo_info', repo, revision=revision, repo_type=repo_type)
-        meta['revision'] = found.sha
-        write_json(meta, os.path.join(folder, 'meta.json'))
-    return meta['revision']

@@ -52,7 +52,7 @@ from configurator import read_json, write_atomic, write_json
 import numpy as np
 import torch
 
-from common import call_hub, is_network_error, pin_revision, wait_to_retry
+from hub import call_hub, is_network_error, pin_revision, wait_to_retry
 
 # fmt: off
 # output
@@ -525,7 +525,7 @@ def open_stream(config: dict, commit: str | None) -> Iterable[dict]:
     try:
         import datasets
     except ImportError:
-        raise DataError("--dataset needs a package: pip install 'datasets>=4'") from None
+        raise DataError("--dataset needs a package: pip install 'datasets>=5'") from None
     name, split, column = config['dataset'], config['split'], config['column']
     try:
         if commit is None and {'dataset_dict.json', 'state.json'} & {*os.listdir(name)}:
@@ -672,8 +672,8 @@ def encode_ahead(tokenizer: Tokenizer, batches: Iterable[tuple]) -> Iterator[tup
 
 
 def estimate(tokenizer: Tokenizer, documents: list[str], tokens: int | None) -> str:
-    """Return a line about the time that tokenizing takes, measured on one core with some documents
-    of the data. `tokens` is the number of tokens to come, None if unknown."""
+    """Return a line about the time that tokenizing takes, measured for half a second on one core.
+    `tokens` is the number of tokens to come, None if unknown."""
     start, count, size = time.perf_counter(), 0, 0
     for document in documents:
         count += len(tokenizer.encode_document(document))
@@ -682,9 +682,10 @@ def estimate(tokenizer: Tokenizer, documents: list[str], tokens: int | None) -> 
             break
     cores = os.cpu_count() or 1
     rate = cores * count / (time.perf_counter() - start)  # tokens/s
-    needs = f'if the source delivers {rate * size / count / 1e6:.0f} MB/s of text'
-    line = f'about {rate:,.0f} tokens/s on {cores} cores, {needs}'
-    return f'{line}: {format_seconds(tokens / rate)}' if tokens else line
+    line = f'about {rate:,.0f} tokens/s on {cores} cores'
+    if tokens:
+        line = f'{format_seconds(tokens / rate)} at {line}'
+    return f'{line}, if the source delivers {rate * size / count / 1e6:.0f} MB of text per second'
 
 
 def write_shards(
@@ -813,11 +814,13 @@ def suggest_commands(folder: str, tokenizer: str, val: int, train: list[int], te
     name, data = os.path.basename(folder), {'data_dir': folder}
     if tokenizer == 'gpt2':
         epochs = PAPER_TOKENS / sum(train)
-        print(f"the paper's small budget, {epochs:.2g} epochs of these shards, for GPUs:")
+        epochs = f'{epochs:,.0f}' if epochs >= 10 else f'{epochs:.1f}'
+        print(f"the paper's small budget, 1.3B tokens ({epochs} epochs), on one GPU and on four:")
         paper = data | {'out_dir': os.path.join('out', f'{name}_small_L2')}
-        print('    ' + command_line('python', 'train_lm.py', 'config/small_L2.py', **paper))
-        torchrun = ['torchrun', '--standalone', '--nproc_per_node=4']
-        print('    ' + command_line(*torchrun, 'train_lm.py', 'config/small_L2.py', **paper))
+        if folder == os.path.join('data', 'fineweb'):
+            paper = {}  # the settings' own folders
+        for launcher in (['python'], ['torchrun', '--standalone', '--nproc_per_node=4']):
+            print('    ' + command_line(*launcher, 'train_lm.py', 'config/small_L2.py', **paper))
     data['tokenizer'] = tokenizer
     # config/demo.py, but half the width and rows for the larger vocabulary of GPT-2
     half = 2 if tokenizer == 'gpt2' else 1
@@ -829,6 +832,7 @@ def suggest_commands(folder: str, tokenizer: str, val: int, train: list[int], te
         settings = {'init_from': os.path.normpath(os.path.join(os.path.relpath(ROOT), FINE_TUNED))}
         settings |= data | {'out_dir': os.path.join('out', f'{name}_finetuned')}
         settings |= FINE_TUNING | fit_run(val, train, T=32, max_rows=128)
+        settings |= {'eval_interval': 50, 'log_interval': 10, 'compile': False, 'plot': True}
         print('fine-tuning of the shipped model, minutes on a CPU:')
         print('    ' + command_line('python', 'train_lm.py', **settings))
     elif text:

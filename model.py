@@ -12,14 +12,16 @@ where experts share it, else E * G).
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import common
 from cache import BLOCK, GROUP, Sequence
+from hub import PublishedModel
 from kernels import (
     Heads,
     Linear,
@@ -214,7 +216,7 @@ class Layer(nn.Module):
 # ---- the models --------------------------------------------------------------------------------
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
     """What both models share: embedding, head, loss, one-token step, sizes. Subclasses define
     `hidden`."""
 
@@ -319,6 +321,49 @@ class LanguageModel(nn.Module):
             'embedding': [self.embedding],
             'head': [self.head],
             'scalars': [p for p in self.parameters() if id(p) not in known],
+        }
+
+    # ---- saved models (hub.py)
+
+    KIND = 'tokenizer'
+
+    @classmethod
+    def build(cls, about: dict) -> 'LanguageModel':
+        """Return a model on the device 'meta' for the entries of a config.json. Raises ValueError
+        or TypeError if they describe no model, or one that is larger than the memory."""
+        # 'path': of models saved before 2026-11-25
+        sizes = {name: value for name, value in about['model'].items() if name != 'path'}
+        config, recurrent = ModelConfig(**sizes), about['recurrent']
+        if not isinstance(recurrent, bool):
+            raise TypeError(f'recurrent = {recurrent!r}')
+        common.check_model(lambda config: build_model(config, recurrent), config)
+        with torch.device('meta'):
+            return build_model(config, recurrent)
+
+    def entries(self) -> dict:
+        """Return the entries of config.json that rebuild this model."""
+        sizes = asdict(self.config)
+        del sizes['mode']  # how it runs, not what it is
+        tokenizer = self.about.get('tokenizer')
+        return {'recurrent': self.recurrent, 'tokenizer': tokenizer, 'model': sizes}
+
+    def describe(self, about: dict) -> dict:
+        """Return the fields of the model card (hub.MODEL_CARD)."""
+        c, unit = self.config, 'byte' if about['tokenizer'] == 'bytes' else 'token'
+        kind = 'recurrent' if self.recurrent else 'non-recurrent'
+        score = about.get('score')
+        if score is None and about.get('best_val_loss') is not None:
+            score = f'validation loss {about["best_val_loss"]:.4f} nats per {unit}'
+        return {
+            'title': f'Parallel Experts: {kind} language model, L = {c.n_layer}, E = {c.n_expert}',
+            'summary': f'A {kind} Transformer that reads {unit}s: {c.n_layer} layers of '
+            f'{c.n_expert} experts of width {c.n_embd}, {self.num_params()["total"]:,} parameters.',
+            'score': score,
+            'step': about.get('step'),
+            'command': about.get('command'),
+            'usage': 'from model import LanguageModel\n\n'
+            "model = LanguageModel.from_pretrained('FOLDER')",
+            'sizes': about['model'],
         }
 
 

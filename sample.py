@@ -13,14 +13,13 @@ $ python sample.py --out_dir=out/demo_model --prompt="The state of the Union"
 
 import codecs
 import itertools
-import json
 import math
 import os
 import sys
 from collections.abc import Iterator
 
 from configurator import configure, fail, run_script  # before torch: how threads wait
-from configurator import every, write_json
+from configurator import every
 
 import torch
 from torch import Tensor
@@ -29,7 +28,8 @@ import common
 from common import BEST, CONFIG, WEIGHTS, CheckpointError
 from data_fineweb import VOCAB, Tokenizer, get_tokenizer
 from decode import Decoder
-from model import EVAL_CHUNK, LanguageModel, ModelConfig, build_model
+from hub import CARD, training_command
+from model import EVAL_CHUNK, LanguageModel
 
 # -----------------------------------------------------------------------------
 # fmt: off
@@ -66,63 +66,57 @@ RANGES = {
 }
 
 
-def make_model(about: dict, recurrent: bool, tokenizer: str) -> LanguageModel:
-    """A model of these sizes on the device 'meta': checked before any memory is taken. ValueError,
-    TypeError: not a model's description."""
-    if tokenizer not in VOCAB or type(recurrent) is not bool:
-        raise ValueError('unknown tokenizer, or recurrent is not true or false')
-    # 'path': of models exported before 2026-11-25
-    sizes = {name: value for name, value in about.items() if name not in ('path', 'mode')}
-    config = ModelConfig(**sizes)
-    common.check_model(lambda config: build_model(config, recurrent), config)
-    with torch.device('meta'):
-        return build_model(config, recurrent)
+def check_tokenizer(about: dict) -> None:
+    """Raise ValueError unless a model's description names a tokenizer of data_fineweb.py."""
+    if about['tokenizer'] not in VOCAB:
+        raise ValueError(f'unknown tokenizer {about["tokenizer"]!r}')
 
 
-def load_trained(folder: str, which: str) -> tuple[LanguageModel, dict]:
-    """train_lm.py's best or last checkpoint -> its model, in fp32, and all that it holds.
-    CheckpointError."""
+def load_trained(folder: str, which: str) -> LanguageModel:
+    """Return the model, in fp32, of a run's best or last checkpoint; its `about` is what an export
+    of it says. Raises CheckpointError."""
     file = BEST if which == 'best' else ''
     needed = ('model', 'model_config', 'recurrent')
     saved, where = common.load_run(folder, 'train_lm.py', needed, (), {}, file)
-    arch = saved['config'].get('arch', 'experts')
+    settings = saved['config']
+    arch = settings.get('arch', 'experts')
     if arch != 'experts':
         raise CheckpointError(f'{where}: arch = {arch!r}: a baseline is not sampled or exported')
     with common.restoring(where, 'model_config'):
-        tokenizer = saved['config']['tokenizer']
-        model = make_model(saved['model_config'], saved['recurrent'], tokenizer)
+        sizes = {k: v for k, v in saved['model_config'].items() if k not in ('path', 'mode')}
+        about = {
+            'recurrent': saved['recurrent'],
+            'tokenizer': settings['tokenizer'],
+            'model': sizes,
+            'step': saved.get('step'),
+            'best_val_loss': saved.get('best'),
+            'command': training_command('train_lm.py', settings),
+        }
+        check_tokenizer(about)
+        model = LanguageModel.build(about)
     common.load_weights(model, saved['model'], where, assign=True)
-    return model, saved
+    model.about = about
+    return model
 
 
-# ---- the model as files ----
-
-
-def read_model(folder: str) -> tuple[LanguageModel, str]:
-    """An export -> the model, in fp32, and its tokenizer's name. CheckpointError."""
-    where = os.path.join(folder, CONFIG)
-    with common.restoring(where, 'it'), open(where, encoding='utf-8') as file:
-        about = json.load(file)
-        model = make_model(about['model'], about['recurrent'], about['tokenizer'])
-    where = os.path.join(folder, WEIGHTS)
-    weights = {name: tensor.float() for name, tensor in common.read_tensors(where).items()}
-    common.load_weights(model, weights, where, assign=True)
-    return model, about['tokenizer']
+def load_model(folder: str, which: str) -> LanguageModel:
+    """Return the model, in fp32, of an export or of a run. Raises CheckpointError."""
+    if not os.path.exists(os.path.join(folder, WEIGHTS)):
+        return load_trained(folder, which)
+    model = LanguageModel.from_pretrained(folder)
+    with common.restoring(os.path.join(folder, CONFIG), 'the model'):
+        check_tokenizer(model.about)
+    return model
 
 
 def export_model() -> None:
-    _, saved = load_trained(out_dir, which)
-    where = common.begin_export(export, 'tokenizer')
-    kind = torch.bfloat16 if dtype == 'bfloat16' else torch.float32
-    weights = {name: tensor.to(kind) for name, tensor in saved['model'].items()}
-    said = common.write_tensors(weights, os.path.join(export, WEIGHTS))
-    sizes = {name: value for name, value in saved['model_config'].items() if name != 'mode'}
-    about = {'recurrent': saved['recurrent'], 'tokenizer': saved['config']['tokenizer']}
-    about |= {'model': sizes, 'step': saved.get('step'), 'best_val_loss': saved.get('best')}
-    write_json(about, where)
-    model, _ = read_model(export)  # what was written can be read
-    params = model.num_params()['total']
-    print(f'{said}, {CONFIG}; {params:,} parameters')
+    """Write the model of out_dir into the folder `export` (hub.py has the format)."""
+    model = load_model(out_dir, which)
+    if dtype == 'bfloat16':
+        model = model.bfloat16()
+    model.save_pretrained(export)
+    model = load_model(export, which)  # what was written can be read
+    print(f'{export}: {model.num_params()["total"]:,} parameters in {WEIGHTS}, {CONFIG}, {CARD}')
 
 
 # ---- text ----
@@ -136,16 +130,6 @@ def read_text(name: str) -> str:
             return file.read()
     except UnicodeDecodeError as error:
         fail(f'{name}: cannot be read as text: {error.reason}')
-
-
-def load_model(device: str) -> tuple[LanguageModel, Tokenizer]:
-    """Model, in fp32 and evaluation mode, and tokenizer of out_dir."""
-    if os.path.exists(os.path.join(out_dir, WEIGHTS)):
-        model, name = read_model(out_dir)
-    else:
-        model, saved = load_trained(out_dir, which)
-        name = saved['config']['tokenizer']
-    return model.to(device).eval(), get_tokenizer(name)
 
 
 def say(tokenizer: Tokenizer, stream: Iterator[Tensor]) -> None:
@@ -207,7 +191,8 @@ def use_model() -> None:
     """Text from the model of out_dir, or its score of a text."""
     where = common.pick_device(device)
     amp = common.pick_dtype(dtype, where)
-    model, tokenizer = load_model(where)
+    model = load_model(out_dir, which).to(where).eval()
+    tokenizer = get_tokenizer(model.about['tokenizer'])
     if score:
         score_text(model, tokenizer, amp)
     else:

@@ -42,7 +42,8 @@ from numpy import ndarray
 from numpy.random import Generator
 from torch import Tensor
 
-from common import call_hub, check_fits, fill, need_packages, pin_revision, print0
+from common import check_fits, fill, need_packages, print0
+from hub import call_hub, pin_revision
 
 # fmt: off
 levels_dir = ''             # folder of Boxoban text files or .pack17.npy arrays; '': data/boxoban

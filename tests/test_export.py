@@ -29,11 +29,15 @@ def test_what_is_read_is_what_was_trained(trained, tmp_path, monkeypatch, name, 
         patch.setattr(sample.common, 'write_tensors', lambda *_: 1 / 0)
         call(*argv)
     with pytest.raises(CheckpointError, match='is damaged'):
-        sample.read_model(str(tmp_path))
+        sample.LanguageModel.from_pretrained(tmp_path)
     call(*argv)
-    assert sorted(os.listdir(tmp_path)) == ['config.json', 'model.safetensors']
-    model, tokenizer = sample.read_model(str(tmp_path))
-    assert tokenizer == 'bytes' and model.recurrent == (name == 'rnn') and model.config.n_embd == 32
+    assert sorted(os.listdir(tmp_path)) == ['README.md', 'config.json', 'model.safetensors']
+    model = sample.load_model(str(tmp_path), 'best')
+    assert (
+        model.about['tokenizer'] == 'bytes'
+        and model.recurrent == (name == 'rnn')
+        and model.config.n_embd == 32
+    )
     kind = getattr(torch, dtype)
     saved = load_checkpoint(trained / name / 'ckpt_best.pt')['model']
     with safetensors.safe_open(tmp_path / 'model.safetensors', 'pt') as file:

@@ -1,0 +1,212 @@
+"""The Hugging Face Hub: downloads that survive a bad network, and trained models in its format.
+
+    from model import LanguageModel
+
+    model = LanguageModel.from_pretrained('pretrained/lm')    # a folder, or OWNER/NAME on the Hub
+    model.save_pretrained('my_model')
+    model.push_to_hub('OWNER/NAME')                           # after `hf auth login`
+
+A saved model is a folder of three files: model.safetensors, its weights; config.json, which
+rebuilds it; README.md, its model card. sample.py and play_sokoban.py write the same with --export.
+Loading runs no code of the folder.
+"""
+
+import json
+import os
+import shlex
+import time
+from typing import Self
+
+from configurator import Mistake, fail, first_line, read_script, write_json, write_text
+
+import common
+from common import CONFIG, WEIGHTS, Path
+
+try:
+    import huggingface_hub
+    from huggingface_hub.errors import EntryNotFoundError, HTTPError, LocalEntryNotFoundError
+except ImportError:
+    fail('huggingface_hub is not installed: pip install huggingface_hub')
+
+CARD = 'README.md'
+PAPER = 'https://arxiv.org/abs/2609.12531'
+ROOT = os.path.dirname(os.path.abspath(__file__))
+HUB_TRIES = 5  # of a download; the pauses between them are 15 s in all
+MODEL_CARD = """---
+{{ card_data }}
+---
+
+# {{ title }}
+
+{{ summary }} It was made with Parallel Experts, a codebase around the question of
+[Temporal Recurrence Favors Fewer Layers]({{ paper_url }}): how many layers does a model need if it
+carries its state from one step to the next?
+
+- Score: {{ score }}
+- Trained for {{ step }} updates by
+
+```
+{{ command }}
+```
+
+## Use
+
+In the folder of the code:
+
+```python
+{{ usage }}
+```
+
+## Sizes
+
+| | |
+| --- | --- |
+{% for name, value in sizes.items() %}| {{ name }} | {{ value }} |
+{% endfor %}"""
+
+
+# ----------------------------------------------------------------------------- downloads
+
+
+def is_network_error(error: Exception) -> bool:
+    """Return whether a download that failed with `error` may succeed when it is tried again."""
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        return False
+    if (response := getattr(error, 'response', None)) is not None:
+        return response.status_code in (408, 429) or response.status_code >= 500
+    # LocalEntryNotFoundError: no connection, and no copy in the cache either
+    return isinstance(error, (ConnectionError, TimeoutError, HTTPError, LocalEntryNotFoundError))
+
+
+def wait_to_retry(error: Exception, failures: int) -> None:
+    """Report a network error and sleep: 1 s after the first failure in a row, twice as long after
+    each further one, at most 60 s."""
+    seconds = min(60, 2 ** (failures - 1))
+    print(f'network error: {first_line(error)}: next try in {seconds} s', flush=True)
+    time.sleep(seconds)
+
+
+def call_hub(function: str, repo: str, *names: str, **options: object) -> object:
+    """Return huggingface_hub.FUNCTION(repo, *names, **options), after at most HUB_TRIES tries if
+    the network fails. Raises Mistake if the call fails for good."""
+    for failures in range(1, HUB_TRIES + 1):
+        try:
+            return getattr(huggingface_hub, function)(repo, *names, **options)
+        except (OSError, ValueError, HTTPError, EntryNotFoundError) as error:
+            if failures == HUB_TRIES or not is_network_error(error):
+                what = ' of '.join([*names, repo])
+                raise Mistake(
+                    f'cannot download {what}: {first_line(error)}: '
+                    'run the same command again to continue'
+                ) from None
+            wait_to_retry(error, failures)
+
+
+def pin_revision(
+    meta: dict, folder: Path, repo: str, repo_type: str = 'dataset', revision: str = 'main'
+) -> str:
+    """Return the commit of a repository on the Hub that this folder's files come from: the one that
+    meta['revision'] names or, the first time, what `revision` is now; meta.json then keeps it."""
+    if not meta.get('revision'):
+        found = call_hub('repo_info', repo, revision=revision, repo_type=repo_type)
+        meta['revision'] = found.sha
+        write_json(meta, os.path.join(folder, 'meta.json'))
+    return meta['revision']
+
+
+# ----------------------------------------------------------------------------- trained models
+
+
+def read_text(path: str) -> str:
+    """Return a file's text. Raises CheckpointError if it cannot be opened."""
+    try:
+        with open(path, encoding='utf-8') as file:
+            return file.read()
+    except OSError as error:
+        raise common.CheckpointError(f'{path}: cannot be read: {error.strerror}') from None
+
+
+def training_command(script: str, settings: dict) -> str:
+    """Return the command line that trains with these settings: those that differ from the script's
+    defaults, and neither its folders nor what only reports."""
+    defaults = read_script(os.path.join(ROOT, script))[0]
+    left_out = ('out_dir', 'resume', 'overwrite', 'eval_only', 'plot', 'tensorboard', 'wandb')
+    flags = [
+        f'--{name}={settings[name]}'
+        for name, default in defaults.items()
+        if name in settings and name not in left_out and settings[name] != default
+    ]
+    return shlex.join(['python', script, *flags])
+
+
+class PublishedModel(
+    huggingface_hub.PyTorchModelHubMixin,
+    license='mit',
+    paper_url=PAPER,
+    model_card_template=MODEL_CARD,
+    tags=['recurrence', 'parallel-experts'],
+):
+    """Give a model `from_pretrained`, `save_pretrained` and `push_to_hub`.
+
+    A subclass defines KIND, a key that only its config.json has; `build(about)`, which returns a
+    model, on the device 'meta' if it likes, for the entries of a config.json; `entries()`, which
+    returns those that rebuild the model; and `describe(about)`, the fields of its model card.
+    """
+
+    KIND: str
+    DERIVED: tuple[str, ...] = ()  # further files of a model's folder, invalid after a new save
+    about: dict = {}  # the entries of config.json with which the model was loaded
+
+    @classmethod
+    def from_pretrained(cls, name: Path, *, device: str = 'cpu', **options: object) -> Self:
+        """Return the model that a folder or a repository of the Hub holds, in fp32 and in
+        evaluation mode. `options` go to huggingface_hub.snapshot_download, such as revision.
+
+        Raises CheckpointError, naming the file, if one is missing or damaged, if the weights do not
+        fit, or if the model is of another class.
+        """
+        folder = str(name)
+        if not os.path.isdir(folder):
+            patterns = [CONFIG, WEIGHTS]
+            folder = call_hub('snapshot_download', folder, allow_patterns=patterns, **options)
+        path = os.path.join(folder, CONFIG)
+        with common.restoring(path, 'the model'):
+            about = json.loads(read_text(path))
+            model = cls.build(about)
+            if not isinstance(model, cls):
+                raise ValueError(f'a {type(model).__name__}, not a {cls.__name__}')
+        path = os.path.join(folder, WEIGHTS)
+        weights = common.read_tensors(path, device)
+        weights = {name: tensor.float() for name, tensor in weights.items()}
+        common.load_weights(model, weights, path, assign=next(model.parameters()).is_meta)
+        model.about = about
+        return model.to(device).eval()
+
+    def model_card(self, about: dict) -> huggingface_hub.ModelCard:
+        """Return the model card for the entries of a config.json."""
+        return self.generate_model_card(**self.describe(about))
+
+    def save_pretrained(
+        self,
+        save_directory: Path,
+        *,
+        config: dict | None = None,
+        repo_id: str | None = None,
+        push_to_hub: bool = False,
+        **options: object,
+    ) -> str | None:
+        """Write model.safetensors, config.json and README.md into a folder, in place of an earlier
+        model of this kind; with push_to_hub=True, onto the Hub too.
+
+        config: further entries of config.json, such as 'tokenizer', 'step' and 'command'; those
+        with which the model was loaded stay. Ends the script if the folder holds anything else.
+        """
+        about = self.about | self.entries() | (config or {})
+        path = common.begin_export(save_directory, self.KIND, CARD, *self.DERIVED)
+        common.write_tensors(self.state_dict(), os.path.join(save_directory, WEIGHTS))
+        write_text(str(self.model_card(about)), os.path.join(save_directory, CARD))
+        write_json(about, path)
+        if not push_to_hub:
+            return None
+        repo_id = repo_id or os.path.basename(os.path.normpath(save_directory))
+        return self.push_to_hub(repo_id, config=config, **options)
