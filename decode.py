@@ -19,7 +19,7 @@ from torch import Tensor
 from cache import Place, Ring
 from configurator import every
 from kernels import choose_forms, cuda_seconds, fused, graphed, norm, rotate, softcap, using
-from layer import layer, step
+from layer import head_input, layer, step
 from model import LanguageModel, State, randomize
 
 
@@ -65,7 +65,7 @@ def finish(
 ) -> tuple[Tensor, Tensor]:
     """Return logits (B, V) and the next tokens (B,) from the last layer's output s (B, D). noise =
     None: the likeliest tokens."""
-    logits = softcap(F.linear(norm(s).to(head.dtype), head).to(s.dtype))
+    logits = softcap(F.linear(head_input(s).to(head.dtype), head).to(s.dtype))
     if noise is None:
         return logits, argmax(logits)
     return logits, sample(logits, noise, temperature, top_k, top_p)

@@ -45,6 +45,11 @@ class LayerWeights(NamedTuple):
         return self.wqkv.w.dtype
 
 
+# name: shared keys and values are the sum over experts times E ** -exponent (see `aggregate`)
+AGGREGATIONS = {'sqrt_sum': 0.5, 'mean': 1.0, 'softmax_mean': 0.5, 'softmax_l2': 0.5}
+RESIDUALS = ('expert', 'shared')  # of the non-recurrent model (see `merge`)
+
+
 # ---- fused functions: one kernel each way when compiled ----------------------------------------
 
 
@@ -204,3 +209,8 @@ def step(
     for w, cache in zip(weights, caches, strict=True):
         s = layer(w, s, z, cos, sin, cache, config)
     return s
+
+
+def head_input(s: Tensor) -> Tensor:
+    """Return what the head reads of the last layer's output s (..., D)."""
+    return norm(s)

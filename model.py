@@ -40,12 +40,9 @@ from kernels import (
     using,
     window_mask,
 )
-from layer import LayerWeights, layer
+from layer import AGGREGATIONS, RESIDUALS, LayerWeights, head_input, layer
 from unroll import DeferredLinear, recomputes, unroll
 
-# aggregation: shared keys and values are the sum over experts times E ** -exponent
-AGGREGATIONS = {'sqrt_sum': 0.5, 'mean': 1.0, 'softmax_mean': 0.5, 'softmax_l2': 0.5}
-RESIDUALS = ('expert', 'shared')
 MODES = ('fast', 'plain')
 # Triton forms in the order in which they are tried, and ways to run them (triton_kernels.py)
 FORMS = ('attention', 'experts', 'loss', 'split', 'pdl')
@@ -252,7 +249,7 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         c, device, heads = self.config, self.embedding.device, self.heads
         shape = (2, c.n_layer, B, heads.C, c.window, heads.K)
         k, v = torch.zeros(shape, dtype=compute_dtype(self.embedding), device=device)
-        width = c.n_embd if self.recurrent else 0
+        width = c.n_embd if self.recurrent else 0  # unroll and Decoder take the width from here
         s = torch.zeros(B, width, dtype=self.embedding.dtype, device=device)
         return State(s, k, v, torch.zeros(B, dtype=torch.int64, device=device))
 
@@ -260,8 +257,8 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         """Run embedding and layers: tokens (B, T) -> the head's input (B, T, D), and the state."""
         z = norm(F.embedding(idx, self.embedding))
         with using(self.forms):
-            x, state = self.hidden(z, state)
-        return norm(x), state
+            s, state = self.hidden(z, state)
+        return head_input(s), state
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, state: State | None = None
