@@ -132,6 +132,11 @@ def uniform_(w: Tensor, fan_in: int) -> Tensor:
     return w.uniform_(-bound, bound)
 
 
+def is_matrix(p: Tensor) -> bool:
+    """Return whether p is a matrix or a stack of matrices, rather than of vectors or scalars."""
+    return p.dim() > 1 and min(p.shape[-2:]) > 1
+
+
 class Layer(nn.Module):
     """Weights of one layer's E experts, stacked, each matrix (out, in), without biases."""
 
@@ -300,7 +305,7 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         matrices = [
             p
             for name, p in self.named_parameters()
-            if p.dim() > 1 and not name.endswith(('embedding', 'head', 'router_k'))
+            if is_matrix(p) and not name.endswith(('embedding', 'head', 'router_k'))
         ]
         if c.routed:  # the router's keys, one per expert and layer
             attention += 2 * c.router_dim * c.n_expert * c.n_layer
@@ -311,7 +316,7 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         """Return parameters by optimizer: 'matrices' for Muon; 'embedding', 'head' and 'scalars'
         for AdamW."""
         named = list(self.layers.named_parameters())
-        matrices = [p for n, p in named if p.dim() > 1 and not n.endswith('expert_embedding')]
+        matrices = [p for n, p in named if is_matrix(p) and not n.endswith('expert_embedding')]
         known = {id(p) for p in [*matrices, self.embedding, self.head]}
         return {
             'matrices': matrices,
@@ -561,7 +566,7 @@ def randomize(module: nn.Module) -> nn.Module:
     random = torch.Generator().manual_seed(0)
     for p in module.parameters():
         noise = torch.randn(p.shape, generator=random)
-        p.copy_(0.5 * noise * p.size(-1) ** -0.5 if p.dim() > 1 else 1 + 0.1 * noise)
+        p.copy_(0.5 * noise * p.size(-1) ** -0.5 if is_matrix(p) else 1 + 0.1 * noise)
     return module
 
 
