@@ -81,7 +81,7 @@ class Transformer(nn.Module):
     is (k, v, count): the caches (L, B, G, W, K) and the number of filled entries (B,)."""
 
     recurrent = False
-    num_params, flops_per_token = LanguageModel.num_params, LanguageModel.flops_per_token
+    num_params = LanguageModel.num_params
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -101,8 +101,16 @@ class Transformer(nn.Module):
         k, v = torch.zeros(2, *shape, device=device)
         return k, v, torch.zeros(B, dtype=torch.int64, device=device)
 
+    def flops_per_token(self) -> dict[str, float]:
+        """Return the forward FLOPs per token of core and head, as LanguageModel counts GPT's: two
+        per weight, and attention at the mean context."""
+        c = self.config
+        attention = 4 * (c.block_size + 1) / 2 * c.n_embd * c.n_layer
+        core = 2 * sum(p.numel() for p in self.blocks.parameters()) + attention
+        return {'core': float(core), 'head': float(2 * self.head.numel())}
+
     def forward(self, idx: Tensor, targets: Tensor, state: tuple | None = None) -> tuple:
-        """Return the mean cross-entropy in nats and the next state. idx, targets: (B, T)."""
+        """Return kernels.Loss (nats per token) and the next state. idx, targets: (B, T)."""
         chunk = Transformer.chunk
         if state is None and fused.enabled:
             chunk = compiled(chunk)
@@ -155,7 +163,7 @@ class LSTM(nn.Module):
         return h, c
 
     def forward(self, idx: Tensor, targets: Tensor, state: tuple | None = None) -> tuple:
-        """Return the mean cross-entropy in nats and the next state, detached; as Transformer's."""
+        """Return kernels.Loss and the next state, detached. idx, targets: (B, T)."""
         x, state = self.lstm(F.embedding(idx, self.embedding), state)  # (B, T, hidden)
         logits = F.linear(x, self.head, self.head_bias).flatten(0, 1).float()  # (B * T, V)
         loss = F.cross_entropy(logits, targets.flatten())

@@ -589,10 +589,16 @@ def begin_export(folder: Path, kind: str, *made: str) -> pathlib.Path:
 # and lock.
 
 
-def init_from(model: torch.nn.Module, folder: Path, resume: bool) -> None:
+def init_from(
+    model: torch.nn.Module,
+    folder: Path,
+    resume: bool = False,
+    rename: Callable[[dict[str, torch.Tensor]], None] | None = None,
+) -> None:
     """Initialize a new run from the best checkpoint in another run's folder, or its last; or from
     an export. Every weight with the name and shape of one of the model's is taken; lines say which
-    were taken and which were not. Raises CheckpointError, also if none fits."""
+    were taken and which were not. rename(weights) replaces old names of weights, in place. Raises
+    CheckpointError, also if no weight fits."""
     if resume:
         raise CheckpointError('--init_from starts a new run: not with --resume or --eval_only')
     where = pathlib.Path(folder, WEIGHTS)
@@ -603,6 +609,8 @@ def init_from(model: torch.nn.Module, folder: Path, resume: bool) -> None:
         weights = saved['model']
     ours = model.state_dict()
     with restoring(where, 'model'):
+        if rename:
+            rename(weights)
         fits = {k for k, x in ours.items() if k in weights and weights[k].shape == x.shape}
     if not any(ours[name].dim() for name in fits):  # a scalar fits anywhere
         raise CheckpointError(f'{where}: no weight has a name and shape of this model')
@@ -632,8 +640,8 @@ def save_run(run: object, parts: dict, optimizers: list[torch.optim.Optimizer] |
 def restore(run: object, names: tuple, optimizers: list, saved: dict, where: Path) -> None:
     """Load weights, and set run.NAME = saved[NAME] for each of `names`; with optimizers also their
     moments and the random states (an evaluation needs neither). The optimizers keep this run's
-    settings, because a resumed run may change learning rates, momentum, decay and the device.
-    Raises CheckpointError."""
+    settings, because a resumed run may change learning rates, momentum, decay and the device. The
+    number of CPU threads is the saved one, unless it is set. Raises CheckpointError."""
     load_weights(run.model, saved['model'], where)
     saved_threads = min(saved['config'].get('threads', 0), torch.get_num_threads())
     run.config['threads'] = run.config['threads'] or saved_threads

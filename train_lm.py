@@ -37,7 +37,7 @@ from common import CheckpointError, Gradients, fill, gather, open_trackers, prin
 from data_fineweb import VOCAB, DataError, Loader, find_shards, fingerprint, load_val, token_bytes
 from figures import plot_losses
 from kernels import fused, graphed
-from model import ModelConfig, build_model
+from model import ModelConfig, build_model, rename_old_weights
 from muon import Muon
 
 # -----------------------------------------------------------------------------
@@ -76,6 +76,7 @@ aggregation = 'sqrt_sum'       # 'sqrt_sum', 'mean', 'softmax_mean' or 'softmax_
 share_kv = True                # recurrent: a layer's experts share a cache; False: one each
 residual = 'expert'            # GPT: 'expert' (each keeps its own, the paper's rule) or 'shared'
 router_dim = 64                # width of the router's queries and keys (softmax aggregations)
+init_b = 'one'                 # recurrent, initial b in u = a s + b z: 'one' or 'sqrt_experts'
 # optimizer
 max_iters = 10000              # updates: 1.3B tokens
 learning_rate = 2e-2           # Muon's peak, for the matrices of the core and the router
@@ -150,7 +151,7 @@ class Run:
     gradients: Gradients  # its `extra`: loss, number of ranks that are to stop, gradient norm
     state: tuple[torch.Tensor, ...]  # of all streams of this rank; empty if not recurrent
     graphs: dict | None  # CUDA graphs by name; None: run eagerly
-    capture_chunk: bool = True  # as one graph; False: the model runs a long chunk block by block
+    capture_chunk: bool = True  # as one graph; False: the model captures a long chunk's blocks
     rows: int = 0  # sequences per micro-batch
     batch: tuple = ()  # x, y (rows, T) and the state of a micro-batch
     val_rows: int = 0
@@ -268,7 +269,7 @@ def make_run(config: Settings) -> Run:
     else:
         model = baselines.build(arch, model_config)
     if init_from:
-        common.init_from(model, init_from, False)
+        common.init_from(model, init_from, rename=lambda w: rename_old_weights(model, w, ''))
     model = model.to(device_)
 
     # optimizer
@@ -320,6 +321,9 @@ def set_rows(run: Run, rows: int) -> None:
         with autocast(run.device, run.amp):
             state = run.model.init_state(rows)
     run.rows, run.batch = rows, (x, y, state)
+    if arch == 'experts' and recurrent:
+        with autocast(run.device, run.amp):
+            run.capture_chunk = not run.model.recomputes(rows, block_size)
 
 
 def set_val_rows(run: Run, rows: int) -> None:
@@ -336,39 +340,48 @@ def set_val_rows(run: Run, rows: int) -> None:
 
 
 def prepare(run: Run) -> None:
-    """Compile, if that works, and choose by trying how many rows a micro-batch and a validation
-    batch have. Raises Mistake if not even one row fits.
+    """Choose, by trying, the number of CPU threads, whether to compile, the rows of a micro-batch
+    and of a validation batch, and the Triton forms. Raises Mistake if not even one row fits.
 
-    On a GPU the largest choice is tried first, and the next one if memory runs out. A CPU kills a
-    process that runs out, so the need is measured there and compared (cpu_bytes_per_row)."""
+    On a GPU the largest number of rows is tried first, and the next one if memory runs out. A CPU
+    kills a process that runs out: there rows that would (cpu_bytes_per_row) are not tried."""
     start = time.perf_counter()
     resumed_state = [t.to('cpu', copy=True) for t in run.state]
     set_compiled(run, False)
-    row_bytes = cpu_bytes_per_row(run) if run.device == 'cpu' else 0.0
-    set_compiled(run, compile and mode == 'fast' and arch != 'lstm')
     choices = [n for n in row_choices(len(run.loader.rows), block_size) if n <= run.rows]
-    try_rows(run, [run.rows] if batch_size else choices, row_bytes, set_rows, try_update)
-    val_bytes = row_bytes * min(block_size, VAL_CHUNK) / block_size
-    val_choices = row_choices(len(run.val[0]), min(block_size, VAL_CHUNK))
-    try_rows(run, val_choices, val_bytes, set_val_rows, try_validation)
-    for t, saved in zip(run.state, resumed_state, strict=True):
-        t.copy_(saved)
-    if run.graphs is not None and recurrent and fused.enabled:
+    choices = [run.rows] if batch_size else choices
+    val_choices = row_choices(len(run.val[0]), run.val_batch[0].size(1))
+    if run.device == 'cpu':
+        row_bytes = cpu_bytes_per_row(run)
+        free = common.device_memory(run.device)[1]
+        choices = [n for n in choices if n * row_bytes <= free]
+        val_bytes = row_bytes * run.val_batch[0].size(1) / block_size
+        val_choices = [n for n in val_choices if n * val_bytes <= free]
+        if choices:
+            set_rows(run, choices[0])
+            run.config['threads'] = common.pick_threads(
+                run.config['threads'], run.device, lambda T: try_chunk(run, T), block_size
+            )
+    set_compiled(run, compile and mode == 'fast' and arch != 'lstm')
+    try_rows(run, choices, set_rows, lambda: forward_backward(run, *run.batch))
+    try_rows(run, val_choices, set_val_rows, lambda: try_validation(run))
+    if fused.enabled and run.graphs is not None and recurrent:
         with autocast(run.device, run.amp):
             for line in run.model.choose_forms(run.rows):
                 print0(line)
-    choose_threads(run)
+    for t, saved in zip(run.state, resumed_state, strict=True):
+        t.copy_(saved)
     rows = f'{run.rows} rows per micro-batch, {run.val_rows} validation streams at a time'
     print0(f'{rows} (found in {time.perf_counter() - start:.0f} s)')
 
 
 def set_compiled(run: Run, compiled: bool) -> None:
-    """Switch compilation on or off, and choose what becomes a CUDA graph: a chunk as a whole, or,
-    where it is long, its blocks."""
+    """Switch compilation and Triton forms on or off, and choose what becomes a CUDA graph: a chunk
+    as a whole, or its blocks, if the model recomputes them."""
     fused.enabled = compiled
-    if arch == 'experts' and recurrent:
-        run.capture_chunk = not run.model.recomputes(run.rows, block_size)
-    run.model.graphs = run.graphs is not None
+    if arch == 'experts':
+        run.model.graphs = run.graphs is not None
+        run.model.forms = frozenset()
 
 
 def cpu_bytes_per_row(run: Run) -> float:
@@ -395,13 +408,16 @@ def cpu_bytes_per_row(run: Run) -> float:
 
 
 def try_rows(
-    run: Run, choices: list[int], row_bytes: float, allocate: Callable, attempt: Callable
+    run: Run,
+    choices: list[int],
+    allocate: Callable[[Run, int], None],
+    attempt: Callable[[], None],
 ) -> None:
-    """Call allocate(run, rows) with the first of `choices` that fits on every rank: by row_bytes
-    on a CPU, and by attempt(run), which runs such a batch. Raises Mistake if none fits."""
+    """Call allocate(run, rows) with the first of `choices` for which attempt() then runs in the
+    memory of every rank. Raises Mistake if there is none."""
     for rows in choices:
-        fits = rows * row_bytes <= common.device_memory(run.device)[1]
-        fits = fits and runs_in_memory(run, rows, allocate, attempt)
+        allocate(run, rows)
+        fits = runs_in_memory(run, attempt)
         if run.world > 1:
             answer = torch.tensor(float(fits), device=run.device)
             dist.all_reduce(answer, dist.ReduceOp.MIN)
@@ -409,31 +425,28 @@ def try_rows(
         if fits:
             return
     model = f'n_layer = {n_layer}, n_expert = {n_expert}, n_embd = {n_embd}'
-    size = f'{model}, block_size = {block_size}: a micro-batch of {rows} rows does not fit'
-    advice = 'a smaller model or block_size, or more memory'
-    if batch_size and batch_size == rows:
-        advice = '--batch_size=0 finds the most that fit'
-    raise Mistake(f'{size} in the memory of {common.device_name(run.device)}: {advice}')
+    rows, advice = 'one row', 'a smaller model or block_size, or more memory'
+    if batch_size:
+        rows, advice = f'batch_size = {batch_size}', '--batch_size=0 finds the most that fit'
+    where = f'does not fit in the memory of {common.device_name(run.device)}'
+    raise Mistake(f'{model}, block_size = {block_size}: {rows} {where}: {advice}')
 
 
-def runs_in_memory(run: Run, rows: int, allocate: Callable, attempt: Callable) -> bool:
-    """Return whether attempt(run), after allocate(run, rows), runs without using up the memory. If
-    it does not compile, print why and try uncompiled. Gradients are zero afterwards, and states of
-    a micro-batch reset.
+def runs_in_memory(run: Run, attempt: Callable[[], None]) -> bool:
+    """Return whether attempt() runs without using up the memory; if it does not compile, print why
+    and try uncompiled. Gradients are zero afterwards, and all states reset.
 
     On a GPU it runs beside memory for the optimizers' moments, and for a twentieth of the card,
     which CUDA graphs, NCCL and fragmentation take."""
     error, on_gpu = None, run.device.startswith('cuda')
     try:
-        allocate(run, rows)
-        reserve = []
+        reserve = None
         if on_gpu and not run.optimizers[0].state:
-            of_muon = sum(p.numel() for p in run.optimizers[0].param_groups[0]['params'])
-            moments = 2 * run.gradients.buffer.numel() - of_muon  # AdamW has two
-            twentieth = common.device_memory(run.device)[0] / 20
-            size = int(4 * moments + twentieth)
-            reserve.append(torch.empty(size, dtype=torch.uint8, device=run.device))
-        attempt(run)
+            muon = sum(p.numel() for p in run.optimizers[0].param_groups[0]['params'])
+            moments = 2 * run.gradients.buffer.numel() - muon  # AdamW has two of each, Muon one
+            size = 4 * moments + common.device_memory(run.device)[0] / 20
+            reserve = torch.empty(int(size), dtype=torch.uint8, device=run.device)
+        attempt()
         del reserve
     except torch._dynamo.exc.TorchDynamoException as caught:
         print0(f'compile = True does not work here; training uncompiled ({first_line(caught)})')
@@ -441,11 +454,10 @@ def runs_in_memory(run: Run, rows: int, allocate: Callable, attempt: Callable) -
     except RuntimeError as caught:
         if not common.out_of_memory(caught):
             raise
-        error = caught.with_traceback(None)  # its frames hold the memory
+        error = caught.with_traceback(None)  # its frames would keep the memory
     run.gradients.zero()
-    for state in (run.state, run.batch[2], run.val_batch[2]):
-        for t in state:
-            t.zero_()
+    for t in (*run.state, *run.batch[2], *run.val_batch[2]):
+        t.zero_()
     if error is None:
         return True
     unroll.release()
@@ -454,34 +466,22 @@ def runs_in_memory(run: Run, rows: int, allocate: Callable, attempt: Callable) -
     if common.out_of_memory(error):
         return False
     set_compiled(run, False)
-    return runs_in_memory(run, rows, allocate, attempt)
+    return runs_in_memory(run, attempt)
 
 
-def choose_threads(run: Run) -> None:
-    """Set the number of CPU threads (common.pick_threads), measured uncompiled: every length of a
-    chunk would be compiled."""
-
-    def chunk(T):
-        x, y = (t[:, :T] for t in run.batch[:2])
-        with autocast(run.device, run.amp):
-            loss, _ = run.model(x, y)
-        loss.objective.backward()
-
-    compiled, fused.enabled = fused.enabled, False
-    threads = common.pick_threads(run.config['threads'], run.device, chunk, block_size)
-    run.config['threads'], fused.enabled = threads, compiled
+def try_chunk(run: Run, T: int) -> None:
+    """Run forward and backward of the first T tokens of a micro-batch."""
+    x, y = (t[:, :T] for t in run.batch[:2])
+    with autocast(run.device, run.amp):
+        loss, _ = run.model(x, y)
+    loss.objective.backward()
     run.gradients.zero()
 
 
-def try_update(run: Run) -> None:
-    """Run one micro-batch forward and backward."""
-    forward_backward(run, *run.batch)
-
-
+@torch.no_grad()
 def try_validation(run: Run) -> None:
     """Run one chunk of a validation batch."""
-    with torch.no_grad():
-        validate_chunk(run, *run.val_batch)
+    validate_chunk(run, *run.val_batch)
 
 
 # ---- an update ----
