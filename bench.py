@@ -239,14 +239,15 @@ def make_agent(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
     settings |= {'reuse': not recompute, 'eval_games': 1}
     settings |= {'split': 'generated', 'eval_split': 'generated', 'n_levels': 5000}
     run = make_run(train_sokoban, settings, row, config)
-    run.model.config.path = path
 
     def update():
+        kernels.fused.enabled = path == 'compiled'
         stats, games, _ = train_sokoban.update(run, False)
         train_sokoban.count_games(run, games, stats)
 
     def gradients():
         """A rollout, what it and its backward give."""
+        kernels.fused.enabled = path == 'compiled'
         if not run.graphs:
             run.optimizer.zero_grad(set_to_none=True)
         batch = kernels.graphed(run.graphs, 'rollout', train_sokoban.rollout, run)
@@ -262,7 +263,7 @@ def make_agent(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
         played = iter(actions)
         train_sokoban.sample = lambda *_: next(played)
         run.env, run.state, run.count = begun
-        run.model.config.path, run.graphs = 'plain', None
+        run.model.config.mode, run.graphs = 'plain', None
         plain = gradients()[1]
         return {name: (mine[name], plain[name]) for name in mine}
 

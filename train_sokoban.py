@@ -33,7 +33,7 @@ import common
 import figures
 from common import fill, gather, open_trackers, print0, restoring, sum_over_ranks
 from convlstm import Agent, AgentConfig, build_agent, load_agent
-from kernels import compiled, graphed
+from kernels import fused, graphed
 from sokoban import ACTION_STREAM, CELLS, RANDOM, TIME_LIMIT, JumanjiEnv, SokobanEnv, board_keys
 from sokoban import evaluate, load_level_sets, random_bits, sample_actions, write_evaluation
 
@@ -161,7 +161,7 @@ def make_run(config: dict) -> Run:
     torch.manual_seed(seed)
     B = n_envs // world
     dt = str(common.pick_dtype(dtype, where)).removeprefix('torch.')
-    agent = AgentConfig(**{name: config[name] for name in MODEL}, dtype=dt, path=path)
+    agent = AgentConfig(**{name: config[name] for name in MODEL}, dtype=dt, mode=path)
     # weights, gradients and Adam's two moments; each cell's outputs wait for the backward
     common.check_model(build_agent, agent, 4, where)
     size = 4 * B * n_embd * CELLS * (unroll * n_layer * n_expert if reuse else 1)
@@ -184,10 +184,9 @@ def make_run(config: dict) -> Run:
     return Run(rank, world, where, config, model, adam, held_out, *playing, *rest)
 
 
-def fused(run: Run, function: Callable) -> Callable:
-    """function, compiled on a GPU if cells are: a step costs by its kernels there."""
-    wins = run.model.config.path == 'compiled' and run.device != 'cpu' and env == 'torch'
-    return compiled(function) if wins else function
+def on_gpu(run: Run, function: Callable) -> Callable:
+    """Return function, fused on a GPU, where a step costs its number of kernels."""
+    return fused(function) if run.device != 'cpu' and env == 'torch' else function
 
 
 def trial_steps(run: Run, T: int) -> None:
@@ -203,12 +202,11 @@ def trial_steps(run: Run, T: int) -> None:
 
 def warm_up(run: Run) -> None:
     """Before any clock runs, a rollout of copies and its backward, for what they compile."""
-    if compile and path == 'fast':
-        run.model.config.path = 'compiled'
+    fused.enabled = compile and path == 'fast'
+    if fused.enabled:
         trial = replace(run, env=copy.deepcopy(run.env), count=run.count.clone())
         trial.state = [x.clone() for x in run.state]
-        if not common.compiles(run.model, lambda: backward(trial, rollout(trial))):
-            run.model.config.path = 'fast'
+        fused.enabled = common.compiles(run.model, lambda: backward(trial, rollout(trial)))
 
 
 # ---- the rollout ----
@@ -228,7 +226,7 @@ def play_step(boards: SokobanEnv, logits: torch.Tensor, u: torch.Tensor) -> dict
 def rollout(run: Run) -> dict[str, torch.Tensor]:
     """`unroll` steps of all boards, (T, B) each: what was seen, done and gained. With reuse, logits
     and values keep their graph: it is the update's. Else that makes a second forward."""
-    play, steps = fused(run, play_step), []
+    play, steps = on_gpu(run, play_step), []
     times = run.count + torch.arange(unroll, device=run.device)[:, None]  # (T, 1)
     chance = random_bits(run.keys, times)  # (T, B)
     run.count += unroll
@@ -276,7 +274,7 @@ def backward(run: Run, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         logits, value = batch['logits'], batch['value']
     else:
         logits, value, _ = run.model(batch['obs'], batch['start'], tuple(run.state))
-    advantage = fused(run, gae)(batch['reward'], batch['done'], value.detach(), batch['last'])
+    advantage = on_gpu(run, gae)(batch['reward'], batch['done'], value.detach(), batch['last'])
     target = advantage + value.detach()
     log_pi = F.log_softmax(logits.float(), -1)  # (T, B, 4)
     chosen = log_pi.gather(-1, batch['action'][..., None]).squeeze(-1)  # (T, B)
@@ -380,7 +378,7 @@ def describe(run: Run) -> str:
     params, macs = run.model.num_params(), run.model.macs_per_step()
     sizes = [f'{x / 1e6:.3f}M' for x in (params['total'], params['core'], *macs.values())]
     return (
-        f'{common.machine(run)}, {run.model.config.dtype} convolutions, fp32 cells\n'
+        f'{common.machine(run)}, {run.model.config.dtype} convolutions, the rest in fp32\n'
         f'{type(run.model).__name__}: {sizes[0]} parameters ({sizes[1]} core), {sizes[2]} '
         f"multiply-adds a step by the paper's count, {sizes[3]} executed"
     )
