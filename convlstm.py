@@ -1,6 +1,6 @@
 """
 Sokoban agents: actor-critics whose core has L layers of E parallel experts of width D over a board,
-recurrent or not ("Temporal Recurrence Favors Fewer Layers", sections 4 and 6 of its appendix).
+recurrent or not (the framework of "Temporal Recurrence Favors Fewer Layers").
 
 Shape letters: B boards, T steps of an unroll, Y rows, X columns, C channels, E experts, L layers,
 D width. Boards are stored channels last, (B, Y, X, C). One step of an agent:
