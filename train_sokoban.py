@@ -55,7 +55,7 @@ overwrite = False              # replace a run that is in out_dir
 eval_interval = 1000           # updates between greedy evaluations and checkpoints (640,000 steps)
 log_interval = 50              # updates between lines, printed and in log.jsonl (32,000 steps)
 eval_only = False              # evaluate the last checkpoint in out_dir on `levels`, and stop
-levels = ''                    # for eval_only: a split or a file; '' = eval_games of eval_split
+levels = ''                    # for eval_only: a split or a file; '' = the run's eval_split
 best = False                   # for eval_only: the best checkpoint, if there is one, not the last
 plot = False                   # draw out_dir/curve.png at the end (matplotlib)
 tensorboard = False            # also write TensorBoard files into out_dir
@@ -555,8 +555,9 @@ def evaluate_only(config: Settings) -> None:
     model, saved, path = load_agent(out_dir, 'best' if best else 'last', device_, dtype)
     set_precision(model)
     level_settings = {**config, 'eval_split': levels or eval_split}
-    if not levels:  # generated levels are those that the run was evaluated on
-        names = ('split', 'n_levels', 'n_boxes', 'max_moves', 'seed')
+    if not levels:  # those that the run was evaluated on, unless eval_split is given
+        names = ['split', 'n_levels', 'n_boxes', 'max_moves', 'seed']
+        names += ['eval_split'] if 'eval_split' not in config.given else []
         level_settings.update({name: saved[name] for name in names if name in saved})
     name = level_settings['eval_split']
     _, (eval_levels, line) = load_level_sets(level_settings, trains=False, whole=levels != '')
