@@ -102,7 +102,7 @@ dtype = 'auto'                 # of convolutions: 'float32' (true fp32, no TF32)
 compile = True                 # torch.compile what stands between convolutions
 graphs = True                  # on a GPU: replay each update as CUDA graphs, from the fourth on
 mode = 'fast'                  # 'fast', or 'plain' (gradients by autograd alone, for checking)
-threads = 0                    # CPU threads; 0 = torch's choice
+threads = 0                    # CPU threads; 0 = one or all, measured at the start
 # fmt: on
 AT_LEAST_1 = 'eval_interval log_interval eval_games n_levels n_envs total_steps unroll'
 AT_LEAST_0 = 'entropy_coef value_coef learning_rate adam_eps grad_clip seed'
@@ -261,6 +261,23 @@ def make_run(config: Settings) -> Run:
         graphs={} if captures else None,
         updates=math.ceil(total_steps / (n_envs * unroll)),
     )
+
+
+def choose_threads(run: Run) -> None:
+    """Set the number of CPU threads (common.pick_threads), measured uncompiled: training compiles
+    for other shapes."""
+
+    def chunk(T):
+        w, state, total = run.model.prepare(), run.state, 0
+        obs, start = run.env.observe(), run.env.steps == 0
+        for _ in range(T):
+            logits, value, state = run.model.act(w, obs, start, state)
+            total = total + logits.sum() + value.sum()
+        total.backward()
+
+    fused.enabled = False
+    run.config['threads'] = common.pick_threads(run.config['threads'], run.device, chunk, unroll)
+    run.gradients.zero()
 
 
 def warm_up(run: Run) -> None:
@@ -596,6 +613,7 @@ def main(config: Settings) -> int:
             run.lock = common.prepare_out_dir(out_dir, resume, overwrite)
     except ValueError as error:  # Mistake, and AgentConfig's
         fail(error)
+    choose_threads(run)
     print0(describe(run))
     warm_up(run)
     writes, close = [], None
