@@ -577,7 +577,9 @@ def evaluate_only(config: Settings) -> None:
         names += ['eval_split'] if 'eval_split' not in config.given else []
         level_settings.update({name: saved[name] for name in names if name in saved})
     name = level_settings['eval_split']
-    _, (eval_levels, line) = load_level_sets(level_settings, trains=False, whole=levels != '')
+    _, (eval_levels, line) = load_level_sets(
+        level_settings, training=False, whole_split=levels != ''
+    )
     about = {
         'step': saved['step'],
         'env_steps': saved['step'] * saved['n_envs'] * saved['unroll'],
@@ -660,8 +662,9 @@ def main(config: Settings) -> int:
     if close:
         close()
     if run.rank == 0 and plot and status == 0:
-        figure = figures.run_figure(figures.read_log(out_dir), out_dir)
-        print(f'learning curve: {figures.save(figure, out_dir, "curve", ("png",))[0]}')
+        figure = figures.run_figure(figures.read_log(out_dir), title=out_dir)
+        (path,) = figures.save_figure(figure, out_dir, 'curve', ('png',))
+        print(f'learning curve: {path}')
     common.leave(run)
     return status
 

@@ -237,7 +237,7 @@ def test_fused_functions_change_nothing(arch, recurrent, request, monkeypatch):
     code too (Inductor), which takes most of the time."""
     if not request.config.getoption('--long'):
         options = {'backend': 'aot_eager', 'fullgraph': True, 'dynamic': False}
-        trace = functools.cache(lambda f: torch.compile(f, **options))
+        trace = functools.cache(lambda f, pdl: torch.compile(f, **options))
         monkeypatch.setattr(kernels, 'compiled', trace)
     agent = make(arch, recurrent, L=1, E=2)
     eager = unroll(agent, *boards(T=3))

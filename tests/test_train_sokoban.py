@@ -211,11 +211,11 @@ def test_compiled_rules_play_the_same_episodes(tmp_path, monkeypatch):
     rules = train_sokoban.play_step, train_sokoban.sample_actions, train_sokoban.gae
     options = {'fullgraph': True, 'dynamic': False, 'backend': 'aot_eager'}
     trace = functools.cache(lambda f: torch.compile(f, **options))
-    monkeypatch.setattr(kernels, 'compiled', lambda f: trace(f) if f in rules else f)
+    monkeypatch.setattr(kernels, 'compiled', lambda f, pdl: trace(f) if f in rules else f)
     monkeypatch.setattr(kernels.fused, 'enabled', False)
     episodes = []
     for device in ('cpu', 'cpu:0'):
-        run = prepare(tmp_path, reuse=False, unroll=20, n_envs=16, compile=True)
+        run = prepare(tmp_path, reuse=False, unroll=10, n_envs=8, compile=True)
         run.device = device
         if device == 'cpu:0':
             train_sokoban.warm_up(run)
@@ -434,5 +434,5 @@ def test_no_evaluation_level_is_trained_on(tmp_path, monkeypatch):
     monkeypatch.setattr(sokoban, 'generate', lambda n, b, seed, *rest: generate(n, b, 7, *rest))
     config = configured(tmp_path)
     (train_levels, _), (eval_levels, _) = sokoban.load_level_sets(config)
-    assert np.array_equal(sokoban.load_level_sets(config, trains=False)[1][0], eval_levels)
+    assert np.array_equal(sokoban.load_level_sets(config, training=False)[1][0], eval_levels)
     assert len(train_levels) == 50 and not {*map(bytes, train_levels)} & {*map(bytes, eval_levels)}
