@@ -239,31 +239,29 @@ def make_agent(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
     settings |= {'reuse': not recompute, 'eval_games': 1}
     settings |= {'split': 'generated', 'eval_split': 'generated', 'n_levels': 5000}
     run = make_run(train_sokoban, settings, row, config)
-    run.model.config.path = path
 
     def update():
-        stats, games, _ = train_sokoban.update(run, False)
-        train_sokoban.count_games(run, games, stats)
+        kernels.fused.enabled = path == 'compiled'
+        stats, episodes, _ = train_sokoban.update(run, False)
+        train_sokoban.count_episodes(run, episodes, stats)
 
-    def gradients():
-        """A rollout, what it and its backward give."""
-        if not run.graphs:
-            run.optimizer.zero_grad(set_to_none=True)
-        batch = kernels.graphed(run.graphs, 'rollout', train_sokoban.rollout, run)
-        sums = kernels.graphed(run.graphs, 'backward', train_sokoban.backward, run, batch)
-        found = {'loss': sums[0].clone(), 'return': batch['return'].clone()}
-        found |= {name: p.grad.clone() for name, p in run.model.named_parameters()}
+    def gradients(actions=None):
+        """A rollout, what it and its backward give. actions: (T, B), or None: sampled."""
+        kernels.fused.enabled = path == 'compiled' and actions is None
+        learn = 'rollout and backward', train_sokoban.rollout_and_backward
+        batch = kernels.graphed(run.graphs, *learn, run, actions)
+        found = {'loss': run.gradients.extra[0].clone(), 'return': batch['return'].clone()}
+        named = run.model.named_parameters()
+        found |= {name: p.grad.clone() for name, p in named if p.numel()}
         return batch['action'].clone(), found
 
     def check():
         """By the plain equations of the same actions: a rounding may tip one."""
         begun = copy.deepcopy((run.env, run.state, run.count))
         actions, mine = gradients()
-        played = iter(actions)
-        train_sokoban.sample = lambda *_: next(played)
         run.env, run.state, run.count = begun
-        run.model.config.path, run.graphs = 'plain', None
-        plain = gradients()[1]
+        run.model.config.mode, run.graphs = 'plain', None
+        plain = gradients(actions)[1]
         return {name: (mine[name], plain[name]) for name in mine}
 
     steps, macs = config['n_envs'] * config['unroll'], run.model.macs_per_step()

@@ -1,95 +1,118 @@
 """
-The Sokoban agents: `ConvLSTM` and `ConvGLU`, actor-critics with L levels of E parallel experts of
-width d over a board (the framework of "Temporal Recurrence Favors Fewer Layers"), recurrent or not.
+Sokoban agents: actor-critics whose core has L layers of E parallel experts of width D over a board,
+recurrent or not (the framework of "Temporal Recurrence Favors Fewer Layers").
 
-Shape letters: B boards, T steps of an unroll, Y rows, X columns, C channels, E experts, L levels,
-D width. Boards are (B, Y, X, C): channels last, as convolutions want them. One step:
+Shape letters: B boards, T steps of an unroll, Y rows, X columns, C channels, E experts, L layers,
+D width. Boards are stored channels last, (B, Y, X, C). One step of an agent:
 
-    z       = conv3x3(one-hot planes) to 32 channels, each divided by its RMS over the cells
-    ConvLSTM: gates = RMSNorm(conv3x3([z, s, h_i])) * gain + bias -> i, f, g, o; the norm is over
-              expert i's own 4d channels at each cell
-              c_i = sigmoid(f) c_i + sigmoid(i) tanh(g);  h_i = sigmoid(o) tanh(c_i);  s = A(h)
-              c_i is the level's own of the step before; s and h_i are the level's below, at level 1
-              the last level's of the step before. Not recurrent: c_i comes in as 0, and level 1
-              reads z alone: it has no weights for s and h.
-    ConvGLU:  s = P z (+ R RMSNorm(s of the step before), all that recurrence adds), then a level
-              h_i = s + GLU(conv3x3(RMSNorm(s)));  s = A(h).  No cell.
-              (residual = 'shared': h_i = GLU(...), s = s + A(h).)
-    head    = attention and average pooling of RMSNorm(s) over cells -> GLU -> 4 logits, a value
+    z         = conv3x3(one-hot planes), 32 channels, each divided by its RMS over the board
+    core      : ConvLSTM or ConvGLU, below
+    head      : attention pooling and mean of RMSNorm(s[L]) over the board -> GLU -> 4 logits, value
 
-A is sum / sqrt(E) or another of AGGREGATIONS, whose router reads [z; s] averaged over the board.
-`radius` r (ConvLSTM): experts stand on a ring, and expert i reads its own h and those of the r
-experts before it, summed / sqrt(r + 1), in place of s. Ours, where the paper is silent: ConvGLU's
-norm before the convolution, and z at its level 1 only; the norm before the head (an LSTM's h is
-small, ConvGLU's s grows with depth); HEADS attention queries, sharp from the start (pooling over
-nearly all cells alike, the policy learns nothing for hundreds of updates: LOG.md); head_dim.
+ConvLSTM, layer l = 1..L, expert i = 1..E:
 
-Fast: what all experts read is convolved densely, the rest in groups; the z part of all levels (and,
-where the observations are known, of all steps) is one convolution; a weight's gradient is one
-convolution over all steps of an unroll; with E = 1, s is h, and the weights of both are summed
-first, exactly. `path = 'plain'` leaves the last two out; tests compare the two, and a reference
-that does none of this.
+    i, f, g, o = RMSNorm(conv3x3([z, s[l-1], h_i[l-1]])) * gain + bias
+                 normalized over the 4 D gate channels of expert i, at each cell of the board
+    c_i[l]     = sigmoid(f) * c_i[l] of the previous step + sigmoid(i) * tanh(g)
+    h_i[l]     = sigmoid(o) * tanh(c_i[l])
+    s[l]       = A(h_1[l], ..., h_E[l])
+
+    Layer 1 reads s[L] and h_i[L] of the previous step: the feedback from the top. A non-recurrent
+    agent has c = 0 before every step, and its layer 1 reads z alone.
+
+ConvGLU (no cell, z enters below layer 1):
+
+    s[0]       = P z + bias, plus R RMSNorm(s[L] of the previous step) if recurrent
+    h_i[l]     = s[l-1] + GLU(conv3x3(RMSNorm(s[l-1])) + bias)
+    s[l]       = A(h_1[l], ..., h_E[l])
+    With residual = 'shared': s[l] = s[l-1] + A(GLU_1, ..., GLU_E).
+
+A is sum / sqrt(E) by default; `AGGREGATIONS` lists the others. A routed aggregation weights the
+experts by a router that reads [z; s] averaged over the board. With `radius` = r the experts of a
+ConvLSTM form a ring, and expert i reads the sum of its own h and those of the r experts before it,
+divided by sqrt(r + 1), in place of s.
+
+The paper leaves some choices open. Ours are: the norm before ConvGLU's convolutions; z at layer 1
+of ConvGLU only; the norm before the head (h of an LSTM is small, s of a ConvGLU grows with depth);
+`head_dim`; and HEADS attention queries that start sharp, because an agent whose pooling starts
+nearly uniform learns nothing for hundreds of updates (LOG.md).
+
+Convolutions may run in bfloat16. Everything else, the carried s, h and c included, has the dtype of
+the parameters. Three things make an unroll fast: what all experts read is convolved once, densely,
+and only the rest in groups; the z part of all layers is one convolution, over all steps where the
+observations are known; and `DeferredConv` computes a weight's gradient by one convolution per
+unroll.
 """
 
 import json
 import math
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from types import SimpleNamespace
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 from configurator import write_json
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import FlopCounterMode
 
 import common
 from common import BEST, CONFIG, WEIGHTS
-from kernels import EPS, compiled, gate_weights
+from kernels import EPS, fused, gate_weights
 
 AGGREGATIONS = ('sqrt_sum', 'mean', 'softmax_mean', 'softmax_l2')
-Z = 32  # channels of the encoder
-# (channel, value) of the observation: nothing, agent, box; floor, wall, target
+# The observation's planes as (channel, value). Channel 0 holds nothing, the agent or a box;
+# channel 1 holds floor, a wall or a target.
 PLANES = ((0, 0), (0, 3), (0, 4), (1, 0), (1, 1), (1, 2))
-ACTIONS, CELLS = 4, 100
-HEADS = 8  # of the head's attention pooling
-ALLOWED = {'arch': ('convlstm', 'convglu'), 'residual': ('expert', 'shared')}
-ALLOWED |= {'aggregation': AGGREGATIONS, 'path': ('plain', 'fast', 'compiled')}
-ALLOWED['dtype'] = ('float32', 'bfloat16')
+SIZE = 10  # rows and columns of a board
+CELLS = SIZE * SIZE
+ACTIONS = 4
+Z = 32  # channels of the encoder's output z
+HEADS = 8  # attention queries of the head's pooling
+
+CHOICES = {
+    'arch': ('convlstm', 'convglu'),
+    'aggregation': AGGREGATIONS,
+    'residual': ('expert', 'shared'),
+    'dtype': ('float32', 'bfloat16'),
+    'mode': ('fast', 'plain'),
+}
 
 State = tuple[Tensor, ...]
 
 
 @dataclass
 class AgentConfig:
-    """Sizes of an agent. ValueError, naming the field, for what does not fit together."""
+    """Sizes of an agent. Raises ValueError, naming the field, if they do not fit together."""
 
     arch: str = 'convlstm'  # 'convlstm' or 'convglu'
     recurrent: bool = True
     n_layer: int = 1  # L
-    n_expert: int = 1  # E
+    n_expert: int = 1  # E, per layer
     n_embd: int = 128  # D, channels of an expert
     aggregation: str = 'sqrt_sum'  # one of AGGREGATIONS
     router_dim: int = 64  # width of the router's queries and keys (routed aggregations)
-    radius: int = -1  # ConvLSTM: preceding neighbours that an expert hears; -1: all, by s
-    residual: str = 'expert'  # ConvGLU: 'expert', each adds s (the paper's rule), or 'shared', A(h)
-    head_dim: int = 256  # width of the head's dense layer
-    dtype: str = 'float32'  # of convolutions: 'float32' (the parameters', as cells) or 'bfloat16'
-    path: str = 'fast'  # 'plain', 'fast' or 'compiled' (fast, the cells fused by torch.compile)
+    radius: int = -1  # ConvLSTM: number of preceding neighbors an expert reads; -1 = all, through s
+    residual: str = 'expert'  # ConvGLU: 'expert' (the paper's rule) or 'shared'
+    head_dim: int = 256  # width of the head's GLU
+    dtype: str = 'float32'  # of convolutions: 'float32' (the parameters' dtype) or 'bfloat16'
+    mode: str = 'fast'  # 'fast', or 'plain': gradients by autograd alone, for checking
 
     def __post_init__(self) -> None:
         for name in ('n_layer', 'n_expert', 'n_embd', 'router_dim', 'head_dim'):
             if getattr(self, name) < 1:
                 raise ValueError(f'{name} = {getattr(self, name)}: must be at least 1')
-        for name, allowed in ALLOWED.items():
-            if (value := getattr(self, name)) not in allowed:
-                raise ValueError(f'{name} = {value!r}: expected one of {", ".join(allowed)}')
-        r = f'radius = {self.radius}'
+        for name, choices in CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(f'{name} = {value!r}: expected one of {", ".join(choices)}')
         if not -1 <= self.radius < self.n_expert:
-            raise ValueError(f'{r}: expected -1 (all experts) to n_expert - 1')
-        if self.radius >= 0 and (self.aggregation, self.arch) != ('sqrt_sum', 'convlstm'):
-            raise ValueError(f"{r} needs aggregation = 'sqrt_sum' and arch = 'convlstm'")
+            expected = 'expected -1 (all experts) to n_expert - 1'
+            raise ValueError(f'radius = {self.radius}: {expected}')
+        if self.radius >= 0 and (self.aggregation != 'sqrt_sum' or self.arch != 'convlstm'):
+            needed = "needs aggregation = 'sqrt_sum' and arch = 'convlstm'"
+            raise ValueError(f'radius = {self.radius} {needed}')
         if self.residual == 'shared' and self.arch != 'convglu':
             raise ValueError("residual = 'shared' is for arch = 'convglu'")
 
@@ -98,353 +121,456 @@ class AgentConfig:
         return self.aggregation.startswith('softmax')
 
 
-# ----------------------------------------------------------------------------- pieces
+# ---- fused functions: what stands between convolutions ------------------------------------------
 
 
-def rms(x: Tensor, dims: int | tuple[int, ...] = -1) -> Tensor:
-    """x over its root mean square, parameter-free."""
+@fused
+def rms_norm(x: Tensor, dims: int | tuple[int, ...] = -1) -> Tensor:
+    """Divide x by its root mean square over `dims`. No parameters."""
     return x * torch.rsqrt(x.square().mean(dims, keepdim=True) + EPS)
 
 
+@fused
+def one_hot_planes(obs: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the planes of observations (N, Y, X, 2) uint8 as (N, Y, X, 6) of 0 and 1."""
+    return torch.stack([obs[..., channel] == value for channel, value in PLANES], -1).to(dtype)
+
+
+@fused
+def reset(start: Tensor, *state: Tensor) -> State:
+    """Set the state to zero where an episode starts. start: (B,) bool. state: (B, ...) each."""
+    return tuple(x.masked_fill(start.view(-1, *[1] * (x.dim() - 1)), 0) for x in state)
+
+
+@fused
 def lstm_cell(
-    c: Tensor | None, alive: Tensor, gain: Tensor, bias: Tensor, *parts: Tensor
+    c: Tensor | None, gain: Tensor, bias: Tensor, *parts: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gates' preactivations as a sum of parts (B, Y, X, E, 4, D); c (B, Y, X, E, D), None: zero;
-    alive (B, 1, 1, 1, 1): 0 where an episode starts. -> new c in gain's dtype, h in the parts'."""
-    p = parts[0].to(gain.dtype)
+    """Return the new c and h (B, Y, X, E, D) of a layer's experts.
+
+    c: (B, Y, X, E, D), or None for zero. gain, bias: (E, 4, D). parts: convolution outputs
+    (B, Y, X, E * 4 * D), whose sum is normalized over the 4 D gate channels of each expert."""
+    x = parts[0].to(gain.dtype)
     for part in parts[1:]:
-        p = p + part.to(gain.dtype)
-    i, f, g, o = (rms(p, (-2, -1)) * gain + bias).unbind(-2)
-    new = torch.sigmoid(i) * torch.tanh(g)
+        x = x + part.to(gain.dtype)
+    x = x.unflatten(-1, gain.shape)  # (B, Y, X, E, 4, D)
+    i, f, g, o = (rms_norm(x, (-2, -1)) * gain + bias).unbind(-2)
+    new_c = torch.sigmoid(i) * torch.tanh(g)
     if c is not None:
-        new = new + torch.sigmoid(f) * (c * alive)
-    return new, (torch.sigmoid(o) * torch.tanh(new)).to(parts[0].dtype)
+        new_c = new_c + torch.sigmoid(f) * c
+    return new_c, torch.sigmoid(o) * torch.tanh(new_c)
 
 
-def glu_cell(s: Tensor | None, bias: Tensor, part: Tensor) -> Tensor:
-    """h = s + GLU(part + bias); s (B, Y, X, 1, D), None: zero; part (B, Y, X, E, 2, D)."""
-    a, b = (part.to(bias.dtype) + bias).unbind(-2)
-    h = a * torch.sigmoid(b)
-    return h if s is None else s + h
+@fused
+def glu(x: Tensor, bias: Tensor, residual: Tensor | None) -> Tensor:
+    """Return residual + GLU(x + bias), (B, Y, X, E, D).
+
+    x: convolution output (B, Y, X, E * 2 * D). bias: (E, 2, D). residual: (B, Y, X, D), added to
+    every expert's output, or None."""
+    a, b = (x.to(bias.dtype).unflatten(-1, bias.shape) + bias).unbind(-2)
+    y = a * torch.sigmoid(b)
+    return y if residual is None else residual.unsqueeze(3) + y
 
 
-def conv(x: Tensor, w: Tensor, groups: int) -> Tensor:
-    """3x3, zero padding. x (B, Y, X, C), w (O, C / groups, 3, 3) -> (B, Y, X, O)."""
-    return F.conv2d(x.permute(0, 3, 1, 2), w, padding=1, groups=groups).permute(0, 2, 3, 1)
+@fused
+def ring_sum(h: Tensor, radius: int) -> Tensor:
+    """Return the sum of each expert's own h and those of the `radius` experts before it, divided by
+    sqrt(radius + 1). h: (B, Y, X, E, D)."""
+    heard = h
+    for k in range(1, radius + 1):
+        heard = heard + h.roll(k, 3)
+    return heard / math.sqrt(radius + 1)
 
 
-def conv_backward(g: Tensor, x: Tensor, w: Tensor, groups: int, which: int) -> Tensor:
-    """Gradient of x (which = 0) or w (1) of conv, g (B, Y, X, O) being the output's."""
-    g, x, one = g.permute(0, 3, 1, 2), x.permute(0, 3, 1, 2), [1, 1]
-    wanted, backward = [which == 0, which == 1, False], torch.ops.aten.convolution_backward
-    grad = backward(g, x, w, None, one, one, one, False, [0, 0], groups, wanted)[which]
-    return grad.permute(0, 2, 3, 1) if which == 0 else grad
+# ---- convolutions, and their deferred weight gradients ------------------------------------------
 
 
-class Weight(torch.autograd.Function):
-    """A convolution's weight in the products' dtype, for one unroll. Its gradient is one product
-    over all that `Conv` has noted in `uses` on the way back: larger, and no sum in bf16."""
+def conv3x3(x: Tensor, weight: Tensor, groups: int = 1) -> Tensor:
+    """Convolve with zero padding. x: (B, Y, X, C), weight: (O, C / groups, 3, 3) -> (B, Y, X, O).
+
+    The permutations make no copies: channels last is a memory format of conv2d."""
+    return F.conv2d(x.permute(0, 3, 1, 2), weight, padding=1, groups=groups).permute(0, 2, 3, 1)
+
+
+def conv3x3_backward(dy: Tensor, x: Tensor, weight: Tensor, groups: int, mask: list[bool]) -> list:
+    """Return the gradients of x and weight of conv3x3, None where `mask` is False."""
+    dy, x = dy.permute(0, 3, 1, 2), x.permute(0, 3, 1, 2)
+    options = [1, 1], [1, 1], [1, 1], False, [0, 0]  # stride, padding, dilation, transposed
+    dx, dw, _ = torch.ops.aten.convolution_backward(
+        dy, x, weight, None, *options, groups, [*mask, False]
+    )
+    return [None if dx is None else dx.permute(0, 2, 3, 1), dw]
+
+
+class Conv:
+    """conv3x3 with a weight that is cast to the convolutions' dtype once per unroll."""
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype, groups: int = 1):
+        """weight: (O, C / groups, 3, 3)."""
+        self.weight, self.groups = weight.to(dtype), groups
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return conv3x3(x.to(self.weight.dtype), self.weight, self.groups)
+
+
+class DeferredConv:
+    """A Conv whose weight gradient is computed once per unroll, by one convolution over all calls:
+    faster than one per call, and in bfloat16 not summed in bfloat16."""
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype, groups: int = 1):
+        self.groups = groups
+        self.calls = []  # (input, gradient of the output) of every call, filled by the backward
+        self.weight = EmitWeightGrad.apply(weight, dtype, groups, self.calls)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return NoteCall.apply(x.to(self.weight.dtype), self.weight, self.groups, self.calls)
+
+
+class EmitWeightGrad(torch.autograd.Function):
+    """Cast a weight. Every call of the convolution depends on the result, so this node's backward
+    runs after all of theirs, and computes the weight's gradient from what they noted."""
 
     @staticmethod
-    def forward(ctx, w, dt, groups, uses):
-        ctx.groups, ctx.uses, ctx.dtype = groups, uses, w.dtype
-        ctx.set_materialize_grads(False)  # Conv gives none
-        w = w.to(dt, memory_format=torch.channels_last, copy=True)
-        ctx.save_for_backward(w)
-        return w
+    def forward(ctx, weight, dtype, groups, calls):
+        ctx.groups, ctx.calls, ctx.dtype = groups, calls, weight.dtype
+        ctx.set_materialize_grads(False)  # NoteCall returns no gradient for the weight
+        weight = weight.to(dtype, memory_format=torch.channels_last, copy=True)
+        ctx.save_for_backward(weight)
+        return weight
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, _):
-        xs, gs = zip(*ctx.uses, strict=True)
-        ctx.uses.clear()
-        x, g = (xs[0], gs[0]) if len(xs) == 1 else (torch.cat(xs), torch.cat(gs))
-        grad = conv_backward(g, x, ctx.saved_tensors[0], ctx.groups, 1)
-        return grad.to(ctx.dtype), None, None, None
+        x, dy = zip(*ctx.calls, strict=True)
+        ctx.calls.clear()
+        x, dy = (x[0], dy[0]) if len(x) == 1 else (torch.cat(x), torch.cat(dy))
+        (weight,) = ctx.saved_tensors
+        _, dw = conv3x3_backward(dy, x, weight, ctx.groups, [False, True])
+        return dw.to(ctx.dtype), None, None, None
 
 
-class Conv(torch.autograd.Function):
-    """conv(x, w) for a w that came through Weight: gives x its gradient, and notes for w's."""
-
-    @staticmethod
-    def forward(ctx, x, w, groups, uses):
-        ctx.groups, ctx.uses = groups, uses
-        ctx.save_for_backward(x, w)
-        return conv(x, w, groups)
+class NoteCall(torch.autograd.Function):
+    """Convolve. The backward returns the input's gradient, and notes what the weight's needs."""
 
     @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        ctx.uses.append((x, g))
-        grad = conv_backward(g, x, w, ctx.groups, 0) if ctx.needs_input_grad[0] else None
-        return grad, None, None, None
+    def forward(ctx, x, weight, groups, calls):
+        ctx.groups, ctx.calls = groups, calls
+        ctx.save_for_backward(x, weight)
+        return conv3x3(x, weight, groups)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        ctx.calls.append((x, dy))
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx, _ = conv3x3_backward(dy, x, weight, ctx.groups, [True, False])
+        return dx, None, None, None
 
 
-def weight(*shape: int, fan_in: int) -> nn.Parameter:
+# ---- agents -------------------------------------------------------------------------------------
+
+
+def normal(*shape: int, fan_in: int) -> nn.Parameter:
+    """Return a weight drawn from a normal distribution with standard deviation 1 / sqrt(fan_in)."""
     return nn.Parameter(torch.randn(*shape) / math.sqrt(fan_in))
 
 
-# ----------------------------------------------------------------------------- the agents
-
-
 class Agent(nn.Module):
-    """Encoder, aggregation, head, and the unroll around a subclass's `prepare` (an unroll's
-    weights), `z_parts` (what z adds, at all levels) and `step` (one step of the core). A state is a
-    tuple of tensors (B, ...), empty where nothing is carried."""
+    """Encoder, aggregation, head and unroll. A subclass adds the core:
+
+    init_state(B)  zero state for B boards, a tuple of tensors (B, ...), empty if nothing is carried
+    prepare()      the convolutions of one unroll; call it again after every change of a parameter
+    z_parts(w, z)  what z adds to each layer, computed for any number of steps at once
+    step(...)      one step of the core"""
 
     def __init__(self, config: AgentConfig):
         super().__init__()
         self.config = config
         D, r, H = config.n_embd, config.router_dim, config.head_dim
-        self.encoder = weight(Z, len(PLANES), 3, 3, fan_in=9 * len(PLANES))
+        self.encoder = normal(Z, len(PLANES), 3, 3, fan_in=9 * len(PLANES))
         self.encoder_bias = nn.Parameter(torch.zeros(Z))
-        # sharp: each query starts with a few cells
+        # four times the usual scale: each query attends to a few cells from the start
         self.query = nn.Parameter(torch.randn(HEADS, D) * 4 / math.sqrt(D))
         self.dense = nn.Linear((HEADS + 1) * D, 2 * H)
-        self.logits, self.value = nn.Linear(H, ACTIONS), nn.Linear(H, 1)
+        self.logits = nn.Linear(H, ACTIONS)
+        self.value = nn.Linear(H, 1)
         nn.init.normal_(self.dense.weight, 0, ((HEADS + 1) * D) ** -0.5)
-        nn.init.orthogonal_(self.logits.weight, 0.01)  # a nearly uniform policy to start from
-        for layer in (self.dense, self.logits, self.value):
-            nn.init.zeros_(layer.bias)
+        nn.init.orthogonal_(self.logits.weight, 0.01)  # start with a nearly uniform policy
+        for module in (self.dense, self.logits, self.value):
+            nn.init.zeros_(module.bias)
         self.routers = nn.ModuleList()
         for _ in range(config.n_layer if config.routed else 0):
-            router = {'q': weight(r, Z + D, fan_in=Z + D), 'k': weight(r, r, fan_in=r)}
-            router |= {'q_bias': torch.zeros(r), 'k_bias': torch.zeros(r)}
-            router['embedding'] = torch.randn(config.n_expert, r)
+            router = {
+                'q': normal(r, Z + D, fan_in=Z + D),
+                'k': normal(r, r, fan_in=r),
+                'q_bias': torch.zeros(r),
+                'k_bias': torch.zeros(r),
+                'embedding': torch.randn(config.n_expert, r),
+            }
             self.routers.append(nn.ParameterDict(router))
 
-    @property
-    def dt(self) -> torch.dtype:
-        """Of convolutions."""
-        return torch.bfloat16 if self.config.dtype == 'bfloat16' else self.encoder.dtype
+    def conv(self, weight: Tensor, groups: int = 1) -> Conv | DeferredConv:
+        """Return the convolution with this weight for one unroll, in the dtype of convolutions."""
+        dtype = torch.bfloat16 if self.config.dtype == 'bfloat16' else weight.dtype
+        conv_type = Conv if self.config.mode == 'plain' else DeferredConv
+        return conv_type(weight, dtype, groups)
 
     def encode(self, obs: Tensor) -> Tensor:
-        """Observations (N, Y, X, 2) uint8 -> z (N, Y, X, 32)."""
-        planes = torch.stack([obs[..., channel] == value for channel, value in PLANES], -1)
-        z = conv(planes.to(self.encoder.dtype), self.encoder, 1) + self.encoder_bias
-        return rms(z, (1, 2)).to(self.dt)
+        """Return z (N, Y, X, 32) of observations (N, Y, X, 2) uint8."""
+        planes = one_hot_planes(obs, self.encoder.dtype)
+        return rms_norm(conv3x3(planes, self.encoder) + self.encoder_bias, (1, 2))
+
+    @property
+    def s_is_h(self) -> bool:
+        """Whether A(h) is h: with one expert and no router."""
+        return self.config.n_expert == 1 and not self.config.routed
+
+    def aggregate(self, l: int, h: Tensor, z: Tensor, s: Tensor | None) -> Tensor:
+        """Return A(h_1, ..., h_E) of layer l, (B, Y, X, D).
+
+        h: (B, Y, X, E, D). z, s: what the layer reads, for the router; s is None for zero. The
+        router's gates are a = softmax(q . k_i / sqrt(r)) with k_i = Wk e_i + bk, and q = Wq [z; s]
+        + bq of z and s averaged over the board."""
+        config = self.config
+        if self.s_is_h:
+            return h.squeeze(3)
+        if config.aggregation == 'sqrt_sum':
+            return h.sum(3) / math.sqrt(config.n_expert)
+        if config.aggregation == 'mean':
+            return h.mean(3)
+        router = self.routers[l]
+        z = z.mean((1, 2))  # (B, 32)
+        s = z.new_zeros(len(z), config.n_embd) if s is None else s.mean((1, 2))  # (B, D)
+        q = F.linear(torch.cat([z, s], -1), router['q'], router['q_bias'])  # (B, r)
+        k = F.linear(router['embedding'], router['k'], router['k_bias'])  # (E, r)
+        a = F.softmax(q @ k.t() / math.sqrt(config.router_dim), -1)  # (B, E)
+        return torch.einsum('be,byxed->byxd', gate_weights(a, config.aggregation), h)
 
     def head(self, s: Tensor) -> tuple[Tensor, Tensor]:
-        """s (N, Y, X, D) -> logits (N, 4), value (N,)."""
-        s = rms(s.to(self.query.dtype)).flatten(1, 2)  # (N, Y*X, D)
-        attention = F.softmax(F.linear(s, self.query), 1)  # (N, Y*X, HEADS)
-        pooled = torch.cat([(attention.transpose(1, 2) @ s).flatten(1), s.mean(1)], -1)
+        """Return logits (N, 4) and values (N,) of s (N, Y, X, D)."""
+        s = rms_norm(s).flatten(1, 2)  # (N, Y * X, D)
+        attention = F.softmax(F.linear(s, self.query), 1)  # (N, Y * X, HEADS)
+        pooled = torch.cat([(attention.mT @ s).flatten(1), s.mean(1)], -1)  # (N, (HEADS + 1) * D)
         x = F.glu(self.dense(pooled), -1)
         return self.logits(x), self.value(x).squeeze(-1)
 
-    def aggregate(self, l: int, h: Tensor, z: Tensor, s: Tensor | None) -> Tensor:
-        """A(h_1..h_E) of level l: h (B, Y, X, E, D) -> (B, Y, X, D). z and s (None: zero), what the
-        level reads, are for the router: a = softmax(q.k_i / sqrt(r)), k_i = Wk e_i + bk, and
-        q = Wq [z; s] + bq averaged over the board."""
-        c, E, wide = self.config, self.config.n_expert, self.query.dtype
-        if not c.routed:
-            scale = {'sqrt_sum': math.sqrt(E), 'mean': E}[c.aggregation]
-            return h.squeeze(3) if E == 1 else (h.sum(3, dtype=wide) / scale).to(h.dtype)
-        router = self.routers[l]
-        z = z.mean((1, 2), dtype=wide)
-        s = z.new_zeros(len(z), c.n_embd) if s is None else s.mean((1, 2), dtype=wide)
-        q = F.linear(torch.cat([z, s], -1), router['q'], router['q_bias'])
-        k = F.linear(router['embedding'], router['k'], router['k_bias'])
-        a = F.softmax(q @ k.t() / math.sqrt(c.router_dim), -1)  # (B, E)
-        a = gate_weights(a, c.aggregation)
-        return torch.einsum('be,byxed->byxd', a, h.to(wide)).to(h.dtype)
+    def see(self, w: NamedTuple, obs: Tensor, start: Tensor, state: State) -> tuple[Tensor, State]:
+        """Run encoder and core for one step; return s[L] (B, Y, X, D) and the new state.
 
-    def ring(self, h: Tensor) -> Tensor:
-        """What each expert hears within its radius: (B, Y, X, E, D) -> the same shape."""
-        r, wide = self.config.radius, h.to(self.query.dtype)
-        heard = sum(torch.roll(wide, k, 3) for k in range(r + 1))
-        return (heard / math.sqrt(r + 1)).to(h.dtype)
-
-    def cell(self, function: Callable) -> Callable:
-        return compiled(function) if self.config.path == 'compiled' else function
-
-    def make_conv(self, w: Tensor, groups: int = 1) -> Callable[[Tensor], Tensor]:
-        """-> x -> conv(x, w), with w cast once for an unroll and, unless the path is plain, its
-        gradient put off to the unroll's end."""
-        dt, uses = self.dt, []
-        if self.config.path == 'plain':
-            w = w.to(dt)
-            return lambda x: conv(x.to(dt), w, groups)
-        w = Weight.apply(w, dt, groups, uses)
-        return lambda x: Conv.apply(x.to(dt), w, groups, uses)
-
-    def see(self, w: SimpleNamespace, obs: Tensor, start: Tensor, state: State) -> tuple:
-        """One step without the head. obs (B, Y, X, 2); start (B,) bool: an episode starts, from a
-        zero state; w: prepare()'s. -> s[L], state."""
+        w: of prepare(). obs: (B, Y, X, 2) uint8. start: (B,) bool, True where an episode starts,
+        from a zero state whatever `state` holds."""
         z = self.encode(obs)
-        return self.step(w, z, self.z_parts(w, z), self.alive(start), state)
+        return self.step(w, z, self.z_parts(w, z), start, state)
 
-    def act(self, w: SimpleNamespace, obs: Tensor, start: Tensor, state: State) -> tuple:
-        """One step, as `see` -> logits (B, 4), value (B,), state."""
+    def act(
+        self, w: NamedTuple, obs: Tensor, start: Tensor, state: State
+    ) -> tuple[Tensor, Tensor, State]:
+        """Run one step; return logits (B, 4), values (B,) and the new state. See `see`."""
         s, state = self.see(w, obs, start, state)
         return *self.head(s), state
 
-    def forward(self, obs: Tensor, start: Tensor, state: State) -> tuple:
-        """An unroll. obs (T, B, Y, X, 2), start (T, B) -> logits (T, B, 4), value (T, B), state
-        after it. Equal to T calls of act."""
+    def forward(self, obs: Tensor, start: Tensor, state: State) -> tuple[Tensor, Tensor, State]:
+        """Run an unroll; return logits (T, B, 4), values (T, B) and the state after it.
+
+        obs: (T, B, Y, X, 2), start: (T, B). Equals T calls of `act`."""
         T, B = start.shape
         w, z = self.prepare(), self.encode(obs.flatten(0, 1))
-        # one convolution for all steps
         parts = [part.unflatten(0, (T, B)).unbind(0) for part in self.z_parts(w, z)]
-        alive, features = self.alive(start.flatten()).unflatten(0, (T, B)), []
+        features = []
         for t, z_t in enumerate(z.unflatten(0, (T, B)).unbind(0)):
-            s, state = self.step(w, z_t, [part[t] for part in parts], alive[t], state)
+            s, state = self.step(w, z_t, [part[t] for part in parts], start[t], state)
             features.append(s)
         logits, value = self.head(torch.cat(features))
         return logits.unflatten(0, (T, B)), value.unflatten(0, (T, B)), state
 
-    def alive(self, start: Tensor) -> Tensor:
-        return 1 - start.to(self.query.dtype)[:, None, None, None, None]  # (N, 1, 1, 1, 1)
-
     def num_params(self) -> dict[str, int]:
-        """Parameters in all, and of the core: without encoder and head."""
+        """Return the number of parameters: 'total', and 'core' without encoder and head."""
         sizes = {name: p.numel() for name, p in self.named_parameters()}
         outside = ('encoder', 'query', 'dense', 'logits', 'value')
         core = sum(n for name, n in sizes.items() if not name.startswith(outside))
         return {'total': sum(sizes.values()), 'core': core}
 
     def macs_per_step(self) -> dict[str, int]:
-        """Multiply-adds of the products of one step of one board: 'nominal', the paper's cost
-        L E C(d) with C(d) = 9 (32 + 2d) 4d a cell (ConvGLU 9 d 2d), recurrent or not; 'executed',
-        what the fast path does for it; 'encoder'; 'head'."""
-        c = self.config
-        L, E, D, H = c.n_layer, c.n_expert, c.n_embd, c.head_dim
-        cost = 9 * (Z + 2 * D) * 4 * D if c.arch == 'convlstm' else 9 * D * 2 * D
-        router = L * (Z + D + E) * c.router_dim if c.routed else 0
-        macs = {'nominal': CELLS * L * E * cost, 'executed': CELLS * self.cell_macs() + router}
-        macs['head'] = 2 * HEADS * CELLS * D + (HEADS + 1) * D * 2 * H + H * (ACTIONS + 1)
-        return macs | {'encoder': CELLS * 9 * len(PLANES) * Z}
+        """Return the multiply-adds of one step of one board, all derived from the model itself.
+
+        'nominal' is the paper's cost, L E C(d): every weight of the core's 3x3 convolutions once
+        per cell, at the recurrent agent's sizes for both kinds. For a ConvLSTM C(d) = 9 (32 + 2d)
+        4d per cell, for a ConvGLU 9 d 2d. 'executed', 'encoder' and 'head' are counted by torch's
+        FlopCounterMode in one step of this agent: 'executed' is the whole core."""
+        with torch.device('meta'):  # shapes only: nothing is computed
+            paper = type(self)(replace(self.config, recurrent=True))
+            model = type(self)(self.config)
+            obs = torch.zeros(1, SIZE, SIZE, 2, dtype=torch.uint8)
+            start = torch.zeros(1, dtype=torch.bool)
+        kernels = [p for name, p in paper.named_parameters() if p.dim() == 4 and name != 'encoder']
+        compiles, fused.enabled = fused.enabled, False  # the counter sees eager operations
+        try:
+            with torch.no_grad():
+                state, w = model.init_state(1), model.prepare()
+                macs = [count_macs(lambda: model.encode(obs))]
+                macs.append(count_macs(lambda: model.see(w, obs, start, state)) - macs[0])
+                s, _ = model.see(w, obs, start, state)
+                macs.append(count_macs(lambda: model.head(s)))
+        finally:
+            fused.enabled = compiles
+        nominal = CELLS * sum(p.numel() for p in kernels)
+        return {'nominal': nominal, 'executed': macs[1], 'head': macs[2], 'encoder': macs[0]}
+
+
+def count_macs(run) -> int:
+    """Return the multiply-adds of the matrix products and convolutions that run() executes."""
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_total_flops() // 2
+
+
+class ConvLSTMWeights(NamedTuple):
+    """The convolutions of one unroll of a ConvLSTM."""
+
+    z: Conv | DeferredConv  # z -> gates of all layers: (B, Y, X, L * E * 4 * D)
+    layers: list[tuple]  # per layer the convolutions of s and h, see ConvLSTM.prepare
 
 
 class ConvLSTM(Agent):
-    """State: s (B, Y, X, D) and h (B, Y, X, E, D) of the last level in the convolutions' dtype,
-    then c (B, Y, X, E, D) of each level."""
+    """State: s (B, Y, X, D) and h (B, Y, X, E, D) of layer L, then c (B, Y, X, E, D) per layer."""
 
     def __init__(self, config: AgentConfig):
         super().__init__(config)
         E, D = config.n_expert, config.n_embd
-        self.wz, self.ws, self.wh, self.gain, self.bias = (nn.ParameterList() for _ in range(5))
+        self.wz, self.ws, self.wh = nn.ParameterList(), nn.ParameterList(), nn.ParameterList()
+        self.gain, self.bias = nn.ParameterList(), nn.ParameterList()
         for l in range(config.n_layer):
-            below = D if config.recurrent or l > 0 else 0  # there is something below but z
-            fan_in = 9 * (Z + 2 * below)
-            for weights, C in ((self.wz, Z), (self.ws, below), (self.wh, below)):
-                weights.append(weight(E * 4 * D, C, 3, 3, fan_in=fan_in))
+            # layer 1 of a non-recurrent agent reads z alone: its ws and wh are empty
+            C = D if config.recurrent or l > 0 else 0
+            fan_in = 9 * (Z + 2 * C)
+            self.wz.append(normal(E * 4 * D, Z, 3, 3, fan_in=fan_in))
+            self.ws.append(normal(E * 4 * D, C, 3, 3, fan_in=fan_in))
+            self.wh.append(normal(E * 4 * D, C, 3, 3, fan_in=fan_in))
             self.gain.append(torch.ones(E, 4, D))
             self.bias.append(torch.zeros(E, 4, D))
-            self.bias[l].data[:, 1] = 1  # forget
-
-    @property
-    def merged(self) -> bool:
-        """s is h: their weights may be summed first."""
-        c = self.config
-        return c.n_expert == 1 and not c.routed and c.path != 'plain'
+            self.bias[l].data[:, 1] = 1  # forget gate
 
     def init_state(self, B: int) -> State:
-        c, zeros = self.config, self.query.new_zeros
-        h = B, 10, 10, c.n_expert, c.n_embd
-        last = zeros(B, 10, 10, c.n_embd, dtype=self.dt), zeros(h, dtype=self.dt)
-        return (*last, *(zeros(h) for _ in range(c.n_layer))) if c.recurrent else ()
+        config, board = self.config, (B, SIZE, SIZE)
+        if not config.recurrent:
+            return ()
+        E, D, zeros = config.n_expert, config.n_embd, self.query.new_zeros
+        return zeros(*board, D), *(zeros(*board, E, D) for _ in range(1 + config.n_layer))
 
-    def prepare(self) -> SimpleNamespace:
-        """An unroll's convolutions: of z (all levels at once) and, a level, of s and h."""
-        E, near = self.config.n_expert, self.config.radius >= 0
-        w = SimpleNamespace(z=self.make_conv(torch.cat(list(self.wz))), levels=[])
+    def prepare(self) -> ConvLSTMWeights:
+        """Return the convolutions of one unroll: of z, and per layer a pair (of s, of h)."""
+        config, layers = self.config, []
         for ws, wh in zip(self.ws, self.wh, strict=True):
-            if not ws.numel():  # nothing is below
-                s = h = None
-            elif self.merged:
-                s, h = self.make_conv(ws + wh), None
-            elif near:  # s_i and h_i side by side: one grouped convolution
-                s, h = None, self.make_conv(torch.cat([ws, wh], 1), E)
+            if not ws.numel():  # nothing below
+                layers.append((None, None))
+            elif config.radius >= 0:  # s_i and h_i of every expert side by side
+                layers.append((None, self.conv(torch.cat([ws, wh], 1), groups=config.n_expert)))
+            elif self.s_is_h:  # ws * s + wh * h = (ws + wh) * s
+                layers.append((self.conv(ws + wh), None))
             else:
-                s, h = self.make_conv(ws), self.make_conv(wh, E)
-            w.levels.append((s, h))
-        return w
+                layers.append((self.conv(ws), self.conv(wh, groups=config.n_expert)))
+        return ConvLSTMWeights(z=self.conv(torch.cat(list(self.wz))), layers=layers)
 
-    def z_parts(self, w: SimpleNamespace, z: Tensor) -> tuple[Tensor, ...]:
-        """z's share of the gates' preactivations, one (N, Y, X, E * 4 * D) a level."""
+    def z_parts(self, w: ConvLSTMWeights, z: Tensor) -> tuple[Tensor, ...]:
+        """Return z's part of the gates (N, Y, X, E * 4 * D), per layer."""
         return w.z(z).chunk(self.config.n_layer, 3)
 
-    def step(
-        self, w: SimpleNamespace, z: Tensor, z_parts: list[Tensor], alive: Tensor, state: State
-    ) -> tuple[Tensor, State]:
-        """-> s of the last level (B, Y, X, D), the new state."""
-        c, new = self.config, []
-        s, h, cells = None, None, [None] * c.n_layer
-        if c.recurrent:
-            s, h, *cells = state
-            s, h = s * alive[..., 0].to(self.dt), h * alive.to(self.dt)
-        for l, (of_s, of_h) in enumerate(w.levels):
-            parts = [z_parts[l]]
-            if of_s is not None:
-                parts.append(of_s(s))
-            if of_h is not None:
-                read = torch.cat([self.ring(h), h], 4) if c.radius >= 0 else h
-                parts.append(of_h(read.flatten(3)))
-            gates = [part.unflatten(3, (c.n_expert, 4, c.n_embd)) for part in parts]
-            cell = self.cell(lstm_cell)
-            one, h = cell(cells[l], alive, self.gain[l], self.bias[l], *gates)
-            new.append(one)
-            s = self.aggregate(l, h, z, s)
-        return s, (s, h, *new) if c.recurrent else ()
+    def below(
+        self, conv_s: Conv | None, conv_h: Conv | None, s: Tensor | None, h: Tensor | None
+    ) -> list[Tensor]:
+        """Return what s (B, Y, X, D) and h (B, Y, X, E, D) add to the gates of the next layer:
+        terms (B, Y, X, E * 4 * D)."""
+        if conv_s is None and conv_h is None:
+            return []
+        if conv_s is None:
+            near = ring_sum(h, self.config.radius)  # (B, Y, X, E, D)
+            return [conv_h(torch.cat([near, h], -1).flatten(3))]
+        if conv_h is None:
+            return [conv_s(s)]
+        return [conv_s(s), conv_h(h.flatten(3))]
 
-    def cell_macs(self) -> int:
-        below = [w.size(1) * (1 if self.merged else 2) for w in self.ws]
-        return 9 * 4 * self.config.n_expert * self.config.n_embd * sum(Z + C for C in below)
+    def step(
+        self,
+        w: ConvLSTMWeights,
+        z: Tensor,
+        z_parts: tuple[Tensor, ...],
+        start: Tensor,
+        state: State,
+    ) -> tuple[Tensor, State]:
+        """Run one step of the core; return s[L] (B, Y, X, D) and the new state."""
+        s, h, *cells = None, None, *[None] * self.config.n_layer
+        if self.config.recurrent:
+            s, h, *cells = reset(start, *state)
+        for l, (conv_s, conv_h) in enumerate(w.layers):
+            parts = [z_parts[l], *self.below(conv_s, conv_h, s, h)]
+            cells[l], h = lstm_cell(cells[l], self.gain[l], self.bias[l], *parts)
+            s = self.aggregate(l, h, z, s)
+            if self.s_is_h and s.data_ptr() != h.data_ptr():
+                raise RuntimeError('prepare() adds the weights of s and h, but s is not h')
+        return s, (s, h, *cells) if self.config.recurrent else ()
+
+
+class ConvGLUWeights(NamedTuple):
+    """The convolutions of one unroll of a ConvGLU, one per layer."""
+
+    layers: list[Conv | DeferredConv]
 
 
 class ConvGLU(Agent):
-    """State, where recurrent: s (B, Y, X, D) of the last level."""
+    """State: s (B, Y, X, D) of layer L if recurrent, else nothing."""
 
     def __init__(self, config: AgentConfig):
         super().__init__(config)
         L, E, D = config.n_layer, config.n_expert, config.n_embd
         fan_in = Z + (D if config.recurrent else 0)
-        self.wp, self.bias_p = weight(D, Z, fan_in=fan_in), nn.Parameter(torch.zeros(D))
+        self.wp = normal(D, Z, fan_in=fan_in)  # P
+        self.bias_p = nn.Parameter(torch.zeros(D))
         if config.recurrent:
-            self.wr = weight(D, D, fan_in=fan_in)
-        self.w = nn.ParameterList(weight(E * 2 * D, D, 3, 3, fan_in=9 * D) for _ in range(L))
+            self.wr = normal(D, D, fan_in=fan_in)  # R
+        self.w = nn.ParameterList(normal(E * 2 * D, D, 3, 3, fan_in=9 * D) for _ in range(L))
         self.bias = nn.ParameterList(torch.zeros(E, 2, D) for _ in range(L))
 
     def init_state(self, B: int) -> State:
-        c = self.config
-        return (self.query.new_zeros(B, 10, 10, c.n_embd),) if c.recurrent else ()
+        if not self.config.recurrent:
+            return ()
+        return (self.query.new_zeros(B, SIZE, SIZE, self.config.n_embd),)
 
-    def prepare(self) -> SimpleNamespace:
-        return SimpleNamespace(conv=[self.make_conv(w) for w in self.w])
+    def prepare(self) -> ConvGLUWeights:
+        return ConvGLUWeights(layers=[self.conv(w) for w in self.w])
 
-    def z_parts(self, w: SimpleNamespace, z: Tensor) -> list[Tensor]:
-        """P z + bias, [(N, Y, X, D)]. 1x1, so fp32 is cheap."""
-        return [F.linear(z.to(self.query.dtype), self.wp, self.bias_p)]
+    def z_parts(self, w: ConvGLUWeights, z: Tensor) -> tuple[Tensor]:
+        """Return P z + bias, (N, Y, X, D), for layer 1. A 1x1 convolution, kept in fp32."""
+        return (F.linear(z, self.wp, self.bias_p),)
 
     def step(
-        self, w: SimpleNamespace, z: Tensor, z_parts: list[Tensor], alive: Tensor, state: State
+        self, w: ConvGLUWeights, z: Tensor, z_parts: tuple[Tensor], start: Tensor, state: State
     ) -> tuple[Tensor, State]:
-        """-> s of the last level (B, Y, X, D), state."""
-        c, (s,) = self.config, z_parts
-        if c.recurrent:
-            s = s + F.linear(rms(state[0] * alive[..., 0]), self.wr)
-        for l in range(c.n_layer):
-            part = w.conv[l](rms(s)).unflatten(3, (c.n_expert, 2, c.n_embd))
-            base = s[..., None, :] if c.residual == 'expert' else None
-            h = self.cell(glu_cell)(base, self.bias[l], part)  # (B, Y, X, E, D)
-            mixed = self.aggregate(l, h, z, s)
-            s = mixed if c.residual == 'expert' else s + mixed
-        return s, (s,) if c.recurrent else ()
-
-    def cell_macs(self) -> int:
-        c, D = self.config, self.config.n_embd
-        return c.n_layer * c.n_expert * 9 * D * 2 * D + Z * D + c.recurrent * D * D
+        """Run one step of the core; return s[L] (B, Y, X, D) and the new state."""
+        (s,) = z_parts
+        if self.config.recurrent:
+            (previous,) = reset(start, *state)
+            s = s + F.linear(rms_norm(previous), self.wr)
+        for l, conv in enumerate(w.layers):
+            x = conv(rms_norm(s))  # (B, Y, X, E * 2 * D)
+            if self.config.residual == 'expert':
+                s = self.aggregate(l, glu(x, self.bias[l], s), z, s)
+            else:
+                s = s + self.aggregate(l, glu(x, self.bias[l], None), z, s)
+        return s, (s,) if self.config.recurrent else ()
 
 
 def build_agent(config: AgentConfig) -> Agent:
+    """Return a newly initialized agent."""
     return {'convlstm': ConvLSTM, 'convglu': ConvGLU}[config.arch](config)
 
 
-# ----------------------------------------------------------------------------- agents as files
+# ---- agents as files ----------------------------------------------------------------------------
 
 PROBE = 'probe.safetensors'  # beside an export: a plan probe of probe_sokoban.py
 # of config.json: what rebuilds the agent, its evaluation levels, and how long it has trained
-SIZES = [field.name for field in fields(AgentConfig) if field.name not in ('dtype', 'path')]
+SIZES = [field.name for field in fields(AgentConfig) if field.name not in ('dtype', 'mode')]
 EXPORTED = [
     *SIZES,
     'eval_split',

@@ -1,29 +1,37 @@
 """
-Train a Sokoban agent, a ConvLSTM or ConvGLU actor-critic, by advantage actor-critic with GAE.
+Train a Sokoban agent, a ConvLSTM or ConvGLU actor-critic, by advantage actor-critic (A2C) with
+generalized advantage estimation.
 
-$ make demo-sokoban                             # a CPU, six minutes: a learning curve, two GIFs
-The paper's small budget at L = 4; on after ctrl-C or a crash; the test split's solve rate, GIFs:
+$ make demo-sokoban                             # on a CPU, minutes: a learning curve and two GIFs
+Train the paper's small budget at L = 4; resume after ctrl-C or a crash; evaluate on the test split:
 $ python train_sokoban.py config/sokoban_small_L4.py --download=True
 $ python train_sokoban.py config/sokoban_small_L4.py --resume=True
 $ python train_sokoban.py config/sokoban_small_L4.py --eval_only=True --levels=unfiltered-test
+Split the boards over four GPUs; reproduce in fp32 without TF32:
+$ torchrun --standalone --nproc_per_node=4 train_sokoban.py config/sokoban_small_L4.py
+$ python train_sokoban.py config/sokoban_small_L4.py --dtype=float32
 
-Writes into out_dir: config.json, log.jsonl, ckpt_last.pt, ckpt_prev.pt, ckpt_best.pt; with
-eval_only eval_*.json and eval_*.gif. On the CPU a resumed run is bit-equal to one that was never
-stopped. Any number of ranks plays the same levels.
+A run writes config.json, log.jsonl, ckpt_last.pt, ckpt_prev.pt and ckpt_best.pt into out_dir;
+eval_only writes eval_*.json and eval_*.gif. On a CPU a resumed run is bit-equal to one that was
+never stopped. The levels and the random numbers of a board do not depend on the number of ranks.
 Shape letters: B boards of this rank, T steps of an unroll.
 """
 
 import copy
-import json
 import math
+import os
+import pathlib
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 
-# before torch: how threads wait, what ctrl-C does
-from configurator import configure, every, fail, run_script
+from configurator import Mistake, Settings, configure, every, fail, read_json, read_script
+from configurator import run_script, setup_process
+
+if __name__ == '__main__':
+    setup_process()  # before torch is imported
 
 import numpy as np
 import torch
@@ -31,252 +39,340 @@ import torch.nn.functional as F
 
 import common
 import figures
-from common import fill, gather, open_trackers, print0, restoring, sum_over_ranks
-from convlstm import Agent, AgentConfig, build_agent, load_agent
-from kernels import compiled, graphed
-from sokoban import ACTION_STREAM, CELLS, RANDOM, TIME_LIMIT, JumanjiEnv, SokobanEnv, board_keys
+from common import CheckpointError, Gradients, fill, gather, open_trackers, print0, restoring
+from convlstm import CELLS, Agent, AgentConfig, State, build_agent, load_agent
+from kernels import fused, graphed
+from sokoban import ACTION_STREAM, RANDOM, TIME_LIMIT, JumanjiEnv, SokobanEnv, board_keys
 from sokoban import evaluate, load_level_sets, random_bits, sample_actions, write_evaluation
 
 # -----------------------------------------------------------------------------
 # fmt: off
 # I/O
 out_dir = 'out/sokoban'        # everything a run writes goes here
-init_from = ''                 # begin with the weights of this folder: a run's, or an export's
-resume = False                 # go on from out_dir's last checkpoint
+init_from = ''                 # start from the weights in this folder: a run's, or an export's
+resume = False                 # resume from the last checkpoint in out_dir
 overwrite = False              # replace a run that is in out_dir
-eval_interval = 1000           # updates between greedy evaluations and checkpoints; 640,000 steps
-log_interval = 50              # updates between lines, printed and in log.jsonl; 32,000 steps
-eval_only = False              # evaluate out_dir's last checkpoint on `levels` and stop
-levels = ''                    # of eval_only: a split or a file; '': eval_games of eval_split
-best = False                   # of eval_only: the best checkpoint, if there is one, not the last
+eval_interval = 1000           # updates between greedy evaluations and checkpoints (640,000 steps)
+log_interval = 50              # updates between lines, printed and in log.jsonl (32,000 steps)
+eval_only = False              # evaluate the last checkpoint in out_dir on `levels`, and stop
+levels = ''                    # for eval_only: a split or a file; '' = the run's eval_split
+best = False                   # for eval_only: the best checkpoint, if there is one, not the last
 plot = False                   # draw out_dir/curve.png at the end (matplotlib)
 tensorboard = False            # also write TensorBoard files into out_dir
 wandb = False                  # also log to Weights & Biases
-wandb_project = 'parallel-experts'   # its project there
+wandb_project = 'parallel-experts'   # the project there
 # levels and environment
-levels_dir = ''                # folder of Boxoban's levels, as text or packed; '': data/boxoban
-split = 'unfiltered-train'     # trained on; 'generated': our generator's, none of them held out too
-eval_split = 'unfiltered-valid'   # evaluated on every eval_interval
-eval_games = 512               # the first so many levels of it
-download = False               # fetch the splits into levels_dir where they are not there
-n_levels = 100000              # of the generator, for training
-n_boxes = 4                    # of the generator, 1 to 4: fewer are easier
-max_moves = 120                # of the generator: of a level's known solution; fewer are easier
+levels_dir = ''                # folder of Boxoban's levels, as text or packed; '' = data/boxoban
+split = 'unfiltered-train'     # training levels; 'generated' = our generator's
+eval_split = 'unfiltered-valid'   # evaluation levels; generated ones are never training levels
+eval_games = 512               # the first N of them are evaluated
+download = False               # fetch the splits into levels_dir if they are missing
+n_levels = 100000              # generator: number of training levels
+n_boxes = 4                    # generator: 1 to 4; fewer are easier
+max_moves = 120                # generator: of a level's known solution; fewer are easier
 env = 'torch'                  # 'torch', or 'jumanji' (the original, for checking: slower)
 n_envs = 32                    # boards, over all ranks
 # model (convlstm.py has the equations)
-arch = 'convlstm'              # or 'convglu'
-recurrent = True               # False: nothing is carried to the next step
-n_layer = 4                    # L, depth levels
-n_expert = 1                   # E, experts a level
+arch = 'convlstm'              # 'convlstm' or 'convglu'
+recurrent = True               # False = nothing is carried to the next step
+n_layer = 4                    # L
+n_expert = 1                   # E, experts per layer
 n_embd = 64                    # D, channels of an expert
 aggregation = 'sqrt_sum'       # 'sqrt_sum', 'mean', 'softmax_mean' or 'softmax_l2'
 router_dim = 64                # width of the router's queries and keys (softmax aggregations)
-radius = -1                    # experts that an expert hears on a ring, besides itself; -1: all
-residual = 'expert'            # convglu: each expert adds s (the paper's); 'shared': A(h) does
-head_dim = 256                 # width of the head's dense layer
-# A2C (the paper's)
+radius = -1                    # convlstm: preceding experts on a ring that are read; -1 = all
+residual = 'expert'            # convglu: 'expert' (each adds s, the paper's rule) or 'shared'
+head_dim = 256                 # width of the head's dense layer; the paper gives none
+# A2C (the paper's values)
 total_steps = 50000000         # environment steps, over all boards
 unroll = 20                    # T, steps between updates
 gamma = 0.97                   # discount
-gae_lambda = 0.97              # of the advantages (GAE)
-entropy_coef = 0.01            # of the policy's entropy in the loss
-value_coef = 1.0               # of the mean squared error
+gae_lambda = 0.97              # lambda of generalized advantage estimation
+entropy_coef = 0.01            # weight of the policy's entropy in the loss
+value_coef = 1.0               # weight of the value's mean squared error
 learning_rate = 4e-4           # Adam's, annealed linearly to 0
-adam_eps = 1e-6                # small: gradients are
-grad_clip = 1.0                # global norm; 0 disables
+adam_eps = 1e-6                # small, because gradients are small
+grad_clip = 1.0                # global norm; 0 = no clipping
 # system
-reuse = True                   # the rollout's forward is the update's; False: a second one
+reuse = True                   # the rollout's forward is the update's; False = run a second one
 seed = 1337                    # of weights, levels and actions
-device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda', 'cuda:1'
-dtype = 'auto'                 # of convolutions: 'float32', 'bfloat16'; 'auto': bfloat16 where fast
-compile = True                 # torch.compile cells, on a GPU the environment too; or says why not
-graphs = True                  # on a GPU: an update as CUDA graphs, from the fourth on
-path = 'fast'                  # 'fast' or 'plain' (the equations, for checking)
-threads = 0                    # CPU threads; 0: one or all, measured at the start, kept on resume
+device = 'auto'                # 'auto' (cuda if there is one), 'cpu', 'cuda' or 'cuda:1'
+dtype = 'auto'                 # of convolutions: 'float32' (true fp32, no TF32), 'bfloat16', or
+                               # 'auto' (bfloat16 where it is fast); everything else is fp32
+compile = True                 # torch.compile what stands between convolutions
+graphs = True                  # on a GPU: replay each update as CUDA graphs, from the fourth on
+mode = 'fast'                  # 'fast', or 'plain' (gradients by autograd alone, for checking)
+threads = 0                    # CPU threads; 0 = one or all, measured at the start
 # fmt: on
-RANGES = {'gamma': (0, 1), 'gae_lambda': (0, 1), 'env': ['torch', 'jumanji']}
-RANGES |= {'path': ['fast', 'plain']}  # compile is a setting of its own
-ONE = 'eval_interval log_interval eval_games n_levels n_envs total_steps unroll'
-RANGES |= dict.fromkeys(ONE.split(), (1, math.inf))
-ZERO = 'entropy_coef value_coef learning_rate adam_eps grad_clip threads seed'
-RANGES |= dict.fromkeys(ZERO.split(), (0, math.inf))
-RANGES['threads'] = (0, 1024)  # OpenMP dies of too many
+AT_LEAST_1 = 'eval_interval log_interval eval_games n_levels n_envs total_steps unroll'
+AT_LEAST_0 = 'entropy_coef value_coef learning_rate adam_eps grad_clip seed'
+RANGES = {
+    **dict.fromkeys(AT_LEAST_1.split(), (1, math.inf)),
+    **dict.fromkeys(AT_LEAST_0.split(), (0, math.inf)),
+    'gamma': (0, 1),
+    'gae_lambda': (0, 1),
+    'env': ['torch', 'jumanji'],
+    'mode': ['fast', 'plain'],
+    'threads': (0, 1024),  # OpenMP fails beyond
+}
+RENAMED = {'path': 'mode'}  # old name: new name
+# A resumed run may change these settings, and no other.
+HARMLESS = """out_dir init_from resume overwrite eval_interval log_interval eval_only levels best
+    plot tensorboard wandb wandb_project levels_dir eval_split eval_games download total_steps gamma
+    gae_lambda entropy_coef value_coef learning_rate adam_eps grad_clip reuse device dtype compile
+    graphs mode threads""".split()
 # -----------------------------------------------------------------------------
 
-# settings that make an agent, those that a resumed run keeps; what a run is resumed from
-MODEL = ('arch', 'recurrent', 'n_layer', 'n_expert', 'n_embd', 'aggregation', 'router_dim')
-MODEL += ('radius', 'residual', 'head_dim')
-FIXED = ('split', 'n_levels', 'n_boxes', 'max_moves', 'env', 'n_envs', 'unroll', 'seed', *MODEL)
+SCRIPT = os.path.basename(__file__)  # for messages; a copied trainer has its own
+# fields of a Run that checkpoints keep
 POSITION = ('step', 'record', 'best', 'seconds', 'logged', 'clock', 'recent', 'since', 'sums')
+STATS = ('loss', 'policy_loss', 'value_loss', 'entropy')
 
 
 @dataclass
 class Run:
-    """What the functions below read and change."""
+    """Training state. Tensors keep their addresses, because CUDA graphs read and write them in
+    place."""
 
+    config: Settings  # all settings, as checkpoints keep them
     rank: int
     world: int
-    device: str
-    config: dict
+    device: str  # 'cpu', 'mps' or 'cuda:N'
+    env: SokobanEnv | JumanjiEnv  # the B boards of this rank
+    levels_crc: int  # checksum of the training levels
+    eval_levels: np.ndarray  # (n, 17)
     model: Agent
     optimizer: torch.optim.Optimizer
-    held_out: np.ndarray  # packed levels (n, 17)
-    env: SokobanEnv | JumanjiEnv
-    keys: torch.Tensor  # (B,) of the boards' chance
-    state: tuple[torch.Tensor, ...]  # the agent's, (B, ...) each
-    count: torch.Tensor  # steps that each board has played, on the device
-    graphs: dict | None  # CUDA graphs, or None
+    gradients: Gradients  # its `extra`: eight statistics and the number of ranks that are to stop
+    state: State  # the agent's, (B, ...) each
+    keys: torch.Tensor  # (B,) random-number keys for the boards' actions
+    count: torch.Tensor  # () number of steps that every board has played
+    graphs: dict | None  # CUDA graphs by name; None: run eagerly
     updates: int  # of the whole run
-    levels_crc: int  # of the training levels
-    played: list = field(default_factory=list)  # (T, 3, B) of updates whose games are not read yet
-    recent: list = field(default_factory=list)  # (return, solved) of the last 1,000 that ended
-    since: list = field(default_factory=list)  # and of those since the last log line
-    sums: dict = field(default_factory=dict)  # of the updates' statistics since then
-    step: int = 0
-    record: dict = field(default_factory=lambda: {'step': 0, 'env_steps': 0})
-    best: float = -math.inf
-    seconds: float = 0.0
+    step: int = 0  # updates done
+    record: dict = field(default_factory=lambda: {'step': 0, 'env_steps': 0})  # of the log
+    best: float = -math.inf  # evaluation return
+    seconds: float = 0.0  # of training
     logged: int = 0  # step and seconds of the last log line
     clock: float = 0.0
-    lock: object = None  # of out_dir, while the run is at work in it
+    recent: list = field(default_factory=list)  # (return, solved) of the last 1,000 episodes
+    since: list = field(default_factory=list)  # and of those since the last log line
+    sums: dict = field(default_factory=dict)  # of the updates' statistics since then
+    unread: list = field(default_factory=list)  # (T, 3, B) of updates, still on the device
+    lock: object = None  # of out_dir
 
 
-# ---- levels, environment, model, optimizer ----
+# ---- model, environment, optimizer ----
 
 
-def make_run(config: dict) -> Run:
-    """A run that has not begun. ValueError for what is wrong with settings or levels."""
-    rank, world, where = common.join_ranks(device, threads)
-    if where == 'cpu':
-        common.keep_memory()
+def make_optimizer(model: Agent) -> torch.optim.Adam:
+    """Return Adam for all parameters. The learning rate is a tensor, because CUDA graphs read it
+    at each replay."""
+    device_ = model.encoder.device
+    optimizer = torch.optim.Adam(
+        model.parameters(),
+        lr=torch.tensor(learning_rate, device=device_),
+        eps=adam_eps,
+        fused=True,
+        capturable=device_.type == 'cuda',
+    )
+    optimizer._warned_capturable_if_run_uncaptured = True  # its first steps are, on purpose
+    return optimizer
+
+
+def set_precision(model: Agent) -> None:
+    """Switch TF32 off, which a GPU else uses, if convolutions are to run in float32."""
+    if model.config.dtype == 'float32':
+        torch.set_float32_matmul_precision('highest')
+        torch.backends.cudnn.allow_tf32 = False
+
+
+def adopt_sizes(config: Settings) -> None:
+    """Take the agent's sizes from the folder `init_from`, except for those that a config file or
+    the command line gives. Raises CheckpointError."""
+    if pathlib.Path(init_from, common.WEIGHTS).exists():  # an export
+        saved = read_json(pathlib.Path(init_from, common.CONFIG))
+    else:
+        checkpoint, _ = common.load_run(init_from, 'project', ('model',), file=common.BEST)
+        saved = checkpoint['config']
+    names = {f.name for f in fields(AgentConfig)} - {'dtype', 'mode'}
+    for name in (names & config.keys()) - config.given:
+        if type(saved.get(name)) is type(config[name]) and saved[name] != config[name]:
+            print0(f'{name} = {saved[name]!r}  (from {init_from})')
+            config[name] = globals()[name] = saved[name]
+
+
+def make_run(config: Settings) -> Run:
+    """Return a run before its first update. Raises Mistake for what is wrong with the settings, the
+    levels or the weights, before anything is written."""
     if levels or best:
-        raise ValueError('levels and best are settings of --eval_only=True; a run trains on split')
-    if n_envs % world:
-        raise ValueError(f'n_envs = {n_envs}: expected a multiple of the {world} ranks')
-    if download and world > 1:
-        raise ValueError('download = True: fetch the levels before, by sokoban.py')
+        raise Mistake('levels and best are settings of --eval_only=True; a run trains on split')
+    if init_from and resume:
+        raise Mistake('--init_from starts a new run: not with --resume')
+    if init_from:
+        adopt_sizes(config)
     common.need_packages(matplotlib=plot, tensorboard=tensorboard, wandb=wandb)
-    torch.backends.cudnn.benchmark = not torch.backends.cudnn.deterministic  # shapes stay
+    rank, world, device_ = common.join_ranks(device, threads)
+    if device_ == 'cpu':
+        common.keep_memory()
+    if n_envs % world:
+        raise Mistake(f'n_envs = {n_envs}: must be a multiple of the {world} ranks')
+    if download and world > 1:
+        raise Mistake('download = True: fetch the levels first, with sokoban.py')
+    torch.backends.cudnn.benchmark = not torch.backends.cudnn.deterministic  # shapes never change
     torch.manual_seed(seed)
     B = n_envs // world
-    dt = str(common.pick_dtype(dtype, where)).removeprefix('torch.')
-    agent = AgentConfig(**{name: config[name] for name in MODEL}, dtype=dt, path=path)
-    # weights, gradients and Adam's two moments; each cell's outputs wait for the backward
-    common.check_model(build_agent, agent, 4, where)
-    size = 4 * B * n_embd * CELLS * (unroll * n_layer * n_expert if reuse else 1)
-    common.check_fits(size, f'n_envs = {n_envs} (unroll = {unroll})', where)
-    model = build_agent(agent)
+
+    # model: every field of AgentConfig that has a setting of its name gets it
+    sizes = {f.name: config[f.name] for f in fields(AgentConfig) if f.name in config}
+    sizes['dtype'] = str(common.pick_dtype(dtype, device_)).removeprefix('torch.')
+    agent_config = AgentConfig(**sizes)
+    # weights, gradients and Adam's two moments; h of each expert and step waits for the backward
+    common.check_model(build_agent, agent_config, 4, device_)
+    activations = 4 * B * CELLS * n_embd * (unroll * n_layer * n_expert if reuse else 1)
+    common.check_fits(activations, f'n_envs = {n_envs} (unroll = {unroll})', device_)
+    model = build_agent(agent_config)
     if init_from:
         common.init_from(model, init_from, resume)
-    model = model.to(where)
-    (trained, line), (held_out, held_out_line) = load_level_sets(config)
-    print0(f'training: {line}\nevaluation: {held_out_line}')
-    make_env, on_gpu = JumanjiEnv if env == 'jumanji' else SokobanEnv, where != 'cpu'
-    boards = make_env(trained, B, seed=seed, device=where, first_board=rank * B)
-    lr = torch.tensor(learning_rate, device=where)  # on the device: a CUDA graph reads it there
-    adam = torch.optim.Adam(model.parameters(), lr, eps=adam_eps, fused=True, capturable=on_gpu)
-    adam._warned_capturable_if_run_uncaptured = True  # its first three steps are, on purpose
-    updates = math.ceil(total_steps / (n_envs * unroll))
-    count = torch.zeros((), dtype=torch.int64, device=where)
-    playing = boards, board_keys(seed, ACTION_STREAM, boards.board), model.init_state(B), count
-    rest = {} if graphs and on_gpu and env == 'torch' else None, updates, zlib.crc32(trained)
-    return Run(rank, world, where, config, model, adam, held_out, *playing, *rest)
+    model = model.to(device_)
+    set_precision(model)
+
+    # levels, and the boards of this rank
+    (train_levels, train_line), (eval_levels, eval_line) = load_level_sets(config)
+    print0(f'training: {train_line}\nevaluation: {eval_line}')
+    env_type = JumanjiEnv if env == 'jumanji' else SokobanEnv
+    boards = env_type(train_levels, B, seed=seed, device=device_, first_board=rank * B)
+
+    captures = graphs and device_.startswith('cuda') and env == 'torch'
+    return Run(
+        config=config,
+        rank=rank,
+        world=world,
+        device=device_,
+        env=boards,
+        levels_crc=zlib.crc32(train_levels),
+        eval_levels=eval_levels,
+        model=model,
+        optimizer=make_optimizer(model),
+        gradients=Gradients((p for p in model.parameters() if p.numel()), n_extra=9),
+        state=model.init_state(B),
+        keys=board_keys(seed, ACTION_STREAM, boards.board),
+        count=torch.zeros((), dtype=torch.int64, device=device_),
+        graphs={} if captures else None,
+        updates=math.ceil(total_steps / (n_envs * unroll)),
+    )
 
 
-def fused(run: Run, function: Callable) -> Callable:
-    """function, compiled on a GPU if cells are: a step costs by its kernels there."""
-    wins = run.model.config.path == 'compiled' and run.device != 'cpu' and env == 'torch'
-    return compiled(function) if wins else function
+def choose_threads(run: Run) -> None:
+    """Set the number of CPU threads (common.pick_threads), measured uncompiled: training compiles
+    for other shapes."""
 
+    def chunk(T):
+        w, state, total = run.model.prepare(), run.state, 0
+        obs, start = run.env.observe(), run.env.steps == 0
+        for _ in range(T):
+            logits, value, state = run.model.act(w, obs, start, state)
+            total = total + logits.sum() + value.sum()
+        total.backward()
 
-def trial_steps(run: Run, T: int) -> None:
-    """Run T steps of the agent on the current boards, and their backward, to time them."""
-    w, state, total = run.model.prepare(), tuple(x.clone() for x in run.state), 0
-    obs, start = run.env.observe(), run.env.steps == 0
-    for _ in range(T):
-        logits, value, state = run.model.act(w, obs, start, state)
-        total = total + logits.sum() + value.sum()
-    total.backward()
-    run.model.zero_grad(set_to_none=True)
+    fused.enabled = False
+    run.config['threads'] = common.pick_threads(run.config['threads'], run.device, chunk, unroll)
+    run.gradients.zero()
 
 
 def warm_up(run: Run) -> None:
-    """Before any clock runs, a rollout of copies and its backward, for what they compile."""
-    if compile and path == 'fast':
-        run.model.config.path = 'compiled'
-        trial = replace(run, env=copy.deepcopy(run.env), count=run.count.clone())
-        trial.state = [x.clone() for x in run.state]
-        if not common.compiles(run.model, lambda: backward(trial, rollout(trial))):
-            run.model.config.path = 'fast'
+    """Compile, if that works, before any clock runs: by a rollout and its backward on copies of
+    everything that they change."""
+    fused.enabled = compile and mode == 'fast'
+    if fused.enabled:
+        trial = copy.copy(run)
+        trial.env = copy.deepcopy(run.env)
+        trial.state = tuple(x.clone() for x in run.state)
+        trial.count = run.count.clone()
+        fused.enabled = common.compiles(run.model, lambda: rollout_and_backward(trial))
 
 
-# ---- the rollout ----
+def fused_on_gpu(run: Run, f: Callable) -> Callable:
+    """Return f, fused on a GPU, where a step costs its number of kernels. A CPU gains nothing from
+    compiling the rules of the game; Jumanji's cannot be compiled."""
+    return fused(f) if run.device != 'cpu' and env == 'torch' else f
 
 
-def play_step(boards: SokobanEnv, logits: torch.Tensor, u: torch.Tensor) -> dict[str, torch.Tensor]:
-    """One step of all boards, with actions drawn by u (B,) from logits (B, 4): what it gave, the
-    episode's return so far, and the observation that follows."""
-    action = sample_actions(logits, u)
+# ---- rollout ----
+
+
+def play_step(
+    boards: SokobanEnv | JumanjiEnv, action: torch.Tensor
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Play actions (B,), and reset the boards that are done. Return the step's results, (B,) each,
+    and the next observations (B, 10, 10, 2). 'return' is the sum of the episode's rewards so far.
+    """
     reward, done, solved = boards.move(action)
-    gave = {'action': action, 'reward': reward, 'done': done, 'solved': solved}
-    gave['return'] = boards.total.clone()
+    step = {'action': action, 'reward': reward, 'done': done, 'solved': solved}
+    step['return'] = boards.total.clone()
     boards.reset(done)
-    return gave | {'next': boards.observe()}
+    return step, boards.observe()
 
 
-def rollout(run: Run) -> dict[str, torch.Tensor]:
-    """`unroll` steps of all boards, (T, B) each: what was seen, done and gained. With reuse, logits
-    and values keep their graph: it is the update's. Else that makes a second forward."""
-    play, steps = fused(run, play_step), []
-    times = run.count + torch.arange(unroll, device=run.device)[:, None]  # (T, 1)
-    chance = random_bits(run.keys, times)  # (T, B)
+def rollout(run: Run, actions: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    """Play `unroll` steps on all boards; return what they gave, (T, B, ...) each. actions: (T, B)
+    to play in place of sampled ones.
+
+    'obs' and 'start' are what the agent read, 'logits' and 'value' its outputs, and 'action',
+    'reward', 'done', 'solved', 'return' the results of `play_step`. 'last' (B,) is the value of the
+    observation after the last step, 'state' the agent's state after it. With `reuse` logits and
+    values keep their graph, and are those that the loss is computed from."""
+    play, sample = fused_on_gpu(run, play_step), fused_on_gpu(run, sample_actions)
+    counts = run.count + torch.arange(unroll, device=run.device)[:, None]  # (T, 1)
+    rng = random_bits(run.keys, counts)  # (T, B)
     run.count += unroll
+    steps = []
     with torch.set_grad_enabled(reuse):
-        w, state = run.model.prepare(), tuple(x.detach() for x in run.state)
+        w, state = run.model.prepare(), run.state
         obs, start = run.env.observe(), run.env.steps == 0
-        for u in chance.unbind():
+        for t in range(unroll):
             logits, value, state = run.model.act(w, obs, start, state)
-            step = play(run.env, logits.detach(), u)
-            following = step.pop('next')
-            steps.append(step | {'logits': logits, 'value': value, 'obs': obs, 'start': start})
-            obs, start = following, step['done']
-        with torch.no_grad():  # the value of what comes next
+            action = sample(logits.detach(), rng[t]) if actions is None else actions[t]
+            step, next_obs = play(run.env, action)
+            steps.append({'obs': obs, 'start': start, 'logits': logits, 'value': value, **step})
+            obs, start = next_obs, step['done']
+        with torch.no_grad():
             _, last, _ = run.model.act(w, obs, start, state)
     batch = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
-    return batch | {'last': last, 'state': [x.detach() for x in state]}
+    return {**batch, 'last': last, 'state': tuple(x.detach() for x in state)}
 
 
-# ---- the loss ----
+# ---- loss ----
 
 
 def gae(
     reward: torch.Tensor, done: torch.Tensor, value: torch.Tensor, last: torch.Tensor
 ) -> torch.Tensor:
-    """Generalised advantage estimates (T, B): sum over k of (gamma lambda)^k delta_{t+k} up to the
-    episode's end, delta_t = r_t + gamma V_{t+1} - V_t (Schulman et al. 2016, equation 16).
+    """Return generalized advantage estimates (T, B): the sum over k of (gamma lambda)^k delta_{t+k}
+    up to the episode's end, delta_t = r_t + gamma V_{t+1} - V_t (Schulman et al. 2016, Eq. 16).
 
-    reward, done, value (T, B); last (B,), the value after step T. Every end is a termination, the
-    time limit too (Jumanji's discount is 0 there): no value is carried over it."""
-    goes_on = 1 - done.to(value.dtype)
-    carried = gamma * gae_lambda * goes_on
-    following = torch.cat([value[1:], last[None]])
-    delta = reward + gamma * goes_on * following - value
-    advantage, out = torch.zeros_like(last), []
+    reward, done, value: (T, B). last: (B,), the value after step T. Every end is a termination,
+    that at the time limit too (Jumanji's discount is 0 there), so no value is carried over it."""
+    not_done = 1 - done.to(value.dtype)
+    next_value = torch.cat([value[1:], last[None]])
+    delta = reward + gamma * not_done * next_value - value
+    decay = gamma * gae_lambda * not_done
+    advantage, advantages = torch.zeros_like(last), []
     for t in reversed(range(len(reward))):
-        advantage = delta[t] + carried[t] * advantage
-        out.append(advantage)
-    return torch.stack(out[::-1])
+        advantage = delta[t] + decay[t] * advantage
+        advantages.append(advantage)
+    return torch.stack(advantages[::-1])
 
 
-def backward(run: Run, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Gradients of the A2C loss over the unroll, this rank's share of the mean. -> loss, policy
-    loss, value loss, entropy, and the sums for the explained variance: (8,)."""
+def backward(run: Run, batch: dict[str, torch.Tensor]) -> None:
+    """Add this rank's share of the gradients of the A2C loss to run.gradients, and write its share
+    of the statistics there: STATS, and four moments for the explained variance."""
     if reuse:
-        logits, value = batch['logits'], batch['value']
+        logits, value = batch['logits'], batch['value']  # (T, B, 4), (T, B)
     else:
-        logits, value, _ = run.model(batch['obs'], batch['start'], tuple(run.state))
-    advantage = fused(run, gae)(batch['reward'], batch['done'], value.detach(), batch['last'])
+        logits, value, _ = run.model(batch['obs'], batch['start'], run.state)
+    estimate = fused_on_gpu(run, gae)
+    advantage = estimate(batch['reward'], batch['done'], value.detach(), batch['last'])  # (T, B)
     target = advantage + value.detach()
     log_pi = F.log_softmax(logits.float(), -1)  # (T, B, 4)
     chosen = log_pi.gather(-1, batch['action'][..., None]).squeeze(-1)  # (T, B)
@@ -285,104 +381,134 @@ def backward(run: Run, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     value_loss = (value - target).square().mean()
     loss = policy_loss + value_coef * value_loss - entropy_coef * entropy
     (loss / run.world).backward()
-    for kept, new in zip(run.state, batch['state'], strict=True):
-        kept.copy_(new)  # not before: the graph begins with the old one
     moments = [target.mean(), target.square().mean(), advantage.mean(), advantage.square().mean()]
-    return torch.stack([loss, policy_loss, value_loss, entropy, *moments]).detach() / run.world
+    stats = torch.stack([loss, policy_loss, value_loss, entropy, *moments]).detach()
+    run.gradients.extra[:8] = stats / run.world
 
 
-def apply(run: Run) -> torch.Tensor:
-    """Clip, Adam; -> the gradient norm."""
+def rollout_and_backward(run: Run, actions: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    """Run one rollout and its backward, the first CUDA graph of an update; return the batch."""
+    run.gradients.zero()
+    batch = rollout(run, actions)
+    backward(run, batch)
+    # only now: the backward without reuse starts from the state before the rollout
+    for carried, new in zip(run.state, batch['state'], strict=True):
+        carried.copy_(new)
+    return batch
+
+
+def optimizer_step(run: Run) -> torch.Tensor:
+    """Clip the gradients and run Adam, the second CUDA graph; return the gradients' norm."""
     norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), grad_clip or math.inf)
     run.optimizer.step()
     return norm
 
 
 def update(run: Run, stop: bool) -> tuple[dict[str, float], torch.Tensor, bool]:
-    """One rollout and one update. -> its statistics; (T, 3, B) returns so far, ends, solved ends,
-    on the device; and whether any rank was told to stop."""
-    if not run.graphs or run.graphs['backward'][1] is None:
-        run.optimizer.zero_grad(set_to_none=True)  # a captured backward writes its own anew
+    """Run one rollout and one optimizer step.
+
+    stop: whether this rank was asked to stop. Returns the statistics; the episodes (T, 3, B) on the
+    device: return so far, end, solved end; and whether any rank was asked to stop."""
     for group in run.optimizer.param_groups:
         group['lr'].fill_(learning_rate * (1 - run.step / run.updates))
-    batch = graphed(run.graphs, 'rollout', rollout, run)
-    sums = graphed(run.graphs, 'backward', backward, run, batch)
-    sums = sum_over_ranks(run.model, torch.cat([sums, sums.new_full((1,), stop)]))
-    norm = graphed(run.graphs, 'apply', apply, run)
-    games = torch.stack([batch['return'], batch['done'].float(), batch['solved'].float()], 1)
-    # the only wait for the device
-    *losses, mean, square, error, error2, stop, norm = torch.cat([sums, norm[None]]).tolist()
-    stats = dict(zip(('loss', 'policy_loss', 'value_loss', 'entropy'), losses, strict=True))
+    batch = graphed(run.graphs, 'rollout and backward', rollout_and_backward, run)
+    run.gradients.extra[8] = stop
+    run.gradients.sum_over_ranks()
+    norm = graphed(run.graphs, 'optimizer', optimizer_step, run)
+    episodes = torch.stack([batch['return'], batch['done'].float(), batch['solved'].float()], 1)
+    # the update's only wait for the device
+    numbers = torch.cat([run.gradients.extra, norm[None]]).tolist()
+    *losses, mean, square, error, error2, stops, norm = numbers
     variance = square - mean**2
-    explained = 1 - (error2 - error**2) / variance if variance > 0 else 0.0
-    stats |= {'grad_norm': norm, 'explained_variance': explained}
-    return stats, games, stop > 0
+    stats = {
+        **dict(zip(STATS, losses, strict=True)),
+        'grad_norm': norm,
+        'explained_variance': 1 - (error2 - error**2) / variance if variance > 0 else 0.0,
+    }
+    return stats, episodes, stops > 0
 
 
-# ---- the log ----
+# ---- log ----
 
 
-def count_games(run: Run, games: torch.Tensor, stats: dict[str, float]) -> None:
-    """An update's games (T, 3, B), which stay on the device, and statistics, for the log."""
+def count_episodes(run: Run, episodes: torch.Tensor, stats: dict[str, float]) -> None:
+    """Keep an update's episodes (T, 3, B), which stay on the device, and statistics for the log."""
     for name, x in stats.items():
         run.sums[name] = run.sums.get(name, 0.0) + x
-    run.played.append(games)
+    run.unread.append(episodes)
 
 
-def read_games(run: Run) -> None:
-    """The episodes that have ended since this was last called, of all boards, on rank 0."""
-    if run.played:
-        games = gather(torch.cat(run.played), 2).movedim(1, 0)  # (3, T of all, n_envs)
-        run.played = []
-        if run.rank == 0:
-            ended = games[1] > 0
-            new = list(zip(games[0][ended].tolist(), games[2][ended].tolist(), strict=True))
-            run.since += new
-            run.recent = (run.recent + new)[-1000:]
+def read_episodes(run: Run) -> None:
+    """Collect, on rank 0, the episodes of all boards that ended since the last call."""
+    if not run.unread:
+        return
+    total, done, solved = gather(torch.cat(run.unread), 2).movedim(1, 0)  # (T of all, n_envs) each
+    run.unread = []
+    if run.rank == 0:
+        ended = done > 0
+        new = list(zip(total[ended].tolist(), solved[ended].tolist(), strict=True))
+        run.since += new
+        run.recent = (run.recent + new)[-1000:]
 
 
 def make_record(run: Run) -> dict:
-    """A log line: means since the last one, and over the last episodes. Returns and solve rates are
-    None until every board has ended an episode (at the time limit at the latest): those that end
-    first are the short ones, which are solved."""
-    read_games(run)
+    """Return a log line: means since the last one, and over the last 100 and 1,000 episodes.
+
+    Returns and solve rates are None until every board has ended an episode (at the time limit at
+    the latest): the episodes that end first are short because they are solved."""
+    read_episodes(run)
     updates, elapsed = run.step - run.logged, run.seconds - run.clock
-    recent, fair = run.recent, run.step * unroll >= TIME_LIMIT
+    every_board_ended = run.step * unroll >= TIME_LIMIT
 
-    def mean(games, k):
-        return sum(game[k] for game in games) / len(games) if games and fair else None
+    def mean(episodes: list, k: int) -> float | None:
+        if not (episodes and every_board_ended):
+            return None
+        return sum(episode[k] for episode in episodes) / len(episodes)
 
-    record = {'step': run.step, 'env_steps': run.step * n_envs * unroll}
-    record |= {'episodes': len(run.since), 'episodic_return': mean(run.since, 0)}
-    for k, name in enumerate(('return', 'solve_rate')):
-        record |= {f'{name}_100': mean(recent[-100:], k), f'{name}_1000': mean(recent, k)}
-    record |= {name: x / updates for name, x in run.sums.items()}
-    record['lr'] = learning_rate * (1 - (run.step - 1) / run.updates)
-    record |= {'env_steps_per_s': updates * n_envs * unroll / elapsed, 'seconds': run.seconds}
+    record = {
+        'step': run.step,
+        'env_steps': run.step * n_envs * unroll,
+        'episodes': len(run.since),
+        'episodic_return': mean(run.since, 0),
+        'return_100': mean(run.recent[-100:], 0),
+        'return_1000': mean(run.recent, 0),
+        'solve_rate_100': mean(run.recent[-100:], 1),
+        'solve_rate_1000': mean(run.recent, 1),
+        **{name: x / updates for name, x in run.sums.items()},
+        'lr': learning_rate * (1 - (run.step - 1) / run.updates),
+        'env_steps_per_s': updates * n_envs * unroll / elapsed,
+        'seconds': run.seconds,
+    }
     run.since, run.sums, run.logged, run.clock = [], {}, run.step, run.seconds
     return record
 
 
-def dense_line(r: dict) -> str:
-    eta = int(max(0, total_steps - r['env_steps']) / r['env_steps_per_s'])
-    shown = {name: 'n/a' if x is None else f'{x:.2f}' for name, x in r.items()}
-    solved = ['n/a' if r[k] is None else f'{r[k]:.1%}' for k in r if k.startswith('solve')]
+def progress_line(record: dict) -> str:
+    """Return the line that is printed for a log record."""
+    eta = max(0, total_steps - record['env_steps']) / record['env_steps_per_s']
+
+    def shown(name: str, form: str = '.2f') -> str:
+        return 'n/a' if record[name] is None else format(record[name], form)
+
     return (
-        f'{r["env_steps"]:,}/{total_steps:,} | return {shown["return_100"]} '
-        f'({shown["return_1000"]}) | solved {solved[0]} ({solved[1]}) | '
-        f'entropy {r["entropy"]:.3f} | value loss {r["value_loss"]:.3f} | '
-        f'expl. var. {shown["explained_variance"]} | norm {shown["grad_norm"]} | '
-        f'{r["env_steps_per_s"]:,.0f} steps/s | eta {timedelta(seconds=eta)}'
+        f'{record["env_steps"]:,}/{total_steps:,} | '
+        f'return {shown("return_100")} ({shown("return_1000")}) | '
+        f'solved {shown("solve_rate_100", ".1%")} ({shown("solve_rate_1000", ".1%")}) | '
+        f'entropy {record["entropy"]:.3f} | value loss {record["value_loss"]:.3f} | '
+        f'expl. var. {shown("explained_variance")} | norm {shown("grad_norm")} | '
+        f'{record["env_steps_per_s"]:,.0f} steps/s | eta {timedelta(seconds=int(eta))}'
     )
 
 
 def describe(run: Run) -> str:
+    """Return the lines on machine and model that are printed before training."""
     params, macs = run.model.num_params(), run.model.macs_per_step()
-    sizes = [f'{x / 1e6:.3f}M' for x in (params['total'], params['core'], *macs.values())]
+    millions = {name: f'{x / 1e6:.3f}M' for name, x in {**params, **macs}.items()}
     return (
-        f'{common.machine(run)}, {run.model.config.dtype} convolutions, fp32 cells\n'
-        f'{type(run.model).__name__}: {sizes[0]} parameters ({sizes[1]} core), {sizes[2]} '
-        f"multiply-adds a step by the paper's count, {sizes[3]} executed"
+        f'{common.machine(run)}, {run.model.config.dtype} convolutions, the rest in fp32\n'
+        f'{type(run.model).__name__}: {millions["total"]} parameters ({millions["core"]} core); '
+        f"multiply-adds per step: {millions['nominal']} by the paper's count, executed "
+        f'{millions["executed"]} core + {millions["head"]} head + {millions["encoder"]} encoder'
     )
 
 
@@ -390,27 +516,29 @@ def describe(run: Run) -> str:
 
 
 def save(run: Run, best: bool = False) -> None:
-    """The last checkpoint holds all; the best what evaluation needs."""
-    read_games(run)
+    """Save the last checkpoint, from which a run resumes, or the best, for evaluation only."""
+    read_episodes(run)
     parts = {name: getattr(run, name) for name in POSITION}
     if not best:
-        parts |= {'env': {name: gather(x) for name, x in run.env.state_dict().items()}}
-        parts |= {'state': [gather(x) for x in run.state], 'levels_crc': run.levels_crc}
+        parts['env'] = {name: gather(x) for name, x in run.env.state_dict().items()}
+        parts['state'] = [gather(x) for x in run.state]
+        parts['levels_crc'] = run.levels_crc
     common.save_run(run, parts, None if best else [run.optimizer])
 
 
 def load(run: Run) -> None:
-    """Goes on where out_dir's last checkpoint stood; refuses settings that would make it another
-    run. CheckpointError."""
+    """Restore the last checkpoint of out_dir. Raises CheckpointError if it is damaged, or if levels
+    or settings differ in a way that would make this another run."""
     needed = ('model', *POSITION, 'optimizers', 'rng', 'env', 'state', 'levels_crc')
-    saved, where = common.load_run(out_dir, 'train_sokoban.py', needed, FIXED, run.config)
-    common.restore(run, POSITION, [run.optimizer], saved, where)
-    print0(f'{where}: update {run.step}, {run.step * n_envs * unroll:,} environment steps')
+    saved, path = common.load_run(out_dir, SCRIPT, needed)
+    defaults = read_script(__file__)[0]
+    common.refuse_changes(saved['config'], run.config, defaults, HARMLESS, path, SCRIPT)
+    common.restore(run, POSITION, [run.optimizer], saved, path)
+    print0(f'{path}: update {run.step}, {run.step * n_envs * unroll:,} environment steps')
     if saved['levels_crc'] != run.levels_crc:
-        words = 'was trained on other levels: give the same levels_dir or another out_dir'
-        raise common.CheckpointError(f'{where}: {words}')
-
-    with restoring(where, 'env or state'):
+        advice = 'use the same levels_dir, or another out_dir'
+        raise CheckpointError(f'{path}: was trained on other levels: {advice}')
+    with restoring(path, 'env or state'):
         boards = {name: x.chunk(run.world)[run.rank] for name, x in saved['env'].items()}
         run.env.load_state_dict(boards)
         for x, whole in zip(run.state, saved['state'], strict=True):
@@ -418,110 +546,132 @@ def load(run: Run) -> None:
     run.count.fill_(run.step * unroll)
 
 
-# ---- the loop ----
+# ---- evaluation ----
 
 
-def validate(run: Run) -> None:
-    """Greedy evaluation, into the record; before the first update also a random policy's, to
-    compare with. The best one's checkpoint."""
-    each = [('eval', 'greedy', run.model, None)]
+def evaluate_greedily(run: Run) -> None:
+    """Evaluate the agent and add the result to the log record; keep the best agent's checkpoint.
+    Before the first update a random policy is evaluated too, to compare with."""
+    policies = [('eval', 'greedy', run.model, None)]
     if run.step == 0:
-        each.append(('random', 'a random policy', RANDOM, seed))
-    for name, how, model, chance in each:
-        result = evaluate(model, run.held_out, run.device, chance)
+        policies.append(('random', 'a random policy', RANDOM, seed))
+    for name, label, policy, policy_seed in policies:
+        result = evaluate(policy, run.eval_levels, run.device, policy_seed)
         run.record |= {f'{name}_{key}': x for key, x in result.items()}
-        found = f'{result["return"]:.2f}, {result["steps"]:.0f} steps'
-        print0(f'held-out levels, {how}: solved {result["solve_rate"]:.1%}, return {found}')
+        found = f'return {result["return"]:.2f}, {result["steps"]:.0f} steps'
+        print0(f'evaluation levels, {label}: solved {result["solve_rate"]:.1%}, {found}')
     if run.step > 0 and run.record['eval_return'] > run.best:
         run.best = run.record['eval_return']
         save(run, best=True)
 
 
-def loop(run: Run, writes: list[Callable[[dict], object]]) -> int:
-    """Updates, evaluations, log lines, checkpoints -> the exit status: 0 done, 1 the loss was not
-    finite, 128 + signal when told to stop."""
-    stopper, stop, due_to_print = common.Stopper(), False, every()
-    while True:
-        evaluates = run.step % eval_interval == 0 or run.step == run.updates
-        if evaluates or run.step % log_interval == 0:
-            if run.step > run.logged:
-                run.record = make_record(run)
-                print0(dense_line(run.record))
-                due_to_print(said=True)
-            if evaluates:
-                validate(run)
-            for write in writes:
-                write(run.record)
-        if run.step >= run.updates or stop:
-            break
-        start = time.perf_counter()
-        stats, games, stop = update(run, stopper.signal is not None)
-        due = (run.step + 1) % eval_interval == 0 or run.step + 1 == run.updates or stop
-        if not common.finite(run, due, stats['loss'], stats['grad_norm']):
-            stopper.restore()
-            return 1
-        count_games(run, games, stats)
-        run.step, run.seconds = run.step + 1, run.seconds + time.perf_counter() - start
-        if due_to_print():
-            rate = (run.step - run.logged) * n_envs * unroll / (run.seconds - run.clock)
-            print0(f'    {run.step * n_envs * unroll:,}/{total_steps:,} | {rate:,.0f} steps/s')
-        if due:
-            save(run)  # before the log line and the evaluation: one that dies loses nothing
-    done = f'{run.step * n_envs * unroll:,} steps in {run.seconds:.0f} s'
-    return common.ended(run, stopper, run.updates, f'{done}, best return {run.best:.2f}')
-
-
-def evaluate_only(config: dict) -> None:
-    """The solve rate of out_dir's last checkpoint, or its best, and two GIFs. ValueError."""
-    where = common.pick_device(device, threads)
+def evaluate_only(config: Settings) -> None:
+    """Evaluate the last or the best checkpoint of out_dir; write the result and two GIFs."""
+    device_ = common.pick_device(device, threads)
     common.need_packages(PIL=True, tensorboard=tensorboard, wandb=wandb)
-    model, its, file = load_agent(out_dir, 'best' if best else 'last', where, dtype)
-    name, made = levels or eval_split, 'split n_levels n_boxes max_moves seed'.split()
-    own = {k: its[k] for k in made if k in its and not levels}  # or generated ones as asked for
-    held_out, line = load_level_sets(config | {'eval_split': name} | own, False, levels != '')[1]
-    env_steps = its['step'] * its['n_envs'] * its['unroll']
-    about = {'step': its['step'], 'env_steps': env_steps, 'checkpoint': file, 'levels': line}
-    record = write_evaluation(model, held_out, name, where, out_dir, about)
-    print(json.dumps(record))
+    model, saved, path = load_agent(out_dir, 'best' if best else 'last', device_, dtype)
+    set_precision(model)
+    level_settings = {**config, 'eval_split': levels or eval_split}
+    if not levels:  # those that the run was evaluated on, unless eval_split is given
+        names = ['split', 'n_levels', 'n_boxes', 'max_moves', 'seed']
+        names += ['eval_split'] if 'eval_split' not in config.given else []
+        level_settings.update({name: saved[name] for name in names if name in saved})
+    name = level_settings['eval_split']
+    _, (eval_levels, line) = load_level_sets(
+        level_settings, training=False, whole_split=levels != ''
+    )
+    about = {
+        'step': saved['step'],
+        'env_steps': saved['step'] * saved['n_envs'] * saved['unroll'],
+        'checkpoint': path,
+        'levels': line,
+    }
+    record = write_evaluation(model, eval_levels, name, device_, out_dir, about)
+    print(
+        f'{path}, {record["env_steps"]:,} steps: solved {record["solve_rate"]:.1%} of '
+        f'{record["n"]:,} levels ({line}), mean return {record["mean_return"]:.2f}, '
+        f'{record["mean_steps"]:.0f} steps; more in {out_dir}/eval_*.json and eval_*.gif'
+    )
     track, close = open_trackers(config, tensorboard, wandb_project if wandb else '')
     track(record)
     close()
 
 
-def train(config: dict) -> int:
-    """A run from beginning to end, or its evaluation -> the exit status."""
+# ---- the loop ----
+
+
+def main(config: Settings) -> int:
+    """Train, or evaluate with eval_only. Return the exit status: 0 done, 1 the loss was not finite,
+    128 + signal when stopped."""
     common.restarted(out_dir, config, globals())
     try:
         if eval_only:
             evaluate_only(config)
             return 0
-        run = make_run(config)  # finds all mistakes in settings and levels
+        run = make_run(config)  # levels, environment, model, optimizer
         if resume:
             load(run)
         if run.rank == 0:
             run.lock = common.prepare_out_dir(out_dir, resume, overwrite)
-    except ValueError as error:  # Mistake, AgentConfig's
+    except ValueError as error:  # Mistake, and AgentConfig's
         fail(error)
-    run.config['threads'] = common.pick_threads(
-        run.config['threads'], run.device, lambda T: trial_steps(run, T), unroll
-    )
+    choose_threads(run)
     print0(describe(run))
     warm_up(run)
-    if run.rank > 0:
-        status = loop(run, [])
-    else:
+    writes, close = [], None
+    if run.rank == 0:
         track, close = open_trackers(config, tensorboard, wandb_project if wandb else '')
-        status = loop(run, [common.open_log(run, resume), track])
+        writes = [common.open_log(run, resume), track]
+
+    stopper, stop, due_to_print = common.Stopper(), False, every()
+    status = None
+    while True:
+        evaluates = run.step % eval_interval == 0 or run.step == run.updates
+        if evaluates or run.step % log_interval == 0:
+            if run.step > run.logged:
+                run.record = make_record(run)
+                print0(progress_line(run.record))
+                due_to_print(True)
+            if evaluates:
+                evaluate_greedily(run)
+            for write in writes:
+                write(run.record)
+        if run.step >= run.updates or stop:
+            break
+
+        start = time.perf_counter()
+        stats, episodes, stop = update(run, stopper.signal is not None)
+        elapsed, step = time.perf_counter() - start, run.step + 1
+        must_save = step % eval_interval == 0 or step == run.updates or stop
+        if not common.finite(run, must_save, stats['loss'], stats['grad_norm']):
+            stopper.restore()
+            status = 1
+            break
+        run.step, run.seconds = step, run.seconds + elapsed
+        count_episodes(run, episodes, stats)
+        if due_to_print():
+            rate = (run.step - run.logged) * n_envs * unroll / (run.seconds - run.clock)
+            print0(f'    {run.step * n_envs * unroll:,}/{total_steps:,} | {rate:,.0f} steps/s')
+        if must_save:
+            save(run)  # before the evaluation: a run that dies in it loses nothing
+
+    if status is None:
+        done = f'{run.step * n_envs * unroll:,} steps in {run.seconds:.0f} s'
+        summary = f'{done}, best return {run.best:.2f}'
+        status = common.ended(run, stopper, run.updates, summary)
+    if close:
         close()
-        if plot and status == 0:
-            figure = figures.run_figure(figures.read_log(out_dir), out_dir)
-            print(f'learning curve: {figures.save(figure, out_dir, "curve", ("png",))[0]}')
+    if run.rank == 0 and plot and status == 0:
+        figure = figures.run_figure(figures.read_log(out_dir), title=out_dir)
+        (path,) = figures.save_figure(figure, out_dir, 'curve', ('png',))
+        print(f'learning curve: {path}')
     common.leave(run)
     return status
 
 
 if __name__ == '__main__':
-    # interrupted before the first update, or by the second ctrl-C
-    stays = 'interrupted: the last checkpoint stays as it was'
-    words = common.last_words('fewer n_envs, or --reuse=False', globals())
-    run_script(lambda: train(configure(globals())), stays, words)
+    run_script(
+        lambda: main(configure(globals())),
+        'interrupted: the last checkpoint is unchanged',
+        common.last_words('fewer n_envs, or --reuse=False, take less', globals()),
+    )

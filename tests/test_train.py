@@ -112,7 +112,7 @@ def mistake(capfd, script, argv):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
         patch.setattr(sys, 'argv', [script.__name__, *map(str, argv)])
         work = getattr(script, 'train', None) or getattr(script, 'make_shards', None)
-        work = script.main if script is train_lm else work
+        work = script.main if script.__name__.startswith('train_') else work
         run_script((lambda: work(configure(vars(script)))) if work else script.main)
     error = capfd.readouterr().err
     assert stop.value.code == 2 and error.count('\n') == 1 and error.startswith('error: '), error

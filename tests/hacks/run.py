@@ -18,7 +18,11 @@ from model import GPT, RecurrentGPT
 
 def trained(model, loss_of, path, updates=3):
     """Loss of each update and gradients of the last."""
-    model.config.path = path
+    if hasattr(model.config, 'mode'):  # an agent
+        model.config.mode = 'plain' if path == 'plain' else 'fast'
+        kernels.fused.enabled = path == 'compiled'
+    else:
+        model.config.path = path
     optimizer, losses = torch.optim.Adam(model.parameters(), lr=1e-2), []
     for i in range(updates):
         loss = loss_of(model, i)
@@ -77,7 +81,8 @@ def agents(settings):
             torch.manual_seed(0)
             agent = build_agent(AgentConfig(head_dim=16, **sizes, **settings)).double()
             obs = torch.randint(5, (3, 2, 10, 10, 2), dtype=torch.uint8)
-            start = torch.zeros(3, 2, dtype=torch.bool)
+            # the first steps start episodes, and so does a step inside the unroll, on one board
+            start = torch.tensor([[True, True], [False, True], [False, False]])
 
             def loss_of(agent, i, obs=obs, start=start):
                 logits, value, _ = agent(obs, start, agent.init_state(2))
