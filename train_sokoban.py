@@ -515,7 +515,7 @@ def train(config: dict) -> int:
         close()
         if plot and status == 0:
             figure = figures.run_figure(figures.read_log(out_dir), out_dir)
-            print(f'learning curve: {figures.save(figure, out_dir, "curve", ("png",))[0]}')
+            print(f'learning curve: {figures.save_figure(figure, out_dir, "curve", ("png",))[0]}')
     common.leave(run)
     return status
 
