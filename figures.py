@@ -482,20 +482,21 @@ def draw_plan(
 ) -> list[str]:
     """Draw all figures of a plan from its finished runs and return their paths.
 
-    description: the plan's name, and after a comma what the title says of a reduced plan. token:
-    what a language model reads in a step, 'token' or 'byte'.
+    description: the plan's name, and after a comma how it was changed. token: what a language model
+    reads in a step, 'token' or 'byte'. A plan of several budgets gets their saturation figure.
     """
-    plan, comma, reduced = description.partition(',')
+    plan, comma, change = description.partition(',')
     paths = []
     for model, points in group_by(summarize_cells(runs), attrgetter('model')).items():
         seeds = sorted({point.n for point in points.values()})
         count = f'{seeds[0]} to {seeds[-1]}' if len(seeds) > 1 else f'{seeds[0]}'
-        title = f'{MODELS[model]}, {plan.replace("-", " ")}{comma}{reduced}, {count} seed'
+        title = f'{MODELS[model]}, {plan.replace("-", " ")}{comma}{change}, {count} seed'
         title += 's' * (seeds[-1] > 1)
         row = next(iter(points))
         label = f'validation loss (nats per {token})' if row.is_text else 'return'
+        budgets = {row.budget for row in rows if row.model == model}
         figures = {}
-        if plan == 'sokoban':
+        if len(budgets) > 1 and not row.more:
             figures['budgets'] = saturation_figure(points, 'budget', reference, title, label)
         elif plan.startswith('scaling'):
             figures['scaling'] = size_figure(points, 'EL', '', title, label)

@@ -49,7 +49,8 @@ from torch import Tensor, nn
 
 import common
 from convlstm import CELLS, PLANES, Agent, build_agent, load_agent
-from figures import finish, line, new, save, summary, write_table
+from figures import draw_line, finish_figure, new_figure, percent_axis, save_figure, summarize
+from figures import write_table
 from sokoban import DELTA, FeatureRecorder, load_level_sets, plan_image, replay
 from sokoban import run_episodes, save_gif
 
@@ -447,7 +448,7 @@ def score(data: Steps, guesses: dict[str, Guess]) -> tuple[list[dict], dict]:
 def recall_figure(results: list[Result], title: str) -> None:
     """Draw recall by step, one line per agent, with one deviation over the probes' seeds; dotted:
     untrained; dashed: of the observation."""
-    figure, (axes,) = new(1, 3.2)
+    figure, (axes,) = new_figure(1, 3.2)
     plain = {'marker': '', 'lw': 0.9}
     styles = {'3x3': {}, 'untrained 3x3': {'ls': ':'} | plain, 'observation': {'ls': '--'} | plain}
     for i, result in enumerate(results):
@@ -457,13 +458,15 @@ def recall_figure(results: list[Result], title: str) -> None:
                 enough = row['recall'] is not None and row['episodes'] >= min_levels
                 if row['probe'] == name and enough:
                     values.setdefault(row['step'], []).append(row['recall'])
-            points = {step: summary(x) for step, x in values.items()}
-            line(axes, points, i, '' if style else result.player.label, **style)
-    axes.plot([], [], color='gray', ls=':', lw=1.2, label='untrained')
+            points = {step: summarize(x) for step, x in values.items()}
+            draw_line(axes, points, i, '' if style else result.player.label, **style)
+    if any(row['probe'] == 'untrained 3x3' for result in results for row in result.rows):
+        axes.plot([], [], color='gray', ls=':', lw=1.2, label='untrained')
     axes.plot([], [], color='gray', ls='--', lw=0.9, label='observation alone')
     axes.set(xlabel='environment step', ylabel='recall', ylim=(0, None))
     axes.xaxis.get_major_locator().set_params(integer=True)
-    save(finish(figure, title), out_dir, 'recall')
+    percent_axis(axes.yaxis)
+    save_figure(finish_figure(figure, title), out_dir, 'recall')
 
 
 def plan_pictures(results: list[Result], packed: ndarray) -> None:
@@ -484,13 +487,13 @@ def plan_pictures(results: list[Result], packed: ndarray) -> None:
         frames.append(plan_image(replay(packed[level : level + 1], actions)[0, -1], nowhere))
         save_gif(frames, os.path.join(out_dir, f'plan_{result.player.name}.gif'), 400)
         steps = [step for step in SHOWN if step < len(frames) - 1]
-        figure, panels = new(len(steps) + 1, 3.4)
+        figure, panels = new_figure(len(steps) + 1, 3.4)
         for step, axes in zip([*steps, len(frames) - 1], panels, strict=True):
             text = f'step {step}' + (', solved' if step == len(frames) - 1 else '')
             axes.imshow(frames[step])
             axes.set(title=text, xticks=[], yticks=[])
         figure.suptitle(result.player.label)
-        save(figure, out_dir, f'plans_{result.player.name}', ('png',))
+        save_figure(figure, out_dir, f'plans_{result.player.name}', ('png',))
 
 
 # ----------------------------------------------------------------------------- causal check

@@ -64,7 +64,7 @@ import figures
 from common import CheckpointError, Stopper, commit, hold, need_packages, saved_in
 from convlstm import AGGREGATIONS, AgentConfig, build_agent
 from data_fineweb import VOCAB, find_shards
-from figures import Row, read_log, value
+from figures import Row, read_log, run_value
 from model import RESIDUALS, ModelConfig, build_model
 from sokoban import load_levels, split_files
 
@@ -461,7 +461,7 @@ def winners(rows: list[Row]) -> list[Row]:
     ended."""
     if not {state_of(row) for row in rows} <= {'done', 'failed'}:
         return []
-    return [row for row, _ in figures.at_best(finished(rows), tune.partition('=')[0])]
+    return [row for row, _ in figures.runs_at_best(finished(rows), tune.partition('=')[0])]
 
 
 def further(rows: list[Row]) -> list[Row]:
@@ -469,8 +469,8 @@ def further(rows: list[Row]) -> list[Row]:
     if the next value inside is at least as far away."""
     name, out = tune.partition('=')[0], []
     for row in winners(rows):
-        cell, best = figures.without(row, name), dict(row.more)[name]
-        tried = sorted(dict(r.more)[name] for r in rows if figures.without(r, name) == cell)
+        cell, best = figures.without_setting(row, name), dict(row.more)[name]
+        tried = sorted(dict(r.more)[name] for r in rows if figures.without_setting(r, name) == cell)
         if not isinstance(best, float) or len(tried) < 2 or tried[0] <= 0:
             continue
         if best == tried[-1] >= 2 * tried[-2]:
@@ -546,7 +546,7 @@ def folder_of(row: Row, name: str = '') -> str:
     if name in SATURATION:
         name = f'{name}-{row.budget}'
     folder = os.path.join(out_dir, 'scaling' if name in SCALING else name, row.name)
-    former = folder.replace(f'_{row.variant}_', '_feedforward_')  # as it was called until 2026-11
+    former = folder.replace('_nonrecurrent_', '_feedforward_')  # as it was called until 2026-11
     if not row.recurrent and os.path.exists(former) and not os.path.exists(folder):
         return former
     return folder
@@ -571,7 +571,7 @@ def look(row: Row, name: str = '') -> tuple[str, float, float]:
     if any(saved[k] != x for k, x in wanted.items() if k in saved and k not in SAME_RUN):
         state = 'other'
     elif part == 1:
-        state = 'damaged' if value(log) is None else 'done'
+        state = 'damaged' if run_value(log) is None else 'done'
     return state, part, log[-1].get('seconds') or 0.0
 
 
@@ -1000,7 +1000,7 @@ def best_depths(runs: list) -> str:
     values = {True: {}, False: {}}  # recurrent or not: {cell: values, less is better}
     for row, log in runs:
         sign = 1 if row.is_text else -1
-        values[row.recurrent].setdefault(row.cell, []).append(sign * value(log))
+        values[row.recurrent].setdefault(row.cell, []).append(sign * run_value(log))
     if any(not cells or min(map(len, cells.values())) < 2 for cells in values.values()):
         return ''
     generator, t_generator = np.random.default_rng(1), np.random.default_rng(2)
@@ -1063,19 +1063,19 @@ def show(rows: list[Row]) -> None:
     shown = [(row, log) for row, log in runs if row.seed > 1 or not tune]
     if not shown:
         print('one seed per value so far, which chooses it: those to be reported have not run')
-        shown = figures.at_best(runs, tuned_name)
+        shown = figures.runs_at_best(runs, tuned_name)
     for row in further([row for row in rows if row.seed == 1]) if tune else ():
         print(f'{row.name}: not tried, though the best value is the one beside it')
     if plan in ALLOCATIONS:  # one residual rule per figure: no setting that tells rows apart
-        shown = [(figures.without(row, 'residual'), log) for row, log in shown]
+        shown = [(figures.without_setting(row, 'residual'), log) for row, log in shown]
     if figure:
-        drawn = [(figures.without(row, tuned_name), log) for row, log in shown]
-        cells = [figures.without(row, tuned_name) for row in rows]
+        drawn = [(figures.without_setting(row, tuned_name), log) for row, log in shown]
+        cells = [figures.without_setting(row, tuned_name) for row in rows]
         is_bytes = any(row.is_text and config_of(row)['tokenizer'] == 'bytes' for row in rows)
         token = 'byte' if is_bytes else 'token'
-        paths += figures.draw(title_of(plan), cells, drawn, token, reference, into)
+        paths += figures.draw_plan(title_of(plan), cells, drawn, token, reference, into)
     if table:
-        paths += figures.tables(shown, reference, into, tuned_name)
+        paths += figures.write_value_tables(shown, reference, into, tuned_name)
         found = {}
         # each budget of a saturation plan has best depths of its own
         models = {row.model for row, _ in shown} if plan in ALLOCATIONS else set()
@@ -1094,9 +1094,9 @@ def show(rows: list[Row]) -> None:
 def solve_rates(shown: list, into: str) -> list[str]:
     """Evaluate the best allocation of each depth, tabulate solve rates, and return the paths."""
     agents = [(row, log) for row, log in shown if not row.is_text]
-    points = figures.cells(agents)
-    depths = figures.groups(points, lambda row: (row.model, row.budget, row.recurrent, row.L))
-    best = [figures.best(part) for part in depths.values()]
+    points = figures.summarize_cells(agents)
+    depths = figures.group_by(points, lambda row: (row.model, row.budget, row.recurrent, row.L))
+    best = [figures.best_cell(part) for part in depths.values()]
     if not best:
         fail("table = 'solve': no agent of this plan has finished")
     generated = config_of(by_residual(best[0]))['split'] == 'generated'
@@ -1105,7 +1105,7 @@ def solve_rates(shown: list, into: str) -> list[str]:
         cell: [solve_rate(by_residual(row), levels) for row, _ in agents if row.cell == cell]
         for cell in best
     }
-    return figures.solve_table(rates, levels, reference, into, tune.partition('=')[0])
+    return figures.write_solve_table(rates, levels, reference, into, tune.partition('=')[0])
 
 
 def write_runs(runs: list, shown: list, found: dict, into: str) -> str:
@@ -1121,7 +1121,7 @@ def write_runs(runs: list, shown: list, found: dict, into: str) -> str:
             **figures.cell_fields([row])[row],
             **dict(row.more),
             'seed': row.seed,
-            'value': value(log),
+            'value': run_value(log),
             'updates': last['step'],
             **{name: saved.get(name) for name in ('commit', 'device_name', 'torch')},
             **{name: last[name] for name in ('tokens', 'env_steps', 'seconds') if name in last},

@@ -579,7 +579,7 @@ def test_saturation_is_the_best_of_at_most_L(tmp_path):
     rows = [row for row in rows if (row.L, row.d, row.seed) != (1, 128, 2)]  # one lucky seed
     means = {1: 3.0, 2: 8.0, 4: 5.0, 8: 9.0, 16: 1.0}
     write_finished(rows, lambda row: means[row.L] + row.seed - row.d / 1000 + (row.d == 128))
-    found = figures.saturation(figures.cells(sweep.finished(rows)))
+    found = figures.saturation(figures.summarize_cells(sweep.finished(rows)))
     best = dict(zip(means, (3, 8, 8, 9, 9), strict=True))
     for L, (mean, error, n) in found.items():
         assert mean == pytest.approx(best[L] + 1.5 - 0.032)
@@ -614,10 +614,14 @@ def test_ablations_have_standard_errors(tmp_path):
     """Values with their errors, and differences to the default with theirs."""
     rows = rows_of('--plan=communication', f'--out_dir={tmp_path}', '--seeds=4')
     write_finished(rows, lambda row: dict(row.more)['radius'] + [0, 2, 4, 6][row.seed - 1])
-    cells = figures.cells(sweep.finished(rows))
+    cells = figures.summarize_cells(sweep.finished(rows))
     points = {dict(row.more)['radius']: point for row, point in cells.items()}
     deviation = math.sqrt(20 / 3)
-    assert figures.with_errors(points)[5] == (pytest.approx(5 + 3), pytest.approx(deviation / 2), 4)
+    assert figures.with_standard_errors(points)[5] == (
+        pytest.approx(5 + 3),
+        pytest.approx(deviation / 2),
+        4,
+    )
     differences = figures.differences(points, 7)
     assert differences[5] == (pytest.approx(-2), pytest.approx(deviation / math.sqrt(2)), 4)
     assert differences[7][0] == 0.0 and math.isnan(differences[7][1])
