@@ -30,20 +30,21 @@ def summarize(log: list[dict]) -> str:
 
 
 def main() -> None:
-    figure, panels = figures.new(len(CURVES), sharey=False)
+    figure, panels = figures.new_figure(len(CURVES), sharey=False)
     for i, (sizes, folders) in enumerate(RUNS.items()):
         for (kind, style), folder in zip(STYLES.items(), folders, strict=True):
             log = figures.read_log(folder)
             label = f'{sizes}, {kind}'
             for axes, key in zip(panels, CURVES, strict=True):
                 color = figures.COLORS[i]
-                figures.curve(axes, log, 'env_steps', key, label, color=color, ls=style, lw=1)
+                figures.draw_curve(axes, log, 'env_steps', key, label, color=color, ls=style, lw=1)
             print(f'{label}: {summarize(log)}')
     for axes, ylabel in zip(panels, CURVES.values(), strict=True):
         axes.set(xlabel='million environment steps', ylabel=ylabel)
+    figures.percent_axis(panels[1].yaxis)
     title = 'ConvGLU on unfiltered-train, initialized from easy levels; sampled actions'
-    figures.finish(figure, title)
-    print(*figures.save(figure, str(XEON), 'depth_or_recurrence', ('png',)))
+    figures.finish_figure(figure, title)
+    print(*figures.save_figure(figure, str(XEON), 'depth_or_recurrence', ('png',)))
 
 
 if __name__ == '__main__':

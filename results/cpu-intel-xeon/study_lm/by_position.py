@@ -51,10 +51,11 @@ def evaluate(folder: str) -> tuple[str, dict[str, float]]:
     inputs, targets = load_val(shards, STREAMS * ENDS[-1], STREAMS, VOCAB[config['tokenizer']])
     chunks = zip(inputs.split(CHUNK, 1), targets.split(CHUNK, 1), strict=True)
     losses = torch.zeros(ENDS[-1] // CHUNK, dtype=torch.float64)
-    state = model.init_state(STREAMS)
     with torch.autocast('cpu', torch.bfloat16):
+        state = model.init_state(STREAMS)
         for i, (x, y) in enumerate(chunks):
-            losses[i], state = model(x, y, state)
+            loss, state = model(x, y, state)
+            losses[i] = loss.cross_entropy
     by_end = {
         str(end): round(losses[start // CHUNK : end // CHUNK].mean().item(), 4)
         for start, end in SPANS
@@ -84,23 +85,23 @@ def gain(runs: dict, group: int | str, start: int, end: int) -> tuple[float, flo
         for seed in SEEDS
         if f'{baseline}/n8_s{seed}' in runs and f'{group}/r4_s{seed}' in runs
     ]
-    return figures.with_errors({0: figures.summary(differences)})[0]
+    return figures.with_standard_errors({0: figures.summarize(differences)})[0]
 
 
 def draw(runs: dict) -> None:
     """Draw the gain by position: on the left whole streams, on the right all but the first span."""
-    figure, panels = figures.new(2, 3.2, sharey=False)
+    figure, panels = figures.new_figure(2, 3.2, sharey=False)
     for axes, spans in zip(panels, (SPANS, SPANS[1:]), strict=True):
         for i, (group, label) in enumerate((SPEECHES | OTHER_TEXT | RESET).items()):
             points = {end: gain(runs, group, start, end) for start, end in spans}
-            figures.line(axes, points, i, label)
+            figures.draw_line(axes, points, i, label)
         axes.set(xscale='log', xlabel='bytes of a stream, up to', ylabel=GAIN)
         ends = [end for _, end in spans]
         axes.set_xticks(ends, [end if end < 1024 else f'{end // 1024}k' for end in ends])
         axes.minorticks_off()
     title = 'Gain from recurrence by position (non-recurrent L = 8, recurrent L = 4)'
-    figures.finish(figure, title, figures.STANDARD_ERROR)
-    print(*figures.save(figure, str(FILE.parent), 'by_position', ('png',)))
+    figures.finish_figure(figure, title, 'bars: one standard error')
+    print(*figures.save_figure(figure, str(FILE.parent), 'by_position', ('png',)))
 
 
 def main() -> None:

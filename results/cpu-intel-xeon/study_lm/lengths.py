@@ -74,7 +74,7 @@ def long_streams() -> dict:
 def difference(a: dict, b: dict) -> tuple[float, float, int]:
     """Return mean, standard error and number of seeds of a - b, paired by seed."""
     differences = [a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())]
-    return figures.with_errors({0: figures.summary(differences)})[0]
+    return figures.with_standard_errors({0: figures.summarize(differences)})[0]
 
 
 def print_verdict(losses: dict, length: int) -> None:
@@ -85,7 +85,9 @@ def print_verdict(losses: dict, length: int) -> None:
         for L, by_seed in sorted(losses[kind, length].items()):
             row = figures.Row('transformer', kind == 'recurrent', 'small', L, 16 // L, 48)
             runs += [(row._replace(seed=seed), [{'val_loss': x}]) for seed, x in by_seed.items()]
-    for row, (value, error, n) in figures.with_errors(figures.cells(runs)).items():
+    for row, (value, error, n) in figures.with_standard_errors(
+        figures.summarize_cells(runs)
+    ).items():
         print(f'{row.variant}, L = {row.L}: {value:.4f} +- {error:.4f}, {n} seeds')
     print(sweep.best_depths(runs))
 
@@ -132,9 +134,9 @@ def draw_layers(axes, losses: dict, lengths: list[int]) -> None:
     """Draw loss by L: a color per length, non-recurrent models dashed."""
     for i, length in enumerate(lengths):
         for kind, (label, style) in KINDS.items():
-            points = {L: figures.summary([*x.values()]) for L, x in losses[kind, length].items()}
+            points = {L: figures.summarize([*x.values()]) for L, x in losses[kind, length].items()}
             label = f'{label}, {length / 1e6:.3g} MB'
-            figures.line(axes, figures.with_errors(points), i, label, ls=style)
+            figures.draw_line(axes, figures.with_standard_errors(points), i, label, ls=style)
     axes.set(xscale='log', xlabel='layers L', ylabel='validation loss, nats/byte')
     axes.set_xticks([1, 2, 4, 8, 16], ['1', '2', '4', '8', '16'])
     axes.minorticks_off()
@@ -143,7 +145,7 @@ def draw_layers(axes, losses: dict, lengths: list[int]) -> None:
 def draw_gains(axes, lines: dict) -> None:
     """Draw and print {label: {MB of training: (mean, standard error, number of seeds)}}."""
     for i, (label, points) in enumerate(lines.items(), 5):
-        figures.line(axes, points, i, label)
+        figures.draw_line(axes, points, i, label)
         for size, (value, error, n) in points.items():
             print(f'{label}, {size:5.2f} MB: {value:.4f} +- {error:.4f}, {n} seeds')
     axes.set(xscale='log', xlabel='MB trained on', ylabel=by_position.GAIN, ylim=(0, 0.08))
@@ -155,20 +157,20 @@ def main() -> None:
     one, twelve, long = one_speech(), twelve_speeches(), long_streams()
     print_verdict(long, STUDY)
 
-    figure, (left, right) = figures.new(2, 3.2, sharey=False)
+    figure, (left, right) = figures.new_figure(2, 3.2, sharey=False)
     draw_layers(left, long, [STUDY])
     draw_gains(right, long_stream_gains())
     title = 'Loss by layers (streams of 4,096 bytes) and gain from recurrence; equal FLOPs'
-    figures.finish(figure, title, figures.STANDARD_ERROR)
-    print(*figures.save(figure, str(XEON), 'depth', ('png',)))
+    figures.finish_figure(figure, title, 'bars: one standard error')
+    print(*figures.save_figure(figure, str(XEON), 'depth', ('png',)))
 
-    figure, (left, right) = figures.new(2, 3.4, sharey=False)
+    figure, (left, right) = figures.new_figure(2, 3.4, sharey=False)
     draw_layers(left, one, sorted({length for _, length in one}))
     lines = {'one speech': gains(one), 'twelve speeches': gains(twelve)}
     draw_gains(right, lines)
     title = 'Loss by layers on one speech, and gain from recurrence'
-    figures.finish(figure, title, figures.STANDARD_ERROR)
-    print(*figures.save(figure, str(XEON), 'lengths', ('png',)))
+    figures.finish_figure(figure, title, 'bars: one standard error')
+    print(*figures.save_figure(figure, str(XEON), 'lengths', ('png',)))
 
 
 if __name__ == '__main__':
