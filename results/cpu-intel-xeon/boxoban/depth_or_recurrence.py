@@ -40,7 +40,7 @@ def main() -> None:
                 figures.draw_curve(axes, log, 'env_steps', key, label, color=color, ls=style, lw=1)
             print(f'{label}: {summarize(log)}')
     for axes, ylabel in zip(panels, CURVES.values(), strict=True):
-        axes.set(xlabel='million environment steps', ylabel=ylabel)
+        axes.set(xlabel='environment steps (millions)', ylabel=ylabel)
     figures.percent_axis(panels[1].yaxis)
     title = 'ConvGLU on unfiltered-train, initialized from easy levels; sampled actions'
     figures.finish_figure(figure, title)

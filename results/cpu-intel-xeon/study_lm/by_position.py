@@ -100,7 +100,7 @@ def draw(runs: dict) -> None:
         axes.set_xticks(ends, [end if end < 1024 else f'{end // 1024}k' for end in ends])
         axes.minorticks_off()
     title = 'Gain from recurrence by position (non-recurrent L = 8, recurrent L = 4)'
-    figures.finish_figure(figure, title, 'bars: one standard error')
+    figures.finish_figure(figure, title, figures.STANDARD_ERROR)
     print(*figures.save_figure(figure, str(FILE.parent), 'by_position', ('png',)))
 
 

@@ -161,7 +161,7 @@ def main() -> None:
     draw_layers(left, long, [STUDY])
     draw_gains(right, long_stream_gains())
     title = 'Loss by layers (streams of 4,096 bytes) and gain from recurrence; equal FLOPs'
-    figures.finish_figure(figure, title, 'bars: one standard error')
+    figures.finish_figure(figure, title, figures.STANDARD_ERROR)
     print(*figures.save_figure(figure, str(XEON), 'depth', ('png',)))
 
     figure, (left, right) = figures.new_figure(2, 3.4, sharey=False)
@@ -169,7 +169,7 @@ def main() -> None:
     lines = {'one speech': gains(one), 'twelve speeches': gains(twelve)}
     draw_gains(right, lines)
     title = 'Loss by layers on one speech, and gain from recurrence'
-    figures.finish_figure(figure, title, 'bars: one standard error')
+    figures.finish_figure(figure, title, figures.STANDARD_ERROR)
     print(*figures.save_figure(figure, str(XEON), 'lengths', ('png',)))
 
 
