@@ -51,10 +51,11 @@ def evaluate(folder: str) -> tuple[str, dict[str, float]]:
     inputs, targets = load_val(shards, STREAMS * ENDS[-1], STREAMS, VOCAB[config['tokenizer']])
     chunks = zip(inputs.split(CHUNK, 1), targets.split(CHUNK, 1), strict=True)
     losses = torch.zeros(ENDS[-1] // CHUNK, dtype=torch.float64)
-    state = model.init_state(STREAMS)
     with torch.autocast('cpu', torch.bfloat16):
+        state = model.init_state(STREAMS)
         for i, (x, y) in enumerate(chunks):
-            losses[i], state = model(x, y, state)
+            loss, state = model(x, y, state)
+            losses[i] = loss.cross_entropy
     by_end = {
         str(end): round(losses[start // CHUNK : end // CHUNK].mean().item(), 4)
         for start, end in SPANS
