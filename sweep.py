@@ -437,7 +437,8 @@ def by_residual(row: Row) -> Row:
     """Return an allocation with the setting `residual` where that makes another model: a ConvGLU or
     a non-recurrent language model of several experts."""
     matters = row.E > 1 and (row.model == 'convglu' or row.is_text and not row.recurrent)
-    return row._replace(more=(('residual', residual),)) if residual and matters else row
+    more = (('residual', residual), *row.more)
+    return row._replace(more=more) if residual and matters else row
 
 
 def tuned(rows: list[Row]) -> list[Row]:
@@ -545,11 +546,10 @@ def folder_of(row: Row, name: str = '') -> str:
     name = name or plan
     if name in SATURATION:
         name = f'{name}-{row.budget}'
-    folder = os.path.join(out_dir, 'scaling' if name in SCALING else name, row.name)
-    former = folder.replace(f'_{row.variant}_', '_feedforward_')  # as it was called until 2026-11
-    if not row.recurrent and os.path.exists(former) and not os.path.exists(folder):
-        return former
-    return folder
+    folder = os.path.join(out_dir, 'scaling' if name in SCALING else name)
+    former = row.name.replace('_nonrecurrent_', '_feedforward_')  # until version 0.2
+    exists = os.path.exists(os.path.join(folder, former))
+    return os.path.join(folder, former if exists else row.name)
 
 
 def look(row: Row, name: str = '') -> tuple[str, float, float]:
@@ -1066,6 +1066,7 @@ def show(rows: list[Row]) -> None:
         shown = figures.at_best(runs, tuned_name)
     for row in further([row for row in rows if row.seed == 1]) if tune else ():
         print(f'{row.name}: not tried, though the best value is the one beside it')
+    reported = {row for row, _ in shown}
     if plan in ALLOCATIONS:  # one residual rule per figure: no setting that tells rows apart
         shown = [(figures.without(row, 'residual'), log) for row, log in shown]
     if figure:
@@ -1085,7 +1086,7 @@ def show(rows: list[Row]) -> None:
                 found[f'best_{model}'] = words
                 path = Path(into, f'table_{model}.md')
                 write_text(f'{path.read_text()}\n{words}\n', path)
-        paths.append(write_runs(runs, shown, found, into))
+        paths.append(write_runs(runs, reported, found, into))
     if table == 'solve':
         paths += solve_rates(shown, into)
     print('\n'.join(paths))
@@ -1108,16 +1109,15 @@ def solve_rates(shown: list, into: str) -> list[str]:
     return figures.solve_table(rates, levels, reference, into, tune.partition('=')[0])
 
 
-def write_runs(runs: list, shown: list, found: dict, into: str) -> str:
+def write_runs(runs: list, reported: set[Row], found: dict, into: str) -> str:
     """Write runs.json, which also has the runs that only chose a value, and return its path."""
-    reported = {(row.model, row.recurrent, row.L, row.E, row.d, row.seed) for row, _ in shown}
     records = []
     for row, log in runs:
         saved, last = read_json(Path(folder_of(row), 'config.json')), log[-1]
         record = {
             'name': row.name,
             'model': row.model,
-            'reported': (row.model, row.recurrent, row.L, row.E, row.d, row.seed) in reported,
+            'reported': row in reported,
             **figures.cell_fields([row])[row],
             **dict(row.more),
             'seed': row.seed,
