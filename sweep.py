@@ -631,9 +631,14 @@ def paper_table() -> list[dict]:
         if entry.plan:
             residual = 'shared' if '--residual=shared' in entry.show else ''
             rows = plan_rows(entry.plan, entry.only)
-            done = sum(look(row, entry.plan)[0] == 'done' for row in rows)
-            runs, hours = str(len(rows)), f'{sum(map(modeled_hours, rows)):,.0f}'
-            state = f'{done} of {len(rows)} done' if done else 'not run'
+            runs = str(len(rows))
+            names = {(name, script_of(row)) for row in rows for name, _ in row.more}
+            if missing := [name for name, path in names if name not in read_script(path)[0]]:
+                state = f'needs a setting {missing[0]}'  # a fork may have none
+            else:
+                done = sum(look(row, entry.plan)[0] == 'done' for row in rows)
+                hours = f'{sum(map(modeled_hours, rows)):,.0f}'
+                state = f'{done} of {len(rows)} done' if done else 'not run'
         lines.append({
             'figure or table': entry.title,
             'command': entry_command(entry),
