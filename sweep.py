@@ -437,7 +437,8 @@ def by_residual(row: Row) -> Row:
     """Return an allocation with the setting `residual` where that makes another model: a ConvGLU or
     a non-recurrent language model of several experts."""
     matters = row.E > 1 and (row.model == 'convglu' or row.is_text and not row.recurrent)
-    return row._replace(more=(('residual', residual),)) if residual and matters else row
+    more = (('residual', residual), *row.more)
+    return row._replace(more=more) if residual and matters else row
 
 
 def tuned(rows: list[Row]) -> list[Row]:
@@ -631,9 +632,14 @@ def paper_table() -> list[dict]:
         if entry.plan:
             residual = 'shared' if '--residual=shared' in entry.show else ''
             rows = plan_rows(entry.plan, entry.only)
-            done = sum(look(row, entry.plan)[0] == 'done' for row in rows)
-            runs, hours = str(len(rows)), f'{sum(map(modeled_hours, rows)):,.0f}'
-            state = f'{done} of {len(rows)} done' if done else 'not run'
+            runs = str(len(rows))
+            names = {(name, script_of(row)) for row in rows for name, _ in row.more}
+            if missing := [name for name, path in names if name not in read_script(path)[0]]:
+                state = f'needs a setting {missing[0]}'  # a fork may have none
+            else:
+                done = sum(look(row, entry.plan)[0] == 'done' for row in rows)
+                hours = f'{sum(map(modeled_hours, rows)):,.0f}'
+                state = f'{done} of {len(rows)} done' if done else 'not run'
         lines.append({
             'figure or table': entry.title,
             'command': entry_command(entry),
@@ -1066,6 +1072,7 @@ def show(rows: list[Row]) -> None:
         shown = figures.runs_at_best(runs, tuned_name)
     for row in further([row for row in rows if row.seed == 1]) if tune else ():
         print(f'{row.name}: not tried, though the best value is the one beside it')
+    reported = {row for row, _ in shown}
     if plan in ALLOCATIONS:  # one residual rule per figure: no setting that tells rows apart
         shown = [(figures.without_setting(row, 'residual'), log) for row, log in shown]
     if figure:
@@ -1085,7 +1092,7 @@ def show(rows: list[Row]) -> None:
                 found[f'best_{model}'] = words
                 path = Path(into, f'table_{model}.md')
                 write_text(f'{path.read_text()}\n{words}\n', path)
-        paths.append(write_runs(runs, shown, found, into))
+        paths.append(write_runs(runs, reported, found, into))
     if table == 'solve':
         paths += solve_rates(shown, into)
     print('\n'.join(paths))
@@ -1108,16 +1115,15 @@ def solve_rates(shown: list, into: str) -> list[str]:
     return figures.write_solve_table(rates, levels, reference, into, tune.partition('=')[0])
 
 
-def write_runs(runs: list, shown: list, found: dict, into: str) -> str:
+def write_runs(runs: list, reported: set[Row], found: dict, into: str) -> str:
     """Write runs.json, which also has the runs that only chose a value, and return its path."""
-    reported = {(row.model, row.recurrent, row.L, row.E, row.d, row.seed) for row, _ in shown}
     records = []
     for row, log in runs:
         saved, last = read_json(Path(folder_of(row), 'config.json')), log[-1]
         record = {
             'name': row.name,
             'model': row.model,
-            'reported': (row.model, row.recurrent, row.L, row.E, row.d, row.seed) in reported,
+            'reported': row in reported,
             **figures.cell_fields([row])[row],
             **dict(row.more),
             'seed': row.seed,

@@ -265,9 +265,13 @@ def test_no_plan_prints_a_command_for_every_figure_and_table(tmp_path, monkeypat
 
 def test_the_table_counts_finished_runs(tmp_path, monkeypatch):
     write_finished(rows_of('--plan=share-kv', f'--out_dir={tmp_path}')[:2])
-    entries = [entry for entry in sweep.PAPER if entry.plan in ('share-kv', 'init-b')]
+    plans = ('share-kv', 'aggregation', 'init-b')
+    entries = [sweep.Entry(title='', plan=name, only='model=transformer') for name in plans]
     monkeypatch.setattr(sweep, 'PAPER', entries)
-    assert [line['state'] for line in sweep.paper_table()] == ['2 of 6 done', 'not run']
+    unknown = ('no_setting', [1, 2], sweep.ABLATIONS['init-b'][2])
+    monkeypatch.setitem(sweep.ABLATIONS, 'init-b', unknown)
+    states = [line['state'] for line in sweep.paper_table()]
+    assert states == ['2 of 6 done', 'not run', 'needs a setting no_setting']
 
 
 def test_hours_are_those_of_the_planned_speeds():
