@@ -45,9 +45,11 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-# before torch: configurator sets what ctrl-C does and how OpenMP's threads wait
-from configurator import BROKEN, Mistake, configure, every, first_line, run_script
-from configurator import read_json, write_atomic, write_json
+from configurator import BROKEN, Mistake, configure, every, first_line, read_json, run_script
+from configurator import setup_process, write_atomic, write_json
+
+if __name__ == '__main__':
+    setup_process()  # before torch is imported
 
 import numpy as np
 import torch

@@ -38,20 +38,23 @@ MODEL_CARD = """---
 
 # {{ title }}
 
-{{ summary }} It was made with Parallel Experts, a codebase around the question of
+{{ summary }}
+
+It was trained with Parallel Experts, a codebase around the question of
 [Temporal Recurrence Favors Fewer Layers]({{ paper_url }}): how many layers does a model need if it
 carries its state from one step to the next?
 
-- Score: {{ score }}
-- Trained for {{ step }} updates by
+Score: {{ score or 'not recorded' }}
+
+Trained for {{ step or 'an unrecorded number of' }} updates by:
 
 ```
-{{ command }}
+{{ command or 'not recorded' }}
 ```
 
 ## Use
 
-In the folder of the code:
+In the folder of the code, with FOLDER a copy of these files, or their name on the Hub:
 
 ```python
 {{ usage }}

@@ -351,15 +351,16 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
 
     def describe(self, about: dict) -> dict:
         """Return the fields of the model card (hub.MODEL_CARD)."""
-        c, unit = self.config, 'byte' if about['tokenizer'] == 'bytes' else 'token'
+        c, unit = self.config, 'byte' if about.get('tokenizer') == 'bytes' else 'token'
         kind = 'recurrent' if self.recurrent else 'non-recurrent'
         score = about.get('score')
         if score is None and about.get('best_val_loss') is not None:
             score = f'validation loss {about["best_val_loss"]:.4f} nats per {unit}'
         return {
             'title': f'Parallel Experts: {kind} language model, L = {c.n_layer}, E = {c.n_expert}',
-            'summary': f'A {kind} Transformer that reads {unit}s: {c.n_layer} layers of '
-            f'{c.n_expert} experts of width {c.n_embd}, {self.num_params()["total"]:,} parameters.',
+            'summary': f'A {kind} Transformer that reads {unit}s one at a time: L = {c.n_layer} '
+            f'layers, E = {c.n_expert} experts per layer, width D = {c.n_embd}, '
+            f'{self.num_params()["total"]:,} parameters.',
             'score': score,
             'step': about.get('step'),
             'command': about.get('command'),

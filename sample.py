@@ -77,7 +77,7 @@ def load_trained(folder: str, which: str) -> LanguageModel:
     of it says. Raises CheckpointError."""
     file = BEST if which == 'best' else ''
     needed = ('model', 'model_config', 'recurrent')
-    saved, where = common.load_run(folder, 'train_lm.py', needed, (), {}, file)
+    saved, where = common.load_run(folder, 'train_lm.py', needed, file=file)
     settings = saved['config']
     arch = settings.get('arch', 'experts')
     if arch != 'experts':

@@ -9,6 +9,7 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
 
 import hub
 from common import CheckpointError
@@ -81,6 +82,20 @@ def test_shipped_models_load_and_have_a_card(name, kind, score):
         logits = model(idx[:, :-1], state=state)[0]  # (1, T, V)
         loss = torch.nn.functional.cross_entropy(logits[0, 20:], idx[0, 21:])
         assert loss < 1  # the phrase is in half of the speeches; a uniform guess: 5.5
+
+
+def test_models_saved_before_the_layers_were_renamed_load(tmp_path):
+    """Their weights are named levels.0.wq and so on, and config.json may hold `path`."""
+    model = language_model(True)
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / 'model.safetensors')
+    renamed = {name.replace('layers.', 'levels.'): tensor for name, tensor in weights.items()}
+    assert renamed.keys() != weights.keys()
+    save_file(renamed, tmp_path / 'model.safetensors')
+    about = json.loads((tmp_path / 'config.json').read_text())
+    about['model'] |= {'path': 'fast'}
+    (tmp_path / 'config.json').write_text(json.dumps(about))
+    assert same_weights(LanguageModel.from_pretrained(tmp_path), model)
 
 
 def test_push_and_pull(tmp_path, monkeypatch):
