@@ -1,28 +1,35 @@
-"""
-Speed and memory of the models on whatever device there is, beside the paper's and a roofline.
+"""Measure speed and memory of the models on whatever device there is, beside the paper's figures.
 
-    python bench.py                               # updates, plain against fast, for 2 CPU cores
-    python bench.py --suite=first --budget=540    # a GPU's first half-hour; the same again goes on
-    python bench.py --suite=train --budget=540    # the paper's throughput table; tells how to go on
-    python bench.py --suite=train --paths=lstm,compiled   # beside torch.nn.LSTM of equal size
-    python bench.py --suite=decode                # and its latency table
-    python bench.py --suite=sokoban --paths=compiled,compiled_recompute
+$ python bench.py                              # on a CPU: one model's updates, plain and fast
+$ python bench.py --suite=first --budget=540   # a GPU's first half-hour; run it again to continue
+$ python bench.py --suite=train --budget=540   # the paper's throughput table, for one of its 4 GPUs
+$ torchrun --standalone --nproc_per_node=4 bench.py --suite=train    # the same on four GPUs
+$ python bench.py --suite=train --modes=lstm,compiled   # beside torch.nn.LSTM of equal size
+$ python bench.py --suite=decode               # the paper's latency table
+$ python bench.py --suite=sokoban --modes=compiled,compiled_recompute
+$ python bench.py --script=my_train.py         # updates of your copy of a trainer
 
-train      updates of train_lm.py, loader and optimizer included, T = W = C, on one of the paper's 4
-           GPUs: B = tokens an update / 4 / C streams, held to a quarter of the paper's figure
-decode     a token for each of B streams after a cache filled to C = W; the paper's is of 4 GPUs
-sokoban    updates of train_sokoban.py on generated levels, in environment steps a second
-first      yardsticks, smoke tests of tests/test_gpu.py, the suites' cells, most telling first, the
-           other tests: each checked, with a time limit of its own, its result written at once; a
-           failure is told and passed by (exit status 1)
-A cell is (L, E, C, B), in train (L, E, C, tokens an update), in sokoban (L, E, d), in first a
-suite's name and such a cell; a shorter one stands for all of the suite's own that begin so.
+train      updates of train_lm.py, loader and optimizer included, with T = W = C. Each GPU has the
+           B = tokens per update / 4 / C streams that one of the paper's four GPUs has. Figures are
+           per GPU, and under torchrun for the node too
+decode     one token for each of B streams, from a cache filled to W = C entries
+sokoban    updates of train_sokoban.py on generated levels, in environment steps/s
+first      what a new GPU should show first: yardsticks, the smoke tests of tests/test_gpu.py, cells
+           of all suites, the most informative first, then all other GPU tests. Each has its own
+           time limit, and its result is written at once. Exit status 1 if any failed
 
-Every variant has a process of its own, so one that dies or runs out of memory costs itself alone.
-On a CPU all of a cell take turns with the yardsticks, so that a drift of the machine falls on all.
-The yardsticks: a large product, a large copy, for sokoban a 3x3 convolution with its backward. "Of
-roofline": the time of `floor` at their rates over that measured; "of conv rate": multiply-adds
-executed over the convolution's. Memory, on a GPU: torch's peak, warm-up and capture included.
+A cell is (L, E, C, B) in decode, (L, E, C, tokens per update) in train, (L, E, d) in sokoban, and
+in first a suite's name followed by such a cell. A shorter one stands for all of the suite's default
+cells that start like it.
+
+Every variant runs in its own process (under torchrun, one per rank), so that one that fails or runs
+out of memory affects no other. On a CPU the variants of a cell and the yardsticks take turns, so
+that a drift of the machine's speed affects all of them. The yardsticks are a large matrix product,
+a large copy and, for sokoban, a 3x3 convolution with its backward.
+
+"Of roofline" is the least time of `roofline_seconds` at the yardsticks' rates over the time
+measured; "of conv rate" is multiply-adds per second over the convolution's. Targets are modeled.
+Memory is torch's peak on a GPU, including warm-up and capture.
 """
 
 import contextlib
@@ -30,748 +37,1028 @@ import copy
 import datetime
 import functools
 import gc
+import importlib
+import io
 import itertools
 import math
 import multiprocessing
+import multiprocessing.connection
 import os
 import platform
 import re
 import shlex
 import signal
+import socket
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from types import ModuleType
+from typing import NamedTuple
 
-# before torch: how threads wait, what ctrl-C does
-from configurator import configure, fail, first_line, read_json, run_script, write_json, write_text
+from configurator import configure, fail, first_line, read_json, run_script, setup_process
+from configurator import write_json, write_text
+
+if __name__ == '__main__':
+    setup_process()  # before torch is imported
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import baselines
 import kernels
-import train_lm
-import train_sokoban
 from common import commit, device_name, keep_memory, out_of_memory, pick_device, pick_dtype
 from convlstm import AgentConfig
 from data_fineweb import REAL_VOCAB, VOCAB, open_meta, shard_path, write_meta, write_shard
-from figures import markdown, read_csv
-from model import ModelConfig, State, build_model
 from decode import Decoder
-from unroll import release
+from figures import markdown, read_csv
+from model import ModelConfig, State, build_model, randomize
+from unroll import release as release_blocks
 
+# -----------------------------------------------------------------------------
 # fmt: off
 # what
-suite = 'train'    # train, decode, sokoban or first
-cells = ()         # such as (2,8,128,16),(4,4): see above. (): the suite's own, the paper's
-paths = ''         # plain, fast, compiled, gpt (not recurrent, L*E levels of one expert), ...; a
-                   # wrong one lists all. '': the suite's own
-n_embd = 0         # train, decode: D; 0: the suite's own
-block_size = 0     # train: T, tokens of a chunk; 0: C
-dtype = ''         # float32, bfloat16 (autocast; sokoban: convolutions), or auto: bfloat16 where
-                   # that is fast; '': float32 on a CPU but for sokoban, else auto
+suite = 'train'    # 'train', 'decode', 'sokoban' or 'first'
+cells = ()         # such as (2,8,128,16),(4,4), see above; () = the suite's own, the paper's
+modes = ''         # 'plain,fast,compiled,nonrecurrent' (L*E layers of one expert) and others; an
+                   # unknown one lists all; '' = the suite's own
+n_embd = 0         # train, decode: D; 0 = the suite's own
+block_size = 0     # train: T, tokens per chunk; 0 = C
+dtype = ''         # 'float32', 'bfloat16' (autocast; sokoban: convolutions), or 'auto': bfloat16
+                   # if it is fast; '' = float32 for language models on a CPU, else 'auto'
+script = ''        # train, sokoban: your copy of the trainer; '' = train_lm.py or train_sokoban.py
 # sokoban
-arch = 'convlstm'  # or convglu
-recurrent = True   # or the twin that carries nothing
+arch = 'convlstm'  # or 'convglu'
+recurrent = True   # False: the non-recurrent agent
 n_envs = 32        # boards
-unroll = 20        # steps an update
+unroll = 20        # steps per update
 # how
 rounds = 3         # measurements of each variant; the median and the range are reported
-seconds = 0.5      # least length of one measurement: short runs are repeated to fill it
-check = False      # train, decode, sokoban: gradients (logits) against the plain pieces' on this
-                   # device; a cell that differs does not count. first: always
-budget = 0         # seconds after which no new cell begins; what is left is told. 0: none
-device = 'auto'    # auto: cuda if there is one; or cpu, cuda, cuda:1
-threads = 0        # CPU threads; 0: torch's choice
-out = ''           # JSON file, the table beside it as .md; '': results/<device>/<suite>.json
-append = False     # go on with that file, of the same commit, device and dtype. first: always
+seconds = 0.5      # least length of a measurement: short runs are repeated to fill it
+check = False      # compare gradients (decode: logits) with those of a slower mode on this device;
+                   # a cell that differs counts as failed. first: always
+budget = 0         # seconds after which no new cell starts; the rest is listed; 0 = no limit
+device = 'auto'    # 'auto': cuda if there is one; or 'cpu', 'cuda', 'cuda:1'
+threads = 0        # CPU threads; 0 = torch's choice
+out = ''           # JSON file, the table beside it as .md; '' = out/bench/<device>/<suite>.json
+append = False     # continue that file, if it has the same commit, device and dtype. first: always
 # fmt: on
-RANGES = {'suite': 'train decode sokoban first'.split(), 'arch': ['convlstm', 'convglu']}
-RANGES |= dict.fromkeys('rounds n_envs unroll'.split(), (1, math.inf))
-RANGES |= dict.fromkeys('n_embd block_size threads seconds budget'.split(), (0, math.inf))
-
+# -----------------------------------------------------------------------------
+RANGES = {
+    'suite': ['train', 'decode', 'sokoban', 'first'],
+    'arch': ['convlstm', 'convglu'],
+    **dict.fromkeys(('rounds', 'n_envs', 'unroll'), (1, math.inf)),
+    **dict.fromkeys(('n_embd', 'block_size', 'threads', 'seconds', 'budget'), (0, math.inf)),
+}
+RENAMED = {'paths': 'modes'}  # old name: new name
 HERE = os.path.dirname(os.path.abspath(__file__))
-LEVELS = (1, 16), (2, 8), (4, 4), (8, 2), (16, 1)
-CONTEXTS = {'train': (32, 64, 128, 256, 1024, 2048), 'decode': (128, 2048)}
-OWN = {  # suite: (L, E) of its cells, their C, their last number; on a GPU the paper's
-    'train': (LEVELS, CONTEXTS['train'], (131072, 262144)),
-    'decode': (LEVELS, CONTEXTS['decode'], (16,)),
-}
-OWN_CPU = {'train': (((2, 8),), (128,), (4096,)), 'decode': (((2, 8),), (128,), (16,))}
-PATHS = {  # all; _recompute: the update runs its own forward instead of keeping the rollout's
-    'train': 'plain,fast,compiled,gpt,gpt_compiled,lstm,transformer',
-    'decode': 'ring,ring_compiled,gpt_ring,gpt_ring_compiled',
-    'sokoban': 'plain,fast,compiled,plain_recompute,fast_recompute,compiled_recompute',
-}
-OWN_PATHS = {  # on a CPU, on a GPU, there at E = 1, where the paper has the Transformer too
-    'train': ('plain,fast', 'compiled', 'gpt_compiled'),  # it trains only that
-    'decode': ('ring', 'ring,ring_compiled', 'ring,ring_compiled,gpt_ring,gpt_ring_compiled'),
-    'sokoban': ('plain,fast,compiled', 'fast,compiled', 'fast,compiled'),
-}
-TOKENIZER = {V: name for name, V in VOCAB.items()}
 
-# The paper's tables, of 4 H100: tokens/s of one of them by n tokens an update, ms a token of all by
-# n streams; and targets planned for one H100, calculated, not measured: the same, and steps/s
-SPEED = os.path.join(HERE, 'results', 'paper', 'speed.csv')
-BOARDS = (1, 1, 128), (4, 1, 64)  # 50M steps in 15 and 30 minutes
+# Modes of each suite. _recompute: the update runs its own forward instead of the rollout's.
+MODES = {
+    'train': ['plain', 'fast', 'compiled', 'nonrecurrent', 'nonrecurrent_compiled', 'lstm']
+    + ['transformer'],
+    'decode': ['fast', 'compiled', 'nonrecurrent', 'nonrecurrent_compiled'],
+    'sokoban': ['plain', 'fast', 'compiled', 'plain_recompute', 'fast_recompute']
+    + ['compiled_recompute'],
+}
+OLD_MODES = {
+    'gpt': 'nonrecurrent',
+    'gpt_compiled': 'nonrecurrent_compiled',
+    'ring': 'fast',
+    'ring_compiled': 'compiled',
+    'gpt_ring': 'nonrecurrent',
+    'gpt_ring_compiled': 'nonrecurrent_compiled',
+}
+CPU_MODES = {'train': ['plain', 'fast'], 'decode': ['fast'], 'sokoban': ['plain', 'fast']}
+CPU_MODES['sokoban'] += ['compiled']
+GPU_MODES = {'train': ['compiled'], 'decode': ['fast', 'compiled'], 'sokoban': ['fast', 'compiled']}
+# At E = 1 the paper has the non-recurrent Transformer too, and trains that alone.
+ONE_EXPERT_MODES = {
+    'train': ['nonrecurrent_compiled'],
+    'decode': MODES['decode'],
+    'sokoban': GPU_MODES['sokoban'],
+}
 
-# Suite first: what comes after the yardsticks and the smoke tests, then what is left of the suites
-TRAIN_FIRST = ((2, 8, 64), (1, 16, 64), (4, 4, 128), (8, 2, 256), (2, 8, 2048), (16, 1, 256))
-FIRST = (
-    *(('train', *cell, 131072) for cell in TRAIN_FIRST),
-    *(('decode', 2, 8), ('decode', 1, 16), ('sokoban',), ('decode',)),
-    *(('train', *LE, C, 131072) for C in (256, 2048, 32, 128, 64, 1024) for LE in LEVELS),
+# Default cells: (L, E), C, and the last number.
+SHAPES = [(1, 16), (2, 8), (4, 4), (8, 2), (16, 1)]
+CONTEXTS = {'train': [32, 64, 128, 256, 1024, 2048], 'decode': [128, 2048]}
+GPU_CELLS = {
+    'train': (SHAPES, CONTEXTS['train'], [131072, 262144]),
+    'decode': (SHAPES, CONTEXTS['decode'], [16]),
+}
+CPU_CELLS = {'train': ([(2, 8)], [128], [4096]), 'decode': ([(2, 8)], [128], [16])}
+AGENTS = [(1, 1, 128), (4, 1, 64)]  # (L, E, d)
+
+# Suite first: these cells in this order, then what is left of the suites.
+GPU_FIRST = [
+    *(('train', *cell, 131072) for cell in [(2, 8, 64), (1, 16, 64), (4, 4, 128), (8, 2, 256)]),
+    *(('train', *cell, 131072) for cell in [(2, 8, 2048), (16, 1, 256)]),
+    *[('decode', 2, 8), ('decode', 1, 16), ('sokoban',), ('decode',)],
+    *(('train', *shape, C, 131072) for C in (256, 2048, 32, 128, 64, 1024) for shape in SHAPES),
     ('train',),
-)
-SMALL_FIRST = ('train', 2, 8, 32, 1024), ('decode', 2, 8), ('sokoban', 1, 1, 32)
+]
+CPU_FIRST = [('train', 2, 8, 32, 1024), ('decode', 2, 8), ('sokoban', 1, 1, 32)]
 GPU_TESTS = os.path.join(HERE, 'tests', 'test_gpu.py')
-# of these: every capture and kernel, those of one setting that compiles
-SMOKE = 'measured or sqrt_sum or replay and (compile or not lm)'
-LIMITS = {'smoke': 180, 'train': 240, 'tests': 400}  # seconds of a step; of another 150
-LEAST = 60  # seconds of budget for which a step is begun; one that the budget cuts is begun again
-FAR = 0.1  # relative difference of a gradient or of logits that is no rounding of bfloat16's
+LIMITS = {'smoke': 180, 'train': 240, 'tests': 400}  # seconds per step; all others have 150
+LEAST = 60  # seconds of budget for which a step is started; one that the budget cuts runs again
+
+# The paper's tables (of 4 H100: tokens/s of one of them, ms per token of all four), and modeled
+# targets for one H100.
+SPEED = os.path.join(HERE, 'results', 'paper', 'speed.csv')
+PAPER_GPUS = 4
+TOKENIZERS = {vocab_size: name for name, vocab_size in VOCAB.items()}
+# A relative difference of gradients or logits that rounding to bfloat16 does not explain.
+TOLERANCE = 0.1
 
 
-# ---- the work: make(row, config) -> ({part: function to time}, what is known of it) ----
-# Known of it may be 'check': a function that gives {name: (tensor, the plain pieces' tensor)}.
+class Metric(NamedTuple):
+    """The figure of a suite's rows."""
+
+    name: str
+    unit: str
+    digits: int
+    sign: int  # 1: more is better; -1: less is better
+
+
+METRICS = {
+    'train': Metric('tokens_per_s', 'tokens/s', 0, 1),
+    'decode': Metric('ms_per_token', 'ms/token', 3, -1),
+    'sokoban': Metric('env_steps_per_s', 'env steps/s', 0, 1),
+}
+
+
+# ---- what is measured: cells and rows ----
+# A row is a dict: its suite, cell and mode, sizes by their shape letters, and later its results.
+
+
+def find_cells(config: dict) -> list[tuple]:
+    """Return (suite, L, E, ...) of every cell, shorter ones completed from the suite's own."""
+    on_cpu, suite, asked = config['device'] == 'cpu', config['suite'], config['cells']
+    if asked and not all(isinstance(cell, tuple) for cell in asked):
+        asked = (asked,)  # a single cell
+    if suite == 'first':
+        asked = asked or (CPU_FIRST if on_cpu else GPU_FIRST)
+    else:
+        asked = [(suite, *cell) for cell in asked] or [(suite,)]
+    found = []
+    for name, *sizes in asked:
+        lengths = (0, 3) if name == 'sokoban' else (0, 2, 3, 4)
+        fits = len(sizes) in lengths and all(type(n) is int and n > 0 for n in sizes)
+        if name not in MODES or not fits:
+            fail(
+                f'cells: {(name, *sizes)}: expected (L, E, C, B) or its first two or three; '
+                "for sokoban (L, E, d); for first a suite's name and such a cell"
+            )
+        if name == 'sokoban':
+            found += [(name, *cell) for cell in ([sizes] if sizes else AGENTS)]
+            continue
+        shapes, contexts, last = (CPU_CELLS if on_cpu else GPU_CELLS)[name]
+        parts = [sizes[:2]] if sizes else shapes, sizes[2:3] or contexts, sizes[3:] or last
+        found += [(name, *shape, C, n) for shape, C, n in itertools.product(*parts)]
+    return list(dict.fromkeys(found))  # each once
+
+
+def find_modes(config: dict, suite: str, E: int) -> list[str]:
+    """Return the modes in which a cell of this suite with E experts is measured."""
+    if config['device'] == 'cpu':
+        default = CPU_MODES[suite]
+    else:
+        default = (ONE_EXPERT_MODES if E == 1 else GPU_MODES)[suite]
+    asked = [mode.strip() for mode in config['modes'].split(',') if mode.strip()]
+    asked = list(dict.fromkeys(OLD_MODES.get(mode, mode) for mode in asked))
+    every_suite = {mode for names in MODES.values() for mode in names}
+    known = every_suite if config['suite'] == 'first' else MODES[suite]
+    if not set(asked) <= set(known):
+        fail(f'modes = {config["modes"]!r}: expected some of {", ".join(MODES[suite])}')
+    return [mode for mode in asked if mode in MODES[suite]] or default
+
+
+def make_row(config: dict, suite: str, sizes: tuple, mode: str) -> dict:
+    """Return the row of a cell in one mode. Raises ValueError if its sizes do not fit together."""
+    row = {
+        'suite': suite,
+        'cell': str(tuple(sizes)).replace(' ', ''),
+        'mode': mode,
+        'dtype': config['dtype'],
+        'gpus': config['world'] if suite == 'train' else 1,
+    }
+    if suite == 'sokoban':
+        L, E, D = sizes
+        AgentConfig(
+            arch=config['arch'], recurrent=config['recurrent'], n_layer=L, n_expert=E, n_embd=D
+        )
+        kind = 'recurrent' if config['recurrent'] else 'non-recurrent'
+        sizes = {'L': L, 'E': E, 'D': D, 'B': config['n_envs'], 'T': config['unroll']}
+        return {**row, 'model': f'{kind} {config["arch"]}', **sizes}
+    (L, E, C, B), T = sizes, sizes[2]
+    if suite == 'train':
+        T, tokens = config['block_size'] or C, B
+        if tokens % (PAPER_GPUS * T):
+            fail(f'cells: {tokens} tokens: must be a multiple of {PAPER_GPUS} GPUs x {T} tokens')
+        B = tokens // (PAPER_GPUS * T)
+        row['tokens_per_update'] = tokens
+    model = 'lstm' if mode == 'lstm' else 'recurrent'
+    if mode.startswith(('nonrecurrent', 'transformer')):
+        L, E, model = L * E, 1, 'non-recurrent'
+    D, V = (256, 256) if config['device'] == 'cpu' else (768, 50304)
+    row = {
+        **row,
+        'model': model,
+        'L': L,
+        'E': E,
+        'C': C,
+        'B': B,
+        'T': T,
+        'D': config['n_embd'] or D,
+    }
+    row['V'] = V
+    model_config(row)
+    return row
 
 
 def model_config(row: dict) -> ModelConfig:
-    """ValueError for sizes that do not fit together."""
-    sizes = {'window': row['C'], 'block_size': row['T']}
-    return ModelConfig(row['V'], row['L'], row['E'], row['D'], **sizes)
+    """Return the sizes of a row's language model. Raises ValueError if they do not fit together."""
+    return ModelConfig(
+        vocab_size=row['V'],
+        n_layer=row['L'],
+        n_expert=row['E'],
+        n_embd=row['D'],
+        window=row['C'],
+        block_size=row['T'],
+    )
+
+
+def plan_steps(config: dict) -> dict[str, dict[str, dict]]:
+    """Return {step: {label: row}} in order. A step's rows are measured together: a cell in all its
+    modes, yardsticks, or tests."""
+    cells = {}
+    for suite, *sizes in find_cells(config):
+        name = f'{suite} {",".join(map(str, sizes))}'
+        modes = find_modes(config, suite, E=sizes[1])
+        cells[name] = {f'{name} {mode}': make_row(config, suite, sizes, mode) for mode in modes}
+    first, on_cpu = config['suite'] == 'first', config['device'] == 'cpu'
+    yardsticks = {'suite': 'yardsticks', 'conv': config['suite'] in ('sokoban', 'first')}
+    if on_cpu and not first:
+        return {name: {'yardsticks': yardsticks, **rows} for name, rows in cells.items()}
+    steps = {'yardsticks': {'yardsticks': yardsticks}}
+    if first and not on_cpu:
+        steps['smoke'] = {'smoke': {'suite': 'tests', 'marks': 'gpu and smoke'}}
+    steps.update(cells)
+    if first and not on_cpu:
+        steps['tests'] = {'tests': {'suite': 'tests', 'marks': 'gpu and not smoke'}}
+    return steps
+
+
+# ---- variants: make(row, config) returns ({part: function to time}, what is known of it) ----
+# 'work': units of work per call. 'check': a function that returns {name: (tensor, reference)}.
+
+
+def load_script(path: str) -> ModuleType:
+    """Import a trainer by its path."""
+    folder, name = os.path.split(os.path.abspath(path))
+    sys.path.insert(0, folder)
+    return importlib.import_module(name.removesuffix('.py'))
+
+
+def start_run(trainer: ModuleType, row: dict, config: dict, **settings: object) -> object:
+    """Return a trainer's run before its first update, as the user gets it with these settings."""
+    settings = {
+        **settings,
+        'n_layer': row['L'],
+        'n_expert': row['E'],
+        'n_embd': row['D'],
+        'dtype': row['dtype'],
+        'device': config['device'],
+        'threads': config['threads'] or torch.get_num_threads(),
+        'mode': 'plain' if row['mode'].startswith('plain') else 'fast',
+    }
+    argv = [f'--{name}={value}' for name, value in settings.items()]
+    return trainer.make_run(configure(vars(trainer), argv, quiet=True))
+
+
+def use_reference_mode(model: torch.nn.Module, compiled: bool) -> None:
+    """Switch to a slower mode to compare with: uncompiled and without Triton forms where the
+    variant is compiled, else plain."""
+    kernels.fused.enabled = False
+    model.forms, model.graphs = frozenset(), False
+    model.config.mode = 'fast' if compiled else 'plain'
+
+
+def make_lm_update(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
+    """Part 'update': a whole update of train_lm.py on random tokens."""
+    train_lm = load_script(config['script'] or os.path.join(HERE, 'train_lm.py'))
+    mode, tokens = row['mode'], row['gpus'] * row['B'] * row['T']
+    compiled = mode.endswith(('compiled', 'transformer'))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        run = start_run(
+            train_lm,
+            row,
+            config,
+            arch=mode if mode in baselines.LEARNING_RATE else 'experts',
+            recurrent=row['model'] != 'non-recurrent',
+            window=row['C'],
+            block_size=row['T'],
+            tokens_per_step=tokens,
+            tokenizer=TOKENIZERS[row['V']],
+            data_dir=config['data_dir'],
+            val_tokens=64 * row['gpus'],
+            val_streams=row['gpus'],
+            max_iters=10**6,
+            compile=compiled,
+        )
+        train_lm.prepare(run)
+    if compiled and not kernels.fused.enabled:
+        raise RuntimeError('torch.compile does not work here')
+
+    def update() -> None:
+        loss, _, _ = train_lm.train_update(run, False)
+        run.step += 1
+        if not math.isfinite(loss):  # the update was cheaper: it left the optimizer out
+            raise RuntimeError('the loss is not finite')
+
+    def gradients(state: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return loss and gradients of the current micro-batch, as train_update computes them."""
+        x, y, carried = run.batch
+        run.gradients.zero()
+        for tensor, source in zip(carried, state, strict=True):
+            tensor.copy_(source)
+        graphs = run.graphs if run.capture_chunk else None
+        kernels.graphed(graphs, 'chunk', train_lm.forward_backward, run, x, y, carried)
+        found = {name: p.grad.clone() for name, p in run.model.named_parameters()}
+        return {**found, 'loss': run.gradients.extra[0].clone()}
+
+    def check() -> dict[str, tuple]:
+        state = [x.clone() for x in run.batch[2]]
+        found = gradients(state)
+        use_reference_mode(run.model, compiled)
+        run.graphs = None
+        release_blocks()
+        gc.collect()
+        if config['device'] != 'cpu':
+            torch.cuda.empty_cache()  # the reference needs the memory of the graphs
+        reference = gradients(state)
+        return {name: (found[name], reference[name]) for name in found}
+
+    known = {
+        'work': tokens,
+        'params': run.model.num_params()['total'],
+        'notes': printed.getvalue().splitlines(),  # Triton forms, rows per micro-batch
+        'check': check,
+    }
+    return {'update': update}, known
 
 
 def make_token(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
-    """Part 'token': one greedy token for each of B streams by sample.Decoder, from a cache of W
-    entries."""
-    at, B, dt = config['device'], row['B'], getattr(torch, row['dtype'])
+    """Part 'token': one greedy token for each of B streams (decode.Decoder), with full caches."""
+    device, B, amp = config['device'], row['B'], getattr(torch, row['dtype'])
+    compiled = row['mode'].endswith('compiled')
+    autocast = torch.autocast(torch.device(device).type, amp, enabled=amp == torch.bfloat16)
     torch.manual_seed(0)
-    model = build_model(model_config(row), row['model'] == 'recurrent').to(at)
-    for p in model.parameters():
-        if p.dim() > 1 and not p.any():  # a processor may be faster at zeros than at numbers
-            torch.nn.init.normal_(p, 0, 0.02)
-    with train_lm.autocast(at, dt):
+    # random weights: a processor may be faster at zeros
+    model = randomize(build_model(model_config(row), row['model'] == 'recurrent')).to(device)
+    with autocast:
         empty = model.init_state(B)
     full = torch.full_like(empty.count, row['C'])
     state = State(*(torch.randn_like(x) for x in empty[:3]), full)
-    kernels.fused.enabled = 'compiled' in row['path']
-    decoder = Decoder(model, B, amp=dt)
+    kernels.fused.enabled = compiled
+    decoder = Decoder(model, B, amp=amp)
     decoder.load(state)
-    decoder.step(torch.randint(row['V'], (B,), device=at))
+    decoder.step(torch.randint(row['V'], (B,), device=device))
 
     @torch.no_grad()
-    def check():
+    def check() -> dict[str, tuple]:
+        """Compare four tokens with the model's own step, uncompiled."""
         decoder.load(state)
         after, pairs = state, {}
-        for i, tokens in enumerate(torch.randint(row['V'], (4, B), device=at)):
+        for i, tokens in enumerate(torch.randint(row['V'], (4, B), device=device)):
+            kernels.fused.enabled = compiled
             decoder.step(tokens)
-            with train_lm.autocast(at, dt):
+            kernels.fused.enabled = False
+            with autocast:
                 logits, after = model.step(tokens, after)
             pairs[f'logits of token {i}'] = decoder.logits.clone(), logits
         return pairs
 
-    return {'token': decoder.step}, {'pieces': decoder.lines, 'check': check}
+    return {'token': decoder.step}, {'notes': decoder.lines, 'check': check}
 
 
-def make_run(script: ModuleType, settings: dict, row: dict, config: dict) -> object:
-    """A trainer's run, as the user has it."""
-    settings |= {'n_layer': row['L'], 'n_expert': row['E'], 'n_embd': row['D']}
-    settings |= {'dtype': row['dtype'], 'device': config['device'], 'threads': config['threads']}
-    settings['path'] = 'plain' if row['path'].startswith('plain') else 'fast'
-    argv = [f'--{name}={value}' for name, value in settings.items()]
-    return script.make_run(configure(vars(script), argv, quiet=True))
-
-
-def make_update(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
-    """Part 'update': a whole one of train_lm.py."""
-    settings = {'window': row['C'], 'block_size': row['T'], 'tokens_per_step': row['B'] * row['T']}
-    settings |= {'tokenizer': TOKENIZER[row['V']], 'data_dir': config['data_dir']}
-    settings |= {'val_tokens': 64, 'val_streams': 1, 'max_iters': 10**6}
-    settings |= {'arch': row['path'] if row['path'] in baselines.LEARNING_RATE else 'experts'}
-    settings |= {'recurrent': row['model'] != 'transformer'}
-    settings |= {'compile': row['path'].endswith(('compiled', 'transformer'))}
-    run = make_run(train_lm, settings, row, config)
-    train_lm.prepare(run)
-    if settings['compile'] and run.model.config.path == 'fast':
+def make_agent_update(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
+    """Part 'update': a whole update of train_sokoban.py on generated levels, episodes counted."""
+    train_sokoban = load_script(config['script'] or os.path.join(HERE, 'train_sokoban.py'))
+    mode, _, recompute = row['mode'].partition('_')
+    with contextlib.redirect_stdout(io.StringIO()):
+        run = start_run(
+            train_sokoban,
+            row,
+            config,
+            arch=config['arch'],
+            recurrent=config['recurrent'],
+            n_envs=config['n_envs'],
+            unroll=config['unroll'],
+            reuse=not recompute,
+            compile=mode == 'compiled',
+            split='generated',
+            eval_split='generated',
+            eval_games=1,
+            n_levels=5000,
+        )
+        train_sokoban.warm_up(run)
+    if mode == 'compiled' and not kernels.fused.enabled:
         raise RuntimeError('torch.compile does not work here')
 
-    def update():
-        loss, _, _ = train_lm.train_update(run, False)
-        run.step += 1
-        if not math.isfinite(loss):  # the optimizer would be left out
-            raise RuntimeError('the loss is not finite')
-
-    def gradients(state):
-        """Of a micro-batch from this state, as train_update has them."""
-        x, y, carried = run.batch
-        run.gradients.zero()
-        for to, source in zip(carried, state, strict=True):
-            to.copy_(source)
-        chunk = 'chunk', train_lm.forward_backward, run, x, y, carried
-        kernels.graphed(run.graphs if run.capture_chunk else None, *chunk)
-        found = {name: p.grad.clone() for name, p in run.model.named_parameters()}
-        return {'loss': run.gradients.extra[0].clone(), **found}
-
-    def check():
-        state = [x.clone() for x in run.batch[2]]
-        mine = gradients(state)
-        run.model.config.path, run.graphs = 'fast', None
-        release()
-        gc.collect()
-        if config['device'] != 'cpu':
-            torch.cuda.empty_cache()  # the graphs' memory is needed
-        plain = gradients(state)
-        return {name: (mine[name], plain[name]) for name in mine}
-
-    info = {'work': settings['tokens_per_step'], 'params': run.model.num_params()['total']}
-    return {'update': update}, {**info, 'pieces': kernels.chosen_lines(), 'check': check}
-
-
-def make_agent(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
-    """Part 'update': a whole one of train_sokoban.py on generated levels, its games counted."""
-    path, _, recompute = row['path'].partition('_')
-    settings = {name: config[name] for name in ('arch', 'recurrent', 'n_envs', 'unroll')}
-    settings |= {'reuse': not recompute, 'eval_games': 1}
-    settings |= {'split': 'generated', 'eval_split': 'generated', 'n_levels': 5000}
-    run = make_run(train_sokoban, settings, row, config)
-
-    def update():
-        kernels.fused.enabled = path == 'compiled'
+    def update() -> None:
         stats, episodes, _ = train_sokoban.update(run, False)
         train_sokoban.count_episodes(run, episodes, stats)
 
-    def gradients(actions=None):
-        """A rollout, what it and its backward give. actions: (T, B), or None: sampled."""
-        kernels.fused.enabled = path == 'compiled' and actions is None
-        learn = 'rollout and backward', train_sokoban.rollout_and_backward
-        batch = kernels.graphed(run.graphs, *learn, run, actions)
-        found = {'loss': run.gradients.extra[0].clone(), 'return': batch['return'].clone()}
+    def gradients(actions: torch.Tensor | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the actions (T, B) of a rollout, and what it and its backward give. actions: to
+        play in place of sampled ones."""
+        function = train_sokoban.rollout_and_backward
+        if actions is None:
+            batch = kernels.graphed(run.graphs, 'rollout and backward', function, run)
+        else:
+            batch = function(run, actions)
         named = run.model.named_parameters()
-        found |= {name: p.grad.clone() for name, p in named if p.numel()}
+        found = {name: p.grad.clone() for name, p in named if p.numel()}
+        found['loss'], found['return'] = run.gradients.extra[0].clone(), batch['return'].clone()
         return batch['action'].clone(), found
 
-    def check():
-        """By the plain equations of the same actions: a rounding may tip one."""
-        begun = copy.deepcopy((run.env, run.state, run.count))
-        actions, mine = gradients()
-        run.env, run.state, run.count = begun
-        run.model.config.mode, run.graphs = 'plain', None
-        plain = gradients(actions)[1]
-        return {name: (mine[name], plain[name]) for name in mine}
+    def check() -> dict[str, tuple]:
+        """Compare with the plain mode on the same actions: rounding could change a sampled one."""
+        start = copy.deepcopy((run.env, run.state, run.count))
+        actions, found = gradients(None)
+        run.env, run.state, run.count = start
+        use_reference_mode(run.model, compiled=False)
+        _, reference = gradients(actions)
+        return {name: (found[name], reference[name]) for name in found}
 
     steps, macs = config['n_envs'] * config['unroll'], run.model.macs_per_step()
-    info = {'work': steps, 'params': run.model.num_params()['total'], 'macs_per_step': macs}
-    # forward, twice as much backward, a second forward without reuse; not encoder, head, last value
-    info['macs'] = (4 if recompute else 3) * macs['executed'] * steps
-    return {'update': update}, {**info, 'check': check}
+    known = {
+        'work': steps,
+        'params': run.model.num_params()['total'],
+        'macs_per_step': macs,
+        # forward, twice that backward, and another forward to recompute; without encoder and head
+        'macs': (4 if recompute else 3) * macs['executed'] * steps,
+        'check': check,
+    }
+    return {'update': update}, known
 
 
 def make_yardsticks(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
-    """A product of two large square matrices, FLOPs; a copy too large for a cache, bytes read and
-    written; a convolution of boards enough to fill the device, multiply-adds."""
-    at, dt = config['device'], getattr(torch, config['dtype'])
-    n, size = (2048, 2**28) if at == 'cpu' else (8192, 2**30)
-    parts = {'matmul': functools.partial(torch.matmul, *torch.randn(2, n, n, device=at, dtype=dt))}
-    source, target = torch.ones(2, size, dtype=torch.uint8, device=at)
-    parts['copy'] = functools.partial(target.copy_, source)
+    """Parts 'matmul' (work in FLOPs), 'copy' (bytes read and written; larger than any cache) and
+    'conv' (multiply-adds; boards enough to fill the device)."""
+    device, dtype = config['device'], getattr(torch, config['dtype'])
+    n, size = (2048, 2**28) if device == 'cpu' else (8192, 2**30)
+    a, b = torch.randn(2, n, n, device=device, dtype=dtype)
+    source, target = torch.ones(2, size, dtype=torch.uint8, device=device)
+    parts = {'matmul': lambda: a @ b, 'copy': lambda: target.copy_(source)}
     work = {'matmul': 2 * n**3, 'copy': 2 * size}
     if row['conv']:
         keep_memory()
-        torch.backends.cudnn.benchmark = True  # as train_sokoban.py has it
+        torch.backends.cudnn.benchmark = True  # as train_sokoban.py sets it
         shapes = (640, 128, 10, 10), (512, 128, 3, 3), (640, 512, 10, 10)
-        made = [torch.randn(shape, device=at, dtype=dt) for shape in shapes]
-        x, w, dy = (tensor.to(memory_format=torch.channels_last) for tensor in made)
-        xw = x.requires_grad_(), w.requires_grad_()
-        parts['conv'] = lambda: torch.autograd.grad(F.conv2d(*xw, padding=1), xw, dy)
+        x, weight, dy = (
+            torch.randn(shape, device=device, dtype=dtype).to(memory_format=torch.channels_last)
+            for shape in shapes
+        )
+        inputs = x.requires_grad_(), weight.requires_grad_()
+        parts['conv'] = lambda: torch.autograd.grad(F.conv2d(*inputs, padding=1), inputs, dy)
         work['conv'] = 3 * 640 * 100 * 9 * 128 * 512
     return parts, {'work': work}
 
 
 def make_tests(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
-    """Runs those GPU_TESTS that the row chooses. RuntimeError: one did not pass."""
+    """Run the tests of GPU_TESTS with the row's marks. Raises RuntimeError, naming the failures."""
     import pytest
 
-    class Told:
-        bad = []
+    class Failures:
+        names = []
 
         def pytest_runtest_logreport(self, report: object) -> None:
             if report.failed:
-                self.bad.append(report.nodeid.rpartition('::')[2])
+                self.names.append(report.nodeid.rpartition('::')[2])
 
-    words = '-v --tb=short --show-capture=no --noconftest -o addopts= -p no:cacheprovider -m gpu'
-    code = pytest.main([*words.split(), '-k', row['tests'], GPU_TESTS], [Told()])
+    options = '-v --tb=short --show-capture=no --noconftest -o addopts= -p no:cacheprovider'
+    code = pytest.main([*options.split(), '-m', row['marks'], GPU_TESTS], [Failures()])
     if code:
-        raise RuntimeError(f'{len(Told.bad)} tests: {", ".join(Told.bad)} (pytest {int(code)})')
+        names = ', '.join(Failures.names)
+        raise RuntimeError(f'{len(Failures.names)} tests: {names} (pytest {int(code)})')
     return {}, {}
 
 
-MAKERS = {'train': make_update, 'decode': make_token}
-MAKERS |= {'sokoban': make_agent, 'yardsticks': make_yardsticks, 'tests': make_tests}
+MAKERS = {
+    'train': make_lm_update,
+    'decode': make_token,
+    'sokoban': make_agent_update,
+    'yardsticks': make_yardsticks,
+    'tests': make_tests,
+}
 
 
-# ---- a variant's process, and taking turns with it ----
+# ---- the process of a variant ----
 
 
 def timed(run: Callable, repeats: int, device: str) -> float:
-    """Seconds of one run(), the mean of `repeats`, with the device idle at both ends."""
-    wait = torch.cuda.synchronize if device != 'cpu' else time.time
-    wait()
+    """Return the mean seconds of `repeats` calls of run(), with an idle device at both ends.
+
+    torch.utils.benchmark.Timer would run slow updates twice more for each measurement, to warm up,
+    and its repeats could not be the same on all ranks."""
+    synchronize = torch.cuda.synchronize if device != 'cpu' else lambda: None
+    synchronize()
     start = time.perf_counter()
     for _ in range(repeats):
         run()
-    wait()
+    synchronize()
     return (time.perf_counter() - start) / repeats
 
 
-def difference(pairs: dict[str, tuple]) -> tuple[float, str]:
-    """The largest relative difference of {name: (tensor, reference)}, and whose it is. Vectors and
-    scalars count as one: a single number may be all rounding."""
+def measure_round(run: Callable, config: dict) -> float:
+    """Return the mean seconds of run(), repeated for config['seconds']; ranks repeat alike."""
+    # this call also warms caches and clocks after the turns of other variants
+    once = torch.tensor(timed(run, 1, config['device']))
+    if dist.is_initialized():
+        dist.all_reduce(once, dist.ReduceOp.MAX)
+    return timed(run, max(1, math.ceil(config['seconds'] / once.item())), config['device'])
+
+
+def compare(pairs: dict[str, tuple]) -> tuple[float, str]:
+    """Return the largest relative difference of {name: (tensor, reference)}, and its name. Vectors
+    and scalars count as one tensor: a single number may be all rounding."""
     groups = {}
-    for name, pair in pairs.items():
-        small = pair[1].dim() == 1 or name.endswith(('.a', '.b'))
-        groups.setdefault('vectors' if small else name, []).append(pair)
-    off = {}
+    for name, (tensor, reference) in pairs.items():
+        small = reference.dim() == 1 or name.endswith(('.a', '.b'))
+        groups.setdefault('vectors' if small else name, []).append((tensor, reference))
+    differences = {}
     for name, group in groups.items():
-        both = zip(*group, strict=True)
-        mine, plain = (torch.cat([x.double().flatten() for x in part]) for part in both)
-        far = ((mine - plain).norm() / plain.norm().clamp(min=1e-30)).item()
-        off[name] = math.inf if math.isnan(far) else far
-    worst = max(off, key=off.get)
-    return off[worst], worst
+        found, reference = (
+            torch.cat([x.double().flatten() for x in side]) for side in zip(*group, strict=True)
+        )
+        difference = (found - reference).norm() / reference.norm().clamp(min=1e-30)
+        differences[name] = math.inf if difference.isnan() else difference.item()
+    worst = max(differences, key=differences.get)
+    return differences[worst], worst
 
 
-def why(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     return 'OOM' if out_of_memory(error) else f'failed: {first_line(error)}'
 
 
-def turns(row: dict, config: dict) -> Iterator[dict]:
-    """What each turn of a variant tells: of being made and run once, compiling included, of
-    `rounds` measurements, of the check."""
+def take_turns(row: dict, config: dict) -> Iterator[dict]:
+    """Make a variant and yield the answer of each of its turns: first runs, including compilation;
+    `rounds` measurements; the check."""
     device, start = config['device'], time.perf_counter()
-    parts, info = MAKERS[row['suite']](row, config)
-    check = info.pop('check', None)
-    for _ in range(1 if device == 'cpu' else 5):  # three as they are, the capture, a replay
+    parts, known = MAKERS[row['suite']](row, config)
+    check = known.pop('check', None)
+    # three eager calls, the capture of CUDA graphs, a replay
+    for _ in range(1 if device == 'cpu' else 5):
         for run in parts.values():
             timed(run, 1, device)
-    yield {**info, 'first_run_s': time.perf_counter() - start}
+    yield {**known, 'first_run_s': time.perf_counter() - start}
     seconds = {part: [] for part in parts}
     for _ in range(config['rounds'] if parts else 0):
         for part, run in parts.items():
-            once = timed(run, 1, device)  # after the others' turns caches and clocks are cold
-            seconds[part].append(timed(run, max(1, math.ceil(config['seconds'] / once)), device))
+            seconds[part].append(measure_round(run, config))
         memory = 0 if device == 'cpu' else torch.cuda.max_memory_allocated()
         yield {'seconds': seconds, 'memory_bytes': memory}
     if check and config['check']:
         try:
-            off, name = difference(check())
-            far = {} if off < FAR else {'status': f'differs by {off:.1%} in {name}'}
-            yield {'check': f'{off:.2%}', **far}
-        except (RuntimeError, MemoryError) as error:  # it may need more memory
-            yield {'check': why(error)}
+            difference, name = compare(check())
+        except (RuntimeError, MemoryError) as error:  # the reference may need more memory
+            yield {'check': describe_error(error)}
+        else:
+            answer = {'check': f'{difference:.2%}'}
+            if difference >= TOLERANCE:
+                answer['status'] = f'differs by {difference:.1%} in {name}'
+            yield answer
 
 
-def work(pipe: multiprocessing.connection.Connection, row: dict, config: dict) -> None:
-    """The process: a turn for each message, None after the last."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the parent's business, which ends us
-    os.setsid()  # its children end with it
+def set_ranks(rank: int, world: int, port: int) -> None:
+    """Set the environment that torchrun would set for this rank of a variant; `world` = 1: none."""
+    for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE'):
+        os.environ.pop(name, None)
+    os.environ.pop('TORCHELASTIC_USE_AGENT_STORE', None)  # every variant has its own store
+    if world > 1:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        os.environ.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+        os.environ.update(MASTER_ADDR='localhost', MASTER_PORT=str(port))
+
+
+def serve(
+    pipe: multiprocessing.connection.Connection, row: dict, config: dict, rank: int, port: int
+) -> None:
+    """Run in a variant's process: answer each message with a turn, and with None after the last."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on ctrl-C the parent ends this process
+    os.setsid()  # so that its children end with it
+    set_ranks(rank, row.get('gpus', 1), port)
     if config['device'] != 'cpu':
-        torch.cuda.set_device(config['device'])
-        torch.set_float32_matmul_precision('high')  # as train_lm.py
+        torch.cuda.set_device(pick_device(config['device']))
+        torch.set_float32_matmul_precision('high')  # as common.join_ranks sets it
     if config['threads']:
         torch.set_num_threads(config['threads'])
-    told = turns(row, config)
+    turns = take_turns(row, config)
     while True:
         pipe.recv()
         try:
-            pipe.send(next(told, None))
+            pipe.send(next(turns, None))
         except (RuntimeError, MemoryError, ValueError, ImportError) as error:
-            pipe.send({'status': why(error)})
+            pipe.send({'status': describe_error(error)})
 
 
-def kill(process: multiprocessing.Process, pipe: object) -> None:
-    """Also its children, which it leads; the pipe is open until then."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
-    process.join()
+# ---- measuring: variants take turns ----
 
 
-def ask(process: multiprocessing.Process, pipe: object, until: float) -> dict | None:
-    """A variant's next turn, or before what it ended; None: it is through."""
-    try:
-        pipe.send(True)
-        while not pipe.poll(max(0.0, min(10.0, until - time.perf_counter()))):
-            print('    ...', flush=True)  # a first run compiles
-            if time.perf_counter() > until:
-                return {'status': 'failed: late'}
-        return pipe.recv()
-    except (EOFError, OSError):  # it is gone; Linux kills one that takes the last of the memory
+class Worker(NamedTuple):
+    """One rank of a variant."""
+
+    process: multiprocessing.Process
+    pipe: multiprocessing.connection.Connection
+
+
+def start_workers(row: dict, config: dict) -> list[Worker]:
+    """Start the processes of a variant, one per rank."""
+    context, workers = multiprocessing.get_context('spawn'), []
+    with socket.socket() as free:
+        free.bind(('localhost', 0))
+        port = free.getsockname()[1]
+    for rank in range(row.get('gpus', 1)):
+        pipe, far_end = context.Pipe()
+        process = context.Process(
+            target=serve, args=(far_end, row, config, rank, port), daemon=True
+        )
+        process.start()
+        far_end.close()
+        workers.append(Worker(process, pipe))
+    return workers
+
+
+def kill(workers: list[Worker]) -> None:
+    """End a variant's processes and their children, and wait until their memory is free."""
+    for process, _ in workers:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+    for process, _ in workers:
         process.join()
-        ended = f'failed: its process ended with {process.exitcode}'
-        return {'status': 'OOM' if process.exitcode == -signal.SIGKILL else ended}
 
 
-def measure(group: dict[str, dict], config: dict, until: float = math.inf) -> dict:
-    """{label: row} -> {label: record}: status, first_run_s, memory_bytes, seconds {part: [one a
-    round]}, check, and what `make` told. On a GPU one variant after another."""
-    records = {label: {'status': 'ok', 'seconds': {}} for label in group}
-    queue, workers, context = list(group), {}, multiprocessing.get_context('spawn')
+def ask(workers: list[Worker], deadline: float) -> dict | None:
+    """Return a variant's answer to its next turn, None after its last. An answer with 'status' ends
+    the variant: a rank failed, or did not answer before the deadline."""
+    pending, answers = [pipe for _, pipe in workers], {}
+    try:
+        for pipe in pending:
+            pipe.send(True)
+        while pending:
+            patience = max(0.0, min(10.0, deadline - time.perf_counter()))
+            ready = multiprocessing.connection.wait(pending, patience)
+            for pipe in ready:
+                answers[pipe] = answer = pipe.recv()
+                if answer and 'status' in answer:
+                    return answer  # now, because other ranks may wait for this one
+                pending.remove(pipe)
+            if not ready:
+                print('    ...', flush=True)  # a first run compiles
+                if time.perf_counter() > deadline:
+                    return {'status': 'failed: late'}
+        return answers[workers[0].pipe]
+    except (EOFError, OSError):  # a process has ended
+        ended = multiprocessing.connection.wait([process.sentinel for process, _ in workers])
+        process = next(process for process, _ in workers if process.sentinel in ended)
+        process.join()
+        # Linux kills the process that takes the last of the memory
+        killed = process.exitcode == -signal.SIGKILL
+        return {'status': 'OOM' if killed else f'failed: its process ended: {process.exitcode}'}
+
+
+def measure(rows: dict[str, dict], config: dict, deadline: float = math.inf) -> dict[str, dict]:
+    """Measure the rows of a step and return {label: record}: 'status', 'first_run_s',
+    'memory_bytes', 'seconds' {part: one per round}, 'check', and what the variant's maker knows.
+    On a CPU the variants take turns; on a GPU they run one after another."""
+    records = {label: {'status': 'ok', 'seconds': {}} for label in rows}
+    queue, variants = list(rows), {}
     try:
         while queue:
             label = queue.pop(0)
-            if label not in workers:
-                ours, theirs = context.Pipe()
-                args = theirs, group[label], config
-                process = context.Process(target=work, args=args, daemon=True)
-                process.start()
-                theirs.close()
-                workers[label] = process, ours
-            answer = ask(*workers[label], until)
+            if label not in variants:
+                variants[label] = start_workers(rows[label], config)
+            answer = ask(variants[label], deadline)
             if answer is None or 'status' in answer:
-                kill(*workers.pop(label))  # gives its memory back at once
+                kill(variants.pop(label))
             else:
                 queue.insert(len(queue) if config['device'] == 'cpu' else 0, label)
-            if answer is not None:
-                records[label] |= answer
-                times = answer.get('seconds', {}).items()
-                told = ', '.join(f'{part} {its[-1]:.4g} s' for part, its in times)
-                told = told or answer.get('status') or answer.get('check') or 'first run done'
-                print(f'{label}: {told}', flush=True)
+            if answer is None:
+                continue
+            records[label].update(answer)
+            times = [f'{part} {s[-1]:.4g} s' for part, s in answer.get('seconds', {}).items()]
+            done = answer.get('status') or answer.get('check') or 'first run done'
+            print(f'{label}: {", ".join(times) or done}', flush=True)
     finally:
-        for worker in workers.values():
-            kill(*worker)
+        for workers in variants.values():
+            kill(workers)
     return records
 
 
-# ---- the floor, the paper, the figures of a row ----
+# ---- the roofline, the paper ----
 
 
-def floor(row: dict, rate: float, bandwidth: float) -> float:
-    """Least seconds of a token of each of B streams (trained in chunks of T), for products at
-    `rate` FLOP/s and memory at `bandwidth` bytes/s. Nothing overlaps but a product with the
-    streaming of its own weights:
+def roofline_seconds(row: dict, rate: float, bandwidth: float) -> float:
+    """Return the least seconds per token of each of B streams (trained in chunks of T), with matrix
+    products at `rate` FLOP/s and memory at `bandwidth` bytes/s. Nothing overlaps, except that a
+    product overlaps the reading of its own weights:
 
-        product = max(2 n B / rate, n size / bandwidth)  a level's n weights (shared: one k, v)
-        forward = L (product + keys and values of W slots, read once)
-        backward= L (the same + dk, dv)                  in fp32, read and written at the own slots
-        weights = L 2 n B / rate                         their gradients, over many tokens at once
-        head    = 3 x 2 D V B / rate                     with its gradients
+        product  = max(2 n B / rate, n size / bandwidth)   for the n weights of a layer
+        forward  = L (product + keys and values of W slots, read once)
+        backward = L (the same + dk, dv in fp32, read and written for the slots in the window)
+        weights  = L 2 n B / rate                          their gradients, many tokens at once
+        head     = 3 x 2 D V B / rate                      with its gradients
 
-    Decoding: forward, and the head as one more product. GPT trains on whole sequences: all is
-    dense, attention six products over (T + 1) / 2 slots. Not counted: activations, norms, the
-    optimizer."""
+    Decoding takes the forward, and the head as one more product. The non-recurrent model trains on
+    whole sequences: all is dense, with six attention products over (T + 1) / 2 slots. Activations,
+    norms and the optimizer are not counted."""
     c, B, size = model_config(row), row['B'], 2 if row['dtype'] == 'bfloat16' else 4
     L, E, D, K, W, T = c.n_layer, c.n_expert, c.n_embd, c.head_dim, c.window, c.block_size
-    recurrent = row['model'] == 'recurrent'
-    C = c.n_kv_head * (1 if recurrent and c.share_kv else E)  # cache heads
+    is_recurrent = row['model'] == 'recurrent'
+    C = c.n_kv_head * (1 if is_recurrent and c.share_kv else E)  # cache heads
     n = E * (2 * D * D + 8 * D * D) + 2 * D * C * K
     weights, head = L * 2 * n * B / rate, 2 * D * c.vocab_size * B / rate
-    step = max(2 * n * B / rate, n * size / bandwidth) + W * 2 * C * K * size * B / bandwidth
+    forward = max(2 * n * B / rate, n * size / bandwidth) + W * 2 * C * K * size * B / bandwidth
     if row['suite'] == 'decode':
-        return L * step + max(head, D * c.vocab_size * size / bandwidth)
-    if not recurrent:
+        return L * forward + max(head, D * c.vocab_size * size / bandwidth)
+    if not is_recurrent:
         return 2 * L * (2 * n + 3 * (T + 1) * E * D) * B / rate + weights + 3 * head
     slots = sum(min(t + 1, W) for t in range(T)) / T
-    back = step + slots * 2 * C * K * 4 * 2 * B / bandwidth
-    return L * (step + back) + weights + 3 * head
+    backward = forward + slots * 2 * C * K * 4 * 2 * B / bandwidth
+    return L * (forward + backward) + weights + 3 * head
 
 
 @functools.cache
-def speeds() -> dict[tuple, str]:
-    names = 'source suite model L E C n'.split()
-    return {tuple(r[name] for name in names): r['figure'] for r in read_csv(SPEED)}
+def read_speeds() -> dict[tuple, str]:
+    """Return the figures of SPEED by (source, suite, model, L, E, C, n)."""
+    columns = ('source', 'suite', 'model', 'L', 'E', 'C', 'n')
+    return {tuple(line[name] for name in columns): line['figure'] for line in read_csv(SPEED)}
 
 
 def published(row: dict) -> dict[str, float | str]:
-    """SPEED of a row: paper and target."""
+    """Return the 'paper' figure of a row and its modeled 'target', as far as SPEED has them."""
     if row['suite'] != 'sokoban' and (row['D'], row['V'], row['T']) != (768, 50304, row['C']):
         return {}
-    n = row.get('tokens_per_update', row.get('B', ''))
-    sizes = row['L'], row['E'], row.get('C', row['D']), n
-    who = [str(x) for x in (row['suite'], row['model'], *sizes)]
-    found = {name: speeds().get((name, *who)) for name in ('paper', 'target')}
-    return {name: x if x == 'OOM' else float(x) for name, x in found.items() if x}
+    model = row['model'].removeprefix('recurrent ')  # agents
+    model = {'non-recurrent': 'transformer'}.get(model, model)
+    n = row.get('tokens_per_update', row.get('B', '') if row['suite'] == 'decode' else '')
+    sizes = (row['L'], row['E'], row.get('C', row['D']), n)
+    key = [str(x) for x in (row['suite'], model, *sizes)]
+    found = {source: read_speeds().get((source, *key)) for source in ('paper', 'target')}
+    return {source: x if x == 'OOM' else float(x) for source, x in found.items() if x}
 
 
-METRICS = {  # suite: a row's figure, 1 where more is better, unit, digits
-    'train': ('tokens_per_s', 1, 'tokens/s', 0),
-    'sokoban': ('env_steps_per_s', 1, 'env steps/s', 0),
-    'decode': ('ms_per_token', -1, 'ms/token', 3),
-}
-
-
-def derive(record: dict, row: dict, rates: dict[str, float]) -> dict:
-    """The row of a finished record: `row`, its path and sizes, with rates and shares of the
+def add_figures(row: dict, record: dict, rates: dict[str, float]) -> dict:
+    """Return a row with its record, its figures, and their ratios to what is published and to the
     yardsticks' rates."""
-    row = row | record | published(row)
-    if row['seconds']:
-        (times,), (name, sign, _, _) = row['seconds'].values(), METRICS[row['suite']]
-        row[name] = [row['work'] / t if sign > 0 else 1e3 * t for t in times]
-        value = statistics.median(row[name])
-        for other in ('paper', 'target'):
-            if isinstance(row.get(other), (int, float)):
-                row[f'over_{other}'] = (value / row[other]) ** sign
-        if rates and row['suite'] == 'sokoban':
-            row['share_of_conv'] = row['macs'] / row['work'] * value / rates['conv']
-        elif rates and row['model'] != 'lstm':
-            least = floor(row, rates['matmul'], rates['copy'])
-            row['share_of_roofline'] = least * (1e3 / value if sign < 0 else value / row['B'])
-    return row | {'figure': figure(row)}
+    row = {**row, **record, **published(row)}
+    if not row['seconds']:
+        return {**row, 'figure': row['status']}
+    (times,), metric = row['seconds'].values(), METRICS[row['suite']]
+    if metric.sign > 0:
+        row[metric.name] = [row['work'] / row['gpus'] / t for t in times]
+    else:
+        row[metric.name] = [1000 * t for t in times]
+    value = statistics.median(row[metric.name])
+    for source in ('paper', 'target'):
+        if isinstance(row.get(source), float):
+            row[f'over_{source}'] = (value / row[source]) ** metric.sign
+    if row['gpus'] > 1:
+        row['node_tokens_per_s'] = value * row['gpus']
+        if row['gpus'] == PAPER_GPUS and isinstance(row.get('paper'), float):
+            row['paper_node'] = row['paper'] * PAPER_GPUS
+    if rates and row['suite'] == 'sokoban':
+        row['share_of_conv'] = row['macs'] / row['work'] * value / rates['conv']
+    elif rates and row['model'] != 'lstm':
+        least = roofline_seconds(row, rates['matmul'], rates['copy'])
+        row['share_of_roofline'] = least * (value / row['B'] if metric.sign > 0 else 1000 / value)
+    figure = show(row[metric.name], metric.unit, metric.digits)
+    return {**row, 'figure': figure if row['status'] == 'ok' else row['status']}
 
 
-# ---- reports, with what a figure needs to be repeated, and tables ----
+# ---- reports: JSON with what a figure needs to be repeated, and a table ----
 
-# what tells two rows apart; of two reports whose rows may be joined; of rows that are compared
-KEYS = 'suite cell path model D V B T'.split()
-SAME = 'suite device dtype torch commit threads'.split()
-CELL = 'suite cell D'.split()
+# What tells two rows apart, two reports that cannot be joined, and rows that are not compared.
+ROW_KEYS = ('suite', 'cell', 'mode', 'model', 'D', 'V', 'B', 'T', 'gpus')
+REPORT_KEYS = ('suite', 'device', 'dtype', 'torch', 'commit', 'threads', 'script', 'world')
+CELL_KEYS = ('suite', 'cell', 'D')
 
-
-def header(config: dict) -> dict:
-    at, kept = config['device'], {'config': config, 'command': shlex.join(['python', *sys.argv])}
-    kept |= {'device': device_name(at), 'dtype': config['dtype'], 'commit': commit()}
-    kept |= {'threads': torch.get_num_threads(), 'torch': torch.__version__}
-    kept['date'] = datetime.datetime.now().astimezone().isoformat(timespec='seconds')
-    kept['python'] = platform.python_version()
-    if at != 'cpu':
-        kept['triton'] = kernels.triton_module() and sys.modules['triton'].__version__
-        kept |= {'cuda': torch.version.cuda, 'cudnn': torch.backends.cudnn.version()}
-        kept['card'] = str(torch.cuda.get_device_properties(at))
-    return kept
-
-
-def key(row: dict, names: list[str] = KEYS) -> tuple:
-    return tuple(row.get(name) for name in names)
-
-
-def show(values: list[float], unit: str, digits: int = 0) -> str:
-    median, low, high = (f'{f(values):,.{digits}f}' for f in (statistics.median, min, max))
-    return f'{median} ({low}..{high}) {unit}'
-
-
-def figure(row: dict) -> str:
-    """A row's result, or why it has none."""
-    name, _, unit, digits = METRICS[row['suite']]
-    return show(row[name], unit, digits) if row['status'] == 'ok' else row['status']
-
-
-COLUMNS = {
-    'tokens_per_update': ('tokens an update, 4 GPUs', '{:,}'),
+COLUMNS = {  # key of a row: heading, format
+    'tokens_per_update': ('tokens per update of 4 GPUs', '{:,}'),
     **{name: (name, '{}') for name in 'LEDCBT'},
-    'path': ('path', '{}'),
+    'mode': ('mode', '{}'),
     'figure': ('median (min..max)', '{}'),
     'ratio': ('speed-up', '{:.2f}x'),
-    'share_of_roofline': ('of roofline', '{:.1%}'),
+    'share_of_roofline': ('of roofline (modeled)', '{:.1%}'),
     'share_of_conv': ('of conv rate', '{:.1%}'),
-    'paper': ('paper: tokens/s a GPU, ms on 4', '{:,.6g}'),
+    'paper': ('paper: tokens/s per GPU, or ms', '{:,.6g}'),
     'over_paper': ('over paper', '{:.2f}x'),
-    'target': ('target, one H100', '{:,.6g}'),
+    'node_tokens_per_s': ('all GPUs, tokens/s', '{:,.0f}'),
+    'paper_node': ('paper: 4 GPUs, tokens/s', '{:,.0f}'),
+    'target': ('target for an H100 (modeled)', '{:,.6g}'),
     'over_target': ('over target', '{:.2f}x'),
-    'check': ('off the plain pieces', '{}'),
+    'check': ('difference from reference', '{}'),
     'first_run_s': ('first run, s', '{:.1f}'),
     'memory_bytes': ('memory, bytes', '{:,}'),
 }
 
 
-def beside(results: list[dict]) -> str:
-    """The table of rows, each with its speed-up over the first of its cell; a column in which no
-    row has anything is left out."""
-    rows, first, found = [], {}, []
-    for row in results:
+def describe_machine(config: dict) -> dict:
+    """Return a report's first entries: the command, the machine and the versions."""
+    entries = {
+        'suite': config['suite'],
+        'command': shlex.join(['python', *sys.argv]),
+        'config': config,
+        'device': device_name(config['device']),
+        'world': config['world'],
+        'dtype': config['dtype'],
+        'commit': commit(),
+        'script': config['script'],
+        'threads': torch.get_num_threads(),
+        'torch': torch.__version__,
+        'python': platform.python_version(),
+        'date': datetime.datetime.now().astimezone().isoformat(timespec='seconds'),
+    }
+    if config['device'] != 'cpu':
+        entries['triton'] = kernels.triton_module() and sys.modules['triton'].__version__
+        entries['cuda'] = torch.version.cuda
+        entries['cudnn'] = torch.backends.cudnn.version()
+        entries['card'] = str(torch.cuda.get_device_properties(config['device']))
+    return entries
+
+
+def select(row: dict, names: tuple[str, ...]) -> tuple:
+    return tuple(row.get(name) for name in names)
+
+
+def show(values: list[float], unit: str, digits: int = 0) -> str:
+    """Return 'median (min..max) unit'."""
+    median, low, high = (f'{f(values):,.{digits}f}' for f in (statistics.median, min, max))
+    return f'{median} ({low}..{high}) {unit}'
+
+
+def results_table(rows: list[dict]) -> str:
+    """Return the table of rows, each with its speed-up over the first of its cell. A column in
+    which no row has anything is left out."""
+    first, columns = {}, []
+    for row in rows:
         if row['status'] == 'ok':
-            name, sign, _, _ = METRICS[row['suite']]
-            value = statistics.median(row[name])
-            row = row | {'ratio': (value / first.setdefault(key(row, CELL), value)) ** sign}
-        rows.append(row)
-    for name, (title, form) in COLUMNS.items():
-        values = (row.get(name) or '' for row in rows)
+            metric = METRICS[row['suite']]
+            value = statistics.median(row[metric.name])
+            base = first.setdefault(select(row, CELL_KEYS), value)
+            row['ratio'] = (value / base) ** metric.sign
+    for name, (heading, form) in COLUMNS.items():
+        values = [row.get(name, '') for row in rows]
         texts = [x.replace('|', '/') if isinstance(x, str) else form.format(x) for x in values]
-        found += [[title, *texts]] if any(texts) else []
-    return markdown(list(zip(*found, strict=True))) if found else ''
+        if any(values):
+            columns.append([heading, *texts])
+    return markdown(list(zip(*columns, strict=True))) if columns else ''
 
 
-def write(report: dict, path: str) -> str:
-    """The report as JSON at `path`, its table beside it as .md. -> the table."""
+def write_report(report: dict, path: str) -> str:
+    """Write the report as JSON to `path` and its table beside it as .md; return the table."""
     rates = []
-    for name, seen in report['yardsticks'].items():
-        unit, giga = 'GB/s' if name == 'copy' else 'GFLOP/s', 2e-9 if name == 'conv' else 1e-9
+    for name, values in report['yardsticks'].items():
         # a multiply-add is two FLOPs
-        rates.append(f'{name} {show([giga * rate for rate in seen], unit)}')
-    words = '{device}, {threads} threads, torch {torch}, commit {commit}, {dtype}'.format(**report)
-    text = f'{words}; {", ".join(rates)}\n`{report["command"]}`\n\n{beside(report["results"])}'
-    steps = report['steps'].items()
-    bad = [f'- {name}: {step["status"]}\n' for name, step in steps if step['status'] != 'ok']
-    text += '\nNot done, or not as it should be:\n' + ''.join(bad) if bad else ''
+        unit, scale = (
+            ('GB/s', 1e-9) if name == 'copy' else ('GFLOP/s', 1e-9 * (1 + (name == 'conv')))
+        )
+        rates.append(f'{name} {show([scale * value for value in values], unit)}')
+    machine = '{device} x {world}, {threads} threads, torch {torch}, commit {commit}, {dtype}'
+    text = f'{machine.format(**report)}; {", ".join(rates)}\n`{report["command"]}`\n\n'
+    text += results_table(report['results'])
+    bad = {name: step['status'] for name, step in report['steps'].items() if step['status'] != 'ok'}
+    if bad:
+        text += '\nFailed:\n' + ''.join(f'- {name}: {status}\n' for name, status in bad.items())
     write_json(report, path)
     write_text(text, os.path.splitext(path)[0] + '.md')
     return text
 
 
-# ---- what is to be measured, and measuring it ----
+def open_report(config: dict, path: str, continues: bool) -> dict:
+    """Return a new report or, with `continues`, the one at `path`. Ends the script if that is of
+    another commit, device or the like."""
+    report = describe_machine(config)
+    old = read_json(path) if continues and os.path.exists(path) else None
+    if old is None:
+        return {**report, 'steps': {}, 'yardsticks': {}, 'results': []}
+    kept = ('steps', 'yardsticks', 'results', 'command')
+    if not set(kept) <= set(old):
+        fail(f'{path}: not a report of bench.py: choose another --out')
+    for name in REPORT_KEYS:
+        if old.get(name) != report[name]:
+            found = f'{name} = {old.get(name)!r}, now {report[name]!r}'
+            fail(f'{path}: {found}: choose another --out')
+    if report['command'] not in old['command']:
+        old['command'] += f'; {report["command"]}'
+    return {**report, **{name: old[name] for name in kept}}
 
 
-def cells_of(config: dict) -> list[tuple]:
-    """(suite, L, E, ...) of each cell, whole: shorter ones filled up from the suite's own."""
-    cpu, suite, given = config['device'] == 'cpu', config['suite'], config['cells']
-    if given and not all(isinstance(cell, tuple) for cell in given):
-        given = (given,)  # one
-    if suite == 'first':
-        given = given or (SMALL_FIRST if cpu else FIRST)
-    else:
-        given = [(suite, *cell) for cell in given] or [(suite,)]
-    full = {}
-    for which, *sizes in given:
-        fits = not sizes or len(sizes) in ((3,) if which == 'sokoban' else (2, 3, 4))
-        if which not in PATHS or not fits or not all(type(n) is int and n > 0 for n in sizes):
-            words = '(L, E, C, B) or its first two or three; sokoban: (L, E, d); suite first: a '
-            fail(f"cells: {(which, *sizes)}: expected {words}suite's name and such a cell")
-        if which == 'sokoban':
-            full |= {(which, *cell): None for cell in ([sizes] if sizes else BOARDS)}
-            continue
-        levels, contexts, last = (OWN_CPU if cpu else OWN)[which]
-        parts = [sizes[:2]] if sizes else levels, sizes[2:3] or contexts, sizes[3:] or last
-        full |= {(which, *LE, C, n): None for LE, C, n in itertools.product(*parts)}
-    return list(full)
-
-
-def row_of(config: dict, suite: str, sizes: tuple, path: str) -> dict:
-    """A variant's row: what it is, and its sizes. ValueError for sizes that do not fit together."""
-    row = {'suite': suite, 'cell': str(sizes).replace(' ', ''), 'path': path}
-    row['dtype'] = config['dtype']
-    if suite == 'sokoban':
-        AgentConfig(config['arch'], config['recurrent'], *sizes)
-        row |= dict(zip('LEDBT', (*sizes, config['n_envs'], config['unroll']), strict=True))
-        return row | {'model': config['arch'] + ', not recurrent' * (not config['recurrent'])}
-    (L, E, C, B), T, model = sizes, sizes[2], 'lstm' if path == 'lstm' else 'recurrent'
-    if suite == 'train':
-        T, row['tokens_per_update'] = config['block_size'] or C, B
-        if B % (4 * T):
-            fail(f'cells: {B} tokens are not a whole number of rows of {T} on each of 4 GPUs')
-        B = B // 4 // T
-    if path.startswith(('gpt', 'transformer')):
-        L, E, model = L * E, 1, 'transformer'
-    D, V = (256, 256) if config['device'] == 'cpu' else (768, 50304)
-    row |= {'L': L, 'E': E, 'C': C, 'B': B, 'T': T, 'D': config['n_embd'] or D, 'V': V}
-    model_config(row)
-    return row | {'model': model}
-
-
-def plan(config: dict) -> dict[str, dict[str, dict]]:
-    """{step: {label: row}}, a cell or what stands beside the cells, in order."""
-    groups, first, cuda = {}, config['suite'] == 'first', config['device'] != 'cpu'
-    for suite, *sizes in cells_of(config):
-        name = f'{suite} {",".join(map(str, sizes))}'
-        own, on_gpu, one_expert = OWN_PATHS[suite]
-        if cuda:
-            own = one_expert if sizes[1] == 1 else on_gpu
-        known, given = PATHS[suite].split(','), (config['paths'] or own).replace(' ', '').split(',')
-        if not set(given) <= set(','.join(PATHS.values()).split(',') if first else known):
-            fail(f'paths = {config["paths"]!r}: expected some of {",".join(known)}')
-        paths = [path for path in given if path in known] or own.split(',')  # of first the suite's
-        rows = [row_of(config, suite, tuple(sizes), path) for path in paths]
-        groups[name] = {f'{name} {row["path"]}': row for row in rows}
-    conv = config['suite'] in ('sokoban', 'first')
-    before = {'yardsticks': {'yardsticks': {'suite': 'yardsticks', 'conv': conv}}}
-    if not first and not cuda:
-        return {name: before['yardsticks'] | group for name, group in groups.items()}
-    if first and cuda:
-        before['smoke'] = {'smoke': {'suite': 'tests', 'tests': SMOKE}}
-        groups['tests'] = {'tests': {'suite': 'tests', 'tests': f'not ({SMOKE})'}}
-    return before | groups
-
-
-def add(records: dict, group: dict[str, dict], report: dict) -> str:
-    """Puts a group's records into the report. -> 'ok', or what went wrong."""
+def add_records(report: dict, rows: dict[str, dict], records: dict[str, dict]) -> str:
+    """Add a step's records to the report; return 'ok', or what went wrong."""
+    measured = records.get('yardsticks', {'seconds': {}})
+    for part, times in measured['seconds'].items():
+        rates = [measured['work'][part] / t for t in times]
+        report['yardsticks'].setdefault(part, []).extend(rates)
+    rates = {part: statistics.median(values) for part, values in report['yardsticks'].items()}
+    new = [add_figures(row, records[label], rates) for label, row in rows.items() if 'L' in row]
+    results = {select(row, ROW_KEYS): row for row in [*report['results'], *new]}
+    report['results'] = list(results.values())
     bad = [record['status'] for record in records.values() if record['status'] != 'ok']
-    for part, times in records.get('yardsticks', {}).get('seconds', {}).items():
-        work = records['yardsticks']['work'][part]
-        report['yardsticks'].setdefault(part, []).extend(work / t for t in times)
-    rates = {part: statistics.median(seen) for part, seen in report['yardsticks'].items()}
-    new = [derive(records[label], row, rates) for label, row in group.items() if 'L' in row]
-    kept = {key(row): row for row in (*report['results'], *new)}
-    report['results'] = list(kept.values())
-    bad += [f'not checked: {r["check"]}' for r in new if r.get('check', '%')[-1] != '%']
+    bad += [f'not checked: {r["check"]}' for r in new if not r.get('check', '%').endswith('%')]
     return '; '.join(bad) or 'ok'
 
 
-def run(config: dict, groups: dict[str, dict[str, dict]]) -> int:
-    """Measures what the report does not hold yet, group by group, the report written after each.
-    -> the exit status."""
-    start, begun, first = time.perf_counter(), 0, config['suite'] == 'first'
-    budget, goes_on = config['budget'] or math.inf, config['append'] or first
-    report = {'suite': config['suite'], **header(config)}
-    folder = re.sub('[^a-z0-9]+', '-', report['device'].lower()).strip('-')
-    path = config['out'] or os.path.join('results', folder, f'{config["suite"]}.json')
+# ---- the run ----
+
+
+def run_steps(config: dict, steps: dict[str, dict[str, dict]]) -> int:
+    """Measure what the report does not hold yet, step by step, and write it after each. Return the
+    exit status."""
+    start, first = time.perf_counter(), config['suite'] == 'first'
+    budget, continues = config['budget'] or math.inf, config['append'] or first
+    folder = re.sub('[^a-z0-9]+', '-', device_name(config['device']).lower()).strip('-')
+    path = config['out'] or os.path.join('out', 'bench', folder, f'{config["suite"]}.json')
     os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
-    report |= {'steps': {}, 'yardsticks': {}, 'results': []}
-    if goes_on and os.path.exists(path):
-        old, names = read_json(path), ('steps', 'yardsticks', 'results', 'command')
-        if not set(names) <= set(old):
-            fail(f'{path}: no report of bench.py: choose another --out')
-        for name in SAME:
-            if old.get(name) != report[name]:
-                was = f'{path}: {name} {old.get(name)!r}, not {report[name]!r}'
-                fail(f'{was}: choose another --out')
-        if report['command'] not in old['command']:
-            old['command'] += f'; {report["command"]}'
-        report |= {name: old[name] for name in names}
-    have = {key(row) for row in report['results'] if 'check' in row or not config['check']}
-    rows = {name: {key(x) for x in group.values() if 'L' in x} for name, group in groups.items()}
-    left = [name for name in groups if name not in report['steps'] or rows[name] - have]
+    report = open_report(config, path, continues)
+    rows = [row for row in report['results'] if 'check' in row or not config['check']]
+    have = {select(row, ROW_KEYS) for row in rows}
+    left = [
+        name
+        for name, step in steps.items()
+        if name not in report['steps']
+        or not {select(row, ROW_KEYS) for row in step.values() if 'L' in row} <= have
+    ]
+    total, started = len(left), 0
     while left:
         name, now = left[0], time.perf_counter() - start
-        if begun and now > budget - LEAST * first:
+        if started and now > budget - LEAST * first:
             break
         limit = LIMITS.get(name.split()[0], 150) if first else math.inf
-        cut = first and begun and now + limit > budget
-        records = measure(groups[name], config, start + (budget if cut else now + limit))
-        if cut and any('late' in record['status'] for record in records.values()):
+        is_cut = first and started > 0 and now + limit > budget
+        records = measure(steps[name], config, start + (budget if is_cut else now + limit))
+        if is_cut and any('late' in record['status'] for record in records.values()):
             break  # the next call gives it all its time
-        begun += name != 'yardsticks'
+        started += name != 'yardsticks'
         left.pop(0)
-        status, seconds = add(records, groups[name], report), time.perf_counter() - start
-        report['steps'][name] = {'status': status, 'seconds': seconds - now}
-        write(report, path)
-        done = f'{len(groups) - len(left)} of {len(groups)} done'
-        print(f'{name}: {status}; {done}, {seconds:.0f} s', flush=True)
-    print(f'\n{write(report, path)}\n{path}')
+        status, elapsed = add_records(report, steps[name], records), time.perf_counter() - start
+        report['steps'][name] = {'status': status, 'seconds': elapsed - now}
+        write_report(report, path)
+        done = total - len(left)
+        eta = datetime.timedelta(seconds=int(elapsed / done * len(left)))
+        print(f'{name}: {status}; {done} of {total} done, {elapsed:.0f} s, eta {eta}', flush=True)
+    print(f'\n{write_report(report, path)}\n{path}')
     if left:
-        again = ['python', 'bench.py', *sys.argv[1:], *(() if goes_on else ['--append=True'])]
-        print(f'\nbudget = {budget} s is used up, cells left: {len(left)}. To go on:')
+        again = ['python', *sys.argv, *([] if continues else ['--append=True'])]
+        print(f'\nbudget = {budget} s is used up; steps left: {len(left)}. To continue:')
         print(shlex.join(again))
     return int(first and any(step['status'] != 'ok' for step in report['steps'].values()))
 
 
-def run_suite(config: dict) -> int:
-    """config: the settings, with the device and dtype that were picked. -> the exit status."""
-    groups = plan(config)
-    rows = [row for group in groups.values() for row in group.values() if row['suite'] == 'train']
-    with tempfile.TemporaryDirectory() as folder:
-        if rows:  # a shard of random tokens, and a small one to validate on
-            V, size = rows[0]['V'], 33 * max(row['B'] * (row['T'] + 1) for row in rows)
-            tokenizer, rng = TOKENIZER[V], np.random.default_rng(0)
-            for index, n in enumerate((1000, size)):
-                write_shard(shard_path(folder, index), rng.integers(0, REAL_VOCAB[tokenizer], n))
-            meta = open_meta(folder, tokenizer=tokenizer, source='bench.py')
-            write_meta(folder, meta | {'finished': True})
-        return run({**config, 'data_dir': folder}, groups)
+def write_random_shards(folder: str, rows: list[dict]) -> None:
+    """Write random tokens for the language models of these rows, and a few to validate on."""
+    tokenizer, rng = TOKENIZERS[rows[0]['V']], np.random.default_rng(0)
+    # a shard gives every stream some windows
+    size = 33 * max(row['gpus'] * row['B'] * (row['T'] + 1) for row in rows)
+    for index, n in enumerate((1000 * rows[0]['gpus'], size)):
+        write_shard(shard_path(folder, index), rng.integers(0, REAL_VOCAB[tokenizer], n))
+    meta = open_meta(folder, tokenizer=tokenizer, source='bench.py')
+    write_meta(folder, {**meta, 'finished': True})
 
 
 def main() -> int:
+    """Measure the suite and return the exit status."""
     config = configure(globals())
+    if int(os.environ.get('RANK', '0')) > 0:
+        return 0  # the first rank starts and times the processes of all
+    world = int(os.environ.get('WORLD_SIZE', '1'))
+    if world > 1 and suite != 'train':
+        fail(f'suite = {suite!r}: runs on one GPU, without torchrun')
+    if world != int(os.environ.get('LOCAL_WORLD_SIZE', world)):
+        fail('torchrun --nnodes: bench.py measures one node')
+    if script and not os.path.exists(script):
+        fail(f'script = {script!r}: there is no such file')
+    device_ = pick_device(device, threads)
+    fp32 = device_ == 'cpu' and suite != 'sokoban'
+    amp = pick_dtype(dtype or ('float32' if fp32 else 'auto'), device_)
+    config.update(device=device_, dtype=str(amp).removeprefix('torch.'), world=world)
+    config.update(check=check or suite == 'first')
     try:
-        at = pick_device(device, threads)
-        wanted = dtype or ('float32' if at == 'cpu' and suite != 'sokoban' else 'auto')
-        config |= {'device': at, 'dtype': str(pick_dtype(wanted, at))[6:]}
-        return run_suite({**config, 'check': check or suite == 'first'})
-    except ValueError as error:
+        steps = plan_steps(config)
+    except ValueError as error:  # sizes that do not fit together
         fail(error)
+    rows = [row for step in steps.values() for row in step.values() if row['suite'] == 'train']
+    with tempfile.TemporaryDirectory() as folder:
+        if rows:
+            write_random_shards(folder, rows)
+        return run_steps({**config, 'data_dir': folder}, steps)
 
 
 if __name__ == '__main__':
-    run_script(main, 'interrupted: what was finished is written')
+    run_script(main, 'interrupted: finished steps are written')
