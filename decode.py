@@ -62,10 +62,11 @@ def finish(
     temperature: float,
     top_k: int,
     top_p: float,
+    config: object,
 ) -> tuple[Tensor, Tensor]:
     """Return logits (B, V) and the next tokens (B,) from the last layer's output s (B, D). noise =
     None: the likeliest tokens."""
-    logits = softcap(F.linear(head_input(s).to(head.dtype), head).to(s.dtype))
+    logits = softcap(F.linear(head_input(s, config).to(head.dtype), head).to(s.dtype))
     if noise is None:
         return logits, argmax(logits)
     return logits, sample(logits, noise, temperature, top_k, top_p)
@@ -194,7 +195,7 @@ class Decoder:
             if self.temperature:
                 noise = torch.empty_like(self.logits).exponential_(generator=self.generator)
             how = (self.temperature, self.top_k, self.top_p)
-            logits, token = finish(s, self.head, noise, *how)
+            logits, token = finish(s, self.head, noise, *how, self.config)
         if self.recurrent:
             self.s.copy_(s)
         self.logits.copy_(logits)

@@ -211,6 +211,6 @@ def step(
     return s
 
 
-def head_input(s: Tensor) -> Tensor:
+def head_input(s: Tensor, config: object) -> Tensor:
     """Return what the head reads of the last layer's output s (..., D)."""
     return norm(s)

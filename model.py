@@ -263,7 +263,7 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         z = norm(F.embedding(idx, self.embedding))
         with using(self.forms):
             s, state = self.hidden(z, state)
-        return head_input(s), state
+        return head_input(s, self.config), state
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, state: State | None = None

@@ -1,44 +1,70 @@
-"""The equations stand once: each patch of tests/hacks, of at most six lines in one file, is applied
-to a copy of the project, and there every path trains and decodes as the patched plain equations do,
-and not as the unpatched ones. --long compiles with Inductor."""
+"""A hack reaches every mode: each patch of tests/hacks is applied to a copy of the project, and
+there every mode trains and decodes as the patched plain mode does, and not as the unpatched one."""
 
+import functools
 import os
 import shutil
 import subprocess
 
-from conftest import start
+import conftest
 import pytest
-from test_train import ROOT
+from conftest import ROOT
 
 HACKS = {path.stem: path for path in sorted((ROOT / 'tests' / 'hacks').glob('?_*.patch'))}
 SETTINGS = {'a_max_aggregation': {'aggregation': 'max'}, 'g_max_convlstm': {'aggregation': 'max'}}
-plain = {}
+SHORT = ['b_swiglu', 'f_gated_state', 'g_max_convlstm', 'h_wider_state', 'i_expert_scale']
 
 
 def run(folder, what, settings, *options):
+    """Run tests/hacks/run.py on the copy in `folder`; return what it prints."""
     paths = os.pathsep.join([str(folder), str(ROOT / 'tests')])
-    env = os.environ | {'OMP_NUM_THREADS': '1', 'PYTHONPATH': paths}
     command = [ROOT / 'tests/hacks/run.py', *options, what, repr(settings)]
-    process = start(command, cwd=folder, env=env)
-    out, error = process.communicate()
-    assert process.returncode == 0, out + error[-4000:]
-    assert out.endswith('all paths agree\n'), out
-    return out
+    done = conftest.run(command, cwd=folder, env=os.environ | {'PYTHONPATH': paths})
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert done.stdout.endswith('all modes agree\n'), done.stdout
+    return done.stdout
+
+
+def copy_project(folder):
+    for file in ROOT.glob('*.py'):
+        shutil.copy(file, folder)
+
+
+@functools.cache
+def unpatched(what, *options):
+    return run(ROOT, what, {}, *options)
+
+
+def apply(hack, folder):
+    copy_project(folder)
+    subprocess.run(['git', 'apply', str(HACKS[hack])], cwd=folder, check=True)
 
 
 @pytest.mark.parametrize('hack', HACKS)
-def test_every_path_follows_a_patch(tmp_path, hack, request):
-    lines, long = HACKS[hack].read_text().splitlines(), request.config.getoption('--long')
-    for sign in '+-':
-        heads = [line.startswith(3 * sign + ' ') for line in lines]
-        assert sum(heads) == 1 and sum(line[0] == sign for line in lines) <= 7, 'six lines, a file'
-    if hack in ('c_gelu', 'e_z_loss') and not long:
-        pytest.skip('--long: of its kind the short form has b_swiglu, and f_gated_state')
-    options, what = ['--inductor'] * long, 'agents' if 'convlstm' in hack else 'model'
-    for file in ROOT.glob('*.py'):
-        shutil.copy(file, tmp_path)
-    if what not in plain:
-        plain[what] = run(tmp_path, what, {}, *options)
-    subprocess.run(['git', 'apply', str(HACKS[hack])], cwd=tmp_path, check=True)
+def test_every_mode_follows_a_hack(tmp_path, hack, request):
+    """The short form leaves some hacks out; --long compiles with Inductor."""
+    long = request.config.getoption('--long')
+    if hack not in SHORT and not long:
+        pytest.skip('--long runs it')
+    options, what = ['--inductor'] * long, 'agents' if 'convlstm' in hack else 'models'
+    apply(hack, tmp_path)
     found = run(tmp_path, what, SETTINGS.get(hack, {}), *options)
-    assert found != plain[what]  # it is another model
+    assert found.splitlines()[0] != unpatched(what, *options).splitlines()[0]  # another model
+
+
+@pytest.mark.parametrize('hack', ['e_z_loss', 'i_expert_scale', 'h_wider_state'])
+def test_triton_forms_never_drop_a_hack(tmp_path, hack):
+    """A form whose functions were edited is not used, and the others compute the edited model."""
+    pytest.importorskip('triton', reason='triton is not installed')
+    apply(hack, tmp_path)
+    assert run(tmp_path, 'triton', {}) != unpatched('triton')
+
+
+def test_a_z_loss_changes_training_and_not_validation(tmp_path):
+    apply('e_z_loss', tmp_path)
+    found, expected = (
+        dict(line.split(' ', 1) for line in text.splitlines() if ' ' in line)
+        for text in (run(tmp_path, 'validate', {}), run(ROOT, 'validate', {}))
+    )
+    assert found['validation'] == expected['validation']
+    assert found['training'] != expected['training']

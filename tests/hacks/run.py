@@ -1,28 +1,32 @@
-"""In a copy of the project with a patch in it: three updates of every path beside the patched plain
-equations, in float64, and decoding beside them. python run.py [--inductor] model|agents
-'{settings}'. Prints the plain losses."""
+"""Run every mode in a copy of the project to which a patch was applied: three updates and decoding,
+compared with the plain mode in float64; Triton forms by the interpreter in fp32.
+
+python run.py [--inductor] models|agents|triton|validate '{settings}'
+
+Prints the losses of the plain mode, for the test to tell patched from unpatched."""
 
 import ast
 import functools
+import os
 import sys
+
+if 'triton' in sys.argv:
+    os.environ['TRITON_INTERPRET'] = '1'
 
 import torch
 from reference import assert_close, make, tokens
+from test_model import MODES, fake_graphed, set_mode
 
+import cache
 import kernels
-import sample
 import unroll
 from convlstm import AgentConfig, build_agent
+from decode import Decoder
 from model import GPT, RecurrentGPT
 
 
-def trained(model, loss_of, path, updates=3):
-    """Loss of each update and gradients of the last."""
-    if hasattr(model.config, 'mode'):  # an agent
-        model.config.mode = 'plain' if path == 'plain' else 'fast'
-        kernels.fused.enabled = path == 'compiled'
-    else:
-        model.config.path = path
+def train(model, loss_of, updates=3):
+    """Return the loss of each update and the gradients of the last."""
     optimizer, losses = torch.optim.Adam(model.parameters(), lr=1e-2), []
     for i in range(updates):
         loss = loss_of(model, i)
@@ -34,52 +38,95 @@ def trained(model, loss_of, path, updates=3):
     return losses, grads
 
 
-def same(found, expected, what):
-    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-9, msg=lambda x: f'{what}: {x}')
+def assert_same(found, expected, what, rtol=1e-8, atol=1e-9):
+    message = functools.partial('{}: {}'.format, what)
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, msg=message)
+
+
+def train_stream(model):
+    """Train on three chunks of a stream."""
+    state = None
+
+    def loss_of(model, i):
+        nonlocal state
+        x, y = tokens(2, 7, seed=i), tokens(2, 7, seed=i + 10)
+        loss, state = model(x, y, state)
+        return loss.objective
+
+    return train(model, loss_of)
 
 
 def models(settings):
-    def loss_of(model, i):
-        nonlocal state
-        loss, state = model(tokens(2, 7, seed=i), tokens(2, 7, seed=i + 10), state if i else None)
-        return loss
-
+    unroll.graphed, unroll.can_capture, cache.BLOCK = fake_graphed, lambda x: True, 3
     for sizes in ({'n_expert': 3}, {'n_expert': 3, 'share_kv': False, 'n_layer': 1}):
-        state, found = None, {}
-        for path in ('plain', 'fast', 'compiled'):
+        found = {}
+        for mode in MODES:
             model = make(RecurrentGPT, **sizes | settings)
-            found[path] = trained(model, loss_of, path)
-            same(found[path], found['plain'], path)
+            set_mode(model, mode)
+            found[mode] = train_stream(model)
+            assert_same(found[mode], found['plain'], mode)
         print(*found['plain'][0])
-        decode(model, tokens(2, 11))
-    model, x = make(GPT, n_expert=2, **settings), tokens(2, 6)
-    of_both = {'levels.0.a', 'levels.0.b', *dict(model.named_parameters())}
-    if not found['plain'][1].keys() <= of_both:
-        return  # a patch of the recurrent model alone
-    compiled = trained(model, lambda model, i: model(x, x)[0], 'compiled')
-    model = make(GPT, n_expert=2, **settings)
-    same(compiled, trained(model, lambda model, i: model(x, x)[0], 'fast'), 'GPT')
-    decode(model, tokens(2, 11))
+        check_decoder(model)
+    x, sizes = tokens(2, 6), {'n_expert': 2, **settings}
+    if not found['plain'][1].keys() <= {'layers.0.a', 'layers.0.b', *names_of(make(GPT, **sizes))}:
+        return  # the patch is of the recurrent model alone
+    found = {}
+    for mode in ('fast', 'compiled'):
+        model = make(GPT, **sizes)
+        set_mode(model, mode)
+        found[mode] = train(model, lambda model, i: model(x, x)[0].objective)
+    assert_same(found['compiled'], found['fast'], 'GPT')
+    check_decoder(model)
 
 
-def decode(model, x):
-    model.config.path = 'plain'
+def names_of(model):
+    return dict(model.named_parameters())
+
+
+def check_decoder(model):
+    set_mode(model, 'plain')
+    x = tokens(2, 11)
     with torch.no_grad():
         expected, _ = model(x, state=model.init_state(2))
-    for compile in (False, True):
-        decoder = sample.Decoder(model, 2, compile=compile)
+    for kernels.fused.enabled in (False, True):
+        decoder = Decoder(model, 2)
         for t in range(x.size(1)):
             decoder.step(x[:, t])
             assert_close(decoder.logits, expected[:, t], what=f'decoder, token {t}')
+
+
+def triton(settings):
+    """Compare training with all Triton forms enabled, in fp32, with the plain mode."""
+    kernels.triton_module()
+    cache.BLOCK, cache.GROUP = 4, 3
+    found = {}
+    for forms in (frozenset(), frozenset({'attention', 'experts', 'loss'})):
+        model = make(RecurrentGPT, dtype=torch.float32, n_expert=3, n_embd=24, n_head=2, **settings)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.7)  # the rounding of fp32 stays small
+        model.forms = forms
+        found[bool(forms)] = train(model, lambda model, i: model(*tokens(2, 2, 7))[0].objective, 1)
+    assert_same(found[True], found[False], 'Triton forms', rtol=1e-3, atol=1e-4)
+    print(*found[False][0])
+
+
+def validate(settings):
+    model, x = make(RecurrentGPT, **settings), tokens(2, 6)
+    print('training', model(x, x)[0].objective.item())
+    with torch.no_grad():
+        print('validation', model(x, x)[0].objective.item())
 
 
 def agents(settings):
     for arch, residual in (('convlstm', 'expert'), ('convglu', 'expert'), ('convglu', 'shared')):
         sizes = {'arch': arch, 'residual': residual, 'n_layer': 2, 'n_expert': 3, 'n_embd': 8}
         found = {}
-        for path in ('plain', 'fast', 'compiled'):
+        for mode in ('plain', 'fast', 'compiled'):
             torch.manual_seed(0)
             agent = build_agent(AgentConfig(head_dim=16, **sizes, **settings)).double()
+            agent.config.mode = 'plain' if mode == 'plain' else 'fast'
+            kernels.fused.enabled = mode == 'compiled'
             obs = torch.randint(5, (3, 2, 10, 10, 2), dtype=torch.uint8)
             # the first steps start episodes, and so does a step inside the unroll, on one board
             start = torch.tensor([[True, True], [False, True], [False, False]])
@@ -88,8 +135,8 @@ def agents(settings):
                 logits, value, _ = agent(obs, start, agent.init_state(2))
                 return logits.square().mean() + (value - i).square().mean()
 
-            found[path] = trained(agent, loss_of, path)
-            same(found[path], found['plain'], path)
+            found[mode] = train(agent, loss_of)
+            assert_same(found[mode], found['plain'], mode)
         print(*found['plain'][0])
 
 
@@ -97,10 +144,9 @@ if __name__ == '__main__':
     torch.set_num_threads(1)
     *options, what, settings = sys.argv[1:]
     if not options:  # Inductor's C++ compiler takes minutes; what it is given is the same
-        compile = torch.compile
-        torch.compile = lambda f, **more: compile(f, **more | {'backend': 'aot_eager'})
-        once = functools.cache(lambda f: torch.compile(f, fullgraph=True, dynamic=False))
-        for module in (kernels, unroll, sample):
-            module.compiled = once
-    {'model': models, 'agents': agents}[what](ast.literal_eval(settings))
-    print('all paths agree')
+        kernels.compiled = functools.cache(
+            lambda f, pdl: torch.compile(f, backend='aot_eager', fullgraph=True, dynamic=False)
+        )
+    run = {'models': models, 'agents': agents, 'triton': triton, 'validate': validate}[what]
+    run(ast.literal_eval(settings))
+    print('all modes agree')
