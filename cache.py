@@ -16,11 +16,13 @@ per expert, K head size, W attention window, S slots.
 import functools
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from kernels import Heads, fused, rope_table, rotate, to_cache_heads, to_experts, window_mask
 
@@ -177,6 +179,34 @@ class WindowAttention(torch.autograd.Function):
 # ---- Sequence: whole sequences at once ---------------------------------------------------------
 
 
+class Band(NamedTuple):
+    """What each new token sees of W cached and T new slots (window_mask), as flex_attention takes
+    it: blocks outside the window are skipped."""
+
+    blocks: BlockMask  # slots t + 1 .. t + W
+    first: Tensor  # (B,): the first filled slot
+
+
+@functools.cache
+def band_blocks(T: int, W: int, device: torch.device) -> BlockMask:
+    def seen(b, h, t, slot):
+        return (slot > t) & (slot <= t + W)
+
+    return create_block_mask(seen, None, None, T, W + T, device)
+
+
+def band_attention(q: Tensor, k: Tensor, v: Tensor, band: Band) -> Tensor:
+    """Sliding-window attention by a kernel that costs O(T W); compiled callers on a GPU only."""
+
+    def filled(score, b, h, t, slot):
+        return torch.where(slot >= band.first[b], score, -math.inf)
+
+    gqa = q.size(1) != k.size(1)
+    return flex_attention(
+        q, k, v, score_mod=filled, block_mask=band.blocks, scale=1.0, enable_gqa=gqa
+    )
+
+
 @dataclass
 class Sequence:
     """Keys and values of one layer over whole sequences: the cache of layer.layer in GPT."""
@@ -185,7 +215,7 @@ class Sequence:
     T: int
     heads: Heads
     past: tuple[Tensor, Tensor] | None  # cached keys, rotated, and values (B, C, W, K)
-    mask: Tensor | None  # (B, 1, T, W + T) bool; None: causal
+    mask: Tensor | Band | None  # (B, 1, T, W + T) bool; None: causal
     new: tuple = field(default=(None, None))  # this chunk's keys, not rotated, and values
 
     def attend(self, q: Tensor, k: Tensor, unrotated: Tensor, v: Tensor) -> Tensor:
@@ -201,10 +231,12 @@ class Sequence:
         return y.permute(1, 0, 3, 2, 4).reshape(self.heads.E, self.B * self.T, -1)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Band | None) -> Tensor:
     """Causal (mask = None) or masked attention without scaling: q (B, A, T, K), k and v (B, C, S,
     K), A / C query heads per key-value head -> (B, A, T, K)."""
     (B, A, T, K), C = q.shape, k.size(1)
+    if isinstance(mask, Band):
+        return band_attention(q, k, v, mask)
     sdpa = functools.partial(
         F.scaled_dot_product_attention,
         attn_mask=mask,

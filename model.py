@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import common
-from cache import BLOCK, GROUP, Sequence
+from cache import GROUP, Band, Sequence, band_blocks
 from hub import PublishedModel
 from kernels import (
     Heads,
@@ -35,7 +35,6 @@ from kernels import (
     norm,
     rope_table,
     rotate,
-    rows_per_slice,
     softcap,
     using,
     window_mask,
@@ -450,7 +449,11 @@ class GPT(LanguageModel):
         c, (B, T, _), dtype = self.config, z.shape, compute_dtype(z)
         past = 0 if state is None else c.window
         cos, sin = rope_table(past + T, c.head_dim, z)
-        mask = None if state is None else window_mask(state.count, T, c.window)
+        mask = None
+        if state is not None and z.is_cuda and fused.enabled:
+            mask = Band(band_blocks(T, c.window, z.device), c.window - state.count)
+        elif state is not None:
+            mask = window_mask(state.count, T, c.window)
         s = z.clone()  # not z itself, or torch.compile would trace the first layer separately
         new_k, new_v = [], []
         with torch.autocast(z.device.type, enabled=False):  # layer.py casts explicitly
@@ -474,7 +477,7 @@ def sequence_layer(
     cos: Tensor,
     sin: Tensor,
     cached: tuple[Tensor, Tensor] | None,
-    mask: Tensor | None,
+    mask: Tensor | Band | None,
     heads: Heads,
     config: ModelConfig,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -499,65 +502,6 @@ def sequence_layer(
         for old, new in zip(cached, cache.new, strict=True)
     )
     return s, k, v
-
-
-def memory(
-    config: ModelConfig,
-    recurrent: bool,
-    batch: tuple[int, int],
-    dtype: torch.dtype,
-    device: str,
-    whole: bool,
-) -> dict[str, float]:
-    """Bytes that a training run needs on one device, by what they are for; their sum is the most it
-    holds at a time.
-
-    batch: rows of a micro-batch and of all of a rank's; dtype: of products; device: 'cpu' or
-    'cuda'; whole: a micro-batch is one CUDA graph, whose memory validation cannot use. Tensors are
-    counted; what is fresh for a moment is rounded up, so that results/modelled/memory.md's peaks
-    are met or passed by a few percent. Path 'plain' holds more."""
-    c, (rows, streams), size = config, batch, dtype.itemsize
-    L, E, D, W, T = c.n_layer, c.n_expert, c.n_embd, c.window, c.block_size
-    matrices, table = (
-        L * E * (2 * D * (c.n_head + c.n_kv_head) * c.head_dim + 8 * D**2),
-        2 * c.vocab_size * D,
-    )
-    logits = rows_per_slice(rows * T, c.vocab_size, device) * c.vocab_size
-    need = {
-        'weights': 4 * (matrices + table),
-        'gradients': 4 * (matrices + table),
-        'optimizer': 4 * matrices + 8 * table,
-        # copies in dtype, gradients of one micro-batch
-        'fresh': 8 * matrices + 6 * table + 8 * logits,
-        # CUDA's own and NCCL's: assumed; Python's and torch's
-        'libraries': 1e9 if device == 'cuda' else 5e8,
-    }
-    own = c.n_kv_head if recurrent and c.share_kv else E * c.n_kv_head
-    cache = 2 * L * own * W * c.head_dim * size  # a row's keys and values
-    # tokens of a block; of a validation's chunk (train_lm.evaluate)
-    n, t = min(T, BLOCK), min(T, EVAL_CHUNK)
-    if recurrent:
-        need['state'] = cache * (streams + rows * (rows < streams))
-        # tokens and blocks that are kept for the backward: where blocks are graphs, they run again
-        every = whole or device == 'cpu'
-        tokens, kept = (T, -(-T // n)) if every else (n, 1)
-        # of a chunk (between blocks also its gradients'); of its blocks that are kept, of one's
-        # gradients, the new ones, what is fresh, and what a block's graphs read and write
-        slots = (W + T) * (3 if T > n or not every else 1)
-        slots += (W + n) * (1.5 * kept + (6 if every else 7))
-        # of a token: what the backward reads and leaves for weights, of a level's weights once more
-        token = L * D * (16 * E * size + 12) + 9 * E * D * size
-        # attention's weights: fresh ones, and those that a graph of several blocks keeps
-        weights = (16 + (tokens - n) * whole) * L * E * c.n_head * (W + n) * size
-        need['chunk'] = rows * (cache * slots / W + tokens * token + weights + 40 * T * D)
-        validation = rows * cache * ((W + t) / W + 3 * (W + n) / W)
-    else:
-        need['chunk'] = rows * T * D * (L * (17 * E * size + 8) + 40)
-        validation = rows * (2 * cache + E * t * (76 * D + 13 * c.n_head * (W + t)))
-    validation += 16 * logits
-    if not whole:  # it runs in the training's memory, but for its buffers
-        validation = max(validation / 2 * (device == 'cuda'), validation - need['chunk'])
-    return {**need, 'validation': validation}
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from conftest import ROOT
 
 HACKS = {path.stem: path for path in sorted((ROOT / 'tests' / 'hacks').glob('?_*.patch'))}
 SETTINGS = {'a_max_aggregation': {'aggregation': 'max'}, 'g_max_convlstm': {'aggregation': 'max'}}
-SHORT = ['b_swiglu', 'f_gated_state', 'g_max_convlstm', 'h_wider_state', 'i_expert_scale']
+SHORT = ['b_swiglu', 'f_gated_state', 'g_max_convlstm', 'h_wider_state']
 
 
 def run(folder, what, settings, *options):
@@ -52,7 +52,7 @@ def test_every_mode_follows_a_hack(tmp_path, hack, request):
     assert found.splitlines()[0] != unpatched(what, *options).splitlines()[0]  # another model
 
 
-@pytest.mark.parametrize('hack', ['e_z_loss', 'i_expert_scale', 'h_wider_state'])
+@pytest.mark.parametrize('hack', ['e_z_loss', 'i_expert_scale'])
 def test_triton_forms_never_drop_a_hack(tmp_path, hack):
     """A form whose functions were edited is not used, and the others compute the edited model."""
     pytest.importorskip('triton', reason='triton is not installed')

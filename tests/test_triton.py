@@ -1,8 +1,9 @@
-"""
-The Triton kernels in the unroll, and the choice between them and the model's own pieces. Without a
-GPU: under Triton's interpreter, in fp32, and compiled for an H100 without running, each in a
-process of its own (the interpreter must be chosen before anything imports triton). test_gpu.py has
-them in bf16. `python tests/test_triton.py 8,128,256` prints what each kernel takes of an H100.
+"""Triton forms in training, and the choice between them and the functions they replace.
+
+Without a GPU the kernels run in Triton's interpreter, in fp32, and are compiled for an H100 without
+running, each in a process of its own, because the interpreter must be chosen before anything
+imports triton. test_gpu.py runs them in bf16. `python tests/test_triton.py 8,128,256` prints what
+each kernel takes of an H100.
 """
 
 import math
@@ -21,13 +22,16 @@ import torch
 triton = pytest.importorskip('triton', reason='triton is not installed: its kernels are not tested')
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / 'tests')]
-from reference import assert_close, edit_equations, make  # noqa: E402
+from reference import assert_close, make  # noqa: E402
 from test_model import compare, no_memory_kept  # noqa: E402, F401  a fixture
 
+import cache  # noqa: E402
 import kernels  # noqa: E402
+import layer  # noqa: E402
 import model as model_file  # noqa: E402
 import triton_kernels as tk  # noqa: E402
 import unroll  # noqa: E402
+from decode import Decoder  # noqa: E402
 
 interpreted = pytest.mark.skipif(
     os.environ.get('TRITON_INTERPRET') != '1',
@@ -53,15 +57,12 @@ def test_in_a_process_with_the_interpreter():
     assert 'passed' in printed and 'skipped' not in printed, printed[-4000:]
 
 
-# ---- the unroll with kernels in it ----
+# ---- training with Triton forms ----
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The wrappers, watched. What else would be compiled runs as it is."""
-    for where in (unroll, kernels, tk):
-        monkeypatch.setattr(where, 'compiled', lambda f: f)
-    monkeypatch.setattr(kernels, 'loss_by_triton', lambda *sizes: True)
+    """Watch the functions that launch kernels."""
     names = 'window_attention window_attention_backward product norm_sum cross_entropy'
     mocks = {name: Mock(wraps=getattr(tk, name)) for name in names.split()}
     for name, mock in mocks.items():
@@ -88,20 +89,19 @@ CASES = """
 @interpreted
 @pytest.mark.parametrize('case', CASES.strip().splitlines())
 def test_unroll_is_the_reference(monkeypatch, calls, case):
-    """Windows empty, full, between; heads of all layouts; one kernel alone too: what it gets from
-    the model's own pieces may lie otherwise in memory."""
+    """Windows empty, full and in between; heads of all layouts; forms together and one alone."""
     heads, sizes, aggregation, own, names = case.split()
     (E, G, R, K, W), (B, T, block, group) = ([int(n) for n in x.split(',')] for x in (heads, sizes))
-    monkeypatch.setattr(unroll, 'BLOCK', block)
-    monkeypatch.setattr(unroll, 'GROUP', group)
-    monkeypatch.setattr(unroll, 'choose', lambda *_: frozenset(names.split(',')))
+    monkeypatch.setattr(cache, 'BLOCK', block)
+    monkeypatch.setattr(cache, 'GROUP', group)
     sizes = {'n_expert': E, 'n_embd': G * R * K, 'n_head': G * R, 'n_kv_head': G, 'window': W}
     sizes |= {'aggregation': aggregation, 'share_kv': own == 'False', 'n_layer': 1}
     model = make(model_file.RecurrentGPT, 7, torch.float32, **sizes)
+    model.forms = frozenset({'loss', *names.split(',')})
     with torch.no_grad():
         for p in model.parameters():
-            p.mul_(0.7)  # fp32's own error stays small
-    compare(model, T, 2, 1 if B > 1 else None, ['compiled'], rtol=2e-5, B=B)
+            p.mul_(0.7)  # the rounding of fp32 stays small
+    compare(model, T, 2, 1 if B > 1 else None, ['fast'], rtol=2e-5, B=B)
     wanted = {'cross_entropy'}
     if 'attention' in names:
         wanted |= {'window_attention', 'window_attention_backward'}
@@ -110,44 +110,46 @@ def test_unroll_is_the_reference(monkeypatch, calls, case):
     assert {name for name, mock in calls.items() if mock.called} == wanted
 
 
-def asked(**changes):
-    """What the unroll of a small model asks `choose`: recipe, weights of a level."""
-    sizes = {'n_embd': 24, 'n_head': 2, 'n_kv_head': 1, 'n_expert': 3, **changes}
-    level = make(model_file.RecurrentGPT, dtype=torch.float32, **sizes).levels[0]
-    dtypes = torch.float32, torch.float32
-    return unroll.Recipe(model_file.token, level.rules(), *dtypes, True, False), level.weights()
+SMALL = {'n_embd': 24, 'n_head': 2, 'n_kv_head': 1, 'n_expert': 2}
 
 
-TRIALS = [({}, 5, 4), ({'share_kv': False, 'aggregation': 'softmax_l2'}, 3, 7)]
+def clock():
+    """Return a stand-in for cuda_seconds: every run is faster than the one before."""
+    times = iter(range(1000, 0, -1))
+    return lambda run: (run(), next(times))[1]
 
 
 @interpreted
-@pytest.mark.parametrize('changes, W, n', TRIALS, ids=str)
-def test_trials_agree(monkeypatch, calls, changes, W, n):
-    """What choose() measures: both ways the same, with gradients; compare() finds what is not."""
-    monkeypatch.setattr(unroll, 'GROUP', 3)
-    recipe, weights = asked(**changes)
-    trials = unroll.trials(recipe, weights, (2, 24, W, n))
-    assert set(trials) == {'attention', 'experts'}
-    monkeypatch.setattr(kernels, 'seconds_of', lambda run: (run(), 1.0)[1])
-    for run in trials.values():
-        for i, y in enumerate(run(False)):
-            assert y.norm() > 1e-3, f'{i}: nothing to compare'
-        assert kernels.compare(run)['difference'] < 1e-4
-    for name, kernel in (('attention', 'window_attention'), ('experts', 'norm_sum')):
-        right = getattr(tk, kernel)
-        with monkeypatch.context() as patch:
-            patch.setattr(tk, kernel, lambda *args, right=right: right(*args).mul_(1.1))
-            assert kernels.compare(trials[name])['difference'] > 0.05
-    edit_equations(monkeypatch)
-    for run in unroll.trials(recipe, weights, (2, 24, W, n)).values():
-        assert kernels.compare(run)['difference'] > 0.05
+def test_trials_agree(monkeypatch):
+    """What choose_forms measures: all forms agree, and one that is off by 10% is not used."""
+    monkeypatch.setattr(cache, 'GROUP', 2)
+    monkeypatch.setattr(model_file, 'GROUP', 2)
+    changes = {'n_layer': 1, 'share_kv': False, 'aggregation': 'softmax_l2'}
+    model = make(model_file.RecurrentGPT, dtype=torch.float32, **SMALL, **changes)
+    for trial, names in (
+        (model.trial(2), ('attention', 'experts', 'loss')),
+        (Decoder(model, 2).trial(), ('attention', 'experts')),
+    ):
+        assert kernels.choose_forms((*names, 'split'), trial, clock())[0] == {*names, 'split'}
+    for name in ('attention', 'experts'):
+        form = kernels.forms[name]
+        monkeypatch.setattr(form, 'triton', lambda *args, f=form.triton: 1.1 * f(*args))
+    chosen, lines = kernels.choose_forms(('attention', 'experts', 'loss'), model.trial(2), clock())
+    assert chosen == {'loss'}, lines
 
 
-def test_an_aggregation_that_the_kernels_do_not_know(monkeypatch):
-    assert tk.leave_of('max', 2, torch.zeros(())) is None
-    monkeypatch.setattr(tk, 'leave_of', lambda *_: None)
-    assert set(unroll.trials(*asked(), (2, 24, 3, 2))) == {'attention'}
+def test_forms_are_those_of_the_source():
+    """If this fails, a function that a form replaces was edited: see triton_kernels.REPLACES."""
+    found = {name: kernels.source_hash(functions) for name, functions in tk.REPLACES.items()}
+    assert found == tk.SOURCES
+
+
+def test_a_form_stands_in_only_for_the_source_it_was_written_for():
+    form, plain = kernels.Form(), lambda x: x + 1
+    form.register(plain, lambda x: True, replaces=(layer.norm,), source='0' * 16)
+    assert form.triton is None and 'edited' in form.problem
+    form.register(plain, lambda x: True, (layer.norm,), kernels.source_hash((layer.norm,)))
+    assert form.triton is plain
 
 
 # ---- loss ----
@@ -161,7 +163,7 @@ def test_cross_entropy(rows, V):
     logits[0, :2] = torch.tensor([1e4, -1e4])  # far beyond the cap
     logits[-1] -= 200  # all scores at the lower cap
     x = logits.double().requires_grad_()
-    want = model_file.losses(x, target)
+    want, _ = kernels.losses(x, target, None)
     (exact,) = torch.autograd.grad(want, x)  # a far score's is next to nothing
     loss, d = tk.cross_entropy(logits, target, 0.25)
     assert abs(loss.item() - want.item()) < 1e-4 * want
@@ -199,20 +201,26 @@ def report(cells):
         assert done.metadata.shared < 227 * 1024, 'an H100 has 227 KiB of shared memory a block'
         assert figures['STACK'] <= 16, 'registers spill'
 
-    jit.run, unroll.compiled, tk.compiled = compiled_only, *[lambda f, **_: f] * 2
+    jit.run = compiled_only
     with torch.device('meta'):
         for E, W, B in cells:
-            level, bf16 = model_file.Level(model_file.ModelConfig(n_expert=E), True), torch.bfloat16
-            equations, h = (model_file.token, level.rules()), level.rules().heads
-            recipe = unroll.Recipe(*equations, bf16, torch.float32, True, False)
-            for base in (), ('attention', 'experts', 'pdl'):  # then also 'split'
-                sizes = (B, 768, W, 9), frozenset(base)
-                for trial in unroll.trials(recipe, level.weights(), *sizes).values():
-                    trial(True)
-            qkv = torch.empty(B, 96, dtype=bf16)
-            ring = torch.empty(2, B * h.C, W, h.K, dtype=bf16).unbind(0)
-            place, rope = torch.empty(9, dtype=torch.int64), torch.empty(9)
-            tk.ring_attention(qkv, ring, place, rope, h)
+            config = model_file.ModelConfig(n_expert=E, n_layer=1, window=W)
+            model = model_file.RecurrentGPT(config)
+            heads, bf16 = model.heads, torch.bfloat16
+            place = cache.Place(B, W, heads.K, torch.float32, torch.device('meta'))
+            for ways in ((), ('pdl',), ('split', 'pdl')):
+                with kernels.using({'attention', 'experts', *ways}), torch.enable_grad():
+                    weights = model.layers[0].weights(B, bf16, unroll.DeferredLinear)
+                    slots = cache.Slots(9, W, torch.zeros(B).long(), heads, torch.float32, W)
+                    kv = torch.empty(2, B * heads.C, W, heads.K, dtype=bf16)
+                    window, s = cache.Window(slots, *kv), torch.empty(B, 768, requires_grad=True)
+                    slots.start_block(0)
+                    for angles in slots.angles:
+                        s = layer.layer(weights, s, s.detach(), *angles, window, config)
+                    s.sum().backward()
+                    rows = (model.layers[0].merged_qkv().size(0),)
+                    ring = cache.Ring(place, heads, *kv)
+                    tk.attend(torch.empty(B, *rows, dtype=bf16), None, None, ring)
         for dtype in (torch.bfloat16, torch.float32):
             logits, target = torch.empty(333, 50304, dtype=dtype), torch.empty(333).long()
             tk.cross_entropy(logits, target, 0.1)
@@ -228,68 +236,52 @@ def test_kernels_compile_for_an_h100_in_a_process():
 
 # ---- the choice ----
 
-FAST, SLOW = {True: 1e-6, False: 2e-6}, {True: 2e-6, False: 1e-6}
-CUDA, ERRORS = torch.device('cuda'), triton.runtime.errors
+
+EXACT = torch.tensor([1.0, 2.0, 3.0])
 
 
-def clock(mine=(1.0, 2.0, 3.0), times=FAST, error=None):
-    """A trial of given results and times; seconds_of reads the time of what ran last."""
-    memory = torch.zeros(3)
+def choose(results, seconds, names=('form',)):
+    """Choose among forms by trials that return results[names in use], or raise them; the function's
+    own results are 0.1% off."""
+    own = {frozenset(): EXACT * 1.001}
 
-    def trial(by_triton):
-        if by_triton and error is not None:
-            raise error
-        clock.now = times[by_triton]
-        return memory.copy_(torch.tensor(mine if by_triton else (1.0, 2.0, 3.0))), torch.ones(2)
+    def trial(exact):
+        result = EXACT if exact else {**own, **results}[kernels.enabled_forms()]
+        if isinstance(result, Exception):
+            raise result
+        return [result]
 
-    return trial
-
-
-@pytest.fixture
-def capturing(monkeypatch):
-    """Measuring as on a GPU; whether a capture is going on."""
-    monkeypatch.setattr(kernels, 'chosen', {})
-    monkeypatch.setattr(kernels, 'seconds_of', lambda run: (run(), clock.now)[1])
-    mock = Mock(return_value=False)
-    monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', mock)
-    return mock
+    return kernels.choose_forms(
+        names, trial, lambda run: (run(), seconds[kernels.enabled_forms()])[1]
+    )
 
 
-MEASURED = [  # a trial; is it chosen, and why not
-    ({}, True, ''),
-    ({'times': SLOW}, False, ''),
-    ({'mine': (1.0, 2.0, 3.05)}, True, ''),
-    ({'mine': (1.0, 2.0, 3.3)}, False, ''),
-    ({'mine': (1.0, 2.0, math.nan)}, False, ''),
-    ({'error': ERRORS.OutOfResources(3, 2, 'x')}, False, 'OutOfResources: out of resource'),
-    ({'error': RuntimeError('CUDA error\nmore')}, False, 'RuntimeError: CUDA error'),
+NONE, FORM = frozenset(), frozenset({'form'})
+FASTER, SLOWER = {NONE: 2.0, FORM: 1.0}, {NONE: 1.0, FORM: 2.0}
+CHOICES = [  # its result, seconds; is it used; what the line says
+    (EXACT * 1.002, FASTER, True, 'form: Triton form used'),
+    (EXACT * 1.002, SLOWER, False, 'not used'),
+    (EXACT * 1.01, FASTER, False, 'largest error 1.00%, without it 0.10%'),
+    (EXACT * math.nan, FASTER, False, 'not used'),
+    (triton.runtime.errors.OutOfResources(3, 2, 'x'), FASTER, False, 'not used: OutOfResources'),
+    (KeyError('gate'), FASTER, False, "not used: KeyError: 'gate'"),
+    (TypeError('unknown'), FASTER, False, 'not used: TypeError: unknown'),
 ]
 
 
-@pytest.mark.parametrize('trial, wins, reason', MEASURED, ids=str)
-def test_what_wins_is_chosen(capturing, trial, wins, reason):
-    """Faster and no more than 3% off; the reason is kept, and printed."""
-    trials = Mock(return_value={'attention': clock(**trial), 'experts': clock()})
-    for _ in range(2):  # measured once
-        found = kernels.by_triton(('key',), CUDA, trials)
-        assert found == {'experts'} | ({'attention'} if wins else set())
-    assert kernels.chosen['key',]['attention'].get('error', '').startswith(reason)
-    (line,) = kernels.chosen_lines()
-    assert line.startswith(f'attention: {"" if wins else "not "}taken (')
-    assert line.endswith('experts: taken (1 against 2 us, 0.0% apart)')
-    assert not kernels.by_triton(('key',), torch.device('cpu'), trials)
-    assert trials.call_count == 1
+@pytest.mark.parametrize('result, seconds, used, words', CHOICES, ids=str)
+def test_forms_that_agree_and_are_faster_are_used(result, seconds, used, words):
+    chosen, (line,) = choose({FORM: result}, seconds)
+    assert chosen == (FORM if used else NONE) and words in line
 
 
-def test_nothing_is_measured_during_a_capture(capturing):
-    """What was not measured then is, later; and what was measured serves captures. An error of
-    another kind is a bug."""
-    for now, found in ((True, set()), (False, {'x'}), (True, {'x'})):
-        capturing.return_value = now
-        assert kernels.by_triton(('key',), CUDA, lambda: {'x': clock()}) == found
-    capturing.return_value = False
-    with pytest.raises(ZeroDivisionError):
-        kernels.by_triton(('other',), CUDA, lambda: {'x': clock(error=ZeroDivisionError())})
+def test_forms_are_tried_beside_those_chosen_before():
+    both = frozenset({'form', 'second'})
+    results = {FORM: EXACT, both: EXACT}
+    chosen, _ = choose(results, {NONE: 3.0, FORM: 2.0, both: 1.0}, ('form', 'second'))
+    assert chosen == both
+    chosen, _ = choose(results, {NONE: 3.0, FORM: 2.0, both: 2.5}, ('form', 'second'))
+    assert chosen == FORM
 
 
 if __name__ == '__main__':

@@ -33,7 +33,10 @@ def train(model, loss_of, updates=3):
         optimizer.zero_grad()
         loss.backward()
         losses.append(loss.item())
-        grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        grads = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for name, p in model.named_parameters()
+        }
         optimizer.step()
     return losses, grads
 
@@ -143,6 +146,7 @@ def agents(settings):
 if __name__ == '__main__':
     torch.set_num_threads(1)
     *options, what, settings = sys.argv[1:]
+    torch._dynamo.config.recompile_limit = 256
     if not options:  # Inductor's C++ compiler takes minutes; what it is given is the same
         kernels.compiled = functools.cache(
             lambda f, pdl: torch.compile(f, backend='aot_eager', fullgraph=True, dynamic=False)
