@@ -39,7 +39,10 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-from configurator import configure, every, fail, run_script, write_json  # before torch
+from configurator import configure, every, fail, run_script, setup_process, write_json
+
+if __name__ == '__main__':
+    setup_process()  # before torch is imported
 
 import numpy as np
 import torch
@@ -49,8 +52,7 @@ from torch import Tensor, nn
 
 import common
 from convlstm import CELLS, PLANES, Agent, build_agent, load_agent
-from figures import draw_line, finish_figure, new_figure, percent_axis, save_figure, summarize
-from figures import write_table
+from figures import draw_line, finish_figure, new_figure, save_figure, summarize, write_table
 from sokoban import DELTA, FeatureRecorder, load_level_sets, plan_image, replay
 from sokoban import run_episodes, save_gif
 
@@ -460,12 +462,10 @@ def recall_figure(results: list[Result], title: str) -> None:
                     values.setdefault(row['step'], []).append(row['recall'])
             points = {step: summarize(x) for step, x in values.items()}
             draw_line(axes, points, i, '' if style else result.player.label, **style)
-    if any(row['probe'] == 'untrained 3x3' for result in results for row in result.rows):
-        axes.plot([], [], color='gray', ls=':', lw=1.2, label='untrained')
+    axes.plot([], [], color='gray', ls=':', lw=1.2, label='untrained')
     axes.plot([], [], color='gray', ls='--', lw=0.9, label='observation alone')
     axes.set(xlabel='environment step', ylabel='recall', ylim=(0, None))
     axes.xaxis.get_major_locator().set_params(integer=True)
-    percent_axis(axes.yaxis)
     save_figure(finish_figure(figure, title), out_dir, 'recall')
 
 

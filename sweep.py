@@ -54,14 +54,17 @@ from subprocess import DEVNULL, STDOUT, Popen
 from typing import NamedTuple
 
 from configurator import Mistake, configure, every, fail, first_line, read_argument, read_config
-from configurator import read_json, read_script, run_script, write_json, write_text  # before torch
+from configurator import read_json, read_script, run_script, setup_process, write_json, write_text
+
+if __name__ == '__main__':
+    setup_process()  # before torch is imported
 
 import numpy as np
 import torch
 from filelock import FileLock, Timeout
 
 import figures
-from common import CheckpointError, Stopper, commit, hold, need_packages, saved_in
+from common import CheckpointError, Stopper, commit, lock_folder, need_packages, saved_in
 from convlstm import AGGREGATIONS, AgentConfig, build_agent
 from data_fineweb import VOCAB, find_shards
 from figures import Row, read_log, run_value
@@ -78,7 +81,6 @@ seeds = 0                      # seeds per allocation; 0: agents 3, language mod
 tune = ''                      # 'learning_rate=0.02,0.04': the best value, chosen with seed 1
 base = ''                      # config file under all runs, or the recurrent ones; '': the plan's
 base_nonrecurrent = ''         # the same under the non-recurrent ones; '': base
-base_ff = ''                   # the former name of base_nonrecurrent, until the next release
 also = ''                      # further settings of every run, as in 'compile=True threads=1'
 script = ''                    # your copy of the trainer; '': train_lm.py or train_sokoban.py
 width = 1.0                    # multiplies all widths; L and E stay those of the full-size plan
@@ -109,6 +111,7 @@ RANGES = {
     'emit': ['', 'slurm', 'commands', 'markdown'],
     'table': [None, True, False, 'solve'],
 }
+RENAMED = {'base_ff': 'base_nonrecurrent'}  # old name: new name
 # -----------------------------------------------------------------------------
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -263,7 +266,7 @@ def base_config(model: str, recurrent: bool, budget: str) -> tuple[dict, list[st
     and the config files, which are looked for beside sweep.py too.
 
     Agents need no config file: the defaults of train_sokoban.py are the paper's."""
-    path = base if recurrent else base_nonrecurrent or base_ff or base
+    path = base if recurrent else base_nonrecurrent or base
     if not path and model == LM:
         kind = '' if recurrent else '_nonrecurrent'
         path = f'config/{budget.replace("-", "_")}{kind}_L2.py'
@@ -834,7 +837,7 @@ def start(row: Row, gpu: str, at_a_time: int) -> Running | None:
     lock = FileLock(folder / '.lock', blocking=False)
     try:
         lock.acquire()
-        hold(folder).close()  # a run whose sweep was killed is still at work
+        lock_folder(folder).release()  # a run whose sweep was killed is still at work
     except (Timeout, CheckpointError):
         lock.release()
         return None

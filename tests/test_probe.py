@@ -77,7 +77,7 @@ def test_targets_are_the_definition():
 # ---- probes and scores ----
 
 
-def random_steps(planted, S=200, C=8, seed=0):
+def random_steps(planted, S=120, C=8, seed=0):
     """Return steps whose features hold the class of their cell, or nothing; a fifth of the cells
     has each class. Beside them the untrained agent's features are noise and much larger."""
     rng = np.random.default_rng(seed)
