@@ -392,19 +392,25 @@ class Agent(nn.Module):
         core = sum(n for name, n in sizes.items() if not name.startswith(outside))
         return {'total': sum(sizes.values()), 'core': core}
 
+    def nominal_macs(self) -> int:
+        """Return the paper's cost of one step of one board in multiply-adds, L E C(d): every weight
+        of the core's 3x3 convolutions once per cell, at the recurrent agent's sizes for both kinds.
+        For a ConvLSTM C(d) = 9 (32 + 2d) 4d per cell, for a ConvGLU 9 d 2d."""
+        with torch.device('meta'):
+            paper = type(self)(replace(self.config, recurrent=True))
+        kernels = [p for name, p in paper.named_parameters() if p.dim() == 4 and name != 'encoder']
+        return CELLS * sum(p.numel() for p in kernels)
+
     def macs_per_step(self) -> dict[str, int]:
         """Return the multiply-adds of one step of one board, all derived from the model itself.
 
-        'nominal' is the paper's cost, L E C(d): every weight of the core's 3x3 convolutions once
-        per cell, at the recurrent agent's sizes for both kinds. For a ConvLSTM C(d) = 9 (32 + 2d)
-        4d per cell, for a ConvGLU 9 d 2d. 'executed', 'encoder' and 'head' are counted by torch's
-        FlopCounterMode in one step of this agent: 'executed' is the whole core."""
+        'nominal' is the paper's cost, see nominal_macs. 'executed', 'encoder' and 'head' are
+        counted by torch's FlopCounterMode in one step of this agent: 'executed' is the whole
+        core."""
         with torch.device('meta'):  # shapes only: nothing is computed
-            paper = type(self)(replace(self.config, recurrent=True))
             model = type(self)(self.config)
             obs = torch.zeros(1, SIZE, SIZE, 2, dtype=torch.uint8)
             start = torch.zeros(1, dtype=torch.bool)
-        kernels = [p for name, p in paper.named_parameters() if p.dim() == 4 and name != 'encoder']
         compiles, fused.enabled = fused.enabled, False  # the counter sees eager operations
         try:
             with torch.no_grad():
@@ -415,7 +421,7 @@ class Agent(nn.Module):
                 macs.append(count_macs(lambda: model.head(s)))
         finally:
             fused.enabled = compiles
-        nominal = CELLS * sum(p.numel() for p in kernels)
+        nominal = self.nominal_macs()
         return {'nominal': nominal, 'executed': macs[1], 'head': macs[2], 'encoder': macs[0]}
 
 

@@ -334,7 +334,7 @@ def cost_of_cell(row: Row) -> Cost:
             if not row.is_text:
                 agent = build_agent(AgentConfig(**sizes))
                 state = sum(x.numel() for x in agent.init_state(config['n_envs']))
-                macs = float(agent.macs_per_step()['nominal'])
+                macs = float(agent.nominal_macs())
                 return Cost(macs, 2 * macs, agent.num_params()['total'], state)
             c = ModelConfig(**sizes, vocab_size=VOCAB[config['tokenizer']])
             model = build_model(c, row.recurrent)
