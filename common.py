@@ -179,18 +179,6 @@ class Gradients:
         return torch.nn.utils.get_total_norm(self.views)
 
 
-def sum_over_ranks(model: torch.nn.Module, extra: torch.Tensor) -> torch.Tensor:
-    """Sum gradients and the vector `extra` over ranks in one message; return the sum of extra."""
-    if not dist.is_initialized():
-        return extra
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    flat = torch.cat([*(grad.flatten() for grad in grads), extra])
-    dist.all_reduce(flat)
-    *parts, extra = flat.split([*(grad.numel() for grad in grads), len(extra)])
-    torch._foreach_copy_(grads, [part.view_as(g) for part, g in zip(parts, grads, strict=True)])
-    return extra
-
-
 # ---- the device ----
 
 
