@@ -775,8 +775,5 @@ def main() -> None:
     print('\n'.join(compare_solve_rates(folders)))
 
 
-save = save_figure  # the name that train_sokoban.py still uses
-
-
 if __name__ == '__main__':
     run_script(main)
