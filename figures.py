@@ -276,6 +276,7 @@ def new_figure(columns: int, height: float = 2.8, sharey: bool = True, width: fl
 def set_title(figure: 'Figure', title: str, note: str = '') -> None:
     """Set the figure's title, and below it a note on a line of its own, wrapped to its width."""
     limit = 0.96 * figure.bbox.width
+    title = title.replace(' = ', '\xa0=\xa0')  # 'L = 2' stays on one line
     for characters in range(int(18 * figure.get_figwidth()), 8, -2):
         lines = textwrap.wrap(title, characters) + textwrap.wrap(note, characters)
         text = figure.suptitle('\n'.join(lines))
@@ -772,25 +773,6 @@ def main() -> None:
     if not folders:
         fail(f'solve_rates = {solve_rates!r}: name folders of runs of train_sokoban.py')
     print('\n'.join(compare_solve_rates(folders)))
-
-
-# The names until the scripts that import them have moved to the new ones.
-new, finish, save, line, summary, value = (
-    new_figure,
-    finish_figure,
-    save_figure,
-    draw_line,
-    summarize,
-    run_value,
-)
-cells, groups, best, without, at_best = (
-    summarize_cells,
-    group_by,
-    best_cell,
-    without_setting,
-    runs_at_best,
-)
-draw, tables, solve_table = draw_plan, write_value_tables, write_solve_table
 
 
 if __name__ == '__main__':

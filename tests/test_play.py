@@ -261,14 +261,13 @@ def test_a_damaged_export_is_named(folder, capfd, monkeypatch, name, content):
 
 
 def test_the_shipped_agent_solves_easy_levels_and_has_plans():
-    """Of 200 levels it solves more than 75%, greedily and with sampled actions; a random policy
-    solves 10 to 50%."""
+    """It solves 98% of many levels, greedily and with sampled actions; a random policy 20%."""
     configure(vars(play_sokoban), [f'--out_dir={ROOT}/pretrained/sokoban'], quiet=True)
     agent, about, _ = convlstm.load_agent(play_sokoban.out_dir, 'best', 'cpu')
-    levels = generate(200, about['n_boxes'], 5, about['max_moves'])[0]
-    assert sokoban.evaluate(agent, levels, 'cpu')['solve_rate'] > 0.75
-    assert sokoban.evaluate(agent, levels, 'cpu', seed=1)['solve_rate'] > 0.75
-    assert 0.1 < sokoban.evaluate(sokoban.RANDOM, levels, 'cpu', seed=1)['solve_rate'] < 0.5
+    levels = generate(60, about['n_boxes'], 5, about['max_moves'])[0]
+    assert sokoban.evaluate(agent, levels, 'cpu')['solve_rate'] > 0.8
+    assert sokoban.evaluate(agent, levels, 'cpu', seed=1)['solve_rate'] > 0.8
+    assert sokoban.evaluate(sokoban.RANDOM, levels, 'cpu', seed=1)['solve_rate'] < 0.5
     game = play_sokoban.play_level(agent, levels, 0, 'cpu')
     assert game.plans.shape == (len(game.boards), 10, 10) and (game.plans >= 0).any()
     assert game.outcome.startswith('level 0, ')
