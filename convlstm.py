@@ -44,13 +44,10 @@ observations are known; and `DeferredConv` computes a weight's gradient by one c
 unroll.
 """
 
-import json
 import math
 import os
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
-
-from configurator import write_json
 
 import torch
 import torch.nn.functional as F
@@ -60,6 +57,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import common
 from common import BEST, CONFIG, WEIGHTS
+from hub import CARD, PublishedModel, training_command
 from kernels import EPS, fused, gate_weights
 
 AGGREGATIONS = ('sqrt_sum', 'mean', 'softmax_mean', 'softmax_l2')
@@ -81,6 +79,8 @@ CHOICES = {
 }
 
 State = tuple[Tensor, ...]
+
+PROBE = 'probe.safetensors'  # beside an export: a plan probe of probe_sokoban.py
 
 
 @dataclass
@@ -277,7 +277,7 @@ def normal(*shape: int, fan_in: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(*shape) / math.sqrt(fan_in))
 
 
-class Agent(nn.Module):
+class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
     """Encoder, aggregation, head and unroll. A subclass adds the core:
 
     init_state(B)  zero state for B boards, a tuple of tensors (B, ...), empty if nothing is carried
@@ -423,6 +423,42 @@ class Agent(nn.Module):
             fused.enabled = compiles
         nominal = self.nominal_macs()
         return {'nominal': nominal, 'executed': macs[1], 'head': macs[2], 'encoder': macs[0]}
+
+    # saved agents (hub.py)
+
+    KIND = 'arch'
+    DERIVED = (PROBE,)
+
+    @classmethod
+    def build(cls, about: dict) -> 'Agent':
+        """Return an agent for the entries of a config.json. Raises KeyError or ValueError if they
+        describe none."""
+        config = AgentConfig(**{name: about[name] for name in SIZES})
+        common.check_model(build_agent, config)
+        return build_agent(config)
+
+    def entries(self) -> dict:
+        """Return the entries of config.json that rebuild this agent."""
+        return {name: getattr(self.config, name) for name in SIZES}
+
+    def describe(self, about: dict) -> dict:
+        """Return the fields of the model card (hub.MODEL_CARD)."""
+        c, name = self.config, type(self).__name__
+        kind = 'recurrent' if c.recurrent else 'non-recurrent'
+        parameters = sum(p.numel() for p in self.parameters())
+        score = about.get('score')
+        if score is None and about.get('best') is not None:
+            score = f'best mean return of an evaluation {about["best"]:.2f}'
+        return {
+            'title': f'Parallel Experts: {kind} {name} agent, L = {c.n_layer}, E = {c.n_expert}',
+            'summary': f'A {kind} {name} that plays Sokoban: L = {c.n_layer} layers, '
+            f'E = {c.n_expert} experts per layer, width D = {c.n_embd}, {parameters:,} parameters.',
+            'score': score,
+            'step': about.get('step'),
+            'command': about.get('command'),
+            'usage': "from convlstm import Agent\n\nagent = Agent.from_pretrained('FOLDER')",
+            'sizes': self.entries(),
+        }
 
 
 def count_macs(run) -> int:
@@ -574,20 +610,9 @@ def build_agent(config: AgentConfig) -> Agent:
 
 # ---- agents as files ----------------------------------------------------------------------------
 
-PROBE = 'probe.safetensors'  # beside an export: a plan probe of probe_sokoban.py
-# of config.json: what rebuilds the agent, its evaluation levels, and how long it has trained
+# of config.json: what an agent is (not how it runs); its evaluation levels and training so far
 SIZES = [field.name for field in fields(AgentConfig) if field.name not in ('dtype', 'mode')]
-EXPORTED = [
-    *SIZES,
-    'eval_split',
-    'n_boxes',
-    'max_moves',
-    'seed',
-    'n_envs',
-    'unroll',
-    'step',
-    'best',
-]
+EXPORTED = ('eval_split', 'n_boxes', 'max_moves', 'seed', 'n_envs', 'unroll', 'step', 'best')
 
 
 def load_agent(folder: str, which: str, device: str, dtype: str = '') -> tuple[Agent, dict, str]:
@@ -597,35 +622,32 @@ def load_agent(folder: str, which: str, device: str, dtype: str = '') -> tuple[A
     checkpoint, if there is one, or 'last'. An empty dtype is the run's own. Raises CheckpointError
     if the folder holds neither, or if a file is damaged.
     """
-    path = os.path.join(folder, CONFIG)
     if os.path.exists(os.path.join(folder, WEIGHTS)):
-        weights = common.read_tensors(os.path.join(folder, WEIGHTS), device)
-        with common.restoring(path, 'it'), open(path, encoding='utf-8') as file:
-            about = json.load(file)
+        path = os.path.join(folder, CONFIG)
+        model = Agent.from_pretrained(folder, device=device)
+        about = model.about
     else:
         file = BEST if which == 'best' else ''
         needed = ('model', 'step', 'best')
-        saved, path = common.load_run(folder, 'train_sokoban.py', needed, (), {}, file)
-        weights = saved['model']
+        saved, path = common.load_run(folder, 'train_sokoban.py', needed, file=file)
         about = saved['config'] | {'step': saved['step'], 'best': saved['best']}
+        with common.restoring(path, 'the agent'):
+            model = Agent.build(about)
+        common.load_weights(model, saved['model'], path)
     with common.restoring(path, 'the agent'):
         dtype = common.pick_dtype(dtype or about.get('dtype', 'auto'), device)
-        sizes = {name: about[name] for name in SIZES}
-        config = AgentConfig(**sizes, dtype=str(dtype).removeprefix('torch.'))
-        common.check_model(build_agent, config)
-        model = build_agent(config)
-    common.load_weights(model, weights, path)
+    model.config.dtype = str(dtype).removeprefix('torch.')
     return model.to(device).eval(), about, str(path)
 
 
 def export_agent(model: Agent, about: dict, folder: str) -> None:
-    """Write model.safetensors and config.json into a folder and print their names.
+    """Save an agent into a folder (hub.py has the format) and print its files.
 
     `about` holds the settings and position that load_agent returns. Replaces an earlier export, and
     its plan probe with it; ends the script if the folder holds anything else.
     """
-    path = common.begin_export(folder, 'arch', PROBE)
-    weights = {name: x.float() for name, x in model.state_dict().items()}
-    written = common.write_tensors(weights, os.path.join(folder, WEIGHTS))
-    write_json({name: about[name] for name in EXPORTED}, path)
-    print(f'{written}, {CONFIG}')
+    kept = {name: about[name] for name in (*EXPORTED, 'command', 'score') if name in about}
+    if 'total_steps' in about:  # the settings of a run
+        kept['command'] = training_command('train_sokoban.py', about)
+    model.save_pretrained(folder, config=kept)
+    print(f'{folder}: {WEIGHTS}, {CONFIG}, {CARD}')

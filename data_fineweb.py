@@ -54,7 +54,7 @@ if __name__ == '__main__':
 import numpy as np
 import torch
 
-from hub import call_hub, is_network_error, pin_revision, wait_to_retry
+from hub import HUB_ERRORS, call_hub, is_network_error, pin_revision, wait_to_retry
 
 # fmt: off
 # output
@@ -549,15 +549,13 @@ def open_stream(config: dict, commit: str | None) -> Iterable[dict]:
 def stream_batches(
     stream: Iterable[dict], column: str, state: dict | None
 ) -> Iterator[tuple[dict, list[str]]]:
-    """Yield (state before the batch, BATCH documents) of a `datasets.IterableDataset`, from `state`
-    on.
+    """Yield the documents of a `datasets.IterableDataset` from `state` on, BATCH at a time, each
+    batch with the state of the stream before it.
 
     A network error reopens the stream at the start of the batch after a pause, which doubles with
     every failure in a row. Raises DataError after STREAM_TRIES of them, or for a document that is
     no text.
     """
-    from huggingface_hub.errors import HTTPError
-
     state = state or stream.state_dict()
     documents, failures = None, 0
     while True:
@@ -566,7 +564,7 @@ def stream_batches(
                 stream.load_state_dict(state)
                 documents = iter(stream)
             batch = [row[column] for row in itertools.islice(documents, BATCH)]
-        except (OSError, HTTPError, ValueError, KeyError) as error:
+        except (*HUB_ERRORS, KeyError) as error:
             failures += 1
             if failures == STREAM_TRIES or not is_network_error(error):
                 raise DataError(
@@ -597,7 +595,8 @@ def describe_folder(folder: str) -> str:
 def prepare_dataset(folder: str, config: dict) -> dict:
     """Make config['shards'] training shards (0: all of the data set) and a validation shard from a
     data set of the Hub or a local folder, and return their description."""
-    name, on_hub = config['dataset'], not os.path.isdir(config['dataset'])
+    config['dataset'] = name = os.path.expanduser(config['dataset'])
+    on_hub = not os.path.isdir(name)
     source = f'{name} ({config["subset"] or "default"}, {config["split"]}, {config["column"]})'
     if config['revision']:
         source += f' at {config["revision"]}'
@@ -744,7 +743,7 @@ def write_shards(
         skip = 0
         if due():
             rate = written / (time.monotonic() - start)
-            eta = f', {format_seconds((left - written) / rate)} left' if left else ''
+            eta = f', {format_seconds(max(0, left - written) / rate)} left' if left else ''
             print(f'    {done + written:,} tokens, {rate:,.0f} tokens/s{eta}', flush=True)
     else:
         # a loader refuses shards shorter than a batch, so a tiny remainder must not become one
@@ -802,8 +801,8 @@ def fit_run(val: int, train: list[int], T: int, max_rows: int) -> dict:
 
 
 def command_line(*words: str, **settings: object) -> str:
-    """Return a command that can be pasted into a shell; paths of this project, relative ones, are
-    written as seen from the current folder."""
+    """Return a command that can be pasted into a shell. The project's .py files are written as seen
+    from the current folder."""
     start = os.path.relpath(ROOT)
     paths = [os.path.join(start, word) if word.endswith('.py') else word for word in words]
     flags = [f'--{name}={value}' for name, value in settings.items()]
@@ -820,7 +819,7 @@ def suggest_commands(folder: str, tokenizer: str, val: int, train: list[int], te
         print(f"the paper's small budget, 1.3B tokens ({epochs} epochs), on one GPU and on four:")
         paper = data | {'out_dir': os.path.join('out', f'{name}_small_L2')}
         if folder == os.path.join('data', 'fineweb'):
-            paper = {}  # the settings' own folders
+            paper = {}  # the folders of the config file
         for launcher in (['python'], ['torchrun', '--standalone', '--nproc_per_node=4']):
             print('    ' + command_line(*launcher, 'train_lm.py', 'config/small_L2.py', **paper))
     data['tokenizer'] = tokenizer

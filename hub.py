@@ -31,6 +31,16 @@ except ImportError:
 CARD = 'README.md'
 PAPER = 'https://arxiv.org/abs/2609.12531'
 ROOT = os.path.dirname(os.path.abspath(__file__))
+# what huggingface_hub and `datasets` raise; RuntimeError: hf-xet, which transfers large files
+HUB_ERRORS = (OSError, ValueError, RuntimeError, HTTPError, EntryNotFoundError)
+# of these, what an interrupted connection raises; LocalEntryNotFoundError: no copy in the cache
+NETWORK_ERRORS = (
+    ConnectionError,
+    TimeoutError,
+    RuntimeError,
+    HTTPError,
+    LocalEntryNotFoundError,
+)
 HUB_TRIES = 5  # of a download; the pauses between them are 15 s in all
 MODEL_CARD = """---
 {{ card_data }}
@@ -77,8 +87,7 @@ def is_network_error(error: Exception) -> bool:
         return False
     if (response := getattr(error, 'response', None)) is not None:
         return response.status_code in (408, 429) or response.status_code >= 500
-    # LocalEntryNotFoundError: no connection, and no copy in the cache either
-    return isinstance(error, (ConnectionError, TimeoutError, HTTPError, LocalEntryNotFoundError))
+    return isinstance(error, NETWORK_ERRORS)
 
 
 def wait_to_retry(error: Exception, failures: int) -> None:
@@ -95,7 +104,7 @@ def call_hub(function: str, repo: str, *names: str, **options: object) -> object
     for failures in range(1, HUB_TRIES + 1):
         try:
             return getattr(huggingface_hub, function)(repo, *names, **options)
-        except (OSError, ValueError, HTTPError, EntryNotFoundError) as error:
+        except HUB_ERRORS as error:
             if failures == HUB_TRIES or not is_network_error(error):
                 what = ' of '.join([*names, repo])
                 raise Mistake(

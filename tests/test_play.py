@@ -63,7 +63,7 @@ def test_an_export_plays_what_its_run_plays(folder, capsys):
     image = pytest.importorskip('PIL.Image')
     for _ in range(2):
         call(folder, f'--out_dir={folder}/run', f'--export={folder}/agent')
-    assert sorted(os.listdir(folder / 'agent')) == ['config.json', 'model.safetensors']
+    assert sorted(os.listdir(folder / 'agent')) == ['README.md', 'config.json', 'model.safetensors']
     games, rates = [], []
     for name in ('run', 'agent'):
         capsys.readouterr()
