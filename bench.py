@@ -807,7 +807,7 @@ def published(row: dict) -> dict[str, float | str]:
         return {}
     model = row['model'].removeprefix('recurrent ')  # agents
     model = {'non-recurrent': 'transformer'}.get(model, model)
-    n = row.get('tokens_per_update', row.get('B', '') if row['suite'] == 'decode' else '')
+    n = row.get('tokens_per_update', row['B'])
     sizes = (row['L'], row['E'], row.get('C', row['D']), n)
     key = [str(x) for x in (row['suite'], model, *sizes)]
     found = {source: read_speeds().get((source, *key)) for source in ('paper', 'target')}
@@ -833,8 +833,9 @@ def add_figures(row: dict, record: dict, rates: dict[str, float]) -> dict:
         row['node_tokens_per_s'] = value * row['gpus']
         if row['gpus'] == PAPER_GPUS and isinstance(row.get('paper'), float):
             row['paper_node'] = row['paper'] * PAPER_GPUS
-    if rates and row['suite'] == 'sokoban':
-        row['share_of_conv'] = row['macs'] / row['work'] * value / rates['conv']
+    if row['suite'] == 'sokoban':
+        if 'conv' in rates:
+            row['share_of_conv'] = row['macs'] / row['work'] * value / rates['conv']
     elif rates and row['model'] != 'lstm':
         least = roofline_seconds(row, rates['matmul'], rates['copy'])
         row['share_of_roofline'] = least * (value / row['B'] if metric.sign > 0 else 1000 / value)

@@ -1,25 +1,28 @@
-"""
-Text from a model that train_lm.py trained, streamed token by token in constant memory; and the
-model as plain files that other programs read: model.safetensors, its weights, and config.json, its
-sizes and tokenizer.
+"""Write text with a model that train_lm.py trained, token by token in constant memory; score texts;
+export the model as plain files: model.safetensors, config.json and a model card.
 
 $ python sample.py --out_dir=out/demo --prompt="The state of the Union"
 $ python sample.py --out_dir=out/demo --prompt=FILE:prompt.txt --max_new_tokens=-1   # until ctrl-C
-$ python sample.py --out_dir=out/demo --interactive       # continues what is typed, line after line
-$ python sample.py --out_dir=out/demo --score=prompt.txt  # nats and bits a byte of a text
+$ python sample.py --out_dir=out/demo --interactive               # continues every line you type
+$ python sample.py --out_dir=out/demo --score=FILE:book.txt       # nats and bits per byte
 $ python sample.py --out_dir=out/demo --export=out/demo_model
 $ python sample.py --out_dir=out/demo_model --prompt="The state of the Union"
 """
 
 import codecs
+import contextlib
 import itertools
 import math
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 
-from configurator import configure, fail, run_script  # before torch: how threads wait
-from configurator import every
+from configurator import Mistake, configure, every, fail, run_script, setup_process
+
+if __name__ == '__main__':
+    setup_process()  # before torch is imported
 
 import torch
 from torch import Tensor
@@ -37,20 +40,21 @@ out_dir = 'out/lm'             # a folder that train_lm.py wrote, or an export
 which = 'best'                 # 'best' (lowest validation loss), if there is one, or 'last'
 prompt = ''                    # text to continue; '' starts a document; FILE:name reads a file,
                                # FILE:- standard input
-interactive = False            # continue each line typed; the state goes on from line to line
+interactive = False            # continue every line you type, in one stream; ctrl-C stops an
+                               # answer, ctrl-D ends the conversation
 max_new_tokens = 500           # tokens to write; -1: until ctrl-C
-temperature = 0.8              # 1: the model's own distribution; lower is safer; 0: the likeliest
-top_k = 200                    # keep only the likeliest tokens; 0: all
-top_p = 1.0                    # and of these the likeliest that have this share; 1: all
+temperature = 0.8              # 1: the model's own distribution; lower is safer; 0: greedy
+top_k = 200                    # keep only the k likeliest tokens; 0: all
+top_p = 1.0                    # and of these the likeliest that together have this probability
 num_samples = 1                # texts to write, one after the other
-seed = 1337                    # of the draws
+seed = 1337                    # of the sampling
 device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda'
 dtype = 'auto'                 # of products: 'float32', 'bfloat16'; 'auto': bfloat16 if it is fast;
-                               # with `export` of the weights, 'auto': float32
-score = ''                     # a text file, or - for standard input: instead of writing, say how
-                               # many nats and bits a byte of it costs the model
-export = ''                    # a folder to write the model into, instead of text; what it holds of
-                               # an earlier export is replaced
+                               # of exported weights: 'auto' is float32
+score = ''                     # FILE:name (or just name) or FILE:-: instead of writing, print how
+                               # many nats and bits per byte the text costs the model
+export = ''                    # a folder to write the model into, instead of text; replaces an
+                               # earlier export there
 # fmt: on
 # -----------------------------------------------------------------------------
 
@@ -66,6 +70,9 @@ RANGES = {
 }
 
 
+# ---- the model ----
+
+
 def check_tokenizer(about: dict) -> None:
     """Raise ValueError unless a model's description names a tokenizer of data_fineweb.py."""
     if about['tokenizer'] not in VOCAB:
@@ -73,17 +80,19 @@ def check_tokenizer(about: dict) -> None:
 
 
 def load_trained(folder: str, which: str) -> LanguageModel:
-    """Return the model, in fp32, of a run's best or last checkpoint; its `about` is what an export
-    of it says. Raises CheckpointError."""
-    file = BEST if which == 'best' else ''
+    """Return the model, in fp32, of a run's best or last checkpoint; its `about` has the entries
+    that an export of it adds to config.json. Raises CheckpointError."""
     needed = ('model', 'model_config', 'recurrent')
-    saved, where = common.load_run(folder, 'train_lm.py', needed, file=file)
+    file = BEST if which == 'best' else ''
+    saved, path = common.load_run(folder, 'train_lm.py', needed, file=file)
     settings = saved['config']
     arch = settings.get('arch', 'experts')
     if arch != 'experts':
-        raise CheckpointError(f'{where}: arch = {arch!r}: a baseline is not sampled or exported')
-    with common.restoring(where, 'model_config'):
-        sizes = {k: v for k, v in saved['model_config'].items() if k not in ('path', 'mode')}
+        raise CheckpointError(f'{path}: arch = {arch!r}: a baseline is not sampled or exported')
+    with common.restoring(path, 'model_config'):
+        sizes = dict(saved['model_config'])
+        for how_it_ran in ('mode', 'path'):
+            sizes.pop(how_it_ran, None)
         about = {
             'recurrent': saved['recurrent'],
             'tokenizer': settings['tokenizer'],
@@ -94,7 +103,7 @@ def load_trained(folder: str, which: str) -> LanguageModel:
         }
         check_tokenizer(about)
         model = LanguageModel.build(about)
-    common.load_weights(model, saved['model'], where, assign=True)
+    common.load_weights(model, saved['model'], path, assign=True)
     model.about = about
     return model
 
@@ -110,12 +119,12 @@ def load_model(folder: str, which: str) -> LanguageModel:
 
 
 def export_model() -> None:
-    """Write the model of out_dir into the folder `export` (hub.py has the format)."""
+    """Write the model of out_dir into the folder `export`, in the format of hub.py."""
     model = load_model(out_dir, which)
     if dtype == 'bfloat16':
         model = model.bfloat16()
     model.save_pretrained(export)
-    model = load_model(export, which)  # what was written can be read
+    model = load_model(export, which)  # check that it can be read
     print(f'{export}: {model.num_params()["total"]:,} parameters in {WEIGHTS}, {CONFIG}, {CARD}')
 
 
@@ -123,55 +132,80 @@ def export_model() -> None:
 
 
 def read_text(name: str) -> str:
-    """A file's text; '-': standard input's."""
-    own = name != '-'
+    """Return the text of a file, '-' for standard input. Raises Mistake if it is not UTF-8."""
     try:
-        with open(name if own else 0, encoding='utf-8', newline='', closefd=own) as file:
+        if name == '-':
+            return sys.stdin.buffer.read().decode()
+        with open(name, encoding='utf-8', newline='') as file:
             return file.read()
     except UnicodeDecodeError as error:
-        fail(f'{name}: cannot be read as text: {error.reason}')
+        raise Mistake(f'{name}: cannot be read as text: {error.reason}') from None
 
 
-def say(tokenizer: Tokenizer, stream: Iterator[Tensor]) -> None:
+def print_text(
+    tokenizer: Tokenizer, tokens: Iterator[Tensor], stop: threading.Event | None = None
+) -> None:
+    """Print the text of tokens (1,) as they come, to their end or until `stop` is set."""
     characters = codecs.getincrementaldecoder('utf-8')('replace')  # one may span tokens
-    for ids in stream:
-        print(characters.decode(tokenizer.decode_bytes(ids.tolist())), end='', flush=True)
+    for token in tokens:
+        print(characters.decode(tokenizer.decode_bytes(token.tolist())), end='', flush=True)
+        if stop is not None and stop.is_set():
+            break
     print(characters.decode(b'', final=True))
 
 
-def typed() -> Iterator[str]:
-    """Lines of standard input, after the first each with the end of the one before."""
-    ask = '> ' if sys.stdin.isatty() else ''
+def write_samples(decoder: Decoder, tokenizer: Tokenizer, text: str) -> None:
+    """Print num_samples continuations of a text."""
+    ids = torch.tensor([[tokenizer.eot, *tokenizer.encode(text)]], device=decoder.token.device)
+    state = decoder.prefill(ids[:, :-1])  # once for all samples
+    for i in range(num_samples):
+        print('---------------\n' * (i > 0) + text, end='', flush=True)
+        print_text(tokenizer, decoder.generate(ids[:, -1:], max_new_tokens, state))
+
+
+@contextlib.contextmanager
+def stop_by_ctrl_c() -> Iterator[threading.Event]:
+    """Let the first ctrl-C set an event within a with statement, so that it comes between two
+    tokens and the decoder's state stays whole. A second one interrupts as usual."""
+    stop = threading.Event()
+
+    def handle(number: int, frame: object) -> None:
+        stop.set()
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, handle)
     try:
-        for i in itertools.count():
-            yield '\n' * (i > 0) + input(ask)
-    except EOFError:
-        print(end='\n' * bool(ask))
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
-def write_text(decoder: Decoder, tokenizer: Tokenizer, text: str) -> None:
-    """Continues text, num_samples times, or it and each line typed, in one stream."""
+def converse(decoder: Decoder, tokenizer: Tokenizer, text: str) -> None:
+    """Continue a text and each line typed after it, in one stream, until the end of the input."""
     ids, state = [tokenizer.eot, *tokenizer.encode(text)], None
-    if not interactive:
-        idx = torch.tensor([ids], device=decoder.token.device)  # (1, T)
-        state = decoder.prefill(idx[:, :-1])  # once for all samples
-        for i in range(num_samples):
-            print('---------------\n' * (i > 0) + text, end='', flush=True)
-            say(tokenizer, decoder.generate(idx[:, -1:], max_new_tokens, state))
-        return
-    for line in typed():
-        idx = torch.tensor([ids + tokenizer.encode(line)], device=decoder.token.device)  # (1, T)
-        say(tokenizer, decoder.generate(idx, max_new_tokens, state))
-        ids, state = decoder.token.tolist(), decoder.state()  # its last token is not read yet
+    question = '> ' if sys.stdin.isatty() else ''
+    for i in itertools.count():
+        try:
+            line = input(question)
+        except EOFError:
+            print(end='\n' if question else '')
+            return
+        ids += tokenizer.encode(line if i == 0 else '\n' + line)
+        with stop_by_ctrl_c() as stop:
+            tokens = torch.tensor([ids], device=decoder.token.device)  # (1, T)
+            print_text(tokenizer, decoder.generate(tokens, max_new_tokens, state), stop)
+        # the last token was sampled, but not read yet
+        ids, state = decoder.token.tolist(), decoder.state()
 
 
 @torch.no_grad()
 def score_text(model: LanguageModel, tokenizer: Tokenizer, amp: torch.dtype) -> None:
-    """Loss on the text of `score` as one document, read as a stream."""
-    text, device, due = read_text(score), model.embedding.device.type, every()
+    """Print the loss on the text of the file `score`, read as one document and as a stream."""
+    name = score.removeprefix('FILE:')
+    text, device, due = read_text(name), model.embedding.device.type, every()
     if not text:
-        fail(f'score = {score!r}: there is no text in it')
-    ids = torch.tensor([[tokenizer.eot, *tokenizer.encode(text)]])
+        raise Mistake(f'score = {score!r}: there is no text in it')
+    ids = torch.tensor([[tokenizer.eot, *tokenizer.encode(text)]])  # (1, 1 + tokens)
     n = min(model.config.block_size, EVAL_CHUNK)
     nats, tokens, size = 0.0, ids.size(1) - 1, len(text.encode())
     with torch.autocast(device, torch.bfloat16, enabled=amp == torch.bfloat16):
@@ -181,37 +215,48 @@ def score_text(model: LanguageModel, tokenizer: Tokenizer, amp: torch.dtype) -> 
             loss, state = model(chunk[:, :-1], chunk[:, 1:], state)
             nats += loss.cross_entropy.item() * (chunk.size(1) - 1)
             if due():
-                sofar = f'{t + n:,} of {tokens:,} tokens: {nats / (t + n):.4f} nats a token'
-                print(f'    {sofar}', file=sys.stderr)
-    cost = f'{nats / size:.4f} nats a byte, {nats / size / math.log(2):.4f} bits a byte'
-    print(f'{score}: {size:,} bytes, {tokens:,} tokens: {cost}')
-
-
-def use_model() -> None:
-    """Text from the model of out_dir, or its score of a text."""
-    where = common.pick_device(device)
-    amp = common.pick_dtype(dtype, where)
-    model = load_model(out_dir, which).to(where).eval()
-    tokenizer = get_tokenizer(model.about['tokenizer'])
-    if score:
-        score_text(model, tokenizer, amp)
-    else:
-        decoder = Decoder(model, 1, amp, temperature, top_k, seed, top_p=top_p)
-        for line in decoder.lines:
-            print(line, file=sys.stderr)
-        text = read_text(prompt[5:]) if prompt.startswith('FILE:') else prompt
-        write_text(decoder, tokenizer, text)
+                so_far = f'{t + n:,} of {tokens:,} tokens, {nats / (t + n):.4f} nats per token'
+                print(f'    {so_far}', file=sys.stderr)
+    cost = f'{nats / size:.4f} nats per byte, {nats / size / math.log(2):.4f} bits per byte'
+    print(f'{name}: {size:,} bytes, {tokens:,} tokens: {cost}')
 
 
 def main() -> None:
+    """Export, score, converse or write samples, as the settings say."""
     configure(globals(), quiet=True)
     if sum(map(bool, (export, score, interactive))) > 1:
         fail('export, score and interactive exclude each other: choose one')
     if interactive and max_new_tokens == 0:
         fail('max_new_tokens = 0: interactive answers what is typed')
-    export_model() if export else use_model()
+    if export:
+        export_model()
+        return
+
+    device_ = common.pick_device(device)
+    amp = common.pick_dtype(dtype, device_)
+    model = load_model(out_dir, which).to(device_).eval()
+    tokenizer = get_tokenizer(model.about['tokenizer'])
+    if score:
+        score_text(model, tokenizer, amp)
+        return
+
+    decoder = Decoder(
+        model,
+        B=1,
+        amp=amp,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+    )
+    for line in decoder.lines:
+        print(line, file=sys.stderr)
+    text = read_text(prompt.removeprefix('FILE:')) if prompt.startswith('FILE:') else prompt
+    if interactive:
+        converse(decoder, tokenizer, text)
+    else:
+        write_samples(decoder, tokenizer, text)
 
 
 if __name__ == '__main__':
-    words = common.last_words('the model needs more than there is')
-    run_script(main, last_words=words)
+    run_script(main, last_words=common.last_words('a smaller model takes less'))
