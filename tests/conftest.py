@@ -1,7 +1,9 @@
-"""What all tests share: pytest's one option, one thread per process, and starting a script."""
+"""What all tests share: pytest's one option, one thread per process, starting scripts and ranks."""
 
+import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +46,37 @@ def run(command, ranks=1, **options):
             process.kill()
             raise
     return subprocess.CompletedProcess(process.args, process.returncode, out, error)
+
+
+def run_ranks(world, function, *args):
+    """Call function(*args) in `world` processes, in the environment that torchrun gives to ranks,
+    and return their results. function: a function of a module, which every process imports.
+
+    The processes are forked from one that has imported torch, once per session."""
+    context = multiprocessing.get_context('forkserver')
+    context.set_forkserver_preload(['train_lm'])
+    with socket.socket() as free:
+        free.bind(('127.0.0.1', 0))
+        port = free.getsockname()[1]
+    pipes = [context.Pipe(duplex=False) for _ in range(world)]
+    ranks = [
+        context.Process(target=call_as_rank, args=(rank, world, port, pipe[1], function, args))
+        for rank, pipe in enumerate(pipes)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    assert [process.exitcode for process in ranks] == world * [0], 'a rank failed: see its output'
+    return [receiver.recv() for receiver, _ in pipes]
+
+
+def call_as_rank(rank, world, port, sender, function, args):
+    """Do the work of one of run_ranks' processes."""
+    os.environ |= {'RANK': str(rank), 'LOCAL_RANK': str(rank), 'MASTER_PORT': str(port)}
+    os.environ |= {'WORLD_SIZE': str(world), 'LOCAL_WORLD_SIZE': str(world)}
+    os.environ['MASTER_ADDR'] = '127.0.0.1'
+    sender.send(function(*args))
 
 
 def pytest_addoption(parser):

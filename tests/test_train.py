@@ -1,4 +1,4 @@
-"""train_lm.py as a user starts it: resume, micro-batches, ranks, stops, memory, mistakes."""
+"""train_lm.py: runs and their files, resume, micro-batches, ranks, memory, stops, mistakes."""
 
 import ast
 import json
@@ -15,6 +15,7 @@ import conftest
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT, run_ranks
 from torch.utils._pytree import tree_flatten_with_path
 
 import baselines
@@ -27,11 +28,9 @@ import train_lm
 from common import load_checkpoint
 from configurator import configure, run_script
 
-ROOT = Path(__file__).resolve().parent.parent
-
 
 def table(text):
-    """{name: value} of 'name=literal name=literal ...'."""
+    """Return {name: value} for 'name=literal name=literal ...'."""
     pairs = (word.partition('=') for word in text.split())
     return {name: ast.literal_eval(value) for name, _, value in pairs}
 
@@ -41,12 +40,15 @@ tokenizer='bytes' n_layer=2 n_expert=2 n_embd=32 n_head=2 window=12 block_size=8
 max_iters=8 warmup_iters=3 eval_interval=4 val_tokens=96 val_streams=3 compile=False dtype='float32'
 device='cpu' threads=1
 """)
-IGNORED = 'val_seconds ms tokens_per_s env_steps_per_s clock seconds config'.split()  # times
+# Log entries that two equal runs need not share.
+IGNORED = 'val_seconds ms tokens_per_s env_steps_per_s clock seconds config'.split()
 LSTM = {'arch': 'lstm'}
-PLAIN = {'arch': 'transformer', 'recurrent': False, 'n_expert': 1}
+TRANSFORMER = {'arch': 'transformer', 'recurrent': False, 'n_expert': 1}
+ROUTED = {'aggregation': 'softmax_l2', 'share_kv': False}
 
 
 def shards(folder, **sizes):
+    """Write shards of squares modulo 11: {name: number of tokens}."""
     for name, n in sizes.items():
         tokens = (np.arange(n) ** 2 % 11 + 65).astype(np.uint16)
         data_fineweb.write_shard(str(folder / f'fineweb_{name}.bin'), tokens)
@@ -55,7 +57,7 @@ def shards(folder, **sizes):
 
 @pytest.fixture(scope='session')
 def data(tmp_path_factory):
-    """A validation shard and two that can be learnt; 5 windows an epoch."""
+    """A folder with a validation shard and two that can be learned; 5 windows per epoch."""
     folder = tmp_path_factory.mktemp('data')
     shards(folder, val_000000=150, train_000001=8 * 25, train_000002=8 * 17)
     return folder
@@ -71,12 +73,12 @@ def configured(*args, **settings):
 
 
 def run(data, out, *configs, **settings):
-    """A whole run in this process: the exit status."""
+    """Train in this process, from start to end; return the exit status."""
     return train_lm.main(configured(data, out, *configs, **settings))
 
 
 def begin(data, out, **settings):
-    """A run before its first update, or before the next one."""
+    """Return a run before its first update, or, resumed, before its next one."""
     new = train_lm.make_run(configured(data, out, **settings))
     if train_lm.resume:
         train_lm.load(new)
@@ -84,11 +86,12 @@ def begin(data, out, **settings):
 
 
 def updates(r, n):
-    found = []
+    """Train for n updates; return (loss, norm, stop) of each."""
+    results = []
     for _ in range(n):
-        found.append(train_lm.train_update(r, False))
+        results.append(train_lm.train_update(r, False))
         r.step += 1
-    return found
+    return results
 
 
 def launch(script, argv, ranks=1):
@@ -96,7 +99,7 @@ def launch(script, argv, ranks=1):
 
 
 def finished(process):
-    """-> what it prints; it must end well."""
+    """Wait for a process that must succeed; return its standard output."""
     out, error = process.communicate()
     assert process.returncode == 0, error
     return out
@@ -106,8 +109,13 @@ def start(data, out, *, ranks=1, **settings):
     return launch('train_lm.py', arguments(data, out, **settings), ranks)
 
 
+def train_as_rank(argv):
+    """A rank's part of a run, for run_ranks."""
+    return train_lm.main(configure(vars(train_lm), argv, quiet=True))
+
+
 def mistake(capfd, script, argv):
-    """What a script says to these arguments: one line, exit status 2."""
+    """Return what a script prints for these arguments: one line on stderr, exit status 2."""
     capfd.readouterr()
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
         patch.setattr(sys, 'argv', [script.__name__, *map(str, argv)])
@@ -125,16 +133,17 @@ def read_log(out):
 
 
 def same(a, b):
-    """Bit-equal trees of tensors and plain types; timings aside."""
+    """Assert that two trees of tensors and plain types are bit-equal, timings aside."""
     leaves = [tree_flatten_with_path(x)[0] for x in (a, b)]
-    for (path, x), (its, y) in zip(*leaves, strict=True):
-        timing = {getattr(k, 'key', 0) for k in path} & set(IGNORED)
+    for (path, x), (path_b, y) in zip(*leaves, strict=True):
+        ignored = {getattr(key, 'key', 0) for key in path} & set(IGNORED)
         equal = torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
-        assert path == its and (timing or equal), (path, its, x, y)
+        assert path == path_b and (ignored or equal), (path, path_b, x, y)
 
 
 @pytest.fixture(scope='session')
 def trained(data, tmp_path_factory):
+    """A folder with three runs: rnn, gpt, lstm."""
     folder = tmp_path_factory.mktemp('trained')
     kinds = {'rnn': {}, 'gpt': {'recurrent': False, 'aggregation': 'softmax_l2'}, 'lstm': LSTM}
     for name, settings in kinds.items():
@@ -154,27 +163,24 @@ def test_log_and_checkpoint(data, tmp_path, capsys):
     assert log[0]['val_bits_per_byte'] == pytest.approx(8, abs=1e-3)
     assert [r.get('epoch') for r in log[1:]] == [0, 0, 0, 0, 0, 1, 1, 1]
     files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    saved = {'ckpt_last.pt', 'ckpt_prev.pt', 'ckpt_best.pt'}
-    assert {'config.json', 'loss.png', *saved} <= files.keys()
+    checkpoints = {'ckpt_last.pt', 'ckpt_prev.pt', 'ckpt_best.pt'}
+    assert {'config.json', 'loss.png', *checkpoints} <= files.keys()
     config = json.loads(files['config.json'])
     assert config['n_embd'] == 32 and {'commit', 'device_name', 'torch'} <= config.keys()
-    # eval_only: the same value, and nothing is written
+    # eval_only prints the same value and writes nothing
     assert run(data, tmp_path, eval_only=True) == 0
-    assert (
-        f'step 8: validation loss {log[8]["val_loss"]:.4f} nats per token'
-        in capsys.readouterr().out
-    )
+    loss = f'step 8: validation loss {log[8]["val_loss"]:.4f} nats per token ('
+    assert loss in capsys.readouterr().out
     assert files == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
 
-ROUTED = {'aggregation': 'softmax_l2', 'share_kv': False}
-KINDS = [{}, {'recurrent': False}, {'batch_size': 4, **ROUTED}, LSTM, PLAIN]
-
-
-@pytest.mark.parametrize('settings', KINDS, ids=str)
+@pytest.mark.parametrize(
+    'settings', [{}, {'recurrent': False}, {'batch_size': 4, **ROUTED}, LSTM, TRANSFORMER], ids=str
+)
 def test_resume_is_bit_equal(data, tmp_path, monkeypatch, settings):
-    """2N updates = N, stop, N. Update 5 starts an epoch, update 4 reads a shard's second window.
-    And a run that dies in a validation has its checkpoint: it is validated and logged again."""
+    """Eight updates equal three, a stop, and five more. Update 5 starts an epoch, update 4 reads a
+    shard's second window. A run that dies in a validation has its checkpoint: it is validated and
+    logged again."""
     a, b = tmp_path / 'a', tmp_path / 'b'
     run(data, a, **settings)
     update, evaluate, count = train_lm.train_update, train_lm.evaluate, iter(range(99))
@@ -185,13 +191,13 @@ def test_resume_is_bit_equal(data, tmp_path, monkeypatch, settings):
     with pytest.raises(ZeroDivisionError):
         run(data, b, resume=True, **settings)
     monkeypatch.setattr(train_lm, 'evaluate', evaluate)
-    torch.manual_seed(999)  # whatever the new process starts with
+    torch.manual_seed(999)  # a new process has other random states
     assert run(data, b, resume=True, **settings) == 0
     same(load_checkpoint(a / 'ckpt_last.pt'), load_checkpoint(b / 'ckpt_last.pt'))
     same(read_log(a), read_log(b))
 
 
-def test_resume_takes_new_optimizer_settings(data, tmp_path):
+def test_a_resumed_run_may_change_the_optimizer_but_nothing_unknown(data, tmp_path):
     run(data, tmp_path, max_iters=4)
     settings = {'resume': True, 'learning_rate': 0.5, 'betas': (0.1, 0.2)}
     muon, adamw = begin(data, tmp_path, **settings).optimizers
@@ -199,10 +205,22 @@ def test_resume_takes_new_optimizer_settings(data, tmp_path):
     assert adamw.param_groups[0]['betas'] == (0.1, 0.2)
     assert all(s['momentum_buffer'].abs().sum() > 0 for s in muon.state.values())
 
+    saved = load_checkpoint(tmp_path / 'ckpt_last.pt')['config']
 
-@pytest.mark.parametrize('settings', [{}, {'recurrent': False}, LSTM, PLAIN], ids=str)
+    def resume(**changes):
+        config, defaults = {**saved, **changes}, {**saved, 'z_loss': 0.0}
+        common.refuse_changes(saved, config, defaults, train_lm.HARMLESS, 'ckpt', 'my_train.py')
+
+    resume(z_loss=0.0)  # a setting that the script got later, at its default
+    with pytest.raises(common.CheckpointError) as error:
+        resume(z_loss=0.1)
+    assert 'ckpt: was trained with z_loss = 0.0, not 0.1' in str(error.value)
+    assert 'add z_loss to HARMLESS in my_train.py' in str(error.value)
+
+
+@pytest.mark.parametrize('settings', [{}, {'recurrent': False}, LSTM, TRANSFORMER], ids=str)
 def test_loss_falls_below_the_unigram_entropy(data, tmp_path, settings):
-    """Of squares modulo 11: 1.77 nats, where the order is known 0; models and baselines."""
+    """Squares modulo 11 have an entropy of 1.77 nats; who knows the order predicts them exactly."""
     length = {'max_iters': 60, 'eval_interval': 60, 'baseline_lr': 0.01}
     assert run(data, tmp_path, **length, **settings) == 0
     assert max(read_log(tmp_path)[-1][name] for name in ('val_loss', 'train_loss')) < 1.2
@@ -211,11 +229,12 @@ def test_loss_falls_below_the_unigram_entropy(data, tmp_path, settings):
 # ---- an update: micro-batches, ranks, graphs ----
 
 
-@pytest.mark.parametrize('rows, every, more', [(0, 0, {}), (4, 3, {}), (2, 4, LSTM)])
-def test_states_are_carried_and_reset(data, tmp_path, rows, every, more):
-    """At rates of 0 the losses are the model's own, from nothing where a state is emptied."""
+@pytest.mark.parametrize('rows, reset_every, more', [(0, 0, {}), (4, 3, {}), (2, 4, LSTM)], ids=str)
+def test_states_are_carried_and_reset(data, tmp_path, rows, reset_every, more):
+    """With learning rates of 0, an update's loss is that of each stream read alone from its carried
+    state, which is empty at a shard's start and in the stream's turn of reset_every."""
     rates = dict.fromkeys(['learning_rate', 'embedding_lr', 'head_lr', 'scalar_lr'], 0)
-    more = {'batch_size': rows, 'reset_every': every, 'baseline_lr': 1e-20, **rates, **more}
+    more = {'batch_size': rows, 'reset_every': reset_every, 'baseline_lr': 1e-20, **rates, **more}
     r, states, resets = begin(data, tmp_path, **more), [None] * 8, []
     for p in r.model.parameters():
         torch.nn.init.normal_(p, std=0.3)
@@ -225,17 +244,33 @@ def test_states_are_carried_and_reset(data, tmp_path, rows, every, more):
         x, y, reset = loader.next()
         total = 0
         for b in range(8):
-            fresh = reset or every and b % every == step % every
+            is_reset = reset or reset_every and b % reset_every == step % reset_every
             with torch.no_grad():
-                one, states[b] = r.model(x[[b]], y[[b]], None if fresh else states[b])
+                one, states[b] = r.model(x[[b]], y[[b]], None if is_reset else states[b])
             total += one.cross_entropy.item() / 8
         assert loss == pytest.approx(total, rel=1e-6)
         resets += [step] if reset else []
     assert resets == [0, 3, 5, 8]
 
 
+def test_gradients_lie_in_one_buffer(data, tmp_path):
+    """Each .grad is a view of it, also after somebody has replaced it; behind them are loss, stop
+    and norm."""
+    r = begin(data, tmp_path, grad_clip=0)
+    ((loss, norm, stop),) = updates(r, 1)
+    g = r.gradients
+    grads = torch.cat([p.grad.flatten() for p in r.model.parameters()])
+    assert norm == pytest.approx(grads.norm().item(), rel=1e-5)
+    assert norm == pytest.approx(g.buffer[:-3].norm().item(), rel=1e-5)
+    assert g.buffer[-3:].tolist() == [loss, float(stop), norm]
+    r.model.zero_grad(set_to_none=True)
+    g.zero()
+    g.buffer.fill_(1)
+    assert all((p.grad == 1).all() for p in r.model.parameters())
+
+
 def addresses(r):
-    """Of all tensors that a captured update reads and writes."""
+    """Return where the tensors lie that a captured update reads and writes."""
     kept = [[r.gradients.buffer], r.state, r.batch[:2], r.batch[2]]
     kept += [(p, p.grad) for p in r.model.parameters()]
     kept += [[group['lr'] for group in o.param_groups] for o in r.optimizers]
@@ -266,28 +301,30 @@ def replay(graphs, name, function, run, *args):
     return result
 
 
-GRAPHED = [{'reset_every': 3}, {'batch_size': 2, **ROUTED}, {'recurrent': False, 'batch_size': 4}]
-
-
-@pytest.mark.parametrize('settings', GRAPHED, ids=str)
+@pytest.mark.parametrize(
+    'settings',
+    [{'reset_every': 3}, {'batch_size': 2, **ROUTED}, {'recurrent': False, 'batch_size': 4}],
+    ids=str,
+)
 def test_captured_updates_use_the_same_memory(data, tmp_path, monkeypatch, settings):
     """Nine updates with replays equal nine without, bit for bit, across a resume after three."""
     monkeypatch.setattr(train_lm, 'graphed', replay)
-    runs = [begin(data, tmp_path / 'a', **settings)]
-    wanted, out = updates(runs[0], 9), tmp_path / 'b'
+    eager = begin(data, tmp_path / 'a', **settings)
+    wanted, out = updates(eager, 9), tmp_path / 'b'
     out.mkdir()
     first = begin(data, out, **settings)
     first.graphs = {}
     found = updates(first, 3)
     train_lm.save(first)
-    runs.append(begin(data, out, resume=True, **settings))
-    runs[1].graphs = {}
-    assert found + updates(runs[1], 6) == wanted and len({loss for loss, *_ in wanted}) == 9
-    same(*([*r.model.state_dict().values()] for r in runs))
-    same(*(r.state for r in runs))
-    same(*([o.state_dict()['state'] for o in r.optimizers] for r in runs))
-    assert set(runs[1].graphs) == {'chunk', 'orthogonalize', 'apply'}
-    assert all(calls > 4 for calls, *_ in runs[1].graphs.values())
+    resumed = begin(data, out, resume=True, **settings)
+    resumed.graphs = {}
+    assert found + updates(resumed, 6) == wanted and len({loss for loss, *_ in wanted}) == 9
+    same(eager.model.state_dict(), resumed.model.state_dict())
+    same(eager.state, resumed.state)
+    for a, b in zip(eager.optimizers, resumed.optimizers, strict=True):
+        same(a.state_dict()['state'], b.state_dict()['state'])
+    assert set(resumed.graphs) == {'chunk', 'orthogonalize', 'apply'}
+    assert all(calls > 4 for calls, *_ in resumed.graphs.values())
 
 
 @pytest.mark.parametrize('recurrent', [True, False])
@@ -296,21 +333,23 @@ def test_ranks_and_micro_batches(data, tmp_path, recurrent):
     settings = {'recurrent': recurrent, 'val_streams': 5, 'reset_every': 3, 'max_iters': 5}
     run(data, tmp_path / 'whole', **settings)
     run(data, tmp_path / 'micro', batch_size=2, **settings)
-    out = finished(start(data, tmp_path / 'two', ranks=2, batch_size=2, **settings))
-    assert '2 ranks x 2 micro-batches x 2 rows' in out
-    names = ('whole', 'micro', 'two')
-    logs = {name: read_log(tmp_path / name) for name in names}
-    states = {name: load_checkpoint(tmp_path / name / 'ckpt_last.pt')['state'] for name in names}
-    for name in ('micro', 'two'):
-        for a, b in zip(logs['whole'], logs[name], strict=True):
+    argv = arguments(data, tmp_path / 'ranks', batch_size=2, **settings)
+    assert run_ranks(2, train_as_rank, argv) == [0, 0]
+    whole, whole_saved = (
+        read_log(tmp_path / 'whole'),
+        load_checkpoint(tmp_path / 'whole/ckpt_last.pt'),
+    )
+    for name in ('micro', 'ranks'):
+        for a, b in zip(whole, read_log(tmp_path / name), strict=True):
             for key in {'train_loss', 'val_loss', 'grad_norm'} & a.keys():
-                # the first: before Muon's iteration has amplified any rounding
+                # the first updates: before Muon's iteration has amplified any rounding
                 rel = 1e-5 if a['step'] < 2 and key != 'val_loss' else 2e-3
                 assert a[key] == pytest.approx(b[key], rel=rel), (name, a['step'], key)
-        for a, b in zip(states['whole'], states[name], strict=True):
+        saved = load_checkpoint(tmp_path / name / 'ckpt_last.pt')
+        for a, b in zip(whole_saved['state'], saved['state'], strict=True):
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
-    # it continues with another number of ranks
-    assert run(data, tmp_path / 'two', resume=True, **settings | {'max_iters': 6}) == 0
+    # a run continues with another number of ranks
+    assert run(data, tmp_path / 'ranks', resume=True, **settings | {'max_iters': 6}) == 0
 
 
 BASELINES = [('lstm', f'n_expert=2 {sizes}') for sizes in ('n_embd=128', 'n_embd=256 n_layer=3')]
@@ -319,61 +358,48 @@ BASELINES += [('transformer', 'n_layer=2 n_expert=1 n_embd=64 n_head=4 n_kv_head
 
 @pytest.mark.parametrize('arch, sizes', BASELINES)
 def test_baselines(arch, sizes):
-    """Of equal size; chunks with the state handed on = one long pass, however cut."""
+    """They have our models' size and FLOPs, and chunks with carried states, however they are cut,
+    equal one long pass."""
     config = model.ModelConfig(256, window=12, **table(sizes))
     ours, net = model.build_model(config, arch == 'lstm'), baselines.build(arch, config)
     assert 0.98 < net.num_params()['total'] / ours.num_params()['total'] < 1.02
+    if arch == 'transformer':
+        assert net.flops_per_token() == ours.flops_per_token()
     x, y = torch.randint(256, (2, 3, 30))
     found = []
-    for cut in (30, 11, 1):
+    for length in (30, 11, 1):
         state, total = net.init_state(3), 0
-        for x_t, y_t in zip(x.split(cut, 1), y.split(cut, 1), strict=True):
+        for x_t, y_t in zip(x.split(length, 1), y.split(length, 1), strict=True):
             loss, state = net(x_t, y_t, state)
             total += loss.objective * x_t.numel() / x.numel()
         found.append(total)
     torch.testing.assert_close(found, 3 * [found[0]], rtol=1e-5, atol=0)
-    short = net(x[:, :8], y[:, :8])[0]  # training: within W the same
-    torch.testing.assert_close([*short], [*net(x[:, :8], y[:, :8], net.init_state(3))[0]])
+    # without a state, as in training, and within the window the loss is the same
+    short, _ = net(x[:, :8], y[:, :8])
+    torch.testing.assert_close(short, net(x[:, :8], y[:, :8], net.init_state(3))[0])
 
 
-# ---- stops ----
+# ---- validation ----
 
 
-def test_signals_save_and_exit(data, tmp_path):
-    for number in (signal.SIGTERM, signal.SIGINT):
-        out = tmp_path / str(number)
-        process, log = start(data, out, max_iters=100000, eval_interval=100000), out / 'log.jsonl'
-        while not log.exists() or log.read_text().count('\n') < 3:
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.01)
-        process.send_signal(number)
-        stdout, stderr = process.communicate()
-        assert process.returncode == 128 + number and 'Traceback' not in stderr, stderr
-        saved = load_checkpoint(out / 'ckpt_last.pt')
-        assert f'stopped after update {saved["step"]}, saved' in stdout
-        assert read_log(out)[-1]['step'] == saved['step'] > 0
+@pytest.mark.parametrize('recurrent', [True, False])
+def test_validation_does_not_depend_on_rows_or_chunks(data, tmp_path, recurrent):
+    """Three streams of 32 tokens, read side by side or one by one, in chunks of 8, 5 and 32."""
+    losses = []
+    for rows, T in ((3, 8), (1, 8), (3, 5), (1, 32)):
+        settings = {'block_size': T, 'tokens_per_step': 4 * T, 'recurrent': recurrent}
+        r = begin(data, tmp_path, **settings)
+        torch.manual_seed(0)
+        for p in r.model.parameters():
+            torch.nn.init.normal_(p, std=0.3)
+        train_lm.set_val_rows(r, rows)
+        losses.append(train_lm.evaluate(r))
+    for nats, bits in losses:
+        assert nats == pytest.approx(losses[0][0], rel=1e-6)
+        assert bits == pytest.approx(nats / math.log(2), rel=1e-9)  # a token is a byte
 
 
-@pytest.mark.parametrize('factor', [math.nan, 1e30])
-def test_a_non_finite_update_changes_no_weight(data, tmp_path, factor):
-    """Nor a moment: by NaN gradients, or finite ones with an infinite norm, of a fine loss."""
-    r = begin(data, tmp_path)
-    updates(r, 1)
-    r.model.head.register_hook(lambda g: g * factor)
-    moments = [t for o in r.optimizers for s in o.state.values() for t in s.values()]
-    tensors = [*r.model.parameters(), *moments]
-    before = [t.clone() for t in tensors]
-    loss, norm, _ = train_lm.train_update(r, False)
-    assert math.isfinite(loss) and not math.isfinite(norm)
-    assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
-
-
-def test_a_broken_weight_stops_with_the_last_good_checkpoint(data, tmp_path, capsys):
-    run(data, tmp_path, max_iters=4)
-    saved = (tmp_path / 'ckpt_last.pt').read_bytes()
-    assert run(data, tmp_path, max_iters=20, resume=True, learning_rate=1e38) == 1
-    assert 'error: update 6: loss ' in capsys.readouterr().out
-    assert (tmp_path / 'ckpt_last.pt').read_bytes() == saved
+# ---- the size of a micro-batch ----
 
 
 def gigabytes(monkeypatch, per_row, free):
@@ -389,6 +415,17 @@ def test_rows_are_those_that_fit_a_cpu(data, tmp_path, monkeypatch, capsys, free
     train_lm.prepare(r)
     assert r.rows == len(r.batch[0]) == rows and len(r.batch[2][0]) == rows
     assert f'{rows} rows per micro-batch' in capsys.readouterr().out
+
+
+def test_bytes_per_row_are_measured(tmp_path):
+    """A row of this model keeps at least the FFN's inner activations, 4 D floats per token, layer
+    and expert, and not a hundred times more."""
+    shards(tmp_path, val_000000=150, train_000001=64 * 65 * 2)
+    sizes = {'n_embd': 128, 'block_size': 64, 'tokens_per_step': 64 * 64}
+    r = begin(tmp_path, tmp_path / 'out', **sizes)
+    least = 4 * 4 * 128 * 64 * 2 * 2
+    assert least < train_lm.cpu_bytes_per_row(r) < 100 * least
+    assert r.rows == 64 == len(r.batch[0])
 
 
 def test_rows_are_tried_where_memory_can_run_out(data, tmp_path, monkeypatch):
@@ -421,6 +458,73 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_written(
     assert not out.exists()
 
 
+# ---- stops ----
+
+
+def test_a_signal_saves_and_exits(data, tmp_path):
+    """SIGTERM; test_common.py has the others."""
+    process = start(data, tmp_path, max_iters=100000, eval_interval=100000)
+    log = tmp_path / 'log.jsonl'
+    while not log.exists() or log.read_text().count('\n') < 3:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    out, error = process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM and 'Traceback' not in error, error
+    saved = load_checkpoint(tmp_path / 'ckpt_last.pt')
+    assert f'stopped after update {saved["step"]}, saved' in out
+    assert read_log(tmp_path)[-1]['step'] == saved['step'] > 0
+
+
+@pytest.mark.parametrize('factor', [math.nan, 1e30])
+def test_a_non_finite_update_changes_no_weight(data, tmp_path, factor):
+    """Nor a moment: with NaN gradients, or finite ones of an infinite norm, and a finite loss."""
+    r = begin(data, tmp_path)
+    updates(r, 1)
+    r.model.head.register_hook(lambda g: g * factor)
+    moments = [t for o in r.optimizers for s in o.state.values() for t in s.values()]
+    tensors = [*r.model.parameters(), *moments]
+    before = [t.clone() for t in tensors]
+    loss, norm, _ = train_lm.train_update(r, False)
+    assert math.isfinite(loss) and not math.isfinite(norm)
+    assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
+
+
+def test_a_broken_weight_stops_with_the_last_good_checkpoint(data, tmp_path, capsys):
+    run(data, tmp_path, max_iters=4)
+    saved = (tmp_path / 'ckpt_last.pt').read_bytes()
+    assert run(data, tmp_path, max_iters=20, resume=True, learning_rate=1e38) == 1
+    assert 'error: update 6: loss ' in capsys.readouterr().out
+    assert (tmp_path / 'ckpt_last.pt').read_bytes() == saved
+
+
+def test_training_continues_uncompiled(data, tmp_path, monkeypatch, capsys):
+    """Where torch.compile fails, one line says so."""
+
+    def micro_batch(run, *args, real=train_lm.forward_backward):
+        if kernels.fused.enabled:
+            raise torch._dynamo.exc.TorchDynamoException('no C++ compiler\nmore lines')
+        real(run, *args)
+
+    monkeypatch.setattr(train_lm, 'forward_backward', micro_batch)
+    assert run(data, tmp_path, compile=True, max_iters=1) == 0
+    line = 'compile = True does not work here; training uncompiled (TorchDynamoException: no C++'
+    assert capsys.readouterr().out.count(line) == 1
+
+
+@pytest.mark.long
+def test_there_is_no_compiler(data, tmp_path):
+    """The same, with what Inductor raises."""
+    argv = arguments(data, tmp_path / 'out', compile=True, max_iters=1)
+    env = {**os.environ, 'CXX': '/nonexistent', 'TORCHINDUCTOR_CACHE_DIR': str(tmp_path)}
+    done = conftest.run(['train_lm.py', *argv], env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count('compile = True does not work here; training uncompiled') == 1
+
+
+# ---- mistakes ----
+
+
 MISTAKES = """
 tokens_per_step=100 | tokens_per_step = 100: must be a multiple
 batch_size=3 | batch_size = 3: must divide the 8 rows
@@ -432,6 +536,7 @@ betas=(0.9,) | betas = (0.9,)
 arch=transformer recurrent=False | n_expert = 2: arch = 'transformer' corresponds to
 arch=lstm recurrent=False | needs --recurrent=True
 arch=lstm learning_rate=0.1 | --baseline_lr
+path=slow | mode = 'slow': expected one of fast, plain
 """
 
 
@@ -443,7 +548,7 @@ def test_mistakes_are_one_line(data, tmp_path, line, capfd):
 
 
 def test_refusals_that_keep_a_run(data, trained, tmp_path, capfd):
-    """Shards of other content, of the same names and sizes, are others; a copy is not."""
+    """Shards of other content, with the same names and sizes, are other data; a copy is not."""
     out, others, bad = tmp_path / 'out', tmp_path / 'others', tmp_path / 'bad'
     run(data, out, max_iters=2)
     shutil.copytree(data, others)
@@ -460,19 +565,17 @@ def test_refusals_that_keep_a_run(data, trained, tmp_path, capfd):
         ('--overwrite=True --data_dir=/nowhere', 'no train shards'),
         ('--overwrite --init_from=none', 'none: holds no trained run'),
         (f'--overwrite --init_from={bad}', 'bad/model.safetensors: cannot be read'),
-        (
-            f'--overwrite --init_from={trained}/lstm --arch=experts --n_embd=64',
-            'no weight has a name and shape',
-        ),
+        (f'--overwrite --init_from={trained}/lstm --arch=experts --n_embd=64', 'no weight has'),
+        ('--overwrite --batch_size=3', 'must divide the 8 rows'),
         (f'--resume --init_from={trained}/rnn', '--init_from starts a new run'),
     ):
         argv = [*arguments(data, out), *settings.split()]
         assert message in mistake(capfd, train_lm, argv)
     assert (out / 'ckpt_last.pt').read_bytes() == before
-    assert run(others, out, eval_only=True) == 0  # only asks what the weights are worth there
+    assert run(others, out, eval_only=True) == 0  # only asks for the loss on other data
 
 
-DAMAGES = [  # part of a checkpoint, what becomes of it, what is said
+DAMAGES = [  # part of a checkpoint, its damage, the message
     ('model.head', lambda w: w[:5], 'size mismatch for head'),
     ('step', lambda n: None, 'step = '),
     ('optimizers', lambda o: o[:1], 'optimizers or rng does not fit'),
@@ -482,52 +585,51 @@ DAMAGES = [  # part of a checkpoint, what becomes of it, what is said
 
 
 def test_a_damaged_checkpoint_is_one_line(data, tmp_path, capfd):
-    """Whole files whose parts do not fit: refused by file and part."""
+    """Readable files whose parts do not fit are refused by file and part."""
     run(data, tmp_path, max_iters=2)
     path, argv = tmp_path / 'ckpt_last.pt', arguments(data, tmp_path, resume=True)
     os.link(path, tmp_path / 'good.pt')
-    for key, change, message in DAMAGES:
+    for key, damage, message in DAMAGES:
         saved = load_checkpoint(tmp_path / 'good.pt')
         *outer, name = key.split('.')
         part = saved[outer[0]] if outer else saved
-        part[name] = change(part[name])
+        part[name] = damage(part[name])
         common.save_checkpoint(saved, path)
         error = mistake(capfd, train_lm, argv)
         assert f'{path}: ' in error and message in error, error
 
 
-def test_training_goes_on_uncompiled(data, tmp_path, monkeypatch, capsys):
-    """Where torch.compile fails, one line says so."""
-
-    def micro_batch(run, *args, real=train_lm.forward_backward):
-        if kernels.fused.enabled:
-            raise torch._dynamo.exc.TorchDynamoException('no C++ compiler\nmore lines')
-        real(run, *args)
-
-    monkeypatch.setattr(train_lm, 'forward_backward', micro_batch)
-    assert run(data, tmp_path, compile=True, max_iters=1) == 0
-    line = 'compile = True does not work here; training uncompiled (TorchDynamoException: no C++'
-    assert capsys.readouterr().out.count(line) == 1
-
-
-@pytest.mark.long
-def test_there_is_no_compiler(data, tmp_path):
-    """The same with Inductor, which then raises what it does."""
-    argv = arguments(data, tmp_path / 'out', compile=True, max_iters=1)
-    env = {**os.environ, 'CXX': '/nonexistent', 'TORCHINDUCTOR_CACHE_DIR': str(tmp_path)}
-    done = conftest.run(['train_lm.py', *argv], env=env)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count('compile = True does not work here; training uncompiled') == 1
-
-
 @pytest.mark.parametrize('name', ['wandb', 'tensorboard', 'matplotlib'])
 def test_packages_are_optional(data, tmp_path, monkeypatch, capfd, name):
-    """Imported only when asked for; where one is missing, a line names it."""
+    """They are imported only when asked for; if one is missing, a line names it."""
     monkeypatch.setitem(sys.modules, name, None)  # as if not installed
     asked = {'plot' if name == 'matplotlib' else name: True}
     error = mistake(capfd, train_lm, arguments(data, tmp_path / 'out', **asked))
     assert f'{name} is asked for but not installed' in error
     assert run(data, tmp_path / 'out', max_iters=1) == 0
+
+
+# ---- a copied trainer, and starting from other weights ----
+
+
+def test_a_copied_trainer_with_a_new_setting(data, tmp_path):
+    """Its messages and its --help carry its name, and a new field of ModelConfig gets the setting
+    of its name."""
+    source = (ROOT / 'train_lm.py').read_text()
+    line = "init_b = 'one' "
+    assert line in source
+    copy = tmp_path / 'my_train.py'
+    copy.write_text(source.replace(line, 'z_loss = 1e-4  # of squared log Z\n' + line))
+    (tmp_path / 'model.py').write_text(
+        (ROOT / 'model.py')
+        .read_text()
+        .replace('    init_b: str', '    z_loss: float = 0.0\n    init_b: str')
+    )
+    code = 'import my_train as t; from configurator import configure as c; import sys; '
+    code += 'r = t.make_run(c(vars(t), quiet=True)); print(t.SCRIPT, r.model.config.z_loss)'
+    env = os.environ | {'PYTHONPATH': os.pathsep.join([str(tmp_path), str(ROOT)])}
+    done = conftest.run(['-c', code, *arguments(data, tmp_path / 'out')], env=env, cwd=tmp_path)
+    assert done.stdout.splitlines()[-1:] == ['my_train.py 0.0001'], done.stderr
 
 
 def test_init_from(trained, data, tmp_path, capfd):
@@ -551,7 +653,7 @@ def test_init_from(trained, data, tmp_path, capfd):
 
 @pytest.mark.parametrize('kind', ['a run', 'an export'])
 def test_init_from_adopts_the_sizes_that_are_not_given(trained, data, tmp_path, kind):
-    """Of a non-recurrent model with three settings that differ from the defaults."""
+    """Of a non-recurrent model that differs from the defaults; only the window is given."""
     source = trained / 'gpt'
     if kind == 'an export':
         configure(vars(sample), [f'--out_dir={source}', f'--export={tmp_path}/e'], quiet=True)
@@ -571,9 +673,8 @@ def test_fine_tuning_by_two_lines(tmp_path, monkeypatch, capsys):
     The shipped model knows such a text, where a new one loses ln 256 = 5.5 nats per byte."""
     monkeypatch.chdir(tmp_path)
     speech = 'Fellow-citizens of the Senate and of the House of Representatives: the Congress has '
-    (tmp_path / 'my.txt').write_text(
-        80 * (speech + 'passed the law for the relief of our troops.\n')
-    )
+    speech += 'passed the law for the relief of our troops.\n'
+    (tmp_path / 'my.txt').write_text(80 * speech)
     argv = ['--text=my.txt', '--tokenizer=bytes']
     data_fineweb.make_shards(configure(vars(data_fineweb), argv, quiet=True))
     lines = capsys.readouterr().out.splitlines()
