@@ -71,13 +71,13 @@ def setup_process() -> None:
 def run_script(
     main: Callable[[], int | None],
     interrupted: str = 'interrupted',
-    last_words: Callable[[Exception], str] | None = None,
+    explain: Callable[[Exception], str] | None = None,
 ) -> NoReturn:
     """Run main() and end the process with the exit status that it returns (None means 0).
 
     Ctrl-C prints the line `interrupted` and exits with 130. A Mistake, or an OSError such as a
     full disk, prints one line and exits with 2; so do a RuntimeError and a MemoryError if
-    last_words(error) returns a line for them (it raises those that it does not know; see
+    explain(error) returns a line for them (it raises those that it does not know; see
     common.last_words). A reader that has seen enough (`| head`) ends the script with 0."""
     status, line = 0, ''
     try:
@@ -91,9 +91,9 @@ def run_script(
     except (OSError, Mistake) as error:
         status, line = 2, f'error: {error}'
     except (RuntimeError, MemoryError) as error:
-        if last_words is None:
+        if explain is None:
             raise
-        status, line = 2, f'error: {last_words(error)}'
+        status, line = 2, f'error: {explain(error)}'
     try:
         # If it is standard output whose disk is full, a newline meets the same error again.
         print(end='\n' if line.startswith('error') else '', flush=True)
@@ -116,9 +116,9 @@ def every(seconds: float = 10.0) -> Callable[[], bool]:
     True it restarts the wait and returns as usual."""
     last = [time.monotonic()]
 
-    def due(said: bool = False) -> bool:
+    def due(restart: bool = False) -> bool:
         is_due = time.monotonic() - last[0] >= seconds
-        if said or is_due:
+        if restart or is_due:
             last[0] = time.monotonic()
         return is_due
 
@@ -414,7 +414,3 @@ def read_json(path: str | os.PathLike) -> dict:
     except (OSError, *BROKEN):
         return {}
     return saved if isinstance(saved, dict) else {}
-
-
-# Until every script calls it at its start.
-setup_process()

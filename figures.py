@@ -28,9 +28,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-# before torch: how threads wait
 from configurator import Mistake, configure, fail, first_line, read_json, run_script
-from configurator import write_atomic, write_text
+from configurator import setup_process, write_atomic, write_text
+
+if __name__ == '__main__':
+    setup_process()  # before torch is imported
 
 from common import need_packages
 

@@ -23,8 +23,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-# before torch: how threads wait, what ctrl-C does
-from configurator import configure, fail, run_script
+from configurator import configure, fail, run_script, setup_process
+
+if __name__ == '__main__':
+    setup_process()  # before torch is imported
 
 import numpy as np
 import torch

@@ -19,8 +19,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-# before torch: how threads wait
 from configurator import configure, fail, read_json, read_script, run_script, write_text
+from configurator import setup_process
+
+if __name__ == '__main__':
+    setup_process()  # before torch is imported
 
 from common import need_packages
 from figures import COLORS, MODELS, describe_model, draw_curve, draw_episodes, draw_losses

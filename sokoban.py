@@ -30,9 +30,11 @@ import sys
 import tokenize
 from collections.abc import Callable, Iterable
 
-# before torch: how threads wait, what ctrl-C does
 from configurator import BROKEN, Mistake, configure, every, fail, first_line, read_json, run_script
-from configurator import write_atomic, write_json
+from configurator import setup_process, write_atomic, write_json
+
+if __name__ == '__main__':
+    setup_process()  # before torch is imported
 
 import numpy as np
 import torch

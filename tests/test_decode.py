@@ -1,10 +1,12 @@
-"""The ring decoder held to reference.py, with its sampling; sample.py. -m gpu: CUDA graphs too."""
+"""decode.py against reference.py, with its sampling, and what sample.py prints. pytest -m gpu runs
+the decoder on a GPU too, from the fourth token on as a CUDA graph."""
 
 import io
 import itertools
 import math
 import os
 import re
+import signal
 import sys
 
 import pytest
@@ -14,43 +16,60 @@ import torch.nn.functional as F
 from reference import V, assert_close, assert_same_state, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import decode
 import kernels
 import sample
 from decode import Decoder
 from model import GPT, RecurrentGPT, State
 
-OWN, L2, SHARED = {'share_kv': False}, {'aggregation': 'softmax_l2'}, {'residual': 'shared'}
-MEAN = {'aggregation': 'softmax_mean'}
-VARIANTS = [(RecurrentGPT, x) for x in ({}, OWN, L2, {'window': 1}, {'n_expert': 1} | OWN)]
-VARIANTS += [(RecurrentGPT, {'aggregation': 'mean', 'n_layer': 1} | OWN)]
-VARIANTS += [(GPT, x) for x in ({}, SHARED, L2 | SHARED, MEAN, {'n_expert': 1} | SHARED)]
+OWN_CACHES = {'share_kv': False}
+SHARED_RESIDUAL = {'residual': 'shared'}
+VARIANTS = [
+    (RecurrentGPT, {}),
+    (RecurrentGPT, OWN_CACHES),
+    (RecurrentGPT, {'aggregation': 'softmax_l2'}),
+    (RecurrentGPT, {'window': 1}),
+    (RecurrentGPT, {'n_expert': 1, **OWN_CACHES}),
+    (RecurrentGPT, {'aggregation': 'mean', 'n_layer': 1, **OWN_CACHES}),
+    (GPT, {}),
+    (GPT, SHARED_RESIDUAL),
+    (GPT, {'aggregation': 'softmax_l2', **SHARED_RESIDUAL}),
+    (GPT, {'aggregation': 'softmax_mean'}),
+    (GPT, {'n_expert': 1, **SHARED_RESIDUAL}),
+]
 variants = pytest.mark.parametrize('model_type, changes', VARIANTS, ids=str)
-both = pytest.mark.parametrize('model_type', [RecurrentGPT, GPT])
-gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason='no CUDA device')]
-devices = pytest.mark.parametrize('device', ['cpu', pytest.param('cuda', marks=gpu)])
+both_models = pytest.mark.parametrize('model_type', [RecurrentGPT, GPT])
+on_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason='no CUDA device'),
+]
+devices = pytest.mark.parametrize('device', ['cpu', pytest.param('cuda', marks=on_gpu)])
 
 
 def make(model_type, dtype=torch.float64, device='cpu', **changes):
-    """A small model of odd sizes with every parameter random and none of them small."""
+    """Return a small model of odd sizes, all of whose parameters are random and not small."""
     sizes = {'n_layer': 3, 'n_embd': 36, 'n_head': 6, 'window': 5, 'n_expert': 3}
     return reference.make(model_type, 0, dtype, **sizes | changes).to(device)
 
 
 def feed(decoder, x):
-    """x (B, T) token by token -> logits (B, T, V)"""
-    steps = [decoder.step(token) is None or decoder.logits.clone() for token in x.unbind(1)]
-    return torch.stack(steps, 1)
+    """Feed x (B, T) token by token; return the logits (B, T, V)."""
+    logits = []
+    for token in x.unbind(1):
+        decoder.step(token)
+        logits.append(decoder.logits.clone())
+    return torch.stack(logits, 1)
 
 
 @torch.no_grad()
 def expected(model, x):
-    """The reference's logits, and its state at the end."""
+    """Return the reference's logits, and its state at the end."""
     logits, history = reference.run(model, x, reference.History(model, len(x)))
     return logits, history.state()
 
 
-class NoWaiting(TorchDispatchMode):
-    """Refuses what makes host and device wait for each other: a CUDA graph cannot hold it."""
+class RefuseWaiting(TorchDispatchMode):
+    """Refuse operations for which the host waits for the device: no CUDA graph can hold them."""
 
     waits = '_local_scalar_dense nonzero is_nonzero masked_select equal lift_fresh unique'.split()
 
@@ -59,34 +78,40 @@ class NoWaiting(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
+# ---- logits and state ----
+
+
 @variants
 @devices
-def test_decoder_is_the_reference(model_type, changes, device):
-    """Past three turns of the ring; the state at the end; after a load. Nothing waits or moves."""
+def test_decoder_equals_the_reference(model_type, changes, device):
+    """Past three turns of the ring, twice, from an initial state that is loaded in between. The
+    host never waits, and no tensor moves."""
     model, x = make(model_type, **changes), tokens(3, 3 * 5 + 4)
-    (logits, state), mode = expected(model, x), NoWaiting()
-    decoder, empty = Decoder(model.to(device), 3), model.init_state(3)
-    held = [decoder.s, decoder.keys, decoder.values, decoder.logits, decoder.token]
-    held.append(decoder.place.place)
-    addresses = [y.data_ptr() for y in held]
-    assert logits.std() > 0.5  # nothing to compare in flat logits
+    logits, state = expected(model, x)
+    decoder, initial = Decoder(model.to(device), 3), model.init_state(3)
+
+    def addresses():
+        held = decoder.s, decoder.keys, decoder.values, decoder.logits, decoder.token
+        return [t.data_ptr() for t in (*held, decoder.place.place)]
+
+    before = addresses()
+    assert logits.std() > 0.5  # flat logits would agree by chance
     for _ in range(2):
-        with mode if device == 'cpu' else torch.no_grad():
+        with RefuseWaiting() if device == 'cpu' else torch.no_grad():
             found = feed(decoder, x.to(device))
         assert_close(found.cpu(), logits)
         assert_same_state(State(*(t.cpu() for t in decoder.state())), state)
-        decoder.load(empty)
+        decoder.load(initial)
     assert decoder.step() is decoder.step()
-    now = [decoder.s, decoder.keys, decoder.values, decoder.logits, decoder.token]
-    assert addresses == [y.data_ptr() for y in (*now, decoder.place.place)]
-    with mode, pytest.raises(AssertionError, match='_local_scalar_dense'):  # the mode works
-        decoder.token[0].item()
+    assert addresses() == before
+    with RefuseWaiting(), pytest.raises(AssertionError, match='_local_scalar_dense'):
+        decoder.token[0].item()  # what the mode is to refuse
 
 
 @pytest.mark.parametrize('model_type, changes', VARIANTS[:2] + VARIANTS[6:7], ids=str)
 @torch.no_grad()
-def test_load_and_state_in_the_middle(model_type, changes):
-    """Streams with 0, 2 and 5 entries; out and in at every slot of the ring."""
+def test_load_and_state_at_every_slot(model_type, changes):
+    """Streams with 0, 2 and 5 entries; a second decoder loads the first one's state each time."""
     model, x = make(model_type, **changes), tokens(3, 19, seed=1)
     _, state = model(tokens(3, 9), state=model.init_state(3))
     state = state._replace(count=torch.tensor([0, 2, 5]))
@@ -94,23 +119,21 @@ def test_load_and_state_in_the_middle(model_type, changes):
     feed(decoder, tokens(3, 7, seed=2))  # the load must clear this
     decoder.load(state)
     for token in x.unbind(1):
-        mine = decoder.state()
-        kept = State(*(t.clone() for t in mine))
-        other.load(mine)  # its head is at the ring's end, the first one's anywhere
+        saved = decoder.state()
+        unchanged = State(*(t.clone() for t in saved))
+        other.load(saved)  # its newest entry is in the last slot, the first decoder's anywhere
         logits, state = model.step(token, state)
-        for d in (decoder, other):
-            assert_close(feed(d, token[:, None])[:, 0], logits)
-            assert_same_state(d.state(), state)
-        assert_same_state(mine, kept, 0)  # a copy: later steps leave it alone
+        for one in (decoder, other):
+            assert_close(feed(one, token[:, None])[:, 0], logits)
+            assert_same_state(one.state(), state)
+        assert_same_state(saved, unchanged, 0)  # a copy, which later steps do not change
 
 
-@both
+@both_models
 @devices
-def test_precision(model_type, device, monkeypatch):
+def test_precision(model_type, device):
     """Against float64: measured errors are 0.009 in bf16 and 4e-7 in fp32, as the model's own under
-    autocast. On a GPU by the Triton kernels."""
-    if device == 'cuda':
-        monkeypatch.setattr(sample, 'by_triton', lambda *_: frozenset({'attention', 'experts'}))
+    autocast. On a GPU with Triton forms."""
     model, x = make(model_type, torch.float32), tokens(4, 19)
     exact, _ = expected(reference.exact(model), x)
     model, x = model.to(device), x.to(device)
@@ -118,33 +141,46 @@ def test_precision(model_type, device, monkeypatch):
         with torch.no_grad(), torch.autocast(device, torch.bfloat16, amp == torch.bfloat16):
             _, state = model(x, state=model.init_state(4))
         decoder = Decoder(model, 4, amp=amp)
+        if device == 'cuda':
+            decoder.forms = frozenset({'attention', 'experts'})
         error = (feed(decoder, x).cpu() - exact).norm() / exact.norm()
         assert least < error < most, (amp, error)
         assert decoder.logits.dtype == decoder.s.dtype == torch.float32
         assert [t.dtype for t in decoder.state()] == [t.dtype for t in state]
 
 
-CASES = [(RecurrentGPT, {'n_layer': 2}), (RecurrentGPT, OWN | L2 | {'window': 1, 'n_layer': 1})]
-CASES += [(RecurrentGPT, {'aggregation': 'mean', 'window': 70, 'n_layer': 1})]
-CASES += [(GPT, SHARED | {'n_layer': 1})]
+# ---- Triton forms, in the interpreter ----
+
+interpreted = pytest.mark.skipif(
+    os.environ.get('TRITON_INTERPRET') != '1', reason='test_triton.py runs it in the interpreter'
+)
 
 
-@pytest.mark.skipif(os.environ.get('TRITON_INTERPRET') != '1', reason='test_triton.py runs it')
-@pytest.mark.parametrize('model_type, changes', CASES, ids=str)
-def test_with_kernels_it_is_the_reference(monkeypatch, model_type, changes):
-    """Several streams, past a turn of the ring; what is measured finds an edited equation."""
-    model, found = make(model_type, torch.float32, **changes), {}
-    monkeypatch.setattr(kernels, 'seconds_of', lambda run: (run(), 1.0)[1])
+@pytest.fixture
+def clock(monkeypatch):
+    """Every run seems faster than the one before, so that a form is chosen where it agrees."""
+    times = itertools.count(1000, -1)
+    monkeypatch.setattr(decode, 'cuda_seconds', lambda run: (run(), next(times))[1])
 
-    def choose(key, device, trials):
-        some = {name: kernels.compare(run) for name, run in trials().items()}
-        found.update(some)
-        return frozenset(some)
 
-    monkeypatch.setattr(sample, 'by_triton', choose)
+@interpreted
+@pytest.mark.parametrize(
+    'model_type, changes',
+    [
+        (RecurrentGPT, {'n_layer': 2}),
+        (RecurrentGPT, {'n_layer': 1, 'window': 1, 'aggregation': 'softmax_l2', **OWN_CACHES}),
+        (RecurrentGPT, {'n_layer': 1, 'window': 70, 'aggregation': 'mean'}),
+        (GPT, {'n_layer': 1, **SHARED_RESIDUAL}),
+    ],
+    ids=str,
+)
+def test_with_triton_forms_it_equals_the_reference(clock, model_type, changes):
+    """All forms are chosen. Streams whose window is empty, half full and full, past a turn of the
+    ring."""
+    model = make(model_type, torch.float32, **changes)
     decoder = Decoder(model, 3)
-    assert set(found) == {'attention', 'experts', 'split'}
-    assert all(trial['difference'] < 1e-4 for trial in found.values())
+    decoder.choose_forms()
+    assert decoder.forms == {'attention', 'experts', 'split'}, decoder.lines
     exact, W = reference.exact(model), model.config.window
     _, state = exact(tokens(3, W + 1), state=exact.init_state(3))
     state = state._replace(count=torch.tensor([0, W // 2, W]))
@@ -153,131 +189,201 @@ def test_with_kernels_it_is_the_reference(monkeypatch, model_type, changes):
         decoder.step(token)
         logits, state = exact.step(token, state)
         assert_close(decoder.logits, logits, rtol=1e-5)
-    reference.assert_same_state(decoder.state(), state, rtol=1e-5)
-    reference.edit_equations(monkeypatch)
-    Decoder(model, 3)
-    assert all(found[name]['difference'] > 0.05 for name in ('attention', 'experts'))
+    assert_same_state(decoder.state(), state, rtol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize('form, kernel', [('attention', 'ring_attention'), ('experts', 'norm_sum')])
+def test_a_triton_form_that_differs_is_not_chosen(clock, monkeypatch, form, kernel):
+    triton_kernels = kernels.triton_module()
+    right = getattr(triton_kernels, kernel)
+    monkeypatch.setattr(triton_kernels, kernel, lambda *args: 1.02 * right(*args))
+    decoder = Decoder(make(RecurrentGPT, torch.float32, n_layer=1), 3)
+    decoder.choose_forms()
+    assert form not in decoder.forms and any(
+        line.startswith(f'{form}: Triton form not used: ') for line in decoder.lines
+    )
 
 
 # ---- sampling and generation ----
 
 
-DRAWS = [(1.0, 0, 1), (0.5, 0, 1), (2.0, 3, 1), (1.0, 1, 1), (0.7, 100, 1), (1.0, 0, 0.6)]
+SAMPLING = [  # temperature, top_k, top_p
+    (1.0, 0, 1),
+    (0.5, 0, 1),
+    (2.0, 3, 1),
+    (1.0, 1, 1),
+    (0.7, 100, 1),
+    (1.0, 0, 0.6),
+    (2.0, 5, 0.8),
+    (1.0, 0, 0.001),
+]
 
 
-@pytest.mark.parametrize('temperature, top_k, top_p', [*DRAWS, (2.0, 5, 0.8), (1.0, 0, 0.001)])
-def test_sampling_draws_the_softmax(temperature, top_k, top_p):
-    """Frequencies over 4,000 like streams, at two steps, and of pairs of the two draws."""
+@pytest.mark.parametrize('temperature, top_k, top_p', SAMPLING)
+def test_samples_follow_the_softmax(temperature, top_k, top_p):
+    """Frequencies over 4,000 equal streams at two steps, and of the pairs of both samples."""
     model, B = make(RecurrentGPT, n_layer=1, n_embd=12, n_head=2), 4000
     decoder = Decoder(model, B, torch.float32, temperature, top_k, 5, top_p=top_p)
-    draws, probabilities = [], []
+    samples, probabilities = [], []
     for _ in range(2):
-        with NoWaiting():
-            draws.append(decoder.step(torch.zeros(B, dtype=torch.int64)).clone())
+        with RefuseWaiting():
+            samples.append(decoder.step(torch.zeros(B, dtype=torch.int64)).clone())
         p, order = torch.exp(decoder.logits[0] / temperature).sort(descending=True)
         p[top_k or V :] = 0
         p /= p.sum()
         p[[k for k in range(V) if p[:k].sum() >= top_p]] = 0
         probabilities.append(torch.zeros(V, dtype=p.dtype).scatter(0, order, p / p.sum()))
     probabilities.append(torch.outer(*probabilities).flatten())
-    draws.append(draws[0] * V + draws[1])  # are the two steps' draws independent?
-    for draw, p in zip(draws, probabilities, strict=True):
-        off = torch.bincount(draw, minlength=len(p)) - B * p
-        # within 5 standard deviations, and two of the rarest; nothing that cannot be
-        assert (off.abs() <= 5 * (B * p * (1 - p)).sqrt() + 2 * (p > 0)).all(), off
-    assert (len(draws[0].unique()) == 1) == (top_k == 1 or top_p == 0.001)
+    samples.append(samples[0] * V + samples[1])  # pairs: the two steps must be independent
+    for sampled, p in zip(samples, probabilities, strict=True):
+        excess = torch.bincount(sampled, minlength=len(p)) - B * p
+        # within 5 standard deviations, and two of the rarest; never what has no probability
+        assert (excess.abs() <= 5 * (B * p * (1 - p)).sqrt() + 2 * (p > 0)).all(), excess
+    assert (len(samples[0].unique()) == 1) == (top_k == 1 or top_p == 0.001)
 
 
 @devices
-@both
+@both_models
 def test_a_seed_makes_generation_repeatable(model_type, device):
-    """And replayed graphs do not repeat their noise; None: torch's own generator goes on."""
+    """Replayed graphs do not repeat their noise; seed = None draws from torch's own generator."""
     model, x = make(model_type, device=device), tokens(4, 3).to(device)
     with torch.no_grad():
         model.head.mul_(0.05)  # nearly uniform: two seeds cannot agree by chance
     seeds = 0, torch.Generator(device).manual_seed(0), 1, None, None
     decoders = [Decoder(model, 4, temperature=1.0, seed=seed) for seed in seeds]
     texts = [torch.stack(list(decoder.generate(x, 40))) for decoder in decoders]
-    assert torch.equal(*texts[:2])
-    assert not any(torch.equal(a, b) for a, b in zip(texts[1:], texts[2:], strict=False))
+    assert torch.equal(texts[0], texts[1])
+    assert not any(torch.equal(a, b) for a, b in itertools.pairwise(texts[1:]))
     assert len({tuple(row) for row in texts[0][4:].tolist()}) == 36
 
 
-@both
+@both_models
 @pytest.mark.parametrize('top_k', [1, 3])
 def test_generation_follows_the_reference(model_type, top_k):
-    """Draws are from the logits after what was drawn: prompts of several chunks (block_size 8),
-    past the window (5), one after the other by one decoder. top_k = 1: greedy. Maxima of 4 parts
-    of the 12 logits, and of these."""
+    """Tokens are sampled from the logits after all that came before: prompts of several chunks
+    (block_size is 8), past the window (5), one after the other by one decoder. top_k = 1 is greedy.
+    """
     model, temperature = make(model_type, vocab_size=12), 0 if top_k == 1 else 2
     decoder = Decoder(model, 2, temperature=temperature, top_k=top_k)
-    for prompt in (1, 3, 19):
-        x, found = tokens(2, prompt), []
-        for token in itertools.islice(decoder.generate(x, -1), 9):  # which would go on for ever
+    for length in (1, 3, 19):
+        x, found = tokens(2, length), []
+        for token in itertools.islice(decoder.generate(x, -1), 9):  # -1: without end
             found.append((token, decoder.logits.clone()))
-        drawn, scores = (torch.stack(every, 1) for every in zip(*found, strict=True))
-        logits, _ = expected(decoder.model, torch.cat([x, drawn[:, :-1]], 1))
+        sampled, scores = (torch.stack(part, 1) for part in zip(*found, strict=True))
+        logits, _ = expected(decoder.model, torch.cat([x, sampled[:, :-1]], 1))
         assert_close(scores, logits[:, -9:])
-        assert (scores.topk(top_k).indices == drawn[..., None]).any(-1).all()
-        assert len(drawn.unique(dim=1)[0]) > 1
+        assert (scores.topk(top_k).indices == sampled[..., None]).any(-1).all()
+        assert len(sampled.unique(dim=1)[0]) > 1
 
 
 # ---- sample.py ----
 
 
 class Letters:
-    eot, encode = 0, staticmethod(lambda text: [ord(c) % V for c in text])
-    decode_bytes = staticmethod(lambda ids: bytes(97 + i for i in ids))
+    """A tokenizer of V letters; 0 is the end of text."""
+
+    eot = 0
+
+    @staticmethod
+    def encode(text):
+        return [ord(letter) % V for letter in text]
+
+    @staticmethod
+    def decode_bytes(ids):
+        return bytes(97 + i for i in ids)
 
 
-def use(monkeypatch, capsys, model, words, typed=''):
-    """What sample.py prints, with this model."""
-    monkeypatch.setattr(sample, 'load_model', lambda device: (model, Letters))
-    monkeypatch.setattr(sys, 'argv', ['sample.py', '--device=cpu', *words.split()])
+def run_sample(monkeypatch, capsys, model, argv, typed='', tokenizer=Letters):
+    """Return what sample.py prints with this model."""
+    model.about = {'tokenizer': 'bytes'}
+    monkeypatch.setattr(sample, 'load_model', lambda folder, which: model)
+    monkeypatch.setattr(sample, 'get_tokenizer', lambda name: tokenizer)
+    monkeypatch.setattr(sys, 'argv', ['sample.py', '--device=cpu', *argv])
     monkeypatch.setattr(sys, 'stdin', io.StringIO(typed))
     sample.main()
     return capsys.readouterr().out
 
 
+@torch.no_grad()
+def conversation(model, prompt, lines, n):
+    """Return the reference's greedy answers of n tokens to each line typed after the prompt."""
+    history, unread, answers = reference.History(model, 1), [0, *Letters.encode(prompt)], []
+    for i, line in enumerate(lines):
+        unread += Letters.encode(line if i == 0 else '\n' + line)
+        answer = []
+        for _ in range(n):
+            logits, history = reference.run(model, torch.tensor([unread]), history)
+            unread = [logits[0, -1].argmax().item()]
+            answer += unread
+        answers.append(Letters.decode_bytes(answer).decode())
+    return answers
+
+
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-def test_sample_prints_what_the_decoder_draws(dtype, monkeypatch, capsys):
-    """Two samples by one decoder, the second with other draws, both from the prompt on."""
+def test_sample_prints_what_the_decoder_samples(dtype, monkeypatch, capsys):
+    """Two different texts, both from the prompt on."""
     model = make(RecurrentGPT, torch.float32)
-    words = f'--prompt=ab --num_samples=2 --max_new_tokens=30 --dtype={dtype} --top_p=0.9'
-    found = use(monkeypatch, capsys, model, words)
+    argv = ['--prompt=ab', '--num_samples=2', '--max_new_tokens=30', '--top_p=0.9']
+    found = run_sample(monkeypatch, capsys, model, [*argv, f'--dtype={dtype}'])
     decoder, texts = Decoder(model, 1, getattr(torch, dtype), 0.8, 200, 1337, top_p=0.9), []
     for _ in range(2):
-        drawn = torch.cat(list(decoder.generate(torch.tensor([[0, 97 % V, 98 % V]]), 30)))
-        texts.append('ab' + Letters.decode_bytes(drawn.tolist()).decode())
+        sampled = torch.cat(list(decoder.generate(torch.tensor([[0, 97 % V, 98 % V]]), 30)))
+        texts.append('ab' + Letters.decode_bytes(sampled.tolist()).decode())
     assert found == f'{texts[0]}\n---------------\n{texts[1]}\n' and texts[0] != texts[1]
 
 
-@both
+@both_models
 def test_a_conversation_is_one_stream(model_type, monkeypatch, capsys):
-    """Each line goes on after all that was typed and said: greedily, what the reference says."""
+    """Every line continues all that was typed and answered: greedily, as the reference says."""
     model, typed = make(model_type), ['ab', 'bad cab', 'c']
-    words = '--interactive --temperature=0 --max_new_tokens=7 --prompt=deed --dtype=float32'
-    said = use(monkeypatch, capsys, model, words, '\n'.join(typed)).splitlines()
-    ids, answers = [0, *Letters.encode('deed')], []
-    for i, line in enumerate(typed):
-        ids += Letters.encode('\n' * (i > 0) + line)
-        for _ in range(7):
-            ids.append(expected(model, torch.tensor([ids]))[0][0, -1].argmax().item())
-        answers.append(Letters.decode_bytes(ids[-7:]).decode())
-    assert said == answers and len(set(answers)) > 1
+    argv = ['--interactive', '--temperature=0', '--max_new_tokens=7', '--prompt=deed']
+    argv.append('--dtype=float32')
+    printed = run_sample(monkeypatch, capsys, model, argv, '\n'.join(typed)).splitlines()
+    answers = conversation(model, 'deed', typed, 7)
+    assert printed == answers and len(set(answers)) > 1
 
 
-@both
+def test_ctrl_c_stops_an_answer_and_not_the_conversation(monkeypatch, capsys):
+    """The tokens printed so far stay in the stream; a second ctrl-C ends the script."""
+
+    class Interrupting(Letters):
+        """Press ctrl-C at every fifth token."""
+
+        tokens = 0
+
+        @classmethod
+        def decode_bytes(cls, ids):
+            cls.tokens += 1
+            if cls.tokens % 5 == 0:
+                signal.raise_signal(signal.SIGINT)
+            return Letters.decode_bytes(ids)
+
+    model, handler = make(RecurrentGPT), signal.getsignal(signal.SIGINT)
+    argv = ['--interactive', '--temperature=0', '--max_new_tokens=-1', '--dtype=float32']
+    printed = run_sample(monkeypatch, capsys, model, argv, 'ab\ncab\n', Interrupting).splitlines()
+    assert printed == conversation(model, '', ['ab', 'cab'], 5)
+    assert signal.getsignal(signal.SIGINT) == handler
+
+    with pytest.raises(KeyboardInterrupt), sample.stop_by_ctrl_c() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.is_set()
+        signal.raise_signal(signal.SIGINT)
+
+
+@both_models
 def test_a_score_is_the_references(model_type, tmp_path, monkeypatch, capsys):
-    """In several chunks. (From standard input: test_export.py.)"""
+    """In several chunks."""
     model, text = make(model_type, torch.float32), 'a bad cab é faded ' * 12
     (tmp_path / 'a.txt').write_text(text)
     ids = torch.tensor([[0, *Letters.encode(text)]])
     logits, _ = expected(reference.exact(model), ids[:, :-1])
     nats = F.cross_entropy(logits[0], ids[0, 1:], reduction='sum').item()
     size = len(text.encode())
-    out = use(monkeypatch, capsys, model, f'--score={tmp_path}/a.txt --dtype=float32')
-    found = re.search(r'a.txt: (\d+) bytes, (\d+) tokens: (\S+) nats a byte, (\S+) bits', out)
-    assert [int(x) for x in found.groups()[:2]] == [size, len(text)]
-    values = [float(x) for x in found.groups()[2:]]
+    argv = [f'--score={tmp_path}/a.txt', '--dtype=float32']
+    printed = run_sample(monkeypatch, capsys, model, argv)
+    pattern = r'a.txt: (\d+) bytes, (\d+) tokens: (\S+) nats per byte, (\S+) bits per byte'
+    found = re.search(pattern, printed).groups()
+    assert [int(x) for x in found[:2]] == [size, len(text)]
+    values = [float(x) for x in found[2:]]
     assert values == pytest.approx([nats / size, nats / size / math.log(2)], abs=1e-4)
