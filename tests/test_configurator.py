@@ -131,7 +131,7 @@ def test_changed_settings_are_printed_and_help_lists_all(capsys, run):
     assert places == sorted(places) and 'too_late' not in text and not stop.value.code
 
 
-# ---- how a script begins and ends ----
+# ---- how a script starts and ends ----
 
 SPINS = 'import os; print(os.environ.get("GOMP_SPINCOUNT"))'
 FULL = 'error: standard output: No space left on device\n'
@@ -149,15 +149,15 @@ PROCESSES = [  # code, environment, exit status, what it prints; 'full': a full 
 ]
 
 
-@pytest.mark.parametrize('code, environment, status, said', PROCESSES)
-def test_how_a_script_begins_and_ends(code, environment, status, said):
+@pytest.mark.parametrize('code, environment, status, printed', PROCESSES)
+def test_how_a_script_starts_and_ends(code, environment, status, printed):
     full = environment == 'full'
-    command = [sys.executable, '-c', f'import configurator\n{code}']
+    command = [sys.executable, '-c', f'import configurator\nconfigurator.setup_process()\n{code}']
     with open('/dev/full' if full else os.devnull, 'w') as file:
         pipes = {'stdout': file if full else subprocess.PIPE, 'stderr': subprocess.PIPE}
         env = {} if full else environment
         done = subprocess.run(command, cwd=ROOT, env=env, text=True, **pipes)
-    assert (done.returncode, (done.stdout or '').lstrip() + done.stderr) == (status, said)
+    assert (done.returncode, (done.stdout or '').lstrip() + done.stderr) == (status, printed)
 
 
 def test_a_renamed_config_file_works_under_its_old_name(tmp_path, capsys):
