@@ -19,6 +19,7 @@ import os
 import pathlib
 import re
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -197,11 +198,21 @@ class Settings(dict):
         self.given.add(name)
 
 
+parsing = threading.Lock()
+
+
+def parse(source: str | bytes) -> ast.Module:
+    """Parse Python source, one thread at a time: Python 3.11 confuses the recursion depths of
+    threads that parse side by side (SystemError)."""
+    with parsing:
+        return ast.parse(source)
+
+
 def read_script(path: str | os.PathLike) -> tuple[dict, list[str], str | None]:
     """Return a script's {setting: default} in source order, the source lines from its first setting
     to its last, and its docstring."""
     source = pathlib.Path(path).read_text(encoding='utf-8')
-    tree, lines = ast.parse(source), source.split('\n')
+    tree, lines = parse(source), source.split('\n')
     defaults, first, last = {}, 0, 0
     for node in tree.body:
         calls = [part.func for part in ast.walk(node) if isinstance(part, ast.Call)]
@@ -230,7 +241,7 @@ def read_config(path: str, config: dict, defaults: dict, follow: bool = True) ->
     `renamed_to = 'new_name.py'` stands for that file of the same folder (unless not `follow`)."""
     try:
         with warnings.catch_warnings(action='ignore'):  # of odd backslashes
-            body = ast.parse(pathlib.Path(path).read_bytes()).body
+            body = parse(pathlib.Path(path).read_bytes()).body
     except OSError as error:
         fail(f'{path}: cannot read the config file: {error.strerror}')
     except BROKEN as error:
