@@ -145,7 +145,7 @@ class Decoder:
             self.place.head.fill_(W + W // 2)
             self.place.count.fill_(2 * W)
             out = self.run_layers(weights, s, z, rings)
-            new = [x[:, W // 2 + 1] for ring in rings for x in (ring.keys, ring.values)]
+            new = [x[:, (W // 2 + 1) % W] for ring in rings for x in (ring.keys, ring.values)]
             return [out, *(x.clone() for x in new)]
 
         return trial

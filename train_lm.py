@@ -48,7 +48,7 @@ data_dir = 'data/fineweb'      # shards made by data_fineweb.py
 init_from = ''                 # start from the weights in this folder: a run's or an export's
 resume = False                 # continue from out_dir's last checkpoint
 overwrite = False              # replace a run that is in out_dir
-eval_interval = 1000           # updates between validations, which then cost < 5%, and checkpoints
+eval_interval = 1250           # updates between validations, which then cost < 5%, and checkpoints
 eval_only = False              # validate out_dir's last checkpoint and stop
 log_interval = 1               # updates between printed lines; log.jsonl has them all
 plot = False                   # draw out_dir/loss.png at the end (matplotlib)
@@ -243,6 +243,8 @@ def make_run(config: Settings) -> Run:
     """Return a run before its first update. Raises Mistake for what is wrong with the settings, the
     data or the weights, before anything is written."""
     rank, world, device_ = common.join_ranks(device, threads)
+    if device_ == 'cpu':
+        common.keep_memory()
     amp = common.pick_dtype(dtype, device_)
     if init_from:
         adopt_sizes(config)

@@ -303,6 +303,27 @@ def test_head_loss(monkeypatch, rows, dtype, bf16, rtol):
         assert_close(ours(x, w), exact(x, w), rtol)
 
 
+def test_terms_of_the_objective_are_for_training_only(monkeypatch):
+    """A z-loss changes the objective and its gradients, and no reported loss."""
+    model, x = make(RecurrentGPT), tokens(2, 5)
+    plain = model(x, x)[0]
+    plain_grad = gradients(model, plain.objective)['head']
+
+    def losses(logits, targets, config, real=kernels.losses):
+        objective, cross_entropy = real(logits, targets, config)
+        z = torch.logsumexp(kernels.softcap(logits), -1).square().sum()
+        return objective + 0.1 * z, cross_entropy
+
+    monkeypatch.setattr(kernels, 'losses', losses)
+    loss = model(x, x)[0]
+    with torch.no_grad():
+        validation = model(x, x)[0]
+    for reported in (loss.cross_entropy, *validation):
+        assert_close(reported, plain.cross_entropy)
+    assert loss.objective > plain.objective + 0.1
+    assert (gradients(model, loss.objective)['head'] - plain_grad).norm() > 1e-3
+
+
 # ---- the chunk's buffers ----
 
 

@@ -50,8 +50,9 @@ def run(*command, **env):
     triton.__version__ < '3.7' and np.lib.NumpyVersion(np.__version__) >= '2.4.0',
     reason="Triton 3.6's interpreter takes loops' bounds only with NumPy < 2.4",
 )
-def test_in_a_process_with_the_interpreter():
-    options = '-q', '-x', '-p', 'no:cacheprovider', '-k', 'not in_a_process and (triton or kernels)'
+def test_in_a_process_with_the_interpreter(request):
+    options = ['-q', '-x', '-p', 'no:cacheprovider', '-k', 'not in_a_process and triton']
+    options += ['--long'] if request.config.getoption('--long') else ['-m', 'not gpu and not long']
     files = __file__, str(ROOT / 'tests' / 'test_decode.py')
     printed = run(sys.executable, '-m', 'pytest', *files, *options, TRITON_INTERPRET='1')
     assert 'passed' in printed and 'skipped' not in printed, printed[-4000:]
@@ -70,24 +71,28 @@ def calls(monkeypatch):
     return mocks
 
 
-# E, G, R, K, W; streams, tokens of a chunk, block, group; aggregation, own caches, kernels
+# E, G, R, K, W; streams, tokens per chunk, block, group; aggregation, caches per expert, forms
 CASES = """
 3,1,2,12,5 2,4,3,2 sqrt_sum False attention,experts
 3,1,2,12,5 2,4,3,2 softmax_l2 True attention,experts
-2,1,2,12,5 2,4,3,2 sqrt_sum False attention
-2,1,2,12,5 2,4,3,2 mean True experts
 1,1,2,64,3 2,2,2,4 sqrt_sum False experts,split
 1,1,2,10,70 2,3,3,4 softmax_mean False attention
 1,1,2,10,3 131,1,2,4 softmax_mean False experts
 2,2,1,34,1 1,4,5,2 mean False attention,experts
-1,1,2,10,3 1,18,18,18 sqrt_sum False attention
 2,1,3,96,37 2,2,3,4 sqrt_sum True attention
+"""
+LONG_CASES = """
+2,1,2,12,5 2,4,3,2 sqrt_sum False attention
+2,1,2,12,5 2,4,3,2 mean True experts
+1,1,2,10,3 1,18,18,18 sqrt_sum False attention
 10,1,2,128,5 1,2,2,2 sqrt_sum False attention
 """
+ALL_CASES = CASES.strip().splitlines()
+ALL_CASES += [pytest.param(x, marks=pytest.mark.long) for x in LONG_CASES.strip().splitlines()]
 
 
 @interpreted
-@pytest.mark.parametrize('case', CASES.strip().splitlines())
+@pytest.mark.parametrize('case', ALL_CASES)
 def test_unroll_is_the_reference(monkeypatch, calls, case):
     """Windows empty, full and in between; heads of all layouts; forms together and one alone."""
     heads, sizes, aggregation, own, names = case.split()

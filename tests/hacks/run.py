@@ -1,7 +1,7 @@
 """Run every mode in a copy of the project to which a patch was applied: three updates and decoding,
 compared with the plain mode in float64; Triton forms by the interpreter in fp32.
 
-python run.py [--inductor] models|agents|triton|validate '{settings}'
+python run.py [--inductor] models|agents|triton '{settings}'
 
 Prints the losses of the plain mode, for the test to tell patched from unpatched."""
 
@@ -114,13 +114,6 @@ def triton(settings):
     print(*found[False][0])
 
 
-def validate(settings):
-    model, x = make(RecurrentGPT, **settings), tokens(2, 6)
-    print('training', model(x, x)[0].objective.item())
-    with torch.no_grad():
-        print('validation', model(x, x)[0].objective.item())
-
-
 def agents(settings):
     for arch, residual in (('convlstm', 'expert'), ('convglu', 'expert'), ('convglu', 'shared')):
         sizes = {'arch': arch, 'residual': residual, 'n_layer': 2, 'n_expert': 3, 'n_embd': 8}
@@ -151,6 +144,6 @@ if __name__ == '__main__':
         kernels.compiled = functools.cache(
             lambda f, pdl: torch.compile(f, backend='aot_eager', fullgraph=True, dynamic=False)
         )
-    run = {'models': models, 'agents': agents, 'triton': triton, 'validate': validate}[what]
+    run = {'models': models, 'agents': agents, 'triton': triton}[what]
     run(ast.literal_eval(settings))
     print('all modes agree')
