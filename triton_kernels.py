@@ -38,14 +38,15 @@ LOG2E = constexpr(math.log2(math.e))  # the hardware's exponential is base 2
 
 @triton.constexpr_function
 def padded(n: int, least: int = 16) -> int:
-    """The tile that holds n: a power of two, at least what a tensor-core product takes."""
+    """Return the size of a tile that holds n: a power of two, at least the smallest that tensor
+    cores multiply."""
     return max(least, triton.next_power_of_2(n))
 
 
 @triton.jit
 def _begin(pdl: constexpr):
-    """Before anything is read: lets the next kernel be launched, and waits for the end of the one
-    before, which has waited for all others."""
+    """Let the next kernel be launched, and wait for the end of the one before, which has waited for
+    all others. Call it before anything is read."""
     if pdl:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -53,14 +54,15 @@ def _begin(pdl: constexpr):
 
 # ---- attention ----
 
-# kernels.Heads; C, M and the slots at a time, N: a kernel sees fields alone
+# Fields of kernels.Heads, its properties C and M (a kernel sees fields only), and N, the number of
+# slots per step of a loop.
 Sizes = namedtuple('Sizes', (*Heads._fields, 'C', 'M', 'N', 'pdl'))
 
 
 @triton.jit
 def _columns(K: constexpr):
-    """A head as a tile of X columns: RoPE pairs dimension j with j + K/2, so each half is padded.
-    -> where they lie, where their partners do, and whether they are any of the head's."""
+    """Lay a head out as a tile of columns. RoPE pairs dimension j with j + K/2, so each half is
+    padded. Returns each column's offset, its partner's offset, and whether it is in the head."""
     P: constexpr = padded(K // 2)
     half, j = tl.arange(0, 2 * P) // P, tl.arange(0, 2 * P) % P
     return half * (K // 2) + j, (1 - half) * (K // 2) + j, j < K // 2
@@ -68,7 +70,7 @@ def _columns(K: constexpr):
 
 @triton.jit
 def _by_expert(b, c, m, h: constexpr):
-    """Where query head m of cache head c lies in (E, B, G*R*K): (M, 1)."""
+    """Return the offsets (M, 1) of query heads m of cache head c in a tensor (E, B, G*R*K)."""
     if h.shared:
         e, head = m // h.R, c * h.R + m % h.R
     else:
@@ -78,7 +80,8 @@ def _by_expert(b, c, m, h: constexpr):
 
 @triton.jit
 def _normed(row, at, pair, mask, K: constexpr):
-    """Heads of a row, normalised, and their partners in RoPE, in fp32; the norms' factors."""
+    """Return the normalized heads of a row and their RoPE partners, in fp32, and the factors of the
+    norms."""
     x = tl.load(row + at, mask, 0.0).to(F32)
     r = tl.rsqrt(tl.sum(x * x, len(x.shape) - 1, keep_dims=True) / K + EPS)
     return x * r, tl.load(row + pair, mask, 0.0).to(F32) * r, r
@@ -86,8 +89,8 @@ def _normed(row, at, pair, mask, K: constexpr):
 
 @triton.jit
 def _token(qkv, b, c, cos, sin, h: constexpr):
-    """Stream b's row of a cache head -> its queries and key by norm and RoPE, the key as normed,
-    its value; the norms' factors of both. cos, sin: where the token's angles lie."""
+    """Read stream b's row of cache head c. Returns queries and key after norm and RoPE, the key
+    before RoPE, the value, and the factors of both norms. cos, sin: pointers to the angles."""
     C: constexpr = h.C
     M: constexpr = h.M
     K: constexpr = h.K
@@ -108,7 +111,7 @@ def _token(qkv, b, c, cos, sin, h: constexpr):
 
 @triton.jit
 def _weights(q, keys, values, n, seen, top, scale, K: constexpr):
-    """Of slots n the keys, the values and the weights exp(score - top), zero where not seen."""
+    """Return keys and values of slots n, and their weights exp(score - top), zero if not seen."""
     col, _, real = _columns(K)
     at, some = n[:, None] * K + col[None, :], seen[:, None] & real[None, :]
     k, v = tl.load(keys + at, some, 0.0), tl.load(values + at, some, 0.0)
@@ -118,16 +121,16 @@ def _weights(q, keys, values, n, seen, top, scale, K: constexpr):
 
 @triton.jit
 def _slots(q, keys, values, n, seen, top, scale, o, parts, K: constexpr):
-    """o, attended values, and parts, weights in columns that are summed at last, with slots n."""
+    """Add slots n to the attended values o, and to the weights `parts`, summed at the end."""
     _, v, p = _weights(q, keys, values, n, seen, top, scale, K)
     return tl.dot(p.to(q.dtype), v, o, input_precision='ieee'), parts + p
 
 
 # Norm of queries and key, RoPE, push into the cache and window attention of one token, in one pass
-# over the window: in PyTorch a dozen launches, with the scores through memory. One program a cache
-# head and stream, all its M query heads together, so that a key is read once. The token's own key
-# never leaves the registers: its store needs no barrier, and its score is what the softmax
-# subtracts (scores of normalised vectors lie within +-sqrt(K), so fp32 needs no running maximum).
+# over the window. PyTorch takes a dozen launches, and scores go through memory. One program handles
+# a cache head of a stream with all its M query heads, so that a key is read once. The token's own
+# key never leaves the registers: its store needs no barrier, and its score is what the softmax
+# subtracts (scores of normalized vectors lie within +-sqrt(K), so fp32 needs no running maximum).
 @triton.jit(do_not_specialize=['t'])
 def _attention_kernel(qkv, memory, out, kept, t, W, S, scale, h: constexpr):
     _begin(h.pdl)
@@ -163,7 +166,8 @@ def _attention_kernel(qkv, memory, out, kept, t, W, S, scale, h: constexpr):
 
 @triton.jit
 def _probabilities(q, do, lse2, delta, keys, values, n, seen, scale, K: constexpr):
-    """p, the gradient of the scores, and the keys, of slots n; zero where not seen."""
+    """Return attention weights of slots n, the gradient of their scores (zero if not seen), and
+    their keys."""
     k, v, p = _weights(q, keys, values, n, seen, lse2, scale, K)
     ds = p * (tl.dot(do, tl.trans(v), input_precision='ieee') - delta[:, None]) * scale
     return p.to(q.dtype), ds.to(q.dtype), k
@@ -171,8 +175,8 @@ def _probabilities(q, do, lse2, delta, keys, values, n, seen, scale, K: constexp
 
 @triton.jit
 def _before_norm(g, x, r, cos, sin, K: constexpr):
-    """From the gradient g of x (rows, X) that of what x is RoPE and norm of, r its factors. A
-    rotation keeps lengths, so that the norm's backward may come first."""
+    """Return the gradient of x's input from the gradient g of x = RoPE(norm(input)), (rows, X). r:
+    the factors of the norm. A rotation keeps lengths, so the norm's backward may come first."""
     rows: constexpr = x.shape[0]
     x = x.to(F32)
     g = r * (g - x * (tl.sum(g * x, 1) / K)[:, None])
@@ -181,11 +185,12 @@ def _before_norm(g, x, r, cos, sin, K: constexpr):
     return tl.reshape(tl.trans(g, 0, 2, 1), x.shape)
 
 
-# Its backward: probabilities again from the log-sum-exp, gradients of queries, keys and values,
-# then RoPE's and the norms' backward straight into the row of dqkv. fp32 read-modify-write of dk
-# and dv over the whole window would be the largest traffic of the loop: only slots of the token's
-# own group of F (which the group's other tokens need at once) are added here; for the others p and
-# ds are kept (M * S numbers a token, not 2 * S * K), to be added by one product a group.
+# The backward: attention weights from the log-sum-exp, gradients of queries, keys and values, then
+# the backward of RoPE and the norms, written into the row of dqkv. Adding to dk and dv over the
+# whole window in fp32 would be the largest traffic of the loop. So only the slots of the token's
+# own group of F tokens, which the group's other tokens need at once, are added here. For the others
+# p and ds are kept (M * S numbers per token instead of 2 * S * K) and added by one product per
+# group.
 @triton.jit(do_not_specialize=['t', 'g0'])
 def _attention_backward_kernel(datt, kept, memory, sums, dqkv, t, g0, W, S, F, scale, h: constexpr):
     _begin(h.pdl)
@@ -263,9 +268,12 @@ def _launch(kernel, h: Heads, B: int, W: int) -> Callable:
 def window_attention(
     qkv: Tensor, memory: tuple, at: tuple, h: Heads, out: Tensor, keep: tuple
 ) -> Tensor:
-    """Token t of a block, at = (t, W): its key into kn and kbuf, its value into vbuf (B*C, S, K),
-    and its attended values into out (E, B, G*R*K). qkv (B, (C*M + 2*C)*K); memory: kbuf, vbuf, kn,
-    count, cos and sin (S, K); keep: (rq, rk, q_rot, lse), written for the backward."""
+    """Store the key and value of token t of a block, and return its attended values `out` (E, B,
+    G*R*K), which are written in place.
+
+    qkv (B, (C*M + 2*C)*K); memory: buffers of rotated keys, values and unrotated keys (B*C, S, K),
+    count (B,), cos and sin (S, K); at: (t, W); keep: (rq, rk, q_rot, lse), written for the
+    backward: factors of the norms, rotated queries and the log-sum-exp."""
     run = _launch(_attention_kernel, h, len(qkv), at[1])
     run(qkv, memory, out, keep, *at, memory[0].size(1))
     return out
@@ -279,10 +287,12 @@ def window_attention_backward(
     h: Heads,
     sums: tuple,
 ) -> Tensor:
-    """From datt (E, B, G*R*K): the gradient of qkv's row. kept: att, q_rot,
-    rq, rk, lse; memory: kbuf, vbuf, count, cos, sin; at = (t, g0, W), g0 the first token of t's
-    group; sums: dk, dv (B*C, S, K), added to at slots W+g0 .. W+t, and P, DS (B*C, F, M, S) with DO
-    (B*C, F, M, K), where the other slots' p and ds go for the group's one product."""
+    """Return the gradient of qkv's row from that of the attended values, datt (E, B, G*R*K).
+
+    kept: attended values, q_rot, rq, rk and lse of the forward; memory: keys, values, count, cos
+    and sin; at: (t, g0, W), where g0 is the first token of t's group; sums: dk and dv (B*C, S, K),
+    which are added to at slots W + g0 .. W + t, and P, DS (B*C, F, M, S) and DO (B*C, F, M, K),
+    where p, ds and do are left for the group's one product over the other slots."""
     B, sizes = datt.size(1), (*at, memory[0].size(1), sums[2].size(1))
     dqkv = datt.new_empty(B, (h.M + 2) * h.C * h.K)
     _launch(_attention_backward_kernel, h, B, at[2])(datt, kept, memory, sums, dqkv, *sizes)
@@ -291,26 +301,25 @@ def window_attention_backward(
 
 # ---- experts' products, with what stands around them ----
 
-# (BM, BN) of x @ w, x (B, K), w (K, N), BK of K at a time, in S parts; P partial sums of squares a
-# row. before: '' or 'norm'; after: 'relu' (squared), its backward 'times' (* 2 sqrt(beside)) or
-# 'add' (+ beside)
+# A tile (BM, BN) of x @ w, x (B, K), w (K, N), BK of K per step, in S parts; P partial sums of
+# squares per row; before and after as in `product`.
 Tile = namedtuple('Tile', 'K N P S BM BN BK before after pdl')
 
 
 @triton.jit
 def _factor(ss, rows, real, D: constexpr, P: constexpr):
-    """RMSNorm's factors of rows, from partial sums of their squares, ss (.., P)."""
+    """Return the factors of the RMSNorm of rows from partial sums of their squares, ss (..., P)."""
     p = tl.arange(0, padded(P, 1))
     parts = tl.load(ss + rows[:, None] * P + p[None, :], real[:, None] & (p < P)[None, :], 0.0)
     return tl.rsqrt(tl.sum(parts, 1) / D + EPS)
 
 
-# Each expert's x @ w, with what stands before and after it, so that neither is a pass over memory.
-# A residual is added while y is in fp32 registers, and its row's sum of squares is taken there, for
-# the norm that follows: one partial sum a tile of columns (atomics would not add in a fixed order).
-# A norm on load knows its factors r from those; each tile of columns then reads y in fp32, twice
-# the bytes of its bf16: cheap while a tile holds all rows and weights are the traffic.
-# S > 1: that many programs share a tile's K, and the last to be ready adds all parts, in order.
+# Each expert's x @ w with what stands before and after it, so that neither is a pass over memory. A
+# residual is added while y is in fp32 registers, and the sums of squares for the norm that follows
+# are taken there, one partial sum per tile of columns (atomics would add in no fixed order). A norm
+# on load gets its factors r from those sums. Each tile of columns then reads y in fp32, twice the
+# bytes of bf16, which is cheap while one tile holds all rows and the weights are the traffic. With
+# S > 1, S programs share the K of a tile, and the last one to finish adds all parts, in order.
 @triton.jit
 def _expert_kernel(x, w, beside, out, ss, f, r, sums, ready, B, strides, c: constexpr):
     _begin(c.pdl)
@@ -359,7 +368,7 @@ def _expert_kernel(x, w, beside, out, ss, f, r, sums, ready, B, strides, c: cons
 
 @functools.cache
 def _ready(device: torch.device) -> Tensor:
-    """How many parts of a tile are; zeros between kernels."""
+    """Return counters of the parts of a tile that are done; zeros between kernels."""
     return torch.zeros(2**14, dtype=torch.int32, device=device)
 
 
@@ -371,10 +380,13 @@ def product(
     beside: Tensor | None = None,
     ss: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """after(before(x) @ w^T) (E, B, N), x (E, B, K), w (E, N, K), before and after as in Tile;
-    beside (E, B, N), or (B, N) for all. ss (E, B, P): partial sums of squares, of x before 'norm',
-    of the result after 'add'. how: 'split', K in parts where tiles alone are too few for an H100's
-    132 SMs. -> result, ss, norm(x) as w's dtype and its factors (E, B, 1)."""
+    """Compute after(before(x) @ w^T), (E, B, N), for x (E, B, K) and w (E, N, K).
+
+    before: '' or 'norm'; after: 'relu' (squared), 'times' (its backward, * 2 sqrt(beside)) or 'add'
+    (+ beside); beside: (E, B, N), or (B, N) for all experts; ss (E, B, P): partial sums of squares
+    of x for 'norm'. Returns the result, its partial sums of squares after 'add', and for 'norm'
+    norm(x) in w's dtype and its factors (E, B, 1). With the way 'split' (kernels.using), K is
+    divided among programs where there are too few tiles for an H100's 132 SMs."""
     (E, B, K), N, f, r = x.shape, w.size(1), None, None
     # up to 128 rows are one tile, so that weights are streamed once; columns are cut until each of
     # an H100's 132 SMs has work (the widest tile, which spills registers after 'add': four times).
@@ -409,8 +421,8 @@ def product(
 Sums = namedtuple('Sums', 'E D P BD pdl')
 
 
-# Each expert's norm and the weighted sum over experts, in one read of x. A program holds a slice of
-# columns of all experts of one stream: their loads are in flight together.
+# Each expert's norm and the weighted sum over experts in one read of x. A program holds a slice of
+# columns of all experts of one stream, so that their loads are in flight together.
 @triton.jit
 def _norm_sum_kernel(x, ss, coef, s, h, r, B, coef_e, coef_b, c: constexpr):
     _begin(c.pdl)
@@ -427,8 +439,9 @@ def _norm_sum_kernel(x, ss, coef, s, h, r, B, coef_e, coef_b, c: constexpr):
 
 
 def norm_sum(x: Tensor, ss: Tensor, coef: Tensor | None, h: Tensor, r: Tensor) -> Tensor:
-    """h (E, B, D) = x * r, r (E, B, 1), of x with partial sums of squares ss (E, B, P). -> s (B,
-    D), the sum over experts of coef * h; coef None, (E, B, 1) or 0-dim."""
+    """Normalize x (E, B, D), whose partial sums of squares are ss (E, B, P): write h = norm(x) and
+    its factors r (E, B, 1), and return the sum over experts of coef * h (B, D). coef: (E, B, 1) or
+    0-dim; None: no sum is made or returned."""
     E, B, D = x.shape
     BD = min(padded(D), max(16, min(128 if B <= 64 else 256, 4096 // padded(E, 1))))
     s = None if coef is None else x.new_empty(B, D)
@@ -466,9 +479,9 @@ def _input_backward(
 
 
 class Experts(torch.autograd.Function):
-    """s = sum of coef * norm(x), with x = y + down relu(up norm(y))^2 and y = u + wo attended, for
-    DeferredLinears wo, up and down, which are told their inputs and gradients; or for Linears,
-    without gradients."""
+    """Compute s = sum of coef * norm(x), x = y + down relu(up norm(y))^2, y = u + wo attended. wo,
+    up and down are DeferredLinears, which note their inputs and gradients, or, without gradients,
+    Linears."""
 
     @staticmethod
     def forward(ctx, linears, u, attended, coef):
@@ -501,8 +514,8 @@ SCALES = {'sqrt_sum': lambda E: E**-0.5, 'mean': lambda E: 1 / E}  # of aggregat
 def experts(
     w: layer.LayerWeights, u: Tensor, attended: Tensor, gates: Tensor | None, config: object
 ) -> Tensor:
-    """layer.experts: all of it in the recurrent model; in GPT, without gradients, its first two
-    products and what stands around them."""
+    """Compute layer.experts: all of it in the recurrent model; in GPT, without gradients, the first
+    two products and what stands around them."""
     if w.a is None:
         y, ss, _, _ = product(attended.contiguous(), w.wo.w, '', 'add', u)
         act = product(y, w.up.w, 'norm', 'relu', None, ss)[0]
@@ -528,9 +541,9 @@ def suits_experts(
 # ---- decoding ----
 
 
-# _attention_kernel for a ring of W slots, which a graph replays: where the newest entry goes is
-# read from memory (place: its slot, not yet modulo W, and each stream's entries). Slots are read as
-# they lie; order does not matter, age alone decides which are seen.
+# _attention_kernel for a ring of W slots. A graph replays it, so the slot of the newest entry is
+# read from memory (cache.Place). Slots are read in the order of memory: only their age decides
+# which are seen.
 @triton.jit
 def _ring_kernel(qkv, ring, place, rope, out, W, scale, h: constexpr):
     keys, values = ring
@@ -560,8 +573,9 @@ def _ring_kernel(qkv, ring, place, rope, out, W, scale, h: constexpr):
 
 
 def ring_attention(qkv: Tensor, ring: tuple, place: Tensor, rope: Tensor, h: Heads) -> Tensor:
-    """A token's key and value into ring, keys and values (B*C, W, K), and its attended values (E,
-    B, G*R*K). qkv (B, (C*M + 2*C)*K); place (1 + B,) int64; rope (W + 1, 2, K)."""
+    """Store a token's key and value in the ring, (keys, values) of (B*C, W, K) each, and return its
+    attended values (E, B, G*R*K). qkv (B, (C*M + 2*C)*K); place (1 + B,) int64 and rope (W + 1, 2,
+    K) as in cache.Place."""
     B, W, out = len(qkv), ring[0].size(1), qkv.new_empty(h.E, len(qkv), h.G * h.R * h.K)
     _launch(_ring_kernel, h, B, W)(qkv, ring, place, rope, out, W)
     return out
@@ -571,7 +585,7 @@ def ring_attention(qkv: Tensor, ring: tuple, place: Tensor, rope: Tensor, h: Hea
 
 
 # Soft cap, log-sum-exp, the target's score and the gradient, in two reads and one write of a row
-# (PyTorch's twin: eight passes in fp32). Capped scores lie in [-15, 15]: exp(score - 15) can
+# (compiled PyTorch: eight passes in fp32). Capped scores lie in [-15, 15]: exp(score - 15) can
 # neither overflow nor vanish, so no maximum is needed first.
 @triton.jit
 def _cross_entropy_kernel(logits, target, loss, scale, V, BV: constexpr):
@@ -595,8 +609,8 @@ def _cross_entropy_kernel(logits, target, loss, scale, V, BV: constexpr):
 
 
 def cross_entropy(logits: Tensor, target: Tensor, grad_scale: float) -> tuple[Tensor, Tensor]:
-    """Summed cross-entropy of the capped logits (rows, V) against target (rows,); its gradient
-    times grad_scale, in the logits' place."""
+    """Return the summed cross-entropy of soft-capped logits (rows, V) against target (rows,), and
+    grad_scale times its gradient, which overwrites the logits."""
     rows, V = logits.shape
     loss, block = torch.empty(rows, dtype=torch.float32, device=logits.device), min(4096, padded(V))
     sizes = float(grad_scale), V, block
@@ -608,8 +622,8 @@ def cross_entropy(logits: Tensor, target: Tensor, grad_scale: float) -> tuple[Te
 
 
 class AttendWindow(torch.autograd.Function):
-    """layer.attend with a cache.Window: norm, RoPE, push and attention of token t from qkv (B, (C M
-    + 2 C) K), in one kernel each way."""
+    """Compute layer.attend with a cache.Window: norm, RoPE, push and attention of token t from qkv
+    (B, (C M + 2 C) K), in one kernel each way."""
 
     @staticmethod
     def forward(ctx, window, t, qkv):
@@ -656,7 +670,7 @@ class AttendWindow(torch.autograd.Function):
 
 
 def attend(qkv: Tensor, cos: Tensor, sin: Tensor, where: Window | Ring) -> Tensor:
-    """layer.attend; the angles are those of the cache's own slots."""
+    """Compute layer.attend. The angles are read from the cache, for its slots."""
     if isinstance(where, Ring):
         place = where.place
         rings = (where.keys, where.values)
@@ -676,7 +690,7 @@ def suits_loss(logits: Tensor, targets: Tensor, scale: float, config: object) ->
 def slice_loss(
     logits: Tensor, targets: Tensor, scale: float, config: object
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """kernels.slice_loss; the gradient takes the logits' place."""
+    """Compute kernels.slice_loss. The gradient overwrites the logits."""
     loss, gradient = cross_entropy(logits, targets, scale)
     return loss, loss, gradient
 

@@ -96,18 +96,18 @@ def test_rules_of_the_output_folder(tmp_path):
     (out / '.ckpt_last.pt.tmp').write_text('half')
     (out / '.notes.tmp').write_text('mine')
     prepare_out_dir(out, resume=True).release()
-    mine = {'.notes.tmp', LOCK, 'notes.txt'}
-    assert set(names(out)) == mine | {'ckpt_best.pt', 'log.jsonl'}
+    kept = {'.notes.tmp', LOCK, 'notes.txt'}
+    assert set(names(out)) == kept | {'ckpt_best.pt', 'log.jsonl'}
     prepare_out_dir(out, overwrite=True).release()
-    assert set(names(out)) == mine
+    assert set(names(out)) == kept
     (tmp_path / 'file').write_text('')
     for bad in (tmp_path / 'file', tmp_path / 'file' / 'sub', '/proc/run'):
         refused('cannot be used', prepare_out_dir, bad)
 
 
 @pytest.mark.parametrize('name', ['config.json', 'log.jsonl', LAST, 'loss.png'])
-def test_a_strangers_folder_stays_as_it_is(tmp_path, name):
-    """However often it is asked for. A run that was copied without the mark can be resumed."""
+def test_a_folder_that_no_run_wrote_is_left_unchanged(tmp_path, name):
+    """Also when it is asked for twice. A run that was copied without its mark can be resumed."""
     (tmp_path / name).write_text('theirs')
     for settings in 2 * ({}, {'overwrite': True}):
         words = f'holds {name}, which no run of ours wrote'
@@ -117,8 +117,8 @@ def test_a_strangers_folder_stays_as_it_is(tmp_path, name):
     assert names(tmp_path) == [LOCK, name]
 
 
-def test_one_run_a_folder(tmp_path):
-    """Another process holds the folder, and is named; killed, it leaves no lock."""
+def test_one_run_per_folder(tmp_path):
+    """A process that holds the folder is named in the refusal; killed, it leaves no lock."""
     code = f'import common, time; lock = common.prepare_out_dir({str(tmp_path)!r})'
     command = [sys.executable, '-c', f'{code}; print("ready", flush=True); time.sleep(60)']
     with subprocess.Popen(command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE) as other:
@@ -130,8 +130,8 @@ def test_one_run_a_folder(tmp_path):
     prepare_out_dir(tmp_path).release()
 
 
-def test_started_again_by_torchrun(tmp_path, monkeypatch):
-    """A launch goes on with the run that it has begun, and not with one that it was refused."""
+def test_restarts_by_torchrun(tmp_path, monkeypatch):
+    """A restarted launch resumes the run that it started, and no run that it was refused."""
 
     def attempt(n):
         monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', str(n))
@@ -152,7 +152,8 @@ def test_started_again_by_torchrun(tmp_path, monkeypatch):
 
 
 def test_a_closed_terminal_lets_the_update_finish(tmp_path):
-    """And save, whatever is then printed, to a `tee` that has ended too. Not under nohup."""
+    """The update is saved, though printing fails, to a `tee` that has ended too. Under nohup
+    nothing stops."""
     child, terminal = pty.fork()
     if child == 0:
         signal.alarm(60)

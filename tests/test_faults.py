@@ -155,8 +155,8 @@ def test_nothing_grows(data, tmp_path, request, script):  # noqa: F811
     seconds, memory, command = 1800 if long else 4, [], [sys.executable, script, *argv]
     process = subprocess.Popen(command, **PIPES | {'stdout': subprocess.DEVNULL})
     wait_for(out / 'ckpt_last.pt', process)
-    begun = time.monotonic()
-    while (now := time.monotonic() - begun) < seconds:
+    start_time = time.monotonic()
+    while (now := time.monotonic() - start_time) < seconds:
         assert process.poll() is None, process.stderr.read()
         pages = Path(f'/proc/{process.pid}/statm').read_text().split()[1]
         memory.append((now, int(pages) * os.sysconf('SC_PAGE_SIZE') / 2**20))  # MiB

@@ -155,12 +155,12 @@ SHAPES = [(3, 32, 16), (2, 16, 32), (5, 24, 24), (48, 16), (2, 3, 16, 32), (1, 8
 def three_steps():
     g = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, generator=g)) for shape in SHAPES]
-    begun, optimizer = [p.detach().clone() for p in params], muon.Muon(params, lr=0.05)
+    initial, optimizer = [p.detach().clone() for p in params], muon.Muon(params, lr=0.05)
     for _ in range(3):
         for p in params:
             p.grad = torch.randn(p.shape, generator=g)
         optimizer.step()
-    return torch.cat([(p - b).detach().flatten() for p, b in zip(params, begun)])
+    return torch.cat([(p - q).detach().flatten() for p, q in zip(params, initial)])
 alone = three_steps()
 dist.init_process_group('gloo')
 rank, world, real, iterated = dist.get_rank(), dist.get_world_size(), muon.orthogonalize, []

@@ -1,4 +1,4 @@
-"""What numbers do: endless streams stay exact, bfloat16 follows float32, one seed gives one log."""
+"""Numerics: endless streams stay exact, bfloat16 follows float32, a seed determines the log."""
 
 import pytest
 import test_train as lm
@@ -13,8 +13,8 @@ from decode import Decoder
 
 @pytest.mark.parametrize('model_type', [RecurrentGPT, GPT])
 def test_an_endless_stream_has_no_position(model_type, request):
-    """After 100,000 steps (300 in short) the next logits are those of the same s, K, V and counts
-    in a state that has just begun, and of the chunked forward from there: float64, 1e-9."""
+    """After 100,000 steps (300 in the short form) the next logits equal those of a new decoder that
+    has loaded the state, and those of a chunk from that state: float64, 1e-9."""
     model = make(model_type, window=7, block_size=4)
     decoder, fresh = Decoder(model, 2), Decoder(model, 2)
     for token in tokens(100_000 if request.config.getoption('--long') else 300, 2):
@@ -40,7 +40,7 @@ def test_bfloat16_follows_float32(data, tmp_path):  # noqa: F811
 def test_one_seed_one_log(data, tmp_path):  # noqa: F811
     logs = []
     for k, seed in enumerate((1, 1, 2)):
-        torch.manual_seed(k)  # whatever a process begins with
+        torch.manual_seed(k)  # the seed of the process must not matter
         text, agent = tmp_path / f'lm {k}', tmp_path / f'agent {k}'
         assert lm.run(data, text, seed=seed) == agents.run(agent, seed=seed) == 0
         logs.append((lm.read_log(text), lm.read_log(agent)))
