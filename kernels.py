@@ -10,6 +10,8 @@ import functools
 import hashlib
 import importlib.util
 import inspect
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import NamedTuple
@@ -52,6 +54,11 @@ def bf16_is_fast(device: str | torch.device) -> bool:
 def compiled(f: Callable, pdl: bool = False) -> Callable:
     """Compile f once per process, for every set of shapes that it meets. pdl: launch its kernels by
     programmatic dependent launch, so that a kernel starts while the one before it drains."""
+    if capability := os.environ.get('ATEN_CPU_CAPABILITY'):
+        # Inductor's cache would hand kernels for AVX-512 to a process limited to AVX2, which
+        # compute NaN or crash. So a limited process has a cache of its own.
+        directory = os.path.join(tempfile.gettempdir(), f'torchinductor_{os.getuid()}_{capability}')
+        os.environ.setdefault('TORCHINDUCTOR_CACHE_DIR', directory)
     torch._dynamo.config.recompile_limit = 256  # beyond the limit, a function would run eagerly
     torch._dynamo.config.accumulated_recompile_limit = 4096
     return torch.compile(f, dynamic=False, options={'triton.enable_pdl': True} if pdl else None)
