@@ -33,7 +33,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from kernels import bf16_is_fast
+from kernels import bf16_is_fast, may_run_uncompiled
 
 if tuple(map(int, torch.__version__.split('.')[:2])) < (2, 11):  # no earlier version was tried
     fail(f'torch {torch.__version__} is too old: 2.11 or later is needed')
@@ -358,7 +358,9 @@ def compiles(model: torch.nn.Module, once: Callable[[], object]) -> bool:
         once()
         print0(f'compiled in {time.time() - start:.0f} s')
         return True
-    except torch._dynamo.exc.TorchDynamoException as error:
+    except Exception as error:
+        if not may_run_uncompiled(error):
+            raise
         print0(f'compile = True does not work here; training uncompiled ({first_line(error)})')
         return False
     finally:

@@ -10,11 +10,14 @@ import functools
 import hashlib
 import importlib.util
 import inspect
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import NamedTuple
+
+from configurator import first_line
 
 import torch
 import torch.nn.functional as F
@@ -78,6 +81,16 @@ def fused(f: Callable) -> Callable:
 
 
 fused.enabled = False
+
+
+def may_run_uncompiled(error: Exception) -> bool:
+    """Return whether what raised this error in compiled functions may work without compilation: the
+    compiler is missing or fails, or a compiled kernel cannot be launched. Out of memory does not
+    count."""
+    if not fused.enabled or isinstance(error, torch.OutOfMemoryError):
+        return False
+    kinds = (torch._dynamo.exc.TorchDynamoException, RuntimeError)
+    return isinstance(error, kinds) or type(error).__module__.startswith('triton.')
 
 
 # ---- Triton forms ------------------------------------------------------------------------------
@@ -456,29 +469,53 @@ def graphed(
     """Call function(*args) as a CUDA graph.
 
     The first three calls run eagerly; the fourth is captured, and it and all later calls replay the
-    graph: arguments are read from, and results lie in, the same memory every time. graphs: where
-    they are kept, by name; graphs of one dict share memory and must be called in the same order
-    again and again, so that one may read another's activations. generator: what function draws
-    from, unless that is torch's own. Nothing may keep the loss of an eager call alive: its gradient
-    nodes belong to another stream. With graphs = None, function is simply called."""
+    graph: arguments are read from, and results lie in, the same memory every time. If the capture
+    fails, one line says why, and all calls run eagerly.
+
+    graphs: where they are kept, by name; graphs of one dict share memory and must be called in the
+    same order again and again, so that one may read another's activations. generator: what function
+    draws from, unless that is torch's own. Nothing may keep the loss of an eager call alive: its
+    gradient nodes belong to another stream. With graphs = None, function is simply called."""
     if graphs is None:
         return function(*args)
     calls, graph, result = graphs.get(name, (0, None, None))
-    if graph is None and calls < 3:
+    if graph is None and calls >= 3:
+        pool = next((g.pool() for _, g, _ in graphs.values() if g is not None), None)
+        graph, result = capture(name, function, args, pool, generator)
+        calls = calls if graph else -math.inf  # never again
+        graphs[name] = calls, graph, result
+    if graph is None:
         result = function(*args)
         graphs[name] = calls + 1, None, None
         return result
-    if graph is None:
-        pool = next((g.pool() for _, g, _ in graphs.values() if g is not None), None)
-        graph = torch.cuda.CUDAGraph()
-        if generator is not None:
-            graph.register_generator_state(generator)
-        # thread_local: other threads load data meanwhile
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode='thread_local'):
-            result = function(*args)
-        graphs[name] = calls, graph, result
     graph.replay()
     return result
+
+
+def capture(
+    name: str,
+    function: Callable,
+    args: tuple,
+    pool: tuple | None,
+    generator: torch.Generator | None,
+) -> tuple[torch.cuda.CUDAGraph | None, object]:
+    """Capture function(*args): return the graph and where its results will lie, or print why there
+    is no graph and return (None, None)."""
+    graph = torch.cuda.CUDAGraph()
+    if generator is not None:
+        graph.register_generator_state(generator)
+    try:
+        # After an error the stream of the capture would stay the current one: the outer block sets
+        # it back. thread_local: other threads load data meanwhile.
+        with torch.cuda.stream(torch.cuda.current_stream()):
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode='thread_local'):
+                result = function(*args)
+    except RuntimeError as error:
+        cause = first_line(error.__context__ or error)
+        if os.environ.get('RANK', '0') == '0':
+            print(f'no CUDA graph of {name!r}: training is slower ({cause})', flush=True)
+        return None, None
+    return graph, result
 
 
 def can_capture(x: Tensor) -> bool:

@@ -36,7 +36,7 @@ import unroll
 from common import CheckpointError, Gradients, fill, gather, open_trackers, print0, restoring
 from data_fineweb import VOCAB, DataError, Loader, find_shards, fingerprint, load_val, token_bytes
 from figures import plot_losses
-from kernels import fused, graphed
+from kernels import fused, graphed, may_run_uncompiled
 from model import ModelConfig, build_model, rename_old_weights
 from muon import Muon
 
@@ -450,11 +450,8 @@ def runs_in_memory(run: Run, attempt: Callable[[], None]) -> bool:
             reserve = torch.empty(int(size), dtype=torch.uint8, device=run.device)
         attempt()
         del reserve
-    except torch._dynamo.exc.TorchDynamoException as caught:
-        print0(f'compile = True does not work here; training uncompiled ({first_line(caught)})')
-        error = caught.with_traceback(None)
-    except RuntimeError as caught:
-        if not common.out_of_memory(caught):
+    except Exception as caught:
+        if not (common.out_of_memory(caught) or may_run_uncompiled(caught)):
             raise
         error = caught.with_traceback(None)  # its frames would keep the memory
     run.gradients.zero()
@@ -467,6 +464,7 @@ def runs_in_memory(run: Run, attempt: Callable[[], None]) -> bool:
         torch.cuda.empty_cache()
     if common.out_of_memory(error):
         return False
+    print0(f'compile = True does not work here; training uncompiled ({first_line(error)})')
     set_compiled(run, False)
     return runs_in_memory(run, attempt)
 

@@ -244,7 +244,9 @@ class Block:
         L, (_, B, D), dtype = len(layers), z.shape, layers[0].dtype
         zeros = z.new_zeros
         self.weights = [torch.zeros_like(x).requires_grad_() for x in tensors_of(layers)]
-        self.layers = with_tensors(layers, [x.to('meta') for x in self.weights])  # kinds of linears
+        # The kinds of linears. Detached: a gradient node of a weight that outlives the eager calls
+        # would tie a captured backward to their stream.
+        self.layers = with_tensors(layers, [x.detach().to('meta') for x in self.weights])
         self.z, self.s, self.count = zeros(n, B, D), zeros(s.shape), zeros(B, dtype=torch.int64)
         self.out_grad = zeros(n, *s.shape)
         # carried entries, keys not rotated; gradients of the own entries from later blocks

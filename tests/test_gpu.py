@@ -242,3 +242,27 @@ def build_gpt():
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.05)
     return model
+
+
+@pytest.mark.parametrize('refused', ['by CUDA', 'by an exception'])
+def test_training_continues_without_a_graph_that_cannot_be_captured(refused, capsys):
+    """The function runs eagerly from then on, on the same stream, and other graphs are captured."""
+    stream, graphs = torch.cuda.current_stream(), {}
+    w = torch.ones(8, device='cuda', requires_grad=True)
+
+    def step(x):
+        y = (x * w).sum()
+        y.backward()
+        if torch.cuda.is_current_stream_capturing():
+            if refused == 'by CUDA':
+                x.cpu()
+            raise RuntimeError('kernel error')
+        return w.grad.clone()
+
+    x = torch.arange(8.0, device='cuda')
+    for calls in range(1, 7):
+        torch.testing.assert_close(kernels.graphed(graphs, 'step', step, x), calls * x)
+        assert torch.equal(kernels.graphed(graphs, 'double', lambda x: 2 * x, x), 2 * x)
+    assert capsys.readouterr().out.count("no CUDA graph of 'step': training is slower") == 1
+    assert graphs['step'][1] is None and graphs['double'][1] is not None
+    assert torch.cuda.current_stream() == stream

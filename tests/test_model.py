@@ -144,6 +144,8 @@ def test_recurrent_is_the_reference(monkeypatch, sizes, aggregation, share_kv):
     graphs = [block.graphs for block in unroll._blocks.values() if block.graphs is not None]
     captured = [first for one in graphs for _, first in one.values()]
     assert None not in captured and len(captured) >= 2
+    for block in unroll._blocks.values():  # a kept gradient node would bind captures to its stream
+        assert not any(x.requires_grad for x in unroll.tensors_of(block.layers))
 
 
 @pytest.mark.parametrize(

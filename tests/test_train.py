@@ -1,6 +1,7 @@
 """train_lm.py: runs and their files, resume, micro-batches, ranks, memory, stops, mistakes."""
 
 import ast
+import contextlib
 import json
 import math
 import os
@@ -507,17 +508,47 @@ def test_a_broken_weight_stops_with_the_last_good_checkpoint(data, tmp_path, cap
     assert (tmp_path / 'ckpt_last.pt').read_bytes() == saved
 
 
-def test_training_continues_uncompiled(data, tmp_path, monkeypatch, capsys):
-    """Where torch.compile fails, one line says so."""
+@pytest.mark.parametrize('failure', [torch._dynamo.exc.TorchDynamoException, RuntimeError])
+def test_training_continues_uncompiled(data, tmp_path, monkeypatch, capsys, failure):
+    """Where torch.compile fails, or a compiled kernel cannot be launched, one line says so."""
 
     def micro_batch(run, *args, real=train_lm.forward_backward):
         if kernels.fused.enabled:
-            raise torch._dynamo.exc.TorchDynamoException('no C++ compiler\nmore lines')
+            raise failure('no C++ compiler\nmore lines')
         real(run, *args)
 
     monkeypatch.setattr(train_lm, 'forward_backward', micro_batch)
     assert run(data, tmp_path, compile=True, max_iters=1) == 0
-    line = 'compile = True does not work here; training uncompiled (TorchDynamoException: no C++'
+    line = f'compile = True does not work here; training uncompiled ({failure.__name__}: no C++'
+    assert capsys.readouterr().out.count(line) == 1
+
+
+def test_training_continues_without_graphs(monkeypatch, capsys):
+    """Where a capture is refused, one line says so, and the function runs eagerly from then on.
+    tests/test_gpu.py refuses real captures."""
+    for name in ('CUDAGraph', 'current_stream'):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, 'stream', lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, 'graph', lambda *_, **__: contextlib.nullcontext())
+    calls, graphs = [], {}
+
+    def update(x):
+        calls.append(x)
+        if len(calls) == 4:  # the captured one
+            raise torch.OutOfMemoryError('CUDA out of memory')
+        return 2 * x
+
+    assert [kernels.graphed(graphs, 'chunk', update, x) for x in range(7)] == [
+        0,
+        2,
+        4,
+        6,
+        8,
+        10,
+        12,
+    ]
+    assert calls == [0, 1, 2, 3, 3, 4, 5, 6]
+    line = "no CUDA graph of 'chunk': training is slower (OutOfMemoryError: CUDA out of memory)"
     assert capsys.readouterr().out.count(line) == 1
 
 
