@@ -1,7 +1,7 @@
 """Agent of the studies on a small machine (config/study_sokoban.py).
 
-Goal: the demo's easy levels and training settings, short enough for many runs. Hardware and time:
-one CPU core, about eight minutes.
+Goal: easy levels (one box, at most 12 moves), short enough for many runs. The runs on easy levels
+in results/README.md have these settings. Hardware and time: one CPU core, about eight minutes.
 
     python train_sokoban.py config/sokoban_tiny.py
 """

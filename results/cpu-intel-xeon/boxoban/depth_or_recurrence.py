@@ -13,9 +13,12 @@ EPYC = XEON.parents[1] / 'cpu-amd-epyc/boxoban'
 STYLES = {'recurrent': '-', 'non-recurrent': '--'}
 # Folders of the recurrent and the non-recurrent agent; the first two sizes cost the same.
 RUNS = {
-    'L = 4, E = 1': (XEON / 'convglu_L4_easy_first', XEON / 'convglu_L4_ff_easy_first'),
-    'L = 1, E = 4': (EPYC / 'convglu_L1_E4_easy_first', EPYC / 'convglu_L1_E4_ff_easy_first'),
-    'L = 1, E = 1': (EPYC / 'convglu_L1_easy_first', XEON / 'convglu_L1_ff_easy_first'),
+    'L = 4, E = 1': (XEON / 'convglu_L4_easy_first', XEON / 'convglu_L4_nonrecurrent_easy_first'),
+    'L = 1, E = 4': (
+        EPYC / 'convglu_L1_E4_easy_first',
+        EPYC / 'convglu_L1_E4_nonrecurrent_easy_first',
+    ),
+    'L = 1, E = 1': (EPYC / 'convglu_L1_easy_first', XEON / 'convglu_L1_nonrecurrent_easy_first'),
 }
 CURVES = {'return_1000': 'return, last 1,000 games', 'solve_rate_1000': 'solved, last 1,000 games'}
 LAST = 9_000_000  # environment steps: what comes after is summarized

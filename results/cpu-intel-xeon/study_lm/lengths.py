@@ -24,8 +24,8 @@ STUDY = 688 * BYTES_PER_UPDATE  # 7.05 MB
 RUN = re.compile(r'transformer_(\w+)_L(\d+)_.*_s([234])( \((\d+) updates\))?')
 LONG_RUN = re.compile(rf'(\d+)/([rn])(\d+)_s([{by_position.SEEDS}])')
 # Kinds of model as the files of losses name them: label and line style.
-KINDS = {'recurrent': ('recurrent', '-'), 'feedforward': ('non-recurrent', '--')}
-LETTERS = {'r': 'recurrent', 'n': 'feedforward'}
+KINDS = {'recurrent': ('recurrent', '-'), 'nonrecurrent': ('non-recurrent', '--')}
+LETTERS = {'r': 'recurrent', 'n': 'nonrecurrent'}
 
 
 def read(path: Path) -> dict:
@@ -51,10 +51,10 @@ def one_speech() -> dict:
 def twelve_speeches() -> dict:
     """Return the losses on 524,288 bytes in streams of 512."""
     losses = empty_losses()
-    for name, loss in read(XEON / 'held_out.json').items():
+    for name, loss in read(XEON / 'twelve_speeches.json').items():
         if run := RUN.fullmatch(name):
             losses[run[1], int(run[5]) * BYTES_PER_UPDATE][int(run[2])][run[3]] = loss
-    for name, by_seed in read(EPYC / '7M/held_out.json').items():
+    for name, by_seed in read(EPYC / '7M/twelve_speeches.json').items():
         kind, L = name.split(' L = ')
         losses[kind, STUDY][int(L)] = by_seed
     return losses
@@ -91,7 +91,7 @@ def print_verdict(losses: dict, length: int) -> None:
         print(f'{row.variant}, L = {row.L}: {value:.4f} +- {error:.4f}, {n} seeds')
     print(sweep.best_depths(runs))
 
-    recurrent, non_recurrent = losses['recurrent', length], losses['feedforward', length]
+    recurrent, non_recurrent = losses['recurrent', length], losses['nonrecurrent', length]
     for (label, _), by_layers in zip(KINDS.values(), (recurrent, non_recurrent), strict=True):
         value, error, _ = difference(by_layers[2], by_layers[8])
         print(f'{label}, L = 2 - L = 8: {value:.4f} +- {error:.4f}')
@@ -112,7 +112,7 @@ def gains(losses: dict) -> dict:
     lengths = sorted({length for _, length in losses})
     return {
         length / 1e6: difference(
-            best(losses['feedforward', length]), best(losses['recurrent', length])
+            best(losses['nonrecurrent', length]), best(losses['recurrent', length])
         )
         for length in lengths
     }
