@@ -74,14 +74,14 @@ def split_heads(
     angles cos and sin, (K,) or (N, 1, K).
 
     Returns queries (N, C M, K), rotated and divided by sqrt(K), the scale of the softmax; keys (N,
-    C, K), rotated; the same keys before their rotation, as a cache carries them; values (N, C, K).
-    """
+    C, K), rotated; the same keys before their rotation, detached, as a cache carries them; values
+    (N, C, K)."""
     K = cos.size(-1)
     qk, v = qkv.unflatten(-1, (-1, K)).split([C * M + C, C], -2)
     q, k = norm(qk.to(cos.dtype)).split([C * M, C], -2)
     k = k.to(qkv.dtype)
     q = rotate(q, cos, sin) / math.sqrt(K)
-    return q.to(qkv.dtype), rotate(k, cos, sin).to(qkv.dtype), k, v
+    return q.to(qkv.dtype), rotate(k, cos, sin).to(qkv.dtype), k.detach(), v
 
 
 @fused

@@ -729,7 +729,7 @@ REPLACES = {
     'loss': (kernels.slice_loss, kernels.losses, kernels.softcap),
 }
 SOURCES = {
-    'attention': 'b125408567dd68f7',
+    'attention': '1bb758eb87e9d243',
     'experts': '6aa9003cdb170f6b',
     'loss': '48ba858de04f4727',
 }

@@ -116,11 +116,12 @@ def run_tokens(
         linears = [x for w in layers for x in w if isinstance(x, DeferredLinear)]
         linears = [x for x in linears if x.weight.requires_grad]
         z, s = EmitWeightGrads.apply(linears, z, s, *(x.weight for x in linears))
+    inputs = z.unbind(0)  # autograd stacks their gradients; z[t] would add each to all of z's
     tokens = zip(*(per_token(w, T) for w in layers), strict=True)
     for t, weights in enumerate(tokens):
         if t % cache.BLOCK == 0:
             slots.start_block(t)
-        s = step(weights, s, z[t], *slots.angles[t], windows, config)
+        s = step(weights, s, inputs[t], *slots.angles[t], windows, config)
         out.append(s)
     return torch.stack(out), windows
 
