@@ -120,6 +120,7 @@ class AgentConfig:
 
     @property
     def routed(self) -> bool:
+        """Return whether a router weights the experts."""
         return self.aggregation.startswith('softmax')
 
 

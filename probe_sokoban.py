@@ -376,7 +376,7 @@ class Guess(NamedTuple):
 
 
 @torch.no_grad()
-def predict(probes: dict, scale: Tensor, data: Steps) -> dict[str, Guess]:
+def predict(probes: dict[str, Probe], scale: Tensor, data: Steps) -> dict[str, Guess]:
     """Return each probe's guesses at all steps."""
     S = len(data.step)
     parts = {name: [] for name in probes}
@@ -448,9 +448,9 @@ def score(data: Steps, guesses: dict[str, Guess]) -> tuple[list[dict], dict]:
         emitted = guess.probability >= thresholds[precision]
         recall_at_steps = {}  # over all seeds
         for step in SHOWN:
-            now = data.step == step
-            found_now = recall_and_precision(emitted[:, now], right[:, now], data.target[now])
-            recall_at_steps[str(step)] = found_now['recall']
+            mask = data.step == step
+            counts = recall_and_precision(emitted[:, mask], right[:, mask], data.target[mask])
+            recall_at_steps[str(step)] = counts['recall']
         scores[name] = {
             'threshold': thresholds[precision],
             'recall': found[precision]['recall'],
@@ -461,10 +461,12 @@ def score(data: Steps, guesses: dict[str, Guess]) -> tuple[list[dict], dict]:
         }
         for seed in range(len(guess.direction)):
             for step in range(min(int(data.step.max()) + 1, first)):
-                now = data.step == step
-                row = {'probe': name, 'seed': seed, 'step': step}
-                row |= recall_and_precision(emitted[seed, now], right[seed, now], data.target[now])
-                rows.append({**row, 'episodes': int(now.sum())})
+                mask = data.step == step
+                counts = recall_and_precision(
+                    emitted[seed, mask], right[seed, mask], data.target[mask]
+                )
+                row = {'probe': name, 'seed': seed, 'step': step, **counts}
+                rows.append({**row, 'episodes': int(mask.sum())})
     return rows, scores
 
 
@@ -586,21 +588,21 @@ def causal_check(
     RMS of the vector in units of the RMS of s."""
     device = directions.device
     is_long = episodes.lengths > 1
-    latest = np.minimum(episodes.lengths[is_long], max(first, 2))
-    when = np.random.default_rng(0).integers(1, latest)  # not 0, when nothing is carried yet
-    when = torch.from_numpy(when).to(device)
-    n, T = len(when), int(when.max()) + 1
+    end = np.minimum(episodes.lengths[is_long], max(first, 2))
+    steer_step = np.random.default_rng(0).integers(1, end)  # not 0, when nothing is carried yet
+    steer_step = torch.from_numpy(steer_step).to(device)
+    n, T = len(steer_step), int(steer_step.max()) + 1
     boards = replay(packed[is_long], episodes.actions[is_long, :T])
     boards = torch.from_numpy(boards).to(device)  # (n, T + 1, 10, 10, 2)
     weights, state = agent.prepare(), agent.init_state(n)
-    start = torch.ones_like(when, dtype=torch.bool)
-    carried = [x.clone() for x in state]  # at step `when` of each episode
+    start = torch.ones_like(steer_step, dtype=torch.bool)
+    carried = [x.clone() for x in state]  # before step steer_step of each episode
     for t in range(T):
         for saved, x in zip(carried, state, strict=True):
-            saved[when == t] = x[when == t]
+            saved[steer_step == t] = x[steer_step == t]
         _, _, state = agent.act(weights, boards[:, t], start, state)
         start = torch.zeros_like(start)
-    boards = boards[torch.arange(n), when]
+    boards = boards[torch.arange(n), steer_step]
     greedy = agent.act(weights, boards, start, carried)[0].argmax(-1)
 
     chosen, direction, cell, other_cell = choose_places(boards, greedy)

@@ -352,8 +352,8 @@ def load_level_sets(
 
 
 def carve(N: int, rng: Generator) -> ndarray:
-    """Return N connected rooms (N, 100) bool, true on floor, each cleared by a random walker, which
-    at every step clears one of five patterns of cells around it."""
+    """Return the floor of N connected rooms, (N, 100) bool. A random walker makes each of them: at
+    every step it clears one of five patterns of cells around it."""
     patterns = np.array([[-1, 0, 1], [-10, 0, 10], [0, 1, 10], [0, 10, 11], [0, -1, -10]])
     floor, rows = np.zeros((N, CELLS), bool), np.arange(N)
     interior = np.isin(np.arange(CELLS), INTERIOR)
@@ -371,8 +371,8 @@ def carve(N: int, rng: Generator) -> ndarray:
 def play_in_reverse(
     floor: ndarray, target: ndarray, agent: ndarray, rng: Generator
 ) -> tuple[ndarray, ndarray, ndarray, ndarray]:
-    """Play backwards from solved boards: the agents walk at random, and mostly pull a box that is
-    behind them along.
+    """Play backwards from solved boards: the agents walk at random, and mostly pull along the box
+    behind them if there is one.
 
     floor, target: (N, 100) bool. agent: (N,) cells. Returns the boxes (N, 100) and the agents (N,)
     at the end; the forward action that undoes each step (steps, N); and a number for each state on
@@ -394,13 +394,13 @@ def play_in_reverse(
     directions = rng.integers(0, 4, (2, steps, N), dtype=np.uint8)
     u = rng.random((steps, N), np.float32)
     for t in range(steps):
-        # of two random directions prefer one that pulls a box off a target
+        # take the second of two random directions if it pulls a box off a target, else the first
         step = delta[directions[1, t]]
-        frees = ~blocked[at + step] & box[at - step] & target[at - step]
-        direction = np.where(frees, directions[1, t], directions[0, t])
+        pulls_off = ~blocked[at + step] & box[at - step] & target[at - step]
+        direction = np.where(pulls_off, directions[1, t], directions[0, t])
         step = delta[direction]
         moves = ~blocked[at + step]
-        may_pull = u[t] < np.where(target[at], 0.1, 0.95)  # seldom onto a target
+        may_pull = u[t] < np.where(target[at], 0.1, 0.95)  # rarely onto a target
         pulls = np.flatnonzero(moves & box[at - step] & may_pull)
         new, old = at[pulls], (at - step)[pulls]
         box[old] = blocked[old] = False
@@ -415,8 +415,8 @@ def play_in_reverse(
 def remove_loops(undo: ndarray, states: ndarray) -> ndarray:
     """Return the actions that solve a level made by reverse play, without the loops of the play.
 
-    undo (steps,) and states (steps + 1,) are those of play_in_reverse. What the play did between
-    its first and its last visit to a state is left out.
+    undo (steps,) and states (steps + 1,) are from play_in_reverse. What was played between the
+    first and the last visit to a state is left out.
     """
     states = states.tolist()
     last_visit = {state: t for t, state in enumerate(states)}

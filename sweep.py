@@ -266,11 +266,11 @@ def script_of(row: Row) -> str:
 
 @functools.cache
 def base_config(model: str, recurrent: bool, budget: str) -> tuple[dict, list[str]]:
-    """Return the settings of a model's runs before those of each run (script's defaults, config
-    file, `also`), and a list of the config file, if there is one.
+    """Return the settings that the runs of a model have in common (the script's defaults, a config
+    file, `also`), and a list that holds the config file, if there is one.
 
-    A config file may also lie beside sweep.py. Agents need none, because the defaults of
-    train_sokoban.py are the paper's."""
+    The config file is looked for in the current folder and beside sweep.py. Agents need none,
+    because the defaults of train_sokoban.py are the paper's."""
     path = base if recurrent else (base_nonrecurrent or base)
     if not path and model == LM:
         kind = '' if recurrent else '_nonrecurrent'
@@ -398,7 +398,7 @@ def modeled_hours(row: Row) -> float:
     is included, compilation and the evaluation of agents are not."""
     config, updates = config_of(row), updates_of(row)
     if row.is_text:
-        # how many times per update a layer runs after another: layers x micro-batches x tokens
+        # layers that run one after another in an update: layers x micro-batches x tokens
         in_turn = max(1, config['tokens_per_step'] // MICRO_BATCH) * row.L
         in_turn *= config['block_size'] if row.recurrent else 1
         validations = updates // config['eval_interval'] + 1
@@ -577,10 +577,10 @@ def folder_of(row: Row, name: str = '') -> str:
 
 
 class Progress(NamedTuple):
-    """What the folder of a run tells of it."""
+    """The progress of a run by the files in its folder."""
 
-    # 'done'; 'failed'; 'other': a run with other settings; 'damaged': no usable log, and no
-    # checkpoint from which a resumed run would repair it; '': can start or resume
+    # 'done'; 'failed'; 'other': the folder holds a run with other settings; 'damaged': no usable
+    # log, and no checkpoint from which a resumed run would repair it; '': can start or resume
     state: str
     fraction: float  # of the updates that are done
     seconds: float  # that they took
