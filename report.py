@@ -251,7 +251,7 @@ def nats(unit: str) -> str:
     return f'nats per {unit}' if unit else 'nats'
 
 
-# {key of a log or column of a table: (heading, function that formats a number)}
+# {key of a log or column of a table: (heading, function that formats a value)}
 COLUMNS = {
     'step': ('Updates', count),
     'tokens': ('{units} read', count),

@@ -842,7 +842,8 @@ def check_before(rows: list[Row], at_a_time: int) -> None:
     if not torch.cuda.is_available():
         hours = sum(map(training_flops, rows)) / CPU_RATE / 3600
     is_long = hours > LONG and index < 0
-    if is_long if measure is None else measure:
+    measures = is_long if measure is None else measure
+    if measures:
         print_expected(rows, at_a_time)
 
 
@@ -969,15 +970,16 @@ def execute(rows: list[Row]) -> int:
     alike, reason = 0, ''  # number of the last failures with the same message, and this message
     stopper = Stopper()
     try:
-        while running or queue and stopper.signal is None:
+        while running or (queue and stopper.signal is None):
             while queue and free and stopper.signal is None:
                 row = queue.pop(0)
-                if started := start(row, free[0], at_a_time):
-                    running[row] = started
+                job = start(row, free[0], at_a_time)
+                if job:
+                    running[row] = job
                     free.pop(0)
                 else:
                     say(f'{row.name}: another process is at work on it, or has finished it')
-            all_ended = [row for row, x in running.items() if x.process.poll() is not None]
+            all_ended = [row for row, job in running.items() if job.process.poll() is not None]
             for row in all_ended:
                 ended = running.pop(row)
                 free.append(ended.gpu)
@@ -988,7 +990,12 @@ def execute(rows: list[Row]) -> int:
                 if failure:
                     failed[row] = failure
                 kind = kind_of_failure(row, failure)
-                alike = alike + 1 if failure and kind == reason else bool(failure)
+                if not failure:
+                    alike = 0
+                elif kind == reason:
+                    alike += 1
+                else:
+                    alike = 1
                 reason = kind
                 counted = f'[{len(rows) - len(queue) - len(running)}/{len(rows)}] {row.name}'
                 eta = remaining([*queue, *running], rows, at_a_time)
@@ -998,21 +1005,21 @@ def execute(rows: list[Row]) -> int:
                     say(f'{ALIKE} runs in a row failed alike: {len(queue)} others are not started')
                     queue = []
             if stopper.signal is not None:
-                for x in running.values():
-                    x.process.terminate()  # the run saves and ends
-                for x in running.values():
-                    x.process.wait()
+                for job in running.values():
+                    job.process.terminate()  # the run saves and ends
+                for job in running.values():
+                    job.process.wait()
             elif running and is_due():
                 parts = [f'{row.name} {progress_of(row).fraction:.0%}' for row in running]
                 eta = remaining([*queue, *running], rows, at_a_time)
                 say(f'    running: {", ".join(parts)} | eta {eta}')
             time.sleep(POLL)
     except BaseException:  # such as a second ctrl-C: the runs keep their last checkpoints
-        for x in running.values():
+        for job in running.values():
             if gpus_per_run > 1:
-                x.process.terminate()  # torchrun must live to end its ranks
+                job.process.terminate()  # torchrun must live to end its ranks
             else:
-                x.process.kill()
+                job.process.kill()
         raise
     stopper.restore()
     for row, message in failed.items():
@@ -1029,7 +1036,8 @@ def run_all(rows: list[Row]) -> tuple[int, list[Row]]:
     status = execute([rows[index]] if index >= 0 else rows)
     while tune and index < 0 and status < 2 and (grown := plan_rows()) != rows:
         added = [row for row in grown if row not in rows]
-        rows, status = grown, max(status, execute(added))
+        rows = grown
+        status = max(status, execute(added))
     return status, rows
 
 
