@@ -1,18 +1,18 @@
 """
-Sokoban agents: actor-critics whose core has L layers of E parallel experts of width D over a board,
-recurrent or not (the framework of "Temporal Recurrence Favors Fewer Layers").
+Sokoban agents: actor-critics with a core of L layers, each of E parallel experts of width D,
+recurrent or non-recurrent (the framework of "Temporal Recurrence Favors Fewer Layers").
 
 Shape letters: B boards, T steps of an unroll, Y rows, X columns, C channels, E experts, L layers,
 D width. Boards are stored channels last, (B, Y, X, C). One step of an agent:
 
-    z         = conv3x3(one-hot planes), 32 channels, each divided by its RMS over the board
-    core      : ConvLSTM or ConvGLU, below
-    head      : attention pooling and mean of RMSNorm(s[L]) over the board -> GLU -> 4 logits, value
+    encoder    : z = conv3x3(one-hot planes), 32 channels, each divided by its RMS over the board
+    core       : ConvLSTM or ConvGLU (below), from z and the state of the previous step to s[L]
+    head       : attention pooling and mean of RMSNorm(s[L]) over the board, a GLU, 4 logits, value
 
 ConvLSTM, layer l = 1..L, expert i = 1..E:
 
     i, f, g, o = RMSNorm(conv3x3([z, s[l-1], h_i[l-1]])) * gain + bias
-                 normalized over the 4 D gate channels of expert i, at each cell of the board
+                 normalized over the 4 D gate channels of each expert, at each cell of the board
     c_i[l]     = sigmoid(f) * c_i[l] of the previous step + sigmoid(i) * tanh(g)
     h_i[l]     = sigmoid(o) * tanh(c_i[l])
     s[l]       = A(h_1[l], ..., h_E[l])
@@ -38,14 +38,16 @@ of ConvGLU only; the norm before the head (h of an LSTM is small, s of a ConvGLU
 nearly uniform learns nothing for hundreds of updates (LOG.md).
 
 Convolutions may run in bfloat16. Everything else, the carried s, h and c included, has the dtype of
-the parameters. Three things make an unroll fast: what all experts read is convolved once, densely,
-and only the rest in groups; the z part of all layers is one convolution, over all steps where the
-observations are known; and `DeferredConv` computes a weight's gradient by one convolution per
-unroll.
+the parameters. Three things make an unroll fast:
+
+- s, which all experts read, is convolved by one dense convolution; only the h_i need a grouped one.
+- One convolution computes what z adds to all layers, in training for all steps of the unroll.
+- `DeferredConv` computes the gradient of a weight by one convolution per unroll, not one per step.
 """
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -70,7 +72,7 @@ ACTIONS = 4
 Z = 32  # channels of the encoder's output z
 HEADS = 8  # attention queries of the head's pooling
 
-CHOICES = {
+CHOICES = {  # the values that fields of AgentConfig can have
     'arch': ('convlstm', 'convglu'),
     'aggregation': AGGREGATIONS,
     'residual': ('expert', 'shared'),
@@ -80,12 +82,12 @@ CHOICES = {
 
 State = tuple[Tensor, ...]
 
-PROBE = 'probe.safetensors'  # beside an export: a plan probe of probe_sokoban.py
+PROBE = 'probe.safetensors'  # a plan probe (probe_sokoban.py) in the folder of an exported agent
 
 
 @dataclass
 class AgentConfig:
-    """Sizes of an agent. Raises ValueError, naming the field, if they do not fit together."""
+    """Settings of an agent. Raises ValueError, naming the field, if they do not fit together."""
 
     arch: str = 'convlstm'  # 'convlstm' or 'convglu'
     recurrent: bool = True
@@ -94,11 +96,11 @@ class AgentConfig:
     n_embd: int = 128  # D, channels of an expert
     aggregation: str = 'sqrt_sum'  # one of AGGREGATIONS
     router_dim: int = 64  # width of the router's queries and keys (routed aggregations)
-    radius: int = -1  # ConvLSTM: number of preceding neighbors an expert reads; -1 = all, through s
+    radius: int = -1  # ConvLSTM: number of preceding experts that each reads; -1 = all, through s
     residual: str = 'expert'  # ConvGLU: 'expert' (the paper's rule) or 'shared'
     head_dim: int = 256  # width of the head's GLU
-    dtype: str = 'float32'  # of convolutions: 'float32' (the parameters' dtype) or 'bfloat16'
-    mode: str = 'fast'  # 'fast', or 'plain': gradients by autograd alone, for checking
+    dtype: str = 'float32'  # convolutions in 'float32' (the parameters' dtype) or 'bfloat16'
+    mode: str = 'fast'  # 'fast', or 'plain': weight gradients by autograd, for checking
 
     def __post_init__(self) -> None:
         for name in ('n_layer', 'n_expert', 'n_embd', 'router_dim', 'head_dim'):
@@ -118,21 +120,22 @@ class AgentConfig:
 
     @property
     def routed(self) -> bool:
+        """Return whether a router weights the experts."""
         return self.aggregation.startswith('softmax')
 
 
-# ---- fused functions: what stands between convolutions ------------------------------------------
+# ---- fused functions: the operations between convolutions ---------------------------------------
 
 
 @fused
 def rms_norm(x: Tensor, dims: int | tuple[int, ...] = -1) -> Tensor:
-    """Divide x by its root mean square over `dims`. No parameters."""
+    """Divide x by its root mean square over `dims`. There is no gain."""
     return x * torch.rsqrt(x.square().mean(dims, keepdim=True) + EPS)
 
 
 @fused
 def one_hot_planes(obs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the planes of observations (N, Y, X, 2) uint8 as (N, Y, X, 6) of 0 and 1."""
+    """Return the one-hot planes (N, Y, X, 6) of observations (N, Y, X, 2) uint8, see PLANES."""
     return torch.stack([obs[..., channel] == value for channel, value in PLANES], -1).to(dtype)
 
 
@@ -174,32 +177,42 @@ def glu(x: Tensor, bias: Tensor, residual: Tensor | None) -> Tensor:
 
 @fused
 def ring_sum(h: Tensor, radius: int) -> Tensor:
-    """Return the sum of each expert's own h and those of the `radius` experts before it, divided by
-    sqrt(radius + 1). h: (B, Y, X, E, D)."""
-    heard = h
+    """Return for each expert the sum of its h and those of the `radius` experts before it, divided
+    by sqrt(radius + 1). h and the result: (B, Y, X, E, D)."""
+    total = h
     for k in range(1, radius + 1):
-        heard = heard + h.roll(k, 3)
-    return heard / math.sqrt(radius + 1)
+        total = total + h.roll(k, 3)
+    return total / math.sqrt(radius + 1)
 
 
 # ---- convolutions, and their deferred weight gradients ------------------------------------------
 
 
 def conv3x3(x: Tensor, weight: Tensor, groups: int = 1) -> Tensor:
-    """Convolve with zero padding. x: (B, Y, X, C), weight: (O, C / groups, 3, 3) -> (B, Y, X, O).
+    """Return x (B, Y, X, C) convolved with weight (O, C / groups, 3, 3), zero-padded: (B, Y, X, O).
 
     The permutations make no copies: channels last is a memory format of conv2d."""
     return F.conv2d(x.permute(0, 3, 1, 2), weight, padding=1, groups=groups).permute(0, 2, 3, 1)
 
 
-def conv3x3_backward(dy: Tensor, x: Tensor, weight: Tensor, groups: int, mask: list[bool]) -> list:
-    """Return the gradients of x and weight of conv3x3, None where `mask` is False."""
-    dy, x = dy.permute(0, 3, 1, 2), x.permute(0, 3, 1, 2)
-    options = [1, 1], [1, 1], [1, 1], False, [0, 0]  # stride, padding, dilation, transposed
+def conv3x3_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, groups: int, wanted: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of conv3x3 with respect to x and weight, each None if not `wanted`."""
     dx, dw, _ = torch.ops.aten.convolution_backward(
-        dy, x, weight, None, *options, groups, [*mask, False]
+        dy.permute(0, 3, 1, 2),
+        x.permute(0, 3, 1, 2),
+        weight,
+        bias_sizes=None,
+        stride=[1, 1],
+        padding=[1, 1],
+        dilation=[1, 1],
+        transposed=False,
+        output_padding=[0, 0],
+        groups=groups,
+        output_mask=[*wanted, False],  # there is no bias
     )
-    return [None if dx is None else dx.permute(0, 2, 3, 1), dw]
+    return None if dx is None else dx.permute(0, 2, 3, 1), dw
 
 
 class Conv:
@@ -214,26 +227,28 @@ class Conv:
 
 
 class DeferredConv:
-    """A Conv whose weight gradient is computed once per unroll, by one convolution over all calls:
-    faster than one per call, and in bfloat16 not summed in bfloat16."""
+    """A Conv whose weight gradient is computed once per unroll, by one convolution over all calls.
+
+    That is faster than one convolution per call, and no gradients are summed in bfloat16."""
 
     def __init__(self, weight: Tensor, dtype: torch.dtype, groups: int = 1):
         self.groups = groups
         self.calls = []  # (input, gradient of the output) of every call, filled by the backward
-        self.weight = EmitWeightGrad.apply(weight, dtype, groups, self.calls)
+        self.weight = CastWeight.apply(weight, dtype, groups, self.calls)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return NoteCall.apply(x.to(self.weight.dtype), self.weight, self.groups, self.calls)
+        return RecordedConv.apply(x.to(self.weight.dtype), self.weight, self.groups, self.calls)
 
 
-class EmitWeightGrad(torch.autograd.Function):
-    """Cast a weight. Every call of the convolution depends on the result, so this node's backward
-    runs after all of theirs, and computes the weight's gradient from what they noted."""
+class CastWeight(torch.autograd.Function):
+    """Cast a weight, and compute its gradient from all calls of the convolution.
+
+    Every call depends on the result, so autograd runs this backward after those of all calls."""
 
     @staticmethod
     def forward(ctx, weight, dtype, groups, calls):
         ctx.groups, ctx.calls, ctx.dtype = groups, calls, weight.dtype
-        ctx.set_materialize_grads(False)  # NoteCall returns no gradient for the weight
+        ctx.set_materialize_grads(False)  # RecordedConv returns no gradient for the weight
         weight = weight.to(dtype, memory_format=torch.channels_last, copy=True)
         ctx.save_for_backward(weight)
         return weight
@@ -241,16 +256,18 @@ class EmitWeightGrad(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, _):
-        x, dy = zip(*ctx.calls, strict=True)
+        x, dy = ctx.calls[0]
+        if len(ctx.calls) > 1:
+            inputs, grads = zip(*ctx.calls, strict=True)
+            x, dy = torch.cat(inputs), torch.cat(grads)
         ctx.calls.clear()
-        x, dy = (x[0], dy[0]) if len(x) == 1 else (torch.cat(x), torch.cat(dy))
         (weight,) = ctx.saved_tensors
-        _, dw = conv3x3_backward(dy, x, weight, ctx.groups, [False, True])
+        _, dw = conv3x3_backward(dy, x, weight, ctx.groups, wanted=(False, True))
         return dw.to(ctx.dtype), None, None, None
 
 
-class NoteCall(torch.autograd.Function):
-    """Convolve. The backward returns the input's gradient, and notes what the weight's needs."""
+class RecordedConv(torch.autograd.Function):
+    """Convolve. The backward returns the gradient of x, and records x and dy for CastWeight."""
 
     @staticmethod
     def forward(ctx, x, weight, groups, calls):
@@ -265,7 +282,7 @@ class NoteCall(torch.autograd.Function):
         ctx.calls.append((x, dy))
         dx = None
         if ctx.needs_input_grad[0]:
-            dx, _ = conv3x3_backward(dy, x, weight, ctx.groups, [True, False])
+            dx, _ = conv3x3_backward(dy, x, weight, ctx.groups, wanted=(True, False))
         return dx, None, None, None
 
 
@@ -280,18 +297,18 @@ def normal(*shape: int, fan_in: int) -> nn.Parameter:
 class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
     """Encoder, aggregation, head and unroll. A subclass adds the core:
 
-    init_state(B)  zero state for B boards, a tuple of tensors (B, ...), empty if nothing is carried
-    prepare()      the convolutions of one unroll; call it again after every change of a parameter
-    z_parts(w, z)  what z adds to each layer, computed for any number of steps at once
-    step(...)      one step of the core"""
+    init_state(B)  returns the zero state of B boards, tensors (B, ...); () if nothing is carried
+    prepare()      returns the convolutions of one unroll, which hold the weights as they are now
+    z_parts(w, z)  returns what z adds to each layer, for any number of steps at once
+    step(...)      runs one step of the core"""
 
     def __init__(self, config: AgentConfig):
         super().__init__()
         self.config = config
-        D, r, H = config.n_embd, config.router_dim, config.head_dim
+        D, H, r = config.n_embd, config.head_dim, config.router_dim
         self.encoder = normal(Z, len(PLANES), 3, 3, fan_in=9 * len(PLANES))
         self.encoder_bias = nn.Parameter(torch.zeros(Z))
-        # four times the usual scale: each query attends to a few cells from the start
+        # four times the usual scale, so that each query attends to a few cells from the start
         self.query = nn.Parameter(torch.randn(HEADS, D) * 4 / math.sqrt(D))
         self.dense = nn.Linear((HEADS + 1) * D, 2 * H)
         self.logits = nn.Linear(H, ACTIONS)
@@ -312,7 +329,7 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
             self.routers.append(nn.ParameterDict(router))
 
     def conv(self, weight: Tensor, groups: int = 1) -> Conv | DeferredConv:
-        """Return the convolution with this weight for one unroll, in the dtype of convolutions."""
+        """Return the convolution with this weight for one unroll, in the dtype of the settings."""
         dtype = torch.bfloat16 if self.config.dtype == 'bfloat16' else weight.dtype
         conv_type = Conv if self.config.mode == 'plain' else DeferredConv
         return conv_type(weight, dtype, groups)
@@ -324,15 +341,15 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
 
     @property
     def s_is_h(self) -> bool:
-        """Whether A(h) is h: with one expert and no router."""
+        """Return whether s = A(h) is h itself: with one expert and no router."""
         return self.config.n_expert == 1 and not self.config.routed
 
     def aggregate(self, l: int, h: Tensor, z: Tensor, s: Tensor | None) -> Tensor:
         """Return A(h_1, ..., h_E) of layer l, (B, Y, X, D).
 
         h: (B, Y, X, E, D). z, s: what the layer reads, for the router; s is None for zero. The
-        router's gates are a = softmax(q . k_i / sqrt(r)) with k_i = Wk e_i + bk, and q = Wq [z; s]
-        + bq of z and s averaged over the board."""
+        router's gates are a_i = softmax_i(q . k_i / sqrt(r)) with q = Wq [z; s] + bq, z and s
+        averaged over the board, and k_i = Wk e_i + bk."""
         config = self.config
         if self.s_is_h:
             return h.squeeze(3)
@@ -356,19 +373,23 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
         x = F.glu(self.dense(pooled), -1)
         return self.logits(x), self.value(x).squeeze(-1)
 
-    def see(self, w: NamedTuple, obs: Tensor, start: Tensor, state: State) -> tuple[Tensor, State]:
+    def encode_and_step(
+        self, w: NamedTuple, obs: Tensor, start: Tensor, state: State
+    ) -> tuple[Tensor, State]:
         """Run encoder and core for one step; return s[L] (B, Y, X, D) and the new state.
 
-        w: of prepare(). obs: (B, Y, X, 2) uint8. start: (B,) bool, True where an episode starts,
-        from a zero state whatever `state` holds."""
+        w: from prepare(). obs: (B, Y, X, 2) uint8. start: (B,) bool, True where an episode starts;
+        there the state is reset first."""
         z = self.encode(obs)
         return self.step(w, z, self.z_parts(w, z), start, state)
 
     def act(
         self, w: NamedTuple, obs: Tensor, start: Tensor, state: State
     ) -> tuple[Tensor, Tensor, State]:
-        """Run one step; return logits (B, 4), values (B,) and the new state. See `see`."""
-        s, state = self.see(w, obs, start, state)
+        """Run one step; return logits (B, 4), values (B,) and the new state.
+
+        The arguments are those of `encode_and_step`."""
+        s, state = self.encode_and_step(w, obs, start, state)
         return *self.head(s), state
 
     def forward(self, obs: Tensor, start: Tensor, state: State) -> tuple[Tensor, Tensor, State]:
@@ -376,55 +397,62 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
 
         obs: (T, B, Y, X, 2), start: (T, B). Equals T calls of `act`."""
         T, B = start.shape
-        w, z = self.prepare(), self.encode(obs.flatten(0, 1))
+        w = self.prepare()
+        z = self.encode(obs.flatten(0, 1))  # (T * B, Y, X, 32)
         parts = [part.unflatten(0, (T, B)).unbind(0) for part in self.z_parts(w, z)]
         features = []
         for t, z_t in enumerate(z.unflatten(0, (T, B)).unbind(0)):
             s, state = self.step(w, z_t, [part[t] for part in parts], start[t], state)
-            features.append(s)
+            features.append(s)  # (B, Y, X, D)
         logits, value = self.head(torch.cat(features))
         return logits.unflatten(0, (T, B)), value.unflatten(0, (T, B)), state
 
     def num_params(self) -> dict[str, int]:
-        """Return the number of parameters: 'total', and 'core' without encoder and head."""
+        """Return the number of parameters: 'total', and 'core', without encoder and head."""
         sizes = {name: p.numel() for name, p in self.named_parameters()}
         outside = ('encoder', 'query', 'dense', 'logits', 'value')
         core = sum(n for name, n in sizes.items() if not name.startswith(outside))
         return {'total': sum(sizes.values()), 'core': core}
 
     def nominal_macs(self) -> int:
-        """Return the paper's cost of one step of one board in multiply-adds, L E C(d): every weight
-        of the core's 3x3 convolutions once per cell, at the recurrent agent's sizes for both kinds.
-        For a ConvLSTM C(d) = 9 (32 + 2d) 4d per cell, for a ConvGLU 9 d 2d."""
+        """Return the paper's cost of one step of one board in multiply-adds, L E C(d) per cell:
+        every weight of the core's 3x3 convolutions counts once. C(d) = 9 (32 + 2d) 4d for a
+        ConvLSTM and 9 d 2d for a ConvGLU. A non-recurrent agent counts like the recurrent one."""
         with torch.device('meta'):
-            paper = type(self)(replace(self.config, recurrent=True))
-        kernels = [p for name, p in paper.named_parameters() if p.dim() == 4 and name != 'encoder']
-        return CELLS * sum(p.numel() for p in kernels)
+            recurrent = type(self)(replace(self.config, recurrent=True))
+        weights = [
+            p for name, p in recurrent.named_parameters() if p.dim() == 4 and name != 'encoder'
+        ]
+        return CELLS * sum(p.numel() for p in weights)
 
     def macs_per_step(self) -> dict[str, int]:
         """Return the multiply-adds of one step of one board, all derived from the model itself.
 
-        'nominal' is the paper's cost, see nominal_macs. 'executed', 'encoder' and 'head' are
-        counted by torch's FlopCounterMode in one step of this agent: 'executed' is the whole
-        core."""
+        'nominal' is the paper's cost of the core, see nominal_macs. 'executed' (the core as it
+        runs), 'head' and 'encoder' are counted by torch's FlopCounterMode in one step."""
         with torch.device('meta'):  # shapes only: nothing is computed
             model = type(self)(self.config)
             obs = torch.zeros(1, SIZE, SIZE, 2, dtype=torch.uint8)
             start = torch.zeros(1, dtype=torch.bool)
-        compiles, fused.enabled = fused.enabled, False  # the counter sees eager operations
+        was_enabled = fused.enabled
+        fused.enabled = False  # the counter sees eager operations alone
         try:
             with torch.no_grad():
-                state, w = model.init_state(1), model.prepare()
-                macs = [count_macs(lambda: model.encode(obs))]
-                macs.append(count_macs(lambda: model.see(w, obs, start, state)) - macs[0])
-                s, _ = model.see(w, obs, start, state)
-                macs.append(count_macs(lambda: model.head(s)))
+                w, state = model.prepare(), model.init_state(1)
+                s, _ = model.encode_and_step(w, obs, start, state)
+                encoder = count_macs(lambda: model.encode(obs))
+                both = count_macs(lambda: model.encode_and_step(w, obs, start, state))
+                head = count_macs(lambda: model.head(s))
         finally:
-            fused.enabled = compiles
-        nominal = self.nominal_macs()
-        return {'nominal': nominal, 'executed': macs[1], 'head': macs[2], 'encoder': macs[0]}
+            fused.enabled = was_enabled
+        return {
+            'nominal': self.nominal_macs(),
+            'executed': both - encoder,
+            'head': head,
+            'encoder': encoder,
+        }
 
-    # saved agents (hub.py)
+    # what hub.PublishedModel asks of a model
 
     KIND = 'arch'
     DERIVED = (PROBE,)
@@ -443,7 +471,8 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
 
     def describe(self, about: dict) -> dict:
         """Return the fields of the model card (hub.MODEL_CARD)."""
-        c, name = self.config, type(self).__name__
+        c = self.config
+        name = type(self).__name__
         kind = 'recurrent' if c.recurrent else 'non-recurrent'
         parameters = sum(p.numel() for p in self.parameters())
         score = about.get('score')
@@ -461,7 +490,7 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
         }
 
 
-def count_macs(run) -> int:
+def count_macs(run: Callable[[], object]) -> int:
     """Return the multiply-adds of the matrix products and convolutions that run() executes."""
     with FlopCounterMode(display=False) as counter:
         run()
@@ -472,17 +501,21 @@ class ConvLSTMWeights(NamedTuple):
     """The convolutions of one unroll of a ConvLSTM."""
 
     z: Conv | DeferredConv  # z -> gates of all layers: (B, Y, X, L * E * 4 * D)
-    layers: list[tuple]  # per layer the convolutions of s and h, see ConvLSTM.prepare
+    layers: list[tuple]  # per layer the convolution of s and that of h, see ConvLSTM.prepare
 
 
 class ConvLSTM(Agent):
-    """State: s (B, Y, X, D) and h (B, Y, X, E, D) of layer L, then c (B, Y, X, E, D) per layer."""
+    """State: s (B, Y, X, D) and h (B, Y, X, E, D) of layer L, then c (B, Y, X, E, D) of each layer;
+    () if non-recurrent."""
 
     def __init__(self, config: AgentConfig):
         super().__init__(config)
         E, D = config.n_expert, config.n_embd
-        self.wz, self.ws, self.wh = nn.ParameterList(), nn.ParameterList(), nn.ParameterList()
-        self.gain, self.bias = nn.ParameterList(), nn.ParameterList()
+        self.wz = nn.ParameterList()
+        self.ws = nn.ParameterList()
+        self.wh = nn.ParameterList()
+        self.gain = nn.ParameterList()
+        self.bias = nn.ParameterList()
         for l in range(config.n_layer):
             # layer 1 of a non-recurrent agent reads z alone: its ws and wh are empty
             C = D if config.recurrent or l > 0 else 0
@@ -492,22 +525,24 @@ class ConvLSTM(Agent):
             self.wh.append(normal(E * 4 * D, C, 3, 3, fan_in=fan_in))
             self.gain.append(torch.ones(E, 4, D))
             self.bias.append(torch.zeros(E, 4, D))
-            self.bias[l].data[:, 1] = 1  # forget gate
+            self.bias[l].data[:, 1] = 1  # of the forget gate
 
     def init_state(self, B: int) -> State:
-        config, board = self.config, (B, SIZE, SIZE)
-        if not config.recurrent:
+        if not self.config.recurrent:
             return ()
-        E, D, zeros = config.n_expert, config.n_embd, self.query.new_zeros
-        return zeros(*board, D), *(zeros(*board, E, D) for _ in range(1 + config.n_layer))
+        E, D = self.config.n_expert, self.config.n_embd
+        s = self.query.new_zeros(B, SIZE, SIZE, D)
+        h = self.query.new_zeros(B, SIZE, SIZE, E, D)
+        return s, h, *(torch.zeros_like(h) for _ in range(self.config.n_layer))
 
     def prepare(self) -> ConvLSTMWeights:
-        """Return the convolutions of one unroll: of z, and per layer a pair (of s, of h)."""
+        """Return the convolutions of one unroll: that of z, and for each layer those of s and of h,
+        as a pair. None stands for one that is not needed."""
         config, layers = self.config, []
         for ws, wh in zip(self.ws, self.wh, strict=True):
-            if not ws.numel():  # nothing below
+            if not ws.numel():  # layer 1 of a non-recurrent agent
                 layers.append((None, None))
-            elif config.radius >= 0:  # s_i and h_i of every expert side by side
+            elif config.radius >= 0:  # of each expert's ring_sum and h, side by side
                 layers.append((None, self.conv(torch.cat([ws, wh], 1), groups=config.n_expert)))
             elif self.s_is_h:  # ws * s + wh * h = (ws + wh) * s
                 layers.append((self.conv(ws + wh), None))
@@ -516,19 +551,19 @@ class ConvLSTM(Agent):
         return ConvLSTMWeights(z=self.conv(torch.cat(list(self.wz))), layers=layers)
 
     def z_parts(self, w: ConvLSTMWeights, z: Tensor) -> tuple[Tensor, ...]:
-        """Return z's part of the gates (N, Y, X, E * 4 * D), per layer."""
+        """Return what z adds to the gates of each layer, (N, Y, X, E * 4 * D) each."""
         return w.z(z).chunk(self.config.n_layer, 3)
 
     def below(
         self, conv_s: Conv | None, conv_h: Conv | None, s: Tensor | None, h: Tensor | None
     ) -> list[Tensor]:
-        """Return what s (B, Y, X, D) and h (B, Y, X, E, D) add to the gates of the next layer:
-        terms (B, Y, X, E * 4 * D)."""
+        """Return what s (B, Y, X, D) and h (B, Y, X, E, D) of the layer below add to the gates, as
+        terms (B, Y, X, E * 4 * D) of a sum."""
         if conv_s is None and conv_h is None:
             return []
         if conv_s is None:
-            near = ring_sum(h, self.config.radius)  # (B, Y, X, E, D)
-            return [conv_h(torch.cat([near, h], -1).flatten(3))]
+            neighbors = ring_sum(h, self.config.radius)  # (B, Y, X, E, D)
+            return [conv_h(torch.cat([neighbors, h], -1).flatten(3))]
         if conv_h is None:
             return [conv_s(s)]
         return [conv_s(s), conv_h(h.flatten(3))]
@@ -542,16 +577,18 @@ class ConvLSTM(Agent):
         state: State,
     ) -> tuple[Tensor, State]:
         """Run one step of the core; return s[L] (B, Y, X, D) and the new state."""
-        s, h, *cells = None, None, *[None] * self.config.n_layer
         if self.config.recurrent:
             s, h, *cells = reset(start, *state)
+        else:
+            s, h, cells = None, None, [None] * self.config.n_layer
         for l, (conv_s, conv_h) in enumerate(w.layers):
             parts = [z_parts[l], *self.below(conv_s, conv_h, s, h)]
             cells[l], h = lstm_cell(cells[l], self.gain[l], self.bias[l], *parts)
             s = self.aggregate(l, h, z, s)
             if self.s_is_h and s.data_ptr() != h.data_ptr():
                 raise RuntimeError('prepare() adds the weights of s and h, but s is not h')
-        return s, (s, h, *cells) if self.config.recurrent else ()
+        state = (s, h, *cells) if self.config.recurrent else ()
+        return s, state
 
 
 class ConvGLUWeights(NamedTuple):
@@ -561,7 +598,7 @@ class ConvGLUWeights(NamedTuple):
 
 
 class ConvGLU(Agent):
-    """State: s (B, Y, X, D) of layer L if recurrent, else nothing."""
+    """State: s (B, Y, X, D) of layer L if recurrent, else ()."""
 
     def __init__(self, config: AgentConfig):
         super().__init__(config)
@@ -583,7 +620,7 @@ class ConvGLU(Agent):
         return ConvGLUWeights(layers=[self.conv(w) for w in self.w])
 
     def z_parts(self, w: ConvGLUWeights, z: Tensor) -> tuple[Tensor]:
-        """Return P z + bias, (N, Y, X, D), for layer 1. A 1x1 convolution, kept in fp32."""
+        """Return P z + bias, (N, Y, X, D), which enters below layer 1; never in bfloat16."""
         return (F.linear(z, self.wp, self.bias_p),)
 
     def step(
@@ -600,7 +637,8 @@ class ConvGLU(Agent):
                 s = self.aggregate(l, glu(x, self.bias[l], s), z, s)
             else:
                 s = s + self.aggregate(l, glu(x, self.bias[l], None), z, s)
-        return s, (s,) if self.config.recurrent else ()
+        state = (s,) if self.config.recurrent else ()
+        return s, state
 
 
 def build_agent(config: AgentConfig) -> Agent:
@@ -610,7 +648,8 @@ def build_agent(config: AgentConfig) -> Agent:
 
 # ---- agents as files ----------------------------------------------------------------------------
 
-# of config.json: what an agent is (not how it runs); its evaluation levels and training so far
+# Entries of an exported agent's config.json: the settings that rebuild it (dtype and mode do not
+# change the model), and its evaluation levels and progress in training.
 SIZES = [field.name for field in fields(AgentConfig) if field.name not in ('dtype', 'mode')]
 EXPORTED = ('eval_split', 'n_boxes', 'max_moves', 'seed', 'n_envs', 'unroll', 'step', 'best')
 
@@ -618,9 +657,9 @@ EXPORTED = ('eval_split', 'n_boxes', 'max_moves', 'seed', 'n_envs', 'unroll', 's
 def load_agent(folder: str, which: str, device: str, dtype: str = '') -> tuple[Agent, dict, str]:
     """Return the agent in a folder, its settings with `step` and `best`, and the file it was in.
 
-    The folder holds an export, or a run of train_sokoban.py; `which` is 'best' for the run's best
-    checkpoint, if there is one, or 'last'. An empty dtype is the run's own. Raises CheckpointError
-    if the folder holds neither, or if a file is damaged.
+    The folder holds an exported agent or a run of train_sokoban.py. which: of a run's checkpoints
+    the 'best', if there is one, or the 'last'. dtype: of the convolutions; '' for that of the
+    settings. Raises CheckpointError if the folder holds neither, or if a file is damaged.
     """
     if os.path.exists(os.path.join(folder, WEIGHTS)):
         path = os.path.join(folder, CONFIG)
@@ -643,8 +682,9 @@ def load_agent(folder: str, which: str, device: str, dtype: str = '') -> tuple[A
 def export_agent(model: Agent, about: dict, folder: str) -> None:
     """Save an agent into a folder (hub.py has the format) and print its files.
 
-    `about` holds the settings and position that load_agent returns. Replaces an earlier export, and
-    its plan probe with it; ends the script if the folder holds anything else.
+    about: the settings with `step` and `best`, as load_agent returns them. An earlier export in the
+    folder is replaced, and its plan probe removed. Ends the script if the folder holds anything
+    else.
     """
     kept = {name: about[name] for name in (*EXPORTED, 'command', 'score') if name in about}
     if 'total_steps' in about:  # the settings of a run

@@ -1,9 +1,9 @@
 """
 Draw figures and write tables from the logs of runs.
 
-For sweep.py: figures and tables of a plan, whose runs are a list of (Row, log); a log is the list
-of the objects in log.jsonl. For the trainers: the curves of one run. As a script: the solve rates
-of Sokoban agents by environment steps, beside those of published agents:
+For sweep.py: figures and tables of a plan. Its runs are a list of (Row, log), where a log is the
+list of the records in log.jsonl. For the trainers: the curves of one run. As a script: the solve
+rates of Sokoban agents by environment steps, beside those of published agents:
 
 $ python figures.py --solve_rates='out/sokoban_*'     # writes out/solve_rates.png, svg, csv and md
 
@@ -37,13 +37,12 @@ if __name__ == '__main__':
 from common import need_packages
 
 # fmt: off
-solve_rates = ''               # folders of Sokoban runs, separated by commas; patterns are allowed:
-                               # draw and list their solve rates by environment steps
+solve_rates = ''               # folders of Sokoban runs, or patterns, separated by commas
 reference = 'results/paper'    # folder with published results to show beside them; '': none
-out_dir = 'out'                # solve_rates: where the figure and the table go
+out_dir = 'out'                # folder for the figure and the table
 # fmt: on
 
-# matplotlib, pandas and jinja2 are imported by the functions that need them: training does without
+# matplotlib and pandas are imported by the functions that need them: training works without
 if TYPE_CHECKING:
     from types import ModuleType
 
@@ -52,14 +51,16 @@ if TYPE_CHECKING:
 
 COLORS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000')
 MARKERS = 'osD^vPX'
-MODELS = {'transformer': 'Transformer', 'convlstm': 'ConvLSTM', 'convglu': 'ConvGLU'}  # of a plan
-# by the setting `arch` of a run
+# titles of the models of plans, and of the values of the setting `arch`
+MODELS = {'transformer': 'Transformer', 'convlstm': 'ConvLSTM', 'convglu': 'ConvGLU'}
 ARCHITECTURES = MODELS | {'experts': 'Parallel-Experts Transformer', 'lstm': 'LSTM'}
-# numbers that read_log checks
+# keys of a log whose values must be finite numbers or null
 NUMBERS = ('seconds', 'tokens', 'env_steps', 'val_loss', 'episodic_return', 'return_1000')
+# labels of axes
 SIZES = {'L': 'layers L', 'E': 'experts E per layer', 'd': 'width d'}
 SETTINGS = {'radius': 'radius r: preceding experts that each expert reads'}
-STANDARD_ERROR, STANDARD_DEVIATION = 'bars: one standard error', 'bars: one standard deviation'
+STANDARD_ERROR = 'bars: one standard error'
+STANDARD_DEVIATION = 'bars: one standard deviation'
 
 
 # ----------------------------------------------------------------------------- runs and logs
@@ -98,12 +99,13 @@ class Row(NamedTuple):
 
     @property
     def cell(self) -> 'Row':
-        """Return what the runs of all seeds have in common."""
+        """Return the row without its seed, which is the same for the runs of all seeds."""
         return self._replace(seed=0)
 
 
 class Summary(NamedTuple):
-    """Values over seeds. `error` is a standard deviation, or a standard error; NaN for one seed."""
+    """Values over n seeds. error: their standard deviation, or the mean's standard error; NaN for
+    one seed."""
 
     mean: float
     error: float
@@ -111,11 +113,13 @@ class Summary(NamedTuple):
 
 
 def read_log(folder: str | os.PathLike) -> list[dict]:
-    """Return the objects of folder/log.jsonl, without a last line that is still being written.
+    """Return the records of folder/log.jsonl. A last line without an end is left out, because it is
+    still being written.
 
-    Raises Mistake for a line that is no record of a log, OSError if there is no such file.
+    Raises Mistake for a line that is no record, OSError if the file cannot be read.
     """
-    path, records = Path(folder, 'log.jsonl'), []
+    path = Path(folder, 'log.jsonl')
+    records = []
     for number, line in enumerate(path.read_bytes().split(b'\n')[:-1], 1):
         try:
             record = json.loads(line)
@@ -146,7 +150,7 @@ def read_csv(path: str | os.PathLike) -> list[dict[str, str]]:
 
 
 def run_value(log: list[dict]) -> float | None:
-    """Return the value that a finished run is judged by, or None if the log does not have it."""
+    """Return the value that a finished run is judged by (see above), None if the log has none."""
     returns = [r['episodic_return'] for r in log if r.get('episodic_return') is not None]
     return statistics.fmean(returns[-5:]) if returns else log[-1].get('val_loss')
 
@@ -158,7 +162,7 @@ def summarize(values: list[float]) -> Summary:
 
 
 def group_by(points: dict, key: Callable) -> dict:
-    """Return {key(row): {row: x}} for points {row: x}, in their order."""
+    """Return {key(row): {row: x}} for points {row: x}, in the order of the points."""
     groups = {}
     for row, x in points.items():
         groups.setdefault(key(row), {})[row] = x
@@ -166,7 +170,7 @@ def group_by(points: dict, key: Callable) -> dict:
 
 
 def summarize_cells(runs: list) -> dict[Row, Summary]:
-    """Return {row.cell: Summary} of runs that all have a value, in their order."""
+    """Return {cell: Summary over its seeds} of finished runs, in the order of the runs."""
     values = {}
     for row, log in runs:
         values.setdefault(row.cell, []).append(run_value(log))
@@ -189,7 +193,7 @@ def without_setting(row: Row, name: str) -> Row:
 
 
 def runs_at_best(runs: list, name: str) -> list:
-    """Return the runs of the best cell of each group of cells that differ only in `name`."""
+    """Return the runs of the best cells: one of each group that differs only in setting `name`."""
     groups = group_by(summarize_cells(runs), partial(without_setting, name=name))
     best = [best_cell(points) for points in groups.values()]
     return [(row, log) for cell in best for row, log in runs if row.cell == cell]
@@ -224,13 +228,16 @@ def differences(points: dict, default: object) -> dict:
 
 
 def variant_name(text: str) -> str:
-    """Return the name of a variant; published tables and old files say 'feedforward'."""
+    """Return the name of a variant that published tables and old files call 'feedforward'."""
     return 'non-recurrent' if text == 'feedforward' else text
 
 
 def paper_cells(reference: str, points: Iterable[Row]) -> dict[Row, Summary]:
-    """Return the paper's returns for the variants and budgets of our cells, {} if it has none."""
-    known = {row[:3] for row in points if not row.more}
+    """Return the paper's returns for the variants and budgets of our cells, {} if it has none.
+
+    reference: the folder with its tables, '' for none.
+    """
+    known = {(row.model, row.recurrent, row.budget) for row in points if not row.more}
     out = {}
     for r in read_csv(os.path.join(reference, 'sokoban_returns.csv')) if reference else ():
         row = Row(
@@ -242,7 +249,7 @@ def paper_cells(reference: str, points: Iterable[Row]) -> dict[Row, Summary]:
             d=int(r['d']),
             seed=0,
         )
-        if row[:3] in known:
+        if (row.model, row.recurrent, row.budget) in known:
             deviation = math.sqrt(float(r['variance']))
             out[row] = Summary(float(r['mean_return']), deviation, int(r['n_seeds']))
     return out
@@ -252,7 +259,8 @@ def paper_cells(reference: str, points: Iterable[Row]) -> dict[Row, Summary]:
 
 
 def new_figure(columns: int, height: float = 2.8, sharey: bool = True, width: float = 3.4) -> tuple:
-    """Return a figure and its row of panels; in inches, each panel as wide as a paper's column."""
+    """Return a figure and its row of panels. height, width: of a panel, in inches; the default is
+    about the width of a column of a paper."""
     import matplotlib
 
     matplotlib.use('Agg')
@@ -276,7 +284,8 @@ def new_figure(columns: int, height: float = 2.8, sharey: bool = True, width: fl
 
 
 def set_title(figure: 'Figure', title: str, note: str = '') -> None:
-    """Set the figure's title, and below it a note on a line of its own, wrapped to its width."""
+    """Set the figure's title, and a note on a new line below it. Both are wrapped so that they fit
+    the figure's width."""
     limit = 0.96 * figure.bbox.width
     title = title.replace(' = ', '\xa0=\xa0')  # 'L = 2' stays on one line
     for characters in range(int(18 * figure.get_figwidth()), 8, -2):
@@ -287,7 +296,7 @@ def set_title(figure: 'Figure', title: str, note: str = '') -> None:
 
 
 def finish_figure(figure: 'Figure', title: str, note: str = '') -> 'Figure':
-    """Set the title, and below the panels one legend for all of them; return the figure."""
+    """Set the title, draw one legend for all panels below them, and return the figure."""
     handles = {}
     for axes in figure.axes:
         lines, labels = axes.get_legend_handles_labels()
@@ -316,7 +325,7 @@ def save_figure(
 
 
 def percent_axis(axis: object) -> None:
-    """Label an axis of fractions in percent, with a decimal only where less than 5% is shown."""
+    """Label an axis of fractions in percent, with one decimal if it spans less than 5%."""
     from matplotlib.ticker import PercentFormatter
 
     low, high = axis.get_view_interval()
@@ -326,10 +335,11 @@ def percent_axis(axis: object) -> None:
 def draw_line(
     axes: 'Axes', points: dict, i: int, label: str, published: bool = False, **style: object
 ) -> None:
-    """Draw {x: Summary} with error bars as line number i; published results dashed and hollow."""
+    """Draw points {x: Summary} with error bars, in the color and marker of line number i. Published
+    results are dashed and have hollow markers."""
     xs = sorted(points)
     every = max(1, len(xs) // 8)
-    look = {
+    options = {
         'color': COLORS[i % len(COLORS)],
         'marker': MARKERS[i % len(MARKERS)],
         'ms': 4,
@@ -339,17 +349,18 @@ def draw_line(
         'errorevery': every,
     }
     if published:
-        look |= {'ls': '--', 'mfc': 'white', 'alpha': 0.7}
+        options |= {'ls': '--', 'mfc': 'white', 'alpha': 0.7}
+    options |= style
     means = [points[x][0] for x in xs]
     errors = [points[x][1] for x in xs]
-    known = not all(map(math.isnan, errors))
-    axes.errorbar(xs, means, yerr=errors if known else None, label=label, **look | style)
+    has_errors = not all(map(math.isnan, errors))
+    axes.errorbar(xs, means, yerr=errors if has_errors else None, label=label, **options)
 
 
 class Line(NamedTuple):
-    """A line of a chart: {x: Summary}, its number (color and marker), its label."""
+    """A line of a chart; the arguments of draw_line."""
 
-    points: dict
+    points: dict  # {x: Summary}
     i: int
     label: str
     published: bool = False
@@ -358,7 +369,7 @@ class Line(NamedTuple):
 def line_chart(
     panels: dict[str, list[Line]], xlabel: str, ylabel: str, title: str, note: str
 ) -> 'Figure':
-    """Return a figure with a panel for each {title: lines} over powers of two."""
+    """Return a figure with a panel for each {title: lines}, with a logarithmic x axis."""
     figure, row = new_figure(len(panels))
     for axes, (name, lines) in zip(row, panels.items(), strict=True):
         for line in lines:
@@ -378,31 +389,32 @@ def line_chart(
 def size_figure(
     points: dict[Row, Summary], sizes: str, reference: str, title: str, label: str
 ) -> 'Figure':
-    """Return the value by the first of two `sizes`, with a line for each value of the second and a
-    panel for each variant."""
+    """Return the value by one size, with a line for each value of another one and a panel for each
+    variant. sizes: the two letters, such as 'Ld' for the value by L with a line for each d."""
     x, line_size = sizes
     panels = {}
     for variant, ours in group_by(points, attrgetter('variant')).items():
         paper = paper_cells(reference, ours)
         values = sorted({getattr(row, line_size) for row in (*ours, *paper)})
-        panels[variant] = [
-            Line(
-                points={getattr(row, x): point for row, point in cells.items()},
-                i=values.index(size),
-                label=f'{line_size} = {size}' + ', paper' * published,
-                published=published,
-            )
-            for published, source in ((False, ours), (True, paper))
-            for size, cells in sorted(group_by(source, attrgetter(line_size)).items())
-        ]
+        panels[variant] = []
+        for source, suffix in ((ours, ''), (paper, ', paper')):
+            for size, cells in sorted(group_by(source, attrgetter(line_size)).items()):
+                line = Line(
+                    points={getattr(row, x): point for row, point in cells.items()},
+                    i=values.index(size),
+                    label=f'{line_size} = {size}{suffix}',
+                    published=source is paper,
+                )
+                panels[variant].append(line)
     return line_chart(panels, SIZES[x], label, title, STANDARD_DEVIATION)
 
 
 def saturation_figure(
     points: dict[Row, Summary], lines: str, reference: str, title: str, label: str
 ) -> 'Figure':
-    """Return the best value with at most L layers, ours and the paper's: a line for each 'variant',
-    or for each 'budget' with a panel for each variant."""
+    """Return the best value with at most L layers, ours and the paper's, with a line for each
+    variant (lines = 'variant'), or a panel for each variant and a line for each budget ('budget').
+    """
     keys = list(group_by(points, attrgetter(lines)))
     panels = {}
     by_panel = group_by(points, attrgetter('variant')) if lines == 'budget' else {'': points}
@@ -418,7 +430,7 @@ def saturation_figure(
 
 
 def mean_curve(logs: list[list[dict]], x: str, y: str) -> dict[float, Summary]:
-    """Return {x in millions: Summary of y} at the values of x that all logs have."""
+    """Return {x in millions: Summary of y over the logs} at the values of x that all logs have."""
     pandas = import_pandas()
     curves = [pandas.DataFrame(log).reindex(columns=[x, y]).dropna().astype(float) for log in logs]
     found = pandas.concat(curves).groupby(x)[y].agg(['mean', 'std', 'count'])
@@ -429,9 +441,9 @@ def mean_curve(logs: list[list[dict]], x: str, y: str) -> dict[float, Summary]:
 def curve_figure(
     runs: list, points: dict[Row, Summary], title: str, label: str, token: str
 ) -> 'Figure':
-    """Return loss or return over training data: for each variant and L the best allocation.
+    """Return loss or return over training data, for the best allocation of each variant and L.
 
-    Of a loss only the last three quarters of training are drawn: the first values would flatten
+    A loss is drawn over the last three quarters of training, because the first values would flatten
     all differences.
     """
     is_text = next(iter(points)).is_text
@@ -459,7 +471,7 @@ def ablation_figure(
     points: dict[Row, Summary], values: list, default: tuple, title: str, label: str
 ) -> 'Figure':
     """Return the value by a setting, with a line for each cell, and beside it the difference from
-    the default. `values` are the setting's values, as Row.more has them."""
+    the value at the default. values, default: in the form of Row.more."""
     figure, panels = new_figure(2, 3.4, sharey=False)
     cells = group_by(points, lambda row: row._replace(more=()))
     for i, (cell, part) in enumerate(cells.items()):
@@ -485,8 +497,9 @@ def draw_plan(
 ) -> list[str]:
     """Draw all figures of a plan from its finished runs and return their paths.
 
-    description: the plan's name, and after a comma how it was changed. token: what a language model
-    reads in a step, 'token' or 'byte'. A plan of several budgets gets their saturation figure.
+    description: from sweep.title_of, the plan's name and, after a comma, settings that change it.
+    token: what a language model reads, 'token' or 'byte'. For a plan of several budgets the figure
+    is the saturation of all of them.
     """
     plan, comma, change = description.partition(',')
     paths = []
@@ -494,7 +507,8 @@ def draw_plan(
         seeds = sorted({point.n for point in points.values()})
         count = f'{seeds[0]} to {seeds[-1]}' if len(seeds) > 1 else f'{seeds[0]}'
         title = f'{MODELS[model]}, {plan.replace("-", " ")}{comma}{change}, {count} seed'
-        title += 's' * (seeds[-1] > 1)
+        if seeds[-1] > 1:
+            title += 's'
         row = next(iter(points))
         label = f'validation loss (nats per {token})' if row.is_text else 'return'
         budgets = {row.budget for row in rows if row.model == model}
@@ -505,7 +519,7 @@ def draw_plan(
             figures['scaling'] = size_figure(points, 'EL', '', title, label)
         elif row.more:
             values = list(dict.fromkeys(row.more for row in rows if row.model == model))
-            # the communication plan ends with its default, r = E - 1: every expert reads all
+            # the default is the first value, or for the radius the last: every expert reads all
             default = values[-1 if plan == 'communication' else 0]
             figures['ablation'] = ablation_figure(points, values, default, title, label)
         else:
@@ -521,7 +535,7 @@ def draw_plan(
 
 
 def format_number(x: object) -> str:
-    """Return five significant digits of a float, nothing for NaN and None, else str(x)."""
+    """Return a float with five significant digits, '' for NaN and None, and str(x) otherwise."""
     if isinstance(x, float):
         return '' if math.isnan(x) else f'{x:.5g}'
     return '' if x is None else str(x)
@@ -536,7 +550,7 @@ def markdown(lines: list[list[str]]) -> str:
 def write_table(rows: list[dict], folder: str, name: str) -> list[str]:
     """Write rows as name.csv and name.md and return the paths.
 
-    The columns are the keys of the first row; what another row lacks stays empty.
+    The columns are the keys of the first row. A value that another row lacks stays empty.
     """
     table = import_pandas().DataFrame(rows, columns=list(rows[0]), dtype=object)
     table = table.map(format_number)
@@ -560,8 +574,11 @@ def cell_fields(rows: Iterable[Row]) -> dict[Row, dict]:
 
 
 def write_value_tables(runs: list, reference: str, folder: str, tuned: str) -> list[str]:
-    """Write mean, variance (N - 1) and N of every cell, one table for each model, and return the
-    paths. The paper's values stand beside them; its rows have no setting `tuned`."""
+    """Write mean, variance (N - 1) and number of seeds of every cell beside the paper's values, one
+    table for each model, and return the paths.
+
+    tuned: name of the tuned setting, which the paper's cells do not have; '' for none.
+    """
     paths = []
     for model, points in group_by(summarize_cells(runs), attrgetter('model')).items():
         paper = paper_cells(reference, [without_setting(row, tuned) for row in points])
@@ -580,11 +597,11 @@ def write_value_tables(runs: list, reference: str, folder: str, tuned: str) -> l
 def write_solve_table(
     rates: dict[Row, list[float]], levels: str, reference: str, folder: str, tuned: str
 ) -> list[str]:
-    """Write the solve rates of cells, one table for each model, and return the paths.
+    """Write the solve rates of cells, in a table for each model, and return the paths.
 
     rates: {cell: [solve rate of each seed]} on the split `levels` ('': the runs' evaluation
-    levels). On unfiltered-test, the split of all published numbers, the paper's rows of the same
-    variants and budgets and published agents follow.
+    levels). On unfiltered-test, the split of all published numbers, rows of the paper (for the same
+    variants and budgets) and of published agents follow. tuned: as in write_value_tables.
     """
     paths, column = [], f'{(levels or "evaluation_levels").replace("-", "_")}_percent'
     for model, cells in group_by(rates, attrgetter('model')).items():
@@ -592,10 +609,14 @@ def write_solve_table(
         for row, fields in cell_fields(cells).items():
             mean, deviation, n = summarize([100 * rate for rate in rates[row]])
             rows.append({**fields, column: mean, 'std': deviation, 'n_seeds': n})
-        known = {row[:3] for row in cells if not without_setting(row, tuned).more}
+        known = {
+            (row.model, row.recurrent, row.budget)
+            for row in cells
+            if not without_setting(row, tuned).more
+        }
         if levels == 'unfiltered-test' and reference:
             for r in read_csv(os.path.join(reference, 'sokoban_solve_rates.csv')):
-                cell = 'convlstm', r['variant'] == 'recurrent', r['budget']
+                cell = ('convlstm', r['variant'] == 'recurrent', r['budget'])
                 if cell in known or not r['budget']:  # published agents have no budget
                     rows.append(r | {'variant': f'{variant_name(r["variant"])}, paper'})
             for r in published_agents(reference):
@@ -619,6 +640,8 @@ def published_agents(reference: str) -> list[dict]:
     AlignmentResearch/learned-planner.
     """
     path = Path(reference, 'published_drc_by_steps.csv')
+    if not reference or not path.exists():
+        return []
     names = {'drc_33': 'DRC(3,3)', 'drc_11': 'DRC(1,1)', 'resnet': 'ResNet'}
     return [
         {
@@ -630,12 +653,12 @@ def published_agents(reference: str) -> list[dict]:
             'solve_rate_max': float(r['solve_rate_max']),
             'return': float(r['return_mean']),
         }
-        for r in (read_csv(path) if reference and path.exists() else ())
+        for r in read_csv(path)
     ]
 
 
 def describe_model(config: dict) -> str:
-    """Return the model of a config.json in words: 'ConvGLU, recurrent, L = 2, E = 4, d = 32'."""
+    """Return the model of a config.json as text: 'ConvGLU, recurrent, L = 2, E = 4, d = 32'."""
     arch = config.get('arch', 'experts')
     parts = [ARCHITECTURES.get(arch, arch)]
     if arch not in ('transformer', 'lstm') and 'recurrent' in config:
@@ -647,14 +670,17 @@ def describe_model(config: dict) -> str:
 
 
 def solve_rate_figure(logs: dict[str, list[dict]], published: list[dict], title: str) -> 'Figure':
-    """Return the greedy solve rates {label: log} by environment steps beside published agents'."""
+    """Return the greedy solve rates of runs, {label: log}, and of published agents by environment
+    steps."""
     figure, (axes,) = new_figure(1, 4.4, width=6.8)
     for i, (label, log) in enumerate(logs.items()):
         points = [r for r in log if r.get('eval_solve_rate') is not None]
         xs, ys = [r['env_steps'] / 1e6 for r in points], [r['eval_solve_rate'] for r in points]
-        look = {'color': COLORS[i % 7], 'marker': MARKERS[i % 7], 'ms': 3, 'lw': 1.2}
-        look |= {'mfc': 'white', 'ls': '--'} if i >= 7 else {}  # colors repeat
-        axes.plot(xs, ys, label=label, markevery=max(1, len(xs) // 8), **look)
+        n = len(COLORS)
+        style = {'color': COLORS[i % n], 'marker': MARKERS[i % n], 'ms': 3, 'lw': 1.2}
+        if i >= n:  # colors and markers repeat
+            style |= {'mfc': 'white', 'ls': '--'}
+        axes.plot(xs, ys, label=label, markevery=max(1, len(xs) // 8), **style)
     longest = max((log[-1].get('env_steps', 0) for log in logs.values()), default=0)
     agents = dict.fromkeys(r['agent'] for r in published)
     for agent, style in zip(agents, ('-.', '--', ':'), strict=False):
@@ -667,9 +693,10 @@ def solve_rate_figure(logs: dict[str, list[dict]], published: list[dict], title:
 
 
 def compare_solve_rates(folders: list[Path]) -> list[str]:
-    """Draw and list the solve rates of runs of train_sokoban.py; return the paths."""
-    logs, rows, splits = {}, [], {}
+    """Draw and tabulate the solve rates of runs of train_sokoban.py; return the paths."""
     published = published_agents(reference)
+    logs, rows = {}, []
+    splits = {}  # the names as keys, in order
     for folder in folders:
         config, log = read_json(folder / 'config.json'), read_log(folder)
         evaluated = [r for r in log if r.get('eval_solve_rate') is not None]
@@ -678,26 +705,27 @@ def compare_solve_rates(folders: list[Path]) -> list[str]:
         label = describe_model(config)
         if label in logs:
             label += f' ({folder.name})'
-        logs[label], last = evaluated, evaluated[-1]
+        logs[label] = evaluated
+        last = evaluated[-1]
         splits[config.get('eval_split', 'unknown levels')] = None
-        rows.append(
-            {
-                'agent': label,
-                'environment steps': last['env_steps'],
-                'levels': config.get('eval_split', ''),
-                'solved, %': 100 * last['eval_solve_rate'],
-                'return': last['eval_return'],
-                'seeds': 1,
-            }
-        )
-    nearest = {
-        min((abs(r['env_steps'] - row['environment steps']), r['env_steps']) for r in published)[1]
-        for row in (rows if published else ())
-    }
-    for r in published:
-        if r['env_steps'] in nearest:
-            rows.append(
-                {
+        row = {
+            'agent': label,
+            'environment steps': last['env_steps'],
+            'levels': config.get('eval_split', ''),
+            'solved, %': 100 * last['eval_solve_rate'],
+            'return': last['eval_return'],
+            'seeds': 1,
+        }
+        rows.append(row)
+    title = f'greedy, evaluated on {", ".join(splits)}'
+    if published:
+        title += '; published agents on unfiltered-test'
+        # of each published agent the rows at the numbers of steps nearest to those of the runs
+        steps = sorted({r['env_steps'] for r in published})
+        nearest = {min(steps, key=lambda x: abs(x - row['environment steps'])) for row in rows}
+        for r in published:
+            if r['env_steps'] in nearest:
+                row = {
                     'agent': f'{r["agent"]}, published',
                     'environment steps': r['env_steps'],
                     'levels': 'unfiltered-test',
@@ -705,9 +733,7 @@ def compare_solve_rates(folders: list[Path]) -> list[str]:
                     'return': r['return'],
                     'seeds': r['seeds'],
                 }
-            )
-    title = f'greedy, evaluated on {", ".join(splits)}'
-    title += '; published agents on unfiltered-test' * bool(published)
+                rows.append(row)
     os.makedirs(out_dir, exist_ok=True)
     paths = save_figure(solve_rate_figure(logs, published, title), out_dir, 'solve_rates')
     return paths + write_table(rows, out_dir, 'solve_rates')
@@ -717,7 +743,7 @@ def compare_solve_rates(folders: list[Path]) -> list[str]:
 
 
 def draw_curve(axes: 'Axes', log: list[dict], x: str, y: str, label: str, **style: object) -> None:
-    """Draw the values of y in a log over x in millions, if it has any."""
+    """Draw the values of y in a log, if there are any, over x in millions."""
     points = [(r[x] / 1e6, r[y]) for r in log if r.get(x) is not None and r.get(y) is not None]
     if points:
         axes.plot(*zip(*points, strict=True), label=label, **style)
@@ -728,7 +754,7 @@ EVALUATION = {'color': COLORS[1], 'lw': 1.5, 'marker': 'o', 'ms': 3}
 
 
 def draw_losses(axes: 'Axes', log: list[dict], unit: str) -> None:
-    """Draw the losses of a language model, in nats per `unit`, over the units it has read."""
+    """Draw the losses of a language model over training data. unit: 'token' or 'byte'."""
     draw_curve(axes, log, 'tokens', 'train_loss', 'training', alpha=0.6, **TRAINING)
     draw_curve(axes, log, 'tokens', 'val_loss', 'validation', **EVALUATION)
     axes.set(xlabel=f'training {unit}s (millions)', ylabel=f'loss (nats per {unit})')
@@ -750,8 +776,8 @@ def draw_episodes(axes: 'Axes', log: list[dict], key: str) -> None:
 
 
 def run_figure(log: list[dict], title: str, unit: str = '') -> 'Figure':
-    """Return a language model's losses over its `unit`s ('token' or 'byte'), or, without a unit, an
-    agent's return and solve rate over environment steps."""
+    """Return a figure of one run: losses of a language model, whose unit is 'token' or 'byte', or,
+    without a unit, return and solve rate of an agent."""
     figure, panels = new_figure(1 if unit else 2, 3.2, sharey=False)
     if unit:
         draw_losses(panels[0], log, unit)

@@ -1,5 +1,5 @@
 """
-Watch a Sokoban agent play, in a terminal or as a GIF; measure solve rates; export an agent.
+Watch a Sokoban agent play, in a terminal or as a GIF; measure its solve rate; export it.
 
 $ python play_sokoban.py --out_dir=pretrained/sokoban          # `?` explains symbols and keys
 $ python play_sokoban.py --out_dir=pretrained/sokoban --level=3 --gif=game.gif
@@ -7,9 +7,9 @@ $ python play_sokoban.py --out_dir=out/sokoban_small_L4 --measure
 $ python play_sokoban.py --policy=my_module:my_function --levels=unfiltered-test
 $ python play_sokoban.py --out_dir=out/sokoban_small_L4 --export=out/agent
 
-The arrows are the agent's plan as a probe reads it from the agent's state (probe_sokoban.py): an
-arrow on a cell says in which direction the agent will step onto it. Without a terminal one game is
-printed as text.
+Arrows show the agent's plan, as a probe (probe_sokoban.py) reads it from the agent's state: the
+arrow on a cell is the direction in which the agent will step onto it. Without a terminal, one game
+is printed as text.
 """
 
 import contextlib
@@ -40,25 +40,25 @@ from sokoban import WALL, FeatureRecorder, board_text, evaluate, load_levels, lo
 from sokoban import plan_image, replay, run_episodes, save_gif
 
 # fmt: off
-out_dir = ''                   # an agent: a folder that train_sokoban.py wrote, or an export
-which = 'best'                 # 'best': its checkpoint with the highest evaluation return, if there
-                               # is one; or 'last'
-policy = ''                    # or module:function, from observations (N, 10, 10, 2) uint8 to
-                               # actions (N,), 0..3: its solve rate on n_levels is measured
-measure = False                # print solve rate and return on n_levels instead of showing a game
-greedy = True                  # with measure: the most likely action; False: sampled actions
-levels = ''                    # a split or a file; '': the agent's evaluation levels; for a policy
-                               # easy generated ones
+out_dir = ''                   # the agent's folder: a run of train_sokoban.py, or an export
+which = 'best'                 # of a run's checkpoints: 'best', the one with the highest evaluation
+                               # return, if there is one; or 'last'
+policy = ''                    # instead of an agent, module:function: a function from observations
+                               # (N, 10, 10, 2) uint8 to actions (N,), 0..3; implies measure
+measure = False                # print solve rate and return on the levels instead of showing games
+greedy = True                  # with measure: the most likely actions; False: sampled actions
+levels = ''                    # a split or a file; '': the agent's evaluation levels, or for a
+                               # policy easy generated levels
 levels_dir = ''                # folder with Boxoban's levels; '': data/boxoban
 download = False               # download the split into levels_dir if it is not there
 n_levels = 512                 # use the first n_levels levels
-level = 0                      # number of the first level to be shown
+level = 0                      # number of the first level to show
 games = 0                      # games to show in a terminal; 0: until q is pressed
 ms = 250                       # milliseconds per step, in a terminal or a GIF
-probe = ''                     # probe_sokoban.py's file for this agent, whose plan is drawn as
+probe = ''                     # a probe of this agent from probe_sokoban.py, which gives the
                                # arrows; '': probe.safetensors in out_dir, if it is there
-gif = ''                       # write the game into this file instead of showing it
-export = ''                    # write the agent into this folder instead, as plain files
+gif = ''                       # write a game into this file instead of showing it
+export = ''                    # write the agent into this folder, as safetensors and JSON
 device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda', 'cuda:1'
 # fmt: on
 RANGES = {
@@ -69,7 +69,7 @@ RANGES = {
     'games': (0, math.inf),
 }
 
-# the levels a policy is measured on by default
+# settings of the levels that a policy is measured on by default
 EASY = {'eval_split': 'generated', 'n_boxes': 1, 'max_moves': 12, 'seed': 1337}
 
 
@@ -80,7 +80,7 @@ class Game(NamedTuple):
     """A game that was played greedily to its end."""
 
     boards: ndarray  # observations (T + 1, 10, 10, 2): before, between and after the T steps
-    plans: ndarray  # (T + 1, 10, 10): directions 0..3 (up, right, down, left), -1: no arrow
+    plans: ndarray  # (T + 1, 10, 10): directions 0..3 (up, right, down, left), -1 for no arrow
     outcome: str  # 'level 3, solved in 20 steps, return 9.0'
 
 
@@ -93,20 +93,20 @@ def play_level(agent: Agent, levels: ndarray, i: int, device: str) -> Game:
     features = torch.cat(recorder.features).float()  # (T, 10, 10, C)
     end = 'solved' if results['solved'].item() else 'not solved'
     outcome = f'level {i}, {end} in {steps} steps, return {results["return"].item():.1f}'
-    return Game(boards, read_plans(features), outcome)
+    return Game(boards=boards, plans=read_plans(features), outcome=outcome)
 
 
 @torch.no_grad()
 def read_plans(features: Tensor) -> ndarray:
-    """Return the plans (T + 1, 10, 10) that the probe reads from s[L] (T, 10, 10, C) of a game.
+    """Return the plans (T + 1, 10, 10) that the probe reads from a game's s[L] (T, 10, 10, C).
 
-    The last entry, after the end, is empty; so are all of them if there is no probe. Raises
-    CheckpointError if the probe's file is damaged or belongs to another agent.
+    The plan after the last step has no arrows; nor has any if there is no probe. Raises
+    CheckpointError if the probe's file is damaged or does not fit the agent.
     """
     plans = np.full((len(features) + 1, 10, 10), -1)
     path = probe or os.path.join(out_dir, PROBE)
     if probe or os.path.exists(path):
-        conv = torch.nn.Conv2d(features.size(-1), 5, 3, padding=1)  # four directions, and none
+        conv = torch.nn.Conv2d(features.size(-1), 5, 3, padding=1)  # four directions, or none
         saved = common.read_tensors(path)
         threshold = saved.pop('threshold', torch.tensor(math.inf))
         common.load_weights(conv, saved, path)
@@ -118,8 +118,8 @@ def read_plans(features: Tensor) -> ndarray:
 
 # ----------------------------------------------------------------------------- the terminal
 
-# of each of Boxoban's characters: what is drawn, in two columns; its color, of the terminal's 256;
-# its name. Symbols differ in shape too, and the colors are those that color-blind readers can tell.
+# {Boxoban's character: (symbol of two columns, number of its color, name)}. Color-blind readers can
+# tell the colors apart, and the symbols differ in shape too.
 TILES = {
     '#': ('██', 240, 'wall'),
     ' ': ('  ', None, 'floor'),
@@ -134,14 +134,17 @@ LEGEND = '# wall, @ agent, $ box, . target, * box on a target, + agent on a targ
 
 
 def paint(text: str, color: int | None, background: int | None = None) -> str:
-    """Return the text in colors of the terminal's 256; None is the terminal's own."""
-    codes = [f'38;5;{color}'] * (color is not None)
-    codes += [f'48;5;{background}'] * (background is not None)
+    """Return the text in two of a terminal's 256 colors; None leaves a color unchanged."""
+    codes = []
+    if color is not None:
+        codes.append(f'38;5;{color}')
+    if background is not None:
+        codes.append(f'48;5;{background}')
     return f'\x1b[{";".join(codes)}m{text}\x1b[0m' if codes else text
 
 
 def draw_two_cells(upper: str, lower: str) -> str:
-    """Return one character whose halves are the colors of two of Boxoban's characters."""
+    """Return one character whose halves have the colors of two of Boxoban's characters."""
     above, below = TILES[upper][1], TILES[lower][1]
     if above is None and below is None:
         return ' '
@@ -149,10 +152,11 @@ def draw_two_cells(upper: str, lower: str) -> str:
 
 
 def draw_board(board: ndarray, plan: ndarray, lines: int) -> list[str]:
-    """Return a board as colored text of at most `lines` lines, or of five.
+    """Return a board as lines of colored text, for a terminal that has room for `lines` lines.
 
-    On ten lines of 20 columns free cells show the plan's arrows. Five lines of ten columns hold two
-    cells per character, one above the other, which only their colors tell apart.
+    Where there is room, ten lines of 20 columns, with the plan's arrows on free cells. Otherwise
+    five lines of ten columns: a character holds two cells, one above the other, which differ only
+    in color.
     """
     rows = board_text(board).split('\n')
     if lines < 10:
@@ -168,28 +172,28 @@ def draw_board(board: ndarray, plan: ndarray, lines: int) -> list[str]:
 
 
 def draw_help(lines: int) -> list[str]:
-    """Return what symbols, arrows and keys mean: at most seven lines of 40 columns."""
+    """Return what symbols, arrows and keys mean, in at most five lines of 40 columns."""
 
     def explain(char: str) -> str:
         symbol, color, name = TILES[char]
         return paint('█' if lines < 10 else symbol.strip(), color) + f' {name}'
 
     text = ['   '.join(map(explain, '#@$.')), '   '.join(map(explain, '*+'))]
-    if lines >= 10:  # else there are no arrows
+    if lines >= 10:  # smaller boards have no arrows
         text.append(f'{" ".join(ARROWS)} where the agent plans to step')
     return [*text, 'space pause   s step   n next level', 'q quit   ? or h help   other keys: back']
 
 
 class Screen:
-    """A block of lines at the end of a terminal's text, drawn over itself."""
+    """A block of lines at the end of a terminal's text, which each call of `show` draws again."""
 
     def __init__(self):
-        self.height = 0  # lines that are drawn now
-        self.size = None
+        self.height = 0  # number of lines on the screen now
+        self.size = None  # of the terminal
 
     def show(self, lines: list[str]) -> None:
-        """Draw the lines over the last ones; after a change of the terminal's size on a clear
-        screen."""
+        """Draw the lines over those of the last call. If the terminal's size has changed, clear it
+        first."""
         size = shutil.get_terminal_size()
         if self.size not in (None, size):
             print('\x1b[2J\x1b[H', end='')
@@ -201,7 +205,8 @@ class Screen:
 
 
 def status_line(text: str) -> str:
-    """Return the text with the keys, cut to the terminal's width: a wrapped line would move all."""
+    """Return the text and the keys, cut to the terminal's width: a line that wraps would shift the
+    board."""
     columns = shutil.get_terminal_size().columns
     keys = '  (space pause, s step, n next, q quit, ? help)'
     if columns <= len(text + keys):
@@ -211,11 +216,17 @@ def status_line(text: str) -> str:
 
 @contextlib.contextmanager
 def keyboard() -> Iterator[Callable[[float | None], str]]:
-    """Yield read_key(seconds), which returns the next key, or '' if none comes in time; None waits.
+    """Yield read_key(seconds), a function that returns the next key, or '' if none is pressed in
+    that time; with None it waits for a key.
 
-    Afterwards the terminal is as it was, whatever ended this. Without a terminal there are no keys
-    and no waiting; where Python has no termios (Windows) there are no keys, and ctrl-C ends a game.
+    The terminal is restored whatever ends the program. Without a terminal read_key returns '' at
+    once. Where Python has no termios (Windows) it waits and returns ''; there ctrl-C ends a game.
     """
+
+    def sleep(seconds: float | None) -> str:
+        time.sleep(seconds or 0)
+        return ''
+
     if not is_terminal():
         yield lambda seconds: ''
         return
@@ -224,17 +235,17 @@ def keyboard() -> Iterator[Callable[[float | None], str]]:
         import termios
         import tty
     except ImportError:
-        yield lambda seconds: time.sleep(seconds or 0) or ''
+        yield sleep
         return
     source = sys.stdin.fileno()
 
     def read_key(seconds: float | None) -> str:
         if not select.select([source], [], [], seconds)[0]:
             return ''
-        return os.read(source, 1).decode(errors='replace') or 'q'  # the input has ended
+        return os.read(source, 1).decode(errors='replace') or 'q'  # '' is the end of the input
 
     def leave(number: int, frame: object) -> None:
-        sys.exit(128 + number)  # through the finally below
+        sys.exit(128 + number)  # runs the finally below
 
     handlers = {signal.SIGTERM: leave, signal.SIGHUP: leave, signal.SIGTSTP: signal.SIG_IGN}
     before = termios.tcgetattr(source)
@@ -299,18 +310,21 @@ def print_game(agent: Agent, levels: ndarray, device: str) -> None:
 
 
 def use_agent() -> None:
-    """Export the agent, measure it, write a GIF or show games, as the settings say."""
+    """Export the agent, measure it, write a GIF or show games, depending on the settings."""
     torch_device = common.pick_device(device)
     if policy:
-        agent, about = load_policy(policy), EASY
+        agent = load_policy(policy)
+        about = EASY
     else:
         agent, about, _ = load_agent(out_dir, which, torch_device)
     if export:
         export_agent(agent, about, export)
         return
-    split, generator = levels or about['eval_split'], None
+    split = levels or about['eval_split']
+    generator = ()
     if split == 'generated':
-        # the seed of training's evaluation levels, which leave out the few that are trained on
+        # seed and sizes of the evaluation levels in training, which leave out the few that are
+        # training levels too
         generator = n_levels, about['n_boxes'], 2 * about['seed'] + 1, about['max_moves']
     packed, source = load_levels(levels_dir, split, download, generator, n_levels)
     if policy or measure:
@@ -337,7 +351,7 @@ def use_agent() -> None:
 def main() -> None:
     configure(globals(), quiet=True)
     if bool(out_dir) == bool(policy):
-        fail('name one: --out_dir=FOLDER, or --policy=module:function')
+        fail('name one: --out_dir=FOLDER for an agent, or --policy=module:function')
     if sum(map(bool, (policy, measure, export, gif))) > 1:
         fail('policy, measure, export and gif exclude each other: choose one')
     if not greedy and not measure:

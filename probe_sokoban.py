@@ -1,31 +1,34 @@
 """Watch a plan form: linear probes of a trained Sokoban agent's state.
 
-The planning analysis of "Temporal Recurrence Favors Fewer Layers", after the approach direction of
-Bush et al.:
+The planning analysis of "Temporal Recurrence Favors Fewer Layers". What the probes predict is the
+"agent approach direction" of Bush et al.
 
     python probe_sokoban.py --models=out/L1,out/L4 --test_levels=unfiltered-test
     python probe_sokoban.py config/probe_large.py    # the paper's agents; its header trains them
-    python probe_sokoban.py --models=out/L4 --causal --thinking      # with two further questions
+    python probe_sokoban.py --models=out/L4 --causal --thinking      # two further questions too
 
-At every step of an episode played greedily, and for every cell of the board, a probe predicts in
-which direction the agent will next step onto the cell, or that it will not (five classes). It reads
-the agent's s[L] at the cell and its eight neighbors by one 3x3 convolution. Beside it stand a 1x1
-convolution, a 3x3 convolution of the observation alone, and both convolutions over an untrained
-agent on the same episodes: only what the trained state holds beyond a random network's was learned.
+At every step of an episode that the agent plays greedily, a probe predicts for every cell of the
+board in which direction the agent will next step onto it, or that it will not (five classes). The
+probe is a 3x3 convolution, so that it reads the agent's s[L] at the cell and its eight neighbors.
+It is compared with a 1x1 convolution, with a 3x3 convolution of the observation alone, and with
+both convolutions of an untrained agent's s[L] in the same episodes: a random network's state
+predicts something too, and only what the trained one predicts beyond it was learned.
 
-A direction is emitted where its probability is above the probe's threshold, at which a share
-`precision` of those emitted in the first steps is right. Recall is the share of the cells with a
-direction whose direction was emitted, on the test levels that all agents solve. Recall of the
-first three steps is printed, and drawn on a board, as in the paper.
+A probe emits a direction where its probability reaches a threshold. That is the lowest one at which
+a share `precision` of the directions emitted in the first 20 steps (setting `first`) is right.
+Recall is the share of cells that the agent will step onto for which the probe emits the right
+direction, on the test levels that all agents solve. Recall at the first three steps is printed, and
+drawn on a board, as in the paper.
 
-The agents' states lie in a temporary file in out_dir, in fp16, and are read from there; only those
-of one agent at a time. The size is printed, and compared with the free disk, before it is written.
+The states of one agent at a time are kept in a temporary file in out_dir, in fp16. Their size is
+printed and compared with the free disk space before they are written.
 
 Writes into out_dir: recall.png and .svg, probes.csv, .md and .json; and for each agent plans_*.png,
 plan_*.gif and probe_*.safetensors.
 
-Shape letters: N episodes at a time, n episodes, S steps of all episodes, T steps of one, P probes,
-C channels (trained and untrained agent side by side: 2C); boards are (10, 10) or (100,).
+Shape letters: N episodes at a time, n episodes, T steps of an episode, S steps of all episodes, B
+steps of a batch, P seeds of a probe, C channels (2C: trained and untrained agent side by side).
+Boards are (10, 10) or (100,).
 """
 
 import glob
@@ -53,35 +56,36 @@ from torch import Tensor, nn
 import common
 from convlstm import CELLS, PLANES, Agent, build_agent, load_agent
 from figures import draw_line, finish_figure, new_figure, save_figure, summarize, write_table
-from sokoban import DELTA, FeatureRecorder, load_level_sets, plan_image, replay
-from sokoban import run_episodes, save_gif
+from sokoban import AGENT, DELTA, WALL, FeatureRecorder, board_image, load_level_sets, plan_image
+from sokoban import replay, run_episodes, save_gif
 
 # -----------------------------------------------------------------------------
 # fmt: off
 # agents and levels
-models = ''                    # folders of trained agents, separated by commas; of a pattern such
-                               # as 'out/L4_s*' the agent that solves most test levels
-best = False                   # their best checkpoints instead of their last ones
-out_dir = 'out/probe'          # figures and tables
-levels = ''                    # to train probes on: a split or a file; '': the first agent's
-test_levels = ''               # to score them on; '': the first agent's evaluation levels
-levels_dir = ''                # folder of Boxoban's levels; '': the first agent's
-download = False               # fetch splits that are not in levels_dir
+models = ''                    # folders of trained agents, separated by commas; a pattern such as
+                               # 'out/L4_s*' stands for its agent that solves most test levels
+best = False                   # use the agents' best checkpoints instead of their last ones
+out_dir = 'out/probe'          # folder for figures and tables
+levels = ''                    # a split or a file to train probes on; '': the first agent's levels
+test_levels = ''               # the same to score them on; '': the first agent's evaluation levels
+levels_dir = ''                # folder of Boxoban's levels; '': that of the first agent
+download = False               # download splits that are not in levels_dir
 n_train = 3000                 # training episodes, as in the paper
-n_test = 1000                  # test levels; all agents solve 906 of them in the paper
-# the question
-first = 20                     # steps that set the threshold, and that the figure shows
-precision = 0.93               # of the emitted directions, as in the paper
-min_levels = 50                # fewer levels solved by all are refused, and not drawn at a step
-# the probes
-seeds = 3                      # of each probe, trained side by side
-epochs = 10                    # passes over the training steps (ours)
-batch_size = 16                # boards
-learning_rate = 1e-3           # AdamW's
-weight_decay = 1e-3            # AdamW's
+n_test = 1000                  # test levels; in the paper all agents solve 906 of them
+# scores
+first = 20                     # number of first steps, which set the threshold and are drawn
+precision = 0.93               # share of emitted directions that are right, as in the paper
+min_levels = 50                # stop if all agents solve fewer test levels; also the fewest
+                               # episodes for which a step is drawn
+# probes
+seeds = 3                      # probes of each kind, trained side by side
+epochs = 10                    # passes over the training steps (our choice)
+batch_size = 16                # steps per batch
+learning_rate = 1e-3           # of AdamW
+weight_decay = 1e-3            # of AdamW
 # further questions
-causal = False                 # add a probe's direction to the carried state: is it followed?
-thinking = False               # hold the agent for some steps at the start: does it solve more?
+causal = False                 # does the agent follow a direction that is added to its state?
+thinking = False               # does an agent solve more if it is held for some steps at the start?
 # system
 device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda', 'cuda:1'
 threads = 0                    # CPU threads; 0: torch's choice
@@ -103,17 +107,18 @@ RANGES = {
 
 NEVER = 4  # classes 0..3: up, right, down, left, as the actions
 BATCH = 64  # episodes whose features are held in memory
-PROBES = {  # name: (size of the convolution, what it reads)
+PROBES = {  # {name: (size of the convolution, what it reads)}
     '3x3': (3, 'trained'),
     '1x1': (1, 'trained'),
     'untrained 3x3': (3, 'untrained'),
     'untrained 1x1': (1, 'untrained'),
     'observation': (3, 'observation'),
 }
-PRECISIONS = (0.7, 0.8, 0.9)  # recall is reported at these too: not every probe reaches `precision`
-SHOWN = (0, 1, 2)  # steps whose recall is printed and whose boards are drawn, the paper's
+# recall is reported at these precisions too, because not every probe reaches `precision`
+PRECISIONS = (0.7, 0.8, 0.9)
+SHOWN = (0, 1, 2)  # steps whose recall is printed and whose boards are drawn, as in the paper
 STRENGTHS = (1.0, 2.0, 4.0, 8.0, 16.0)  # of the causal check, in units of the RMS of s
-HELD = (0, 1, 2, 4, 8)  # steps that an agent is held at the start of an episode
+HELD = (0, 1, 2, 4, 8)  # steps for which an agent is held at the start of an episode
 
 
 # ----------------------------------------------------------------------------- agents
@@ -132,32 +137,32 @@ class Player:
     """A trained agent, and its episodes on the test levels."""
 
     agent: Agent
-    untrained: Agent  # the same with its run's first weights, unless that had init_from
-    config: dict
-    checkpoint: str
-    name: str  # of its folder
-    label: str
+    untrained: Agent  # with the initial weights of the run (without its init_from)
+    config: dict  # settings of the run
+    checkpoint: str  # file of the weights
+    name: str  # of the folder
+    label: str  # in figures
     test: Episodes | None = None
 
 
 @dataclass
 class Result:
-    """What the probes of one player found."""
+    """What the probes of one player found. Dictionaries are by the name of the probe."""
 
     player: Player
-    data: 'Steps'  # its steps on the test levels that all agents solve
-    probes: dict  # as train_probes returns them
+    data: 'Steps'  # on the test levels that all agents solve, without features
+    probes: dict[str, 'Probe']
     scale: Tensor  # (2C, 1, 1), the RMS that features are divided by
-    guesses: 'dict[str, Guess]'  # by probe
+    guesses: dict[str, 'Guess']
     rows: list[dict]  # one per probe, seed and step
-    scores: dict  # by probe, over the first steps
+    scores: dict[str, dict]  # over the first steps
 
 
 def load_player(folder: str, device: str) -> Player:
-    """Return the agent in a folder (a run or an export), and its untrained twin."""
+    """Return the agent in a folder, a run or an export, with the same agent before training."""
     agent, config, checkpoint = load_agent(folder, 'best' if best else 'last', device)
     exported = {'split': config['eval_split'], 'n_levels': 1, 'eval_games': 1, 'levels_dir': ''}
-    config = exported | config  # an export does not say on what it was trained
+    config = exported | config  # an export does not have all settings of its run
     torch.manual_seed(config['seed'])  # as train_sokoban.py does before it builds the agent
     untrained = build_agent(agent.config).to(device).eval()
     kind = '' if config['recurrent'] else 'non-recurrent, '
@@ -172,7 +177,7 @@ def load_player(folder: str, device: str) -> Player:
 
 
 def as_episodes(result: dict[str, Tensor]) -> Episodes:
-    """Return what sokoban.run_episodes returns as arrays."""
+    """Return the result of sokoban.run_episodes as arrays."""
     return Episodes(
         actions=result['actions'].numpy(),
         lengths=result['steps'].long().numpy(),
@@ -181,8 +186,8 @@ def as_episodes(result: dict[str, Tensor]) -> Episodes:
 
 
 def best_player(players: list[Player], packed: ndarray, device: str) -> Player:
-    """Let agents play levels (n, 17) greedily, and return the one that solves most of them, with
-    its episodes; the first of equals."""
+    """Let agents play levels (n, 17) greedily, set their `test` episodes and return the agent that
+    solves most levels, the first one in a tie."""
     for player in players:
         player.test = as_episodes(run_episodes(player.agent, packed, device))
         rate = player.test.solved.mean()
@@ -191,7 +196,7 @@ def best_player(players: list[Player], packed: ndarray, device: str) -> Player:
 
 
 def solved_by_all(players: list[Player]) -> ndarray:
-    """Return which test levels every agent solves, (n,) bool."""
+    """Return a mask (n,) of the test levels that every agent solves."""
     return np.all([player.test.solved for player in players], 0)
 
 
@@ -199,31 +204,34 @@ def solved_by_all(players: list[Player]) -> ndarray:
 
 
 def feature_bytes(player: Player, steps: float) -> float:
-    """Return the bytes of a player's features (fp16, trained and untrained) on some steps."""
-    return steps * CELLS * 2 * player.agent.config.n_embd * 2
+    """Return the bytes of the features of a number of steps: fp16, trained and untrained."""
+    return 2 * steps * CELLS * 2 * player.agent.config.n_embd
 
 
 def check_disk(players: list[Player], solved: ndarray) -> None:
-    """Print how much disk the features take, and end the script if there is not so much. Training
-    episodes are taken to be as long as the test episodes; one agent's are there at a time."""
+    """Print how much disk space the features need, and end the script if there is less.
+
+    Training episodes are assumed to be as long as the test episodes. The features of one agent on
+    either the training or the test levels exist at a time."""
     need = 0.0
     for player in players:
         lengths = player.test.lengths
-        need = max(
-            need, feature_bytes(player, max(n_train * lengths.mean(), lengths[solved].sum()))
-        )
+        steps = max(n_train * lengths.mean(), lengths[solved].sum())
+        need = max(need, feature_bytes(player, steps))
     os.makedirs(out_dir, exist_ok=True)
     free = shutil.disk_usage(out_dir).free
     print(f"the agents' states take about {need / 1e9:.2f} GB in {out_dir} (temporary, fp16)")
     if need > free:
-        fail(f'out_dir = {out_dir!r}: {free / 1e9:.2f} GB are free there: choose another, or fewer'
-             f' n_train')  # fmt: skip
+        free_there = f'{free / 1e9:.2f} GB are free there'
+        fail(f'out_dir = {out_dir!r}: {free_there}: choose another, or a smaller n_train')
 
 
 def record(player: Player, packed: ndarray, device: str) -> tuple[Episodes, ndarray]:
-    """Let an agent play levels (n, 17), its untrained twin watching. Returns the episodes and s[L]
-    of both at every step, (S, 10, 10, 2C) fp16, mapped from a file that goes with it."""
-    n, parts, due = len(packed), [], every()
+    """Let an agent play levels (n, 17) while the untrained one sees the same boards. Returns the
+    episodes, and s[L] of both at every step, (S, 10, 10, 2C) fp16, mapped from a temporary file,
+    which lives as long as the array."""
+    n, parts = len(packed), []
+    is_due = every()
     file = tempfile.TemporaryFile(dir=out_dir)
     print(f'{player.label}: {n:,} episodes', flush=True)
     for i in range(0, n, BATCH):
@@ -233,41 +241,42 @@ def record(player: Player, packed: ndarray, device: str) -> tuple[Episodes, ndar
         played = np.arange(features.shape[1]) < episodes.lengths[:, None]  # (N, T)
         file.write(features[played].data)
         parts.append(episodes)
-        if due():
+        if is_due():
             print(f'    {i:,} of {n:,} episodes', flush=True)
     file.flush()
     episodes = Episodes(*map(np.concatenate, zip(*parts, strict=True)))
-    shape = int(episodes.lengths.sum()), 10, 10, 2 * player.agent.config.n_embd
+    shape = (int(episodes.lengths.sum()), 10, 10, 2 * player.agent.config.n_embd)
     return episodes, np.memmap(file, np.float16, 'r', shape=shape)
 
 
 def targets(boards: ndarray, actions: ndarray, lengths: ndarray) -> ndarray:
     """Return the class of every cell at every step t, (n, T, 100) int8: the direction of the first
-    of the moves t, t + 1, ... onto the cell, or NEVER.
+    move onto the cell at step t or later, or NEVER.
 
-    boards (n, T + 1, 10, 10, 2), actions (n, T), lengths (n,): steps played."""
+    boards: (n, T + 1, 10, 10, 2). actions: (n, T). lengths: (n,), the steps that were played."""
     n, T = actions.shape
-    at = (boards[..., 0].reshape(n, T + 1, CELLS) == 3).argmax(2)  # (n, T + 1), the agent's cell
-    out, following = np.empty((n, T, CELLS), np.int8), np.full((n, CELLS), NEVER, np.int8)
+    at = (boards[..., 0].reshape(n, T + 1, CELLS) == AGENT).argmax(2)  # (n, T + 1) agents' cells
+    classes = np.empty((n, T, CELLS), np.int8)
+    next_class = np.full((n, CELLS), NEVER, np.int8)
     for t in reversed(range(T)):
         moved = np.flatnonzero((at[:, t] != at[:, t + 1]) & (t < lengths))
-        following[moved, at[moved, t + 1]] = actions[moved, t]
-        out[:, t] = following
-    return out
+        next_class[moved, at[moved, t + 1]] = actions[moved, t]
+        classes[:, t] = next_class
+    return classes
 
 
 class Steps(NamedTuple):
-    """The steps of an agent's episodes, one episode after another, as the probes need them."""
+    """The steps of an agent's episodes, one episode after another."""
 
     boards: ndarray  # observations (S, 10, 10, 2)
-    target: ndarray  # (S, 100) int8
-    step: ndarray  # (S,), within its episode
-    features: ndarray  # (S, 10, 10, 2C) fp16, in a file
+    target: ndarray  # (S, 100) int8, see `targets`
+    step: ndarray  # (S,), number of the step within its episode
+    features: ndarray | None  # (S, 10, 10, 2C) fp16, in a file
     episodes: Episodes
 
 
 def prepare(episodes: Episodes, features: ndarray, packed: ndarray) -> Steps:
-    """Return the steps of the episodes on levels (n, 17)."""
+    """Return the steps of episodes on the levels (n, 17)."""
     T = episodes.lengths.max()
     actions = episodes.actions[:, :T]
     boards = replay(packed, actions)  # (n, T + 1, 10, 10, 2)
@@ -285,37 +294,40 @@ def prepare(episodes: Episodes, features: ndarray, packed: ndarray) -> Steps:
 # ----------------------------------------------------------------------------- probes and scores
 
 
-def logits_of(probe: tuple[slice, nn.Conv2d], x: Tensor) -> Tensor:
-    """Return a probe's logits (B, P, 5, 100) for x (B, 2C + 6, 10, 10), as `inputs` returns it."""
-    channels, conv = probe
-    return conv(x[:, channels]).unflatten(1, (-1, 5)).flatten(3)
+class Probe(NamedTuple):
+    """A linear probe with P seeds."""
+
+    channels: slice  # what it reads of `inputs`
+    conv: nn.Conv2d  # the convolutions of all seeds side by side: 5 P output channels
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return logits (B, P, 5, 100) for x (B, 2C + 6, 10, 10) from `inputs`."""
+        return self.conv(x[:, self.channels]).unflatten(1, (-1, 5)).flatten(3)
 
 
 def inputs(data: Steps, index: ndarray, scale: Tensor) -> Tensor:
-    """Return what probes read at steps (B,): scaled features and the board's planes,
+    """Return what probes read at the steps `index` (B,): scaled features and the board's planes,
     (B, 2C + 6, 10, 10)."""
-    features, boards = (
-        torch.from_numpy(x[index]).to(scale.device) for x in (data.features, data.boards)
-    )
+    features = torch.from_numpy(data.features[index]).to(scale.device)
+    boards = torch.from_numpy(data.boards[index]).to(scale.device)
     planes = torch.stack([boards[..., channel] == value for channel, value in PLANES], 1)
     return torch.cat([features.float().permute(0, 3, 1, 2) / scale, planes], 1)
 
 
 def feature_scale(features: ndarray, device: str) -> Tensor:
-    """Return the RMS of each agent's features over about 1,000 steps, (2C, 1, 1); 1 where it is
-    0."""
+    """Return the RMS of each agent's features in about 1,000 steps, for every channel (2C, 1, 1).
+    An RMS of 0 is replaced by 1."""
     S, C = len(features), features.shape[-1] // 2
     sample = torch.from_numpy(np.float32(features[:: max(1, S // 1000)]))
     rms = sample.unflatten(-1, (2, C)).square().mean((0, 1, 2, 4)).sqrt()
     return torch.where(rms == 0, 1.0, rms).repeat_interleave(C)[:, None, None].to(device)
 
 
-def train_probes(data: Steps, device: str) -> tuple[dict, Tensor]:
-    """Train all probes and seeds at once. Returns {name: (channels of `inputs` it reads, the
-    convolutions of all seeds side by side)} and the features' scale.
+def train_probes(data: Steps, device: str) -> tuple[dict[str, Probe], Tensor]:
+    """Train the probes of PROBES, all seeds at once; return them by name, and the features' scale.
 
-    They learn as they would alone: the loss is the sum of theirs, and AdamW treats every parameter
-    by itself."""
+    Each learns as it would alone, because the loss is the sum of the probes' losses, and AdamW
+    treats every parameter by itself."""
     S, C = len(data.step), data.features.shape[-1] // 2
     scale = feature_scale(data.features, device)
     parts = {'trained': slice(C), 'untrained': slice(C, 2 * C), 'observation': slice(2 * C, None)}
@@ -325,19 +337,20 @@ def train_probes(data: Steps, device: str) -> tuple[dict, Tensor]:
         channels = len(PLANES) if reads == 'observation' else C
         conv = nn.Conv2d(channels, 5 * seeds, size, padding=size // 2).to(device)
         nn.init.zeros_(conv.bias)
-        probes[name] = parts[reads], conv
-    weights = [p for _, conv in probes.values() for p in conv.parameters()]
+        probes[name] = Probe(channels=parts[reads], conv=conv)
+    weights = [p for probe in probes.values() for p in probe.conv.parameters()]
     optimizer = torch.optim.AdamW(weights, lr=learning_rate, weight_decay=weight_decay)
-    order, due = torch.Generator().manual_seed(0), every()
+    order = torch.Generator().manual_seed(0)
+    is_due = every()
     for epoch in range(epochs):
         total, batches = torch.zeros(len(PROBES), device=device), 0
         for batch in torch.randperm(S, generator=order).split(batch_size):
-            index = np.sort(batch.numpy())  # in the file's order
+            index = np.sort(batch.numpy())  # in the order of the file
             x = inputs(data, index, scale)
             y = torch.from_numpy(data.target[index]).to(device).long()  # (B, 100)
             y = y[:, None].expand(-1, seeds, -1)  # (B, P, 100)
             losses = torch.stack([
-                F.cross_entropy(logits_of(probe, x).transpose(1, 2), y)
+                F.cross_entropy(probe.logits(x).transpose(1, 2), y)
                 for probe in probes.values()
             ])  # fmt: skip
             optimizer.zero_grad()
@@ -345,9 +358,9 @@ def train_probes(data: Steps, device: str) -> tuple[dict, Tensor]:
             optimizer.step()
             total += losses.detach()
             batches += 1
-            if due():
+            if is_due():
                 share = batches * batch_size / S
-                print(f'    epoch {epoch + 1} of {epochs}, {share:.0%} of it', flush=True)
+                print(f'    epoch {epoch + 1} of {epochs}: {share:.0%}', flush=True)
         means = zip(PROBES, (total / batches).tolist(), strict=True)
         text = ', '.join(f'{name} {loss:.4f}' for name, loss in means)
         print(f'  epoch {epoch + 1} of {epochs}: loss {text}', flush=True)
@@ -355,92 +368,105 @@ def train_probes(data: Steps, device: str) -> tuple[dict, Tensor]:
 
 
 class Guess(NamedTuple):
-    """What P probes predict for the cells of S steps, (P, S, 100) each."""
+    """What P seeds of a probe predict for the cells of S steps, (P, S, 100) each."""
 
-    direction: ndarray  # int8, the likeliest direction
+    direction: ndarray  # int8, the most likely direction
     probability: ndarray  # fp32, of that direction
-    likeliest: ndarray  # int8, of the five classes
+    likeliest: ndarray  # int8, the most likely of the five classes
 
 
 @torch.no_grad()
-def predict(probes: dict, scale: Tensor, data: Steps) -> dict[str, Guess]:
-    """Return each probe's guesses on all steps."""
-    S, parts = len(data.step), {name: [] for name in probes}
+def predict(probes: dict[str, Probe], scale: Tensor, data: Steps) -> dict[str, Guess]:
+    """Return each probe's guesses at all steps."""
+    S = len(data.step)
+    parts = {name: [] for name in probes}
     for index in np.array_split(np.arange(S), max(1, S // 512)):
         x = inputs(data, index, scale)
         for name, probe in probes.items():
-            p = F.softmax(logits_of(probe, x), 2).transpose(0, 1)  # (P, B, 5, 100)
+            p = F.softmax(probe.logits(x), 2).transpose(0, 1)  # (P, B, 5, 100)
             probability, direction = p[:, :, :NEVER].max(2)
-            guess = direction.to(torch.int8), probability, p.argmax(2).to(torch.int8)
-            parts[name].append([x.cpu().numpy() for x in guess])
+            guess = Guess(
+                direction=direction.to(torch.int8).cpu().numpy(),
+                probability=probability.cpu().numpy(),
+                likeliest=p.argmax(2).to(torch.int8).cpu().numpy(),
+            )
+            parts[name].append(guess)
     return {
-        name: Guess(*(np.concatenate(x, 1) for x in zip(*guesses, strict=True)))
+        name: Guess(*(np.concatenate(arrays, 1) for arrays in zip(*guesses, strict=True)))
         for name, guesses in parts.items()
     }
 
 
 def threshold_for(probability: ndarray, right: ndarray, wanted: float) -> float:
-    """Return the lowest threshold at which emitted directions have the precision that is wanted,
-    infinity where there is none. probability, right: of any shape."""
+    """Return the lowest threshold at which the emitted directions have the wanted precision, or
+    infinity if there is none. probability and right (bool) have the same shape."""
     order = np.argsort(-probability, axis=None, kind='stable')
     probability, right = probability.ravel()[order], right.ravel()[order]
-    share = np.cumsum(right) / np.arange(1, len(right) + 1)
-    last = np.append(probability[1:] != probability[:-1], True)  # of equal ones
-    return min(probability[last & (share >= wanted)].tolist(), default=inf)
+    precisions = np.cumsum(right) / np.arange(1, len(right) + 1)
+    # equal probabilities are emitted together: only the last of them can be the threshold
+    is_last = np.append(probability[1:] != probability[:-1], True)
+    return min(probability[is_last & (precisions >= wanted)].tolist(), default=inf)
 
 
-def f1(target: ndarray, guess: ndarray) -> float:
-    """Return the macro F1 over the classes that occur."""
-    hits, in_target, in_guess = (
-        np.bincount(x.ravel(), minlength=5) for x in (target[target == guess], target, guess)
-    )
-    occur = in_target + in_guess > 0
-    return float((2 * hits[occur] / (in_target + in_guess)[occur]).mean())
+def macro_f1(target: ndarray, guess: ndarray) -> float:
+    """Return the mean F1 of the classes that occur in the targets or the guesses."""
+    hits = np.bincount(target[target == guess].ravel(), minlength=5)
+    total = np.bincount(target.ravel(), minlength=5) + np.bincount(guess.ravel(), minlength=5)
+    occurs = total > 0
+    return float((2 * hits[occurs] / total[occurs]).mean())
 
 
-def counts(emitted: ndarray, right: ndarray, target: ndarray) -> dict:
-    """Return recall and precision (None: nothing to count) of guesses (..., S, 100) on targets
-    (S, 100), and what they were counted over."""
-    good, out = int((right & emitted).sum()), int(emitted.sum())
-    asked = int(np.broadcast_to(target != NEVER, right.shape).sum())
+def recall_and_precision(emitted: ndarray, right: ndarray, target: ndarray) -> dict:
+    """Return recall and precision of directions, None for a share of nothing, with the numbers of
+    directions in the targets and of emitted ones.
+
+    emitted, right: (..., S, 100) bool. target: (S, 100)."""
+    n_right = int((right & emitted).sum())
+    n_emitted = int(emitted.sum())
+    n_directions = int(np.broadcast_to(target != NEVER, right.shape).sum())
     return {
-        'recall': good / asked if asked else None,
-        'precision': good / out if out else None,
-        'directions': asked,
-        'emitted': out,
+        'recall': n_right / n_directions if n_directions else None,
+        'precision': n_right / n_emitted if n_emitted else None,
+        'directions': n_directions,
+        'emitted': n_emitted,
     }
 
 
 def score(data: Steps, guesses: dict[str, Guess]) -> tuple[list[dict], dict]:
-    """Return one record per probe, seed and step, and for each probe its scores over the first
-    steps, with one threshold for all seeds."""
-    early, rows, scores = data.step < first, [], {}
+    """Return one row per probe, seed and step, and the scores of each probe over the first steps.
+    All seeds of a probe share one threshold."""
+    rows, scores = [], {}
+    early = data.step < first
     target = data.target[early]
     for name, guess in guesses.items():
-        right = guess.direction == data.target
-        probability, hits = guess.probability[:, early], right[:, early]
-        at = {p: threshold_for(probability, hits, p) for p in (*PRECISIONS, precision)}
-        found = {p: counts(probability >= at[p], hits, target) for p in at}
-        by_step = []  # over all seeds
+        right = guess.direction == data.target  # (P, S, 100)
+        probability, early_right = guess.probability[:, early], right[:, early]
+        thresholds, found = {}, {}  # by precision
+        for p in (*PRECISIONS, precision):
+            thresholds[p] = threshold_for(probability, early_right, p)
+            found[p] = recall_and_precision(probability >= thresholds[p], early_right, target)
+        emitted = guess.probability >= thresholds[precision]
+        recall_at_steps = {}  # over all seeds
         for step in SHOWN:
-            now = data.step == step
-            emitted = guess.probability[:, now] >= at[precision]
-            by_step.append(counts(emitted, right[:, now], data.target[now])['recall'])
+            mask = data.step == step
+            counts = recall_and_precision(emitted[:, mask], right[:, mask], data.target[mask])
+            recall_at_steps[str(step)] = counts['recall']
         scores[name] = {
-            'threshold': at[precision],
+            'threshold': thresholds[precision],
             'recall': found[precision]['recall'],
             'precision': found[precision]['precision'],
             'recall_at': {f'{p:g}': found[p]['recall'] for p in PRECISIONS},
-            'recall_at_steps': dict(zip(map(str, SHOWN), by_step, strict=True)),
-            'macro_f1': [f1(target, x[early]) for x in guess.likeliest],
+            'recall_at_steps': recall_at_steps,
+            'macro_f1': [macro_f1(target, x[early]) for x in guess.likeliest],
         }
         for seed in range(len(guess.direction)):
             for step in range(min(int(data.step.max()) + 1, first)):
-                now = data.step == step
-                emitted = guess.probability[seed, now] >= at[precision]
-                found_now = counts(emitted, right[seed, now], data.target[now])
-                which = {'probe': name, 'seed': seed, 'step': step}
-                rows.append({**which, **found_now, 'episodes': int(now.sum())})
+                mask = data.step == step
+                counts = recall_and_precision(
+                    emitted[seed, mask], right[seed, mask], data.target[mask]
+                )
+                row = {'probe': name, 'seed': seed, 'step': step, **counts}
+                rows.append({**row, 'episodes': int(mask.sum())})
     return rows, scores
 
 
@@ -448,8 +474,8 @@ def score(data: Steps, guesses: dict[str, Guess]) -> tuple[list[dict], dict]:
 
 
 def recall_figure(results: list[Result], title: str) -> None:
-    """Draw recall by step, one line per agent, with one deviation over the probes' seeds; dotted:
-    untrained; dashed: of the observation."""
+    """Draw recall by step, with one standard deviation over seeds: for each agent a line for its
+    3x3 probe, a dotted one for the untrained agent and a dashed one for the observation alone."""
     figure, (axes,) = new_figure(1, 3.2)
     plain = {'marker': '', 'lw': 0.9}
     styles = {'3x3': {}, 'untrained 3x3': {'ls': ':'} | plain, 'observation': {'ls': '--'} | plain}
@@ -462,7 +488,7 @@ def recall_figure(results: list[Result], title: str) -> None:
                     values.setdefault(row['step'], []).append(row['recall'])
             points = {step: summarize(x) for step, x in values.items()}
             draw_line(axes, points, i, '' if style else result.player.label, **style)
-    axes.plot([], [], color='gray', ls=':', lw=1.2, label='untrained')
+    axes.plot([], [], color='gray', ls=':', lw=1.2, label='untrained agent')
     axes.plot([], [], color='gray', ls='--', lw=0.9, label='observation alone')
     axes.set(xlabel='environment step', ylabel='recall', ylim=(0, None))
     axes.xaxis.get_major_locator().set_params(integer=True)
@@ -470,21 +496,23 @@ def recall_figure(results: list[Result], title: str) -> None:
 
 
 def plan_pictures(results: list[Result], packed: ndarray) -> None:
-    """Draw one of the levels (n, 17) by each agent: plan_NAME.gif, the whole episode, and
-    plans_NAME.png, its first steps and its end."""
+    """Draw the plans of every agent on one of the levels (n, 17): plan_NAME.gif is the whole
+    episode, plans_NAME.png its first steps and its end."""
     shortest = np.min([result.data.episodes.lengths for result in results], 0)
     # the first level that is long enough, or the longest
     level = int(np.argmax(np.minimum(shortest, max(SHOWN) + 2)))
     for result in results:
-        data, guess, frames = result.data, result.guesses['3x3'], []
+        data, guess = result.data, result.guesses['3x3']
         threshold = result.scores['3x3']['threshold']
-        lengths, nowhere = data.episodes.lengths, np.full((10, 10), -1)
+        lengths = data.episodes.lengths
+        frames = []
         for i in lengths[:level].sum() + np.arange(lengths[level]):
-            sure = guess.probability[0, i] >= threshold
-            ways = np.where(sure, guess.direction[0, i], -1).reshape(10, 10)
-            frames.append(plan_image(data.boards[i], ways, data.target[i].reshape(10, 10)))
+            is_emitted = guess.probability[0, i] >= threshold
+            plan = np.where(is_emitted, guess.direction[0, i], -1).reshape(10, 10)
+            frames.append(plan_image(data.boards[i], plan, data.target[i].reshape(10, 10)))
         actions = data.episodes.actions[level : level + 1, : lengths[level]]
-        frames.append(plan_image(replay(packed[level : level + 1], actions)[0, -1], nowhere))
+        end = replay(packed[level : level + 1], actions)[0, -1]
+        frames.append(board_image(end))
         save_gif(frames, os.path.join(out_dir, f'plan_{result.player.name}.gif'), 400)
         steps = [step for step in SHOWN if step < len(frames) - 1]
         figure, panels = new_figure(len(steps) + 1, 3.4)
@@ -500,94 +528,100 @@ def plan_pictures(results: list[Result], packed: ndarray) -> None:
 
 
 def steer(agent: Agent, state: tuple | list, cell: Tensor, vector: Tensor) -> list[Tensor]:
-    """Return the carried state in which s has grown by `vector` (n, C) at `cell` (n,) of each
-    board.
+    """Return the carried state after `vector` (n, C) is added to s at the cell (n,) of each board.
 
-    The h of a ConvLSTM's experts grow by the share that makes their aggregation grow by it:
-    vector / sqrt(E) (exact for softmax_l2 with equal gates), or all of it where the weights of the
-    aggregation add up to 1. The cells c stay."""
+    In a ConvLSTM each expert's h grows too, so that their aggregation grows by `vector`: by vector
+    itself where the weights of the aggregation add up to 1, otherwise by vector / sqrt(E), which
+    for softmax_l2 is exact if all gates are equal. The cells c do not change."""
     config, state = agent.config, list(state)
     boards = torch.arange(len(cell), device=cell.device)
-    sums_to_1 = config.aggregation in ('mean', 'softmax_mean')
-    shares = [1.0]
+    adds_up_to_1 = config.aggregation in ('mean', 'softmax_mean')
+    factors = [1.0]  # of s, and of each h
     if config.arch == 'convlstm':
-        shares.append(1.0 if sums_to_1 else 1 / math.sqrt(config.n_expert))
-    for k, share in enumerate(shares):
+        factors.append(1.0 if adds_up_to_1 else 1 / math.sqrt(config.n_expert))
+    for k, factor in enumerate(factors):
         x = state[k].float().reshape(len(cell), CELLS, -1, config.n_embd).clone()  # (n, 100, E, C)
-        x[boards, cell] += share * vector[:, None]
+        x[boards, cell] += factor * vector[:, None]
         state[k] = x.view(state[k].shape).to(state[k].dtype)
     return state
 
 
-def places(boards: Tensor, greedy: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Choose where to steer, on boards (n, 10, 10, 2) on which the agent would do `greedy` (n,).
+def choose_places(boards: Tensor, greedy: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Choose where to steer on boards (n, 10, 10, 2) on which the agent would take the actions
+    `greedy` (n,).
 
-    Returns for the m boards that have such places, (m,) each: the board; a random other direction,
-    to a cell without wall and box; that cell; and another one, free of everything."""
-    device, generator = boards.device, torch.Generator().manual_seed(0)
+    Returns (m,) each, for the m boards on which all of it exists: the number of the board; a random
+    direction that is not the greedy one, to a cell without wall and box; that cell; and a random
+    other cell that is empty floor."""
+    device = boards.device
+    generator = torch.Generator().manual_seed(0)
     variable, fixed = (boards[..., k].flatten(1) for k in (0, 1))  # (n, 100)
-    at = (variable == 3).int().argmax(1, keepdim=True)
-    cells = at + torch.tensor(DELTA, device=device)  # (n, 4); a board's rim is wall: all are cells
-    allowed = (variable.gather(1, cells) == 0) & (fixed.gather(1, cells) != 1)
+    at = (variable == AGENT).int().argmax(1, keepdim=True)
+    cells = at + torch.tensor(DELTA, device=device)  # (n, 4), on the board, since its rim is wall
+    allowed = (variable.gather(1, cells) == 0) & (fixed.gather(1, cells) != WALL)
     allowed.scatter_(1, greedy[:, None], False)
 
-    def one_of(mask: Tensor) -> Tensor:
+    def choose(mask: Tensor) -> Tensor:
         random = torch.rand(mask.shape, generator=generator).to(device)
         return torch.where(mask, random, -1.0).argmax(1, keepdim=True)
 
-    direction = one_of(allowed)
+    direction = choose(allowed)
     cell = cells.gather(1, direction)
     free = (variable == 0) & (fixed == 0)
     free.scatter_(1, cell, False)
+    other = choose(free)
     chosen = (allowed.any(1) & free.any(1)).nonzero().flatten()
-    return chosen, *(x[chosen, 0] for x in (direction, cell, one_of(free)))
+    return chosen, direction[chosen, 0], cell[chosen, 0], other[chosen, 0]
 
 
 @torch.no_grad()
 def causal_check(
     agent: Agent, packed: ndarray, episodes: Episodes, directions: Tensor
 ) -> list[dict]:
-    """Measure whether what a probe reads steers the agent. Returns one record per strength and way
-    of adding.
+    """Measure how often the agent follows a direction that is added to its carried state. Returns
+    one row per strength and kind of addition.
 
-    In each episode, before a random one of its first steps, direction k (4, C; of length 1) of the
-    1x1 probe is added to the carried s (see `steer`) at the free cell that k leads to, k not being
-    what the agent would do: how often does it go there? Controls: a random vector, and the probe's
-    own at another free cell. Strengths are in units of the RMS of what is carried."""
-    device, long = directions.device, episodes.lengths > 1
-    latest = np.minimum(episodes.lengths[long], max(first, 2))
-    when = np.random.default_rng(0).integers(1, latest)  # not 0: nothing is carried then
-    when = torch.from_numpy(when).to(device)
-    n, T = len(when), int(when.max()) + 1
-    boards = replay(packed[long], episodes.actions[long, :T])
+    directions: (4, C), the vectors of the 1x1 probe for the four directions, of length 1. In each
+    episode, before a random one of its first steps, a direction is chosen that the agent would not
+    take, and its vector is added to s (see `steer`) at the free cell that it leads to. Controls are
+    a random vector at the same cell, and the same vector at another free cell. The strength is the
+    RMS of the vector in units of the RMS of s."""
+    device = directions.device
+    is_long = episodes.lengths > 1
+    end = np.minimum(episodes.lengths[is_long], max(first, 2))
+    steer_step = np.random.default_rng(0).integers(1, end)  # not 0, when nothing is carried yet
+    steer_step = torch.from_numpy(steer_step).to(device)
+    n, T = len(steer_step), int(steer_step.max()) + 1
+    boards = replay(packed[is_long], episodes.actions[is_long, :T])
     boards = torch.from_numpy(boards).to(device)  # (n, T + 1, 10, 10, 2)
     weights, state = agent.prepare(), agent.init_state(n)
-    start = torch.ones_like(when, dtype=torch.bool)
-    kept = [x.clone() for x in state]  # the carried states at step `when` of each episode
+    start = torch.ones_like(steer_step, dtype=torch.bool)
+    carried = [x.clone() for x in state]  # before step steer_step of each episode
     for t in range(T):
-        for saved, x in zip(kept, state, strict=True):
-            saved[when == t] = x[when == t]
-        state = agent.act(weights, boards[:, t], start, state)[2]
+        for saved, x in zip(carried, state, strict=True):
+            saved[steer_step == t] = x[steer_step == t]
+        _, _, state = agent.act(weights, boards[:, t], start, state)
         start = torch.zeros_like(start)
-    boards = boards[torch.arange(n), when]
-    greedy = agent.act(weights, boards, start, kept)[0].argmax(-1)
+    boards = boards[torch.arange(n), steer_step]
+    greedy = agent.act(weights, boards, start, carried)[0].argmax(-1)
 
-    chosen, direction, cell, other = places(boards, greedy)
-    boards, greedy, start, *kept = (x[chosen] for x in (boards, greedy, start, *kept))
-    size = len(direction), directions.size(1)
-    noise = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    chosen, direction, cell, other_cell = choose_places(boards, greedy)
+    boards, greedy, start = boards[chosen], greedy[chosen], start[chosen]
+    carried = [x[chosen] for x in carried]
+    shape = (len(direction), directions.size(1))
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     noise = F.normalize(noise, dim=1).to(device)
-    ways = {
+    additions = {  # {name: (vectors (m, C), cells (m,))}
         'probe': (directions[direction], cell),
         'random direction': (noise, cell),
-        'other cell': (directions[direction], other),
+        'other cell': (directions[direction], other_cell),
     }
+    rms = carried[0].float().square().mean().sqrt()
     rows = []
     for strength in STRENGTHS:
-        rms = kept[0].float().square().mean().sqrt()
         length = strength * rms * math.sqrt(directions.size(1))
-        for name, (vector, where) in ways.items():
-            steered = steer(agent, kept, where, length * vector)
+        for name, (vectors, cells) in additions.items():
+            steered = steer(agent, carried, cells, length * vectors)
             action = agent.act(weights, boards, start, steered)[0].argmax(-1)
             rows.append({
                 'added': name,
@@ -600,7 +634,8 @@ def causal_check(
 
 
 def thinking_check(player: Player, packed: ndarray, device: str) -> list[dict]:
-    """Return the solve rate on levels (n, 17) by the steps that the agent is held at the start."""
+    """Return the solve rates on levels (n, 17) of an agent that sees the first board for some more
+    steps before it acts."""
     rows = []
     for held in HELD:
         agent = FeatureRecorder(player.agent, hold=held) if held else player.agent
@@ -613,8 +648,9 @@ def thinking_check(player: Player, packed: ndarray, device: str) -> list[dict]:
 
 
 def save_probe(result: Result) -> None:
-    """Write the first seed's 3x3 probe of s[L], which play_sokoban.py draws."""
-    C, (_, conv) = result.player.agent.config.n_embd, result.probes['3x3']
+    """Write the first seed's 3x3 probe of s[L], whose plans play_sokoban.py draws."""
+    C = result.player.agent.config.n_embd
+    conv = result.probes['3x3'].conv
     parts = {
         'weight': conv.weight.detach()[:5] / result.scale[:C],
         'bias': conv.bias.detach()[:5],
@@ -625,12 +661,12 @@ def save_probe(result: Result) -> None:
 
 
 def percent(x: float | None) -> str:
-    """Return a share as text."""
+    """Return a share as text, such as '12.3%'."""
     return 'n/a' if x is None else f'{x:.1%}'
 
 
 def print_scores(result: Result) -> None:
-    """Print each probe's recall, also at the first three steps."""
+    """Print each probe's recall over the first steps and at the first three of them."""
     for name, scores in result.scores.items():
         steps = ', '.join(percent(x) for x in scores['recall_at_steps'].values())
         print(
@@ -640,8 +676,9 @@ def print_scores(result: Result) -> None:
 
 
 def write_results(results: list[Result], test: ndarray, solved: ndarray, device: str) -> None:
-    """Write all files; answer the further questions, on all test levels (n, 17) and on those that
-    all agents solve."""
+    """Answer the further questions, and write all files but the probes.
+
+    test: all test levels (n, 17), for `thinking`. solved: those that all agents solve."""
     config = results[0].player.config
     title = test_levels or config['eval_split']
     if title == 'generated':
@@ -652,19 +689,23 @@ def write_results(results: list[Result], test: ndarray, solved: ndarray, device:
     plan_pictures(results, solved)
     rows = [{'model': r.player.name, **row} for r in results for row in r.rows]
     write_table(rows, out_dir, 'probes')
-    records = []
+    entries = []
     for result in results:
         player = result.player
-        record = {'name': player.name, 'label': player.label, 'checkpoint': player.checkpoint}
-        record['probes'] = result.scores
+        entry = {
+            'name': player.name,
+            'label': player.label,
+            'checkpoint': player.checkpoint,
+            'probes': result.scores,
+        }
         if causal and player.config['recurrent']:
-            w = result.probes['1x1'][1].weight.detach()[:5, :, 0, 0]  # of the first seed
+            w = result.probes['1x1'].conv.weight.detach()[:5, :, 0, 0]  # of the first seed
             directions = F.normalize(w[:NEVER] - w[NEVER], dim=1)
             episodes = result.data.episodes
-            record['causal'] = causal_check(player.agent, solved, episodes, directions)
+            entry['causal'] = causal_check(player.agent, solved, episodes, directions)
         if thinking:
-            record['thinking'] = thinking_check(player, test, device)
-        records.append(record)
+            entry['thinking'] = thinking_check(player, test, device)
+        entries.append(entry)
         print_scores(result)
     about = {
         'precision': precision,
@@ -673,7 +714,7 @@ def write_results(results: list[Result], test: ndarray, solved: ndarray, device:
         'commit': common.commit(),
         'device': common.device_name(device),
         'command': shlex.join(['python', *sys.argv]),
-        'models': records,
+        'models': entries,
     }
     write_json(about, os.path.join(out_dir, 'probes.json'))
     print(f'{out_dir}: ' + ', '.join(sorted(os.listdir(out_dir))))
@@ -683,7 +724,7 @@ def write_results(results: list[Result], test: ndarray, solved: ndarray, device:
 
 
 def load_groups(device: str) -> list[list[Player]]:
-    """Return the agents that `models` names, those of one pattern together."""
+    """Return the agents that `models` names, in one list for each pattern."""
     groups = []
     for name in models.split(','):
         folders = sorted(filter(os.path.isdir, glob.glob(name)))
@@ -692,7 +733,7 @@ def load_groups(device: str) -> list[list[Player]]:
         groups.append([load_player(folder, device) for folder in folders])
     names = [player.name for group in groups for player in group]
     if len(set(names)) < len(names):
-        fail(f'models = {models!r}: two folders of one name, which their outputs would share')
+        fail(f'models = {models!r}: two folders of one name, whose outputs would have one name too')
     return groups
 
 
@@ -709,38 +750,45 @@ def load_levels(player: Player) -> tuple[ndarray, ndarray]:
         'download': download,
     }
     (train, train_source), (test, test_source) = load_level_sets(config)
-    print(f'{train_source}\n{test_source}\nof these the first {n_train:,} and {n_test:,}')
-    return train[:n_train], test[:n_test]
+    train, test = train[:n_train], test[:n_test]
+    print(f'training levels: {train_source}; {len(train):,} of them are used')
+    print(f'test levels: {test_source}; {len(test):,} of them are used')
+    return train, test
 
 
 def main() -> None:
-    """Play, record, train probes, score them, and write figures and tables."""
+    """Record episodes, train probes on them, score the probes, and write figures and tables."""
     configure(globals(), quiet=True)
     if not models:
         fail('models is empty: name folders of trained agents, --models=out/a,out/b')
     common.need_packages(matplotlib=True, PIL=True)
     common.keep_memory()
-    where = common.pick_device(device, threads)
+    torch_device = common.pick_device(device, threads)
 
-    groups = load_groups(where)
+    groups = load_groups(torch_device)
     train, test = load_levels(groups[0][0])
-    players = [best_player(group, test, where) for group in groups]
-    del groups  # the other agents' memory
+    players = [best_player(group, test, torch_device) for group in groups]
+    del groups  # frees the memory of the other agents
     solved = solved_by_all(players)
     print(f'{solved.sum()} of {len(test)} test levels are solved by all agents')
     if solved.sum() < min_levels:
-        fail(f'fewer than min_levels = {min_levels}: take easier test_levels, or more (n_test)')
+        fail(f'fewer than min_levels = {min_levels}: use easier test_levels or a larger n_test')
     check_disk(players, solved)
 
     results = []
     for player in players:
-        probes, scale = train_probes(prepare(*record(player, train, where), train), where)
-        data = prepare(*record(player, test[solved], where), test[solved])
+        episodes, features = record(player, train, torch_device)
+        probes, scale = train_probes(prepare(episodes, features, train), torch_device)
+        del features  # deletes their file
+        episodes, features = record(player, test[solved], torch_device)
+        data = prepare(episodes, features, test[solved])
         guesses = predict(probes, scale, data)
         rows, scores = score(data, guesses)
+        del features
+        data = data._replace(features=None)  # deletes their file
         result = Result(
             player=player,
-            data=data._replace(features=None),  # closes their file
+            data=data,
             probes=probes,
             scale=scale,
             guesses=guesses,
@@ -749,7 +797,7 @@ def main() -> None:
         )
         save_probe(result)
         results.append(result)
-    write_results(results, test, test[solved], where)
+    write_results(results, test, test[solved], torch_device)
 
 
 if __name__ == '__main__':

@@ -4,8 +4,8 @@ that differ from the defaults, evaluations, tables.
 
 $ python report.py --out_dir=out/demo                 # writes out/demo/report.html
 
-out_dir holds a run of train_lm.py or train_sokoban.py, or runs in its subfolders, or what sweep.py
-has drawn and listed.
+out_dir holds a run of train_lm.py or train_sokoban.py, runs in its subfolders, or the figures and
+tables of sweep.py.
 """
 
 import base64
@@ -35,7 +35,7 @@ out_dir = ''  # folder of a run or a sweep
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FOLD_ROWS = 20  # longer tables are folded
+FOLD_ROWS = 20  # tables with more rows are folded
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -137,6 +137,8 @@ class Section:
 
 
 class Picture(NamedTuple):
+    """A picture with its caption."""
+
     source: str  # a data URL
     caption: str = ''
     kind: str = ''  # 'wide': has several panels; 'game': an animation
@@ -154,14 +156,15 @@ class Cell(NamedTuple):
 
 
 def data_url(content: bytes, form: str) -> str:
+    """Return the content of a file as a URL that contains it. form: such as 'gif'."""
     return f'data:image/{form};base64,{base64.b64encode(content).decode()}'
 
 
 def svg_picture(content: bytes, caption: str = '') -> Picture:
-    """Return an SVG file as a picture; one that is wider than a panel is wide on the page."""
+    """Return an SVG file as a picture. One that is wider than one panel is wide on the page too."""
     width = re.search(rb'<svg [^>]*?width="([0-9.]+)pt"', content)
     kind = 'wide' if width and float(width[1]) > 300 else ''
-    return Picture(data_url(content, 'svg+xml'), caption, kind)
+    return Picture(source=data_url(content, 'svg+xml'), caption=caption, kind=kind)
 
 
 def figure_picture(figure: 'Figure') -> Picture:
@@ -175,16 +178,20 @@ def figure_picture(figure: 'Figure') -> Picture:
 
 
 def game_picture(path: Path) -> Picture:
-    """Return a game that --eval_only wrote: eval_NAME_solved.gif or eval_NAME_failed.gif."""
+    """Return the picture of a game that --eval_only wrote into eval_NAME_solved.gif or
+    eval_NAME_failed.gif."""
     name, _, end = path.stem.removeprefix('eval_').rpartition('_')
     level = read_json(path.with_name(f'eval_{name}.json')).get(f'{end}_level')
     caption = name if level is None else f'Level {level} of {name}'
     caption += ': solved' if end == 'solved' else ': not solved'
-    return Picture(data_url(path.read_bytes(), 'gif'), caption, 'game')
+    return Picture(source=data_url(path.read_bytes(), 'gif'), caption=caption, kind='game')
 
 
 def run_curves(log: list[dict], unit: str) -> list[Picture]:
-    """Return the curves of one run, each a picture of its own, so that a phone can stack them."""
+    """Return the curves of one run as separate pictures, which a phone shows one above the other.
+
+    unit: 'token' or 'byte', or '' for an agent.
+    """
     if unit:
         figure, (axes,) = new_figure(1, 3.0)
         draw_losses(axes, log, unit)
@@ -198,15 +205,17 @@ def run_curves(log: list[dict], unit: str) -> list[Picture]:
 
 
 def sweep_curves(logs: dict[Path, list], configs: dict[Path, dict], unit: str) -> Picture:
-    """Return the curves of all runs: colors tell L, non-recurrent runs are dotted."""
+    """Return the curves of all runs, with a color for each L; non-recurrent runs are dotted."""
     figure, (axes,) = new_figure(1, 3.8, width=5)
     x, y = ('tokens', 'val_loss') if unit else ('env_steps', 'return_1000')
     for path in sorted(logs, key=lambda path: configs[path].get('n_layer', 0)):
-        L, recurrent = configs[path].get('n_layer', 0), configs[path].get('recurrent', True)
-        color, style = COLORS[L.bit_length() % len(COLORS)], '-' if recurrent else ':'
+        L = configs[path].get('n_layer', 0)
+        recurrent = configs[path].get('recurrent', True)
+        color = COLORS[L.bit_length() % len(COLORS)]  # another one for each power of two
+        style = '-' if recurrent else ':'
         label = f'L = {L}, ' + ('recurrent' if recurrent else 'non-recurrent')
-        # the first record is from before training
-        draw_curve(axes, logs[path][1:], x, y, label, color=color, lw=1, ls=style)
+        log = logs[path][1:]  # the first record is from before training
+        draw_curve(axes, log, x, y, label, color=color, lw=1, ls=style)
     if unit:
         axes.set(xlabel=f'{unit}s (millions)', ylabel=f'validation loss ({nats(unit)})')
     else:
@@ -242,7 +251,7 @@ def nats(unit: str) -> str:
     return f'nats per {unit}' if unit else 'nats'
 
 
-# headings and formats of what logs and tables call by short names
+# {key of a log or column of a table: (heading, function that formats a value)}
 COLUMNS = {
     'step': ('Updates', count),
     'tokens': ('{units} read', count),
@@ -270,14 +279,25 @@ COLUMNS = {
     'held_out_percent': ('Solved, evaluation levels (%)', format_number),
     'std': ('Standard deviation', format_number),
 }
-EVALUATION = ('step', 'tokens', 'env_steps', 'train_loss', 'val_loss', 'val_bits_per_byte')
-EVALUATION += ('return_1000', 'solve_rate_1000', 'eval_return', 'eval_solve_rate', 'seconds')
+EVALUATION = (  # columns of the table of evaluations
+    'step',
+    'tokens',
+    'env_steps',
+    'train_loss',
+    'val_loss',
+    'val_bits_per_byte',
+    'return_1000',
+    'solve_rate_1000',
+    'eval_return',
+    'eval_solve_rate',
+    'seconds',
+)
 
 
 def table_rows(records: list[dict], unit: str = '') -> list[list[Cell]]:
     """Return a table of records, with a column for every key that has a value in one of them.
 
-    Numbers are formatted; text, such as a table that was read from a file, stays as it is.
+    Numbers are formatted; text, such as the values of a table from a file, stays unchanged.
     """
     names = dict.fromkeys(name for record in records for name in record)
     rows = [[] for _ in records]
@@ -290,14 +310,18 @@ def table_rows(records: list[dict], unit: str = '') -> list[list[Cell]]:
         heading = heading.format(nats=nats(unit), units=(unit or 'token').capitalize() + 's')
         is_number = all(map(is_numeric, present))
         for row, x in zip(rows, values, strict=True):
-            text = variant_name(x or '') if form is variant_name else x or ''
-            if isinstance(x, (int, float)):
+            if x is None:
+                text = ''
+            elif form is variant_name or isinstance(x, (int, float)):
                 text = form(x)
-            row.append(Cell(heading, str(text), is_number))
+            else:
+                text = x
+            row.append(Cell(heading=heading, text=str(text), is_number=is_number))
     return rows
 
 
 def is_numeric(x: object) -> bool:
+    """Return whether x is a number, or text that is one."""
     try:
         float(x)
     except (TypeError, ValueError):
@@ -312,8 +336,8 @@ def table_section(heading: str, records: list[dict], unit: str = '') -> Section:
 
 
 def setting_sections(configs: list[dict]) -> tuple[Section, Section]:
-    """Return the settings that all runs share: those that differ from the script's defaults, and,
-    folded, all of them with the versions they ran with."""
+    """Return two sections about the entries of config.json that all runs share: the settings that
+    differ from the script's defaults, and, folded, all entries."""
     first = configs[0] if configs else {}
     shared = {k: x for k, x in first.items() if all(c.get(k) == x for c in configs)}
     script = 'train_sokoban.py' if 'n_envs' in first else 'train_lm.py'
@@ -325,10 +349,11 @@ def setting_sections(configs: list[dict]) -> tuple[Section, Section]:
         if name in defaults and defaults[name] != x and name != 'out_dir'
     ]
     settings = [{'setting': name, 'value': str(x)} for name, x in shared.items() if x != '']
-    alike = ' of all runs' if len(configs) > 1 else ''
+    of_all = ' of all runs' if len(configs) > 1 else ''
+    folded = f'{len(settings)} rows'
     return (
-        Section(f'Settings{alike} that differ from the defaults', rows=table_rows(changed)),
-        Section(f'All settings{alike}', rows=table_rows(settings), folded=f'{len(settings)} rows'),
+        Section(f'Settings{of_all} that differ from the defaults', rows=table_rows(changed)),
+        Section(f'All settings{of_all}', rows=table_rows(settings), folded=folded),
     )
 
 
@@ -336,8 +361,9 @@ def setting_sections(configs: list[dict]) -> tuple[Section, Section]:
 
 
 def language_model_facts(log: list[dict], config: dict, unit: str) -> dict[str, str]:
-    """Return what a language model's run has reached: {name: text}."""
-    last, facts = log[-1], {}
+    """Return what a language model's run has reached, as {name: text}."""
+    last = log[-1]
+    facts = {}
     evaluated = [r for r in log if r.get('val_loss') is not None]
     if evaluated:
         final, best = evaluated[-1], min(evaluated, key=lambda r: r['val_loss'])
@@ -353,8 +379,9 @@ def language_model_facts(log: list[dict], config: dict, unit: str) -> dict[str, 
 
 
 def agent_facts(folder: Path, log: list[dict], config: dict) -> dict[str, str]:
-    """Return what an agent's run has reached: {name: text}."""
-    last, facts = log[-1], {}
+    """Return what an agent's run has reached, as {name: text}."""
+    last = log[-1]
+    facts = {}
     evaluated = [r for r in log if r.get('eval_solve_rate') is not None]
     if evaluated:
         final, best = evaluated[-1], max(evaluated, key=lambda r: r['eval_solve_rate'])
@@ -377,7 +404,7 @@ def agent_facts(folder: Path, log: list[dict], config: dict) -> dict[str, str]:
 
 
 def run_sections(folder: Path, log: list[dict], config: dict, unit: str) -> list[Section]:
-    """Return the page of one run; without a unit it is an agent's."""
+    """Return the sections of the page of one run. unit: 'token' or 'byte', or '' for an agent."""
     facts = language_model_facts(log, config, unit) if unit else agent_facts(folder, log, config)
     if log[-1].get('seconds'):
         facts['Training time'] = duration(log[-1]['seconds'])
@@ -411,7 +438,8 @@ def sample_text(folder: Path) -> str:
 
 
 def sweep_sections(folder: Path, logs: dict[Path, list], configs: dict) -> list[Section]:
-    """Return the page of a sweep: a summary, what sweep.py has drawn and listed, the logs."""
+    """Return the sections of the page of a sweep: a summary, the figures and tables of sweep.py,
+    and what the logs of the runs have."""
     about = read_json(folder / 'runs.json')
     unit = ''
     if any('tokens' in log[-1] for log in logs.values()):
@@ -437,7 +465,7 @@ def sweep_sections(folder: Path, logs: dict[Path, list], configs: dict) -> list[
     facts['Runs'] = str(len(runs))
     if logs:
         seconds = sum(log[-1].get('seconds') or 0 for log in logs.values())
-        facts['Training time in all'] = duration(seconds)
+        facts['Total training time'] = duration(seconds)
     names = {'plan': 'Plan', 'device': 'Device', 'torch': 'torch'}
     names |= {'commit': 'Commit', 'drawn_at_commit': 'Drawn at commit'}
     facts |= {name: str(about[key]) for key, name in names.items() if about.get(key)}
@@ -454,22 +482,23 @@ def sweep_sections(folder: Path, logs: dict[Path, list], configs: dict) -> list[
 
 
 def title_of(stem: str) -> str:
-    """Return the title of a file that sweep.py wrote: 'Allocations, ConvGLU' for
+    """Return the title of a file of sweep.py, such as 'Allocations, ConvGLU' for the stem
     'allocations_convglu'."""
     name, _, model = stem.partition('_')
     return f'{name.capitalize()}, {MODELS[model]}' if model in MODELS else stem.replace('_', ' ')
 
 
 def best_allocations(rows: list[dict], unit: str) -> dict[str, str]:
-    """Return the best allocation of each variant and budget in a table of mean losses or returns,
-    and the gain from recurrence: by how much the best loss is lower with it."""
+    """Return as {name: text} the best allocation of each variant and budget in a table of mean
+    losses or returns, and the gain from recurrence, by which the best loss is lower with it. {} for
+    other tables."""
     key = next((k for k in ('mean_loss', 'mean_return') if rows and k in rows[0]), '')
     if not key:
         return {}
     what = nats(unit) if key == 'mean_loss' else 'return'
     best = {}
     for row in rows:
-        group = variant_name(row['variant']), row.get('budget', '')
+        group = (variant_name(row['variant']), row.get('budget', ''))
         score = float(row[key]) * (-1 if key == 'mean_loss' else 1)
         if group not in best or score > best[group][0]:
             best[group] = score, row
@@ -485,7 +514,7 @@ def best_allocations(rows: list[dict], unit: str) -> dict[str, str]:
 
 
 def best_run(variant: str, logs: dict[Path, list], configs: dict) -> dict[str, str]:
-    """Return the value and the folder of the best run of a variant, {} if there is none."""
+    """Return as {name: text} value and folder of the best run of a variant, {} if it has none."""
     values = {}
     for path, log in logs.items():
         recurrent = configs[path].get('recurrent', True)
@@ -519,9 +548,9 @@ def run_record(path: Path, log: list[dict], config: dict) -> dict:
 
 
 def write_report(folder: Path) -> Path:
-    """Write FOLDER/report.html, a page with all its pictures in it, and return its path.
+    """Write folder/report.html, which contains all its pictures, and return its path.
 
-    Ends the script if the folder holds neither a run nor a sweep; raises Mistake if a log is
+    Ends the script if the folder holds neither a run nor a sweep. Raises Mistake if a log is
     damaged.
     """
     import jinja2
@@ -532,13 +561,16 @@ def write_report(folder: Path) -> Path:
         fail(f'out_dir = {str(folder)!r}: no log.jsonl in it or in a subfolder, and no runs.json')
     configs = {path: read_json(path / 'config.json') for path in logs}
     if folder in logs:
-        log, config, unit = logs[folder], configs[folder], ''
+        log, config = logs[folder], configs[folder]
+        unit = ''
         if 'tokens' in log[-1]:
             unit = 'byte' if config.get('tokenizer') == 'bytes' else 'token'
-        title, sections = describe_model(config), run_sections(folder, log, config, unit)
+        title = describe_model(config)
+        sections = run_sections(folder, log, config, unit)
     else:
         plan = read_json(folder / 'runs.json').get('plan', folder.name)
-        title, sections = f'Sweep: {plan}', sweep_sections(folder, logs, configs)
+        title = f'Sweep: {plan}'
+        sections = sweep_sections(folder, logs, configs)
     sections = [s for s in sections if s.facts or s.pictures or s.rows or s.text]
     template = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(PAGE)
     page = template.render(title=title, folder=str(folder), sections=sections)

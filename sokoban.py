@@ -15,9 +15,10 @@ blocked move costs a step like any other. The reward is -0.1 per step, +1 for a 
 target, -1 for one pushed off, +10 when all boxes are on targets. An episode ends when it is solved
 or after 120 steps; both are terminations, so no value is bootstrapped. `SokobanEnv` plays N boards
 with tensor operations alone, in place and without synchronizing with the device, so that a CUDA
-graph can hold it. `JumanjiEnv` moves the same boards by Jumanji's own code.
+graph can capture it. `JumanjiEnv` moves the same boards by Jumanji's own code.
 
-Shape letters: N boards, n levels, Y = X = 10 rows and columns; cells are numbered row-major, 0..99.
+Shape letters: N boards or levels that are processed together, n levels in all. The 100 cells of a
+board are numbered row by row, 0..99.
 """
 
 import contextlib
@@ -52,38 +53,41 @@ levels_dir = ''             # folder of Boxoban text files or .pack17.npy arrays
 split = 'unfiltered-train'  # unfiltered-train, -valid or -test, medium-train or -valid, hard;
                             # 'generated'; or a file
 download = False            # download a missing split (Hugging Face, 200 bytes per level)
-n_boxes = 4                 # boxes of generated levels, 1 to 4
-max_moves = 120             # longest known solution of generated levels, at least 6 per box
-n_levels = 1000             # generated levels
-seed = 1337                 # of the generator
+n_boxes = 4                 # boxes of a generated level, 1 to 4
+max_moves = 120             # most moves of a generated level's solution, at least 6 per box
+n_levels = 1000             # number of generated levels
+seed = 1337                 # seed of the generator
 show = 1                    # levels to print, starting with the first
 picture = ''                # a PNG file to draw them into
 
 RANGES = {'show': (1, math.inf)}
 # fmt: on
 
-SIZE, INSIDE, CELLS = 10, 8, 100  # rows and columns, those of the interior, cells
+SIZE = 10  # rows and columns of a board
+INSIDE = 8  # rows and columns of its interior
+CELLS = SIZE * SIZE
 DELTA = (-10, 1, 10, -1)  # change of a cell's number by up, right, down, left
 TIME_LIMIT = 120
 EVALUATION_BATCH = 256  # boards that are evaluated at once
-# for board_keys: independent random numbers for each purpose
+# board_keys makes independent random numbers for each of these purposes
 LEVEL_STREAM, ACTION_STREAM, EVALUATION_STREAM = 0, 1, 2
 # Jumanji's codes: walls and targets are in its fixed grid, agent and boxes in its variable grid
 WALL, TARGET, AGENT, BOX = 1, 2, 3, 4
-# bytes of memory for a generated level: packed, unpacked, its solution, objects that hold them
+# memory of a generated level: packed, unpacked, its solution, and the objects that hold them
 LEVEL_BYTES = 300
-# of the generator: moves played in reverse, boards at once
-REVERSE_STEPS, GENERATOR_BATCH = 300, 4096
+REVERSE_STEPS = 300  # moves that the generator plays in reverse
+GENERATOR_BATCH = 4096  # boards that it plays at once
 HUB = 'InstaDeepAI/boxoban-levels'
 BROKEN_ARRAY = (*BROKEN, OSError, EOFError, tokenize.TokenError)  # what np.load raises
-CHARS = np.frombuffer(b' ??@$?#?????.??+*???????', np.uint8).reshape(4, 6)  # [fixed, variable]
+# CHARS[fixed code, variable code]: Boxoban's character, '?' for what no level has
+CHARS = np.frombuffer(b' ??@$?#?????.??+*???????', np.uint8).reshape(4, 6)
 INTERIOR = np.arange(CELLS).reshape(SIZE, SIZE)[1:-1, 1:-1].ravel()  # cell 0..99 of index 0..63
 
-# The environment's tables. NEXT_CELLS[cell, action]: the cell and the two next ones that way.
-AHEAD = np.array(DELTA)[:, None] * np.arange(3)
-NEXT_CELLS = np.clip(np.arange(CELLS)[:, None, None] + AHEAD, 0, CELLS - 1)
-# OUTCOMES[near, far] for the codes of the two cells before the agent, (8, 8, 4) int64: whether the
-# agent moves, both codes afterwards, and the change in the number of boxes on targets.
+# The environment's tables. NEXT_CELLS[cell, action]: the cell and the next two in that direction.
+AHEAD = np.array(DELTA)[:, None] * np.arange(3)  # (4, 3)
+NEXT_CELLS = np.clip(np.arange(CELLS)[:, None, None] + AHEAD, 0, CELLS - 1)  # (100, 4, 3)
+# OUTCOMES[near, far], (8, 8, 4) int64: for the codes of the two cells in front of the agent, if it
+# moves, both codes afterwards, and the change in the number of boxes on targets.
 NEAR, FAR = np.mgrid[:8, :8]
 MOVES = (NEAR & WALL == 0) & ((NEAR & BOX == 0) | (FAR & (WALL | BOX) == 0))
 PUSHED = MOVES * (NEAR & BOX)
@@ -99,18 +103,19 @@ def pack(wall: ndarray, target: ndarray, box: ndarray, agent: ndarray) -> ndarra
     interior cells (N,)."""
     packed = np.empty((len(wall), 17), np.uint8)
     packed[:, :8] = np.packbits(wall, axis=1)
-    for first, mask in ((8, target), (12, box)):
+    for column, mask in ((8, target), (12, box)):
         cells = np.argsort(~mask, axis=1, kind='stable')[:, :4]  # cells of the mask come first
         is_set = np.take_along_axis(mask, cells, 1)
-        packed[:, first : first + 4] = np.where(is_set, cells, cells[:, :1])
+        packed[:, column : column + 4] = np.where(is_set, cells, cells[:, :1])
     packed[:, 16] = agent
     return packed
 
 
 def unpack(levels: ndarray) -> tuple[ndarray, ndarray]:
-    """Return grids (N, 100) uint8, sums of WALL, TARGET and BOX, and the agents' cells (N,) of
-    packed levels (N, 17)."""
-    cells, rows = INTERIOR[levels[:, 8:]], np.arange(len(levels))[:, None]
+    """Return the grids (N, 100) uint8 of packed levels (N, 17), with sums of WALL, TARGET and BOX,
+    and the agents' cells (N,)."""
+    cells = INTERIOR[levels[:, 8:]]  # (N, 9)
+    rows = np.arange(len(levels))[:, None]
     grid = np.full((len(levels), CELLS), WALL, np.uint8)
     grid[:, INTERIOR] = np.unpackbits(levels[:, :8], axis=1)
     grid[rows, cells[:, :4]] |= TARGET
@@ -121,31 +126,39 @@ def unpack(levels: ndarray) -> tuple[ndarray, ndarray]:
 def pack_text(boards: ndarray, path: str, first: int = 0) -> ndarray:
     """Return packed levels (N, 17) from boards of ASCII codes (N, 10, 10) uint8.
 
-    Raises Mistake, which names the path and the number of the level (that of boards[0] is `first`),
-    for a board that is no level.
+    Raises Mistake for a board that is no level. The message names the path and the number of the
+    level; `first` is the number of boards[0].
     """
-    agent_bit, odd_bit = 8, 16
-    kinds = np.full(256, odd_bit, np.uint8)  # sums of bits for every code
-    kinds[list(b'# .$@*+')] = (
-        WALL, 0, TARGET, BOX, agent_bit, TARGET | BOX, TARGET | agent_bit,
-    )  # fmt: skip
-    bits = kinds[boards]
-    wall, target, box, agent, odd = (
-        (bits & bit) > 0 for bit in (WALL, TARGET, BOX, agent_bit, odd_bit)
+    agent_bit, unknown_bit = 8, 16
+    bits_of = {
+        ' ': 0,
+        '#': WALL,
+        '.': TARGET,
+        '$': BOX,
+        '@': agent_bit,
+        '*': TARGET | BOX,
+        '+': TARGET | agent_bit,
+    }
+    table = np.full(256, unknown_bit, np.uint8)  # by ASCII code
+    for char, sum_of_bits in bits_of.items():
+        table[ord(char)] = sum_of_bits
+    bits = table[boards]
+    wall, target, box, agent, unknown = (
+        (bits & bit) > 0 for bit in (WALL, TARGET, BOX, agent_bit, unknown_bit)
     )
     n_targets, n_boxes, n_agents = (mask.sum((1, 2)) for mask in (target, box, agent))
     open_border = ~wall
     open_border[:, 1:-1, 1:-1] = False
-    mistakes = {
-        'has a character that is none of # .$@*+': odd.any((1, 2)),
+    problems = {  # text: which boards have the problem, (N,) bool
+        'has a character that is none of # .$@*+': unknown.any((1, 2)),
         'is not walled in': open_border.any((1, 2)),
-        'has not exactly one agent': n_agents != 1,
-        'has not 1 to 4 boxes': (n_boxes < 1) | (n_boxes > 4),
-        'has not as many targets as boxes': n_targets != n_boxes,
+        'does not have exactly one agent': n_agents != 1,
+        'does not have 1 to 4 boxes': (n_boxes < 1) | (n_boxes > 4),
+        'does not have as many targets as boxes': n_targets != n_boxes,
     }
-    for what, mask in mistakes.items():
-        if mask.any():
-            raise Mistake(f'{path}: level {first + int(mask.argmax())} {what}')
+    for problem, found in problems.items():
+        if found.any():
+            raise Mistake(f'{path}: level {first + int(found.argmax())} {problem}')
     wall, target, box, agent = (
         mask[:, 1:-1, 1:-1].reshape(-1, INSIDE**2) for mask in (wall, target, box, agent)
     )
@@ -156,7 +169,7 @@ def parse_text(text: str, path: str) -> ndarray:
     """Return packed levels (N, 17) from Boxoban's text.
 
     Each level is a line `; index`, ten rows of ten characters and a blank line. Raises Mistake,
-    which names the path and the level, for anything else.
+    naming the path and the level, for anything else.
     """
     head, *blocks = ('\n' + text).split('\n;')
     if head.strip() or not blocks:
@@ -174,21 +187,24 @@ def parse_text(text: str, path: str) -> ndarray:
 def pack_observations(boards: ndarray, path: str) -> ndarray:
     """Return packed levels (N, 17) from observations (N, 10, 10, 2) of any integer type.
 
-    Raises Mistake, which names the path and the level, for a board that is no level.
+    Raises Mistake, naming the path and the level, for a board that is no level.
     """
     packed = []
     for i in range(0, len(boards), 50_000):  # in parts: a whole file unpacked would be large
         variable, fixed = np.moveaxis(boards[i : i + 50_000], -1, 0)
-        packed.append(pack_text(CHARS[fixed.clip(-1, 3), variable.clip(-1, 5)], path, i))
+        # a code outside the table is clipped to its last row or column, which hold '?'
+        chars = CHARS[fixed.clip(-1, 3), variable.clip(-1, 5)]
+        packed.append(pack_text(chars, path, i))
     return np.concatenate(packed)
 
 
 def download_split(split: str, folder: str) -> None:
     """Download a split of Jumanji's copy of Boxoban and write it packed into `folder`.
 
-    All splits in a folder come from one commit, which meta.json names. Jumanji 1.1.2 replaces the
-    last level of each of Boxoban's text files by the one before, and its copy may have been made
-    that way: prefer the text files where you have them. Raises Mistake if the download fails.
+    All splits in a folder come from one commit, which its meta.json names. Jumanji 1.1.2 replaces
+    the last level of each of Boxoban's text files by the one before, and its copy may have been
+    made that way: prefer the text files where you have them. Raises Mistake if the download fails
+    or yields no levels.
     """
     path = f'{HUB} {split}.npy'
     os.makedirs(folder, exist_ok=True)
@@ -206,7 +222,10 @@ def download_split(split: str, folder: str) -> None:
 
 
 def read_array(path: str) -> ndarray:
-    """Return a .npy file, mapped into memory, so that a damaged header allocates nothing."""
+    """Return the array of a .npy file. Raises Mistake if it cannot be read.
+
+    The file is mapped into memory, so that a damaged header allocates nothing.
+    """
     try:
         return np.asarray(np.load(path, mmap_mode='r', allow_pickle=False))
     except BROKEN_ARRAY as error:
@@ -226,20 +245,24 @@ def read_file(path: str) -> ndarray:
         found = f'{levels.dtype} of shape {levels.shape}'
         raise Mistake(f'{path}: expected uint8 of shape (N, 17), found {found}')
     if levels[:, 8:].max() >= INSIDE**2:
-        raise Mistake(f'{path}: has a cell that is none of 0..63')
+        raise Mistake(f'{path}: a cell of a packed level is not in 0..63')
     return pack_observations(observations(levels), path)
 
 
 def split_files(folder: str, split: str) -> list[str]:
     """Return the files of a split, [] if there are none.
 
-    These are SPLIT.pack17.npy, else text files SPLIT*.txt (also with _ for -), else those in
-    Boxoban's own tree, as unfiltered/test/*.txt.
+    These are SPLIT.pack17.npy; or else the text files SPLIT*.txt, also with _ for -; or else those
+    in Boxoban's own tree, such as unfiltered/test/*.txt.
     """
-    name, within = glob.escape(split), glob.escape(folder)
-    tree = os.path.join(*name.split('-'), '*.txt')
-    for pattern in f'{name}.pack17.npy', f'{name.replace("-", "[-_]")}*.txt', tree:
-        if found := glob.glob(os.path.join(within, pattern)):
+    name = glob.escape(split)
+    patterns = (
+        f'{name}.pack17.npy',
+        f'{name.replace("-", "[-_]")}*.txt',
+        os.path.join(*name.split('-'), '*.txt'),
+    )
+    for pattern in patterns:
+        if found := glob.glob(os.path.join(glob.escape(folder), pattern)):
             return sorted(found)
     return []
 
@@ -251,11 +274,11 @@ def load_levels(
     generator: tuple = (),
     limit: float = math.inf,
 ) -> tuple[ndarray, str]:
-    """Return the first `limit` packed levels (N, 17), and a line that says where they are from.
+    """Return the first `limit` packed levels (N, 17), and a line that describes their source.
 
-    split: a file; or 'generated', by generate(*generator); or the name of a split, whose files are
-    looked for in levels_dir ('': data/boxoban), and downloaded into it if `download` is set. Raises
-    Mistake if there are none, or if a file is damaged.
+    split: a file; or 'generated', for the levels of generate(*generator); or the name of a split,
+    whose files are in levels_dir ('': data/boxoban), and are downloaded into it if there are none
+    and `download` is set. Raises Mistake if there are no levels, or if a file is damaged.
     """
     if split == 'generated':
         n, boxes, seed, max_moves, *_ = generator
@@ -265,9 +288,12 @@ def load_levels(
         levels = read_file(split)
         line = f'{len(levels):,} levels of {split}'
     elif not split.strip('-') or os.sep in split:
-        raise Mistake(f'split = {split!r}: no such file, split (unfiltered-train), or generated')
+        raise Mistake(
+            f'split = {split!r}: no such file; a split has a name such as unfiltered-train'
+        )
     else:
-        folder, source = levels_dir or os.path.join('data', 'boxoban'), ''
+        folder = levels_dir or os.path.join('data', 'boxoban')
+        source = ''
         if download and not split_files(folder, split):
             download_split(split, folder)
             source = f' downloaded from {HUB}'
@@ -297,9 +323,9 @@ def load_level_sets(
     """Return the training and the evaluation levels for train_sokoban.py's settings, each as
     load_levels returns them.
 
-    No generated level is in both sets. Without `training` the training levels are empty, unless
-    the evaluation levels depend on them. The evaluation levels are the first eval_games of their
-    split, or with whole_split all of them.
+    No generated level is in both sets. Without `training` no training levels are loaded, unless the
+    evaluation levels depend on them. The evaluation levels are the first eval_games of their split,
+    or with whole_split all of them.
     """
     both_generated = config['split'] == config['eval_split'] == 'generated'
     n_boxes, max_moves = config['n_boxes'], config['max_moves']
@@ -326,8 +352,8 @@ def load_level_sets(
 
 
 def carve(N: int, rng: Generator) -> ndarray:
-    """Return connected rooms (N, 100) bool, true on floor: a random walker clears one of five
-    patterns of cells wherever it stands."""
+    """Return the floor of N connected rooms, (N, 100) bool. A random walker makes each of them: at
+    every step it clears one of five patterns of cells around it."""
     patterns = np.array([[-1, 0, 1], [-10, 0, 10], [0, 1, 10], [0, 10, 11], [0, -1, -10]])
     floor, rows = np.zeros((N, CELLS), bool), np.arange(N)
     interior = np.isin(np.arange(CELLS), INTERIOR)
@@ -345,39 +371,43 @@ def carve(N: int, rng: Generator) -> ndarray:
 def play_in_reverse(
     floor: ndarray, target: ndarray, agent: ndarray, rng: Generator
 ) -> tuple[ndarray, ndarray, ndarray, ndarray]:
-    """Play backwards from solved boards: the agent walks at random and mostly pulls the box behind
-    it along.
+    """Play backwards from solved boards: the agents walk at random, and mostly pull along the box
+    behind them if there is one.
 
-    floor, target (N, 100) bool, agent (N,) cells. Return boxes (N, 100), agents (N,), the forward
-    action that exactly undoes each step (steps, N), and a number for every state that was met
-    (steps + 1, N): equal for equal states, 0 where all boxes are on targets.
+    floor, target: (N, 100) bool. agent: (N,) cells. Returns the boxes (N, 100) and the agents (N,)
+    at the end; the forward action that undoes each step (steps, N); and a number for each state on
+    the way (steps + 1, N), equal for equal states, and 0 where all boxes are on targets.
     """
-    N, delta, steps = len(floor), np.array(DELTA), REVERSE_STEPS
+    N, steps = len(floor), REVERSE_STEPS
+    delta = np.array(DELTA)
     base = np.arange(N) * CELLS  # all boards lie in one row of N * 100 cells
-    target, box, at = target.ravel(), target.ravel().copy(), base + agent
+    at = base + agent
+    target = target.ravel()
+    box = target.copy()
     blocked = ~floor.ravel() | box
-    # a state's number is the sum of its boxes' and its agent's codes
-    codes = rng.integers(1, 1 << 60, (2, CELLS))
-    boxes = target.reshape(N, CELLS) @ codes[0]
-    solved, states = boxes.copy(), np.zeros((steps + 1, N), np.int64)
+    # the number of a state is the sum of a code for each box's cell and one for the agent's
+    box_codes, agent_codes = rng.integers(1, 1 << 60, (2, CELLS))
+    box_sum = target.reshape(N, CELLS) @ box_codes
+    solved_sum = box_sum.copy()
+    states = np.zeros((steps + 1, N), np.int64)
     undo = np.zeros((steps, N), np.int8)
     directions = rng.integers(0, 4, (2, steps, N), dtype=np.uint8)
     u = rng.random((steps, N), np.float32)
     for t in range(steps):
-        # of two random directions prefer one that pulls a box off a target
+        # take the second of two random directions if it pulls a box off a target, else the first
         step = delta[directions[1, t]]
-        frees = ~blocked[at + step] & box[at - step] & target[at - step]
-        direction = np.where(frees, directions[1, t], directions[0, t])
+        pulls_off = ~blocked[at + step] & box[at - step] & target[at - step]
+        direction = np.where(pulls_off, directions[1, t], directions[0, t])
         step = delta[direction]
         moves = ~blocked[at + step]
-        may_pull = u[t] < np.where(target[at], 0.1, 0.95)  # seldom onto a target
+        may_pull = u[t] < np.where(target[at], 0.1, 0.95)  # rarely onto a target
         pulls = np.flatnonzero(moves & box[at - step] & may_pull)
         new, old = at[pulls], (at - step)[pulls]
-        box[old], box[new] = False, True
-        blocked[old], blocked[new] = False, True
-        boxes[pulls] += codes[0, new % CELLS] - codes[0, old % CELLS]
+        box[old] = blocked[old] = False
+        box[new] = blocked[new] = True
+        box_sum[pulls] += box_codes[new % CELLS] - box_codes[old % CELLS]
         at = np.where(moves, at + step, at)
-        states[t + 1] = np.where(boxes == solved, 0, boxes + codes[1, at - base])
+        states[t + 1] = np.where(box_sum == solved_sum, 0, box_sum + agent_codes[at - base])
         undo[t] = (direction + 2) % 4
     return box.reshape(N, CELLS), at - base, undo, states
 
@@ -385,8 +415,8 @@ def play_in_reverse(
 def remove_loops(undo: ndarray, states: ndarray) -> ndarray:
     """Return the actions that solve a level made by reverse play, without the loops of the play.
 
-    undo (steps,) and states (steps + 1,) are those of play_in_reverse. Every state is left the way
-    it was left the last time.
+    undo (steps,) and states (steps + 1,) are from play_in_reverse. What was played between the
+    first and the last visit to a state is left out.
     """
     states = states.tolist()
     last_visit = {state: t for t, state in enumerate(states)}
@@ -408,17 +438,24 @@ def generate(
     at most max_moves actions each.
 
     No box and no agent starts on a target, and no level is among `exclude` (packed). The result
-    depends on the arguments alone, and more levels continue fewer. Raises Mistake if an argument is
-    out of range.
+    depends on the arguments alone; with a larger n it starts with the same levels. Raises Mistake
+    if an argument is out of range.
     """
-    least_moves = 6 * boxes  # with fewer hardly any level is found
-    in_range = 1 <= boxes <= 4 and n >= 1 and seed >= 0
-    if not (in_range and least_moves <= max_moves <= TIME_LIMIT):
-        values = f'n_boxes = {boxes} (1 to 4), n_levels = {n}, seed = {seed}'
-        limits = f'({least_moves} to {TIME_LIMIT})'
-        raise Mistake(f'{values}, max_moves = {max_moves} {limits}: out of range')
+    ranges = {
+        'n_levels': (n, 1, math.inf),
+        'n_boxes': (boxes, 1, 4),
+        'seed': (seed, 0, math.inf),
+        # with fewer than 6 moves per box hardly any level is found
+        'max_moves': (max_moves, 6 * boxes, TIME_LIMIT),
+    }
+    for name, (value, low, high) in ranges.items():
+        if not low <= value <= high:
+            limits = f'at least {low}' if high == math.inf else f'between {low} and {high}'
+            of_boxes = f' for n_boxes = {boxes}' if name == 'max_moves' else ''
+            raise Mistake(f'{name} = {value}: must be {limits}{of_boxes}')
     check_fits(n * LEVEL_BYTES, f'n_levels = {n:,}')
-    rng, is_due = np.random.default_rng(seed), every()
+    rng = np.random.default_rng(seed)
+    is_due = every()
     levels, solutions = [], []
     excluded = set(map(bytes, exclude))
     while len(levels) < n:
@@ -428,18 +465,19 @@ def generate(
         pullable = floor & np.any(pullable, 0)
         is_large = (floor.sum(1) >= 4 * boxes + 4) & (pullable.sum(1) >= boxes)
         floor, pullable = floor[is_large], pullable[is_large]
+        # the targets are random pullable cells, the agent stands on any other floor
         order = np.argsort(np.where(pullable, rng.random(floor.shape), 2), 1)
         target = np.zeros_like(floor)
         np.put_along_axis(target, order[:, :boxes], True, 1)
         agent = np.where(floor & ~target, rng.random(floor.shape), -1).argmax(1)
         box, agent, undo, states = play_in_reverse(floor, target, agent, rng)
-        on_target = (box & target).any(1) | target[np.arange(len(floor)), agent]
-        kept = np.flatnonzero(~on_target)
+        starts_on_target = (box & target).any(1) | target[np.arange(len(floor)), agent]
+        kept = np.flatnonzero(~starts_on_target)
         wall, target, box = (mask[kept][:, INTERIOR] for mask in (~floor, target, box))
         packed = pack(wall, target, box, np.searchsorted(INTERIOR, agent[kept]))
         for level, i in zip(packed, kept, strict=True):
             actions = remove_loops(undo[:, i], states[:, i])
-            # fewer actions than 3 per box would be dull
+            # levels that need fewer than 3 actions per box are too easy
             if 3 * boxes <= len(actions) <= max_moves and bytes(level) not in excluded:
                 levels.append(level)
                 solutions.append(actions)
@@ -451,41 +489,49 @@ def generate(
 # ----------------------------------------------------------------------------- the environment
 
 
+def shift_right(x: Tensor, n: int) -> Tensor:
+    """Return int64 x shifted right by n bits, as if it were unsigned: zeros enter from the left."""
+    return (x >> n) & ((1 << (64 - n)) - 1)
+
+
 def scramble(x: Tensor) -> Tensor:
-    """Return splitmix64's finalizer of int64; signs are masked, because shifts are arithmetic."""
-    x = (x ^ (x >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47  # 0xbf58476d1ce4e5b9
-    x = (x ^ (x >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15  # 0x94d049bb133111eb
-    return x ^ (x >> 31 & (1 << 33) - 1)
+    """Return the finalizer of the splitmix64 generator for x int64. Its factors are written as
+    signed numbers."""
+    x = (x ^ shift_right(x, 30)) * -0x40A7B892E31B1A47  # 0xbf58476d1ce4e5b9
+    x = (x ^ shift_right(x, 27)) * -0x6B2FB644ECCEEE15  # 0x94d049bb133111eb
+    return x ^ shift_right(x, 31)
 
 
 def board_keys(seed: int, stream: int, board: Tensor) -> Tensor:
-    """Return the keys of random_bits for the boards with these numbers (N,) int64 and one of the
-    streams LEVEL_STREAM, ACTION_STREAM and EVALUATION_STREAM."""
-    return scramble(scramble(torch.full_like(board, (seed * 4 + stream) % (1 << 63))) + board)
+    """Return the keys (N,) int64 from which random_bits makes the random numbers of boards.
+
+    stream: LEVEL_STREAM, ACTION_STREAM or EVALUATION_STREAM. board: the boards' numbers (N,) int64.
+    """
+    start = torch.full_like(board, (4 * seed + stream) % (1 << 63))
+    return scramble(scramble(start) + board)
 
 
 def random_bits(keys: Tensor, count: Tensor) -> Tensor:
-    """Return random integers 0..2^53 - 1 that depend on each board's key (N,) and count (N,) or ()
-    alone.
+    """Return random integers 0..2^53 - 1, a function of each board's key (N,) and count (N,) or ().
 
-    So nothing depends on how boards are split over ranks, a resumed run needs no generator's state,
-    and a CUDA graph samples anew at every replay.
+    Because there is no other state, results do not depend on how boards are split over ranks, a
+    resumed run restores no generator, and each replay of a CUDA graph samples new numbers.
     """
-    return scramble(keys + count) >> 11 & (1 << 53) - 1
+    return shift_right(scramble(keys + count), 11)
 
 
 class SokobanEnv:
     """N boards that are played at once.
 
-    order 'random': a board whose episode has ended samples its next level from all levels, with
-    replacement; 'sequence': board i plays levels i, i + N, i + 2N, ... first_board is the number of
-    board 0 if other ranks have boards of the same run.
+    order: with 'random' a board whose episode has ended samples its next level from all levels,
+    with replacement; with 'sequence' board i plays the levels i, i + N, i + 2N, ... first_board is
+    the number of the first board, where other ranks have boards of the same run.
 
     All state is in tensors (N, ...) that are changed in place. The rules are tables, because on a
-    GPU a step costs as much as it has kernels, and torch.compile fuses lookups.
+    GPU the number of kernels decides how long a step takes, and torch.compile fuses lookups.
     """
 
-    STATE = ('level', 'grid', 'agent', 'steps', 'total', 'episode')
+    STATE = ('level', 'grid', 'agent', 'steps', 'total', 'episode')  # what state_dict() holds
 
     def __init__(
         self,
@@ -498,7 +544,8 @@ class SokobanEnv:
     ):
         if order not in ('random', 'sequence'):
             raise ValueError(f"order = {order!r}: expected 'random' or 'sequence'")
-        self.N, self.order = N, order
+        self.N = N
+        self.order = order
         grids, agents = unpack(levels)
         self.grids = torch.from_numpy(grids).to(device)  # (n, 100)
         self.agents = torch.from_numpy(agents).to(device)  # (n,)
@@ -506,10 +553,12 @@ class SokobanEnv:
         self.next_cells = torch.from_numpy(NEXT_CELLS).to(device)  # (100, 4, 3)
         self.cell = torch.arange(CELLS, device=device)
         self.board = torch.arange(first_board, first_board + N, device=device)
-        # sums of WALL, TARGET and BOX
-        self.grid = torch.zeros(N, CELLS, dtype=torch.uint8, device=device)
-        self.level, self.agent, self.steps, self.episode = self.board.new_zeros(4, N)
+        self.grid = torch.zeros(N, CELLS, dtype=torch.uint8, device=device)  # as unpack() has it
+        self.level = torch.zeros_like(self.board)
+        self.agent = torch.zeros_like(self.board)  # its cell
+        self.steps = torch.zeros_like(self.board)  # of the episode so far
         self.total = torch.zeros(N, device=device)  # the episode's return so far
+        self.episode = torch.zeros_like(self.board)  # number of episodes that have started
         self.restart(seed)
 
     def restart(self, seed: int) -> None:
@@ -518,31 +567,31 @@ class SokobanEnv:
         self.episode.zero_()
         self.reset(torch.ones_like(self.board, dtype=torch.bool))
 
-    def reset(self, which: Tensor) -> None:
-        """Put the boards of the mask (N,) on their next level."""
+    def reset(self, mask: Tensor) -> None:
+        """Start the next level on the boards where `mask` (N,) bool is true."""
         number = self.board + self.episode * self.N
         if self.order == 'random':
             number = random_bits(self.keys, self.episode)
         level = number % len(self.grids)
-        self.grid.copy_(torch.where(which[:, None], self.grids[level], self.grid))
-        self.level.copy_(torch.where(which, level, self.level))
-        self.agent.copy_(torch.where(which, self.agents[level], self.agent))
-        self.steps.masked_fill_(which, 0)
-        self.total.masked_fill_(which, 0)
-        self.episode.add_(which)
+        self.grid.copy_(torch.where(mask[:, None], self.grids[level], self.grid))
+        self.level.copy_(torch.where(mask, level, self.level))
+        self.agent.copy_(torch.where(mask, self.agents[level], self.agent))
+        self.steps.masked_fill_(mask, 0)
+        self.total.masked_fill_(mask, 0)
+        self.episode.add_(mask)
 
     def step(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Play actions (N,) int64, 0..3, and return reward (N,) fp32, done (N,), solved (N,) bool.
+        """Play actions (N,) int64, 0..3; return reward fp32, done bool and solved bool, (N,) each.
 
-        A board that is done is reset at once: the next observation is of its new episode.
+        A board that is done is reset at once: its next observation is that of a new episode.
         """
         reward, done, solved = self.move(action)
         self.reset(done)
         return reward, done, solved
 
     def move(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Play a step without the reset."""
-        cells = self.next_cells[self.agent, action]  # (N, 3): the agent's, and two before it
+        """Play actions like `step`, but reset no board."""
+        cells = self.next_cells[self.agent, action]  # (N, 3): the agent's and two in front of it
         near, far = self.grid.gather(1, cells[:, 1:]).long().unbind(1)
         outcome = self.outcomes[near, far]  # (N, 4)
         codes = outcome[:, 1:3].to(torch.uint8)  # (N, 2)
@@ -558,8 +607,8 @@ class SokobanEnv:
         return reward, done, solved
 
     def observe(self) -> Tensor:
-        """Return Jumanji's observation (N, 10, 10, 2) uint8: in channel 0 agent (3) and boxes (4),
-        in channel 1 walls (1) and targets (2)."""
+        """Return Jumanji's observations (N, 10, 10, 2) uint8: channel 0 holds agent (3) and boxes
+        (4), channel 1 walls (1) and targets (2)."""
         variable = (self.grid & BOX).masked_fill_(self.cell == self.agent[:, None], AGENT)
         return torch.stack([variable, self.grid & (WALL | TARGET)], -1).view(self.N, SIZE, SIZE, 2)
 
@@ -572,10 +621,10 @@ class SokobanEnv:
 
 
 class JumanjiEnv(SokobanEnv):
-    """The same boards, all with four boxes, moved by Jumanji's own Sokoban-v0.
+    """The same boards, moved by Jumanji's own Sokoban-v0.
 
-    jumanji and jax are imported here alone; the pinned jax runs on the CPU. Raises Mistake if a
-    level has fewer boxes.
+    Raises Mistake if a level has fewer than four boxes. jumanji and jax are imported nowhere else,
+    and the jax that requirements.txt pins runs on the CPU.
     """
 
     def __init__(
@@ -583,24 +632,25 @@ class JumanjiEnv(SokobanEnv):
     ):
         super().__init__(levels, N, seed, device, first_board=first_board)
         if ((self.grids & BOX) > 0).sum(1).min() < 4:
-            raise Mistake("Jumanji's Sokoban has 4 boxes, and some of these levels have fewer")
+            raise Mistake("env = 'jumanji' needs levels with 4 boxes, and some have fewer")
         need_packages(jumanji=True, jax=True)
         import jax
         from jumanji.environments import Sokoban
         from jumanji.environments.routing.sokoban import generator, types
 
-        # the generator is never asked for a level; other generators download theirs at once
-        game, self.State = Sokoban(generator.ToyGenerator()), types.State
+        # this generator is never called; others download their levels when they are created
+        game = Sokoban(generator.ToyGenerator())
+        self.State = types.State
         self.play = jax.jit(jax.vmap(game.step))
 
     def move(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Convert the boards to Jumanji's state, play its step and convert the result back."""
-        seen = self.observe().cpu().numpy()
+        observation = self.observe().cpu().numpy()
         agent = self.agent.cpu().numpy().astype(np.int32)
         before = self.State(
             key=np.zeros((self.N, 2), np.uint32),
-            variable_grid=seen[..., 0],
-            fixed_grid=seen[..., 1],
+            variable_grid=observation[..., 0],
+            fixed_grid=observation[..., 1],
             agent_location=np.stack(np.divmod(agent, SIZE), 1),
             step_count=self.steps.cpu().numpy().astype(np.int32),
         )
@@ -610,7 +660,7 @@ class JumanjiEnv(SokobanEnv):
             return torch.from_numpy(np.array(x)).to(action.device)
 
         variable, fixed = tensor(timestep.observation.grid).flatten(1, 2).unbind(-1)
-        self.grid.copy_(fixed | variable & BOX)
+        self.grid.copy_(fixed | (variable & BOX))
         self.agent.copy_((variable == AGENT).int().argmax(1))
         self.steps.copy_(tensor(timestep.observation.step_count))
         reward = tensor(timestep.reward)
@@ -620,18 +670,18 @@ class JumanjiEnv(SokobanEnv):
 
 # ----------------------------------------------------------------------------- evaluation
 #
-# A policy is anything with the three methods of convlstm.Agent that are called here:
+# A policy has three methods, like convlstm.Agent:
 #
-#     weights = policy.prepare()                 # once for a batch of levels
-#     state = policy.init_state(N)               # for N boards, zero
+#     weights = policy.prepare()                 # once per batch of levels
+#     state = policy.init_state(N)               # the state of N boards before their first step
 #     logits, value, state = policy.act(weights, obs, start, state)
 #
 # with obs (N, 10, 10, 2) uint8, start (N,) bool, true where an episode starts, and logits (N, 4).
 
 
 def sample_actions(logits: Tensor, random: Tensor) -> Tensor:
-    """Sample actions (B,) from logits (B, 4) by inversion, with `random` (B,) of random_bits()."""
-    u = (random >> 29).to(torch.float32) / 2**24  # 24 of 53 bits: exact in fp32, below 1
+    """Sample actions (B,) from logits (B, 4) by inversion. random: (B,), from random_bits()."""
+    u = (random >> 29).to(torch.float32) / 2**24  # 24 of the 53 bits: exact in fp32, below 1
     return (u[:, None] >= F.softmax(logits.float(), -1).cumsum(-1)[:, :-1]).sum(-1)
 
 
@@ -642,12 +692,14 @@ def run_episodes(
     """Play each of the packed levels (n, 17) once, for at most 120 steps.
 
     Actions are greedy, or sampled if a seed is given. `first_level` is the number of levels[0] in
-    the whole evaluation: ranks that share the levels sample the actions that one process would.
+    the whole evaluation, so that ranks that share the levels sample the same actions as one
+    process does.
 
-    Return on the CPU: solved (n,) bool, return and steps (n,) fp32, and actions (n, 120) int8, 0
+    Returns on the CPU: solved (n,) bool, return and steps (n,) fp32, and actions (n, 120) int8, 0
     after the end of an episode.
     """
-    n, batches, is_due = len(levels), [], every()
+    n, batches = len(levels), []
+    is_due = every()
     for first in range(0, n, EVALUATION_BATCH):
         # the last batch wraps around to a full one, so that every batch has the same shape
         N = min(EVALUATION_BATCH, n)
@@ -669,7 +721,7 @@ def run_episodes(
             else:
                 action = sample_actions(logits, random_bits(keys, env.steps))
             actions[:, t] = action * alive
-            # a board whose episode has ended plays on, and no longer counts
+            # a board whose episode has ended plays its next one, which does not count
             reward, start, solved = env.step(action)
             returns += reward * alive
             steps += alive
@@ -687,7 +739,8 @@ def run_episodes(
 def evaluate(
     policy: object, levels: ndarray, device: str, seed: int | None = None
 ) -> dict[str, float]:
-    """Return the mean solve_rate, return and steps over the levels, which the ranks share."""
+    """Return the means 'solve_rate', 'return' and 'steps' over all levels. Each rank plays a share
+    of them; seed None: greedy actions."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     shard = np.array_split(np.arange(len(levels)), world)[rank]
     totals = torch.zeros(3, dtype=torch.float64)
@@ -704,7 +757,7 @@ def evaluate(
 def replay(levels: ndarray, actions: ndarray) -> ndarray:
     """Return the observations (n, T + 1, 10, 10, 2) before, between and after actions (n, T).
 
-    Nothing is reset: the last observation of an episode is its end.
+    No board is reset: the last observation of an episode shows its end.
     """
     env = SokobanEnv(levels, len(levels), order='sequence')
     boards = [env.observe().numpy()]
@@ -717,10 +770,11 @@ def replay(levels: ndarray, actions: ndarray) -> ndarray:
 def write_evaluation(
     policy: object, levels: ndarray, name: str, device: str, folder: str, about: dict
 ) -> dict:
-    """Evaluate a policy greedily in this process and return the record it writes.
+    """Evaluate a policy greedily in this process, and write and return the record of it.
 
-    Writes folder/eval_NAME.json, which starts with the entries of `about`, and as GIFs the longest
-    episode that was solved and the first that was not.
+    Writes folder/eval_NAME.json, which starts with the entries of `about`, and two GIFs: the
+    longest episode that was solved and the first that was not. NAME is `name`, a split or the path
+    of a file, without folder and extension.
     """
     if int(os.environ.get('WORLD_SIZE', 1)) > 1:
         fail('eval_only runs in one process: start it with python, not torchrun')
@@ -747,7 +801,7 @@ def write_evaluation(
 
 
 class StatelessPolicy:
-    """A policy that is a function from observations (N, 10, 10, 2) to logits (N, 4)."""
+    """A policy without state: a function from observations (N, 10, 10, 2) to logits (N, 4)."""
 
     def __init__(self, logits: Callable[[Tensor], Tensor]):
         self.logits = logits
@@ -762,14 +816,16 @@ class StatelessPolicy:
         return self.logits(obs), None, state
 
 
-# a random policy where actions are sampled
+# equal logits: a random policy if its actions are sampled
 RANDOM = StatelessPolicy(lambda obs: torch.zeros(len(obs), 4, device=obs.device))
 
 
 def load_policy(name: str) -> StatelessPolicy:
-    """Return the policy of `module:function`, which maps observations (N, 10, 10, 2) uint8 to
-    actions (N,), both numpy arrays. Ends the script if there is no such function, or if it returns
-    anything but N actions from 0 to 3.
+    """Return the policy of `module:function`, a function from observations (N, 10, 10, 2) uint8 to
+    actions (N,), both numpy arrays.
+
+    Ends the script if there is no such function, or later if it returns anything but N actions from
+    0 to 3.
     """
     module, _, function = name.partition(':')
     sys.path.append(os.getcwd())
@@ -789,15 +845,17 @@ def load_policy(name: str) -> StatelessPolicy:
 
 
 class FeatureRecorder:
-    """Several agents as one policy: all see the same boards, the first one acts.
+    """Several agents (convlstm.Agent) as one policy: all see the same boards, the first one acts.
 
-    `features` collects s[L] of every step, the agents' channels side by side: (N, 10, 10, C) fp16.
-    With hold > 0 the agents see the first board `hold` times more before they act, and nothing is
-    collected.
+    `features` collects s[L] at every step, the agents' channels side by side: (N, 10, 10, C) fp16.
+    With hold > 0 the agents see the first board `hold` more times before the first action, and no
+    features are collected.
     """
 
     def __init__(self, *agents: object, hold: int = 0):
-        self.agents, self.hold, self.features = agents, hold, []
+        self.agents = agents
+        self.hold = hold
+        self.features = []
 
     def prepare(self) -> list:
         return [agent.prepare() for agent in self.agents]
@@ -809,11 +867,12 @@ class FeatureRecorder:
         # all boards start together at the first step, and never again
         repeats = 1 + self.hold if start.all() else 1
         for _ in range(repeats):
-            seen = [
-                agent.see(w, obs, start, state)
+            outputs = [
+                agent.encode_and_step(w, obs, start, state)
                 for agent, w, state in zip(self.agents, weights, states, strict=True)
             ]
-            features, states = [s for s, _ in seen], [state for _, state in seen]
+            features = [s for s, _ in outputs]
+            states = [state for _, state in outputs]
             start = torch.zeros_like(start)
         if not self.hold:
             self.features.append(torch.cat(features, -1).to(torch.float16).cpu())
@@ -825,9 +884,9 @@ class FeatureRecorder:
 #     env = gymnasium.make('sokoban:ParallelExperts/Sokoban-v0', n_boxes=1)
 #     envs = gymnasium.make_vec('sokoban:ParallelExperts/Sokoban-v0', num_envs=64)
 #
-# levels: packed levels (n, 17); without them n_levels are generated, with n_boxes and max_moves. An
-# episode's end is a termination, as in Jumanji, also at the time limit; infos have `solved`.
-# Without gymnasium there is SokobanEnv.
+# levels: packed levels (n, 17); without them n_levels are generated, with n_boxes and max_moves.
+# The end of an episode is a termination, at the time limit too, as in Jumanji; infos have `solved`.
+# If gymnasium is not installed, SokobanEnv still works.
 
 
 try:
@@ -858,7 +917,8 @@ class GymVectorEnv(VectorEnv if gymnasium else object):
         need_packages(gymnasium=True)
         if levels is None:
             levels, _ = generate(n_levels, n_boxes, 0, max_moves)
-        self.num_envs, self.boards = num_envs, SokobanEnv(levels, num_envs)
+        self.num_envs = num_envs
+        self.boards = SokobanEnv(levels, num_envs)
         spaces = gymnasium.spaces
         self.single_observation_space = spaces.Box(0, BOX, (SIZE, SIZE, 2), np.uint8)
         self.single_action_space = spaces.Discrete(4)
@@ -889,7 +949,8 @@ class GymEnv(gymnasium.Env if gymnasium else object):
     def __init__(
         self, levels: ndarray | None = None, render_mode: str | None = None, **options: int
     ):
-        self.vector, self.render_mode = GymVectorEnv(1, levels, **options), render_mode
+        self.vector = GymVectorEnv(1, levels, **options)
+        self.render_mode = render_mode
         self.observation_space = self.vector.single_observation_space
         self.action_space = self.vector.single_action_space
 
@@ -897,17 +958,17 @@ class GymEnv(gymnasium.Env if gymnasium else object):
         self, *, seed: int | None = None, options: dict | None = None
     ) -> tuple[ndarray, dict]:
         super().reset(seed=seed)
-        (self.seen,), infos = self.vector.reset(seed=int(self.np_random.integers(1 << 62)))
-        return self.seen, infos
+        (self.board,), infos = self.vector.reset(seed=int(self.np_random.integers(1 << 62)))
+        return self.board, infos
 
     def step(self, action: int) -> tuple[ndarray, float, bool, bool, dict]:
         _, (reward,), (terminated,), _, infos = self.vector.step([int(action)])
-        (self.seen,) = infos['final_obs']
-        solved = {'solved': infos['solved'].item()}
-        return self.seen, reward.item(), terminated.item(), False, solved
+        (self.board,) = infos['final_obs']
+        info = {'solved': infos['solved'].item()}
+        return self.board, reward.item(), terminated.item(), False, info
 
     def render(self) -> str | ndarray:
-        return board_text(self.seen) if self.render_mode == 'ansi' else board_image(self.seen)
+        return board_text(self.board) if self.render_mode == 'ansi' else board_image(self.board)
 
 
 if gymnasium:
@@ -922,7 +983,7 @@ if gymnasium:
 
 
 def observations(levels: ndarray) -> ndarray:
-    """Return the first observations (N, 10, 10, 2) uint8 of packed levels (N, 17)."""
+    """Return the observations (N, 10, 10, 2) uint8 of packed levels (N, 17) before any step."""
     return SokobanEnv(levels, len(levels), order='sequence').observe().numpy()
 
 
@@ -954,7 +1015,7 @@ def draw_tiles(cell: int) -> ndarray:
     bricks = (v % 1 > 0.08) & ((u + (v > 0)) % 2 > 0.08)
     ring = (radius < 0.54) & (radius > 0.34)
     eyes = (abs(u) - 0.27) ** 2 + (v + 0.14) ** 2 < 0.022
-    # of each character the shapes, from the bottom to the top
+    # the shapes of each character, from the bottom to the top
     wall = [(square < 2, 'mortar'), (bricks, 'brick')]
     floor = []
     target = [(ring, 'target'), (radius < 0.17, 'target')]
@@ -983,14 +1044,15 @@ def board_image(board: ndarray, cell: int = 24) -> ndarray:
 
 
 def plan_image(board: ndarray, plan: ndarray, truth: ndarray | None = None) -> ndarray:
-    """Return the picture of an observation with an arrow on every cell that a plan names.
+    """Return the picture of an observation with the arrows of a plan.
 
-    plan (10, 10): 0..3 for up, right, down, left, -1 for no arrow. The agent's own cell gets none.
-    Arrows are dark. If the directions that the agent will take are known (`truth`, of the same
-    form), only those that are right are dark, and those that are wrong are orange outlines.
+    plan (10, 10): 0..3 for up, right, down, left, -1 for no arrow. The agent's cell gets none.
+    truth: the directions that the agent will take, in the same form. Arrows are dark, except that
+    those that differ from `truth` are white with an orange rim.
     """
     cell = 24
-    picture, (v, u) = board_image(board, cell), np.mgrid[-1 : 1 : 1j * cell, -1 : 1 : 1j * cell]
+    picture = board_image(board, cell)
+    v, u = np.mgrid[-1 : 1 : 1j * cell, -1 : 1 : 1j * cell]  # rows, columns
     triangle = (abs(u) < 0.5 * v + 0.3) & (abs(v) < 0.5)  # points up
     rim = (abs(u) < 0.5 * v + 0.5) & (abs(v) < 0.62) & ~triangle
     for y, x in np.argwhere((plan >= 0) & (board[..., 0] != AGENT)):
@@ -1002,7 +1064,7 @@ def plan_image(board: ndarray, plan: ndarray, truth: ndarray | None = None) -> n
 
 
 def save_gif(frames: list[ndarray], path: str, ms: int = 150) -> None:
-    """Write pictures (H, W, 3) as an endless animation, `ms` per frame; the last stays longer."""
+    """Write pictures (H, W, 3) as an endless animation, `ms` per frame and 8 * ms for the last."""
     from PIL import Image
 
     first, *rest = map(Image.fromarray, frames)
@@ -1028,9 +1090,9 @@ def main() -> None:
 
         images = np.stack([board_image(board) for board in boards])  # (n, 240, 240, 3)
         columns = math.ceil(len(images) ** 0.5)
-        # white margins, and white pictures that fill the last row
-        margins = (0, -len(images) % columns), (4, 4), (4, 4), (0, 0)
-        rows = np.pad(images, margins, constant_values=255).reshape(-1, columns, 248, 248, 3)
+        # pad with white: pictures that complete the last row, and a margin around each
+        padding = ((0, -len(images) % columns), (4, 4), (4, 4), (0, 0))
+        rows = np.pad(images, padding, constant_values=255).reshape(-1, columns, 248, 248, 3)
         image = Image.fromarray(rows.swapaxes(1, 2).reshape(-1, columns * 248, 3))
         write_atomic(picture, lambda file: image.save(file, format='PNG'))
 

@@ -37,12 +37,13 @@ def arrow(*points, color=INK, width=1.2, style='-'):
 
 
 def text(x, y, label, size=9, color=INK, **keywords):
+    """Write a label, by default centered at (x, y)."""
     keywords = {'ha': 'center', 'va': 'center'} | keywords
     plt.text(x, y, label, color=color, size=size, **keywords)
 
 
 def draw_step(x, name):
-    """Draw one step: three layers of three experts, from the embedding to the logits."""
+    """Draw one step from the embedding z to the logits, with three layers of three experts."""
     text(x + 0.15, 0.42, f'$z_{{{name}}}$', 11)
     plt.plot([x + 0.15, x + 0.15], [0.62, 3.27], color=INK, lw=1.2, zorder=1)
     for y, label in ((1.05, 'layer 1'), (2.0, 'layer 2'), (2.95, 'layer L')):
@@ -58,7 +59,7 @@ def draw_step(x, name):
 
 
 def draw_layer(x):
-    """Draw one layer: what its experts read, and how their outputs become the next state."""
+    """Draw one layer, with its input, experts, cache of keys and values, and aggregation."""
     text(x + 2.3, 4.55, 'one layer: E experts in parallel', 10, weight='bold')
     arrow((x + 1.75, 0.6), (x + 2.2, 0.95))
     arrow((x + 2.9, 0.6), (x + 2.45, 0.95))

@@ -206,7 +206,7 @@ def test_features_are_the_agents_own(agents, monkeypatch):
         weights, state = agent.prepare(), agent.init_state(1)
         for t in range(2):
             start = torch.tensor([t == 0])
-            s, state = agent.see(weights, boards[t : t + 1], start, state)
+            s, state = agent.encode_and_step(weights, boards[t : t + 1], start, state)
             kept = features[i + t, ..., 8 * k : 8 * k + 8]
             np.testing.assert_allclose(kept, s[0].detach().numpy(), atol=2e-3)
 

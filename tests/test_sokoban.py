@@ -73,9 +73,9 @@ def test_text_is_packed_and_unpacked():
 @pytest.mark.parametrize(
     'old, new, message',
     [
-        ('#@$.', '# $.', 'level 1 has not exactly one agent'),
+        ('#@$.', '# $.', 'level 1 does not have exactly one agent'),
         ('#@$.', '#@é.', 'level 1 has a character that is none of'),
-        ('#$.     @#', '#@       #', 'level 0 has not 1 to 4 boxes'),
+        ('#$.     @#', '#@       #', 'level 0 does not have 1 to 4 boxes'),
         ('#@$.', '#@$. ', 'level 1 is not ten rows of ten characters'),
         ('#@$.', ' @$.', 'level 1 is not walled in'),
         ('; 0\n', '', 'level 0 does not start with'),
@@ -92,8 +92,8 @@ def test_malformed_arrays_are_refused_by_file_and_level(tmp_path):
     agent_on_box, no_cell = levels.copy(), levels.copy()
     agent_on_box[3, 16], no_cell[3, 8] = levels[3, 13], 255
     for broken, message in (
-        (agent_on_box, 'level 3 has not as many targets as boxes'),
-        (no_cell, 'has a cell that is none of 0..63'),
+        (agent_on_box, 'level 3 does not have as many targets as boxes'),
+        (no_cell, 'a cell of a packed level is not in 0..63'),
         (levels[:, :9], r'expected uint8 of shape \(N, 17\)'),
     ):
         np.save(path, broken)
@@ -205,10 +205,17 @@ def test_generate_is_deterministic_and_leaves_levels_out():
 
 
 @pytest.mark.parametrize(
-    'argument', [{'boxes': 0}, {'boxes': 5}, {'n': 0}, {'seed': -1}, {'max_moves': 5}]
+    'argument, message',
+    [
+        ({'boxes': 0}, 'n_boxes = 0: must be between 1 and 4'),
+        ({'boxes': 5}, 'n_boxes = 5: must be between 1 and 4'),
+        ({'n': 0}, 'n_levels = 0: must be at least 1'),
+        ({'seed': -1}, 'seed = -1: must be at least 0'),
+        ({'max_moves': 5}, 'max_moves = 5: must be between 24 and 120 for n_boxes = 4'),
+    ],
 )
-def test_generate_refuses_what_is_out_of_range(argument):
-    refuses('n_boxes = .*max_moves = ', generate, **{'n': 1, **argument})
+def test_generate_refuses_what_is_out_of_range(argument, message):
+    refuses(message, generate, **{'n': 1, **argument})
 
 
 # ----------------------------------------------------------------------------- the environment

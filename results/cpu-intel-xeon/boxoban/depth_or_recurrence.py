@@ -1,5 +1,5 @@
-"""Draw depth_or_recurrence.png, the training of six agents side by side, and print what each solves
-in its last million steps.
+"""Draw depth_or_recurrence.png, the training curves of six agents, and print the return and the
+solve rate of each in its last million steps.
 
     PYTHONPATH=. python results/cpu-intel-xeon/boxoban/depth_or_recurrence.py
 """
@@ -11,7 +11,7 @@ import figures
 XEON = Path(__file__).parent
 EPYC = XEON.parents[1] / 'cpu-amd-epyc/boxoban'
 STYLES = {'recurrent': '-', 'non-recurrent': '--'}
-# Folders of the recurrent and the non-recurrent agent; the first two sizes cost the same.
+# {sizes: (folder of the recurrent agent, of the non-recurrent one)}. The first two cost the same.
 RUNS = {
     'L = 4, E = 1': (XEON / 'convglu_L4_easy_first', XEON / 'convglu_L4_nonrecurrent_easy_first'),
     'L = 1, E = 4': (
@@ -21,11 +21,11 @@ RUNS = {
     'L = 1, E = 1': (EPYC / 'convglu_L1_easy_first', XEON / 'convglu_L1_nonrecurrent_easy_first'),
 }
 CURVES = {'return_1000': 'return, last 1,000 games', 'solve_rate_1000': 'solved, last 1,000 games'}
-LAST = 9_000_000  # environment steps: what comes after is summarized
+LAST = 9_000_000  # the records after this number of environment steps are summarized
 
 
 def summarize(log: list[dict]) -> str:
-    """Return mean return, mean solve rate and number of games after LAST environment steps."""
+    """Return as text mean return, mean solve rate and number of games after LAST steps."""
     last = [record for record in log if record.get('env_steps', 0) > LAST]
     score, solved = (sum(record[key] for record in last) / len(last) for key in CURVES)
     games = sum(record['episodes'] for record in last)

@@ -1,13 +1,14 @@
 """Measure evaluation loss by position in a stream, and draw the gain from recurrence by position.
 
-Every run given is evaluated on 524,288 bytes in 128 streams of 4,096, each from a reset state, and
-gets one line in by_position.json: {run: {end of a span of positions: mean loss in nats per byte}}.
-Without runs the figure, by_position.png, is drawn again from that file.
+Each run on the command line is evaluated on 524,288 bytes in 128 streams of 4,096, which start with
+a reset state. It gets one line in by_position.json, {run: {end of a span of positions: mean loss in
+nats per byte}}. The figure, by_position.png, is drawn from that file, also without any run.
 
     PYTHONPATH=. python results/cpu-intel-xeon/study_lm/by_position.py out/study/lm-small/*_s[234]
 
-A run's name in the file is 688/r4_s3: number of updates, r for recurrent or n for non-recurrent,
-layers, seed. Runs on other text, and runs with resets, are named after the folder they lie in.
+The name of a run in the file, such as 688/r4_s3, has the number of updates, r for recurrent or n
+for non-recurrent, the number of layers and the seed. For runs on other text and runs with resets,
+the name of the folder that holds the run replaces the number of updates.
 """
 
 import json
@@ -22,23 +23,24 @@ from configurator import write_text
 from data_fineweb import VOCAB, find_shards, load_val
 
 FILE = Path(__file__).with_name('by_position.json')
-SEEDS = '23456'  # the reported ones; seed 1 chose the learning rates
+SEEDS = '23456'  # seed 1, which chose the learning rates, is not reported
 ENDS = [16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
 SPANS = list(zip([0, *ENDS[:-1]], ENDS, strict=True))  # positions start..end - 1
 STREAMS = 128
 CHUNK = 16  # tokens per forward pass; divides every span
-GAIN = 'gain from recurrence, nats/byte'  # best depths: non-recurrent L = 8, recurrent L = 4
+GAIN = 'gain from recurrence, nats/byte'  # label of an axis, see `gain`
 
-# Groups of runs in the file, with their labels in the figure. An update has 10,240 bytes.
+# {group of runs in the file: label in the figure}. An update has 10,240 bytes.
 SPEECHES = {168: '1.72 MB', 344: '3.52 MB', 688: '7.05 MB', 1376: '14.1 MB'}
 OTHER_TEXT = {'web688': '7.05 MB of other text'}
-RESET = {'reset': '7.05 MB, --reset_every=32'}  # compared with the non-recurrent runs of 688
-FOLDERS = [*OTHER_TEXT, *RESET, 'reset8']  # groups named after their folder
+# compared with the non-recurrent runs of 688 updates, which have no state to reset
+RESET = {'reset': '7.05 MB, --reset_every=32'}
+FOLDERS = [*OTHER_TEXT, *RESET, 'reset8']  # groups that are named after a folder
 
 
 @torch.no_grad()
 def evaluate(folder: str) -> tuple[str, dict[str, float]]:
-    """Return the name of the run in `folder` and its mean loss in each span, by the span's end."""
+    """Return the name of the run in a folder and its mean losses, {end of a span: loss}."""
     model, saved = sample.load_trained(folder, 'last')
     config = saved['config']
     group = Path(folder).absolute().parent.name
@@ -70,14 +72,14 @@ def save(runs: dict) -> None:
 
 
 def mean_loss(by_end: dict[str, float], start: int, end: int) -> float:
-    """Return the mean loss over the positions start..end - 1, which must be whole spans."""
+    """Return the mean loss over the positions from start to end - 1, which must be whole spans."""
     spans = [(b - a, by_end[str(b)]) for a, b in SPANS if start <= a and b <= end]
     return sum(n * loss for n, loss in spans) / sum(n for n, _ in spans)
 
 
 def gain(runs: dict, group: int | str, start: int, end: int) -> tuple[float, float, int]:
-    """Return the gain from recurrence over the positions start..end - 1: mean, standard error and
-    number of seeds of the loss of the non-recurrent L = 8 minus the recurrent L = 4."""
+    """Return the gain from recurrence over the positions from start to end - 1, with standard error
+    and number of seeds: the loss of the non-recurrent L = 8 minus that of the recurrent L = 4."""
     baseline = 688 if group in RESET else group
     differences = [
         mean_loss(runs[f'{baseline}/n8_s{seed}'], start, end)
@@ -89,7 +91,7 @@ def gain(runs: dict, group: int | str, start: int, end: int) -> tuple[float, flo
 
 
 def draw(runs: dict) -> None:
-    """Draw the gain by position: on the left whole streams, on the right all but the first span."""
+    """Draw the gain by position, on the left for all spans, on the right without the first span."""
     figure, panels = figures.new_figure(2, 3.2, sharey=False)
     for axes, spans in zip(panels, (SPANS, SPANS[1:]), strict=True):
         for i, (group, label) in enumerate((SPEECHES | OTHER_TEXT | RESET).items()):

@@ -1,5 +1,5 @@
-"""Print the study's verdict in streams of 4,096 bytes and draw depth.png and lengths.png: loss by
-layers, and the gain from recurrence by length of training.
+"""Draw depth.png and lengths.png: loss by the number of layers, and gain from recurrence by length
+of training. Print the numbers of the study in streams of 4,096 bytes: losses, best depths, gains.
 
     PYTHONPATH=. python results/cpu-intel-xeon/study_lm/lengths.py
 """
@@ -19,13 +19,13 @@ EPYC = XEON.parents[1] / 'cpu-amd-epyc/study_lm'
 BYTES_PER_UPDATE = 10240
 STUDY = 688 * BYTES_PER_UPDATE  # 7.05 MB
 
-# Run names in the files of losses. Runs of seed 1, which chose the learning rates, and variants
-# (named in brackets) do not match.
+# Names of runs in the files of losses. Runs of seed 1, which chose the learning rates, and variants
+# of the study, whose names end in brackets, do not match.
 RUN = re.compile(r'transformer_(\w+)_L(\d+)_.*_s([234])( \((\d+) updates\))?')
 LONG_RUN = re.compile(rf'(\d+)/([rn])(\d+)_s([{by_position.SEEDS}])')
-# Kinds of model as the files of losses name them: label and line style.
+# {kind of model, as the files of losses call it: (label, line style)}
 KINDS = {'recurrent': ('recurrent', '-'), 'nonrecurrent': ('non-recurrent', '--')}
-LETTERS = {'r': 'recurrent', 'n': 'nonrecurrent'}
+LETTERS = {'r': 'recurrent', 'n': 'nonrecurrent'}  # as by_position.json calls them
 
 
 def read(path: Path) -> dict:
@@ -38,7 +38,7 @@ def empty_losses() -> dict:
 
 
 def one_speech() -> dict:
-    """Return the losses on 65,536 bytes in streams of 512."""
+    """Return the losses on one speech, 65,536 bytes in streams of 512."""
     losses = empty_losses()
     for path in (XEON / 'losses.json', EPYC / '7M/losses.json', EPYC / '14M.json'):
         for name, by_bytes in read(path).items():
@@ -49,7 +49,7 @@ def one_speech() -> dict:
 
 
 def twelve_speeches() -> dict:
-    """Return the losses on 524,288 bytes in streams of 512."""
+    """Return the losses on twelve speeches, 524,288 bytes in streams of 512."""
     losses = empty_losses()
     for name, loss in read(XEON / 'twelve_speeches.json').items():
         if run := RUN.fullmatch(name):
@@ -61,7 +61,7 @@ def twelve_speeches() -> dict:
 
 
 def long_streams() -> dict:
-    """Return the losses on 524,288 bytes in streams of 4,096."""
+    """Return the losses on twelve speeches, 524,288 bytes in streams of 4,096."""
     losses = empty_losses()
     for name, by_end in read(by_position.FILE).items():
         if run := LONG_RUN.fullmatch(name):
@@ -77,17 +77,16 @@ def difference(a: dict, b: dict) -> tuple[float, float, int]:
     return figures.with_standard_errors({0: figures.summarize(differences)})[0]
 
 
-def print_verdict(losses: dict, length: int) -> None:
-    """Print what `sweep.py --table` prints (losses, how sure the best depths are), the gains from
-    depth and the gain from recurrence."""
+def print_numbers(losses: dict, length: int) -> None:
+    """Print losses and best depths, as `sweep.py --table` does, then the difference between 2 and 8
+    layers and the gain from recurrence."""
     runs = []
     for kind in KINDS:
         for L, by_seed in sorted(losses[kind, length].items()):
             row = figures.Row('transformer', kind == 'recurrent', 'small', L, 16 // L, 48)
             runs += [(row._replace(seed=seed), [{'val_loss': x}]) for seed, x in by_seed.items()]
-    for row, (value, error, n) in figures.with_standard_errors(
-        figures.summarize_cells(runs)
-    ).items():
+    points = figures.with_standard_errors(figures.summarize_cells(runs))
+    for row, (value, error, n) in points.items():
         print(f'{row.variant}, L = {row.L}: {value:.4f} +- {error:.4f}, {n} seeds')
     print(sweep.best_depths(runs))
 
@@ -101,14 +100,14 @@ def print_verdict(losses: dict, length: int) -> None:
 
 
 def best(by_layers: dict) -> dict:
-    """Return {seed: loss} of the L with the best mean, among those with the most seeds."""
+    """Return {seed: loss} of the best L: the lowest mean among those with the most seeds."""
     most = max(map(len, by_layers.values()))
     complete = [by_seed for by_seed in by_layers.values() if len(by_seed) == most]
     return min(complete, key=lambda by_seed: mean(by_seed.values()))
 
 
 def gains(losses: dict) -> dict:
-    """Return {MB of training: gain from recurrence, best depth against best depth}."""
+    """Return {MB of training: gain from recurrence}, each variant at its best depth."""
     lengths = sorted({length for _, length in losses})
     return {
         length / 1e6: difference(
@@ -131,7 +130,7 @@ def long_stream_gains() -> dict:
 
 
 def draw_layers(axes, losses: dict, lengths: list[int]) -> None:
-    """Draw loss by L: a color per length, non-recurrent models dashed."""
+    """Draw loss by L, with a color for each length; lines of non-recurrent models are dashed."""
     for i, length in enumerate(lengths):
         for kind, (label, style) in KINDS.items():
             points = {L: figures.summarize([*x.values()]) for L, x in losses[kind, length].items()}
@@ -155,7 +154,7 @@ def draw_gains(axes, lines: dict) -> None:
 
 def main() -> None:
     one, twelve, long = one_speech(), twelve_speeches(), long_streams()
-    print_verdict(long, STUDY)
+    print_numbers(long, STUDY)
 
     figure, (left, right) = figures.new_figure(2, 3.2, sharey=False)
     draw_layers(left, long, [STUDY])
