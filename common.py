@@ -1,8 +1,8 @@
 """What both trainers share: ranks and the reduction of gradients, the device, checkpoints and
 exports, the output folder and signals, logs and trackers.
 
-Checkpoints hold tensors and plain types and are read with weights_only=True: a stranger's
-checkpoint cannot run code. With several ranks (torchrun), rank 0 writes.
+Checkpoints hold tensors and plain types and are read with weights_only=True, so that a checkpoint
+from a stranger cannot run code. Under torchrun only rank 0 writes files.
 """
 
 import contextlib
@@ -40,9 +40,9 @@ if tuple(map(int, torch.__version__.split('.')[:2])) < (2, 11):  # no earlier ve
 
 LAST, PREV, BEST = 'ckpt_last.pt', 'ckpt_prev.pt', 'ckpt_best.pt'
 WEIGHTS, CONFIG = 'model.safetensors', 'config.json'  # of an export
-LOCK = '.run'  # locked while a run uses its folder; its presence marks the folder as a run's
-BEGUN = '.begun'  # the id of the torchrun launch that last started a run in the folder
-# Files that a run writes into its folder and that `overwrite` removes.
+LOCK = '.run'  # locked while a run uses the folder; a folder without this file holds no run
+LAUNCH = '.launch'  # holds the id of the torchrun launch that last started a run in the folder
+# Files that a run writes into its folder, and that `overwrite` removes.
 RUN_FILES = 'ckpt_*.pt log.jsonl config.json loss.png curve.png eval_*.json eval_*.gif *.tfevents.*'
 TIMEOUT = datetime.timedelta(minutes=10)  # for a rank that does not answer
 # FLOP/s of dense bf16 by (a part of) the GPU's name; the first that matches counts.
@@ -56,6 +56,25 @@ PEAK_FLOPS = {
     'L40S': 362e12,
     '4090': 165e12,
 }
+# What RuntimeErrors of torch say when an allocation in host memory has failed.
+ALLOCATION_FAILED = (
+    'DefaultCPUAllocator',
+    "can't allocate memory",
+    'std::bad_alloc',
+    'Storage size calculation over',
+    'integer multiplication overflow',
+)
+# Memory of a container, by version 2 and version 1 of cgroups: the folder, the files with the limit
+# and the usage, and the key in memory.stat of the page cache that is part of the usage.
+CGROUPS = [
+    ('/sys/fs/cgroup', 'memory.max', 'memory.current', 'inactive_file'),
+    (
+        '/sys/fs/cgroup/memory',
+        'memory.limit_in_bytes',
+        'memory.usage_in_bytes',
+        'total_inactive_file',
+    ),
+]
 # What torch.load and load_state_dict raise for damaged or foreign files.
 UNREADABLE = (
     RuntimeError,
@@ -73,46 +92,46 @@ Path = str | os.PathLike
 
 
 class CheckpointError(Mistake):
-    """A checkpoint or an output folder cannot be used. The message is one line that says why and
-    what to do."""
+    """A checkpoint, export or output folder cannot be used. The message is one line that says why
+    and what to do."""
 
 
 # ---- ranks ----
 
 
 def restart_count() -> int:
-    """Return how often torchrun --max-restarts has restarted this process."""
+    """Return the number of times that torchrun --max-restarts has restarted this process."""
     return int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0))
 
 
 def launch_id() -> str:
-    """Return the id of torchrun's launch, which a restart keeps; empty without torchrun."""
+    """Return the id of the torchrun launch, the same after a restart; '' without torchrun."""
     return os.environ.get('TORCHELASTIC_RUN_ID', '')
 
 
 def print0(text: str) -> None:
-    """Print on the first rank alone."""
+    """Print on rank 0 only."""
     if os.environ.get('RANK', '0') == '0':
         try:
             print(text, flush=True)
         except BrokenPipeError:
-            if not Stopper.stopping:  # ctrl-C ends `| tee` too, and the run must still save
+            if not Stopper.stopping:  # ctrl-C also ends `| tee`, and the run must still be saved
                 raise
 
 
 def join_ranks(device: str, threads: int) -> tuple[int, int, str]:
-    """Return rank, world size and device ('cpu', 'mps' or 'cuda:N') of this process.
-
-    Under torchrun the process joins the process group. device, threads: as for pick_device."""
+    """Join the process group, under torchrun, and return the rank, the number of ranks and the
+    device ('cpu', 'mps' or 'cuda:N') of this process. device, threads: see pick_device."""
     rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
-    device, backend = pick_device(device, threads), 'gloo'
+    device = pick_device(device, threads)
+    backend = 'gloo'
     if device.startswith('cuda'):
         backend = 'cpu:gloo,cuda:nccl'
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision('high')
     if world > 1:
-        # torchrun's store outlives an attempt: without a prefix, restarted ranks would find the
-        # addresses of the dead ones.
+        # The store of torchrun survives a restart. Without a prefix for each attempt, the restarted
+        # ranks would find the addresses of the dead ones.
         store, _, _ = next(dist.rendezvous('env://', timeout=TIMEOUT))
         store = dist.PrefixStore(f'attempt {restart_count()}', store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
@@ -120,7 +139,7 @@ def join_ranks(device: str, threads: int) -> tuple[int, int, str]:
 
 
 def leave(run: object) -> None:
-    """Release the run's folder and leave the process group, when all ranks have come here."""
+    """Release the lock of the run's folder, wait for all ranks and leave the process group."""
     if run.lock:
         run.lock.release()
     if run.world > 1:
@@ -129,33 +148,36 @@ def leave(run: object) -> None:
 
 
 def gather(local: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """Return the parts that all ranks hold of a tensor, joined along dim, on rank 0 and on the CPU
-    (a GPU may lack the memory); on other ranks the local part."""
+    """Concatenate the `local` tensors of all ranks along dim and return the result on rank 0, on
+    the CPU, because a GPU may lack the memory. Other ranks return their local tensor."""
     local = local.cpu()
     if not dist.is_initialized():
         return local
-    first = dist.get_rank() == 0
-    parts = [torch.empty_like(local) for _ in range(dist.get_world_size())] if first else None
+    if dist.get_rank() > 0:
+        dist.gather(local)
+        return local
+    parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
     dist.gather(local, parts)
-    return torch.cat(parts, dim) if first else local
+    return torch.cat(parts, dim)
 
 
 # ---- the reduction of gradients ----
 
 
 class Gradients:
-    """The gradients of a model in one contiguous buffer, with a few numbers behind them.
+    """The gradients of a model in one contiguous buffer, followed by a few other numbers.
 
-    The .grad of each parameter is a view of the buffer: a CUDA graph finds it at the same address
-    in every replay, one fill clears all gradients, and one message sums them over the ranks.
+    The .grad of each parameter is a view of the buffer. So a CUDA graph finds it at the same
+    address in every replay, one fill clears all gradients, and one all-reduce sums them over the
+    ranks.
 
-    params: floating-point parameters of one dtype. n_extra: the length of the vector `extra`,
-    whose numbers (such as the loss) are summed over the ranks in the same message."""
+    params: floating-point parameters of one dtype. n_extra: length of the vector `extra` at the end
+    of the buffer, for numbers such as the loss that the same all-reduce sums."""
 
     def __init__(self, params: Iterable[torch.nn.Parameter], n_extra: int = 1):
         self.params = list(params)
-        # Every view starts at a multiple of 128 bytes, as kernels with vector loads like it.
-        sizes = [-(-p.numel() // 32) * 32 for p in self.params]
+        # Every view starts at a multiple of 128 bytes (32 fp32 numbers), for aligned vector loads.
+        sizes = [math.ceil(p.numel() / 32) * 32 for p in self.params]
         self.buffer = self.params[0].detach().new_zeros(sum(sizes) + n_extra)
         *parts, self.extra = self.buffer.split([*sizes, n_extra])
         self.views = [
@@ -164,13 +186,13 @@ class Gradients:
         self.zero()
 
     def zero(self) -> None:
-        """Clear gradients and `extra`, and make every .grad its view again."""
+        """Set gradients and `extra` to zero, and make every .grad a view of the buffer again."""
         self.buffer.zero_()
         for p, view in zip(self.params, self.views, strict=True):
             p.grad = view
 
     def sum_over_ranks(self) -> None:
-        """Sum gradients and `extra` over the ranks, in one all-reduce; nothing with one rank."""
+        """Sum gradients and `extra` over the ranks in one all-reduce; do nothing with one rank."""
         if dist.is_initialized():
             dist.all_reduce(self.buffer)
 
@@ -183,9 +205,10 @@ class Gradients:
 
 
 def pick_device(name: str, threads: int = 0) -> str:
-    """Return 'cpu', 'mps' or 'cuda:N' for a `device` setting; 'auto' takes CUDA where there is any,
-    else the CPU. Under torchrun each rank gets a GPU of its own. threads: CPU threads, 0 is torch's
-    choice. Raises Mistake for a device that is not there."""
+    """Return 'cpu', 'mps' or 'cuda:N' for a `device` setting, and set the number of CPU threads.
+
+    'auto' is a CUDA device if there is one, else the CPU. Under torchrun each rank gets a GPU of
+    its own. threads = 0 leaves torch's choice. Raises Mistake for a device that is not there."""
     device = ('cuda' if torch.cuda.is_available() else 'cpu') if name == 'auto' else name
     if not re.fullmatch(r'cpu|mps|cuda(:\d+)?', device):
         raise Mistake(f"device = {name!r}: expected 'auto', 'cpu', 'mps', 'cuda' or 'cuda:N'")
@@ -204,18 +227,20 @@ def pick_device(name: str, threads: int = 0) -> str:
 
 
 def pick_threads(threads: int, device: str, chunk: Callable[[int], object], length: int) -> int:
-    """Set and return the number of CPU threads of a training run.
+    """Set and return the number of CPU threads of a training run: `threads`, or if that is 0 one
+    thread or all of them, whichever is faster. Beside other work that is often one.
 
-    threads: the setting, or what the checkpoint of a resumed run holds: a sum over other threads
-    rounds differently, and a run resumed on a CPU is bit-equal to one that was not interrupted. If
-    0, one thread and all threads run chunk(T), T steps of a training chunk, in turns for about a
-    second, and the faster number is chosen; beside other work that is often one. T is the least
-    power of 2 for which a chunk takes a tenth of a second, at most `length`. Nothing is measured on
-    a GPU, or if OMP_NUM_THREADS is set, as torchrun and sweep.py do. Ranks choose together."""
-    every_one = torch.get_num_threads()
-    if threads or device != 'cpu' or every_one == 1 or 'OMP_NUM_THREADS' in os.environ:
-        torch.set_num_threads(threads or every_one)
-        return threads or every_one
+    To measure it, chunk(T) runs the first T steps of a training chunk, with one thread and with all
+    in turns, for about a second. T is doubled until a call takes a tenth of a second, up to
+    `length`. Ranks choose together. On a GPU, or if OMP_NUM_THREADS is set, as torchrun and
+    sweep.py do, torch's number is kept.
+
+    A resumed run passes the number in its checkpoint, because sums over another number of threads
+    round differently, and a run resumed on a CPU is bit-equal to an uninterrupted one."""
+    n_all = torch.get_num_threads()
+    if threads or device != 'cpu' or n_all == 1 or 'OMP_NUM_THREADS' in os.environ:
+        torch.set_num_threads(threads or n_all)
+        return threads or n_all
 
     def seconds(n: int, T: int) -> float:
         torch.set_num_threads(n)
@@ -223,31 +248,33 @@ def pick_threads(threads: int, device: str, chunk: Callable[[int], object], leng
         chunk(T)
         return time.perf_counter() - start
 
-    T, total = 1, torch.zeros(2, dtype=torch.float64)
-    seconds(every_one, T)  # the first call allocates
-    while T < length and seconds(every_one, T) < 0.1:
+    T = 1
+    seconds(n_all, T)  # the first call allocates
+    while T < length and seconds(n_all, T) < 0.1:
         T = min(2 * T, length)
     rounds = 0
-    while total.sum() < 1:
-        total += torch.tensor([seconds(1, T), seconds(every_one, T)])
+    totals = torch.zeros(2, dtype=torch.float64)  # seconds with one thread, and with all
+    while totals.sum() < 1:
+        totals += torch.tensor([seconds(1, T), seconds(n_all, T)])
         rounds += 1
-    total /= rounds
+    means = totals / rounds
     if dist.is_initialized():
-        dist.all_reduce(total)
-    one, all_ = total.tolist()
-    chosen = 1 if one < all_ else every_one
-    print0(f'threads = {chosen}: {T} steps take {one:.3f} s with 1, {all_:.3f} s with {every_one}')
-    torch.set_num_threads(chosen)
-    return chosen
+        dist.all_reduce(means)
+    with_one, with_all = means.tolist()
+    n = 1 if with_one < with_all else n_all
+    print0(f'threads = {n}: {T} steps take {with_one:.3f} s with 1, {with_all:.3f} s with {n_all}')
+    torch.set_num_threads(n)
+    return n
 
 
 def pick_dtype(name: str, device: str) -> torch.dtype:
-    """Return the dtype of matrix products for a `dtype` setting; 'auto' takes bfloat16 where the
-    device multiplies it fast."""
+    """Return the dtype of matrix products for a `dtype` setting; 'auto' is bfloat16 if the device
+    is fast at it, else float32. Raises Mistake for any other name."""
     if name not in ('auto', 'float32', 'bfloat16'):
         raise Mistake(f"dtype = {name!r}: expected 'auto', 'float32' or 'bfloat16'")
-    fast = name == 'auto' and bf16_is_fast(device)
-    return torch.bfloat16 if name == 'bfloat16' or fast else torch.float32
+    if name == 'auto':
+        name = 'bfloat16' if bf16_is_fast(device) else 'float32'
+    return getattr(torch, name)
 
 
 def device_name(device: str) -> str:
@@ -266,67 +293,55 @@ def device_name(device: str) -> str:
 
 
 def device_memory(device: str) -> tuple[float, float]:
-    """Return the bytes of memory that this process may use on the device, and how many of them are
-    free now.
+    """Return the bytes of memory that this process may use on the device, and the bytes of these
+    that are free now.
 
-    On a CPU that is nine tenths of what psutil reports, or of what is left under the limit of a
-    container (cgroups), divided by the processes of one torchrun on this host."""
+    On a CPU they are nine tenths of the memory of the machine, or of the container if that has a
+    limit (cgroups), divided by the number of processes that torchrun started on this host."""
     if device.startswith('cuda'):
         free, total = torch.cuda.mem_get_info(device)
         return float(total), float(free + torch.cuda.memory_reserved(device))
     memory = psutil.virtual_memory()
     total, free = memory.total, memory.available
-    for limit, used, cached in CGROUP_FILES:
+    for folder, limit_file, usage_file, cache_key in CGROUPS:
         with contextlib.suppress(OSError, ValueError, TypeError):  # no such file, or no limit
-            total = min(total, int(pathlib.Path(limit).read_text()))
-            statistics = pathlib.Path(cached[0]).read_text()
-            reclaimable = int(re.search(rf'^{cached[1]} (\d+)', statistics, re.M)[1])
-            free = min(free, total - int(pathlib.Path(used).read_text()) + reclaimable)
+            total = min(total, int(pathlib.Path(folder, limit_file).read_text()))
+            used = int(pathlib.Path(folder, usage_file).read_text())
+            statistics = pathlib.Path(folder, 'memory.stat').read_text()
+            page_cache = int(re.search(rf'^{cache_key} (\d+)', statistics, re.M)[1])
+            free = min(free, total - used + page_cache)  # the system gives up its page cache
     share = 0.9 / int(os.environ.get('LOCAL_WORLD_SIZE', 1))
     return share * total, share * free
 
 
-# A container's memory: the file with its limit, with its use, and the part of that which the page
-# cache would give back. Version 2 of cgroups, then version 1.
-CGROUP_FILES = [
-    (
-        '/sys/fs/cgroup/memory.max',
-        '/sys/fs/cgroup/memory.current',
-        ('/sys/fs/cgroup/memory.stat', 'inactive_file'),
-    ),
-    (
-        '/sys/fs/cgroup/memory/memory.limit_in_bytes',
-        '/sys/fs/cgroup/memory/memory.usage_in_bytes',
-        ('/sys/fs/cgroup/memory/memory.stat', 'total_inactive_file'),
-    ),
-]
-
-
 def out_of_memory(error: BaseException) -> str:
-    """Return which memory an error says is used up, 'GPU memory' or 'memory'; '' for others."""
+    """Return 'GPU memory' or 'memory' if the error says that it ran out, and '' otherwise."""
     if isinstance(error, torch.OutOfMemoryError):
         return 'GPU memory'
-    text = "DefaultCPUAllocator|can't allocate memory|std::bad_alloc|Storage size calculation over"
-    text += '|integer multiplication overflow'
-    full = isinstance(error, RuntimeError) and re.search(text, str(error))
-    return 'memory' if full or isinstance(error, MemoryError) else ''
+    if isinstance(error, MemoryError):
+        return 'memory'
+    if isinstance(error, RuntimeError) and any(text in str(error) for text in ALLOCATION_FAILED):
+        return 'memory'
+    return ''
 
 
-def check_fits(need: float, what: str, device: str = 'cpu', advice: str = 'ask for less') -> None:
-    """Raise Mistake if `need` bytes, the least that `what` takes, are more than the device has
-    free. Call it before allocating; what fits by this measure may still be too much."""
-    if need > (free := device_memory(device)[1]):
-        needs = f'needs more than {need / 1e9:,.1f} GB of memory'
+def check_fits(size: float, what: str, device: str = 'cpu', advice: str = 'ask for less') -> None:
+    """Raise Mistake if `size` bytes, the least that `what` needs, are more than the device has
+    free. For use before an allocation; `what` may need more and still not fit."""
+    free = device_memory(device)[1]
+    if size > free:
+        needs = f'needs more than {size / 1e9:,.1f} GB of memory'
         has = f'{device_name(device)} has {free / 1e9:,.1f} GB free'
         raise Mistake(f'{what}: {needs}, and {has}: {advice}')
 
 
 def check_model(build: Callable, config: object, copies: int = 1, device: str = 'cpu') -> None:
-    """Raise Mistake if the fp32 weights of build(config) do not fit `copies` times on the device
-    (training also keeps gradients and moments). config: a dataclass with n_layer, n_expert, n_embd.
+    """Raise Mistake if `copies` of the fp32 weights of build(config) do not fit on the device:
+    training keeps four, weights, gradients and two moments. config: a dataclass with n_layer,
+    n_expert and n_embd.
 
-    Nothing is allocated: models of one layer and of two are built on 'meta', and the rest follows.
-    """
+    Nothing is allocated. Models of one and of two layers are built on the device 'meta', and every
+    further layer counts as much as the second."""
     L = config.n_layer
     what = f'a model of n_layer = {L}, n_expert = {config.n_expert}, n_embd = {config.n_embd}'
     try:
@@ -342,20 +357,20 @@ def check_model(build: Callable, config: object, copies: int = 1, device: str = 
 def keep_memory() -> None:
     """Keep freed memory in the process, where the C library is glibc.
 
-    By default glibc returns large blocks to the system, and a training loop that allocates the
-    same ones at every step pays for clearing their pages again: a fifth of the time on a CPU."""
+    By default glibc returns large blocks to the system, which clears their pages again when a
+    training loop allocates the same blocks in its next step: a fifth of the time on a CPU."""
     with contextlib.suppress(OSError, AttributeError, TypeError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-4, 0)  # M_MMAP_MAX: no block gets a mapping of its own
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the heap does not shrink
 
 
-def compiles(model: torch.nn.Module, once: Callable[[], object]) -> bool:
-    """Call once(), which compiles what training needs, before any clock runs; return whether
-    compilation works on this machine, and print why if it does not."""
+def compiles(model: torch.nn.Module, trial: Callable[[], object]) -> bool:
+    """Return whether trial(), which runs what training compiles, can be compiled on this machine;
+    print the time that it took, or why it failed. The gradients of the model are cleared."""
     start = time.time()
     try:
-        once()
+        trial()
         print0(f'compiled in {time.time() - start:.0f} s')
         return True
     except Exception as error:
@@ -368,7 +383,7 @@ def compiles(model: torch.nn.Module, once: Callable[[], object]) -> bool:
 
 
 def need_packages(**wanted: bool) -> None:
-    """End the script if a package is wanted and not installed: need_packages(wandb=True)."""
+    """End the script if a package with a true value is not installed: need_packages(wandb=True)."""
     for name, is_wanted in wanted.items():
         if is_wanted and importlib.util.find_spec(name) is None:
             package = {'PIL': 'pillow'}.get(name, name)
@@ -376,8 +391,8 @@ def need_packages(**wanted: bool) -> None:
 
 
 def mfu(run: object, tokens_per_s: float) -> str:
-    """Return the model FLOPs utilization: nominal FLOPs of forward and backward over the peak of
-    the GPUs in bf16; 'n/a' where that is unknown."""
+    """Return the model FLOPs utilization as a percentage: the FLOPs of forward and backward over
+    the peak of the GPUs in bf16; 'n/a' if the peak is unknown or the run is not in bf16."""
     on_gpu = run.device.startswith('cuda') and run.amp == torch.bfloat16
     name = device_name(run.device) if on_gpu else ''
     peaks = [peak for gpu, peak in PEAK_FLOPS.items() if gpu in name]
@@ -386,7 +401,7 @@ def mfu(run: object, tokens_per_s: float) -> str:
 
 
 def machine(run: object) -> str:
-    """Return one line with the versions, the devices and the threads of a run."""
+    """Return a line with the versions, the devices and the CPU threads of a run."""
     versions = f'torch {torch.__version__}, python {platform.python_version()}'
     threads = f'{torch.get_num_threads()} threads'
     return f'{versions}, {run.world} x {device_name(run.device)} ({threads})'
@@ -416,9 +431,11 @@ def save_checkpoint(obj: dict, path: Path, keep: str | None = None) -> None:
     def write(file):
         try:
             torch.save(obj, file)
-        except RuntimeError as error:  # torch complains about a position; the cause comes before
-            full = isinstance(error.__context__, OSError)
-            raise (error.__context__ if full else error) from None
+        except RuntimeError as error:
+            # When the disk is full, torch hides the OSError behind an error of its own.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
     write_atomic(path, write, keep)
 
@@ -426,7 +443,7 @@ def save_checkpoint(obj: dict, path: Path, keep: str | None = None) -> None:
 def load_checkpoint(path: Path) -> dict:
     """Return what save_checkpoint saved, with its tensors on the CPU. Raises CheckpointError."""
     try:
-        with zipfile.ZipFile(path) as file:  # torch's format; torch ignores its checksums
+        with zipfile.ZipFile(path) as file:  # torch.load does not check the checksums of the zip
             if file.testzip() is not None:
                 raise zipfile.BadZipFile('wrong checksum')
         return torch.load(path, map_location='cpu', weights_only=True, mmap=False)
@@ -446,8 +463,9 @@ def saved_in(out_dir: Path) -> list[pathlib.Path]:
 
 def load_latest(out_dir: Path) -> tuple[dict, pathlib.Path]:
     """Return the last checkpoint in the folder and its path; if it is damaged, print a warning and
-    take the one before. Raises CheckpointError if neither can be read."""
-    if not (paths := saved_in(out_dir)):
+    return the previous one. Raises CheckpointError if neither can be read."""
+    paths = saved_in(out_dir)
+    if not paths:
         raise CheckpointError(f'{out_dir}: holds no trained run, there is no {LAST}')
     try:
         return load_checkpoint(paths[0]), paths[0]
@@ -466,13 +484,15 @@ def load_run(
     config: dict | None = None,
     file: str = '',
 ) -> tuple[dict, pathlib.Path]:
-    """Return a run's last checkpoint, or `file` of its folder if that exists, and the path.
+    """Return a checkpoint of a run and its path: `file` if the folder has it, else the last one.
 
     script: the name of the trainer, for messages. needed: keys that the checkpoint must have.
-    Raises CheckpointError if one is missing, or if a setting in `fixed` differs from config's."""
-    path = pathlib.Path(folder, file or LAST)
-    named = file and path.exists()
-    saved, path = (load_checkpoint(path), path) if named else load_latest(folder)
+    fixed: settings that must have the same values in `config`. Raises CheckpointError."""
+    path = pathlib.Path(folder, file)
+    if file and path.exists():
+        saved = load_checkpoint(path)
+    else:
+        saved, path = load_latest(folder)
     settings = saved.get('config') if isinstance(saved, dict) else None
     missing = ['config']
     if isinstance(settings, dict):
@@ -493,8 +513,8 @@ def refuse_changes(
 ) -> None:
     """Raise CheckpointError if a resumed run changes a setting that is not in `harmless`.
 
-    saved: the settings in the checkpoint at `path`. A setting that it lacks, because the script got
-    it later, counts as its default there. One that the script no longer has does not count."""
+    saved: the settings in the checkpoint at `path`. One that is missing there, because the script
+    is newer, counts as its default; one that the script no longer has is ignored."""
     for name, value in config.items():
         before = saved.get(name, defaults[name])
         if name not in harmless and value != before:
@@ -512,13 +532,13 @@ def restoring(where: Path, key: str) -> Iterator[None]:
     except UNREADABLE as error:
         if isinstance(error, CheckpointError) or out_of_memory(error):
             raise
-        reason = ' '.join(f'{type(error).__name__}: {error}'.split())[:200]  # torch breaks lines
+        reason = ' '.join(f'{type(error).__name__}: {error}'.split())[:200]  # on one line
         raise CheckpointError(f'{where}: {key} does not fit, or is damaged ({reason})') from None
 
 
 def fill(tensor: torch.Tensor, saved: torch.Tensor) -> None:
-    """Copy `saved` into `tensor`. Raises ValueError unless the shapes are equal; copy_ alone would
-    broadcast."""
+    """Copy `saved` into `tensor`. Raises ValueError unless it is a tensor of the same shape; copy_
+    alone would broadcast."""
     if not isinstance(saved, torch.Tensor) or tensor.shape != saved.shape:
         shape = list(getattr(saved, 'shape', []))
         raise ValueError(f'expected a tensor of shape {list(tensor.shape)}, found {shape}')
@@ -526,22 +546,24 @@ def fill(tensor: torch.Tensor, saved: torch.Tensor) -> None:
 
 
 def load_weights(model: torch.nn.Module, weights: dict, where: Path, assign: bool = False) -> None:
-    """Load all weights of a model, checked to be complete, of the right shapes and finite. With
-    assign the model is on 'meta' and takes the tensors themselves. Raises CheckpointError, which
-    names file and weight."""
+    """Load all weights of a model. Raises CheckpointError, naming the file `where` and the weight,
+    if one is missing, has another shape or is not finite. assign: use the tensors themselves, for a
+    model on the device 'meta'."""
     with restoring(where, 'model'):
-        if broken := [name for name, x in weights.items() if not x.isfinite().all()]:
-            raise ValueError(f'{broken[0]} holds NaN or infinity')
+        for name, x in weights.items():
+            if not x.isfinite().all():
+                raise ValueError(f'{name} holds NaN or infinity')
         model.load_state_dict(weights, assign=assign)
 
 
 def read_tensors(path: Path, device: str = 'cpu') -> dict[str, torch.Tensor]:
     """Return the tensors in a .safetensors file. Raises CheckpointError."""
     need_packages(safetensors=True)
-    from safetensors import SafetensorError, torch as files
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
 
     try:
-        return files.load_file(path, device)
+        return load_file(path, device)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f'{path}: cannot be read ({first_line(error)})') from None
 
@@ -557,65 +579,67 @@ def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> str:
     return f'{path} ({len(data) / 1e6:.1f} MB)'
 
 
-def begin_export(folder: Path, kind: str, *made: str) -> pathlib.Path:
-    """Start an export in a new folder, or over an earlier export of its kind; return the path of
-    its CONFIG, which does not describe a model yet.
+def start_export(folder: Path, kind: str, *derived: str) -> pathlib.Path:
+    """Prepare a folder, new or with an earlier export of this kind, for an export. Return the path
+    of its CONFIG, which marks the folder but does not describe a model yet. Ends the script if the
+    folder holds anything else.
 
-    kind: a key that only this kind's CONFIG has. made: files derived from the earlier export, which
-    are removed with it."""
+    kind: a key that only the CONFIG of this kind has. derived: further files of an export, which
+    are removed."""
     path = pathlib.Path(folder)
     found = set(os.listdir(path)) if path.is_dir() else set()
-    about = (path / CONFIG).read_text(errors='replace') if CONFIG in found else ''
-    if found and not (f'"{kind}"' in about and found <= {CONFIG, WEIGHTS, *made}):
-        fail(f'export = {str(folder)!r}: holds what no such export wrote: name another folder')
+    config = (path / CONFIG).read_text(errors='replace') if CONFIG in found else ''
+    if found and not (f'"{kind}"' in config and found <= {CONFIG, WEIGHTS, *derived}):
+        fail(f'export = {str(folder)!r}: holds what no such export wrote: choose another folder')
     path.mkdir(parents=True, exist_ok=True)
     write_json({kind: None}, path / CONFIG)
-    for name in made:
+    for name in derived:
         (path / name).unlink(missing_ok=True)
     return path / CONFIG
 
 
-# In the functions below `run` is a trainer's state: it has rank, world, device, config, model, step
-# and lock.
+# In the functions below `run` is the Run of a trainer. They use its rank, world, device, config,
+# model, step and lock.
 
 
 def init_from(
     model: torch.nn.Module,
     folder: Path,
-    resume: bool = False,
     rename: Callable[[dict[str, torch.Tensor]], None] | None = None,
 ) -> None:
-    """Initialize a new run from the best checkpoint in another run's folder, or its last; or from
-    an export. Every weight with the name and shape of one of the model's is taken; lines say which
-    were taken and which were not. rename(weights) replaces old names of weights, in place. Raises
-    CheckpointError, also if no weight fits."""
-    if resume:
-        raise CheckpointError('--init_from starts a new run: not with --resume or --eval_only')
+    """Initialize a model from an export, or from the best checkpoint of a run (the last, if there
+    is no best). Every weight whose name and shape the model has is taken. Print which weights were
+    taken, and which of the model and of the folder were not.
+
+    rename(weights) replaces old names of weights in place. Raises CheckpointError if the folder
+    cannot be read or no weight fits."""
     where = pathlib.Path(folder, WEIGHTS)
     if where.exists():
         weights = read_tensors(where)
     else:
         saved, where = load_run(folder, 'project', ('model',), file=BEST)
         weights = saved['model']
-    ours = model.state_dict()
+    initial = model.state_dict()
     with restoring(where, 'model'):
         if rename:
             rename(weights)
-        fits = {k for k, x in ours.items() if k in weights and weights[k].shape == x.shape}
-    if not any(ours[name].dim() for name in fits):  # a scalar fits anywhere
+        fits = [k for k, x in initial.items() if k in weights and weights[k].shape == x.shape]
+    if not any(initial[name].dim() for name in fits):  # a scalar fits anywhere
         raise CheckpointError(f'{where}: no weight has a name and shape of this model')
-    load_weights(model, ours | {name: weights[name] for name in fits}, where)
-    count = sum(ours[name].numel() for name in fits)
-    print0(f'{where}: took {len(fits)} of {len(ours)} weights, {count:,} parameters')
-    for label, tensors in (('initialized from scratch', ours), ('not taken', weights)):
-        if left := [f'{name} {list(x.shape)}' for name, x in tensors.items() if name not in fits]:
-            print0(f'{label}: {", ".join(left)}')
+    taken = {name: weights[name] for name in fits}
+    load_weights(model, {**initial, **taken}, where)
+    count = sum(x.numel() for x in taken.values())
+    print0(f'{where}: took {len(taken)} of {len(initial)} weights, {count:,} parameters')
+    for label, tensors in (('initialized from scratch', initial), ('not taken', weights)):
+        rest = [f'{name} {list(x.shape)}' for name, x in tensors.items() if name not in taken]
+        if rest:
+            print0(f'{label}: {", ".join(rest)}')
 
 
 def save_run(run: object, parts: dict, optimizers: list[torch.optim.Optimizer] | None) -> None:
-    """Save settings, weights and `parts` on the first rank. With optimizers this is the last
-    checkpoint, from which the run can be resumed (the one before is kept); without them it is the
-    best, for evaluation."""
+    """Save settings, weights and `parts`, on rank 0. With optimizers this is the last checkpoint,
+    from which the run can be resumed, and the previous one is kept. Without them it is the best
+    checkpoint, for evaluation."""
     if run.rank > 0:
         return
     saved = {'model': run.model.state_dict(), 'config': dict(run.config), **parts}
@@ -628,10 +652,12 @@ def save_run(run: object, parts: dict, optimizers: list[torch.optim.Optimizer] |
 
 
 def restore(run: object, names: tuple, optimizers: list, saved: dict, where: Path) -> None:
-    """Load weights, and set run.NAME = saved[NAME] for each of `names`; with optimizers also their
-    moments and the random states (an evaluation needs neither). The optimizers keep this run's
-    settings, because a resumed run may change learning rates, momentum, decay and the device. The
-    number of CPU threads is the saved one, unless it is set. Raises CheckpointError."""
+    """Restore a run from the checkpoint `saved`, which was read from `where`: the weights, and
+    run.NAME = saved[NAME] for each of `names`. With optimizers, also restore their moments and the
+    random states; an evaluation needs neither. Raises CheckpointError.
+
+    The optimizers keep the learning rates, momentum and decay of this run, because a resumed run
+    may change them. The number of CPU threads is the saved one unless a setting gives it."""
     load_weights(run.model, saved['model'], where)
     saved_threads = min(saved['config'].get('threads', 0), torch.get_num_threads())
     run.config['threads'] = run.config['threads'] or saved_threads
@@ -656,32 +682,33 @@ def restore(run: object, names: tuple, optimizers: list, saved: dict, where: Pat
 # ---- the output folder, and signals ----
 
 
-def restarted(out_dir: Path, *settings: dict) -> None:
-    """Change the settings of a run that torchrun --max-restarts has restarted: it resumes from its
-    last checkpoint, or starts over if there is none. Call it on every rank, before
-    prepare_out_dir."""
-    mark = pathlib.Path(out_dir, BEGUN)
-    if restart_count() == 0 or not mark.exists() or mark.read_text() != launch_id():
+def resume_if_restarted(out_dir: Path, *settings: dict) -> None:
+    """If torchrun --max-restarts has restarted this run, change `settings` (dicts of all settings)
+    so that it resumes from its last checkpoint, or starts over if it has none. Call it on every
+    rank, before prepare_out_dir."""
+    launch = pathlib.Path(out_dir, LAUNCH)
+    if restart_count() == 0 or not launch.exists() or launch.read_text() != launch_id():
         return
-    changes = {'resume': True, 'overwrite': False, 'init_from': ''}
-    if not saved_in(out_dir):
+    if saved_in(out_dir):
+        print0('restarted by torchrun: resuming')
+        changes = {'resume': True, 'overwrite': False, 'init_from': ''}
+    else:
+        print0('restarted by torchrun: from the start')
         changes = {'resume': False, 'overwrite': True}
-    print0(f'restarted by torchrun: {"resuming" if changes["resume"] else "from the beginning"}')
     for config in settings:
-        config |= changes
+        config.update(changes)
 
 
 def lock_folder(path: pathlib.Path) -> filelock.BaseFileLock:
-    """Lock a folder for one run and return the lock; the system releases it
-    when this process ends, however it ends. Raises CheckpointError, which names the process that
-    holds the folder."""
+    """Lock a folder for one run and return the lock, which the system releases at the latest when
+    this process ends. Raises CheckpointError, naming the other process, if the folder is locked."""
     lock = filelock.FileLock(path / LOCK)
     try:
         lock.acquire(blocking=False)
     except filelock.Timeout:
         holder = (path / LOCK).read_text(errors='replace')[:200].strip()
-        reason = f'another run is using it ({holder}): wait for its end, stop it'
-        raise CheckpointError(f'{path}: {reason}, or choose another out_dir') from None
+        advice = 'wait for its end, stop it, or choose another out_dir'
+        raise CheckpointError(f'{path}: another run is using it ({holder}): {advice}') from None
     except NotImplementedError as error:
         print0(f'warning: {path}: this file system has no locks ({error}): let no other run use it')
     (path / LOCK).write_text(f'process {os.getpid()} on {platform.node()}\n')
@@ -691,14 +718,14 @@ def lock_folder(path: pathlib.Path) -> filelock.BaseFileLock:
 def prepare_out_dir(
     out_dir: Path, resume: bool = False, overwrite: bool = False
 ) -> filelock.BaseFileLock:
-    """Create or check the output folder of a run and lock it; return the lock. Raises
-    CheckpointError.
+    """Create or check the output folder of a run, lock it and return the lock.
 
-    A folder that holds a run (a checkpoint or a log) is refused without resume, for a run that has
-    read its checkpoint, or overwrite, which removes RUN_FILES from this folder alone. Files of
-    these names in a folder without LOCK belong to somebody else and are refused, with overwrite
-    too. Temporary files of a killed run are removed."""
-    path, names = pathlib.Path(out_dir), RUN_FILES.split()
+    Raises CheckpointError if the folder holds a run (a checkpoint or a log), unless `resume` is
+    true, for a run that has read its checkpoint, or `overwrite`, which removes RUN_FILES from the
+    folder. It also raises, with overwrite too, if the folder has files of these names but no LOCK,
+    because then no run has written them. Temporary files of a killed run are removed."""
+    path = pathlib.Path(out_dir)
+    names = RUN_FILES.split()
     if resume and overwrite:
         raise CheckpointError('--resume and --overwrite exclude each other: choose one')
 
@@ -709,13 +736,13 @@ def prepare_out_dir(
         path.mkdir(parents=True, exist_ok=True)
         files = find(*names)
         if files and not (resume or (path / LOCK).exists()):
-            reason = f'holds {files[0].name}, which no run of ours wrote: choose another out_dir'
-            raise CheckpointError(f'{path}: {reason}, or move it away yourself')
+            reason = f'holds {files[0].name}, which no run of ours wrote'
+            advice = 'choose another out_dir, or move the file away'
+            raise CheckpointError(f'{path}: {reason}: {advice}')
         lock = lock_folder(path)
         if restart_count() == 0:
-            # A folder that is refused below never becomes this launch's, however often torchrun
-            # restarts it.
-            (path / BEGUN).unlink(missing_ok=True)
+            # If the folder is refused below, a restart by torchrun must be refused too.
+            (path / LAUNCH).unlink(missing_ok=True)
     except OSError as error:
         reason = 'it is a file' if path.is_file() else error.strerror
         raise CheckpointError(f'{path}: cannot be used as the output folder: {reason}') from None
@@ -726,29 +753,31 @@ def prepare_out_dir(
     for file in find(*(f'.{name}.tmp' for name in names), *(names if overwrite else ())):
         file.unlink()
     if 'TORCHELASTIC_RESTART_COUNT' in os.environ:
-        (path / BEGUN).write_text(launch_id())
+        (path / LAUNCH).write_text(launch_id())
     return lock
 
 
 class Stopper:
     """Turn SIGTERM, ctrl-C and SIGHUP (a closed terminal; not under nohup) into a flag. The loop
-    reads `stopper.signal` (None, or the number) between two updates, saves and ends.
+    reads `stopper.signal` (None, or the signal's number) between updates, saves and ends.
 
-    A second ctrl-C raises KeyboardInterrupt at once. Under torchrun a ctrl-C arrives twice, from
-    the terminal and from the launcher: one within a second of the first does not count. Several
-    ranks must agree on the flag (all-reduce) before they act on it. Use it in the main thread."""
+    A second ctrl-C raises KeyboardInterrupt at once. Under torchrun each ctrl-C arrives twice, from
+    the terminal and from the launcher, so that one within a second of the first is ignored. The
+    ranks must agree on the flag (all-reduce) before they act on it. Create it in the main thread.
+    """
 
-    stopping = False  # whether any process-wide stopper has received a signal
+    stopping = False  # whether this process has received a signal
 
     def __init__(self):
-        self.signal, self.time = None, 0.0
+        self.signal = None
+        self.time = 0.0  # of the first signal
         numbers = [signal.SIGTERM, signal.SIGINT]
         if hasattr(signal, 'SIGHUP') and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             numbers.append(signal.SIGHUP)
         self.former = {number: signal.signal(number, self.handle) for number in numbers}
 
     def handle(self, number: int, frame: object) -> None:
-        """Set the flag; a signal handler."""
+        """Handle a signal: set the flag."""
         again = self.signal == number == signal.SIGINT
         if again and ('RANK' not in os.environ or time.monotonic() - self.time > 1):
             raise KeyboardInterrupt
@@ -778,9 +807,10 @@ def open_log(run: object, resume: bool) -> Callable[[dict], None]:
     """Write config.json (the settings, the commit and the device) and return write(record), which
     appends a line to log.jsonl.
 
-    A resumed run keeps the lines before its checkpoint's step. That step is evaluated and logged
-    again, because the run may have died in between; later and half-written lines are dropped."""
-    folder, kept = pathlib.Path(run.config['out_dir']), []
+    A resumed run keeps the lines before the step of its checkpoint. That step is evaluated and
+    logged again, because the run may have died before it was logged. Later lines and half-written
+    ones are removed."""
+    folder = pathlib.Path(run.config['out_dir'])
     about = {
         'commit': commit(),
         'torch': torch.__version__,
@@ -788,6 +818,7 @@ def open_log(run: object, resume: bool) -> Callable[[dict], None]:
     }
     write_json({**run.config, **about}, folder / 'config.json')
     path = folder / 'log.jsonl'
+    kept = []
     if resume and path.exists():
         for line in path.read_text(encoding='utf-8', errors='replace').splitlines():
             with contextlib.suppress(ValueError, TypeError, LookupError):
@@ -800,28 +831,29 @@ def open_log(run: object, resume: bool) -> Callable[[dict], None]:
             with open(path, 'a', encoding='utf-8') as file:
                 file.write(json.dumps(plain(record)) + '\n')
         except OSError as error:
-            error.filename = str(path)  # a full disk does not say whose write it refused
+            error.filename = str(path)  # the error of a full disk names no file
             raise
 
     return write
 
 
-def finite(run: object, weights: bool, loss: float, norm: float) -> bool:
-    """Return whether the loss, the gradient norm and (with weights=True) all weights are finite;
-    print an error if not. A broken weight shows only in the next loss."""
-    is_finite = math.isfinite(loss) and math.isfinite(norm)
-    if is_finite and weights:
-        is_finite = all(p.isfinite().all() for p in run.model.parameters())
-    if not is_finite:
+def all_finite(run: object, loss: float, norm: float, weights: bool) -> bool:
+    """Return whether the loss, the gradient norm and, if `weights` is true, all weights are finite;
+    print an error if not. To be called with weights=True before a checkpoint is saved, because a
+    weight that is not finite shows only in the loss of the next update."""
+    finite = math.isfinite(loss) and math.isfinite(norm)
+    if finite and weights:
+        finite = all(p.isfinite().all() for p in run.model.parameters())
+    if not finite:
         what = f'update {run.step + 1}: loss {loss}, gradient norm {norm}, or a weight'
-        kept = last_saved(run.config['out_dir'])
-        print0(f'error: {what}, is not finite: stopped without saving it; {kept}')
-    return is_finite
+        saved = last_saved(run.config['out_dir'])
+        print0(f'error: {what}, is not finite: stopped without saving it; {saved}')
+    return finite
 
 
-def ended(run: object, stopper: Stopper, updates: int, summary: str) -> int:
-    """Print the last line of a run that has done all its updates or was stopped; return its exit
-    status, 0 or 128 + signal."""
+def report_end(run: object, stopper: Stopper, updates: int, summary: str) -> int:
+    """Print the last line of a run that has done all its updates or was stopped, and restore the
+    signal handlers. Return the exit status: 0 = done, 128 + signal = stopped."""
     stopper.restore()
     out_dir = run.config['out_dir']
     if run.step >= updates:
@@ -832,33 +864,38 @@ def ended(run: object, stopper: Stopper, updates: int, summary: str) -> int:
 
 
 def last_saved(out_dir: str) -> str:
-    """Return a phrase that says which checkpoint a run can be resumed from."""
-    if paths := saved_in(out_dir):
+    """Return the part of a message that names the checkpoint from which a run can be resumed."""
+    paths = saved_in(out_dir)
+    if paths:
         return f'the last checkpoint is {paths[0]}: --resume=True continues from it'
     return f'nothing is saved in {out_dir} yet'
 
 
-def last_words(less_memory: str, settings: dict | None = None) -> Callable[[Exception], str]:
-    """Return, for configurator.run_script, a function that explains an error which ends a run in
-    one line: no memory (`less_memory` says what takes less), or a rank that died or cannot be
-    reached. It raises any other error again. settings: a trainer's globals(), whose out_dir is
-    named."""
+def error_explainer(less_memory: str, settings: dict | None = None) -> Callable[[Exception], str]:
+    """Return the function explain(error) for configurator.run_script. It returns one line about an
+    error that ends a script: that memory ran out, or that another rank died or cannot be reached.
+    It raises any other error again.
+
+    less_memory: what needs less memory, for the message. settings: the globals() of a trainer, for
+    its out_dir."""
 
     def explain(error: Exception) -> str:
         if memory := out_of_memory(error):
             return f'out of {memory}: {less_memory} ({first_line(error)})'
         if settings and (isinstance(error, dist.DistError) or 'gloo/transport' in str(error)):
-            dead = f'rank {os.environ.get("RANK")}: another rank died, or cannot be reached'
-            return f'{dead}; {last_saved(settings["out_dir"])} ({first_line(error)})'
+            reason = f'rank {os.environ.get("RANK")}: another rank died, or cannot be reached'
+            return f'{reason}; {last_saved(settings["out_dir"])} ({first_line(error)})'
         raise error
 
     return explain
 
 
 def open_trackers(config: dict, tensorboard: bool, wandb_project: str) -> tuple[Callable, Callable]:
-    """Return write(record) and close() for TensorBoard and, if a project is named, Weights &
-    Biases. Both get the settings, the numbers of each record, and the GIFs that it names."""
-    board, run, out_dir, stack = None, None, config['out_dir'], contextlib.ExitStack()
+    """Return write(record) and close() for TensorBoard, if it is wanted, and for Weights & Biases,
+    if a project is named. Both get the settings, and the numbers and GIFs of each record."""
+    board, run = None, None
+    out_dir = config['out_dir']
+    stack = contextlib.ExitStack()  # closes what was opened
     if tensorboard:
         from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter
@@ -869,12 +906,12 @@ def open_trackers(config: dict, tensorboard: bool, wandb_project: str) -> tuple[
     if wandb_project:
         import wandb
 
+        options = {'project': wandb_project, 'name': str(out_dir), 'config': dict(config)}
         earlier = sorted(pathlib.Path(out_dir).glob('wandb/*run-*'))
-        continues = earlier and (config['resume'] or config['eval_only'])
-        run_id = {'id': earlier[-1].name.rpartition('-')[2], 'resume': 'allow'} if continues else {}
-        about = {'project': wandb_project, 'name': str(out_dir), 'config': dict(config)}
+        if earlier and (config['resume'] or config['eval_only']):  # continue the last of them
+            options.update(id=earlier[-1].name.rpartition('-')[2], resume='allow')
         try:
-            run = wandb.init(dir=out_dir, **about, **run_id)
+            run = wandb.init(dir=out_dir, **options)
         except wandb.Error as error:
             fail(f'wandb = True: {first_line(error)}; or set WANDB_MODE=offline')
         stack.callback(run.finish)

@@ -214,7 +214,7 @@ class PublishedModel(
         with which the model was loaded stay. Ends the script if the folder holds anything else.
         """
         about = self.about | self.entries() | (config or {})
-        path = common.begin_export(save_directory, self.KIND, CARD, *self.DERIVED)
+        path = common.start_export(save_directory, self.KIND, CARD, *self.DERIVED)
         common.write_tensors(self.state_dict(), os.path.join(save_directory, WEIGHTS))
         write_text(str(self.model_card(about)), os.path.join(save_directory, CARD))
         write_json(about, path)

@@ -801,4 +801,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    run_script(main, 'interrupted', common.last_words('fewer n_train or n_test'))
+    run_script(main, 'interrupted', common.error_explainer('fewer n_train or n_test'))

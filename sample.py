@@ -259,4 +259,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    run_script(main, explain=common.last_words('a smaller model takes less'))
+    run_script(main, explain=common.error_explainer('a smaller model takes less'))

@@ -1,13 +1,13 @@
-"""Train a language model: the recurrent Parallel-Experts Transformer or its non-recurrent
-counterpart.
+"""Train a language model: the recurrent Parallel-Experts Transformer, its non-recurrent
+counterpart, or a baseline (an LSTM or a standard Transformer).
 
-$ python train_lm.py config/small_L2.py                                                # one GPU
-$ torchrun --standalone --nproc_per_node=4 train_lm.py config/small_L2.py             # four GPUs
-$ python train_lm.py config/small_L2.py --resume=True              # after a crash, ctrl-C, SIGTERM
+$ python train_lm.py config/small_L2.py                                    # one GPU, or the CPU
+$ torchrun --standalone --nproc_per_node=4 train_lm.py config/small_L2.py  # four GPUs
+$ python train_lm.py config/small_L2.py --resume=True                      # after a crash or ctrl-C
 
-Writes config.json, log.jsonl and ckpt_*.pt into out_dir. A log line of step n describes update n;
-val_loss in it is measured after that update. On the CPU a resumed run is bit-equal to one that was
-never stopped.
+A run writes config.json, log.jsonl and ckpt_*.pt into out_dir. The log line of step n has the loss
+of update n and, if the model is validated there, the validation loss after that update. On a CPU a
+resumed run is bit-equal to one that was never stopped.
 """
 
 import math
@@ -20,8 +20,18 @@ from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
 
-from configurator import Mistake, Settings, configure, every, fail, read_json, read_script
-from configurator import first_line, run_script, setup_process
+from configurator import (
+    Mistake,
+    Settings,
+    configure,
+    every,
+    fail,
+    first_line,
+    read_json,
+    read_script,
+    run_script,
+    setup_process,
+)
 
 if __name__ == '__main__':
     setup_process()  # before torch is imported
@@ -37,68 +47,70 @@ from common import CheckpointError, Gradients, fill, gather, open_trackers, prin
 from data_fineweb import VOCAB, DataError, Loader, find_shards, fingerprint, load_val, token_bytes
 from figures import plot_losses
 from kernels import fused, graphed, may_run_uncompiled
-from model import ModelConfig, build_model, rename_old_weights
+from model import EVAL_CHUNK, ModelConfig, build_model, rename_old_weights
 from muon import Muon
 
 # -----------------------------------------------------------------------------
 # fmt: off
 # I/O
 out_dir = 'out/lm'             # everything that a run writes goes here
-data_dir = 'data/fineweb'      # shards made by data_fineweb.py
-init_from = ''                 # start from the weights in this folder: a run's or an export's
-resume = False                 # continue from out_dir's last checkpoint
-overwrite = False              # replace a run that is in out_dir
-eval_interval = 2000           # updates between validations, which then cost < 5%, and checkpoints
-eval_only = False              # validate out_dir's last checkpoint and stop
-log_interval = 1               # updates between printed lines; log.jsonl has them all
+data_dir = 'data/fineweb'      # shards prepared by data_fineweb.py
+init_from = ''                 # start from the weights in this folder, of a run or an export
+resume = False                 # continue from the last checkpoint in out_dir
+overwrite = False              # replace the run in out_dir
+eval_interval = 2000           # updates between validations (< 5% of the time) and checkpoints
+eval_only = False              # validate the last checkpoint in out_dir and stop
+log_interval = 1               # updates between printed lines; log.jsonl has every update
 plot = False                   # draw out_dir/loss.png at the end (matplotlib)
 tensorboard = False            # also write TensorBoard files into out_dir
 wandb = False                  # also log to Weights & Biases
-wandb_project = 'parallel-experts'  # its project there
+wandb_project = 'parallel-experts'  # name of the Weights & Biases project
 # data
-tokenizer = 'gpt2'             # 'gpt2' or 'bytes'; must be the one the shards were made with
-tokens_per_step = 131072       # tokens of an update, over all ranks and micro-batches (the paper's)
-reset_every = 0                # reset each stream's state once in so many updates; 0: never
-batch_size = 0                 # sequences per micro-batch and GPU; 0: the most that fit
-val_tokens = 10485760          # validation tokens: modded-nanogpt's and llm.c's 10,485,760
-val_streams = 512              # read as this many streams, whatever the batch, ranks and model
+tokenizer = 'gpt2'             # 'gpt2' or 'bytes': the one that the shards were prepared with
+tokens_per_step = 131072       # tokens per update, over all ranks and micro-batches; the paper's
+reset_every = 0                # reset the state of each stream every N updates; 0 = never
+batch_size = 0                 # sequences per micro-batch and GPU; 0 = the most that fit
+val_tokens = 10485760          # validation tokens, as many as in modded-nanogpt and llm.c
+val_streams = 512              # streams that they are cut into, at any number of ranks
 # model (model.py has the equations)
-arch = 'experts'               # or, to compare with, 'transformer', 'lstm' (baselines.py)
-recurrent = True               # True: RecurrentGPT, False: GPT
-n_layer = 2                    # L, layers; L * E = 16 blocks of width 768 is the small budget
+arch = 'experts'               # or a baseline: 'transformer' or 'lstm' (baselines.py)
+recurrent = True               # True = RecurrentGPT; False = GPT, the non-recurrent model
+n_layer = 2                    # L, layers; the small budget is L * E = 16 blocks of width 768
 n_expert = 8                   # E, experts per layer
 n_embd = 768                   # D, width
-n_head = 0                     # query heads; 0: D/96 if D % 192 == 0, D/64 if D % 128 == 0
-n_kv_head = 0                  # key-value heads; 0: half of n_head
-window = 128                   # W, attention window (GPT: in validation only)
-block_size = 64                # T, tokens of a chunk; the paper: 64 recurrent, 256 or 2048 not
+n_head = 0                     # query heads; 0 = D/96 if D % 192 == 0, else D/64 if D % 128 == 0
+n_kv_head = 0                  # key-value heads; 0 = half of n_head
+window = 128                   # W, tokens that attention sees (GPT: in validation only)
+block_size = 64                # T, tokens per chunk; the paper: 64, or 256 and 2048 for GPT
 aggregation = 'sqrt_sum'       # 'sqrt_sum', 'mean', 'softmax_mean' or 'softmax_l2'
-share_kv = True                # recurrent: a layer's experts share a cache; False: one each
-residual = 'expert'            # GPT: 'expert' (each keeps its own, the paper's rule) or 'shared'
+share_kv = True                # recurrent: the experts of a layer share a cache; False = one each
+residual = 'expert'            # GPT: 'expert' (one per expert, the paper's rule) or 'shared'
 router_dim = 64                # width of the router's queries and keys (softmax aggregations)
-init_b = 'one'                 # recurrent, initial b in u = a s + b z: 'one' or 'sqrt_experts'
-# optimizer
-max_iters = 10000              # updates: 1.3B tokens
-learning_rate = 2e-2           # Muon's peak, for the matrices of the core and the router
-embedding_lr = 0.2             # AdamW's at D = 768; scales with (D/768)^-0.5
-head_lr = 0.004                # the same
-scalar_lr = 2e-2               # AdamW's for a, b, router biases and expert embeddings; ours
-momentum = 0.95                # Muon's, Nesterov
-weight_decay = 0.01            # cautious, Muon's matrices only
-betas = (0.8, 0.95)            # AdamW's
-grad_clip = 1.0                # global norm; 0 disables
-warmup_iters = 100             # then a cosine
-adam_eps = 1e-10               # AdamW's; small, because gradients of the head are small
-final_lr_ratio = 0.01          # of every peak, at the last update
-baseline_lr = 0.0              # peak of the baselines' AdamW; 0: 2e-3 (lstm), 1e-3 (transformer)
+init_b = 'one'                 # recurrent: initial b in u = a s + b z, 'one' or 'sqrt_experts'
+# optimizer (each learning rate is a peak)
+max_iters = 10000              # updates; 10,000 are 1.3B tokens
+learning_rate = 2e-2           # Muon, for the matrices of the layers and the router
+embedding_lr = 0.2             # AdamW, for the embedding; scaled by (D/768)^-0.5
+head_lr = 0.004                # AdamW, for the head; scaled by (D/768)^-0.5
+scalar_lr = 2e-2               # AdamW, for a, b, router biases and expert embeddings; our choice
+momentum = 0.95                # Muon, Nesterov
+weight_decay = 0.01            # Muon, cautious; AdamW has none
+betas = (0.8, 0.95)            # AdamW
+grad_clip = 1.0                # largest global norm of the gradients; 0 = no clipping
+warmup_iters = 100             # updates of linear warm-up, before a cosine decay
+adam_eps = 1e-10               # AdamW; small, because gradients of the head are small
+final_lr_ratio = 0.01          # learning rate of the last update over the peak
+baseline_lr = 0.0              # AdamW of the baselines; 0 = 2e-3 (lstm) or 1e-3 (transformer)
 # system
-seed = 1337                    # of initial weights, the order of shards and where each starts
-device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda', 'cuda:1', 'mps'
-dtype = 'auto'                 # of products: 'float32', 'bfloat16', 'auto': bfloat16 if it is fast
+seed = 1337                    # of the initial weights and the order in which shards are read
+device = 'auto'                # 'auto' (cuda if there is one), 'cpu', 'cuda', 'cuda:1' or 'mps'
+dtype = 'auto'                 # of matrix products: 'float32', 'bfloat16', or 'auto' (bfloat16 if
+                               # the device is fast at it)
 compile = True                 # compile fused functions with torch.compile, if that works
-graphs = True                  # CUDA: run an update as CUDA graphs, from the fourth on
-mode = 'fast'                  # 'fast' (unroll.py) or 'plain' (the equations, for checking)
-threads = 0                    # CPU threads; 0: one or all, measured at the start, kept on resume
+graphs = True                  # on a GPU: replay each update as CUDA graphs, from the fourth on
+mode = 'fast'                  # 'fast' (unroll.py), or 'plain' (autograd alone, for checking)
+threads = 0                    # CPU threads; 0 = one or all, whichever is faster at the start; a
+                               # resumed run keeps the number
 # fmt: on
 # -----------------------------------------------------------------------------
 AT_LEAST_1 = """eval_interval log_interval max_iters block_size tokens_per_step val_tokens
@@ -113,7 +125,7 @@ RANGES = {
     'final_lr_ratio': (0, 1),
     'arch': ['experts', 'transformer', 'lstm'],
     'mode': ['fast', 'plain'],
-    'tokenizer': [*VOCAB],
+    'tokenizer': list(VOCAB),
     'threads': (0, 1024),  # OpenMP fails beyond
 }
 RENAMED = {'path': 'mode'}  # old name: new name
@@ -122,15 +134,14 @@ HARMLESS = """out_dir data_dir init_from resume overwrite eval_interval eval_onl
     tensorboard wandb wandb_project reset_every batch_size val_tokens val_streams max_iters
     learning_rate embedding_lr head_lr scalar_lr momentum weight_decay betas grad_clip warmup_iters
     adam_eps final_lr_ratio baseline_lr device dtype compile graphs mode threads""".split()
-SCRIPT = os.path.basename(__file__)  # for messages; a copied trainer has its own
+SCRIPT = os.path.basename(__file__)  # named in messages; a copy of this file has another name
 POSITION = ('step', 'record', 'best', 'seconds')  # fields of a Run that checkpoints keep
-# What else a run is resumed from.
+# What a checkpoint must hold for a run to resume from it.
 NEEDED = ('model', *POSITION, 'optimizers', 'loader', 'state', 'rng', 'shards')
 # The dimension that counts streams, for each tensor of a model's state.
 STREAM_DIMS = {'experts': (0, 1, 1, 0), 'transformer': (1, 1, 0), 'lstm': (1, 1)}
-# Larger micro-batches gain no speed: a quarter of the paper's update.
-MAX_MICRO_BATCH = 32768  # tokens
-VAL_CHUNK = 128  # tokens at a time in validation: longer chunks take more memory and no less time
+# Tokens. A quarter of the paper's update; larger micro-batches are not faster.
+MAX_MICRO_BATCH = 32768
 
 
 @dataclass
@@ -144,22 +155,22 @@ class Run:
     device: str  # 'cpu', 'mps' or 'cuda:N'
     amp: torch.dtype  # of matrix products
     loader: Loader
-    shards: list  # the fingerprint of the data
+    shards: list  # fingerprint of the data
     val: tuple[torch.Tensor, torch.Tensor, float]  # x, y (S, n) of this rank; bytes of text in y
     model: torch.nn.Module
     optimizers: list[torch.optim.Optimizer]
-    gradients: Gradients  # its `extra`: loss, number of ranks that are to stop, gradient norm
+    gradients: Gradients  # `extra` holds the loss, the number of ranks to stop, the gradient norm
     state: tuple[torch.Tensor, ...]  # of all streams of this rank; empty if not recurrent
-    graphs: dict | None  # CUDA graphs by name; None: run eagerly
-    capture_chunk: bool = True  # as one graph; False: the model captures a long chunk's blocks
+    graphs: dict | None  # CUDA graphs by name; None = run eagerly
+    capture_chunk: bool = True  # as one CUDA graph; False = the model captures blocks of the chunk
     rows: int = 0  # sequences per micro-batch
-    batch: tuple = ()  # x, y (rows, T) and the state of a micro-batch
-    val_rows: int = 0
-    val_batch: tuple = ()  # x, y (val_rows, T), the state and the sums of validation
-    step: int = 0
-    record: dict = field(default_factory=lambda: {'step': 0, 'tokens': 0})  # of the log
-    best: float = math.inf  # validation loss
-    seconds: float = 0.0  # of training
+    batch: tuple = ()  # x, y (rows, T) and the state (rows streams) of a micro-batch
+    val_rows: int = 0  # validation streams read side by side
+    val_batch: tuple = ()  # x, y (val_rows, T), their state, and [summed loss, tokens]
+    step: int = 0  # updates done
+    record: dict = field(default_factory=lambda: {'step': 0, 'tokens': 0})  # current log line
+    best: float = math.inf  # lowest validation loss
+    seconds: float = 0.0  # time spent in updates
     lock: object = None  # of out_dir
 
 
@@ -167,34 +178,35 @@ class Run:
 
 
 def adopt_sizes(config: Settings) -> None:
-    """Take the model's sizes, kind and tokenizer from the folder `init_from`, except for those that
-    a config file or the command line gives. Raises CheckpointError."""
-    about = read_json(pathlib.Path(init_from, common.CONFIG))
+    """Take arch, recurrent, tokenizer and the model's sizes from the folder `init_from`, except for
+    those that a config file or the command line sets. Raises CheckpointError."""
     if pathlib.Path(init_from, common.WEIGHTS).exists():  # an export
-        sizes = about.get('model') or {}
-        found = {**sizes, **{name: about.get(name) for name in ('recurrent', 'tokenizer')}}
+        about = read_json(pathlib.Path(init_from, common.CONFIG))
+        found = {**about, **(about.get('model') or {})}
     else:
-        saved, _ = common.load_run(
-            init_from, 'project', ('model', 'model_config'), file=common.BEST
-        )
+        needed = ('model', 'model_config')
+        saved, _ = common.load_run(init_from, 'project', needed, file=common.BEST)
         found = {**saved['config'], **saved['model_config']}
-    names = {f.name for f in fields(ModelConfig)} | {'recurrent', 'tokenizer', 'arch'}
-    for name in (names & config.keys()) - config.given - {'mode'}:
-        if type(found.get(name)) is type(config[name]) and found[name] != config[name]:
-            print0(f'{name} = {found[name]!r}  (from {init_from})')
-            config[name] = globals()[name] = found[name]
+    names = [f.name for f in fields(ModelConfig) if f.name != 'mode' and f.name in config]
+    for name in [*names, 'arch', 'recurrent', 'tokenizer']:
+        value = found.get(name)
+        if name in config.given or type(value) is not type(config[name]):
+            continue  # set by the user, or missing in the folder
+        if value != config[name]:
+            print0(f'{name} = {value!r}  (from {init_from})')
+            config[name] = globals()[name] = value
 
 
 def check_settings(world: int) -> None:
     """Raise Mistake for settings that do not fit together."""
     if tokens_per_step % (block_size * world):
-        need = f'a multiple of block_size x ranks = {block_size} x {world}'
-        raise Mistake(f'tokens_per_step = {tokens_per_step}: must be {need}')
+        multiple = f'a multiple of block_size x ranks = {block_size} x {world}'
+        raise Mistake(f'tokens_per_step = {tokens_per_step}: must be {multiple}')
     rows = tokens_per_step // (block_size * world)
     if batch_size and rows % batch_size:
-        raise Mistake(f'batch_size = {batch_size}: must divide the {rows} rows of a rank')
+        raise Mistake(f'batch_size = {batch_size}: must divide the {rows} rows of each rank')
     if val_streams < world:
-        raise Mistake(f'val_streams = {val_streams}: must be at least the ranks, {world}')
+        raise Mistake(f'val_streams = {val_streams}: must be at least the number of ranks, {world}')
     if len(betas) != 2:
         raise Mistake(f'betas = {betas}: expected two numbers')
     if arch != 'experts' and recurrent != (arch == 'lstm'):
@@ -202,6 +214,9 @@ def check_settings(world: int) -> None:
     if init_from and (resume or eval_only):
         raise Mistake('--init_from starts a new run: not with --resume or --eval_only')
     common.need_packages(matplotlib=plot, tensorboard=tensorboard, wandb=wandb)
+
+
+# ---- learning rate and optimizers ----
 
 
 def lr_at(step: int, max_iters: int, warmup_iters: int, final_ratio: float = 0.01) -> float:
@@ -216,142 +231,228 @@ def lr_at(step: int, max_iters: int, warmup_iters: int, final_ratio: float = 0.0
 
 
 def make_optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
-    """Return Muon for the matrices of the core and the router and AdamW for the rest; for a
-    baseline, its AdamW. Learning rates are tensors, because CUDA graphs read them."""
+    """Return [Muon for the matrices of the layers and the router, AdamW for the other parameters],
+    or [AdamW] for a baseline. Each group has its `peak_lr`; `lr` is a tensor, because CUDA graphs
+    read it at each replay."""
     if arch != 'experts':
-        return [baselines.make_adamw(model, baseline_lr)]
-    groups = model.param_groups()
-    width = (n_embd / 768) ** -0.5
-    rates = {'embedding': embedding_lr * width, 'head': head_lr * width, 'scalars': scalar_lr}
-    muon = Muon(groups['matrices'], lr=learning_rate, momentum=momentum, weight_decay=weight_decay)
-    adamw = torch.optim.AdamW(
-        [{'params': groups[name], 'lr': lr} for name, lr in rates.items() if groups[name]],
-        betas=betas,
-        eps=adam_eps,
-        weight_decay=0.0,
-        fused=True,
-        capturable=model.embedding.is_cuda,
-    )
-    adamw._warned_capturable_if_run_uncaptured = True  # its first steps are uncaptured on purpose
-    return [muon, adamw]
-
-
-# ---- data, model, optimizer ----
-
-
-def make_run(config: Settings) -> Run:
-    """Return a run before its first update. Raises Mistake for what is wrong with the settings, the
-    data or the weights, before anything is written."""
-    rank, world, device_ = common.join_ranks(device, threads)
-    if device_ == 'cpu':
-        common.keep_memory()
-    amp = common.pick_dtype(dtype, device_)
-    if init_from:
-        adopt_sizes(config)
-    check_settings(world)
-    torch.manual_seed(seed)
-
-    # data: B rows per update; a rank reads its share of them and of the validation streams
-    V, T, B = VOCAB[tokenizer], block_size, tokens_per_step // block_size
-    train_shards = find_shards(data_dir, 'train', tokenizer)
-    val_shards = find_shards(data_dir, 'val', tokenizer)
-    loader = Loader(train_shards, B, T, V, recurrent, seed, (rank, world))
-    x, y = load_val(val_shards, val_tokens, val_streams, V, (rank, world))
-    text_bytes = math.nan
-    with suppress(DataError):  # the GPT-2 tokenizer is missing, and needed for nothing else
-        text_bytes = float(token_bytes(tokenizer)[y.numpy()].sum())
-
-    # model: every field of ModelConfig that has a setting of its name gets it
-    sizes = {f.name: config[f.name] for f in fields(ModelConfig) if f.name in config}
-    model_config = ModelConfig(vocab_size=V, **sizes)
-    if arch == 'experts':
-        # weights, gradients and moments
-        common.check_model(lambda c: build_model(c, recurrent), model_config, 4, device_)
-        model = build_model(model_config, recurrent)
+        optimizers = [baselines.make_adamw(model, baseline_lr)]
     else:
-        model = baselines.build(arch, model_config)
-    if init_from:
-        common.init_from(model, init_from, rename=lambda w: rename_old_weights(model, w, ''))
-    model = model.to(device_)
-
-    # optimizer
-    optimizers = make_optimizers(model)
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        groups = model.param_groups()
+        scale = (n_embd / 768) ** -0.5
+        lrs = {'embedding': embedding_lr * scale, 'head': head_lr * scale, 'scalars': scalar_lr}
+        muon = Muon(
+            groups['matrices'], lr=learning_rate, momentum=momentum, weight_decay=weight_decay
+        )
+        adamw = torch.optim.AdamW(
+            [{'params': groups[name], 'lr': lr} for name, lr in lrs.items() if groups[name]],
+            betas=betas,
+            eps=adam_eps,
+            weight_decay=0.0,
+            fused=True,
+            capturable=model.embedding.is_cuda,
+        )
+        adamw._warned_capturable_if_run_uncaptured = True  # the first steps are, on purpose
+        optimizers = [muon, adamw]
+    for group in param_groups(optimizers):
         group['peak_lr'] = group['lr']
-        group['lr'] = torch.tensor(group['lr'], device=device_)
+        group['lr'] = torch.tensor(group['lr'], device=model.embedding.device)
+    return optimizers
 
-    captures = graphs and device_.startswith('cuda') and mode == 'fast' and arch == 'experts'
-    with autocast(device_, amp):  # sets the dtype of a state's keys and values
-        state = model.init_state(B // world) if recurrent else ()
-    run = Run(
-        config=config,
-        rank=rank,
-        world=world,
-        device=device_,
-        amp=amp,
-        loader=loader,
-        shards=fingerprint([*train_shards, *val_shards]),
-        val=(x.to(device_), y.to(device_), text_bytes),
-        model=model,
-        optimizers=optimizers,
-        gradients=Gradients(model.parameters(), n_extra=3),
-        state=state,
-        graphs={} if captures else None,
-    )
-    set_rows(run, batch_size or row_choices(B // world, T)[0])
-    set_val_rows(run, row_choices(len(x), min(T, VAL_CHUNK))[0])
-    return run
+
+def param_groups(optimizers: list[torch.optim.Optimizer]) -> list[dict]:
+    """Return the parameter groups of all optimizers."""
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
+
+
+# ---- the tensors of a micro-batch ----
 
 
 def autocast(device: str, amp: torch.dtype) -> torch.autocast | nullcontext:
-    """Return the context in which the model runs: products in amp, everything else in float32."""
+    """Return the context in which the model runs: matrix products in amp, the rest in float32."""
     return torch.autocast(torch.device(device).type, amp) if amp != torch.float32 else nullcontext()
 
 
 def row_choices(streams: int, T: int) -> list[int]:
-    """Return the divisors of `streams` that make micro-batches of at most MAX_MICRO_BATCH tokens,
-    the largest first."""
+    """Return the numbers of rows that divide `streams` and make micro-batches of at most
+    MAX_MICRO_BATCH tokens with T tokens per row, the largest first; [1] if T alone is more."""
     divisors = [n for n in range(streams, 0, -1) if streams % n == 0]
     return [n for n in divisors if n * T <= MAX_MICRO_BATCH] or [1]
 
 
 def set_rows(run: Run, rows: int) -> None:
     """Set the number of sequences per micro-batch and allocate its inputs and state."""
-    x, y = torch.zeros(2, rows, block_size, dtype=torch.int64, device=run.device)
-    state = run.state  # with one micro-batch per update it is the state itself
-    if recurrent and rows < len(run.loader.rows):
-        with autocast(run.device, run.amp):
+    x, y = torch.zeros(2, rows, block_size, dtype=torch.int64, device=run.device)  # (rows, T) each
+    state = run.state  # one micro-batch per update needs no copy of it
+    with autocast(run.device, run.amp):
+        if recurrent and rows < len(run.loader.rows):
             state = run.model.init_state(rows)
-    run.rows, run.batch = rows, (x, y, state)
-    if arch == 'experts' and recurrent:
-        with autocast(run.device, run.amp):
+        if recurrent and arch == 'experts':
             run.capture_chunk = not run.model.recomputes(rows, block_size)
+    run.rows = rows
+    run.batch = (x, y, state)
 
 
 def set_val_rows(run: Run, rows: int) -> None:
-    """Set the number of validation streams that are read side by side, and allocate for them."""
-    T = min(block_size, VAL_CHUNK)
-    x, y = torch.zeros(2, rows, T, dtype=torch.int64, device=run.device)
+    """Set the number of validation streams that are read side by side, and allocate their inputs,
+    their state and the sums of the loss and of tokens."""
+    T = min(block_size, EVAL_CHUNK)
+    x, y = torch.zeros(2, rows, T, dtype=torch.int64, device=run.device)  # (rows, T) each
     with autocast(run.device, run.amp):
         state = run.model.init_state(rows)
-    wide = torch.float32 if run.device == 'mps' else torch.float64
-    run.val_rows, run.val_batch = rows, (x, y, state, torch.zeros(2, dtype=wide, device=run.device))
+    wide = torch.float32 if run.device == 'mps' else torch.float64  # mps has no float64
+    sums = torch.zeros(2, dtype=wide, device=run.device)
+    run.val_rows = rows
+    run.val_batch = (x, y, state, sums)
+
+
+# ---- an update ----
+
+
+def forward_backward(run: Run, x: torch.Tensor, y: torch.Tensor, state: tuple) -> None:
+    """Run a micro-batch forward and backward. Add its gradients and its share of the mean loss to
+    run.gradients, and replace the state by the new one, in place."""
+    with autocast(run.device, run.amp):
+        loss, new_state = run.model(x, y, state or None)
+    share = x.numel() / tokens_per_step  # of the mean over the whole batch
+    (loss.objective * share).backward()
+    run.gradients.extra[0].add_(loss.cross_entropy * share)
+    if recurrent:
+        torch._foreach_copy_(state, [t.detach() for t in new_state])
+
+
+def clip_and_orthogonalize(run: Run) -> list:
+    """Clip the gradients and run the first part of Muon's step: orthogonalize this rank's share of
+    the matrices. Return the shares, which `Muon.gather` then completes ([] for a baseline)."""
+    if grad_clip:
+        norm = run.gradients.extra[2]
+        torch.nn.utils.clip_grads_with_norm_(run.model.parameters(), grad_clip, norm)
+    return run.optimizers[0].orthogonalize_shares() if arch == 'experts' else []
+
+
+def apply_updates(run: Run, shares: list) -> None:
+    """Change the weights: run the last part of Muon's step, and AdamW's step."""
+    if arch == 'experts':
+        run.optimizers[0].apply(shares)
+    run.optimizers[-1].step()  # AdamW
+
+
+def reset_streams(run: Run, every_row: bool) -> None:
+    """Set the state of every row to zero or, with `reset_every`, that of the rows whose turn it is:
+    those whose number in the whole batch equals the number of updates modulo reset_every."""
+    period = 1 if every_row else reset_every
+    if recurrent and period:
+        rows = len(run.loader.rows)
+        first = (run.step - run.rank * rows) % period
+        index = torch.arange(first, rows, period, device=run.device)
+        for t, dim in zip(run.state, STREAM_DIMS[arch], strict=True):
+            t.index_fill_(dim, index, 0)  # zero, as in init_state
+
+
+def train_update(run: Run, stop: bool) -> tuple[float, float, bool]:
+    """Train on one batch. Return the mean loss, the norm of the gradients, and whether to stop.
+
+    stop: whether this rank was asked to stop; all ranks stop if one was. If the loss or the norm is
+    not finite, no weight changes.
+
+    The rows of this rank are split into micro-batches of whole rows. Three parts of an update are
+    CUDA graphs, with any number of ranks: forward and backward of a micro-batch, and the optimizer
+    before and after Muon's exchange between ranks. One all-reduce sums gradients, loss and stop."""
+    x, y, reset = run.loader.next()
+    if run.device.startswith('cuda'):
+        x, y = x.pin_memory(), y.pin_memory()  # the copies below are then asynchronous
+    reset_streams(run, every_row=reset)
+    run.gradients.zero()
+    run.gradients.extra[1].fill_(float(stop))
+
+    x_in, y_in, state = run.batch
+    for start in range(0, len(x), run.rows):
+        x_in.copy_(x[start : start + run.rows], non_blocking=True)
+        y_in.copy_(y[start : start + run.rows], non_blocking=True)
+        chunk_graphs = run.graphs if run.capture_chunk else None
+        if state is run.state:  # one micro-batch per update, or nothing recurrent
+            graphed(chunk_graphs, 'chunk', forward_backward, run, x_in, y_in, state)
+        else:  # copy the state of these rows in, and the new one out
+            dims = zip(run.state, STREAM_DIMS[arch], strict=True)
+            streams = [t.narrow(dim, start, run.rows) for t, dim in dims]
+            torch._foreach_copy_(state, streams)
+            graphed(chunk_graphs, 'chunk', forward_backward, run, x_in, y_in, state)
+            torch._foreach_copy_(streams, state)
+
+    run.gradients.sum_over_ranks()
+    run.gradients.extra[2].copy_(run.gradients.norm())
+    loss, stops, norm = run.gradients.extra.tolist()  # the only wait for the device
+    if math.isfinite(loss) and math.isfinite(norm):
+        fraction = lr_at(run.step, max_iters, warmup_iters, final_lr_ratio)
+        for group in param_groups(run.optimizers):
+            group['lr'].fill_(group['peak_lr'] * fraction)
+        shares = graphed(run.graphs, 'orthogonalize', clip_and_orthogonalize, run)
+        if arch == 'experts':
+            run.optimizers[0].gather(shares)
+        graphed(run.graphs, 'apply', apply_updates, run, shares)
+    return loss, norm, stops > 0
+
+
+# ---- validation ----
+
+
+def validate_chunk(
+    run: Run, x: torch.Tensor, y: torch.Tensor, state: tuple, sums: torch.Tensor
+) -> None:
+    """Add the summed loss and the number of tokens of a chunk to `sums`, and replace the state by
+    the new one, in place."""
+    with autocast(run.device, run.amp):
+        loss, new_state = run.model(x, y, state or None)
+    sums[0].add_(loss.cross_entropy.to(sums.dtype) * x.numel())
+    sums[1].add_(x.numel())
+    torch._foreach_copy_(state, list(new_state))
+
+
+@torch.no_grad()
+def evaluate(run: Run) -> tuple[float, float]:
+    """Return the validation loss in nats per token and in bits per byte.
+
+    It is the mean over all positions of all streams, each read from an empty state with window W.
+    The ranks share the streams. Neither the number of rows nor T changes the result."""
+    x, y, text_bytes = run.val
+    x_in, y_in, state, sums = run.val_batch
+    sums.zero_()
+    due_to_print = every()
+    for x_rows, y_rows in zip(x.split(run.val_rows), y.split(run.val_rows), strict=True):
+        for t in state:
+            t.zero_()
+        T = x_in.size(1)
+        for x_chunk, y_chunk in zip(x_rows.split(T, 1), y_rows.split(T, 1), strict=True):
+            if x_chunk.shape == x_in.shape:
+                x_in.copy_(x_chunk)
+                y_in.copy_(y_chunk)
+                graphed(run.graphs, 'validation', validate_chunk, run, x_in, y_in, state, sums)
+            else:  # the last chunk of the streams is shorter
+                validate_chunk(run, x_chunk, y_chunk, state, sums)
+            if due_to_print():
+                print0(f'    validation: {sums[1]:,.0f} of {x.numel():,} tokens')
+    totals = torch.cat([sums, sums.new_tensor([text_bytes])])
+    if run.world > 1:
+        dist.all_reduce(totals)
+    nats, tokens, text_bytes = totals.tolist()
+    return nats / tokens, nats / math.log(2) / text_bytes
 
 
 # ---- the size of a micro-batch, by trying ----
 
 
 def prepare(run: Run) -> None:
-    """Choose, by trying, the number of CPU threads, whether to compile, the rows of a micro-batch
-    and of a validation batch, and the Triton forms. Raises Mistake if not even one row fits.
+    """Choose by trial the number of CPU threads, whether to compile, the rows of a micro-batch and
+    of a validation batch, and the Triton forms. Raises Mistake if not even one row fits.
 
-    On a GPU the largest number of rows is tried first, and the next one if memory runs out. A CPU
-    kills a process that runs out: there rows that would (cpu_bytes_per_row) are not tried."""
+    On a GPU the largest number of rows is tried first, and the next smaller one if memory runs out.
+    On a CPU the system would kill the process then: rows that need more memory than is free, by
+    cpu_bytes_per_row, are not tried."""
     start = time.perf_counter()
-    resumed_state = [t.to('cpu', copy=True) for t in run.state]
+    resumed_state = [t.to('cpu', copy=True) for t in run.state]  # the trials change run.state
     set_compiled(run, False)
     choices = [n for n in row_choices(len(run.loader.rows), block_size) if n <= run.rows]
-    choices = [run.rows] if batch_size else choices
+    if batch_size:
+        choices = [batch_size]
     val_choices = row_choices(len(run.val[0]), run.val_batch[0].size(1))
     if run.device == 'cpu':
         row_bytes = cpu_bytes_per_row(run)
@@ -365,7 +466,7 @@ def prepare(run: Run) -> None:
                 run.config['threads'], run.device, lambda T: try_chunk(run, T), block_size
             )
     set_compiled(run, compile and mode == 'fast' and arch != 'lstm')
-    try_rows(run, choices, set_rows, lambda: forward_backward(run, *run.batch))
+    try_rows(run, choices, set_rows, lambda: try_update(run))
     try_rows(run, val_choices, set_val_rows, lambda: try_validation(run))
     if fused.enabled and run.graphs is not None and recurrent:
         with autocast(run.device, run.amp):
@@ -378,8 +479,7 @@ def prepare(run: Run) -> None:
 
 
 def set_compiled(run: Run, compiled: bool) -> None:
-    """Switch compilation and Triton forms on or off, and choose what becomes a CUDA graph: a chunk
-    as a whole, or its blocks, if the model recomputes them."""
+    """Switch compilation on or off. No Triton form is used until `prepare` has chosen them."""
     fused.enabled = compiled
     if arch == 'experts':
         run.model.graphs = run.graphs is not None
@@ -387,25 +487,26 @@ def set_compiled(run: Run, compiled: bool) -> None:
 
 
 def cpu_bytes_per_row(run: Run) -> float:
-    """Return the bytes of memory that each row of a micro-batch takes on a CPU; 0 for less than
-    eight rows.
+    """Return an estimate of the memory in bytes that a row of a micro-batch takes on a CPU; 0 if
+    there are too few rows to measure it.
 
-    This is how much more the process holds after the forward of n rows than after that of n / 2
-    (or the next smaller choice), times two for what the backward adds. n is about an eighth of the
-    rows, so that the measurement itself fits."""
+    Run the forward of two small micro-batches, the larger one with about an eighth of the rows so
+    that the measurement itself fits. The estimate is the difference in the memory of the process
+    per row, times two for what the backward adds."""
     choices = [n for n in row_choices(len(run.loader.rows), block_size) if n <= run.rows]
-    small = [n for n in choices if n <= choices[0] // 8][:2]
+    small = [n for n in choices if n <= choices[0] // 8]
     if len(small) < 2:
         return 0.0
-    before, used = run.rows, []
-    for rows in reversed(small):
+    rows_before = run.rows
+    used = []  # bytes
+    for rows in (small[1], small[0]):
         set_rows(run, rows)
         x, y, state = run.batch
         with autocast(run.device, run.amp):
-            loss = run.model(x, y, state or None)  # keeps the graph alive
+            loss = run.model(x, y, state or None)  # keeps the autograd graph alive
         used.append(psutil.Process().memory_info().rss)
         del loss
-    set_rows(run, before)
+    set_rows(run, rows_before)
     return max(0.0, 2 * (used[1] - used[0]) / (small[0] - small[1]))
 
 
@@ -415,45 +516,48 @@ def try_rows(
     allocate: Callable[[Run, int], None],
     attempt: Callable[[], None],
 ) -> None:
-    """Call allocate(run, rows) with the first of `choices` for which attempt() then runs in the
-    memory of every rank. Raises Mistake if there is none."""
+    """Go through `choices` until allocate(run, rows) and then attempt() run without any rank's
+    memory running out. Raises Mistake if none of them fits."""
     for rows in choices:
         allocate(run, rows)
         fits = runs_in_memory(run, attempt)
         if run.world > 1:
-            answer = torch.tensor(float(fits), device=run.device)
-            dist.all_reduce(answer, dist.ReduceOp.MIN)
-            fits = bool(answer)
+            all_fit = torch.tensor(float(fits), device=run.device)
+            dist.all_reduce(all_fit, dist.ReduceOp.MIN)
+            fits = bool(all_fit)
         if fits:
             return
-    model = f'n_layer = {n_layer}, n_expert = {n_expert}, n_embd = {n_embd}'
-    rows, advice = 'one row', 'a smaller model or block_size, or more memory'
+    sizes = f'n_layer = {n_layer}, n_expert = {n_expert}, n_embd = {n_embd}'
     if batch_size:
-        rows, advice = f'batch_size = {batch_size}', '--batch_size=0 finds the most that fit'
-    where = f'does not fit in the memory of {common.device_name(run.device)}'
-    raise Mistake(f'{model}, block_size = {block_size}: {rows} {where}: {advice}')
+        micro_batch = f'batch_size = {batch_size}'
+        advice = '--batch_size=0 finds the most that fit'
+    else:
+        micro_batch = 'one row'
+        advice = 'choose a smaller model or block_size, or a device with more memory'
+    too_large = f'{micro_batch} does not fit in the memory of {common.device_name(run.device)}'
+    raise Mistake(f'{sizes}, block_size = {block_size}: {too_large}: {advice}')
 
 
 def runs_in_memory(run: Run, attempt: Callable[[], None]) -> bool:
-    """Return whether attempt() runs without using up the memory; if it does not compile, print why
-    and try uncompiled. Gradients are zero afterwards, and all states reset.
+    """Return whether attempt() runs without the memory running out. If it fails to compile, print
+    why, switch compilation off and try again. Gradients and all states are zero afterwards.
 
-    On a GPU it runs beside memory for the optimizers' moments, and for a twentieth of the card,
-    which CUDA graphs, NCCL and fragmentation take."""
-    error, on_gpu = None, run.device.startswith('cuda')
+    On a GPU memory is set aside during the attempt: for the optimizers' moments, and a twentieth of
+    the card for CUDA graphs, NCCL and fragmentation."""
+    on_gpu = run.device.startswith('cuda')
+    error, reserved = None, None
     try:
-        reserve = None
         if on_gpu and not run.optimizers[0].state:
             muon = sum(p.numel() for p in run.optimizers[0].param_groups[0]['params'])
-            moments = 2 * run.gradients.buffer.numel() - muon  # AdamW has two of each, Muon one
-            size = 4 * moments + common.device_memory(run.device)[0] / 20
-            reserve = torch.empty(int(size), dtype=torch.uint8, device=run.device)
+            moments = 2 * run.gradients.buffer.numel() - muon  # AdamW keeps two, Muon one
+            size = 4 * moments + common.device_memory(run.device)[0] / 20  # bytes
+            reserved = torch.empty(int(size), dtype=torch.uint8, device=run.device)
         attempt()
-        del reserve
     except Exception as caught:
         if not (common.out_of_memory(caught) or may_run_uncompiled(caught)):
             raise
-        error = caught.with_traceback(None)  # its frames would keep the memory
+        error = caught.with_traceback(None)  # a traceback would keep the tensors of its frames
+    del reserved
     run.gradients.zero()
     for t in (*run.state, *run.batch[2], *run.val_batch[2]):
         t.zero_()
@@ -469,11 +573,17 @@ def runs_in_memory(run: Run, attempt: Callable[[], None]) -> bool:
     return runs_in_memory(run, attempt)
 
 
+def try_update(run: Run) -> None:
+    """Run forward and backward of a micro-batch."""
+    x, y, state = run.batch
+    forward_backward(run, x, y, state)
+
+
 def try_chunk(run: Run, T: int) -> None:
     """Run forward and backward of the first T tokens of a micro-batch."""
-    x, y = (t[:, :T] for t in run.batch[:2])
+    x, y, _ = run.batch
     with autocast(run.device, run.amp):
-        loss, _ = run.model(x, y)
+        loss, _ = run.model(x[:, :T], y[:, :T])
     loss.objective.backward()
     run.gradients.zero()
 
@@ -481,144 +591,15 @@ def try_chunk(run: Run, T: int) -> None:
 @torch.no_grad()
 def try_validation(run: Run) -> None:
     """Run one chunk of a validation batch."""
-    validate_chunk(run, *run.val_batch)
-
-
-# ---- an update ----
-
-
-def forward_backward(run: Run, x: torch.Tensor, y: torch.Tensor, state: tuple) -> None:
-    """Run a micro-batch forward and backward: add its gradients and its share of the mean loss to
-    run.gradients, and replace the state, all in place."""
-    with autocast(run.device, run.amp):
-        loss, new_state = run.model(x, y, state or None)
-    share = x.numel() / tokens_per_step  # of the mean over the whole batch
-    (loss.objective * share).backward()
-    run.gradients.extra[0].add_(loss.cross_entropy * share)
-    if recurrent:
-        torch._foreach_copy_(state, [t.detach() for t in new_state])
-
-
-def clip_and_orthogonalize(run: Run) -> list:
-    """Clip the gradients by their norm, and run the first part of Muon's step; return what the
-    ranks then gather."""
-    if grad_clip:
-        parameters, norm = run.model.parameters(), run.gradients.extra[2]
-        torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip, norm)
-    return run.optimizers[0].orthogonalize_shares() if arch == 'experts' else []
-
-
-def apply_updates(run: Run, shares: list) -> None:
-    """Change the weights: the last part of Muon's step, and AdamW's step."""
-    *muon, adamw = run.optimizers
-    for optimizer in muon:
-        optimizer.apply(shares)
-    adamw.step()
-
-
-def reset_streams(run: Run, every_row: bool) -> None:
-    """Reset the state of the streams whose turn it is (`reset_every`), or of every row."""
-    turns = 1 if every_row else reset_every
-    if recurrent and turns:
-        rows = len(run.loader.rows)
-        first = (run.step - run.rank * rows) % turns
-        index = torch.arange(first, rows, turns, device=run.device)
-        for t, dim in zip(run.state, STREAM_DIMS[arch], strict=True):
-            t.index_fill_(dim, index, 0)  # as init_state does
-
-
-def train_update(run: Run, stop: bool) -> tuple[float, float, bool]:
-    """Train on one batch. Return the mean loss, the norm of the gradient, and whether any rank is
-    to stop (`stop` on this one). If loss or norm are not finite, no weight changes.
-
-    This rank's rows are split into micro-batches: streams are, time is not. A chunk, and the
-    optimizer before and after the ranks gather Muon's results, are CUDA graphs at any number of
-    ranks; between them one message sums gradients, loss and `stop`."""
-    x, y, reset = run.loader.next()
-    if run.device.startswith('cuda'):
-        x, y = x.pin_memory(), y.pin_memory()  # so that the copies below need not wait
-    reset_streams(run, every_row=reset)
-    run.gradients.zero()
-    run.gradients.extra[1].fill_(float(stop))
-
-    x_in, y_in, state = run.batch
-    for start in range(0, len(x), run.rows):
-        part = slice(start, start + run.rows)
-        x_in.copy_(x[part], non_blocking=True)
-        y_in.copy_(y[part], non_blocking=True)
-        streams = []
-        if state is not run.state:  # one of several micro-batches, with a state of its own
-            dims = zip(run.state, STREAM_DIMS[arch], strict=True)
-            streams = [t.narrow(dim, start, run.rows) for t, dim in dims]
-            torch._foreach_copy_(state, streams)
-        chunk_graphs = run.graphs if run.capture_chunk else None
-        graphed(chunk_graphs, 'chunk', forward_backward, run, x_in, y_in, state)
-        if streams:
-            torch._foreach_copy_(streams, state)
-
-    run.gradients.sum_over_ranks()
-    run.gradients.extra[2].copy_(run.gradients.norm())
-    loss, stop, norm = run.gradients.extra.tolist()  # the update's only wait for the device
-    if math.isfinite(loss) and math.isfinite(norm):
-        fraction = lr_at(run.step, max_iters, warmup_iters, final_lr_ratio)
-        for group in (group for optimizer in run.optimizers for group in optimizer.param_groups):
-            group['lr'].fill_(group['peak_lr'] * fraction)
-        shares = graphed(run.graphs, 'orthogonalize', clip_and_orthogonalize, run)
-        if arch == 'experts':
-            run.optimizers[0].gather(shares)
-        graphed(run.graphs, 'apply', apply_updates, run, shares)
-    return loss, norm, stop > 0
-
-
-# ---- validation ----
-
-
-def validate_chunk(
-    run: Run, x: torch.Tensor, y: torch.Tensor, state: tuple, sums: torch.Tensor
-) -> None:
-    """Add the summed loss and the number of tokens of a chunk to `sums`, and replace the state, in
-    place."""
-    with autocast(run.device, run.amp):
-        loss, new_state = run.model(x, y, state or None)
-    sums[0].add_(loss.cross_entropy.to(sums.dtype) * x.numel())
-    sums[1].add_(x.numel())
-    torch._foreach_copy_(state, [*new_state])
-
-
-@torch.no_grad()
-def evaluate(run: Run) -> tuple[float, float]:
-    """Return the mean loss in nats per token and in bits per byte over all positions of the
-    validation streams, each read from an empty state with window W. The ranks share the streams;
-    the number of rows and T change neither value."""
-    x, y, text_bytes = run.val
-    x_in, y_in, state, sums = run.val_batch
-    sums.zero_()
-    due = every()
-    for x_rows, y_rows in zip(x.split(run.val_rows), y.split(run.val_rows), strict=True):
-        for t in state:
-            t.zero_()
-        chunks = zip(x_rows.split(x_in.size(1), 1), y_rows.split(x_in.size(1), 1), strict=True)
-        for x_chunk, y_chunk in chunks:
-            if x_chunk.shape == x_in.shape:
-                x_in.copy_(x_chunk)
-                y_in.copy_(y_chunk)
-                graphed(run.graphs, 'validation', validate_chunk, run, x_in, y_in, state, sums)
-            else:  # the end of the streams is shorter
-                validate_chunk(run, x_chunk, y_chunk, state, sums)
-            if due():
-                print0(f'    validation: {sums[1]:,.0f} of {x.numel():,} tokens')
-    total = torch.cat([sums, sums.new_tensor([text_bytes])])
-    if run.world > 1:
-        dist.all_reduce(total)
-    nats, tokens, text_bytes = total.tolist()
-    return nats / tokens, nats / math.log(2) / text_bytes
+    x, y, state, sums = run.val_batch
+    validate_chunk(run, x, y, state, sums)
 
 
 # ---- checkpoints ----
 
 
 def save(run: Run, best: bool = False) -> None:
-    """Save the run: the last checkpoint holds everything, the best what sample.py needs."""
+    """Save the last checkpoint, from which a run resumes, or the best one, for sample.py."""
     parts = {
         'recurrent': recurrent,
         'model_config': asdict(run.model.config),
@@ -634,8 +615,8 @@ def save(run: Run, best: bool = False) -> None:
 
 
 def load(run: Run) -> None:
-    """Restore out_dir's last checkpoint; with eval_only its weights alone. Raises CheckpointError
-    for settings or data that would make it another run."""
+    """Restore the last checkpoint in out_dir, or with eval_only just its weights. Raises
+    CheckpointError if it is damaged, or if settings or data differ that a run must keep."""
     needed = ('model', *POSITION) if eval_only else NEEDED
     saved, path = common.load_run(out_dir, SCRIPT, needed)
     defaults = read_script(__file__)[0]
@@ -645,16 +626,81 @@ def load(run: Run) -> None:
     if eval_only:
         return
     if saved['shards'] != run.shards:
-        reason = f'was trained on other shards than those in {data_dir}: give the same data_dir'
-        raise CheckpointError(f'{path}: {reason}, or another out_dir')
+        reason = f'was trained on other shards than those in {data_dir}'
+        raise CheckpointError(f'{path}: {reason}: give the same data_dir, or another out_dir')
     with restoring(path, 'loader or state'):
         run.loader.load_state_dict(saved['loader'])
         dims = STREAM_DIMS[arch] if recurrent else ()
-        for t, whole, dim in zip(run.state, saved['state'], dims, strict=True):
-            fill(t, whole.chunk(run.world, dim)[run.rank])
+        for t, all_ranks, dim in zip(run.state, saved['state'], dims, strict=True):
+            fill(t, all_ranks.chunk(run.world, dim)[run.rank])
     rows = saved.get('rows')
     if not batch_size and rows in row_choices(len(run.loader.rows), block_size):
-        set_rows(run, rows)  # the same sums as before, to the last bit
+        set_rows(run, rows)  # so that gradients are summed in the same order, bit by bit
+
+
+# ---- data, model, optimizer ----
+
+
+def make_run(config: Settings) -> Run:
+    """Return a run before its first update: with its data, model and optimizers. Writes nothing.
+    Raises Mistake if the settings, the data or the weights cannot be used."""
+    rank, world, device_ = common.join_ranks(device, threads)
+    if device_ == 'cpu':
+        common.keep_memory()
+    amp = common.pick_dtype(dtype, device_)
+    if init_from:
+        adopt_sizes(config)
+    check_settings(world)
+    torch.manual_seed(seed)
+
+    # data: this rank's share of the B rows of an update and of the validation streams
+    V, T, B = VOCAB[tokenizer], block_size, tokens_per_step // block_size
+    train_shards = find_shards(data_dir, 'train', tokenizer)
+    val_shards = find_shards(data_dir, 'val', tokenizer)
+    loader = Loader(train_shards, B=B, T=T, V=V, carries=recurrent, seed=seed, share=(rank, world))
+    val_x, val_y = load_val(val_shards, val_tokens, val_streams, V, share=(rank, world))
+    text_bytes = math.nan  # without GPT-2's tokenizer, which training does not need otherwise
+    with suppress(DataError):
+        text_bytes = float(token_bytes(tokenizer)[val_y.numpy()].sum())
+
+    # model: a setting with the name of a field of ModelConfig sets that field
+    sizes = {f.name: config[f.name] for f in fields(ModelConfig) if f.name in config}
+    model_config = ModelConfig(vocab_size=V, **sizes)
+    if arch == 'experts':
+        # four copies: weights, gradients and two moments
+        common.check_model(
+            lambda c: build_model(c, recurrent), model_config, copies=4, device=device_
+        )
+        model = build_model(model_config, recurrent)
+    else:
+        model = baselines.build(arch, model_config)
+    if init_from:
+        common.init_from(model, init_from, rename=lambda w: rename_old_weights(model, w, ''))
+    model = model.to(device_)
+
+    optimizers = make_optimizers(model)
+
+    with autocast(device_, amp):  # keys and values of the state take its dtype
+        state = model.init_state(B // world) if recurrent else ()
+    captures = graphs and device_.startswith('cuda') and mode == 'fast' and arch == 'experts'
+    run = Run(
+        config=config,
+        rank=rank,
+        world=world,
+        device=device_,
+        amp=amp,
+        loader=loader,
+        shards=fingerprint([*train_shards, *val_shards]),
+        val=(val_x.to(device_), val_y.to(device_), text_bytes),
+        model=model,
+        optimizers=optimizers,
+        gradients=Gradients(model.parameters(), n_extra=3),
+        state=state,
+        graphs={} if captures else None,
+    )
+    set_rows(run, batch_size or row_choices(B // world, T)[0])
+    set_val_rows(run, row_choices(len(val_x), min(T, EVAL_CHUNK))[0])
+    return run
 
 
 # ---- the loop ----
@@ -662,30 +708,30 @@ def load(run: Run) -> None:
 
 def describe(run: Run) -> None:
     """Print the machine, the model and the shape of an update."""
-    sizes = ', '.join(f'{n / 1e6:.2f}M {part}' for part, n in run.model.num_params().items())
-    costs = ', '.join(f'{n / 1e6:.1f} {part}' for part, n in run.model.flops_per_token().items())
-    micro = tokens_per_step // (block_size * run.world * run.rows)
-    shape = f'{run.world} ranks x {micro} micro-batches x {run.rows} rows x {block_size}'
+    params = ', '.join(f'{n / 1e6:.2f}M {part}' for part, n in run.model.num_params().items())
+    flops = ', '.join(f'{n / 1e6:.1f} {part}' for part, n in run.model.flops_per_token().items())
+    micro_batches = tokens_per_step // (block_size * run.world * run.rows)
+    shape = f'{run.world} ranks x {micro_batches} micro-batches x {run.rows} rows x {block_size}'
     print0(f'{common.machine(run)}, {run.amp}')
-    print0(f'{type(run.model).__name__}: parameters {sizes}; forward MFLOP per token {costs}')
-    print0(f'an update: {tokens_per_step:,} tokens = {shape}; {max_iters:,} updates')
+    print0(f'{type(run.model).__name__}: parameters {params}; forward MFLOPs per token {flops}')
+    print0(f'{max_iters:,} updates of {tokens_per_step:,} tokens = {shape}')
 
 
 def main(config: Settings) -> int:
-    """Train, or validate with eval_only. Return the exit status: 0 done, 1 the loss was not finite,
-    128 + signal when stopped."""
+    """Train, or only validate with eval_only. Return the exit status: 0 = done, 1 = the loss was
+    not finite, 128 + signal = stopped."""
     baselines.refuse_settings(arch, sys.argv)
-    common.restarted(out_dir, config, globals())
+    common.resume_if_restarted(out_dir, config, globals())
     try:
-        run = make_run(config)  # data, model, optimizer
+        run = make_run(config)  # data, model, optimizers
         if resume or eval_only:
             load(run)
         if eval_only:
             start = time.perf_counter()
             val_loss, bits = evaluate(run)
+            seconds = time.perf_counter() - start
             loss = f'validation loss {val_loss:.4f} nats per token ({bits:.4f} bits per byte)'
-            took = f'{val_tokens:,} tokens in {time.perf_counter() - start:.1f} s'
-            print0(f'{out_dir}, step {run.step}: {loss}, {took}')
+            print0(f'{out_dir}, step {run.step}: {loss}, {val_tokens:,} tokens in {seconds:.1f} s')
             return 0
         prepare(run)
         if run.rank == 0:
@@ -693,15 +739,17 @@ def main(config: Settings) -> int:
     except ValueError as error:  # Mistake, and ModelConfig's
         fail(error)
     describe(run)
-    writes, close = [], None
     if run.rank == 0:
-        track, close = open_trackers(config, tensorboard, wandb_project if wandb else '')
-        writes = [common.open_log(run, resume), track]
+        track, close_trackers = open_trackers(config, tensorboard, wandb_project if wandb else '')
+        log = common.open_log(run, resume)
 
-    stopper, stop, due_to_print = common.Stopper(), False, every()
+    stopper = common.Stopper()  # turns ctrl-C and SIGTERM into a flag
+    due_to_print = every()  # a line every 10 s, however large log_interval is
     val_seconds = 0.0  # of the last validation
+    stop = False
     status = None
     while True:
+        # validate, and log the update before
         if run.step % eval_interval == 0 or run.step == max_iters:
             start = time.perf_counter()
             val_loss, bits = evaluate(run)
@@ -709,28 +757,33 @@ def main(config: Settings) -> int:
             run.record['val_loss'] = val_loss
             run.record['val_bits_per_byte'] = bits
             run.record['val_seconds'] = val_seconds
-            losses = f'val loss {val_loss:.4f} | {bits:.4f} bits per byte'
-            times = f'{val_seconds:.1f} s, training {run.seconds:.1f} s so far'
-            print0(f'step {run.step}/{max_iters} | {losses} | {times}')
+            print0(
+                f'step {run.step}/{max_iters} | val loss {val_loss:.4f} | {bits:.4f} bits per byte '
+                f'| {val_seconds:.1f} s, training {run.seconds:.1f} s so far'
+            )
             if val_loss < run.best:
                 run.best = val_loss
                 save(run, best=True)
-        for write in writes:
-            write(run.record)
+        if run.rank == 0:
+            log(run.record)
+            track(run.record)
         if run.step >= max_iters or stop:
             break
 
+        # train
         start = time.perf_counter()
         loss, norm, stop = train_update(run, stopper.signal is not None)
-        elapsed, step = time.perf_counter() - start, run.step + 1
+        elapsed = time.perf_counter() - start
+        step = run.step + 1
         must_save = step % eval_interval == 0 or step == max_iters or stop
-        if not common.finite(run, must_save, loss, norm):
+        if not common.all_finite(run, loss, norm, weights=must_save):
             stopper.restore()
             status = 1
             break
-        run.step, run.seconds = step, run.seconds + elapsed
-        lr = run.optimizers[0].param_groups[0]['peak_lr']
-        lr *= lr_at(step - 1, max_iters, warmup_iters, final_lr_ratio)
+        run.step = step
+        run.seconds += elapsed
+        peak_lr = run.optimizers[0].param_groups[0]['peak_lr']
+        lr = peak_lr * lr_at(step - 1, max_iters, warmup_iters, final_lr_ratio)
         tokens_per_s = tokens_per_step / elapsed
         run.record = {
             'step': step,
@@ -744,23 +797,21 @@ def main(config: Settings) -> int:
             'seconds': run.seconds,
         }
         if step % log_interval == 0 or step == max_iters or due_to_print():
-            eta = timedelta(
-                seconds=int((max_iters - step) * (elapsed + val_seconds / eval_interval))
-            )
+            seconds_left = (max_iters - step) * (elapsed + val_seconds / eval_interval)
             print0(
                 f'step {step}/{max_iters} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.2f} | '
                 f'{1000 * elapsed:.0f} ms | {tokens_per_s:,.0f} tokens/s | '
-                f'mfu {common.mfu(run, tokens_per_s)} | eta {eta}'
+                f'mfu {common.mfu(run, tokens_per_s)} | eta {timedelta(seconds=int(seconds_left))}'
             )
-            due_to_print(True)
+            due_to_print(restart=True)
         if must_save:
-            save(run)  # before the validation: a run that dies in it loses nothing
+            save(run)  # before the validation, so that a run that dies there loses nothing
 
     if status is None:
-        done = f'{run.step} updates in {run.seconds:.0f} s, best val loss {run.best:.4f}'
-        status = common.ended(run, stopper, max_iters, done)
-    if close:
-        close()
+        summary = f'{run.step} updates in {run.seconds:.0f} s, best val loss {run.best:.4f}'
+        status = common.report_end(run, stopper, max_iters, summary)
+    if run.rank == 0:
+        close_trackers()
     if run.rank == 0 and plot and status == 0:
         unit = 'byte' if tokenizer == 'bytes' else 'token'
         title = f'{type(run.model).__name__}, L = {n_layer}, E = {n_expert}, d = {n_embd}'
@@ -773,5 +824,5 @@ if __name__ == '__main__':
     run_script(
         lambda: main(configure(globals())),
         'interrupted: the last checkpoint is unchanged',
-        common.last_words('a smaller batch_size takes less', globals()),
+        common.error_explainer('a smaller batch_size takes less', globals()),
     )

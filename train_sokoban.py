@@ -233,7 +233,7 @@ def make_run(config: Settings) -> Run:
     common.check_fits(activations, f'n_envs = {n_envs} (unroll = {unroll})', device_)
     model = build_agent(agent_config)
     if init_from:
-        common.init_from(model, init_from, resume)
+        common.init_from(model, init_from)
     model = model.to(device_)
     set_precision(model)
 
@@ -603,7 +603,7 @@ def evaluate_only(config: Settings) -> None:
 def main(config: Settings) -> int:
     """Train, or evaluate with eval_only. Return the exit status: 0 done, 1 the loss was not finite,
     128 + signal when stopped."""
-    common.restarted(out_dir, config, globals())
+    common.resume_if_restarted(out_dir, config, globals())
     try:
         if eval_only:
             evaluate_only(config)
@@ -643,7 +643,7 @@ def main(config: Settings) -> int:
         stats, episodes, stop = update(run, stopper.signal is not None)
         elapsed, step = time.perf_counter() - start, run.step + 1
         must_save = step % eval_interval == 0 or step == run.updates or stop
-        if not common.finite(run, must_save, stats['loss'], stats['grad_norm']):
+        if not common.all_finite(run, stats['loss'], stats['grad_norm'], weights=must_save):
             stopper.restore()
             status = 1
             break
@@ -658,7 +658,7 @@ def main(config: Settings) -> int:
     if status is None:
         done = f'{run.step * n_envs * unroll:,} steps in {run.seconds:.0f} s'
         summary = f'{done}, best return {run.best:.2f}'
-        status = common.ended(run, stopper, run.updates, summary)
+        status = common.report_end(run, stopper, run.updates, summary)
     if close:
         close()
     if run.rank == 0 and plot and status == 0:
@@ -673,5 +673,5 @@ if __name__ == '__main__':
     run_script(
         lambda: main(configure(globals())),
         'interrupted: the last checkpoint is unchanged',
-        common.last_words('fewer n_envs, or --reuse=False, take less', globals()),
+        common.error_explainer('fewer n_envs, or --reuse=False, take less', globals()),
     )

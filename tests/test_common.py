@@ -135,7 +135,7 @@ def test_restarts_by_torchrun(tmp_path, monkeypatch):
 
     def attempt(n):
         monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', str(n))
-        common.restarted(tmp_path, config := {}, settings := {})
+        common.resume_if_restarted(tmp_path, config := {}, settings := {})
         return config if config == settings else None
 
     assert attempt(0) == {}
