@@ -1,7 +1,7 @@
-"""Measure speed and memory of the models on whatever device there is, beside the paper's figures.
+"""Measure the speed and memory of the models on this device, and compare it with the paper's.
 
-$ python bench.py                              # on a CPU: one model's updates, plain and fast
-$ python bench.py --suite=first --budget=540   # a GPU's first half-hour; run it again to continue
+$ python bench.py                              # on a CPU: updates of one model, plain and fast
+$ python bench.py --suite=first --budget=540   # the first half-hour on a new GPU, in parts of 540 s
 $ python bench.py --suite=train --budget=540   # the paper's throughput table, for one of its 4 GPUs
 $ torchrun --standalone --nproc_per_node=4 bench.py --suite=train    # the same on four GPUs
 $ python bench.py --suite=train --modes=lstm,compiled   # beside torch.nn.LSTM of equal size
@@ -9,27 +9,28 @@ $ python bench.py --suite=decode               # the paper's latency table
 $ python bench.py --suite=sokoban --modes=compiled,compiled_recompute
 $ python bench.py --script=my_train.py         # updates of your copy of a trainer
 
-train      updates of train_lm.py, loader and optimizer included, with T = W = C. Each GPU has the
-           B = tokens per update / 4 / C streams that one of the paper's four GPUs has. Figures are
-           per GPU, and under torchrun for the node too
-decode     one token for each of B streams, from a cache filled to W = C entries
+train      updates of train_lm.py, with loader and optimizer, for T = W = C. Each GPU has as many
+           streams as each of the paper's four, B = tokens per update / 4 / C. Results are per GPU
+           and, under torchrun, also for all GPUs
+decode     one token for each of B streams, with caches of W = C entries that are full
 sokoban    updates of train_sokoban.py on generated levels, in environment steps/s
-first      what a new GPU should show first: yardsticks, the smoke tests of tests/test_gpu.py, cells
-           of all suites, the most informative first, then all other GPU tests. Each has its own
-           time limit, and its result is written at once. Exit status 1 if any failed
+first      the steps for a new GPU: yardsticks, the smoke tests of tests/test_gpu.py, cells of all
+           suites, the most informative first, and the other tests of tests/test_gpu.py. Each step
+           has a time limit, and its result is written at once. The exit status is 1 if any failed
 
-A cell is (L, E, C, B) in decode, (L, E, C, tokens per update) in train, (L, E, d) in sokoban, and
-in first a suite's name followed by such a cell. A shorter one stands for all of the suite's default
-cells that start like it.
+A cell is a shape to measure: (L, E, C, B) in decode, (L, E, C, tokens per update) in train,
+(L, E, d) in sokoban, and in first the name of a suite followed by one of these. Without its last
+numbers it stands for all default cells of the suite that start with the others.
 
-Every variant runs in its own process (under torchrun, one per rank), so that one that fails or runs
-out of memory affects no other. On a CPU the variants of a cell and the yardsticks take turns, so
-that a drift of the machine's speed affects all of them. The yardsticks are a large matrix product,
-a large copy and, for sokoban, a 3x3 convolution with its backward.
+A variant is a cell in one mode. Each runs in a process of its own (under torchrun, one per rank),
+so that one that fails or runs out of memory does not affect the others. On a CPU the variants of a
+cell and the yardsticks take turns, so that changes in the machine's speed affect all of them. The
+yardsticks are a large matrix product, a large copy and, for sokoban, a 3x3 convolution with its
+backward.
 
-"Of roofline" is the least time of `roofline_seconds` at the yardsticks' rates over the time
-measured; "of conv rate" is multiply-adds per second over the convolution's. Targets are modeled.
-Memory is torch's peak on a GPU, including warm-up and capture.
+"Of roofline" is the least possible time (`roofline_seconds`, at the rates of the yardsticks) over
+the measured time. "Of conv rate" is the multiply-adds per second over those of the convolution.
+Targets are modeled. Memory is torch's peak on a GPU, with warm-up and capture.
 """
 
 import contextlib
@@ -57,8 +58,16 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import NamedTuple
 
-from configurator import configure, fail, first_line, read_json, run_script, setup_process
-from configurator import write_json, write_text
+from configurator import (
+    configure,
+    fail,
+    first_line,
+    read_json,
+    run_script,
+    setup_process,
+    write_json,
+    write_text,
+)
 
 if __name__ == '__main__':
     setup_process()  # before torch is imported
@@ -82,29 +91,30 @@ from unroll import release as release_blocks
 # fmt: off
 # what
 suite = 'train'    # 'train', 'decode', 'sokoban' or 'first'
-cells = ()         # such as (2,8,128,16),(4,4), see above; () = the suite's own, the paper's
-modes = ''         # 'plain,fast,compiled,nonrecurrent' (L*E layers of one expert) and others; an
-                   # unknown one lists all; '' = the suite's own
-n_embd = 0         # train, decode: D; 0 = the suite's own
+cells = ()         # such as (2,8,128,16),(4,4), see above; () = the default cells of the suite
+modes = ''         # such as 'plain,fast,compiled,nonrecurrent' (L*E layers of one expert); an
+                   # unknown mode lists all; '' = the default modes of the suite
+n_embd = 0         # train, decode: D; 0 = the paper's on a GPU, 256 on a CPU
 block_size = 0     # train: T, tokens per chunk; 0 = C
-dtype = ''         # 'float32', 'bfloat16' (autocast; sokoban: convolutions), or 'auto': bfloat16
-                   # if it is fast; '' = float32 for language models on a CPU, else 'auto'
+dtype = ''         # 'float32', 'bfloat16' (autocast; sokoban: convolutions), or 'auto' (bfloat16
+                   # if the device is fast at it); '' = float32 for language models on a CPU, else
+                   # 'auto'
 script = ''        # train, sokoban: your copy of the trainer; '' = train_lm.py or train_sokoban.py
 # sokoban
-arch = 'convlstm'  # or 'convglu'
-recurrent = True   # False: the non-recurrent agent
+arch = 'convlstm'  # 'convlstm' or 'convglu'
+recurrent = True   # False = the non-recurrent agent
 n_envs = 32        # boards
-unroll = 20        # steps per update
-# how
-rounds = 3         # measurements of each variant; the median and the range are reported
-seconds = 0.5      # least length of a measurement: short runs are repeated to fill it
+unroll = 20        # steps per update and board
+# measurement
+rounds = 3         # measurements of each variant; their median and range are reported
+seconds = 0.5      # shortest measurement: runs are repeated to fill it
 check = False      # compare gradients (decode: logits) with those of a slower mode on this device;
-                   # a cell that differs counts as failed. first: always
-budget = 0         # seconds after which no new cell starts; the rest is listed; 0 = no limit
-device = 'auto'    # 'auto': cuda if there is one; or 'cpu', 'cuda', 'cuda:1'
+                   # a cell that differs counts as failed; always done in first
+budget = 0         # seconds after which no new cell starts; 0 = no limit
+device = 'auto'    # 'auto' (cuda if there is one), 'cpu', 'cuda' or 'cuda:1'
 threads = 0        # CPU threads; 0 = torch's choice
-out = ''           # JSON file, the table beside it as .md; '' = out/bench/<device>/<suite>.json
-append = False     # continue that file, if it has the same commit, device and dtype. first: always
+out = ''           # JSON file; the table goes beside it as .md; '' = out/bench/DEVICE/SUITE.json
+append = False     # continue `out` if it has the same commit, device and dtype; always in first
 # fmt: on
 # -----------------------------------------------------------------------------
 RANGES = {
@@ -116,15 +126,28 @@ RANGES = {
 RENAMED = {'paths': 'modes'}  # old name: new name
 HERE = os.path.dirname(os.path.abspath(__file__))
 
-# Modes of each suite. _recompute: the update runs its own forward instead of the rollout's.
+# Modes of each suite. _recompute: the update runs a second forward (train_sokoban.py's reuse).
 MODES = {
-    'train': ['plain', 'fast', 'compiled', 'nonrecurrent', 'nonrecurrent_compiled', 'lstm']
-    + ['transformer'],
+    'train': [
+        'plain',
+        'fast',
+        'compiled',
+        'nonrecurrent',
+        'nonrecurrent_compiled',
+        'lstm',
+        'transformer',
+    ],
     'decode': ['fast', 'compiled', 'nonrecurrent', 'nonrecurrent_compiled'],
-    'sokoban': ['plain', 'fast', 'compiled', 'plain_recompute', 'fast_recompute']
-    + ['compiled_recompute'],
+    'sokoban': [
+        'plain',
+        'fast',
+        'compiled',
+        'plain_recompute',
+        'fast_recompute',
+        'compiled_recompute',
+    ],
 }
-OLD_MODES = {
+OLD_MODES = {  # old name: new name
     'gpt': 'nonrecurrent',
     'gpt_compiled': 'nonrecurrent_compiled',
     'ring': 'fast',
@@ -132,17 +155,21 @@ OLD_MODES = {
     'gpt_ring': 'nonrecurrent',
     'gpt_ring_compiled': 'nonrecurrent_compiled',
 }
-CPU_MODES = {'train': ['plain', 'fast'], 'decode': ['fast'], 'sokoban': ['plain', 'fast']}
-CPU_MODES['sokoban'] += ['compiled']
+# Modes that are measured by default.
+CPU_MODES = {
+    'train': ['plain', 'fast'],
+    'decode': ['fast'],
+    'sokoban': ['plain', 'fast', 'compiled'],
+}
 GPU_MODES = {'train': ['compiled'], 'decode': ['fast', 'compiled'], 'sokoban': ['fast', 'compiled']}
-# At E = 1 the paper has the non-recurrent Transformer too, and trains that alone.
+# On a GPU at E = 1, where the paper has the non-recurrent Transformer, and no other in training.
 ONE_EXPERT_MODES = {
     'train': ['nonrecurrent_compiled'],
     'decode': MODES['decode'],
     'sokoban': GPU_MODES['sokoban'],
 }
 
-# Default cells: (L, E), C, and the last number.
+# Default cells: all combinations of (L, E), C, and B or tokens per update.
 SHAPES = [(1, 16), (2, 8), (4, 4), (8, 2), (16, 1)]
 CONTEXTS = {'train': [32, 64, 128, 256, 1024, 2048], 'decode': [128, 2048]}
 GPU_CELLS = {
@@ -152,7 +179,7 @@ GPU_CELLS = {
 CPU_CELLS = {'train': ([(2, 8)], [128], [4096]), 'decode': ([(2, 8)], [128], [16])}
 AGENTS = [(1, 1, 128), (4, 1, 64)]  # (L, E, d)
 
-# Suite first: these cells in this order, then what is left of the suites.
+# Suite first: these cells in this order, then the other cells of the suites.
 GPU_FIRST = [
     *(('train', *cell, 131072) for cell in [(2, 8, 64), (1, 16, 64), (4, 4, 128), (8, 2, 256)]),
     *(('train', *cell, 131072) for cell in [(2, 8, 2048), (16, 1, 256)]),
@@ -162,10 +189,11 @@ GPU_FIRST = [
 ]
 CPU_FIRST = [('train', 2, 8, 32, 1024), ('decode', 2, 8), ('sokoban', 1, 1, 32)]
 GPU_TESTS = os.path.join(HERE, 'tests', 'test_gpu.py')
-LIMITS = {'smoke': 180, 'train': 240, 'tests': 400}  # seconds per step; all others have 150
-LEAST = 60  # seconds of budget for which a step is started; one that the budget cuts runs again
+LIMITS = {'smoke': 180, 'train': 240, 'tests': 400}  # seconds per step; other steps have 150
+# Seconds of budget that must be left to start a step. A step that the budget cuts off runs again.
+LEAST = 60
 
-# The paper's tables (of 4 H100: tokens/s of one of them, ms per token of all four), and modeled
+# The paper's tables (4 H100; tokens/s of one of them, ms per token of all four), and modeled
 # targets for one H100.
 SPEED = os.path.join(HERE, 'results', 'paper', 'speed.csv')
 PAPER_GPUS = 4
@@ -175,11 +203,11 @@ TOLERANCE = 0.1
 
 
 class Metric(NamedTuple):
-    """The figure of a suite's rows."""
+    """The quantity that a suite measures."""
 
     name: str
     unit: str
-    digits: int
+    digits: int  # printed after the decimal point
     sign: int  # 1: more is better; -1: less is better
 
 
@@ -191,49 +219,58 @@ METRICS = {
 
 
 # ---- what is measured: cells and rows ----
-# A row is a dict: its suite, cell and mode, sizes by their shape letters, and later its results.
+# A row is a dict: the suite, cell and mode, sizes by their shape letters, and later the results.
 
 
 def find_cells(config: dict) -> list[tuple]:
-    """Return (suite, L, E, ...) of every cell, shorter ones completed from the suite's own."""
-    on_cpu, suite, asked = config['device'] == 'cpu', config['suite'], config['cells']
-    if asked and not all(isinstance(cell, tuple) for cell in asked):
-        asked = (asked,)  # a single cell
+    """Return (suite, L, E, ...) of every cell to measure. Cells that lack their last numbers are
+    completed from the default cells. Ends the script for a cell that is none."""
+    on_cpu = config['device'] == 'cpu'
+    suite = config['suite']
+    cells = config['cells']
+    if cells and not all(isinstance(cell, tuple) for cell in cells):
+        cells = (cells,)  # a single cell
     if suite == 'first':
-        asked = asked or (CPU_FIRST if on_cpu else GPU_FIRST)
+        cells = cells or (CPU_FIRST if on_cpu else GPU_FIRST)
     else:
-        asked = [(suite, *cell) for cell in asked] or [(suite,)]
+        cells = [(suite, *cell) for cell in cells] or [(suite,)]
     found = []
-    for name, *sizes in asked:
+    for name, *sizes in cells:
         lengths = (0, 3) if name == 'sokoban' else (0, 2, 3, 4)
         fits = len(sizes) in lengths and all(type(n) is int and n > 0 for n in sizes)
         if name not in MODES or not fits:
             fail(
-                f'cells: {(name, *sizes)}: expected (L, E, C, B) or its first two or three; '
+                f'cells: {(name, *sizes)}: expected (L, E, C, B), or the first two or three of it; '
                 "for sokoban (L, E, d); for first a suite's name and such a cell"
             )
         if name == 'sokoban':
             found += [(name, *cell) for cell in ([sizes] if sizes else AGENTS)]
             continue
-        shapes, contexts, last = (CPU_CELLS if on_cpu else GPU_CELLS)[name]
-        parts = [sizes[:2]] if sizes else shapes, sizes[2:3] or contexts, sizes[3:] or last
-        found += [(name, *shape, C, n) for shape, C, n in itertools.product(*parts)]
-    return list(dict.fromkeys(found))  # each once
+        shapes, contexts, numbers = (CPU_CELLS if on_cpu else GPU_CELLS)[name]
+        if sizes:
+            shapes = [sizes[:2]]
+        contexts = sizes[2:3] or contexts
+        numbers = sizes[3:] or numbers  # B, or tokens per update
+        found += [
+            (name, *shape, C, n) for shape, C, n in itertools.product(shapes, contexts, numbers)
+        ]
+    return list(dict.fromkeys(found))  # without duplicates
 
 
 def find_modes(config: dict, suite: str, E: int) -> list[str]:
-    """Return the modes in which a cell of this suite with E experts is measured."""
+    """Return the modes in which to measure a cell of this suite with E experts."""
     if config['device'] == 'cpu':
         default = CPU_MODES[suite]
     else:
         default = (ONE_EXPERT_MODES if E == 1 else GPU_MODES)[suite]
-    asked = [mode.strip() for mode in config['modes'].split(',') if mode.strip()]
-    asked = list(dict.fromkeys(OLD_MODES.get(mode, mode) for mode in asked))
-    every_suite = {mode for names in MODES.values() for mode in names}
-    known = every_suite if config['suite'] == 'first' else MODES[suite]
-    if not set(asked) <= set(known):
+    modes = [mode.strip() for mode in config['modes'].split(',') if mode.strip()]
+    modes = list(dict.fromkeys(OLD_MODES.get(mode, mode) for mode in modes))
+    known = MODES[suite]
+    if config['suite'] == 'first':  # a mode applies to those suites that have it
+        known = [mode for names in MODES.values() for mode in names]
+    if not set(modes) <= set(known):
         fail(f'modes = {config["modes"]!r}: expected some of {", ".join(MODES[suite])}')
-    return [mode for mode in asked if mode in MODES[suite]] or default
+    return [mode for mode in modes if mode in MODES[suite]] or default
 
 
 def make_row(config: dict, suite: str, sizes: tuple, mode: str) -> dict:
@@ -253,16 +290,20 @@ def make_row(config: dict, suite: str, sizes: tuple, mode: str) -> dict:
         kind = 'recurrent' if config['recurrent'] else 'non-recurrent'
         sizes = {'L': L, 'E': E, 'D': D, 'B': config['n_envs'], 'T': config['unroll']}
         return {**row, 'model': f'{kind} {config["arch"]}', **sizes}
-    (L, E, C, B), T = sizes, sizes[2]
-    if suite == 'train':
-        T, tokens = config['block_size'] or C, B
+    if suite == 'decode':
+        L, E, C, B = sizes
+        T = C
+    else:
+        L, E, C, tokens = sizes
+        T = config['block_size'] or C
         if tokens % (PAPER_GPUS * T):
             fail(f'cells: {tokens} tokens: must be a multiple of {PAPER_GPUS} GPUs x {T} tokens')
         B = tokens // (PAPER_GPUS * T)
         row['tokens_per_update'] = tokens
     model = 'lstm' if mode == 'lstm' else 'recurrent'
     if mode.startswith(('nonrecurrent', 'transformer')):
-        L, E, model = L * E, 1, 'non-recurrent'
+        model = 'non-recurrent'
+        L, E = L * E, 1
     D, V = (256, 256) if config['device'] == 'cpu' else (768, 50304)
     row = {
         **row,
@@ -273,9 +314,9 @@ def make_row(config: dict, suite: str, sizes: tuple, mode: str) -> dict:
         'B': B,
         'T': T,
         'D': config['n_embd'] or D,
+        'V': V,
     }
-    row['V'] = V
-    model_config(row)
+    model_config(row)  # raises ValueError for sizes that do not fit together
     return row
 
 
@@ -292,14 +333,15 @@ def model_config(row: dict) -> ModelConfig:
 
 
 def plan_steps(config: dict) -> dict[str, dict[str, dict]]:
-    """Return {step: {label: row}} in order. A step's rows are measured together: a cell in all its
-    modes, yardsticks, or tests."""
+    """Return {step: {label: row}} in the order of measurement. The rows of a step are measured
+    together: a cell in all its modes, yardsticks, or tests."""
     cells = {}
     for suite, *sizes in find_cells(config):
         name = f'{suite} {",".join(map(str, sizes))}'
         modes = find_modes(config, suite, E=sizes[1])
         cells[name] = {f'{name} {mode}': make_row(config, suite, sizes, mode) for mode in modes}
-    first, on_cpu = config['suite'] == 'first', config['device'] == 'cpu'
+    first = config['suite'] == 'first'
+    on_cpu = config['device'] == 'cpu'
     yardsticks = {'suite': 'yardsticks', 'conv': config['suite'] in ('sokoban', 'first')}
     if on_cpu and not first:
         return {name: {'yardsticks': yardsticks, **rows} for name, rows in cells.items()}
@@ -312,8 +354,10 @@ def plan_steps(config: dict) -> dict[str, dict[str, dict]]:
     return steps
 
 
-# ---- variants: make(row, config) returns ({part: function to time}, what is known of it) ----
-# 'work': units of work per call. 'check': a function that returns {name: (tensor, reference)}.
+# ---- variants ----
+# A function make_...(row, config) sets a variant up. It returns ({part: function to time}, entries
+# of its record). Two of these are special: 'work', the units of work per call, and 'check', a
+# function that returns {name: (tensor, reference)} to compare.
 
 
 def load_script(path: str) -> ModuleType:
@@ -324,7 +368,7 @@ def load_script(path: str) -> ModuleType:
 
 
 def start_run(trainer: ModuleType, row: dict, config: dict, **settings: object) -> object:
-    """Return a trainer's run before its first update, as the user gets it with these settings."""
+    """Return the run of a trainer with these settings, before its first update."""
     settings = {
         **settings,
         'n_layer': row['L'],
@@ -340,15 +384,15 @@ def start_run(trainer: ModuleType, row: dict, config: dict, **settings: object) 
 
 
 def use_reference_mode(model: torch.nn.Module, compiled: bool) -> None:
-    """Switch to a slower mode to compare with: uncompiled and without Triton forms where the
-    variant is compiled, else plain."""
+    """Switch to a slower mode to compare with: without compilation and Triton forms if the variant
+    is compiled, else plain."""
     kernels.fused.enabled = False
     model.forms, model.graphs = frozenset(), False
     model.config.mode = 'fast' if compiled else 'plain'
 
 
 def make_lm_update(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
-    """Part 'update': a whole update of train_lm.py on random tokens."""
+    """Return the part 'update', a whole update of train_lm.py on random tokens."""
     train_lm = load_script(config['script'] or os.path.join(HERE, 'train_lm.py'))
     mode, tokens = row['mode'], row['gpus'] * row['B'] * row['T']
     compiled = mode.endswith(('compiled', 'transformer'))
@@ -376,7 +420,7 @@ def make_lm_update(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
     def update() -> None:
         loss, _, _ = train_lm.train_update(run, False)
         run.step += 1
-        if not math.isfinite(loss):  # the update was cheaper: it left the optimizer out
+        if not math.isfinite(loss):  # then the update was cheaper, without the optimizer
             raise RuntimeError('the loss is not finite')
 
     def gradients(state: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -402,22 +446,25 @@ def make_lm_update(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
         reference = gradients(state)
         return {name: (found[name], reference[name]) for name in found}
 
-    known = {
+    entries = {
         'work': tokens,
         'params': run.model.num_params()['total'],
         'notes': printed.getvalue().splitlines(),  # Triton forms, rows per micro-batch
         'check': check,
     }
-    return {'update': update}, known
+    return {'update': update}, entries
 
 
 def make_token(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
-    """Part 'token': one greedy token for each of B streams (decode.Decoder), with full caches."""
-    device, B, amp = config['device'], row['B'], getattr(torch, row['dtype'])
+    """Return the part 'token': one greedy token for each of B streams (decode.Decoder), with full
+    caches."""
+    device = config['device']
+    B = row['B']
+    amp = getattr(torch, row['dtype'])
     compiled = row['mode'].endswith('compiled')
     autocast = torch.autocast(torch.device(device).type, amp, enabled=amp == torch.bfloat16)
     torch.manual_seed(0)
-    # random weights: a processor may be faster at zeros
+    # Random weights, because a processor may be faster at zeros.
     model = randomize(build_model(model_config(row), row['model'] == 'recurrent')).to(device)
     with autocast:
         empty = model.init_state(B)
@@ -430,9 +477,10 @@ def make_token(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
 
     @torch.no_grad()
     def check() -> dict[str, tuple]:
-        """Compare four tokens with the model's own step, uncompiled."""
+        """Compare the logits of four tokens with those of the model's step, uncompiled."""
         decoder.load(state)
-        after, pairs = state, {}
+        after = state
+        pairs = {}
         for i, tokens in enumerate(torch.randint(row['V'], (4, B), device=device)):
             kernels.fused.enabled = compiled
             decoder.step(tokens)
@@ -446,7 +494,8 @@ def make_token(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
 
 
 def make_agent_update(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
-    """Part 'update': a whole update of train_sokoban.py on generated levels, episodes counted."""
+    """Return the part 'update', a whole update of train_sokoban.py on generated levels, with the
+    counting of episodes."""
     train_sokoban = load_script(config['script'] or os.path.join(HERE, 'train_sokoban.py'))
     mode, _, recompute = row['mode'].partition('_')
     with contextlib.redirect_stdout(io.StringIO()):
@@ -474,20 +523,21 @@ def make_agent_update(row: dict, config: dict) -> tuple[dict[str, Callable], dic
         train_sokoban.count_episodes(run, episodes, stats)
 
     def gradients(actions: torch.Tensor | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the actions (T, B) of a rollout, and what it and its backward give. actions: to
-        play in place of sampled ones."""
-        function = train_sokoban.rollout_and_backward
+        """Return the actions (T, B) of a rollout, and its gradients, loss and returns. actions: to
+        take instead of sampled ones."""
+        update_gradients = train_sokoban.rollout_and_backward
         if actions is None:
-            batch = kernels.graphed(run.graphs, 'rollout and backward', function, run)
+            batch = kernels.graphed(run.graphs, 'rollout and backward', update_gradients, run)
         else:
-            batch = function(run, actions)
+            batch = update_gradients(run, actions)
         named = run.model.named_parameters()
         found = {name: p.grad.clone() for name, p in named if p.numel()}
-        found['loss'], found['return'] = run.gradients.extra[0].clone(), batch['return'].clone()
+        found['loss'] = run.gradients.extra[0].clone()
+        found['return'] = batch['return'].clone()
         return batch['action'].clone(), found
 
     def check() -> dict[str, tuple]:
-        """Compare with the plain mode on the same actions: rounding could change a sampled one."""
+        """Compare with the plain mode on the same actions. Rounding could change sampled ones."""
         start = copy.deepcopy((run.env, run.state, run.count))
         actions, found = gradients(None)
         run.env, run.state, run.count = start
@@ -495,22 +545,24 @@ def make_agent_update(row: dict, config: dict) -> tuple[dict[str, Callable], dic
         _, reference = gradients(actions)
         return {name: (found[name], reference[name]) for name in found}
 
-    steps, macs = config['n_envs'] * config['unroll'], run.model.macs_per_step()
-    known = {
+    steps = config['n_envs'] * config['unroll']
+    macs = run.model.macs_per_step()
+    entries = {
         'work': steps,
         'params': run.model.num_params()['total'],
         'macs_per_step': macs,
-        # forward, twice that backward, and another forward to recompute; without encoder and head
+        # of the core: one forward and a backward of twice that, and a second forward to recompute
         'macs': (4 if recompute else 3) * macs['executed'] * steps,
         'check': check,
     }
-    return {'update': update}, known
+    return {'update': update}, entries
 
 
 def make_yardsticks(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
-    """Parts 'matmul' (work in FLOPs), 'copy' (bytes read and written; larger than any cache) and
-    'conv' (multiply-adds; boards enough to fill the device)."""
-    device, dtype = config['device'], getattr(torch, config['dtype'])
+    """Return the parts 'matmul' (work in FLOPs), 'copy' (bytes read and written, more than a cache
+    holds) and 'conv' (multiply-adds, with enough boards to fill the device)."""
+    device = config['device']
+    dtype = getattr(torch, config['dtype'])
     n, size = (2048, 2**28) if device == 'cpu' else (8192, 2**30)
     a, b = torch.randn(2, n, n, device=device, dtype=dtype)
     source, target = torch.ones(2, size, dtype=torch.uint8, device=device)
@@ -519,19 +571,22 @@ def make_yardsticks(row: dict, config: dict) -> tuple[dict[str, Callable], dict]
     if row['conv']:
         keep_memory()
         torch.backends.cudnn.benchmark = True  # as train_sokoban.py sets it
-        shapes = (640, 128, 10, 10), (512, 128, 3, 3), (640, 512, 10, 10)
-        x, weight, dy = (
-            torch.randn(shape, device=device, dtype=dtype).to(memory_format=torch.channels_last)
-            for shape in shapes
-        )
-        inputs = x.requires_grad_(), weight.requires_grad_()
-        parts['conv'] = lambda: torch.autograd.grad(F.conv2d(*inputs, padding=1), inputs, dy)
-        work['conv'] = 3 * 640 * 100 * 9 * 128 * 512
+
+        def random(*shape: int) -> torch.Tensor:
+            noise = torch.randn(shape, device=device, dtype=dtype)
+            return noise.to(memory_format=torch.channels_last)
+
+        x = random(640, 128, 10, 10).requires_grad_()
+        weight = random(512, 128, 3, 3).requires_grad_()
+        dy = random(640, 512, 10, 10)
+        parts['conv'] = lambda: torch.autograd.grad(F.conv2d(x, weight, padding=1), (x, weight), dy)
+        work['conv'] = 3 * 640 * 100 * 9 * 128 * 512  # one forward and two products backward
     return parts, {'work': work}
 
 
 def make_tests(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
-    """Run the tests of GPU_TESTS with the row's marks. Raises RuntimeError, naming the failures."""
+    """Run the tests of GPU_TESTS with the row's marks. Raises RuntimeError, naming those that
+    fail."""
     import pytest
 
     class Failures:
@@ -562,10 +617,10 @@ MAKERS = {
 
 
 def timed(run: Callable, repeats: int, device: str) -> float:
-    """Return the mean seconds of `repeats` calls of run(), with an idle device at both ends.
+    """Return the mean seconds of `repeats` calls of run(), waiting for the device before and after.
 
-    torch.utils.benchmark.Timer would run slow updates twice more for each measurement, to warm up,
-    and its repeats could not be the same on all ranks."""
+    torch.utils.benchmark.Timer would run slow updates twice more per measurement, to warm up, and
+    could not repeat them equally often on all ranks."""
     synchronize = torch.cuda.synchronize if device != 'cpu' else lambda: None
     synchronize()
     start = time.perf_counter()
@@ -576,8 +631,9 @@ def timed(run: Callable, repeats: int, device: str) -> float:
 
 
 def measure_round(run: Callable, config: dict) -> float:
-    """Return the mean seconds of run(), repeated for config['seconds']; ranks repeat alike."""
-    # this call also warms caches and clocks after the turns of other variants
+    """Return the mean seconds of run(), repeated for config['seconds'], equally often on all
+    ranks."""
+    # This call also warms up caches and clocks after the turns of other variants.
     once = torch.tensor(timed(run, 1, config['device']))
     if dist.is_initialized():
         dist.all_reduce(once, dist.ReduceOp.MAX)
@@ -585,17 +641,16 @@ def measure_round(run: Callable, config: dict) -> float:
 
 
 def compare(pairs: dict[str, tuple]) -> tuple[float, str]:
-    """Return the largest relative difference of {name: (tensor, reference)}, and its name. Vectors
-    and scalars count as one tensor: a single number may be all rounding."""
+    """Return the largest relative difference in {name: (tensor, reference)}, and its name. All
+    vectors and scalars count as one tensor, because a single number may be nothing but rounding."""
     groups = {}
     for name, (tensor, reference) in pairs.items():
         small = reference.dim() == 1 or name.endswith(('.a', '.b'))
         groups.setdefault('vectors' if small else name, []).append((tensor, reference))
     differences = {}
     for name, group in groups.items():
-        found, reference = (
-            torch.cat([x.double().flatten() for x in side]) for side in zip(*group, strict=True)
-        )
+        found = torch.cat([tensor.double().flatten() for tensor, _ in group])
+        reference = torch.cat([reference.double().flatten() for _, reference in group])
         difference = (found - reference).norm() / reference.norm().clamp(min=1e-30)
         differences[name] = math.inf if difference.isnan() else difference.item()
     worst = max(differences, key=differences.get)
@@ -603,20 +658,22 @@ def compare(pairs: dict[str, tuple]) -> tuple[float, str]:
 
 
 def describe_error(error: Exception) -> str:
+    """Return the status of a variant that has raised an error."""
     return 'OOM' if out_of_memory(error) else f'failed: {first_line(error)}'
 
 
 def take_turns(row: dict, config: dict) -> Iterator[dict]:
-    """Make a variant and yield the answer of each of its turns: first runs, including compilation;
-    `rounds` measurements; the check."""
-    device, start = config['device'], time.perf_counter()
-    parts, known = MAKERS[row['suite']](row, config)
-    check = known.pop('check', None)
-    # three eager calls, the capture of CUDA graphs, a replay
+    """Set a variant up and yield the answer to each of its turns: the first runs, with compilation;
+    `rounds` measurements; the check. An answer holds entries of the variant's record."""
+    device = config['device']
+    start = time.perf_counter()
+    parts, entries = MAKERS[row['suite']](row, config)
+    check = entries.pop('check', None)
+    # On a GPU: three eager calls, the capture of CUDA graphs, and a replay.
     for _ in range(1 if device == 'cpu' else 5):
         for run in parts.values():
             timed(run, 1, device)
-    yield {**known, 'first_run_s': time.perf_counter() - start}
+    yield {**entries, 'first_run_s': time.perf_counter() - start}
     seconds = {part: [] for part in parts}
     for _ in range(config['rounds'] if parts else 0):
         for part, run in parts.items():
@@ -636,22 +693,25 @@ def take_turns(row: dict, config: dict) -> Iterator[dict]:
 
 
 def set_ranks(rank: int, world: int, port: int) -> None:
-    """Set the environment that torchrun would set for this rank of a variant; `world` = 1: none."""
+    """Set the environment as torchrun would for this rank of a variant; with world = 1, remove what
+    torchrun has set for this script."""
     for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE'):
         os.environ.pop(name, None)
     os.environ.pop('TORCHELASTIC_USE_AGENT_STORE', None)  # every variant has its own store
     if world > 1:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-        os.environ.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
-        os.environ.update(MASTER_ADDR='localhost', MASTER_PORT=str(port))
+        os.environ['RANK'] = os.environ['LOCAL_RANK'] = str(rank)
+        os.environ['WORLD_SIZE'] = os.environ['LOCAL_WORLD_SIZE'] = str(world)
+        os.environ['MASTER_ADDR'] = 'localhost'
+        os.environ['MASTER_PORT'] = str(port)
 
 
 def serve(
     pipe: multiprocessing.connection.Connection, row: dict, config: dict, rank: int, port: int
 ) -> None:
-    """Run in a variant's process: answer each message with a turn, and with None after the last."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on ctrl-C the parent ends this process
-    os.setsid()  # so that its children end with it
+    """Serve as the main function of a variant's process: answer each message by the result of a
+    turn, and by None after the last."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # after a ctrl-C the parent ends this process
+    os.setsid()  # so that `kill` ends the children of this process too
     set_ranks(rank, row.get('gpus', 1), port)
     if config['device'] != 'cpu':
         torch.cuda.set_device(pick_device(config['device']))
@@ -679,10 +739,11 @@ class Worker(NamedTuple):
 
 def start_workers(row: dict, config: dict) -> list[Worker]:
     """Start the processes of a variant, one per rank."""
-    context, workers = multiprocessing.get_context('spawn'), []
-    with socket.socket() as free:
+    context = multiprocessing.get_context('spawn')
+    with socket.socket() as free:  # a port that no other program uses
         free.bind(('localhost', 0))
         port = free.getsockname()[1]
+    workers = []
     for rank in range(row.get('gpus', 1)):
         pipe, far_end = context.Pipe()
         process = context.Process(
@@ -705,19 +766,20 @@ def kill(workers: list[Worker]) -> None:
 
 
 def ask(workers: list[Worker], deadline: float) -> dict | None:
-    """Return a variant's answer to its next turn, None after its last. An answer with 'status' ends
-    the variant: a rank failed, or did not answer before the deadline."""
-    pending, answers = [pipe for _, pipe in workers], {}
+    """Return a variant's answer to its next turn, or None after its last. An answer with 'status'
+    ends the variant: a rank has failed, or has not answered before the deadline."""
+    pending = [pipe for _, pipe in workers]
+    answers = {}
     try:
         for pipe in pending:
             pipe.send(True)
         while pending:
-            patience = max(0.0, min(10.0, deadline - time.perf_counter()))
-            ready = multiprocessing.connection.wait(pending, patience)
+            timeout = max(0.0, min(10.0, deadline - time.perf_counter()))
+            ready = multiprocessing.connection.wait(pending, timeout)
             for pipe in ready:
                 answers[pipe] = answer = pipe.recv()
                 if answer and 'status' in answer:
-                    return answer  # now, because other ranks may wait for this one
+                    return answer  # at once, because other ranks may wait for this one
                 pending.remove(pipe)
             if not ready:
                 print('    ...', flush=True)  # a first run compiles
@@ -728,17 +790,19 @@ def ask(workers: list[Worker], deadline: float) -> dict | None:
         ended = multiprocessing.connection.wait([process.sentinel for process, _ in workers])
         process = next(process for process, _ in workers if process.sentinel in ended)
         process.join()
-        # Linux kills the process that takes the last of the memory
+        # Linux kills a process when memory runs out.
         killed = process.exitcode == -signal.SIGKILL
         return {'status': 'OOM' if killed else f'failed: its process ended: {process.exitcode}'}
 
 
 def measure(rows: dict[str, dict], config: dict, deadline: float = math.inf) -> dict[str, dict]:
-    """Measure the rows of a step and return {label: record}: 'status', 'first_run_s',
-    'memory_bytes', 'seconds' {part: one per round}, 'check', and what the variant's maker knows.
-    On a CPU the variants take turns; on a GPU they run one after another."""
+    """Measure the rows of a step and return {label: record}. A record has 'status', 'first_run_s',
+    'memory_bytes', 'seconds' {part: one per round}, 'check', and the entries from make_...().
+
+    On a CPU the variants take turns; on a GPU they run one after the other."""
     records = {label: {'status': 'ok', 'seconds': {}} for label in rows}
-    queue, variants = list(rows), {}
+    queue = list(rows)
+    variants = {}  # label: its processes
     try:
         while queue:
             label = queue.pop(0)
@@ -748,7 +812,8 @@ def measure(rows: dict[str, dict], config: dict, deadline: float = math.inf) -> 
             if answer is None or 'status' in answer:
                 kill(variants.pop(label))
             else:
-                queue.insert(len(queue) if config['device'] == 'cpu' else 0, label)
+                next_turn = len(queue) if config['device'] == 'cpu' else 0
+                queue.insert(next_turn, label)
             if answer is None:
                 continue
             records[label].update(answer)
@@ -765,9 +830,9 @@ def measure(rows: dict[str, dict], config: dict, deadline: float = math.inf) -> 
 
 
 def roofline_seconds(row: dict, rate: float, bandwidth: float) -> float:
-    """Return the least seconds per token of each of B streams (trained in chunks of T), with matrix
-    products at `rate` FLOP/s and memory at `bandwidth` bytes/s. Nothing overlaps, except that a
-    product overlaps the reading of its own weights:
+    """Return the least possible seconds per token of each of B streams (in training, in chunks of
+    T), with matrix products at `rate` FLOP/s and memory at `bandwidth` bytes/s. Nothing overlaps,
+    except that a product overlaps with reading its weights:
 
         product  = max(2 n B / rate, n size / bandwidth)   for the n weights of a layer
         forward  = L (product + keys and values of W slots, read once)
@@ -775,10 +840,12 @@ def roofline_seconds(row: dict, rate: float, bandwidth: float) -> float:
         weights  = L 2 n B / rate                          their gradients, many tokens at once
         head     = 3 x 2 D V B / rate                      with its gradients
 
-    Decoding takes the forward, and the head as one more product. The non-recurrent model trains on
-    whole sequences: all is dense, with six attention products over (T + 1) / 2 slots. Activations,
-    norms and the optimizer are not counted."""
-    c, B, size = model_config(row), row['B'], 2 if row['dtype'] == 'bfloat16' else 4
+    Decoding costs the forward, and the head as one more product. The non-recurrent model trains on
+    whole sequences: everything is a dense product, with six attention products over (T + 1) / 2
+    slots. Activations, norms and the optimizer do not count."""
+    c = model_config(row)
+    B = row['B']
+    size = 2 if row['dtype'] == 'bfloat16' else 4  # bytes per number
     L, E, D, K, W, T = c.n_layer, c.n_expert, c.n_embd, c.head_dim, c.window, c.block_size
     is_recurrent = row['model'] == 'recurrent'
     C = c.n_kv_head * (1 if is_recurrent and c.share_kv else E)  # cache heads
@@ -796,13 +863,13 @@ def roofline_seconds(row: dict, rate: float, bandwidth: float) -> float:
 
 @functools.cache
 def read_speeds() -> dict[tuple, str]:
-    """Return the figures of SPEED by (source, suite, model, L, E, C, n)."""
+    """Return the numbers in SPEED by (source, suite, model, L, E, C, n)."""
     columns = ('source', 'suite', 'model', 'L', 'E', 'C', 'n')
     return {tuple(line[name] for name in columns): line['figure'] for line in read_csv(SPEED)}
 
 
 def published(row: dict) -> dict[str, float | str]:
-    """Return the 'paper' figure of a row and its modeled 'target', as far as SPEED has them."""
+    """Return the 'paper' number of a row and its modeled 'target', those that SPEED has."""
     if row['suite'] != 'sokoban' and (row['D'], row['V'], row['T']) != (768, 50304, row['C']):
         return {}
     model = row['model'].removeprefix('recurrent ')  # agents
@@ -815,8 +882,8 @@ def published(row: dict) -> dict[str, float | str]:
 
 
 def add_figures(row: dict, record: dict, rates: dict[str, float]) -> dict:
-    """Return a row with its record, its figures, and their ratios to what is published and to the
-    yardsticks' rates."""
+    """Return a row with its record, its results, and their ratios to the published numbers and to
+    the rates of the yardsticks."""
     row = {**row, **record, **published(row)}
     if not row['seconds']:
         return {**row, 'figure': row['status']}
@@ -843,11 +910,13 @@ def add_figures(row: dict, record: dict, rates: dict[str, float]) -> dict:
     return {**row, 'figure': figure if row['status'] == 'ok' else row['status']}
 
 
-# ---- reports: JSON with what a figure needs to be repeated, and a table ----
+# ---- reports: JSON with all that is needed to repeat a measurement, and a table ----
 
-# What tells two rows apart, two reports that cannot be joined, and rows that are not compared.
+# Two rows that are equal in these keys are the same; the newer one replaces the older one.
 ROW_KEYS = ('suite', 'cell', 'mode', 'model', 'D', 'V', 'B', 'T', 'gpus')
+# A report can only be continued if it is equal in these keys.
 REPORT_KEYS = ('suite', 'device', 'dtype', 'torch', 'commit', 'threads', 'script', 'world')
+# A speed-up compares rows that are equal in these keys.
 CELL_KEYS = ('suite', 'cell', 'D')
 
 COLUMNS = {  # key of a row: heading, format
@@ -871,7 +940,7 @@ COLUMNS = {  # key of a row: heading, format
 
 
 def describe_machine(config: dict) -> dict:
-    """Return a report's first entries: the command, the machine and the versions."""
+    """Return the first entries of a report: the command, the machine and the versions."""
     entries = {
         'suite': config['suite'],
         'command': shlex.join(['python', *sys.argv]),
@@ -895,19 +964,22 @@ def describe_machine(config: dict) -> dict:
 
 
 def select(row: dict, names: tuple[str, ...]) -> tuple:
+    """Return the values of a row by name, None where it has none."""
     return tuple(row.get(name) for name in names)
 
 
 def show(values: list[float], unit: str, digits: int = 0) -> str:
     """Return 'median (min..max) unit'."""
-    median, low, high = (f'{f(values):,.{digits}f}' for f in (statistics.median, min, max))
+    numbers = (statistics.median(values), min(values), max(values))
+    median, low, high = (f'{number:,.{digits}f}' for number in numbers)
     return f'{median} ({low}..{high}) {unit}'
 
 
 def results_table(rows: list[dict]) -> str:
-    """Return the table of rows, each with its speed-up over the first of its cell. A column in
-    which no row has anything is left out."""
-    first, columns = {}, []
+    """Return the table of rows, each with its speed-up over the first row of its cell. Columns
+    without any value are left out."""
+    first = {}  # values of the first rows, by cell
+    columns = []
     for row in rows:
         if row['status'] == 'ok':
             metric = METRICS[row['suite']]
@@ -926,10 +998,8 @@ def write_report(report: dict, path: str) -> str:
     """Write the report as JSON to `path` and its table beside it as .md; return the table."""
     rates = []
     for name, values in report['yardsticks'].items():
-        # a multiply-add is two FLOPs
-        unit, scale = (
-            ('GB/s', 1e-9) if name == 'copy' else ('GFLOP/s', 1e-9 * (1 + (name == 'conv')))
-        )
+        unit = 'GB/s' if name == 'copy' else 'GFLOP/s'
+        scale = 2e-9 if name == 'conv' else 1e-9  # a multiply-add is two FLOPs
         rates.append(f'{name} {show([scale * value for value in values], unit)}')
     machine = '{device} x {world}, {threads} threads, torch {torch}, commit {commit}, {dtype}'
     text = f'{machine.format(**report)}; {", ".join(rates)}\n`{report["command"]}`\n\n'
@@ -943,8 +1013,8 @@ def write_report(report: dict, path: str) -> str:
 
 
 def open_report(config: dict, path: str, continues: bool) -> dict:
-    """Return a new report or, with `continues`, the one at `path`. Ends the script if that is of
-    another commit, device or the like."""
+    """Return a new report or, if `continues` is true, the one at `path`. Ends the script if that is
+    no report, or differs in one of REPORT_KEYS."""
     report = describe_machine(config)
     old = read_json(path) if continues and os.path.exists(path) else None
     if old is None:
@@ -962,7 +1032,7 @@ def open_report(config: dict, path: str, continues: bool) -> dict:
 
 
 def add_records(report: dict, rows: dict[str, dict], records: dict[str, dict]) -> str:
-    """Add a step's records to the report; return 'ok', or what went wrong."""
+    """Add the records of a step to the report. Return 'ok', or the reasons why not all are."""
     measured = records.get('yardsticks', {'seconds': {}})
     for part, times in measured['seconds'].items():
         rates = [measured['work'][part] / t for t in times]
@@ -980,52 +1050,63 @@ def add_records(report: dict, rows: dict[str, dict], records: dict[str, dict]) -
 
 
 def run_steps(config: dict, steps: dict[str, dict[str, dict]]) -> int:
-    """Measure what the report does not hold yet, step by step, and write it after each. Return the
-    exit status."""
-    start, first = time.perf_counter(), config['suite'] == 'first'
-    budget, continues = config['budget'] or math.inf, config['append'] or first
+    """Measure the steps that the report does not have yet, and write it after each. Return the exit
+    status."""
+    start = time.perf_counter()
+    first = config['suite'] == 'first'
+    budget = config['budget'] or math.inf
+    continues = config['append'] or first
     folder = re.sub('[^a-z0-9]+', '-', device_name(config['device']).lower()).strip('-')
     path = config['out'] or os.path.join('out', 'bench', folder, f'{config["suite"]}.json')
     os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
     report = open_report(config, path, continues)
     rows = [row for row in report['results'] if 'check' in row or not config['check']]
     have = {select(row, ROW_KEYS) for row in rows}
-    left = [
-        name
-        for name, step in steps.items()
-        if name not in report['steps']
-        or not {select(row, ROW_KEYS) for row in step.values() if 'L' in row} <= have
-    ]
-    total, started = len(left), 0
-    while left:
-        name, now = left[0], time.perf_counter() - start
-        if started and now > budget - LEAST * first:
+
+    def is_done(name: str) -> bool:
+        """Return whether the report has this step. Yardsticks and tests have no sizes."""
+        needed = {select(row, ROW_KEYS) for row in steps[name].values() if 'L' in row}
+        return name in report['steps'] and needed <= have
+
+    remaining = [name for name in steps if not is_done(name)]
+    total = len(remaining)
+    started = 0  # steps, without yardsticks; at least one runs, whatever the budget
+    while remaining:
+        name = remaining[0]
+        now = time.perf_counter() - start
+        if started and now > (budget - LEAST if first else budget):
             break
         limit = LIMITS.get(name.split()[0], 150) if first else math.inf
         is_cut = first and started > 0 and now + limit > budget
-        records = measure(steps[name], config, start + (budget if is_cut else now + limit))
+        deadline = budget if is_cut else now + limit
+        records = measure(steps[name], config, start + deadline)
         if is_cut and any('late' in record['status'] for record in records.values()):
-            break  # the next call gives it all its time
-        started += name != 'yardsticks'
-        left.pop(0)
-        status, elapsed = add_records(report, steps[name], records), time.perf_counter() - start
+            break  # the next run of this script gives the step its whole time
+        if name != 'yardsticks':
+            started += 1
+        remaining.pop(0)
+        status = add_records(report, steps[name], records)
+        elapsed = time.perf_counter() - start
         report['steps'][name] = {'status': status, 'seconds': elapsed - now}
         write_report(report, path)
-        done = total - len(left)
-        eta = datetime.timedelta(seconds=int(elapsed / done * len(left)))
+        done = total - len(remaining)
+        eta = datetime.timedelta(seconds=int(elapsed / done * len(remaining)))
         print(f'{name}: {status}; {done} of {total} done, {elapsed:.0f} s, eta {eta}', flush=True)
     print(f'\n{write_report(report, path)}\n{path}')
-    if left:
-        again = ['python', *sys.argv, *([] if continues else ['--append=True'])]
-        print(f'\nbudget = {budget} s is used up; steps left: {len(left)}. To continue:')
-        print(shlex.join(again))
+    if remaining:
+        command = ['python', *sys.argv]
+        if not continues:
+            command.append('--append=True')
+        print(f'\nbudget = {budget} s is used up; steps left: {len(remaining)}. To continue:')
+        print(shlex.join(command))
     return int(first and any(step['status'] != 'ok' for step in report['steps'].values()))
 
 
 def write_random_shards(folder: str, rows: list[dict]) -> None:
-    """Write random tokens for the language models of these rows, and a few to validate on."""
-    tokenizer, rng = TOKENIZERS[rows[0]['V']], np.random.default_rng(0)
-    # a shard gives every stream some windows
+    """Write shards of random tokens, to train and to validate the language models of these rows."""
+    tokenizer = TOKENIZERS[rows[0]['V']]
+    rng = np.random.default_rng(0)
+    # A shard is long enough for some windows of every stream.
     size = 33 * max(row['gpus'] * row['B'] * (row['T'] + 1) for row in rows)
     for index, n in enumerate((1000 * rows[0]['gpus'], size)):
         write_shard(shard_path(folder, index), rng.integers(0, REAL_VOCAB[tokenizer], n))
@@ -1037,7 +1118,7 @@ def main() -> int:
     """Measure the suite and return the exit status."""
     config = configure(globals())
     if int(os.environ.get('RANK', '0')) > 0:
-        return 0  # the first rank starts and times the processes of all
+        return 0  # rank 0 starts the processes of all ranks
     world = int(os.environ.get('WORLD_SIZE', '1'))
     if world > 1 and suite != 'train':
         fail(f'suite = {suite!r}: runs on one GPU, without torchrun')

@@ -524,7 +524,7 @@ def refuse_changes(
 
 
 @contextlib.contextmanager
-def restoring(where: Path, key: str) -> Iterator[None]:
+def restoring(path: Path, key: str) -> Iterator[None]:
     """Turn errors of code that restores a part of a checkpoint into a CheckpointError that names
     the file and the part."""
     try:
@@ -533,7 +533,7 @@ def restoring(where: Path, key: str) -> Iterator[None]:
         if isinstance(error, CheckpointError) or out_of_memory(error):
             raise
         reason = ' '.join(f'{type(error).__name__}: {error}'.split())[:200]  # on one line
-        raise CheckpointError(f'{where}: {key} does not fit, or is damaged ({reason})') from None
+        raise CheckpointError(f'{path}: {key} does not fit, or is damaged ({reason})') from None
 
 
 def fill(tensor: torch.Tensor, saved: torch.Tensor) -> None:
@@ -545,11 +545,11 @@ def fill(tensor: torch.Tensor, saved: torch.Tensor) -> None:
     tensor.copy_(saved)
 
 
-def load_weights(model: torch.nn.Module, weights: dict, where: Path, assign: bool = False) -> None:
-    """Load all weights of a model. Raises CheckpointError, naming the file `where` and the weight,
+def load_weights(model: torch.nn.Module, weights: dict, path: Path, assign: bool = False) -> None:
+    """Load all weights of a model. Raises CheckpointError, naming the file `path` and the weight,
     if one is missing, has another shape or is not finite. assign: use the tensors themselves, for a
     model on the device 'meta'."""
-    with restoring(where, 'model'):
+    with restoring(path, 'model'):
         for name, x in weights.items():
             if not x.isfinite().all():
                 raise ValueError(f'{name} holds NaN or infinity')
@@ -613,23 +613,23 @@ def init_from(
 
     rename(weights) replaces old names of weights in place. Raises CheckpointError if the folder
     cannot be read or no weight fits."""
-    where = pathlib.Path(folder, WEIGHTS)
-    if where.exists():
-        weights = read_tensors(where)
+    path = pathlib.Path(folder, WEIGHTS)
+    if path.exists():
+        weights = read_tensors(path)
     else:
-        saved, where = load_run(folder, 'project', ('model',), file=BEST)
+        saved, path = load_run(folder, 'project', ('model',), file=BEST)
         weights = saved['model']
     initial = model.state_dict()
-    with restoring(where, 'model'):
+    with restoring(path, 'model'):
         if rename:
             rename(weights)
         fits = [k for k, x in initial.items() if k in weights and weights[k].shape == x.shape]
     if not any(initial[name].dim() for name in fits):  # a scalar fits anywhere
-        raise CheckpointError(f'{where}: no weight has a name and shape of this model')
+        raise CheckpointError(f'{path}: no weight has a name and shape of this model')
     taken = {name: weights[name] for name in fits}
-    load_weights(model, {**initial, **taken}, where)
+    load_weights(model, {**initial, **taken}, path)
     count = sum(x.numel() for x in taken.values())
-    print0(f'{where}: took {len(taken)} of {len(initial)} weights, {count:,} parameters')
+    print0(f'{path}: took {len(taken)} of {len(initial)} weights, {count:,} parameters')
     for label, tensors in (('initialized from scratch', initial), ('not taken', weights)):
         rest = [f'{name} {list(x.shape)}' for name, x in tensors.items() if name not in taken]
         if rest:
@@ -651,24 +651,24 @@ def save_run(run: object, parts: dict, optimizers: list[torch.optim.Optimizer] |
     save_checkpoint(saved, path, PREV if optimizers else None)
 
 
-def restore(run: object, names: tuple, optimizers: list, saved: dict, where: Path) -> None:
-    """Restore a run from the checkpoint `saved`, which was read from `where`: the weights, and
+def restore(run: object, names: tuple, optimizers: list, saved: dict, path: Path) -> None:
+    """Restore a run from the checkpoint `saved`, which was read from `path`: the weights, and
     run.NAME = saved[NAME] for each of `names`. With optimizers, also restore their moments and the
     random states; an evaluation needs neither. Raises CheckpointError.
 
     The optimizers keep the learning rates, momentum and decay of this run, because a resumed run
     may change them. The number of CPU threads is the saved one unless a setting gives it."""
-    load_weights(run.model, saved['model'], where)
+    load_weights(run.model, saved['model'], path)
     saved_threads = min(saved['config'].get('threads', 0), torch.get_num_threads())
     run.config['threads'] = run.config['threads'] or saved_threads
-    with restoring(where, 'position'):
+    with restoring(path, 'position'):
         for name in names:
             if type(saved[name]) is not type(getattr(run, name)):
                 raise TypeError(f'{name} = {str(saved[name])[:80]!r}')
             setattr(run, name, saved[name])
     if not optimizers:
         return
-    with restoring(where, 'optimizers or rng'):
+    with restoring(path, 'optimizers or rng'):
         for optimizer, state in zip(optimizers, saved['optimizers'], strict=True):
             groups = [dict(group) for group in optimizer.param_groups]
             for group, saved_group in zip(groups, state['param_groups'], strict=True):

