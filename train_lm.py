@@ -437,7 +437,7 @@ def evaluate(run: Run) -> tuple[float, float]:
     return nats / tokens, nats / math.log(2) / text_bytes
 
 
-# ---- the size of a micro-batch, by trying ----
+# ---- the size of a micro-batch, by trial ----
 
 
 def prepare(run: Run) -> None:
@@ -466,8 +466,8 @@ def prepare(run: Run) -> None:
                 run.config['threads'], run.device, lambda T: try_chunk(run, T), block_size
             )
     set_compiled(run, compile and mode == 'fast' and arch != 'lstm')
-    try_rows(run, choices, set_rows, lambda: try_update(run))
-    try_rows(run, val_choices, set_val_rows, lambda: try_validation(run))
+    try_rows(run, choices, set_rows, try_update)
+    try_rows(run, val_choices, set_val_rows, try_validation)
     if fused.enabled and run.graphs is not None and recurrent:
         with autocast(run.device, run.amp):
             for line in run.model.choose_forms(run.rows):
@@ -514,10 +514,10 @@ def try_rows(
     run: Run,
     choices: list[int],
     allocate: Callable[[Run, int], None],
-    attempt: Callable[[], None],
+    attempt: Callable[[Run], None],
 ) -> None:
-    """Go through `choices` until allocate(run, rows) and then attempt() run without any rank's
-    memory running out. Raises Mistake if none of them fits."""
+    """Go through `choices` until, after allocate(run, rows), attempt(run) fits in the memory of
+    every rank. Raises Mistake if no choice fits."""
     for rows in choices:
         allocate(run, rows)
         fits = runs_in_memory(run, attempt)
@@ -538,9 +538,9 @@ def try_rows(
     raise Mistake(f'{sizes}, block_size = {block_size}: {too_large}: {advice}')
 
 
-def runs_in_memory(run: Run, attempt: Callable[[], None]) -> bool:
-    """Return whether attempt() runs without the memory running out. If it fails to compile, print
-    why, switch compilation off and try again. Gradients and all states are zero afterwards.
+def runs_in_memory(run: Run, attempt: Callable[[Run], None]) -> bool:
+    """Return whether attempt(run) succeeds without the memory running out. If it fails to compile,
+    print why, switch compilation off and try again. Gradients and all states are zero afterwards.
 
     On a GPU memory is set aside during the attempt: for the optimizers' moments, and a twentieth of
     the card for CUDA graphs, NCCL and fragmentation."""
@@ -548,11 +548,12 @@ def runs_in_memory(run: Run, attempt: Callable[[], None]) -> bool:
     error, reserved = None, None
     try:
         if on_gpu and not run.optimizers[0].state:
-            muon = sum(p.numel() for p in run.optimizers[0].param_groups[0]['params'])
-            moments = 2 * run.gradients.buffer.numel() - muon  # AdamW keeps two, Muon one
+            moments = 2 * run.gradients.buffer.numel()
+            if arch == 'experts':  # AdamW keeps two moments of each number, Muon one
+                moments -= sum(p.numel() for p in run.optimizers[0].param_groups[0]['params'])
             size = 4 * moments + common.device_memory(run.device)[0] / 20  # bytes
             reserved = torch.empty(int(size), dtype=torch.uint8, device=run.device)
-        attempt()
+        attempt(run)
     except Exception as caught:
         if not (common.out_of_memory(caught) or may_run_uncompiled(caught)):
             raise
@@ -749,7 +750,7 @@ def main(config: Settings) -> int:
     stop = False
     status = None
     while True:
-        # validate, and log the update before
+        # validate and log
         if run.step % eval_interval == 0 or run.step == max_iters:
             start = time.perf_counter()
             val_loss, bits = evaluate(run)

@@ -535,7 +535,7 @@ def make_run(config: Settings) -> Run:
     if n_envs % world:
         raise Mistake(f'n_envs = {n_envs}: must be a multiple of the {world} ranks')
     if download and world > 1:
-        raise Mistake('download = True: fetch the levels first, with sokoban.py')
+        raise Mistake('download = True: with several ranks, run sokoban.py --download=True first')
     # Shapes never change, so that the search for the fastest convolutions runs once.
     torch.backends.cudnn.benchmark = not torch.backends.cudnn.deterministic
     torch.manual_seed(seed)
@@ -597,8 +597,10 @@ def choose_threads(run: Run) -> None:
     would be for other shapes than those of training."""
 
     def chunk(T: int) -> None:
-        w, state, total = run.model.prepare(), run.state, 0
+        w = run.model.prepare()
+        state = run.state
         obs, start = run.env.observe(), run.env.steps == 0
+        total = 0
         for _ in range(T):
             logits, value, state = run.model.act(w, obs, start, state)
             total = total + logits.sum() + value.sum()

@@ -24,5 +24,5 @@ eval_interval = 100
 val_tokens = 32768
 val_streams = 64
 log_interval = 10
-compile = False  # saves 10 to 40% of a CPU's time, and takes up to half a minute to start
+compile = False  # would save 10 to 40% of the time on a CPU, after up to half a minute
 plot = True

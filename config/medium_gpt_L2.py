@@ -1,4 +1,4 @@
-"""Renamed: use config/medium_nonrecurrent_L2.py. This name goes with the next release."""
+"""Renamed: use config/medium_nonrecurrent_L2.py. The next release removes this name."""
 
 renamed_to = 'medium_nonrecurrent_L2.py'
-out_dir = 'out/medium_gpt_L2'  # runs begun under this name resume
+out_dir = 'out/medium_gpt_L2'  # so that runs started under this name can resume

@@ -1,4 +1,4 @@
-"""Renamed: use config/sokoban_small_nonrecurrent_L4.py. This name goes with the next release."""
+"""Renamed: use config/sokoban_small_nonrecurrent_L4.py. The next release removes this name."""
 
 renamed_to = 'sokoban_small_nonrecurrent_L4.py'
-out_dir = 'out/sokoban_small_ff_L4'  # runs begun under this name resume
+out_dir = 'out/sokoban_small_ff_L4'  # so that runs started under this name can resume

@@ -10,8 +10,8 @@ time: two CPU cores, forty minutes.
 
 plan = 'sokoban-small'
 base = 'config/sokoban_tiny.py'
-width = 0.5  # C(128) -> C(64), the cost of 4 experts of width 32
-length = 3.5  # of the study's steps, after which they solve a quarter of their levels greedily
+width = 0.5  # half the paper's widths: the cost of 4 experts of width 32
+length = 3.5  # times the study's steps, after which agents solve only a quarter of the levels
 only = 'model=convglu variant=recurrent d=32 L=1,4'
 seeds = 1
 workers = 2

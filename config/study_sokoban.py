@@ -9,7 +9,7 @@ three seeds. Expected: returns between -2 and 2, all still climbing: 1.2M steps 
 
 plan = 'sokoban-small'
 base = 'config/sokoban_tiny.py'
-width = 0.5  # C(128) -> C(64), the cost of 4 experts of width 32
+width = 0.5  # half the paper's widths: the cost of 4 experts of width 32
 only = 'model=convglu d=32'
 seeds = 3
 workers = 2

@@ -15,16 +15,18 @@ n_expert = 8
 n_embd = 48
 n_head = 2  # two heads at every width
 window = 64  # half of the paper's, like the chunk
-block_size = 32  # more streams, shorter chunks: small products need many rows to be fast
+block_size = 32  # shorter chunks, more streams: small products need many rows to be fast
 tokens_per_step = 10240
 max_iters = 168  # 1.72M bytes
 warmup_iters = 17
 learning_rate = 0.04
-embedding_lr = 1.6  # eight times the defaults (LOG.md, 2026-11-23)
+embedding_lr = 1.6  # eight times the default, like the next two (LOG.md, 2026-11-23)
 head_lr = 0.032
 scalar_lr = 0.16
 eval_interval = 21
-val_tokens = 131072  # in streams of 2,048: a recurrent model loses 0.4 nats at the first 16 bytes
-val_streams = 64  # of one, since training hardly shows it an empty state (LOG.md)
+# Streams of 2,048 bytes: training hardly shows a recurrent model an empty state, so that it loses
+# 0.4 nats on the first 16 bytes of each stream (LOG.md).
+val_tokens = 131072
+val_streams = 64
 log_interval = 12
 compile = True
