@@ -6,8 +6,8 @@ import os
 import signal
 import time
 
-import conftest
 import numpy as np
+import processes
 import pytest
 import torch
 
@@ -122,10 +122,10 @@ def test_figures_follow_from_seconds():
 def test_torchrun_measures_the_node(tmp_path):
     """Two ranks train together; per-GPU and node figures are reported beside each other."""
     path, copy = tmp_path / 'a' / 'b.json', tmp_path / 'my_train.py'
-    copy.write_text((conftest.ROOT / 'train_lm.py').read_text())
+    copy.write_text((processes.ROOT / 'train_lm.py').read_text())
     argv = ['--modes=fast', '--cells=(1,2,4,64)', '--n_embd=128', '--block_size=8', '--threads=1']
     argv += ['--rounds=1', '--seconds=0.01', '--device=cpu', f'--script={copy}', f'--out={path}']
-    done = conftest.run(['bench.py', *argv], ranks=2)
+    done = processes.run(['bench.py', *argv], ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
     report, table = json.loads(path.read_text()), (tmp_path / 'a' / 'b.md').read_text()
     assert table.strip() in done.stdout and '1 of 1 done' in done.stdout

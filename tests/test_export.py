@@ -4,11 +4,11 @@ line."""
 import json
 import os
 
-from conftest import run
 import pytest
 import safetensors
 import torch
-from test_train import ROOT, data, mistake, trained  # noqa: F401  fixtures
+from processes import ROOT, run
+from small_runs import error_of
 
 import sample
 from common import CheckpointError, load_checkpoint, save_checkpoint
@@ -22,7 +22,7 @@ def call(*argv):
 
 
 @pytest.mark.parametrize('name, dtype', [('rnn', 'float32'), ('gpt', 'bfloat16')])
-def test_what_is_read_is_what_was_trained(trained, tmp_path, monkeypatch, name, dtype):  # noqa: F811
+def test_what_is_read_is_what_was_trained(trained, tmp_path, monkeypatch, name, dtype):
     """And an export replaces its own, also one that was cut between its two files."""
     argv = [f'--out_dir={trained / name}', f'--export={tmp_path}', f'--dtype={dtype}']
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
@@ -61,18 +61,18 @@ MISTAKES = """
 
 
 @pytest.mark.parametrize('line', MISTAKES.strip().splitlines())
-def test_mistakes(trained, tmp_path, monkeypatch, capfd, line):  # noqa: F811
+def test_mistakes(trained, tmp_path, monkeypatch, capfd, line):
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'file').touch()
     (tmp_path / 'theirs').mkdir()
     (tmp_path / 'theirs' / 'model.safetensors').write_bytes(b'theirs\xff')
     argv, words = line.format(trained, ROOT).split(' | ')
-    assert words in mistake(capfd, sample, [f'--out_dir={trained}/rnn', *argv.split()])
+    assert words in error_of(capfd, sample, [f'--out_dir={trained}/rnn', *argv.split()])
     assert sorted(os.listdir()) == ['file', 'theirs']
     assert (tmp_path / 'theirs' / 'model.safetensors').read_bytes() == b'theirs\xff'
 
 
-def test_what_is_damaged_is_refused(trained, tmp_path, capfd):  # noqa: F811
+def test_what_is_damaged_is_refused(trained, tmp_path, capfd):
     """A checkpoint and an export, by the file and what is wrong."""
     run, export = tmp_path / 'run', tmp_path / 'export'
     checkpoint, config, weights = (run / 'ckpt_best.pt', export / 'config.json', export / WEIGHTS)
@@ -82,7 +82,7 @@ def test_what_is_damaged_is_refused(trained, tmp_path, capfd):  # noqa: F811
     sizes, good = about['model'], weights.read_bytes()
 
     def refused(file, message, *argv):
-        error = mistake(capfd, sample, [f'--out_dir={file.parent}', *argv])
+        error = error_of(capfd, sample, [f'--out_dir={file.parent}', *argv])
         assert f'{file}: ' in error and message in error, error
 
     for damage, message in (

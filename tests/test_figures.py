@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 from PIL import Image
-from test_train import data, run  # noqa: F401  a fixture
+from small_runs import run_lm
 
 import figures
 import report
@@ -104,10 +104,10 @@ def test_solve_rates_stand_beside_published_ones_at_as_many_steps(tmp_path, monk
 
 
 @pytest.fixture(scope='module')
-def page(data, tmp_path_factory):  # noqa: F811
+def page(data, tmp_path_factory):
     """The page of a language model's run, in the run's folder."""
     out = tmp_path_factory.mktemp('a <b> & c') / 'run'
-    assert run(data, out, max_iters=6, eval_interval=3) == 0
+    assert run_lm(data, out, max_iters=6, eval_interval=3) == 0
     return report.write_report(out)
 
 

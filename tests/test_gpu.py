@@ -7,7 +7,8 @@ import sys
 
 import pytest
 import torch
-from test_train import ROOT, shards
+from processes import ROOT
+from small_runs import write_shards
 
 import cache
 import kernels
@@ -79,7 +80,7 @@ def test_trainers_on_one_gpu(tmp_path, commands):
     """Start, compile, train, save, resume and evaluate."""
     script, *calls = commands.splitlines()
     if commands is LM:
-        shards(tmp_path, val_000000=5000, train_000001=100_000)
+        write_shards(tmp_path, val_000000=5000, train_000001=100_000)
         script += f' --data_dir={tmp_path}'
     for more in calls:
         words = [*script.split(), f'--out_dir={tmp_path}/out', *more.split()]
@@ -135,7 +136,7 @@ def test_train_lm_graphs_replay_what_runs_eagerly(tmp_path, monkeypatch, whole, 
     """Eight updates with CUDA graphs from the fourth on equal eight without, in losses, and in
     weights but for rounding, across shards and a validation. With whole = 0 the chunk is no graph:
     its blocks of 3 and 2 tokens are."""
-    shards(tmp_path, val_000000=500, train_000001=8 * 25, train_000002=8 * 17)
+    write_shards(tmp_path, val_000000=500, train_000001=8 * 25, train_000002=8 * 17)
     monkeypatch.setattr(unroll, 'WHOLE_GRAPH', whole)
     monkeypatch.setattr(cache, 'BLOCK', 3)
     argv = """--tokenizer=bytes --n_expert=2 --n_embd=128 --window=12 --block_size=8 --val_streams=3

@@ -6,9 +6,9 @@ import os
 import shutil
 import subprocess
 
-import conftest
+import processes
 import pytest
-from conftest import ROOT
+from processes import ROOT
 
 HACKS = {path.stem: path for path in sorted((ROOT / 'tests' / 'hacks').glob('?_*.patch'))}
 SETTINGS = {'a_max_aggregation': {'aggregation': 'max'}, 'g_max_convlstm': {'aggregation': 'max'}}
@@ -19,7 +19,7 @@ def run(folder, what, settings, *options):
     """Run tests/hacks/run.py on the copy in `folder`; return what it prints."""
     paths = os.pathsep.join([str(folder), str(ROOT / 'tests')])
     command = [ROOT / 'tests/hacks/run.py', *options, what, repr(settings)]
-    done = conftest.run(command, cwd=folder, env=os.environ | {'PYTHONPATH': paths})
+    done = processes.run(command, cwd=folder, env=os.environ | {'PYTHONPATH': paths})
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     assert done.stdout.endswith('all modes agree\n'), done.stdout
     return done.stdout

@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from conftest import ROOT, run
+from processes import ROOT, run
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import safetensors.torch as safetensors
 import torch
-from conftest import ROOT, start
+from processes import ROOT, start
+from small_runs import error_of
 from test_sokoban import numbered, text
-from test_train import mistake
 
 import convlstm
 import play_sokoban
@@ -223,7 +223,7 @@ def test_any_policy_is_evaluated(folder, monkeypatch, capfd):
     line = 'their_policy:right: solved 50.0%, return -0.55, 60 steps; 2 levels of two.txt\n'
     assert capfd.readouterr().out == line
     for name, message in (('their_policy:wild', '4 4], shape'), ('no:right', 'module:function')):
-        assert message in mistake(capfd, play_sokoban, [f'--policy={name}', '--levels=two.txt'])
+        assert message in error_of(capfd, play_sokoban, [f'--policy={name}', '--levels=two.txt'])
 
 
 MISTAKES = {
@@ -246,7 +246,7 @@ def test_mistakes_are_one_line(folder, capfd, monkeypatch):
     (folder / 'theirs' / 'config.json').write_text('{}')
     for words, message in MISTAKES.items():
         arguments = [f'--levels={folder}/levels.npy', '--device=cpu', *words.split()]
-        assert message in mistake(capfd, play_sokoban, arguments), words
+        assert message in error_of(capfd, play_sokoban, arguments), words
     assert (folder / 'theirs' / 'config.json').read_text() == '{}'
 
 
@@ -257,7 +257,7 @@ def test_a_damaged_export_is_named(folder, capfd, monkeypatch, name, content):
     monkeypatch.chdir(folder)
     call(folder, '--out_dir=run', '--export=agent')
     (folder / 'agent' / name).write_bytes(content)
-    assert f'agent/{name}: ' in mistake(capfd, play_sokoban, ['--out_dir=agent'])
+    assert f'agent/{name}: ' in error_of(capfd, play_sokoban, ['--out_dir=agent'])
 
 
 def test_the_shipped_agent_solves_easy_levels_and_has_plans():

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import run
+from processes import run
 
 import convlstm
 import probe_sokoban as probe

@@ -10,7 +10,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from test_train import ROOT
+from processes import ROOT
 
 import sokoban
 from sokoban import BOX, DELTA, INTERIOR, TARGET, TIME_LIMIT, WALL, JumanjiEnv, SokobanEnv

@@ -4,10 +4,8 @@ import json
 import time
 
 import pytest
-import test_train as lm
-import test_train_sokoban as agents
 import torch
-from test_train import data  # noqa: F401  a fixture
+from small_runs import run_agent, run_lm
 
 import common
 
@@ -54,14 +52,14 @@ def test_nothing_is_measured(monkeypatch, threads, device, environment, expected
 
 
 @pytest.mark.parametrize('trainer', ['train_lm', 'train_sokoban'])
-def test_a_resumed_run_keeps_its_number(data, tmp_path, monkeypatch, trainer):  # noqa: F811
+def test_a_resumed_run_keeps_its_number(data, tmp_path, monkeypatch, trainer):
     """Its sums then round as before. A number on the command line comes first."""
 
     def run(**settings):
         if trainer == 'train_lm':
-            assert lm.run(data, tmp_path, **settings) == 0
+            assert run_lm(data, tmp_path, **settings) == 0
         else:
-            assert agents.run(tmp_path, **settings) == 0
+            assert run_agent(tmp_path, **settings) == 0
         config = json.loads((tmp_path / 'config.json').read_text())
         assert config['threads'] == torch.get_num_threads()
         return config['threads']
