@@ -1,5 +1,6 @@
 """Start scripts and ranks in processes of their own."""
 
+import contextlib
 import multiprocessing
 import os
 import socket
@@ -54,12 +55,17 @@ def run_ranks(world, function, *args):
         context.Process(target=call_as_rank, args=(rank, world, port, pipe[1], function, args))
         for rank, pipe in enumerate(pipes)
     ]
-    for process in ranks:
+    for process, (_, sender) in zip(ranks, pipes, strict=True):
         process.start()
+        sender.close()  # so that recv() does not wait for a rank that has failed
+    results = []
+    for receiver, _ in pipes:
+        with contextlib.suppress(EOFError):
+            results.append(receiver.recv())
     for process in ranks:
         process.join()
     assert [process.exitcode for process in ranks] == world * [0], 'a rank failed: see its output'
-    return [receiver.recv() for receiver, _ in pipes]
+    return results
 
 
 def call_as_rank(rank, world, port, sender, function, args):
