@@ -226,7 +226,8 @@ def test_features_are_s_of_the_trained_and_of_the_untrained_agent(recorded):
     for k, agent in enumerate((player.agent, player.untrained)):
         weights, state = agent.prepare(), agent.init_state(1)
         for t in range(2):
-            s, state = agent.encode_and_step(weights, boards[t : t + 1], torch.tensor([t == 0]), state)
+            start = torch.tensor([t == 0])
+            s, state = agent.encode_and_step(weights, boards[t : t + 1], start, state)
             found = features[first + t, ..., 8 * k : 8 * k + 8]
             np.testing.assert_allclose(found, s[0].detach().numpy(), atol=2e-3)  # float16
 
