@@ -1,82 +1,25 @@
-"""What all tests share: pytest's one option, one thread per process, starting scripts and ranks."""
+"""Set up pytest: the option --long, one thread per process, and fixtures that several files use."""
 
-import multiprocessing
 import os
 import signal
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-ROOT = Path(__file__).resolve().parent.parent
 # Several processes run side by side: threads would compete, and each of Inductor's workers would
-# import torch for itself.
-THREADS = 'OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS TORCHINDUCTOR_COMPILE_THREADS'
-for name in THREADS.split():
-    os.environ.setdefault(name, '1')
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background jobs
+# import torch for itself. This file imports torch only inside fixtures, after these lines.
+for name in ('OMP', 'MKL', 'OPENBLAS'):
+    os.environ.setdefault(f'{name}_NUM_THREADS', '1')
+os.environ.setdefault('TORCHINDUCTOR_COMPILE_THREADS', '1')
+
+# A shell starts its background jobs with SIGINT ignored; the tests of ctrl-C need the default.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SLOW = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 COMMON = {'deadline': None, 'suppress_health_check': SLOW}
 settings.register_profile('short', max_examples=60, derandomize=True, **COMMON)
 settings.register_profile('long', max_examples=3000, **COMMON)
-
-
-def start(command, ranks=1, **options):
-    """Start a script, or python's own arguments, by this Python; by torchrun if ranks > 1.
-
-    command: ['train_lm.py', '--seed=1', ...]. options: as subprocess.Popen's; by default the
-    script runs in the project's folder and its output is piped as text."""
-    launcher = ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={ranks}']
-    words = [sys.executable, *(launcher if ranks > 1 else []), *map(str, command)]
-    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
-    return subprocess.Popen(words, **{'cwd': ROOT, **pipes, **options})
-
-
-def run(command, ranks=1, **options):
-    """Run a script as `start` does, to its end; return subprocess.CompletedProcess."""
-    with start(command, ranks, **options) as process:
-        try:
-            out, error = process.communicate()
-        except BaseException:
-            process.kill()
-            raise
-    return subprocess.CompletedProcess(process.args, process.returncode, out, error)
-
-
-def run_ranks(world, function, *args):
-    """Call function(*args) in `world` processes, in the environment that torchrun gives to ranks,
-    and return their results. function: a function of a module, which every process imports.
-
-    The processes are forked from one that has imported torch, once per session."""
-    context = multiprocessing.get_context('forkserver')
-    context.set_forkserver_preload(['train_lm'])
-    with socket.socket() as free:
-        free.bind(('127.0.0.1', 0))
-        port = free.getsockname()[1]
-    pipes = [context.Pipe(duplex=False) for _ in range(world)]
-    ranks = [
-        context.Process(target=call_as_rank, args=(rank, world, port, pipe[1], function, args))
-        for rank, pipe in enumerate(pipes)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    assert [process.exitcode for process in ranks] == world * [0], 'a rank failed: see its output'
-    return [receiver.recv() for receiver, _ in pipes]
-
-
-def call_as_rank(rank, world, port, sender, function, args):
-    """Do the work of one of run_ranks' processes."""
-    os.environ |= {'RANK': str(rank), 'LOCAL_RANK': str(rank), 'MASTER_PORT': str(port)}
-    os.environ |= {'WORLD_SIZE': str(world), 'LOCAL_WORLD_SIZE': str(world)}
-    os.environ['MASTER_ADDR'] = '127.0.0.1'
-    sender.send(function(*args))
 
 
 def pytest_addoption(parser):
@@ -95,3 +38,30 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker('long') and not config.getoption('--long'):
             item.add_marker(pytest.mark.skip(reason='runs with pytest --long'))
+
+
+@pytest.fixture(scope='session')
+def data(tmp_path_factory):
+    """Return a folder of shards that a model can learn: one for validation and two for training,
+    which hold five windows per epoch for the runs of small_runs.py."""
+    from small_runs import write_shards
+
+    folder = tmp_path_factory.mktemp('data')
+    write_shards(folder, val_000000=150, train_000001=8 * 25, train_000002=8 * 17)
+    return folder
+
+
+@pytest.fixture(scope='session')
+def trained(data, tmp_path_factory):
+    """Return a folder with three trained language models: rnn, gpt (not recurrent) and lstm."""
+    from small_runs import run_lm
+
+    folder = tmp_path_factory.mktemp('trained')
+    settings = {
+        'rnn': {},
+        'gpt': {'recurrent': False, 'aggregation': 'softmax_l2'},
+        'lstm': {'arch': 'lstm'},
+    }
+    for name, changes in settings.items():
+        assert run_lm(data, folder / name, max_iters=4, **changes) == 0
+    return folder

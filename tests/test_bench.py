@@ -1,13 +1,16 @@
-"""bench.py: figures of every suite, reports that continue, variants that fail, known figures."""
+"""Test bench.py: figures of every suite, reports that continue, variants that fail, known
+figures."""
 
 import json
 import multiprocessing
 import os
 import signal
+import sys
 import time
+from pathlib import Path
 
-import conftest
 import numpy as np
+import processes
 import pytest
 import torch
 
@@ -33,27 +36,27 @@ GPU = {**SETTINGS, 'device': 'cuda:0', 'dtype': 'bfloat16', 'world': 1}
 
 @pytest.fixture
 def forks(monkeypatch):
-    """Variants run in forked processes, which start faster and keep what a test has patched."""
+    """Run variants in forked processes, which start faster and keep what a test has patched."""
     fork = multiprocessing.get_context('fork')
     monkeypatch.setattr(bench.multiprocessing, 'get_context', lambda kind: fork)
 
 
 @pytest.fixture
 def yardsticks(monkeypatch):
-    """Yardsticks that take no time."""
+    """Replace the yardsticks by some that take a millisecond."""
     parts = {'matmul': lambda: time.sleep(1e-3), 'copy': lambda: time.sleep(1e-3)}
     work = {'work': {'matmul': 1e9, 'copy': 1e6}}
     monkeypatch.setitem(bench.MAKERS, 'yardsticks', lambda row, config: (parts, work))
 
 
 def rows_of(config):
-    return [
-        row for step in bench.plan_steps(config).values() for row in step.values() if 'L' in row
-    ]
+    """Return the rows of all steps of a suite."""
+    steps = bench.plan_steps(config).values()
+    return [row for step in steps for row in step.values() if 'L' in row]
 
 
-def refused(capfd, argv):
-    """Return the line that bench.py prints for these arguments, without starting a variant."""
+def error_of(capfd, argv):
+    """Assert that bench.py refuses these arguments in one line, and return it."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
         patch.setattr('sys.argv', ['bench.py', *argv])
         run_script(bench.main)
@@ -91,13 +94,14 @@ def test_a_variant_is_measured_and_checked(forks, tmp_path, suite, cell, mode, s
     assert record.get('work') == work
 
 
-def test_figures_follow_from_seconds():
-    """Tokens/s per GPU and per node, ms per token, environment steps/s; their ratios to published
-    figures and to the yardsticks' rates."""
-    rates = {'matmul': 800e12, 'copy': 3e12, 'conv': 1e9}
+RATES = {'matmul': 800e12, 'copy': 3e12, 'conv': 1e9}  # of the yardsticks
+
+
+def test_figures_of_training_follow_from_seconds():
+    """They are tokens/s per GPU and per node, relative to the paper's and to the roofline."""
     row = bench.make_row({**GPU, 'world': 4}, 'train', (2, 8, 64, 131072), 'compiled')
     record = {'status': 'ok', 'work': 131072, 'seconds': {'update': [0.5, 0.25, 1.0]}}
-    found = bench.add_figures(row, record, rates)
+    found = bench.add_figures(row, record, RATES)
     assert found['tokens_per_s'] == [65536, 131072, 32768]
     assert found['node_tokens_per_s'] == 262144 and found['paper_node'] == 209500
     assert found['over_paper'] == pytest.approx(65536 / 52375)
@@ -105,27 +109,33 @@ def test_figures_follow_from_seconds():
     assert found['share_of_roofline'] == pytest.approx(least * 65536 / 512)
     assert found['figure'] == '65,536 (32,768..131,072) tokens/s'
 
+
+def test_figures_of_decoding_follow_from_seconds():
     row = bench.make_row(GPU, 'decode', (8, 2, 128, 16), 'compiled')
     found = bench.add_figures(row, {'status': 'ok', 'seconds': {'token': [0.0005]}}, {})
     assert found['ms_per_token'] == [0.5] and (found['paper'], found['target']) == (0.815, 0.199)
     assert found['over_paper'] == pytest.approx(0.815 / 0.5)
 
+
+def test_figures_of_agents_follow_from_seconds():
     row = bench.make_row(GPU, 'sokoban', (1, 1, 128), 'fast')
     record = {'status': 'ok', 'work': 640, 'macs': 64e6, 'seconds': {'update': [0.5]}}
-    found = bench.add_figures(row, record, rates)
+    found = bench.add_figures(row, record, RATES)
     assert found['env_steps_per_s'] == [1280] and found['share_of_conv'] == pytest.approx(0.128)
 
-    failed = bench.add_figures(row, {'status': 'OOM', 'seconds': {}}, rates)
+
+def test_a_failed_variant_has_its_status_as_figure():
+    row = bench.make_row(GPU, 'sokoban', (1, 1, 128), 'fast')
+    failed = bench.add_figures(row, {'status': 'OOM', 'seconds': {}}, RATES)
     assert failed['figure'] == 'OOM' and 'env_steps_per_s' not in failed
 
 
-def test_torchrun_measures_the_node(tmp_path):
-    """Two ranks train together; per-GPU and node figures are reported beside each other."""
+def test_under_torchrun_ranks_train_together_and_the_node_is_reported(tmp_path):
     path, copy = tmp_path / 'a' / 'b.json', tmp_path / 'my_train.py'
-    copy.write_text((conftest.ROOT / 'train_lm.py').read_text())
+    copy.write_text((processes.ROOT / 'train_lm.py').read_text())
     argv = ['--modes=fast', '--cells=(1,2,4,64)', '--n_embd=128', '--block_size=8', '--threads=1']
     argv += ['--rounds=1', '--seconds=0.01', '--device=cpu', f'--script={copy}', f'--out={path}']
-    done = conftest.run(['bench.py', *argv], ranks=2)
+    done = processes.run(['bench.py', *argv], ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
     report, table = json.loads(path.read_text()), (tmp_path / 'a' / 'b.md').read_text()
     assert table.strip() in done.stdout and '1 of 1 done' in done.stdout
@@ -159,46 +169,62 @@ def fake_variant(row, config):
     return {'update': lambda: time.sleep(1e-3)}, known
 
 
-def test_first_continues_where_it_stopped(forks, yardsticks, tmp_path, monkeypatch, capfd):
-    """A budget ends it after a step; a failing step is reported, and passed by; a report of another
-    commit is refused; ctrl-C leaves no process."""
+@pytest.fixture
+def first(forks, yardsticks, tmp_path, monkeypatch):
+    """Return the settings and steps of the suite `first` with fake variants."""
     for suite in ('train', 'decode', 'sokoban'):
         monkeypatch.setitem(bench.MAKERS, suite, fake_variant)
-    path = tmp_path / 'a' / 'b.json'
-    config = {**SMALL, 'suite': 'first', 'cells': CELLS, 'modes': 'fast', 'out': str(path)}
-    steps = bench.plan_steps({**config, 'block_size': 4})
+    out = str(tmp_path / 'a' / 'b.json')
+    config = {**SMALL, 'suite': 'first', 'cells': CELLS, 'modes': 'fast', 'out': out}
+    return config, bench.plan_steps({**config, 'block_size': 4})
 
-    children = []
-    start = bench.start_workers
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(bench, 'start_workers', lambda *a: children.append(start(*a)) or children[-1])
-        patch.setattr(bench, 'ask', lambda *_: signal.raise_signal(signal.SIGINT))
-        bench.run_steps(config, steps)
-    assert [worker.process.is_alive() for worker in children[0]] == [False]
 
+def test_a_budget_ends_a_suite_after_a_step_and_the_next_call_continues(first, capfd):
+    """A step that fails is reported, and the steps after it are run."""
+    config, steps = first
+    path = Path(config['out'])
     assert bench.run_steps({**config, 'budget': 0.01}, steps) == 0
     assert 'budget = 0.01 s is used up; steps left: 3' in capfd.readouterr().out
     (before,) = json.loads(path.read_text())['results']
     assert before['suite'] == 'train' and before['check'] == '0.00%'
 
     assert bench.run_steps(config, steps) == 1
-    report, table = json.loads(path.read_text()), path.with_suffix('.md').read_text()
+    report = json.loads(path.read_text())
     assert report['results'][0] == before and len(report['results']) == 4
-    status = {name: step['status'] for name, step in report['steps'].items()}
-    bad = 'failed: ValueError: no room'
-    assert status == {
+    failure = 'failed: ValueError: no room'
+    assert {name: step['status'] for name, step in report['steps'].items()} == {
         'yardsticks': 'ok',
         'train 1,2,4,64': 'ok',
         'decode 1,2,4,2': 'ok',
-        'train 2,2,4,64': bad,
+        'train 2,2,4,64': failure,
         'sokoban 1,1,4': 'ok',
     }
-    assert f'- train 2,2,4,64: {bad}' in table
+    assert f'- train 2,2,4,64: {failure}' in path.with_suffix('.md').read_text()
 
+
+def test_a_report_of_another_commit_is_not_continued(first, capfd):
+    config, steps = first
+    path = Path(config['out'])
+    bench.run_steps({**config, 'budget': 0.01}, steps)
+    report = json.loads(path.read_text())
     path.write_text(json.dumps({**report, 'commit': 'other'}))
     with pytest.raises(SystemExit):
         bench.run_steps(config, steps)
     assert "commit = 'other', now" in capfd.readouterr().err
+
+
+def test_ctrl_c_leaves_no_process(first, monkeypatch):
+    workers = []
+
+    def start_workers(*args, start=bench.start_workers):
+        workers.extend(start(*args))
+        return workers
+
+    monkeypatch.setattr(bench, 'start_workers', start_workers)
+    monkeypatch.setattr(bench, 'ask', lambda *_: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        bench.run_steps(*first)
+    assert [worker.process.is_alive() for worker in workers] == [False]
 
 
 # ---- variants that fail ----
@@ -212,7 +238,7 @@ def without_compiler():
     raise RuntimeError('no compiler\nmany more lines')
 
 
-FAILURES = [  # what a variant does when it is called, or in its check; its status and check
+FAILURES = [  # what the call and the check of a variant do; its status and result of the check
     (lambda: torch.empty(2**60), None, 'OOM', None),
     (killed, None, 'OOM', None),
     (lambda: os._exit(3), None, 'failed: its process ended: 3', None),
@@ -225,13 +251,13 @@ FAILURES = [  # what a variant does when it is called, or in its check; its stat
 
 
 @pytest.mark.parametrize('call, check, status, checked', FAILURES)
-def test_a_failure_costs_its_own_variant(forks, monkeypatch, call, check, status, checked):
-    """The other variant is measured to its end; the reason is reported."""
-
+def test_a_failure_is_reported_and_other_variants_are_measured(
+    forks, monkeypatch, call, check, status, checked
+):
     def filled():
         """Return the check's numbers as matrices."""
-        found = check()
-        return {k: [torch.full((2, 2), x) for x in pair] for k, pair in found.items()}
+        pairs = check().items()
+        return {name: [torch.full((2, 2), x) for x in pair] for name, pair in pairs}
 
     def make(row, config):
         fails = row['mode'] == 'fails'
@@ -248,7 +274,7 @@ def test_a_failure_costs_its_own_variant(forks, monkeypatch, call, check, status
 
 
 def test_a_rank_that_fails_ends_its_variant(forks, monkeypatch):
-    """The other rank waits for it, and is ended."""
+    """The other rank, which would wait for it, is ended."""
 
     def make(row, config):
         return {'update': killed if os.environ['RANK'] == '1' else lambda: time.sleep(600)}, {}
@@ -258,16 +284,22 @@ def test_a_rank_that_fails_ends_its_variant(forks, monkeypatch):
     assert bench.measure(rows, SMALL)['ranks']['status'] == 'OOM'
 
 
-def test_gpu_tests_that_fail_are_named(tmp_path, monkeypatch):
-    code = 'import pytest\npytestmark = pytest.mark.gpu\ndef test_{0}(): assert {1}\n'
-    file = tmp_path / 'test_it.py'
-    monkeypatch.setattr(bench, 'GPU_TESTS', str(file))
-    file.write_text(code.format('right', True))
+def write_gpu_test(folder, name, monkeypatch, passes):
+    """Let a file with one test, which passes or fails, take the place of test_gpu.py."""
+    path = folder / f'{name}.py'
+    mark = 'import pytest\npytestmark = pytest.mark.gpu\n'
+    path.write_text(f'{mark}def {name}(): assert {passes}\n')
+    monkeypatch.setattr(bench, 'GPU_TESTS', str(path))
+
+
+def test_gpu_tests_that_pass_are_a_step_without_figures(tmp_path, monkeypatch):
+    write_gpu_test(tmp_path, 'test_that_passes', monkeypatch, passes=True)
     assert bench.make_tests({'marks': 'gpu'}, {}) == ({}, {})
-    file = tmp_path / 'test_more.py'
-    monkeypatch.setattr(bench, 'GPU_TESTS', str(file))
-    file.write_text(code.format('wrong', False))
-    with pytest.raises(RuntimeError, match='1 tests: test_wrong'):
+
+
+def test_gpu_tests_that_fail_are_named(tmp_path, monkeypatch):
+    write_gpu_test(tmp_path, 'test_that_fails', monkeypatch, passes=False)
+    with pytest.raises(RuntimeError, match='1 tests: test_that_fails'):
         bench.make_tests({'marks': 'gpu'}, {})
 
 
@@ -295,24 +327,33 @@ def test_roofline_is_near_the_hand_calculation():
             assert found == pytest.approx(expected, rel=limit), (suite, L, C)
 
 
-def test_the_papers_cells():
-    """All cells of both tables, with the streams of one of four GPUs, and the paper's figures."""
-    trained = rows_of({**GPU, 'suite': 'train'})
-    for row in trained:
+def test_the_suite_train_has_all_cells_of_the_papers_table():
+    """One GPU measures the streams of one of the paper's four GPUs."""
+    rows = rows_of({**GPU, 'suite': 'train'})
+    for row in rows:
         assert row['mode'] == ('compiled' if row['E'] > 1 else 'nonrecurrent_compiled')
         assert row['B'] * row['C'] * 4 == row['tokens_per_update'] and row['T'] == row['C']
-    papers = {(r['tokens_per_update'], r['L'], r['C']): bench.published(r) for r in trained}
-    assert len(papers) == len(trained) == 60 and all('paper' in x for x in papers.values())
-    assert papers[131072, 1, 128] == {'paper': 87375, 'target': 430000}
-    assert papers[262144, 16, 2048] == {'paper': 267875}
-    assert papers[131072, 8, 128]['paper'] == 'OOM'
+    figures = {(row['tokens_per_update'], row['L'], row['C']): bench.published(row) for row in rows}
+    assert len(figures) == len(rows) == 60 and all('paper' in x for x in figures.values())
+    assert figures[131072, 1, 128] == {'paper': 87375, 'target': 430000}
+    assert figures[262144, 16, 2048] == {'paper': 267875}
+    assert figures[131072, 8, 128]['paper'] == 'OOM'
+
+
+def test_a_cell_may_leave_out_its_context_and_tokens():
     cells = ((2, 8), (4, 4, 64), (1, 16, 32, 262144))
     assert len(rows_of({**GPU, 'suite': 'train', 'cells': cells})) == 12 + 2 + 1
-    decoded = {(r['mode'], r['L'], r['C']): r for r in rows_of({**GPU, 'suite': 'decode'})}
-    assert len(decoded) == 2 * 2 * 6
-    assert bench.published(decoded['compiled', 8, 128]) == {'paper': 0.815, 'target': 0.199}
-    (agent, _) = rows_of({**GPU, 'suite': 'sokoban', 'cells': ((1, 1, 128),)})
-    assert bench.published(agent) == {'target': 55600}
+
+
+def test_the_suite_decode_has_all_cells_of_the_papers_table():
+    rows = {(row['mode'], row['L'], row['C']): row for row in rows_of({**GPU, 'suite': 'decode'})}
+    assert len(rows) == 2 * 2 * 6
+    assert bench.published(rows['compiled', 8, 128]) == {'paper': 0.815, 'target': 0.199}
+
+
+def test_the_suite_sokoban_has_a_target():
+    row, _ = rows_of({**GPU, 'suite': 'sokoban', 'cells': ((1, 1, 128),)})
+    assert bench.published(row) == {'target': 55600}
 
 
 def test_old_names_of_modes_work():
@@ -334,11 +375,11 @@ REFUSED = [
 
 @pytest.mark.parametrize('argv, message', REFUSED)
 def test_mistakes_are_refused_in_one_line(argv, message, capfd):
-    assert message in refused(capfd, argv)
+    assert message in error_of(capfd, argv)
 
 
 def test_torchrun_is_for_training(monkeypatch, capfd):
     monkeypatch.setenv('WORLD_SIZE', '2')
     monkeypatch.setenv('RANK', '0')
-    monkeypatch.setattr(os, '_exit', lambda status: (_ for _ in ()).throw(SystemExit(status)))
-    assert 'runs on one GPU, without torchrun' in refused(capfd, ['--suite=decode'])
+    monkeypatch.setattr(os, '_exit', sys.exit)  # by which a rank ends
+    assert 'runs on one GPU, without torchrun' in error_of(capfd, ['--suite=decode'])

@@ -1,31 +1,28 @@
-"""common.py: failing saves, damaged and hostile files, the output folder, signals."""
+"""Test common.py: saves that fail, damaged and hostile files, the output folder, signals."""
 
-import contextlib
-import functools
-import itertools
 import os
 import pty
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from processes import start
 
 import common
 from common import LAST, LOCK, PREV, CheckpointError
 from common import load_checkpoint, load_latest, prepare_out_dir, save_checkpoint
 
 
-def names(folder):
+def list_names(folder):
     return sorted(os.listdir(folder))
 
 
-def refused(words, function, *args, **settings):
-    """In one line."""
-    with pytest.raises(CheckpointError, match=words) as refusal:
+def assert_refused(message, function, *args, **settings):
+    """Assert that the call raises a CheckpointError of one line that matches the message."""
+    with pytest.raises(CheckpointError, match=message) as refusal:
         function(*args, **settings)
     assert '\n' not in str(refusal.value)
 
@@ -33,166 +30,252 @@ def refused(words, function, *args, **settings):
 # ---- checkpoints ----
 
 
-@pytest.mark.parametrize('step, whole', [(0, 2), (1, 2), (2, 2), (3, 2), (4, 3), (5, 3)])
-def test_a_save_that_fails_leaves_a_whole_checkpoint(tmp_path, monkeypatch, step, whole):
-    """At each point of the third: half written, fsync, two renames, fsync of the folder, none."""
-    for n in (1, 2):
-        save_checkpoint({'step': n}, tmp_path / LAST, keep=PREV)
-    calls = itertools.count()
-
-    def dies(function, *args):
-        if next(calls) == step:
-            raise OSError(28, 'No space left on device')
-        return function(*args)
-
-    def save(obj, file, real=torch.save):
-        file.write(b'PK half')
-        dies(file.seek, 0)
-        real(obj, file)
-
-    with monkeypatch.context() as patch, contextlib.suppress(OSError):
-        patch.setattr(torch, 'save', save)
-        for name in ('fsync', 'replace'):
-            patch.setattr(os, name, functools.partial(dies, getattr(os, name)))
-        save_checkpoint({'step': 3}, tmp_path / LAST, keep=PREV)
-    assert load_latest(tmp_path)[0]['step'] == whole
-    save_checkpoint({'step': 4}, tmp_path / LAST, keep=PREV)
-    assert load_checkpoint(tmp_path / LAST)['step'] == 4 and names(tmp_path) == [LAST, PREV]
-    assert load_checkpoint(tmp_path / PREV)['step'] == whole
-
-
-def test_bad_files_are_refused(tmp_path, monkeypatch, capsys):
-    """A damaged last checkpoint gives way to the one before; pickled objects are not loaded."""
-    monkeypatch.chdir(tmp_path)
-    refused(f'holds no trained run, there is no {LAST}', load_latest, '.')
-    torch.save({'model': Path('any object')}, 'evil.pt')
-    refused('evil.pt: holds Python objects', load_checkpoint, 'evil.pt')
+@pytest.mark.parametrize(
+    'failing_call, step_left',
+    [
+        (1, 2),  # the write
+        (2, 2),  # fsync of the file
+        (3, 2),  # the renaming of the last checkpoint to the previous one
+        (4, 2),  # the renaming of the new file to the last checkpoint
+        (5, 3),  # fsync of the folder
+        (6, 3),  # none: all calls succeed
+    ],
+)
+def test_a_save_that_fails_leaves_a_whole_checkpoint(
+    tmp_path, monkeypatch, failing_call, step_left
+):
     for step in (1, 2):
-        save_checkpoint({'step': step, 'weights': torch.ones(5000)}, LAST, keep=PREV)
-    whole = Path(LAST).read_bytes()
-    flipped = whole[:9000] + bytes([whole[9000] ^ 1]) + whole[9001:]
-    for damaged in (b'', flipped):  # test_fuzz.py has more
-        Path(LAST).write_bytes(damaged)
-        loaded, source = load_latest('.')
-        out = capsys.readouterr().out
-        assert loaded['step'] == 1 and source.name == PREV
-        assert out.startswith('warning: ') and LAST in out and PREV in out and out.count('\n') == 1
-    Path(PREV).write_bytes(b'')
-    refused(PREV, load_latest, '.')
+        save_checkpoint({'step': step}, tmp_path / LAST, keep=PREV)
+    calls = 0
+
+    def count_call():
+        nonlocal calls
+        calls += 1
+        if calls == failing_call:
+            raise OSError(28, 'No space left on device')
+
+    def save(obj, file, torch_save=torch.save):
+        file.write(b'PK half')
+        count_call()
+        file.seek(0)
+        torch_save(obj, file)
+
+    def fsync(file, os_fsync=os.fsync):
+        count_call()
+        os_fsync(file)
+
+    def replace(old, new, os_replace=os.replace):
+        count_call()
+        os_replace(old, new)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, 'save', save)
+        patch.setattr(os, 'fsync', fsync)
+        patch.setattr(os, 'replace', replace)
+        try:
+            save_checkpoint({'step': 3}, tmp_path / LAST, keep=PREV)
+        except OSError:
+            assert failing_call <= 5
+    assert load_latest(tmp_path)[0]['step'] == step_left
+
+    # the next save succeeds and leaves nothing else
+    save_checkpoint({'step': 4}, tmp_path / LAST, keep=PREV)
+    assert load_checkpoint(tmp_path / LAST)['step'] == 4
+    assert load_checkpoint(tmp_path / PREV)['step'] == step_left
+    assert list_names(tmp_path) == [LAST, PREV]
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
+    assert_refused(f'holds no trained run, there is no {LAST}', load_latest, tmp_path)
+
+
+def test_a_checkpoint_with_python_objects_is_refused(tmp_path):
+    torch.save({'model': Path('any object')}, tmp_path / 'evil.pt')
+    assert_refused('evil.pt: holds Python objects', load_checkpoint, tmp_path / 'evil.pt')
+
+
+@pytest.mark.parametrize('damage', ['emptied', 'one bit flipped'])
+def test_a_damaged_last_checkpoint_gives_way_to_the_previous_one(tmp_path, capsys, damage):
+    """A line says so. If the previous one is damaged too, the run is refused. test_fuzz.py has more
+    damages."""
+    for step in (1, 2):
+        save_checkpoint({'step': step, 'weights': torch.ones(5000)}, tmp_path / LAST, keep=PREV)
+    content = bytearray((tmp_path / LAST).read_bytes())
+    content[9000] ^= 1
+    (tmp_path / LAST).write_bytes(b'' if damage == 'emptied' else content)
+    loaded, source = load_latest(tmp_path)
+    assert loaded['step'] == 1 and source.name == PREV
+    out = capsys.readouterr().out
+    assert out.startswith('warning: ') and LAST in out and PREV in out and out.count('\n') == 1
+    (tmp_path / PREV).write_bytes(b'')
+    assert_refused(PREV, load_latest, tmp_path)
 
 
 # ---- the output folder ----
 
 
-def test_rules_of_the_output_folder(tmp_path):
+def test_a_new_folder_is_made_and_one_with_other_files_is_accepted(tmp_path):
     out = tmp_path / 'a' / 'b'
     prepare_out_dir(str(out)).release()
-    (out / 'notes.txt').write_text('mine')
-    prepare_out_dir(out).release()  # a folder with other things in it is no run
-    for name in ('log.jsonl', 'ckpt_best.pt'):
-        (out / name).write_text('')
-        refused('holds a run already', prepare_out_dir, out)
-    refused('exclude each other', prepare_out_dir, out, resume=True, overwrite=True)
-    (out / '.ckpt_last.pt.tmp').write_text('half')
-    (out / '.notes.tmp').write_text('mine')
-    prepare_out_dir(out, resume=True).release()
-    kept = {'.notes.tmp', LOCK, 'notes.txt'}
-    assert set(names(out)) == kept | {'ckpt_best.pt', 'log.jsonl'}
-    prepare_out_dir(out, overwrite=True).release()
-    assert set(names(out)) == kept
+    (out / 'notes.txt').write_text('text')
+    prepare_out_dir(out).release()
+    assert {'notes.txt', LOCK} <= set(list_names(out))
+
+
+@pytest.mark.parametrize('name', ['log.jsonl', 'ckpt_best.pt'])
+def test_a_folder_with_a_run_is_refused(tmp_path, name):
+    prepare_out_dir(tmp_path).release()
+    (tmp_path / name).write_text('')
+    assert_refused('holds a run already', prepare_out_dir, tmp_path)
+
+
+def test_resume_keeps_a_run_and_overwrite_removes_it(tmp_path):
+    """Both remove half-written checkpoints, and leave other files alone."""
+    prepare_out_dir(tmp_path).release()
+    for name in ('log.jsonl', 'ckpt_best.pt', '.ckpt_last.pt.tmp', 'notes.txt', '.notes.tmp'):
+        (tmp_path / name).write_text('')
+    prepare_out_dir(tmp_path, resume=True).release()
+    others = {'.notes.tmp', LOCK, 'notes.txt'}
+    assert set(list_names(tmp_path)) == others | {'ckpt_best.pt', 'log.jsonl'}
+    prepare_out_dir(tmp_path, overwrite=True).release()
+    assert set(list_names(tmp_path)) == others
+
+
+def test_resume_and_overwrite_exclude_each_other(tmp_path):
+    assert_refused('exclude each other', prepare_out_dir, tmp_path, resume=True, overwrite=True)
+
+
+@pytest.mark.parametrize('out_dir', ['{}/file', '{}/file/sub', '/proc/run'])
+def test_a_path_that_can_be_no_folder_is_refused(tmp_path, out_dir):
     (tmp_path / 'file').write_text('')
-    for bad in (tmp_path / 'file', tmp_path / 'file' / 'sub', '/proc/run'):
-        refused('cannot be used', prepare_out_dir, bad)
+    assert_refused('cannot be used', prepare_out_dir, out_dir.format(tmp_path))
 
 
 @pytest.mark.parametrize('name', ['config.json', 'log.jsonl', LAST, 'loss.png'])
 def test_a_folder_that_no_run_wrote_is_left_unchanged(tmp_path, name):
-    """Also when it is asked for twice. A run that was copied without its mark can be resumed."""
-    (tmp_path / name).write_text('theirs')
-    for settings in 2 * ({}, {'overwrite': True}):
-        words = f'holds {name}, which no run of ours wrote'
-        refused(words, prepare_out_dir, tmp_path, **settings)
-        assert names(tmp_path) == [name]
+    """A second call is refused too. A run that was copied without its mark can be resumed."""
+    (tmp_path / name).write_text('text of another program')
+    for settings in ({}, {'overwrite': True}, {}, {'overwrite': True}):
+        message = f'holds {name}, which no run of ours wrote'
+        assert_refused(message, prepare_out_dir, tmp_path, **settings)
+        assert list_names(tmp_path) == [name]
     prepare_out_dir(tmp_path, resume=True).release()
-    assert names(tmp_path) == [LOCK, name]
+    assert list_names(tmp_path) == [LOCK, name]
 
 
-def test_one_run_per_folder(tmp_path):
-    """A process that holds the folder is named in the refusal; killed, it leaves no lock."""
+def test_a_folder_holds_one_run_at_a_time(tmp_path):
+    """A refusal names the process that holds the folder. A killed process leaves no lock."""
     code = f'import common, time; lock = common.prepare_out_dir({str(tmp_path)!r})'
-    command = [sys.executable, '-c', f'{code}; print("ready", flush=True); time.sleep(60)']
-    with subprocess.Popen(command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE) as other:
-        other.stdout.readline()
-        words = f'another run is using it .*process {other.pid} on .*: wait'
+    with start(['-c', f'{code}; print("ready", flush=True); time.sleep(600)']) as other:
+        assert other.stdout.readline() == 'ready\n'
+        message = f'another run is using it .*process {other.pid} on .*: wait'
         for settings in ({}, {'overwrite': True}, {'resume': True}):
-            refused(words, prepare_out_dir, tmp_path, **settings)
+            assert_refused(message, prepare_out_dir, tmp_path, **settings)
         other.kill()
     prepare_out_dir(tmp_path).release()
 
 
-def test_restarts_by_torchrun(tmp_path, monkeypatch):
-    """A restarted launch resumes the run that it started, and no run that it was refused."""
+def restart_changes(out_dir, monkeypatch, restarts):
+    """Return the settings that change when torchrun starts a run for the n-th time."""
+    monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', str(restarts))
+    config, settings = {}, {}
+    common.resume_if_restarted(out_dir, config, settings)
+    assert config == settings
+    return config
 
-    def attempt(n):
-        monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', str(n))
-        common.resume_if_restarted(tmp_path, config := {}, settings := {})
-        return config if config == settings else None
 
-    assert attempt(0) == {}
+def test_a_run_restarted_by_torchrun_resumes_or_starts_over(tmp_path, monkeypatch):
+    """It starts over if it has not saved anything yet."""
+    assert restart_changes(tmp_path, monkeypatch, restarts=0) == {}
     prepare_out_dir(tmp_path).release()
-    assert attempt(1) == {'resume': False, 'overwrite': True}
+    changes = restart_changes(tmp_path, monkeypatch, restarts=1)
+    assert changes == {'resume': False, 'overwrite': True}
     (tmp_path / LAST).write_text('')
-    assert attempt(2) == {'resume': True, 'overwrite': False, 'init_from': ''}
-    assert attempt(0) == {}
-    refused('holds a run already', prepare_out_dir, tmp_path)
-    assert attempt(1) == {}
+    changes = restart_changes(tmp_path, monkeypatch, restarts=2)
+    assert changes == {'resume': True, 'overwrite': False, 'init_from': ''}
+
+
+def test_a_restart_does_not_touch_a_run_that_was_refused(tmp_path, monkeypatch):
+    assert restart_changes(tmp_path, monkeypatch, restarts=0) == {}
+    prepare_out_dir(tmp_path).release()
+    (tmp_path / LAST).write_text('')
+    assert restart_changes(tmp_path, monkeypatch, restarts=0) == {}  # another launch
+    assert_refused('holds a run already', prepare_out_dir, tmp_path)
+    assert restart_changes(tmp_path, monkeypatch, restarts=1) == {}
 
 
 # ---- signals ----
 
 
-def test_a_closed_terminal_lets_the_update_finish(tmp_path):
-    """The update is saved, though printing fails, to a `tee` that has ended too. Under nohup
-    nothing stops."""
+def save_after_the_terminal_closes(path):
+    """Wait for SIGHUP, print to a terminal and a pipe that are both gone, and write the signal."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    stopper = common.Stopper()
+    os.write(1, b'ready')
+    while stopper.signal is None:
+        time.sleep(0.01)
+    os.write(1, b'a line of the log')
+    reader, writer = os.pipe()
+    os.close(reader)
+    sys.stdout = open(writer, 'w')
+    common.print0('another line')
+    path.write_text(str(int(stopper.signal)))
+
+
+def test_an_update_is_saved_though_the_terminal_is_closed(tmp_path):
     child, terminal = pty.fork()
     if child == 0:
-        signal.alarm(60)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        common.Stopper().restore()
-        os.kill(os.getpid(), signal.SIGHUP)
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        stopper = common.Stopper()
-        os.write(1, b'ready')
-        while stopper.signal is None:
-            time.sleep(0.01)
-        os.write(1, b'a line of the log')
-        reader, writer = os.pipe()
-        os.close(reader)
-        sys.stdout = open(writer, 'w')
-        common.print0('another line')
-        (tmp_path / 'saved').write_text(str(int(stopper.signal)))
-        os._exit(0)
+        try:
+            signal.alarm(600)
+            save_after_the_terminal_closes(tmp_path / 'saved')
+            os._exit(0)
+        finally:  # never return into pytest
+            os._exit(1)
     os.read(terminal, 100)
     os.close(terminal)
     assert os.waitpid(child, 0)[1] == 0
     assert (tmp_path / 'saved').read_text() == str(int(signal.SIGHUP))
 
 
-@pytest.mark.parametrize('ranks', [False, True])
-def test_a_second_ctrl_c_stops_at_once(monkeypatch, ranks, capfd):
-    """Under torchrun the launcher's own copy, within a second, does not count."""
-    if ranks:
-        monkeypatch.setenv('RANK', '0')
-    former, stopper = signal.getsignal(signal.SIGINT), common.Stopper()
+def test_under_nohup_a_closed_terminal_stops_nothing():
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stopper = common.Stopper()
     try:
-        os.kill(os.getpid(), signal.SIGINT)
-        if ranks:
-            os.kill(os.getpid(), signal.SIGINT)
-            stopper.time -= 2
-        assert stopper.signal == signal.SIGINT
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stopper.signal is None
     finally:
         stopper.restore()
-    assert signal.getsignal(signal.SIGINT) is former
+        signal.signal(signal.SIGHUP, previous)
+
+
+def press_ctrl_c():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.fixture
+def stopper():
+    """Return a common.Stopper; assert that it restores the handler of SIGINT."""
+    handler, stopper = signal.getsignal(signal.SIGINT), common.Stopper()
+    yield stopper
+    stopper.restore()
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_the_first_ctrl_c_waits_for_the_update_and_the_second_does_not(stopper, capfd):
+    press_ctrl_c()
+    assert stopper.signal == signal.SIGINT
+    with pytest.raises(KeyboardInterrupt):
+        press_ctrl_c()
+    assert capfd.readouterr().err.count('stopping after this update') == 1
+
+
+def test_under_torchrun_the_launchers_copy_of_ctrl_c_does_not_count(monkeypatch, stopper, capfd):
+    """A rank gets ctrl-C from the terminal and, within a second, from the launcher."""
+    monkeypatch.setenv('RANK', '0')
+    press_ctrl_c()
+    press_ctrl_c()
+    assert stopper.signal == signal.SIGINT
+    stopper.time -= 2  # two seconds later
+    with pytest.raises(KeyboardInterrupt):
+        press_ctrl_c()
     assert capfd.readouterr().err.count('stopping after this update') == 1

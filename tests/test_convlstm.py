@@ -1,5 +1,5 @@
-"""convlstm.py against a reference written apart: one expert and one step at a time, channels first,
-float64."""
+"""Test convlstm.py against a reference written here: one expert and one step at a time, channels
+first, in float64."""
 
 import functools
 import math
@@ -24,7 +24,7 @@ def over_rms(x, dims):
 
 
 def combine(agent, l, hs, z, s):
-    """A(h_1..h_E), each (B, D, Y, X)."""
+    """Return A(h_1..h_E), each (B, D, Y, X)."""
     config, E = agent.config, len(hs)
     if config.aggregation == 'sqrt_sum':
         return sum(hs) / math.sqrt(E)
@@ -103,7 +103,8 @@ def glu_step(agent, z, state):
 
 
 def reference(agent, obs, start):
-    """Logits and values of an unroll from a zero state: (s, [h_i], [[c_i] per layer])."""
+    """Return logits and values of an unroll from a zero state. State: (s, [h_i], [[c_i] per
+    layer])."""
     config, (T, B), out = agent.config, start.shape, []
     zero = torch.zeros(B, config.n_embd, 10, 10, dtype=torch.float64)
     state = (zero, [zero] * config.n_expert, [[zero] * config.n_expert] * config.n_layer)
@@ -121,7 +122,7 @@ def reference(agent, obs, start):
 
 
 def make(arch='convlstm', recurrent=True, L=1, E=1, D=6, params=torch.float64, **settings):
-    """An agent all of whose parameters matter (no zeros, no ones). params: their dtype."""
+    """Return an agent all of whose parameters matter (no zeros, no ones). params: their dtype."""
     torch.manual_seed(0)
     config = AgentConfig(
         arch=arch,
@@ -142,7 +143,8 @@ def make(arch='convlstm', recurrent=True, L=1, E=1, D=6, params=torch.float64, *
 
 
 def boards(T=4, B=3):
-    """Observations (T, B, 10, 10, 2); episodes start at the first step, and within the unroll."""
+    """Return observations (T, B, 10, 10, 2) and starts (T, B). Episodes start at the first step and
+    within the unroll."""
     rng = torch.Generator().manual_seed(1)
     variable = torch.tensor([0, 0, 3, 4])[torch.randint(4, (T, B, 10, 10), generator=rng)]
     fixed = torch.randint(3, (T, B, 10, 10), generator=rng)
@@ -153,7 +155,7 @@ def boards(T=4, B=3):
 
 
 def results(agent, logits, value, *state):
-    """[logits, value, state ...] and the gradients of a random sum of the former two, by name."""
+    """Return [logits, value, state ...] and {name: gradient} of a random sum of the former two."""
     rng = torch.Generator().manual_seed(2)
     loss = sum((x * torch.randn(x.shape, generator=rng)).sum() for x in (logits, value))
     named = {name: p for name, p in agent.named_parameters() if p.numel()}
@@ -175,16 +177,20 @@ def single_steps(agent, obs, start):
 
 
 def distance(values, expected):
-    """The largest relative difference of two lists of tensors."""
+    """Return the largest relative difference of two lists of tensors."""
     pairs = zip(values, expected, strict=True)
     return torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max()  # NaN stays NaN
 
 
-def assert_close(ours, expected, rtol=1e-9):
-    """Values and states; gradients relative to the largest, because they are sums of such terms."""
-    assert distance(ours[0], expected[0]) <= rtol
-    largest = max(x.norm() for x in expected[1].values())
-    assert all((ours[1][name] - x).norm() <= rtol * largest for name, x in expected[1].items())
+def assert_close(found, expected, rtol=1e-9):
+    """Compare values and states, and gradients relative to the largest, because they are sums of
+    such terms. Both arguments are what results() returns."""
+    values, grads = found
+    expected_values, expected_grads = expected
+    assert distance(values, expected_values) <= rtol
+    largest = max(x.norm() for x in expected_grads.values())
+    for name, grad in expected_grads.items():
+        assert (grads[name] - grad).norm() <= rtol * largest, name
 
 
 # ---- tests --------------------------------------------------------------------------------------
@@ -209,19 +215,19 @@ CASES = [
 @pytest.mark.parametrize('L, E, settings', CASES, ids=str)
 @kinds
 def test_equals_reference(arch, recurrent, L, E, settings):
-    """Values and all gradients of an unroll in both modes; T steps at once equal T single steps,
-    the states after them included."""
+    """Values and all gradients of an unroll equal the reference in both modes. T single steps equal
+    them too, with the states after them."""
     if {'convlstm': 'residual', 'convglu': 'radius'}[arch] in settings:
-        pytest.skip('a setting of the other kind')
+        pytest.skip('a setting of the other architecture')
     agent, (obs, start) = make(arch, recurrent, L, E, **settings), boards()
     expected = results(agent, *reference(agent, obs, start))
     assert expected[0][0].std() > 1e-2  # the comparison sees something
     if E > 1:
         assert all(grad.abs().max() > 0 for grad in expected[1].values())  # all parameters learn
     for agent.config.mode in ('plain', 'fast'):
-        ours, grads = unroll(agent, obs, start)
-        assert_close((ours[:2], grads), expected)
-    assert_close(single_steps(agent, obs, start), (ours, grads))
+        values, grads = unroll(agent, obs, start)
+        assert_close((values[:2], grads), expected)
+    assert_close(single_steps(agent, obs, start), (values, grads))
 
 
 def test_full_radius_equals_the_default():
@@ -233,8 +239,8 @@ def test_full_radius_equals_the_default():
 
 @kinds
 def test_fused_functions_change_nothing(arch, recurrent, request, monkeypatch):
-    """Each one is a whole graph for torch.compile, and equals its eager form. --long generates the
-    code too (Inductor), which takes most of the time."""
+    """torch.compile traces each one as a whole graph, and the results are the same. With --long
+    Inductor also generates the code, which takes most of the time."""
     if not request.config.getoption('--long'):
         options = {'backend': 'aot_eager', 'fullgraph': True, 'dynamic': False}
         trace = functools.cache(lambda f, pdl: torch.compile(f, **options))
@@ -247,7 +253,8 @@ def test_fused_functions_change_nothing(arch, recurrent, request, monkeypatch):
 
 @kinds
 def test_bfloat16_convolutions_stay_near_float32(arch, recurrent):
-    """Values and each parameter's gradient. The carried state is fp32 either way."""
+    """Values and the gradient of each parameter are compared. The carried state is fp32 in both
+    cases."""
     found = []
     for dtype in ('float32', 'bfloat16'):
         agent = make(arch, recurrent, L=2, E=2, D=8, params=torch.float32, dtype=dtype)
@@ -260,7 +267,7 @@ def test_bfloat16_convolutions_stay_near_float32(arch, recurrent):
 
 @pytest.mark.parametrize('residual', ['expert', 'shared'])
 def test_deep_convglu_in_bfloat16(residual):
-    """At E = 8, L = 8 the paper's rule multiplies s by sqrt(8) per layer; s stays in fp32."""
+    """With E = 8 and L = 8 the paper's rule multiplies s by sqrt(8) per layer; s stays in fp32."""
     outputs = []
     for dtype in ('float32', 'bfloat16'):
         agent = make('convglu', L=8, E=8, params=torch.float32, dtype=dtype, residual=residual)
@@ -270,7 +277,7 @@ def test_deep_convglu_in_bfloat16(residual):
 
 
 def test_weight_gradients_are_not_summed_in_bfloat16():
-    """512 calls that each add 1 to a weight's gradient: a sum in bfloat16 stops growing at 256."""
+    """512 calls each add 1 to a weight's gradient. A sum in bfloat16 would stop growing at 256."""
     w = torch.ones(1, 1, 3, 3, requires_grad=True)
     conv = DeferredConv(w, torch.bfloat16)
     x = torch.ones(1, 10, 10, 1)
@@ -281,6 +288,7 @@ def test_weight_gradients_are_not_summed_in_bfloat16():
 @kinds
 @pytest.mark.parametrize('L, E, settings', CASES[1:6] + [(3, 4, {})], ids=str)
 def test_multiply_adds_and_parameters_by_hand(arch, recurrent, L, E, settings):
+    """`nominal` is the cost by which models are compared, `executed` what the core computes."""
     agent, D, H, r, Z, cells = make(arch, recurrent, L, E, **settings), 6, 7, 5, 32, 100
     macs = agent.macs_per_step()
     assert macs['encoder'] == cells * 9 * 6 * Z
@@ -306,7 +314,7 @@ def test_multiply_adds_and_parameters_by_hand(arch, recurrent, L, E, settings):
 
 
 def test_sizes_follow_an_edited_layer():
-    """A fork's further convolution counts in the cost by which models are compared."""
+    """A convolution that a fork adds counts in the cost by which models are compared."""
 
     class Gated(ConvGLU):
         def __init__(self, config):

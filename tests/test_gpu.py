@@ -1,4 +1,4 @@
-"""What only a GPU can show: pytest -m gpu. bench.py --suite=first runs it without conftest.py.
+"""Test what only a GPU can show: pytest -m gpu. bench.py --suite=first runs it without conftest.py.
 
 The same checks run on a CPU in test_model.py, test_train.py and test_train_sokoban.py."""
 
@@ -7,7 +7,8 @@ import sys
 
 import pytest
 import torch
-from test_train import ROOT, shards
+from processes import ROOT
+from small_runs import write_shards
 
 import cache
 import kernels
@@ -76,14 +77,14 @@ SOKOBAN = """train_sokoban.py config/sokoban_demo.py --n_levels=1000 --eval_game
 
 @pytest.mark.parametrize('commands', [LM, SOKOBAN], ids=['lm', 'sokoban'])
 def test_trainers_on_one_gpu(tmp_path, commands):
-    """Start, compile, train, save, resume and evaluate."""
+    """Trainers start, compile, train, save, resume and evaluate."""
     script, *calls = commands.splitlines()
     if commands is LM:
-        shards(tmp_path, val_000000=5000, train_000001=100_000)
+        write_shards(tmp_path, val_000000=5000, train_000001=100_000)
         script += f' --data_dir={tmp_path}'
-    for more in calls:
-        words = [*script.split(), f'--out_dir={tmp_path}/out', *more.split()]
-        command = [sys.executable, *words]
+    for arguments in calls:
+        argv = [*script.split(), f'--out_dir={tmp_path}/out', *arguments.split()]
+        command = [sys.executable, *argv]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0 and 'does not work' not in done.stdout, done.stderr
 
@@ -98,7 +99,7 @@ def test_graphs_replay_what_runs_eagerly(tmp_path, settings):
         --n_layer=2 --dtype=float32 --total_steps=6400 --learning_rate=1e-3 --compile=False"""
     argv = [*argv.split(), f'--out_dir={tmp_path}', *settings.split()]
 
-    def six(graphs):
+    def train_six(graphs):
         config = configure(vars(train_sokoban), [*argv, f'--graphs={graphs}'], quiet=True)
         run = train_sokoban.make_run(config)
         torch.backends.cudnn.deterministic = True
@@ -109,7 +110,10 @@ def test_graphs_replay_what_runs_eagerly(tmp_path, settings):
             weights.append(torch.nn.utils.parameters_to_vector(run.model.parameters()).detach())
         return torch.stack(episodes), weights, run.graphs
 
-    (episodes, weights, captured), (eager_episodes, eager_weights, none) = six(True), six(False)
+    (episodes, weights, captured), (eager_episodes, eager_weights, none) = (
+        train_six(True),
+        train_six(False),
+    )
     assert none is None and captured.keys() == {'rollout and backward', 'optimizer'}
     assert all(graph is not None for _, graph, _ in captured.values())
     assert torch.equal(episodes[:5], eager_episodes[:5])  # a later rounding could tip an action
@@ -135,7 +139,7 @@ def test_train_lm_graphs_replay_what_runs_eagerly(tmp_path, monkeypatch, whole, 
     """Eight updates with CUDA graphs from the fourth on equal eight without, in losses, and in
     weights but for rounding, across shards and a validation. With whole = 0 the chunk is no graph:
     its blocks of 3 and 2 tokens are."""
-    shards(tmp_path, val_000000=500, train_000001=8 * 25, train_000002=8 * 17)
+    write_shards(tmp_path, val_000000=500, train_000001=8 * 25, train_000002=8 * 17)
     monkeypatch.setattr(unroll, 'WHOLE_GRAPH', whole)
     monkeypatch.setattr(cache, 'BLOCK', 3)
     argv = """--tokenizer=bytes --n_expert=2 --n_embd=128 --window=12 --block_size=8 --val_streams=3
@@ -143,7 +147,7 @@ def test_train_lm_graphs_replay_what_runs_eagerly(tmp_path, monkeypatch, whole, 
         --warmup_iters=3"""
     argv = [*argv.split(), f'--data_dir={tmp_path}', *settings.split()]
 
-    def eight(graphs):
+    def train_eight(graphs):
         config = configure(vars(train_lm), [*argv, f'--graphs={graphs}'], quiet=True)
         run = train_lm.make_run(config)
         torch.set_float32_matmul_precision('highest')
@@ -158,7 +162,8 @@ def test_train_lm_graphs_replay_what_runs_eagerly(tmp_path, monkeypatch, whole, 
         weights = torch.nn.utils.parameters_to_vector(run.model.parameters()).detach()
         return losses, weights, (weights - initial).norm(), run.graphs
 
-    (losses, weights, moved, captured), (eager_losses, eager, _, none) = eight(True), eight(False)
+    losses, weights, moved, captured = train_eight(True)
+    eager_losses, eager, _, none = train_eight(False)
     assert none is None and ('chunk' in captured) == (whole > 0)
     assert {'orthogonalize', 'apply'} <= captured.keys()
     assert all(graph is not None for _, graph, _ in captured.values())
@@ -183,8 +188,8 @@ FORMS = [  # names of forms and ways to run, D
 @pytest.mark.parametrize('aggregation, share_kv', [('sqrt_sum', True), ('softmax_l2', False)])
 @pytest.mark.parametrize('names, D', FORMS)
 def test_each_triton_form_in_bf16_against_float64(monkeypatch, names, D, aggregation, share_kv):
-    """Three chunks of three blocks with these forms, faster or not, the rest compiled. 'blocks':
-    blocks are captured and replayed."""
+    """Three chunks of three blocks run with these forms, faster or not, and the rest compiled. With
+    'blocks' the blocks are captured and replayed."""
     if names:
         pytest.importorskip('triton')
         kernels.triton_module()
@@ -205,7 +210,7 @@ def test_each_triton_form_in_bf16_against_float64(monkeypatch, names, D, aggrega
 
 
 def test_triton_forms_are_measured():
-    """Each is timed and agrees; a smaller card may lack shared memory."""
+    """Each form is timed and agrees, unless a smaller GPU lacks shared memory."""
     pytest.importorskip('triton')
     config = ModelConfig(512, n_layer=1, n_expert=2, n_embd=384, window=128, block_size=16)
     model, before = RecurrentGPT(config).cuda(), torch.cuda.get_rng_state()
@@ -222,7 +227,7 @@ def test_triton_forms_are_measured():
 
 
 def test_flex_attention_equals_the_dense_mask():
-    """Validation in windows, compiled, from an empty, a partly filled and a full cache."""
+    """Compiled validation in windows starts from an empty, a partly filled and a full cache."""
     torch.manual_seed(0)
     model = build_gpt().cuda()
     x = torch.randint(512, (4, 96), device='cuda')

@@ -1,55 +1,57 @@
-"""A hack reaches every mode: each patch of tests/hacks is applied to a copy of the project, and
-there every mode trains and decodes as the patched plain mode does, and not as the unpatched one."""
+"""Test that a hack reaches every mode: each patch of tests/hacks is applied to a copy of the
+project. There every mode trains and decodes as the patched plain mode does, and not as the
+unpatched one."""
 
 import functools
 import os
 import shutil
 import subprocess
 
-import conftest
+import processes
 import pytest
-from conftest import ROOT
+from processes import ROOT
 
 HACKS = {path.stem: path for path in sorted((ROOT / 'tests' / 'hacks').glob('?_*.patch'))}
 SETTINGS = {'a_max_aggregation': {'aggregation': 'max'}, 'g_max_convlstm': {'aggregation': 'max'}}
 SHORT = ['b_swiglu', 'f_gated_state', 'g_max_convlstm', 'h_wider_state']
 
 
-def run(folder, what, settings, *options):
-    """Run tests/hacks/run.py on the copy in `folder`; return what it prints."""
+def run_modes(folder, group, settings, *options):
+    """Run tests/hacks/run.py with the modules in `folder`, for all modes of a group: models, agents
+    or triton; return what it prints."""
     paths = os.pathsep.join([str(folder), str(ROOT / 'tests')])
-    command = [ROOT / 'tests/hacks/run.py', *options, what, repr(settings)]
-    done = conftest.run(command, cwd=folder, env=os.environ | {'PYTHONPATH': paths})
+    command = [ROOT / 'tests/hacks/run.py', *options, group, repr(settings)]
+    done = processes.run(command, cwd=folder, env=os.environ | {'PYTHONPATH': paths})
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     assert done.stdout.endswith('all modes agree\n'), done.stdout
     return done.stdout
 
 
-def copy_project(folder):
+@functools.cache
+def run_unpatched(group, *options):
+    return run_modes(ROOT, group, {}, *options)
+
+
+def copy_and_patch(hack, folder):
+    """Copy the modules of the project to `folder` and apply the patch there."""
     for file in ROOT.glob('*.py'):
         shutil.copy(file, folder)
-
-
-@functools.cache
-def unpatched(what, *options):
-    return run(ROOT, what, {}, *options)
-
-
-def apply(hack, folder):
-    copy_project(folder)
     subprocess.run(['git', 'apply', str(HACKS[hack])], cwd=folder, check=True)
 
 
 @pytest.mark.parametrize('hack', HACKS)
 def test_every_mode_follows_a_hack(tmp_path, hack, request):
-    """The short form leaves some hacks out; --long compiles with Inductor."""
+    """The first line holds the losses of the plain mode: the patch changes them. Without --long
+    some patches are skipped, and Inductor compiles nothing."""
     long = request.config.getoption('--long')
     if hack not in SHORT and not long:
-        pytest.skip('--long runs it')
-    options, what = ['--inductor'] * long, 'agents' if 'convlstm' in hack else 'models'
-    apply(hack, tmp_path)
-    found = run(tmp_path, what, SETTINGS.get(hack, {}), *options)
-    assert found.splitlines()[0] != unpatched(what, *options).splitlines()[0]  # another model
+        pytest.skip('runs with pytest --long')
+    options = ['--inductor'] if long else []
+    group = 'agents' if 'convlstm' in hack else 'models'
+    copy_and_patch(hack, tmp_path)
+    losses, *_ = run_modes(tmp_path, group, SETTINGS.get(hack, {}), *options).splitlines()
+    unpatched_losses, *_ = run_unpatched(group, *options).splitlines()
+    assert losses != unpatched_losses
 
 
 @pytest.mark.parametrize(
@@ -58,5 +60,5 @@ def test_every_mode_follows_a_hack(tmp_path, hack, request):
 def test_triton_forms_never_drop_a_hack(tmp_path, hack):
     """A form whose functions were edited is not used, and the others compute the edited model."""
     pytest.importorskip('triton', reason='triton is not installed')
-    apply(hack, tmp_path)
-    assert run(tmp_path, 'triton', {}) != unpatched('triton')
+    copy_and_patch(hack, tmp_path)
+    assert run_modes(tmp_path, 'triton', {}) != run_unpatched('triton')

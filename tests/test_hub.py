@@ -1,4 +1,4 @@
-"""hub.py: models saved, published and loaded in the format of the Hugging Face Hub, offline."""
+"""Test hub.py: models are saved, published and loaded in the Hugging Face Hub's format, offline."""
 
 import json
 import os
@@ -21,72 +21,88 @@ FILES = ['README.md', 'config.json', 'model.safetensors']
 SIZES = {'vocab_size': 256, 'n_expert': 2, 'n_embd': 16, 'n_head': 2, 'window': 8, 'block_size': 4}
 
 
-def language_model(recurrent):
+def make_language_model(recurrent):
     """Return a small model with random weights everywhere; the head's are zero by default."""
     torch.manual_seed(0)
-    model = build_model(ModelConfig(**SIZES), recurrent)
-    return model.requires_grad_(False).apply(lambda part: [p.normal_() for p in part.parameters()])
+    model = build_model(ModelConfig(**SIZES), recurrent).requires_grad_(False)
+    for p in model.parameters():
+        p.normal_()
+    return model
 
 
-def agent(recurrent):
+def make_agent(recurrent):
     torch.manual_seed(0)
     return build_agent(AgentConfig('convglu', recurrent, n_embd=8, head_dim=8))
 
 
-def same_weights(a, b):
+def has_same_weights(a, b):
     a, b = a.state_dict(), b.state_dict()
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize('make, base', [(language_model, LanguageModel), (agent, Agent)])
+both_kinds = pytest.mark.parametrize(
+    'make, base_class', [(make_language_model, LanguageModel), (make_agent, Agent)]
+)
+
+
+@both_kinds
 @pytest.mark.parametrize('recurrent', [True, False])
-def test_a_saved_model_is_loaded_equal(tmp_path, make, base, recurrent):
-    """By the base class and by its own, in evaluation mode, with the same sizes."""
+def test_a_saved_model_is_loaded_equal(tmp_path, make, base_class, recurrent):
+    """The base class and the class of the model load it, in evaluation mode."""
     model = make(recurrent)
-    model.save_pretrained(tmp_path / 'm', config={'step': 7, 'command': 'python train_lm.py'})
+    model.save_pretrained(tmp_path / 'm', config={'step': 7})
     assert sorted(os.listdir(tmp_path / 'm')) == FILES
-    for one in (base, type(model)):
-        loaded = one.from_pretrained(tmp_path / 'm')
+    for loader in (base_class, type(model)):
+        loaded = loader.from_pretrained(tmp_path / 'm')
         assert type(loaded) is type(model) and loaded.config == model.config
-        assert same_weights(loaded, model) and not loaded.training
+        assert has_same_weights(loaded, model) and not loaded.training
         assert loaded.about['step'] == 7
-    # what it was loaded with stays, and a second save replaces the first
-    loaded.save_pretrained(tmp_path / 'm', config={'step': 8})
+
+
+@both_kinds
+def test_a_second_save_keeps_the_entries_of_config_json_that_it_does_not_set(
+    tmp_path, make, base_class
+):
+    config = {'step': 7, 'command': 'python train_lm.py'}
+    make(True).save_pretrained(tmp_path / 'm', config=config)
+    base_class.from_pretrained(tmp_path / 'm').save_pretrained(tmp_path / 'm', config={'step': 8})
     about = json.loads((tmp_path / 'm' / 'config.json').read_text())
     assert about['step'] == 8 and about['command'] == 'python train_lm.py'
     assert sorted(os.listdir(tmp_path / 'm')) == FILES
 
 
-def test_another_class_is_refused(tmp_path):
-    language_model(True).save_pretrained(tmp_path)
+def test_a_class_refuses_the_model_of_another_class(tmp_path):
+    make_language_model(True).save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r'config\.json: .* a RecurrentGPT, not a GPT'):
         GPT.from_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r'config\.json: .*arch'):
         Agent.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize('name, kind, score', [
-    ('lm', RecurrentGPT, '1.0342 nats per byte'),
-    ('lm_nonrecurrent', GPT, '1.0592 nats per byte'),
-    ('sokoban', ConvGLU, 'solves 98.2% of 512 evaluation levels'),
+@pytest.mark.parametrize('name, base_class, model_class, score', [
+    ('lm', LanguageModel, RecurrentGPT, '1.0342 nats per byte'),
+    ('lm_nonrecurrent', LanguageModel, GPT, '1.0592 nats per byte'),
+    ('sokoban', Agent, ConvGLU, 'solves 98.2% of 512 evaluation levels'),
 ])  # fmt: skip
-def test_shipped_models_load_and_have_a_card(name, kind, score):
+def test_shipped_models_load_and_have_a_card(name, base_class, model_class, score):
     folder = ROOT / 'pretrained' / name
-    model = (LanguageModel if name.startswith('lm') else Agent).from_pretrained(folder)
-    assert type(model) is kind
+    assert type(base_class.from_pretrained(folder)) is model_class
     card = ModelCard.load(folder / 'README.md')
     assert card.data.license == 'mit' and score in card.text
-    if name.startswith('lm'):
-        idx = torch.tensor([list(b'Fellow citizens of the Senate and of the House of Representat')])
-        state = model.init_state(1)
-        logits = model(idx[:, :-1], state=state)[0]  # (1, T, V)
-        loss = torch.nn.functional.cross_entropy(logits[0, 20:], idx[0, 21:])
-        assert loss < 1  # the phrase is in half of the speeches; a uniform guess: 5.5
+
+
+@pytest.mark.parametrize('name', ['lm', 'lm_nonrecurrent'])
+def test_shipped_language_models_know_a_phrase_of_the_speeches(name):
+    """A uniform guess loses 5.5 nats per byte."""
+    model = LanguageModel.from_pretrained(ROOT / 'pretrained' / name)
+    idx = torch.tensor([list(b'Fellow citizens of the Senate and of the House of Representat')])
+    logits, _ = model(idx[:, :-1], state=model.init_state(1))  # (1, T, V)
+    assert torch.nn.functional.cross_entropy(logits[0, 20:], idx[0, 21:]) < 1
 
 
 def test_models_saved_before_the_layers_were_renamed_load(tmp_path):
     """Their weights are named levels.0.wq and so on, and config.json may hold `path`."""
-    model = language_model(True)
+    model = make_language_model(True)
     model.save_pretrained(tmp_path)
     weights = load_file(tmp_path / 'model.safetensors')
     renamed = {name.replace('layers.', 'levels.'): tensor for name, tensor in weights.items()}
@@ -95,11 +111,11 @@ def test_models_saved_before_the_layers_were_renamed_load(tmp_path):
     about = json.loads((tmp_path / 'config.json').read_text())
     about['model'] |= {'path': 'fast'}
     (tmp_path / 'config.json').write_text(json.dumps(about))
-    assert same_weights(LanguageModel.from_pretrained(tmp_path), model)
+    assert has_same_weights(LanguageModel.from_pretrained(tmp_path), model)
 
 
-def test_push_and_pull(tmp_path, monkeypatch):
-    """push_to_hub uploads the three files; from_pretrained loads them by the repository's name."""
+def test_a_pushed_model_is_loaded_by_the_name_of_its_repository(tmp_path, monkeypatch):
+    """push_to_hub uploads the three files and writes a card that says what was trained and how."""
     remote = tmp_path / 'remote'
 
     def upload_folder(self, *, repo_id, repo_type, folder_path, **options):
@@ -118,56 +134,63 @@ def test_push_and_pull(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.HfApi, 'create_repo', create_repo)
     monkeypatch.setattr(huggingface_hub.HfApi, 'upload_folder', upload_folder)
     monkeypatch.setattr(huggingface_hub, 'snapshot_download', snapshot_download)
-    model = language_model(True)
+    model = make_language_model(True)
     about = {'tokenizer': 'bytes', 'best_val_loss': 1.25, 'command': 'python train_lm.py --seed=2'}
     assert model.push_to_hub('owner/name', config=about) == 'commit'
     assert sorted(os.listdir(remote)) == FILES
     card = ModelCard.load(remote / 'README.md')
     assert card.data.license == 'mit' and card.data.pipeline_tag == 'text-generation'
-    for part in (
-        'python train_lm.py --seed=2',
-        '1.2500 nats per byte',
-        'L = 2, E = 2',
-        '2609.12531',
-    ):
+    for part in (about['command'], '1.2500 nats per byte', 'L = 2, E = 2', '2609.12531'):
         assert part in card.text
     loaded = LanguageModel.from_pretrained('owner/name', revision='v1')
-    assert same_weights(loaded, model) and loaded.about['tokenizer'] == 'bytes'
+    assert has_same_weights(loaded, model) and loaded.about['tokenizer'] == 'bytes'
 
 
-def test_damaged_folders_are_one_line(tmp_path):
-    """The message names the file."""
-    model, folder = language_model(True), tmp_path / 'm'
-    damages = {
-        'config.json': [b'{', b'{}', b'[]', b'{"model": {"n_layer": 0}, "recurrent": true}'],
-        'model.safetensors': [b'', b'x' * 100],
-    }
-    for name, contents in damages.items():
-        for content in (*contents, None):
-            shutil.rmtree(folder, ignore_errors=True)
-            model.save_pretrained(folder)
-            if content is None:
-                (folder / name).unlink()
-            else:
-                (folder / name).write_bytes(content)
-            with pytest.raises(CheckpointError, match=f'{name}: ') as caught:
-                LanguageModel.from_pretrained(folder)
-            assert '\n' not in str(caught.value)
-    shutil.rmtree(folder)
+DAMAGES = [  # file, content
+    ('config.json', b'{'),
+    ('config.json', b'{}'),
+    ('config.json', b'[]'),
+    ('config.json', b'{"model": {"n_layer": 0}, "recurrent": true}'),
+    ('model.safetensors', b''),
+    ('model.safetensors', b'x' * 100),
+]
+
+
+@pytest.mark.parametrize('name, content', DAMAGES)
+def test_a_damaged_file_is_named_in_one_line(tmp_path, name, content):
+    make_language_model(True).save_pretrained(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=f'{name}: ') as refusal:
+        LanguageModel.from_pretrained(tmp_path)
+    assert '\n' not in str(refusal.value)
+
+
+@pytest.mark.parametrize('name', ['config.json', 'model.safetensors'])
+def test_a_missing_file_is_named_in_one_line(tmp_path, name):
+    make_language_model(True).save_pretrained(tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.raises(CheckpointError, match=f'{name}: ') as refusal:
+        LanguageModel.from_pretrained(tmp_path)
+    assert '\n' not in str(refusal.value)
+
+
+def test_a_weight_that_is_not_finite_is_refused(tmp_path):
+    model = make_language_model(True)
     model.head[0, 0] = torch.nan
-    model.save_pretrained(folder)
+    model.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match='head holds NaN'):
-        LanguageModel.from_pretrained(folder)
+        LanguageModel.from_pretrained(tmp_path)
 
 
-def test_a_folder_with_other_files_is_left_alone(tmp_path):
-    (tmp_path / 'thesis.tex').write_text('mine')
+def test_a_model_is_not_saved_into_a_folder_with_other_files(tmp_path):
+    (tmp_path / 'thesis.tex').write_text('text')
     with pytest.raises(SystemExit):
-        language_model(True).save_pretrained(tmp_path)
+        make_language_model(True).save_pretrained(tmp_path)
     assert os.listdir(tmp_path) == ['thesis.tex']
 
 
-def test_the_training_command_has_what_differs_from_the_defaults():
+def test_the_training_command_has_the_settings_that_differ_from_the_defaults():
+    """It leaves out the output folder, --resume, and settings that the script does not have."""
     settings = {'seed': 5, 'n_layer': 2, 'out_dir': 'out/x', 'data_dir': 'my data', 'resume': True}
     assert hub.training_command('train_lm.py', settings | {'unknown': 1}) == (
         "python train_lm.py '--data_dir=my data' --seed=5"

@@ -1,6 +1,6 @@
-"""layer.py, model.py, unroll.py and kernels.py: every mode of both models is compared with
-reference.py in values, gradients and states, chunk by chunk; then caches, truncated
-back-propagation, head and loss, buffers, sizes."""
+"""Test layer.py, model.py, unroll.py and kernels.py: every mode of both models is compared with
+reference.py in values, gradients and states, chunk by chunk. Then follow tests of states, head and
+loss, buffers and sizes."""
 
 import functools
 import gc
@@ -129,9 +129,9 @@ CASES += [((2, 2, 2, *span), [KV[i], KV[7 - i]]) for i, span in enumerate(SPANS)
     'sizes, aggregation, share_kv', [(sizes, *kv) for sizes, some in CASES for kv in some], ids=str
 )
 def test_recurrent_is_the_reference(monkeypatch, sizes, aggregation, share_kv):
-    """Cover all modes, aggregations and sizes, shared caches and experts' own: blocks of 3 tokens,
-    dK and dV in groups of 2, with and without recomputation; and graphs, where what was captured
-    once is replayed with other weights and inputs."""
+    """The cases cover all modes, aggregations and sizes, with a shared cache and with one per
+    expert. Blocks have 3 tokens, and dK and dV are computed in groups of 2. In the mode `graphs`
+    what was captured once is replayed with other weights and inputs."""
     monkeypatch.setattr(cache, 'BLOCK', 3)
     monkeypatch.setattr(cache, 'GROUP', 2)
     monkeypatch.setattr(kernels, 'compiled', lambda f, pdl: f)
@@ -153,8 +153,8 @@ def test_recurrent_is_the_reference(monkeypatch, sizes, aggregation, share_kv):
 )
 @pytest.mark.parametrize('E, G', [(1, 2), (3, 1), (3, 4)])
 def test_gpt_is_the_reference(E, G, aggregation, residual):
-    """Training: causal over the chunk, the window of 4 does not count. Evaluation: the window,
-    across chunks. One expert is a standard Transformer."""
+    """Training attends to the whole chunk; the window of 4 limits only evaluation, where it spans
+    chunks. With one expert the model is a standard Transformer."""
     changes = {'n_expert': E, 'n_kv_head': G, 'aggregation': aggregation, 'residual': residual}
     model = make(GPT, **changes)
     assert model(tokens(2, 3))[1] is None
@@ -163,8 +163,9 @@ def test_gpt_is_the_reference(E, G, aggregation, residual):
 
 
 def assert_near(model, grads, exact, rel=0.1):
-    """Compare gradients in bf16, each relative to its own size, so that a scalar's cannot hide
-    behind the matrices'. A wrong factor or sign is far beyond rel; at most 0.035 was measured."""
+    """Compare gradients in bf16. Each is relative to its size, so that the gradient of a scalar
+    cannot hide behind those of matrices. At most 0.035 was measured; a wrong factor or sign is far
+    beyond rel."""
     for name in exact:
         if not always_zero(name, model):
             error = (grads[name].double() - exact[name].double()).norm()
@@ -210,7 +211,7 @@ def test_recurrent_in_fp32_and_bf16(aggregation, share_kv):
 @both
 def test_compiled_by_inductor_is_the_reference(model_type):
     model, carried = make(model_type, 0, torch.float32, window=3, n_layer=1), model_type.recurrent
-    span = (2, 2, 1) if carried else (8, 1, None)  # nine pieces to compile; or one
+    span = (2, 2, 1) if carried else (8, 1, None)  # nine functions to compile, or one
     compare(model, *span, ['compiled'], rtol=1e-4, evaluate=False, carried=carried)
 
 
@@ -254,8 +255,8 @@ def test_gpt_of_eight_layers_and_experts_in_bf16(residual):
 
 @modes
 def test_incoming_state_is_left_alone(model_type, mode):
-    """Nothing is written into it, and a state changed in place after the forward does not change
-    the backward. (No gradient goes through it: compare.)"""
+    """The forward writes nothing into it, and changing it in place after the forward does not
+    change the backward."""
     model, x = make(model_type, mode=mode), tokens(2, 3)
     _, state = model(x, state=model.init_state(2))
     state = state.detach()
@@ -278,31 +279,32 @@ HEAD += [(5, torch.float32, False, 1e-5), (5, torch.float32, True, 3e-2)]
 
 @pytest.mark.parametrize('rows, dtype, bf16, rtol', HEAD)
 def test_head_loss(monkeypatch, rows, dtype, bf16, rtol):
-    """In value and gradients, in slices that do and do not divide the rows, some logits beyond the
-    cap; in a sum of losses; where the weight wants no gradient, and without any."""
+    """Value and gradients equal those of cross_entropy: in slices that do and do not divide the
+    rows, with logits beyond the cap, for a sum of losses, and if w needs no gradient. Without
+    gradients none is computed."""
     monkeypatch.setattr(kernels, 'LOGITS_PER_SLICE', {'cpu': rows * V})
-    made, targets = torch.Generator().manual_seed(0), tokens(10)
-    x, w = (torch.randn(n, 6, dtype=dtype, generator=made).mul_(5) for n in (10, V))
+    rng, targets = torch.Generator().manual_seed(0), tokens(10)
+    x, w = (torch.randn(n, 6, dtype=dtype, generator=rng).mul_(5) for n in (10, V))
     x, w = x.requires_grad_(), w.requires_grad_()
     assert (x @ w.t()).abs().max() > 15
 
-    def ours(x, w):
+    def sliced(x, w):
         with torch.autocast('cpu', torch.bfloat16, enabled=bf16):
             return kernels.head_loss(x, w, targets, None).objective
 
     def exact(x, w):
         return F.cross_entropy(15 * torch.tanh(x @ w.t() / 15), targets)
 
-    found, expected = (3 * f(x, w) - f(x.flip(0) / 2, w) for f in (ours, exact))
-    grads = (torch.autograd.grad(loss, (x, w)) for loss in (found, expected))
-    for a, b in zip((found, *next(grads)), (expected, *next(grads)), strict=True):
+    losses = [3 * f(x, w) - f(x.flip(0) / 2, w) for f in (sliced, exact)]
+    found, expected = ((loss, *torch.autograd.grad(loss, (x, w))) for loss in losses)
+    for a, b in zip(found, expected, strict=True):
         assert a.dtype == dtype
         assert_close(a, b, rtol)
-    only_x = (torch.autograd.grad(f(x, w.detach()), x)[0] for f in (ours, exact))
-    assert_close(*only_x, rtol)
+    found, expected = (torch.autograd.grad(f(x, w.detach()), x)[0] for f in (sliced, exact))
+    assert_close(found, expected, rtol)
     monkeypatch.setattr(torch, 'zeros_like', lambda *_: pytest.fail('a gradient under no_grad'))
     with torch.no_grad():
-        assert_close(ours(x, w), exact(x, w), rtol)
+        assert_close(sliced(x, w), exact(x, w), rtol)
 
 
 def test_terms_of_the_objective_are_for_training_only(monkeypatch):
@@ -331,7 +333,8 @@ def test_terms_of_the_objective_are_for_training_only(monkeypatch):
 
 @pytest.mark.parametrize('first', [0, 1])
 def test_two_forwards_before_the_backwards(first):
-    """Each live chunk has its own memory, also a dropped one; a second backward is refused."""
+    """Chunks that are alive do not share memory, and a dropped one does not disturb them. A second
+    backward of a chunk is refused."""
     model = make(RecurrentGPT)
     xs = [tokens(2, 5, seed=i) for i in range(2)]
     expected = [gradients(model, model(x, x)[0].objective) for x in xs]
@@ -355,8 +358,8 @@ def test_forward_without_gradients(monkeypatch):
         first = model(x, x)[0].objective.clone()
     loss, state = model(x, x)
     loss.objective.backward()
-    keeps = 'kept something where no gradient is wanted'
-    monkeypatch.setattr(torch.Tensor, 'register_hook', lambda *_: pytest.fail(keeps))
+    message = 'kept something for a backward that never comes'
+    monkeypatch.setattr(torch.Tensor, 'register_hook', lambda *_: pytest.fail(message))
     with torch.no_grad():
         value, same = model(x, x)
     assert_same_state(same, state.detach(), rtol=1e-12)
@@ -366,8 +369,9 @@ def test_forward_without_gradients(monkeypatch):
 
 
 @pytest.mark.parametrize('backward', [True, False])
-def test_a_chunk_is_freed_without_the_collector(monkeypatch, backward):
-    """Nothing of it holds itself: a capture would meet its nodes again, and chunks pile up."""
+def test_a_chunk_is_freed_without_the_garbage_collector(monkeypatch, backward):
+    """A chunk with reference cycles would stay alive: chunks would pile up, and the capture of a
+    CUDA graph would meet the nodes of an earlier one."""
     monkeypatch.setattr(cache, 'BLOCK', 3)
     model, x, alive = make(RecurrentGPT), tokens(2, 7), []
     gc.collect()
@@ -386,7 +390,7 @@ def test_a_chunk_is_freed_without_the_collector(monkeypatch, backward):
 
 
 def test_gradients_accumulate_over_chunks_of_other_sizes():
-    """Buffers kept for one size are not used for another; and frozen layers stay as they are."""
+    """Buffers kept for one size are not used for another, and frozen layers get no gradient."""
     model, expected = make(RecurrentGPT), []
     for x in (tokens(2, 5), tokens(2, 3), tokens(1, 5), tokens(2, 5, seed=1)):
         expected.append(gradients(model, reference.loss_of(reference.run(model, x)[0], x)))
@@ -404,7 +408,7 @@ def test_gradients_accumulate_over_chunks_of_other_sizes():
 
 
 def build(model_type, **changes):
-    """A model of any size without memory."""
+    """Return a model without memory, of any size."""
     with torch.device('meta'):
         return model_type(ModelConfig(**changes))
 
@@ -412,7 +416,8 @@ def build(model_type, **changes):
 @both
 @pytest.mark.parametrize('L, E', [(16, 1), (2, 8), (1, 16)])
 def test_sizes_by_hand(model_type, L, E):
-    """11 d^2 weights per block, two FLOPs per weight, 4 W d for attention; the router on top."""
+    """A block has 11 d^2 weights and takes two FLOPs for each, and 4 W d for attention. Routers
+    are added to that."""
     sizes = {'n_layer': L, 'n_expert': E, 'n_embd': 768, 'block_size': 256, 'router_dim': 7}
     model, block, ends = build(model_type, **sizes), 11 * 768**2, 50304 * 768
     n, flops = model.num_params(), model.flops_per_token()
@@ -450,7 +455,8 @@ def test_equations_refuse_unknown_names():
 @pytest.mark.parametrize('recurrent', [True, False])
 @pytest.mark.parametrize('aggregation', ['sqrt_sum', 'softmax_l2'])
 def test_initialization(recurrent, aggregation):
-    """First loss ln V; a, b 1; o, down, head 0; others uniform, deviation 0.5 / sqrt(fan_in)."""
+    """The first loss is ln V. a and b are 1; wo, down and head are 0; all other matrices are
+    uniform with standard deviation 0.5 / sqrt(fan_in)."""
     torch.manual_seed(0)
     config = ModelConfig(vocab_size=300, n_embd=128, n_expert=3, aggregation=aggregation)
     model, x = build_model(config, recurrent), tokens(2, 4, vocab=300)

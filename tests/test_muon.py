@@ -1,11 +1,11 @@
-"""Muon against torch.optim.Muon and against an SVD; cautious decay by its formula."""
+"""Test muon.py: against torch.optim.Muon, against an SVD, cautious decay by its formula, ranks."""
 
 import functools
-import os
 
 import pytest
 import torch
-from conftest import ROOT, run
+import torch.distributed as dist
+from processes import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -14,69 +14,98 @@ import kernels
 import muon
 from muon import Muon
 
-# tall, wide, square, one matrix, 4-D
+# tall, wide, square, one matrix, 4-D: 18 matrices
 SHAPES = [(3, 32, 16), (2, 16, 32), (4, 24, 24), (48, 16), (16, 48), (2, 3, 16, 32), (1, 8, 40)]
 
 
-def parameters(shapes=SHAPES):
-    generator = torch.Generator().manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+def make_parameters():
+    rng = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, generator=rng)) for shape in SHAPES]
 
 
 def set_gradients(params, step):
-    """Gradients of very different sizes, one expert's zero in one step."""
-    generator = torch.Generator().manual_seed(step + 1)
+    """Set random gradients of very different sizes; in step 1 that of one expert is zero."""
+    rng = torch.Generator().manual_seed(step + 1)
     for i, p in enumerate(params):
-        p.grad = torch.randn(p.shape, generator=generator) * 10.0 ** (i - 3)
+        p.grad = torch.randn(p.shape, generator=rng) * 10.0 ** (i - 3)
     if step == 1:
         params[0].grad[1] = 0
 
 
-def slices(tensors):
+def matrices_of(tensors):
+    """Return copies of all matrices in the last two dimensions of the tensors."""
     return [m.clone() for t in tensors for m in t.detach().reshape(-1, *t.shape[-2:])]
 
 
-@pytest.mark.parametrize('momentum, nesterov, traced', [(0.95, True, False), (0.5, False, True)])
-@pytest.mark.parametrize('max_batch', [2**26, 2000, 1])
-def test_equals_torch_muon_on_each_slice(monkeypatch, momentum, nesterov, traced, max_batch):
-    """In bfloat16, as torch.optim.Muon iterates; also where an iteration ends inside a parameter,
-    or takes one matrix, and with the passes traced, as on a GPU, and the rate in a tensor."""
-    monkeypatch.setattr(muon, 'bf16_is_fast', lambda device: True)
-    if traced:
-        aot = functools.partial(torch.compile, backend='aot_eager', dynamic=False)
-        monkeypatch.setattr(muon, 'fused', aot)
-        monkeypatch.setattr(muon, 'pays', lambda p, lr: True)
-    real, sizes = muon.orthogonalize, []
-    monkeypatch.setattr(muon, 'MAX_BATCH', max_batch)
-    monkeypatch.setattr(muon, 'orthogonalize', lambda x, n: sizes.append(x.numel()) or real(x, n))
-    ours, alone = parameters(), [torch.nn.Parameter(m) for m in slices(parameters())]
-    settings = {'lr': 0.02, 'momentum': momentum, 'nesterov': nesterov, 'weight_decay': 0.0}
-    optimizer = Muon(ours, **settings | {'lr': torch.tensor(0.02) if traced else 0.02})
-    reference = torch.optim.Muon(alone, adjust_lr_fn='original', **settings)
+def flatten(tensors):
+    return torch.cat([t.detach().flatten() for t in tensors])
+
+
+# ---- the update ----
+
+
+def assert_equals_torch_muon(lr, momentum, nesterov):
+    """Take four steps with Muon and with torch.optim.Muon on each matrix alone, in bfloat16."""
+    params = make_parameters()
+    matrices = [torch.nn.Parameter(m) for m in matrices_of(params)]
+    settings = {'momentum': momentum, 'nesterov': nesterov, 'weight_decay': 0.0}
+    optimizer = Muon(params, lr=lr, **settings)
+    reference = torch.optim.Muon(matrices, lr=0.02, adjust_lr_fn='original', **settings)
     for step in range(4):
-        before = torch.cat([m.flatten() for m in slices(ours)])
-        set_gradients(ours, step)
-        for m, grad in zip(alone, slices([p.grad for p in ours]), strict=True):
-            m.grad = grad
+        before = flatten(params)
+        set_gradients(params, step)
+        for matrix, grad in zip(matrices, matrices_of(p.grad for p in params), strict=True):
+            matrix.grad = grad
         optimizer.step()
         reference.step()
-        after, want = (torch.cat([m.flatten() for m in slices(ps)]) for ps in (ours, alone))
-        assert (after - before).norm() > 0.1
+        update = flatten(params) - before
+        assert update.norm() > 0.1
         # bfloat16 rounds at 0.4%: other orders of a sum may move an entry by a few such steps
-        assert (after - want).norm() < 0.01 * (after - before).norm()
-    assert len(sizes) == 4 * {2**26: 4, 2000: 8, 1: 18}[max_batch]
+        assert (flatten(params) - flatten(matrices)).norm() < 0.02 * update.norm()
+
+
+@pytest.mark.parametrize('momentum, nesterov', [(0.95, True), (0.5, False)])
+def test_equals_torch_muon_on_each_matrix(monkeypatch, momentum, nesterov):
+    monkeypatch.setattr(muon, 'bf16_is_fast', lambda device: True)
+    assert_equals_torch_muon(0.02, momentum, nesterov)
+
+
+def test_traced_passes_and_a_rate_in_a_tensor_equal_torch_muon(monkeypatch):
+    """This is how a GPU runs it."""
+    trace = functools.partial(torch.compile, backend='aot_eager', dynamic=False)
+    monkeypatch.setattr(muon, 'bf16_is_fast', lambda device: True)
+    monkeypatch.setattr(muon, 'fused', trace)
+    monkeypatch.setattr(muon, 'pays', lambda p, lr: True)
+    assert_equals_torch_muon(torch.tensor(0.02), momentum=0.5, nesterov=False)
+
+
+@pytest.mark.parametrize('max_batch, iterations', [(2**26, 4), (2000, 8), (1, 18)])
+def test_matrices_are_iterated_in_batches_of_limited_size(monkeypatch, max_batch, iterations):
+    """A batch may end inside a parameter, and holds at least one matrix. Equal shapes share one."""
+    sizes = []
+
+    def record(x, ns_steps, orthogonalize=muon.orthogonalize):
+        sizes.append(x.numel())
+        return orthogonalize(x, ns_steps)
+
+    monkeypatch.setattr(muon, 'bf16_is_fast', lambda device: True)
+    monkeypatch.setattr(muon, 'MAX_BATCH', max_batch)
+    monkeypatch.setattr(muon, 'orthogonalize', record)
+    assert_equals_torch_muon(0.02, momentum=0.95, nesterov=True)
+    assert len(sizes) == 4 * iterations
     assert max(sizes) <= max(max_batch, 48 * 16)
 
 
 def test_float32_iteration_applies_the_quintic_to_singular_values(monkeypatch):
-    """Where bfloat16 is slow: U p(p(p(p(p(S / |S|))))) V', from an SVD in float64."""
+    """CPUs on which bfloat16 is slow iterate in float32. The expected U p(p(p(p(p(S / |S|))))) V',
+    where p is the quintic polynomial, comes from an SVD in float64."""
     monkeypatch.setattr(muon, 'bf16_is_fast', lambda device: False)
-    params = parameters()
+    params = make_parameters()
     set_gradients(params, 1)
-    before = [m.double() for m in slices(params)]
-    grads = [m.double() for m in slices([p.grad for p in params])]
+    before = [m.double() for m in matrices_of(params)]
+    grads = [m.double() for m in matrices_of(p.grad for p in params)]
     Muon(params, lr=0.02, weight_decay=0.0).step()
-    for w, grad, after in zip(before, grads, slices(params), strict=True):
+    for w, grad, after in zip(before, grads, matrices_of(params), strict=True):
         U, S, Vh = torch.linalg.svd(grad, full_matrices=False)
         S = S / S.norm().clamp(min=1e-7)
         for _ in range(5):
@@ -84,6 +113,30 @@ def test_float32_iteration_applies_the_quintic_to_singular_values(monkeypatch):
         out_features, in_features = w.shape
         update = 0.02 * max(1, out_features / in_features) ** 0.5 * (U * S) @ Vh
         assert (after - (w - update)).norm() <= 1e-3 * update.norm()
+
+
+def test_decay_is_cautious():
+    """Weights decay only where the update makes them smaller anyway, by lr * weight_decay * w. A
+    parameter whose gradient is missing or zero does not change."""
+    for step in range(3):
+        decayed, plain = make_parameters(), make_parameters()
+        initial = [p.detach().clone() for p in plain]
+        for params, weight_decay in ((decayed, 0.3), (plain, 0.0)):
+            set_gradients(params, step)
+            params[2].grad.zero_()
+            params[3].grad = None
+            Muon(params, lr=0.05, weight_decay=weight_decay).step()
+        for i, (w, p, q) in enumerate(zip(initial, decayed, plain, strict=True)):
+            p, q = p.detach(), q.detach()
+            if i in (2, 3):
+                assert torch.equal(p, w)
+                continue
+            shrinks = (w - q) * w > 0
+            assert 0.2 < shrinks.float().mean() < 0.8
+            torch.testing.assert_close(p, q - 0.05 * 0.3 * w * shrinks, rtol=1e-5, atol=1e-6)
+
+
+# ---- bfloat16 ----
 
 
 class Dtypes(TorchDispatchMode):
@@ -95,8 +148,7 @@ class Dtypes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **kwargs or {})
-        tensors = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
-        self.seen |= {x.dtype for x in tensors}
+        self.seen |= {x.dtype for x in tree_leaves(result) if isinstance(x, torch.Tensor)}
         return result
 
 
@@ -111,76 +163,55 @@ class Dtypes(TorchDispatchMode):
         ('DEFAULT', False, False, False),  # Arm
     ],
 )
-def test_bfloat16_only_where_it_is_fast(monkeypatch, capability, amx, avx512_bf16, fast):
-    """Processors without bfloat16 instructions emulate it, 30 times slower than float32."""
+def test_bfloat16_is_used_only_where_it_is_fast(monkeypatch, capability, amx, avx512_bf16, fast):
+    """CPUs without bfloat16 instructions emulate it, 30 times slower than float32."""
     monkeypatch.setattr(torch.backends.cpu, 'get_cpu_capability', lambda: capability)
     monkeypatch.setattr(torch.cpu, '_is_amx_tile_supported', lambda: amx)
     monkeypatch.setattr(torch.cpu, '_is_avx512_bf16_supported', lambda: avx512_bf16)
     assert kernels.bf16_is_fast('cpu') == fast
     assert common.pick_dtype('auto', 'cpu') == (torch.bfloat16 if fast else torch.float32)
-    params = parameters()
+    params = make_parameters()
     set_gradients(params, 0)
     with Dtypes() as dtypes:
         Muon(params).step()
     assert (torch.bfloat16 in dtypes.seen) == fast
 
 
-def test_cautious_decay():
-    """Of what the update makes smaller anyway; where there is no gradient nothing changes."""
-    params, plain = parameters(), parameters()
-    ours, without = (Muon(ps, lr=0.05, weight_decay=x) for ps, x in ((params, 0.3), (plain, 0)))
-    for step in range(3):
-        before = [p.detach().clone() for p in params]
-        for p, w in zip(plain, before, strict=True):
-            p.data.copy_(w)
-        for ps, optimizer in ((params, ours), (plain, without)):
-            set_gradients(ps, step)
-            ps[2].grad.zero_()
-            ps[3].grad = None
-            optimizer.step()
-        for i, (w, p, q) in enumerate(zip(before, params, plain, strict=True)):
-            agree = (w - q.detach()) * w > 0  # w - q is what is subtracted
-            want = q.detach() - 0.05 * 0.3 * w * agree
-            torch.testing.assert_close(p.detach(), want, rtol=1e-5, atol=1e-6)
-            assert torch.equal(w, p) if i in (2, 3) else 0.2 < agree.float().mean() < 0.8
+# ---- ranks ----
 
 
-# gradients and weights equal on all ranks; one rank's result first
-RANKS = """
-import torch
-import torch.distributed as dist
-import muon
-
-SHAPES = [(3, 32, 16), (2, 16, 32), (5, 24, 24), (48, 16), (2, 3, 16, 32), (1, 8, 40)]
 def three_steps():
-    g = torch.Generator().manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(shape, generator=g)) for shape in SHAPES]
-    initial, optimizer = [p.detach().clone() for p in params], muon.Muon(params, lr=0.05)
-    for _ in range(3):
-        for p in params:
-            p.grad = torch.randn(p.shape, generator=g)
+    """Return the sum of three updates of all parameters, (n,)."""
+    params = make_parameters()
+    before, optimizer = flatten(params), Muon(params, lr=0.05)
+    for step in range(3):
+        set_gradients(params, step)
         optimizer.step()
-    return torch.cat([(p - q).detach().flatten() for p, q in zip(params, initial)])
-alone = three_steps()
-dist.init_process_group('gloo')
-rank, world, real, iterated = dist.get_rank(), dist.get_world_size(), muon.orthogonalize, []
-muon.orthogonalize = lambda x, n: iterated.append(len(x)) or real(x, n)
-for muon.MAX_BATCH in (2**26, 2000):
-    shared = three_steps()
-    assert (shared - alone).norm() < 0.01 * alone.norm()  # rounding, of bfloat16 at most
-    everyone = [torch.empty_like(shared) for _ in range(world)]
-    dist.all_gather(everyone, shared)
-    assert all(torch.equal(shared, x) for x in everyone)
-assert sum(iterated) < 0.8 * 2 * 3 * 18  # not all 18 matrices of each step
-
-dist.barrier()
-dist.destroy_process_group()
-"""
+    return flatten(params) - before
 
 
-@pytest.mark.parametrize('world', [2, 4])
-def test_ranks_equal_one(tmp_path, world):
-    """All ranks' weights bit for bit the same, each with a share of the work."""
-    (tmp_path / 'ranks.py').write_text(RANKS)
-    done = run([tmp_path / 'ranks.py'], world, env=os.environ | {'PYTHONPATH': str(ROOT)})
-    assert done.returncode == 0, done.stderr
+def three_steps_as_rank(max_batch):
+    """Return three_steps() of one rank, and how many matrices it has orthogonalized."""
+    counts, orthogonalize = [], muon.orthogonalize
+
+    def count(x, ns_steps):
+        counts.append(len(x))
+        return orthogonalize(x, ns_steps)
+
+    muon.MAX_BATCH, muon.orthogonalize = max_batch, count
+    dist.init_process_group('gloo')
+    updates = three_steps()
+    dist.barrier()
+    dist.destroy_process_group()
+    return updates.tolist(), sum(counts)
+
+
+@pytest.mark.parametrize('world, max_batch', [(2, 2**26), (4, 2000)])
+def test_ranks_share_the_work_and_have_bit_equal_weights(world, max_batch):
+    expected = three_steps()
+    results = run_ranks(world, three_steps_as_rank, max_batch)
+    updates = [update for update, _ in results]
+    assert all(update == updates[0] for update in updates)
+    # rounding, of bfloat16 at most
+    assert (torch.tensor(updates[0]) - expected).norm() < 0.02 * expected.norm()
+    assert all(count < 0.8 * 3 * 18 for _, count in results)

@@ -1,4 +1,4 @@
-"""play_sokoban.py: games in a terminal and as text, GIFs, exports, policies, and mistakes."""
+"""Test play_sokoban.py: games in a terminal and as text, GIFs, exports, policies, mistakes."""
 
 import contextlib
 import os
@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import safetensors.torch as safetensors
 import torch
-from conftest import ROOT, start
+from processes import ROOT, start
+from small_runs import error_of
 from test_sokoban import numbered, text
-from test_train import mistake
 
 import convlstm
 import play_sokoban
@@ -30,7 +30,7 @@ RIGHT = 1
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with an untrained run of train_sokoban.py and five easy levels."""
+    """Return a folder with an untrained run of train_sokoban.py and five easy levels."""
     torch.manual_seed(0)
     model, run = build_agent(AgentConfig(**SIZES)), tmp_path / 'run'
     run.mkdir()
@@ -43,13 +43,14 @@ def folder(tmp_path):
 
 
 def call(folder, *arguments):
+    """Run play_sokoban.py in this process on the levels of the folder."""
     arguments = [f'--levels={folder}/levels.npy', '--device=cpu', *arguments]
     configure(vars(play_sokoban), arguments, quiet=True)
     play_sokoban.use_agent()
 
 
 def save_probe(path, channels):
-    """Write a probe that says 'right' everywhere."""
+    """Write a probe that predicts a move to the right everywhere."""
     tensors = {
         'weight': torch.zeros(5, channels, 3, 3),
         'bias': torch.tensor([0.0, 9, 0, 0, 0]),
@@ -59,7 +60,8 @@ def save_probe(path, channels):
 
 
 def test_an_export_plays_what_its_run_plays(folder, capsys):
-    """As text where there is no terminal, as a GIF, and as a rate; a second export replaces it."""
+    """They play the same game as text, as there is no terminal, and solve the same share of levels.
+    A GIF has the same boards. A second export replaces the first."""
     image = pytest.importorskip('PIL.Image')
     for _ in range(2):
         call(folder, f'--out_dir={folder}/run', f'--export={folder}/agent')
@@ -109,7 +111,8 @@ def test_free_cells_show_the_plan_and_others_what_stands_there():
 
 
 def test_a_small_board_holds_two_cells_in_a_character():
-    """Above are walls; below them a wall, the agent, a box, a target, floor, a wall."""
+    """The first line holds a row of walls above a wall, the agent, a box, a target, five cells of
+    floor and a wall."""
     board = sokoban.observations(sokoban.parse_text(numbered([text('#@$.     #')]), 'x'))[0]
     lines = play_sokoban.draw_board(board, np.full((10, 10), -1), 5)
     colors = {name: play_sokoban.TILES[char][1] for char, name in zip('#@$.', 'wabt', strict=True)}
@@ -119,8 +122,8 @@ def test_a_small_board_holds_two_cells_in_a_character():
 
 
 def play_with_keys(folder, keys, monkeypatch, capsys, *arguments):
-    """Play in a simulated terminal, where each wait for a key returns the next of `keys`; return
-    what is drawn, one text for each time."""
+    """Play in a simulated terminal, in which each wait for a key returns the next of `keys`. Return
+    the screens that are drawn."""
     waits = iter(keys)
 
     @contextlib.contextmanager
@@ -137,7 +140,7 @@ def play_with_keys(folder, keys, monkeypatch, capsys, *arguments):
 
 
 def test_keys_step_pause_explain_and_change_levels(folder, monkeypatch, capsys):
-    """Without a key the game goes on; the help stays until a key is pressed."""
+    """Without a key ('') the game makes a step. The help stays until a key is pressed."""
     save_probe(folder / 'run' / 'probe.safetensors', 4)
     keys = ['', 's', '?', 'x', ' ', 'n', 'h', 'x', 'q']
     screens = play_with_keys(folder, keys, monkeypatch, capsys)
@@ -156,7 +159,7 @@ def test_keys_step_pause_explain_and_change_levels(folder, monkeypatch, capsys):
     assert '→' in screens[0] and screens[0].endswith('\x1b[11A')  # the next is drawn over it
 
 
-def test_a_number_of_games_ends_without_a_key(folder, monkeypatch, capsys):
+def test_after_the_given_number_of_games_the_script_ends(folder, monkeypatch, capsys):
     steps = []
     for i in range(2):
         call(folder, f'--out_dir={folder}/run', f'--level={i}')
@@ -167,35 +170,35 @@ def test_a_number_of_games_ends_without_a_key(folder, monkeypatch, capsys):
 
 
 def test_a_signal_ends_a_game_and_leaves_the_terminal_as_it_was(folder):
-    """In a pseudo-terminal, after a key that plays one step."""
-    ours, game = pty.openpty()
-    before = termios.tcgetattr(game)
+    """The game runs in a pseudo-terminal. The signal comes after a key that plays one step."""
+    controller, terminal = pty.openpty()
+    before = termios.tcgetattr(terminal)
     arguments = [f'--out_dir={folder}/run', f'--levels={folder}/levels.npy', '--ms=60000']
     command = ['play_sokoban.py', *arguments, '--device=cpu']
-    process = start(command, stdin=game, stdout=game, stderr=game)
-    seen = b''
+    process = start(command, stdin=terminal, stdout=terminal, stderr=terminal)
+    printed = b''
 
     def wait_for(text):
-        nonlocal seen
-        while text not in seen:
-            seen += os.read(ours, 4096)
+        nonlocal printed
+        while text not in printed:
+            printed += os.read(controller, 4096)
 
     wait_for(b'level 0, step 0')
-    os.write(ours, b's')
+    os.write(controller, b's')
     wait_for(b'level 0, step 1')
     process.send_signal(signal.SIGTERM)
     wait_for(b'\x1b[?25h')  # the cursor is shown again
     assert process.wait() == 128 + signal.SIGTERM
-    assert termios.tcgetattr(game) == before
-    os.close(ours)
-    os.close(game)
+    assert termios.tcgetattr(terminal) == before
+    os.close(controller)
+    os.close(terminal)
 
 
 # ----------------------------------------------------------------------------- plans, policies
 
 
-def test_plans_are_what_the_probe_says(folder):
-    """A probe whose class k is as likely as channel k of the feature at the cell."""
+def test_plans_are_the_predictions_of_the_probe_above_its_threshold(folder):
+    """The logit of class k is channel k of the feature at the cell."""
     weight = torch.zeros(5, 4, 3, 3)
     weight[:4, :, 1, 1] = torch.eye(4)
     probe = {'weight': weight, 'bias': torch.zeros(5), 'threshold': torch.tensor(0.9)}
@@ -211,19 +214,39 @@ def test_plans_are_what_the_probe_says(folder):
     assert (plans >= 0).sum() == 2
 
 
-def test_any_policy_is_evaluated(folder, monkeypatch, capfd):
-    """`right` solves one of two levels with its first step."""
+POLICIES = """
+import numpy as np
+
+def right(observations):
+    assert observations.shape[1:] == (10, 10, 2)
+    return np.ones(len(observations), int)
+
+def no_action(observations):
+    return [4] * len(observations)
+"""
+
+
+@pytest.fixture
+def policies(folder, monkeypatch):
+    """Work in a folder with a module of policies and two levels."""
     monkeypatch.chdir(folder)
-    code = 'import numpy as np\ndef right(seen):\n    assert seen.shape[1:] == (10, 10, 2)\n'
-    code += '    return np.ones(len(seen), int)\n\ndef wild(seen):\n    return [4] * len(seen)\n'
-    (folder / 'their_policy.py').write_text(code)
+    (folder / 'user_policy.py').write_text(POLICIES)
     (folder / 'two.txt').write_text(numbered([text('#@$.     #'), text('#.$@     #')]))
-    configure(vars(play_sokoban), ['--policy=their_policy:right', '--levels=two.txt'], quiet=True)
+
+
+def test_a_policy_of_the_user_is_evaluated(policies, capfd):
+    """`right` solves the first of the two levels with its first step."""
+    configure(vars(play_sokoban), ['--policy=user_policy:right', '--levels=two.txt'], quiet=True)
     play_sokoban.use_agent()
-    line = 'their_policy:right: solved 50.0%, return -0.55, 60 steps; 2 levels of two.txt\n'
+    line = 'user_policy:right: solved 50.0%, return -0.55, 60 steps; 2 levels of two.txt\n'
     assert capfd.readouterr().out == line
-    for name, message in (('their_policy:wild', '4 4], shape'), ('no:right', 'module:function')):
-        assert message in mistake(capfd, play_sokoban, [f'--policy={name}', '--levels=two.txt'])
+
+
+@pytest.mark.parametrize(
+    'name, message', [('user_policy:no_action', '4 4], shape'), ('no:right', 'module:function')]
+)
+def test_a_policy_that_is_missing_or_returns_no_actions_is_refused(policies, capfd, name, message):
+    assert message in error_of(capfd, play_sokoban, [f'--policy={name}', '--levels=two.txt'])
 
 
 MISTAKES = {
@@ -231,7 +254,7 @@ MISTAKES = {
     '--out_dir=nowhere': 'nowhere: ',
     '--out_dir=run --level=5': 'there are 5 levels',
     '--out_dir=run --greedy=False': 'needs --measure',
-    '--out_dir=run --export=theirs': 'no such export',
+    '--out_dir=run --export=other': 'no such export',
     f'--out_dir=run --export={ROOT}/pretrained/lm': 'no such export',
     '--out_dir=run --gif=none/a.gif': 'none/',
     '--out_dir=run --probe=wide.safetensors': 'wide.safetensors: model does not fit',
@@ -239,15 +262,15 @@ MISTAKES = {
 }
 
 
-def test_mistakes_are_one_line(folder, capfd, monkeypatch):
+@pytest.mark.parametrize('arguments, message', MISTAKES.items())
+def test_mistakes_are_refused_in_one_line(folder, capfd, monkeypatch, arguments, message):
     monkeypatch.chdir(folder)
     save_probe(folder / 'wide.safetensors', 5)
-    (folder / 'theirs').mkdir()
-    (folder / 'theirs' / 'config.json').write_text('{}')
-    for words, message in MISTAKES.items():
-        arguments = [f'--levels={folder}/levels.npy', '--device=cpu', *words.split()]
-        assert message in mistake(capfd, play_sokoban, arguments), words
-    assert (folder / 'theirs' / 'config.json').read_text() == '{}'
+    (folder / 'other').mkdir()
+    (folder / 'other' / 'config.json').write_text('{}')
+    argv = [f'--levels={folder}/levels.npy', '--device=cpu', *arguments.split()]
+    assert message in error_of(capfd, play_sokoban, argv)
+    assert (folder / 'other' / 'config.json').read_text() == '{}'
 
 
 @pytest.mark.parametrize(
@@ -257,11 +280,12 @@ def test_a_damaged_export_is_named(folder, capfd, monkeypatch, name, content):
     monkeypatch.chdir(folder)
     call(folder, '--out_dir=run', '--export=agent')
     (folder / 'agent' / name).write_bytes(content)
-    assert f'agent/{name}: ' in mistake(capfd, play_sokoban, ['--out_dir=agent'])
+    assert f'agent/{name}: ' in error_of(capfd, play_sokoban, ['--out_dir=agent'])
 
 
 def test_the_shipped_agent_solves_easy_levels_and_has_plans():
-    """It solves 98% of many levels, greedily and with sampled actions; a random policy 20%."""
+    """Of many levels it solves 98%, with greedy and with sampled actions, and a random policy
+    20%."""
     configure(vars(play_sokoban), [f'--out_dir={ROOT}/pretrained/sokoban'], quiet=True)
     agent, about, _ = convlstm.load_agent(play_sokoban.out_dir, 'best', 'cpu')
     levels = generate(60, about['n_boxes'], 5, about['max_moves'])[0]

@@ -1,4 +1,4 @@
-"""sokoban.py: levels, the generator by replay, the environment by hand and against Jumanji's,
+"""Test sokoban.py: levels, the generator by replay, the environment by hand and against Jumanji's,
 evaluation, pictures."""
 
 import importlib.util
@@ -10,7 +10,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from test_train import ROOT
+from processes import ROOT
 
 import sokoban
 from sokoban import BOX, DELTA, INTERIOR, TARGET, TIME_LIMIT, WALL, JumanjiEnv, SokobanEnv
@@ -109,7 +109,7 @@ def test_missing_levels_are_refused_with_the_command_that_downloads_them(tmp_pat
 
 
 def test_a_split_is_found_in_each_of_its_forms(tmp_path):
-    """Each form that is added comes before those that were there: tree, text files, array."""
+    """An array has precedence over text files, and those over a tree of folders."""
     levels = generate(30, 3, 1)[0]
     texts = [board_text(board) for board in observations(levels)]
     (tmp_path / 'unfiltered' / 'test').mkdir(parents=True)
@@ -193,11 +193,15 @@ def test_generated_levels_are_connected_and_varied():
     assert (target.sum(0)[INTERIOR] > 10).all() and (box.sum(0) > 5).sum() == 60
 
 
-def test_generate_is_deterministic_and_leaves_levels_out():
+def test_the_seed_determines_the_levels():
     levels, solutions = generate(60, 1, 5, 6)
     assert max(map(len, solutions)) <= 6
     assert np.array_equal(generate(40, 1, 5, 6)[0], levels[:40])
     assert not np.array_equal(generate(10, 1, 6, 6)[0], levels[:10])
+
+
+def test_excluded_levels_are_left_out():
+    levels, solutions = generate(60, 1, 5, 6)
     others, other_solutions = generate(40, 1, 5, 6, exclude=levels[5:25])
     assert np.array_equal(others, np.concatenate([levels[:5], levels[25:60]]))
     expected = solutions[:5] + solutions[25:]
@@ -222,7 +226,8 @@ def test_generate_refuses_what_is_out_of_range(argument, message):
 
 
 def test_episodes_end_when_solved_or_after_120_steps():
-    """Solving a level gives 10 more. The next level starts at once; the first follows the last."""
+    """A step costs 0.1, a box on a target gives 1 and a solved level 10. The next level starts at
+    once, and the first one follows the last."""
     env, levels = env_on(text('#@$.     #'), text('#.$@     #')), []
     for action, steps in ((RIGHT, 1), (LEFT, 1), (UP, TIME_LIMIT), (LEFT, 1)):
         for t in range(steps):
@@ -282,8 +287,8 @@ def test_an_evaluation_is_written_with_a_solved_and_a_failed_game(tmp_path):
 
 @jumanji
 def test_parity_with_jumanji(request):
-    """Both play the same levels with the same actions: every reward, grid, end, step count and next
-    level is equal, over 20,000 steps (--long: 128,000)."""
+    """Both play the same levels with the same actions. Every reward, grid, end, step count and next
+    level is equal, over 20,000 steps, and 128,000 with --long."""
     N, steps, n = (512, 250, 2000) if request.config.getoption('--long') else (160, 130, 300)
     levels, solutions = generate(n, 4, 5, max_moves=40)
     table = np.zeros((len(levels), TIME_LIMIT), np.int64)
@@ -314,7 +319,7 @@ def test_parity_with_jumanji(request):
 
 
 def test_gymnasium_accepts_the_environments():
-    """Its own checker passes, and a vector environment steps as SokobanEnv does."""
+    """Gymnasium's checker passes, and a vector environment steps as SokobanEnv does."""
     gymnasium = pytest.importorskip('gymnasium')
     check = importlib.import_module('gymnasium.utils.env_checker').check_env
     name, options = 'sokoban:ParallelExperts/Sokoban-v0', {'n_levels': 40, 'n_boxes': 1}
@@ -345,7 +350,7 @@ def test_without_gymnasium_there_is_the_plain_environment():
     assert done.stdout == 'torch.Size([2, 10, 10, 2])\n', done
 
 
-def test_ppo_of_stable_baselines3_trains_on_it():
+def test_ppo_of_stable_baselines3_trains_on_the_environment():
     sb3 = pytest.importorskip('stable_baselines3')
     options = {'n_levels': 40, 'n_boxes': 1}
     env = pytest.importorskip('gymnasium').make('sokoban:ParallelExperts/Sokoban-v0', **options)

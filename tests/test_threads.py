@@ -1,20 +1,19 @@
-"""The number of CPU threads: measured at the start, unless given, and kept by a resumed run."""
+"""Test the number of CPU threads: it is measured at the start unless the user sets it, and a
+resumed run keeps it."""
 
 import json
 import time
 
 import pytest
-import test_train as lm
-import test_train_sokoban as agents
 import torch
-from test_train import data  # noqa: F401  a fixture
+from small_runs import run_agent, run_lm
 
 import common
 
 
 @pytest.fixture(autouse=True)
 def four_threads(monkeypatch):
-    """As in a process that may use four cores, and is not told how many threads to start."""
+    """Let this process use four threads, without a number in the environment."""
     before = torch.get_num_threads()
     monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
     torch.set_num_threads(4)
@@ -22,56 +21,76 @@ def four_threads(monkeypatch):
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def sleep(monkeypatch):
+    """Return a function that advances the clock without waiting. Nothing else advances it."""
+    now = 0.0
+
+    def advance(seconds):
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(time, 'perf_counter', lambda: now)
+    return advance
+
+
 @pytest.mark.parametrize('faster, slower', [(1, 4), (4, 1)])
-def test_the_faster_number_is_chosen(capsys, faster, slower):
+def test_the_faster_number_is_chosen(capsys, sleep, faster, slower):
+    """A tenth of a second is measured, not the whole chunk of 64 tokens."""
+    seconds_per_token = {faster: 0.01, slower: 0.03}
     lengths = []
 
-    def chunk(T):
+    def run_chunk(T):
         lengths.append(T)
-        time.sleep(T * {faster: 0.01, slower: 0.03}[torch.get_num_threads()])
+        sleep(T * seconds_per_token[torch.get_num_threads()])
 
-    assert common.pick_threads(0, 'cpu', chunk, 64) == faster == torch.get_num_threads()
+    assert common.pick_threads(0, 'cpu', run_chunk, 64) == faster == torch.get_num_threads()
     assert f'threads = {faster}: ' in capsys.readouterr().out
-    assert max(lengths) <= 16  # a tenth of a second, not the whole chunk
-    assert lengths[-1] == lengths[-2]
+    assert max(lengths) <= 16
+    assert lengths[-1] == lengths[-2]  # both numbers run the same work
 
 
-def test_a_chunk_of_seconds_runs_once_with_each_number():
-    calls = []
-    assert common.pick_threads(0, 'cpu', lambda T: (calls.append(T), time.sleep(0.6)), 64) in (1, 4)
-    assert calls == [1, 1, 1, 1]
+def test_a_slow_chunk_is_measured_with_one_token(sleep):
+    lengths = []
+
+    def run_chunk(T):
+        lengths.append(T)
+        sleep(0.6)
+
+    assert common.pick_threads(0, 'cpu', run_chunk, 64) in (1, 4)
+    assert lengths == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    'threads, device, environment, expected',
-    [(3, 'cpu', {}, 3), (0, 'cuda:0', {}, 4), (0, 'cpu', {'OMP_NUM_THREADS': '4'}, 4)],
-)
-def test_nothing_is_measured(monkeypatch, threads, device, environment, expected):
-    """For a number that was asked for, a GPU, and where the environment has a number."""
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert common.pick_threads(threads, device, None, 64) == expected == torch.get_num_threads()
+def test_a_number_set_by_the_user_is_not_measured():
+    assert common.pick_threads(3, 'cpu', None, 64) == 3 == torch.get_num_threads()
+
+
+def test_nothing_is_measured_for_a_gpu():
+    assert common.pick_threads(0, 'cuda:0', None, 64) == 4 == torch.get_num_threads()
+
+
+def test_nothing_is_measured_if_the_environment_sets_a_number(monkeypatch):
+    monkeypatch.setenv('OMP_NUM_THREADS', '4')
+    assert common.pick_threads(0, 'cpu', None, 64) == 4 == torch.get_num_threads()
 
 
 @pytest.mark.parametrize('trainer', ['train_lm', 'train_sokoban'])
-def test_a_resumed_run_keeps_its_number(data, tmp_path, monkeypatch, trainer):  # noqa: F811
-    """Its sums then round as before. A number on the command line comes first."""
+def test_a_resumed_run_keeps_its_number_of_threads(data, tmp_path, monkeypatch, trainer):
+    """Its sums then round as before. A number on the command line takes precedence."""
 
-    def run(**settings):
+    def threads_of_run(updates, **settings):
+        """Train up to this update; return the number of threads."""
         if trainer == 'train_lm':
-            assert lm.run(data, tmp_path, **settings) == 0
+            assert run_lm(data, tmp_path, max_iters=updates, **settings) == 0
         else:
-            assert agents.run(tmp_path, **settings) == 0
+            assert run_agent(tmp_path, total_steps=12 * updates, **settings) == 0
         config = json.loads((tmp_path / 'config.json').read_text())
         assert config['threads'] == torch.get_num_threads()
         return config['threads']
 
-    monkeypatch.setattr(time, 'perf_counter', iter(range(10**6)).__next__)  # a tie: all threads
-    steps = [
-        {'max_iters': n} if trainer == 'train_lm' else {'total_steps': 12 * n} for n in (1, 2, 3)
-    ]
-    assert run(threads=0, **steps[0]) == 4
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:  # a clock that shows a tie, which means all threads
+        patch.setattr(time, 'perf_counter', iter(range(10**6)).__next__)
+        assert threads_of_run(1, threads=0) == 4
     torch.set_num_threads(8)
-    assert run(threads=0, resume=True, **steps[1]) == 4
-    assert run(threads=2, resume=True, **steps[2]) == 2
+    assert threads_of_run(2, threads=0, resume=True) == 4
+    assert threads_of_run(3, threads=2, resume=True) == 2

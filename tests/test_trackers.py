@@ -1,32 +1,50 @@
-"""What common.py sends to TensorBoard and Weights & Biases."""
+"""Test what common.py sends to TensorBoard and Weights & Biases."""
 
 import pytest
-import test_train_sokoban
+from small_runs import run_agent
 
 from figures import read_log
 
 
-def test_trackers_get_curves_settings_and_games(tmp_path, monkeypatch):
-    """Of a run and of its evaluation, which belong to one run of Weights & Biases."""
+@pytest.fixture(scope='module')
+def tracked_run(tmp_path_factory):
+    """Return the folder of a run, trained and then evaluated, that both trackers have followed."""
     pytest.importorskip('wandb')
-    events = pytest.importorskip('tensorboard.backend.event_processing.event_accumulator')
-    monkeypatch.setenv('WANDB_MODE', 'offline')
-    monkeypatch.setenv('WANDB_SILENT', 'true')
-    both = {'tensorboard': True, 'wandb': True}
-    assert test_train_sokoban.run(tmp_path, total_steps=24, **both) == 0
-    assert test_train_sokoban.run(tmp_path, eval_only=True, **both) == 0
-    board = events.EventAccumulator(str(tmp_path), size_guidance={'images': 0, 'scalars': 0})
+    pytest.importorskip('tensorboard')
+    folder = tmp_path_factory.mktemp('tracked')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv('WANDB_MODE', 'offline')
+        patch.setenv('WANDB_SILENT', 'true')
+        for settings in ({'total_steps': 24}, {'eval_only': True}):
+            assert run_agent(folder, tensorboard=True, wandb=True, **settings) == 0
+    return folder
+
+
+def games_in(folder):
+    return {path.read_bytes() for path in folder.glob('eval_*.gif')}
+
+
+def test_tensorboard_gets_curves_settings_and_games(tracked_run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(tracked_run), size_guidance={'images': 0, 'scalars': 0})
     board.Reload()
-    log = read_log(tmp_path)
-    curve = {x.step: pytest.approx(x.value) for x in board.Scalars('eval_return')}
-    assert {r['step']: r['eval_return'] for r in log if 'eval_return' in r} == curve
-    gifs = {path.read_bytes() for path in tmp_path.glob('eval_*.gif')}
-    games = [tag for tag in board.Tags()['images'] if tag.endswith('_game')]
-    assert gifs and {board.Images(tag)[0].encoded_image_string for tag in games} == gifs
+    curve = {x.step: x.value for x in board.Scalars('eval_return')}
+    log = [record for record in read_log(tracked_run) if 'eval_return' in record]
+    assert curve == {record['step']: pytest.approx(record['eval_return']) for record in log}
     assert 'settings/text_summary' in board.Tags()['tensors']
-    kept = tmp_path.glob('wandb/offline-run-*/files/media/videos/*.gif')
-    assert {path.read_bytes() for path in kept} == gifs
-    names = [path.name for path in tmp_path.glob('wandb/offline-run-*')]
-    assert len(names) == 2 and len({name.rpartition('-')[2] for name in names}) == 1
-    stored = b''.join(path.read_bytes() for path in tmp_path.glob('wandb/offline-run-*/*.wandb'))
+    tags = [tag for tag in board.Tags()['images'] if tag.endswith('_game')]
+    games = {board.Images(tag)[0].encoded_image_string for tag in tags}
+    assert games and games == games_in(tracked_run)
+
+
+def test_wandb_gets_curves_settings_and_games(tracked_run):
+    """Training and evaluation belong to one run of Weights & Biases."""
+    folders = list(tracked_run.glob('wandb/offline-run-*'))
+    identifiers = {folder.name.rpartition('-')[2] for folder in folders}
+    assert len(folders) == 2 and len(identifiers) == 1
+    files = [path for folder in folders for path in folder.glob('*.wandb')]
+    stored = b''.join(path.read_bytes() for path in files)
     assert b'eval_return' in stored and b'learning_rate' in stored
+    games = {path.read_bytes() for folder in folders for path in folder.rglob('*.gif')}
+    assert games and games == games_in(tracked_run)

@@ -1,4 +1,4 @@
-"""Triton forms in training, and the choice between them and the functions they replace.
+"""Test Triton forms in training, and the choice between them and the functions they replace.
 
 Without a GPU the kernels run in Triton's interpreter, in fp32, and are compiled for an H100 without
 running, each in a process of its own, because the interpreter must be chosen before anything
@@ -63,7 +63,7 @@ def test_in_a_process_with_the_interpreter(request):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Watch the functions that launch kernels."""
+    """Return {name: mock} of the functions that launch kernels; each still does its work."""
     names = 'window_attention window_attention_backward product norm_sum cross_entropy'
     mocks = {name: Mock(wraps=getattr(tk, name)) for name in names.split()}
     for name, mock in mocks.items():
@@ -94,25 +94,26 @@ ALL_CASES += [pytest.param(x, marks=pytest.mark.long) for x in LONG_CASES.strip(
 @interpreted
 @pytest.mark.parametrize('case', ALL_CASES)
 def test_unroll_is_the_reference(monkeypatch, calls, case):
-    """Windows empty, full and in between; heads of all layouts; forms together and one alone."""
-    heads, sizes, aggregation, own, names = case.split()
+    """The cases have empty, full and partly filled windows, all layouts of heads, and forms alone
+    and together."""
+    heads, sizes, aggregation, per_expert, names = case.split()
     (E, G, R, K, W), (B, T, block, group) = ([int(n) for n in x.split(',')] for x in (heads, sizes))
     monkeypatch.setattr(cache, 'BLOCK', block)
     monkeypatch.setattr(cache, 'GROUP', group)
     sizes = {'n_expert': E, 'n_embd': G * R * K, 'n_head': G * R, 'n_kv_head': G, 'window': W}
-    sizes |= {'aggregation': aggregation, 'share_kv': own == 'False', 'n_layer': 1}
+    sizes |= {'aggregation': aggregation, 'share_kv': per_expert == 'False', 'n_layer': 1}
     model = make(model_file.RecurrentGPT, 7, torch.float32, **sizes)
     model.forms = frozenset({'loss', *names.split(',')})
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(0.7)  # the rounding of fp32 stays small
     compare(model, T, 2, 1 if B > 1 else None, ['fast'], rtol=2e-5, B=B)
-    wanted = {'cross_entropy'}
+    expected = {'cross_entropy'}
     if 'attention' in names:
-        wanted |= {'window_attention', 'window_attention_backward'}
+        expected |= {'window_attention', 'window_attention_backward'}
     if 'experts' in names:
-        wanted |= {'product', 'norm_sum'}
-    assert {name for name, mock in calls.items() if mock.called} == wanted
+        expected |= {'product', 'norm_sum'}
+    assert {name for name, mock in calls.items() if mock.called} == expected
 
 
 SMALL = {'n_embd': 24, 'n_head': 2, 'n_kv_head': 1, 'n_expert': 2}
@@ -125,8 +126,7 @@ def clock():
 
 
 @interpreted
-def test_trials_agree(monkeypatch):
-    """What choose_forms measures: all forms agree, and one that is off by 10% is not used."""
+def test_forms_agree_in_the_trials_and_one_that_is_off_by_10_percent_is_not_used(monkeypatch):
     monkeypatch.setattr(cache, 'GROUP', 2)
     monkeypatch.setattr(model_file, 'GROUP', 2)
     changes = {'n_layer': 1, 'share_kv': False, 'aggregation': 'softmax_l2'}
@@ -144,7 +144,8 @@ def test_trials_agree(monkeypatch):
 
 
 def test_forms_are_those_of_the_source():
-    """If this fails, a function that a form replaces was edited: see triton_kernels.REPLACES."""
+    """A failure means that a function which a form replaces was edited: see
+    triton_kernels.REPLACES."""
     found = {name: kernels.source_hash(functions) for name, functions in tk.REPLACES.items()}
     assert found == tk.SOURCES
 
@@ -163,30 +164,31 @@ def test_a_form_stands_in_only_for_the_source_it_was_written_for():
 @interpreted
 @pytest.mark.parametrize('rows, V', [(3, 50304), (5, 1001), (2, 7)])
 def test_cross_entropy(rows, V):
-    made = torch.Generator().manual_seed(0)
-    logits, target = torch.randn(rows, V, generator=made) * 20, torch.arange(rows) * 3 % V
+    rng = torch.Generator().manual_seed(0)
+    logits, target = torch.randn(rows, V, generator=rng) * 20, torch.arange(rows) * 3 % V
     logits[0, :2] = torch.tensor([1e4, -1e4])  # far beyond the cap
     logits[-1] -= 200  # all scores at the lower cap
     x = logits.double().requires_grad_()
-    want, _ = kernels.losses(x, target, None)
-    (exact,) = torch.autograd.grad(want, x)  # a far score's is next to nothing
+    expected, _ = kernels.losses(x, target, None)
+    (grad,) = torch.autograd.grad(expected, x)  # almost zero for logits beyond the cap
     loss, d = tk.cross_entropy(logits, target, 0.25)
-    assert abs(loss.item() - want.item()) < 1e-4 * want
-    assert_close(d.double(), 0.25 * exact, 2e-5, size=max(0.25 * exact.norm().item(), 0.1))
+    assert abs(loss.item() - expected.item()) < 1e-4 * expected
+    assert_close(d.double(), 0.25 * grad, 2e-5, size=max(0.25 * grad.norm().item(), 0.1))
 
 
 # ---- compiled for an H100, without one ----
 
 
 class H100:
-    """What triton asks a driver for."""
+    """Answer what triton asks a driver for."""
 
     get_current_target = staticmethod(lambda: triton.backends.compiler.GPUTarget('cuda', 90, 32))
     get_current_device = get_current_stream = staticmethod(lambda *_: 0)
 
 
 def report(cells):
-    """Compiles all that is launched at the cells' sizes (E, W, B), a kernel once a set of tiles."""
+    """Compile all kernels that are launched at these sizes (E, W, B), each once per set of tiles;
+    print and check what they take of an H100."""
     jit, seen = triton.runtime.jit.JITFunction, {}
     triton.runtime.driver.set_active(H100)
     start, tools = jit.run, Path(triton.__file__).parent / 'backends/nvidia/bin'
@@ -246,12 +248,12 @@ EXACT = torch.tensor([1.0, 2.0, 3.0])
 
 
 def choose(results, seconds, names=('form',)):
-    """Choose among forms by trials that return results[names in use], or raise them; the function's
-    own results are 0.1% off."""
-    own = {frozenset(): EXACT * 1.001}
+    """Choose among forms by trials that return results[names in use], or raise them. The results
+    without a form are 0.1% off."""
+    results = {frozenset(): EXACT * 1.001, **results}
 
     def trial(exact):
-        result = EXACT if exact else {**own, **results}[kernels.enabled_forms()]
+        result = EXACT if exact else results[kernels.enabled_forms()]
         if isinstance(result, Exception):
             raise result
         return [result]
@@ -263,7 +265,7 @@ def choose(results, seconds, names=('form',)):
 
 NONE, FORM = frozenset(), frozenset({'form'})
 FASTER, SLOWER = {NONE: 2.0, FORM: 1.0}, {NONE: 1.0, FORM: 2.0}
-CHOICES = [  # its result, seconds; is it used; what the line says
+CHOICES = [  # result of the form, seconds, whether it is used, part of the line
     (EXACT * 1.002, FASTER, True, 'form: Triton form used'),
     (EXACT * 1.002, SLOWER, False, 'not used'),
     (EXACT * 1.01, FASTER, False, 'largest error 1.00%, without it 0.10%'),
@@ -274,10 +276,10 @@ CHOICES = [  # its result, seconds; is it used; what the line says
 ]
 
 
-@pytest.mark.parametrize('result, seconds, used, words', CHOICES, ids=str)
-def test_forms_that_agree_and_are_faster_are_used(result, seconds, used, words):
+@pytest.mark.parametrize('result, seconds, used, text', CHOICES, ids=str)
+def test_forms_that_agree_and_are_faster_are_used(result, seconds, used, text):
     chosen, (line,) = choose({FORM: result}, seconds)
-    assert chosen == (FORM if used else NONE) and words in line
+    assert chosen == (FORM if used else NONE) and text in line
 
 
 def test_forms_are_tried_beside_those_chosen_before():

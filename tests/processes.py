@@ -1,0 +1,76 @@
+"""Start scripts and ranks in processes of their own."""
+
+import contextlib
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def start(command, ranks=1, **options):
+    """Start a script, or python's own arguments, by this Python; by torchrun if ranks > 1.
+
+    command: ['train_lm.py', '--seed=1', ...]. options: as subprocess.Popen's; by default the
+    script runs in the project's folder and its output is piped as text."""
+    launcher = ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={ranks}']
+    arguments = [sys.executable, *(launcher if ranks > 1 else []), *map(str, command)]
+    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
+    return subprocess.Popen(arguments, **{'cwd': ROOT, **pipes, **options})
+
+
+def run(command, ranks=1, **options):
+    """Run a script as `start` does, to its end; return subprocess.CompletedProcess."""
+    with start(command, ranks, **options) as process:
+        try:
+            out, error = process.communicate()
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, error)
+
+
+def output_of(process):
+    """Wait for a process that must succeed; return its standard output."""
+    out, error = process.communicate()
+    assert process.returncode == 0, error
+    return out
+
+
+def run_ranks(world, function, *args):
+    """Call function(*args) in `world` processes, in the environment that torchrun gives to ranks,
+    and return their results. function: a function of a module, which every process imports.
+
+    The processes are forked from one that has imported torch, once per session."""
+    context = multiprocessing.get_context('forkserver')
+    context.set_forkserver_preload(['train_lm'])
+    with socket.socket() as free:
+        free.bind(('127.0.0.1', 0))
+        port = free.getsockname()[1]
+    pipes = [context.Pipe(duplex=False) for _ in range(world)]
+    ranks = [
+        context.Process(target=call_as_rank, args=(rank, world, port, pipe[1], function, args))
+        for rank, pipe in enumerate(pipes)
+    ]
+    for process, (_, sender) in zip(ranks, pipes, strict=True):
+        process.start()
+        sender.close()  # so that recv() does not wait for a rank that has failed
+    results = []
+    for receiver, _ in pipes:
+        with contextlib.suppress(EOFError):
+            results.append(receiver.recv())
+    for process in ranks:
+        process.join()
+    assert [process.exitcode for process in ranks] == world * [0], 'a rank failed: see its output'
+    return results
+
+
+def call_as_rank(rank, world, port, sender, function, args):
+    """Call function(*args) as one of run_ranks' processes and send the result."""
+    os.environ |= {'RANK': str(rank), 'LOCAL_RANK': str(rank)}
+    os.environ |= {'WORLD_SIZE': str(world), 'LOCAL_WORLD_SIZE': str(world)}
+    os.environ |= {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port)}
+    sender.send(function(*args))
