@@ -503,7 +503,7 @@ class Experts(torch.autograd.Function):
             du, dy, dattended = _input_backward(dx, dact, r, f, wo.w, up.w)
         for linear, x, g in ((down, act, low), (up, f, dact), (wo, attended, dy)):
             if linear.weight.requires_grad:
-                linear.note([x], g)
+                linear.record(x, g)
         dcoef = (h * ds).sum(-1, keepdim=True).to(ds.dtype) if ctx.needs_input_grad[3] else None
         return None, du, dattended, dcoef
 
@@ -729,9 +729,9 @@ REPLACES = {
     'loss': (kernels.slice_loss, kernels.losses, kernels.softcap),
 }
 SOURCES = {
-    'attention': '1bb758eb87e9d243',
-    'experts': '6aa9003cdb170f6b',
-    'loss': '48ba858de04f4727',
+    'attention': '380f991c91e86535',
+    'experts': '16def2a4f64393b1',
+    'loss': 'f2f168ecaa1a6d05',
 }
 FORMS = {
     'attention': (attend, suits_attend),
