@@ -45,7 +45,7 @@ def test_equals_torch_muon_on_each_slice(monkeypatch, momentum, nesterov, traced
     if traced:
         aot = functools.partial(torch.compile, backend='aot_eager', dynamic=False)
         monkeypatch.setattr(muon, 'fused', aot)
-        monkeypatch.setattr(muon, 'pays', lambda p, lr: True)
+        monkeypatch.setattr(muon, 'pays_to_compile', lambda p, lr: True)
     real, sizes = muon.orthogonalize, []
     monkeypatch.setattr(muon, 'MAX_BATCH', max_batch)
     monkeypatch.setattr(muon, 'orthogonalize', lambda x, n: sizes.append(x.numel()) or real(x, n))
