@@ -24,8 +24,8 @@ from kernels import Loss, compiled, fused, norm, rope_table, rotate, window_mask
 from model import LanguageModel, ModelConfig, build_model
 
 LEARNING_RATE = {'lstm': 2e-3, 'transformer': 1e-3}  # usual for a few million parameters
-# Settings of the optimizers of RecurrentGPT and GPT. A baseline refuses them on the command line and
-# ignores them in a config file, which may serve all models.
+# Settings of the optimizers of RecurrentGPT and GPT. A baseline refuses them on the command line,
+# and ignores them in a config file, which may serve all models.
 EXPERTS_ONLY = 'learning_rate embedding_lr head_lr scalar_lr momentum weight_decay betas adam_eps'
 
 

@@ -42,10 +42,9 @@ from layer import LayerWeights, step
 # element: 16 tokens in fp32, 32 in bf16. Fewer tokens take less memory but more products, each of
 # which is rounded to bf16 there.
 CPU_BYTES = 64
-# A longer chunk is recomputed in blocks: on a CPU by the bytes of attention weights kept for the
-# backward, on a GPU by layers x tokens, all of which one CUDA graph would hold.
-KEPT_BYTES = 2**30
-WHOLE_GRAPH = 2048
+# A chunk beyond these limits is recomputed in blocks.
+KEPT_BYTES = 2**30  # on a CPU: attention weights kept for the backward
+WHOLE_GRAPH = 2048  # on a GPU: layers x tokens in one CUDA graph
 
 
 # ---- deferred weight gradients -----------------------------------------------------------------
@@ -67,7 +66,7 @@ class DeferredLinear(Linear):
     def __call__(self, x: Tensor) -> Tensor:
         y = linear(x, self.w)
         if y.requires_grad and self.weight.requires_grad:
-            inputs = [x.detach()]  # a list, so that the graph of y can let go of x after `hook`
+            inputs = [x.detach()]  # emptied by the hook: the graph of y must not keep x
 
             def hook(dy: Tensor) -> None:
                 if not inputs:
