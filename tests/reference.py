@@ -48,7 +48,7 @@ class History:
             entries[:] = [entry.detach() for entry in entries]
 
     def state(self):
-        """Return the model's State: the last W entries, oldest first, after zeros if fewer exist."""
+        """Return the model's State: the last W entries, oldest first, with zeros before them."""
         c = self.config
         count = (self.now - self.first).clamp(max=c.window)
         owners = ['all'] if self.recurrent and c.share_kv else range(c.n_expert)
