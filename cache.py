@@ -40,7 +40,8 @@ class Slots:
     differences of positions, so that positions need not grow from chunk to chunk.
 
     wide: dtype of everything but matrix products. first_with_grad: the first slot whose entry gets
-    a gradient: 0 inside a chunk (unroll.Block), W at its start, before which gradients end."""
+    a gradient, which is W for a whole chunk, at whose start gradients end, and 0 for a block of a
+    chunk (unroll.Block)."""
 
     def __init__(
         self,

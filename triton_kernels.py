@@ -214,11 +214,13 @@ def _before_norm(g, x, r, cos, sin, K: constexpr):
 # earlier slots it stores p and ds, 2 * M * S numbers per token instead of 2 * S * K, and one
 # product per group adds them (cache.Window.add_before_group).
 @triton.jit(do_not_specialize=['t', 'g0'])
-def _attention_backward_kernel(datt, kept, memory, sums, dqkv, t, g0, W, S, F, scale, h: constexpr):
+def _attention_backward_kernel(
+    datt, kept, memory, grads, dqkv, t, g0, W, S, F, scale, h: constexpr
+):
     _begin(h.pdl)
     att, q_rot, rq, rk, lse = kept
     kbuf, vbuf, count, cos, sin = memory
-    dk, dv, P, DS, DO = sums
+    dk, dv, P, DS, DO = grads
     N: constexpr = h.N
     C: constexpr = h.C
     M: constexpr = h.M
@@ -308,41 +310,33 @@ def _launch(kernel, h: Heads, B: int, W: int) -> Callable:
 
 
 def window_attention(
-    qkv: Tensor, memory: tuple, at: tuple, h: Heads, out: Tensor, keep: tuple
+    qkv: Tensor, memory: tuple, t: int, W: int, h: Heads, out: Tensor, kept: tuple
 ) -> Tensor:
     """Store the keys and values of token t, attend from its queries, and write the attended values
     to `out` (E, B, G*R*K), which is also returned.
 
     qkv (B, (C*M + 2*C)*K); memory: buffers of rotated keys, values and unrotated keys (B*C, S, K),
-    count (B,), cos and sin (S, K); at: (t, W); keep: (rq, rk, q_rot, lse), to be written for the
-    backward: the norms' factors (B*C, M) and (B*C,), rotated queries (B*C, M, K) and the
-    log-sum-exp (B*C, M)."""
-    t, W = at
+    count (B,), cos and sin (S, K); kept: (rq, rk, q_rot, lse), to be written for the backward: the
+    norms' factors (B*C, M) and (B*C,), rotated queries (B*C, M, K) and the log-sum-exp (B*C, M)."""
     S = memory[0].size(1)
     run = _launch(_attention_kernel, h, len(qkv), W)
-    run(qkv, memory, out, keep, t, W, S)
+    run(qkv, memory, out, kept, t, W, S)
     return out
 
 
 def window_attention_backward(
-    datt: Tensor,
-    kept: tuple,
-    memory: tuple,
-    at: tuple,
-    h: Heads,
-    sums: tuple,
+    datt: Tensor, kept: tuple, memory: tuple, t: int, g0: int, W: int, h: Heads, grads: tuple
 ) -> Tensor:
-    """Return the gradient of qkv's row from that of the attended values, datt (E, B, G*R*K).
+    """Return the gradient of qkv's row from the gradient datt (E, B, G*R*K) of the attended values.
 
     kept: attended values, q_rot, rq, rk and lse of the forward; memory: keys, values, count, cos
-    and sin; at: (t, g0, W), where g0 is the first token of t's group; sums: dk and dv (B*C, S, K),
-    to which slots W + g0 .. W + t are added, and P, DS (B*C, F, M, S) and DO (B*C, F, M, K), to
-    which p, ds and do are written for the group's product over earlier slots."""
-    t, g0, W = at
-    B, S, F = datt.size(1), memory[0].size(1), sums[2].size(1)
+    and sin; g0: the first token of t's group; grads: dk and dv (B*C, S, K), of which slots W + g0
+    .. W + t are added to, and P, DS (B*C, F, M, S) and DO (B*C, F, M, K), into which the token's p,
+    ds and do are written for the group's product over earlier slots."""
+    B, S, F = datt.size(1), memory[0].size(1), grads[2].size(1)
     dqkv = datt.new_empty(B, (h.M + 2) * h.C * h.K)
     run = _launch(_attention_backward_kernel, h, B, W)
-    run(datt, kept, memory, sums, dqkv, t, g0, W, S, F)
+    run(datt, kept, memory, grads, dqkv, t, g0, W, S, F)
     return dqkv
 
 
@@ -370,7 +364,7 @@ def _factor(ss, rows, real, D: constexpr, P: constexpr):
 # traffic is weights. With S > 1, S programs share the K of a tile, and the last one to finish adds
 # all parts, in order.
 @triton.jit
-def _expert_kernel(x, w, beside, out, ss, f, r, sums, ready, B, strides, c: constexpr):
+def _expert_kernel(x, w, beside, out, ss, f, r, workspace, ready, B, strides, c: constexpr):
     _begin(c.pdl)
     w_e, w_n, w_k, beside_e = strides
     e = tl.program_id(2).to(tl.int64) // c.S
@@ -396,7 +390,7 @@ def _expert_kernel(x, w, beside, out, ss, f, r, sums, ready, B, strides, c: cons
         acc = tl.dot(a, b, acc, input_precision='ieee')
     if c.S > 1:
         tile = (e * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
-        parts = sums + tile * (c.S * c.BM * c.BN) + tl.arange(0, c.BM)[:, None] * c.BN
+        parts = workspace + tile * (c.S * c.BM * c.BN) + tl.arange(0, c.BM)[:, None] * c.BN
         parts += tl.arange(0, c.BN)[None, :]
         tl.store(parts + part * (c.BM * c.BN), acc)
         tl.debug_barrier()  # all of the program's threads have stored
@@ -467,7 +461,9 @@ def product(
         steps = K // BK
         possible = [n for n in range(1, steps + 1) if steps % n == 0 and n * tiles <= 144]
         S = max(possible, default=1)
-    sums = out.new_empty(tiles * S * BM * BN, dtype=torch.float32) if S > 1 else None
+    workspace = None
+    if S > 1:
+        workspace = out.new_empty(tiles * S * BM * BN, dtype=torch.float32)
     P = 0 if ss is None else ss.size(2)
     pdl = 'pdl' in enabled_forms()
     c = Tile(K=K, N=N, P=P, S=S, BM=BM, BN=BN, BK=BK, before=before, after=after, pdl=pdl)
@@ -477,7 +473,7 @@ def product(
     if pdl:
         options['launch_pdl'] = True
     run = _expert_kernel[triton.cdiv(B, BM), triton.cdiv(N, BN), E * S]
-    run(x, w, beside, out, ss, f, r, sums, _ready(x.device), B, strides, c, **options)
+    run(x, w, beside, out, ss, f, r, workspace, _ready(x.device), B, strides, c, **options)
     return out, ss, f, r
 
 
@@ -723,7 +719,7 @@ class AttendWindow(torch.autograd.Function):
         rk = qkv.new_empty(N, dtype=slots.wide)  # and of the keys'
         lse = qkv.new_empty(N, M, dtype=slots.wide)
         memory = (window.k, window.v, window.unrotated, slots.count, slots.cos, slots.sin)
-        window_attention(qkv, memory, (t, slots.W), heads, out, (rq, rk, q, lse))
+        window_attention(qkv, memory, t, slots.W, heads, out, (rq, rk, q, lse))
         ctx.window, ctx.t, ctx.forms = window, t, enabled_forms()
         ctx.save_for_backward(out, q, rq, rk, lse)
         return out
@@ -749,9 +745,11 @@ class AttendWindow(torch.autograd.Function):
                 datt.contiguous(),
                 kept=(out, q, rq, rk, lse),
                 memory=(window.k, window.v, slots.count, slots.cos, slots.sin),
-                at=(t, group, slots.W),
+                t=t,
+                g0=group,
+                W=slots.W,
                 h=window.heads,
-                sums=(window.dk, window.dv, *buffers),
+                grads=(window.dk, window.dv, *buffers),
             )
         if t == group:
             p, ds, do = (x[:, : end - group].flatten(1, 2) for x in buffers)  # (N, tokens * M, ...)
