@@ -517,8 +517,8 @@ def capture(
     pool: tuple | None,
     generator: torch.Generator | None,
 ) -> tuple[torch.cuda.CUDAGraph | None, object]:
-    """Capture function(*args) in the memory `pool` of other graphs. Return the graph, and the result
-    that each replay overwrites; or, if the capture fails, print why and return (None, None)."""
+    """Capture function(*args). Return the graph, and the result that each replay overwrites; if the
+    capture fails, print why and return (None, None). pool: the memory of other graphs to share."""
     graph = torch.cuda.CUDAGraph()
     if generator is not None:
         graph.register_generator_state(generator)
