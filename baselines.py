@@ -1,15 +1,15 @@
-"""
-What a user would choose instead, to compare with: a plain Transformer and torch.nn.LSTM.
+"""Baselines that a user might choose instead: a plain Transformer and torch.nn.LSTM.
 
     python train_lm.py config/demo.py --arch=lstm --out_dir=out/demo_lstm
     python train_lm.py config/demo.py --arch=transformer --recurrent=False --n_expert=1 \
         --n_layer=8 --block_size=256 --out_dir=out/demo_transformer
 
 Tokens, schedule, validation and log are train_lm.py's; the optimizer is torch.optim.AdamW. The LSTM
-reads the recurrent model's streams, carries its state and has as many parameters; it runs as torch
-provides it (cuDNN on a GPU). The Transformer reads the sequences of the non-recurrent model and
-equals it in size for E = 1. It is nanoGPT's model with pre-norm RMSNorm, RoPE, grouped queries,
-squared ReLU, an untied head, scaled_dot_product_attention and no biases, compiled as a whole.
+reads streams and carries its state from chunk to chunk, as the recurrent model does, and has as
+many parameters; it runs as torch provides it (cuDNN on a GPU). The Transformer reads sequences as
+the non-recurrent model does, and has as many parameters for E = 1. It is nanoGPT's model with
+pre-norm RMSNorm, RoPE, grouped queries, squared ReLU, an untied head, scaled_dot_product_attention
+and no biases, compiled as a whole.
 """
 
 import math
@@ -24,39 +24,43 @@ from kernels import Loss, compiled, fused, norm, rope_table, rotate, window_mask
 from model import LanguageModel, ModelConfig, build_model
 
 LEARNING_RATE = {'lstm': 2e-3, 'transformer': 1e-3}  # usual for a few million parameters
-# Settings of our models' optimizers. In a config file they are for our models; on the command line
-# of a baseline they are a mistake.
-OURS = 'learning_rate embedding_lr head_lr scalar_lr momentum weight_decay betas adam_eps'
+# Settings of the optimizers of RecurrentGPT and GPT. A baseline refuses them on the command line,
+# and ignores them in a config file, which may serve all models.
+EXPERTS_ONLY = 'learning_rate embedding_lr head_lr scalar_lr momentum weight_decay betas adam_eps'
 
 
 def refuse_settings(arch: str, argv: list[str]) -> None:
-    """End the script if the command line sets what does nothing for this arch."""
-    others = 'baseline_lr' if arch == 'experts' else OURS
-    if given := {f'--{name}' for name in others.split()} & {a.split('=')[0] for a in argv}:
-        fail(f'{min(given)} does nothing with arch = {arch!r}: the baselines have --baseline_lr')
+    """End the script if the command line has a setting that does nothing for this arch."""
+    unused = ['baseline_lr'] if arch == 'experts' else EXPERTS_ONLY.split()
+    for name in sorted(unused):
+        if any(argument.split('=')[0] == f'--{name}' for argument in argv):
+            fail(f'--{name} does nothing with arch = {arch!r}: the baselines have --baseline_lr')
 
 
 class Block(nn.Module):
-    """Pre-norm attention and FFN. RMSNorm has no gain, as in our models, so that the sizes are
-    equal."""
+    """Pre-norm attention and FFN. RMSNorm has no gain, as in GPT, so that the sizes are equal."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         D, H, G = config.n_embd, config.n_head, config.n_kv_head
-        self.heads, self.K = (H, G, G), D // H
+        self.heads = (H, G, G)  # of queries, keys and values
+        self.K = D // H
         self.qkv = nn.Linear(D, (H + 2 * G) * self.K, bias=False)
         self.out = nn.Linear(D, D, bias=False)
         self.up = nn.Linear(D, 4 * D, bias=False)
         self.down = nn.Linear(4 * D, D, bias=False)
-        narrow = 0.02 / math.sqrt(2 * config.n_layer)  # GPT-2's, for what adds to the residual
-        for linear, std in zip(self.children(), (0.02, narrow, 0.02, narrow), strict=True):
+        # as in GPT-2, with smaller weights where a product is added to the residual stream
+        for linear in (self.qkv, self.out, self.up, self.down):
+            into_residual = linear is self.out or linear is self.down
+            std = 0.02 / math.sqrt(2 * config.n_layer) if into_residual else 0.02
             linear.weight.data.normal_(0, std)
 
     def forward(
         self, x: Tensor, rope: tuple, mask: Tensor | None, cache: tuple | None
     ) -> tuple[Tensor, tuple | None]:
-        """Return the block's output (B, T, D) and the next cache. x: (B, T, D). cache: None, or the
-        keys (not rotated) and values of the last W tokens, (B, G, W, K) each."""
+        """Return the block's output (B, T, D) and the next cache. x: (B, T, D); rope: cos and sin;
+        cache: None, or the keys, not rotated, and values of the last W tokens, (B, G, W, K) each.
+        """
         B, T, D = x.shape
         qkv = self.qkv(norm(x)).view(B, T, -1, self.K)  # (B, T, H + 2G, K)
         q, k, v = (y.transpose(1, 2) for y in qkv.split(self.heads, 2))  # (B, H or G, T, K)
@@ -75,10 +79,11 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The counterpart of GPT with n_expert = 1; raises ValueError for more experts.
+    """The counterpart of GPT with n_expert = 1. Raises ValueError for more experts.
 
-    Without a state it attends causally over the chunk, as in training. The state, for validation,
-    is (k, v, count): the caches (L, B, G, W, K) and the number of filled entries (B,)."""
+    Without a state it attends causally over the chunk, as in training. With one, as in validation,
+    it attends in windows; a state is (k, v, count): the caches (L, B, G, W, K) and the number of
+    filled entries (B,)."""
 
     recurrent = False
     num_params = LanguageModel.num_params
@@ -117,13 +122,15 @@ class Transformer(nn.Module):
         return chunk(self, idx, targets, state)
 
     def chunk(self, idx: Tensor, targets: Tensor, state: tuple | None) -> tuple:
-        """Run a chunk; as forward."""
+        """Run `forward` without compilation."""
         T, W = idx.size(1), self.config.window
         x = F.embedding(idx, self.embedding)  # (B, T, D)
-        caches, mask = [None] * len(self.blocks), None
+        caches = [None] * len(self.blocks)
+        mask = None
         if state is not None:
             k, v, count = state
-            caches, mask = zip(k, v, strict=True), window_mask(count, T, W)
+            caches = list(zip(k, v, strict=True))
+            mask = window_mask(count, T, W)
         rope = rope_table(T if state is None else W + T, self.config.head_dim, x)
         new = []
         for block, cache in zip(self.blocks, caches, strict=True):
@@ -139,7 +146,7 @@ class Transformer(nn.Module):
 
 class LSTM(nn.Module):
     """Embedding, torch.nn.LSTM with one layer, linear head. The state is nn.LSTM's h and c, (1, B,
-    hidden) each. One wide layer is at small sizes as good as two narrow ones, and faster."""
+    hidden) each. At small sizes one wide layer is as good as two narrow ones, and faster."""
 
     recurrent = True
     num_params = LanguageModel.num_params
@@ -150,7 +157,7 @@ class LSTM(nn.Module):
         self.config = config
         self.embedding = nn.Parameter(torch.empty(V, D).normal_())
         self.lstm = nn.LSTM(D, hidden, batch_first=True)
-        bound = 1 / math.sqrt(hidden)  # nn.Linear's
+        bound = 1 / math.sqrt(hidden)  # as nn.Linear
         self.head = nn.Parameter(torch.empty(V, hidden).uniform_(-bound, bound))
         self.head_bias = nn.Parameter(torch.empty(V).uniform_(-bound, bound))
         with torch.no_grad():
@@ -176,18 +183,20 @@ class LSTM(nn.Module):
 
 
 def match_hidden(V: int, D: int, target: int) -> int:
-    """Return the hidden size whose LSTM has closest to `target` parameters, a multiple of 8 (which
-    GPUs prefer) if one lies within 1%. Raises ValueError if even a hidden size of 1 has more."""
+    """Return the hidden size with which an LSTM has about `target` parameters: the closest multiple
+    of 8, which GPUs prefer, if that is within 1%, else the closest size. Raises ValueError if even
+    a hidden size of 1 has over 2% more."""
 
     def excess(h: int) -> float:
+        """Return the relative difference from `target` at hidden size h."""
         return (V * D + 4 * h * (D + h + 2) + V * (h + 1)) / target - 1
 
     if excess(1) > 0.02:
         sizes = f'an LSTM with embedding and head for V = {V}, D = {D}'
         raise ValueError(f'{sizes} has more than {target} parameters: lower n_embd')
-    exact = min(range(1, 2**15), key=lambda h: abs(excess(h)))
-    eight = 8 * max(1, round(exact / 8))
-    return eight if abs(excess(eight)) <= 0.01 else exact
+    closest = min(range(1, 2**15), key=lambda h: abs(excess(h)))
+    multiple = 8 * max(1, round(closest / 8))
+    return multiple if abs(excess(multiple)) <= 0.01 else closest
 
 
 def build(arch: str, config: ModelConfig) -> Transformer | LSTM:
@@ -201,7 +210,8 @@ def build(arch: str, config: ModelConfig) -> Transformer | LSTM:
 
 
 def make_adamw(model: Transformer | LSTM, lr: float = 0.0) -> torch.optim.AdamW:
-    """Return AdamW with nanoGPT's betas and its decay of matrices only. lr = 0: LEARNING_RATE's."""
+    """Return AdamW with nanoGPT's betas, and weight decay of matrices only. lr = 0 stands for the
+    default in LEARNING_RATE."""
     params = list(model.parameters())
     groups = [
         {'params': [p for p in params if p.dim() > 1], 'weight_decay': 0.1},

@@ -1,13 +1,13 @@
-"""Where keys and values go: the caches that layer.layer is given.
+"""Caches of keys and values, and attention to them: the argument `cache` of layer.layer.
 
-- `Window` in training and validation of the recurrent model: a chunk of T tokens in a buffer of
+- `Window`, in training and validation of the recurrent model: a chunk of T tokens in buffers of
   W + T slots, which the token loop (unroll.py) fills one by one;
-- `Sequence` in GPT: whole sequences at once;
-- `Ring` in decoding: W slots for a stream without end.
+- `Sequence`, in GPT: whole sequences at once;
+- `Ring`, in decoding: W slots for a stream of any length.
 
-All have `heads` (kernels.Heads) and `attend(q, k, unrotated, v)`, which stores keys and values and
-returns attended values. Queries come divided by sqrt(K); keys come rotated by the position of their
-slot, and unrotated for the caches that carry them to another position.
+Each has `heads` (kernels.Heads) and `attend(q, k, unrotated, v)`, which stores keys and values and
+returns the attended values. Queries are already divided by sqrt(K). Keys are passed twice: rotated
+by the position of their slot, and unrotated for caches that carry them to another position.
 
 Shapes: B streams, C cache heads, N = B * C, M query heads per cache head, E experts, H query heads
 per expert, K head size, W attention window, S slots.
@@ -15,7 +15,7 @@ per expert, K head size, W attention window, S slots.
 
 import functools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -34,38 +34,50 @@ GROUP = 8  # tokens whose dK and dV of earlier slots are added by one product
 
 
 class Slots:
-    """What the windows of all layers share. Slots 0 .. W - 1 hold the carried entries, of which
-    `count` (B,) are filled; token t has slot W + t and sees slots t + 1 .. W + t. Angles are those
-    of slots: scores depend on differences of slots only, so that no position ever exceeds S.
+    """The layout of the slots, which the windows of all layers share. Slots 0 .. W - 1 hold the
+    carried entries, the last `count` (B,) of which are filled; token t has slot W + t and sees
+    slots t + 1 .. W + t. A key is rotated by the number of its slot: scores depend only on
+    differences of positions, so that positions need not grow from chunk to chunk.
 
-    first: slots from there on get a gradient (carried entries do inside a chunk, not before it)."""
+    wide: dtype of everything but matrix products. first_with_grad: the first slot whose entry gets
+    a gradient, which is W for a whole chunk, at whose start gradients end, and 0 for a block of a
+    chunk (unroll.Block)."""
 
-    def __init__(self, T: int, W: int, count: Tensor, heads: Heads, wide: torch.dtype, first: int):
-        self.T, self.W, self.count, self.heads, self.wide, self.first = (
-            T,
-            W,
-            count,
-            heads,
-            wide,
-            first,
-        )
+    def __init__(
+        self,
+        T: int,
+        W: int,
+        count: Tensor,
+        heads: Heads,
+        wide: torch.dtype,
+        first_with_grad: int,
+    ):
+        self.T = T
+        self.W = W
+        self.count = count
+        self.heads = heads
+        self.wide = wide
+        self.first_with_grad = first_with_grad
         like = torch.empty((), dtype=wide, device=count.device)
         self.cos, self.sin = rope_table(W + T, heads.K, like)  # (S, K)
+        # cos and sin (K,) of each token
         self.angles = list(zip(self.cos[W:].unbind(0), self.sin[W:].unbind(0), strict=True))
-        self.bias = ()
+        self.bias = ()  # of each token of the current block
 
     def start_block(self, t: int) -> None:
-        """Prepare the biases of the block that starts with token t: 0 for slots that a token sees,
-        -inf for the others; (B, 1, W + n) for each of its n tokens."""
-        seen = window_mask(self.count + t, min(BLOCK, self.T - t), self.W).movedim(2, 0)
+        """Prepare the biases of the n tokens of the block that starts with token t, (B, 1, W + n)
+        each: 0 for the slots that a token sees, -inf for the others."""
+        n = min(BLOCK, self.T - t)
+        seen = window_mask(self.count + t, n, self.W).movedim(2, 0)  # (n, B, 1, W + n)
         bias = torch.zeros(seen.shape, dtype=self.wide, device=seen.device)
         self.bias = bias.masked_fill_(~seen, -math.inf).unbind(0)
 
     def group_of(self, t: int) -> tuple[int, int, int]:
-        """Return the first token of t's block, and the first and the last + 1 of its group."""
-        start = t - t % BLOCK
-        first = t - (t - start) % GROUP
-        return start, first, min(first + GROUP, start + BLOCK, self.T)
+        """Return the first token of t's block, the first token of t's group, and the end of the
+        group: its last token + 1."""
+        block = t - t % BLOCK
+        group = t - (t - block) % GROUP
+        return block, group, min(group + GROUP, block + BLOCK, self.T)
 
 
 @fused
@@ -77,102 +89,123 @@ def store(slots: tuple, k: Tensor, unrotated: Tensor, v: Tensor) -> None:
 
 @fused
 def probabilities(scores: Tensor, bias: Tensor) -> Tensor:
-    """Return the attention weights (N, M, S) of scores; bias (B, 1, S)."""
-    wide = scores.to(bias.dtype).view(bias.size(0), -1, scores.size(-1)) + bias
-    return F.softmax(wide, -1).to(scores.dtype).view(scores.shape)
+    """Return the attention weights of scores (N, M, S), in their dtype; bias (B, 1, S)."""
+    B, S = bias.size(0), bias.size(-1)
+    biased = scores.to(bias.dtype).view(B, -1, S) + bias  # (B, C M, S)
+    return F.softmax(biased, -1).to(scores.dtype).view(scores.shape)
 
 
 @fused
 def scores_backward(dp: Tensor, p: Tensor, wide: torch.dtype) -> Tensor:
-    """Return the gradient of the scores from that of their softmax p."""
+    """Return the gradient of the scores from the gradient dp of their softmax p, in p's dtype."""
     ds = torch._softmax_backward_data(dp.to(wide), p.to(wide), -1, wide)
     return ds.to(p.dtype)
 
 
 class Window:
-    """Keys and values of one layer in slots: the cache of layer.layer in training."""
+    """Keys and values of one layer in slots: the cache of layer.layer in training.
+
+    The backward visits tokens in descending order and adds to the gradients `dk` and `dv` of the
+    slots in place. It adds to the slots of a token's group of GROUP tokens at once, because the
+    tokens that come next need them complete, and to earlier slots by one product per group."""
 
     def __init__(self, slots: Slots, k: Tensor, v: Tensor):
         """k, v: carried entries (N, W, K), keys not rotated."""
-        self.slots, self.heads, self.t = slots, slots.heads, 0
-        (N, W, K), T = k.shape, slots.T
-        # later slots must be finite, hence zeros
+        N, W, K = k.shape
+        T = slots.T
+        self.slots = slots
+        self.heads = slots.heads
+        self.t = 0  # the next token
+        # slots that are not filled yet are read with weight 0, so they must be finite
         self.k, self.unrotated, self.v = (k.new_zeros(N, W + T, K) for _ in range(3))
-        self.unrotated[:, :W], self.v[:, :W] = k, v
         self.k[:, :W] = rotate(k, slots.cos[:W], slots.sin[:W])
+        self.unrotated[:, :W] = k
+        self.v[:, :W] = v
+        # the slots that a block reads, (N, W + n, K) each, and those that a token writes, (N, K)
         spans = [slice(t, W + min(t + BLOCK, T)) for t in range(0, T, BLOCK)]
         self.blocks = [(self.k[:, span], self.v[:, span]) for span in spans]
         buffers = (self.k, self.unrotated, self.v)
-        self.own = list(zip(*(x[:, W:].unbind(1) for x in buffers), strict=True))
-        # Of the backward: its latest token, the gradients of all slots, those of the own slots from
-        # later blocks of the chunk, and what is still to be added to slots before the group.
-        self.last, self.dk, self.dv = 0, None, None
-        self.later_grads, self.pending = None, []
+        self.tokens = list(zip(*(x[:, W:].unbind(1) for x in buffers), strict=True))
+        # state of the backward
+        self.last_backward = 0  # the token whose backward ran last
+        self.dk = self.dv = None  # gradients of the rotated keys and the values, (N, S, K)
+        self.later_grads = None  # of the new entries, keys not rotated, from later blocks (unroll)
+        self.pending = []  # a group's rows that are not yet added to the slots before the group
 
     def attend(self, q: Tensor, k: Tensor, unrotated: Tensor, v: Tensor) -> Tensor:
-        """Store the next token's key and value, (B, C, K) each, and attend its queries (B, C M, K)
-        -> (E, B, H K)."""
-        t, self.t = self.t, self.t + 1
+        """Store the next token's keys and values, (B, C, K) each, attend from its queries (B, C M,
+        K), and return the attended values (E, B, H K)."""
+        t = self.t
+        self.t += 1
         return WindowAttention.apply(self, t, q, k, unrotated, v)
 
     def start_backward(self, t: int) -> None:
-        """Begin token t's backward; the first token of a backward starts the gradients at zero."""
-        if t >= self.last:
-            slots, own = self.slots, slice(self.slots.W, None)
+        """Prepare the backward of token t. Tokens come in descending order, so a token that is not
+        smaller than the one before starts a new backward, and gradients start at zero."""
+        if t >= self.last_backward:
+            slots = self.slots
             self.dk, self.dv = torch.zeros(2, *self.k.shape, dtype=slots.wide, device=self.k.device)
             if self.later_grads is not None:
                 dk, dv = self.later_grads
-                self.dk[:, own] = rotate(dk, slots.cos[own], slots.sin[own])
-                self.dv[:, own] = dv
-        self.last = t
+                self.dk[:, slots.W :] = rotate(dk, slots.cos[slots.W :], slots.sin[slots.W :])
+                self.dv[:, slots.W :] = dv
+        self.last_backward = t
 
     def add(self, first: int, end: int, offset: int, rows: tuple) -> None:
-        """Add to the gradients of slots first .. end - 1. rows: queries (N, tokens * M, K),
-        attention weights and gradients of scores (of the slots from `offset` on), gradients of
-        attended values. A baddbmm_ into a slice would go through the batch one by one."""
+        """Add to the gradients of slots first .. end - 1.
+
+        rows: queries (N, tokens * M, K), attention weights and gradients of scores (N, tokens * M,
+        slots), whose first column is slot `offset`, and gradients of attended values (N, tokens *
+        M, K)."""
         q, p, ds, do = rows
         columns = slice(first - offset, end - offset)
+        # not baddbmm_, which would go through the batch of a slice one by one
         self.dk[:, first:end].add_(torch.bmm(ds[..., columns].mT, q))
         self.dv[:, first:end].add_(torch.bmm(p[..., columns].mT, do))
 
     def add_before_group(self, t: int, offset: int, rows: tuple) -> None:
-        """Add to the slots before the group that starts with token t. It begins at slot t, which no
-        token of the group sees and whose weights are zero, so that products are aligned."""
-        first = max(self.slots.first, t)
+        """Add the rows of the group that starts with token t to the slots before the group."""
+        # no token of the group sees slot t, so its weights are zero; a range of W slots keeps the
+        # products aligned
+        first = max(self.slots.first_with_grad, t)
         if first < self.slots.W + t:
             self.add(first, self.slots.W + t, offset, rows)
 
 
 class WindowAttention(torch.autograd.Function):
-    """Attention of token t over its window. q (B, C M, K); k, unrotated, v (B, C, K)."""
+    """Attention of token t to its window. q (B, C M, K); k, unrotated and v (B, C, K)."""
 
     @staticmethod
     def forward(ctx, window, t, q, k, unrotated, v):
-        store(window.own[t], k, unrotated, v)
-        keys, values = window.blocks[t // BLOCK]
+        store(window.tokens[t], k, unrotated, v)
+        keys, values = window.blocks[t // BLOCK]  # (N, W + n, K)
         q = q.reshape(len(keys), -1, keys.size(2))  # (N, M, K)
-        p = probabilities(torch.bmm(q, keys.mT), window.slots.bias[t % BLOCK])
+        p = probabilities(torch.bmm(q, keys.mT), window.slots.bias[t % BLOCK])  # (N, M, W + n)
         ctx.window, ctx.t = window, t
         ctx.save_for_backward(q, p)
         return to_experts(torch.bmm(p, values), window.heads)
 
     @staticmethod
     def backward(ctx, grad):
-        window, t, (q, p) = ctx.window, ctx.t, ctx.saved_tensors
-        slots, heads, (keys, values) = window.slots, window.heads, window.blocks[t // BLOCK]
+        window, t = ctx.window, ctx.t
+        slots, heads = window.slots, window.heads
+        q, p = ctx.saved_tensors
+        keys, values = window.blocks[t // BLOCK]
         window.start_backward(t)
         do = to_cache_heads(grad, heads)  # (N, M, K)
-        ds = scores_backward(torch.bmm(do, values.mT), p, slots.wide)  # (N, M, S)
-        start, first, end = slots.group_of(t)
+        ds = scores_backward(torch.bmm(do, values.mT), p, slots.wide)  # (N, M, W + n)
+        block, group, end = slots.group_of(t)
         rows = (q, p, ds, do)
-        window.add(slots.W + first, slots.W + end, start, rows)
+        window.add(slots.W + group, slots.W + end, block, rows)
         window.pending.append(rows)
-        if t == first:
-            group = tuple(torch.cat(x, 1) for x in zip(*window.pending, strict=True))
-            window.add_before_group(t, start, group)
+        if t == group:
+            rows = tuple(torch.cat(x, 1) for x in zip(*window.pending, strict=True))
+            window.add_before_group(t, block, rows)
             window.pending.clear()
         dq = torch.bmm(ds, keys).view(len(slots.count), -1, heads.K)
-        dk, dv = (x[:, slots.W + t].view(-1, heads.C, heads.K) for x in (window.dk, window.dv))
+        # complete: all tokens that see this slot have had their backward
+        dk = window.dk[:, slots.W + t].view(-1, heads.C, heads.K)
+        dv = window.dv[:, slots.W + t].view(-1, heads.C, heads.K)
         return None, None, dq, dk, None, dv
 
 
@@ -180,15 +213,17 @@ class WindowAttention(torch.autograd.Function):
 
 
 class Band(NamedTuple):
-    """What each new token sees of W cached and T new slots (window_mask), as flex_attention takes
-    it: blocks outside the window are skipped."""
+    """The mask of kernels.window_mask in the form that flex_attention takes: it skips blocks of
+    scores outside the window."""
 
-    blocks: BlockMask  # slots t + 1 .. t + W
+    blocks: BlockMask  # token t sees slots t + 1 .. t + W
     first: Tensor  # (B,): the first filled slot
 
 
 @functools.cache
 def band_blocks(T: int, W: int, device: torch.device) -> BlockMask:
+    """Return the blocks of a Band of T tokens over W cached and T new slots."""
+
     def seen(b, h, t, slot):
         return (slot > t) & (slot <= t + W)
 
@@ -196,7 +231,7 @@ def band_blocks(T: int, W: int, device: torch.device) -> BlockMask:
 
 
 def band_attention(q: Tensor, k: Tensor, v: Tensor, band: Band) -> Tensor:
-    """Sliding-window attention by a kernel that costs O(T W); compiled callers on a GPU only."""
+    """Attend in a sliding window at a cost of O(T W). Only for compiled callers on a GPU."""
 
     def filled(score, b, h, t, slot):
         return torch.where(slot >= band.first[b], score, -math.inf)
@@ -209,17 +244,18 @@ def band_attention(q: Tensor, k: Tensor, v: Tensor, band: Band) -> Tensor:
 
 @dataclass
 class Sequence:
-    """Keys and values of one layer over whole sequences: the cache of layer.layer in GPT."""
+    """Keys and values of one layer for whole sequences: the cache of layer.layer in GPT."""
 
     B: int
     T: int
     heads: Heads
     past: tuple[Tensor, Tensor] | None  # cached keys, rotated, and values (B, C, W, K)
     mask: Tensor | Band | None  # (B, 1, T, W + T) bool; None: causal
-    new: tuple = field(default=(None, None))  # this chunk's keys, not rotated, and values
+    new: tuple = (None, None)  # after `attend`: its keys, not rotated, and values (B, C, T, K)
 
     def attend(self, q: Tensor, k: Tensor, unrotated: Tensor, v: Tensor) -> Tensor:
-        """Attend queries (B T, C M, K) to keys and values (B T, C, K) -> (E, B T, H K)."""
+        """Attend from queries (B T, C M, K) to the cached and the new keys and values (B T, C, K),
+        and return the attended values (E, B T, H K)."""
         q, k, unrotated, v = (  # (B, heads, T, K)
             x.unflatten(0, (self.B, self.T)).transpose(1, 2) for x in (q, k, unrotated, v)
         )
@@ -232,9 +268,10 @@ class Sequence:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Band | None) -> Tensor:
-    """Causal (mask = None) or masked attention without scaling: q (B, A, T, K), k and v (B, C, S,
-    K), A / C query heads per key-value head -> (B, A, T, K)."""
-    (B, A, T, K), C = q.shape, k.size(1)
+    """Return attended values (B, A, T, K) of q (B, A, T, K), k and v (B, C, S, K), without scaling,
+    with A / C query heads per key-value head. mask = None is causal."""
+    B, A, T, K = q.shape
+    C = k.size(1)
     if isinstance(mask, Band):
         return band_attention(q, k, v, mask)
     sdpa = functools.partial(
@@ -256,26 +293,26 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Band | None) -> Te
     return (p @ v).view(B, A, T, K)
 
 
-# ---- Ring: a window over a stream without end --------------------------------------------------
+# ---- Ring: a window over a stream of any length ------------------------------------------------
 
 
 class Place:
-    """The position of B streams in their rings, which all layers share, on the device, so that a
-    CUDA graph can advance it.
+    """The position of B streams in their rings, which all layers share. It is on the device, so
+    that a CUDA graph can advance it.
 
-    Slot j's key is rotated by the angle of position j. With the newest entry in slot h, slots above
-    h hold entries older by a full turn: before slot 0 is written again, Ring.turn rotates all keys
-    back by W. A key lives for W steps, so no angle exceeds W, and a stream without end stays exact.
-    """
+    A new key in slot j is rotated by position j. Before slot 0 is written again, Decoder.step
+    rotates all keys back by W: the keys of the last turn then have positions -W .. -1. A key is
+    overwritten after W steps, so no angle exceeds W, and streams of any length stay exact."""
 
     def __init__(self, B: int, W: int, K: int, wide: torch.dtype, device: torch.device):
         self.W = W
-        # the newest entry's slot, not yet modulo W, then the number of entries of each stream
+        # [h, count of each stream]: the newest entry is in slot h % W
         self.place = torch.zeros(1 + B, dtype=torch.int64, device=device)
         self.head, self.count = self.place[:1], self.place[1:]
         like = torch.empty((), dtype=torch.float64, device=device)
         self.rope = torch.stack(rope_table(W + 1, K, like), 1).to(wide)  # (W + 1, 2, K)
         self.slot = torch.arange(W, device=device)
+        self.newest = self.bias = None  # of the current token: see `advance` below
         self.reset()
 
     def reset(self) -> None:
@@ -284,18 +321,19 @@ class Place:
         self.count.zero_()
 
     def advance(self) -> tuple[Tensor, Tensor]:
-        """Move on by one slot and return cos and sin (K,) of the new one."""
+        """Advance to the next slot and return its cos and sin (K,)."""
         self.newest, (cos, sin), self.bias = advance(self.place, self.rope)
         return cos, sin
 
 
 @fused
 def advance(place: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Advance `place` (1 + B,) in place. Return the newest slot (1,), its cos and sin (2, K), and
-    the bias (B, W) of all slots, -inf where a stream has no entry yet."""
+    """Add 1 to all of Place.place (1 + B,) in place. Return the newest slot (1,), its cos and sin
+    (2, K), and the bias (B, W) of all slots, -inf where a stream has no entry yet."""
     place.add_(1)
     head, slot = place[:1], torch.arange(len(rope) - 1, device=place.device)
-    missing = (head - slot) % len(slot) >= place[1:, None]  # older than the stream
+    age = (head - slot) % len(slot)
+    missing = age >= place[1:, None]
     bias = torch.where(missing, -math.inf, torch.zeros((), dtype=rope.dtype, device=place.device))
     newest = head % len(slot)
     return newest, rope.index_select(0, newest)[0], bias
@@ -311,10 +349,10 @@ class Ring:
     values: Tensor
 
     def attend(self, q: Tensor, k: Tensor, unrotated: Tensor, v: Tensor) -> Tensor:
-        """Store a token's key and value (B, C, K), and attend its queries (B, C M, K) -> (E, B,
-        H K)."""
-        p = self.place
-        return ring_attention(q, k, v, self.keys, self.values, p.newest, p.bias, self.heads)
+        """Store a token's keys and values (B, C, K), attend from its queries (B, C M, K), and
+        return the attended values (E, B, H K)."""
+        newest, bias = self.place.newest, self.place.bias
+        return ring_attention(q, k, v, self.keys, self.values, newest, bias, self.heads)
 
 
 @fused
@@ -328,7 +366,8 @@ def ring_attention(
     bias: Tensor,
     heads: Heads,
 ) -> Tensor:
-    """Attend a token's queries to a ring, into whose slot `newest` its key and value go first."""
+    """Store a token's keys and values in slot `newest` (1,) of a ring, attend from its queries, and
+    return the attended values; bias (B, W)."""
     N, W, K = keys.shape
     B = len(bias)
     keys.index_copy_(1, newest, k.reshape(N, 1, K))

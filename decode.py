@@ -1,9 +1,9 @@
-"""Decoding: B streams of a trained model in memory that never moves, token by token.
+"""Decoding: B streams of a trained model, token by token, in memory that never moves.
 
     for token in Decoder(model, B, temperature=0.8, top_k=200).generate(prompt, 500): ...
 
-A token runs through layer.layer, the training's own equations, with cache.Ring for keys and values.
-On a GPU the whole step, sampling included, is one CUDA graph from the fourth token on.
+A token runs through layer.layer, the same equations as in training, with cache.Ring for keys and
+values. On a GPU the whole step, sampling included, is one CUDA graph from the fourth token on.
 """
 
 import copy
@@ -34,22 +34,25 @@ def embed(ids: Tensor, embedding: Tensor) -> Tensor:
 
 
 def argmax(x: Tensor) -> Tensor:
-    """Return the largest entry's index of every row of x (B, V), in two steps: B rows alone would
-    leave most of a GPU idle."""
-    parts = x.view(len(x), math.gcd(x.size(1), 128), -1).max(-1)
-    best = parts.values.argmax(-1, keepdim=True)
-    return (parts.indices.gather(1, best) + best * (x.size(1) // parts.values.size(1))).squeeze(1)
+    """Return the index of the largest entry of each row of x (B, V), in two steps: reducing B rows
+    at once would leave most of a GPU idle."""
+    B, V = x.shape
+    n_parts = math.gcd(V, 128)
+    parts = x.view(B, n_parts, V // n_parts).max(-1)
+    best = parts.values.argmax(-1, keepdim=True)  # (B, 1), the part with the largest entry
+    index = best * (V // n_parts) + parts.indices.gather(1, best)
+    return index.squeeze(1)
 
 
 def sample(logits: Tensor, noise: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """Sample tokens (B,) from logits (B, V): the argmax of p / noise, with noise from Exp(1), is
-    distributed as p."""
+    """Sample tokens (B,) from logits (B, V), whose softmax is p: if the noise is from Exp(1), the
+    argmax of p / noise is distributed as p."""
     if 0 < top_k < logits.size(-1):
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
     logits = logits / temperature
     if top_p < 1:
         p, order = F.softmax(logits, -1).sort(descending=True)
-        beyond = p.cumsum(-1) - p >= top_p  # the likelier ones already have that share
+        beyond = p.cumsum(-1) - p >= top_p  # likelier tokens already add up to top_p
         logits = logits.masked_fill(beyond.scatter(-1, order, beyond), -math.inf)
     return argmax(logits - noise.log())
 
@@ -64,8 +67,8 @@ def finish(
     top_p: float,
     config: object,
 ) -> tuple[Tensor, Tensor]:
-    """Return logits (B, V) and the next tokens (B,) from the last layer's output s (B, D). noise =
-    None: the likeliest tokens."""
+    """Return logits (B, V) and the next tokens (B,) from the last layer's output s (B, D). Without
+    noise, the next tokens are the likeliest."""
     logits = softcap(F.linear(head_input(s, config).to(head.dtype), head).to(s.dtype))
     if noise is None:
         return logits, argmax(logits)
@@ -73,12 +76,12 @@ def finish(
 
 
 class Decoder:
-    """B streams of a model whose weights do not change. `logits` (B, V): those of the last step.
+    """B streams of a model whose weights do not change. `logits` (B, V) are those of the last step.
 
-    amp: torch.bfloat16, or torch.float32 for products in the model's own dtype; temperature 0 is
+    amp: torch.bfloat16, or torch.float32 for products in the model's dtype; temperature 0 is
     greedy; top_k = 0 and top_p = 1 keep every token; seed: an int, a torch.Generator, or None for
-    torch's own. kernels.fused.enabled decides whether pieces are compiled; lines: what was measured
-    of Triton forms."""
+    torch's default generator. Functions are compiled while kernels.fused.enabled. `lines` reports
+    what was measured of Triton forms."""
 
     @torch.no_grad()
     def __init__(
@@ -91,17 +94,25 @@ class Decoder:
         seed: int | torch.Generator | None = 0,
         top_p: float = 1.0,
     ):
-        c, device, wide = model.config, model.embedding.device, model.embedding.dtype
-        dtype = amp if amp == torch.bfloat16 else wide
-        self.model, self.amp, self.config, self.recurrent = model, amp, c, model.recurrent
-        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
+        c = model.config
+        device = model.embedding.device
+        wide = model.embedding.dtype  # of everything but matrix products
+        dtype = amp if amp == torch.bfloat16 else wide  # of matrix products
+        self.model = model
+        self.config = c
+        self.recurrent = model.recurrent
+        self.amp = amp
+        self.temperature = temperature
+        self.top_k = top_k
+        self.top_p = top_p
         self.generator = seed
         if isinstance(seed, int):
             self.generator = torch.Generator(device).manual_seed(seed)
-        self.weights = [one.weights(B, dtype) for one in model.layers]  # cast once
-        self.embedding, self.head = model.embedding.detach(), model.head.detach().to(dtype)
+        self.weights = [module.weights(B, dtype) for module in model.layers]  # cast once
+        self.embedding = model.embedding.detach()
+        self.head = model.head.detach().to(dtype)
         self.place = Place(B, c.window, c.head_dim, wide, device)
-        # keys, values (L, N, W, K); empty slots must be finite, hence zeros
+        # (L, N, W, K) each; empty slots are read with weight 0, so they must be finite
         shape = (2, c.n_layer, B * model.heads.C, c.window, c.head_dim)
         self.keys, self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.rings = [
@@ -112,49 +123,55 @@ class Decoder:
             self.s = model.init_state(B).s
         self.logits = torch.zeros(B, c.vocab_size, dtype=wide, device=device)
         self.token = torch.zeros(B, dtype=torch.int64, device=device)
-        self.steps, self.graphs = 0, {}  # steps since the last load; CUDA graphs
+        self.steps = 0  # since the last load
+        self.graphs = {}  # kernels.graphed
         self.forms, self.lines = frozenset(), []
         if device.type == 'cuda' and wide == torch.float32:
             with torch.cuda.device_of(self.token):
                 self.choose_forms()
 
     def choose_forms(self) -> None:
-        """Choose Triton forms (kernels.choose_forms) for these sizes; rings are left empty."""
+        """Choose Triton forms (kernels.choose_forms) for these sizes, and empty the rings."""
         self.forms, self.lines = choose_forms(FORMS, self.trial(), cuda_seconds)
         self.place.reset()
 
     def trial(self) -> Callable[[bool], list[Tensor]]:
-        """Return trial(exact) for kernels.choose_forms: one token on random weights, its window
-        full. Its results are the last layer's output and the new entries of the rings."""
+        """Return the function trial(exact) that kernels.choose_forms needs. It runs one token on
+        random weights and full windows, and returns the last layer's output and the new entries of
+        the rings. exact: in the wider dtype."""
         B, W, wide, dtype = len(self.token), self.place.W, self.logits.dtype, self.keys.dtype
         layers = randomize(copy.deepcopy(self.model.layers))
         random = torch.Generator().manual_seed(1)
-        keys, values = (
-            torch.randn(x.shape, generator=random).to(x.device) for x in (self.keys, self.values)
-        )
+        shape, device = self.keys.shape, self.keys.device
+        keys, values = torch.randn(2, *shape, generator=random).to(device)
         s, z = torch.randn(2, B, self.config.n_embd, generator=random).to(self.logits)
         inputs = {}
-        for exact, kind in ((True, wide), (False, dtype)):
-            pairs = zip(keys.to(kind), values.to(kind), strict=True)
-            rings = [Ring(self.place, self.model.heads, *pair) for pair in pairs]
-            inputs[exact] = [one.weights(B, kind) for one in layers], rings
+        for exact, product_dtype in ((True, wide), (False, dtype)):
+            weights = [module.weights(B, product_dtype) for module in layers]
+            pairs = zip(keys.to(product_dtype), values.to(product_dtype), strict=True)
+            rings = [Ring(self.place, self.model.heads, k, v) for k, v in pairs]
+            inputs[exact] = weights, rings
 
         @torch.no_grad()
         def trial(exact):
             weights, rings = inputs[exact]
-            self.place.head.fill_(W + W // 2)
+            self.place.head.fill_(W + W // 2)  # in the middle of a ring
             self.place.count.fill_(2 * W)
             out = self.run_layers(weights, s, z, rings)
-            new = [x[:, (W // 2 + 1) % W] for ring in rings for x in (ring.keys, ring.values)]
+            slot = (W // 2 + 1) % W
+            new = [x[:, slot] for ring in rings for x in (ring.keys, ring.values)]
             return [out, *(x.clone() for x in new)]
 
         return trial
 
     @torch.no_grad()
     def load(self, state: State) -> None:
-        """Continue from a state of the model for B streams; the next step needs a token."""
-        place, (cos, sin) = self.place, self.place.rope[:-1].unbind(1)
-        self.keys.copy_(rotate(state.k, cos, sin).view(self.keys.shape))  # the newest in slot W - 1
+        """Continue from a state of the model for B streams. The next call of `step` must pass a
+        token."""
+        place = self.place
+        cos, sin = place.rope[:-1].unbind(1)  # (W, K) each
+        # oldest entry in slot 0, newest in slot W - 1
+        self.keys.copy_(rotate(state.k, cos, sin).view(self.keys.shape))
         self.values.copy_(state.v.reshape(self.values.shape))
         self.s.copy_(state.s)
         place.count.copy_(state.count)
@@ -166,8 +183,8 @@ class Decoder:
         """Return a copy of the model's state: keys not rotated, oldest first."""
         place, W = self.place, self.place.W
         head = place.head % W
-        order = (head + 1 + place.slot) % W
-        position = place.slot - W * (place.slot > head)  # negative: written a turn ago
+        order = (head + 1 + place.slot) % W  # slots from the oldest to the newest entry
+        position = place.slot - W * (place.slot > head)  # negative for entries of the last turn
         cos, sin = place.rope[position.abs()].unbind(1)
         k = rotate(self.keys, cos, -sin * position.sign()[:, None]).to(self.keys.dtype)
         shape = (len(self.rings), len(self.token), -1, W, self.config.head_dim)
@@ -175,7 +192,8 @@ class Decoder:
         return State(self.s.clone(), k, v, place.count.clamp(max=W))
 
     def run_layers(self, weights: list, s: Tensor, z: Tensor, rings: list[Ring]) -> Tensor:
-        """Run one token through all layers: s, z (B, D) -> the last layer's output."""
+        """Run one token per stream through all layers from s and z, (B, D) each; return the last
+        layer's output (B, D)."""
         cos, sin = self.place.advance()
         if self.recurrent:
             return step(weights, s, z, cos, sin, rings, self.config)
@@ -187,15 +205,15 @@ class Decoder:
         """Run one token per stream on the device alone, so that a CUDA graph can hold it."""
         with using(self.forms):
             z = embed(self.token, self.embedding)
-            # a copy of z, or torch.compile would trace GPT's first layer separately
-            s = self.run_layers(
-                self.weights, self.s if self.recurrent else z.clone(), z, self.rings
-            )
+            # GPT: a copy of z, or torch.compile would trace the first layer separately
+            s = self.s if self.recurrent else z.clone()
+            s = self.run_layers(self.weights, s, z, self.rings)
             noise = None
             if self.temperature:
                 noise = torch.empty_like(self.logits).exponential_(generator=self.generator)
-            how = (self.temperature, self.top_k, self.top_p)
-            logits, token = finish(s, self.head, noise, *how, self.config)
+            logits, token = finish(
+                s, self.head, noise, self.temperature, self.top_k, self.top_p, self.config
+            )
         if self.recurrent:
             self.s.copy_(s)
         self.logits.copy_(logits)
@@ -203,11 +221,11 @@ class Decoder:
 
     @torch.no_grad()
     def step(self, token: Tensor | None = None) -> Tensor:
-        """Feed token (B,), by default the last one sampled, and sample the next: (B,), always in
-        the same memory."""
+        """Feed `token` (B,), by default the one sampled last, and return the next sample (B,), a
+        tensor that the next step overwrites."""
         if token is not None:
             self.token.copy_(token)
-        if self.steps % self.place.W == 0:  # a full turn, outside the graph: all keys back by W
+        if self.steps % self.place.W == 0:  # slot 0 is next: keys rotate back by W (cache.Place)
             cos, sin = self.place.rope[-1]
             self.keys.copy_(rotate(self.keys, cos, -sin))
         self.steps += 1
@@ -220,13 +238,14 @@ class Decoder:
 
     @torch.no_grad()
     def prefill(self, idx: Tensor, state: State | None = None) -> State:
-        """Read tokens idx (B, T), block_size at a time, after a state, by default the initial one;
-        continue from the state after them, and return it."""
-        due, n = every(), self.model.config.block_size
+        """Read tokens idx (B, T), block_size at a time, from a state, by default the initial one.
+        Load the state after them into the decoder, and return it."""
+        due = every()  # for progress lines
+        n = self.model.config.block_size
         with torch.autocast(idx.device.type, torch.bfloat16, enabled=self.amp == torch.bfloat16):
             state = self.model.init_state(len(idx)) if state is None else state
             for t in range(0, idx.size(1), n):
-                state = self.model.core(idx[:, t : t + n], state)[1]
+                _, state = self.model.core(idx[:, t : t + n], state)
                 if due():
                     print(f'    {t + n:,} of {idx.size(1):,} prompt tokens', file=sys.stderr)
         self.load(state)
@@ -235,10 +254,12 @@ class Decoder:
     def generate(
         self, idx: Tensor, max_new_tokens: int, state: State | None = None
     ) -> Iterator[Tensor]:
-        """Continue prompts idx (B, T >= 1), after a state, by default the initial one: yield (B,)
-        tokens, without end if max_new_tokens < 0."""
-        if max_new_tokens:
-            self.prefill(idx[:, :-1], state)
-            yield self.step(idx[:, -1]).clone()
-        for _ in itertools.count() if max_new_tokens < 0 else range(max_new_tokens - 1):
+        """Continue prompts idx (B, T >= 1) from a state, by default the initial one. Yields tokens
+        (B,), max_new_tokens times, or without end if that is negative."""
+        if max_new_tokens == 0:
+            return
+        self.prefill(idx[:, :-1], state)
+        yield self.step(idx[:, -1]).clone()
+        remaining = itertools.count() if max_new_tokens < 0 else range(max_new_tokens - 1)
+        for _ in remaining:
             yield self.step().clone()

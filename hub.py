@@ -31,9 +31,9 @@ except ImportError:
 CARD = 'README.md'
 PAPER = 'https://arxiv.org/abs/2609.12531'
 ROOT = os.path.dirname(os.path.abspath(__file__))
-# what huggingface_hub and `datasets` raise; RuntimeError: hf-xet, which transfers large files
+# what huggingface_hub and `datasets` raise; RuntimeError comes from hf-xet, which transfers files
 HUB_ERRORS = (OSError, ValueError, RuntimeError, HTTPError, EntryNotFoundError)
-# of these, what an interrupted connection raises; LocalEntryNotFoundError: no copy in the cache
+# those that an interrupted connection raises (LocalEntryNotFoundError: and no copy in the cache)
 NETWORK_ERRORS = (
     ConnectionError,
     TimeoutError,
@@ -41,7 +41,7 @@ NETWORK_ERRORS = (
     HTTPError,
     LocalEntryNotFoundError,
 )
-HUB_TRIES = 5  # of a download; the pauses between them are 15 s in all
+HUB_TRIES = 5  # per download; the pauses between them add up to 15 s
 MODEL_CARD = """---
 {{ card_data }}
 ---
@@ -82,7 +82,7 @@ In the folder of the code, with FOLDER a copy of these files, or their name on t
 
 
 def is_network_error(error: Exception) -> bool:
-    """Return whether a download that failed with `error` may succeed when it is tried again."""
+    """Return whether a download that failed with `error` may succeed if it is tried again."""
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return False
     if (response := getattr(error, 'response', None)) is not None:
@@ -91,7 +91,7 @@ def is_network_error(error: Exception) -> bool:
 
 
 def wait_to_retry(error: Exception, failures: int) -> None:
-    """Report a network error and sleep: 1 s after the first failure in a row, twice as long after
+    """Print a network error and sleep: 1 s after the first failure in a row, twice as long after
     each further one, at most 60 s."""
     seconds = min(60, 2 ** (failures - 1))
     print(f'network error: {first_line(error)}: next try in {seconds} s', flush=True)
@@ -117,8 +117,10 @@ def call_hub(function: str, repo: str, *names: str, **options: object) -> object
 def pin_revision(
     meta: dict, folder: Path, repo: str, repo_type: str = 'dataset', revision: str = 'main'
 ) -> str:
-    """Return the commit of a repository on the Hub that this folder's files come from: the one that
-    meta['revision'] names or, the first time, what `revision` is now; meta.json then keeps it."""
+    """Return the commit of a repository on the Hub from which this folder is downloaded.
+
+    That is meta['revision'] or, the first time, the commit that `revision` is now; it is then
+    written to meta and to the folder's meta.json, so that later downloads take the same commit."""
     if not meta.get('revision'):
         found = call_hub('repo_info', repo, revision=revision, repo_type=repo_type)
         meta['revision'] = found.sha
@@ -139,8 +141,8 @@ def read_text(path: str) -> str:
 
 
 def training_command(script: str, settings: dict) -> str:
-    """Return the command line that trains with these settings: those that differ from the script's
-    defaults, and neither its folders nor what only reports."""
+    """Return the command line that trains with these settings. It names those that differ from the
+    script's defaults, but not the output folder, nor those that do not change what is trained."""
     defaults = read_script(os.path.join(ROOT, script))[0]
     left_out = ('out_dir', 'resume', 'overwrite', 'eval_only', 'plot', 'tensorboard', 'wandb')
     flags = [
@@ -158,24 +160,24 @@ class PublishedModel(
     model_card_template=MODEL_CARD,
     tags=['recurrence', 'parallel-experts'],
 ):
-    """Give a model `from_pretrained`, `save_pretrained` and `push_to_hub`.
+    """A base class with `from_pretrained`, `save_pretrained` and `push_to_hub`.
 
     A subclass defines KIND, a key that only its config.json has; `build(about)`, which returns a
-    model, on the device 'meta' if it likes, for the entries of a config.json; `entries()`, which
-    returns those that rebuild the model; and `describe(about)`, the fields of its model card.
-    """
+    model, possibly on the device 'meta', for the entries of a config.json; `entries()`, which
+    returns the entries that rebuild the model; and `describe(about)`, which returns the fields of
+    its model card."""
 
     KIND: str
-    DERIVED: tuple[str, ...] = ()  # further files of a model's folder, invalid after a new save
+    DERIVED: tuple[str, ...] = ()  # files made from a saved model, removed when another is saved
     about: dict = {}  # the entries of config.json with which the model was loaded
 
     @classmethod
     def from_pretrained(cls, name: Path, *, device: str = 'cpu', **options: object) -> Self:
         """Return the model that a folder or a repository of the Hub holds, in fp32 and in
-        evaluation mode. `options` go to huggingface_hub.snapshot_download, such as revision.
+        evaluation mode. `options`, such as revision, go to huggingface_hub.snapshot_download.
 
-        Raises CheckpointError, naming the file, if one is missing or damaged, if the weights do not
-        fit, or if the model is of another class.
+        Raises CheckpointError, which names the file, if one is missing or damaged, if the weights
+        do not fit, or if the model is of another class; Mistake if a download fails.
         """
         folder = str(name)
         if not os.path.isdir(folder):
@@ -208,10 +210,10 @@ class PublishedModel(
         **options: object,
     ) -> str | None:
         """Write model.safetensors, config.json and README.md into a folder, in place of an earlier
-        model of this kind; with push_to_hub=True, onto the Hub too.
+        model of this kind; with push_to_hub=True, push them to the Hub as well.
 
-        config: further entries of config.json, such as 'tokenizer', 'step' and 'command'; those
-        with which the model was loaded stay. Ends the script if the folder holds anything else.
+        config: further entries of config.json, such as 'tokenizer', 'step' and 'command', added to
+        those with which the model was loaded. Ends the script if the folder holds other files.
         """
         about = self.about | self.entries() | (config or {})
         path = common.start_export(save_directory, self.KIND, CARD, *self.DERIVED)

@@ -1,4 +1,4 @@
-"""Fused batched-expert operations below the models: linears, RMSNorm, RoPE, head and loss, compiled
+"""Operations that the models are built from: linears, RMSNorm, RoPE, head and loss; compiled
 functions, CUDA graphs, and the choice between a function and its Triton form (triton_kernels.py).
 
 Matrix products are computed in `dtype` (bfloat16 under autocast); states, norms, softmax and sums
@@ -23,11 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-EPS = 1e-6  # of every RMSNorm and of the denominators of routed aggregations
+EPS = 1e-6  # in every RMSNorm and in the denominators of routed aggregations
 ROPE_BASE = 10000.0
 SOFTCAP = 15.0  # logits are SOFTCAP * tanh(x / SOFTCAP), in fp32
-# Head and loss run in slices of rows. Logits per slice: 64 MiB in fp32 on a CPU, 512 MiB in bf16 on
-# a GPU.
+# Logits in memory at a time, because head and loss run in slices of rows: 64 MiB in fp32 on a CPU,
+# 512 MiB in bf16 on a GPU.
 LOGITS_PER_SLICE = {'cpu': 2**24, 'cuda': 2**28}
 
 
@@ -40,9 +40,9 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def bf16_is_fast(device: str | torch.device) -> bool:
     """Return whether the device multiplies matrices in bfloat16 faster than in float32.
 
-    A CPU does with AMX or AVX512-BF16 instructions; others emulate bfloat16, up to 40 times slower
-    than float32. ATEN_CPU_CAPABILITY=avx2 in the environment, torch's switch that turns AVX-512
-    off, counts as a CPU without them. Everything that picks bfloat16 by itself asks here."""
+    CPUs with AMX or AVX512-BF16 instructions do; others emulate bfloat16, up to 40 times slower
+    than float32. With ATEN_CPU_CAPABILITY=avx2 in the environment, torch's switch that turns
+    AVX-512 off, a CPU counts as one without them."""
     if torch.device(device).type == 'cuda':
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if torch.backends.cpu.get_cpu_capability() in ('DEFAULT', 'NO AVX', 'AVX2'):
@@ -55,8 +55,8 @@ def bf16_is_fast(device: str | torch.device) -> bool:
 
 @functools.cache
 def compiled(f: Callable, pdl: bool = False) -> Callable:
-    """Compile f once per process, for every set of shapes that it meets. pdl: launch its kernels by
-    programmatic dependent launch, so that a kernel starts while the one before it drains."""
+    """Return f compiled, separately for each set of shapes that it is called with. pdl: kernels use
+    programmatic dependent launch, by which a kernel starts while the one before it drains."""
     if capability := os.environ.get('ATEN_CPU_CAPABILITY'):
         # Inductor's cache would hand kernels for AVX-512 to a process limited to AVX2, which
         # compute NaN or crash. So a limited process has a cache of its own.
@@ -68,8 +68,9 @@ def compiled(f: Callable, pdl: bool = False) -> Callable:
 
 
 def fused(f: Callable) -> Callable:
-    """Decorate a function of tensors: it is compiled (one kernel each way) while `fused.enabled`,
-    and called unchanged otherwise. This is the only switch for compilation."""
+    """Decorate a function of tensors: while `fused.enabled`, calls run it compiled, as about one
+    kernel in the forward and one in the backward; otherwise unchanged. This is the only switch for
+    compilation."""
 
     @functools.wraps(f)
     def call(*args):
@@ -84,9 +85,9 @@ fused.enabled = False
 
 
 def may_run_uncompiled(error: Exception) -> bool:
-    """Return whether what raised this error in compiled functions may work without compilation: the
-    compiler is missing or fails, or a compiled kernel cannot be launched. Out of memory does not
-    count."""
+    """Return whether code that raised this error may work without compilation, because the compiler
+    is missing or fails, or a compiled kernel cannot be launched. False if memory ran out, or if
+    nothing is compiled."""
     if not fused.enabled or isinstance(error, torch.OutOfMemoryError):
         return False
     kinds = (torch._dynamo.exc.TorchDynamoException, RuntimeError)
@@ -94,23 +95,25 @@ def may_run_uncompiled(error: Exception) -> bool:
 
 
 # ---- Triton forms ------------------------------------------------------------------------------
-# A function decorated with @has_triton_form may be replaced by a drop-in of triton_kernels.py. The
-# drop-in runs only where it is enabled (`using`), where it suits the arguments, and while the
-# source of every function that it replaces is the one it was written for. `choose_forms` picks
-# those that agree in values and gradients, and are faster.
+# A function decorated with @has_triton_form may be replaced by its Triton form, a function of the
+# same arguments in triton_kernels.py. The form runs only where it is enabled (`using`), where it
+# suits the arguments, and while the source of every function that it replaces is the one it was
+# written for. `choose_forms` picks forms that agree in values and gradients, and are faster.
 
 
 class Form:
-    """The Triton form that may stand in for a function."""
+    """The Triton form of one function."""
 
-    triton: Callable | None = None
+    triton: Callable | None = None  # None: cannot be used, because of `problem`
     suits: Callable | None = None
     problem = 'not registered'
 
     def register(self, triton: Callable, suits: Callable, replaces: tuple, source: str) -> None:
-        """triton: the drop-in; suits(*args): whether it can run on these arguments; replaces: all
-        functions whose work it does; source: source_hash(replaces) of the ones it was written for.
-        If the source has changed, the form stays unused."""
+        """Set the form, unless the source of a function that it replaces has changed.
+
+        triton: called instead of the function; suits(*args): whether it can run on these arguments;
+        replaces: all functions whose work it does; source: source_hash(replaces) when it was
+        written."""
         if source_hash(replaces) == source:
             self.triton, self.suits = triton, suits
         else:
@@ -122,7 +125,7 @@ _enabled: list[frozenset] = [frozenset()]
 
 
 def has_triton_form(name: str) -> Callable:
-    """Decorate a function for which triton_kernels.py may register a drop-in."""
+    """Decorate a function for which triton_kernels.py may register a form of this name."""
 
     def decorate(function):
         form = forms[name] = Form()
@@ -146,6 +149,7 @@ def source_hash(functions: tuple) -> str:
 
 
 def enabled_forms() -> frozenset:
+    """Return the names that the innermost `using` has enabled."""
     return _enabled[-1]
 
 
@@ -171,8 +175,8 @@ def triton_module() -> ModuleType | None:
 
 
 def errors(found: list, exact: list) -> list[float]:
-    """Return the relative differences of two lists of tensors, NaN where one has a NaN. Tensors
-    that are zero but for rounding count relative to the largest of all."""
+    """Return the relative error of each tensor of `found`, NaN where it has a NaN. A tensor whose
+    exact norm is less than 1e-5 of the largest, zero but for rounding, is measured by that."""
     least = 1e-5 * max(b.double().norm().item() for b in exact)
     return [
         (a.double() - b.double()).norm().item() / max(b.double().norm().item(), least)
@@ -183,32 +187,36 @@ def errors(found: list, exact: list) -> list[float]:
 def choose_forms(names: list, trial: Callable, seconds: Callable) -> tuple[frozenset, list[str]]:
     """Return the names of the Triton forms to use, and a line about each.
 
-    trial(exact): run once, on random inputs and parameters, and return outputs and all gradients;
-    exact: in higher precision, to judge by. A form agrees if each of its results is at most three
-    times as far from the exact ones as the function's own (plus a thousandth). seconds(run): the
-    time of run(). Forms are tried in turn, each beside those chosen before it; any exception in a
-    trial means that the form is not used."""
+    trial(exact) runs once on random inputs and parameters and returns outputs and all gradients;
+    exact = True: in higher precision, as the standard. seconds(run) returns the time of run(). A
+    form agrees if the error of each result is at most three times that without forms, plus 0.001.
+    Forms are tried in turn, each together with those chosen before it. A form whose trial raises an
+    exception is not used."""
     chosen, lines = frozenset(), []
     if triton_module() is None:
         return chosen, ['Triton is not installed: its forms are not used']
-    exact, own, fastest = trial(True), None, None
+    exact = trial(True)
+    plain_errors = None  # without any form; measured once a form can be tried
     for name in names:
         if name in forms and forms[name].triton is None:
             lines.append(f'{name}: Triton form not used: {forms[name].problem}')
             continue
-        if own is None:
-            own, fastest = errors(trial(False), exact), seconds(lambda: trial(False))
+        if plain_errors is None:
+            plain_errors = errors(trial(False), exact)
+            fastest = seconds(lambda: trial(False))
         try:
             with using(chosen | {name}):
-                found, time = errors(trial(False), exact), seconds(lambda: trial(False))
+                form_errors = errors(trial(False), exact)
+                time = seconds(lambda: trial(False))
         except Exception as error:  # noqa: BLE001  a form must never end a run
             reason = str(error).splitlines()[:1]
             lines.append(f'{name}: Triton form not used: {type(error).__name__}: {"".join(reason)}')
             continue
-        agrees = all(a <= 3 * b + 1e-3 for a, b in zip(found, own, strict=True))
+        pairs = zip(form_errors, plain_errors, strict=True)
+        agrees = all(form <= 3 * plain + 1e-3 for form, plain in pairs)
         used = agrees and time < fastest
         speed = f'{1e6 * time:.0f} us, without it {1e6 * fastest:.0f} us'
-        error = f'largest error {max(found):.2%}, without it {max(own):.2%}'
+        error = f'largest error {max(form_errors):.2%}, without it {max(plain_errors):.2%}'
         lines.append(f'{name}: Triton form {"used" if used else "not used"}: {speed}; {error}')
         if used:
             chosen, fastest = chosen | {name}, time
@@ -216,8 +224,8 @@ def choose_forms(names: list, trial: Callable, seconds: Callable) -> tuple[froze
 
 
 def cuda_seconds(run: Callable[[], object]) -> float:
-    """Return the device time of run(), replayed as a CUDA graph, so that launches from Python do
-    not count, as they do not in training."""
+    """Return the device time of run(), replayed as a CUDA graph: launches from Python then do not
+    count, as in training."""
     import triton.testing
 
     return triton.testing.do_bench_cudagraph(run, rep=20) / 1e3
@@ -227,7 +235,7 @@ def cuda_seconds(run: Callable[[], object]) -> float:
 
 
 class RMSNorm(torch.autograd.Function):
-    """RMSNorm with a closed-form backward; eager autograd would take a dozen passes over x."""
+    """RMSNorm with a closed-form backward, for a CPU; autograd would take a dozen passes over x."""
 
     @staticmethod
     def forward(ctx, x):
@@ -270,7 +278,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Heads(NamedTuple):
-    """Layout of attention heads in a layer."""
+    """Layout of the attention heads of a layer."""
 
     E: int  # experts
     G: int  # key-value heads per expert
@@ -290,7 +298,7 @@ class Heads(NamedTuple):
 
 
 def to_experts(x: Tensor, heads: Heads) -> Tensor:
-    """Rearrange attended values (B*C, M, K) into rows per expert (E, B, H*K); possibly a view."""
+    """Rearrange attended values (B*C, M, K) into rows per expert, (E, B, H*K); possibly a view."""
     E, G, R, K, shared = heads
     if shared:
         return x.reshape(-1, G, E, R, K).permute(2, 0, 1, 3, 4).flatten(2)
@@ -298,15 +306,16 @@ def to_experts(x: Tensor, heads: Heads) -> Tensor:
 
 
 def to_cache_heads(x: Tensor, heads: Heads) -> Tensor:
-    """Invert to_experts: (E, B, H*K) -> (B*C, M, K)."""
+    """Rearrange rows per expert (E, B, H*K) into (B*C, M, K): the inverse of to_experts."""
     x = x.unflatten(2, (heads.G, heads.R, heads.K))  # (E, B, G, R, K)
     x = x.permute(1, 2, 0, 3, 4) if heads.shared else x.transpose(0, 1)
     return x.reshape(-1, heads.M, heads.K)
 
 
 def window_mask(count: Tensor, T: int, W: int) -> Tensor:
-    """Return which of the W cached and T new slots each new token sees, (B, 1, T, W + T) bool:
-    token t sees slots t + 1 .. t + W, as far as they are filled (count (B,) of the W are)."""
+    """Return which of W cached and T new slots each new token sees, (B, 1, T, W + T) bool: token t
+    sees the filled ones of slots t + 1 .. t + W. Of the cached slots, the last `count` (B,) are
+    filled."""
     slot = torch.arange(W + T, device=count.device)
     t = torch.arange(T, device=count.device)[:, None]
     band = (slot > t) & (slot <= t + W)  # (T, W + T)
@@ -317,20 +326,20 @@ def window_mask(count: Tensor, T: int, W: int) -> Tensor:
 
 
 def gate_weights(gates: Tensor, aggregation: str) -> Tensor:
-    """Return the coefficients (..., E) of the experts' outputs in a routed aggregation."""
+    """Return the coefficients (..., E) of the experts' outputs in a routed aggregation. Raises
+    ValueError for an unknown name."""
     if aggregation == 'softmax_mean':
         return gates / (gates.sum(-1, keepdim=True) + EPS)
     if aggregation == 'softmax_l2':
         return gates / (gates.square().sum(-1, keepdim=True) + EPS).sqrt()
-    raise ValueError(f'aggregation = {aggregation!r}: not known')
+    raise ValueError(f'aggregation = {aggregation!r}: unknown')
 
 
 # ---- linears -----------------------------------------------------------------------------------
 
 
 def linear(x: Tensor, w: Tensor) -> Tensor:
-    """Multiply x (N, in) by w (out, in) transposed -> (N, out); or stacks of both: (E, N, in) by
-    (E, out, in) -> (E, N, out). x (N, in) with a stacked w is read by all E."""
+    """Return x @ w^T: (N, out) for x (N, in) and w (out, in), or (E, N, out) for stacks of E."""
     if w.dim() == 2:
         return F.linear(x, w)
     if w.size(0) == 1:  # bmm would copy, and indexing would make a full-size zero gradient
@@ -341,8 +350,8 @@ def linear(x: Tensor, w: Tensor) -> Tensor:
 
 
 class Linear:
-    """y = x W^T without bias, batched over experts where W is (E, out, in). Autograd makes the
-    gradient of W at every call; unroll.DeferredLinear makes it once for all calls."""
+    """y = x W^T without bias, batched over experts where W is (E, out, in). Autograd computes a
+    gradient of W for every call; unroll.DeferredLinear computes one for many calls."""
 
     def __init__(self, weight: Tensor, dtype: torch.dtype):
         """weight: (out, in) or (E, out, in); dtype: of the product."""
@@ -354,8 +363,10 @@ class Linear:
 
 
 def matmul_into(a: Tensor, b: Tensor, wide: torch.dtype, total: Tensor | None = None) -> Tensor:
-    """Return a @ b (matrices or stacks of them) in the dtype `wide`; with `total`, add it to that
-    in place. On a GPU the fp32 accumulator is kept; elsewhere bf16 products are rounded first."""
+    """Return the product a @ b of matrices, or of stacks of them, in the dtype `wide`. If there is
+    a `total` of that dtype, add the product to it in place and return it.
+
+    On a GPU, products of bf16 matrices stay in fp32; elsewhere they are rounded to bf16 first."""
     stacked = a.dim() == 3
     if a.is_cuda and a.dtype != wide:
         if total is None:
@@ -380,13 +391,14 @@ class Loss(NamedTuple):
 
 
 def softcap(x: Tensor) -> Tensor:
+    """Return x squeezed into (-SOFTCAP, SOFTCAP)."""
     return SOFTCAP * torch.tanh(x / SOFTCAP)
 
 
 @fused
 def losses(logits: Tensor, targets: Tensor, config: object) -> tuple[Tensor, Tensor]:
-    """Return the training objective and the cross-entropy of logits (N, V) before the soft-cap and
-    targets (N,), summed over rows, in nats. config: the model's, for settings of the objective."""
+    """Return the training objective and the cross-entropy, summed over rows, in nats. logits (N, V)
+    are not yet soft-capped; targets (N,); config: the model's, for settings of the objective."""
     scores = softcap(logits.to(torch.promote_types(logits.dtype, torch.float32)))
     cross_entropy = F.cross_entropy(scores, targets, reduction='sum')
     objective = cross_entropy  # terms that only training sees, such as a z-loss, are added here
@@ -397,7 +409,7 @@ def losses(logits: Tensor, targets: Tensor, config: object) -> tuple[Tensor, Ten
 def slice_loss(
     logits: Tensor, targets: Tensor, scale: float, config: object
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return objective and cross-entropy, summed over rows, and `scale` times the gradient of the
+    """Return objective and cross-entropy as `losses`, and `scale` times the gradient of the
     objective with respect to the logits, in their dtype."""
     with torch.enable_grad():
         logits = logits.detach().requires_grad_()
@@ -407,30 +419,32 @@ def slice_loss(
 
 
 def rows_per_slice(N: int, V: int, device: str) -> int:
-    """Return how many of N rows have their logits in memory at a time; device: 'cpu' or 'cuda'."""
-    least = -(-N * V // LOGITS_PER_SLICE[device])  # slices
+    """Return the number of rows per slice of N rows; device: 'cpu' or 'cuda'."""
+    least = math.ceil(N * V / LOGITS_PER_SLICE[device])  # slices
     # prefer slices of equal size: a shorter last one would be compiled separately
     slices = next((n for n in range(least, 2 * least) if N % n == 0), least)
-    return -(-N // slices)
+    return math.ceil(N / slices)
 
 
 class HeadLoss(torch.autograd.Function):
-    """Head and mean loss in slices of rows, so that few logits exist at a time. The forward makes
-    the gradients."""
+    """Head and mean losses in slices of rows, so that few logits exist at a time. The forward
+    computes the gradients, while it has the logits."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, dtype, config):
-        N, rows = len(x), rows_per_slice(len(x), len(weight), x.device.type)
+        N = len(x)
+        rows = rows_per_slice(N, len(weight), x.device.type)
         w = weight.to(dtype)
         objective, cross_entropy = torch.zeros(2, dtype=x.dtype, device=x.device).unbind()
         dx, dw = torch.empty_like(x), torch.zeros_like(weight)
         for i in range(0, N, rows):
-            x_i = x[i : i + rows].to(dtype)
-            part, reported, d = slice_loss(x_i @ w.t(), targets[i : i + rows], 1 / N, config)
-            objective += part
-            cross_entropy += reported
-            dx[i : i + rows] = d @ w
-            matmul_into(d.t(), x_i, dw.dtype, dw)
+            x_i, targets_i = x[i : i + rows].to(dtype), targets[i : i + rows]
+            logits = x_i @ w.t()
+            objective_i, cross_entropy_i, dlogits = slice_loss(logits, targets_i, 1 / N, config)
+            objective += objective_i
+            cross_entropy += cross_entropy_i
+            dx[i : i + rows] = dlogits @ w
+            matmul_into(dlogits.t(), x_i, dw.dtype, total=dw)
         ctx.save_for_backward(dx, dw)
         cross_entropy = cross_entropy / N
         ctx.mark_non_differentiable(cross_entropy)
@@ -443,16 +457,19 @@ class HeadLoss(torch.autograd.Function):
 
 
 def head_loss(x: Tensor, weight: Tensor, targets: Tensor, config: object) -> Loss:
-    """Return the mean losses of x @ weight.T against targets. x (N, D), weight (V, D), targets (N,)
-    int64. Without gradients both are the cross-entropy."""
-    dtype, N = compute_dtype(x), len(x)
+    """Return the mean losses of the logits x @ weight^T. x (N, D), weight (V, D), targets (N,)
+    int64. Where no gradient is wanted, both losses are the cross-entropy."""
+    N = len(x)
+    dtype = compute_dtype(x)
     with torch.autocast(x.device.type, enabled=False):
         if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
             return Loss(*HeadLoss.apply(x, weight, targets, dtype, config))
-        w, rows = weight.to(dtype), rows_per_slice(N, len(weight), x.device.type)
+        w = weight.to(dtype)
+        rows = rows_per_slice(N, len(weight), x.device.type)
         total = torch.zeros((), dtype=x.dtype, device=x.device)
         for x_i, targets_i in zip(x.split(rows), targets.split(rows), strict=True):
-            total += losses(x_i.to(dtype) @ w.t(), targets_i, config)[1]
+            _, cross_entropy = losses(x_i.to(dtype) @ w.t(), targets_i, config)
+            total += cross_entropy
         return Loss(total / N, total / N)
 
 
@@ -466,23 +483,24 @@ def graphed(
     *args: object,
     generator: torch.Generator | None = None,
 ) -> object:
-    """Call function(*args) as a CUDA graph.
+    """Call function(*args) as a CUDA graph; with graphs = None, just call it.
 
-    The first three calls run eagerly; the fourth is captured, and it and all later calls replay the
+    The first three calls run eagerly. The fourth is captured, and it and all later calls replay the
     graph: arguments are read from, and results lie in, the same memory every time. If the capture
     fails, one line says why, and all calls run eagerly.
 
-    graphs: where they are kept, by name; graphs of one dict share memory and must be called in the
-    same order again and again, so that one may read another's activations. generator: what function
-    draws from, unless that is torch's own. Nothing may keep the loss of an eager call alive: its
-    gradient nodes belong to another stream. With graphs = None, function is simply called."""
+    graphs: a dict that holds graphs by name; they share memory, so that one may read another's
+    activations, and must always be called in the same order. generator: the random number generator
+    of `function`, unless that is torch's default. No caller may keep the loss of an eager call
+    alive: its autograd nodes belong to another stream."""
     if graphs is None:
         return function(*args)
-    calls, graph, result = graphs.get(name, (0, None, None))
+    calls, graph, result = graphs.get(name, (0, None, None))  # calls: the eager ones
     if graph is None and calls >= 3:
         pool = next((g.pool() for _, g, _ in graphs.values() if g is not None), None)
         graph, result = capture(name, function, args, pool, generator)
-        calls = calls if graph else -math.inf  # never again
+        if graph is None:
+            calls = -math.inf  # never try again
         graphs[name] = calls, graph, result
     if graph is None:
         result = function(*args)
@@ -499,8 +517,8 @@ def capture(
     pool: tuple | None,
     generator: torch.Generator | None,
 ) -> tuple[torch.cuda.CUDAGraph | None, object]:
-    """Capture function(*args): return the graph and where its results will lie, or print why there
-    is no graph and return (None, None)."""
+    """Capture function(*args). Return the graph, and the result that each replay overwrites; if the
+    capture fails, print why and return (None, None). pool: the memory of other graphs to share."""
     graph = torch.cuda.CUDAGraph()
     if generator is not None:
         graph.register_generator_state(generator)
@@ -519,5 +537,5 @@ def capture(
 
 
 def can_capture(x: Tensor) -> bool:
-    """Return whether a CUDA graph can be captured here; within a capture, work joins that graph."""
+    """Return whether a CUDA graph can be captured now: x is on a GPU, and no capture is running."""
     return x.is_cuda and not torch.cuda.is_current_stream_capturing()

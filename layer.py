@@ -6,12 +6,14 @@ unroll.DeferredLinear), in the cache (cache.py), and in whether `kernels.fused` 
 differentiates all of it. To change the model, edit this file.
 
 Shapes: N rows (B streams, or B * T tokens in the non-recurrent model), D width, E experts, H query
-heads per expert, C key-value heads in the cache, M query heads per cache head, K head size. dtype
-is that of matrix products; s, z and sums over experts stay in the wider dtype of the state.
+heads per expert, C key-value heads in the cache, M query heads per cache head, K head size, r width
+of the router. `dtype` is that of matrix products; s, z and sums over experts stay in the wider
+dtype of the state.
 
-Where the paper leaves a choice (results/README.md lists all): every expert of a layer reads the
-same u, and keys are normalized after their sum over experts. The scale of the keys then does not
-depend on E, and the E key-value matrices can be summed before the product, exactly.
+Two choices that the paper leaves open (results/README.md lists all of them): every expert of a
+layer reads the same u, and keys are normalized after they are summed over experts. The scale of the
+keys then does not depend on E, and the E key-value matrices can be summed before the product
+without changing the result.
 """
 
 import math
@@ -25,11 +27,11 @@ from kernels import Linear, fused, gate_weights, has_triton_form, norm, rotate
 
 
 class LayerWeights(NamedTuple):
-    """Weights of one layer. Matrices are linears, x -> x W^T, stacked over experts where W has E;
-    everything else is a tensor, of the same shape in every mode. To add one, add a field here and
-    fill it in model.Layer.weights."""
+    """Weights of one layer. A matrix W is a callable kernels.Linear, which multiplies by W^T, for
+    each expert where W starts with E; every other weight is a tensor. To add a weight, add a field
+    here and fill it in model.Layer.weights."""
 
-    wqkv: Linear  # ((C M + 2 C) K, D): queries, keys and values
+    wqkv: Linear  # ((C M + 2 C) K, D): queries, keys and values of all heads
     wo: Linear  # (E, D, H K)
     up: Linear  # (E, 4 D, D)
     down: Linear  # (E, D, 4 D)
@@ -41,11 +43,12 @@ class LayerWeights(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of matrix products."""
+        """Return the dtype of matrix products."""
         return self.wqkv.w.dtype
 
 
-# name: shared keys and values are the sum over experts times E ** -exponent (see `aggregate`)
+# Each aggregation and the exponent of E in the scale of shared keys and values, which are
+# E ** -exponent times their sum over experts.
 AGGREGATIONS = {'sqrt_sum': 0.5, 'mean': 1.0, 'softmax_mean': 0.5, 'softmax_l2': 0.5}
 RESIDUALS = ('expert', 'shared')  # of the non-recurrent model (see `merge`)
 
@@ -55,14 +58,14 @@ RESIDUALS = ('expert', 'shared')  # of the non-recurrent model (see `merge`)
 
 @fused
 def mix(s: Tensor, z: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the experts' common input u = a s + b z (N, D), and its norm in `dtype`."""
+    """Return the experts' common input u = a s + b z (N, D), and RMSNorm(u) in `dtype`."""
     u = a * s + b * z
     return u, norm(u).to(dtype)
 
 
 @fused
 def norm_to(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the norm of x in `dtype`."""
+    """Return RMSNorm(x) in `dtype`."""
     return norm(x).to(dtype)
 
 
@@ -70,12 +73,11 @@ def norm_to(x: Tensor, dtype: torch.dtype) -> Tensor:
 def split_heads(
     qkv: Tensor, cos: Tensor, sin: Tensor, C: int, M: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Split rows (N, (C M + 2 C) K) into heads; normalize queries and keys, and rotate them by the
-    angles cos and sin, (K,) or (N, 1, K).
+    """Split rows (N, (C M + 2 C) K) into heads, normalize queries and keys, and rotate them.
 
-    Returns queries (N, C M, K), rotated and divided by sqrt(K), the scale of the softmax; keys (N,
-    C, K), rotated; the same keys before their rotation, detached, as a cache carries them; values
-    (N, C, K)."""
+    cos, sin: the angles, (K,), or (N, 1, K) if rows differ. Returns queries (N, C M, K), rotated
+    and divided by sqrt(K), the scale of the softmax; keys (N, C, K), rotated; the same keys before
+    rotation, detached, which a cache carries to another position; values (N, C, K)."""
     K = cos.size(-1)
     qk, v = qkv.unflatten(-1, (-1, K)).split([C * M + C, C], -2)
     q, k = norm(qk.to(cos.dtype)).split([C * M, C], -2)
@@ -86,7 +88,7 @@ def split_heads(
 
 @fused
 def add_norm(u: Tensor, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the residual sum y = u + x (E, N, D), and its norm in `dtype`."""
+    """Return y = u + x (E, N, D), attention's residual sum, and RMSNorm(y) in `dtype`."""
     y = u + x
     return y, norm(y).to(dtype)
 
@@ -101,8 +103,11 @@ def activation(x: Tensor) -> Tensor:
 def merge(
     y: Tensor, x: Tensor, u: Tensor, gates: Tensor | None, aggregation: str, residual: str
 ) -> Tensor:
-    """Aggregate the experts' outputs y + x (E, N, D) -> (N, D). residual: 'norm' (recurrent: every
-    output is normalized), 'expert' (each keeps its own residual) or 'shared' (u + A(f_1..f_E))."""
+    """Aggregate the outputs h_i = y_i + x_i of E experts, (E, N, D), and return (N, D).
+
+    residual: 'norm' returns A(norm(h_1)..norm(h_E)), the recurrent model's rule; 'expert' returns
+    A(h_1..h_E), where every expert adds its output to u by itself; 'shared' adds u once and returns
+    u + A(h_1 - u..h_E - u). Raises ValueError for another name."""
     h = y + x
     if residual == 'norm':
         return aggregate(norm(h), gates, aggregation)
@@ -110,15 +115,15 @@ def merge(
         return aggregate(h, gates, aggregation)
     if residual == 'shared':
         return u + aggregate(h - u, gates, aggregation)
-    raise ValueError(f'residual = {residual!r}: not known')
+    raise ValueError(f'residual = {residual!r}: unknown')
 
 
 def aggregate(h: Tensor, gates: Tensor | None, aggregation: str) -> Tensor:
-    """Return A(h_1..h_E): h (E, ..., D) -> (..., D); gates (..., E) of the router.
+    """Return A(h_1..h_E), (..., D), for h (E, ..., D) and the router's gates a (..., E).
 
-    sqrt_sum: sum(h_i) / sqrt(E); mean; softmax_mean: sum(a_i h_i) / sum(a_i); softmax_l2:
-    sum(a_i h_i) / sqrt(sum(a_i^2)). With the gates of all experts equal, both are the mean or the
-    sum / sqrt(E)."""
+    sqrt_sum is sum(h_i) / sqrt(E); mean is sum(h_i) / E; softmax_mean is sum(a_i h_i) / sum(a_i);
+    softmax_l2 is sum(a_i h_i) / sqrt(sum(a_i^2)). If all gates are equal, softmax_mean is mean and
+    softmax_l2 is sqrt_sum. Raises ValueError for another name."""
     if aggregation == 'sqrt_sum':
         return h.sum(0) / math.sqrt(h.size(0))
     if aggregation == 'mean':
@@ -135,6 +140,7 @@ def router_input(z: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
 
 @fused
 def add_bias(x: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x + bias in `dtype`."""
     return (x + bias).to(dtype)
 
 
@@ -148,16 +154,20 @@ def softmax_gates(scores: Tensor, r: int, dtype: torch.dtype) -> Tensor:
 
 
 def route(w: LayerWeights, s: Tensor, z: Tensor) -> Tensor:
-    """Return the router's gates a = softmax(q.k_i / sqrt(r)), (N, E), with q = Wq [z; s] + bq and
-    k_i = Wk e_i + bk, e_i a learned embedding of expert i."""
-    q = add_bias(w.router_q(router_input(z, s, w.dtype)), w.router_q_bias, w.dtype)  # (N, r)
+    """Return the router's gates (N, E): the softmax over experts i of q.k_i / sqrt(r), where
+    q = Wq [z; s] + bq, k_i = Wk e_i + bk, and e_i is a learned embedding of expert i.
+
+    The keys k_i do not depend on the tokens, so model.Layer.weights computes them."""
+    q = w.router_q(router_input(z, s, w.dtype))  # (N, r)
+    q = add_bias(q, w.router_q_bias, w.dtype)
     return softmax_gates(w.router_keys(q), q.size(-1), s.dtype)
 
 
 @has_triton_form('attention')
 def attend(qkv: Tensor, cos: Tensor, sin: Tensor, cache: object) -> Tensor:
-    """Add one row's keys and values to the cache and attend its queries -> (E, N, H K). cos, sin:
-    the angles of these rows' positions in the cache."""
+    """Store the keys and values of the rows qkv (N, (C M + 2 C) K) in the cache, attend from their
+    queries, and return the attended values (E, N, H K). cos, sin: the angles of the rows' positions
+    in the cache."""
     q, k, unrotated, v = split_heads(qkv, cos, sin, cache.heads.C, cache.heads.M)
     return cache.attend(q, k, unrotated, v)
 
@@ -166,10 +176,11 @@ def attend(qkv: Tensor, cos: Tensor, sin: Tensor, cache: object) -> Tensor:
 def experts(
     w: LayerWeights, u: Tensor, attended: Tensor, gates: Tensor | None, config: object
 ) -> Tensor:
-    """Run output projection, FFN and aggregation: u (N, D), attended (E, N, H K) -> (N, D)."""
+    """Run output projection, FFN and aggregation: from u (N, D) and attended (E, N, H K), return
+    the layer's output (N, D)."""
     y, x = add_norm(u, w.wo(attended), w.dtype)  # (E, N, D)
     x = w.down(activation(w.up(x)))
-    residual = config.residual if w.a is None else 'norm'
+    residual = 'norm' if w.a is not None else config.residual  # recurrent or not
     return merge(y, x, u, gates, config.aggregation, residual)
 
 
@@ -182,10 +193,10 @@ def layer(
     cache: object,
     config: object,
 ) -> Tensor:
-    """Run one layer: state s and embedding z (N, D) -> the next s (N, D).
+    """Run one layer on the state s and the embedding z, (N, D) each, and return the next s (N, D).
 
-    cos, sin: RoPE angles of the rows; cache: where keys and values go, with `heads` (kernels.Heads)
-    and `attend(q, k, unrotated, v)`; config: the model's (model.ModelConfig)."""
+    cos, sin: RoPE angles of the rows; cache: a cache.Window, Sequence or Ring, which holds keys and
+    values; config: the model's (model.ModelConfig)."""
     gates = None if w.router_q is None else route(w, s, z)
     if w.a is None:  # non-recurrent
         u, x = s, norm_to(s, w.dtype)
@@ -204,13 +215,13 @@ def step(
     caches: list,
     config: object,
 ) -> Tensor:
-    """Run all layers on one token per stream of the recurrent model: s is the last layer's output
-    at the token before, (B, D) -> the last layer's output at this token."""
+    """Run all layers of the recurrent model on one token per stream, from the last layer's output s
+    at the token before, and return the last layer's output at this token; s and z are (B, D)."""
     for w, cache in zip(weights, caches, strict=True):
         s = layer(w, s, z, cos, sin, cache, config)
     return s
 
 
 def head_input(s: Tensor, config: object) -> Tensor:
-    """Return what the head reads of the last layer's output s (..., D)."""
+    """Return the head's input (..., D) from the last layer's output s."""
     return norm(s)

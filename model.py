@@ -2,8 +2,8 @@
 and `RecurrentGPT`, whose last layer's output is the first layer's input at the next token. Both
 have L layers of E parallel experts of width D ("Temporal Recurrence Favors Fewer Layers").
 
-The equations of a layer are in layer.py; here are sizes, weights, state, and what runs the layers
-over text: the token loop (unroll.py) for RecurrentGPT, whole sequences for GPT.
+The equations of a layer are in layer.py. This file has sizes, weights and state, and runs layers
+over text: by the token loop (unroll.py) in RecurrentGPT, over whole sequences in GPT.
 
 Shapes: B streams, T tokens per chunk, V vocabulary, D width, E experts, L layers, H query heads and
 G key-value heads per expert, K head size, W attention window, C key-value heads in the cache (G
@@ -46,13 +46,13 @@ MODES = ('fast', 'plain')
 # Triton forms in the order in which they are tried, and ways to run them (triton_kernels.py)
 FORMS = ('attention', 'experts', 'loss', 'split', 'pdl')
 INIT_B = ('one', 'sqrt_experts')
-EVAL_CHUNK = 128  # tokens per chunk in validation; longer chunks of RecurrentGPT only cost memory
+EVAL_CHUNK = 128  # tokens per chunk in validation; more would only cost RecurrentGPT memory
 
 
 @dataclass
 class ModelConfig:
     """Sizes and choices of a model. Raises ValueError, naming the field, if they do not fit
-    together. A field that train_lm.py has a setting for is passed on by its name."""
+    together. train_lm.py fills each field from its setting of the same name."""
 
     vocab_size: int = 50304  # V: GPT-2's 50,257 padded to a multiple of 128; 256 for bytes
     n_layer: int = 2  # L
@@ -62,12 +62,12 @@ class ModelConfig:
     n_kv_head: int = 0  # G; 0 = H/2 (H when H is odd)
     window: int = 128  # W, the current token included
     block_size: int = 64  # T, tokens per training chunk
-    aggregation: str = 'sqrt_sum'  # one of AGGREGATIONS
+    aggregation: str = 'sqrt_sum'  # one of layer.AGGREGATIONS
     share_kv: bool = True  # recurrent: one cache per layer; False = one per expert
-    residual: str = 'expert'  # GPT: each expert keeps its own (the paper's rule), or 'shared'
+    residual: str = 'expert'  # GPT: one per expert (the paper's rule), or 'shared' (layer.merge)
     router_dim: int = 64  # r, width of the router's queries and keys (routed aggregations)
     init_b: str = 'one'  # recurrent, initial b in u = a s + b z: 'one' or 'sqrt_experts'
-    mode: str = 'fast'  # 'fast', or 'plain': autograd makes every weight gradient at every token
+    mode: str = 'fast'  # 'plain': without DeferredLinear, one weight gradient per token
 
     def __post_init__(self) -> None:
         for name in 'vocab_size n_layer n_expert n_embd window block_size router_dim'.split():
@@ -109,8 +109,8 @@ class ModelConfig:
 
 class State(NamedTuple):
     """What a model carries from chunk to chunk. It never grows and holds no absolute position:
-    cached keys are normalized but not rotated, and are rotated by their slot in the window when
-    they are read."""
+    cached keys are normalized but not rotated. When they are read, they are rotated by their slot
+    in the window."""
 
     s: Tensor  # (B, D) fp32, the last layer's output; empty (B, 0) for GPT
     k: Tensor  # (L, B, C, W, K), newest entry last
@@ -118,6 +118,7 @@ class State(NamedTuple):
     count: Tensor  # (B,) int64, the number of filled entries
 
     def detach(self) -> 'State':
+        """Return the state without its history in autograd."""
         return State(*(x.detach() for x in self))
 
 
@@ -125,14 +126,14 @@ class State(NamedTuple):
 
 
 def uniform_(w: Tensor, fan_in: int) -> Tensor:
-    """Fill w from a uniform distribution of standard deviation 0.5 / sqrt(fan_in), so that Muon's
-    first updates change every matrix by a similar fraction."""
+    """Fill w from a uniform distribution of standard deviation 0.5 / sqrt(fan_in), and return it.
+    Muon's first updates then change every matrix by a similar fraction."""
     bound = 0.5 * math.sqrt(3 / fan_in)
     return w.uniform_(-bound, bound)
 
 
 def is_matrix(p: Tensor) -> bool:
-    """Return whether p is a matrix or a stack of matrices, rather than of vectors or scalars."""
+    """Return whether p is a matrix or a stack of matrices, not of vectors or scalars."""
     return p.dim() > 1 and min(p.shape[-2:]) > 1
 
 
@@ -162,8 +163,9 @@ class Layer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Initialize q, k, v, up and the router uniformly; o and down with zeros, so that every
-        layer starts as the identity on its normalized input; expert embeddings from N(0, 1)."""
+        """Initialize q, k, v, up and the router's matrices by uniform_; o and down with zeros, so
+        that every expert starts as the identity; expert embeddings from N(0, 1). Biases are zero
+        and a and b one from the start; b is sqrt(E) if init_b says so."""
         for w in (self.wq, self.wk, self.wv, self.up):
             uniform_(w, self.config.n_embd)
         self.wo.zero_()
@@ -191,7 +193,8 @@ class Layer(nn.Module):
             down=linear(self.down, dtype),
         )
         if self.recurrent:
-            # one number per row, so that its gradient is a row's sum, added up over rows once
+            # one copy per row: each token's gradient is then a sum within rows, and the sum over
+            # rows is taken once per chunk
             w = w._replace(a=self.a.expand(N, 1), b=self.b.expand(N, 1))
         if self.config.routed:
             keys = F.linear(self.expert_embedding, self.router_k, self.router_k_bias)  # (E, r)
@@ -203,13 +206,14 @@ class Layer(nn.Module):
         return w
 
     def merged_qkv(self) -> Tensor:
-        """Return q, k and v of all experts as one matrix ((C M + 2 C) K, D). Where experts share
-        the cache, the E key-value matrices are summed, which is exact, and the query rows are
-        ordered (G, E, R), so that the queries of one key-value head are neighbors."""
+        """Return the query, key and value matrices of all experts as one, ((C M + 2 C) K, D). Where
+        experts share the cache, the E key-value matrices are summed, which is exact, and the query
+        rows are ordered (G, E, R), so that the queries of one key-value head are neighbors."""
         E, G, R, K, shared = self.heads
         if not shared:
             return torch.cat([x.flatten(0, 1) for x in (self.wq, self.wk, self.wv)])
-        wq = self.wq.view(E, G, R * K, -1).transpose(0, 1).flatten(0, 2)  # (G E R K, D)
+        wq = self.wq.view(E, G, R * K, -1)  # (E, G, R K, D)
+        wq = wq.transpose(0, 1).flatten(0, 2)  # (G E R K, D)
         scale = E ** -AGGREGATIONS[self.config.aggregation]
         return torch.cat([wq, self.wk.sum(0) * scale, self.wv.sum(0) * scale])
 
@@ -218,8 +222,8 @@ class Layer(nn.Module):
 
 
 class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
-    """What both models share: embedding, head, loss, one-token step, sizes. Subclasses define
-    `hidden`."""
+    """What both models share: embedding, head, loss, one-token step, parameter and FLOP counts,
+    saving and loading. Subclasses define `hidden`, which runs the layers."""
 
     recurrent: bool
     graphs = False  # on a GPU, replay the blocks of chunks that are too long for one CUDA graph
@@ -236,20 +240,20 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Initialize the embedding from N(0, 1) (it is normalized at once); the head with zeros, so
-        that the first loss is ln V; layers by Layer.init_weights."""
+        """Initialize the embedding from N(0, 1) (tokens are normalized after it); the head with
+        zeros, so that the first loss is ln V; layers by Layer.init_weights."""
         self.embedding.normal_()
         self.head.zero_()
-        for one in self.layers:
-            one.init_weights()
+        for module in self.layers:
+            module.init_weights()
 
     @property
     def heads(self) -> Heads:
         return self.layers[0].heads
 
     def init_state(self, B: int) -> State:
-        """Return the state at the start of B streams: s zero, caches empty (masked rather than
-        attended as zeros)."""
+        """Return the state at the start of B streams: s is zero, and caches are empty: their zeros
+        are masked in attention."""
         c, device, heads = self.config, self.embedding.device, self.heads
         shape = (2, c.n_layer, B, heads.C, c.window, heads.K)
         k, v = torch.zeros(shape, dtype=compute_dtype(self.embedding), device=device)
@@ -258,7 +262,8 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         return State(s, k, v, torch.zeros(B, dtype=torch.int64, device=device))
 
     def core(self, idx: Tensor, state: State | None) -> tuple[Tensor, State | None]:
-        """Run embedding and layers: tokens (B, T) -> the head's input (B, T, D), and the state."""
+        """Run embedding and layers on tokens (B, T); return the head's input (B, T, D), and the
+        state."""
         z = norm(F.embedding(idx, self.embedding))
         with using(self.forms):
             s, state = self.hidden(z, state)
@@ -269,9 +274,10 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
     ) -> tuple[Tensor | Loss, State | None]:
         """Run a chunk. idx, targets: (B, T) int64.
 
-        Returns (logits (B, T, V) fp32, state), or with targets (Loss in nats per token, state). The
-        incoming state is detached (truncated back-propagation). state = None: RecurrentGPT starts
-        from init_state; GPT attends over the whole chunk, as in training, and returns None."""
+        Returns logits (B, T, V) in fp32, or with targets the Loss in nats per token; and the state
+        after the chunk. No gradient flows into the incoming state (truncated back-propagation).
+        Without a state, RecurrentGPT starts from init_state; GPT attends causally over the whole
+        chunk, as in training, and returns None as the state."""
         x, state = self.core(idx, state)  # (B, T, D)
         if targets is not None:
             with using(self.forms):
@@ -281,23 +287,24 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         return softcap(F.linear(x.to(dtype), self.head.to(dtype)).to(x.dtype)), state
 
     def step(self, idx: Tensor, state: State) -> tuple[Tensor, State]:
-        """Run one token per stream: idx (B,) -> logits (B, V), and the state."""
+        """Run one token per stream, idx (B,); return logits (B, V), and the state."""
         logits, state = self(idx.unsqueeze(1), state=state)
         return logits.squeeze(1), state
 
     def num_params(self) -> dict[str, int]:
         """Return the number of parameters: 'total', 'embedding', 'head' and 'core' (the layers)."""
         total = sum(p.numel() for p in self.parameters())
-        ends = {'embedding': self.embedding.numel(), 'head': self.head.numel()}
-        return {'total': total, **ends, 'core': total - sum(ends.values())}
+        embedding, head = self.embedding.numel(), self.head.numel()
+        core = total - embedding - head
+        return {'total': total, 'embedding': embedding, 'head': head, 'core': core}
 
     def flops_per_token(self) -> dict[str, float]:
         """Return the forward FLOPs per token of 'core' and 'head'; training costs three times that.
 
         Two per weight of every matrix, plus attention at the mean context: W when recurrent (a
-        stream's steady state), (T + 1) / 2 for GPT's sequences. All E key-value projections count,
-        also where they are summed first, as in the paper's budgets; the router's keys are made once
-        per chunk."""
+        stream's steady state), (T + 1) / 2 for GPT's sequences. As in the paper's budgets, all E
+        key-value projections count, although shared ones are summed first. The matrix router_k does
+        not count, because the router's keys are computed once per chunk."""
         c = self.config
         context = c.window if self.recurrent else (c.block_size + 1) / 2
         attention = 4 * context * c.n_head * c.head_dim * c.n_layer * c.n_expert
@@ -306,7 +313,7 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
             for name, p in self.named_parameters()
             if is_matrix(p) and not name.endswith(('embedding', 'head', 'router_k'))
         ]
-        if c.routed:  # the router's keys, one per expert and layer
+        if c.routed:  # scores of the router's keys, one key per expert and layer
             attention += 2 * c.router_dim * c.n_expert * c.n_layer
         core = 2 * sum(p.numel() for p in matrices) + attention
         return {'core': float(core), 'head': float(2 * self.head.numel())}
@@ -314,8 +321,11 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
     def param_groups(self) -> dict[str, list[nn.Parameter]]:
         """Return parameters by optimizer: 'matrices' for Muon; 'embedding', 'head' and 'scalars'
         for AdamW."""
-        named = list(self.layers.named_parameters())
-        matrices = [p for n, p in named if is_matrix(p) and not n.endswith('expert_embedding')]
+        matrices = [
+            p
+            for name, p in self.layers.named_parameters()
+            if is_matrix(p) and not name.endswith('expert_embedding')
+        ]
         known = {id(p) for p in [*matrices, self.embedding, self.head]}
         return {
             'matrices': matrices,
@@ -326,13 +336,13 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
 
     # ---- saved models (hub.py)
 
-    KIND = 'tokenizer'
+    KIND = 'tokenizer'  # see hub.PublishedModel
 
     @classmethod
     def build(cls, about: dict) -> 'LanguageModel':
-        """Return a model on the device 'meta' for the entries of a config.json. Raises ValueError
-        or TypeError if they describe no model, or one that is larger than the memory."""
-        # 'path': of models saved before 2026-11-25
+        """Return a model on the device 'meta' for the entries of a config.json. Raises KeyError,
+        TypeError or ValueError if they describe no model, or one that is larger than the memory."""
+        # 'path' was a field of models saved before 2026-11-25
         sizes = {name: value for name, value in about['model'].items() if name != 'path'}
         config, recurrent = ModelConfig(**sizes), about['recurrent']
         if not isinstance(recurrent, bool):
@@ -344,7 +354,7 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
     def entries(self) -> dict:
         """Return the entries of config.json that rebuild this model."""
         sizes = asdict(self.config)
-        del sizes['mode']  # how it runs, not what it is
+        del sizes['mode']  # the same model runs in every mode
         tokenizer = self.about.get('tokenizer')
         return {'recurrent': self.recurrent, 'tokenizer': tokenizer, 'model': sizes}
 
@@ -370,25 +380,26 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
 
 
 def rename_old_weights(module: nn.Module, weights: dict, prefix: str, *_: object) -> None:
-    """Accept checkpoints that call the layers `levels`."""
+    """Rename the layers of old checkpoints, which call them `levels`, before they are loaded."""
     for name in [name for name in weights if name.startswith(f'{prefix}levels.')]:
         weights[name.replace('levels.', 'layers.', 1)] = weights.pop(name)
 
 
 class RecurrentGPT(LanguageModel):
-    """The recurrent Transformer: for a token x, z = RMSNorm(embedding(x)), and s[0] is s[L] of the
-    token before. Caches are FIFOs of W entries, the current token's included; keys are rotated as
-    they are read. One entry per layer and token or, with share_kv = False, one per expert."""
+    """The recurrent Transformer: the layers turn s[0] into s[L], and s[0] of a token is s[L] of the
+    token before. Every layer also reads z = RMSNorm(embedding). A cache holds the last W entries,
+    the current token's included: one entry per layer and token or, with share_kv = False, one per
+    expert."""
 
     recurrent = True
 
     def hidden(self, z: Tensor, state: State | None) -> tuple[Tensor, State]:
-        """z (B, T, D) -> s[L] at every token (B, T, D), and the state."""
+        """Run the layers on z (B, T, D); return s[L] at every token (B, T, D), and the state."""
         state = (self.init_state(z.size(0)) if state is None else state).detach()
         linear = DeferredLinear if self.config.mode == 'fast' else Linear
         dtype = compute_dtype(z)
         with torch.autocast(z.device.type, enabled=False):  # layer.py casts explicitly
-            weights = [one.weights(len(z), dtype, linear) for one in self.layers]
+            weights = [module.weights(len(z), dtype, linear) for module in self.layers]
             out, new = unroll(
                 z.transpose(0, 1), state, weights, self.heads, self.config, self.graphs
             )
@@ -396,32 +407,32 @@ class RecurrentGPT(LanguageModel):
 
     def choose_forms(self, B: int) -> list[str]:
         """Choose the Triton forms for training on B streams (kernels.choose_forms), and return a
-        line about each. For a GPU, in fp32 or under autocast."""
-        trial = self.trial(B)
+        line about each. The model must be on a GPU; autocast counts if it is enabled now."""
         with torch.cuda.device_of(self.head):
-            self.forms, lines = choose_forms(FORMS, trial, cuda_seconds)
+            self.forms, lines = choose_forms(FORMS, self.trial(B), cuda_seconds)
         return lines
 
     def trial(self, B: int) -> Callable[[bool], list[Tensor]]:
-        """Return trial(exact) for kernels.choose_forms: a short chunk forward and backward, from
-        full windows, by a random model of these sizes with at most four layers. Its results are the
-        loss, the new state and the gradients of all parameters; exact: without autocast."""
-        device, T = self.head.device.type, GROUP + 1
+        """Return the function trial(exact) that kernels.choose_forms needs. It runs a short chunk
+        forward and backward, from full windows, on a random model of these sizes with at most four
+        layers, and returns the loss, the new state and the gradients of all parameters. exact:
+        without autocast."""
+        device, T = self.head.device.type, GROUP + 1  # two groups of tokens
         model = type(self)(replace(self.config, n_layer=min(4, self.config.n_layer)))
         model = randomize(model.to(self.head))
         random = torch.Generator().manual_seed(1)
         x, y = torch.randint(len(self.head), (2, B, T), generator=random).to(self.head.device)
         state = model.init_state(B)
-        noise = [torch.randn(part.shape, generator=random).to(part) for part in state[:3]]
-        state = State(*noise, torch.full_like(state.count, self.config.window))
+        s, k, v = (torch.randn(x.shape, generator=random).to(x) for x in state[:3])
+        count = torch.full_like(state.count, self.config.window)
         amp = torch.is_autocast_enabled(device)
 
         @torch.enable_grad()
         def trial(exact):
             model.forms = enabled_forms()
             with torch.autocast(device, enabled=amp and not exact):
-                kv = [part.to(compute_dtype(self.head)) for part in state[1:3]]
-                loss, new = model(x, y, State(state.s, *kv, state.count))
+                dtype = compute_dtype(self.head)
+                loss, new = model(x, y, State(s, k.to(dtype), v.to(dtype), count))
             grads = torch.autograd.grad(loss.objective, list(model.parameters()))
             return [loss.objective.detach(), *new[:3], *grads]
 
@@ -436,17 +447,18 @@ class RecurrentGPT(LanguageModel):
 
 
 class GPT(LanguageModel):
-    """The non-recurrent model: E pre-norm Transformer blocks per layer, batched. With E = 1 it is a
-    standard Transformer. The stream between layers stays in fp32: the paper's rule multiplies it by
-    sqrt(E) per layer."""
+    """The non-recurrent model: E parallel pre-norm Transformer blocks per layer. With E = 1 it is a
+    standard Transformer. The stream between layers stays in fp32, because the paper's rule
+    multiplies it by sqrt(E) in every layer."""
 
     recurrent = False
 
     def hidden(self, z: Tensor, state: State | None) -> tuple[Tensor, State | None]:
-        """z (B, T, D) -> s[L] (B, T, D). Without a state: causal attention over the chunk. With a
-        state: a window of W over cached and new tokens, so that every split of a stream into chunks
-        gives the same result."""
-        c, (B, T, _), dtype = self.config, z.shape, compute_dtype(z)
+        """Run the layers on z (B, T, D); return s[L] (B, T, D), and the state. Without a state,
+        attention is causal over the chunk. With one, it sees a window of W over cached and new
+        tokens, so that every split of a stream into chunks gives the same result."""
+        c, dtype = self.config, compute_dtype(z)
+        B, T, _ = z.shape
         past = 0 if state is None else c.window
         cos, sin = rope_table(past + T, c.head_dim, z)
         mask = None
@@ -457,9 +469,9 @@ class GPT(LanguageModel):
         s = z.clone()  # not z itself, or torch.compile would trace the first layer separately
         new_k, new_v = [], []
         with torch.autocast(z.device.type, enabled=False):  # layer.py casts explicitly
-            for l, one in enumerate(self.layers):
+            for l, module in enumerate(self.layers):
                 cached = None if state is None else (state.k[l].detach(), state.v[l].detach())
-                weights = one.weights(B * T, dtype)
+                weights = module.weights(B * T, dtype)
                 s, k, v = sequence_layer(weights, s, z, cos, sin, cached, mask, self.heads, c)
                 new_k.append(k)
                 new_v.append(v)
@@ -481,10 +493,11 @@ def sequence_layer(
     heads: Heads,
     config: ModelConfig,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Run one layer of GPT on whole sequences: s and z (B, T, D) -> the next s.
+    """Run one layer of GPT on whole sequences s and z, (B, T, D) each; return the next s, and with
+    `cached` the last W keys and values, else None twice. All layers share one compiled function.
 
-    cos, sin: angles of the cached and the new slots; cached: keys, not rotated, and values (B, C,
-    W, K). With a cache, also returns the last W keys and values. Compiled, it serves all layers."""
+    cos, sin: angles of the cached and the new slots; cached: keys, not rotated, and values, (B, C,
+    W, K) each."""
     B, T, _ = s.shape
     past = None
     if cached is not None:
@@ -492,9 +505,10 @@ def sequence_layer(
         W = k.size(2)
         past = (rotate(k, cos[:W], sin[:W]).to(w.dtype), v.to(w.dtype))
         cos, sin = cos[W:], sin[W:]
-    angles = (x.repeat(B, 1).unsqueeze(1) for x in (cos, sin))  # (B T, 1, K)
+    cos, sin = (x.repeat(B, 1).unsqueeze(1) for x in (cos, sin))  # (B T, 1, K)
     cache = Sequence(B, T, heads, past, mask)
-    s = layer(w, s.flatten(0, 1), z.flatten(0, 1), *angles, cache, config).unflatten(0, (B, T))
+    s = layer(w, s.flatten(0, 1), z.flatten(0, 1), cos, sin, cache, config)  # (B T, D)
+    s = s.unflatten(0, (B, T))
     if cached is None:
         return s, None, None
     k, v = (
@@ -506,8 +520,8 @@ def sequence_layer(
 
 @torch.no_grad()
 def randomize(module: nn.Module) -> nn.Module:
-    """Fill all parameters with random numbers, for trials: matrices of standard deviation 0.5 /
-    sqrt(fan_in), vectors around 1."""
+    """Fill all parameters with random numbers, for trials, and return the module. Matrices have
+    standard deviation 0.5 / sqrt(fan_in); vectors and scalars are near 1."""
     random = torch.Generator().manual_seed(0)
     for p in module.parameters():
         noise = torch.randn(p.shape, generator=random)

@@ -1,9 +1,8 @@
-"""
-Muon for stacks of matrices.
+"""Muon for stacks of matrices.
 
 Muon (Keller Jordan, 2024) replaces the momentum of a matrix by a nearly orthogonal matrix with the
 same singular vectors, found by five Newton-Schulz iterations. The weights of E experts are stacked
-in one tensor (E, out, in), and each slice is a matrix of its own: its update equals that of
+in one tensor (E, out, in), and each slice is updated as a separate matrix, as by
 torch.optim.Muon(adjust_lr_fn='original'). The differences are that
 
 - all matrices with the same two sides share one batched iteration;
@@ -22,11 +21,11 @@ import torch.distributed as dist
 
 from kernels import bf16_is_fast, fused
 
-# Of the quintic a x + b x^3 + c x^5: the steepest slope at 0 that still maps (0, 1] into about
-# [0.7, 1.2]. From Jordan's post.
+# a, b, c of the quintic a x + b x^3 + c x^5, from Jordan's post: they have the steepest slope at 0
+# for which iterating maps singular values in (0, 1] to about [0.7, 1.2].
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-EPS = 1e-7  # lower bound of the norm: a zero gradient gives a zero update, not NaN
-MAX_BATCH = 2**26  # elements of one batched iteration, whose scratch takes about 5 times its input
+EPS = 1e-7  # lower bound of the norm, so that a zero gradient gives a zero update, not NaN
+MAX_BATCH = 2**26  # elements per batched iteration, which needs memory for about 5 times as many
 
 
 def orthogonalize(x: torch.Tensor, ns_steps: int = 5) -> torch.Tensor:
@@ -34,7 +33,7 @@ def orthogonalize(x: torch.Tensor, ns_steps: int = 5) -> torch.Tensor:
     dtype. x: (N, rows, columns) with rows <= columns."""
     a, b, c = COEFFICIENTS
     norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
-    x = x / norm.clamp(min=EPS)  # the spectral norm is at most the Frobenius norm, now 1
+    x = x / norm.clamp(min=EPS)  # now the Frobenius norm is 1, and the spectral norm at most 1
     for _ in range(ns_steps):
         gram = x @ x.mT  # (N, rows, rows)
         # x = a x + (b gram + c gram^2) x
@@ -43,8 +42,8 @@ def orthogonalize(x: torch.Tensor, ns_steps: int = 5) -> torch.Tensor:
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
-    """Return x (..., out, in) as (N, rows, columns) with rows <= columns: the Gram matrix of the
-    shorter side is the smaller one."""
+    """Return x (..., out, in) as (N, rows, columns) with rows <= columns, transposed if needed: the
+    Gram matrix is then the smaller of the two."""
     x = x.reshape(-1, *x.shape[-2:])
     return x.mT if x.size(1) > x.size(2) else x
 
@@ -80,8 +79,8 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def orthogonalize_shares(self) -> list['Batch']:
-        """Update the momentum and orthogonalize this rank's share of the matrices. Return a batch
-        for each pair of sides."""
+        """Update the momentum and orthogonalize this rank's share of the matrices. Return a Batch
+        for each pair of sides in each parameter group."""
         batches = []
         for group in self.param_groups:
             by_sides = {}
@@ -92,7 +91,7 @@ class Muon(torch.optim.Optimizer):
         return batches
 
     def gather(self, batches: list['Batch']) -> None:
-        """Fill every batch with the shares of all ranks; nothing with one rank."""
+        """Fill every batch with the shares of all ranks. With one rank there is nothing to do."""
         if dist.is_initialized():
             for batch in batches:
                 dist.all_gather_into_tensor(batch.matrices, batch.share)
@@ -102,31 +101,32 @@ class Muon(torch.optim.Optimizer):
         """Apply the gathered updates, and cautious decay, to the parameters."""
         for batch in batches:
             lr, decay = batch.group['lr'], batch.group['weight_decay']
-            sizes = [p[..., 0, 0].numel() for p in batch.params]
-            updates = batch.matrices[: sum(sizes)].split(sizes)
+            counts = [count_matrices(p) for p in batch.params]
+            updates = batch.matrices[: sum(counts)].split(counts)
             for p, ortho in zip(batch.params, updates, strict=True):
-                (fused(change) if pays(p, lr) else change)(p, ortho, lr, decay)
+                change = fused(change_weights) if pays_to_compile(p, lr) else change_weights
+                change(p, ortho, lr, decay)
 
     def iterate(self, params: list[torch.nn.Parameter], group: dict) -> 'Batch':
-        """Update the momentum of parameters that have the same two sides and orthogonalize this
-        rank's share of it, at most MAX_BATCH elements at a time."""
+        """Update the momentum of parameters that have the same two sides, and orthogonalize this
+        rank's share of it, at most MAX_BATCH elements at a time (but at least one matrix)."""
         rank, world = 0, 1
         if dist.is_initialized():
             rank, world = dist.get_rank(), dist.get_world_size()
         dtype = torch.bfloat16 if bf16_is_fast(params[0].device) else torch.float32
-        sizes = [p[..., 0, 0].numel() for p in params]  # matrices in each parameter
-        n = -(-sum(sizes) // world)  # of each rank; the last shares may be padded with zeros
+        counts = [count_matrices(p) for p in params]
+        n = math.ceil(sum(counts) / world)  # per rank; the last shares may be padded with zeros
         sides = sorted(params[0].shape[-2:])
         matrices = params[0].new_zeros(n * world, *sides, dtype=dtype)
-        for p, out in zip(params, matrices[: sum(sizes)].split(sizes), strict=True):
+        for p, out in zip(params, matrices[: sum(counts)].split(counts), strict=True):
             if not self.state[p]:
                 self.state[p]['momentum_buffer'] = torch.zeros_like(p)
             buffer = self.state[p]['momentum_buffer']
-            update = fused(average) if pays(p, group['lr']) else average
-            update(p.grad, buffer, out, group['momentum'], group['nesterov'])
+            average = fused(average_grad) if pays_to_compile(p, group['lr']) else average_grad
+            average(p.grad, buffer, out, group['momentum'], group['nesterov'])
         share = matrices[rank * n : (rank + 1) * n]
         if world > 1:
-            share = share.clone()  # sent while `matrices` receives
+            share = share.clone()  # `gather` sends it while `matrices` receives
         for part in share.split(max(1, MAX_BATCH // share[0].numel())):
             part.copy_(orthogonalize(part, group['ns_steps']))
         return Batch(params, group, matrices, share)
@@ -137,27 +137,36 @@ class Batch(NamedTuple):
 
     params: list[torch.nn.Parameter]
     group: dict  # their optimizer settings
-    matrices: torch.Tensor  # (N, rows, columns) of all ranks, perhaps padded at the end
+    matrices: torch.Tensor  # (N, rows, columns) of all ranks; the end may be padding
     share: torch.Tensor  # (N / world, rows, columns) of this rank
 
 
-def pays(p: torch.nn.Parameter, lr: float | torch.Tensor) -> bool:
-    """Return whether compiling the passes over p can pay: on a GPU, and with the learning rate in
-    a tensor (a number would be compiled in, and every step would compile again)."""
+def count_matrices(p: torch.nn.Parameter) -> int:
+    """Return the number of matrices stacked in p (..., out, in)."""
+    return p[..., 0, 0].numel()
+
+
+def pays_to_compile(p: torch.nn.Parameter, lr: float | torch.Tensor) -> bool:
+    """Return whether to compile the elementwise passes over p: on a GPU, if the learning rate is a
+    tensor. A number would become a constant of the code, and every step would compile again."""
     return p.is_cuda and isinstance(lr, torch.Tensor)
 
 
-def average(
+def average_grad(
     grad: torch.Tensor, buffer: torch.Tensor, out: torch.Tensor, momentum: float, nesterov: bool
 ) -> None:
-    """Add grad to the momentum and write what is to be orthogonalized to out (N, rows, columns)."""
-    # an average instead of a sum: the iteration removes the scale anyway
+    """Average grad into the momentum `buffer`, and write the matrices to orthogonalize to `out` (N,
+    rows, columns)."""
+    # an average differs from a sum only in scale, which orthogonalization removes
     buffer.lerp_(grad, 1 - momentum)
     out.copy_(wide(grad.lerp(buffer, momentum) if nesterov else buffer))
 
 
-def change(w: torch.Tensor, ortho: torch.Tensor, lr: float | torch.Tensor, decay: float) -> None:
-    """Apply the update `ortho` (N, rows, columns), and cautious decay, to the weights w."""
+def change_weights(
+    w: torch.Tensor, ortho: torch.Tensor, lr: float | torch.Tensor, decay: float
+) -> None:
+    """Apply the update `ortho` (N, rows, columns), and cautious decay, to the weights w (..., out,
+    in)."""
     out_features, in_features = w.shape[-2:]
     update = (ortho.mT if out_features > in_features else ortho).reshape(w.shape).to(w.dtype)
     step = update * (lr * math.sqrt(max(1, out_features / in_features)))

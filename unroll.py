@@ -4,16 +4,16 @@ The loop calls layer.step token by token and knows none of its equations; autogr
 it. A nonlinear recurrence cannot be computed by a scan, but much can leave the loop:
 
 - `DeferredLinear` postpones the gradients of weights: one product per group of tokens, not one per
-  token. It is accumulated in fp32, which is also more accurate in bf16.
-- `cache.Window` keeps the keys and values of a layer in one preallocated buffer of W + T slots and
-  accumulates their gradients there in place.
-- Compiled (kernels.fused), what stands between two products is one kernel each way.
+  token. Products are accumulated in fp32, which is also more accurate than bf16.
+- `cache.Window` keeps the keys and values of a layer in preallocated buffers of W + T slots and
+  accumulates their gradients in place.
+- Where functions are compiled (kernels.fused), the operations between two matrix products are one
+  kernel in the forward and one in the backward.
 - `Recompute` runs a chunk that is too long for memory, or for one CUDA graph, in blocks: a block
   keeps only its inputs and runs forward again before its backward, so that every block of every
-  chunk can replay the same two CUDA graphs. Gradients are not cut between blocks.
+  chunk can replay the same two CUDA graphs. Gradients flow from block to block.
 
-Shapes as in layer.py; N = B * C cache heads of all streams, S = W + T slots. `wide` is the dtype of
-everything but matrix products.
+Shapes as in layer.py, except that N = B * C counts the cache heads of all streams; S = W + T slots.
 """
 
 from collections.abc import Iterator
@@ -24,52 +24,73 @@ from torch import Tensor
 
 import cache
 from cache import Slots, Window
-from kernels import Heads, Linear, can_capture, enabled_forms, fused, graphed, linear, matmul_into
-from kernels import rotate, using
+from kernels import (
+    Heads,
+    Linear,
+    can_capture,
+    enabled_forms,
+    fused,
+    graphed,
+    linear,
+    matmul_into,
+    rotate,
+    using,
+)
 from layer import LayerWeights, step
 
-# Tokens whose rows a CPU multiplies at once for a weight's gradient, times the bytes of an element:
-# 16 in fp32, 32 in bf16. Fewer take less memory but more products, whose sum is rounded in bf16.
+# On a CPU, the tokens whose share of a weight's gradient is one product, times the bytes per
+# element: 16 tokens in fp32, 32 in bf16. Fewer tokens take less memory but more products, each of
+# which is rounded to bf16 there.
 CPU_BYTES = 64
-# A chunk is recomputed in blocks beyond these: bytes of attention weights kept by a CPU, and layers
-# x tokens of one CUDA graph.
-KEPT_BYTES = 2**30
-WHOLE_GRAPH = 2048
+# A chunk beyond these limits is recomputed in blocks.
+KEPT_BYTES = 2**30  # on a CPU: attention weights kept for the backward
+WHOLE_GRAPH = 2048  # on a GPU: layers x tokens in one CUDA graph
 
 
 # ---- deferred weight gradients -----------------------------------------------------------------
 
 
 class DeferredLinear(Linear):
-    """y = x W^T whose weight gradient is made later, by `weight_grad`, for many calls at once."""
+    """y = x W^T, whose weight gradient is computed for many calls at once.
+
+    The backward of a call only records its input and its output's gradient; `weight_grad` returns
+    the sum over all calls (see EmitWeightGrads)."""
 
     def __init__(self, weight: Tensor, dtype: torch.dtype):
-        self.weight, self.w = weight, weight.detach().to(dtype)
+        self.weight = weight
+        self.w = weight.detach().to(dtype)
         self.group = cache.BLOCK if weight.is_cuda else CPU_BYTES // dtype.itemsize
-        self.calls, self.total = [], None
+        self.calls = []  # (input, gradient of the output) of calls that `total` does not include
+        self.total = None
 
     def __call__(self, x: Tensor) -> Tensor:
         y = linear(x, self.w)
         if y.requires_grad and self.weight.requires_grad:
-            held = [x.detach()]  # released once noted, to save memory
-            y.register_hook(lambda dy: self.note(held, dy))
+            inputs = [x.detach()]  # emptied by the hook: the graph of y must not keep x
+
+            def hook(dy: Tensor) -> None:
+                if not inputs:
+                    raise RuntimeError('a second backward needs a new forward')
+                self.record(inputs.pop(), dy)
+
+            y.register_hook(hook)
         return y
 
-    def note(self, held: list[Tensor], dy: Tensor) -> None:
-        """Record that held[0] was multiplied and dy is the gradient of the result."""
-        if not held:
-            raise RuntimeError('a second backward needs a new forward')
-        self.calls.append((held.pop(), dy))
+    def record(self, x: Tensor, dy: Tensor) -> None:
+        """Record a call's input x and the gradient dy of its output."""
+        self.calls.append((x, dy))
         if len(self.calls) == self.group:
             self.accumulate()
 
     def accumulate(self) -> None:
-        x, dy = (torch.cat(rows, -2) for rows in zip(*self.calls, strict=True))
+        """Add the weight gradient of the recorded calls to `total` by one product."""
+        inputs, grads = zip(*self.calls, strict=True)
+        x, dy = torch.cat(inputs, -2), torch.cat(grads, -2)  # (..., rows of all calls, in or out)
         self.calls.clear()
         self.total = matmul_into(dy.mT, x, self.weight.dtype, self.total)
 
     def weight_grad(self) -> Tensor:
-        """Return the gradient of all calls since the last time."""
+        """Return the weight's gradient over the calls recorded so far, and forget them."""
         if self.calls:
             self.accumulate()
         total, self.total = self.total, None
@@ -77,8 +98,8 @@ class DeferredLinear(Linear):
 
 
 class EmitWeightGrads(torch.autograd.Function):
-    """The identity on a chunk's inputs. Its backward runs last, after every DeferredLinear has seen
-    all its calls, and hands their gradients to the weights."""
+    """The identity on a chunk's inputs z and s. Every token depends on them, so the backward runs
+    after that of every DeferredLinear call, and can return the gradients of the weights."""
 
     @staticmethod
     def forward(ctx, linears, z, s, *weights):
@@ -87,12 +108,15 @@ class EmitWeightGrads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dz, ds):
-        return None, dz, ds, *(linear.weight_grad() for linear in ctx.linears)
+        grads = [linear.weight_grad() for linear in ctx.linears]
+        return None, dz, ds, *grads
 
 
 def per_token(w: LayerWeights, T: int) -> Iterator[LayerWeights]:
-    """Yield the layer's weights for each of T tokens. A vector is one view per token, whose
-    gradients autograd stacks and sums once, rather than adding them one by one."""
+    """Yield the layer's weights for each of T tokens.
+
+    A linear is the same object for all tokens. Any other weight is a view of its own per token:
+    autograd then stacks the T gradients and sums them once, instead of adding them one by one."""
     views = {
         name: x.expand(T, *x.shape).unbind(0)
         for name, x in w._asdict().items()
@@ -108,22 +132,33 @@ def per_token(w: LayerWeights, T: int) -> Iterator[LayerWeights]:
 def run_tokens(
     z: Tensor, s: Tensor, kv: Tensor, layers: list[LayerWeights], slots: Slots, config: object
 ) -> tuple[Tensor, list[Window]]:
-    """Run layer.step over z (T, B, D) from the state s. kv: carried keys and values (2, L, N, W,
-    K). Returns the state after every token (T, *s.shape), and the windows."""
-    T, out = len(z), []
-    windows = [Window(slots, k, v) for k, v in kv.unbind(1)]
+    """Run layer.step over the tokens z (T, B, D) from the state s. Returns the state after every
+    token, (T, *s.shape), and the layers' windows. kv: the carried keys and values (2, L, N, W, K).
+    """
+    T = len(z)
+    windows = [Window(slots, k, v) for k, v in kv.unbind(1)]  # one per layer
     if torch.is_grad_enabled():
         linears = [x for w in layers for x in w if isinstance(x, DeferredLinear)]
         linears = [x for x in linears if x.weight.requires_grad]
         z, s = EmitWeightGrads.apply(linears, z, s, *(x.weight for x in linears))
     inputs = z.unbind(0)  # autograd stacks their gradients; z[t] would add each to all of z's
-    tokens = zip(*(per_token(w, T) for w in layers), strict=True)
-    for t, weights in enumerate(tokens):
+    out = []
+    weights_by_token = zip(*(per_token(w, T) for w in layers), strict=True)
+    for t, weights in enumerate(weights_by_token):
         if t % cache.BLOCK == 0:
             slots.start_block(t)
-        s = step(weights, s, inputs[t], *slots.angles[t], windows, config)
+        cos, sin = slots.angles[t]
+        s = step(weights, s, inputs[t], cos, sin, windows, config)
         out.append(s)
     return torch.stack(out), windows
+
+
+def entries(windows: list[Window], first: int) -> Tensor:
+    """Return the unrotated keys and the values of all layers from the slot `first` on, (2, L, N,
+    S - first, K)."""
+    keys = torch.stack([window.unrotated[:, first:] for window in windows])
+    values = torch.stack([window.v[:, first:] for window in windows])
+    return torch.stack([keys, values])
 
 
 def recomputes(L: int, N: int, M: int, W: int, T: int, dtype: torch.dtype, device: str) -> bool:
@@ -131,7 +166,8 @@ def recomputes(L: int, N: int, M: int, W: int, T: int, dtype: torch.dtype, devic
     or 'cuda'."""
     if device == 'cuda':
         return L * T > WHOLE_GRAPH
-    return L * N * M * T * (W + min(T, cache.BLOCK)) * dtype.itemsize > KEPT_BYTES
+    attention_weights = L * N * M * T * (W + min(T, cache.BLOCK))
+    return attention_weights * dtype.itemsize > KEPT_BYTES
 
 
 def unroll(
@@ -144,36 +180,36 @@ def unroll(
 ) -> tuple[Tensor, tuple]:
     """Run a chunk of the recurrent model.
 
-    z (T, B, D); state (s, k, v, count) as in model.State, not differentiated; graphs: blocks are
-    replayed as CUDA graphs. Returns the last layer's output at every token (T, B, ...), and the new
-    state's four tensors."""
-    (s, k, v, count), T = state, len(z)
+    z (T, B, D); state: (s, k, v, count) as in model.State, which gets no gradient; graphs: whether
+    blocks are replayed as CUDA graphs. Returns the state s after every token, (T, *s.shape), and
+    the new (s, k, v, count)."""
+    s, k, v, count = state
+    T = len(z)
     L, B, C, W, K = k.shape
-    N, dtype = B * C, layers[0].dtype
+    N = B * C
     kv = torch.stack([x.reshape(L, N, W, K) for x in (k, v)])
-    long = recomputes(L, N, heads.M, W, T, dtype, z.device.type)
+    long = recomputes(L, N, heads.M, W, T, layers[0].dtype, z.device.type)
     graphs = graphs and long and can_capture(z)
     with torch.cuda.device_of(z):
         if graphs or (long and torch.is_grad_enabled() and not capturing(z)):
             blocks = find_blocks(T, B, W, z, s, heads, layers, config, graphs)
             out, kv = Recompute.apply(blocks, z, s, kv, count, *tensors_of(layers))
         else:
-            slots = Slots(T, W, count, heads, z.dtype, first=W)
+            slots = Slots(T, W, count, heads, z.dtype, first_with_grad=W)
             out, windows = run_tokens(z, s, kv, layers, slots, config)
-            carried = [torch.stack([x[:, T:] for x in (w.unrotated, w.v)]) for w in windows]
-            kv = torch.stack(carried, 1)
-    k, v = (x.view(L, B, C, W, K) for x in kv.unbind(0))
+            kv = entries(windows, T)  # the last W
+    k, v = kv.view(2, L, B, C, W, K).unbind(0)
     return out, (out[-1].detach().clone(), k, v, (count + T).clamp(max=W))
 
 
 def capturing(x: Tensor) -> bool:
-    """Return whether a CUDA graph is being captured: then a chunk becomes part of that graph."""
+    """Return whether a CUDA graph is being captured, of which the whole chunk becomes a part."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 # ---- blocks that run forward again before their backward, on fixed memory ----------------------
 
-_blocks: dict[tuple, 'Block'] = {}
+_blocks: dict[tuple, 'Block'] = {}  # by sizes and settings; kept from chunk to chunk
 
 
 def release() -> None:
@@ -188,15 +224,17 @@ def tensors_of(layers: list[LayerWeights]) -> list[Tensor]:
 
 
 def with_tensors(layers: list[LayerWeights], tensors: list[Tensor]) -> list[LayerWeights]:
-    """Return layers of the same kinds with other weights: the inverse of tensors_of."""
-    rest = iter(tensors)
+    """Return a copy of `layers` whose weights are `tensors`, in the order of tensors_of; linears
+    keep their class and dtype."""
+    remaining = iter(tensors)
 
-    def replaced(x):
+    def replace(x: Linear | Tensor | None) -> Linear | Tensor | None:
         if x is None:
             return None
-        return type(x)(next(rest), x.w.dtype) if isinstance(x, Linear) else next(rest)
+        tensor = next(remaining)
+        return type(x)(tensor, x.w.dtype) if isinstance(x, Linear) else tensor
 
-    return [LayerWeights(*(replaced(x) for x in w)) for w in layers]
+    return [LayerWeights(*(replace(x) for x in w)) for w in layers]
 
 
 def find_blocks(
@@ -210,22 +248,27 @@ def find_blocks(
     config: object,
     graphs: bool,
 ) -> list[tuple[int, 'Block']]:
-    """Return the blocks of a chunk of T tokens and the tokens they start with, with their weights
-    loaded. Blocks are kept from chunk to chunk, by their sizes."""
-    tensors, starts = tensors_of(layers), range(0, T, cache.BLOCK)
-    kinds = tuple(type(x) for w in layers for x in w)
+    """Return the blocks of a chunk of T tokens, each as (its first token, block), with the weights
+    of `layers` loaded. Blocks of one length are the same object."""
+    tensors = tensors_of(layers)
+    classes = tuple(type(x) for w in layers for x in w)
     shapes = tuple((x.shape, x.dtype) for x in tensors)
-    what = (B, W, s.shape, z.dtype, z.device, layers[0].dtype, heads, repr(config))
-    key = (what, kinds, shapes, graphs, enabled_forms(), fused.enabled)
-    for n in {min(cache.BLOCK, T - t) for t in starts}:
+    sizes = (B, W, s.shape, z.dtype, z.device, layers[0].dtype, heads, repr(config))
+    key = (sizes, classes, shapes, graphs, enabled_forms(), fused.enabled)
+    blocks = []
+    for t in range(0, T, cache.BLOCK):
+        n = min(cache.BLOCK, T - t)
         if (key, n) not in _blocks:
             _blocks[key, n] = Block(n, W, z, s, heads, layers, config, graphs)
-        _blocks[key, n].load(tensors)
-    return [(t, _blocks[key, min(cache.BLOCK, T - t)]) for t in starts]
+        blocks.append((t, _blocks[key, n]))
+    for block in {block for _, block in blocks}:
+        block.load(tensors)
+    return blocks
 
 
 class Block:
-    """n tokens of a chunk on fixed memory, where CUDA graphs find it."""
+    """n tokens of a chunk, with their inputs and weights in memory that never moves, where CUDA
+    graphs find them."""
 
     @torch.inference_mode(False)
     def __init__(
@@ -239,65 +282,76 @@ class Block:
         config: object,
         graphs: bool,
     ):
-        """z, s, layers: only their shapes, dtypes and device count."""
-        self.heads, self.config, self.forms = heads, config, enabled_forms()
+        """Allocate memory for shapes, dtypes and device of z, s and layers; no value is read."""
+        L, dtype = len(layers), layers[0].dtype
+        _, B, D = z.shape
+        N, K = B * heads.C, heads.K
+        self.heads = heads
+        self.config = config
+        self.forms = enabled_forms()
         self.graphs = {} if graphs else None
-        L, (_, B, D), dtype = len(layers), z.shape, layers[0].dtype
-        zeros = z.new_zeros
         self.weights = [torch.zeros_like(x).requires_grad_() for x in tensors_of(layers)]
-        # The kinds of linears. Detached: a gradient node of a weight that outlives the eager calls
-        # would tie a captured backward to their stream.
+        # The linears' classes and dtypes, for `run`; tensors on 'meta' take no memory. Detached: a
+        # gradient node that outlives the eager calls would tie a captured backward to their stream.
         self.layers = with_tensors(layers, [x.detach().to('meta') for x in self.weights])
-        self.z, self.s, self.count = zeros(n, B, D), zeros(s.shape), zeros(B, dtype=torch.int64)
-        self.out_grad = zeros(n, *s.shape)
-        # carried entries, keys not rotated; gradients of the own entries from later blocks
-        self.kv = zeros(2, L, B * heads.C, W, heads.K, dtype=dtype)
-        self.later_grads = zeros(2, L, B * heads.C, n, heads.K)
+        self.z = z.new_zeros(n, B, D)
+        self.s = z.new_zeros(s.shape)
+        self.count = z.new_zeros(B, dtype=torch.int64)
+        self.kv = z.new_zeros(2, L, N, W, K, dtype=dtype)  # carried entries, keys not rotated
+        self.out_grad = z.new_zeros(n, *s.shape)
+        # gradients of this block's keys, not rotated, and values that come from later blocks
+        self.later_grads = z.new_zeros(2, L, N, n, K)
 
     @torch.no_grad()
     def load(self, weights: list[Tensor]) -> None:
+        """Copy weights, in the order of tensors_of."""
         torch._foreach_copy_(self.weights, list(weights))
 
     def fill(self, t: int, z: Tensor, s: Tensor, kv: Tensor, count: Tensor) -> None:
-        """Copy the chunk's tokens from t on, the state and the entries before them."""
+        """Copy the chunk's tokens from t on, the state s before them, and the W entries before
+        them. kv: the entries of the chunk (2, L, N, W + T, K); count: as at its start."""
         self.z.copy_(z[t : t + len(self.z)])
         self.s.copy_(s)
         self.count.copy_(count + t)
         self.kv.copy_(kv[:, :, :, t : t + self.kv.size(3)])
 
     def run(self, z: Tensor, s: Tensor) -> tuple[Tensor, list[Window], Slots]:
+        """Run the tokens z from the state s, as run_tokens."""
         with using(self.forms):
             layers = with_tensors(self.layers, self.weights)
-            n, W = len(z), self.kv.size(3)
-            slots = Slots(n, W, self.count, self.heads, z.dtype, first=0)
-            return *run_tokens(z, s, self.kv, layers, slots, self.config), slots
+            W = self.kv.size(3)
+            slots = Slots(len(z), W, self.count, self.heads, z.dtype, first_with_grad=0)
+            out, windows = run_tokens(z, s, self.kv, layers, slots, self.config)
+            return out, windows, slots
 
     @torch.no_grad()
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Return the state after every token, and the own keys and values (2, L, N, n, K)."""
+        """Return the state after every token, and this block's keys, not rotated, and values (2, L,
+        N, n, K)."""
         out, windows, slots = self.run(self.z, self.s)
-        own = [torch.stack([x[:, slots.W :] for x in (w.unrotated, w.v)]) for w in windows]
-        return out, torch.stack(own, 1)
+        return out, entries(windows, slots.W)
 
     @torch.enable_grad()
     def backward(self) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         """Return the gradients of z, s, the carried entries (2, L, N, W, K) and the weights."""
-        z, s = (x.detach().requires_grad_() for x in (self.z, self.s))
+        z = self.z.detach().requires_grad_()
+        s = self.s.detach().requires_grad_()
         out, windows, slots = self.run(z, s)
         for window, grads in zip(windows, self.later_grads.unbind(1), strict=True):
             window.later_grads = grads
         inputs = (z, s, *self.weights)
         dz, ds, *grads = torch.autograd.grad(out, inputs, self.out_grad, materialize_grads=True)
-        W, carried = slots.W, []
-        for window in windows:
-            dk = rotate(window.dk[:, :W], slots.cos[:W], -slots.sin[:W])
-            carried.append(torch.stack([dk, window.dv[:, :W]]))
-        return dz, ds, torch.stack(carried, 1), grads
+        W = slots.W
+        # slots hold rotated keys, blocks exchange unrotated ones: rotate their gradients back
+        cos, sin = slots.cos[:W], slots.sin[:W]
+        dk = torch.stack([rotate(window.dk[:, :W], cos, -sin) for window in windows])
+        dv = torch.stack([window.dv[:, :W] for window in windows])
+        return dz, ds, torch.stack([dk, dv]), grads
 
 
 class Recompute(torch.autograd.Function):
-    """A chunk in blocks: z (T, B, D), s (B, ...), kv (2, L, N, W, K) -> the state after every token
-    and the new kv."""
+    """Run a chunk in blocks. From z (T, B, D), s (B, ...) and the carried kv (2, L, N, W, K), it
+    returns the state after every token (T, B, ...) and the kv to carry on."""
 
     @staticmethod
     def forward(ctx, blocks, z, s, kv, count, *weights):
@@ -307,9 +361,9 @@ class Recompute(torch.autograd.Function):
         for t, block in blocks:
             end = t + len(block.z)
             block.fill(t, z, out[t - 1] if t else s, kv, count)
-            out[t:end], kv[:, :, :, W + t : W + end] = graphed(
-                block.graphs, 'forward', block.forward
-            )
+            states, new_entries = graphed(block.graphs, 'forward', block.forward)
+            out[t:end] = states
+            kv[:, :, :, W + t : W + end] = new_entries
         ctx.blocks = blocks
         ctx.save_for_backward(z, s, kv, count, out, *weights)
         return out, kv[:, :, :, T:].clone()
@@ -318,10 +372,12 @@ class Recompute(torch.autograd.Function):
     def backward(ctx, out_grad, _):
         z, s, kv, count, out, *weights = ctx.saved_tensors
         W = kv.size(3) - len(z)
-        dz, ds, dkv = torch.empty_like(z), 0, torch.zeros_like(kv, dtype=z.dtype)
+        dz = torch.empty_like(z)
+        ds = 0  # gradient of the state after a block, by later blocks
+        dkv = torch.zeros_like(kv, dtype=z.dtype)
         totals = [torch.zeros_like(x) for x in weights]
         for block in {block for _, block in ctx.blocks}:
-            block.load(weights)
+            block.load(weights)  # another model may have used the block since the forward
         for t, block in reversed(ctx.blocks):
             end = t + len(block.z)
             block.fill(t, z, out[t - 1] if t else s, kv, count)

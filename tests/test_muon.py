@@ -75,7 +75,7 @@ def test_traced_passes_and_a_rate_in_a_tensor_equal_torch_muon(monkeypatch):
     trace = functools.partial(torch.compile, backend='aot_eager', dynamic=False)
     monkeypatch.setattr(muon, 'bf16_is_fast', lambda device: True)
     monkeypatch.setattr(muon, 'fused', trace)
-    monkeypatch.setattr(muon, 'pays', lambda p, lr: True)
+    monkeypatch.setattr(muon, 'pays_to_compile', lambda p, lr: True)
     assert_equals_torch_muon(torch.tensor(0.02), momentum=0.5, nesterov=False)
 
 

@@ -1,9 +1,10 @@
-"""Run every mode in a copy of the project to which a patch was applied: three updates and decoding,
-compared with the plain mode in float64; Triton forms by the interpreter in fp32.
+"""Compare all modes of a patched copy of the project with its plain mode; test_hacks.py starts it.
 
-python run.py [--inductor] models|agents|triton '{settings}'
+    python run.py [--inductor] models|agents|triton '{settings}'
 
-Prints the losses of the plain mode, for the test to tell patched from unpatched."""
+models and agents train for three updates in float64, and models decode; triton trains for one
+update in fp32, with Triton forms run by the interpreter. Prints the losses of the plain mode, by
+which the test can tell a patched model from an unpatched one."""
 
 import ast
 import functools
@@ -26,8 +27,9 @@ from model import GPT, RecurrentGPT
 
 
 def train(model, loss_of, updates=3):
-    """Return the loss of each update and the gradients of the last."""
-    optimizer, losses = torch.optim.Adam(model.parameters(), lr=1e-2), []
+    """Return the loss of each update, loss_of(model, i), and the gradients of the last."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
     for i in range(updates):
         loss = loss_of(model, i)
         optimizer.zero_grad()
@@ -42,12 +44,13 @@ def train(model, loss_of, updates=3):
 
 
 def assert_same(found, expected, what, rtol=1e-8, atol=1e-9):
+    """Compare results of `train`; a message names `what`."""
     message = functools.partial('{}: {}'.format, what)
     torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, msg=message)
 
 
 def train_stream(model):
-    """Train on three chunks of a stream."""
+    """Train on three chunks of two streams."""
     state = None
 
     def loss_of(model, i):
@@ -60,7 +63,10 @@ def train_stream(model):
 
 
 def models(settings):
-    unroll.graphed, unroll.can_capture, cache.BLOCK = fake_graphed, lambda x: True, 3
+    """Compare all modes of RecurrentGPT and GPT, and the decoder, with the plain mode."""
+    unroll.graphed = fake_graphed
+    unroll.can_capture = lambda x: True
+    cache.BLOCK = 3
     for sizes in ({'n_expert': 3}, {'n_expert': 3, 'share_kv': False, 'n_layer': 1}):
         found = {}
         for mode in MODES:
@@ -71,7 +77,8 @@ def models(settings):
         print(*found['plain'][0])
         check_decoder(model)
     x, sizes = tokens(2, 6), {'n_expert': 2, **settings}
-    if not found['plain'][1].keys() <= {'layers.0.a', 'layers.0.b', *names_of(make(GPT, **sizes))}:
+    known = {'layers.0.a', 'layers.0.b', *parameter_names(make(GPT, **sizes))}
+    if not parameter_names(model) <= known:
         return  # the patch is of the recurrent model alone
     found = {}
     for mode in ('fast', 'compiled'):
@@ -82,16 +89,18 @@ def models(settings):
     check_decoder(model)
 
 
-def names_of(model):
-    return dict(model.named_parameters())
+def parameter_names(model):
+    return {name for name, _ in model.named_parameters()}
 
 
 def check_decoder(model):
+    """Compare the decoder's logits with the plain mode's, with and without compilation."""
     set_mode(model, 'plain')
     x = tokens(2, 11)
     with torch.no_grad():
         expected, _ = model(x, state=model.init_state(2))
-    for kernels.fused.enabled in (False, True):
+    for compiled in (False, True):
+        kernels.fused.enabled = compiled
         decoder = Decoder(model, 2)
         for t in range(x.size(1)):
             decoder.step(x[:, t])
@@ -101,7 +110,8 @@ def check_decoder(model):
 def triton(settings):
     """Compare training with all Triton forms enabled, in fp32, with the plain mode."""
     kernels.triton_module()
-    cache.BLOCK, cache.GROUP = 4, 3
+    cache.BLOCK = 4
+    cache.GROUP = 3
     found = {}
     for forms in (frozenset(), frozenset({'attention', 'experts', 'loss'})):
         model = make(RecurrentGPT, dtype=torch.float32, n_expert=3, n_embd=24, n_head=2, **settings)
@@ -115,6 +125,7 @@ def triton(settings):
 
 
 def agents(settings):
+    """Compare all modes of agents with the plain mode."""
     for arch, residual in (('convlstm', 'expert'), ('convglu', 'expert'), ('convglu', 'shared')):
         sizes = {'arch': arch, 'residual': residual, 'n_layer': 2, 'n_expert': 3, 'n_embd': 8}
         found = {}
@@ -140,7 +151,7 @@ if __name__ == '__main__':
     torch.set_num_threads(1)
     *options, what, settings = sys.argv[1:]
     torch._dynamo.config.recompile_limit = 256
-    if not options:  # Inductor's C++ compiler takes minutes; what it is given is the same
+    if not options:  # stop before Inductor, whose C++ compiler takes minutes
         kernels.compiled = functools.cache(
             lambda f, pdl: torch.compile(f, backend='aot_eager', fullgraph=True, dynamic=False)
         )
