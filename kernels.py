@@ -531,7 +531,7 @@ def capture(
     except RuntimeError as error:
         cause = first_line(error.__context__ or error)
         if os.environ.get('RANK', '0') == '0':
-            print(f'no CUDA graph of {name!r}: training is slower ({cause})', flush=True)
+            print(f'no CUDA graph of {name!r}: it runs eagerly, slower ({cause})', flush=True)
         return None, None
     return graph, result
 
