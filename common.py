@@ -803,15 +803,16 @@ class Stopper:
 # ---- logs and trackers ----
 
 
-def open_log(run: object, resume: bool) -> Callable[[dict], None]:
-    """Write config.json (the settings, the commit and the device) and return write(record), which
-    appends a line to log.jsonl.
+def open_log(run: object, resume: bool, script: str) -> Callable[[dict], None]:
+    """Write config.json (the settings, the trainer's file name `script`, the commit and the device)
+    and return write(record), which appends a line to log.jsonl.
 
     A resumed run keeps the lines before the step of its checkpoint. That step is evaluated and
     logged again, because the run may have died before it was logged. Later lines and half-written
     ones are removed."""
     folder = pathlib.Path(run.config['out_dir'])
     about = {
+        'script': script,
         'commit': commit(),
         'torch': torch.__version__,
         'device_name': device_name(run.device),

@@ -69,7 +69,7 @@ from convlstm import AGGREGATIONS, AgentConfig, build_agent
 from data_fineweb import VOCAB, find_shards
 from figures import Row, read_log, run_value
 from model import RESIDUALS, ModelConfig, build_model
-from sokoban import load_levels, split_files
+from sokoban import TIME_LIMIT, load_levels, split_files
 
 # -----------------------------------------------------------------------------
 # fmt: off
@@ -231,7 +231,11 @@ SAME_RUN = (  # a run with other values of these settings is still the same run
 MOST_COST = 1.5  # language models that cost more budgets (E was rounded up) are left out
 MOST_TUNING = 3  # number of values that `tune` may add beyond an edge
 ALIKE = 3  # failures in a row with the same message after which no further run starts
-UNUSABLE = {'other': 'a run with other settings', 'damaged': 'a log that cannot be used'}
+UNUSABLE = {
+    'other': 'a run with other settings or of another script',
+    'short': f'a run that logged no return, which takes {TIME_LIMIT} steps per board',
+    'damaged': 'a log that cannot be used',
+}
 POLL = 0.2  # seconds between checks of the runs
 REPORT = 10.0  # seconds between lines about them
 DRAWS = 10000  # of the bootstrap
@@ -265,6 +269,12 @@ def script_of(row: Row) -> str:
 
 
 @functools.cache
+def defaults_of(path: str) -> dict:
+    """Return the settings of a script with their defaults."""
+    return read_script(path)[0]
+
+
+@functools.cache
 def base_config(model: str, recurrent: bool, budget: str) -> tuple[dict, list[str]]:
     """Return the settings that the runs of a model have in common (the script's defaults, a config
     file, `also`), and a list that holds the config file, if there is one.
@@ -277,7 +287,7 @@ def base_config(model: str, recurrent: bool, budget: str) -> tuple[dict, list[st
         path = f'config/{budget.replace("-", "_")}{kind}_L2.py'
     if path and not os.path.exists(path) and os.path.exists(os.path.join(HERE, path)):
         path = os.path.relpath(os.path.join(HERE, path))
-    defaults = read_script(script_of(Row(model, recurrent, budget, 1, 1, 1)))[0]
+    defaults = defaults_of(script_of(Row(model, recurrent, budget, 1, 1, 1)))
     config = dict(defaults)
     if path:
         read_config(path, config, defaults)
@@ -579,11 +589,28 @@ def folder_of(row: Row, name: str = '') -> str:
 class Progress(NamedTuple):
     """The progress of a run by the files in its folder."""
 
-    # 'done'; 'failed'; 'other': the folder holds a run with other settings; 'damaged': no usable
-    # log, and no checkpoint from which a resumed run would repair it; '': can start or resume
+    # 'done'; 'failed'; 'other': the folder holds a run with other settings or of another script;
+    # 'short': finished without a return; 'damaged': no usable log, and no checkpoint from which a
+    # resumed run would repair it; '': can start or resume
     state: str
     fraction: float  # of the updates that are done
     seconds: float  # that they took
+
+
+def is_other(row: Row, saved: dict) -> bool:
+    """Return whether a config.json is that of another run. A setting that it lacks counts as its
+    default, because the script got it later; a missing name of the script as the standard one."""
+    path = script_of(row)
+    wanted = {**config_of(row), 'script': os.path.basename(path)}
+    saved = {**defaults_of(path), 'script': row.script, **saved}
+    wanted, saved = json.loads(json.dumps([wanted, saved]))  # tuples become lists
+    return any(saved[name] != x for name, x in wanted.items() if name not in SAME_RUN)
+
+
+def is_short(row: Row) -> bool:
+    """Return whether an agent's run logs no return, because it ends before every board has ended
+    an episode."""
+    return not row.is_text and updates_of(row) * config_of(row)['unroll'] < TIME_LIMIT
 
 
 def progress_of(row: Row, name: str = '') -> Progress:
@@ -599,11 +626,12 @@ def progress_of(row: Row, name: str = '') -> Progress:
     except Mistake:
         state = state if saved_in(folder) else 'damaged'
     fraction = min(1.0, log[-1]['step'] / updates_of(row))
-    wanted = json.loads(json.dumps(config_of(row)))  # tuples become lists
-    if any(saved[k] != x for k, x in wanted.items() if k in saved and k not in SAME_RUN):
+    if saved and is_other(row, saved):
         state = 'other'
+    elif fraction == 1 and run_value(log) is not None:
+        state = 'done'
     elif fraction == 1:
-        state = 'damaged' if run_value(log) is None else 'done'
+        state = 'short' if is_short(row) else 'damaged'
     return Progress(state=state, fraction=fraction, seconds=log[-1].get('seconds') or 0.0)
 
 
@@ -634,11 +662,11 @@ def print_plan(rows: list[Row]) -> None:
     units = dict.fromkeys('MFLOP per token' if row.is_text else 'MMAC per step' for row in rows)
     width_of_names = max(len(row.name) for row in rows)
     print(f'cost in {" or ".join(units)}, layers only; hours of one GPU: modeled, not measured')
-    titles = f'{"cost":>10} {"of W":>4} {"parameters":>13} {"hours":>7} {"state":>7}'
+    titles = f'{"cost":>10} {"cost/W":>6} {"parameters":>13} {"hours":>7} {"state":>7}'
     print(f'  # {"run":{width_of_names}} {titles} command')
     for i, row in enumerate(rows):
         progress = progress_of(row)
-        numbers = f'{cost(row).core / 1e6:10,.1f} {over_budget(row):4.2f} {cost(row).params:13,}'
+        numbers = f'{cost(row).core / 1e6:10,.1f} {over_budget(row):6.2f} {cost(row).params:13,}'
         state = progress.state or f'{progress.fraction:.0%}'
         status = f'{modeled_hours(row):7.2f} {state:>7}'
         print(f'{i:3} {row.name:{width_of_names}} {numbers} {status} {shlex.join(command(row))}')
@@ -922,7 +950,9 @@ def outcome(row: Row, status: int) -> str:
     if status == 0 and state_of(row) == 'done':
         (folder / 'failed.json').unlink(missing_ok=True)  # of an earlier attempt
         return ''
-    message = last_error(folder / 'stdout.txt')
+    state = state_of(row)
+    wrong = status == 0 and state in UNUSABLE
+    message = UNUSABLE[state] if wrong else last_error(folder / 'stdout.txt')
     record = {'exit': status, 'message': message, 'command': shlex.join(command(row))}
     try:
         write_json(record, folder / 'failed.json')
@@ -955,6 +985,10 @@ def execute(rows: list[Row]) -> int:
     queue = []
     for row in rows:
         state = state_of(row)
+        if is_short(row) and not script:  # another script may log returns earlier
+            steps = f'{updates_of(row) * config_of(row)["unroll"]} steps per board'
+            advice = f'at least {TIME_LIMIT} are needed: increase total_steps or length'
+            fail(f'{row.name}: {steps} give no return: {advice}')
         if state in UNUSABLE:
             fail(f'{folder_of(row)} holds {UNUSABLE[state]}: move it away, or change out_dir')
         if state != 'done':

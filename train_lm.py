@@ -742,7 +742,7 @@ def main(config: Settings) -> int:
     describe(run)
     if run.rank == 0:
         track, close_trackers = open_trackers(config, tensorboard, wandb_project if wandb else '')
-        log = common.open_log(run, resume)
+        log = common.open_log(run, resume, SCRIPT)
 
     stopper = common.Stopper()  # turns ctrl-C and SIGTERM into a flag
     due_to_print = every()  # a line every 10 s, however large log_interval is

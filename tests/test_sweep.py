@@ -64,7 +64,7 @@ if str(n_layer) in os.environ.get('FAILS', '').split():
     raise SystemExit(2)
 os.makedirs(out_dir, exist_ok=True)
 with open(f'{out_dir}/config.json', 'w') as file:
-    json.dump(config, file)
+    json.dump({**config, 'script': os.path.basename(__file__)}, file)
 path, stopped = f'{out_dir}/log.jsonl', []
 signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
 done = len(open(path).readlines()) if resume else 0
@@ -139,7 +139,8 @@ def write_finished(rows, value=lambda row: 1.0):
                 record |= {'return_1000': x if k else None}
             records.append(json.dumps(record) + '\n')
         folder_of(row).mkdir(parents=True, exist_ok=True)
-        (folder_of(row) / 'config.json').write_text(json.dumps(sweep.config_of(row)))
+        config = sweep.config_of(row) | {'script': os.path.basename(sweep.script_of(row))}
+        (folder_of(row) / 'config.json').write_text(json.dumps(config))
         (folder_of(row) / 'log.jsonl').write_text(''.join(records))
 
 
@@ -472,6 +473,60 @@ def test_a_folder_of_a_run_with_other_settings_is_refused(fake, monkeypatch, cap
     assert 'a run with other settings' in capsys.readouterr().err
 
 
+@pytest.mark.parametrize('finished', ['fake.py', 'train_lm.py', None])
+def test_a_run_of_another_script_is_not_taken_for_one_of_the_plan(fake, capsys, finished):
+    """A config.json without the name of a script is one of the standard trainer."""
+    custom = [*fake, '--only=L=1 d=24 variant=recurrent']
+    standard = [word for word in custom if '--script' not in word]
+    (row,) = rows_of(*(custom if finished == 'fake.py' else standard))
+    write_finished([row])
+    if finished is None:
+        config = folder_of(row) / 'config.json'
+        config.write_text(json.dumps(sweep.config_of(row)))
+    assert sweep.state_of(row) == 'done'
+
+    (row,) = rows_of(*(standard if finished == 'fake.py' else custom))
+    assert sweep.state_of(row) == 'other' and sweep.finished([row]) == []
+    assert 'a run with other settings or of another script: skipped' in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        sweep.execute([row])
+
+
+def test_a_setting_that_the_script_got_later_counts_as_its_default(fake):
+    argv = [*fake, '--only=L=1 d=24 variant=recurrent']
+    (row,) = rows_of(*argv)
+    write_finished([row])
+    config = folder_of(row) / 'config.json'
+    saved = json.loads(config.read_text())
+    del saved['learning_rate']  # as if the run were older than the setting
+    config.write_text(json.dumps(saved))
+    assert sweep.state_of(row) == 'done'
+    (row,) = rows_of(*argv, '--also=learning_rate=0.5')
+    assert sweep.state_of(row) == 'other'
+
+
+TOO_SHORT = ['--plan=sokoban-small', '--only=L=1 d=8 model=convglu variant=recurrent']
+TOO_SHORT += ['--width=0.0625', '--seeds=1', '--also=n_envs=4 unroll=10 total_steps=440']
+
+
+def test_an_agent_too_short_for_a_return_is_refused_before_it_starts(tmp_path, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        main(monkeypatch, *TOO_SHORT, f'--out_dir={tmp_path}/out', '--run')
+    assert '110 steps per board give no return: at least 120' in capsys.readouterr().err
+    assert not (tmp_path / 'out').exists()
+
+
+def test_a_finished_agent_without_a_return_is_skipped_with_the_reason(tmp_path, capsys):
+    (row,) = rows_of(*TOO_SHORT, f'--out_dir={tmp_path}')
+    write_finished([row])
+    log = folder_of(row) / 'log.jsonl'
+    records = [record | {'episodic_return': None} for record in figures.read_log(log.parent)]
+    log.write_text(''.join(json.dumps(record) + '\n' for record in records))
+    assert sweep.finished([row]) == []
+    assert 'logged no return, which takes 120 steps per board' in capsys.readouterr().err
+    assert sweep.outcome(row, 0).startswith('FAILED (exit status 0): a run that logged no return')
+
+
 def test_three_equal_failures_in_a_row_stop_the_sweep(fake, monkeypatch, capsys):
     """The numbers and folders in two messages may differ."""
     argv = [*fake, '--only=d=24 variant=recurrent', '--run']
@@ -763,7 +818,7 @@ if eval_only:
         json.dump(record, file)
 else:
     with open(f'{out_dir}/config.json', 'w') as file:
-        json.dump(config, file)
+        json.dump({**config, 'script': os.path.basename(__file__)}, file)
     with open(f'{out_dir}/log.jsonl', 'w') as file:
         for step in range(6):
             record = {'step': step, 'env_steps': 20 * step, 'episodic_return': 1.0}
