@@ -398,10 +398,13 @@ def softcap(x: Tensor) -> Tensor:
 @fused
 def losses(logits: Tensor, targets: Tensor, config: object) -> tuple[Tensor, Tensor]:
     """Return the training objective and the cross-entropy, summed over rows, in nats. logits (N, V)
-    are not yet soft-capped; targets (N,); config: the model's, for settings of the objective."""
+    are not yet soft-capped (`scores` are what LanguageModel returns as logits); targets (N,);
+    config: the model's, for settings of the objective."""
     scores = softcap(logits.to(torch.promote_types(logits.dtype, torch.float32)))
     cross_entropy = F.cross_entropy(scores, targets, reduction='sum')
-    objective = cross_entropy  # terms that only training sees, such as a z-loss, are added here
+    # Add terms that only training sees, such as a z-loss of the scores, here, summed over rows: the
+    # caller divides by their number.
+    objective = cross_entropy
     return objective, cross_entropy
 
 

@@ -3,7 +3,8 @@
 The recurrent and the non-recurrent model, fast and plain training, compiled functions, CUDA graphs,
 validation and decoding all call `layer`. They differ in the class of the linears (kernels.Linear or
 unroll.DeferredLinear), in the cache (cache.py), and in whether `kernels.fused` compiles. Autograd
-differentiates all of it. To change the model, edit this file.
+differentiates all of it except the softmax and products of attention over the cache, which cache.py
+has in several forms, one with a backward of its own. To change the model, edit this file.
 
 Shapes: N rows (B streams, or B * T tokens in the non-recurrent model), D width, E experts, H query
 heads per expert, C key-value heads in the cache, M query heads per cache head, K head size, r width
@@ -11,9 +12,9 @@ of the router. `dtype` is that of matrix products; s, z and sums over experts st
 dtype of the state.
 
 Two choices that the paper leaves open (results/README.md lists all of them): every expert of a
-layer reads the same u, and keys are normalized after they are summed over experts. The scale of the
-keys then does not depend on E, and the E key-value matrices can be summed before the product
-without changing the result.
+layer reads the same u, and keys are normalized (`split_heads`) after they are summed over experts
+(model.Layer.merged_qkv). The scale of the keys then does not depend on E, and the E key-value
+matrices can be summed before the product without changing the result.
 """
 
 import math

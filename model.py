@@ -12,7 +12,7 @@ where experts share it, else E * G).
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import NamedTuple
 
 import torch
@@ -208,7 +208,8 @@ class Layer(nn.Module):
     def merged_qkv(self) -> Tensor:
         """Return the query, key and value matrices of all experts as one, ((C M + 2 C) K, D). Where
         experts share the cache, the E key-value matrices are summed, which is exact, and the query
-        rows are ordered (G, E, R), so that the queries of one key-value head are neighbors."""
+        rows are ordered (G, E, R), so that the queries of one key-value head are neighbors. The scale
+        matters for the values only: keys are normalized."""
         E, G, R, K, shared = self.heads
         if not shared:
             return torch.cat([x.flatten(0, 1) for x in (self.wq, self.wk, self.wv)])
@@ -344,6 +345,8 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         TypeError or ValueError if they describe no model, or one that is larger than the memory."""
         # 'path' was a field of models saved before 2026-11-25
         sizes = {name: value for name, value in about['model'].items() if name != 'path'}
+        if unknown := sizes.keys() - {f.name for f in fields(ModelConfig)}:
+            raise ValueError(f'has a setting that this code does not know: {min(unknown)}')
         config, recurrent = ModelConfig(**sizes), about['recurrent']
         if not isinstance(recurrent, bool):
             raise TypeError(f'recurrent = {recurrent!r}')

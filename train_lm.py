@@ -72,7 +72,7 @@ reset_every = 0                # reset the state of each stream every N updates;
 batch_size = 0                 # sequences per micro-batch and GPU; 0 = the most that fit
 val_tokens = 10485760          # validation tokens, as many as in modded-nanogpt and llm.c
 val_streams = 512              # streams that they are cut into, at any number of ranks
-# model (model.py has the equations)
+# model (layer.py has the equations)
 arch = 'experts'               # 'experts', or a baseline: 'transformer' or 'lstm' (baselines.py)
 recurrent = True               # True = RecurrentGPT; False = GPT, the non-recurrent model
 n_layer = 2                    # L, layers; the small budget is L * E = 16 blocks of width 768
@@ -108,7 +108,8 @@ dtype = 'auto'                 # of matrix products: 'float32', 'bfloat16', or '
                                # the device is fast at it)
 compile = True                 # compile fused functions with torch.compile, if that works
 graphs = True                  # on a GPU: replay each update as CUDA graphs, from the fourth on
-mode = 'fast'                  # 'fast' (unroll.py), or 'plain' (autograd alone, for checking)
+mode = 'fast'                  # 'fast' (unroll.py), or 'plain' (one weight gradient per token,
+                               # for checking)
 threads = 0                    # CPU threads; 0 = one or all, whichever is faster at the start; a
                                # resumed run keeps the number
 # fmt: on

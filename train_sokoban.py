@@ -122,7 +122,7 @@ dtype = 'auto'                 # of convolutions: 'float32' (true fp32, no TF32)
                                # 'auto' (bfloat16 where it is fast); everything else is fp32
 compile = True                 # compile what lies between convolutions, if torch.compile works
 graphs = True                  # on a GPU: replay each update as CUDA graphs, from the fourth on
-mode = 'fast'                  # 'fast', or 'plain' (autograd alone, for checking)
+mode = 'fast'                  # 'fast', or 'plain' (weight gradients by autograd, for checking)
 threads = 0                    # CPU threads; 0 = one or all, whichever is faster at the start; a
                                # resumed run keeps the number
 # fmt: on

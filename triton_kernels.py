@@ -822,7 +822,7 @@ REPLACES = {
 SOURCES = {
     'attention': '380f991c91e86535',
     'experts': '16def2a4f64393b1',
-    'loss': 'f2f168ecaa1a6d05',
+    'loss': '7592f115e7f27f1b',
 }
 FORMS = {
     'attention': (attend, suits_attend),

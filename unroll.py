@@ -3,8 +3,8 @@
 The loop calls layer.step token by token and knows none of its equations; autograd differentiates
 it. A nonlinear recurrence cannot be computed by a scan, but much can leave the loop:
 
-- `DeferredLinear` postpones the gradients of weights: one product per group of tokens, not one per
-  token. Products are accumulated in fp32, which is also more accurate than bf16.
+- `DeferredLinear` postpones the gradients of weights: one product for many tokens, not one per token.
+  Products are accumulated in fp32, which is also more accurate than bf16.
 - `cache.Window` keeps the keys and values of a layer in preallocated buffers of W + T slots and
   accumulates their gradients in place.
 - Where functions are compiled (kernels.fused), the operations between two matrix products are one
@@ -59,14 +59,14 @@ class DeferredLinear(Linear):
     def __init__(self, weight: Tensor, dtype: torch.dtype):
         self.weight = weight
         self.w = weight.detach().to(dtype)
-        self.group = cache.BLOCK if weight.is_cuda else CPU_BYTES // dtype.itemsize
+        self.calls_at_once = cache.BLOCK if weight.is_cuda else CPU_BYTES // dtype.itemsize
         self.calls = []  # (input, gradient of the output) of calls that `total` does not include
         self.total = None
 
     def __call__(self, x: Tensor) -> Tensor:
         y = linear(x, self.w)
         if y.requires_grad and self.weight.requires_grad:
-            inputs = [x.detach()]  # emptied by the hook: the graph of y must not keep x
+            inputs = [x.detach()]  # a list, so that the hook can free x, which the graph of y keeps
 
             def hook(dy: Tensor) -> None:
                 if not inputs:
@@ -79,7 +79,7 @@ class DeferredLinear(Linear):
     def record(self, x: Tensor, dy: Tensor) -> None:
         """Record a call's input x and the gradient dy of its output."""
         self.calls.append((x, dy))
-        if len(self.calls) == self.group:
+        if len(self.calls) == self.calls_at_once:
             self.accumulate()
 
     def accumulate(self) -> None:
@@ -108,7 +108,7 @@ class EmitWeightGrads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dz, ds):
-        grads = [linear.weight_grad() for linear in ctx.linears]
+        grads = [w.weight_grad() for w in ctx.linears]
         return None, dz, ds, *grads
 
 
