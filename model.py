@@ -208,8 +208,8 @@ class Layer(nn.Module):
     def merged_qkv(self) -> Tensor:
         """Return the query, key and value matrices of all experts as one, ((C M + 2 C) K, D). Where
         experts share the cache, the E key-value matrices are summed, which is exact, and the query
-        rows are ordered (G, E, R), so that the queries of one key-value head are neighbors. The scale
-        matters for the values only: keys are normalized."""
+        rows are ordered (G, E, R), so that the queries of one key-value head are neighbors. The
+        norm of the keys undoes their scale; values keep it."""
         E, G, R, K, shared = self.heads
         if not shared:
             return torch.cat([x.flatten(0, 1) for x in (self.wq, self.wk, self.wv)])

@@ -3,8 +3,8 @@
 The loop calls layer.step token by token and knows none of its equations; autograd differentiates
 it. A nonlinear recurrence cannot be computed by a scan, but much can leave the loop:
 
-- `DeferredLinear` postpones the gradients of weights: one product for many tokens, not one per token.
-  Products are accumulated in fp32, which is also more accurate than bf16.
+- `DeferredLinear` postpones the gradients of weights: one product for many tokens, not one per
+  token. Products are accumulated in fp32, which is also more accurate than bf16.
 - `cache.Window` keeps the keys and values of a layer in preallocated buffers of W + T slots and
   accumulates their gradients in place.
 - Where functions are compiled (kernels.fused), the operations between two matrix products are one

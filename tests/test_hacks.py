@@ -12,7 +12,11 @@ import pytest
 from processes import ROOT
 
 HACKS = {path.stem: path for path in sorted((ROOT / 'tests' / 'hacks').glob('?_*.patch'))}
-SETTINGS = {'a_max_aggregation': {'aggregation': 'max'}, 'g_max_convlstm': {'aggregation': 'max'}}
+SETTINGS = {
+    'a_max_aggregation': {'aggregation': 'max'},
+    'e_z_loss': {'z_loss': 1e-4},
+    'g_max_convlstm': {'aggregation': 'max'},
+}
 SHORT = ['b_swiglu', 'f_gated_state', 'g_max_convlstm', 'h_wider_state']
 
 
@@ -61,4 +65,4 @@ def test_triton_forms_never_drop_a_hack(tmp_path, hack):
     """A form whose functions were edited is not used, and the others compute the edited model."""
     pytest.importorskip('triton', reason='triton is not installed')
     copy_and_patch(hack, tmp_path)
-    assert run_modes(tmp_path, 'triton', {}) != run_unpatched('triton')
+    assert run_modes(tmp_path, 'triton', SETTINGS.get(hack, {})) != run_unpatched('triton')
