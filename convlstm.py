@@ -480,8 +480,9 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
             score = f'best mean return of an evaluation {about["best"]:.2f}'
         return {
             'title': f'Parallel Experts: {kind} {name} agent, L = {c.n_layer}, E = {c.n_expert}',
-            'summary': f'A {kind} {name} that plays Sokoban: L = {c.n_layer} layers, '
-            f'E = {c.n_expert} experts per layer, width D = {c.n_embd}, {parameters:,} parameters.',
+            'summary': f'A {kind} {name} that plays Sokoban. Layers: L = {c.n_layer}; '
+            f'experts per layer: E = {c.n_expert}; width: D = {c.n_embd}; '
+            f'{parameters:,} parameters.',
             'score': score,
             'step': about.get('step'),
             'command': about.get('command'),

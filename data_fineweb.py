@@ -115,7 +115,7 @@ MIN_TOKENS = 65  # of a training shard: one row of 64 inputs and their targets
 BATCH = 512  # documents that a thread encodes at a time
 PAPER_TOKENS = 10_000 * 131_072  # of training: config/small_L2.py
 FINE_TUNED = 'pretrained/lm'  # the shipped model, which reads bytes
-# Settings of train_lm.py to fine-tune it with (LOG.md compares them).
+# Settings of train_lm.py to fine-tune it with.
 FINE_TUNING = {'learning_rate': 0.02, 'embedding_lr': 0.4, 'head_lr': 0.008, 'scalar_lr': 0.04}
 STREAM_TRIES = 10  # network errors in a row, over four minutes, before a stream is given up
 
@@ -719,8 +719,8 @@ def encode_ahead(tokenizer: Tokenizer, batches: Iterable[tuple]) -> Iterator[tup
 
 
 def estimate(tokenizer: Tokenizer, documents: list[str], tokens: int | None) -> str:
-    """Return a line about the time that tokenizing will take, from half a second of it on one core.
-    tokens: the number of tokens to come, None if unknown."""
+    """Return a line about the time that tokenizing will take, from half a second of it on one core;
+    '' if that is less than a minute. tokens: the number of tokens to come, None if unknown."""
     start = time.perf_counter()
     count, size = 0, 0  # tokens, bytes
     for document in documents:
@@ -731,6 +731,8 @@ def estimate(tokenizer: Tokenizer, documents: list[str], tokens: int | None) -> 
     cores = os.cpu_count() or 1
     rate = cores * count / (time.perf_counter() - start)  # tokens/s
     line = f'about {rate:,.0f} tokens/s on {cores} cores'
+    if tokens and tokens < 60 * rate:
+        return ''
     if tokens:
         line = f'{format_seconds(tokens / rate)} at {line}'
     return f'{line}, if the source delivers {rate * size / count / 1e6:.0f} MB of text per second'
@@ -754,14 +756,16 @@ def write_shards(
     tokenizer, done = get_tokenizer(meta['tokenizer']), sum(meta['shards'])
     left = max(0, expected - done) if expected else None
     size = check_disk(folder, 2 * left) if left else 'of unknown size'
-    print(f'{meta["source"]} -> {folder}: {size}', flush=True)
+    source = meta['source'].replace(': 1 documents,', ': 1 document,')  # which folders keep
+    print(f'{source} -> {folder}: {size}', flush=True)
     meta['finished'] = False
     write_meta(folder, meta)
 
     position, skip = meta.get('resume', (None, 0))  # skip: tokens already used of the first batch
     batches = read_batches(position)
     if (first := next(batches, None)) is not None:
-        print(estimate(tokenizer, first[1], left), flush=True)
+        if line := estimate(tokenizer, first[1], left):
+            print(line, flush=True)
         batches = itertools.chain([first], batches)
     parts = []  # tokens of the next shard
     written = 0  # tokens
@@ -877,14 +881,13 @@ def suggest_commands(folder: str, tokenizer: str, val: int, train: list[int], te
         for launcher in (['python'], ['torchrun', '--standalone', '--nproc_per_node=4']):
             print('    ' + command_line(*launcher, 'train_lm.py', 'config/small_L2.py', **paper))
     data['tokenizer'] = tokenizer
-    # config/demo.py with other sizes: half the width and rows for the larger vocabulary of GPT-2
-    width, max_rows = (128, 32) if tokenizer == 'gpt2' else (256, 64)
     settings = {
         **data,
         'out_dir': os.path.join('out', name),
-        'n_embd': width,
-        **fit_run(val, train, T=64, max_rows=max_rows),
+        **fit_run(val, train, T=64, max_rows=32),
     }
+    if folder == os.path.join('data', 'sotu_bytes'):
+        settings = {}  # those of the config file
     print('a small model, minutes on a CPU:')
     print('    ' + command_line('python', 'train_lm.py', 'config/demo.py', **settings))
     if text and tokenizer == 'bytes':

@@ -370,8 +370,8 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
             score = f'validation loss {about["best_val_loss"]:.4f} nats per {unit}'
         return {
             'title': f'Parallel Experts: {kind} language model, L = {c.n_layer}, E = {c.n_expert}',
-            'summary': f'A {kind} Transformer that reads {unit}s one at a time: L = {c.n_layer} '
-            f'layers, E = {c.n_expert} experts per layer, width D = {c.n_embd}, '
+            'summary': f'A {kind} Transformer that reads {unit}s one at a time. Layers: '
+            f'L = {c.n_layer}; experts per layer: E = {c.n_expert}; width: D = {c.n_embd}; '
             f'{self.num_params()["total"]:,} parameters.',
             'score': score,
             'step': about.get('step'),

@@ -582,6 +582,19 @@ def test_printed_commands_fit_their_text(tmp_path, capsys, monkeypatch, name, le
     assert configs[out_dir][0]['n_embd'] <= 256
 
 
+def test_the_demo_proposes_the_command_of_its_config(capsys):
+    df.suggest_commands('data/sotu_bytes', 'bytes', val=10**5, train=[10**6], text='')
+    command = capsys.readouterr().out.splitlines()[-1].split()
+    assert command[0] == 'python' and Path(command[1]).name == 'train_lm.py'
+    assert [Path(word).name for word in command[2:]] == ['demo.py']
+
+
+def test_a_short_time_of_tokenizing_is_not_estimated():
+    tokenizer = df.get_tokenizer('bytes')
+    assert df.estimate(tokenizer, ['a' * 1000], 1000) == ''
+    assert 'tokens/s on' in df.estimate(tokenizer, ['a' * 1000], 10**15)
+
+
 def test_durations():
     durations = (0.4, 99, 100, 3599, 3600, 3660, 3 * 3600 + 5 * 60)
     expected = ['0 s', '99 s', '2 min', '60 min', '1 h 0 min', '1 h 1 min', '3 h 5 min']

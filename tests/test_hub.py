@@ -195,3 +195,11 @@ def test_the_training_command_has_the_settings_that_differ_from_the_defaults():
     assert hub.training_command('train_lm.py', settings | {'unknown': 1}) == (
         "python train_lm.py '--data_dir=my data' --seed=5"
     )
+
+
+def test_an_unknown_setting_of_a_model_is_named(tmp_path):
+    """Such as one that the code had when the model was saved."""
+    make_language_model(True).save_pretrained(tmp_path, config={'model': SIZES | {'z_loss': 0.1}})
+    message = r'config\.json: .*has a setting that this code does not know: z_loss'
+    with pytest.raises(CheckpointError, match=message):
+        LanguageModel.from_pretrained(tmp_path)
