@@ -26,8 +26,8 @@ from torch import Tensor
 EPS = 1e-6  # in every RMSNorm and in the denominators of routed aggregations
 ROPE_BASE = 10000.0
 SOFTCAP = 15.0  # logits are SOFTCAP * tanh(x / SOFTCAP), in fp32
-# Logits in memory at a time, because head and loss run in slices of rows: 64 MiB in fp32 on a CPU,
-# 512 MiB in bf16 on a GPU.
+# Logits in memory at a time, because head and loss run in slices of rows: 64 MiB in fp32 on a CPU
+# (and on Apple's GPUs), 512 MiB in bf16 on a GPU.
 LOGITS_PER_SLICE = {'cpu': 2**24, 'cuda': 2**28}
 
 
@@ -419,8 +419,8 @@ def slice_loss(
 
 
 def rows_per_slice(N: int, V: int, device: str) -> int:
-    """Return the number of rows per slice of N rows; device: 'cpu' or 'cuda'."""
-    least = math.ceil(N * V / LOGITS_PER_SLICE[device])  # slices
+    """Return the number of rows per slice of N rows; device: 'cpu', 'cuda' or 'mps'."""
+    least = math.ceil(N * V / LOGITS_PER_SLICE.get(device, LOGITS_PER_SLICE['cpu']))  # slices
     # prefer slices of equal size: a shorter last one would be compiled separately
     slices = next((n for n in range(least, 2 * least) if N % n == 0), least)
     return math.ceil(N / slices)

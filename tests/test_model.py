@@ -307,6 +307,10 @@ def test_head_loss(monkeypatch, rows, dtype, bf16, rtol):
         assert_close(sliced(x, w), exact(x, w), rtol)
 
 
+def test_slices_on_apples_gpus_are_those_of_a_cpu():
+    assert kernels.rows_per_slice(10**6, V, 'mps') == kernels.rows_per_slice(10**6, V, 'cpu')
+
+
 def test_terms_of_the_objective_are_for_training_only(monkeypatch):
     """A z-loss changes the objective and its gradients, and no reported loss."""
     model, x = make(RecurrentGPT), tokens(2, 5)
