@@ -459,9 +459,10 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
 
     @classmethod
     def build(cls, about: dict) -> 'Agent':
-        """Return an agent for the entries of a config.json. Raises KeyError or ValueError if they
-        describe none."""
-        config = AgentConfig(**{name: about[name] for name in SIZES})
+        """Return an agent for the entries of a config.json. A size that AgentConfig got later has
+        its default. Raises KeyError or ValueError if they describe none."""
+        sizes = {name: about[name] for name in SIZES if name in about}
+        config = AgentConfig(**{'arch': about['arch'], **sizes})
         common.check_model(build_agent, config)
         return build_agent(config)
 
@@ -668,7 +669,7 @@ def load_agent(folder: str, which: str, device: str, dtype: str = '') -> tuple[A
     else:
         file = BEST if which == 'best' else ''
         needed = ('model', 'step', 'best')
-        saved, path = common.load_run(folder, 'train_sokoban.py', needed, file=file)
+        saved, path = common.load_run(folder, 'project', needed, file=file)
         about = saved['config'] | {'step': saved['step'], 'best': saved['best']}
         with common.restoring(path, 'the agent'):
             model = Agent.build(about)
