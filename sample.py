@@ -85,7 +85,7 @@ def load_trained(folder: str, which: str) -> LanguageModel:
     an export's config.json. Raises CheckpointError."""
     needed = ('model', 'model_config', 'recurrent')
     file = BEST if which == 'best' else ''
-    saved, path = common.load_run(folder, 'train_lm.py', needed, file=file)
+    saved, path = common.load_run(folder, 'project', needed, file=file)
     settings = saved['config']
     arch = settings.get('arch', 'experts')
     if arch != 'experts':
