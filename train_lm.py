@@ -177,15 +177,16 @@ class Run:
 # ---- settings ----
 
 
-def adopt_sizes(config: Settings) -> None:
-    """Take arch, recurrent, tokenizer and the model's sizes from the folder `init_from`, except for
-    those that a config file or the command line sets. Raises CheckpointError."""
-    if pathlib.Path(init_from, common.WEIGHTS).exists():  # an export
-        about = read_json(pathlib.Path(init_from, common.CONFIG))
+def adopt_sizes(config: Settings, folder: str) -> None:
+    """Take arch, recurrent, tokenizer and the model's sizes from a folder, `init_from` or the
+    `out_dir` of a resumed run, except for those that a config file or the command line sets. Raises
+    CheckpointError."""
+    if resume or pathlib.Path(folder, common.WEIGHTS).exists():  # an export has WEIGHTS
+        about = read_json(pathlib.Path(folder, common.CONFIG))
         found = {**about, **(about.get('model') or {})}
     else:
         needed = ('model', 'model_config')
-        saved, _ = common.load_run(init_from, 'project', needed, file=common.BEST)
+        saved, _ = common.load_run(folder, 'project', needed, file=common.BEST)
         found = {**saved['config'], **saved['model_config']}
     names = [f.name for f in fields(ModelConfig) if f.name != 'mode' and f.name in config]
     for name in [*names, 'arch', 'recurrent', 'tokenizer']:
@@ -193,7 +194,7 @@ def adopt_sizes(config: Settings) -> None:
         if name in config.set_by_user or type(value) is not type(config[name]):
             continue  # set by the user, or missing in the folder
         if value != config[name]:
-            print0(f'{name} = {value!r}  (from {init_from})')
+            print0(f'{name} = {value!r}  (from {folder})')
             config[name] = globals()[name] = value
 
 
@@ -649,8 +650,8 @@ def make_run(config: Settings) -> Run:
     if device_ == 'cpu':
         common.keep_memory()
     amp = common.pick_dtype(dtype, device_)
-    if init_from:
-        adopt_sizes(config)
+    if init_from or resume:  # a run that is resumed may have adopted its sizes
+        adopt_sizes(config, init_from or out_dir)
     check_settings(world)
     torch.manual_seed(seed)
 

@@ -678,3 +678,7 @@ def test_the_printed_command_fine_tunes_the_shipped_model(tmp_path, monkeypatch,
     assert 'initialized from scratch' not in printed and 'not taken' not in printed
     log = read_log(config['out_dir'])
     assert log[0]['val_loss'] < 2.5 and log[-1]['step'] == 2
+    words = [word for word in words if not word.startswith('--init_from')]
+    words += ['--resume=True', '--max_iters=3']  # the adopted sizes are those of out_dir
+    assert train_lm.main(configure(vars(train_lm), words)) == 0
+    assert read_log(folder)[-1]['step'] == 3
