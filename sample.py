@@ -100,7 +100,7 @@ def load_trained(folder: str, which: str) -> LanguageModel:
             'model': sizes,
             'step': saved.get('step'),
             'best_val_loss': saved.get('best'),
-            'command': training_command('train_lm.py', settings),
+            'command': training_command(str(saved.get('script', 'train_lm.py')), settings),
         }
         check_tokenizer(about)
         model = LanguageModel.build(about)

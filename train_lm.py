@@ -603,6 +603,7 @@ def try_validation(run: Run) -> None:
 def save(run: Run, best: bool = False) -> None:
     """Save the last checkpoint, from which a run resumes, or the best one, for sample.py."""
     parts = {
+        'script': SCRIPT,
         'recurrent': recurrent,
         'model_config': asdict(run.model.config),
         **{name: getattr(run, name) for name in POSITION},
@@ -732,7 +733,8 @@ def main(config: Settings) -> int:
             start = time.perf_counter()
             val_loss, bits = evaluate(run)
             seconds = time.perf_counter() - start
-            loss = f'validation loss {val_loss:.4f} nats per token ({bits:.4f} bits per byte)'
+            unit = 'byte' if tokenizer == 'bytes' else 'token'
+            loss = f'validation loss {val_loss:.4f} nats per {unit} ({bits:.4f} bits per byte)'
             print0(f'{out_dir}, step {run.step}: {loss}, {val_tokens:,} tokens in {seconds:.1f} s')
             return 0
         prepare(run)

@@ -435,7 +435,7 @@ def progress_line(record: dict) -> str:
 def save(run: Run, best: bool = False) -> None:
     """Save the last checkpoint, from which a run resumes, or the best one, for evaluation."""
     read_episodes(run)
-    parts = {name: getattr(run, name) for name in POSITION}
+    parts = {'script': SCRIPT, **{name: getattr(run, name) for name in POSITION}}
     if not best:
         parts['env'] = {name: gather(x) for name, x in run.env.state_dict().items()}
         parts['state'] = [gather(x) for x in run.state]

@@ -25,6 +25,7 @@ AGENT_LOG = [
 ]
 AGENT = {'arch': 'convglu', 'recurrent': False, 'n_layer': 2, 'n_expert': 4, 'n_embd': 32}
 AGENT |= {'n_envs': 32, 'eval_games': 512, 'eval_split': 'unfiltered-valid', 'gamma': 0.9}
+AGENT |= {'clip': 0.2, 'torch': '2.13.0'}  # clip: a setting of a copied trainer
 
 
 def write_run(folder, log, config):
@@ -147,6 +148,7 @@ def test_the_page_of_an_agent_starts_with_its_solve_rates(tmp_path):
         row['Setting']: row['Value'] for row in tables['Settings that differ from the defaults']
     }
     assert changed['gamma'] == '0.9' and changed['recurrent'] == 'False'
+    assert changed['clip'] == '0.2' and 'torch' not in changed
 
 
 def test_the_page_of_a_sweep_lists_its_runs_and_tables(tmp_path):

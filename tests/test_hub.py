@@ -204,3 +204,6 @@ def test_the_training_command_has_the_settings_that_differ_from_the_defaults():
     assert hub.training_command('train_lm.py', settings | {'unknown': 1}) == (
         "python train_lm.py '--data_dir=my data' --seed=5"
     )
+    assert hub.training_command('my_copy.py', {'seed': 5, 'mine': 1, 'out_dir': 'x'}) == (
+        'python my_copy.py --seed=5 --mine=1'
+    )

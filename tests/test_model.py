@@ -19,6 +19,7 @@ from reference import gradients, make, tokens
 import cache
 import kernels
 import layer
+import model as model_file
 import unroll
 from model import AGGREGATIONS, GPT, ModelConfig, RecurrentGPT, State, build_model
 
@@ -433,6 +434,21 @@ def test_sizes_by_hand(model_type, L, E):
     router = L * (7 * 2 * 768 + 7 * 7 + 7 + 7 + E * 7)
     assert routed.num_params()['core'] - core == router
     assert routed.flops_per_token()['core'] - flops['core'] == L * 2 * (7 * 2 * 768 + E * 7)
+
+
+def test_sizes_follow_an_edited_layer(monkeypatch):
+    """README's gated FFN counts in the parameters and in the FLOPs, by which costs are compared."""
+
+    class Gated(model_file.Layer):
+        def __init__(self, config, recurrent):
+            super().__init__(config, recurrent)
+            self.up = torch.nn.Parameter(torch.empty(config.n_expert, 8 * 768, 768))
+
+    before = build(RecurrentGPT)
+    monkeypatch.setattr(model_file, 'Layer', Gated)
+    after, more = build(RecurrentGPT), 2 * 8 * 4 * 768 * 768  # L E 4 D^2 weights
+    assert after.num_params()['core'] - before.num_params()['core'] == more
+    assert after.flops_per_token()['core'] - before.flops_per_token()['core'] == 2 * more
 
 
 REFUSED = """n_embd=100 n_embd=0 n_embd=320 n_head=5,n_embd=96 n_head=4,n_embd=12 n_head=-1

@@ -74,7 +74,7 @@ def test_eval_only_prints_the_logged_loss_and_writes_nothing(data, trained, caps
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert run_lm(data, folder, eval_only=True) == 0
     loss = read_log(folder)[4]['val_loss']
-    assert f'step 4: validation loss {loss:.4f} nats per token (' in capsys.readouterr().out
+    assert f'step 4: validation loss {loss:.4f} nats per byte (' in capsys.readouterr().out
     assert files == {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
