@@ -72,6 +72,7 @@ pre { font-size: 0.85rem; background: #f7f7f5; padding: 0.8rem; white-space: pre
       overflow-wrap: anywhere }
 summary { cursor: pointer; margin: 0.8rem 0 }
 @media (max-width: 40rem) {  /* a phone: each row of a table becomes a block of lines */
+  td { overflow-wrap: anywhere }
   .many, .many tbody, .many tr, .many td { display: block }
   .many thead { display: none }
   .many tr { border-bottom: 1px solid #ddd; padding: 0.4rem 0 }

@@ -196,8 +196,8 @@ def test_a_folder_without_runs_is_refused_in_one_line(tmp_path, monkeypatch, cap
 @pytest.mark.skipif(not shutil.which('chromium'), reason='chromium is not installed')
 @pytest.mark.parametrize('width', [390, 1280])
 def test_a_page_fits_a_phone_and_a_screen(tmp_path, width):
-    """Both curves are drawn, and the margins at both sides stay empty."""
-    folder = write_run(tmp_path / 'agent', AGENT_LOG, AGENT)
+    """Both curves are drawn, and the margins at both sides stay empty, by a long path too."""
+    folder = write_run(tmp_path / 'agent', AGENT_LOG, AGENT | {'init_from': f'out/{"x" * 90}'})
     path = report.write_report(folder)
     options = '--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --hide-scrollbars'
     more = [f'--window-size={width},4000', f'--user-data-dir={tmp_path}/browser']
