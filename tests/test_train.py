@@ -678,7 +678,8 @@ def test_the_printed_command_fine_tunes_the_shipped_model(tmp_path, monkeypatch,
     assert 'initialized from scratch' not in printed and 'not taken' not in printed
     log = read_log(config['out_dir'])
     assert log[0]['val_loss'] < 2.5 and log[-1]['step'] == 2
-    words = [word for word in words if not word.startswith('--init_from')]
-    words += ['--resume=True', '--max_iters=3']  # the adopted sizes are those of out_dir
-    assert train_lm.main(configure(vars(train_lm), words)) == 0
-    assert read_log(folder)[-1]['step'] == 3
+    # resumed, the run keeps the sizes that it adopted
+    argv = [argument for argument in argv if not argument.startswith('--init_from')]
+    argv += ['--max_iters=3', '--device=cpu', '--compile=False', '--resume=True']
+    assert train_lm.main(configure(vars(train_lm), argv)) == 0
+    assert read_log(config['out_dir'])[-1]['step'] == 3
