@@ -195,16 +195,16 @@ def choose_forms(names: list, trial: Callable, seconds: Callable) -> tuple[froze
     chosen, lines = frozenset(), []
     if triton_module() is None:
         return chosen, ['Triton is not installed: its forms are not used']
-    exact = trial(True)
-    plain_errors = None  # without any form; measured once a form can be tried
+    exact, plain_errors = [], None  # without any form; measured once a form can be tried
     for name in names:
         if name in forms and forms[name].triton is None:
             lines.append(f'{name}: Triton form not used: {forms[name].problem}')
             continue
-        if plain_errors is None:
-            plain_errors = errors(trial(False), exact)
-            fastest = seconds(lambda: trial(False))
         try:
+            if plain_errors is None:
+                exact = trial(True)
+                plain_errors = errors(trial(False), exact)
+                fastest = seconds(lambda: trial(False))
             with using(chosen | {name}):
                 form_errors = errors(trial(False), exact)
                 time = seconds(lambda: trial(False))

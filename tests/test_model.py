@@ -312,6 +312,19 @@ def test_slices_on_apples_gpus_are_those_of_a_cpu():
     assert kernels.rows_per_slice(10**6, V, 'mps') == kernels.rows_per_slice(10**6, V, 'cpu')
 
 
+def test_a_trial_of_forms_takes_a_parameter_that_nothing_uses():
+    """As tests/hacks/f_gated_state.patch has one in every layer but the first."""
+
+    class Hacked(RecurrentGPT):
+        def __init__(self, config):
+            super().__init__(config)
+            self.unused = torch.nn.Parameter(torch.ones(3))
+
+    model = make(Hacked, n_layer=1)
+    results = model.trial(2)(True)  # the loss, s, keys, values, and all gradients
+    assert len(results) == 4 + len(list(model.parameters()))
+
+
 def test_terms_of_the_objective_are_for_training_only(monkeypatch):
     """A z-loss changes the objective and its gradients, and no reported loss."""
     model, x = make(RecurrentGPT), tokens(2, 5)
