@@ -309,8 +309,8 @@ class Place:
         # [h, count of each stream]: the newest entry is in slot h % W
         self.place = torch.zeros(1 + B, dtype=torch.int64, device=device)
         self.head, self.count = self.place[:1], self.place[1:]
-        like = torch.empty((), dtype=torch.float64, device=device)
-        self.rope = torch.stack(rope_table(W + 1, K, like), 1).to(wide)  # (W + 1, 2, K)
+        like = torch.empty((), dtype=torch.float64)  # on the CPU: Apple's GPUs have no float64
+        self.rope = torch.stack(rope_table(W + 1, K, like), 1).to(device, wide)  # (W + 1, 2, K)
         self.slot = torch.arange(W, device=device)
         self.newest = self.bias = None  # of the current token: see `advance` below
         self.reset()

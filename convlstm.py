@@ -459,9 +459,10 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
 
     @classmethod
     def build(cls, about: dict) -> 'Agent':
-        """Return an agent for the entries of a config.json. Raises KeyError or ValueError if they
-        describe none."""
-        config = AgentConfig(**{name: about[name] for name in SIZES})
+        """Return an agent for the entries of a config.json. A size that AgentConfig got later has
+        its default. Raises KeyError or ValueError if they describe none."""
+        sizes = {name: about[name] for name in SIZES if name in about}
+        config = AgentConfig(**{'arch': about['arch'], **sizes})
         common.check_model(build_agent, config)
         return build_agent(config)
 
@@ -656,7 +657,8 @@ EXPORTED = ('eval_split', 'n_boxes', 'max_moves', 'seed', 'n_envs', 'unroll', 's
 
 
 def load_agent(folder: str, which: str, device: str, dtype: str = '') -> tuple[Agent, dict, str]:
-    """Return the agent in a folder, its settings with `step` and `best`, and the file it was in.
+    """Return the agent in a folder, its settings with `step` and `best`, and the file it was in. A
+    run's settings also have the name of its `script`.
 
     The folder holds an exported agent or a run of train_sokoban.py. which: of a run's checkpoints
     the 'best', if there is one, or the 'last'. dtype: of the convolutions; '' for that of the
@@ -669,8 +671,9 @@ def load_agent(folder: str, which: str, device: str, dtype: str = '') -> tuple[A
     else:
         file = BEST if which == 'best' else ''
         needed = ('model', 'step', 'best')
-        saved, path = common.load_run(folder, 'train_sokoban.py', needed, file=file)
+        saved, path = common.load_run(folder, 'project', needed, file=file)
         about = saved['config'] | {'step': saved['step'], 'best': saved['best']}
+        about['script'] = str(saved.get('script', 'train_sokoban.py'))
         with common.restoring(path, 'the agent'):
             model = Agent.build(about)
         common.load_weights(model, saved['model'], path)
@@ -689,6 +692,6 @@ def export_agent(model: Agent, about: dict, folder: str) -> None:
     """
     kept = {name: about[name] for name in (*EXPORTED, 'command', 'score') if name in about}
     if 'total_steps' in about:  # the settings of a run
-        kept['command'] = training_command('train_sokoban.py', about)
+        kept['command'] = training_command(about['script'], about)
     model.save_pretrained(folder, config=kept)
     print(f'{folder}: {WEIGHTS}, {CONFIG}, {CARD}')

@@ -565,30 +565,34 @@ def prepare_text(paths: list[str], seed: int, folder: str, config: dict) -> dict
 def open_stream(config: dict, commit: str | None) -> Iterable[dict]:
     """Return the documents of config['dataset'] as a `datasets.IterableDataset` with one column.
 
-    `commit` pins the revision on the Hub; None means a local folder, in a format that
-    `datasets.load_dataset` reads or written by `save_to_disk`. Raises DataError if there is no such
-    data set, subset, split or column.
+    `commit` pins the revision on the Hub, where a network error is tried again; None means a local
+    folder, in a format that `datasets.load_dataset` reads or written by `save_to_disk`. Raises
+    DataError if there is no such data set, subset, split or column.
     """
     try:
         import datasets
     except ImportError:
         raise DataError("--dataset needs a package: pip install 'datasets>=5'") from None
     name, split, column = config['dataset'], config['split'], config['column']
-    try:
-        if commit is None and {'dataset_dict.json', 'state.json'} & {*os.listdir(name)}:
-            saved = datasets.load_from_disk(name)
-            saved = saved[split] if isinstance(saved, dict) else saved
-            stream = saved.to_iterable_dataset()
-        else:
-            stream = datasets.load_dataset(
-                name, config['subset'] or None, split=split, revision=commit, streaming=True
-            )
-        return stream.select_columns([column])
-    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
-        raise DataError(
-            f'dataset = {name!r}, subset = {config["subset"]!r}, split = {split!r}, '
-            f'column = {column!r}: cannot be opened: {first_line(error)}'
-        ) from None
+    for failures in itertools.count(1):
+        try:
+            if commit is None and {'dataset_dict.json', 'state.json'} & {*os.listdir(name)}:
+                saved = datasets.load_from_disk(name)
+                saved = saved[split] if isinstance(saved, dict) else saved
+                stream = saved.to_iterable_dataset()
+            else:
+                stream = datasets.load_dataset(
+                    name, config['subset'] or None, split=split, revision=commit, streaming=True
+                )
+            return stream.select_columns([column])
+        except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+            if commit and failures < STREAM_TRIES and is_network_error(error):
+                wait_to_retry(error, failures)
+                continue
+            raise DataError(
+                f'dataset = {name!r}, subset = {config["subset"]!r}, split = {split!r}, '
+                f'column = {column!r}: cannot be opened: {first_line(error)}'
+            ) from None
 
 
 def stream_batches(

@@ -142,8 +142,10 @@ def read_text(path: str) -> str:
 
 def training_command(script: str, settings: dict) -> str:
     """Return the command line that trains with these settings. It names those that differ from the
-    script's defaults, but not the output folder, nor those that do not change what is trained."""
-    defaults = read_script(os.path.join(ROOT, script))[0]
+    script's defaults, but not the output folder, nor those that do not change what is trained. A
+    copied trainer that is not in this folder gets all of them."""
+    path = os.path.join(ROOT, script)
+    defaults = read_script(path)[0] if os.path.exists(path) else dict.fromkeys(settings)
     left_out = ('out_dir', 'resume', 'overwrite', 'eval_only', 'plot', 'tensorboard', 'wandb')
     flags = [
         f'--{name}={settings[name]}'

@@ -26,8 +26,8 @@ from torch import Tensor
 EPS = 1e-6  # in every RMSNorm and in the denominators of routed aggregations
 ROPE_BASE = 10000.0
 SOFTCAP = 15.0  # logits are SOFTCAP * tanh(x / SOFTCAP), in fp32
-# Logits in memory at a time, because head and loss run in slices of rows: 64 MiB in fp32 on a CPU,
-# 512 MiB in bf16 on a GPU.
+# Logits in memory at a time, because head and loss run in slices of rows: 64 MiB in fp32 on a CPU
+# (and on Apple's GPUs), 512 MiB in bf16 on a GPU.
 LOGITS_PER_SLICE = {'cpu': 2**24, 'cuda': 2**28}
 
 
@@ -195,16 +195,16 @@ def choose_forms(names: list, trial: Callable, seconds: Callable) -> tuple[froze
     chosen, lines = frozenset(), []
     if triton_module() is None:
         return chosen, ['Triton is not installed: its forms are not used']
-    exact = trial(True)
-    plain_errors = None  # without any form; measured once a form can be tried
+    exact, plain_errors = [], None  # without any form; measured once a form can be tried
     for name in names:
         if name in forms and forms[name].triton is None:
             lines.append(f'{name}: Triton form not used: {forms[name].problem}')
             continue
-        if plain_errors is None:
-            plain_errors = errors(trial(False), exact)
-            fastest = seconds(lambda: trial(False))
         try:
+            if plain_errors is None:
+                exact = trial(True)
+                plain_errors = errors(trial(False), exact)
+                fastest = seconds(lambda: trial(False))
             with using(chosen | {name}):
                 form_errors = errors(trial(False), exact)
                 time = seconds(lambda: trial(False))
@@ -422,8 +422,8 @@ def slice_loss(
 
 
 def rows_per_slice(N: int, V: int, device: str) -> int:
-    """Return the number of rows per slice of N rows; device: 'cpu' or 'cuda'."""
-    least = math.ceil(N * V / LOGITS_PER_SLICE[device])  # slices
+    """Return the number of rows per slice of N rows; device: 'cpu', 'cuda' or 'mps'."""
+    least = math.ceil(N * V / LOGITS_PER_SLICE.get(device, LOGITS_PER_SLICE['cpu']))  # slices
     # prefer slices of equal size: a shorter last one would be compiled separately
     slices = next((n for n in range(least, 2 * least) if N % n == 0), least)
     return math.ceil(N / slices)

@@ -436,7 +436,8 @@ class RecurrentGPT(LanguageModel):
             with torch.autocast(device, enabled=amp and not exact):
                 dtype = compute_dtype(self.head)
                 loss, new = model(x, y, State(s, k.to(dtype), v.to(dtype), count))
-            grads = torch.autograd.grad(loss.objective, list(model.parameters()))
+            parameters = list(model.parameters())  # a hack may leave some of them unused
+            grads = torch.autograd.grad(loss.objective, parameters, materialize_grads=True)
             return [loss.objective.detach(), *new[:3], *grads]
 
         return trial

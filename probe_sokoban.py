@@ -55,7 +55,8 @@ from torch import Tensor, nn
 
 import common
 from convlstm import CELLS, PLANES, Agent, build_agent, load_agent
-from figures import draw_line, finish_figure, new_figure, save_figure, summarize, write_table
+from figures import draw_line, finish_figure, new_figure, percent_axis, save_figure, summarize
+from figures import write_table
 from sokoban import AGENT, DELTA, WALL, FeatureRecorder, board_image, load_level_sets, plan_image
 from sokoban import replay, run_episodes, save_gif
 
@@ -491,6 +492,7 @@ def recall_figure(results: list[Result], title: str) -> None:
     axes.plot([], [], color='gray', ls=':', lw=1.2, label='untrained agent')
     axes.plot([], [], color='gray', ls='--', lw=0.9, label='observation alone')
     axes.set(xlabel='environment step', ylabel='recall', ylim=(0, None))
+    percent_axis(axes.yaxis)
     axes.xaxis.get_major_locator().set_params(integer=True)
     save_figure(finish_figure(figure, title), out_dir, 'recall')
 

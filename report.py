@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FOLD_ROWS = 20  # tables with more rows are folded
+VERSIONS = ('commit', 'torch', 'device_name')  # in config.json beside the settings
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -71,6 +72,7 @@ pre { font-size: 0.85rem; background: #f7f7f5; padding: 0.8rem; white-space: pre
       overflow-wrap: anywhere }
 summary { cursor: pointer; margin: 0.8rem 0 }
 @media (max-width: 40rem) {  /* a phone: each row of a table becomes a block of lines */
+  td { overflow-wrap: anywhere }
   .many, .many tbody, .many tr, .many td { display: block }
   .many thead { display: none }
   .many tr { border-bottom: 1px solid #ddd; padding: 0.4rem 0 }
@@ -337,16 +339,17 @@ def table_section(heading: str, records: list[dict], unit: str = '') -> Section:
 
 def setting_sections(configs: list[dict]) -> tuple[Section, Section]:
     """Return two sections about the entries of config.json that all runs share: the settings that
-    differ from the script's defaults, and, folded, all entries."""
+    differ from the script's defaults or that only a copied trainer has, and, folded, all
+    entries."""
     first = configs[0] if configs else {}
     shared = {k: x for k, x in first.items() if all(c.get(k) == x for c in configs)}
     script = 'train_sokoban.py' if 'n_envs' in first else 'train_lm.py'
     defaults, _, _ = read_script(Path(__file__).with_name(script))
     defaults = json.loads(json.dumps(defaults))  # tuples become lists, as in config.json
     changed = [
-        {'setting': name, 'value': str(x), 'default': str(defaults[name])}
+        {'setting': name, 'value': str(x), 'default': str(defaults.get(name, 'none'))}
         for name, x in shared.items()
-        if name in defaults and defaults[name] != x and name != 'out_dir'
+        if defaults.get(name) != x and name not in ('out_dir', *VERSIONS)
     ]
     settings = [{'setting': name, 'value': str(x)} for name, x in shared.items() if x != '']
     of_all = ' of all runs' if len(configs) > 1 else ''

@@ -85,7 +85,7 @@ def load_trained(folder: str, which: str) -> LanguageModel:
     an export's config.json. Raises CheckpointError."""
     needed = ('model', 'model_config', 'recurrent')
     file = BEST if which == 'best' else ''
-    saved, path = common.load_run(folder, 'train_lm.py', needed, file=file)
+    saved, path = common.load_run(folder, 'project', needed, file=file)
     settings = saved['config']
     arch = settings.get('arch', 'experts')
     if arch != 'experts':
@@ -100,7 +100,7 @@ def load_trained(folder: str, which: str) -> LanguageModel:
             'model': sizes,
             'step': saved.get('step'),
             'best_val_loss': saved.get('best'),
-            'command': training_command('train_lm.py', settings),
+            'command': training_command(str(saved.get('script', 'train_lm.py')), settings),
         }
         check_tokenizer(about)
         model = LanguageModel.build(about)

@@ -17,10 +17,10 @@ ConvLSTM: C(d) = 9 (32 + 2d) 4d multiply-adds per cell and W = C(128), C(256)
 or C(1024). ConvGLU: C(d) = 9 d 2d. Language models: C(d) = forward FLOPs per token of a block, and
 W = 16 or 32 blocks of width 768.
 
-Before the first run starts, a sweep checks what would stop it hours later: data and levels (which
-it downloads once, not once per worker), disk space for all checkpoints, the settings of every run.
-It measures a few updates and prints the expected hours. When three runs in a row fail with the same
-message, it starts no more.
+Before the first run starts, a sweep checks what would stop it hours later: data and levels (with
+`--also=download=True` it downloads these once, not once per worker), disk space for all
+checkpoints, the settings of every run. It measures a few updates and prints the expected hours.
+When three runs in a row fail with the same message, it starts no more.
 
 One run at a time uses a GPU, or `--gpus_per_run` of them under torchrun. Small agents do not fill a
 GPU: with `--workers=8` on two GPUs, each GPU has four runs, which share its memory. On a CPU the
@@ -119,6 +119,7 @@ RENAMED = {'base_ff': 'base_nonrecurrent'}  # old name: new name
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 LM = 'transformer'
+TEST_SPLIT = 'unfiltered-test'  # of all published solve rates
 
 # ---- the plans ----
 
@@ -733,6 +734,10 @@ def print_paper_table() -> None:
         '\nGPU hours of one H100-class GPU: modeled, not measured; shared runs count in every row.'
     )
     print(f'Plans: {", ".join(PLANS)}; --plan=NAME lists the runs of one.')
+    print(
+        'Data: python data_fineweb.py --pretokenized=14, python sokoban.py --download --split=NAME'
+    )
+    print(f'for unfiltered-train, unfiltered-valid and (solve rates, probes) {TEST_SPLIT}.')
 
 
 def print_jobs(rows: list[Row], config: dict) -> None:
@@ -762,9 +767,11 @@ cd {shlex.quote(os.getcwd())} && exec {line} --index="$SLURM_ARRAY_TASK_ID"''')
 
 
 def check_data(rows: list[Row]) -> None:
-    """Check that the shards and levels of all runs exist, and download the levels that the runs
-    would download. Raises Mistake or OSError, or ends the script, if any are missing."""
+    """Check that the shards and levels of all runs and of the table of solve rates exist, and
+    download the levels that the runs would download. Raises Mistake or OSError, or ends the script,
+    if any are missing."""
     configs = [config_of(row) for row in rows]
+    tested = [TEST_SPLIT] if table == 'solve' else []
     shards = {(c['data_dir'], c['tokenizer']) for c in configs if 'data_dir' in c}
     for data_dir, tokenizer in sorted(shards):
         for split in ('train', 'val'):
@@ -773,7 +780,7 @@ def check_data(rows: list[Row]) -> None:
         (c['levels_dir'], split, c['download'])
         for c in configs
         if 'levels_dir' in c
-        for split in (c['split'], c['eval_split'])
+        for split in (c['split'], c['eval_split'], *(tested if c['split'] != 'generated' else []))
         if split != 'generated' and not os.path.isfile(split)
     }
     for folder, split, download in sorted(splits):
@@ -1213,7 +1220,7 @@ def solve_rates(shown: list, into: str) -> list[str]:
     if not best:
         fail("table = 'solve': no agent of this plan has finished")
     generated = config_of(with_residual(best[0]))['split'] == 'generated'
-    levels = '' if generated else 'unfiltered-test'
+    levels = '' if generated else TEST_SPLIT
     rates = {
         cell: [solve_rate(with_residual(row), levels) for row, _ in agents if row.cell == cell]
         for cell in best
@@ -1263,7 +1270,9 @@ def main() -> int:
             fail(f'plan is empty: choose one of {", ".join(PLANS)}')
         print_paper_table()
         return 0
-    need_packages(matplotlib=figure)
+    need_packages(matplotlib=figure, pandas=figure or bool(table))
+    if reference and not os.path.isdir(reference):
+        fail(f'reference = {reference!r}: there is no such folder')
     rows = plan_rows()
     if script and len({row.is_text for row in rows}) > 1:
         fail(f'script = {script!r}: plan {plan!r} has agents and language models: --only=model=...')

@@ -178,15 +178,16 @@ class Run:
 # ---- settings ----
 
 
-def adopt_sizes(config: Settings) -> None:
-    """Take arch, recurrent, tokenizer and the model's sizes from the folder `init_from`, except for
-    those that a config file or the command line sets. Raises CheckpointError."""
-    if pathlib.Path(init_from, common.WEIGHTS).exists():  # an export
-        about = read_json(pathlib.Path(init_from, common.CONFIG))
+def adopt_sizes(config: Settings, folder: str) -> None:
+    """Take arch, recurrent, tokenizer and the model's sizes from a folder, `init_from` or the
+    `out_dir` of a resumed run, except for those that a config file or the command line sets. Raises
+    CheckpointError."""
+    if resume or pathlib.Path(folder, common.WEIGHTS).exists():  # an export has WEIGHTS
+        about = read_json(pathlib.Path(folder, common.CONFIG))
         found = {**about, **(about.get('model') or {})}
     else:
         needed = ('model', 'model_config')
-        saved, _ = common.load_run(init_from, 'project', needed, file=common.BEST)
+        saved, _ = common.load_run(folder, 'project', needed, file=common.BEST)
         found = {**saved['config'], **saved['model_config']}
     names = [f.name for f in fields(ModelConfig) if f.name != 'mode' and f.name in config]
     for name in [*names, 'arch', 'recurrent', 'tokenizer']:
@@ -194,7 +195,7 @@ def adopt_sizes(config: Settings) -> None:
         if name in config.set_by_user or type(value) is not type(config[name]):
             continue  # set by the user, or missing in the folder
         if value != config[name]:
-            print0(f'{name} = {value!r}  (from {init_from})')
+            print0(f'{name} = {value!r}  (from {folder})')
             config[name] = globals()[name] = value
 
 
@@ -603,6 +604,7 @@ def try_validation(run: Run) -> None:
 def save(run: Run, best: bool = False) -> None:
     """Save the last checkpoint, from which a run resumes, or the best one, for sample.py."""
     parts = {
+        'script': SCRIPT,
         'recurrent': recurrent,
         'model_config': asdict(run.model.config),
         **{name: getattr(run, name) for name in POSITION},
@@ -650,8 +652,8 @@ def make_run(config: Settings) -> Run:
     if device_ == 'cpu':
         common.keep_memory()
     amp = common.pick_dtype(dtype, device_)
-    if init_from:
-        adopt_sizes(config)
+    if init_from or resume:  # a run that is resumed may have adopted its sizes
+        adopt_sizes(config, init_from or out_dir)
     check_settings(world)
     torch.manual_seed(seed)
 
@@ -732,7 +734,8 @@ def main(config: Settings) -> int:
             start = time.perf_counter()
             val_loss, bits = evaluate(run)
             seconds = time.perf_counter() - start
-            loss = f'validation loss {val_loss:.4f} nats per token ({bits:.4f} bits per byte)'
+            unit = 'byte' if tokenizer == 'bytes' else 'token'
+            loss = f'validation loss {val_loss:.4f} nats per {unit} ({bits:.4f} bits per byte)'
             print0(f'{out_dir}, step {run.step}: {loss}, {val_tokens:,} tokens in {seconds:.1f} s')
             return 0
         prepare(run)

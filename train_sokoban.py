@@ -187,13 +187,13 @@ class Run:
 # ---- what settings imply ----
 
 
-def adopt_sizes(config: Settings) -> None:
-    """Take the agent's sizes from the folder `init_from`, except for those that a config file or
-    the command line sets. Raises CheckpointError."""
-    if pathlib.Path(init_from, common.WEIGHTS).exists():  # an export
-        found = read_json(pathlib.Path(init_from, common.CONFIG))
+def adopt_sizes(config: Settings, folder: str) -> None:
+    """Take the agent's sizes from a folder, `init_from` or the `out_dir` of a resumed run, except
+    for those that a config file or the command line sets. Raises CheckpointError."""
+    if resume or pathlib.Path(folder, common.WEIGHTS).exists():  # an export has WEIGHTS
+        found = read_json(pathlib.Path(folder, common.CONFIG))
     else:
-        saved, _ = common.load_run(init_from, 'project', ('model',), file=common.BEST)
+        saved, _ = common.load_run(folder, 'project', ('model',), file=common.BEST)
         found = saved['config']
     names = {f.name for f in fields(AgentConfig)} - {'dtype', 'mode'}
     for name in [name for name in config if name in names]:
@@ -201,7 +201,7 @@ def adopt_sizes(config: Settings) -> None:
         if name in config.set_by_user or type(value) is not type(config[name]):
             continue  # set by the user, or missing in the folder
         if value != config[name]:
-            print0(f'{name} = {value!r}  (from {init_from})')
+            print0(f'{name} = {value!r}  (from {folder})')
             config[name] = globals()[name] = value
 
 
@@ -435,7 +435,7 @@ def progress_line(record: dict) -> str:
 def save(run: Run, best: bool = False) -> None:
     """Save the last checkpoint, from which a run resumes, or the best one, for evaluation."""
     read_episodes(run)
-    parts = {name: getattr(run, name) for name in POSITION}
+    parts = {'script': SCRIPT, **{name: getattr(run, name) for name in POSITION}}
     if not best:
         parts['env'] = {name: gather(x) for name, x in run.env.state_dict().items()}
         parts['state'] = [gather(x) for x in run.state]
@@ -526,8 +526,8 @@ def make_run(config: Settings) -> Run:
         raise Mistake('levels and best are settings of --eval_only=True; a run trains on split')
     if init_from and resume:
         raise Mistake('--init_from starts a new run: not with --resume')
-    if init_from:
-        adopt_sizes(config)
+    if init_from or resume:  # a run that is resumed may have adopted its sizes
+        adopt_sizes(config, init_from or out_dir)
     common.need_packages(matplotlib=plot, tensorboard=tensorboard, wandb=wandb)
     rank, world, device_ = common.join_ranks(device, threads)
     if device_ == 'cpu':

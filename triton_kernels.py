@@ -797,6 +797,10 @@ REPLACES = {
         layer.split_heads,
         kernels.norm,
         kernels.rotate,
+        kernels.window_mask,
+        kernels.to_experts,
+        kernels.to_cache_heads,
+        cache.Slots.start_block,
         Window.attend,
         cache.WindowAttention,
         cache.store,
@@ -816,12 +820,13 @@ REPLACES = {
         kernels.gate_weights,
         kernels.linear,
         Linear,
+        DeferredLinear.__call__,
     ),
     'loss': (kernels.slice_loss, kernels.losses, kernels.softcap),
 }
 SOURCES = {
-    'attention': '380f991c91e86535',
-    'experts': '16def2a4f64393b1',
+    'attention': '98157f76333c859b',
+    'experts': '4c26e705cd7987c5',
     'loss': '7592f115e7f27f1b',
 }
 FORMS = {

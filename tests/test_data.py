@@ -395,19 +395,22 @@ def test_bad_datasets_are_refused(local_dataset, tmp_path, monkeypatch, pauses):
     assert not pauses  # only the network is tried again
 
 
-def test_the_revision_of_a_dataset_is_pinned(local_dataset, tmp_path, monkeypatch):
-    """The newest commit at the first run is the one that all further runs read."""
+def test_the_revision_of_a_dataset_is_pinned(local_dataset, tmp_path, monkeypatch, pauses):
+    """The newest commit at the first run is the one that all further runs read, here after two
+    network errors."""
     import datasets
     import huggingface_hub
 
     folder, asked, load = local_dataset[0], [], datasets.load_dataset
-    commits = ['c0ffee', 'decaf']
+    commits, errors = ['c0ffee', 'decaf'], [TimeoutError('slow'), ConnectionError('no network')]
 
     def repo_info(name, revision, repo_type):
         assert (name, revision, repo_type) == ('owner/name', 'main', 'dataset')
         return types.SimpleNamespace(sha=commits.pop(0))
 
     def load_dataset(name, subset, *, split, revision, streaming):
+        if errors:
+            raise errors.pop()
         asked.append((name, subset, split, revision, streaming))
         return load(str(folder), split=split, streaming=True)
 
@@ -416,7 +419,7 @@ def test_the_revision_of_a_dataset_is_pinned(local_dataset, tmp_path, monkeypatc
     settings = {'dataset': 'owner/name', 'subset': 'sample', 'shard_tokens': 1000}
     for shards in (1, 2):
         prepare(tmp_path / 'd', **settings, shards=shards)
-    assert asked == [('owner/name', 'sample', 'train', 'c0ffee', True)] * 2
+    assert asked == [('owner/name', 'sample', 'train', 'c0ffee', True)] * 2 and pauses == [1, 2]
     assert_refused('prepared with source', prepare, tmp_path / 'd', **settings, revision='v2')
 
 

@@ -25,6 +25,7 @@ AGENT_LOG = [
 ]
 AGENT = {'arch': 'convglu', 'recurrent': False, 'n_layer': 2, 'n_expert': 4, 'n_embd': 32}
 AGENT |= {'n_envs': 32, 'eval_games': 512, 'eval_split': 'unfiltered-valid', 'gamma': 0.9}
+AGENT |= {'clip': 0.2, 'torch': '2.13.0'}  # clip: a setting of a copied trainer
 
 
 def write_run(folder, log, config):
@@ -147,6 +148,7 @@ def test_the_page_of_an_agent_starts_with_its_solve_rates(tmp_path):
         row['Setting']: row['Value'] for row in tables['Settings that differ from the defaults']
     }
     assert changed['gamma'] == '0.9' and changed['recurrent'] == 'False'
+    assert changed['clip'] == '0.2' and 'torch' not in changed
 
 
 def test_the_page_of_a_sweep_lists_its_runs_and_tables(tmp_path):
@@ -194,8 +196,8 @@ def test_a_folder_without_runs_is_refused_in_one_line(tmp_path, monkeypatch, cap
 @pytest.mark.skipif(not shutil.which('chromium'), reason='chromium is not installed')
 @pytest.mark.parametrize('width', [390, 1280])
 def test_a_page_fits_a_phone_and_a_screen(tmp_path, width):
-    """Both curves are drawn, and the margins at both sides stay empty."""
-    folder = write_run(tmp_path / 'agent', AGENT_LOG, AGENT)
+    """Both curves are drawn, and the margins at both sides stay empty, by a long path too."""
+    folder = write_run(tmp_path / 'agent', AGENT_LOG, AGENT | {'init_from': f'out/{"x" * 90}'})
     path = report.write_report(folder)
     options = '--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --hide-scrollbars'
     more = [f'--window-size={width},4000', f'--user-data-dir={tmp_path}/browser']

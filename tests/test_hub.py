@@ -114,6 +114,15 @@ def test_models_saved_before_the_layers_were_renamed_load(tmp_path):
     assert has_same_weights(LanguageModel.from_pretrained(tmp_path), model)
 
 
+def test_agents_saved_before_a_size_was_added_load(tmp_path):
+    """A new field of AgentConfig has its default, here as if `radius` were new."""
+    make_agent(True).save_pretrained(tmp_path)
+    about = json.loads((tmp_path / 'config.json').read_text())
+    del about['radius']
+    (tmp_path / 'config.json').write_text(json.dumps(about))
+    assert Agent.from_pretrained(tmp_path).config == make_agent(True).config
+
+
 def test_a_pushed_model_is_loaded_by_the_name_of_its_repository(tmp_path, monkeypatch):
     """push_to_hub uploads the three files and writes a card that says what was trained and how."""
     remote = tmp_path / 'remote'
@@ -194,6 +203,9 @@ def test_the_training_command_has_the_settings_that_differ_from_the_defaults():
     settings = {'seed': 5, 'n_layer': 2, 'out_dir': 'out/x', 'data_dir': 'my data', 'resume': True}
     assert hub.training_command('train_lm.py', settings | {'unknown': 1}) == (
         "python train_lm.py '--data_dir=my data' --seed=5"
+    )
+    assert hub.training_command('my_copy.py', {'seed': 5, 'mine': 1, 'out_dir': 'x'}) == (
+        'python my_copy.py --seed=5 --mine=1'
     )
 
 

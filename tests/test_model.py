@@ -19,6 +19,7 @@ from reference import gradients, make, tokens
 import cache
 import kernels
 import layer
+import model as model_file
 import unroll
 from model import AGGREGATIONS, GPT, ModelConfig, RecurrentGPT, State, build_model
 
@@ -307,6 +308,23 @@ def test_head_loss(monkeypatch, rows, dtype, bf16, rtol):
         assert_close(sliced(x, w), exact(x, w), rtol)
 
 
+def test_slices_on_apples_gpus_are_those_of_a_cpu():
+    assert kernels.rows_per_slice(10**6, V, 'mps') == kernels.rows_per_slice(10**6, V, 'cpu')
+
+
+def test_a_trial_of_forms_takes_a_parameter_that_nothing_uses():
+    """As tests/hacks/f_gated_state.patch has one in every layer but the first."""
+
+    class Hacked(RecurrentGPT):
+        def __init__(self, config):
+            super().__init__(config)
+            self.unused = torch.nn.Parameter(torch.ones(3))
+
+    model = make(Hacked, n_layer=1)
+    results = model.trial(2)(True)  # the loss, s, keys, values, and all gradients
+    assert len(results) == 4 + len(list(model.parameters()))
+
+
 def test_terms_of_the_objective_are_for_training_only(monkeypatch):
     """A z-loss changes the objective and its gradients, and no reported loss."""
     model, x = make(RecurrentGPT), tokens(2, 5)
@@ -429,6 +447,21 @@ def test_sizes_by_hand(model_type, L, E):
     router = L * (7 * 2 * 768 + 7 * 7 + 7 + 7 + E * 7)
     assert routed.num_params()['core'] - core == router
     assert routed.flops_per_token()['core'] - flops['core'] == L * 2 * (7 * 2 * 768 + E * 7)
+
+
+def test_sizes_follow_an_edited_layer(monkeypatch):
+    """README's gated FFN counts in the parameters and in the FLOPs, by which costs are compared."""
+
+    class Gated(model_file.Layer):
+        def __init__(self, config, recurrent):
+            super().__init__(config, recurrent)
+            self.up = torch.nn.Parameter(torch.empty(config.n_expert, 8 * 768, 768))
+
+    before = build(RecurrentGPT)
+    monkeypatch.setattr(model_file, 'Layer', Gated)
+    after, more = build(RecurrentGPT), 2 * 8 * 4 * 768 * 768  # L E 4 D^2 weights
+    assert after.num_params()['core'] - before.num_params()['core'] == more
+    assert after.flops_per_token()['core'] - before.flops_per_token()['core'] == 2 * more
 
 
 REFUSED = """n_embd=100 n_embd=0 n_embd=320 n_head=5,n_embd=96 n_head=4,n_embd=12 n_head=-1

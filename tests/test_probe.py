@@ -4,6 +4,7 @@ steering, the whole analysis."""
 import json
 import math
 import os
+import re
 import sys
 
 import numpy as np
@@ -354,6 +355,7 @@ def test_the_whole_analysis_writes_its_report_and_pictures(agents, tmp_path, mon
     names = """recall.png recall.svg plans_lstm.png plan_lstm.gif plan_nonrecurrent.gif
         probe_nonrecurrent.safetensors probes.csv"""
     assert set(names.split()) <= set(os.listdir(out))
+    assert re.search(r'>[\d.]+%<', (out / 'recall.svg').read_text())  # recall is in percent
     report = json.loads((out / 'probes.json').read_text())
     assert 8 <= report['levels'] < 16
     lstm, nonrecurrent = report['models']

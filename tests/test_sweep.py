@@ -353,6 +353,7 @@ MISTAKES = [  # arguments, parts of the message
     ('--emit=slurm --run', ["emit = 'slurm'", 'run']),
     ('--figure', ['no run of plan', '--run']),
     ('--gpus_per_run=64 --run', ['gpus_per_run = 64']),
+    ('--table --reference=/nowhere', ["reference = '/nowhere'", 'no such folder']),
     ('--script=no_trainer.py', ["script = 'no_trainer.py'", 'no such file']),
     (
         '--plan=aggregation --script=train_lm.py',
@@ -392,12 +393,15 @@ def test_a_full_disk_is_found_before_the_first_run(fake, monkeypatch, capsys):
 
 def test_levels_are_downloaded_once_for_all_workers(tmp_path, monkeypatch):
     rows = rows_of(
-        '--plan=sokoban-small', f'--also=levels_dir={tmp_path} download=True', '--only=L=1'
+        '--plan=sokoban-small',
+        f'--also=levels_dir={tmp_path} download=True',
+        '--only=L=1',
+        '--table=solve',  # which needs the test split too
     )
     fetched = []
     monkeypatch.setattr(sweep, 'load_levels', lambda *args: fetched.append(args))
     sweep.check_data(rows)
-    splits = ('unfiltered-train', 'unfiltered-valid')
+    splits = ('unfiltered-test', 'unfiltered-train', 'unfiltered-valid')
     assert fetched == [(str(tmp_path), split, True) for split in splits]
 
 

@@ -74,7 +74,7 @@ def test_eval_only_prints_the_logged_loss_and_writes_nothing(data, trained, caps
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert run_lm(data, folder, eval_only=True) == 0
     loss = read_log(folder)[4]['val_loss']
-    assert f'step 4: validation loss {loss:.4f} nats per token (' in capsys.readouterr().out
+    assert f'step 4: validation loss {loss:.4f} nats per byte (' in capsys.readouterr().out
     assert files == {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
@@ -483,7 +483,9 @@ def test_training_continues_without_graphs(monkeypatch, capsys):
     outputs = [kernels.graphed(graphs, 'chunk', double, x) for x in range(7)]
     assert outputs == [0, 2, 4, 6, 8, 10, 12]
     assert inputs == [0, 1, 2, 3, 3, 4, 5, 6]
-    line = "no CUDA graph of 'chunk': it runs eagerly, slower (OutOfMemoryError: CUDA out of memory)"
+    line = (
+        "no CUDA graph of 'chunk': it runs eagerly, slower (OutOfMemoryError: CUDA out of memory)"
+    )
     assert capsys.readouterr().out.count(line) == 1
 
 
@@ -678,3 +680,8 @@ def test_the_printed_command_fine_tunes_the_shipped_model(tmp_path, monkeypatch,
     assert 'initialized from scratch' not in printed and 'not taken' not in printed
     log = read_log(config['out_dir'])
     assert log[0]['val_loss'] < 2.5 and log[-1]['step'] == 2
+    # resumed, the run keeps the sizes that it adopted
+    argv = [argument for argument in argv if not argument.startswith('--init_from')]
+    argv += ['--max_iters=3', '--device=cpu', '--compile=False', '--resume=True']
+    assert train_lm.main(configure(vars(train_lm), argv)) == 0
+    assert read_log(config['out_dir'])[-1]['step'] == 3

@@ -282,6 +282,11 @@ def test_forms_that_agree_and_are_faster_are_used(result, seconds, used, text):
     assert chosen == (FORM if used else NONE) and text in line
 
 
+def test_a_model_that_cannot_be_tried_keeps_its_functions():
+    chosen, (line,) = choose({NONE: RuntimeError('no gradient')}, FASTER)
+    assert chosen == NONE and 'form: Triton form not used: RuntimeError: no gradient' in line
+
+
 def test_forms_are_tried_beside_those_chosen_before():
     both = frozenset({'form', 'second'})
     results = {FORM: EXACT, both: EXACT}
