@@ -21,6 +21,7 @@ import figures
 import sample
 from configurator import write_text
 from data_fineweb import VOCAB, find_shards, load_val
+from kernels import bf16_is_fast
 
 FILE = Path(__file__).with_name('by_position.json')
 SEEDS = '23456'  # seed 1, which chose the learning rates, is not reported
@@ -35,7 +36,8 @@ SPEECHES = {168: '1.72 MB', 344: '3.52 MB', 688: '7.05 MB', 1376: '14.1 MB'}
 OTHER_TEXT = {'web688': '7.05 MB of other text'}
 # compared with the non-recurrent runs of 688 updates, which have no state to reset
 RESET = {'reset': '7.05 MB, --reset_every=32'}
-FOLDERS = [*OTHER_TEXT, *RESET, 'reset8']  # groups that are named after a folder
+SHARED = 'shared'  # non-recurrent, 7.05 MB, one residual per layer instead of one per expert
+FOLDERS = [*OTHER_TEXT, *RESET, 'reset8', SHARED]  # groups that are named after a folder
 
 
 @torch.no_grad()
@@ -53,7 +55,7 @@ def evaluate(folder: str) -> tuple[str, dict[str, float]]:
     inputs, targets = load_val(shards, STREAMS * ENDS[-1], STREAMS, VOCAB[config['tokenizer']])
     chunks = zip(inputs.split(CHUNK, 1), targets.split(CHUNK, 1), strict=True)
     losses = torch.zeros(ENDS[-1] // CHUNK, dtype=torch.float64)
-    with torch.autocast('cpu', torch.bfloat16):
+    with torch.autocast('cpu', torch.bfloat16, enabled=bf16_is_fast('cpu')):
         state = model.init_state(STREAMS)
         for i, (x, y) in enumerate(chunks):
             loss, state = model(x, y, state)

@@ -71,6 +71,17 @@ def long_streams() -> dict:
     return losses
 
 
+def with_shared_residual(losses: dict) -> dict:
+    """Return the losses of 7.05 MB in which the non-recurrent models of several experts have one
+    residual per layer instead of one per expert."""
+    nonrecurrent = {16: losses['nonrecurrent', STUDY][16]}  # one expert: both rules are the same
+    for name, by_end in read(by_position.FILE).items():
+        if run := re.fullmatch(rf'{by_position.SHARED}/n(\d+)_s(\d)', name):
+            loss = by_position.mean_loss(by_end, 0, by_position.ENDS[-1])
+            nonrecurrent.setdefault(int(run[1]), {})[run[2]] = loss
+    return {**losses, ('nonrecurrent', STUDY): nonrecurrent}
+
+
 def difference(a: dict, b: dict) -> tuple[float, float, int]:
     """Return mean, standard error and number of seeds of a - b, paired by seed."""
     differences = [a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())]
@@ -155,6 +166,8 @@ def draw_gains(axes, lines: dict) -> None:
 def main() -> None:
     one, twelve, long = one_speech(), twelve_speeches(), long_streams()
     print_numbers(long, STUDY)
+    print('\nWith one residual per layer in the non-recurrent models:')
+    print_numbers(with_shared_residual(long), STUDY)
 
     figure, (left, right) = figures.new_figure(2, 3.2, sharey=False)
     draw_layers(left, long, [STUDY])
