@@ -60,7 +60,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import common
 from common import BEST, CONFIG, WEIGHTS
 from hub import CARD, PublishedModel, training_command
-from kernels import EPS, fused, gate_weights
+from kernels import EPS, bf16_is_fast, fused, gate_weights
 
 AGGREGATIONS = ('sqrt_sum', 'mean', 'softmax_mean', 'softmax_l2')
 # The observation's planes as (channel, value). Channel 0 holds nothing, the agent or a box;
@@ -262,6 +262,8 @@ class CastWeight(torch.autograd.Function):
             x, dy = torch.cat(inputs), torch.cat(grads)
         ctx.calls.clear()
         (weight,) = ctx.saved_tensors
+        if not bf16_is_fast(x.device):  # an emulated convolution would sum in bfloat16
+            x, dy, weight = (t.to(ctx.dtype) for t in (x, dy, weight))
         _, dw = conv3x3_backward(dy, x, weight, ctx.groups, wanted=(False, True))
         return dw.to(ctx.dtype), None, None, None
 

@@ -12,7 +12,6 @@ import importlib.util
 import inspect
 import math
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import NamedTuple
@@ -22,6 +21,7 @@ from configurator import first_line
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 EPS = 1e-6  # in every RMSNorm and in the denominators of routed aggregations
 ROPE_BASE = 10000.0
@@ -57,11 +57,12 @@ def bf16_is_fast(device: str | torch.device) -> bool:
 def compiled(f: Callable, pdl: bool = False) -> Callable:
     """Return f compiled, separately for each set of shapes that it is called with. pdl: kernels use
     programmatic dependent launch, by which a kernel starts while the one before it drains."""
-    if capability := os.environ.get('ATEN_CPU_CAPABILITY'):
+    name, default = 'TORCHINDUCTOR_CACHE_DIR', default_cache_dir()
+    capability = os.environ.get('ATEN_CPU_CAPABILITY')
+    if capability and os.environ.get(name, default) == default:
         # Inductor's cache would hand kernels for AVX-512 to a process limited to AVX2, which
         # compute NaN or crash. So a limited process has a cache of its own.
-        directory = os.path.join(tempfile.gettempdir(), f'torchinductor_{os.getuid()}_{capability}')
-        os.environ.setdefault('TORCHINDUCTOR_CACHE_DIR', directory)
+        os.environ[name] = f'{default}_{capability}'
     torch._dynamo.config.recompile_limit = 256  # beyond the limit, a function would run eagerly
     torch._dynamo.config.accumulated_recompile_limit = 4096
     return torch.compile(f, dynamic=False, options={'triton.enable_pdl': True} if pdl else None)

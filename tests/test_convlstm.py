@@ -223,7 +223,9 @@ def test_equals_reference(arch, recurrent, L, E, settings):
     expected = results(agent, *reference(agent, obs, start))
     assert expected[0][0].std() > 1e-2  # the comparison sees something
     if E > 1:
-        assert all(grad.abs().max() > 0 for grad in expected[1].values())  # all parameters learn
+        # all parameters learn but the bias of the keys, which the softmax over experts cancels
+        learning = {name for name, grad in expected[1].items() if grad.abs().max() > 1e-12}
+        assert learning == {name for name in expected[1] if not name.endswith('k_bias')}
     for agent.config.mode in ('plain', 'fast'):
         values, grads = unroll(agent, obs, start)
         assert_close((values[:2], grads), expected)

@@ -274,7 +274,7 @@ def test_mistakes_are_refused_in_one_line(folder, capfd, monkeypatch, arguments,
 
 
 @pytest.mark.parametrize(
-    'name, content', [('config.json', b'{"arch": "convglu"}'), ('model.safetensors', b'hello')]
+    'name, content', [('config.json', b'{"arch": "convolution"}'), ('model.safetensors', b'hello')]
 )
 def test_a_damaged_export_is_named(folder, capfd, monkeypatch, name, content):
     monkeypatch.chdir(folder)
