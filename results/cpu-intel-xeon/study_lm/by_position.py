@@ -19,7 +19,7 @@ import torch
 
 import figures
 import sample
-from configurator import write_text
+from configurator import read_json, write_text
 from data_fineweb import VOCAB, find_shards, load_val
 from kernels import bf16_is_fast
 
@@ -43,12 +43,11 @@ FOLDERS = [*OTHER_TEXT, *RESET, 'reset8', SHARED]  # groups that are named after
 @torch.no_grad()
 def evaluate(folder: str) -> tuple[str, dict[str, float]]:
     """Return the name of the run in a folder and its mean losses, {end of a span: loss}."""
-    model, saved = sample.load_trained(folder, 'last')
-    config = saved['config']
+    model, config = sample.load_trained(folder, 'last'), read_json(Path(folder, 'config.json'))
     group = Path(folder).absolute().parent.name
     if group not in FOLDERS:
         group = config['max_iters']
-    kind = 'r' if saved['recurrent'] else 'n'
+    kind = 'r' if model.recurrent else 'n'
     name = f'{group}/{kind}{config["n_layer"]}_s{config["seed"]}'
 
     shards = find_shards(config['data_dir'], 'val', config['tokenizer'])
