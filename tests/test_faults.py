@@ -71,6 +71,7 @@ def kill_a_rank(launcher, out):
     os.kill(int(random.choice(ranks)), signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_if_a_rank_is_killed_the_others_stop_and_say_how_to_resume(data, tmp_path):
     settings = {'max_iters': 40, 'eval_interval': 10}
     launcher = start_lm(data, tmp_path, ranks=2, **settings)
@@ -160,18 +161,20 @@ def memory_of(process):
     return int(pages) * os.sysconf('SC_PAGE_SIZE') / 2**20
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('script', ['train_lm.py', 'train_sokoban.py'])
-def test_memory_does_not_grow(data, tmp_path, request, script):
-    """Many small updates and evaluations run for four seconds and may grow by 20 MiB; with --long
-    they run for thirty minutes and may grow by 20 MiB per hour. Ctrl-C then ends the run."""
-    long, out = request.config.getoption('--long'), tmp_path / 'run'
+def test_memory_does_not_grow(data, tmp_path, script):
+    """Small updates and evaluations run for thirty minutes and may grow by 20 MiB per hour. Ctrl-C
+    then ends the run."""
+    out = tmp_path / 'run'
     if script == 'train_lm.py':
         argv = lm_arguments(data, out, eval_interval=50, max_iters=10**7)
     else:
         argv = agent_arguments(out, eval_interval=50, total_steps=10**9)
     process = start([script, *argv], stdout=subprocess.DEVNULL)
     wait_for(out / 'ckpt_last.pt', process)
-    seconds, begin = 1800 if long else 4, time.monotonic()
+    seconds = 1800
+    begin = time.monotonic()
     times, sizes = [], []
     while time.monotonic() - begin < seconds:
         assert process.poll() is None, process.stderr.read()
@@ -184,7 +187,5 @@ def test_memory_does_not_grow(data, tmp_path, request, script):
     assert steps == sorted(set(steps))
 
     first = len(times) // 4  # by then each kind of work has been done
-    grown = sizes[-1] - sizes[first]
-    if long:  # MiB per hour
-        grown = np.polyfit(times[first:], sizes[first:], 1)[0] * 3600
+    grown = np.polyfit(times[first:], sizes[first:], 1)[0] * 3600  # MiB per hour
     assert grown < 20, f'{steps[-1]:,} updates: {grown:.1f} MiB'
