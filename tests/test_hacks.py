@@ -58,11 +58,11 @@ def test_every_mode_follows_a_hack(tmp_path, hack, request):
     assert losses != unpatched_losses
 
 
-@pytest.mark.parametrize(
-    'hack', ['e_z_loss', pytest.param('i_expert_scale', marks=[pytest.mark.long])]
-)
-def test_triton_forms_never_drop_a_hack(tmp_path, hack):
+@pytest.mark.parametrize('hack', [hack for hack in HACKS if 'convlstm' not in hack])
+def test_triton_forms_never_drop_a_hack(tmp_path, hack, request):
     """A form whose functions were edited is not used, and the others compute the edited model."""
     pytest.importorskip('triton', reason='triton is not installed')
+    if hack != 'e_z_loss' and not request.config.getoption('--long'):
+        pytest.skip('runs with pytest --long')
     copy_and_patch(hack, tmp_path)
     assert run_modes(tmp_path, 'triton', SETTINGS.get(hack, {})) != run_unpatched('triton')
