@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FOLD_ROWS = 20  # tables with more rows are folded
-VERSIONS = ('commit', 'torch', 'device_name')  # in config.json beside the settings
+ABOUT = ('script', 'commit', 'torch', 'device_name')  # in config.json beside the settings
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -349,7 +349,7 @@ def setting_sections(configs: list[dict]) -> tuple[Section, Section]:
     changed = [
         {'setting': name, 'value': str(x), 'default': str(defaults.get(name, 'none'))}
         for name, x in shared.items()
-        if defaults.get(name) != x and name not in ('out_dir', *VERSIONS)
+        if defaults.get(name) != x and name not in ('out_dir', *ABOUT)
     ]
     settings = [{'setting': name, 'value': str(x)} for name, x in shared.items() if x != '']
     of_all = ' of all runs' if len(configs) > 1 else ''
