@@ -26,7 +26,8 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
-from configurator import Mistake, fail, first_line, plain, write_atomic, write_json, write_text
+from configurator import Mistake, Settings, fail, first_line, plain, read_json
+from configurator import write_atomic, write_json, write_text
 
 import filelock
 import psutil
@@ -365,6 +366,11 @@ def keep_memory() -> None:
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the heap does not shrink
 
 
+def report_uncompiled(error: Exception) -> None:
+    """Print that training goes on without compilation, because it failed with this error."""
+    print0(f'compile = True does not work here; training uncompiled ({first_line(error)})')
+
+
 def compiles(model: torch.nn.Module, trial: Callable[[], object]) -> bool:
     """Return whether trial(), which runs what training compiles, can be compiled on this machine;
     print the time that it took, or why it failed. The gradients of the model are cleared."""
@@ -376,7 +382,7 @@ def compiles(model: torch.nn.Module, trial: Callable[[], object]) -> bool:
     except Exception as error:
         if not may_run_uncompiled(error):
             raise
-        print0(f'compile = True does not work here; training uncompiled ({first_line(error)})')
+        report_uncompiled(error)
         return False
     finally:
         model.zero_grad(set_to_none=True)
@@ -600,6 +606,30 @@ def start_export(folder: Path, kind: str, *derived: str) -> pathlib.Path:
 
 # In the functions below `run` is the Run of a trainer. They use its rank, world, device, config,
 # model, step and lock.
+
+
+def adopt_sizes(
+    folder: Path, names: Iterable[str], needed: tuple, config: Settings, script_globals: dict
+) -> None:
+    """Take the settings `names` from a folder, an export or another run, or the folder of a run
+    that is resumed, except for those that a config file or the command line sets.
+
+    They are changed both in `config` and among the globals of the trainer. needed: keys that a
+    checkpoint must have. Raises CheckpointError."""
+    if config['resume'] or pathlib.Path(folder, WEIGHTS).exists():  # an export has WEIGHTS
+        saved = read_json(pathlib.Path(folder, CONFIG))
+        sizes = saved.get('model')  # of an exported language model
+    else:
+        checkpoint, _ = load_run(folder, 'project', needed, file=BEST)
+        saved, sizes = checkpoint['config'], checkpoint.get('model_config')
+    found = {**saved, **(sizes or {})}
+    for name in names:
+        value = found.get(name)
+        if name in config.set_by_user or type(value) is not type(config[name]):
+            continue  # set by the user, or missing in the folder
+        if value != config[name]:
+            print0(f'{name} = {value!r}  (from {folder})')
+            config[name] = script_globals[name] = value
 
 
 def init_from(

@@ -64,7 +64,7 @@ if __name__ == '__main__':
 import numpy as np
 import torch
 
-from hub import HUB_ERRORS, call_hub, is_network_error, pin_revision, wait_to_retry
+from hub import HUB_ERRORS, call_hub, is_network_error, pin_revision, retry, wait_to_retry
 
 # fmt: off
 # output
@@ -574,25 +574,25 @@ def open_stream(config: dict, commit: str | None) -> Iterable[dict]:
     except ImportError:
         raise DataError("--dataset needs a package: pip install 'datasets>=5'") from None
     name, split, column = config['dataset'], config['split'], config['column']
-    for failures in itertools.count(1):
-        try:
-            if commit is None and {'dataset_dict.json', 'state.json'} & {*os.listdir(name)}:
-                saved = datasets.load_from_disk(name)
-                saved = saved[split] if isinstance(saved, dict) else saved
-                stream = saved.to_iterable_dataset()
-            else:
-                stream = datasets.load_dataset(
-                    name, config['subset'] or None, split=split, revision=commit, streaming=True
-                )
-            return stream.select_columns([column])
-        except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
-            if commit and failures < STREAM_TRIES and is_network_error(error):
-                wait_to_retry(error, failures)
-                continue
-            raise DataError(
-                f'dataset = {name!r}, subset = {config["subset"]!r}, split = {split!r}, '
-                f'column = {column!r}: cannot be opened: {first_line(error)}'
-            ) from None
+
+    def open_once() -> Iterable[dict]:
+        if commit is None and {'dataset_dict.json', 'state.json'} & {*os.listdir(name)}:
+            saved = datasets.load_from_disk(name)
+            saved = saved[split] if isinstance(saved, dict) else saved
+            stream = saved.to_iterable_dataset()
+        else:
+            stream = datasets.load_dataset(
+                name, config['subset'] or None, split=split, revision=commit, streaming=True
+            )
+        return stream.select_columns([column])
+
+    try:
+        return retry(open_once, STREAM_TRIES if commit else 1)
+    except (*HUB_ERRORS, KeyError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(
+            f'dataset = {name!r}, subset = {config["subset"]!r}, split = {split!r}, '
+            f'column = {column!r}: cannot be opened: {first_line(error)}'
+        ) from None
 
 
 def stream_batches(
@@ -734,9 +734,9 @@ def estimate(tokenizer: Tokenizer, documents: list[str], tokens: int | None) -> 
             break
     cores = os.cpu_count() or 1
     rate = cores * count / (time.perf_counter() - start)  # tokens/s
-    line = f'about {rate:,.0f} tokens/s on {cores} cores'
     if tokens and tokens < 60 * rate:
         return ''
+    line = f'about {rate:,.0f} tokens/s on {cores} cores'
     if tokens:
         line = f'{format_seconds(tokens / rate)} at {line}'
     return f'{line}, if the source delivers {rate * size / count / 1e6:.0f} MB of text per second'
@@ -760,7 +760,8 @@ def write_shards(
     tokenizer, done = get_tokenizer(meta['tokenizer']), sum(meta['shards'])
     left = max(0, expected - done) if expected else None
     size = check_disk(folder, 2 * left) if left else 'of unknown size'
-    source = meta['source'].replace(': 1 documents,', ': 1 document,')  # which folders keep
+    # meta.json keeps the plural, because folders are compared by it
+    source = meta['source'].replace(': 1 documents,', ': 1 document,')
     print(f'{source} -> {folder}: {size}', flush=True)
     meta['finished'] = False
     write_meta(folder, meta)
@@ -885,13 +886,10 @@ def suggest_commands(folder: str, tokenizer: str, val: int, train: list[int], te
         for launcher in (['python'], ['torchrun', '--standalone', '--nproc_per_node=4']):
             print('    ' + command_line(*launcher, 'train_lm.py', 'config/small_L2.py', **paper))
     data['tokenizer'] = tokenizer
-    settings = {
-        **data,
-        'out_dir': os.path.join('out', name),
-        **fit_run(val, train, T=64, max_rows=32),
-    }
-    if folder == os.path.join('data', 'sotu_bytes'):
-        settings = {}  # those of the config file
+    settings = {}  # those of the config file
+    if folder != os.path.join('data', 'sotu_bytes'):
+        sizes = fit_run(val, train, T=64, max_rows=32)
+        settings = {**data, 'out_dir': os.path.join('out', name), **sizes}
     print('a small model, minutes on a CPU:')
     print('    ' + command_line('python', 'train_lm.py', 'config/demo.py', **settings))
     if text and tokenizer == 'bytes':

@@ -11,10 +11,13 @@ rebuilds it; README.md, its model card. sample.py and play_sokoban.py write the 
 Loading runs no code of the folder.
 """
 
+import functools
+import itertools
 import json
 import os
 import shlex
 import time
+from collections.abc import Callable
 from typing import Self
 
 from configurator import Mistake, fail, first_line, read_script, write_json, write_text
@@ -98,20 +101,29 @@ def wait_to_retry(error: Exception, failures: int) -> None:
     time.sleep(seconds)
 
 
+def retry(call: Callable[[], object], tries: int) -> object:
+    """Return call(), after at most `tries` tries if the network fails. Raises what the last one
+    raised, or at once any other error."""
+    for failures in itertools.count(1):
+        try:
+            return call()
+        except HUB_ERRORS as error:
+            if failures == tries or not is_network_error(error):
+                raise
+            wait_to_retry(error, failures)
+
+
 def call_hub(function: str, repo: str, *names: str, **options: object) -> object:
     """Return huggingface_hub.FUNCTION(repo, *names, **options), after at most HUB_TRIES tries if
     the network fails. Raises Mistake if the call fails for good."""
-    for failures in range(1, HUB_TRIES + 1):
-        try:
-            return getattr(huggingface_hub, function)(repo, *names, **options)
-        except HUB_ERRORS as error:
-            if failures == HUB_TRIES or not is_network_error(error):
-                what = ' of '.join([*names, repo])
-                raise Mistake(
-                    f'cannot download {what}: {first_line(error)}: '
-                    'run the same command again to continue'
-                ) from None
-            wait_to_retry(error, failures)
+    call = functools.partial(getattr(huggingface_hub, function), repo, *names, **options)
+    try:
+        return retry(call, HUB_TRIES)
+    except HUB_ERRORS as error:
+        what = ' of '.join([*names, repo])
+        raise Mistake(
+            f'cannot download {what}: {first_line(error)}: run the same command again to continue'
+        ) from None
 
 
 def pin_revision(

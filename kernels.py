@@ -203,9 +203,9 @@ def choose_forms(names: list, trial: Callable, seconds: Callable) -> tuple[froze
             continue
         try:
             if plain_errors is None:
-                exact = trial(True)
-                plain_errors = errors(trial(False), exact)
+                exact, plain = trial(True), trial(False)
                 fastest = seconds(lambda: trial(False))
+                plain_errors = errors(plain, exact)  # set last: then all three are known
             with using(chosen | {name}):
                 form_errors = errors(trial(False), exact)
                 time = seconds(lambda: trial(False))
@@ -500,13 +500,11 @@ def graphed(
     if graphs is None:
         return function(*args)
     calls, graph, result = graphs.get(name, (0, None, None))  # calls: the eager ones
-    if graph is None and calls >= 3:
+    if graph is None and calls == 3:
         pool = next((g.pool() for _, g, _ in graphs.values() if g is not None), None)
         graph, result = capture(name, function, args, pool, generator)
-        if graph is None:
-            calls = -math.inf  # never try again
         graphs[name] = calls, graph, result
-    if graph is None:
+    if graph is None:  # one of the first calls, or the capture failed
         result = function(*args)
         graphs[name] = calls + 1, None, None
         return result
@@ -540,6 +538,11 @@ def capture(
     return graph, result
 
 
+def capturing(x: Tensor) -> bool:
+    """Return whether a CUDA graph is being captured, of which work on x becomes a part."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def can_capture(x: Tensor) -> bool:
     """Return whether a CUDA graph can be captured now: x is on a GPU, and no capture is running."""
-    return x.is_cuda and not torch.cuda.is_current_stream_capturing()
+    return x.is_cuda and not capturing(x)

@@ -695,7 +695,7 @@ def paper_table() -> list[dict]:
             rows = plan_rows(entry.plan, entry.only)
             runs = str(len(rows))
             names = {(name, script_of(row)) for row in rows for name, _ in row.more}
-            if missing := [name for name, path in names if name not in read_script(path)[0]]:
+            if missing := [name for name, path in names if name not in defaults_of(path)]:
                 state = f'needs a setting {missing[0]}'  # which `script` does not have
             else:
                 done = sum(progress_of(row, entry.plan).state == 'done' for row in rows)
@@ -771,18 +771,20 @@ def check_data(rows: list[Row]) -> None:
     download the levels that the runs would download. Raises Mistake or OSError, or ends the script,
     if any are missing."""
     configs = [config_of(row) for row in rows]
-    tested = [TEST_SPLIT] if table == 'solve' else []
     shards = {(c['data_dir'], c['tokenizer']) for c in configs if 'data_dir' in c}
     for data_dir, tokenizer in sorted(shards):
         for split in ('train', 'val'):
             find_shards(data_dir, split, tokenizer)
-    splits = {
-        (c['levels_dir'], split, c['download'])
-        for c in configs
-        if 'levels_dir' in c
-        for split in (c['split'], c['eval_split'], *(tested if c['split'] != 'generated' else []))
-        if split != 'generated' and not os.path.isfile(split)
-    }
+    splits = set()
+    for c in configs:
+        if 'levels_dir' not in c:
+            continue
+        names = [c['split'], c['eval_split']]
+        if table == 'solve' and c['split'] != 'generated':
+            names.append(TEST_SPLIT)
+        for split in names:
+            if split != 'generated' and not os.path.isfile(split):
+                splits.add((c['levels_dir'], split, c['download']))
     for folder, split, download in sorted(splits):
         if not split_files(folder or 'data/boxoban', split):
             load_levels(folder, split, download)  # downloads them, or raises Mistake
@@ -954,10 +956,10 @@ def last_error(path: str | os.PathLike) -> str:
 def outcome(row: Row, status: int) -> str:
     """Return '' if an ended run is done, or else why it failed, and write that to failed.json."""
     folder = Path(folder_of(row))
-    if status == 0 and state_of(row) == 'done':
+    state = state_of(row)
+    if status == 0 and state == 'done':
         (folder / 'failed.json').unlink(missing_ok=True)  # of an earlier attempt
         return ''
-    state = state_of(row)
     wrong = status == 0 and state in UNUSABLE
     message = UNUSABLE[state] if wrong else last_error(folder / 'stdout.txt')
     record = {'exit': status, 'message': message, 'command': shlex.join(command(row))}

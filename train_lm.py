@@ -12,7 +12,6 @@ resumed run is bit-equal to one that was never stopped.
 
 import math
 import os
-import pathlib
 import sys
 import time
 from collections.abc import Callable
@@ -26,8 +25,6 @@ from configurator import (
     configure,
     every,
     fail,
-    first_line,
-    read_json,
     read_script,
     run_script,
     setup_process,
@@ -176,27 +173,6 @@ class Run:
 
 
 # ---- settings ----
-
-
-def adopt_sizes(config: Settings, folder: str) -> None:
-    """Take arch, recurrent, tokenizer and the model's sizes from a folder, `init_from` or the
-    `out_dir` of a resumed run, except for those that a config file or the command line sets. Raises
-    CheckpointError."""
-    if resume or pathlib.Path(folder, common.WEIGHTS).exists():  # an export has WEIGHTS
-        about = read_json(pathlib.Path(folder, common.CONFIG))
-        found = {**about, **(about.get('model') or {})}
-    else:
-        needed = ('model', 'model_config')
-        saved, _ = common.load_run(folder, 'project', needed, file=common.BEST)
-        found = {**saved['config'], **saved['model_config']}
-    names = [f.name for f in fields(ModelConfig) if f.name != 'mode' and f.name in config]
-    for name in [*names, 'arch', 'recurrent', 'tokenizer']:
-        value = found.get(name)
-        if name in config.set_by_user or type(value) is not type(config[name]):
-            continue  # set by the user, or missing in the folder
-        if value != config[name]:
-            print0(f'{name} = {value!r}  (from {folder})')
-            config[name] = globals()[name] = value
 
 
 def check_settings(world: int) -> None:
@@ -370,14 +346,14 @@ def train_update(run: Run, stop: bool) -> tuple[float, float, bool]:
     for start in range(0, len(x), run.rows):
         x_in.copy_(x[start : start + run.rows], non_blocking=True)
         y_in.copy_(y[start : start + run.rows], non_blocking=True)
-        chunk_graphs = run.graphs if run.capture_chunk else None
-        if state is run.state:  # one micro-batch per update, or nothing recurrent
-            graphed(chunk_graphs, 'chunk', forward_backward, run, x_in, y_in, state)
-        else:  # copy the state of these rows in, and the new one out
+        copies_state = state is not run.state  # several micro-batches of a recurrent model
+        if copies_state:
             dims = zip(run.state, STREAM_DIMS[arch], strict=True)
             streams = [t.narrow(dim, start, run.rows) for t, dim in dims]
             torch._foreach_copy_(state, streams)
-            graphed(chunk_graphs, 'chunk', forward_backward, run, x_in, y_in, state)
+        chunk_graphs = run.graphs if run.capture_chunk else None
+        graphed(chunk_graphs, 'chunk', forward_backward, run, x_in, y_in, state)
+        if copies_state:
             torch._foreach_copy_(streams, state)
 
     run.gradients.sum_over_ranks()
@@ -571,7 +547,7 @@ def runs_in_memory(run: Run, attempt: Callable[[Run], None]) -> bool:
         torch.cuda.empty_cache()
     if common.out_of_memory(error):
         return False
-    print0(f'compile = True does not work here; training uncompiled ({first_line(error)})')
+    common.report_uncompiled(error)
     set_compiled(run, False)
     return runs_in_memory(run, attempt)
 
@@ -653,7 +629,10 @@ def make_run(config: Settings) -> Run:
         common.keep_memory()
     amp = common.pick_dtype(dtype, device_)
     if init_from or resume:  # a run that is resumed may have adopted its sizes
-        adopt_sizes(config, init_from or out_dir)
+        names = [f.name for f in fields(ModelConfig) if f.name != 'mode' and f.name in config]
+        names += ['arch', 'recurrent', 'tokenizer']
+        needed = ('model', 'model_config')
+        common.adopt_sizes(init_from or out_dir, names, needed, config, globals())
     check_settings(world)
     torch.manual_seed(seed)
 

@@ -21,7 +21,6 @@ Shapes: B boards of this rank, T steps of an unroll.
 import copy
 import math
 import os
-import pathlib
 import time
 import zlib
 from collections.abc import Callable
@@ -34,7 +33,6 @@ from configurator import (
     configure,
     every,
     fail,
-    read_json,
     read_script,
     run_script,
     setup_process,
@@ -185,24 +183,6 @@ class Run:
 
 
 # ---- what settings imply ----
-
-
-def adopt_sizes(config: Settings, folder: str) -> None:
-    """Take the agent's sizes from a folder, `init_from` or the `out_dir` of a resumed run, except
-    for those that a config file or the command line sets. Raises CheckpointError."""
-    if resume or pathlib.Path(folder, common.WEIGHTS).exists():  # an export has WEIGHTS
-        found = read_json(pathlib.Path(folder, common.CONFIG))
-    else:
-        saved, _ = common.load_run(folder, 'project', ('model',), file=common.BEST)
-        found = saved['config']
-    names = {f.name for f in fields(AgentConfig)} - {'dtype', 'mode'}
-    for name in [name for name in config if name in names]:
-        value = found.get(name)
-        if name in config.set_by_user or type(value) is not type(config[name]):
-            continue  # set by the user, or missing in the folder
-        if value != config[name]:
-            print0(f'{name} = {value!r}  (from {folder})')
-            config[name] = globals()[name] = value
 
 
 def set_precision(model: Agent) -> None:
@@ -527,7 +507,9 @@ def make_run(config: Settings) -> Run:
     if init_from and resume:
         raise Mistake('--init_from starts a new run: not with --resume')
     if init_from or resume:  # a run that is resumed may have adopted its sizes
-        adopt_sizes(config, init_from or out_dir)
+        sizes = {f.name for f in fields(AgentConfig)} - {'dtype', 'mode'}
+        names = [name for name in config if name in sizes]
+        common.adopt_sizes(init_from or out_dir, names, ('model',), config, globals())
     common.need_packages(matplotlib=plot, tensorboard=tensorboard, wandb=wandb)
     rank, world, device_ = common.join_ranks(device, threads)
     if device_ == 'cpu':

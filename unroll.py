@@ -28,6 +28,7 @@ from kernels import (
     Heads,
     Linear,
     can_capture,
+    capturing,
     enabled_forms,
     fused,
     graphed,
@@ -200,11 +201,6 @@ def unroll(
             kv = entries(windows, T)  # the last W
     k, v = kv.view(2, L, B, C, W, K).unbind(0)
     return out, (out[-1].detach().clone(), k, v, (count + T).clamp(max=W))
-
-
-def capturing(x: Tensor) -> bool:
-    """Return whether a CUDA graph is being captured, of which the whole chunk becomes a part."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 # ---- blocks that run forward again before their backward, on fixed memory ----------------------

@@ -246,9 +246,9 @@ def test_runs_under_the_former_name_of_the_variant_are_found(tmp_path):
 
 def split_command(command):
     """Return the script and the arguments of a shell command."""
-    words = shlex.split(command)
-    k = next(k for k, word in enumerate(words) if word.endswith('.py'))
-    return words[k], words[k + 1 :]
+    arguments = shlex.split(command)
+    k = next(k for k, word in enumerate(arguments) if word.endswith('.py'))
+    return arguments[k], arguments[k + 1 :]
 
 
 def settings_in(arguments):

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from processes import ROOT, output_of, start
-from small_runs import agent_arguments, assert_equal, error_of, read_log, run_agent
+from small_runs import AGENT, agent_arguments, assert_equal, error_of, read_log, run_agent
 
 import kernels
 import sokoban
@@ -361,19 +361,9 @@ def test_the_old_name_of_a_setting_works_and_is_reported(tmp_path, capfd):
 
 def test_init_from_adopts_the_sizes_that_are_not_on_the_command_line(tmp_path):
     assert run_agent(tmp_path / 'a', **CONVGLU, total_steps=12) == 0
-    settings = {
-        'init_from': tmp_path / 'a',
-        'out_dir': tmp_path / 'b',
-        'split': 'generated',
-        'eval_split': 'generated',
-        'n_levels': 50,
-        'n_boxes': 1,
-        'max_moves': 6,
-        'n_envs': 4,
-        'eval_games': 6,
-        'n_layer': 1,  # the saved agent has two layers
-        'device': 'cpu',
-    }
+    settings = {name: x for name, x in AGENT.items() if name not in ('n_embd', 'head_dim')}
+    settings['n_layer'] = 1  # the saved agent has two layers
+    settings |= {'init_from': tmp_path / 'a', 'out_dir': tmp_path / 'b'}
     argv = [f'--{name}={x}' for name, x in settings.items()]
     new = train_sokoban.make_run(configure(vars(train_sokoban), argv, quiet=True)).model
     assert (new.config.arch, new.config.n_layer, new.config.n_embd) == ('convglu', 1, 4)
