@@ -99,7 +99,7 @@ class Row(NamedTuple):
 
     @property
     def cell(self) -> 'Row':
-        """Return the row without its seed, which is the same for the runs of all seeds."""
+        """Return the row with seed 0, which the runs of all seeds have in common."""
         return self._replace(seed=0)
 
 
@@ -287,6 +287,7 @@ def set_title(figure: 'Figure', title: str, note: str = '') -> None:
     """Set the figure's title, and a note on a new line below it. Both are wrapped so that they fit
     the figure's width."""
     limit = 0.96 * figure.bbox.width
+    # from about 18 characters per inch on, take shorter lines until the title fits
     title = title.replace(' = ', '\xa0=\xa0')  # 'L = 2' stays on one line
     for characters in range(int(18 * figure.get_figwidth()), 8, -2):
         lines = textwrap.wrap(title, characters) + textwrap.wrap(note, characters)
@@ -303,6 +304,7 @@ def finish_figure(figure: 'Figure', title: str, note: str = '') -> 'Figure':
         handles |= dict(zip(labels, lines, strict=True))
     if handles:
         longest = max(map(len, handles))
+        # about 17 characters per inch, of which a line and the space around a label take 8
         columns = int(17 * figure.get_figwidth() / (8 + longest))
         columns = max(1, min(len(handles), columns))
         figure.legend(handles.values(), handles, loc='outside lower center', ncols=columns)
@@ -389,8 +391,9 @@ def line_chart(
 def size_figure(
     points: dict[Row, Summary], sizes: str, reference: str, title: str, label: str
 ) -> 'Figure':
-    """Return the value by one size, with a line for each value of another one and a panel for each
-    variant. sizes: the two letters, such as 'Ld' for the value by L with a line for each d."""
+    """Return a figure of the value by one size, with a line for each value of a second size and a
+    panel for each variant. sizes: the two letters, such as 'Ld' for the value by L with a line for
+    each d."""
     x, line_size = sizes
     panels = {}
     for variant, ours in group_by(points, attrgetter('variant')).items():
@@ -412,9 +415,9 @@ def size_figure(
 def saturation_figure(
     points: dict[Row, Summary], lines: str, reference: str, title: str, label: str
 ) -> 'Figure':
-    """Return the best value with at most L layers, ours and the paper's, with a line for each
-    variant (lines = 'variant'), or a panel for each variant and a line for each budget ('budget').
-    """
+    """Return a figure of the best value with at most L layers, ours and the paper's, with a line
+    for each variant (lines = 'variant'), or a panel for each variant and a line for each budget
+    (lines = 'budget')."""
     keys = list(group_by(points, attrgetter(lines)))
     panels = {}
     by_panel = group_by(points, attrgetter('variant')) if lines == 'budget' else {'': points}
@@ -441,7 +444,8 @@ def mean_curve(logs: list[list[dict]], x: str, y: str) -> dict[float, Summary]:
 def curve_figure(
     runs: list, points: dict[Row, Summary], title: str, label: str, token: str
 ) -> 'Figure':
-    """Return loss or return over training data, for the best allocation of each variant and L.
+    """Return a figure of loss or return over training data, for the best allocation of each variant
+    and L.
 
     A loss is drawn over the last three quarters of training, because the first values would flatten
     all differences.
@@ -470,8 +474,8 @@ def curve_figure(
 def ablation_figure(
     points: dict[Row, Summary], values: list, default: tuple, title: str, label: str
 ) -> 'Figure':
-    """Return the value by a setting, with a line for each cell, and beside it the difference from
-    the value at the default. values, default: in the form of Row.more."""
+    """Return a figure of the value by a setting, with a line for each cell, and beside it the
+    difference from the value at the default. values, default: in the form of Row.more."""
     figure, panels = new_figure(2, 3.4, sharey=False)
     cells = group_by(points, lambda row: row._replace(more=()))
     for i, (cell, part) in enumerate(cells.items()):
@@ -493,20 +497,24 @@ def ablation_figure(
 
 
 def draw_plan(
-    description: str, rows: list[Row], runs: list, token: str, reference: str, folder: str
+    plan: str,
+    changes: str,
+    rows: list[Row],
+    runs: list,
+    token: str,
+    reference: str,
+    folder: str,
 ) -> list[str]:
     """Draw all figures of a plan from its finished runs and return their paths.
 
-    description: from sweep.title_of, the plan's name and, after a comma, settings that change it.
-    token: what a language model reads, 'token' or 'byte'. For a plan of several budgets the figure
-    is the saturation of all of them.
+    changes: from sweep.changes_of_plan. token: what a language model reads, 'token' or 'byte'. For
+    a plan of several budgets the figure is the saturation of all of them.
     """
-    plan, comma, change = description.partition(',')
     paths = []
     for model, points in group_by(summarize_cells(runs), attrgetter('model')).items():
         seeds = sorted({point.n for point in points.values()})
         count = f'{seeds[0]} to {seeds[-1]}' if len(seeds) > 1 else f'{seeds[0]}'
-        title = f'{MODELS[model]}, {plan.replace("-", " ")}{comma}{change}, {count} seed'
+        title = f'{MODELS[model]}, {plan.replace("-", " ")}{changes}, {count} seed'
         if seeds[-1] > 1:
             title += 's'
         row = next(iter(points))
@@ -561,16 +569,16 @@ def write_table(rows: list[dict], folder: str, name: str) -> list[str]:
 
 
 def cell_fields(rows: Iterable[Row]) -> dict[Row, dict]:
-    """Return for each cell the fields that name it in a table.
+    """Return {cell: fields that name it in a table}.
 
-    Every setting by which the cells differ has a column of its own.
+    Every further setting of one of the cells has a column of its own.
     """
     names = dict.fromkeys(name for row in rows for name, _ in row.more)
-    out = {}
+    fields = {}
     for row in rows:
-        out[row] = {name: getattr(row, name) for name in ('variant', 'budget', 'L', 'E', 'd')}
-        out[row] |= {name: str(dict(row.more).get(name, '')) for name in names}
-    return out
+        fields[row] = {name: getattr(row, name) for name in ('variant', 'budget', 'L', 'E', 'd')}
+        fields[row] |= {name: str(dict(row.more).get(name, '')) for name in names}
+    return fields
 
 
 def write_value_tables(runs: list, reference: str, folder: str, tuned: str) -> list[str]:
@@ -670,8 +678,8 @@ def describe_model(config: dict) -> str:
 
 
 def solve_rate_figure(logs: dict[str, list[dict]], published: list[dict], title: str) -> 'Figure':
-    """Return the greedy solve rates of runs, {label: log}, and of published agents by environment
-    steps."""
+    """Return a figure of the greedy solve rates of runs, {label: log}, and of published agents by
+    environment steps."""
     figure, (axes,) = new_figure(1, 4.4, width=6.8)
     for i, (label, log) in enumerate(logs.items()):
         points = [r for r in log if r.get('eval_solve_rate') is not None]

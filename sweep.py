@@ -13,8 +13,8 @@
 
 A plan compares allocations (L layers, E experts per layer, width d) of one budget W per step. Each
 has E = round(W / (L C(d))), where C(d) is the cost of one expert; those with E = 0 are left out.
-ConvLSTM: C(d) = 9 (32 + 2d) 4d multiply-adds per cell and W = C(128), C(256)
-or C(1024). ConvGLU: C(d) = 9 d 2d. Language models: C(d) = forward FLOPs per token of a block, and
+ConvLSTM: C(d) = 9 (32 + 2d) 4d multiply-adds per cell of the board, and W = C(128), C(256) or
+C(1024). ConvGLU: C(d) = 9 d 2d. Language models: C(d) = forward FLOPs per token of a block, and
 W = 16 or 32 blocks of width 768.
 
 Before the first run starts, a sweep checks what would stop it hours later: data and levels (with
@@ -119,7 +119,7 @@ RENAMED = {'base_ff': 'base_nonrecurrent'}  # old name: new name
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 LM = 'transformer'
-TEST_SPLIT = 'unfiltered-test'  # of all published solve rates
+TEST_SPLIT = 'unfiltered-test'  # the split of all published solve rates
 
 # ---- the plans ----
 
@@ -187,6 +187,7 @@ class Entry(NamedTuple):
     plan: str  # '' if it needs no sweep
     only: str = ''  # the part of the plan that it needs
     show: str = '--figure --table'  # arguments that draw or tabulate the runs
+    residual: str = ''  # residual rule of the plan's allocations; '': that of the scripts
     then: str = ''  # the command that follows the sweep, or makes it without one
 
 
@@ -218,8 +219,7 @@ PAPER = [
     Entry('Training throughput on four GPUs', '',
           then='torchrun --standalone --nproc_per_node=4 bench.py --suite=train'),
     Entry('Ours: residual rule', 'residual'),
-    Entry('Ours: FineWeb, small budget, shared residual', 'lm-small', '',
-          '--residual=shared --figure --table'),
+    Entry('Ours: FineWeb, small budget, shared residual', 'lm-small', residual='shared'),
     Entry('Ours: b at the start', 'init-b'),
 ]  # fmt: skip
 
@@ -229,7 +229,7 @@ SAME_RUN = (  # a run with other values of these settings is still the same run
     'out_dir resume overwrite eval_only levels best plot tensorboard wandb wandb_project '
     'eval_interval batch_size device dtype compile graphs path mode threads reuse download'
 ).split()
-MOST_COST = 1.5  # language models that cost more budgets (E was rounded up) are left out
+MOST_COST = 1.5  # language models that cost more than 1.5 W, because E is rounded, are left out
 MOST_TUNING = 3  # number of values that `tune` may add beyond an edge
 ALIKE = 3  # failures in a row with the same message after which no further run starts
 UNUSABLE = {
@@ -242,12 +242,13 @@ REPORT = 10.0  # seconds between lines about them
 DRAWS = 10000  # of the bootstrap
 
 # A model of one H100-class GPU, no measurement; results/modeled/speed.md has a finer one.
-PRODUCTS = 500e12  # FLOP/s of a language model's products, bf16
-CONVOLUTIONS = 150e12  # FLOP/s of an agent's convolutions
-KERNEL = 2e-6  # seconds per kernel of a CUDA graph
-LM_KERNELS = 44  # per token and layer, forward and backward, compiled: counted
-# Per environment step, and per layer of it: chosen so that (L, E, d) = (1, 1, 128) and (4, 1, 64)
-# reach the planned 55,600 and 27,800 environment steps/s (results/paper/speed.csv).
+PRODUCT_RATE = 500e12  # FLOP/s of a language model's products, bf16
+CONVOLUTION_RATE = 150e12  # FLOP/s of an agent's convolutions
+KERNEL_SECONDS = 2e-6  # of one kernel in a CUDA graph
+LM_KERNELS = 44  # kernels per token and layer, forward and backward, compiled: counted
+# Kernels per environment step, and per environment step and layer: chosen so that
+# (L, E, d) = (1, 1, 128) and (4, 1, 64) reach the planned 55,600 and 27,800 environment steps/s
+# (results/paper/speed.csv).
 AGENT_KERNELS = (120, 80)
 MICRO_BATCH = 32768  # tokens per micro-batch of a GPU
 CPU_RATE = 50e9  # FLOP/s of a CPU core: only to tell short sweeps from long ones
@@ -312,9 +313,9 @@ def settings_of(row: Row) -> dict:
     names_in_also = [setting.partition('=')[0] for setting in also.split()]
     if clash := [name for name in names_in_also if name in settings]:
         fail(f'also = {also!r}: plan {plan!r} sets {", ".join(clash)} itself')
-    lengths = ('max_iters', 'warmup_iters', 'eval_interval') if row.is_text else ('total_steps',)
     if length != 1:
-        settings |= {name: max(1, round(config[name] * length)) for name in lengths}
+        names = ('max_iters', 'warmup_iters', 'eval_interval') if row.is_text else ('total_steps',)
+        settings |= {name: max(1, round(config[name] * length)) for name in names}
     if unknown := [name for name in settings if name not in config]:
         fail(f'plan {plan!r} sets {", ".join(unknown)}, which {script_of(row)} does not have')
     return {name: config[name] for name in names_in_also} | settings
@@ -341,7 +342,8 @@ def cost(row: Row) -> Cost:
 
 @functools.cache
 def cost_of_cell(row: Row) -> Cost:
-    """Return the cost of a row with seed 1, from a model on the device 'meta'."""
+    """Return the cost of a row with seed 1, from a model on the device 'meta'. Ends the script if
+    the sizes do not fit together."""
     config = config_of(row)
     names = {f.name for f in fields(ModelConfig if row.is_text else AgentConfig)}
     names -= {'path', 'mode', 'dtype'}
@@ -357,14 +359,14 @@ def cost_of_cell(row: Row) -> Cost:
             c = ModelConfig(**sizes, vocab_size=VOCAB[config['tokenizer']])
             model = build_model(c, row.recurrent)
             flops = model.flops_per_token()
-            caches = c.n_kv_head * (1 if c.share_kv else c.n_expert)
-            state = c.n_embd + 2 * c.n_layer * caches * c.window * c.head_dim  # s, keys, values
+            cache_heads = c.n_kv_head * (1 if c.share_kv else c.n_expert)
+            cache = c.n_layer * cache_heads * c.window * c.head_dim
             streams = config['tokens_per_step'] // config['block_size'] if row.recurrent else 0
             return Cost(
                 core=flops['core'],
                 forward=sum(flops.values()),
                 params=model.num_params()['total'],
-                state=streams * state,
+                state=streams * (c.n_embd + 2 * cache),  # s, keys, values
             )
     except (ValueError, KeyError, RuntimeError, OverflowError) as error:
         fail(f'plan {plan!r}, {row.name}: {first_line(error)}; check base, also and width')
@@ -377,8 +379,13 @@ def scaled(d: int) -> int:
 
 def budget_of(model: str, recurrent: bool, budget: str, full_size: bool = False) -> float:
     """Return W in the unit of Cost.core, of the plan at its full size or multiplied by `width`."""
-    n, d = (LM_BLOCKS[budget], 768) if model == LM else (1, max(AGENT_WIDTHS[budget]))
-    return n * cost(Row(model, recurrent, budget, 1, 1, d if full_size else scaled(d))).core
+    if model == LM:
+        n, d = LM_BLOCKS[budget], 768
+    else:
+        n, d = 1, max(AGENT_WIDTHS[budget])
+    if not full_size:
+        d = scaled(d)
+    return n * cost(Row(model, recurrent, budget, 1, 1, d)).core
 
 
 def over_budget(row: Row) -> float:
@@ -397,8 +404,8 @@ def updates_of(row: Row) -> int:
 def training_flops(row: Row) -> float:
     """Return the FLOPs of a run's updates, the backward counted as two forwards."""
     config = config_of(row)
-    each = config['tokens_per_step'] if row.is_text else config['n_envs'] * config['unroll']
-    return 3 * cost(row).forward * each * updates_of(row)
+    per_update = config['tokens_per_step'] if row.is_text else config['n_envs'] * config['unroll']
+    return 3 * cost(row).forward * per_update * updates_of(row)
 
 
 def modeled_hours(row: Row) -> float:
@@ -414,19 +421,20 @@ def modeled_hours(row: Row) -> float:
         in_turn *= config['block_size'] if row.recurrent else 1
         validations = updates // config['eval_interval'] + 1
         validation = validations * config['val_tokens'] * cost(row).forward
-        products = (training_flops(row) + validation) / PRODUCTS
+        product_seconds = (training_flops(row) + validation) / PRODUCT_RATE
         kernels = updates * in_turn * LM_KERNELS
     else:
-        products = training_flops(row) / CONVOLUTIONS
+        product_seconds = training_flops(row) / CONVOLUTION_RATE
         kernels = updates * config['unroll'] * (AGENT_KERNELS[0] + AGENT_KERNELS[1] * row.L)
-    return (products + kernels * KERNEL) / 3600
+    return (product_seconds + kernels * KERNEL_SECONDS) / 3600
 
 
 # ----------------------------------------------------------------------------- rows of a plan
 
 
-def cells_of(name: str) -> list[Row]:
-    """Return a plan's rows with seed 1."""
+def cells_of(name: str, rule: str) -> list[Row]:
+    """Return the rows with seed 1 of plan `name`, with a residual rule as in the setting
+    `residual`."""
     if name in SCALING:
         depths, experts = SCALING[name]
         return [
@@ -456,16 +464,18 @@ def cells_of(name: str) -> list[Row]:
             E = round(W / (L * expert_cost))  # 0 for exactly half an expert: Python rounds to even
             if 0 < L * E * expert_cost <= most:
                 rows.append(one_expert._replace(L=L, E=E, d=scaled(d)))
-    rows = [with_residual(row) for row in rows]
+    rows = [with_residual(row, rule) for row in rows]
     return list(dict.fromkeys(rows))  # `width` may make two widths equal
 
 
-def with_residual(row: Row) -> Row:
-    """Return an allocation with the setting `residual` if the rule matters to it: for a ConvGLU or
-    a non-recurrent language model with several experts."""
+def with_residual(row: Row, rule: str) -> Row:
+    """Return an allocation with the residual rule as a further setting; unchanged if the rule is ''
+    or does not matter: it matters to a ConvGLU or a non-recurrent language model with several
+    experts."""
     matters = row.E > 1 and (row.model == 'convglu' or row.is_text and not row.recurrent)
-    more = (('residual', residual), *row.more)
-    return row._replace(more=more) if residual and matters else row
+    if not rule or not matters:
+        return row
+    return row._replace(more=(('residual', rule), *row.more))
 
 
 def tuned_setting() -> str:
@@ -499,11 +509,14 @@ def winners(rows: list[Row]) -> list[Row]:
 
 
 def rows_beyond_edges(rows: list[Row]) -> list[Row]:
-    """Return the rows to try next: where the best value is the largest or the smallest, the one
-    beyond it by a factor of two, if its neighbor is at least a factor of two away."""
-    name, result = tuned_setting(), []
+    """Return the rows to try next: for each allocation whose best value is the largest that was
+    tried, twice this value; if it is the smallest, half of it. Nothing is added where the next
+    value that was tried is less than a factor of two away."""
+    name = tuned_setting()
+    result = []
     for row in winners(rows):
-        cell, best = figures.without_setting(row, name), dict(row.more)[name]
+        cell = figures.without_setting(row, name)
+        best = dict(row.more)[name]
         tried = sorted(dict(r.more)[name] for r in rows if figures.without_setting(r, name) == cell)
         if not isinstance(best, float) or len(tried) < 2 or tried[0] <= 0:
             continue
@@ -549,14 +562,15 @@ def seeds_of(row: Row, name: str) -> int:
     return seeds or (1 if row.is_text or name == 'scaling-reduced' else 3)
 
 
-def plan_rows(name: str = '', conditions: str = '') -> list[Row]:
+def plan_rows(name: str = '', conditions: str = '', rule: str = '') -> list[Row]:
     """Return all runs of a plan that are known by now: first every allocation with seed 1, then
-    with seed 2, and so on. By default this is the plan of the settings, restricted by `only`."""
+    with seed 2, and so on. Without a name this is the plan of the settings, with `only` and
+    `residual`."""
     if not name:
-        name, conditions = plan, only
+        name, conditions, rule = plan, only, residual
     if name not in PLANS:
         fail(f'plan = {name!r}: expected one of {", ".join(PLANS)}')
-    cells = chosen(cells_of(name), conditions, name)
+    cells = chosen(cells_of(name, rule), conditions, name)
     repeated = cells  # those that run with further seeds
     if tune:
         cells = tuned(cells)
@@ -595,12 +609,13 @@ class Progress(NamedTuple):
     # resumed run would repair it; '': can start or resume
     state: str
     fraction: float  # of the updates that are done
-    seconds: float  # that they took
+    seconds: float  # training time of these updates
 
 
 def is_other(row: Row, saved: dict) -> bool:
-    """Return whether a config.json is that of another run. A setting that it lacks counts as its
-    default, because the script got it later; a missing name of the script as the standard one."""
+    """Return whether a config.json, `saved`, is that of another run. For a setting that the file
+    lacks, because the script got it later, the default counts; for a missing `script`, the standard
+    one."""
     path = script_of(row)
     wanted = {**config_of(row), 'script': os.path.basename(path)}
     saved = {**defaults_of(path), 'script': row.script, **saved}
@@ -679,20 +694,19 @@ def entry_command(entry: Entry) -> str:
     line = ''
     if entry.plan:
         part = f' --only={shlex.quote(entry.only)}' if entry.only else ''
-        line = f'python sweep.py --plan={entry.plan}{part} --run {entry.show}'.strip()
+        rule = f' --residual={entry.residual}' if entry.residual else ''
+        line = f'python sweep.py --plan={entry.plan}{part}{rule} --run {entry.show}'.strip()
     return ' && '.join(filter(None, (line, entry.then)))
 
 
 def paper_table() -> list[dict]:
     """Return one line per figure and table of the paper: its command, the number of runs, their
     modeled GPU hours and their state."""
-    global residual
     lines = []
     for entry in PAPER:
         runs, hours, state = '', '', 'see the command'
         if entry.plan:
-            residual = 'shared' if '--residual=shared' in entry.show else ''  # for plan_rows
-            rows = plan_rows(entry.plan, entry.only)
+            rows = plan_rows(entry.plan, entry.only, entry.residual)
             runs = str(len(rows))
             names = {(name, script_of(row)) for row in rows for name, _ in row.more}
             if missing := [name for name, path in names if name not in defaults_of(path)]:
@@ -708,7 +722,6 @@ def paper_table() -> list[dict]:
             'GPU hours': hours,
             'state': state,
         })  # fmt: skip
-    residual = ''
     return lines
 
 
@@ -960,8 +973,10 @@ def outcome(row: Row, status: int) -> str:
     if status == 0 and state == 'done':
         (folder / 'failed.json').unlink(missing_ok=True)  # of an earlier attempt
         return ''
-    wrong = status == 0 and state in UNUSABLE
-    message = UNUSABLE[state] if wrong else last_error(folder / 'stdout.txt')
+    if status == 0 and state in UNUSABLE:
+        message = UNUSABLE[state]
+    else:
+        message = last_error(folder / 'stdout.txt')
     record = {'exit': status, 'message': message, 'command': shlex.join(command(row))}
     try:
         write_json(record, folder / 'failed.json')
@@ -971,13 +986,14 @@ def outcome(row: Row, status: int) -> str:
 
 
 def kind_of_failure(row: Row, message: str) -> str:
-    """Return the message of a failure without folder and numbers, which differ between runs."""
+    """Return the message of a failure without folder and numbers, which differ between runs; ''
+    for none."""
     return re.sub(r'\d[\d.,e+-]*', 'N', message.replace(folder_of(row), 'RUN'))
 
 
 def remaining(todo: list[Row], all_rows: list[Row], at_a_time: int) -> str:
-    """Return the time left as text, by the time of all updates so far and the ratio of modeled
-    hours. todo: the runs that have not finished."""
+    """Return the time left as text: the time of all updates so far, times the modeled hours that
+    are left over those that are done. todo: the runs that have not finished."""
     progress = {row: progress_of(row) for row in all_rows}
     done = sum(modeled_hours(row) * progress[row].fraction for row in all_rows)
     seconds = sum(x.seconds for x in progress.values())
@@ -987,10 +1003,9 @@ def remaining(todo: list[Row], all_rows: list[Row], at_a_time: int) -> str:
     return str(timedelta(seconds=int(seconds / done * left / min(at_a_time, len(todo) or 1))))
 
 
-def execute(rows: list[Row]) -> int:
-    """Run what is not finished. Returns the exit status: 0 if all are done, 1 if some are not, and
-    128 + the signal that stopped the sweep."""
-    free = devices()  # one entry per worker that has no run
+def unfinished(rows: list[Row]) -> list[Row]:
+    """Return the runs that are not finished. Ends the script if one of the runs would log no
+    return, or its folder cannot be used."""
     queue = []
     for row in rows:
         state = state_of(row)
@@ -1002,15 +1017,20 @@ def execute(rows: list[Row]) -> int:
             fail(f'{folder_of(row)} holds {UNUSABLE[state]}: move it away, or change out_dir')
         if state != 'done':
             queue.append(row)
-    at_a_time = len(free)
-    is_due = every(REPORT)
-    finished_before = len(rows) - len(queue)
-    say(f'{plan}: {len(rows)} runs, {finished_before} finished before; {at_a_time} at a time')
-    if queue:
-        check_before(queue, at_a_time)
+    return queue
+
+
+def run_queue(
+    queue: list[Row], rows: list[Row], gpus: list[str]
+) -> tuple[dict[Row, str], int | None]:
+    """Run a queue with one worker for each of `gpus`. Returns the messages of the runs that failed,
+    and the number of the signal that stopped the sweep, if any. rows: all runs of the sweep."""
+    at_a_time = len(gpus)
+    free = list(gpus)  # those of the workers without a run
     running: dict[Row, Running] = {}
-    failed: dict[Row, str] = {}  # messages
-    alike, reason = 0, ''  # number of the last failures with the same message, and this message
+    failures: dict[Row, str] = {}
+    kinds = []  # kind_of_failure of the runs that have ended, '' for those that are done
+    is_due = every(REPORT)
     stopper = Stopper()
     try:
         while running or (queue and stopper.signal is None):
@@ -1031,20 +1051,14 @@ def execute(rows: list[Row]) -> int:
                     continue  # it was stopped by the signal below, and has saved
                 failure = outcome(row, ended.process.returncode)
                 if failure:
-                    failed[row] = failure
-                kind = kind_of_failure(row, failure)
-                if not failure:
-                    alike = 0
-                elif kind == reason:
-                    alike += 1
-                else:
-                    alike = 1
-                reason = kind
+                    failures[row] = failure
+                kinds.append(kind_of_failure(row, failure))
                 counted = f'[{len(rows) - len(queue) - len(running)}/{len(rows)}] {row.name}'
-                eta = remaining([*queue, *running], rows, at_a_time)
                 seconds = time.time() - ended.started
+                eta = remaining([*queue, *running], rows, at_a_time)
                 say(f'{counted}: {failure or "done"}, {seconds:.0f} s | eta {eta}')
-                if alike == ALIKE and queue:
+                fail_alike = failure and kinds[-ALIKE:] == ALIKE * [kinds[-1]]
+                if fail_alike and queue:
                     say(f'{ALIKE} runs in a row failed alike: {len(queue)} others are not started')
                     queue = []
             if stopper.signal is not None:
@@ -1065,11 +1079,24 @@ def execute(rows: list[Row]) -> int:
                 job.process.kill()
         raise
     stopper.restore()
-    for row, message in failed.items():
+    return failures, stopper.signal
+
+
+def execute(rows: list[Row]) -> int:
+    """Run what is not finished. Returns the exit status: 0 if all are done, 1 if some are not, and
+    128 + the signal that stopped the sweep."""
+    gpus = devices()
+    queue = unfinished(rows)
+    finished_before = len(rows) - len(queue)
+    say(f'{plan}: {len(rows)} runs, {finished_before} finished before; {len(gpus)} at a time')
+    if queue:
+        check_before(queue, len(gpus))
+    failures, signal_number = run_queue(queue, rows, gpus)
+    for row, message in failures.items():
         say(f'failed: {row.name}: {message}; see {folder_of(row)}/stdout.txt')
-    if stopper.signal is not None:
+    if signal_number is not None:
         say('stopped; the runs that had started have saved: the same command resumes them')
-        return 128 + stopper.signal
+        return 128 + signal_number
     return int(any(state_of(row) != 'done' for row in rows))
 
 
@@ -1137,8 +1164,8 @@ def best_depths(runs: list) -> str:
 
 
 def solve_rate(row: Row, levels: str) -> float:
-    """Return a finished agent's greedy solve rate on `levels` ('': its evaluation levels): the one
-    in its folder, or if there is none that of a new evaluation."""
+    """Return a finished agent's greedy solve rate on `levels` ('': its evaluation levels), and
+    evaluate the agent first if its folder does not have the solve rate."""
     config = config_of(row)
     path = Path(folder_of(row), f'eval_{levels or Path(config["eval_split"]).stem}.json')
     saved = read_json(path)
@@ -1152,9 +1179,9 @@ def solve_rate(row: Row, levels: str) -> float:
     return read_json(path)['solve_rate']
 
 
-def title_of(name: str) -> str:
-    """Return the title of figures: the plan's name, and the settings that change it."""
-    parts = [name]
+def changes_of_plan() -> str:
+    """Return for titles of figures the settings that change the plan, such as ', widths x 0.5'."""
+    parts = []
     if residual:
         parts.append(f'{residual} residual')
     if width != 1:
@@ -1163,18 +1190,20 @@ def title_of(name: str) -> str:
         parts.append(f'steps x {length:.3g}')
     if tune:
         parts.append(f'best {tuned_setting().replace("_", " ")}s')
-    return ', '.join(parts)
+    return ''.join(f', {part}' for part in parts)
 
 
 def show(rows: list[Row]) -> None:
     """Draw figures and write tables of what has finished; with `tune`, without seed 1, which chose
     the values."""
-    folder = os.path.join(out_dir, plan, f'residual-{residual}' if residual else '')
-    into = results or os.path.normpath(folder)
+    folder = results
+    if not folder:
+        part = f'residual-{residual}' if residual else ''
+        folder = os.path.normpath(os.path.join(out_dir, plan, part))
     runs = finished(rows)
     if not runs:
-        fail(f'{into}: no run of plan {plan!r} has finished: nothing to show; --run runs them')
-    os.makedirs(into, exist_ok=True)
+        fail(f'{folder}: no run of plan {plan!r} has finished: nothing to show; --run runs them')
+    os.makedirs(folder, exist_ok=True)
     print(f'{len(runs)} of {len(rows)} runs have finished')
     tuned_name = tuned_setting()
     paths = []
@@ -1193,26 +1222,27 @@ def show(rows: list[Row]) -> None:
         cells = [figures.without_setting(row, tuned_name) for row in rows]
         is_bytes = any(row.is_text and config_of(row)['tokenizer'] == 'bytes' for row in rows)
         token = 'byte' if is_bytes else 'token'
-        paths += figures.draw_plan(title_of(plan), cells, drawn, token, reference, into)
+        changes = changes_of_plan()
+        paths += figures.draw_plan(plan, changes, cells, drawn, token, reference, folder)
     if table:
-        paths += figures.write_value_tables(shown, reference, into, tuned_name)
-        found = {}
+        paths += figures.write_value_tables(shown, reference, folder, tuned_name)
+        sentences = {}  # on the best depths
         models = set()
         if plan in ALLOCATIONS and plan not in SATURATION:  # plans of one budget
             models = {row.model for row, _ in shown}
         for model in sorted(models):
             if sentence := best_depths([run for run in shown if run[0].model == model]):
                 print(sentence)
-                found[f'best_{model}'] = sentence
-                path = Path(into, f'table_{model}.md')
+                sentences[f'best_{model}'] = sentence
+                path = Path(folder, f'table_{model}.md')
                 write_text(f'{path.read_text()}\n{sentence}\n', path)
-        paths.append(write_runs(runs, reported, found, into))
+        paths.append(write_runs(runs, reported, sentences, folder))
     if table == 'solve':
-        paths += solve_rates(shown, into)
+        paths += solve_rates(shown, folder)
     print('\n'.join(paths))
 
 
-def solve_rates(shown: list, into: str) -> list[str]:
+def solve_rates(shown: list, folder: str) -> list[str]:
     """Evaluate the best allocation of each depth, write tables of solve rates, and return their
     paths."""
     agents = [(row, log) for row, log in shown if not row.is_text]
@@ -1221,21 +1251,22 @@ def solve_rates(shown: list, into: str) -> list[str]:
     best = [figures.best_cell(part) for part in depths.values()]
     if not best:
         fail("table = 'solve': no agent of this plan has finished")
-    generated = config_of(with_residual(best[0]))['split'] == 'generated'
+    generated = config_of(with_residual(best[0], residual))['split'] == 'generated'
     levels = '' if generated else TEST_SPLIT
-    rates = {
-        cell: [solve_rate(with_residual(row), levels) for row, _ in agents if row.cell == cell]
-        for cell in best
-    }
-    return figures.write_solve_table(rates, levels, reference, into, tuned_setting())
+    rates = {}
+    for cell in best:
+        rows = [with_residual(row, residual) for row, _ in agents if row.cell == cell]
+        rates[cell] = [solve_rate(row, levels) for row in rows]
+    return figures.write_solve_table(rates, levels, reference, folder, tuned_setting())
 
 
-def write_runs(runs: list, reported: set[Row], found: dict, into: str) -> str:
-    """Write runs.json and return its path. It also has the runs that are not reported, because they
-    chose a value. found: the sentences on best depths."""
+def write_runs(runs: list, reported: set[Row], sentences: dict, folder: str) -> str:
+    """Write runs.json and return its path. The file also has the runs that are not reported,
+    because they chose a value. sentences: {'best_MODEL': sentence on the best depths}."""
     records = []
     for row, log in runs:
-        saved, last = read_json(Path(folder_of(row), 'config.json')), log[-1]
+        saved = read_json(Path(folder_of(row), 'config.json'))
+        last = log[-1]
         record = {
             'name': row.name,
             'model': row.model,
@@ -1250,9 +1281,14 @@ def write_runs(runs: list, reported: set[Row], found: dict, into: str) -> str:
             'over_budget': over_budget(row),
         }
         records.append(record)
-    about = {'plan': plan, **found, 'command': shlex.join(['python', *sys.argv])}
-    about |= {'drawn_at_commit': commit(), 'runs': records}
-    path = os.path.join(into, 'runs.json')
+    about = {
+        'plan': plan,
+        **sentences,
+        'command': shlex.join(['python', *sys.argv]),
+        'drawn_at_commit': commit(),
+        'runs': records,
+    }
+    path = os.path.join(folder, 'runs.json')
     write_json(about, path)
     return path
 
