@@ -19,8 +19,8 @@ first      the steps for a new GPU: yardsticks, the smoke tests of tests/test_gp
            has a time limit, and its result is written at once. The exit status is 1 if any failed
 
 A cell is a shape to measure: (L, E, C, B) in decode, (L, E, C, tokens per update) in train,
-(L, E, d) in sokoban, and in first the name of a suite followed by one of these. Without its last
-numbers it stands for all default cells of the suite that start with the others.
+(L, E, d) in sokoban, and in first the name of a suite followed by one of these. A cell whose last
+numbers are left out stands for all default cells of the suite that start with the given numbers.
 
 A variant is a cell in one mode. Each runs in a process of its own (under torchrun, one per rank),
 so that one that fails or runs out of memory does not affect the others. On a CPU the variants of a
@@ -224,7 +224,7 @@ METRICS = {
 
 def find_cells(config: dict) -> list[tuple]:
     """Return (suite, L, E, ...) of every cell to measure. Cells that lack their last numbers are
-    completed from the default cells. Ends the script for a cell that is none."""
+    completed from the default cells. Ends the script for an invalid cell."""
     on_cpu = config['device'] == 'cpu'
     suite = config['suite']
     cells = config['cells']
@@ -288,8 +288,15 @@ def make_row(config: dict, suite: str, sizes: tuple, mode: str) -> dict:
             arch=config['arch'], recurrent=config['recurrent'], n_layer=L, n_expert=E, n_embd=D
         )
         kind = 'recurrent' if config['recurrent'] else 'non-recurrent'
-        sizes = {'L': L, 'E': E, 'D': D, 'B': config['n_envs'], 'T': config['unroll']}
-        return {**row, 'model': f'{kind} {config["arch"]}', **sizes}
+        return {
+            **row,
+            'model': f'{kind} {config["arch"]}',
+            'L': L,
+            'E': E,
+            'D': D,
+            'B': config['n_envs'],
+            'T': config['unroll'],
+        }
     if suite == 'decode':
         L, E, C, B = sizes
         T = C
@@ -523,8 +530,8 @@ def make_agent_update(row: dict, config: dict) -> tuple[dict[str, Callable], dic
         train_sokoban.count_episodes(run, episodes, stats)
 
     def gradients(actions: torch.Tensor | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the actions (T, B) of a rollout, and its gradients, loss and returns. actions: to
-        take instead of sampled ones."""
+        """Return the actions (T, B) of a rollout, and its gradients, loss and returns. actions:
+        those to take, (T, B); None: sampled ones."""
         update_gradients = train_sokoban.rollout_and_backward
         if actions is None:
             batch = kernels.graphed(run.graphs, 'rollout and backward', update_gradients, run)
@@ -708,8 +715,8 @@ def set_ranks(rank: int, world: int, port: int) -> None:
 def serve(
     pipe: multiprocessing.connection.Connection, row: dict, config: dict, rank: int, port: int
 ) -> None:
-    """Serve as the main function of a variant's process: answer each message by the result of a
-    turn, and by None after the last."""
+    """Run a variant in its own process: answer each message with the result of the next turn, and
+    with None after the last."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # after a ctrl-C the parent ends this process
     os.setsid()  # so that `kill` ends the children of this process too
     set_ranks(rank, row.get('gpus', 1), port)
@@ -872,8 +879,9 @@ def published(row: dict) -> dict[str, float | str]:
     """Return the 'paper' number of a row and its modeled 'target', those that SPEED has."""
     if row['suite'] != 'sokoban' and (row['D'], row['V'], row['T']) != (768, 50304, row['C']):
         return {}
-    model = row['model'].removeprefix('recurrent ')  # agents
-    model = {'non-recurrent': 'transformer'}.get(model, model)
+    model = row['model'].removeprefix('recurrent ')  # of agents, such as 'recurrent convlstm'
+    if model == 'non-recurrent':
+        model = 'transformer'  # as the paper calls it
     n = row.get('tokens_per_update', row['B'])
     sizes = (row['L'], row['E'], row.get('C', row['D']), n)
     key = [str(x) for x in (row['suite'], model, *sizes)]
@@ -887,7 +895,8 @@ def add_figures(row: dict, record: dict, rates: dict[str, float]) -> dict:
     row = {**row, **record, **published(row)}
     if not row['seconds']:
         return {**row, 'figure': row['status']}
-    (times,), metric = row['seconds'].values(), METRICS[row['suite']]
+    (times,) = row['seconds'].values()  # a row has one part
+    metric = METRICS[row['suite']]
     if metric.sign > 0:
         row[metric.name] = [row['work'] / row['gpus'] / t for t in times]
     else:
@@ -956,7 +965,8 @@ def describe_machine(config: dict) -> dict:
         'date': datetime.datetime.now().astimezone().isoformat(timespec='seconds'),
     }
     if config['device'] != 'cpu':
-        entries['triton'] = kernels.triton_module() and sys.modules['triton'].__version__
+        has_triton = kernels.triton_module() is not None
+        entries['triton'] = sys.modules['triton'].__version__ if has_triton else None
         entries['cuda'] = torch.version.cuda
         entries['cudnn'] = torch.backends.cudnn.version()
         entries['card'] = str(torch.cuda.get_device_properties(config['device']))

@@ -287,8 +287,8 @@ def set_title(figure: 'Figure', title: str, note: str = '') -> None:
     """Set the figure's title, and a note on a new line below it. Both are wrapped so that they fit
     the figure's width."""
     limit = 0.96 * figure.bbox.width
-    # from about 18 characters per inch on, take shorter lines until the title fits
     title = title.replace(' = ', '\xa0=\xa0')  # 'L = 2' stays on one line
+    # from about 18 characters per inch, shorten the lines until they fit
     for characters in range(int(18 * figure.get_figwidth()), 8, -2):
         lines = textwrap.wrap(title, characters) + textwrap.wrap(note, characters)
         text = figure.suptitle('\n'.join(lines))
@@ -353,8 +353,8 @@ def draw_line(
     if published:
         options |= {'ls': '--', 'mfc': 'white', 'alpha': 0.7}
     options |= style
-    means = [points[x][0] for x in xs]
-    errors = [points[x][1] for x in xs]
+    means = [points[x].mean for x in xs]
+    errors = [points[x].error for x in xs]
     has_errors = not all(map(math.isnan, errors))
     axes.errorbar(xs, means, yerr=errors if has_errors else None, label=label, **options)
 

@@ -41,8 +41,8 @@ from sokoban import plan_image, replay, run_episodes, save_gif
 
 # fmt: off
 out_dir = ''                   # the agent's folder: a run of train_sokoban.py, or an export
-which = 'best'                 # of a run's checkpoints: 'best', the one with the highest evaluation
-                               # return, if there is one; or 'last'
+which = 'best'                 # checkpoint of a run: 'best', with the highest evaluation return
+                               # ('last' if the run has none), or 'last'
 policy = ''                    # instead of an agent, module:function: a function from observations
                                # (N, 10, 10, 2) uint8 to actions (N,), 0..3; implies measure
 measure = False                # print solve rate and return on the levels instead of showing games
@@ -100,7 +100,7 @@ def play_level(agent: Agent, levels: ndarray, i: int, device: str) -> Game:
 def read_plans(features: Tensor) -> ndarray:
     """Return the plans (T + 1, 10, 10) that the probe reads from a game's s[L] (T, 10, 10, C).
 
-    The plan after the last step has no arrows; nor has any if there is no probe. Raises
+    The plan after the last step has no arrows. Without a probe no plan has any. Raises
     CheckpointError if the probe's file is damaged or does not fit the agent.
     """
     plans = np.full((len(features) + 1, 10, 10), -1)
@@ -266,7 +266,8 @@ def is_terminal() -> bool:
 
 def show_games(agent: Agent, levels: ndarray, device: str) -> None:
     """Show games in a terminal, one after the other."""
-    screen, paused = Screen(), False
+    screen = Screen()
+    paused = False
     with keyboard() as read_key:
         for number in itertools.count():
             i = (level + number) % len(levels)
@@ -321,11 +322,15 @@ def use_agent() -> None:
         export_agent(agent, about, export)
         return
     split = levels or about['eval_split']
-    generator = ()
+    generator = None
     if split == 'generated':
-        # seed and sizes of the evaluation levels in training, which leave out the few that are
-        # training levels too
-        generator = n_levels, about['n_boxes'], 2 * about['seed'] + 1, about['max_moves']
+        # as load_level_sets generates evaluation levels, except that it leaves out training levels
+        generator = {
+            'n': n_levels,
+            'boxes': about['n_boxes'],
+            'seed': 2 * about['seed'] + 1,
+            'max_moves': about['max_moves'],
+        }
     packed, source = load_levels(levels_dir, split, download, generator, n_levels)
     if policy or measure:
         rates = evaluate(agent, packed, torch_device, None if greedy else about['seed'])

@@ -1,6 +1,6 @@
-"""Watch a plan form: linear probes of a trained Sokoban agent's state.
+"""Train linear probes that read a Sokoban agent's plan from its state, and draw the plan.
 
-The planning analysis of "Temporal Recurrence Favors Fewer Layers". What the probes predict is the
+This is the planning analysis of "Temporal Recurrence Favors Fewer Layers". The probes predict the
 "agent approach direction" of Bush et al.
 
     python probe_sokoban.py --models=out/L1,out/L4 --test_levels=unfiltered-test
@@ -11,10 +11,10 @@ At every step of an episode that the agent plays greedily, a probe predicts for 
 board in which direction the agent will next step onto it, or that it will not (five classes). The
 probe is a 3x3 convolution, so that it reads the agent's s[L] at the cell and its eight neighbors.
 It is compared with a 1x1 convolution, with a 3x3 convolution of the observation alone, and with
-both convolutions of an untrained agent's s[L] in the same episodes: a random network's state
-predicts something too, and only what the trained one predicts beyond it was learned.
+both convolutions of an untrained agent's s[L] in the same episodes: the state of a random network
+predicts directions too, and training explains only the difference.
 
-A probe emits a direction where its probability reaches a threshold. That is the lowest one at which
+A probe emits a direction where its probability reaches a threshold: the lowest threshold at which
 a share `precision` of the directions emitted in the first 20 steps (setting `first`) is right.
 Recall is the share of cells that the agent will step onto for which the probe emits the right
 direction, on the test levels that all agents solve. Recall at the first three steps is printed, and
@@ -63,8 +63,9 @@ from sokoban import replay, run_episodes, save_gif
 # -----------------------------------------------------------------------------
 # fmt: off
 # agents and levels
-models = ''                    # folders of trained agents, separated by commas; a pattern such as
-                               # 'out/L4_s*' stands for its agent that solves most test levels
+models = ''                    # folders of trained agents, separated by commas; of the folders that
+                               # match a pattern such as 'out/L4_s*', the agent that solves most
+                               # test levels is used
 best = False                   # use the agents' best checkpoints instead of their last ones
 out_dir = 'out/probe'          # folder for figures and tables
 levels = ''                    # a split or a file to train probes on; '': the first agent's levels
@@ -231,7 +232,8 @@ def record(player: Player, packed: ndarray, device: str) -> tuple[Episodes, ndar
     """Let an agent play levels (n, 17) while the untrained one sees the same boards. Returns the
     episodes, and s[L] of both at every step, (S, 10, 10, 2C) fp16, mapped from a temporary file,
     which lives as long as the array."""
-    n, parts = len(packed), []
+    n = len(packed)
+    parts = []
     is_due = every()
     file = tempfile.TemporaryFile(dir=out_dir)
     print(f'{player.label}: {n:,} episodes', flush=True)
@@ -535,7 +537,8 @@ def steer(agent: Agent, state: tuple | list, cell: Tensor, vector: Tensor) -> li
     In a ConvLSTM each expert's h grows too, so that their aggregation grows by `vector`: by vector
     itself where the weights of the aggregation add up to 1, otherwise by vector / sqrt(E), which
     for softmax_l2 is exact if all gates are equal. The cells c do not change."""
-    config, state = agent.config, list(state)
+    config = agent.config
+    state = list(state)
     boards = torch.arange(len(cell), device=cell.device)
     adds_up_to_1 = config.aggregation in ('mean', 'softmax_mean')
     factors = [1.0]  # of s, and of each h
@@ -552,7 +555,7 @@ def choose_places(boards: Tensor, greedy: Tensor) -> tuple[Tensor, Tensor, Tenso
     """Choose where to steer on boards (n, 10, 10, 2) on which the agent would take the actions
     `greedy` (n,).
 
-    Returns (m,) each, for the m boards on which all of it exists: the number of the board; a random
+    Returns (m,) each, for the m boards that have such cells: the number of the board; a random
     direction that is not the greedy one, to a cell without wall and box; that cell; and a random
     other cell that is empty floor."""
     device = boards.device
@@ -786,8 +789,8 @@ def main() -> None:
         data = prepare(episodes, features, test[solved])
         guesses = predict(probes, scale, data)
         rows, scores = score(data, guesses)
-        del features
-        data = data._replace(features=None)  # deletes their file
+        data = data._replace(features=None)
+        del features  # deletes their file
         result = Result(
             player=player,
             data=data,

@@ -493,12 +493,14 @@ def title_of(stem: str) -> str:
 
 def best_allocations(rows: list[dict], unit: str) -> dict[str, str]:
     """Return as {name: text} the best allocation of each variant and budget in a table of mean
-    losses or returns, and the gain from recurrence, by which the best loss is lower with it. {} for
-    other tables."""
-    key = next((k for k in ('mean_loss', 'mean_return') if rows and k in rows[0]), '')
-    if not key:
+    losses or returns, and the gain from recurrence: the best loss of the non-recurrent models minus
+    that of the recurrent ones. {} for other tables."""
+    if rows and 'mean_loss' in rows[0]:
+        key, measure = 'mean_loss', nats(unit)
+    elif rows and 'mean_return' in rows[0]:
+        key, measure = 'mean_return', 'return'
+    else:
         return {}
-    what = nats(unit) if key == 'mean_loss' else 'return'
     best = {}
     for row in rows:
         group = (variant_name(row['variant']), row.get('budget', ''))
@@ -508,16 +510,17 @@ def best_allocations(rows: list[dict], unit: str) -> dict[str, str]:
     facts = {}
     for (variant, budget), (score, row) in best.items():
         allocation = f'L = {row["L"]}, E = {row["E"]}, d = {row["d"]}'
-        value = f'{float(row[key]):.5g} {what}'
+        value = f'{float(row[key]):.5g} {measure}'
         facts[f'Best {variant}, {budget} budget'] = f'{value}: {allocation}'
         if key == 'mean_loss' and variant == 'recurrent' and ('non-recurrent', budget) in best:
             gain = score - best['non-recurrent', budget][0]
-            facts[f'Gain from recurrence, {budget} budget'] = f'{four_decimals(gain)} {what}'
+            facts[f'Gain from recurrence, {budget} budget'] = f'{four_decimals(gain)} {measure}'
     return facts
 
 
 def best_run(variant: str, logs: dict[Path, list], configs: dict) -> dict[str, str]:
-    """Return as {name: text} value and folder of the best run of a variant, {} if it has none."""
+    """Return as {name: text} the value and the folder of the best run of a variant, {} if no run is
+    of that variant."""
     values = {}
     for path, log in logs.items():
         recurrent = configs[path].get('recurrent', True)
@@ -525,10 +528,13 @@ def best_run(variant: str, logs: dict[Path, list], configs: dict) -> dict[str, s
             values[path] = run_value(log)
     if not values:
         return {}
-    is_loss = 'tokens' in next(iter(logs.values()))[-1]
-    path = (min if is_loss else max)(values, key=values.get)
-    what = 'loss' if is_loss else 'return'
-    return {f'Best {variant} run': f'{what} {values[path]:.5g}: {path.name}'}
+    if 'tokens' in next(iter(logs.values()))[-1]:
+        measure = 'loss'
+        path = min(values, key=values.get)
+    else:
+        measure = 'return'
+        path = max(values, key=values.get)
+    return {f'Best {variant} run': f'{measure} {values[path]:.5g}: {path.name}'}
 
 
 def run_record(path: Path, log: list[dict], config: dict) -> dict:

@@ -12,10 +12,10 @@ first target and its first box.
 
 The rules are those of Jumanji's Sokoban-v0 on 10x10 boards. Actions are up, right, down, left. A
 blocked move costs a step like any other. The reward is -0.1 per step, +1 for a box pushed onto a
-target, -1 for one pushed off, +10 when all boxes are on targets. An episode ends when it is solved
-or after 120 steps; both are terminations, so no value is bootstrapped. `SokobanEnv` plays N boards
-with tensor operations alone, in place and without synchronizing with the device, so that a CUDA
-graph can capture it. `JumanjiEnv` moves the same boards by Jumanji's own code.
+target, -1 for one pushed off, +10 when all boxes are on targets. An episode ends when its level is
+solved or after 120 steps; both are terminations, so no value is bootstrapped. `SokobanEnv` plays N
+boards with tensor operations alone, in place and without synchronizing with the device, so that a
+CUDA graph can capture its steps. `JumanjiEnv` moves the same boards by Jumanji's own code.
 
 Shape letters: N boards or levels that are processed together, n levels in all. The 100 cells of a
 board are numbered row by row, 0..99.
@@ -271,19 +271,19 @@ def load_levels(
     levels_dir: str,
     split: str,
     download: bool = False,
-    generator: tuple = (),
+    generator: dict | None = None,
     limit: float = math.inf,
 ) -> tuple[ndarray, str]:
     """Return the first `limit` packed levels (N, 17), and a line that describes their source.
 
-    split: a file; or 'generated', for the levels of generate(*generator); or the name of a split,
+    split: a file; or 'generated', for the levels of generate(**generator); or the name of a split,
     whose files are in levels_dir ('': data/boxoban), and are downloaded into it if there are none
     and `download` is set. Raises Mistake if there are no levels, or if a file is damaged.
     """
     if split == 'generated':
-        n, boxes, seed, max_moves, *_ = generator
-        levels, _ = generate(*generator)
-        line = f'{n:,} generated levels, boxes: {boxes}, moves: at most {max_moves}, seed: {seed}'
+        levels, _ = generate(**generator)
+        text = '{n:,} generated levels, boxes: {boxes}, moves: at most {max_moves}, seed: {seed}'
+        line = text.format(**generator)
     elif os.path.isfile(split):
         levels = read_file(split)
         line = f'{len(levels):,} levels of {split}'
@@ -328,21 +328,22 @@ def load_level_sets(
     or with whole_split all of them.
     """
     both_generated = config['split'] == config['eval_split'] == 'generated'
-    n_boxes, max_moves = config['n_boxes'], config['max_moves']
+    sizes = {'boxes': config['n_boxes'], 'max_moves': config['max_moves']}
     train_levels, train_line = np.empty((0, 17), np.uint8), ''
     if training or both_generated:
         train_levels, train_line = load_levels(
             config['levels_dir'],
             config['split'],
             config['download'],
-            generator=(config['n_levels'], n_boxes, 2 * config['seed'], max_moves),
+            generator={'n': config['n_levels'], 'seed': 2 * config['seed'], **sizes},
         )
-    exclude = train_levels if both_generated else ()
+    generator = {'n': config['eval_games'], 'seed': 2 * config['seed'] + 1, **sizes}
+    generator['exclude'] = train_levels if both_generated else ()
     evaluation = load_levels(
         config['levels_dir'],
         config['eval_split'],
         config['download'],
-        generator=(config['eval_games'], n_boxes, 2 * config['seed'] + 1, max_moves, exclude),
+        generator=generator,
         limit=math.inf if whole_split else config['eval_games'],
     )
     return (train_levels, train_line), evaluation
@@ -353,7 +354,8 @@ def load_level_sets(
 
 def carve(N: int, rng: Generator) -> ndarray:
     """Return the floor of N connected rooms, (N, 100) bool. A random walker makes each of them: at
-    every step it clears one of five patterns of cells around it."""
+    every step it clears one of five patterns of cells around it. The walk has the length and the
+    probability of a turn of gym-sokoban's generator."""
     patterns = np.array([[-1, 0, 1], [-10, 0, 10], [0, 1, 10], [0, 10, 11], [0, -1, -10]])
     floor, rows = np.zeros((N, CELLS), bool), np.arange(N)
     interior = np.isin(np.arange(CELLS), INTERIOR)
@@ -420,7 +422,8 @@ def remove_loops(undo: ndarray, states: ndarray) -> ndarray:
     """
     states = states.tolist()
     last_visit = {state: t for t, state in enumerate(states)}
-    kept, t = [], last_visit[0]
+    kept = []
+    t = last_visit[0]  # the last time that all boxes were on targets
     while t < len(undo):
         kept.append(t)
         t = last_visit[states[t + 1]]
@@ -698,7 +701,8 @@ def run_episodes(
     Returns on the CPU: solved (n,) bool, return and steps (n,) fp32, and actions (n, 120) int8, 0
     after the end of an episode.
     """
-    n, batches = len(levels), []
+    n = len(levels)
+    batches = []
     is_due = every()
     for first in range(0, n, EVALUATION_BATCH):
         # the last batch wraps around to a full one, so that every batch has the same shape
@@ -864,7 +868,7 @@ class FeatureRecorder:
         return [agent.init_state(N) for agent in self.agents]
 
     def act(self, weights: list, obs: Tensor, start: Tensor, states: list) -> tuple:
-        # all boards start together at the first step, and never again
+        # all boards start an episode together at the first step alone
         repeats = 1 + self.hold if start.all() else 1
         for _ in range(repeats):
             outputs = [
@@ -1080,7 +1084,8 @@ def save_gif(frames: list[ndarray], path: str, ms: int = 150) -> None:
 def main() -> None:
     configure(globals(), quiet=True)
     need_packages(PIL=picture != '')
-    levels, source = load_levels(levels_dir, split, download, (n_levels, n_boxes, seed, max_moves))
+    generator = {'n': n_levels, 'boxes': n_boxes, 'seed': seed, 'max_moves': max_moves}
+    levels, source = load_levels(levels_dir, split, download, generator)
     print(source)
     boards = observations(levels[:show])
     for i, board in enumerate(boards):

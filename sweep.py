@@ -187,8 +187,8 @@ class Entry(NamedTuple):
     plan: str  # '' if it needs no sweep
     only: str = ''  # the part of the plan that it needs
     show: str = '--figure --table'  # arguments that draw or tabulate the runs
+    then: str = ''  # the command that follows the sweep, or makes the entry without a sweep
     residual: str = ''  # residual rule of the plan's allocations; '': that of the scripts
-    then: str = ''  # the command that follows the sweep, or makes it without one
 
 
 REFERENCE = '--reference=results/paper'
@@ -213,8 +213,8 @@ PAPER = [
     Entry('Aggregation of experts', 'aggregation'),
     Entry('Communication radius', 'communication'),
     Entry('Sharing keys and values', 'share-kv'),
-    Entry('Planning probes', 'sokoban-large', PROBED, '',
-          'python probe_sokoban.py config/probe_large.py --download'),
+    Entry('Planning probes', 'sokoban-large', PROBED, show='',
+          then='python probe_sokoban.py config/probe_large.py --download'),
     Entry('Latency per token', '', then='python bench.py --suite=decode'),
     Entry('Training throughput on four GPUs', '',
           then='torchrun --standalone --nproc_per_node=4 bench.py --suite=train'),

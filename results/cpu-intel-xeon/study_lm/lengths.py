@@ -154,7 +154,7 @@ def draw_layers(axes, losses: dict, lengths: list[int]) -> None:
 
 def draw_gains(axes, lines: dict) -> None:
     """Draw and print {label: {MB of training: (mean, standard error, number of seeds)}}."""
-    for i, (label, points) in enumerate(lines.items(), 5):
+    for i, (label, points) in enumerate(lines.items(), 5):  # colors that draw_layers does not use
         figures.draw_line(axes, points, i, label)
         for size, (value, error, n) in points.items():
             print(f'{label}, {size:5.2f} MB: {value:.4f} +- {error:.4f}, {n} seeds')
