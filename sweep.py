@@ -83,7 +83,8 @@ tune = ''                      # a setting and values to choose from with seed 1
                                # 'learning_rate=0.02,0.04'
 base = ''                      # config file of all runs, or of the recurrent ones; '': the plan's
 base_nonrecurrent = ''         # config file of the non-recurrent runs; '': base
-also = ''                      # further settings of every run, as in 'compile=True threads=1'
+also = ''                      # further settings of every run, as in 'compile=True threads=1'; in a
+                               # plan of agents and language models, those that a script has
 script = ''                    # your copy of the trainer; '': train_lm.py or train_sokoban.py
 width = 1.0                    # multiplies all widths; L and E stay those of the full-size plan
 length = 1.0                   # multiplies updates or environment steps
@@ -279,7 +280,8 @@ def defaults_of(path: str) -> dict:
 @functools.cache
 def base_config(model: str, recurrent: bool, budget: str) -> tuple[dict, list[str]]:
     """Return the settings that the runs of a model have in common (the script's defaults, a config
-    file, `also`), and a list that holds the config file, if there is one.
+    file, those of `also` that the script has), and a list that holds the config file, if there is
+    one.
 
     The config file is looked for in the current folder and beside sweep.py. Agents need none,
     because the defaults of train_sokoban.py are the paper's."""
@@ -293,9 +295,22 @@ def base_config(model: str, recurrent: bool, budget: str) -> tuple[dict, list[st
     config = dict(defaults)
     if path:
         read_config(path, config, defaults)
-    for setting in also.split():
-        read_argument(f'--{setting}', config, defaults, f'also = {also!r}')
+    for name, setting in settings_in_also().items():
+        if name in defaults:  # a plan of agents and language models has two scripts
+            read_argument(f'--{setting}', config, defaults, f'also = {also!r}')
     return config, [path] if path else []
+
+
+def settings_in_also() -> dict[str, str]:
+    """Return the settings of `also`, as {'threads': 'threads=1'}."""
+    return {setting.partition('=')[0]: setting for setting in also.split()}
+
+
+def check_also(rows: list[Row]) -> None:
+    """End the script if `also` has a setting that none of the rows' scripts has."""
+    for name, setting in settings_in_also().items():
+        if not any(name in config_of(row) for row in rows):
+            read_argument(f'--{setting}', {}, config_of(rows[0]), f'also = {also!r}')  # fails
 
 
 def settings_of(row: Row) -> dict:
@@ -310,7 +325,7 @@ def settings_of(row: Row) -> dict:
         'seed': row.seed,
         **dict(row.more),
     }
-    names_in_also = [setting.partition('=')[0] for setting in also.split()]
+    names_in_also = [name for name in settings_in_also() if name in config]
     if clash := [name for name in names_in_also if name in settings]:
         fail(f'also = {also!r}: plan {plan!r} sets {", ".join(clash)} itself')
     if length != 1:
@@ -1312,6 +1327,7 @@ def main() -> int:
     if reference and not os.path.isdir(reference):
         fail(f'reference = {reference!r}: there is no such folder')
     rows = plan_rows()
+    check_also(rows)
     if script and len({row.is_text for row in rows}) > 1:
         fail(f'script = {script!r}: plan {plan!r} has agents and language models: --only=model=...')
     if table == 'solve' and all(row.is_text for row in rows):

@@ -405,6 +405,16 @@ def test_levels_are_downloaded_once_for_all_workers(tmp_path, monkeypatch):
     assert fetched == [(str(tmp_path), split, True) for split in splits]
 
 
+def test_in_a_plan_of_both_kinds_a_setting_of_also_may_be_of_one_script(monkeypatch, capsys):
+    rows = rows_of('--plan=aggregation', '--also=download=True batch_size=2')
+    settings = {row.is_text: sweep.settings_of(row) for row in rows}
+    assert settings[False]['download'] is True and 'batch_size' not in settings[False]
+    assert settings[True]['batch_size'] == 2 and 'download' not in settings[True]
+    with pytest.raises(SystemExit):  # a plan of language models alone
+        main(monkeypatch, '--plan=lm-small', '--also=download=True')
+    assert "unknown setting 'download'" in capsys.readouterr().err
+
+
 def test_hours_are_measured_before_a_sweep(fake, monkeypatch, capsys):
     """The fake trainer logs 0.1 s per update. Five runs are made, two at a time."""
     argv = [*fake, '--only=variant=recurrent d=24', '--workers=2', '--run', '--measure']
