@@ -826,7 +826,7 @@ REPLACES = {
 }
 SOURCES = {
     'attention': '98157f76333c859b',
-    'experts': '4c26e705cd7987c5',
+    'experts': '5abe9ddec8d1cc88',
     'loss': '7592f115e7f27f1b',
 }
 FORMS = {
