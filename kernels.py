@@ -227,8 +227,8 @@ def choose_forms(names: list, trial: Callable, seconds: Callable) -> tuple[froze
 
 
 def cuda_seconds(run: Callable[[], object]) -> float:
-    """Return the device time of run() in seconds. It is replayed as a CUDA graph, as in training, so
-    that launches from Python do not count."""
+    """Return the device time of run() in seconds. A CUDA graph replays it, as in training, so that
+    launches from Python do not count."""
     import triton.testing
 
     return triton.testing.do_bench_cudagraph(run, rep=20) / 1e3

@@ -88,7 +88,7 @@ class Muon(torch.optim.Optimizer):
             for p in group['params']:
                 if p.grad is not None:
                     by_sides.setdefault(tuple(sorted(p.shape[-2:])), []).append(p)
-            batches += [self.iterate(params, group) for params in by_sides.values()]
+            batches += [self.make_batch(params, group) for params in by_sides.values()]
         return batches
 
     def gather(self, batches: list['Batch']) -> None:
@@ -108,7 +108,7 @@ class Muon(torch.optim.Optimizer):
                 change = fused(change_weights) if pays_to_compile(p, lr) else change_weights
                 change(p, ortho, lr, decay)
 
-    def iterate(self, params: list[torch.nn.Parameter], group: dict) -> 'Batch':
+    def make_batch(self, params: list[torch.nn.Parameter], group: dict) -> 'Batch':
         """Update the momentum of parameters that have the same two sides, orthogonalize this rank's
         share of it, at most MAX_BATCH elements at a time (but at least one matrix), and return
         both as a Batch."""
