@@ -32,7 +32,7 @@ EXPERTS_ONLY = 'learning_rate embedding_lr head_lr scalar_lr momentum weight_dec
 def refuse_settings(arch: str, argv: list[str]) -> None:
     """End the script if the command line has a setting that does nothing for this arch."""
     unused = ['baseline_lr'] if arch == 'experts' else EXPERTS_ONLY.split()
-    for name in sorted(unused):
+    for name in unused:
         if any(argument.split('=')[0] == f'--{name}' for argument in argv):
             fail(f'--{name} does nothing with arch = {arch!r}: the baselines have --baseline_lr')
 
@@ -91,8 +91,8 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         if config.n_expert != 1:
-            reason = "arch = 'transformer' corresponds to GPT with n_expert = 1, set its n_layer"
-            raise ValueError(f'n_expert = {config.n_expert}: {reason}')
+            needed = "must be 1 with arch = 'transformer', whose size n_layer sets"
+            raise ValueError(f'n_expert = {config.n_expert}: {needed}')
         V, D = config.vocab_size, config.n_embd
         self.config = config
         self.embedding = nn.Parameter(torch.empty(V, D).normal_(0, 0.02))
@@ -122,7 +122,7 @@ class Transformer(nn.Module):
         return chunk(self, idx, targets, state)
 
     def chunk(self, idx: Tensor, targets: Tensor, state: tuple | None) -> tuple:
-        """Run `forward` without compilation."""
+        """Compute `forward`, which compiles this function."""
         T, W = idx.size(1), self.config.window
         x = F.embedding(idx, self.embedding)  # (B, T, D)
         caches = [None] * len(self.blocks)
@@ -145,8 +145,9 @@ class Transformer(nn.Module):
 
 
 class LSTM(nn.Module):
-    """Embedding, torch.nn.LSTM with one layer, linear head. The state is nn.LSTM's h and c, (1, B,
-    hidden) each. At small sizes one wide layer is as good as two narrow ones, and faster."""
+    """An embedding, torch.nn.LSTM with one layer, and a linear head. The state is nn.LSTM's h and
+    c, (1, B, hidden) each. At small sizes one wide layer is as good as two narrow ones, and faster.
+    """
 
     recurrent = True
     num_params = LanguageModel.num_params

@@ -126,10 +126,12 @@ class Window:
         self.blocks = [(self.k[:, span], self.v[:, span]) for span in spans]
         buffers = (self.k, self.unrotated, self.v)
         self.tokens = list(zip(*(x[:, W:].unbind(1) for x in buffers), strict=True))
-        # state of the backward
+        # of the backward:
         self.last_backward = 0  # the token whose backward ran last
         self.dk = self.dv = None  # gradients of the rotated keys and the values, (N, S, K)
-        self.later_grads = None  # of the new entries, keys not rotated, from later blocks (unroll)
+        # gradients (2, N, T, K) of the new keys, not rotated, and values, from later blocks of a
+        # chunk (unroll.Block)
+        self.later_grads = None
         self.pending = []  # a group's rows that are not yet added to the slots before the group
 
     def attend(self, q: Tensor, k: Tensor, unrotated: Tensor, v: Tensor) -> Tensor:
@@ -140,8 +142,8 @@ class Window:
         return WindowAttention.apply(self, t, q, k, unrotated, v)
 
     def start_backward(self, t: int) -> None:
-        """Prepare the backward of token t. Tokens come in descending order, so a token that is not
-        smaller than the one before starts a new backward, and gradients start at zero."""
+        """Prepare the backward of token t. Tokens come in descending order: if t is not below the
+        previous token, a new backward starts, and its gradients start at zero."""
         if t >= self.last_backward:
             slots = self.slots
             self.dk, self.dv = torch.zeros(2, *self.k.shape, dtype=slots.wide, device=self.k.device)
@@ -154,9 +156,9 @@ class Window:
     def add(self, first: int, end: int, offset: int, rows: tuple) -> None:
         """Add to the gradients of slots first .. end - 1.
 
-        rows: queries (N, tokens * M, K), attention weights and gradients of scores (N, tokens * M,
-        slots), whose first column is slot `offset`, and gradients of attended values (N, tokens *
-        M, K)."""
+        rows: for one or more tokens, queries (N, tokens * M, K), attention weights and gradients of
+        scores (N, tokens * M, slots), whose first column is slot `offset`, and gradients of
+        attended values (N, tokens * M, K)."""
         q, p, ds, do = rows
         columns = slice(first - offset, end - offset)
         # not baddbmm_, which would go through the batch of a slice one by one
@@ -213,7 +215,7 @@ class WindowAttention(torch.autograd.Function):
 
 
 class Band(NamedTuple):
-    """The mask of kernels.window_mask in the form that flex_attention takes: it skips blocks of
+    """The mask of kernels.window_mask in the form that flex_attention takes, which skips blocks of
     scores outside the window."""
 
     blocks: BlockMask  # token t sees slots t + 1 .. t + W
@@ -268,8 +270,8 @@ class Sequence:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Band | None) -> Tensor:
-    """Return attended values (B, A, T, K) of q (B, A, T, K), k and v (B, C, S, K), without scaling,
-    with A / C query heads per key-value head. mask = None is causal."""
+    """Return the attended values (B, A, T, K) of queries q (B, A, T, K) over k and v (B, C, S, K),
+    with A / C query heads per key-value head. Scores are not scaled. mask = None is causal."""
     B, A, T, K = q.shape
     C = k.size(1)
     if isinstance(mask, Band):
@@ -296,7 +298,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Band | None) -> Te
 # ---- Ring: a window over a stream of any length ------------------------------------------------
 
 
-class Place:
+class RingPosition:
     """The position of B streams in their rings, which all layers share. It is on the device, so
     that a CUDA graph can advance it.
 
@@ -306,13 +308,14 @@ class Place:
 
     def __init__(self, B: int, W: int, K: int, wide: torch.dtype, device: torch.device):
         self.W = W
-        # [h, count of each stream]: the newest entry is in slot h % W
-        self.place = torch.zeros(1 + B, dtype=torch.int64, device=device)
-        self.head, self.count = self.place[:1], self.place[1:]
+        # [head, count of each stream]: the newest entry is in slot head % W; count is the number of
+        # entries so far
+        self.counters = torch.zeros(1 + B, dtype=torch.int64, device=device)
+        self.head, self.count = self.counters[:1], self.counters[1:]
         like = torch.empty((), dtype=torch.float64)  # on the CPU: Apple's GPUs have no float64
         self.rope = torch.stack(rope_table(W + 1, K, like), 1).to(device, wide)  # (W + 1, 2, K)
         self.slot = torch.arange(W, device=device)
-        self.newest = self.bias = None  # of the current token: see `advance` below
+        self.newest = self.bias = None  # of the current token, set by `advance`
         self.reset()
 
     def reset(self) -> None:
@@ -322,20 +325,21 @@ class Place:
 
     def advance(self) -> tuple[Tensor, Tensor]:
         """Advance to the next slot and return its cos and sin (K,)."""
-        self.newest, (cos, sin), self.bias = advance(self.place, self.rope)
+        self.newest, (cos, sin), self.bias = advance(self.counters, self.rope)
         return cos, sin
 
 
 @fused
-def advance(place: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Add 1 to all of Place.place (1 + B,) in place. Return the newest slot (1,), its cos and sin
-    (2, K), and the bias (B, W) of all slots, -inf where a stream has no entry yet."""
-    place.add_(1)
-    head, slot = place[:1], torch.arange(len(rope) - 1, device=place.device)
-    age = (head - slot) % len(slot)
-    missing = age >= place[1:, None]
-    bias = torch.where(missing, -math.inf, torch.zeros((), dtype=rope.dtype, device=place.device))
-    newest = head % len(slot)
+def advance(counters: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Add 1 to all counters (1 + B,), in place. Return the newest slot (1,), its cos and sin (2,
+    K), and the bias (B, W) of all slots: 0, or -inf where a stream has no entry yet."""
+    counters.add_(1)
+    head, count = counters[:1], counters[1:]
+    W = len(rope) - 1
+    age = (head - torch.arange(W, device=head.device)) % W  # 0 for the newest slot
+    zero = torch.zeros((), dtype=rope.dtype, device=head.device)
+    bias = torch.where(age >= count[:, None], -math.inf, zero)  # (B, W)
+    newest = head % W
     return newest, rope.index_select(0, newest)[0], bias
 
 
@@ -343,7 +347,7 @@ def advance(place: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 class Ring:
     """Keys, rotated by their slots, and values of one layer, (N, W, K) each."""
 
-    place: Place
+    position: RingPosition
     heads: Heads
     keys: Tensor
     values: Tensor
@@ -351,7 +355,7 @@ class Ring:
     def attend(self, q: Tensor, k: Tensor, unrotated: Tensor, v: Tensor) -> Tensor:
         """Store a token's keys and values (B, C, K), attend from its queries (B, C M, K), and
         return the attended values (E, B, H K)."""
-        newest, bias = self.place.newest, self.place.bias
+        newest, bias = self.position.newest, self.position.bias
         return ring_attention(q, k, v, self.keys, self.values, newest, bias, self.heads)
 
 

@@ -1,5 +1,4 @@
-"""
-Sokoban agents: actor-critics with a core of L layers, each of E parallel experts of width D,
+"""Sokoban agents: actor-critics with a core of L layers, each of E parallel experts of width D,
 recurrent or non-recurrent (the framework of "Temporal Recurrence Favors Fewer Layers").
 
 Shape letters: B boards, T steps of an unroll, Y rows, X columns, C channels, E experts, L layers,
@@ -454,7 +453,7 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
             'encoder': encoder,
         }
 
-    # what hub.PublishedModel asks of a model
+    # ---- saved models (hub.PublishedModel)
 
     KIND = 'arch'
     DERIVED = (PROBE,)

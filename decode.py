@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cache import Place, Ring
+from cache import Ring, RingPosition
 from configurator import every
 from kernels import choose_forms, cuda_seconds, fused, graphed, norm, rotate, softcap, using
 from layer import head_input, layer, step
 from model import LanguageModel, State, randomize
 
 
-# Triton forms in the order in which they are tried, and a way to run them (triton_kernels.py)
+# What is tried, in this order: two Triton forms, and 'split', a way to run them (triton_kernels.py)
 FORMS = ('attention', 'experts', 'split')
 
 
@@ -58,7 +58,7 @@ def sample(logits: Tensor, noise: Tensor, temperature: float, top_k: int, top_p:
 
 
 @fused
-def finish(
+def head_and_sample(
     s: Tensor,
     head: Tensor,
     noise: Tensor | None,
@@ -67,8 +67,8 @@ def finish(
     top_p: float,
     config: object,
 ) -> tuple[Tensor, Tensor]:
-    """Return logits (B, V) and the next tokens (B,) from the last layer's output s (B, D). Without
-    noise, the next tokens are the likeliest."""
+    """Return logits (B, V) and the next tokens (B,) from the last layer's output s (B, D): sampled
+    with the noise (see `sample`), or the likeliest if there is none."""
     logits = softcap(F.linear(head_input(s, config).to(head.dtype), head).to(s.dtype))
     if noise is None:
         return logits, argmax(logits)
@@ -78,10 +78,10 @@ def finish(
 class Decoder:
     """B streams of a model whose weights do not change. `logits` (B, V) are those of the last step.
 
-    amp: torch.bfloat16, or torch.float32 for products in the model's dtype; temperature 0 is
+    amp: torch.bfloat16, or torch.float32 for products in the model's dtype; temperature = 0 is
     greedy; top_k = 0 and top_p = 1 keep every token; seed: an int, a torch.Generator, or None for
     torch's default generator. Functions are compiled while kernels.fused.enabled. `lines` reports
-    what was measured of Triton forms."""
+    on the Triton forms that were tried, one line each."""
 
     @torch.no_grad()
     def __init__(
@@ -111,12 +111,12 @@ class Decoder:
         self.weights = [module.weights(B, dtype) for module in model.layers]  # cast once
         self.embedding = model.embedding.detach()
         self.head = model.head.detach().to(dtype)
-        self.place = Place(B, c.window, c.head_dim, wide, device)
+        self.position = RingPosition(B, c.window, c.head_dim, wide, device)
         # (L, N, W, K) each; empty slots are read with weight 0, so they must be finite
         shape = (2, c.n_layer, B * model.heads.C, c.window, c.head_dim)
         self.keys, self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.rings = [
-            Ring(self.place, model.heads, keys, values)
+            Ring(self.position, model.heads, keys, values)
             for keys, values in zip(self.keys, self.values, strict=True)
         ]
         with torch.autocast(device.type, amp, enabled=amp == torch.bfloat16):
@@ -125,7 +125,8 @@ class Decoder:
         self.token = torch.zeros(B, dtype=torch.int64, device=device)
         self.steps = 0  # since the last load
         self.graphs = {}  # kernels.graphed
-        self.forms, self.lines = frozenset(), []
+        self.forms = frozenset()
+        self.lines = []
         if device.type == 'cuda' and wide == torch.float32:
             with torch.cuda.device_of(self.token):
                 self.choose_forms()
@@ -133,13 +134,13 @@ class Decoder:
     def choose_forms(self) -> None:
         """Choose Triton forms (kernels.choose_forms) for these sizes, and empty the rings."""
         self.forms, self.lines = choose_forms(FORMS, self.trial(), cuda_seconds)
-        self.place.reset()
+        self.position.reset()
 
     def trial(self) -> Callable[[bool], list[Tensor]]:
         """Return the function trial(exact) that kernels.choose_forms needs. It runs one token on
         random weights and full windows, and returns the last layer's output and the new entries of
-        the rings. exact: in the wider dtype."""
-        B, W, wide, dtype = len(self.token), self.place.W, self.logits.dtype, self.keys.dtype
+        the rings. exact: whether products are in the wider dtype."""
+        B, W, wide, dtype = len(self.token), self.position.W, self.logits.dtype, self.keys.dtype
         layers = randomize(copy.deepcopy(self.model.layers))
         random = torch.Generator().manual_seed(1)
         shape, device = self.keys.shape, self.keys.device
@@ -149,14 +150,14 @@ class Decoder:
         for exact, product_dtype in ((True, wide), (False, dtype)):
             weights = [module.weights(B, product_dtype) for module in layers]
             pairs = zip(keys.to(product_dtype), values.to(product_dtype), strict=True)
-            rings = [Ring(self.place, self.model.heads, k, v) for k, v in pairs]
+            rings = [Ring(self.position, self.model.heads, k, v) for k, v in pairs]
             inputs[exact] = weights, rings
 
         @torch.no_grad()
         def trial(exact):
             weights, rings = inputs[exact]
-            self.place.head.fill_(W + W // 2)  # in the middle of a ring
-            self.place.count.fill_(2 * W)
+            self.position.head.fill_(W + W // 2)  # in the middle of a ring
+            self.position.count.fill_(2 * W)
             out = self.run_layers(weights, s, z, rings)
             slot = (W // 2 + 1) % W
             new = [x[:, slot] for ring in rings for x in (ring.keys, ring.values)]
@@ -168,33 +169,32 @@ class Decoder:
     def load(self, state: State) -> None:
         """Continue from a state of the model for B streams. The next call of `step` must pass a
         token."""
-        place = self.place
-        cos, sin = place.rope[:-1].unbind(1)  # (W, K) each
+        cos, sin = self.position.rope[:-1].unbind(1)  # (W, K) each
         # oldest entry in slot 0, newest in slot W - 1
         self.keys.copy_(rotate(state.k, cos, sin).view(self.keys.shape))
         self.values.copy_(state.v.reshape(self.values.shape))
         self.s.copy_(state.s)
-        place.count.copy_(state.count)
-        place.head.fill_(place.W - 1)
+        self.position.count.copy_(state.count)
+        self.position.head.fill_(self.position.W - 1)
         self.steps = 0
 
     @torch.no_grad()
     def state(self) -> State:
         """Return a copy of the model's state: keys not rotated, oldest first."""
-        place, W = self.place, self.place.W
-        head = place.head % W
-        order = (head + 1 + place.slot) % W  # slots from the oldest to the newest entry
-        position = place.slot - W * (place.slot > head)  # negative for entries of the last turn
-        cos, sin = place.rope[position.abs()].unbind(1)
-        k = rotate(self.keys, cos, -sin * position.sign()[:, None]).to(self.keys.dtype)
+        W, slot = self.position.W, self.position.slot
+        newest = self.position.head % W
+        order = (newest + 1 + slot) % W  # slots from the oldest to the newest entry
+        angle = slot - W * (slot > newest)  # negative for entries of the last turn
+        cos, sin = self.position.rope[angle.abs()].unbind(1)
+        k = rotate(self.keys, cos, -sin * angle.sign()[:, None]).to(self.keys.dtype)
         shape = (len(self.rings), len(self.token), -1, W, self.config.head_dim)
         k, v = (x[..., order, :].view(shape) for x in (k, self.values))
-        return State(self.s.clone(), k, v, place.count.clamp(max=W))
+        return State(self.s.clone(), k, v, self.position.count.clamp(max=W))
 
     def run_layers(self, weights: list, s: Tensor, z: Tensor, rings: list[Ring]) -> Tensor:
         """Run one token per stream through all layers from s and z, (B, D) each; return the last
         layer's output (B, D)."""
-        cos, sin = self.place.advance()
+        cos, sin = self.position.advance()
         if self.recurrent:
             return step(weights, s, z, cos, sin, rings, self.config)
         for w, ring in zip(weights, rings, strict=True):
@@ -211,7 +211,7 @@ class Decoder:
             noise = None
             if self.temperature:
                 noise = torch.empty_like(self.logits).exponential_(generator=self.generator)
-            logits, token = finish(
+            logits, token = head_and_sample(
                 s, self.head, noise, self.temperature, self.top_k, self.top_p, self.config
             )
         if self.recurrent:
@@ -225,8 +225,8 @@ class Decoder:
         tensor that the next step overwrites."""
         if token is not None:
             self.token.copy_(token)
-        if self.steps % self.place.W == 0:  # slot 0 is next: keys rotate back by W (cache.Place)
-            cos, sin = self.place.rope[-1]
+        if self.steps % self.position.W == 0:  # slot 0 is next (see cache.RingPosition)
+            cos, sin = self.position.rope[-1]
             self.keys.copy_(rotate(self.keys, cos, -sin))
         self.steps += 1
         if self.token.is_cuda:

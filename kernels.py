@@ -25,7 +25,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 EPS = 1e-6  # in every RMSNorm and in the denominators of routed aggregations
 ROPE_BASE = 10000.0
-SOFTCAP = 15.0  # logits are SOFTCAP * tanh(x / SOFTCAP), in fp32
+SOFTCAP = 15.0  # bound of the logits, see `softcap`
 # Logits in memory at a time, because head and loss run in slices of rows: 64 MiB in fp32 on a CPU
 # (and on Apple's GPUs), 512 MiB in bf16 on a GPU.
 LOGITS_PER_SLICE = {'cpu': 2**24, 'cuda': 2**28}
@@ -55,8 +55,8 @@ def bf16_is_fast(device: str | torch.device) -> bool:
 
 @functools.cache
 def compiled(f: Callable, pdl: bool = False) -> Callable:
-    """Return f compiled, separately for each set of shapes that it is called with. pdl: kernels use
-    programmatic dependent launch, by which a kernel starts while the one before it drains."""
+    """Return f compiled, separately for each set of argument shapes. pdl: kernels use programmatic
+    dependent launch, by which the next kernel is set up while this one still runs."""
     name, default = 'TORCHINDUCTOR_CACHE_DIR', default_cache_dir()
     capability = os.environ.get('ATEN_CPU_CAPABILITY')
     if capability and os.environ.get(name, default) == default:
@@ -87,8 +87,8 @@ fused.enabled = False
 
 def may_run_uncompiled(error: Exception) -> bool:
     """Return whether code that raised this error may work without compilation, because the compiler
-    is missing or fails, or a compiled kernel cannot be launched. False if memory ran out, or if
-    nothing is compiled."""
+    is missing or fails, or a compiled kernel cannot be launched. Return False if memory ran out, or
+    if nothing is compiled."""
     if not fused.enabled or isinstance(error, torch.OutOfMemoryError):
         return False
     kinds = (torch._dynamo.exc.TorchDynamoException, RuntimeError)
@@ -167,7 +167,8 @@ def using(names: frozenset) -> Iterator[None]:
 
 @functools.cache
 def triton_module() -> ModuleType | None:
-    """Import triton_kernels.py, which registers its forms; None where triton is not installed."""
+    """Import triton_kernels, which registers its forms, and return it, or None where triton is not
+    installed."""
     if importlib.util.find_spec('triton') is None:
         return None
     import triton_kernels
@@ -176,8 +177,9 @@ def triton_module() -> ModuleType | None:
 
 
 def errors(found: list, exact: list) -> list[float]:
-    """Return the relative error of each tensor of `found`, NaN where it has a NaN. A tensor whose
-    exact norm is less than 1e-5 of the largest, zero but for rounding, is measured by that."""
+    """Return the relative error of each tensor of `found`, NaN where it has a NaN. Errors are
+    divided by the exact tensor's norm, but at least by 1e-5 of the largest norm, because smaller
+    tensors are zero but for rounding."""
     least = 1e-5 * max(b.double().norm().item() for b in exact)
     return [
         (a.double() - b.double()).norm().item() / max(b.double().norm().item(), least)
@@ -188,15 +190,16 @@ def errors(found: list, exact: list) -> list[float]:
 def choose_forms(names: list, trial: Callable, seconds: Callable) -> tuple[frozenset, list[str]]:
     """Return the names of the Triton forms to use, and a line about each.
 
-    trial(exact) runs once on random inputs and parameters and returns outputs and all gradients;
-    exact = True: in higher precision, as the standard. seconds(run) returns the time of run(). A
-    form agrees if the error of each result is at most three times that without forms, plus 0.001.
-    Forms are tried in turn, each together with those chosen before it. A form whose trial raises an
-    exception is not used."""
-    chosen, lines = frozenset(), []
+    trial(exact) runs once on random inputs and parameters, and returns outputs and all gradients.
+    trial(True) runs in higher precision: errors are measured against it. seconds(run) returns the
+    time of run(). A form is used if it is faster, and if the error of each result is at most three
+    times that without forms, plus 0.001. Forms are tried in turn, each together with those chosen
+    before it. A form whose trial raises an exception is not used."""
     if triton_module() is None:
-        return chosen, ['Triton is not installed: its forms are not used']
-    exact, plain_errors = [], None  # without any form; measured once a form can be tried
+        return frozenset(), ['Triton is not installed: its forms are not used']
+    chosen = frozenset()
+    lines = []
+    plain_errors = None  # of results without any form; measured once a form can be tried
     for name in names:
         if name in forms and forms[name].triton is None:
             lines.append(f'{name}: Triton form not used: {forms[name].problem}')
@@ -205,13 +208,12 @@ def choose_forms(names: list, trial: Callable, seconds: Callable) -> tuple[froze
             if plain_errors is None:
                 exact, plain = trial(True), trial(False)
                 fastest = seconds(lambda: trial(False))
-                plain_errors = errors(plain, exact)  # set last: then all three are known
+                plain_errors = errors(plain, exact)  # last: if it is set, so are exact and fastest
             with using(chosen | {name}):
                 form_errors = errors(trial(False), exact)
                 time = seconds(lambda: trial(False))
         except Exception as error:  # noqa: BLE001  a form must never end a run
-            reason = str(error).splitlines()[:1]
-            lines.append(f'{name}: Triton form not used: {type(error).__name__}: {"".join(reason)}')
+            lines.append(f'{name}: Triton form not used: {first_line(error)}')
             continue
         pairs = zip(form_errors, plain_errors, strict=True)
         agrees = all(form <= 3 * plain + 1e-3 for form, plain in pairs)
@@ -225,8 +227,8 @@ def choose_forms(names: list, trial: Callable, seconds: Callable) -> tuple[froze
 
 
 def cuda_seconds(run: Callable[[], object]) -> float:
-    """Return the device time of run(), replayed as a CUDA graph: launches from Python then do not
-    count, as in training."""
+    """Return the device time of run() in seconds. A CUDA graph replays it, as in training, so that
+    launches from Python do not count."""
     import triton.testing
 
     return triton.testing.do_bench_cudagraph(run, rep=20) / 1e3
@@ -289,12 +291,12 @@ class Heads(NamedTuple):
 
     @property
     def C(self) -> int:
-        """Number of key-value heads in the cache."""
+        """Return the number of key-value heads in the cache."""
         return self.G if self.shared else self.E * self.G
 
     @property
     def M(self) -> int:
-        """Number of query heads per key-value head in the cache."""
+        """Return the number of query heads per key-value head in the cache."""
         return self.E * self.R if self.shared else self.R
 
 
@@ -315,8 +317,8 @@ def to_cache_heads(x: Tensor, heads: Heads) -> Tensor:
 
 def window_mask(count: Tensor, T: int, W: int) -> Tensor:
     """Return which of W cached and T new slots each new token sees, (B, 1, T, W + T) bool: token t
-    sees the filled ones of slots t + 1 .. t + W. Of the cached slots, the last `count` (B,) are
-    filled."""
+    sees those of slots t + 1 .. t + W that are filled. Of the cached slots, the last `count` (B,)
+    are filled."""
     slot = torch.arange(W + T, device=count.device)
     t = torch.arange(T, device=count.device)[:, None]
     band = (slot > t) & (slot <= t + W)  # (T, W + T)
@@ -392,7 +394,7 @@ class Loss(NamedTuple):
 
 
 def softcap(x: Tensor) -> Tensor:
-    """Return x squeezed into (-SOFTCAP, SOFTCAP)."""
+    """Return SOFTCAP * tanh(x / SOFTCAP), which lies between -SOFTCAP and SOFTCAP."""
     return SOFTCAP * torch.tanh(x / SOFTCAP)
 
 
@@ -424,15 +426,17 @@ def slice_loss(
 
 def rows_per_slice(N: int, V: int, device: str) -> int:
     """Return the number of rows per slice of N rows; device: 'cpu', 'cuda' or 'mps'."""
-    least = math.ceil(N * V / LOGITS_PER_SLICE.get(device, LOGITS_PER_SLICE['cpu']))  # slices
+    min_slices = math.ceil(N * V / LOGITS_PER_SLICE.get(device, LOGITS_PER_SLICE['cpu']))
     # prefer slices of equal size: a shorter last one would be compiled separately
-    slices = next((n for n in range(least, 2 * least) if N % n == 0), least)
-    return math.ceil(N / slices)
+    for slices in range(min_slices, 2 * min_slices):
+        if N % slices == 0:
+            return N // slices
+    return math.ceil(N / min_slices)
 
 
 class HeadLoss(torch.autograd.Function):
-    """Head and mean losses in slices of rows, so that few logits exist at a time. The forward
-    computes the gradients, while it has the logits."""
+    """Compute head and mean losses in slices of rows, so that few logits exist at a time. The
+    forward computes the gradients too, while it has the logits."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, dtype, config):
@@ -489,9 +493,9 @@ def graphed(
 ) -> object:
     """Call function(*args) as a CUDA graph; with graphs = None, just call it.
 
-    The first three calls run eagerly. The fourth is captured, and it and all later calls replay the
-    graph: arguments are read from, and results lie in, the same memory every time. If the capture
-    fails, one line says why, and all calls run eagerly.
+    The first three calls run eagerly. The fourth captures the graph; it and all later calls replay
+    it: arguments are read from, and results lie in, the same memory every time. If the capture
+    fails, the reason is printed, and all calls run eagerly.
 
     graphs: a dict that holds graphs by name; they share memory, so that one may read another's
     activations, and must always be called in the same order. generator: the random number generator
@@ -539,7 +543,7 @@ def capture(
 
 
 def capturing(x: Tensor) -> bool:
-    """Return whether a CUDA graph is being captured, of which work on x becomes a part."""
+    """Return whether work on x is now captured into a CUDA graph rather than run."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

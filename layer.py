@@ -1,14 +1,27 @@
-"""One layer of E parallel experts: the equations of the language models, once, in ordinary calls.
+"""One layer of E parallel experts: the equations of the language models. Edit them here.
 
-The recurrent and the non-recurrent model, fast and plain training, compiled functions, CUDA graphs,
-validation and decoding all call `layer`. They differ in the class of the linears (kernels.Linear or
-unroll.DeferredLinear), in the cache (cache.py), and in whether `kernels.fused` compiles. Autograd
-differentiates all of it except the softmax and products of attention over the cache, which cache.py
-has in several forms, one with a backward of its own. To change the model, edit this file.
+A layer turns the state s into the next s. It also reads z, the token's normalized embedding.
+Experts i = 1..E:
+
+    u             = a s + b z                                   non-recurrent: u = s
+    q_i, k_i, v_i = projections of RMSNorm(u)
+    k, v          = sum(k_i) / sqrt(E), sum(v_i) / sqrt(E)      not shared: each k_i, v_i itself
+    y_i           = u + Wo_i attend(RMSNorm(q_i), RMSNorm(k), v)    with RoPE, over the cache
+    h_i           = y_i + Down_i relu(Up_i RMSNorm(y_i))^2
+    s             = A(RMSNorm(h_1), ..., RMSNorm(h_E))          non-recurrent: A(h_1, ..., h_E)
+
+A is sum / sqrt(E) by default (`aggregate`). The first layer of the recurrent model starts from the
+last layer's s at the token before (`step`), that of the non-recurrent model from s = z. Experts
+share keys and values in the recurrent model, unless share_kv = False, but not in the other.
+
+Training in every mode, validation and decoding call `layer`. They differ in the class of the
+linears (kernels.Linear or unroll.DeferredLinear), in the cache, and in whether `kernels.fused`
+compiles. Autograd differentiates these equations; only attention over a cache.Window, RMSNorm on a
+CPU and the weights of a DeferredLinear have a backward written by hand.
 
 Shapes: N rows (B streams, or B * T tokens in the non-recurrent model), D width, E experts, H query
 heads per expert, C key-value heads in the cache, M query heads per cache head, K head size, r width
-of the router. `dtype` is that of matrix products; s, z and sums over experts stay in the wider
+of the router. Matrix products have the dtype `dtype`; s, z and sums over experts stay in the wider
 dtype of the state.
 
 Two choices that the paper leaves open (results/README.md lists all of them): every expert of a
@@ -28,16 +41,16 @@ from kernels import Linear, fused, gate_weights, has_triton_form, norm, rotate
 
 
 class LayerWeights(NamedTuple):
-    """Weights of one layer. A matrix W is a callable kernels.Linear, which multiplies by W^T, for
-    each expert where W starts with E; every other weight is a tensor. To add a weight, add a field
-    here and fill it in model.Layer.weights."""
+    """Weights of one layer. A matrix W is a kernels.Linear: calling it on x returns x W^T, for each
+    expert if the shape of W starts with E. Every other weight is a tensor. To add a weight, add a
+    field here and fill it in model.Layer.weights."""
 
     wqkv: Linear  # ((C M + 2 C) K, D): queries, keys and values of all heads
     wo: Linear  # (E, D, H K)
     up: Linear  # (E, 4 D, D)
     down: Linear  # (E, D, 4 D)
-    a: Tensor | None = None  # (N, 1), recurrent only: weight of the state in u = a s + b z
-    b: Tensor | None = None  # (N, 1)
+    a: Tensor | None = None  # (N, 1), recurrent only, in u = a s + b z
+    b: Tensor | None = None  # (N, 1), recurrent only
     router_q: Linear | None = None  # (r, 2 D), routed aggregations only
     router_q_bias: Tensor | None = None  # (r,)
     router_keys: Linear | None = None  # (E, r)
@@ -106,9 +119,9 @@ def merge(
 ) -> Tensor:
     """Aggregate the outputs h_i = y_i + x_i of E experts, (E, N, D), and return (N, D).
 
-    residual: 'norm' returns A(norm(h_1)..norm(h_E)), the recurrent model's rule; 'expert' returns
-    A(h_1..h_E), where every expert adds its output to u by itself; 'shared' adds u once and returns
-    u + A(h_1 - u..h_E - u). Raises ValueError for another name."""
+    residual: 'norm', the recurrent model's rule, returns A(norm(h_1), ..., norm(h_E)). 'expert'
+    returns A(h_1, ..., h_E), in which every expert has added u; 'shared' adds u once and returns
+    u + A(h_1 - u, ..., h_E - u). Raises ValueError for another name."""
     h = y + x
     if residual == 'norm':
         return aggregate(norm(h), gates, aggregation)
@@ -120,7 +133,7 @@ def merge(
 
 
 def aggregate(h: Tensor, gates: Tensor | None, aggregation: str) -> Tensor:
-    """Return A(h_1..h_E), (..., D), for h (E, ..., D) and the router's gates a (..., E).
+    """Return A(h_1, ..., h_E), (..., D), for h (E, ..., D) and the router's gates a (..., E).
 
     sqrt_sum is sum(h_i) / sqrt(E); mean is sum(h_i) / E; softmax_mean is sum(a_i h_i) / sum(a_i);
     softmax_l2 is sum(a_i h_i) / sqrt(sum(a_i^2)). If all gates are equal, softmax_mean is mean and
@@ -147,7 +160,7 @@ def add_bias(x: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
 
 @fused
 def softmax_gates(scores: Tensor, r: int, dtype: torch.dtype) -> Tensor:
-    """Return the softmax over experts of scores (N, E) / sqrt(r)."""
+    """Return the softmax over experts of scores (N, E) / sqrt(r), in `dtype`."""
     return F.softmax(scores.to(dtype) / math.sqrt(r), -1)
 
 
@@ -155,7 +168,7 @@ def softmax_gates(scores: Tensor, r: int, dtype: torch.dtype) -> Tensor:
 
 
 def route(w: LayerWeights, s: Tensor, z: Tensor) -> Tensor:
-    """Return the router's gates (N, E): the softmax over experts i of q.k_i / sqrt(r), where
+    """Return the router's gates (N, E): the softmax over experts i of q . k_i / sqrt(r), where
     q = Wq [z; s] + bq, k_i = Wk e_i + bk, and e_i is a learned embedding of expert i.
 
     The keys k_i do not depend on the tokens, so model.Layer.weights computes them."""
@@ -196,8 +209,8 @@ def layer(
 ) -> Tensor:
     """Run one layer on the state s and the embedding z, (N, D) each, and return the next s (N, D).
 
-    cos, sin: RoPE angles of the rows; cache: a cache.Window, Sequence or Ring, which holds keys and
-    values; config: the model's (model.ModelConfig)."""
+    cos, sin: RoPE angles of the rows' positions; cache: this layer's keys and values, a Window,
+    Sequence or Ring of cache.py; config: a model.ModelConfig."""
     gates = None if w.router_q is None else route(w, s, z)
     if w.a is None:  # non-recurrent
         u, x = s, norm_to(s, w.dtype)
@@ -224,5 +237,5 @@ def step(
 
 
 def head_input(s: Tensor, config: object) -> Tensor:
-    """Return the head's input (..., D) from the last layer's output s."""
+    """Return the head's input (..., D) from the last layer's output s. config: for your edits."""
     return norm(s)

@@ -1,6 +1,6 @@
-"""The language models: `GPT`, which carries nothing from token to token but its attention window,
-and `RecurrentGPT`, whose last layer's output is the first layer's input at the next token. Both
-have L layers of E parallel experts of width D ("Temporal Recurrence Favors Fewer Layers").
+"""The language models: `RecurrentGPT`, whose last layer's output is the first layer's input at the
+next token, and `GPT`, which carries only its attention window from token to token. Both have L
+layers of E parallel experts of width D ("Temporal Recurrence Favors Fewer Layers").
 
 The equations of a layer are in layer.py. This file has sizes, weights and state, and runs layers
 over text: by the token loop (unroll.py) in RecurrentGPT, over whole sequences in GPT.
@@ -43,7 +43,7 @@ from layer import AGGREGATIONS, RESIDUALS, LayerWeights, head_input, layer
 from unroll import DeferredLinear, recomputes, unroll
 
 MODES = ('fast', 'plain')
-# Triton forms in the order in which they are tried, and ways to run them (triton_kernels.py)
+# What is tried, in this order: Triton forms, then two ways to run them (triton_kernels.py)
 FORMS = ('attention', 'experts', 'loss', 'split', 'pdl')
 INIT_B = ('one', 'sqrt_experts')
 EVAL_CHUNK = 128  # tokens per chunk in validation; more would only cost RecurrentGPT memory
@@ -108,9 +108,9 @@ class ModelConfig:
 
 
 class State(NamedTuple):
-    """What a model carries from chunk to chunk. It never grows and holds no absolute position:
-    cached keys are normalized but not rotated. When they are read, they are rotated by their slot
-    in the window."""
+    """What a model carries from chunk to chunk. Its size is constant, and it holds no absolute
+    position: cached keys are normalized but not rotated, and are rotated by their slot in the
+    window when they are read."""
 
     s: Tensor  # (B, D) fp32, the last layer's output; empty (B, 0) for GPT
     k: Tensor  # (L, B, C, W, K), newest entry last
@@ -144,7 +144,8 @@ class Layer(nn.Module):
         super().__init__()
         E, D, H, G = config.n_expert, config.n_embd, config.n_head, config.n_kv_head
         K, r = config.head_dim, config.router_dim
-        self.config, self.recurrent = config, recurrent
+        self.config = config
+        self.recurrent = recurrent
         self.wq = nn.Parameter(torch.empty(E, H * K, D))
         self.wk = nn.Parameter(torch.empty(E, G * K, D))
         self.wv = nn.Parameter(torch.empty(E, G * K, D))
@@ -179,13 +180,19 @@ class Layer(nn.Module):
 
     @property
     def heads(self) -> Heads:
+        """Return the layout of the attention heads."""
         c = self.config
-        shared = self.recurrent and c.share_kv
-        return Heads(c.n_expert, c.n_kv_head, c.n_head // c.n_kv_head, c.head_dim, shared)
+        return Heads(
+            E=c.n_expert,
+            G=c.n_kv_head,
+            R=c.n_head // c.n_kv_head,
+            K=c.head_dim,
+            shared=self.recurrent and c.share_kv,
+        )
 
     def weights(self, N: int, dtype: torch.dtype, linear: type = Linear) -> LayerWeights:
-        """Return the weights as layer.layer reads them, for N rows, differentiably. dtype: of
-        matrix products; linear: kernels.Linear or unroll.DeferredLinear."""
+        """Return the weights as layer.layer takes them for N rows; gradients flow back to the
+        parameters. dtype: of matrix products; linear: kernels.Linear or unroll.DeferredLinear."""
         w = LayerWeights(
             wqkv=linear(self.merged_qkv(), dtype),
             wo=linear(self.wo, dtype),
@@ -206,10 +213,12 @@ class Layer(nn.Module):
         return w
 
     def merged_qkv(self) -> Tensor:
-        """Return the query, key and value matrices of all experts as one, ((C M + 2 C) K, D). Where
-        experts share the cache, the E key-value matrices are summed, which is exact, and the query
-        rows are ordered (G, E, R), so that the queries of one key-value head are neighbors. The
-        norm of the keys undoes their scale; values keep it."""
+        """Return the query, key and value matrices of all experts as one, ((C M + 2 C) K, D).
+
+        Where experts share the cache, the E key-value matrices are summed, which is exact because
+        all experts read the same input, and the query rows are ordered (G, E, R), so that the
+        queries of one key-value head are neighbors. The sums are scaled as in the paper; the norm
+        of the keys then undoes their scale, values keep it."""
         E, G, R, K, shared = self.heads
         if not shared:
             return torch.cat([x.flatten(0, 1) for x in (self.wq, self.wk, self.wv)])
@@ -223,11 +232,11 @@ class Layer(nn.Module):
 
 
 class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
-    """What both models share: embedding, head, loss, one-token step, parameter and FLOP counts,
-    saving and loading. Subclasses define `hidden`, which runs the layers."""
+    """The common part of both models: embedding, head, loss, one-token step, parameter and FLOP
+    counts, saving and loading. Subclasses define `hidden`, which runs the layers."""
 
     recurrent: bool
-    graphs = False  # on a GPU, replay the blocks of chunks that are too long for one CUDA graph
+    graphs = False  # on a GPU: run chunks too long for one CUDA graph as graphs of their blocks
     forms = frozenset()  # Triton forms in use (kernels.choose_forms)
 
     def __init__(self, config: ModelConfig):
@@ -241,7 +250,7 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Initialize the embedding from N(0, 1) (tokens are normalized after it); the head with
+        """Initialize the embedding from N(0, 1), whose scale `core` normalizes away; the head with
         zeros, so that the first loss is ln V; layers by Layer.init_weights."""
         self.embedding.normal_()
         self.head.zero_()
@@ -250,11 +259,12 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
 
     @property
     def heads(self) -> Heads:
+        """Return the layout of the attention heads, the same in all layers."""
         return self.layers[0].heads
 
     def init_state(self, B: int) -> State:
-        """Return the state at the start of B streams: s is zero, and caches are empty: their zeros
-        are masked in attention."""
+        """Return the state at the start of B streams: s is zero, and caches are empty. Attention
+        masks their zeros."""
         c, device, heads = self.config, self.embedding.device, self.heads
         shape = (2, c.n_layer, B, heads.C, c.window, heads.K)
         k, v = torch.zeros(shape, dtype=compute_dtype(self.embedding), device=device)
@@ -302,10 +312,10 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
     def flops_per_token(self) -> dict[str, float]:
         """Return the forward FLOPs per token of 'core' and 'head'; training costs three times that.
 
-        Two per weight of every matrix, plus attention at the mean context: W when recurrent (a
-        stream's steady state), (T + 1) / 2 for GPT's sequences. As in the paper's budgets, all E
-        key-value projections count, although shared ones are summed first. The matrix router_k does
-        not count, because the router's keys are computed once per chunk."""
+        They are two per weight of every matrix, plus attention at the mean context: W when
+        recurrent (a stream's steady state), (T + 1) / 2 for GPT's sequences. As in the paper's
+        budgets, all E key-value projections count, although shared ones are summed first. The
+        matrix router_k does not count, because the router's keys are computed once per chunk."""
         c = self.config
         context = c.window if self.recurrent else (c.block_size + 1) / 2
         attention = 4 * context * c.n_head * c.head_dim * c.n_layer * c.n_expert
@@ -335,7 +345,7 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
             'scalars': [p for p in self.parameters() if id(p) not in known],
         }
 
-    # ---- saved models (hub.py)
+    # ---- saved models (hub.PublishedModel)
 
     KIND = 'tokenizer'  # see hub.PublishedModel
 
@@ -410,7 +420,7 @@ class RecurrentGPT(LanguageModel):
 
     def choose_forms(self, B: int) -> list[str]:
         """Choose the Triton forms for training on B streams (kernels.choose_forms), and return a
-        line about each. The model must be on a GPU; autocast counts if it is enabled now."""
+        line about each. The model must be on a GPU. Call this under the autocast of training."""
         with torch.cuda.device_of(self.head):
             self.forms, lines = choose_forms(FORMS, self.trial(B), cuda_seconds)
         return lines
@@ -419,7 +429,7 @@ class RecurrentGPT(LanguageModel):
         """Return the function trial(exact) that kernels.choose_forms needs. It runs a short chunk
         forward and backward, from full windows, on a random model of these sizes with at most four
         layers, and returns the loss, the new state and the gradients of all parameters. exact:
-        without autocast."""
+        whether to run without autocast."""
         device, T = self.head.device.type, GROUP + 1  # two groups of tokens
         model = type(self)(replace(self.config, n_layer=min(4, self.config.n_layer)))
         model = randomize(model.to(self.head))
@@ -452,8 +462,8 @@ class RecurrentGPT(LanguageModel):
 
 class GPT(LanguageModel):
     """The non-recurrent model: E parallel pre-norm Transformer blocks per layer. With E = 1 it is a
-    standard Transformer. The stream between layers stays in fp32, because the paper's rule
-    multiplies it by sqrt(E) in every layer."""
+    standard Transformer. The residual stream stays in fp32, because the paper's rule multiplies it
+    by sqrt(E) in every layer."""
 
     recurrent = False
 
@@ -497,11 +507,11 @@ def sequence_layer(
     heads: Heads,
     config: ModelConfig,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Run one layer of GPT on whole sequences s and z, (B, T, D) each; return the next s, and with
-    `cached` the last W keys and values, else None twice. All layers share one compiled function.
+    """Run one layer of GPT on whole sequences s and z, (B, T, D) each. Return the next s and the
+    last W keys and values to cache, or None for both if `cached` is None.
 
     cos, sin: angles of the cached and the new slots; cached: keys, not rotated, and values, (B, C,
-    W, K) each."""
+    W, K) each. All layers share one compiled function."""
     B, T, _ = s.shape
     past = None
     if cached is not None:
@@ -524,7 +534,7 @@ def sequence_layer(
 
 @torch.no_grad()
 def randomize(module: nn.Module) -> nn.Module:
-    """Fill all parameters with random numbers, for trials, and return the module. Matrices have
+    """Fill all parameters with random numbers for a trial, and return the module. Matrices have
     standard deviation 0.5 / sqrt(fan_in); vectors and scalars are near 1."""
     random = torch.Generator().manual_seed(0)
     for p in module.parameters():

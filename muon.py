@@ -62,10 +62,11 @@ class Muon(torch.optim.Optimizer):
     ):
         settings = {'lr': lr, 'momentum': momentum, 'nesterov': nesterov}
         super().__init__(params, settings | {'ns_steps': ns_steps, 'weight_decay': weight_decay})
-        for p in (p for group in self.param_groups for p in group['params']):
-            if p.dim() < 2 or p.numel() == 0 or not p.is_floating_point():
-                shape = f'got shape {tuple(p.shape)}, {p.dtype}'
-                raise ValueError(f'Muon needs real matrices (..., out, in), {shape}')
+        for group in self.param_groups:
+            for p in group['params']:
+                if p.dim() < 2 or p.numel() == 0 or not p.is_floating_point():
+                    shape = f'got shape {tuple(p.shape)}, {p.dtype}'
+                    raise ValueError(f'Muon needs real matrices (..., out, in), {shape}')
 
     @torch.no_grad()
     def step(self) -> None:
@@ -74,8 +75,8 @@ class Muon(torch.optim.Optimizer):
         self.gather(batches)
         self.apply(batches)
 
-    # The three parts of a step. A trainer captures the first and the last in CUDA graphs and leaves
-    # the message between them out.
+    # The three parts of a step. A trainer captures the first and the last in CUDA graphs; `gather`,
+    # which communicates, stays outside.
 
     @torch.no_grad()
     def orthogonalize_shares(self) -> list['Batch']:
@@ -87,7 +88,7 @@ class Muon(torch.optim.Optimizer):
             for p in group['params']:
                 if p.grad is not None:
                     by_sides.setdefault(tuple(sorted(p.shape[-2:])), []).append(p)
-            batches += [self.iterate(params, group) for params in by_sides.values()]
+            batches += [self.make_batch(params, group) for params in by_sides.values()]
         return batches
 
     def gather(self, batches: list['Batch']) -> None:
@@ -107,9 +108,10 @@ class Muon(torch.optim.Optimizer):
                 change = fused(change_weights) if pays_to_compile(p, lr) else change_weights
                 change(p, ortho, lr, decay)
 
-    def iterate(self, params: list[torch.nn.Parameter], group: dict) -> 'Batch':
-        """Update the momentum of parameters that have the same two sides, and orthogonalize this
-        rank's share of it, at most MAX_BATCH elements at a time (but at least one matrix)."""
+    def make_batch(self, params: list[torch.nn.Parameter], group: dict) -> 'Batch':
+        """Update the momentum of parameters that have the same two sides, orthogonalize this rank's
+        share of it, at most MAX_BATCH elements at a time (but at least one matrix), and return
+        both as a Batch."""
         rank, world = 0, 1
         if dist.is_initialized():
             rank, world = dist.get_rank(), dist.get_world_size()
@@ -129,7 +131,7 @@ class Muon(torch.optim.Optimizer):
             share = share.clone()  # `gather` sends it while `matrices` receives
         for part in share.split(max(1, MAX_BATCH // share[0].numel())):
             part.copy_(orthogonalize(part, group['ns_steps']))
-        return Batch(params, group, matrices, share)
+        return Batch(params=params, group=group, matrices=matrices, share=share)
 
 
 class Batch(NamedTuple):

@@ -55,7 +55,7 @@ def _begin(pdl: constexpr):
         tl.extra.cuda.gdc_wait()
 
 
-# ---- attention ----
+# ---- attention ---------------------------------------------------------------------------------
 
 # The fields of kernels.Heads; its properties C and M, because a kernel sees fields only; N, the
 # slots per step of a kernel's loop; pdl.
@@ -141,8 +141,8 @@ def _slots(q, keys, values, n, seen, top, scale, o, parts, K: constexpr):
     return tl.dot(p.to(q.dtype), v, o, input_precision='ieee'), parts + p
 
 
-# Norm of queries and key, RoPE, store into the cache and window attention of one token, in one pass
-# over the window. PyTorch takes a dozen launches, and scores go through memory. One program handles
+# For one token: norm of queries and key, RoPE, store into the cache and attention, in one pass over
+# the window. PyTorch takes a dozen launches, and scores go through memory. One program handles
 # a cache head of a stream with all its M query heads, so that a key is read once. The key of the
 # token itself is used from registers, so its store needs no barrier. The softmax subtracts its
 # score instead of the maximum: scores of normalized vectors lie within +-sqrt(K), and no
@@ -207,11 +207,11 @@ def _before_norm(g, x, r, cos, sin, K: constexpr):
     return tl.reshape(tl.trans(g, 0, 2, 1), x.shape)
 
 
-# The backward: attention weights from the log-sum-exp, gradients of queries, keys and values, then
-# the backward of RoPE and the norms, written into the row of dqkv. Adding to dk and dv over the
-# whole window in fp32 would be the largest traffic of the loop. So this kernel adds only to the
-# slots of the token's group of F tokens, which the next tokens of the backward need at once. For
-# earlier slots it stores p and ds, 2 * M * S numbers per token instead of 2 * S * K, and one
+# The backward recomputes the attention weights from the log-sum-exp, and takes the gradients of
+# queries, keys and values back through RoPE and the norms into the row of dqkv. Adding to dk and dv
+# over the whole window in fp32 would be the largest traffic of the loop. So this kernel adds only
+# to the slots of the token's group of F tokens, which the next tokens of the backward need at once.
+# For earlier slots it stores p and ds, 2 * M * S numbers per token instead of 2 * S * K, and one
 # product per group adds them (cache.Window.add_before_group).
 @triton.jit(do_not_specialize=['t', 'g0'])
 def _attention_backward_kernel(
@@ -330,9 +330,9 @@ def window_attention_backward(
     """Return the gradient of qkv's row from the gradient datt (E, B, G*R*K) of the attended values.
 
     kept: attended values, q_rot, rq, rk and lse of the forward; memory: keys, values, count, cos
-    and sin; g0: the first token of t's group; grads: dk and dv (B*C, S, K), of which slots W + g0
-    .. W + t are added to, and P, DS (B*C, F, M, S) and DO (B*C, F, M, K), into which the token's p,
-    ds and do are written for the group's product over earlier slots."""
+    and sin; g0: the first token of t's group; grads: dk and dv (B*C, S, K), whose slots W + g0 ..
+    W + t are updated in place, and P, DS (B*C, F, M, S) and DO (B*C, F, M, K), which receive the
+    token's p, ds and do for the group's product over earlier slots."""
     B, S, F = datt.size(1), memory[0].size(1), grads[2].size(1)
     dqkv = datt.new_empty(B, (h.M + 2) * h.C * h.K)
     run = _launch(_attention_backward_kernel, h, B, W)
@@ -340,7 +340,7 @@ def window_attention_backward(
     return dqkv
 
 
-# ---- the experts' products, fused with the operations around them ----
+# ---- the experts' products, fused with the operations around them ------------------------------
 
 # Sizes of x @ w for x (B, K) and w (K, N). A program computes a tile (BM, BN), or one of S parts of
 # its sum over K, in steps of BK. P: partial sums of squares per row; before, after: see `product`.
@@ -518,7 +518,7 @@ def norm_sum(x: Tensor, ss: Tensor, coef: Tensor | None, h: Tensor, r: Tensor) -
     return s
 
 
-# ---- layer.experts as a whole ----
+# ---- layer.experts as a whole ------------------------------------------------------------------
 
 
 def _norm_backward(g: Tensor, x_hat: Tensor, r: Tensor) -> Tensor:
@@ -539,9 +539,9 @@ def _output_backward(ds: Tensor, coef: Tensor, h: Tensor, r: Tensor) -> tuple[Te
 def _input_backward(
     dx: Tensor, dact: Tensor, r: Tensor, f: Tensor, wo: Tensor, up: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of u, of y = u + wo attended, rounded to the dtype of wo, and of
-    `attended`. dact: the gradient of up norm(y); dx: that of y as a residual; f, r: norm(y) and its
-    factors."""
+    """Return the gradients of u, of y = u + wo attended (rounded to the dtype of wo), and of
+    `attended`. dx: the part of y's gradient that comes through the residual; dact: the gradient of
+    up norm(y); f, r: norm(y) and its factors."""
     dy = dx + _norm_backward(torch.bmm(dact, up).to(dx.dtype), f, r)
     low = dy.to(wo.dtype)
     return dy.sum(0), low, torch.bmm(low, wo)
@@ -581,20 +581,19 @@ class Experts(torch.autograd.Function):
         return None, du, dattended, dcoef
 
 
-SCALES = {'sqrt_sum': lambda E: E**-0.5, 'mean': lambda E: 1 / E}  # of aggregations without router
-
-
 def experts(
     w: layer.LayerWeights, u: Tensor, attended: Tensor, gates: Tensor | None, config: object
 ) -> Tensor:
-    """Compute layer.experts: all of it in the recurrent model; in GPT, where no gradient is wanted,
-    the first two products and the operations around them."""
+    """Compute layer.experts. In the recurrent model the kernels do all of it; in GPT, which uses
+    them only where no gradient is wanted, the first two products and the operations around them."""
     if w.a is None:  # GPT
         y, ss, _, _ = product(attended.contiguous(), w.wo.w, '', 'add', u)
         act, _, _, _ = product(y, w.up.w, 'norm', 'relu', None, ss)
         return layer.merge(y, w.down(act), u, gates, config.aggregation, config.residual)
     if gates is None:
-        coef = torch.full((), SCALES[config.aggregation](len(w.up.w)), device=u.device)
+        E = len(w.up.w)
+        scale = E**-0.5 if config.aggregation == 'sqrt_sum' else 1 / E  # else 'mean'
+        coef = torch.full((), scale, device=u.device)
     else:
         coef = gate_weights(gates, config.aggregation).t()[..., None]  # (E, B, 1)
     return Experts.apply((w.wo, w.up, w.down), u, attended, coef)
@@ -607,19 +606,19 @@ def suits_experts(
     linears = (w.wo, w.up, w.down)
     differentiable = all(type(x) is DeferredLinear for x in linears) and w.a is not None
     plain_ffn = w.up.w.dim() == 3 and w.up.w.size(1) == w.down.w.size(2)
-    known = gates is not None or config.aggregation in SCALES
+    known = gates is not None or config.aggregation in ('sqrt_sum', 'mean')
     may_run = differentiable or not torch.is_grad_enabled()
     return u.dtype == torch.float32 and plain_ffn and known and may_run
 
 
-# ---- decoding ----
+# ---- decoding ----------------------------------------------------------------------------------
 
 
 # _attention_kernel for a ring of W slots. A CUDA graph replays it, so the slot of the newest entry
-# is read from memory (cache.Place). Slots are visited in the order of memory; a slot is seen or not
-# by its age.
+# is read from memory (cache.RingPosition). Slots are visited in the order of memory; a slot's age
+# decides whether it is seen.
 @triton.jit
-def _ring_kernel(qkv, ring, place, rope, out, W, scale, h: constexpr):
+def _ring_kernel(qkv, ring, counters, rope, out, W, scale, h: constexpr):
     keys, values = ring
     N: constexpr = h.N
     M: constexpr = h.M
@@ -628,8 +627,8 @@ def _ring_kernel(qkv, ring, place, rope, out, W, scale, h: constexpr):
     b = tl.program_id(1).to(tl.int64)
     col, _, real = _columns(K)
     m = tl.arange(0, padded(M))
-    slot = (tl.load(place) % W).to(tl.int32)
-    count = tl.load(place + 1 + b)
+    slot = (tl.load(counters) % W).to(tl.int32)
+    count = tl.load(counters + 1 + b)
     rope += slot * 2 * K
     q, k, _, v, _, _ = _token(qkv, b, c, rope, rope + K, h)
     keys += (b * h.C + c) * W * K
@@ -650,18 +649,18 @@ def _ring_kernel(qkv, ring, place, rope, out, W, scale, h: constexpr):
     tl.store(out + _by_expert(b, c, m, h) + col[None, :], o / total[:, None], mask)
 
 
-def ring_attention(qkv: Tensor, ring: tuple, place: Tensor, rope: Tensor, h: Heads) -> Tensor:
+def ring_attention(qkv: Tensor, ring: tuple, counters: Tensor, rope: Tensor, h: Heads) -> Tensor:
     """Store a token's keys and values in a ring, attend from its queries, and return the attended
-    values (E, B, G*R*K). qkv (B, (C*M + 2*C)*K); ring: (keys, values), (B*C, W, K) each; place (1 +
-    B,) int64 and rope (W + 1, 2, K) as in cache.Place."""
+    values (E, B, G*R*K). qkv (B, (C*M + 2*C)*K); ring: (keys, values), (B*C, W, K) each; counters
+    (1 + B,) int64 and rope (W + 1, 2, K) as in cache.RingPosition."""
     B, W = len(qkv), ring[0].size(1)
     out = qkv.new_empty(h.E, B, h.G * h.R * h.K)
     run = _launch(_ring_kernel, h, B, W)
-    run(qkv, ring, place, rope, out, W)
+    run(qkv, ring, counters, rope, out, W)
     return out
 
 
-# ---- loss ----
+# ---- loss --------------------------------------------------------------------------------------
 
 
 # Soft-cap, log-sum-exp, the target's score and the gradient, in two reads and one write of a row;
@@ -762,7 +761,7 @@ def attend(qkv: Tensor, cos: Tensor, sin: Tensor, kv: Window | Ring) -> Tensor:
     """Compute layer.attend with the cache kv. The kernels read the angles of its slots there."""
     if isinstance(kv, Ring):
         ring = (kv.keys, kv.values)
-        return ring_attention(qkv, ring, kv.place.place, kv.place.rope, kv.heads)
+        return ring_attention(qkv, ring, kv.position.counters, kv.position.rope, kv.heads)
     t = kv.t
     kv.t += 1
     return AttendWindow.apply(kv, t, qkv)
@@ -825,9 +824,9 @@ REPLACES = {
     'loss': (kernels.slice_loss, kernels.losses, kernels.softcap),
 }
 SOURCES = {
-    'attention': '98157f76333c859b',
-    'experts': '4c26e705cd7987c5',
-    'loss': '7592f115e7f27f1b',
+    'attention': '33f28ed6764bbdd9',
+    'experts': '5abe9ddec8d1cc88',
+    'loss': '423b6a98a66676d3',
 }
 FORMS = {
     'attention': (attend, suits_attend),

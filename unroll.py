@@ -39,9 +39,9 @@ from kernels import (
 )
 from layer import LayerWeights, step
 
-# On a CPU, the tokens whose share of a weight's gradient is one product, times the bytes per
-# element: 16 tokens in fp32, 32 in bf16. Fewer tokens take less memory but more products, each of
-# which is rounded to bf16 there.
+# On a CPU, one product computes a weight's gradient for CPU_BYTES / (bytes per element) tokens: 16
+# in fp32, 32 in bf16. Fewer tokens would take less memory but more products, each of which a CPU
+# rounds to bf16 (kernels.matmul_into).
 CPU_BYTES = 64
 # A chunk beyond these limits is recomputed in blocks.
 KEPT_BYTES = 2**30  # on a CPU: attention weights kept for the backward
@@ -54,8 +54,8 @@ WHOLE_GRAPH = 2048  # on a GPU: layers x tokens in one CUDA graph
 class DeferredLinear(Linear):
     """y = x W^T, whose weight gradient is computed for many calls at once.
 
-    The backward of a call only records its input and its output's gradient; `weight_grad` returns
-    the sum over all calls (see EmitWeightGrads)."""
+    The backward of a call only records the input and the gradient of the output. `weight_grad`
+    returns the weight's gradient over all calls (see EmitWeightGrads)."""
 
     def __init__(self, weight: Tensor, dtype: torch.dtype):
         self.weight = weight
@@ -67,7 +67,8 @@ class DeferredLinear(Linear):
     def __call__(self, x: Tensor) -> Tensor:
         y = linear(x, self.w)
         if y.requires_grad and self.weight.requires_grad:
-            inputs = [x.detach()]  # a list, so that the hook can free x, which the graph of y keeps
+            # a list, so that the hook can free x: the hook itself lives as long as the graph of y
+            inputs = [x.detach()]
 
             def hook(dy: Tensor) -> None:
                 if not inputs:
@@ -116,8 +117,8 @@ class EmitWeightGrads(torch.autograd.Function):
 def per_token(w: LayerWeights, T: int) -> Iterator[LayerWeights]:
     """Yield the layer's weights for each of T tokens.
 
-    A linear is the same object for all tokens. Any other weight is a view of its own per token:
-    autograd then stacks the T gradients and sums them once, instead of adding them one by one."""
+    A linear is the same object for all tokens. Of every other weight each token gets a separate
+    view: autograd then stacks the T gradients and sums them once, instead of one by one."""
     views = {
         name: x.expand(T, *x.shape).unbind(0)
         for name, x in w._asdict().items()
@@ -133,16 +134,17 @@ def per_token(w: LayerWeights, T: int) -> Iterator[LayerWeights]:
 def run_tokens(
     z: Tensor, s: Tensor, kv: Tensor, layers: list[LayerWeights], slots: Slots, config: object
 ) -> tuple[Tensor, list[Window]]:
-    """Run layer.step over the tokens z (T, B, D) from the state s. Returns the state after every
-    token, (T, *s.shape), and the layers' windows. kv: the carried keys and values (2, L, N, W, K).
-    """
+    """Run layer.step over the tokens z (T, B, D) from the state s. kv: the carried keys, not
+    rotated, and values (2, L, N, W, K). Returns the state after every token, (T, *s.shape), and the
+    layers' windows."""
     T = len(z)
     windows = [Window(slots, k, v) for k, v in kv.unbind(1)]  # one per layer
     if torch.is_grad_enabled():
         linears = [x for w in layers for x in w if isinstance(x, DeferredLinear)]
         linears = [x for x in linears if x.weight.requires_grad]
         z, s = EmitWeightGrads.apply(linears, z, s, *(x.weight for x in linears))
-    inputs = z.unbind(0)  # autograd stacks their gradients; z[t] would add each to all of z's
+    # unbind's backward stacks the tokens' gradients; that of z[t] would add T tensors of z's size
+    inputs = z.unbind(0)
     out = []
     weights_by_token = zip(*(per_token(w, T) for w in layers), strict=True)
     for t, weights in enumerate(weights_by_token):
@@ -182,8 +184,8 @@ def unroll(
     """Run a chunk of the recurrent model.
 
     z (T, B, D); state: (s, k, v, count) as in model.State, which gets no gradient; graphs: whether
-    blocks are replayed as CUDA graphs. Returns the state s after every token, (T, *s.shape), and
-    the new (s, k, v, count)."""
+    to replay the blocks of a long chunk as CUDA graphs. Returns s after every token, (T,
+    *s.shape), and the new (s, k, v, count)."""
     s, k, v, count = state
     T = len(z)
     L, B, C, W, K = k.shape
@@ -220,7 +222,7 @@ def tensors_of(layers: list[LayerWeights]) -> list[Tensor]:
 
 
 def with_tensors(layers: list[LayerWeights], tensors: list[Tensor]) -> list[LayerWeights]:
-    """Return a copy of `layers` whose weights are `tensors`, in the order of tensors_of; linears
+    """Return a copy of `layers` with other weights: `tensors`, in the order of tensors_of. Linears
     keep their class and dtype."""
     remaining = iter(tensors)
 
@@ -244,8 +246,8 @@ def find_blocks(
     config: object,
     graphs: bool,
 ) -> list[tuple[int, 'Block']]:
-    """Return the blocks of a chunk of T tokens, each as (its first token, block), with the weights
-    of `layers` loaded. Blocks of one length are the same object."""
+    """Return the blocks of a chunk of T tokens as pairs (first token, block), with the weights of
+    `layers` loaded. Blocks of one length are the same object."""
     tensors = tensors_of(layers)
     classes = tuple(type(x) for w in layers for x in w)
     shapes = tuple((x.shape, x.dtype) for x in tensors)
@@ -263,8 +265,8 @@ def find_blocks(
 
 
 class Block:
-    """n tokens of a chunk, with their inputs and weights in memory that never moves, where CUDA
-    graphs find them."""
+    """Forward and backward of n tokens of a chunk. Inputs and weights are copied into memory that
+    never moves, because CUDA graphs read them there."""
 
     @torch.inference_mode(False)
     def __init__(
@@ -287,8 +289,9 @@ class Block:
         self.forms = enabled_forms()
         self.graphs = {} if graphs else None
         self.weights = [torch.zeros_like(x).requires_grad_() for x in tensors_of(layers)]
-        # The linears' classes and dtypes, for `run`; tensors on 'meta' take no memory. Detached: a
-        # gradient node that outlives the eager calls would tie a captured backward to their stream.
+        # `run` takes only the linears' classes and dtypes from these; tensors on 'meta' use no
+        # memory. They are detached, because a gradient node that outlives the eager calls would tie
+        # a captured backward to the stream of those calls.
         self.layers = with_tensors(layers, [x.detach().to('meta') for x in self.weights])
         self.z = z.new_zeros(n, B, D)
         self.s = z.new_zeros(s.shape)
@@ -300,19 +303,21 @@ class Block:
 
     @torch.no_grad()
     def load(self, weights: list[Tensor]) -> None:
-        """Copy weights, in the order of tensors_of."""
+        """Copy weights, in the order of tensors_of, into this block."""
         torch._foreach_copy_(self.weights, list(weights))
 
     def fill(self, t: int, z: Tensor, s: Tensor, kv: Tensor, count: Tensor) -> None:
-        """Copy the chunk's tokens from t on, the state s before them, and the W entries before
-        them. kv: the entries of the chunk (2, L, N, W + T, K); count: as at its start."""
+        """Copy the chunk's tokens from t on, the state s before them and the W entries before them
+        into this block. kv: all entries of the chunk, (2, L, N, W + T, K); count: (B,), as at the
+        start of the chunk."""
         self.z.copy_(z[t : t + len(self.z)])
         self.s.copy_(s)
         self.count.copy_(count + t)
         self.kv.copy_(kv[:, :, :, t : t + self.kv.size(3)])
 
     def run(self, z: Tensor, s: Tensor) -> tuple[Tensor, list[Window], Slots]:
-        """Run the tokens z from the state s, as run_tokens."""
+        """Call run_tokens on z and s with this block's weights, entries and Triton forms; return
+        its results and the slots."""
         with using(self.forms):
             layers = with_tensors(self.layers, self.weights)
             W = self.kv.size(3)
@@ -346,8 +351,8 @@ class Block:
 
 
 class Recompute(torch.autograd.Function):
-    """Run a chunk in blocks. From z (T, B, D), s (B, ...) and the carried kv (2, L, N, W, K), it
-    returns the state after every token (T, B, ...) and the kv to carry on."""
+    """Run a chunk in blocks. From z (T, B, D), s (B, ...) and the carried kv (2, L, N, W, K),
+    return the state after every token (T, B, ...) and the kv that the next chunk starts with."""
 
     @staticmethod
     def forward(ctx, blocks, z, s, kv, count, *weights):
@@ -369,7 +374,7 @@ class Recompute(torch.autograd.Function):
         z, s, kv, count, out, *weights = ctx.saved_tensors
         W = kv.size(3) - len(z)
         dz = torch.empty_like(z)
-        ds = 0  # gradient of the state after a block, by later blocks
+        ds = 0  # gradient of the state after a block, from later blocks
         dkv = torch.zeros_like(kv, dtype=z.dtype)
         totals = [torch.zeros_like(x) for x in weights]
         for block in {block for _, block in ctx.blocks}:

@@ -92,7 +92,7 @@ def test_decoder_equals_the_reference(model_type, changes, device):
 
     def addresses():
         tensors = [decoder.s, decoder.keys, decoder.values, decoder.logits, decoder.token]
-        return [t.data_ptr() for t in (*tensors, decoder.place.place)]
+        return [t.data_ptr() for t in (*tensors, decoder.position.counters)]
 
     before = addresses()
     assert logits.std() > 0.5  # flat logits would agree by chance

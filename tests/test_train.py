@@ -509,10 +509,7 @@ MISTAKES = [  # arguments, message
     ('--val_tokens=1000000', 'lower val_tokens'),
     ('--tokens_per_step=512', 'too few'),
     ('--betas=(0.9,)', 'betas = (0.9,)'),
-    (
-        '--arch=transformer --recurrent=False',
-        "n_expert = 2: arch = 'transformer' corresponds to",
-    ),
+    ('--arch=transformer --recurrent=False', "n_expert = 2: must be 1 with arch = 'transformer'"),
     ('--arch=lstm --recurrent=False', 'needs --recurrent=True'),
     ('--arch=lstm --learning_rate=0.1', '--baseline_lr'),
     ('--path=slow', "mode = 'slow': expected one of fast, plain"),

@@ -214,7 +214,7 @@ def report(cells):
             config = model_file.ModelConfig(n_expert=E, n_layer=1, window=W)
             model = model_file.RecurrentGPT(config)
             heads, bf16 = model.heads, torch.bfloat16
-            place = cache.Place(B, W, heads.K, torch.float32, torch.device('meta'))
+            position = cache.RingPosition(B, W, heads.K, torch.float32, torch.device('meta'))
             for ways in ((), ('pdl',), ('split', 'pdl')):
                 with kernels.using({'attention', 'experts', *ways}), torch.enable_grad():
                     weights = model.layers[0].weights(B, bf16, unroll.DeferredLinear)
@@ -226,7 +226,7 @@ def report(cells):
                         s = layer.layer(weights, s, s.detach(), *angles, window, config)
                     s.sum().backward()
                     rows = (model.layers[0].merged_qkv().size(0),)
-                    ring = cache.Ring(place, heads, *kv)
+                    ring = cache.Ring(position, heads, *kv)
                     tk.attend(torch.empty(B, *rows, dtype=bf16), None, None, ring)
         for dtype in (torch.bfloat16, torch.float32):
             logits, target = torch.empty(333, 50304, dtype=dtype), torch.empty(333).long()
