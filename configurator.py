@@ -90,7 +90,11 @@ def run_script(
         status, line = 130, f'\n{interrupted}'
     except BrokenPipeError:
         pass
-    except (OSError, Mistake) as error:
+    except OSError as error:
+        named = error.filename is not None and error.strerror is not None
+        message = f'{error.filename}: {error.strerror}' if named else error
+        status, line = 2, f'error: {message}'
+    except Mistake as error:
         status, line = 2, f'error: {error}'
     except (RuntimeError, MemoryError) as error:
         if explain is None:

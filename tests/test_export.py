@@ -61,7 +61,7 @@ MISTAKES = [  # arguments, message; {0}: trained, {1}: the repository
     ('--export=x --out_dir={0}/lstm', "arch = 'lstm'"),
     ('--export=empty/x', 'Not a directory'),
     ('--export=x --interactive', 'exclude each other'),
-    ('--score=none.txt', "No such file or directory: 'none.txt'"),
+    ('--score=none.txt', 'none.txt: No such file or directory'),
     ('--score=other/model.safetensors', 'cannot be read as text'),
     ('--score=empty', 'there is no text in it'),
 ]
