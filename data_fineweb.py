@@ -372,8 +372,8 @@ class Loader:
 
     def place(self, epoch: int, count: int) -> tuple[int, int]:
         """Return the shard that follows `count` others in the epoch, and the token at which reading
-        starts. Both depend only on the seed and the arguments, so that (epoch, count, window) is
-        all there is to save of a position."""
+        starts. Both depend only on the seed and the arguments, so that (epoch, count, window) is a
+        complete position."""
         if self.seed is None:
             return count, 0
         rng = np.random.default_rng((self.seed, epoch))
