@@ -64,7 +64,7 @@ wandb = False                  # also log to Weights & Biases
 wandb_project = 'parallel-experts'  # name of the Weights & Biases project
 # data
 tokenizer = 'gpt2'             # 'gpt2' or 'bytes': the one that the shards were prepared with
-tokens_per_step = 131072       # tokens per update, over all ranks and micro-batches (as the paper)
+tokens_per_step = 131072       # tokens per update over all ranks and micro-batches, as in the paper
 reset_every = 0                # reset the state of each stream every N updates; 0 = never
 batch_size = 0                 # sequences per micro-batch and GPU; 0 = the most that fit
 val_tokens = 10485760          # validation tokens, as many as in modded-nanogpt and llm.c
@@ -648,7 +648,7 @@ def make_run(config: Settings) -> Run:
     val_shards = find_shards(data_dir, 'val', tokenizer)
     loader = Loader(train_shards, B=B, T=T, V=V, carries=recurrent, seed=seed, share=(rank, world))
     val_x, val_y = load_val(val_shards, val_tokens, val_streams, V, share=(rank, world))
-    text_bytes = math.nan  # stays so without GPT-2's tokenizer, which nothing else here needs
+    text_bytes = math.nan  # remains nan without GPT-2's tokenizer, which nothing else needs
     with suppress(DataError):
         text_bytes = float(token_bytes(tokenizer)[val_y.numpy()].sum())
 
