@@ -1,5 +1,7 @@
-"""What both trainers share: ranks and the reduction of gradients, the device, checkpoints and
-exports, the output folder and signals, logs and trackers.
+"""The code that both trainers share: ranks and the reduction of gradients, the device, checkpoints
+and exports, the output folder and signals, logs and trackers.
+
+A parameter `run` is the Run of a trainer: rank, world, device, config, model, step and lock.
 
 Checkpoints hold tensors and plain types and are read with weights_only=True, so that a checkpoint
 from a stranger cannot run code. Under torchrun only rank 0 writes files.
@@ -26,8 +28,17 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
-from configurator import Mistake, Settings, fail, first_line, plain, read_json
-from configurator import write_atomic, write_json, write_text
+from configurator import (
+    Mistake,
+    Settings,
+    fail,
+    first_line,
+    plain,
+    read_json,
+    write_atomic,
+    write_json,
+    write_text,
+)
 
 import filelock
 import psutil
@@ -57,7 +68,7 @@ PEAK_FLOPS = {
     'L40S': 362e12,
     '4090': 165e12,
 }
-# What RuntimeErrors of torch say when an allocation in host memory has failed.
+# Parts of the messages of torch's RuntimeErrors after a failed allocation in host memory.
 ALLOCATION_FAILED = (
     'DefaultCPUAllocator',
     "can't allocate memory",
@@ -76,7 +87,7 @@ CGROUPS = [
         'total_inactive_file',
     ),
 ]
-# What torch.load and load_state_dict raise for damaged or foreign files.
+# Exceptions that torch.load and load_state_dict raise for damaged or foreign files.
 UNREADABLE = (
     RuntimeError,
     ValueError,
@@ -216,25 +227,26 @@ def pick_device(name: str, threads: int = 0) -> str:
     if threads:
         torch.set_num_threads(threads)
     if device == 'mps' and not torch.backends.mps.is_available():
-        raise Mistake(f'device = {name!r}: this torch finds no Apple GPU')
+        raise Mistake(f'device = {name!r}: this torch finds no Apple GPU: choose --device=cpu')
     if not device.startswith('cuda'):
         return device
     if not torch.cuda.is_available():
-        raise Mistake(f'device = {name!r}: this torch finds no CUDA device')
+        raise Mistake(f'device = {name!r}: this torch finds no CUDA device: choose --device=cpu')
     index = int(os.environ.get('LOCAL_RANK') or device[5:] or 0)
-    if index >= (count := torch.cuda.device_count()):
+    count = torch.cuda.device_count()
+    if index >= count:
         raise Mistake(f'device = cuda:{index}: there are {count} CUDA devices')
     return f'cuda:{index}'
 
 
 def pick_threads(threads: int, device: str, chunk: Callable[[int], object], length: int) -> int:
     """Set and return the number of CPU threads of a training run: `threads`, or if that is 0 one
-    thread or all of them, whichever is faster. Beside other work that is often one.
+    thread or all of them, whichever is faster. If other processes are busy, one is often faster.
 
-    To measure it, chunk(T) runs the first T steps of a training chunk, with one thread and with all
-    in turns, for about a second. T is doubled until a call takes a tenth of a second, up to
-    `length`. Ranks choose together. On a GPU, or if OMP_NUM_THREADS is set, as torchrun and
-    sweep.py do, torch's number is kept.
+    chunk(T) runs the first T steps of a training chunk. It is timed with one thread and with all in
+    turns, for about a second. T is doubled until a call takes a tenth of a second, up to `length`.
+    All ranks choose the same number. On a GPU, or if OMP_NUM_THREADS is set (torchrun and sweep.py
+    set it), torch's number is kept.
 
     A resumed run passes the number in its checkpoint, because sums over another number of threads
     round differently, and a run resumed on a CPU is bit-equal to an uninterrupted one."""
@@ -486,31 +498,24 @@ def load_run(
     folder: Path,
     script: str,
     needed: tuple[str, ...] = (),
-    fixed: tuple[str, ...] = (),
-    config: dict | None = None,
     file: str = '',
 ) -> tuple[dict, pathlib.Path]:
     """Return a checkpoint of a run and its path: `file` if the folder has it, else the last one.
 
-    script: the name of the trainer, for messages. needed: keys that the checkpoint must have.
-    fixed: settings that must have the same values in `config`. Raises CheckpointError."""
+    script: for messages, the name of the trainer, or 'project' if any trainer will do. needed: keys
+    that the checkpoint must have. Raises CheckpointError."""
     path = pathlib.Path(folder, file)
     if file and path.exists():
         saved = load_checkpoint(path)
     else:
         saved, path = load_latest(folder)
-    settings = saved.get('config') if isinstance(saved, dict) else None
-    missing = ['config']
-    if isinstance(settings, dict):
+    if isinstance(saved, dict) and isinstance(saved.get('config'), dict):
         missing = [key for key in needed if key not in saved]
-        missing += [name for name in fixed if name not in settings]
+    else:
+        missing = ['config']
     if missing:
         reason = f'not a checkpoint of this {script} (missing: {", ".join(missing)})'
         raise CheckpointError(f'{path}: {reason}')
-    for name in fixed:
-        if settings[name] != config[name]:
-            reason = f'was trained with {name} = {settings[name]!r}, not {config[name]!r}'
-            raise CheckpointError(f'{path}: {reason}: give the same value, or another out_dir')
     return saved, path
 
 
@@ -596,7 +601,8 @@ def start_export(folder: Path, kind: str, *derived: str) -> pathlib.Path:
     found = set(os.listdir(path)) if path.is_dir() else set()
     config = (path / CONFIG).read_text(errors='replace') if CONFIG in found else ''
     if found and not (f'"{kind}"' in config and found <= {CONFIG, WEIGHTS, *derived}):
-        fail(f'export = {str(folder)!r}: holds what no such export wrote: choose another folder')
+        reason = 'holds files that no such export wrote'
+        fail(f'export = {str(folder)!r}: {reason}: choose another folder')
     path.mkdir(parents=True, exist_ok=True)
     write_json({kind: None}, path / CONFIG)
     for name in derived:
@@ -604,18 +610,14 @@ def start_export(folder: Path, kind: str, *derived: str) -> pathlib.Path:
     return path / CONFIG
 
 
-# In the functions below `run` is the Run of a trainer. They use its rank, world, device, config,
-# model, step and lock.
-
-
 def adopt_sizes(
     folder: Path, names: Iterable[str], needed: tuple, config: Settings, script_globals: dict
 ) -> None:
-    """Take the settings `names` from a folder, an export or another run, or the folder of a run
-    that is resumed, except for those that a config file or the command line sets.
+    """Take the settings `names` from a folder, which holds an export, another run, or the run to
+    resume. Those that a config file or the command line sets stay.
 
-    They are changed both in `config` and among the globals of the trainer. needed: keys that a
-    checkpoint must have. Raises CheckpointError."""
+    The settings are changed both in `config` and among the globals of the trainer. needed: keys
+    that a checkpoint must have. Raises CheckpointError."""
     if config['resume'] or pathlib.Path(folder, WEIGHTS).exists():  # an export has WEIGHTS
         saved = read_json(pathlib.Path(folder, CONFIG))
         sizes = saved.get('model')  # of an exported language model
@@ -713,9 +715,9 @@ def restore(run: object, names: tuple, optimizers: list, saved: dict, path: Path
 
 
 def resume_if_restarted(out_dir: Path, *settings: dict) -> None:
-    """If torchrun --max-restarts has restarted this run, change `settings` (dicts of all settings)
-    so that it resumes from its last checkpoint, or starts over if it has none. Call it on every
-    rank, before prepare_out_dir."""
+    """If torchrun --max-restarts has restarted this run, change every dict in `settings` so that
+    the run resumes from its last checkpoint, or starts over if it has none. Every rank must call
+    this function before rank 0 calls prepare_out_dir."""
     launch = pathlib.Path(out_dir, LAUNCH)
     if restart_count() == 0 or not launch.exists() or launch.read_text() != launch_id():
         return
@@ -750,10 +752,10 @@ def prepare_out_dir(
 ) -> filelock.BaseFileLock:
     """Create or check the output folder of a run, lock it and return the lock.
 
-    Raises CheckpointError if the folder holds a run (a checkpoint or a log), unless `resume` is
-    true, for a run that has read its checkpoint, or `overwrite`, which removes RUN_FILES from the
-    folder. It also raises, with overwrite too, if the folder has files of these names but no LOCK,
-    because then no run has written them. Temporary files of a killed run are removed."""
+    resume: the run continues in this folder. overwrite: RUN_FILES are removed from it. Temporary
+    files of a killed run are always removed. Raises CheckpointError if the folder holds a run (a
+    checkpoint or a log) and neither setting is true; and, even with overwrite, if it has RUN_FILES
+    but no LOCK, because then no run has written them."""
     path = pathlib.Path(out_dir)
     names = RUN_FILES.split()
     if resume and overwrite:
@@ -780,7 +782,10 @@ def prepare_out_dir(
         lock.release()
         advice = 'continue it with --resume=True, or replace it with --overwrite=True'
         raise CheckpointError(f'{path}: holds a run already: {advice}')
-    for file in find(*(f'.{name}.tmp' for name in names), *(names if overwrite else ())):
+    to_remove = [f'.{name}.tmp' for name in names]
+    if overwrite:
+        to_remove += names
+    for file in find(*to_remove):
         file.unlink()
     if 'TORCHELASTIC_RESTART_COUNT' in os.environ:
         (path / LAUNCH).write_text(launch_id())
@@ -792,9 +797,9 @@ class Stopper:
     reads `stopper.signal` (None, or the signal's number) between updates, saves and ends.
 
     A second ctrl-C raises KeyboardInterrupt at once. Under torchrun each ctrl-C arrives twice, from
-    the terminal and from the launcher, so that one within a second of the first is ignored. The
-    ranks must agree on the flag (all-reduce) before they act on it. Create it in the main thread.
-    """
+    the terminal and from the launcher, so that a second one within a second is ignored. The ranks
+    must agree on the flag (all-reduce) before they act on it. A Stopper must be created in the main
+    thread, because Python handles signals there."""
 
     stopping = False  # whether this process has received a signal
 
@@ -870,16 +875,19 @@ def open_log(run: object, resume: bool, script: str) -> Callable[[dict], None]:
 
 def all_finite(run: object, loss: float, norm: float, weights: bool) -> bool:
     """Return whether the loss, the gradient norm and, if `weights` is true, all weights are finite;
-    print an error if not. To be called with weights=True before a checkpoint is saved, because a
-    weight that is not finite shows only in the loss of the next update."""
-    finite = math.isfinite(loss) and math.isfinite(norm)
-    if finite and weights:
-        finite = all(p.isfinite().all() for p in run.model.parameters())
-    if not finite:
-        what = f'update {run.step + 1}: loss {loss}, gradient norm {norm}, or a weight'
-        saved = last_saved(run.config['out_dir'])
-        print0(f'error: {what}, is not finite: stopped without saving it; {saved}')
-    return finite
+    print an error naming the first that is not. Call it with weights=True before a checkpoint is
+    saved, because a weight that is not finite shows only in the loss of the next update."""
+    if not math.isfinite(loss):
+        problem = f'the loss is {loss}'
+    elif not math.isfinite(norm):
+        problem = f'the gradient norm is {norm}'
+    elif weights and not all(p.isfinite().all() for p in run.model.parameters()):
+        problem = 'a weight is not finite'
+    else:
+        return True
+    saved = last_saved(run.config['out_dir'])
+    print0(f'error: update {run.step + 1}: {problem}: stopped without saving; {saved}')
+    return False
 
 
 def report_end(run: object, stopper: Stopper, updates: int, summary: str) -> int:

@@ -60,10 +60,10 @@ def setup_process() -> None:
             setup_process()
 
     A ctrl-C during the imports then ends the script with one line. And the threads of OpenMP spin
-    for a shorter time between two parallel sections, unless the environment sets it: by default
-    they spin so long that two programs on the same cores slow each other down tenfold. A program
-    that runs alone does not get measurably slower (see LOG.md). OpenMP reads this variable when
-    torch is imported."""
+    for a shorter time between two parallel sections, unless OMP_WAIT_POLICY or GOMP_SPINCOUNT is
+    set: by default they spin so long that two programs on the same cores slow each other down
+    tenfold. A program that runs alone does not get measurably slower (see LOG.md). OpenMP reads
+    both variables when torch is imported."""
     if 'OMP_WAIT_POLICY' not in os.environ:
         os.environ.setdefault('GOMP_SPINCOUNT', '10000')
     sys.excepthook = report_interrupt
@@ -90,14 +90,19 @@ def run_script(
         status, line = 130, f'\n{interrupted}'
     except BrokenPipeError:
         pass
-    except (OSError, Mistake) as error:
+    except OSError as error:
+        named = error.filename is not None and error.strerror is not None
+        message = f'{error.filename}: {error.strerror}' if named else error
+        status, line = 2, f'error: {message}'
+    except Mistake as error:
         status, line = 2, f'error: {error}'
     except (RuntimeError, MemoryError) as error:
         if explain is None:
             raise
         status, line = 2, f'error: {explain(error)}'
     try:
-        # Flush. If standard output is on a full disk, this raises the OSError again.
+        # Flush. After an error, also print a newline: if the error is that standard output is on a
+        # full disk, the newline raises it again.
         print(end='\n' if line.startswith('error') else '', flush=True)
     except OSError as error:
         # Otherwise Python would fail once more, when it flushes at its exit.
@@ -311,10 +316,8 @@ def read_argument(
     default = defaults.get(key)
     value = text  # for a string: --out_dir=123 means '123'
     if not isinstance(default, str):
-        try:
+        with contextlib.suppress(ValueError):  # `assign` refuses text, unless the default is None
             value = literal(text.strip())
-        except ValueError:
-            value = text if default is None else ...  # an Ellipsis has none of the types
     assign(config, defaults, key, value, source, text)
 
 

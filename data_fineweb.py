@@ -1,5 +1,5 @@
 """Prepare token shards for the language models: FineWeb, any text data set of the Hugging Face Hub,
-or local text. train_lm.py reads them with the loader below.
+or local text. train_lm.py reads them with the class Loader.
 
     # quick: download GPT-2 tokens of FineWeb, a validation shard and 14 training shards of 200 MB
     # each, enough for the paper's 10,000 updates of 131,072 tokens
@@ -18,9 +18,9 @@ fineweb_val_000000.bin, then fineweb_train_000001.bin and so on. meta.json besid
 they were prepared from.
 
 The validation shard is the start of the text. A data set is not shuffled. Local text is shuffled
-with --shuffle_seed; and text of fewer than 20 documents, whose start would be no fair sample, is
-always cut into blocks of at most 10,000 characters and shuffled. A last shard of less than 1% of
-`shard_tokens` is dropped.
+if --shuffle_seed is set. Local text of fewer than 20 documents, whose start would be no fair
+sample, is always cut into blocks of at most 10,000 characters and shuffled. A last shard of less
+than 1% of `shard_tokens` is dropped.
 
 After an interruption, run the same command again: finished shards stay, and the result has the
 same bytes as without the interruption.
@@ -115,7 +115,7 @@ MIN_TOKENS = 65  # of a training shard: one row of 64 inputs and their targets
 BATCH = 512  # documents that a thread encodes at a time
 PAPER_TOKENS = 10_000 * 131_072  # of training: config/small_L2.py
 FINE_TUNED = 'pretrained/lm'  # the shipped model, which reads bytes
-# Settings of train_lm.py to fine-tune it with.
+# Settings of train_lm.py with which it fine-tunes the shipped model.
 FINE_TUNING = {'learning_rate': 0.02, 'embedding_lr': 0.4, 'head_lr': 0.008, 'scalar_lr': 0.04}
 STREAM_TRIES = 10  # network errors in a row, over four minutes, before a stream is given up
 
@@ -372,8 +372,8 @@ class Loader:
 
     def place(self, epoch: int, count: int) -> tuple[int, int]:
         """Return the shard that follows `count` others in the epoch, and the token at which reading
-        starts. Both depend only on the seed and the arguments, so that (epoch, count, window) is
-        all there is to save of a position."""
+        starts. Both depend only on the seed and the arguments, so that (epoch, count, window) is a
+        complete position."""
         if self.seed is None:
             return count, 0
         rng = np.random.default_rng((self.seed, epoch))
@@ -644,7 +644,8 @@ def describe_folder(folder: str) -> str:
 def prepare_dataset(folder: str, config: dict) -> dict:
     """Make a validation shard and config['shards'] training shards (0 = the whole data set) from a
     data set of the Hub or a local folder, and return their description."""
-    config['dataset'] = name = os.path.expanduser(config['dataset'])
+    name = os.path.expanduser(config['dataset'])
+    config['dataset'] = name
     on_hub = not os.path.isdir(name)
     source = f'{name} ({config["subset"] or "default"}, {config["split"]}, {config["column"]})'
     if config['revision']:
@@ -669,7 +670,9 @@ def prepare_dataset(folder: str, config: dict) -> dict:
         print(f'{name} at commit {commit[:12]}', flush=True)
     stream = open_stream(config, commit)
     batches = functools.partial(stream_batches, stream, config['column'])
-    expected = limit and meta['val_tokens'] + (limit - 1) * meta['shard_tokens']
+    expected = None
+    if limit:
+        expected = meta['val_tokens'] + (limit - 1) * meta['shard_tokens']
     write_shards(batches, meta, folder, expected=expected, limit=limit)
     if limit and len(meta['shards']) < limit:
         print(f'the data set has ended: {len(meta["shards"]) - 1} of {limit - 1} training shards')
@@ -757,10 +760,11 @@ def write_shards(
     killed repeats at most one shard. expected: the approximate number of tokens, if known. limit:
     the number of shards, validation included; None = until the documents end.
     """
-    tokenizer, done = get_tokenizer(meta['tokenizer']), sum(meta['shards'])
+    tokenizer = get_tokenizer(meta['tokenizer'])
+    done = sum(meta['shards'])  # tokens
     left = max(0, expected - done) if expected else None
     size = check_disk(folder, 2 * left) if left else 'of unknown size'
-    # meta.json keeps the plural, because folders are compared by it
+    # meta.json keeps the plural, because open_meta compares `source`
     source = meta['source'].replace(': 1 documents,', ': 1 document,')
     print(f'{source} -> {folder}: {size}', flush=True)
     meta['finished'] = False
@@ -793,7 +797,8 @@ def write_shards(
             target = meta['shard_tokens'] if meta['shards'] else meta['val_tokens']
             part = tokens[skip : skip + target - sum(map(len, parts))]
             parts.append(part)
-            skip, written = skip + len(part), written + len(part)
+            skip += len(part)
+            written += len(part)
             if sum(map(len, parts)) == target:
                 finish_shard((position, skip))
         if limit is not None and len(meta['shards']) >= limit:
@@ -851,7 +856,7 @@ def fit_run(val: int, train: list[int], T: int, max_rows: int) -> dict:
     20 epochs, but at least 20 and at most 200 updates. It validates on no more tokens than there
     are."""
     rows = min(max_rows, max(1, min(train) // (4 * (T + 1))))
-    rows = 2 ** (rows.bit_length() - 1)
+    rows = 2 ** (rows.bit_length() - 1)  # the largest power of two that is not more
     updates = min(200, max(20, 20 * sum(train) // (rows * T)))
     streams = max(1, min(64, (val - 1) // T))
     return {
@@ -875,7 +880,8 @@ def command_line(*command: str, **settings: object) -> str:
 def suggest_commands(folder: str, tokenizer: str, val: int, train: list[int], text: str) -> None:
     """Print the commands that train on these shards: the paper's, a small one for a CPU and, for
     local text, one that fine-tunes the shipped model."""
-    name, data = os.path.basename(folder), {'data_dir': folder}
+    name = os.path.basename(folder)
+    data = {'data_dir': folder}
     if tokenizer == 'gpt2':
         epochs = PAPER_TOKENS / sum(train)
         epochs = f'{epochs:,.0f}' if epochs >= 10 else f'{epochs:.1f}'

@@ -34,9 +34,11 @@ except ImportError:
 CARD = 'README.md'
 PAPER = 'https://arxiv.org/abs/2609.12531'
 ROOT = os.path.dirname(os.path.abspath(__file__))
-# what huggingface_hub and `datasets` raise; RuntimeError comes from hf-xet, which transfers files
+# Exceptions that huggingface_hub and `datasets` raise; RuntimeError comes from hf-xet, which
+# transfers files.
 HUB_ERRORS = (OSError, ValueError, RuntimeError, HTTPError, EntryNotFoundError)
-# those that an interrupted connection raises (LocalEntryNotFoundError: and no copy in the cache)
+# The exceptions among them that mean a failed connection. LocalEntryNotFoundError: there is neither
+# a connection nor a copy in the cache.
 NETWORK_ERRORS = (
     ConnectionError,
     TimeoutError,
@@ -81,7 +83,7 @@ In the folder of the code, with FOLDER a copy of these files, or their name on t
 {% endfor %}"""
 
 
-# ----------------------------------------------------------------------------- downloads
+# ---- downloads ----
 
 
 def is_network_error(error: Exception) -> bool:
@@ -102,8 +104,8 @@ def wait_to_retry(error: Exception, failures: int) -> None:
 
 
 def retry(call: Callable[[], object], tries: int) -> object:
-    """Return call(), after at most `tries` tries if the network fails. Raises what the last one
-    raised, or at once any other error."""
+    """Return call(). If the network fails, try again, up to `tries` times in all. Raises the last
+    network error, or at once any other error."""
     for failures in itertools.count(1):
         try:
             return call()
@@ -114,8 +116,8 @@ def retry(call: Callable[[], object], tries: int) -> object:
 
 
 def call_hub(function: str, repo: str, *names: str, **options: object) -> object:
-    """Return huggingface_hub.FUNCTION(repo, *names, **options), after at most HUB_TRIES tries if
-    the network fails. Raises Mistake if the call fails for good."""
+    """Return huggingface_hub.FUNCTION(repo, *names, **options), called up to HUB_TRIES times if the
+    network fails. Raises Mistake if the call fails for good."""
     call = functools.partial(getattr(huggingface_hub, function), repo, *names, **options)
     try:
         return retry(call, HUB_TRIES)
@@ -131,8 +133,8 @@ def pin_revision(
 ) -> str:
     """Return the commit of a repository on the Hub from which this folder is downloaded.
 
-    That is meta['revision'] or, the first time, the commit that `revision` is now; it is then
-    written to meta and to the folder's meta.json, so that later downloads take the same commit."""
+    That is meta['revision'] or, the first time, the commit to which `revision` points now. The
+    commit is then written to meta and to the folder's meta.json, for later downloads."""
     if not meta.get('revision'):
         found = call_hub('repo_info', repo, revision=revision, repo_type=repo_type)
         meta['revision'] = found.sha
@@ -140,7 +142,7 @@ def pin_revision(
     return meta['revision']
 
 
-# ----------------------------------------------------------------------------- trained models
+# ---- trained models ----
 
 
 def read_text(path: str) -> str:

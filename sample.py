@@ -46,7 +46,7 @@ interactive = False            # continue every line you type, in one stream; ct
 max_new_tokens = 500           # tokens per text; -1 = until ctrl-C
 temperature = 0.8              # 1 = the model's distribution; lower is less random; 0 = greedy
 top_k = 200                    # sample from the k most likely tokens only; 0 = all
-top_p = 1.0                    # and of these, from the most likely ones of this total probability
+top_p = 1.0                    # of these, keep the most likely that add up to this probability
 num_samples = 1                # number of texts
 seed = 1337                    # of the sampling
 device = 'auto'                # 'auto' (cuda if there is one), 'cpu' or 'cuda'

@@ -64,11 +64,11 @@ wandb = False                  # also log to Weights & Biases
 wandb_project = 'parallel-experts'  # name of the Weights & Biases project
 # data
 tokenizer = 'gpt2'             # 'gpt2' or 'bytes': the one that the shards were prepared with
-tokens_per_step = 131072       # tokens per update, over all ranks and micro-batches; the paper's
+tokens_per_step = 131072       # tokens per update over all ranks and micro-batches, as in the paper
 reset_every = 0                # reset the state of each stream every N updates; 0 = never
 batch_size = 0                 # sequences per micro-batch and GPU; 0 = the most that fit
 val_tokens = 10485760          # validation tokens, as many as in modded-nanogpt and llm.c
-val_streams = 512              # streams that they are cut into, at any number of ranks
+val_streams = 512              # streams into which val_tokens are cut, for any number of ranks
 # model (layer.py has the equations)
 arch = 'experts'               # 'experts', or a baseline: 'transformer' or 'lstm' (baselines.py)
 recurrent = True               # True = RecurrentGPT; False = GPT, the non-recurrent model
@@ -76,7 +76,7 @@ n_layer = 2                    # L, layers; the small budget is L * E = 16 block
 n_expert = 8                   # E, experts per layer
 n_embd = 768                   # D, width
 n_head = 0                     # query heads; 0 = D/96 if D % 192 == 0, else D/64 if D % 128 == 0
-n_kv_head = 0                  # key-value heads; 0 = half of n_head
+n_kv_head = 0                  # key-value heads; 0 = half of n_head, or n_head if that is odd
 window = 128                   # W, tokens that attention sees (GPT: in validation only)
 block_size = 64                # T, tokens per chunk; the paper: 64, or 256 and 2048 for GPT
 aggregation = 'sqrt_sum'       # 'sqrt_sum', 'mean', 'softmax_mean' or 'softmax_l2'
@@ -134,11 +134,9 @@ HARMLESS = """out_dir data_dir init_from resume overwrite eval_interval eval_onl
     adam_eps final_lr_ratio baseline_lr device dtype compile graphs mode threads""".split()
 SCRIPT = os.path.basename(__file__)  # named in messages; a copy of this file has another name
 POSITION = ('step', 'record', 'best', 'seconds')  # fields of a Run that checkpoints keep
-# What a checkpoint must hold for a run to resume from it.
-NEEDED = ('model', *POSITION, 'optimizers', 'loader', 'state', 'rng', 'shards')
 # The dimension that counts streams, for each tensor of a model's state.
 STREAM_DIMS = {'experts': (0, 1, 1, 0), 'transformer': (1, 1, 0), 'lstm': (1, 1)}
-# Tokens. A quarter of the paper's update; larger micro-batches are not faster.
+# Most tokens of a micro-batch: a quarter of the paper's update. Larger ones are not faster.
 MAX_MICRO_BATCH = 32768
 
 
@@ -160,11 +158,11 @@ class Run:
     gradients: Gradients  # `extra` holds the loss, the number of ranks to stop, the gradient norm
     state: tuple[torch.Tensor, ...]  # of all streams of this rank; empty if not recurrent
     graphs: dict | None  # CUDA graphs by name; None = run eagerly
-    capture_chunk: bool = True  # as one CUDA graph; False = the model captures blocks of the chunk
+    capture_chunk: bool = True  # False = too long for one CUDA graph: the model captures blocks
     rows: int = 0  # sequences per micro-batch
-    batch: tuple = ()  # x, y (rows, T) and the state (rows streams) of a micro-batch
+    batch: tuple = ()  # x, y (rows, T) of a micro-batch, and the state of its streams
     val_rows: int = 0  # validation streams read side by side
-    val_batch: tuple = ()  # x, y (val_rows, T), their state, and [summed loss, tokens]
+    val_batch: tuple = ()  # x, y (val_rows, T), the state, and the sums [loss, tokens]
     step: int = 0  # updates done
     record: dict = field(default_factory=lambda: {'step': 0, 'tokens': 0})  # current log line
     best: float = math.inf  # lowest validation loss
@@ -190,7 +188,7 @@ def check_settings(world: int) -> None:
     if arch != 'experts' and recurrent != (arch == 'lstm'):
         raise Mistake(f'arch = {arch!r}: needs --recurrent={arch == "lstm"}')
     if init_from and (resume or eval_only):
-        raise Mistake('--init_from starts a new run: not with --resume or --eval_only')
+        raise Mistake('--init_from starts a new run: leave out --resume and --eval_only')
     common.need_packages(matplotlib=plot, tensorboard=tensorboard, wandb=wandb)
 
 
@@ -229,7 +227,8 @@ def make_optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
             fused=True,
             capturable=model.embedding.is_cuda,
         )
-        adamw._warned_capturable_if_run_uncaptured = True  # the first steps are, on purpose
+        # No warning: the first steps run uncaptured on purpose.
+        adamw._warned_capturable_if_run_uncaptured = True
         optimizers = [muon, adamw]
     for group in param_groups(optimizers):
         group['peak_lr'] = group['lr']
@@ -251,8 +250,8 @@ def autocast(device: str, amp: torch.dtype) -> torch.autocast | nullcontext:
 
 
 def row_choices(streams: int, T: int) -> list[int]:
-    """Return the numbers of rows that divide `streams` and make micro-batches of at most
-    MAX_MICRO_BATCH tokens with T tokens per row, the largest first; [1] if T alone is more."""
+    """Return the divisors of `streams`, the largest first, with which a micro-batch of that many
+    rows of T tokens has at most MAX_MICRO_BATCH tokens; [1] if T alone is more."""
     divisors = [n for n in range(streams, 0, -1) if streams % n == 0]
     return [n for n in divisors if n * T <= MAX_MICRO_BATCH] or [1]
 
@@ -260,7 +259,7 @@ def row_choices(streams: int, T: int) -> list[int]:
 def set_rows(run: Run, rows: int) -> None:
     """Set the number of sequences per micro-batch and allocate its inputs and state."""
     x, y = torch.zeros(2, rows, block_size, dtype=torch.int64, device=run.device)  # (rows, T) each
-    state = run.state  # one micro-batch per update needs no copy of it
+    state = run.state  # a single micro-batch per update needs no copy
     with autocast(run.device, run.amp):
         if recurrent and rows < len(run.loader.rows):
             state = run.model.init_state(rows)
@@ -315,8 +314,8 @@ def apply_updates(run: Run, shares: list) -> None:
 
 
 def reset_streams(run: Run, every_row: bool) -> None:
-    """Set the state of every row to zero or, with `reset_every`, that of the rows whose turn it is:
-    those whose number in the whole batch equals the number of updates modulo reset_every."""
+    """Set the state of every row to zero or, with `reset_every`, that of the rows whose number in
+    the whole batch is congruent to the number of updates modulo reset_every."""
     period = 1 if every_row else reset_every
     if recurrent and period:
         rows = len(run.loader.rows)
@@ -422,12 +421,13 @@ def prepare(run: Run) -> None:
     """Choose by trial the number of CPU threads, whether to compile, the rows of a micro-batch and
     of a validation batch, and the Triton forms. Raises Mistake if not even one row fits.
 
-    On a GPU the largest number of rows is tried first, and the next smaller one if memory runs out.
-    On a CPU the system would kill the process then: rows that need more memory than is free, by
-    cpu_bytes_per_row, are not tried."""
+    The largest number of rows is tried first, and the next smaller one if memory runs out. On a CPU
+    the system would kill the process instead, so numbers of rows that need more than the free
+    memory, by the estimate of cpu_bytes_per_row, are not tried."""
     start = time.perf_counter()
     resumed_state = [t.to('cpu', copy=True) for t in run.state]  # the trials change run.state
     set_compiled(run, False)
+    # run.rows is the largest choice or, in a resumed run, that of the checkpoint.
     choices = [n for n in row_choices(len(run.loader.rows), block_size) if n <= run.rows]
     if batch_size:
         choices = [batch_size]
@@ -481,9 +481,9 @@ def cpu_bytes_per_row(run: Run) -> float:
         set_rows(run, rows)
         x, y, state = run.batch
         with autocast(run.device, run.amp):
-            loss = run.model(x, y, state or None)  # keeps the autograd graph alive
+            outputs = run.model(x, y, state or None)  # keeps the autograd graph alive
         used.append(psutil.Process().memory_info().rss)
-        del loss
+        del outputs
     set_rows(run, rows_before)
     return max(0.0, 2 * (used[1] - used[0]) / (small[0] - small[1]))
 
@@ -523,7 +523,8 @@ def runs_in_memory(run: Run, attempt: Callable[[Run], None]) -> bool:
     On a GPU memory is set aside during the attempt: for the optimizers' moments, and a twentieth of
     the card for CUDA graphs, NCCL and fragmentation."""
     on_gpu = run.device.startswith('cuda')
-    error, reserved = None, None
+    error = None
+    reserved = None
     try:
         if on_gpu and not run.optimizers[0].state:
             moments = 2 * run.gradients.buffer.numel()
@@ -595,9 +596,12 @@ def save(run: Run, best: bool = False) -> None:
 
 
 def load(run: Run) -> None:
-    """Restore the last checkpoint in out_dir, or with eval_only just its weights. Raises
-    CheckpointError if it is damaged, or if settings or data differ that a run must keep."""
-    needed = ('model', *POSITION) if eval_only else NEEDED
+    """Restore the last checkpoint in out_dir, or with eval_only just its weights and position.
+    Raises CheckpointError if it is damaged, or if the data or a setting outside HARMLESS differs.
+    """
+    needed = ('model', *POSITION)
+    if not eval_only:
+        needed += ('optimizers', 'rng', 'loader', 'state', 'shards')
     saved, path = common.load_run(out_dir, SCRIPT, needed)
     defaults = read_script(__file__)[0]
     common.refuse_changes(saved['config'], run.config, defaults, HARMLESS, path, SCRIPT)
@@ -637,12 +641,14 @@ def make_run(config: Settings) -> Run:
     torch.manual_seed(seed)
 
     # data: this rank's share of the B rows of an update and of the validation streams
-    V, T, B = VOCAB[tokenizer], block_size, tokens_per_step // block_size
+    V = VOCAB[tokenizer]
+    T = block_size
+    B = tokens_per_step // block_size
     train_shards = find_shards(data_dir, 'train', tokenizer)
     val_shards = find_shards(data_dir, 'val', tokenizer)
     loader = Loader(train_shards, B=B, T=T, V=V, carries=recurrent, seed=seed, share=(rank, world))
     val_x, val_y = load_val(val_shards, val_tokens, val_streams, V, share=(rank, world))
-    text_bytes = math.nan  # without GPT-2's tokenizer, which training does not need otherwise
+    text_bytes = math.nan  # remains nan without GPT-2's tokenizer, which nothing else needs
     with suppress(DataError):
         text_bytes = float(token_bytes(tokenizer)[val_y.numpy()].sum())
 

@@ -3,11 +3,11 @@ generalized advantage estimation.
 
 # a small agent on easy levels: minutes on a CPU, then a learning curve and two GIFs
 $ make demo-sokoban
-# the paper's small budget at L = 4; the same after a crash or ctrl-C; its test split
+# the paper's small budget, L = 4: train, resume after a crash or ctrl-C, evaluate on test levels
 $ python train_sokoban.py config/sokoban_small_L4.py --download=True
 $ python train_sokoban.py config/sokoban_small_L4.py --resume=True
 $ python train_sokoban.py config/sokoban_small_L4.py --eval_only=True --levels=unfiltered-test
-# the boards split over four GPUs; float32 without TF32
+# four GPUs, which share the boards; true float32, without TF32
 $ torchrun --standalone --nproc_per_node=4 train_sokoban.py config/sokoban_small_L4.py
 $ python train_sokoban.py config/sokoban_small_L4.py --dtype=float32
 
@@ -75,11 +75,11 @@ eval_interval = 1000           # updates between evaluations and checkpoints (64
 log_interval = 50              # updates between printed lines and lines in log.jsonl (32,000 steps)
 eval_only = False              # evaluate the last checkpoint in out_dir and stop
 levels = ''                    # with eval_only: a split or a file; '' = the eval_split of the run
-best = False                   # with eval_only: the best checkpoint, if there is one, not the last
+best = False                   # with eval_only: the best checkpoint (if any) instead of the last
 plot = False                   # draw out_dir/curve.png at the end (matplotlib)
 tensorboard = False            # also write TensorBoard files into out_dir
 wandb = False                  # also log to Weights & Biases
-wandb_project = 'parallel-experts'   # name of the Weights & Biases project
+wandb_project = 'parallel-experts'  # name of the Weights & Biases project
 # levels and environment
 levels_dir = ''                # folder of Boxoban's levels, as text or packed; '' = data/boxoban
 split = 'unfiltered-train'     # training levels; 'generated' = from our generator
@@ -88,7 +88,7 @@ eval_games = 512               # number of evaluation levels, the first of eval_
 download = False               # download the splits into levels_dir if they are missing
 n_levels = 100000              # generator: number of training levels
 n_boxes = 4                    # generator: boxes, 1 to 4; fewer are easier
-max_moves = 120                # generator: moves of the known solution, at most; fewer are easier
+max_moves = 120                # generator: most moves of the known solution; fewer are easier
 env = 'torch'                  # 'torch', or 'jumanji' (the original; slower, for checking)
 n_envs = 32                    # boards, over all ranks
 # model (convlstm.py has the equations)
@@ -99,7 +99,7 @@ n_expert = 1                   # E, experts per layer
 n_embd = 64                    # D, channels of an expert
 aggregation = 'sqrt_sum'       # 'sqrt_sum', 'mean', 'softmax_mean' or 'softmax_l2'
 router_dim = 64                # width of the router's queries and keys (softmax aggregations)
-radius = -1                    # convlstm: preceding experts, on a ring, that one reads; -1 = all
+radius = -1                    # convlstm: preceding experts, on a ring, that each reads; -1 = all
 residual = 'expert'            # convglu: 'expert' (one per expert, the paper's rule) or 'shared'
 head_dim = 256                 # width of the head's dense layer; not given in the paper
 # A2C (the paper's values)
@@ -124,6 +124,7 @@ mode = 'fast'                  # 'fast', or 'plain' (weight gradients by autogra
 threads = 0                    # CPU threads; 0 = one or all, whichever is faster at the start; a
                                # resumed run keeps the number
 # fmt: on
+# -----------------------------------------------------------------------------
 AT_LEAST_1 = 'eval_interval log_interval eval_games n_levels n_envs total_steps unroll'
 AT_LEAST_0 = 'entropy_coef value_coef learning_rate adam_eps grad_clip seed'
 RANGES = {
@@ -141,8 +142,6 @@ HARMLESS = """out_dir init_from resume overwrite eval_interval log_interval eval
     plot tensorboard wandb wandb_project levels_dir eval_split eval_games download total_steps gamma
     gae_lambda entropy_coef value_coef learning_rate adam_eps grad_clip reuse device dtype compile
     graphs mode threads""".split()
-# -----------------------------------------------------------------------------
-
 SCRIPT = os.path.basename(__file__)  # named in messages; a copy of this file has another name
 # Fields of a Run that checkpoints keep.
 POSITION = ('step', 'record', 'best', 'seconds', 'logged', 'clock', 'recent', 'since', 'sums')
@@ -176,13 +175,26 @@ class Run:
     logged: int = 0  # `step` at the last log line
     clock: float = 0.0  # `seconds` at the last log line
     recent: list = field(default_factory=list)  # (return, solved) of the last 1,000 episodes
-    since: list = field(default_factory=list)  # (return, solved) of those since the last log line
-    sums: dict = field(default_factory=dict)  # statistics of updates, summed since that line
-    unread: list = field(default_factory=list)  # episodes of updates (T, 3, B), on the device
+    since: list = field(default_factory=list)  # (return, solved) of those after the last log line
+    sums: dict = field(default_factory=dict)  # statistics, summed over the updates after that line
+    unread: list = field(default_factory=list)  # episodes (T, 3, B) per update, on the device
     lock: object = None  # of out_dir
 
 
-# ---- what settings imply ----
+# ---- settings ----
+
+
+def check_settings(world: int) -> None:
+    """Raise Mistake for settings that do not fit together."""
+    if levels or best:
+        raise Mistake('levels and best are settings of --eval_only=True; a run trains on split')
+    if init_from and resume:
+        raise Mistake('--init_from starts a new run: leave out --resume')
+    if n_envs % world:
+        raise Mistake(f'n_envs = {n_envs}: must be a multiple of the {world} ranks')
+    if download and world > 1:
+        raise Mistake('download = True: with several ranks, run sokoban.py --download=True first')
+    common.need_packages(matplotlib=plot, tensorboard=tensorboard, wandb=wandb)
 
 
 def set_precision(model: Agent) -> None:
@@ -193,7 +205,7 @@ def set_precision(model: Agent) -> None:
 
 
 def fused_on_gpu(run: Run, f: Callable) -> Callable:
-    """Return f, fused on a GPU, where the time of a step is the number of its kernels. A CPU gains
+    """Return f, fused on a GPU, where the number of kernels decides the time of a step. A CPU gains
     nothing from compiling the game and the loss, and Jumanji's game cannot be compiled."""
     return fused(f) if run.device != 'cpu' and env == 'torch' else f
 
@@ -222,13 +234,15 @@ def rollout(run: Run, actions: torch.Tensor | None = None) -> dict[str, torch.Te
     the results of `play_step`. Besides, 'last' (B,) is the value of the observation after step T,
     and 'state' the agent's state there. With `reuse`, logits and values keep their autograd graph,
     and the loss is computed from them."""
-    play, sample = fused_on_gpu(run, play_step), fused_on_gpu(run, sample_actions)
+    play = fused_on_gpu(run, play_step)
+    sample = fused_on_gpu(run, sample_actions)
     counts = run.count + torch.arange(unroll, device=run.device)[:, None]  # (T, 1)
     rng = random_bits(run.keys, counts)  # (T, B)
     run.count += unroll
     steps = []
     with torch.set_grad_enabled(reuse):
-        w, state = run.model.prepare(), run.state
+        w = run.model.prepare()
+        state = run.state
         obs, start = run.env.observe(), run.env.steps == 0
         for t in range(unroll):
             logits, value, state = run.model.act(w, obs, start, state)
@@ -253,12 +267,13 @@ def gae(
     Eq. 16).
 
     reward, done, value: (T, B). last: (B,), the value after step T. No value is carried over the
-    end of an episode, also not at the time limit, where Jumanji's discount is 0 as well."""
+    end of an episode, not even at the time limit, where Jumanji's discount is 0 as well."""
     not_done = 1 - done.to(value.dtype)
     next_value = torch.cat([value[1:], last[None]])
     delta = reward + gamma * not_done * next_value - value
     decay = gamma * gae_lambda * not_done
-    advantage, advantages = torch.zeros_like(last), []
+    advantage = torch.zeros_like(last)
+    advantages = []
     for t in reversed(range(len(reward))):
         advantage = delta[t] + decay[t] * advantage
         advantages.append(advantage)
@@ -287,6 +302,9 @@ def backward(run: Run, batch: dict[str, torch.Tensor]) -> None:
     run.gradients.extra[:8] = stats / run.world
 
 
+# ---- an update ----
+
+
 def rollout_and_backward(run: Run, actions: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
     """Run one rollout and its backward, the first CUDA graph of an update; return the batch."""
     run.gradients.zero()
@@ -306,11 +324,11 @@ def optimizer_step(run: Run) -> torch.Tensor:
 
 
 def update(run: Run, stop: bool) -> tuple[dict[str, float], torch.Tensor, bool]:
-    """Run one rollout and one optimizer step.
+    """Run one rollout and one optimizer step. Return the statistics of the update, its episodes,
+    and whether to stop.
 
-    stop: whether this rank was asked to stop. Return the statistics of the update, its episodes,
-    (T, 3, B) on the device (return so far, whether it ended, whether it was solved), and whether to
-    stop, because any rank was asked to."""
+    stop: whether this rank was asked to stop; all ranks stop if one was. Episodes are (T, 3, B), on
+    the device: the return so far, whether the episode ended, and whether it was solved."""
     for group in run.optimizer.param_groups:
         group['lr'].fill_(learning_rate * (1 - run.step / run.updates))
     batch = graphed(run.graphs, 'rollout and backward', rollout_and_backward, run)
@@ -323,7 +341,8 @@ def update(run: Run, stop: bool) -> tuple[dict[str, float], torch.Tensor, bool]:
     target_mean, target_square, advantage_mean, advantage_square = numbers[4:8]
     variance = target_square - target_mean**2  # of the targets
     unexplained = advantage_square - advantage_mean**2  # an advantage is target - value
-    stops, stats['grad_norm'] = numbers[8:]
+    stops, norm = numbers[8:]
+    stats['grad_norm'] = norm
     stats['explained_variance'] = 1 - unexplained / variance if variance > 0 else 0.0
     return stats, episodes, stops > 0
 
@@ -409,40 +428,6 @@ def progress_line(record: dict) -> str:
     )
 
 
-# ---- checkpoints ----
-
-
-def save(run: Run, best: bool = False) -> None:
-    """Save the last checkpoint, from which a run resumes, or the best one, for evaluation."""
-    read_episodes(run)
-    parts = {'script': SCRIPT, **{name: getattr(run, name) for name in POSITION}}
-    if not best:
-        parts['env'] = {name: gather(x) for name, x in run.env.state_dict().items()}
-        parts['state'] = [gather(x) for x in run.state]
-        parts['levels_crc'] = run.levels_crc
-    common.save_run(run, parts, None if best else [run.optimizer])
-
-
-def load(run: Run) -> None:
-    """Restore the last checkpoint in out_dir. Raises CheckpointError if it is damaged, or if
-    settings or levels differ that a run must keep."""
-    needed = ('model', *POSITION, 'optimizers', 'rng', 'env', 'state', 'levels_crc')
-    saved, path = common.load_run(out_dir, SCRIPT, needed)
-    defaults = read_script(__file__)[0]
-    common.refuse_changes(saved['config'], run.config, defaults, HARMLESS, path, SCRIPT)
-    common.restore(run, POSITION, [run.optimizer], saved, path)
-    print0(f'{path}: update {run.step}, {run.step * n_envs * unroll:,} environment steps')
-    if saved['levels_crc'] != run.levels_crc:
-        advice = 'give the same levels_dir, or another out_dir'
-        raise CheckpointError(f'{path}: was trained on other levels: {advice}')
-    with restoring(path, 'env or state'):
-        boards = {name: x.chunk(run.world)[run.rank] for name, x in saved['env'].items()}
-        run.env.load_state_dict(boards)
-        for x, all_ranks in zip(run.state, saved['state'], strict=True):
-            fill(x, all_ranks.chunk(run.world)[run.rank])
-    run.count.fill_(run.step * unroll)
-
-
 # ---- evaluation ----
 
 
@@ -496,28 +481,88 @@ def evaluate_only(config: Settings) -> None:
     close()
 
 
+# ---- CPU threads and compilation, by trial ----
+
+
+def choose_threads(run: Run) -> None:
+    """Set the number of CPU threads by common.pick_threads, which measures without compilation,
+    because the shapes differ from those of training."""
+
+    def chunk(T: int) -> None:
+        w = run.model.prepare()
+        state = run.state
+        obs, start = run.env.observe(), run.env.steps == 0
+        total = 0
+        for _ in range(T):
+            logits, value, state = run.model.act(w, obs, start, state)
+            total = total + logits.sum() + value.sum()
+        total.backward()
+
+    fused.enabled = False
+    run.config['threads'] = common.pick_threads(run.config['threads'], run.device, chunk, unroll)
+    run.gradients.zero()
+
+
+def warm_up(run: Run) -> None:
+    """Compile before time is measured, if compilation works: run a rollout and its backward on
+    copies of everything that they change."""
+    fused.enabled = compile and mode == 'fast'
+    if fused.enabled:
+        trial = copy.copy(run)
+        trial.env = copy.deepcopy(run.env)
+        trial.state = tuple(x.clone() for x in run.state)
+        trial.count = run.count.clone()
+        fused.enabled = common.compiles(run.model, lambda: rollout_and_backward(trial))
+
+
+# ---- checkpoints ----
+
+
+def save(run: Run, best: bool = False) -> None:
+    """Save the last checkpoint, from which a run resumes, or the best one, for evaluation."""
+    read_episodes(run)  # into run.since and run.recent, which are saved
+    parts = {'script': SCRIPT, **{name: getattr(run, name) for name in POSITION}}
+    if not best:
+        parts['env'] = {name: gather(x) for name, x in run.env.state_dict().items()}
+        parts['state'] = [gather(x) for x in run.state]
+        parts['levels_crc'] = run.levels_crc
+    common.save_run(run, parts, None if best else [run.optimizer])
+
+
+def load(run: Run) -> None:
+    """Restore the last checkpoint in out_dir. Raises CheckpointError if it is damaged, or if the
+    levels or a setting outside HARMLESS differ."""
+    needed = ('model', *POSITION, 'optimizers', 'rng', 'env', 'state', 'levels_crc')
+    saved, path = common.load_run(out_dir, SCRIPT, needed)
+    defaults = read_script(__file__)[0]
+    common.refuse_changes(saved['config'], run.config, defaults, HARMLESS, path, SCRIPT)
+    common.restore(run, POSITION, [run.optimizer], saved, path)
+    print0(f'{path}: update {run.step}, {run.step * n_envs * unroll:,} environment steps')
+    if saved['levels_crc'] != run.levels_crc:
+        advice = 'give the same levels_dir, or another out_dir'
+        raise CheckpointError(f'{path}: was trained on other levels: {advice}')
+    with restoring(path, 'env or state'):
+        boards = {name: x.chunk(run.world)[run.rank] for name, x in saved['env'].items()}
+        run.env.load_state_dict(boards)
+        for x, all_ranks in zip(run.state, saved['state'], strict=True):
+            fill(x, all_ranks.chunk(run.world)[run.rank])
+    run.count.fill_(run.step * unroll)
+
+
 # ---- levels, environment, model, optimizer ----
 
 
 def make_run(config: Settings) -> Run:
     """Return a run before its first update: with its levels, model and optimizer. Writes nothing
     but downloaded levels. Raises Mistake if settings, levels or weights cannot be used."""
-    if levels or best:
-        raise Mistake('levels and best are settings of --eval_only=True; a run trains on split')
-    if init_from and resume:
-        raise Mistake('--init_from starts a new run: not with --resume')
-    if init_from or resume:  # a run that is resumed may have adopted its sizes
-        sizes = {f.name for f in fields(AgentConfig)} - {'dtype', 'mode'}
-        names = [name for name in config if name in sizes]
-        common.adopt_sizes(init_from or out_dir, names, ('model',), config, globals())
-    common.need_packages(matplotlib=plot, tensorboard=tensorboard, wandb=wandb)
     rank, world, device_ = common.join_ranks(device, threads)
     if device_ == 'cpu':
         common.keep_memory()
-    if n_envs % world:
-        raise Mistake(f'n_envs = {n_envs}: must be a multiple of the {world} ranks')
-    if download and world > 1:
-        raise Mistake('download = True: with several ranks, run sokoban.py --download=True first')
+    if init_from or resume:  # a run that is resumed may have adopted its sizes
+        names = [f.name for f in fields(AgentConfig) if f.name in config]
+        names = [name for name in names if name not in ('dtype', 'mode')]
+        common.adopt_sizes(init_from or out_dir, names, ('model',), config, globals())
+    check_settings(world)
     # Shapes never change, so that the search for the fastest convolutions runs once.
     torch.backends.cudnn.benchmark = not torch.backends.cudnn.deterministic
     torch.manual_seed(seed)
@@ -552,7 +597,8 @@ def make_run(config: Settings) -> Run:
         fused=True,
         capturable=device_.startswith('cuda'),
     )
-    optimizer._warned_capturable_if_run_uncaptured = True  # the first steps are, on purpose
+    # No warning: the first steps run uncaptured on purpose.
+    optimizer._warned_capturable_if_run_uncaptured = True
 
     captures = graphs and device_.startswith('cuda') and env == 'torch'
     return Run(
@@ -565,6 +611,7 @@ def make_run(config: Settings) -> Run:
         eval_levels=eval_levels,
         model=model,
         optimizer=optimizer,
+        # The first layer of a non-recurrent agent has empty weights.
         gradients=Gradients((p for p in model.parameters() if p.numel()), n_extra=9),
         state=model.init_state(B),
         keys=board_keys(seed, ACTION_STREAM, boards.board),
@@ -574,50 +621,19 @@ def make_run(config: Settings) -> Run:
     )
 
 
-def choose_threads(run: Run) -> None:
-    """Set the number of CPU threads by common.pick_threads. It measures without compilation, which
-    would be for other shapes than those of training."""
-
-    def chunk(T: int) -> None:
-        w = run.model.prepare()
-        state = run.state
-        obs, start = run.env.observe(), run.env.steps == 0
-        total = 0
-        for _ in range(T):
-            logits, value, state = run.model.act(w, obs, start, state)
-            total = total + logits.sum() + value.sum()
-        total.backward()
-
-    fused.enabled = False
-    run.config['threads'] = common.pick_threads(run.config['threads'], run.device, chunk, unroll)
-    run.gradients.zero()
+# ---- the loop ----
 
 
-def warm_up(run: Run) -> None:
-    """Compile before time is measured, if compilation works: run a rollout and its backward on
-    copies of everything that they change."""
-    fused.enabled = compile and mode == 'fast'
-    if fused.enabled:
-        trial = copy.copy(run)
-        trial.env = copy.deepcopy(run.env)
-        trial.state = tuple(x.clone() for x in run.state)
-        trial.count = run.count.clone()
-        fused.enabled = common.compiles(run.model, lambda: rollout_and_backward(trial))
-
-
-def describe(run: Run) -> str:
-    """Return the lines about the machine and the model that are printed before training."""
-    params, macs = run.model.num_params(), run.model.macs_per_step()
-    millions = {name: f'{x / 1e6:.3f}M' for name, x in {**params, **macs}.items()}
-    return (
-        f'{common.machine(run)}, {run.model.config.dtype} convolutions, the rest in fp32\n'
+def describe(run: Run) -> None:
+    """Print the machine and the model."""
+    counts = {**run.model.num_params(), **run.model.macs_per_step()}
+    millions = {name: f'{x / 1e6:.3f}M' for name, x in counts.items()}
+    print0(f'{common.machine(run)}, {run.model.config.dtype} convolutions, the rest in fp32')
+    print0(
         f'{type(run.model).__name__}: {millions["total"]} parameters ({millions["core"]} core); '
         f"multiply-adds per step: {millions['nominal']} by the paper's count, executed "
         f'{millions["executed"]} core + {millions["head"]} head + {millions["encoder"]} encoder'
     )
-
-
-# ---- the loop ----
 
 
 def main(config: Settings) -> int:
@@ -636,7 +652,7 @@ def main(config: Settings) -> int:
     except ValueError as error:  # Mistake, and AgentConfig's
         fail(error)
     choose_threads(run)
-    print0(describe(run))
+    describe(run)
     warm_up(run)
     if run.rank == 0:
         track, close_trackers = open_trackers(config, tensorboard, wandb_project if wandb else '')

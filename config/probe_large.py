@@ -1,10 +1,10 @@
 """Planning probes of the paper: recurrent ConvLSTM agents of the large budget, d = 256.
 
 Goal: recall of the planned path by step for L = 1, 2, 4 and 8, each for the best of three seeds.
-Expected: the paper's figure, recall over the first 20 steps and boards at the first three. Hardware
-and time: one GPU of 80 GB; the agents take about 57 hours of an H100-class one (modeled, not
-measured; not run by us yet), the probes minutes. probe_sokoban.py prints the disk space that it
-needs.
+Expected: the paper's figures, recall over the first 20 steps and the plan on boards at the first
+three. Hardware and time: one GPU of 80 GB; the agents take about 57 hours of an H100-class one
+(modeled, not measured; not run by us yet), the probes minutes. probe_sokoban.py prints the disk
+space that it needs.
 
     python sweep.py --plan=sokoban-large --run \\
         --only='model=convlstm variant=recurrent d=256 L=1,2,4,8'

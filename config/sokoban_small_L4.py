@@ -2,7 +2,7 @@
 
 Goal: the paper's best small agent, 50M steps of unfiltered-train. Expected (the paper): 92.70% of
 unfiltered-test solved, mean return 9.21. Hardware and time: one GPU, about half an hour of an
-H100-class one (planned, not measured; not run by us yet).
+H100-class one (modeled, not measured; not run by us yet).
 
     python train_sokoban.py config/sokoban_small_L4.py --download=True
     python train_sokoban.py config/sokoban_small_L4.py --eval_only=True --levels=unfiltered-test

@@ -1,6 +1,6 @@
 """Non-recurrent language model of the studies on a small machine (config/study_lm.py).
 
-Goal: what config/tiny_lm.py is compared with, at the same FLOPs per byte: 1.7M bytes of speeches.
+Goal: the counterpart of config/tiny_lm.py at the same FLOPs per byte: 1.7M bytes of speeches.
 Hardware and time: one CPU core, three to six minutes. Prepare the data first:
 
     python data_fineweb.py --demo=True --tokenizer=bytes

@@ -215,6 +215,7 @@ ENDS = [  # body of main(), exit status, what is printed
     ('raise KeyboardInterrupt', 130, '\nstopped\n'),
     ('raise BrokenPipeError', 0, ''),
     ('raise OSError("no disk")', 2, 'error: no disk\n'),
+    ('open("no.txt")', 2, 'error: no.txt: No such file or directory\n'),
     ('raise MemoryError', 2, 'error: less of it\n'),
 ]
 

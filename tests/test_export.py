@@ -55,13 +55,13 @@ def test_an_export_replaces_one_that_was_interrupted_between_its_files(
 
 
 MISTAKES = [  # arguments, message; {0}: trained, {1}: the repository
-    ('--export={0}/rnn', 'holds what no such export wrote'),
-    ('--export={1}/pretrained/sokoban', 'holds what no such export wrote'),
-    ('--export=other', 'holds what no such export wrote'),
+    ('--export={0}/rnn', 'holds files that no such export wrote'),
+    ('--export={1}/pretrained/sokoban', 'holds files that no such export wrote'),
+    ('--export=other', 'holds files that no such export wrote'),
     ('--export=x --out_dir={0}/lstm', "arch = 'lstm'"),
     ('--export=empty/x', 'Not a directory'),
     ('--export=x --interactive', 'exclude each other'),
-    ('--score=none.txt', "No such file or directory: 'none.txt'"),
+    ('--score=none.txt', 'none.txt: No such file or directory'),
     ('--score=other/model.safetensors', 'cannot be read as text'),
     ('--score=empty', 'there is no text in it'),
 ]

@@ -446,7 +446,7 @@ def test_a_non_finite_loss_ends_the_run_and_keeps_the_last_good_checkpoint(data,
     run_lm(data, tmp_path, max_iters=4)
     saved = (tmp_path / 'ckpt_last.pt').read_bytes()
     assert run_lm(data, tmp_path, max_iters=20, resume=True, learning_rate=1e38) == 1
-    assert 'error: update 6: loss ' in capsys.readouterr().out
+    assert 'error: update 6: the loss is ' in capsys.readouterr().out
     assert (tmp_path / 'ckpt_last.pt').read_bytes() == saved
 
 
