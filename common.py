@@ -723,7 +723,7 @@ def resume_if_restarted(out_dir: Path, *settings: dict) -> None:
         return
     if saved_in(out_dir):
         print0('restarted by torchrun: resuming')
-        changes = {'resume': True, 'overwrite': False, 'init_from': ''}
+        changes = {'resume': True, 'overwrite': False}
     else:
         print0('restarted by torchrun: from the start')
         changes = {'resume': False, 'overwrite': True}

@@ -52,7 +52,8 @@ from muon import Muon
 # I/O
 out_dir = 'out/lm'             # everything that a run writes goes here
 data_dir = 'data/fineweb'      # shards prepared by data_fineweb.py
-init_from = ''                 # start from the weights in this folder, of a run or an export
+init_from = ''                 # start from the weights in this folder, of a run or an export; a
+                               # resumed run keeps its own
 resume = False                 # continue from the last checkpoint in out_dir
 overwrite = False              # replace the run in out_dir
 eval_interval = 2000           # updates between validations (< 5% of the time) and checkpoints
@@ -136,7 +137,7 @@ SCRIPT = os.path.basename(__file__)  # named in messages; a copy of this file ha
 POSITION = ('step', 'record', 'best', 'seconds')  # fields of a Run that checkpoints keep
 # The dimension that counts streams, for each tensor of a model's state.
 STREAM_DIMS = {'experts': (0, 1, 1, 0), 'transformer': (1, 1, 0), 'lstm': (1, 1)}
-# Most tokens of a micro-batch: a quarter of the paper's update. Larger ones are not faster.
+# Most tokens of a micro-batch: the share of each of the paper's four GPUs in an update.
 MAX_MICRO_BATCH = 32768
 
 
@@ -187,8 +188,6 @@ def check_settings(world: int) -> None:
         raise Mistake(f'betas = {betas}: expected two numbers')
     if arch != 'experts' and recurrent != (arch == 'lstm'):
         raise Mistake(f'arch = {arch!r}: needs --recurrent={arch == "lstm"}')
-    if init_from and (resume or eval_only):
-        raise Mistake('--init_from starts a new run: leave out --resume and --eval_only')
     common.need_packages(matplotlib=plot, tensorboard=tensorboard, wandb=wandb)
 
 
@@ -636,7 +635,8 @@ def make_run(config: Settings) -> Run:
         names = [f.name for f in fields(ModelConfig) if f.name != 'mode' and f.name in config]
         names += ['arch', 'recurrent', 'tokenizer']
         needed = ('model', 'model_config')
-        common.adopt_sizes(init_from or out_dir, names, needed, config, globals())
+        source = out_dir if resume else init_from
+        common.adopt_sizes(source, names, needed, config, globals())
     check_settings(world)
     torch.manual_seed(seed)
 
@@ -663,7 +663,7 @@ def make_run(config: Settings) -> Run:
         model = build_model(model_config, recurrent)
     else:
         model = baselines.build(arch, model_config)
-    if init_from:
+    if init_from and not (resume or eval_only):
         common.init_from(model, init_from, rename=lambda w: rename_old_weights(model, w, ''))
     model = model.to(device_)
 

@@ -68,7 +68,8 @@ from sokoban import (
 # fmt: off
 # I/O
 out_dir = 'out/sokoban'        # everything that a run writes goes here
-init_from = ''                 # start from the weights in this folder, of a run or an export
+init_from = ''                 # start from the weights in this folder, of a run or an export; a
+                               # resumed run keeps its own
 resume = False                 # continue from the last checkpoint in out_dir
 overwrite = False              # replace the run in out_dir
 eval_interval = 1000           # updates between evaluations and checkpoints (640,000 steps)
@@ -188,8 +189,6 @@ def check_settings(world: int) -> None:
     """Raise Mistake for settings that do not fit together."""
     if levels or best:
         raise Mistake('levels and best are settings of --eval_only=True; a run trains on split')
-    if init_from and resume:
-        raise Mistake('--init_from starts a new run: leave out --resume')
     if n_envs % world:
         raise Mistake(f'n_envs = {n_envs}: must be a multiple of the {world} ranks')
     if download and world > 1:
@@ -561,7 +560,8 @@ def make_run(config: Settings) -> Run:
     if init_from or resume:  # a run that is resumed may have adopted its sizes
         names = [f.name for f in fields(AgentConfig) if f.name in config]
         names = [name for name in names if name not in ('dtype', 'mode')]
-        common.adopt_sizes(init_from or out_dir, names, ('model',), config, globals())
+        source = out_dir if resume else init_from
+        common.adopt_sizes(source, names, ('model',), config, globals())
     check_settings(world)
     # Shapes never change, so that the search for the fastest convolutions runs once.
     torch.backends.cudnn.benchmark = not torch.backends.cudnn.deterministic
@@ -578,7 +578,7 @@ def make_run(config: Settings) -> Run:
     activations = 4 * kept * B * CELLS * n_embd  # bytes
     common.check_fits(activations, f'n_envs = {n_envs} (unroll = {unroll})', device_)
     model = build_agent(agent_config)
-    if init_from:
+    if init_from and not resume:
         common.init_from(model, init_from)
     model = model.to(device_)
     set_precision(model)

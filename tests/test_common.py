@@ -192,7 +192,7 @@ def test_a_run_restarted_by_torchrun_resumes_or_starts_over(tmp_path, monkeypatc
     assert changes == {'resume': False, 'overwrite': True}
     (tmp_path / LAST).write_text('')
     changes = restart_changes(tmp_path, monkeypatch, restarts=2)
-    assert changes == {'resume': True, 'overwrite': False, 'init_from': ''}
+    assert changes == {'resume': True, 'overwrite': False}
 
 
 def test_a_restart_does_not_touch_a_run_that_was_refused(tmp_path, monkeypatch):

@@ -39,14 +39,14 @@ def load_last(out):
 
 
 generate = sokoban.generate
-generated_once = functools.cache(lambda key: generate(*pickle.loads(key)))
+generated_once = functools.cache(lambda arguments: generate(**pickle.loads(arguments)))
 
 
 @pytest.fixture(autouse=True)
 def levels_are_generated_once(monkeypatch):
     """Generate equal levels once: most runs here play the same ones, and would spend a third of
     their time on them."""
-    monkeypatch.setattr(sokoban, 'generate', lambda *args: generated_once(pickle.dumps(args)))
+    monkeypatch.setattr(sokoban, 'generate', lambda **kwargs: generated_once(pickle.dumps(kwargs)))
 
 
 # ---- the update ----
@@ -371,6 +371,18 @@ def test_init_from_adopts_the_sizes_that_are_not_on_the_command_line(tmp_path):
     assert all(torch.equal(p, old[name]) for name, p in new.named_parameters())
 
 
+def test_a_resumed_run_keeps_its_own_weights_whatever_init_from_says(tmp_path):
+    run_agent(tmp_path / 'a', total_steps=12)
+    run_agent(tmp_path / 'b', total_steps=24, seed=2)
+    run_agent(tmp_path / 'c', total_steps=24, seed=2)
+    assert run_agent(tmp_path / 'b', total_steps=36, seed=2, resume=True) == 0
+    settings = {'init_from': tmp_path / 'a', 'resume': True}
+    assert run_agent(tmp_path / 'c', total_steps=36, seed=2, **settings) == 0
+    expected = load_last(tmp_path / 'b')['model']
+    found = load_last(tmp_path / 'c')['model']
+    assert all(torch.equal(found[name], x) for name, x in expected.items())
+
+
 def test_resume_refuses_other_settings_other_levels_and_parts_that_do_not_fit(tmp_path, capfd):
     np.save(tmp_path / 'x.npy', generate(50, 1, 0)[0])
     out = tmp_path / 'run'
@@ -420,7 +432,6 @@ MISTAKES = [
     ({'residual': 'shared'}, "residual = 'shared' is for arch = 'convglu'"),
     ({'radius': 0, 'aggregation': 'mean'}, "radius = 0 needs aggregation = 'sqrt_sum'"),
     ({'init_from': 'nowhere'}, 'nowhere'),
-    ({'init_from': 'nowhere', 'resume': True}, '--init_from starts a new run'),
 ]
 
 
@@ -476,7 +487,11 @@ def test_eval_only_takes_the_best_checkpoint_and_the_first_levels(finished_run):
 
 def test_no_evaluation_level_is_trained_on(tmp_path, monkeypatch):
     """The generator makes the same levels for every seed here. --eval_only plays the same ones."""
-    monkeypatch.setattr(sokoban, 'generate', lambda n, b, seed, *rest: generate(n, b, 7, *rest))
+
+    def same_seed(**settings):
+        return generate(**{**settings, 'seed': 7})
+
+    monkeypatch.setattr(sokoban, 'generate', same_seed)
     config = configure(vars(train_sokoban), agent_arguments(tmp_path), quiet=True)
     (train_levels, _), (eval_levels, _) = sokoban.load_level_sets(config)
     assert np.array_equal(sokoban.load_level_sets(config, training=False)[1][0], eval_levels)
