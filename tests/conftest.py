@@ -33,7 +33,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    # The longest tests first, or one process ends with them alone.
+    # Start the longest tests first: at the end, one process would be left alone with them.
     items.sort(key=lambda item: 'triton' not in item.nodeid)
     for item in items:
         if item.get_closest_marker('long') and not config.getoption('--long'):
@@ -53,13 +53,13 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope='session')
 def trained(data, tmp_path_factory):
-    """Return a folder with three trained language models: rnn, gpt (not recurrent) and lstm."""
+    """Return a folder with three trained language models: recurrent, nonrecurrent and lstm."""
     from small_runs import run_lm
 
     folder = tmp_path_factory.mktemp('trained')
     settings = {
-        'rnn': {},
-        'gpt': {'recurrent': False, 'aggregation': 'softmax_l2'},
+        'recurrent': {},
+        'nonrecurrent': {'recurrent': False, 'aggregation': 'softmax_l2'},
         'lstm': {'arch': 'lstm'},
     }
     for name, changes in settings.items():

@@ -12,10 +12,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def start(command, ranks=1, **options):
-    """Start a script, or python's own arguments, by this Python; by torchrun if ranks > 1.
+    """Start a script with this Python, and with torchrun if ranks > 1; return subprocess.Popen.
 
-    command: ['train_lm.py', '--seed=1', ...]. options: as subprocess.Popen's; by default the
-    script runs in the project's folder and its output is piped as text."""
+    command: the script and its arguments, as in ['train_lm.py', '--seed=1'], or other arguments of
+    Python, as in ['-c', code]. options: as subprocess.Popen's; by default the script runs in the
+    project's folder and its output is piped as text."""
     launcher = ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={ranks}']
     arguments = [sys.executable, *(launcher if ranks > 1 else []), *map(str, command)]
     pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
@@ -23,7 +24,7 @@ def start(command, ranks=1, **options):
 
 
 def run(command, ranks=1, **options):
-    """Run a script as `start` does, to its end; return subprocess.CompletedProcess."""
+    """Start a script as `start` does, wait for its end, and return subprocess.CompletedProcess."""
     with start(command, ranks, **options) as process:
         try:
             out, error = process.communicate()
@@ -42,9 +43,9 @@ def output_of(process):
 
 def run_ranks(world, function, *args):
     """Call function(*args) in `world` processes, in the environment that torchrun gives to ranks,
-    and return their results. function: a function of a module, which every process imports.
+    and return their results. function: must be importable, because every process imports it.
 
-    The processes are forked from one that has imported torch, once per session."""
+    The processes are forked from a server process that imports torch once per session."""
     context = multiprocessing.get_context('forkserver')
     context.set_forkserver_preload(['train_lm'])
     with socket.socket() as free:

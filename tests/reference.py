@@ -125,16 +125,19 @@ def layer_step(model, l, s, z, history, window):
     keys = [(n @ layer.wk[i].t()).view(sizes) for i in range(c.n_expert)]
     values = [(n @ layer.wv[i].t()).view(sizes) for i in range(c.n_expert)]
     owners = list(range(c.n_expert))
-    if model.recurrent and c.share_kv:
-        owners = ['all'] * c.n_expert
+    shared = model.recurrent and c.share_kv
+    if shared:
+        owners = ['all']
         scale = 1 / c.n_expert if c.aggregation == 'mean' else 1 / math.sqrt(c.n_expert)
-        keys, values = [sum(keys) * scale], [sum(values) * scale]
-    for owner, k, v in zip(owners, keys, values, strict=False):
+        keys = [sum(keys) * scale]
+        values = [sum(values) * scale]
+    for owner, k, v in zip(owners, keys, values, strict=True):
         history.keys.setdefault((l, owner), []).append(rms_norm(k))
         history.values.setdefault((l, owner), []).append(v)
     oldest = history.first if window is None else history.first.clamp(min=now - window + 1)
     out = []
-    for i, owner in enumerate(owners):
+    for i in range(c.n_expert):
+        owner = 'all' if shared else i
         q = rms_norm((n @ layer.wq[i].t()).view(B, c.n_head, c.head_dim))
         att = attend(q, history.keys[l, owner], history.values[l, owner], now, oldest)
         y = u + att @ layer.wo[i].t()

@@ -108,7 +108,8 @@ def run_agent(out, script=train_sokoban, **settings):
 
 
 def error_of(capfd, script, arguments):
-    """Assert that a script refuses these arguments in one line, with exit status 2; return it."""
+    """Assert that a script refuses these arguments in one line, with exit status 2; return the
+    line."""
     capfd.readouterr()
 
     def main():

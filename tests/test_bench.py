@@ -1,5 +1,5 @@
-"""Test bench.py: figures of every suite, reports that continue, variants that fail, known
-figures."""
+"""Test bench.py: figures of every suite, reports that a later call continues, variants that fail,
+known figures."""
 
 import json
 import multiprocessing
@@ -13,9 +13,10 @@ import numpy as np
 import processes
 import pytest
 import torch
+from small_runs import error_of
 
 import bench
-from configurator import read_script, run_script
+from configurator import read_script
 
 SETTINGS = read_script(bench.__file__)[0]
 SMALL = {
@@ -53,16 +54,6 @@ def rows_of(config):
     """Return the rows of all steps of a suite."""
     steps = bench.plan_steps(config).values()
     return [row for step in steps for row in step.values() if 'L' in row]
-
-
-def error_of(capfd, argv):
-    """Assert that bench.py refuses these arguments in one line, and return it."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
-        patch.setattr('sys.argv', ['bench.py', *argv])
-        run_script(bench.main)
-    error = capfd.readouterr().err
-    assert end.value.code == 2 and error.startswith('error: ') and error.count('\n') == 1, error
-    return error
 
 
 # ---- suites ----
@@ -254,15 +245,18 @@ FAILURES = [  # what the call and the check of a variant do; its status and resu
 def test_a_failure_is_reported_and_other_variants_are_measured(
     forks, monkeypatch, call, check, status, checked
 ):
-    def filled():
-        """Return the check's numbers as matrices."""
+    def check_of_matrices():
+        """Return the numbers of the check as matrices."""
         pairs = check().items()
         return {name: [torch.full((2, 2), x) for x in pair] for name, pair in pairs}
 
     def make(row, config):
-        fails = row['mode'] == 'fails'
-        known = {'work': 1, **({'check': filled} if fails and check else {})}
-        return {'update': call if fails else lambda: None}, known
+        known = {'work': 1}
+        if row['mode'] == 'works':
+            return {'update': lambda: None}, known
+        if check:
+            known['check'] = check_of_matrices
+        return {'update': call}, known
 
     monkeypatch.setitem(bench.MAKERS, 'train', make)
     rows = {mode: {'suite': 'train', 'mode': mode} for mode in ('works', 'fails')}
@@ -375,11 +369,11 @@ REFUSED = [
 
 @pytest.mark.parametrize('argv, message', REFUSED)
 def test_mistakes_are_refused_in_one_line(argv, message, capfd):
-    assert message in error_of(capfd, argv)
+    assert message in error_of(capfd, bench, argv)
 
 
 def test_torchrun_is_for_training(monkeypatch, capfd):
     monkeypatch.setenv('WORLD_SIZE', '2')
     monkeypatch.setenv('RANK', '0')
     monkeypatch.setattr(os, '_exit', sys.exit)  # by which a rank ends
-    assert 'runs on one GPU, without torchrun' in error_of(capfd, ['--suite=decode'])
+    assert 'runs on one GPU, without torchrun' in error_of(capfd, bench, ['--suite=decode'])

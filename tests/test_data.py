@@ -20,8 +20,7 @@ import pytest
 import torch
 
 import data_fineweb as df
-from common import Mistake
-from configurator import configure, read_script, run_script
+from configurator import Mistake, configure, read_script, run_script
 
 ROOT = Path(df.__file__).parent
 DEFAULTS = read_script(df.__file__)[0] | {'tokenizer': 'bytes'}

@@ -141,7 +141,7 @@ def test_errors_in_bf16_and_fp32_are_small(model_type, device):
     model, x = make(model_type, torch.float32), tokens(4, 19)
     exact, _ = expected(reference.exact(model), x)
     model, x = model.to(device), x.to(device)
-    for amp, least, most in ((torch.bfloat16, 1e-3, 0.1), (torch.float32, 1e-8, 1e-5)):
+    for amp, least, most in ((torch.bfloat16, 1e-3, 0.2), (torch.float32, 1e-8, 1e-5)):
         with torch.no_grad(), torch.autocast(device, torch.bfloat16, amp == torch.bfloat16):
             _, state = model(x, state=model.init_state(4))
         decoder = Decoder(model, 4, amp=amp)

@@ -22,13 +22,13 @@ def export(run_folder, to, **settings):
     sample.export_model()
 
 
-@pytest.mark.parametrize('name, dtype', [('rnn', 'float32'), ('gpt', 'bfloat16')])
+@pytest.mark.parametrize('name, dtype', [('recurrent', 'float32'), ('nonrecurrent', 'bfloat16')])
 def test_an_export_holds_the_trained_weights_and_sizes(trained, tmp_path, name, dtype):
     export(trained / name, tmp_path, dtype=dtype)
     assert sorted(os.listdir(tmp_path)) == ['README.md', 'config.json', 'model.safetensors']
     model = sample.load_model(str(tmp_path), 'best')
     assert model.about['tokenizer'] == 'bytes' and model.config.n_embd == 32
-    assert model.recurrent == (name == 'rnn')
+    assert model.recurrent == (name == 'recurrent')
     trained_weights = load_checkpoint(trained / name / 'ckpt_best.pt')['model']
     loaded_weights = model.state_dict()
     with safetensors.safe_open(tmp_path / 'model.safetensors', 'pt') as file:
@@ -47,15 +47,15 @@ def test_an_export_replaces_one_that_was_interrupted_between_its_files(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(sample.common, 'write_tensors', fail)
-        export(trained / 'rnn', tmp_path)
+        export(trained / 'recurrent', tmp_path)
     with pytest.raises(CheckpointError, match='is damaged'):
         sample.LanguageModel.from_pretrained(tmp_path)
-    export(trained / 'rnn', tmp_path)
+    export(trained / 'recurrent', tmp_path)
     assert sample.LanguageModel.from_pretrained(tmp_path).config.n_embd == 32
 
 
 MISTAKES = [  # arguments, message; {0}: trained, {1}: the repository
-    ('--export={0}/rnn', 'holds files that no such export wrote'),
+    ('--export={0}/recurrent', 'holds files that no such export wrote'),
     ('--export={1}/pretrained/sokoban', 'holds files that no such export wrote'),
     ('--export=other', 'holds files that no such export wrote'),
     ('--export=x --out_dir={0}/lstm', "arch = 'lstm'"),
@@ -75,7 +75,7 @@ def test_mistakes_are_refused_in_one_line_and_change_no_file(
     (tmp_path / 'empty').touch()
     (tmp_path / 'other').mkdir()
     (tmp_path / 'other' / 'model.safetensors').write_bytes(b'other\xff')
-    argv = [f'--out_dir={trained}/rnn', *arguments.format(trained, ROOT).split()]
+    argv = [f'--out_dir={trained}/recurrent', *arguments.format(trained, ROOT).split()]
     assert message in error_of(capfd, sample, argv)
     assert sorted(os.listdir()) == ['empty', 'other']
     assert (tmp_path / 'other' / 'model.safetensors').read_bytes() == b'other\xff'
@@ -85,7 +85,7 @@ def test_a_damaged_checkpoint_is_refused_by_file_and_part(trained, tmp_path, cap
     """It is refused for sampling and for an export."""
     path = tmp_path / 'run' / 'ckpt_best.pt'
     path.parent.mkdir()
-    saved = load_checkpoint(trained / 'rnn' / 'ckpt_best.pt')
+    saved = load_checkpoint(trained / 'recurrent' / 'ckpt_best.pt')
     for damage, message in (
         ({'model': {}}, 'Missing key'),
         ({'model': {'embedding': torch.full((256, 32), torch.nan)}}, 'holds NaN'),
@@ -99,7 +99,7 @@ def test_a_damaged_checkpoint_is_refused_by_file_and_part(trained, tmp_path, cap
 
 
 def test_a_damaged_export_is_refused_by_file_and_reason(trained, tmp_path, capfd):
-    export(trained / 'rnn', tmp_path)
+    export(trained / 'recurrent', tmp_path)
     config, weights = tmp_path / 'config.json', tmp_path / WEIGHTS
     about, content = json.loads(config.read_text()), weights.read_bytes()
 

@@ -110,10 +110,8 @@ def test_graphs_replay_what_runs_eagerly(tmp_path, settings):
             weights.append(torch.nn.utils.parameters_to_vector(run.model.parameters()).detach())
         return torch.stack(episodes), weights, run.graphs
 
-    (episodes, weights, captured), (eager_episodes, eager_weights, none) = (
-        train_six(True),
-        train_six(False),
-    )
+    episodes, weights, captured = train_six(True)
+    eager_episodes, eager_weights, none = train_six(False)
     assert none is None and captured.keys() == {'rollout and backward', 'optimizer'}
     assert all(graph is not None for _, graph, _ in captured.values())
     assert torch.equal(episodes[:5], eager_episodes[:5])  # a later rounding could tip an action
@@ -229,7 +227,10 @@ def test_triton_forms_are_measured():
 def test_flex_attention_equals_the_dense_mask():
     """Compiled validation in windows starts from an empty, a partly filled and a full cache."""
     torch.manual_seed(0)
-    model = build_gpt().cuda()
+    config = ModelConfig(512, n_layer=2, n_expert=2, n_embd=192, window=40, block_size=32)
+    model = GPT(config).cuda()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.05)
     x = torch.randint(512, (4, 96), device='cuda')
     found = {}
     for kernels.fused.enabled in (False, True):
@@ -242,11 +243,7 @@ def test_flex_attention_equals_the_dense_mask():
     torch.testing.assert_close(found[True], found[False], rtol=1e-4, atol=1e-4)
 
 
-def build_gpt():
-    model = GPT(ModelConfig(512, n_layer=2, n_expert=2, n_embd=192, window=40, block_size=32))
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.05)
-    return model
+# ---- captures that are refused ----
 
 
 @pytest.mark.parametrize('refused', ['by CUDA', 'by an exception'])

@@ -1,5 +1,5 @@
-"""Test that a hack reaches every mode: each patch of tests/hacks is applied to a copy of the
-project. There every mode trains and decodes as the patched plain mode does, and not as the
+"""Test that a hack reaches every mode. Each patch of tests/hacks is applied to a copy of the
+project; there, every mode trains and decodes as the patched plain mode does, and not as the
 unpatched one."""
 
 import functools
@@ -17,6 +17,7 @@ SETTINGS = {
     'e_z_loss': {'z_loss': 1e-4},
     'g_max_convlstm': {'aggregation': 'max'},
 }
+# the hacks that are tested without --long
 SHORT = ['b_swiglu', 'f_gated_state', 'g_max_convlstm', 'h_wider_state']
 
 
@@ -45,7 +46,7 @@ def copy_and_patch(hack, folder):
 
 @pytest.mark.parametrize('hack', HACKS)
 def test_every_mode_follows_a_hack(tmp_path, hack, request):
-    """The first line holds the losses of the plain mode: the patch changes them. Without --long
+    """run.py prints the losses of the plain mode first, and the patch changes them. Without --long
     some patches are skipped, and Inductor compiles nothing."""
     long = request.config.getoption('--long')
     if hack not in SHORT and not long:

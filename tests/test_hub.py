@@ -210,7 +210,7 @@ def test_the_training_command_has_the_settings_that_differ_from_the_defaults():
 
 
 def test_an_unknown_setting_of_a_model_is_named(tmp_path):
-    """Such as one that the code had when the model was saved."""
+    """The code may have had the setting when the model was saved."""
     make_language_model(True).save_pretrained(tmp_path, config={'model': SIZES | {'z_loss': 0.1}})
     message = r'config\.json: .*has a setting that this code does not know: z_loss'
     with pytest.raises(CheckpointError, match=message):

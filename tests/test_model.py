@@ -113,17 +113,18 @@ def fake_graphed(graphs, name, function):
     return (graphs[name][1] or function)()
 
 
+# aggregation, and whether the experts of a layer share a cache
 KV = [(a, share) for a in AGGREGATIONS for share in (True, False)]
-# L, E, G, W, T, chunks, the chunk before which a stream is reset; and which of KV
+# (L, E, G, W, T, number of chunks, the chunk before which a stream is reset), and which of KV
 CASES = [((2, 3, 2, 3, 4, 3, 2), KV)]
 CASES += [((L, E, 2, 3, 4, 3, 2), KV[::3]) for L, E in ((1, 1), (3, 1), (1, 3), (3, 2))]
 CASES += [((2, 3, G, 3, 4, 3, 2), KV[:2]) for G in (1, 4)]
-# from an empty, a partly filled and a full state, and from streams of different age
-SPANS = [(5, 2, 5, 3), (3, 5, 3, 1), (1, 4, 2, 1), (2, 1, 5, 3)]
-CASES += [((2, 2, 2, *span), [KV[i] for i in (0, 3, 4, 7)]) for span in SPANS]
-# several blocks of 3 tokens and their rest
-SPANS = [(4, 8, 3, 2), (7, 11, 3, 1), (2, 7, 3, 1), (20, 9, 3, 2)]
-CASES += [((2, 2, 2, *span), [KV[i], KV[7 - i]]) for i, span in enumerate(SPANS)]
+# W, T, ...: chunks from an empty, a partly filled and a full state, and of streams of different age
+STATES = [(5, 2, 5, 3), (3, 5, 3, 1), (1, 4, 2, 1), (2, 1, 5, 3)]
+CASES += [((2, 2, 2, *span), [KV[i] for i in (0, 3, 4, 7)]) for span in STATES]
+# W, T, ...: chunks of several blocks of 3 tokens, and of a shorter last one
+BLOCKS = [(4, 8, 3, 2), (7, 11, 3, 1), (2, 7, 3, 1), (20, 9, 3, 2)]
+CASES += [((2, 2, 2, *span), [KV[i], KV[7 - i]]) for i, span in enumerate(BLOCKS)]
 
 
 @pytest.mark.parametrize(
@@ -506,3 +507,10 @@ def test_initialization(recurrent, aggregation):
         else:
             assert abs(p.std() * math.sqrt(p.size(-1)) - 0.5) < 0.03, name
             assert p.abs().max() <= 0.5 * math.sqrt(3 / p.size(-1)), name
+
+
+def test_b_may_start_at_the_square_root_of_the_number_of_experts():
+    config = ModelConfig(n_embd=128, n_layer=2, n_expert=9, init_b='sqrt_experts')
+    model = build_model(config, recurrent=True)
+    first, second = model.layers
+    assert first.a == second.a == 1 and first.b == second.b == 3

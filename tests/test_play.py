@@ -60,8 +60,8 @@ def save_probe(path, channels):
 
 
 def test_an_export_plays_what_its_run_plays(folder, capsys):
-    """They play the same game as text, as there is no terminal, and solve the same share of levels.
-    A GIF has the same boards. A second export replaces the first."""
+    """Both play the same game, as text because there is no terminal, and solve the same share of
+    levels. A GIF has the same boards. A second export replaces the first."""
     image = pytest.importorskip('PIL.Image')
     for _ in range(2):
         call(folder, f'--out_dir={folder}/run', f'--export={folder}/agent')
@@ -284,8 +284,8 @@ def test_a_damaged_export_is_named(folder, capfd, monkeypatch, name, content):
 
 
 def test_the_shipped_agent_solves_easy_levels_and_has_plans():
-    """Of many levels it solves 98%, with greedy and with sampled actions, and a random policy
-    20%."""
+    """Of many levels the agent solves 98%, with greedy and with sampled actions; a random policy
+    solves 20%. Here they play 60."""
     configure(vars(play_sokoban), [f'--out_dir={ROOT}/pretrained/sokoban'], quiet=True)
     agent, about, _ = convlstm.load_agent(play_sokoban.out_dir, 'best', 'cpu')
     levels = generate(60, about['n_boxes'], 5, about['max_moves'])[0]

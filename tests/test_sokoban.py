@@ -48,7 +48,7 @@ def masks(env):
     return [(env.grid & bit) > 0 for bit in (WALL, TARGET, BOX)]
 
 
-def refuses(message, function, *args, **options):
+def assert_refused(message, function, *args, **options):
     """Assert that the call raises one line that matches the message."""
     with pytest.raises(ValueError, match=message) as error:
         function(*args, **options)
@@ -83,7 +83,7 @@ def test_text_is_packed_and_unpacked():
 )
 def test_malformed_text_is_refused_by_file_and_level(old, new, message):
     boards = numbered([text('#$.     @#'), BOARD])
-    refuses(f'^a.txt: {message}', parse_text, boards.replace(old, new), 'a.txt')
+    assert_refused(f'^a.txt: {message}', parse_text, boards.replace(old, new), 'a.txt')
 
 
 def test_malformed_arrays_are_refused_by_file_and_level(tmp_path):
@@ -97,15 +97,17 @@ def test_malformed_arrays_are_refused_by_file_and_level(tmp_path):
         (levels[:, :9], r'expected uint8 of shape \(N, 17\)'),
     ):
         np.save(path, broken)
-        refuses(f'^{path}: {message}', read_file, path)
+        assert_refused(f'^{path}: {message}', read_file, path)
 
 
 def test_missing_levels_are_refused_with_the_command_that_downloads_them(tmp_path):
     command = '`python sokoban.py .*--download=True'
-    refuses(f'nowhere: no such folder: {command}', load_levels, f'{tmp_path}/nowhere', 'hard')
-    refuses(f'no hard.pack17.npy, no .*: {command}', load_levels, str(tmp_path), 'hard')
+    assert_refused(
+        f'nowhere: no such folder: {command}', load_levels, f'{tmp_path}/nowhere', 'hard'
+    )
+    assert_refused(f'no hard.pack17.npy, no .*: {command}', load_levels, str(tmp_path), 'hard')
     for name in ('', '../unfiltered-test', 'none.txt/'):
-        refuses('split = .*: no such file', load_levels, str(tmp_path), name)
+        assert_refused('split = .*: no such file', load_levels, str(tmp_path), name)
 
 
 def test_a_split_is_found_in_each_of_its_forms(tmp_path):
@@ -148,14 +150,14 @@ def test_a_split_is_downloaded_once_and_all_splits_are_of_one_commit(tmp_path, m
     commit = types.SimpleNamespace(sha='c0ffee')
     monkeypatch.setattr(hub, 'repo_info', lambda repo_id, revision, repo_type: commit)
     monkeypatch.setattr(hub, 'hf_hub_download', hf_hub_download)
-    refuses('^cannot download medium-train.npy', load_levels, folder, 'medium-train', True)
+    assert_refused('^cannot download medium-train.npy', load_levels, folder, 'medium-train', True)
     monkeypatch.delattr(hub, 'repo_info')  # from here on the folder keeps to its commit
     for split in ('unfiltered-valid', 'medium-valid'):
         for source in (f' downloaded from {sokoban.HUB}', ''):  # the second time it is there
             found, line = load_levels(folder, split, True)
             assert np.array_equal(found, levels)
             assert line == f'60 levels of {split} from 1 file in {folder}{source}'
-    refuses('hard.npy: level 7 has a character', load_levels, folder, 'hard', True)
+    assert_refused('hard.npy: level 7 has a character', load_levels, folder, 'hard', True)
     assert not sokoban.split_files(folder, 'hard')
 
 
@@ -219,7 +221,7 @@ def test_excluded_levels_are_left_out():
     ],
 )
 def test_generate_refuses_what_is_out_of_range(argument, message):
-    refuses(message, generate, **{'n': 1, **argument})
+    assert_refused(message, generate, **{'n': 1, **argument})
 
 
 # ----------------------------------------------------------------------------- the environment
@@ -240,7 +242,7 @@ def test_episodes_end_when_solved_or_after_120_steps():
 
 
 def test_an_unknown_order_is_refused():
-    refuses('order', SokobanEnv, generate(4, 1)[0], 7, order='shuffled')
+    assert_refused('order', SokobanEnv, generate(4, 1)[0], 7, order='shuffled')
 
 
 def test_random_bits_are_uniform_and_depend_on_seed_stream_board_and_count():

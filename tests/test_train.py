@@ -70,7 +70,7 @@ def test_a_run_writes_its_log_config_curve_and_checkpoints(data, tmp_path):
 
 
 def test_eval_only_prints_the_logged_loss_and_writes_nothing(data, trained, capsys):
-    folder = trained / 'rnn'
+    folder = trained / 'recurrent'
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert run_lm(data, folder, eval_only=True) == 0
     loss = read_log(folder)[4]['val_loss']
@@ -300,7 +300,8 @@ def test_baselines_have_the_size_and_cost_of_our_models(arch, sizes):
 
 @pytest.mark.parametrize('arch, sizes', BASELINES)
 def test_the_loss_of_a_baseline_does_not_depend_on_chunks(arch, sizes):
-    """Chunks of 30, 11 and 1 tokens with a carried state, and, within the window, no state."""
+    """It is the same with chunks of 30, 11 and 1 tokens and a carried state. For a chunk no longer
+    than the window it is the same without a state."""
     baseline = baselines.build(arch, model.ModelConfig(256, window=12, **sizes))
     x, y = torch.randint(256, (2, 3, 30))
     losses = []
@@ -624,7 +625,7 @@ def export(folder, to):
 
 
 def test_init_from_starts_with_the_weights_of_a_run_or_an_export(trained, data, tmp_path):
-    source = trained / 'rnn'
+    source = trained / 'recurrent'
     weights = load_checkpoint(source / 'ckpt_best.pt')['model']
     for folder in (source, export(source, tmp_path / 'export')):
         run = prepare_run(data, tmp_path / 'out', init_from=folder)
@@ -633,7 +634,7 @@ def test_init_from_starts_with_the_weights_of_a_run_or_an_export(trained, data, 
 
 
 def test_init_from_takes_the_layers_that_both_models_have(trained, data, tmp_path, capfd):
-    source, out = trained / 'rnn', tmp_path / 'out'
+    source, out = trained / 'recurrent', tmp_path / 'out'
     weights = load_checkpoint(source / 'ckpt_best.pt')['model']
     deeper = prepare_run(data, out, init_from=source, n_layer=3).model.state_dict()
     assert all(torch.equal(deeper[name], x) for name, x in weights.items())
@@ -647,7 +648,9 @@ def test_init_from_takes_the_layers_that_both_models_have(trained, data, tmp_pat
 def test_init_from_adopts_the_sizes_that_are_not_on_the_command_line(
     trained, data, tmp_path, source
 ):
-    folder = trained / 'gpt' if source == 'run' else export(trained / 'gpt', tmp_path / 'export')
+    folder = trained / 'nonrecurrent'
+    if source == 'export':
+        folder = export(folder, tmp_path / 'export')
     argv = [f'--data_dir={data}', f'--out_dir={tmp_path}/out', f'--init_from={folder}']
     argv += '--tokens_per_step=64 --val_tokens=96 --val_streams=3 --device=cpu --window=7'.split()
     run = train_lm.make_run(configure(vars(train_lm), argv, quiet=True))

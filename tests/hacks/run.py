@@ -11,7 +11,7 @@ import functools
 import os
 import sys
 
-if 'triton' in sys.argv:
+if 'triton' in sys.argv:  # before anything imports triton
     os.environ['TRITON_INTERPRET'] = '1'
 
 import torch
@@ -27,7 +27,8 @@ from model import GPT, RecurrentGPT
 
 
 def train(model, loss_of, updates=3):
-    """Return the loss of each update, loss_of(model, i), and the gradients of the last."""
+    """Train for some updates; return the loss of each, loss_of(model, i), and the gradients of the
+    last."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     losses = []
     for i in range(updates):
@@ -44,9 +45,10 @@ def train(model, loss_of, updates=3):
 
 
 def assert_same(found, expected, what, rtol=1e-8, atol=1e-9):
-    """Compare results of `train`; a message names `what`."""
-    message = functools.partial('{}: {}'.format, what)
-    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, msg=message)
+    """Assert that two results of `train` are close. what: the name of the first in a message."""
+    torch.testing.assert_close(
+        found, expected, rtol=rtol, atol=atol, msg=lambda message: f'{what}: {message}'
+    )
 
 
 def train_stream(model):
@@ -79,7 +81,7 @@ def models(settings):
     x, sizes = tokens(2, 6), {'n_expert': 2, **settings}
     known = {'layers.0.a', 'layers.0.b', *parameter_names(make(GPT, **sizes))}
     if not parameter_names(model) <= known:
-        return  # the patch is of the recurrent model alone
+        return  # the patch adds parameters to the recurrent model only
     found = {}
     for mode in ('fast', 'compiled'):
         model = make(GPT, **sizes)
@@ -112,16 +114,17 @@ def triton(settings):
     kernels.triton_module()
     cache.BLOCK = 4
     cache.GROUP = 3
-    found = {}
+    found = []
     for forms in (frozenset(), frozenset({'attention', 'experts', 'loss'})):
         model = make(RecurrentGPT, dtype=torch.float32, n_expert=3, n_embd=24, n_head=2, **settings)
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(0.7)  # the rounding of fp32 stays small
         model.forms = forms
-        found[bool(forms)] = train(model, lambda model, i: model(*tokens(2, 2, 7))[0].objective, 1)
-    assert_same(found[True], found[False], 'Triton forms', rtol=1e-3, atol=1e-4)
-    print(*found[False][0])
+        found.append(train(model, lambda model, i: model(*tokens(2, 2, 7))[0].objective, 1))
+    plain, with_forms = found
+    assert_same(with_forms, plain, 'Triton forms', rtol=1e-3, atol=1e-4)
+    print(*plain[0])
 
 
 def agents(settings):
