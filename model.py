@@ -32,14 +32,13 @@ from kernels import (
     enabled_forms,
     fused,
     head_loss,
-    norm,
     rope_table,
     rotate,
     softcap,
     using,
     window_mask,
 )
-from layer import AGGREGATIONS, RESIDUALS, LayerWeights, head_input, layer
+from layer import AGGREGATIONS, RESIDUALS, LayerWeights, head_input, layer, norm_to
 from unroll import DeferredLinear, recomputes, unroll
 
 MODES = ('fast', 'plain')
@@ -275,7 +274,7 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
     def core(self, idx: Tensor, state: State | None) -> tuple[Tensor, State | None]:
         """Run embedding and layers on tokens (B, T); return the head's input (B, T, D), and the
         state."""
-        z = norm(F.embedding(idx, self.embedding))
+        z = norm_to(F.embedding(idx, self.embedding), self.embedding.dtype)
         with using(self.forms):
             s, state = self.hidden(z, state)
         return head_input(s, self.config), state
