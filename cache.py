@@ -81,10 +81,10 @@ class Slots:
 
 
 @fused
-def store(slots: tuple, k: Tensor, unrotated: Tensor, v: Tensor) -> None:
-    """Copy keys and values (B, C, K) into slots (N, K) of the three buffers."""
-    for slot, x in zip(slots, (k, unrotated, v), strict=True):
-        slot.copy_(x.reshape(slot.shape))
+def store(slot: Tensor, k: Tensor, unrotated: Tensor, v: Tensor) -> None:
+    """Copy keys and values (B, C, K) into a slot (3, N, K)."""
+    for part, x in zip(slot.unbind(0), (k, unrotated, v), strict=True):
+        part.copy_(x.reshape(part.shape))
 
 
 @fused
@@ -117,18 +117,19 @@ class Window:
         self.heads = slots.heads
         self.t = 0  # the next token
         # slots that are not filled yet are read with weight 0, so they must be finite
-        self.k, self.unrotated, self.v = (k.new_zeros(N, W + T, K) for _ in range(3))
+        # One tensor, so that storing a token is one kernel
+        buffers = k.new_zeros(3, N, W + T, K)
+        self.k, self.unrotated, self.v = buffers.unbind(0)
         self.k[:, :W] = rotate(k, slots.cos[:W], slots.sin[:W])
         self.unrotated[:, :W] = k
         self.v[:, :W] = v
-        # the slots that a block reads, (N, W + n, K) each, and those that a token writes, (N, K)
+        # the slots that a block reads, (N, W + n, K) each, and those that a token writes, (3, N, K)
         spans = [slice(t, W + min(t + BLOCK, T)) for t in range(0, T, BLOCK)]
         self.blocks = [(self.k[:, span], self.v[:, span]) for span in spans]
-        buffers = (self.k, self.unrotated, self.v)
-        self.tokens = list(zip(*(x[:, W:].unbind(1) for x in buffers), strict=True))
+        self.tokens = buffers[:, :, W:].unbind(2)
         # of the backward:
         self.last_backward = 0  # the token whose backward ran last
-        self.dk = self.dv = None  # gradients of the rotated keys and the values, (N, S, K)
+        self.grads = None  # of the rotated keys and of the values, (2, N, S, K): dk and dv
         # gradients (2, N, T, K) of the new keys, not rotated, and values, from later blocks of a
         # chunk (unroll.Block)
         self.later_grads = None
@@ -146,7 +147,9 @@ class Window:
         previous token, a new backward starts, and its gradients start at zero."""
         if t >= self.last_backward:
             slots = self.slots
-            self.dk, self.dv = torch.zeros(2, *self.k.shape, dtype=slots.wide, device=self.k.device)
+            size = (2, *self.k.shape)
+            self.grads = torch.zeros(size, dtype=slots.wide, device=self.k.device)
+            self.dk, self.dv = self.grads.unbind(0)
             if self.later_grads is not None:
                 dk, dv = self.later_grads
                 self.dk[:, slots.W :] = rotate(dk, slots.cos[slots.W :], slots.sin[slots.W :])
@@ -206,8 +209,8 @@ class WindowAttention(torch.autograd.Function):
             window.pending.clear()
         dq = torch.bmm(ds, keys).view(len(slots.count), -1, heads.K)
         # complete: all tokens that see this slot have had their backward
-        dk = window.dk[:, slots.W + t].view(-1, heads.C, heads.K)
-        dv = window.dv[:, slots.W + t].view(-1, heads.C, heads.K)
+        grads = window.grads[:, :, slots.W + t].to(q.dtype)  # (2, N, K)
+        dk, dv = grads.view(2, -1, heads.C, heads.K).unbind(0)
         return None, None, dq, dk, None, dv
 
 

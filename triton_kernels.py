@@ -581,6 +581,13 @@ class Experts(torch.autograd.Function):
         return None, du, dattended, dcoef
 
 
+@functools.cache  # one tensor for all tokens: filling it would be a kernel per token
+@torch.inference_mode(False)  # a backward may save it
+def _constant_coef(E: int, aggregation: str, device: torch.device) -> Tensor:
+    """Return the coefficient () of each expert's output in the aggregation 'sqrt_sum' or 'mean'."""
+    return torch.full((), E**-0.5 if aggregation == 'sqrt_sum' else 1 / E, device=device)
+
+
 def experts(
     w: layer.LayerWeights, u: Tensor, attended: Tensor, gates: Tensor | None, config: object
 ) -> Tensor:
@@ -591,9 +598,7 @@ def experts(
         act, _, _, _ = product(y, w.up.w, 'norm', 'relu', None, ss)
         return layer.merge(y, w.down(act), u, gates, config.aggregation, config.residual)
     if gates is None:
-        E = len(w.up.w)
-        scale = E**-0.5 if config.aggregation == 'sqrt_sum' else 1 / E  # else 'mean'
-        coef = torch.full((), scale, device=u.device)
+        coef = _constant_coef(len(w.up.w), config.aggregation, u.device)
     else:
         coef = gate_weights(gates, config.aggregation).t()[..., None]  # (E, B, 1)
     return Experts.apply((w.wo, w.up, w.down), u, attended, coef)
@@ -824,7 +829,7 @@ REPLACES = {
     'loss': (kernels.slice_loss, kernels.losses, kernels.softcap),
 }
 SOURCES = {
-    'attention': '33f28ed6764bbdd9',
+    'attention': 'e786fea8d0b2b792',
     'experts': '5abe9ddec8d1cc88',
     'loss': '423b6a98a66676d3',
 }
