@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from kernels import Heads, fused, rope_table, rotate, to_cache_heads, to_experts, window_mask
 
@@ -219,15 +218,17 @@ class WindowAttention(torch.autograd.Function):
 
 class Band(NamedTuple):
     """The mask of kernels.window_mask in the form that flex_attention takes, which skips blocks of
-    scores outside the window."""
+    scores outside the window. (Its module is imported where it is needed, because that takes
+    seconds and 150 MB.)"""
 
-    blocks: BlockMask  # token t sees slots t + 1 .. t + W
+    blocks: object  # flex_attention's BlockMask: token t sees slots t + 1 .. t + W
     first: Tensor  # (B,): the first filled slot
 
 
 @functools.cache
-def band_blocks(T: int, W: int, device: torch.device) -> BlockMask:
+def band_blocks(T: int, W: int, device: torch.device) -> object:
     """Return the blocks of a Band of T tokens over W cached and T new slots."""
+    from torch.nn.attention.flex_attention import create_block_mask
 
     def seen(b, h, t, slot):
         return (slot > t) & (slot <= t + W)
@@ -237,6 +238,7 @@ def band_blocks(T: int, W: int, device: torch.device) -> BlockMask:
 
 def band_attention(q: Tensor, k: Tensor, v: Tensor, band: Band) -> Tensor:
     """Attend in a sliding window at a cost of O(T W). Only for compiled callers on a GPU."""
+    from torch.nn.attention.flex_attention import flex_attention
 
     def filled(score, b, h, t, slot):
         return torch.where(slot >= band.first[b], score, -math.inf)

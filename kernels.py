@@ -21,7 +21,6 @@ from configurator import first_line
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 EPS = 1e-6  # in every RMSNorm and in the denominators of routed aggregations
 ROPE_BASE = 10000.0
@@ -57,6 +56,8 @@ def bf16_is_fast(device: str | torch.device) -> bool:
 def compiled(f: Callable, pdl: bool = False) -> Callable:
     """Return f compiled, separately for each set of argument shapes. pdl: kernels use programmatic
     dependent launch, by which the next kernel is set up while this one still runs."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # slow to import
+
     name, default = 'TORCHINDUCTOR_CACHE_DIR', default_cache_dir()
     capability = os.environ.get('ATEN_CPU_CAPABILITY')
     if capability and os.environ.get(name, default) == default:
