@@ -2,8 +2,8 @@
 
 Goal: all experts start equal, so s is sqrt(E) times as large as the embedding z at the start. Does
 it help the wide, shallow models to start with b = sqrt(E) instead of 1? L = 1 and 2, 7.05M bytes,
-each at its own learning rate, three seeds, as in config/study_lm.py. Expected: open.
-Hardware and time: CPU cores, 24 runs of 7 to 10 minutes of one core each.
+each at its own learning rate, three seeds, as in config/study_lm.py. Expected: no gain
+(results/README.md). Hardware and time: CPU cores, 24 runs of 7 to 10 minutes of one core each.
 
     python data_fineweb.py --demo=True --tokenizer=bytes
     python sweep.py config/study_init_b.py --run --figure --table
