@@ -122,7 +122,7 @@ class Transformer(nn.Module):
         return chunk(self, idx, targets, state)
 
     def chunk(self, idx: Tensor, targets: Tensor, state: tuple | None) -> tuple:
-        """Compute `forward`, which compiles this function."""
+        """Run the model on one chunk, as `forward` does, which compiles this function."""
         T, W = idx.size(1), self.config.window
         x = F.embedding(idx, self.embedding)  # (B, T, D)
         caches = [None] * len(self.blocks)

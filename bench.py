@@ -218,7 +218,7 @@ METRICS = {
 }
 
 
-# ---- what is measured: cells and rows ----
+# ---- cells and rows ----
 # A row is a dict: the suite, cell and mode, sizes by their shape letters, and later the results.
 
 

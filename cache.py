@@ -115,8 +115,8 @@ class Window:
         self.slots = slots
         self.heads = slots.heads
         self.t = 0  # the next token
-        # slots that are not filled yet are read with weight 0, so they must be finite
-        # One tensor, so that storing a token is one kernel
+        # One tensor, so that storing a token is one kernel. It starts at zero, because slots that
+        # are not filled yet are read with weight 0 and must be finite.
         buffers = k.new_zeros(3, N, W + T, K)
         self.k, self.unrotated, self.v = buffers.unbind(0)
         self.k[:, :W] = rotate(k, slots.cos[:W], slots.sin[:W])
@@ -218,8 +218,8 @@ class WindowAttention(torch.autograd.Function):
 
 class Band(NamedTuple):
     """The mask of kernels.window_mask in the form that flex_attention takes, which skips blocks of
-    scores outside the window. (Its module is imported where it is needed, because that takes
-    seconds and 150 MB.)"""
+    scores outside the window. flex_attention is imported where it is used, because the import takes
+    seconds and 150 MB."""
 
     blocks: object  # flex_attention's BlockMask: token t sees slots t + 1 .. t + W
     first: Tensor  # (B,): the first filled slot

@@ -379,7 +379,7 @@ def keep_memory() -> None:
 
 
 def report_uncompiled(error: Exception) -> None:
-    """Print that training goes on without compilation, because it failed with this error."""
+    """Print that training continues without compilation, which failed with this error."""
     print0(f'compile = True does not work here; training uncompiled ({first_line(error)})')
 
 
@@ -715,9 +715,9 @@ def restore(run: object, names: tuple, optimizers: list, saved: dict, path: Path
 
 
 def resume_if_restarted(out_dir: Path, *settings: dict) -> None:
-    """If torchrun --max-restarts has restarted this run, change every dict in `settings` so that
-    the run resumes from its last checkpoint, or starts over if it has none. Every rank must call
-    this function before rank 0 calls prepare_out_dir."""
+    """Make a run that torchrun --max-restarts has restarted resume from its last checkpoint, or
+    start over if it has none, by changing every dict in `settings`. Every rank must call this
+    function before rank 0 calls prepare_out_dir."""
     launch = pathlib.Path(out_dir, LAUNCH)
     if restart_count() == 0 or not launch.exists() or launch.read_text() != launch_id():
         return

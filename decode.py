@@ -23,7 +23,7 @@ from layer import head_input, layer, step
 from model import LanguageModel, State, randomize
 
 
-# What is tried, in this order: two Triton forms, and 'split', a way to run them (triton_kernels.py)
+# Tried in this order: two Triton forms, and 'split', a way to run them (triton_kernels.py)
 FORMS = ('attention', 'experts', 'split')
 
 

@@ -390,8 +390,8 @@ def matmul_into(a: Tensor, b: Tensor, wide: torch.dtype, total: Tensor | None = 
 class Loss(NamedTuple):
     """Mean losses per token, in nats."""
 
-    objective: Tensor  # what training minimizes
-    cross_entropy: Tensor  # what is reported
+    objective: Tensor  # minimized by training
+    cross_entropy: Tensor  # reported
 
 
 def softcap(x: Tensor) -> Tensor:

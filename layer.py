@@ -5,19 +5,20 @@ Experts i = 1..E:
 
     u             = a s + b z                                   non-recurrent: u = s
     q_i, k_i, v_i = projections of RMSNorm(u)
-    k, v          = sum(k_i) / sqrt(E), sum(v_i) / sqrt(E)      not shared: each k_i, v_i itself
+    k, v          = sum(k_i) / sqrt(E), sum(v_i) / sqrt(E)      not shared: each expert its own
     y_i           = u + Wo_i attend(RMSNorm(q_i), RMSNorm(k), v)    with RoPE, over the cache
     h_i           = y_i + Down_i relu(Up_i RMSNorm(y_i))^2
     s             = A(RMSNorm(h_1), ..., RMSNorm(h_E))          non-recurrent: A(h_1, ..., h_E)
 
-A is sum / sqrt(E) by default (`aggregate`). The first layer of the recurrent model starts from the
-last layer's s at the token before (`step`), that of the non-recurrent model from s = z. Experts
-share keys and values in the recurrent model, unless share_kv = False, but not in the other.
+A is sum / sqrt(E) by default; `merge` has the other aggregations and residuals. The first layer of
+the recurrent model starts from the last layer's s at the token before (`step`), that of the
+non-recurrent model from s = z. Experts share keys and values in the recurrent model, unless
+share_kv = False, but not in the other.
 
 Training in every mode, validation and decoding call `layer`. They differ in the class of the
 linears (kernels.Linear or unroll.DeferredLinear), in the cache, and in whether `kernels.fused`
-compiles. Autograd differentiates these equations; only attention over a cache.Window, RMSNorm on a
-CPU and the weights of a DeferredLinear have a backward written by hand.
+compiles. Autograd differentiates these equations, except where a backward is written by hand: for
+attention over a cache.Window, RMSNorm on a CPU, the weights of a DeferredLinear and Triton forms.
 
 Shapes: N rows (B streams, or B * T tokens in the non-recurrent model), D width, E experts, H query
 heads per expert, C key-value heads in the cache, M query heads per cache head, K head size, r width

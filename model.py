@@ -42,7 +42,7 @@ from layer import AGGREGATIONS, RESIDUALS, LayerWeights, head_input, layer, norm
 from unroll import DeferredLinear, recomputes, unroll
 
 MODES = ('fast', 'plain')
-# What is tried, in this order: Triton forms, then two ways to run them (triton_kernels.py)
+# Tried in this order: Triton forms, then two ways to run them (triton_kernels.py)
 FORMS = ('attention', 'experts', 'loss', 'split', 'pdl')
 INIT_B = ('one', 'sqrt_experts')
 EVAL_CHUNK = 128  # tokens per chunk in validation; more would only cost RecurrentGPT memory
@@ -107,9 +107,9 @@ class ModelConfig:
 
 
 class State(NamedTuple):
-    """What a model carries from chunk to chunk. Its size is constant, and it holds no absolute
-    position: cached keys are normalized but not rotated, and are rotated by their slot in the
-    window when they are read."""
+    """The state that a model carries from chunk to chunk. Its size is constant, and it holds no
+    absolute position: cached keys are normalized but not rotated, and are rotated by their slot in
+    the window when they are read."""
 
     s: Tensor  # (B, D) fp32, the last layer's output; empty (B, 0) for GPT
     k: Tensor  # (L, B, C, W, K), newest entry last

@@ -72,17 +72,17 @@ val_tokens = 10485760          # validation tokens, as many as in modded-nanogpt
 val_streams = 512              # streams into which val_tokens are cut, for any number of ranks
 # model (layer.py has the equations)
 arch = 'experts'               # 'experts', or a baseline: 'transformer' or 'lstm' (baselines.py)
-recurrent = True               # True = RecurrentGPT; False = GPT, the non-recurrent model
+recurrent = True               # False = the non-recurrent model
 n_layer = 2                    # L, layers; the small budget is L * E = 16 blocks of width 768
 n_expert = 8                   # E, experts per layer
 n_embd = 768                   # D, width
 n_head = 0                     # query heads; 0 = D/96 if D % 192 == 0, else D/64 if D % 128 == 0
 n_kv_head = 0                  # key-value heads; 0 = half of n_head, or n_head if that is odd
-window = 128                   # W, tokens that attention sees (GPT: in validation only)
-block_size = 64                # T, tokens per chunk; the paper: 64, or 256 and 2048 for GPT
+window = 128                   # W, tokens that attention sees (non-recurrent: only in validation)
+block_size = 64                # T, tokens per chunk; the paper: 64, non-recurrent 256 or 2048
 aggregation = 'sqrt_sum'       # 'sqrt_sum', 'mean', 'softmax_mean' or 'softmax_l2'
 share_kv = True                # recurrent: the experts of a layer share a cache; False = one each
-residual = 'expert'            # GPT: 'expert' (one per expert, the paper's rule) or 'shared'
+residual = 'expert'            # non-recurrent: 'expert' (one each, the paper's rule) or 'shared'
 router_dim = 64                # width of the router's queries and keys (softmax aggregations)
 init_b = 'one'                 # recurrent: initial b in u = a s + b z, 'one' or 'sqrt_experts'
 # optimizer (each learning rate is a peak)
@@ -249,8 +249,8 @@ def autocast(device: str, amp: torch.dtype) -> torch.autocast | nullcontext:
 
 
 def row_choices(streams: int, T: int) -> list[int]:
-    """Return the divisors of `streams`, the largest first, with which a micro-batch of that many
-    rows of T tokens has at most MAX_MICRO_BATCH tokens; [1] if T alone is more."""
+    """Return the divisors n of `streams` with n * T <= MAX_MICRO_BATCH, the largest first; [1] if
+    T alone is larger."""
     divisors = [n for n in range(streams, 0, -1) if streams % n == 0]
     return [n for n in divisors if n * T <= MAX_MICRO_BATCH] or [1]
 
@@ -313,8 +313,8 @@ def apply_updates(run: Run, shares: list) -> None:
 
 
 def reset_streams(run: Run, every_row: bool) -> None:
-    """Set the state of every row to zero or, with `reset_every`, that of the rows whose number in
-    the whole batch is congruent to the number of updates modulo reset_every."""
+    """Set the state of every row to zero or, with `reset_every`, that of the rows with
+    (row - updates) % reset_every == 0, where rows are numbered over all ranks."""
     period = 1 if every_row else reset_every
     if recurrent and period:
         rows = len(run.loader.rows)
@@ -631,11 +631,12 @@ def make_run(config: Settings) -> Run:
     if device_ == 'cpu':
         common.keep_memory()
     amp = common.pick_dtype(dtype, device_)
+    own_weights = resume or eval_only
     if init_from or resume:  # a run that is resumed may have adopted its sizes
         names = [f.name for f in fields(ModelConfig) if f.name != 'mode' and f.name in config]
         names += ['arch', 'recurrent', 'tokenizer']
         needed = ('model', 'model_config')
-        source = out_dir if resume else init_from
+        source = out_dir if own_weights else init_from
         common.adopt_sizes(source, names, needed, config, globals())
     check_settings(world)
     torch.manual_seed(seed)
@@ -663,7 +664,7 @@ def make_run(config: Settings) -> Run:
         model = build_model(model_config, recurrent)
     else:
         model = baselines.build(arch, model_config)
-    if init_from and not (resume or eval_only):
+    if init_from and not own_weights:
         common.init_from(model, init_from, rename=lambda w: rename_old_weights(model, w, ''))
     model = model.to(device_)
 
@@ -695,6 +696,13 @@ def make_run(config: Settings) -> Run:
 # ---- the loop ----
 
 
+def model_name() -> str:
+    """Return the name of the model in printed lines and titles."""
+    if arch != 'experts':
+        return arch
+    return f'{"" if recurrent else "non-"}recurrent Transformer'
+
+
 def describe(run: Run) -> None:
     """Print the machine, the model and the shape of an update."""
     params = ', '.join(f'{n / 1e6:.2f}M {part}' for part, n in run.model.num_params().items())
@@ -702,7 +710,7 @@ def describe(run: Run) -> None:
     micro_batches = tokens_per_step // (block_size * run.world * run.rows)
     shape = f'{run.world} ranks x {micro_batches} micro-batches x {run.rows} rows x {block_size}'
     print0(f'{common.machine(run)}, {run.amp}')
-    print0(f'{type(run.model).__name__}: parameters {params}; forward MFLOPs per token {flops}')
+    print0(f'{model_name()}: parameters {params}; forward MFLOPs per token {flops}')
     print0(f'{max_iters:,} updates of {tokens_per_step:,} tokens = {shape}')
 
 
@@ -804,7 +812,7 @@ def main(config: Settings) -> int:
         close_trackers()
     if run.rank == 0 and plot and status == 0:
         unit = 'byte' if tokenizer == 'bytes' else 'token'
-        title = f'{type(run.model).__name__}, L = {n_layer}, E = {n_expert}, d = {n_embd}'
+        title = f'{model_name()}, L = {n_layer}, E = {n_expert}, d = {n_embd}'
         print(f'loss curve: {plot_losses(out_dir, unit, title)}')
     common.leave(run)
     return status

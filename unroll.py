@@ -100,8 +100,8 @@ class DeferredLinear(Linear):
 
 
 class EmitWeightGrads(torch.autograd.Function):
-    """The identity on a chunk's inputs z and s. Every token depends on them, so the backward runs
-    after that of every DeferredLinear call, and can return the gradients of the weights."""
+    """Return a chunk's inputs z and s unchanged. Every token depends on them, so this backward runs
+    last, when every DeferredLinear has recorded its calls, and returns their weight gradients."""
 
     @staticmethod
     def forward(ctx, linears, z, s, *weights):

@@ -24,5 +24,5 @@ eval_interval = 100
 val_tokens = 32768
 val_streams = 64
 log_interval = 10
-compile = False  # saves 10 to 40% of the time on a CPU, but takes half a minute at the start
+compile = False  # it would save 10 to 40% of the time, but take half a minute at the start
 plot = True

@@ -284,8 +284,8 @@ def test_a_damaged_export_is_named(folder, capfd, monkeypatch, name, content):
 
 
 def test_the_shipped_agent_solves_easy_levels_and_has_plans():
-    """Of many levels the agent solves 98%, with greedy and with sampled actions; a random policy
-    solves 20%. Here they play 60."""
+    """On a large sample it solves 98%, with greedy and with sampled actions, and a random policy
+    20%. This test uses 60 levels."""
     configure(vars(play_sokoban), [f'--out_dir={ROOT}/pretrained/sokoban'], quiet=True)
     agent, about, _ = convlstm.load_agent(play_sokoban.out_dir, 'best', 'cpu')
     levels = generate(60, about['n_boxes'], 5, about['max_moves'])[0]

@@ -412,7 +412,7 @@ def test_in_a_plan_of_both_kinds_a_setting_of_also_may_be_of_one_script(monkeypa
     assert settings[True]['batch_size'] == 2 and 'download' not in settings[True]
     with pytest.raises(SystemExit):  # a plan of language models alone
         main(monkeypatch, '--plan=lm-small', '--also=download=True')
-    assert "unknown setting 'download'" in capsys.readouterr().err
+    assert "no trainer of plan 'lm-small' has a setting 'download'" in capsys.readouterr().err
 
 
 def test_hours_are_measured_before_a_sweep(fake, monkeypatch, capsys):
