@@ -394,7 +394,8 @@ def use_reference_mode(model: torch.nn.Module, compiled: bool) -> None:
     """Switch to a slower mode to compare with: without compilation and Triton forms if the variant
     is compiled, else plain."""
     kernels.fused.enabled = False
-    model.forms, model.graphs = frozenset(), False
+    model.forms = frozenset()
+    model.graphs = False
     model.config.mode = 'fast' if compiled else 'plain'
 
 

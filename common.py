@@ -338,14 +338,16 @@ def out_of_memory(error: BaseException) -> str:
     return ''
 
 
-def check_fits(size: float, what: str, device: str = 'cpu', advice: str = 'ask for less') -> None:
-    """Raise Mistake if `size` bytes, the least that `what` needs, are more than the device has
-    free. For use before an allocation; `what` may need more and still not fit."""
+def check_fits(
+    size: float, purpose: str, device: str = 'cpu', advice: str = 'ask for less'
+) -> None:
+    """Raise Mistake if `size` bytes, the least that `purpose` needs, are more than the device has
+    free. For use before an allocation, which may need more and still not fit."""
     free = device_memory(device)[1]
     if size > free:
         needs = f'needs more than {size / 1e9:,.1f} GB of memory'
         has = f'{device_name(device)} has {free / 1e9:,.1f} GB free'
-        raise Mistake(f'{what}: {needs}, and {has}: {advice}')
+        raise Mistake(f'{purpose}: {needs}, and {has}: {advice}')
 
 
 def check_model(build: Callable, config: object, copies: int = 1, device: str = 'cpu') -> None:
@@ -356,15 +358,15 @@ def check_model(build: Callable, config: object, copies: int = 1, device: str = 
     Nothing is allocated. Models of one and of two layers are built on the device 'meta', and every
     further layer counts as much as the second."""
     L = config.n_layer
-    what = f'a model of n_layer = {L}, n_expert = {config.n_expert}, n_embd = {config.n_embd}'
+    sizes = f'a model of n_layer = {L}, n_expert = {config.n_expert}, n_embd = {config.n_embd}'
     try:
         with torch.device('meta'):
             models = [build(replace(config, n_layer=n)) for n in (1, 2)]
     except (RuntimeError, OverflowError, TypeError) as error:  # for sizes like 2^63
-        raise Mistake(f'{what}: larger than any machine ({first_line(error)})') from None
+        raise Mistake(f'{sizes}: larger than any machine ({first_line(error)})') from None
     one, two = (sum(p.numel() for p in model.parameters()) for model in models)
     total = one + (L - 1) * (two - one)
-    check_fits(4 * copies * total, f'{what}, {total:,} parameters', device)
+    check_fits(4 * copies * total, f'{sizes}, {total:,} parameters', device)
 
 
 def keep_memory() -> None:

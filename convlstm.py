@@ -541,7 +541,8 @@ class ConvLSTM(Agent):
     def prepare(self) -> ConvLSTMWeights:
         """Return the convolutions of one unroll: that of z, and for each layer those of s and of h,
         as a pair. None stands for one that is not needed."""
-        config, layers = self.config, []
+        config = self.config
+        layers = []
         for ws, wh in zip(self.ws, self.wh, strict=True):
             if not ws.numel():  # layer 1 of a non-recurrent agent
                 layers.append((None, None))
@@ -583,7 +584,8 @@ class ConvLSTM(Agent):
         if self.config.recurrent:
             s, h, *cells = reset(start, *state)
         else:
-            s, h, cells = None, None, [None] * self.config.n_layer
+            s = h = None
+            cells = [None] * self.config.n_layer
         for l, (conv_s, conv_h) in enumerate(w.layers):
             parts = [z_parts[l], *self.below(conv_s, conv_h, s, h)]
             cells[l], h = lstm_cell(cells[l], self.gain[l], self.bias[l], *parts)

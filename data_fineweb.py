@@ -356,7 +356,10 @@ class Loader:
         rows = f'B = {B} rows of T = {T} tokens'
         if B % world:
             raise DataError(f'{rows} cannot be shared by {world} ranks')
-        self.B, self.T, self.carries, self.seed = B, T, carries, seed
+        self.B = B
+        self.T = T
+        self.carries = carries
+        self.seed = seed
         self.rows = np.arange(rank * B // world, (rank + 1) * B // world)
         self.shards = []
         for path in paths:
@@ -382,7 +385,9 @@ class Loader:
 
     def open_shard(self, epoch: int, shard: int) -> None:
         """Move to the first window of the shard that follows `shard` others of the epoch."""
-        self.epoch, self.shard, self.window = epoch, shard, 0
+        self.epoch = epoch
+        self.shard = shard
+        self.window = 0
         index, self.first = self.place(epoch, shard)
         self.tokens = self.shards[index]
         self.windows = self.count_windows(self.tokens)
@@ -628,7 +633,8 @@ def stream_batches(
         if not all(isinstance(document, str) for document in batch):
             raise DataError(f'column = {column!r} of the data set holds something that is not text')
         yield state, batch
-        state, failures = stream.state_dict(), 0
+        state = stream.state_dict()
+        failures = 0
 
 
 def describe_folder(folder: str) -> str:
@@ -834,7 +840,8 @@ def download_shards(count: int, folder: str) -> dict:
     print(f'{READY_MADE} -> {folder}: {len(missing)} of {len(paths)} shards, {size}', flush=True)
     start = time.monotonic()
     for done, path in enumerate(missing):
-        name, eta = os.path.basename(path), ''
+        name = os.path.basename(path)
+        eta = ''
         if done:
             seconds = (time.monotonic() - start) / done * (len(missing) - done)
             eta = f', {format_seconds(seconds)} left'

@@ -611,7 +611,8 @@ def write_solve_table(
     levels). On unfiltered-test, the split of all published numbers, rows of the paper (for the same
     variants and budgets) and of published agents follow. tuned: as in write_value_tables.
     """
-    paths, column = [], f'{(levels or "evaluation_levels").replace("-", "_")}_percent'
+    column = f'{(levels or "evaluation_levels").replace("-", "_")}_percent'
+    paths = []
     for model, cells in group_by(rates, attrgetter('model')).items():
         rows = []
         for row, fields in cell_fields(cells).items():

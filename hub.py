@@ -122,9 +122,9 @@ def call_hub(function: str, repo: str, *names: str, **options: object) -> object
     try:
         return retry(call, HUB_TRIES)
     except HUB_ERRORS as error:
-        what = ' of '.join([*names, repo])
+        file = ' of '.join([*names, repo])
         raise Mistake(
-            f'cannot download {what}: {first_line(error)}: run the same command again to continue'
+            f'cannot download {file}: {first_line(error)}: run the same command again to continue'
         ) from None
 
 

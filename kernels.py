@@ -58,7 +58,8 @@ def compiled(f: Callable, pdl: bool = False) -> Callable:
     dependent launch, by which the next kernel is set up while this one still runs."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # slow to import
 
-    name, default = 'TORCHINDUCTOR_CACHE_DIR', default_cache_dir()
+    name = 'TORCHINDUCTOR_CACHE_DIR'
+    default = default_cache_dir()
     capability = os.environ.get('ATEN_CPU_CAPABILITY')
     if capability and os.environ.get(name, default) == default:
         # Inductor's cache would hand kernels for AVX-512 to a process limited to AVX2, which

@@ -264,7 +264,9 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
     def init_state(self, B: int) -> State:
         """Return the state at the start of B streams: s is zero, and caches are empty. Attention
         masks their zeros."""
-        c, device, heads = self.config, self.embedding.device, self.heads
+        c = self.config
+        heads = self.heads
+        device = self.embedding.device
         shape = (2, c.n_layer, B, heads.C, c.window, heads.K)
         k, v = torch.zeros(shape, dtype=compute_dtype(self.embedding), device=device)
         width = c.n_embd if self.recurrent else 0  # unroll and Decoder take the width from here

@@ -346,7 +346,8 @@ def train_probes(data: Steps, device: str) -> tuple[dict[str, Probe], Tensor]:
     order = torch.Generator().manual_seed(0)
     is_due = every()
     for epoch in range(epochs):
-        total, batches = torch.zeros(len(PROBES), device=device), 0
+        total = torch.zeros(len(PROBES), device=device)
+        batches = 0
         for batch in torch.randperm(S, generator=order).split(batch_size):
             index = np.sort(batch.numpy())  # in the order of the file
             x = inputs(data, index, scale)

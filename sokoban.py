@@ -329,7 +329,8 @@ def load_level_sets(
     """
     both_generated = config['split'] == config['eval_split'] == 'generated'
     sizes = {'boxes': config['n_boxes'], 'max_moves': config['max_moves']}
-    train_levels, train_line = np.empty((0, 17), np.uint8), ''
+    train_levels = np.empty((0, 17), np.uint8)
+    train_line = ''
     if training or both_generated:
         train_levels, train_line = load_levels(
             config['levels_dir'],

@@ -582,7 +582,9 @@ def plan_rows(name: str = '', conditions: str = '', rule: str = '') -> list[Row]
     with seed 2, and so on. Without a name this is the plan of the settings, with `only` and
     `residual`."""
     if not name:
-        name, conditions, rule = plan, only, residual
+        name = plan
+        conditions = only
+        rule = residual
     if name not in PLANS:
         fail(f'plan = {name!r}: expected one of {", ".join(PLANS)}')
     cells = chosen(cells_of(name, rule), conditions, name)
@@ -719,7 +721,8 @@ def paper_table() -> list[dict]:
     modeled GPU hours and their state."""
     lines = []
     for entry in PAPER:
-        runs, hours, state = '', '', 'see the command'
+        runs = hours = ''
+        state = 'see the command'
         if entry.plan:
             rows = plan_rows(entry.plan, entry.only, entry.residual)
             runs = str(len(rows))

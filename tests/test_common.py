@@ -94,7 +94,7 @@ def test_a_checkpoint_with_python_objects_is_refused(tmp_path):
     assert_refused('evil.pt: holds Python objects', load_checkpoint, tmp_path / 'evil.pt')
 
 
-@pytest.mark.parametrize('damage', ['emptied', 'one bit flipped'])
+@pytest.mark.parametrize('damage', ['truncated', 'one bit flipped'])
 def test_a_damaged_last_checkpoint_gives_way_to_the_previous_one(tmp_path, capsys, damage):
     """A line says so. If the previous one is damaged too, the run is refused. test_fuzz.py has more
     damages."""
@@ -102,7 +102,7 @@ def test_a_damaged_last_checkpoint_gives_way_to_the_previous_one(tmp_path, capsy
         save_checkpoint({'step': step, 'weights': torch.ones(5000)}, tmp_path / LAST, keep=PREV)
     content = bytearray((tmp_path / LAST).read_bytes())
     content[9000] ^= 1
-    (tmp_path / LAST).write_bytes(b'' if damage == 'emptied' else content)
+    (tmp_path / LAST).write_bytes(b'' if damage == 'truncated' else content)
     loaded, source = load_latest(tmp_path)
     assert loaded['step'] == 1 and source.name == PREV
     out = capsys.readouterr().out
