@@ -126,9 +126,10 @@ class Window:
         spans = [slice(t, W + min(t + BLOCK, T)) for t in range(0, T, BLOCK)]
         self.blocks = [(self.k[:, span], self.v[:, span]) for span in spans]
         self.tokens = buffers[:, :, W:].unbind(2)
-        # of the backward:
+        # state of the backward
         self.last_backward = 0  # the token whose backward ran last
-        self.grads = None  # of the rotated keys and of the values, (2, N, S, K): dk and dv
+        self.grads = None  # gradients of the rotated keys and of the values, (2, N, S, K)
+        self.dk = self.dv = None  # views of its two halves
         # gradients (2, N, T, K) of the new keys, not rotated, and values, from later blocks of a
         # chunk (unroll.Block)
         self.later_grads = None

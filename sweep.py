@@ -83,8 +83,8 @@ tune = ''                      # a setting and values to choose from with seed 1
                                # 'learning_rate=0.02,0.04'
 base = ''                      # config file of all runs, or of the recurrent ones; '': the plan's
 base_nonrecurrent = ''         # config file of the non-recurrent runs; '': base
-also = ''                      # further settings of every run, as in 'compile=True threads=1'; in a
-                               # plan of agents and language models, those that a script has
+also = ''                      # further settings of every run, as in 'compile=True threads=1'; one
+                               # that only one trainer has is left out of the other's runs
 script = ''                    # your copy of the trainer; '': train_lm.py or train_sokoban.py
 width = 1.0                    # multiplies all widths; L and E stay those of the full-size plan
 length = 1.0                   # multiplies updates or environment steps

@@ -42,7 +42,7 @@ import common
 import unroll
 from common import CheckpointError, Gradients, fill, gather, open_trackers, print0, restoring
 from data_fineweb import VOCAB, DataError, Loader, find_shards, fingerprint, load_val, token_bytes
-from figures import plot_losses
+from figures import describe_model, plot_losses
 from kernels import fused, graphed, may_run_uncompiled
 from model import EVAL_CHUNK, ModelConfig, build_model, rename_old_weights
 from muon import Muon
@@ -696,13 +696,6 @@ def make_run(config: Settings) -> Run:
 # ---- the loop ----
 
 
-def model_name() -> str:
-    """Return the name of the model in printed lines and titles."""
-    if arch != 'experts':
-        return arch
-    return f'{"" if recurrent else "non-"}recurrent Transformer'
-
-
 def describe(run: Run) -> None:
     """Print the machine, the model and the shape of an update."""
     params = ', '.join(f'{n / 1e6:.2f}M {part}' for part, n in run.model.num_params().items())
@@ -710,7 +703,7 @@ def describe(run: Run) -> None:
     micro_batches = tokens_per_step // (block_size * run.world * run.rows)
     shape = f'{run.world} ranks x {micro_batches} micro-batches x {run.rows} rows x {block_size}'
     print0(f'{common.machine(run)}, {run.amp}')
-    print0(f'{model_name()}: parameters {params}; forward MFLOPs per token {flops}')
+    print0(f'{describe_model(run.config)}: parameters {params}; forward MFLOPs per token {flops}')
     print0(f'{max_iters:,} updates of {tokens_per_step:,} tokens = {shape}')
 
 
@@ -812,8 +805,8 @@ def main(config: Settings) -> int:
         close_trackers()
     if run.rank == 0 and plot and status == 0:
         unit = 'byte' if tokenizer == 'bytes' else 'token'
-        title = f'{model_name()}, L = {n_layer}, E = {n_expert}, d = {n_embd}'
-        print(f'loss curve: {plot_losses(out_dir, unit, title)}')
+        path = plot_losses(out_dir, unit, describe_model(run.config))
+        print(f'loss curve: {path}')
     common.leave(run)
     return status
 

@@ -630,7 +630,8 @@ def describe(run: Run) -> None:
     millions = {name: f'{x / 1e6:.3f}M' for name, x in counts.items()}
     print0(f'{common.machine(run)}, {run.model.config.dtype} convolutions, the rest in fp32')
     print0(
-        f'{type(run.model).__name__}: {millions["total"]} parameters ({millions["core"]} core); '
+        f'{figures.describe_model(run.config)}: '
+        f'{millions["total"]} parameters ({millions["core"]} core); '
         f"multiply-adds per step: {millions['nominal']} by the paper's count, executed "
         f'{millions["executed"]} core + {millions["head"]} head + {millions["encoder"]} encoder'
     )

@@ -2,7 +2,7 @@
 
 Each folder on the command line, such as out/init_b/sqrt_experts/r1_s2 (its parent names the
 scale), is evaluated on 524,288 bytes in streams of 4,096, as in the study of depth, and gets a line
-in losses.json: {scale/r<layers>_s<seed>: mean loss in nats per byte}. Then the losses and the
+in losses.json: {scale/r<layers>_s<seed>: mean loss in nats per byte}. Then the mean losses and the
 differences, paired by seed, are printed.
 
     PYTHONPATH=.:results/cpu-intel-xeon/study_lm python \
@@ -11,19 +11,14 @@ differences, paired by seed, are printed.
 
 import sys
 from pathlib import Path
+from statistics import mean
 
 import by_position
-import figures
+import lengths
 from configurator import read_json, write_json
 
 FILE = Path(__file__).with_name('losses.json')
 SEEDS = (2, 3, 4)
-
-
-def show(values: list[float]) -> str:
-    """Return mean and standard error."""
-    (mean, error, n) = figures.with_standard_errors({0: figures.summarize(values)})[0]
-    return f'{mean:.4f} ± {error:.4f} ({n} seeds)'
 
 
 def main() -> None:
@@ -35,11 +30,14 @@ def main() -> None:
         losses[f'{scale}/{run}'] = round(by_position.mean_loss(by_end, 0, by_position.ENDS[-1]), 4)
         write_json(dict(sorted(losses.items())), FILE)
     for L in (1, 2):
-        one = [losses[f'one/r{L}_s{seed}'] for seed in SEEDS]
-        larger = [losses[f'sqrt_experts/r{L}_s{seed}'] for seed in SEEDS]
-        differences = [b - a for a, b in zip(one, larger, strict=True)]
-        print(f'L = {L}: b = 1 {show(one)}, b = sqrt(E) {show(larger)}')
-        print(f'    b = sqrt(E) minus b = 1: {show(differences)}')
+        by_scale = {
+            scale: {seed: losses[f'{scale}/r{L}_s{seed}'] for seed in SEEDS}
+            for scale in ('one', 'sqrt_experts')
+        }
+        for scale, by_seed in by_scale.items():
+            print(f'L = {L}, init_b = {scale}: {mean(by_seed.values()):.4f}')
+        value, error, n = lengths.difference(by_scale['sqrt_experts'], by_scale['one'])
+        print(f'L = {L}, sqrt_experts - one: {value:.4f} +- {error:.4f}, {n} seeds')
 
 
 if __name__ == '__main__':
