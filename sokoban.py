@@ -67,7 +67,7 @@ SIZE = 10  # rows and columns of a board
 INSIDE = 8  # rows and columns of its interior
 CELLS = SIZE * SIZE
 DELTA = (-10, 1, 10, -1)  # change of a cell's number by up, right, down, left
-TIME_LIMIT = 120
+TIME_LIMIT = 120  # steps of an episode
 EVALUATION_BATCH = 256  # boards that are evaluated at once
 # board_keys makes independent random numbers for each of these purposes
 LEVEL_STREAM, ACTION_STREAM, EVALUATION_STREAM = 0, 1, 2
@@ -529,7 +529,8 @@ class SokobanEnv:
 
     order: with 'random' a board whose episode has ended samples its next level from all levels,
     with replacement; with 'sequence' board i plays the levels i, i + N, i + 2N, ... first_board is
-    the number of the first board, where other ranks have boards of the same run.
+    the number of the first board, where other ranks have boards of the same run. time_limit: steps
+    after which an episode ends unsolved.
 
     All state is in tensors (N, ...) that are changed in place. The rules are tables, because on a
     GPU the number of kernels decides how long a step takes, and torch.compile fuses lookups.
@@ -545,11 +546,13 @@ class SokobanEnv:
         device: str = 'cpu',
         order: str = 'random',
         first_board: int = 0,
+        time_limit: int = TIME_LIMIT,
     ):
         if order not in ('random', 'sequence'):
             raise ValueError(f"order = {order!r}: expected 'random' or 'sequence'")
         self.N = N
         self.order = order
+        self.time_limit = time_limit
         grids, agents = unpack(levels)
         self.grids = torch.from_numpy(grids).to(device)  # (n, 100)
         self.agents = torch.from_numpy(agents).to(device)  # (n,)
@@ -605,7 +608,7 @@ class SokobanEnv:
         self.agent.copy_(cells.gather(1, outcome[:, :1]).squeeze(1))
         self.steps.add_(1)
         solved = ~(self.grid == BOX).any(1)  # no box is off a target
-        done = solved | (self.steps >= TIME_LIMIT)
+        done = solved | (self.steps >= self.time_limit)
         reward = outcome[:, 3] + 10.0 * solved - 0.1
         self.total.add_(reward)
         return reward, done, solved
@@ -632,9 +635,15 @@ class JumanjiEnv(SokobanEnv):
     """
 
     def __init__(
-        self, levels: ndarray, N: int, seed: int = 0, device: str = 'cpu', first_board: int = 0
+        self,
+        levels: ndarray,
+        N: int,
+        seed: int = 0,
+        device: str = 'cpu',
+        first_board: int = 0,
+        time_limit: int = TIME_LIMIT,
     ):
-        super().__init__(levels, N, seed, device, first_board=first_board)
+        super().__init__(levels, N, seed, device, first_board=first_board, time_limit=time_limit)
         if ((self.grids & BOX) > 0).sum(1).min() < 4:
             raise Mistake("env = 'jumanji' needs levels with 4 boxes, and some have fewer")
         need_packages(jumanji=True, jax=True)
@@ -643,7 +652,7 @@ class JumanjiEnv(SokobanEnv):
         from jumanji.environments.routing.sokoban import generator, types
 
         # this generator is never called; others download their levels when they are created
-        game = Sokoban(generator.ToyGenerator())
+        game = Sokoban(generator.ToyGenerator(), time_limit=time_limit)
         self.State = types.State
         self.play = jax.jit(jax.vmap(game.step))
 

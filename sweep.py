@@ -69,7 +69,7 @@ from convlstm import AGGREGATIONS, AgentConfig, build_agent
 from data_fineweb import VOCAB, find_shards
 from figures import Row, read_log, run_value
 from model import RESIDUALS, ModelConfig, build_model
-from sokoban import TIME_LIMIT, load_levels, split_files
+from sokoban import load_levels, split_files
 
 # -----------------------------------------------------------------------------
 # fmt: off
@@ -124,13 +124,15 @@ TEST_SPLIT = 'unfiltered-test'  # the split of all published solve rates
 
 # ---- the plans ----
 
-# Budgets: for agents the widths of experts (W is the cost of one expert of the largest width), for
-# language models the number of blocks of width 768 whose cost is W.
+# Budgets: for agents the widths of experts, and the number of experts of the largest width whose
+# cost is W; for language models the number of blocks of width 768 whose cost is W.
 AGENT_WIDTHS = {
     'small': (32, 64, 128),
     'medium': (32, 64, 128, 256),
     'large': (64, 128, 256, 512, 1024),
+    'eight': (64,),  # ours: the same cost at L = 1, 2, 4 and 8, with no rounding of E
 }
+AGENT_EXPERTS = {'small': 1, 'medium': 1, 'large': 1, 'eight': 8}
 LM_BLOCKS = {'small': 16, 'medium': 32, 'small-long': 16}
 LM_WIDTHS = (384, 768, 1536)
 
@@ -139,6 +141,7 @@ ALLOCATIONS = {
     'sokoban-small': [('convlstm', 'small'), ('convglu', 'small')],
     'sokoban-medium': [('convlstm', 'medium'), ('convglu', 'medium')],
     'sokoban-large': [('convlstm', 'large')],
+    'sokoban-eight': [('convlstm', 'eight'), ('convglu', 'eight')],
     'lm-small': [(LM, 'small')],
     'lm-small-long': [(LM, 'small-long')],  # window 1,024
     'lm-medium': [(LM, 'medium')],
@@ -197,7 +200,7 @@ WITH_REFERENCE = f'--figure --table {REFERENCE}'
 PAPER = [
     *(
         Entry(f'Sokoban, {budget} budget', f'sokoban-{budget}', 'model=convlstm', WITH_REFERENCE)
-        for budget in AGENT_WIDTHS
+        for budget in ('small', 'medium', 'large')
     ),
     Entry('Saturation, Sokoban panel', 'sokoban', 'model=convlstm', WITH_REFERENCE),
     Entry('Solve rates beside published agents', 'sokoban', 'model=convlstm',
@@ -222,6 +225,7 @@ PAPER = [
     Entry('Ours: residual rule', 'residual'),
     Entry('Ours: FineWeb, small budget, shared residual', 'lm-small', residual='shared'),
     Entry('Ours: b at the start', 'init-b'),
+    Entry('Ours: eight experts in all', 'sokoban-eight'),
 ]  # fmt: skip
 
 # ---- constants of a sweep ----
@@ -235,7 +239,7 @@ MOST_TUNING = 3  # number of values that `tune` may add beyond an edge
 ALIKE = 3  # failures in a row with the same message after which no further run starts
 UNUSABLE = {
     'other': 'a run with other settings or of another script',
-    'short': f'a run that logged no return, which takes {TIME_LIMIT} steps per board',
+    'short': 'a run that logged no return, which takes time_limit steps per board',
     'damaged': 'a log that cannot be used',
 }
 POLL = 0.2  # seconds between checks of the runs
@@ -397,7 +401,7 @@ def budget_of(model: str, recurrent: bool, budget: str, full_size: bool = False)
     if model == LM:
         n, d = LM_BLOCKS[budget], 768
     else:
-        n, d = 1, max(AGENT_WIDTHS[budget])
+        n, d = AGENT_EXPERTS[budget], max(AGENT_WIDTHS[budget])
     if not full_size:
         d = scaled(d)
     return n * cost(Row(model, recurrent, budget, 1, 1, d)).core
@@ -643,7 +647,10 @@ def is_other(row: Row, saved: dict) -> bool:
 def is_short(row: Row) -> bool:
     """Return whether an agent's run logs no return, because it ends before every board has ended
     an episode."""
-    return not row.is_text and updates_of(row) * config_of(row)['unroll'] < TIME_LIMIT
+    if row.is_text:
+        return False
+    config = config_of(row)
+    return updates_of(row) * config['unroll'] < config['time_limit']
 
 
 def progress_of(row: Row, name: str = '') -> Progress:
@@ -1029,7 +1036,8 @@ def unfinished(rows: list[Row]) -> list[Row]:
         state = state_of(row)
         if is_short(row) and not script:  # another script may log returns earlier
             steps = f'{updates_of(row) * config_of(row)["unroll"]} steps per board'
-            advice = f'at least {TIME_LIMIT} are needed: increase total_steps or length'
+            limit = config_of(row)['time_limit']
+            advice = f'at least {limit} are needed: increase total_steps or length'
             fail(f'{row.name}: {steps} give no return: {advice}')
         if state in UNUSABLE:
             fail(f'{folder_of(row)} holds {UNUSABLE[state]}: move it away, or change out_dir')

@@ -53,7 +53,6 @@ from kernels import fused, graphed
 from sokoban import (
     ACTION_STREAM,
     RANDOM,
-    TIME_LIMIT,
     JumanjiEnv,
     SokobanEnv,
     board_keys,
@@ -92,6 +91,7 @@ n_boxes = 4                    # generator: boxes, 1 to 4; fewer are easier
 max_moves = 120                # generator: most moves of the known solution; fewer are easier
 env = 'torch'                  # 'torch', or 'jumanji' (the original; slower, for checking)
 n_envs = 32                    # boards, over all ranks
+time_limit = 120               # steps of a training episode; evaluation always has 120
 # model (convlstm.py has the equations)
 arch = 'convlstm'              # 'convlstm' or 'convglu'
 recurrent = True               # False = no state is carried to the next step
@@ -135,6 +135,7 @@ RANGES = {
     'gae_lambda': (0, 1),
     'env': ['torch', 'jumanji'],
     'mode': ['fast', 'plain'],
+    'time_limit': (1, math.inf),
     'threads': (0, 1024),  # OpenMP fails beyond
 }
 RENAMED = {'path': 'mode'}  # old name: new name
@@ -380,7 +381,7 @@ def make_record(run: Run) -> dict:
     read_episodes(run)
     updates = run.step - run.logged
     elapsed = run.seconds - run.clock
-    every_board_ended = run.step * unroll >= TIME_LIMIT
+    every_board_ended = run.step * unroll >= time_limit
 
     def mean(episodes: list[tuple[float, float]], k: int) -> float | None:
         """Return the mean return (k = 0) or the solve rate (k = 1)."""
@@ -587,7 +588,14 @@ def make_run(config: Settings) -> Run:
     (train_levels, train_line), (eval_levels, eval_line) = load_level_sets(config)
     print0(f'training: {train_line}\nevaluation: {eval_line}')
     env_type = JumanjiEnv if env == 'jumanji' else SokobanEnv
-    boards = env_type(train_levels, B, seed=seed, device=device_, first_board=rank * B)
+    boards = env_type(
+        train_levels,
+        B,
+        seed=seed,
+        device=device_,
+        first_board=rank * B,
+        time_limit=time_limit,
+    )
 
     # optimizer: the learning rate is a tensor, because CUDA graphs read it at each replay
     optimizer = torch.optim.Adam(

@@ -33,9 +33,9 @@ def numbered(boards):
     return ''.join(f'; {i}\n{board}\n\n' for i, board in enumerate(boards))
 
 
-def env_on(*boards):
+def env_on(*boards, **options):
     """Return one environment board that plays these boards in turn."""
-    return SokobanEnv(parse_text(numbered(boards), 'test'), 1, order='sequence')
+    return SokobanEnv(parse_text(numbered(boards), 'test'), 1, order='sequence', **options)
 
 
 def env_on_all(levels):
@@ -227,11 +227,12 @@ def test_generate_refuses_what_is_out_of_range(argument, message):
 # ----------------------------------------------------------------------------- the environment
 
 
-def test_episodes_end_when_solved_or_after_120_steps():
+@pytest.mark.parametrize('limit', [TIME_LIMIT, 7])
+def test_episodes_end_when_solved_or_at_the_time_limit(limit):
     """A step costs 0.1, a box on a target gives 1 and a solved level 10. The next level starts at
     once, and the first one follows the last."""
-    env, levels = env_on(text('#@$.     #'), text('#.$@     #')), []
-    for action, steps in ((RIGHT, 1), (LEFT, 1), (UP, TIME_LIMIT), (LEFT, 1)):
+    env, levels = env_on(text('#@$.     #'), text('#.$@     #'), time_limit=limit), []
+    for action, steps in ((RIGHT, 1), (LEFT, 1), (UP, limit), (LEFT, 1)):
         for t in range(steps):
             reward, done, solved = env.step(torch.tensor([action]))
             assert done.item() == (t == steps - 1) and env.steps.item() == (t + 1) % steps
@@ -296,7 +297,7 @@ def test_parity_with_jumanji(request):
     table = np.zeros((len(levels), TIME_LIMIT), np.int64)
     for row, actions in zip(table, solutions, strict=True):
         row[: len(actions)] = actions
-    original, ours = JumanjiEnv(levels, N, seed=1), SokobanEnv(levels, N, seed=1)
+    original, ours = (kind(levels, N, seed=1, time_limit=100) for kind in (JumanjiEnv, SokobanEnv))
     rng, met = np.random.default_rng(0), torch.zeros(5)
     skill = np.array([0, 1, 0.5, 0.9])[np.arange(N) % 4]  # how often a board follows its solution
     for _ in range(steps):
