@@ -700,16 +700,21 @@ def sample_actions(logits: Tensor, random: Tensor) -> Tensor:
 
 @torch.no_grad()
 def run_episodes(
-    policy: object, levels: ndarray, device: str, seed: int | None = None, first_level: int = 0
+    policy: object,
+    levels: ndarray,
+    device: str,
+    seed: int | None = None,
+    first_level: int = 0,
+    time_limit: int = TIME_LIMIT,
 ) -> dict[str, Tensor]:
-    """Play each of the packed levels (n, 17) once, for at most 120 steps.
+    """Play each of the packed levels (n, 17) once, for at most `time_limit` steps.
 
     Actions are greedy, or sampled if a seed is given. `first_level` is the number of levels[0] in
     the whole evaluation, so that ranks that share the levels sample the same actions as one
     process does.
 
-    Returns on the CPU: solved (n,) bool, return and steps (n,) fp32, and actions (n, 120) int8, 0
-    after the end of an episode.
+    Returns on the CPU: solved (n,) bool, return and steps (n,) fp32, and actions (n, time_limit)
+    int8, 0 after the end of an episode.
     """
     n = len(levels)
     batches = []
@@ -717,7 +722,8 @@ def run_episodes(
     for first in range(0, n, EVALUATION_BATCH):
         # the last batch wraps around to a full one, so that every batch has the same shape
         N = min(EVALUATION_BATCH, n)
-        env = SokobanEnv(levels[(first + np.arange(N)) % n], N, device=device, order='sequence')
+        batch = levels[(first + np.arange(N)) % n]
+        env = SokobanEnv(batch, N, device=device, order='sequence', time_limit=time_limit)
         keys = None
         if seed is not None:
             keys = board_keys(seed, EVALUATION_STREAM, env.board + first_level + first)
@@ -727,8 +733,8 @@ def run_episodes(
         won = torch.zeros(N, dtype=torch.bool, device=device)
         returns = torch.zeros(N, device=device)
         steps = torch.zeros(N, device=device)
-        actions = torch.zeros(N, TIME_LIMIT, dtype=torch.int8, device=device)
-        for t in range(TIME_LIMIT):
+        actions = torch.zeros(N, time_limit, dtype=torch.int8, device=device)
+        for t in range(time_limit):
             logits, _, state = policy.act(weights, env.observe(), start, state)
             if keys is None:
                 action = logits.argmax(-1)
@@ -751,7 +757,11 @@ def run_episodes(
 
 
 def evaluate(
-    policy: object, levels: ndarray, device: str, seed: int | None = None
+    policy: object,
+    levels: ndarray,
+    device: str,
+    seed: int | None = None,
+    time_limit: int = TIME_LIMIT,
 ) -> dict[str, float]:
     """Return the means 'solve_rate', 'return' and 'steps' over all levels. Each rank plays a share
     of them; seed None: greedy actions."""
@@ -759,7 +769,7 @@ def evaluate(
     shard = np.array_split(np.arange(len(levels)), world)[rank]
     totals = torch.zeros(3, dtype=torch.float64)
     if len(shard):  # there may be fewer levels than ranks
-        results = run_episodes(policy, levels[shard], device, seed, int(shard[0]))
+        results = run_episodes(policy, levels[shard], device, seed, int(shard[0]), time_limit)
         totals = torch.stack([results[k].double().sum() for k in ('solved', 'return', 'steps')])
     totals = totals.to(device)
     if world > 1:
@@ -782,7 +792,13 @@ def replay(levels: ndarray, actions: ndarray) -> ndarray:
 
 
 def write_evaluation(
-    policy: object, levels: ndarray, name: str, device: str, folder: str, about: dict
+    policy: object,
+    levels: ndarray,
+    name: str,
+    device: str,
+    folder: str,
+    about: dict,
+    time_limit: int = TIME_LIMIT,
 ) -> dict:
     """Evaluate a policy greedily in this process, and write and return the record of it.
 
@@ -793,7 +809,7 @@ def write_evaluation(
     if int(os.environ.get('WORLD_SIZE', 1)) > 1:
         fail('eval_only runs in one process: start it with python, not torchrun')
     name = f'eval_{os.path.splitext(os.path.basename(name))[0]}'
-    results = run_episodes(policy, levels, device)
+    results = run_episodes(policy, levels, device, time_limit=time_limit)
     record = {
         **about,
         'n': len(levels),
@@ -806,7 +822,7 @@ def write_evaluation(
         with contextlib.suppress(FileNotFoundError):
             os.remove(path)  # of an earlier evaluation
         if chosen.any():
-            i = int((chosen * results['steps']).argmax())  # those that fail all last 120 steps
+            i = int((chosen * results['steps']).argmax())  # those that fail last equally long
             actions = results['actions'][i : i + 1, : int(results['steps'][i])].numpy()
             save_gif([board_image(board) for board in replay(levels[i : i + 1], actions)[0]], path)
             record |= {f'{label}_level': i, f'{label}_game': path}
