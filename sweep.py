@@ -69,7 +69,7 @@ from convlstm import AGGREGATIONS, AgentConfig, build_agent
 from data_fineweb import VOCAB, find_shards
 from figures import Row, read_log, run_value
 from model import RESIDUALS, ModelConfig, build_model
-from sokoban import load_levels, split_files
+from sokoban import TIME_LIMIT, load_levels, split_files
 
 # -----------------------------------------------------------------------------
 # fmt: off
@@ -644,13 +644,15 @@ def is_other(row: Row, saved: dict) -> bool:
     return any(saved[name] != x for name, x in wanted.items() if name not in SAME_RUN)
 
 
+def time_limit_of(row: Row) -> int:
+    """Return the most steps of an agent's episode; a copy of an older trainer has no setting."""
+    return config_of(row).get('time_limit', TIME_LIMIT)
+
+
 def is_short(row: Row) -> bool:
     """Return whether an agent's run logs no return, because it ends before every board has ended
     an episode."""
-    if row.is_text:
-        return False
-    config = config_of(row)
-    return updates_of(row) * config['unroll'] < config['time_limit']
+    return not row.is_text and updates_of(row) * config_of(row)['unroll'] < time_limit_of(row)
 
 
 def progress_of(row: Row, name: str = '') -> Progress:
@@ -1036,8 +1038,7 @@ def unfinished(rows: list[Row]) -> list[Row]:
         state = state_of(row)
         if is_short(row) and not script:  # another script may log returns earlier
             steps = f'{updates_of(row) * config_of(row)["unroll"]} steps per board'
-            limit = config_of(row)['time_limit']
-            advice = f'at least {limit} are needed: increase total_steps or length'
+            advice = f'at least {time_limit_of(row)} are needed: increase total_steps or length'
             fail(f'{row.name}: {steps} give no return: {advice}')
         if state in UNUSABLE:
             fail(f'{folder_of(row)} holds {UNUSABLE[state]}: move it away, or change out_dir')

@@ -463,6 +463,16 @@ def test_a_run_writes_its_log_config_curve_and_checkpoints(finished_run):
     assert {'config.json', 'curve.png', *checkpoints} <= {*os.listdir(finished_run)}
 
 
+def test_eval_only_has_the_time_limit_of_the_run_unless_it_is_set(tmp_path):
+    path = tmp_path / 'eval_generated.json'
+    untrained = {'total_steps': 1, 'learning_rate': 0.0, 'time_limit': 5}
+    assert run_agent(tmp_path, **untrained) == 0
+    assert read_log(tmp_path)[0]['eval_steps'] <= 5
+    for settings, steps in (({}, 5), ({'time_limit': 3}, 3)):
+        assert run_agent(tmp_path, eval_only=True, **settings) == 0
+        assert steps - 1 < json.loads(path.read_text())['mean_steps'] <= steps
+
+
 def test_eval_only_evaluates_a_file_of_levels_and_changes_no_file(finished_run, capfd, monkeypatch):
     files = {path: path.read_bytes() for path in finished_run.iterdir()}
     levels, report_path = finished_run.parent / 'five.npy', finished_run / 'eval_five.json'
