@@ -279,7 +279,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply RoPE to x (..., K), pairing dimension j with j + K/2; cos and sin broadcast over x. The
     result has the dtype of cos. rotate(x, cos, -sin) is the inverse."""
     x = x.to(cos.dtype)
-    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin)
+    # equal to x.roll(K / 2, -1), but compiled into loads of whole vectors
+    swapped = x.unflatten(-1, (2, -1)).roll(1, -2).flatten(-2)
+    return torch.addcmul(x * cos, swapped, sin)
 
 
 class Heads(NamedTuple):

@@ -14,8 +14,8 @@
 A plan compares allocations (L layers, E experts per layer, width d) of one budget W per step. Each
 has E = round(W / (L C(d))), where C(d) is the cost of one expert; those with E = 0 are left out.
 ConvLSTM: C(d) = 9 (32 + 2d) 4d multiply-adds per cell of the board, and W = C(128), C(256) or
-C(1024). ConvGLU: C(d) = 9 d 2d. Language models: C(d) = forward FLOPs per token of a block, and
-W = 16 or 32 blocks of width 768.
+C(1024), or in plan sokoban-eight 8 C(64). ConvGLU: C(d) = 9 d 2d. Language models: C(d) = forward
+FLOPs per token of a block, and W = 16 or 32 blocks of width 768.
 
 Before the first run starts, a sweep checks what would stop it hours later: data and levels (with
 `--also=download=True` it downloads these once, not once per worker), disk space for all

@@ -829,7 +829,7 @@ REPLACES = {
     'loss': (kernels.slice_loss, kernels.losses, kernels.softcap),
 }
 SOURCES = {
-    'attention': 'e786fea8d0b2b792',
+    'attention': 'b7c79b31220e327b',
     'experts': '5abe9ddec8d1cc88',
     'loss': '423b6a98a66676d3',
 }
