@@ -654,9 +654,9 @@ def build_agent(config: AgentConfig) -> Agent:
 # ---- agents as files ----------------------------------------------------------------------------
 
 # Entries of an exported agent's config.json: the settings that rebuild it (dtype and mode do not
-# change the model), and its evaluation levels and progress in training.
+# change the model), its evaluation levels and time limit, and its progress in training.
 SIZES = [field.name for field in fields(AgentConfig) if field.name not in ('dtype', 'mode')]
-EXPORTED = ('eval_split', 'n_boxes', 'max_moves', 'seed', 'n_envs', 'unroll', 'step', 'best')
+EXPORTED = 'eval_split n_boxes max_moves time_limit seed n_envs unroll step best'.split()
 
 
 def load_agent(folder: str, which: str, device: str, dtype: str = '') -> tuple[Agent, dict, str]:

@@ -279,7 +279,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply RoPE to x (..., K), pairing dimension j with j + K/2; cos and sin broadcast over x. The
     result has the dtype of cos. rotate(x, cos, -sin) is the inverse."""
     x = x.to(cos.dtype)
-    # equal to x.roll(K / 2, -1), but compiled into loads of whole vectors
+    # x.roll(K // 2, -1), in a form that compiles to loads of whole vectors
     swapped = x.unflatten(-1, (2, -1)).roll(1, -2).flatten(-2)
     return torch.addcmul(x * cos, swapped, sin)
 

@@ -37,7 +37,7 @@ from torch import Tensor
 import common
 from convlstm import PROBE, Agent, export_agent, load_agent
 from sokoban import WALL, FeatureRecorder, board_text, evaluate, load_levels, load_policy
-from sokoban import plan_image, replay, run_episodes, save_gif
+from sokoban import TIME_LIMIT, plan_image, replay, run_episodes, save_gif
 
 # fmt: off
 out_dir = ''                   # the agent's folder: a run of train_sokoban.py, or an export
@@ -84,10 +84,10 @@ class Game(NamedTuple):
     outcome: str  # 'level 3, solved in 20 steps, return 9.0'
 
 
-def play_level(agent: Agent, levels: ndarray, i: int, device: str) -> Game:
+def play_level(agent: Agent, levels: ndarray, i: int, device: str, time_limit: int) -> Game:
     """Play level i of the packed levels greedily."""
     recorder = FeatureRecorder(agent)
-    results = run_episodes(recorder, levels[i : i + 1], device)
+    results = run_episodes(recorder, levels[i : i + 1], device, time_limit=time_limit)
     steps = int(results['steps'])
     boards = replay(levels[i : i + 1], results['actions'][:, :steps].numpy())[0]
     features = torch.cat(recorder.features).float()  # (T, 10, 10, C)
@@ -264,14 +264,14 @@ def is_terminal() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def show_games(agent: Agent, levels: ndarray, device: str) -> None:
+def show_games(agent: Agent, levels: ndarray, device: str, time_limit: int) -> None:
     """Show games in a terminal, one after the other."""
     screen = Screen()
     paused = False
     with keyboard() as read_key:
         for number in itertools.count():
             i = (level + number) % len(levels)
-            game = play_level(agent, levels, i, device)
+            game = play_level(agent, levels, i, device, time_limit)
             for t, board in enumerate(game.boards):
                 is_last = t + 1 == len(game.boards)
                 status = game.outcome if is_last else f'level {i}, step {t}'
@@ -297,9 +297,9 @@ def show_games(agent: Agent, levels: ndarray, device: str) -> None:
                 return
 
 
-def print_game(agent: Agent, levels: ndarray, device: str) -> None:
+def print_game(agent: Agent, levels: ndarray, device: str, time_limit: int) -> None:
     """Print one game as plain text."""
-    game = play_level(agent, levels, level, device)
+    game = play_level(agent, levels, level, device, time_limit)
     print(LEGEND)
     for t, board in enumerate(game.boards):
         is_last = t + 1 == len(game.boards)
@@ -332,8 +332,10 @@ def use_agent() -> None:
             'max_moves': about['max_moves'],
         }
     packed, source = load_levels(levels_dir, split, download, generator, n_levels)
+    time_limit = about.get('time_limit', TIME_LIMIT)
     if policy or measure:
-        rates = evaluate(agent, packed, torch_device, None if greedy else about['seed'])
+        actions_seed = None if greedy else about['seed']
+        rates = evaluate(agent, packed, torch_device, actions_seed, time_limit)
         solved = f'solved {rates["solve_rate"]:.1%}, return {rates["return"]:.2f}'
         print(f'{policy or out_dir}: {solved}, {rates["steps"]:.0f} steps; {source}')
         return
@@ -341,16 +343,16 @@ def use_agent() -> None:
         fail(f'level = {level}: there are {len(packed)} levels, counted from 0')
     if gif:
         common.need_packages(PIL=True)
-        game = play_level(agent, packed, level, torch_device)
+        game = play_level(agent, packed, level, torch_device, time_limit)
         pictures = [
             plan_image(board, plan) for board, plan in zip(game.boards, game.plans, strict=True)
         ]
         save_gif(pictures, gif, ms)
         print(f'{gif}: {game.outcome}')
     elif is_terminal():
-        show_games(agent, packed, torch_device)
+        show_games(agent, packed, torch_device, time_limit)
     else:
-        print_game(agent, packed, torch_device)
+        print_game(agent, packed, torch_device, time_limit)
 
 
 def main() -> None:

@@ -58,7 +58,7 @@ from convlstm import CELLS, PLANES, Agent, build_agent, load_agent
 from figures import draw_line, finish_figure, new_figure, percent_axis, save_figure, summarize
 from figures import write_table
 from sokoban import AGENT, DELTA, WALL, FeatureRecorder, board_image, load_level_sets, plan_image
-from sokoban import replay, run_episodes, save_gif
+from sokoban import TIME_LIMIT, replay, run_episodes, save_gif
 
 # -----------------------------------------------------------------------------
 # fmt: off
@@ -129,7 +129,7 @@ HELD = (0, 1, 2, 4, 8)  # steps for which an agent is held at the start of an ep
 class Episodes(NamedTuple):
     """What an agent did on n levels."""
 
-    actions: ndarray  # (n, 120) int8
+    actions: ndarray  # (n, time limit) int8
     lengths: ndarray  # (n,) steps played
     solved: ndarray  # (n,) bool
 
@@ -145,6 +145,10 @@ class Player:
     name: str  # of the folder
     label: str  # in figures
     test: Episodes | None = None
+
+    @property
+    def time_limit(self) -> int:
+        return self.config.get('time_limit', TIME_LIMIT)
 
 
 @dataclass
@@ -191,7 +195,8 @@ def best_player(players: list[Player], packed: ndarray, device: str) -> Player:
     """Let agents play levels (n, 17) greedily, set their `test` episodes and return the agent that
     solves most levels, the first one in a tie."""
     for player in players:
-        player.test = as_episodes(run_episodes(player.agent, packed, device))
+        result = run_episodes(player.agent, packed, device, time_limit=player.time_limit)
+        player.test = as_episodes(result)
         rate = player.test.solved.mean()
         print(f'{player.checkpoint}: solves {rate:.1%} of the test levels', flush=True)
     return max(players, key=lambda player: player.test.solved.mean())
@@ -239,7 +244,9 @@ def record(player: Player, packed: ndarray, device: str) -> tuple[Episodes, ndar
     print(f'{player.label}: {n:,} episodes', flush=True)
     for i in range(0, n, BATCH):
         recorder = FeatureRecorder(player.agent, player.untrained)
-        episodes = as_episodes(run_episodes(recorder, packed[i : i + BATCH], device))
+        batch = packed[i : i + BATCH]
+        result = run_episodes(recorder, batch, device, time_limit=player.time_limit)
+        episodes = as_episodes(result)
         features = torch.stack(recorder.features, 1).numpy()  # (N, T, 10, 10, 2C)
         played = np.arange(features.shape[1]) < episodes.lengths[:, None]  # (N, T)
         file.write(features[played].data)
@@ -645,8 +652,8 @@ def thinking_check(player: Player, packed: ndarray, device: str) -> list[dict]:
     rows = []
     for held in HELD:
         agent = FeatureRecorder(player.agent, hold=held) if held else player.agent
-        solved = run_episodes(agent, packed, device)['solved'].double().mean()
-        rows.append({'held': held, 'solve_rate': solved.item()})
+        result = run_episodes(agent, packed, device, time_limit=player.time_limit)
+        rows.append({'held': held, 'solve_rate': result['solved'].double().mean().item()})
     return rows
 
 

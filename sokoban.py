@@ -13,9 +13,10 @@ first target and its first box.
 The rules are those of Jumanji's Sokoban-v0 on 10x10 boards. Actions are up, right, down, left. A
 blocked move costs a step like any other. The reward is -0.1 per step, +1 for a box pushed onto a
 target, -1 for one pushed off, +10 when all boxes are on targets. An episode ends when its level is
-solved or after 120 steps; both are terminations, so no value is bootstrapped. `SokobanEnv` plays N
-boards with tensor operations alone, in place and without synchronizing with the device, so that a
-CUDA graph can capture its steps. `JumanjiEnv` moves the same boards by Jumanji's own code.
+solved or at the time limit, 120 steps by default; both are terminations, so no value is
+bootstrapped. `SokobanEnv` plays N boards with tensor operations alone, in place and without
+synchronizing with the device, so that a CUDA graph can capture its steps. `JumanjiEnv` moves the
+same boards by Jumanji's own code.
 
 Shape letters: N boards or levels that are processed together, n levels in all. The 100 cells of a
 board are numbered row by row, 0..99.
@@ -67,7 +68,7 @@ SIZE = 10  # rows and columns of a board
 INSIDE = 8  # rows and columns of its interior
 CELLS = SIZE * SIZE
 DELTA = (-10, 1, 10, -1)  # change of a cell's number by up, right, down, left
-TIME_LIMIT = 120  # steps of an episode
+TIME_LIMIT = 120  # default: most steps of an episode; also the largest max_moves
 EVALUATION_BATCH = 256  # boards that are evaluated at once
 # board_keys makes independent random numbers for each of these purposes
 LEVEL_STREAM, ACTION_STREAM, EVALUATION_STREAM = 0, 1, 2
@@ -764,12 +765,14 @@ def evaluate(
     time_limit: int = TIME_LIMIT,
 ) -> dict[str, float]:
     """Return the means 'solve_rate', 'return' and 'steps' over all levels. Each rank plays a share
-    of them; seed None: greedy actions."""
+    of them; seed None: greedy actions. time_limit: most steps per level."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     shard = np.array_split(np.arange(len(levels)), world)[rank]
     totals = torch.zeros(3, dtype=torch.float64)
     if len(shard):  # there may be fewer levels than ranks
-        results = run_episodes(policy, levels[shard], device, seed, int(shard[0]), time_limit)
+        results = run_episodes(
+            policy, levels[shard], device, seed, int(shard[0]), time_limit=time_limit
+        )
         totals = torch.stack([results[k].double().sum() for k in ('solved', 'return', 'steps')])
     totals = totals.to(device)
     if world > 1:
@@ -804,7 +807,7 @@ def write_evaluation(
 
     Writes folder/eval_NAME.json, which starts with the entries of `about`, and two GIFs: the
     longest episode that was solved and the first that was not. NAME is `name`, a split or the path
-    of a file, without folder and extension.
+    of a file, without folder and extension. time_limit: most steps per level.
     """
     if int(os.environ.get('WORLD_SIZE', 1)) > 1:
         fail('eval_only runs in one process: start it with python, not torchrun')
@@ -822,7 +825,7 @@ def write_evaluation(
         with contextlib.suppress(FileNotFoundError):
             os.remove(path)  # of an earlier evaluation
         if chosen.any():
-            i = int((chosen * results['steps']).argmax())  # those that fail last equally long
+            i = int((chosen * results['steps']).argmax())  # all failed episodes are equally long
             actions = results['actions'][i : i + 1, : int(results['steps'][i])].numpy()
             save_gif([board_image(board) for board in replay(levels[i : i + 1], actions)[0]], path)
             record |= {f'{label}_level': i, f'{label}_game': path}

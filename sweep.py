@@ -14,7 +14,7 @@
 A plan compares allocations (L layers, E experts per layer, width d) of one budget W per step. Each
 has E = round(W / (L C(d))), where C(d) is the cost of one expert; those with E = 0 are left out.
 ConvLSTM: C(d) = 9 (32 + 2d) 4d multiply-adds per cell of the board, and W = C(128), C(256) or
-C(1024), or in plan sokoban-eight 8 C(64). ConvGLU: C(d) = 9 d 2d. Language models: C(d) = forward
+C(1024); in plan sokoban-eight W = 8 C(64). ConvGLU: C(d) = 9 d 2d. Language models: C(d) = forward
 FLOPs per token of a block, and W = 16 or 32 blocks of width 768.
 
 Before the first run starts, a sweep checks what would stop it hours later: data and levels (with
@@ -124,8 +124,7 @@ TEST_SPLIT = 'unfiltered-test'  # the split of all published solve rates
 
 # ---- the plans ----
 
-# Budgets: for agents the widths of experts, and the number of experts of the largest width whose
-# cost is W; for language models the number of blocks of width 768 whose cost is W.
+# Budgets of agents: the widths of experts, and W as a number of experts of the largest width.
 AGENT_WIDTHS = {
     'small': (32, 64, 128),
     'medium': (32, 64, 128, 256),
@@ -133,6 +132,7 @@ AGENT_WIDTHS = {
     'eight': (64,),  # ours: the same cost at L = 1, 2, 4 and 8, with no rounding of E
 }
 AGENT_EXPERTS = {'small': 1, 'medium': 1, 'large': 1, 'eight': 8}
+# Budgets of language models: W as a number of blocks of width 768.
 LM_BLOCKS = {'small': 16, 'medium': 32, 'small-long': 16}
 LM_WIDTHS = (384, 768, 1536)
 
@@ -225,7 +225,7 @@ PAPER = [
     Entry('Ours: residual rule', 'residual'),
     Entry('Ours: FineWeb, small budget, shared residual', 'lm-small', residual='shared'),
     Entry('Ours: b at the start', 'init-b'),
-    Entry('Ours: eight experts in all', 'sokoban-eight'),
+    Entry('Ours: agents, eight experts at every depth', 'sokoban-eight'),
 ]  # fmt: skip
 
 # ---- constants of a sweep ----
@@ -239,7 +239,7 @@ MOST_TUNING = 3  # number of values that `tune` may add beyond an edge
 ALIKE = 3  # failures in a row with the same message after which no further run starts
 UNUSABLE = {
     'other': 'a run with other settings or of another script',
-    'short': 'a run that logged no return, which takes time_limit steps per board',
+    'short': 'a run that logged no return: it has fewer steps per board than time_limit',
     'damaged': 'a log that cannot be used',
 }
 POLL = 0.2  # seconds between checks of the runs
@@ -645,7 +645,8 @@ def is_other(row: Row, saved: dict) -> bool:
 
 
 def time_limit_of(row: Row) -> int:
-    """Return the most steps of an agent's episode; a copy of an older trainer has no setting."""
+    """Return the time limit of an agent's episodes: TIME_LIMIT if the script, a copy of an older
+    trainer, has no such setting."""
     return config_of(row).get('time_limit', TIME_LIMIT)
 
 
@@ -1197,6 +1198,7 @@ def solve_rate(row: Row, levels: str) -> float:
     path = Path(folder_of(row), f'eval_{levels or Path(config["eval_split"]).stem}.json')
     saved = read_json(path)
     is_complete = levels or saved.get('n') == config['eval_games']
+    is_complete &= saved.get('time_limit', TIME_LIMIT) == time_limit_of(row)
     env_steps = updates_of(row) * config['n_envs'] * config['unroll']
     if saved.get('env_steps') != env_steps or not is_complete:
         say(f'{row.name}: evaluating on {levels or config["eval_split"]}')

@@ -53,6 +53,7 @@ from kernels import fused, graphed
 from sokoban import (
     ACTION_STREAM,
     RANDOM,
+    TIME_LIMIT,
     JumanjiEnv,
     SokobanEnv,
     board_keys,
@@ -91,7 +92,7 @@ n_boxes = 4                    # generator: boxes, 1 to 4; fewer are easier
 max_moves = 120                # generator: most moves of the known solution; fewer are easier
 env = 'torch'                  # 'torch', or 'jumanji' (the original; slower, for checking)
 n_envs = 32                    # boards, over all ranks
-time_limit = 120               # steps of an episode
+time_limit = 120               # most steps of an episode, in training and evaluation
 # model (convlstm.py has the equations)
 arch = 'convlstm'              # 'convlstm' or 'convglu'
 recurrent = True               # False = no state is carried to the next step
@@ -135,7 +136,7 @@ RANGES = {
     'gae_lambda': (0, 1),
     'env': ['torch', 'jumanji'],
     'mode': ['fast', 'plain'],
-    'time_limit': (1, math.inf),
+    'time_limit': (1, 10000),  # an evaluation keeps all actions of its episodes
     'threads': (0, 1024),  # OpenMP fails beyond
 }
 RENAMED = {'path': 'mode'}  # old name: new name
@@ -438,7 +439,7 @@ def evaluate_greedily(run: Run) -> None:
     if run.step == 0:
         policies.append(('random', 'a random policy', RANDOM, seed))
     for name, label, policy, policy_seed in policies:
-        result = evaluate(policy, run.eval_levels, run.device, policy_seed, time_limit)
+        result = evaluate(policy, run.eval_levels, run.device, policy_seed, time_limit=time_limit)
         run.record |= {f'{name}_{key}': x for key, x in result.items()}
         print0(
             f'evaluation levels, {label}: solved {result["solve_rate"]:.1%}, '
@@ -456,22 +457,25 @@ def evaluate_only(config: Settings) -> None:
     model, saved, path = load_agent(out_dir, 'best' if best else 'last', device_, dtype)
     set_precision(model)
     level_settings = {**config, 'eval_split': levels or eval_split}
-    if not levels:  # the evaluation levels and the time limit of the run, unless they are set
+    if not levels:  # the evaluation levels of the run, unless eval_split is set
         names = ['split', 'n_levels', 'n_boxes', 'max_moves', 'seed']
-        names += [n for n in ('eval_split', 'time_limit') if n not in config.set_by_user]
+        names += ['eval_split'] if 'eval_split' not in config.set_by_user else []
         level_settings.update({name: saved[name] for name in names if name in saved})
     name = level_settings['eval_split']
     _, (eval_levels, line) = load_level_sets(
         level_settings, training=False, whole_split=levels != ''
     )
+    limit = saved.get('time_limit', TIME_LIMIT)  # that of the run, unless time_limit is set
+    if 'time_limit' in config.set_by_user:
+        limit = time_limit
     about = {
         'step': saved['step'],
         'env_steps': saved['step'] * saved['n_envs'] * saved['unroll'],
         'checkpoint': path,
         'levels': line,
+        'time_limit': limit,
     }
-    limit = level_settings['time_limit']
-    record = write_evaluation(model, eval_levels, name, device_, out_dir, about, limit)
+    record = write_evaluation(model, eval_levels, name, device_, out_dir, about, time_limit=limit)
     print(
         f'{path}, {record["env_steps"]:,} steps: solved {record["solve_rate"]:.1%} of '
         f'{record["n"]:,} levels ({line}), mean return {record["mean_return"]:.2f}, '

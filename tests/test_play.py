@@ -292,6 +292,6 @@ def test_the_shipped_agent_solves_easy_levels_and_has_plans():
     assert sokoban.evaluate(agent, levels, 'cpu')['solve_rate'] > 0.8
     assert sokoban.evaluate(agent, levels, 'cpu', seed=1)['solve_rate'] > 0.8
     assert sokoban.evaluate(sokoban.RANDOM, levels, 'cpu', seed=1)['solve_rate'] < 0.5
-    game = play_sokoban.play_level(agent, levels, 0, 'cpu')
+    game = play_sokoban.play_level(agent, levels, 0, 'cpu', sokoban.TIME_LIMIT)
     assert game.plans.shape == (len(game.boards), 10, 10) and (game.plans >= 0).any()
     assert game.outcome.startswith('level 0, ')

@@ -297,7 +297,8 @@ def test_parity_with_jumanji(request):
     table = np.zeros((len(levels), TIME_LIMIT), np.int64)
     for row, actions in zip(table, solutions, strict=True):
         row[: len(actions)] = actions
-    original, ours = (kind(levels, N, seed=1, time_limit=100) for kind in (JumanjiEnv, SokobanEnv))
+    limit = {'time_limit': 100}  # not the default of either
+    original, ours = JumanjiEnv(levels, N, seed=1, **limit), SokobanEnv(levels, N, seed=1, **limit)
     rng, met = np.random.default_rng(0), torch.zeros(5)
     skill = np.array([0, 1, 0.5, 0.9])[np.arange(N) % 4]  # how often a board follows its solution
     for _ in range(steps):

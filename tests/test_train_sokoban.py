@@ -412,6 +412,7 @@ def test_resume_refuses_other_settings_other_levels_and_parts_that_do_not_fit(tm
 MISTAKES = [
     ({'n_envs': 0}, 'n_envs = 0'),
     ({'gamma': 1.5}, 'gamma = 1.5'),
+    ({'time_limit': 0}, 'time_limit = 0'),
     ({'env': 'gym'}, "env = 'gym'"),
     ({'arch': 'lstm'}, "arch = 'lstm'"),
     ({'radius': 3}, 'radius = 3'),
@@ -470,7 +471,8 @@ def test_eval_only_has_the_time_limit_of_the_run_unless_it_is_set(tmp_path):
     assert read_log(tmp_path)[0]['eval_steps'] <= 5
     for settings, steps in (({}, 5), ({'time_limit': 3}, 3)):
         assert run_agent(tmp_path, eval_only=True, **settings) == 0
-        assert steps - 1 < json.loads(path.read_text())['mean_steps'] <= steps
+        report = json.loads(path.read_text())
+        assert report['time_limit'] == steps and steps - 1 < report['mean_steps'] <= steps
 
 
 def test_eval_only_evaluates_a_file_of_levels_and_changes_no_file(finished_run, capfd, monkeypatch):

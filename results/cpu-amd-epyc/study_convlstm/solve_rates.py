@@ -1,4 +1,5 @@
-"""Print returns and solve rates of the ConvLSTM study by depth, and the best depths by each.
+"""Print the returns and solve rates of config/study_convlstm.py for each depth, and the best depth
+by each measure.
 
 PYTHONPATH=. python results/cpu-amd-epyc/study_convlstm/solve_rates.py
 """
@@ -13,22 +14,16 @@ from figures import Row
 FOLDER = Path(__file__).with_name('sokoban-eight')
 
 
-def last_return(log: list[dict]) -> float:
-    """Return the mean return of the last five log lines, with sampled actions."""
-    return figures.run_value(log)
-
-
-def solved_in_training(log: list[dict]) -> float:
-    """Return the share of the last 1,000 training games that was solved, with sampled actions."""
-    return log[-1]['solve_rate_1000']
-
-
-def solved_greedily(log: list[dict]) -> float:
-    """Return the share of 1,000 evaluation levels that was solved, with greedy actions."""
-    return log[-1]['eval_solve_rate']
+# {name: function of a run's log}. The first is the value that the rule of the study names.
+MEASURES = {
+    'mean return of the last five log lines, sampled actions': figures.run_value,
+    'solved, last 1,000 training games, sampled actions': lambda log: log[-1]['solve_rate_1000'],
+    'solved, 1,000 evaluation levels, greedy actions': lambda log: log[-1]['eval_solve_rate'],
+}
 
 
 def read_runs() -> list[tuple[Row, list[dict]]]:
+    """Return the runs of the study and their logs."""
     runs = []
     for path in sorted(FOLDER.glob('*/config.json')):
         c = read_json(path)
@@ -40,9 +35,9 @@ def read_runs() -> list[tuple[Row, list[dict]]]:
 
 def main() -> None:
     runs = read_runs()
-    for measure in (last_return, solved_in_training, solved_greedily):
-        print(measure.__doc__.splitlines()[0])
-        # as logs of one line, because a run's value is the mean of its last returns
+    for name, measure in MEASURES.items():
+        print(name)
+        # as logs of one line, because best_depths and summarize_cells read the returns of a log
         values = [(row, [{'episodic_return': measure(log)}]) for row, log in runs]
         points = figures.with_standard_errors(figures.summarize_cells(values))
         for row, (value, error, n) in sorted(points.items()):
