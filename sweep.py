@@ -1198,9 +1198,10 @@ def solve_rate(row: Row, levels: str) -> float:
     path = Path(folder_of(row), f'eval_{levels or Path(config["eval_split"]).stem}.json')
     saved = read_json(path)
     is_complete = levels or saved.get('n') == config['eval_games']
-    is_complete &= saved.get('time_limit', TIME_LIMIT) == time_limit_of(row)
     env_steps = updates_of(row) * config['n_envs'] * config['unroll']
-    if saved.get('env_steps') != env_steps or not is_complete:
+    same_steps = saved.get('env_steps') == env_steps
+    same_limit = saved.get('time_limit', TIME_LIMIT) == time_limit_of(row)
+    if not (is_complete and same_steps and same_limit):
         say(f'{row.name}: evaluating on {levels or config["eval_split"]}')
         line = [sys.executable, *arguments(row), '--eval_only=True', f'--levels={levels}']
         if Popen(line, stdout=DEVNULL).wait() != 0:

@@ -829,7 +829,7 @@ REPLACES = {
     'loss': (kernels.slice_loss, kernels.losses, kernels.softcap),
 }
 SOURCES = {
-    'attention': 'b7c79b31220e327b',
+    'attention': '3bddae3ccac96389',
     'experts': '5abe9ddec8d1cc88',
     'loss': '423b6a98a66676d3',
 }
