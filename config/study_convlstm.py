@@ -1,10 +1,10 @@
 """Study: which depth is best for a small ConvLSTM agent, with and without recurrence.
 
 Goal: the paper's agent on easy generated levels, L = 1, 2, 4, 8 at one cost (8 experts of width 12
-in all), three seeds. Expected: see results/README.md. Hardware and time: two CPU cores, 24 runs of
-about six minutes, two at a time.
+in all), three seeds. Expected: undecided, because seeds differ more than depths
+(results/README.md). Hardware and time: two CPU cores, 75 minutes, 24 runs of four to eight minutes.
 
-    python sweep.py config/study_convlstm.py --run --figure --table=solve
+    python sweep.py config/study_convlstm.py --run --figure --table
 """
 
 plan = 'sokoban-eight'
