@@ -723,8 +723,8 @@ def run_episodes(
     for first in range(0, n, EVALUATION_BATCH):
         # the last batch wraps around to a full one, so that every batch has the same shape
         N = min(EVALUATION_BATCH, n)
-        batch = levels[(first + np.arange(N)) % n]
-        env = SokobanEnv(batch, N, device=device, order='sequence', time_limit=time_limit)
+        played = levels[(first + np.arange(N)) % n]
+        env = SokobanEnv(played, N, device=device, order='sequence', time_limit=time_limit)
         keys = None
         if seed is not None:
             keys = board_keys(seed, EVALUATION_STREAM, env.board + first_level + first)

@@ -131,6 +131,7 @@ AGENT_WIDTHS = {
     'large': (64, 128, 256, 512, 1024),
     'eight': (64,),  # ours: the same cost at L = 1, 2, 4 and 8, with no rounding of E
 }
+PAPER_BUDGETS = ('small', 'medium', 'large')
 AGENT_EXPERTS = {'small': 1, 'medium': 1, 'large': 1, 'eight': 8}
 # Budgets of language models: W as a number of blocks of width 768.
 LM_BLOCKS = {'small': 16, 'medium': 32, 'small-long': 16}
@@ -148,7 +149,7 @@ ALLOCATIONS = {
 }
 # The two panels of the saturation figure: the same runs as above, all budgets together.
 SATURATION = {
-    'sokoban': [(model, budget) for part in ('small', 'medium', 'large')
+    'sokoban': [(model, budget) for part in PAPER_BUDGETS
                 for model, budget in ALLOCATIONS[f'sokoban-{part}']],
     'lm': [(LM, 'small'), (LM, 'medium')],
 }  # fmt: skip
@@ -200,7 +201,7 @@ WITH_REFERENCE = f'--figure --table {REFERENCE}'
 PAPER = [
     *(
         Entry(f'Sokoban, {budget} budget', f'sokoban-{budget}', 'model=convlstm', WITH_REFERENCE)
-        for budget in ('small', 'medium', 'large')
+        for budget in PAPER_BUDGETS
     ),
     Entry('Saturation, Sokoban panel', 'sokoban', 'model=convlstm', WITH_REFERENCE),
     Entry('Solve rates beside published agents', 'sokoban', 'model=convlstm',

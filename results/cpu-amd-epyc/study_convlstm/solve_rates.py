@@ -1,7 +1,7 @@
 """Print the returns and solve rates of config/study_convlstm.py for each depth, and the best depth
 by each measure.
 
-PYTHONPATH=. python results/cpu-amd-epyc/study_convlstm/solve_rates.py
+    PYTHONPATH=. python results/cpu-amd-epyc/study_convlstm/solve_rates.py
 """
 
 from pathlib import Path
@@ -12,7 +12,6 @@ from configurator import read_json
 from figures import Row
 
 FOLDER = Path(__file__).with_name('sokoban-eight')
-
 
 # {name: function of a run's log}. The first is the value that the rule of the study names.
 MEASURES = {
