@@ -25,7 +25,7 @@ test: .venv/installed
 	$(BIN)/python -m pytest -q -n 2
 
 test-long: .venv/installed
-	$(BIN)/python -m pytest -q --long -rP
+	$(BIN)/python -m pytest -q --long -rP --timeout=7200
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -21,9 +21,19 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels import Heads, fused, rope_table, rotate, to_cache_heads, to_experts, window_mask
+from kernels import (
+    Heads,
+    fused,
+    in_window,
+    rope_table,
+    rotate,
+    to_cache_heads,
+    to_experts,
+    window_mask,
+)
 
 BLOCK = 64  # tokens whose attention reads the same W + BLOCK slots of a Window
 GROUP = 8  # tokens whose dK and dV of earlier slots are added by one product
@@ -34,9 +44,10 @@ GROUP = 8  # tokens whose dK and dV of earlier slots are added by one product
 
 class Slots:
     """The layout of the slots, which the windows of all layers share. Slots 0 .. W - 1 hold the
-    carried entries, the last `count` (B,) of which are filled; token t has slot W + t and sees
-    slots t + 1 .. W + t. A key is rotated by the number of its slot: scores depend only on
-    differences of positions, so that positions need not grow from chunk to chunk.
+    carried entries, the last `count` (B,) of which are filled (from count = W on, all of them);
+    token t has slot W + t and sees slots t + 1 .. W + t. A key is rotated by the number of its
+    slot: scores depend only on differences of positions, so that positions need not grow from chunk
+    to chunk.
 
     wide: dtype of everything but matrix products. first_with_grad: the first slot whose entry gets
     a gradient, which is W for a whole chunk, at whose start gradients end, and 0 for a block of a
@@ -124,8 +135,8 @@ class Window:
         self.v[:, :W] = v
         # the slots that a block reads, (N, W + n, K) each, and those that a token writes, (3, N, K)
         spans = [slice(t, W + min(t + BLOCK, T)) for t in range(0, T, BLOCK)]
-        self.blocks = [(self.k[:, span], self.v[:, span]) for span in spans]
-        self.tokens = buffers[:, :, W:].unbind(2)
+        self.block_slots = [(self.k[:, span], self.v[:, span]) for span in spans]
+        self.token_slots = buffers[:, :, W:].unbind(2)
         # state of the backward
         self.last_backward = 0  # the token whose backward ran last
         self.grads = None  # gradients of the rotated keys and of the values, (2, N, S, K)
@@ -133,7 +144,9 @@ class Window:
         # gradients (2, N, T, K) of the new keys, not rotated, and values, from later blocks of a
         # chunk (unroll.Block)
         self.later_grads = None
-        self.pending = []  # a group's rows that are not yet added to the slots before the group
+        # a group's rows (see `add`) that are not yet added to the slots before the group; in the
+        # Triton form [buffers, queries] (triton_kernels.AttendWindow)
+        self.pending = []
 
     def attend(self, q: Tensor, k: Tensor, unrotated: Tensor, v: Tensor) -> Tensor:
         """Store the next token's keys and values, (B, C, K) each, attend from its queries (B, C M,
@@ -182,8 +195,8 @@ class WindowAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, window, t, q, k, unrotated, v):
-        store(window.tokens[t], k, unrotated, v)
-        keys, values = window.blocks[t // BLOCK]  # (N, W + n, K)
+        store(window.token_slots[t], k, unrotated, v)
+        keys, values = window.block_slots[t // BLOCK]  # (N, W + n, K)
         q = q.reshape(len(keys), -1, keys.size(2))  # (N, M, K)
         p = probabilities(torch.bmm(q, keys.mT), window.slots.bias[t % BLOCK])  # (N, M, W + n)
         ctx.window, ctx.t = window, t
@@ -191,11 +204,12 @@ class WindowAttention(torch.autograd.Function):
         return to_experts(torch.bmm(p, values), window.heads)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         window, t = ctx.window, ctx.t
         slots, heads = window.slots, window.heads
         q, p = ctx.saved_tensors
-        keys, values = window.blocks[t // BLOCK]
+        keys, values = window.block_slots[t // BLOCK]
         window.start_backward(t)
         do = to_cache_heads(grad, heads)  # (N, M, K)
         ds = scores_backward(torch.bmm(do, values.mT), p, slots.wide)  # (N, M, W + n)
@@ -232,7 +246,7 @@ def band_blocks(T: int, W: int, device: torch.device) -> object:
     from torch.nn.attention.flex_attention import create_block_mask
 
     def seen(b, h, t, slot):
-        return (slot > t) & (slot <= t + W)
+        return in_window(t, slot, W)
 
     return create_block_mask(seen, None, None, T, W + T, device)
 
@@ -294,7 +308,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Band | None) -> Te
             return sdpa(q, k, v)
     if mask is not None or T > 512 or q.dtype != torch.bfloat16:
         return sdpa(q, k, v)
-    # Short chunks in bf16 on a CPU: three plain products are faster than the fused kernel (LOG.md).
+    # Short chunks in bf16 on a CPU: two plain products and a softmax are faster than the fused
+    # kernel (LOG.md).
     future = q.new_full((T, T), -math.inf).triu(1).repeat(A // C, 1)
     q, k, v = (x.reshape(B * C, -1, K) for x in (q, k, v))
     p = F.softmax(torch.baddbmm(future, q, k.mT), -1)  # (B*C, A/C*T, T)
@@ -331,12 +346,12 @@ class RingPosition:
 
     def advance(self) -> tuple[Tensor, Tensor]:
         """Advance to the next slot and return its cos and sin (K,)."""
-        self.newest, (cos, sin), self.bias = advance(self.counters, self.rope)
+        self.newest, (cos, sin), self.bias = next_slot(self.counters, self.rope)
         return cos, sin
 
 
 @fused
-def advance(counters: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def next_slot(counters: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Add 1 to all counters (1 + B,), in place. Return the newest slot (1,), its cos and sin (2,
     K), and the bias (B, W) of all slots: 0, or -inf where a stream has no entry yet."""
     counters.add_(1)

@@ -24,7 +24,7 @@ from model import LanguageModel, State, randomize
 
 
 # Tried in this order: two Triton forms, and 'split', a way to run them (triton_kernels.py)
-FORMS = ('attention', 'experts', 'split')
+FORMS_TO_TRY = ('attention', 'experts', 'split')
 
 
 @fused
@@ -45,8 +45,11 @@ def argmax(x: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, noise: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """Sample tokens (B,) from logits (B, V), whose softmax is p: if the noise is from Exp(1), the
-    argmax of p / noise is distributed as p."""
+    """Sample tokens (B,) from logits (B, V): keep the top_k largest, divide by the temperature, and
+    keep the likeliest tokens that add up to top_p.
+
+    With p the softmax of what is left and noise from Exp(1), the argmax of p / noise is distributed
+    as p."""
     if 0 < top_k < logits.size(-1):
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
     logits = logits / temperature
@@ -119,8 +122,7 @@ class Decoder:
             Ring(self.position, model.heads, keys, values)
             for keys, values in zip(self.keys, self.values, strict=True)
         ]
-        with torch.autocast(device.type, amp, enabled=amp == torch.bfloat16):
-            self.s = model.init_state(B).s
+        self.s = model.init_state(B).s
         self.logits = torch.zeros(B, c.vocab_size, dtype=wide, device=device)
         self.token = torch.zeros(B, dtype=torch.int64, device=device)
         self.steps = 0  # since the last load
@@ -133,21 +135,21 @@ class Decoder:
 
     def choose_forms(self) -> None:
         """Choose Triton forms (kernels.choose_forms) for these sizes, and empty the rings."""
-        self.forms, self.lines = choose_forms(FORMS, self.trial(), cuda_seconds)
+        self.forms, self.lines = choose_forms(FORMS_TO_TRY, self.trial, cuda_seconds)
         self.position.reset()
 
     def trial(self) -> Callable[[bool], list[Tensor]]:
         """Return the function trial(exact) that kernels.choose_forms needs. It runs one token on
         random weights and full windows, and returns the last layer's output and the new entries of
         the rings. exact: whether products are in the wider dtype."""
-        B, W, wide, dtype = len(self.token), self.position.W, self.logits.dtype, self.keys.dtype
+        B = len(self.token)
+        W = self.position.W
         layers = randomize(copy.deepcopy(self.model.layers))
         random = torch.Generator().manual_seed(1)
-        shape, device = self.keys.shape, self.keys.device
-        keys, values = torch.randn(2, *shape, generator=random).to(device)
+        keys, values = torch.randn(2, *self.keys.shape, generator=random).to(self.keys.device)
         s, z = torch.randn(2, B, self.config.n_embd, generator=random).to(self.logits)
         inputs = {}
-        for exact, product_dtype in ((True, wide), (False, dtype)):
+        for exact, product_dtype in ((True, self.logits.dtype), (False, self.keys.dtype)):
             weights = [module.weights(B, product_dtype) for module in layers]
             pairs = zip(keys.to(product_dtype), values.to(product_dtype), strict=True)
             rings = [Ring(self.position, self.model.heads, k, v) for k, v in pairs]
@@ -201,13 +203,11 @@ class Decoder:
             s = layer(w, s, z, cos, sin, ring, self.config)
         return s
 
-    def advance(self) -> None:
+    def run_token(self) -> None:
         """Run one token per stream on the device alone, so that a CUDA graph can hold it."""
         with using(self.forms):
             z = embed(self.token, self.embedding)
-            # GPT: a copy of z, or torch.compile would trace the first layer separately
-            s = self.s if self.recurrent else z.clone()
-            s = self.run_layers(self.weights, s, z, self.rings)
+            s = self.run_layers(self.weights, self.s if self.recurrent else z, z, self.rings)
             noise = None
             if self.temperature:
                 noise = torch.empty_like(self.logits).exponential_(generator=self.generator)
@@ -231,9 +231,9 @@ class Decoder:
         self.steps += 1
         if self.token.is_cuda:
             with torch.cuda.device_of(self.token):
-                graphed(self.graphs, 'step', self.advance, generator=self.generator)
+                graphed(self.graphs, 'step', self.run_token, generator=self.generator)
         else:
-            self.advance()
+            self.run_token()
         return self.token
 
     @torch.no_grad()
@@ -247,7 +247,8 @@ class Decoder:
             for t in range(0, idx.size(1), n):
                 _, state = self.model.core(idx[:, t : t + n], state)
                 if due():
-                    print(f'    {t + n:,} of {idx.size(1):,} prompt tokens', file=sys.stderr)
+                    done = min(t + n, idx.size(1))
+                    print(f'    {done:,} of {idx.size(1):,} prompt tokens', file=sys.stderr)
         self.load(state)
         return state
 

@@ -21,6 +21,7 @@ from configurator import first_line
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 EPS = 1e-6  # in every RMSNorm and in the denominators of routed aggregations
 ROPE_BASE = 10000.0
@@ -89,8 +90,8 @@ fused.enabled = False
 
 def may_run_uncompiled(error: Exception) -> bool:
     """Return whether code that raised this error may work without compilation, because the compiler
-    is missing or fails, or a compiled kernel cannot be launched. Return False if memory ran out, or
-    if nothing is compiled."""
+    is missing or fails, or a compiled kernel cannot be launched. Return False if a GPU's memory ran
+    out (for a CPU see common.out_of_memory), or if nothing is compiled."""
     if not fused.enabled or isinstance(error, torch.OutOfMemoryError):
         return False
     kinds = (torch._dynamo.exc.TorchDynamoException, RuntimeError)
@@ -179,38 +180,48 @@ def triton_module() -> ModuleType | None:
 
 
 def errors(found: list, exact: list) -> list[float]:
-    """Return the relative error of each tensor of `found`, NaN where it has a NaN. Errors are
+    """Return the relative error of each tensor of `found`, infinity where it has a NaN. Errors are
     divided by the exact tensor's norm, but at least by 1e-5 of the largest norm, because smaller
     tensors are zero but for rounding."""
-    least = 1e-5 * max(b.double().norm().item() for b in exact)
-    return [
-        (a.double() - b.double()).norm().item() / max(b.double().norm().item(), least)
-        for a, b in zip(found, exact, strict=True)
-    ]
+    norms = [b.double().norm().item() for b in exact]
+    least = 1e-5 * max(norms)
+    relative = []
+    for a, b, size in zip(found, exact, norms, strict=True):
+        error = (a.double() - b.double()).norm().item() / max(size, least)
+        relative.append(math.inf if math.isnan(error) else error)
+    return relative
 
 
-def choose_forms(names: list, trial: Callable, seconds: Callable) -> tuple[frozenset, list[str]]:
+def choose_forms(
+    names: tuple[str, ...], make_trial: Callable, seconds: Callable
+) -> tuple[frozenset, list[str]]:
     """Return the names of the Triton forms to use, and a line about each.
 
-    trial(exact) runs once on random inputs and parameters, and returns outputs and all gradients.
-    trial(True) runs in higher precision: errors are measured against it. seconds(run) returns the
-    time of run(). A form is used if it is faster, and if the error of each result is at most three
-    times that without forms, plus 0.001. Forms are tried in turn, each together with those chosen
-    before it. A form whose trial raises an exception is not used."""
+    make_trial() returns a function trial(exact), which runs once on random inputs and parameters,
+    and returns outputs and all gradients. trial(True) runs in higher precision: errors are measured
+    against it. seconds(run) returns the time of run(). A form is used if it is faster, and if the
+    error of each result is at most three times that without forms, plus 0.001. Forms are tried in
+    turn, each together with those chosen before it. A form whose trial raises an exception is not
+    used, and none is if that without forms does."""
     if triton_module() is None:
         return frozenset(), ['Triton is not installed: its forms are not used']
-    chosen = frozenset()
     lines = []
-    plain_errors = None  # of results without any form; measured once a form can be tried
+    usable = []
     for name in names:
         if name in forms and forms[name].triton is None:
             lines.append(f'{name}: Triton form not used: {forms[name].problem}')
-            continue
+        else:
+            usable.append(name)
+    try:
+        trial = make_trial()
+        exact, plain = trial(True), trial(False)
+        plain_errors = errors(plain, exact)
+        fastest = seconds(lambda: trial(False))
+    except Exception as error:  # noqa: BLE001  a trial must never end a run
+        return frozenset(), [*lines, f'Triton forms not used: {first_line(error)}']
+    chosen = frozenset()
+    for name in usable:
         try:
-            if plain_errors is None:
-                exact, plain = trial(True), trial(False)
-                fastest = seconds(lambda: trial(False))
-                plain_errors = errors(plain, exact)  # last: if it is set, so are exact and fastest
             with using(chosen | {name}):
                 form_errors = errors(trial(False), exact)
                 time = seconds(lambda: trial(False))
@@ -251,6 +262,7 @@ class RMSNorm(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         y, r = ctx.saved_tensors
         along = (dy * y).sum(-1, keepdim=True)
@@ -260,7 +272,8 @@ class RMSNorm(torch.autograd.Function):
 def norm(x: Tensor) -> Tensor:
     """Apply a parameter-free RMSNorm over the last dimension."""
     eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    if eager and not x.is_cuda and not torch._C._are_functorch_transforms_active():
+    torch_func = torch._C._are_functorch_transforms_active()  # cannot transform RMSNorm
+    if eager and not x.is_cuda and not torch_func:
         return RMSNorm.apply(x)
     return F.rms_norm(x, (x.size(-1),), eps=EPS)
 
@@ -319,13 +332,19 @@ def to_cache_heads(x: Tensor, heads: Heads) -> Tensor:
     return x.reshape(-1, heads.M, heads.K)
 
 
+def in_window(t: Tensor, slot: Tensor, W: int) -> Tensor:
+    """Return whether token t of a chunk, which has slot W + t, sees a slot: the last W slots up to
+    and including that one."""
+    return (slot > t) & (slot <= t + W)
+
+
 def window_mask(count: Tensor, T: int, W: int) -> Tensor:
     """Return which of W cached and T new slots each new token sees, (B, 1, T, W + T) bool: token t
     sees those of slots t + 1 .. t + W that are filled. Of the cached slots, the last `count` (B,)
     are filled."""
     slot = torch.arange(W + T, device=count.device)
     t = torch.arange(T, device=count.device)[:, None]
-    band = (slot > t) & (slot <= t + W)  # (T, W + T)
+    band = in_window(t, slot, W)  # (T, W + T)
     return (band & (slot >= (W - count)[:, None, None])).unsqueeze(1)
 
 
@@ -405,8 +424,8 @@ def softcap(x: Tensor) -> Tensor:
 @fused
 def losses(logits: Tensor, targets: Tensor, config: object) -> tuple[Tensor, Tensor]:
     """Return the training objective and the cross-entropy, summed over rows, in nats. logits (N, V)
-    are not yet soft-capped (`scores` are what LanguageModel returns as logits); targets (N,);
-    config: the model's, for settings of the objective."""
+    are those before the soft-cap (`scores`, after it, are what LanguageModel returns as logits);
+    targets (N,); config: the model's, for settings of the objective."""
     scores = softcap(logits.to(torch.promote_types(logits.dtype, torch.float32)))
     cross_entropy = F.cross_entropy(scores, targets, reduction='sum')
     # Add terms that only training sees, such as a z-loss of the scores, here, summed over rows: the
@@ -463,6 +482,7 @@ class HeadLoss(torch.autograd.Function):
         return objective / N, cross_entropy
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, g, _):
         dx, dw = ctx.saved_tensors
         return g * dx, g * dw, None, None, None

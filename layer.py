@@ -10,15 +10,17 @@ Experts i = 1..E:
     h_i           = y_i + Down_i relu(Up_i RMSNorm(y_i))^2
     s             = A(RMSNorm(h_1), ..., RMSNorm(h_E))          non-recurrent: A(h_1, ..., h_E)
 
-A is sum / sqrt(E) by default; `merge` has the other aggregations and residuals. The first layer of
-the recurrent model starts from the last layer's s at the token before (`step`), that of the
-non-recurrent model from s = z. Experts share keys and values in the recurrent model, unless
-share_kv = False, but not in the other.
+A is sum / sqrt(E) by default; `aggregate` has the other aggregations, `merge` the residuals. With
+the aggregation 'mean', shared k and v are divided by E too. The first layer of the recurrent model
+starts from the last layer's s at the token before (`step`), that of the non-recurrent model from s
+= z. Experts share keys and values in the recurrent model, unless share_kv = False, but not in the
+other.
 
 Training in every mode, validation and decoding call `layer`. They differ in the class of the
-linears (kernels.Linear or unroll.DeferredLinear), in the cache, and in whether `kernels.fused`
-compiles. Autograd differentiates these equations, except where a backward is written by hand: for
-attention over a cache.Window, RMSNorm on a CPU, the weights of a DeferredLinear and Triton forms.
+linears (kernels.Linear or unroll.DeferredLinear), in the cache, in whether `kernels.fused`
+compiles, and in the Triton forms that replace `attend` and `experts`. Autograd differentiates these
+equations, except where a backward is written by hand: for attention over a cache.Window, RMSNorm on
+a CPU, the weights of a DeferredLinear and Triton forms.
 
 Shapes: N rows (B streams, or B * T tokens in the non-recurrent model), D width, E experts, H query
 heads per expert, C key-value heads in the cache, M query heads per cache head, K head size, r width
@@ -43,8 +45,8 @@ from kernels import Linear, fused, gate_weights, has_triton_form, norm, rotate
 
 class LayerWeights(NamedTuple):
     """Weights of one layer. A matrix W is a kernels.Linear: calling it on x returns x W^T, for each
-    expert if the shape of W starts with E. Every other weight is a tensor. To add a weight, add a
-    field here and fill it in model.Layer.weights."""
+    expert separately if W is a stack of E matrices. Every other weight is a tensor. To add a
+    weight, add a field here and fill it in model.Layer.weights."""
 
     wqkv: Linear  # ((C M + 2 C) K, D): queries, keys and values of all heads
     wo: Linear  # (E, D, H K)
@@ -55,6 +57,11 @@ class LayerWeights(NamedTuple):
     router_q: Linear | None = None  # (r, 2 D), routed aggregations only
     router_q_bias: Tensor | None = None  # (r,)
     router_keys: Linear | None = None  # (E, r)
+
+    @property
+    def recurrent(self) -> bool:
+        """Return whether the layer mixes s and z."""
+        return self.a is not None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -195,7 +202,7 @@ def experts(
     the layer's output (N, D)."""
     y, x = add_norm(u, w.wo(attended), w.dtype)  # (E, N, D)
     x = w.down(activation(w.up(x)))
-    residual = 'norm' if w.a is not None else config.residual  # recurrent or not
+    residual = 'norm' if w.recurrent else config.residual
     return merge(y, x, u, gates, config.aggregation, residual)
 
 
@@ -213,10 +220,10 @@ def layer(
     cos, sin: RoPE angles of the rows' positions; cache: this layer's keys and values, a Window,
     Sequence or Ring of cache.py; config: a model.ModelConfig."""
     gates = None if w.router_q is None else route(w, s, z)
-    if w.a is None:  # non-recurrent
-        u, x = s, norm_to(s, w.dtype)
-    else:
+    if w.recurrent:
         u, x = mix(s, z, w.a, w.b, w.dtype)
+    else:
+        u, x = s, norm_to(s, w.dtype)
     attended = attend(w.wqkv(x), cos, sin, cache)  # (E, N, H K)
     return experts(w, u, attended, gates, config)
 

@@ -43,7 +43,7 @@ from unroll import DeferredLinear, recomputes, unroll
 
 MODES = ('fast', 'plain')
 # Tried in this order: Triton forms, then two ways to run them (triton_kernels.py)
-FORMS = ('attention', 'experts', 'loss', 'split', 'pdl')
+FORMS_TO_TRY = ('attention', 'experts', 'loss', 'split', 'pdl')
 INIT_B = ('one', 'sqrt_experts')
 EVAL_CHUNK = 128  # tokens per chunk in validation; more would only cost RecurrentGPT memory
 
@@ -320,14 +320,15 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         c = self.config
         context = c.window if self.recurrent else (c.block_size + 1) / 2
         attention = 4 * context * c.n_head * c.head_dim * c.n_layer * c.n_expert
+        router = 0  # scores of its keys, one key per expert and layer
+        if c.routed:
+            router = 2 * c.router_dim * c.n_expert * c.n_layer
         matrices = [
             p
             for name, p in self.named_parameters()
             if is_matrix(p) and not name.endswith(('embedding', 'head', 'router_k'))
         ]
-        if c.routed:  # scores of the router's keys, one key per expert and layer
-            attention += 2 * c.router_dim * c.n_expert * c.n_layer
-        core = 2 * sum(p.numel() for p in matrices) + attention
+        core = 2 * sum(p.numel() for p in matrices) + attention + router
         return {'core': float(core), 'head': float(2 * self.head.numel())}
 
     def param_groups(self) -> dict[str, list[nn.Parameter]]:
@@ -423,7 +424,7 @@ class RecurrentGPT(LanguageModel):
         """Choose the Triton forms for training on B streams (kernels.choose_forms), and return a
         line about each. The model must be on a GPU. Call this under the autocast of training."""
         with torch.cuda.device_of(self.head):
-            self.forms, lines = choose_forms(FORMS, self.trial(B), cuda_seconds)
+            self.forms, lines = choose_forms(FORMS_TO_TRY, lambda: self.trial(B), cuda_seconds)
         return lines
 
     def trial(self, B: int) -> Callable[[bool], list[Tensor]]:
@@ -437,7 +438,7 @@ class RecurrentGPT(LanguageModel):
         random = torch.Generator().manual_seed(1)
         x, y = torch.randint(len(self.head), (2, B, T), generator=random).to(self.head.device)
         state = model.init_state(B)
-        s, k, v = (torch.randn(x.shape, generator=random).to(x) for x in state[:3])
+        s, k, v = (torch.randn(t.shape, generator=random).to(t) for t in state[:3])
         count = torch.full_like(state.count, self.config.window)
         amp = torch.is_autocast_enabled(device)
 

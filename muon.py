@@ -60,8 +60,14 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self, params, lr=0.02, momentum=0.95, nesterov=True, ns_steps=5, weight_decay=0.01
     ):
-        settings = {'lr': lr, 'momentum': momentum, 'nesterov': nesterov}
-        super().__init__(params, settings | {'ns_steps': ns_steps, 'weight_decay': weight_decay})
+        defaults = {
+            'lr': lr,
+            'momentum': momentum,
+            'nesterov': nesterov,
+            'ns_steps': ns_steps,
+            'weight_decay': weight_decay,
+        }
+        super().__init__(params, defaults)
         for group in self.param_groups:
             for p in group['params']:
                 if p.dim() < 2 or p.numel() == 0 or not p.is_floating_point():

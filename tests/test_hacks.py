@@ -14,11 +14,17 @@ from processes import ROOT
 HACKS = {path.stem: path for path in sorted((ROOT / 'tests' / 'hacks').glob('?_*.patch'))}
 SETTINGS = {
     'a_max_aggregation': {'aggregation': 'max'},
-    'e_z_loss': {'z_loss': 1e-4},
+    'e_z_loss': {'z_loss': 0.1},
     'g_max_convlstm': {'aggregation': 'max'},
 }
 # the hacks that are tested without --long
 SHORT = ['b_swiglu', 'f_gated_state', 'g_max_convlstm', 'h_wider_state']
+SHORT_TRITON = ['e_z_loss']
+
+
+def hacks_in_short(names, short):
+    """Return the hacks as parameters of a test; those not in `short` run with --long only."""
+    return [x if x in short else pytest.param(x, marks=pytest.mark.long) for x in names]
 
 
 def run_modes(folder, group, settings, *options):
@@ -44,14 +50,11 @@ def copy_and_patch(hack, folder):
     subprocess.run(['git', 'apply', str(HACKS[hack])], cwd=folder, check=True)
 
 
-@pytest.mark.parametrize('hack', HACKS)
+@pytest.mark.parametrize('hack', hacks_in_short(HACKS, SHORT))
 def test_every_mode_follows_a_hack(tmp_path, hack, request):
     """run.py prints the losses of the plain mode first, and the patch changes them. Without --long
-    some patches are skipped, and Inductor compiles nothing."""
-    long = request.config.getoption('--long')
-    if hack not in SHORT and not long:
-        pytest.skip('runs with pytest --long')
-    options = ['--inductor'] if long else []
+    Inductor compiles nothing."""
+    options = ['--inductor'] if request.config.getoption('--long') else []
     group = 'agents' if 'convlstm' in hack else 'models'
     copy_and_patch(hack, tmp_path)
     losses, *_ = run_modes(tmp_path, group, SETTINGS.get(hack, {}), *options).splitlines()
@@ -59,11 +62,12 @@ def test_every_mode_follows_a_hack(tmp_path, hack, request):
     assert losses != unpatched_losses
 
 
-@pytest.mark.parametrize('hack', [hack for hack in HACKS if 'convlstm' not in hack])
-def test_triton_forms_never_drop_a_hack(tmp_path, hack, request):
+LANGUAGE_MODEL_HACKS = [hack for hack in HACKS if 'convlstm' not in hack]
+
+
+@pytest.mark.parametrize('hack', hacks_in_short(LANGUAGE_MODEL_HACKS, SHORT_TRITON))
+def test_triton_forms_never_drop_a_hack(tmp_path, hack):
     """A form whose functions were edited is not used, and the others compute the edited model."""
     pytest.importorskip('triton', reason='triton is not installed')
-    if hack != 'e_z_loss' and not request.config.getoption('--long'):
-        pytest.skip('runs with pytest --long')
     copy_and_patch(hack, tmp_path)
     assert run_modes(tmp_path, 'triton', SETTINGS.get(hack, {})) != run_unpatched('triton')

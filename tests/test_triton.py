@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 from unittest.mock import Mock
 
 import numpy as np
@@ -23,7 +24,7 @@ triton = pytest.importorskip('triton', reason='triton is not installed: its kern
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / 'tests')]
 from reference import assert_close, make  # noqa: E402
-from test_model import compare, no_memory_kept  # noqa: E402, F401  a fixture
+from test_model import compare, default_mode  # noqa: E402, F401  a fixture
 
 import cache  # noqa: E402
 import kernels  # noqa: E402
@@ -33,6 +34,7 @@ import triton_kernels as tk  # noqa: E402
 import unroll  # noqa: E402
 from decode import Decoder  # noqa: E402
 
+triton_version = [int(part) for part in triton.__version__.split('.')[:2]]
 interpreted = pytest.mark.skipif(
     os.environ.get('TRITON_INTERPRET') != '1',
     reason='test_in_a_process_with_the_interpreter runs it',
@@ -47,7 +49,7 @@ def run(*command, **env):
 
 
 @pytest.mark.skipif(
-    triton.__version__ < '3.7' and np.lib.NumpyVersion(np.__version__) >= '2.4.0',
+    triton_version < [3, 7] and np.lib.NumpyVersion(np.__version__) >= '2.4.0',
     reason="Triton 3.6's interpreter takes loops' bounds only with NumPy < 2.4",
 )
 def test_in_a_process_with_the_interpreter(request):
@@ -71,47 +73,72 @@ def calls(monkeypatch):
     return mocks
 
 
-# E, G, R, K, W; streams, tokens per chunk, block, group; aggregation, caches per expert, forms
-CASES = """
-3,1,2,12,5 2,4,3,2 sqrt_sum False attention,experts
-3,1,2,12,5 2,4,3,2 softmax_l2 True attention,experts
-1,1,2,64,3 2,2,2,4 sqrt_sum False experts,split
-1,1,2,10,70 2,3,3,4 softmax_mean False attention
-2,2,1,34,1 1,4,5,2 mean False attention,experts
-2,1,3,96,37 2,2,3,4 sqrt_sum True attention
-"""
-LONG_CASES = """
-1,1,2,10,3 131,1,2,4 softmax_mean False experts
-2,1,2,12,5 2,4,3,2 sqrt_sum False attention
-2,1,2,12,5 2,4,3,2 mean True experts
-1,1,2,10,3 1,18,18,18 sqrt_sum False attention
-10,1,2,128,5 1,2,2,2 sqrt_sum False attention
-"""
-ALL_CASES = CASES.strip().splitlines()
-ALL_CASES += [pytest.param(x, marks=pytest.mark.long) for x in LONG_CASES.strip().splitlines()]
+class Case(NamedTuple):
+    """Sizes of a model of one layer, of a chunk, and the forms in use beside 'loss'."""
+
+    forms: tuple[str, ...]
+    E: int = 2  # experts
+    G: int = 1  # key-value heads per expert
+    R: int = 2  # query heads per key-value head
+    K: int = 12  # head size
+    W: int = 5  # window
+    B: int = 2  # streams
+    T: int = 4  # tokens per chunk
+    block: int = 3  # cache.BLOCK
+    group: int = 2  # cache.GROUP
+    aggregation: str = 'sqrt_sum'
+    share_kv: bool = True
+
+
+BOTH = ('attention', 'experts')
+CASES = [
+    Case(BOTH, E=3),
+    Case(BOTH, E=3, aggregation='softmax_l2', share_kv=False),
+    Case(('experts', 'split'), E=1, K=64, W=3, T=2, block=2, group=4),
+    Case(('attention',), E=1, K=10, W=70, T=3, group=4, aggregation='softmax_mean'),
+    Case(BOTH, G=2, R=1, K=34, W=1, B=1, block=5, aggregation='mean'),
+    Case(('attention',), R=3, K=96, W=37, T=2, group=4, share_kv=False),
+]
+LONG_CASES = [
+    Case(('experts',), E=1, K=10, W=3, B=131, T=1, block=2, group=4, aggregation='softmax_mean'),
+    Case(('attention',)),
+    Case(('experts',), aggregation='mean', share_kv=False),
+    Case(('attention',), E=1, K=10, W=3, B=1, T=18, block=18, group=18),
+    Case(('attention',), E=10, K=128, B=1, T=2, block=2),
+]
+ALL_CASES = [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in LONG_CASES)]
 
 
 @interpreted
-@pytest.mark.parametrize('case', ALL_CASES)
+@pytest.mark.parametrize('case', ALL_CASES, ids=str)
 def test_unroll_is_the_reference(monkeypatch, calls, case):
     """The cases have empty, full and partly filled windows, all layouts of heads, and forms alone
     and together."""
-    heads, sizes, aggregation, per_expert, names = case.split()
-    (E, G, R, K, W), (B, T, block, group) = ([int(n) for n in x.split(',')] for x in (heads, sizes))
-    monkeypatch.setattr(cache, 'BLOCK', block)
-    monkeypatch.setattr(cache, 'GROUP', group)
-    sizes = {'n_expert': E, 'n_embd': G * R * K, 'n_head': G * R, 'n_kv_head': G, 'window': W}
-    sizes |= {'aggregation': aggregation, 'share_kv': per_expert == 'False', 'n_layer': 1}
-    model = make(model_file.RecurrentGPT, 7, torch.float32, **sizes)
-    model.forms = frozenset({'loss', *names.split(',')})
+    monkeypatch.setattr(cache, 'BLOCK', case.block)
+    monkeypatch.setattr(cache, 'GROUP', case.group)
+    model = make(
+        model_file.RecurrentGPT,
+        7,
+        torch.float32,
+        n_layer=1,
+        n_expert=case.E,
+        n_embd=case.G * case.R * case.K,
+        n_head=case.G * case.R,
+        n_kv_head=case.G,
+        window=case.W,
+        aggregation=case.aggregation,
+        share_kv=case.share_kv,
+    )
+    model.forms = frozenset({'loss', *case.forms})
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(0.7)  # the rounding of fp32 stays small
-    compare(model, T, 2, 1 if B > 1 else None, ['fast'], rtol=2e-5, B=B)
+    reset_before = 1 if case.B > 1 else None
+    compare(model, case.T, 2, reset_before, ['fast'], rtol=2e-5, B=case.B)
     expected = {'cross_entropy'}
-    if 'attention' in names:
+    if 'attention' in case.forms:
         expected |= {'window_attention', 'window_attention_backward'}
-    if 'experts' in names:
+    if 'experts' in case.forms:
         expected |= {'product', 'norm_sum'}
     assert {name for name, mock in calls.items() if mock.called} == expected
 
@@ -132,14 +159,15 @@ def test_forms_agree_in_the_trials_and_one_that_is_off_by_10_percent_is_not_used
     changes = {'n_layer': 1, 'share_kv': False, 'aggregation': 'softmax_l2'}
     model = make(model_file.RecurrentGPT, dtype=torch.float32, **SMALL, **changes)
     for trial, names in (
-        (model.trial(2), ('attention', 'experts', 'loss')),
-        (Decoder(model, 2).trial(), ('attention', 'experts')),
+        (lambda: model.trial(2), ('attention', 'experts', 'loss')),
+        (Decoder(model, 2).trial, ('attention', 'experts')),
     ):
         assert kernels.choose_forms((*names, 'split'), trial, clock())[0] == {*names, 'split'}
     for name in ('attention', 'experts'):
         form = kernels.forms[name]
         monkeypatch.setattr(form, 'triton', lambda *args, f=form.triton: 1.1 * f(*args))
-    chosen, lines = kernels.choose_forms(('attention', 'experts', 'loss'), model.trial(2), clock())
+    names = ('attention', 'experts', 'loss')
+    chosen, lines = kernels.choose_forms(names, lambda: model.trial(2), clock())
     assert chosen == {'loss'}, lines
 
 
@@ -189,12 +217,14 @@ class H100:
 def report(cells):
     """Compile all kernels that are launched at these sizes (E, W, B), each once per set of tiles;
     print and check what they take of an H100."""
-    jit, seen = triton.runtime.jit.JITFunction, {}
+    jit = triton.runtime.jit.JITFunction
+    jit_run = jit.run
+    tools = Path(triton.__file__).parent / 'backends/nvidia/bin'
+    seen = {}
     triton.runtime.driver.set_active(H100)
-    start, tools = jit.run, Path(triton.__file__).parent / 'backends/nvidia/bin'
 
     def compiled_only(self, *args, grid, warmup, **options):
-        done = start(self, *args, grid=grid, warmup=True, **options)
+        done = jit_run(self, *args, grid=grid, warmup=True, **options)
         if id(done) in seen:
             return
         seen[id(done)] = done
@@ -259,7 +289,7 @@ def choose(results, seconds, names=('form',)):
         return [result]
 
     return kernels.choose_forms(
-        names, trial, lambda run: (run(), seconds[kernels.enabled_forms()])[1]
+        names, lambda: trial, lambda run: (run(), seconds[kernels.enabled_forms()])[1]
     )
 
 
@@ -269,7 +299,7 @@ CHOICES = [  # result of the form, seconds, whether it is used, part of the line
     (EXACT * 1.002, FASTER, True, 'form: Triton form used'),
     (EXACT * 1.002, SLOWER, False, 'not used'),
     (EXACT * 1.01, FASTER, False, 'largest error 1.00%, without it 0.10%'),
-    (EXACT * math.nan, FASTER, False, 'not used'),
+    (EXACT * math.nan, FASTER, False, 'largest error inf%'),
     (triton.runtime.errors.OutOfResources(3, 2, 'x'), FASTER, False, 'not used: OutOfResources'),
     (KeyError('gate'), FASTER, False, "not used: KeyError: 'gate'"),
     (TypeError('unknown'), FASTER, False, 'not used: TypeError: unknown'),
@@ -284,7 +314,7 @@ def test_forms_that_agree_and_are_faster_are_used(result, seconds, used, text):
 
 def test_a_model_that_cannot_be_tried_keeps_its_functions():
     chosen, (line,) = choose({NONE: RuntimeError('no gradient')}, FASTER)
-    assert chosen == NONE and 'form: Triton form not used: RuntimeError: no gradient' in line
+    assert chosen == NONE and line == 'Triton forms not used: RuntimeError: no gradient'
 
 
 def test_forms_are_tried_beside_those_chosen_before():

@@ -1,6 +1,6 @@
 """Compare all modes of a patched copy of the project with its plain mode; test_hacks.py starts it.
 
-    python run.py [--inductor] models|agents|triton '{settings}'
+    PYTHONPATH=.:tests python tests/hacks/run.py [--inductor] models|agents|triton "{settings}"
 
 models and agents train for three updates in float64, and models decode; triton trains for one
 update in fp32, with Triton forms run by the interpreter. Prints the losses of the plain mode, by
@@ -16,6 +16,7 @@ if 'triton' in sys.argv:  # before anything imports triton
 
 import torch
 from reference import assert_close, make, tokens
+from test_convlstm import boards
 from test_model import MODES, fake_graphed, set_mode
 
 import cache
@@ -76,15 +77,19 @@ def models(settings):
             set_mode(model, mode)
             found[mode] = train_stream(model)
             assert_same(found[mode], found['plain'], mode)
-        print(*found['plain'][0])
+        losses, grads = found['plain']
+        print(*losses)
+        check_every_weight_learns(grads)
         check_decoder(model)
-    x, sizes = tokens(2, 6), {'n_expert': 2, **settings}
-    known = {'layers.0.a', 'layers.0.b', *parameter_names(make(GPT, **sizes))}
-    if not parameter_names(model) <= known:
+    gpt_settings = {'n_expert': 2, **settings}
+    recurrent_names = parameter_names(make(RecurrentGPT, n_layer=1, **settings))
+    gpt_names = parameter_names(make(GPT, n_layer=1, **gpt_settings))
+    if not recurrent_names <= gpt_names | {'layers.0.a', 'layers.0.b'}:
         return  # the patch adds parameters to the recurrent model only
+    x = tokens(2, 6)
     found = {}
     for mode in ('fast', 'compiled'):
-        model = make(GPT, **sizes)
+        model = make(GPT, **gpt_settings)
         set_mode(model, mode)
         found[mode] = train(model, lambda model, i: model(x, x)[0].objective)
     assert_same(found['compiled'], found['fast'], 'GPT')
@@ -93,6 +98,14 @@ def models(settings):
 
 def parameter_names(model):
     return {name for name, _ in model.named_parameters()}
+
+
+def check_every_weight_learns(grads):
+    """Assert that each parameter gets a gradient in at least one layer. Without this a parameter
+    that a patch adds would change the random weights of a model, and so its losses, unused."""
+    names = {name.split('.')[-1] for name in grads}
+    learning = {name.split('.')[-1] for name, grad in grads.items() if grad.any()}
+    assert learning == names, f'no gradient: {names - learning}'
 
 
 def check_decoder(model):
@@ -131,20 +144,18 @@ def agents(settings):
     """Compare all modes of agents with the plain mode."""
     for arch, residual in (('convlstm', 'expert'), ('convglu', 'expert'), ('convglu', 'shared')):
         sizes = {'arch': arch, 'residual': residual, 'n_layer': 2, 'n_expert': 3, 'n_embd': 8}
+        obs, start = boards(T=3, B=2)
+
+        def loss_of(agent, i, obs=obs, start=start):
+            logits, value, _ = agent(obs, start, agent.init_state(2))
+            return logits.square().mean() + (value - i).square().mean()
+
         found = {}
         for mode in ('plain', 'fast', 'compiled'):
             torch.manual_seed(0)
             agent = build_agent(AgentConfig(head_dim=16, **sizes, **settings)).double()
             agent.config.mode = 'plain' if mode == 'plain' else 'fast'
             kernels.fused.enabled = mode == 'compiled'
-            obs = torch.randint(5, (3, 2, 10, 10, 2), dtype=torch.uint8)
-            # the first steps start episodes, and so does a step inside the unroll, on one board
-            start = torch.tensor([[True, True], [False, True], [False, False]])
-
-            def loss_of(agent, i, obs=obs, start=start):
-                logits, value, _ = agent(obs, start, agent.init_state(2))
-                return logits.square().mean() + (value - i).square().mean()
-
             found[mode] = train(agent, loss_of)
             assert_same(found[mode], found['plain'], mode)
         print(*found['plain'][0])
