@@ -75,7 +75,7 @@ class Row(NamedTuple):
     L: int
     E: int
     d: int
-    more: tuple[tuple[str, object], ...] = ()  # further settings: ((name, value), ...)
+    overrides: tuple[tuple[str, object], ...] = ()  # further settings: ((name, value), ...)
     seed: int = 1
 
     @property
@@ -94,8 +94,8 @@ class Row(NamedTuple):
     def name(self) -> str:
         """Return the name of the run's folder."""
         variant = self.variant.replace('-', '')
-        more = ''.join(f'_{k}-{v}' for k, v in self.more)
-        return f'{self.model}_{variant}_L{self.L}_E{self.E}_d{self.d}{more}_s{self.seed}'
+        overrides = ''.join(f'_{k}-{v}' for k, v in self.overrides)
+        return f'{self.model}_{variant}_L{self.L}_E{self.E}_d{self.d}{overrides}_s{self.seed}'
 
     @property
     def cell(self) -> 'Row':
@@ -189,7 +189,7 @@ def best_cell(points: dict[Row, Summary]) -> Row:
 
 def without_setting(row: Row, name: str) -> Row:
     """Return the row without its setting `name`."""
-    return row._replace(more=tuple((k, v) for k, v in row.more if k != name))
+    return row._replace(overrides=tuple((k, v) for k, v in row.overrides if k != name))
 
 
 def runs_at_best(runs: list, name: str) -> list:
@@ -237,7 +237,7 @@ def paper_cells(reference: str, points: Iterable[Row]) -> dict[Row, Summary]:
 
     reference: the folder with its tables, '' for none.
     """
-    known = {(row.model, row.recurrent, row.budget) for row in points if not row.more}
+    known = {(row.model, row.recurrent, row.budget) for row in points if not row.overrides}
     out = {}
     for r in read_csv(os.path.join(reference, 'sokoban_returns.csv')) if reference else ():
         row = Row(
@@ -475,12 +475,12 @@ def ablation_figure(
     points: dict[Row, Summary], values: list, default: tuple, title: str, label: str
 ) -> 'Figure':
     """Return a figure of the value by a setting, with a line for each cell, and beside it the
-    difference from the value at the default. values, default: in the form of Row.more."""
+    difference from the value at the default. values, default: in the form of Row.overrides."""
     figure, panels = new_figure(2, 3.4, sharey=False)
-    cells = group_by(points, lambda row: row._replace(more=()))
+    cells = group_by(points, lambda row: row._replace(overrides=()))
     for i, (cell, part) in enumerate(cells.items()):
         shift = 0.06 * i  # so that error bars do not cover each other
-        by_value = {values.index(row.more) + shift: point for row, point in part.items()}
+        by_value = {values.index(row.overrides) + shift: point for row, point in part.items()}
         name = f'{cell.variant}, L = {cell.L}, E = {cell.E}, d = {cell.d}'
         draw_line(panels[0], with_standard_errors(by_value), i, name)
         if (x := values.index(default) + shift) in by_value:
@@ -521,12 +521,12 @@ def draw_plan(
         label = f'validation loss (nats per {token})' if row.is_text else 'return'
         budgets = {row.budget for row in rows if row.model == model}
         figures = {}
-        if len(budgets) > 1 and not row.more:
+        if len(budgets) > 1 and not row.overrides:
             figures['budgets'] = saturation_figure(points, 'budget', reference, title, label)
         elif plan.startswith('scaling'):
             figures['scaling'] = size_figure(points, 'EL', '', title, label)
-        elif row.more:
-            values = list(dict.fromkeys(row.more for row in rows if row.model == model))
+        elif row.overrides:
+            values = list(dict.fromkeys(row.overrides for row in rows if row.model == model))
             # the default is the first value, or for the radius the last: every expert reads all
             default = values[-1 if plan == 'communication' else 0]
             figures['ablation'] = ablation_figure(points, values, default, title, label)
@@ -573,11 +573,11 @@ def cell_fields(rows: Iterable[Row]) -> dict[Row, dict]:
 
     Every further setting of one of the cells has a column of its own.
     """
-    names = dict.fromkeys(name for row in rows for name, _ in row.more)
+    names = dict.fromkeys(name for row in rows for name, _ in row.overrides)
     fields = {}
     for row in rows:
         fields[row] = {name: getattr(row, name) for name in ('variant', 'budget', 'L', 'E', 'd')}
-        fields[row] |= {name: str(dict(row.more).get(name, '')) for name in names}
+        fields[row] |= {name: str(dict(row.overrides).get(name, '')) for name in names}
     return fields
 
 
@@ -621,7 +621,7 @@ def write_solve_table(
         known = {
             (row.model, row.recurrent, row.budget)
             for row in cells
-            if not without_setting(row, tuned).more
+            if not without_setting(row, tuned).overrides
         }
         if levels == 'unfiltered-test' and reference:
             for r in read_csv(os.path.join(reference, 'sokoban_solve_rates.csv')):

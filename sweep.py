@@ -237,7 +237,7 @@ SAME_RUN = (  # a run with other values of these settings is still the same run
 ).split()
 MOST_COST = 1.5  # language models above 1.5 W are left out (E is rounded, so some exceed W)
 MOST_TUNING = 3  # number of values that `tune` may add beyond an edge
-ALIKE = 3  # failures in a row with the same message after which no further run starts
+EQUAL_FAILURES = 3  # failures in a row with the same message after which no further run starts
 UNUSABLE = {
     'other': 'a run with other settings or of another script',
     'short': 'a run that logged no return: it has fewer steps per board than time_limit',
@@ -258,7 +258,7 @@ LM_KERNELS = 42  # kernels per token and layer, forward and backward, compiled: 
 AGENT_KERNELS = (120, 80)
 MICRO_BATCH = 32768  # tokens per micro-batch of a GPU
 CPU_RATE = 50e9  # FLOP/s of a CPU core: only to tell short sweeps from long ones
-LONG = 0.5  # hours: longer sweeps measure a few updates first
+LONG_SWEEP_HOURS = 0.5  # hours: longer sweeps measure a few updates first
 
 say = functools.partial(print, flush=True)
 
@@ -328,7 +328,7 @@ def settings_of(row: Row) -> dict:
         'n_expert': row.E,
         'n_embd': row.d,
         'seed': row.seed,
-        **dict(row.more),
+        **dict(row.overrides),
     }
     names_in_also = [name for name in settings_in_also() if name in config]
     if clash := [name for name in names_in_also if name in settings]:
@@ -392,7 +392,7 @@ def cost_of_cell(row: Row) -> Cost:
         fail(f'plan {plan!r}, {row.name}: {first_line(error)}; check base, also and width')
 
 
-def scaled(d: int) -> int:
+def scale_width(d: int) -> int:
     """Return the width d of a full-size plan multiplied by `width`."""
     return max(1, round(d * width))
 
@@ -404,11 +404,11 @@ def budget_of(model: str, recurrent: bool, budget: str, full_size: bool = False)
     else:
         n, d = AGENT_EXPERTS[budget], max(AGENT_WIDTHS[budget])
     if not full_size:
-        d = scaled(d)
+        d = scale_width(d)
     return n * cost(Row(model, recurrent, budget, 1, 1, d)).core
 
 
-def over_budget(row: Row) -> float:
+def budget_ratio(row: Row) -> float:
     """Return the cost of a run as a multiple of its budget."""
     return cost(row).core / budget_of(row.model, row.recurrent, row.budget)
 
@@ -458,7 +458,7 @@ def cells_of(name: str, rule: str) -> list[Row]:
     if name in SCALING:
         depths, experts = SCALING[name]
         return [
-            Row(model, recurrent, 'small', L, E, scaled(d))
+            Row(model, recurrent, 'small', L, E, scale_width(d))
             for model, d in SCALING_WIDTHS.items()
             for recurrent in (True, False)
             for L in depths
@@ -467,7 +467,7 @@ def cells_of(name: str, rule: str) -> list[Row]:
     if name in ABLATIONS:
         setting, values, cells = ABLATIONS[name]
         return [
-            Row(model, recurrent, 'small', L, E, scaled(d), more=((setting, x),))
+            Row(model, recurrent, 'small', L, E, scale_width(d), overrides=((setting, x),))
             for model, recurrent, L, E, d in cells
             for x in values
         ]
@@ -483,7 +483,7 @@ def cells_of(name: str, rule: str) -> list[Row]:
             expert_cost = cost(one_expert).core
             E = round(W / (L * expert_cost))  # 0 for exactly half an expert: Python rounds to even
             if 0 < L * E * expert_cost <= most:
-                rows.append(one_expert._replace(L=L, E=E, d=scaled(d)))
+                rows.append(one_expert._replace(L=L, E=E, d=scale_width(d)))
     rows = [with_residual(row, rule) for row in rows]
     return list(dict.fromkeys(rows))  # `width` may make two widths equal
 
@@ -495,7 +495,7 @@ def with_residual(row: Row, rule: str) -> Row:
     matters = row.E > 1 and (row.model == 'convglu' or row.is_text and not row.recurrent)
     if not rule or not matters:
         return row
-    return row._replace(more=(('residual', rule), *row.more))
+    return row._replace(overrides=(('residual', rule), *row.overrides))
 
 
 def tuned_setting() -> str:
@@ -503,7 +503,7 @@ def tuned_setting() -> str:
     return tune.partition('=')[0]
 
 
-def tuned(rows: list[Row]) -> list[Row]:
+def add_tuned_values(rows: list[Row]) -> list[Row]:
     """Return each row with each value of `tune`."""
     name, _, values = tune.partition('=')
     if not name or not values:
@@ -516,7 +516,7 @@ def tuned(rows: list[Row]) -> list[Row]:
         for text in values.split(','):
             found = {}
             read_argument(f'--{name}={text}', found, config, f'tune = {tune!r}')
-            result.append(row._replace(more=(*row.more, (name, found[name]))))
+            result.append(row._replace(overrides=(*row.overrides, (name, found[name]))))
     return list(dict.fromkeys(result))
 
 
@@ -536,14 +536,15 @@ def rows_beyond_edges(rows: list[Row]) -> list[Row]:
     result = []
     for row in winners(rows):
         cell = figures.without_setting(row, name)
-        best = dict(row.more)[name]
-        tried = sorted(dict(r.more)[name] for r in rows if figures.without_setting(r, name) == cell)
+        best = dict(row.overrides)[name]
+        same_cell = [other for other in rows if figures.without_setting(other, name) == cell]
+        tried = sorted(dict(other.overrides)[name] for other in same_cell)
         if not isinstance(best, float) or len(tried) < 2 or tried[0] <= 0:
             continue
         if best == tried[-1] and best >= 2 * tried[-2]:
-            result.append(cell._replace(more=(*cell.more, (name, 2 * best))))
+            result.append(cell._replace(overrides=(*cell.overrides, (name, 2 * best))))
         elif best == tried[0] and best <= tried[1] / 2:
-            result.append(cell._replace(more=(*cell.more, (name, best / 2))))
+            result.append(cell._replace(overrides=(*cell.overrides, (name, best / 2))))
     return result
 
 
@@ -551,26 +552,26 @@ def rows_beyond_edges(rows: list[Row]) -> list[Row]:
 VARIANTS = {'feedforward': False, 'nonrecurrent': False, 'non-recurrent': False, 'recurrent': True}
 
 
-def matches(row: Row, key: str, values: str) -> bool:
+def fulfills(row: Row, key: str, values: str) -> bool:
     """Return whether a row fulfills a condition of `only`, such as key 'L' and values '1,2'."""
     if key == 'variant':
         return row.recurrent in [VARIANTS.get(x) for x in values.split(',')]
     known = {name: str(getattr(row, name)) for name in ('model', 'budget', 'L', 'E', 'd')}
-    known |= {name: str(x) for name, x in row.more}
+    known |= {name: str(x) for name, x in row.overrides}
     return known.get(key) in values.split(',')
 
 
-def chosen(rows: list[Row], conditions: str, name: str) -> list[Row]:
+def select_rows(rows: list[Row], conditions: str, name: str) -> list[Row]:
     """Return the rows of plan `name` that fulfill all conditions, such as 'L=1,2 d=768'."""
     for condition in conditions.split():
         key, _, values = condition.partition('=')
-        matching = [row for row in rows if matches(row, key, values)]
+        matching = [row for row in rows if fulfills(row, key, values)]
         if not matching:
             keys = {'model', 'variant', 'budget', 'L', 'E', 'd'}
-            keys |= {setting for row in rows for setting, _ in row.more}
+            keys |= {setting for row in rows for setting, _ in row.overrides}
             if key not in keys:
                 fail(f'only = {only!r}: {key!r} is none of {", ".join(sorted(keys))}')
-            found = [getattr(row, key, dict(row.more).get(key)) for row in rows]
+            found = [getattr(row, key, dict(row.overrides).get(key)) for row in rows]
             possible = ', '.join(dict.fromkeys(map(str, found)))
             fail(f'only = {only!r}: leaves none of plan {name!r}: {key} can be {possible}')
         rows = matching
@@ -592,10 +593,10 @@ def plan_rows(name: str = '', conditions: str = '', rule: str = '') -> list[Row]
         rule = residual
     if name not in PLANS:
         fail(f'plan = {name!r}: expected one of {", ".join(PLANS)}')
-    cells = chosen(cells_of(name, rule), conditions, name)
+    cells = select_rows(cells_of(name, rule), conditions, name)
     repeated = cells  # those that run with further seeds
     if tune:
-        cells = tuned(cells)
+        cells = add_tuned_values(cells)
         for _ in range(MOST_TUNING):
             cells = cells + rows_beyond_edges(cells)
         repeated = winners(cells)
@@ -634,7 +635,7 @@ class Progress(NamedTuple):
     seconds: float  # training time of these updates
 
 
-def is_other(row: Row, saved: dict) -> bool:
+def is_another_run(row: Row, saved: dict) -> bool:
     """Return whether a config.json, `saved`, is that of another run. For a setting that the file
     lacks, because the script got it later, the default counts; for a missing `script`, the standard
     one."""
@@ -670,7 +671,7 @@ def progress_of(row: Row, name: str = '') -> Progress:
     except Mistake:
         state = state if saved_in(folder) else 'damaged'
     fraction = min(1.0, log[-1]['step'] / updates_of(row))
-    if saved and is_other(row, saved):
+    if saved and is_another_run(row, saved):
         state = 'other'
     elif fraction == 1 and run_value(log) is not None:
         state = 'done'
@@ -710,7 +711,7 @@ def print_plan(rows: list[Row]) -> None:
     print(f'  # {"run":{width_of_names}} {titles} command')
     for i, row in enumerate(rows):
         progress = progress_of(row)
-        numbers = f'{cost(row).core / 1e6:10,.1f} {over_budget(row):6.2f} {cost(row).params:13,}'
+        numbers = f'{cost(row).core / 1e6:10,.1f} {budget_ratio(row):6.2f} {cost(row).params:13,}'
         state = progress.state or f'{progress.fraction:.0%}'
         status = f'{modeled_hours(row):7.2f} {state:>7}'
         print(f'{i:3} {row.name:{width_of_names}} {numbers} {status} {shlex.join(command(row))}')
@@ -737,7 +738,7 @@ def paper_table() -> list[dict]:
         if entry.plan:
             rows = plan_rows(entry.plan, entry.only, entry.residual)
             runs = str(len(rows))
-            names = {(name, script_of(row)) for row in rows for name, _ in row.more}
+            names = {(name, script_of(row)) for row in rows for name, _ in row.overrides}
             if missing := [name for name, path in names if name not in defaults_of(path)]:
                 state = f'needs a setting {missing[0]}'  # which `script` does not have
             else:
@@ -920,7 +921,7 @@ def check_before(rows: list[Row], at_a_time: int) -> None:
     hours = sum(map(modeled_hours, rows))
     if not torch.cuda.is_available():
         hours = sum(map(training_flops, rows)) / CPU_RATE / 3600
-    is_long = hours > LONG and index < 0
+    is_long = hours > LONG_SWEEP_HOURS and index < 0
     measures = is_long if measure is None else measure
     if measures:
         print_expected(rows, at_a_time)
@@ -1086,9 +1087,10 @@ def run_queue(
                 seconds = time.time() - ended.started
                 eta = remaining([*queue, *running], rows, at_a_time)
                 say(f'{counted}: {failure or "done"}, {seconds:.0f} s | eta {eta}')
-                fail_alike = failure and kinds[-ALIKE:] == ALIKE * [kinds[-1]]
-                if fail_alike and queue:
-                    say(f'{ALIKE} runs in a row failed alike: {len(queue)} others are not started')
+                last_kinds = kinds[-EQUAL_FAILURES:]
+                if failure and queue and last_kinds == EQUAL_FAILURES * [last_kinds[-1]]:
+                    others = f'{len(queue)} others are not started'
+                    say(f'{EQUAL_FAILURES} runs in a row failed alike: {others}')
                     queue = []
             if stopper.signal is not None:
                 for job in running.values():
@@ -1303,13 +1305,13 @@ def write_runs(runs: list, reported: set[Row], sentences: dict, folder: str) -> 
             'model': row.model,
             'reported': row in reported,
             **figures.cell_fields([row])[row],
-            **dict(row.more),
+            **dict(row.overrides),
             'seed': row.seed,
             'value': run_value(log),
             'updates': last['step'],
             **{name: saved.get(name) for name in ('commit', 'device_name', 'torch')},
             **{name: last[name] for name in ('tokens', 'env_steps', 'seconds') if name in last},
-            'over_budget': over_budget(row),
+            'over_budget': budget_ratio(row),
         }
         records.append(record)
     about = {

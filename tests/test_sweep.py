@@ -186,7 +186,7 @@ def test_language_models_cost_16_blocks():
         assert {(L, 16 // L, 768) for L in (1, 2, 4, 8, 16)} | {(1, 4, 1536), (1, 62, 384)} < found
         # half an expert rounded up would cost 1.97 budgets
         assert (16, 1, 1536) not in found and (8, 1, 1536) not in found
-    assert len(rows) == 26 and all(0.9 < sweep.over_budget(row) < 1.1 for row in rows)
+    assert len(rows) == 26 and all(0.9 < sweep.budget_ratio(row) < 1.1 for row in rows)
 
 
 def folders_of(plan):
@@ -207,7 +207,7 @@ def test_the_reduced_scaling_plan_is_a_part_of_the_whole_one():
 
 def test_the_residual_plan_has_the_cells_that_decide():
     rows = rows_of('--plan=residual', '--seeds=1')
-    assert {row.more for row in rows} == {(('residual', 'expert'),), (('residual', 'shared'),)}
+    assert {row.overrides for row in rows} == {(('residual', 'expert'),), (('residual', 'shared'),)}
     text = {sizes_of(row) for row in rows if row.is_text}
     assert text == {(2, 8, 768), (4, 4, 768), (8, 2, 768), (16, 4, 384)}
     agents = {(row.recurrent, *sizes_of(row)) for row in rows if not row.is_text}
@@ -632,7 +632,7 @@ def test_a_damaged_log_is_skipped_in_tables_and_never_overwritten(row, capsys):
 
 
 def rate_of(row):
-    return dict(row.more)['learning_rate']
+    return dict(row.overrides)['learning_rate']
 
 
 def describe(rows):
@@ -739,7 +739,7 @@ def test_a_plans_figures_are_drawn(plan, model, tmp_path, monkeypatch):
     the share-kv plan refer."""
     argv = [f'--plan={plan}', f'--only=model={model} L=1,2', f'--out_dir={tmp_path}']
     rows = rows_of(*argv)
-    rows = [row for row in rows if (row.L, row.more) != (1, (('share_kv', True),))]
+    rows = [row for row in rows if (row.L, row.overrides) != (1, (('share_kv', True),))]
     write_finished(rows, lambda row: row.L + row.seed / 10 + row.recurrent)
     assert main(monkeypatch, *argv, '--figure') == 0
     assert len(list((tmp_path / plan).glob('*.svg'))) >= 1
@@ -758,9 +758,9 @@ def test_the_shared_residual_has_a_folder_figure_and_table_of_its_own(tmp_path, 
 def test_values_and_differences_of_ablations_have_standard_errors(tmp_path):
     """The four seeds add 0, 2, 4 and 6 to a value: their standard deviation is sqrt(20 / 3)."""
     rows = rows_of('--plan=communication', f'--out_dir={tmp_path}', '--seeds=4')
-    write_finished(rows, lambda row: dict(row.more)['radius'] + [0, 2, 4, 6][row.seed - 1])
+    write_finished(rows, lambda row: dict(row.overrides)['radius'] + [0, 2, 4, 6][row.seed - 1])
     cells = figures.summarize_cells(sweep.finished(rows))
-    points = {dict(row.more)['radius']: point for row, point in cells.items()}
+    points = {dict(row.overrides)['radius']: point for row, point in cells.items()}
     deviation = math.sqrt(20 / 3)
     assert figures.with_standard_errors(points)[5] == (
         pytest.approx(5 + 3),
