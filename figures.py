@@ -61,9 +61,20 @@ SIZES = {'L': 'layers L', 'E': 'experts E per layer', 'd': 'width d'}
 SETTINGS = {'radius': 'radius r: preceding experts that each expert reads'}
 STANDARD_ERROR = 'bars: one standard error'
 STANDARD_DEVIATION = 'bars: one standard deviation'
+TEST_SPLIT = 'unfiltered-test'  # the split of all published solve rates
 
 
 # ----------------------------------------------------------------------------- runs and logs
+
+
+def variant_of(recurrent: bool) -> str:
+    """Return the name of a variant in tables and figures."""
+    return 'recurrent' if recurrent else 'non-recurrent'
+
+
+def unit_of(configs: Iterable[dict]) -> str:
+    """Return what the language models with these settings read: 'byte' or 'token'."""
+    return 'byte' if any(c.get('tokenizer') == 'bytes' for c in configs) else 'token'
 
 
 class Row(NamedTuple):
@@ -88,7 +99,7 @@ class Row(NamedTuple):
 
     @property
     def variant(self) -> str:
-        return 'recurrent' if self.recurrent else 'non-recurrent'
+        return variant_of(self.recurrent)
 
     @property
     def name(self) -> str:
@@ -228,8 +239,9 @@ def differences(points: dict, default: object) -> dict:
 
 
 def variant_name(text: str) -> str:
-    """Return the name of a variant that published tables and old files call 'feedforward'."""
-    return 'non-recurrent' if text == 'feedforward' else text
+    """Return the name of a variant that published tables and old files call 'feedforward' or
+    'nonrecurrent'."""
+    return 'non-recurrent' if text in ('feedforward', 'nonrecurrent') else text
 
 
 def paper_cells(reference: str, points: Iterable[Row]) -> dict[Row, Summary]:
@@ -608,8 +620,8 @@ def write_solve_table(
     """Write the solve rates of cells, in a table for each model, and return the paths.
 
     rates: {cell: [solve rate of each seed]} on the split `levels` ('': the runs' evaluation
-    levels). On unfiltered-test, the split of all published numbers, rows of the paper (for the same
-    variants and budgets) and of published agents follow. tuned: as in write_value_tables.
+    levels). On TEST_SPLIT, rows of the paper (for the same variants and budgets) and of published
+    agents follow. tuned: as in write_value_tables.
     """
     column = f'{(levels or "evaluation_levels").replace("-", "_")}_percent'
     paths = []
@@ -623,7 +635,7 @@ def write_solve_table(
             for row in cells
             if not without_setting(row, tuned).overrides
         }
-        if levels == 'unfiltered-test' and reference:
+        if levels == TEST_SPLIT and reference:
             for r in read_csv(os.path.join(reference, 'sokoban_solve_rates.csv')):
                 cell = ('convlstm', r['variant'] == 'recurrent', r['budget'])
                 if cell in known or not r['budget']:  # published agents have no budget
@@ -671,7 +683,7 @@ def describe_model(config: dict) -> str:
     arch = config.get('arch', 'experts')
     parts = [ARCHITECTURES.get(arch, arch)]
     if arch not in ('transformer', 'lstm') and 'recurrent' in config:
-        parts.append('recurrent' if config['recurrent'] else 'non-recurrent')
+        parts.append(variant_of(config['recurrent']))
     for symbol, name in (('L', 'n_layer'), ('E', 'n_expert'), ('d', 'n_embd')):
         if name in config:
             parts.append(f'{symbol} = {config[name]}')
@@ -695,7 +707,8 @@ def solve_rate_figure(logs: dict[str, list[dict]], published: list[dict], title:
     for agent, style in zip(agents, ('-.', '--', ':'), strict=False):
         rows = [r for r in published if r['agent'] == agent and r['env_steps'] <= 1.05 * longest]
         xs, ys = [r['env_steps'] / 1e6 for r in rows], [r['solve_rate'] for r in rows]
-        axes.plot(xs, ys, color='gray', ls=style, lw=1.2, label=f'{agent}, published')
+        if xs:
+            axes.plot(xs, ys, color='gray', ls=style, lw=1.2, label=f'{agent}, published')
     axes.set(xlabel='environment steps (millions)', ylabel='levels solved', ylim=(0, None))
     percent_axis(axes.yaxis)
     return finish_figure(figure, title)
@@ -713,7 +726,7 @@ def compare_solve_rates(folders: list[Path]) -> list[str]:
             fail(f'solve_rates: {folder}/log.jsonl has no evaluation of a Sokoban agent')
         label = describe_model(config)
         if label in logs:
-            label += f' ({folder.name})'
+            label += f' ({folder})'
         logs[label] = evaluated
         last = evaluated[-1]
         splits[config.get('eval_split', 'unknown levels')] = None
@@ -728,7 +741,7 @@ def compare_solve_rates(folders: list[Path]) -> list[str]:
         rows.append(row)
     title = f'greedy, evaluated on {", ".join(splits)}'
     if published:
-        title += '; published agents on unfiltered-test'
+        title += f'; published agents on {TEST_SPLIT}'
         # of each published agent the rows at the numbers of steps nearest to those of the runs
         steps = sorted({r['env_steps'] for r in published})
         nearest = {min(steps, key=lambda x: abs(x - row['environment steps'])) for row in rows}
@@ -737,7 +750,7 @@ def compare_solve_rates(folders: list[Path]) -> list[str]:
                 row = {
                     'agent': f'{r["agent"]}, published',
                     'environment steps': r['env_steps'],
-                    'levels': 'unfiltered-test',
+                    'levels': TEST_SPLIT,
                     'solved, %': 100 * r['solve_rate'],
                     'return': r['return'],
                     'seeds': r['seeds'],

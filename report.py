@@ -28,7 +28,7 @@ if __name__ == '__main__':
 from common import need_packages
 from figures import COLORS, MODELS, describe_model, draw_curve, draw_episodes, draw_losses
 from figures import finish_figure, format_number, new_figure, read_csv, read_log, run_value
-from figures import variant_name
+from figures import unit_of, variant_name, variant_of
 
 out_dir = ''  # folder of a run or a sweep
 
@@ -215,7 +215,7 @@ def sweep_curves(logs: dict[Path, list], configs: dict[Path, dict], unit: str) -
         recurrent = configs[path].get('recurrent', True)
         color = COLORS[L.bit_length() % len(COLORS)]  # another one for each power of two
         style = '-' if recurrent else ':'
-        label = f'L = {L}, ' + ('recurrent' if recurrent else 'non-recurrent')
+        label = f'L = {L}, {variant_of(recurrent)}'
         log = logs[path][1:]  # the first record is from before training
         draw_curve(axes, log, x, y, label, color=color, lw=1, ls=style)
     if unit:
@@ -444,10 +444,8 @@ def sweep_sections(folder: Path, logs: dict[Path, list], configs: dict) -> list[
     """Return the sections of the page of a sweep: a summary, the figures and tables of sweep.py,
     and what the logs of the runs have."""
     about = read_json(folder / 'runs.json')
-    unit = ''
-    if any('tokens' in log[-1] for log in logs.values()):
-        is_bytes = any(c.get('tokenizer') == 'bytes' for c in configs.values())
-        unit = 'byte' if is_bytes else 'token'
+    is_text = any('tokens' in log[-1] for log in logs.values())
+    unit = unit_of(configs.values()) if is_text else ''
     tables = {path: read_csv(path) for path in sorted(folder.glob('*.csv'))}
     drawings = [
         svg_picture(path.read_bytes(), title_of(path.stem)) for path in sorted(folder.glob('*.svg'))
@@ -458,11 +456,15 @@ def sweep_sections(folder: Path, logs: dict[Path, list], configs: dict) -> list[
         hidden = ('model', 'reported', 'over_budget', 'device', 'device_name', 'torch')
         runs = [{k: x for k, x in run.items() if k not in hidden} for run in about.get('runs', [])]
     facts = {}
-    for rows in tables.values():
-        facts |= best_allocations(rows, unit)
+    has_several_models = sum(path.stem.startswith('table_') for path in tables) > 1
+    for path, rows in tables.items():
+        model = MODELS.get(path.stem.removeprefix('table_'), '') if has_several_models else ''
+        facts |= best_allocations(rows, unit, model)
     for key, x in about.items():
         if key.startswith('best_'):  # of sweep.best_depths
-            facts['Certainty of the best depth'] = str(x).replace('feedforward', 'non-recurrent')
+            model = MODELS.get(key.removeprefix('best_'), '') if has_several_models else ''
+            name = 'Certainty of the best depth' + (f', {model}' if model else '')
+            facts[name] = str(x).replace('feedforward', 'non-recurrent')
     if not facts:
         facts |= best_run('recurrent', logs, configs) | best_run('non-recurrent', logs, configs)
     facts['Runs'] = str(len(runs))
@@ -491,10 +493,16 @@ def title_of(stem: str) -> str:
     return f'{name.capitalize()}, {MODELS[model]}' if model in MODELS else stem.replace('_', ' ')
 
 
-def best_allocations(rows: list[dict], unit: str) -> dict[str, str]:
+ALLOCATION = (  # columns of a table of mean losses or returns; all others are further settings
+    *('variant', 'budget', 'L', 'E', 'd', 'mean_loss', 'mean_return', 'variance', 'n_seeds'),
+    *('paper_mean', 'paper_variance'),
+)
+
+
+def best_allocations(rows: list[dict], unit: str, model: str = '') -> dict[str, str]:
     """Return as {name: text} the best allocation of each variant and budget in a table of mean
     losses or returns, and the gain from recurrence: the best loss of the non-recurrent models minus
-    that of the recurrent ones. {} for other tables."""
+    that of the recurrent ones. {} for other tables. model: the table's, if a page has several."""
     if rows and 'mean_loss' in rows[0]:
         key, measure = 'mean_loss', nats(unit)
     elif rows and 'mean_return' in rows[0]:
@@ -508,13 +516,18 @@ def best_allocations(rows: list[dict], unit: str) -> dict[str, str]:
         if group not in best or score > best[group][0]:
             best[group] = score, row
     facts = {}
+    of_model = f' {model}' if model else ''
     for (variant, budget), (score, row) in best.items():
         allocation = f'L = {row["L"]}, E = {row["E"]}, d = {row["d"]}'
+        for name, x in row.items():
+            if x and name not in ALLOCATION:
+                allocation += f', {name} = {x}'
         value = f'{float(row[key]):.5g} {measure}'
-        facts[f'Best {variant}, {budget} budget'] = f'{value}: {allocation}'
+        facts[f'Best {variant}{of_model}, {budget} budget'] = f'{value}: {allocation}'
         if key == 'mean_loss' and variant == 'recurrent' and ('non-recurrent', budget) in best:
             gain = score - best['non-recurrent', budget][0]
-            facts[f'Gain from recurrence, {budget} budget'] = f'{four_decimals(gain)} {measure}'
+            name = f'Gain from recurrence{of_model}, {budget} budget'
+            facts[name] = f'{four_decimals(gain)} {measure}'
     return facts
 
 
@@ -540,10 +553,9 @@ def best_run(variant: str, logs: dict[Path, list], configs: dict) -> dict[str, s
 def run_record(path: Path, log: list[dict], config: dict) -> dict:
     """Return the row of a run in the table of a sweep."""
     last = log[-1]
-    recurrent = config.get('recurrent', True)
     keys = ('tokens', 'env_steps', 'val_loss', 'eval_return', 'eval_solve_rate', 'seconds')
     return {
-        'variant': 'recurrent' if recurrent else 'non-recurrent',
+        'variant': variant_of(config.get('recurrent', True)),
         'L': config.get('n_layer'),
         'E': config.get('n_expert'),
         'd': config.get('n_embd'),
@@ -571,9 +583,7 @@ def write_report(folder: Path) -> Path:
     configs = {path: read_json(path / 'config.json') for path in logs}
     if folder in logs:
         log, config = logs[folder], configs[folder]
-        unit = ''
-        if 'tokens' in log[-1]:
-            unit = 'byte' if config.get('tokenizer') == 'bytes' else 'token'
+        unit = unit_of([config]) if 'tokens' in log[-1] else ''
         title = describe_model(config)
         sections = run_sections(folder, log, config, unit)
     else:

@@ -23,9 +23,19 @@ AGENT_LOG = [
     {'step': 1000, 'env_steps': 10_000_000, 'return_1000': -2.0, 'solve_rate_1000': 0.4}
     | {'eval_solve_rate': 0.3456, 'eval_return': -2.5, 'seconds': 3723.0},
 ]
-AGENT = {'arch': 'convglu', 'recurrent': False, 'n_layer': 2, 'n_expert': 4, 'n_embd': 32}
-AGENT |= {'n_envs': 32, 'eval_games': 512, 'eval_split': 'unfiltered-valid', 'gamma': 0.9}
-AGENT |= {'clip': 0.2, 'torch': '2.13.0'}  # clip: a setting of a copied trainer
+AGENT = {
+    'arch': 'convglu',
+    'recurrent': False,
+    'n_layer': 2,
+    'n_expert': 4,
+    'n_embd': 32,
+    'n_envs': 32,
+    'eval_games': 512,
+    'eval_split': 'unfiltered-valid',
+    'gamma': 0.9,
+    'clip': 0.2,  # a setting of a copied trainer
+    'torch': '2.13.0',
+}
 
 
 def write_run(folder, log, config):
@@ -101,6 +111,31 @@ def test_solve_rates_are_compared_with_published_ones_after_as_many_steps(tmp_pa
     assert 'DRC(1,1), published' in drawing and 'levels solved' in drawing and len(paths) == 4
 
 
+def test_published_agents_are_in_the_legend_if_they_have_a_point():
+    published = [
+        {'agent': 'early', 'env_steps': 10_000_000, 'solve_rate': 0.1},
+        {'agent': 'late', 'env_steps': 20_000_000, 'solve_rate': 0.2},
+    ]
+    figure = figures.solve_rate_figure({'ours': AGENT_LOG}, published, '')
+    _, labels = figure.axes[0].get_legend_handles_labels()
+    assert labels == ['ours', 'early, published']
+
+
+def test_runs_whose_folders_have_one_name_are_all_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, 'out_dir', str(tmp_path / 'out'))
+    monkeypatch.setattr(figures, 'reference', '')
+    folders = [write_run(tmp_path / name / 'agent', AGENT_LOG, AGENT) for name in 'abc']
+    figures.compare_solve_rates(folders)
+    agents = [row['agent'] for row in figures.read_csv(tmp_path / 'out' / 'solve_rates.csv')]
+    label = 'ConvGLU, non-recurrent, L = 2, E = 4, d = 32'
+    assert agents == [label, f'{label} ({tmp_path}/b/agent)', f'{label} ({tmp_path}/c/agent)']
+
+
+@pytest.mark.parametrize('name', ['feedforward', 'nonrecurrent', 'non-recurrent'])
+def test_old_names_of_the_non_recurrent_variant_are_understood(name):
+    assert figures.variant_name(name) == 'non-recurrent'
+
+
 # ----------------------------------------------------------------------------- the page
 
 
@@ -127,8 +162,8 @@ def test_the_page_of_a_language_model_has_the_numbers_of_its_log(page):
     }
     assert changed['max_iters'] == '6' and not {'seed', 'script'} & changed.keys()
     assert html.escape(str(page.parent)) in page.read_text()
-    sources = re.findall(r'(?:src|href)="([^"]*?),', page.read_text())
-    assert sources == ['data:image/svg+xml;base64']  # nothing is loaded from elsewhere
+    (source,) = re.findall(r'(?:src|href)="([^"]*)"', page.read_text())
+    assert source.startswith('data:image/svg+xml;base64,')  # nothing is loaded from elsewhere
 
 
 def test_the_page_of_an_agent_starts_with_its_solve_rates(tmp_path):
@@ -184,6 +219,22 @@ def test_the_gain_from_recurrence_is_the_difference_of_the_best_losses():
         'Gain from recurrence, small budget': '0.2500 nats per byte',
         'Best non-recurrent, small budget': '1.5 nats per byte: L = 8, E = 2, d = 48',
     }
+
+
+def test_the_summary_names_the_model_and_the_settings_of_the_best_allocations(tmp_path):
+    """A plan of two models has two tables."""
+    heading = 'variant,budget,L,E,d,residual,mean_return,variance,n_seeds\n'
+    for model, value in (('convlstm', 7.5), ('convglu', 4.5)):
+        row = f'recurrent,small,2,2,64,shared,{value},0.1,3\n'
+        (tmp_path / f'table_{model}.csv').write_text(heading + row)
+    about = {'plan': 'sokoban-small', 'best_convlstm': 'first', 'best_convglu': 'second'}
+    (tmp_path / 'runs.json').write_text(json.dumps(about))
+    texts, _ = read_page(report.write_report(tmp_path))
+    allocation = 'L = 2, E = 2, d = 64, residual = shared'
+    assert f'Best recurrent ConvLSTM, small budget 7.5 return: {allocation}' in texts['Summary']
+    assert f'Best recurrent ConvGLU, small budget 4.5 return: {allocation}' in texts['Summary']
+    assert 'Certainty of the best depth, ConvLSTM first' in texts['Summary']
+    assert 'Certainty of the best depth, ConvGLU second' in texts['Summary']
 
 
 def test_a_folder_without_runs_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
