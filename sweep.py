@@ -43,14 +43,14 @@ import re
 import shlex
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import fields
 from datetime import timedelta
-from math import inf, nan
+from math import ceil, inf, nan
 from pathlib import Path
-from subprocess import DEVNULL, STDOUT, Popen
 from typing import NamedTuple
 
 from configurator import Mistake, configure, every, fail, first_line, read_argument, read_config
@@ -67,7 +67,7 @@ import figures
 from common import CheckpointError, Stopper, commit, lock_folder, need_packages, saved_in
 from convlstm import AGGREGATIONS, AgentConfig, build_agent
 from data_fineweb import VOCAB, find_shards
-from figures import Row, read_log, run_value
+from figures import TEST_SPLIT, Row, read_log, run_value
 from model import RESIDUALS, ModelConfig, build_model
 from sokoban import TIME_LIMIT, load_levels, split_files
 
@@ -91,7 +91,8 @@ length = 1.0                   # multiplies updates or environment steps
 out_dir = 'out/sweep'          # a run's folder is out_dir/PLAN/NAME
 # what to do with the runs (by default they are listed)
 run = False                    # start or resume all that are not finished
-workers = 0                    # runs at a time; 0: one per GPU (or gpus_per_run), or one on a CPU
+workers = 0                    # runs at a time; 0: one per GPU, or per group of gpus_per_run GPUs;
+                               # one on a CPU
 gpus_per_run = 1               # with more than 1 each run is started by torchrun
 index = -1                     # run only this row of the list (array jobs); -1: all
 measure = None                 # measure a few updates first and print the expected hours; None: if
@@ -112,6 +113,7 @@ RANGES = {
     'workers': (0, inf),
     'gpus_per_run': (1, inf),
     'index': (-1, inf),
+    'measure': [None, True, False],
     'emit': ['', 'slurm', 'commands', 'markdown'],
     'table': [None, True, False, 'solve'],
 }
@@ -120,7 +122,6 @@ RENAMED = {'base_ff': 'base_nonrecurrent'}  # old name: new name
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 LM = 'transformer'
-TEST_SPLIT = 'unfiltered-test'  # the split of all published solve rates
 
 # ---- the plans ----
 
@@ -258,7 +259,7 @@ LM_KERNELS = 42  # kernels per token and layer, forward and backward, compiled: 
 AGENT_KERNELS = (120, 80)
 MICRO_BATCH = 32768  # tokens per micro-batch of a GPU
 CPU_RATE = 50e9  # FLOP/s of a CPU core: only to tell short sweeps from long ones
-LONG_SWEEP_HOURS = 0.5  # hours: longer sweeps measure a few updates first
+LONG_SWEEP_HOURS = 0.5  # longer sweeps measure a few updates first
 
 say = functools.partial(print, flush=True)
 
@@ -418,7 +419,7 @@ def updates_of(row: Row) -> int:
     config = config_of(row)
     if row.is_text:
         return config['max_iters']
-    return -(-config['total_steps'] // (config['n_envs'] * config['unroll']))
+    return ceil(config['total_steps'] / (config['n_envs'] * config['unroll']))
 
 
 def training_flops(row: Row) -> float:
@@ -531,7 +532,8 @@ def winners(rows: list[Row]) -> list[Row]:
 def rows_beyond_edges(rows: list[Row]) -> list[Row]:
     """Return the rows to try next: for each allocation whose best value is the largest that was
     tried, twice this value; if it is the smallest, half of it. Nothing is added where the next
-    value that was tried is less than a factor of two away."""
+    value that was tried is less than a factor of two away, or where values are not positive
+    floats."""
     name = tuned_setting()
     result = []
     for row in winners(rows):
@@ -628,8 +630,8 @@ class Progress(NamedTuple):
     """The progress of a run by the files in its folder."""
 
     # 'done'; 'failed'; 'other': the folder holds a run with other settings or of another script;
-    # 'short': finished without a return; 'damaged': no usable log, and no checkpoint from which a
-    # resumed run would repair it; '': can start or resume
+    # 'short': finished without a return; 'damaged': a complete log without a value, or an unusable
+    # log and no checkpoint from which a resumed run would repair it; '': can start or resume
     state: str
     fraction: float  # of the updates that are done
     seconds: float  # training time of these updates
@@ -738,13 +740,9 @@ def paper_table() -> list[dict]:
         if entry.plan:
             rows = plan_rows(entry.plan, entry.only, entry.residual)
             runs = str(len(rows))
-            names = {(name, script_of(row)) for row in rows for name, _ in row.overrides}
-            if missing := [name for name, path in names if name not in defaults_of(path)]:
-                state = f'needs a setting {missing[0]}'  # which `script` does not have
-            else:
-                done = sum(progress_of(row, entry.plan).state == 'done' for row in rows)
-                hours = f'{sum(map(modeled_hours, rows)):,.0f}'
-                state = f'{done} of {len(rows)} done' if done else 'not run'
+            hours = f'{sum(map(modeled_hours, rows)):,.0f}'
+            done = sum(progress_of(row, entry.plan).state == 'done' for row in rows)
+            state = f'{done} of {len(rows)} done' if done else 'not run'
         lines.append({
             'figure or table': entry.title,
             'command': entry_command(entry),
@@ -837,7 +835,8 @@ def checkpoint_bytes(row: Row) -> tuple[int, int]:
     """Return the size of a run's full checkpoint, with weights, two moments and the state, and of
     its best one, with weights alone."""
     params, state = cost(row).params, cost(row).state
-    bytes_of_state = 2 if torch.cuda.is_available() else 4  # per number: bfloat16 on a GPU
+    is_bf16 = row.is_text and torch.cuda.is_available()  # an agent's is float32
+    bytes_of_state = 2 if is_bf16 else 4  # per number
     return 12 * params + bytes_of_state * state, 4 * params
 
 
@@ -862,8 +861,8 @@ def check_disk(rows: list[Row], at_a_time: int) -> None:
 
 
 def measured_update(row: Row) -> float:
-    """Run a few updates of a run in a temporary folder and return the seconds of one. Ends the
-    script, with the message of the run, if it fails."""
+    """Run a few updates of a run in a temporary folder, in one process and alone on the machine,
+    and return the seconds of one. Ends the script, with the message of the run, if it fails."""
     config = config_of(row)
     changes = {
         'resume': False,
@@ -883,8 +882,8 @@ def measured_update(row: Row) -> float:
         line = [sys.executable, *arguments(row)]
         line += [f'--{name}={x}' for name, x in changes.items() if name in config]
         line += [f'--out_dir={folder}/run']
-        status = Popen(line, stdin=DEVNULL, stdout=out, stderr=STDOUT).wait()
-        if status != 0:
+        output = {'stdin': subprocess.DEVNULL, 'stdout': out, 'stderr': subprocess.STDOUT}
+        if subprocess.run(line, **output).returncode != 0:
             fail(f'{row.name}: its first updates failed: {last_error(out.name)}')
         seconds = [record.get('seconds') for record in read_log(f'{folder}/run')]
     seconds = [x for x in seconds if x is not None]
@@ -901,7 +900,7 @@ def print_expected(rows: list[Row], at_a_time: int) -> None:
         group = sorted(group, key=modeled_hours)
         middle = group[len(group) // 2]
         seconds = measured_update(middle)
-        say(f'    measured: {middle.name} {seconds:.3g} s per update')
+        say(f'    measured, one process alone: {middle.name} {seconds:.3g} s per update')
         ratio = seconds * updates_of(middle) / 3600 / modeled_hours(middle)
         hours += sum(ratio * modeled_hours(row) * (1 - progress_of(row).fraction) for row in group)
     line = f'expected: {hours:,.1f} hours one after another'
@@ -946,7 +945,7 @@ def devices() -> list[str]:
 class Running(NamedTuple):
     """A run whose process has started."""
 
-    process: Popen
+    process: subprocess.Popen
     lock: FileLock  # of its folder, against another sweep
     gpu: str
     started: float
@@ -977,11 +976,11 @@ def start(row: Row, gpu: str, at_a_time: int) -> Running | None:
     with open(folder / 'stdout.txt', 'ab') as out:
         out.write(b'---- started\n')
         out.flush()
-        process = Popen(
+        process = subprocess.Popen(
             [sys.executable, *line],
-            stdin=DEVNULL,
+            stdin=subprocess.DEVNULL,
             stdout=out,
-            stderr=STDOUT,
+            stderr=subprocess.STDOUT,
             env=env,
             start_new_session=True,  # ctrl-C reaches this process alone, which passes it on
         )
@@ -1058,6 +1057,7 @@ def run_queue(
     at_a_time = len(gpus)
     free = list(gpus)  # those of the workers without a run
     running: dict[Row, Running] = {}
+    n_ended = len(rows) - len(queue)  # runs that were finished before or have ended
     failures: dict[Row, str] = {}
     kinds = []  # kind_of_failure of the runs that have ended, '' for those that are done
     is_due = every(REPORT)
@@ -1083,7 +1083,8 @@ def run_queue(
                 if failure:
                     failures[row] = failure
                 kinds.append(kind_of_failure(row, failure))
-                counted = f'[{len(rows) - len(queue) - len(running)}/{len(rows)}] {row.name}'
+                n_ended += 1
+                counted = f'[{n_ended}/{len(rows)}] {row.name}'
                 seconds = time.time() - ended.started
                 eta = remaining([*queue, *running], rows, at_a_time)
                 say(f'{counted}: {failure or "done"}, {seconds:.0f} s | eta {eta}')
@@ -1185,7 +1186,7 @@ def best_depths(runs: list) -> str:
         best_by_t[recurrent] = depths[np.argmin(means_by_t, 0)]
         low, high = np.quantile(best[recurrent], (0.025, 0.975), method='nearest')
         observed = min(cells, key=lambda row: np.mean(cells[row])).L
-        variant = 'recurrent' if recurrent else 'non-recurrent'
+        variant = figures.variant_of(recurrent)
         parts.append(f'{variant} {observed} (95%: {low} to {high})')
     smaller, equal = np.mean(best[True] < best[False]), np.mean(best[True] == best[False])
     parts.append(f'recurrent smaller in {smaller:.1%}, equal in {equal:.1%}')
@@ -1200,14 +1201,14 @@ def solve_rate(row: Row, levels: str) -> float:
     config = config_of(row)
     path = Path(folder_of(row), f'eval_{levels or Path(config["eval_split"]).stem}.json')
     saved = read_json(path)
-    is_complete = levels or saved.get('n') == config['eval_games']
+    is_complete = levels != '' or saved.get('n') == config['eval_games']
     env_steps = updates_of(row) * config['n_envs'] * config['unroll']
     same_steps = saved.get('env_steps') == env_steps
     same_limit = saved.get('time_limit', TIME_LIMIT) == time_limit_of(row)
     if not (is_complete and same_steps and same_limit):
         say(f'{row.name}: evaluating on {levels or config["eval_split"]}')
         line = [sys.executable, *arguments(row), '--eval_only=True', f'--levels={levels}']
-        if Popen(line, stdout=DEVNULL).wait() != 0:
+        if subprocess.run(line, stdout=subprocess.DEVNULL).returncode != 0:
             fail(f'{row.name}: the evaluation failed: see above')
     return read_json(path)['solve_rate']
 
@@ -1253,8 +1254,7 @@ def show(rows: list[Row]) -> None:
     if figure:
         drawn = [(figures.without_setting(row, tuned_name), log) for row, log in shown]
         cells = [figures.without_setting(row, tuned_name) for row in rows]
-        is_bytes = any(row.is_text and config_of(row)['tokenizer'] == 'bytes' for row in rows)
-        token = 'byte' if is_bytes else 'token'
+        token = figures.unit_of([config_of(row) for row in rows])
         changes = changes_of_plan()
         paths += figures.draw_plan(plan, changes, cells, drawn, token, reference, folder)
     if table:
@@ -1339,12 +1339,17 @@ def main() -> int:
     if not plan:
         if run or figure or table or emit not in ('', 'markdown'):
             fail(f'plan is empty: choose one of {", ".join(PLANS)}')
+        for name in ('script', 'tune', 'only', 'residual'):
+            if config[name]:
+                fail(f'{name} = {config[name]!r}: needs a plan: choose one of {", ".join(PLANS)}')
         print_paper_table()
         return 0
     need_packages(matplotlib=figure, pandas=figure or bool(table))
     if reference and not os.path.isdir(reference):
         fail(f'reference = {reference!r}: there is no such folder')
     rows = plan_rows()
+    if residual and plan not in ALLOCATIONS:
+        fail(f'residual = {residual!r}: is for the plans {", ".join(ALLOCATIONS)}')
     check_also(rows)
     if script and len({row.is_text for row in rows}) > 1:
         fail(f'script = {script!r}: plan {plan!r} has agents and language models: --only=model=...')

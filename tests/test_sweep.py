@@ -7,6 +7,7 @@ import csv
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -14,17 +15,18 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from filelock import FileLock
+from processes import ROOT
 
 import data_fineweb
 import figures
 import sweep
 from configurator import configure, read_script
 
-ROOT = Path(__file__).resolve().parent.parent
 PAPER = ROOT / 'results' / 'paper'
 
 FAKE = '''
@@ -90,7 +92,7 @@ def fake(tmp_path, monkeypatch):
     for name in ('val_000000', 'train_000001'):
         data_fineweb.write_shard(data / f'fineweb_{name}.bin', np.arange(200) % 100)
     meta = {'tokenizer': 'bytes', 'source': 'test', 'shards': []}
-    (data / 'meta.json').write_text(json.dumps(meta))
+    data_fineweb.write_meta(data, meta)
     (tmp_path / 'fake.py').write_text(FAKE)
     (tmp_path / 'base.py').write_text(f'data_dir = {str(data)!r}\n')
     monkeypatch.setenv('PYTHONPATH', str(ROOT))
@@ -281,13 +283,11 @@ def test_commands_of_the_papers_table_name_every_plan_and_only_known_settings():
 
 def test_the_table_counts_finished_runs(tmp_path, monkeypatch):
     write_finished(rows_of('--plan=share-kv', f'--out_dir={tmp_path}')[:2])
-    plans = ('share-kv', 'aggregation', 'init-b')
+    plans = ('share-kv', 'aggregation')
     entries = [sweep.Entry(title='', plan=name, only='model=transformer') for name in plans]
     monkeypatch.setattr(sweep, 'PAPER', entries)
-    unknown = ('no_setting', [1, 2], sweep.ABLATIONS['init-b'][2])
-    monkeypatch.setitem(sweep.ABLATIONS, 'init-b', unknown)
     states = [line['state'] for line in sweep.paper_table()]
-    assert states == ['2 of 6 done', 'not run', 'needs a setting no_setting']
+    assert states == ['2 of 6 done', 'not run']
 
 
 def test_hours_are_those_of_the_planned_speeds():
@@ -341,6 +341,13 @@ def test_a_slurm_job_quotes_folders_and_is_valid_shell(fake, tmp_path, monkeypat
 MISTAKES = [  # arguments, parts of the message
     ('--plan=nonsense', ['nonsense', 'lm-small', 'share-kv']),
     ('--plan= --run', ['plan is empty', 'lm-small']),
+    ('--plan= --script=train_lm.py', ["script = 'train_lm.py': needs a plan", 'lm-small']),
+    ('--plan= --only=L=1', ["only = 'L=1': needs a plan"]),
+    ('--plan= --tune=learning_rate=0.02', ["tune = 'learning_rate=0.02': needs a plan"]),
+    ('--plan= --residual=shared', ["residual = 'shared': needs a plan"]),
+    ('--plan=share-kv --residual=shared', ["residual = 'shared': is for the plans", 'lm-small']),
+    ('--plan=scaling --residual=shared', ["residual = 'shared': is for the plans", 'lm-small']),
+    ('--measure=maybe', ['measure', 'None, True, False']),
     ('--only=L=3', ['leaves none', 'L can be', '8', '16']),
     ('--only=depth=3', ["'depth' is none of E, L"]),
     ('--also=nonsense=1', ["also = 'nonsense"]),
@@ -384,11 +391,18 @@ def test_mistakes_are_refused_in_one_line_and_leave_nothing(
 
 
 def test_a_full_disk_is_found_before_the_first_run(fake, monkeypatch, capsys):
-    usage = type('Usage', (), {'free': 10**6})
-    monkeypatch.setattr(sweep.shutil, 'disk_usage', lambda path: usage)
+    monkeypatch.setattr(sweep.shutil, 'disk_usage', lambda path: SimpleNamespace(free=10**6))
     with pytest.raises(SystemExit):
         main(monkeypatch, *fake, '--run')
     assert '0.0 GB are free' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('model, size', [('transformer', 2), ('convlstm', 4)])
+def test_on_a_gpu_the_state_of_language_models_has_two_bytes_per_number(monkeypatch, model, size):
+    rows = rows_of('--plan=aggregation', f'--only=model={model}')
+    monkeypatch.setattr(sweep.torch.cuda, 'is_available', lambda: True)
+    full, best = sweep.checkpoint_bytes(rows[0])
+    assert full - 3 * best == size * sweep.cost(rows[0]).state > 0
 
 
 def test_levels_are_downloaded_once_for_all_workers(tmp_path, monkeypatch):
@@ -420,6 +434,7 @@ def test_hours_are_measured_before_a_sweep(fake, monkeypatch, capsys):
     argv = [*fake, '--only=variant=recurrent d=24', '--workers=2', '--run', '--measure']
     assert main(monkeypatch, *argv) == 0
     out = capsys.readouterr().out
+    assert 'measured, one process alone: transformer_recurrent' in out
     assert '0.1 s per update' in out and 'hours with 2 at a time' in out
 
 
@@ -552,6 +567,14 @@ def test_three_equal_failures_in_a_row_stop_the_sweep(fake, monkeypatch, capsys)
     assert '3 runs in a row failed alike: 2 others are not started' in out
 
 
+def test_runs_that_are_not_started_are_not_counted_as_ended(fake, monkeypatch, capsys):
+    """With two workers a fourth run is at work when the third one fails."""
+    monkeypatch.setenv('FAILS', '1 2 4 8 16')
+    argv = [*fake, '--only=d=24 variant=recurrent', '--run', '--workers=2']
+    assert main(monkeypatch, *argv) == 1
+    assert re.findall(r'\[(\d)/5\]', capsys.readouterr().out) == ['1', '2', '3', '4']
+
+
 def test_failures_with_a_success_in_between_do_not_stop_the_sweep(fake, monkeypatch, capsys):
     monkeypatch.setenv('FAILS', '1 2 8 16')
     assert main(monkeypatch, *fake, '--only=d=24 variant=recurrent', '--run') == 1
@@ -568,16 +591,20 @@ def test_a_signal_saves_the_runs_and_the_next_call_resumes_them(fake, monkeypatc
         return [log.read_text().count('\n') if log.exists() else 0 for log in logs]
 
     def interrupt(number, before):
-        """Send the signal once each log has four lines more than before."""
+        """Send the signal once each log has four lines more than before, or after a minute."""
+        deadline = time.monotonic() + 60
         while any(now < n + 4 for now, n in zip(count_lines(), before, strict=True)):
+            if time.monotonic() > deadline:
+                break
             time.sleep(0.05)
         os.kill(os.getpid(), number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        thread = threading.Thread(target=interrupt, args=(number, count_lines()))
+        arguments = (number, count_lines())
+        thread = threading.Thread(target=interrupt, args=arguments, daemon=True)
         thread.start()
         status = main(monkeypatch, *argv)
-        thread.join()
+        thread.join(timeout=60)
         assert status == 128 + number and 'the same command resumes' in capsys.readouterr().out
         for row in rows:
             found = [record['step'] for record in figures.read_log(folder_of(row))]
