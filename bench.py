@@ -30,7 +30,8 @@ backward.
 
 "Of roofline" is the least possible time (`roofline_seconds`, at the rates of the yardsticks) over
 the measured time. "Of conv rate" is the multiply-adds per second over those of the convolution.
-Targets are modeled. Memory is torch's peak on a GPU, with warm-up and capture.
+Targets are modeled. Memory is torch's peak on a GPU, with warm-up and capture, but without the
+search for the size of micro-batches.
 """
 
 import contextlib
@@ -83,7 +84,7 @@ from common import commit, device_name, keep_memory, out_of_memory, pick_device,
 from convlstm import AgentConfig
 from data_fineweb import REAL_VOCAB, VOCAB, open_meta, shard_path, write_meta, write_shard
 from decode import Decoder
-from figures import markdown, read_csv
+from figures import markdown, read_csv, variant_of
 from model import ModelConfig, State, build_model, randomize
 from unroll import release as release_blocks
 
@@ -91,7 +92,7 @@ from unroll import release as release_blocks
 # fmt: off
 # what
 suite = 'train'    # 'train', 'decode', 'sokoban' or 'first'
-cells = ()         # such as (2,8,128,16),(4,4), see above; () = the default cells of the suite
+cells = ()         # such as (2,8,128,131072),(4,4), see above; () = the suite's default cells
 modes = ''         # such as 'plain,fast,compiled,nonrecurrent' (L*E layers of one expert); an
                    # unknown mode lists all; '' = the default modes of the suite
 n_embd = 0         # train, decode: D; 0 = the paper's on a GPU, 256 on a CPU
@@ -198,6 +199,7 @@ LEAST = 60
 SPEED = os.path.join(HERE, 'results', 'paper', 'speed.csv')
 PAPER_GPUS = 4
 TOKENIZERS = {vocab_size: name for name, vocab_size in VOCAB.items()}
+LATE = 'failed: over its time limit'  # status of a variant
 # A relative difference of gradients or logits that rounding to bfloat16 does not explain.
 TOLERANCE = 0.1
 
@@ -240,8 +242,9 @@ def find_cells(config: dict) -> list[tuple]:
         fits = len(sizes) in lengths and all(type(n) is int and n > 0 for n in sizes)
         if name not in MODES or not fits:
             fail(
-                f'cells: {(name, *sizes)}: expected (L, E, C, B), or the first two or three of it; '
-                "for sokoban (L, E, d); for first a suite's name and such a cell"
+                f'cells: {(name, *sizes)}: expected (L, E, C, tokens per update), for decode '
+                '(L, E, C, B), or the first two or three of it; for sokoban (L, E, d); for first '
+                "a suite's name and such a cell"
             )
         if name == 'sokoban':
             found += [(name, *cell) for cell in ([sizes] if sizes else AGENTS)]
@@ -267,9 +270,9 @@ def find_modes(config: dict, suite: str, E: int) -> list[str]:
     modes = list(dict.fromkeys(OLD_MODES.get(mode, mode) for mode in modes))
     known = MODES[suite]
     if config['suite'] == 'first':  # a mode applies to those suites that have it
-        known = [mode for names in MODES.values() for mode in names]
+        known = list(dict.fromkeys(mode for names in MODES.values() for mode in names))
     if not set(modes) <= set(known):
-        fail(f'modes = {config["modes"]!r}: expected some of {", ".join(MODES[suite])}')
+        fail(f'modes = {config["modes"]!r}: expected some of {", ".join(known)}')
     return [mode for mode in modes if mode in MODES[suite]] or default
 
 
@@ -287,10 +290,9 @@ def make_row(config: dict, suite: str, sizes: tuple, mode: str) -> dict:
         AgentConfig(
             arch=config['arch'], recurrent=config['recurrent'], n_layer=L, n_expert=E, n_embd=D
         )
-        kind = 'recurrent' if config['recurrent'] else 'non-recurrent'
         return {
             **row,
-            'model': f'{kind} {config["arch"]}',
+            'model': f'{variant_of(config["recurrent"])} {config["arch"]}',
             'L': L,
             'E': E,
             'D': D,
@@ -606,6 +608,8 @@ def make_tests(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
 
     options = '-v --tb=short --show-capture=no --noconftest -o addopts= -p no:cacheprovider'
     code = pytest.main([*options.split(), '-m', row['marks'], GPU_TESTS], [Failures()])
+    if code == pytest.ExitCode.NO_TESTS_COLLECTED:
+        raise RuntimeError(f'no test has the marks {row["marks"]!r}')
     if code:
         names = ', '.join(Failures.names)
         raise RuntimeError(f'{len(Failures.names)} tests: {names} (pytest {int(code)})')
@@ -677,6 +681,8 @@ def take_turns(row: dict, config: dict) -> Iterator[dict]:
     start = time.perf_counter()
     parts, entries = MAKERS[row['suite']](row, config)
     check = entries.pop('check', None)
+    if device != 'cpu':
+        torch.cuda.reset_peak_memory_stats()  # the set-up has tried sizes of micro-batches
     # On a GPU: three eager calls, the capture of CUDA graphs, and a replay.
     for _ in range(1 if device == 'cpu' else 5):
         for run in parts.values():
@@ -792,7 +798,7 @@ def ask(workers: list[Worker], deadline: float) -> dict | None:
             if not ready:
                 print('    ...', flush=True)  # a first run compiles
                 if time.perf_counter() > deadline:
-                    return {'status': 'failed: late'}
+                    return {'status': LATE}
         return answers[workers[0].pipe]
     except (EOFError, OSError):  # a process has ended
         ended = multiprocessing.connection.wait([process.sentinel for process, _ in workers])
@@ -838,9 +844,9 @@ def measure(rows: dict[str, dict], config: dict, deadline: float = math.inf) -> 
 
 
 def roofline_seconds(row: dict, rate: float, bandwidth: float) -> float:
-    """Return the least possible seconds per token of each of B streams (in training, in chunks of
-    T), with matrix products at `rate` FLOP/s and memory at `bandwidth` bytes/s. Nothing overlaps,
-    except that a product overlaps with reading its weights:
+    """Return the least possible seconds for one token of all B streams together. In training they
+    are the mean over a chunk of T tokens. Matrix products run at `rate` FLOP/s, memory at
+    `bandwidth` bytes/s. Nothing overlaps, except that a product overlaps with reading its weights:
 
         product  = max(2 n B / rate, n size / bandwidth)   for the n weights of a layer
         forward  = L (product + keys and values of W slots, read once)
@@ -854,18 +860,25 @@ def roofline_seconds(row: dict, rate: float, bandwidth: float) -> float:
     c = model_config(row)
     B = row['B']
     size = 2 if row['dtype'] == 'bfloat16' else 4  # bytes per number
-    L, E, D, K, W, T = c.n_layer, c.n_expert, c.n_embd, c.head_dim, c.window, c.block_size
+    L = c.n_layer
+    E = c.n_expert
+    D = c.n_embd
+    K = c.head_dim
+    W = c.window
+    T = c.block_size
     is_recurrent = row['model'] == 'recurrent'
-    C = c.n_kv_head * (1 if is_recurrent and c.share_kv else E)  # cache heads
-    n = E * (2 * D * D + 8 * D * D) + 2 * D * C * K
-    weights, head = L * 2 * n * B / rate, 2 * D * c.vocab_size * B / rate
-    forward = max(2 * n * B / rate, n * size / bandwidth) + W * 2 * C * K * size * B / bandwidth
+    heads = c.n_kv_head * (1 if is_recurrent and c.share_kv else E)  # of the cache
+    n = E * (2 * D * D + 8 * D * D) + 2 * D * heads * K
+    weights = L * 2 * n * B / rate
+    head = 2 * D * c.vocab_size * B / rate
+    forward = max(2 * n * B / rate, n * size / bandwidth)
+    forward += W * 2 * heads * K * size * B / bandwidth
     if row['suite'] == 'decode':
         return L * forward + max(head, D * c.vocab_size * size / bandwidth)
     if not is_recurrent:
         return 2 * L * (2 * n + 3 * (T + 1) * E * D) * B / rate + weights + 3 * head
     slots = sum(min(t + 1, W) for t in range(T)) / T
-    backward = forward + slots * 2 * C * K * 4 * 2 * B / bandwidth
+    backward = forward + slots * 2 * heads * K * 4 * 2 * B / bandwidth
     return L * (forward + backward) + weights + 3 * head
 
 
@@ -1037,7 +1050,7 @@ def open_report(config: dict, path: str, continues: bool) -> dict:
         if old.get(name) != report[name]:
             found = f'{name} = {old.get(name)!r}, now {report[name]!r}'
             fail(f'{path}: {found}: choose another --out')
-    if report['command'] not in old['command']:
+    if report['command'] not in old['command'].split('; '):
         old['command'] += f'; {report["command"]}'
     return {**report, **{name: old[name] for name in kept}}
 
@@ -1071,7 +1084,12 @@ def run_steps(config: dict, steps: dict[str, dict[str, dict]]) -> int:
     path = config['out'] or os.path.join('out', 'bench', folder, f'{config["suite"]}.json')
     os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
     report = open_report(config, path, continues)
-    rows = [row for row in report['results'] if 'check' in row or not config['check']]
+    # A row that failed is done too: a second try would use up the budget of the rows after it.
+    rows = [
+        row
+        for row in report['results']
+        if 'check' in row or row['status'] != 'ok' or not config['check']
+    ]
     have = {select(row, ROW_KEYS) for row in rows}
 
     def is_done(name: str) -> bool:
@@ -1091,7 +1109,7 @@ def run_steps(config: dict, steps: dict[str, dict[str, dict]]) -> int:
         is_cut = first and started > 0 and now + limit > budget
         deadline = budget if is_cut else now + limit
         records = measure(steps[name], config, start + deadline)
-        if is_cut and any('late' in record['status'] for record in records.values()):
+        if is_cut and any(record['status'] == LATE for record in records.values()):
             break  # the next run of this script gives the step its whole time
         if name != 'yardsticks':
             started += 1

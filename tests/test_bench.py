@@ -85,6 +85,26 @@ def test_a_variant_is_measured_and_checked(forks, tmp_path, suite, cell, mode, s
     assert record.get('work') == work
 
 
+def test_the_memory_of_a_variant_does_not_include_its_set_up(monkeypatch):
+    """The set-up takes 100 bytes, a call 7."""
+    peak = [0]
+
+    def take(n):
+        peak[0] = max(peak[0], n)
+
+    def make(row, config):
+        take(100)
+        return {'update': lambda: take(7)}, {}
+
+    monkeypatch.setitem(bench.MAKERS, 'train', make)
+    monkeypatch.setattr(torch.cuda, 'synchronize', lambda: None)
+    monkeypatch.setattr(torch.cuda, 'max_memory_allocated', lambda: peak[0])
+    monkeypatch.setattr(torch.cuda, 'reset_peak_memory_stats', lambda: peak.__setitem__(0, 0))
+    config = {'device': 'cuda:0', 'rounds': 1, 'seconds': 1e-6}
+    _, measured = bench.take_turns({'suite': 'train'}, config | {'check': False})
+    assert measured['memory_bytes'] == 7
+
+
 RATES = {'matmul': 800e12, 'copy': 3e12, 'conv': 1e9}  # of the yardsticks
 
 
@@ -204,6 +224,36 @@ def test_a_report_of_another_commit_is_not_continued(first, capfd):
     assert "commit = 'other', now" in capfd.readouterr().err
 
 
+def test_a_failed_cell_is_not_measured_again(first, monkeypatch):
+    config, steps = first
+    assert bench.run_steps(config, steps) == 1
+    monkeypatch.setattr(bench, 'measure', lambda rows, *_: pytest.fail(f'{rows} measured again'))
+    assert bench.run_steps(config, steps) == 1
+
+
+def test_an_error_about_a_template_is_not_taken_for_a_step_that_ran_late(first, monkeypatch):
+    """The budget of 100 s ends before the time limit of the step, which is 150 s."""
+
+    def fail(row, config):
+        raise ValueError('no template')
+
+    monkeypatch.setitem(bench.MAKERS, 'decode', fail)
+    config, steps = first
+    bench.run_steps({**config, 'budget': 100}, steps)
+    found = json.loads(Path(config['out']).read_text())['steps']
+    assert found['decode 1,2,4,2']['status'] == 'failed: ValueError: no template'
+
+
+def test_every_command_of_a_report_is_kept(tmp_path, monkeypatch):
+    """Also one that is the beginning of another."""
+    path, config = str(tmp_path / 'report.json'), {**SMALL, 'suite': 'first'}
+    for budget in ('5400', '540'):
+        monkeypatch.setattr(sys, 'argv', ['bench.py', f'--budget={budget}'])
+        report = bench.open_report(config, path, continues=True)
+        bench.write_report(report, path)
+    assert report['command'] == 'python bench.py --budget=5400; python bench.py --budget=540'
+
+
 def test_ctrl_c_leaves_no_process(first, monkeypatch):
     workers = []
 
@@ -234,7 +284,7 @@ FAILURES = [  # what the call and the check of a variant do; its status and resu
     (killed, None, 'OOM', None),
     (lambda: os._exit(3), None, 'failed: its process ended: 3', None),
     (without_compiler, None, 'failed: RuntimeError: no compiler', None),
-    (lambda: time.sleep(600), None, 'failed: late', None),
+    (lambda: time.sleep(600), None, 'failed: over its time limit', None),
     (lambda: None, lambda: {'w': (1.5, 1.0), 'b': (1.0, 1.0)}, 'differs by 50.0% in w', '50.00%'),
     (lambda: None, lambda: torch.empty(2**60), 'ok', 'OOM'),
     (lambda: None, lambda: {'w': (1.0, 1.0)}, 'ok', '0.00%'),
@@ -260,7 +310,7 @@ def test_a_failure_is_reported_and_other_variants_are_measured(
 
     monkeypatch.setitem(bench.MAKERS, 'train', make)
     rows = {mode: {'suite': 'train', 'mode': mode} for mode in ('works', 'fails')}
-    wait = 3 if status == 'failed: late' else 60
+    wait = 3 if status == bench.LATE else 60
     found = bench.measure(rows, SMALL, time.perf_counter() + wait)
     assert found['fails']['status'] == status and found['fails'].get('check') == checked
     if wait == 60:
@@ -297,11 +347,25 @@ def test_gpu_tests_that_fail_are_named(tmp_path, monkeypatch):
         bench.make_tests({'marks': 'gpu'}, {})
 
 
+def test_marks_that_no_test_has_are_named(tmp_path, monkeypatch):
+    write_gpu_test(tmp_path, 'test_without_mark', monkeypatch, passes=True)
+    with pytest.raises(RuntimeError, match="no test has the marks 'gpu and smoke'"):
+        bench.make_tests({'marks': 'gpu and smoke'}, {})
+
+
+@pytest.mark.parametrize('step', ['smoke', 'tests'])
+def test_both_steps_with_gpu_tests_have_some(step):
+    row = bench.plan_steps({**GPU, 'suite': 'first'})[step][step]
+    options = '--collect-only -q --noconftest -o addopts= -p no:cacheprovider'
+    assert pytest.main([*options.split(), '-m', row['marks'], bench.GPU_TESTS]) == 0
+
+
 # ---- known figures ----
 
-# Hard floors calculated by hand for an H100 of 800 TFLOP/s and 3 TB/s, d = 768, E = 16 / L: 1000
-# tokens/s of 131,072 / 4 tokens, ms per token of 16 streams; by suite and L, for each C.
-FLOORS = {
+# Calculated by hand for an H100 of 800 TFLOP/s and 3 TB/s, d = 768, E = 16 / L; by suite and L, for
+# each C. Training: the most thousands of tokens/s at 131,072 / 4 tokens per update. Decoding: the
+# least milliseconds per token of 16 streams.
+ROOFLINES = {
     ('train', 1): (913, 913, 772, 477, 145, 75),
     ('train', 8): (514, 427, 319, 173, 46, 23),
     ('decode', 1): (0.096, 0.112),
@@ -310,14 +374,19 @@ FLOORS = {
 
 
 def test_roofline_is_near_the_hand_calculation():
-    for (suite, L), figures in FLOORS.items():
+    for (suite, L), figures in ROOFLINES.items():
         for C, expected in zip(bench.CONTEXTS[suite], figures, strict=True):
             n = 16 if suite == 'decode' else 131072
             row = bench.make_row(GPU, suite, (L, 16 // L, C, n), 'compiled')
             milliseconds = 1000 * bench.roofline_seconds(row, 800e12, 3e12)
             found = milliseconds if suite == 'decode' else row['B'] / milliseconds
             # the hand calculation rounds, most where little is read
-            limit = 0.07 if suite == 'decode' else 0.25 if (L, C) == (8, 32) else 0.13
+            if suite == 'decode':
+                limit = 0.07
+            elif (L, C) == (8, 32):
+                limit = 0.25
+            else:
+                limit = 0.13
             assert found == pytest.approx(expected, rel=limit), (suite, L, C)
 
 
@@ -356,8 +425,9 @@ def test_old_names_of_modes_work():
 
 
 REFUSED = [
-    (['--cells=((1,2,3,0),)'], 'expected (L, E, C, B)'),
+    (['--cells=((1,2,3,0),)'], 'expected (L, E, C, tokens per update), for decode (L, E, C, B)'),
     (['--modes=slow'], 'expected some of plain, fast'),
+    (['--suite=first', '--modes=slow'], 'lstm, transformer, plain_recompute, fast_recompute'),
     (['--dtype=float16'], 'dtype'),
     (['--cells=(1,1,4,100)'], 'must be a multiple of 4 GPUs x 4 tokens'),
     (['--cells=(1,1,4,64)', '--n_embd=100'], 'set n_head'),

@@ -28,7 +28,7 @@ BF16 = 0.08  # relative error of a parameter's gradient by bf16 products; on a C
 
 @pytest.fixture(autouse=True)
 def full_precision(monkeypatch):
-    """Undo what the trainers switch on: TF32, compilation."""
+    """Undo what the trainers switch on (TF32, compilation), and make cuDNN deterministic."""
     monkeypatch.setattr(torch.backends.cudnn, 'deterministic', True)
     monkeypatch.setattr(kernels.fused, 'enabled', False)
     torch.set_float32_matmul_precision('highest')
@@ -75,6 +75,7 @@ SOKOBAN = """train_sokoban.py config/sokoban_demo.py --n_levels=1000 --eval_game
 --arch=convglu --recurrent=False --reuse=False --total_steps=6400 --overwrite=True"""
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize('commands', [LM, SOKOBAN], ids=['lm', 'sokoban'])
 def test_trainers_on_one_gpu(tmp_path, commands):
     """Trainers start, compile, train, save, resume and evaluate."""
@@ -92,7 +93,14 @@ def test_trainers_on_one_gpu(tmp_path, commands):
 # ---- CUDA graphs ----
 
 
-@pytest.mark.parametrize('settings', ['', '--recurrent=False', '--reuse=False --n_expert=2'])
+AGENT_GRAPHS = [
+    pytest.param('', marks=pytest.mark.smoke),
+    '--recurrent=False',
+    '--reuse=False --n_expert=2',
+]
+
+
+@pytest.mark.parametrize('settings', AGENT_GRAPHS)
 def test_graphs_replay_what_runs_eagerly(tmp_path, settings):
     """Six updates with CUDA graphs from the fourth on equal six without: episodes and weights."""
     argv = """--split=generated --eval_split=generated --n_boxes=1 --n_levels=200 --n_embd=16
@@ -105,7 +113,8 @@ def test_graphs_replay_what_runs_eagerly(tmp_path, settings):
         torch.backends.cudnn.deterministic = True
         torch.set_float32_matmul_precision('highest')
         episodes, weights = [], []
-        for run.step in range(6):
+        for step in range(6):
+            run.step = step
             episodes.append(train_sokoban.update(run, False)[1].clone())
             weights.append(torch.nn.utils.parameters_to_vector(run.model.parameters()).detach())
         return torch.stack(episodes), weights, run.graphs
@@ -121,7 +130,7 @@ def test_graphs_replay_what_runs_eagerly(tmp_path, settings):
 
 
 GRAPHS = [  # layers x tokens of the longest chunk that is one graph, settings
-    (2048, ''),
+    pytest.param(2048, '', marks=pytest.mark.smoke),
     (2048, '--batch_size=4'),
     (2048, '--recurrent=False --batch_size=4'),
     (2048, '--aggregation=softmax_l2 --share_kv=False'),
@@ -233,13 +242,14 @@ def test_flex_attention_equals_the_dense_mask():
         torch.nn.init.normal_(p, std=0.05)
     x = torch.randint(512, (4, 96), device='cuda')
     found = {}
-    for kernels.fused.enabled in (False, True):
+    for compiled in (False, True):
+        kernels.fused.enabled = compiled
         state, parts = model.init_state(4), []
         for part in x.split(32, 1):
             with torch.no_grad():
                 logits, state = model(part, state=state)
             parts.append(logits)
-        found[kernels.fused.enabled] = torch.cat(parts, 1)
+        found[compiled] = torch.cat(parts, 1)
     torch.testing.assert_close(found[True], found[False], rtol=1e-4, atol=1e-4)
 
 
