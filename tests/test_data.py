@@ -18,11 +18,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from processes import ROOT
 
 import data_fineweb as df
 from configurator import Mistake, configure, read_script, run_script
 
-ROOT = Path(df.__file__).parent
 DEFAULTS = read_script(df.__file__)[0] | {'tokenizer': 'bytes'}
 
 

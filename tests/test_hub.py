@@ -3,12 +3,12 @@
 import json
 import os
 import shutil
-from pathlib import Path
 
 import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from processes import ROOT
 from safetensors.torch import load_file, save_file
 
 import hub
@@ -16,7 +16,6 @@ from common import CheckpointError
 from convlstm import Agent, AgentConfig, ConvGLU, build_agent
 from model import GPT, LanguageModel, ModelConfig, RecurrentGPT, build_model
 
-ROOT = Path(hub.__file__).parent
 FILES = ['README.md', 'config.json', 'model.safetensors']
 SIZES = {'vocab_size': 256, 'n_expert': 2, 'n_embd': 16, 'n_head': 2, 'window': 8, 'block_size': 4}
 

@@ -3,13 +3,12 @@ optimizers, schedules, updates. Every expected value is written here by hand."""
 
 import copy
 import csv
-import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from processes import ROOT
 
 import data_fineweb
 import sweep
@@ -19,8 +18,6 @@ from configurator import configure, read_config, read_script
 from convlstm import AgentConfig, build_agent
 from model import ModelConfig, build_model
 from muon import Muon
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def assert_settings(config, expected):
@@ -138,7 +135,8 @@ def test_plans_of_agents(budget):
         rows = [row for row in csv.DictReader(file) if row['budget'] == budget]
     assert len(rows) == 10
     for row in rows:
-        recurrent, L, E, d = row['variant'] == 'recurrent', *(int(row[name]) for name in 'LEd')
+        recurrent = row['variant'] == 'recurrent'
+        L, E, d = (int(row[name]) for name in 'LEd')
         sizes = {'recurrent': recurrent, 'n_layer': L, 'n_expert': E, 'n_embd': d}
         assert_settings(configs[recurrent, L, E, d], AGENT | sizes)
 
@@ -197,7 +195,7 @@ def text(tmp_path_factory):
         tokens = rng.integers(0, 256, 3000).astype(np.uint16)
         data_fineweb.write_shard(str(folder / f'fineweb_{name}.bin'), tokens)
     meta = {'tokenizer': 'bytes', 'source': 'test', 'shards': []}
-    (folder / 'meta.json').write_text(json.dumps(meta))
+    data_fineweb.write_meta(folder, meta)
     return folder
 
 
@@ -310,7 +308,7 @@ def test_updates_of_a_language_model(text, recurrent):
     run = lm_run(text, recurrent=recurrent, aggregation='softmax_l2', **sizes)
     clipped = set()
     for step, fraction in SCHEDULE.items():
-        with torch.no_grad():
+        with torch.no_grad():  # small, so that most gradients are not clipped
             run.model.head.normal_(std=1.0 if step == 99 else 1e-3)
         model, loader = copy.deepcopy(run.model), copy.deepcopy(run.loader)
         x, y, reset = loader.next()
@@ -405,10 +403,10 @@ def test_updates_of_an_agent():
     assert [id(p) for p in group['params']] == [id(p) for p in run.model.parameters()]
     assert (group['betas'], group['eps'], group['weight_decay']) == ((0.9, 0.999), 1e-6, 0)
     assert run.env.N == 32 and run.updates == 78125  # 50,000,000 / (32 x 20)
-    for step, rate in ((0, 4e-4), (15625, 3.2e-4), (39062.5, 2e-4), (62500, 8e-5)):
+    for step, rate in ((0, 4e-4), (15625, 3.2e-4), (39000, 2.0032e-4), (62500, 8e-5)):
         run.step = step
         run.optimizer.state.clear()
-        with torch.no_grad():
+        with torch.no_grad():  # far off, so that the gradient is clipped
             run.model.value.bias.fill_(3.0 if step else 0.0)
         before = [p.detach().clone() for p in run.model.parameters()]
         stats, games, _ = train_sokoban.update(run, False)

@@ -1,15 +1,25 @@
 """What is shipped fits together: configs load, and links in documents lead somewhere."""
 
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
+from processes import ROOT
 
 from configurator import read_config, read_script
 
-ROOT = Path(__file__).parents[1]
 SETTINGS = [read_script(script)[0] for script in sorted(ROOT.glob('*.py'))]  # of every script
 CONFIGS = sorted((ROOT / 'config').glob('*.py'))
-DOCUMENTS = [*sorted(ROOT.glob('*.md')), *sorted(ROOT.glob('*/*.md'))]
+
+
+def find_documents() -> list[Path]:
+    """Return the documents under version control; none where there is no git."""
+    if not shutil.which('git'):
+        return []
+    command = ['git', 'ls-files', '*.md']
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    return [ROOT / name for name in listed.splitlines()]
 
 
 def accepts(defaults: dict, config: Path) -> bool:
@@ -26,7 +36,7 @@ def test_config_is_accepted_by_a_script(config):
     assert any(accepts(defaults, config) for defaults in SETTINGS)
 
 
-@pytest.mark.parametrize('path', DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize('path', find_documents(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_name_existing_files(path):
     text = path.read_text(encoding='utf-8')
     links = [part.partition(')')[0] for part in text.split('](')[1:]]
