@@ -78,6 +78,7 @@ WALL, TARGET, AGENT, BOX = 1, 2, 3, 4
 LEVEL_BYTES = 300
 REVERSE_STEPS = 300  # moves that the generator plays in reverse
 GENERATOR_BATCH = 4096  # boards that it plays at once
+PART = 50_000  # levels that are unpacked at once: those of a whole file would be large
 HUB = 'InstaDeepAI/boxoban-levels'
 BROKEN_ARRAY = (*BROKEN, OSError, EOFError, tokenize.TokenError)  # what np.load raises
 # CHARS[fixed code, variable code]: Boxoban's character, '?' for what no level has
@@ -185,17 +186,18 @@ def parse_text(text: str, path: str) -> ndarray:
     return pack_text(codes.reshape(-1, SIZE, SIZE), path)
 
 
-def pack_observations(boards: ndarray, path: str) -> ndarray:
+def pack_observations(boards: ndarray, path: str, first: int = 0) -> ndarray:
     """Return packed levels (N, 17) from observations (N, 10, 10, 2) of any integer type.
 
-    Raises Mistake, naming the path and the level, for a board that is no level.
+    Raises Mistake, naming the path and the level, for a board that is no level. `first` is the
+    number of boards[0].
     """
     packed = []
-    for i in range(0, len(boards), 50_000):  # in parts: a whole file unpacked would be large
-        variable, fixed = np.moveaxis(boards[i : i + 50_000], -1, 0)
+    for i in range(0, len(boards), PART):
+        variable, fixed = np.moveaxis(boards[i : i + PART], -1, 0)
         # a code outside the table is clipped to its last row or column, which hold '?'
         chars = CHARS[fixed.clip(-1, 3), variable.clip(-1, 5)]
-        packed.append(pack_text(chars, path, i))
+        packed.append(pack_text(chars, path, first + i))
     return np.concatenate(packed)
 
 
@@ -247,7 +249,11 @@ def read_file(path: str) -> ndarray:
         raise Mistake(f'{path}: expected uint8 of shape (N, 17), found {found}')
     if levels[:, 8:].max() >= INSIDE**2:
         raise Mistake(f'{path}: a cell of a packed level is not in 0..63')
-    return pack_observations(observations(levels), path)
+    parts = [
+        pack_observations(observations(levels[i : i + PART]), path, first=i)
+        for i in range(0, len(levels), PART)
+    ]
+    return np.concatenate(parts)
 
 
 def split_files(folder: str, split: str) -> list[str]:

@@ -100,6 +100,21 @@ def test_malformed_arrays_are_refused_by_file_and_level(tmp_path):
         assert_refused(f'^{path}: {message}', read_file, path)
 
 
+def test_a_large_file_is_unpacked_in_parts(tmp_path, monkeypatch):
+    levels = generate(5, 4, 3)[0]
+    np.save(tmp_path / 'p.npy', levels)
+    unpacked, unpack_all = [], sokoban.observations
+
+    def unpack_part(part):
+        unpacked.append(len(part))
+        return unpack_all(part)
+
+    monkeypatch.setattr(sokoban, 'PART', 2)
+    monkeypatch.setattr(sokoban, 'observations', unpack_part)
+    assert np.array_equal(read_file(f'{tmp_path}/p.npy'), levels)
+    assert unpacked == [2, 2, 1]
+
+
 def test_missing_levels_are_refused_with_the_command_that_downloads_them(tmp_path):
     command = '`python sokoban.py .*--download=True'
     assert_refused(
