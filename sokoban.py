@@ -774,13 +774,12 @@ def evaluate(
     of them; seed None: greedy actions. time_limit: most steps per level."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     shard = np.array_split(np.arange(len(levels)), world)[rank]
-    totals = torch.zeros(3, dtype=torch.float64)
+    totals = torch.zeros(3, dtype=torch.float64)  # on the CPU: MPS has no float64
     if len(shard):  # there may be fewer levels than ranks
         results = run_episodes(
             policy, levels[shard], device, seed, int(shard[0]), time_limit=time_limit
         )
         totals = torch.stack([results[k].double().sum() for k in ('solved', 'return', 'steps')])
-    totals = totals.to(device)
     if world > 1:
         dist.all_reduce(totals)
     solve_rate, mean_return, mean_steps = (totals / len(levels)).tolist()

@@ -282,6 +282,15 @@ def test_replay_shows_every_board_and_resets_none():
     assert rows == ['#@$.     #', '# @*     #', '#@ *     #']
 
 
+def test_an_evaluation_adds_up_in_float64_on_any_device(monkeypatch):
+    """Apple's GPUs have no float64. Here there is none, so that moving anything to it fails."""
+    names = ('solved', 'return', 'steps')
+    results = {name: torch.tensor([1.0, 0.0]) for name in names}
+    monkeypatch.setattr(sokoban, 'run_episodes', lambda *args, **options: results)
+    found = sokoban.evaluate(sokoban.RANDOM, generate(2, 1)[0], 'mps')
+    assert found == {'solve_rate': 0.5, 'return': 0.5, 'steps': 0.5}
+
+
 def test_an_evaluation_is_written_with_a_solved_and_a_failed_game(tmp_path):
     """A policy that always pushes right solves one of two levels."""
     image = pytest.importorskip('PIL.Image')
