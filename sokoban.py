@@ -88,8 +88,9 @@ INTERIOR = np.arange(CELLS).reshape(SIZE, SIZE)[1:-1, 1:-1].ravel()  # cell 0..9
 # The environment's tables. NEXT_CELLS[cell, action]: the cell and the next two in that direction.
 AHEAD = np.array(DELTA)[:, None] * np.arange(3)  # (4, 3)
 NEXT_CELLS = np.clip(np.arange(CELLS)[:, None, None] + AHEAD, 0, CELLS - 1)  # (100, 4, 3)
-# OUTCOMES[near, far], (8, 8, 4) int64: for the codes of the two cells in front of the agent, if it
-# moves, both codes afterwards, and the change in the number of boxes on targets.
+# OUTCOMES[near, far], (8, 8, 4) int64, by the codes of the two cells in front of the agent: whether
+# it moves (0 or 1), the code of each cell afterwards, and the change in the number of boxes on
+# targets.
 NEAR, FAR = np.mgrid[:8, :8]
 MOVES = (NEAR & WALL == 0) & ((NEAR & BOX == 0) | (FAR & (WALL | BOX) == 0))
 PUSHED = MOVES * (NEAR & BOX)
@@ -464,7 +465,7 @@ def generate(
             limits = f'at least {low}' if high == math.inf else f'between {low} and {high}'
             of_boxes = f' for n_boxes = {boxes}' if name == 'max_moves' else ''
             raise Mistake(f'{name} = {value}: must be {limits}{of_boxes}')
-    check_fits(n * LEVEL_BYTES, f'n_levels = {n:,}')
+    check_fits(n * LEVEL_BYTES, f'{n:,} generated levels')
     rng = np.random.default_rng(seed)
     is_due = every()
     levels, solutions = [], []
@@ -612,6 +613,7 @@ class SokobanEnv:
         is_cell = self.cell == cells[:, 1:, None]  # (N, 2, 100); a scatter would not be fused
         grid = torch.where(is_cell[:, 1], codes[:, 1:], self.grid)
         self.grid.copy_(torch.where(is_cell[:, 0], codes[:, :1], grid))
+        # its own cell, or the next one if it moves
         self.agent.copy_(cells.gather(1, outcome[:, :1]).squeeze(1))
         self.steps.add_(1)
         solved = ~(self.grid == BOX).any(1)  # no box is off a target

@@ -217,6 +217,11 @@ def test_the_seed_determines_the_levels():
     assert not np.array_equal(generate(10, 1, 6, 6)[0], levels[:10])
 
 
+def test_more_generated_levels_than_fit_into_memory_are_refused():
+    """The message names neither n_levels nor eval_games: either may have been too large."""
+    assert_refused('^1,000,000,000,000 generated levels: needs more than', generate, 10**12)
+
+
 def test_excluded_levels_are_left_out():
     levels, solutions = generate(60, 1, 5, 6)
     others, other_solutions = generate(40, 1, 5, 6, exclude=levels[5:25])
