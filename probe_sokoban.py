@@ -646,12 +646,33 @@ def causal_check(
     return rows
 
 
+class HeldAgent:
+    """An agent that sees the first board `hold` more times before its first action."""
+
+    def __init__(self, agent: Agent, hold: int):
+        self.agent = agent
+        self.hold = hold
+
+    def prepare(self) -> NamedTuple:
+        return self.agent.prepare()
+
+    def init_state(self, N: int) -> tuple:
+        return self.agent.init_state(N)
+
+    def act(self, weights: NamedTuple, obs: Tensor, start: Tensor, state: tuple) -> tuple:
+        if start.all():  # all boards start an episode together at the first step alone
+            for _ in range(self.hold):
+                _, _, state = self.agent.act(weights, obs, start, state)
+                start = torch.zeros_like(start)
+        return self.agent.act(weights, obs, start, state)
+
+
 def thinking_check(player: Player, packed: ndarray, device: str) -> list[dict]:
     """Return the solve rates on levels (n, 17) of an agent that sees the first board for some more
     steps before it acts."""
     rows = []
     for held in HELD:
-        agent = FeatureRecorder(player.agent, hold=held) if held else player.agent
+        agent = HeldAgent(player.agent, hold=held)
         result = run_episodes(agent, packed, device, time_limit=player.time_limit)
         rows.append({'held': held, 'solve_rate': result['solved'].double().mean().item()})
     return rows

@@ -888,13 +888,10 @@ class FeatureRecorder:
     """Several agents (convlstm.Agent) as one policy: all see the same boards, the first one acts.
 
     `features` collects s[L] at every step, the agents' channels side by side: (N, 10, 10, C) fp16.
-    With hold > 0 the agents see the first board `hold` more times before the first action, and no
-    features are collected.
     """
 
-    def __init__(self, *agents: object, hold: int = 0):
+    def __init__(self, *agents: object):
         self.agents = agents
-        self.hold = hold
         self.features = []
 
     def prepare(self) -> list:
@@ -904,19 +901,13 @@ class FeatureRecorder:
         return [agent.init_state(N) for agent in self.agents]
 
     def act(self, weights: list, obs: Tensor, start: Tensor, states: list) -> tuple:
-        # all boards start an episode together at the first step alone
-        repeats = 1 + self.hold if start.all() else 1
-        for _ in range(repeats):
-            outputs = [
-                agent.encode_and_step(w, obs, start, state)
-                for agent, w, state in zip(self.agents, weights, states, strict=True)
-            ]
-            features = [s for s, _ in outputs]
-            states = [state for _, state in outputs]
-            start = torch.zeros_like(start)
-        if not self.hold:
-            self.features.append(torch.cat(features, -1).to(torch.float16).cpu())
-        return self.agents[0].head(features[0])[0], None, states
+        outputs = [
+            agent.encode_and_step(w, obs, start, state)
+            for agent, w, state in zip(self.agents, weights, states, strict=True)
+        ]
+        features = [s for s, _ in outputs]
+        self.features.append(torch.cat(features, -1).to(torch.float16).cpu())
+        return self.agents[0].head(features[0])[0], None, [state for _, state in outputs]
 
 
 # ----------------------------------------------------------------------------- for Gymnasium

@@ -16,7 +16,7 @@ import convlstm
 import probe_sokoban as probe
 from configurator import configure
 from convlstm import AgentConfig, build_agent
-from sokoban import FeatureRecorder, generate, pack, replay, run_episodes
+from sokoban import generate, pack, replay, run_episodes
 
 UP, RIGHT, DOWN, LEFT, NEVER = range(5)
 
@@ -244,15 +244,29 @@ def test_prepared_steps_have_the_boards_and_numbers_of_their_episode(recorded):
 
 def test_thinking_steps_change_the_first_move_of_recurrent_agents_only(agents):
     """With hold = 3 the agent sees the first board three more times before it acts."""
-    packed, start = generate(20, 1, seed=9, max_moves=12)[0], torch.ones(20, dtype=torch.bool)
+    packed = generate(20, 1, seed=9, max_moves=12)[0]
+    start = torch.ones(20, dtype=torch.bool)
     obs = torch.from_numpy(replay(packed, np.zeros((20, 1), np.int8))[:, 0])
     for name in ('nonrecurrent', 'lstm'):
         logits = []
         for hold in (0, 3):
-            recorder = FeatureRecorder(load(agents, name).agent, hold=hold)
-            state = recorder.init_state(20)
-            logits.append(recorder.act(recorder.prepare(), obs, start, state)[0])
+            held = probe.HeldAgent(load(agents, name).agent, hold=hold)
+            logits.append(held.act(held.prepare(), obs, start, held.init_state(20))[0])
         assert torch.equal(*logits) == (name == 'nonrecurrent')
+
+
+def test_a_held_agent_is_held_at_the_first_step_alone(agents):
+    """With hold = 1 it is an agent that sees the first board twice."""
+    agent = load(agents, 'lstm').agent
+    held = probe.HeldAgent(agent, hold=1)
+    boards = torch.from_numpy(replay(corridor(), np.array([[RIGHT, UP]])))[0, :, None]
+    weights, state, held_state = agent.prepare(), agent.init_state(1), held.init_state(1)
+    first, other = torch.tensor([True]), torch.tensor([False])
+    _, _, state = agent.act(weights, boards[0], first, state)
+    for board, start in ((boards[0], first), (boards[1], other), (boards[2], other)):
+        logits, _, state = agent.act(weights, board, other, state)
+        held_logits, _, held_state = held.act(weights, board, start, held_state)
+        assert torch.equal(logits, held_logits)
 
 
 class SteerableAgent:
