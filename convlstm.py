@@ -36,11 +36,12 @@ of ConvGLU only; the norm before the head (h of an LSTM is small, s of a ConvGLU
 `head_dim`; and HEADS attention queries that start sharp, because an agent whose pooling starts
 nearly uniform learns nothing for hundreds of updates (LOG.md).
 
-Convolutions may run in bfloat16. Everything else, the carried s, h and c included, has the dtype of
-the parameters. Three things make an unroll fast:
+The core's convolutions may run in bfloat16. Everything else, the encoder, the head and the carried
+s, h and c included, has the dtype of the parameters; a GPU may multiply fp32 in TF32 unless dtype =
+'float32' (`set_precision`). Three things make an unroll fast:
 
 - s, which all experts read, is convolved by one dense convolution; only the h_i need a grouped one.
-- One convolution computes what z adds to all layers, in training for all steps of the unroll.
+- One convolution computes what z adds to all layers (`forward`: for all steps of the unroll).
 - `DeferredConv` computes the gradient of a weight by one convolution per unroll, not one per step.
 """
 
@@ -49,6 +50,8 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
+
+from configurator import Mistake
 
 import torch
 import torch.nn.functional as F
@@ -86,7 +89,7 @@ PROBE = 'probe.safetensors'  # a plan probe (probe_sokoban.py) in the folder of 
 
 @dataclass
 class AgentConfig:
-    """Settings of an agent. Raises ValueError, naming the field, if they do not fit together."""
+    """Settings of an agent. Raises Mistake, naming the field, if they do not fit together."""
 
     arch: str = 'convlstm'  # 'convlstm' or 'convglu'
     recurrent: bool = True
@@ -104,18 +107,18 @@ class AgentConfig:
     def __post_init__(self) -> None:
         for name in ('n_layer', 'n_expert', 'n_embd', 'router_dim', 'head_dim'):
             if getattr(self, name) < 1:
-                raise ValueError(f'{name} = {getattr(self, name)}: must be at least 1')
+                raise Mistake(f'{name} = {getattr(self, name)}: must be at least 1')
         for name, choices in CHOICES.items():
             if (value := getattr(self, name)) not in choices:
-                raise ValueError(f'{name} = {value!r}: expected one of {", ".join(choices)}')
+                raise Mistake(f'{name} = {value!r}: expected one of {", ".join(choices)}')
         if not -1 <= self.radius < self.n_expert:
             expected = 'expected -1 (all experts) to n_expert - 1'
-            raise ValueError(f'radius = {self.radius}: {expected}')
+            raise Mistake(f'radius = {self.radius}: {expected}')
         if self.radius >= 0 and (self.aggregation != 'sqrt_sum' or self.arch != 'convlstm'):
             needed = "needs aggregation = 'sqrt_sum' and arch = 'convlstm'"
-            raise ValueError(f'radius = {self.radius} {needed}')
+            raise Mistake(f'radius = {self.radius} {needed}')
         if self.residual == 'shared' and self.arch != 'convglu':
-            raise ValueError("residual = 'shared' is for arch = 'convglu'")
+            raise Mistake("residual = 'shared' is for arch = 'convglu'")
 
     @property
     def routed(self) -> bool:
@@ -300,7 +303,8 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
 
     init_state(B)  returns the zero state of B boards, tensors (B, ...); () if nothing is carried
     prepare()      returns the convolutions of one unroll, which hold the weights as they are now
-    z_parts(w, z)  returns what z adds to each layer, for any number of steps at once
+    z_parts(w, z)  returns what z adds to the core, for any number of steps at once: per layer
+                   (ConvLSTM), or below layer 1 (ConvGLU)
     step(...)      runs one step of the core"""
 
     def __init__(self, config: AgentConfig):
@@ -346,11 +350,11 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
         return self.config.n_expert == 1 and not self.config.routed
 
     def aggregate(self, l: int, h: Tensor, z: Tensor, s: Tensor | None) -> Tensor:
-        """Return A(h_1, ..., h_E) of layer l, (B, Y, X, D).
+        """Return A(h_1, ..., h_E) of a layer, (B, Y, X, D).
 
-        h: (B, Y, X, E, D). z, s: what the layer reads, for the router; s is None for zero. The
-        router's gates are a_i = softmax_i(q . k_i / sqrt(r)) with q = Wq [z; s] + bq, z and s
-        averaged over the board, and k_i = Wk e_i + bk."""
+        l: index of the layer, 0..L-1. h: (B, Y, X, E, D). z, s: what the layer reads, for the
+        router; s is None for zero. The router's gates are a_i = softmax_i(q . k_i / sqrt(r)) with
+        q = Wq [z; s] + bq, z and s averaged over the board, and k_i = Wk e_i + bk."""
         config = self.config
         if self.s_is_h:
             return h.squeeze(3)
@@ -400,6 +404,7 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
         T, B = start.shape
         w = self.prepare()
         z = self.encode(obs.flatten(0, 1))  # (T * B, Y, X, 32)
+        # per part of z_parts: T tensors (B, Y, X, C)
         parts = [part.unflatten(0, (T, B)).unbind(0) for part in self.z_parts(w, z)]
         features = []
         for t, z_t in enumerate(z.unflatten(0, (T, B)).unbind(0)):
@@ -461,7 +466,7 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
     @classmethod
     def build(cls, about: dict) -> 'Agent':
         """Return an agent for the entries of a config.json. A size that AgentConfig got later has
-        its default. Raises KeyError or ValueError if they describe none."""
+        its default. Raises KeyError or Mistake if they describe none."""
         sizes = {name: about[name] for name in SIZES if name in about}
         config = AgentConfig(**{'arch': about['arch'], **sizes})
         common.check_model(build_agent, config)
@@ -654,9 +659,17 @@ def build_agent(config: AgentConfig) -> Agent:
 # ---- agents as files ----------------------------------------------------------------------------
 
 # Entries of an exported agent's config.json: the settings that rebuild it (dtype and mode do not
-# change the model), its evaluation levels and time limit, and its progress in training.
+# change the model), its levels and time limit, and its progress in training.
 SIZES = [field.name for field in fields(AgentConfig) if field.name not in ('dtype', 'mode')]
-EXPORTED = 'eval_split n_boxes max_moves time_limit seed n_envs unroll step best'.split()
+EXPORTED = """split eval_split n_levels n_boxes max_moves time_limit seed n_envs unroll step
+    best""".split()
+
+
+def set_precision(model: Agent) -> None:
+    """Switch TF32 off, which a GPU would use otherwise, if convolutions are to run in float32."""
+    if model.config.dtype == 'float32':
+        torch.set_float32_matmul_precision('highest')
+        torch.backends.cudnn.allow_tf32 = False
 
 
 def load_agent(folder: str, which: str, device: str, dtype: str = '') -> tuple[Agent, dict, str]:
@@ -683,6 +696,7 @@ def load_agent(folder: str, which: str, device: str, dtype: str = '') -> tuple[A
     with common.restoring(path, 'the agent'):
         dtype = common.pick_dtype(dtype or about.get('dtype', 'auto'), device)
     model.config.dtype = str(dtype).removeprefix('torch.')
+    set_precision(model)
     return model.to(device).eval(), about, str(path)
 
 

@@ -32,7 +32,6 @@ from configurator import (
     Settings,
     configure,
     every,
-    fail,
     read_script,
     run_script,
     setup_process,
@@ -48,7 +47,7 @@ import torch.nn.functional as F
 import common
 import figures
 from common import CheckpointError, Gradients, fill, gather, open_trackers, print0, restoring
-from convlstm import CELLS, Agent, AgentConfig, State, build_agent, load_agent
+from convlstm import CELLS, Agent, AgentConfig, State, build_agent, load_agent, set_precision
 from kernels import fused, graphed
 from sokoban import (
     ACTION_STREAM,
@@ -119,7 +118,8 @@ reuse = True                   # backpropagate through the rollout; False = run 
 seed = 1337                    # of weights, levels and actions
 device = 'auto'                # 'auto' (cuda if there is one), 'cpu', 'cuda' or 'cuda:1'
 dtype = 'auto'                 # of convolutions: 'float32' (true fp32, no TF32), 'bfloat16', or
-                               # 'auto' (bfloat16 where it is fast); everything else is fp32
+                               # 'auto' (bfloat16 where it is fast); encoder and head are fp32, or
+                               # TF32 on a GPU unless dtype = 'float32'
 compile = True                 # compile what lies between convolutions, if torch.compile works
 graphs = True                  # on a GPU: replay each update as CUDA graphs, from the fourth on
 mode = 'fast'                  # 'fast', or 'plain' (weight gradients by autograd, for checking)
@@ -196,13 +196,6 @@ def check_settings(world: int) -> None:
     if download and world > 1:
         raise Mistake('download = True: with several ranks, run sokoban.py --download=True first')
     common.need_packages(matplotlib=plot, tensorboard=tensorboard, wandb=wandb)
-
-
-def set_precision(model: Agent) -> None:
-    """Switch TF32 off, which a GPU would use otherwise, if convolutions are to run in float32."""
-    if model.config.dtype == 'float32':
-        torch.set_float32_matmul_precision('highest')
-        torch.backends.cudnn.allow_tf32 = False
 
 
 def fused_on_gpu(run: Run, f: Callable) -> Callable:
@@ -641,7 +634,7 @@ def describe(run: Run) -> None:
     """Print the machine and the model."""
     counts = {**run.model.num_params(), **run.model.macs_per_step()}
     millions = {name: f'{x / 1e6:.3f}M' for name, x in counts.items()}
-    print0(f'{common.machine(run)}, {run.model.config.dtype} convolutions, the rest in fp32')
+    print0(f'{common.machine(run)}, {run.model.config.dtype} convolutions of the core')
     print0(
         f'{figures.describe_model(run.config)}: '
         f'{millions["total"]} parameters ({millions["core"]} core); '
@@ -654,17 +647,14 @@ def main(config: Settings) -> int:
     """Train, or only evaluate with eval_only. Return the exit status: 0 = done, 1 = the loss was
     not finite, 128 + signal = stopped."""
     common.resume_if_restarted(out_dir, config, globals())
-    try:
-        if eval_only:
-            evaluate_only(config)
-            return 0
-        run = make_run(config)  # levels, environment, model, optimizer
-        if resume:
-            load(run)
-        if run.rank == 0:
-            run.lock = common.prepare_out_dir(out_dir, resume, overwrite)
-    except ValueError as error:  # Mistake, and AgentConfig's
-        fail(error)
+    if eval_only:
+        evaluate_only(config)
+        return 0
+    run = make_run(config)  # levels, environment, model, optimizer
+    if resume:
+        load(run)
+    if run.rank == 0:
+        run.lock = common.prepare_out_dir(out_dir, resume, overwrite)
     choose_threads(run)
     describe(run)
     warm_up(run)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import kernels
-from convlstm import AgentConfig, ConvGLU, DeferredConv, build_agent, normal
+from convlstm import AgentConfig, ConvGLU, DeferredConv, build_agent, load_agent, normal
 
 EPS = 1e-6
 KINDS = [(arch, recurrent) for arch in ('convlstm', 'convglu') for recurrent in (True, False)]
@@ -25,12 +25,14 @@ def over_rms(x, dims):
 
 def combine(agent, l, hs, z, s):
     """Return A(h_1..h_E), each (B, D, Y, X)."""
-    config, E = agent.config, len(hs)
+    config = agent.config
+    E = len(hs)
     if config.aggregation == 'sqrt_sum':
         return sum(hs) / math.sqrt(E)
     if config.aggregation == 'mean':
         return sum(hs) / E
-    router, context = agent.routers[l], torch.cat([z, s], 1).mean((2, 3))
+    router = agent.routers[l]
+    context = torch.cat([z, s], 1).mean((2, 3))
     q = context @ router['q'].T + router['q_bias']
     scores = [q @ (router['k'] @ e + router['k_bias']) for e in router['embedding']]
     a = torch.softmax(torch.stack(scores, 1) / math.sqrt(config.router_dim), 1)
@@ -52,7 +54,8 @@ def encode(agent, obs):
 
 
 def head(agent, s):
-    cells, pooled = s.flatten(2), []  # (B, D, 100)
+    cells = s.flatten(2)  # (B, D, 100)
+    pooled = []
     for query in agent.query:
         weight = torch.softmax(torch.einsum('bdc,d->bc', cells, query), 1)
         pooled.append(torch.einsum('bdc,bc->bd', cells, weight))
@@ -62,10 +65,13 @@ def head(agent, s):
 
 
 def lstm_step(agent, z, state):
-    config, D, new_cells = agent.config, agent.config.n_embd, []
+    config = agent.config
+    D = config.n_embd
+    new_cells = []
     s, hs, cells = state if config.recurrent else (None, None, None)
     for l in range(config.n_layer):
-        new_hs, row = [], []
+        new_hs = []
+        row = []
         for i in range(config.n_expert):
             rows = slice(i * 4 * D, (i + 1) * 4 * D)
             inputs, weights = [z], [agent.wz[l][rows]]
@@ -87,13 +93,16 @@ def lstm_step(agent, z, state):
 
 
 def glu_step(agent, z, state):
-    config, D, s = agent.config, agent.config.n_embd, state[0]
+    config = agent.config
+    D = config.n_embd
+    s = state[0]
     base = torch.einsum('dc,bcyx->bdyx', agent.wp, z) + agent.bias_p[:, None, None]
     if config.recurrent:
         base = base + torch.einsum('ec,bcyx->beyx', agent.wr, over_rms(s, 1))
     shared = config.residual == 'shared'
     for l in range(config.n_layer):
-        s, hs = base if l == 0 else s, []
+        s = base if l == 0 else s
+        hs = []
         for i in range(config.n_expert):
             w, b = agent.w[l][i * 2 * D : (i + 1) * 2 * D], agent.bias[l][i].flatten()
             x, gate = F.conv2d(over_rms(s, 1), w, b, padding=1).chunk(2, 1)
@@ -105,7 +114,9 @@ def glu_step(agent, z, state):
 def reference(agent, obs, start):
     """Return logits and values of an unroll from a zero state. State: (s, [h_i], [[c_i] per
     layer])."""
-    config, (T, B), out = agent.config, start.shape, []
+    config = agent.config
+    T, B = start.shape
+    out = []
     zero = torch.zeros(B, config.n_embd, 10, 10, dtype=torch.float64)
     state = (zero, [zero] * config.n_expert, [[zero] * config.n_expert] * config.n_layer)
     for t in range(T):
@@ -169,7 +180,9 @@ def unroll(agent, obs, start):
 
 
 def single_steps(agent, obs, start):
-    state, w, steps = agent.init_state(start.size(1)), agent.prepare(), []
+    state = agent.init_state(start.size(1))
+    w = agent.prepare()
+    steps = []
     for obs_t, start_t in zip(obs, start, strict=True):
         *out, state = agent.act(w, obs_t, start_t, state)
         steps.append(out)
@@ -210,23 +223,29 @@ CASES = [
     (2, 3, SHARED),
     (2, 3, {**SHARED, 'aggregation': 'softmax_l2'}),
 ]
+FOREIGN = {'convlstm': 'residual', 'convglu': 'radius'}  # the setting of the other architecture
+AGENTS = [
+    (arch, recurrent, L, E, settings)
+    for L, E, settings in CASES
+    for arch, recurrent in KINDS
+    if FOREIGN[arch] not in settings
+]
 
 
-@pytest.mark.parametrize('L, E, settings', CASES, ids=str)
-@kinds
+@pytest.mark.parametrize('arch, recurrent, L, E, settings', AGENTS, ids=str)
 def test_equals_reference(arch, recurrent, L, E, settings):
     """Values and all gradients of an unroll equal the reference in both modes. T single steps equal
     them too, with the states after them."""
-    if {'convlstm': 'residual', 'convglu': 'radius'}[arch] in settings:
-        pytest.skip('a setting of the other architecture')
-    agent, (obs, start) = make(arch, recurrent, L, E, **settings), boards()
+    agent = make(arch, recurrent, L, E, **settings)
+    obs, start = boards()
     expected = results(agent, *reference(agent, obs, start))
     assert expected[0][0].std() > 1e-2  # the comparison sees something
     if E > 1:
         # all parameters learn but the bias of the keys, which the softmax over experts cancels
         learning = {name for name, grad in expected[1].items() if grad.abs().max() > 1e-12}
         assert learning == {name for name in expected[1] if not name.endswith('k_bias')}
-    for agent.config.mode in ('plain', 'fast'):
+    for mode in ('plain', 'fast'):
+        agent.config.mode = mode
         values, grads = unroll(agent, obs, start)
         assert_close((values[:2], grads), expected)
     assert_close(single_steps(agent, obs, start), (values, grads))
@@ -335,3 +354,12 @@ def test_an_aggregation_that_changes_a_single_h_is_refused(monkeypatch):
     monkeypatch.setattr(agent, 'aggregate', lambda *args: 2 * real(*args))
     with pytest.raises(RuntimeError, match='s is not h'):
         agent(*boards(), agent.init_state(3))
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_a_loaded_agent_runs_in_true_float32_if_that_is_its_dtype(tmp_path, monkeypatch, dtype):
+    """Otherwise a GPU uses TF32."""
+    monkeypatch.setattr(torch.backends.cudnn, 'allow_tf32', True)
+    make().save_pretrained(tmp_path)
+    load_agent(str(tmp_path), 'best', 'cpu', dtype)
+    assert torch.backends.cudnn.allow_tf32 == (dtype == 'bfloat16')
