@@ -36,7 +36,7 @@ from torch import Tensor
 
 import common
 from convlstm import PROBE, Agent, export_agent, load_agent
-from sokoban import WALL, FeatureRecorder, board_text, evaluate, load_levels, load_policy
+from sokoban import WALL, FeatureRecorder, board_text, evaluate, load_level_sets, load_policy
 from sokoban import TIME_LIMIT, plan_image, replay, run_episodes, save_gif
 
 # fmt: off
@@ -321,17 +321,16 @@ def use_agent() -> None:
     if export:
         export_agent(agent, about, export)
         return
-    split = levels or about['eval_split']
-    generator = None
-    if split == 'generated':
-        # as load_level_sets generates evaluation levels, except that it leaves out training levels
-        generator = {
-            'n': n_levels,
-            'boxes': about['n_boxes'],
-            'seed': 2 * about['seed'] + 1,
-            'max_moves': about['max_moves'],
-        }
-    packed, source = load_levels(levels_dir, split, download, generator, n_levels)
+    level_settings = {
+        **about,
+        'eval_split': levels or about['eval_split'],
+        'eval_games': n_levels,
+        'levels_dir': levels_dir,
+        'download': download,
+    }
+    _, (packed, source) = load_level_sets(level_settings, run=about)
+    if level_settings['eval_split'] == 'generated' and not policy and 'split' not in about:
+        source += "; the agent's training levels are unknown, and may be among them"
     time_limit = about.get('time_limit', TIME_LIMIT)
     if policy or measure:
         actions_seed = None if greedy else about['seed']

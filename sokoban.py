@@ -326,33 +326,40 @@ def load_levels(
 
 
 def load_level_sets(
-    config: dict, training: bool = True, whole_split: bool = False
+    config: dict, run: dict | None = None, whole_split: bool = False
 ) -> tuple[tuple[ndarray, str], tuple[ndarray, str]]:
     """Return the training and the evaluation levels for train_sokoban.py's settings, each as
-    load_levels returns them.
+    load_levels returns them. No generated level is in both sets.
 
-    No generated level is in both sets. Without `training` no training levels are loaded, unless the
-    evaluation levels depend on them. The evaluation levels are the first eval_games of their split,
-    or with whole_split all of them.
+    run: for an evaluation, the settings of the run that is evaluated. The training levels are those
+    of the run, and are loaded only if the evaluation levels depend on them. The evaluation levels
+    are the first eval_games of eval_split, or with whole_split all of them.
     """
-    both_generated = config['split'] == config['eval_split'] == 'generated'
-    sizes = {'boxes': config['n_boxes'], 'max_moves': config['max_moves']}
+
+    def generator(settings: dict, n: int, seed: int) -> dict:
+        sizes = {'boxes': settings['n_boxes'], 'max_moves': settings['max_moves']}
+        return {'n': n, 'seed': seed, **sizes}
+
+    training = config if run is None else run
+    # an old export does not know its training levels
+    both_generated = training.get('split') == config['eval_split'] == 'generated'
     train_levels = np.empty((0, 17), np.uint8)
     train_line = ''
-    if training or both_generated:
+    if run is None or both_generated:
         train_levels, train_line = load_levels(
             config['levels_dir'],
-            config['split'],
+            training['split'],
             config['download'],
-            generator={'n': config['n_levels'], 'seed': 2 * config['seed'], **sizes},
+            generator=generator(training, training['n_levels'], 2 * training['seed']),
         )
-    generator = {'n': config['eval_games'], 'seed': 2 * config['seed'] + 1, **sizes}
-    generator['exclude'] = train_levels if both_generated else ()
     evaluation = load_levels(
         config['levels_dir'],
         config['eval_split'],
         config['download'],
-        generator=generator,
+        generator={
+            **generator(config, config['eval_games'], 2 * config['seed'] + 1),
+            'exclude': train_levels if both_generated else (),
+        },
         limit=math.inf if whole_split else config['eval_games'],
     )
     return (train_levels, train_line), evaluation
@@ -816,8 +823,6 @@ def write_evaluation(
     longest episode that was solved and the first that was not. NAME is `name`, a split or the path
     of a file, without folder and extension. time_limit: most steps per level.
     """
-    if int(os.environ.get('WORLD_SIZE', 1)) > 1:
-        fail('eval_only runs in one process: start it with python, not torchrun')
     name = f'eval_{os.path.splitext(os.path.basename(name))[0]}'
     results = run_episodes(policy, levels, device, time_limit=time_limit)
     record = {

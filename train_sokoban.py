@@ -52,7 +52,6 @@ from kernels import fused, graphed
 from sokoban import (
     ACTION_STREAM,
     RANDOM,
-    TIME_LIMIT,
     JumanjiEnv,
     SokobanEnv,
     board_keys,
@@ -445,22 +444,20 @@ def evaluate_greedily(run: Run) -> None:
 
 def evaluate_only(config: Settings) -> None:
     """Evaluate the last or the best checkpoint in out_dir; write the result and two GIFs."""
+    if int(os.environ.get('WORLD_SIZE', 1)) > 1:
+        raise Mistake('eval_only runs in one process: start it with python, not torchrun')
     device_ = common.pick_device(device, threads)
     common.need_packages(PIL=True, tensorboard=tensorboard, wandb=wandb)
     model, saved, path = load_agent(out_dir, 'best' if best else 'last', device_, dtype)
-    set_precision(model)
-    level_settings = {**config, 'eval_split': levels or eval_split}
-    if not levels:  # the evaluation levels of the run, unless eval_split is set
-        names = ['split', 'n_levels', 'n_boxes', 'max_moves', 'seed']
-        names += ['eval_split'] if 'eval_split' not in config.set_by_user else []
-        level_settings.update({name: saved[name] for name in names if name in saved})
+    # settings of the evaluation levels that the user does not set are those of the run
+    names = 'eval_split eval_games n_boxes max_moves seed levels_dir time_limit'.split()
+    from_run = {n: saved[n] for n in names if n in saved and n not in config.set_by_user}
+    level_settings = {**config, **from_run}
+    if levels:
+        level_settings['eval_split'] = levels
+    _, (eval_levels, line) = load_level_sets(level_settings, run=saved, whole_split=levels != '')
     name = level_settings['eval_split']
-    _, (eval_levels, line) = load_level_sets(
-        level_settings, training=False, whole_split=levels != ''
-    )
-    limit = saved.get('time_limit', TIME_LIMIT)  # that of the run, unless time_limit is set
-    if 'time_limit' in config.set_by_user:
-        limit = time_limit
+    limit = level_settings['time_limit']
     about = {
         'step': saved['step'],
         'env_steps': saved['step'] * saved['n_envs'] * saved['unroll'],
