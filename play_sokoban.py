@@ -16,10 +16,12 @@ import contextlib
 import itertools
 import math
 import os
+import select
 import shutil
 import signal
 import sys
-import time
+import termios
+import tty
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -219,34 +221,20 @@ def keyboard() -> Iterator[Callable[[float | None], str]]:
     """Yield read_key(seconds), a function that returns the next key, or '' if none is pressed in
     that time; with None it waits for a key.
 
-    The terminal is restored whatever ends the program. Without a terminal read_key returns '' at
-    once. Where Python has no termios (Windows) it waits and returns ''; there ctrl-C ends a game.
+    The terminal is restored whatever ends the program.
     """
-
-    def sleep(seconds: float | None) -> str:
-        time.sleep(seconds or 0)
-        return ''
-
-    if not is_terminal():
-        yield lambda seconds: ''
-        return
-    try:
-        import select
-        import termios
-        import tty
-    except ImportError:
-        yield sleep
-        return
     source = sys.stdin.fileno()
 
     def read_key(seconds: float | None) -> str:
         if not select.select([source], [], [], seconds)[0]:
             return ''
-        return os.read(source, 1).decode(errors='replace') or 'q'  # '' is the end of the input
+        # an arrow key sends three characters at once: they count as one key
+        return os.read(source, 16).decode(errors='replace')[:1] or 'q'  # '' is the end of the input
 
     def leave(number: int, frame: object) -> None:
         sys.exit(128 + number)  # runs the finally below
 
+    # ctrl-Z would leave the terminal without cursor and echo
     handlers = {signal.SIGTERM: leave, signal.SIGHUP: leave, signal.SIGTSTP: signal.SIG_IGN}
     before = termios.tcgetattr(source)
     for number, handler in handlers.items():
@@ -283,7 +271,8 @@ def show_games(agent: Agent, levels: ndarray, device: str, time_limit: int) -> N
                     key = read_key(None if paused else seconds)
                     if key in ('?', 'h'):
                         screen.show(draw_help(lines))
-                        read_key(None)
+                        if read_key(None) == 'q':
+                            return
                     elif key == ' ':
                         paused = not paused
                     else:
@@ -339,7 +328,8 @@ def use_agent() -> None:
         print(f'{policy or out_dir}: {solved}, {rates["steps"]:.0f} steps; {source}')
         return
     if level >= len(packed):
-        fail(f'level = {level}: there are {len(packed)} levels, counted from 0')
+        there_are = f'there are {len(packed)} levels, counted from 0'
+        fail(f'level = {level}: {there_are}: --n_levels uses more of a split')
     if gif:
         common.need_packages(PIL=True)
         game = play_level(agent, packed, level, torch_device, time_limit)
@@ -358,10 +348,10 @@ def main() -> None:
     configure(globals(), quiet=True)
     if bool(out_dir) == bool(policy):
         fail('name one: --out_dir=FOLDER for an agent, or --policy=module:function')
-    if sum(map(bool, (policy, measure, export, gif))) > 1:
-        fail('policy, measure, export and gif exclude each other: choose one')
-    if not greedy and not measure:
-        fail('greedy = False samples actions, and needs --measure')
+    if sum(map(bool, (policy or measure, export, gif))) > 1:
+        fail('measure (which policy implies), export and gif exclude each other: choose one')
+    if not greedy and (policy or not measure):
+        fail('greedy = False samples actions, and needs --measure and an agent, not a policy')
     use_agent()
 
 

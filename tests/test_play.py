@@ -4,14 +4,17 @@ import contextlib
 import os
 import pty
 import re
+import select
 import shutil
 import signal
+import sys
 import termios
 
 import numpy as np
 import pytest
 import safetensors.torch as safetensors
 import torch
+from PIL import Image
 from processes import ROOT, start
 from small_runs import error_of
 from test_sokoban import numbered, text
@@ -19,7 +22,7 @@ from test_sokoban import numbered, text
 import convlstm
 import play_sokoban
 import sokoban
-from common import save_checkpoint
+from common import load_checkpoint, save_checkpoint
 from configurator import configure
 from convlstm import AgentConfig, build_agent
 from sokoban import generate
@@ -59,28 +62,68 @@ def save_probe(path, channels):
     safetensors.save_file(tensors, path)
 
 
-def test_an_export_plays_what_its_run_plays(folder, capsys):
-    """Both play the same game, as text because there is no terminal, and solve the same share of
-    levels. A GIF has the same boards. A second export replaces the first."""
-    image = pytest.importorskip('PIL.Image')
+def game_of(folder, name, capsys):
+    """Return level 2 as the agent in folder/name plays it, as text because there is no terminal."""
+    capsys.readouterr()
+    call(folder, f'--out_dir={folder}/{name}', '--level=2')
+    return capsys.readouterr().out
+
+
+def export(folder):
+    """Export the run as folder/agent."""
+    call(folder, f'--out_dir={folder}/run', f'--export={folder}/agent')
+
+
+def test_a_second_export_replaces_the_first(folder):
     for _ in range(2):
-        call(folder, f'--out_dir={folder}/run', f'--export={folder}/agent')
+        export(folder)
     assert sorted(os.listdir(folder / 'agent')) == ['README.md', 'config.json', 'model.safetensors']
-    games, rates = [], []
+
+
+def test_an_export_plays_the_game_that_its_run_plays(folder, capsys):
+    export(folder)
+    game = game_of(folder, 'run', capsys)
+    assert game_of(folder, 'agent', capsys) == game
+    assert game.startswith('# wall, @ agent, ') and '\x1b' not in game
+    steps = game.count('\nlevel 2, ') - 1
+    assert f'solved in {steps} steps, return ' in game.splitlines()[-1]
+
+
+def test_an_export_solves_the_share_of_levels_that_its_run_solves(folder, capsys):
+    export(folder)
+    rates = []
     for name in ('run', 'agent'):
         capsys.readouterr()
-        call(folder, f'--out_dir={folder}/{name}', '--level=2')
-        games.append(capsys.readouterr().out)
         call(folder, f'--out_dir={folder}/{name}', '--measure')
         rates.append(capsys.readouterr().out.partition(': ')[2])
-    assert games[0] == games[1] and rates[0] == rates[1] and '\x1b' not in games[0]
-    assert games[0].startswith('# wall, @ agent, ')
-    boards = games[0].count('\nlevel 2, ')
-    assert f'solved in {boards - 1} steps, return ' in games[0].splitlines()[-1]
+    assert rates[0] == rates[1]
     assert rates[0].startswith('solved ') and '5 levels of ' in rates[0]
-    call(folder, f'--out_dir={folder}/agent', '--level=2', f'--gif={folder}/game.gif')
-    with image.open(folder / 'game.gif') as gif:
+
+
+def test_a_gif_has_the_boards_of_the_game(folder, capsys):
+    boards = game_of(folder, 'run', capsys).count('\nlevel 2, ')
+    call(folder, f'--out_dir={folder}/run', '--level=2', f'--gif={folder}/game.gif')
+    with Image.open(folder / 'game.gif') as gif:
         assert gif.n_frames == boards and gif.info['duration'] == 250
+
+
+def test_generated_levels_on_which_the_run_was_trained_are_left_out(folder, monkeypatch):
+    """The generator makes the same levels for every seed here. An export excludes as its run."""
+    settings = {'split': 'generated', 'n_levels': 30, 'n_boxes': 1, 'max_moves': 12, 'seed': 3}
+    saved = load_checkpoint(folder / 'run' / 'ckpt_last.pt')
+    saved['config'] |= settings
+    save_checkpoint(saved, folder / 'run' / 'ckpt_last.pt')
+    export(folder)
+    generated, _ = generate(40, 1, 7, 12)
+    evaluated = []
+    monkeypatch.setattr(sokoban, 'generate', lambda **settings: generate(**{**settings, 'seed': 7}))
+    monkeypatch.setattr(
+        play_sokoban, 'print_game', lambda agent, levels, *rest: evaluated.append(levels)
+    )
+    for name in ('run', 'agent'):
+        call(folder, f'--out_dir={folder}/{name}', '--levels=generated', '--n_levels=10')
+    assert all(np.array_equal(levels, generated[30:]) for levels in evaluated)
+    assert len(evaluated) == 2
 
 
 # ----------------------------------------------------------------------------- the terminal
@@ -159,6 +202,24 @@ def test_keys_step_pause_explain_and_change_levels(folder, monkeypatch, capsys):
     assert '→' in screens[0] and screens[0].endswith('\x1b[11A')  # the next is drawn over it
 
 
+def test_q_ends_a_game_from_the_help_too(folder, monkeypatch, capsys):
+    screens = play_with_keys(folder, ['?', 'q'], monkeypatch, capsys)
+    assert len(screens) == 2 and 'q quit' in screens[1]
+
+
+def test_an_arrow_key_is_one_key(monkeypatch):
+    """It sends three characters."""
+    controller, terminal = pty.openpty()
+    monkeypatch.setattr(signal, 'signal', lambda *args: None)  # pytest keeps its handlers
+    monkeypatch.setattr(sys, 'stdin', open(terminal))
+    with play_sokoban.keyboard() as read_key:
+        os.write(controller, b'\x1b[A')
+        assert [read_key(1), read_key(0)] == ['\x1b', '']
+        os.write(controller, b'q')
+        assert read_key(1) == 'q'
+    os.close(controller)
+
+
 def test_after_the_given_number_of_games_the_script_ends(folder, monkeypatch, capsys):
     steps = []
     for i in range(2):
@@ -181,6 +242,7 @@ def test_a_signal_ends_a_game_and_leaves_the_terminal_as_it_was(folder):
     def wait_for(text):
         nonlocal printed
         while text not in printed:
+            assert select.select([controller], [], [], 120)[0], printed
             printed += os.read(controller, 4096)
 
     wait_for(b'level 0, step 0')
@@ -242,6 +304,13 @@ def test_a_policy_of_the_user_is_evaluated(policies, capfd):
     assert capfd.readouterr().out == line
 
 
+def test_a_policy_may_be_measured_explicitly(policies, capfd, monkeypatch):
+    argv = ['play_sokoban.py', '--policy=user_policy:right', '--levels=two.txt', '--measure']
+    monkeypatch.setattr(sys, 'argv', argv)
+    play_sokoban.main()
+    assert 'solved 50.0%' in capfd.readouterr().out
+
+
 @pytest.mark.parametrize(
     'name, message', [('user_policy:no_action', '4 4], shape'), ('no:right', 'module:function')]
 )
@@ -252,8 +321,10 @@ def test_a_policy_that_is_missing_or_returns_no_actions_is_refused(policies, cap
 MISTAKES = {
     '--out_dir=run --policy=a:b': 'name one: ',
     '--out_dir=nowhere': 'nowhere: ',
-    '--out_dir=run --level=5': 'there are 5 levels',
+    '--out_dir=run --level=5': 'there are 5 levels, counted from 0: --n_levels',
     '--out_dir=run --greedy=False': 'needs --measure',
+    '--policy=a:b --measure --greedy=False': 'and an agent, not a policy',
+    '--policy=a:b --gif=a.gif': 'exclude each other',
     '--out_dir=run --export=other': 'no such export',
     f'--out_dir=run --export={ROOT}/pretrained/lm': 'no such export',
     '--out_dir=run --gif=none/a.gif': 'none/',
