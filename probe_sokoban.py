@@ -87,6 +87,7 @@ learning_rate = 1e-3           # of AdamW
 weight_decay = 1e-3            # of AdamW
 # further questions
 causal = False                 # does the agent follow a direction that is added to its state?
+                               # (recurrent agents only)
 thinking = False               # does an agent solve more if it is held for some steps at the start?
 # system
 device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda', 'cuda:1'
@@ -159,7 +160,7 @@ class Result:
     data: 'Steps'  # on the test levels that all agents solve, without features
     probes: dict[str, 'Probe']
     scale: Tensor  # (2C, 1, 1), the RMS that features are divided by
-    guesses: dict[str, 'Guess']
+    guess: 'Guess'  # of the 3x3 probe
     rows: list[dict]  # one per probe, seed and step
     scores: dict[str, dict]  # over the first steps
 
@@ -167,8 +168,9 @@ class Result:
 def load_player(folder: str, device: str) -> Player:
     """Return the agent in a folder, a run or an export, with the same agent before training."""
     agent, config, checkpoint = load_agent(folder, 'best' if best else 'last', device)
+    # an export does not have all settings of its run, an old one not even its training levels
     exported = {'split': config['eval_split'], 'n_levels': 1, 'eval_games': 1, 'levels_dir': ''}
-    config = exported | config  # an export does not have all settings of its run
+    config = exported | config
     torch.manual_seed(config['seed'])  # as train_sokoban.py does before it builds the agent
     untrained = build_agent(agent.config).to(device).eval()
     kind = '' if config['recurrent'] else 'non-recurrent, '
@@ -252,7 +254,7 @@ def record(player: Player, packed: ndarray, device: str) -> tuple[Episodes, ndar
         file.write(features[played].data)
         parts.append(episodes)
         if is_due():
-            print(f'    {i:,} of {n:,} episodes', flush=True)
+            print(f'    {i + len(batch):,} of {n:,} episodes', flush=True)
     file.flush()
     episodes = Episodes(*map(np.concatenate, zip(*parts, strict=True)))
     shape = (int(episodes.lengths.sum()), 10, 10, 2 * player.agent.config.n_embd)
@@ -285,7 +287,7 @@ class Steps(NamedTuple):
     episodes: Episodes
 
 
-def prepare(episodes: Episodes, features: ndarray, packed: ndarray) -> Steps:
+def make_steps(episodes: Episodes, features: ndarray, packed: ndarray) -> Steps:
     """Return the steps of episodes on the levels (n, 17)."""
     T = episodes.lengths.max()
     actions = episodes.actions[:, :T]
@@ -514,7 +516,7 @@ def plan_pictures(results: list[Result], packed: ndarray) -> None:
     # the first level that is long enough, or the longest
     level = int(np.argmax(np.minimum(shortest, max(SHOWN) + 2)))
     for result in results:
-        data, guess = result.data, result.guesses['3x3']
+        data, guess = result.data, result.guess
         threshold = result.scores['3x3']['threshold']
         lengths = data.episodes.lengths
         frames = []
@@ -542,9 +544,9 @@ def plan_pictures(results: list[Result], packed: ndarray) -> None:
 def steer(agent: Agent, state: tuple | list, cell: Tensor, vector: Tensor) -> list[Tensor]:
     """Return the carried state after `vector` (n, C) is added to s at the cell (n,) of each board.
 
-    In a ConvLSTM each expert's h grows too, so that their aggregation grows by `vector`: by vector
-    itself where the weights of the aggregation add up to 1, otherwise by vector / sqrt(E), which
-    for softmax_l2 is exact if all gates are equal. The cells c do not change."""
+    In a ConvLSTM `vector` is also added to each expert's h, so that A(h) grows by it. Where the
+    aggregation's weights do not add up to 1, vector / sqrt(E) is added instead; for softmax_l2 that
+    is exact only if all gates are equal. The cells c do not change."""
     config = agent.config
     state = list(state)
     boards = torch.arange(len(cell), device=cell.device)
@@ -765,15 +767,16 @@ def load_groups(device: str) -> list[list[Player]]:
         if not folders:
             fail(f'models: no folder is named {name}')
         groups.append([load_player(folder, device) for folder in folders])
-    names = [player.name for group in groups for player in group]
+    # of a pattern only one agent is kept, so its folders may have one name
+    names = [name for group in groups for name in {player.name for player in group}]
     if len(set(names)) < len(names):
         fail(f'models = {models!r}: two folders of one name, whose outputs would have one name too')
     return groups
 
 
-def load_levels(player: Player) -> tuple[ndarray, ndarray]:
+def load_probe_levels(player: Player) -> tuple[ndarray, ndarray]:
     """Return packed training and test levels, by default those of this agent, and print their
-    source."""
+    source. Ends the script if both are the first levels of one split."""
     config = player.config
     config = config | {
         'split': levels or config['split'],
@@ -783,6 +786,9 @@ def load_levels(player: Player) -> tuple[ndarray, ndarray]:
         'levels_dir': levels_dir or config['levels_dir'],
         'download': download,
     }
+    if config['split'] == config['eval_split'] != 'generated':
+        same = f'probes would be trained on the test levels, {config["split"]}'
+        fail(f'levels = {levels!r}: {same}: set --levels to others')
     (train, train_source), (test, test_source) = load_level_sets(config)
     train, test = train[:n_train], test[:n_test]
     print(f'training levels: {train_source}; {len(train):,} of them are used')
@@ -800,7 +806,7 @@ def main() -> None:
     torch_device = common.pick_device(device, threads)
 
     groups = load_groups(torch_device)
-    train, test = load_levels(groups[0][0])
+    train, test = load_probe_levels(groups[0][0])
     players = [best_player(group, test, torch_device) for group in groups]
     del groups  # frees the memory of the other agents
     solved = solved_by_all(players)
@@ -812,10 +818,10 @@ def main() -> None:
     results = []
     for player in players:
         episodes, features = record(player, train, torch_device)
-        probes, scale = train_probes(prepare(episodes, features, train), torch_device)
+        probes, scale = train_probes(make_steps(episodes, features, train), torch_device)
         del features  # deletes their file
         episodes, features = record(player, test[solved], torch_device)
-        data = prepare(episodes, features, test[solved])
+        data = make_steps(episodes, features, test[solved])
         guesses = predict(probes, scale, data)
         rows, scores = score(data, guesses)
         data = data._replace(features=None)
@@ -825,7 +831,7 @@ def main() -> None:
             data=data,
             probes=probes,
             scale=scale,
-            guesses=guesses,
+            guess=guesses['3x3'],
             rows=rows,
             scores=scores,
         )

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -172,8 +173,16 @@ def agents(tmp_path_factory):
     recurrent, nonrecurrent is not) and with a file of levels."""
     folder = tmp_path_factory.mktemp('agents')
     sizes = {'n_layer': 1, 'n_expert': 1, 'n_embd': 8, 'head_dim': 8, 'dtype': 'float32'}
-    about = {'eval_split': 'generated', 'n_boxes': 1, 'max_moves': 12, 'seed': 7, 'n_envs': 4}
-    about |= {'unroll': 5, 'step': 1, 'best': 0.0}
+    about = {
+        'eval_split': 'generated',
+        'n_boxes': 1,
+        'max_moves': 12,
+        'seed': 7,
+        'n_envs': 4,
+        'unroll': 5,
+        'step': 1,
+        'best': 0.0,
+    }
     for name, changes in {
         'lstm': {'arch': 'convlstm', 'recurrent': True, 'n_layer': 2},
         'glu': {'arch': 'convglu', 'recurrent': True},
@@ -233,9 +242,16 @@ def test_features_are_s_of_the_trained_and_of_the_untrained_agent(recorded):
             np.testing.assert_allclose(found, s[0].detach().numpy(), atol=2e-3)  # float16
 
 
-def test_prepared_steps_have_the_boards_and_numbers_of_their_episode(recorded):
+def test_progress_counts_the_episodes_that_are_done(agents, monkeypatch, capsys):
+    monkeypatch.setattr(probe, 'BATCH', 4)
+    monkeypatch.setattr(probe, 'every', lambda: lambda: True)
+    probe.record(load(agents, 'lstm'), corridors()[:7], 'cpu')
+    assert re.findall(r'(\d) of 7 episodes', capsys.readouterr().out) == ['4', '7']
+
+
+def test_the_steps_have_the_boards_and_numbers_of_their_episode(recorded):
     _, packed, episodes, features = recorded
-    data = probe.prepare(episodes, features, packed)
+    data = probe.make_steps(episodes, features, packed)
     first, length = int(episodes.lengths[:5].sum()), episodes.lengths[5]
     boards = replay(packed[5:6], episodes.actions[5:6])[0]
     assert data.step[first : first + length].tolist() == list(range(length))
@@ -346,6 +362,40 @@ def test_the_best_player_is_the_one_that_solves_most_levels(agents):
     assert players[1].test.solved.all() and not players[0].test.solved.any()
 
 
+# ---- levels and folders ----
+
+
+def player_of(**config):
+    """Return what load_probe_levels reads of a player."""
+    settings = {'n_levels': 1, 'eval_games': 1, 'levels_dir': '', **config}
+    return SimpleNamespace(config=settings)
+
+
+def test_probes_are_not_trained_on_the_test_levels(agents, capsys):
+    """An export of an earlier version names no training levels."""
+    path = f'{agents}/rooms.npy'
+    with pytest.raises(SystemExit):
+        probe.load_probe_levels(player_of(split=path, eval_split=path))
+    assert 'set --levels' in capsys.readouterr().err
+
+
+def test_an_export_has_the_training_levels_of_its_run(tmp_path):
+    assert run_agent(tmp_path / 'run', total_steps=12) == 0
+    run = load(tmp_path, 'run')
+    convlstm.export_agent(run.agent, run.config, str(tmp_path / 'export'))
+    config = load(tmp_path, 'export').config
+    assert config['split'] == 'generated' and config['n_levels'] == 50
+
+
+def test_folders_of_one_pattern_may_have_one_name(agents, tmp_path):
+    for seed in ('a', 'b'):
+        (tmp_path / seed).mkdir()
+        (tmp_path / seed / 'lstm').symlink_to(agents / 'lstm')
+    apply_settings(f'--models={tmp_path}/*/lstm,{agents}/glu')
+    names = [[player.name for player in group] for group in probe.load_groups('cpu')]
+    assert names == [['lstm', 'lstm'], ['glu']]
+
+
 # ---- the whole analysis ----
 
 
@@ -401,7 +451,7 @@ def test_mistakes_are_found_before_anything_is_written(
 
 
 def test_a_full_disk_is_found_before_the_states_are_written(agents, tmp_path, monkeypatch, capsys):
-    usage = type('Usage', (), {'free': 10})
+    usage = SimpleNamespace(free=10)
     monkeypatch.setattr(probe.shutil, 'disk_usage', lambda path: usage)
     with pytest.raises(SystemExit):
         analyze(agents, tmp_path / 'out', monkeypatch)
