@@ -570,7 +570,7 @@ def make_run(config: Settings) -> Run:
     agent_config = AgentConfig(**sizes)
     # four copies: weights, gradients and two moments
     common.check_model(build_agent, agent_config, copies=4, device=device_)
-    kept = unroll * n_layer * n_expert if reuse else 1  # outputs of experts that backward reads
+    kept = unroll * n_layer * n_expert  # outputs of experts that backward reads, at least
     activations = 4 * kept * B * CELLS * n_embd  # bytes
     common.check_fits(activations, f'n_envs = {n_envs} (unroll = {unroll})', device_)
     model = build_agent(agent_config)
@@ -716,5 +716,5 @@ if __name__ == '__main__':
     run_script(
         lambda: main(configure(globals())),
         'interrupted: the last checkpoint is unchanged',
-        common.error_explainer('fewer n_envs, or --reuse=False, take less', globals()),
+        common.error_explainer('fewer n_envs, or a smaller unroll', globals()),
     )
