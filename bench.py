@@ -530,7 +530,7 @@ def make_agent_update(row: dict, config: dict) -> tuple[dict[str, Callable], dic
 
     def update() -> None:
         stats, episodes, _ = train_sokoban.update(run, False)
-        train_sokoban.count_episodes(run, episodes, stats)
+        train_sokoban.keep_for_log(run, episodes, stats)
 
     def gradients(actions: torch.Tensor | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the actions (T, B) of a rollout, and its gradients, loss and returns. actions:

@@ -146,8 +146,10 @@ HARMLESS = """out_dir init_from resume overwrite eval_interval log_interval eval
     graphs mode threads""".split()
 SCRIPT = os.path.basename(__file__)  # named in messages; a copy of this file has another name
 # Fields of a Run that checkpoints keep.
-POSITION = ('step', 'record', 'best', 'seconds', 'logged', 'clock', 'recent', 'since', 'sums')
+POSITION = ('step', 'record', 'seconds', 'logged', 'clock', 'recent', 'since', 'sums')
 STATS = ('loss', 'policy_loss', 'value_loss', 'entropy')
+MOMENTS = ('target_mean', 'target_square', 'advantage_mean', 'advantage_square')
+EXTRA = (*STATS, *MOMENTS, 'stop')  # numbers that are summed over the ranks with the gradients
 
 
 @dataclass
@@ -164,7 +166,7 @@ class Run:
     eval_levels: np.ndarray  # (n, 17)
     model: Agent
     optimizer: torch.optim.Optimizer
-    gradients: Gradients  # `extra` holds eight statistics and the number of ranks to stop
+    gradients: Gradients  # `extra` holds the numbers EXTRA
     state: State  # of the agent, (B, ...) each
     keys: torch.Tensor  # (B,) keys of the random numbers for actions
     count: torch.Tensor  # () steps that every board has taken
@@ -172,7 +174,7 @@ class Run:
     updates: int  # of the whole run
     step: int = 0  # updates done
     record: dict = field(default_factory=lambda: {'step': 0, 'env_steps': 0})  # current log line
-    best: float = -math.inf  # highest mean return on the evaluation levels
+    best_return: float = -math.inf  # highest mean return on the evaluation levels
     seconds: float = 0.0  # time spent in updates
     logged: int = 0  # `step` at the last log line
     clock: float = 0.0  # `seconds` at the last log line
@@ -181,6 +183,11 @@ class Run:
     sums: dict = field(default_factory=dict)  # statistics, summed over the updates after that line
     unread: list = field(default_factory=list)  # episodes (T, 3, B) per update, on the device
     lock: object = None  # of out_dir
+
+    @property
+    def env_steps(self) -> int:
+        """Return the number of environment steps taken, over all boards."""
+        return self.step * n_envs * unroll
 
 
 # ---- settings ----
@@ -275,7 +282,7 @@ def gae(
 
 def backward(run: Run, batch: dict[str, torch.Tensor]) -> None:
     """Add this rank's share of the gradients of the A2C loss to run.gradients. Write its share of
-    the statistics to run.gradients.extra: STATS, and four moments for the explained variance."""
+    the statistics to run.gradients.extra: STATS, and MOMENTS for the explained variance."""
     if reuse:
         logits, value = batch['logits'], batch['value']  # (T, B, 4), (T, B)
     else:
@@ -292,7 +299,7 @@ def backward(run: Run, batch: dict[str, torch.Tensor]) -> None:
     (loss / run.world).backward()
     moments = [target.mean(), target.square().mean(), advantage.mean(), advantage.square().mean()]
     stats = torch.stack([loss, policy_loss, value_loss, entropy, *moments]).detach()
-    run.gradients.extra[:8] = stats / run.world
+    run.gradients.extra[:-1] = stats / run.world  # all but 'stop'
 
 
 # ---- an update ----
@@ -316,6 +323,11 @@ def optimizer_step(run: Run) -> torch.Tensor:
     return norm
 
 
+def lr_at(run: Run, step: int) -> float:
+    """Return the learning rate of the update after `step` updates. It falls linearly to 0."""
+    return learning_rate * (1 - step / run.updates)
+
+
 def update(run: Run, stop: bool) -> tuple[dict[str, float], torch.Tensor, bool]:
     """Run one rollout and one optimizer step. Return the statistics of the update, its episodes,
     and whether to stop.
@@ -323,27 +335,26 @@ def update(run: Run, stop: bool) -> tuple[dict[str, float], torch.Tensor, bool]:
     stop: whether this rank was asked to stop; all ranks stop if one was. Episodes are (T, 3, B), on
     the device: the return so far, whether the episode ended, and whether it was solved."""
     for group in run.optimizer.param_groups:
-        group['lr'].fill_(learning_rate * (1 - run.step / run.updates))
+        group['lr'].fill_(lr_at(run, run.step))
     batch = graphed(run.graphs, 'rollout and backward', rollout_and_backward, run)
-    run.gradients.extra[8] = stop
+    run.gradients.extra[-1] = stop
     run.gradients.sum_over_ranks()
     norm = graphed(run.graphs, 'optimizer', optimizer_step, run)
     episodes = torch.stack([batch['return'], batch['done'].float(), batch['solved'].float()], 1)
-    numbers = torch.cat([run.gradients.extra, norm[None]]).tolist()  # the only wait for the device
-    stats = dict(zip(STATS, numbers[:4], strict=True))
-    target_mean, target_square, advantage_mean, advantage_square = numbers[4:8]
-    variance = target_square - target_mean**2  # of the targets
-    unexplained = advantage_square - advantage_mean**2  # an advantage is target - value
-    stops, norm = numbers[8:]
-    stats['grad_norm'] = norm
+    values = torch.cat([run.gradients.extra, norm[None]]).tolist()  # the only wait for the device
+    numbers = dict(zip((*EXTRA, 'grad_norm'), values, strict=True))
+    variance = numbers['target_square'] - numbers['target_mean'] ** 2  # of the targets
+    # an advantage is target - value
+    unexplained = numbers['advantage_square'] - numbers['advantage_mean'] ** 2
+    stats = {name: numbers[name] for name in (*STATS, 'grad_norm')}
     stats['explained_variance'] = 1 - unexplained / variance if variance > 0 else 0.0
-    return stats, episodes, stops > 0
+    return stats, episodes, numbers['stop'] > 0
 
 
 # ---- log ----
 
 
-def count_episodes(run: Run, episodes: torch.Tensor, stats: dict[str, float]) -> None:
+def keep_for_log(run: Run, episodes: torch.Tensor, stats: dict[str, float]) -> None:
     """Keep the statistics and the episodes (T, 3, B) of an update for the log. The episodes stay on
     the device."""
     for name, x in stats.items():
@@ -352,7 +363,7 @@ def count_episodes(run: Run, episodes: torch.Tensor, stats: dict[str, float]) ->
 
 
 def read_episodes(run: Run) -> None:
-    """Read the episodes of `count_episodes` from the devices of all ranks. On rank 0, add those
+    """Read the episodes of `keep_for_log` from the devices of all ranks. On rank 0, add those
     that have ended to run.since and run.recent."""
     if not run.unread:
         return
@@ -384,7 +395,7 @@ def make_record(run: Run) -> dict:
 
     record = {
         'step': run.step,
-        'env_steps': run.step * n_envs * unroll,
+        'env_steps': run.env_steps,
         'episodes': len(run.since),
         'episodic_return': mean(run.since, 0),
         'return_100': mean(run.recent[-100:], 0),
@@ -392,7 +403,7 @@ def make_record(run: Run) -> dict:
         'solve_rate_100': mean(run.recent[-100:], 1),
         'solve_rate_1000': mean(run.recent, 1),
         **{name: x / updates for name, x in run.sums.items()},
-        'lr': learning_rate * (1 - (run.step - 1) / run.updates),
+        'lr': lr_at(run, run.step - 1),  # of the last update
         'env_steps_per_s': updates * n_envs * unroll / elapsed,
         'seconds': run.seconds,
     }
@@ -424,7 +435,7 @@ def progress_line(record: dict) -> str:
 # ---- evaluation ----
 
 
-def evaluate_greedily(run: Run) -> None:
+def evaluate_and_save_best(run: Run) -> None:
     """Evaluate the agent, add the result to the log record, and save the best checkpoint if the
     mean return is the highest so far. Before the first update, also evaluate a random policy."""
     policies = [('eval', 'greedy', run.model, None)]
@@ -437,9 +448,9 @@ def evaluate_greedily(run: Run) -> None:
             f'evaluation levels, {label}: solved {result["solve_rate"]:.1%}, '
             f'return {result["return"]:.2f}, {result["steps"]:.0f} steps'
         )
-    if run.step > 0 and run.record['eval_return'] > run.best:
-        run.best = run.record['eval_return']
-        save(run, best=True)
+    if run.step > 0 and run.record['eval_return'] > run.best_return:
+        run.best_return = run.record['eval_return']
+        save(run, is_best=True)
 
 
 def evaluate_only(config: Settings) -> None:
@@ -513,26 +524,30 @@ def warm_up(run: Run) -> None:
 # ---- checkpoints ----
 
 
-def save(run: Run, best: bool = False) -> None:
+def save(run: Run, is_best: bool = False) -> None:
     """Save the last checkpoint, from which a run resumes, or the best one, for evaluation."""
     read_episodes(run)  # into run.since and run.recent, which are saved
-    parts = {'script': SCRIPT, **{name: getattr(run, name) for name in POSITION}}
-    if not best:
+    parts = {name: getattr(run, name) for name in POSITION}
+    parts['script'] = SCRIPT
+    parts['best'] = run.best_return
+    if not is_best:
         parts['env'] = {name: gather(x) for name, x in run.env.state_dict().items()}
         parts['state'] = [gather(x) for x in run.state]
         parts['levels_crc'] = run.levels_crc
-    common.save_run(run, parts, None if best else [run.optimizer])
+    common.save_run(run, parts, None if is_best else [run.optimizer])
 
 
 def load(run: Run) -> None:
     """Restore the last checkpoint in out_dir. Raises CheckpointError if it is damaged, or if the
     levels or a setting outside HARMLESS differ."""
-    needed = ('model', *POSITION, 'optimizers', 'rng', 'env', 'state', 'levels_crc')
+    needed = ('model', *POSITION, 'best', 'optimizers', 'rng', 'env', 'state', 'levels_crc')
     saved, path = common.load_run(out_dir, SCRIPT, needed)
     defaults = read_script(__file__)[0]
     common.refuse_changes(saved['config'], run.config, defaults, HARMLESS, path, SCRIPT)
     common.restore(run, POSITION, [run.optimizer], saved, path)
-    print0(f'{path}: update {run.step}, {run.step * n_envs * unroll:,} environment steps')
+    with restoring(path, 'best'):
+        run.best_return = float(saved['best'])
+    print0(f'{path}: update {run.step}, {run.env_steps:,} environment steps')
     if saved['levels_crc'] != run.levels_crc:
         advice = 'give the same levels_dir, or another out_dir'
         raise CheckpointError(f'{path}: was trained on other levels: {advice}')
@@ -615,7 +630,7 @@ def make_run(config: Settings) -> Run:
         model=model,
         optimizer=optimizer,
         # The first layer of a non-recurrent agent has empty weights.
-        gradients=Gradients((p for p in model.parameters() if p.numel()), n_extra=9),
+        gradients=Gradients((p for p in model.parameters() if p.numel()), n_extra=len(EXTRA)),
         state=model.init_state(B),
         keys=board_keys(seed, ACTION_STREAM, boards.board),
         count=torch.zeros((), dtype=torch.int64, device=device_),
@@ -672,7 +687,7 @@ def main(config: Settings) -> int:
                 print0(progress_line(run.record))
                 due_to_print(restart=True)
             if must_evaluate:
-                evaluate_greedily(run)
+                evaluate_and_save_best(run)
             if run.rank == 0:
                 log(run.record)
                 track(run.record)
@@ -691,16 +706,16 @@ def main(config: Settings) -> int:
             break
         run.step = step
         run.seconds += elapsed
-        count_episodes(run, episodes, stats)
+        keep_for_log(run, episodes, stats)
         if due_to_print():
             rate = (run.step - run.logged) * n_envs * unroll / (run.seconds - run.clock)
-            print0(f'    {run.step * n_envs * unroll:,}/{total_steps:,} | {rate:,.0f} steps/s')
+            print0(f'    {run.env_steps:,}/{total_steps:,} | {rate:,.0f} steps/s')
         if must_save:
             save(run)  # before the evaluation, so that a run that dies there loses nothing
 
     if status is None:
-        steps = run.step * n_envs * unroll
-        summary = f'{steps:,} steps in {run.seconds:.0f} s, best return {run.best:.2f}'
+        best_return = f'best return {run.best_return:.2f}'
+        summary = f'{run.env_steps:,} steps in {run.seconds:.0f} s, {best_return}'
         status = common.report_end(run, stopper, run.updates, summary)
     if run.rank == 0:
         close_trackers()

@@ -27,5 +27,5 @@ total_steps = 600000
 gamma = 0.8  # a short horizon: solutions have at most 8 moves
 gae_lambda = 0.9
 entropy_coef = 0.005
-compile = False  # half a minute of compilation would gain as much
+compile = False  # compilation takes half a minute, and would save no more
 learning_rate = 2e-3  # a small agent and a short run

@@ -7,9 +7,11 @@ import subprocess
 import sys
 import types
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from processes import ROOT
 
 import sokoban
@@ -144,7 +146,6 @@ def test_a_split_is_found_in_each_of_its_forms(tmp_path):
 
 def test_a_split_is_downloaded_once_and_all_splits_are_of_one_commit(tmp_path, monkeypatch):
     """Files on the Hub hold either channel first."""
-    hub = pytest.importorskip('huggingface_hub')
     levels, folder = generate(60, 4, 9)[0], str(tmp_path / 'levels')
     fixed_first = np.ascontiguousarray(observations(levels)[..., ::-1])
     malformed = fixed_first.astype(np.int16)
@@ -158,15 +159,15 @@ def test_a_split_is_downloaded_once_and_all_splits_are_of_one_commit(tmp_path, m
     def hf_hub_download(repo_id, filename, revision):
         assert (repo_id, revision) == (sokoban.HUB, 'c0ffee')
         if filename not in files:
-            raise hub.errors.EntryNotFoundError(f'there is no {filename}')
+            raise huggingface_hub.errors.EntryNotFoundError(f'there is no {filename}')
         np.save(tmp_path / filename, files[filename])
         return str(tmp_path / filename)
 
     commit = types.SimpleNamespace(sha='c0ffee')
-    monkeypatch.setattr(hub, 'repo_info', lambda repo_id, revision, repo_type: commit)
-    monkeypatch.setattr(hub, 'hf_hub_download', hf_hub_download)
+    monkeypatch.setattr(huggingface_hub, 'repo_info', lambda repo_id, revision, repo_type: commit)
+    monkeypatch.setattr(huggingface_hub, 'hf_hub_download', hf_hub_download)
     assert_refused('^cannot download medium-train.npy', load_levels, folder, 'medium-train', True)
-    monkeypatch.delattr(hub, 'repo_info')  # from here on the folder keeps to its commit
+    monkeypatch.delattr(huggingface_hub, 'repo_info')  # from here on the folder keeps to its commit
     for split in ('unfiltered-valid', 'medium-valid'):
         for source in (f' downloaded from {sokoban.HUB}', ''):  # the second time it is there
             found, line = load_levels(folder, split, True)
@@ -298,7 +299,6 @@ def test_an_evaluation_adds_up_in_float64_on_any_device(monkeypatch):
 
 def test_an_evaluation_is_written_with_a_solved_and_a_failed_game(tmp_path):
     """A policy that always pushes right solves one of two levels."""
-    image = pytest.importorskip('PIL.Image')
     levels = parse_text(numbered([text('#.$@     #'), text('#@$.     #')]), 'x')
     right = sokoban.StatelessPolicy(lambda obs: torch.eye(4)[[RIGHT] * len(obs)])
     record = sokoban.write_evaluation(right, levels, 'a/two.txt', 'cpu', str(tmp_path), {'step': 3})
@@ -306,7 +306,7 @@ def test_an_evaluation_is_written_with_a_solved_and_a_failed_game(tmp_path):
     assert record['step'] == 3 and record['n'] == 2 and record['solve_rate'] == 0.5
     assert record['mean_steps'] == 60.5 and record['mean_return'] == pytest.approx(-0.55, abs=1e-5)
     assert record['solved_level'] == 1 and record['failed_level'] == 0
-    with image.open(record['solved_game']) as gif:
+    with Image.open(record['solved_game']) as gif:
         assert gif.n_frames == 2
         gif.seek(1)  # the end of the game: the box is on its target
         end = np.asarray(gif.convert('RGB'), float)
@@ -327,13 +327,16 @@ def test_parity_with_jumanji(request):
     for row, actions in zip(table, solutions, strict=True):
         row[: len(actions)] = actions
     limit = {'time_limit': 100}  # not the default of either
-    original, ours = JumanjiEnv(levels, N, seed=1, **limit), SokobanEnv(levels, N, seed=1, **limit)
-    rng, met = np.random.default_rng(0), torch.zeros(5)
+    original = JumanjiEnv(levels, N, seed=1, **limit)
+    ours = SokobanEnv(levels, N, seed=1, **limit)
+    rng = np.random.default_rng(0)
+    met = torch.zeros(5)
     skill = np.array([0, 1, 0.5, 0.9])[np.arange(N) % 4]  # how often a board follows its solution
     for _ in range(steps):
         solving = table[ours.level.numpy(), ours.steps.numpy()]
         action = np.where(rng.random(N) < skill, solving, rng.integers(0, 4, N))
-        action, before = torch.from_numpy(action), ours.observe()
+        action = torch.from_numpy(action)
+        before = ours.observe()
         reward, done, solved = ours.step(action)
         for a, b in zip((reward, done, solved), original.step(action), strict=True):
             assert a.dtype == b.dtype and torch.equal(a, b)
@@ -351,22 +354,40 @@ def test_parity_with_jumanji(request):
 # ----------------------------------------------------------------------------- Gymnasium
 
 
-def test_gymnasium_accepts_the_environments():
-    """Gymnasium's checker passes, and a vector environment steps as SokobanEnv does."""
+GYM_NAME = 'sokoban:ParallelExperts/Sokoban-v0'
+GYM_OPTIONS = {'n_levels': 40, 'n_boxes': 1}
+
+
+@pytest.fixture
+def gym_env():
+    """Return one board with 40 levels as a Gymnasium environment."""
     gymnasium = pytest.importorskip('gymnasium')
-    check = importlib.import_module('gymnasium.utils.env_checker').check_env
-    name, options = 'sokoban:ParallelExperts/Sokoban-v0', {'n_levels': 40, 'n_boxes': 1}
-    env, levels = gymnasium.make(name, render_mode='rgb_array', **options), generate(40, 1)[0]
-    check(env.unwrapped)
-    seen = env.reset(seed=5)[0]
-    assert any(np.array_equal(seen, board) for board in observations(levels))
-    assert np.array_equal(env.render(), board_image(seen)) and (env.reset()[0] != seen).any()
-    ours, vector = SokobanEnv(levels, 6), gymnasium.make_vec(name, num_envs=6, **options)
+    return gymnasium.make(GYM_NAME, render_mode='rgb_array', **GYM_OPTIONS)
+
+
+def test_the_checker_of_gymnasium_accepts_the_environment(gym_env):
+    from gymnasium.utils.env_checker import check_env
+
+    check_env(gym_env.unwrapped)
+
+
+def test_a_gymnasium_environment_samples_generated_levels_and_draws_them(gym_env):
+    seen, _ = gym_env.reset(seed=5)
+    assert any(np.array_equal(seen, board) for board in observations(generate(40, 1)[0]))
+    assert np.array_equal(gym_env.render(), board_image(seen))
+    assert (gym_env.reset()[0] != seen).any()
+
+
+def test_a_gymnasium_vector_environment_steps_as_ours_does():
+    gymnasium = pytest.importorskip('gymnasium')
+    ours = SokobanEnv(generate(40, 1)[0], 6)
+    vector = gymnasium.make_vec(GYM_NAME, num_envs=6, **GYM_OPTIONS)
     assert vector.reset(seed=1)[0].shape == vector.observation_space.shape
     ours.load_state_dict(vector.unwrapped.boards.state_dict())
     ours.keys.copy_(vector.unwrapped.boards.keys)
     for _ in range(TIME_LIMIT + 1):
-        before, action = ours.observe().numpy(), vector.action_space.sample()
+        before = ours.observe().numpy()
+        action = vector.action_space.sample()
         seen, reward, terminated, truncated, infos = vector.step(action)
         expected = [x.numpy() for x in ours.step(torch.from_numpy(action))]
         assert seen in vector.observation_space and np.array_equal(seen, ours.observe())
@@ -385,8 +406,9 @@ def test_without_gymnasium_there_is_the_plain_environment():
 
 def test_ppo_of_stable_baselines3_trains_on_the_environment():
     sb3 = pytest.importorskip('stable_baselines3')
-    options = {'n_levels': 40, 'n_boxes': 1}
-    env = pytest.importorskip('gymnasium').make('sokoban:ParallelExperts/Sokoban-v0', **options)
+    import gymnasium
+
+    env = gymnasium.make(GYM_NAME, **GYM_OPTIONS)
     ppo = sb3.PPO('MlpPolicy', env, n_steps=64, batch_size=32, device='cpu', seed=0)
     before = torch.nn.utils.parameters_to_vector(ppo.policy.parameters()).detach()
     after = torch.nn.utils.parameters_to_vector(ppo.learn(192).policy.parameters())

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from processes import ROOT, output_of, start
 from small_runs import AGENT, agent_arguments, assert_equal, error_of, read_log, run_agent
 
+import common
 import kernels
 import sokoban
 import train_sokoban
@@ -268,7 +269,7 @@ def test_returns_are_blank_until_every_board_has_ended_an_episode(tmp_path):
     for updates in (1, 1, 1, 3):
         for _ in range(updates):
             stats, ended, _ = train_sokoban.update(run, False)
-            train_sokoban.count_episodes(run, ended, stats)
+            train_sokoban.keep_for_log(run, ended, stats)
             run.step, run.seconds = run.step + 1, run.seconds + 1.0
             if run.step == 4:
                 train_sokoban.read_episodes(run)
@@ -436,6 +437,25 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.parametrize('reuse', [True, False])
+def test_activations_that_do_not_fit_are_refused(tmp_path, monkeypatch, capfd, reuse):
+    """The outputs of 2 layers in 3 steps of 400 boards take 3.84 MB, in whichever forward."""
+    monkeypatch.setattr(common, 'device_memory', lambda device: (2e6, 2e6))
+    argv = agent_arguments(tmp_path / 'out', n_envs=400, reuse=reuse)
+    assert 'n_envs = 400 (unroll = 3): needs' in error_of(capfd, train_sokoban, argv)
+
+
+def test_a_value_error_that_is_no_mistake_has_a_traceback(tmp_path, monkeypatch):
+    """So that who edits the code can find it."""
+
+    def edited(*args):
+        raise ValueError('in an edit')
+
+    monkeypatch.setattr(train_sokoban, 'build_agent', edited)
+    with pytest.raises(ValueError, match='in an edit'):
+        run_agent(tmp_path / 'out')
+
+
 @pytest.mark.parametrize('settings, message', MISTAKES, ids=str)
 def test_mistakes_are_refused_in_one_line_and_leave_nothing(tmp_path, settings, message, capfd):
     error = error_of(capfd, train_sokoban, agent_arguments(tmp_path / 'out', **settings))
@@ -497,6 +517,70 @@ def test_eval_only_takes_the_best_checkpoint_and_the_first_levels(finished_run):
     assert report['n'] == 3 and report['checkpoint'].endswith('ckpt_best.pt')
 
 
+def test_eval_only_runs_in_one_process(tmp_path, monkeypatch, capfd):
+    """That is refused first, before a checkpoint is looked for."""
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    argv = agent_arguments(tmp_path, eval_only=True)
+    assert 'eval_only runs in one process' in error_of(capfd, train_sokoban, argv)
+
+
+def evaluated_levels(out, monkeypatch, *argv):
+    """Return the levels that --eval_only evaluates, and the generated levels that it leaves out."""
+    evaluated, excluded = [], []
+
+    def write_evaluation(model, levels, *args, **options):
+        evaluated.append(levels)
+        return sokoban.write_evaluation(model, levels, *args, **options)
+
+    def generate_and_keep(**settings):
+        excluded.append(settings.get('exclude'))
+        return generated_once(pickle.dumps(settings))
+
+    monkeypatch.setattr(train_sokoban, 'write_evaluation', write_evaluation)
+    monkeypatch.setattr(sokoban, 'generate', generate_and_keep)
+    arguments = [f'--out_dir={out}', '--eval_only', '--device=cpu', *argv]
+    train_sokoban.main(configure(vars(train_sokoban), arguments, quiet=True))
+    return evaluated[0], excluded[-1] if excluded else None
+
+
+@pytest.fixture(scope='module')
+def run_on_generated_levels(tmp_path_factory):
+    """Return the folder of a run on 50 generated levels that is evaluated on 6."""
+    out = tmp_path_factory.mktemp('generated')
+    assert run_agent(out, total_steps=12) == 0
+    return out
+
+
+TRAINED_ON = {'n': 50, 'boxes': 1, 'seed': 2 * 1337, 'max_moves': 6}
+NEW = {'n': 6, 'boxes': 1, 'seed': 2 * 1337 + 1, 'max_moves': 6}
+CHANGES = [
+    ([], {}),
+    (['--levels=generated'], {}),
+    (['--eval_games=9', '--n_levels=7'], {'n': 9}),
+    (['--seed=5'], {'seed': 2 * 5 + 1}),
+    (['--max_moves=10'], {'max_moves': 10}),
+]
+
+
+@pytest.mark.parametrize('argv, changes', CHANGES, ids=str)
+def test_eval_only_has_the_levels_of_the_run_but_for_settings_of_the_user(
+    run_on_generated_levels, monkeypatch, argv, changes
+):
+    """Whatever the settings are, levels that the run was trained on are left out."""
+    levels, excluded = evaluated_levels(run_on_generated_levels, monkeypatch, *argv)
+    train_levels, _ = generate(**TRAINED_ON)
+    expected, _ = generate(**{**NEW, **changes}, exclude=train_levels)
+    assert np.array_equal(excluded, train_levels) and np.array_equal(levels, expected)
+
+
+def test_eval_only_has_the_levels_dir_of_the_run(tmp_path, monkeypatch):
+    np.save(tmp_path / 'hard.pack17.npy', generate(8, 1, 3, 6)[0])
+    settings = {'eval_split': 'hard', 'levels_dir': tmp_path, 'eval_games': 4}
+    assert run_agent(tmp_path / 'run', total_steps=12, **settings) == 0
+    levels, _ = evaluated_levels(tmp_path / 'run', monkeypatch)
+    assert np.array_equal(levels, generate(4, 1, 3, 6)[0])
+
+
 def test_no_evaluation_level_is_trained_on(tmp_path, monkeypatch):
     """The generator makes the same levels for every seed here. --eval_only plays the same ones."""
 
@@ -506,5 +590,5 @@ def test_no_evaluation_level_is_trained_on(tmp_path, monkeypatch):
     monkeypatch.setattr(sokoban, 'generate', same_seed)
     config = configure(vars(train_sokoban), agent_arguments(tmp_path), quiet=True)
     (train_levels, _), (eval_levels, _) = sokoban.load_level_sets(config)
-    assert np.array_equal(sokoban.load_level_sets(config, training=False)[1][0], eval_levels)
+    assert np.array_equal(sokoban.load_level_sets(config, run=config)[1][0], eval_levels)
     assert len(train_levels) == 50 and not {*map(bytes, train_levels)} & {*map(bytes, eval_levels)}
