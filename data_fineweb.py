@@ -19,8 +19,8 @@ they were prepared from.
 
 The validation shard is the start of the text. A data set is not shuffled. Local text is shuffled
 if --shuffle_seed is set. Local text of fewer than 20 documents, whose start would be no fair
-sample, is always cut into blocks of at most 10,000 characters and shuffled. A last shard of less
-than 1% of `shard_tokens` is dropped.
+sample, is always shuffled, in blocks of at most 10,000 characters and the rest of their last word.
+A last shard of less than 1% of `shard_tokens` is dropped.
 
 After an interruption, run the same command again: finished shards stay, and the result has the
 same bytes as without the interruption.
@@ -109,7 +109,7 @@ DEMO_SEED = 1337
 SUFFIXES = ('.txt', '.jsonl', '.txt.gz', '.jsonl.gz', '.txt.xz', '.jsonl.xz', '.parquet')
 VAL_FRACTION = 0.05  # of local text
 FEW_DOCUMENTS = 20  # local text of fewer documents is cut into blocks and shuffled
-BLOCK = 10_000  # characters of such a block, at most
+BLOCK = 10_000  # characters of such a block, at most, before the rest of its last word
 MIN_BYTES = 5000  # of local text
 MIN_TOKENS = 65  # of a training shard: one row of 64 inputs and their targets
 BATCH = 512  # documents that a thread encodes at a time
@@ -238,7 +238,9 @@ def read_shard(path: str | os.PathLike, vocab_size: int) -> np.memmap:
     count = int(header[2])
     found = (size - 4 * HEADER) / 2
     if count != found or count < 1:
-        raise DataError(f'{path}: {count} tokens by its header, {found:g} in the file: delete it')
+        raise DataError(
+            f'{path}: {count:,} tokens by its header, {found:,.1f} in the file: delete it'
+        )
     tokens = np.memmap(path, dtype='<u2', mode='r', offset=4 * HEADER, shape=(count,))
     step = 1 << 22  # slices that stay in cache
     for start in range(0, count, step):
@@ -447,7 +449,7 @@ def load_val(
         tokens = np.concatenate([tokens, read_shard(path, V)[: needed - len(tokens)]])
     if len(tokens) < needed:
         raise DataError(
-            f'{paths[-1]}: {len(tokens)} validation tokens, {needed - len(tokens)} fewer than '
+            f'{paths[-1]}: {len(tokens):,} validation tokens, {needed - len(tokens):,} fewer than '
             f'val_tokens = {val_tokens} needs: lower val_tokens'
         )
     first, last = rank * val_streams // world, (rank + 1) * val_streams // world
@@ -542,7 +544,7 @@ def prepare_text(paths: list[str], seed: int, folder: str, config: dict) -> dict
     documents = read_documents(paths)
     if count < FEW_DOCUMENTS:
         n = max(1, min(BLOCK, size // 40))  # about 40 blocks or more
-        # n characters and the rest of the last word, so that blocks end at spaces
+        # n characters and the rest of the last word (at most n), so that blocks end at spaces
         block = re.compile(rf'(?s:.{{1,{n}}})\S{{0,{n}}}')
         documents = [part for document in documents for part in block.findall(document)]
         seed = max(0, seed)
@@ -669,6 +671,9 @@ def prepare_dataset(folder: str, config: dict) -> dict:
     )
     limit = config['shards'] + 1 if config['shards'] else None
     if meta.get('ended') or limit and len(meta['shards']) >= limit:
+        if not meta['finished']:  # a command that asked for more shards was interrupted
+            meta['finished'] = True
+            write_meta(folder, meta)
         return meta
     commit = None
     if on_hub:
@@ -690,10 +695,12 @@ def prepare_dataset(folder: str, config: dict) -> dict:
 
 def format_seconds(seconds: float) -> str:
     """Return a duration for people: '40 s', '12 min' or '3 h 5 min'."""
-    minutes, hours = round(seconds / 60), int(seconds / 3600)
     if seconds < 100:
         return f'{seconds:.0f} s'
-    return f'{hours} h {minutes - 60 * hours} min' if hours else f'{minutes} min'
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f'{minutes} min'
+    return f'{minutes // 60} h {minutes % 60} min'
 
 
 def check_disk(folder: str, size: float) -> str:
@@ -770,9 +777,7 @@ def write_shards(
     done = sum(meta['shards'])  # tokens
     left = max(0, expected - done) if expected else None
     size = check_disk(folder, 2 * left) if left else 'of unknown size'
-    # meta.json keeps the plural, because open_meta compares `source`
-    source = meta['source'].replace(': 1 documents,', ': 1 document,')
-    print(f'{source} -> {folder}: {size}', flush=True)
+    print(f'{meta["source"]} -> {folder}: {size}', flush=True)
     meta['finished'] = False
     write_meta(folder, meta)
 
@@ -793,6 +798,7 @@ def write_shards(
         write_shard(path, tokens)
         meta['shards'].append(len(tokens))
         meta['resume'] = resume
+        meta['finished'] = meta.get('ended', False) or len(meta['shards']) == limit
         write_meta(folder, meta)
         print(f'{path}: {len(tokens):,} tokens', flush=True)
         parts.clear()
@@ -816,13 +822,13 @@ def write_shards(
             eta = f', {format_seconds(max(0, left - written) / rate)} left' if left else ''
             print(f'    {done + written:,} tokens, {rate:,.0f} tokens/s{eta}', flush=True)
     else:
-        # The documents have ended. The loader refuses shards that are shorter than a batch, so that
-        # a tiny remainder must not become one.
+        meta['ended'] = True
+        # The loader refuses shards that are shorter than a batch, so that a tiny remainder must not
+        # become one.
         count = sum(map(len, parts))
         minimum = max(MIN_TOKENS, meta['shard_tokens'] // 100)
         if parts and (len(meta['shards']) < 2 or count >= minimum):
             finish_shard((None, 0))
-        meta['ended'] = True
     meta['finished'] = True
     write_meta(folder, meta)
 

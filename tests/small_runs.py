@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten_with_path
 import data_fineweb
 import train_lm
 import train_sokoban
-from configurator import configure, run_script
+from configurator import Mistake, configure, run_script
 from processes import start
 
 LM = {
@@ -123,6 +123,13 @@ def error_of(capfd, script, arguments):
     error = capfd.readouterr().err
     assert stop.value.code == 2 and error.count('\n') == 1 and error.startswith('error: '), error
     return error
+
+
+def assert_refused(message, function, *args, **options):
+    """Assert that the call raises a Mistake of one line that matches the message."""
+    with pytest.raises(Mistake, match=message) as refusal:
+        function(*args, **options)
+    assert '\n' not in str(refusal.value)
 
 
 def read_log(out):

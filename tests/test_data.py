@@ -19,9 +19,10 @@ import numpy as np
 import pytest
 import torch
 from processes import ROOT
+from small_runs import assert_refused
 
 import data_fineweb as df
-from configurator import Mistake, configure, read_script, run_script
+from configurator import configure, read_script, run_script
 
 DEFAULTS = read_script(df.__file__)[0] | {'tokenizer': 'bytes'}
 
@@ -57,13 +58,6 @@ def prepare(folder, documents=(), **changes):
 
 def read_files(folder):
     return {path.name: path.read_bytes() for path in folder.glob('*.bin')}
-
-
-def assert_refused(message, function, *args, **options):
-    """Assert that the call raises a Mistake of one line that matches the message."""
-    with pytest.raises(Mistake, match=message) as refusal:
-        function(*args, **options)
-    assert '\n' not in str(refusal.value)
 
 
 @pytest.fixture(autouse=True)
@@ -150,6 +144,14 @@ def test_a_token_that_does_not_fit_a_shard_is_not_written(tmp_path):
     assert_refused(r's\.bin: a shard holds', df.write_shard, tmp_path / 's.bin', [65536])
 
 
+def test_a_shard_that_was_cut_short_is_named_with_both_lengths(tmp_path):
+    path = tmp_path / 's.bin'
+    df.write_shard(path, [1] * 1234567)
+    path.write_bytes(path.read_bytes()[:-1])
+    message = r's\.bin: 1,234,567 tokens by its header, 1,234,566\.5 in the file: delete it'
+    assert_refused(message, df.read_shard, path, 256)
+
+
 def test_a_token_outside_the_vocabulary_is_found_when_a_shard_is_read(tmp_path):
     path, tokens = tmp_path / 's.bin', np.zeros((1 << 22) + 10, np.uint16)
     tokens[-3:] = 300
@@ -186,6 +188,22 @@ def test_local_text_continues_after_a_kill(tmp_path, monkeypatch, writes):
     assert (prepare(folder, documents) == stream_of(documents)).all()
     assert df.read_meta(folder)['shards'] == [50] + [97] * 95 + [69]
     assert len(os.listdir(folder)) == 98
+
+
+def test_local_text_is_complete_after_a_kill_before_the_last_write(tmp_path, monkeypatch):
+    """meta.json is written at the start, after each of the 97 shards, and at the end."""
+    documents, folder = make_texts(125), tmp_path / 'd'
+    calls = [df.write_meta] * 98
+
+    def interrupted(*args):
+        if not calls:
+            raise KeyboardInterrupt
+        calls.pop()(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(df, 'write_meta', interrupted)
+        prepare(folder, documents)
+    assert (prepare(folder, documents) == stream_of(documents)).all()
 
 
 @pytest.mark.parametrize('n, is_cut', [(1, True), (19, True), (20, False)])
@@ -288,7 +306,7 @@ def test_every_format_of_a_dataset_gives_the_same_documents(local_dataset, tmp_p
 
 
 def test_a_dataset_continues_after_a_kill(local_dataset, tmp_path, monkeypatch):
-    """The kill comes before a shard or its meta.json is written. At most that shard is repeated, no
+    """The kill comes before a shard or a meta.json is written. At most that shard is repeated, no
     document before it is tokenized again, and the files are those of an uninterrupted run."""
     folder, documents = local_dataset
     monkeypatch.setattr(df, 'BATCH', 4)  # batches end within shards, and shards within batches
@@ -298,7 +316,7 @@ def test_a_dataset_continues_after_a_kill(local_dataset, tmp_path, monkeypatch):
     assert [len(data) for data in expected.values()].count(1024 + 2 * 1500) == 5
 
     write_shard, write_meta, encode = df.write_shard, df.write_meta, df.encode_batch
-    for kill in range(12):
+    for kill in range(14):  # meta.json, six times a shard and meta.json, and meta.json again
         written, encoded = [], []
 
         def interrupted(function, *args, written=written, kill=kill):
@@ -323,7 +341,8 @@ def test_a_dataset_continues_after_a_kill(local_dataset, tmp_path, monkeypatch):
             prepare(tmp_path / str(kill), **sizes)
         assert read_files(tmp_path / str(kill)) == expected
         remaining = len(stream_of(documents)) - sum(finished)
-        assert len(stream_of(encoded)) <= remaining + 4 * 251  # and the batch at the boundary
+        tokens = sum(1 + len(document) for document in encoded)
+        assert tokens <= remaining + 4 * 251  # and the batch at the boundary
 
 
 def test_more_shards_of_a_dataset_leave_the_finished_ones_unchanged(local_dataset, tmp_path):
@@ -334,6 +353,15 @@ def test_more_shards_of_a_dataset_leave_the_finished_ones_unchanged(local_datase
     prepare(tmp_path / 'd', **settings, shards=6)
     assert last.stat().st_mtime_ns == before
     assert len(read_files(tmp_path / 'd')) == 7
+
+
+def test_an_interrupted_preparation_may_end_with_fewer_shards(local_dataset, tmp_path):
+    """Four shards are there, of more that were asked for. Two are enough."""
+    settings = {'shard_tokens': 1500, 'dataset': str(local_dataset[0])}
+    prepare(tmp_path / 'd', **settings, shards=4)
+    df.write_meta(tmp_path / 'd', df.read_meta(tmp_path / 'd') | {'finished': False})
+    prepare(tmp_path / 'd', **settings, shards=2)
+    assert len(df.find_shards(str(tmp_path / 'd'), 'train')) == 4
 
 
 def break_streams(patch, failing, error):
@@ -598,8 +626,8 @@ def test_a_short_time_of_tokenizing_is_not_estimated():
 
 
 def test_durations():
-    durations = (0.4, 99, 100, 3599, 3600, 3660, 3 * 3600 + 5 * 60)
-    expected = ['0 s', '99 s', '2 min', '60 min', '1 h 0 min', '1 h 1 min', '3 h 5 min']
+    durations = (0.4, 99, 100, 3569, 3571, 7170, 3 * 3600 + 5 * 60)
+    expected = ['0 s', '99 s', '2 min', '59 min', '1 h 0 min', '2 h 0 min', '3 h 5 min']
     assert [df.format_seconds(seconds) for seconds in durations] == expected
 
 
