@@ -57,7 +57,7 @@ def test_a_slow_chunk_is_measured_with_one_token(sleep):
         lengths.append(T)
         sleep(0.6)
 
-    assert common.pick_threads(0, 'cpu', run_chunk, 64) in (1, 4)
+    assert common.pick_threads(0, 'cpu', run_chunk, 64) == 4  # a tie
     assert lengths == [1, 1, 1, 1]
 
 
