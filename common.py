@@ -403,11 +403,12 @@ def compiles(model: torch.nn.Module, trial: Callable[[], object]) -> bool:
 
 
 def need_packages(**wanted: bool) -> None:
-    """End the script if a package with a true value is not installed: need_packages(wandb=True)."""
+    """Raise Mistake if a package with a true value is not installed: need_packages(wandb=True)."""
     for name, is_wanted in wanted.items():
         if is_wanted and importlib.util.find_spec(name) is None:
             package = {'PIL': 'pillow'}.get(name, name)
-            fail(f'{name} is asked for but not installed: pip install {package}, or leave it out')
+            advice = f'pip install {package}, or leave it out'
+            raise Mistake(f'{name} is asked for but not installed: {advice}')
 
 
 def mfu(run: object, tokens_per_s: float) -> str:
@@ -594,8 +595,8 @@ def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> str:
 
 def start_export(folder: Path, kind: str, *derived: str) -> pathlib.Path:
     """Prepare a folder, new or with an earlier export of this kind, for an export. Return the path
-    of its CONFIG, which marks the folder but does not describe a model yet. Ends the script if the
-    folder holds anything else.
+    of its CONFIG, which marks the folder but does not describe a model yet. Raises CheckpointError
+    if the folder holds anything else.
 
     kind: a key that only the CONFIG of this kind has. derived: further files of an export, which
     are removed."""
@@ -603,8 +604,9 @@ def start_export(folder: Path, kind: str, *derived: str) -> pathlib.Path:
     found = set(os.listdir(path)) if path.is_dir() else set()
     config = (path / CONFIG).read_text(errors='replace') if CONFIG in found else ''
     if found and not (f'"{kind}"' in config and found <= {CONFIG, WEIGHTS, *derived}):
-        reason = 'holds files that no such export wrote'
-        fail(f'export = {str(folder)!r}: {reason}: choose another folder')
+        raise CheckpointError(
+            f'{path}: holds files that no such export wrote: choose another folder'
+        )
     path.mkdir(parents=True, exist_ok=True)
     write_json({kind: None}, path / CONFIG)
     for name in derived:

@@ -123,9 +123,11 @@ def call_hub(function: str, repo: str, *names: str, **options: object) -> object
         return retry(call, HUB_TRIES)
     except HUB_ERRORS as error:
         file = ' of '.join([*names, repo])
-        raise Mistake(
-            f'cannot download {file}: {first_line(error)}: run the same command again to continue'
-        ) from None
+        if is_network_error(error):
+            advice = 'run the same command again to continue'
+        else:
+            advice = 'check the name, the revision and, for a private repository, `hf auth login`'
+        raise Mistake(f'cannot download {file}: {first_line(error)}: {advice}') from None
 
 
 def pin_revision(
@@ -160,7 +162,8 @@ def training_command(script: str, settings: dict) -> str:
     copied trainer that is not in this folder gets all of them."""
     path = os.path.join(ROOT, script)
     defaults = read_script(path)[0] if os.path.exists(path) else dict.fromkeys(settings)
-    left_out = ('out_dir', 'resume', 'overwrite', 'eval_only', 'plot', 'tensorboard', 'wandb')
+    left_out = """out_dir resume overwrite eval_only log_interval plot tensorboard wandb
+        wandb_project device threads""".split()
     flags = [
         f'--{name}={settings[name]}'
         for name, default in defaults.items()
@@ -198,7 +201,10 @@ class PublishedModel(
         folder = str(name)
         if not os.path.isdir(folder):
             patterns = [CONFIG, WEIGHTS]
-            folder = call_hub('snapshot_download', folder, allow_patterns=patterns, **options)
+            try:
+                folder = call_hub('snapshot_download', folder, allow_patterns=patterns, **options)
+            except Mistake as error:
+                raise Mistake(f'{folder}: no such folder, and {error}') from None
         path = os.path.join(folder, CONFIG)
         with common.restoring(path, 'the model'):
             about = json.loads(read_text(path))
@@ -229,7 +235,8 @@ class PublishedModel(
         model of this kind; with push_to_hub=True, push them to the Hub as well.
 
         config: further entries of config.json, such as 'tokenizer', 'step' and 'command', added to
-        those with which the model was loaded. Ends the script if the folder holds other files.
+        those with which the model was loaded. Raises CheckpointError if the folder holds other
+        files.
         """
         about = self.about | self.entries() | (config or {})
         path = common.start_export(save_directory, self.KIND, CARD, *self.DERIVED)

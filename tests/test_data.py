@@ -15,6 +15,7 @@ import time
 import types
 from pathlib import Path
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -426,7 +427,6 @@ def test_the_revision_of_a_dataset_is_pinned(local_dataset, tmp_path, monkeypatc
     """The newest commit at the first run is the one that all further runs read, here after two
     network errors."""
     import datasets
-    import huggingface_hub
 
     folder, asked, load = local_dataset[0], [], datasets.load_dataset
     commits, errors = ['c0ffee', 'decaf'], [TimeoutError('slow'), ConnectionError('no network')]
@@ -453,43 +453,62 @@ def test_the_revision_of_a_dataset_is_pinned(local_dataset, tmp_path, monkeypatc
 # ---- ready-made shards ----
 
 
-def test_ready_made_shards_are_downloaded_from_one_commit(tmp_path, monkeypatch, pauses):
-    """A second call fetches only missing shards, from the commit of the first. Network errors are
-    retried."""
-    hub, folder = pytest.importorskip('huggingface_hub'), tmp_path / 'd'
-    commits, asked, errors = [types.SimpleNamespace(sha='c0ffee')], [], []
-    repo, content = ('kjj0/fineweb10B-gpt2', 'dataset'), b''
+@pytest.fixture
+def ready_made(monkeypatch, pauses):
+    """Replace the Hub: it has one commit, serves `content` for every file after it has raised all
+    of `errors`, and adds the number of each shard to `asked`."""
+    hub = types.SimpleNamespace(content=b'', errors=[], asked=[])
+    commits = [types.SimpleNamespace(sha='c0ffee')]  # it is asked for once
 
     def repo_info(repo_id, *, revision, repo_type):
-        assert (repo_id, repo_type, revision) == (*repo, 'main')
+        assert (repo_id, repo_type, revision) == ('kjj0/fineweb10B-gpt2', 'dataset', 'main')
         return commits.pop()
 
-    def fake(repo_id, filename, *, repo_type, local_dir, revision):
-        assert (repo_id, repo_type, revision) == (*repo, 'c0ffee')
-        if errors:
-            raise errors.pop()
-        asked.append(int(filename[-10:-4]))
-        Path(local_dir, filename).write_bytes(content)
+    def hf_hub_download(repo_id, filename, *, repo_type, local_dir, revision):
+        assert (repo_id, repo_type, revision) == ('kjj0/fineweb10B-gpt2', 'dataset', 'c0ffee')
+        if hub.errors:
+            raise hub.errors.pop()
+        hub.asked.append(int(filename[-10:-4]))
+        Path(local_dir, filename).write_bytes(hub.content)
 
-    monkeypatch.setattr(hub, 'repo_info', repo_info)
-    monkeypatch.setattr(hub, 'hf_hub_download', fake)
-    gpt2 = {'tokenizer': 'gpt2', 'pretokenized': 2}
-    errors += [ConnectionError('no network\nat all')] * 5
-    assert_refused(
-        'cannot download fineweb_val_000000.bin of kjj0.*no network', prepare, folder, **gpt2
-    )
-    errors += [hub.errors.EntryNotFoundError('404')]
-    assert_refused('EntryNotFoundError: 404: run', prepare, folder, **gpt2)
+    monkeypatch.setattr(huggingface_hub, 'repo_info', repo_info)
+    monkeypatch.setattr(huggingface_hub, 'hf_hub_download', hf_hub_download)
+    return hub
+
+
+def download(folder, shards):
+    return prepare(folder, tokenizer='gpt2', pretokenized=shards)
+
+
+def test_missing_ready_made_shards_are_downloaded_from_one_commit(tmp_path, ready_made):
+    folder = tmp_path / 'd'
     df.write_shard(tmp_path / 'x.bin', [50256, 7] * 40)
-    content = (tmp_path / 'x.bin').read_bytes()
-    errors += [TimeoutError('slow')]
-    prepare(folder, **gpt2)
-    assert pauses == [1, 2, 4, 8, 1]
+    ready_made.content = (tmp_path / 'x.bin').read_bytes()
+    download(folder, shards=2)
     (folder / 'fineweb_train_000001.bin').unlink()
-    prepare(folder, **gpt2 | {'pretokenized': 3})
-    assert asked == [0, 1, 2, 1, 3] and df.read_meta(folder)['shards'] == [80] * 4
-    content = b'<html>'
-    assert_refused('train_000004.bin: not a token', prepare, folder, **gpt2 | {'pretokenized': 4})
+    download(folder, shards=3)
+    assert ready_made.asked == [0, 1, 2, 1, 3] and df.read_meta(folder)['shards'] == [80] * 4
+
+
+def test_network_errors_of_a_download_are_retried(tmp_path, ready_made, pauses):
+    """Four times; other errors end it at once. Another command continues."""
+    folder = tmp_path / 'd'
+    ready_made.errors += [ConnectionError('no network\nat all')] * 5
+    message = 'cannot download fineweb_val_000000.bin of kjj0.*no network'
+    assert_refused(message, download, folder, shards=2)
+    ready_made.errors += [huggingface_hub.errors.EntryNotFoundError('404')]
+    assert_refused('EntryNotFoundError: 404: check the name', download, folder, shards=2)
+    df.write_shard(tmp_path / 'x.bin', [50256, 7] * 40)
+    ready_made.content = (tmp_path / 'x.bin').read_bytes()
+    ready_made.errors += [TimeoutError('slow')]
+    download(folder, shards=2)
+    assert pauses == [1, 2, 4, 8, 1]
+
+
+def test_a_ready_made_shard_of_other_content_is_refused(tmp_path, ready_made):
+    ready_made.content = b'<html>'
+    message = r'fineweb_val_000000\.bin: not a token shard'
+    assert_refused(message, download, tmp_path / 'd', shards=1)
 
 
 # ---- loaders ----

@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import time
+from pathlib import Path
 
 import huggingface_hub
 import pytest
@@ -184,19 +186,44 @@ def test_a_weight_that_is_not_finite_is_refused(tmp_path):
     assert_refused('head holds NaN', LanguageModel.from_pretrained, tmp_path)
 
 
+@pytest.mark.parametrize(
+    'error, advice',
+    [
+        (ConnectionError('reset'), 'run the same command again to continue'),
+        (hub.EntryNotFoundError('404'), 'check the name, the revision and, for a private'),
+    ],
+)
+def test_a_failed_download_says_what_to_do(monkeypatch, error, advice):
+    def repo_info(repo):
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, 'repo_info', repo_info)
+    monkeypatch.setattr(time, 'sleep', lambda seconds: None)
+    message = f'cannot download owner/name: .*{error}: {advice}'
+    assert_refused(message, hub.call_hub, 'repo_info', 'owner/name')
+
+
+def test_a_mistyped_folder_is_called_missing(tmp_path):
+    message = 'nothere: no such folder, and cannot download .*: check the name'
+    assert_refused(message, LanguageModel.from_pretrained, tmp_path / 'nothere')
+
+
 def test_a_model_is_not_saved_into_a_folder_with_other_files(tmp_path):
     (tmp_path / 'thesis.tex').write_text('text')
-    with pytest.raises(SystemExit):
-        make_language_model(True).save_pretrained(tmp_path)
+    message = 'holds files that no such export wrote'
+    assert_refused(message, make_language_model(True).save_pretrained, tmp_path)
     assert os.listdir(tmp_path) == ['thesis.tex']
 
 
 def test_the_training_command_has_the_settings_that_differ_from_the_defaults():
-    """It leaves out the output folder, --resume, and settings that the script does not have."""
+    """It leaves out the output folder, --resume, settings that do not change what is trained, and
+    settings that the script does not have."""
     settings = {'seed': 5, 'n_layer': 2, 'out_dir': 'out/x', 'data_dir': 'my data', 'resume': True}
     assert hub.training_command('train_lm.py', settings | {'unknown': 1}) == (
         "python train_lm.py '--data_dir=my data' --seed=5"
     )
+    unimportant = {'device': 'cpu', 'threads': 4, 'log_interval': 9, 'wandb_project': 'mine'}
+    assert hub.training_command('train_lm.py', unimportant) == 'python train_lm.py'
     assert hub.training_command('my_copy.py', {'seed': 5, 'mine': 1, 'out_dir': 'x'}) == (
         'python my_copy.py --seed=5 --mine=1'
     )
