@@ -118,7 +118,7 @@ def run_script(
     sys.exit(status)
 
 
-def every(seconds: float = 10.0) -> Callable[[], bool]:
+def every(seconds: float = 10.0) -> Callable[..., bool]:
     """Return a function due() that is true at most once every `seconds`; for progress lines.
     due(restart=True) starts a new wait in any case."""
     last = time.monotonic()
@@ -200,13 +200,9 @@ class Settings(dict):
     """All settings of a script by name, in the order of the source. `set_by_user` has the names of
     those that a config file or the command line sets, even to their defaults."""
 
-    def __init__(self, defaults: dict):
-        super().__init__(defaults)
-        self.set_by_user: set[str] = set()
-
-    def __setitem__(self, name: str, value: object) -> None:
-        super().__setitem__(name, value)
-        self.set_by_user.add(name)
+    def __init__(self, defaults: dict, changes: dict):
+        super().__init__({**defaults, **changes})
+        self.set_by_user = set(changes)
 
 
 parse_lock = threading.Lock()
@@ -373,7 +369,7 @@ def configure(settings: dict, argv: Iterable[str] | None = None, quiet: bool = F
     renamed = settings.get('RENAMED', {})
     # An old name is read as another setting of the same type, and then replaced.
     known = {**defaults, **{old: defaults[new] for old, new in renamed.items()}}
-    config = Settings(defaults)
+    changes = {}  # the settings on the command line and in config files
     if '--help' in argv or '-h' in argv:
         print(help_text(settings['__file__']))
         raise SystemExit(0)
@@ -381,14 +377,15 @@ def configure(settings: dict, argv: Iterable[str] | None = None, quiet: bool = F
     while rest:
         argument = join_value(rest.pop(0), rest, known)
         if argument.startswith('--'):
-            read_argument(argument, config, known)
+            read_argument(argument, changes, known)
         elif argument.endswith('.py') and not argument.startswith('-'):
-            read_config(argument, config, known)
+            read_config(argument, changes, known)
         else:
             fail(f'command line: cannot read {argument!r}: expected config.py or --key=value')
-        for old in config.keys() & renamed.keys():
-            config[renamed[old]] = config.pop(old)
+        for old in changes.keys() & renamed.keys():
+            changes[renamed[old]] = changes.pop(old)
             print_setting(f'{old} is now called {renamed[old]}; the old name will go', quiet)
+    config = Settings(defaults, changes)
     check_ranges(config, settings.get('RANGES', {}))
     settings.update(config)
     for name, value in config.items():
@@ -429,8 +426,10 @@ def write_atomic(path: str | os.PathLike, write: Callable, keep: str | None = No
         raise
     if os.name != 'nt':  # Windows cannot open a folder
         folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)  # so that the renaming, too, survives a power cut
-        os.close(folder)
+        try:
+            os.fsync(folder)  # so that the renaming, too, survives a power cut
+        finally:
+            os.close(folder)
 
 
 def write_text(text: str, path: str | os.PathLike) -> None:

@@ -9,7 +9,7 @@ import sys
 import pytest
 from processes import ROOT
 
-from configurator import configure, read_config
+from configurator import configure, read_config, write_text
 
 SCRIPT = '''"""Trains a toy."""
 import math
@@ -57,6 +57,18 @@ def configure_toy(tmp_path, monkeypatch):
 
 def test_settings_are_the_literals_above_the_first_function(configure_toy):
     assert configure_toy() == DEFAULTS
+
+
+def test_a_setting_that_the_script_changes_is_not_set_by_the_user(configure_toy):
+    config = configure_toy('--n_layer=2')  # the default
+    config['n_embd'] = 64
+    assert config.set_by_user == {'n_layer'}
+
+
+def test_a_setting_under_its_old_name_is_set_by_the_user(tmp_path, configure_toy):
+    script = {'__file__': str(tmp_path / 'toy.py'), 'RENAMED': {'depth': 'n_layer'}}
+    config = configure(script, ['--depth=3'])
+    assert config.set_by_user == {'n_layer'} and config == DEFAULTS | {'n_layer': 3}
 
 
 FILES = {
@@ -186,6 +198,24 @@ def test_a_renamed_config_file_works_under_its_old_name(tmp_path, capsys):
     assert f'{tmp_path}/new.py: use that name' in capsys.readouterr().err
 
 
+# ---- files ----
+
+
+def test_a_folder_that_cannot_be_synced_is_closed(tmp_path, monkeypatch):
+    opened = []
+
+    def fsync(descriptor):
+        opened.append(descriptor)
+        if len(opened) == 2:  # the file's folder
+            raise OSError(5, 'Input/output error')
+
+    with monkeypatch.context() as patch, pytest.raises(OSError):
+        patch.setattr(os, 'fsync', fsync)
+        write_text('text', tmp_path / 'a.txt')
+    with pytest.raises(OSError, match='Bad file descriptor'):
+        os.fstat(opened[1])
+
+
 # ---- how a script starts and ends ----
 
 
@@ -194,6 +224,7 @@ def run_code(code, env=None, stdout=subprocess.PIPE):
     command = [sys.executable, '-c', f'import configurator\nconfigurator.setup_process()\n{code}']
     options = {'stdout': stdout, 'stderr': subprocess.PIPE, 'text': True}
     done = subprocess.run(command, cwd=ROOT, env=env or {}, **options)
+    # before the line of an error, run_script prints an empty one on standard output
     return done.returncode, (done.stdout or '').lstrip() + done.stderr
 
 
