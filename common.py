@@ -10,6 +10,7 @@ from a stranger cannot run code. Under torchrun only rank 0 writes files.
 import contextlib
 import ctypes
 import datetime
+import errno
 import importlib.util
 import json
 import math
@@ -117,7 +118,8 @@ def restart_count() -> int:
 
 
 def launch_id() -> str:
-    """Return the id of the torchrun launch, the same after a restart; '' without torchrun."""
+    """Return the id of the torchrun launch, the same after a restart: '' without torchrun, 'none'
+    in every launch without --standalone and --rdzv_id."""
     return os.environ.get('TORCHELASTIC_RUN_ID', '')
 
 
@@ -245,13 +247,16 @@ def pick_threads(threads: int, device: str, chunk: Callable[[int], object], leng
 
     chunk(T) runs the first T steps of a training chunk. It is timed with one thread and with all in
     turns, for about a second. T is doubled until a call takes a tenth of a second, up to `length`.
-    All ranks choose the same number. On a GPU, or if OMP_NUM_THREADS is set (torchrun and sweep.py
-    set it), torch's number is kept.
+    The ranks decide by their mean. On a GPU, or if OMP_NUM_THREADS is set for some rank (torchrun
+    and sweep.py set it) or one has a single thread, torch's numbers are kept.
 
     A resumed run passes the number in its checkpoint, because sums over another number of threads
     round differently, and a run resumed on a CPU is bit-equal to an uninterrupted one."""
     n_all = torch.get_num_threads()
-    if threads or device != 'cpu' or n_all == 1 or 'OMP_NUM_THREADS' in os.environ:
+    keep = torch.tensor(float(n_all == 1 or 'OMP_NUM_THREADS' in os.environ))
+    if dist.is_initialized():
+        dist.all_reduce(keep, dist.ReduceOp.MAX)
+    if threads or device != 'cpu' or keep:
         torch.set_num_threads(threads or n_all)
         return threads or n_all
 
@@ -273,6 +278,7 @@ def pick_threads(threads: int, device: str, chunk: Callable[[int], object], leng
     means = totals / rounds
     if dist.is_initialized():
         dist.all_reduce(means)
+        means /= dist.get_world_size()
     with_one, with_all = means.tolist()
     n = 1 if with_one < with_all else n_all
     print0(f'threads = {n}: {T} steps take {with_one:.3f} s with 1, {with_all:.3f} s with {n_all}')
@@ -313,7 +319,8 @@ def device_memory(device: str) -> tuple[float, float]:
     limit (cgroups), divided by the number of processes that torchrun started on this host."""
     if device.startswith('cuda'):
         free, total = torch.cuda.mem_get_info(device)
-        return float(total), float(free + torch.cuda.memory_reserved(device))
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return float(total), float(free + cached)
     memory = psutil.virtual_memory()
     total, free = memory.total, memory.available
     for folder, limit_file, usage_file, cache_key in CGROUPS:
@@ -352,8 +359,8 @@ def check_fits(
 
 def check_model(build: Callable, config: object, copies: int = 1, device: str = 'cpu') -> None:
     """Raise Mistake if `copies` of the fp32 weights of build(config) do not fit on the device:
-    training keeps four, weights, gradients and two moments. config: a dataclass with n_layer,
-    n_expert and n_embd.
+    training keeps weights, gradients and the moments of the optimizer, one (Muon) or two (Adam).
+    config: a dataclass with n_layer, n_expert and n_embd.
 
     Nothing is allocated. Models of one and of two layers are built on the device 'meta', and every
     further layer counts as much as the second."""
@@ -394,7 +401,7 @@ def compiles(model: torch.nn.Module, trial: Callable[[], object]) -> bool:
         print0(f'compiled in {time.time() - start:.0f} s')
         return True
     except Exception as error:
-        if not may_run_uncompiled(error):
+        if out_of_memory(error) or not may_run_uncompiled(error):
             raise
         report_uncompiled(error)
         return False
@@ -472,7 +479,7 @@ def load_checkpoint(path: Path) -> dict:
         raise CheckpointError(f'{path}: cannot be opened: {error.strerror}') from None
     except (zipfile.BadZipFile, *UNREADABLE) as error:
         reason = f'damaged, cut short or not a checkpoint ({first_line(error)})'
-        if 'eights only load failed' in reason or 'weights_only' in reason:
+        if 'weights only load failed' in reason.lower() or 'weights_only' in reason:
             reason = 'holds Python objects, refused because loading them could run code'
         raise CheckpointError(f'{path}: {reason}: give another file, or delete it') from None
 
@@ -723,7 +730,9 @@ def resume_if_restarted(out_dir: Path, *settings: dict) -> None:
     start over if it has none, by changing every dict in `settings`. Every rank must call this
     function before rank 0 calls prepare_out_dir."""
     launch = pathlib.Path(out_dir, LAUNCH)
-    if restart_count() == 0 or not launch.exists() or launch.read_text() != launch_id():
+    if restart_count() == 0 or launch_id() in ('', 'none'):  # this launch has no id of its own
+        return
+    if not launch.exists() or launch.read_text() != launch_id():
         return
     if saved_in(out_dir):
         print0('restarted by torchrun: resuming')
@@ -738,15 +747,17 @@ def resume_if_restarted(out_dir: Path, *settings: dict) -> None:
 def lock_folder(path: pathlib.Path) -> filelock.BaseFileLock:
     """Lock a folder for one run and return the lock, which the system releases at the latest when
     this process ends. Raises CheckpointError, naming the other process, if the folder is locked."""
-    lock = filelock.FileLock(path / LOCK)
+    lock = filelock.FileLock(path / LOCK, fallback_to_soft=False)
     try:
         lock.acquire(blocking=False)
     except filelock.Timeout:
         holder = (path / LOCK).read_text(errors='replace')[:200].strip()
         advice = 'wait for its end, stop it, or choose another out_dir'
         raise CheckpointError(f'{path}: another run is using it ({holder}): {advice}') from None
-    except NotImplementedError as error:
-        print0(f'warning: {path}: this file system has no locks ({error}): let no other run use it')
+    except OSError as error:
+        if error.errno != errno.ENOSYS:
+            raise
+        print0(f'warning: {path}: this file system has no locks: let no other run use the folder')
     (path / LOCK).write_text(f'process {os.getpid()} on {platform.node()}\n')
     return lock
 
@@ -809,7 +820,7 @@ class Stopper:
 
     def __init__(self):
         self.signal = None
-        self.time = 0.0  # of the first signal
+        self.time = 0.0  # of the last signal that was not a second ctrl-C
         numbers = [signal.SIGTERM, signal.SIGINT]
         if hasattr(signal, 'SIGHUP') and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             numbers.append(signal.SIGHUP)

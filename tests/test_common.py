@@ -1,5 +1,7 @@
 """Test common.py: saves that fail, damaged and hostile files, the output folder, signals."""
 
+import errno
+import fcntl
 import os
 import pty
 import signal
@@ -14,6 +16,7 @@ from processes import start
 from small_runs import assert_refused
 
 import common
+import kernels
 from common import LAST, LOCK, PREV
 from common import load_checkpoint, load_latest, prepare_out_dir, save_checkpoint
 
@@ -168,8 +171,19 @@ def test_a_folder_holds_one_run_at_a_time(tmp_path):
     prepare_out_dir(tmp_path).release()
 
 
-def restart_changes(out_dir, monkeypatch, restarts):
+def test_a_file_system_without_locks_is_used_with_a_warning(tmp_path, monkeypatch, capsys):
+    def flock(file, operation):
+        raise OSError(errno.ENOSYS, 'Function not implemented')
+
+    monkeypatch.setattr(fcntl, 'flock', flock)
+    prepare_out_dir(tmp_path).release()
+    assert f'warning: {tmp_path}: this file system has no locks' in capsys.readouterr().out
+    assert list_names(tmp_path) == [LOCK]
+
+
+def restart_changes(out_dir, monkeypatch, restarts, launch='a'):
     """Return the settings that change when torchrun starts a run for the n-th time."""
+    monkeypatch.setenv('TORCHELASTIC_RUN_ID', launch)
     monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', str(restarts))
     config, settings = {}, {}
     common.resume_if_restarted(out_dir, config, settings)
@@ -195,6 +209,34 @@ def test_a_restart_does_not_touch_a_run_that_was_refused(tmp_path, monkeypatch):
     assert restart_changes(tmp_path, monkeypatch, restarts=0) == {}  # another launch
     assert_refused('holds a run already', prepare_out_dir, tmp_path)
     assert restart_changes(tmp_path, monkeypatch, restarts=1) == {}
+
+
+@pytest.mark.parametrize('launch', ['', 'none'])
+def test_a_restart_in_a_launch_without_a_name_resumes_nothing(tmp_path, monkeypatch, launch):
+    """'none' is the name of every launch of torchrun without --standalone and --rdzv_id."""
+    assert restart_changes(tmp_path, monkeypatch, 0, launch) == {}
+    prepare_out_dir(tmp_path).release()
+    assert restart_changes(tmp_path, monkeypatch, 1, launch) == {}
+
+
+# ---- the device ----
+
+
+def test_memory_that_holds_tensors_is_not_free(monkeypatch):
+    """10 bytes of 80 are free on the GPU, and 10 of the 30 that torch has reserved."""
+    monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda device: (10, 80))
+    monkeypatch.setattr(torch.cuda, 'memory_reserved', lambda device: 30)
+    monkeypatch.setattr(torch.cuda, 'memory_allocated', lambda device: 20)
+    assert common.device_memory('cuda:0') == (80, 20)
+
+
+def test_a_trial_of_the_compiler_that_runs_out_of_memory_raises(monkeypatch):
+    def trial():
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 GB")
+
+    monkeypatch.setattr(kernels.fused, 'enabled', True)
+    with pytest.raises(RuntimeError, match='DefaultCPUAllocator'):
+        common.compiles(torch.nn.Linear(1, 1), trial)
 
 
 # ---- signals ----

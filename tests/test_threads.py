@@ -1,11 +1,15 @@
 """Test the number of CPU threads: it is measured at the start unless the user sets it, and a
 resumed run keeps it."""
 
+import datetime
 import json
+import os
 import time
 
+import processes
 import pytest
 import torch
+import torch.distributed as dist
 from small_runs import run_agent, run_lm
 
 import common
@@ -59,6 +63,30 @@ def test_a_slow_chunk_is_measured_with_one_token(sleep):
 
     assert common.pick_threads(0, 'cpu', run_chunk, 64) == 4  # a tie
     assert lengths == [1, 1, 1, 1]
+
+
+def test_the_mean_over_the_ranks_is_printed(monkeypatch, capsys, sleep):
+    """Two ranks are equally fast."""
+    monkeypatch.setattr(dist, 'is_initialized', lambda: True)
+    monkeypatch.setattr(dist, 'get_world_size', lambda: 2)
+    monkeypatch.setattr(dist, 'all_reduce', lambda tensor, op=None: tensor.mul_(2))
+    assert common.pick_threads(0, 'cpu', lambda T: sleep(0.3), 64) == 4
+    assert 'threads = 4: 1 steps take 0.300 s with 1, 0.300 s with 4' in capsys.readouterr().out
+
+
+def pick_threads_as_rank():
+    """Return the number that is chosen by rank 0 with 2 threads and rank 1 with 1."""
+    os.environ.pop('OMP_NUM_THREADS', None)
+    common.TIMEOUT = datetime.timedelta(seconds=5)
+    rank, _, device = common.join_ranks('cpu', threads=0)
+    torch.set_num_threads(2 - rank)
+    n = common.pick_threads(0, device, lambda T: time.sleep(0.2), 64)
+    dist.destroy_process_group()
+    return n
+
+
+def test_nothing_is_measured_if_a_rank_has_one_thread():
+    assert processes.run_ranks(2, pick_threads_as_rank) == [2, 1]
 
 
 def test_a_number_set_by_the_user_is_not_measured():
