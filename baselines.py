@@ -14,7 +14,7 @@ and no biases, compiled as a whole.
 
 import math
 
-from configurator import fail
+from configurator import Mistake
 
 import torch
 import torch.nn.functional as F
@@ -30,11 +30,12 @@ EXPERTS_ONLY = 'learning_rate embedding_lr head_lr scalar_lr momentum weight_dec
 
 
 def refuse_settings(arch: str, argv: list[str]) -> None:
-    """End the script if the command line has a setting that does nothing for this arch."""
+    """Raise Mistake if the command line has an optimizer setting that this arch does not use."""
     unused = ['baseline_lr'] if arch == 'experts' else EXPERTS_ONLY.split()
     for name in unused:
         if any(argument.split('=')[0] == f'--{name}' for argument in argv):
-            fail(f'--{name} does nothing with arch = {arch!r}: the baselines have --baseline_lr')
+            has = 'the baselines have --baseline_lr'
+            raise Mistake(f'--{name} does nothing with arch = {arch!r}: {has}')
 
 
 class Block(nn.Module):
@@ -79,7 +80,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The counterpart of GPT with n_expert = 1. Raises ValueError for more experts.
+    """The counterpart of GPT with n_expert = 1. Raises Mistake for more experts.
 
     Without a state it attends causally over the chunk, as in training. With one, as in validation,
     it attends in windows; a state is (k, v, count): the caches (L, B, G, W, K) and the number of
@@ -92,7 +93,7 @@ class Transformer(nn.Module):
         super().__init__()
         if config.n_expert != 1:
             needed = "must be 1 with arch = 'transformer', whose size n_layer sets"
-            raise ValueError(f'n_expert = {config.n_expert}: {needed}')
+            raise Mistake(f'n_expert = {config.n_expert}: {needed}')
         V, D = config.vocab_size, config.n_embd
         self.config = config
         self.embedding = nn.Parameter(torch.empty(V, D).normal_(0, 0.02))
@@ -101,7 +102,8 @@ class Transformer(nn.Module):
 
     def init_state(self, B: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the empty state of B streams."""
-        c, device = self.config, self.head.device
+        c = self.config
+        device = self.head.device
         shape = c.n_layer, B, c.n_kv_head, c.window, c.head_dim
         k, v = torch.zeros(2, *shape, device=device)
         return k, v, torch.zeros(B, dtype=torch.int64, device=device)
@@ -185,7 +187,7 @@ class LSTM(nn.Module):
 
 def match_hidden(V: int, D: int, target: int) -> int:
     """Return the hidden size with which an LSTM has about `target` parameters: the closest multiple
-    of 8, which GPUs prefer, if that is within 1%, else the closest size. Raises ValueError if even
+    of 8, which GPUs prefer, if that is within 1%, else the closest size. Raises Mistake if even
     a hidden size of 1 has over 2% more."""
 
     def excess(h: int) -> float:
@@ -194,7 +196,7 @@ def match_hidden(V: int, D: int, target: int) -> int:
 
     if excess(1) > 0.02:
         sizes = f'an LSTM with embedding and head for V = {V}, D = {D}'
-        raise ValueError(f'{sizes} has more than {target} parameters: lower n_embd')
+        raise Mistake(f'{sizes} has more than {target} parameters: lower n_embd')
     closest = min(range(1, 2**15), key=lambda h: abs(excess(h)))
     multiple = 8 * max(1, round(closest / 8))
     return multiple if abs(excess(multiple)) <= 0.01 else closest
@@ -202,7 +204,7 @@ def match_hidden(V: int, D: int, target: int) -> int:
 
 def build(arch: str, config: ModelConfig) -> Transformer | LSTM:
     """Return a baseline for the sizes in `config`: 'transformer', or 'lstm' with as many parameters
-    as RecurrentGPT. Raises ValueError for sizes that do not fit."""
+    as RecurrentGPT. Raises Mistake for sizes that do not fit."""
     if arch == 'transformer':
         return Transformer(config)
     with torch.device('meta'):  # only to count

@@ -428,7 +428,7 @@ def make_lm_update(row: dict, config: dict) -> tuple[dict[str, Callable], dict]:
         raise RuntimeError('torch.compile does not work here')
 
     def update() -> None:
-        loss, _, _ = train_lm.train_update(run, False)
+        loss, _, _ = train_lm.train_update(run, train_lm.lr_at(run.step), False)
         run.step += 1
         if not math.isfinite(loss):  # then the update was cheaper, without the optimizer
             raise RuntimeError('the loss is not finite')

@@ -629,7 +629,8 @@ def adopt_sizes(
 
     The settings are changed both in `config` and among the globals of the trainer. needed: keys
     that a checkpoint must have. Raises CheckpointError."""
-    if config['resume'] or pathlib.Path(folder, WEIGHTS).exists():  # an export has WEIGHTS
+    is_export = pathlib.Path(folder, WEIGHTS).exists()
+    if config['resume'] or config['eval_only'] or is_export:
         saved = read_json(pathlib.Path(folder, CONFIG))
         sizes = saved.get('model')  # of an exported language model
     else:
@@ -775,6 +776,8 @@ def prepare_out_dir(
     names = RUN_FILES.split()
     if resume and overwrite:
         raise CheckpointError('--resume and --overwrite exclude each other: choose one')
+    if resume and not saved_in(path):
+        raise CheckpointError(f'{path}: holds no trained run, there is no {LAST}')
 
     def find(*patterns: str) -> list[pathlib.Path]:
         return sorted(f for p in patterns for f in path.glob(p) if not f.is_dir())

@@ -613,7 +613,8 @@ def stream_batches(
     is not a string.
     """
     state = state or stream.state_dict()
-    documents, failures = None, 0
+    documents = None
+    failures = 0
     while True:
         try:
             if documents is None:

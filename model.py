@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import NamedTuple
 
+from configurator import Mistake
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -50,7 +52,7 @@ EVAL_CHUNK = 128  # tokens per chunk in validation; more would only cost Recurre
 
 @dataclass
 class ModelConfig:
-    """Sizes and choices of a model. Raises ValueError, naming the field, if they do not fit
+    """Sizes and choices of a model. Raises Mistake, naming the field, if they do not fit
     together. train_lm.py fills each field from its setting of the same name."""
 
     vocab_size: int = 50304  # V: GPT-2's 50,257 padded to a multiple of 128; 256 for bytes
@@ -71,7 +73,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in 'vocab_size n_layer n_expert n_embd window block_size router_dim'.split():
             if getattr(self, name) < 1:
-                raise ValueError(f'{name} = {getattr(self, name)}: must be at least 1')
+                raise Mistake(f'{name} = {getattr(self, name)}: must be at least 1')
         choices = {
             'aggregation': AGGREGATIONS,
             'residual': RESIDUALS,
@@ -80,22 +82,22 @@ class ModelConfig:
         }
         for name, allowed in choices.items():
             if (value := getattr(self, name)) not in allowed:
-                raise ValueError(f'{name} = {value!r}: expected one of {", ".join(allowed)}')
+                raise Mistake(f'{name} = {value!r}: expected one of {", ".join(allowed)}')
         D = self.n_embd
         if self.n_head == 0:
             if D % 192 and D % 128:
-                raise ValueError(
+                raise Mistake(
                     f'n_embd = {D} is a multiple of neither 192 (heads of 96) nor 128 (of 64): '
                     'set n_head'
                 )
             self.n_head = D // 96 if D % 192 == 0 else D // 64
         H = self.n_head
         if H < 0 or D % H or (D // H) % 2:
-            raise ValueError(f'n_head = {H}: n_embd = {D} must split into heads of an even size')
+            raise Mistake(f'n_head = {H}: n_embd = {D} must split into heads of an even size')
         if self.n_kv_head == 0:
             self.n_kv_head = H // 2 if H % 2 == 0 else H
         if self.n_kv_head < 0 or H % self.n_kv_head:
-            raise ValueError(f'n_kv_head = {self.n_kv_head}: n_head = {H} must be a multiple of it')
+            raise Mistake(f'n_kv_head = {self.n_kv_head}: n_head = {H} must be a multiple of it')
 
     @property
     def head_dim(self) -> int:
@@ -355,11 +357,12 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
     def build(cls, about: dict) -> 'LanguageModel':
         """Return a model on the device 'meta' for the entries of a config.json. Raises KeyError,
         TypeError or ValueError if they describe no model, or one that is larger than the memory."""
-        # 'path' was a field of models saved before 2026-11-25
-        sizes = {name: value for name, value in about['model'].items() if name != 'path'}
+        # mode, whose old name is path, is in some saved models, but is not a size
+        sizes = {k: value for k, value in about['model'].items() if k not in ('mode', 'path')}
         if unknown := sizes.keys() - {f.name for f in fields(ModelConfig)}:
             raise ValueError(f'has a setting that this code does not know: {min(unknown)}')
-        config, recurrent = ModelConfig(**sizes), about['recurrent']
+        config = ModelConfig(**sizes)
+        recurrent = about['recurrent']
         if not isinstance(recurrent, bool):
             raise TypeError(f'recurrent = {recurrent!r}')
         common.check_model(lambda config: build_model(config, recurrent), config)
@@ -375,7 +378,8 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
 
     def describe(self, about: dict) -> dict:
         """Return the fields of the model card (hub.MODEL_CARD)."""
-        c, unit = self.config, 'byte' if about.get('tokenizer') == 'bytes' else 'token'
+        c = self.config
+        unit = 'byte' if about.get('tokenizer') == 'bytes' else 'token'
         kind = 'recurrent' if self.recurrent else 'non-recurrent'
         score = about.get('score')
         if score is None and about.get('best_val_loss') is not None:
@@ -546,11 +550,11 @@ def randomize(module: nn.Module) -> nn.Module:
 
 
 def build_model(config: ModelConfig, recurrent: bool) -> LanguageModel:
-    """Return RecurrentGPT or GPT. Raises ValueError for a setting of the other kind."""
+    """Return RecurrentGPT or GPT. Raises Mistake for a setting of the other kind."""
     if recurrent and config.residual != 'expert':
-        raise ValueError(f'residual = {config.residual!r} is for recurrent = False')
+        raise Mistake(f'residual = {config.residual!r} is for recurrent = False')
     if not recurrent and not config.share_kv:
-        raise ValueError('share_kv = False is for recurrent = True')
+        raise Mistake('share_kv = False is for recurrent = True')
     if not recurrent and config.init_b != 'one':
-        raise ValueError(f'init_b = {config.init_b!r} is for recurrent = True')
+        raise Mistake(f'init_b = {config.init_b!r} is for recurrent = True')
     return RecurrentGPT(config) if recurrent else GPT(config)

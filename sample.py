@@ -49,7 +49,7 @@ top_k = 200                    # sample from the k most likely tokens only; 0 = 
 top_p = 1.0                    # of these, keep the most likely that add up to this probability
 num_samples = 1                # number of texts
 seed = 1337                    # of the sampling
-device = 'auto'                # 'auto' (cuda if there is one), 'cpu' or 'cuda'
+device = 'auto'                # 'auto' (cuda if there is one), 'cpu', 'cuda', 'cuda:1' or 'mps'
 dtype = 'auto'                 # of matrix products: 'float32', 'bfloat16', or 'auto' (bfloat16 if
                                # the device is fast at it); of an export: 'auto' = float32
 score = ''                     # instead of sampling, print the loss in nats and bits per byte on
@@ -91,13 +91,10 @@ def load_trained(folder: str, which: str) -> LanguageModel:
     if arch != 'experts':
         raise CheckpointError(f'{path}: arch = {arch!r}: a baseline cannot be sampled or exported')
     with common.restoring(path, 'model_config'):
-        sizes = dict(saved['model_config'])
-        sizes.pop('mode', None)  # not a size: the way in which the run computed
-        sizes.pop('path', None)  # the old name of mode
         about = {
             'recurrent': saved['recurrent'],
             'tokenizer': settings['tokenizer'],
-            'model': sizes,
+            'model': saved['model_config'],
             'step': saved.get('step'),
             'best_val_loss': saved.get('best'),
             'command': training_command(str(saved.get('script', 'train_lm.py')), settings),

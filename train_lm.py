@@ -24,7 +24,6 @@ from configurator import (
     Settings,
     configure,
     every,
-    fail,
     read_script,
     run_script,
     setup_process,
@@ -56,7 +55,8 @@ init_from = ''                 # start from the weights in this folder, of a run
                                # resumed run keeps its own
 resume = False                 # continue from the last checkpoint in out_dir
 overwrite = False              # replace the run in out_dir
-eval_interval = 2000           # updates between validations (< 5% of the time) and checkpoints
+eval_interval = 2000           # updates between checkpoints, each with a validation (by default
+                               # < 5% of the time)
 eval_only = False              # validate the last checkpoint in out_dir and stop
 log_interval = 1               # updates between printed lines; log.jsonl has every update
 plot = False                   # draw out_dir/loss.png at the end (matplotlib)
@@ -67,7 +67,8 @@ wandb_project = 'parallel-experts'  # name of the Weights & Biases project
 tokenizer = 'gpt2'             # 'gpt2' or 'bytes': the one that the shards were prepared with
 tokens_per_step = 131072       # tokens per update over all ranks and micro-batches, as in the paper
 reset_every = 0                # reset the state of each stream every N updates; 0 = never
-batch_size = 0                 # sequences per micro-batch and GPU; 0 = the most that fit
+batch_size = 0                 # sequences per micro-batch and GPU; 0 = the most that fit, up to
+                               # 32,768 tokens
 val_tokens = 10485760          # validation tokens, as many as in modded-nanogpt and llm.c
 val_streams = 512              # streams into which val_tokens are cut, for any number of ranks
 # model (layer.py has the equations)
@@ -135,8 +136,8 @@ HARMLESS = """out_dir data_dir init_from resume overwrite eval_interval eval_onl
     adam_eps final_lr_ratio baseline_lr device dtype compile graphs mode threads""".split()
 SCRIPT = os.path.basename(__file__)  # named in messages; a copy of this file has another name
 POSITION = ('step', 'record', 'best', 'seconds')  # fields of a Run that checkpoints keep
-# The dimension that counts streams, for each tensor of a model's state.
-STREAM_DIMS = {'experts': (0, 1, 1, 0), 'transformer': (1, 1, 0), 'lstm': (1, 1)}
+# The dimension that counts streams, for each tensor of a recurrent model's state.
+STREAM_DIMS = {'experts': (0, 1, 1, 0), 'lstm': (1, 1)}
 # Most tokens of a micro-batch: the share of each of the paper's four GPUs in an update.
 MAX_MICRO_BATCH = 32768
 
@@ -194,15 +195,16 @@ def check_settings(world: int) -> None:
 # ---- learning rate and optimizers ----
 
 
-def lr_at(step: int, max_iters: int, warmup_iters: int, final_ratio: float = 0.01) -> float:
+def lr_at(step: int) -> float:
     """Return the learning rate of update `step` (0 .. max_iters - 1) as a fraction of its peak.
 
-    It rises linearly to 1 at step warmup_iters - 1, then follows half a cosine down to final_ratio
-    at the last update, and stays there. A run that is not longer than its warm-up only warms up."""
+    It rises linearly to 1 at step warmup_iters - 1, then follows half a cosine down to
+    final_lr_ratio at the last update, and stays there. A run that is not longer than its warm-up
+    only warms up."""
     if step < warmup_iters:
         return (step + 1) / warmup_iters
     progress = min(1.0, (step + 1 - warmup_iters) / max(1, max_iters - warmup_iters))
-    return final_ratio + (1 - final_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+    return final_lr_ratio + (1 - final_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def make_optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
@@ -253,6 +255,11 @@ def row_choices(streams: int, T: int) -> list[int]:
     T alone is larger."""
     divisors = [n for n in range(streams, 0, -1) if streams % n == 0]
     return [n for n in divisors if n * T <= MAX_MICRO_BATCH] or [1]
+
+
+def val_row_choices(run: Run) -> list[int]:
+    """Return the possible numbers of validation streams that are read side by side."""
+    return row_choices(len(run.val[0]), min(block_size, EVAL_CHUNK))
 
 
 def set_rows(run: Run, rows: int) -> None:
@@ -324,11 +331,11 @@ def reset_streams(run: Run, every_row: bool) -> None:
             t.index_fill_(dim, index, 0)  # zero, as in init_state
 
 
-def train_update(run: Run, stop: bool) -> tuple[float, float, bool]:
+def train_update(run: Run, lr_fraction: float, stop: bool) -> tuple[float, float, bool]:
     """Train on one batch. Return the mean loss, the norm of the gradients, and whether to stop.
 
-    stop: whether this rank was asked to stop; all ranks stop if one was. If the loss or the norm is
-    not finite, no weight changes.
+    lr_fraction: the learning rates over their peaks. stop: whether this rank was asked to stop; all
+    ranks stop if one was. If the loss or the norm is not finite, no weight changes.
 
     The rows of this rank are split into micro-batches of whole rows. Three parts of an update are
     CUDA graphs, with any number of ranks: forward and backward of a micro-batch, and the optimizer
@@ -358,9 +365,8 @@ def train_update(run: Run, stop: bool) -> tuple[float, float, bool]:
     run.gradients.extra[2].copy_(run.gradients.norm())
     loss, stops, norm = run.gradients.extra.tolist()  # the only wait for the device
     if math.isfinite(loss) and math.isfinite(norm):
-        fraction = lr_at(run.step, max_iters, warmup_iters, final_lr_ratio)
         for group in param_groups(run.optimizers):
-            group['lr'].fill_(group['peak_lr'] * fraction)
+            group['lr'].fill_(group['peak_lr'] * lr_fraction)
         shares = graphed(run.graphs, 'orthogonalize', clip_and_orthogonalize, run)
         if arch == 'experts':
             run.optimizers[0].gather(shares)
@@ -430,7 +436,7 @@ def prepare(run: Run) -> None:
     choices = [n for n in row_choices(len(run.loader.rows), block_size) if n <= run.rows]
     if batch_size:
         choices = [batch_size]
-    val_choices = row_choices(len(run.val[0]), run.val_batch[0].size(1))
+    val_choices = val_row_choices(run)
     if run.device == 'cpu':
         row_bytes = cpu_bytes_per_row(run)
         free = common.device_memory(run.device)[1]
@@ -443,8 +449,8 @@ def prepare(run: Run) -> None:
                 run.config['threads'], run.device, lambda T: try_chunk(run, T), block_size
             )
     set_compiled(run, compile and mode == 'fast' and arch != 'lstm')
-    try_rows(run, choices, set_rows, try_update)
-    try_rows(run, val_choices, set_val_rows, try_validation)
+    try_rows(run, choices, try_update)
+    try_rows(run, val_choices, try_validation)
     if fused.enabled and run.graphs is not None and recurrent:
         with autocast(run.device, run.amp):
             for line in run.model.choose_forms(run.rows):
@@ -487,17 +493,11 @@ def cpu_bytes_per_row(run: Run) -> float:
     return max(0.0, 2 * (used[1] - used[0]) / (small[0] - small[1]))
 
 
-def try_rows(
-    run: Run,
-    choices: list[int],
-    allocate: Callable[[Run, int], None],
-    attempt: Callable[[Run], None],
-) -> None:
-    """Go through `choices` until, after allocate(run, rows), attempt(run) fits in the memory of
-    every rank. Raises Mistake if no choice fits."""
+def try_rows(run: Run, choices: list[int], attempt: Callable[[Run, int], None]) -> None:
+    """Go through `choices` until attempt(run, rows) fits in the memory of every rank. Raises
+    Mistake if no choice fits. attempt: try_update or try_validation."""
     for rows in choices:
-        allocate(run, rows)
-        fits = runs_in_memory(run, attempt)
+        fits = runs_in_memory(run, attempt, rows)
         if run.world > 1:
             all_fit = torch.tensor(float(fits), device=run.device)
             dist.all_reduce(all_fit, dist.ReduceOp.MIN)
@@ -505,33 +505,38 @@ def try_rows(
         if fits:
             return
     sizes = f'n_layer = {n_layer}, n_expert = {n_expert}, n_embd = {n_embd}'
-    if batch_size:
-        micro_batch = f'batch_size = {batch_size}'
+    advice = 'choose a smaller model or block_size, or a device with more memory'
+    if attempt is try_validation:
+        tried = 'one validation stream'
+    elif batch_size:
+        tried = f'batch_size = {batch_size}'
         advice = '--batch_size=0 finds the most that fit'
     else:
-        micro_batch = 'one row'
-        advice = 'choose a smaller model or block_size, or a device with more memory'
-    too_large = f'{micro_batch} does not fit in the memory of {common.device_name(run.device)}'
+        tried = 'one row'
+    too_large = f'{tried} does not fit in the memory of {common.device_name(run.device)}'
     raise Mistake(f'{sizes}, block_size = {block_size}: {too_large}: {advice}')
 
 
-def runs_in_memory(run: Run, attempt: Callable[[Run], None]) -> bool:
-    """Return whether attempt(run) succeeds without the memory running out. If it fails to compile,
-    print why, switch compilation off and try again. Gradients and all states are zero afterwards.
+def runs_in_memory(run: Run, attempt: Callable[[Run, int], None], rows: int) -> bool:
+    """Return whether attempt(run, rows) succeeds without the memory running out. If it fails to
+    compile, print why, switch compilation off and try again. Gradients and all states are zero
+    afterwards.
 
-    On a GPU memory is set aside during the attempt: for the optimizers' moments, and a twentieth of
-    the card for CUDA graphs, NCCL and fragmentation."""
+    On a GPU memory is set aside during the attempt: a twentieth of the card for CUDA graphs, NCCL
+    and fragmentation, and that of the optimizers' moments, which only a resumed run has already."""
     on_gpu = run.device.startswith('cuda')
     error = None
     reserved = None
     try:
-        if on_gpu and not run.optimizers[0].state:
-            moments = 2 * run.gradients.buffer.numel()
-            if arch == 'experts':  # AdamW keeps two moments of each number, Muon one
-                moments -= sum(p.numel() for p in run.optimizers[0].param_groups[0]['params'])
+        if on_gpu:
+            moments = 0
+            if not run.optimizers[0].state:
+                moments = 2 * run.gradients.buffer.numel()
+                if arch == 'experts':  # AdamW keeps two moments of each number, Muon one
+                    moments -= sum(p.numel() for p in run.optimizers[0].param_groups[0]['params'])
             size = 4 * moments + common.device_memory(run.device)[0] / 20  # bytes
             reserved = torch.empty(int(size), dtype=torch.uint8, device=run.device)
-        attempt(run)
+        attempt(run, rows)
     except Exception as caught:
         if not (common.out_of_memory(caught) or may_run_uncompiled(caught)):
             raise
@@ -549,11 +554,12 @@ def runs_in_memory(run: Run, attempt: Callable[[Run], None]) -> bool:
         return False
     common.report_uncompiled(error)
     set_compiled(run, False)
-    return runs_in_memory(run, attempt)
+    return runs_in_memory(run, attempt, rows)
 
 
-def try_update(run: Run) -> None:
-    """Run forward and backward of a micro-batch."""
+def try_update(run: Run, rows: int) -> None:
+    """Allocate a micro-batch of some rows, and run its forward and backward."""
+    set_rows(run, rows)
     x, y, state = run.batch
     forward_backward(run, x, y, state)
 
@@ -568,8 +574,9 @@ def try_chunk(run: Run, T: int) -> None:
 
 
 @torch.no_grad()
-def try_validation(run: Run) -> None:
-    """Run one chunk of a validation batch."""
+def try_validation(run: Run, rows: int) -> None:
+    """Allocate a validation batch of some streams, and run one chunk of it."""
+    set_val_rows(run, rows)
     x, y, state, sums = run.val_batch
     validate_chunk(run, x, y, state, sums)
 
@@ -632,7 +639,7 @@ def make_run(config: Settings) -> Run:
         common.keep_memory()
     amp = common.pick_dtype(dtype, device_)
     own_weights = resume or eval_only
-    if init_from or resume:  # a run that is resumed may have adopted its sizes
+    if init_from or own_weights:  # a run that is resumed may have adopted its sizes
         names = [f.name for f in fields(ModelConfig) if f.name != 'mode' and f.name in config]
         names += ['arch', 'recurrent', 'tokenizer']
         needed = ('model', 'model_config')
@@ -657,9 +664,9 @@ def make_run(config: Settings) -> Run:
     sizes = {f.name: config[f.name] for f in fields(ModelConfig) if f.name in config}
     model_config = ModelConfig(vocab_size=V, **sizes)
     if arch == 'experts':
-        # four copies: weights, gradients and two moments
+        # three copies at least: weights, gradients and Muon's moment
         common.check_model(
-            lambda c: build_model(c, recurrent), model_config, copies=4, device=device_
+            lambda c: build_model(c, recurrent), model_config, copies=3, device=device_
         )
         model = build_model(model_config, recurrent)
     else:
@@ -689,7 +696,7 @@ def make_run(config: Settings) -> Run:
         graphs={} if captures else None,
     )
     set_rows(run, batch_size or row_choices(B // world, T)[0])
-    set_val_rows(run, row_choices(len(val_x), min(T, EVAL_CHUNK))[0])
+    set_val_rows(run, val_row_choices(run)[0])
     return run
 
 
@@ -710,25 +717,26 @@ def describe(run: Run) -> None:
 def main(config: Settings) -> int:
     """Train, or only validate with eval_only. Return the exit status: 0 = done, 1 = the loss was
     not finite, 128 + signal = stopped."""
-    baselines.refuse_settings(arch, sys.argv)
     common.resume_if_restarted(out_dir, config, globals())
-    try:
-        run = make_run(config)  # data, model, optimizers
-        if resume or eval_only:
-            load(run)
-        if eval_only:
-            start = time.perf_counter()
-            val_loss, bits = evaluate(run)
-            seconds = time.perf_counter() - start
-            unit = 'byte' if tokenizer == 'bytes' else 'token'
-            loss = f'validation loss {val_loss:.4f} nats per {unit} ({bits:.4f} bits per byte)'
-            print0(f'{out_dir}, step {run.step}: {loss}, {val_tokens:,} tokens in {seconds:.1f} s')
-            return 0
-        prepare(run)
-        if run.rank == 0:
+    run = make_run(config)  # data, model, optimizers
+    baselines.refuse_settings(arch, sys.argv)
+    if eval_only:
+        load(run)
+        try_rows(run, val_row_choices(run), try_validation)
+        start = time.perf_counter()
+        val_loss, bits = evaluate(run)
+        seconds = time.perf_counter() - start
+        unit = 'byte' if tokenizer == 'bytes' else 'token'
+        loss = f'validation loss {val_loss:.4f} nats per {unit} ({bits:.4f} bits per byte)'
+        print0(f'{out_dir}, step {run.step}: {loss}, {val_tokens:,} tokens in {seconds:.1f} s')
+        return 0
+    if resume:
+        if run.rank == 0:  # lock the folder first, so that no other run saves after this one loads
             run.lock = common.prepare_out_dir(out_dir, resume, overwrite)
-    except ValueError as error:  # Mistake, and ModelConfig's
-        fail(error)
+        load(run)
+    prepare(run)
+    if run.rank == 0 and not resume:  # only now, so that a refused command changes no file
+        run.lock = common.prepare_out_dir(out_dir, resume, overwrite)
     describe(run)
     if run.rank == 0:
         track, close_trackers = open_trackers(config, tensorboard, wandb_project if wandb else '')
@@ -763,7 +771,8 @@ def main(config: Settings) -> int:
 
         # train
         start = time.perf_counter()
-        loss, norm, stop = train_update(run, stopper.signal is not None)
+        lr_fraction = lr_at(run.step)
+        loss, norm, stop = train_update(run, lr_fraction, stopper.signal is not None)
         elapsed = time.perf_counter() - start
         step = run.step + 1
         must_save = step % eval_interval == 0 or step == max_iters or stop
@@ -773,8 +782,7 @@ def main(config: Settings) -> int:
             break
         run.step = step
         run.seconds += elapsed
-        peak_lr = run.optimizers[0].param_groups[0]['peak_lr']
-        lr = peak_lr * lr_at(step - 1, max_iters, warmup_iters, final_lr_ratio)
+        lr = lr_fraction * run.optimizers[0].param_groups[0]['peak_lr']
         tokens_per_s = tokens_per_step / elapsed
         run.record = {
             'step': step,
@@ -815,5 +823,5 @@ if __name__ == '__main__':
     run_script(
         lambda: main(configure(globals())),
         'interrupted: the last checkpoint is unchanged',
-        common.error_explainer('a smaller batch_size takes less', globals()),
+        common.error_explainer('a smaller model, batch_size or block_size takes less', globals()),
     )

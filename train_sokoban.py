@@ -663,10 +663,10 @@ def main(config: Settings) -> int:
         evaluate_only(config)
         return 0
     run = make_run(config)  # levels, environment, model, optimizer
+    if run.rank == 0:  # before the load, so that no other run saves after it
+        run.lock = common.prepare_out_dir(out_dir, resume, overwrite)
     if resume:
         load(run)
-    if run.rank == 0:
-        run.lock = common.prepare_out_dir(out_dir, resume, overwrite)
     choose_threads(run)
     describe(run)
     warm_up(run)

@@ -9,7 +9,6 @@ and time: two CPU cores, 20 runs of about four minutes.
 
 plan = 'aggregation'
 base = 'config/tiny_lm.py'
-base_nonrecurrent = 'config/tiny_nonrecurrent.py'
 width = 0.0625
 only = 'model=transformer'
 tune = 'learning_rate=0.04,0.08'  # the best two of four for sqrt_sum (config/study_lm.py)

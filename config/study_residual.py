@@ -8,8 +8,7 @@ four minutes. Other depths, longer: config/study_lm.py with --residual=shared.
 """
 
 plan = 'residual'
-base = 'config/tiny_lm.py'
-base_nonrecurrent = 'config/tiny_nonrecurrent.py'
+base = 'config/tiny_nonrecurrent.py'
 width = 0.0625
 only = 'model=transformer L=2'
 tune = 'learning_rate=0.04,0.08'  # the best two of four for the default (config/study_lm.py)

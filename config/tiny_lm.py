@@ -29,4 +29,3 @@ eval_interval = 21
 val_tokens = 131072
 val_streams = 64
 log_interval = 12
-compile = True

@@ -28,4 +28,3 @@ eval_interval = 21
 val_tokens = 131072  # in streams of 2,048, as in config/tiny_lm.py
 val_streams = 64
 log_interval = 12
-compile = True

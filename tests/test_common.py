@@ -128,11 +128,11 @@ def test_a_folder_with_a_run_is_refused(tmp_path, name):
 def test_resume_keeps_a_run_and_overwrite_removes_it(tmp_path):
     """Both remove half-written checkpoints, and leave other files alone."""
     prepare_out_dir(tmp_path).release()
-    for name in ('log.jsonl', 'ckpt_best.pt', '.ckpt_last.pt.tmp', 'notes.txt', '.notes.tmp'):
+    for name in ('log.jsonl', LAST, '.ckpt_last.pt.tmp', 'notes.txt', '.notes.tmp'):
         (tmp_path / name).write_text('')
     prepare_out_dir(tmp_path, resume=True).release()
     others = {'.notes.tmp', LOCK, 'notes.txt'}
-    assert set(list_names(tmp_path)) == others | {'ckpt_best.pt', 'log.jsonl'}
+    assert set(list_names(tmp_path)) == others | {LAST, 'log.jsonl'}
     prepare_out_dir(tmp_path, overwrite=True).release()
     assert set(list_names(tmp_path)) == others
 
@@ -155,8 +155,15 @@ def test_a_folder_that_no_run_wrote_is_left_unchanged(tmp_path, name):
         message = f'holds {name}, which no run of ours wrote'
         assert_refused(message, prepare_out_dir, tmp_path, **settings)
         assert list_names(tmp_path) == [name]
+    (tmp_path / LAST).write_text('')
     prepare_out_dir(tmp_path, resume=True).release()
-    assert list_names(tmp_path) == [LOCK, name]
+    assert list_names(tmp_path) == sorted({LOCK, LAST, name})
+
+
+def test_a_folder_without_a_checkpoint_cannot_be_resumed_and_is_left_unchanged(tmp_path):
+    out = tmp_path / 'mistyped'
+    assert_refused('mistyped: holds no trained run', prepare_out_dir, out, resume=True)
+    assert not out.exists()
 
 
 def test_a_folder_holds_one_run_at_a_time(tmp_path):
@@ -164,11 +171,12 @@ def test_a_folder_holds_one_run_at_a_time(tmp_path):
     code = f'import common, time; lock = common.prepare_out_dir({str(tmp_path)!r})'
     with start(['-c', f'{code}; print("ready", flush=True); time.sleep(600)']) as other:
         assert other.stdout.readline() == 'ready\n'
+        (tmp_path / LAST).write_text('')
         message = f'another run is using it .*process {other.pid} on .*: wait'
         for settings in ({}, {'overwrite': True}, {'resume': True}):
             assert_refused(message, prepare_out_dir, tmp_path, **settings)
         other.kill()
-    prepare_out_dir(tmp_path).release()
+    prepare_out_dir(tmp_path, resume=True).release()
 
 
 def test_a_file_system_without_locks_is_used_with_a_warning(tmp_path, monkeypatch, capsys):

@@ -162,7 +162,7 @@ def test_train_lm_graphs_replay_what_runs_eagerly(tmp_path, monkeypatch, whole, 
         train_lm.prepare(run)
         losses = []
         for _ in range(8):
-            losses.append(train_lm.train_update(run, False)[0])
+            losses.append(train_lm.train_update(run, train_lm.lr_at(run.step), False)[0])
             run.step += 1
             if run.step == 5:
                 losses.append(train_lm.evaluate(run)[0])

@@ -321,7 +321,7 @@ def test_updates_of_a_language_model(text, recurrent):
         for optimizer in run.optimizers:
             optimizer.state.clear()
         run.step = step
-        loss, norm, _ = train_lm.train_update(run, False)
+        loss, norm, _ = train_lm.train_update(run, train_lm.lr_at(run.step), False)
         assert loss == pytest.approx(expected.objective.item(), rel=1e-4)
         assert norm == pytest.approx(expected_norm, rel=1e-3)
         clipped_norm = norm_of(p.grad for p in run.model.parameters())

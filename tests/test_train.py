@@ -46,7 +46,7 @@ def train_updates(run, n):
     """Train for n updates; return (loss, norm, stop) of each."""
     results = []
     for _ in range(n):
-        results.append(train_lm.train_update(run, False))
+        results.append(train_lm.train_update(run, train_lm.lr_at(run.step), False))
         run.step += 1
     return results
 
@@ -88,8 +88,8 @@ def test_resume_is_bit_equal(data, tmp_path, monkeypatch, settings):
     a, b = tmp_path / 'a', tmp_path / 'b'
     run_lm(data, a, **settings)
 
-    def stop_in_the_third_update(run, stop, train_update=train_lm.train_update):
-        return train_update(run, run.step == 2)
+    def stop_in_the_third_update(run, lr_fraction, stop, train_update=train_lm.train_update):
+        return train_update(run, lr_fraction, run.step == 2)
 
     def die_after_the_fourth_update(run, evaluate=train_lm.evaluate):
         if run.step == 4:
@@ -438,7 +438,7 @@ def test_a_non_finite_update_changes_no_weight(data, tmp_path, factor):
         for moments in optimizer.state.values():
             tensors += moments.values()
     before = [t.clone() for t in tensors]
-    loss, norm, _ = train_lm.train_update(run, False)
+    loss, norm, _ = train_lm.train_update(run, train_lm.lr_at(run.step), False)
     assert math.isfinite(loss) and not math.isfinite(norm)
     assert all(map(torch.equal, before, tensors))
 
