@@ -16,7 +16,7 @@ import processes
 import pytest
 import torch
 from processes import ROOT, run_ranks
-from small_runs import assert_equal, error_of, lm_arguments, read_log, run_lm, start_lm
+from small_runs import assert_equal, error_of, lm_arguments, read_log, run_agent, run_lm, start_lm
 from small_runs import train_lm_as_rank, write_shards
 
 import baselines
@@ -26,6 +26,7 @@ import kernels
 import model
 import sample
 import train_lm
+import train_sokoban
 from common import load_checkpoint
 from configurator import configure
 
@@ -36,7 +37,8 @@ ROUTED = {'aggregation': 'softmax_l2', 'share_kv': False}
 
 def prepare_run(data, out, **settings):
     """Return a run before its first update, or, resumed, before its next one."""
-    run = train_lm.make_run(configure(vars(train_lm), lm_arguments(data, out, **settings), True))
+    argv = lm_arguments(data, out, **settings)
+    run = train_lm.make_run(configure(vars(train_lm), argv, quiet=True))
     if train_lm.resume:
         train_lm.load(run)
     return run
@@ -76,6 +78,33 @@ def test_eval_only_prints_the_logged_loss_and_writes_nothing(data, trained, caps
     loss = read_log(folder)[4]['val_loss']
     assert f'step 4: validation loss {loss:.4f} nats per byte (' in capsys.readouterr().out
     assert files == {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_eval_only_takes_the_sizes_of_its_run(data, trained, capsys):
+    folder = trained / 'nonrecurrent'
+    argv = [f'--data_dir={data}', f'--out_dir={folder}', '--eval_only=True']
+    argv += '--tokens_per_step=64 --val_tokens=96 --val_streams=3 --device=cpu'.split()
+    argv.append('--dtype=float32')
+    assert train_lm.main(configure(vars(train_lm), argv, quiet=True)) == 0
+    loss = read_log(folder)[4]['val_loss']
+    assert f'step 4: validation loss {loss:.4f} nats' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('trainer', [train_lm, train_sokoban], ids=lambda script: script.SCRIPT)
+def test_a_folder_is_locked_before_its_checkpoint_is_loaded(data, tmp_path, monkeypatch, trainer):
+    """So no other run can save in between."""
+
+    def load(run, real=trainer.load):
+        with pytest.raises(common.CheckpointError, match='another run is using it'):
+            common.lock_folder(tmp_path)
+        real(run)
+
+    monkeypatch.setattr(trainer, 'load', load)
+    for settings in ({}, {'resume': True}):
+        if trainer is train_lm:
+            assert run_lm(data, tmp_path, max_iters=1, **settings) == 0
+        else:
+            assert run_agent(tmp_path, total_steps=12, **settings) == 0
 
 
 @pytest.mark.parametrize(
@@ -162,7 +191,7 @@ def test_states_are_carried_and_reset(data, tmp_path, rows, reset_every, arch):
         x, y, starts = loader.next()
         losses = []
         for b in range(8):
-            if starts or reset_every and b % reset_every == step % reset_every:
+            if starts or (reset_every and b % reset_every == step % reset_every):
                 states[b] = None
             with torch.no_grad():
                 found, states[b] = run.model(x[[b]], y[[b]], states[b])
@@ -394,6 +423,54 @@ def test_rows_are_halved_until_memory_suffices(data, tmp_path, monkeypatch):
     assert not any(t.any() for t in (*run.state, *run.batch[2]))
 
 
+def run_out_of_memory_beyond(monkeypatch, streams):
+    """Let validation run out of memory if more streams than this are read side by side."""
+
+    def validate_chunk(run, x, y, state, sums, real=train_lm.validate_chunk):
+        if len(x) > streams:
+            raise torch.OutOfMemoryError('of 80 GB')
+        real(run, x, y, state, sums)
+
+    monkeypatch.setattr(train_lm, 'validate_chunk', validate_chunk)
+
+
+def test_eval_only_reads_as_many_streams_as_fit(data, trained, monkeypatch, capsys):
+    run_out_of_memory_beyond(monkeypatch, streams=1)
+    folder = trained / 'recurrent'
+    assert run_lm(data, folder, eval_only=True) == 0
+    assert f'validation loss {read_log(folder)[4]["val_loss"]:.4f}' in capsys.readouterr().out
+
+
+def test_a_validation_that_does_not_fit_is_not_blamed_on_batch_size(
+    data, tmp_path, monkeypatch, capfd
+):
+    run_out_of_memory_beyond(monkeypatch, streams=0)
+    error = error_of(capfd, train_lm, lm_arguments(data, tmp_path, batch_size=4))
+    assert 'one validation stream does not fit' in error and 'batch_size' not in error
+
+
+def test_a_trial_on_a_gpu_leaves_a_twentieth_of_the_card(data, tmp_path, monkeypatch):
+    """A resumed run has its moments already, and still needs room for graphs and NCCL."""
+    run_lm(data, tmp_path, max_iters=1)
+    run = prepare_run(data, tmp_path, resume=True)
+    run.device = 'cuda:0'
+    reserved = []
+    monkeypatch.setattr(common, 'device_memory', lambda device: (2000.0, 2000.0))
+    monkeypatch.setattr(torch, 'empty', lambda size, dtype, device: reserved.append(size))
+    assert train_lm.runs_in_memory(run, lambda run, rows: None, 1)
+    assert reserved == [100]
+
+
+def test_training_needs_memory_for_three_copies_of_the_weights(data, tmp_path, monkeypatch):
+    """Weights, gradients and Muon's moment."""
+    n = sum(p.numel() for p in prepare_run(data, tmp_path).model.parameters())
+    monkeypatch.setattr(common, 'device_memory', lambda device: (0.0, 3.1 * 4 * n))
+    prepare_run(data, tmp_path)
+    monkeypatch.setattr(common, 'device_memory', lambda device: (0.0, 2.9 * 4 * n))
+    with pytest.raises(common.Mistake, match='parameters: needs more than'):
+        prepare_run(data, tmp_path)
+
+
 def test_a_model_that_does_not_fit_is_refused_before_anything_is_written(
     data, tmp_path, monkeypatch, capfd
 ):
@@ -513,6 +590,9 @@ MISTAKES = [  # arguments, message
     ('--arch=transformer --recurrent=False', "n_expert = 2: must be 1 with arch = 'transformer'"),
     ('--arch=lstm --recurrent=False', 'needs --recurrent=True'),
     ('--arch=lstm --learning_rate=0.1', '--baseline_lr'),
+    ('--n_head=3', 'n_head = 3: n_embd = 32 must split'),
+    ('--aggregation=sum', "aggregation = 'sum': expected one of"),
+    ('--recurrent=False --share_kv=False', 'share_kv = False is for recurrent = True'),
     ('--path=slow', "mode = 'slow': expected one of fast, plain"),
 ]
 
@@ -521,6 +601,29 @@ MISTAKES = [  # arguments, message
 def test_mistakes_are_refused_in_one_line(data, tmp_path, arguments, message, capfd):
     argv = [*lm_arguments(data, tmp_path / 'out'), *arguments.split()]
     assert message in error_of(capfd, train_lm, argv)
+
+
+def test_an_error_of_an_edited_model_is_no_mistake_of_the_user(data, tmp_path, monkeypatch):
+    """It keeps its traceback."""
+
+    def edited(*args):
+        raise ValueError('not enough values to unpack')
+
+    monkeypatch.setattr(train_lm, 'forward_backward', edited)
+    with pytest.raises(ValueError, match='not enough values'):
+        run_lm(data, tmp_path)
+
+
+def test_the_optimizer_settings_of_a_resumed_baseline_are_checked(
+    data, trained, tmp_path, monkeypatch, capfd
+):
+    """Its arch comes from the run."""
+    shutil.copytree(trained / 'lstm', tmp_path / 'run')
+    argv = lm_arguments(data, tmp_path / 'run', resume=True, max_iters=5)
+    assert '--learning_rate does nothing' in error_of(capfd, train_lm, [*argv, '--learning_rate=1'])
+    argv.append('--baseline_lr=0.01')
+    monkeypatch.setattr(sys, 'argv', ['train_lm.py', *argv])
+    assert train_lm.main(configure(vars(train_lm), quiet=True)) == 0
 
 
 REFUSED = [  # arguments on a folder that holds a run, message; {0}: trained, {1}: tmp_path
