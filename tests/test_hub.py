@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import time
-from pathlib import Path
 
 import huggingface_hub
 import pytest
