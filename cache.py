@@ -26,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels import (
     Heads,
+    bf16_is_fast,
     fused,
     in_window,
     rope_table,
@@ -37,6 +38,7 @@ from kernels import (
 
 BLOCK = 64  # tokens whose attention reads the same W + BLOCK slots of a Window
 GROUP = 8  # tokens whose dK and dV of earlier slots are added by one product
+CPU_BF16_IS_FAST = bf16_is_fast('cpu')  # a constant, because compiled functions read it
 
 
 # ---- Window: a sliding window over a chunk -----------------------------------------------------
@@ -306,10 +308,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Band | None) -> Te
     if q.is_cuda:  # cuDNN's kernel refuses some sizes, such as T = 32 with grouped heads
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
             return sdpa(q, k, v)
-    if mask is not None or T > 512 or q.dtype != torch.bfloat16:
+    short_in_bf16 = mask is None and T <= 512 and q.dtype == torch.bfloat16
+    if not (short_in_bf16 and CPU_BF16_IS_FAST):
         return sdpa(q, k, v)
-    # Short chunks in bf16 on a CPU: two plain products and a softmax are faster than the fused
-    # kernel (LOG.md).
+    # Two plain products and a softmax are then faster than the fused kernel (LOG.md).
     future = q.new_full((T, T), -math.inf).triu(1).repeat(A // C, 1)
     q, k, v = (x.reshape(B * C, -1, K) for x in (q, k, v))
     p = F.softmax(torch.baddbmm(future, q, k.mT), -1)  # (B*C, A/C*T, T)

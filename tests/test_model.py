@@ -300,6 +300,19 @@ def test_gpt_of_eight_layers_and_experts_in_bf16(residual):
         assert exact.pow(2).mean().sqrt() > 8**4  # sqrt(8)^8 times the embedding's
 
 
+@pytest.mark.parametrize('by_products', [True, False])
+def test_causal_attention_in_bf16(monkeypatch, by_products):
+    """CPUs on which bfloat16 is fast run plain products, others the fused kernel."""
+    monkeypatch.setattr(cache, 'CPU_BF16_IS_FAST', by_products)
+    rng = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 6, 5, 4, generator=rng).bfloat16()  # (B, A, T, K)
+    k, v = torch.randn(2, 2, 3, 5, 4, generator=rng).bfloat16()  # (B, C, S, K) each
+    scores = q.double() @ k.double().repeat_interleave(2, 1).mT
+    scores += torch.full((5, 5), -math.inf).triu(1)
+    expected = scores.softmax(-1) @ v.double().repeat_interleave(2, 1)
+    assert_close(cache.attention(q, k, v, None).double(), expected, rtol=0.1)
+
+
 # ---- chunks, caches, the state ----
 
 
