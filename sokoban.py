@@ -27,6 +27,7 @@ import glob
 import importlib
 import math
 import os
+import re
 import shlex
 import sys
 import tokenize
@@ -260,19 +261,21 @@ def read_file(path: str) -> ndarray:
 def split_files(folder: str, split: str) -> list[str]:
     """Return the files of a split, [] if there are none.
 
-    These are SPLIT.pack17.npy; or else the text files SPLIT*.txt, also with _ for -; or else those
-    in Boxoban's own tree, such as unfiltered/test/*.txt.
+    These are SPLIT.pack17.npy; or else SPLIT.txt and numbered files such as SPLIT_000.txt, also
+    with _ for -; or else those in Boxoban's own tree, such as unfiltered/test/*.txt.
     """
+
+    def find(pattern: str) -> list[str]:
+        return sorted(glob.glob(os.path.join(glob.escape(folder), pattern)))
+
     name = glob.escape(split)
-    patterns = (
-        f'{name}.pack17.npy',
-        f'{name.replace("-", "[-_]")}*.txt',
-        os.path.join(*name.split('-'), '*.txt'),
-    )
-    for pattern in patterns:
-        if found := glob.glob(os.path.join(glob.escape(folder), pattern)):
-            return sorted(found)
-    return []
+    texts = [  # not those of unfiltered-test for a split `unfiltered`
+        path
+        for path in find(f'{name.replace("-", "[-_]")}*.txt')
+        if re.fullmatch(r'([-_.]?\d+)?\.txt', os.path.basename(path)[len(split) :])
+    ]
+    packed = find(f'{name}.pack17.npy')
+    return packed or texts or find(os.path.join(*name.split('-'), '*.txt'))
 
 
 def load_levels(
@@ -295,10 +298,8 @@ def load_levels(
     elif os.path.isfile(split):
         levels = read_file(split)
         line = f'{len(levels):,} levels of {split}'
-    elif not split.strip('-') or os.sep in split:
-        raise Mistake(
-            f'split = {split!r}: no such file; a split has a name such as unfiltered-train'
-        )
+    elif not split.strip('-') or os.sep in split or split.endswith(('.txt', '.npy')):
+        raise Mistake(f'{split!r}: no such file; a split has a name such as unfiltered-train')
     else:
         folder = levels_dir or os.path.join('data', 'boxoban')
         source = ''
@@ -309,7 +310,7 @@ def load_levels(
         if not paths:
             missing = 'no such folder'
             if os.path.isdir(folder):
-                missing = f'no {split}.pack17.npy, no {split}*.txt'
+                missing = f'no {split}.pack17.npy, no {split}_000.txt'
             command = ['python', 'sokoban.py', f'--split={split}', '--download=True']
             if levels_dir:
                 command.append(f'--levels_dir={levels_dir}')
@@ -501,7 +502,7 @@ def generate(
                 levels.append(level)
                 solutions.append(actions)
         if is_due():
-            print(f'    {len(levels):,} of {n:,} levels generated', flush=True)
+            print0(f'    {len(levels):,} of {n:,} levels generated')
     return np.stack(levels[:n]), solutions[:n]
 
 
@@ -1100,8 +1101,12 @@ def plan_image(board: ndarray, plan: ndarray, truth: ndarray | None = None) -> n
 
 
 def save_gif(frames: list[ndarray], path: str, ms: int = 150) -> None:
-    """Write pictures (H, W, 3) as an endless animation, `ms` per frame and 8 * ms for the last."""
+    """Write pictures (H, W, 3) as an endless animation, `ms` per frame and 8 * ms for the last. In
+    a long game `ms` is smaller, so that the animation lasts at most 655 s."""
     from PIL import Image
+
+    # Pillow shows equal frames as one, whose duration has 16 bits, in units of 10 ms
+    ms = min(ms, 10 * 0xFFFF // (len(frames) + 7))
 
     first, *rest = map(Image.fromarray, frames)
     options = {

@@ -117,8 +117,8 @@ def test_missing_levels_are_refused_with_the_command_that_downloads_them(tmp_pat
         f'nowhere: no such folder: {command}', load_levels, f'{tmp_path}/nowhere', 'hard'
     )
     assert_refused(f'no hard.pack17.npy, no .*: {command}', load_levels, str(tmp_path), 'hard')
-    for name in ('', '../unfiltered-test', 'none.txt/'):
-        assert_refused('split = .*: no such file', load_levels, str(tmp_path), name)
+    for name in ('', '../unfiltered-test', 'none.txt/', 'none.txt', 'none.npy'):
+        assert_refused(f'^{name!r}: no such file', load_levels, str(tmp_path), name)
 
 
 def test_a_split_is_found_in_each_of_its_forms(tmp_path):
@@ -136,6 +136,16 @@ def test_a_split_is_found_in_each_of_its_forms(tmp_path):
     assert np.array_equal(found, levels[:8]) and line.startswith('the first 8 of 9 levels of unf')
     np.save(tmp_path / 'unfiltered-test.pack17.npy', levels)
     assert np.array_equal(load_levels(str(tmp_path), 'unfiltered-test')[0], levels)
+
+
+def test_text_files_of_other_splits_are_left_out(tmp_path):
+    """A split's own files are numbered or have its name alone."""
+    own = ['hard.txt', 'hard1.txt', 'hard_000.txt', 'hard-001.txt', 'hard.2.txt']
+    others = ['hard-test.txt', 'hard_train_000.txt', 'harder.txt', 'hard_1_2.txt']
+    for name in own + others:
+        (tmp_path / name).write_text('')
+    assert sokoban.split_files(str(tmp_path), 'hard') == sorted(f'{tmp_path}/{n}' for n in own)
+    assert sokoban.split_files(str(tmp_path), 'har') == []
 
 
 def test_a_split_is_downloaded_once_and_all_splits_are_of_one_commit(tmp_path, monkeypatch):
@@ -440,3 +450,11 @@ def test_arrows_point_where_the_plan_does_and_wrong_ones_look_different():
     judged = plan_image(board, plan, truth)
     assert np.array_equal(judged[24:48, 168:192], picture[24:48, 168:192])
     assert (judged[24:48, 120:144] != picture[24:48, 120:144]).any()
+
+
+def test_a_gif_of_a_long_game_in_which_nothing_moves_is_written(tmp_path):
+    """Pillow adds up the durations of equal frames, up to 655 s."""
+    frames = 10_001 * [np.zeros((10, 10, 3), np.uint8)]
+    sokoban.save_gif(frames, str(tmp_path / 'game.gif'), ms=250)
+    with Image.open(tmp_path / 'game.gif') as gif:
+        assert 600_000 < gif.info['duration'] < 655_360
