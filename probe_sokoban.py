@@ -77,8 +77,8 @@ n_test = 1000                  # test levels; in the paper all agents solve 906 
 # scores
 first = 20                     # number of first steps, which set the threshold and are drawn
 precision = 0.93               # share of emitted directions that are right, as in the paper
-min_levels = 50                # stop if all agents solve fewer test levels; also the fewest
-                               # episodes for which a step is drawn
+min_levels = 50                # stop if fewer test levels than this are solved by all agents; also
+                               # the fewest episodes for which a step is drawn
 # probes
 seeds = 3                      # probes of each kind, trained side by side
 epochs = 10                    # passes over the training steps (our choice)
@@ -204,6 +204,14 @@ def best_player(players: list[Player], packed: ndarray, device: str) -> Player:
     return max(players, key=lambda player: player.test.solved.mean())
 
 
+def name_equal_labels(players: list[Player]) -> None:
+    """Append the name of the folder to labels that several agents share."""
+    labels = [player.label for player in players]
+    for player in players:
+        if labels.count(player.label) > 1:
+            player.label += f', {player.name}'
+
+
 def solved_by_all(players: list[Player]) -> ndarray:
     """Return a mask (n,) of the test levels that every agent solves."""
     return np.all([player.test.solved for player in players], 0)
@@ -217,15 +225,16 @@ def feature_bytes(player: Player, steps: float) -> float:
     return 2 * steps * CELLS * 2 * player.agent.config.n_embd
 
 
-def check_disk(players: list[Player], solved: ndarray) -> None:
-    """Print how much disk space the features need, and end the script if there is less.
+def check_disk(players: list[Player], n_episodes: int, solved: ndarray) -> None:
+    """Print how much disk space the features of n_episodes training episodes and of the test levels
+    `solved` need, and end the script if there is less.
 
     Training episodes are assumed to be as long as the test episodes. The features of one agent on
     either the training or the test levels exist at a time."""
     need = 0.0
     for player in players:
         lengths = player.test.lengths
-        steps = max(n_train * lengths.mean(), lengths[solved].sum())
+        steps = max(n_episodes * lengths.mean(), lengths[solved].sum())
         need = max(need, feature_bytes(player, steps))
     os.makedirs(out_dir, exist_ok=True)
     free = shutil.disk_usage(out_dir).free
@@ -530,8 +539,9 @@ def plan_pictures(results: list[Result], packed: ndarray) -> None:
         save_gif(frames, os.path.join(out_dir, f'plan_{result.player.name}.gif'), 400)
         steps = [step for step in SHOWN if step < len(frames) - 1]
         figure, panels = new_figure(len(steps) + 1, 3.4)
+        end = ', solved' if data.episodes.solved[level] else ', not solved'
         for step, axes in zip([*steps, len(frames) - 1], panels, strict=True):
-            text = f'step {step}' + (', solved' if step == len(frames) - 1 else '')
+            text = f'step {step}' + (end if step == len(frames) - 1 else '')
             axes.imshow(frames[step])
             axes.set(title=text, xticks=[], yticks=[])
         figure.suptitle(result.player.label)
@@ -801,19 +811,20 @@ def main() -> None:
     configure(globals(), quiet=True)
     if not models:
         fail('models is empty: name folders of trained agents, --models=out/a,out/b')
-    common.need_packages(matplotlib=True, PIL=True)
+    common.need_packages(matplotlib=True, pandas=True, PIL=True)
     common.keep_memory()
     torch_device = common.pick_device(device, threads)
 
     groups = load_groups(torch_device)
     train, test = load_probe_levels(groups[0][0])
     players = [best_player(group, test, torch_device) for group in groups]
+    name_equal_labels(players)
     del groups  # frees the memory of the other agents
     solved = solved_by_all(players)
     print(f'{solved.sum()} of {len(test)} test levels are solved by all agents')
     if solved.sum() < min_levels:
         fail(f'fewer than min_levels = {min_levels}: use easier test_levels or a larger n_test')
-    check_disk(players, solved)
+    check_disk(players, len(train), solved)
 
     results = []
     for player in players:
@@ -821,6 +832,8 @@ def main() -> None:
         probes, scale = train_probes(make_steps(episodes, features, train), torch_device)
         del features  # deletes their file
         episodes, features = record(player, test[solved], torch_device)
+        if n_failed := (~episodes.solved).sum():  # other batch sizes round differently
+            print(f'  {n_failed} of these {len(episodes.solved)} episodes are not solved this time')
         data = make_steps(episodes, features, test[solved])
         guesses = predict(probes, scale, data)
         rows, scores = score(data, guesses)

@@ -362,6 +362,17 @@ def test_the_best_player_is_the_one_that_solves_most_levels(agents):
     assert players[1].test.solved.all() and not players[0].test.solved.any()
 
 
+def test_agents_of_one_size_have_labels_with_their_names(agents):
+    players = [load(agents, name) for name in ('lstm', 'glu', 'glu')]
+    players[2].name = 'glu_2'
+    probe.name_equal_labels(players)
+    assert [player.label for player in players] == [
+        'L = 2, E = 1, d = 8',
+        'L = 1, E = 1, d = 8, glu',
+        'L = 1, E = 1, d = 8, glu_2',
+    ]
+
+
 # ---- levels and folders ----
 
 
@@ -429,6 +440,38 @@ def test_the_whole_analysis_writes_its_report_and_pictures(agents, tmp_path, mon
     assert 'causal' not in nonrecurrent
     (solve_rate,) = {row['solve_rate'] for row in nonrecurrent['thinking']}
     assert solve_rate >= 8 / 16
+
+
+def test_episodes_that_are_solved_no_more_when_recorded_are_reported(
+    agents, tmp_path, monkeypatch, capsys
+):
+    """The batches in which episodes are recorded may round differently. The plan of the first level
+    is drawn."""
+    record, titles = probe.record, []
+
+    def record_failures(*args):
+        episodes, features = record(*args)
+        return episodes._replace(solved=np.arange(len(episodes.solved)) > 0), features
+
+    def keep_titles(figure, *args):
+        titles.append([axes.get_title() for axes in figure.axes])
+
+    monkeypatch.setattr(probe, 'record', record_failures)
+    monkeypatch.setattr(probe, 'save_figure', keep_titles)
+    analyze(agents, tmp_path / 'out', monkeypatch, '--n_test=8')
+    assert capsys.readouterr().out.count('1 of these 8 episodes are not solved this time') == 2
+    assert titles[1:] == 2 * [['step 0', 'step 1', 'step 2, not solved']]
+
+
+def test_the_disk_must_hold_the_features_of_all_training_episodes_that_there_are(tmp_path, capsys):
+    """4 episodes of 15 steps on average, 100 cells, 2 x 1000 channels, 2 bytes: 24 MB."""
+    apply_settings(f'--out_dir={tmp_path}', '--n_train=1000')
+    player = SimpleNamespace(
+        test=probe.Episodes(None, np.array([10, 20]), None),
+        agent=SimpleNamespace(config=SimpleNamespace(n_embd=1000)),
+    )
+    probe.check_disk([player], 4, np.array([True, True]))
+    assert 'about 0.02 GB' in capsys.readouterr().out
 
 
 MISTAKES = {
