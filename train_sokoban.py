@@ -146,7 +146,7 @@ HARMLESS = """out_dir init_from resume overwrite eval_interval log_interval eval
     graphs mode threads""".split()
 SCRIPT = os.path.basename(__file__)  # named in messages; a copy of this file has another name
 # Fields of a Run that checkpoints keep.
-POSITION = ('step', 'record', 'seconds', 'logged', 'clock', 'recent', 'since', 'sums')
+POSITION = ('step', 'seconds', 'logged', 'clock', 'recent', 'since', 'sums')
 STATS = ('loss', 'policy_loss', 'value_loss', 'entropy')
 MOMENTS = ('target_mean', 'target_square', 'advantage_mean', 'advantage_square')
 EXTRA = (*STATS, *MOMENTS, 'stop')  # numbers that are summed over the ranks with the gradients
@@ -530,6 +530,7 @@ def save(run: Run, is_best: bool = False) -> None:
     parts = {name: getattr(run, name) for name in POSITION}
     parts['script'] = SCRIPT
     parts['best'] = run.best_return
+    parts['eval_levels_crc'] = zlib.crc32(run.eval_levels)
     if not is_best:
         parts['env'] = {name: gather(x) for name, x in run.env.state_dict().items()}
         parts['state'] = [gather(x) for x in run.state]
@@ -551,6 +552,10 @@ def load(run: Run) -> None:
     if saved['levels_crc'] != run.levels_crc:
         advice = 'give the same levels_dir, or another out_dir'
         raise CheckpointError(f'{path}: was trained on other levels: {advice}')
+    eval_levels_crc = zlib.crc32(run.eval_levels)
+    if saved.get('eval_levels_crc', eval_levels_crc) != eval_levels_crc:
+        print0(f'{path}: was evaluated on other levels: {common.BEST} is replaced')
+        run.best_return = -math.inf
     with restoring(path, 'env or state'):
         boards = {name: x.chunk(run.world)[run.rank] for name, x in saved['env'].items()}
         run.env.load_state_dict(boards)

@@ -410,6 +410,25 @@ def test_resume_refuses_other_settings_other_levels_and_parts_that_do_not_fit(tm
     assert_refused('was trained on other levels')
 
 
+@pytest.mark.parametrize('eval_games, is_kept', [(6, True), (5, False)])
+def test_a_best_return_on_other_evaluation_levels_is_forgotten(tmp_path, eval_games, is_kept):
+    """The first run evaluates on 6 levels. No return is as high as 99."""
+    assert run_agent(tmp_path, total_steps=48) == 0
+    save_checkpoint(load_last(tmp_path) | {'best': 99.0}, tmp_path / 'ckpt_last.pt')
+    assert run_agent(tmp_path, total_steps=96, resume=True, eval_games=eval_games) == 0
+    assert (load_last(tmp_path)['best'] == 99.0) == is_kept
+
+
+def test_a_best_return_without_a_checksum_of_its_levels_is_kept(tmp_path):
+    """As an earlier version saved it."""
+    assert run_agent(tmp_path, total_steps=48) == 0
+    saved = load_last(tmp_path) | {'best': 99.0}
+    del saved['eval_levels_crc']
+    save_checkpoint(saved, tmp_path / 'ckpt_last.pt')
+    assert run_agent(tmp_path, total_steps=96, resume=True, eval_games=5) == 0
+    assert load_last(tmp_path)['best'] == 99.0
+
+
 MISTAKES = [
     ({'n_envs': 0}, 'n_envs = 0'),
     ({'gamma': 1.5}, 'gamma = 1.5'),
