@@ -60,7 +60,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import FlopCounterMode
 
 import common
-from common import BEST, CONFIG, WEIGHTS
+from common import BEST, CONFIG, WEIGHTS, CheckpointError
 from hub import CARD, PublishedModel, training_command
 from kernels import EPS, bf16_is_fast, fused, gate_weights
 
@@ -659,10 +659,10 @@ def build_agent(config: AgentConfig) -> Agent:
 # ---- agents as files ----------------------------------------------------------------------------
 
 # Entries of an exported agent's config.json: the settings that rebuild it (dtype and mode do not
-# change the model), its levels and time limit, and its progress in training.
+# change the model); its levels and its progress in training; and what older exports may lack.
 SIZES = [field.name for field in fields(AgentConfig) if field.name not in ('dtype', 'mode')]
-EXPORTED = """split eval_split n_levels n_boxes max_moves time_limit seed n_envs unroll step
-    best""".split()
+REQUIRED = 'eval_split n_boxes max_moves seed n_envs unroll step'.split()
+OPTIONAL = 'split n_levels time_limit dtype best command score'.split()
 
 
 def set_precision(model: Agent) -> None:
@@ -673,29 +673,40 @@ def set_precision(model: Agent) -> None:
 
 
 def load_agent(folder: str, which: str, device: str, dtype: str = '') -> tuple[Agent, dict, str]:
-    """Return the agent in a folder, its settings with `step` and `best`, and the file it was in. A
-    run's settings also have the name of its `script`.
+    """Return the agent in a folder, its settings with `step` and `best`, and the file of its
+    weights. `best`, the mean return, is None unless it is that of these weights. A run's settings
+    also have the name of its `script`.
 
     The folder holds an exported agent or a run of train_sokoban.py. which: of a run's checkpoints
     the 'best', if there is one, or the 'last'. dtype: of the convolutions; '' for that of the
-    settings. Raises CheckpointError if the folder holds neither, or if a file is damaged.
+    settings. Raises CheckpointError if the folder holds neither, or if a file is damaged; Mistake
+    if there is no such dtype.
     """
-    if os.path.exists(os.path.join(folder, WEIGHTS)):
-        path = os.path.join(folder, CONFIG)
+    path = os.path.join(folder, WEIGHTS)
+    if os.path.exists(path):
         model = Agent.from_pretrained(folder, device=device)
         about = model.about
+        config_path = os.path.join(folder, CONFIG)
+        if missing := [name for name in REQUIRED if name not in about]:
+            advice = 'add them, or export the agent with play_sokoban.py --export'
+            raise CheckpointError(f'{config_path}: has no {", ".join(missing)}: {advice}')
     else:
         file = BEST if which == 'best' else ''
         needed = ('model', 'step', 'best')
         saved, path = common.load_run(folder, 'project', needed, file=file)
-        about = saved['config'] | {'step': saved['step'], 'best': saved['best']}
+        config_path = path
+        best = saved['best'] if path.name == BEST else None  # else it is that of other weights
+        about = saved['config'] | {'step': saved['step'], 'best': best}
         about['script'] = str(saved.get('script', 'train_sokoban.py'))
         with common.restoring(path, 'the agent'):
             model = Agent.build(about)
         common.load_weights(model, saved['model'], path)
-    with common.restoring(path, 'the agent'):
-        dtype = common.pick_dtype(dtype or about.get('dtype', 'auto'), device)
-    model.config.dtype = str(dtype).removeprefix('torch.')
+    if dtype:
+        torch_dtype = common.pick_dtype(dtype, device)
+    else:
+        with common.restoring(config_path, 'dtype'):
+            torch_dtype = common.pick_dtype(about.get('dtype', 'auto'), device)
+    model.config.dtype = str(torch_dtype).removeprefix('torch.')
     set_precision(model)
     return model.to(device).eval(), about, str(path)
 
@@ -704,10 +715,10 @@ def export_agent(model: Agent, about: dict, folder: str) -> None:
     """Save an agent into a folder (hub.py has the format) and print its files.
 
     about: the settings with `step` and `best`, as load_agent returns them. An earlier export in the
-    folder is replaced, and its plan probe removed. Ends the script if the folder holds anything
-    else.
+    folder is replaced, and its plan probe removed. Raises CheckpointError if the folder holds
+    anything else.
     """
-    kept = {name: about[name] for name in (*EXPORTED, 'command', 'score') if name in about}
+    kept = {name: about[name] for name in (*REQUIRED, *OPTIONAL) if name in about}
     if 'total_steps' in about:  # the settings of a run
         kept['command'] = training_command(about['script'], about)
     model.save_pretrained(folder, config=kept)

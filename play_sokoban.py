@@ -51,7 +51,7 @@ measure = False                # print solve rate and return on the levels inste
 greedy = True                  # with measure: the most likely actions; False: sampled actions
 levels = ''                    # a split or a file; '': the agent's evaluation levels, or for a
                                # policy easy generated levels
-levels_dir = ''                # folder with Boxoban's levels; '': data/boxoban
+levels_dir = ''                # folder with Boxoban's levels; '': that of the run, or data/boxoban
 download = False               # download the split into levels_dir if it is not there
 n_levels = 512                 # use the first n_levels levels
 level = 0                      # number of the first level to show
@@ -314,7 +314,7 @@ def use_agent() -> None:
         **about,
         'eval_split': levels or about['eval_split'],
         'eval_games': n_levels,
-        'levels_dir': levels_dir,
+        'levels_dir': levels_dir or about.get('levels_dir', ''),
         'download': download,
     }
     _, (packed, source) = load_level_sets(level_settings, run=about)

@@ -459,8 +459,9 @@ def evaluate_only(config: Settings) -> None:
         raise Mistake('eval_only runs in one process: start it with python, not torchrun')
     device_ = common.pick_device(device, threads)
     common.need_packages(PIL=True, tensorboard=tensorboard, wandb=wandb)
-    model, saved, path = load_agent(out_dir, 'best' if best else 'last', device_, dtype)
-    # settings of the evaluation levels that the user does not set are those of the run
+    # the dtype, and below the settings of the levels, are those of the run if the user sets none
+    dtype_ = dtype if 'dtype' in config.set_by_user else ''
+    model, saved, path = load_agent(out_dir, 'best' if best else 'last', device_, dtype_)
     names = 'eval_split eval_games n_boxes max_moves seed levels_dir time_limit'.split()
     from_run = {n: saved[n] for n in names if n in saved and n not in config.set_by_user}
     level_settings = {**config, **from_run}

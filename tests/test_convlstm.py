@@ -7,7 +7,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from small_runs import assert_refused
 
+import convlstm
 import kernels
 from convlstm import AgentConfig, ConvGLU, DeferredConv, build_agent, load_agent, normal
 
@@ -360,6 +362,32 @@ def test_an_aggregation_that_changes_a_single_h_is_refused(monkeypatch):
 def test_a_loaded_agent_runs_in_true_float32_if_that_is_its_dtype(tmp_path, monkeypatch, dtype):
     """Otherwise a GPU uses TF32."""
     monkeypatch.setattr(torch.backends.cudnn, 'allow_tf32', True)
-    make().save_pretrained(tmp_path)
+    make().save_pretrained(tmp_path, config=dict.fromkeys(convlstm.REQUIRED, 1))
     load_agent(str(tmp_path), 'best', 'cpu', dtype)
     assert torch.backends.cudnn.allow_tf32 == (dtype == 'bfloat16')
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_an_export_keeps_the_dtype_of_its_run(tmp_path, dtype):
+    about = dict.fromkeys(convlstm.REQUIRED, 1) | {'dtype': dtype}
+    convlstm.export_agent(make(), about, str(tmp_path))
+    agent, _, _ = load_agent(str(tmp_path), 'best', 'cpu')
+    assert agent.config.dtype == dtype
+
+
+def test_a_wrong_dtype_of_the_user_is_not_reported_as_a_damaged_agent(tmp_path):
+    make().save_pretrained(tmp_path, config=dict.fromkeys(convlstm.REQUIRED, 1))
+    assert_refused(
+        "^dtype = 'float16': expected", load_agent, str(tmp_path), 'best', 'cpu', 'float16'
+    )
+
+
+def test_an_export_without_needed_entries_is_refused(tmp_path):
+    make().save_pretrained(tmp_path, config={'eval_split': 'generated', 'seed': 1, 'step': 3})
+    message = f'^{tmp_path}/config.json: has no n_boxes, max_moves, n_envs, unroll: '
+    assert_refused(message, load_agent, str(tmp_path), 'best', 'cpu')
+
+
+def test_the_file_of_an_exported_agent_is_that_of_its_weights(tmp_path):
+    make().save_pretrained(tmp_path, config=dict.fromkeys(convlstm.REQUIRED, 1))
+    assert load_agent(str(tmp_path), 'best', 'cpu')[2] == f'{tmp_path}/model.safetensors'

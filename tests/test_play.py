@@ -1,6 +1,7 @@
 """Test play_sokoban.py: games in a terminal and as text, GIFs, exports, policies, mistakes."""
 
 import contextlib
+import json
 import os
 import pty
 import re
@@ -100,11 +101,31 @@ def test_an_export_solves_the_share_of_levels_that_its_run_solves(folder, capsys
     assert rates[0].startswith('solved ') and '5 levels of ' in rates[0]
 
 
+@pytest.mark.parametrize('which, best', [('best', 1.5), ('last', None)])
+def test_an_export_has_the_score_of_its_own_weights(folder, which, best):
+    """`best` in the last checkpoint is the score of the best one."""
+    run = folder / 'run'
+    shutil.copy(run / 'ckpt_last.pt', run / 'ckpt_best.pt')
+    call(folder, f'--out_dir={run}', f'--which={which}', f'--export={folder}/agent')
+    assert json.loads((folder / 'agent' / 'config.json').read_text())['best'] == best
+    score = 'Score: best mean return of an evaluation 1.50' if best else 'Score: not recorded'
+    assert score in (folder / 'agent' / 'README.md').read_text()
+
+
 def test_a_gif_has_the_boards_of_the_game(folder, capsys):
     boards = game_of(folder, 'run', capsys).count('\nlevel 2, ')
     call(folder, f'--out_dir={folder}/run', '--level=2', f'--gif={folder}/game.gif')
     with Image.open(folder / 'game.gif') as gif:
         assert gif.n_frames == boards and gif.info['duration'] == 250
+
+
+def test_levels_are_read_from_the_levels_dir_of_the_run(folder, capsys):
+    np.save(folder / 'hard.pack17.npy', generate(5, 1, 3, max_moves=6)[0])
+    saved = load_checkpoint(folder / 'run' / 'ckpt_last.pt')
+    saved['config']['levels_dir'] = str(folder)
+    save_checkpoint(saved, folder / 'run' / 'ckpt_last.pt')
+    call(folder, f'--out_dir={folder}/run', '--levels=hard', '--measure')
+    assert f'5 levels of hard from 1 file in {folder}\n' in capsys.readouterr().out
 
 
 def test_generated_levels_on_which_the_run_was_trained_are_left_out(folder, monkeypatch):

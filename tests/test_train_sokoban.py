@@ -529,6 +529,22 @@ def test_eval_only_evaluates_a_file_of_levels_and_changes_no_file(finished_run, 
     assert json.loads(report_path.read_text()) == report
 
 
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_eval_only_has_the_dtype_of_the_run_unless_it_is_set(tmp_path, monkeypatch, dtype):
+    assert run_agent(tmp_path, total_steps=12, dtype=dtype, time_limit=5) == 0
+    dtypes = []
+
+    def write_evaluation(model, *args, **options):
+        dtypes.append(model.config.dtype)
+        return sokoban.write_evaluation(model, *args, **options)
+
+    monkeypatch.setattr(train_sokoban, 'write_evaluation', write_evaluation)
+    for argv in ([], ['--dtype=float32'], ['--dtype=bfloat16']):
+        arguments = [f'--out_dir={tmp_path}', '--eval_only', '--device=cpu', *argv]
+        train_sokoban.main(configure(vars(train_sokoban), arguments, quiet=True))
+    assert dtypes == [dtype, 'float32', 'bfloat16']
+
+
 def test_eval_only_takes_the_best_checkpoint_and_the_first_levels(finished_run):
     settings = {'eval_split': finished_run.parent / 'five.npy', 'eval_games': 3, 'best': True}
     assert run_agent(finished_run, eval_only=True, **settings) == 0
