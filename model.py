@@ -53,7 +53,8 @@ EVAL_CHUNK = 128  # tokens per chunk in validation; more would only cost Recurre
 @dataclass
 class ModelConfig:
     """Sizes and choices of a model. Raises Mistake, naming the field, if they do not fit
-    together. train_lm.py fills each field from its setting of the same name."""
+    together. train_lm.py takes vocab_size from the tokenizer, and each other field from its
+    setting of the same name."""
 
     vocab_size: int = 50304  # V: GPT-2's 50,257 padded to a multiple of 128; 256 for bytes
     n_layer: int = 2  # L
