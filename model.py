@@ -451,8 +451,7 @@ class RecurrentGPT(LanguageModel):
         def trial(exact):
             model.forms = enabled_forms()
             with torch.autocast(device, enabled=amp and not exact):
-                dtype = compute_dtype(self.head)
-                loss, new = model(x, y, State(s, k.to(dtype), v.to(dtype), count))
+                loss, new = model(x, y, State(s, k, v, count))
             parameters = list(model.parameters())  # a hack may leave some of them unused
             grads = torch.autograd.grad(loss.objective, parameters, materialize_grads=True)
             return [loss.objective.detach(), *new[:3], *grads]

@@ -192,7 +192,7 @@ def unroll(
     T = len(z)
     L, B, C, W, K = k.shape
     N = B * C
-    kv = torch.stack([x.reshape(L, N, W, K) for x in (k, v)])
+    kv = torch.stack([x.reshape(L, N, W, K) for x in (k, v)]).to(layers[0].dtype)
     long = recomputes(L, N, heads.M, W, T, layers[0].dtype, z.device.type)
     replays = long and graphs and can_capture(z)
     # without gradients there is nothing to recompute: blocks are then only for their graphs

@@ -370,6 +370,18 @@ def test_head_loss(monkeypatch, rows, dtype, bf16, rtol):
         assert_close(sliced(x, w), exact(x, w), rtol)
 
 
+@both
+def test_a_state_made_outside_of_autocast_is_taken_within(model_type):
+    """Its keys and values are cast to the dtype of the products."""
+    model, x = make(model_type, dtype=torch.float32), tokens(2, 4)
+    state = model.init_state(2)
+    with torch.autocast('cpu', torch.bfloat16):
+        expected, _ = model(x, state=model.init_state(2))
+        found, new = model(x, state=state)
+    assert state.k.dtype == torch.float32 and new.k.dtype == torch.bfloat16
+    assert torch.equal(found, expected)
+
+
 def test_slices_on_apples_gpus_are_those_of_a_cpu():
     assert kernels.rows_per_slice(10**6, V, 'mps') == kernels.rows_per_slice(10**6, V, 'cpu')
 
