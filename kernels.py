@@ -202,17 +202,17 @@ def choose_forms(
     against it. seconds(run) returns the time of run(). A form is used if it is faster, and if the
     error of each result is at most three times that without forms, plus 0.001. Forms are tried in
     turn, each together with those chosen before it. A form whose trial raises an exception is not
-    used, and none is if that without forms does."""
-    if triton_module() is None:
-        return frozenset(), ['Triton is not installed: its forms are not used']
+    used. None is used if the trial without forms or the import of triton_kernels raises one."""
     lines = []
     usable = []
-    for name in names:
-        if name in forms and forms[name].triton is None:
-            lines.append(f'{name}: Triton form not used: {forms[name].problem}')
-        else:
-            usable.append(name)
     try:
+        if triton_module() is None:
+            return frozenset(), ['Triton is not installed: its forms are not used']
+        for name in names:
+            if name in forms and forms[name].triton is None:
+                lines.append(f'{name}: Triton form not used: {forms[name].problem}')
+            else:
+                usable.append(name)
         trial = make_trial()
         exact, plain = trial(True), trial(False)
         plain_errors = errors(plain, exact)

@@ -317,6 +317,15 @@ def test_a_model_that_cannot_be_tried_keeps_its_functions():
     assert chosen == NONE and line == 'Triton forms not used: RuntimeError: no gradient'
 
 
+def test_without_a_function_that_triton_kernels_replaces_no_form_is_used(monkeypatch):
+    def triton_module():
+        raise AttributeError("module 'layer' has no attribute 'activation'")
+
+    monkeypatch.setattr(kernels, 'triton_module', triton_module)
+    chosen, (line,) = choose({FORM: EXACT}, FASTER)
+    assert chosen == NONE and line.startswith('Triton forms not used: AttributeError: module')
+
+
 def test_forms_are_tried_beside_those_chosen_before():
     both = frozenset({'form', 'second'})
     results = {FORM: EXACT, both: EXACT}
