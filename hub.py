@@ -11,6 +11,7 @@ rebuilds it; README.md, its model card. sample.py and play_sokoban.py write the 
 Loading runs no code of the folder.
 """
 
+import errno
 import functools
 import itertools
 import json
@@ -46,6 +47,10 @@ NETWORK_ERRORS = (
     HTTPError,
     LocalEntryNotFoundError,
 )
+# Parts of the messages of errors, of whatever type, that come from the disk of this machine.
+DISK_ERRORS = [
+    os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
+]
 HUB_TRIES = 5  # per download; the pauses between them add up to 15 s
 MODEL_CARD = """---
 {{ card_data }}
@@ -86,9 +91,14 @@ In the folder of the code, with FOLDER a copy of these files, or their name on t
 # ---- downloads ----
 
 
+def is_disk_error(error: Exception) -> bool:
+    """Return whether a download failed because a file cannot be written on this machine."""
+    return any(message in str(error) for message in DISK_ERRORS)
+
+
 def is_network_error(error: Exception) -> bool:
     """Return whether a download that failed with `error` may succeed if it is tried again."""
-    if huggingface_hub.constants.HF_HUB_OFFLINE:
+    if huggingface_hub.constants.HF_HUB_OFFLINE or is_disk_error(error):
         return False
     if (response := getattr(error, 'response', None)) is not None:
         return response.status_code in (408, 429) or response.status_code >= 500
@@ -123,11 +133,13 @@ def call_hub(function: str, repo: str, *names: str, **options: object) -> object
         return retry(call, HUB_TRIES)
     except HUB_ERRORS as error:
         file = ' of '.join([*names, repo])
-        if is_network_error(error):
-            advice = 'run the same command again to continue'
+        if is_disk_error(error):
+            advice = ''  # the reason is enough
+        elif is_network_error(error):
+            advice = ': run the same command again to continue'
         else:
-            advice = 'check the name, the revision and, for a private repository, `hf auth login`'
-        raise Mistake(f'cannot download {file}: {first_line(error)}: {advice}') from None
+            advice = ': check the name, the revision and, for a private repository, `hf auth login`'
+        raise Mistake(f'cannot download {file}: {first_line(error)}{advice}') from None
 
 
 def pin_revision(

@@ -1,7 +1,9 @@
 """Test hub.py: models are saved, published and loaded in the Hugging Face Hub's format, offline."""
 
+import errno
 import json
 import os
+import re
 import shutil
 import time
 
@@ -200,6 +202,28 @@ def test_a_failed_download_says_what_to_do(monkeypatch, error, advice):
     monkeypatch.setattr(time, 'sleep', lambda seconds: None)
     message = f'cannot download owner/name: .*{error}: {advice}'
     assert_refused(message, hub.call_hub, 'repo_info', 'owner/name')
+
+
+@pytest.mark.parametrize(
+    'error',
+    [
+        OSError(errno.ENOSPC, 'No space left on device'),
+        PermissionError(errno.EACCES, 'Permission denied', 'cache'),
+        RuntimeError('Data processing error: No space left on device (os error 28)'),  # of hf-xet
+    ],
+    ids=str,
+)
+def test_a_download_that_the_disk_refuses_is_tried_once_and_gets_no_advice(monkeypatch, error):
+    calls = []
+
+    def repo_info(repo):
+        calls.append(repo)
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, 'repo_info', repo_info)
+    message = re.escape(f'cannot download owner/name: {type(error).__name__}: {error}') + '$'
+    assert_refused(message, hub.call_hub, 'repo_info', 'owner/name')
+    assert calls == ['owner/name']
 
 
 def test_a_mistyped_folder_is_called_missing(tmp_path):
