@@ -171,9 +171,12 @@ def read_text(path: str) -> str:
 def training_command(script: str, settings: dict) -> str:
     """Return the command line that trains with these settings. It names those that differ from the
     script's defaults, but not the output folder, nor those that do not change what is trained. A
-    copied trainer that is not in this folder gets all of them."""
-    path = os.path.join(ROOT, script)
-    defaults = read_script(path)[0] if os.path.exists(path) else dict.fromkeys(settings)
+    copied trainer that is not in this folder, or cannot be parsed, gets all of them."""
+    script = os.path.basename(script)
+    try:
+        defaults, _, _ = read_script(os.path.join(ROOT, script))
+    except (OSError, SyntaxError, ValueError):
+        defaults = dict.fromkeys(settings)
     left_out = """out_dir resume overwrite eval_only log_interval plot tensorboard wandb
         wandb_project device threads""".split()
     flags = [

@@ -252,6 +252,13 @@ def test_the_training_command_has_the_settings_that_differ_from_the_defaults():
     )
 
 
+def test_a_trainer_that_cannot_be_parsed_counts_as_missing(tmp_path, monkeypatch):
+    """Only its name is printed, not its folder."""
+    monkeypatch.setattr(hub, 'ROOT', str(tmp_path))
+    (tmp_path / 'mine.py').write_text('seed = 5\nif seed')
+    assert hub.training_command('sub/mine.py', {'seed': 5}) == 'python mine.py --seed=5'
+
+
 def test_an_unknown_setting_of_a_model_is_named(tmp_path):
     """The code may have had the setting when the model was saved."""
     make_language_model(True).save_pretrained(tmp_path, config={'model': SIZES | {'z_loss': 0.1}})
