@@ -601,24 +601,26 @@ def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> str:
 
 
 def start_export(folder: Path, kind: str, *derived: str) -> pathlib.Path:
-    """Prepare a folder, new or with an earlier export of this kind, for an export. Return the path
-    of its CONFIG, which marks the folder but does not describe a model yet. Raises CheckpointError
-    if the folder holds anything else.
+    """Prepare a folder, new or with an earlier export of this kind, for an export, and return its
+    path. A new folder gets a CONFIG that marks it but describes no model yet. Temporary files of a
+    killed export are removed. Raises CheckpointError if the folder holds anything else.
 
-    kind: a key that only the CONFIG of this kind has. derived: further files of an export, which
-    are removed."""
+    kind: a key that only the CONFIG of this kind has. derived: further files of an export."""
     path = pathlib.Path(folder)
-    found = set(os.listdir(path)) if path.is_dir() else set()
+    names = {CONFIG, WEIGHTS, *derived}
+    temporary = {f'.{name}.tmp' for name in names}
+    found = set(os.listdir(path)) - temporary if path.is_dir() else set()
     config = (path / CONFIG).read_text(errors='replace') if CONFIG in found else ''
-    if found and not (f'"{kind}"' in config and found <= {CONFIG, WEIGHTS, *derived}):
+    if found and not (f'"{kind}"' in config and found <= names):
         raise CheckpointError(
             f'{path}: holds files that no such export wrote: choose another folder'
         )
     path.mkdir(parents=True, exist_ok=True)
-    write_json({kind: None}, path / CONFIG)
-    for name in derived:
+    for name in temporary:
         (path / name).unlink(missing_ok=True)
-    return path / CONFIG
+    if not found:
+        write_json({kind: None}, path / CONFIG)
+    return path
 
 
 def adopt_sizes(

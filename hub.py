@@ -66,7 +66,7 @@ carries its state from one step to the next?
 
 Score: {{ score or 'not recorded' }}
 
-Trained for {{ step or 'an unrecorded number of' }} updates by:
+Trained for {{ step if step is not none else 'an unrecorded number of' }} updates by:
 
 ```
 {{ command or 'not recorded' }}
@@ -254,10 +254,13 @@ class PublishedModel(
         files.
         """
         about = self.about | self.entries() | (config or {})
-        path = common.start_export(save_directory, self.KIND, CARD, *self.DERIVED)
-        common.write_tensors(self.state_dict(), os.path.join(save_directory, WEIGHTS))
-        write_text(str(self.model_card(about)), os.path.join(save_directory, CARD))
-        write_json(about, path)
+        folder = common.start_export(save_directory, self.KIND, CARD, *self.DERIVED)
+        # the weights first: if the disk is full, an earlier model is still complete
+        common.write_tensors(self.state_dict(), folder / WEIGHTS)
+        for name in self.DERIVED:
+            (folder / name).unlink(missing_ok=True)
+        write_json(about, folder / CONFIG)
+        write_text(str(self.model_card(about)), folder / CARD)
         if not push_to_hub:
             return None
         repo_id = repo_id or os.path.basename(os.path.normpath(save_directory))

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from small_runs import assert_refused
 
 import hub
-from convlstm import Agent, AgentConfig, ConvGLU, build_agent
+from convlstm import PROBE, Agent, AgentConfig, ConvGLU, build_agent
 from model import GPT, LanguageModel, ModelConfig, RecurrentGPT, build_model
 
 FILES = ['README.md', 'config.json', 'model.safetensors']
@@ -236,6 +236,37 @@ def test_a_model_is_not_saved_into_a_folder_with_other_files(tmp_path):
     message = 'holds files that no such export wrote'
     assert_refused(message, make_language_model(True).save_pretrained, tmp_path)
     assert os.listdir(tmp_path) == ['thesis.tex']
+
+
+def test_a_save_removes_what_a_killed_one_left(tmp_path):
+    """It may have been killed at its first file, or later."""
+    model = make_language_model(True)
+    for leftover in ('.config.json.tmp', '.model.safetensors.tmp'):
+        (tmp_path / leftover).touch()
+        model.save_pretrained(tmp_path)
+        assert sorted(os.listdir(tmp_path)) == FILES
+
+
+def test_if_the_disk_is_full_the_model_that_was_to_be_replaced_is_still_complete(
+    tmp_path, monkeypatch
+):
+    def write_tensors(tensors, path):
+        raise OSError(errno.ENOSPC, 'No space left on device')
+
+    make_agent(True).save_pretrained(tmp_path)
+    (tmp_path / PROBE).touch()
+    model = Agent.from_pretrained(tmp_path)
+    monkeypatch.setattr(hub.common, 'write_tensors', write_tensors)
+    with pytest.raises(OSError, match='No space left'):
+        model.bfloat16().save_pretrained(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == sorted([*FILES, PROBE])
+    assert has_same_weights(Agent.from_pretrained(tmp_path), make_agent(True))
+
+
+@pytest.mark.parametrize('step, updates', [(0, '0'), (7, '7'), (None, 'an unrecorded number of')])
+def test_the_card_has_the_number_of_updates(step, updates):
+    card = make_language_model(True).model_card({'model': {}, 'step': step})
+    assert f'Trained for {updates} updates by:' in card.text
 
 
 def test_the_training_command_has_the_settings_that_differ_from_the_defaults():
