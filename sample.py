@@ -208,17 +208,17 @@ def score_text(model: LanguageModel, tokenizer: Tokenizer, amp: torch.dtype) -> 
     text = read_text(name)
     if not text:
         raise Mistake(f'score = {score!r}: there is no text in it')
-    ids = torch.tensor([[tokenizer.eot, *tokenizer.encode(text)]])  # (1, 1 + tokens)
+    ids = torch.from_numpy(tokenizer.encode_document(text))[None]  # (1, 1 + tokens), uint16
     tokens = ids.size(1) - 1
     size = len(text.encode())  # bytes
     T = min(model.config.block_size, EVAL_CHUNK)
-    device = model.embedding.device.type
+    device = model.embedding.device
     nats = 0.0
     due_to_print = every()
-    with torch.autocast(device, torch.bfloat16, enabled=amp == torch.bfloat16):
+    with torch.autocast(device.type, torch.bfloat16, enabled=amp == torch.bfloat16):
         state = model.init_state(1)
         for t in range(0, tokens, T):
-            chunk = ids[:, t : t + T + 1].to(device)  # the last one may be shorter
+            chunk = ids[:, t : t + T + 1].to(device, torch.int64)  # the last one may be shorter
             loss, state = model(chunk[:, :-1], chunk[:, 1:], state)
             nats += loss.cross_entropy.item() * (chunk.size(1) - 1)
             if due_to_print():

@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 
+import numpy as np
 import pytest
 import reference
 import torch
@@ -291,18 +292,23 @@ class Letters:
     def encode(text):
         return [ord(letter) % V for letter in text]
 
+    @classmethod
+    def encode_document(cls, text):
+        return np.array([cls.eot, *cls.encode(text)], np.uint16)
+
     @staticmethod
     def decode_bytes(ids):
         return bytes(97 + i for i in ids)
 
 
 def run_sample(monkeypatch, capsys, model, argv, typed='', tokenizer=Letters):
-    """Return what sample.py prints with this model."""
+    """Return what sample.py prints with this model. typed: its standard input, text or bytes."""
+    typed = typed.encode() if isinstance(typed, str) else typed
     model.about = {'tokenizer': 'bytes'}
     monkeypatch.setattr(sample, 'load_model', lambda folder, which: model)
     monkeypatch.setattr(sample, 'get_tokenizer', lambda name: tokenizer)
     monkeypatch.setattr(sys, 'argv', ['sample.py', '--device=cpu', *argv])
-    monkeypatch.setattr(sys, 'stdin', io.StringIO(typed))
+    monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(typed)))
     sample.main()
     return capsys.readouterr().out
 
