@@ -11,6 +11,7 @@ $ python sample.py --out_dir=out/demo_model --prompt="The state of the Union"
 
 import codecs
 import contextlib
+import io
 import itertools
 import math
 import os
@@ -232,6 +233,10 @@ def score_text(model: LanguageModel, tokenizer: Tokenizer, amp: torch.dtype) -> 
 def main() -> None:
     """Export the model, score a text, converse or write samples, depending on the settings."""
     configure(globals(), quiet=True)
+    # Replace characters that a stream cannot decode or encode; a closed stream is None.
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors='replace')
     if [bool(export), bool(score), interactive].count(True) > 1:
         fail('export, score and interactive exclude each other: choose one')
     if interactive and max_new_tokens == 0:

@@ -341,6 +341,16 @@ def test_sample_prints_the_texts_of_the_decoder(dtype, monkeypatch, capsys):
     assert found == f'{texts[0]}\n---------------\n{texts[1]}\n' and texts[0] != texts[1]
 
 
+def test_bytes_that_are_not_utf8_in_the_prompt_and_in_typed_lines_are_replaced(monkeypatch, capsys):
+    """In a prompt of the command line, Python represents such a byte by a lone surrogate."""
+    model = make(RecurrentGPT, torch.float32)
+    argv = ['--max_new_tokens=1', '--dtype=float32']
+    found = run_sample(monkeypatch, capsys, model, [*argv, '--prompt=a\udcff'])
+    assert found[:2] == 'a?' and len(found) == len('a?x\n')
+    found = run_sample(monkeypatch, capsys, model, [*argv, '--interactive'], b'a\xff\n')
+    assert len(found) == len('x\n')
+
+
 @both_models
 def test_a_conversation_is_one_stream(model_type, monkeypatch, capsys):
     """Every answer continues all that was typed and answered before. They are greedy, as those of
