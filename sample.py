@@ -75,10 +75,14 @@ RANGES = {
 # ---- the model ----
 
 
-def check_tokenizer(about: dict) -> None:
-    """Raise ValueError unless a model's description names a tokenizer of data_fineweb.py."""
-    if about['tokenizer'] not in VOCAB:
-        raise ValueError(f'unknown tokenizer {about["tokenizer"]!r}')
+def check_tokenizer(model: LanguageModel) -> None:
+    """Raise ValueError unless `model.about` names a tokenizer of data_fineweb.py that fits the
+    model's vocabulary."""
+    name, V = model.about['tokenizer'], model.config.vocab_size
+    if name not in VOCAB:
+        raise ValueError(f'unknown tokenizer {name!r}')
+    if V != VOCAB[name]:
+        raise ValueError(f'vocab_size = {V}, but the tokenizer {name!r} has {VOCAB[name]} ids')
 
 
 def load_trained(folder: str, which: str) -> LanguageModel:
@@ -97,13 +101,14 @@ def load_trained(folder: str, which: str) -> LanguageModel:
             'tokenizer': settings['tokenizer'],
             'model': saved['model_config'],
             'step': saved.get('step'),
-            'best_val_loss': saved.get('best'),
+            # the other checkpoints hold later weights
+            'best_val_loss': saved.get('best') if path.name == BEST else None,
             'command': training_command(str(saved.get('script', 'train_lm.py')), settings),
         }
-        check_tokenizer(about)
         model = LanguageModel.build(about)
+        model.about = about
+        check_tokenizer(model)
     common.load_weights(model, saved['model'], path, assign=True)
-    model.about = about
     return model
 
 
@@ -113,7 +118,7 @@ def load_model(folder: str, which: str) -> LanguageModel:
         return load_trained(folder, which)
     model = LanguageModel.from_pretrained(folder)
     with common.restoring(os.path.join(folder, CONFIG), 'the model'):
-        check_tokenizer(model.about)
+        check_tokenizer(model)
     return model
 
 

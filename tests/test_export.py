@@ -39,6 +39,15 @@ def test_an_export_holds_the_trained_weights_and_sizes(trained, tmp_path, name, 
             assert torch.equal(loaded_weights[key], rounded.float())
 
 
+def test_only_the_best_checkpoint_has_the_best_validation_loss(trained, tmp_path):
+    for which in ('best', 'last'):
+        export(trained / 'recurrent', tmp_path, which=which)
+        score = json.loads((tmp_path / 'config.json').read_text())['best_val_loss']
+        assert (score is not None) == (which == 'best')
+        card = (tmp_path / 'README.md').read_text()
+        assert ('Score: not recorded' in card) == (which == 'last')
+
+
 def test_an_export_replaces_one_that_was_interrupted_between_its_files(
     trained, tmp_path, monkeypatch
 ):
@@ -109,6 +118,7 @@ def test_a_damaged_export_is_refused_by_file_and_reason(trained, tmp_path, capfd
     for config_text, weights_content, damaged, message in (
         ('hello', content, config, 'JSONDecodeError'),
         (json.dumps(about | {'tokenizer': 'x'}), content, config, 'unknown tokenizer'),
+        (json.dumps(about | {'tokenizer': 'gpt2'}), content, config, 'vocab_size = 256, but'),
         (with_width(2**20), content, config, 'needs more than'),
         (with_width(64), content, weights, 'size mismatch'),
         (with_width(32), b'x', weights, 'too small'),
