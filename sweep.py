@@ -19,7 +19,8 @@ FLOPs per token of a block, and W = 16 or 32 blocks of width 768.
 
 Before the first run starts, a sweep checks what would stop it hours later: data and levels (with
 `--also=download=True` it downloads these once, not once per worker), disk space for all
-checkpoints, the settings of every run. It measures a few updates and prints the expected hours.
+checkpoints, and of the settings of every run the names, types and model sizes. It measures a few
+updates and prints the expected hours.
 When three runs in a row fail with the same message, it starts no more.
 
 One run at a time uses a GPU, or `--gpus_per_run` of them under torchrun. Small agents do not fill a
@@ -53,8 +54,22 @@ from math import ceil, inf, nan
 from pathlib import Path
 from typing import NamedTuple
 
-from configurator import Mistake, configure, every, fail, first_line, read_argument, read_config
-from configurator import read_json, read_script, run_script, setup_process, write_json, write_text
+from configurator import (
+    Mistake,
+    check_ranges,
+    configure,
+    every,
+    fail,
+    first_line,
+    read_argument,
+    read_config,
+    read_json,
+    read_script,
+    run_script,
+    setup_process,
+    write_json,
+    write_text,
+)
 
 if __name__ == '__main__':
     setup_process()  # before torch is imported
@@ -236,6 +251,7 @@ SAME_RUN = (  # a run with other values of these settings is still the same run
     'out_dir resume overwrite eval_only levels best plot tensorboard wandb wandb_project '
     'eval_interval batch_size device dtype compile graphs path mode threads reuse download'
 ).split()
+AT_LEAST_1 = ('max_iters', 'eval_interval', 'total_steps', 'n_envs', 'unroll')  # for modeled hours
 MOST_COST = 1.5  # language models above 1.5 W are left out (E is rounded, so some exceed W)
 MOST_TUNING = 3  # number of values that `tune` may add beyond an edge
 EQUAL_FAILURES = 3  # failures in a row with the same message after which no further run starts
@@ -304,6 +320,7 @@ def base_config(model: str, recurrent: bool, budget: str) -> tuple[dict, list[st
     for name, setting in settings_in_also().items():
         if name in defaults:  # a plan of agents and language models has two scripts
             read_argument(f'--{setting}', config, defaults, f'also = {also!r}')
+    check_ranges(config, {name: (1, inf) for name in AT_LEAST_1 if name in config})
     return config, [path] if path else []
 
 
@@ -347,6 +364,15 @@ def config_of(row: Row) -> dict:
     return base_config(row.model, row.recurrent, row.budget)[0] | settings_of(row)
 
 
+def model_settings(row: Row) -> dict:
+    """Return the settings of a run that define its model: those that are fields of ModelConfig or
+    AgentConfig, without the ones that change no weight."""
+    config = config_of(row)
+    names = {f.name for f in fields(ModelConfig if row.is_text else AgentConfig)}
+    names -= {'mode', 'dtype'}
+    return {name: x for name, x in config.items() if name in names}
+
+
 class Cost(NamedTuple):
     """What a run costs per token, or per environment step of one board."""
 
@@ -365,10 +391,7 @@ def cost(row: Row) -> Cost:
 def cost_of_cell(row: Row) -> Cost:
     """Return the cost of a row with seed 1, from a model on the device 'meta'. Ends the script if
     the sizes do not fit together."""
-    config = config_of(row)
-    names = {f.name for f in fields(ModelConfig if row.is_text else AgentConfig)}
-    names -= {'path', 'mode', 'dtype'}
-    sizes = {name: config[name] for name in names & config.keys()}
+    config, sizes = config_of(row), model_settings(row)
     try:
         with torch.device('meta'):
             if not row.is_text:
@@ -692,7 +715,11 @@ def state_of(row: Row) -> str:
 
 def arguments(row: Row) -> list[str]:
     """Return script, config files and settings of a run, with paths from the current folder."""
-    flags = [f'--{name}={x}' for name, x in settings_of(row).items()]
+    settings, config = settings_of(row), config_of(row)
+    if config.get('init_from'):  # the trainer would adopt what is not set from that model
+        about = {name: config[name] for name in ('arch', 'tokenizer') if name in config}
+        settings = about | model_settings(row) | settings
+    flags = [f'--{name}={x}' for name, x in settings.items()]
     files = base_config(row.model, row.recurrent, row.budget)[1]
     return [os.path.relpath(script_of(row)), *files, *flags, f'--out_dir={folder_of(row)}']
 
@@ -990,9 +1017,13 @@ def start(row: Row, gpu: str, at_a_time: int) -> Running | None:
 def last_error(path: str | os.PathLike) -> str:
     """Return the last error that a run printed since it was last started, or else its last line."""
     text = Path(path).read_text(errors='replace').rpartition('---- started\n')[2]
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or ['it printed nothing']
+    lines = [re.sub(r'^\[rank\d+\]: ', '', line.strip()) for line in text.splitlines()]
+    lines = [line for line in lines if line] or ['it printed nothing']
     errors = [line for line in lines if re.match(r'(error: |[\w.]*(Error|Exception)\b)', line)]
-    return (errors or lines)[-1][:300]
+    # Under torchrun other ranks and the launcher report a failure as well, without its cause.
+    reports = ('another rank died', 'ChildFailedError')
+    causes = [line for line in errors if not any(text in line for text in reports)]
+    return (causes or errors or lines)[-1][:300]
 
 
 def outcome(row: Row, status: int) -> str:

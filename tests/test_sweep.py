@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from filelock import FileLock
 from processes import ROOT
+from small_runs import LM, train_lm_as_rank
 
 import data_fineweb
 import figures
@@ -352,6 +353,9 @@ MISTAKES = [  # arguments, parts of the message
     ('--only=depth=3', ["'depth' is none of E, L"]),
     ('--also=nonsense=1', ["also = 'nonsense"]),
     ('--also=n_layer=3', ['also', 'sets n_layer', 'itself']),
+    ('--also=max_iters=0', ['max_iters = 0: must be at least 1']),
+    ('--also=eval_interval=0', ['eval_interval = 0: must be at least 1']),
+    ('--plan=sokoban-small --also=unroll=0', ['unroll = 0: must be at least 1']),
     ('--width=0.0833', ['n_embd', 'base', 'width']),
     ('--table=solve --run', ['no Sokoban agents']),
     ('--run --index=99', ['index = 99', '0 to 25']),
@@ -621,6 +625,28 @@ def row(fake):
     return row
 
 
+# What two ranks of a run print, and then torchrun.
+TORCHRUN = """
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "train_lm.py", line 10, in <module>
+[rank1]: IndexError: index out of range
+error: rank 0: another rank died, or cannot be reached (RuntimeError: Connection closed by peer)
+E1125 21:09:39.365000 12522 torch/distributed/elastic/api.py:1002] failed (exitcode: 1)
+Traceback (most recent call last):
+  File "torch/distributed/launcher/api.py", line 383, in launch_agent
+    raise ChildFailedError(
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+  exitcode  : 2 (pid: 12496)
+"""
+
+
+def test_the_message_of_a_failure_under_torchrun_is_its_cause(tmp_path):
+    path = tmp_path / 'stdout.txt'
+    path.write_text(TORCHRUN)
+    assert sweep.last_error(path) == 'IndexError: index out of range'
+
+
 def test_a_run_that_another_sweep_works_on_is_left_alone(row, capsys):
     with FileLock(folder_of(row) / '.lock'):
         assert sweep.execute([row]) == 1
@@ -881,6 +907,17 @@ def test_agents_without_an_evaluation_are_evaluated_for_the_table(tmp_path, monk
 
 
 # ---- the real trainers ----
+
+
+def test_a_run_that_starts_from_another_model_keeps_the_sizes_of_its_plan(data, trained, tmp_path):
+    """The other model has n_kv_head = 1, the plan 0, which stands for half of n_head."""
+    settings = {**LM, 'data_dir': data, 'init_from': trained / 'recurrent'}
+    sizes = ('n_layer', 'n_expert', 'n_embd')
+    also = ' '.join(f'{name}={x}' for name, x in settings.items() if name not in sizes)
+    argv = ['--plan=lm-small', '--only=L=16 d=32 variant=recurrent', '--width=0.0416667']
+    (row,) = rows_of(*argv, f'--also={also}', f'--out_dir={tmp_path}')
+    assert train_lm_as_rank(sweep.arguments(row)[1:]) == 0
+    assert sweep.state_of(row) == 'done'
 
 
 @pytest.mark.long
