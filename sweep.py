@@ -887,9 +887,10 @@ def check_disk(rows: list[Row], at_a_time: int) -> None:
         fail(f'{out_dir}: {needs}, and {has}: choose another out_dir, or a part of the plan (only)')
 
 
-def measured_update(row: Row) -> float:
-    """Run a few updates of a run in a temporary folder, in one process and alone on the machine,
-    and return the seconds of one. Ends the script, with the message of the run, if it fails."""
+def measured_update(row: Row, gpu: str, at_a_time: int) -> float:
+    """Run a few updates of a run in a temporary folder, started as the sweep starts it but with no
+    other run beside it, and return the seconds of one. Ends the script, with the message of the
+    run, if it fails."""
     config = config_of(row)
     changes = {
         'resume': False,
@@ -906,11 +907,11 @@ def measured_update(row: Row) -> float:
     else:
         changes |= {'total_steps': 8 * config['n_envs'] * config['unroll'], 'n_levels': 100}
     with tempfile.TemporaryDirectory() as folder, open(f'{folder}/stdout.txt', 'w') as out:
-        line = [sys.executable, *arguments(row)]
+        line = process_command(row)
         line += [f'--{name}={x}' for name, x in changes.items() if name in config]
         line += [f'--out_dir={folder}/run']
         output = {'stdin': subprocess.DEVNULL, 'stdout': out, 'stderr': subprocess.STDOUT}
-        if subprocess.run(line, **output).returncode != 0:
+        if subprocess.run(line, env=environment(gpu, at_a_time), **output).returncode != 0:
             fail(f'{row.name}: its first updates failed: {last_error(out.name)}')
         seconds = [record.get('seconds') for record in read_log(f'{folder}/run')]
     seconds = [x for x in seconds if x is not None]
@@ -918,39 +919,43 @@ def measured_update(row: Row) -> float:
     return statistics.median(steps[-3:]) if steps else nan  # the first ones compile
 
 
-def print_expected(rows: list[Row], at_a_time: int) -> None:
+def print_expected(rows: list[Row], gpus: list[str]) -> None:
     """Measure updates of one run of each model and variant, and print the hours that all runs would
-    take here. The times of the other runs follow from it by the ratios of modeled hours."""
+    take here with one worker for each of `gpus`. The times of the other runs follow from it by the
+    ratios of modeled hours."""
     hours = 0.0
+    at_a_time = min(len(gpus), len(rows))
     rows = sorted(rows, key=lambda row: (row.model, row.recurrent))
     for _, group in itertools.groupby(rows, key=lambda row: (row.model, row.recurrent)):
         group = sorted(group, key=modeled_hours)
         middle = group[len(group) // 2]
-        seconds = measured_update(middle)
-        say(f'    measured, one process alone: {middle.name} {seconds:.3g} s per update')
+        seconds = measured_update(middle, gpus[0], len(gpus))
+        say(f'    measured, one run alone: {middle.name} {seconds:.3g} s per update')
         ratio = seconds * updates_of(middle) / 3600 / modeled_hours(middle)
         hours += sum(ratio * modeled_hours(row) * (1 - progress_of(row).fraction) for row in group)
     line = f'expected: {hours:,.1f} hours one after another'
     if at_a_time > 1:
-        line += f', {hours / min(at_a_time, len(rows)):,.1f} hours with {at_a_time} at a time'
+        line += f', {hours / at_a_time:,.1f} hours with {at_a_time} at a time'
+        if len(set(gpus[:at_a_time])) < at_a_time:  # several share a GPU, or the cores
+            line += ' if the runs do not slow each other down'
     say(line)
 
 
-def check_before(rows: list[Row], at_a_time: int) -> None:
+def check_before(rows: list[Row], gpus: list[str]) -> None:
     """Check what would stop a sweep after hours, and print the expected hours of a long one. rows:
-    those that are not finished."""
+    those that are not finished. gpus: those of the workers."""
     try:
         check_data(rows)
     except (Mistake, OSError) as error:
         fail(error)
-    check_disk(rows, at_a_time)
+    check_disk(rows, len(gpus))
     hours = sum(map(modeled_hours, rows))
     if not torch.cuda.is_available():
         hours = sum(map(training_flops, rows)) / CPU_RATE / 3600
     is_long = hours > LONG_SWEEP_HOURS and index < 0
     measures = is_long if measure is None else measure
     if measures:
-        print_expected(rows, at_a_time)
+        print_expected(rows, gpus)
 
 
 # ----------------------------------------------------------------------------- running
@@ -967,6 +972,22 @@ def devices() -> list[str]:
     groups = [','.join(names[i : i + k]) for i in range(0, n - k + 1, k)]
     first = max(index, 0)  # jobs of one row each on the same machine spread over its GPUs
     return [groups[(first + i) % len(groups)] for i in range(workers or len(groups))]
+
+
+def process_command(row: Row) -> list[str]:
+    """Return the command that starts a run with this Python."""
+    launcher, *line = command(row)
+    module = ['-m', 'torch.distributed.run'] if launcher == 'torchrun' else []
+    return [sys.executable, *module, *line]
+
+
+def environment(gpu: str, at_a_time: int) -> dict[str, str]:
+    """Return the environment of a run on `gpu`, one of `at_a_time` that share the CPU cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+    env = {'OMP_NUM_THREADS': str(max(1, cores // (at_a_time * gpus_per_run))), **os.environ}
+    if gpu:
+        env['CUDA_VISIBLE_DEVICES'] = gpu
+    return env
 
 
 class Running(NamedTuple):
@@ -993,22 +1014,16 @@ def start(row: Row, gpu: str, at_a_time: int) -> Running | None:
     if state_of(row) in ('done', *UNUSABLE):  # under the lock: it may have changed
         lock.release()
         return None
-    launcher, *line = command(row)
-    line = ['-m', 'torch.distributed.run', *line] if launcher == 'torchrun' else line
-    line.append('--resume=True' if saved_in(folder) else '--overwrite=True')
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-    env = {'OMP_NUM_THREADS': str(max(1, cores // (at_a_time * gpus_per_run))), **os.environ}
-    if gpu:
-        env['CUDA_VISIBLE_DEVICES'] = gpu
+    start_mode = '--resume=True' if saved_in(folder) else '--overwrite=True'
     with open(folder / 'stdout.txt', 'ab') as out:
         out.write(b'---- started\n')
         out.flush()
         process = subprocess.Popen(
-            [sys.executable, *line],
+            [*process_command(row), start_mode],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
-            env=env,
+            env=environment(gpu, at_a_time),
             start_new_session=True,  # ctrl-C reaches this process alone, which passes it on
         )
     return Running(process=process, lock=lock, gpu=gpu, started=time.time())
@@ -1153,7 +1168,7 @@ def execute(rows: list[Row]) -> int:
     finished_before = len(rows) - len(queue)
     say(f'{plan}: {len(rows)} runs, {finished_before} finished before; {len(gpus)} at a time')
     if queue:
-        check_before(queue, len(gpus))
+        check_before(queue, gpus)
     failures, signal_number = run_queue(queue, rows, gpus)
     for row, message in failures.items():
         say(f'failed: {row.name}: {message}; see {folder_of(row)}/stdout.txt')

@@ -438,8 +438,26 @@ def test_hours_are_measured_before_a_sweep(fake, monkeypatch, capsys):
     argv = [*fake, '--only=variant=recurrent d=24', '--workers=2', '--run', '--measure']
     assert main(monkeypatch, *argv) == 0
     out = capsys.readouterr().out
-    assert 'measured, one process alone: transformer_recurrent' in out
-    assert '0.1 s per update' in out and 'hours with 2 at a time' in out
+    assert 'measured, one run alone: transformer_recurrent' in out and '0.1 s per update' in out
+    assert 'hours with 2 at a time if the runs do not slow each other down' in out
+
+
+def test_hours_are_measured_with_the_threads_and_ranks_of_the_runs(fake, monkeypatch):
+    (row,) = rows_of(*fake, '--only=L=1 d=24 variant=recurrent', '--gpus_per_run=2')
+    monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
+    monkeypatch.setattr(sweep.os, 'sched_getaffinity', lambda pid: range(32), raising=False)
+    started = []
+
+    def fake_run(line, env, **options):
+        started.append((line, env))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(sweep.subprocess, 'run', fake_run)
+    monkeypatch.setattr(sweep, 'read_log', lambda folder: [])
+    sweep.measured_update(row, '2,3', 4)
+    ((line, env),) = started
+    assert '--nproc_per_node=2' in line and '-m' in line
+    assert (env['OMP_NUM_THREADS'], env['CUDA_VISIBLE_DEVICES']) == ('4', '2,3')
 
 
 @pytest.mark.parametrize(
