@@ -79,7 +79,7 @@ import torch
 from filelock import FileLock, Timeout
 
 import figures
-from common import CheckpointError, Stopper, commit, lock_folder, need_packages, saved_in
+from common import CheckpointError, Stopper, commit, lock_folder, need_packages, print0, saved_in
 from convlstm import AGGREGATIONS, AgentConfig, build_agent
 from data_fineweb import VOCAB, find_shards
 from figures import TEST_SPLIT, Row, read_log, run_value
@@ -276,8 +276,6 @@ AGENT_KERNELS = (120, 80)
 MICRO_BATCH = 32768  # tokens per micro-batch of a GPU
 CPU_RATE = 50e9  # FLOP/s of a CPU core: only to tell short sweeps from long ones
 LONG_SWEEP_HOURS = 0.5  # longer sweeps measure a few updates first
-
-say = functools.partial(print, flush=True)
 
 
 # ----------------------------------------------------------------------------- settings and cost
@@ -930,7 +928,7 @@ def print_expected(rows: list[Row], gpus: list[str]) -> None:
         group = sorted(group, key=modeled_hours)
         middle = group[len(group) // 2]
         seconds = measured_update(middle, gpus[0], len(gpus))
-        say(f'    measured, one run alone: {middle.name} {seconds:.3g} s per update')
+        print0(f'    measured, one run alone: {middle.name} {seconds:.3g} s per update')
         ratio = seconds * updates_of(middle) / 3600 / modeled_hours(middle)
         hours += sum(ratio * modeled_hours(row) * (1 - progress_of(row).fraction) for row in group)
     line = f'expected: {hours:,.1f} hours one after another'
@@ -938,7 +936,7 @@ def print_expected(rows: list[Row], gpus: list[str]) -> None:
         line += f', {hours / at_a_time:,.1f} hours with {at_a_time} at a time'
         if len(set(gpus[:at_a_time])) < at_a_time:  # several share a GPU, or the cores
             line += ' if the runs do not slow each other down'
-    say(line)
+    print0(line)
 
 
 def check_before(rows: list[Row], gpus: list[str]) -> None:
@@ -1056,7 +1054,7 @@ def outcome(row: Row, status: int) -> str:
     try:
         write_json(record, folder / 'failed.json')
     except OSError as error:  # the disk may be full
-        say(f'{folder}: {first_line(error)}')
+        print0(f'{folder}: {first_line(error)}')
     return f'FAILED (exit status {status}): {message}'
 
 
@@ -1066,11 +1064,11 @@ def kind_of_failure(row: Row, message: str) -> str:
     return re.sub(r'\d[\d.,e+-]*', 'N', message.replace(folder_of(row), 'RUN'))
 
 
-def remaining(todo: list[Row], all_rows: list[Row], at_a_time: int) -> str:
+def remaining(todo: list[Row], progress: dict[Row, Progress], at_a_time: int) -> str:
     """Return the time left as text: the time of all updates so far, times the modeled hours that
-    are left over those that are done. todo: the runs that have not finished."""
-    progress = {row: progress_of(row) for row in all_rows}
-    done = sum(modeled_hours(row) * progress[row].fraction for row in all_rows)
+    are left over those that are done. todo: the runs that have not finished. progress: that of all
+    runs."""
+    done = sum(modeled_hours(row) * x.fraction for row, x in progress.items())
     seconds = sum(x.seconds for x in progress.values())
     if not done:
         return 'n/a'
@@ -1103,6 +1101,7 @@ def run_queue(
     at_a_time = len(gpus)
     free = list(gpus)  # those of the workers without a run
     running: dict[Row, Running] = {}
+    progress = {row: progress_of(row) for row in rows}  # renewed for the runs at work
     n_ended = len(rows) - len(queue)  # runs that were finished before or have ended
     failures: dict[Row, str] = {}
     kinds = []  # kind_of_failure of the runs that have ended, '' for those that are done
@@ -1110,34 +1109,40 @@ def run_queue(
     stopper = Stopper()
     try:
         while running or (queue and stopper.signal is None):
+            ended = []  # (row, why it failed or '', seconds)
             while queue and free and stopper.signal is None:
                 row = queue.pop(0)
-                job = start(row, free[0], at_a_time)
+                try:
+                    job = start(row, free[0], at_a_time)
+                except OSError as error:  # such as a full disk; the other runs continue
+                    ended.append((row, f'FAILED to start: {first_line(error)}', 0.0))
+                    break
                 if job:
                     running[row] = job
                     free.pop(0)
                 else:
-                    say(f'{row.name}: another process is at work on it, or has finished it')
-            all_ended = [row for row, job in running.items() if job.process.poll() is not None]
-            for row in all_ended:
-                ended = running.pop(row)
-                free.append(ended.gpu)
-                ended.lock.release()
+                    print0(f'{row.name}: another process is at work on it, or has finished it')
+            for row in [row for row, job in running.items() if job.process.poll() is not None]:
+                job = running.pop(row)
+                free.append(job.gpu)
+                job.lock.release()
                 if stopper.signal is not None and state_of(row) != 'done':
-                    continue  # it was stopped by the signal below, and has saved
-                failure = outcome(row, ended.process.returncode)
+                    continue  # it was stopped by the signal below
+                failure = outcome(row, job.process.returncode)
+                ended.append((row, failure, time.time() - job.started))
+            for row, failure, seconds in ended:
+                progress[row] = progress_of(row)
                 if failure:
                     failures[row] = failure
                 kinds.append(kind_of_failure(row, failure))
                 n_ended += 1
                 counted = f'[{n_ended}/{len(rows)}] {row.name}'
-                seconds = time.time() - ended.started
-                eta = remaining([*queue, *running], rows, at_a_time)
-                say(f'{counted}: {failure or "done"}, {seconds:.0f} s | eta {eta}')
+                eta = remaining([*queue, *running], progress, at_a_time)
+                print0(f'{counted}: {failure or "done"}, {seconds:.0f} s | eta {eta}')
                 last_kinds = kinds[-EQUAL_FAILURES:]
                 if failure and queue and last_kinds == EQUAL_FAILURES * [last_kinds[-1]]:
                     others = f'{len(queue)} others are not started'
-                    say(f'{EQUAL_FAILURES} runs in a row failed alike: {others}')
+                    print0(f'{EQUAL_FAILURES} runs in a row failed alike: {others}')
                     queue = []
             if stopper.signal is not None:
                 for job in running.values():
@@ -1145,9 +1150,10 @@ def run_queue(
                 for job in running.values():
                     job.process.wait()
             elif running and is_due():
-                parts = [f'{row.name} {progress_of(row).fraction:.0%}' for row in running]
-                eta = remaining([*queue, *running], rows, at_a_time)
-                say(f'    running: {", ".join(parts)} | eta {eta}')
+                progress |= {row: progress_of(row) for row in running}
+                parts = [f'{row.name} {progress[row].fraction:.0%}' for row in running]
+                eta = remaining([*queue, *running], progress, at_a_time)
+                print0(f'    running: {", ".join(parts)} | eta {eta}')
             time.sleep(POLL)
     except BaseException:  # such as a second ctrl-C: the runs keep their last checkpoints
         for job in running.values():
@@ -1166,14 +1172,15 @@ def execute(rows: list[Row]) -> int:
     gpus = devices()
     queue = unfinished(rows)
     finished_before = len(rows) - len(queue)
-    say(f'{plan}: {len(rows)} runs, {finished_before} finished before; {len(gpus)} at a time')
+    print0(f'{plan}: {len(rows)} runs, {finished_before} finished before; {len(gpus)} at a time')
     if queue:
         check_before(queue, gpus)
     failures, signal_number = run_queue(queue, rows, gpus)
     for row, message in failures.items():
-        say(f'failed: {row.name}: {message}; see {folder_of(row)}/stdout.txt')
+        print0(f'failed: {row.name}: {message}; see {folder_of(row)}/stdout.txt')
     if signal_number is not None:
-        say('stopped; the runs that had started have saved: the same command resumes them')
+        saved = 'the runs that had started training have saved'
+        print0(f'stopped; {saved}: the same command resumes them')
         return 128 + signal_number
     return int(any(state_of(row) != 'done' for row in rows))
 
@@ -1252,7 +1259,7 @@ def solve_rate(row: Row, levels: str) -> float:
     same_steps = saved.get('env_steps') == env_steps
     same_limit = saved.get('time_limit', TIME_LIMIT) == time_limit_of(row)
     if not (is_complete and same_steps and same_limit):
-        say(f'{row.name}: evaluating on {levels or config["eval_split"]}')
+        print0(f'{row.name}: evaluating on {levels or config["eval_split"]}')
         line = [sys.executable, *arguments(row), '--eval_only=True', f'--levels={levels}']
         if subprocess.run(line, stdout=subprocess.DEVNULL).returncode != 0:
             fail(f'{row.name}: the evaluation failed: see above')

@@ -579,6 +579,20 @@ def test_a_finished_agent_without_a_return_is_skipped_with_the_reason(tmp_path, 
     assert sweep.outcome(row, 0).startswith('FAILED (exit status 0): a run that logged no return')
 
 
+def test_a_run_that_cannot_start_leaves_the_others_running(fake, monkeypatch, capsys):
+    def start(row, *args, start=sweep.start):
+        if row.L == 2:
+            raise OSError(28, 'No space left on device')
+        return start(row, *args)
+
+    monkeypatch.setattr(sweep, 'start', start)
+    argv = [*fake, '--only=L=1,2,4 d=24 variant=recurrent', '--workers=2', '--run']
+    assert main(monkeypatch, *argv) == 1
+    out = capsys.readouterr().out
+    assert 'L2_E8_d24_s1: FAILED to start: OSError: [Errno 28] No space left' in out
+    assert [sweep.state_of(row) for row in sweep.plan_rows()] == ['done', '', 'done']
+
+
 def test_three_equal_failures_in_a_row_stop_the_sweep(fake, monkeypatch, capsys):
     """The numbers and folders in two messages may differ."""
     argv = [*fake, '--only=d=24 variant=recurrent', '--run']
