@@ -3,11 +3,11 @@
 $ python bench.py                              # on a CPU: updates of one model, plain and fast
 $ python bench.py --suite=first --budget=540   # the first half-hour on a new GPU, in parts of 540 s
 $ python bench.py --suite=train --budget=540   # the paper's throughput table, for one of its 4 GPUs
-$ torchrun --standalone --nproc_per_node=4 bench.py --suite=train    # the same on four GPUs
-$ python bench.py --suite=train --modes=lstm,compiled   # beside torch.nn.LSTM of equal size
+$ torchrun --standalone --nproc_per_node=4 bench.py --suite=train --out=out/four_gpus.json
+$ python bench.py --suite=train --modes=lstm --append=True   # add torch.nn.LSTM of equal size
 $ python bench.py --suite=decode               # the paper's latency table
 $ python bench.py --suite=sokoban --modes=compiled,compiled_recompute
-$ python bench.py --script=my_train.py         # updates of your copy of a trainer
+$ python bench.py --script=my_train.py --out=out/my_train.json   # updates of your trainer
 
 train      updates of train_lm.py, with loader and optimizer, for T = W = C. Each GPU has as many
            streams as each of the paper's four, B = tokens per update / 4 / C. Results are per GPU
@@ -657,7 +657,7 @@ def compare(pairs: dict[str, tuple]) -> tuple[float, str]:
     vectors and scalars count as one tensor, because a single number may be nothing but rounding."""
     groups = {}
     for name, (tensor, reference) in pairs.items():
-        small = reference.dim() == 1 or name.endswith(('.a', '.b'))
+        small = reference.dim() <= 1
         groups.setdefault('vectors' if small else name, []).append((tensor, reference))
     differences = {}
     for name, group in groups.items():
@@ -962,11 +962,17 @@ COLUMNS = {  # key of a row: heading, format
 }
 
 
+def command_line(world: int) -> list[str]:
+    """Return the command of this process, started by torchrun if there are several ranks."""
+    torchrun = ['torchrun', '--standalone', f'--nproc_per_node={world}']
+    return [*(torchrun if world > 1 else ['python']), *sys.argv]
+
+
 def describe_machine(config: dict) -> dict:
     """Return the first entries of a report: the command, the machine and the versions."""
     entries = {
         'suite': config['suite'],
-        'command': shlex.join(['python', *sys.argv]),
+        'command': shlex.join(command_line(config['world'])),
         'config': config,
         'device': device_name(config['device']),
         'world': config['world'],
@@ -1038,11 +1044,13 @@ def write_report(report: dict, path: str) -> str:
 
 def open_report(config: dict, path: str, continues: bool) -> dict:
     """Return a new report or, if `continues` is true, the one at `path`. Ends the script if that is
-    no report, or differs in one of REPORT_KEYS."""
+    no report, or differs in one of REPORT_KEYS, or if there is one and `continues` is false."""
     report = describe_machine(config)
-    old = read_json(path) if continues and os.path.exists(path) else None
-    if old is None:
+    if not os.path.exists(path):
         return {**report, 'steps': {}, 'yardsticks': {}, 'results': []}
+    if not continues:
+        fail(f'{path}: holds results: --append=True continues it, or choose another --out')
+    old = read_json(path)
     kept = ('steps', 'yardsticks', 'results', 'command')
     if not set(kept) <= set(old):
         fail(f'{path}: not a report of bench.py: choose another --out')
@@ -1123,7 +1131,7 @@ def run_steps(config: dict, steps: dict[str, dict[str, dict]]) -> int:
         print(f'{name}: {status}; {done} of {total} done, {elapsed:.0f} s, eta {eta}', flush=True)
     print(f'\n{write_report(report, path)}\n{path}')
     if remaining:
-        command = ['python', *sys.argv]
+        command = command_line(config['world'])
         if not continues:
             command.append('--append=True')
         print(f'\nbudget = {budget} s is used up; steps left: {len(remaining)}. To continue:')

@@ -244,6 +244,22 @@ def test_an_error_about_a_template_is_not_taken_for_a_step_that_ran_late(first, 
     assert found['decode 1,2,4,2']['status'] == 'failed: ValueError: no template'
 
 
+def test_a_report_is_not_overwritten(tmp_path, capfd):
+    path = tmp_path / 'train.json'
+    path.write_text('{"results": [1]}')
+    with pytest.raises(SystemExit):
+        bench.open_report({**SMALL, 'suite': 'train'}, str(path), continues=False)
+    assert 'train.json: holds results: --append=True continues it' in capfd.readouterr().err
+    assert path.read_text() == '{"results": [1]}'
+
+
+def test_a_command_under_torchrun_starts_all_ranks(monkeypatch):
+    monkeypatch.setattr(sys, 'argv', ['bench.py', '--suite=train'])
+    assert bench.command_line(1) == ['python', 'bench.py', '--suite=train']
+    torchrun = ['torchrun', '--standalone', '--nproc_per_node=4']
+    assert bench.command_line(4) == [*torchrun, 'bench.py', '--suite=train']
+
+
 def test_every_command_of_a_report_is_kept(tmp_path, monkeypatch):
     """Also one that is the beginning of another."""
     path, config = str(tmp_path / 'report.json'), {**SMALL, 'suite': 'first'}
@@ -269,6 +285,14 @@ def test_ctrl_c_leaves_no_process(first, monkeypatch):
 
 
 # ---- variants that fail ----
+
+
+def test_vectors_and_scalars_are_compared_as_one_tensor():
+    """The loss alone would differ by 10%."""
+    vectors = torch.full((100,), 1.0)
+    pairs = {'loss': (torch.tensor(1.1), torch.tensor(1.0)), 'bias': (vectors, vectors)}
+    difference, name = bench.compare(pairs)
+    assert name == 'vectors' and difference == pytest.approx(0.1 / 101**0.5, rel=1e-6)
 
 
 def killed():
