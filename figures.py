@@ -818,10 +818,12 @@ def plot_losses(out_dir: str, unit: str, title: str) -> str:
 def main() -> None:
     configure(globals(), quiet=True)
     need_packages(matplotlib=True, pandas=True)
-    folders = [Path(path) for name in solve_rates.split(',') for path in sorted(glob.glob(name))]
-    folders = [path for path in folders if (path / 'log.jsonl').exists()]
-    if not folders:
-        fail(f'solve_rates = {solve_rates!r}: name folders of runs of train_sokoban.py')
+    folders = []
+    for name in solve_rates.split(','):
+        logs = sorted(glob.glob(os.path.join(name.strip(), 'log.jsonl')))
+        if not logs:
+            fail(f'solve_rates: {name.strip()!r} is no folder with a run of train_sokoban.py')
+        folders += [Path(path).parent for path in logs]
     print('\n'.join(compare_solve_rates(folders)))
 
 

@@ -424,17 +424,22 @@ def run_sections(folder: Path, log: list[dict], config: dict, unit: str) -> list
         changed,
         table_section('Evaluations', records, unit),
     ]
-    if unit and (folder / 'ckpt_last.pt').exists():
+    has_text = unit and config.get('arch', 'experts') == 'experts'  # no baseline can be sampled
+    if has_text and (folder / 'ckpt_last.pt').exists():
         sections.append(Section('A sample', text=sample_text(folder)))
     return [*sections, settings]
 
 
 def sample_text(folder: Path) -> str:
-    """Return what sample.py prints for a run's last checkpoint."""
+    """Return what sample.py prints for a run's last checkpoint; '' if it fails, with the reason on
+    stderr."""
     print(f'sampling from {folder / "ckpt_last.pt"}', flush=True)
-    command = [sys.executable, 'sample.py', f'--out_dir={folder.resolve()}']
+    command = [sys.executable, 'sample.py', f'--out_dir={folder.resolve()}', '--which=last']
     done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
-    return done.stdout or done.stderr
+    if done.returncode != 0:
+        print(f'the page has no sample: {done.stderr.strip()}', file=sys.stderr)
+        return ''
+    return done.stdout
 
 
 # ----------------------------------------------------------------------------- a sweep
@@ -466,7 +471,7 @@ def sweep_sections(folder: Path, logs: dict[Path, list], configs: dict) -> list[
             name = 'Certainty of the best depth' + (f', {model}' if model else '')
             facts[name] = str(x).replace('feedforward', 'non-recurrent')
     if not facts:
-        facts |= best_run('recurrent', logs, configs) | best_run('non-recurrent', logs, configs)
+        facts |= best_runs('recurrent', logs, configs) | best_runs('non-recurrent', logs, configs)
     facts['Runs'] = str(len(runs))
     if logs:
         seconds = sum(log[-1].get('seconds') or 0 for log in logs.values())
@@ -502,22 +507,25 @@ ALLOCATION = (  # columns of a table of mean losses or returns; all others are f
 def best_allocations(rows: list[dict], unit: str, model: str = '') -> dict[str, str]:
     """Return as {name: text} the best allocation of each variant and budget in a table of mean
     losses or returns, and the gain from recurrence: the best loss of the non-recurrent models minus
-    that of the recurrent ones. {} for other tables. model: the table's, if a page has several."""
+    that of the recurrent ones. {} for other tables. model: the table's, if a page has several.
+
+    An allocation with fewer seeds than others of its group does not count (figures.best_cell)."""
     if rows and 'mean_loss' in rows[0]:
         key, measure = 'mean_loss', nats(unit)
     elif rows and 'mean_return' in rows[0]:
         key, measure = 'mean_return', 'return'
     else:
         return {}
-    best = {}
+    best = {}  # {group: (number of seeds, score, row)}
     for row in rows:
         group = (variant_name(row['variant']), row.get('budget', ''))
+        n_seeds = int(row.get('n_seeds') or 1)
         score = float(row[key]) * (-1 if key == 'mean_loss' else 1)
-        if group not in best or score > best[group][0]:
-            best[group] = score, row
+        if group not in best or (n_seeds, score) > best[group][:2]:
+            best[group] = n_seeds, score, row
     facts = {}
     of_model = f' {model}' if model else ''
-    for (variant, budget), (score, row) in best.items():
+    for (variant, budget), (_, score, row) in best.items():
         allocation = f'L = {row["L"]}, E = {row["E"]}, d = {row["d"]}'
         for name, x in row.items():
             if x and name not in ALLOCATION:
@@ -525,29 +533,29 @@ def best_allocations(rows: list[dict], unit: str, model: str = '') -> dict[str, 
         value = f'{float(row[key]):.5g} {measure}'
         facts[f'Best {variant}{of_model}, {budget} budget'] = f'{value}: {allocation}'
         if key == 'mean_loss' and variant == 'recurrent' and ('non-recurrent', budget) in best:
-            gain = score - best['non-recurrent', budget][0]
+            gain = score - best['non-recurrent', budget][1]
             name = f'Gain from recurrence{of_model}, {budget} budget'
             facts[name] = f'{four_decimals(gain)} {measure}'
     return facts
 
 
-def best_run(variant: str, logs: dict[Path, list], configs: dict) -> dict[str, str]:
-    """Return as {name: text} the value and the folder of the best run of a variant, {} if no run is
-    of that variant."""
-    values = {}
+def best_runs(variant: str, logs: dict[Path, list], configs: dict) -> dict[str, str]:
+    """Return as {name: text} the value and the folder of the best language model and of the best
+    agent of a variant; {} if no run is of that variant."""
+    losses, returns = {}, {}
     for path, log in logs.items():
         recurrent = configs[path].get('recurrent', True)
         if recurrent == (variant == 'recurrent') and run_value(log) is not None:
+            values = losses if 'tokens' in log[-1] else returns
             values[path] = run_value(log)
-    if not values:
-        return {}
-    if 'tokens' in next(iter(logs.values()))[-1]:
-        measure = 'loss'
-        path = min(values, key=values.get)
-    else:
-        measure = 'return'
-        path = max(values, key=values.get)
-    return {f'Best {variant} run': f'{measure} {values[path]:.5g}: {path.name}'}
+    facts = {}
+    if losses:
+        path = min(losses, key=losses.get)
+        facts[f'Best {variant} language model'] = f'loss {losses[path]:.5g}: {path.name}'
+    if returns:
+        path = max(returns, key=returns.get)
+        facts[f'Best {variant} agent'] = f'return {returns[path]:.5g}: {path.name}'
+    return facts
 
 
 def run_record(path: Path, log: list[dict], config: dict) -> dict:

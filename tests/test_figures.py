@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 from PIL import Image
-from small_runs import run_lm
+from small_runs import error_of, run_lm
 
 import figures
 import report
@@ -131,6 +131,13 @@ def test_runs_whose_folders_have_one_name_are_all_drawn(tmp_path, monkeypatch):
     assert agents == [label, f'{label} ({tmp_path}/b/agent)', f'{label} ({tmp_path}/c/agent)']
 
 
+def test_a_pattern_without_a_run_is_refused(tmp_path, capfd):
+    """Blanks around a pattern do not count."""
+    write_run(tmp_path / 'agent', AGENT_LOG, AGENT)
+    error = error_of(capfd, figures, [f'--solve_rates={tmp_path}/ag*, {tmp_path}/none*'])
+    assert f"'{tmp_path}/none*' is no folder with a run" in error
+
+
 @pytest.mark.parametrize('name', ['feedforward', 'nonrecurrent', 'non-recurrent'])
 def test_old_names_of_the_non_recurrent_variant_are_understood(name):
     assert figures.variant_name(name) == 'non-recurrent'
@@ -164,6 +171,35 @@ def test_the_page_of_a_language_model_has_the_numbers_of_its_log(page):
     assert html.escape(str(page.parent)) in page.read_text()
     (source,) = re.findall(r'(?:src|href)="([^"]*)"', page.read_text())
     assert source.startswith('data:image/svg+xml;base64,')  # nothing is loaded from elsewhere
+
+
+@pytest.mark.parametrize('arch, n_samples', [('experts', 1), ('lstm', 0)])
+def test_a_model_that_can_be_sampled_is_sampled_from_its_last_checkpoint(
+    tmp_path, monkeypatch, arch, n_samples
+):
+    log = [{'step': 0, 'tokens': 0, 'val_loss': 2.0}]
+    folder = write_run(tmp_path / 'run', log, {'arch': arch, 'tokenizer': 'bytes'})
+    (folder / 'ckpt_last.pt').touch()
+    commands = []
+
+    def fake_run(command, **options):
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0, 'a text', '')
+
+    monkeypatch.setattr(report.subprocess, 'run', fake_run)
+    texts, _ = read_page(report.write_report(folder))
+    assert len(commands) == n_samples and ('A sample' in texts) == bool(n_samples)
+    assert all('--which=last' in command for command in commands)
+
+
+def test_a_sample_that_fails_is_left_out_with_the_reason(tmp_path, monkeypatch, capfd):
+    folder = write_run(tmp_path / 'run', [{'step': 0, 'tokens': 0}], {'tokenizer': 'bytes'})
+    (folder / 'ckpt_last.pt').touch()
+    failed = subprocess.CompletedProcess([], 2, 'half a text', 'error: no memory\n')
+    monkeypatch.setattr(report.subprocess, 'run', lambda command, **options: failed)
+    texts, _ = read_page(report.write_report(folder))
+    assert 'A sample' not in texts
+    assert 'the page has no sample: error: no memory' in capfd.readouterr().err
 
 
 def test_the_page_of_an_agent_starts_with_its_solve_rates(tmp_path):
@@ -206,6 +242,31 @@ def test_the_page_of_a_sweep_lists_its_runs_and_tables(tmp_path):
     assert tables['Runs'][0]['Solved, evaluation levels'] == '34.6%'
     shared = {row['Setting'] for row in tables['All settings of all runs']}
     assert 'gamma' in shared and 'recurrent' not in shared
+
+
+def test_a_folder_of_agents_and_language_models_has_the_best_of_each(tmp_path):
+    text = [{'step': 0, 'tokens': 0, 'val_loss': 2.0}]
+    agent = [{'step': k, 'env_steps': k, 'episodic_return': -3.0} for k in range(5)]
+    for name, log in (('text', text), ('agent', agent)):
+        write_run(tmp_path / name, log, {'recurrent': True})
+    logs = {tmp_path / name: figures.read_log(tmp_path / name) for name in ('text', 'agent')}
+    configs = {path: {'recurrent': True} for path in logs}
+    assert report.best_runs('non-recurrent', logs, configs) == {}
+    assert report.best_runs('recurrent', logs, configs) == {
+        'Best recurrent language model': 'loss 2: text',
+        'Best recurrent agent': 'return -3: agent',
+    }
+
+
+def test_an_allocation_with_fewer_seeds_is_not_the_best():
+    cell = {'variant': 'recurrent', 'budget': 'small', 'E': 1, 'd': 48}
+    rows = [
+        cell | {'L': 1, 'mean_return': '9', 'n_seeds': '2'},
+        cell | {'L': 2, 'mean_return': '7', 'n_seeds': '10'},
+        cell | {'L': 4, 'mean_return': '8', 'n_seeds': '10'},
+    ]
+    best = {'Best recurrent, small budget': '8 return: L = 4, E = 1, d = 48'}
+    assert report.best_allocations(rows, '') == best
 
 
 def test_the_gain_from_recurrence_is_the_difference_of_the_best_losses():
