@@ -2,7 +2,7 @@
 
 Goal: the four aggregations at L = 2, each at its own learning rate, three seeds. Expected:
 differences of about 0.01 nats per byte; the plain mean is the best (results/README.md). Hardware
-and time: two CPU cores, 20 runs of about four minutes.
+and time: two CPU cores, 24 runs or more of about four minutes.
 
     python sweep.py config/study_aggregation.py --run --figure --table
 """

@@ -1,8 +1,8 @@
 """Study: the residual rule of a non-recurrent language model of several experts.
 
 Goal: each expert with a residual of its own (the paper's rule) against one shared residual, at L =
-2, each at its own learning rate, three seeds. Hardware and time: two CPU cores, ten runs of about
-four minutes. Other depths, longer: config/study_lm.py with --residual=shared.
+2, each at its own learning rate, three seeds. Hardware and time: two CPU cores, 12 runs or more of
+about four minutes. Other depths, longer: config/study_lm.py with --residual=shared.
 
     python sweep.py config/study_residual.py --run --figure --table
 """
