@@ -363,13 +363,14 @@ def configure(settings: dict, argv: Iterable[str] | None = None, quiet: bool = F
 
     The script may define RANGES, the allowed values by name: (low, high) for a number or for each
     number of a tuple, or a list of values; and RENAMED, the new names of settings by their old
-    names."""
+    names, of which a note on stderr informs the user."""
     argv = sys.argv[1:] if argv is None else list(argv)
     defaults = read_script(settings['__file__'])[0]
     renamed = settings.get('RENAMED', {})
     # An old name is read as another setting of the same type, and then replaced.
     known = {**defaults, **{old: defaults[new] for old, new in renamed.items()}}
     changes = {}  # the settings on the command line and in config files
+    is_first_rank = os.environ.get('RANK', '0') == '0'
     if '--help' in argv or '-h' in argv:
         print(help_text(settings['__file__']))
         raise SystemExit(0)
@@ -384,20 +385,16 @@ def configure(settings: dict, argv: Iterable[str] | None = None, quiet: bool = F
             fail(f'command line: cannot read {argument!r}: expected config.py or --key=value')
         for old in changes.keys() & renamed.keys():
             changes[renamed[old]] = changes.pop(old)
-            print_setting(f'{old} is now called {renamed[old]}; the old name will go', quiet)
+            if is_first_rank:
+                note = f'note: {old} is now called {renamed[old]}; the old name will go'
+                print(note, file=sys.stderr)
     config = Settings(defaults, changes)
     check_ranges(config, settings.get('RANGES', {}))
     settings.update(config)
     for name, value in config.items():
-        if repr(value) != repr(defaults[name]):
-            print_setting(f'{name} = {value!r}  (default {defaults[name]!r})', quiet)
+        if not quiet and is_first_rank and repr(value) != repr(defaults[name]):
+            print(f'{name} = {value!r}  (default {defaults[name]!r})', flush=True)
     return config
-
-
-def print_setting(line: str, quiet: bool) -> None:
-    """Print a line on rank 0, unless `quiet`."""
-    if not quiet and os.environ.get('RANK', '0') == '0':
-        print(line, flush=True)
 
 
 # ---- files that are written completely or not at all ----

@@ -65,9 +65,10 @@ def test_a_setting_that_the_script_changes_is_not_set_by_the_user(configure_toy)
     assert config.set_by_user == {'n_layer'}
 
 
-def test_a_setting_under_its_old_name_is_set_by_the_user(tmp_path, configure_toy):
+def test_a_setting_under_its_old_name_is_set_and_noted(tmp_path, capsys, configure_toy):
     script = {'__file__': str(tmp_path / 'toy.py'), 'RENAMED': {'depth': 'n_layer'}}
-    config = configure(script, ['--depth=3'])
+    config = configure(script, ['--depth=3'], quiet=True)
+    assert 'depth is now called n_layer' in capsys.readouterr().err
     assert config.set_by_user == {'n_layer'} and config == DEFAULTS | {'n_layer': 3}
 
 

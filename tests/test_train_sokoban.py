@@ -357,7 +357,7 @@ def test_a_run_saved_before_settings_were_renamed_resumes(tmp_path):
 def test_the_old_name_of_a_setting_works_and_is_reported(tmp_path, capfd):
     config = configure(vars(train_sokoban), [*agent_arguments(tmp_path), '--path=plain'])
     assert config['mode'] == 'plain' and 'path' not in config
-    assert 'path is now called mode' in capfd.readouterr().out
+    assert 'path is now called mode' in capfd.readouterr().err
 
 
 def test_init_from_adopts_the_sizes_that_are_not_on_the_command_line(tmp_path):
