@@ -857,12 +857,14 @@ def check_data(rows: list[Row]) -> None:
 
 
 def checkpoint_bytes(row: Row) -> tuple[int, int]:
-    """Return the size of a run's full checkpoint, with weights, two moments and the state, and of
-    its best one, with weights alone."""
+    """Return the size of a run's full checkpoint, with weights, moments and the state, and of its
+    best one, with weights alone. For a language model this is a little too small: all its weights
+    count as Muon's matrices, with one moment, though AdamW has two for embedding and head."""
     params, state = cost(row).params, cost(row).state
     is_bf16 = row.is_text and torch.cuda.is_available()  # an agent's is float32
     bytes_of_state = 2 if is_bf16 else 4  # per number
-    return 12 * params + bytes_of_state * state, 4 * params
+    moments = 1 if row.is_text else 2  # of Muon, of Adam
+    return 4 * (1 + moments) * params + bytes_of_state * state, 4 * params
 
 
 def check_disk(rows: list[Row], at_a_time: int) -> None:
@@ -880,7 +882,7 @@ def check_disk(rows: list[Row], at_a_time: int) -> None:
         place = place.parent
     free = shutil.disk_usage(place).free
     if need > free:
-        needs = f'{len(rows)} runs write {need / 1e9:,.1f} GB of checkpoints'
+        needs = f'{len(rows)} runs write at least {need / 1e9:,.1f} GB of checkpoints'
         has = f'{free / 1e9:,.1f} GB are free'
         fail(f'{out_dir}: {needs}, and {has}: choose another out_dir, or a part of the plan (only)')
 

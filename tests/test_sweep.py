@@ -401,12 +401,14 @@ def test_a_full_disk_is_found_before_the_first_run(fake, monkeypatch, capsys):
     assert '0.0 GB are free' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize('model, size', [('transformer', 2), ('convlstm', 4)])
-def test_on_a_gpu_the_state_of_language_models_has_two_bytes_per_number(monkeypatch, model, size):
+@pytest.mark.parametrize('model, copies, size', [('transformer', 2, 2), ('convlstm', 3, 4)])
+def test_a_checkpoint_has_the_weights_their_moments_and_the_state(monkeypatch, model, copies, size):
+    """Muon has one moment, Adam two. On a GPU the state of language models has two bytes per
+    number."""
     rows = rows_of('--plan=aggregation', f'--only=model={model}')
     monkeypatch.setattr(sweep.torch.cuda, 'is_available', lambda: True)
     full, best = sweep.checkpoint_bytes(rows[0])
-    assert full - 3 * best == size * sweep.cost(rows[0]).state > 0
+    assert full - copies * best == size * sweep.cost(rows[0]).state > 0
 
 
 def test_levels_are_downloaded_once_for_all_workers(tmp_path, monkeypatch):
