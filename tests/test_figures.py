@@ -312,9 +312,9 @@ def test_a_page_fits_a_phone_and_a_screen(tmp_path, width):
     folder = write_run(tmp_path / 'agent', AGENT_LOG, AGENT | {'init_from': f'out/{"x" * 90}'})
     path = report.write_report(folder)
     options = '--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --hide-scrollbars'
-    more = [f'--window-size={width},4000', f'--user-data-dir={tmp_path}/browser']
-    more += [f'--screenshot={tmp_path}/page.png', path.as_uri()]
-    subprocess.run(['chromium', *options.split(), *more], check=True, capture_output=True)
+    view = [f'--window-size={width},4000', f'--user-data-dir={tmp_path}/browser']
+    view += [f'--screenshot={tmp_path}/page.png', path.as_uri()]
+    subprocess.run(['chromium', *options.split(), *view], check=True, capture_output=True)
     pixels = np.asarray(Image.open(tmp_path / 'page.png').convert('RGB'))
     red, green, blue = np.int64(pixels).transpose(2, 0, 1)
     assert ((red > green + 60) & (red > blue + 60)).sum() > 100  # evaluation
