@@ -179,8 +179,9 @@ def convert(value: object, default: object) -> object:
 
 
 def assign(config: dict, defaults: dict, key: str, value: object, source: str, text: str) -> None:
-    """Set config[key] = value. Ends the script if there is no such setting or the value has the
-    wrong type; the message names the `source` of the setting and the `text` that the user wrote."""
+    """Set config[key] = value. Ends the script if there is no such setting, or the value has the
+    wrong type or holds a NUL character; the message names the `source` of the setting and the
+    `text` that the user wrote."""
     if key not in defaults:
         similar = difflib.get_close_matches(key.replace('-', '_').lower(), defaults, n=1)
         hint = f'did you mean {similar[0]!r}?' if similar else '--help lists the settings'
@@ -191,6 +192,8 @@ def assign(config: dict, defaults: dict, key: str, value: object, source: str, t
     except ValueError:
         expected = EXPECTED.get(type(default), f'a {type(default).__name__}')
         fail(f'{source}: {key} expects {expected} (default {default!r}), got {text[:120]!r}')
+    if isinstance(value, str) and '\0' in value:
+        fail(f'{source}: {key} holds a NUL character, which no path or name can hold')
 
 
 # ---- scripts, config files, the command line ----
@@ -405,7 +408,8 @@ def write_atomic(path: str | os.PathLike, write: Callable, keep: str | None = No
 
     write(file) writes to a temporary binary file, which is then renamed to `path`. keep: a name in
     the same folder, under which an existing file is kept. If anything fails, `path` is unchanged
-    and the error is raised; an OSError then has the name of the file."""
+    (with `keep`, the old file may then exist only under that name) and the error is raised; an
+    OSError then has the name of the file."""
     path = pathlib.Path(path)
     temporary = path.with_name(f'.{path.name}.tmp')
     try:

@@ -139,6 +139,7 @@ REFUSED_FILES = [  # text of bad.py, message
     ('\nn_layer = int("3")', 'bad.py:2'),
     ('n_layer = 1\n  n_embd = 2', 'bad.py:2'),
     ('overwrite = True', 'bad.py:1: overwrite is for the command line alone'),
+    ("out_dir = 'a\\0b'", 'bad.py:1: out_dir holds a NUL character'),
 ]
 
 
