@@ -114,6 +114,8 @@ MIN_BYTES = 5000  # of local text
 MIN_TOKENS = 65  # of a training shard: one row of 64 inputs and their targets
 BATCH = 512  # documents that a thread encodes at a time
 PAPER_TOKENS = 10_000 * 131_072  # of training: config/small_L2.py
+PAPER_ROWS = 2048  # of 64 tokens per update
+PAPER_VAL_TOKENS, PAPER_STREAMS = 10_485_760, 512  # train_lm.py's defaults
 FINE_TUNED = 'pretrained/lm'  # the shipped model, which reads bytes
 # Settings of train_lm.py with which it fine-tunes the shipped model.
 FINE_TUNING = {'learning_rate': 0.02, 'embedding_lr': 0.4, 'head_lr': 0.008, 'scalar_lr': 0.04}
@@ -239,7 +241,8 @@ def read_shard(path: str | os.PathLike, vocab_size: int) -> np.memmap:
     found = (size - 4 * HEADER) / 2
     if count != found or count < 1:
         raise DataError(
-            f'{path}: {count:,} tokens by its header, {found:,.1f} in the file: delete it'
+            f'{path}: {count:,} tokens by its header, {found:,.1f} in the file: delete its folder '
+            '(a --pretokenized shard alone), and prepare it again'
         )
     tokens = np.memmap(path, dtype='<u2', mode='r', offset=4 * HEADER, shape=(count,))
     step = 1 << 22  # slices that stay in cache
@@ -274,7 +277,8 @@ def write_meta(folder: str | os.PathLike, meta: dict) -> None:
 
 def open_meta(folder: str | os.PathLike, **identity: str | int) -> dict:
     """Return the folder's description (meta.json), or a new one with the entries of `identity`.
-    Raises DataError if one of these entries differs in the folder's description."""
+    Raises DataError if one of these entries differs in the folder's description, or if a shard is
+    missing, unless it is ready-made and can be downloaded."""
     os.makedirs(folder, exist_ok=True)
     meta = read_meta(folder)
     if meta is None:
@@ -285,14 +289,29 @@ def open_meta(folder: str | os.PathLike, **identity: str | int) -> dict:
             raise DataError(
                 f'{folder} was prepared with {key} = {meta.get(key)!r}, not {value!r}: {advice}'
             )
+    if meta['source'] != READY_MADE:
+        refuse_missing(folder, meta)
     return meta
+
+
+def refuse_missing(folder: str | os.PathLike, meta: dict, split: str = '') -> None:
+    """Raise DataError if a shard (of this split only, if one is given) that the folder's
+    description lists is missing."""
+    paths = [shard_path(folder, index) for index in range(len(meta['shards']))]
+    for path in paths:
+        of_split = os.path.basename(path).startswith(f'fineweb_{split}')
+        if of_split and not os.path.exists(path):
+            advice = 'delete the folder and prepare it again'
+            if meta['source'] == READY_MADE:
+                advice = 'run the same data_fineweb.py command again'
+            raise DataError(f'{path} is missing: {advice}')
 
 
 def find_shards(data_dir: str, split: str, tokenizer: str | None = None) -> list[str]:
     """Return the sorted paths of the folder's 'train' or 'val' shards.
 
-    Raises DataError if there are none, if their preparation was interrupted, or if they were
-    prepared with another tokenizer (shards without a meta.json count as GPT-2's).
+    Raises DataError if there are none, if their preparation was interrupted, if one is missing, or
+    if they were prepared with another tokenizer (shards without a meta.json count as GPT-2's).
     """
     paths = sorted(glob.glob(os.path.join(glob.escape(data_dir), f'fineweb_{split}_*.bin')))
     if not paths:
@@ -300,10 +319,11 @@ def find_shards(data_dir: str, split: str, tokenizer: str | None = None) -> list
             f'no {split} shards in {data_dir!r}: prepare them with '
             f'`python data_fineweb.py --data_dir={data_dir}` and a source; --help lists the sources'
         )
-    meta = read_meta(data_dir) or {'tokenizer': 'gpt2'}
+    meta = read_meta(data_dir) or {'tokenizer': 'gpt2', 'shards': []}
     if not meta.get('finished', True):
         advice = 'run the same data_fineweb.py command again'
         raise DataError(f'{data_dir}: its preparation was interrupted: {advice}')
+    refuse_missing(data_dir, meta, split)
     prepared = meta['tokenizer']
     if tokenizer not in (None, prepared):
         advice = f'set --tokenizer={prepared} or another data_dir'
@@ -892,17 +912,20 @@ def command_line(*command: str, **settings: object) -> str:
 
 
 def suggest_commands(folder: str, tokenizer: str, val: int, train: list[int], text: str) -> None:
-    """Print the commands that train on these shards: the paper's, a small one for a CPU and, for
-    local text, one that fine-tunes the shipped model."""
+    """Print the commands that train on these shards: the paper's if the shards are large enough, a
+    small one for a CPU and, for local text, one that fine-tunes the shipped model."""
     name = os.path.basename(folder)
     data = {'data_dir': folder}
-    if tokenizer == 'gpt2':
+    fits_paper = min(train) >= PAPER_ROWS * (64 + 1) and val > PAPER_STREAMS
+    if tokenizer == 'gpt2' and fits_paper:
         epochs = PAPER_TOKENS / sum(train)
         epochs = f'{epochs:,.0f}' if epochs >= 10 else f'{epochs:.1f}'
         print(f"the paper's small budget, 1.3B tokens ({epochs} epochs), on one GPU and on four:")
         paper = data | {'out_dir': os.path.join('out', f'{name}_small_L2')}
         if folder == os.path.join('data', 'fineweb'):
             paper = {}  # the folders of the config file
+        if val <= PAPER_VAL_TOKENS:
+            paper['val_tokens'] = (val - 1) // PAPER_STREAMS * PAPER_STREAMS
         for launcher in (['python'], ['torchrun', '--standalone', '--nproc_per_node=4']):
             print('    ' + command_line(*launcher, 'train_lm.py', 'config/small_L2.py', **paper))
     data['tokenizer'] = tokenizer

@@ -261,6 +261,17 @@ def test_a_folder_that_is_not_finished_is_refused_for_training(tmp_path):
     assert_refused('its preparation was interrupted', df.find_shards, str(folder), 'train')
 
 
+def test_a_missing_shard_is_refused(tmp_path):
+    """By training and by the command that prepared it. Validation does without training shards."""
+    folder, documents = tmp_path / 'd', make_texts(120)
+    prepare(folder, documents)
+    (folder / 'fineweb_train_000002.bin').unlink()
+    message = 'fineweb_train_000002.bin is missing: delete the folder and prepare it again'
+    assert_refused(message, df.find_shards, folder, 'train')
+    assert_refused(message, prepare, folder, documents)
+    assert len(df.find_shards(folder, 'val')) == 1
+
+
 def test_shards_without_meta_json_count_as_those_of_gpt2(tmp_path):
     folder = tmp_path / 'd'
     folder.mkdir()
@@ -486,6 +497,8 @@ def test_missing_ready_made_shards_are_downloaded_from_one_commit(tmp_path, read
     ready_made.content = (tmp_path / 'x.bin').read_bytes()
     download(folder, shards=2)
     (folder / 'fineweb_train_000001.bin').unlink()
+    message = 'train_000001.bin is missing: run the same data_fineweb.py command again'
+    assert_refused(message, df.find_shards, folder, 'train')
     download(folder, shards=3)
     assert ready_made.asked == [0, 1, 2, 1, 3] and df.read_meta(folder)['shards'] == [80] * 4
 
@@ -608,11 +621,15 @@ def test_printed_commands_fit_their_text(tmp_path, capsys, monkeypatch, name, le
         configs[config['out_dir']].append(config)
         assert config['data_dir'] == f'data/text_{name}' and config['tokenizer'] == name
     out_dir = f'out/text_{name}'
-    if name == 'gpt2':
+    if name == 'gpt2' and length < 1000000:  # an update of the paper needs 133,120 tokens
+        assert set(configs) == {out_dir}
+    elif name == 'gpt2':
         one, four = configs.pop(f'{out_dir}_small_L2')  # the paper's: on one GPU, on four
         assert one == four and one['max_iters'] * one['tokens_per_step'] == df.PAPER_TOKENS
         assert (one['n_layer'], one['n_expert'], one['n_embd']) == (2, 8, 768)
         assert 'torchrun' in commands[1] and set(configs) == {out_dir}
+        val = df.find_shards(one['data_dir'], 'val', name)
+        df.load_val(val, one['val_tokens'], one['val_streams'], df.VOCAB[name])
     else:
         assert set(configs) == {out_dir, f'{out_dir}_finetuned'}
         tuned = configs[f'{out_dir}_finetuned'][0]
