@@ -52,11 +52,13 @@ if tuple(map(int, torch.__version__.split('.')[:2])) < (2, 11):  # no earlier ve
     fail(f'torch {torch.__version__} is too old: 2.11 or later is needed')
 
 LAST, PREV, BEST = 'ckpt_last.pt', 'ckpt_prev.pt', 'ckpt_best.pt'
+DAMAGED = 'ckpt_damaged.pt'  # a last checkpoint that could not be read
 WEIGHTS, CONFIG = 'model.safetensors', 'config.json'  # of an export
 LOCK = '.run'  # locked while a run uses the folder; a folder without this file holds no run
 LAUNCH = '.launch'  # holds the id of the torchrun launch that last started a run in the folder
 # Files that a run writes into its folder, and that `overwrite` removes.
 RUN_FILES = 'ckpt_*.pt log.jsonl config.json loss.png curve.png eval_*.json eval_*.gif *.tfevents.*'
+REPLACE = 'replace it with --overwrite=True'  # advice in messages
 TIMEOUT = datetime.timedelta(minutes=10)  # for a rank that does not answer
 # FLOP/s of dense bf16 by (a part of) the GPU's name; the first that matches counts.
 PEAK_FLOPS = {
@@ -124,13 +126,16 @@ def launch_id() -> str:
 
 
 def print0(text: str) -> None:
-    """Print on rank 0 only."""
+    """Print on rank 0 only. If nobody can read it, a training run stops as after SIGTERM."""
     if os.environ.get('RANK', '0') == '0':
         try:
             print(text, flush=True)
-        except BrokenPipeError:
-            if not Stopper.stopping:  # ctrl-C also ends `| tee`, and the run must still be saved
+        except BrokenPipeError:  # a reader such as `| tee` has ended; a run must still be saved
+            if not (Stopper.running or Stopper.stopping):
                 raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            if not Stopper.stopping:  # ctrl-C ends the reader, too
+                os.kill(os.getpid(), signal.SIGTERM)
 
 
 def join_ranks(device: str, threads: int) -> tuple[int, int, str]:
@@ -630,19 +635,24 @@ def adopt_sizes(
     resume. Those that a config file or the command line sets stay.
 
     The settings are changed both in `config` and among the globals of the trainer. needed: keys
-    that a checkpoint must have. Raises CheckpointError."""
+    that a checkpoint must have. Raises CheckpointError, also if a value is not among those that the
+    trainer's RANGES lists, because the folder holds a run of another trainer."""
     is_export = pathlib.Path(folder, WEIGHTS).exists()
     if config['resume'] or config['eval_only'] or is_export:
         saved = read_json(pathlib.Path(folder, CONFIG))
-        sizes = saved.get('model')  # of an exported language model
+        sizes, script = saved.get('model'), saved.get('script')  # sizes: of an exported model
     else:
         checkpoint, _ = load_run(folder, 'project', needed, file=BEST)
         saved, sizes = checkpoint['config'], checkpoint.get('model_config')
+        script = checkpoint.get('script')
     found = {**saved, **(sizes or {})}
     for name in names:
         value = found.get(name)
         if name in config.set_by_user or type(value) is not type(config[name]):
             continue  # set by the user, or missing in the folder
+        allowed = script_globals['RANGES'].get(name)
+        if isinstance(allowed, list) and value not in allowed:
+            raise CheckpointError(f'{folder}: holds a run of {script or "another trainer"}')
         if value != config[name]:
             print0(f'{name} = {value!r}  (from {folder})')
             config[name] = script_globals[name] = value
@@ -700,7 +710,8 @@ def save_run(run: object, parts: dict, optimizers: list[torch.optim.Optimizer] |
 def restore(run: object, names: tuple, optimizers: list, saved: dict, path: Path) -> None:
     """Restore a run from the checkpoint `saved`, which was read from `path`: the weights, and
     run.NAME = saved[NAME] for each of `names`. With optimizers, also restore their moments and the
-    random states; an evaluation needs neither. Raises CheckpointError.
+    random states; an evaluation needs neither. If `path` is the previous checkpoint, because the
+    last one is damaged, rename that to DAMAGED. Raises CheckpointError.
 
     The optimizers keep the learning rates, momentum and decay of this run, because a resumed run
     may change them. The number of CPU threads is the saved one unless a setting gives it."""
@@ -723,6 +734,9 @@ def restore(run: object, names: tuple, optimizers: list, saved: dict, path: Path
         torch.set_rng_state(saved['rng']['torch'])
         if saved['rng']['cuda'] is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(saved['rng']['cuda'])
+    if run.rank == 0 and path.name == PREV and path.with_name(LAST).exists():
+        # The next save must not replace the previous checkpoint by the damaged one.
+        os.replace(path.with_name(LAST), path.with_name(DAMAGED))
 
 
 # ---- the output folder, and signals ----
@@ -758,11 +772,22 @@ def lock_folder(path: pathlib.Path) -> filelock.BaseFileLock:
         advice = 'wait for its end, stop it, or choose another out_dir'
         raise CheckpointError(f'{path}: another run is using it ({holder}): {advice}') from None
     except OSError as error:
-        if error.errno != errno.ENOSYS:
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
             raise
         print0(f'warning: {path}: this file system has no locks: let no other run use the folder')
     (path / LOCK).write_text(f'process {os.getpid()} on {platform.node()}\n')
     return lock
+
+
+def find_files(path: pathlib.Path, *patterns: str) -> list[pathlib.Path]:
+    """Return the sorted paths of the files in a folder that match one of the patterns."""
+    return sorted(f for p in patterns for f in path.glob(p) if not f.is_dir())
+
+
+def holds_run(out_dir: Path) -> bool:
+    """Return whether a folder holds a checkpoint or a log. Without `resume` and `overwrite`,
+    prepare_out_dir refuses such a folder."""
+    return bool(find_files(pathlib.Path(out_dir), 'ckpt_*.pt', 'log.jsonl'))
 
 
 def prepare_out_dir(
@@ -779,14 +804,11 @@ def prepare_out_dir(
     if resume and overwrite:
         raise CheckpointError('--resume and --overwrite exclude each other: choose one')
     if resume and not saved_in(path):
-        raise CheckpointError(f'{path}: holds no trained run, there is no {LAST}')
-
-    def find(*patterns: str) -> list[pathlib.Path]:
-        return sorted(f for p in patterns for f in path.glob(p) if not f.is_dir())
-
+        advice = f'; {REPLACE}' if holds_run(path) else ''
+        raise CheckpointError(f'{path}: holds no trained run, there is no {LAST}{advice}')
     try:
         path.mkdir(parents=True, exist_ok=True)
-        files = find(*names)
+        files = find_files(path, *names)
         if files and not (resume or (path / LOCK).exists()):
             reason = f'holds {files[0].name}, which no run of ours wrote'
             advice = 'choose another out_dir, or move the file away'
@@ -798,14 +820,16 @@ def prepare_out_dir(
     except OSError as error:
         reason = 'it is a file' if path.is_file() else error.strerror
         raise CheckpointError(f'{path}: cannot be used as the output folder: {reason}') from None
-    if find('ckpt_*.pt', 'log.jsonl') and not (resume or overwrite):
+    if holds_run(path) and not (resume or overwrite):
         lock.release()
-        advice = 'continue it with --resume=True, or replace it with --overwrite=True'
+        advice = f'it has no checkpoint to resume from: {REPLACE}'
+        if saved_in(path):
+            advice = f'continue it with --resume=True, or {REPLACE}'
         raise CheckpointError(f'{path}: holds a run already: {advice}')
     to_remove = [f'.{name}.tmp' for name in names]
     if overwrite:
         to_remove += names
-    for file in find(*to_remove):
+    for file in find_files(path, *to_remove):
         file.unlink()
     if 'TORCHELASTIC_RESTART_COUNT' in os.environ:
         (path / LAUNCH).write_text(launch_id())
@@ -821,9 +845,11 @@ class Stopper:
     must agree on the flag (all-reduce) before they act on it. A Stopper must be created in the main
     thread, because Python handles signals there."""
 
+    running = False  # whether signals are handled, between __init__ and restore
     stopping = False  # whether this process has received a signal
 
     def __init__(self):
+        Stopper.running = True
         self.signal = None
         self.time = 0.0  # of the last signal that was not a second ctrl-C
         numbers = [signal.SIGTERM, signal.SIGINT]
@@ -843,14 +869,16 @@ class Stopper:
                 if stat.S_ISCHR(os.fstat(descriptor).st_mode):
                     os.dup2(null, descriptor)
         Stopper.stopping = True
-        if self.signal is None:  # print is not safe inside a handler
-            with contextlib.suppress(BrokenPipeError):
-                os.write(2, b'\nstopping after this update (ctrl-C again: at once)\n')
+        first = self.signal is None
         if not again:
             self.signal, self.time = number, time.monotonic()
+        if first:  # print is not safe inside a handler
+            with contextlib.suppress(OSError):  # the terminal is gone, or the disk is full
+                os.write(2, b'\nstopping after this update (ctrl-C again: at once)\n')
 
     def restore(self) -> None:
         """Restore the former handlers."""
+        Stopper.running = False
         for number, handler in self.former.items():
             signal.signal(number, handler)
 
@@ -949,9 +977,12 @@ def error_explainer(less_memory: str, settings: dict | None = None) -> Callable[
     return explain
 
 
-def open_trackers(config: dict, tensorboard: bool, wandb_project: str) -> tuple[Callable, Callable]:
+def open_trackers(
+    config: dict, tensorboard: bool, wandb_project: str, step: int = 0
+) -> tuple[Callable, Callable]:
     """Return write(record) and close() for TensorBoard, if it is wanted, and for Weights & Biases,
-    if a project is named. Both get the settings, and the numbers and GIFs of each record."""
+    if a project is named. Both get the settings, and the numbers and GIFs of each record. step: of
+    the first record; TensorBoard hides what a run that is resumed wrote from there on."""
     board, run = None, None
     out_dir = config['out_dir']
     stack = contextlib.ExitStack()  # closes what was opened
@@ -959,7 +990,7 @@ def open_trackers(config: dict, tensorboard: bool, wandb_project: str) -> tuple[
         from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter
 
-        board = SummaryWriter(out_dir)
+        board = SummaryWriter(out_dir, purge_step=step if config['resume'] else None)
         stack.callback(board.close)
         board.add_text('settings', '\n'.join(f'    {k} = {v!r}' for k, v in config.items()))
     if wandb_project:

@@ -120,9 +120,15 @@ def test_a_new_folder_is_made_and_one_with_other_files_is_accepted(tmp_path):
 
 @pytest.mark.parametrize('name', ['log.jsonl', 'ckpt_best.pt'])
 def test_a_folder_with_a_run_is_refused(tmp_path, name):
+    """Resuming is proposed only if there is a checkpoint to resume from."""
     prepare_out_dir(tmp_path).release()
     (tmp_path / name).write_text('')
-    assert_refused('holds a run already', prepare_out_dir, tmp_path)
+    message = 'holds a run already: it has no checkpoint to resume from: replace it with'
+    assert_refused(message, prepare_out_dir, tmp_path)
+    message = 'no trained run, there is no ckpt_last.pt; replace it with --overwrite=True'
+    assert_refused(message, prepare_out_dir, tmp_path, resume=True)
+    (tmp_path / LAST).write_text('')
+    assert_refused('already: continue it with --resume=True', prepare_out_dir, tmp_path)
 
 
 def test_resume_keeps_a_run_and_overwrite_removes_it(tmp_path):
@@ -179,9 +185,10 @@ def test_a_folder_holds_one_run_at_a_time(tmp_path):
     prepare_out_dir(tmp_path, resume=True).release()
 
 
-def test_a_file_system_without_locks_is_used_with_a_warning(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize('number', [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_used_with_a_warning(tmp_path, monkeypatch, capsys, number):
     def flock(file, operation):
-        raise OSError(errno.ENOSYS, 'Function not implemented')
+        raise OSError(number, 'Function not implemented')
 
     monkeypatch.setattr(fcntl, 'flock', flock)
     prepare_out_dir(tmp_path).release()
@@ -280,6 +287,25 @@ def test_an_update_is_saved_though_the_terminal_is_closed(tmp_path):
     assert (tmp_path / 'saved').read_text() == str(int(signal.SIGHUP))
 
 
+def test_a_run_that_nobody_reads_stops_as_after_sigterm(tmp_path):
+    child = os.fork()
+    if child == 0:
+        try:
+            reader, writer = os.pipe()
+            os.close(reader)
+            os.dup2(writer, 1)
+            sys.stdout = open(1, 'w', closefd=False)
+            stopper = common.Stopper()
+            for line in ('a line', 'the next line'):
+                common.print0(line)
+            (tmp_path / 'signal').write_text(str(int(stopper.signal)))
+            os._exit(0)
+        finally:  # never return into pytest
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert (tmp_path / 'signal').read_text() == str(int(signal.SIGTERM))
+
+
 def test_under_nohup_a_closed_terminal_stops_nothing():
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     stopper = common.Stopper()
@@ -311,6 +337,17 @@ def test_the_first_ctrl_c_waits_for_the_update_and_the_second_does_not(stopper, 
     with pytest.raises(KeyboardInterrupt):
         press_ctrl_c()
     assert capfd.readouterr().err.count('stopping after this update') == 1
+
+
+@pytest.mark.parametrize('number', [errno.EIO, errno.ENOSPC, errno.EPIPE])
+def test_a_signal_counts_though_its_line_cannot_be_printed(stopper, monkeypatch, number):
+    def write(descriptor, data):
+        raise OSError(number, 'text')
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, 'write', write)
+        press_ctrl_c()
+    assert stopper.signal == signal.SIGINT
 
 
 def test_under_torchrun_the_launchers_copy_of_ctrl_c_does_not_count(monkeypatch, stopper, capfd):

@@ -3,6 +3,7 @@
 import pytest
 from small_runs import run_agent
 
+from common import open_trackers
 from figures import read_log
 
 
@@ -36,6 +37,24 @@ def test_tensorboard_gets_curves_settings_and_games(tracked_run):
     tags = [tag for tag in board.Tags()['images'] if tag.endswith('_game')]
     games = {board.Images(tag)[0].encoded_image_string for tag in tags}
     assert games and games == games_in(tracked_run)
+
+
+def test_tensorboard_hides_what_a_resumed_run_writes_again(tmp_path):
+    event_accumulator = pytest.importorskip(
+        'tensorboard.backend.event_processing.event_accumulator'
+    )
+
+    def track(losses, **settings):
+        write, close = open_trackers({'out_dir': tmp_path, **settings}, True, '', min(losses))
+        for step, loss in losses.items():
+            write({'step': step, 'loss': loss})
+        close()
+
+    track({0: 5.0, 1: 4.0, 2: 3.0}, resume=False)
+    track({1: 4.5}, resume=True)
+    board = event_accumulator.EventAccumulator(str(tmp_path))
+    board.Reload()
+    assert [(x.step, x.value) for x in board.Scalars('loss')] == [(0, 5.0), (1, 4.5)]
 
 
 def test_wandb_gets_curves_settings_and_games(tracked_run):
