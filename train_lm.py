@@ -152,7 +152,7 @@ class Run:
     world: int
     device: str  # 'cpu', 'mps' or 'cuda:N'
     amp: torch.dtype  # of matrix products
-    loader: Loader
+    loader: Loader | None  # None = eval_only
     shards: list  # fingerprint of the data
     val: tuple[torch.Tensor, torch.Tensor, float]  # x, y (S, n) of this rank; bytes of text in y
     model: torch.nn.Module
@@ -162,12 +162,14 @@ class Run:
     graphs: dict | None  # CUDA graphs by name; None = run eagerly
     capture_chunk: bool = True  # False = too long for one CUDA graph: the model captures blocks
     rows: int = 0  # sequences per micro-batch
-    batch: tuple = ()  # x, y (rows, T) of a micro-batch, and the state of its streams
+    # x, y (rows, T) of a micro-batch, and the state of its streams; empty with eval_only
+    batch: tuple = ((), (), ())
     val_rows: int = 0  # validation streams read side by side
     val_batch: tuple = ()  # x, y (val_rows, T), the state, and the sums [loss, tokens]
     step: int = 0  # updates done
     record: dict = field(default_factory=lambda: {'step': 0, 'tokens': 0})  # current log line
     best: float = math.inf  # lowest validation loss
+    must_validate: bool = True  # before the next update
     seconds: float = 0.0  # time spent in updates
     lock: object = None  # of out_dir
 
@@ -177,12 +179,13 @@ class Run:
 
 def check_settings(world: int) -> None:
     """Raise Mistake for settings that do not fit together."""
-    if tokens_per_step % (block_size * world):
-        multiple = f'a multiple of block_size x ranks = {block_size} x {world}'
-        raise Mistake(f'tokens_per_step = {tokens_per_step}: must be {multiple}')
-    rows = tokens_per_step // (block_size * world)
-    if batch_size and rows % batch_size:
-        raise Mistake(f'batch_size = {batch_size}: must divide the {rows} rows of each rank')
+    if not eval_only:
+        if tokens_per_step % (block_size * world):
+            multiple = f'a multiple of block_size x ranks = {block_size} x {world}'
+            raise Mistake(f'tokens_per_step = {tokens_per_step}: must be {multiple}')
+        rows = tokens_per_step // (block_size * world)
+        if batch_size and rows % batch_size:
+            raise Mistake(f'batch_size = {batch_size}: must divide the {rows} rows of each rank')
     if val_streams < world:
         raise Mistake(f'val_streams = {val_streams}: must be at least the number of ranks, {world}')
     if len(betas) != 2:
@@ -326,6 +329,7 @@ def reset_streams(run: Run, every_row: bool) -> None:
     if recurrent and period:
         rows = len(run.loader.rows)
         first = (run.step - run.rank * rows) % period
+        first = min(first, rows)  # no row of this rank
         index = torch.arange(first, rows, period, device=run.device)
         for t, dim in zip(run.state, STREAM_DIMS[arch], strict=True):
             t.index_fill_(dim, index, 0)  # zero, as in init_state
@@ -430,19 +434,22 @@ def prepare(run: Run) -> None:
     the system would kill the process instead, so numbers of rows that need more than the free
     memory, by the estimate of cpu_bytes_per_row, are not tried."""
     start = time.perf_counter()
+    rows_before = run.rows  # the largest choice or, in a resumed run, that of the checkpoint
     resumed_state = [t.to('cpu', copy=True) for t in run.state]  # the trials change run.state
     set_compiled(run, False)
-    # run.rows is the largest choice or, in a resumed run, that of the checkpoint.
     choices = [n for n in row_choices(len(run.loader.rows), block_size) if n <= run.rows]
     if batch_size:
         choices = [batch_size]
     val_choices = val_row_choices(run)
     if run.device == 'cpu':
         row_bytes = cpu_bytes_per_row(run)
-        free = common.device_memory(run.device)[1]
-        choices = [n for n in choices if n * row_bytes <= free]
         val_bytes = row_bytes * run.val_batch[0].size(1) / block_size
-        val_choices = [n for n in val_choices if n * val_bytes <= free]
+        free = common.device_memory(run.device)[1]
+        limits = free / torch.tensor([row_bytes, val_bytes], dtype=torch.float64)  # rows
+        if run.world > 1:
+            dist.all_reduce(limits, dist.ReduceOp.MIN)
+        choices = [n for n in choices if n <= limits[0]]
+        val_choices = [n for n in val_choices if n <= limits[1]]
         if choices:
             set_rows(run, choices[0])
             run.config['threads'] = common.pick_threads(
@@ -457,6 +464,8 @@ def prepare(run: Run) -> None:
                 print0(line)
     for t, saved in zip(run.state, resumed_state, strict=True):
         t.copy_(saved)
+    if resume and run.rows < rows_before:
+        print0(f'{run.rows} rows fit, not {rows_before}: sums of gradients round differently')
     rows = f'{run.rows} rows per micro-batch, {run.val_rows} validation streams at a time'
     print0(f'{rows} (found in {time.perf_counter() - start:.0f} s)')
 
@@ -603,14 +612,15 @@ def save(run: Run, best: bool = False) -> None:
 
 def load(run: Run) -> None:
     """Restore the last checkpoint in out_dir, or with eval_only just its weights and position.
-    Raises CheckpointError if it is damaged, or if the data or a setting outside HARMLESS differs.
-    """
+    Raises CheckpointError if it is damaged, or if the data or a setting outside HARMLESS (with
+    eval_only: a setting of the model) differs."""
     needed = ('model', *POSITION)
     if not eval_only:
         needed += ('optimizers', 'rng', 'loader', 'state', 'shards')
     saved, path = common.load_run(out_dir, SCRIPT, needed)
     defaults = read_script(__file__)[0]
-    common.refuse_changes(saved['config'], run.config, defaults, HARMLESS, path, SCRIPT)
+    harmless = set(run.config) - set(model_settings(run.config)) if eval_only else HARMLESS
+    common.refuse_changes(saved['config'], run.config, defaults, harmless, path, SCRIPT)
     common.restore(run, POSITION, [] if eval_only else run.optimizers, saved, path)
     print0(f'{path}: step {run.step}')
     if eval_only:
@@ -623,12 +633,26 @@ def load(run: Run) -> None:
         dims = STREAM_DIMS[arch] if recurrent else ()
         for t, all_ranks, dim in zip(run.state, saved['state'], dims, strict=True):
             fill(t, all_ranks.chunk(run.world, dim)[run.rank])
+    before = {**defaults, **saved['config']}
+    # The checkpoint was saved before the validation that followed its update, if one did.
+    intervals = (before['eval_interval'], eval_interval)
+    at_the_end = run.step in (before['max_iters'], max_iters)
+    run.must_validate = at_the_end or any(run.step % n == 0 for n in intervals)
+    if (val_tokens, val_streams) != (before['val_tokens'], before['val_streams']):
+        run.best = math.inf
+        print0('val_tokens or val_streams has changed: the next validation counts as the best')
     rows = saved.get('rows')
     if not batch_size and rows in row_choices(len(run.loader.rows), block_size):
         set_rows(run, rows)  # so that gradients are summed in the same order, bit by bit
 
 
 # ---- data, model, optimizer ----
+
+
+def model_settings(config: Settings) -> list[str]:
+    """Return the names of the settings that a model is built with."""
+    sizes = [f.name for f in fields(ModelConfig) if f.name != 'mode' and f.name in config]
+    return [*sizes, 'arch', 'recurrent', 'tokenizer']
 
 
 def make_run(config: Settings) -> Run:
@@ -640,11 +664,9 @@ def make_run(config: Settings) -> Run:
     amp = common.pick_dtype(dtype, device_)
     own_weights = resume or eval_only
     if init_from or own_weights:  # a run that is resumed may have adopted its sizes
-        names = [f.name for f in fields(ModelConfig) if f.name != 'mode' and f.name in config]
-        names += ['arch', 'recurrent', 'tokenizer']
         needed = ('model', 'model_config')
         source = out_dir if own_weights else init_from
-        common.adopt_sizes(source, names, needed, config, globals())
+        common.adopt_sizes(source, model_settings(config), needed, config, globals())
     check_settings(world)
     torch.manual_seed(seed)
 
@@ -652,9 +674,12 @@ def make_run(config: Settings) -> Run:
     V = VOCAB[tokenizer]
     T = block_size
     B = tokens_per_step // block_size
-    train_shards = find_shards(data_dir, 'train', tokenizer)
+    train_shards, loader = [], None
+    if not eval_only:
+        train_shards = find_shards(data_dir, 'train', tokenizer)
+        share = (rank, world)
+        loader = Loader(train_shards, B=B, T=T, V=V, carries=recurrent, seed=seed, share=share)
     val_shards = find_shards(data_dir, 'val', tokenizer)
-    loader = Loader(train_shards, B=B, T=T, V=V, carries=recurrent, seed=seed, share=(rank, world))
     val_x, val_y = load_val(val_shards, val_tokens, val_streams, V, share=(rank, world))
     text_bytes = math.nan  # remains nan without GPT-2's tokenizer, which nothing else needs
     with suppress(DataError):
@@ -678,7 +703,7 @@ def make_run(config: Settings) -> Run:
     optimizers = make_optimizers(model)
 
     with autocast(device_, amp):  # keys and values of the state take its dtype
-        state = model.init_state(B // world) if recurrent else ()
+        state = model.init_state(B // world) if recurrent and not eval_only else ()
     captures = graphs and device_.startswith('cuda') and mode == 'fast' and arch == 'experts'
     run = Run(
         config=config,
@@ -695,7 +720,8 @@ def make_run(config: Settings) -> Run:
         state=state,
         graphs={} if captures else None,
     )
-    set_rows(run, batch_size or row_choices(B // world, T)[0])
+    if not eval_only:
+        set_rows(run, batch_size or row_choices(B // world, T)[0])
     set_val_rows(run, val_row_choices(run)[0])
     return run
 
@@ -718,6 +744,9 @@ def main(config: Settings) -> int:
     """Train, or only validate with eval_only. Return the exit status: 0 = done, 1 = the loss was
     not finite, 128 + signal = stopped."""
     common.resume_if_restarted(out_dir, config, globals())
+    is_new = not (resume or overwrite or eval_only)
+    if is_new and os.environ.get('RANK', '0') == '0' and common.holds_run(out_dir):
+        common.prepare_out_dir(out_dir)  # refuses the folder now, not after minutes of trials
     run = make_run(config)  # data, model, optimizers
     baselines.refuse_settings(arch, sys.argv)
     if eval_only:
@@ -729,17 +758,21 @@ def main(config: Settings) -> int:
         unit = 'byte' if tokenizer == 'bytes' else 'token'
         loss = f'validation loss {val_loss:.4f} nats per {unit} ({bits:.4f} bits per byte)'
         print0(f'{out_dir}, step {run.step}: {loss}, {val_tokens:,} tokens in {seconds:.1f} s')
+        common.leave(run)
         return 0
     if resume:
         if run.rank == 0:  # lock the folder first, so that no other run saves after this one loads
             run.lock = common.prepare_out_dir(out_dir, resume, overwrite)
+        if run.world > 1:
+            dist.barrier()
         load(run)
     prepare(run)
     if run.rank == 0 and not resume:  # only now, so that a refused command changes no file
         run.lock = common.prepare_out_dir(out_dir, resume, overwrite)
     describe(run)
     if run.rank == 0:
-        track, close_trackers = open_trackers(config, tensorboard, wandb_project if wandb else '')
+        project = wandb_project if wandb else ''
+        track, close_trackers = open_trackers(config, tensorboard, project, run.step)
         log = common.open_log(run, resume, SCRIPT)
 
     stopper = common.Stopper()  # turns ctrl-C and SIGTERM into a flag
@@ -749,7 +782,7 @@ def main(config: Settings) -> int:
     status = None
     while True:
         # validate and log
-        if run.step % eval_interval == 0 or run.step == max_iters:
+        if run.must_validate:
             start = time.perf_counter()
             val_loss, bits = evaluate(run)
             val_seconds = time.perf_counter() - start
@@ -775,7 +808,8 @@ def main(config: Settings) -> int:
         loss, norm, stop = train_update(run, lr_fraction, stopper.signal is not None)
         elapsed = time.perf_counter() - start
         step = run.step + 1
-        must_save = step % eval_interval == 0 or step == max_iters or stop
+        run.must_validate = step % eval_interval == 0 or step == max_iters
+        must_save = run.must_validate or stop
         if not common.all_finite(run, loss, norm, weights=must_save):
             stopper.restore()
             status = 1

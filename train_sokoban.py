@@ -42,6 +42,7 @@ if __name__ == '__main__':
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import common
@@ -672,12 +673,15 @@ def main(config: Settings) -> int:
     if run.rank == 0:  # before the load, so that no other run saves after it
         run.lock = common.prepare_out_dir(out_dir, resume, overwrite)
     if resume:
+        if run.world > 1:
+            dist.barrier()
         load(run)
     choose_threads(run)
     describe(run)
     warm_up(run)
     if run.rank == 0:
-        track, close_trackers = open_trackers(config, tensorboard, wandb_project if wandb else '')
+        project = wandb_project if wandb else ''
+        track, close_trackers = open_trackers(config, tensorboard, project, run.step)
         log = common.open_log(run, resume, SCRIPT)
 
     stopper = common.Stopper()  # turns ctrl-C and SIGTERM into a flag

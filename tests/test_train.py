@@ -80,11 +80,17 @@ def test_eval_only_prints_the_logged_loss_and_writes_nothing(data, trained, caps
     assert files == {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_eval_only_takes_the_sizes_of_its_run(data, trained, capsys):
-    folder = trained / 'nonrecurrent'
-    argv = [f'--data_dir={data}', f'--out_dir={folder}', '--eval_only=True']
-    argv += '--tokens_per_step=64 --val_tokens=96 --val_streams=3 --device=cpu'.split()
-    argv.append('--dtype=float32')
+@pytest.mark.parametrize('name', ['recurrent', 'nonrecurrent'])
+def test_eval_only_needs_the_model_and_validation_tokens_alone(
+    data, trained, tmp_path, capsys, name
+):
+    """It takes the sizes of its run, and does without training shards and their settings."""
+    folder = trained / name
+    shutil.copy(data / 'fineweb_val_000000.bin', tmp_path)
+    shutil.copy(data / 'meta.json', tmp_path)
+    argv = [f'--data_dir={tmp_path}', f'--out_dir={folder}', '--eval_only=True', '--seed=5']
+    argv += '--tokens_per_step=100 --val_tokens=96 --val_streams=3 --device=cpu'.split()
+    argv += ['--dtype=float32', '--batch_size=7']
     assert train_lm.main(configure(vars(train_lm), argv, quiet=True)) == 0
     loss = read_log(folder)[4]['val_loss']
     assert f'step 4: validation loss {loss:.4f} nats' in capsys.readouterr().out
@@ -138,6 +144,40 @@ def test_resume_is_bit_equal(data, tmp_path, monkeypatch, settings):
     assert_equal(read_log(a), read_log(b))
 
 
+def test_a_longer_run_keeps_the_last_validation_of_the_shorter(data, tmp_path, monkeypatch):
+    """The shorter run ended at update 6, with its lowest loss."""
+    losses = {0: 5.0, 4: 4.0, 6: 2.0, 8: 3.0}
+    monkeypatch.setattr(train_lm, 'evaluate', lambda run: (losses[run.step], 0.0))
+    run_lm(data, tmp_path, max_iters=6)
+    assert run_lm(data, tmp_path, max_iters=8, resume=True) == 0
+    log = read_log(tmp_path)
+    assert {r['step']: r['val_loss'] for r in log if 'val_loss' in r} == losses
+    assert load_checkpoint(tmp_path / 'ckpt_best.pt')['step'] == 6
+
+
+@pytest.mark.parametrize('changes', [{'val_tokens': 48}, {'val_streams': 2}], ids=str)
+def test_the_lowest_loss_on_other_validation_tokens_does_not_count(data, tmp_path, capsys, changes):
+    run_lm(data, tmp_path, max_iters=1)
+    assert prepare_run(data, tmp_path, resume=True).best < math.inf
+    assert prepare_run(data, tmp_path, resume=True, **changes).best == math.inf
+    assert capsys.readouterr().out.count('val_tokens or val_streams has changed') == 1
+
+
+def test_a_run_that_resumes_from_the_previous_checkpoint_keeps_it(data, tmp_path):
+    """The damaged last one is renamed, so that the next save does not replace the previous one by
+    it. A validation alone renames nothing."""
+    run_lm(data, tmp_path, max_iters=8)
+    previous = (tmp_path / 'ckpt_prev.pt').read_bytes()
+    (tmp_path / 'ckpt_last.pt').write_bytes(b'damaged')
+    run_lm(data, tmp_path, eval_only=True)
+    assert (tmp_path / 'ckpt_last.pt').read_bytes() == b'damaged'
+    run = prepare_run(data, tmp_path, resume=True)
+    assert run.step == 4 and not (tmp_path / 'ckpt_last.pt').exists()
+    assert (tmp_path / 'ckpt_damaged.pt').read_bytes() == b'damaged'
+    train_lm.save(run)
+    assert (tmp_path / 'ckpt_prev.pt').read_bytes() == previous
+
+
 def test_a_resumed_run_takes_new_optimizer_settings_and_keeps_its_moments(data, tmp_path):
     run_lm(data, tmp_path, max_iters=4)
     settings = {'resume': True, 'learning_rate': 0.5, 'betas': (0.1, 0.2)}
@@ -175,7 +215,9 @@ def test_the_loss_falls_below_the_unigram_entropy(data, tmp_path, settings):
 # ---- an update: micro-batches, ranks, graphs ----
 
 
-@pytest.mark.parametrize('rows, reset_every, arch', [(0, 0, {}), (4, 3, {}), (2, 4, LSTM)], ids=str)
+@pytest.mark.parametrize(
+    'rows, reset_every, arch', [(0, 0, {}), (4, 3, {}), (2, 4, LSTM), (0, 20, {})], ids=str
+)
 def test_states_are_carried_and_reset(data, tmp_path, rows, reset_every, arch):
     """With learning rates of 0, the loss of an update is the mean over its streams, each read alone
     from its carried state. That is reset at a shard's start and when reset_every says so."""
@@ -187,7 +229,7 @@ def test_states_are_carried_and_reset(data, tmp_path, rows, reset_every, arch):
     files = data_fineweb.find_shards(str(data), 'train')
     loader = data_fineweb.Loader(files, 8, 8, 256, True, seed=1337)
     states, shard_starts = [None] * 8, []
-    for step, (loss, _, _) in enumerate(train_updates(run, 9)):
+    for step, (loss, _, _) in enumerate(train_updates(run, 10)):
         x, y, starts = loader.next()
         losses = []
         for b in range(8):
@@ -383,6 +425,30 @@ def test_a_micro_batch_has_the_rows_that_fit_the_memory(
     train_lm.prepare(run)
     assert run.rows == len(run.batch[0]) == rows and len(run.batch[2][0]) == rows
     assert f'{rows} rows per micro-batch' in capsys.readouterr().out
+
+
+def rows_of_rank(arguments, free):
+    """Return the rows of a micro-batch, if this rank has free[rank] GB and a row takes 1 GB."""
+    run = train_lm.make_run(configure(vars(train_lm), arguments, quiet=True))
+    with pytest.MonkeyPatch.context() as patch:
+        set_memory(patch, free=free[run.rank])
+        train_lm.prepare(run)
+    common.leave(run)
+    return run.rows
+
+
+def test_all_ranks_have_the_rows_that_fit_the_smallest_memory(data, tmp_path):
+    assert run_ranks(2, rows_of_rank, lm_arguments(data, tmp_path), (9, 2.5)) == [2, 2]
+
+
+def test_a_resumed_run_with_less_memory_says_that_it_takes_fewer_rows(
+    data, tmp_path, monkeypatch, capsys
+):
+    run_lm(data, tmp_path, max_iters=1)
+    run = prepare_run(data, tmp_path, resume=True)
+    set_memory(monkeypatch, free=4)
+    train_lm.prepare(run)
+    assert '4 rows fit, not 8: sums of gradients round differently' in capsys.readouterr().out
 
 
 MEASURE = """
@@ -633,13 +699,24 @@ REFUSED = [  # arguments on a folder that holds a run, message; {0}: trained, {1
     ('--overwrite --init_from=none', 'none: holds no trained run'),
     ('--overwrite --init_from={1}/bad', 'bad/model.safetensors: cannot be read'),
     ('--overwrite --init_from={0}/lstm --arch=experts --n_embd=64', 'no weight has'),
+    ('--overwrite --init_from={1}/agent', 'agent: holds a run of train_sokoban.py'),
     ('--overwrite --batch_size=3', 'must divide the 8 rows'),
 ]
+
+
+def test_an_occupied_folder_is_refused_before_the_run_is_built(data, trained, monkeypatch, capfd):
+    monkeypatch.setattr(train_lm, 'make_run', None)
+    argv = lm_arguments(data, trained / 'recurrent')
+    assert 'holds a run already' in error_of(capfd, train_lm, argv)
 
 
 def test_a_refused_command_leaves_the_run_in_the_folder_unchanged(data, trained, tmp_path, capfd):
     (tmp_path / 'bad').mkdir()
     (tmp_path / 'bad' / 'model.safetensors').write_text('x')
+    agent = {'script': 'train_sokoban.py', 'config': {'arch': 'convlstm'}}
+    (tmp_path / 'agent').mkdir()
+    saved = {**agent, 'model': {}, 'model_config': {}}
+    common.save_checkpoint(saved, tmp_path / 'agent' / 'ckpt_last.pt')
     run_lm(data, tmp_path / 'run', max_iters=2)
     before = (tmp_path / 'run' / 'ckpt_last.pt').read_bytes()
     for arguments, message in REFUSED:
