@@ -373,7 +373,7 @@ def configure(settings: dict, argv: Iterable[str] | None = None, quiet: bool = F
     # An old name is read as another setting of the same type, and then replaced.
     known = {**defaults, **{old: defaults[new] for old, new in renamed.items()}}
     changes = {}  # the settings on the command line and in config files
-    is_first_rank = os.environ.get('RANK', '0') == '0'
+    notes = []
     if '--help' in argv or '-h' in argv:
         print(help_text(settings['__file__']))
         raise SystemExit(0)
@@ -388,12 +388,13 @@ def configure(settings: dict, argv: Iterable[str] | None = None, quiet: bool = F
             fail(f'command line: cannot read {argument!r}: expected config.py or --key=value')
         for old in changes.keys() & renamed.keys():
             changes[renamed[old]] = changes.pop(old)
-            if is_first_rank:
-                note = f'note: {old} is now called {renamed[old]}; the old name will go'
-                print(note, file=sys.stderr)
+            notes.append(f'note: {old} is now called {renamed[old]}; the old name will go')
     config = Settings(defaults, changes)
     check_ranges(config, settings.get('RANGES', {}))
     settings.update(config)
+    is_first_rank = os.environ.get('RANK', '0') == '0'
+    if notes and is_first_rank:
+        print(*notes, sep='\n', file=sys.stderr)
     for name, value in config.items():
         if not quiet and is_first_rank and repr(value) != repr(defaults[name]):
             print(f'{name} = {value!r}  (default {defaults[name]!r})', flush=True)
