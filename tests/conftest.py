@@ -40,6 +40,18 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason='runs with pytest --long'))
 
 
+@pytest.fixture(autouse=True)
+def restore_signal_handlers():
+    """Restore the handlers that a trainer leaves behind if an error ends it."""
+    import common
+
+    former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in former.items():
+        signal.signal(number, handler)
+    common.Stopper.running = common.Stopper.stopping = False
+
+
 @pytest.fixture(scope='session')
 def data(tmp_path_factory):
     """Return a folder of shards that a model can learn: one for validation and two for training,
