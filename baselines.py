@@ -34,8 +34,8 @@ def refuse_settings(arch: str, argv: list[str]) -> None:
     unused = ['baseline_lr'] if arch == 'experts' else EXPERTS_ONLY.split()
     for name in unused:
         if any(argument.split('=')[0] == f'--{name}' for argument in argv):
-            has = 'the baselines have --baseline_lr'
-            raise Mistake(f'--{name} does nothing with arch = {arch!r}: {has}')
+            advice = 'the baselines have --baseline_lr'
+            raise Mistake(f'--{name} does nothing with arch = {arch!r}: {advice}')
 
 
 class Block(nn.Module):

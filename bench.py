@@ -654,10 +654,11 @@ def measure_round(run: Callable, config: dict) -> float:
 
 def compare(pairs: dict[str, tuple]) -> tuple[float, str]:
     """Return the largest relative difference in {name: (tensor, reference)}, and its name. All
-    vectors and scalars count as one tensor, because a single number may be nothing but rounding."""
+    vectors and scalars except the loss count as one tensor, because a single number may be nothing
+    but rounding."""
     groups = {}
     for name, (tensor, reference) in pairs.items():
-        small = reference.dim() <= 1
+        small = reference.dim() <= 1 and name != 'loss'
         groups.setdefault('vectors' if small else name, []).append((tensor, reference))
     differences = {}
     for name, group in groups.items():
@@ -1049,7 +1050,8 @@ def open_report(config: dict, path: str, continues: bool) -> dict:
     if not os.path.exists(path):
         return {**report, 'steps': {}, 'yardsticks': {}, 'results': []}
     if not continues:
-        fail(f'{path}: holds results: --append=True continues it, or choose another --out')
+        advice = '--append=True measures what is missing; to measure again, choose another --out'
+        fail(f'{path}: holds results: {advice}')
     old = read_json(path)
     kept = ('steps', 'yardsticks', 'results', 'command')
     if not set(kept) <= set(old):

@@ -121,7 +121,7 @@ def restart_count() -> int:
 
 def launch_id() -> str:
     """Return the id of the torchrun launch, the same after a restart: '' without torchrun, 'none'
-    in every launch without --standalone and --rdzv_id."""
+    in a launch on several hosts, or with --master_port, that has no --rdzv_id."""
     return os.environ.get('TORCHELASTIC_RUN_ID', '')
 
 
@@ -632,11 +632,11 @@ def adopt_sizes(
     folder: Path, names: Iterable[str], needed: tuple, config: Settings, script_globals: dict
 ) -> None:
     """Take the settings `names` from a folder, which holds an export, another run, or the run to
-    resume. Those that a config file or the command line sets stay.
+    resume or evaluate. Those that a config file or the command line sets stay.
 
     The settings are changed both in `config` and among the globals of the trainer. needed: keys
-    that a checkpoint must have. Raises CheckpointError, also if a value is not among those that the
-    trainer's RANGES lists, because the folder holds a run of another trainer."""
+    that a checkpoint must have. Raises CheckpointError if the folder cannot be read, or if a value
+    is not in its list in RANGES: the folder then holds a run of another trainer."""
     is_export = pathlib.Path(folder, WEIGHTS).exists()
     if config['resume'] or config['eval_only'] or is_export:
         saved = read_json(pathlib.Path(folder, CONFIG))
@@ -745,9 +745,17 @@ def restore(run: object, names: tuple, optimizers: list, saved: dict, path: Path
 def resume_if_restarted(out_dir: Path, *settings: dict) -> None:
     """Make a run that torchrun --max-restarts has restarted resume from its last checkpoint, or
     start over if it has none, by changing every dict in `settings`. Every rank must call this
-    function before rank 0 calls prepare_out_dir."""
+    function before rank 0 calls prepare_out_dir.
+
+    A launch without an id of its own cannot tell whether it started the run in `out_dir`. Nothing
+    is changed then, and CheckpointError is raised if `overwrite` would remove that run."""
     launch = pathlib.Path(out_dir, LAUNCH)
-    if restart_count() == 0 or launch_id() in ('', 'none'):  # this launch has no id of its own
+    if restart_count() == 0:
+        return
+    if launch_id() in ('', 'none'):
+        if any(config.get('overwrite') for config in settings):
+            advice = 'to resume after restarts, start it with --standalone or --rdzv_id=NAME'
+            raise CheckpointError(f'{out_dir}: restarted by torchrun without an id: {advice}')
         return
     if not launch.exists() or launch.read_text() != launch_id():
         return
@@ -761,21 +769,22 @@ def resume_if_restarted(out_dir: Path, *settings: dict) -> None:
         config.update(changes)
 
 
-def lock_folder(path: pathlib.Path) -> filelock.BaseFileLock:
-    """Lock a folder for one run and return the lock, which the system releases at the latest when
-    this process ends. Raises CheckpointError, naming the other process, if the folder is locked."""
-    lock = filelock.FileLock(path / LOCK, fallback_to_soft=False)
+def lock_folder(path: pathlib.Path, name: str = LOCK) -> filelock.BaseFileLock:
+    """Lock the file `name` of a folder for one run and return the lock, which the system releases
+    at the latest when this process ends. Raises CheckpointError, naming the other process, if the
+    file is locked."""
+    lock = filelock.FileLock(path / name, fallback_to_soft=False)
     try:
         lock.acquire(blocking=False)
     except filelock.Timeout:
-        holder = (path / LOCK).read_text(errors='replace')[:200].strip()
+        holder = (path / name).read_text(errors='replace')[:200].strip()
         advice = 'wait for its end, stop it, or choose another out_dir'
         raise CheckpointError(f'{path}: another run is using it ({holder}): {advice}') from None
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
             raise
         print0(f'warning: {path}: this file system has no locks: let no other run use the folder')
-    (path / LOCK).write_text(f'process {os.getpid()} on {platform.node()}\n')
+    (path / name).write_text(f'process {os.getpid()} on {platform.node()}\n')
     return lock
 
 
@@ -978,11 +987,11 @@ def error_explainer(less_memory: str, settings: dict | None = None) -> Callable[
 
 
 def open_trackers(
-    config: dict, tensorboard: bool, wandb_project: str, step: int = 0
+    config: dict, tensorboard: bool, wandb_project: str, first_step: int | None = None
 ) -> tuple[Callable, Callable]:
     """Return write(record) and close() for TensorBoard, if it is wanted, and for Weights & Biases,
-    if a project is named. Both get the settings, and the numbers and GIFs of each record. step: of
-    the first record; TensorBoard hides what a run that is resumed wrote from there on."""
+    if a project is named. Both get the settings, and the numbers and GIFs of each record.
+    first_step: of a run that is resumed; TensorBoard hides what it wrote before from there on."""
     board, run = None, None
     out_dir = config['out_dir']
     stack = contextlib.ExitStack()  # closes what was opened
@@ -990,7 +999,7 @@ def open_trackers(
         from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter
 
-        board = SummaryWriter(out_dir, purge_step=step if config['resume'] else None)
+        board = SummaryWriter(out_dir, purge_step=first_step)
         stack.callback(board.close)
         board.add_text('settings', '\n'.join(f'    {k} = {v!r}' for k, v in config.items()))
     if wandb_project:

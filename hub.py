@@ -135,6 +135,8 @@ def call_hub(function: str, repo: str, *names: str, **options: object) -> object
         file = ' of '.join([*names, repo])
         if is_disk_error(error):
             advice = ''  # the reason is enough
+        elif huggingface_hub.constants.HF_HUB_OFFLINE:
+            advice = ': unset HF_HUB_OFFLINE to download it'
         elif is_network_error(error):
             advice = ': run the same command again to continue'
         else:
@@ -255,7 +257,8 @@ class PublishedModel(
         """
         about = self.about | self.entries() | (config or {})
         folder = common.start_export(save_directory, self.KIND, CARD, *self.DERIVED)
-        # the weights first: if the disk is full, an earlier model is still complete
+        # The weights first: if the disk is full, an earlier model is still complete. (A kill
+        # between this line and the CONFIG leaves them with the description of the earlier model.)
         common.write_tensors(self.state_dict(), folder / WEIGHTS)
         for name in self.DERIVED:
             (folder / name).unlink(missing_ok=True)

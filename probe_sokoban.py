@@ -539,9 +539,9 @@ def plan_pictures(results: list[Result], packed: ndarray) -> None:
         save_gif(frames, os.path.join(out_dir, f'plan_{result.player.name}.gif'), 400)
         steps = [step for step in SHOWN if step < len(frames) - 1]
         figure, panels = new_figure(len(steps) + 1, 3.4)
-        end = ', solved' if data.episodes.solved[level] else ', not solved'
+        outcome = 'solved' if data.episodes.solved[level] else 'not solved'
         for step, axes in zip([*steps, len(frames) - 1], panels, strict=True):
-            text = f'step {step}' + (end if step == len(frames) - 1 else '')
+            text = f'step {step}' + (f', {outcome}' if step == len(frames) - 1 else '')
             axes.imshow(frames[step])
             axes.set(title=text, xticks=[], yticks=[])
         figure.suptitle(result.player.label)

@@ -498,10 +498,9 @@ def title_of(stem: str) -> str:
     return f'{name.capitalize()}, {MODELS[model]}' if model in MODELS else stem.replace('_', ' ')
 
 
-ALLOCATION = (  # columns of a table of mean losses or returns; all others are further settings
-    *('variant', 'budget', 'L', 'E', 'd', 'mean_loss', 'mean_return', 'variance', 'n_seeds'),
-    *('paper_mean', 'paper_variance'),
-)
+# Columns of a table of mean losses or returns; all others are further settings.
+VALUE_COLUMNS = """variant budget L E d mean_loss mean_return variance n_seeds paper_mean
+    paper_variance""".split()
 
 
 def best_allocations(rows: list[dict], unit: str, model: str = '') -> dict[str, str]:
@@ -528,7 +527,7 @@ def best_allocations(rows: list[dict], unit: str, model: str = '') -> dict[str, 
     for (variant, budget), (_, score, row) in best.items():
         allocation = f'L = {row["L"]}, E = {row["E"]}, d = {row["d"]}'
         for name, x in row.items():
-            if x and name not in ALLOCATION:
+            if x and name not in VALUE_COLUMNS:
                 allocation += f', {name} = {x}'
         value = f'{float(row[key]):.5g} {measure}'
         facts[f'Best {variant}{of_model}, {budget} budget'] = f'{value}: {allocation}'

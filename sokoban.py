@@ -310,7 +310,7 @@ def load_levels(
         if not paths:
             missing = 'no such folder'
             if os.path.isdir(folder):
-                missing = f'no {split}.pack17.npy, no {split}_000.txt'
+                missing = f'no {split}.pack17.npy, {split}.txt or {split}_000.txt'
             command = ['python', 'sokoban.py', f'--split={split}', '--download=True']
             if levels_dir:
                 command.append(f'--levels_dir={levels_dir}')

@@ -76,7 +76,7 @@ if __name__ == '__main__':
 
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 import figures
 from common import CheckpointError, Stopper, commit, lock_folder, need_packages, print0, saved_in
@@ -714,7 +714,7 @@ def state_of(row: Row) -> str:
 def arguments(row: Row) -> list[str]:
     """Return script, config files and settings of a run, with paths from the current folder."""
     settings, config = settings_of(row), config_of(row)
-    if config.get('init_from'):  # the trainer would adopt what is not set from that model
+    if config.get('init_from'):  # otherwise the trainer would take unset sizes from that model
         about = {name: config[name] for name in ('arch', 'tokenizer') if name in config}
         settings = about | model_settings(row) | settings
     flags = [f'--{name}={x}' for name, x in settings.items()]
@@ -1004,11 +1004,13 @@ def start(row: Row, gpu: str, at_a_time: int) -> Running | None:
     another process is at work on it, or has finished it."""
     folder = Path(folder_of(row))
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / '.lock', blocking=False)
     try:
-        lock.acquire()
+        lock = lock_folder(folder, '.lock')
+    except CheckpointError:
+        return None
+    try:
         lock_folder(folder).release()  # fails if a run whose sweep was killed is still at work
-    except (Timeout, CheckpointError):
+    except CheckpointError:
         lock.release()
         return None
     if state_of(row) in ('done', *UNUSABLE):  # under the lock: it may have changed
@@ -1124,6 +1126,7 @@ def run_queue(
                     free.pop(0)
                 else:
                     print0(f'{row.name}: another process is at work on it, or has finished it')
+                    n_ended += 1  # this sweep need not wait for it
             for row in [row for row, job in running.items() if job.process.poll() is not None]:
                 job = running.pop(row)
                 free.append(job.gpu)
@@ -1179,7 +1182,7 @@ def execute(rows: list[Row]) -> int:
         check_before(queue, gpus)
     failures, signal_number = run_queue(queue, rows, gpus)
     for row, message in failures.items():
-        print0(f'failed: {row.name}: {message}; see {folder_of(row)}/stdout.txt')
+        print0(f'{row.name}: {message}; see {folder_of(row)}')
     if signal_number is not None:
         saved = 'the runs that had started training have saved'
         print0(f'stopped; {saved}: the same command resumes them')

@@ -162,6 +162,7 @@ class Run:
     graphs: dict | None  # CUDA graphs by name; None = run eagerly
     capture_chunk: bool = True  # False = too long for one CUDA graph: the model captures blocks
     rows: int = 0  # sequences per micro-batch
+    saved_rows: int | None = None  # those of the checkpoint of a resumed run
     # x, y (rows, T) of a micro-batch, and the state of its streams; empty with eval_only
     batch: tuple = ((), (), ())
     val_rows: int = 0  # validation streams read side by side
@@ -329,7 +330,7 @@ def reset_streams(run: Run, every_row: bool) -> None:
     if recurrent and period:
         rows = len(run.loader.rows)
         first = (run.step - run.rank * rows) % period
-        first = min(first, rows)  # no row of this rank
+        first = min(first, rows)  # rows: no row of this rank is due, and arange is empty
         index = torch.arange(first, rows, period, device=run.device)
         for t, dim in zip(run.state, STREAM_DIMS[arch], strict=True):
             t.index_fill_(dim, index, 0)  # zero, as in init_state
@@ -434,9 +435,9 @@ def prepare(run: Run) -> None:
     the system would kill the process instead, so numbers of rows that need more than the free
     memory, by the estimate of cpu_bytes_per_row, are not tried."""
     start = time.perf_counter()
-    rows_before = run.rows  # the largest choice or, in a resumed run, that of the checkpoint
     resumed_state = [t.to('cpu', copy=True) for t in run.state]  # the trials change run.state
     set_compiled(run, False)
+    # run.rows is the largest choice or, in a resumed run, that of the checkpoint if it is possible
     choices = [n for n in row_choices(len(run.loader.rows), block_size) if n <= run.rows]
     if batch_size:
         choices = [batch_size]
@@ -464,8 +465,9 @@ def prepare(run: Run) -> None:
                 print0(line)
     for t, saved in zip(run.state, resumed_state, strict=True):
         t.copy_(saved)
-    if resume and run.rows < rows_before:
-        print0(f'{run.rows} rows fit, not {rows_before}: sums of gradients round differently')
+    if run.saved_rows not in (None, run.rows):
+        before = f'{run.rows} rows per micro-batch, {run.saved_rows} before'
+        print0(f'{before}: sums of gradients round differently')
     rows = f'{run.rows} rows per micro-batch, {run.val_rows} validation streams at a time'
     print0(f'{rows} (found in {time.perf_counter() - start:.0f} s)')
 
@@ -532,14 +534,15 @@ def runs_in_memory(run: Run, attempt: Callable[[Run, int], None], rows: int) -> 
     afterwards.
 
     On a GPU memory is set aside during the attempt: a twentieth of the card for CUDA graphs, NCCL
-    and fragmentation, and that of the optimizers' moments, which only a resumed run has already."""
+    and fragmentation, and that of the optimizers' moments, unless a resumed run has them already or
+    nothing is trained."""
     on_gpu = run.device.startswith('cuda')
     error = None
     reserved = None
     try:
         if on_gpu:
             moments = 0
-            if not run.optimizers[0].state:
+            if not (eval_only or run.optimizers[0].state):
                 moments = 2 * run.gradients.buffer.numel()
                 if arch == 'experts':  # AdamW keeps two moments of each number, Muon one
                     moments -= sum(p.numel() for p in run.optimizers[0].param_groups[0]['params'])
@@ -612,14 +615,16 @@ def save(run: Run, best: bool = False) -> None:
 
 def load(run: Run) -> None:
     """Restore the last checkpoint in out_dir, or with eval_only just its weights and position.
-    Raises CheckpointError if it is damaged, or if the data or a setting outside HARMLESS (with
-    eval_only: a setting of the model) differs."""
+    Raises CheckpointError if it is damaged, or if the data or a setting outside HARMLESS differs
+    (with eval_only, only settings of the model count)."""
     needed = ('model', *POSITION)
     if not eval_only:
         needed += ('optimizers', 'rng', 'loader', 'state', 'shards')
     saved, path = common.load_run(out_dir, SCRIPT, needed)
     defaults = read_script(__file__)[0]
-    harmless = set(run.config) - set(model_settings(run.config)) if eval_only else HARMLESS
+    harmless = set(HARMLESS)
+    if eval_only:
+        harmless |= set(run.config) - set(model_settings(run.config))
     common.refuse_changes(saved['config'], run.config, defaults, harmless, path, SCRIPT)
     common.restore(run, POSITION, [] if eval_only else run.optimizers, saved, path)
     print0(f'{path}: step {run.step}')
@@ -633,17 +638,18 @@ def load(run: Run) -> None:
         dims = STREAM_DIMS[arch] if recurrent else ()
         for t, all_ranks, dim in zip(run.state, saved['state'], dims, strict=True):
             fill(t, all_ranks.chunk(run.world, dim)[run.rank])
-    before = {**defaults, **saved['config']}
+    saved_config = {**defaults, **saved['config']}
     # The checkpoint was saved before the validation that followed its update, if one did.
-    intervals = (before['eval_interval'], eval_interval)
-    at_the_end = run.step in (before['max_iters'], max_iters)
+    intervals = (saved_config['eval_interval'], eval_interval)
+    at_the_end = run.step in (saved_config['max_iters'], max_iters)
     run.must_validate = at_the_end or any(run.step % n == 0 for n in intervals)
-    if (val_tokens, val_streams) != (before['val_tokens'], before['val_streams']):
+    if any(saved_config[name] != run.config[name] for name in ('val_tokens', 'val_streams')):
         run.best = math.inf
-        print0('val_tokens or val_streams has changed: the next validation counts as the best')
-    rows = saved.get('rows')
-    if not batch_size and rows in row_choices(len(run.loader.rows), block_size):
-        set_rows(run, rows)  # so that gradients are summed in the same order, bit by bit
+        run.must_validate = True
+        print0('val_tokens or val_streams has changed: validating again')
+    run.saved_rows = saved.get('rows')
+    if not batch_size and run.saved_rows in row_choices(len(run.loader.rows), block_size):
+        set_rows(run, run.saved_rows)  # so that gradients are summed in the same order, bit by bit
 
 
 # ---- data, model, optimizer ----
@@ -689,9 +695,12 @@ def make_run(config: Settings) -> Run:
     sizes = {f.name: config[f.name] for f in fields(ModelConfig) if f.name in config}
     model_config = ModelConfig(vocab_size=V, **sizes)
     if arch == 'experts':
-        # three copies at least: weights, gradients and Muon's moment
+        # weights and gradients, and in training at least Muon's moment
         common.check_model(
-            lambda c: build_model(c, recurrent), model_config, copies=3, device=device_
+            lambda c: build_model(c, recurrent),
+            model_config,
+            copies=2 if eval_only else 3,
+            device=device_,
         )
         model = build_model(model_config, recurrent)
     else:
@@ -772,7 +781,9 @@ def main(config: Settings) -> int:
     describe(run)
     if run.rank == 0:
         project = wandb_project if wandb else ''
-        track, close_trackers = open_trackers(config, tensorboard, project, run.step)
+        track, close_trackers = open_trackers(
+            config, tensorboard, project, run.step if resume else None
+        )
         log = common.open_log(run, resume, SCRIPT)
 
     stopper = common.Stopper()  # turns ctrl-C and SIGTERM into a flag

@@ -175,6 +175,7 @@ class Run:
     updates: int  # of the whole run
     step: int = 0  # updates done
     record: dict = field(default_factory=lambda: {'step': 0, 'env_steps': 0})  # current log line
+    must_evaluate: bool = True  # before the next update
     best_return: float = -math.inf  # highest mean return on the evaluation levels
     seconds: float = 0.0  # time spent in updates
     logged: int = 0  # `step` at the last log line
@@ -554,10 +555,17 @@ def load(run: Run) -> None:
     if saved['levels_crc'] != run.levels_crc:
         advice = 'give the same levels_dir, or another out_dir'
         raise CheckpointError(f'{path}: was trained on other levels: {advice}')
+    saved_config = {**defaults, **saved['config']}
+    # The checkpoint was saved before the evaluation that followed its update, if one did.
+    intervals = (saved_config['eval_interval'], eval_interval)
+    saved_updates = math.ceil(saved_config['total_steps'] / (n_envs * unroll))
+    at_the_end = run.step in (saved_updates, run.updates)
+    run.must_evaluate = at_the_end or any(run.step % n == 0 for n in intervals)
     eval_levels_crc = zlib.crc32(run.eval_levels)
     if saved.get('eval_levels_crc', eval_levels_crc) != eval_levels_crc:
-        print0(f'{path}: was evaluated on other levels: {common.BEST} is replaced')
+        print0(f'{path}: was evaluated on other levels: the next evaluation counts as the best')
         run.best_return = -math.inf
+        run.must_evaluate = True
     with restoring(path, 'env or state'):
         boards = {name: x.chunk(run.world)[run.rank] for name, x in saved['env'].items()}
         run.env.load_state_dict(boards)
@@ -681,7 +689,9 @@ def main(config: Settings) -> int:
     warm_up(run)
     if run.rank == 0:
         project = wandb_project if wandb else ''
-        track, close_trackers = open_trackers(config, tensorboard, project, run.step)
+        track, close_trackers = open_trackers(
+            config, tensorboard, project, run.step if resume else None
+        )
         log = common.open_log(run, resume, SCRIPT)
 
     stopper = common.Stopper()  # turns ctrl-C and SIGTERM into a flag
@@ -690,13 +700,12 @@ def main(config: Settings) -> int:
     status = None
     while True:
         # evaluate and log
-        must_evaluate = run.step % eval_interval == 0 or run.step == run.updates
-        if must_evaluate or run.step % log_interval == 0:
+        if run.must_evaluate or run.step % log_interval == 0:
             if run.step > run.logged:
                 run.record = make_record(run)
                 print0(progress_line(run.record))
                 due_to_print(restart=True)
-            if must_evaluate:
+            if run.must_evaluate:
                 evaluate_and_save_best(run)
             if run.rank == 0:
                 log(run.record)
@@ -709,7 +718,8 @@ def main(config: Settings) -> int:
         stats, episodes, stop = update(run, stopper.signal is not None)
         elapsed = time.perf_counter() - start
         step = run.step + 1
-        must_save = step % eval_interval == 0 or step == run.updates or stop
+        run.must_evaluate = step % eval_interval == 0 or step == run.updates
+        must_save = run.must_evaluate or stop
         if not common.all_finite(run, stats['loss'], stats['grad_norm'], weights=must_save):
             stopper.restore()
             status = 1

@@ -851,8 +851,8 @@ REPLACES = {
     'loss': (kernels.slice_loss, kernels.losses, kernels.softcap),
 }
 SOURCES = {
-    'attention': 'e992d78a01c2ad06',
-    'experts': '09d4e23b46486476',
+    'attention': 'ab32532e0d51c68f',
+    'experts': '131d94ad5d7e91bd',
     'loss': '5f2631649bda9ab4',
 }
 FORMS = {

@@ -45,7 +45,8 @@ def restore_signal_handlers():
     """Restore the handlers that a trainer leaves behind if an error ends it."""
     import common
 
-    former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    former = {number: signal.getsignal(number) for number in numbers}
     yield
     for number, handler in former.items():
         signal.signal(number, handler)

@@ -249,7 +249,10 @@ def test_a_report_is_not_overwritten(tmp_path, capfd):
     path.write_text('{"results": [1]}')
     with pytest.raises(SystemExit):
         bench.open_report({**SMALL, 'suite': 'train'}, str(path), continues=False)
-    assert 'train.json: holds results: --append=True continues it' in capfd.readouterr().err
+    assert (
+        'train.json: holds results: --append=True measures what is missing'
+        in capfd.readouterr().err
+    )
     assert path.read_text() == '{"results": [1]}'
 
 
@@ -288,11 +291,14 @@ def test_ctrl_c_leaves_no_process(first, monkeypatch):
 
 
 def test_vectors_and_scalars_are_compared_as_one_tensor():
-    """The loss alone would differ by 10%."""
+    """The scalar alone would differ by 10%. The loss is compared alone."""
     vectors = torch.full((100,), 1.0)
-    pairs = {'loss': (torch.tensor(1.1), torch.tensor(1.0)), 'bias': (vectors, vectors)}
+    pairs = {'layers.0.a': (torch.tensor(1.1), torch.tensor(1.0)), 'bias': (vectors, vectors)}
     difference, name = bench.compare(pairs)
     assert name == 'vectors' and difference == pytest.approx(0.1 / 101**0.5, rel=1e-6)
+    pairs['loss'] = (torch.tensor(1.1), torch.tensor(1.0))
+    difference, name = bench.compare(pairs)
+    assert name == 'loss' and difference == pytest.approx(0.1, rel=1e-6)
 
 
 def killed():

@@ -234,6 +234,14 @@ def test_a_restart_in_a_launch_without_a_name_resumes_nothing(tmp_path, monkeypa
     assert restart_changes(tmp_path, monkeypatch, 1, launch) == {}
 
 
+def test_a_restart_in_a_launch_without_a_name_does_not_overwrite(tmp_path, monkeypatch):
+    """The run in the folder may be the one that is restarted."""
+    monkeypatch.setenv('TORCHELASTIC_RUN_ID', 'none')
+    monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', '1')
+    overwrites = {'resume': False, 'overwrite': True}
+    assert_refused('--rdzv_id=NAME', common.resume_if_restarted, tmp_path, overwrites)
+
+
 # ---- the device ----
 
 

@@ -490,7 +490,7 @@ def test_a_failed_run_is_reported_and_the_others_are_made(fake, monkeypatch, cap
     out = capsys.readouterr().out
     assert '2 runs, 0 finished before' in out and f'{done.name}: done' in out, out
     assert f'{failed.name}: FAILED (exit status 2): error: n_layer = 2: does not fit' in out
-    assert f'failed: {failed.name}' in out
+    assert out.endswith(f'; see {sweep.folder_of(failed)}\n')
     assert json.loads((folder_of(failed) / 'failed.json').read_text())['exit'] == 2
 
 

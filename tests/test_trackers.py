@@ -44,14 +44,14 @@ def test_tensorboard_hides_what_a_resumed_run_writes_again(tmp_path):
         'tensorboard.backend.event_processing.event_accumulator'
     )
 
-    def track(losses, **settings):
-        write, close = open_trackers({'out_dir': tmp_path, **settings}, True, '', min(losses))
+    def track(losses, first_step=None):
+        write, close = open_trackers({'out_dir': tmp_path}, True, '', first_step)
         for step, loss in losses.items():
             write({'step': step, 'loss': loss})
         close()
 
-    track({0: 5.0, 1: 4.0, 2: 3.0}, resume=False)
-    track({1: 4.5}, resume=True)
+    track({0: 5.0, 1: 4.0, 2: 3.0})
+    track({1: 4.5}, first_step=1)
     board = event_accumulator.EventAccumulator(str(tmp_path))
     board.Reload()
     assert [(x.step, x.value) for x in board.Scalars('loss')] == [(0, 5.0), (1, 4.5)]

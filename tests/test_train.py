@@ -448,7 +448,10 @@ def test_a_resumed_run_with_less_memory_says_that_it_takes_fewer_rows(
     run = prepare_run(data, tmp_path, resume=True)
     set_memory(monkeypatch, free=4)
     train_lm.prepare(run)
-    assert '4 rows fit, not 8: sums of gradients round differently' in capsys.readouterr().out
+    assert (
+        '4 rows per micro-batch, 8 before: sums of gradients round differently'
+        in capsys.readouterr().out
+    )
 
 
 MEASURE = """

@@ -464,6 +464,14 @@ def test_activations_that_do_not_fit_are_refused(tmp_path, monkeypatch, capfd, r
     assert 'n_envs = 400 (unroll = 3): needs' in error_of(capfd, train_sokoban, argv)
 
 
+def test_a_longer_run_keeps_the_last_evaluation_of_the_shorter(tmp_path):
+    """The shorter run ended at update 3, which is no multiple of eval_interval."""
+    settings = {'n_envs': 4, 'unroll': 3, 'eval_interval': 2, 'log_interval': 100}
+    assert run_agent(tmp_path, total_steps=36, **settings) == 0
+    assert run_agent(tmp_path, total_steps=72, resume=True, **settings) == 0
+    assert [r['step'] for r in read_log(tmp_path) if 'eval_return' in r] == [0, 2, 3, 4, 6]
+
+
 def test_a_value_error_that_is_no_mistake_has_a_traceback(tmp_path, monkeypatch):
     """So that who edits the code can find it."""
 

@@ -326,6 +326,11 @@ def test_without_a_function_that_triton_kernels_replaces_no_form_is_used(monkeyp
     assert chosen == NONE and line.startswith('Triton forms not used: AttributeError: module')
 
 
+def test_no_form_is_used_where_the_functions_return_nan():
+    chosen, _ = choose({NONE: EXACT * math.nan, FORM: EXACT}, FASTER)
+    assert chosen == NONE
+
+
 def test_forms_are_tried_beside_those_chosen_before():
     both = frozenset({'form', 'second'})
     results = {FORM: EXACT, both: EXACT}
