@@ -116,7 +116,8 @@ def test_missing_levels_are_refused_with_the_command_that_downloads_them(tmp_pat
     assert_refused(
         f'nowhere: no such folder: {command}', load_levels, f'{tmp_path}/nowhere', 'hard'
     )
-    assert_refused(f'no hard.pack17.npy, no .*: {command}', load_levels, str(tmp_path), 'hard')
+    missing = 'no hard.pack17.npy, hard.txt or hard_000.txt'
+    assert_refused(f'{missing}: {command}', load_levels, str(tmp_path), 'hard')
     for name in ('', '../unfiltered-test', 'none.txt/', 'none.txt', 'none.npy'):
         assert_refused(f'^{name!r}: no such file', load_levels, str(tmp_path), name)
 
