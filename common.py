@@ -640,7 +640,8 @@ def adopt_sizes(
     is_export = pathlib.Path(folder, WEIGHTS).exists()
     if config['resume'] or config['eval_only'] or is_export:
         saved = read_json(pathlib.Path(folder, CONFIG))
-        sizes, script = saved.get('model'), saved.get('script')  # sizes: of an exported model
+        sizes = saved.get('model')  # of an exported model
+        script = saved.get('script')
     else:
         checkpoint, _ = load_run(folder, 'project', needed, file=BEST)
         saved, sizes = checkpoint['config'], checkpoint.get('model_config')

@@ -229,7 +229,7 @@ def choose_forms(
             lines.append(f'{name}: Triton form not used: {first_line(error)}')
             continue
         pairs = zip(form_errors, plain_errors, strict=True)
-        agrees = all(form <= 3 * plain + 1e-3 < math.inf for form, plain in pairs)
+        agrees = all(math.isfinite(plain) and form <= 3 * plain + 1e-3 for form, plain in pairs)
         used = agrees and time < fastest
         speed = f'{1e6 * time:.0f} us, without it {1e6 * fastest:.0f} us'
         error = f'largest error {max(form_errors):.2%}, without it {max(plain_errors):.2%}'
@@ -272,7 +272,8 @@ class RMSNorm(torch.autograd.Function):
 def norm(x: Tensor) -> Tensor:
     """Apply a parameter-free RMSNorm over the last dimension."""
     eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    transformed = torch._C._are_functorch_transforms_active()  # torch.func: RMSNorm has no rule
+    # by torch.func, which cannot transform an autograd.Function without setup_context
+    transformed = torch._C._are_functorch_transforms_active()
     if eager and not x.is_cuda and not transformed:
         return RMSNorm.apply(x)
     return F.rms_norm(x, (x.size(-1),), eps=EPS)

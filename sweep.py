@@ -19,9 +19,9 @@ FLOPs per token of a block, and W = 16 or 32 blocks of width 768.
 
 Before the first run starts, a sweep checks what would stop it hours later: data and levels (with
 `--also=download=True` it downloads these once, not once per worker), disk space for all
-checkpoints, and of the settings of every run the names, types and model sizes. It measures a few
-updates and prints the expected hours.
-When three runs in a row fail with the same message, it starts no more.
+checkpoints, and the names, types and model sizes in the settings of every run. It measures a few
+updates and prints the expected hours. When three runs in a row fail with the same message, it
+starts no more.
 
 One run at a time uses a GPU, or `--gpus_per_run` of them under torchrun. Small agents do not fill a
 GPU: with `--workers=8` on two GPUs, each GPU has four runs, which share its memory. On a CPU the
@@ -389,7 +389,8 @@ def cost(row: Row) -> Cost:
 def cost_of_cell(row: Row) -> Cost:
     """Return the cost of a row with seed 1, from a model on the device 'meta'. Ends the script if
     the sizes do not fit together."""
-    config, sizes = config_of(row), model_settings(row)
+    config = config_of(row)
+    sizes = model_settings(row)
     try:
         with torch.device('meta'):
             if not row.is_text:
@@ -713,7 +714,8 @@ def state_of(row: Row) -> str:
 
 def arguments(row: Row) -> list[str]:
     """Return script, config files and settings of a run, with paths from the current folder."""
-    settings, config = settings_of(row), config_of(row)
+    settings = settings_of(row)
+    config = config_of(row)
     if config.get('init_from'):  # otherwise the trainer would take unset sizes from that model
         about = {name: config[name] for name in ('arch', 'tokenizer') if name in config}
         settings = about | model_settings(row) | settings

@@ -851,8 +851,8 @@ REPLACES = {
     'loss': (kernels.slice_loss, kernels.losses, kernels.softcap),
 }
 SOURCES = {
-    'attention': 'ab32532e0d51c68f',
-    'experts': '131d94ad5d7e91bd',
+    'attention': '27b6a80eadd7d065',
+    'experts': '0a0069f432743394',
     'loss': '5f2631649bda9ab4',
 }
 FORMS = {
