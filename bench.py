@@ -59,19 +59,8 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import NamedTuple
 
-from configurator import (
-    configure,
-    fail,
-    first_line,
-    read_json,
-    run_script,
-    setup_process,
-    write_json,
-    write_text,
-)
-
-if __name__ == '__main__':
-    setup_process()  # before torch is imported
+from configurator import Mistake, configure, first_line, run_script
+from files import read_json, write_json, write_text
 
 import numpy as np
 import torch
@@ -241,7 +230,7 @@ def find_cells(config: dict) -> list[tuple]:
         lengths = (0, 3) if name == 'sokoban' else (0, 2, 3, 4)
         fits = len(sizes) in lengths and all(type(n) is int and n > 0 for n in sizes)
         if name not in MODES or not fits:
-            fail(
+            raise Mistake(
                 f'cells: {(name, *sizes)}: expected (L, E, C, tokens per update), for decode '
                 '(L, E, C, B), or the first two or three of it; for sokoban (L, E, d); for first '
                 "a suite's name and such a cell"
@@ -272,7 +261,7 @@ def find_modes(config: dict, suite: str, E: int) -> list[str]:
     if config['suite'] == 'first':  # a mode applies to those suites that have it
         known = list(dict.fromkeys(mode for names in MODES.values() for mode in names))
     if not set(modes) <= set(known):
-        fail(f'modes = {config["modes"]!r}: expected some of {", ".join(known)}')
+        raise Mistake(f'modes = {config["modes"]!r}: expected some of {", ".join(known)}')
     return [mode for mode in modes if mode in MODES[suite]] or default
 
 
@@ -306,7 +295,7 @@ def make_row(config: dict, suite: str, sizes: tuple, mode: str) -> dict:
         L, E, C, tokens = sizes
         T = config['block_size'] or C
         if tokens % (PAPER_GPUS * T):
-            fail(f'cells: {tokens} tokens: must be a multiple of {PAPER_GPUS} GPUs x {T} tokens')
+            raise Mistake(f'cells: {tokens} tokens: must be a multiple of {PAPER_GPUS} GPUs x {T} tokens')
         B = tokens // (PAPER_GPUS * T)
         row['tokens_per_update'] = tokens
     model = 'lstm' if mode == 'lstm' else 'recurrent'
@@ -1051,15 +1040,15 @@ def open_report(config: dict, path: str, continues: bool) -> dict:
         return {**report, 'steps': {}, 'yardsticks': {}, 'results': []}
     if not continues:
         advice = '--append=True measures what is missing; to measure again, choose another --out'
-        fail(f'{path}: holds results: {advice}')
+        raise Mistake(f'{path}: holds results: {advice}')
     old = read_json(path)
     kept = ('steps', 'yardsticks', 'results', 'command')
     if not set(kept) <= set(old):
-        fail(f'{path}: not a report of bench.py: choose another --out')
+        raise Mistake(f'{path}: not a report of bench.py: choose another --out')
     for name in REPORT_KEYS:
         if old.get(name) != report[name]:
             found = f'{name} = {old.get(name)!r}, now {report[name]!r}'
-            fail(f'{path}: {found}: choose another --out')
+            raise Mistake(f'{path}: {found}: choose another --out')
     if report['command'] not in old['command'].split('; '):
         old['command'] += f'; {report["command"]}'
     return {**report, **{name: old[name] for name in kept}}
@@ -1160,11 +1149,11 @@ def main() -> int:
         return 0  # rank 0 starts the processes of all ranks
     world = int(os.environ.get('WORLD_SIZE', '1'))
     if world > 1 and suite != 'train':
-        fail(f'suite = {suite!r}: runs on one GPU, without torchrun')
+        raise Mistake(f'suite = {suite!r}: runs on one GPU, without torchrun')
     if world != int(os.environ.get('LOCAL_WORLD_SIZE', world)):
-        fail('torchrun --nnodes: bench.py measures one node')
+        raise Mistake('torchrun --nnodes: bench.py measures one node')
     if script and not os.path.exists(script):
-        fail(f'script = {script!r}: there is no such file')
+        raise Mistake(f'script = {script!r}: there is no such file')
     device_ = pick_device(device, threads)
     fp32 = device_ == 'cpu' and suite != 'sokoban'
     amp = pick_dtype(dtype or ('float32' if fp32 else 'auto'), device_)
@@ -1173,7 +1162,7 @@ def main() -> int:
     try:
         steps = plan_steps(config)
     except ValueError as error:  # sizes that do not fit together
-        fail(error)
+        raise Mistake(error)
     rows = [row for step in steps.values() for row in step.values() if row['suite'] == 'train']
     with tempfile.TemporaryDirectory() as folder:
         if rows:

@@ -46,7 +46,6 @@ s, h and c included, has the dtype of the parameters; a GPU may multiply fp32 in
 """
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
@@ -60,8 +59,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import FlopCounterMode
 
 import common
-from common import BEST, CONFIG, WEIGHTS, CheckpointError
-from hub import CARD, PublishedModel, training_command
+from hub import PublishedModel
 from kernels import EPS, bf16_is_fast, fused, gate_weights
 
 AGGREGATIONS = ('sqrt_sum', 'mean', 'softmax_mean', 'softmax_l2')
@@ -461,7 +459,7 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
     # ---- saved models (hub.PublishedModel)
 
     KIND = 'arch'
-    DERIVED = (PROBE,)
+    DERIVED = (*PublishedModel.DERIVED, PROBE)
 
     @classmethod
     def build(cls, about: dict) -> 'Agent':
@@ -469,7 +467,6 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
         its default. Raises KeyError or Mistake if they describe none."""
         sizes = {name: about[name] for name in SIZES if name in about}
         config = AgentConfig(**{'arch': about['arch'], **sizes})
-        common.check_model(build_agent, config)
         return build_agent(config)
 
     def entries(self) -> dict:
@@ -656,13 +653,8 @@ def build_agent(config: AgentConfig) -> Agent:
     return {'convlstm': ConvLSTM, 'convglu': ConvGLU}[config.arch](config)
 
 
-# ---- agents as files ----------------------------------------------------------------------------
-
-# Entries of an exported agent's config.json: the settings that rebuild it (dtype and mode do not
-# change the model); its levels and its progress in training; and what older exports may lack.
+# The settings that rebuild an agent; dtype and mode do not change the model.
 SIZES = [field.name for field in fields(AgentConfig) if field.name not in ('dtype', 'mode')]
-REQUIRED = 'eval_split n_boxes max_moves seed n_envs unroll step'.split()
-OPTIONAL = 'split n_levels time_limit dtype best command score'.split()
 
 
 def set_precision(model: Agent) -> None:
@@ -672,54 +664,14 @@ def set_precision(model: Agent) -> None:
         torch.backends.cudnn.allow_tf32 = False
 
 
-def load_agent(folder: str, which: str, device: str, dtype: str = '') -> tuple[Agent, dict, str]:
-    """Return the agent in a folder, its settings with `step` and `best`, and the file of its
-    weights. `best`, the mean return, is None unless it is that of these weights. A run's settings
-    also have the name of its `script`.
+def load_agent(folder: str, which: str = 'best', device: str = 'cpu', dtype: str = '') -> Agent:
+    """Return the agent of a run of train_sokoban.py, or of an export. Its `about` has the entries
+    of an export's config.json, such as 'settings', those of the run.
 
-    The folder holds an exported agent or a run of train_sokoban.py. which: of a run's checkpoints
-    the 'best', if there is one, or the 'last'. dtype: of the convolutions; '' for that of the
-    settings. Raises CheckpointError if the folder holds neither, or if a file is damaged; Mistake
-    if there is no such dtype.
-    """
-    path = os.path.join(folder, WEIGHTS)
-    if os.path.exists(path):
-        model = Agent.from_pretrained(folder, device=device)
-        about = model.about
-        config_path = os.path.join(folder, CONFIG)
-        if missing := [name for name in REQUIRED if name not in about]:
-            advice = 'add them, or export the agent with play_sokoban.py --export'
-            raise CheckpointError(f'{config_path}: has no {", ".join(missing)}: {advice}')
-    else:
-        file = BEST if which == 'best' else ''
-        needed = ('model', 'step', 'best')
-        saved, path = common.load_run(folder, 'project', needed, file=file)
-        config_path = path
-        best = saved['best'] if path.name == BEST else None  # else it is that of other weights
-        about = saved['config'] | {'step': saved['step'], 'best': best}
-        about['script'] = str(saved.get('script', 'train_sokoban.py'))
-        with common.restoring(path, 'the agent'):
-            model = Agent.build(about)
-        common.load_weights(model, saved['model'], path)
-    if dtype:
-        torch_dtype = common.pick_dtype(dtype, device)
-    else:
-        with common.restoring(config_path, 'dtype'):
-            torch_dtype = common.pick_dtype(about.get('dtype', 'auto'), device)
-    model.config.dtype = str(torch_dtype).removeprefix('torch.')
-    set_precision(model)
-    return model.to(device).eval(), about, str(path)
-
-
-def export_agent(model: Agent, about: dict, folder: str) -> None:
-    """Save an agent into a folder (hub.py has the format) and print its files.
-
-    about: the settings with `step` and `best`, as load_agent returns them. An earlier export in the
-    folder is replaced, and its plan probe removed. Raises CheckpointError if the folder holds
-    anything else.
-    """
-    kept = {name: about[name] for name in (*REQUIRED, *OPTIONAL) if name in about}
-    if 'total_steps' in about:  # the settings of a run
-        kept['command'] = training_command(about['script'], about)
-    model.save_pretrained(folder, config=kept)
-    print(f'{folder}: {WEIGHTS}, {CONFIG}, {CARD}')
+    which: of a run the 'best' agent, if it has one, or the 'last'. dtype: of the convolutions; ''
+    for that of the run. Raises Mistake if the folder holds no agent, or a file is damaged."""
+    agent = Agent.load_trained(folder, which, device)
+    dtype = dtype or agent.about.get('settings', {}).get('dtype', 'auto')
+    agent.config.dtype = str(common.pick_dtype(dtype, device)).removeprefix('torch.')
+    set_precision(agent)
+    return agent

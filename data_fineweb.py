@@ -45,21 +45,9 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from configurator import (
-    BROKEN,
-    Mistake,
-    configure,
-    every,
-    first_line,
-    read_json,
-    run_script,
-    setup_process,
-    write_atomic,
-    write_json,
-)
-
-if __name__ == '__main__':
-    setup_process()  # before torch is imported
+from configurator import BROKEN, Mistake, configure, first_line, run_script
+from files import read_json, write_atomic, write_json
+from common import every
 
 import numpy as np
 import torch

@@ -17,14 +17,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cache import Ring, RingPosition
-from configurator import every
 from kernels import choose_forms, cuda_seconds, fused, graphed, norm, rotate, softcap, using
 from layer import head_input, layer, step
 from model import LanguageModel, State, randomize
+from stream import Stream, replace
 
 
 # Tried in this order: two Triton forms, and 'split', a way to run them (triton_kernels.py)
 FORMS_TO_TRY = ('attention', 'experts', 'split')
+
+
+def progress(line: str) -> None:
+    """Print a line about the reading of a long text where it does not mix with samples."""
+    print(line, file=sys.stderr)
 
 
 @fused
@@ -240,17 +245,13 @@ class Decoder:
     def prefill(self, idx: Tensor, state: State | None = None) -> State:
         """Read tokens idx (B, T), block_size at a time, from a state, by default the initial one.
         Load the state after them into the decoder, and return it."""
-        due = every()  # for progress lines
-        n = self.model.config.block_size
-        with torch.autocast(idx.device.type, torch.bfloat16, enabled=self.amp == torch.bfloat16):
-            state = self.model.init_state(len(idx)) if state is None else state
-            for t in range(0, idx.size(1), n):
-                _, state = self.model.core(idx[:, t : t + n], state)
-                if due():
-                    done = min(t + n, idx.size(1))
-                    print(f'    {done:,} of {idx.size(1):,} prompt tokens', file=sys.stderr)
-        self.load(state)
-        return state
+        rows, T = len(idx), self.model.config.block_size
+        stream = Stream(self.model, rows, T, rows, amp=self.amp)
+        if state is not None:
+            replace(stream.state, state)
+        stream.read(idx, progress)
+        self.load(stream.state)
+        return stream.state
 
     def generate(
         self, idx: Tensor, max_new_tokens: int, state: State | None = None

@@ -28,11 +28,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from configurator import Mistake, configure, fail, first_line, read_json, run_script
-from configurator import setup_process, write_atomic, write_text
-
-if __name__ == '__main__':
-    setup_process()  # before torch is imported
+from configurator import Mistake, configure, first_line, run_script
+from files import read_json, write_atomic, write_text
 
 from common import need_packages
 
@@ -723,7 +720,7 @@ def compare_solve_rates(folders: list[Path]) -> list[str]:
         config, log = read_json(folder / 'config.json'), read_log(folder)
         evaluated = [r for r in log if r.get('eval_solve_rate') is not None]
         if not evaluated:
-            fail(f'solve_rates: {folder}/log.jsonl has no evaluation of a Sokoban agent')
+            raise Mistake(f'solve_rates: {folder}/log.jsonl has no evaluation of a Sokoban agent')
         label = describe_model(config)
         if label in logs:
             label += f' ({folder})'
@@ -822,7 +819,7 @@ def main() -> None:
     for name in solve_rates.split(','):
         logs = sorted(glob.glob(os.path.join(name.strip(), 'log.jsonl')))
         if not logs:
-            fail(f'solve_rates: {name.strip()!r} is no folder with a run of train_sokoban.py')
+            raise Mistake(f'solve_rates: {name.strip()!r} is no folder with a run of train_sokoban.py')
         folders += [Path(path).parent for path in logs]
     print('\n'.join(compare_solve_rates(folders)))
 

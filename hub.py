@@ -16,25 +16,31 @@ import functools
 import itertools
 import json
 import os
-import shlex
+import pathlib
 import time
 from collections.abc import Callable
 from typing import Self
 
-from configurator import Mistake, fail, first_line, read_script, write_json, write_text
+from configurator import Mistake, first_line
 
-import common
-from common import CONFIG, WEIGHTS, Path
+import huggingface_hub
+import torch
+from huggingface_hub.errors import EntryNotFoundError, HTTPError, LocalEntryNotFoundError
 
-try:
-    import huggingface_hub
-    from huggingface_hub.errors import EntryNotFoundError, HTTPError, LocalEntryNotFoundError
-except ImportError:
-    fail('huggingface_hub is not installed: pip install huggingface_hub')
+from common import print0
+from files import (
+    Path,
+    read_json,
+    read_tensors,
+    remove_temporary,
+    write_json,
+    write_tensors,
+    write_text,
+)
+from run import BEST, CONFIG, WEIGHTS, load_last, restoring
 
 CARD = 'README.md'
 PAPER = 'https://arxiv.org/abs/2609.12531'
-ROOT = os.path.dirname(os.path.abspath(__file__))
 # Exceptions that huggingface_hub and `datasets` raise; RuntimeError comes from hf-xet, which
 # transfers files.
 HUB_ERRORS = (OSError, ValueError, RuntimeError, HTTPError, EntryNotFoundError)
@@ -161,32 +167,69 @@ def pin_revision(
 # ---- trained models ----
 
 
-def read_text(path: str) -> str:
-    """Return a file's text. Raises CheckpointError if it cannot be opened."""
-    try:
-        with open(path, encoding='utf-8') as file:
-            return file.read()
-    except OSError as error:
-        raise common.CheckpointError(f'{path}: cannot be read: {error.strerror}') from None
+def load_weights(model: torch.nn.Module, weights: dict, path: Path, assign: bool = False) -> None:
+    """Load all weights of a model. Raises Mistake, naming the file `path` and the weight, if one is
+    missing, has another shape or is not finite. assign: use the tensors themselves, for a model on
+    the device 'meta'."""
+    with restoring(path):
+        for name, x in weights.items():
+            if not x.isfinite().all():
+                raise ValueError(f'{name} holds NaN or infinity')
+        model.load_state_dict(weights, assign=assign)
 
 
-def training_command(script: str, settings: dict) -> str:
-    """Return the command line that trains with these settings. It names those that differ from the
-    script's defaults, but not the output folder, nor those that do not change what is trained. A
-    copied trainer that is not in this folder, or cannot be parsed, gets all of them."""
-    script = os.path.basename(script)
-    try:
-        defaults, _, _ = read_script(os.path.join(ROOT, script))
-    except (OSError, SyntaxError, ValueError):
-        defaults = dict.fromkeys(settings)
-    left_out = """out_dir resume overwrite eval_only log_interval plot tensorboard wandb
-        wandb_project device threads""".split()
-    flags = [
-        f'--{name}={settings[name]}'
-        for name, default in defaults.items()
-        if name in settings and name not in left_out and settings[name] != default
-    ]
-    return shlex.join(['python', script, *flags])
+def export_in(folder: Path) -> pathlib.Path:
+    """Return the folder of an export: `folder` itself, or the best model of a run."""
+    path = pathlib.Path(folder)
+    return path if (path / WEIGHTS).exists() else path / BEST
+
+
+def sizes_in(folder: Path) -> dict:
+    """Return the settings that the model of an export, or the best model of a run, is built with.
+    Raises Mistake if the folder holds neither."""
+    path = export_in(folder) / CONFIG
+    about = read_json(path)
+    if not about:
+        raise Mistake(f'{path}: cannot be read: name the folder of a run or of an export')
+    return {**about, **about.get('model', {})}
+
+
+def init_from(model: torch.nn.Module, folder: Path) -> None:
+    """Initialize a model from an export or from the best model of a run. Every weight whose name
+    and shape the model has is taken. Print which weights of the model and of the folder were not.
+    Raises Mistake if the folder cannot be read or no weight fits."""
+    path = export_in(folder) / WEIGHTS
+    weights, initial = read_tensors(path), model.state_dict()
+    fits = [k for k, x in initial.items() if k in weights and weights[k].shape == x.shape]
+    if not any(initial[name].dim() for name in fits):  # a scalar fits anywhere
+        raise Mistake(f'{path}: no weight has a name and shape of this model')
+    load_weights(model, {**initial, **{name: weights[name] for name in fits}}, path)
+    print0(f'{path}: took {len(fits)} of {len(initial)} weights')
+    for label, tensors in (('initialized from scratch', initial), ('not taken', weights)):
+        rest = [f'{name} {list(x.shape)}' for name, x in tensors.items() if name not in fits]
+        if rest:
+            print0(f'{label}: {", ".join(rest)}')
+
+
+def start_export(folder: Path, kind: str, *derived: str) -> pathlib.Path:
+    """Prepare a folder, new or with an earlier export of this kind, for an export, and return its
+    path. A new folder gets a CONFIG that marks it but describes no model yet. What was made from
+    the earlier export is removed. Raises Mistake if the folder holds anything else.
+
+    kind: a key that only the CONFIG of this kind has; derived: patterns of files made from an
+    export."""
+    path = pathlib.Path(folder)
+    remove_temporary(path)
+    old = {file for pattern in derived for file in path.glob(pattern)}
+    found = {file.name for file in set(path.glob('*')) - old}
+    if found and not (found <= {CONFIG, WEIGHTS, CARD} and kind in read_json(path / CONFIG)):
+        raise Mistake(f'{path}: holds files that no such export wrote: choose another folder')
+    path.mkdir(parents=True, exist_ok=True)
+    for file in old:
+        file.unlink()
+    if not found:
+        write_json({kind: None}, path / CONFIG)
+    return path
 
 
 class PublishedModel(
@@ -204,7 +247,7 @@ class PublishedModel(
     its model card."""
 
     KIND: str
-    DERIVED: tuple[str, ...] = ()  # files made from a saved model, removed when another is saved
+    DERIVED = ('eval_*',)  # files made from a saved model, removed when another is saved
     about: dict = {}  # the entries of config.json with which the model was loaded
 
     @classmethod
@@ -212,8 +255,8 @@ class PublishedModel(
         """Return the model that a folder or a repository of the Hub holds, in fp32 and in
         evaluation mode. `options`, such as revision, go to huggingface_hub.snapshot_download.
 
-        Raises CheckpointError, which names the file, if one is missing or damaged, if the weights
-        do not fit, or if the model is of another class; Mistake if a download fails.
+        Raises Mistake, which names the file, if one is missing or damaged, if the weights do not
+        fit, if the model is of another class, or if a download fails.
         """
         folder = str(name)
         if not os.path.isdir(folder):
@@ -223,17 +266,39 @@ class PublishedModel(
             except Mistake as error:
                 raise Mistake(f'{folder}: no such folder, and {error}') from None
         path = os.path.join(folder, CONFIG)
-        with common.restoring(path, 'the model'):
-            about = json.loads(read_text(path))
+        try:
+            with open(path, encoding='utf-8') as file, restoring(path):
+                about = json.load(file)
+        except OSError as error:
+            raise Mistake(f'{path}: cannot be read: {error.strerror}') from None
+        path = os.path.join(folder, WEIGHTS)
+        return cls.from_weights(about, read_tensors(path, device), path).to(device).eval()
+
+    @classmethod
+    def from_weights(cls, about: dict, weights: dict, path: Path) -> Self:
+        """Return the model for the entries of a config.json and its weights, in fp32. Raises
+        Mistake, which names the file `path`."""
+        with restoring(path):
             model = cls.build(about)
             if not isinstance(model, cls):
                 raise ValueError(f'a {type(model).__name__}, not a {cls.__name__}')
-        path = os.path.join(folder, WEIGHTS)
-        weights = common.read_tensors(path, device)
-        weights = {name: tensor.float() for name, tensor in weights.items()}
-        common.load_weights(model, weights, path, assign=next(model.parameters()).is_meta)
+            weights = {name: tensor.float() for name, tensor in weights.items()}
+        load_weights(model, weights, path, assign=next(model.parameters()).is_meta)
         model.about = about
-        return model.to(device).eval()
+        return model
+
+    @classmethod
+    def load_trained(cls, folder: Path, which: str = 'best', device: str = 'cpu') -> Self:
+        """Return the model of a run, or of an export. which: of a run the 'best' model, if it has
+        one, or the 'last' checkpoint. Raises Mistake."""
+        export = export_in(folder)
+        if (export / WEIGHTS).exists() and (which == 'best' or export == pathlib.Path(folder)):
+            return cls.from_pretrained(export, device=device)
+        saved, path = load_last(folder)
+        with restoring(path):
+            settings = {'settings': saved['config'], 'command': saved['about']['command']}
+            about = {**saved['entries'], 'step': saved['step'], **settings}
+        return cls.from_weights(about, saved['model'], path).to(device).eval()
 
     def model_card(self, about: dict) -> huggingface_hub.ModelCard:
         """Return the model card for the entries of a config.json."""
@@ -252,16 +317,14 @@ class PublishedModel(
         model of this kind; with push_to_hub=True, push them to the Hub as well.
 
         config: further entries of config.json, such as 'tokenizer', 'step' and 'command', added to
-        those with which the model was loaded. Raises CheckpointError if the folder holds other
+        those with which the model was loaded. Raises Mistake if the folder holds other
         files.
         """
         about = self.about | self.entries() | (config or {})
-        folder = common.start_export(save_directory, self.KIND, CARD, *self.DERIVED)
+        folder = start_export(save_directory, self.KIND, *self.DERIVED)
         # The weights first: if the disk is full, an earlier model is still complete. (A kill
         # between this line and the CONFIG leaves them with the description of the earlier model.)
-        common.write_tensors(self.state_dict(), folder / WEIGHTS)
-        for name in self.DERIVED:
-            (folder / name).unlink(missing_ok=True)
+        write_tensors(self.state_dict(), folder / WEIGHTS)
         write_json(about, folder / CONFIG)
         write_text(str(self.model_card(about)), folder / CARD)
         if not push_to_hub:

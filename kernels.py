@@ -57,15 +57,14 @@ def bf16_is_fast(device: str | torch.device) -> bool:
 def compiled(f: Callable, pdl: bool = False) -> Callable:
     """Return f compiled, separately for each set of argument shapes. pdl: kernels use programmatic
     dependent launch, by which the next kernel is set up while this one still runs."""
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # slow to import
-
     name = 'TORCHINDUCTOR_CACHE_DIR'
-    default = default_cache_dir()
     capability = os.environ.get('ATEN_CPU_CAPABILITY')
-    if capability and os.environ.get(name, default) == default:
+    if capability and name not in os.environ:
+        from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # slow to import
+
         # Inductor's cache would hand kernels for AVX-512 to a process limited to AVX2, which
         # compute NaN or crash. So a limited process has a cache of its own.
-        os.environ[name] = f'{default}_{capability}'
+        os.environ[name] = f'{default_cache_dir()}_{capability}'
     torch._dynamo.config.recompile_limit = 256  # beyond the limit, a function would run eagerly
     torch._dynamo.config.accumulated_recompile_limit = 4096
     return torch.compile(f, dynamic=False, options={'triton.enable_pdl': True} if pdl else None)
@@ -86,16 +85,6 @@ def fused(f: Callable) -> Callable:
 
 
 fused.enabled = False
-
-
-def may_run_uncompiled(error: Exception) -> bool:
-    """Return whether code that raised this error may work without compilation, because the compiler
-    is missing or fails, or a compiled kernel cannot be launched. Return False if a GPU's memory ran
-    out (for a CPU see common.out_of_memory), or if nothing is compiled."""
-    if not fused.enabled or isinstance(error, torch.OutOfMemoryError):
-        return False
-    kinds = (torch._dynamo.exc.TorchDynamoException, RuntimeError)
-    return isinstance(error, kinds) or type(error).__module__.startswith('triton.')
 
 
 # ---- Triton forms ------------------------------------------------------------------------------
@@ -199,7 +188,7 @@ def choose_forms(
 
     make_trial() returns a function trial(exact), which runs once on random inputs and parameters,
     and returns outputs and all gradients. trial(True) runs in higher precision: errors are measured
-    against it. seconds(run) returns the time of run(). A form is used if it is faster, and if the
+    against it. seconds(run) returns the time of run(). A form is used if it is 5% faster, and if the
     error of each result is at most three times that without forms, plus 0.001. Forms are tried in
     turn, each together with those chosen before it. A form whose trial raises an exception is not
     used. None is used if the trial without forms or the import of triton_kernels raises one."""
@@ -230,7 +219,7 @@ def choose_forms(
             continue
         pairs = zip(form_errors, plain_errors, strict=True)
         agrees = all(math.isfinite(plain) and form <= 3 * plain + 1e-3 for form, plain in pairs)
-        used = agrees and time < fastest
+        used = agrees and time < 0.95 * fastest  # a smaller gain may be noise
         speed = f'{1e6 * time:.0f} us, without it {1e6 * fastest:.0f} us'
         error = f'largest error {max(form_errors):.2%}, without it {max(plain_errors):.2%}'
         lines.append(f'{name}: Triton form {"used" if used else "not used"}: {speed}; {error}')
@@ -561,8 +550,8 @@ def capture(
                 result = function(*args)
     except RuntimeError as error:
         cause = first_line(error.__context__ or error)
-        if os.environ.get('RANK', '0') == '0':
-            print(f'no CUDA graph of {name!r}: it runs eagerly, slower ({cause})', flush=True)
+        rank = f'rank {os.environ["RANK"]}: ' if os.environ.get('RANK', '0') != '0' else ''
+        print(f'{rank}no CUDA graph of {name!r}: it runs eagerly, slower ({cause})', flush=True)
         return None, None
     return graph, result
 

@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import common
 from cache import GROUP, Band, Sequence, band_blocks
 from hub import PublishedModel
 from kernels import (
@@ -238,6 +237,7 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
     counts, saving and loading. Subclasses define `hidden`, which runs the layers."""
 
     recurrent: bool
+    stream_dims = (0, 1, 1, 0)  # the dimension of each part of State that counts streams
     graphs = False  # on a GPU: run chunks too long for one CUDA graph as graphs of their blocks
     forms = frozenset()  # Triton forms in use (kernels.choose_forms)
 
@@ -248,7 +248,6 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         self.layers = nn.ModuleList(Layer(config, self.recurrent) for _ in range(config.n_layer))
         self.head = nn.Parameter(torch.empty(config.vocab_size, config.n_embd))
         self.init_weights()
-        self.register_load_state_dict_pre_hook(rename_old_weights)
 
     @torch.no_grad()
     def init_weights(self) -> None:
@@ -275,6 +274,14 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         width = c.n_embd if self.recurrent else 0  # unroll and Decoder take the width from here
         s = torch.zeros(B, width, dtype=self.embedding.dtype, device=device)
         return State(s, k, v, torch.zeros(B, dtype=torch.int64, device=device))
+
+    def captures(self, B: int, T: int) -> bool:
+        """Return whether a chunk (B, T) is one CUDA graph. If not, `graphs` captures its parts."""
+        return True
+
+    def choose_forms(self, B: int) -> list[str]:
+        """Choose the Triton forms for training on B streams, and return a line about each."""
+        return []
 
     def core(self, idx: Tensor, state: State | None) -> tuple[Tensor, State | None]:
         """Run embedding and layers on tokens (B, T); return the head's input (B, T, D), and the
@@ -357,16 +364,14 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
     @classmethod
     def build(cls, about: dict) -> 'LanguageModel':
         """Return a model on the device 'meta' for the entries of a config.json. Raises KeyError,
-        TypeError or ValueError if they describe no model, or one that is larger than the memory."""
-        # mode, whose old name is path, is in some saved models, but is not a size
-        sizes = {k: value for k, value in about['model'].items() if k not in ('mode', 'path')}
+        TypeError or ValueError if they describe no model."""
+        sizes = {**about['model']}
         if unknown := sizes.keys() - {f.name for f in fields(ModelConfig)}:
             raise ValueError(f'has a setting that this code does not know: {min(unknown)}')
         config = ModelConfig(**sizes)
         recurrent = about['recurrent']
         if not isinstance(recurrent, bool):
             raise TypeError(f'recurrent = {recurrent!r}')
-        common.check_model(lambda config: build_model(config, recurrent), config)
         with torch.device('meta'):
             return build_model(config, recurrent)
 
@@ -397,12 +402,6 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
             "model = LanguageModel.from_pretrained('FOLDER')",
             'sizes': about['model'],
         }
-
-
-def rename_old_weights(module: nn.Module, weights: dict, prefix: str, *_: object) -> None:
-    """Rename the layers of old checkpoints, which call them `levels`, before they are loaded."""
-    for name in [name for name in weights if name.startswith(f'{prefix}levels.')]:
-        weights[name.replace('levels.', 'layers.', 1)] = weights.pop(name)
 
 
 class RecurrentGPT(LanguageModel):
@@ -458,12 +457,12 @@ class RecurrentGPT(LanguageModel):
 
         return trial
 
-    def recomputes(self, B: int, T: int) -> bool:
-        """Return whether a training chunk (B, T) runs in blocks that are recomputed in the backward
-        (unroll.Recompute), because it is too long for memory or for one CUDA graph."""
+    def captures(self, B: int, T: int) -> bool:
+        """Return whether a chunk (B, T) is one CUDA graph: whether it is short enough not to run in
+        blocks that are recomputed in the backward (unroll.Recompute)."""
         c, heads = self.config, self.heads
         dtype, device = compute_dtype(self.embedding), self.embedding.device.type
-        return recomputes(c.n_layer, B * heads.C, heads.M, c.window, T, dtype, device)
+        return not recomputes(c.n_layer, B * heads.C, heads.M, c.window, T, dtype, device)
 
 
 class GPT(LanguageModel):

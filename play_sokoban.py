@@ -25,10 +25,7 @@ import tty
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from configurator import configure, fail, run_script, setup_process
-
-if __name__ == '__main__':
-    setup_process()  # before torch is imported
+from configurator import Mistake, configure, run_script
 
 import numpy as np
 import torch
@@ -37,7 +34,9 @@ from numpy import ndarray
 from torch import Tensor
 
 import common
-from convlstm import PROBE, Agent, export_agent, load_agent
+from convlstm import PROBE, Agent, load_agent
+from files import read_tensors
+from hub import load_weights
 from sokoban import WALL, FeatureRecorder, board_text, evaluate, load_level_sets, load_policy
 from sokoban import TIME_LIMIT, plan_image, replay, run_episodes, save_gif
 
@@ -103,15 +102,15 @@ def read_plans(features: Tensor) -> ndarray:
     """Return the plans (T + 1, 10, 10) that the probe reads from a game's s[L] (T, 10, 10, C).
 
     The plan after the last step has no arrows. Without a probe no plan has any. Raises
-    CheckpointError if the probe's file is damaged or does not fit the agent.
+    Mistake if the probe's file is damaged or does not fit the agent.
     """
     plans = np.full((len(features) + 1, 10, 10), -1)
     path = probe or os.path.join(out_dir, PROBE)
     if probe or os.path.exists(path):
         conv = torch.nn.Conv2d(features.size(-1), 5, 3, padding=1)  # four directions, or none
-        saved = common.read_tensors(path)
+        saved = read_tensors(path)
         threshold = saved.pop('threshold', torch.tensor(math.inf))
-        common.load_weights(conv, saved, path)
+        load_weights(conv, saved, path)
         probabilities = F.softmax(conv(features.permute(0, 3, 1, 2)), 1)  # (T, 5, 10, 10)
         best, direction = probabilities[:, :4].max(1)
         plans[:-1] = torch.where(best >= threshold, direction, -1).numpy()
@@ -306,9 +305,11 @@ def use_agent() -> None:
         agent = load_policy(policy)
         about = EASY
     else:
-        agent, about, _ = load_agent(out_dir, which, torch_device)
+        agent = load_agent(out_dir, which, torch_device)
+        about = {**agent.config.__dict__, **agent.about.get('settings', {})}
     if export:
-        export_agent(agent, about, export)
+        agent.save_pretrained(export)
+        print(f'{export}: the agent of {out_dir}')
         return
     level_settings = {
         **about,
@@ -329,7 +330,7 @@ def use_agent() -> None:
         return
     if level >= len(packed):
         there_are = f'there are {len(packed)} levels, counted from 0'
-        fail(f'level = {level}: {there_are}: --n_levels uses more of a split')
+        raise Mistake(f'level = {level}: {there_are}: --n_levels uses more of a split')
     if gif:
         common.need_packages(PIL=True)
         game = play_level(agent, packed, level, torch_device, time_limit)
@@ -347,11 +348,11 @@ def use_agent() -> None:
 def main() -> None:
     configure(globals(), quiet=True)
     if bool(out_dir) == bool(policy):
-        fail('name one: --out_dir=FOLDER for an agent, or --policy=module:function')
+        raise Mistake('name one: --out_dir=FOLDER for an agent, or --policy=module:function')
     if sum(map(bool, (policy or measure, export, gif))) > 1:
-        fail('measure (which policy implies), export and gif exclude each other: choose one')
+        raise Mistake('measure (which policy implies), export and gif exclude each other: choose one')
     if not greedy and (policy or not measure):
-        fail('greedy = False samples actions, and needs --measure and an agent, not a policy')
+        raise Mistake('greedy = False samples actions, and needs --measure and an agent, not a policy')
     use_agent()
 
 

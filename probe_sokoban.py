@@ -42,10 +42,9 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-from configurator import configure, every, fail, run_script, setup_process, write_json
-
-if __name__ == '__main__':
-    setup_process()  # before torch is imported
+from configurator import Mistake, configure, run_script
+from files import write_json
+from common import every
 
 import numpy as np
 import torch
@@ -241,7 +240,7 @@ def check_disk(players: list[Player], n_episodes: int, solved: ndarray) -> None:
     print(f"the agents' states take about {need / 1e9:.2f} GB in {out_dir} (temporary, fp16)")
     if need > free:
         free_there = f'{free / 1e9:.2f} GB are free there'
-        fail(f'out_dir = {out_dir!r}: {free_there}: choose another, or a smaller n_train')
+        raise Mistake(f'out_dir = {out_dir!r}: {free_there}: choose another, or a smaller n_train')
 
 
 def record(player: Player, packed: ndarray, device: str) -> tuple[Episodes, ndarray]:
@@ -775,12 +774,12 @@ def load_groups(device: str) -> list[list[Player]]:
     for name in models.split(','):
         folders = sorted(filter(os.path.isdir, glob.glob(name)))
         if not folders:
-            fail(f'models: no folder is named {name}')
+            raise Mistake(f'models: no folder is named {name}')
         groups.append([load_player(folder, device) for folder in folders])
     # of a pattern only one agent is kept, so its folders may have one name
     names = [name for group in groups for name in {player.name for player in group}]
     if len(set(names)) < len(names):
-        fail(f'models = {models!r}: two folders of one name, whose outputs would have one name too')
+        raise Mistake(f'models = {models!r}: two folders of one name, whose outputs would have one name too')
     return groups
 
 
@@ -798,7 +797,7 @@ def load_probe_levels(player: Player) -> tuple[ndarray, ndarray]:
     }
     if config['split'] == config['eval_split'] != 'generated':
         same = f'probes would be trained on the test levels, {config["split"]}'
-        fail(f'levels = {levels!r}: {same}: set --levels to others')
+        raise Mistake(f'levels = {levels!r}: {same}: set --levels to others')
     (train, train_source), (test, test_source) = load_level_sets(config)
     train, test = train[:n_train], test[:n_test]
     print(f'training levels: {train_source}; {len(train):,} of them are used')
@@ -810,7 +809,7 @@ def main() -> None:
     """Record episodes, train probes on them, score the probes, and write figures and tables."""
     configure(globals(), quiet=True)
     if not models:
-        fail('models is empty: name folders of trained agents, --models=out/a,out/b')
+        raise Mistake('models is empty: name folders of trained agents, --models=out/a,out/b')
     common.need_packages(matplotlib=True, pandas=True, PIL=True)
     common.keep_memory()
     torch_device = common.pick_device(device, threads)
@@ -823,7 +822,7 @@ def main() -> None:
     solved = solved_by_all(players)
     print(f'{solved.sum()} of {len(test)} test levels are solved by all agents')
     if solved.sum() < min_levels:
-        fail(f'fewer than min_levels = {min_levels}: use easier test_levels or a larger n_test')
+        raise Mistake(f'fewer than min_levels = {min_levels}: use easier test_levels or a larger n_test')
     check_disk(players, len(train), solved)
 
     results = []

@@ -19,11 +19,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from configurator import configure, fail, read_json, read_script, run_script, write_text
-from configurator import setup_process
-
-if __name__ == '__main__':
-    setup_process()  # before torch is imported
+from configurator import Mistake, configure, run_script
+from files import read_json, write_text
+from configurator import read_script
 
 from common import need_packages
 from figures import COLORS, MODELS, describe_model, draw_curve, draw_episodes, draw_losses
@@ -586,7 +584,7 @@ def write_report(folder: Path) -> Path:
     paths = sorted(path.parent for path in (*folder.glob('log.jsonl'), *folder.glob('*/log.jsonl')))
     logs = {path: log for path in paths if (log := read_log(path))}
     if not logs and not (folder / 'runs.json').exists():
-        fail(f'out_dir = {str(folder)!r}: no log.jsonl in it or in a subfolder, and no runs.json')
+        raise Mistake(f'out_dir = {str(folder)!r}: no log.jsonl in it or in a subfolder, and no runs.json')
     configs = {path: read_json(path / 'config.json') for path in logs}
     if folder in logs:
         log, config = logs[folder], configs[folder]
@@ -607,7 +605,7 @@ def write_report(folder: Path) -> Path:
 def main() -> None:
     configure(globals(), quiet=True)
     if not out_dir:
-        fail('out_dir is empty: name the folder of a run or a sweep, --out_dir=out/demo')
+        raise Mistake('out_dir is empty: name the folder of a run or a sweep, --out_dir=out/demo')
     need_packages(matplotlib=True, pandas=True, jinja2=True)
     print(write_report(Path(out_dir)))
 

@@ -14,26 +14,25 @@ import contextlib
 import io
 import itertools
 import math
-import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 
-from configurator import Mistake, configure, every, fail, run_script, setup_process
+from configurator import Mistake, configure, run_script
 
-if __name__ == '__main__':
-    setup_process()  # before torch is imported
-
+import numpy as np
 import torch
 from torch import Tensor
 
 import common
-from common import BEST, CONFIG, WEIGHTS, CheckpointError
+from baselines import LSTM
 from data_fineweb import VOCAB, Tokenizer, get_tokenizer
-from decode import Decoder
-from hub import CARD, training_command
+from decode import Decoder, progress
+from hub import CARD, sizes_in
 from model import EVAL_CHUNK, LanguageModel
+from run import CONFIG, WEIGHTS
+from stream import Stream
 
 # -----------------------------------------------------------------------------
 # fmt: off
@@ -75,50 +74,13 @@ RANGES = {
 # ---- the model ----
 
 
-def check_tokenizer(model: LanguageModel) -> None:
-    """Raise ValueError unless `model.about` names a tokenizer of data_fineweb.py that fits the
-    model's vocabulary."""
+def load_model(folder: str, which: str, device: str = 'cpu') -> LanguageModel | LSTM:
+    """Return the model of a run or of an export, in fp32. Raises Mistake."""
+    model_type = LSTM if sizes_in(folder).get('arch') == 'lstm' else LanguageModel
+    model = model_type.load_trained(folder, which, device)
     name, V = model.about['tokenizer'], model.config.vocab_size
-    if name not in VOCAB:
-        raise ValueError(f'unknown tokenizer {name!r}')
-    if V != VOCAB[name]:
-        raise ValueError(f'vocab_size = {V}, but the tokenizer {name!r} has {VOCAB[name]} ids')
-
-
-def load_trained(folder: str, which: str) -> LanguageModel:
-    """Return the model of a run's best or last checkpoint, in fp32. Its `about` has the entries of
-    an export's config.json. Raises CheckpointError."""
-    needed = ('model', 'model_config', 'recurrent')
-    file = BEST if which == 'best' else ''
-    saved, path = common.load_run(folder, 'project', needed, file=file)
-    settings = saved['config']
-    arch = settings.get('arch', 'experts')
-    if arch != 'experts':
-        raise CheckpointError(f'{path}: arch = {arch!r}: a baseline cannot be sampled or exported')
-    with common.restoring(path, 'model_config'):
-        about = {
-            'recurrent': saved['recurrent'],
-            'tokenizer': settings['tokenizer'],
-            'model': saved['model_config'],
-            'step': saved.get('step'),
-            # the other checkpoints hold later weights
-            'best_val_loss': saved.get('best') if path.name == BEST else None,
-            'command': training_command(str(saved.get('script', 'train_lm.py')), settings),
-        }
-        model = LanguageModel.build(about)
-        model.about = about
-        check_tokenizer(model)
-    common.load_weights(model, saved['model'], path, assign=True)
-    return model
-
-
-def load_model(folder: str, which: str) -> LanguageModel:
-    """Return the model of an export or of a run, in fp32. Raises CheckpointError."""
-    if not os.path.exists(os.path.join(folder, WEIGHTS)):
-        return load_trained(folder, which)
-    model = LanguageModel.from_pretrained(folder)
-    with common.restoring(os.path.join(folder, CONFIG), 'the model'):
-        check_tokenizer(model)
+    if VOCAB.get(name) != V:
+        raise Mistake(f'{folder}: tokenizer = {name!r} does not fit vocab_size = {V}')
     return model
 
 
@@ -207,32 +169,19 @@ def converse(decoder: Decoder, tokenizer: Tokenizer, text: str) -> None:
         state = decoder.state()
 
 
-@torch.no_grad()
-def score_text(model: LanguageModel, tokenizer: Tokenizer, amp: torch.dtype) -> None:
+def score_text(model: LanguageModel | LSTM, tokenizer: Tokenizer, amp: torch.dtype) -> None:
     """Print the loss on the text of the file `score`, read as one document in a single stream."""
     name = score.removeprefix('FILE:')
     text = read_text(name)
     if not text:
         raise Mistake(f'score = {score!r}: there is no text in it')
-    ids = torch.from_numpy(tokenizer.encode_document(text))[None]  # (1, 1 + tokens), uint16
-    tokens = ids.size(1) - 1
-    size = len(text.encode())  # bytes
+    ids = torch.from_numpy(tokenizer.encode_document(text).astype(np.int64))[None]  # (1, 1 + n)
     T = min(model.config.block_size, EVAL_CHUNK)
-    device = model.embedding.device
-    nats = 0.0
-    due_to_print = every()
-    with torch.autocast(device.type, torch.bfloat16, enabled=amp == torch.bfloat16):
-        state = model.init_state(1)
-        for t in range(0, tokens, T):
-            chunk = ids[:, t : t + T + 1].to(device, torch.int64)  # the last one may be shorter
-            loss, state = model(chunk[:, :-1], chunk[:, 1:], state)
-            nats += loss.cross_entropy.item() * (chunk.size(1) - 1)
-            if due_to_print():
-                done = min(t + T, tokens)
-                line = f'    {done:,} of {tokens:,} tokens, {nats / done:.4f} nats per token'
-                print(line, file=sys.stderr)
+    sums = Stream(model, 1, T, amp=amp).score(ids[:, :-1], ids[:, 1:], progress)
+    nats, tokens = sums.tolist()
+    size = len(text.encode())  # bytes
     loss = f'{nats / size:.4f} nats per byte, {nats / size / math.log(2):.4f} bits per byte'
-    print(f'{name}: {size:,} bytes, {tokens:,} tokens: {loss}')
+    print(f'{name}: {size:,} bytes, {tokens:,.0f} tokens: {loss}')
 
 
 def main() -> None:
@@ -243,21 +192,23 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors='replace')
     if [bool(export), bool(score), interactive].count(True) > 1:
-        fail('export, score and interactive exclude each other: choose one')
+        raise Mistake('export, score and interactive exclude each other: choose one')
     if interactive and max_new_tokens == 0:
-        fail('max_new_tokens = 0: interactive needs at least 1, or -1')
+        raise Mistake('max_new_tokens = 0: interactive needs at least 1, or -1')
     if export:
         export_model()
         return
 
     device_ = common.pick_device(device)
     amp = common.pick_dtype(dtype, device_)
-    model = load_model(out_dir, which).to(device_).eval()
+    model = load_model(out_dir, which, device_)
     tokenizer = get_tokenizer(model.about['tokenizer'])
     if score:
         score_text(model, tokenizer, amp)
         return
 
+    if isinstance(model, LSTM):
+        raise Mistake(f'{out_dir}: holds an LSTM, which can be scored and exported, not sampled')
     decoder = Decoder(
         model,
         B=1,

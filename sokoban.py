@@ -33,11 +33,9 @@ import sys
 import tokenize
 from collections.abc import Callable, Iterable
 
-from configurator import BROKEN, Mistake, configure, every, fail, first_line, read_json, run_script
-from configurator import setup_process, write_atomic, write_json
-
-if __name__ == '__main__':
-    setup_process()  # before torch is imported
+from configurator import BROKEN, Mistake, configure, first_line, run_script
+from files import read_json, write_atomic, write_json
+from common import every
 
 import numpy as np
 import torch
@@ -47,7 +45,7 @@ from numpy import ndarray
 from numpy.random import Generator
 from torch import Tensor
 
-from common import check_fits, fill, need_packages, print0
+from common import fill, need_packages, print0
 from hub import call_hub, pin_revision
 
 # fmt: off
@@ -473,7 +471,6 @@ def generate(
             limits = f'at least {low}' if high == math.inf else f'between {low} and {high}'
             of_boxes = f' for n_boxes = {boxes}' if name == 'max_moves' else ''
             raise Mistake(f'{name} = {value}: must be {limits}{of_boxes}')
-    check_fits(n * LEVEL_BYTES, f'{n:,} generated levels')
     rng = np.random.default_rng(seed)
     is_due = every()
     levels, solutions = [], []
@@ -878,13 +875,13 @@ def load_policy(name: str) -> StatelessPolicy:
     try:
         choose_actions = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
-        fail(f'policy = {name!r}: expected module:function ({first_line(error)})')
+        raise Mistake(f'policy = {name!r}: expected module:function ({first_line(error)})')
 
     def logits(obs: Tensor) -> Tensor:
         actions = np.asarray(choose_actions(obs.cpu().numpy()))
         if actions.shape != (len(obs),) or not np.isin(actions, range(4)).all():
             found = f'{actions.ravel()[:3]}, shape {actions.shape}'
-            fail(f'policy = {name!r}: expected {len(obs)} actions from 0 to 3, found {found}')
+            raise Mistake(f'policy = {name!r}: expected {len(obs)} actions from 0 to 3, found {found}')
         return F.one_hot(torch.from_numpy(actions.astype(np.int64)), 4).to(obs.device)
 
     return StatelessPolicy(logits)

@@ -54,25 +54,10 @@ from math import ceil, inf, nan
 from pathlib import Path
 from typing import NamedTuple
 
-from configurator import (
-    Mistake,
-    check_ranges,
-    configure,
-    every,
-    fail,
-    first_line,
-    read_argument,
-    read_config,
-    read_json,
-    read_script,
-    run_script,
-    setup_process,
-    write_json,
-    write_text,
-)
-
-if __name__ == '__main__':
-    setup_process()  # before torch is imported
+from configurator import Mistake, check_ranges, configure, first_line, read_argument, read_config, run_script
+from files import read_json, write_json, write_text
+from common import every
+from configurator import read_script
 
 import numpy as np
 import torch
@@ -287,7 +272,7 @@ def script_of(row: Row) -> str:
         return os.path.join(HERE, row.script)
     path = script if os.path.exists(script) else os.path.join(HERE, script)
     if not os.path.exists(path):
-        fail(f'script = {script!r}: there is no such file')
+        raise Mistake(f'script = {script!r}: there is no such file')
     return path
 
 
@@ -331,7 +316,7 @@ def check_also(rows: list[Row]) -> None:
     """End the script if `also` has a setting that none of the rows' scripts has."""
     for name in settings_in_also():
         if not any(name in config_of(row) for row in rows):
-            fail(f'also = {also!r}: no trainer of plan {plan!r} has a setting {name!r}')
+            raise Mistake(f'also = {also!r}: no trainer of plan {plan!r} has a setting {name!r}')
 
 
 def settings_of(row: Row) -> dict:
@@ -348,12 +333,12 @@ def settings_of(row: Row) -> dict:
     }
     names_in_also = [name for name in settings_in_also() if name in config]
     if clash := [name for name in names_in_also if name in settings]:
-        fail(f'also = {also!r}: plan {plan!r} sets {", ".join(clash)} itself')
+        raise Mistake(f'also = {also!r}: plan {plan!r} sets {", ".join(clash)} itself')
     if length != 1:
         names = ('max_iters', 'warmup_iters', 'eval_interval') if row.is_text else ('total_steps',)
         settings |= {name: max(1, round(config[name] * length)) for name in names}
     if unknown := [name for name in settings if name not in config]:
-        fail(f'plan {plan!r} sets {", ".join(unknown)}, which {script_of(row)} does not have')
+        raise Mistake(f'plan {plan!r} sets {", ".join(unknown)}, which {script_of(row)} does not have')
     return {name: config[name] for name in names_in_also} | settings
 
 
@@ -412,7 +397,7 @@ def cost_of_cell(row: Row) -> Cost:
                 state=streams * (c.n_embd + 2 * cache),  # s, keys, values
             )
     except (ValueError, KeyError, RuntimeError, OverflowError) as error:
-        fail(f'plan {plan!r}, {row.name}: {first_line(error)}; check base, also and width')
+        raise Mistake(f'plan {plan!r}, {row.name}: {first_line(error)}; check base, also and width')
 
 
 def scale_width(d: int) -> int:
@@ -530,11 +515,11 @@ def add_tuned_values(rows: list[Row]) -> list[Row]:
     """Return each row with each value of `tune`."""
     name, _, values = tune.partition('=')
     if not name or not values:
-        fail(f"tune = {tune!r}: expected a setting and its values, as in 'learning_rate=0.02,0.04'")
+        raise Mistake(f"tune = {tune!r}: expected a setting and its values, as in 'learning_rate=0.02,0.04'")
     result = []
     for row in rows:
         if name in settings_of(row) or name in SAME_RUN:
-            fail(f'tune: {name} cannot be tuned: plan {plan!r} sets it, or it changes no result')
+            raise Mistake(f'tune: {name} cannot be tuned: plan {plan!r} sets it, or it changes no result')
         config, _ = base_config(row.model, row.recurrent, row.budget)
         for text in values.split(','):
             found = {}
@@ -594,10 +579,10 @@ def select_rows(rows: list[Row], conditions: str, name: str) -> list[Row]:
             keys = {'model', 'variant', 'budget', 'L', 'E', 'd'}
             keys |= {setting for row in rows for setting, _ in row.overrides}
             if key not in keys:
-                fail(f'only = {only!r}: {key!r} is none of {", ".join(sorted(keys))}')
+                raise Mistake(f'only = {only!r}: {key!r} is none of {", ".join(sorted(keys))}')
             found = [getattr(row, key, dict(row.overrides).get(key)) for row in rows]
             possible = ', '.join(dict.fromkeys(map(str, found)))
-            fail(f'only = {only!r}: leaves none of plan {name!r}: {key} can be {possible}')
+            raise Mistake(f'only = {only!r}: leaves none of plan {name!r}: {key} can be {possible}')
         rows = matching
     return rows
 
@@ -616,7 +601,7 @@ def plan_rows(name: str = '', conditions: str = '', rule: str = '') -> list[Row]
         conditions = only
         rule = residual
     if name not in PLANS:
-        fail(f'plan = {name!r}: expected one of {", ".join(PLANS)}')
+        raise Mistake(f'plan = {name!r}: expected one of {", ".join(PLANS)}')
     cells = select_rows(cells_of(name, rule), conditions, name)
     repeated = cells  # those that run with further seeds
     if tune:
@@ -886,7 +871,7 @@ def check_disk(rows: list[Row], at_a_time: int) -> None:
     if need > free:
         needs = f'{len(rows)} runs write at least {need / 1e9:,.1f} GB of checkpoints'
         has = f'{free / 1e9:,.1f} GB are free'
-        fail(f'{out_dir}: {needs}, and {has}: choose another out_dir, or a part of the plan (only)')
+        raise Mistake(f'{out_dir}: {needs}, and {has}: choose another out_dir, or a part of the plan (only)')
 
 
 def measured_update(row: Row, gpu: str, at_a_time: int) -> float:
@@ -914,7 +899,7 @@ def measured_update(row: Row, gpu: str, at_a_time: int) -> float:
         line += [f'--out_dir={folder}/run']
         output = {'stdin': subprocess.DEVNULL, 'stdout': out, 'stderr': subprocess.STDOUT}
         if subprocess.run(line, env=environment(gpu, at_a_time), **output).returncode != 0:
-            fail(f'{row.name}: its first updates failed: {last_error(out.name)}')
+            raise Mistake(f'{row.name}: its first updates failed: {last_error(out.name)}')
         seconds = [record.get('seconds') for record in read_log(f'{folder}/run')]
     seconds = [x for x in seconds if x is not None]
     steps = [later - earlier for earlier, later in itertools.pairwise(seconds)]
@@ -949,7 +934,7 @@ def check_before(rows: list[Row], gpus: list[str]) -> None:
     try:
         check_data(rows)
     except (Mistake, OSError) as error:
-        fail(error)
+        raise Mistake(error)
     check_disk(rows, len(gpus))
     hours = sum(map(modeled_hours, rows))
     if not torch.cuda.is_available():
@@ -967,7 +952,7 @@ def devices() -> list[str]:
     """Return the value of CUDA_VISIBLE_DEVICES for each worker, '' on the CPU."""
     n, k = torch.cuda.device_count(), gpus_per_run
     if n < k and (n > 0 or k > 1):
-        fail(f'gpus_per_run = {k}: there are {n} GPUs here')
+        raise Mistake(f'gpus_per_run = {k}: there are {n} GPUs here')
     if n == 0:
         return [''] * (workers or 1)
     names = os.environ.get('CUDA_VISIBLE_DEVICES', ','.join(map(str, range(n)))).split(',')[:n]
@@ -1091,9 +1076,9 @@ def unfinished(rows: list[Row]) -> list[Row]:
         if is_short(row) and not script:  # another script may log returns earlier
             steps = f'{updates_of(row) * config_of(row)["unroll"]} steps per board'
             advice = f'at least {time_limit_of(row)} are needed: increase total_steps or length'
-            fail(f'{row.name}: {steps} give no return: {advice}')
+            raise Mistake(f'{row.name}: {steps} give no return: {advice}')
         if state in UNUSABLE:
-            fail(f'{folder_of(row)} holds {UNUSABLE[state]}: move it away, or change out_dir')
+            raise Mistake(f'{folder_of(row)} holds {UNUSABLE[state]}: move it away, or change out_dir')
         if state != 'done':
             queue.append(row)
     return queue
@@ -1269,7 +1254,7 @@ def solve_rate(row: Row, levels: str) -> float:
         print0(f'{row.name}: evaluating on {levels or config["eval_split"]}')
         line = [sys.executable, *arguments(row), '--eval_only=True', f'--levels={levels}']
         if subprocess.run(line, stdout=subprocess.DEVNULL).returncode != 0:
-            fail(f'{row.name}: the evaluation failed: see above')
+            raise Mistake(f'{row.name}: the evaluation failed: see above')
     return read_json(path)['solve_rate']
 
 
@@ -1296,7 +1281,7 @@ def show(rows: list[Row]) -> None:
         folder = os.path.normpath(os.path.join(out_dir, plan, part))
     runs = finished(rows)
     if not runs:
-        fail(f'{folder}: no run of plan {plan!r} has finished: nothing to show; --run runs them')
+        raise Mistake(f'{folder}: no run of plan {plan!r} has finished: nothing to show; --run runs them')
     os.makedirs(folder, exist_ok=True)
     print(f'{len(runs)} of {len(rows)} runs have finished')
     tuned_name = tuned_setting()
@@ -1343,7 +1328,7 @@ def solve_rates(shown: list, folder: str) -> list[str]:
     depths = figures.group_by(points, lambda row: (row.model, row.budget, row.recurrent, row.L))
     best = [figures.best_cell(part) for part in depths.values()]
     if not best:
-        fail("table = 'solve': no agent of this plan has finished")
+        raise Mistake("table = 'solve': no agent of this plan has finished")
     generated = config_of(with_residual(best[0], residual))['split'] == 'generated'
     levels = '' if generated else TEST_SPLIT
     rates = {}
@@ -1393,30 +1378,30 @@ def main() -> int:
     """List, emit, run or draw the plan, and return the exit status."""
     config = configure(globals(), quiet=True)
     if emit and (run or figure or table):
-        fail(f'emit = {emit!r} prints jobs alone: leave out run, figure and table')
+        raise Mistake(f'emit = {emit!r} prints jobs alone: leave out run, figure and table')
     if emit == 'markdown' and plan:
-        fail("emit = 'markdown' prints the table of all figures: leave out the plan")
+        raise Mistake("emit = 'markdown' prints the table of all figures: leave out the plan")
     if not plan:
         if run or figure or table or emit not in ('', 'markdown'):
-            fail(f'plan is empty: choose one of {", ".join(PLANS)}')
+            raise Mistake(f'plan is empty: choose one of {", ".join(PLANS)}')
         for name in ('script', 'tune', 'only', 'residual'):
             if config[name]:
-                fail(f'{name} = {config[name]!r}: needs a plan: choose one of {", ".join(PLANS)}')
+                raise Mistake(f'{name} = {config[name]!r}: needs a plan: choose one of {", ".join(PLANS)}')
         print_paper_table()
         return 0
     need_packages(matplotlib=figure, pandas=figure or bool(table))
     if reference and not os.path.isdir(reference):
-        fail(f'reference = {reference!r}: there is no such folder')
+        raise Mistake(f'reference = {reference!r}: there is no such folder')
     rows = plan_rows()
     if residual and plan not in ALLOCATIONS:
-        fail(f'residual = {residual!r}: is for the plans {", ".join(ALLOCATIONS)}')
+        raise Mistake(f'residual = {residual!r}: is for the plans {", ".join(ALLOCATIONS)}')
     check_also(rows)
     if script and len({row.is_text for row in rows}) > 1:
-        fail(f'script = {script!r}: plan {plan!r} has agents and language models: --only=model=...')
+        raise Mistake(f'script = {script!r}: plan {plan!r} has agents and language models: --only=model=...')
     if table == 'solve' and all(row.is_text for row in rows):
-        fail(f'plan {plan!r} has no Sokoban agents: table = solve is for those')
+        raise Mistake(f'plan {plan!r} has no Sokoban agents: table = solve is for those')
     if index >= len(rows):
-        fail(f'index = {index}: plan {plan!r} has runs 0 to {len(rows) - 1} so far')
+        raise Mistake(f'index = {index}: plan {plan!r} has runs 0 to {len(rows) - 1} so far')
     only_lists = not (run or figure or table)
     if emit:
         print_jobs(rows, config)

@@ -1,55 +1,48 @@
 """Train a Sokoban agent, a ConvLSTM or ConvGLU actor-critic, by advantage actor-critic (A2C) with
 generalized advantage estimation.
 
-# a small agent on easy levels: minutes on a CPU, then a learning curve and two GIFs
+# a small agent on easy levels: minutes on a CPU, then a learning curve
 $ make demo-sokoban
 # the paper's small budget, L = 4: train, resume after a crash or ctrl-C, evaluate on test levels
 $ python train_sokoban.py config/sokoban_small_L4.py --download=True
-$ python train_sokoban.py config/sokoban_small_L4.py --resume=True
-$ python train_sokoban.py config/sokoban_small_L4.py --eval_only=True --levels=unfiltered-test
+$ python train_sokoban.py --out_dir=out/sokoban_small_L4 --resume=True
+$ python train_sokoban.py --out_dir=out/sokoban_small_L4 --eval_only=True --levels=unfiltered-test
 # four GPUs, which share the boards; true float32, without TF32
 $ torchrun --standalone --nproc_per_node=4 train_sokoban.py config/sokoban_small_L4.py
 $ python train_sokoban.py config/sokoban_small_L4.py --dtype=float32
 
-A run writes config.json, log.jsonl and ckpt_*.pt into out_dir; eval_only writes eval_*.json and
-eval_*.gif. On a CPU a resumed run is bit-equal to one that was never stopped. The levels and random
-numbers of a board do not depend on the number of ranks.
+A run writes config.json, log.jsonl, checkpoints and its best model into out_dir (run.py). On a CPU
+a resumed run is bit-equal to one that was never stopped. The levels and random numbers of a board
+do not depend on the number of ranks.
 
 Shapes: B boards of this rank, T steps of an unroll.
 """
 
-import copy
 import math
 import os
+import signal
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from datetime import timedelta
 
-from configurator import (
-    Mistake,
-    Settings,
-    configure,
-    every,
-    read_script,
-    run_script,
-    setup_process,
-)
+from configurator import Mistake, Settings, configure, run_script
 
-if __name__ == '__main__':
-    setup_process()  # before torch is imported
-
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 import common
-import figures
-from common import CheckpointError, Gradients, fill, gather, open_trackers, print0, restoring
-from convlstm import CELLS, Agent, AgentConfig, State, build_agent, load_agent, set_precision
+from common import Gradients, fill, gather, print0
+from convlstm import AgentConfig, build_agent, set_precision
+from files import write_json
+from hub import init_from as take_weights
+from hub import load_weights, sizes_in
 from kernels import fused, graphed
+from plots import plot_returns
+from run import RunFolder, Stopper, restoring
 from sokoban import (
     ACTION_STREAM,
     RANDOM,
@@ -60,22 +53,19 @@ from sokoban import (
     load_level_sets,
     random_bits,
     sample_actions,
-    write_evaluation,
 )
 
 # -----------------------------------------------------------------------------
 # fmt: off
 # I/O
 out_dir = 'out/sokoban'        # everything that a run writes goes here
-init_from = ''                 # start from the weights in this folder, of a run or an export; a
-                               # resumed run keeps its own
-resume = False                 # continue from the last checkpoint in out_dir
+init_from = ''                 # start from the weights in this folder, of a run or an export
+resume = False                 # continue the run in out_dir; 'auto' = if there is one
 overwrite = False              # replace the run in out_dir
 eval_interval = 1000           # updates between evaluations and checkpoints (640,000 steps)
-log_interval = 50              # updates between printed lines and lines in log.jsonl (32,000 steps)
-eval_only = False              # evaluate the last checkpoint in out_dir and stop
+log_interval = 50              # updates between lines in log.jsonl, and on screen (32,000 steps)
+eval_only = False              # evaluate the last checkpoint, or the export, in out_dir and stop
 levels = ''                    # with eval_only: a split or a file; '' = the eval_split of the run
-best = False                   # with eval_only: the best checkpoint (if any) instead of the last
 plot = False                   # draw out_dir/curve.png at the end (matplotlib)
 tensorboard = False            # also write TensorBoard files into out_dir
 wandb = False                  # also log to Weights & Biases
@@ -114,7 +104,6 @@ learning_rate = 4e-4           # Adam; annealed linearly to 0
 adam_eps = 1e-6                # Adam; small, because gradients are small
 grad_clip = 1.0                # largest global norm of the gradients; 0 = no clipping
 # system
-reuse = True                   # backpropagate through the rollout; False = run a second forward
 seed = 1337                    # of weights, levels and actions
 device = 'auto'                # 'auto' (cuda if there is one), 'cpu', 'cuda' or 'cuda:1'
 dtype = 'auto'                 # of convolutions: 'float32' (true fp32, no TF32), 'bfloat16', or
@@ -123,101 +112,33 @@ dtype = 'auto'                 # of convolutions: 'float32' (true fp32, no TF32)
 compile = True                 # compile what lies between convolutions, if torch.compile works
 graphs = True                  # on a GPU: replay each update as CUDA graphs, from the fourth on
 mode = 'fast'                  # 'fast', or 'plain' (weight gradients by autograd, for checking)
-threads = 0                    # CPU threads; 0 = one or all, whichever is faster at the start; a
-                               # resumed run keeps the number
+threads = 0                    # CPU threads; 0 = torch's choice
 # fmt: on
 # -----------------------------------------------------------------------------
-AT_LEAST_1 = 'eval_interval log_interval eval_games n_levels n_envs total_steps unroll'
-AT_LEAST_0 = 'entropy_coef value_coef learning_rate adam_eps grad_clip seed'
 RANGES = {
-    **dict.fromkeys(AT_LEAST_1.split(), (1, math.inf)),
-    **dict.fromkeys(AT_LEAST_0.split(), (0, math.inf)),
-    'gamma': (0, 1),
-    'gae_lambda': (0, 1),
+    **dict.fromkeys(('eval_interval', 'log_interval', 'eval_games', 'n_levels'), (1, math.inf)),
+    **dict.fromkeys(('n_envs', 'total_steps', 'unroll'), (1, math.inf)),
+    'resume': [False, True, 'auto'],
     'env': ['torch', 'jumanji'],
     'mode': ['fast', 'plain'],
+    'gamma': (0, 1),
+    'gae_lambda': (0, 1),
     'time_limit': (1, 10000),  # an evaluation keeps all actions of its episodes
     'threads': (0, 1024),  # OpenMP fails beyond
 }
-RENAMED = {'path': 'mode'}  # old name: new name
-# A resumed run may change these settings, and no other.
-HARMLESS = """out_dir init_from resume overwrite eval_interval log_interval eval_only levels best
-    plot tensorboard wandb wandb_project levels_dir eval_split eval_games download total_steps gamma
-    gae_lambda entropy_coef value_coef learning_rate adam_eps grad_clip reuse device dtype compile
-    graphs mode threads""".split()
-SCRIPT = os.path.basename(__file__)  # named in messages; a copy of this file has another name
-# Fields of a Run that checkpoints keep.
-POSITION = ('step', 'seconds', 'logged', 'clock', 'recent', 'since', 'sums')
+# What builds the agent: a setting with the name of a field of AgentConfig sets that field.
+SIZES = tuple(f.name for f in fields(AgentConfig) if f.name not in ('dtype', 'mode'))
+# What a resumed run keeps; the command line may change every other setting.
+FIXED = (
+    *SIZES,
+    *('split', 'n_levels', 'n_boxes', 'max_moves', 'env', 'n_envs', 'time_limit', 'unroll'),
+    *('seed', 'init_from'),
+)
 STATS = ('loss', 'policy_loss', 'value_loss', 'entropy')
 MOMENTS = ('target_mean', 'target_square', 'advantage_mean', 'advantage_square')
-EXTRA = (*STATS, *MOMENTS, 'stop')  # numbers that are summed over the ranks with the gradients
 
 
-@dataclass
-class Run:
-    """Training state. Tensors keep their addresses, because CUDA graphs read and write them in
-    place."""
-
-    config: Settings  # all settings, as checkpoints keep them
-    rank: int
-    world: int
-    device: str  # 'cpu', 'mps' or 'cuda:N'
-    env: SokobanEnv | JumanjiEnv  # the B boards of this rank
-    levels_crc: int  # checksum of the training levels
-    eval_levels: np.ndarray  # (n, 17)
-    model: Agent
-    optimizer: torch.optim.Optimizer
-    gradients: Gradients  # `extra` holds the numbers EXTRA
-    state: State  # of the agent, (B, ...) each
-    keys: torch.Tensor  # (B,) keys of the random numbers for actions
-    count: torch.Tensor  # () steps that every board has taken
-    graphs: dict | None  # CUDA graphs by name; None = run eagerly
-    updates: int  # of the whole run
-    step: int = 0  # updates done
-    record: dict = field(default_factory=lambda: {'step': 0, 'env_steps': 0})  # current log line
-    must_evaluate: bool = True  # before the next update
-    best_return: float = -math.inf  # highest mean return on the evaluation levels
-    seconds: float = 0.0  # time spent in updates
-    logged: int = 0  # `step` at the last log line
-    clock: float = 0.0  # `seconds` at the last log line
-    recent: list = field(default_factory=list)  # (return, solved) of the last 1,000 episodes
-    since: list = field(default_factory=list)  # (return, solved) of those after the last log line
-    sums: dict = field(default_factory=dict)  # statistics, summed over the updates after that line
-    unread: list = field(default_factory=list)  # episodes (T, 3, B) per update, on the device
-    lock: object = None  # of out_dir
-
-    @property
-    def env_steps(self) -> int:
-        """Return the number of environment steps taken, over all boards."""
-        return self.step * n_envs * unroll
-
-
-# ---- settings ----
-
-
-def check_settings(world: int) -> None:
-    """Raise Mistake for settings that do not fit together."""
-    if levels or best:
-        raise Mistake('levels and best are settings of --eval_only=True; a run trains on split')
-    if n_envs % world:
-        raise Mistake(f'n_envs = {n_envs}: must be a multiple of the {world} ranks')
-    if download and world > 1:
-        raise Mistake('download = True: with several ranks, run sokoban.py --download=True first')
-    common.need_packages(matplotlib=plot, tensorboard=tensorboard, wandb=wandb)
-
-
-def fused_on_gpu(run: Run, f: Callable) -> Callable:
-    """Return f, fused on a GPU, where the number of kernels decides the time of a step. A CPU gains
-    nothing from compiling the game and the loss, and Jumanji's game cannot be compiled."""
-    return fused(f) if run.device != 'cpu' and env == 'torch' else f
-
-
-# ---- rollout ----
-
-
-def play_step(
-    boards: SokobanEnv | JumanjiEnv, action: torch.Tensor
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def play_step(boards: SokobanEnv, action: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """Take actions (B,) and reset the boards that are done. Return the results of the step, (B,)
     each, and the next observations (B, 10, 10, 2). 'return' is the sum of the rewards of the
     episode so far."""
@@ -228,42 +149,33 @@ def play_step(
     return step, boards.observe()
 
 
-def rollout(run: Run, actions: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-    """Take T = `unroll` steps on all boards. actions: (T, B), to take instead of sampled ones.
+def rollout(
+    model: torch.nn.Module,
+    boards: SokobanEnv,
+    state: tuple,
+    choose: Callable[[Tensor, int], Tensor],
+    play: Callable = play_step,
+) -> tuple[dict[str, Tensor], tuple]:
+    """Take T = `unroll` steps on all boards, keeping the autograd graph of the agent's outputs.
+    choose(logits, t): the actions (B,) for the logits (B, 4) of step t.
 
-    Return a batch, (T, B, ...) each: 'obs' and 'start' (an episode starts) are the inputs of the
-    agent, 'logits' and 'value' its outputs, and 'action', 'reward', 'done', 'solved' and 'return'
-    the results of `play_step`. Besides, 'last' (B,) is the value of the observation after step T,
-    and 'state' the agent's state there. With `reuse`, logits and values keep their autograd graph,
-    and the loss is computed from them."""
-    play = fused_on_gpu(run, play_step)
-    sample = fused_on_gpu(run, sample_actions)
-    counts = run.count + torch.arange(unroll, device=run.device)[:, None]  # (T, 1)
-    rng = random_bits(run.keys, counts)  # (T, B)
-    run.count += unroll
+    Return a batch, (T, B, ...) each: 'logits' and 'value' of the agent, and the results of `play`;
+    'last' (B,) is the value of the observation after step T. And the agent's state there."""
+    w = model.prepare()
+    obs, start = boards.observe(), boards.steps == 0
     steps = []
-    with torch.set_grad_enabled(reuse):
-        w = run.model.prepare()
-        state = run.state
-        obs, start = run.env.observe(), run.env.steps == 0
-        for t in range(unroll):
-            logits, value, state = run.model.act(w, obs, start, state)
-            action = sample(logits.detach(), rng[t]) if actions is None else actions[t]
-            step, next_obs = play(run.env, action)
-            steps.append({'obs': obs, 'start': start, 'logits': logits, 'value': value, **step})
-            obs, start = next_obs, step['done']
-        with torch.no_grad():
-            _, last, _ = run.model.act(w, obs, start, state)
+    for t in range(unroll):
+        logits, value, state = model.act(w, obs, start, state)
+        step, obs = play(boards, choose(logits.detach(), t))
+        steps.append({'logits': logits, 'value': value, **step})
+        start = step['done']
+    with torch.no_grad():
+        _, last, _ = model.act(w, obs, start, state)
     batch = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
-    return {**batch, 'last': last, 'state': tuple(x.detach() for x in state)}
+    return {**batch, 'last': last}, tuple(x.detach() for x in state)
 
 
-# ---- loss ----
-
-
-def gae(
-    reward: torch.Tensor, done: torch.Tensor, value: torch.Tensor, last: torch.Tensor
-) -> torch.Tensor:
+def gae(reward: Tensor, done: Tensor, value: Tensor, last: Tensor) -> Tensor:
     """Return generalized advantage estimates (T, B): the sum over k of (gamma lambda)^k delta_{t+k}
     up to the end of the episode, with delta_t = r_t + gamma V_{t+1} - V_t (Schulman et al. 2016,
     Eq. 16).
@@ -282,14 +194,9 @@ def gae(
     return torch.stack(advantages[::-1])
 
 
-def backward(run: Run, batch: dict[str, torch.Tensor]) -> None:
-    """Add this rank's share of the gradients of the A2C loss to run.gradients. Write its share of
-    the statistics to run.gradients.extra: STATS, and MOMENTS for the explained variance."""
-    if reuse:
-        logits, value = batch['logits'], batch['value']  # (T, B, 4), (T, B)
-    else:
-        logits, value, _ = run.model(batch['obs'], batch['start'], run.state)
-    estimate = fused_on_gpu(run, gae)
+def a2c_loss(batch: dict[str, Tensor], estimate: Callable = gae) -> tuple[Tensor, Tensor]:
+    """Return the loss of a rollout's batch, and the statistics STATS and MOMENTS as one vector."""
+    logits, value = batch['logits'], batch['value']  # (T, B, 4), (T, B)
     advantage = estimate(batch['reward'], batch['done'], value.detach(), batch['last'])  # (T, B)
     target = advantage + value.detach()
     log_pi = F.log_softmax(logits.float(), -1)  # (T, B, 4)
@@ -298,122 +205,37 @@ def backward(run: Run, batch: dict[str, torch.Tensor]) -> None:
     entropy = -(log_pi.exp() * log_pi).sum(-1).mean()
     value_loss = (value - target).square().mean()
     loss = policy_loss + value_coef * value_loss - entropy_coef * entropy
-    (loss / run.world).backward()
     moments = [target.mean(), target.square().mean(), advantage.mean(), advantage.square().mean()]
-    stats = torch.stack([loss, policy_loss, value_loss, entropy, *moments]).detach()
-    run.gradients.extra[:-1] = stats / run.world  # all but 'stop'
+    return loss, torch.stack([loss, policy_loss, value_loss, entropy, *moments]).detach()
 
 
-# ---- an update ----
-
-
-def rollout_and_backward(run: Run, actions: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-    """Run one rollout and its backward, the first CUDA graph of an update; return the batch."""
-    run.gradients.zero()
-    batch = rollout(run, actions)
-    backward(run, batch)
-    # Only now, because without `reuse` the backward starts from the state before the rollout.
-    for carried, new in zip(run.state, batch['state'], strict=True):
-        carried.copy_(new)
-    return batch
-
-
-def optimizer_step(run: Run) -> torch.Tensor:
-    """Clip the gradients and run Adam, the second CUDA graph; return the gradients' norm."""
-    norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), grad_clip or math.inf)
-    run.optimizer.step()
-    return norm
-
-
-def lr_at(run: Run, step: int) -> float:
-    """Return the learning rate of the update after `step` updates. It falls linearly to 0."""
-    return learning_rate * (1 - step / run.updates)
-
-
-def update(run: Run, stop: bool) -> tuple[dict[str, float], torch.Tensor, bool]:
-    """Run one rollout and one optimizer step. Return the statistics of the update, its episodes,
-    and whether to stop.
-
-    stop: whether this rank was asked to stop; all ranks stop if one was. Episodes are (T, 3, B), on
-    the device: the return so far, whether the episode ended, and whether it was solved."""
-    for group in run.optimizer.param_groups:
-        group['lr'].fill_(lr_at(run, run.step))
-    batch = graphed(run.graphs, 'rollout and backward', rollout_and_backward, run)
-    run.gradients.extra[-1] = stop
-    run.gradients.sum_over_ranks()
-    norm = graphed(run.graphs, 'optimizer', optimizer_step, run)
-    episodes = torch.stack([batch['return'], batch['done'].float(), batch['solved'].float()], 1)
-    values = torch.cat([run.gradients.extra, norm[None]]).tolist()  # the only wait for the device
-    numbers = dict(zip((*EXTRA, 'grad_norm'), values, strict=True))
-    variance = numbers['target_square'] - numbers['target_mean'] ** 2  # of the targets
+def explained_variance(numbers: dict[str, float]) -> float:
+    """Return the share of the variance of the value's targets that the value explains."""
+    variance = numbers['target_square'] - numbers['target_mean'] ** 2
     # an advantage is target - value
     unexplained = numbers['advantage_square'] - numbers['advantage_mean'] ** 2
-    stats = {name: numbers[name] for name in (*STATS, 'grad_norm')}
-    stats['explained_variance'] = 1 - unexplained / variance if variance > 0 else 0.0
-    return stats, episodes, numbers['stop'] > 0
+    return 1 - unexplained / variance if variance > 0 else 0.0
 
 
-# ---- log ----
+def returns_record(since: list, recent: list, step: int) -> dict:
+    """Return means over episodes, (return, solved) each: those since the last log line, and the
+    last 100 and 1,000. They are None until every board has ended an episode, at the time limit at
+    the latest: before that they would be too high, because solved episodes are the first to end."""
 
-
-def keep_for_log(run: Run, episodes: torch.Tensor, stats: dict[str, float]) -> None:
-    """Keep the statistics and the episodes (T, 3, B) of an update for the log. The episodes stay on
-    the device."""
-    for name, x in stats.items():
-        run.sums[name] = run.sums.get(name, 0.0) + x
-    run.unread.append(episodes)
-
-
-def read_episodes(run: Run) -> None:
-    """Read the episodes of `keep_for_log` from the devices of all ranks. On rank 0, add those
-    that have ended to run.since and run.recent."""
-    if not run.unread:
-        return
-    episodes = gather(torch.cat(run.unread), 2)  # (steps, 3, n_envs)
-    run.unread = []
-    if run.rank == 0:
-        returns, done, solved = episodes.unbind(1)
-        ended = done > 0
-        new = list(zip(returns[ended].tolist(), solved[ended].tolist(), strict=True))
-        run.since += new
-        run.recent = (run.recent + new)[-1000:]
-
-
-def make_record(run: Run) -> dict:
-    """Return a log line: means since the last line, and over the last 100 and 1,000 episodes.
-
-    Returns and solve rates are None until every board has ended an episode, at the time limit at
-    the latest. Before that they would be too high, because solved episodes are the first to end."""
-    read_episodes(run)
-    updates = run.step - run.logged
-    elapsed = run.seconds - run.clock
-    every_board_ended = run.step * unroll >= time_limit
-
-    def mean(episodes: list[tuple[float, float]], k: int) -> float | None:
+    def mean(episodes: list, k: int) -> float | None:
         """Return the mean return (k = 0) or the solve rate (k = 1)."""
-        if not (episodes and every_board_ended):
+        if not episodes or step * unroll < time_limit:
             return None
         return sum(episode[k] for episode in episodes) / len(episodes)
 
-    record = {
-        'step': run.step,
-        'env_steps': run.env_steps,
-        'episodes': len(run.since),
-        'episodic_return': mean(run.since, 0),
-        'return_100': mean(run.recent[-100:], 0),
-        'return_1000': mean(run.recent, 0),
-        'solve_rate_100': mean(run.recent[-100:], 1),
-        'solve_rate_1000': mean(run.recent, 1),
-        **{name: x / updates for name, x in run.sums.items()},
-        'lr': lr_at(run, run.step - 1),  # of the last update
-        'env_steps_per_s': updates * n_envs * unroll / elapsed,
-        'seconds': run.seconds,
+    return {
+        'episodes': len(since),
+        'episodic_return': mean(since, 0),
+        'return_100': mean(recent[-100:], 0),
+        'return_1000': mean(recent, 0),
+        'solve_rate_100': mean(recent[-100:], 1),
+        'solve_rate_1000': mean(recent, 1),
     }
-    run.since = []
-    run.sums = {}
-    run.logged = run.step
-    run.clock = run.seconds
-    return record
 
 
 def progress_line(record: dict) -> str:
@@ -434,193 +256,75 @@ def progress_line(record: dict) -> str:
     )
 
 
-# ---- evaluation ----
+def main(config: Settings) -> int:
+    """Train, or only evaluate with eval_only. Return the exit status: 0 = done, 1 = the loss was
+    not finite, 128 + signal = stopped."""
+    folder = RunFolder(config, SIZES if eval_only else FIXED, __file__)
+    if init_from and not folder.saved:
+        config.adopt(sizes_in(init_from), SIZES)
+    globals().update(config)  # those of the run that is resumed or evaluated
+    if folder.finished and resume == 'auto':
+        print0(f'{out_dir}: done, {folder.saved["step"]} updates')
+        return 0
+    if levels and not eval_only:
+        raise Mistake('levels is a setting of --eval_only=True; a run trains on split')
+    common.need_packages(matplotlib=plot, tensorboard=tensorboard, wandb=wandb)
 
-
-def evaluate_and_save_best(run: Run) -> None:
-    """Evaluate the agent, add the result to the log record, and save the best checkpoint if the
-    mean return is the highest so far. Before the first update, also evaluate a random policy."""
-    policies = [('eval', 'greedy', run.model, None)]
-    if run.step == 0:
-        policies.append(('random', 'a random policy', RANDOM, seed))
-    for name, label, policy, policy_seed in policies:
-        result = evaluate(policy, run.eval_levels, run.device, policy_seed, time_limit=time_limit)
-        run.record |= {f'{name}_{key}': x for key, x in result.items()}
-        print0(
-            f'evaluation levels, {label}: solved {result["solve_rate"]:.1%}, '
-            f'return {result["return"]:.2f}, {result["steps"]:.0f} steps'
-        )
-    if run.step > 0 and run.record['eval_return'] > run.best_return:
-        run.best_return = run.record['eval_return']
-        save(run, is_best=True)
-
-
-def evaluate_only(config: Settings) -> None:
-    """Evaluate the last or the best checkpoint in out_dir; write the result and two GIFs."""
-    if int(os.environ.get('WORLD_SIZE', 1)) > 1:
-        raise Mistake('eval_only runs in one process: start it with python, not torchrun')
-    device_ = common.pick_device(device, threads)
-    common.need_packages(PIL=True, tensorboard=tensorboard, wandb=wandb)
-    # the dtype, and below the settings of the levels, are those of the run if the user sets none
-    dtype_ = dtype if 'dtype' in config.set_by_user else ''
-    model, saved, path = load_agent(out_dir, 'best' if best else 'last', device_, dtype_)
-    names = 'eval_split eval_games n_boxes max_moves seed levels_dir time_limit'.split()
-    from_run = {n: saved[n] for n in names if n in saved and n not in config.set_by_user}
-    level_settings = {**config, **from_run}
-    if levels:
-        level_settings['eval_split'] = levels
-    _, (eval_levels, line) = load_level_sets(level_settings, run=saved, whole_split=levels != '')
-    name = level_settings['eval_split']
-    limit = level_settings['time_limit']
-    about = {
-        'step': saved['step'],
-        'env_steps': saved['step'] * saved['n_envs'] * saved['unroll'],
-        'checkpoint': path,
-        'levels': line,
-        'time_limit': limit,
-    }
-    record = write_evaluation(model, eval_levels, name, device_, out_dir, about, time_limit=limit)
-    print(
-        f'{path}, {record["env_steps"]:,} steps: solved {record["solve_rate"]:.1%} of '
-        f'{record["n"]:,} levels ({line}), mean return {record["mean_return"]:.2f}, '
-        f'{record["mean_steps"]:.0f} steps; more in {out_dir}/eval_*.json and eval_*.gif'
-    )
-    track, close = open_trackers(config, tensorboard, wandb_project if wandb else '')
-    track(record)
-    close()
-
-
-# ---- CPU threads and compilation, by trial ----
-
-
-def choose_threads(run: Run) -> None:
-    """Set the number of CPU threads by common.pick_threads, which measures without compilation,
-    because the shapes differ from those of training."""
-
-    def chunk(T: int) -> None:
-        w = run.model.prepare()
-        state = run.state
-        obs, start = run.env.observe(), run.env.steps == 0
-        total = 0
-        for _ in range(T):
-            logits, value, state = run.model.act(w, obs, start, state)
-            total = total + logits.sum() + value.sum()
-        total.backward()
-
-    fused.enabled = False
-    run.config['threads'] = common.pick_threads(run.config['threads'], run.device, chunk, unroll)
-    run.gradients.zero()
-
-
-def warm_up(run: Run) -> None:
-    """Compile before time is measured, if compilation works: run a rollout and its backward on
-    copies of everything that they change."""
-    fused.enabled = compile and mode == 'fast'
-    if fused.enabled:
-        trial = copy.copy(run)
-        trial.env = copy.deepcopy(run.env)
-        trial.state = tuple(x.clone() for x in run.state)
-        trial.count = run.count.clone()
-        fused.enabled = common.compiles(run.model, lambda: rollout_and_backward(trial))
-
-
-# ---- checkpoints ----
-
-
-def save(run: Run, is_best: bool = False) -> None:
-    """Save the last checkpoint, from which a run resumes, or the best one, for evaluation."""
-    read_episodes(run)  # into run.since and run.recent, which are saved
-    parts = {name: getattr(run, name) for name in POSITION}
-    parts['script'] = SCRIPT
-    parts['best'] = run.best_return
-    parts['eval_levels_crc'] = zlib.crc32(run.eval_levels)
-    if not is_best:
-        parts['env'] = {name: gather(x) for name, x in run.env.state_dict().items()}
-        parts['state'] = [gather(x) for x in run.state]
-        parts['levels_crc'] = run.levels_crc
-    common.save_run(run, parts, None if is_best else [run.optimizer])
-
-
-def load(run: Run) -> None:
-    """Restore the last checkpoint in out_dir. Raises CheckpointError if it is damaged, or if the
-    levels or a setting outside HARMLESS differ."""
-    needed = ('model', *POSITION, 'best', 'optimizers', 'rng', 'env', 'state', 'levels_crc')
-    saved, path = common.load_run(out_dir, SCRIPT, needed)
-    defaults = read_script(__file__)[0]
-    common.refuse_changes(saved['config'], run.config, defaults, HARMLESS, path, SCRIPT)
-    common.restore(run, POSITION, [run.optimizer], saved, path)
-    with restoring(path, 'best'):
-        run.best_return = float(saved['best'])
-    print0(f'{path}: update {run.step}, {run.env_steps:,} environment steps')
-    if saved['levels_crc'] != run.levels_crc:
-        advice = 'give the same levels_dir, or another out_dir'
-        raise CheckpointError(f'{path}: was trained on other levels: {advice}')
-    saved_config = {**defaults, **saved['config']}
-    # The checkpoint was saved before the evaluation that followed its update, if one did.
-    intervals = (saved_config['eval_interval'], eval_interval)
-    saved_updates = math.ceil(saved_config['total_steps'] / (n_envs * unroll))
-    at_the_end = run.step in (saved_updates, run.updates)
-    run.must_evaluate = at_the_end or any(run.step % n == 0 for n in intervals)
-    eval_levels_crc = zlib.crc32(run.eval_levels)
-    if saved.get('eval_levels_crc', eval_levels_crc) != eval_levels_crc:
-        print0(f'{path}: was evaluated on other levels: the next evaluation counts as the best')
-        run.best_return = -math.inf
-        run.must_evaluate = True
-    with restoring(path, 'env or state'):
-        boards = {name: x.chunk(run.world)[run.rank] for name, x in saved['env'].items()}
-        run.env.load_state_dict(boards)
-        for x, all_ranks in zip(run.state, saved['state'], strict=True):
-            fill(x, all_ranks.chunk(run.world)[run.rank])
-    run.count.fill_(run.step * unroll)
-
-
-# ---- levels, environment, model, optimizer ----
-
-
-def make_run(config: Settings) -> Run:
-    """Return a run before its first update: with its levels, model and optimizer. Writes nothing
-    but downloaded levels. Raises Mistake if settings, levels or weights cannot be used."""
     rank, world, device_ = common.join_ranks(device, threads)
-    if device_ == 'cpu':
-        common.keep_memory()
-    if init_from or resume:  # a run that is resumed may have adopted its sizes
-        names = [f.name for f in fields(AgentConfig) if f.name in config]
-        names = [name for name in names if name not in ('dtype', 'mode')]
-        source = out_dir if resume else init_from
-        common.adopt_sizes(source, names, ('model',), config, globals())
-    check_settings(world)
+    if n_envs % world:
+        raise Mistake(f'n_envs = {n_envs}: must be a multiple of the {world} ranks')
+    torch.manual_seed(seed)
     # Shapes never change, so that the search for the fastest convolutions runs once.
     torch.backends.cudnn.benchmark = not torch.backends.cudnn.deterministic
-    torch.manual_seed(seed)
-    B = n_envs // world
+    B, updates = n_envs // world, math.ceil(total_steps / (n_envs * unroll))
 
-    # model: a setting with the name of a field of AgentConfig sets that field
+    # model
     sizes = {f.name: config[f.name] for f in fields(AgentConfig) if f.name in config}
     sizes['dtype'] = str(common.pick_dtype(dtype, device_)).removeprefix('torch.')
-    agent_config = AgentConfig(**sizes)
-    # four copies: weights, gradients and two moments
-    common.check_model(build_agent, agent_config, copies=4, device=device_)
-    kept = unroll * n_layer * n_expert  # outputs of experts that backward reads, at least
-    activations = 4 * kept * B * CELLS * n_embd  # bytes
-    common.check_fits(activations, f'n_envs = {n_envs} (unroll = {unroll})', device_)
-    model = build_agent(agent_config)
-    if init_from and not resume:
-        common.init_from(model, init_from)
+    model = build_agent(AgentConfig(**sizes))
+    if folder.saved:
+        load_weights(model, folder.saved['model'], folder.path_of_saved)
+    elif init_from:
+        take_weights(model, init_from)
     model = model.to(device_)
     set_precision(model)
+    fused.enabled = compile and mode == 'fast'
 
-    # levels, and the boards of this rank
-    (train_levels, train_line), (eval_levels, eval_line) = load_level_sets(config)
-    print0(f'training: {train_line}\nevaluation: {eval_line}')
-    env_type = JumanjiEnv if env == 'jumanji' else SokobanEnv
-    boards = env_type(
-        train_levels,
-        B,
-        seed=seed,
-        device=device_,
-        first_board=rank * B,
-        time_limit=time_limit,
+    # levels
+    if download and rank > 0:
+        dist.barrier()  # until rank 0 has downloaded them
+    (train_levels, train_line), (eval_levels, eval_line) = load_level_sets(
+        {**config, 'eval_split': levels or eval_split},
+        run=config if eval_only else None,
+        whole_split=levels != '',
     )
+    if download and rank == 0 and world > 1:
+        dist.barrier()
+
+    if eval_only:
+        result = evaluate(model, eval_levels, device_, time_limit=time_limit)
+        about = {'step': folder.saved['step'], 'levels': eval_line, 'n': len(eval_levels)}
+        print0(
+            f'{out_dir}, update {about["step"]:,}: solved {result["solve_rate"]:.1%} of '
+            f'{about["n"]:,} levels ({eval_line}), mean return {result["return"]:.2f}, '
+            f'{result["steps"]:.0f} steps'
+        )
+        if rank == 0:
+            name = os.path.splitext(os.path.basename(levels or eval_split))[0]
+            path = os.path.join(out_dir, f'eval_{name}.json')
+            record = {**about, 'time_limit': time_limit, **result}
+            common.attempt(path, lambda: write_json(record, path))
+        common.leave_ranks()
+        return 0
+    print0(f'training: {train_line}\nevaluation: {eval_line}')
+
+    # the boards of this rank, and the agent's state on them
+    boards = (JumanjiEnv if env == 'jumanji' else SokobanEnv)(
+        train_levels, B, seed=seed, device=device_, first_board=rank * B, time_limit=time_limit
+    )
+    state = model.init_state(B)
+    keys = board_keys(seed, ACTION_STREAM, boards.board)  # of the random numbers for actions
+    count = torch.zeros((), dtype=torch.int64, device=device_)  # steps that every board has taken
 
     # optimizer: the learning rate is a tensor, because CUDA graphs read it at each replay
     optimizer = torch.optim.Adam(
@@ -632,124 +336,196 @@ def make_run(config: Settings) -> Run:
     )
     # No warning: the first steps run uncaptured on purpose.
     optimizer._warned_capturable_if_run_uncaptured = True
+    # The first layer of a non-recurrent agent has empty weights.
+    params = [p for p in model.parameters() if p.numel()]
+    grads = Gradients(params, n_extra=len(STATS) + len(MOMENTS) + 1)
+    stats, stop_sum = grads.extra[:-1], grads.extra[-1]  # reduced together with the gradients
 
-    captures = graphs and device_.startswith('cuda') and env == 'torch'
-    return Run(
-        config=config,
-        rank=rank,
-        world=world,
-        device=device_,
-        env=boards,
-        levels_crc=zlib.crc32(train_levels),
-        eval_levels=eval_levels,
-        model=model,
-        optimizer=optimizer,
-        # The first layer of a non-recurrent agent has empty weights.
-        gradients=Gradients((p for p in model.parameters() if p.numel()), n_extra=len(EXTRA)),
-        state=model.init_state(B),
-        keys=board_keys(seed, ACTION_STREAM, boards.board),
-        count=torch.zeros((), dtype=torch.int64, device=device_),
-        graphs={} if captures else None,
-        updates=math.ceil(total_steps / (n_envs * unroll)),
-    )
+    # On a GPU the number of kernels decides the time of a step. A CPU gains nothing from compiling
+    # the game and the loss, and Jumanji's game cannot be compiled.
+    on_gpu = device_ != 'cpu' and env == 'torch'
+    play, sample, estimate = (fused(f) if on_gpu else f for f in (play_step, sample_actions, gae))
+    captured = {} if graphs and device_.startswith('cuda') and env == 'torch' else None
 
+    def rollout_and_backward() -> Tensor:
+        """Run a rollout and the backward of its loss, the first CUDA graph of an update. Return the
+        episodes (T, 3, B): the return so far, whether the episode ended, and whether solved."""
+        grads.zero()
+        counts = count + torch.arange(unroll, device=device_)[:, None]  # (T, 1)
+        rng = random_bits(keys, counts)  # (T, B)
+        batch, new_state = rollout(model, boards, state, lambda x, t: sample(x, rng[t]), play)
+        loss, numbers = a2c_loss(batch, estimate)
+        (loss / world).backward()
+        stats.copy_(numbers / world)
+        for x, new in zip(state, new_state, strict=True):
+            x.copy_(new)
+        count.add_(unroll)
+        return torch.stack([batch['return'], batch['done'].float(), batch['solved'].float()], 1)
 
-# ---- the loop ----
+    def optimizer_step() -> Tensor:
+        """Clip the gradients and run Adam, the second CUDA graph; return the gradients' norm."""
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
+        optimizer.step()
+        return norm
 
+    def lr_at(step: int) -> float:
+        """Return the learning rate after `step` updates. It falls linearly to 0."""
+        return learning_rate * (1 - step / updates)
 
-def describe(run: Run) -> None:
-    """Print the machine and the model."""
-    counts = {**run.model.num_params(), **run.model.macs_per_step()}
-    millions = {name: f'{x / 1e6:.3f}M' for name, x in counts.items()}
-    print0(f'{common.machine(run)}, {run.model.config.dtype} convolutions of the core')
-    print0(
-        f'{figures.describe_model(run.config)}: '
-        f'{millions["total"]} parameters ({millions["core"]} core); '
-        f"multiply-adds per step: {millions['nominal']} by the paper's count, executed "
-        f'{millions["executed"]} core + {millions["head"]} head + {millions["encoder"]} encoder'
-    )
-
-
-def main(config: Settings) -> int:
-    """Train, or only evaluate with eval_only. Return the exit status: 0 = done, 1 = the loss was
-    not finite, 128 + signal = stopped."""
-    common.resume_if_restarted(out_dir, config, globals())
-    if eval_only:
-        evaluate_only(config)
-        return 0
-    run = make_run(config)  # levels, environment, model, optimizer
-    if run.rank == 0:  # before the load, so that no other run saves after it
-        run.lock = common.prepare_out_dir(out_dir, resume, overwrite)
-    if resume:
-        if run.world > 1:
-            dist.barrier()
-        load(run)
-    choose_threads(run)
-    describe(run)
-    warm_up(run)
-    if run.rank == 0:
-        project = wandb_project if wandb else ''
-        track, close_trackers = open_trackers(
-            config, tensorboard, project, run.step if resume else None
-        )
-        log = common.open_log(run, resume, SCRIPT)
-
-    stopper = common.Stopper()  # turns ctrl-C and SIGTERM into a flag
-    due_to_print = every()  # a line every 10 s, however large log_interval is
-    stop = False
-    status = None
-    while True:
-        # evaluate and log
-        if run.must_evaluate or run.step % log_interval == 0:
-            if run.step > run.logged:
-                run.record = make_record(run)
-                print0(progress_line(run.record))
-                due_to_print(restart=True)
-            if run.must_evaluate:
-                evaluate_and_save_best(run)
-            if run.rank == 0:
-                log(run.record)
-                track(run.record)
-        if run.step >= run.updates or stop:
-            break
-
-        # train
+    if fused.enabled:  # compile before time is measured, if that works here
         start = time.perf_counter()
-        stats, episodes, stop = update(run, stopper.signal is not None)
-        elapsed = time.perf_counter() - start
-        step = run.step + 1
-        run.must_evaluate = step % eval_interval == 0 or step == run.updates
-        must_save = run.must_evaluate or stop
-        if not common.all_finite(run, stats['loss'], stats['grad_norm'], weights=must_save):
-            stopper.restore()
-            status = 1
-            break
-        run.step = step
-        run.seconds += elapsed
-        keep_for_log(run, episodes, stats)
-        if due_to_print():
-            rate = (run.step - run.logged) * n_envs * unroll / (run.seconds - run.clock)
-            print0(f'    {run.env_steps:,}/{total_steps:,} | {rate:,.0f} steps/s')
-        if must_save:
-            save(run)  # before the evaluation, so that a run that dies there loses nothing
+        common.run_compiled(rollout_and_backward)
+        print0(f'compiled in {time.perf_counter() - start:.0f} s')
+        boards.restart(seed)
+        count.zero_()
+        for x in state:
+            x.zero_()
 
-    if status is None:
-        best_return = f'best return {run.best_return:.2f}'
-        summary = f'{run.env_steps:,} steps in {run.seconds:.0f} s, {best_return}'
-        status = common.report_end(run, stopper, run.updates, summary)
-    if run.rank == 0:
-        close_trackers()
-    if run.rank == 0 and plot and status == 0:
-        figure = figures.run_figure(figures.read_log(out_dir), title=out_dir)
-        (path,) = figures.save_figure(figure, out_dir, 'curve', ('png',))
-        print(f'learning curve: {path}')
-    common.leave(run)
+    # resume
+    step, best, seconds = 0, -math.inf, 0.0
+    # of the log: episodes (return, solved) after the last line, and the last 1,000; sums of
+    # statistics after the last line; update and seconds of that line
+    since, recent, sums, logged, clock = [], [], {}, 0, 0.0
+    levels_crc, eval_crc = zlib.crc32(train_levels), zlib.crc32(eval_levels)
+    if folder.saved:
+        saved = folder.saved
+        if saved['levels_crc'] != levels_crc:
+            advice = 'give the same levels_dir, or another out_dir'
+            raise Mistake(f'{folder.path_of_saved}: was trained on other levels: {advice}')
+        with restoring(folder.path_of_saved):
+            step, seconds = saved['step'], saved['seconds']
+            since, recent, sums, logged, clock = saved['log']
+            common.load_moments(optimizer, saved['optimizer'])
+            boards.load_state_dict({k: x.chunk(world)[rank] for k, x in saved['boards'].items()})
+            for x, whole in zip(state, saved['state'], strict=True):
+                fill(x, whole.chunk(world)[rank])
+            count.fill_(step * unroll)
+            torch.set_rng_state(saved['rng'])
+        if saved['eval_crc'] == eval_crc:
+            trained = [r for r in folder.records if 'eval_return' in r and r['step'] > 0]
+            best = max((r['eval_return'] for r in trained), default=best)
+
+    about = common.machine(device_, sizes['dtype'])
+    config |= {name: about.pop(name) for name in ('device', 'dtype', 'threads')}
+    counts = {**model.num_params(), **model.macs_per_step()}
+    millions = {name: f'{x / 1e6:.3f}M' for name, x in counts.items()}
+    print0(f'{world} x {about["device_name"]}, {config["threads"]} threads, {config["dtype"]}')
+    print0(
+        f'{millions["total"]} parameters ({millions["core"]} core); multiply-adds per step: '
+        f"{millions['nominal']} by the paper's count, executed {millions['executed']} core + "
+        f'{millions["head"]} head + {millions["encoder"]} encoder'
+    )
+    folder.start(**about)
+
+    stopper = Stopper()  # turns ctrl-C and SIGTERM into a flag
+    due_to_print = common.every()  # a line every 10 s, however large log_interval is
+    saved_at, logged_at = step, folder.records[-1]['step'] if folder.records else -1
+    unread = []  # episodes (T, 3, B) of each update after the last read, on the device
+    stop, problem = False, ''
+    while True:
+        due = step % eval_interval == 0 or step == updates
+        must_save = (due or stop) and step > saved_at
+        must_log = step % log_interval == 0 and step > logged
+        if unread and (must_save or must_log):
+            episodes = gather(torch.cat(unread), 2)  # (steps, 3, n_envs)
+            unread = []
+            total, ended, solved = episodes.unbind(1)
+            ended = ended > 0
+            new = list(zip(total[ended].tolist(), solved[ended].tolist(), strict=True))
+            since, recent = since + new, (recent + new)[-1000:]
+
+        # save; before the evaluation, so that a run that dies there loses nothing
+        if must_save:
+            if not common.all_finite(model):
+                problem = 'a weight is not finite'
+                break
+            folder.save(
+                model=model.state_dict(),
+                entries=model.entries(),
+                optimizer=optimizer.state_dict(),
+                boards={name: gather(x) for name, x in boards.state_dict().items()},
+                state=[gather(x) for x in state],
+                levels_crc=levels_crc,
+                eval_crc=eval_crc,
+                step=step,
+                seconds=seconds,
+                log=(since, recent, sums, logged, clock),
+                rng=torch.get_rng_state(),
+            )
+            saved_at = step
+
+        # log and evaluate
+        record = {'step': step, 'env_steps': step * n_envs * unroll}
+        if must_log:
+            record |= returns_record(since, recent, step)
+            record |= {name: x / (step - logged) for name, x in sums.items()}
+            record |= {
+                'lr': lr_at(step - 1),  # of the last update
+                'env_steps_per_s': (step - logged) * n_envs * unroll / (seconds - clock),
+                'seconds': seconds,
+            }
+            print0(progress_line(record))
+            due_to_print(restart=True)
+            since, sums, logged, clock = [], {}, step, seconds
+        if due and step > logged_at:
+            result = evaluate(model, eval_levels, device_, time_limit=time_limit)
+            record |= {f'eval_{name}': x for name, x in result.items()}
+            print0(f'evaluation: solved {result["solve_rate"]:.1%}, return {result["return"]:.2f}')
+            if step == 0:
+                chance = evaluate(RANDOM, eval_levels, device_, seed, time_limit=time_limit)
+                record |= {f'random_{name}': x for name, x in chance.items()}
+                print0(f'a random policy solves {chance["solve_rate"]:.1%}')
+            elif result['return'] > best:
+                best = result['return']
+                folder.save_best(model, step=step, best=best)
+        if step > logged_at and (must_log or due):
+            folder.log(record)
+        if step >= updates or stop:
+            break
+
+        # rollout, backward and update
+        start = time.perf_counter()
+        for group in optimizer.param_groups:
+            group['lr'].fill_(lr_at(step))
+        episodes = graphed(captured, 'rollout and backward', rollout_and_backward)
+        stop_sum.fill_(stopper.signal is not None)
+        grads.sum_over_ranks()
+        norm = graphed(captured, 'optimizer', optimizer_step)
+        values = torch.cat([grads.extra, norm[None]]).tolist()  # the only wait for the device
+        numbers = dict(zip((*STATS, *MOMENTS, 'stop', 'grad_norm'), values, strict=True))
+        stop = numbers['stop'] > 0
+        if not (math.isfinite(numbers['loss']) and math.isfinite(numbers['grad_norm'])):
+            problem = f'the loss is {numbers["loss"]}, the gradient norm {numbers["grad_norm"]}'
+            break
+        seconds += time.perf_counter() - start
+        step += 1
+        numbers['explained_variance'] = explained_variance(numbers)
+        for name in (*STATS, 'grad_norm', 'explained_variance'):
+            sums[name] = sums.get(name, 0.0) + numbers[name]
+        unread.append(episodes.clone() if captured else episodes)  # a replay overwrites it
+        if due_to_print():
+            rate = (step - logged) * n_envs * unroll / (seconds - clock)
+            print0(f'    {step * n_envs * unroll:,}/{total_steps:,} | {rate:,.0f} steps/s')
+
+    status = 0
+    if problem:
+        status = 1
+        print0(f'error: update {step + 1}: {problem}; the last checkpoint is of update {saved_at}')
+    elif step < updates:
+        status = 128 + (stopper.signal or signal.SIGTERM)  # None if another rank was stopped
+        print0(f'stopped after update {step}, saved in {out_dir}: --resume=True continues')
+    else:
+        env_steps = f'{step * n_envs * unroll:,} steps in {seconds:.0f} s'
+        print0(f'done: {env_steps}, best return {best:.2f}; {out_dir}')
+    folder.finish(is_finished=status == 0)
+    if status == 0 and plot and rank == 0:
+        common.attempt('curve.png', lambda: plot_returns(out_dir))
+    common.leave_ranks()
     return status
 
 
 if __name__ == '__main__':
     run_script(
-        lambda: main(configure(globals())),
-        'interrupted: the last checkpoint is unchanged',
-        common.error_explainer('fewer n_envs, or a smaller unroll', globals()),
+        lambda: main(configure(globals(), quiet=True)),
+        common.error_explainer('fewer n_envs, or a smaller unroll'),
     )

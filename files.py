@@ -1,0 +1,104 @@
+"""Files that are written completely or not at all: any bytes, text, JSON, and tensors."""
+
+import errno
+import json
+import os
+import pathlib
+import secrets
+from collections.abc import Callable
+
+from configurator import Mistake, first_line
+
+Path = str | os.PathLike
+
+
+def write_atomic(path: Path, write: Callable, keep: str | None = None) -> None:
+    """Write a file completely or not at all.
+
+    write(file) writes to a temporary binary file, .NAME.RANDOM.tmp, which is then renamed to
+    `path`; so two processes may write one file. keep: a name in the same folder, under which an
+    existing file is kept. If anything fails, `path` is unchanged (with `keep`, the old file may
+    then exist only under that name) and the error is raised; an OSError has the name of the file.
+    """
+    path = pathlib.Path(path)
+    temporary = path.with_name(f'.{path.name}.{secrets.token_hex(4)}.tmp')
+    try:
+        with open(temporary, 'wb') as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        if keep is not None and path.exists():
+            os.replace(path, path.with_name(keep))  # killed here, only `keep` exists
+        os.replace(temporary, path)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # the error of a full disk names no file
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: pathlib.Path) -> None:
+    """Sync a folder, so that a renaming in it survives a power cut, where the system can."""
+    if os.name == 'nt':  # Windows cannot open a folder
+        return
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:  # some file systems, such as SMB and FUSE, cannot sync folders
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):
+            raise
+
+
+def remove_temporary(folder: Path) -> None:
+    """Remove what killed processes have left of `write_atomic`. No other process may be writing
+    into the folder."""
+    for path in pathlib.Path(folder).glob('.*.tmp'):
+        path.unlink(missing_ok=True)
+
+
+def write_text(text: str, path: Path) -> None:
+    """Write a text file in UTF-8, completely or not at all."""
+    write_atomic(path, lambda file: file.write(text.encode()))
+
+
+def plain(obj: object) -> object:
+    """Return obj with NaN and infinities, which standard JSON lacks, replaced by None."""
+    return json.loads(json.dumps(obj), parse_constant=lambda _: None)
+
+
+def write_json(obj: object, path: Path) -> None:
+    """Write obj as indented standard JSON, completely or not at all."""
+    write_text(json.dumps(plain(obj), indent=1) + '\n', path)
+
+
+def read_json(path: Path) -> dict:
+    """Return the dict in a JSON file, or {} if the file is missing, unreadable or holds none."""
+    try:
+        value = json.loads(pathlib.Path(path).read_text(encoding='utf-8'))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def read_tensors(path: Path, device: str = 'cpu') -> dict:
+    """Return the tensors in a .safetensors file by name. Raises Mistake if it cannot be read."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path, device)
+    except (OSError, SafetensorError) as error:
+        raise Mistake(f'{path}: cannot be read ({first_line(error)})') from None
+
+
+def write_tensors(tensors: dict, path: Path) -> None:
+    """Write tensors, by name, as a .safetensors file."""
+    from safetensors.torch import save
+
+    contiguous = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+    data = save(contiguous, metadata={'format': 'pt'})
+    write_atomic(path, lambda file: file.write(data))

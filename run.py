@@ -1,0 +1,425 @@
+"""The folder of a run: settings, log, checkpoints, best model. Both trainers write it; every other
+script reads it, and nothing else, to know what a run was.
+
+    config.json        the settings, with the device, dtype and threads that the run got; how it was
+                       started (command, commit, versions); whether it is finished
+    log.jsonl          a line per update, or per log interval
+    last.pt, prev.pt   checkpoints to resume from
+    best/              the best model so far, as an export (hub.py)
+
+A resumed run has the settings that it was started with. `--key=value` on the command line changes
+those that are not in `fixed`; config files may be given again and change nothing.
+
+The log and the checkpoints are the run. Trackers may fail at any time: they are then switched off.
+
+Checkpoints hold tensors and plain types and are read with weights_only=True, so that a checkpoint
+from a stranger cannot run code. Under torchrun only rank 0 writes files.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import pickle
+import platform
+import shlex
+import shutil
+import signal
+import struct
+import sys
+import time
+import zipfile
+from collections.abc import Iterator
+
+from configurator import Mistake, Settings, convert, first_line
+
+import filelock
+import torch
+
+from common import print0, warn
+from files import (
+    Path,
+    plain,
+    read_json,
+    read_tensors,
+    remove_temporary,
+    write_atomic,
+    write_json,
+    write_text,
+)
+
+LAST, PREV, BEST = 'last.pt', 'prev.pt', 'best'
+WEIGHTS, CONFIG = 'model.safetensors', 'config.json'  # of an export
+LOCK = '.run'  # locked while a run uses the folder; a folder without this file holds no run
+# What a run writes into its folder, and `overwrite` removes.
+WRITTEN = ('*.pt', 'log.jsonl', 'config.json', BEST, '*.png', 'eval_*', '*.tfevents.*')
+# Settings of a single call, which a resumed run does not take from its checkpoint.
+OF_A_CALL = ('out_dir', 'resume', 'overwrite', 'eval_only')
+# Exceptions that torch.load and load_state_dict raise for damaged or foreign files.
+UNREADABLE = (
+    RuntimeError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    EOFError,
+    ArithmeticError,
+    pickle.UnpicklingError,
+    struct.error,
+)
+
+
+# ---- what others read ----
+
+
+def settings_of(folder: Path) -> dict:
+    """Return the settings of a run, and how it was started; {} if the folder holds no run."""
+    return read_json(pathlib.Path(folder, CONFIG))
+
+
+def log_of(folder: Path) -> list[dict]:
+    """Return the records of a run's log; a last line that was cut short is left out."""
+    records = []
+    with contextlib.suppress(FileNotFoundError):
+        text = pathlib.Path(folder, 'log.jsonl').read_text(encoding='utf-8', errors='replace')
+        for line in text.splitlines():
+            with contextlib.suppress(ValueError):
+                if isinstance(record := json.loads(line), dict) and 'step' in record:
+                    records.append(record)
+    return records
+
+
+def is_finished(folder: Path) -> bool:
+    """Return whether a run has reached its last update."""
+    return settings_of(folder).get('finished', False)
+
+
+# ---- checkpoints ----
+
+
+def load_checkpoint(path: Path) -> dict:
+    """Return a checkpoint, with its tensors on the CPU. Raises Mistake if it is damaged."""
+    try:
+        with zipfile.ZipFile(path) as file:  # torch.load does not check the checksums of the zip
+            if file.testzip() is not None:
+                raise zipfile.BadZipFile('wrong checksum')
+        saved = torch.load(path, map_location='cpu', weights_only=True, mmap=False)
+        if not (isinstance(saved, dict) and isinstance(saved.get('config'), dict)):
+            raise ValueError('it has no settings')
+        return saved
+    except OSError as error:
+        raise Mistake(f'{path}: cannot be opened: {error.strerror}') from None
+    except (zipfile.BadZipFile, *UNREADABLE) as error:
+        reason = f'damaged, cut short or not a checkpoint ({first_line(error)})'
+        if 'weights only load failed' in reason.lower() or 'weights_only' in reason:
+            reason = 'holds Python objects, refused because loading them could run code'
+        raise Mistake(f'{path}: {reason}: give another file, or delete it') from None
+
+
+def load_last(folder: Path) -> tuple[dict, pathlib.Path]:
+    """Return the last checkpoint of a run and its path; if it is damaged, print a warning and
+    return the one before it. Raises Mistake if neither can be read."""
+    paths = [path for name in (LAST, PREV) if (path := pathlib.Path(folder, name)).exists()]
+    if not paths:
+        raise Mistake(f'{folder}: holds no trained run, there is no {LAST}')
+    try:
+        return load_checkpoint(paths[0]), paths[0]
+    except Mistake as error:
+        if len(paths) == 1:
+            raise
+        print0(f'warning: {error}; using {paths[1]}')
+        return load_checkpoint(paths[1]), paths[1]
+
+
+def load_export(folder: Path) -> tuple[dict, pathlib.Path]:
+    """Return an export in the form of a checkpoint, with 'config', 'model' and 'step', and the path
+    of its weights. Raises Mistake."""
+    path = pathlib.Path(folder, WEIGHTS)
+    about = read_json(path.with_name(CONFIG))
+    config = {**about.get('settings', {}), **about, **about.get('model', {})}
+    return {'config': config, 'model': read_tensors(path), 'step': about.get('step') or 0}, path
+
+
+@contextlib.contextmanager
+def restoring(path: Path) -> Iterator[None]:
+    """Turn the errors of code that restores a checkpoint into a Mistake that names the file."""
+    try:
+        yield
+    except UNREADABLE as error:
+        if isinstance(error, Mistake):
+            raise
+        reason = ' '.join(f'{type(error).__name__}: {error}'.split())[:200]  # on one line
+        raise Mistake(f'{path}: damaged, or from another model ({reason})') from None
+
+
+# ---- the folder ----
+
+
+class RunFolder:
+    """The folder of a run that a trainer starts, resumes or only evaluates.
+
+    saved: the checkpoint to resume from or to evaluate, or None; path_of_saved: its file; records:
+    the log up to it; finished: whether there is nothing left to do, for resume = 'auto'."""
+
+    def __init__(self, config: Settings, fixed: tuple, script: str):
+        """Check and lock the folder config['out_dir'], and if the run is resumed or evaluated, load
+        its checkpoint and set `config` to its settings. Nothing in the folder is changed before
+        `start`. fixed: the settings that a resumed run must keep; script: the trainer's file.
+
+        Raises Mistake if the folder is in use, holds a run that is neither resumed nor replaced,
+        holds files that no run wrote, or if the command line changes a fixed setting."""
+        self.config = config
+        self.path = pathlib.Path(config['out_dir'])
+        self.rank = int(os.environ.get('RANK', 0))
+        self.saved, self.records, self.finished = None, [], False
+        self.trackers = {}
+        self.keep = PREV  # the name under which `save` keeps the last checkpoint
+        self.about = {'script': os.path.basename(script), 'command': shlex.join(sys.argv)}
+        has_run = any((self.path / name).exists() for name in (LAST, PREV))
+        resume = config['resume'] is True or (config['resume'] == 'auto' and has_run)
+        if resume and config['overwrite']:
+            raise Mistake('--resume and --overwrite exclude each other: choose one')
+        if not config['eval_only']:
+            self.check(resume, has_run)
+            if self.rank == 0:
+                self.lock()  # before the checkpoint is read, so that nobody saves after that
+        if resume or config['eval_only']:
+            self.load(fixed)
+        config.show()
+
+    def check(self, resume: bool, has_run: bool) -> None:
+        """Raise Mistake if a run must not be started or resumed here."""
+        written = [path for name in WRITTEN for path in self.path.glob(name)]
+        replace = 'replace it with --overwrite=True'
+        if resume and not has_run:
+            advice = f'; {replace}' if written else ''
+            raise Mistake(f'{self.path}: holds no trained run, there is no {LAST}{advice}')
+        if written and not (self.path / LOCK).exists():
+            advice = 'choose another out_dir, or move it away'
+            raise Mistake(f'{self.path}: holds {written[0].name}, which no run wrote: {advice}')
+        if self.config['resume'] is False and not self.config['overwrite']:
+            if has_run:
+                advice = f'continue it with --resume=True, or {replace}'
+                raise Mistake(f'{self.path}: holds a run already: {advice}')
+            if log_of(self.path):
+                raise Mistake(f'{self.path}: holds a run without a checkpoint: {replace}')
+
+    def lock(self) -> None:
+        """Lock the folder until this process ends. Raises Mistake if another process has it."""
+        path = self.path / LOCK
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.file_lock = filelock.FileLock(path)
+            self.file_lock.acquire(blocking=False)
+            path.write_text(f'process {os.getpid()} on {platform.node()}\n')
+        except filelock.Timeout:
+            holder = path.read_text(errors='replace')[:200].strip()
+            advice = 'wait for its end, stop it, or choose another out_dir'
+            raise Mistake(f'{self.path}: another run is using it ({holder}): {advice}') from None
+        except OSError as error:
+            reason = 'it is a file' if self.path.is_file() else error.strerror
+            raise Mistake(f'{self.path}: cannot be the folder of a run: {reason}') from None
+
+    def load(self, fixed: tuple) -> None:
+        """Load the checkpoint and take its settings, except those that the command line changes.
+        Print what is changed. Raises Mistake if a fixed setting is changed."""
+        config = self.config
+        is_export = (self.path / WEIGHTS).exists()
+        self.saved, path = load_export(self.path) if is_export else load_last(self.path)
+        self.path_of_saved = path
+        if path.name == PREV:
+            self.keep = None  # the last checkpoint is damaged
+        before, about = self.saved['config'], self.saved.get('about', {})
+        if not is_export and about.get('script') != self.about['script']:
+            if not set(fixed) <= before.keys():
+                raise Mistake(f'{path}: was written by {about.get("script")}, another trainer')
+        changes = {}
+        for name in [name for name in config if name not in OF_A_CALL]:
+            old = before.get(name, config.defaults[name])  # the script may be newer than the run
+            old = tuple(old) if isinstance(old, list) else old  # from JSON
+            given = config.from_command_line.get(name, old)
+            from_file = config.from_files.get(name, old)
+            # A file may be given again; another one, with other values, must not pass unnoticed.
+            is_another = from_file not in (old, self.saved.get('from_files', {}).get(name))
+            if name in fixed and (given != old or is_another):
+                advice = 'a resumed run keeps it: leave it out, or give another out_dir'
+                raise Mistake(f'{path}: was trained with {name} = {old!r}: {advice}')
+            if is_another and name not in config.from_command_line:
+                print0(f'{name} = {from_file!r} in the config file is not used: it stays {old!r}')
+            if given != old:
+                print0(f'{name} = {given!r} from now on, {old!r} before')
+                changes[name] = given
+            with restoring(path):
+                config[name] = convert(given, config.defaults[name])
+        config.from_files = self.saved.get('from_files', {})
+        self.records = [r for r in log_of(self.path) if r['step'] <= self.saved['step']]
+        self.finished = is_finished(self.path) and not changes
+        if changes:
+            changes = {'step': self.saved['step'], **changes}
+            about['changes'] = [*about.get('changes', []), changes]
+        self.about = about
+
+    def start(self, **about: object) -> None:
+        """Write config.json, with `about` the machine; remove the run that is replaced, or the log
+        lines after the step at which a run resumes; open the trackers."""
+        if self.rank > 0:
+            return
+        remove_temporary(self.path)
+        if self.config['overwrite']:
+            for path in [path for name in WRITTEN for path in self.path.glob(name)]:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        lines = [f'{json.dumps(record)}\n' for record in self.records]
+        write_text(''.join(lines), self.path / 'log.jsonl')
+        self.about |= about
+        first_step = self.saved['step'] + 1 if self.saved else None
+        self.trackers = open_trackers(self.config, self.about, first_step)
+        self.write_config()
+
+    def write_config(self, **more: object) -> None:
+        """Write config.json."""
+        write_json({**self.config, **self.about, **more}, self.path / CONFIG)
+
+    def log(self, record: dict) -> None:
+        """Append a line to log.jsonl, and pass it to the trackers."""
+        if self.rank > 0:
+            return
+        path = self.path / 'log.jsonl'
+        try:
+            with open(path, 'a', encoding='utf-8') as file:
+                file.write(json.dumps(plain(record)) + '\n')
+        except OSError as error:
+            error.filename = str(path)  # the error of a full disk names no file
+            raise
+        for name, (write, _) in list(self.trackers.items()):
+            try:
+                write(record)
+            except Exception as error:  # noqa: BLE001  a tracker must never end a run
+                warn(f'{name} is switched off: {first_line(error)}')
+                del self.trackers[name]
+
+    def save(self, **parts: object) -> None:
+        """Save a checkpoint, completely or not at all; the one before it stays as prev.pt."""
+        if self.rank > 0:
+            return
+        config = self.config
+        saved = {'config': dict(config), 'from_files': config.from_files, 'about': self.about}
+
+        def write(file):
+            try:
+                torch.save({**saved, **parts}, file)
+            except RuntimeError as error:
+                # When the disk is full, torch hides the OSError behind an error of its own.
+                if isinstance(error.__context__, OSError):
+                    raise error.__context__ from None
+                raise
+
+        write_atomic(self.path / LAST, write, self.keep)
+        self.keep = PREV
+
+    def save_best(self, model: torch.nn.Module, **about: object) -> None:
+        """Save the model in best/. about: what its config.json tells besides the model's sizes,
+        such as the step and the score."""
+        if self.rank == 0:
+            settings = {'settings': dict(self.config), 'command': self.about['command']}
+            model.save_pretrained(self.path / BEST, config={**about, **settings})
+
+    def finish(self, is_finished: bool) -> None:
+        """Close the trackers and release the folder; is_finished: the run has done all its updates,
+        so that `--resume=auto` and sweeps leave it alone."""
+        if self.rank > 0:
+            return
+        if is_finished:
+            self.write_config(finished=True)
+        for name, (_, close) in self.trackers.items():
+            try:
+                close()
+            except Exception as error:  # noqa: BLE001  a tracker must never end a run
+                warn(f'{name}: {first_line(error)}')
+        self.file_lock.release()
+
+
+# ---- trackers ----
+
+
+def open_trackers(config: dict, about: dict, first_step: int | None) -> dict[str, tuple]:
+    """Return {name: (write(record), close())} for TensorBoard and Weights & Biases, where settings
+    ask for them. Both get the settings, and the numbers of each record. first_step: of a resumed
+    run; TensorBoard hides what it wrote before from there on. The id of a run of Weights & Biases
+    is kept in `about`. A tracker that cannot be opened is left out, with a warning."""
+    openers = {'tensorboard': open_tensorboard, 'wandb': open_wandb}
+    trackers = {}
+    for name in [name for name in openers if config[name]]:
+        try:
+            trackers[name] = openers[name](config, about, first_step)
+        except Exception as error:  # noqa: BLE001  a tracker must never end a run
+            warn(f'{name} is switched off: {first_line(error)}')
+    return trackers
+
+
+def numbers_in(record: dict) -> dict[str, float]:
+    """Return the entries of a record that are numbers."""
+    return {name: x for name, x in record.items() if isinstance(x, (int, float))}
+
+
+def open_tensorboard(config: dict, about: dict, first_step: int | None) -> tuple:
+    """Return write(record) and close() for TensorBoard files in the run's folder."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    board = SummaryWriter(config['out_dir'], purge_step=first_step)
+    board.add_text('settings', '\n'.join(f'    {k} = {v!r}' for k, v in config.items()))
+
+    def write(record: dict) -> None:
+        for name, x in numbers_in(record).items():
+            board.add_scalar(name, x, record['step'])
+
+    return write, board.close
+
+
+def open_wandb(config: dict, about: dict, first_step: int | None) -> tuple:
+    """Return write(record) and close() for a run of Weights & Biases, which a resumed run goes on
+    with."""
+    import wandb
+
+    options = {
+        'project': config['wandb_project'],
+        'name': config['out_dir'],
+        'config': dict(config),
+    }
+    if first_step is not None and 'wandb_id' in about:
+        options |= {'id': about['wandb_id'], 'resume': 'allow'}
+    run = wandb.init(dir=config['out_dir'], **options)
+    about['wandb_id'] = run.id
+
+    def write(record: dict) -> None:
+        run.log(numbers_in(record), step=record['step'])
+
+    return write, run.finish
+
+
+# ---- signals ----
+
+
+class Stopper:
+    """Turn SIGTERM, ctrl-C and SIGHUP (a closed terminal; not under nohup) into a flag. The loop
+    reads `stopper.signal` (None, or the signal's number) between updates, saves and ends.
+
+    A second ctrl-C raises KeyboardInterrupt at once. Under torchrun each ctrl-C arrives twice, from
+    the terminal and from the launcher, so that a second one within a second is ignored. The ranks
+    must agree on the flag (all-reduce) before they act on it. A Stopper must be created in the main
+    thread, because Python handles signals there."""
+
+    def __init__(self):
+        self.signal = None
+        self.time = 0.0  # of the first signal
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self.handle)
+
+    def handle(self, number: int, frame: object) -> None:
+        """Set the flag."""
+        if self.signal is None:
+            self.signal, self.time = number, time.monotonic()
+            with contextlib.suppress(OSError):  # the terminal is gone; print is not safe here
+                os.write(2, b'\nstopping after this update (ctrl-C again: at once)\n')
+        elif number == signal.SIGINT and time.monotonic() - self.time > ('RANK' in os.environ):
+            raise KeyboardInterrupt

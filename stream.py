@@ -1,0 +1,221 @@
+"""Rows of text that a model reads in chunks, with the state that it carries from chunk to chunk.
+
+Training, validation, scoring and the prompt of a sample do the same thing: B rows advance T tokens
+at a time, and the state of each row passes to its next chunk. A `Stream` is the one place for it.
+It owns the inputs, the targets and the state, at addresses that never move, so that a chunk can be
+a CUDA graph.
+
+Shapes: B rows, T tokens per chunk, R rows per micro-batch.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+from configurator import Mistake
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import unroll
+from common import every, out_of_memory, print0, run_compiled
+from kernels import fused, graphed
+
+# Most tokens of a micro-batch. GPU: the share of each of the paper's four GPUs in an update. CPU:
+# more would not be faster.
+MOST_TOKENS = {'cuda': 32768, 'cpu': 4096}
+
+
+def most_rows(B: int, T: int, device: torch.device) -> int:
+    """Return the largest divisor of B with which a micro-batch has at most MOST_TOKENS tokens."""
+    most = MOST_TOKENS.get(device.type, MOST_TOKENS['cpu']) // T
+    return max(n for n in range(1, B + 1) if B % n == 0 and n <= max(1, most))
+
+
+class Stream:
+    """B rows of one model. carries: whether state passes from chunk to chunk; a non-recurrent model
+    in training carries none, and each of its chunks is a sequence by itself."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        B: int,
+        T: int,
+        rows: int = 0,
+        *,
+        amp: torch.dtype = torch.float32,
+        carries: bool = True,
+        may_shrink: bool = False,
+        graphs: dict | None = None,
+    ):
+        """rows: R, a divisor of B; 0 = the most, of which `fit` finds those that fit. amp: dtype of
+        matrix products; may_shrink: whether B may be reduced to R, for texts that are scored;
+        graphs: a dict for CUDA graphs, None = run eagerly."""
+        self.model, self.B, self.T, self.graphs = model, B, T, graphs
+        self.device = model.head.device
+        self.carries, self.may_shrink = carries, may_shrink
+        self.amp = nullcontext()
+        if amp != torch.float32:
+            self.amp = torch.autocast(self.device.type, amp)
+        self.dims = model.stream_dims if carries else ()  # that count rows, in each part of a state
+        self.state = ()
+        wide = torch.float32 if self.device.type == 'mps' else torch.float64  # mps has no float64
+        self.sums = torch.zeros(2, dtype=wide, device=self.device)  # of `score`
+        self.set_rows(rows or most_rows(B, T, self.device))
+
+    def set_rows(self, rows: int) -> None:
+        """Allocate the inputs, the targets and the state of a micro-batch, and at first that of all
+        rows."""
+        self.x = self.y = self.part = None  # free them first
+        self.rows = rows
+        if self.may_shrink:
+            self.B, self.state = rows, ()
+        self.x, self.y = torch.zeros(2, rows, self.T, dtype=torch.int64, device=self.device)
+        with self.amp:  # keys and values of the state take its dtype
+            if self.carries and not self.state:
+                self.state = self.model.init_state(self.B)
+            self.part = self.state
+            if self.carries and rows < self.B:
+                self.part = self.model.init_state(rows)
+
+    def choose_forms(self) -> None:
+        """On a GPU, choose the Triton forms of the model by trial, and print which."""
+        if fused.enabled and self.graphs is not None:
+            with self.amp:
+                for line in self.model.choose_forms(self.rows):
+                    print0(line)
+            unroll.release()  # blocks that were made without forms
+
+    def reset(self, rows: Tensor | None = None) -> None:
+        """Set the state of all rows, or of the rows with these numbers, to zero."""
+        for t, dim in zip(self.state, self.dims, strict=True):
+            t.zero_() if rows is None else t.index_fill_(dim, rows, 0)
+
+    # ---- chunks
+
+    def run(self, name: str, chunk: Callable, x: Tensor, y: Tensor) -> None:
+        """Call chunk(x, y, state) for every micro-batch of the tokens x and targets y, (B, T) each,
+        as a CUDA graph of this name; `chunk` replaces the state in place. A chunk that is shorter,
+        or that the model captures in parts, is no graph."""
+        for first in range(0, len(x), self.rows):
+            part_x, part_y = x[first : first + self.rows], y[first : first + self.rows]
+            if part_x.shape != self.x.shape:  # the end of a text
+                chunk(part_x.to(self.device), part_y.to(self.device), self.part)
+                continue
+            whole = [
+                t.narrow(dim, first, self.rows)
+                for t, dim in zip(self.state, self.dims, strict=True)
+            ]
+            copies = self.part is not self.state
+            if copies:
+                torch._foreach_copy_(list(self.part), whole)
+            self.x.copy_(part_x, non_blocking=True)
+            self.y.copy_(part_y, non_blocking=True)
+            graphs = self.graphs if self.model.captures(self.rows, self.T) else None
+            graphed(graphs, name, chunk, self.x, self.y, self.part)
+            if copies:
+                torch._foreach_copy_(whole, list(self.part))
+
+    def backward(self, x: Tensor, y: Tensor, share: float, loss: Tensor) -> None:
+        """Run a chunk (B, T) forward and backward. Adds `share` times the mean loss of each
+        micro-batch to the 0-dim tensor `loss`, and the gradients to the parameters' .grad."""
+        if self.device.type == 'cuda':
+            x, y = x.pin_memory(), y.pin_memory()  # copies to the GPU are then asynchronous
+        self.run('train', self.backward_chunk(share, loss), x, y)
+
+    def backward_chunk(self, share: float, loss: Tensor) -> Callable:
+        """Return the function of a micro-batch that `backward` calls."""
+
+        def chunk(x: Tensor, y: Tensor, state: tuple) -> None:
+            with self.amp:
+                result, new = self.model(x, y, state or None)
+            (result.objective * share).backward()
+            loss.add_(result.cross_entropy * share)
+            replace(state, new)
+
+        return chunk
+
+    @torch.no_grad()
+    def score(self, x: Tensor, y: Tensor, report: Callable[[str], None] = print0) -> Tensor:
+        """Return [summed loss in nats, number of tokens] in fp64 of texts x and their targets y,
+        (N, n) each, read from an empty state, B texts at a time. Neither B nor T changes the
+        result. report: prints a line of progress."""
+        self.sums.zero_()
+        is_due = every()
+        for first in range(0, len(x), self.B):
+            self.reset()
+            for t in range(0, x.size(1), self.T):
+                rows, columns = slice(first, first + self.B), slice(t, t + self.T)
+                self.run('score', self.score_chunk, x[rows, columns], y[rows, columns])
+                if is_due():
+                    report(f'    {self.sums[1]:,.0f} of {x.numel():,} tokens read')
+        return self.sums.clone()
+
+    def score_chunk(self, x: Tensor, y: Tensor, state: tuple) -> None:
+        """Add the summed loss and the number of tokens of a micro-batch to `sums`."""
+        with torch.no_grad(), self.amp:
+            result, new = self.model(x, y, state)
+        self.sums[0].add_(result.cross_entropy.to(self.sums.dtype) * x.numel())
+        self.sums[1].add_(x.numel())
+        replace(state, new)
+
+    @torch.no_grad()
+    def read(self, x: Tensor, report: Callable[[str], None] = print0) -> None:
+        """Advance the state over tokens x (B, n) without a loss."""
+        is_due = every()
+        for t in range(0, x.size(1), self.T):
+            with self.amp:
+                _, new = self.model.core(x[:, t : t + self.T], self.state)
+            replace(self.state, new)
+            if is_due():
+                report(f'    {t + self.T:,} of {x.size(1):,} tokens read')
+
+    # ---- the rows of a micro-batch, by trial
+
+    def fit(self, chunk: Callable, spare: float = 0.0, rows: int = 0) -> None:
+        """Halve the rows of a micro-batch until chunk(x, y, state) runs in the memory of every
+        rank, and reset the state. If it cannot be compiled, say why and go on uncompiled.
+
+        spare: bytes of a GPU to leave free; rows: that the user has chosen, for the message. Raises
+        Mistake if not even one row fits."""
+        while True:
+            fits = self.runs_in_memory(chunk, spare)
+            # 2: fits; 1: try fewer; 0: there are no fewer. Ranks may have different numbers of
+            # rows, and agree by one reduction per attempt.
+            verdict = torch.tensor(2.0 if fits else float(self.rows > 1), device=self.device)
+            if dist.is_initialized():
+                dist.all_reduce(verdict, dist.ReduceOp.MIN)
+            if verdict == 2:
+                return self.reset()
+            if verdict == 0 or rows:
+                tried = f'batch_size = {rows}' if rows else 'one row'
+                advice = 'choose a smaller model or block_size, or a device with more memory'
+                if rows:
+                    advice = '--batch_size=0 finds the most that fit'
+                raise Mistake(f'{tried} of {self.T} tokens does not fit in memory: {advice}')
+            fewer = [n for n in range(1, self.rows // 2 + 1) if self.B % n == 0]
+            self.set_rows(fewer[-1] if fewer else 1)
+
+    def runs_in_memory(self, chunk: Callable, spare: float) -> bool:
+        """Return whether a micro-batch runs without the memory running out."""
+        try:
+            reserved = None
+            if self.device.type == 'cuda':
+                reserved = torch.empty(int(spare), dtype=torch.uint8, device=self.device)
+            run_compiled(lambda: chunk(self.x, self.y, self.part))
+            del reserved
+            return True
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+        # The error, which kept the tensors of its frames, is gone here.
+        unroll.release()
+        if self.device.type == 'cuda':
+            torch.cuda.empty_cache()
+        return False
+
+
+def replace(state: tuple, new: tuple | None) -> None:
+    """Copy a new state over the tensors of `state`, without its history in autograd."""
+    if state:
+        torch._foreach_copy_(list(state), [t.detach() for t in new])
