@@ -1,4 +1,0 @@
-"""Renamed: use config/medium_nonrecurrent_L2.py. The next release removes this name."""
-
-renamed_to = 'medium_nonrecurrent_L2.py'
-out_dir = 'out/medium_gpt_L2'  # so that runs started under this name can resume
