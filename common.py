@@ -260,7 +260,7 @@ def machine(device: str, dtype: str) -> dict[str, object]:
         'threads': torch.get_num_threads(),
         'device_name': device_name(device),
         'world': int(os.environ.get('WORLD_SIZE', 1)),
-        'torch': torch.__version__,
+        'torch': str(torch.__version__),
         'commit': commit(),
     }
 

@@ -151,24 +151,27 @@ def convert(value: object, default: object) -> object:
     raise ValueError('wrong type')
 
 
-def check_range(name: str, value: object, default: object, allowed: object) -> None:
-    """Raise Mistake unless a value of the right type lies in `allowed`: see RANGES above; None for
-    a setting that is not there."""
-    numbers = value if isinstance(value, tuple) else (value,)
+def problem_of(name: str, value: object, default: object, allowed: object) -> str:
+    """Return what is wrong with a value of the right type, '' if nothing is. allowed: see RANGES
+    above; None for a setting that is not there."""
     if isinstance(allowed, list):
         if not any(type(x) is type(value) and x == value for x in allowed):  # 1 is not True
-            raise Mistake(f'{name} = {value!r}: expected one of {", ".join(map(str, allowed))}')
-    elif all(type(x) in (int, float) for x in numbers):
-        is_negative = type(default) in (int, float) and default < 0
-        low, high = allowed or (-math.inf if is_negative else 0, math.inf)
-        if not all(low <= x <= high for x in numbers):
-            limits = f'at least {low}' if high == math.inf else f'between {low} and {high}'
-            raise Mistake(f'{name} = {value}: must be {limits}')
-    elif isinstance(value, str):
+            return f'{name} = {value!r}: expected one of {", ".join(map(str, allowed))}'
+        return ''
+    if isinstance(value, str):
         if '\0' in value:
-            raise Mistake(f'{name} holds a NUL character, which no path or name can hold')
+            return f'{name} holds a NUL character, which no path or name can hold'
         if name.endswith('_dir') and default and not value:
-            raise Mistake(f'{name} is empty: name a folder')
+            return f'{name} is empty: name a folder'
+        return ''
+    numbers = [x for x in (value if isinstance(value, tuple) else (value,)) if type(x) is not bool]
+    low, high = allowed or (0, math.inf)
+    if not allowed and type(default) in (int, float) and default < 0:
+        low = -math.inf
+    if all(type(x) in (int, float) for x in numbers) and not all(low <= x <= high for x in numbers):
+        limits = f'at least {low}' if high == math.inf else f'between {low} and {high}'
+        return f'{name} = {value}: must be {limits}'
+    return ''
 
 
 class Script:
@@ -218,7 +221,8 @@ class Script:
         if isinstance(value, str):  # '~/data' and 'FILE:~/data'
             marker, path = re.fullmatch('(FILE:)?(.*)', value, re.DOTALL).groups('')
             value = marker + os.path.expanduser(path)
-        check_range(name, value, default, allowed)
+        if problem := problem_of(name, value, default, allowed):
+            raise Mistake(f'{source}: {problem}')
         return value
 
     def read_argument(self, argument: str, rest: list[str]) -> dict:

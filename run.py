@@ -80,7 +80,7 @@ def settings_of(folder: Path) -> dict:
 def log_of(folder: Path) -> list[dict]:
     """Return the records of a run's log; a last line that was cut short is left out."""
     records = []
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         text = pathlib.Path(folder, 'log.jsonl').read_text(encoding='utf-8', errors='replace')
         for line in text.splitlines():
             with contextlib.suppress(ValueError):
@@ -174,7 +174,8 @@ class RunFolder:
         self.saved, self.records, self.finished = None, [], False
         self.trackers = {}
         self.keep = PREV  # the name under which `save` keeps the last checkpoint
-        self.about = {'script': os.path.basename(script), 'command': shlex.join(sys.argv)}
+        name = os.path.basename(script)
+        self.about = {'script': name, 'command': shlex.join(['python', name, *sys.argv[1:]])}
         has_run = any((self.path / name).exists() for name in (LAST, PREV))
         resume = config['resume'] is True or (config['resume'] == 'auto' and has_run)
         if resume and config['overwrite']:

@@ -502,7 +502,7 @@ def main(config: Settings) -> int:
         numbers['explained_variance'] = explained_variance(numbers)
         for name in (*STATS, 'grad_norm', 'explained_variance'):
             sums[name] = sums.get(name, 0.0) + numbers[name]
-        unread.append(episodes.clone() if captured else episodes)  # a replay overwrites it
+        unread.append(episodes.clone())  # the next replay overwrites it
         if due_to_print():
             rate = (step - logged) * n_envs * unroll / (seconds - clock)
             print0(f'    {step * n_envs * unroll:,}/{total_steps:,} | {rate:,.0f} steps/s')

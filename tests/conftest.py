@@ -42,15 +42,12 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def restore_signal_handlers():
-    """Restore the handlers that a trainer leaves behind if an error ends it."""
-    import common
-
+    """Restore the handlers that a trainer replaces."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     former = {number: signal.getsignal(number) for number in numbers}
     yield
     for number, handler in former.items():
         signal.signal(number, handler)
-    common.Stopper.running = common.Stopper.stopping = False
 
 
 @pytest.fixture(scope='session')
