@@ -295,7 +295,9 @@ def make_row(config: dict, suite: str, sizes: tuple, mode: str) -> dict:
         L, E, C, tokens = sizes
         T = config['block_size'] or C
         if tokens % (PAPER_GPUS * T):
-            raise Mistake(f'cells: {tokens} tokens: must be a multiple of {PAPER_GPUS} GPUs x {T} tokens')
+            raise Mistake(
+                f'cells: {tokens} tokens: must be a multiple of {PAPER_GPUS} GPUs x {T} tokens'
+            )
         B = tokens // (PAPER_GPUS * T)
         row['tokens_per_update'] = tokens
     model = 'lstm' if mode == 'lstm' else 'recurrent'

@@ -323,12 +323,11 @@ class Settings(dict):
                 self[name] = convert(sizes[name], self.defaults[name])
                 print(f'{name} = {self[name]!r}  (of the trained model)')
 
-    def show(self) -> None:
-        """Print the settings that differ from their defaults, under torchrun on rank 0."""
+    def show(self, report: Callable[[str], None] = print) -> None:
+        """Print the settings that differ from their defaults. report: prints a line."""
         for name, value in self.items():
-            default = self.defaults[name]
-            if os.environ.get('RANK', '0') == '0' and repr(value) != repr(default):
-                print(f'{name} = {value!r}  (default {default!r})', flush=True)
+            if repr(value) != repr(self.defaults[name]):
+                report(f'{name} = {value!r}  (default {self.defaults[name]!r})')
 
 
 def configure(settings: dict, argv: Iterable[str] | None = None, quiet: bool = False) -> Settings:

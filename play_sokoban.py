@@ -350,9 +350,13 @@ def main() -> None:
     if bool(out_dir) == bool(policy):
         raise Mistake('name one: --out_dir=FOLDER for an agent, or --policy=module:function')
     if sum(map(bool, (policy or measure, export, gif))) > 1:
-        raise Mistake('measure (which policy implies), export and gif exclude each other: choose one')
+        raise Mistake(
+            'measure (which policy implies), export and gif exclude each other: choose one'
+        )
     if not greedy and (policy or not measure):
-        raise Mistake('greedy = False samples actions, and needs --measure and an agent, not a policy')
+        raise Mistake(
+            'greedy = False samples actions, and needs --measure and an agent, not a policy'
+        )
     use_agent()
 
 

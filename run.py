@@ -104,8 +104,8 @@ def load_checkpoint(path: Path) -> dict:
             if file.testzip() is not None:
                 raise zipfile.BadZipFile('wrong checksum')
         saved = torch.load(path, map_location='cpu', weights_only=True, mmap=False)
-        if not (isinstance(saved, dict) and isinstance(saved.get('config'), dict)):
-            raise ValueError('it has no settings')
+        if not isinstance(saved['config'], dict) or type(saved['step']) is not int:
+            raise TypeError('it has no settings, or no step')
         return saved
     except OSError as error:
         raise Mistake(f'{path}: cannot be opened: {error.strerror}') from None
@@ -159,7 +159,7 @@ class RunFolder:
     """The folder of a run that a trainer starts, resumes or only evaluates.
 
     saved: the checkpoint to resume from or to evaluate, or None; path_of_saved: its file; records:
-    the log up to it; finished: whether there is nothing left to do, for resume = 'auto'."""
+    the log up to it; finished: whether it was the end of the run."""
 
     def __init__(self, config: Settings, fixed: tuple, script: str):
         """Check and lock the folder config['out_dir'], and if the run is resumed or evaluated, load
@@ -186,7 +186,7 @@ class RunFolder:
                 self.lock()  # before the checkpoint is read, so that nobody saves after that
         if resume or config['eval_only']:
             self.load(fixed)
-        config.show()
+        config.show(print0)
 
     def check(self, resume: bool, has_run: bool) -> None:
         """Raise Mistake if a run must not be started or resumed here."""
@@ -254,7 +254,7 @@ class RunFolder:
                 config[name] = convert(given, config.defaults[name])
         config.from_files = self.saved.get('from_files', {})
         self.records = [r for r in log_of(self.path) if r['step'] <= self.saved['step']]
-        self.finished = is_finished(self.path) and not changes
+        self.finished = is_finished(self.path)
         if changes:
             changes = {'step': self.saved['step'], **changes}
             about['changes'] = [*about.get('changes', []), changes]

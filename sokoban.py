@@ -881,7 +881,9 @@ def load_policy(name: str) -> StatelessPolicy:
         actions = np.asarray(choose_actions(obs.cpu().numpy()))
         if actions.shape != (len(obs),) or not np.isin(actions, range(4)).all():
             found = f'{actions.ravel()[:3]}, shape {actions.shape}'
-            raise Mistake(f'policy = {name!r}: expected {len(obs)} actions from 0 to 3, found {found}')
+            raise Mistake(
+                f'policy = {name!r}: expected {len(obs)} actions from 0 to 3, found {found}'
+            )
         return F.one_hot(torch.from_numpy(actions.astype(np.int64)), 4).to(obs.device)
 
     return StatelessPolicy(logits)

@@ -168,10 +168,12 @@ def main(config: Settings) -> int:
     if init_from and not folder.saved:
         config.adopt(sizes_in(init_from), SIZES)
     globals().update(config)  # those of the run that is resumed or validated
-    if folder.finished and resume == 'auto':
+    if resume == 'auto' and folder.finished and folder.saved['step'] >= max_iters:
         print0(f'{out_dir}: done, {folder.saved["step"]} updates')
         return 0
     common.need_packages(matplotlib=plot, tensorboard=tensorboard, wandb=wandb)
+    if len(betas) != 2:
+        raise Mistake(f'betas = {betas}: expected two numbers')
 
     rank, world, device_ = common.join_ranks(device, threads)
     amp = common.pick_dtype(dtype, device_)

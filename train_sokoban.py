@@ -263,7 +263,8 @@ def main(config: Settings) -> int:
     if init_from and not folder.saved:
         config.adopt(sizes_in(init_from), SIZES)
     globals().update(config)  # those of the run that is resumed or evaluated
-    if folder.finished and resume == 'auto':
+    updates = math.ceil(total_steps / (n_envs * unroll))
+    if resume == 'auto' and folder.finished and folder.saved['step'] >= updates:
         print0(f'{out_dir}: done, {folder.saved["step"]} updates')
         return 0
     if levels and not eval_only:
@@ -276,7 +277,7 @@ def main(config: Settings) -> int:
     torch.manual_seed(seed)
     # Shapes never change, so that the search for the fastest convolutions runs once.
     torch.backends.cudnn.benchmark = not torch.backends.cudnn.deterministic
-    B, updates = n_envs // world, math.ceil(total_steps / (n_envs * unroll))
+    B = n_envs // world
 
     # model
     sizes = {f.name: config[f.name] for f in fields(AgentConfig) if f.name in config}
@@ -394,7 +395,8 @@ def main(config: Settings) -> int:
             raise Mistake(f'{folder.path_of_saved}: was trained on other levels: {advice}')
         with restoring(folder.path_of_saved):
             step, seconds = saved['step'], saved['seconds']
-            since, recent, sums, logged, clock = saved['log']
+            since, recent, sums = saved['since'], saved['recent'], saved['sums']
+            logged, clock = saved['logged'], saved['clock']
             common.load_moments(optimizer, saved['optimizer'])
             boards.load_state_dict({k: x.chunk(world)[rank] for k, x in saved['boards'].items()})
             for x, whole in zip(state, saved['state'], strict=True):
@@ -449,7 +451,11 @@ def main(config: Settings) -> int:
                 eval_crc=eval_crc,
                 step=step,
                 seconds=seconds,
-                log=(since, recent, sums, logged, clock),
+                since=since,
+                recent=recent,
+                sums=sums,
+                logged=logged,
+                clock=clock,
                 rng=torch.get_rng_state(),
             )
             saved_at = step

@@ -819,7 +819,9 @@ def main() -> None:
     for name in solve_rates.split(','):
         logs = sorted(glob.glob(os.path.join(name.strip(), 'log.jsonl')))
         if not logs:
-            raise Mistake(f'solve_rates: {name.strip()!r} is no folder with a run of train_sokoban.py')
+            raise Mistake(
+                f'solve_rates: {name.strip()!r} is no folder with a run of train_sokoban.py'
+            )
         folders += [Path(path).parent for path in logs]
     print('\n'.join(compare_solve_rates(folders)))
 

@@ -779,7 +779,9 @@ def load_groups(device: str) -> list[list[Player]]:
     # of a pattern only one agent is kept, so its folders may have one name
     names = [name for group in groups for name in {player.name for player in group}]
     if len(set(names)) < len(names):
-        raise Mistake(f'models = {models!r}: two folders of one name, whose outputs would have one name too')
+        raise Mistake(
+            f'models = {models!r}: two folders of one name, whose outputs would have one name too'
+        )
     return groups
 
 
@@ -822,7 +824,9 @@ def main() -> None:
     solved = solved_by_all(players)
     print(f'{solved.sum()} of {len(test)} test levels are solved by all agents')
     if solved.sum() < min_levels:
-        raise Mistake(f'fewer than min_levels = {min_levels}: use easier test_levels or a larger n_test')
+        raise Mistake(
+            f'fewer than min_levels = {min_levels}: use easier test_levels or a larger n_test'
+        )
     check_disk(players, len(train), solved)
 
     results = []

@@ -54,7 +54,15 @@ from math import ceil, inf, nan
 from pathlib import Path
 from typing import NamedTuple
 
-from configurator import Mistake, check_ranges, configure, first_line, read_argument, read_config, run_script
+from configurator import (
+    Mistake,
+    check_ranges,
+    configure,
+    first_line,
+    read_argument,
+    read_config,
+    run_script,
+)
 from files import read_json, write_json, write_text
 from common import every
 from configurator import read_script
@@ -338,7 +346,9 @@ def settings_of(row: Row) -> dict:
         names = ('max_iters', 'warmup_iters', 'eval_interval') if row.is_text else ('total_steps',)
         settings |= {name: max(1, round(config[name] * length)) for name in names}
     if unknown := [name for name in settings if name not in config]:
-        raise Mistake(f'plan {plan!r} sets {", ".join(unknown)}, which {script_of(row)} does not have')
+        raise Mistake(
+            f'plan {plan!r} sets {", ".join(unknown)}, which {script_of(row)} does not have'
+        )
     return {name: config[name] for name in names_in_also} | settings
 
 
@@ -515,11 +525,15 @@ def add_tuned_values(rows: list[Row]) -> list[Row]:
     """Return each row with each value of `tune`."""
     name, _, values = tune.partition('=')
     if not name or not values:
-        raise Mistake(f"tune = {tune!r}: expected a setting and its values, as in 'learning_rate=0.02,0.04'")
+        raise Mistake(
+            f"tune = {tune!r}: expected a setting and its values, as in 'learning_rate=0.02,0.04'"
+        )
     result = []
     for row in rows:
         if name in settings_of(row) or name in SAME_RUN:
-            raise Mistake(f'tune: {name} cannot be tuned: plan {plan!r} sets it, or it changes no result')
+            raise Mistake(
+                f'tune: {name} cannot be tuned: plan {plan!r} sets it, or it changes no result'
+            )
         config, _ = base_config(row.model, row.recurrent, row.budget)
         for text in values.split(','):
             found = {}
@@ -871,7 +885,9 @@ def check_disk(rows: list[Row], at_a_time: int) -> None:
     if need > free:
         needs = f'{len(rows)} runs write at least {need / 1e9:,.1f} GB of checkpoints'
         has = f'{free / 1e9:,.1f} GB are free'
-        raise Mistake(f'{out_dir}: {needs}, and {has}: choose another out_dir, or a part of the plan (only)')
+        raise Mistake(
+            f'{out_dir}: {needs}, and {has}: choose another out_dir, or a part of the plan (only)'
+        )
 
 
 def measured_update(row: Row, gpu: str, at_a_time: int) -> float:
@@ -1078,7 +1094,9 @@ def unfinished(rows: list[Row]) -> list[Row]:
             advice = f'at least {time_limit_of(row)} are needed: increase total_steps or length'
             raise Mistake(f'{row.name}: {steps} give no return: {advice}')
         if state in UNUSABLE:
-            raise Mistake(f'{folder_of(row)} holds {UNUSABLE[state]}: move it away, or change out_dir')
+            raise Mistake(
+                f'{folder_of(row)} holds {UNUSABLE[state]}: move it away, or change out_dir'
+            )
         if state != 'done':
             queue.append(row)
     return queue
@@ -1281,7 +1299,9 @@ def show(rows: list[Row]) -> None:
         folder = os.path.normpath(os.path.join(out_dir, plan, part))
     runs = finished(rows)
     if not runs:
-        raise Mistake(f'{folder}: no run of plan {plan!r} has finished: nothing to show; --run runs them')
+        raise Mistake(
+            f'{folder}: no run of plan {plan!r} has finished: nothing to show; --run runs them'
+        )
     os.makedirs(folder, exist_ok=True)
     print(f'{len(runs)} of {len(rows)} runs have finished')
     tuned_name = tuned_setting()
@@ -1386,7 +1406,9 @@ def main() -> int:
             raise Mistake(f'plan is empty: choose one of {", ".join(PLANS)}')
         for name in ('script', 'tune', 'only', 'residual'):
             if config[name]:
-                raise Mistake(f'{name} = {config[name]!r}: needs a plan: choose one of {", ".join(PLANS)}')
+                raise Mistake(
+                    f'{name} = {config[name]!r}: needs a plan: choose one of {", ".join(PLANS)}'
+                )
         print_paper_table()
         return 0
     need_packages(matplotlib=figure, pandas=figure or bool(table))
@@ -1397,7 +1419,9 @@ def main() -> int:
         raise Mistake(f'residual = {residual!r}: is for the plans {", ".join(ALLOCATIONS)}')
     check_also(rows)
     if script and len({row.is_text for row in rows}) > 1:
-        raise Mistake(f'script = {script!r}: plan {plan!r} has agents and language models: --only=model=...')
+        raise Mistake(
+            f'script = {script!r}: plan {plan!r} has agents and language models: --only=model=...'
+        )
     if table == 'solve' and all(row.is_text for row in rows):
         raise Mistake(f'plan {plan!r} has no Sokoban agents: table = solve is for those')
     if index >= len(rows):

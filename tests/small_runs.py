@@ -56,7 +56,8 @@ AGENT = {
     'learning_rate': 1e-2,
 }
 # Log entries that two equal runs need not share.
-TIMINGS = {'val_seconds', 'ms', 'tokens_per_s', 'env_steps_per_s', 'clock', 'seconds', 'config'}
+TIMINGS = {'val_seconds', 'ms', 'tokens_per_s', 'env_steps_per_s', 'clock', 'seconds'}
+TIMINGS |= {'config', 'about'}
 
 
 # ---- language models ----
@@ -102,6 +103,18 @@ def agent_arguments(out, **settings):
 def run_agent(out, script=train_sokoban, **settings):
     """Train an agent in this process, from start to end; return the exit status."""
     return script.main(configure(vars(script), agent_arguments(out, **settings), quiet=True))
+
+
+class StopAt:
+    """A run.Stopper whose signal arrives in the n-th update."""
+
+    def __init__(self, n):
+        self.n, self.updates = n, 0
+
+    @property
+    def signal(self):
+        self.updates += 1
+        return None if self.updates < self.n else 15
 
 
 # ---- what a run prints and writes ----

@@ -127,8 +127,8 @@ def test_auto_starts_continues_and_leaves_a_finished_run_alone(tmp_path):
     folder = train(tmp_path / 'a', steps=5, saves=(5,), finished=True, resume='auto')
     assert folder.saved['step'] == 3
     assert open_folder(tmp_path / 'a', resume='auto').finished
-    longer = open_folder(tmp_path / 'a', resume='auto', max_iters=20)
-    assert not longer.finished and longer.saved['step'] == 5
+    longer = train(tmp_path / 'a', steps=6, saves=(6,), resume='auto', max_iters=20)
+    assert longer.saved['step'] == 5 and not open_folder(tmp_path / 'a', resume='auto').finished
 
 
 # ---- the log

@@ -1,15 +1,11 @@
-"""Test train_sokoban.py: an update against a loss written here, resume, ranks, evaluation,
-mistakes."""
+"""Test train_sokoban.py: gradients of the loss, resume, ranks, records, evaluation, mistakes."""
 
 import functools
 import importlib
 import json
-import os
-import pickle
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,46 +13,40 @@ import torch
 import torch.nn.functional as F
 from processes import ROOT, output_of, start
 from small_runs import AGENT, agent_arguments, assert_equal, error_of, read_log, run_agent
+from small_runs import StopAt
 
-import common
-import kernels
+import convlstm
 import sokoban
 import train_sokoban
-from common import load_checkpoint, save_checkpoint
 from configurator import configure
+from run import LAST, PREV, load_checkpoint, settings_of
 
-CONVGLU = {'arch': 'convglu'}
-
-
-def prepare_run(out, script=train_sokoban, **settings):
-    """Return a run before its first update."""
-    config = configure(vars(script), agent_arguments(out, **settings), quiet=True)
-    return script.make_run(config)
+CONVGLU = {'arch': 'convglu', 'n_expert': 2}
 
 
-def load_last(out):
-    """Return the last checkpoint of a run."""
-    return load_checkpoint(Path(out) / 'ckpt_last.pt')
+def last_of(folder):
+    return load_checkpoint(folder / LAST)
 
 
-generate = sokoban.generate
-generated_once = functools.cache(lambda arguments: generate(**pickle.loads(arguments)))
+def write_levels(path, column):
+    """Write twelve levels of one box, with the target in this column."""
+    with open(path, 'w') as file:
+        for i in range(12):
+            rows = [list('#' + 8 * ' ' + '#') for _ in range(8)]
+            rows[1][column] = '.'
+            rows[4][2 + i % 4] = '$'
+            rows[6][1 + i % 7] = '@'
+            rows = [10 * '#', *map(''.join, rows), 10 * '#']
+            file.write(f'; {i}\n' + '\n'.join(rows) + '\n\n')
+    return path
 
 
-@pytest.fixture(autouse=True)
-def levels_are_generated_once(monkeypatch):
-    """Generate equal levels once: most runs here play the same ones, and would spend a third of
-    their time on them."""
-    monkeypatch.setattr(sokoban, 'generate', lambda **kwargs: generated_once(pickle.dumps(kwargs)))
-
-
-# ---- the update ----
+# ---- sampling
 
 
 def test_sampled_actions_follow_the_policy():
-    """The frequencies of all pairs of consecutive actions are the products of probabilities."""
-    logits = torch.tensor([[0.0, 1.0, -1.0, 0.5]])
-    keys = sokoban.board_keys(7, 1, torch.arange(200))
+    logits = torch.tensor([[0.3, -1.0, 2.0, 0.0]])
+    keys = sokoban.board_keys(5, sokoban.ACTION_STREAM, torch.arange(200))
     rng = sokoban.random_bits(keys, torch.arange(500)[:, None])
     actions = torch.stack([sokoban.sample_actions(logits.expand(200, 4), bits) for bits in rng])
     p = F.softmax(logits[0], -1)
@@ -68,6 +58,9 @@ def test_sampled_actions_follow_the_policy():
 def test_a_certain_action_is_sampled_by_every_random_number(bits):
     logits = torch.tensor([[50.0, 0, 0, 0], [0, 0, 0, 50.0]])
     assert sokoban.sample_actions(logits, torch.full((2,), bits)).tolist() == [0, 3]
+
+
+# ---- the loss
 
 
 LOSS = {
@@ -137,55 +130,68 @@ def perturb(model, size, seed=0):
         p.data.add_(size * torch.randn(p.shape, generator=rng))
 
 
-def assert_same_loss(run, expected):
-    """Compare the statistics and gradients in run.gradients with those of loss_of()."""
-    params = [p for p in run.model.parameters() if p.numel()]
-    stats, grads = run.gradients.extra.clone(), [p.grad.clone() for p in params]
-    run.gradients.zero()
-    expected[0].backward()
+def make_agent(path, script=train_sokoban, **settings):
+    """Set the trainer's settings; return an agent, its boards and a function that samples."""
+    argv = agent_arguments(path / 'out', **LOSS, **settings)
+    config = configure(vars(script), argv, quiet=True)
+    sizes = {name: config[name] for name in convlstm.SIZES}
+    agent = convlstm.build_agent(convlstm.AgentConfig(**sizes))
+    agent.logits.weight.data.mul_(100)  # neither a uniform policy nor an empty memory
+    perturb(agent, 0.3)
+    (levels, _), _ = sokoban.load_level_sets(config)
+    boards = sokoban.SokobanEnv(levels, config['n_envs'], seed=1)
+    rng = torch.Generator().manual_seed(2)
+
+    def choose(logits, t):
+        return torch.multinomial(F.softmax(logits, -1), 1, generator=rng).squeeze(1)
+
+    return agent, boards, choose
+
+
+def assert_same_loss(agent, loss, stats, expected):
+    """Compare the statistics and the gradients of a loss with those of loss_of()."""
+    params = [p for p in agent.parameters() if p.numel()]
     assert stats[:4].tolist() == pytest.approx([x.item() for x in expected], rel=1e-4)
-    for grad, p in zip(grads, params, strict=True):
-        torch.testing.assert_close(grad, p.grad, rtol=1e-3, atol=1e-5)
+    found = torch.autograd.grad(loss, params)
+    for grad, other in zip(found, torch.autograd.grad(expected[0], params), strict=True):
+        torch.testing.assert_close(grad, other, rtol=1e-3, atol=1e-5)
 
 
-LOSSES = [{}, {'reuse': False}, {'recurrent': False}, CONVGLU, {**CONVGLU, 'reuse': False}]
-
-
-@pytest.mark.parametrize('settings', LOSSES, ids=str)
+@pytest.mark.parametrize('settings', [{}, {'recurrent': False}, CONVGLU], ids=str)
 def test_gradients_are_those_of_the_loss(tmp_path, settings):
     """The loss is computed from the observations of the rollout, the one after the last included.
 
     There are two rollouts of 5 steps and 6 boards. In both, an episode ends inside on board 0 and
     at the first step on board 2. In the first it also ends at the last step on board 1: no value
     follows, and the second rollout starts there from a zero state."""
-    run = prepare_run(tmp_path, **LOSS, **settings)
-    run.model.logits.weight.data.mul_(100)  # neither a uniform policy nor an empty memory
-    perturb(run.model, 0.3)
+    agent, boards, choose = make_agent(tmp_path, **settings)
+    state = agent.init_state(6)
     near_the_limit = torch.tensor([120 - 3, 120 - 5, 120 - 1])
-    for rollout in (0, 1):
-        steps = run.env.steps[:3]
-        if rollout == 1:  # board 1 has just started
+    for i in (0, 1):
+        steps = boards.steps[:3]
+        if i == 1:  # board 1 has just started
             near_the_limit = torch.where(steps == 0, 0, near_the_limit)
         steps.copy_(near_the_limit)
-        starts = run.env.steps == 0
+        starts = boards.steps == 0
         assert starts.any()
-        state = tuple(x.clone() for x in run.state)
-        observations, observe = [], run.env.observe
+        observations = [boards.observe()]
 
-        def record(observations=observations, observe=observe):
-            observations.append(observe())
-            return observations[-1]
+        def play(boards, action, observations=observations):
+            step, obs = train_sokoban.play_step(boards, action)
+            observations.append(obs)
+            return step, obs
 
-        run.env.observe = record
-        batch = train_sokoban.rollout_and_backward(run)
-        run.env.observe = observe
+        batch, new_state = train_sokoban.rollout(agent, boards, state, choose, play)
+        loss, stats = train_sokoban.a2c_loss(batch)
 
         starts = torch.cat([starts[None], batch['done']])
-        logits, values, _ = run.model(torch.stack(observations), starts, state)
+        logits, values, _ = agent(torch.stack(observations), starts, state)
         logits = logits[:5]
-        assert_same_loss(run, loss_of(logits, values[:5], logits, values, batch))
+        expected = loss_of(logits, values[:5], logits, values, batch)
+        assert_same_loss(agent, loss, stats, expected)
         assert batch['done'][2, 0] and batch['done'][0, 2]
-        assert batch['done'][4, 1] == (rollout == 0)
+        assert batch['done'][4, 1] == (i == 0)
+        state = new_state
 
 
 @pytest.fixture
@@ -202,23 +208,21 @@ def ppo(tmp_path, monkeypatch):
 def test_gradients_of_the_ppo_patch(tmp_path, ppo):
     """A minibatch of half of the boards is compared, after the policy has moved away from that of
     the rollout."""
-    run = prepare_run(tmp_path, ppo, clip=0.1, **LOSS)
-    perturb(run.model, 0.3)
-    for _ in range(2):  # so that the rollout starts with a state
-        ppo.update(run, False)
-    assert run.optimizer.state_dict()['state'][0]['step'] == 2 * 3 * 3  # rollouts, epochs, parts
-    run.env.steps[:2] = torch.tensor([120 - 3, 120 - 5])
-    batch, boards = ppo.rollout(run), torch.tensor([0, 1, 4])
-    perturb(run.model, 0.1, seed=1)
-    run.gradients.zero()
-    ppo.backward(run, batch, boards)
+    agent, boards, choose = make_agent(tmp_path, ppo, clip=0.1)
+    state = agent.init_state(6)
+    _, state = ppo.rollout(agent, boards, state, choose)  # so that the next starts with a state
+    boards.steps[:2] = torch.tensor([120 - 3, 120 - 5])
+    batch, _ = ppo.rollout(agent, boards, state, choose)
+    part = torch.tensor([0, 1, 4])
+    perturb(agent, 0.1, seed=1)
+    loss, stats = ppo.ppo_loss(agent, batch, state, part)
 
-    logits, values, _ = run.model(batch['obs'], batch['start'], run.state)
-    logits, values, logits_old = (x[:, boards] for x in (logits, values, batch['logits']))
-    values_old = torch.cat([batch['value'], batch['last'][None]])[:, boards]
-    minibatch = {name: batch[name][:, boards] for name in ('reward', 'done', 'action')}
+    logits, values, _ = agent(batch['obs'], batch['start'], state)
+    logits, values, logits_old = (x[:, part] for x in (logits, values, batch['logits']))
+    values_old = torch.cat([batch['value'], batch['last'][None]])[:, part]
+    minibatch = {name: batch[name][:, part] for name in ('reward', 'done', 'action')}
     expected = loss_of(logits, values, logits_old, values_old, minibatch, gain=ppo_gain)
-    assert_same_loss(run, expected)
+    assert_same_loss(agent, loss, stats, expected)
 
     # the minibatch has both kinds of ratios, and ends of episodes
     p, p_old = (probabilities_of(x, minibatch['action']) for x in (logits, logits_old))
@@ -226,67 +230,83 @@ def test_gradients_of_the_ppo_patch(tmp_path, ppo):
     assert 1 < clipped.sum() < 14 and minibatch['done'].sum() >= 2
 
 
-def test_compiled_rules_play_the_same_episodes(tmp_path, monkeypatch):
-    """On a GPU, for which 'cpu:0' stands here, torch.compile traces the rules, sampling and
-    advantages as whole graphs. It does so before the first update and leaves the boards
-    unchanged."""
-    rules = train_sokoban.play_step, train_sokoban.sample_actions, train_sokoban.gae
+def test_compiled_rules_play_the_same_episodes(tmp_path):
+    """On a GPU, torch.compile traces the rules, sampling and advantages as whole graphs."""
     options = {'fullgraph': True, 'dynamic': False, 'backend': 'aot_eager'}
-    trace = functools.cache(lambda f: torch.compile(f, **options))
-    monkeypatch.setattr(kernels, 'compiled', lambda f, pdl: trace(f) if f in rules else f)
-    monkeypatch.setattr(kernels.fused, 'enabled', False)
-    episodes = []
-    for device in ('cpu', 'cpu:0'):
-        run = prepare_run(tmp_path, reuse=False, unroll=10, n_envs=8, compile=True)
-        run.device = device
-        if device == 'cpu:0':
-            train_sokoban.warm_up(run)
-            assert kernels.fused.enabled
-        episodes.append(torch.stack([train_sokoban.update(run, False)[1] for _ in range(6)]))
-    assert torch.equal(*episodes) and trace.cache_info().currsize == 3
+    results = []
+    for wrap in (lambda f: f, functools.partial(torch.compile, **options)):
+        torch.manual_seed(0)
+        agent, boards, _ = make_agent(tmp_path)
+        sample = wrap(sokoban.sample_actions)
+        rng = sokoban.random_bits(boards.keys, torch.arange(5)[:, None])
+        play, estimate = wrap(train_sokoban.play_step), wrap(train_sokoban.gae)
+        choose = functools.partial(
+            lambda x, t, sample, rng: sample(x, rng[t]), sample=sample, rng=rng
+        )
+        batch, _ = train_sokoban.rollout(agent, boards, agent.init_state(6), choose, play)
+        loss, _ = train_sokoban.a2c_loss(batch, estimate)
+        results.append([batch['action'], batch['return'], batch['done'], boards.grid, loss])
+    for eager, traced in zip(*results, strict=True):
+        torch.testing.assert_close(traced, eager)
 
 
-# ---- runs ----
+# ---- runs
 
 
-def test_returns_are_blank_until_every_board_has_ended_an_episode(tmp_path):
+def replay(graphs, name, function, *args):
+    """Do what kernels.graphed does, as far as a CPU can: from the fourth call on, call the function
+    of the fourth call, and return its result in the same memory."""
+    calls = replay.calls.setdefault(name, [])
+    if len(calls) < 4:
+        calls.append((function, args, function(*args)))
+        return calls[-1][2]
+    function, args, result = calls[3]
+    return result.copy_(function(*args))
+
+
+def test_captured_updates_use_the_same_memory(tmp_path, monkeypatch):
+    """A run of replayed updates equals an eager one, bit for bit."""
+    assert run_agent(tmp_path / 'eager') == 0
+    replay.calls = {}
+    monkeypatch.setattr(train_sokoban, 'graphed', replay)
+    assert run_agent(tmp_path / 'graphs') == 0
+    assert set(replay.calls) == {'rollout and backward', 'optimizer'}
+    assert_equal(last_of(tmp_path / 'eager'), last_of(tmp_path / 'graphs'))
+    assert_equal(read_log(tmp_path / 'eager'), read_log(tmp_path / 'graphs'))
+
+
+def test_returns_are_blank_until_every_board_has_ended_an_episode():
     """The episodes that end first are short because they are solved, so no mean is made of them.
     Later means are over the episodes since the last record, the last 100 and the last 1000."""
-    run = prepare_run(tmp_path, unroll=40, n_envs=8)
-    episodes, returns, env_move = [], torch.zeros(8), run.env.move
-
-    def move(action):
-        """Play a step and keep the return of each episode that ends, and whether it is solved."""
-        reward, done, solved = env_move(action)
-        returns.add_(reward)
-        episodes.extend(zip(returns[done].tolist(), solved[done].tolist(), strict=True))
-        returns.masked_fill_(done, 0)
-        return reward, done, solved
-
-    run.env.move = move
-    keys = 'episodic_return return_100 solve_rate_100 return_1000 solve_rate_1000'.split()
-    before = 0
-    for updates in (1, 1, 1, 3):
-        for _ in range(updates):
-            stats, ended, _ = train_sokoban.update(run, False)
-            train_sokoban.keep_for_log(run, ended, stats)
-            run.step, run.seconds = run.step + 1, run.seconds + 1.0
-            if run.step == 4:
-                train_sokoban.read_episodes(run)
-        record = train_sokoban.make_record(run)
-        if run.step < 3:  # 40 and 80 steps; 120 is the time limit
-            expected = 5 * [None]
-        else:
-            mean_return, _ = np.mean(episodes[before:], 0)
-            expected = [mean_return, *np.mean(episodes[-100:], 0), *np.mean(episodes, 0)]
-        assert [record[key] for key in keys] == pytest.approx(expected, abs=1e-4), run.step
-        assert record['episodes'] == len(episodes) - before > 0
-        before = len(episodes)
+    since, recent = [(1.0, 1.0), (-3.0, 0.0)], [(0.0, 0.0)] * 150 + [(2.0, 1.0)] * 50
+    configure(vars(train_sokoban), ['--unroll=40', '--time_limit=120'], quiet=True)
+    early = train_sokoban.returns_record(since, recent, 2)
+    assert early.pop('episodes') == 2 and set(early.values()) == {None}
+    assert train_sokoban.returns_record(since, recent, 3) == {
+        'episodes': 2,
+        'episodic_return': -1.0,
+        'return_100': 1.0,
+        'return_1000': 0.5,
+        'solve_rate_100': 0.5,
+        'solve_rate_1000': 0.25,
+    }
+    assert train_sokoban.returns_record([], [], 9)['episodic_return'] is None
 
 
-UNUSUAL = {**CONVGLU, 'n_expert': 2, 'aggregation': 'softmax_l2', 'reuse': False}
-RESUMED = [{}, {**UNUSUAL, 'dtype': 'bfloat16'}, 'ppo']
-RESUMED += [pytest.param({'recurrent': False}, marks=pytest.mark.long)]
+def test_an_evaluation_off_the_grid_of_the_log_writes_no_returns(tmp_path):
+    """And the lines on the grid are those of a run that is never evaluated between them."""
+    assert run_agent(tmp_path / 'a', log_interval=4, eval_interval=100, time_limit=3) == 0
+    assert run_agent(tmp_path / 'b', log_interval=4, eval_interval=3, time_limit=3) == 0
+    a, b = read_log(tmp_path / 'a'), read_log(tmp_path / 'b')
+    assert [r['step'] for r in b] == [0, 3, 4, 6, 8]
+    for record in b:
+        assert ('episodic_return' in record) == ('loss' in record) == (record['step'] in (4, 8))
+    assert_equal([r for r in a if 'loss' in r and r['step'] == 4], [b[2]])
+    assert b[4]['episodes'] == a[-1]['episodes'] > 0
+
+
+UNUSUAL = {**CONVGLU, 'aggregation': 'softmax_l2', 'dtype': 'bfloat16'}
+RESUMED = [{}, UNUSUAL, 'ppo', pytest.param({'recurrent': False}, marks=pytest.mark.long)]
 
 
 @pytest.mark.parametrize('settings', RESUMED, ids=str)
@@ -298,17 +318,14 @@ def test_resume_is_bit_equal(tmp_path, settings, monkeypatch, request):
     script = settings.get('script', train_sokoban)
     a, b = tmp_path / 'a', tmp_path / 'b'
     run_agent(a, **settings)
-
-    def stop_in_the_third_update(run, stop, update=script.update):
-        return update(run, run.step == 2)
-
     with monkeypatch.context() as patch:
-        patch.setattr(script, 'update', stop_in_the_third_update)
+        patch.setattr(script, 'Stopper', lambda: StopAt(3))
         assert run_agent(b, **settings) == 143
-    assert load_last(b)['step'] == 3
+    assert last_of(b)['step'] == 3
     torch.manual_seed(999)  # a new process has other random states
-    assert run_agent(b, resume=True, **settings) == 0
-    assert_equal(load_last(a), load_last(b))
+    arguments = [f'--out_dir={b}', '--resume=True']
+    assert script.main(configure(vars(script), arguments, quiet=True)) == 0
+    assert_equal(last_of(a), last_of(b))
     assert_equal(read_log(a), read_log(b))
 
 
@@ -325,8 +342,8 @@ def test_ranks_train_as_one_does_but_for_rounding(tmp_path, ranks):
         numbers = {name: x for name, x in expected.items() if x is not None}
         found = {name: found[name] for name in numbers}
         assert found == pytest.approx(numbers, rel=1e-3, abs=1e-3)
-    one, several = load_last(tmp_path / 'one'), load_last(tmp_path / 'several')
-    for part in ('env', 'state', 'model'):
+    one, several = last_of(tmp_path / 'one'), last_of(tmp_path / 'several')
+    for part in ('boards', 'state', 'model'):
         torch.testing.assert_close(several[part], one[part], rtol=1e-2, atol=1e-3)
     longer = {**settings, 'total_steps': 12 * 32}
     assert run_agent(tmp_path / 'several', resume=True, **longer) == 0
@@ -334,99 +351,78 @@ def test_ranks_train_as_one_does_but_for_rounding(tmp_path, ranks):
 
 def test_a_non_finite_loss_ends_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
     assert run_agent(tmp_path, total_steps=48) == 0
-    saved = (tmp_path / 'ckpt_last.pt').read_bytes()
+    saved = (tmp_path / LAST).read_bytes()
     assert run_agent(tmp_path, total_steps=9600, resume=True, learning_rate=1e38) == 1
-    assert (tmp_path / 'ckpt_last.pt').read_bytes() == saved
+    assert (tmp_path / LAST).read_bytes() == saved
 
 
-# ---- settings ----
+def test_a_longer_run_keeps_the_last_evaluation_of_the_shorter(tmp_path):
+    """The shorter run ended at update 3, which is no multiple of eval_interval."""
+    settings = {'n_envs': 4, 'unroll': 3, 'eval_interval': 2, 'log_interval': 100}
+    assert run_agent(tmp_path, total_steps=36, **settings) == 0
+    assert run_agent(tmp_path, total_steps=72, resume=True, **settings) == 0
+    assert [r['step'] for r in read_log(tmp_path) if 'eval_return' in r] == [0, 2, 3, 4, 6]
 
 
-def test_a_run_saved_before_settings_were_renamed_resumes(tmp_path):
-    """Its checkpoint has the setting `path`, now `mode`, and, with bfloat16 convolutions, s and h
-    of the state in bfloat16."""
-    assert run_agent(tmp_path, total_steps=48) == 0
-    saved = load_last(tmp_path)
-    saved['config']['path'] = saved['config'].pop('mode')
-    saved['state'][:2] = [x.bfloat16() for x in saved['state'][:2]]
-    save_checkpoint(saved, tmp_path / 'ckpt_last.pt')
-    assert run_agent(tmp_path, resume=True) == 0
-    assert load_last(tmp_path)['step'] == 8
+def test_the_best_agent_is_that_of_the_highest_return_on_the_same_levels(tmp_path, monkeypatch):
+    """Evaluations of a resumed run count together. A return on other levels does not count."""
+    returns = iter([9.0, 1.0, 3.0, 2.0, 2.5])
+
+    def evaluate(policy, *args, **options):
+        if policy is sokoban.RANDOM:
+            return {'return': 0.0, 'solve_rate': 0.0}
+        return {'return': next(returns), 'solve_rate': 0.0}
+
+    monkeypatch.setattr(train_sokoban, 'evaluate', evaluate)
+    assert run_agent(tmp_path, total_steps=96) == 0  # evaluated after updates 0, 4 and 8
+    assert settings_of(tmp_path / 'best')['step'] == 8
+    assert run_agent(tmp_path, total_steps=144, resume=True) == 0
+    assert settings_of(tmp_path / 'best')['step'] == 8
+    assert run_agent(tmp_path, total_steps=192, resume=True, eval_games=5) == 0
+    assert settings_of(tmp_path / 'best')['step'] == 16
 
 
-def test_the_old_name_of_a_setting_works_and_is_reported(tmp_path, capfd):
-    config = configure(vars(train_sokoban), [*agent_arguments(tmp_path), '--path=plain'])
-    assert config['mode'] == 'plain' and 'path' not in config
-    assert 'path is now called mode' in capfd.readouterr().err
-
-
-def test_init_from_adopts_the_sizes_that_are_not_on_the_command_line(tmp_path):
-    assert run_agent(tmp_path / 'a', **CONVGLU, total_steps=12) == 0
+def test_init_from_adopts_the_sizes_that_the_user_does_not_set(tmp_path):
+    assert run_agent(tmp_path / 'a', **CONVGLU, total_steps=12, eval_interval=1) == 0
     settings = {name: x for name, x in AGENT.items() if name not in ('n_embd', 'head_dim')}
-    settings['n_layer'] = 1  # the saved agent has two layers
-    settings |= {'init_from': tmp_path / 'a', 'out_dir': tmp_path / 'b'}
+    settings |= {'n_layer': 1, 'init_from': tmp_path / 'a', 'out_dir': tmp_path / 'b'}
+    settings |= {'total_steps': 12, 'learning_rate': 0}
     argv = [f'--{name}={x}' for name, x in settings.items()]
-    new = train_sokoban.make_run(configure(vars(train_sokoban), argv, quiet=True)).model
-    assert (new.config.arch, new.config.n_layer, new.config.n_embd) == ('convglu', 1, 4)
-    old = load_last(tmp_path / 'a')['model']
-    assert all(torch.equal(p, old[name]) for name, p in new.named_parameters())
+    assert train_sokoban.main(configure(vars(train_sokoban), argv, quiet=True)) == 0
+    config = settings_of(tmp_path / 'b')
+    assert (config['arch'], config['n_layer'], config['n_embd']) == ('convglu', 1, 4)
+    old, new = last_of(tmp_path / 'a')['model'], last_of(tmp_path / 'b')['model']
+    assert all(torch.equal(p, old[name]) for name, p in new.items())
 
 
-def test_a_resumed_run_keeps_its_own_weights_whatever_init_from_says(tmp_path):
-    run_agent(tmp_path / 'a', total_steps=12)
-    run_agent(tmp_path / 'b', total_steps=24, seed=2)
-    run_agent(tmp_path / 'c', total_steps=24, seed=2)
-    assert run_agent(tmp_path / 'b', total_steps=36, seed=2, resume=True) == 0
-    settings = {'init_from': tmp_path / 'a', 'resume': True}
-    assert run_agent(tmp_path / 'c', total_steps=36, seed=2, **settings) == 0
-    expected = load_last(tmp_path / 'b')['model']
-    found = load_last(tmp_path / 'c')['model']
-    assert all(torch.equal(found[name], x) for name, x in expected.items())
+# ---- mistakes
 
 
 def test_resume_refuses_other_settings_other_levels_and_parts_that_do_not_fit(tmp_path, capfd):
-    np.save(tmp_path / 'x.npy', generate(50, 1, 0)[0])
+    levels = write_levels(tmp_path / 'x.txt', column=3)
     out = tmp_path / 'run'
-    settings = {'split': tmp_path / 'x.npy', 'total_steps': 24}
+    settings = {'split': levels, 'total_steps': 24}
     run_agent(out, **settings)
-    saved = load_last(out)
+    saved = last_of(out)
 
     def assert_refused(message, **changes):
         argv = agent_arguments(out, resume=True, **{**settings, **changes})
         error = error_of(capfd, train_sokoban, argv)
         assert message in error, error
 
-    assert_refused('was trained with n_levels = 50, not 60', n_levels=60)
-    one_board = {**saved['env'], 'agent': saved['env']['agent'][:1]}
+    assert_refused('was trained with n_levels = 50', n_levels=60)
+    assert_refused('was trained with seed = 1337', seed=7)
+    one_board = {**saved['boards'], 'agent': saved['boards']['agent'][:1]}
     for changes, message in (
-        ({'config': {**saved['config'], 'seed': 7}}, 'was trained with seed = 7, not 1337'),
-        ({'env': one_board}, 'env or state does not fit'),
-        ({'state': []}, 'env or state does not fit'),
+        ({'boards': one_board}, 'damaged, or from another model'),
+        ({'state': []}, 'damaged, or from another model'),
+        ({'step': None}, 'damaged, cut short or not a checkpoint'),
     ):
-        save_checkpoint(saved | changes, out / 'ckpt_last.pt')
+        torch.save(saved | changes, out / LAST)
         assert_refused(message)
-    save_checkpoint(saved, out / 'ckpt_last.pt')
-    np.save(tmp_path / 'x.npy', generate(50, 1, 1)[0])
+    torch.save(saved, out / LAST)
+    write_levels(levels, column=4)
     assert_refused('was trained on other levels')
-
-
-@pytest.mark.parametrize('eval_games, is_kept', [(6, True), (5, False)])
-def test_a_best_return_on_other_evaluation_levels_is_forgotten(tmp_path, eval_games, is_kept):
-    """The first run evaluates on 6 levels. No return is as high as 99."""
-    assert run_agent(tmp_path, total_steps=48) == 0
-    save_checkpoint(load_last(tmp_path) | {'best': 99.0}, tmp_path / 'ckpt_last.pt')
-    assert run_agent(tmp_path, total_steps=96, resume=True, eval_games=eval_games) == 0
-    assert (load_last(tmp_path)['best'] == 99.0) == is_kept
-
-
-def test_a_best_return_without_a_checksum_of_its_levels_is_kept(tmp_path):
-    """As an earlier version saved it."""
-    assert run_agent(tmp_path, total_steps=48) == 0
-    saved = load_last(tmp_path) | {'best': 99.0}
-    del saved['eval_levels_crc']
-    save_checkpoint(saved, tmp_path / 'ckpt_last.pt')
-    assert run_agent(tmp_path, total_steps=96, resume=True, eval_games=5) == 0
-    assert load_last(tmp_path)['best'] == 99.0
 
 
 MISTAKES = [
@@ -441,40 +437,24 @@ MISTAKES = [
     ({'device': 'tpu'}, "device = 'tpu'"),
     ({'seed': -1}, 'seed = -1'),
     ({'aggregation': 'max'}, "aggregation = 'max'"),
-    ({'n_layer': 100000000}, 'n_layer = 100000000'),
-    ({'n_expert': 1000000000}, 'n_expert = 1000000000'),
-    ({'n_embd': 2**63}, 'n_embd = '),
     ({'learning_rate': -1.0}, 'learning_rate = -1.0'),
     ({'mode': 'compiled'}, "mode = 'compiled'"),
-    ({'n_envs': 1000000000}, 'n_envs = 1000000000'),
-    ({'levels_dir': '/nonexistent', 'split': 'hard'}, 'sokoban.py --split=hard --download=True'),
+    ({'levels_dir': '/nonexistent', 'split': 'hard'}, '--split=hard --download=True'),
     ({'resume': True}, 'out: holds no trained run'),
-    ({'levels': 'generated'}, 'levels and best are settings of --eval_only'),
+    ({'levels': 'generated'}, 'levels is a setting of --eval_only'),
     ({'residual': 'shared'}, "residual = 'shared' is for arch = 'convglu'"),
     ({'radius': 0, 'aggregation': 'mean'}, "radius = 0 needs aggregation = 'sqrt_sum'"),
-    ({'init_from': 'nowhere'}, 'nowhere'),
+    ({'init_from': 'nowhere'}, 'nowhere/best/config.json: cannot be read'),
 ]
 
 
-@pytest.mark.parametrize('reuse', [True, False])
-def test_activations_that_do_not_fit_are_refused(tmp_path, monkeypatch, capfd, reuse):
-    """The outputs of 2 layers in 3 steps of 400 boards take 3.84 MB, in whichever forward."""
-    monkeypatch.setattr(common, 'device_memory', lambda device: (2e6, 2e6))
-    argv = agent_arguments(tmp_path / 'out', n_envs=400, reuse=reuse)
-    assert 'n_envs = 400 (unroll = 3): needs' in error_of(capfd, train_sokoban, argv)
+@pytest.mark.parametrize('settings, message', MISTAKES, ids=str)
+def test_mistakes_are_refused_in_one_line(tmp_path, settings, message, capfd):
+    error = error_of(capfd, train_sokoban, agent_arguments(tmp_path / 'out', **settings))
+    assert message in error, error
 
 
-def test_a_longer_run_keeps_the_last_evaluation_of_the_shorter(tmp_path):
-    """The shorter run ended at update 3, which is no multiple of eval_interval."""
-    settings = {'n_envs': 4, 'unroll': 3, 'eval_interval': 2, 'log_interval': 100}
-    assert run_agent(tmp_path, total_steps=36, **settings) == 0
-    assert run_agent(tmp_path, total_steps=72, resume=True, **settings) == 0
-    assert [r['step'] for r in read_log(tmp_path) if 'eval_return' in r] == [0, 2, 3, 4, 6]
-
-
-def test_a_value_error_that_is_no_mistake_has_a_traceback(tmp_path, monkeypatch):
-    """So that who edits the code can find it."""
-
+def test_an_error_in_an_edit_keeps_its_traceback(tmp_path, monkeypatch):
     def edited(*args):
         raise ValueError('in an edit')
 
@@ -483,21 +463,16 @@ def test_a_value_error_that_is_no_mistake_has_a_traceback(tmp_path, monkeypatch)
         run_agent(tmp_path / 'out')
 
 
-@pytest.mark.parametrize('settings, message', MISTAKES, ids=str)
-def test_mistakes_are_refused_in_one_line_and_leave_nothing(tmp_path, settings, message, capfd):
-    error = error_of(capfd, train_sokoban, agent_arguments(tmp_path / 'out', **settings))
-    assert message in error and not (tmp_path / 'out').exists(), error
-
-
-# ---- the files of a run, evaluation ----
+# ---- the files of a run, evaluation
 
 
 @pytest.fixture(scope='module')
 def finished_run(tmp_path_factory):
-    """Return the folder of a run. Beside it lies a file of five levels, five.npy."""
+    """Return the folder of a run. Beside it lies a file of twelve levels, x.txt."""
     folder = tmp_path_factory.mktemp('agent')
-    np.save(folder / 'five.npy', generate(5, 1, 11, 6)[0])
-    assert run_agent(folder / 'run', recurrent=False, n_layer=1, plot=True) == 0
+    write_levels(folder / 'x.txt', column=3)
+    settings = {'recurrent': False, 'n_layer': 1, 'plot': True, 'time_limit': 5}
+    assert run_agent(folder / 'run', **settings) == 0
     return folder / 'run'
 
 
@@ -505,133 +480,66 @@ def test_a_run_writes_its_log_config_curve_and_checkpoints(finished_run):
     log = read_log(finished_run)
     assert [r['step'] for r in log] == [0, 2, 4, 6, 8] and log[-1]['env_steps'] == 96
     assert [r['step'] for r in log if 'eval_solve_rate' in r] == [0, 4, 8]
+    assert 'random_solve_rate' in log[0] and log[0]['eval_steps'] <= 5
     keys = 'episodes episodic_return return_100 return_1000 solve_rate_100'.split()
     assert {*keys, 'entropy', 'grad_norm', 'explained_variance'} <= log[-1].keys()
-    checkpoints = {'ckpt_last.pt', 'ckpt_prev.pt', 'ckpt_best.pt'}
-    assert {'config.json', 'curve.png', *checkpoints} <= {*os.listdir(finished_run)}
+    files = {'config.json', 'log.jsonl', 'curve.png', LAST, PREV, 'best'}
+    assert files <= {path.name for path in finished_run.iterdir()}
 
 
-def test_eval_only_has_the_time_limit_of_the_run_unless_it_is_set(tmp_path):
-    path = tmp_path / 'eval_generated.json'
-    untrained = {'total_steps': 1, 'learning_rate': 0.0, 'time_limit': 5}
-    assert run_agent(tmp_path, **untrained) == 0
-    assert read_log(tmp_path)[0]['eval_steps'] <= 5
-    for settings, steps in (({}, 5), ({'time_limit': 3}, 3)):
-        assert run_agent(tmp_path, eval_only=True, **settings) == 0
-        report = json.loads(path.read_text())
-        assert report['time_limit'] == steps and steps - 1 < report['mean_steps'] <= steps
+def evaluate_only(folder, *argv):
+    arguments = [f'--out_dir={folder}', '--eval_only=True', '--device=cpu', *argv]
+    return train_sokoban.main(configure(vars(train_sokoban), arguments, quiet=True))
 
 
-def test_eval_only_evaluates_a_file_of_levels_and_changes_no_file(finished_run, capfd, monkeypatch):
-    files = {path: path.read_bytes() for path in finished_run.iterdir()}
-    levels, report_path = finished_run.parent / 'five.npy', finished_run / 'eval_five.json'
-    assert run_agent(finished_run, levels=levels, eval_only=True) == 0
-    report = json.loads(report_path.read_text())
-    assert report['n'] == 5 and report['env_steps'] == 96 and 1 <= report['mean_steps'] <= 120
-    solved = f'96 steps: solved {report["solve_rate"]:.1%} of 5 levels'
-    assert solved in capfd.readouterr().out.splitlines()[-1]
+@pytest.mark.parametrize('folder', ['.', 'best'])
+def test_eval_only_evaluates_a_run_or_an_export_on_a_file_of_levels(finished_run, capfd, folder):
+    """It has the time limit of the run unless that is set, and changes no other file."""
+    folder = finished_run / folder
+    files = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    levels = f'--levels={finished_run.parent / "x.txt"}'
+    for argv, limit in (([], 5), (['--time_limit=3'], 3)):
+        assert evaluate_only(folder, levels, *argv) == 0
+        report = json.loads((folder / 'eval_x.json').read_text())
+        assert report['n'] == 12 and report['time_limit'] == limit >= report['steps']
+        line = f'solved {report["solve_rate"]:.1%} of 12 levels'
+        assert line in capfd.readouterr().out.splitlines()[-1]
     assert files == {path: path.read_bytes() for path in files}
 
-    monkeypatch.setattr(sokoban, 'EVALUATION_BATCH', 2)  # the result does not depend on it
-    assert run_agent(finished_run, levels=levels, eval_only=True) == 0
-    assert json.loads(report_path.read_text()) == report
+
+def test_eval_only_repeats_the_last_evaluation(finished_run, capfd, monkeypatch):
+    """By default it evaluates on the levels of the run. A result that cannot be written is printed
+    all the same."""
+
+    def fail(*args):
+        raise OSError(30, 'Read-only file system')
+
+    monkeypatch.setattr(train_sokoban, 'write_json', fail)
+    assert evaluate_only(finished_run) == 0
+    out, error = capfd.readouterr()
+    assert f'mean return {read_log(finished_run)[-1]["eval_return"]:.2f}' in out
+    assert error.count('\n') == 1 and 'Read-only' in error
 
 
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-def test_eval_only_has_the_dtype_of_the_run_unless_it_is_set(tmp_path, monkeypatch, dtype):
-    assert run_agent(tmp_path, total_steps=12, dtype=dtype, time_limit=5) == 0
-    dtypes = []
+def test_eval_only_takes_the_dtype_and_compile_from_the_run(tmp_path, monkeypatch):
+    assert run_agent(tmp_path, total_steps=12, dtype='bfloat16', time_limit=5) == 0
+    found = []
 
-    def write_evaluation(model, *args, **options):
-        dtypes.append(model.config.dtype)
-        return sokoban.write_evaluation(model, *args, **options)
+    def evaluate(model, *args, **options):
+        found.append((model.config.dtype, train_sokoban.compile))
+        return {'solve_rate': 0.0, 'return': 0.0, 'steps': 0.0}
 
-    monkeypatch.setattr(train_sokoban, 'write_evaluation', write_evaluation)
-    for argv in ([], ['--dtype=float32'], ['--dtype=bfloat16']):
-        arguments = [f'--out_dir={tmp_path}', '--eval_only', '--device=cpu', *argv]
-        train_sokoban.main(configure(vars(train_sokoban), arguments, quiet=True))
-    assert dtypes == [dtype, 'float32', 'bfloat16']
+    monkeypatch.setattr(train_sokoban, 'evaluate', evaluate)
+    for argv in ([], ['--dtype=float32']):
+        assert evaluate_only(tmp_path, *argv) == 0
+    assert found == [('bfloat16', False), ('float32', False)]
 
 
-def test_eval_only_takes_the_best_checkpoint_and_the_first_levels(finished_run):
-    settings = {'eval_split': finished_run.parent / 'five.npy', 'eval_games': 3, 'best': True}
-    assert run_agent(finished_run, eval_only=True, **settings) == 0
-    report = json.loads((finished_run / 'eval_five.json').read_text())
-    assert report['n'] == 3 and report['checkpoint'].endswith('ckpt_best.pt')
-
-
-def test_eval_only_runs_in_one_process(tmp_path, monkeypatch, capfd):
-    """That is refused first, before a checkpoint is looked for."""
-    monkeypatch.setenv('WORLD_SIZE', '2')
-    argv = agent_arguments(tmp_path, eval_only=True)
-    assert 'eval_only runs in one process' in error_of(capfd, train_sokoban, argv)
-
-
-def evaluated_levels(out, monkeypatch, *argv):
-    """Return the levels that --eval_only evaluates, and the generated levels that it leaves out."""
-    evaluated, excluded = [], []
-
-    def write_evaluation(model, levels, *args, **options):
-        evaluated.append(levels)
-        return sokoban.write_evaluation(model, levels, *args, **options)
-
-    def generate_and_keep(**settings):
-        excluded.append(settings.get('exclude'))
-        return generated_once(pickle.dumps(settings))
-
-    monkeypatch.setattr(train_sokoban, 'write_evaluation', write_evaluation)
-    monkeypatch.setattr(sokoban, 'generate', generate_and_keep)
-    arguments = [f'--out_dir={out}', '--eval_only', '--device=cpu', *argv]
-    train_sokoban.main(configure(vars(train_sokoban), arguments, quiet=True))
-    return evaluated[0], excluded[-1] if excluded else None
-
-
-@pytest.fixture(scope='module')
-def run_on_generated_levels(tmp_path_factory):
-    """Return the folder of a run on 50 generated levels that is evaluated on 6."""
-    out = tmp_path_factory.mktemp('generated')
-    assert run_agent(out, total_steps=12) == 0
-    return out
-
-
-TRAINED_ON = {'n': 50, 'boxes': 1, 'seed': 2 * 1337, 'max_moves': 6}
-NEW = {'n': 6, 'boxes': 1, 'seed': 2 * 1337 + 1, 'max_moves': 6}
-CHANGES = [
-    ([], {}),
-    (['--levels=generated'], {}),
-    (['--eval_games=9', '--n_levels=7'], {'n': 9}),
-    (['--seed=5'], {'seed': 2 * 5 + 1}),
-    (['--max_moves=10'], {'max_moves': 10}),
-]
-
-
-@pytest.mark.parametrize('argv, changes', CHANGES, ids=str)
-def test_eval_only_has_the_levels_of_the_run_but_for_settings_of_the_user(
-    run_on_generated_levels, monkeypatch, argv, changes
-):
-    """Whatever the settings are, levels that the run was trained on are left out."""
-    levels, excluded = evaluated_levels(run_on_generated_levels, monkeypatch, *argv)
-    train_levels, _ = generate(**TRAINED_ON)
-    expected, _ = generate(**{**NEW, **changes}, exclude=train_levels)
-    assert np.array_equal(excluded, train_levels) and np.array_equal(levels, expected)
-
-
-def test_eval_only_has_the_levels_dir_of_the_run(tmp_path, monkeypatch):
-    np.save(tmp_path / 'hard.pack17.npy', generate(8, 1, 3, 6)[0])
-    settings = {'eval_split': 'hard', 'levels_dir': tmp_path, 'eval_games': 4}
-    assert run_agent(tmp_path / 'run', total_steps=12, **settings) == 0
-    levels, _ = evaluated_levels(tmp_path / 'run', monkeypatch)
-    assert np.array_equal(levels, generate(4, 1, 3, 6)[0])
-
-
-def test_no_evaluation_level_is_trained_on(tmp_path, monkeypatch):
-    """The generator makes the same levels for every seed here. --eval_only plays the same ones."""
-
-    def same_seed(**settings):
-        return generate(**{**settings, 'seed': 7})
-
-    monkeypatch.setattr(sokoban, 'generate', same_seed)
-    config = configure(vars(train_sokoban), agent_arguments(tmp_path), quiet=True)
-    (train_levels, _), (eval_levels, _) = sokoban.load_level_sets(config)
-    assert np.array_equal(sokoban.load_level_sets(config, run=config)[1][0], eval_levels)
-    assert len(train_levels) == 50 and not {*map(bytes, train_levels)} & {*map(bytes, eval_levels)}
+def test_evaluation_does_not_depend_on_the_size_of_its_batches(finished_run, monkeypatch):
+    levels = f'--levels={finished_run.parent / "x.txt"}'
+    reports = []
+    for batch in (5, 100):
+        monkeypatch.setattr(sokoban, 'EVALUATION_BATCH', batch)
+        assert evaluate_only(finished_run, levels) == 0
+        reports.append(json.loads((finished_run / 'eval_x.json').read_text()))
+    assert reports[0] == reports[1] and np.isfinite(reports[0]['return'])
