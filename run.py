@@ -83,7 +83,7 @@ def log_of(folder: Path) -> list[dict]:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         text = pathlib.Path(folder, 'log.jsonl').read_text(encoding='utf-8', errors='replace')
         for line in text.splitlines():
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 if isinstance(record := json.loads(line), dict) and 'step' in record:
                     records.append(record)
     return records

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 import safetensors
@@ -9,9 +10,10 @@ import torch
 from processes import ROOT, run
 from small_runs import error_of
 
+import hub
 import sample
-from common import CheckpointError, load_checkpoint, save_checkpoint
-from configurator import configure
+from configurator import Mistake, configure
+from run import load_checkpoint
 from sample import WEIGHTS
 
 
@@ -29,7 +31,7 @@ def test_an_export_holds_the_trained_weights_and_sizes(trained, tmp_path, name, 
     model = sample.load_model(str(tmp_path), 'best')
     assert model.about['tokenizer'] == 'bytes' and model.config.n_embd == 32
     assert model.recurrent == (name == 'recurrent')
-    trained_weights = load_checkpoint(trained / name / 'ckpt_best.pt')['model']
+    trained_weights = load_checkpoint(trained / name / 'last.pt')['model']  # also the best
     loaded_weights = model.state_dict()
     with safetensors.safe_open(tmp_path / 'model.safetensors', 'pt') as file:
         assert file.metadata() == {'format': 'pt'}
@@ -39,11 +41,12 @@ def test_an_export_holds_the_trained_weights_and_sizes(trained, tmp_path, name, 
             assert torch.equal(loaded_weights[key], rounded.float())
 
 
-def test_only_the_best_checkpoint_has_the_best_validation_loss(trained, tmp_path):
+def test_only_the_best_model_has_the_best_validation_loss(trained, tmp_path):
     for which in ('best', 'last'):
         export(trained / 'recurrent', tmp_path, which=which)
-        score = json.loads((tmp_path / 'config.json').read_text())['best_val_loss']
-        assert (score is not None) == (which == 'best')
+        about = json.loads((tmp_path / 'config.json').read_text())
+        assert ('best_val_loss' in about) == (which == 'best') and about['step'] == 4
+        assert about['settings']['n_embd'] == 32 and 'train_lm.py' in about['command']
         card = (tmp_path / 'README.md').read_text()
         assert ('Score: not recorded' in card) == (which == 'last')
 
@@ -55,9 +58,9 @@ def test_an_export_replaces_one_that_was_interrupted_between_its_files(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(sample.common, 'write_tensors', fail)
+        patch.setattr(hub, 'write_tensors', fail)
         export(trained / 'recurrent', tmp_path)
-    with pytest.raises(CheckpointError, match='is damaged'):
+    with pytest.raises(Mistake, match='model.safetensors: cannot be read'):
         sample.LanguageModel.from_pretrained(tmp_path)
     export(trained / 'recurrent', tmp_path)
     assert sample.LanguageModel.from_pretrained(tmp_path).config.n_embd == 32
@@ -67,7 +70,8 @@ MISTAKES = [  # arguments, message; {0}: trained, {1}: the repository
     ('--export={0}/recurrent', 'holds files that no such export wrote'),
     ('--export={1}/pretrained/sokoban', 'holds files that no such export wrote'),
     ('--export=other', 'holds files that no such export wrote'),
-    ('--export=x --out_dir={0}/lstm', "arch = 'lstm'"),
+    ('--out_dir={0}/lstm', 'holds an LSTM, which can be scored and exported, not sampled'),
+    ('--out_dir={1}/pretrained/sokoban', 'damaged, or from another model'),
     ('--export=empty/x', 'Not a directory'),
     ('--export=x --interactive', 'exclude each other'),
     ('--score=none.txt', 'none.txt: No such file or directory'),
@@ -92,17 +96,18 @@ def test_mistakes_are_refused_in_one_line_and_change_no_file(
 
 def test_a_damaged_checkpoint_is_refused_by_file_and_part(trained, tmp_path, capfd):
     """It is refused for sampling and for an export."""
-    path = tmp_path / 'run' / 'ckpt_best.pt'
-    path.parent.mkdir()
-    saved = load_checkpoint(trained / 'recurrent' / 'ckpt_best.pt')
+    shutil.copytree(trained / 'recurrent', tmp_path / 'run')
+    path = tmp_path / 'run' / 'last.pt'
+    saved = load_checkpoint(path)
     for damage, message in (
         ({'model': {}}, 'Missing key'),
         ({'model': {'embedding': torch.full((256, 32), torch.nan)}}, 'holds NaN'),
-        ({'model_config': {'n_layer': 10**9}}, 'needs more than'),
+        ({'entries': None}, 'damaged, or from another model'),
     ):
-        save_checkpoint(saved | damage, path)
+        torch.save(saved | damage, path)
         for arguments in ([], [f'--export={tmp_path}/export']):
-            error = error_of(capfd, sample, [f'--out_dir={path.parent}', *arguments])
+            argv = [f'--out_dir={path.parent}', '--which=last', *arguments]
+            error = error_of(capfd, sample, argv)
             assert f'{path}: ' in error and message in error, error
     assert not (tmp_path / 'export').exists()
 
@@ -116,12 +121,12 @@ def test_a_damaged_export_is_refused_by_file_and_reason(trained, tmp_path, capfd
         return json.dumps(about | {'model': about['model'] | {'n_embd': n_embd}})
 
     for config_text, weights_content, damaged, message in (
-        ('hello', content, config, 'JSONDecodeError'),
-        (json.dumps(about | {'tokenizer': 'x'}), content, config, 'unknown tokenizer'),
-        (json.dumps(about | {'tokenizer': 'gpt2'}), content, config, 'vocab_size = 256, but'),
-        (with_width(2**20), content, config, 'needs more than'),
+        ('hello', content, config, 'cannot be read'),
+        (json.dumps(about | {'tokenizer': 'x'}), content, tmp_path, "tokenizer = 'x' does not fit"),
+        (json.dumps(about | {'tokenizer': 'gpt2'}), content, tmp_path, 'not fit vocab_size = 256'),
+        (with_width(2**20), content, weights, 'size mismatch'),
         (with_width(64), content, weights, 'size mismatch'),
-        (with_width(32), b'x', weights, 'too small'),
+        (with_width(32), b'x', weights, 'cannot be read'),
     ):
         config.write_text(config_text)
         weights.write_bytes(weights_content)
