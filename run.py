@@ -158,8 +158,9 @@ def restoring(path: Path) -> Iterator[None]:
 class RunFolder:
     """The folder of a run that a trainer starts, resumes or only evaluates.
 
-    saved: the checkpoint to resume from or to evaluate, or None; path_of_saved: its file; records:
-    the log up to it; finished: whether it was the end of the run."""
+    saved: the checkpoint to resume from or to evaluate, or None; path_of_saved: its file; step: its
+    number of updates, 0 for a new run; records: the log up to it; finished: whether it was the end
+    of the run."""
 
     def __init__(self, config: Settings, fixed: tuple, script: str):
         """Check and lock the folder config['out_dir'], and if the run is resumed or evaluated, load
@@ -171,7 +172,7 @@ class RunFolder:
         self.config = config
         self.path = pathlib.Path(config['out_dir'])
         self.rank = int(os.environ.get('RANK', 0))
-        self.saved, self.records, self.finished = None, [], False
+        self.saved, self.step, self.records, self.finished = None, 0, [], False
         self.trackers = {}
         self.keep = PREV  # the name under which `save` keeps the last checkpoint
         name = os.path.basename(script)
@@ -253,10 +254,11 @@ class RunFolder:
             with restoring(path):
                 config[name] = convert(given, config.defaults[name])
         config.from_files = self.saved.get('from_files', {})
-        self.records = [r for r in log_of(self.path) if r['step'] <= self.saved['step']]
+        self.step = self.saved['step']
+        self.records = [r for r in log_of(self.path) if r['step'] <= self.step]
         self.finished = is_finished(self.path)
         if changes:
-            changes = {'step': self.saved['step'], **changes}
+            changes = {'step': self.step, **changes}
             about['changes'] = [*about.get('changes', []), changes]
         self.about = about
 
@@ -272,7 +274,7 @@ class RunFolder:
         lines = [f'{json.dumps(record)}\n' for record in self.records]
         write_text(''.join(lines), self.path / 'log.jsonl')
         self.about |= about
-        first_step = self.saved['step'] + 1 if self.saved else None
+        first_step = self.step + 1 if self.records else None
         self.trackers = open_trackers(self.config, self.about, first_step)
         self.write_config()
 

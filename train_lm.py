@@ -168,8 +168,8 @@ def main(config: Settings) -> int:
     if init_from and not folder.saved:
         config.adopt(sizes_in(init_from), SIZES)
     globals().update(config)  # those of the run that is resumed or validated
-    if resume == 'auto' and folder.finished and folder.saved['step'] >= max_iters:
-        print0(f'{out_dir}: done, {folder.saved["step"]} updates')
+    if resume == 'auto' and folder.finished and folder.step >= max_iters:
+        print0(f'{out_dir}: done, {folder.step} updates')
         return 0
     common.need_packages(matplotlib=plot, tensorboard=tensorboard, wandb=wandb)
     if len(betas) != 2:
@@ -219,8 +219,35 @@ def main(config: Settings) -> int:
     model = model.to(device_)
     model.graphs = captured is not None
 
-    # validation
+    # On a GPU the trials of memory leave room for the optimizers' moments, and a twentieth for CUDA
+    # graphs, NCCL and fragmentation.
+    spare = 8 * sum(p.numel() for p in model.parameters())
+    if captured is not None:
+        spare += 0.05 * torch.cuda.mem_get_info(device_)[1]
+
+    # optimizers, and the streams of this rank. Trials on a reset state find the rows of a
+    # micro-batch that fit, whether compilation works, and the Triton forms.
+    if not eval_only:
+        muon, adamw = make_optimizers(model)
+        grads = Gradients(model.parameters(), n_extra=2)
+        loss_sum, stop_sum = grads.extra  # reduced together with the gradients
+        norm = torch.zeros((), device=device_)
+        rows = batch_size
+        if folder.saved and not rows and B % folder.saved['rows'] == 0:
+            rows = folder.saved['rows']  # so that gradients are summed in the same order
+        train = Stream(model, B, T, rows, amp=amp, carries=recurrent, graphs=captured)
+        start = time.perf_counter()
+        chunk = train.backward_chunk(1.0, loss_sum)
+        train.fit(chunk, spare, batch_size)
+        train.choose_forms()
+        if model.forms:
+            train.fit(chunk, spare, batch_size)  # compiles what the forms have changed
+        grads.zero()
+        print0(f'{train.rows} rows per micro-batch (trials: {time.perf_counter() - start:.0f} s)')
+
+    # validation, in the memory that is left
     valid = Stream(model, len(val_x), min(T, EVAL_CHUNK), amp=amp, may_shrink=True, graphs=captured)
+    valid.fit(valid.score_chunk, spare)
 
     def validate() -> tuple[float, float]:
         """Return the validation loss in nats per token and in bits per byte."""
@@ -233,43 +260,16 @@ def main(config: Settings) -> int:
 
     unit = 'byte' if tokenizer == 'bytes' else 'token'
     if eval_only:
-        valid.fit(valid.score_chunk)
         loss, bits = validate()
         text = f'{loss:.4f} nats per {unit} ({bits:.4f} bits per byte), {val_tokens:,} tokens'
-        print0(f'{out_dir}, step {folder.saved["step"]}: validation loss {text}')
+        print0(f'{out_dir}, step {folder.step}: validation loss {text}')
         common.leave_ranks()
         return 0
-
-    # optimizers, and the streams of this rank
-    muon, adamw = make_optimizers(model)
-    grads = Gradients(model.parameters(), n_extra=2)
-    loss_sum, stop_sum = grads.extra  # reduced together with the gradients
-    norm = torch.zeros((), device=device_)
-    rows = batch_size
-    if folder.saved and not rows and B % folder.saved['rows'] == 0:
-        rows = folder.saved['rows']  # so that gradients are summed in the same order, bit by bit
-    train = Stream(model, B, T, rows, amp=amp, carries=recurrent, graphs=captured)
-
-    # Trials on a reset state: rows that fit, compilation, Triton forms. On a GPU they leave room
-    # for the optimizers' moments, and a twentieth for CUDA graphs, NCCL and fragmentation.
-    spare = 8 * sum(p.numel() for p in model.parameters())
-    if captured is not None:
-        spare += 0.05 * torch.cuda.mem_get_info(device_)[1]
-    start = time.perf_counter()
-    chunk = train.backward_chunk(1.0, loss_sum)
-    train.fit(chunk, spare, batch_size)
-    train.choose_forms()
-    if model.forms:
-        train.fit(chunk, spare, batch_size)  # compiles what the forms have changed
-    valid.fit(valid.score_chunk, spare)
-    grads.zero()
-    print0(f'{train.rows} rows per micro-batch (trials: {time.perf_counter() - start:.0f} s)')
 
     # resume
     step, best, seconds = 0, math.inf, 0.0
     record = {'step': 0, 'tokens': 0}  # the next line of the log
-    if folder.saved:
-        saved = folder.saved
+    if saved := folder.saved:
         if saved['shards'] != shards:
             reason = f'was trained on other shards than those in {data_dir}'
             raise Mistake(f'{folder.path_of_saved}: {reason}: give the same data_dir')
@@ -283,6 +283,7 @@ def main(config: Settings) -> int:
             torch.set_rng_state(saved['rng'])
         if saved['validated_on'] == [val_tokens, val_streams]:
             best = min((r['val_loss'] for r in folder.records if 'val_loss' in r), default=best)
+    saved = folder.saved = None  # free its memory
 
     def clip_and_orthogonalize() -> list:
         """Clip the gradients, and orthogonalize this rank's share of Muon's matrices."""

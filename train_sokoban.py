@@ -264,8 +264,8 @@ def main(config: Settings) -> int:
         config.adopt(sizes_in(init_from), SIZES)
     globals().update(config)  # those of the run that is resumed or evaluated
     updates = math.ceil(total_steps / (n_envs * unroll))
-    if resume == 'auto' and folder.finished and folder.saved['step'] >= updates:
-        print0(f'{out_dir}: done, {folder.saved["step"]} updates')
+    if resume == 'auto' and folder.finished and folder.step >= updates:
+        print0(f'{out_dir}: done, {folder.step} updates')
         return 0
     if levels and not eval_only:
         raise Mistake('levels is a setting of --eval_only=True; a run trains on split')
@@ -304,7 +304,7 @@ def main(config: Settings) -> int:
 
     if eval_only:
         result = evaluate(model, eval_levels, device_, time_limit=time_limit)
-        about = {'step': folder.saved['step'], 'levels': eval_line, 'n': len(eval_levels)}
+        about = {'step': folder.step, 'levels': eval_line, 'n': len(eval_levels)}
         print0(
             f'{out_dir}, update {about["step"]:,}: solved {result["solve_rate"]:.1%} of '
             f'{about["n"]:,} levels ({eval_line}), mean return {result["return"]:.2f}, '
@@ -388,8 +388,7 @@ def main(config: Settings) -> int:
     # statistics after the last line; update and seconds of that line
     since, recent, sums, logged, clock = [], [], {}, 0, 0.0
     levels_crc, eval_crc = zlib.crc32(train_levels), zlib.crc32(eval_levels)
-    if folder.saved:
-        saved = folder.saved
+    if saved := folder.saved:
         if saved['levels_crc'] != levels_crc:
             advice = 'give the same levels_dir, or another out_dir'
             raise Mistake(f'{folder.path_of_saved}: was trained on other levels: {advice}')
@@ -406,6 +405,7 @@ def main(config: Settings) -> int:
         if saved['eval_crc'] == eval_crc:
             trained = [r for r in folder.records if 'eval_return' in r and r['step'] > 0]
             best = max((r['eval_return'] for r in trained), default=best)
+    saved = folder.saved = None  # free its memory
 
     about = common.machine(device_, sizes['dtype'])
     config |= {name: about.pop(name) for name in ('device', 'dtype', 'threads')}

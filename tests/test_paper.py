@@ -1,7 +1,6 @@
 """Test that the trainers follow the paper's recipe: defaults, config files, rows of plans, sizes,
 optimizers, schedules, updates. Every expected value is written here by hand."""
 
-import copy
 import csv
 import math
 
@@ -9,15 +8,17 @@ import numpy as np
 import pytest
 import torch
 from processes import ROOT
+from small_runs import StopAt, read_log
 
 import data_fineweb
 import sweep
 import train_lm
 import train_sokoban
-from configurator import configure, read_config, read_script
+from configurator import Script, configure
 from convlstm import AgentConfig, build_agent
 from model import ModelConfig, build_model
 from muon import Muon
+from run import LAST, load_checkpoint, settings_of
 
 
 def assert_settings(config, expected):
@@ -70,7 +71,7 @@ AGENT = {
 
 
 def defaults_of(script):
-    return read_script(ROOT / script)[0]
+    return Script(ROOT / script).defaults
 
 
 def test_defaults_of_language_models():
@@ -95,10 +96,8 @@ LM_CONFIGS = [  # config file, plan, recurrent, L x E, window, block_size
 
 def config_file(name, script):
     """Return all settings of a run by a config file."""
-    defaults = defaults_of(script)
-    config = dict(defaults)
-    read_config(str(ROOT / 'config' / f'{name}.py'), config, defaults)
-    return config
+    script = Script(ROOT / script)
+    return {**script.defaults, **script.read_config(ROOT / 'config' / f'{name}.py')}
 
 
 def configs_of(plan, only):
@@ -199,38 +198,34 @@ def text(tmp_path_factory):
     return folder
 
 
-def run_of(script, settings):
-    """Return a trainer's run before its first update."""
-    argv = [f'--{name}={x}' for name, x in settings.items()]
-    return script.make_run(configure(vars(script), argv, quiet=True))
+def arguments(**settings):
+    return [f'--{name}={x}' for name, x in settings.items()]
 
 
-def lm_run(text, **settings):
-    """Return a small run with the default optimizers and schedule, and no weight that is zero."""
-    small = {
-        'data_dir': text,
-        'tokenizer': 'bytes',
-        'tokens_per_step': 128,
-        'n_layer': 1,
-        'n_expert': 2,
-        'n_embd': 192,
-        'val_tokens': 96,
-        'val_streams': 3,
-        'device': 'cpu',
-        'dtype': 'float32',
-        'threads': 1,
-    }
-    run = run_of(train_lm, small | settings)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for p in run.model.parameters():
-            p.add_(0.1 * torch.randn_like(p))
-    return run
+SMALL = {
+    'tokenizer': 'bytes',
+    'tokens_per_step': 128,
+    'n_layer': 1,
+    'n_expert': 2,
+    'n_embd': 192,
+    'val_tokens': 96,
+    'val_streams': 3,
+    'compile': False,
+    'device': 'cpu',
+    'dtype': 'float32',
+    'threads': 1,
+}
+
+
+def train_lm_once(text, out, **settings):
+    """Train a small language model for one update; return its log line and its checkpoint."""
+    argv = arguments(**{**SMALL, 'data_dir': text, 'out_dir': out, 'max_iters': 1, **settings})
+    assert train_lm.main(configure(vars(train_lm), argv, quiet=True)) == 0
+    return read_log(out)[1], load_checkpoint(out / LAST)
 
 
 @pytest.mark.parametrize('recurrent', [True, False])
-def test_language_model_settings_reach_the_model(text, recurrent):
-    """A batch has rows of block_size tokens; validation has val_streams streams."""
+def test_language_model_settings_reach_the_model(text, tmp_path, recurrent):
     sizes = {
         'n_layer': 3,
         'n_expert': 2,
@@ -244,10 +239,8 @@ def test_language_model_settings_reach_the_model(text, recurrent):
         'share_kv': not recurrent,
         'residual': 'expert' if recurrent else 'shared',
     }
-    run = lm_run(text, recurrent=recurrent, seed=5, **sizes)
-    assert_settings(vars(run.model.config), sizes | {'vocab_size': 256})
-    x, y, _ = run.loader.next()
-    assert x.shape == y.shape == (8, 16) and run.val[0].shape == (3, 32)
+    train_lm_once(text, tmp_path, recurrent=recurrent, **sizes)
+    assert_settings(settings_of(tmp_path / 'best')['model'], sizes | {'vocab_size': 256})
 
 
 AT_192 = {'embedding': 0.4, 'head': 0.008}  # (192 / 768)^-0.5 = 2 times the rates at 768
@@ -259,15 +252,17 @@ ADAM = ('a', 'b', 'router_q_bias', 'router_k_bias', 'expert_embedding')
 
 
 @pytest.mark.parametrize('n_embd, rates', [(192, AT_192), (768, AT_768)])
-def test_muon_optimizes_matrices_and_adamw_the_rest(text, n_embd, rates):
+def test_muon_optimizes_matrices_and_adamw_the_rest(n_embd, rates):
     """Each parameter has one optimizer and a peak rate; the optimizers have the paper's settings.
     Muon takes the matrices of the layers and of their routers."""
-    run = lm_run(text, n_embd=n_embd, n_expert=1, aggregation='softmax_l2')
-    muon, adamw = run.optimizers
+    configure(vars(train_lm), [f'--n_embd={n_embd}'], quiet=True)
+    config = ModelConfig(n_layer=1, n_expert=1, n_embd=n_embd, aggregation='softmax_l2')
+    model = build_model(config, recurrent=True)
+    muon, adamw = train_lm.make_optimizers(model)
     assert type(muon) is Muon and type(adamw) is torch.optim.AdamW
-    names = {id(p): name.split('.')[-1] for name, p in run.model.named_parameters()}
+    names = {id(p): name.split('.')[-1] for name, p in model.named_parameters()}
     found = {}
-    for optimizer in run.optimizers:
+    for optimizer in (muon, adamw):
         for group in optimizer.param_groups:
             for p in group['params']:
                 assert names[id(p)] not in found
@@ -293,81 +288,104 @@ SCHEDULE = {
 }
 
 
+def test_schedule_of_a_language_model():
+    configure(vars(train_lm), [], quiet=True)
+    for step, fraction in SCHEDULE.items():
+        assert train_lm.lr_at(step) == pytest.approx(fraction)
+
+
 def norm_of(tensors):
     return torch.cat([x.flatten() for x in tensors]).norm().item()
 
 
+def watch_clipping(monkeypatch, name):
+    """Return a list that will hold the norm of the gradients after each clipping."""
+    norms, real = [], getattr(torch.nn.utils, name)
+
+    def clip(params, *args):
+        params = list(params)
+        result = real(params, *args)
+        norms.append(norm_of(p.grad for p in params))
+        return result
+
+    monkeypatch.setattr(torch.nn.utils, name, clip)
+    return norms
+
+
 @pytest.mark.parametrize('recurrent', [True, False])
-def test_updates_of_a_language_model(text, recurrent):
-    """At some steps of the default schedule one update is made, with the optimizers reset.
+@pytest.mark.parametrize('std, warmup_iters', [(1e-3, 100), (1.0, 1), (1e-3, 1)])
+def test_first_update_of_a_language_model(
+    text, tmp_path, monkeypatch, recurrent, std, warmup_iters
+):
+    """From a model without zeros. The learning rates are 1 / warmup_iters of their peaks.
 
     Loss and gradient are means over the batch. A gradient whose norm exceeds 1 is clipped to 1. The
     first step of AdamW changes every entry by its rate. That of Muon is nearly orthogonal, with
     singular values near its rate times sqrt(max(1, out / in))."""
-    sizes = {'tokens_per_step': 512, 'block_size': 16}
-    run = lm_run(text, recurrent=recurrent, aggregation='softmax_l2', **sizes)
-    clipped = set()
-    for step, fraction in SCHEDULE.items():
-        with torch.no_grad():  # small, so that most gradients are not clipped
-            run.model.head.normal_(std=1.0 if step == 99 else 1e-3)
-        model, loader = copy.deepcopy(run.model), copy.deepcopy(run.loader)
-        x, y, reset = loader.next()
-        expected, _ = model(x, y, None if reset or not recurrent else run.state)
+    config = ModelConfig(256, 1, 2, 192, block_size=16, aggregation='softmax_l2')
+    torch.manual_seed(0)
+    model = build_model(config, recurrent)
+    with torch.no_grad():
         for p in model.parameters():
-            p.grad = None
-        expected.objective.backward()
-        expected_norm = norm_of(p.grad for p in model.parameters())
+            p.add_(0.1 * torch.randn_like(p))
+        model.head.normal_(std=std)  # small, so that most gradients are not clipped
+    model.about = {'tokenizer': 'bytes'}
+    model.save_pretrained(tmp_path / 'random')
+    clipped_norms = watch_clipping(monkeypatch, 'clip_grads_with_norm_')
+    settings = {'tokens_per_step': 512, 'init_from': tmp_path / 'random'}
+    record, saved = train_lm_once(text, tmp_path / 'run', warmup_iters=warmup_iters, **settings)
 
-        for optimizer in run.optimizers:
-            optimizer.state.clear()
-        run.step = step
-        loss, norm, _ = train_lm.train_update(run, train_lm.lr_at(run.step), False)
-        assert loss == pytest.approx(expected.objective.item(), rel=1e-4)
-        assert norm == pytest.approx(expected_norm, rel=1e-3)
-        clipped_norm = norm_of(p.grad for p in run.model.parameters())
-        assert clipped_norm == pytest.approx(min(1.0, norm), rel=1e-3)
-        clipped.add(norm > 1)
-        after = dict(run.model.named_parameters())
-        for name, before in model.named_parameters():
-            change, name = (before - after[name]).detach(), name.split('.')[-1]
-            if name in MUON:
-                largest = torch.linalg.matrix_norm(change, 2) / (0.02 * fraction * MUON[name])
-                assert 0.7 < largest.min() and largest.max() < 1.4, name
-            elif name != 'router_k_bias':  # its gradient is zero but for rounding
-                rate = AT_192.get(name, 0.02) * fraction
-                assert change.abs().max().item() == pytest.approx(rate, rel=2e-3), name
-    assert clipped == {True, False}
+    files = data_fineweb.find_shards(str(text), 'train')
+    x, y, _ = data_fineweb.Loader(files, 32, 16, 256, recurrent, seed=1337).next()
+    expected, _ = model(x, y)
+    expected.objective.backward()
+    norm = norm_of(p.grad for p in model.parameters())
+    assert record['train_loss'] == pytest.approx(expected.objective.item(), rel=1e-4)
+    assert record['grad_norm'] == pytest.approx(norm, rel=1e-3)
+    assert clipped_norms == [pytest.approx(min(1.0, norm), rel=1e-3)]
+    assert (norm > 1) == (std == 1)
+    for name, before in model.named_parameters():
+        change, name = (before - saved['model'][name]).detach(), name.split('.')[-1]
+        if name in MUON:
+            largest = torch.linalg.matrix_norm(change, 2) / (0.02 / warmup_iters * MUON[name])
+            assert 0.7 < largest.min() and largest.max() < 1.4, name
+        elif name != 'router_k_bias':  # its gradient is zero but for rounding
+            rate = AT_192.get(name, 0.02) / warmup_iters
+            assert change.abs().max().item() == pytest.approx(rate, rel=2e-3), name
 
 
 # ---- agents: sizes, optimizer, schedule ----
 
 
-def agent_run(**settings):
-    """Return a small run with the default optimizer and schedule, on easy levels. Its policy is not
-    uniform."""
-    small = {
-        'arch': 'convglu',
-        'n_layer': 1,
-        'n_embd': 4,
-        'head_dim': 8,
-        'split': 'generated',
-        'eval_split': 'generated',
-        'n_levels': 20,
-        'eval_games': 4,
-        'n_boxes': 1,
-        'max_moves': 6,
-        'compile': False,
-        'device': 'cpu',
-        'dtype': 'float32',
-        'threads': 1,
-    }
-    run = run_of(train_sokoban, small | settings)
-    with torch.no_grad():
-        run.model.logits.weight.mul_(100)
-    return run
+EASY = {
+    'arch': 'convglu',
+    'n_layer': 1,
+    'n_embd': 4,
+    'head_dim': 8,
+    'split': 'generated',
+    'eval_split': 'generated',
+    'n_levels': 20,
+    'eval_games': 4,
+    'n_boxes': 1,
+    'max_moves': 6,
+    'log_interval': 1,
+    'compile': False,
+    'device': 'cpu',
+    'dtype': 'float32',
+    'threads': 1,
+}
 
 
-def test_agent_settings_reach_the_model():
+def train_agent_once(out, monkeypatch, **settings):
+    """Train a small agent for one update of a run of the default length; return its log line and
+    its checkpoint."""
+    monkeypatch.setattr(train_sokoban, 'Stopper', lambda: StopAt(1))
+    argv = arguments(**{**EASY, 'out_dir': out, **settings})
+    assert train_sokoban.main(configure(vars(train_sokoban), argv, quiet=True)) == 143
+    return read_log(out)[1], load_checkpoint(out / LAST)
+
+
+def test_agent_settings_reach_the_model(tmp_path, monkeypatch):
     sizes = {
         'arch': 'convglu',
         'recurrent': False,
@@ -379,8 +397,8 @@ def test_agent_settings_reach_the_model():
         'residual': 'shared',
         'head_dim': 7,
     }
-    assert_settings(vars(agent_run(**sizes).model.config), sizes | {'radius': -1})
-    assert agent_run(arch='convlstm', n_expert=4, radius=2).model.config.radius == 2
+    _, saved = train_agent_once(tmp_path, monkeypatch, **sizes)
+    assert_settings(saved['entries'], sizes | {'radius': -1})
 
 
 def test_initialization_of_agents():
@@ -394,28 +412,24 @@ def test_initialization_of_agents():
     assert agent.logits.weight.abs().max() < 0.02 and not agent.logits.bias.any()
 
 
-def test_updates_of_an_agent():
-    """Adam's rate falls linearly from 4e-4 to 0 over 78,125 updates. Its first step changes entries
-    by at most its rate. A gradient whose norm exceeds 1 is clipped to 1."""
-    run, clipped = agent_run(), set()
-    (group,) = run.optimizer.param_groups
-    assert type(run.optimizer) is torch.optim.Adam
-    assert [id(p) for p in group['params']] == [id(p) for p in run.model.parameters()]
+@pytest.mark.parametrize('value_coef', [1.0, 1e-3])
+def test_first_update_of_an_agent(tmp_path, monkeypatch, value_coef):
+    """Adam's rate starts at 4e-4 and falls linearly to 0. Its first step changes entries by at most
+    its rate. A gradient whose norm exceeds 1 is clipped to 1."""
+    clipped_norms = watch_clipping(monkeypatch, 'clip_grad_norm_')
+    record, saved = train_agent_once(tmp_path, monkeypatch, value_coef=value_coef)
+    assert record['env_steps'] == 640 and saved['boards']['grid'].shape == (32, 100)
+    (group,) = saved['optimizer']['param_groups']
     assert (group['betas'], group['eps'], group['weight_decay']) == ((0.9, 0.999), 1e-6, 0)
-    assert run.env.N == 32 and run.updates == 78125  # 50,000,000 / (32 x 20)
-    for step, rate in ((0, 4e-4), (15625, 3.2e-4), (39000, 2.0032e-4), (62500, 8e-5)):
-        run.step = step
-        run.optimizer.state.clear()
-        with torch.no_grad():  # far off, so that the gradient is clipped
-            run.model.value.bias.fill_(3.0 if step else 0.0)
-        before = [p.detach().clone() for p in run.model.parameters()]
-        stats, games, _ = train_sokoban.update(run, False)
-        assert games.shape == (20, 3, 32)
-        assert group['lr'].item() == pytest.approx(rate, rel=1e-5)
-        clipped_norm = norm_of(p.grad for p in run.model.parameters())
-        assert clipped_norm == pytest.approx(min(1.0, stats['grad_norm']), rel=1e-3)
-        clipped.add(bool(stats['grad_norm'] > 1))
-        pairs = zip(before, run.model.parameters(), strict=True)
-        largest_change = max((old - new).abs().max().item() for old, new in pairs)
-        assert 0.5 < largest_change / rate < 1.01
-    assert True in clipped
+    assert clipped_norms == [pytest.approx(min(1.0, record['grad_norm']), rel=1e-3)]
+    torch.manual_seed(1337)
+    sizes = {name: x for name, x in saved['entries'].items()}
+    before = build_agent(AgentConfig(**sizes)).state_dict()
+    changes = [(before[name] - x).abs().max().item() for name, x in saved['model'].items()]
+    assert 0.5 < max(changes) / 4e-4 < 1.01
+
+
+def test_schedule_of_an_agent(tmp_path):
+    argv = arguments(**{**EASY, 'out_dir': tmp_path, 'total_steps': 4 * 640})
+    assert train_sokoban.main(configure(vars(train_sokoban), argv, quiet=True)) == 0
+    assert [r.get('lr') for r in read_log(tmp_path)[1:]] == pytest.approx([4e-4, 3e-4, 2e-4, 1e-4])
