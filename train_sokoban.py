@@ -134,8 +134,7 @@ FIXED = (
     *('split', 'n_levels', 'n_boxes', 'max_moves', 'env', 'n_envs', 'time_limit', 'unroll'),
     *('seed', 'init_from'),
 )
-STATS = ('loss', 'policy_loss', 'value_loss', 'entropy')
-MOMENTS = ('target_mean', 'target_square', 'advantage_mean', 'advantage_square')
+STATS = ('loss', 'policy_loss', 'value_loss', 'entropy', 'explained_variance')
 
 
 def play_step(boards: SokobanEnv, action: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -195,7 +194,7 @@ def gae(reward: Tensor, done: Tensor, value: Tensor, last: Tensor) -> Tensor:
 
 
 def a2c_loss(batch: dict[str, Tensor], estimate: Callable = gae) -> tuple[Tensor, Tensor]:
-    """Return the loss of a rollout's batch, and the statistics STATS and MOMENTS as one vector."""
+    """Return the loss of a rollout's batch, and the statistics STATS as one vector."""
     logits, value = batch['logits'], batch['value']  # (T, B, 4), (T, B)
     advantage = estimate(batch['reward'], batch['done'], value.detach(), batch['last'])  # (T, B)
     target = advantage + value.detach()
@@ -205,16 +204,8 @@ def a2c_loss(batch: dict[str, Tensor], estimate: Callable = gae) -> tuple[Tensor
     entropy = -(log_pi.exp() * log_pi).sum(-1).mean()
     value_loss = (value - target).square().mean()
     loss = policy_loss + value_coef * value_loss - entropy_coef * entropy
-    moments = [target.mean(), target.square().mean(), advantage.mean(), advantage.square().mean()]
-    return loss, torch.stack([loss, policy_loss, value_loss, entropy, *moments]).detach()
-
-
-def explained_variance(numbers: dict[str, float]) -> float:
-    """Return the share of the variance of the value's targets that the value explains."""
-    variance = numbers['target_square'] - numbers['target_mean'] ** 2
-    # an advantage is target - value
-    unexplained = numbers['advantage_square'] - numbers['advantage_mean'] ** 2
-    return 1 - unexplained / variance if variance > 0 else 0.0
+    explained = 1 - advantage.var() / target.var()  # an advantage is target - value
+    return loss, torch.stack([loss, policy_loss, value_loss, entropy, explained]).detach()
 
 
 def returns_record(since: list, recent: list, step: int) -> dict:
@@ -239,20 +230,17 @@ def returns_record(since: list, recent: list, step: int) -> dict:
 
 
 def progress_line(record: dict) -> str:
-    """Return the line that is printed for a log record. Returns and solve rates are those of the
-    last 100 and, in parentheses, 1,000 episodes."""
-    seconds_left = max(0, total_steps - record['env_steps']) / record['env_steps_per_s']
-
-    def show(name: str, form: str) -> str:
-        return 'n/a' if record[name] is None else format(record[name], form)
-
+    """Return the line that is printed for a log record."""
+    left = max(0, total_steps - record['env_steps']) / record['env_steps_per_s']
+    returns = 'no returns yet'
+    if record['return_1000'] is not None:
+        solved = f'solved {record["solve_rate_100"]:.1%} ({record["solve_rate_1000"]:.1%})'
+        returns = f'return {record["return_100"]:.2f} ({record["return_1000"]:.2f}) | {solved}'
     return (
-        f'{record["env_steps"]:,}/{total_steps:,} | '
-        f'return {show("return_100", ".2f")} ({show("return_1000", ".2f")}) | '
-        f'solved {show("solve_rate_100", ".1%")} ({show("solve_rate_1000", ".1%")}) | '
+        f'{record["env_steps"]:,}/{total_steps:,} | {returns} | '
         f'entropy {record["entropy"]:.3f} | value loss {record["value_loss"]:.3f} | '
-        f'expl. var. {record["explained_variance"]:.2f} | norm {record["grad_norm"]:.2f} | '
-        f'{record["env_steps_per_s"]:,.0f} steps/s | eta {timedelta(seconds=int(seconds_left))}'
+        f'norm {record["grad_norm"]:.2f} | {record["env_steps_per_s"]:,.0f} steps/s | '
+        f'eta {timedelta(seconds=int(left))}'
     )
 
 
@@ -339,7 +327,7 @@ def main(config: Settings) -> int:
     optimizer._warned_capturable_if_run_uncaptured = True
     # The first layer of a non-recurrent agent has empty weights.
     params = [p for p in model.parameters() if p.numel()]
-    grads = Gradients(params, n_extra=len(STATS) + len(MOMENTS) + 1)
+    grads = Gradients(params, n_extra=len(STATS) + 1)
     stats, stop_sum = grads.extra[:-1], grads.extra[-1]  # reduced together with the gradients
 
     # On a GPU the number of kernels decides the time of a step. A CPU gains nothing from compiling
@@ -498,15 +486,14 @@ def main(config: Settings) -> int:
         grads.sum_over_ranks()
         norm = graphed(captured, 'optimizer', optimizer_step)
         values = torch.cat([grads.extra, norm[None]]).tolist()  # the only wait for the device
-        numbers = dict(zip((*STATS, *MOMENTS, 'stop', 'grad_norm'), values, strict=True))
+        numbers = dict(zip((*STATS, 'stop', 'grad_norm'), values, strict=True))
         stop = numbers['stop'] > 0
         if not (math.isfinite(numbers['loss']) and math.isfinite(numbers['grad_norm'])):
             problem = f'the loss is {numbers["loss"]}, the gradient norm {numbers["grad_norm"]}'
             break
         seconds += time.perf_counter() - start
         step += 1
-        numbers['explained_variance'] = explained_variance(numbers)
-        for name in (*STATS, 'grad_norm', 'explained_variance'):
+        for name in (*STATS, 'grad_norm'):
             sums[name] = sums.get(name, 0.0) + numbers[name]
         unread.append(episodes.clone())  # the next replay overwrites it
         if due_to_print():
