@@ -8,14 +8,19 @@ in all.
 
     python sokoban.py --download=True
     python sokoban.py --split=unfiltered-valid --download=True
-    python sweep.py config/study_boxoban.py --run --figure --table
+    python -m paper.sweep study-boxoban --run --workers=2 -- --threads=1
 """
 
-plan = 'sokoban-small'
-width = 0.5  # d = 32
-length = 0.2  # of 50M steps
-only = 'model=convlstm d=32'
-also = 'threads=1'
-seeds = 1
-workers = 2
-out_dir = 'out/study_boxoban'
+from paper.plans import Plan, equal_work, grid
+
+PLAN = Plan(
+    "Study: agents on Boxoban's levels",
+    grid(
+        'train_sokoban.py',
+        cells=equal_work(4, [1, 2, 4]),
+        recurrent=[True, False],
+        seed=[1],
+        n_embd=32,
+        total_steps=10_000_000,
+    ),
+)

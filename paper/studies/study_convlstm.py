@@ -4,14 +4,17 @@ Goal: the paper's agent on easy generated levels, L = 1, 2, 4, 8 at one cost (8 
 in all), three seeds. Expected: undecided, because seeds differ more than depths
 (results/README.md). Hardware and time: two CPU cores, 75 minutes, 24 runs of four to eight minutes.
 
-    python sweep.py config/study_convlstm.py --run --figure --table
+    python -m paper.sweep study-convlstm --run --workers=2 -- --threads=1
 """
 
-plan = 'sokoban-eight'
-base = 'config/convlstm_tiny.py'
-width = 0.1875  # 64 -> 12
-only = 'model=convlstm'
-also = 'threads=1'
-seeds = 3
-workers = 2
-out_dir = 'out/study'
+from paper.plans import Plan, equal_work, grid
+
+PLAN = Plan(
+    'Study: depth of ConvLSTM agents',
+    grid(
+        *('train_sokoban.py', 'config/convlstm_tiny.py'),
+        cells=equal_work(8, [1, 2, 4, 8]),
+        recurrent=[True, False],
+        seed=[1, 2, 3],
+    ),
+)

@@ -1,18 +1,22 @@
 """Study: two agents for the planning probes on a small machine (config/probe_tiny.py).
 
 Goal: recurrent ConvGLU agents of one and of four layers at the small study's budget, 4,000,000
-steps each on its easy levels. Expected: both solve most of their evaluation levels. Hardware and
-time: two CPU cores, forty minutes.
+steps each on its easy levels: a third as many solve a quarter of the levels. Expected: both solve
+most of their evaluation levels. Hardware and time: two CPU cores, forty minutes.
 
-    python sweep.py config/study_probe.py --run
-    python probe_sokoban.py config/probe_tiny.py
+    python -m paper.sweep study-probe --run --workers=2 -- --threads=1
+    python -m paper.probe config/probe_tiny.py out/study-probe/*
 """
 
-plan = 'sokoban-small'
-base = 'config/sokoban_tiny.py'
-width = 0.5  # half the paper's widths: the cost of 4 experts of width 32
-length = 3.5  # 1,152,000 -> 4,032,000 steps: with the former, agents solve a quarter of the levels
-only = 'model=convglu variant=recurrent d=32 L=1,4'
-seeds = 1
-workers = 2
-out_dir = 'out/study_probe'
+from paper.plans import Plan, equal_work, grid
+
+PLAN = Plan(
+    'Study: agents to probe',
+    grid(
+        *('train_sokoban.py', 'config/sokoban_tiny.py'),
+        cells=equal_work(4, [1, 4]),
+        seed=[1],
+        total_steps=4_032_000,
+    ),
+    'python -m paper.probe config/probe_tiny.py out/study-probe/*',
+)
