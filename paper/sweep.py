@@ -77,7 +77,7 @@ def parse() -> argparse.Namespace:
     add('--run', action='store_true', help='start or resume what is not finished')
     add('--workers', type=int, default=0, help='runs at a time; default: one per GPU, one on a CPU')
     add('--gpus_per_run', type=int, default=1, help='more than 1: by torchrun')
-    add('--only', help='a part of the plan: a condition on settings for DataFrame.query')
+    add('--only', help='a part of the plan: a condition on settings, as for DataFrame.query')
     add('--script', help='your copy of the trainer')
     add('--vary', action='append', default=[], metavar='NAME=VALUE,VALUE', help='an axis')
     add('--index', type=int, help='only the run with this number, in array jobs')
@@ -102,11 +102,12 @@ def select(args: argparse.Namespace) -> list[Run]:
     if args.only:
         frame = pandas.DataFrame([{**full_settings(run), 'script': run.script} for run in runs])
         try:
-            runs = [runs[i] for i in frame.query(args.only).index]
+            kept = frame.eval(args.only)
         except BAD_CONDITION as error:
-            raise Mistake(f'--only={args.only!r}: no condition ({first_line(error)})') from None
-        if not runs:
-            raise Mistake(f'--only={args.only!r}: no run of plan {args.plan} fulfills it')
+            raise Mistake(f'--only={args.only!r}: {first_line(error)}') from None
+        if not pandas.api.types.is_bool_dtype(kept) or not kept.any():
+            raise Mistake(f'--only={args.only!r}: is no condition, or no run fulfills it')
+        runs = [run for run, is_kept in zip(runs, kept, strict=True) if is_kept]
     if args.script:
         if len({run.script for run in runs}) > 1:
             raise Mistake(f'--script: plan {args.plan} has two trainers: add --only="arch == ..."')
@@ -278,7 +279,7 @@ def run_all(runs: list[Run], args: argparse.Namespace) -> int:
         print0(f'[{counts.total()}/{len(runs)}] {args.out / run.folder}: {text}')
 
     running = {}  # process: run and GPU
-    stopper, is_due = Stopper(), every(30)
+    stopper, is_due = Stopper(), every(60)
     try:
         while queue or running:
             if stopper.signal is not None:
@@ -293,7 +294,8 @@ def run_all(runs: list[Run], args: argparse.Namespace) -> int:
                 try:
                     if state.startswith('has '):
                         raise Mistake(f'the folder {state}: move it away')
-                    running[start(run, gpus[0], threads, args)] = run, gpus.pop(0)
+                    process = start(run, gpus[0], threads, args)
+                    running[process] = run, gpus.pop(0)
                 except (Mistake, OSError) as error:
                     report(run, f'FAILED: {error}')
             for process in [process for process in running if process.poll() is not None]:
