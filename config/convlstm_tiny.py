@@ -1,4 +1,4 @@
-"""Agent of config/study_convlstm.py: a narrow ConvLSTM on easy levels.
+"""Agent of paper/studies/study_convlstm.py: a narrow ConvLSTM on easy levels.
 
 Goal: easy levels (one box, at most 8 moves), learned within few environment steps, so that a study
 fits on two cores. Expected: it solves three levels in four; a random policy one in thirteen.

@@ -1,4 +1,4 @@
-"""Recurrent language model of the studies on a small machine (config/study_lm.py).
+"""Recurrent language model of the studies on a small machine (paper/studies/study_lm.py).
 
 Goal: the smallest run whose losses still tell depths apart: 1.7M bytes of speeches. Hardware and
 time: one CPU core, six minutes at L = 16. Prepare the data first:

@@ -1,4 +1,4 @@
-"""Non-recurrent language model of the studies on a small machine (config/study_lm.py).
+"""Non-recurrent language model of the studies on a small machine (paper/studies/study_lm.py).
 
 Goal: the counterpart of config/tiny_lm.py at the same FLOPs per byte: 1.7M bytes of speeches.
 Hardware and time: one CPU core, three to six minutes. Prepare the data first:

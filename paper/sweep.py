@@ -33,6 +33,7 @@ from configurator import Mistake, first_line, run_script
 
 import pandas
 import torch
+from filelock import FileLock, Timeout
 
 from common import every, print0
 from paper.plans import (
@@ -46,7 +47,7 @@ from paper.plans import (
     updates,
     vary,
 )
-from run import Stopper, log_of, settings_of
+from run import LOCK, Stopper, log_of, settings_of
 
 # Settings that are not part of a folder's name: they say where things lie, how fast a run is (its
 # results change by rounding only) and what it reports.
@@ -142,12 +143,12 @@ def command_of(run: Run, args: argparse.Namespace) -> list[str]:
 def progress(run: Run, out: Path) -> tuple[str, float, float]:
     """Return the state of a run by its folder, the part of its updates that is done, and their
     seconds. The state is 'done', 'not started', 'STEP of LAST', or that of a folder with another
-    run: 'has NAME = VALUE', the first setting that differs."""
+    run: 'has NAME = VALUE, not VALUE', the first setting that differs."""
     saved, log = settings_of(out / run.folder), log_of(out / run.folder)
     for name, value in {**run.fixed, **run.axes}.items():
         value = list(value) if isinstance(value, tuple) else value  # as in JSON
         if name not in NEUTRAL and value != 'auto' and saved.get(name, value) != value:
-            return f'has {name} = {saved[name]!r}', 0.0, 0.0
+            return f'has {name} = {saved[name]!r}, not {value!r}', 0.0, 0.0
     seconds = next((r['seconds'] for r in reversed(log) if r.get('seconds')), 0.0)
     step, last = log[-1]['step'] if log else 0, updates(full_settings(run))
     if saved.get('finished'):
@@ -222,6 +223,17 @@ def gpus_of_workers(workers: int, gpus_per_run: int) -> list[str]:
     return [groups[i % len(groups)] for i in range(workers or len(groups))]
 
 
+def is_locked(folder: Path) -> bool:
+    """Return whether another process is training in a folder."""
+    if not (folder / LOCK).exists():
+        return False
+    try:
+        with FileLock(folder / LOCK, blocking=False):
+            return False
+    except Timeout:
+        return True
+
+
 def start(run: Run, gpu: str, threads: int, args: argparse.Namespace) -> subprocess.Popen:
     """Start or resume a run. Its stdout.txt gets the command, and what the run prints."""
     command, folder = command_of(run, args), args.out / run.folder
@@ -240,15 +252,15 @@ def start(run: Run, gpu: str, threads: int, args: argparse.Namespace) -> subproc
 
 
 def outcome(process: subprocess.Popen, folder: Path) -> str:
-    """Return what became of a run: 'done', 'in use', or 'FAILED' with the last line that it printed
-    before the report of torchrun, if there is one."""
+    """Return what became of a run: 'done', 'in use' by a process that started at the same time, or
+    'FAILED' with the last line that it printed before the report of torchrun, if there is one."""
     if process.returncode == 0:
         return 'done'
     text = (folder / 'stdout.txt').read_text(encoding='utf-8', errors='replace')
     printed = text.rpartition(shlex.join(process.args))[2]
     printed = re.split('(?m)^.*torch/distributed/elastic', printed)[0].strip()
     line = printed.rpartition('\n')[2] or 'it printed nothing'
-    if 'another run is using it' in line:
+    if 'another run is using it' in printed:
         return 'in use'
     return f'FAILED (exit status {process.returncode}): {line}; see stdout.txt'
 
@@ -292,11 +304,14 @@ def run_all(runs: list[Run], args: argparse.Namespace) -> int:
                 run = queue.pop(0)
                 state = progress(run, args.out)[0]
                 try:
-                    if state.startswith('has '):
-                        raise Mistake(f'the folder {state}: move it away')
-                    process = start(run, gpus[0], threads, args)
-                    running[process] = run, gpus.pop(0)
-                except (Mistake, OSError) as error:
+                    if is_locked(args.out / run.folder):
+                        report(run, 'in use')
+                    elif state.startswith('has '):
+                        report(run, f'FAILED: the folder {state}: move it away')
+                    else:
+                        process = start(run, gpus[0], threads, args)
+                        running[process] = run, gpus.pop(0)
+                except OSError as error:
                     report(run, f'FAILED: {error}')
             for process in [process for process in running if process.poll() is not None]:
                 run, gpu = running.pop(process)

@@ -1,7 +1,6 @@
-"""Test that the trainers follow the paper's recipe: defaults, config files, rows of plans, sizes,
-optimizers, schedules, updates. Every expected value is written here by hand."""
+"""Test that the trainers follow the paper's recipe: defaults, config files, sizes, optimizers,
+schedules, updates (test_plans.py: plans). Every expected value is written here by hand."""
 
-import csv
 import math
 
 import numpy as np
@@ -11,7 +10,6 @@ from processes import ROOT
 from small_runs import StopAt, read_log
 
 import data_fineweb
-import sweep
 import train_lm
 import train_sokoban
 from configurator import Script, configure
@@ -82,16 +80,7 @@ def test_defaults_of_agents():
     assert_settings(defaults_of('train_sokoban.py'), AGENT)
 
 
-# ---- config files and plans ----
-
-LM_CONFIGS = [  # config file, plan, recurrent, L x E, window, block_size
-    ('small_L2', 'lm-small', True, 16, 128, 64),
-    ('small_nonrecurrent_L2', 'lm-small', False, 16, 128, 256),
-    ('small_long_L2', 'lm-small-long', True, 16, 1024, 64),
-    ('small_long_nonrecurrent_L2', 'lm-small-long', False, 16, 1024, 2048),
-    ('medium_L2', 'lm-medium', True, 32, 128, 64),
-    ('medium_nonrecurrent_L2', 'lm-medium', False, 32, 128, 256),
-]
+# ---- config files ----
 
 
 def config_file(name, script):
@@ -100,44 +89,21 @@ def config_file(name, script):
     return {**script.defaults, **script.read_config(ROOT / 'config' / f'{name}.py')}
 
 
-def configs_of(plan, only):
-    """Return {(recurrent, L, E, d): settings} of a plan's runs."""
-    sweep.base_config.cache_clear()
-    sweep.cost_of_cell.cache_clear()
-    configure(vars(sweep), [f'--plan={plan}', f'--only={only}', '--seeds=1'], quiet=True)
-    rows = sweep.plan_rows()
-    return {(row.recurrent, row.L, row.E, row.d): sweep.config_of(row) for row in rows}
-
-
-@pytest.mark.parametrize('name, plan, recurrent, blocks, window, block_size', LM_CONFIGS)
-def test_config_files_of_language_models(name, plan, recurrent, blocks, window, block_size):
-    sizes = {'n_layer': 2, 'n_expert': blocks // 2, 'n_embd': 768, 'out_dir': f'out/{name}'}
+@pytest.mark.parametrize(
+    'name, recurrent, experts, window, block_size',
+    [
+        ('small_L2', True, 16, 128, 64),
+        ('small_nonrecurrent_L2', False, 16, 128, 256),
+        ('small_long_L2', True, 16, 1024, 64),
+        ('small_long_nonrecurrent_L2', False, 16, 1024, 2048),
+        ('medium_L2', True, 32, 128, 64),
+        ('medium_nonrecurrent_L2', False, 32, 128, 256),
+    ],
+)
+def test_config_files_of_language_models(name, recurrent, experts, window, block_size):
+    sizes = {'n_layer': 2, 'n_expert': experts // 2, 'n_embd': 768, 'out_dir': f'out/{name}'}
     variant = {'recurrent': recurrent, 'window': window, 'block_size': block_size}
     assert_settings(config_file(name, 'train_lm.py'), LM | variant | sizes)
-
-
-@pytest.mark.parametrize('name, plan, recurrent, blocks, window, block_size', LM_CONFIGS)
-def test_plans_of_language_models(name, plan, recurrent, blocks, window, block_size):
-    """A plan has the paper's width with every depth that divides the number of blocks L x E."""
-    configs = configs_of(plan, 'd=768')
-    variant = {'recurrent': recurrent, 'window': window, 'block_size': block_size}
-    for L in [L for L in (1, 2, 4, 8, 16, 32) if L <= blocks]:
-        sizes = {'n_layer': L, 'n_expert': blocks // L, 'n_embd': 768}
-        assert_settings(configs[recurrent, L, blocks // L, 768], LM | variant | sizes)
-
-
-@pytest.mark.parametrize('budget', ['small', 'medium', 'large'])
-def test_plans_of_agents(budget):
-    """A plan has all agents whose solve rate is in the paper."""
-    configs = configs_of(f'sokoban-{budget}', 'model=convlstm')
-    with open(ROOT / 'results' / 'paper' / 'sokoban_solve_rates.csv') as file:
-        rows = [row for row in csv.DictReader(file) if row['budget'] == budget]
-    assert len(rows) == 10
-    for row in rows:
-        recurrent = row['variant'] == 'recurrent'
-        L, E, d = (int(row[name]) for name in 'LEd')
-        sizes = {'recurrent': recurrent, 'n_layer': L, 'n_expert': E, 'n_embd': d}
-        assert_settings(configs[recurrent, L, E, d], AGENT | sizes)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from filelock import FileLock
 from processes import ROOT
 from small_runs import AGENT, LM, assert_refused
 
@@ -286,11 +287,20 @@ def test_a_folder_of_another_run_is_not_taken_for_a_result(main, fake, capsys):
     main('fake', '--run')
     fake(n_layer=[1], max_iters=6)
     assert main('fake', '--run') == 1
-    assert f'{folder}: FAILED: the folder has max_iters = 4' in capsys.readouterr().out
+    assert f'{folder}: FAILED: the folder has max_iters = 4, not 6: move' in capsys.readouterr().out
     assert len(log_of(folder)) == 5
 
 
-def test_a_run_that_another_process_uses_is_not_called_failed(main, fake, capsys):
+def test_a_run_that_another_process_uses_is_left_alone(main, fake, capsys):
+    used, done = fake(n_layer=[1, 2])
+    used.mkdir(parents=True)
+    with FileLock(used / '.run'):
+        assert main('fake', '--run') == 0
+    assert f'{used}: in use' in capsys.readouterr().out and is_finished(done)
+    assert [path.name for path in used.iterdir()] == ['.run']
+
+
+def test_a_run_that_another_process_has_just_started_is_not_called_failed(main, fake, capsys):
     used, done = fake(fails=['out: another run is using it (process 3 on host): wait', ''])
     assert main('fake', '--run') == 0
     assert f'{used}: in use' in capsys.readouterr().out and is_finished(done)

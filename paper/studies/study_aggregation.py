@@ -2,7 +2,7 @@
 
 Goal: the four aggregations at L = 2, each at its own learning rate: seed 1 chooses it, three other
 seeds are reported. Expected: differences of about 0.01 nats per byte; the plain mean is the best
-(results/README.md). Hardware and time: two CPU cores, 32 runs of about four minutes.
+(paper/results/README.md). Hardware and time: two CPU cores, 32 runs of about four minutes.
 
     python data_fineweb.py --demo=True --tokenizer=bytes
     python -m paper.sweep study-aggregation --run --workers=2 -- --threads=1

@@ -2,9 +2,9 @@
 
 Goal: L = 1, 2, 4 at one budget (4 experts of width 32) with the paper's recipe, except for its
 length: 10M environment steps, over which the learning rate is annealed. Expected: few levels
-solved; published agents of one layer solve 0.4% after 10M steps (results/paper). Hardware and time:
-CPU cores, six runs of 2.2 to 6 hours of one core each, estimated from their first steps; 26 hours
-in all.
+solved; published agents of one layer solve 0.4% after 10M steps (paper/results/paper). Hardware and
+time: CPU cores, six runs of 2.2 to 6 hours of one core each, estimated from their first steps; 26
+hours in all.
 
     python sokoban.py --download=True
     python sokoban.py --split=unfiltered-valid --download=True

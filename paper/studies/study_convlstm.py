@@ -2,7 +2,8 @@
 
 Goal: the paper's agent on easy generated levels, L = 1, 2, 4, 8 at one cost (8 experts of width 12
 in all), three seeds. Expected: undecided, because seeds differ more than depths
-(results/README.md). Hardware and time: two CPU cores, 75 minutes, 24 runs of four to eight minutes.
+(paper/results/README.md). Hardware and time: two CPU cores, 75 minutes, 24 runs of four to eight
+minutes.
 
     python -m paper.sweep study-convlstm --run --workers=2 -- --threads=1
 """

@@ -3,7 +3,8 @@
 Goal: all experts start equal, so s is sqrt(E) times as large as the embedding z at the start. Does
 it help the wide, shallow models to start with b = sqrt(E) instead of 1? L = 1 and 2, 7.05M bytes,
 each at its own learning rate: seed 1 chooses it, three other seeds are reported. Expected: no gain
-(results/README.md). Hardware and time: CPU cores, 32 runs of 7 to 10 minutes of one core each.
+(paper/results/README.md). Hardware and time: CPU cores, 32 runs of 7 to 10 minutes of one core
+each.
 
     python data_fineweb.py --demo=True --tokenizer=bytes
     python -m paper.sweep study-init-b --run --workers=2 -- --threads=1

@@ -3,8 +3,8 @@
 Goal: the paper's question at 430,000 parameters: L = 1 to 16 layers at one budget (16 experts of
 width 48), 7.05M bytes, each L with its own learning rate. Seed 1 tries the rate that was the best,
 half of it and twice as much; three further seeds at the best rate are reported. Expected: the best
-L is 2 or 4 with recurrence and 8 without (results/README.md). Hardware and time: CPU cores, 60 runs
-of 4 to 25 minutes of one core each.
+L is 2 or 4 with recurrence and 8 without (paper/results/README.md). Hardware and time: CPU cores,
+60 runs of 4 to 25 minutes of one core each.
 
     python data_fineweb.py --demo=True --tokenizer=bytes
     python -m paper.sweep study-lm --run --workers=2 -- --threads=1

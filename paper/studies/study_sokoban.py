@@ -2,7 +2,8 @@
 
 Goal: ConvGLU agents on easy generated levels, L = 1, 2, 4 at one budget (4 experts of width 32),
 three seeds. Expected: returns between -2 and 2, all still climbing: 1.2M steps are few
-(results/README.md). Hardware and time: two CPU cores, 18 runs of eight minutes, two at a time.
+(paper/results/README.md). Hardware and time: two CPU cores, 18 runs of eight minutes, two at a
+time.
 
     python -m paper.sweep study-sokoban --run --workers=2 -- --threads=1
 """
