@@ -61,6 +61,8 @@ BAD_CONDITION = (NameError, SyntaxError, ValueError, TypeError, LookupError, Att
 
 
 class Parser(argparse.ArgumentParser):
+    """A parser that reports a mistake in one line."""
+
     def error(self, message: str) -> None:
         raise Mistake(f'{message}: --help lists the arguments')
 
@@ -115,13 +117,13 @@ def select(args: argparse.Namespace) -> list[Run]:
         if not os.path.isfile(args.script):
             raise Mistake(f'--script={args.script}: there is no such file')
         runs = [run._replace(script=os.path.abspath(args.script)) for run in runs]
-    for argument in [f'--{axis}' for axis in args.vary] + args.settings:
+    varied = [(f'--{argument}', True) for argument in args.vary]
+    for argument, is_axis in varied + [(argument, False) for argument in args.settings]:
         given = re.fullmatch(r'--(\w+)=(.*)', argument, re.DOTALL)
         if given is None or given[1] in OF_A_SWEEP:
             expected = '--vary=NAME=VALUE,VALUE, and --NAME=VALUE after --'
             raise Mistake(f'{argument!r}: expected {expected}; --out names the folder of all runs')
         name, text = given.groups()
-        is_axis = argument not in args.settings
         # a comma in parentheses, as in (0.8, 0.95), does not separate values
         values = re.split(r',(?![^(]*\))', text) if is_axis else [text]
         runs = vary(runs, name, values, in_name=is_axis or name not in NEUTRAL)
@@ -326,9 +328,11 @@ def run_all(runs: list[Run], args: argparse.Namespace) -> int:
         for process in running:  # after a second ctrl-C; torchrun must live to end its ranks
             process.kill() if args.gpus_per_run == 1 else process.terminate()
     if stopper.signal is not None:
-        print0('stopped, and the runs have saved: the same line resumes them')
+        print0('stopped; the runs that were training have saved: the same line resumes them')
         return 128 + stopper.signal
     print0(', '.join(f'{n} {state}' for state, n in counts.items() if n))
+    if counts['done'] == len(runs):
+        print0(f'figures and tables: {drawing(args.plan, args.out)}')
     return int(counts['FAILED'] > 0)
 
 
