@@ -1,829 +1,545 @@
+"""Draw the paper's figures and write its tables from the folders of finished runs.
+
+    python -m paper.figures out/lm-small                              # all that fits these runs
+    python -m paper.figures out/sokoban-* --figure=saturation         # one figure over three plans
+    python -m paper.figures out/sokoban-large --levels=unfiltered-test      # and its solve rates
+
+For another figure read the same frame, for example in a notebook in the project's root:
+
+    from paper.figures import curves, runs
+    frame = runs('out/lm-small')  # one row per run: settings, last and best values
+    frame.pivot_table('loss', 'n_layer', 'kind').plot()
+
+Each figure is a function of such a frame, and returns a figure of matplotlib. `model`, `plan` (the
+folder that holds the run) and `kind` (recurrent or not) name what is compared; a setting that
+differs between runs of equal size and seed is an ablation; the learning rate is tuned first.
+
+A language model is judged by `loss`, its last validation loss, an agent by `return`, the mean over
+the episodes of its last updates (see judged_return). Colors are those of Okabe and Ito, which
+color-blind readers can tell apart; lines also differ in their markers.
 """
-Draw figures and write tables from the logs of runs.
 
-For sweep.py: figures and tables of a plan. Its runs are a list of (Row, log), where a log is the
-list of the records in log.jsonl. For the trainers: the curves of one run. As a script: the solve
-rates of Sokoban agents by environment steps, beside those of published agents:
-
-$ python figures.py --solve_rates='out/sokoban_*'     # writes out/solve_rates.png, svg, csv and md
-
-report.py writes a page about a run or a sweep.
-
-A language model's run is judged by its last validation loss (nats per token or byte; lower is
-better), a Sokoban run by the mean of its last five logged episodic returns (higher is better).
-Error bars are one standard deviation over seeds, or one standard error where the figure says so.
-Colors are those of Okabe and Ito, which color-blind readers can tell apart; lines also differ in
-their markers.
-"""
-
-import glob
-import json
+import argparse
+import io
 import math
 import os
-import statistics
 import textwrap
-from collections.abc import Callable, Iterable
-from functools import partial
-from operator import attrgetter
+import zlib
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
 
-from configurator import Mistake, configure, first_line, run_script
-from files import read_json, write_atomic, write_text
+from configurator import Mistake, run_script
 
-from common import need_packages
+import matplotlib
+import numpy as np
+import pandas
+from matplotlib.figure import Figure
+from pandas import DataFrame, Series
 
-# fmt: off
-solve_rates = ''               # folders of Sokoban runs, or patterns, separated by commas
-reference = 'results/paper'    # folder with published results to show beside them; '': none
-out_dir = 'out'                # folder for the figure and the table
-# fmt: on
+from common import attempt, pick_device
+from convlstm import load_agent
+from files import read_json, write_atomic, write_json, write_text
+from hub import export_in, sizes_in
+from run import log_of, settings_of
+from sokoban import TIME_LIMIT, evaluate, load_levels
 
-# matplotlib and pandas are imported by the functions that need them: training works without
-if TYPE_CHECKING:
-    from types import ModuleType
-
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
+PUBLISHED = Path(__file__).with_name('results') / 'paper'  # results of the paper and of others
+MODELS = {'experts': 'Transformer', 'convlstm': 'ConvLSTM', 'convglu': 'ConvGLU', 'lstm': 'LSTM'}
+SIZES = {'n_layer': 'L', 'n_expert': 'E', 'n_embd': 'd'}
+CELL = ['model', 'plan', 'kind', *SIZES]  # runs that agree in these differ in settings or seed
+# Columns that are no settings; neither are last_... and best_...
+NO_SETTINGS = (
+    'folder loss return step seconds finished seed out_dir resume overwrite script command commit '
+    'torch device_name world rows changes'
+).split()
+# The value with which an ablation compares the others, where it is not the first.
+REFERENCE = {'aggregation': 'sqrt_sum', 'share_kv': True, 'radius': 7, 'residual': 'expert'}
 COLORS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000')
 MARKERS = 'osD^vPX'
-# titles of the models of plans, and of the values of the setting `arch`
-MODELS = {'transformer': 'Transformer', 'convlstm': 'ConvLSTM', 'convglu': 'ConvGLU'}
-ARCHITECTURES = MODELS | {'experts': 'Parallel-Experts Transformer', 'lstm': 'LSTM'}
-# keys of a log whose values must be finite numbers or null
-NUMBERS = ('seconds', 'tokens', 'env_steps', 'val_loss', 'episodic_return', 'return_1000')
-# labels of axes
-SIZES = {'L': 'layers L', 'E': 'experts E per layer', 'd': 'width d'}
-SETTINGS = {'radius': 'radius r: preceding experts that each expert reads'}
-STANDARD_ERROR = 'bars: one standard error'
-STANDARD_DEVIATION = 'bars: one standard deviation'
-TEST_SPLIT = 'unfiltered-test'  # the split of all published solve rates
-
-
-# ----------------------------------------------------------------------------- runs and logs
-
-
-def variant_of(recurrent: bool) -> str:
-    """Return the name of a variant in tables and figures."""
-    return 'recurrent' if recurrent else 'non-recurrent'
-
-
-def unit_of(configs: Iterable[dict]) -> str:
-    """Return what the language models with these settings read: 'byte' or 'token'."""
-    return 'byte' if any(c.get('tokenizer') == 'bytes' for c in configs) else 'token'
-
-
-class Row(NamedTuple):
-    """One run of a plan."""
-
-    model: str  # 'transformer', 'convlstm' or 'convglu'
-    recurrent: bool
-    budget: str  # 'small', ...
-    L: int
-    E: int
-    d: int
-    overrides: tuple[tuple[str, object], ...] = ()  # further settings: ((name, value), ...)
-    seed: int = 1
-
-    @property
-    def is_text(self) -> bool:
-        return self.model == 'transformer'
-
-    @property
-    def script(self) -> str:
-        return 'train_lm.py' if self.is_text else 'train_sokoban.py'
-
-    @property
-    def variant(self) -> str:
-        return variant_of(self.recurrent)
-
-    @property
-    def name(self) -> str:
-        """Return the name of the run's folder."""
-        variant = self.variant.replace('-', '')
-        overrides = ''.join(f'_{k}-{v}' for k, v in self.overrides)
-        return f'{self.model}_{variant}_L{self.L}_E{self.E}_d{self.d}{overrides}_s{self.seed}'
-
-    @property
-    def cell(self) -> 'Row':
-        """Return the row with seed 0, which the runs of all seeds have in common."""
-        return self._replace(seed=0)
-
-
-class Summary(NamedTuple):
-    """Values over n seeds. error: their standard deviation, or the mean's standard error; NaN for
-    one seed."""
-
-    mean: float
-    error: float
-    n: int
-
-
-def read_log(folder: str | os.PathLike) -> list[dict]:
-    """Return the records of folder/log.jsonl. A last line without an end is left out, because it is
-    still being written.
-
-    Raises Mistake for a line that is no record, OSError if the file cannot be read.
-    """
-    path = Path(folder, 'log.jsonl')
-    records = []
-    for number, line in enumerate(path.read_bytes().split(b'\n')[:-1], 1):
-        try:
-            record = json.loads(line)
-            if type(record['step']) is not int:
-                raise ValueError('step is not an integer')
-            if not all(x is None or math.isfinite(x) for x in map(record.get, NUMBERS)):
-                raise ValueError('a number is not finite')
-        except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
-            raise Mistake(f'{path}:{number}: not a line of a log ({first_line(error)})') from None
-        records.append(record)
-    return records
-
-
-def import_pandas() -> 'ModuleType':
-    need_packages(pandas=True)
-    import pandas
-
-    return pandas
-
-
-def read_csv(path: str | os.PathLike) -> list[dict[str, str]]:
-    """Return the rows of a CSV file, with all values as text."""
-    table = import_pandas().read_csv(path, dtype=str, keep_default_na=False)
-    return table.to_dict('records')
-
-
-# ----------------------------------------------------------------------------- values
-
-
-def run_value(log: list[dict]) -> float | None:
-    """Return the value that a finished run is judged by (see above), None if the log has none."""
-    returns = [r['episodic_return'] for r in log if r.get('episodic_return') is not None]
-    return statistics.fmean(returns[-5:]) if returns else log[-1].get('val_loss')
-
-
-def summarize(values: list[float]) -> Summary:
-    """Return mean, standard deviation (N - 1; NaN for one value) and N."""
-    deviation = statistics.stdev(values) if len(values) > 1 else math.nan
-    return Summary(statistics.fmean(values), deviation, len(values))
-
-
-def group_by(points: dict, key: Callable) -> dict:
-    """Return {key(row): {row: x}} for points {row: x}, in the order of the points."""
-    groups = {}
-    for row, x in points.items():
-        groups.setdefault(key(row), {})[row] = x
-    return groups
-
-
-def summarize_cells(runs: list) -> dict[Row, Summary]:
-    """Return {cell: Summary over its seeds} of finished runs, in the order of the runs."""
-    values = {}
-    for row, log in runs:
-        values.setdefault(row.cell, []).append(run_value(log))
-    return {row: summarize(x) for row, x in values.items()}
-
-
-def best_cell(points: dict[Row, Summary]) -> Row:
-    """Return the cell with the best mean among those with the most seeds.
-
-    A cell with fewer seeds than others could win by one lucky seed.
-    """
-    most = max(point.n for point in points.values())
-    complete = [row for row, point in points.items() if point.n == most]
-    return min(complete, key=lambda row: points[row].mean * (1 if row.is_text else -1))
-
-
-def without_setting(row: Row, name: str) -> Row:
-    """Return the row without its setting `name`."""
-    return row._replace(overrides=tuple((k, v) for k, v in row.overrides if k != name))
-
-
-def runs_at_best(runs: list, name: str) -> list:
-    """Return the runs of the best cells: one of each group that differs only in setting `name`."""
-    groups = group_by(summarize_cells(runs), partial(without_setting, name=name))
-    best = [best_cell(points) for points in groups.values()]
-    return [(row, log) for cell in best for row, log in runs if row.cell == cell]
-
-
-def with_standard_errors(points: dict) -> dict:
-    """Return the points with standard errors in place of standard deviations."""
-    return {x: Summary(mean, error / math.sqrt(n), n) for x, (mean, error, n) in points.items()}
-
-
-def saturation(points: dict[Row, Summary]) -> dict[int, Summary]:
-    """Return {L: mean, standard error and N of the best cell with at most L layers}."""
-    curve = {}
-    for L in sorted({row.L for row in points}):
-        candidates = {row: point for row, point in points.items() if row.L <= L}
-        curve[L] = points[best_cell(candidates)]
-    return with_standard_errors(curve)
-
-
-def differences(points: dict, default: object) -> dict:
-    """Return {x: mean minus the mean at `default`, standard error of the difference, N}.
-
-    Seeds count as independent. At `default` itself the difference is 0, without an error.
-    """
-    points = with_standard_errors(points)
-    base = points[default]
-    out = {
-        x: Summary(mean - base.mean, math.hypot(error, base.error), n)
-        for x, (mean, error, n) in points.items()
-    }
-    return out | {default: Summary(0.0, math.nan, base.n)}
-
-
-def variant_name(text: str) -> str:
-    """Return the name of a variant that published tables and old files call 'feedforward' or
-    'nonrecurrent'."""
-    return 'non-recurrent' if text in ('feedforward', 'nonrecurrent') else text
-
-
-def paper_cells(reference: str, points: Iterable[Row]) -> dict[Row, Summary]:
-    """Return the paper's returns for the variants and budgets of our cells, {} if it has none.
-
-    reference: the folder with its tables, '' for none.
-    """
-    known = {(row.model, row.recurrent, row.budget) for row in points if not row.overrides}
-    out = {}
-    for r in read_csv(os.path.join(reference, 'sokoban_returns.csv')) if reference else ():
-        row = Row(
-            model='convlstm',
-            recurrent=r['variant'] == 'recurrent',
-            budget=r['budget'],
-            L=int(r['L']),
-            E=int(r['E']),
-            d=int(r['d']),
-            seed=0,
-        )
-        if (row.model, row.recurrent, row.budget) in known:
-            deviation = math.sqrt(float(r['variance']))
-            out[row] = Summary(float(r['mean_return']), deviation, int(r['n_seeds']))
-    return out
-
-
-# ----------------------------------------------------------------------------- drawing
-
-
-def new_figure(columns: int, height: float = 2.8, sharey: bool = True, width: float = 3.4) -> tuple:
-    """Return a figure and its row of panels. height, width: of a panel, in inches; the default is
-    about the width of a column of a paper."""
-    import matplotlib
-
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
-
-    plt.rc('font', size=8)
-    plt.rc('axes', titlesize=8, grid=True, axisbelow=True)
-    plt.rc('grid', alpha=0.3)
-    plt.rc('legend', fontsize=7, frameon=False)
-    plt.rc('figure', titlesize=9)
-    plt.rc('svg', hashsalt='figures', fonttype='none')  # the same runs give the same file
-    figure, panels = plt.subplots(
-        1,
-        columns,
-        figsize=(width * columns, height),
-        layout='constrained',
-        sharey=sharey,
-        squeeze=False,
-    )
-    return figure, panels[0]
-
-
-def set_title(figure: 'Figure', title: str, note: str = '') -> None:
-    """Set the figure's title, and a note on a new line below it. Both are wrapped so that they fit
-    the figure's width."""
-    limit = 0.96 * figure.bbox.width
-    title = title.replace(' = ', '\xa0=\xa0')  # 'L = 2' stays on one line
-    # from about 18 characters per inch, shorten the lines until they fit
-    for characters in range(int(18 * figure.get_figwidth()), 8, -2):
-        lines = textwrap.wrap(title, characters) + textwrap.wrap(note, characters)
-        text = figure.suptitle('\n'.join(lines))
-        if text.get_window_extent(figure.canvas.get_renderer()).width <= limit:
-            break
-
-
-def finish_figure(figure: 'Figure', title: str, note: str = '') -> 'Figure':
-    """Set the title, draw one legend for all panels below them, and return the figure."""
-    handles = {}
-    for axes in figure.axes:
-        lines, labels = axes.get_legend_handles_labels()
-        handles |= dict(zip(labels, lines, strict=True))
-    if handles:
-        longest = max(map(len, handles))
-        # about 17 characters per inch, of which a line and the space around a label take 8
-        columns = int(17 * figure.get_figwidth() / (8 + longest))
-        columns = max(1, min(len(handles), columns))
-        figure.legend(handles.values(), handles, loc='outside lower center', ncols=columns)
-    set_title(figure, title, note)
-    return figure
-
-
-def save_figure(
-    figure: 'Figure', folder: str, name: str, forms: tuple[str, ...] = ('png', 'svg')
-) -> list[str]:
-    """Write folder/name in every form, close the figure and return the paths."""
-    import matplotlib.pyplot as plt
-
-    paths = [os.path.join(folder, f'{name}.{form}') for form in forms]
-    for path, form in zip(paths, forms, strict=True):
-        options = {'dpi': 200} if form == 'png' else {'metadata': {'Date': None}}
-        write_atomic(path, partial(figure.savefig, format=form, **options))
-    plt.close(figure)
-    return paths
-
-
-def percent_axis(axis: object) -> None:
-    """Label an axis of fractions in percent, with one decimal if it spans less than 5%."""
-    from matplotlib.ticker import PercentFormatter
-
-    low, high = axis.get_view_interval()
-    axis.set_major_formatter(PercentFormatter(1, decimals=0 if high - low >= 0.05 else 1))
-
-
-def draw_line(
-    axes: 'Axes', points: dict, i: int, label: str, published: bool = False, **style: object
-) -> None:
-    """Draw points {x: Summary} with error bars, in the color and marker of line number i. Published
-    results are dashed and have hollow markers."""
-    xs = sorted(points)
-    every = max(1, len(xs) // 8)
-    options = {
-        'color': COLORS[i % len(COLORS)],
-        'marker': MARKERS[i % len(MARKERS)],
-        'ms': 4,
-        'lw': 1.2,
-        'capsize': 2,
-        'markevery': every,
-        'errorevery': every,
-    }
-    if published:
-        options |= {'ls': '--', 'mfc': 'white', 'alpha': 0.7}
-    options |= style
-    means = [points[x].mean for x in xs]
-    errors = [points[x].error for x in xs]
-    has_errors = not all(map(math.isnan, errors))
-    axes.errorbar(xs, means, yerr=errors if has_errors else None, label=label, **options)
-
-
-class Line(NamedTuple):
-    """A line of a chart; the arguments of draw_line."""
-
-    points: dict  # {x: Summary}
-    i: int
-    label: str
-    published: bool = False
-
-
-def line_chart(
-    panels: dict[str, list[Line]], xlabel: str, ylabel: str, title: str, note: str
-) -> 'Figure':
-    """Return a figure with a panel for each {title: lines}, with a logarithmic x axis."""
-    figure, row = new_figure(len(panels))
-    for axes, (name, lines) in zip(row, panels.items(), strict=True):
-        for line in lines:
-            draw_line(axes, *line)
-        xs = sorted({x for line in lines for x in line.points})
-        axes.set_xscale('log', base=2)
-        axes.set_xticks(xs, map(str, xs))
-        axes.minorticks_off()
-        axes.set(title=name, xlabel=xlabel)
-    row[0].set_ylabel(ylabel)
-    return finish_figure(figure, title, note)
-
-
-# ----------------------------------------------------------------------------- figures of a plan
-
-
-def size_figure(
-    points: dict[Row, Summary], sizes: str, reference: str, title: str, label: str
-) -> 'Figure':
-    """Return a figure of the value by one size, with a line for each value of a second size and a
-    panel for each variant. sizes: the two letters, such as 'Ld' for the value by L with a line for
-    each d."""
-    x, line_size = sizes
-    panels = {}
-    for variant, ours in group_by(points, attrgetter('variant')).items():
-        paper = paper_cells(reference, ours)
-        values = sorted({getattr(row, line_size) for row in (*ours, *paper)})
-        panels[variant] = []
-        for source, suffix in ((ours, ''), (paper, ', paper')):
-            for size, cells in sorted(group_by(source, attrgetter(line_size)).items()):
-                line = Line(
-                    points={getattr(row, x): point for row, point in cells.items()},
-                    i=values.index(size),
-                    label=f'{line_size} = {size}{suffix}',
-                    published=source is paper,
-                )
-                panels[variant].append(line)
-    return line_chart(panels, SIZES[x], label, title, STANDARD_DEVIATION)
-
-
-def saturation_figure(
-    points: dict[Row, Summary], lines: str, reference: str, title: str, label: str
-) -> 'Figure':
-    """Return a figure of the best value with at most L layers, ours and the paper's, with a line
-    for each variant (lines = 'variant'), or a panel for each variant and a line for each budget
-    (lines = 'budget')."""
-    keys = list(group_by(points, attrgetter(lines)))
-    panels = {}
-    by_panel = group_by(points, attrgetter('variant')) if lines == 'budget' else {'': points}
-    for panel, cells in by_panel.items():
-        panels[panel] = []
-        for key, part in group_by(cells, attrgetter(lines)).items():
-            name = f'{key} budget' if lines == 'budget' else key
-            panels[panel].append(Line(saturation(part), keys.index(key), name))
-            if paper := paper_cells(reference, part):
-                line = Line(saturation(paper), keys.index(key), f'{name}, paper', published=True)
-                panels[panel].append(line)
-    return line_chart(panels, 'at most L layers', f'best {label}', title, STANDARD_ERROR)
-
-
-def mean_curve(logs: list[list[dict]], x: str, y: str) -> dict[float, Summary]:
-    """Return {x in millions: Summary of y over the logs} at the values of x that all logs have."""
-    pandas = import_pandas()
-    curves = [pandas.DataFrame(log).reindex(columns=[x, y]).dropna().astype(float) for log in logs]
-    found = pandas.concat(curves).groupby(x)[y].agg(['mean', 'std', 'count'])
-    found = found[found['count'] == len(logs)]
-    return {at / 1e6: Summary(mean, std, int(n)) for at, mean, std, n in found.itertuples()}
-
-
-def curve_figure(
-    runs: list, points: dict[Row, Summary], title: str, label: str, token: str
-) -> 'Figure':
-    """Return a figure of loss or return over training data, for the best allocation of each variant
-    and L.
-
-    A loss is drawn over the last three quarters of training, because the first values would flatten
-    all differences.
-    """
-    is_text = next(iter(points)).is_text
-    x, y = ('tokens', 'val_loss') if is_text else ('env_steps', 'return_1000')
-    variants = group_by(points, attrgetter('variant'))
-    figure, panels = new_figure(len(variants), 3.2)
-    for axes, (variant, cells) in zip(panels, variants.items(), strict=True):
-        for i, (_, part) in enumerate(sorted(group_by(cells, attrgetter('L')).items())):
-            row = best_cell(part)
-            curve = mean_curve([log for run, log in runs if run.cell == row], x, y)
-            if is_text:
-                start = max(curve, default=0) / 4
-                curve = {at: point for at, point in curve.items() if at >= start}
-            draw_line(axes, curve, i, f'L = {row.L}, E = {row.E}, d = {row.d}')
-        unit = f'{token}s' if is_text else 'environment steps'
-        axes.set(title=variant, xlabel=f'{unit} (millions)')
-        # a legend for each panel: the allocations differ between them
-        axes.legend(loc='upper center', bbox_to_anchor=(0.5, -0.22), ncols=2)
-    panels[0].set_ylabel(label if is_text else 'return, mean of 1,000 episodes')
-    set_title(figure, title, STANDARD_DEVIATION)
-    return figure
-
-
-def ablation_figure(
-    points: dict[Row, Summary], values: list, default: tuple, title: str, label: str
-) -> 'Figure':
-    """Return a figure of the value by a setting, with a line for each cell, and beside it the
-    difference from the value at the default. values, default: in the form of Row.overrides."""
-    figure, panels = new_figure(2, 3.4, sharey=False)
-    cells = group_by(points, lambda row: row._replace(overrides=()))
-    for i, (cell, part) in enumerate(cells.items()):
-        shift = 0.06 * i  # so that error bars do not cover each other
-        by_value = {values.index(row.overrides) + shift: point for row, point in part.items()}
-        name = f'{cell.variant}, L = {cell.L}, E = {cell.E}, d = {cell.d}'
-        draw_line(panels[0], with_standard_errors(by_value), i, name)
-        if (x := values.index(default) + shift) in by_value:
-            draw_line(panels[1], differences(by_value, x), i, name)
-    setting, default_value = default[0]
-    for axes in panels:
-        axes.set_xticks(range(len(values)), [str(value[0][1]) for value in values])
-        axes.set_xlim(-0.5, len(values) - 0.5)
-        axes.set_xlabel(SETTINGS.get(setting, setting.replace('_', ' ')))
-    panels[0].set_ylabel(label)
-    panels[1].set_ylabel(f'{label.partition(" (")[0]} minus that of {default_value}')
-    panels[1].axhline(0, color='black', lw=0.6)
-    return finish_figure(figure, title, STANDARD_ERROR)
-
-
-def draw_plan(
-    plan: str,
-    changes: str,
-    rows: list[Row],
-    runs: list,
-    token: str,
-    reference: str,
-    folder: str,
-) -> list[str]:
-    """Draw all figures of a plan from its finished runs and return their paths.
-
-    changes: from sweep.changes_of_plan. token: what a language model reads, 'token' or 'byte'. For
-    a plan of several budgets the figure is the saturation of all of them.
-    """
-    paths = []
-    for model, points in group_by(summarize_cells(runs), attrgetter('model')).items():
-        seeds = sorted({point.n for point in points.values()})
-        count = f'{seeds[0]} to {seeds[-1]}' if len(seeds) > 1 else f'{seeds[0]}'
-        title = f'{MODELS[model]}, {plan.replace("-", " ")}{changes}, {count} seed'
-        if seeds[-1] > 1:
-            title += 's'
-        row = next(iter(points))
-        label = f'validation loss (nats per {token})' if row.is_text else 'return'
-        budgets = {row.budget for row in rows if row.model == model}
-        figures = {}
-        if len(budgets) > 1 and not row.overrides:
-            figures['budgets'] = saturation_figure(points, 'budget', reference, title, label)
-        elif plan.startswith('scaling'):
-            figures['scaling'] = size_figure(points, 'EL', '', title, label)
-        elif row.overrides:
-            values = list(dict.fromkeys(row.overrides for row in rows if row.model == model))
-            # the default is the first value, or for the radius the last: every expert reads all
-            default = values[-1 if plan == 'communication' else 0]
-            figures['ablation'] = ablation_figure(points, values, default, title, label)
-        else:
-            figures['allocations'] = size_figure(points, 'Ld', reference, title, label)
-            figures['saturation'] = saturation_figure(points, 'variant', reference, title, label)
-            figures['curves'] = curve_figure(runs, points, title, label, token)
-        for name, figure in figures.items():
-            paths += save_figure(figure, folder, f'{name}_{model}')
-    return paths
-
-
-# ----------------------------------------------------------------------------- tables
-
-
-def format_number(x: object) -> str:
-    """Return a float with five significant digits, '' for NaN and None, and str(x) otherwise."""
-    if isinstance(x, float):
-        return '' if math.isnan(x) else f'{x:.5g}'
-    return '' if x is None else str(x)
-
-
-def markdown(lines: list[list[str]]) -> str:
-    """Return a Markdown table; the first line holds the headings."""
-    head, *body = (f'| {" | ".join(line)} |\n' for line in lines)
-    return ''.join([head, '| --- ' * len(lines[0]) + '|\n', *body])
-
-
-def write_table(rows: list[dict], folder: str, name: str) -> list[str]:
-    """Write rows as name.csv and name.md and return the paths.
-
-    The columns are the keys of the first row. A value that another row lacks stays empty.
-    """
-    table = import_pandas().DataFrame(rows, columns=list(rows[0]), dtype=object)
-    table = table.map(format_number)
-    paths = [os.path.join(folder, f'{name}.csv'), os.path.join(folder, f'{name}.md')]
-    write_text(table.to_csv(index=False, lineterminator='\n'), paths[0])
-    write_text(markdown([list(table), *table.values.tolist()]), paths[1])
-    return paths
-
-
-def cell_fields(rows: Iterable[Row]) -> dict[Row, dict]:
-    """Return {cell: fields that name it in a table}.
-
-    Every further setting of one of the cells has a column of its own.
-    """
-    names = dict.fromkeys(name for row in rows for name, _ in row.overrides)
-    fields = {}
-    for row in rows:
-        fields[row] = {name: getattr(row, name) for name in ('variant', 'budget', 'L', 'E', 'd')}
-        fields[row] |= {name: str(dict(row.overrides).get(name, '')) for name in names}
-    return fields
-
-
-def write_value_tables(runs: list, reference: str, folder: str, tuned: str) -> list[str]:
-    """Write mean, variance (N - 1) and number of seeds of every cell beside the paper's values, one
-    table for each model, and return the paths.
-
-    tuned: name of the tuned setting, which the paper's cells do not have; '' for none.
-    """
-    paths = []
-    for model, points in group_by(summarize_cells(runs), attrgetter('model')).items():
-        paper = paper_cells(reference, [without_setting(row, tuned) for row in points])
-        rows = []
-        for row, fields in cell_fields(points).items():
-            mean, deviation, n = points[row]
-            name = 'mean_loss' if row.is_text else 'mean_return'
-            rows.append({**fields, name: mean, 'variance': deviation**2, 'n_seeds': n})
-            if paper:
-                cell = paper.get(without_setting(row, tuned), Summary(math.nan, math.nan, 0))
-                rows[-1] |= {'paper_mean': cell.mean, 'paper_variance': cell.error**2}
-        paths += write_table(rows, folder, f'table_{model}')
-    return paths
-
-
-def write_solve_table(
-    rates: dict[Row, list[float]], levels: str, reference: str, folder: str, tuned: str
-) -> list[str]:
-    """Write the solve rates of cells, in a table for each model, and return the paths.
-
-    rates: {cell: [solve rate of each seed]} on the split `levels` ('': the runs' evaluation
-    levels). On TEST_SPLIT, rows of the paper (for the same variants and budgets) and of published
-    agents follow. tuned: as in write_value_tables.
-    """
-    column = f'{(levels or "evaluation_levels").replace("-", "_")}_percent'
-    paths = []
-    for model, cells in group_by(rates, attrgetter('model')).items():
-        rows = []
-        for row, fields in cell_fields(cells).items():
-            mean, deviation, n = summarize([100 * rate for rate in rates[row]])
-            rows.append({**fields, column: mean, 'std': deviation, 'n_seeds': n})
-        known = {
-            (row.model, row.recurrent, row.budget)
-            for row in cells
-            if not without_setting(row, tuned).overrides
-        }
-        if levels == TEST_SPLIT and reference:
-            for r in read_csv(os.path.join(reference, 'sokoban_solve_rates.csv')):
-                cell = ('convlstm', r['variant'] == 'recurrent', r['budget'])
-                if cell in known or not r['budget']:  # published agents have no budget
-                    rows.append(r | {'variant': f'{variant_name(r["variant"])}, paper'})
-            for r in published_agents(reference):
-                if r['env_steps'] in (10_014_720, 50_073_600):
-                    name = f'{r["agent"]}, {r["env_steps"] / 1e6:.0f}M, published'
-                    rates_percent = {column: 100 * r['solve_rate'], 'n_seeds': r['seeds']}
-                    rows.append({'variant': name, **rates_percent})
-        paths += write_table(rows, folder, f'solve_{model}')
-    return paths
-
-
-# ----------------------------------------------------------------------------- solve rates
-
-
-def published_agents(reference: str) -> list[dict]:
-    """Return published solve rates by environment steps, [] if the file is not there.
-
-    The agents, DRC(3,3), DRC(1,1) and a ResNet, were trained by IMPALA with 256 boards and act
-    greedily on Boxoban's unfiltered-test. Keys: agent, env_steps, seeds, solve_rate,
-    solve_rate_min, solve_rate_max, return. Source: the data files of
-    AlignmentResearch/learned-planner.
-    """
-    path = Path(reference, 'published_drc_by_steps.csv')
-    if not reference or not path.exists():
-        return []
-    names = {'drc_33': 'DRC(3,3)', 'drc_11': 'DRC(1,1)', 'resnet': 'ResNet'}
-    return [
-        {
-            'agent': names.get(r['agent'], r['agent']),
-            'env_steps': int(r['env_steps']),
-            'seeds': int(r['seeds']),
-            'solve_rate': float(r['solve_rate_mean']),
-            'solve_rate_min': float(r['solve_rate_min']),
-            'solve_rate_max': float(r['solve_rate_max']),
-            'return': float(r['return_mean']),
-        }
-        for r in read_csv(path)
-    ]
-
-
-def describe_model(config: dict) -> str:
-    """Return the model of a config.json as text: 'ConvGLU, recurrent, L = 2, E = 4, d = 32'."""
-    arch = config.get('arch', 'experts')
-    parts = [ARCHITECTURES.get(arch, arch)]
-    if arch not in ('transformer', 'lstm') and 'recurrent' in config:
-        parts.append(variant_of(config['recurrent']))
-    for symbol, name in (('L', 'n_layer'), ('E', 'n_expert'), ('d', 'n_embd')):
-        if name in config:
-            parts.append(f'{symbol} = {config[name]}')
-    return ', '.join(parts)
-
-
-def solve_rate_figure(logs: dict[str, list[dict]], published: list[dict], title: str) -> 'Figure':
-    """Return a figure of the greedy solve rates of runs, {label: log}, and of published agents by
-    environment steps."""
-    figure, (axes,) = new_figure(1, 4.4, width=6.8)
-    for i, (label, log) in enumerate(logs.items()):
-        points = [r for r in log if r.get('eval_solve_rate') is not None]
-        xs, ys = [r['env_steps'] / 1e6 for r in points], [r['eval_solve_rate'] for r in points]
-        n = len(COLORS)
-        style = {'color': COLORS[i % n], 'marker': MARKERS[i % n], 'ms': 3, 'lw': 1.2}
-        if i >= n:  # colors and markers repeat
-            style |= {'mfc': 'white', 'ls': '--'}
-        axes.plot(xs, ys, label=label, markevery=max(1, len(xs) // 8), **style)
-    longest = max((log[-1].get('env_steps', 0) for log in logs.values()), default=0)
-    agents = dict.fromkeys(r['agent'] for r in published)
-    for agent, style in zip(agents, ('-.', '--', ':'), strict=False):
-        rows = [r for r in published if r['agent'] == agent and r['env_steps'] <= 1.05 * longest]
-        xs, ys = [r['env_steps'] / 1e6 for r in rows], [r['solve_rate'] for r in rows]
-        if xs:
-            axes.plot(xs, ys, color='gray', ls=style, lw=1.2, label=f'{agent}, published')
-    axes.set(xlabel='environment steps (millions)', ylabel='levels solved', ylim=(0, None))
-    percent_axis(axes.yaxis)
-    return finish_figure(figure, title)
-
-
-def compare_solve_rates(folders: list[Path]) -> list[str]:
-    """Draw and tabulate the solve rates of runs of train_sokoban.py; return the paths."""
-    published = published_agents(reference)
-    logs, rows = {}, []
-    splits = {}  # the names as keys, in order
-    for folder in folders:
-        config, log = read_json(folder / 'config.json'), read_log(folder)
-        evaluated = [r for r in log if r.get('eval_solve_rate') is not None]
-        if not evaluated:
-            raise Mistake(f'solve_rates: {folder}/log.jsonl has no evaluation of a Sokoban agent')
-        label = describe_model(config)
-        if label in logs:
-            label += f' ({folder})'
-        logs[label] = evaluated
-        last = evaluated[-1]
-        splits[config.get('eval_split', 'unknown levels')] = None
+BARS = {'se': 'one standard error', 'std': 'one standard deviation'}
+# Without parse_math a dollar sign in a folder's name would start a formula.
+STYLE = matplotlib.rc_context({'font.size': 8, 'legend.fontsize': 7, 'text.parse_math': False})
+Folders = str | os.PathLike | Iterable
+
+
+# ---- frames ----
+
+
+def find_runs(folders: Folders) -> list[Path]:
+    """Return the folders of all runs in these folders. Raises Mistake for one without a run."""
+    found = {}
+    for folder in [folders] if isinstance(folders, str | os.PathLike) else folders:
+        tree = sorted(os.walk(folder))
+        inside = [Path(x) for x, _, files in tree if {'config.json', 'log.jsonl'} <= {*files}]
+        if not inside:
+            raise Mistake(f'{folder}: holds no run, a folder with config.json and log.jsonl')
+        found |= {path.resolve(): path for path in inside}
+    return list(found.values())
+
+
+def judged_return(log: DataFrame, log_interval: int) -> float:
+    """Return the mean return of the episodes that ended in the last 5 x log_interval updates.
+
+    A line of the log counts by its number of episodes. Of a line that covers earlier updates too,
+    the part that lies in these updates counts; lines of evaluations alone do not."""
+    lines = log[log['episodes'].notna()]
+    step, before = lines['step'], lines['step'].shift(fill_value=0)
+    start = step.max() - 5 * log_interval
+    share = ((step - before.clip(lower=start)) / (step - before)).clip(lower=0)
+    lines = lines.assign(weight=share * lines['episodes']).dropna(subset='episodic_return')
+    total = lines['weight'].sum()
+    return (lines['weight'] * lines['episodic_return']).sum() / total if total else math.nan
+
+
+def runs(folders: Folders) -> DataFrame:
+    """Return a frame with a row for each run in these folders: its folder, model, plan and kind,
+    all settings, `step`, `seconds`, `finished`, `loss` or `return`, the last value of everything
+    in the log (last_val_loss, ...) and the best of every evaluation (best_val_loss, ...)."""
+    rows = []
+    for folder in find_runs(folders):
+        settings, log = settings_of(folder), DataFrame(log_of(folder))
         row = {
-            'agent': label,
-            'environment steps': last['env_steps'],
-            'levels': config.get('eval_split', ''),
-            'solved, %': 100 * last['eval_solve_rate'],
-            'return': last['eval_return'],
-            'seeds': 1,
+            'folder': str(folder),
+            'model': MODELS.get(settings.get('arch'), settings.get('arch')),
+            'plan': folder.absolute().parent.name,
+            'kind': 'recurrent' if settings.get('recurrent') else 'non-recurrent',
+            'finished': False,
+            **{k: tuple(x) if isinstance(x, list) else x for k, x in settings.items()},
         }
+        for last in log.ffill().tail(1).to_dict('records'):  # none if the log is empty
+            row |= {f'last_{name}': x for name, x in last.items()}
+            row |= log.filter(regex='^val_').min().add_prefix('best_').to_dict()
+            row |= log.filter(regex='^eval_').max().add_prefix('best_').to_dict()
+            row |= {'step': last['step'], 'seconds': last.get('seconds')}
+            if 'episodes' in log:
+                row['return'] = judged_return(log, settings['log_interval'])
+            else:
+                row['loss'] = last.get('val_loss')
         rows.append(row)
-    title = f'greedy, evaluated on {", ".join(splits)}'
-    if published:
-        title += f'; published agents on {TEST_SPLIT}'
-        # of each published agent the rows at the numbers of steps nearest to those of the runs
-        steps = sorted({r['env_steps'] for r in published})
-        nearest = {min(steps, key=lambda x: abs(x - row['environment steps'])) for row in rows}
-        for r in published:
-            if r['env_steps'] in nearest:
-                row = {
-                    'agent': f'{r["agent"]}, published',
-                    'environment steps': r['env_steps'],
-                    'levels': TEST_SPLIT,
-                    'solved, %': 100 * r['solve_rate'],
-                    'return': r['return'],
-                    'seeds': r['seeds'],
-                }
-                rows.append(row)
-    os.makedirs(out_dir, exist_ok=True)
-    paths = save_figure(solve_rate_figure(logs, published, title), out_dir, 'solve_rates')
-    return paths + write_table(rows, out_dir, 'solve_rates')
+    order = ['model', 'plan', 'recurrent', *SIZES, 'seed']
+    ascending = [name != 'recurrent' for name in order]  # recurrent runs first
+    return DataFrame(rows).sort_values(order, ascending=ascending, kind='stable', ignore_index=True)
 
 
-# ----------------------------------------------------------------------------- one run
+def curves(folders: Folders) -> DataFrame:
+    """Return all lines of the logs of all runs in these folders in one frame, with the column
+    `folder` to merge it with `runs`."""
+    logs = [DataFrame(log_of(folder)).assign(folder=str(folder)) for folder in find_runs(folders)]
+    return pandas.concat(logs, ignore_index=True)
 
 
-def draw_curve(axes: 'Axes', log: list[dict], x: str, y: str, label: str, **style: object) -> None:
-    """Draw the values of y in a log, if there are any, over x in millions."""
-    points = [(r[x] / 1e6, r[y]) for r in log if r.get(x) is not None and r.get(y) is not None]
-    if points:
-        axes.plot(*zip(*points, strict=True), label=label, **style)
+def varied(frame: DataFrame) -> list[str]:
+    """Return the settings that differ between runs of equal model, plan, kind, size and seed."""
+    groups = frame.groupby([*CELL, 'seed'], dropna=False)
+    settings = frame.filter(regex='^(?!last_|best_)').columns.difference([*CELL, *NO_SETTINGS])
+    return [name for name in settings if (groups[name].nunique(dropna=False) > 1).any()]
 
 
-TRAINING = {'color': COLORS[0], 'lw': 1}
-EVALUATION = {'color': COLORS[1], 'lw': 1.5, 'marker': 'o', 'ms': 3}
+def value_of(frame: DataFrame) -> str:
+    """Return the column by which runs or points are judged, 'loss' or 'return'."""
+    return 'return' if 'return' in frame and frame['return'].notna().any() else 'loss'
 
 
-def draw_losses(axes: 'Axes', log: list[dict], unit: str) -> None:
-    """Draw the losses of a language model over training data. unit: 'token' or 'byte'."""
-    draw_curve(axes, log, 'tokens', 'train_loss', 'training', alpha=0.6, **TRAINING)
-    draw_curve(axes, log, 'tokens', 'val_loss', 'validation', **EVALUATION)
-    axes.set(xlabel=f'training {unit}s (millions)', ylabel=f'loss (nats per {unit})')
+def score(frame: DataFrame) -> Series:
+    """Return what is judged so that lower is better: the loss, or minus the return."""
+    return frame['loss'] if value_of(frame) == 'loss' else -frame['return']
 
 
-def draw_episodes(axes: 'Axes', log: list[dict], key: str) -> None:
-    """Draw an agent's 'return' or 'solve_rate' over environment steps."""
-    draw_curve(axes, log, 'env_steps', f'{key}_1000', 'training, last 1,000 episodes', **TRAINING)
-    draw_curve(axes, log, 'env_steps', f'eval_{key}', 'evaluation levels, greedy', **EVALUATION)
-    if (random := log[0].get(f'random_{key}')) is not None:
-        label = 'evaluation levels, random policy'
-        axes.axhline(random, color='gray', ls='--', lw=1, label=label)
-    axes.set(xlabel='environment steps (millions)')
-    if key == 'solve_rate':
-        axes.set(ylabel='levels solved', ylim=(0, None))
-        percent_axis(axes.yaxis)
-    else:
-        axes.set(ylabel='mean episodic return')
+def best_values(
+    frame: DataFrame, over: str = 'learning_rate', by: list[str] | None = None, seed: int = -1
+) -> DataFrame:
+    """Return the runs at the best value of a setting in each group, without the seed that chose it.
+
+    by: columns that name a group (default: sizes, kind and all other varied settings); seed: the
+    one that chooses (default: the lowest). If no other seed has run at a best value, return the
+    runs that chose it."""
+    by = by or [name for name in [*CELL, *varied(frame)] if name != over]
+    chose = frame['seed'] == (frame['seed'].min() if seed < 0 else seed)
+    scores = score(frame[chose]).dropna()
+    best = frame.loc[scores.groupby([frame[name] for name in by], dropna=False).idxmin()]
+    others = frame[~chose].merge(best[[*by, over]])
+    return others if len(others) else best
 
 
-def run_figure(log: list[dict], title: str, unit: str = '') -> 'Figure':
-    """Return a figure of one run: losses of a language model, whose unit is 'token' or 'byte', or,
-    without a unit, return and solve rate of an agent."""
-    figure, panels = new_figure(1 if unit else 2, 3.2, sharey=False)
-    if unit:
-        draw_losses(panels[0], log, unit)
-    else:
-        draw_episodes(panels[0], log, 'return')
-        draw_episodes(panels[1], log, 'solve_rate')
-    return finish_figure(figure, title)
+# ---- points: means over seeds ----
 
 
-def plot_losses(out_dir: str, unit: str, title: str) -> str:
-    """Draw the losses of out_dir/log.jsonl as out_dir/loss.png and return its path."""
-    figure = run_figure(read_log(out_dir), title, unit)
-    return save_figure(figure, out_dir, 'loss', ('png',))[0]
+def summarize(frame: DataFrame, by: list[str], value: str = '') -> DataFrame:
+    """Return the mean of what is judged, or of another column, in each group, under that column's
+    name, with `variance` (N - 1) and number of seeds `n`."""
+    value = value or value_of(frame)
+    groups = frame.dropna(subset=value).groupby(by, dropna=False, sort=False)[value]
+    columns = {'mean': value, 'var': 'variance', 'count': 'n'}
+    return groups.agg([*columns]).rename(columns=columns).reset_index().assign(published=False)
+
+
+def best_cells(points: DataFrame, by: list[str]) -> DataFrame:
+    """Return the best point of each group among those with the most seeds: one with fewer seeds
+    could win by one lucky seed."""
+    points = points[points['n'] == points.groupby(by)['n'].transform('max')]
+    return points.loc[score(points).groupby([points[name] for name in by], sort=False).idxmin()]
+
+
+def published(name: str, frame: DataFrame) -> DataFrame:
+    """Return results/paper/NAME.csv with the columns of points, of the plans and kinds in a frame,
+    and the rows that belong to no plan."""
+    names = {symbol: name for name, symbol in SIZES.items()}
+    names |= {'variant': 'kind', 'mean_return': 'return', 'n_seeds': 'n'}
+    table = pandas.read_csv(PUBLISHED / f'{name}.csv').rename(columns=names)
+    table = table.assign(model='ConvLSTM', plan='sokoban-' + table['budget'], published=True)
+    pair = ['plan', 'kind']
+    known = table.set_index(pair).index.isin(
+        frame[frame['model'] == 'ConvLSTM'].set_index(pair).index
+    )
+    return table[known | table['plan'].isna()].drop(columns='budget')
+
+
+def with_paper(points: DataFrame) -> DataFrame:
+    """Return points, followed by those of the paper for the same plans and kinds."""
+    return pandas.concat([points, published('sokoban_returns', points)], ignore_index=True)
+
+
+def best_depths(frame: DataFrame, draws: int = 10_000) -> str:
+    """Return a sentence on the best L of recurrent and of non-recurrent models and its certainty;
+    '' if one kind is missing, or an allocation has one seed.
+
+    The certainty is computed twice: by bootstrap draws of the seeds (with replacement), and by
+    means with errors from a t distribution, which allows for the small number of seeds."""
+    generator, t_generator = np.random.default_rng(1), np.random.default_rng(2)
+    frame = frame.assign(score=score(frame)).dropna(subset='score').sort_values([*SIZES, 'seed'])
+    best, best_by_t, parts = [], [], []
+    for kind in ('recurrent', 'non-recurrent'):
+        groups = frame[frame['kind'] == kind].groupby([*SIZES])['score']
+        depths = np.array([L for (L, *_), _ in groups])
+        cells = [x.to_numpy() for _, x in groups]
+        if min(map(len, cells), default=0) < 2:
+            return ''
+        by_draw = [generator.choice(x, (draws, len(x))).mean(1) for x in cells]
+        by_t = [
+            x.mean() + x.std(ddof=1) / len(x) ** 0.5 * t_generator.standard_t(len(x) - 1, draws)
+            for x in cells
+        ]
+        best.append(depths[np.argmin(by_draw, 0)])  # (draws,)
+        best_by_t.append(depths[np.argmin(by_t, 0)])
+        low, high = np.quantile(best[-1], (0.025, 0.975), method='nearest')
+        observed = depths[np.argmin([x.mean() for x in cells])]
+        parts.append(f'{kind} {observed} (95%: {low} to {high})')
+    (a, b), (a_by_t, b_by_t) = best, best_by_t
+    return (
+        f'Best L, {draws:,} bootstrap draws of seeds: {", ".join(parts)}, recurrent smaller in '
+        f'{np.mean(a < b):.1%}, equal in {np.mean(a == b):.1%}, with errors of a t distribution '
+        f'smaller in {np.mean(a_by_t < b_by_t):.1%}.'
+    )
+
+
+# ---- figures ----
+
+
+@STYLE
+def chart(
+    points: DataFrame,
+    x: str,
+    y: str,
+    title: str,
+    error: str = 'se',
+    values: list | None = None,
+    sharey: bool = True,
+    **labels: str,
+) -> Figure:
+    """Return a figure of points: a panel for each value of their column `panel`, in it a line for
+    each value of `line`, y over x with error bars, dashed where `published` is true.
+
+    error: 'se' or 'std'. values: those of x, drawn at equal distances (default: all in order); []
+    draws x to scale. labels: xlabel and ylabel."""
+    values = sorted(points[x].unique()) if values is None else values
+    lines, panels = list(points['line'].unique()), list(points['panel'].unique())
+    suffix = points['published'].map({True: ', published', False: ''})
+    points = points.assign(label=points['line'] + suffix)
+    columns = 1 if points['label'].str.len().max() > 23 else 2
+    height = 3 + 0.18 * points.groupby('panel')['label'].nunique().max() / columns
+    figure = Figure(figsize=(3.8 * max(len(panels), 1.5), height), layout='constrained')
+    row = figure.subplots(1, len(panels), sharey=sharey, squeeze=False)[0]
+    for axes, panel in zip(row, panels, strict=True):
+        part = points[points['panel'] == panel]
+        by = ['line', 'label', 'published']
+        for (line, label, is_published), one in part.groupby(by, sort=False):
+            at = one[x].map(values.index) if values else one[x]
+            one = one.assign(at=at).sort_values('at')
+            bars = (one['variance'] / (one['n'] if error == 'se' else 1)) ** 0.5
+            k, every = lines.index(line), max(1, len(one) // 8)
+            axes.errorbar(
+                one['at'],
+                one[y],
+                bars if bars.notna().any() else None,
+                label=label,
+                color=COLORS[k % len(COLORS)],
+                marker=MARKERS[k % len(MARKERS)],
+                ls='--' if is_published else '-',
+                mfc='white' if is_published else None,
+                **{'ms': 4, 'lw': 1.2, 'capsize': 2, 'errorevery': every, 'markevery': every},
+            )
+        if values:
+            axes.set_xticks(range(len(values)), map(str, values))
+        axes.grid(alpha=0.3)
+        axes.set(title=panel, **labels)
+        if sharey:
+            axes.label_outer()
+        axes.legend(loc='upper center', bbox_to_anchor=(0.5, -0.18), ncols=columns, frameon=False)
+    title = f'{title}; bars: {BARS[error]}'
+    figure.suptitle(textwrap.fill(title, int(15 * figure.get_figwidth())))
+    return figure
+
+
+def title_of(frame: DataFrame) -> str:
+    """Return the models, plans and numbers of seeds of these runs."""
+    n = sorted(summarize(frame, [*CELL, *varied(frame)])['n'].unique())
+    names = [*frame['model'].unique(), *frame['plan'].unique()]
+    return f'{", ".join(names)}, seeds: {" to ".join(map(str, {n[0]: 0, n[-1]: 0}))}'
+
+
+def label_of(frame: DataFrame) -> str:
+    """Return the label of an axis for what is judged."""
+    if value_of(frame) == 'return':
+        return 'return'
+    is_bytes = 'tokenizer' in frame and (frame['tokenizer'] == 'bytes').any()
+    return f'validation loss (nats per {"byte" if is_bytes else "token"})'
+
+
+def name_cells(points: DataFrame, names: Iterable[str] = SIZES) -> Series:
+    """Return 'L = 2, E = 8, d = 64' for each point."""
+    parts = [f'{SIZES.get(name, name)} = ' + points[name].astype(str) for name in names]
+    return parts[0].str.cat(parts[1:], sep=', ')
+
+
+def panels_of(points: DataFrame) -> Series:
+    """Return the kind of each point, and its plan if there are several."""
+    one_plan = points['plan'].nunique() == 1
+    return points['kind'] if one_plan else points['plan'] + ', ' + points['kind']
+
+
+def by_size(frame: DataFrame, x: str, line: str, error: str) -> Figure:
+    """Return a figure of the value by one size, with a line for each value of another one."""
+    points = with_paper(summarize(frame, CELL)).sort_values([line], kind='stable')
+    points = points.assign(line=name_cells(points, [line]), panel=panels_of(points))
+    labels = {'xlabel': {'n_layer': 'layers L', 'n_expert': 'experts E per layer'}[x]}
+    labels['ylabel'] = label_of(frame)
+    return chart(points, x, value_of(frame), title_of(frame), error, **labels)
+
+
+def allocations(frame: DataFrame) -> Figure:
+    """Draw the value by L, with a line for each width d."""
+    return by_size(frame, 'n_layer', 'n_embd', 'std')
+
+
+def scaling(frame: DataFrame) -> Figure:
+    """Draw the value by E, with a line for each L."""
+    return by_size(frame, 'n_expert', 'n_layer', 'se')
+
+
+def saturation(frame: DataFrame) -> Figure:
+    """Draw the best value with at most L layers: a line for each kind, or for several plans (of
+    different budgets) a panel for each kind and a line for each plan."""
+    points, by = with_paper(summarize(frame, CELL)), ['published', 'plan', 'kind']
+    parts = [
+        best_cells(group[group['n_layer'] <= L], by).assign(n_layer=L)
+        for _, group in points.groupby(by, sort=False)
+        for L in group['n_layer'].unique()
+    ]
+    points = pandas.concat(parts)
+    several = points['plan'].nunique() > 1
+    points = points.assign(
+        line=points['plan' if several else 'kind'], panel=points['kind'] if several else ''
+    )
+    labels = {'xlabel': 'at most L layers', 'ylabel': f'best {label_of(frame)}'}
+    return chart(points, 'n_layer', value_of(frame), title_of(frame), **labels)
+
+
+def ablation(frame: DataFrame, setting: str = '') -> Figure:
+    """Draw the value by a setting (default: the first that varies), and beside it the difference
+    from the reference value. The seeds of both count as independent."""
+    y, settings = value_of(frame), varied(frame)
+    setting = setting or settings[0]
+    others = [name for name in [*CELL, *settings] if name != setting]
+    points = summarize(frame, [*others, setting])
+    values = sorted(points[setting].unique(), key=lambda x: (isinstance(x, str), x))
+    reference = REFERENCE.get(setting)
+    reference = reference if reference in values else values[0]
+    names = [*SIZES, *(name for name in settings if name != setting)]
+    points = points.assign(line=points['kind'] + ', ' + name_cells(points, names), panel='value')
+    base = points[points[setting] == reference][[*others, y, 'variance', 'n']]
+    change = points.merge(base, on=others, suffixes=('', '_0'))
+    change[y] -= change[f'{y}_0']
+    change['variance'] += change['variance_0'] * change['n'] / change['n_0']
+    change.loc[change[setting] == reference, 'variance'] = math.nan
+    points = pandas.concat([points, change.assign(panel=f'minus that of {reference}')])
+    labels = {'xlabel': setting, 'ylabel': label_of(frame)}
+    return chart(points, setting, y, title_of(frame), values=values, sharey=False, **labels)
+
+
+def learning(frame: DataFrame, y: str = '') -> Figure:
+    """Draw loss or return over training data for the best allocation of each kind and L; of a loss
+    the last three quarters, because the first values would flatten all differences.
+
+    y: another column of `curves`; beside 'eval_solve_rate' stand published agents."""
+    is_text = value_of(frame) == 'loss'
+    x, y = ('tokens', y or 'val_loss') if is_text else ('env_steps', y or 'return_1000')
+    best = best_cells(summarize(frame, CELL), ['plan', 'kind', 'n_layer'])
+    shown = frame.merge(best[CELL])[['folder', *CELL]]
+    data = curves(shown['folder'])[['folder', x, y]].dropna().merge(shown)
+    points = summarize(data[data[x] >= data[x].max() / 4 * is_text], [*CELL, x], y)
+    points = points[points['n'] == points.groupby(CELL)['n'].transform('max')]
+    points = points.assign(line=name_cells(points), panel=panels_of(points))
+    title, ylabel = title_of(frame), 'return, mean of 1,000 episodes'
+    if y == 'eval_solve_rate':
+        ylabel = 'levels solved, greedy actions'
+        title += f', on {", ".join(frame["eval_split"].unique())}; published: on unfiltered-test'
+        agents = published_agents()
+        agents = agents[agents[x] <= 1.05 * points[x].max()]
+        panels = [agents.assign(panel=panel) for panel in points['panel'].unique()]
+        points = pandas.concat([points, *panels])
+    points[x] /= 1e6
+    labels = {'xlabel': f'{x.replace("_", " ")} (millions)'}
+    labels['ylabel'] = label_of(frame) if is_text else ylabel
+    return chart(points, x, y, title, 'std', [], **labels)
+
+
+def solved(frame: DataFrame) -> Figure:
+    """Draw greedy solve rates on the evaluation levels beside those of published agents."""
+    return learning(frame, 'eval_solve_rate')
+
+
+FIGURES = {f.__name__: f for f in (allocations, saturation, scaling, ablation, learning, solved)}
+
+
+def fitting(frame: DataFrame) -> list[str]:
+    """Return the names of the figures that fit the runs of one model."""
+    if varied(frame):
+        return ['ablation']
+    experts = frame.groupby(['plan', 'kind', 'n_layer', 'n_embd'])['n_expert'].nunique()
+    if (experts > 1).any():
+        return ['scaling']
+    return ['allocations', 'saturation', 'learning'] + ['solved'] * (value_of(frame) == 'return')
+
+
+# ---- tables ----
+
+
+def value_table(frame: DataFrame) -> DataFrame:
+    """Return mean, variance (N - 1) and number of seeds of every allocation and setting, followed
+    by the paper's; `best` marks the best of each plan and kind."""
+    points = summarize(frame, [*CELL, *varied(frame)])
+    points['best'] = points.index.isin(best_cells(points, ['plan', 'kind']).index)
+    return with_paper(points)
+
+
+def published_agents() -> DataFrame:
+    """Return solve rates of published agents on unfiltered-test by environment steps: DRC(3,3),
+    DRC(1,1) and a ResNet, trained by IMPALA with 256 boards, from the data files of
+    AlignmentResearch/learned-planner."""
+    table = pandas.read_csv(PUBLISHED / 'published_drc_by_steps.csv')
+    names = {'agent': 'line', 'solve_rate_mean': 'eval_solve_rate', 'seeds': 'n'}
+    return table.rename(columns=names).assign(variance=math.nan, published=True)
+
+
+def solve_rate(folder: str, split: str) -> float:
+    """Return the greedy solve rate of a run's best agent on a split of Boxoban.
+
+    It is kept in best/eval_SPLIT.json, and taken from there only if it is of the same levels, time
+    limit and training step."""
+    settings = settings_of(folder)
+    levels, _ = load_levels(settings['levels_dir'], split)
+    about = {
+        'levels': split,
+        'n': len(levels),
+        'crc32': zlib.crc32(levels),
+        'time_limit': settings.get('time_limit', TIME_LIMIT),
+        'step': sizes_in(folder)['step'],
+    }
+    path = export_in(folder) / f'eval_{Path(split).stem}.json'
+    saved = read_json(path)
+    if not (saved.items() >= about.items() and 'solve_rate' in saved):
+        print(f'{folder}: evaluating on {len(levels):,} levels of {split}', flush=True)
+        device = pick_device('auto')
+        agent = load_agent(folder, 'best', device)
+        saved = about | evaluate(agent, levels, device, time_limit=about['time_limit'])
+        attempt(path, lambda: write_json(saved, path))  # the folder may be read-only
+    return saved['solve_rate']
+
+
+def solve_table(frame: DataFrame, split: str = '') -> DataFrame:
+    """Return the greedy solve rates, in percent, of the best allocation of each plan, kind and L:
+    on a split of Boxoban, or without one those on the evaluation levels at the end of training. On
+    unfiltered-test the paper's and those of published agents follow."""
+    best = best_cells(summarize(frame, CELL), ['plan', 'kind', 'n_layer'])
+    shown = frame.merge(best[CELL])
+    if split:
+        shown['last_eval_solve_rate'] = [solve_rate(folder, split) for folder in shown['folder']]
+    points = summarize(shown, CELL, 'last_eval_solve_rate').rename(columns={'n': 'seeds'})
+    table = points.assign(percent=100 * points['last_eval_solve_rate'])
+    table['std'] = 100 * table['variance'] ** 0.5
+    table = table[[*CELL, 'percent', 'std', 'seeds', 'published']]
+    if split == 'unfiltered-test':
+        paper = published('sokoban_solve_rates', frame)
+        paper = paper.rename(columns={'unfiltered_test_percent': 'percent'})
+        agents = published_agents().rename(columns={'line': 'kind', 'n': 'seeds'})
+        agents = agents.assign(percent=100 * agents['eval_solve_rate'])
+        agents = agents[agents['env_steps'].isin((10_014_720, 50_073_600))]
+        columns = ['kind', 'env_steps', 'percent', 'seeds', 'published']
+        table = pandas.concat([table, paper, agents[columns]])
+    return table.assign(levels=split or ', '.join(frame['eval_split'].unique()))
+
+
+def save_table(table: DataFrame, path: Path, note: str = '') -> None:
+    """Write a table as path.csv and, with five significant digits and a note, as path.md."""
+    write_text(table.to_csv(index=False, lineterminator='\n'), f'{path}.csv')
+    rows = table.map(lambda x: f'{x:.5g}' if isinstance(x, float) else str(x)).values.tolist()
+    lines = [
+        ' | '.join(row).replace('nan', '') for row in [[*table], ['---'] * len(rows[0]), *rows]
+    ]
+    write_text(
+        ''.join(f'| {line} |\n' for line in lines) + f'\n{note}\n' * bool(note), f'{path}.md'
+    )
+    print(f'{path}.csv\n{path}.md')
+
+
+@STYLE
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure; the end of the path chooses the format, such as .png or .svg."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format=Path(path).suffix[1:], dpi=150, bbox_inches='tight')
+    write_atomic(path, lambda file: file.write(picture.getvalue()))
+    print(path)
 
 
 def main() -> None:
-    configure(globals(), quiet=True)
-    need_packages(matplotlib=True, pandas=True)
-    folders = []
-    for name in solve_rates.split(','):
-        logs = sorted(glob.glob(os.path.join(name.strip(), 'log.jsonl')))
-        if not logs:
-            raise Mistake(
-                f'solve_rates: {name.strip()!r} is no folder with a run of train_sokoban.py'
-            )
-        folders += [Path(path).parent for path in logs]
-    print('\n'.join(compare_solve_rates(folders)))
+    parser = argparse.ArgumentParser(
+        prog='python -m paper.figures',
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument('folders', nargs='+', metavar='FOLDER', help='runs, or folders of runs')
+    parser.add_argument('--figure', choices=[*FIGURES], help='draw this one only')
+    parser.add_argument('--out', type=Path, help='folder to write to; default: the first FOLDER')
+    parser.add_argument('--levels', default='', help='split of Boxoban for solve rates')
+    parser.add_argument('--tuned', default='learning_rate', help="setting to tune first; '': none")
+    args = parser.parse_args()
+    frame = runs(args.folders)
+    done = frame[frame['finished']]
+    print(f'{len(done)} of {len(frame)} runs have finished')
+    if done.empty:
+        raise Mistake(f'{", ".join(args.folders)}: no run has finished: nothing to draw')
+    out = args.out or Path(args.folders[0])
+    out.mkdir(parents=True, exist_ok=True)
+    save_table(done, out / 'runs')
+    for model, part in done.groupby('model'):
+        part = best_values(part, args.tuned) if args.tuned in varied(part) else part
+        for name in [args.figure] if args.figure else fitting(part):
+            save_figure(FIGURES[name](part), out / f'{name}_{model}.png')
+        plans = [one for _, one in part.groupby('plan') if not varied(one)]
+        sentences = '\n'.join(filter(None, map(best_depths, plans)))
+        save_table(value_table(part), out / f'table_{model}', sentences)
+        if value_of(part) == 'return':
+            save_table(solve_table(part, args.levels), out / f'solved_{model}')
 
 
 if __name__ == '__main__':

@@ -1,324 +1,388 @@
-"""Test figures.py and report.py: curves, solve rates beside published ones, the page of a run and
-of a sweep, against their logs and in a browser."""
+"""Test paper/figures.py on folders of runs, and that results/ can be recomputed from its tables."""
 
-import html
+import itertools
 import json
-import re
-import shutil
+import math
 import subprocess
 import sys
 
 import numpy as np
+import pandas
 import pytest
 from PIL import Image
-from small_runs import error_of, run_lm
 
-import figures
-import report
+import convlstm
+import sokoban
+from configurator import Mistake
+from paper import figures
+from paper.figures import runs
 
-AGENT_LOG = [
-    {'step': 0, 'env_steps': 0, 'eval_solve_rate': 0.0, 'eval_return': -12.0, 'seconds': 0.0}
-    | {'random_solve_rate': 0.125, 'random_return': -11.0},
-    {'step': 500, 'env_steps': 5_000_000, 'return_1000': -9.0, 'solve_rate_1000': 0.05},
-    {'step': 1000, 'env_steps': 10_000_000, 'return_1000': -2.0, 'solve_rate_1000': 0.4}
-    | {'eval_solve_rate': 0.3456, 'eval_return': -2.5, 'seconds': 3723.0},
-]
-AGENT = {
-    'arch': 'convglu',
-    'recurrent': False,
-    'n_layer': 2,
-    'n_expert': 4,
-    'n_embd': 32,
-    'n_envs': 32,
-    'eval_games': 512,
-    'eval_split': 'unfiltered-valid',
-    'gamma': 0.9,
-    'clip': 0.2,  # a setting of a copied trainer
-    'torch': '2.13.0',
-}
+ROOT = figures.PUBLISHED.parents[2]
 
 
-def write_run(folder, log, config):
+def write_run(folder, log, **settings):
+    """Write a run's folder. Settings: those of a small recurrent ConvLSTM, and these."""
+    sizes = {'arch': 'convlstm', 'recurrent': True, 'n_layer': 1, 'n_expert': 1, 'n_embd': 64}
+    settings = {**sizes, 'seed': 1, 'log_interval': 10, 'finished': True, **settings}
     folder.mkdir(parents=True)
+    (folder / 'config.json').write_text(json.dumps(settings))
     (folder / 'log.jsonl').write_text(''.join(json.dumps(record) + '\n' for record in log))
-    (folder / 'config.json').write_text(json.dumps(config))
     return folder
 
 
-def read_page(path):
-    """Return {heading: text without tags} in the page's order, and {heading: rows of its table as
-    dicts by column heading}."""
-    texts, tables = {}, {}
-    for part in path.read_text().split('<h2>')[1:]:
-        heading, body = part.split('</h2>')
-        texts[heading] = ' '.join(html.unescape(re.sub('<[^>]*>', ' ', body)).split())
-        for row in re.findall(r'<tr>(.*?)</tr>', body, re.S)[1:]:
-            cells = re.findall(r'<td data-heading="([^"]*)"[^>]*>([^<]*)</td>', row)
-            tables.setdefault(heading, []).append({k: html.unescape(x) for k, x in cells})
-    return texts, tables
+def agent_line(step, returns, **more):
+    return {'step': step, 'env_steps': 100 * step, 'episodes': 4, 'episodic_return': returns} | more
 
 
-# ----------------------------------------------------------------------------- figures
+def write_agent(folder, value, **settings):
+    """Write the run of an agent whose judged return is `value`."""
+    lines = [agent_line(step, value, return_1000=value) for step in range(10, 60, 10)]
+    return write_run(folder, lines, eval_split='unfiltered-valid', **settings)
 
 
-@pytest.mark.parametrize(
-    'title', ['W' * 200, 'out/' + 'a_long_folder_name/' * 9, 'five words ' * 20]
-)
-def test_a_title_lies_within_its_figure(title):
-    figure, _ = figures.new_figure(1)
-    figures.set_title(figure, title, figures.STANDARD_ERROR)
-    (text,) = [x for x in figure.texts if x.get_text()]
-    figure.canvas.draw()
-    box = text.get_window_extent()
-    assert 0 <= box.x0 and box.x1 <= figure.bbox.width
-    assert ''.join(text.get_text().split()).startswith(''.join(title.split()))
+def write_text_run(folder, loss, **settings):
+    """Write the run of a language model whose last validation loss is `loss`."""
+    log = [{'step': k, 'tokens': 1000 * k, 'val_loss': loss + 4 - k} for k in range(5)]
+    return write_run(folder, log, arch='experts', **settings)
 
 
-def test_a_mean_curve_has_the_steps_that_all_seeds_have_logged():
-    logs = [
-        [{'tokens': 0}, {'tokens': 1e6, 'val_loss': 3.0}, {'tokens': 2e6, 'val_loss': 2.0}],
-        [{'tokens': 0}, {'tokens': 1e6, 'val_loss': 5.0}, {'tokens': 2e6, 'val_loss': None}],
+def bars_of(figure, panel=0):
+    """Return {label of a line: [(y, half of its error bar, NaN without one), ...]}."""
+    found = {}
+    for container in figure.axes[panel].containers:
+        line, _, bars = container
+        segments = bars[0].get_segments() if bars else [()] * len(line.get_ydata())
+        errors = [(x[1][1] - x[0][1]) / 2 if len(x) else math.nan for x in segments]
+        found[container.get_label()] = [*zip(line.get_ydata(), errors, strict=True)]
+    return found
+
+
+# ---- the frame of runs ----
+
+
+def test_runs_has_a_row_for_each_run_below_the_folders_given(tmp_path):
+    """Brackets, commas, blanks and dollar signs are parts of names; a folder given twice counts
+    once; best/ has a config.json and is no run."""
+    names = ['a[1]', 'b,c', 'd e', '$x_{']
+    for seed, name in enumerate(names):
+        folder = write_agent(tmp_path / 'plan' / name, seed, seed=seed)
+        (folder / 'best').mkdir()
+        (folder / 'best' / 'config.json').write_text('{}')
+    frame = runs([tmp_path / 'plan', tmp_path / 'plan' / 'a[1]'])
+    assert list(frame['folder']) == [str(tmp_path / 'plan' / name) for name in names]
+    assert list(frame['return']) == [0, 1, 2, 3] and set(frame['plan']) == {'plan'}
+    assert len(runs(tmp_path / 'plan' / 'a[1]')) == 1
+
+
+def test_a_row_has_settings_last_and_best_values(tmp_path):
+    log = [
+        {'step': 0, 'tokens': 0, 'val_loss': 3.0},
+        {'step': 5, 'tokens': 50, 'val_loss': 1.5, 'train_loss': 2.0, 'seconds': 1.0},
+        {'step': 6, 'tokens': 60, 'val_loss': 1.75},
+        {'step': 7, 'tokens': 70, 'train_loss': 1.25, 'seconds': 4.0},
     ]
-    assert figures.mean_curve(logs, 'tokens', 'val_loss') == {1.0: (4.0, pytest.approx(2**0.5), 2)}
+    write_run(tmp_path / 'lm' / 'a', log, arch='experts', recurrent=False, betas=[0.8, 0.95])
+    (row,) = runs(tmp_path).to_dict('records')
+    assert (row['model'], row['plan'], row['kind']) == ('Transformer', 'lm', 'non-recurrent')
+    assert (row['n_embd'], row['betas'], row['finished']) == (64, (0.8, 0.95), True)
+    assert (row['loss'], row['last_val_loss'], row['best_val_loss']) == (1.75, 1.75, 1.5)
+    assert (row['step'], row['seconds'], row['last_train_loss']) == (7, 4.0, 1.25)
 
 
-def test_fractions_are_drawn_as_percentages():
-    for top, expected in ((0.8, '40%'), (0.04, '2.0%')):
-        _, (axes,) = figures.new_figure(1)
-        axes.set_ylim(0, top)
-        figures.percent_axis(axes.yaxis)
-        assert axes.yaxis.get_major_formatter()(top / 2) == expected
+def test_a_run_that_has_logged_nothing_is_a_row_without_values(tmp_path):
+    write_agent(tmp_path / 'a', 2.0)
+    write_run(tmp_path / 'b', [], finished=False)
+    frame = runs(tmp_path)
+    assert list(frame['finished']) == [True, False] and math.isnan(frame['return'][1])
 
 
-def test_solve_rates_are_compared_with_published_ones_after_as_many_steps(tmp_path, monkeypatch):
-    """Of the published rows, those at the number of steps nearest to that of the run are taken."""
-    folder = write_run(tmp_path / 'agent', AGENT_LOG, AGENT)
-    monkeypatch.setattr(figures, 'out_dir', str(tmp_path / 'out'))
-    monkeypatch.setattr(figures, 'reference', str(tmp_path))
-    (tmp_path / 'published_drc_by_steps.csv').write_text(
-        'agent,env_steps,seeds,solve_rate_mean,solve_rate_min,solve_rate_max,return_mean\n'
-        'drc_11,5007360,5,0.0000,0,0,-11.9\n'
-        'drc_11,10014720,5,0.0042,0.002,0.008,-11.02\n'
-        'drc_11,50073600,5,0.4504,0.375,0.573,-0.94\n'
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(Mistake, match='nothing: holds no run'):
+        runs(tmp_path / 'nothing')
+
+
+def test_curves_has_the_lines_of_all_logs(tmp_path):
+    for name in 'ab':
+        write_text_run(tmp_path / name, 1.0)
+    frame = figures.curves(tmp_path)
+    assert list(frame['folder'].unique()) == [str(tmp_path / name) for name in 'ab']
+    assert list(frame['val_loss']) == 2 * [5, 4, 3, 2, 1]
+
+
+# ---- what a run is judged by ----
+
+
+def judge(lines, log_interval=10):
+    return figures.judged_return(pandas.DataFrame(lines), log_interval)
+
+
+def test_an_agent_is_judged_by_the_episodes_of_its_last_five_log_intervals():
+    lines = [agent_line(step, -9.0) for step in (10, 20)]
+    lines += [agent_line(30, 1.0, episodes=1), agent_line(40, 4.0, episodes=2)]
+    lines += [agent_line(step, None, episodes=0) for step in (50, 60, 70)]
+    assert judge(lines) == (1 * 1.0 + 2 * 4.0) / 3
+
+
+def test_a_shortened_last_line_counts_by_its_updates():
+    """Of 54 updates the last 50 are 6 of the first line's 10, and all of the others."""
+    lines = [agent_line(step, float(step), episodes=8) for step in (10, 20, 30, 40, 50)]
+    lines.append(agent_line(54, 54.0, episodes=3))
+    weights = np.array([0.6 * 8, 8, 8, 8, 8, 3])
+    assert judge(lines) == pytest.approx(weights @ [10, 20, 30, 40, 50, 54] / weights.sum())
+
+
+@pytest.mark.parametrize('eval_interval', [7, 20, 1000])
+def test_evaluations_do_not_change_how_an_agent_is_judged(eval_interval):
+    lines = {step: agent_line(step, float(step), episodes=step) for step in range(10, 101, 10)}
+    expected = judge(list(lines.values()))
+    for step in range(eval_interval, 101, eval_interval):
+        record = {'step': step, 'env_steps': 100 * step, 'eval_return': 1.0}
+        lines[step] = lines.get(step, {}) | record
+    assert judge([lines[step] for step in sorted(lines)]) == expected
+
+
+def test_an_agent_without_an_episode_has_no_return():
+    assert math.isnan(judge([agent_line(10, None, episodes=0)]))
+
+
+def test_the_first_seed_chooses_a_value_and_the_others_are_reported(tmp_path):
+    losses = {(1, 0.1): 2.0, (1, 0.2): 1.0, (2, 0.1): 0.0, (2, 0.2): 3.0, (3, 0.2): 4.0}
+    for (seed, rate), loss in losses.items():
+        folder = tmp_path / f'{seed}_{rate}'
+        write_text_run(folder, loss, seed=seed, learning_rate=rate)
+    frame = runs(tmp_path)
+    best = figures.best_values(frame)
+    assert list(zip(best['seed'], best['learning_rate'], best['loss'], strict=True)) == [
+        (2, 0.2, 3.0),
+        (3, 0.2, 4.0),
+    ]
+    assert list(figures.best_values(frame, seed=2)['loss']) == [2.0]
+    alone = figures.best_values(frame[frame['seed'] == 1])
+    assert list(alone['loss']) == [1.0]
+
+
+def test_each_allocation_has_a_best_value_of_its_own(tmp_path):
+    rates = {1: 0.1, 2: 0.4}  # L: the best
+    for L, rate, seed in itertools.product(rates, (0.1, 0.2, 0.4), (1, 2)):
+        loss = abs(rate - rates[L])
+        folder = tmp_path / f'{L}_{rate}_{seed}'
+        write_text_run(folder, loss, n_layer=L, seed=seed, learning_rate=rate)
+    best = figures.best_values(runs(tmp_path))
+    assert dict(zip(best['n_layer'], best['learning_rate'], strict=True)) == rates
+
+
+def test_settings_that_vary_are_found(tmp_path):
+    """A setting that goes with the size or the kind does not vary, nor do folders and speeds."""
+    for L, z_loss, seed in itertools.product((1, 2), (0, 0.5), (1, 2)):
+        folder = tmp_path / f'{L}_{z_loss}_{seed}'
+        more = {'out_dir': str(folder), 'command': str(folder), 'window': 64 * L}
+        write_text_run(folder, 1.0, n_layer=L, z_loss=z_loss, seed=seed, **more)
+    assert figures.varied(runs(tmp_path)) == ['z_loss']
+
+
+def test_runs_in_another_dtype_are_not_taken_for_seeds(tmp_path):
+    for dtype in ('bfloat16', 'float32'):
+        write_text_run(tmp_path / dtype, 1.0, dtype=dtype)
+    frame = runs(tmp_path)
+    assert figures.varied(frame) == ['dtype']
+    assert list(figures.value_table(frame)['n']) == [1, 1]
+
+
+def test_an_allocation_with_fewer_seeds_is_not_the_best(tmp_path):
+    for L, seed, value in ((1, 1, 9), (2, 1, 7), (2, 2, 7), (4, 1, 8), (4, 2, 8)):
+        write_agent(tmp_path / f'{L}_{seed}', value, n_layer=L, seed=seed)
+    points = figures.summarize(runs(tmp_path), figures.CELL)
+    assert list(figures.best_cells(points, ['kind'])['n_layer']) == [4]
+
+
+def test_the_best_depths_and_their_certainty(tmp_path):
+    values = {(True, 1): 3.0, (True, 2): 5.0, (False, 1): 1.0, (False, 2): 5.0, (False, 4): 9.0}
+    for ((recurrent, L), value), seed in itertools.product(values.items(), (1, 2, 3)):
+        folder = tmp_path / f'{recurrent}_{L}_{seed}'
+        settings = {'recurrent': recurrent, 'n_layer': L, 'seed': seed}
+        write_agent(folder, value + 0.01 * seed, **settings)
+    frame = runs(tmp_path)
+    assert figures.best_depths(frame) == (
+        'Best L, 10,000 bootstrap draws of seeds: recurrent 2 (95%: 2 to 2), non-recurrent 4 '
+        '(95%: 4 to 4), recurrent smaller in 100.0%, equal in 0.0%, with errors of a t '
+        'distribution smaller in 100.0%.'
     )
-    paths = figures.compare_solve_rates([folder])
-    rows = figures.read_csv(tmp_path / 'out' / 'solve_rates.csv')
-    assert [(row['agent'], row['solved, %'], row['return']) for row in rows] == [
-        ('ConvGLU, non-recurrent, L = 2, E = 4, d = 32', '34.56', '-2.5'),
-        ('DRC(1,1), published', '0.42', '-11.02'),
-    ]
-    drawing = (tmp_path / 'out' / 'solve_rates.svg').read_text()
-    assert 'DRC(1,1), published' in drawing and 'levels solved' in drawing and len(paths) == 4
+    assert figures.best_depths(frame[frame['seed'] == 1]) == ''
+    assert figures.best_depths(frame[frame['recurrent']]) == ''
 
 
-def test_published_agents_are_in_the_legend_if_they_have_a_point():
-    published = [
-        {'agent': 'early', 'env_steps': 10_000_000, 'solve_rate': 0.1},
-        {'agent': 'late', 'env_steps': 20_000_000, 'solve_rate': 0.2},
-    ]
-    figure = figures.solve_rate_figure({'ours': AGENT_LOG}, published, '')
-    _, labels = figure.axes[0].get_legend_handles_labels()
-    assert labels == ['ours', 'early, published']
+# ---- figures ----
 
 
-def test_runs_whose_folders_have_one_name_are_all_drawn(tmp_path, monkeypatch):
-    monkeypatch.setattr(figures, 'out_dir', str(tmp_path / 'out'))
-    monkeypatch.setattr(figures, 'reference', '')
-    folders = [write_run(tmp_path / name / 'agent', AGENT_LOG, AGENT) for name in 'abc']
-    figures.compare_solve_rates(folders)
-    agents = [row['agent'] for row in figures.read_csv(tmp_path / 'out' / 'solve_rates.csv')]
-    label = 'ConvGLU, non-recurrent, L = 2, E = 4, d = 32'
-    assert agents == [label, f'{label} ({tmp_path}/b/agent)', f'{label} ({tmp_path}/c/agent)']
+def test_the_allocations_have_standard_deviations_and_the_papers_returns(tmp_path):
+    for seed, value in ((1, 4.0), (2, 6.0)):
+        write_agent(tmp_path / 'sokoban-small' / f'{seed}', value, n_embd=128, seed=seed)
+    bars = bars_of(figures.allocations(runs(tmp_path)))
+    assert bars['d = 128'] == [(5.0, pytest.approx(2**0.5))]
+    assert bars['d = 128, published'] == [(7.75, pytest.approx(0.0076**0.5))]
+    assert [y for y, _ in bars['d = 64, published']] == [7.664, 8.947, 9.212]
 
 
-def test_a_pattern_without_a_run_is_refused(tmp_path, capfd):
-    """Blanks around a pattern do not count."""
-    write_run(tmp_path / 'agent', AGENT_LOG, AGENT)
-    error = error_of(capfd, figures, [f'--solve_rates={tmp_path}/ag*, {tmp_path}/none*'])
-    assert f"'{tmp_path}/none*' is no folder with a run" in error
+def test_scaling_has_standard_errors(tmp_path):
+    for E, (seed, loss) in itertools.product((1, 2, 4), ((1, 1.0), (2, 2.0), (3, 3.0))):
+        write_text_run(tmp_path / f'{E}_{seed}', loss / E, n_expert=E, seed=seed)
+    frame = runs(tmp_path)
+    assert figures.fitting(frame) == ['scaling']
+    expected = [(2 / E, pytest.approx(3**-0.5 / E)) for E in (1, 2, 4)]
+    assert bars_of(figures.scaling(frame)) == {'L = 1': expected}
 
 
-@pytest.mark.parametrize('name', ['feedforward', 'nonrecurrent', 'non-recurrent'])
-def test_old_names_of_the_non_recurrent_variant_are_understood(name):
-    assert figures.variant_name(name) == 'non-recurrent'
+def test_saturation_is_the_best_value_of_at_most_L_layers(tmp_path):
+    for L, value in ((1, 1.0), (2, 3.0), (4, 2.0)):
+        for plan in ('sokoban-small', 'sokoban-medium'):
+            write_agent(tmp_path / plan / f'{L}', value, n_layer=L)
+    bars = bars_of(figures.saturation(runs(tmp_path / 'sokoban-small')))
+    assert [y for y, _ in bars['recurrent']] == [1, 3, 3]
+    assert [y for y, _ in bars['recurrent, published']] == [7.75, 8.947, 9.212, 9.212, 9.212]
+    bars = bars_of(figures.saturation(runs(tmp_path)))
+    assert [y for y, _ in bars['sokoban-medium']] == [1, 3, 3]
+    assert bars['sokoban-medium, published'][-1][0] == 9.778
 
 
-# ----------------------------------------------------------------------------- the page
+def test_an_ablation_has_differences_from_the_reference(tmp_path):
+    values = {'mean': 1.0, 'softmax_mean': 2.0, 'sqrt_sum': 4.0}
+    for (name, value), seed in itertools.product(values.items(), (1, 2)):
+        folder = tmp_path / f'{name}_{seed}'
+        write_agent(folder, value + seed, aggregation=name, seed=seed)
+    frame = runs(tmp_path)
+    assert figures.fitting(frame) == ['ablation']
+    figure = figures.ablation(frame)
+    ((points, change),) = zip(bars_of(figure).values(), bars_of(figure, 1).values(), strict=True)
+    assert points == [(2.5, 0.5), (3.5, 0.5), (5.5, 0.5)]
+    assert [y for y, _ in change] == [-3, -2, 0]
+    assert figure.axes[1].get_title() == 'minus that of sqrt_sum'
 
 
-@pytest.fixture(scope='module')
-def page(data, tmp_path_factory):
-    """Return the path of the page of a language model's run, in the folder of the run."""
-    out = tmp_path_factory.mktemp('a <b> & c') / 'run'
-    assert run_lm(data, out, max_iters=6, eval_interval=3) == 0
-    return report.write_report(out)
+def test_a_learning_curve_has_the_steps_that_all_seeds_have_logged(tmp_path):
+    for seed, losses in ((1, {1: 3.0, 2: 2.0, 3: 1.5}), (2, {1: 5.0, 2: 3.0, 4: 1.0})):
+        log = [{'step': k, 'tokens': 1e6 * k, 'val_loss': x} for k, x in losses.items()]
+        write_run(tmp_path / f'{seed}', log, arch='experts', seed=seed)
+    bars = bars_of(figures.learning(runs(tmp_path)))
+    assert [y for y, _ in bars['L = 1, E = 1, d = 64']] == [4.0, 2.5]
 
 
-def test_the_page_of_a_language_model_has_the_numbers_of_its_log(page):
-    (texts, tables), log = read_page(page), figures.read_log(page.parent)
-    evaluated, rows = [r for r in log if 'val_loss' in r], tables['Evaluations']
-    assert len(rows) == len(evaluated) == 3
-    for row, record in zip(rows, evaluated, strict=True):
-        assert row['Updates'] == str(record['step'])
-        assert row['Validation loss (nats per byte)'] == f'{record["val_loss"]:.4f}'
-    assert list(texts)[:2] == ['Summary', 'Curves'] and list(texts)[-1] == 'All settings'
-    assert f'{evaluated[-1]["val_loss"]:.4f} nats per byte' in texts['Summary']
-    assert 'Trained 6 of 6 updates' in texts['Summary'] and texts['A sample']
-    changed = {
-        row['Setting']: row['Value'] for row in tables['Settings that differ from the defaults']
-    }
-    assert changed['max_iters'] == '6' and not {'seed', 'script'} & changed.keys()
-    assert html.escape(str(page.parent)) in page.read_text()
-    (source,) = re.findall(r'(?:src|href)="([^"]*)"', page.read_text())
-    assert source.startswith('data:image/svg+xml;base64,')  # nothing is loaded from elsewhere
+def test_solve_rates_stand_beside_published_ones_of_as_many_steps(tmp_path):
+    lines = [agent_line(step, 1.0, eval_solve_rate=step / 1e6) for step in (50_000, 100_000)]
+    write_run(tmp_path / 'a', lines, eval_split='hard')
+    figure = figures.solved(runs(tmp_path))
+    bars = bars_of(figure)
+    assert [y for y, _ in bars['L = 1, E = 1, d = 64']] == [0.05, 0.1]
+    assert [y for y, _ in bars['DRC(1,1), published']][-1] == 0.0042  # at 10M of 50M steps
+    assert 'on hard; published: on unfiltered-test' in ' '.join(figure.get_suptitle().split())
 
 
-@pytest.mark.parametrize('arch, n_samples', [('experts', 1), ('lstm', 0)])
-def test_a_model_that_can_be_sampled_is_sampled_from_its_last_checkpoint(
-    tmp_path, monkeypatch, arch, n_samples
-):
-    log = [{'step': 0, 'tokens': 0, 'val_loss': 2.0}]
-    folder = write_run(tmp_path / 'run', log, {'arch': arch, 'tokenizer': 'bytes'})
-    (folder / 'ckpt_last.pt').touch()
-    commands = []
-
-    def fake_run(command, **options):
-        commands.append(command)
-        return subprocess.CompletedProcess(command, 0, 'a text', '')
-
-    monkeypatch.setattr(report.subprocess, 'run', fake_run)
-    texts, _ = read_page(report.write_report(folder))
-    assert len(commands) == n_samples and ('A sample' in texts) == bool(n_samples)
-    assert all('--which=last' in command for command in commands)
+# ---- solve rates and tables ----
 
 
-def test_a_sample_that_fails_is_left_out_with_the_reason(tmp_path, monkeypatch, capfd):
-    folder = write_run(tmp_path / 'run', [{'step': 0, 'tokens': 0}], {'tokenizer': 'bytes'})
-    (folder / 'ckpt_last.pt').touch()
-    failed = subprocess.CompletedProcess([], 2, 'half a text', 'error: no memory\n')
-    monkeypatch.setattr(report.subprocess, 'run', lambda command, **options: failed)
-    texts, _ = read_page(report.write_report(folder))
-    assert 'A sample' not in texts
-    assert 'the page has no sample: error: no memory' in capfd.readouterr().err
+@pytest.fixture
+def trained(tmp_path):
+    """Return the folder of a run with a best agent, and a file of two levels."""
+    levels, _ = sokoban.generate(n=2, boxes=1, max_moves=8, seed=1)
+    path = tmp_path / 'two.pack17.npy'
+    np.save(path, levels)
+    settings = {'levels_dir': '', 'time_limit': 20, 'split': 'generated'}
+    folder = write_agent(tmp_path / 'plan' / 'a', 1.0, **settings)
+    config = convlstm.AgentConfig(n_layer=1, n_expert=1, n_embd=4)
+    agent = convlstm.build_agent(config)
+    agent.save_pretrained(folder / 'best', config={'step': 7, 'settings': settings})
+    return folder, path
 
 
-def test_the_page_of_an_agent_starts_with_its_solve_rates(tmp_path):
-    folder = write_run(tmp_path / 'agent', AGENT_LOG, AGENT)
-    (folder / 'eval_hard.json').write_text('{"n": 1000, "solve_rate": 0.0421, "failed_level": 7}')
-    (folder / 'eval_hard_failed.gif').write_bytes(b'GIF89a')
-    texts, tables = read_page(report.write_report(folder))
-    assert list(texts)[:3] == ['Summary', 'Curves', 'Games']
-    assert texts['Summary'].startswith('Evaluation levels solved 34.6%')
-    assert 'Solved, hard 4.2% of 1,000 levels' in texts['Summary']
-    assert 'A random policy solves 12.5%' in texts['Summary']
-    assert 'Training time 1:02:03' in texts['Summary']
-    assert texts['Games'] == 'Level 7 of hard: not solved'
-    assert [row['Solved, evaluation levels'] for row in tables['Evaluations']] == ['0.0%', '34.6%']
-    assert tables['Evaluations'][1]['Environment steps'] == '10,000,000'
-    changed = {
-        row['Setting']: row['Value'] for row in tables['Settings that differ from the defaults']
-    }
-    assert changed['gamma'] == '0.9' and changed['recurrent'] == 'False'
-    assert changed['clip'] == '0.2' and 'torch' not in changed
+def test_a_solve_rate_is_computed_once_for_the_same_levels_limit_and_step(trained, monkeypatch):
+    folder, path = trained
+    calls = []
+
+    def fake_evaluate(agent, levels, device, time_limit):
+        calls.append((len(levels), time_limit))
+        return {'solve_rate': len(calls) / 10}
+
+    monkeypatch.setattr(figures, 'evaluate', fake_evaluate)
+
+    def change(file, **values):
+        file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+    assert figures.solve_rate(folder, str(path)) == figures.solve_rate(folder, str(path)) == 0.1
+    change(folder / 'config.json', time_limit=30)
+    assert figures.solve_rate(folder, str(path)) == 0.2
+    change(folder / 'best' / 'config.json', step=8)
+    assert figures.solve_rate(folder, str(path)) == 0.3
+    np.save(path, np.load(path)[::-1])
+    assert figures.solve_rate(folder, str(path)) == 0.4
+    np.save(path, np.load(path)[:1])
+    assert figures.solve_rate(folder, str(path)) == 0.5
+    assert calls == [(2, 20), (2, 30), (2, 30), (2, 30), (1, 30)]
 
 
-def test_the_page_of_a_sweep_lists_its_runs_and_tables(tmp_path):
-    """Old tables call the non-recurrent variant feedforward. Text from files is escaped."""
-    for name, recurrent in (('a', True), ('b', False)):
-        write_run(tmp_path / name, AGENT_LOG, AGENT | {'recurrent': recurrent, 'seed': 3})
-    (tmp_path / 'table_convglu.csv').write_text(
-        'variant,budget,L,E,d,mean_return,variance,n_seeds\n'
-        'recurrent,small,1,8,32,3.5,0.1,3\nrecurrent,small,2,4,32,4.25,0.1,3\n'
-        'feedforward,<i>,4,2,32,-1.5,0.1,3\n'
-    )
-    (tmp_path / 'runs.json').write_text('{"plan": "sokoban-small", "runs": []}')
-    texts, tables = read_page(report.write_report(tmp_path))
-    assert texts['Summary'].startswith('Best recurrent, small budget 4.25 return: L = 2')
-    assert 'Best non-recurrent, <i> budget -1.5 return' in texts['Summary']
-    assert tables['Table, ConvGLU'][2]['Variant'] == 'non-recurrent'
-    assert tables['Table, ConvGLU'][2]['Budget'] == '<i>'
-    runs = [(row['Variant'], row['Layers L'], row['Folder']) for row in tables['Runs']]
-    assert runs == [('recurrent', '2', 'a'), ('non-recurrent', '2', 'b')]
-    assert tables['Runs'][0]['Solved, evaluation levels'] == '34.6%'
-    shared = {row['Setting'] for row in tables['All settings of all runs']}
-    assert 'gamma' in shared and 'recurrent' not in shared
+def test_a_solve_rate_is_that_of_the_best_agent(trained):
+    folder, path = trained
+    rate = figures.solve_rate(folder, str(path))
+    agent = convlstm.load_agent(folder)
+    levels, _ = sokoban.load_levels('', str(path))
+    assert rate == sokoban.evaluate(agent, levels, 'cpu', time_limit=20)['solve_rate']
+    table = figures.solve_table(runs(folder), str(path))
+    assert list(table['percent']) == [100 * rate]
 
 
-def test_a_folder_of_agents_and_language_models_has_the_best_of_each(tmp_path):
-    text = [{'step': 0, 'tokens': 0, 'val_loss': 2.0}]
-    agent = [{'step': k, 'env_steps': k, 'episodic_return': -3.0} for k in range(5)]
-    for name, log in (('text', text), ('agent', agent)):
-        write_run(tmp_path / name, log, {'recurrent': True})
-    logs = {tmp_path / name: figures.read_log(tmp_path / name) for name in ('text', 'agent')}
-    configs = {path: {'recurrent': True} for path in logs}
-    assert report.best_runs('non-recurrent', logs, configs) == {}
-    assert report.best_runs('recurrent', logs, configs) == {
-        'Best recurrent language model': 'loss 2: text',
-        'Best recurrent agent': 'return -3: agent',
-    }
+def test_a_table_of_solve_rates_has_the_papers_and_published_ones(tmp_path, monkeypatch):
+    for seed in (1, 2):
+        write_agent(tmp_path / 'sokoban-small' / f'{seed}', 1.0, seed=seed)
+    monkeypatch.setattr(figures, 'solve_rate', lambda folder, split: int(folder[-1]) / 10)
+    table = figures.solve_table(runs(tmp_path), 'unfiltered-test')
+    ours, *others = table.to_dict('records')
+    assert (ours['percent'], ours['seeds']) == (pytest.approx(15), 2)
+    assert sum(row['plan'] == 'sokoban-small' for row in others) == 5
+    rows = {(row['kind'], row['n_layer']): row['percent'] for row in others}
+    assert rows['recurrent', 4] == 92.7
+    fifty = [row for row in others if row['env_steps'] == 50_073_600]
+    assert {row['kind']: row['percent'] for row in fifty}['DRC(1,1)'] == pytest.approx(45.04)
 
 
-def test_an_allocation_with_fewer_seeds_is_not_the_best():
-    cell = {'variant': 'recurrent', 'budget': 'small', 'E': 1, 'd': 48}
-    rows = [
-        cell | {'L': 1, 'mean_return': '9', 'n_seeds': '2'},
-        cell | {'L': 2, 'mean_return': '7', 'n_seeds': '10'},
-        cell | {'L': 4, 'mean_return': '8', 'n_seeds': '10'},
-    ]
-    best = {'Best recurrent, small budget': '8 return: L = 4, E = 1, d = 48'}
-    assert report.best_allocations(rows, '') == best
+def test_the_table_of_values_marks_the_best_and_has_the_papers(tmp_path):
+    for L, seed in itertools.product((1, 2), (1, 2)):
+        write_agent(tmp_path / 'sokoban-small' / f'{L}_{seed}', L + seed, n_layer=L, seed=seed)
+    table = figures.value_table(runs(tmp_path))
+    ours = table[~table['published']]
+    assert list(ours['return']) == [2.5, 3.5] and list(ours['variance']) == [0.5, 0.5]
+    assert list(ours['best']) == [False, True]
+    paper = table[table['published']].set_index(['n_layer', 'n_embd'])
+    assert paper.loc[(4, 64), 'return'] == 9.212
 
 
-def test_the_gain_from_recurrence_is_the_difference_of_the_best_losses():
-    rows = [
-        {'variant': 'recurrent', 'budget': 'small', 'L': 2, 'E': 8, 'd': 48, 'mean_loss': '1.25'},
-        {'variant': 'recurrent', 'budget': 'small', 'L': 1, 'E': 16, 'd': 48, 'mean_loss': '1.5'},
-        {'variant': 'feedforward', 'budget': 'small', 'L': 8, 'E': 2, 'd': 48, 'mean_loss': '1.5'},
-    ]
-    assert report.best_allocations(rows, 'byte') == {
-        'Best recurrent, small budget': '1.25 nats per byte: L = 2, E = 8, d = 48',
-        'Gain from recurrence, small budget': '0.2500 nats per byte',
-        'Best non-recurrent, small budget': '1.5 nats per byte: L = 8, E = 2, d = 48',
-    }
+# ---- the command ----
 
 
-def test_the_summary_names_the_model_and_the_settings_of_the_best_allocations(tmp_path):
-    """A plan of two models has two tables."""
-    heading = 'variant,budget,L,E,d,residual,mean_return,variance,n_seeds\n'
-    for model, value in (('convlstm', 7.5), ('convglu', 4.5)):
-        row = f'recurrent,small,2,2,64,shared,{value},0.1,3\n'
-        (tmp_path / f'table_{model}.csv').write_text(heading + row)
-    about = {'plan': 'sokoban-small', 'best_convlstm': 'first', 'best_convglu': 'second'}
-    (tmp_path / 'runs.json').write_text(json.dumps(about))
-    texts, _ = read_page(report.write_report(tmp_path))
-    allocation = 'L = 2, E = 2, d = 64, residual = shared'
-    assert f'Best recurrent ConvLSTM, small budget 7.5 return: {allocation}' in texts['Summary']
-    assert f'Best recurrent ConvGLU, small budget 4.5 return: {allocation}' in texts['Summary']
-    assert 'Certainty of the best depth, ConvLSTM first' in texts['Summary']
-    assert 'Certainty of the best depth, ConvGLU second' in texts['Summary']
+def call(*arguments):
+    line = [sys.executable, '-m', 'paper.figures', *map(str, arguments)]
+    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
 
 
-def test_a_folder_without_runs_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, 'argv', ['report.py', f'--out_dir={tmp_path}/nothing'])
-    with pytest.raises(SystemExit):
-        report.main()
-    assert f"out_dir = '{tmp_path}/nothing': no log.jsonl" in capsys.readouterr().err
+def test_the_command_draws_and_tabulates_what_has_finished(tmp_path):
+    """In a folder whose name has characters that are special to shells and to matplotlib."""
+    plan = tmp_path / 'a[1],$x_{'
+    for L, recurrent, seed in itertools.product((1, 2), (True, False), (1, 2)):
+        folder = plan / f'{L}_{recurrent}_{seed}'
+        write_text_run(folder, L + seed, n_layer=L, recurrent=recurrent, seed=seed)
+    write_text_run(plan / 'unfinished', 0.0, finished=False)
+    result = call(plan, f'--out={tmp_path}/out')
+    assert result.returncode == 0, result.stderr
+    assert '8 of 9 runs have finished' in result.stdout
+    for name in ('allocations', 'saturation', 'learning'):
+        assert Image.open(tmp_path / 'out' / f'{name}_Transformer.png').width > 500
+    assert len(pandas.read_csv(tmp_path / 'out' / 'runs.csv')) == 8
+    table = (tmp_path / 'out' / 'table_Transformer.md').read_text()
+    assert '| Transformer | a[1],$x_{ | recurrent | 1 | 1 | 64 | 2.5 |' in table
+    assert 'Best L, 10,000 bootstrap draws' in table
 
 
-@pytest.mark.skipif(not shutil.which('chromium'), reason='chromium is not installed')
-@pytest.mark.parametrize('width', [390, 1280])
-def test_a_page_fits_a_phone_and_a_screen(tmp_path, width):
-    """Both curves are drawn, and the margins at both sides stay empty, by a long path too."""
-    folder = write_run(tmp_path / 'agent', AGENT_LOG, AGENT | {'init_from': f'out/{"x" * 90}'})
-    path = report.write_report(folder)
-    options = '--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --hide-scrollbars'
-    view = [f'--window-size={width},4000', f'--user-data-dir={tmp_path}/browser']
-    view += [f'--screenshot={tmp_path}/page.png', path.as_uri()]
-    subprocess.run(['chromium', *options.split(), *view], check=True, capture_output=True)
-    pixels = np.asarray(Image.open(tmp_path / 'page.png').convert('RGB'))
-    red, green, blue = np.int64(pixels).transpose(2, 0, 1)
-    assert ((red > green + 60) & (red > blue + 60)).sum() > 100  # evaluation
-    assert ((blue > red + 60) & (blue > green + 20)).sum() > 100  # training
-    assert (
-        pixels.shape[1] == width and (pixels[:, :12] > 250).all() and (pixels[:, -12:] > 250).all()
-    )
+@pytest.mark.parametrize('finished, message', [(False, 'no run has finished'), (None, 'no run,')])
+def test_the_command_refuses_folders_without_a_finished_run(tmp_path, finished, message):
+    if finished is not None:
+        write_text_run(tmp_path / 'a', 1.0, finished=finished)
+    result = call(tmp_path)
+    assert result.returncode == 2 and message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
