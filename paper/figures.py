@@ -104,7 +104,7 @@ def runs(folders: Folders) -> DataFrame:
             'plan': folder.absolute().parent.name,
             'kind': 'recurrent' if settings.get('recurrent') else 'non-recurrent',
             'finished': False,
-            **{k: tuple(x) if isinstance(x, list) else x for k, x in settings.items()},
+            **{k: repr(x) if isinstance(x, list | dict) else x for k, x in settings.items()},
         }
         for last in log.ffill().tail(1).to_dict('records'):  # none if the log is empty
             row |= {f'last_{name}': x for name, x in last.items()}
@@ -285,7 +285,8 @@ def chart(
         if sharey:
             axes.label_outer()
         axes.legend(loc='upper center', bbox_to_anchor=(0.5, -0.18), ncols=columns, frameon=False)
-    title = f'{title}; bars: {BARS[error]}'
+    if points['variance'].notna().any():
+        title += f'; bars: {BARS[error]}'
     figure.suptitle(textwrap.fill(title, int(15 * figure.get_figwidth())))
     return figure
 

@@ -16,6 +16,7 @@ import sokoban
 from configurator import Mistake
 from paper import figures
 from paper.figures import runs
+from paper.studies import recompute
 
 ROOT = figures.PUBLISHED.parents[2]
 
@@ -84,7 +85,7 @@ def test_a_row_has_settings_last_and_best_values(tmp_path):
     write_run(tmp_path / 'lm' / 'a', log, arch='experts', recurrent=False, betas=[0.8, 0.95])
     (row,) = runs(tmp_path).to_dict('records')
     assert (row['model'], row['plan'], row['kind']) == ('Transformer', 'lm', 'non-recurrent')
-    assert (row['n_embd'], row['betas'], row['finished']) == (64, (0.8, 0.95), True)
+    assert (row['n_embd'], row['betas'], row['finished']) == (64, '[0.8, 0.95]', True)
     assert (row['loss'], row['last_val_loss'], row['best_val_loss']) == (1.75, 1.75, 1.5)
     assert (row['step'], row['seconds'], row['last_train_loss']) == (7, 4.0, 1.25)
 
@@ -386,3 +387,31 @@ def test_the_command_refuses_folders_without_a_finished_run(tmp_path, finished, 
     result = call(tmp_path)
     assert result.returncode == 2 and message in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+# ---- results ----
+
+
+def test_the_numbers_of_the_results_are_computed_from_their_tables(monkeypatch, capsys):
+    """What stands in README.md and in results/README.md, some of every study."""
+    monkeypatch.setattr(recompute, 'save_figure', lambda figure, path: None)
+    recompute.main()
+    printed = ' '.join(capsys.readouterr().out.split())
+    for line in (
+        "('recurrent', 1): 0.16, ('recurrent', 2): 0.08",
+        'recurrent, 4: 1.0533 ± 0.0013 (3)',
+        'recurrent smaller in 79.6%, equal in 20.4%',
+        'recurrent, 2: 1.1046 ± 0.0010 (5)',
+        'non-recurrent, 8: 1.1352 ± 0.0009 (5)',
+        'equal in 0.0%, with errors of a t distribution smaller in 98.5%',
+        'equal in 0.0%, with errors of a t distribution smaller in 97.0%',
+        '1.72 MB, streams of 4,096, n8 - r4: 0.0692 ± 0.0065 (3)',
+        '14.1 MB, streams of 4,096, n8 - r4: 0.0224 ± 0.0008 (2)',
+        'other text, streams of 4,096, n8 - r4: 0.0479 ± 0.0013 (3)',
+        'r4 - r4 with resets: 0.5192 ± 0.0409 (3)',
+        "('recurrent', 'mean', 'expert', nan) - default: -0.0088 ± 0.0014 (3)",
+        'L = 2, sqrt(E) - 1: 0.0013 ± 0.0011 (3)',
+        'non-recurrent, solved in training, L = 4, E = 1 - L = 1, E = 4: 0.0844 ± 0.0044',
+        'recurrent smaller in 56.6%, equal in 33.9%',
+    ):
+        assert line in printed
