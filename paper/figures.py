@@ -53,7 +53,7 @@ NO_SETTINGS = (
     'torch device_name world rows changes'
 ).split()
 # The value with which an ablation compares the others, where it is not the first.
-REFERENCE = {'aggregation': 'sqrt_sum', 'share_kv': True, 'radius': 7, 'residual': 'expert'}
+REFERENCE = {'aggregation': 'sqrt_sum', 'share_kv': True, 'residual': 'expert'}
 COLORS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000')
 MARKERS = 'osD^vPX'
 BARS = {'se': 'one standard error', 'std': 'one standard deviation'}
@@ -98,6 +98,8 @@ def runs(folders: Folders) -> DataFrame:
     rows = []
     for folder in find_runs(folders):
         settings, log = settings_of(folder), DataFrame(log_of(folder))
+        if missing := {'recurrent', 'seed', *SIZES} - settings.keys():
+            raise Mistake(f'{folder}/config.json: has no {min(missing)}: not the settings of a run')
         row = {
             'folder': str(folder),
             'model': MODELS.get(settings.get('arch'), settings.get('arch')),
@@ -108,8 +110,8 @@ def runs(folders: Folders) -> DataFrame:
         }
         for last in log.ffill().tail(1).to_dict('records'):  # none if the log is empty
             row |= {f'last_{name}': x for name, x in last.items()}
-            row |= log.filter(regex='^val_').min().add_prefix('best_').to_dict()
-            row |= log.filter(regex='^eval_').max().add_prefix('best_').to_dict()
+            row |= log.filter(regex='^val_(loss|bits)').min().add_prefix('best_').to_dict()
+            row |= log.filter(regex='^eval_(return|solve)').max().add_prefix('best_').to_dict()
             row |= {'step': last['step'], 'seconds': last.get('seconds')}
             if 'episodes' in log:
                 row['return'] = judged_return(log, settings['log_interval'])
@@ -146,15 +148,18 @@ def score(frame: DataFrame) -> Series:
 
 
 def best_values(
-    frame: DataFrame, over: str = 'learning_rate', by: list[str] | None = None, seed: int = -1
+    frame: DataFrame,
+    over: str = 'learning_rate',
+    by: list[str] | None = None,
+    seed: int | None = None,
 ) -> DataFrame:
     """Return the runs at the best value of a setting in each group, without the seed that chose it.
 
     by: columns that name a group (default: sizes, kind and all other varied settings); seed: the
     one that chooses (default: the lowest). If no other seed has run at a best value, return the
-    runs that chose it."""
+    runs that chose it; a group without other seeds is left out if another group has them."""
     by = by or [name for name in [*CELL, *varied(frame)] if name != over]
-    chose = frame['seed'] == (frame['seed'].min() if seed < 0 else seed)
+    chose = frame['seed'] == (frame['seed'].min() if seed is None else seed)
     scores = score(frame[chose]).dropna()
     best = frame.loc[scores.groupby([frame[name] for name in by], dropna=False).idxmin()]
     others = frame[~chose].merge(best[[*by, over]])
@@ -173,6 +178,15 @@ def summarize(frame: DataFrame, by: list[str], value: str = '') -> DataFrame:
     return groups.agg([*columns]).rename(columns=columns).reset_index().assign(published=False)
 
 
+def cells(frame: DataFrame) -> DataFrame:
+    """Return the points of all allocations. Raises Mistake if runs differ in a setting, too: they
+    are no seeds of one experiment."""
+    if settings := varied(frame):
+        advice = 'give runs of one value, or draw --figure=ablation'
+        raise Mistake(f'these runs differ in {", ".join(settings)}: {advice}')
+    return summarize(frame, CELL)
+
+
 def best_cells(points: DataFrame, by: list[str]) -> DataFrame:
     """Return the best point of each group among those with the most seeds: one with fewer seeds
     could win by one lucky seed."""
@@ -187,16 +201,15 @@ def published(name: str, frame: DataFrame) -> DataFrame:
     names |= {'variant': 'kind', 'mean_return': 'return', 'n_seeds': 'n'}
     table = pandas.read_csv(PUBLISHED / f'{name}.csv').rename(columns=names)
     table = table.assign(model='ConvLSTM', plan='sokoban-' + table['budget'], published=True)
-    pair = ['plan', 'kind']
-    known = table.set_index(pair).index.isin(
-        frame[frame['model'] == 'ConvLSTM'].set_index(pair).index
-    )
+    ours = frame[frame['model'] == 'ConvLSTM'].set_index(['plan', 'kind']).index
+    known = table.set_index(['plan', 'kind']).index.isin(ours)
     return table[known | table['plan'].isna()].drop(columns='budget')
 
 
 def with_paper(points: DataFrame) -> DataFrame:
     """Return points, followed by those of the paper for the same plans and kinds."""
-    return pandas.concat([points, published('sokoban_returns', points)], ignore_index=True)
+    paper = published('sokoban_returns', points)
+    return pandas.concat([points, paper], ignore_index=True) if len(paper) else points
 
 
 def best_depths(frame: DataFrame, draws: int = 10_000) -> str:
@@ -211,18 +224,18 @@ def best_depths(frame: DataFrame, draws: int = 10_000) -> str:
     for kind in ('recurrent', 'non-recurrent'):
         groups = frame[frame['kind'] == kind].groupby([*SIZES])['score']
         depths = np.array([L for (L, *_), _ in groups])
-        cells = [x.to_numpy() for _, x in groups]
-        if min(map(len, cells), default=0) < 2:
+        values = [x.to_numpy() for _, x in groups]
+        if min(map(len, values), default=0) < 2:
             return ''
-        by_draw = [generator.choice(x, (draws, len(x))).mean(1) for x in cells]
+        by_draw = [generator.choice(x, (draws, len(x))).mean(1) for x in values]
         by_t = [
             x.mean() + x.std(ddof=1) / len(x) ** 0.5 * t_generator.standard_t(len(x) - 1, draws)
-            for x in cells
+            for x in values
         ]
         best.append(depths[np.argmin(by_draw, 0)])  # (draws,)
         best_by_t.append(depths[np.argmin(by_t, 0)])
         low, high = np.quantile(best[-1], (0.025, 0.975), method='nearest')
-        observed = depths[np.argmin([x.mean() for x in cells])]
+        observed = depths[np.argmin([x.mean() for x in values])]
         parts.append(f'{kind} {observed} (95%: {low} to {high})')
     (a, b), (a_by_t, b_by_t) = best, best_by_t
     return (
@@ -320,7 +333,7 @@ def panels_of(points: DataFrame) -> Series:
 
 def by_size(frame: DataFrame, x: str, line: str, error: str) -> Figure:
     """Return a figure of the value by one size, with a line for each value of another one."""
-    points = with_paper(summarize(frame, CELL)).sort_values([line], kind='stable')
+    points = with_paper(cells(frame)).sort_values([line], kind='stable')
     points = points.assign(line=name_cells(points, [line]), panel=panels_of(points))
     labels = {'xlabel': {'n_layer': 'layers L', 'n_expert': 'experts E per layer'}[x]}
     labels['ylabel'] = label_of(frame)
@@ -340,7 +353,7 @@ def scaling(frame: DataFrame) -> Figure:
 def saturation(frame: DataFrame) -> Figure:
     """Draw the best value with at most L layers: a line for each kind, or for several plans (of
     different budgets) a panel for each kind and a line for each plan."""
-    points, by = with_paper(summarize(frame, CELL)), ['published', 'plan', 'kind']
+    points, by = with_paper(cells(frame)), ['published', 'plan', 'kind']
     parts = [
         best_cells(group[group['n_layer'] <= L], by).assign(n_layer=L)
         for _, group in points.groupby(by, sort=False)
@@ -359,12 +372,15 @@ def ablation(frame: DataFrame, setting: str = '') -> Figure:
     """Draw the value by a setting (default: the first that varies), and beside it the difference
     from the reference value. The seeds of both count as independent."""
     y, settings = value_of(frame), varied(frame)
+    if not settings:
+        raise Mistake('ablation: these runs differ in no setting but their sizes and seeds')
     setting = setting or settings[0]
     others = [name for name in [*CELL, *settings] if name != setting]
     points = summarize(frame, [*others, setting])
     values = sorted(points[setting].unique(), key=lambda x: (isinstance(x, str), x))
-    reference = REFERENCE.get(setting)
-    reference = reference if reference in values else values[0]
+    # every expert of the paper reads all others: the largest radius
+    first = values[-1 if setting == 'radius' else 0]
+    reference = REFERENCE.get(setting) if REFERENCE.get(setting) in values else first
     names = [*SIZES, *(name for name in settings if name != setting)]
     points = points.assign(line=points['kind'] + ', ' + name_cells(points, names), panel='value')
     base = points[points[setting] == reference][[*others, y, 'variance', 'n']]
@@ -384,9 +400,11 @@ def learning(frame: DataFrame, y: str = '') -> Figure:
     y: another column of `curves`; beside 'eval_solve_rate' stand published agents."""
     is_text = value_of(frame) == 'loss'
     x, y = ('tokens', y or 'val_loss') if is_text else ('env_steps', y or 'return_1000')
-    best = best_cells(summarize(frame, CELL), ['plan', 'kind', 'n_layer'])
+    best = best_cells(cells(frame), ['plan', 'kind', 'n_layer'])
     shown = frame.merge(best[CELL])[['folder', *CELL]]
-    data = curves(shown['folder'])[['folder', x, y]].dropna().merge(shown)
+    data = curves(shown['folder']).reindex(columns=['folder', x, y]).dropna().merge(shown)
+    if data.empty:
+        raise Mistake(f'learning: the logs of these runs have no {y}')
     points = summarize(data[data[x] >= data[x].max() / 4 * is_text], [*CELL, x], y)
     points = points[points['n'] == points.groupby(CELL)['n'].transform('max')]
     points = points.assign(line=name_cells(points), panel=panels_of(points))
@@ -419,7 +437,8 @@ def fitting(frame: DataFrame) -> list[str]:
     experts = frame.groupby(['plan', 'kind', 'n_layer', 'n_embd'])['n_expert'].nunique()
     if (experts > 1).any():
         return ['scaling']
-    return ['allocations', 'saturation', 'learning'] + ['solved'] * (value_of(frame) == 'return')
+    has_rates = 'best_eval_solve_rate' in frame and value_of(frame) == 'return'
+    return ['allocations', 'saturation', 'learning'] + ['solved'] * has_rates
 
 
 # ---- tables ----
@@ -471,7 +490,7 @@ def solve_table(frame: DataFrame, split: str = '') -> DataFrame:
     """Return the greedy solve rates, in percent, of the best allocation of each plan, kind and L:
     on a split of Boxoban, or without one those on the evaluation levels at the end of training. On
     unfiltered-test the paper's and those of published agents follow."""
-    best = best_cells(summarize(frame, CELL), ['plan', 'kind', 'n_layer'])
+    best = best_cells(cells(frame), ['plan', 'kind', 'n_layer'])
     shown = frame.merge(best[CELL])
     if split:
         shown['last_eval_solve_rate'] = [solve_rate(folder, split) for folder in shown['folder']]
@@ -490,16 +509,17 @@ def solve_table(frame: DataFrame, split: str = '') -> DataFrame:
     return table.assign(levels=split or ', '.join(frame['eval_split'].unique()))
 
 
-def save_table(table: DataFrame, path: Path, note: str = '') -> None:
+def save_table(table: DataFrame, path: str, note: str = '') -> None:
     """Write a table as path.csv and, with five significant digits and a note, as path.md."""
+
+    def text(x: object) -> str:
+        x = '' if pandas.isna(x) else f'{x:.5g}' if isinstance(x, float) else str(x)
+        return x.replace('|', r'\|')
+
+    rows = [[*table], ['---'] * len(table.columns), *table.map(text).values.tolist()]
+    lines = [f'| {" | ".join(row)} |\n' for row in rows]
     write_text(table.to_csv(index=False, lineterminator='\n'), f'{path}.csv')
-    rows = table.map(lambda x: f'{x:.5g}' if isinstance(x, float) else str(x)).values.tolist()
-    lines = [
-        ' | '.join(row).replace('nan', '') for row in [[*table], ['---'] * len(rows[0]), *rows]
-    ]
-    write_text(
-        ''.join(f'| {line} |\n' for line in lines) + f'\n{note}\n' * bool(note), f'{path}.md'
-    )
+    write_text(''.join([*lines, f'\n{note}\n']), f'{path}.md')
     print(f'{path}.csv\n{path}.md')
 
 
@@ -520,7 +540,7 @@ def main() -> None:
     )
     parser.add_argument('folders', nargs='+', metavar='FOLDER', help='runs, or folders of runs')
     parser.add_argument('--figure', choices=[*FIGURES], help='draw this one only')
-    parser.add_argument('--out', type=Path, help='folder to write to; default: the first FOLDER')
+    parser.add_argument('--out', type=Path, help='folder to write to; default: that of the runs')
     parser.add_argument('--levels', default='', help='split of Boxoban for solve rates')
     parser.add_argument('--tuned', default='learning_rate', help="setting to tune first; '': none")
     args = parser.parse_args()
@@ -529,18 +549,19 @@ def main() -> None:
     print(f'{len(done)} of {len(frame)} runs have finished')
     if done.empty:
         raise Mistake(f'{", ".join(args.folders)}: no run has finished: nothing to draw')
-    out = args.out or Path(args.folders[0])
+    inside = [Path(folder).absolute().parent for folder in done['folder']]
+    out = args.out or Path(os.path.commonpath(inside))
     out.mkdir(parents=True, exist_ok=True)
-    save_table(done, out / 'runs')
+    write_text(done.to_csv(index=False, lineterminator='\n'), out / 'runs.csv')
     for model, part in done.groupby('model'):
         part = best_values(part, args.tuned) if args.tuned in varied(part) else part
         for name in [args.figure] if args.figure else fitting(part):
             save_figure(FIGURES[name](part), out / f'{name}_{model}.png')
         plans = [one for _, one in part.groupby('plan') if not varied(one)]
         sentences = '\n'.join(filter(None, map(best_depths, plans)))
-        save_table(value_table(part), out / f'table_{model}', sentences)
-        if value_of(part) == 'return':
-            save_table(solve_table(part, args.levels), out / f'solved_{model}')
+        save_table(value_table(part), f'{out}/table_{model}', sentences)
+        if 'solved' in fitting(part):
+            save_table(solve_table(part, args.levels), f'{out}/solved_{model}')
 
 
 if __name__ == '__main__':

@@ -102,6 +102,12 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
         runs(tmp_path / 'nothing')
 
 
+def test_a_damaged_config_is_refused(tmp_path):
+    (write_agent(tmp_path / 'a', 1.0) / 'config.json').write_text('{"seed": ')
+    with pytest.raises(Mistake, match='a/config.json: has no n_embd'):
+        runs(tmp_path)
+
+
 def test_curves_has_the_lines_of_all_logs(tmp_path):
     for name in 'ab':
         write_text_run(tmp_path / name, 1.0)
@@ -187,6 +193,8 @@ def test_runs_in_another_dtype_are_not_taken_for_seeds(tmp_path):
     frame = runs(tmp_path)
     assert figures.varied(frame) == ['dtype']
     assert list(figures.value_table(frame)['n']) == [1, 1]
+    with pytest.raises(Mistake, match='these runs differ in dtype'):
+        figures.allocations(frame)
 
 
 def test_an_allocation_with_fewer_seeds_is_not_the_best(tmp_path):
@@ -369,22 +377,30 @@ def test_the_command_draws_and_tabulates_what_has_finished(tmp_path):
         folder = plan / f'{L}_{recurrent}_{seed}'
         write_text_run(folder, L + seed, n_layer=L, recurrent=recurrent, seed=seed)
     write_text_run(plan / 'unfinished', 0.0, finished=False)
-    result = call(plan, f'--out={tmp_path}/out')
+    result = call(*plan.iterdir())
     assert result.returncode == 0, result.stderr
     assert '8 of 9 runs have finished' in result.stdout
     for name in ('allocations', 'saturation', 'learning'):
-        assert Image.open(tmp_path / 'out' / f'{name}_Transformer.png').width > 500
-    assert len(pandas.read_csv(tmp_path / 'out' / 'runs.csv')) == 8
-    table = (tmp_path / 'out' / 'table_Transformer.md').read_text()
+        assert Image.open(plan / f'{name}_Transformer.png').width > 500
+    assert len(pandas.read_csv(plan / 'runs.csv')) == 8
+    table = (plan / 'table_Transformer.md').read_text()
     assert '| Transformer | a[1],$x_{ | recurrent | 1 | 1 | 64 | 2.5 |' in table
     assert 'Best L, 10,000 bootstrap draws' in table
 
 
-@pytest.mark.parametrize('finished, message', [(False, 'no run has finished'), (None, 'no run,')])
-def test_the_command_refuses_folders_without_a_finished_run(tmp_path, finished, message):
+@pytest.mark.parametrize(
+    'finished, options, message',
+    [
+        (False, [], 'no run has finished'),
+        (None, [], 'holds no run,'),
+        (True, ['--figure=ablation'], 'these runs differ in no setting'),
+        (True, ['--figure=solved'], 'have no eval_solve_rate'),
+    ],
+)
+def test_the_command_refuses_runs_that_it_cannot_draw(tmp_path, finished, options, message):
     if finished is not None:
         write_text_run(tmp_path / 'a', 1.0, finished=finished)
-    result = call(tmp_path)
+    result = call(tmp_path, *options)
     assert result.returncode == 2 and message in result.stderr
     assert len(result.stderr.splitlines()) == 1
 
