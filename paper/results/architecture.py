@@ -1,6 +1,6 @@
 """Draw architecture.svg: the recurrent model over two steps, and one of its layers.
 
-    python results/architecture.py
+    python paper/results/architecture.py
 
 The drawing stands on a light card, so that it reads on white and on dark pages; its colors are
 Okabe and Ito's, which color-blind readers can tell apart.
