@@ -1,15 +1,16 @@
-"""
-Watch a Sokoban agent play, in a terminal or as a GIF; measure its solve rate; export it.
+"""Watch a Sokoban agent play, in a terminal or as a GIF; measure its solve rate; export it.
 
-$ python play_sokoban.py --out_dir=pretrained/sokoban          # `?` explains symbols and keys
+$ python play_sokoban.py --out_dir=pretrained/sokoban
 $ python play_sokoban.py --out_dir=pretrained/sokoban --level=3 --gif=game.gif
 $ python play_sokoban.py --out_dir=out/sokoban_small_L4 --measure
 $ python play_sokoban.py --policy=my_module:my_function --levels=unfiltered-test
 $ python play_sokoban.py --out_dir=out/sokoban_small_L4 --export=out/agent
 
-Arrows show the agent's plan, as a probe (probe_sokoban.py) reads it from the agent's state: the
-arrow on a cell is the direction in which the agent will step onto it. Without a terminal, one game
-is printed as text.
+Arrows show the agent's plan, as a probe (paper/probe.py) reads it from the agent's state: the arrow
+on a cell is the direction in which the agent will step onto it. Without a terminal, one game is
+printed as text; a terminal that cannot show the symbols gets ASCII.
+
+All pictures of boards in this project are drawn here.
 """
 
 import contextlib
@@ -20,8 +21,6 @@ import select
 import shutil
 import signal
 import sys
-import termios
-import tty
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -34,11 +33,11 @@ from numpy import ndarray
 from torch import Tensor
 
 import common
+from boxoban import AGENT, SIZE, WALL, board_text, select_levels
 from convlstm import PROBE, Agent, load_agent
-from files import read_tensors
+from files import read_tensors, write_atomic
 from hub import load_weights
-from sokoban import WALL, FeatureRecorder, board_text, evaluate, load_level_sets, load_policy
-from sokoban import TIME_LIMIT, plan_image, replay, run_episodes, save_gif
+from sokoban import TIME_LIMIT, FeatureRecorder, evaluate, load_policy, replay, run_episodes
 
 # fmt: off
 out_dir = ''                   # the agent's folder: a run of train_sokoban.py, or an export
@@ -56,22 +55,114 @@ n_levels = 512                 # use the first n_levels levels
 level = 0                      # number of the first level to show
 games = 0                      # games to show in a terminal; 0: until q is pressed
 ms = 250                       # milliseconds per step, in a terminal or a GIF
-probe = ''                     # a probe of this agent from probe_sokoban.py, which gives the
+probe = ''                     # a probe of this agent from paper/probe.py, which gives the
                                # arrows; '': probe.safetensors in out_dir, if it is there
 gif = ''                       # write a game into this file instead of showing it
 export = ''                    # write the agent into this folder, as safetensors and JSON
 device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda', 'cuda:1'
 # fmt: on
-RANGES = {
-    'which': ['best', 'last'],
-    'n_levels': (1, math.inf),
-    'level': (0, math.inf),
-    'ms': (10, math.inf),
-    'games': (0, math.inf),
+RANGES = {'which': ['best', 'last'], 'n_levels': (1, math.inf), 'ms': (10, math.inf)}
+
+# Settings of the levels for a policy, and for an agent whose folder does not tell them.
+EASY = {
+    'eval_split': 'generated',
+    'n_boxes': 1,
+    'max_moves': 12,
+    'seed': 1337,
+    'levels_dir': '',
+    'time_limit': TIME_LIMIT,
 }
 
-# settings of the levels that a policy is measured on by default
-EASY = {'eval_split': 'generated', 'n_boxes': 1, 'max_moves': 12, 'seed': 1337}
+
+# ----------------------------------------------------------------------------- pictures
+
+COLORS = {
+    'floor': (240, 234, 220),
+    'mortar': (62, 70, 84),
+    'brick': (88, 99, 117),
+    'target': (204, 121, 167),
+    'box': (222, 170, 98),
+    'box edge': (150, 100, 45),
+    'box on target': (86, 180, 233),
+    'box on target, edge': (0, 85, 140),
+    'agent': (45, 105, 185),
+    'eye': (255, 255, 255),
+}
+
+
+def draw_tiles(cell: int) -> ndarray:
+    """Return pictures (7, cell, cell, 3) uint8 of Boxoban's characters '# .$*@+', drawn at four
+    times the size and averaged."""
+    v, u = np.mgrid[-1 : 1 : 4j * cell, -1 : 1 : 4j * cell]  # rows, columns
+    square, radius = np.maximum(abs(u), abs(v)), np.hypot(u, v)
+    cross = (abs(abs(u) - abs(v)) < 0.16) & (square < 0.64)
+    bricks = (v % 1 > 0.08) & ((u + (v > 0)) % 2 > 0.08)
+    ring = (radius < 0.54) & (radius > 0.34)
+    eyes = (abs(u) - 0.27) ** 2 + (v + 0.14) ** 2 < 0.022
+    # the shapes of each character, from the bottom to the top
+    wall = [(square < 2, 'mortar'), (bricks, 'brick')]
+    floor = []
+    target = [(ring, 'target'), (radius < 0.17, 'target')]
+    box = [(square < 0.82, 'box edge'), (square < 0.64, 'box'), (cross, 'box edge')]
+    box_on_target = [
+        (square < 0.82, 'box on target, edge'),
+        (square < 0.64, 'box on target'),
+        (ring | (radius < 0.17), 'box on target, edge'),
+    ]
+    agent = [(radius < 0.74, 'agent'), (eyes, 'eye')]
+    agent_on_target = [*agent, (abs(radius - 0.86) < 0.07, 'target')]
+    characters = (wall, floor, target, box, box_on_target, agent, agent_on_target)
+    pictures = np.full((7, 4 * cell, 4 * cell, 3), COLORS['floor'], float)
+    for picture, shapes in zip(pictures, characters, strict=True):
+        for mask, name in shapes:
+            picture[mask] = COLORS[name]
+    return pictures.reshape(7, cell, 4, cell, 4, 3).mean((2, 4)).round().astype(np.uint8)
+
+
+def board_image(board: ndarray, cell: int = 24) -> ndarray:
+    """Return an RGB picture (10 cell, 10 cell, 3) uint8 of an observation (10, 10, 2)."""
+    characters = board_text(board).replace('\n', '')
+    tiles = draw_tiles(cell)[['# .$*@+'.index(char) for char in characters]]
+    tiles = tiles.reshape(SIZE, SIZE, cell, cell, 3)  # (row, column, y, x, channel)
+    return tiles.swapaxes(1, 2).reshape(SIZE * cell, SIZE * cell, 3)
+
+
+def plan_image(board: ndarray, plan: ndarray, truth: ndarray | None = None) -> ndarray:
+    """Return the picture of an observation with the arrows of a plan.
+
+    plan (10, 10): 0..3 for up, right, down, left, -1 for no arrow. The agent's cell gets none.
+    truth: the directions that the agent will take, in the same form. Arrows are dark, except that
+    those that differ from `truth` are white with an orange rim.
+    """
+    cell = 24
+    picture = board_image(board, cell)
+    v, u = np.mgrid[-1 : 1 : 1j * cell, -1 : 1 : 1j * cell]  # rows, columns
+    triangle = (abs(u) < 0.5 * v + 0.3) & (abs(v) < 0.5)  # points up
+    rim = (abs(u) < 0.5 * v + 0.5) & (abs(v) < 0.62) & ~triangle
+    for y, x in np.argwhere((plan >= 0) & (board[..., 0] != AGENT)):
+        is_wrong = truth is not None and truth[y, x] != plan[y, x]
+        tile = picture[cell * y : cell * (y + 1), cell * x : cell * (x + 1)]
+        tile[np.rot90(rim, -plan[y, x])] = (213, 94, 0) if is_wrong else (255, 255, 255)
+        tile[np.rot90(triangle, -plan[y, x])] = (255, 255, 255) if is_wrong else (20, 40, 70)
+    return picture
+
+
+def save_gif(frames: list[ndarray], path: str, ms: int = 150) -> None:
+    """Write pictures (H, W, 3) as an endless animation, `ms` per frame and 8 * ms for the last. In
+    a long game `ms` is smaller, so that the animation lasts at most 655 s."""
+    from PIL import Image
+
+    # Pillow shows equal frames as one, whose duration has 16 bits, in units of 10 ms
+    ms = min(ms, 10 * 0xFFFF // (len(frames) + 7))
+
+    first, *rest = map(Image.fromarray, frames)
+    options = {
+        'save_all': True,
+        'append_images': rest,
+        'duration': [ms] * len(rest) + [8 * ms],
+        'loop': 0,
+    }
+    write_atomic(path, lambda file: first.save(file, format='GIF', **options))
 
 
 # ----------------------------------------------------------------------------- one game
@@ -123,7 +214,7 @@ def read_plans(features: Tensor) -> ndarray:
 # tell the colors apart, and the symbols differ in shape too.
 TILES = {
     '#': ('██', 240, 'wall'),
-    ' ': ('  ', None, 'floor'),
+    ' ': ('  ', 0, 'floor'),
     '.': ('◦ ', 175, 'target'),
     '$': ('▣ ', 214, 'box'),
     '*': ('■ ', 36, 'box on a target'),
@@ -131,88 +222,38 @@ TILES = {
     '+': ('◉ ', 81, 'agent on a target'),
 }
 ARROWS = '↑→↓←'
-LEGEND = '# wall, @ agent, $ box, . target, * box on a target, + agent on a target'
+KEYS = '  (space pause, s step, n next, q quit)'
 
 
-def paint(text: str, color: int | None, background: int | None = None) -> str:
-    """Return the text in two of a terminal's 256 colors; None leaves a color unchanged."""
-    codes = []
-    if color is not None:
-        codes.append(f'38;5;{color}')
-    if background is not None:
-        codes.append(f'48;5;{background}')
-    return f'\x1b[{";".join(codes)}m{text}\x1b[0m' if codes else text
+def symbols() -> tuple[dict[str, str], str]:
+    """Return the colored symbols of Boxoban's characters, two columns each, and the four arrows.
+    They are ASCII if the terminal cannot show others."""
+    plain, arrows = {char: tile[0] for char, tile in TILES.items()}, ARROWS
+    try:
+        ''.join([*plain.values(), arrows]).encode(sys.stdout.encoding or 'ascii')
+    except UnicodeEncodeError:
+        plain, arrows = {char: f'{char} ' for char in TILES}, '^>v<'
+    return {char: f'\x1b[38;5;{TILES[char][1]}m{plain[char]}\x1b[0m' for char in TILES}, arrows
 
 
-def draw_two_cells(upper: str, lower: str) -> str:
-    """Return one character whose halves have the colors of two of Boxoban's characters."""
-    above, below = TILES[upper][1], TILES[lower][1]
-    if above is None and below is None:
-        return ' '
-    return paint('▄', below) if above is None else paint('▀', above, below)
-
-
-def draw_board(board: ndarray, plan: ndarray, lines: int) -> list[str]:
-    """Return a board as lines of colored text, for a terminal that has room for `lines` lines.
-
-    Where there is room, ten lines of 20 columns, with the plan's arrows on free cells. Otherwise
-    five lines of ten columns: a character holds two cells, one above the other, which differ only
-    in color.
-    """
-    rows = board_text(board).split('\n')
-    if lines < 10:
-        return [
-            ''.join(map(draw_two_cells, upper, lower))
-            for upper, lower in zip(rows[::2], rows[1::2], strict=True)
-        ]
-    cells = [[paint(*TILES[char][:2]) for char in row] for row in rows]
+def draw_board(board: ndarray, plan: ndarray) -> list[str]:
+    """Return a board as ten lines of 20 columns, with the plan's arrows on free cells."""
+    tiles, arrows = symbols()
+    cells = [[tiles[char] for char in row] for row in board_text(board).split('\n')]
     is_free = (board[..., 0] == 0) & (board[..., 1] != WALL)  # no agent, box or wall
     for y, x in np.argwhere((plan >= 0) & is_free):
-        cells[y][x] = ARROWS[plan[y, x]] + ' '
+        cells[y][x] = arrows[plan[y, x]] + ' '
     return [''.join(row) for row in cells]
 
 
-def draw_help(lines: int) -> list[str]:
-    """Return what symbols, arrows and keys mean, in at most five lines of 40 columns."""
-
-    def explain(char: str) -> str:
-        symbol, color, name = TILES[char]
-        return paint('█' if lines < 10 else symbol.strip(), color) + f' {name}'
-
-    text = ['   '.join(map(explain, '#@$.')), '   '.join(map(explain, '*+'))]
-    if lines >= 10:  # smaller boards have no arrows
-        text.append(f'{" ".join(ARROWS)} where the agent plans to step')
-    return [*text, 'space pause   s step   n next level', 'q quit   ? or h help   other keys: back']
-
-
-class Screen:
-    """A block of lines at the end of a terminal's text, which each call of `show` draws again."""
-
-    def __init__(self):
-        self.height = 0  # number of lines on the screen now
-        self.size = None  # of the terminal
-
-    def show(self, lines: list[str]) -> None:
-        """Draw the lines over those of the last call. If the terminal's size has changed, clear it
-        first."""
-        size = shutil.get_terminal_size()
-        if self.size not in (None, size):
-            print('\x1b[2J\x1b[H', end='')
-            self.height = 0
-        lines = lines[-max(1, size.lines - 1) :]  # the cursor stands on a line of its own
-        up = f'\x1b[{self.height}A' if self.height else ''
-        self.size, self.height = size, len(lines)
-        print(up + '\r\x1b[J' + '\n'.join(lines), flush=True)
-
-
-def status_line(text: str) -> str:
-    """Return the text and the keys, cut to the terminal's width: a line that wraps would shift the
-    board."""
-    columns = shutil.get_terminal_size().columns
-    keys = '  (space pause, s step, n next, q quit, ? help)'
-    if columns <= len(text + keys):
-        keys = '  ? help'
-    return (text + keys)[: max(1, columns - 1)]
+def show(board: list[str], status: str, height: int) -> int:
+    """Draw a board and a status over the last `height` lines of the terminal, and return how many
+    lines they take. What a small terminal has no room for is left out, because it would scroll."""
+    size = shutil.get_terminal_size()
+    lines = [*board, (status + KEYS)[: size.columns - 1]][-max(1, size.lines - 1) :]
+    up = f'\x1b[{height}A' if height else ''
+    print(up + '\r\x1b[J' + '\n'.join(lines), flush=True)
+    return len(lines)
 
 
 @contextlib.contextmanager
@@ -222,6 +263,9 @@ def keyboard() -> Iterator[Callable[[float | None], str]]:
 
     The terminal is restored whatever ends the program.
     """
+    import termios
+    import tty  # both only here: Windows lacks them
+
     source = sys.stdin.fileno()
 
     def read_key(seconds: float | None) -> str:
@@ -247,13 +291,13 @@ def keyboard() -> Iterator[Callable[[float | None], str]]:
         print('\x1b[?25h', flush=True)
 
 
-def is_terminal() -> bool:
-    return sys.stdin.isatty() and sys.stdout.isatty()
-
-
 def show_games(agent: Agent, levels: ndarray, device: str, time_limit: int) -> None:
-    """Show games in a terminal, one after the other."""
-    screen = Screen()
+    """Explain the symbols, then show games in a terminal, one after the other."""
+    tiles, arrows = symbols()
+    names = {char: name for char, (_, _, name) in TILES.items() if char != ' '}
+    print('   '.join(f'{tiles[char]}{name}' for char, name in names.items()))
+    print(f'{" ".join(arrows)}  where the agent plans to step\n')
+    height = 0  # of what is on the screen
     paused = False
     with keyboard() as read_key:
         for number in itertools.count():
@@ -263,19 +307,11 @@ def show_games(agent: Agent, levels: ndarray, device: str, time_limit: int) -> N
                 is_last = t + 1 == len(game.boards)
                 status = game.outcome if is_last else f'level {i}, step {t}'
                 seconds = ms / 1000 * (8 if is_last else 1)
-                while True:
-                    lines = shutil.get_terminal_size().lines - 2  # without status and cursor
-                    drawn = draw_board(board, game.plans[t], lines)
-                    screen.show([*drawn, status_line(status)])
+                key = ' '
+                while key == ' ':
+                    height = show(draw_board(board, game.plans[t]), status, height)
                     key = read_key(None if paused else seconds)
-                    if key in ('?', 'h'):
-                        screen.show(draw_help(lines))
-                        if read_key(None) == 'q':
-                            return
-                    elif key == ' ':
-                        paused = not paused
-                    else:
-                        break
+                    paused ^= key == ' '
                 if key == 'q':
                     return
                 if key == 'n':
@@ -288,7 +324,7 @@ def show_games(agent: Agent, levels: ndarray, device: str, time_limit: int) -> N
 def print_game(agent: Agent, levels: ndarray, device: str, time_limit: int) -> None:
     """Print one game as plain text."""
     game = play_level(agent, levels, level, device, time_limit)
-    print(LEGEND)
+    print(', '.join(f'{char} {name}' for char, (_, _, name) in TILES.items() if char != ' '))
     for t, board in enumerate(game.boards):
         is_last = t + 1 == len(game.boards)
         print(board_text(board))
@@ -298,15 +334,30 @@ def print_game(agent: Agent, levels: ndarray, device: str, time_limit: int) -> N
 # ----------------------------------------------------------------------------- the script
 
 
-def use_agent() -> None:
+# ----------------------------------------------------------------------------- the script
+
+
+def main() -> None:
     """Export the agent, measure it, write a GIF or show games, depending on the settings."""
+    configure(globals(), quiet=True)
+    sys.stdout.reconfigure(errors='replace')  # of a file name that the terminal cannot show
+    if bool(out_dir) == bool(policy):
+        raise Mistake('name one: --out_dir=FOLDER for an agent, or --policy=module:function')
+    if sum(map(bool, (policy or measure, export, gif))) > 1:
+        raise Mistake(
+            'measure (which policy implies), export and gif exclude each other: choose one'
+        )
+    if not greedy and (policy or not measure):
+        raise Mistake(
+            'greedy = False samples actions, and needs --measure and an agent, not a policy'
+        )
     torch_device = common.pick_device(device)
+    about = EASY
     if policy:
         agent = load_policy(policy)
-        about = EASY
     else:
         agent = load_agent(out_dir, which, torch_device)
-        about = {**agent.config.__dict__, **agent.about.get('settings', {})}
+        about = {**EASY, **agent.about.get('settings', {})}
     if export:
         agent.save_pretrained(export)
         print(f'{export}: the agent of {out_dir}')
@@ -315,13 +366,11 @@ def use_agent() -> None:
         **about,
         'eval_split': levels or about['eval_split'],
         'eval_games': n_levels,
-        'levels_dir': levels_dir or about.get('levels_dir', ''),
+        'levels_dir': levels_dir or about['levels_dir'],
         'download': download,
     }
-    _, (packed, source) = load_level_sets(level_settings, run=about)
-    if level_settings['eval_split'] == 'generated' and not policy and 'split' not in about:
-        source += "; the agent's training levels are unknown, and may be among them"
-    time_limit = about.get('time_limit', TIME_LIMIT)
+    packed, source = select_levels(level_settings, evaluation=True)
+    time_limit = about['time_limit']
     if policy or measure:
         actions_seed = None if greedy else about['seed']
         rates = evaluate(agent, packed, torch_device, actions_seed, time_limit)
@@ -334,30 +383,12 @@ def use_agent() -> None:
     if gif:
         common.need_packages(PIL=True)
         game = play_level(agent, packed, level, torch_device, time_limit)
-        pictures = [
-            plan_image(board, plan) for board, plan in zip(game.boards, game.plans, strict=True)
-        ]
-        save_gif(pictures, gif, ms)
+        save_gif(list(map(plan_image, game.boards, game.plans)), gif, ms)
         print(f'{gif}: {game.outcome}')
-    elif is_terminal():
+    elif sys.stdin.isatty() and sys.stdout.isatty():
         show_games(agent, packed, torch_device, time_limit)
     else:
         print_game(agent, packed, torch_device, time_limit)
-
-
-def main() -> None:
-    configure(globals(), quiet=True)
-    if bool(out_dir) == bool(policy):
-        raise Mistake('name one: --out_dir=FOLDER for an agent, or --policy=module:function')
-    if sum(map(bool, (policy or measure, export, gif))) > 1:
-        raise Mistake(
-            'measure (which policy implies), export and gif exclude each other: choose one'
-        )
-    if not greedy and (policy or not measure):
-        raise Mistake(
-            'greedy = False samples actions, and needs --measure and an agent, not a policy'
-        )
-    use_agent()
 
 
 if __name__ == '__main__':

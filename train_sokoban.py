@@ -35,6 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import common
+from boxoban import load_level_sets, select_levels
 from common import Gradients, fill, gather, print0
 from convlstm import AgentConfig, build_agent, set_precision
 from files import write_json
@@ -46,11 +47,9 @@ from run import RunFolder, Stopper, restoring
 from sokoban import (
     ACTION_STREAM,
     RANDOM,
-    JumanjiEnv,
     SokobanEnv,
     board_keys,
     evaluate,
-    load_level_sets,
     random_bits,
     sample_actions,
 )
@@ -127,7 +126,9 @@ RANGES = {
     'threads': (0, 1024),  # OpenMP fails beyond
 }
 # What builds the agent: a setting with the name of a field of AgentConfig sets that field.
-SIZES = tuple(f.name for f in fields(AgentConfig) if f.name not in ('dtype', 'mode'))
+SIZES = tuple(
+    f.name for f in fields(AgentConfig) if f.name in globals() and f.name not in ('dtype', 'mode')
+)
 # What a resumed run keeps; the command line may change every other setting.
 FIXED = (
     *SIZES,
@@ -258,6 +259,10 @@ def main(config: Settings) -> int:
     if levels and not eval_only:
         raise Mistake('levels is a setting of --eval_only=True; a run trains on split')
     common.need_packages(matplotlib=plot, tensorboard=tensorboard, wandb=wandb)
+    board_class = SokobanEnv
+    if env == 'jumanji':
+        common.need_packages(jumanji=True, jax=True, gymnasium=True)
+        from gym_sokoban import JumanjiEnv as board_class
 
     rank, world, device_ = common.join_ranks(device, threads)
     if n_envs % world:
@@ -282,11 +287,13 @@ def main(config: Settings) -> int:
     # levels
     if download and rank > 0:
         dist.barrier()  # until rank 0 has downloaded them
-    (train_levels, train_line), (eval_levels, eval_line) = load_level_sets(
-        {**config, 'eval_split': levels or eval_split},
-        run=config if eval_only else None,
-        whole_split=levels != '',
-    )
+    if eval_only:
+        is_whole = levels not in ('', 'generated')  # of a split or file, all levels
+        n = math.inf if is_whole else eval_games
+        eval_settings = {**config, 'eval_split': levels or eval_split, 'eval_games': n}
+        eval_levels, eval_line = select_levels(eval_settings, evaluation=True)
+    else:
+        (train_levels, train_line), (eval_levels, eval_line) = load_level_sets(config)
     if download and rank == 0 and world > 1:
         dist.barrier()
 
@@ -308,7 +315,7 @@ def main(config: Settings) -> int:
     print0(f'training: {train_line}\nevaluation: {eval_line}')
 
     # the boards of this rank, and the agent's state on them
-    boards = (JumanjiEnv if env == 'jumanji' else SokobanEnv)(
+    boards = board_class(
         train_levels, B, seed=seed, device=device_, first_board=rank * B, time_limit=time_limit
     )
     state = model.init_state(B)

@@ -53,11 +53,12 @@ from numpy import ndarray
 from torch import Tensor, nn
 
 import common
-from convlstm import CELLS, PLANES, Agent, build_agent, load_agent
+from boxoban import AGENT, CELLS, DELTA, WALL, load_level_sets
+from convlstm import PLANES, Agent, build_agent, load_agent
 from figures import draw_line, finish_figure, new_figure, percent_axis, save_figure, summarize
 from figures import write_table
-from sokoban import AGENT, DELTA, WALL, FeatureRecorder, board_image, load_level_sets, plan_image
-from sokoban import TIME_LIMIT, replay, run_episodes, save_gif
+from play_sokoban import board_image, plan_image, save_gif
+from sokoban import TIME_LIMIT, FeatureRecorder, replay, run_episodes
 
 # -----------------------------------------------------------------------------
 # fmt: off
