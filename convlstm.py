@@ -21,7 +21,8 @@ ConvLSTM, layer l = 1..L, expert i = 1..E:
 
 ConvGLU (no cell, z enters below layer 1):
 
-    s[0]       = P z + bias, plus R RMSNorm(s[L] of the previous step) if recurrent
+    s[0]       = P z + bias, plus R RMSNorm(s[L] of the previous step) if recurrent: the only
+                 difference, since all other weights start equally in both kinds
     h_i[l]     = s[l-1] + GLU(conv3x3(RMSNorm(s[l-1])) + bias)
     s[l]       = A(h_1[l], ..., h_E[l])
     With residual = 'shared': s[l] = s[l-1] + A(GLU_1, ..., GLU_E).
@@ -63,11 +64,9 @@ from hub import PublishedModel
 from kernels import EPS, bf16_is_fast, fused, gate_weights
 
 AGGREGATIONS = ('sqrt_sum', 'mean', 'softmax_mean', 'softmax_l2')
-# The observation's planes as (channel, value). Channel 0 holds nothing, the agent or a box;
-# channel 1 holds floor, a wall or a target.
+# The planes of Sokoban's observations (boxoban.py) as (channel, value). Channel 0 holds nothing,
+# the agent or a box; channel 1 holds floor, a wall or a target.
 PLANES = ((0, 0), (0, 3), (0, 4), (1, 0), (1, 1), (1, 2))
-SIZE = 10  # rows and columns of a board
-CELLS = SIZE * SIZE
 ACTIONS = 4
 Z = 32  # channels of the encoder's output z
 HEADS = 8  # attention queries of the head's pooling
@@ -82,7 +81,7 @@ CHOICES = {  # the values that fields of AgentConfig can have
 
 State = tuple[Tensor, ...]
 
-PROBE = 'probe.safetensors'  # a plan probe (probe_sokoban.py) in the folder of an exported agent
+PROBE = 'probe.safetensors'  # a plan probe (paper/probe.py) in the folder of an exported agent
 
 
 @dataclass
@@ -101,8 +100,12 @@ class AgentConfig:
     head_dim: int = 256  # width of the head's GLU
     dtype: str = 'float32'  # convolutions in 'float32' (the parameters' dtype) or 'bfloat16'
     mode: str = 'fast'  # 'fast', or 'plain': weight gradients by autograd, for checking
+    board_size: tuple[int, int] = (10, 10)  # rows and columns of an observation
+    planes: tuple[tuple[int, int], ...] = PLANES  # the encoder's inputs
 
     def __post_init__(self) -> None:
+        self.board_size = tuple(self.board_size)  # both are lists in JSON
+        self.planes = tuple(map(tuple, self.planes))
         for name in ('n_layer', 'n_expert', 'n_embd', 'router_dim', 'head_dim'):
             if getattr(self, name) < 1:
                 raise Mistake(f'{name} = {getattr(self, name)}: must be at least 1')
@@ -123,6 +126,11 @@ class AgentConfig:
         """Return whether a router weights the experts."""
         return self.aggregation.startswith('softmax')
 
+    @property
+    def channels(self) -> int:
+        """Return the number of channels of an observation."""
+        return 1 + max(channel for channel, _ in self.planes)
+
 
 # ---- fused functions: the operations between convolutions ---------------------------------------
 
@@ -134,9 +142,10 @@ def rms_norm(x: Tensor, dims: int | tuple[int, ...] = -1) -> Tensor:
 
 
 @fused
-def one_hot_planes(obs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the one-hot planes (N, Y, X, 6) of observations (N, Y, X, 2) uint8, see PLANES."""
-    return torch.stack([obs[..., channel] == value for channel, value in PLANES], -1).to(dtype)
+def one_hot_planes(obs: Tensor, planes: tuple, dtype: torch.dtype) -> Tensor:
+    """Return the one-hot planes (N, Y, X, P) of observations (N, Y, X, C) uint8; planes: P pairs
+    (channel, value)."""
+    return torch.stack([obs[..., channel] == value for channel, value in planes], -1).to(dtype)
 
 
 @fused
@@ -308,8 +317,8 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
     def __init__(self, config: AgentConfig):
         super().__init__()
         self.config = config
-        D, H, r = config.n_embd, config.head_dim, config.router_dim
-        self.encoder = normal(Z, len(PLANES), 3, 3, fan_in=9 * len(PLANES))
+        D, H, r, P = config.n_embd, config.head_dim, config.router_dim, len(config.planes)
+        self.encoder = normal(Z, P, 3, 3, fan_in=9 * P)
         self.encoder_bias = nn.Parameter(torch.zeros(Z))
         # four times the usual scale, so that each query attends to a few cells from the start
         self.query = nn.Parameter(torch.randn(HEADS, D) * 4 / math.sqrt(D))
@@ -338,8 +347,8 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
         return conv_type(weight, dtype, groups)
 
     def encode(self, obs: Tensor) -> Tensor:
-        """Return z (N, Y, X, 32) of observations (N, Y, X, 2) uint8."""
-        planes = one_hot_planes(obs, self.encoder.dtype)
+        """Return z (N, Y, X, 32) of observations (N, Y, X, C) uint8."""
+        planes = one_hot_planes(obs, self.config.planes, self.encoder.dtype)
         return rms_norm(conv3x3(planes, self.encoder) + self.encoder_bias, (1, 2))
 
     @property
@@ -381,7 +390,7 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
     ) -> tuple[Tensor, State]:
         """Run encoder and core for one step; return s[L] (B, Y, X, D) and the new state.
 
-        w: from prepare(). obs: (B, Y, X, 2) uint8. start: (B,) bool, True where an episode starts;
+        w: from prepare(). obs: (B, Y, X, C) uint8. start: (B,) bool, True where an episode starts;
         there the state is reset first."""
         z = self.encode(obs)
         return self.step(w, z, self.z_parts(w, z), start, state)
@@ -398,7 +407,7 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
     def forward(self, obs: Tensor, start: Tensor, state: State) -> tuple[Tensor, Tensor, State]:
         """Run an unroll; return logits (T, B, 4), values (T, B) and the state after it.
 
-        obs: (T, B, Y, X, 2), start: (T, B). Equals T calls of `act`."""
+        obs: (T, B, Y, X, C), start: (T, B). Equals T calls of `act`."""
         T, B = start.shape
         w = self.prepare()
         z = self.encode(obs.flatten(0, 1))  # (T * B, Y, X, 32)
@@ -427,7 +436,7 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
         weights = [
             p for name, p in recurrent.named_parameters() if p.dim() == 4 and name != 'encoder'
         ]
-        return CELLS * sum(p.numel() for p in weights)
+        return math.prod(self.config.board_size) * sum(p.numel() for p in weights)
 
     def macs_per_step(self) -> dict[str, int]:
         """Return the multiply-adds of one step of one board, all derived from the model itself.
@@ -436,7 +445,8 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
         runs), 'head' and 'encoder' are counted by torch's FlopCounterMode in one step."""
         with torch.device('meta'):  # shapes only: nothing is computed
             model = type(self)(self.config)
-            obs = torch.zeros(1, SIZE, SIZE, 2, dtype=torch.uint8)
+            shape = (1, *self.config.board_size, self.config.channels)
+            obs = torch.zeros(shape, dtype=torch.uint8)
             start = torch.zeros(1, dtype=torch.bool)
         was_enabled = fused.enabled
         fused.enabled = False  # the counter sees eager operations alone
@@ -536,8 +546,8 @@ class ConvLSTM(Agent):
         if not self.config.recurrent:
             return ()
         E, D = self.config.n_expert, self.config.n_embd
-        s = self.query.new_zeros(B, SIZE, SIZE, D)
-        h = self.query.new_zeros(B, SIZE, SIZE, E, D)
+        s = self.query.new_zeros(B, *self.config.board_size, D)
+        h = self.query.new_zeros(B, *self.config.board_size, E, D)
         return s, h, *(torch.zeros_like(h) for _ in range(self.config.n_layer))
 
     def prepare(self) -> ConvLSTMWeights:
@@ -610,18 +620,17 @@ class ConvGLU(Agent):
     def __init__(self, config: AgentConfig):
         super().__init__(config)
         L, E, D = config.n_layer, config.n_expert, config.n_embd
-        fan_in = Z + (D if config.recurrent else 0)
-        self.wp = normal(D, Z, fan_in=fan_in)  # P
+        self.wp = normal(D, Z, fan_in=Z)  # P
         self.bias_p = nn.Parameter(torch.zeros(D))
-        if config.recurrent:
-            self.wr = normal(D, D, fan_in=fan_in)  # R
         self.w = nn.ParameterList(normal(E * 2 * D, D, 3, 3, fan_in=9 * D) for _ in range(L))
         self.bias = nn.ParameterList(torch.zeros(E, 2, D) for _ in range(L))
+        if config.recurrent:  # last, so that one seed gives both kinds the same other weights
+            self.wr = normal(D, D, fan_in=D)  # R
 
     def init_state(self, B: int) -> State:
         if not self.config.recurrent:
             return ()
-        return (self.query.new_zeros(B, SIZE, SIZE, self.config.n_embd),)
+        return (self.query.new_zeros(B, *self.config.board_size, self.config.n_embd),)
 
     def prepare(self) -> ConvGLUWeights:
         return ConvGLUWeights(layers=[self.conv(w) for w in self.w])
