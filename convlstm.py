@@ -474,10 +474,12 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
     @classmethod
     def build(cls, about: dict) -> 'Agent':
         """Return an agent for the entries of a config.json. A size that AgentConfig got later has
-        its default. Raises KeyError or Mistake if they describe none."""
+        its default. Raises KeyError, TypeError or ValueError if they describe none."""
         sizes = {name: about[name] for name in SIZES if name in about}
-        config = AgentConfig(**{'arch': about['arch'], **sizes})
-        return build_agent(config)
+        try:
+            return build_agent(AgentConfig(**{'arch': about['arch'], **sizes}))
+        except Mistake as error:  # of a file, which the caller names, and not of the user
+            raise ValueError(str(error)) from None
 
     def entries(self) -> dict:
         """Return the entries of config.json that rebuild this agent."""

@@ -2,6 +2,7 @@
 first, in float64."""
 
 import functools
+import json
 import math
 
 import pytest
@@ -358,36 +359,86 @@ def test_an_aggregation_that_changes_a_single_h_is_refused(monkeypatch):
         agent(*boards(), agent.init_state(3))
 
 
+# ---- initialization, other boards, saved agents -------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'settings', [{}, {'residual': 'shared', 'aggregation': 'softmax_l2'}], ids=str
+)
+def test_both_kinds_of_convglu_start_with_the_same_weights_but_for_one_projection(settings):
+    agents = []
+    for recurrent in (True, False):
+        torch.manual_seed(3)
+        config = AgentConfig(arch='convglu', recurrent=recurrent, n_layer=2, n_expert=2, **settings)
+        agents.append(build_agent(config).state_dict())
+    recurrent, other = agents
+    assert recurrent.keys() - other.keys() == {'wr'}
+    assert all(torch.equal(recurrent[name], x) for name, x in other.items())
+
+
+def test_the_projections_of_convglu_start_with_the_scale_of_their_inputs():
+    agent = build_agent(AgentConfig(arch='convglu', n_embd=256))
+    assert agent.wp.std().item() == pytest.approx(32**-0.5, rel=0.1)
+    assert agent.wr.std().item() == pytest.approx(256**-0.5, rel=0.1)
+
+
+MAZE = {'board_size': (5, 7), 'planes': ((0, 1), (1, 0), (2, 3), (2, 9))}  # three channels
+
+
+@kinds
+def test_boards_of_other_sizes_and_planes(arch, recurrent):
+    """Channels that no plane reads change nothing."""
+    agent = make(arch, recurrent, L=2, E=2, **MAZE)
+    obs = torch.randint(0, 10, (3, 2, 5, 7, 3), dtype=torch.uint8)
+    start = torch.tensor([[True, True], [False, True], [False, False]])
+    logits, value, state = agent(obs, start, agent.init_state(2))
+    assert logits.shape == (3, 2, 4) and value.shape == (3, 2)
+    assert all(x.shape[:3] == (2, 5, 7) for x in state)
+    wider = torch.cat([obs, torch.full_like(obs, 9)], -1)
+    assert torch.equal(agent(wider, start, agent.init_state(2))[0], logits)
+    macs, usual = agent.macs_per_step(), make(arch, recurrent, L=2, E=2).macs_per_step()
+    assert macs['nominal'] * 100 == usual['nominal'] * 35
+    assert macs['encoder'] == 35 * 9 * 4 * 32
+
+
+def test_a_saved_agent_keeps_its_board_and_planes(tmp_path):
+    agent = make('convglu', **MAZE)
+    agent.save_pretrained(tmp_path)
+    loaded = load_agent(tmp_path)
+    assert loaded.config.board_size == (5, 7) and loaded.config.planes == MAZE['planes']
+    assert loaded.config.channels == 3
+
+
+def test_an_agent_that_was_saved_without_board_and_planes_plays_sokoban(tmp_path):
+    make().save_pretrained(tmp_path)
+    about = json.loads((tmp_path / 'config.json').read_text())
+    del about['board_size'], about['planes']
+    (tmp_path / 'config.json').write_text(json.dumps(about))
+    config = load_agent(tmp_path).config
+    assert (config.board_size, config.planes) == ((10, 10), convlstm.PLANES)
+
+
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_a_loaded_agent_runs_in_true_float32_if_that_is_its_dtype(tmp_path, monkeypatch, dtype):
     """Otherwise a GPU uses TF32."""
     monkeypatch.setattr(torch.backends.cudnn, 'allow_tf32', True)
-    make().save_pretrained(tmp_path, config=dict.fromkeys(convlstm.REQUIRED, 1))
-    load_agent(str(tmp_path), 'best', 'cpu', dtype)
+    make().save_pretrained(tmp_path)
+    load_agent(tmp_path, dtype=dtype)
     assert torch.backends.cudnn.allow_tf32 == (dtype == 'bfloat16')
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_an_export_keeps_the_dtype_of_its_run(tmp_path, dtype):
-    about = dict.fromkeys(convlstm.REQUIRED, 1) | {'dtype': dtype}
-    convlstm.export_agent(make(), about, str(tmp_path))
-    agent, _, _ = load_agent(str(tmp_path), 'best', 'cpu')
-    assert agent.config.dtype == dtype
+    make().save_pretrained(tmp_path, config={'settings': {'dtype': dtype}})
+    assert load_agent(tmp_path).config.dtype == dtype
 
 
 def test_a_wrong_dtype_of_the_user_is_not_reported_as_a_damaged_agent(tmp_path):
-    make().save_pretrained(tmp_path, config=dict.fromkeys(convlstm.REQUIRED, 1))
-    assert_refused(
-        "^dtype = 'float16': expected", load_agent, str(tmp_path), 'best', 'cpu', 'float16'
-    )
+    make().save_pretrained(tmp_path)
+    assert_refused("^dtype = 'float16': expected", load_agent, tmp_path, dtype='float16')
 
 
-def test_an_export_without_needed_entries_is_refused(tmp_path):
-    make().save_pretrained(tmp_path, config={'eval_split': 'generated', 'seed': 1, 'step': 3})
-    message = f'^{tmp_path}/config.json: has no n_boxes, max_moves, n_envs, unroll: '
-    assert_refused(message, load_agent, str(tmp_path), 'best', 'cpu')
-
-
-def test_the_file_of_an_exported_agent_is_that_of_its_weights(tmp_path):
-    make().save_pretrained(tmp_path, config=dict.fromkeys(convlstm.REQUIRED, 1))
-    assert load_agent(str(tmp_path), 'best', 'cpu')[2] == f'{tmp_path}/model.safetensors'
+@pytest.mark.parametrize('entries', [{'arch': 'mlp'}, {'n_embd': '6'}, {'planes': 3}], ids=str)
+def test_a_damaged_description_of_an_agent_names_its_file(tmp_path, entries):
+    make().save_pretrained(tmp_path, config=entries)
+    assert_refused(f'^{tmp_path}/model.safetensors: damaged', load_agent, tmp_path)

@@ -1,6 +1,7 @@
 """Test play_sokoban.py: games in a terminal and as text, GIFs, exports, policies, mistakes."""
 
 import contextlib
+import io
 import json
 import os
 import pty
@@ -17,40 +18,48 @@ import safetensors.torch as safetensors
 import torch
 from PIL import Image
 from processes import ROOT, start
-from small_runs import error_of
-from test_sokoban import numbered, text
+from small_runs import error_of, run_agent
+from test_boxoban import numbered, text
 
+import boxoban
 import convlstm
 import play_sokoban
 import sokoban
-from common import load_checkpoint, save_checkpoint
+from boxoban import generate
 from configurator import configure
-from convlstm import AgentConfig, build_agent
-from sokoban import generate
+from play_sokoban import board_image, plan_image
 
-SIZES = {'arch': 'convglu', 'n_embd': 4, 'n_expert': 2, 'head_dim': 8, 'recurrent': True}
 RIGHT = 1
+NO_PLAN = np.full((10, 10), -1)
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory):
+    """Return the folder of a run of train_sokoban.py, with a best model."""
+    run = tmp_path_factory.mktemp('trained') / 'run'
+    sizes = {'arch': 'convglu', 'n_layer': 1, 'n_expert': 2}
+    assert run_agent(run, total_steps=48, log_interval=4, **sizes) == 0
+    return run
 
 
 @pytest.fixture
-def folder(tmp_path):
-    """Return a folder with an untrained run of train_sokoban.py and five easy levels."""
-    torch.manual_seed(0)
-    model, run = build_agent(AgentConfig(**SIZES)), tmp_path / 'run'
-    run.mkdir()
-    sizes = {name: getattr(model.config, name) for name in convlstm.SIZES}
-    config = {**sizes, **play_sokoban.EASY, 'n_envs': 4, 'unroll': 2, 'dtype': 'auto'}
-    saved = {'model': model.state_dict(), 'config': config, 'step': 3, 'best': 1.5}
-    save_checkpoint(saved, run / 'ckpt_last.pt')
+def folder(tmp_path, trained):
+    """Return a folder with the run and five easy levels."""
+    shutil.copytree(trained, tmp_path / 'run')
     np.save(tmp_path / 'levels.npy', generate(5, 1, 3, max_moves=6)[0])
     return tmp_path
 
 
+def play(*arguments):
+    """Run play_sokoban.py in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, 'argv', ['play_sokoban.py', *map(str, arguments)])
+        play_sokoban.main()
+
+
 def call(folder, *arguments):
     """Run play_sokoban.py in this process on the levels of the folder."""
-    arguments = [f'--levels={folder}/levels.npy', '--device=cpu', *arguments]
-    configure(vars(play_sokoban), arguments, quiet=True)
-    play_sokoban.use_agent()
+    play(f'--levels={folder}/levels.npy', '--device=cpu', *arguments)
 
 
 def save_probe(path, channels):
@@ -75,9 +84,11 @@ def export(folder):
     call(folder, f'--out_dir={folder}/run', f'--export={folder}/agent')
 
 
-def test_a_second_export_replaces_the_first(folder):
-    for _ in range(2):
-        export(folder)
+def test_a_second_export_replaces_the_first_and_its_evaluation(folder):
+    """train_sokoban.py --eval_only writes into the folder of an export, too."""
+    export(folder)
+    (folder / 'agent' / 'eval_generated.json').write_text('{}')
+    export(folder)
     assert sorted(os.listdir(folder / 'agent')) == ['README.md', 'config.json', 'model.safetensors']
 
 
@@ -85,7 +96,7 @@ def test_an_export_plays_the_game_that_its_run_plays(folder, capsys):
     export(folder)
     game = game_of(folder, 'run', capsys)
     assert game_of(folder, 'agent', capsys) == game
-    assert game.startswith('# wall, @ agent, ') and '\x1b' not in game
+    assert game.startswith('# wall, . target, $ box, ') and '\x1b' not in game
     steps = game.count('\nlevel 2, ') - 1
     assert f'solved in {steps} steps, return ' in game.splitlines()[-1]
 
@@ -101,50 +112,56 @@ def test_an_export_solves_the_share_of_levels_that_its_run_solves(folder, capsys
     assert rates[0].startswith('solved ') and '5 levels of ' in rates[0]
 
 
-@pytest.mark.parametrize('which, best', [('best', 1.5), ('last', None)])
-def test_an_export_has_the_score_of_its_own_weights(folder, which, best):
-    """`best` in the last checkpoint is the score of the best one."""
-    run = folder / 'run'
-    shutil.copy(run / 'ckpt_last.pt', run / 'ckpt_best.pt')
-    call(folder, f'--out_dir={run}', f'--which={which}', f'--export={folder}/agent')
-    assert json.loads((folder / 'agent' / 'config.json').read_text())['best'] == best
-    score = 'Score: best mean return of an evaluation 1.50' if best else 'Score: not recorded'
+@pytest.mark.parametrize('which', ['best', 'last'])
+def test_an_export_has_the_score_of_its_own_weights(folder, which):
+    """The last agent of a run has none."""
+    call(folder, f'--out_dir={folder}/run', f'--which={which}', f'--export={folder}/agent')
+    about = json.loads((folder / 'agent' / 'config.json').read_text())
+    best = json.loads((folder / 'run' / 'best' / 'config.json').read_text())['best']
+    assert about.get('best') == (best if which == 'best' else None)
+    score = f'evaluation {best:.2f}' if which == 'best' else 'Score: not recorded'
     assert score in (folder / 'agent' / 'README.md').read_text()
 
 
 def test_a_gif_has_the_boards_of_the_game(folder, capsys):
-    boards = game_of(folder, 'run', capsys).count('\nlevel 2, ')
-    call(folder, f'--out_dir={folder}/run', '--level=2', f'--gif={folder}/game.gif')
+    """Pillow shows equal boards, after a blocked step, as one."""
+    shipped = f'--out_dir={ROOT}/pretrained/sokoban'
+    call(folder, shipped, '--level=2')
+    game = re.split(r'level 2, .*\n', capsys.readouterr().out.partition('\n')[2])
+    boards = [board for board, last in zip(game[:-1], ['', *game], strict=False) if board != last]
+    call(folder, shipped, '--level=2', f'--gif={folder}/game.gif')
+    assert 'game.gif: level 2, solved in ' in capsys.readouterr().out
     with Image.open(folder / 'game.gif') as gif:
-        assert gif.n_frames == boards and gif.info['duration'] == 250
+        assert gif.n_frames == len(boards) > 2 and gif.info['duration'] % 250 == 0
 
 
-def test_levels_are_read_from_the_levels_dir_of_the_run(folder, capsys):
-    np.save(folder / 'hard.pack17.npy', generate(5, 1, 3, max_moves=6)[0])
-    saved = load_checkpoint(folder / 'run' / 'ckpt_last.pt')
-    saved['config']['levels_dir'] = str(folder)
-    save_checkpoint(saved, folder / 'run' / 'ckpt_last.pt')
-    call(folder, f'--out_dir={folder}/run', '--levels=hard', '--measure')
-    assert f'5 levels of hard from 1 file in {folder}\n' in capsys.readouterr().out
+def test_levels_are_read_from_the_levels_dir_of_the_run(tmp_path, capsys):
+    np.save(tmp_path / 'hard.pack17.npy', generate(5, 1, 3, max_moves=6)[0])
+    levels = {'levels_dir': tmp_path, 'eval_split': 'hard', 'eval_games': 3}
+    assert run_agent(tmp_path / 'run', total_steps=12, **levels) == 0
+    capsys.readouterr()
+    play(f'--out_dir={tmp_path}/run', '--measure')
+    assert capsys.readouterr().out.endswith(f'5 levels of hard from 1 file in {tmp_path}\n')
 
 
-def test_generated_levels_on_which_the_run_was_trained_are_left_out(folder, monkeypatch):
-    """The generator makes the same levels for every seed here. An export excludes as its run."""
-    settings = {'split': 'generated', 'n_levels': 30, 'n_boxes': 1, 'max_moves': 12, 'seed': 3}
-    saved = load_checkpoint(folder / 'run' / 'ckpt_last.pt')
-    saved['config'] |= settings
-    save_checkpoint(saved, folder / 'run' / 'ckpt_last.pt')
+@pytest.mark.parametrize('name', ['run', 'agent'])
+def test_an_agent_is_measured_as_its_run_was_evaluated(folder, capsys, name):
+    """The levels are those of the run, and none of them was trained on."""
     export(folder)
-    generated, _ = generate(40, 1, 7, 12)
-    evaluated = []
-    monkeypatch.setattr(sokoban, 'generate', lambda **settings: generate(**{**settings, 'seed': 7}))
-    monkeypatch.setattr(
-        play_sokoban, 'print_game', lambda agent, levels, *rest: evaluated.append(levels)
-    )
-    for name in ('run', 'agent'):
-        call(folder, f'--out_dir={folder}/{name}', '--levels=generated', '--n_levels=10')
-    assert all(np.array_equal(levels, generated[30:]) for levels in evaluated)
-    assert len(evaluated) == 2
+    *_, record = [json.loads(line) for line in open(folder / 'run' / 'log.jsonl')]
+    capsys.readouterr()
+    play(f'--out_dir={folder}/{name}', '--which=last', '--n_levels=6', '--measure')
+    line = capsys.readouterr().out
+    if name == 'run':  # the export holds the best agent, not the last one
+        assert f'solved {record["eval_solve_rate"]:.1%}, return {record["eval_return"]:.2f}' in line
+    assert '6 generated levels, boxes: 1, moves: at most 6, seed: 1337' in line
+
+
+def test_an_agent_without_settings_of_a_run_plays_easy_levels(tmp_path, capsys):
+    config = convlstm.AgentConfig(n_embd=4, head_dim=8)
+    convlstm.build_agent(config).save_pretrained(tmp_path / 'agent')
+    play(f'--out_dir={tmp_path}/agent', '--n_levels=4', '--measure')
+    assert '4 generated levels, boxes: 1, moves: at most 12' in capsys.readouterr().out
 
 
 # ----------------------------------------------------------------------------- the terminal
@@ -155,77 +172,68 @@ def plain(line):
     return re.sub(r'\x1b\[[0-9;]*m', '', line)
 
 
-@pytest.mark.parametrize('rows, columns', [(8, 40), (24, 80)])
-def test_boards_help_and_status_fit_the_terminal(rows, columns, monkeypatch):
+@pytest.fixture
+def board():
+    return boxoban.observations(boxoban.parse_text(numbered([text('#@$.     #')]), 'x'))[0]
+
+
+@pytest.mark.parametrize('rows, columns', [(6, 30), (24, 80)])
+def test_boards_and_status_fit_the_terminal(rows, columns, board, monkeypatch, capsys):
     monkeypatch.setattr(shutil, 'get_terminal_size', lambda: os.terminal_size((columns, rows)))
-    board = sokoban.observations(sokoban.parse_text(numbered([text('#@$.     #')]), 'x'))[0]
-    drawn = play_sokoban.draw_board(board, np.full((10, 10), -1), rows - 2)
-    status = play_sokoban.status_line('level 511, not solved in 120 steps, return -11.9')
-    explained = play_sokoban.draw_help(rows - 2)
-    assert len(drawn) + 1 < rows and len(explained) < rows
-    assert max(len(plain(line)) for line in [*drawn, status, *explained]) <= columns
-    for word in ('wall', 'agent', 'box', 'target', 'space', 'step', 'next', 'quit'):
-        assert word in '\n'.join(explained)
+    status = 'level 511, not solved in 120 steps, return -11.9'
+    height = play_sokoban.show(play_sokoban.draw_board(board, NO_PLAN), status, 0)
+    lines = plain(capsys.readouterr().out).strip('\r\n').removeprefix('\x1b[J').split('\n')
+    assert len(lines) == height == min(11, rows - 1)
+    assert max(map(len, lines)) < columns and lines[-1].startswith('level 511, not solved')
 
 
-def test_free_cells_show_the_plan_and_others_what_stands_there():
-    board = sokoban.observations(sokoban.parse_text(numbered([text('#@$.     #')]), 'x'))[0]
-    lines = play_sokoban.draw_board(board, np.full((10, 10), RIGHT), 10)
+def test_free_cells_show_the_plan_and_others_what_stands_there(board):
+    lines = play_sokoban.draw_board(board, np.full((10, 10), RIGHT))
     assert plain(lines[1]) == '██● ▣ ' + '→ ' * 6 + '██'
 
 
-def test_a_small_board_holds_two_cells_in_a_character():
-    """The first line holds a row of walls above a wall, the agent, a box, a target, five cells of
-    floor and a wall."""
-    board = sokoban.observations(sokoban.parse_text(numbered([text('#@$.     #')]), 'x'))[0]
-    lines = play_sokoban.draw_board(board, np.full((10, 10), -1), 5)
-    colors = {name: play_sokoban.TILES[char][1] for char, name in zip('#@$.', 'wabt', strict=True)}
-    expected = [f'\x1b[38;5;{colors["w"]};48;5;{colors[name]}m▀\x1b[0m' for name in 'wabt']
-    expected += [f'\x1b[38;5;{colors["w"]}m▀\x1b[0m'] * 5 + expected[:1]
-    assert len(lines) == 5 and lines[0] == ''.join(expected)
+@pytest.mark.parametrize('encoding', ['latin-1', 'ascii', 'cp437'])
+def test_a_terminal_that_cannot_show_the_symbols_gets_ascii(board, encoding, monkeypatch):
+    monkeypatch.setattr(sys, 'stdout', io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+    lines = play_sokoban.draw_board(board, np.full((10, 10), RIGHT))
+    assert plain(lines[1]) == '# @ $ ' + '> ' * 6 + '# '
 
 
 def play_with_keys(folder, keys, monkeypatch, capsys, *arguments):
     """Play in a simulated terminal, in which each wait for a key returns the next of `keys`. Return
-    the screens that are drawn."""
+    what is printed before the screens that are drawn, and these."""
     waits = iter(keys)
 
     @contextlib.contextmanager
     def keyboard():
         yield lambda seconds: next(waits)
 
-    monkeypatch.setattr(play_sokoban, 'is_terminal', lambda: True)
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, 'isatty', lambda: True)
     monkeypatch.setattr(play_sokoban, 'keyboard', keyboard)
     monkeypatch.setattr(shutil, 'get_terminal_size', lambda: os.terminal_size((80, 24)))
     capsys.readouterr()
     call(folder, f'--out_dir={folder}/run', *arguments)
     assert not list(waits)
-    return capsys.readouterr().out.split('\r\x1b[J')[1:]
+    return capsys.readouterr().out.split('\r\x1b[J')
 
 
-def test_keys_step_pause_explain_and_change_levels(folder, monkeypatch, capsys):
-    """Without a key ('') the game makes a step. The help stays until a key is pressed."""
+def test_keys_step_pause_and_change_levels(folder, monkeypatch, capsys):
+    """Without a key ('') the game makes a step. The symbols are explained before the first."""
     save_probe(folder / 'run' / 'probe.safetensors', 4)
-    keys = ['', 's', '?', 'x', ' ', 'n', 'h', 'x', 'q']
-    screens = play_with_keys(folder, keys, monkeypatch, capsys)
-    shown = [re.search(r'level \d, step \d|space pause   s step', screen)[0] for screen in screens]
+    keys = ['', 's', ' ', 'n', 'x', 'q']
+    explained, *screens = play_with_keys(folder, keys, monkeypatch, capsys)
+    assert 'box on a target' in explained and 'where the agent plans to step' in explained
+    shown = [re.search(r'level \d, step \d', screen)[0] for screen in screens]
     assert shown == [
         'level 0, step 0',
         'level 0, step 1',
         'level 0, step 2',
-        'space pause   s step',
-        'level 0, step 2',
         'level 0, step 2',
         'level 1, step 0',
-        'space pause   s step',
-        'level 1, step 0',
+        'level 1, step 1',
     ]
     assert '→' in screens[0] and screens[0].endswith('\x1b[11A')  # the next is drawn over it
-
-
-def test_q_ends_a_game_from_the_help_too(folder, monkeypatch, capsys):
-    screens = play_with_keys(folder, ['?', 'q'], monkeypatch, capsys)
-    assert len(screens) == 2 and 'q quit' in screens[1]
 
 
 def test_an_arrow_key_is_one_key(monkeypatch):
@@ -247,7 +255,7 @@ def test_after_the_given_number_of_games_the_script_ends(folder, monkeypatch, ca
         call(folder, f'--out_dir={folder}/run', f'--level={i}')
         steps.append(capsys.readouterr().out.count(f'level {i}, '))
     keys = [''] * sum(steps)
-    screens = play_with_keys(folder, keys, monkeypatch, capsys, '--games=2')
+    _, *screens = play_with_keys(folder, keys, monkeypatch, capsys, '--games=2')
     assert len(screens) == sum(steps) and 'level 1, ' in screens[-1]
 
 
@@ -317,23 +325,17 @@ def policies(folder, monkeypatch):
     (folder / 'two.txt').write_text(numbered([text('#@$.     #'), text('#.$@     #')]))
 
 
-def test_a_policy_of_the_user_is_evaluated(policies, capfd):
+@pytest.mark.parametrize('more', [[], ['--measure']])
+def test_a_policy_of_the_user_is_evaluated(policies, capsys, more):
     """`right` solves the first of the two levels with its first step."""
-    configure(vars(play_sokoban), ['--policy=user_policy:right', '--levels=two.txt'], quiet=True)
-    play_sokoban.use_agent()
+    play('--policy=user_policy:right', '--levels=two.txt', *more)
     line = 'user_policy:right: solved 50.0%, return -0.55, 60 steps; 2 levels of two.txt\n'
-    assert capfd.readouterr().out == line
-
-
-def test_a_policy_may_be_measured_explicitly(policies, capfd, monkeypatch):
-    argv = ['play_sokoban.py', '--policy=user_policy:right', '--levels=two.txt', '--measure']
-    monkeypatch.setattr(sys, 'argv', argv)
-    play_sokoban.main()
-    assert 'solved 50.0%' in capfd.readouterr().out
+    assert capsys.readouterr().out == line
 
 
 @pytest.mark.parametrize(
-    'name, message', [('user_policy:no_action', '4 4], shape'), ('no:right', 'module:function')]
+    'name, message',
+    [('user_policy:no_action', '[4 4], int64 of shape'), ('no:right', 'module:function')],
 )
 def test_a_policy_that_is_missing_or_returns_no_actions_is_refused(policies, capfd, name, message):
     assert message in error_of(capfd, play_sokoban, [f'--policy={name}', '--levels=two.txt'])
@@ -349,7 +351,7 @@ MISTAKES = {
     '--out_dir=run --export=other': 'no such export',
     f'--out_dir=run --export={ROOT}/pretrained/lm': 'no such export',
     '--out_dir=run --gif=none/a.gif': 'none/',
-    '--out_dir=run --probe=wide.safetensors': 'wide.safetensors: model does not fit',
+    '--out_dir=run --probe=wide.safetensors': 'wide.safetensors: damaged, or from another model',
     '--out_dir=run --probe=none': 'none: cannot be read',
 }
 
@@ -372,18 +374,60 @@ def test_a_damaged_export_is_named(folder, capfd, monkeypatch, name, content):
     monkeypatch.chdir(folder)
     call(folder, '--out_dir=run', '--export=agent')
     (folder / 'agent' / name).write_bytes(content)
-    assert f'agent/{name}: ' in error_of(capfd, play_sokoban, ['--out_dir=agent'])
+    assert 'error: agent/model.safetensors: ' in error_of(capfd, play_sokoban, ['--out_dir=agent'])
 
 
 def test_the_shipped_agent_solves_easy_levels_and_has_plans():
     """On a large sample it solves 98%, with greedy and with sampled actions, and a random policy
     20%. This test uses 60 levels."""
     configure(vars(play_sokoban), [f'--out_dir={ROOT}/pretrained/sokoban'], quiet=True)
-    agent, about, _ = convlstm.load_agent(play_sokoban.out_dir, 'best', 'cpu')
-    levels = generate(60, about['n_boxes'], 5, about['max_moves'])[0]
+    agent = convlstm.load_agent(play_sokoban.out_dir)
+    levels = generate(60, 1, 5, 12, evaluation=True)[0]
     assert sokoban.evaluate(agent, levels, 'cpu')['solve_rate'] > 0.8
     assert sokoban.evaluate(agent, levels, 'cpu', seed=1)['solve_rate'] > 0.8
     assert sokoban.evaluate(sokoban.RANDOM, levels, 'cpu', seed=1)['solve_rate'] < 0.5
     game = play_sokoban.play_level(agent, levels, 0, 'cpu', sokoban.TIME_LIMIT)
     assert game.plans.shape == (len(game.boards), 10, 10) and (game.plans >= 0).any()
     assert game.outcome.startswith('level 0, ')
+
+
+# ----------------------------------------------------------------------------- pictures
+
+
+def test_each_character_has_a_picture_of_its_own():
+    rows, pictures = [text('#@$.     #', '# *      #', '#$. $.   #'), text('#+$      #')], {}
+    for row, board in zip(
+        rows, boxoban.observations(boxoban.parse_text(numbered(rows), 'x')), strict=True
+    ):
+        tiles = board_image(board, 20).reshape(10, 20, 10, 20, 3).swapaxes(1, 2).reshape(100, -1)
+        for char, tile in zip(row.replace('\n', ''), tiles, strict=True):
+            assert pictures.setdefault(char, tile.tobytes()) == tile.tobytes()
+    assert len(set(pictures.values())) == len(pictures) == 7
+
+
+def test_arrows_point_where_the_plan_does_and_wrong_ones_look_different():
+    """The dark part of an arrow to the right lies mostly on the left of its cell."""
+    levels = boxoban.parse_text(numbered([text('#@       #', '#  $.    #')]), 'x')
+    board = boxoban.observations(levels)[0]
+    plan = NO_PLAN.copy()
+    plan[1, 1], plan[1, 5], plan[1, 7] = RIGHT, RIGHT, 0  # the first is under the agent
+    plain, picture = board_image(board), plan_image(board, plan)
+    drawn = (picture != plain).any(-1)
+    cells = drawn.reshape(10, 24, 10, 24).any((1, 3))
+    assert np.argwhere(cells).tolist() == [[1, 5], [1, 7]]
+    dark = (picture == (20, 40, 70)).all(-1)
+    right, up = dark[24:48, 120:144], dark[24:48, 168:192]
+    assert right[:, :12].sum() > right[:, 12:].sum() > 0
+    assert up[12:].sum() > up[:12].sum() > 0
+    truth = np.where(plan == 0, 0, 3)
+    judged = plan_image(board, plan, truth)
+    assert np.array_equal(judged[24:48, 168:192], picture[24:48, 168:192])
+    assert (judged[24:48, 120:144] != picture[24:48, 120:144]).any()
+
+
+def test_a_gif_of_a_long_game_in_which_nothing_moves_is_written(tmp_path):
+    """Pillow adds up the durations of equal frames, up to 655 s."""
+    frames = 10_001 * [np.zeros((10, 10, 3), np.uint8)]
+    play_sokoban.save_gif(frames, str(tmp_path / 'game.gif'), ms=250)
+    with Image.open(tmp_path / 'game.gif') as gif:
+        assert 600_000 < gif.info['duration'] < 655_360

@@ -6,11 +6,13 @@ import os
 import numpy as np
 import pytest
 import torch
+from processes import run_ranks
 from small_runs import assert_refused, run_agent
 from test_boxoban import numbered, text
 
+import boxoban
 import sokoban
-from boxoban import board_text, generate, parse_text
+from boxoban import board_text, generate, observations, parse_text
 from sokoban import TIME_LIMIT, SokobanEnv, board_keys, check_actions, random_bits
 
 UP, RIGHT, DOWN, LEFT = range(4)
@@ -126,6 +128,29 @@ def test_the_trainer_evaluates_on_the_same_levels_as_in_training(tmp_path):
     record = json.loads((run / 'eval_generated.json').read_text())
     for name in ('solve_rate', 'return', 'steps'):
         assert record[name] == log[-1][f'eval_{name}']
+
+
+def train_with_downloads(folder):
+    """Train as one of two ranks on a split that is not there; return how often it downloads."""
+    downloads = []
+    levels, levels_dir = observations(generate(40, 1, max_moves=6)[0]), folder / 'levels'
+
+    def call_hub(function, repo, name, revision):
+        downloads.append(name)
+        np.save(folder / name, levels)
+        return str(folder / name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(boxoban, 'call_hub', call_hub)
+        patch.setattr(boxoban, 'pin_revision', lambda *args: 'c0ffee')
+        splits = {'split': 'hard', 'eval_split': 'medium-valid', 'levels_dir': levels_dir}
+        assert run_agent(folder / 'run', total_steps=24, download=True, **splits) == 0
+    return downloads
+
+
+def test_only_one_of_several_ranks_downloads_levels(tmp_path):
+    downloads = run_ranks(2, train_with_downloads, tmp_path)
+    assert downloads == [['hard.npy', 'medium-valid.npy'], []]
 
 
 def test_the_trainer_evaluates_on_a_whole_file(tmp_path):
