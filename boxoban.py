@@ -267,7 +267,7 @@ def load_levels(levels_dir: str, split: str, download: bool = False) -> tuple[nd
         missing = 'no such folder'
         if os.path.isdir(folder):
             missing = f'no {split}.pack17.npy, {split}.txt or {split}_000.txt'
-        options = [f'--split={split}', f'--levels_dir={folder}', '--download=True']
+        options = [f'--split={split}', '--download=True', f'--levels_dir={folder}']
         command = shlex.join(['python', 'boxoban.py', *options])
         advice = f"`{command}` downloads {split}; the split 'generated' needs no files"
         raise Mistake(f'{folder}: {missing}: {advice}')

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import data_fineweb as df
 import run
+import boxoban
 import sokoban
 import train_lm
 import train_sokoban
@@ -59,7 +60,7 @@ def read_damaged_checkpoint(damage):
         assert torch.equal(loaded['model']['w'], w)
 
 
-THREE_LEVELS = sokoban.generate(3, 1, seed=1, max_moves=6)[0]
+THREE_LEVELS = boxoban.generate(3, 1, seed=1, max_moves=6)[0]
 LEVEL_TEXT = '\n'.join(['; 0', '#' * 10, '# @$.    #', *['#        #'] * 7, '#' * 10, ''])
 
 
@@ -80,7 +81,7 @@ def assert_playable_or_refused(path):
     border = np.ones((10, 10), bool)
     border[1:-1, 1:-1] = False
     with may_refuse(Mistake, path):
-        levels = sokoban.load_levels('', path)[0]
+        levels = boxoban.load_levels('', path)[0]
         boards = sokoban.SokobanEnv(levels, len(levels), order='sequence').observe().numpy()
         variable, fixed = boards[..., 0], boards[..., 1]
         targets = (fixed == 2).sum((1, 2))

@@ -17,7 +17,8 @@ import convlstm
 import probe_sokoban as probe
 from configurator import configure
 from convlstm import AgentConfig, build_agent
-from sokoban import generate, pack, replay, run_episodes
+from boxoban import generate, pack
+from sokoban import replay, run_episodes
 
 UP, RIGHT, DOWN, LEFT, NEVER = range(5)
 

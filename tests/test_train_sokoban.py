@@ -16,6 +16,7 @@ from small_runs import AGENT, agent_arguments, assert_equal, error_of, read_log,
 from small_runs import StopAt
 
 import convlstm
+import boxoban
 import sokoban
 import train_sokoban
 from configurator import configure
@@ -134,11 +135,11 @@ def make_agent(path, script=train_sokoban, **settings):
     """Set the trainer's settings; return an agent, its boards and a function that samples."""
     argv = agent_arguments(path / 'out', **LOSS, **settings)
     config = configure(vars(script), argv, quiet=True)
-    sizes = {name: config[name] for name in convlstm.SIZES}
+    sizes = {name: config[name] for name in train_sokoban.SIZES}
     agent = convlstm.build_agent(convlstm.AgentConfig(**sizes))
     agent.logits.weight.data.mul_(100)  # neither a uniform policy nor an empty memory
     perturb(agent, 0.3)
-    (levels, _), _ = sokoban.load_level_sets(config)
+    (levels, _), _ = boxoban.load_level_sets(config)
     boards = sokoban.SokobanEnv(levels, config['n_envs'], seed=1)
     rng = torch.Generator().manual_seed(2)
 
