@@ -143,6 +143,20 @@ def pack_boards(boards: ndarray, path: str, first: int = 0) -> ndarray:
     return pack(*inside[:3], inside[3].argmax(1))
 
 
+def check_levels(levels: ndarray, source: str) -> ndarray:
+    """Return packed levels (n, 17) with their boxes and targets in order. Raises Mistake, naming
+    the source, if the array has another form or holds a board that is no level."""
+    if levels.dtype != np.uint8 or levels.shape[1:] != (17,) or len(levels) == 0:
+        found = f'{levels.dtype} of shape {levels.shape}'
+        raise Mistake(f'{source}: expected uint8 of shape (N, 17), found {found}')
+    if levels[:, 8:].max() >= INSIDE**2:
+        raise Mistake(f'{source}: a cell of a packed level is not in 0..63')
+    starts = range(0, len(levels), PART)
+    return np.concatenate(
+        [pack_boards(observations(levels[i : i + PART]), source, first=i) for i in starts]
+    )
+
+
 # ----------------------------------------------------------------------------- files
 
 
@@ -191,16 +205,7 @@ def read_file(path: str) -> ndarray:
         if '\0' in text:
             raise Mistake(f'{path}: is UTF-16, or no text: save it as UTF-8')
         return parse_text(text, path)
-    levels = read_array(path)
-    if levels.dtype != np.uint8 or levels.shape[1:] != (17,) or len(levels) == 0:
-        found = f'{levels.dtype} of shape {levels.shape}'
-        raise Mistake(f'{path}: expected uint8 of shape (N, 17), found {found}')
-    if levels[:, 8:].max() >= INSIDE**2:
-        raise Mistake(f'{path}: a cell of a packed level is not in 0..63')
-    starts = range(0, len(levels), PART)
-    return np.concatenate(
-        [pack_boards(observations(levels[i : i + PART]), path, first=i) for i in starts]
-    )
+    return check_levels(read_array(path), path)
 
 
 def download_split(split: str, folder: str) -> None:
@@ -302,11 +307,11 @@ def load_level_sets(settings: dict) -> tuple[tuple[ndarray, str], tuple[ndarray,
     print a warning with their numbers."""
     training, evaluation = select_levels(settings), select_levels(settings, evaluation=True)
     trained = set(map(bytes, training[0]))
-    both = [str(i) for i, level in enumerate(evaluation[0]) if bytes(level) in trained]
-    if both:
-        numbers = ', '.join(both[:10]) + ', ...' * (len(both) > 10)
+    shared = [str(i) for i, level in enumerate(evaluation[0]) if bytes(level) in trained]
+    if shared:
+        numbers = ', '.join(shared[:10]) + ', ...' * (len(shared) > 10)
         print0(
-            f'warning: {len(both):,} of {len(evaluation[0]):,} evaluation levels (eval_split = '
+            f'warning: {len(shared):,} of {len(evaluation[0]):,} evaluation levels (eval_split = '
             f'{settings["eval_split"]!r}) are among the training levels (split = '
             f'{settings["split"]!r}): numbers {numbers}'
         )

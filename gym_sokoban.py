@@ -28,7 +28,7 @@ from gymnasium.vector.utils import batch_space
 from numpy import ndarray
 from torch import Tensor
 
-from boxoban import AGENT, BOX, MOST_MOVES, SIZE, board_text, generate
+from boxoban import AGENT, BOX, MOST_MOVES, SIZE, board_text, check_levels, generate
 from play_sokoban import board_image
 from sokoban import TIME_LIMIT, SokobanEnv, check_actions
 
@@ -66,6 +66,8 @@ def make_boards(
         raise Mistake(f'time_limit = {time_limit}: must be at least 1')
     if levels is None:
         levels = generate_once(n_levels, n_boxes, max_moves)
+    else:
+        levels = check_levels(np.asarray(levels), 'levels')
     return SokobanEnv(levels, N, time_limit=time_limit)
 
 

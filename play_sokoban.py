@@ -63,7 +63,7 @@ device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda',
 # fmt: on
 RANGES = {'which': ['best', 'last'], 'n_levels': (1, math.inf), 'ms': (10, math.inf)}
 
-# Settings of the levels for a policy, and for an agent whose folder does not tell them.
+# Settings of the levels for a policy, and for an agent that was saved without those of its run.
 EASY = {
     'eval_split': 'generated',
     'n_boxes': 1,
@@ -329,9 +329,6 @@ def print_game(agent: Agent, levels: ndarray, device: str, time_limit: int) -> N
         is_last = t + 1 == len(game.boards)
         print(board_text(board))
         print(game.outcome if is_last else f'level {level}, step {t}', flush=True)
-
-
-# ----------------------------------------------------------------------------- the script
 
 
 # ----------------------------------------------------------------------------- the script

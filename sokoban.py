@@ -99,8 +99,8 @@ class SokobanEnv:
         board    (N,) int64: the numbers of the boards, which start at first_board
         steps    (N,) int64: steps of the episode so far, 0 before its first
         total    (N,) fp32: sum of the episode's rewards so far
-        observe()       observations (N, rows, columns, channels) uint8; what values they have is
-                        told to the agent by board_size and planes of convlstm.AgentConfig
+        observe()       observations (N, rows, columns, channels) uint8, for an agent whose
+                        AgentConfig (convlstm.py) has their board_size and planes
         move(action)    plays actions (N,) int64, 0..3, resets nothing, and returns the rewards
                         fp32, whether the episode is done and whether it is solved, bool, (N,) each
         reset(mask)     starts the next episode on the boards where mask (N,) bool is true

@@ -96,6 +96,24 @@ def test_a_time_limit_of_zero_is_refused():
         gymnasium.make(NAME, levels=TWO, time_limit=0)
 
 
+SOLVED = TWO[[0, 0]]
+SOLVED[1, 12:16] = SOLVED[1, 8:12]  # the box is on the target
+
+
+@pytest.mark.parametrize(
+    'levels, message',
+    [
+        (SOLVED, 'levels: level 1 is solved already'),
+        (TWO.astype(int), 'levels: expected uint8'),
+        ('hard', 'levels: expected uint8'),
+    ],
+    ids=str,
+)
+def test_what_is_no_level_is_refused(levels, message):
+    with pytest.raises(Mistake, match=message):
+        gymnasium.make_vec(NAME, num_envs=2, levels=levels)
+
+
 @pytest.mark.parametrize('action', [-1, 4, 1.9, '1', True, None, [1], 2**70], ids=str)
 def test_what_is_no_action_is_refused_and_moves_nothing(action):
     env = gymnasium.make(NAME, disable_env_checker=True, **OPTIONS)
