@@ -1,5 +1,7 @@
 # make demo          sample a shipped language model, train a small one on a CPU, and sample it
-# make demo-sokoban  watch a shipped agent, train a small one on a CPU, draw its curve and two games
+# make demo-sokoban  watch a shipped agent, train a small one on a CPU, draw its curve and a game
+# make gpu           on a GPU: run its tests, then measure the speed tables
+# make check-edit ARGS="--z_loss=0.01"   check an edit of the models in every mode, end to end
 # make test          run the tests on two cores, rare cases in a short form
 # make test-long     run all tests in their long form: two hours, with nothing else running
 # make lint          check style and format
@@ -19,13 +21,21 @@ demo: .venv/runtime
 demo-sokoban: .venv/runtime
 	$(BIN)/python play_sokoban.py --out_dir=pretrained/sokoban --level=4 --games=1
 	$(BIN)/python train_sokoban.py config/sokoban_demo.py --overwrite=True
-	$(BIN)/python train_sokoban.py config/sokoban_demo.py --eval_only=True
+	$(BIN)/python train_sokoban.py --out_dir=out/sokoban_demo --eval_only=True
+	$(BIN)/python play_sokoban.py --out_dir=out/sokoban_demo --gif=out/sokoban_demo/game.gif
 
 test: .venv/installed
 	$(BIN)/python -m pytest -q -n 2
 
 test-long: .venv/installed
 	$(BIN)/python -m pytest -q --long -rP --timeout=7200
+
+gpu:
+	$(PYTHON) -m pytest -q -m gpu
+	$(PYTHON) bench.py
+
+check-edit: .venv/installed
+	PYTHONPATH=.:tests $(BIN)/python tests/hacks/run.py $(ARGS)
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -49,4 +59,4 @@ lint: .venv/installed
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) --no-deps triton==3.7.0
 	touch .venv/installed
 
-.PHONY: demo demo-sokoban test test-long lint
+.PHONY: demo demo-sokoban test test-long gpu check-edit lint
