@@ -2,18 +2,21 @@
 text; or export the model as plain files: model.safetensors, config.json and a model card.
 
 $ python sample.py --out_dir=out/demo --prompt="The state of the Union"
-$ python sample.py --out_dir=out/demo --prompt=FILE:prompt.txt --max_new_tokens=-1   # until ctrl-C
+$ python sample.py --out_dir=out/demo --prompt=FILE:prompt.txt --stop=False --max_new_tokens=-1
 $ python sample.py --out_dir=out/demo --interactive               # continue every line you type
 $ python sample.py --out_dir=out/demo --score=FILE:book.txt       # nats and bits per byte
 $ python sample.py --out_dir=out/demo --export=out/demo_model
 $ python sample.py --out_dir=out/demo_model --prompt="The state of the Union"
+
+A terminal shows control characters, which a barely trained model of bytes writes and which would
+change its state, as a replacement character. A file or a pipe gets the text unchanged.
 """
 
 import codecs
 import contextlib
-import io
 import itertools
 import math
+import re
 import signal
 import sys
 import threading
@@ -27,12 +30,12 @@ from torch import Tensor
 
 import common
 from baselines import LSTM
-from data_fineweb import VOCAB, Tokenizer, get_tokenizer
 from decode import Decoder, progress
 from hub import CARD, sizes_in
 from model import EVAL_CHUNK, LanguageModel
 from run import CONFIG, WEIGHTS
 from stream import Stream
+from text import VOCAB, Tokenizer, get_tokenizer, read_text, replace_unprintable
 
 # -----------------------------------------------------------------------------
 # fmt: off
@@ -43,7 +46,9 @@ prompt = ''                    # text to continue; '' = start a document; FILE:n
                                # FILE:- standard input
 interactive = False            # continue every line you type, in one stream; ctrl-C stops an
                                # answer, ctrl-D ends the conversation
-max_new_tokens = 500           # tokens per text; -1 = until ctrl-C
+max_new_tokens = 500           # tokens per text, at most; -1 = without end, until ctrl-C
+stop = True                    # end a text at the end-of-text token; False = print <|endoftext|>
+                               # there and go on with the next document
 temperature = 0.8              # 1 = the model's distribution; lower is less random; 0 = greedy
 top_k = 200                    # sample from the k most likely tokens only; 0 = all
 top_p = 1.0                    # of these, keep the most likely that add up to this probability
@@ -69,6 +74,8 @@ RANGES = {
     'seed': (0, math.inf),
     'dtype': ['auto', 'float32', 'bfloat16'],
 }
+END_OF_TEXT = '<|endoftext|>'
+CONTROL = re.compile('[\x00-\x08\x0b-\x1f\x7f-\x9f]')  # all but newline and tab
 
 
 # ---- the model ----
@@ -97,27 +104,29 @@ def export_model() -> None:
 # ---- text ----
 
 
-def read_text(name: str) -> str:
-    """Return the text of a file, or of standard input for '-'. Raises Mistake if it is no UTF-8."""
-    try:
-        if name == '-':
-            return sys.stdin.buffer.read().decode()
-        with open(name, encoding='utf-8', newline='') as file:
-            return file.read()
-    except UnicodeDecodeError as error:
-        raise Mistake(f'{name}: cannot be read as text: {error.reason}') from None
+def show(text: str) -> None:
+    """Print a part of a text at once, without control characters if it goes to a terminal."""
+    if sys.stdout is not None and sys.stdout.isatty():
+        text = CONTROL.sub('\ufffd', text)
+    print(text, end='', flush=True)
 
 
 def print_text(
-    tokenizer: Tokenizer, tokens: Iterator[Tensor], stop: threading.Event | None = None
+    tokenizer: Tokenizer, tokens: Iterator[Tensor], interrupted: threading.Event | None = None
 ) -> None:
-    """Print the text of tokens, (1,) each, as they arrive, until they end or `stop` is set."""
+    """Print the text of tokens, (1,) each, as they arrive, until they end, the text ends (see
+    `stop`), or `interrupted` is set."""
     decoder = codecs.getincrementaldecoder('utf-8')('replace')  # a character may span tokens
     for token in tokens:
-        print(decoder.decode(tokenizer.decode_bytes(token.tolist())), end='', flush=True)
-        if stop is not None and stop.is_set():
+        ids = token.tolist()
+        ends = ids == [tokenizer.eot]
+        if ends and stop:
             break
-    print(decoder.decode(b'', final=True))
+        text = decoder.decode(tokenizer.decode_bytes(ids), final=ends)
+        show(text + END_OF_TEXT if ends else text)
+        if interrupted is not None and interrupted.is_set():
+            break
+    show(decoder.decode(b'', final=True) + '\n')
 
 
 def write_samples(decoder: Decoder, tokenizer: Tokenizer, text: str) -> None:
@@ -126,8 +135,8 @@ def write_samples(decoder: Decoder, tokenizer: Tokenizer, text: str) -> None:
     state = decoder.prefill(ids[:, :-1])  # once for all samples
     for i in range(num_samples):
         if i > 0:
-            print('---------------')
-        print(text, end='', flush=True)
+            show('---------------\n')
+        show(text)
         print_text(tokenizer, decoder.generate(ids[:, -1:], max_new_tokens, state))
 
 
@@ -156,15 +165,17 @@ def converse(decoder: Decoder, tokenizer: Tokenizer, text: str) -> None:
     at_terminal = sys.stdin.isatty()
     for i in itertools.count():
         try:
-            line = input('> ' if at_terminal else '')
+            line = input('> ' if at_terminal else '').removeprefix('\ufeff')
         except EOFError:
             if at_terminal:
                 print()
             return
-        ids += tokenizer.encode(line if i == 0 else '\n' + line)
-        with stop_by_ctrl_c() as stop:
+        # A line continues the last one, unless that was answered to its end.
+        separator = '' if i == 0 or ids == [tokenizer.eot] else '\n'
+        ids += tokenizer.encode(separator + line)
+        with stop_by_ctrl_c() as interrupted:
             tokens = torch.tensor([ids], device=decoder.token.device)  # (1, T)
-            print_text(tokenizer, decoder.generate(tokens, max_new_tokens, state), stop)
+            print_text(tokenizer, decoder.generate(tokens, max_new_tokens, state), interrupted)
         ids = decoder.token.tolist()  # the last token was sampled, but not read yet
         state = decoder.state()
 
@@ -187,10 +198,7 @@ def score_text(model: LanguageModel | LSTM, tokenizer: Tokenizer, amp: torch.dty
 def main() -> None:
     """Export the model, score a text, converse or write samples, depending on the settings."""
     configure(globals(), quiet=True)
-    # Replace characters that a stream cannot decode or encode; a closed stream is None.
-    for stream in (sys.stdin, sys.stdout):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors='replace')
+    replace_unprintable()
     if [bool(export), bool(score), interactive].count(True) > 1:
         raise Mistake('export, score and interactive exclude each other: choose one')
     if interactive and max_new_tokens == 0:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import common
 from baselines import build_lstm
 from common import Gradients, gather, print0
-from data_fineweb import VOCAB, DataError, Loader, find_shards, fingerprint, load_val, token_bytes
+from loader import Loader, find_shards, fingerprint, load_val
 from hub import init_from as take_weights
 from hub import load_weights, sizes_in
 from kernels import fused, graphed
