@@ -165,17 +165,23 @@ def expand_paths(text: str) -> list[str]:
     return list(paths)
 
 
+def files_in(folder: str) -> list[str]:
+    """Return the files of a folder and its subfolders, except hidden ones."""
+    found = glob.glob(os.path.join(glob.escape(folder), '**'), recursive=True)
+    return [path for path in sorted(found) if os.path.isfile(path)]
+
+
 def list_folder(folder: str) -> list[str]:
-    """Return the files of a folder and its subfolders, and print those that are left out: if some
-    are of READERS, all others, else all that are not of the most frequent kind."""
-    files = sorted(glob.glob('**', root_dir=folder, recursive=True))
-    files = [file for file in files if os.path.isfile(os.path.join(folder, file))]
+    """Return the files of a folder that are read: those of READERS or, if there are none, those of
+    the most frequent kind. Print which are left out."""
+    files = files_in(folder)
     kinds = collections.Counter(kind_of(file) for file in files)
     chosen = READERS if kinds.keys() & READERS else [kind for kind, _ in kinds.most_common(1)]
     if left_out := [file for file in files if kind_of(file) not in chosen]:
-        names = ', '.join(left_out[:20]) + (', ...' if len(left_out) > 20 else '')
+        names = ', '.join(os.path.relpath(file, folder) for file in left_out[:20])
+        names += ', ...' if len(left_out) > 20 else ''
         print(f'{folder}: {len(left_out)} of {len(files)} files are left out: {names}', flush=True)
-    return [os.path.join(folder, file) for file in files if kind_of(file) in chosen]
+    return [file for file in files if kind_of(file) in chosen]
 
 
 def batch_texts(texts: Iterable[Text], start: int | None) -> Iterator[tuple[int, list[Text]]]:
@@ -348,7 +354,9 @@ def open_dataset(folder: str, config: dict) -> Source:
             advice = f"choose its files with --text='{name}/PATTERN'"
             raise Mistake(f'{name} has no data set card, which names subsets and splits: {advice}')
         paths = list_folder(name)
-        source += f': {len(paths)} files, {sum(map(os.path.getsize, paths))} bytes'
+    if is_local:
+        files = paths or files_in(name)
+        source += f': {len(files)} files, {sum(map(os.path.getsize, files))} bytes'
 
     def open_batches(meta: dict) -> Callable:
         if paths and kind_of(paths[0]) in READERS:

@@ -25,15 +25,16 @@ import torch.distributed as dist
 import common
 from baselines import build_lstm
 from common import Gradients, gather, print0
-from loader import Loader, find_shards, fingerprint, load_val
 from hub import init_from as take_weights
 from hub import load_weights, sizes_in
 from kernels import fused, graphed
+from loader import Loader, find_shards, fingerprint, load_val
 from model import EVAL_CHUNK, ModelConfig, build_model
 from muon import Muon
 from plots import plot_losses
 from run import RunFolder, Stopper, restoring
 from stream import Stream
+from text import VOCAB, token_bytes
 
 # -----------------------------------------------------------------------------
 # fmt: off
@@ -189,7 +190,7 @@ def main(config: Settings) -> int:
     val_shards = find_shards(data_dir, 'val', tokenizer)
     val_x, val_y = load_val(val_shards, val_tokens, val_streams, V, share=(rank, world))
     text_bytes = math.nan  # remains nan without GPT-2's tokenizer, which nothing else needs
-    with suppress(DataError):
+    with suppress(Mistake):
         text_bytes = float(token_bytes(tokenizer)[val_y.numpy()].sum())
     val_x, val_y = val_x.to(device_), val_y.to(device_)
     if not eval_only:

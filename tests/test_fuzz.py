@@ -13,10 +13,11 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-import data_fineweb as df
+import loader
 import run
 import boxoban
 import sokoban
+import text
 import train_lm
 import train_sokoban
 from configurator import Mistake, configure
@@ -42,10 +43,10 @@ def may_refuse(error, name):
 
 def read_damaged_shard(damage):
     path = Path('fineweb_train_000001.bin')
-    df.write_shard(path, np.arange(50, dtype=np.uint16))
+    loader.write_shard(path, np.arange(50, dtype=np.uint16))
     damage(path)
-    with may_refuse(df.DataError, str(path)):
-        tokens = df.read_shard(path, 256)
+    with may_refuse(Mistake, str(path)):
+        tokens = loader.read_shard(path, 256)
         assert len(tokens) == 50 and (tokens < 256).all()
 
 
@@ -90,10 +91,10 @@ def assert_playable_or_refused(path):
 
 
 def read_damaged_meta(damage):
-    df.write_meta('.', {'tokenizer': 'bytes', 'shards': [5], 'source': 'a'})
+    loader.write_meta('.', {'tokenizer': 'bytes', 'shards': [5], 'source': 'a'})
     damage(Path('meta.json'))
-    with may_refuse(df.DataError, 'meta.json'):
-        assert df.read_meta('.')['tokenizer'] in df.VOCAB
+    with may_refuse(Mistake, 'meta.json'):
+        assert loader.read_meta('.')['tokenizer'] in text.VOCAB
 
 
 def read_damaged_log(damage):

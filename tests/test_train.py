@@ -26,6 +26,7 @@ import sample
 import stream
 import train_lm
 from configurator import configure
+from loader import Loader, find_shards, read_shard, write_shard
 from run import LAST, PREV, load_checkpoint, settings_of
 
 LSTM = {'arch': 'lstm'}
@@ -74,8 +75,8 @@ def test_states_are_carried_and_reset(data, tmp_path, rows, reset_every):
     settings = {'batch_size': rows, 'reset_every': reset_every, 'max_iters': 10}
     run_lm(data, tmp_path / 'run', init_from=tmp_path / 'random', **rates, **settings)
     trained = model.LanguageModel.load_trained(tmp_path / 'run', 'last')
-    files = data_fineweb.find_shards(str(data), 'train')
-    loader = data_fineweb.Loader(files, 8, 8, 256, True, seed=1337)
+    files = find_shards(str(data), 'train')
+    loader = Loader(files, 8, 8, 256, True, seed=1337)
     states, shard_starts = [None] * 8, []
     for step, record in enumerate(read_log(tmp_path / 'run')[1:]):
         x, y, starts = loader.next()
@@ -184,7 +185,7 @@ def test_a_run_resumes_on_a_copy_of_its_data_and_not_on_other_data(data, tmp_pat
     shutil.copytree(data, others)
     assert resume(out, '--max_iters=3', f'--data_dir={others}') == 0
     shard = str(others / 'fineweb_train_000002.bin')
-    data_fineweb.write_shard(shard, np.roll(data_fineweb.read_shard(shard, 256), 1))
+    write_shard(shard, np.roll(read_shard(shard, 256), 1))
     error = error_of(capfd, train_lm, [f'--out_dir={out}', '--resume=True', '--max_iters=4'])
     assert f'other shards than those in {others}' in error
     assert run_lm(others, out, eval_only=True) == 0
