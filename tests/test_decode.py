@@ -298,14 +298,19 @@ class Letters:
 
     @staticmethod
     def decode_bytes(ids):
-        return bytes(97 + i for i in ids)
+        return bytes(97 + i for i in ids if i != Letters.eot)
+
+
+def text_of(ids):
+    """Return the text that stands for ids, with --stop=False."""
+    return ''.join(chr(97 + i) if i != Letters.eot else '<|endoftext|>' for i in ids)
 
 
 def run_sample(monkeypatch, capsys, model, argv, typed='', tokenizer=Letters):
     """Return what sample.py prints with this model. typed: its standard input, text or bytes."""
     typed = typed.encode() if isinstance(typed, str) else typed
     model.about = {'tokenizer': 'bytes'}
-    monkeypatch.setattr(sample, 'load_model', lambda folder, which: model)
+    monkeypatch.setattr(sample, 'load_model', lambda folder, which, device: model)
     monkeypatch.setattr(sample, 'get_tokenizer', lambda name: tokenizer)
     monkeypatch.setattr(sys, 'argv', ['sample.py', '--device=cpu', *argv])
     monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(typed)))
@@ -318,13 +323,13 @@ def conversation(model, prompt, lines, n):
     """Return the reference's greedy answers of n tokens to each line typed after the prompt."""
     history, unread, answers = reference.History(model, 1), [0, *Letters.encode(prompt)], []
     for i, line in enumerate(lines):
-        unread += Letters.encode(line if i == 0 else '\n' + line)
+        unread += Letters.encode(line if i == 0 or unread == [0] else '\n' + line)
         answer = []
         for _ in range(n):
             logits, history = reference.run(model, torch.tensor([unread]), history)
             unread = [logits[0, -1].argmax().item()]
             answer += unread
-        answers.append(Letters.decode_bytes(answer).decode())
+        answers.append(text_of(answer))
     return answers
 
 
@@ -332,23 +337,82 @@ def conversation(model, prompt, lines, n):
 def test_sample_prints_the_texts_of_the_decoder(dtype, monkeypatch, capsys):
     """The two texts start with the prompt and differ."""
     model = make(RecurrentGPT, torch.float32)
-    argv = ['--prompt=ab', '--num_samples=2', '--max_new_tokens=30', '--top_p=0.9']
+    argv = ['--prompt=ab', '--num_samples=2', '--max_new_tokens=30', '--top_p=0.9', '--stop=False']
     found = run_sample(monkeypatch, capsys, model, [*argv, f'--dtype={dtype}'])
     decoder, texts = Decoder(model, 1, getattr(torch, dtype), 0.8, 200, 1337, top_p=0.9), []
     for _ in range(2):
         sampled = torch.cat(list(decoder.generate(torch.tensor([[0, 97 % V, 98 % V]]), 30)))
-        texts.append('ab' + Letters.decode_bytes(sampled.tolist()).decode())
+        texts.append('ab' + text_of(sampled.tolist()))
     assert found == f'{texts[0]}\n---------------\n{texts[1]}\n' and texts[0] != texts[1]
 
 
 def test_bytes_that_are_not_utf8_in_the_prompt_and_in_typed_lines_are_replaced(monkeypatch, capsys):
     """In a prompt of the command line, Python represents such a byte by a lone surrogate."""
     model = make(RecurrentGPT, torch.float32)
-    argv = ['--max_new_tokens=1', '--dtype=float32']
+    argv = ['--max_new_tokens=1', '--dtype=float32', '--temperature=0', '--stop=False']
     found = run_sample(monkeypatch, capsys, model, [*argv, '--prompt=a\udcff'])
     assert found[:2] == 'a?' and len(found) == len('a?x\n')
     found = run_sample(monkeypatch, capsys, model, [*argv, '--interactive'], b'a\xff\n')
     assert len(found) == len('x\n')
+
+
+def test_a_sample_stops_at_the_end_of_text_or_marks_it(monkeypatch, capsys):
+    """Up to there it is the same sample. --stop=True is the default."""
+    model = make(RecurrentGPT, torch.float32)
+    argv = ['--prompt=ab', '--max_new_tokens=60', '--temperature=2', '--dtype=float32']
+    marked = run_sample(monkeypatch, capsys, model, [*argv, '--stop=False'])
+    assert marked.count('<|endoftext|>') > 1
+    stopped = run_sample(monkeypatch, capsys, model, [*argv, '--stop=True'])
+    assert stopped == marked.partition('<|endoftext|>')[0] + '\n'
+
+
+def test_a_line_after_the_end_of_a_text_starts_the_next_document(monkeypatch, capsys):
+    """Otherwise a line continues the stream on a new line."""
+    read = []
+
+    class Reading(Letters):
+        @classmethod
+        def encode(cls, text):
+            read.append(text)
+            return Letters.encode(text)
+
+    def answer(decoder, tokens, n, state):
+        decoder.token.fill_(Letters.eot if len(read) == 2 else 5)
+        yield decoder.token.clone()
+
+    monkeypatch.setattr(Decoder, 'generate', answer)
+    argv = ['--interactive', '--dtype=float32']
+    model = make(RecurrentGPT, torch.float32)
+    assert run_sample(monkeypatch, capsys, model, argv, 'a\nb\nc', Reading) == '\nf\nf\n'
+    assert read == ['', 'a', 'b', '\nc']
+
+
+@pytest.mark.parametrize('is_terminal', [True, False])
+def test_control_characters_do_not_reach_a_terminal(monkeypatch, capsys, is_terminal):
+    """A file or a pipe gets the text unchanged."""
+    raw = 'a\tb\n' + ''.join(map(chr, [*range(9), *range(11, 32), *range(127, 160)])) + 'é☕'
+    monkeypatch.setattr(sys.stdout, 'isatty', lambda: is_terminal)
+    sample.show(raw)
+    assert capsys.readouterr().out == (f'a\tb\n{63 * chr(0xFFFD)}é☕' if is_terminal else raw)
+
+
+def test_files_and_typed_lines_are_read_alike_with_any_line_ends(tmp_path, monkeypatch, capsys):
+    """A byte order mark is dropped: prompts, scores and conversations are the same."""
+    model = make(RecurrentGPT, torch.float32)
+    plain = 'a bad cab\nfaded\n'
+    found = set()
+    for name, content in ('a', plain), ('b', '\ufeff' + plain.replace('\n', '\r\n')):
+        (tmp_path / name).write_bytes(content.encode())
+        argv = ['--dtype=float32', '--max_new_tokens=5', '--temperature=0']
+        outputs = [
+            run_sample(monkeypatch, capsys, model, [*argv, f'--prompt=FILE:{tmp_path}/{name}']),
+            run_sample(monkeypatch, capsys, model, [*argv, '--prompt=FILE:-'], content),
+            run_sample(monkeypatch, capsys, model, [*argv, f'--score={tmp_path}/{name}']),
+            run_sample(monkeypatch, capsys, model, [*argv, '--interactive'], content),
+        ]
+        assert outputs[0].startswith(plain)
+        found.add('|'.join(outputs).replace(f'{tmp_path}/{name}', ''))
+    assert len(found) == 1
 
 
 @both_models
@@ -357,7 +421,7 @@ def test_a_conversation_is_one_stream(model_type, monkeypatch, capsys):
     the reference."""
     model, typed = make(model_type), ['ab', 'bad cab', 'c']
     argv = ['--interactive', '--temperature=0', '--max_new_tokens=7', '--prompt=deed']
-    argv.append('--dtype=float32')
+    argv += ['--dtype=float32', '--stop=False']
     printed = run_sample(monkeypatch, capsys, model, argv, '\n'.join(typed)).splitlines()
     answers = conversation(model, 'deed', typed, 7)
     assert printed == answers and len(set(answers)) > 1
@@ -380,6 +444,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_conversation(monkeypatch, capsys):
 
     model, handler = make(RecurrentGPT), signal.getsignal(signal.SIGINT)
     argv = ['--interactive', '--temperature=0', '--max_new_tokens=-1', '--dtype=float32']
+    argv.append('--stop=False')
     printed = run_sample(monkeypatch, capsys, model, argv, 'ab\ncab\n', Interrupting).splitlines()
     assert printed == conversation(model, '', ['ab', 'cab'], 5)
     assert signal.getsignal(signal.SIGINT) == handler
