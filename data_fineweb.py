@@ -598,6 +598,8 @@ def make_shards(config: dict) -> None:
         )
     if config['pretokenized'] and tokenizer != 'gpt2':
         raise Mistake(f"--pretokenized shards are GPT-2's, but tokenizer = {tokenizer!r}")
+    if not config['pretokenized']:
+        get_tokenizer(tokenizer)  # if it is missing, this raises before any work is done
     if dataset:
         name = os.path.basename(os.path.normpath(dataset))
     else:

@@ -31,9 +31,9 @@ from configurator import BROKEN, Mistake, first_line
 import numpy as np
 
 # The oldest versions that work, as in pyproject.toml. tiktoken 0.10 reads '<|endoftext|>' in a text
-# as a document boundary, and 0.11 cannot read GPT-2's files from a folder; datasets 5.0.0 resumes
-# at the start of a data set.
-NEEDED = {'tiktoken': '0.12', 'datasets': '5.0.1', 'pyarrow': '24'}
+# as a document boundary, 0.11 cannot read GPT-2's files from a folder, and 0.12 takes minutes for a
+# run of a million letters; datasets 5.0.0 resumes at the start of a data set.
+NEEDED = {'tiktoken': '0.13', 'datasets': '5.0.1', 'pyarrow': '24'}
 PART = 2**20  # characters of a file of text that are read at a time
 # Errors of a file that is damaged or of another kind; pyarrow's are ValueErrors.
 UNREADABLE = (*BROKEN, OSError, EOFError, lzma.LZMAError, zlib.error, csv.Error)
@@ -171,11 +171,10 @@ class Text(NamedTuple):
 
 
 def read_texts(paths: Iterable[str], column: str = 'text') -> Iterator[Text]:
-    """Yield the documents of files: a .txt file is one document, others have one per row. Raises
-    Mistake, which names the file and the document, where a file cannot be read on."""
+    """Yield the documents of files: a .txt file is one document, others have one per row. Where a
+    file cannot be read on, its last value is the error."""
     for path in paths:
-        number = 1
-        is_start = True
+        number, is_start = 1, True
         try:
             for value in READERS[kind_of(path)](path, column):
                 yield Text(f'{path}, text {number}', is_start, value)
@@ -186,7 +185,7 @@ def read_texts(paths: Iterable[str], column: str = 'text') -> Iterator[Text]:
         except UNREADABLE as error:
             if isinstance(error, Mistake):
                 raise
-            raise Mistake(f'{path}, text {number}: cannot be read: {first_line(error)}') from None
+            yield Text(f'{path}, text {number}', True, error)
 
 
 # ---- tokenizers ----
@@ -226,8 +225,7 @@ def load_tiktoken(name: str) -> tuple[Callable, list[bytes]]:
         ) from None
 
     def encode(text: str) -> np.ndarray:
-        # tiktoken's time and memory may grow with the square of a run without a boundary, and its
-        # regular expressions fail at a million blanks.
+        # The regular expressions of tiktoken fail at a million blanks.
         pieces = PIECE.findall(text) or ['']
         return np.concatenate([encoding.encode_to_numpy(x, disallowed_special=()) for x in pieces])
 
