@@ -312,9 +312,12 @@ def batch_stream(
         except (*HUB_ERRORS, KeyError) as error:
             failures += 1
             if failures == STREAM_TRIES or not is_network_error(error):
+                advice = 'run the same command again to continue'
+                if not is_network_error(error):
+                    advice = 'repair or remove that file'
                 raise Mistake(
-                    f'the data set cannot be read after text {rows}: {first_line(error)}: '
-                    'run the same command again to continue'
+                    f'{config["dataset"]} cannot be read after text {rows}: {first_line(error)}: '
+                    f'{advice}'
                 ) from None
             documents = None
             wait_to_retry(error, failures)
@@ -400,10 +403,7 @@ def open_meta(folder: str | os.PathLike, **identity: str | int) -> dict:
     missing, unless it is ready-made and can be downloaded."""
     os.makedirs(folder, exist_ok=True)
     meta = read_meta(folder)
-    is_ready_made = identity['source'] == READY_MADE
     if meta is None:
-        if not is_ready_made and glob.glob('*.bin', root_dir=folder):
-            raise Mistake(f'{folder} holds shards without meta.json: choose another --data_dir')
         return {**identity, 'finished': False, 'shards': []}
     for key, value in identity.items():
         if meta.get(key) != value:
@@ -411,7 +411,7 @@ def open_meta(folder: str | os.PathLike, **identity: str | int) -> dict:
             raise Mistake(
                 f'{folder} was prepared with {key} = {meta.get(key)!r}, not {value!r}: {advice}'
             )
-    if not is_ready_made:
+    if meta['source'] != READY_MADE:
         refuse_missing(folder, meta)
     return meta
 
@@ -471,6 +471,8 @@ def prepare(source: Source, folder: str, config: dict) -> dict:
     and the number of tokens of this batch that the shard has used. So a run that is killed repeats
     at most one shard.
     """
+    if not read_meta(folder) and glob.glob('*.bin', root_dir=folder):
+        raise Mistake(f'{folder} holds shards without meta.json: choose another --data_dir')
     meta = open_meta(
         folder,
         tokenizer=config['tokenizer'],
@@ -506,7 +508,6 @@ def prepare(source: Source, folder: str, config: dict) -> dict:
         write_shard(path, tokens)
         lengths.append(len(tokens))
         meta['resume'] = resume
-        meta['finished'] = is_complete()
         write_meta(folder, meta)
         print(f'{path}: {len(tokens):,} tokens', flush=True)
         parts.clear()

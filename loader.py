@@ -41,7 +41,8 @@ def write_shard(path: str | os.PathLike, tokens: np.ndarray | list[int]) -> None
     """Write tokens (S,) as one shard, completely or not at all: as uint32 if they are of that type
     or too large for uint16. Raises Mistake if they do not fit."""
     tokens = np.asarray(tokens)
-    if tokens.ndim != 1 or not 0 < tokens.size < 2**31 or tokens.min() < 0 or tokens.max() >= 2**32:
+    is_row = tokens.ndim == 1 and tokens.dtype.kind in 'iu' and 0 < tokens.size < 2**31
+    if not is_row or tokens.min() < 0 or tokens.max() >= 2**32:
         raise Mistake(f'{path}: a shard holds 1 to 2^31 - 1 tokens in a row, each below 2^32')
     version = 2 if tokens.dtype == np.uint32 or tokens.max() >= 2**16 else 1
     header = np.zeros(HEADER, dtype='<i4')
@@ -122,6 +123,7 @@ def find_shards(data_dir: str, split: str, tokenizer: str | None = None) -> list
     interrupted; if one is missing; or if they were prepared with another tokenizer.
     """
     files = sorted(os.listdir(data_dir)) if os.path.isdir(data_dir) else []
+    files = [file for file in files if not file.startswith('.')]
     found = {}  # file: name
     for file in files:
         if match := SHARD.fullmatch(file):

@@ -35,7 +35,7 @@ def test_ids_beyond_uint16_make_a_shard_of_uint32(tmp_path, tokens):
     assert y.tolist() == [[7, 7, 7, 7, tokens[0]]]
 
 
-@pytest.mark.parametrize('tokens', [[-1], [2**32], [], [[1]]])
+@pytest.mark.parametrize('tokens', [[-1], [2**32], [1.5], [], [[1]]])
 def test_tokens_that_do_not_fit_a_shard_are_not_written(tmp_path, tokens):
     assert_refused(r's\.bin: a shard holds', write_shard, tmp_path / 's.bin', tokens)
     assert not (tmp_path / 's.bin').exists()
@@ -102,6 +102,7 @@ def test_a_folder_without_shards_is_refused_by_the_pattern_and_what_is_there(tmp
     assert_refused(message + ': prepare them with', find_shards, str(tmp_path), 'train')
     assert_refused(message, find_shards, '/nowhere', 'train')
     write_named(tmp_path, 'fineweb_val_000000.bin', 'train.bin')
+    (tmp_path / '.lock').touch()
     message += r', only fineweb_val_000000\.bin, train\.bin: prepare'
     assert_refused(message, find_shards, str(tmp_path), 'train')
 
