@@ -346,8 +346,9 @@ def describes_itself(folder: str) -> bool:
 def open_dataset(folder: str, config: dict) -> Source:
     """Return the source of --dataset, on the Hub or in a folder. `folder` gets the shards."""
     name = config['dataset']
-    is_local = os.path.isdir(name)
-    if not is_local and (name.count('/') > 1 or name.startswith(('.', '/', '~'))):
+    if is_local := os.path.isdir(name):
+        name = config['dataset'] = os.path.normpath(name)
+    elif name.count('/') > 1 or name.startswith(('.', '/', '~')):
         raise Mistake(f'dataset = {name!r}: no such folder, and no name of the Hub (owner/name)')
     source = f'{name} ({config["subset"] or "default"}, {config["split"]}, {config["column"]})'
     source += f' at {config["revision"]}' if config['revision'] else ''
@@ -359,7 +360,8 @@ def open_dataset(folder: str, config: dict) -> Source:
         paths = list_folder(name)
     if is_local:
         files = paths or files_in(name)
-        source += f': {len(files)} files, {sum(map(os.path.getsize, files))} bytes'
+        source += ': ' if paths else '; the folder has '
+        source += f'{len(files)} files, {sum(map(os.path.getsize, files))} bytes'
 
     def open_batches(meta: dict) -> Callable:
         if paths and kind_of(paths[0]) in READERS:
