@@ -434,7 +434,7 @@ def measure(cell: Cell, modes: list[str], machine: Machine) -> list[dict]:
         row['memory_gb'] = torch.cuda.max_memory_allocated() / 1e9 if is_gpu else None
         found = outputs(row, variant[1]) if row['status'] == 'ok' else None
         if found and expected:
-            compare(row, found, expected, TOLERANCE[machine.amp])
+            attempt(row, partial(compare, row, found, expected, TOLERANCE[machine.amp]))
         elif found:
             row['difference'] = f'not checked: {reference["status"]}'
     variant = None
