@@ -11,7 +11,7 @@ from small_runs import assert_refused
 
 import bench
 from bench import Cell, Machine
-from configurator import configure
+from configurator import Mistake, configure
 
 CPU = Machine(rank=0, world=1, device='cpu', amp=torch.float32)
 TINY = ['--vocab_size=64', '--rounds=2', '--seconds=0.001']
@@ -103,8 +103,13 @@ def no_compiler():
     raise RuntimeError('no compiler\nmore lines')
 
 
+def too_large():
+    raise Mistake('one row of 2048 tokens does not fit in memory: choose a smaller model')
+
+
 FAILURES = [  # where it fails, how, the status
     ('set-up', no_memory, 'OOM'),
+    ('set-up', too_large, 'OOM'),
     ('set-up', no_compiler, 'failed: RuntimeError: no compiler'),
     ('run', no_memory, 'OOM'),
     ('check', no_compiler, 'failed: RuntimeError: no compiler'),
@@ -278,6 +283,7 @@ REFUSED = [
     ('--modes=slow', 'expected some of plain, eager, compiled'),
     ('--models=gpt', 'expected some of recurrent, transformer, lstm'),
     ('--suite=first', 'expected one of'),
+    ('--models=lstm --suite=decode', 'nothing to decode'),
     ('--tokens_per_update=30', 'must be a multiple of 4 x C = 16'),
     ('--n_embd=7', 'n_embd'),
     ('--shapes=(2,8),(1,2,3)', 'expected groups of 2 positive integers'),
@@ -292,7 +298,7 @@ def test_wrong_settings_are_refused_before_anything_is_measured(
 ):
     monkeypatch.chdir(tmp_path)
     suite = ['--suite=sokoban'] if 'agents' in argument else []
-    assert_refused(message, run_main, monkeypatch, *SMALL, *suite, argument)
+    assert_refused(message, run_main, monkeypatch, *SMALL, *suite, *argument.split())
     assert not list(tmp_path.iterdir())
 
 
