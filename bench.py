@@ -51,13 +51,14 @@ import train_lm
 import train_sokoban
 import unroll as unrolling
 from baselines import build_lstm
+from boxoban import generate
 from common import Gradients, print0
 from convlstm import AgentConfig, build_agent, set_precision
 from decode import Decoder
 from files import write_json, write_text
 from kernels import fused, graphed
 from model import ModelConfig, State, build_model, randomize
-from sokoban import ACTION_STREAM, SokobanEnv, board_keys, generate, random_bits, sample_actions
+from sokoban import ACTION_STREAM, SokobanEnv, board_keys, random_bits, sample_actions
 from stream import Stream
 
 # -----------------------------------------------------------------------------

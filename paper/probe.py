@@ -53,18 +53,12 @@ from numpy import ndarray
 from torch import Tensor, nn
 
 import common
-from convlstm import CELLS, PLANES, Agent, build_agent, load_agent
+from boxoban import AGENT, CELLS, load_level_sets
+from convlstm import PLANES, Agent, build_agent, load_agent
 from files import write_atomic, write_json, write_tensors, write_text
+from play_sokoban import plan_image
 from run import OF_A_CALL
-from sokoban import (
-    AGENT,
-    TIME_LIMIT,
-    FeatureRecorder,
-    load_level_sets,
-    plan_image,
-    replay,
-    run_episodes,
-)
+from sokoban import TIME_LIMIT, FeatureRecorder, replay, run_episodes
 
 # -----------------------------------------------------------------------------
 # fmt: off
@@ -112,7 +106,6 @@ PROBES = {  # name: (size of the convolution, what it reads)
 DRAWN = {'3x3': '-', 'untrained 3x3': ':', 'observation': '--'}  # probes in recall.png: line style
 COUNTS = ['directions', 'emitted', 'right']  # columns of probes.csv
 SHOWN = (0, 1, 2)  # steps whose boards are drawn, as in the paper
-GENERATOR = ('n_levels', 'n_boxes', 'max_moves', 'seed')  # settings of generated training levels
 # Settings in which seeds of one agent may differ.
 NOT_THE_AGENT = ('seed', 'device', 'threads', *OF_A_CALL)
 
@@ -142,8 +135,8 @@ def load_player(folder: str, device: str) -> Player:
 
 def load_levels(players: list[Player]) -> tuple[ndarray, ndarray]:
     """Return packed training and test levels for the probes, by default those of the first agent,
-    and print their source. No test level is a training level of the probes or, where the settings
-    tell it, of an agent."""
+    and print their source. No test level is one that the probes are trained on, and the test split
+    is none that an agent was trained on. (Of generated levels a hash decides who sees them.)"""
     settings = players[0].settings
     test_split = test_levels or settings['eval_split']
     config = {
@@ -162,12 +155,6 @@ def load_levels(players: list[Player]) -> tuple[ndarray, ndarray]:
         raise Mistake(f'{test_split}: {reason}: choose other --levels or --test_levels')
     (train, train_line), (test, test_line) = load_level_sets(config)
     known = set(map(bytes, train))
-    for player in players:
-        if player.settings.get('split') == 'generated':
-            generator = {name: player.settings[name] for name in GENERATOR}
-            run = {**config, 'split': 'generated', **generator}
-            if run != config:
-                known.update(map(bytes, load_level_sets(run)[0][0]))
     is_new = np.array([bytes(level) not in known for level in test], bool)
     train, test = train[:n_train], test[is_new][:n_test]
     print(f'training levels: {train_line}; {len(train):,} of them are used')

@@ -12,11 +12,12 @@ import pytest
 import torch
 from small_runs import assert_equal, assert_refused, run_agent
 
+from boxoban import generate, pack
 from configurator import configure
 from convlstm import AgentConfig, build_agent
 from files import read_tensors
 from paper import probe
-from sokoban import generate, pack, replay, run_episodes
+from sokoban import replay, run_episodes
 
 UP, RIGHT, DOWN, LEFT, NEVER = range(5)
 
@@ -256,17 +257,12 @@ def test_an_agent_is_not_tested_on_its_training_levels(agents):
     assert_refused('tested on their training levels', probe.load_levels, players)
 
 
-def test_generated_training_levels_of_any_agent_are_left_out_of_the_test_levels(agents):
-    """The first agent's evaluation levels are a file with levels that the second one was trained
-    on."""
-    settings = {'split': 'generated', 'n_levels': 40, 'n_boxes': 1, 'max_moves': 12, 'seed': 3}
-    trained = generate(40, 1, seed=6, max_moves=12)[0]
+def test_training_levels_of_the_probes_are_left_out_of_the_test_levels(agents):
     path = agents / 'mixed.npy'
-    np.save(path, np.concatenate([corridors(), trained[10:20]]))
-    first, second = with_settings(agents, eval_split=str(path)), with_settings(agents, **settings)
-    apply_settings('--levels=generated', '--n_train=5')
-    assert len(probe.load_levels([first])[1]) == 18
-    assert (probe.load_levels([first, second])[1] == corridors()).all()
+    np.save(path, np.concatenate([corridors(), generate(20, 1, seed=7, max_moves=12)[0]]))
+    apply_settings('--levels=generated', f'--test_levels={path}', '--n_train=5')
+    train, test = probe.load_levels([with_settings(agents, n_levels=12)])
+    assert len(train) == 5 and len(test) == 16 and (test[:8] == corridors()).all()
 
 
 # ---- the whole analysis ----
