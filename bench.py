@@ -363,11 +363,12 @@ def timed(run: Callable, machine: Machine) -> float:
     return total(repeats) / repeats
 
 
-def attempt(row: dict, call: Callable[[], object]) -> object:
-    """Return call(). If it fails on any rank, set the status of a row instead, and return None."""
+def attempt(row: dict, call: Callable, *args: object) -> object:
+    """Return call(*args). If it fails on any rank, set the status of a row instead, and return
+    None."""
     result = None
     try:
-        result = call()
+        result = call(*args)
     except Exception as error:  # noqa: BLE001  it is reported, and the other cells are measured
         too_large = common.out_of_memory(error) or 'does not fit in memory' in str(error)
         row['status'] = 'OOM' if too_large else f'failed: {first_line(error)}'
@@ -417,32 +418,32 @@ def measure(cell: Cell, modes: list[str], machine: Machine) -> list[dict]:
     slowest = 'eager' if is_gpu and cell.suite == 'train' else 'plain'
     reference = {'status': 'ok'}
 
-    def outputs(row: dict, check: Callable) -> dict:
-        return attempt(row, lambda: {name: x.cpu().clone() for name, x in check().items()})
+    def outputs(check: Callable) -> dict:
+        return {name: x.cpu().clone() for name, x in check().items()}
 
-    variant = attempt(reference, partial(set_up, cell, slowest, machine, False))
-    expected = variant and outputs(reference, variant[1])
+    variant = attempt(reference, set_up, cell, slowest, machine, False)
+    expected = variant and attempt(reference, outputs, variant[1])
     variant = None
     clean(machine)
-    rows, variants = [], []
+    rows, runs, checks = [], {}, {}  # by mode
     for mode in modes:
-        start = time.perf_counter()
         row = {**cell._asdict(), 'mode': mode, 'status': 'ok', 'seconds': []}
-        variants.append(attempt(row, partial(set_up, cell, mode, machine, graphs)))
-        rows.append({**row, 'set_up_s': time.perf_counter() - start})
-    for _ in range(rounds):
-        for row, variant in zip(rows, variants, strict=True):
-            if row['status'] == 'ok':
-                row['seconds'].append(attempt(row, partial(timed, variant[0], machine)))
-    for row, variant in zip(rows, variants, strict=True):
+        rows.append(row)
+        start = time.perf_counter()
+        variant = attempt(row, set_up, cell, mode, machine, graphs)
+        row['set_up_s'] = time.perf_counter() - start
+        runs[mode], checks[mode] = variant or (None, None)
+    for _, row in itertools.product(range(rounds), rows):
+        if row['status'] == 'ok':
+            row['seconds'].append(attempt(row, timed, runs[row['mode']], machine))
+    for row in rows:
         row['memory_gb'] = torch.cuda.max_memory_allocated() / 1e9 if is_gpu else None
-        found = outputs(row, variant[1]) if row['status'] == 'ok' else None
+        found = row['status'] == 'ok' and attempt(row, outputs, checks[row['mode']])
         if found and expected:
-            attempt(row, partial(compare, row, found, expected, TOLERANCE[machine.amp]))
+            attempt(row, compare, row, found, expected, TOLERANCE[machine.amp])
         elif found:
             row['difference'] = f'not checked: {reference["status"]}'
-    variant = None
-    variants.clear()
+    variant = runs = checks = None
     clean(machine)
     return [add_figures(row, cell, machine, rates) for row in rows]
 
