@@ -6,7 +6,8 @@ three. Hardware: GPUs of 80 GB for the agents; one for the probes, and 20 GB of 
 out_dir (paper/probe.py).
 
     python -m paper.sweep probes --run
-    python -m paper.probe config/probe_large.py out/sokoban-large/*_n_embd-256_* --download=True
+    python -m paper.probe config/probe_large.py \\
+        out/sokoban-large/arch-convlstm_recurrent-True_n_layer-[1248]_*_n_embd-256_* --download=True
 """
 
 out_dir = 'out/probe_large'

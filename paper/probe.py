@@ -4,7 +4,7 @@ This is the planning analysis of "Temporal Recurrence Favors Fewer Layers". The 
 "agent approach direction" of Bush et al.
 
 $ python -m paper.probe out/L1 out/L4 --test_levels=unfiltered-test
-$ python -m paper.probe config/probe_large.py out/sweep/*    # the paper's; its header trains them
+$ python -m paper.probe config/probe_large.py FOLDER ...    # the paper's agents: see its header
 
 The arguments before the first option name the folders of agents, of runs or of exports, and config
 files. Of runs that differ only in their seed, the agent that solves most test levels is used.
@@ -161,6 +161,8 @@ def load_levels(players: list[Player]) -> tuple[ndarray, ndarray]:
     print(f'test levels: {test_line}; {len(test):,} of them are used')
     if not is_new.all():
         print(f'{(~is_new).sum():,} test levels are left out, because they are training levels')
+    if len(test) < min_levels:
+        raise Mistake(f'test levels: these are fewer than min_levels = {min_levels}: choose others')
     return train, test
 
 
@@ -296,8 +298,8 @@ def train_probes(data: Steps, device: str) -> tuple[dict[str, Probe], Tensor]:
             x = inputs(data, index, scale)
             y = torch.from_numpy(data.target[index]).to(device).long()  # (B, 100)
             y = y[:, None].expand(-1, seeds, -1)  # (B, P, 100)
-            logits = [probe.logits(x).transpose(1, 2) for probe in probes.values()]
-            losses = torch.stack([F.cross_entropy(x, y) for x in logits])
+            logits = (probe.logits(x).transpose(1, 2) for probe in probes.values())
+            losses = torch.stack([F.cross_entropy(logits_, y) for logits_ in logits])
             optimizer.zero_grad()
             (losses.sum() * seeds).backward()  # the sum of all probes' means over cells
             optimizer.step()
@@ -361,14 +363,10 @@ def score(data: Steps, guesses: dict[str, Guess]) -> tuple[pandas.DataFrame, dic
         emitted = probability >= thresholds[name]
         for seed, n in itertools.product(range(len(right)), np.unique(step)):
             at = step == n
-            counts = [
-                x.sum()
-                for x in (target[at] != NEVER, emitted[seed, at], (emitted & right)[seed, at])
-            ]
-            rows.append((name, seed, n, *counts, at.sum()))
-    return pandas.DataFrame(
-        rows, columns=['probe', 'seed', 'step', *COUNTS, 'episodes']
-    ), thresholds
+            masks = target[at] != NEVER, emitted[seed, at], (emitted & right)[seed, at]
+            rows.append((name, seed, n, *(mask.sum() for mask in masks), at.sum()))
+    columns = ['probe', 'seed', 'step', *COUNTS, 'episodes']
+    return pandas.DataFrame(rows, columns=columns), thresholds
 
 
 def add_shares(counts: pandas.DataFrame) -> pandas.DataFrame:
@@ -411,7 +409,7 @@ def draw_plan(panels: list, data: Steps, guess: Guess, threshold: float, episode
     for step, axes in zip(SHOWN, panels, strict=True):
         axes.set(title=f'step {step}', xticks=[], yticks=[])
         i = start + step
-        if data.step[i : i + 1] == [step]:  # the episode may have ended
+        if list(data.step[i : i + 1]) == [step]:  # the episode may have ended
             is_emitted = guess.probability[0, i] >= threshold
             plan = np.where(is_emitted, guess.direction[0, i], -1).reshape(10, 10)
             axes.imshow(plan_image(data.boards[i], plan, data.target[i].reshape(10, 10)))
@@ -485,14 +483,14 @@ def main() -> None:
     total = add_shares(counts.groupby(['agent', 'probe'], sort=False)[COUNTS].sum())
     total['threshold'] = thresholds
     print(total.round(3).to_string())
-    about = {
+    report = {
         'command': shlex.join(sys.argv),
         'commit': common.commit(),
+        'device': common.device_name(torch_device),
         'levels': int(solved.sum()),
+        'scores': total.reset_index().to_dict('records'),
     }
-    about['device'] = common.device_name(torch_device)
-    scores = total.reset_index().to_dict('records')
-    write_json({**about, 'scores': scores}, os.path.join(out_dir, 'probes.json'))
+    write_json(report, os.path.join(out_dir, 'probes.json'))
     print(f'{out_dir}: ' + ', '.join(sorted(os.listdir(out_dir))))
 
 

@@ -10,6 +10,7 @@ import torch
 from small_runs import assert_refused
 
 import bench
+import common
 from bench import Cell, Machine
 from configurator import Mistake, configure
 
@@ -313,3 +314,26 @@ def test_under_torchrun_ranks_train_together_and_each_decodes(tmp_path):
     assert report['world'] == 2 and train['status'] == decode['status'] == 'ok'
     assert train['all_gpus'] == pytest.approx(2 * train['median']) and train['B'] == 2
     assert 'all_gpus' not in decode
+
+
+def measure_where_rank_1_fails():
+    """Return the status of a cell on this rank."""
+    apply_settings(*TINY)
+    rank, world, device = common.join_ranks('cpu', 1)
+
+    def make(cell, mode, machine, graphs):
+        if rank == 1 and mode == 'eager':
+            no_memory()
+        return (lambda: None), outputs
+
+    bench.MAKERS['train'] = make
+    bench.yardsticks = lambda machine: (1e11, 1e10)
+    machine = Machine(rank, world, device, torch.float32)
+    plain, eager = bench.measure(CELLS[0], ['plain', 'eager'], machine)
+    common.leave_ranks()
+    return plain['status'], eager['status']
+
+
+def test_a_mode_that_fails_on_one_rank_is_reported_by_all():
+    found = processes.run_ranks(2, measure_where_rank_1_fails)
+    assert found == [('ok', 'failed on another rank'), ('ok', 'OOM')]
