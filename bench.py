@@ -585,6 +585,8 @@ def main() -> int:
     rank, world, device_ = common.join_ranks(device, threads)
     machine = Machine(rank, world, device_, common.pick_dtype(dtype, device_))
     on_cpu = device_ == 'cpu'
+    if device_ == 'mps':
+        raise Mistake("device = 'mps': bench.py measures CPUs and CUDA devices")
     defaults = {
         'tokens_per_update': 4096 if on_cpu else 131072,
         'n_embd': 256 if on_cpu else 768,
@@ -612,7 +614,7 @@ def main() -> int:
         for group in [['eager']] if cell.model == 'lstm' else groups:
             rows += measure(cell, group, machine)
         for row in rows:
-            if rows[0]['seconds'] and row['seconds']:
+            if rows[0]['status'] == row['status'] == 'ok':
                 times = (statistics.median(x['seconds']) for x in (rows[0], row))
                 row['speed_up'] = next(times) / next(times)
             sizes = ' '.join(map(str, cell))
