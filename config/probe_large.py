@@ -2,21 +2,14 @@
 
 Goal: recall of the planned path by step for L = 1, 2, 4 and 8, each for the best of three seeds.
 Expected: the paper's figures, recall over the first 20 steps and the plan on boards at the first
-three. Hardware and time: one GPU of 80 GB; the agents take about 57 hours of an H100-class one
-(modeled, not measured; not run by us yet), the probes minutes. probe_sokoban.py prints the disk
-space that it needs.
+three. Hardware: GPUs of 80 GB for the agents; one for the probes, and 20 GB of disk or more in
+out_dir (paper/probe.py).
 
-    python sweep.py --plan=sokoban-large --run \\
-        --only='model=convlstm variant=recurrent d=256 L=1,2,4,8'
-    python probe_sokoban.py config/probe_large.py --download=True
+    python -m paper.sweep probes --run
+    python -m paper.probe config/probe_large.py \\
+        out/sokoban-large/arch-convlstm_recurrent-True_n_layer-[1248]_*_n_embd-256_* --download=True
 """
 
 out_dir = 'out/probe_large'
-models = (
-    'out/sweep/sokoban-large/convlstm_recurrent_L1_E15_d256_s*,'
-    'out/sweep/sokoban-large/convlstm_recurrent_L2_E8_d256_s*,'
-    'out/sweep/sokoban-large/convlstm_recurrent_L4_E4_d256_s*,'
-    'out/sweep/sokoban-large/convlstm_recurrent_L8_E2_d256_s*'
-)
 levels = 'unfiltered-train'
 test_levels = 'unfiltered-test'
