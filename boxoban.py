@@ -22,7 +22,6 @@ import math
 import os
 import re
 import shlex
-import sys
 import tokenize
 import zlib
 
@@ -461,7 +460,6 @@ def generate(
 
 def main() -> None:
     """Print the source of the levels, and the first of them."""
-    sys.stdout.reconfigure(errors='replace')  # of a file name that the terminal cannot show
     levels, line = select_levels(configure(globals(), quiet=True))
     print(line)
     for i, board in enumerate(observations(levels[:show])):

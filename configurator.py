@@ -56,13 +56,16 @@ def run_script(
     goes for a RuntimeError or a MemoryError about which explain(error) returns a line; it raises
     errors that it does not know (see common.error_explainer). After a ctrl-C exit with 130. If the
     reader of standard output has ended (`| head`), exit with 0."""
+    for stream in (sys.stdin, sys.stdout):
+        if hasattr(stream, 'reconfigure'):  # a closed stream is None
+            stream.reconfigure(errors='replace')  # of what their encoding does not have
     status, line = 0, ''
     try:
         try:
             status = main() or 0
         except SystemExit as end:  # --help
             status = end.code or 0
-        sys.stdout.flush()
+        print(end='', flush=True)
     except KeyboardInterrupt:
         status, line = 130, '\ninterrupted'
     except Mistake as error:

@@ -69,7 +69,6 @@ from text import (
     kind_of,
     need,
     read_texts,
-    replace_unprintable,
 )
 
 # fmt: off
@@ -634,7 +633,6 @@ def make_shards(config: dict) -> None:
 
 
 def main() -> None:
-    replace_unprintable()
     make_shards(configure(globals()))
 
 

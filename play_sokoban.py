@@ -337,7 +337,6 @@ def print_game(agent: Agent, levels: ndarray, device: str, time_limit: int) -> N
 def main() -> None:
     """Export the agent, measure it, write a GIF or show games, depending on the settings."""
     configure(globals(), quiet=True)
-    sys.stdout.reconfigure(errors='replace')  # of a file name that the terminal cannot show
     if bool(out_dir) == bool(policy):
         raise Mistake('name one: --out_dir=FOLDER for an agent, or --policy=module:function')
     if sum(map(bool, (policy or measure, export, gif))) > 1:

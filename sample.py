@@ -35,7 +35,7 @@ from hub import CARD, sizes_in
 from model import EVAL_CHUNK, LanguageModel
 from run import CONFIG, WEIGHTS
 from stream import Stream
-from text import VOCAB, Tokenizer, get_tokenizer, read_text, replace_unprintable
+from text import VOCAB, Tokenizer, get_tokenizer, read_text
 
 # -----------------------------------------------------------------------------
 # fmt: off
@@ -198,7 +198,6 @@ def score_text(model: LanguageModel | LSTM, tokenizer: Tokenizer, amp: torch.dty
 def main() -> None:
     """Export the model, score a text, converse or write samples, depending on the settings."""
     configure(globals(), quiet=True)
-    replace_unprintable()
     if [bool(export), bool(score), interactive].count(True) > 1:
         raise Mistake('export, score and interactive exclude each other: choose one')
     if interactive and max_new_tokens == 0:

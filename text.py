@@ -56,15 +56,6 @@ def need(package: str, otherwise: str = '') -> types.ModuleType:
     return module
 
 
-def replace_unprintable() -> None:
-    """Let standard input and output replace what their encoding does not have, such as the name of
-    a file in a terminal that is not UTF-8, instead of raising an error; and read every line end of
-    standard input as a newline."""
-    for stream, options in ((sys.stdin, {'newline': None}), (sys.stdout, {})):
-        if isinstance(stream, io.TextIOWrapper):  # a closed stream is None
-            stream.reconfigure(errors='replace', **options)
-
-
 # ---- files ----
 
 

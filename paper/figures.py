@@ -37,11 +37,12 @@ from matplotlib.figure import Figure
 from pandas import DataFrame, Series
 
 from common import attempt, pick_device
+from boxoban import load_levels
 from convlstm import load_agent
 from files import read_json, write_atomic, write_json, write_text
 from hub import export_in, sizes_in
 from run import log_of, settings_of
-from sokoban import TIME_LIMIT, evaluate, load_levels
+from sokoban import TIME_LIMIT, evaluate
 
 PUBLISHED = Path(__file__).with_name('results') / 'paper'  # results of the paper and of others
 MODELS = {'experts': 'Transformer', 'convlstm': 'ConvLSTM', 'convglu': 'ConvGLU', 'lstm': 'LSTM'}

@@ -9,7 +9,8 @@ import torch
 from processes import ROOT
 from small_runs import StopAt, read_log
 
-import data_fineweb
+import loader
+import text as text_files
 import train_lm
 import train_sokoban
 from configurator import Script, configure
@@ -135,7 +136,7 @@ def test_heads_of_language_models(sizes, H, G, K):
 
 def test_sizes_of_language_models():
     """The FFN has 4 D inner activations; embedding and head are not tied."""
-    assert data_fineweb.VOCAB == {'gpt2': 50304, 'bytes': 256}
+    assert text_files.VOCAB == {'gpt2': 50304, 'bytes': 256}
     model = build_model(ModelConfig(vocab_size=11, n_layer=1, n_expert=3, n_embd=192), True)
     shapes = {name.split('.')[-1]: tuple(p.shape) for name, p in model.named_parameters()}
     assert shapes == {
@@ -158,9 +159,9 @@ def text(tmp_path_factory):
     folder, rng = tmp_path_factory.mktemp('text'), np.random.default_rng(0)
     for name in ('val_000000', 'train_000001'):
         tokens = rng.integers(0, 256, 3000).astype(np.uint16)
-        data_fineweb.write_shard(str(folder / f'fineweb_{name}.bin'), tokens)
+        loader.write_shard(str(folder / f'fineweb_{name}.bin'), tokens)
     meta = {'tokenizer': 'bytes', 'source': 'test', 'shards': []}
-    data_fineweb.write_meta(folder, meta)
+    loader.write_meta(folder, meta)
     return folder
 
 
@@ -301,8 +302,8 @@ def test_first_update_of_a_language_model(
     settings = {'tokens_per_step': 512, 'init_from': tmp_path / 'random'}
     record, saved = train_lm_once(text, tmp_path / 'run', warmup_iters=warmup_iters, **settings)
 
-    files = data_fineweb.find_shards(str(text), 'train')
-    x, y, _ = data_fineweb.Loader(files, 32, 16, 256, recurrent, seed=1337).next()
+    files = loader.find_shards(str(text), 'train')
+    x, y, _ = loader.Loader(files, 32, 16, 256, recurrent, seed=1337).next()
     expected, _ = model(x, y)
     expected.objective.backward()
     norm = norm_of(p.grad for p in model.parameters())
