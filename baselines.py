@@ -30,9 +30,9 @@ class LSTM(nn.Module, PublishedModel, pipeline_tag='text-generation'):
     stream_dims = (1, 1)  # the dimension of h and of c that counts streams
     forms = frozenset()  # it has no Triton forms
     KIND = LanguageModel.KIND
+    tied = LanguageModel.tied
     num_params = LanguageModel.num_params
     describe = LanguageModel.describe
-    choose_forms = LanguageModel.choose_forms
 
     def __init__(self, config: ModelConfig, hidden: int):
         super().__init__()

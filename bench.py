@@ -46,17 +46,17 @@ import torch
 import torch.distributed as dist
 
 import common
-import kernels
+import forms
+import recompute
 import train_lm
 import train_sokoban
-import unroll as unrolling
 from baselines import build_lstm
 from boxoban import generate
 from common import Gradients, print0
 from convlstm import AgentConfig, build_agent, set_precision
 from decode import Decoder
 from files import write_json, write_text
-from kernels import fused, graphed
+from graphs import fused, graphed
 from model import ModelConfig, State, build_model, randomize
 from sokoban import ACTION_STREAM, SokobanEnv, board_keys, random_bits, sample_actions
 from stream import Stream
@@ -205,7 +205,9 @@ def make_update(cell: Cell, mode: str, machine: Machine, graphs: dict | None) ->
         spare += 0.05 * torch.cuda.mem_get_info(machine.device)[1]
     chunk = stream.backward_chunk(1.0, loss)
     stream.fit(chunk, spare)
-    stream.choose_forms()
+    if graphs is not None and fused.enabled:
+        for line in forms.choose_forms(model, stream.rows, machine.amp):
+            print0(line)
     if model.forms:
         stream.fit(chunk, spare)
     x, y = torch.randint(vocab_size, (2, B, T), generator=torch.Generator().manual_seed(0))
@@ -254,7 +256,10 @@ def make_token(cell: Cell, mode: str, machine: Machine, graphs: dict | None) -> 
     noise = (torch.randn(x.shape, generator=random).to(x) for x in empty[:3])
     full = state = State(*noise, torch.full_like(empty.count, cell.C))
     tokens = torch.randint(vocab_size, (4, B), generator=random).to(device)
-    decoder = None if mode == 'plain' else Decoder(model, B, amp=machine.amp)
+    decoder = None
+    if mode != 'plain':
+        forms.choose_forms(model.eval(), B, machine.amp)
+        decoder = Decoder(model, B, amp=machine.amp)
 
     @torch.no_grad()
     def step(token: torch.Tensor) -> torch.Tensor:
@@ -403,7 +408,7 @@ def set_up(cell: Cell, mode: str, machine: Machine, captures: bool) -> tuple[Cal
 
 def clean(machine: Machine) -> None:
     """Free the memory of what was measured."""
-    unrolling.release()
+    recompute.release()
     torch.compiler.reset()
     gc.collect()
     if machine.device != 'cpu':
@@ -459,7 +464,7 @@ def compare(row: dict, found: dict, expected: dict, tolerance: float) -> None:
         return {**large, 'vectors': torch.cat(small)} if small else large
 
     found, expected = parts(found), parts(expected)
-    errors = kernels.errors(list(found.values()), list(expected.values()))
+    errors = forms.relative_errors(list(found.values()), list(expected.values())).tolist()
     worst = max(errors)
     row['difference'] = f'{worst:.1e}'
     if not worst <= tolerance:

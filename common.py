@@ -20,7 +20,8 @@ from configurator import Mistake, first_line
 import torch
 import torch.distributed as dist
 
-from kernels import bf16_is_fast, fused
+from graphs import fused
+from kernels import bf16_is_fast
 
 if tuple(map(int, torch.__version__.split('.')[:2])) < (2, 11):  # no earlier version was tried
     raise ImportError(f'torch {torch.__version__} is too old: 2.11 or later is needed')

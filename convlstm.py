@@ -60,8 +60,9 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import FlopCounterMode
 
 import common
+from graphs import fused
 from hub import PublishedModel
-from kernels import EPS, bf16_is_fast, fused, gate_weights
+from kernels import EPS, bf16_is_fast, gate_weights
 
 AGGREGATIONS = ('sqrt_sum', 'mean', 'softmax_mean', 'softmax_l2')
 # The planes of Sokoban's observations (boxoban.py) as (channel, value). Channel 0 holds nothing,

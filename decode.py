@@ -2,29 +2,127 @@
 
     for token in Decoder(model, B, temperature=0.8, top_k=200).generate(prompt, 500): ...
 
-A token runs through layer.layer, the same equations as in training, with cache.Ring for keys and
+A token runs through layer.layer, the same equations as in training, with a Ring for keys and
 values. On a GPU the whole step, sampling included, is one CUDA graph from the fourth token on.
+
+Shapes as in layer.py; W attention window, N = B * C cache heads of all streams.
 """
 
-import copy
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cache import Ring, RingPosition
-from kernels import choose_forms, cuda_seconds, fused, graphed, norm, rotate, softcap, using
+from graphs import fused, graphed, using
+from kernels import Heads, in_window, norm, rope_table, rotate, softcap, to_experts
 from layer import head_input, layer, step
-from model import LanguageModel, State, randomize
+from model import LanguageModel, State
 from stream import Stream, replace
 
+# ---- a window over a stream of any length ------------------------------------------------------
 
-# Tried in this order: two Triton forms, and 'split', a way to run them (triton_kernels.py)
-FORMS_TO_TRY = ('attention', 'experts', 'split')
+
+class RingPosition:
+    """The position of B streams in their rings, which all layers share. It is on the device, so
+    that a CUDA graph can advance it.
+
+    A new key in slot j is rotated by position j. Before slot 0 is written again, Decoder.step
+    rotates all keys back by W: the keys of the last turn then have positions -W .. -1. A key is
+    overwritten after W steps, so no angle exceeds W, and streams of any length stay exact."""
+
+    def __init__(self, B: int, widths: list[int], K: int, wide: torch.dtype, device: torch.device):
+        """widths: of the layers' windows; every ring has W slots, as many as the widest needs."""
+        self.W = W = max(widths)
+        self.widths = tuple(set(widths))
+        # [head, count of each stream]: the newest entry is in slot head % W; count is the number of
+        # entries so far
+        self.counters = torch.zeros(1 + B, dtype=torch.int64, device=device)
+        self.head, self.count = self.counters[:1], self.counters[1:]
+        like = torch.empty((), dtype=torch.float64)  # on the CPU: Apple's GPUs have no float64
+        self.rope = torch.stack(rope_table(W + 1, K, like), 1).to(device, wide)  # (W + 1, 2, K)
+        self.slot = torch.arange(W, device=device)
+        self.newest = self.angles = self.biases = None  # of the current token, set by `advance`
+        self.start(0)
+
+    def start(self, count: Tensor | int) -> None:
+        """Let the next entry go into slot 0, after `count` (B,) entries in the slots before it."""
+        self.head.fill_(self.W - 1)
+        self.count.copy_(count) if isinstance(count, Tensor) else self.count.fill_(count)
+
+    def advance(self) -> None:
+        """Advance to the next slot."""
+        self.newest, angles, biases = next_slot(self.counters, self.rope, self.widths)
+        self.angles = angles.unbind(0)
+        self.biases = dict(zip(self.widths, biases, strict=True))
+
+
+@fused
+def next_slot(counters: Tensor, rope: Tensor, widths: tuple) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Add 1 to all counters (1 + B,), in place. Return the newest slot (1,), its cos and sin (2,
+    K), and for each width the bias (B, W) of all slots: 0, or -inf for those that are not seen."""
+    counters.add_(1)
+    head, count = counters[:1], counters[1:]
+    W = len(rope) - 1
+    age = (head - torch.arange(W, device=head.device)) % W  # 0 for the newest slot
+    zero = torch.zeros((), dtype=rope.dtype, device=head.device)
+    biases = [
+        torch.where(in_window(age, count[:, None], width), zero, -math.inf) for width in widths
+    ]
+    newest = head % W
+    return newest, rope.index_select(0, newest)[0], biases
+
+
+@dataclass
+class Ring:
+    """Keys, rotated by their slots, and values of one layer, (N, W, K) each: the cache of
+    layer.layer in decoding. A token sees the last `width` entries."""
+
+    position: RingPosition
+    heads: Heads
+    keys: Tensor
+    values: Tensor
+    width: int
+
+    def angles(self) -> tuple[Tensor, Tensor]:
+        """Return cos and sin (K,) of the token's position."""
+        return self.position.angles
+
+    def attend(self, q: Tensor, k: Tensor, unrotated: Tensor, v: Tensor) -> Tensor:
+        """Store a token's keys and values (B, C, K), attend from its queries (B, C M, K), and
+        return the attended values (E, B, H K)."""
+        newest, bias = self.position.newest, self.position.biases[self.width]
+        return ring_attention(q, k, v, self.keys, self.values, newest, bias, self.heads)
+
+
+@fused
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    newest: Tensor,
+    bias: Tensor,
+    heads: Heads,
+) -> Tensor:
+    """Store a token's keys and values in slot `newest` (1,) of a ring, attend from its queries, and
+    return the attended values; bias (B, W)."""
+    N, W, K = keys.shape
+    B = len(bias)
+    keys.index_copy_(1, newest, k.reshape(N, 1, K))
+    values.index_copy_(1, newest, v.reshape(N, 1, K))
+    scores = torch.bmm(q.reshape(N, -1, K), keys.mT).to(bias.dtype)  # (N, M, W)
+    scores = scores.view(B, -1, W) + bias[:, None]
+    p = F.softmax(scores, -1).to(keys.dtype).view(N, -1, W)
+    return to_experts(torch.bmm(p, values), heads)
+
+
+# ---- sampling ----------------------------------------------------------------------------------
 
 
 def progress(line: str) -> None:
@@ -88,8 +186,8 @@ class Decoder:
 
     amp: torch.bfloat16, or torch.float32 for products in the model's dtype; temperature = 0 is
     greedy; top_k = 0 and top_p = 1 keep every token; seed: an int, a torch.Generator, or None for
-    torch's default generator. Functions are compiled while kernels.fused.enabled. `lines` reports
-    on the Triton forms that were tried, one line each."""
+    torch's default generator. Functions are compiled while graphs.fused.enabled, and those that
+    have a Triton form in model.forms (forms.choose_forms) run in it."""
 
     @torch.no_grad()
     def __init__(
@@ -116,61 +214,23 @@ class Decoder:
         self.generator = seed
         if isinstance(seed, int):
             self.generator = torch.Generator(device).manual_seed(seed)
-        self.weights = [module.weights(B, dtype) for module in model.layers]  # cast once
+        self.weights = model.layer_weights(B, dtype)  # cast once
         self.embedding = model.embedding.detach()
         self.head = model.head.detach().to(dtype)
-        self.position = RingPosition(B, c.window, c.head_dim, wide, device)
+        widths = [c.window] * model.n_caches
+        self.position = RingPosition(B, widths, c.head_dim, wide, device)
         # (L, N, W, K) each; empty slots are read with weight 0, so they must be finite
-        shape = (2, c.n_layer, B * model.heads.C, c.window, c.head_dim)
+        shape = (2, len(widths), B * model.heads.C, self.position.W, c.head_dim)
         self.keys, self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.rings = [
-            Ring(self.position, model.heads, keys, values)
-            for keys, values in zip(self.keys, self.values, strict=True)
+            Ring(self.position, model.heads, keys, values, width)
+            for keys, values, width in zip(self.keys, self.values, widths, strict=True)
         ]
         self.s = model.init_state(B).s
         self.logits = torch.zeros(B, c.vocab_size, dtype=wide, device=device)
         self.token = torch.zeros(B, dtype=torch.int64, device=device)
         self.steps = 0  # since the last load
-        self.graphs = {}  # kernels.graphed
-        self.forms = frozenset()
-        self.lines = []
-        if device.type == 'cuda' and wide == torch.float32:
-            with torch.cuda.device_of(self.token):
-                self.choose_forms()
-
-    def choose_forms(self) -> None:
-        """Choose Triton forms (kernels.choose_forms) for these sizes, and empty the rings."""
-        self.forms, self.lines = choose_forms(FORMS_TO_TRY, self.trial, cuda_seconds)
-        self.position.reset()
-
-    def trial(self) -> Callable[[bool], list[Tensor]]:
-        """Return the function trial(exact) that kernels.choose_forms needs. It runs one token on
-        random weights and full windows, and returns the last layer's output and the new entries of
-        the rings. exact: whether products are in the wider dtype."""
-        B = len(self.token)
-        W = self.position.W
-        layers = randomize(copy.deepcopy(self.model.layers))
-        random = torch.Generator().manual_seed(1)
-        keys, values = torch.randn(2, *self.keys.shape, generator=random).to(self.keys.device)
-        s, z = torch.randn(2, B, self.config.n_embd, generator=random).to(self.logits)
-        inputs = {}
-        for exact, product_dtype in ((True, self.logits.dtype), (False, self.keys.dtype)):
-            weights = [module.weights(B, product_dtype) for module in layers]
-            pairs = zip(keys.to(product_dtype), values.to(product_dtype), strict=True)
-            rings = [Ring(self.position, self.model.heads, k, v) for k, v in pairs]
-            inputs[exact] = weights, rings
-
-        @torch.no_grad()
-        def trial(exact):
-            weights, rings = inputs[exact]
-            self.position.head.fill_(W + W // 2)  # in the middle of a ring
-            self.position.count.fill_(2 * W)
-            out = self.run_layers(weights, s, z, rings)
-            slot = (W // 2 + 1) % W
-            new = [x[:, slot] for ring in rings for x in (ring.keys, ring.values)]
-            return [out, *(x.clone() for x in new)]
-
-        return trial
+        self.graphs = {}  # graphs.graphed
 
     @torch.no_grad()
     def load(self, state: State) -> None:
@@ -181,8 +241,7 @@ class Decoder:
         self.keys.copy_(rotate(state.k, cos, sin).view(self.keys.shape))
         self.values.copy_(state.v.reshape(self.values.shape))
         self.s.copy_(state.s)
-        self.position.count.copy_(state.count)
-        self.position.head.fill_(self.position.W - 1)
+        self.position.start(state.count)
         self.steps = 0
 
     @torch.no_grad()
@@ -198,21 +257,17 @@ class Decoder:
         k, v = (x[..., order, :].view(shape) for x in (k, self.values))
         return State(self.s.clone(), k, v, self.position.count.clamp(max=W))
 
-    def run_layers(self, weights: list, s: Tensor, z: Tensor, rings: list[Ring]) -> Tensor:
-        """Run one token per stream through all layers from s and z, (B, D) each; return the last
-        layer's output (B, D)."""
-        cos, sin = self.position.advance()
-        if self.recurrent:
-            return step(weights, s, z, cos, sin, rings, self.config)
-        for w, ring in zip(weights, rings, strict=True):
-            s = layer(w, s, z, cos, sin, ring, self.config)
-        return s
-
     def run_token(self) -> None:
         """Run one token per stream on the device alone, so that a CUDA graph can hold it."""
-        with using(self.forms):
+        with using(self.model.forms):
+            self.position.advance()
             z = embed(self.token, self.embedding)
-            s = self.run_layers(self.weights, self.s if self.recurrent else z, z, self.rings)
+            if self.recurrent:
+                s = step(self.weights, self.s, z, self.rings, self.config)
+            else:
+                s = z
+                for w, ring in zip(self.weights, self.rings, strict=True):
+                    s = layer(w, s, z, ring, self.config)
             noise = None
             if self.temperature:
                 noise = torch.empty_like(self.logits).exponential_(generator=self.generator)
@@ -230,7 +285,7 @@ class Decoder:
         tensor that the next step overwrites."""
         if token is not None:
             self.token.copy_(token)
-        if self.steps % self.position.W == 0:  # slot 0 is next (see cache.RingPosition)
+        if self.steps % self.position.W == 0:  # slot 0 is next (see RingPosition)
             cos, sin = self.position.rope[-1]
             self.keys.copy_(rotate(self.keys, cos, -sin))
         self.steps += 1

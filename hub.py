@@ -167,15 +167,14 @@ def pin_revision(
 # ---- trained models ----
 
 
-def load_weights(model: torch.nn.Module, weights: dict, path: Path, assign: bool = False) -> None:
+def load_weights(model: torch.nn.Module, weights: dict, path: Path) -> None:
     """Load all weights of a model. Raises Mistake, naming the file `path` and the weight, if one is
-    missing, has another shape or is not finite. assign: use the tensors themselves, for a model on
-    the device 'meta'."""
+    missing, has another shape or is not finite."""
     with restoring(path):
         for name, x in weights.items():
             if not x.isfinite().all():
                 raise ValueError(f'{name} holds NaN or infinity')
-        model.load_state_dict(weights, assign=assign)
+        model.load_state_dict(weights)
 
 
 def export_in(folder: Path) -> pathlib.Path:
@@ -239,32 +238,34 @@ class PublishedModel(
     model_card_template=MODEL_CARD,
     tags=['recurrence', 'parallel-experts'],
 ):
-    """A base class with `from_pretrained`, `save_pretrained` and `push_to_hub`.
+    """A base class with the mixin's `from_pretrained` and `push_to_hub`. `save_pretrained` is ours,
+    because the mixin's keeps an old model card and would replace the files of strangers, not
+    atomically; `load_trained` is for the folders of runs, and names a damaged file.
 
     A subclass defines KIND, a key that only its config.json has; `build(about)`, which returns a
-    model, possibly on the device 'meta', for the entries of a config.json; `entries()`, which
-    returns the entries that rebuild the model; and `describe(about)`, which returns the fields of
-    its model card."""
+    model for the entries of a config.json; `entries()`, which returns the entries that rebuild the
+    model; and `describe(about)`, which returns the fields of its model card."""
 
     KIND: str
     DERIVED = ('eval_*',)  # files made from a saved model, removed when another is saved
     about: dict = {}  # the entries of config.json with which the model was loaded
 
     @classmethod
-    def from_pretrained(cls, name: Path, *, device: str = 'cpu', **options: object) -> Self:
-        """Return the model that a folder or a repository of the Hub holds, in fp32 and in
-        evaluation mode. `options`, such as revision, go to huggingface_hub.snapshot_download.
-
-        Raises Mistake, which names the file, if one is missing or damaged, if the weights do not
-        fit, if the model is of another class, or if a download fails.
-        """
-        folder = str(name)
+    def _from_pretrained(
+        cls, *, model_id: str, device: str = 'cpu', config: object = None, **options: object
+    ) -> Self:
+        """Return the model of a folder or of a repository of the Hub: what the mixin's
+        from_pretrained calls. options: of huggingface_hub.snapshot_download."""
+        folder = model_id
         if not os.path.isdir(folder):
             patterns = [CONFIG, WEIGHTS]
-            try:
-                folder = call_hub('snapshot_download', folder, allow_patterns=patterns, **options)
-            except Mistake as error:
-                raise Mistake(f'{folder}: no such folder, and {error}') from None
+            folder = huggingface_hub.snapshot_download(folder, allow_patterns=patterns, **options)
+        return cls.load_export(folder, device)
+
+    @classmethod
+    def load_export(cls, folder: Path, device: str = 'cpu') -> Self:
+        """Return the model of an export, in fp32 and in evaluation mode. Raises Mistake, which
+        names the file, if one is missing or damaged, or if the model is of another class."""
         path = os.path.join(folder, CONFIG)
         try:
             with open(path, encoding='utf-8') as file, restoring(path):
@@ -282,8 +283,7 @@ class PublishedModel(
             model = cls.build(about)
             if not isinstance(model, cls):
                 raise ValueError(f'a {type(model).__name__}, not a {cls.__name__}')
-            weights = {name: tensor.float() for name, tensor in weights.items()}
-        load_weights(model, weights, path, assign=next(model.parameters()).is_meta)
+        load_weights(model, weights, path)
         model.about = about
         return model
 
@@ -293,16 +293,12 @@ class PublishedModel(
         one, or the 'last' checkpoint. Raises Mistake."""
         export = export_in(folder)
         if (export / WEIGHTS).exists() and (which == 'best' or export == pathlib.Path(folder)):
-            return cls.from_pretrained(export, device=device)
+            return cls.load_export(export, device)
         saved, path = load_last(folder)
         with restoring(path):
             settings = {'settings': saved['config'], 'command': saved['about']['command']}
             about = {**saved['entries'], 'step': saved['step'], **settings}
         return cls.from_weights(about, saved['model'], path).to(device).eval()
-
-    def model_card(self, about: dict) -> huggingface_hub.ModelCard:
-        """Return the model card for the entries of a config.json."""
-        return self.generate_model_card(**self.describe(about))
 
     def save_pretrained(
         self,
@@ -322,11 +318,14 @@ class PublishedModel(
         """
         about = self.about | self.entries() | (config or {})
         folder = start_export(save_directory, self.KIND, *self.DERIVED)
-        # The weights first: if the disk is full, an earlier model is still complete. (A kill
-        # between this line and the CONFIG leaves them with the description of the earlier model.)
-        write_tensors(self.state_dict(), folder / WEIGHTS)
+        # Copies, because a tied parameter stands in the file under each of its names. The weights
+        # come first: if the disk is full, an earlier model is still complete. (A kill between this
+        # line and the CONFIG leaves them with the description of the earlier model.)
+        weights = {name: x.clone() for name, x in self.state_dict().items()}
+        write_tensors(weights, folder / WEIGHTS)
         write_json(about, folder / CONFIG)
-        write_text(str(self.model_card(about)), folder / CARD)
+        card = self.generate_model_card(**self.describe(about))
+        write_text(str(card), folder / CARD)
         if not push_to_hub:
             return None
         repo_id = repo_id or os.path.basename(os.path.normpath(save_directory))

@@ -1,27 +1,19 @@
-"""Operations that the models are built from: linears, RMSNorm, RoPE, head and loss; compiled
-functions, CUDA graphs, and the choice between a function and its Triton form (triton_kernels.py).
+"""Operations that the models are built from: linears, RMSNorm, RoPE, attention heads, aggregation,
+head and loss.
 
 Matrix products are computed in `dtype` (bfloat16 under autocast); states, norms, softmax and sums
 stay in the dtype of the state, called `wide` (fp32 in training).
 """
 
-import contextlib
-import functools
-import hashlib
-import importlib.util
-import inspect
 import math
-import os
-from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import NamedTuple
-
-from configurator import first_line
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from graphs import fused, has_triton_form
 
 EPS = 1e-6  # in every RMSNorm and in the denominators of routed aggregations
 ROPE_BASE = 10000.0
@@ -48,192 +40,6 @@ def bf16_is_fast(device: str | torch.device) -> bool:
     if torch.backends.cpu.get_cpu_capability() in ('DEFAULT', 'NO AVX', 'AVX2'):
         return False
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-
-
-# ---- compiled functions ------------------------------------------------------------------------
-
-
-@functools.cache
-def compiled(f: Callable, pdl: bool = False) -> Callable:
-    """Return f compiled, separately for each set of argument shapes. pdl: kernels use programmatic
-    dependent launch, by which the next kernel is set up while this one still runs."""
-    name = 'TORCHINDUCTOR_CACHE_DIR'
-    capability = os.environ.get('ATEN_CPU_CAPABILITY')
-    if capability and name not in os.environ:
-        from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # slow to import
-
-        # Inductor's cache would hand kernels for AVX-512 to a process limited to AVX2, which
-        # compute NaN or crash. So a limited process has a cache of its own.
-        os.environ[name] = f'{default_cache_dir()}_{capability}'
-    torch._dynamo.config.recompile_limit = 256  # beyond the limit, a function would run eagerly
-    torch._dynamo.config.accumulated_recompile_limit = 4096
-    return torch.compile(f, dynamic=False, options={'triton.enable_pdl': True} if pdl else None)
-
-
-def fused(f: Callable) -> Callable:
-    """Decorate a function of tensors: while `fused.enabled`, calls run it compiled, as about one
-    kernel in the forward and one in the backward; otherwise unchanged. This is the only switch for
-    compilation."""
-
-    @functools.wraps(f)
-    def call(*args):
-        if fused.enabled and not torch.compiler.is_compiling():
-            return compiled(f, 'pdl' in enabled_forms())(*args)
-        return f(*args)
-
-    return call
-
-
-fused.enabled = False
-
-
-# ---- Triton forms ------------------------------------------------------------------------------
-# A function decorated with @has_triton_form may be replaced by its Triton form, a function of the
-# same arguments in triton_kernels.py. The form runs only where it is enabled (`using`), where it
-# suits the arguments, and while the source of every function that it replaces is the one it was
-# written for. `choose_forms` picks forms that agree in values and gradients, and are faster.
-
-
-class Form:
-    """The Triton form of one function."""
-
-    triton: Callable | None = None  # None: cannot be used, because of `problem`
-    suits: Callable | None = None
-    problem = 'not registered'
-
-    def register(self, triton: Callable, suits: Callable, replaces: tuple, source: str) -> None:
-        """Set the form, unless the source of a function that it replaces has changed.
-
-        triton: called instead of the function; suits(*args): whether it can run on these arguments;
-        replaces: all functions whose work it does; source: source_hash(replaces) when it was
-        written."""
-        if source_hash(replaces) == source:
-            self.triton, self.suits = triton, suits
-        else:
-            self.problem = 'a function that it replaces was edited'
-
-
-forms: dict[str, Form] = {}
-_enabled: list[frozenset] = [frozenset()]
-
-
-def has_triton_form(name: str) -> Callable:
-    """Decorate a function for which triton_kernels.py may register a form of this name."""
-
-    def decorate(function):
-        form = forms[name] = Form()
-
-        @functools.wraps(function)
-        def call(*args):
-            enabled = name in enabled_forms() and not torch.compiler.is_compiling()
-            if enabled and form.triton and form.suits(*args):
-                return form.triton(*args)
-            return function(*args)
-
-        return call
-
-    return decorate
-
-
-def source_hash(functions: tuple) -> str:
-    """Return a hash of the functions' source, comments and layout included."""
-    text = ''.join(inspect.getsource(inspect.unwrap(f)) for f in functions)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def enabled_forms() -> frozenset:
-    """Return the names that the innermost `using` has enabled."""
-    return _enabled[-1]
-
-
-@contextlib.contextmanager
-def using(names: frozenset) -> Iterator[None]:
-    """Enable the forms of these names, and no others, within a with statement. Two names are ways
-    to run rather than forms: 'split' (triton_kernels.product) and 'pdl' (see `compiled`)."""
-    _enabled.append(frozenset(names))
-    try:
-        yield
-    finally:
-        _enabled.pop()
-
-
-@functools.cache
-def triton_module() -> ModuleType | None:
-    """Import triton_kernels, which registers its forms, and return it, or None where triton is not
-    installed."""
-    if importlib.util.find_spec('triton') is None:
-        return None
-    import triton_kernels
-
-    return triton_kernels
-
-
-def errors(found: list, exact: list) -> list[float]:
-    """Return the relative error of each tensor of `found`, infinity where it has a NaN. Errors are
-    divided by the exact tensor's norm, but at least by 1e-5 of the largest norm, because smaller
-    tensors are zero but for rounding."""
-    norms = [b.double().norm().item() for b in exact]
-    least = 1e-5 * max(norms)
-    relative = []
-    for a, b, size in zip(found, exact, norms, strict=True):
-        error = (a.double() - b.double()).norm().item() / max(size, least)
-        relative.append(math.inf if math.isnan(error) else error)
-    return relative
-
-
-def choose_forms(
-    names: tuple[str, ...], make_trial: Callable, seconds: Callable
-) -> tuple[frozenset, list[str]]:
-    """Return the names of the Triton forms to use, and a line about each.
-
-    make_trial() returns a function trial(exact), which runs once on random inputs and parameters,
-    and returns outputs and all gradients. trial(True) runs in higher precision: errors are measured
-    against it. seconds(run) returns the time of run(). A form is used if it is 5% faster, and if the
-    error of each result is at most three times that without forms, plus 0.001. Forms are tried in
-    turn, each together with those chosen before it. A form whose trial raises an exception is not
-    used. None is used if the trial without forms or the import of triton_kernels raises one."""
-    lines = []
-    usable = []
-    try:
-        if triton_module() is None:
-            return frozenset(), ['Triton is not installed: its forms are not used']
-        for name in names:
-            if name in forms and forms[name].triton is None:
-                lines.append(f'{name}: Triton form not used: {forms[name].problem}')
-            else:
-                usable.append(name)
-        trial = make_trial()
-        exact, plain = trial(True), trial(False)
-        plain_errors = errors(plain, exact)
-        fastest = seconds(lambda: trial(False))
-    except Exception as error:  # noqa: BLE001  a trial must never end a run
-        return frozenset(), [*lines, f'Triton forms not used: {first_line(error)}']
-    chosen = frozenset()
-    for name in usable:
-        try:
-            with using(chosen | {name}):
-                form_errors = errors(trial(False), exact)
-                time = seconds(lambda: trial(False))
-        except Exception as error:  # noqa: BLE001  a form must never end a run
-            lines.append(f'{name}: Triton form not used: {first_line(error)}')
-            continue
-        pairs = zip(form_errors, plain_errors, strict=True)
-        agrees = all(math.isfinite(plain) and form <= 3 * plain + 1e-3 for form, plain in pairs)
-        used = agrees and time < 0.95 * fastest  # a smaller gain may be noise
-        speed = f'{1e6 * time:.0f} us, without it {1e6 * fastest:.0f} us'
-        error = f'largest error {max(form_errors):.2%}, without it {max(plain_errors):.2%}'
-        lines.append(f'{name}: Triton form {"used" if used else "not used"}: {speed}; {error}')
-        if used:
-            chosen, fastest = chosen | {name}, time
-    return chosen, lines
-
-
-def cuda_seconds(run: Callable[[], object]) -> float:
-    """Return the device time of run() in seconds. A CUDA graph replays it, as in training, so that
-    launches from Python do not count."""
-    import triton.testing
-
-    return triton.testing.do_bench_cudagraph(run, rep=20) / 1e3
 
 
 # ---- norms, RoPE, head layout ------------------------------------------------------------------
@@ -322,20 +128,19 @@ def to_cache_heads(x: Tensor, heads: Heads) -> Tensor:
     return x.reshape(-1, heads.M, heads.K)
 
 
-def in_window(t: Tensor, slot: Tensor, W: int) -> Tensor:
-    """Return whether token t of a chunk, which has slot W + t, sees a slot: the last W slots up to
-    and including that one."""
-    return (slot > t) & (slot <= t + W)
+def in_window(age: Tensor, count: Tensor | int, width: int) -> Tensor:
+    """Return whether a token sees an entry of its cache: one of the last `width`, if there are that
+    many. age: tokens since the entry, 0 for the token's own; count: entries so far, that one
+    included."""
+    return (age >= 0) & (age < width) & (age < count)
 
 
-def window_mask(count: Tensor, T: int, W: int) -> Tensor:
-    """Return which of W cached and T new slots each new token sees, (B, 1, T, W + T) bool: token t
-    sees those of slots t + 1 .. t + W that are filled. Of the cached slots, the last `count` (B,)
-    are filled."""
-    slot = torch.arange(W + T, device=count.device)
+def window_mask(count: Tensor, T: int, width: int) -> Tensor:
+    """Return which of `width` cached and T new slots each new token sees, (B, 1, T, width + T)
+    bool. Of the cached slots, the last `count` (B,) are filled."""
+    slot = torch.arange(width + T, device=count.device)
     t = torch.arange(T, device=count.device)[:, None]
-    band = in_window(t, slot, W)  # (T, W + T)
-    return (band & (slot >= (W - count)[:, None, None])).unsqueeze(1)
+    return in_window(width + t - slot, count[:, None, None, None] + t + 1, width)
 
 
 # ---- aggregation -------------------------------------------------------------------------------
@@ -367,7 +172,8 @@ def linear(x: Tensor, w: Tensor) -> Tensor:
 
 class Linear:
     """y = x W^T without bias, batched over experts where W is (E, out, in). Autograd computes a
-    gradient of W for every call; unroll.DeferredLinear computes one for many calls."""
+    gradient of W for every call, and sums them, in bf16 under autocast; unroll.DeferredLinear
+    computes one for many calls, in fp32."""
 
     def __init__(self, weight: Tensor, dtype: torch.dtype):
         """weight: (out, in) or (E, out, in); dtype: of the product."""
@@ -493,74 +299,3 @@ def head_loss(x: Tensor, weight: Tensor, targets: Tensor, config: object) -> Los
             _, cross_entropy = losses(x_i.to(dtype) @ w.t(), targets_i, config)
             total += cross_entropy
         return Loss(total / N, total / N)
-
-
-# ---- CUDA graphs -------------------------------------------------------------------------------
-
-
-def graphed(
-    graphs: dict | None,
-    name: str,
-    function: Callable,
-    *args: object,
-    generator: torch.Generator | None = None,
-) -> object:
-    """Call function(*args) as a CUDA graph; with graphs = None, just call it.
-
-    The first three calls run eagerly. The fourth captures the graph; it and all later calls replay
-    it: arguments are read from, and results lie in, the same memory every time. If the capture
-    fails, the reason is printed, and all calls run eagerly.
-
-    graphs: a dict that holds graphs by name; they share memory, so that one may read another's
-    activations, and must always be called in the same order. generator: the random number generator
-    of `function`, unless that is torch's default. No caller may keep the loss of an eager call
-    alive: its autograd nodes belong to another stream."""
-    if graphs is None:
-        return function(*args)
-    calls, graph, result = graphs.get(name, (0, None, None))  # calls: the eager ones
-    if graph is None and calls == 3:
-        pool = next((g.pool() for _, g, _ in graphs.values() if g is not None), None)
-        graph, result = capture(name, function, args, pool, generator)
-        graphs[name] = calls, graph, result
-    if graph is None:  # one of the first calls, or the capture failed
-        result = function(*args)
-        graphs[name] = calls + 1, None, None
-        return result
-    graph.replay()
-    return result
-
-
-def capture(
-    name: str,
-    function: Callable,
-    args: tuple,
-    pool: tuple | None,
-    generator: torch.Generator | None,
-) -> tuple[torch.cuda.CUDAGraph | None, object]:
-    """Capture function(*args). Return the graph, and the result that each replay overwrites; if the
-    capture fails, print why and return (None, None). pool: the memory of other graphs to share."""
-    graph = torch.cuda.CUDAGraph()
-    if generator is not None:
-        graph.register_generator_state(generator)
-    try:
-        # After an error the stream of the capture would stay the current one: the outer block sets
-        # it back. thread_local: other threads load data meanwhile.
-        with torch.cuda.stream(torch.cuda.current_stream()):
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode='thread_local'):
-                result = function(*args)
-    except RuntimeError as error:
-        cause = first_line(error.__context__ or error)
-        rank = f'rank {os.environ["RANK"]}: ' if os.environ.get('RANK', '0') != '0' else ''
-        print(f'{rank}no CUDA graph of {name!r}: it runs eagerly, slower ({cause})', flush=True)
-        return None, None
-    return graph, result
-
-
-def capturing(x: Tensor) -> bool:
-    """Return whether work on x is now captured into a CUDA graph rather than run."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def can_capture(x: Tensor) -> bool:
-    """Return whether a CUDA graph can be captured now: x is on a GPU, and no capture is running."""
-    return x.is_cuda and not capturing(x)

@@ -17,10 +17,15 @@ starts from the last layer's s at the token before (`step`), that of the non-rec
 other.
 
 Training in every mode, validation and decoding call `layer`. They differ in the class of the
-linears (kernels.Linear or unroll.DeferredLinear), in the cache, in whether `kernels.fused`
+linears (kernels.Linear or unroll.DeferredLinear), in the cache, in whether `graphs.fused`
 compiles, and in the Triton forms that replace `attend` and `experts`. Autograd differentiates these
-equations, except where a backward is written by hand: for attention over a cache.Window, RMSNorm on
-a CPU, the weights of a DeferredLinear and Triton forms.
+equations, except where a backward is written by hand: for attention over an unroll.Window, RMSNorm
+on a CPU, the weights of a DeferredLinear and Triton forms.
+
+The caches of keys and values are unroll.Window (training and validation of the recurrent model),
+model.Sequence (whole sequences of the other) and decode.Ring (decoding). Each has `heads`
+(kernels.Heads), `angles()`, the cos and sin of the rows' positions, and `attend(q, k, unrotated,
+v)`, which stores keys and values and returns the attended values.
 
 Shapes: N rows (B streams, or B * T tokens in the non-recurrent model), D width, E experts, H query
 heads per expert, C key-value heads in the cache, M query heads per cache head, K head size, r width
@@ -40,7 +45,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import Linear, fused, gate_weights, has_triton_form, norm, rotate
+from graphs import fused, has_triton_form
+from kernels import Linear, gate_weights, norm, rotate
 
 
 class LayerWeights(NamedTuple):
@@ -186,11 +192,10 @@ def route(w: LayerWeights, s: Tensor, z: Tensor) -> Tensor:
 
 
 @has_triton_form('attention')
-def attend(qkv: Tensor, cos: Tensor, sin: Tensor, cache: object) -> Tensor:
+def attend(qkv: Tensor, cache: object) -> Tensor:
     """Store the keys and values of the rows qkv (N, (C M + 2 C) K) in the cache, attend from their
-    queries, and return the attended values (E, N, H K). cos, sin: the angles of the rows' positions
-    in the cache."""
-    q, k, unrotated, v = split_heads(qkv, cos, sin, cache.heads.C, cache.heads.M)
+    queries, and return the attended values (E, N, H K)."""
+    q, k, unrotated, v = split_heads(qkv, *cache.angles(), cache.heads.C, cache.heads.M)
     return cache.attend(q, k, unrotated, v)
 
 
@@ -206,41 +211,23 @@ def experts(
     return merge(y, x, u, gates, config.aggregation, residual)
 
 
-def layer(
-    w: LayerWeights,
-    s: Tensor,
-    z: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    cache: object,
-    config: object,
-) -> Tensor:
+def layer(w: LayerWeights, s: Tensor, z: Tensor, cache: object, config: object) -> Tensor:
     """Run one layer on the state s and the embedding z, (N, D) each, and return the next s (N, D).
-
-    cos, sin: RoPE angles of the rows' positions; cache: this layer's keys and values, a Window,
-    Sequence or Ring of cache.py; config: a model.ModelConfig."""
+    cache: this layer's keys and values; config: a model.ModelConfig."""
     gates = None if w.router_q is None else route(w, s, z)
     if w.recurrent:
         u, x = mix(s, z, w.a, w.b, w.dtype)
     else:
         u, x = s, norm_to(s, w.dtype)
-    attended = attend(w.wqkv(x), cos, sin, cache)  # (E, N, H K)
+    attended = attend(w.wqkv(x), cache)  # (E, N, H K)
     return experts(w, u, attended, gates, config)
 
 
-def step(
-    weights: list[LayerWeights],
-    s: Tensor,
-    z: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    caches: list,
-    config: object,
-) -> Tensor:
+def step(weights: list[LayerWeights], s: Tensor, z: Tensor, caches: list, config: object) -> Tensor:
     """Run all layers of the recurrent model on one token per stream, from the last layer's output s
     at the token before, and return the last layer's output at this token; s and z are (B, D)."""
     for w, cache in zip(weights, caches, strict=True):
-        s = layer(w, s, z, cos, sin, cache, config)
+        s = layer(w, s, z, cache, config)
     return s
 
 

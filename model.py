@@ -5,14 +5,17 @@ layers of E parallel experts of width D ("Temporal Recurrence Favors Fewer Layer
 The equations of a layer are in layer.py. This file has sizes, weights and state, and runs layers
 over text: by the token loop (unroll.py) in RecurrentGPT, over whole sequences in GPT.
 
+To add a setting, add a field to ModelConfig and a line of the same name to train_lm.py. A list with
+one value per layer may be a setting, too.
+
 Shapes: B streams, T tokens per chunk, V vocabulary, D width, E experts, L layers, H query heads and
 G key-value heads per expert, K head size, W attention window, C key-value heads in the cache (G
 where experts share it, else E * G).
 """
 
+import functools
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import NamedTuple
 
 from configurator import Mistake
@@ -20,33 +23,31 @@ from configurator import Mistake
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cache import GROUP, Band, Sequence, band_blocks
+from graphs import fused, using
 from hub import PublishedModel
 from kernels import (
     Heads,
     Linear,
     Loss,
-    choose_forms,
+    bf16_is_fast,
     compute_dtype,
-    cuda_seconds,
-    enabled_forms,
-    fused,
     head_loss,
+    in_window,
     rope_table,
     rotate,
     softcap,
-    using,
     window_mask,
 )
 from layer import AGGREGATIONS, RESIDUALS, LayerWeights, head_input, layer, norm_to
-from unroll import DeferredLinear, recomputes, unroll
+from recompute import recomputes, run_chunk
+from unroll import DeferredLinear
 
 MODES = ('fast', 'plain')
-# Tried in this order: Triton forms, then two ways to run them (triton_kernels.py)
-FORMS_TO_TRY = ('attention', 'experts', 'loss', 'split', 'pdl')
 INIT_B = ('one', 'sqrt_experts')
 EVAL_CHUNK = 128  # tokens per chunk in validation; more would only cost RecurrentGPT memory
+CPU_BF16_IS_FAST = bf16_is_fast('cpu')  # a constant, because compiled functions read it
 
 
 @dataclass
@@ -239,7 +240,7 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
     recurrent: bool
     stream_dims = (0, 1, 1, 0)  # the dimension of each part of State that counts streams
     graphs = False  # on a GPU: run chunks too long for one CUDA graph as graphs of their blocks
-    forms = frozenset()  # Triton forms in use (kernels.choose_forms)
+    forms = frozenset()  # Triton forms in use (forms.choose_forms)
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -252,16 +253,38 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
     @torch.no_grad()
     def init_weights(self) -> None:
         """Initialize the embedding from N(0, 1), whose scale `core` normalizes away; the head with
-        zeros, so that the first loss is ln V; layers by Layer.init_weights."""
+        zeros, so that the first loss is ln V; layers by Layer.init_weights. A head that is tied to
+        the embedding cannot be zero: both start at 0.02, as GPT-2's."""
         self.embedding.normal_()
-        self.head.zero_()
+        if self.tied:
+            self.head.mul_(0.02)
+        else:
+            self.head.zero_()
         for module in self.layers:
             module.init_weights()
+
+    @property
+    def tied(self) -> bool:
+        """Return whether head and embedding are one parameter, as after your edit `self.head =
+        self.embedding`."""
+        return self.head is self.embedding
 
     @property
     def heads(self) -> Heads:
         """Return the layout of the attention heads, the same in all layers."""
         return self.layers[0].heads
+
+    @property
+    def n_caches(self) -> int:
+        """Return the number of caches: one for each entry of layer_weights."""
+        return len(self.layers)
+
+    def layer_weights(
+        self, N: int, dtype: torch.dtype, linear: type = Linear
+    ) -> list[LayerWeights]:
+        """Return the weights of the layers for N rows, in the order in which they run (see
+        Layer.weights). A layer that runs several times stands here several times."""
+        return [module.weights(N, dtype, linear) for module in self.layers]
 
     def init_state(self, B: int) -> State:
         """Return the state at the start of B streams: s is zero, and caches are empty. Attention
@@ -269,9 +292,9 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         c = self.config
         heads = self.heads
         device = self.embedding.device
-        shape = (2, c.n_layer, B, heads.C, c.window, heads.K)
+        shape = (2, self.n_caches, B, heads.C, c.window, heads.K)
         k, v = torch.zeros(shape, dtype=compute_dtype(self.embedding), device=device)
-        width = c.n_embd if self.recurrent else 0  # unroll and Decoder take the width from here
+        width = c.n_embd if self.recurrent else 0  # all modes take the width from here
         s = torch.zeros(B, width, dtype=self.embedding.dtype, device=device)
         return State(s, k, v, torch.zeros(B, dtype=torch.int64, device=device))
 
@@ -279,13 +302,12 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         """Return whether a chunk (B, T) is one CUDA graph. If not, `graphs` captures its parts."""
         return True
 
-    def choose_forms(self, B: int) -> list[str]:
-        """Choose the Triton forms for training on B streams, and return a line about each."""
-        return []
-
     def core(self, idx: Tensor, state: State | None) -> tuple[Tensor, State | None]:
         """Run embedding and layers on tokens (B, T); return the head's input (B, T, D), and the
-        state."""
+        state. Raises ValueError if a gradient is to flow into the state."""
+        if state is not None and torch.is_grad_enabled() and any(x.requires_grad for x in state):
+            reason = 'the state requires a gradient, but none flows into the chunk before'
+            raise ValueError(f'{reason}: pass state.detach(), or both chunks as one')
         z = norm_to(F.embedding(idx, self.embedding), self.embedding.dtype)
         with using(self.forms):
             s, state = self.hidden(z, state)
@@ -297,7 +319,7 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         """Run a chunk. idx, targets: (B, T) int64.
 
         Returns logits (B, T, V) in fp32, or with targets the Loss in nats per token; and the state
-        after the chunk. No gradient flows into the incoming state (truncated back-propagation).
+        after the chunk. No gradient flows from it into the chunk (truncated back-propagation).
         Without a state, RecurrentGPT starts from init_state; GPT attends causally over the whole
         chunk, as in training, and returns None as the state."""
         x, state = self.core(idx, state)  # (B, T, D)
@@ -314,9 +336,12 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         return logits.squeeze(1), state
 
     def num_params(self) -> dict[str, int]:
-        """Return the number of parameters: 'total', 'embedding', 'head' and 'core' (the layers)."""
+        """Return the number of parameters: 'total', 'embedding', 'head' (0 if it is tied to the
+        embedding) and 'core' (the layers)."""
         total = sum(p.numel() for p in self.parameters())
         embedding, head = self.embedding.numel(), self.head.numel()
+        if self.tied:
+            head = 0
         core = total - embedding - head
         return {'total': total, 'embedding': embedding, 'head': head, 'core': core}
 
@@ -326,24 +351,26 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         They are two per weight of every matrix, plus attention at the mean context: W when
         recurrent (a stream's steady state), (T + 1) / 2 for GPT's sequences. As in the paper's
         budgets, all E key-value projections count, although shared ones are summed first. The
-        matrix router_k does not count, because the router's keys are computed once per chunk."""
+        matrix router_k does not count, because the router's keys are computed once per chunk. A
+        layer that runs several times counts as often."""
         c = self.config
+        runs = self.n_caches / len(self.layers)  # of each layer
         context = c.window if self.recurrent else (c.block_size + 1) / 2
-        attention = 4 * context * c.n_head * c.head_dim * c.n_layer * c.n_expert
+        attention = 4 * context * c.n_head * c.head_dim * self.n_caches * c.n_expert
         router = 0  # scores of its keys, one key per expert and layer
         if c.routed:
-            router = 2 * c.router_dim * c.n_expert * c.n_layer
-        matrices = [
-            p
+            router = 2 * c.router_dim * c.n_expert * self.n_caches
+        matrices = sum(
+            p.numel() * (runs if name.startswith('layers.') else 1)
             for name, p in self.named_parameters()
             if is_matrix(p) and not name.endswith(('embedding', 'head', 'router_k'))
-        ]
-        core = 2 * sum(p.numel() for p in matrices) + attention + router
+        )
+        core = 2 * matrices + attention + router
         return {'core': float(core), 'head': float(2 * self.head.numel())}
 
     def param_groups(self) -> dict[str, list[nn.Parameter]]:
         """Return parameters by optimizer: 'matrices' for Muon; 'embedding', 'head' and 'scalars'
-        for AdamW."""
+        for AdamW. A head that is tied to the embedding is in 'head', which learns more slowly."""
         matrices = [
             p
             for name, p in self.layers.named_parameters()
@@ -352,7 +379,7 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         known = {id(p) for p in [*matrices, self.embedding, self.head]}
         return {
             'matrices': matrices,
-            'embedding': [self.embedding],
+            'embedding': [] if self.tied else [self.embedding],
             'head': [self.head],
             'scalars': [p for p in self.parameters() if id(p) not in known],
         }
@@ -363,8 +390,8 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
 
     @classmethod
     def build(cls, about: dict) -> 'LanguageModel':
-        """Return a model on the device 'meta' for the entries of a config.json. Raises KeyError,
-        TypeError or ValueError if they describe no model."""
+        """Return a model for the entries of a config.json. Raises KeyError, TypeError or ValueError
+        if they describe no model."""
         sizes = {**about['model']}
         if unknown := sizes.keys() - {f.name for f in fields(ModelConfig)}:
             raise ValueError(f'has a setting that this code does not know: {min(unknown)}')
@@ -372,8 +399,7 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         recurrent = about['recurrent']
         if not isinstance(recurrent, bool):
             raise TypeError(f'recurrent = {recurrent!r}')
-        with torch.device('meta'):
-            return build_model(config, recurrent)
+        return build_model(config, recurrent)
 
     def entries(self) -> dict:
         """Return the entries of config.json that rebuild this model."""
@@ -414,55 +440,118 @@ class RecurrentGPT(LanguageModel):
 
     def hidden(self, z: Tensor, state: State | None) -> tuple[Tensor, State]:
         """Run the layers on z (B, T, D); return s[L] at every token (B, T, D), and the state."""
-        state = (self.init_state(z.size(0)) if state is None else state).detach()
+        state = self.init_state(z.size(0)) if state is None else state
         linear = DeferredLinear if self.config.mode == 'fast' else Linear
         dtype = compute_dtype(z)
         with torch.autocast(z.device.type, enabled=False):  # layer.py casts explicitly
-            weights = [module.weights(len(z), dtype, linear) for module in self.layers]
-            out, new = unroll(
+            weights = self.layer_weights(len(z), dtype, linear)
+            out, new = run_chunk(
                 z.transpose(0, 1), state, weights, self.heads, self.config, self.graphs
             )
         return out.transpose(0, 1), State(*new)
 
-    def choose_forms(self, B: int) -> list[str]:
-        """Choose the Triton forms for training on B streams (kernels.choose_forms), and return a
-        line about each. The model must be on a GPU. Call this under the autocast of training."""
-        with torch.cuda.device_of(self.head):
-            self.forms, lines = choose_forms(FORMS_TO_TRY, lambda: self.trial(B), cuda_seconds)
-        return lines
-
-    def trial(self, B: int) -> Callable[[bool], list[Tensor]]:
-        """Return the function trial(exact) that kernels.choose_forms needs. It runs a short chunk
-        forward and backward, from full windows, on a random model of these sizes with at most four
-        layers, and returns the loss, the new state and the gradients of all parameters. exact:
-        whether to run without autocast."""
-        device, T = self.head.device.type, GROUP + 1  # two groups of tokens
-        model = type(self)(replace(self.config, n_layer=min(4, self.config.n_layer)))
-        model = randomize(model.to(self.head))
-        random = torch.Generator().manual_seed(1)
-        x, y = torch.randint(len(self.head), (2, B, T), generator=random).to(self.head.device)
-        state = model.init_state(B)
-        s, k, v = (torch.randn(t.shape, generator=random).to(t) for t in state[:3])
-        count = torch.full_like(state.count, self.config.window)
-        amp = torch.is_autocast_enabled(device)
-
-        @torch.enable_grad()
-        def trial(exact):
-            model.forms = enabled_forms()
-            with torch.autocast(device, enabled=amp and not exact):
-                loss, new = model(x, y, State(s, k, v, count))
-            parameters = list(model.parameters())  # a hack may leave some of them unused
-            grads = torch.autograd.grad(loss.objective, parameters, materialize_grads=True)
-            return [loss.objective.detach(), *new[:3], *grads]
-
-        return trial
-
     def captures(self, B: int, T: int) -> bool:
         """Return whether a chunk (B, T) is one CUDA graph: whether it is short enough not to run in
-        blocks that are recomputed in the backward (unroll.Recompute)."""
+        blocks that are recomputed in the backward (recompute.py)."""
         c, heads = self.config, self.heads
         dtype, device = compute_dtype(self.embedding), self.embedding.device.type
-        return not recomputes(c.n_layer, B * heads.C, heads.M, c.window, T, dtype, device)
+        return not recomputes(self.n_caches, B * heads.C, heads.M, c.window, T, dtype, device)
+
+
+# ---- the non-recurrent model -------------------------------------------------------------------
+
+
+class Band(NamedTuple):
+    """The mask of kernels.window_mask in the form that flex_attention takes, which skips blocks of
+    scores outside the window. flex_attention is imported where it is used, because the import takes
+    seconds and 150 MB."""
+
+    blocks: object  # flex_attention's BlockMask
+    first: Tensor  # (B,): the first filled slot
+
+
+@functools.cache
+def band_blocks(T: int, width: int, device: torch.device) -> object:
+    """Return the blocks of a Band of T tokens over `width` cached and T new slots."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def seen(b, h, t, slot):
+        return in_window(width + t - slot, width, width)
+
+    return create_block_mask(seen, None, None, T, width + T, device)
+
+
+def band_attention(q: Tensor, k: Tensor, v: Tensor, band: Band) -> Tensor:
+    """Attend in a sliding window at a cost of O(T W). Only for compiled callers on a GPU."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def filled(score, b, h, t, slot):
+        return torch.where(slot >= band.first[b], score, -math.inf)
+
+    gqa = q.size(1) != k.size(1)
+    return flex_attention(
+        q, k, v, score_mod=filled, block_mask=band.blocks, scale=1.0, enable_gqa=gqa
+    )
+
+
+@dataclass
+class Sequence:
+    """Keys and values of one layer for whole sequences: the cache of layer.layer in GPT. A token
+    sees the last `width` entries, or without a mask all before it."""
+
+    B: int
+    T: int
+    heads: Heads
+    cos: Tensor  # (T, K), angles of the tokens
+    sin: Tensor
+    past: tuple[Tensor, Tensor] | None  # cached keys, rotated, and values (B, C, width, K)
+    mask: Tensor | Band | None  # (B, 1, T, width + T) bool; None: causal
+    new: tuple = (None, None)  # after `attend`: its keys, not rotated, and values (B, C, T, K)
+
+    def angles(self) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of the rows' positions, (B T, 1, K) each."""
+        cos, sin = (x.repeat(self.B, 1).unsqueeze(1) for x in (self.cos, self.sin))
+        return cos, sin
+
+    def attend(self, q: Tensor, k: Tensor, unrotated: Tensor, v: Tensor) -> Tensor:
+        """Attend from queries (B T, C M, K) to the cached and the new keys and values (B T, C, K),
+        and return the attended values (E, B T, H K)."""
+        q, k, unrotated, v = (  # (B, heads, T, K)
+            x.unflatten(0, (self.B, self.T)).transpose(1, 2) for x in (q, k, unrotated, v)
+        )
+        self.new = (unrotated, v)
+        if self.past is not None:
+            k, v = (torch.cat(pair, 2) for pair in zip(self.past, (k, v), strict=True))
+        y = attention(q, k, v, self.mask)  # (B, E H, T, K)
+        y = y.unflatten(1, (self.heads.E, -1))  # (B, E, H, T, K)
+        return y.permute(1, 0, 3, 2, 4).reshape(self.heads.E, self.B * self.T, -1)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Band | None) -> Tensor:
+    """Return the attended values (B, A, T, K) of queries q (B, A, T, K) over k and v (B, C, S, K),
+    with A / C query heads per key-value head. Scores are not scaled. mask = None is causal."""
+    B, A, T, K = q.shape
+    C = k.size(1)
+    if isinstance(mask, Band):
+        return band_attention(q, k, v, mask)
+    sdpa = functools.partial(
+        F.scaled_dot_product_attention,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=1.0,
+        enable_gqa=A != C,
+    )
+    if q.is_cuda:  # cuDNN's kernel refuses some sizes, such as T = 32 with grouped heads
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+            return sdpa(q, k, v)
+    short_in_bf16 = mask is None and T <= 512 and q.dtype == torch.bfloat16
+    if not (short_in_bf16 and CPU_BF16_IS_FAST):
+        return sdpa(q, k, v)
+    # Two plain products and a softmax are then faster than the fused kernel (LOG.md).
+    future = q.new_full((T, T), -math.inf).triu(1).repeat(A // C, 1)
+    q, k, v = (x.reshape(B * C, -1, K) for x in (q, k, v))
+    p = F.softmax(torch.baddbmm(future, q, k.mT), -1)  # (B*C, A/C*T, T)
+    return (p @ v).view(B, A, T, K)
 
 
 class GPT(LanguageModel):
@@ -480,24 +569,32 @@ class GPT(LanguageModel):
         B, T, _ = z.shape
         past = 0 if state is None else c.window
         cos, sin = rope_table(past + T, c.head_dim, z)
-        mask = None
-        if state is not None and z.is_cuda and fused.enabled:
-            mask = Band(band_blocks(T, c.window, z.device), c.window - state.count)
-        elif state is not None:
-            mask = window_mask(state.count, T, c.window)
+        widths = [c.window] * self.n_caches
+        masks = {width: self.mask(state, T, width) for width in set(widths)}
         s = z.clone()  # not z itself, or torch.compile would trace the first layer separately
         new_k, new_v = [], []
         with torch.autocast(z.device.type, enabled=False):  # layer.py casts explicitly
-            for l, module in enumerate(self.layers):
-                cached = None if state is None else (state.k[l].detach(), state.v[l].detach())
-                weights = module.weights(B * T, dtype)
-                s, k, v = sequence_layer(weights, s, z, cos, sin, cached, mask, self.heads, c)
+            for l, w in enumerate(self.layer_weights(B * T, dtype)):
+                cached = None if state is None else (state.k[l], state.v[l])
+                width = widths[l]
+                s, k, v = sequence_layer(
+                    w, s, z, cos, sin, cached, width, masks[width], self.heads, c
+                )
                 new_k.append(k)
                 new_v.append(v)
         if state is None:
             return s, None
         count = (state.count + T).clamp(max=c.window)
-        return s, State(state.s, torch.stack(new_k), torch.stack(new_v), count)
+        return s, State(state.s, torch.stack(new_k), torch.stack(new_v), count).detach()
+
+    @staticmethod
+    def mask(state: State | None, T: int, width: int) -> Tensor | Band | None:
+        """Return the mask of T tokens over `width` cached and T new slots; None is causal."""
+        if state is None:
+            return None
+        if state.count.is_cuda and fused.enabled:
+            return Band(band_blocks(T, width, state.count.device), width - state.count)
+        return window_mask(state.count, T, width)
 
 
 @fused
@@ -508,6 +605,7 @@ def sequence_layer(
     cos: Tensor,
     sin: Tensor,
     cached: tuple[Tensor, Tensor] | None,
+    width: int,
     mask: Tensor | Band | None,
     heads: Heads,
     config: ModelConfig,
@@ -516,17 +614,16 @@ def sequence_layer(
     last W keys and values to cache, or None for both if `cached` is None.
 
     cos, sin: angles of the cached and the new slots; cached: keys, not rotated, and values, (B, C,
-    W, K) each. All layers share one compiled function."""
+    W, K) each, of which a token sees at most the last `width`. All layers share one compiled
+    function."""
     B, T, _ = s.shape
     past = None
     if cached is not None:
-        k, v = cached
-        W = k.size(2)
-        past = (rotate(k, cos[:W], sin[:W]).to(w.dtype), v.to(w.dtype))
-        cos, sin = cos[W:], sin[W:]
-    cos, sin = (x.repeat(B, 1).unsqueeze(1) for x in (cos, sin))  # (B T, 1, K)
-    cache = Sequence(B, T, heads, past, mask)
-    s = layer(w, s.flatten(0, 1), z.flatten(0, 1), cos, sin, cache, config)  # (B T, D)
+        k, v = (x[:, :, -width:] for x in cached)
+        cos, sin = cos[-width - T :], sin[-width - T :]
+        past = (rotate(k, cos[:width], sin[:width]).to(w.dtype), v.to(w.dtype))
+    cache = Sequence(B, T, heads, cos[-T:], sin[-T:], past, mask)
+    s = layer(w, s.flatten(0, 1), z.flatten(0, 1), cache, config)  # (B T, D)
     s = s.unflatten(0, (B, T))
     if cached is None:
         return s, None, None

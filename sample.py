@@ -31,6 +31,7 @@ from torch import Tensor
 import common
 from baselines import LSTM
 from decode import Decoder, progress
+from forms import choose_forms
 from hub import CARD, sizes_in
 from model import EVAL_CHUNK, LanguageModel
 from run import CONFIG, WEIGHTS
@@ -216,6 +217,8 @@ def main() -> None:
 
     if isinstance(model, LSTM):
         raise Mistake(f'{out_dir}: holds an LSTM, which can be scored and exported, not sampled')
+    for line in choose_forms(model, 1, amp):
+        print(line, file=sys.stderr)
     decoder = Decoder(
         model,
         B=1,
@@ -225,8 +228,6 @@ def main() -> None:
         top_p=top_p,
         seed=seed,
     )
-    for line in decoder.lines:  # about Triton forms
-        print(line, file=sys.stderr)
     text = read_text(prompt.removeprefix('FILE:')) if prompt.startswith('FILE:') else prompt
     if interactive:
         converse(decoder, tokenizer, text)

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import unroll
+import recompute
 from common import every, out_of_memory, print0, run_compiled
-from kernels import fused, graphed
+from graphs import graphed
 
 # Most tokens of a micro-batch. GPU: the share of each of the paper's four GPUs in an update. CPU:
 # more would not be faster.
@@ -77,14 +77,6 @@ class Stream:
             self.part = self.state
             if self.carries and rows < self.B:
                 self.part = self.model.init_state(rows)
-
-    def choose_forms(self) -> None:
-        """On a GPU, choose the Triton forms of the model by trial, and print which."""
-        if fused.enabled and self.graphs is not None:
-            with self.amp:
-                for line in self.model.choose_forms(self.rows):
-                    print0(line)
-            unroll.release()  # blocks that were made without forms
 
     def reset(self, rows: Tensor | None = None) -> None:
         """Set the state of all rows, or of the rows with these numbers, to zero."""
@@ -209,7 +201,7 @@ class Stream:
             if not out_of_memory(error):
                 raise
         # The error, which kept the tensors of its frames, is gone here.
-        unroll.release()
+        recompute.release()
         if self.device.type == 'cuda':
             torch.cuda.empty_cache()
         return False

@@ -25,9 +25,10 @@ import torch.distributed as dist
 import common
 from baselines import build_lstm
 from common import Gradients, gather, print0
+from forms import choose_forms
+from graphs import fused, graphed
 from hub import init_from as take_weights
 from hub import load_weights, sizes_in
-from kernels import fused, graphed
 from loader import Loader, find_shards, fingerprint, load_val
 from model import EVAL_CHUNK, ModelConfig, build_model
 from muon import Muon
@@ -240,7 +241,9 @@ def main(config: Settings) -> int:
         start = time.perf_counter()
         chunk = train.backward_chunk(1.0, loss_sum)
         train.fit(chunk, spare, batch_size)
-        train.choose_forms()
+        if captured is not None and fused.enabled:
+            for line in choose_forms(model, train.rows, amp):
+                print0(line)
         if model.forms:
             train.fit(chunk, spare, batch_size)  # compiles what the forms have changed
         grads.zero()

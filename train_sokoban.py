@@ -39,9 +39,9 @@ from boxoban import load_level_sets, select_levels
 from common import Gradients, fill, gather, print0
 from convlstm import AgentConfig, build_agent, set_precision
 from files import write_json
+from graphs import fused, graphed
 from hub import init_from as take_weights
 from hub import load_weights, sizes_in
-from kernels import fused, graphed
 from plots import plot_returns
 from run import RunFolder, Stopper, restoring
 from sokoban import (

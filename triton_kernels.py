@@ -1,19 +1,15 @@
-"""Triton forms of functions of layer.py, cache.py and kernels.py, written for Hopper GPUs: operands
-in bf16, sums and norms in fp32. The last section registers them (kernels.Form).
+"""Triton forms of functions of layer.py, unroll.py, decode.py and kernels.py, written for Hopper
+GPUs: operands in bf16, sums and norms in fp32. The last section registers them (graphs.register).
 
 With TRITON_INTERPRET=1 in the environment the kernels run on the CPU, in fp32, because the
 interpreter's bf16 product is wrong.
 
 Shapes as in layer.py, except that N = B * C counts the cache heads of all streams (in `product`, N
-is the number of output features). A row of qkv
-holds queries (C, M, K), keys (C, K) and values (C, K). A chunk of T tokens has S = W + T slots as
-in cache.Slots: 0 .. W - 1 are carried entries (those below W - count are empty); token t has slot
-W + t and sees slots t + 1 .. W + t. No function here waits for the device. The token t and the
-first token g0 of its group are integers on which no kernel is specialized, so that a loop over
-tokens compiles once.
-
-Two ways to run kernels are chosen like forms (kernels.using): 'split' (see `product`) and 'pdl',
-programmatic dependent launch, by which the next kernel is set up while this one still runs.
+is the number of output features). A row of qkv holds queries (C, M, K), keys (C, K) and values (C,
+K). A chunk of T tokens has S = W + T slots as in unroll.Slots: 0 .. W - 1 are carried entries
+(those below W - count are empty); token t has slot W + t and sees the last `width` slots up to its
+own. No function here waits for the device. The token t and the first token g0 of its group are
+integers on which no kernel is specialized, so that a loop over tokens compiles once.
 """
 
 import functools
@@ -28,12 +24,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton.language import constexpr
 
-import cache
+import decode
+import graphs
 import kernels
 import layer
-from cache import Ring, Window
-from kernels import Heads, Linear, enabled_forms, forms, fused, gate_weights, using
-from unroll import DeferredLinear
+import unroll
+from decode import Ring
+from graphs import enabled_forms, fused, using
+from kernels import Heads, Linear, gate_weights
+from unroll import DeferredLinear, Window
 
 EPS = constexpr(kernels.EPS)
 SOFTCAP = constexpr(kernels.SOFTCAP)
@@ -49,21 +48,11 @@ def padded(n: int, least: int = 16) -> int:
     return max(least, triton.next_power_of_2(n))
 
 
-@triton.jit
-def _begin(pdl: constexpr):
-    """Allow the next kernel to be launched, and wait for the end of the kernel before, which has
-    waited for all earlier ones. Every kernel that may be launched with launch_pdl calls this before
-    it reads anything."""
-    if pdl:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
-
 # ---- attention ---------------------------------------------------------------------------------
 
 # The fields of kernels.Heads; its properties C and M, because a kernel sees fields only; BS, the
-# slots per step of a kernel's loop; pdl.
-Sizes = namedtuple('Sizes', (*Heads._fields, 'C', 'M', 'BS', 'pdl'))
+# slots per step of a kernel's loop.
+Sizes = namedtuple('Sizes', (*Heads._fields, 'C', 'M', 'BS'))
 
 
 @triton.jit
@@ -152,8 +141,7 @@ def _slots(q, keys, values, n, seen, top, scale, o, parts, K: constexpr):
 # score instead of the maximum: scores of normalized vectors lie within +-sqrt(K), and no
 # exponential overflows in fp32.
 @triton.jit(do_not_specialize=['t'])
-def _attention_kernel(qkv, memory, out, kept, t, W, S, scale, h: constexpr):
-    _begin(h.pdl)
+def _attention_kernel(qkv, memory, out, kept, t, W, width, S, scale, h: constexpr):
     kbuf, vbuf, kn, count, cos, sin = memory
     rq, rk, q_rot, lse = kept
     BS: constexpr = h.BS
@@ -181,7 +169,7 @@ def _attention_kernel(qkv, memory, out, kept, t, W, S, scale, h: constexpr):
     top = tl.sum(q.to(F32) * k.to(F32)[None, :], 1) * (scale * LOG2E)
     parts = tl.zeros([padded(M), BS], F32)
     o = tl.zeros(q.shape, F32) + v.to(F32)[None, :]  # the token itself has weight exp(0)
-    first = tl.maximum(t + 1, W - tl.load(count + b).to(tl.int32))
+    first = tl.maximum(slot + 1 - width, W - tl.load(count + b).to(tl.int32))
     for start in range(first, slot, BS):
         n = start + tl.arange(0, BS)
         o, parts = _slots(q, kbuf, vbuf, n, n < slot, top, scale, o, parts, K)
@@ -219,9 +207,8 @@ def _before_norm(g, x, r, cos, sin, K: constexpr):
 # product per group adds them (cache.Window.add_before_group).
 @triton.jit(do_not_specialize=['t', 'g0'])
 def _attention_backward_kernel(
-    datt, kept, memory, grads, dqkv, t, g0, W, S, F, scale, h: constexpr
+    datt, kept, memory, grads, dqkv, t, g0, W, width, S, F, scale, h: constexpr
 ):
-    _begin(h.pdl)
     att, q_rot, rq, rk, lse = kept
     kbuf, vbuf, count, cos, sin = memory
     dk, dv, P, DS, DO = grads
@@ -253,12 +240,12 @@ def _attention_backward_kernel(
     tl.store(DO + (rows + m)[:, None] * K + col[None, :], do, mask)
     delta = tl.sum(do.to(F32) * o.to(F32), 1)
     lse2 = tl.load(lse + head * M + m, mk, 0.0) * LOG2E
-    first = tl.maximum(t + 1, W - tl.load(count + b).to(tl.int32))
+    first = tl.maximum(slot + 1 - width, W - tl.load(count + b).to(tl.int32))
     dq = tl.zeros(q.shape, F32)
 
     # Slots before the group. The start is a multiple of 8, so that stores are wide; the zeros that
-    # are stored outside g0 .. W + g0 - 1 are never read.
-    for start in range(g0 // 8 * 8, W + g0, BS):
+    # are stored before the `width` slots that the group reads are never read.
+    for start in range((W - width + g0) // 8 * 8, W + g0, BS):
         n = start + tl.arange(0, BS)
         seen = (n >= first) & (n < W + g0)
         p, ds, k = _probabilities(q, do, lse2, delta, kbuf, vbuf, n, seen, scale, K)
@@ -298,61 +285,58 @@ def _attention_backward_kernel(
     tl.store(dqkv + (C * M + C + c) * K + col, dv_token, real)
 
 
-def _launch(kernel, h: Heads, B: int, W: int) -> Callable:
+def _launch(kernel, h: Heads, B: int, width: int) -> Callable:
     """Return an attention kernel ready to launch for these sizes, with one program per cache head
     and stream."""
     # More stages hide the latency of more steps, but take shared memory, of which two programs on
     # one SM get half each.
-    if W <= 128:  # two steps
+    if width <= 128:  # two steps
         stages = 2
     elif B * h.C > H100_SMS:
         stages = 3
     else:
         stages = 4
-    pdl = 'pdl' in enabled_forms()
-    sizes = Sizes(**h._asdict(), C=h.C, M=h.M, BS=min(64, padded(W)), pdl=pdl)
+    sizes = Sizes(**h._asdict(), C=h.C, M=h.M, BS=min(64, padded(width)))
     options = {'num_warps': 4, 'num_stages': stages}
-    if pdl:
-        options['launch_pdl'] = True
     return functools.partial(kernel[h.C, B], scale=1 / math.sqrt(h.K), h=sizes, **options)
 
 
-def window_attention(
-    qkv: Tensor, memory: tuple, t: int, W: int, h: Heads, out: Tensor, kept: tuple
-) -> Tensor:
+def window_attention(window: Window, t: int, qkv: Tensor, out: Tensor, kept: tuple) -> None:
     """Store the keys and values of token t, attend from its queries, and write the attended values
-    to `out` (E, B, G*R*K), which is also returned.
+    to `out` (E, B, G*R*K).
 
-    qkv (B, (C*M + 2*C)*K); memory: buffers of rotated keys, values and unrotated keys (B*C, S, K),
-    count (B,), cos and sin (S, K); kept: (rq, rk, q_rot, lse), to be written for the backward: the
-    norms' factors (B*C, M) and (B*C,), rotated queries (B*C, M, K) and the log-sum-exp (B*C, M)."""
-    S = memory[0].size(1)
-    run = _launch(_attention_kernel, h, len(qkv), W)
-    run(qkv, memory, out, kept, t, W, S)
-    return out
+    qkv (B, (C*M + 2*C)*K); kept: (rq, rk, q_rot, lse), to be written for the backward: the norms'
+    factors (B*C, M) and (B*C,), rotated queries (B*C, M, K) and the log-sum-exp (B*C, M)."""
+    slots, S = window.slots, window.k.size(1)
+    memory = (window.k, window.v, window.unrotated, slots.count, slots.cos, slots.sin)
+    run = _launch(_attention_kernel, window.heads, len(qkv), window.width)
+    run(qkv, memory, out, kept, t, slots.W, window.width, S)
 
 
 def window_attention_backward(
-    datt: Tensor, kept: tuple, memory: tuple, t: int, g0: int, W: int, h: Heads, grads: tuple
+    window: Window, t: int, g0: int, datt: Tensor, kept: tuple, buffers: list[Tensor]
 ) -> Tensor:
     """Return the gradient of qkv's row from the gradient datt (E, B, G*R*K) of the attended values.
 
-    kept: attended values, q_rot, rq, rk and lse of the forward; memory: keys, values, count, cos
-    and sin; g0: the first token of t's group; grads: dk and dv (B*C, S, K), whose slots W + g0 ..
-    W + t are updated in place, and P, DS (B*C, F, M, S) and DO (B*C, F, M, K), which receive the
-    token's p, ds and do for the group's product over earlier slots."""
-    B, S, F = datt.size(1), memory[0].size(1), grads[2].size(1)
+    kept: attended values, q_rot, rq, rk and lse of the forward; g0: the first token of t's group.
+    Updates the slots of g0 .. t in window.dk and window.dv in place; buffers: P, DS (B*C, F, M, S)
+    and DO (B*C, F, M, K), which receive the token's p, ds and do for the group's product over
+    earlier slots."""
+    slots, h = window.slots, window.heads
+    B, S, F = datt.size(1), window.k.size(1), buffers[0].size(1)
+    memory = (window.k, window.v, slots.count, slots.cos, slots.sin)
+    grads = (window.dk, window.dv, *buffers)
     dqkv = datt.new_empty(B, (h.M + 2) * h.C * h.K)
-    run = _launch(_attention_backward_kernel, h, B, W)
-    run(datt, kept, memory, grads, dqkv, t, g0, W, S, F)
+    run = _launch(_attention_backward_kernel, h, B, window.width)
+    run(datt, kept, memory, grads, dqkv, t, g0, slots.W, window.width, S, F)
     return dqkv
 
 
 # ---- the experts' products, fused with the operations around them ------------------------------
 
-# Sizes of x @ w for x (B, K) and w (K, N). A program computes a tile (BM, BN), or one of S parts of
-# its sum over K, in steps of BK. P: partial sums of squares per row; before, after: see `product`.
-Tile = namedtuple('Tile', 'K N P S BM BN BK before after pdl')
+# Sizes of x @ w for x (B, K) and w (K, N). A program computes a tile (BM, BN) in steps of BK. P:
+# partial sums of squares per row; before, after: see `product`.
+Tile = namedtuple('Tile', 'K N P BM BN BK before after')
 
 
 @triton.jit
@@ -369,14 +353,11 @@ def _factor(ss, rows, real, D: constexpr, P: constexpr):
 # next norm are taken there, one partial sum per tile of columns (atomics would add in no fixed
 # order). A norm before the product gets its factors r from those sums. Each tile of columns then
 # reads y in fp32, twice the bytes of bf16, which is cheap while one tile holds all rows and most
-# traffic is weights. With S > 1, S programs share the K of a tile, and the last one to finish adds
-# all parts, in order.
+# traffic is weights.
 @triton.jit
-def _expert_kernel(x, w, beside, out, ss, f, r, workspace, ready, B, strides, c: constexpr):
-    _begin(c.pdl)
+def _expert_kernel(x, w, beside, out, ss, f, r, B, strides, c: constexpr):
     w_e, w_n, w_k, beside_e = strides
-    e = tl.program_id(2).to(tl.int64) // c.S
-    part = tl.program_id(2) % c.S
+    e = tl.program_id(2).to(tl.int64)
     # tiles of rows are neighbors, so that they share a tile of weights in L2
     rows = tl.program_id(0) * c.BM + tl.arange(0, c.BM)
     cols = tl.program_id(1) * c.BN + tl.arange(0, c.BN)
@@ -385,7 +366,7 @@ def _expert_kernel(x, w, beside, out, ss, f, r, workspace, ready, B, strides, c:
         factor = _factor(ss, e * B + rows, rows < B, c.K, c.P)
         tl.store(r + e * B + rows, factor, stored)
     acc = tl.full((c.BM, c.BN), 0.0, F32)
-    for start in range(part * (c.K // c.S), (part + 1) * (c.K // c.S), c.BK):
+    for start in range(0, c.K, c.BK):
         k = start + tl.arange(0, c.BK)
         at = rows[:, None] * c.K + k[None, :]
         mask = (rows < B)[:, None] & (k < c.K)[None, :]
@@ -396,18 +377,6 @@ def _expert_kernel(x, w, beside, out, ss, f, r, workspace, ready, B, strides, c:
         weights = w + e * w_e + cols[None, :] * w_n + k[:, None] * w_k
         b = tl.load(weights, (k < c.K)[:, None] & (cols < c.N)[None, :], 0.0)
         acc = tl.dot(a, b, acc, input_precision='ieee')
-    if c.S > 1:
-        tile = (e * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
-        parts = workspace + tile * (c.S * c.BM * c.BN) + tl.arange(0, c.BM)[:, None] * c.BN
-        parts += tl.arange(0, c.BN)[None, :]
-        tl.store(parts + part * (c.BM * c.BN), acc)
-        tl.debug_barrier()  # all of the program's threads have stored
-        if tl.atomic_add(ready + tile, 1) < c.S - 1:
-            return
-        tl.store(ready + tile, 0)
-        acc = tl.full((c.BM, c.BN), 0.0, F32)
-        for i in range(c.S):  # from L2: the L1 does not see the stores of other programs
-            acc += tl.load(parts + i * (c.BM * c.BN), cache_modifier='.cg')
     at = rows[:, None] * c.N + cols[None, :]
     mask = (rows < B)[:, None] & (cols < c.N)[None, :]
     if c.after == 'relu':
@@ -418,12 +387,6 @@ def _expert_kernel(x, w, beside, out, ss, f, r, workspace, ready, B, strides, c:
     tl.store(out + e * B * c.N + at, acc, mask)
     if c.after == 'add':
         tl.store(ss + (e * B + rows) * c.P + tl.program_id(1), tl.sum(acc * acc, 1), rows < B)
-
-
-@functools.cache
-def _ready(device: torch.device) -> Tensor:
-    """Return one counter per tile of the parts that are done. They are zero between kernels."""
-    return torch.zeros(2**14, dtype=torch.int32, device=device)
 
 
 def product(
@@ -440,8 +403,7 @@ def product(
     multiplies by 2 sqrt(beside), and 'add' adds beside; beside: (E, B, N), or (B, N) for all
     experts; ss (E, B, P): partial sums of squares of x, for 'norm'. Returns the result; after 'add'
     its partial sums of squares, otherwise `ss`; and for 'norm' norm(x) in the dtype of w and its
-    factors (E, B, 1), otherwise None twice. While 'split' is enabled (kernels.using), several
-    programs share the K of a tile if there are too few tiles for an H100."""
+    factors (E, B, 1), otherwise None twice."""
     E, B, K = x.shape
     N = w.size(1)
     # Up to 128 rows are one tile, so that weights are read once. Of the widths of a tile, take the
@@ -471,36 +433,22 @@ def product(
     out = (beside if after == 'add' else w).new_empty(E, B, N)
     if after == 'add':
         ss = out.new_empty(E, B, triton.cdiv(N, BN))
-    tiles = E * triton.cdiv(B, BM) * triton.cdiv(N, BN)
-    S = 1
-    if 'split' in enabled_forms() and K % BK == 0:
-        steps = K // BK
-        most = 144 // tiles  # about one program per SM of an H100
-        S = max((n for n in range(1, most + 1) if steps % n == 0), default=1)
-    workspace = None
-    if S > 1:
-        workspace = out.new_empty(tiles * S * BM * BN, dtype=torch.float32)
     P = 0 if ss is None else ss.size(2)
-    pdl = 'pdl' in enabled_forms()
-    c = Tile(K=K, N=N, P=P, S=S, BM=BM, BN=BN, BK=BK, before=before, after=after, pdl=pdl)
+    c = Tile(K=K, N=N, P=P, BM=BM, BN=BN, BK=BK, before=before, after=after)
     beside_stride = 0 if beside is None or beside.dim() == 2 else B * N  # of experts
     strides = (*w.stride(), beside_stride)
-    options = {'num_warps': warps, 'num_stages': stages}
-    if pdl:
-        options['launch_pdl'] = True
-    run = _expert_kernel[triton.cdiv(B, BM), triton.cdiv(N, BN), E * S]
-    run(x, w, beside, out, ss, f, r, workspace, _ready(x.device), B, strides, c, **options)
+    run = _expert_kernel[triton.cdiv(B, BM), triton.cdiv(N, BN), E]
+    run(x, w, beside, out, ss, f, r, B, strides, c, num_warps=warps, num_stages=stages)
     return out, ss, f, r
 
 
-Sums = namedtuple('Sums', 'E D P BD pdl')  # BD: columns per program
+Sums = namedtuple('Sums', 'E D P BD')  # BD: columns per program
 
 
 # Each expert's norm and the weighted sum over experts in one read of x. A program holds a slice of
 # columns of all experts of one stream, so that their loads are in flight together.
 @triton.jit
 def _norm_sum_kernel(x, ss, coef, s, h, r, B, coef_e, coef_b, c: constexpr):
-    _begin(c.pdl)
     b = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, padded(c.E, 1)).to(tl.int64)
     d = tl.program_id(1) * c.BD + tl.arange(0, c.BD)
@@ -528,11 +476,9 @@ def norm_sum(x: Tensor, ss: Tensor, coef: Tensor | None, h: Tensor, r: Tensor) -
     if coef is not None:
         s = x.new_empty(B, D)
         coef_e, coef_b, _ = coef.expand(E, B, 1).stride()
-    pdl = 'pdl' in enabled_forms()
-    c = Sums(E=E, D=D, P=ss.size(2), BD=BD, pdl=pdl)
-    options = {'launch_pdl': True} if pdl else {}
+    c = Sums(E=E, D=D, P=ss.size(2), BD=BD)
     run = _norm_sum_kernel[B, triton.cdiv(D, BD)]
-    run(x, ss, coef, s, h, r, B, coef_e, coef_b, c, **options)
+    run(x, ss, coef, s, h, r, B, coef_e, coef_b, c)
     return s
 
 
@@ -639,11 +585,10 @@ def suits_experts(
 
 
 # _attention_kernel for a ring of W slots. A CUDA graph replays it, so the slot of the newest entry
-# is read from memory (cache.RingPosition). Slots are visited in the order of memory; a slot's age
+# is read from memory (decode.RingPosition). Slots are visited in the order of memory; a slot's age
 # decides whether it is seen.
 @triton.jit
-def _ring_kernel(qkv, ring, counters, rope, out, W, scale, h: constexpr):
-    _begin(h.pdl)
+def _ring_kernel(qkv, ring, counters, rope, out, W, width, scale, h: constexpr):
     keys, values = ring
     BS: constexpr = h.BS
     M: constexpr = h.M
@@ -653,7 +598,7 @@ def _ring_kernel(qkv, ring, counters, rope, out, W, scale, h: constexpr):
     col, _, real = _columns(K)
     m = tl.arange(0, padded(M))
     slot = (tl.load(counters) % W).to(tl.int32)
-    count = tl.load(counters + 1 + b)
+    count = tl.minimum(tl.load(counters + 1 + b), width)
     rope += slot * 2 * K
     q, k, _, v, _, _ = _token(qkv, b, c, rope, rope + K, h)
     keys += (b * h.C + c) * W * K
@@ -674,14 +619,14 @@ def _ring_kernel(qkv, ring, counters, rope, out, W, scale, h: constexpr):
     tl.store(out + _by_expert(b, c, m, h) + col[None, :], o / total[:, None], mask)
 
 
-def ring_attention(qkv: Tensor, ring: tuple, counters: Tensor, rope: Tensor, h: Heads) -> Tensor:
+def ring_attention(qkv: Tensor, ring: Ring) -> Tensor:
     """Store a token's keys and values in a ring, attend from its queries, and return the attended
-    values (E, B, G*R*K). qkv (B, (C*M + 2*C)*K); ring: (keys, values), (B*C, W, K) each; counters
-    (1 + B,) int64 and rope (W + 1, 2, K) as in cache.RingPosition."""
-    B, W = len(qkv), ring[0].size(1)
+    values (E, B, G*R*K). qkv (B, (C*M + 2*C)*K)."""
+    B, h, position = len(qkv), ring.heads, ring.position
     out = qkv.new_empty(h.E, B, h.G * h.R * h.K)
-    run = _launch(_ring_kernel, h, B, W)
-    run(qkv, ring, counters, rope, out, W)
+    memory = (ring.keys, ring.values)
+    run = _launch(_ring_kernel, h, B, position.W)
+    run(qkv, memory, position.counters, position.rope, out, position.W, ring.width)
     return out
 
 
@@ -729,8 +674,8 @@ def cross_entropy(logits: Tensor, target: Tensor, grad_scale: float) -> tuple[Te
 
 
 class AttendWindow(torch.autograd.Function):
-    """Compute layer.attend with a cache.Window for token t: norm, RoPE, store and attention, in one
-    kernel in the forward and one in the backward. qkv (B, (C M + 2 C) K)."""
+    """Compute layer.attend with a Window for token t: norm, RoPE, store and attention, in one kernel
+    in the forward and one in the backward. qkv (B, (C M + 2 C) K)."""
 
     @staticmethod
     def forward(ctx, window, t, qkv):
@@ -742,8 +687,7 @@ class AttendWindow(torch.autograd.Function):
         rq = qkv.new_empty(N, M, dtype=slots.wide)  # factors of the queries' norms
         rk = qkv.new_empty(N, dtype=slots.wide)  # and of the keys'
         lse = qkv.new_empty(N, M, dtype=slots.wide)
-        memory = (window.k, window.v, window.unrotated, slots.count, slots.cos, slots.sin)
-        window_attention(qkv, memory, t, slots.W, heads, out, (rq, rk, q, lse))
+        window_attention(window, t, qkv, out, (rq, rk, q, lse))
         ctx.window, ctx.t, ctx.forms = window, t, enabled_forms()
         ctx.save_for_backward(out, q, rq, rk, lse)
         return out
@@ -752,30 +696,21 @@ class AttendWindow(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, datt):
         window, t = ctx.window, ctx.t
-        slots = window.slots
         out, q, rq, rk, lse = ctx.saved_tensors
         N, S, K = window.k.shape
         M = q.size(1)
         window.start_backward(t)
-        _, group, end = slots.group_of(t)
+        _, group, end = window.slots.group_of(t)
         # Of the group so far: weights, gradients of scores and of attended values, in buffers that
         # the kernel fills token by token, and the queries of its tokens.
         if not window.pending:
-            sizes = (N, cache.GROUP, M, S), (N, cache.GROUP, M, S), (N, cache.GROUP, M, K)
+            sizes = [(N, unroll.GROUP, M, columns) for columns in (S, S, K)]
             window.pending = [[q.new_empty(size) for size in sizes], []]
         buffers, queries = window.pending
         queries.insert(0, q)  # tokens come in descending order
         with using(ctx.forms):
-            dqkv = window_attention_backward(
-                datt.contiguous(),
-                kept=(out, q, rq, rk, lse),
-                memory=(window.k, window.v, slots.count, slots.cos, slots.sin),
-                t=t,
-                g0=group,
-                W=slots.W,
-                h=window.heads,
-                grads=(window.dk, window.dv, *buffers),
-            )
+            kept = (out, q, rq, rk, lse)
+            dqkv = window_attention_backward(window, t, group, datt.contiguous(), kept, buffers)
         if t == group:
             p, ds, do = (x[:, : end - group].flatten(1, 2) for x in buffers)  # (N, tokens * M, ...)
             window.add_before_group(t, 0, (torch.cat(queries, 1), p, ds, do))
@@ -783,19 +718,18 @@ class AttendWindow(torch.autograd.Function):
         return None, None, dqkv
 
 
-def attend(qkv: Tensor, cos: Tensor, sin: Tensor, kv: Window | Ring) -> Tensor:
-    """Compute layer.attend with the cache kv. The kernels read the angles of its slots there."""
-    if isinstance(kv, Ring):
-        ring = (kv.keys, kv.values)
-        return ring_attention(qkv, ring, kv.position.counters, kv.position.rope, kv.heads)
-    t = kv.t
-    kv.t += 1
-    return AttendWindow.apply(kv, t, qkv)
+def attend(qkv: Tensor, cache: Window | Ring) -> Tensor:
+    """Compute layer.attend."""
+    if isinstance(cache, Ring):
+        return ring_attention(qkv, cache)
+    t = cache.t
+    cache.t += 1
+    return AttendWindow.apply(cache, t, qkv)
 
 
-def suits_attend(qkv: Tensor, cos: Tensor, sin: Tensor, kv: object) -> bool:
+def suits_attend(qkv: Tensor, cache: object) -> bool:
     """Return whether `attend` can run on these arguments."""
-    return isinstance(kv, (Window, Ring)) and cos.dtype == torch.float32
+    return isinstance(cache, Window | Ring) and cache.angles()[0].dtype == torch.float32
 
 
 def suits_loss(logits: Tensor, targets: Tensor, scale: float, config: object) -> bool:
@@ -812,9 +746,9 @@ def slice_loss(
 
 
 # ---- registration ------------------------------------------------------------------------------
-# REPLACES lists the functions that each form replaces, SOURCES the hash of their source when the
-# form was written. After an edit of one of these functions, tests/test_triton.py shows the new
-# hash: enter it here if the form still computes the same.
+# REPLACES lists the functions that each form replaces, CODE the hash of their code when the form
+# was written. After an edit of one of these functions, tests/test_triton.py shows the new hash:
+# enter it here if the form still computes the same.
 
 REPLACES = {
     'attention': (
@@ -826,15 +760,15 @@ REPLACES = {
         kernels.window_mask,
         kernels.to_experts,
         kernels.to_cache_heads,
-        cache.Slots.start_block,
+        unroll.Slots.bias,
         Window.attend,
-        cache.WindowAttention,
-        cache.store,
-        cache.probabilities,
-        cache.scores_backward,
+        unroll.WindowAttention,
+        unroll.store,
+        unroll.probabilities,
+        unroll.scores_backward,
         Ring.attend,
-        cache.ring_attention,
-        cache.next_slot,
+        decode.ring_attention,
+        decode.next_slot,
     ),
     'experts': (
         layer.experts,
@@ -850,10 +784,10 @@ REPLACES = {
     ),
     'loss': (kernels.slice_loss, kernels.losses, kernels.softcap),
 }
-SOURCES = {
-    'attention': '27b6a80eadd7d065',
-    'experts': '0a0069f432743394',
-    'loss': '5f2631649bda9ab4',
+CODE = {
+    'attention': '9aa08ec2dc92f00f',
+    'experts': 'a77dd09b6f27c49c',
+    'loss': 'ed3be8cc73266f3a',
 }
 FORMS = {
     'attention': (attend, suits_attend),
@@ -861,4 +795,4 @@ FORMS = {
     'loss': (slice_loss, suits_loss),
 }
 for name, (form, suits) in FORMS.items():
-    forms[name].register(form, suits, replaces=REPLACES[name], source=SOURCES[name])
+    graphs.register(name, form, suits, replaces=REPLACES[name], code=CODE[name])

@@ -1,21 +1,19 @@
-"""The token loop of the recurrent model over a chunk of T tokens.
+"""The token loop of the recurrent model, its linears and its cache.
 
 The loop calls layer.step token by token and knows none of its equations; autograd differentiates
 it. A nonlinear recurrence cannot be computed by a scan, but much can leave the loop:
 
 - `DeferredLinear` postpones the gradients of weights: one product for many tokens, not one per
   token. Products are accumulated in fp32, which is also more accurate than bf16.
-- `cache.Window` keeps the keys and values of a layer in preallocated buffers of W + T slots and
-  accumulates their gradients in place.
-- Where functions are compiled (kernels.fused), the operations between two matrix products are one
+- `Window`, the cache, keeps the keys and values of a layer in preallocated buffers of W + T slots
+  and accumulates their gradients in place.
+- Where functions are compiled (graphs.fused), the operations between two matrix products are one
   kernel in the forward and one in the backward.
-- `Recompute` runs a chunk that is too long for memory, or for one CUDA graph, in blocks: a block
-  keeps only its inputs and runs forward again before its backward, so that all full blocks of all
-  chunks can replay the same two CUDA graphs. Gradients flow from block to block.
 
 Shapes as in layer.py, except that N = B * C counts the cache heads of all streams; S = W + T slots.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -23,30 +21,26 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-import cache
-from cache import Slots, Window
+from graphs import fused
 from kernels import (
     Heads,
     Linear,
-    can_capture,
-    capturing,
-    enabled_forms,
-    fused,
-    graphed,
     linear,
     matmul_into,
+    rope_table,
     rotate,
-    using,
+    to_cache_heads,
+    to_experts,
+    window_mask,
 )
 from layer import LayerWeights, step
 
+BLOCK = 64  # tokens whose attention reads the same slots of a Window
+GROUP = 8  # tokens whose dK and dV of earlier slots are added by one product
 # On a CPU, one product computes a weight's gradient for CPU_BYTES / (bytes per element) tokens: 16
 # in fp32, 32 in bf16. Fewer tokens would take less memory but more products, each of which a CPU
 # rounds to bf16 (kernels.matmul_into).
 CPU_BYTES = 64
-# A chunk beyond these limits is recomputed in blocks.
-KEPT_BYTES = 2**30  # on a CPU: attention weights kept for the backward
-WHOLE_GRAPH = 2048  # on a GPU: layers x tokens in one CUDA graph
 
 
 # ---- deferred weight gradients -----------------------------------------------------------------
@@ -61,7 +55,7 @@ class DeferredLinear(Linear):
     def __init__(self, weight: Tensor, dtype: torch.dtype):
         self.weight = weight
         self.w = weight.detach().to(dtype)
-        self.calls_at_once = cache.BLOCK if weight.is_cuda else CPU_BYTES // dtype.itemsize
+        self.calls_at_once = BLOCK if weight.is_cuda else CPU_BYTES // dtype.itemsize
         self.calls = []  # (input, gradient of the output) of calls that `total` does not include
         self.total = None
 
@@ -130,6 +124,206 @@ def per_token(w: LayerWeights, T: int) -> Iterator[LayerWeights]:
         yield w._replace(**{name: x[t] for name, x in views.items()})
 
 
+# ---- Window: a sliding window over a chunk -----------------------------------------------------
+
+
+class Slots:
+    """The layout of the slots, which the windows of all layers share. Slots 0 .. W - 1 hold the
+    carried entries, the last `count` (B,) of which are filled (from count = W on, all of them);
+    token t has slot W + t. A key is rotated by the number of its slot: scores depend only on
+    differences of positions, so that positions need not grow from chunk to chunk.
+
+    wide: dtype of everything but matrix products. first_with_grad: the first slot whose entry gets
+    a gradient, which is W for a whole chunk, at whose start gradients end, and 0 for a block of a
+    chunk (recompute.Block)."""
+
+    def __init__(
+        self,
+        T: int,
+        W: int,
+        count: Tensor,
+        heads: Heads,
+        wide: torch.dtype,
+        first_with_grad: int,
+    ):
+        self.T = T
+        self.W = W
+        self.count = count
+        self.heads = heads
+        self.wide = wide
+        self.first_with_grad = first_with_grad
+        like = torch.empty((), dtype=wide, device=count.device)
+        self.cos, self.sin = rope_table(W + T, heads.K, like)  # (S, K)
+        # cos and sin (K,) of each token
+        self.angles = list(zip(self.cos[W:].unbind(0), self.sin[W:].unbind(0), strict=True))
+        self.biases = {}  # width of a window: (block, biases of its tokens)
+
+    def bias(self, t: int, width: int) -> Tensor:
+        """Return the bias of token t for the width + n slots that its block of n tokens reads, (B,
+        1, width + n): 0 for those that it sees, -inf for the others."""
+        block = t - t % BLOCK
+        if self.biases.get(width, (None, None))[0] != block:
+            n = min(BLOCK, self.T - block)
+            seen = window_mask(self.count + block, n, width).movedim(2, 0)  # (n, B, 1, width + n)
+            bias = torch.zeros(seen.shape, dtype=self.wide, device=seen.device)
+            self.biases[width] = block, bias.masked_fill_(~seen, -math.inf).unbind(0)
+        return self.biases[width][1][t - block]
+
+    def group_of(self, t: int) -> tuple[int, int, int]:
+        """Return the first token of t's block, the first token of t's group, and the end of the
+        group: its last token + 1."""
+        block = t - t % BLOCK
+        group = t - (t - block) % GROUP
+        return block, group, min(group + GROUP, block + BLOCK, self.T)
+
+
+@fused
+def store(slot: Tensor, k: Tensor, unrotated: Tensor, v: Tensor) -> None:
+    """Copy keys and values (B, C, K) into a slot (3, N, K)."""
+    for part, x in zip(slot.unbind(0), (k, unrotated, v), strict=True):
+        part.copy_(x.reshape(part.shape))
+
+
+@fused
+def probabilities(scores: Tensor, bias: Tensor) -> Tensor:
+    """Return the attention weights of scores (N, M, S), in their dtype; bias (B, 1, S)."""
+    B, S = bias.size(0), bias.size(-1)
+    biased = scores.to(bias.dtype).view(B, -1, S) + bias  # (B, C M, S)
+    return F.softmax(biased, -1).to(scores.dtype).view(scores.shape)
+
+
+@fused
+def scores_backward(dp: Tensor, p: Tensor, wide: torch.dtype) -> Tensor:
+    """Return the gradient of the scores from the gradient dp of their softmax p, in p's dtype."""
+    ds = torch._softmax_backward_data(dp.to(wide), p.to(wide), -1, wide)
+    return ds.to(p.dtype)
+
+
+class Window:
+    """Keys and values of one layer in slots: the cache of layer.layer in training. A token sees the
+    last `width` slots up to its own.
+
+    The backward visits tokens in descending order and adds to the gradients `dk` and `dv` of the
+    slots in place. It adds to the slots of a token's group of GROUP tokens at once, because the
+    tokens that come next need them complete, and to earlier slots by one product per group."""
+
+    def __init__(self, slots: Slots, k: Tensor, v: Tensor, width: int):
+        """k, v: carried entries (N, W, K), keys not rotated; width: at most W."""
+        N, W, K = k.shape
+        T = slots.T
+        self.slots = slots
+        self.heads = slots.heads
+        self.width = width
+        self.skip = W - width  # slots that not even the first token sees
+        self.t = 0  # the next token
+        # One tensor, so that storing a token is one kernel. It starts at zero, because slots that
+        # are not filled yet are read with weight 0 and must be finite.
+        buffers = k.new_zeros(3, N, W + T, K)
+        self.k, self.unrotated, self.v = buffers.unbind(0)
+        self.k[:, :W] = rotate(k, slots.cos[:W], slots.sin[:W])
+        self.unrotated[:, :W] = k
+        self.v[:, :W] = v
+        # the slots that a block reads, (N, width + n, K) each, and that a token writes, (3, N, K)
+        spans = [slice(self.skip + t, W + min(t + BLOCK, T)) for t in range(0, T, BLOCK)]
+        self.block_slots = [(self.k[:, span], self.v[:, span]) for span in spans]
+        self.token_slots = buffers[:, :, W:].unbind(2)
+        # state of the backward
+        self.last_backward = 0  # the token whose backward ran last
+        self.grads = None  # gradients of the rotated keys and of the values, (2, N, S, K)
+        self.dk = self.dv = None  # views of its two halves
+        # gradients (2, N, T, K) of the new keys, not rotated, and values, from later blocks of a
+        # chunk (recompute.Block)
+        self.later_grads = None
+        # a group's rows (see `add`) that are not yet added to the slots before the group; in the
+        # Triton form [buffers, queries] (triton_kernels.AttendWindow)
+        self.pending = []
+
+    def angles(self) -> tuple[Tensor, Tensor]:
+        """Return cos and sin (K,) of the next token's position."""
+        return self.slots.angles[self.t]
+
+    def attend(self, q: Tensor, k: Tensor, unrotated: Tensor, v: Tensor) -> Tensor:
+        """Store the next token's keys and values, (B, C, K) each, attend from its queries (B, C M,
+        K), and return the attended values (E, B, H K)."""
+        t = self.t
+        self.t += 1
+        return WindowAttention.apply(self, t, q, k, unrotated, v)
+
+    def start_backward(self, t: int) -> None:
+        """Prepare the backward of token t. Tokens come in descending order: if t is not below the
+        previous token, a new backward starts, and its gradients start at zero."""
+        if t >= self.last_backward:
+            slots = self.slots
+            size = (2, *self.k.shape)
+            self.grads = torch.zeros(size, dtype=slots.wide, device=self.k.device)
+            self.dk, self.dv = self.grads.unbind(0)
+            if self.later_grads is not None:
+                dk, dv = self.later_grads
+                self.dk[:, slots.W :] = rotate(dk, slots.cos[slots.W :], slots.sin[slots.W :])
+                self.dv[:, slots.W :] = dv
+        self.last_backward = t
+
+    def add(self, first: int, end: int, offset: int, rows: tuple) -> None:
+        """Add to the gradients of slots first .. end - 1.
+
+        rows: for one or more tokens, queries (N, tokens * M, K), attention weights and gradients of
+        scores (N, tokens * M, slots), whose first column is slot `offset`, and gradients of
+        attended values (N, tokens * M, K)."""
+        q, p, ds, do = rows
+        columns = slice(first - offset, end - offset)
+        # not baddbmm_, which would go through the batch of a slice one by one
+        self.dk[:, first:end].add_(torch.bmm(ds[..., columns].mT, q))
+        self.dv[:, first:end].add_(torch.bmm(p[..., columns].mT, do))
+
+    def add_before_group(self, t: int, offset: int, rows: tuple) -> None:
+        """Add the rows of the group that starts with token t to the slots before the group."""
+        # no token of the group sees slot skip + t, so its weights are zero; a range of `width`
+        # slots keeps the products aligned
+        first = max(self.slots.first_with_grad, self.skip + t)
+        if first < self.slots.W + t:
+            self.add(first, self.slots.W + t, offset, rows)
+
+
+class WindowAttention(torch.autograd.Function):
+    """Attention of token t to its window. q (B, C M, K); k, unrotated and v (B, C, K)."""
+
+    @staticmethod
+    def forward(ctx, window, t, q, k, unrotated, v):
+        store(window.token_slots[t], k, unrotated, v)
+        keys, values = window.block_slots[t // BLOCK]  # (N, width + n, K)
+        q = q.reshape(len(keys), -1, keys.size(2))  # (N, M, K)
+        bias = window.slots.bias(t, window.width)
+        p = probabilities(torch.bmm(q, keys.mT), bias)  # (N, M, width + n)
+        ctx.window, ctx.t = window, t
+        ctx.save_for_backward(q, p)
+        return to_experts(torch.bmm(p, values), window.heads)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        window, t = ctx.window, ctx.t
+        slots, heads = window.slots, window.heads
+        q, p = ctx.saved_tensors
+        keys, values = window.block_slots[t // BLOCK]
+        window.start_backward(t)
+        do = to_cache_heads(grad, heads)  # (N, M, K)
+        ds = scores_backward(torch.bmm(do, values.mT), p, slots.wide)  # (N, M, width + n)
+        block, group, end = slots.group_of(t)
+        block += window.skip  # the first slot that the block reads
+        rows = (q, p, ds, do)
+        window.add(slots.W + group, slots.W + end, block, rows)
+        window.pending.append(rows)
+        if t == group:
+            rows = tuple(torch.cat(x, 1) for x in zip(*window.pending, strict=True))
+            window.add_before_group(t, block, rows)
+            window.pending.clear()
+        dq = torch.bmm(ds, keys).view(len(slots.count), -1, heads.K)
+        # complete: all tokens that see this slot have had their backward
+        grads = window.grads[:, :, slots.W + t].to(q.dtype)  # (2, N, K)
+        dk, dv = grads.view(2, -1, heads.C, heads.K).unbind(0)
+        return None, None, dq, dk, None, dv
+
+
 # ---- a chunk -----------------------------------------------------------------------------------
 
 
@@ -140,20 +334,17 @@ def run_tokens(
     rotated, and values (2, L, N, W, K). Returns the state after every token, (T, *s.shape), and the
     layers' windows."""
     T = len(z)
-    windows = [Window(slots, k, v) for k, v in kv.unbind(1)]  # one per layer
+    windows = [Window(slots, k, v, config.window) for k, v in kv.unbind(1)]  # one per layer
     if torch.is_grad_enabled():
-        linears = [x for w in layers for x in w if isinstance(x, DeferredLinear)]
-        linears = [x for x in linears if x.weight.requires_grad]
+        found = dict.fromkeys(x for w in layers for x in w if isinstance(x, DeferredLinear))
+        linears = [x for x in found if x.weight.requires_grad]
         z, s = EmitWeightGrads.apply(linears, z, s, *(x.weight for x in linears))
     # unbind's backward stacks the tokens' gradients; that of z[t] would add T tensors of z's size
     inputs = z.unbind(0)
     out = []
     weights_by_token = zip(*(per_token(w, T) for w in layers), strict=True)
     for t, weights in enumerate(weights_by_token):
-        if t % cache.BLOCK == 0:
-            slots.start_block(t)
-        cos, sin = slots.angles[t]
-        s = step(weights, s, inputs[t], cos, sin, windows, config)
+        s = step(weights, s, inputs[t], windows, config)
         out.append(s)
     return torch.stack(out), windows
 
@@ -164,233 +355,3 @@ def entries(windows: list[Window], first: int) -> Tensor:
     keys = torch.stack([window.unrotated[:, first:] for window in windows])
     values = torch.stack([window.v[:, first:] for window in windows])
     return torch.stack([keys, values])
-
-
-def recomputes(L: int, N: int, M: int, W: int, T: int, dtype: torch.dtype, device: str) -> bool:
-    """Return whether a training chunk of T tokens runs in blocks that are recomputed. device: 'cpu'
-    or 'cuda'."""
-    if device == 'cuda':
-        return L * T > WHOLE_GRAPH
-    attention_weights = L * N * M * T * (W + min(T, cache.BLOCK))
-    return attention_weights * dtype.itemsize > KEPT_BYTES
-
-
-def unroll(
-    z: Tensor,
-    state: tuple,
-    layers: list[LayerWeights],
-    heads: Heads,
-    config: object,
-    graphs: bool = False,
-) -> tuple[Tensor, tuple]:
-    """Run a chunk of the recurrent model.
-
-    z (T, B, D); state: (s, k, v, count) as in model.State, which gets no gradient; graphs: whether
-    to replay the blocks of a long chunk as CUDA graphs. Returns s after every token, (T,
-    *s.shape), and the new (s, k, v, count)."""
-    s, k, v, count = state
-    T = len(z)
-    L, B, C, W, K = k.shape
-    N = B * C
-    kv = torch.stack([x.reshape(L, N, W, K) for x in (k, v)]).to(layers[0].dtype)
-    long = recomputes(L, N, heads.M, W, T, layers[0].dtype, z.device.type)
-    replays = long and graphs and can_capture(z)
-    # without gradients there is nothing to recompute: blocks are then only for their graphs
-    recompute = long and torch.is_grad_enabled() and not capturing(z)
-    with torch.cuda.device_of(z):
-        if replays or recompute:
-            blocks = find_blocks(T, B, W, z, s, heads, layers, config, replays)
-            out, kv = Recompute.apply(blocks, z, s, kv, count, *tensors_of(layers))
-        else:
-            slots = Slots(T, W, count, heads, z.dtype, first_with_grad=W)
-            out, windows = run_tokens(z, s, kv, layers, slots, config)
-            kv = entries(windows, T)  # the last W
-    k, v = kv.view(2, L, B, C, W, K).unbind(0)
-    return out, (out[-1].detach().clone(), k, v, (count + T).clamp(max=W))
-
-
-# ---- blocks that run forward again before their backward, on fixed memory ----------------------
-
-_blocks: dict[tuple, 'Block'] = {}  # by sizes and settings; kept from chunk to chunk
-
-
-def release() -> None:
-    """Free the memory of all blocks."""
-    _blocks.clear()
-
-
-def tensors_of(layers: list[LayerWeights]) -> list[Tensor]:
-    """Return all weights of the layers as tensors, in order."""
-    fields = (x for w in layers for x in w if x is not None)
-    return [x.weight if isinstance(x, Linear) else x for x in fields]
-
-
-def with_tensors(layers: list[LayerWeights], tensors: list[Tensor]) -> list[LayerWeights]:
-    """Return a copy of `layers` with other weights: `tensors`, in the order of tensors_of. Linears
-    keep their class and dtype."""
-    remaining = iter(tensors)
-
-    def replace(x: Linear | Tensor | None) -> Linear | Tensor | None:
-        if x is None:
-            return None
-        tensor = next(remaining)
-        return type(x)(tensor, x.w.dtype) if isinstance(x, Linear) else tensor
-
-    return [LayerWeights(*(replace(x) for x in w)) for w in layers]
-
-
-def find_blocks(
-    T: int,
-    B: int,
-    W: int,
-    z: Tensor,
-    s: Tensor,
-    heads: Heads,
-    layers: list[LayerWeights],
-    config: object,
-    graphs: bool,
-) -> list[tuple[int, 'Block']]:
-    """Return the blocks of a chunk of T tokens as pairs (first token, block), with the weights of
-    `layers` loaded. Blocks of one length are the same object."""
-    tensors = tensors_of(layers)
-    classes = tuple(type(x) for w in layers for x in w)
-    shapes = tuple((x.shape, x.dtype) for x in tensors)
-    sizes = (B, W, s.shape, z.dtype, z.device, layers[0].dtype, heads, repr(config))
-    key = (sizes, classes, shapes, graphs, enabled_forms(), fused.enabled)
-    blocks = []
-    for t in range(0, T, cache.BLOCK):
-        n = min(cache.BLOCK, T - t)
-        if (key, n) not in _blocks:
-            _blocks[key, n] = Block(n, W, z, s, heads, layers, config, graphs)
-        blocks.append((t, _blocks[key, n]))
-    for block in {block for _, block in blocks}:
-        block.load(tensors)
-    return blocks
-
-
-class Block:
-    """Forward and backward of n tokens of a chunk. Inputs and weights are copied into memory that
-    never moves, because CUDA graphs read them there."""
-
-    @torch.inference_mode(False)
-    def __init__(
-        self,
-        n: int,
-        W: int,
-        z: Tensor,
-        s: Tensor,
-        heads: Heads,
-        layers: list[LayerWeights],
-        config: object,
-        graphs: bool,
-    ):
-        """Allocate memory for shapes, dtypes and device of z, s and layers; no value is read."""
-        L, dtype = len(layers), layers[0].dtype
-        _, B, D = z.shape
-        N, K = B * heads.C, heads.K
-        self.heads = heads
-        self.config = config
-        self.forms = enabled_forms()
-        self.graphs = {} if graphs else None
-        self.weights = [torch.zeros_like(x).requires_grad_() for x in tensors_of(layers)]
-        # `run` takes only the linears' classes and dtypes from these; tensors on 'meta' use no
-        # memory. They are detached, because a gradient node that outlives the eager calls would tie
-        # a captured backward to the stream of those calls.
-        self.layers = with_tensors(layers, [x.detach().to('meta') for x in self.weights])
-        self.z = z.new_zeros(n, B, D)
-        self.s = z.new_zeros(s.shape)
-        self.count = z.new_zeros(B, dtype=torch.int64)
-        self.kv = z.new_zeros(2, L, N, W, K, dtype=dtype)  # carried entries, keys not rotated
-        self.out_grad = z.new_zeros(n, *s.shape)
-        # gradients of this block's keys, not rotated, and values that come from later blocks
-        self.later_grads = z.new_zeros(2, L, N, n, K)
-
-    @torch.no_grad()
-    def load(self, weights: list[Tensor]) -> None:
-        """Copy weights, in the order of tensors_of, into this block."""
-        torch._foreach_copy_(self.weights, list(weights))
-
-    def fill(self, t: int, z: Tensor, s: Tensor, kv: Tensor, count: Tensor) -> None:
-        """Copy the chunk's tokens from t on, the state s before them and the W entries before them
-        into this block. kv: all entries of the chunk, (2, L, N, W + T, K); count: (B,), as at the
-        start of the chunk."""
-        self.z.copy_(z[t : t + len(self.z)])
-        self.s.copy_(s)
-        self.count.copy_(count + t)
-        self.kv.copy_(kv[:, :, :, t : t + self.kv.size(3)])
-
-    def run(self, z: Tensor, s: Tensor) -> tuple[Tensor, list[Window], Slots]:
-        """Call run_tokens on z and s with this block's weights, entries and Triton forms; return
-        its results and the slots."""
-        with using(self.forms):
-            layers = with_tensors(self.layers, self.weights)
-            W = self.kv.size(3)
-            slots = Slots(len(z), W, self.count, self.heads, z.dtype, first_with_grad=0)
-            out, windows = run_tokens(z, s, self.kv, layers, slots, self.config)
-            return out, windows, slots
-
-    @torch.no_grad()
-    def forward(self) -> tuple[Tensor, Tensor]:
-        """Return the state after every token, and this block's keys, not rotated, and values (2, L,
-        N, n, K)."""
-        out, windows, slots = self.run(self.z, self.s)
-        return out, entries(windows, slots.W)
-
-    @torch.enable_grad()
-    def backward(self) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """Return the gradients of z, s, the carried entries (2, L, N, W, K) and the weights."""
-        z = self.z.detach().requires_grad_()
-        s = self.s.detach().requires_grad_()
-        out, windows, slots = self.run(z, s)
-        for window, grads in zip(windows, self.later_grads.unbind(1), strict=True):
-            window.later_grads = grads
-        inputs = (z, s, *self.weights)
-        dz, ds, *grads = torch.autograd.grad(out, inputs, self.out_grad, materialize_grads=True)
-        W = slots.W
-        # slots hold rotated keys, blocks exchange unrotated ones: rotate their gradients back
-        cos, sin = slots.cos[:W], slots.sin[:W]
-        dk = torch.stack([rotate(window.dk[:, :W], cos, -sin) for window in windows])
-        dv = torch.stack([window.dv[:, :W] for window in windows])
-        return dz, ds, torch.stack([dk, dv]), grads
-
-
-class Recompute(torch.autograd.Function):
-    """Run a chunk in blocks. From z (T, B, D), s (B, ...) and the carried kv (2, L, N, W, K),
-    return the state after every token (T, B, ...) and the kv that the next chunk starts with."""
-
-    @staticmethod
-    def forward(ctx, blocks, z, s, kv, count, *weights):
-        T, W = len(z), kv.size(3)
-        out = s.new_empty(T, *s.shape)
-        kv = F.pad(kv, (0, 0, 0, T))  # (2, L, N, W + T, K)
-        for t, block in blocks:
-            end = t + len(block.z)
-            block.fill(t, z, out[t - 1] if t else s, kv, count)
-            states, new_entries = graphed(block.graphs, 'forward', block.forward)
-            out[t:end] = states
-            kv[:, :, :, W + t : W + end] = new_entries
-        ctx.blocks = blocks
-        ctx.save_for_backward(z, s, kv, count, out, *weights)
-        return out, kv[:, :, :, T:].clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, out_grad, _):
-        z, s, kv, count, out, *weights = ctx.saved_tensors
-        W = kv.size(3) - len(z)
-        dz = torch.empty_like(z)
-        ds = 0  # gradient of the state after a block, from later blocks
-        dkv = torch.zeros_like(kv, dtype=z.dtype)
-        totals = [torch.zeros_like(x) for x in weights]
-        for block in {block for _, block in ctx.blocks}:
-            block.load(weights)  # another model may have used the block since the forward
-        for t, block in reversed(ctx.blocks):
-            end = t + len(block.z)
-            block.fill(t, z, out[t - 1] if t else s, kv, count)
-            block.out_grad.copy_(out_grad[t:end])
-            block.out_grad[-1] += ds
-            block.later_grads.copy_(dkv[:, :, :, W + t : W + end])
-            dz[t:end], ds, carried, grads = graphed(block.graphs, 'backward', block.backward)
-            dkv[:, :, :, t : t + W] += carried
-            torch._foreach_add_(totals, grads)
-        return None, dz, None, None, None, *totals

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from small_runs import assert_refused
 
 import convlstm
-import kernels
+import graphs
 from convlstm import AgentConfig, ConvGLU, DeferredConv, build_agent, load_agent, normal
 
 EPS = 1e-6
@@ -267,11 +267,11 @@ def test_fused_functions_change_nothing(arch, recurrent, request, monkeypatch):
     Inductor also generates the code, which takes most of the time."""
     if not request.config.getoption('--long'):
         options = {'backend': 'aot_eager', 'fullgraph': True, 'dynamic': False}
-        trace = functools.cache(lambda f, pdl: torch.compile(f, **options))
-        monkeypatch.setattr(kernels, 'compiled', trace)
+        trace = functools.cache(lambda f: torch.compile(f, **options))
+        monkeypatch.setattr(graphs, 'compiled', trace)
     agent = make(arch, recurrent, L=1, E=2)
     eager = unroll(agent, *boards(T=3))
-    monkeypatch.setattr(kernels.fused, 'enabled', True)
+    monkeypatch.setattr(graphs.fused, 'enabled', True)
     assert_close(unroll(agent, *boards(T=3)), eager)
 
 

@@ -8,21 +8,22 @@ import sys
 import pytest
 import torch
 from processes import ROOT
-from small_runs import write_shards
+from small_runs import read_log, run_agent, run_lm, write_shards
 
 import bench
-import cache
-import kernels
-import train_lm
-import train_sokoban
+import forms
+import graphs
+import recompute
 import unroll
 from configurator import configure
 from model import GPT, ModelConfig, RecurrentGPT
+from run import load_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason='no CUDA device'),
 ]
+LOSSES = ('train_loss', 'val_loss')
 BF16 = 0.08  # relative error of a parameter's gradient by bf16 products; on a CPU 0.03
 
 
@@ -30,7 +31,7 @@ BF16 = 0.08  # relative error of a parameter's gradient by bf16 products; on a C
 def full_precision(monkeypatch):
     """Undo what the trainers switch on (TF32, compilation), and make cuDNN deterministic."""
     monkeypatch.setattr(torch.backends.cudnn, 'deterministic', True)
-    monkeypatch.setattr(kernels.fused, 'enabled', False)
+    monkeypatch.setattr(graphs.fused, 'enabled', False)
     torch.set_float32_matmul_precision('highest')
 
 
@@ -95,100 +96,72 @@ def test_trainers_on_one_gpu(tmp_path, commands):
 
 
 AGENT_GRAPHS = [
-    pytest.param('', marks=pytest.mark.smoke),
-    '--recurrent=False',
-    '--reuse=False --n_expert=2',
+    pytest.param({}, marks=pytest.mark.smoke),
+    {'recurrent': False},
+    {'reuse': False, 'n_expert': 2},
 ]
 
 
 @pytest.mark.parametrize('settings', AGENT_GRAPHS)
-def test_graphs_replay_what_runs_eagerly(tmp_path, settings):
-    """Six updates with CUDA graphs from the fourth on equal six without: episodes and weights."""
-    argv = """--split=generated --eval_split=generated --n_boxes=1 --n_levels=200 --n_embd=16
-        --n_layer=2 --dtype=float32 --total_steps=6400 --learning_rate=1e-3 --compile=False"""
-    argv = [*argv.split(), f'--out_dir={tmp_path}', *settings.split()]
-
-    def train_six(graphs):
-        config = configure(vars(train_sokoban), [*argv, f'--graphs={graphs}'], quiet=True)
-        run = train_sokoban.make_run(config)
-        torch.backends.cudnn.deterministic = True
-        torch.set_float32_matmul_precision('highest')
-        episodes, weights = [], []
-        for step in range(6):
-            run.step = step
-            episodes.append(train_sokoban.update(run, False)[1].clone())
-            weights.append(torch.nn.utils.parameters_to_vector(run.model.parameters()).detach())
-        return torch.stack(episodes), weights, run.graphs
-
-    episodes, weights, captured = train_six(True)
-    eager_episodes, eager_weights, none = train_six(False)
-    assert none is None and captured.keys() == {'rollout and backward', 'optimizer'}
-    assert all(graph is not None for _, graph, _ in captured.values())
-    assert torch.equal(episodes[:5], eager_episodes[:5])  # a later rounding could tip an action
-    for graphed, eager in zip(weights[:5], eager_weights[:5], strict=True):
-        torch.testing.assert_close(graphed, eager, rtol=1e-3, atol=2e-4)
-    assert (weights[4] - weights[3]).abs().max() > 1e-5  # a replay learns too
+def test_graphs_of_an_agent_replay_what_runs_eagerly(tmp_path, capsys, settings):
+    """Five updates with CUDA graphs from the fourth on equal five without: losses and episodes."""
+    logs = []
+    for graphs_ in (True, False):
+        out = tmp_path / str(graphs_)
+        options = {'device': 'cuda', 'graphs': graphs_, 'log_interval': 1, 'total_steps': 60}
+        assert run_agent(out, **options, **settings) == 0
+        logs.append([r for r in read_log(out) if 'loss' in r])
+    assert 'no CUDA graph' not in capsys.readouterr().out
+    assert len(logs[0]) == 5
+    for graphed, eager in zip(*logs, strict=True):
+        assert graphed == pytest.approx(eager, rel=2e-3, abs=1e-4, nan_ok=True)
 
 
 GRAPHS = [  # layers x tokens of the longest chunk that is one graph, settings
-    pytest.param(2048, '', marks=pytest.mark.smoke),
-    (2048, '--batch_size=4'),
-    (2048, '--recurrent=False --batch_size=4'),
-    (2048, '--aggregation=softmax_l2 --share_kv=False'),
-    (2048, '--compile=True'),
-    (2048, '--recurrent=False --compile=True'),
-    (0, ''),
-    (0, '--compile=True'),
+    pytest.param(2048, {}, marks=pytest.mark.smoke),
+    (2048, {'batch_size': 4}),
+    (2048, {'recurrent': False, 'batch_size': 4}),
+    (2048, {'aggregation': 'softmax_l2', 'share_kv': False}),
+    (2048, {'compile': True}),
+    (2048, {'recurrent': False, 'compile': True}),
+    (0, {}),
+    (0, {'compile': True}),
 ]
 
 
 @pytest.mark.parametrize('whole, settings', GRAPHS)
-def test_train_lm_graphs_replay_what_runs_eagerly(tmp_path, monkeypatch, whole, settings):
+def test_graphs_of_a_language_model_replay_what_runs_eagerly(
+    tmp_path, monkeypatch, capsys, whole, settings
+):
     """Eight updates with CUDA graphs from the fourth on equal eight without, in losses, and in
-    weights but for rounding, across shards and a validation. With whole = 0 the chunk is no graph:
+    weights but for rounding, across shards and validations. With whole = 0 the chunk is no graph:
     its blocks of 3 and 2 tokens are."""
     write_shards(tmp_path, val_000000=500, train_000001=8 * 25, train_000002=8 * 17)
-    monkeypatch.setattr(unroll, 'WHOLE_GRAPH', whole)
-    monkeypatch.setattr(cache, 'BLOCK', 3)
-    argv = """--tokenizer=bytes --n_expert=2 --n_embd=128 --window=12 --block_size=8 --val_streams=3
-        --tokens_per_step=64 --val_tokens=96 --dtype=float32 --compile=False --max_iters=8
-        --warmup_iters=3"""
-    argv = [*argv.split(), f'--data_dir={tmp_path}', *settings.split()]
-
-    def train_eight(graphs):
-        config = configure(vars(train_lm), [*argv, f'--graphs={graphs}'], quiet=True)
-        run = train_lm.make_run(config)
-        torch.set_float32_matmul_precision('highest')
-        initial = torch.nn.utils.parameters_to_vector(run.model.parameters()).detach()
-        train_lm.prepare(run)
-        losses = []
-        for _ in range(8):
-            losses.append(train_lm.train_update(run, train_lm.lr_at(run.step), False)[0])
-            run.step += 1
-            if run.step == 5:
-                losses.append(train_lm.evaluate(run)[0])
-        weights = torch.nn.utils.parameters_to_vector(run.model.parameters()).detach()
-        return losses, weights, (weights - initial).norm(), run.graphs
-
-    losses, weights, moved, captured = train_eight(True)
-    eager_losses, eager, _, none = train_eight(False)
-    assert none is None and ('chunk' in captured) == (whole > 0)
-    assert {'orthogonalize', 'apply'} <= captured.keys()
-    assert all(graph is not None for _, graph, _ in captured.values())
-    assert losses == pytest.approx(eager_losses, rel=2e-3)
-    assert (weights - eager).norm() < 0.02 * moved  # Muon's bf16 iteration amplifies roundings
+    monkeypatch.setattr(recompute, 'WHOLE_GRAPH', whole)
+    monkeypatch.setattr(unroll, 'BLOCK', 3)
+    losses, weights = [], []
+    for graphs_ in (True, False):
+        out = tmp_path / str(graphs_)
+        options = {'device': 'cuda', 'graphs': graphs_, 'n_embd': 128, **settings}
+        assert run_lm(tmp_path, out, **options) == 0
+        losses.append([r[name] for r in read_log(out) for name in LOSSES if name in r])
+        saved = load_checkpoint(out / 'last.pt')['model']
+        weights.append(torch.cat([x.flatten() for x in saved.values()]))
+    assert 'no CUDA graph' not in capsys.readouterr().out
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+    # Muon's bf16 iteration amplifies roundings
+    assert (weights[0] - weights[1]).norm() < 0.02 * weights[1].norm()
 
 
 # ---- Triton forms in training ----
 
 
-FORMS = [  # names of forms and ways to run, D
+FORMS = [  # names of forms, D
     ('', 192),
     ('attention', 192),
-    ('experts', 192),
+    ('experts', 384),
     ('loss', 192),
-    ('experts split pdl', 384),
-    ('attention experts pdl', 192),
+    ('attention experts loss', 192),
     ('attention experts blocks', 192),
 ]
 
@@ -199,34 +172,31 @@ def test_each_triton_form_in_bf16_against_float64(monkeypatch, names, D, aggrega
     """Three chunks of three blocks run with these forms, faster or not, and the rest compiled. With
     'blocks' the blocks are captured and replayed."""
     if names:
-        pytest.importorskip('triton')
-        kernels.triton_module()
-    if 'pdl' in names and torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip('programmatic dependent launch needs Hopper or later')
-    monkeypatch.setattr(cache, 'BLOCK', 10)
-    monkeypatch.setattr(unroll, 'WHOLE_GRAPH', 0 if 'blocks' in names else 2048)
+        pytest.importorskip('triton_kernels')  # registers the forms
+    monkeypatch.setattr(unroll, 'BLOCK', 10)
+    monkeypatch.setattr(recompute, 'WHOLE_GRAPH', 0 if 'blocks' in names else 2048)
     model, exact = make_models(24, 40, D, aggregation=aggregation, share_kv=share_kv)
     model.forms, model.graphs = frozenset(names.split()) - {'blocks'}, 'blocks' in names
     expected_state = state = None
     for x, y in torch.randint(512, (3, 2, 4, 24), device='cuda'):
-        kernels.fused.enabled = False
+        graphs.fused.enabled = False
         expected, expected_state = gradients(exact, x, y, expected_state)
-        kernels.fused.enabled = True
+        graphs.fused.enabled = True
         found, state = gradients(model, x, y, state, amp=True)
         assert_close(found, expected, BF16)
         assert all(t.isfinite().all() for t in state)
 
 
-def test_triton_forms_are_measured():
+@pytest.mark.parametrize('decoding', [False, True])
+def test_triton_forms_are_measured(decoding):
     """Each form is timed and agrees, unless a smaller GPU lacks shared memory."""
     pytest.importorskip('triton')
     config = ModelConfig(512, n_layer=1, n_expert=2, n_embd=384, window=128, block_size=16)
-    model, before = RecurrentGPT(config).cuda(), torch.cuda.get_rng_state()
-    kernels.fused.enabled = True
-    with torch.autocast('cuda', torch.bfloat16):
-        lines = model.choose_forms(64)
+    model, before = RecurrentGPT(config).cuda().train(not decoding), torch.cuda.get_rng_state()
+    graphs.fused.enabled = True
+    lines = forms.choose_forms(model, 64, torch.bfloat16)
     assert torch.equal(torch.cuda.get_rng_state(), before)
-    for name, line in zip(('attention', 'experts', 'loss'), lines, strict=False):
+    for name, line in zip(forms.FORMS, lines, strict=True):
         assert line.startswith(f'{name}: Triton form')
         assert 'largest error' in line or 'OutOfResources' in line, line
 
@@ -244,7 +214,7 @@ def test_flex_attention_equals_the_dense_mask():
     x = torch.randint(512, (4, 96), device='cuda')
     found = {}
     for compiled in (False, True):
-        kernels.fused.enabled = compiled
+        graphs.fused.enabled = compiled
         state, parts = model.init_state(4), []
         for part in x.split(32, 1):
             with torch.no_grad():
@@ -260,7 +230,7 @@ def test_flex_attention_equals_the_dense_mask():
 @pytest.mark.parametrize('refused', ['by CUDA', 'by an exception'])
 def test_training_continues_without_a_graph_that_cannot_be_captured(refused, capsys):
     """The function runs eagerly from then on, on the same stream, and other graphs are captured."""
-    stream, graphs = torch.cuda.current_stream(), {}
+    stream, captured = torch.cuda.current_stream(), {}
     w = torch.ones(8, device='cuda', requires_grad=True)
 
     def step(x):
@@ -274,10 +244,10 @@ def test_training_continues_without_a_graph_that_cannot_be_captured(refused, cap
 
     x = torch.arange(8.0, device='cuda')
     for calls in range(1, 7):
-        torch.testing.assert_close(kernels.graphed(graphs, 'step', step, x), calls * x)
-        assert torch.equal(kernels.graphed(graphs, 'double', lambda x: 2 * x, x), 2 * x)
+        torch.testing.assert_close(graphs.graphed(captured, 'step', step, x), calls * x)
+        assert torch.equal(graphs.graphed(captured, 'double', lambda x: 2 * x, x), 2 * x)
     assert capsys.readouterr().out.count("no CUDA graph of 'step': it runs eagerly, slower") == 1
-    assert graphs['step'][1] is None and graphs['double'][1] is not None
+    assert captured['step'][1] is None and captured['double'][1] is not None
     assert torch.cuda.current_stream() == stream
 
 

@@ -28,10 +28,10 @@ def hacks_in_short(names, short):
 
 
 def run_modes(folder, group, settings, *options):
-    """Run tests/hacks/run.py with the modules in `folder`, for all modes of a group: models, agents
+    """Run tests/hacks/check.py with the modules in `folder`, for all modes of a group: models, agents
     or triton; return what it prints."""
     paths = os.pathsep.join([str(folder), str(ROOT / 'tests')])
-    command = [ROOT / 'tests/hacks/run.py', *options, group, repr(settings)]
+    command = [ROOT / 'tests/hacks/check.py', *options, group, repr(settings)]
     done = processes.run(command, cwd=folder, env=os.environ | {'PYTHONPATH': paths})
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     assert done.stdout.endswith('all modes agree\n'), done.stdout
@@ -52,7 +52,7 @@ def copy_and_patch(hack, folder):
 
 @pytest.mark.parametrize('hack', hacks_in_short(HACKS, SHORT))
 def test_every_mode_follows_a_hack(tmp_path, hack, request):
-    """run.py prints the losses of the plain mode first, and the patch changes them. Without --long
+    """check.py prints the losses of the plain mode first, and the patch changes them. Without --long
     Inductor compiles nothing."""
     options = ['--inductor'] if request.config.getoption('--long') else []
     group = 'agents' if 'convlstm' in hack else 'models'

@@ -16,10 +16,12 @@ from torch._dynamo.testing import CompileCounter
 from reference import V, always_zero, assert_close, assert_same_gradients, assert_same_state
 from reference import gradients, make, tokens
 
-import cache
+import forms
+import graphs
 import kernels
 import layer
 import model as model_file
+import recompute
 import unroll
 from model import AGGREGATIONS, GPT, ModelConfig, RecurrentGPT, State, build_model
 
@@ -36,9 +38,9 @@ needs_compiler = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def default_mode(monkeypatch):
-    monkeypatch.setattr(unroll, 'KEPT_BYTES', unroll.KEPT_BYTES)  # compare() sets it
-    monkeypatch.setattr(kernels.fused, 'enabled', False)
-    unroll.release()
+    monkeypatch.setattr(recompute, 'KEPT_BYTES', recompute.KEPT_BYTES)  # compare() sets it
+    monkeypatch.setattr(graphs.fused, 'enabled', False)
+    recompute.release()
 
 
 # ---- every mode equals the reference ----
@@ -55,7 +57,7 @@ MODES = {
 
 
 def set_mode(model, mode):
-    model.config.mode, kernels.fused.enabled, model.graphs, unroll.KEPT_BYTES = MODES[mode]
+    model.config.mode, graphs.fused.enabled, model.graphs, recompute.KEPT_BYTES = MODES[mode]
 
 
 def reset(state, row):
@@ -106,7 +108,7 @@ def compare(model, T, chunks, reset_before, modes, rtol=1e-9, evaluate=True, car
 
 
 def fake_graphed(graphs, name, function):
-    """Stand in for kernels.graphed without CUDA: from the second call on, repeat that call."""
+    """Stand in for graphs.graphed without CUDA: from the second call on, repeat that call."""
     if graphs is None:
         return function()
     calls, captured = graphs.get(name, (0, None))
@@ -169,11 +171,11 @@ def test_recurrent_is_the_reference(monkeypatch, case):
     """The cases cover all modes, aggregations and sizes, with a shared cache and with one per
     expert. Blocks have 3 tokens, and dK and dV are computed in groups of 2. In the mode `graphs`
     what was captured once is replayed with other weights and inputs."""
-    monkeypatch.setattr(cache, 'BLOCK', 3)
-    monkeypatch.setattr(cache, 'GROUP', 2)
-    monkeypatch.setattr(kernels, 'compiled', lambda f, pdl: f)
-    monkeypatch.setattr(unroll, 'graphed', fake_graphed)
-    monkeypatch.setattr(unroll, 'can_capture', lambda x: True)
+    monkeypatch.setattr(unroll, 'BLOCK', 3)
+    monkeypatch.setattr(unroll, 'GROUP', 2)
+    monkeypatch.setattr(graphs, 'compiled', lambda f: f)
+    monkeypatch.setattr(recompute, 'graphed', fake_graphed)
+    monkeypatch.setattr(recompute, 'can_capture', lambda x: True)
     model = make(
         RecurrentGPT,
         n_layer=case.L,
@@ -184,11 +186,13 @@ def test_recurrent_is_the_reference(monkeypatch, case):
         share_kv=case.share_kv,
     )
     compare(model, case.T, case.chunks, case.reset, MODES)
-    graphs = [block.graphs for block in unroll._blocks.values() if block.graphs is not None]
-    functions = [captured for one in graphs for _, captured in one.values()]
+    captures = [block.graphs for block in recompute._blocks.values() if block.graphs is not None]
+    functions = [captured for one in captures for _, captured in one.values()]
     assert None not in functions and len(functions) >= 2
-    for block in unroll._blocks.values():  # a kept gradient node would bind captures to its stream
-        assert not any(x.requires_grad for x in unroll.tensors_of(block.layers))
+    for (
+        block
+    ) in recompute._blocks.values():  # a kept gradient node would bind captures to its stream
+        assert not any(x.requires_grad for x in recompute.tensors_of(block.layers))
 
 
 @pytest.mark.parametrize(
@@ -260,10 +264,10 @@ def test_compiled_by_inductor_is_the_reference(model_type):
 
 def test_gpt_compiles_one_layer_for_all(monkeypatch):
     counter = CompileCounter()
-    compile_once = functools.cache(lambda f, pdl: torch.compile(f, backend=counter, dynamic=False))
-    monkeypatch.setattr(kernels, 'compiled', compile_once)
+    compile_once = functools.cache(lambda f: torch.compile(f, backend=counter, dynamic=False))
+    monkeypatch.setattr(graphs, 'compiled', compile_once)
     model = make(GPT, 0, torch.float32, n_layer=3)
-    kernels.fused.enabled = True
+    graphs.fused.enabled = True
     s, _ = model.hidden(model.embedding[tokens(2, 5)], None)
     s.sum().backward()
     assert counter.frame_count == 1
@@ -303,14 +307,14 @@ def test_gpt_of_eight_layers_and_experts_in_bf16(residual):
 @pytest.mark.parametrize('by_products', [True, False])
 def test_causal_attention_in_bf16(monkeypatch, by_products):
     """CPUs on which bfloat16 is fast run plain products, others the fused kernel."""
-    monkeypatch.setattr(cache, 'CPU_BF16_IS_FAST', by_products)
+    monkeypatch.setattr(model_file, 'CPU_BF16_IS_FAST', by_products)
     rng = torch.Generator().manual_seed(0)
     q = torch.randn(2, 6, 5, 4, generator=rng).bfloat16()  # (B, A, T, K)
     k, v = torch.randn(2, 2, 3, 5, 4, generator=rng).bfloat16()  # (B, C, S, K) each
     scores = q.double() @ k.double().repeat_interleave(2, 1).mT
     scores += torch.full((5, 5), -math.inf).triu(1)
     expected = scores.softmax(-1) @ v.double().repeat_interleave(2, 1)
-    assert_close(cache.attention(q, k, v, None).double(), expected, rtol=0.1)
+    assert_close(model_file.attention(q, k, v, None).double(), expected, rtol=0.1)
 
 
 # ---- chunks, caches, the state ----
@@ -395,7 +399,7 @@ def test_a_trial_of_forms_takes_a_parameter_that_nothing_uses():
             self.unused = torch.nn.Parameter(torch.ones(3))
 
     model = make(Hacked, n_layer=1)
-    results = model.trial(2)(True)  # the loss, s, keys, values, and all gradients
+    results = forms.make_trial(model, 2)(True)  # the loss, s, keys, values, and all gradients
     assert len(results) == 4 + len(list(model.parameters()))
 
 
@@ -477,7 +481,7 @@ def test_forward_without_gradients(monkeypatch):
 def test_a_chunk_is_freed_without_the_garbage_collector(monkeypatch, backward):
     """A chunk with reference cycles would stay alive: chunks would pile up, and the capture of a
     CUDA graph would meet the nodes of an earlier one."""
-    monkeypatch.setattr(cache, 'BLOCK', 3)
+    monkeypatch.setattr(unroll, 'BLOCK', 3)
     model, x, alive = make(RecurrentGPT), tokens(2, 7), []
     gc.collect()
     gc.disable()
@@ -487,7 +491,7 @@ def test_a_chunk_is_freed_without_the_garbage_collector(monkeypatch, backward):
             if backward:
                 loss.backward()
             del loss
-            live = unroll.DeferredLinear | cache.Window
+            live = unroll.DeferredLinear | unroll.Window
             alive.append(sum(isinstance(found, live) for found in gc.get_objects()))
     finally:
         gc.enable()

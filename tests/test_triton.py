@@ -6,6 +6,8 @@ imports triton. test_gpu.py runs them in bf16. `python tests/test_triton.py 8,12
 each kernel takes of an H100.
 """
 
+import ast
+import itertools
 import math
 import os
 import re
@@ -26,13 +28,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / 'tests')]
 from reference import assert_close, make  # noqa: E402
 from test_model import compare, default_mode  # noqa: E402, F401  a fixture
 
-import cache  # noqa: E402
+import decode  # noqa: E402
+import forms  # noqa: E402
+import graphs  # noqa: E402
 import kernels  # noqa: E402
 import layer  # noqa: E402
 import model as model_file  # noqa: E402
 import triton_kernels as tk  # noqa: E402
 import unroll  # noqa: E402
-from decode import Decoder  # noqa: E402
 
 triton_version = [int(part) for part in triton.__version__.split('.')[:2]]
 interpreted = pytest.mark.skipif(
@@ -84,8 +87,8 @@ class Case(NamedTuple):
     W: int = 5  # window
     B: int = 2  # streams
     T: int = 4  # tokens per chunk
-    block: int = 3  # cache.BLOCK
-    group: int = 2  # cache.GROUP
+    block: int = 3  # unroll.BLOCK
+    group: int = 2  # unroll.GROUP
     aggregation: str = 'sqrt_sum'
     share_kv: bool = True
 
@@ -94,7 +97,7 @@ BOTH = ('attention', 'experts')
 CASES = [
     Case(BOTH, E=3),
     Case(BOTH, E=3, aggregation='softmax_l2', share_kv=False),
-    Case(('experts', 'split'), E=1, K=64, W=3, T=2, block=2, group=4),
+    Case(('experts',), E=1, K=64, W=3, T=2, block=2, group=4),
     Case(('attention',), E=1, K=10, W=70, T=3, group=4, aggregation='softmax_mean'),
     Case(BOTH, G=2, R=1, K=34, W=1, B=1, block=5, aggregation='mean'),
     Case(('attention',), R=3, K=96, W=37, T=2, group=4, share_kv=False),
@@ -114,8 +117,8 @@ ALL_CASES = [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in LO
 def test_unroll_is_the_reference(monkeypatch, calls, case):
     """The cases have empty, full and partly filled windows, all layouts of heads, and forms alone
     and together."""
-    monkeypatch.setattr(cache, 'BLOCK', case.block)
-    monkeypatch.setattr(cache, 'GROUP', case.group)
+    monkeypatch.setattr(unroll, 'BLOCK', case.block)
+    monkeypatch.setattr(unroll, 'GROUP', case.group)
     model = make(
         model_file.RecurrentGPT,
         7,
@@ -146,44 +149,74 @@ def test_unroll_is_the_reference(monkeypatch, calls, case):
 SMALL = {'n_embd': 24, 'n_head': 2, 'n_kv_head': 1, 'n_expert': 2}
 
 
-def clock():
-    """Return a stand-in for cuda_seconds: every run is faster than the one before."""
-    times = iter(range(1000, 0, -1))
-    return lambda run: (run(), next(times))[1]
+@pytest.fixture
+def clock(monkeypatch):
+    """Let every run seem faster than the one before, so that each form that agrees is chosen."""
+    times = (0.9**i for i in itertools.count())
+    monkeypatch.setattr(forms, 'cuda_seconds', lambda run: (run(), next(times))[1])
 
 
 @interpreted
-def test_forms_agree_in_the_trials_and_one_that_is_off_by_10_percent_is_not_used(monkeypatch):
-    monkeypatch.setattr(cache, 'GROUP', 2)
-    monkeypatch.setattr(model_file, 'GROUP', 2)
+@pytest.mark.parametrize('decoding', [False, True])
+def test_forms_agree_in_the_trial_and_one_that_is_off_by_10_percent_is_not_used(
+    clock, monkeypatch, decoding
+):
+    """Of a training chunk, or of a token that is decoded, which has no loss."""
+    monkeypatch.setattr(unroll, 'GROUP', 2)
+    monkeypatch.setattr(forms, 'GROUP', 2)
     changes = {'n_layer': 1, 'share_kv': False, 'aggregation': 'softmax_l2'}
     model = make(model_file.RecurrentGPT, dtype=torch.float32, **SMALL, **changes)
-    for trial, names in (
-        (lambda: model.trial(2), ('attention', 'experts', 'loss')),
-        (Decoder(model, 2).trial, ('attention', 'experts')),
-    ):
-        assert kernels.choose_forms((*names, 'split'), trial, clock())[0] == {*names, 'split'}
+    model.train(not decoding)
+
+    def chosen():
+        return forms.choose(lambda: forms.make_trial(model, 2), names)
+
+    names = ('attention', 'experts') if decoding else ('attention', 'experts', 'loss')
+    assert chosen()[0] == set(names)
     for name in ('attention', 'experts'):
-        form = kernels.forms[name]
-        monkeypatch.setattr(form, 'triton', lambda *args, f=form.triton: 1.1 * f(*args))
-    names = ('attention', 'experts', 'loss')
-    chosen, lines = kernels.choose_forms(names, lambda: model.trial(2), clock())
-    assert chosen == {'loss'}, lines
+        form, suits = graphs.registered[name]
+        off = (lambda *args, f=form: 1.1 * f(*args)), suits
+        monkeypatch.setitem(graphs.registered, name, off)
+    found, lines = chosen()
+    assert found == set(names) - {'attention', 'experts'}, lines
 
 
-def test_forms_are_those_of_the_source():
+def test_forms_are_those_of_the_code():
     """A failure means that a function which a form replaces was edited: see
     triton_kernels.REPLACES."""
-    found = {name: kernels.source_hash(functions) for name, functions in tk.REPLACES.items()}
-    assert found == tk.SOURCES
+    assert {name: graphs.code_hash(functions) for name, functions in tk.REPLACES.items()} == tk.CODE
 
 
-def test_a_form_stands_in_only_for_the_source_it_was_written_for():
-    form, plain = kernels.Form(), lambda x: x + 1
-    form.register(plain, lambda x: True, replaces=(layer.norm,), source='0' * 16)
-    assert form.triton is None and 'edited' in form.problem
-    form.register(plain, lambda x: True, (layer.norm,), kernels.source_hash((layer.norm,)))
-    assert form.triton is plain
+def test_a_form_stands_in_only_for_the_code_it_was_written_for(monkeypatch):
+    monkeypatch.setattr(graphs, 'registered', {})
+    functions = (layer.norm, unroll.WindowAttention)
+    graphs.register('x', abs, abs, functions, '0' * 16)
+    assert not graphs.registered
+    graphs.register('x', abs, abs, functions, graphs.code_hash(functions))
+    assert graphs.registered == {'x': (abs, abs)}
+
+
+FUNCTION = """@fused
+def f(x: Tensor) -> Tensor:
+    '''Return x + 1.'''
+    return x + 1
+"""
+EDITS = [  # what is replaced, by what, whether the code is another
+    ('    return', '    # why\n\n    return', False),
+    ('Return x + 1.', 'Add one.', False),
+    ('x + 1\n', '(x\n            + 1)  # one\n', False),
+    ('x + 1\n', 'x + 2\n', True),
+    ('x + 1\n', 'x - 1\n', True),
+    ('@fused\n', '', True),
+]
+
+
+@pytest.mark.parametrize('old, new, is_another', EDITS)
+def test_comments_docstrings_and_layout_do_not_turn_a_form_off(old, new, is_another):
+    before, after = (
+        graphs.syntax_tree(ast.parse(text)) for text in (FUNCTION, FUNCTION.replace(old, new))
+    )
+    assert (before != after) == is_another
 
 
 # ---- loss ----
@@ -244,20 +277,18 @@ def report(cells):
             config = model_file.ModelConfig(n_expert=E, n_layer=1, window=W)
             model = model_file.RecurrentGPT(config)
             heads, bf16 = model.heads, torch.bfloat16
-            position = cache.RingPosition(B, W, heads.K, torch.float32, torch.device('meta'))
-            for ways in ((), ('pdl',), ('split', 'pdl')):
-                with kernels.using({'attention', 'experts', *ways}), torch.enable_grad():
-                    weights = model.layers[0].weights(B, bf16, unroll.DeferredLinear)
-                    slots = cache.Slots(9, W, torch.zeros(B).long(), heads, torch.float32, W)
-                    kv = torch.empty(2, B * heads.C, W, heads.K, dtype=bf16)
-                    window, s = cache.Window(slots, *kv), torch.empty(B, 768, requires_grad=True)
-                    slots.start_block(0)
-                    for angles in slots.angles:
-                        s = layer.layer(weights, s, s.detach(), *angles, window, config)
-                    s.sum().backward()
-                    rows = (model.layers[0].merged_qkv().size(0),)
-                    ring = cache.Ring(position, heads, *kv)
-                    tk.attend(torch.empty(B, *rows, dtype=bf16), None, None, ring)
+            position = decode.RingPosition(B, [W], heads.K, torch.float32, torch.device('meta'))
+            with graphs.using({'attention', 'experts'}), torch.enable_grad():
+                (weights,) = model.layer_weights(B, bf16, unroll.DeferredLinear)
+                slots = unroll.Slots(9, W, torch.zeros(B).long(), heads, torch.float32, W)
+                kv = torch.empty(2, B * heads.C, W, heads.K, dtype=bf16)
+                window, s = unroll.Window(slots, *kv, W), torch.empty(B, 768, requires_grad=True)
+                for _ in slots.angles:
+                    s = layer.layer(weights, s, s.detach(), window, config)
+                s.sum().backward()
+                rows = (model.layers[0].merged_qkv().size(0),)
+                ring = decode.Ring(position, heads, *kv, W)
+                tk.attend(torch.empty(B, *rows, dtype=bf16), ring)
         for dtype in (torch.bfloat16, torch.float32):
             logits, target = torch.empty(333, 50304, dtype=dtype), torch.empty(333).long()
             tk.cross_entropy(logits, target, 0.1)
@@ -277,20 +308,27 @@ def test_kernels_compile_for_an_h100_in_a_process():
 EXACT = torch.tensor([1.0, 2.0, 3.0])
 
 
-def choose(results, seconds, names=('form',)):
-    """Choose among forms by trials that return results[names in use], or raise them. The results
-    without a form are 0.1% off."""
-    results = {frozenset(): EXACT * 1.001, **results}
+@pytest.fixture
+def choose(monkeypatch):
+    """Return a function that chooses among forms by trials that return results[names in use], or
+    raise them. The results without a form are 0.1% off."""
 
-    def trial(exact):
-        result = EXACT if exact else results[kernels.enabled_forms()]
-        if isinstance(result, Exception):
-            raise result
-        return [result]
+    def choose(results, seconds, names=('form',)):
+        results = {frozenset(): EXACT * 1.001, **results}
 
-    return kernels.choose_forms(
-        names, lambda: trial, lambda run: (run(), seconds[kernels.enabled_forms()])[1]
-    )
+        def trial(exact):
+            result = EXACT if exact else results[graphs.enabled_forms()]
+            if isinstance(result, Exception):
+                raise result
+            return [result]
+
+        monkeypatch.setattr(
+            forms, 'cuda_seconds', lambda run: (run(), seconds[graphs.enabled_forms()])[1]
+        )
+        monkeypatch.setattr(forms, 'registered', dict.fromkeys(names))
+        return forms.choose(lambda: trial, names)
+
+    return choose
 
 
 NONE, FORM = frozenset(), frozenset({'form'})
@@ -307,31 +345,37 @@ CHOICES = [  # result of the form, seconds, whether it is used, part of the line
 
 
 @pytest.mark.parametrize('result, seconds, used, text', CHOICES, ids=str)
-def test_forms_that_agree_and_are_faster_are_used(result, seconds, used, text):
+def test_forms_that_agree_and_are_faster_are_used(choose, result, seconds, used, text):
     chosen, (line,) = choose({FORM: result}, seconds)
     assert chosen == (FORM if used else NONE) and text in line
 
 
-def test_a_model_that_cannot_be_tried_keeps_its_functions():
+def test_a_model_that_cannot_be_tried_keeps_its_functions(choose):
     chosen, (line,) = choose({NONE: RuntimeError('no gradient')}, FASTER)
     assert chosen == NONE and line == 'Triton forms not used: RuntimeError: no gradient'
 
 
-def test_without_a_function_that_triton_kernels_replaces_no_form_is_used(monkeypatch):
-    def triton_module():
-        raise AttributeError("module 'layer' has no attribute 'activation'")
-
-    monkeypatch.setattr(kernels, 'triton_module', triton_module)
+def test_if_triton_kernels_cannot_be_imported_no_form_is_used(choose, monkeypatch):
+    """As after a hack that renames a function which a form replaces."""
+    monkeypatch.setitem(sys.modules, 'triton_kernels', None)
     chosen, (line,) = choose({FORM: EXACT}, FASTER)
-    assert chosen == NONE and line.startswith('Triton forms not used: AttributeError: module')
+    assert chosen == NONE and line.startswith('Triton forms not used: ModuleNotFoundError')
 
 
-def test_no_form_is_used_where_the_functions_return_nan():
+def test_a_form_whose_functions_were_edited_is_not_tried(monkeypatch):
+    monkeypatch.setattr(forms, 'registered', {})
+    monkeypatch.setattr(forms, 'cuda_seconds', lambda run: 1.0)
+    chosen, (line,) = forms.choose(lambda: lambda exact: [EXACT], ('experts',))
+    assert chosen == NONE
+    assert line == 'experts: Triton form not used: a function that it replaces was edited'
+
+
+def test_no_form_is_used_where_the_functions_return_nan(choose):
     chosen, _ = choose({NONE: EXACT * math.nan, FORM: EXACT}, FASTER)
     assert chosen == NONE
 
 
-def test_forms_are_tried_beside_those_chosen_before():
+def test_forms_are_tried_beside_those_chosen_before(choose):
     both = frozenset({'form', 'second'})
     results = {FORM: EXACT, both: EXACT}
     chosen, _ = choose(results, {NONE: 3.0, FORM: 2.0, both: 1.0}, ('form', 'second'))

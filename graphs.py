@@ -1,0 +1,194 @@
+"""Three ways to run the same function faster: compiled (`fused`), as a hand-written Triton form
+(`has_triton_form`), and as a CUDA graph (`graphed`). Each falls back to the function itself."""
+
+import ast
+import contextlib
+import functools
+import hashlib
+import inspect
+import os
+import textwrap
+from collections.abc import Callable, Iterator
+
+from configurator import first_line
+
+import torch
+from torch import Tensor
+
+# ---- compiled functions ------------------------------------------------------------------------
+
+
+@functools.cache
+def compiled(f: Callable) -> Callable:
+    """Return f compiled, separately for each set of argument shapes."""
+    name = 'TORCHINDUCTOR_CACHE_DIR'
+    capability = os.environ.get('ATEN_CPU_CAPABILITY')
+    if capability and name not in os.environ:
+        from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # slow to import
+
+        # Inductor's cache would hand kernels for AVX-512 to a process limited to AVX2, which
+        # compute NaN or crash. So a limited process has a cache of its own.
+        os.environ[name] = f'{default_cache_dir()}_{capability}'
+    torch._dynamo.config.recompile_limit = 256  # beyond the limit, a function would run eagerly
+    torch._dynamo.config.accumulated_recompile_limit = 4096
+    return torch.compile(f, dynamic=False)
+
+
+def fused(f: Callable) -> Callable:
+    """Decorate a function of tensors: while `fused.enabled`, calls run it compiled, as about one
+    kernel in the forward and one in the backward; otherwise unchanged. This is the only switch for
+    compilation."""
+
+    @functools.wraps(f)
+    def call(*args):
+        if fused.enabled and not torch.compiler.is_compiling():
+            return compiled(f)(*args)
+        return f(*args)
+
+    return call
+
+
+fused.enabled = False
+
+
+# ---- Triton forms ------------------------------------------------------------------------------
+# A function decorated with @has_triton_form may be replaced by its Triton form, a function of the
+# same arguments in triton_kernels.py. The form runs only where it is enabled (`using`), where it
+# suits the arguments, and while the code of every function that it replaces is the code it was
+# written for. forms.py picks forms that agree in values and gradients, and are faster.
+
+registered: dict[str, tuple] = {}  # name: (form, suits)
+_enabled: list[frozenset] = [frozenset()]
+
+
+def has_triton_form(name: str) -> Callable:
+    """Decorate a function for which triton_kernels.py may register a form of this name."""
+
+    def decorate(function):
+        @functools.wraps(function)
+        def call(*args):
+            if name in _enabled[-1] and name in registered and not torch.compiler.is_compiling():
+                form, suits = registered[name]
+                if suits(*args):
+                    return form(*args)
+            return function(*args)
+
+        return call
+
+    return decorate
+
+
+def register(name: str, form: Callable, suits: Callable, replaces: tuple, code: str) -> None:
+    """Register a Triton form, unless the code of a function that it replaces has changed.
+
+    form: called instead of the function; suits(*args): whether it can run on these arguments;
+    replaces: all functions whose work it does; code: code_hash(replaces) when it was written."""
+    if code_hash(replaces) == code:
+        registered[name] = form, suits
+
+
+def code_hash(functions: tuple) -> str:
+    """Return a hash of the syntax trees of functions or classes, without their docstrings. Comments
+    and layout do not change it."""
+    trees = [syntax_tree(ast.parse(textwrap.dedent(inspect.getsource(f)))) for f in functions]
+    return hashlib.sha256('\n'.join(trees).encode()).hexdigest()[:16]
+
+
+def syntax_tree(node: object) -> str:
+    """Return ast.dump of a tree without empty fields, which differ from one Python to the next, and
+    without docstrings."""
+    if isinstance(node, list):
+        return ' '.join(map(syntax_tree, node))
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = dict(ast.iter_fields(node))
+    if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
+        fields['body'] = node.body[1:]
+    dumps = [f'{name}={syntax_tree(x)}' for name, x in fields.items() if x not in (None, [])]
+    return f'{type(node).__name__}({" ".join(dumps)})'
+
+
+def enabled_forms() -> frozenset:
+    """Return the names that the innermost `using` has enabled."""
+    return _enabled[-1]
+
+
+@contextlib.contextmanager
+def using(names: frozenset) -> Iterator[None]:
+    """Enable the forms of these names, and no others, within a with statement."""
+    _enabled.append(frozenset(names))
+    try:
+        yield
+    finally:
+        _enabled.pop()
+
+
+# ---- CUDA graphs -------------------------------------------------------------------------------
+
+
+def graphed(
+    graphs: dict | None,
+    name: str,
+    function: Callable,
+    *args: object,
+    generator: torch.Generator | None = None,
+) -> object:
+    """Call function(*args) as a CUDA graph; with graphs = None, just call it.
+
+    The first three calls run eagerly. The fourth captures the graph; it and all later calls replay
+    it: arguments are read from, and results lie in, the same memory every time. If the capture
+    fails, the reason is printed, and all calls run eagerly.
+
+    graphs: a dict that holds graphs by name; they share memory, so that one may read another's
+    activations, and must always be called in the same order. generator: the random number generator
+    of `function`, unless that is torch's default. No caller may keep the loss of an eager call
+    alive: its autograd nodes belong to another stream."""
+    if graphs is None:
+        return function(*args)
+    calls, graph, result = graphs.get(name, (0, None, None))  # calls: the eager ones
+    if graph is None and calls == 3:
+        pool = next((g.pool() for _, g, _ in graphs.values() if g is not None), None)
+        graph, result = capture(name, function, args, pool, generator)
+        graphs[name] = calls, graph, result
+    if graph is None:  # one of the first calls, or the capture failed
+        result = function(*args)
+        graphs[name] = calls + 1, None, None
+        return result
+    graph.replay()
+    return result
+
+
+def capture(
+    name: str,
+    function: Callable,
+    args: tuple,
+    pool: tuple | None,
+    generator: torch.Generator | None,
+) -> tuple[torch.cuda.CUDAGraph | None, object]:
+    """Capture function(*args). Return the graph, and the result that each replay overwrites; if the
+    capture fails, print why and return (None, None). pool: the memory of other graphs to share."""
+    graph = torch.cuda.CUDAGraph()
+    if generator is not None:
+        graph.register_generator_state(generator)
+    try:
+        # After an error the stream of the capture would stay the current one: the outer block sets
+        # it back. thread_local: other threads load data meanwhile.
+        with torch.cuda.stream(torch.cuda.current_stream()):
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode='thread_local'):
+                result = function(*args)
+    except RuntimeError as error:
+        cause = first_line(error.__context__ or error)
+        rank = f'rank {os.environ["RANK"]}: ' if os.environ.get('RANK', '0') != '0' else ''
+        print(f'{rank}no CUDA graph of {name!r}: it runs eagerly, slower ({cause})', flush=True)
+        return None, None
+    return graph, result
+
+
+def capturing(x: Tensor) -> bool:
+    """Return whether work on x is now captured into a CUDA graph rather than run."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def can_capture(x: Tensor) -> bool:
+    """Return whether a CUDA graph can be captured now: x is on a GPU, and no capture is running."""
+    return x.is_cuda and not capturing(x)
