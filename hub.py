@@ -266,24 +266,25 @@ class PublishedModel(
     def load_export(cls, folder: Path, device: str = 'cpu') -> Self:
         """Return the model of an export, in fp32 and in evaluation mode. Raises Mistake, which
         names the file, if one is missing or damaged, or if the model is of another class."""
-        path = os.path.join(folder, CONFIG)
+        path, weights = pathlib.Path(folder, CONFIG), pathlib.Path(folder, WEIGHTS)
         try:
             with open(path, encoding='utf-8') as file, restoring(path):
-                about = json.load(file)
+                model = cls.rebuild(json.load(file))
         except OSError as error:
             raise Mistake(f'{path}: cannot be read: {error.strerror}') from None
-        path = os.path.join(folder, WEIGHTS)
-        return cls.from_weights(about, read_tensors(path, device), path).to(device).eval()
+        load_weights(model, read_tensors(weights, device), weights)
+        return model.to(device).eval()
 
     @classmethod
-    def from_weights(cls, about: dict, weights: dict, path: Path) -> Self:
-        """Return the model for the entries of a config.json and its weights, in fp32. Raises
-        Mistake, which names the file `path`."""
-        with restoring(path):
+    def rebuild(cls, about: dict) -> Self:
+        """Return the model that the entries of a config.json describe, with initial weights. Raises
+        KeyError, TypeError or ValueError if they describe none of this class."""
+        try:
             model = cls.build(about)
-            if not isinstance(model, cls):
-                raise ValueError(f'a {type(model).__name__}, not a {cls.__name__}')
-        load_weights(model, weights, path)
+        except Mistake as error:  # not in what the user has typed: the caller names the file
+            raise ValueError(error) from None
+        if not isinstance(model, cls):
+            raise ValueError(f'a {type(model).__name__}, not a {cls.__name__}')
         model.about = about
         return model
 
@@ -297,8 +298,9 @@ class PublishedModel(
         saved, path = load_last(folder)
         with restoring(path):
             settings = {'settings': saved['config'], 'command': saved['about']['command']}
-            about = {**saved['entries'], 'step': saved['step'], **settings}
-        return cls.from_weights(about, saved['model'], path).to(device).eval()
+            model = cls.rebuild({**saved['entries'], 'step': saved['step'], **settings})
+            load_weights(model, saved['model'], path)
+        return model.to(device).eval()
 
     def save_pretrained(
         self,
