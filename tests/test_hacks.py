@@ -16,10 +16,21 @@ SETTINGS = {
     'a_max_aggregation': {'aggregation': 'max'},
     'e_z_loss': {'z_loss': 0.1},
     'g_max_convlstm': {'aggregation': 'max'},
+    'j_looped_layers': {'n_loop': 2},
+    'k_window_per_layer': {'windows': (4, 2)},
+}
+# the most lines that a hack may add: what the project promises
+LINES = {'j_looped_layers': 4, 'k_window_per_layer': 15, 'l_tied_head': 1}
+# hacks that are trained, resumed, exported and so on by the scripts, and the settings to do so
+EDITS = {
+    'j_looped_layers': ['--n_loop=2'],
+    'k_window_per_layer': ['--windows=(16,8)'],
+    'l_tied_head': [],
 }
 # the hacks that are tested without --long
-SHORT = ['b_swiglu', 'f_gated_state', 'g_max_convlstm', 'h_wider_state']
-SHORT_TRITON = ['e_z_loss']
+SHORT = ['b_swiglu', 'g_max_convlstm', 'h_wider_state', 'j_looped_layers', 'k_window_per_layer']
+SHORT_TRITON = ['e_z_loss', 'k_window_per_layer']
+SHORT_EDITS = ['l_tied_head']
 
 
 def hacks_in_short(names, short):
@@ -28,10 +39,15 @@ def hacks_in_short(names, short):
 
 
 def run_modes(folder, group, settings, *options):
-    """Run tests/hacks/check.py with the modules in `folder`, for all modes of a group: models, agents
-    or triton; return what it prints."""
+    """Run tests/hacks/check.py for all modes of a group, models, agents or triton, with the modules
+    in `folder`; return what it prints."""
+    return run_check(folder, *options, group, repr(settings))
+
+
+def run_check(folder, *arguments):
+    """Run tests/hacks/check.py with the modules in `folder`; return what it prints."""
     paths = os.pathsep.join([str(folder), str(ROOT / 'tests')])
-    command = [ROOT / 'tests/hacks/check.py', *options, group, repr(settings)]
+    command = [ROOT / 'tests/hacks/check.py', *arguments]
     done = processes.run(command, cwd=folder, env=os.environ | {'PYTHONPATH': paths})
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     assert done.stdout.endswith('all modes agree\n'), done.stdout
@@ -47,13 +63,14 @@ def copy_and_patch(hack, folder):
     """Copy the modules of the project to `folder` and apply the patch there."""
     for file in ROOT.glob('*.py'):
         shutil.copy(file, folder)
+    (folder / 'corpus').symlink_to(ROOT / 'corpus')
     subprocess.run(['git', 'apply', str(HACKS[hack])], cwd=folder, check=True)
 
 
 @pytest.mark.parametrize('hack', hacks_in_short(HACKS, SHORT))
 def test_every_mode_follows_a_hack(tmp_path, hack, request):
-    """check.py prints the losses of the plain mode first, and the patch changes them. Without --long
-    Inductor compiles nothing."""
+    """The script prints the losses of the plain mode first, and the patch changes them. Without
+    --long Inductor compiles nothing."""
     options = ['--inductor'] if request.config.getoption('--long') else []
     group = 'agents' if 'convlstm' in hack else 'models'
     copy_and_patch(hack, tmp_path)
@@ -71,3 +88,21 @@ def test_triton_forms_never_drop_a_hack(tmp_path, hack):
     pytest.importorskip('triton', reason='triton is not installed')
     copy_and_patch(hack, tmp_path)
     assert run_modes(tmp_path, 'triton', SETTINGS.get(hack, {})) != run_unpatched('triton')
+
+
+@pytest.mark.parametrize('hack', hacks_in_short(EDITS, SHORT_EDITS))
+def test_a_hack_is_right_from_training_to_its_export(tmp_path, hack):
+    copy_and_patch(hack, tmp_path)
+    run_check(tmp_path, 'edit', *EDITS[hack])
+
+
+def test_gradients_flow_through_two_chunks_after_a_patch(tmp_path):
+    copy_and_patch('m_two_chunks', tmp_path)
+    run_check(tmp_path, 'two_chunks', {})
+
+
+@pytest.mark.parametrize('hack', LINES)
+def test_a_hack_takes_few_lines(hack):
+    lines = HACKS[hack].read_text().splitlines()
+    added = [x for x in lines if x.startswith('+') and not x.startswith('+++')]
+    assert len(added) <= LINES[hack]

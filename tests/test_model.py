@@ -1,6 +1,6 @@
-"""Test layer.py, model.py, unroll.py and kernels.py: every mode of both models is compared with
-reference.py in values, gradients and states, chunk by chunk. Then follow tests of states, head and
-loss, buffers and sizes."""
+"""Test layer.py, model.py, unroll.py, recompute.py and kernels.py: every mode of both models is
+compared with reference.py in values, gradients and states, chunk by chunk. Then follow tests of
+states, head and loss, buffers and sizes."""
 
 import functools
 import gc
@@ -23,6 +23,7 @@ import layer
 import model as model_file
 import recompute
 import unroll
+from common import Gradients
 from model import AGGREGATIONS, GPT, ModelConfig, RecurrentGPT, State, build_model
 
 MODELS = [RecurrentGPT, GPT]
@@ -337,6 +338,42 @@ def test_incoming_state_is_left_alone(model_type, mode):
     assert_same_gradients(model, gradients(model, loss.objective), expected)
 
 
+@modes
+def test_a_state_that_requires_a_gradient_is_refused(model_type, mode):
+    """None would flow into the chunk before. The state that a chunk returns requires none."""
+    model, x = make(model_type, mode=mode), tokens(2, 3)
+    loss, state = model(x, x, model.init_state(2))
+    assert loss.objective.requires_grad and not any(part.requires_grad for part in state)
+    wanting = state._replace(v=state.v.clone().requires_grad_())
+    with pytest.raises(ValueError, match='pass state.detach'):
+        model(x, x, wanting)
+    with torch.no_grad():
+        model(x, x, wanting)
+
+
+def test_a_window_may_be_narrower_than_its_cache(monkeypatch):
+    """It equals a narrow window in a narrow cache, in blocks and groups of all lengths."""
+    monkeypatch.setattr(unroll, 'BLOCK', 5)
+    monkeypatch.setattr(unroll, 'GROUP', 2)
+    narrow, wide = make(RecurrentGPT, window=3), make(RecurrentGPT, window=7)
+    Window = unroll.Window
+
+    def run(model, mode):
+        set_mode(model, mode)
+        found, state = [], None
+        for seed in range(3):
+            x = tokens(2, 8, seed=seed)
+            loss, state = model(x, x, state)
+            found.append(gradients(model, loss.objective))
+        return found
+
+    expected = run(narrow, 'plain')
+    monkeypatch.setattr(unroll, 'Window', lambda slots, k, v, width: Window(slots, k, v, 3))
+    for mode in ('fast', 'recomputed'):
+        for grads, exact in zip(run(wide, mode), expected, strict=True):
+            assert_same_gradients(wide, grads, exact)
+
+
 # ---- head and loss ----
 
 
@@ -558,6 +595,29 @@ def test_sizes_follow_an_edited_layer(monkeypatch):
     after, more = build(RecurrentGPT), 2 * 8 * 4 * 768 * 768  # L E 4 D^2 weights
     assert after.num_params()['core'] - before.num_params()['core'] == more
     assert after.flops_per_token()['core'] - before.flops_per_token()['core'] == 2 * more
+
+
+def test_layers_that_run_twice_cost_twice():
+    class Looped(RecurrentGPT):
+        n_caches = property(lambda self: 2 * len(self.layers))
+
+    for changes in ({}, {'aggregation': 'softmax_l2'}):
+        once, twice = (build(x, **changes).flops_per_token() for x in (RecurrentGPT, Looped))
+        assert twice == {'core': 2 * once['core'], 'head': once['head']}
+
+
+def test_a_head_that_is_tied_to_the_embedding_counts_once():
+    """Its product costs as much as that of a separate head."""
+    model, tied = make(RecurrentGPT), make(RecurrentGPT)
+    tied.head = tied.embedding
+    n, other = model.num_params(), tied.num_params()
+    assert other == {**n, 'head': 0, 'total': n['total'] - n['head']}
+    assert tied.flops_per_token() == model.flops_per_token()
+    grouped = [p for group in tied.param_groups().values() for p in group]
+    assert len(grouped) == len(set(grouped)) == len(list(tied.parameters()))
+    assert len(Gradients(tied.parameters(), n_extra=0).params) == len(grouped)
+    tied.init_weights()
+    assert 0.01 < tied.head.std() < 0.03  # neither zero nor as large as an embedding
 
 
 REFUSED = """n_embd=100 n_embd=0 n_embd=320 n_head=5,n_embd=96 n_head=4,n_embd=12 n_head=-1
