@@ -41,7 +41,7 @@ def hacks_in_short(names, short):
 def run_modes(folder, group, settings, *options):
     """Run tests/hacks/check.py for all modes of a group, models, agents or triton, with the modules
     in `folder`; return what it prints."""
-    return run_check(folder, *options, group, repr(settings))
+    return run_check(folder, group, repr(settings), *options)
 
 
 def run_check(folder, *arguments):
@@ -93,7 +93,7 @@ def test_triton_forms_never_drop_a_hack(tmp_path, hack):
 @pytest.mark.parametrize('hack', hacks_in_short(EDITS, SHORT_EDITS))
 def test_a_hack_is_right_from_training_to_its_export(tmp_path, hack):
     copy_and_patch(hack, tmp_path)
-    run_check(tmp_path, 'edit', *EDITS[hack])
+    run_check(tmp_path, *EDITS[hack])
 
 
 def test_gradients_flow_through_two_chunks_after_a_patch(tmp_path):

@@ -1,10 +1,11 @@
 """Check an edit of the project in all modes; test_hacks.py runs this in patched copies.
 
-    PYTHONPATH=.:tests python tests/hacks/check.py edit --n_loop=2
-    PYTHONPATH=.:tests python tests/hacks/check.py [--inductor] models|agents|triton "{settings}"
+    PYTHONPATH=.:tests python tests/hacks/check.py --n_loop=2      (make check-edit ARGS=...)
+    PYTHONPATH=.:tests python tests/hacks/check.py models|agents|triton "{settings}" [--inductor]
 
-`edit` takes settings of train_lm.py. It trains a small model for 12 updates, resumes, validates,
-scores, exports, samples and fine-tunes it by the scripts, as a user does, and then runs `models`.
+The first form takes settings of train_lm.py. It trains a small model for 12 updates, resumes,
+validates, scores, exports, samples and fine-tunes it by the scripts, as a user does, and then runs
+`models`.
 
 models and agents train for three updates in float64 in every mode, and models decode; all must give
 what the plain mode gives. triton trains for one update in fp32, with Triton forms run by the
@@ -267,21 +268,22 @@ def edit(arguments):
     models({name: x for name, x in sizes.items() if name in changed})
 
 
-def main(options, what, *arguments):
+GROUPS = {'models': models, 'agents': agents, 'triton': triton, 'two_chunks': two_chunks}
+
+
+def main(arguments):
     torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = 256
-    if not options:  # stop before Inductor, whose C++ compiler takes minutes
+    if '--inductor' not in arguments:  # stop before Inductor, whose C++ compiler takes minutes
         graphs.compiled = functools.cache(
             lambda f: torch.compile(f, backend='aot_eager', fullgraph=True, dynamic=False)
         )
-    if what == 'edit':
-        edit(arguments)
+    if arguments and arguments[0] in GROUPS:
+        GROUPS[arguments[0]](ast.literal_eval(arguments[1]))
     else:
-        run = {'models': models, 'agents': agents, 'triton': triton, 'two_chunks': two_chunks}[what]
-        run(ast.literal_eval(*arguments))
+        edit(arguments)
     print('all modes agree')
 
 
 if __name__ == '__main__':
-    options = [x for x in sys.argv[1:] if x == '--inductor']
-    main(options, *sys.argv[1 + len(options) :])
+    main(sys.argv[1:])
