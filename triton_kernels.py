@@ -204,7 +204,7 @@ def _before_norm(g, x, r, cos, sin, K: constexpr):
 # over the whole window in fp32 would be the largest traffic of the loop. So this kernel adds only
 # to the slots of the token's group of F tokens, which the next tokens of the backward need at once.
 # For earlier slots it stores p and ds, 2 * M * S numbers per token instead of 2 * S * K, and one
-# product per group adds them (cache.Window.add_before_group).
+# product per group adds them (unroll.Window.add_before_group).
 @triton.jit(do_not_specialize=['t', 'g0'])
 def _attention_backward_kernel(
     datt, kept, memory, grads, dqkv, t, g0, W, width, S, F, scale, h: constexpr
