@@ -674,8 +674,8 @@ def cross_entropy(logits: Tensor, target: Tensor, grad_scale: float) -> tuple[Te
 
 
 class AttendWindow(torch.autograd.Function):
-    """Compute layer.attend with a Window for token t: norm, RoPE, store and attention, in one kernel
-    in the forward and one in the backward. qkv (B, (C M + 2 C) K)."""
+    """Compute layer.attend with a Window for token t: norm, RoPE, store and attention, in one
+    kernel in the forward and one in the backward. qkv (B, (C M + 2 C) K)."""
 
     @staticmethod
     def forward(ctx, window, t, qkv):
