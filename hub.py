@@ -272,7 +272,7 @@ class PublishedModel(
                 model = cls.rebuild(json.load(file))
         except OSError as error:
             raise Mistake(f'{path}: cannot be read: {error.strerror}') from None
-        load_weights(model, read_tensors(weights, device), weights)
+        load_weights(model, read_tensors(weights), weights)
         return model.to(device).eval()
 
     @classmethod

@@ -441,4 +441,4 @@ def test_a_wrong_dtype_of_the_user_is_not_reported_as_a_damaged_agent(tmp_path):
 @pytest.mark.parametrize('entries', [{'arch': 'mlp'}, {'n_embd': '6'}, {'planes': 3}], ids=str)
 def test_a_damaged_description_of_an_agent_names_its_file(tmp_path, entries):
     make().save_pretrained(tmp_path, config=entries)
-    assert_refused(f'^{tmp_path}/model.safetensors: damaged', load_agent, tmp_path)
+    assert_refused(f'^{tmp_path}/config.json: damaged', load_agent, tmp_path)

@@ -60,7 +60,7 @@ def test_an_export_replaces_one_that_was_interrupted_between_its_files(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(hub, 'write_tensors', fail)
         export(trained / 'recurrent', tmp_path)
-    with pytest.raises(Mistake, match='model.safetensors: cannot be read'):
+    with pytest.raises(Mistake, match='config.json: damaged'):
         sample.LanguageModel.from_pretrained(tmp_path)
     export(trained / 'recurrent', tmp_path)
     assert sample.LanguageModel.from_pretrained(tmp_path).config.n_embd == 32
