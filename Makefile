@@ -35,7 +35,7 @@ gpu:
 	$(PYTHON) bench.py
 
 check-edit: .venv/installed
-	PYTHONPATH=.:tests $(BIN)/python tests/hacks/run.py $(ARGS)
+	PYTHONPATH=.:tests $(BIN)/python tests/hacks/check.py $(ARGS)
 
 lint: .venv/installed
 	$(BIN)/ruff check .
