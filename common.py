@@ -130,6 +130,15 @@ def join_ranks(device: str, threads: int) -> tuple[int, int, str]:
     return rank, world, device
 
 
+def agree(number: int) -> bool:
+    """Return whether all ranks have the same number."""
+    if not dist.is_initialized():
+        return True
+    both = torch.tensor([number, -number])
+    dist.all_reduce(both, dist.ReduceOp.MIN)
+    return bool(both.sum() == 0)
+
+
 def leave_ranks() -> None:
     """Wait for all ranks and leave the process group."""
     if dist.is_initialized():
@@ -201,7 +210,7 @@ class Gradients:
 
 
 def all_finite(model: torch.nn.Module) -> bool:
-    """Return whether all weights are finite. To be asked before a checkpoint is saved, because a
+    """Return whether all weights are finite. Call this before a checkpoint is saved, because a
     weight that is not finite shows only in the loss of the next update."""
     return all(bool(p.isfinite().all()) for p in model.parameters())
 

@@ -319,12 +319,15 @@ class Settings(dict):
         """Return the names of the settings that config files or the command line set."""
         return {*self.from_files, *self.from_command_line}
 
-    def adopt(self, sizes: dict, names: Iterable[str]) -> None:
-        """Take the settings `names` from `sizes`, where it has them and the user has set none."""
+    def adopt(self, sizes: dict, names: Iterable[str], source: str) -> None:
+        """Take the settings `names` from `sizes`, where it has them and the user has set none.
+        Raises Mistake, which names the `source`, for a value of the wrong type."""
         for name in names:
-            if name in sizes and name not in self.set_by_user and self[name] != sizes[name]:
-                self[name] = convert(sizes[name], self.defaults[name])
-                print(f'{name} = {self[name]!r}  (of the trained model)')
+            if name in sizes and name not in self.set_by_user:
+                try:
+                    self[name] = convert(sizes[name], self.defaults[name])
+                except ValueError:
+                    raise Mistake(f'{source}: damaged: {name} = {sizes[name]!r}') from None
 
     def show(self, report: Callable[[str], None] = print) -> None:
         """Print the settings that differ from their defaults. report: prints a line."""

@@ -220,7 +220,7 @@ def start_export(folder: Path, kind: str, *derived: str) -> pathlib.Path:
     path = pathlib.Path(folder)
     remove_temporary(path)
     old = {file for pattern in derived for file in path.glob(pattern)}
-    found = {file.name for file in set(path.glob('*')) - old}
+    found = {file.name for file in set(path.glob('[!.]*')) - old}  # no hidden files
     if found and not (found <= {CONFIG, WEIGHTS, CARD} and kind in read_json(path / CONFIG)):
         raise Mistake(f'{path}: holds files that no such export wrote: choose another folder')
     path.mkdir(parents=True, exist_ok=True)

@@ -36,7 +36,7 @@ from configurator import Mistake, Settings, convert, first_line
 import filelock
 import torch
 
-from common import print0, warn
+from common import out_of_memory, print0, warn
 from files import (
     Path,
     plain,
@@ -52,9 +52,14 @@ LAST, PREV, BEST = 'last.pt', 'prev.pt', 'best'
 WEIGHTS, CONFIG = 'model.safetensors', 'config.json'  # of an export
 LOCK = '.run'  # locked while a run uses the folder; a folder without this file holds no run
 # What a run writes into its folder, and `overwrite` removes.
-WRITTEN = ('*.pt', 'log.jsonl', 'config.json', BEST, '*.png', 'eval_*', '*.tfevents.*')
+RUN_FILES = (
+    *(LAST, PREV, 'log.jsonl', CONFIG, BEST, 'loss.png', 'curve.png'),
+    *('eval_*.json', 'events.out.tfevents.*'),
+)
 # Settings of a single call, which a resumed run does not take from its checkpoint.
 OF_A_CALL = ('out_dir', 'resume', 'overwrite', 'eval_only')
+# A run has found values for these; 'auto' and 0 stand for them when it is resumed.
+FOUND = {'device': 'auto', 'dtype': 'auto', 'threads': 0}
 # Exceptions that torch.load and load_state_dict raise for damaged or foreign files.
 UNREADABLE = (
     RuntimeError,
@@ -110,6 +115,8 @@ def load_checkpoint(path: Path) -> dict:
     except OSError as error:
         raise Mistake(f'{path}: cannot be opened: {error.strerror}') from None
     except (zipfile.BadZipFile, *UNREADABLE) as error:
+        if out_of_memory(error):
+            raise
         reason = f'damaged, cut short or not a checkpoint ({first_line(error)})'
         if 'weights only load failed' in reason.lower() or 'weights_only' in reason:
             reason = 'holds Python objects, refused because loading them could run code'
@@ -146,7 +153,7 @@ def restoring(path: Path) -> Iterator[None]:
     try:
         yield
     except UNREADABLE as error:
-        if isinstance(error, Mistake):
+        if isinstance(error, Mistake) or out_of_memory(error):
             raise
         reason = ' '.join(f'{type(error).__name__}: {error}'.split())[:200]  # on one line
         raise Mistake(f'{path}: damaged, or from another model ({reason})') from None
@@ -159,8 +166,8 @@ class RunFolder:
     """The folder of a run that a trainer starts, resumes or only evaluates.
 
     saved: the checkpoint to resume from or to evaluate, or None; path_of_saved: its file; step: its
-    number of updates, 0 for a new run; records: the log up to it; finished: whether it was the end
-    of the run."""
+    number of updates, 0 for a new run; records: the log up to it; finished: whether the run had
+    done all its updates."""
 
     def __init__(self, config: Settings, fixed: tuple, script: str):
         """Check and lock the folder config['out_dir'], and if the run is resumed or evaluated, load
@@ -173,6 +180,7 @@ class RunFolder:
         self.path = pathlib.Path(config['out_dir'])
         self.rank = int(os.environ.get('RANK', 0))
         self.saved, self.step, self.records, self.finished = None, 0, [], False
+        self.changes = {}  # of settings, by a resumed run
         self.trackers = {}
         self.keep = PREV  # the name under which `save` keeps the last checkpoint
         name = os.path.basename(script)
@@ -191,12 +199,12 @@ class RunFolder:
 
     def check(self, resume: bool, has_run: bool) -> None:
         """Raise Mistake if a run must not be started or resumed here."""
-        written = [path for name in WRITTEN for path in self.path.glob(name)]
+        written = [path for name in RUN_FILES for path in self.path.glob(name)]
         replace = 'replace it with --overwrite=True'
         if resume and not has_run:
             advice = f'; {replace}' if written else ''
             raise Mistake(f'{self.path}: holds no trained run, there is no {LAST}{advice}')
-        if written and not (self.path / LOCK).exists():
+        if written and not resume and not (self.path / LOCK).exists():
             advice = 'choose another out_dir, or move it away'
             raise Mistake(f'{self.path}: holds {written[0].name}, which no run wrote: {advice}')
         if self.config['resume'] is False and not self.config['overwrite']:
@@ -240,6 +248,7 @@ class RunFolder:
             old = before.get(name, config.defaults[name])  # the script may be newer than the run
             old = tuple(old) if isinstance(old, list) else old  # from JSON
             given = config.from_command_line.get(name, old)
+            given = old if given == FOUND.get(name) else given
             from_file = config.from_files.get(name, old)
             # A file may be given again; another one, with other values, must not pass unnoticed.
             is_another = from_file not in (old, self.saved.get('from_files', {}).get(name))
@@ -249,7 +258,7 @@ class RunFolder:
             if is_another and name not in config.from_command_line:
                 print0(f'{name} = {from_file!r} in the config file is not used: it stays {old!r}')
             if given != old:
-                print0(f'{name} = {given!r} from now on, {old!r} before')
+                print0(f'{name} = {given!r}  (the run had {old!r})')
                 changes[name] = given
             with restoring(path):
                 config[name] = convert(given, config.defaults[name])
@@ -257,23 +266,25 @@ class RunFolder:
         self.step = self.saved['step']
         self.records = [r for r in log_of(self.path) if r['step'] <= self.step]
         self.finished = is_finished(self.path)
-        if changes:
-            changes = {'step': self.step, **changes}
-            about['changes'] = [*about.get('changes', []), changes]
-        self.about = about
+        self.changes = changes
+        self.about = {**self.about, **about}  # how the run was started
 
     def start(self, **about: object) -> None:
         """Write config.json, with `about` the machine; remove the run that is replaced, or the log
-        lines after the step at which a run resumes; open the trackers."""
+        lines after the step at which a run resumes; open the trackers. config.json has the machine
+        of the first start, and a list of all starts."""
         if self.rank > 0:
             return
         remove_temporary(self.path)
         if self.config['overwrite']:
-            for path in [path for name in WRITTEN for path in self.path.glob(name)]:
+            for path in [path for name in RUN_FILES for path in self.path.glob(name)]:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         lines = [f'{json.dumps(record)}\n' for record in self.records]
         write_text(''.join(lines), self.path / 'log.jsonl')
-        self.about |= about
+        command = shlex.join(['python', self.about['script'], *sys.argv[1:]])
+        this = {'step': self.step, 'command': command, **about, 'changes': self.changes}
+        starts = [*self.about.get('starts', []), this]
+        self.about = {**about, **self.about, 'starts': starts}
         first_step = self.step + 1 if self.records else None
         self.trackers = open_trackers(self.config, self.about, first_step)
         self.write_config()

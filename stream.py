@@ -27,9 +27,13 @@ MOST_TOKENS = {'cuda': 32768, 'cpu': 4096}
 
 
 def most_rows(B: int, T: int, device: torch.device) -> int:
-    """Return the largest divisor of B with which a micro-batch has at most MOST_TOKENS tokens."""
-    most = MOST_TOKENS.get(device.type, MOST_TOKENS['cpu']) // T
-    return max(n for n in range(1, B + 1) if B % n == 0 and n <= max(1, most))
+    """Return the number of rows, at most B, of a micro-batch of at most MOST_TOKENS tokens."""
+    return min(B, max(1, MOST_TOKENS.get(device.type, MOST_TOKENS['cpu']) // T))
+
+
+def divisor(B: int, most: int) -> int:
+    """Return the largest divisor of B that is at most `most`."""
+    return max(n for n in range(1, most + 1) if B % n == 0)
 
 
 class Stream:
@@ -48,20 +52,21 @@ class Stream:
         may_shrink: bool = False,
         graphs: dict | None = None,
     ):
-        """rows: R, a divisor of B; 0 = the most, of which `fit` finds those that fit. amp: dtype of
-        matrix products; may_shrink: whether B may be reduced to R, for texts that are scored;
-        graphs: a dict for CUDA graphs, None = run eagerly."""
+        """rows: R, a divisor of B; 0 = the most, of which `choose_rows` finds those that fit. amp:
+        dtype of matrix products; may_shrink: whether B may be reduced to R, for texts that are
+        scored; graphs: a dict for CUDA graphs, None = run eagerly."""
         self.model, self.B, self.T, self.graphs = model, B, T, graphs
         self.device = model.head.device
         self.carries, self.may_shrink = carries, may_shrink
         self.amp = nullcontext()
         if amp != torch.float32:
             self.amp = torch.autocast(self.device.type, amp)
-        self.dims = model.stream_dims if carries else ()  # that count rows, in each part of a state
+        self.dims = model.stream_dims if carries else ()  # the row dimension of each state tensor
         self.state = ()
         wide = torch.float32 if self.device.type == 'mps' else torch.float64  # mps has no float64
         self.sums = torch.zeros(2, dtype=wide, device=self.device)  # of `score`
-        self.set_rows(rows or most_rows(B, T, self.device))
+        most = most_rows(B, T, self.device)
+        self.set_rows(rows or (most if may_shrink else divisor(B, most)))
 
     def set_rows(self, rows: int) -> None:
         """Allocate the inputs, the targets and the state of a micro-batch, and at first that of all
@@ -87,12 +92,16 @@ class Stream:
 
     def run(self, name: str, chunk: Callable, x: Tensor, y: Tensor) -> None:
         """Call chunk(x, y, state) for every micro-batch of the tokens x and targets y, (B, T) each,
-        as a CUDA graph of this name; `chunk` replaces the state in place. A chunk that is shorter,
-        or that the model captures in parts, is no graph."""
+        as a CUDA graph of this name; `chunk` replaces the state in place. What is smaller runs
+        eagerly, and so do chunks that the model captures in parts."""
         for first in range(0, len(x), self.rows):
             part_x, part_y = x[first : first + self.rows], y[first : first + self.rows]
-            if part_x.shape != self.x.shape:  # the end of a text
-                chunk(part_x.to(self.device), part_y.to(self.device), self.part)
+            if part_x.shape != self.x.shape:  # the end of the texts, or the last of them
+                rows = [
+                    t.narrow(d, 0, len(part_x)) for t, d in zip(self.part, self.dims, strict=True)
+                ]
+                state = getattr(self.part, '_make', tuple)(rows)
+                chunk(part_x.to(self.device), part_y.to(self.device), state)
                 continue
             whole = [
                 t.narrow(dim, first, self.rows)
@@ -108,21 +117,21 @@ class Stream:
             if copies:
                 torch._foreach_copy_(whole, list(self.part))
 
-    def backward(self, x: Tensor, y: Tensor, share: float, loss: Tensor) -> None:
-        """Run a chunk (B, T) forward and backward. Adds `share` times the mean loss of each
+    def backward(self, x: Tensor, y: Tensor, weight: float, loss: Tensor) -> None:
+        """Run a chunk (B, T) forward and backward. Adds `weight` times the mean loss of each
         micro-batch to the 0-dim tensor `loss`, and the gradients to the parameters' .grad."""
         if self.device.type == 'cuda':
             x, y = x.pin_memory(), y.pin_memory()  # copies to the GPU are then asynchronous
-        self.run('train', self.backward_chunk(share, loss), x, y)
+        self.run('train', self.backward_chunk(weight, loss), x, y)
 
-    def backward_chunk(self, share: float, loss: Tensor) -> Callable:
+    def backward_chunk(self, weight: float, loss: Tensor) -> Callable:
         """Return the function of a micro-batch that `backward` calls."""
 
         def chunk(x: Tensor, y: Tensor, state: tuple) -> None:
             with self.amp:
                 result, new = self.model(x, y, state or None)
-            (result.objective * share).backward()
-            loss.add_(result.cross_entropy * share)
+            (result.objective * weight).backward()
+            loss.add_(result.cross_entropy * weight)
             replace(state, new)
 
         return chunk
@@ -164,12 +173,12 @@ class Stream:
 
     # ---- the rows of a micro-batch, by trial
 
-    def fit(self, chunk: Callable, spare: float = 0.0, rows: int = 0) -> None:
+    def choose_rows(self, chunk: Callable, spare: float = 0.0, fixed: bool = False) -> None:
         """Halve the rows of a micro-batch until chunk(x, y, state) runs in the memory of every
         rank, and reset the state. If it cannot be compiled, say why and go on uncompiled.
 
-        spare: bytes of a GPU to leave free; rows: that the user has chosen, for the message. Raises
-        Mistake if not even one row fits."""
+        spare: bytes of a GPU to leave free; fixed: whether the user has chosen the rows. Raises
+        Mistake if these rows, or not even one, fit."""
         while True:
             fits = self.runs_in_memory(chunk, spare)
             # 2: fits; 1: try fewer; 0: there are no fewer. Ranks may have different numbers of
@@ -179,14 +188,14 @@ class Stream:
                 dist.all_reduce(verdict, dist.ReduceOp.MIN)
             if verdict == 2:
                 return self.reset()
-            if verdict == 0 or rows:
-                tried = f'batch_size = {rows}' if rows else 'one row'
+            if verdict == 0 or fixed:
+                tried = f'batch_size = {self.rows}' if fixed else 'one row'
                 advice = 'choose a smaller model or block_size, or a device with more memory'
-                if rows:
+                if fixed:
                     advice = '--batch_size=0 finds the most that fit'
                 raise Mistake(f'{tried} of {self.T} tokens does not fit in memory: {advice}')
-            fewer = [n for n in range(1, self.rows // 2 + 1) if self.B % n == 0]
-            self.set_rows(fewer[-1] if fewer else 1)
+            half = max(1, self.rows // 2)
+            self.set_rows(half if self.may_shrink else divisor(self.B, half))
 
     def runs_in_memory(self, chunk: Callable, spare: float) -> bool:
         """Return whether a micro-batch runs without the memory running out."""

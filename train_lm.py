@@ -33,7 +33,7 @@ from loader import Loader, find_shards, fingerprint, load_val
 from model import EVAL_CHUNK, ModelConfig, build_model
 from muon import Muon
 from plots import plot_losses
-from run import RunFolder, Stopper, restoring
+from run import BEST, RunFolder, Stopper, restoring, settings_of
 from stream import Stream
 from text import VOCAB, token_bytes
 
@@ -58,7 +58,7 @@ tokenizer = 'gpt2'             # 'gpt2' or 'bytes': the one that the shards were
 tokens_per_step = 131072       # tokens per update over all ranks and micro-batches, as in the paper
 reset_every = 0                # reset the state of each stream every N updates; 0 = never
 batch_size = 0                 # sequences per micro-batch and GPU; 0 = the most that fit, up to
-                               # 32,768 tokens
+                               # 32,768 tokens (CPU: 4,096)
 val_tokens = 10485760          # validation tokens, as many as in modded-nanogpt and llm.c
 val_streams = 512              # streams into which val_tokens are cut, for any number of ranks
 # model (layer.py has the equations)
@@ -96,15 +96,16 @@ device = 'auto'                # 'auto' (cuda if there is one), 'cpu', 'cuda', '
 dtype = 'auto'                 # of matrix products: 'float32', 'bfloat16', or 'auto' (bfloat16 if
                                # the device is fast at it)
 compile = True                 # compile fused functions with torch.compile, if that works
-graphs = True                  # on a GPU: replay each update as CUDA graphs, from the fourth on
+graphs = True                  # on a GPU: run all but communication as CUDA graphs (graphs.py)
 mode = 'fast'                  # 'fast' (unroll.py), or 'plain' (one weight gradient per token,
                                # for checking)
 threads = 0                    # CPU threads; 0 = torch's choice
 # fmt: on
 # -----------------------------------------------------------------------------
 RANGES = {
-    **dict.fromkeys(('eval_interval', 'log_interval', 'max_iters'), (1, math.inf)),
+    **dict.fromkeys(('eval_interval', 'log_interval', 'block_size'), (1, math.inf)),
     **dict.fromkeys(('tokens_per_step', 'val_tokens', 'val_streams'), (1, math.inf)),
+    'max_iters': (1, 10**10),
     'resume': [False, True, 'auto'],
     'arch': ['experts', 'lstm'],
     'mode': ['fast', 'plain'],
@@ -119,8 +120,14 @@ SIZES = (
     *('arch', 'recurrent', 'tokenizer'),
     *(f.name for f in fields(ModelConfig) if f.name not in ('vocab_size', 'mode')),
 )
-# What a resumed run keeps; the command line may change every other setting.
+# What a resumed run keeps, besides its data; the command line may change every other setting. The
+# device, the dtype and the number of threads stay those that the run has found.
 FIXED = (*SIZES, 'tokens_per_step', 'seed', 'init_from')
+
+
+def is_due(step: int) -> bool:
+    """Return whether the model is saved and validated after `step` updates."""
+    return step % eval_interval == 0 or step == max_iters
 
 
 def lr_at(step: int) -> float:
@@ -168,9 +175,11 @@ def main(config: Settings) -> int:
     not finite, 128 + signal = stopped."""
     folder = RunFolder(config, SIZES if eval_only else FIXED, __file__)
     if init_from and not folder.saved:
-        config.adopt(sizes_in(init_from), SIZES)
+        config.adopt(sizes_in(init_from), SIZES, source=init_from)
     globals().update(config)  # those of the run that is resumed or validated
-    if resume == 'auto' and folder.finished and folder.step >= max_iters:
+    if folder.step > max_iters and not eval_only:
+        raise Mistake(f'max_iters = {max_iters}: the run in {out_dir} has {folder.step} updates')
+    if resume == 'auto' and folder.finished and folder.step == max_iters and not eval_only:
         print0(f'{out_dir}: done, {folder.step} updates')
         return 0
     common.need_packages(matplotlib=plot, tensorboard=tensorboard, wandb=wandb)
@@ -178,6 +187,8 @@ def main(config: Settings) -> int:
         raise Mistake(f'betas = {betas}: expected two numbers')
 
     rank, world, device_ = common.join_ranks(device, threads)
+    if not common.agree(folder.step):
+        raise Mistake(f'{out_dir}: the ranks have read different checkpoints: is one damaged?')
     amp = common.pick_dtype(dtype, device_)
     torch.manual_seed(seed)
     fused.enabled = compile and mode == 'fast'
@@ -227,31 +238,32 @@ def main(config: Settings) -> int:
     if captured is not None:
         spare += 0.05 * torch.cuda.mem_get_info(device_)[1]
 
-    # optimizers, and the streams of this rank. Trials on a reset state find the rows of a
-    # micro-batch that fit, whether compilation works, and the Triton forms.
+    # optimizers, and the streams of this rank. A few trial steps, which leave no trace in weights
+    # or state, choose the rows of a micro-batch and the Triton forms, and show whether compilation
+    # works.
     if not eval_only:
         muon, adamw = make_optimizers(model)
         grads = Gradients(model.parameters(), n_extra=2)
         loss_sum, stop_sum = grads.extra  # reduced together with the gradients
         norm = torch.zeros((), device=device_)
         rows = batch_size
-        if folder.saved and not rows and B % folder.saved['rows'] == 0:
-            rows = folder.saved['rows']  # so that gradients are summed in the same order
+        if folder.saved and not rows and B % folder.saved.get('rows', B) == 0:
+            rows = folder.saved.get('rows', 0)  # so that gradients are summed in the same order
         train = Stream(model, B, T, rows, amp=amp, carries=recurrent, graphs=captured)
         start = time.perf_counter()
         chunk = train.backward_chunk(1.0, loss_sum)
-        train.fit(chunk, spare, batch_size)
+        train.choose_rows(chunk, spare, fixed=batch_size > 0)
         if captured is not None and fused.enabled:
             for line in choose_forms(model, train.rows, amp):
                 print0(line)
         if model.forms:
-            train.fit(chunk, spare, batch_size)  # compiles what the forms have changed
+            train.choose_rows(chunk, spare)  # compiles what the forms have changed
         grads.zero()
         print0(f'{train.rows} rows per micro-batch (trials: {time.perf_counter() - start:.0f} s)')
 
     # validation, in the memory that is left
     valid = Stream(model, len(val_x), min(T, EVAL_CHUNK), amp=amp, may_shrink=True, graphs=captured)
-    valid.fit(valid.score_chunk, spare)
+    valid.choose_rows(valid.score_chunk, spare)
 
     def validate() -> tuple[float, float]:
         """Return the validation loss in nats per token and in bits per byte."""
@@ -265,7 +277,8 @@ def main(config: Settings) -> int:
     unit = 'byte' if tokenizer == 'bytes' else 'token'
     if eval_only:
         loss, bits = validate()
-        text = f'{loss:.4f} nats per {unit} ({bits:.4f} bits per byte), {val_tokens:,} tokens'
+        n = val_streams * (val_tokens // val_streams)
+        text = f'{loss:.4f} nats per {unit} ({bits:.4f} bits per byte), {n:,} tokens'
         print0(f'{out_dir}, step {folder.step}: validation loss {text}')
         common.leave_ranks()
         return 0
@@ -274,7 +287,7 @@ def main(config: Settings) -> int:
     step, best, seconds = 0, math.inf, 0.0
     record = {'step': 0, 'tokens': 0}  # the next line of the log
     if saved := folder.saved:
-        if saved['shards'] != shards:
+        if saved.get('shards') != shards:
             reason = f'was trained on other shards than those in {data_dir}'
             raise Mistake(f'{folder.path_of_saved}: {reason}: give the same data_dir')
         with restoring(folder.path_of_saved):
@@ -285,8 +298,9 @@ def main(config: Settings) -> int:
             for t, whole, dim in zip(train.state, saved['state'], train.dims, strict=True):
                 common.fill(t, whole.chunk(world, dim)[rank])
             torch.set_rng_state(saved['rng'])
-        if saved['validated_on'] == [val_tokens, val_streams]:
-            best = min((r['val_loss'] for r in folder.records if 'val_loss' in r), default=best)
+        about = settings_of(folder.path / BEST)
+        if about.get('validated_on') == [val_tokens, val_streams]:
+            best = about['best_val_loss']
     saved = folder.saved = None  # free its memory
 
     def clip_and_orthogonalize() -> list:
@@ -308,6 +322,9 @@ def main(config: Settings) -> int:
     print0(f'parameters {params}; forward MFLOPs per token {flops}')
     shape = f'{world} ranks x {B // train.rows} micro-batches x {train.rows} rows x {T}'
     print0(f'{max_iters:,} updates of {tokens_per_step:,} tokens = {shape}')
+    last = folder.records[-1] if folder.records else {}
+    if last.get('step') == step and is_due(step) and 'val_loss' not in last:
+        folder.records.pop()  # it is validated and logged again
     folder.start(**about, rows=train.rows)
 
     stopper = Stopper()  # turns ctrl-C and SIGTERM into a flag
@@ -317,10 +334,10 @@ def main(config: Settings) -> int:
     while True:
         # save, validate and log; the checkpoint comes first, so that a run that dies in the
         # validation loses nothing
-        due = step % eval_interval == 0 or step == max_iters
+        due = is_due(step)
         if (due or stop) and step > saved_at:
             if not common.all_finite(model):
-                problem = 'a weight is not finite'
+                problem = f'update {step}: a weight is not finite'
                 break
             folder.save(
                 model=model.state_dict(),
@@ -330,7 +347,6 @@ def main(config: Settings) -> int:
                 loader=loader.state_dict(),
                 shards=shards,
                 rows=train.rows,
-                validated_on=[val_tokens, val_streams],
                 step=step,
                 seconds=seconds,
                 record=record,
@@ -347,15 +363,18 @@ def main(config: Settings) -> int:
                 print0(f'step {step}/{max_iters} | {text}')
                 if loss < best:
                     best = loss
-                    folder.save_best(model, step=step, best_val_loss=best)
+                    validated_on = [val_tokens, val_streams]
+                    folder.save_best(
+                        model, step=step, best_val_loss=best, validated_on=validated_on
+                    )
             folder.log(record)
         if step >= max_iters or stop:
             break
 
         # forward and backward
         start = time.perf_counter()
-        x, y, shard_starts = loader.next()  # (B, T) each
-        if shard_starts:
+        x, y, must_reset = loader.next()  # (B, T) each
+        if must_reset:
             train.reset()
         elif reset_every:  # the rows whose turn it is, numbered over all ranks
             first = (step - rank * B) % reset_every
@@ -368,7 +387,7 @@ def main(config: Settings) -> int:
         loss, stops, norm_ = torch.stack([loss_sum, stop_sum, norm]).tolist()  # the only wait
         stop = stops > 0
         if not (math.isfinite(loss) and math.isfinite(norm_)):
-            problem = f'the loss is {loss}, the gradient norm {norm_}'
+            problem = f'update {step + 1}: the loss is {loss}, the gradient norm {norm_}'
             break
 
         # update
@@ -407,7 +426,7 @@ def main(config: Settings) -> int:
     status = 0
     if problem:
         status = 1
-        print0(f'error: update {step + 1}: {problem}; the last checkpoint is of step {saved_at}')
+        print0(f'error: {problem}; the last checkpoint is of step {saved_at}')
     elif step < max_iters:
         status = 128 + (stopper.signal or signal.SIGTERM)  # None if another rank was stopped
         print0(f'stopped after update {step}, saved in {out_dir}: --resume=True continues')

@@ -43,7 +43,7 @@ from graphs import fused, graphed
 from hub import init_from as take_weights
 from hub import load_weights, sizes_in
 from plots import plot_returns
-from run import RunFolder, Stopper, restoring
+from run import BEST, RunFolder, Stopper, restoring, settings_of
 from sokoban import (
     ACTION_STREAM,
     RANDOM,
@@ -109,7 +109,7 @@ dtype = 'auto'                 # of convolutions: 'float32' (true fp32, no TF32)
                                # 'auto' (bfloat16 where it is fast); encoder and head are fp32, or
                                # TF32 on a GPU unless dtype = 'float32'
 compile = True                 # compile what lies between convolutions, if torch.compile works
-graphs = True                  # on a GPU: replay each update as CUDA graphs, from the fourth on
+graphs = True                  # on a GPU: run all but communication as CUDA graphs (graphs.py)
 mode = 'fast'                  # 'fast', or 'plain' (weight gradients by autograd, for checking)
 threads = 0                    # CPU threads; 0 = torch's choice
 # fmt: on
@@ -209,7 +209,7 @@ def a2c_loss(batch: dict[str, Tensor], estimate: Callable = gae) -> tuple[Tensor
     return loss, torch.stack([loss, policy_loss, value_loss, entropy, explained]).detach()
 
 
-def returns_record(since: list, recent: list, step: int) -> dict:
+def returns_record(since: list, last_1000: list, step: int) -> dict:
     """Return means over episodes, (return, solved) each: those since the last log line, and the
     last 100 and 1,000. They are None until every board has ended an episode, at the time limit at
     the latest: before that they would be too high, because solved episodes are the first to end."""
@@ -223,10 +223,10 @@ def returns_record(since: list, recent: list, step: int) -> dict:
     return {
         'episodes': len(since),
         'episodic_return': mean(since, 0),
-        'return_100': mean(recent[-100:], 0),
-        'return_1000': mean(recent, 0),
-        'solve_rate_100': mean(recent[-100:], 1),
-        'solve_rate_1000': mean(recent, 1),
+        'return_100': mean(last_1000[-100:], 0),
+        'return_1000': mean(last_1000, 0),
+        'solve_rate_100': mean(last_1000[-100:], 1),
+        'solve_rate_1000': mean(last_1000, 1),
     }
 
 
@@ -250,22 +250,27 @@ def main(config: Settings) -> int:
     not finite, 128 + signal = stopped."""
     folder = RunFolder(config, SIZES if eval_only else FIXED, __file__)
     if init_from and not folder.saved:
-        config.adopt(sizes_in(init_from), SIZES)
+        config.adopt(sizes_in(init_from), SIZES, source=init_from)
     globals().update(config)  # those of the run that is resumed or evaluated
     updates = math.ceil(total_steps / (n_envs * unroll))
-    if resume == 'auto' and folder.finished and folder.step >= updates:
+    if folder.step > updates and not eval_only:
+        steps = f'{folder.step * n_envs * unroll:,} steps'
+        raise Mistake(f'total_steps = {total_steps:,}: the run in {out_dir} has {steps}')
+    if resume == 'auto' and folder.finished and folder.step == updates and not eval_only:
         print0(f'{out_dir}: done, {folder.step} updates')
         return 0
     if levels and not eval_only:
         raise Mistake('levels is a setting of --eval_only=True; a run trains on split')
     common.need_packages(matplotlib=plot, tensorboard=tensorboard, wandb=wandb)
     board_class = SokobanEnv
-    if env == 'jumanji':
+    if env == 'jumanji' and not eval_only:
         common.need_packages(jumanji=True, jax=True, gymnasium=True)
         from gym_sokoban import JumanjiEnv as board_class
 
     rank, world, device_ = common.join_ranks(device, threads)
-    if n_envs % world:
+    if not common.agree(folder.step):
+        raise Mistake(f'{out_dir}: the ranks have read different checkpoints: is one damaged?')
+    if n_envs % world and not eval_only:
         raise Mistake(f'n_envs = {n_envs}: must be a multiple of the {world} ranks')
     torch.manual_seed(seed)
     # Shapes never change, so that the search for the fastest convolutions runs once.
@@ -364,6 +369,10 @@ def main(config: Settings) -> int:
         optimizer.step()
         return norm
 
+    def is_due(step: int) -> bool:
+        """Return whether the agent is saved and evaluated after `step` updates."""
+        return step % eval_interval == 0 or step == updates
+
     def lr_at(step: int) -> float:
         """Return the learning rate after `step` updates. It falls linearly to 0."""
         return learning_rate * (1 - step / updates)
@@ -381,25 +390,25 @@ def main(config: Settings) -> int:
     step, best, seconds = 0, -math.inf, 0.0
     # of the log: episodes (return, solved) after the last line, and the last 1,000; sums of
     # statistics after the last line; update and seconds of that line
-    since, recent, sums, logged, clock = [], [], {}, 0, 0.0
+    ended_since, last_1000, sums, logged_step, logged_seconds = [], [], {}, 0, 0.0
     levels_crc, eval_crc = zlib.crc32(train_levels), zlib.crc32(eval_levels)
     if saved := folder.saved:
-        if saved['levels_crc'] != levels_crc:
+        if saved.get('levels_crc') != levels_crc:
             advice = 'give the same levels_dir, or another out_dir'
             raise Mistake(f'{folder.path_of_saved}: was trained on other levels: {advice}')
         with restoring(folder.path_of_saved):
             step, seconds = saved['step'], saved['seconds']
-            since, recent, sums = saved['since'], saved['recent'], saved['sums']
-            logged, clock = saved['logged'], saved['clock']
+            ended_since, last_1000, sums = saved['ended_since'], saved['last_1000'], saved['sums']
+            logged_step, logged_seconds = saved['logged_step'], saved['logged_seconds']
             common.load_moments(optimizer, saved['optimizer'])
             boards.load_state_dict({k: x.chunk(world)[rank] for k, x in saved['boards'].items()})
             for x, whole in zip(state, saved['state'], strict=True):
                 fill(x, whole.chunk(world)[rank])
             count.fill_(step * unroll)
             torch.set_rng_state(saved['rng'])
-        if saved['eval_crc'] == eval_crc:
-            trained = [r for r in folder.records if 'eval_return' in r and r['step'] > 0]
-            best = max((r['eval_return'] for r in trained), default=best)
+        about = settings_of(folder.path / BEST)
+        if about.get('eval_crc') == eval_crc:
+            best = about['best']
     saved = folder.saved = None  # free its memory
 
     about = common.machine(device_, sizes['dtype'])
@@ -412,6 +421,9 @@ def main(config: Settings) -> int:
         f"{millions['nominal']} by the paper's count, executed {millions['executed']} core + "
         f'{millions["head"]} head + {millions["encoder"]} encoder'
     )
+    last = folder.records[-1] if folder.records else {}
+    if last.get('step') == step and is_due(step) and 'eval_return' not in last:
+        folder.records.pop()  # it is evaluated and logged again
     folder.start(**about)
 
     stopper = Stopper()  # turns ctrl-C and SIGTERM into a flag
@@ -420,21 +432,21 @@ def main(config: Settings) -> int:
     unread = []  # episodes (T, 3, B) of each update after the last read, on the device
     stop, problem = False, ''
     while True:
-        due = step % eval_interval == 0 or step == updates
+        due = is_due(step)
         must_save = (due or stop) and step > saved_at
-        must_log = step % log_interval == 0 and step > logged
+        must_log = step % log_interval == 0 and step > logged_step
         if unread and (must_save or must_log):
             episodes = gather(torch.cat(unread), 2)  # (steps, 3, n_envs)
             unread = []
             total, ended, solved = episodes.unbind(1)
             ended = ended > 0
             new = list(zip(total[ended].tolist(), solved[ended].tolist(), strict=True))
-            since, recent = since + new, (recent + new)[-1000:]
+            ended_since, last_1000 = ended_since + new, (last_1000 + new)[-1000:]
 
         # save; before the evaluation, so that a run that dies there loses nothing
         if must_save:
             if not common.all_finite(model):
-                problem = 'a weight is not finite'
+                problem = f'update {step}: a weight is not finite'
                 break
             folder.save(
                 model=model.state_dict(),
@@ -443,14 +455,13 @@ def main(config: Settings) -> int:
                 boards={name: gather(x) for name, x in boards.state_dict().items()},
                 state=[gather(x) for x in state],
                 levels_crc=levels_crc,
-                eval_crc=eval_crc,
                 step=step,
                 seconds=seconds,
-                since=since,
-                recent=recent,
+                ended_since=ended_since,
+                last_1000=last_1000,
                 sums=sums,
-                logged=logged,
-                clock=clock,
+                logged_step=logged_step,
+                logged_seconds=logged_seconds,
                 rng=torch.get_rng_state(),
             )
             saved_at = step
@@ -458,16 +469,17 @@ def main(config: Settings) -> int:
         # log and evaluate
         record = {'step': step, 'env_steps': step * n_envs * unroll}
         if must_log:
-            record |= returns_record(since, recent, step)
-            record |= {name: x / (step - logged) for name, x in sums.items()}
+            record |= returns_record(ended_since, last_1000, step)
+            n_new = step - logged_step
+            record |= {name: x / n_new for name, x in sums.items()}
             record |= {
                 'lr': lr_at(step - 1),  # of the last update
-                'env_steps_per_s': (step - logged) * n_envs * unroll / (seconds - clock),
+                'env_steps_per_s': n_new * n_envs * unroll / (seconds - logged_seconds),
                 'seconds': seconds,
             }
             print0(progress_line(record))
             due_to_print(restart=True)
-            since, sums, logged, clock = [], {}, step, seconds
+            ended_since, sums, logged_step, logged_seconds = [], {}, step, seconds
         if due and step > logged_at:
             result = evaluate(model, eval_levels, device_, time_limit=time_limit)
             record |= {f'eval_{name}': x for name, x in result.items()}
@@ -478,7 +490,7 @@ def main(config: Settings) -> int:
                 print0(f'a random policy solves {chance["solve_rate"]:.1%}')
             elif result['return'] > best:
                 best = result['return']
-                folder.save_best(model, step=step, best=best)
+                folder.save_best(model, step=step, best=best, eval_crc=eval_crc)
         if step > logged_at and (must_log or due):
             folder.log(record)
         if step >= updates or stop:
@@ -496,7 +508,8 @@ def main(config: Settings) -> int:
         numbers = dict(zip((*STATS, 'stop', 'grad_norm'), values, strict=True))
         stop = numbers['stop'] > 0
         if not (math.isfinite(numbers['loss']) and math.isfinite(numbers['grad_norm'])):
-            problem = f'the loss is {numbers["loss"]}, the gradient norm {numbers["grad_norm"]}'
+            values = f'the loss is {numbers["loss"]}, the gradient norm {numbers["grad_norm"]}'
+            problem = f'update {step + 1}: {values}'
             break
         seconds += time.perf_counter() - start
         step += 1
@@ -504,13 +517,13 @@ def main(config: Settings) -> int:
             sums[name] = sums.get(name, 0.0) + numbers[name]
         unread.append(episodes.clone())  # the next replay overwrites it
         if due_to_print():
-            rate = (step - logged) * n_envs * unroll / (seconds - clock)
+            rate = (step - logged_step) * n_envs * unroll / (seconds - logged_seconds)
             print0(f'    {step * n_envs * unroll:,}/{total_steps:,} | {rate:,.0f} steps/s')
 
     status = 0
     if problem:
         status = 1
-        print0(f'error: update {step + 1}: {problem}; the last checkpoint is of update {saved_at}')
+        print0(f'error: {problem}; the last checkpoint is of update {saved_at}')
     elif step < updates:
         status = 128 + (stopper.signal or signal.SIGTERM)  # None if another rank was stopped
         print0(f'stopped after update {step}, saved in {out_dir}: --resume=True continues')

@@ -56,7 +56,7 @@ AGENT = {
     'learning_rate': 1e-2,
 }
 # Log entries that two equal runs need not share.
-TIMINGS = {'val_seconds', 'ms', 'tokens_per_s', 'env_steps_per_s', 'clock', 'seconds'}
+TIMINGS = {'val_seconds', 'ms', 'tokens_per_s', 'env_steps_per_s', 'logged_seconds', 'seconds'}
 TIMINGS |= {'config', 'about'}
 
 
@@ -153,10 +153,13 @@ def read_log(out):
 
 def assert_equal(a, b):
     """Assert that two trees of tensors and plain types are bit-equal, timings aside."""
-    leaves_a, _ = tree_flatten_with_path(a)
-    leaves_b, _ = tree_flatten_with_path(b)
-    for (path, x), (path_b, y) in zip(leaves_a, leaves_b, strict=True):
+    leaves = []
+    for tree in (a, b):
+        paths, _ = tree_flatten_with_path(tree)
+        leaves.append(
+            [x for x in paths if not {getattr(key, 'key', None) for key in x[0]} & TIMINGS]
+        )
+    for (path, x), (path_b, y) in zip(*leaves, strict=True):
         assert path == path_b
-        if not {getattr(key, 'key', None) for key in path} & TIMINGS:
-            equal = torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
-            assert equal, (path, x, y)
+        equal = torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+        assert equal, (path, x, y)

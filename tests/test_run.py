@@ -88,19 +88,31 @@ def test_a_resumed_run_keeps_its_settings(
     config = resume().config
     assert (config['max_iters'], config['n_layer']) == expected
     printed = capsys.readouterr().out
-    assert ('from now on' in printed) == ('max_iters' in line_now)
+    assert ('the run had' in printed) == ('max_iters' in line_now)
     assert ('is not used' in printed) == (files_now.get('max_iters') == 7)
 
 
-def test_changes_are_recorded_with_their_step(tmp_path):
+def test_all_starts_are_recorded_with_their_changes(tmp_path):
     train(tmp_path)
     train(tmp_path, steps=5, saves=(5,), resume=True, max_iters=30)
     train(tmp_path, steps=7, resume=True, betas=(0.5, 0.5))
-    assert settings_of(tmp_path)['changes'] == [
-        {'step': 3, 'max_iters': 30},
-        {'step': 5, 'betas': [0.5, 0.5]},
-    ]
-    assert settings_of(tmp_path)['max_iters'] == 30
+    config = settings_of(tmp_path)
+    starts = [(start['step'], start['changes']) for start in config['starts']]
+    assert starts == [(0, {}), (3, {'max_iters': 30}), (5, {'betas': [0.5, 0.5]})]
+    assert config['max_iters'] == 30 and config['device_name'] == 'toy'
+
+
+def test_auto_stands_for_what_the_run_has_found(tmp_path, capsys):
+    """So a restart by the same command changes nothing."""
+    defaults = {**DEFAULTS, 'device': 'auto', 'threads': 0}
+    folder = open_folder(tmp_path, defaults=defaults)
+    folder.config |= {'device': 'cpu', 'threads': 2}
+    folder.start()
+    folder.save(step=3)
+    folder.finish(False)
+    again = open_folder(tmp_path, defaults=defaults, resume=True, device='auto', threads=0)
+    assert (again.config['device'], again.config['threads']) == ('cpu', 2) and not again.changes
+    assert 'the run had' not in capsys.readouterr().out
 
 
 def test_a_setting_that_the_script_has_got_since_counts_as_its_default(tmp_path):
@@ -176,12 +188,18 @@ def test_a_run_without_a_checkpoint_is_replaced_or_started_by_auto(tmp_path):
     assert train(tmp_path, resume='auto').saved is None
 
 
-@pytest.mark.parametrize('name', ['log.jsonl', 'config.json', 'last.pt', 'best', 'a.png'])
+@pytest.mark.parametrize('name', ['log.jsonl', 'config.json', 'last.pt', 'best', 'loss.png'])
 def test_files_that_no_run_wrote_are_left_alone(tmp_path, name):
     (tmp_path / name).write_text('of another program')
-    for settings in ({}, {'overwrite': True}, {'resume': 'auto'}):
-        assert_refused('which no run wrote|not a checkpoint', open_folder, tmp_path, **settings)
+    for settings in ({}, {'overwrite': True}):
+        assert_refused('which no run wrote', open_folder, tmp_path, **settings)
     assert names_in(tmp_path) == [name]
+
+
+def test_a_copy_of_a_run_without_its_hidden_files_resumes(tmp_path):
+    train(tmp_path / 'a')
+    (tmp_path / 'a' / '.run').unlink()
+    assert train(tmp_path / 'a', steps=5, resume=True).step == 3
 
 
 def test_a_folder_holds_one_run_at_a_time(tmp_path):
@@ -290,6 +308,16 @@ def test_a_damaged_last_checkpoint_gives_way_to_the_previous_one(tmp_path, capsy
     for name in (LAST, PREV):
         (tmp_path / name).write_bytes(b'')
     assert_refused(PREV, load_last, tmp_path)
+
+
+def test_a_checkpoint_for_which_there_is_no_memory_is_not_called_damaged(tmp_path, monkeypatch):
+    def load(*args, **options):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    train(tmp_path)
+    monkeypatch.setattr(torch, 'load', load)
+    with pytest.raises(RuntimeError, match='DefaultCPUAllocator'):
+        load_last(tmp_path)
 
 
 def test_a_checkpoint_with_python_objects_is_refused(tmp_path):

@@ -90,10 +90,12 @@ def test_a_nonrecurrent_model_in_training_carries_no_state():
 
 @KINDS
 def test_a_score_depends_neither_on_rows_nor_on_chunks(kind):
-    """Four texts of 30 tokens, side by side or one by one, in chunks of 30, 8 and 1."""
+    """Four texts of 30 tokens, one to four side by side, in chunks of 30, 8 and 1."""
     model = make_model(kind)
     x, y = tokens(4, 30)
-    sums = [Stream(model, B, T).score(x, y) for B, T in ((4, 30), (1, 30), (2, 8), (4, 1))]
+    sums = [
+        Stream(model, B, T, B).score(x, y) for B, T in ((4, 30), (1, 30), (2, 8), (4, 1), (3, 8))
+    ]
     for nats, n in sums:
         assert n == 120 and nats.item() == pytest.approx(sums[0][0].item(), rel=1e-5)
     with torch.no_grad():
@@ -122,9 +124,10 @@ def test_reading_without_a_loss_leaves_the_same_state():
 
 def test_the_most_rows_are_a_divisor_of_at_most_4096_tokens_on_a_cpu():
     cpu = torch.device('cpu')
-    assert [stream.most_rows(B, 64, cpu) for B in (64, 96, 2048, 7)] == [64, 48, 64, 7]
+    assert [stream.most_rows(B, 64, cpu) for B in (64, 96, 2048, 7)] == [64, 64, 64, 7]
     assert stream.most_rows(6, 8192, cpu) == 1
     assert stream.most_rows(2048, 64, torch.device('cuda')) == 512
+    assert [stream.divisor(B, 64) for B in (64, 96, 2048, 67)] == [64, 48, 64, 1]
 
 
 def fail_beyond(rows, tried):
@@ -143,7 +146,7 @@ def fail_beyond(rows, tried):
 def test_rows_are_halved_until_memory_suffices():
     tried = []
     train = Stream(make_model(RECURRENT), 24, 8)
-    train.fit(fail_beyond(3, tried))
+    train.choose_rows(fail_beyond(3, tried))
     assert tried == [24, 12, 6, 3] and train.rows == 3 and train.x.shape == (3, 8)
     assert train.part[0].shape[0] == 3 and train.state[0].shape[0] == 24
     assert not any(t.any() for t in train.state)
@@ -151,7 +154,7 @@ def test_rows_are_halved_until_memory_suffices():
 
 def test_a_stream_that_may_shrink_holds_the_state_of_a_micro_batch_alone():
     valid = Stream(make_model(RECURRENT), 24, 8, may_shrink=True)
-    valid.fit(fail_beyond(6, []))
+    valid.choose_rows(fail_beyond(6, []))
     assert valid.B == valid.rows == 6 and valid.state[0].shape[0] == 6
 
 
@@ -168,21 +171,22 @@ def test_what_does_not_fit_is_released_before_fewer_rows_are_tried():
         if len(x) > 2:
             raise torch.OutOfMemoryError('of 80 GB')
 
-    train.fit(chunk)
+    train.choose_rows(chunk)
     assert len(held) == 6
 
 
 @pytest.mark.parametrize('rows, message', [(0, 'one row of 8 tokens'), (4, 'batch_size = 4 of 8')])
 def test_rows_that_do_not_fit_are_one_clear_line(rows, message):
     train = Stream(make_model(RECURRENT), 8, 8, rows)
-    assert_refused(f'{message}.* does not fit in memory: ', train.fit, fail_beyond(0, []), 0, rows)
+    chunk = fail_beyond(0, [])
+    assert_refused(f'{message}.* does not fit', train.choose_rows, chunk, 0, fixed=rows > 0)
 
 
 def rows_of_rank(streams, limits):
     """Return the rows of this rank, if rank r has streams[r] rows and limits[r] of them fit."""
     rank, _, _ = join_ranks('cpu', 1)
     valid = Stream(make_model(NONRECURRENT), streams[rank], 8, may_shrink=True)
-    valid.fit(fail_beyond(limits[rank], []))
+    valid.choose_rows(fail_beyond(limits[rank], []))
     leave_ranks()
     return valid.rows
 
@@ -204,7 +208,7 @@ def test_training_continues_uncompiled(monkeypatch, capsys, failure):
         if kernels.fused.enabled:
             raise failure('no C++ compiler\nmore lines')
 
-    Stream(make_model(RECURRENT), 8, 8).fit(chunk)
+    Stream(make_model(RECURRENT), 8, 8).choose_rows(chunk)
     assert not kernels.fused.enabled
     line = 'compile = True does not work here; running uncompiled'
     assert capsys.readouterr().out.count(line) == 1
@@ -217,7 +221,7 @@ def test_an_error_of_an_edited_model_is_no_mistake_of_the_user():
         raise ValueError('not enough values to unpack')
 
     with pytest.raises(ValueError, match='not enough values'):
-        Stream(make_model(RECURRENT), 8, 8).fit(chunk)
+        Stream(make_model(RECURRENT), 8, 8).choose_rows(chunk)
 
 
 def test_bits_per_byte_of_uniform_bytes_are_eight():

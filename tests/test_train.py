@@ -19,9 +19,11 @@ from small_runs import train_lm_as_rank
 
 import baselines
 import common
+import configurator
 import data_fineweb
 import kernels
 import model
+import run
 import sample
 import stream
 import train_lm
@@ -137,15 +139,45 @@ def test_a_longer_run_keeps_the_last_validation_of_the_shorter(data, tmp_path, m
     assert settings_of(tmp_path / 'best')['step'] == 6
 
 
-@pytest.mark.parametrize('change, step', [('', 4), ('--val_tokens=48', 8)])
+@pytest.mark.parametrize('change, step', [('', 4), ('--val_tokens=48', 12)])
 def test_the_lowest_loss_on_other_validation_tokens_does_not_count(
     data, tmp_path, monkeypatch, change, step
 ):
-    values = iter([5.0, 1.0, 2.0])
+    """Nor does it in a run that is resumed once more."""
+    values = iter([5.0, 1.0, 2.0, 1.5])
     monkeypatch.setattr(stream.Stream, 'score', lambda *_: torch.tensor([next(values), 1.0]))
     run_lm(data, tmp_path, max_iters=4)
     assert resume(tmp_path, '--max_iters=8', *change.split()) == 0
+    assert resume(tmp_path, '--max_iters=12') == 0
     assert settings_of(tmp_path / 'best')['step'] == step
+
+
+def test_a_run_whose_validation_was_not_finite_can_be_resumed(data, tmp_path, monkeypatch):
+    values = iter([5.0, math.nan, 2.0])
+    monkeypatch.setattr(stream.Stream, 'score', lambda *_: torch.tensor([next(values), 1.0]))
+    run_lm(data, tmp_path, max_iters=4)
+    assert resume(tmp_path, '--max_iters=8') == 0
+    assert settings_of(tmp_path / 'best')['step'] == 8
+
+
+def test_the_end_is_validated_also_where_the_run_had_been_stopped(data, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(train_lm, 'Stopper', lambda: StopAt(3))
+        run_lm(data, tmp_path)
+    assert resume(tmp_path, '--max_iters=3') == 0
+    last = read_log(tmp_path)[-1]
+    assert last['step'] == 3 and 'val_loss' in last and 'train_loss' in last
+
+
+def test_a_run_cannot_end_before_its_last_update(data, tmp_path, capfd):
+    run_lm(data, tmp_path, max_iters=4)
+    error = error_of(capfd, train_lm, [f'--out_dir={tmp_path}', '--resume=True', '--max_iters=3'])
+    assert f'max_iters = 3: the run in {tmp_path} has 4 updates' in error
+
+
+def test_a_finished_run_can_be_evaluated_whatever_resume_is(trained, capfd):
+    assert evaluate_only(trained / 'recurrent', '--resume=auto') == 0
+    assert 'validation loss' in capfd.readouterr().out
 
 
 def test_a_resumed_run_takes_new_optimizer_settings_and_keeps_its_moments(data, tmp_path):
@@ -305,6 +337,22 @@ def test_micro_batches_and_ranks_change_only_rounding(data, tmp_path, recurrent)
         state = last_of(tmp_path / name)['state']
         torch.testing.assert_close(state, expected_state, rtol=2e-2, atol=2e-2)
     assert resume(tmp_path / 'ranks', '--max_iters=6') == 0
+
+
+def resume_with_a_damaged_file_on_rank_1(folder):
+    """Resume a run of which rank 1 can read the previous checkpoint alone; return the refusal."""
+    if os.environ['RANK'] == '1':
+        run.load_last = lambda path: (load_checkpoint(path / PREV), path / PREV)
+    try:
+        resume(folder, '--max_iters=12')
+    except configurator.Mistake as refusal:
+        return str(refusal)
+
+
+def test_ranks_that_read_different_checkpoints_stop(data, tmp_path):
+    run_lm(data, tmp_path)
+    refusals = run_ranks(2, resume_with_a_damaged_file_on_rank_1, tmp_path)
+    assert all('the ranks have read different checkpoints' in x for x in refusals)
 
 
 # ---- the LSTM
@@ -468,7 +516,8 @@ MISTAKES = [  # arguments, message
     ('--aggregation=sum', "aggregation = 'sum': expected one of"),
     ('--recurrent=False --share_kv=False', 'share_kv = False is for recurrent = True'),
     ('--mode=slow', "mode = 'slow': expected one of fast, plain"),
-    ('--max_iters=0', 'max_iters = 0: must be at least 1'),
+    ('--max_iters=0', 'max_iters = 0: must be between 1'),
+    ('--block_size=0', 'block_size = 0: must be at least 1'),
     ('--out_dir=', 'out_dir is empty'),
     ('--init_from=none', 'none/best/config.json: cannot be read'),
 ]
