@@ -18,6 +18,7 @@ from reference import V, assert_close, assert_same_state, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sample
+from configurator import run_script
 from decode import Decoder
 from model import GPT, RecurrentGPT, State
 
@@ -295,7 +296,9 @@ def run_sample(monkeypatch, capsys, model, argv, typed='', tokenizer=Letters):
     monkeypatch.setattr(sample, 'get_tokenizer', lambda name: tokenizer)
     monkeypatch.setattr(sys, 'argv', ['sample.py', '--device=cpu', *argv])
     monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(typed)))
-    sample.main()
+    with pytest.raises(SystemExit) as end:
+        run_script(sample.main)
+    assert end.value.code == 0
     return capsys.readouterr().out
 
 

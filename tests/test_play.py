@@ -374,7 +374,7 @@ def test_a_damaged_export_is_named(folder, capfd, monkeypatch, name, content):
     monkeypatch.chdir(folder)
     call(folder, '--out_dir=run', '--export=agent')
     (folder / 'agent' / name).write_bytes(content)
-    assert 'error: agent/model.safetensors: ' in error_of(capfd, play_sokoban, ['--out_dir=agent'])
+    assert f'error: agent/{name}: ' in error_of(capfd, play_sokoban, ['--out_dir=agent'])
 
 
 def test_the_shipped_agent_solves_easy_levels_and_has_plans():
