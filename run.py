@@ -83,13 +83,14 @@ def settings_of(folder: Path) -> dict:
 
 
 def log_of(folder: Path) -> list[dict]:
-    """Return the records of a run's log; a last line that was cut short is left out."""
+    """Return the records of a run's log. A line that was cut short is left out."""
     records = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         text = pathlib.Path(folder, 'log.jsonl').read_text(encoding='utf-8', errors='replace')
         for line in text.splitlines():
             with contextlib.suppress(ValueError, RecursionError):
-                if isinstance(record := json.loads(line), dict) and 'step' in record:
+                record = json.loads(line)
+                if isinstance(record, dict) and type(record.get('step')) is int:
                     records.append(record)
     return records
 
@@ -184,7 +185,8 @@ class RunFolder:
         self.trackers = {}
         self.keep = PREV  # the name under which `save` keeps the last checkpoint
         name = os.path.basename(script)
-        self.about = {'script': name, 'command': shlex.join(['python', name, *sys.argv[1:]])}
+        self.command = shlex.join(['python', name, *sys.argv[1:]])
+        self.about = {'script': name, 'command': self.command}
         has_run = any((self.path / name).exists() for name in (LAST, PREV))
         resume = config['resume'] is True or (config['resume'] == 'auto' and has_run)
         if resume and config['overwrite']:
@@ -281,8 +283,7 @@ class RunFolder:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         lines = [f'{json.dumps(record)}\n' for record in self.records]
         write_text(''.join(lines), self.path / 'log.jsonl')
-        command = shlex.join(['python', self.about['script'], *sys.argv[1:]])
-        this = {'step': self.step, 'command': command, **about, 'changes': self.changes}
+        this = {'step': self.step, 'command': self.command, **about, 'changes': self.changes}
         starts = [*self.about.get('starts', []), this]
         self.about = {**about, **self.about, 'starts': starts}
         first_step = self.step + 1 if self.records else None
