@@ -32,7 +32,6 @@ class LSTM(nn.Module, PublishedModel, pipeline_tag='text-generation'):
     KIND = LanguageModel.KIND
     tied = LanguageModel.tied
     num_params = LanguageModel.num_params
-    describe = LanguageModel.describe
 
     def __init__(self, config: ModelConfig, hidden: int):
         super().__init__()
@@ -60,7 +59,7 @@ class LSTM(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         return Loss(loss, loss.detach()), tuple(s.detach() for s in state)
 
     def captures(self, B: int, T: int) -> bool:
-        """Return whether a chunk is a CUDA graph: no, it is cuDNN's business."""
+        """Return whether a chunk is one CUDA graph: no, cuDNN runs the LSTM."""
         return False
 
     def param_groups(self) -> dict[str, list[nn.Parameter]]:
@@ -69,6 +68,16 @@ class LSTM(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         return {
             'lstm_matrices': [p for p in params if p.dim() > 1],
             'lstm_biases': [p for p in params if p.dim() < 2],
+        }
+
+    def describe(self, about: dict) -> dict:
+        """Return the fields of the model card (hub.MODEL_CARD)."""
+        size = f'hidden size {self.lstm.hidden_size}, {self.num_params()["total"]:,} parameters'
+        return {
+            **LanguageModel.describe(self, about),
+            'title': 'Parallel Experts: LSTM baseline',
+            'summary': f'A torch.nn.LSTM language model of {size}.',
+            'usage': "from baselines import LSTM\n\nmodel = LSTM.from_pretrained('FOLDER')",
         }
 
     @classmethod

@@ -259,7 +259,8 @@ class Decoder:
 
     def run_token(self) -> None:
         """Run one token per stream on the device alone, so that a CUDA graph can hold it."""
-        with using(self.model.forms):
+        device = self.token.device.type
+        with using(self.model.forms), torch.autocast(device, enabled=False):
             self.position.advance()
             z = embed(self.token, self.embedding)
             if self.recurrent:

@@ -137,16 +137,18 @@ def graphed(
 
     The first three calls run eagerly. The fourth captures the graph; it and all later calls replay
     it: arguments are read from, and results lie in, the same memory every time. If the capture
-    fails, the reason is printed, and all calls run eagerly.
+    fails, the reason is printed, and these calls run eagerly, as do those of every graph that is
+    not captured yet: its arguments may be results that no longer lie in the same memory.
 
     graphs: a dict that holds graphs by name; they share memory, so that one may read another's
     activations, and must always be called in the same order. generator: the random number generator
-    of `function`, unless that is torch's default. No caller may keep the loss of an eager call
-    alive: its autograd nodes belong to another stream."""
+    of `function`, unless that is torch's default. Release the loss of an eager call before the
+    next one: a capture fails on autograd nodes that another stream has created."""
     if graphs is None:
         return function(*args)
     calls, graph, result = graphs.get(name, (0, None, None))  # calls: the eager ones
-    if graph is None and calls == 3:
+    was_refused = any(g is None and n > 3 for n, g, _ in graphs.values())
+    if graph is None and calls == 3 and not was_refused:
         pool = next((g.pool() for _, g, _ in graphs.values() if g is not None), None)
         graph, result = capture(name, function, args, pool, generator)
         graphs[name] = calls, graph, result

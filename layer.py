@@ -32,7 +32,7 @@ heads per expert, C key-value heads in the cache, M query heads per cache head, 
 of the router. Matrix products have the dtype `dtype`; s, z and sums over experts stay in the wider
 dtype of the state.
 
-Two choices that the paper leaves open (results/README.md lists all of them): every expert of a
+Two choices that the paper leaves open (paper/readings.md lists all of them): every expert of a
 layer reads the same u, and keys are normalized (`split_heads`) after they are summed over experts
 (model.Layer.merged_qkv). The scale of the keys then does not depend on E, and the E key-value
 matrices can be summed before the product without changing the result.

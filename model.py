@@ -46,6 +46,7 @@ from unroll import DeferredLinear
 
 MODES = ('fast', 'plain')
 INIT_B = ('one', 'sqrt_experts')
+NOT_IN_CORE = ('embedding', 'head', 'router_k', 'expert_embedding')  # matrices that are not FLOPs
 EVAL_CHUNK = 128  # tokens per chunk in validation; more would only cost RecurrentGPT memory
 CPU_BF16_IS_FAST = bf16_is_fast('cpu')  # a constant, because compiled functions read it
 
@@ -363,7 +364,7 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         matrices = sum(
             p.numel() * (runs if name.startswith('layers.') else 1)
             for name, p in self.named_parameters()
-            if is_matrix(p) and not name.endswith(('embedding', 'head', 'router_k'))
+            if is_matrix(p) and name.split('.')[-1] not in NOT_IN_CORE
         )
         core = 2 * matrices + attention + router
         return {'core': float(core), 'head': float(2 * self.head.numel())}

@@ -73,6 +73,12 @@ class KeptWeights:
 def trace(model: LanguageModel, ids: Tensor) -> Trace:
     """Return a Trace of the texts ids (B, T), read from an empty state in the dtype of the model.
     It takes memory for T x T attention weights."""
+    with torch.autocast(ids.device.type, enabled=False):
+        return run_trace(model, ids)
+
+
+def run_trace(model: LanguageModel, ids: Tensor) -> Trace:
+    """Return what `trace` returns, whatever autocast is."""
     B, T = ids.shape
     z = norm_to(F.embedding(ids, model.embedding), model.embedding.dtype)  # (B, T, D)
     weights: list[LayerWeights] = [

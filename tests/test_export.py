@@ -124,7 +124,6 @@ def test_a_damaged_export_is_refused_by_file_and_reason(trained, tmp_path, capfd
         ('hello', content, config, 'cannot be read'),
         (json.dumps(about | {'tokenizer': 'x'}), content, tmp_path, "tokenizer = 'x' does not fit"),
         (json.dumps(about | {'tokenizer': 'gpt2'}), content, tmp_path, 'not fit vocab_size = 256'),
-        (with_width(2**20), content, config, 'allocate'),
         (with_width(64), content, weights, 'size mismatch'),
         (with_width(32), b'x', weights, 'cannot be read'),
     ):

@@ -8,6 +8,7 @@ from processes import run_ranks
 from small_runs import assert_refused
 
 import baselines
+import graphs
 import kernels
 import stream
 from common import Gradients, join_ranks, leave_ranks
@@ -229,3 +230,19 @@ def test_bits_per_byte_of_uniform_bytes_are_eight():
     torch.nn.init.zeros_(model.head)
     nats, n = Stream(model, 2, 8).score(*tokens(2, 16))
     assert nats.item() / n.item() / math.log(2) == pytest.approx(8, abs=1e-4)
+
+
+def test_after_a_refused_capture_nothing_is_captured_on_its_results(monkeypatch, capsys):
+    """The results of eager calls lie elsewhere each time."""
+    captured = []
+
+    def capture(name, function, args, pool, generator):
+        captured.append(name)
+        return None, None
+
+    monkeypatch.setattr(graphs, 'capture', capture)
+    found, made = {}, []
+    for i in range(6):
+        share = graphs.graphed(found, 'first', lambda i=i: [i])
+        made.append(graphs.graphed(found, 'second', lambda x: x[0], share))
+    assert captured == ['first'] and made == [0, 1, 2, 3, 4, 5]
