@@ -40,13 +40,16 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason='runs with pytest --long'))
 
 
+HANDLERS = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+
+
 @pytest.fixture(autouse=True)
 def restore_signal_handlers():
-    """Restore the handlers that a trainer replaces."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    former = {number: signal.getsignal(number) for number in numbers}
+    """Restore the handlers that a trainer replaces, in a test or in a fixture."""
+    for number, handler in HANDLERS.items():
+        signal.signal(number, handler)
     yield
-    for number, handler in former.items():
+    for number, handler in HANDLERS.items():
         signal.signal(number, handler)
 
 
