@@ -157,17 +157,23 @@ def expand_paths(text: str) -> list[str]:
         pattern = os.path.expanduser(pattern.strip())
         if not (found := match_files(pattern)):
             raise Mistake(f'--text: there is no file {pattern!r}')
-        paths |= dict.fromkeys(found)
+        for path in found:  # a link, or another way to write a name, is the same file
+            paths.setdefault(os.path.realpath(path), path)
+    paths = list(paths.values())
     for path in paths:
         if kind_of(path) not in READERS:
             raise Mistake(f'--text: {path!r}: expected files of {", ".join(READERS)}')
-    return list(paths)
+    return paths
 
 
 def files_in(folder: str) -> list[str]:
-    """Return the files of a folder and its subfolders, except hidden ones."""
+    """Return the files of a folder and its subfolders, except hidden ones, each once: links may
+    lead in circles."""
     found = glob.glob(os.path.join(glob.escape(folder), '**'), recursive=True)
-    return [path for path in sorted(found) if os.path.isfile(path)]
+    files = {}
+    for path in sorted(path for path in found if os.path.isfile(path)):
+        files.setdefault(os.path.realpath(path), path)
+    return list(files.values())
 
 
 def list_folder(folder: str) -> list[str]:
@@ -553,6 +559,8 @@ def prepare(source: Source, folder: str, config: dict) -> dict:
 def download_shards(count: int, folder: str) -> dict:
     """Download the ready-made validation shard of FineWeb and `count` training shards, except those
     that the folder has, and return their description."""
+    if not read_meta(folder) and glob.glob('*.bin', root_dir=folder):
+        raise Mistake(f'{folder} holds shards without meta.json: choose another --data_dir')
     meta = open_meta(folder, tokenizer='gpt2', source=READY_MADE)
     paths = [shard_path(folder, index) for index in range(max(count + 1, len(meta['shards'])))]
     missing = [path for path in paths if not os.path.exists(path)]

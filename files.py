@@ -1,5 +1,6 @@
 """Files that are written completely or not at all: any bytes, text, JSON, and tensors."""
 
+import contextlib
 import errno
 import json
 import os
@@ -31,9 +32,10 @@ def write_atomic(path: Path, write: Callable, keep: str | None = None) -> None:
             os.replace(path, path.with_name(keep))  # killed here, only `keep` exists
         os.replace(temporary, path)
     except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(path)  # the error of a full disk names no file
+        if isinstance(error, OSError):
+            error.filename = str(path)  # not the temporary name; that of a full disk names none
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
 

@@ -17,6 +17,7 @@ infos then has `final_obs` and `final_info`; infos['solved'] is of this step, on
 
 import functools
 import math
+import numbers
 
 from configurator import Mistake
 
@@ -126,6 +127,11 @@ class GymVectorEnv(VectorEnv):
         max_episode_steps: int | None = None,
         **options: object,
     ):
+        limits = {'max_episode_steps': max_episode_steps, 'time_limit': options.get('time_limit')}
+        for name, limit in {'num_envs': num_envs, **limits}.items():
+            is_count = isinstance(limit, numbers.Integral) and (limit > 0 or limit == -1)
+            if not (is_count or limit in (None, math.inf)):
+                raise Mistake(f'{name} = {limit!r}: expected a positive integer')
         self.boards = make_boards(num_envs, render_mode, **options)
         self.num_envs, self.render_mode = num_envs, render_mode
         self.max_steps = max_episode_steps or TIME_LIMIT

@@ -339,7 +339,9 @@ def load_policy(name: str) -> StatelessPolicy:
     sys.path.append(os.getcwd())
     try:
         choose_actions = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
+        if not callable(choose_actions):
+            raise TypeError(f'{function} is no function')
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         reason = first_line(error)
         raise Mistake(f'policy = {name!r}: expected module:function ({reason})') from None
 

@@ -74,6 +74,8 @@ PIECE = cutter(10_000)
 
 def open_text(path: str, errors: str = 'strict') -> io.TextIOBase:
     """Open a file of text, also one that is compressed (.gz, .xz), or standard input for '-'."""
+    if path == '-' and sys.stdin is None:
+        raise Mistake('-: standard input is closed')
     if path == '-':
         return io.TextIOWrapper(io.BytesIO(sys.stdin.buffer.read()), encoding='utf-8-sig')
     opener = {'.gz': gzip.open, '.xz': lzma.open}.get(os.path.splitext(path)[1].lower(), open)
@@ -85,7 +87,9 @@ def read_text(path: str) -> str:
     try:
         with open_text(path) as file:
             return file.read()
-    except (ValueError, EOFError, lzma.LZMAError, zlib.error) as error:
+    except Mistake:
+        raise
+    except (ValueError, EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
         raise Mistake(f'{path}: cannot be read as text in UTF-8: {first_line(error)}') from None
 
 

@@ -51,7 +51,7 @@ CELL = ['model', 'plan', 'kind', *SIZES]  # runs that agree in these differ in s
 # Columns that are no settings; neither are last_... and best_...
 NO_SETTINGS = (
     'folder loss return step seconds finished seed out_dir resume overwrite script command commit '
-    'torch device_name world rows changes'
+    'torch device_name world rows starts wandb_id'
 ).split()
 # The value with which an ablation compares the others, where it is not the first.
 REFERENCE = {'aggregation': 'sqrt_sum', 'share_kv': True, 'residual': 'expert'}
@@ -132,15 +132,24 @@ def curves(folders: Folders) -> DataFrame:
 
 
 def varied(frame: DataFrame) -> list[str]:
-    """Return the settings that differ between runs of equal model, plan, kind, size and seed."""
-    groups = frame.groupby([*CELL, 'seed'], dropna=False)
+    """Return the settings that differ between runs of equal model, plan, kind and size, whatever
+    their seeds. Raises Mistake for two runs that agree in all settings and in the seed."""
+    groups = frame.groupby(CELL, dropna=False)
     settings = frame.filter(regex='^(?!last_|best_)').columns.difference([*CELL, *NO_SETTINGS])
-    return [name for name in settings if (groups[name].nunique(dropna=False) > 1).any()]
+    found = [name for name in settings if (groups[name].nunique(dropna=False) > 1).any()]
+    if (twice := frame.duplicated([*CELL, 'seed', *found])).any():
+        folder = frame.loc[twice, 'folder'].iloc[0]
+        raise Mistake(f'{folder}: another folder holds a run of the same settings and seed')
+    return found
 
 
 def value_of(frame: DataFrame) -> str:
-    """Return the column by which runs or points are judged, 'loss' or 'return'."""
-    return 'return' if 'return' in frame and frame['return'].notna().any() else 'loss'
+    """Return the column by which runs or points are judged, 'loss' or 'return'. Raises Mistake if
+    no run has one yet."""
+    for value in ('return', 'loss'):
+        if value in frame and frame[value].notna().any():
+            return value
+    raise Mistake('no run has a loss, or returns of episodes, to show yet')
 
 
 def score(frame: DataFrame) -> Series:

@@ -30,7 +30,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import NamedTuple
 
-from configurator import Mistake, Script
+from configurator import Mistake, Script, first_line
 
 import torch
 
@@ -353,7 +353,11 @@ def find_plan(name: str) -> Plan:
         raise Mistake(f'{name!r} is no plan: choose one of {", ".join(names_of_plans())}')
     if name in PLANS:
         return PLANS[name]
-    return importlib.import_module(f'paper.studies.{name.replace("-", "_")}').PLAN
+    module = f'paper.studies.{name.replace("-", "_")}'
+    try:
+        return importlib.import_module(module).PLAN
+    except (ImportError, AttributeError) as error:
+        raise Mistake(f'{module}: holds no PLAN: {first_line(error)}') from None
 
 
 def runs_of(name: str) -> list[Run]:

@@ -53,7 +53,7 @@ from run import LOCK, Stopper, log_of, settings_of
 # results change by rounding only) and what it reports.
 NEUTRAL = (
     *('data_dir', 'levels_dir', 'download', 'device', 'threads', 'compile', 'graphs', 'batch_size'),
-    *('log_interval', 'plot', 'tensorboard', 'wandb', 'wandb_project'),
+    *('plot', 'tensorboard', 'wandb', 'wandb_project'),
 )
 OF_A_SWEEP = ('out_dir', 'resume', 'overwrite', 'eval_only')
 # What pandas raises for a condition that it cannot evaluate.
@@ -147,8 +147,10 @@ def progress(run: Run, out: Path) -> tuple[str, float, float]:
     seconds. The state is 'done', 'not started', 'STEP of LAST', or that of a folder with another
     run: 'has NAME = VALUE, not VALUE', the first setting that differs."""
     saved, log = settings_of(out / run.folder), log_of(out / run.folder)
-    for name, value in {**run.fixed, **run.axes}.items():
+    for name, value in full_settings(run).items():
         value = list(value) if isinstance(value, tuple) else value  # as in JSON
+        if name in OF_A_SWEEP:
+            continue
         if name not in NEUTRAL and value != 'auto' and saved.get(name, value) != value:
             return f'has {name} = {saved[name]!r}, not {value!r}', 0.0, 0.0
     seconds = next((r['seconds'] for r in reversed(log) if r.get('seconds')), 0.0)
@@ -328,12 +330,12 @@ def run_all(runs: list[Run], args: argparse.Namespace) -> int:
         for process in running:  # after a second ctrl-C; torchrun must live to end its ranks
             process.kill() if args.gpus_per_run == 1 else process.terminate()
     if stopper.signal is not None:
-        print0('stopped; the runs that were training have saved: the same line resumes them')
+        print0('stopped: the same line resumes what was saved, and starts the rest')
         return 128 + stopper.signal
     print0(', '.join(f'{n} {state}' for state, n in counts.items() if n))
     if counts['done'] == len(runs):
         print0(f'figures and tables: {drawing(args.plan, args.out)}')
-    return int(counts['FAILED'] > 0)
+    return int(counts['done'] < len(runs))
 
 
 def main() -> int:

@@ -20,7 +20,7 @@ from processes import ROOT
 from small_runs import AGENT, LM, assert_refused
 
 from configurator import configure
-from paper import plans, sweep
+from paper import figures, plans, sweep
 from paper.plans import Plan, grid
 from run import is_finished, log_of, settings_of
 
@@ -295,14 +295,14 @@ def test_a_run_that_another_process_uses_is_left_alone(main, fake, capsys):
     used, done = fake(n_layer=[1, 2])
     used.mkdir(parents=True)
     with FileLock(used / '.run'):
-        assert main('fake', '--run') == 0
+        assert main('fake', '--run') == 1
     assert f'{used}: in use' in capsys.readouterr().out and is_finished(done)
     assert [path.name for path in used.iterdir()] == ['.run']
 
 
 def test_a_run_that_another_process_has_just_started_is_not_called_failed(main, fake, capsys):
     used, done = fake(fails=['out: another run is using it (process 3 on host): wait', ''])
-    assert main('fake', '--run') == 0
+    assert main('fake', '--run') == 1
     assert f'{used}: in use' in capsys.readouterr().out and is_finished(done)
 
 
@@ -357,7 +357,7 @@ def test_a_signal_saves_the_runs_and_the_next_call_resumes_them(number, main, fa
     assert main('fake', '--run', '--workers=2') == 128 + number
     thread.join()
     out = capsys.readouterr().out
-    assert out.count(': stopped\n') == 2 and 'the same line resumes them' in out
+    assert out.count(': stopped\n') == 2 and 'the same line resumes what was saved' in out
     assert not any(map(is_finished, folders)) and not folders[2].exists()
     assert main('fake', '--run', '--workers=2') == 0
     for folder in folders:
@@ -395,7 +395,7 @@ def test_real_trainers_are_run_two_at_a_time_and_a_killed_run_resumes(
 ):
     monkeypatch.chdir(tmp_path)
     lms = grid('train_lm.py', recurrent=[True, False], **{**LM, 'max_iters': 150})
-    agents = grid('train_sokoban.py', recurrent=[True, False], **AGENT)
+    agents = grid('train_sokoban.py', recurrent=[True, False], **{**AGENT, 'time_limit': 5})
     monkeypatch.setitem(plans.PLANS, 'tiny-lm', Plan('', lms))
     monkeypatch.setitem(plans.PLANS, 'tiny-agent', Plan('', agents))
     killed, other = (Path('out/tiny-lm', f'recurrent-{x}') for x in (True, False))
@@ -411,3 +411,12 @@ def test_real_trainers_are_run_two_at_a_time_and_a_killed_run_resumes(
     assert [record['step'] for record in log_of(killed)] == list(range(151))
     assert main('tiny-agent', '--run', '--workers=2') == 0
     assert all(map(is_finished, Path('out/tiny-agent').iterdir()))
+    for plan, value in (('tiny-lm', 'loss'), ('tiny-agent', 'return')):
+        frame = figures.runs(f'out/{plan}')
+        assert list(frame['kind']) == ['recurrent', 'non-recurrent'] and frame['finished'].all()
+        assert value in frame and figures.varied(frame) == []
+        command = [sys.executable, '-m', 'paper.figures', str(tmp_path / 'out' / plan)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        pictures = list(Path('out', plan).glob('*.png'))
+        assert pictures and all(path.read_bytes().startswith(b'\x89PNG') for path in pictures)
