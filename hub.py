@@ -199,14 +199,11 @@ def init_from(model: torch.nn.Module, folder: Path) -> None:
     Raises Mistake if the folder cannot be read or no weight fits."""
     path = export_in(folder) / WEIGHTS
     weights, initial = read_tensors(path), model.state_dict()
-    names = {x.data_ptr(): name for name, x in reversed(initial.items()) if x.numel()}
-    fits = [
-        name
-        for name, x in initial.items()
-        if name in weights
-        and weights[name].shape == x.shape
-        and names.get(x.data_ptr(), name) == name  # a tied weight is taken under its first name
-    ]
+    fits = [k for k, x in initial.items() if k in weights and weights[k].shape == x.shape]
+    # A tied weight, which has several names, is taken under the first, unless all are equal.
+    place = {name: initial[name].data_ptr() or name for name in fits}  # an empty weight has none
+    first = {place[name]: name for name in reversed(fits)}
+    fits = [name for name in fits if torch.equal(weights[name], weights[first[place[name]]])]
     if not any(initial[name].dim() for name in fits):  # a scalar fits anywhere
         raise Mistake(f'{path}: no weight has a name and shape of this model')
     load_weights(model, {**initial, **{name: weights[name] for name in fits}}, path)

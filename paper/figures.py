@@ -28,7 +28,7 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from configurator import Mistake, run_script
+from configurator import Mistake, first_line, run_script
 
 import matplotlib
 import numpy as np
@@ -41,6 +41,7 @@ from boxoban import load_levels
 from convlstm import load_agent
 from files import read_json, write_atomic, write_json, write_text
 from hub import export_in, sizes_in
+from paper.sweep import BAD_CONDITION
 from run import log_of, settings_of
 from sokoban import TIME_LIMIT, evaluate
 
@@ -550,17 +551,22 @@ def main() -> None:
     )
     parser.add_argument('folders', nargs='+', metavar='FOLDER', help='runs, or folders of runs')
     parser.add_argument('--figure', choices=[*FIGURES], help='draw this one only')
+    parser.add_argument('--only', help='a condition on the runs, as in "residual == \'expert\'"')
     parser.add_argument('--out', type=Path, help='folder to write to; default: that of the runs')
     parser.add_argument('--levels', default='', help='split of Boxoban for solve rates')
     parser.add_argument('--tuned', default='learning_rate', help="setting to tune first; '': none")
     args = parser.parse_args()
     frame = runs(args.folders)
+    try:
+        frame = frame.query(args.only) if args.only else frame
+    except BAD_CONDITION as error:
+        raise Mistake(f'--only={args.only}: {first_line(error)}') from None
     done = frame[frame['finished']]
     print(f'{len(done)} of {len(frame)} runs have finished')
     if done.empty:
         raise Mistake(f'{", ".join(args.folders)}: no run has finished: nothing to draw')
-    inside = [Path(folder).absolute().parent for folder in done['folder']]
-    out = args.out or Path(os.path.commonpath(inside))
+    given = [Path(folder).absolute() for folder in args.folders]
+    out = args.out or Path(os.path.commonpath(given))
     out.mkdir(parents=True, exist_ok=True)
     write_text(done.to_csv(index=False, lineterminator='\n'), out / 'runs.csv')
     for model, part in done.groupby('model'):
