@@ -204,12 +204,12 @@ def make_update(cell: Cell, mode: str, machine: Machine, graphs: dict | None) ->
     if graphs is not None:
         spare += 0.05 * torch.cuda.mem_get_info(machine.device)[1]
     chunk = stream.backward_chunk(1.0, loss)
-    stream.fit(chunk, spare)
+    stream.choose_rows(chunk, spare)
     if graphs is not None and fused.enabled:
         for line in forms.choose_forms(model, stream.rows, machine.amp):
             print0(line)
     if model.forms:
-        stream.fit(chunk, spare)
+        stream.choose_rows(chunk, spare)
     x, y = torch.randint(vocab_size, (2, B, T), generator=torch.Generator().manual_seed(0))
     share = stream.rows / (B * machine.world)
 
