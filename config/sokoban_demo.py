@@ -1,7 +1,7 @@
 """Demo: a small recurrent ConvGLU agent on easy generated Sokoban levels.
 
 Goal: see an agent learn within minutes: one box, levels that are solvable in 8 moves or fewer.
-Expected: it solves nine in ten evaluation levels; a random policy solves one in fourteen. Hardware
+Expected: it solves nine in ten evaluation levels; a random policy solves one in eleven. Hardware
 and time: two CPU cores, about three minutes. `make demo-sokoban` does all of it; by hand:
 
     python train_sokoban.py config/sokoban_demo.py
