@@ -123,9 +123,9 @@ def join_ranks(device: str, threads: int) -> tuple[int, int, str]:
     if world > 1:
         # The store of torchrun survives a restart. Without a prefix for each attempt, the restarted
         # ranks would find the addresses of the dead ones.
-        attempt = os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)
+        restarts = os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)
         store, _, _ = next(dist.rendezvous('env://', timeout=TIMEOUT))
-        store = dist.PrefixStore(f'attempt {attempt}', store)
+        store = dist.PrefixStore(f'attempt {restarts}', store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
     return rank, world, device
 

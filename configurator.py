@@ -319,15 +319,19 @@ class Settings(dict):
         """Return the names of the settings that config files or the command line set."""
         return {*self.from_files, *self.from_command_line}
 
-    def adopt(self, sizes: dict, names: Iterable[str], source: str) -> None:
-        """Take the settings `names` from `sizes`, where it has them and the user has set none.
-        Raises Mistake, which names the `source`, for a value of the wrong type."""
+    def adopt(
+        self, sizes: dict, names: Iterable[str], source: str, report: Callable[[str], None] = print
+    ) -> None:
+        """Take the settings `names` from `sizes`, where it has them and the user has set none, and
+        print those that change. Raises Mistake, which names the `source`, for a value of the wrong
+        type."""
         for name in names:
-            if name in sizes and name not in self.set_by_user:
+            if name in sizes and name not in self.set_by_user and sizes[name] != self[name]:
                 try:
                     self[name] = convert(sizes[name], self.defaults[name])
                 except ValueError:
                     raise Mistake(f'{source}: damaged: {name} = {sizes[name]!r}') from None
+                report(f'{name} = {self[name]!r}  (from {source})')
 
     def show(self, report: Callable[[str], None] = print) -> None:
         """Print the settings that differ from their defaults. report: prints a line."""
@@ -342,7 +346,7 @@ def configure(settings: dict, argv: Iterable[str] | None = None, quiet: bool = F
     settings: the globals() of the script. The defaults are read from the source in its '__file__',
     so that two calls do not influence each other. argv: the arguments without the name of the
     script; None means those of the command line. Settings that differ from their defaults are
-    printed, under torchrun by rank 0, unless `quiet`. --help prints the settings and ends the
+    printed, by rank 0 only, unless `quiet`. --help prints the settings and ends the
     script with status 0. Raises Mistake."""
     script = Script(settings['__file__'], settings.get('RANGES'))
     rest = sys.argv[1:] if argv is None else list(argv)
@@ -364,6 +368,6 @@ def configure(settings: dict, argv: Iterable[str] | None = None, quiet: bool = F
             raise Mistake(f'command line: cannot read {argument!r}: {expected}')
     config = Settings(script.defaults, from_files, from_command_line)
     settings.update(config)
-    if not quiet:
+    if not quiet and os.environ.get('RANK', '0') == '0':
         config.show()
     return config

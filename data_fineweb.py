@@ -113,7 +113,7 @@ BLOCK = 10_000  # characters of such a block, before the rest of its last word
 MIN_BYTES = 5000  # of local text
 MIN_TOKENS = 65  # of a training shard: one row of 64 inputs and their targets
 BATCH = 512  # documents that a thread encodes at a time ...
-BATCH_SIZE = 2**20  # ... and at most about so many characters, of local files
+BATCH_SIZE = 2**20  # ... and about this many characters at most, of local files
 SAVED = {'dataset_dict.json', 'state.json'}  # written by `save_to_disk` of `datasets`
 STREAM_TRIES = 10  # network errors in a row, over four minutes, before a stream is given up
 SKIP = '--column names the column, --skip_bad=True leaves such documents out'

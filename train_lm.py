@@ -175,7 +175,7 @@ def main(config: Settings) -> int:
     not finite, 128 + signal = stopped."""
     folder = RunFolder(config, SIZES if eval_only else FIXED, __file__)
     if init_from and not folder.saved:
-        config.adopt(sizes_in(init_from), SIZES, source=init_from)
+        config.adopt(sizes_in(init_from), SIZES, init_from, print0)
     globals().update(config)  # those of the run that is resumed or validated
     if folder.step > max_iters and not eval_only:
         raise Mistake(f'max_iters = {max_iters}: the run in {out_dir} has {folder.step} updates')

@@ -250,7 +250,7 @@ def main(config: Settings) -> int:
     not finite, 128 + signal = stopped."""
     folder = RunFolder(config, SIZES if eval_only else FIXED, __file__)
     if init_from and not folder.saved:
-        config.adopt(sizes_in(init_from), SIZES, source=init_from)
+        config.adopt(sizes_in(init_from), SIZES, init_from, print0)
     globals().update(config)  # those of the run that is resumed or evaluated
     updates = math.ceil(total_steps / (n_envs * unroll))
     if folder.step > updates and not eval_only:

@@ -201,16 +201,16 @@ def print_slurm(runs: list[Run], args: argparse.Namespace) -> None:
     numbers = [str(i) for i, run in enumerate(runs) if progress(run, args.out)[0] != 'done']
     if not numbers:
         raise Mistake(f'plan {args.plan}: all {len(runs)} runs are done')
-    words = [sys.executable, '-m', 'paper.sweep', *sys.argv[1:]]
-    words[words.index('--slurm')] = '--run'
-    at = words.index('--') if '--' in words else len(words)
+    arguments = [sys.executable, '-m', 'paper.sweep', *sys.argv[1:]]
+    arguments[arguments.index('--slurm')] = '--run'
+    at = arguments.index('--') if '--' in arguments else len(arguments)
     print(f"""#!/bin/bash
 #SBATCH --job-name={args.plan} --array={','.join(numbers)}
 #SBATCH --nodes=1 --ntasks=1 --cpus-per-task=8 --gpus-per-task={args.gpus_per_run}
 #SBATCH --time=24:00:00 --requeue --signal=B:TERM@120
 # A job saves two minutes before its time limit: submit this again, and unfinished runs resume.
 cd {shlex.quote(os.getcwd())}
-exec {shlex.join(words[:at])} --index="$SLURM_ARRAY_TASK_ID" {shlex.join(words[at:])}""")
+exec {shlex.join(arguments[:at])} --index="$SLURM_ARRAY_TASK_ID" {shlex.join(arguments[at:])}""")
 
 
 # ---- running ----

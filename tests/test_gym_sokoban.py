@@ -157,17 +157,17 @@ def test_the_end_of_an_episode_is_reported_as_sync_vector_env_does():
     """Board 0 is solved by the first step. All boards play the only level."""
     solving = {'levels': TWO[:1], 'time_limit': 2}
     options = {'autoreset_mode': AutoresetMode.SAME_STEP}
-    theirs = SyncVectorEnv([lambda: gym_sokoban.GymEnv(**solving)] * 3, **options)
+    reference = SyncVectorEnv([lambda: gym_sokoban.GymEnv(**solving)] * 3, **options)
     ours = gymnasium.make_vec(NAME, num_envs=3, **solving)
-    assert np.array_equal(theirs.reset(seed=1)[0], ours.reset(seed=1)[0])
+    assert np.array_equal(reference.reset(seed=1)[0], ours.reset(seed=1)[0])
     for actions in ([RIGHT, UP, UP], [UP, UP, RIGHT], [UP, UP, UP]):
-        *expected, their_infos = theirs.step(np.array(actions))
+        *expected, reference_infos = reference.step(np.array(actions))
         *found, infos = ours.step(np.array(actions))
         assert all(map(np.allclose, found, expected))
         keys = ['final_obs', '_final_obs', 'final_info', '_final_info']
-        assert [key in infos for key in keys] == [key in their_infos for key in keys]
-        for key in keys if 'final_obs' in their_infos else []:
-            assert repr(infos[key]) == repr(their_infos[key])
+        assert [key in infos for key in keys] == [key in reference_infos for key in keys]
+        for key in keys if 'final_obs' in reference_infos else []:
+            assert repr(infos[key]) == repr(reference_infos[key])
 
 
 def test_statistics_of_episodes_are_exact():

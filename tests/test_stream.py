@@ -241,8 +241,8 @@ def test_after_a_refused_capture_nothing_is_captured_on_its_results(monkeypatch,
         return None, None
 
     monkeypatch.setattr(graphs, 'capture', capture)
-    found, made = {}, []
+    found, results = {}, []
     for i in range(6):
         share = graphs.graphed(found, 'first', lambda i=i: [i])
-        made.append(graphs.graphed(found, 'second', lambda x: x[0], share))
-    assert captured == ['first'] and made == [0, 1, 2, 3, 4, 5]
+        results.append(graphs.graphed(found, 'second', lambda x: x[0], share))
+    assert captured == ['first'] and results == [0, 1, 2, 3, 4, 5]

@@ -122,9 +122,9 @@ def test_without_a_plan_all_plans_are_listed_with_what_makes_their_figure(main, 
 
 def settings_in(command):
     """Return all settings of a listed command, as the trainer reads them."""
-    words = shlex.split(command[command.index('python train_') :])
-    script = {'__file__': ROOT / words[1], 'RANGES': {'resume': ['auto']}}
-    return configure(script, words[2:], quiet=True)
+    arguments = shlex.split(command[command.index('python train_') :])
+    script = {'__file__': ROOT / arguments[1], 'RANGES': {'resume': ['auto']}}
+    return configure(script, arguments[2:], quiet=True)
 
 
 def test_a_listed_command_has_the_settings_of_the_run(main, monkeypatch, capsys):
@@ -216,8 +216,8 @@ def test_mistakes_are_refused_in_one_line_and_leave_nothing(
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sweep.torch.cuda, 'device_count', lambda: 2)
     at = argv.find(' -- ') if ' -- ' in argv else len(argv)
-    words = [*argv[:at].split(), f'--out={tmp_path}/out', *argv[at:].split()]
-    assert_refused(message, main, *words)
+    arguments = [*argv[:at].split(), f'--out={tmp_path}/out', *argv[at:].split()]
+    assert_refused(message, main, *arguments)
     assert not (tmp_path / 'out').exists()
 
 
