@@ -344,7 +344,8 @@ PLANS = {
 
 def names_of_plans() -> list[str]:
     """Return the names of all plans: those above, and one for each file study_NAME.py."""
-    return [*PLANS, *(path.stem.replace('_', '-') for path in sorted(STUDIES.glob('study_*.py')))]
+    studies = [*sorted(STUDIES.glob('study_*.py')), STUDIES / 'depth.py']
+    return [*PLANS, *(path.stem.replace('_', '-') for path in studies)]
 
 
 def find_plan(name: str) -> Plan:
