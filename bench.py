@@ -1,10 +1,10 @@
 """Measure the speed of language models and agents on this machine, beside the paper's figures.
 
-$ python bench.py                                      # both tables of the paper, a part of each
-$ python bench.py --suite=train --contexts=32,64,128,256,1024,2048        # all of the second
-$ torchrun --standalone --nproc_per_node=4 bench.py --suite=train         # on four GPUs, as it is
-$ python bench.py --models=recurrent,lstm --modes=plain,eager,compiled    # modes side by side
-$ python bench.py --suite=sokoban
+    python bench.py                                    # both tables of the paper, a part of each
+    python bench.py --suite=train --contexts=32,64,128,256,1024,2048      # all of the second
+    torchrun --standalone --nproc_per_node=4 bench.py --suite=train       # on four GPUs
+    python bench.py --modes=plain,eager,compiled                          # modes side by side
+    python bench.py --suite=sokoban                                       # agents
 
 decode     one token for each of `streams` streams, with caches of W = C entries that are full
 train      an update of train_lm.py for T = W = C: forward, backward, the reduction over the ranks
@@ -12,18 +12,13 @@ train      an update of train_lm.py for T = W = C: forward, backward, the reduct
            paper's four, B = tokens_per_update / 4 / C, so that four GPUs do the paper's update
 sokoban    an update of train_sokoban.py on generated levels, with its rollout
 
-The models are recurrent (L, E); `transformer`, the non-recurrent model of L * E layers with one
-expert each; and `lstm`, torch.nn.LSTM with as many parameters as the recurrent model. The modes are
-`plain` (autograd over the equations, step by step), `eager` (unroll.py, decode.py) and `compiled`
-(with torch.compile and, on a GPU, the Triton forms that are faster; decoding tries these in `eager`
-too). On a CPU the modes of a cell take turns, so that changes in the machine's speed affect all.
+The models are recurrent (L, E), and `transformer`, the non-recurrent model of L * E layers with one
+expert each. The modes are `plain` (autograd over the equations, step by step), `eager` (unroll.py,
+decode.py) and `compiled` (with torch.compile and, on a GPU, the Triton forms that are faster). On a
+CPU the modes of a cell take turns, so that changes in the machine's speed affect all.
 
-Each mode is compared with a reference, `plain` (training on a GPU: `eager` without CUDA graphs):
-loss and gradients of two chunks, logits of four tokens, or loss and gradients of a rollout.
-
-"Of roofline" is the least possible time (`roofline_seconds`, at the rates of a large matrix product
-and a large copy, measured here) over the measured time. Memory is torch's peak on a GPU. Targets
-are modeled. Figures are per GPU; with several ranks, those of the slowest.
+The figures are per GPU; with several ranks, those of the slowest. Memory is torch's peak on a GPU.
+Targets are modeled, not measured. That all modes compute the same is tested in tests/.
 """
 
 import contextlib
@@ -37,7 +32,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 from configurator import Mistake, configure, first_line, run_script
@@ -50,7 +44,6 @@ import forms
 import recompute
 import train_lm
 import train_sokoban
-from baselines import build_lstm
 from boxoban import generate
 from common import Gradients, print0
 from convlstm import AgentConfig, build_agent, set_precision
@@ -65,11 +58,10 @@ from stream import Stream
 # fmt: off
 # what
 suite = ''         # 'decode', 'train' or 'sokoban'; '' = decode and train
+modes = ''         # of plain, eager, compiled; '' = compiled on a GPU, plain,eager on a CPU
 shapes = ()        # (L, E) of language models, as in 2,8 or (2,8),(4,4); () = the paper's; on a CPU
                    # (2,8)
 contexts = ()      # C, as in 64,256 or 64,; () = 128,2048 (decode) or 64,256 (train); on a CPU 128
-models = 'recurrent,transformer'  # also lstm
-modes = ''         # of plain, eager, compiled; '' = compiled on a GPU, plain,eager on a CPU
 agents = ((1, 1, 128), (4, 1, 64))  # sokoban: (L, E, D)
 # sizes
 tokens_per_update = 0  # train: of four GPUs; 0 = 131072, as the paper (and 262144); on a CPU 4096
@@ -95,7 +87,6 @@ RANGES = {
     'threads': (0, 1024),
     **dict.fromkeys(('streams', 'n_envs', 'unroll', 'rounds', 'contexts'), (1, math.inf)),
 }
-MODELS = ('recurrent', 'transformer', 'lstm')
 MODES = ('plain', 'eager', 'compiled')
 # The paper's shapes; it trains no recurrent model of 16 layers.
 SHAPES = {'train': ((1, 16), (2, 8), (4, 4), (8, 2))}
@@ -104,8 +95,6 @@ CONTEXTS = {'train': (64, 256), 'decode': (128, 2048)}
 PAPER_GPUS = 4
 PAPER = pathlib.Path(__file__).parent / 'paper' / 'results' / 'paper' / 'speed.csv'
 UNITS = {'train': 'tokens/s', 'decode': 'ms/token', 'sokoban': 'env steps/s'}
-# The largest relative difference of gradients or logits that rounding explains.
-TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.1}  # float32 may be TF32 on a GPU
 
 
 class Machine(NamedTuple):
@@ -140,21 +129,19 @@ class Cell(NamedTuple):
 def find_cells(suite: str) -> list[Cell]:
     """Return the cells of a suite. Raises Mistake if settings do not fit together."""
     if suite == 'sokoban':
-        sizes = read_sizes('agents', 3)
-        cells = [Cell(suite, arch, L, E, D, unroll, n_envs) for L, E, D in sizes]
+        cells = [Cell(suite, arch, *sizes, unroll, n_envs) for sizes in read_sizes('agents', 3)]
     else:
         cells = []
         sizes = read_sizes('shapes', 2) or SHAPES[suite]
-        names = split_names(models, MODELS)
-        for C, (L, E), model in itertools.product(contexts or CONTEXTS[suite], sizes, names):
+        for C, (L, E) in itertools.product(contexts or CONTEXTS[suite], sizes):
             B = streams if suite == 'decode' else tokens_per_update // (PAPER_GPUS * C)
             if suite == 'train' and B * PAPER_GPUS * C != tokens_per_update:
                 multiple = f'a multiple of {PAPER_GPUS} x C = {PAPER_GPUS * C}'
                 raise Mistake(f'tokens_per_update = {tokens_per_update}: must be {multiple}')
-            if model == 'transformer':
-                L, E = L * E, 1
-            if not (suite == 'decode' and model == 'lstm'):  # decode.py decodes no LSTM
-                cells.append(Cell(suite, model, L, E, n_embd, C, B))
+            cells += [
+                Cell(suite, 'recurrent', L, E, n_embd, C, B),
+                Cell(suite, 'transformer', L * E, 1, n_embd, C, B),
+            ]
     for cell in cells:
         cell.config('eager')
     return list(dict.fromkeys(cells))  # several shapes have the same transformer
@@ -166,29 +153,19 @@ def read_sizes(name: str, n: int) -> tuple[tuple[int, ...], ...]:
     value = globals()[name]
     groups = (value,) if value and not isinstance(value[0], tuple) else value
     for group in groups:
-        if len(group) != n or not all(type(x) is int and x > 0 for x in group):
+        if not (isinstance(group, tuple) and len(group) == n and all(x > 0 for x in group)):
             raise Mistake(f'{name} = {value!r}: expected groups of {n} positive integers')
     return groups
 
 
-def split_names(text: str, known: tuple[str, ...]) -> list[str]:
-    """Return the names in a list that is separated by commas. Raises Mistake for an unknown one."""
-    names = [name.strip() for name in text.split(',')]
-    if not set(names) <= set(known):
-        raise Mistake(f'{text!r}: expected some of {", ".join(known)}')
-    return names
-
-
 # ---- what is measured ----
-# Each function sets a cell up in one mode, and returns run(), the call to be timed, and check(),
-# which returns {name: tensor} to compare with other modes. All modes have the same random weights
-# and inputs. graphs: a dict for CUDA graphs, None = run eagerly.
+# Each function sets a cell up in one mode, with random weights and inputs, and returns run(), the
+# call to be timed. graphs: a dict for CUDA graphs, None = run eagerly.
 
 
-def make_update(cell: Cell, mode: str, machine: Machine, graphs: dict | None) -> tuple:
+def make_update(cell: Cell, mode: str, machine: Machine, graphs: dict | None) -> Callable:
     """Set up an update of train_lm.py."""
-    build = build_lstm if cell.model == 'lstm' else build_model
-    model = build(cell.config(mode), cell.model != 'transformer')
+    model = build_model(cell.config(mode), cell.model == 'recurrent')
     with torch.no_grad():
         model = randomize(model).to(machine.device)  # processors may be faster at zeros
     model.graphs = graphs is not None
@@ -200,15 +177,14 @@ def make_update(cell: Cell, mode: str, machine: Machine, graphs: dict | None) ->
     norm = torch.zeros((), device=machine.device)
     B, T = cell.B, cell.C
     stream = Stream(model, B, T, amp=machine.amp, carries=model.recurrent, graphs=graphs)
+    chunk = stream.backward_chunk(1.0, loss)
     spare = 8 * sum(p.numel() for p in model.parameters())
     if graphs is not None:
         spare += 0.05 * torch.cuda.mem_get_info(machine.device)[1]
-    chunk = stream.backward_chunk(1.0, loss)
     stream.choose_rows(chunk, spare)
     if graphs is not None and fused.enabled:
         for line in forms.choose_forms(model, stream.rows, machine.amp):
             print0(line)
-    if model.forms:
         stream.choose_rows(chunk, spare)
     x, y = torch.randint(vocab_size, (2, B, T), generator=torch.Generator().manual_seed(0))
     share = stream.rows / (B * machine.world)
@@ -231,91 +207,65 @@ def make_update(cell: Cell, mode: str, machine: Machine, graphs: dict | None) ->
         muon.gather(shares)
         graphed(graphs, 'change weights', change_weights, shares)
 
-    def check() -> dict:
-        stream.reset()
-        grads.zero()
-        for _ in range(2):  # the second chunk starts from a carried state
-            stream.backward(x, y, share, loss)
-        return {'loss': loss, **{name: p.grad for name, p in model.named_parameters()}}
-
-    return run, check
+    return run
 
 
-def make_token(cell: Cell, mode: str, machine: Machine, graphs: dict | None) -> tuple:
+@torch.no_grad()
+def make_token(cell: Cell, mode: str, machine: Machine, graphs: dict | None) -> Callable:
     """Set up one greedy token for each of B streams with full caches."""
-    B, device = cell.B, machine.device
-    with torch.no_grad():
-        model = build_model(cell.config(mode), cell.model == 'recurrent')
-        model = randomize(model).to(device)
-    autocast = contextlib.nullcontext()
+    model = randomize(build_model(cell.config(mode), cell.model == 'recurrent')).to(machine.device)
+    amp = contextlib.nullcontext()
     if machine.amp == torch.bfloat16:
-        autocast = torch.autocast(torch.device(device).type, torch.bfloat16)
-    random = torch.Generator().manual_seed(0)
-    with autocast:
-        empty = model.init_state(B)
-    noise = (torch.randn(x.shape, generator=random).to(x) for x in empty[:3])
-    full = state = State(*noise, torch.full_like(empty.count, cell.C))
-    tokens = torch.randint(vocab_size, (4, B), generator=random).to(device)
-    decoder = None
+        amp = torch.autocast(torch.device(machine.device).type, torch.bfloat16)
+    with amp:
+        empty = model.init_state(cell.B)
+    state = State(*map(torch.randn_like, empty[:3]), torch.full_like(empty.count, cell.C))
+    token = torch.randint(vocab_size, (cell.B,), device=machine.device)
     if mode != 'plain':
-        forms.choose_forms(model.eval(), B, machine.amp)
-        decoder = Decoder(model, B, amp=machine.amp)
+        forms.choose_forms(model.eval(), cell.B, machine.amp)
+        decoder = Decoder(model, cell.B, amp=machine.amp)
+        decoder.load(state)
+        decoder.step(token)
+        return decoder.step
 
     @torch.no_grad()
-    def step(token: torch.Tensor) -> torch.Tensor:
-        """Return the logits (B, V) of a token."""
-        nonlocal state
-        if decoder:
-            decoder.step(token)
-            return decoder.logits.clone()
-        with autocast:
+    def run() -> None:
+        nonlocal state, token
+        with amp:
             logits, state = model.step(token, state)
-        return logits
+        token = logits.argmax(-1)
 
-    def check() -> dict:
-        nonlocal state
-        state = full
-        if decoder:
-            decoder.load(full)
-        return {f'logits of token {i}': step(token) for i, token in enumerate(tokens)}
-
-    check()  # loads the full caches
-    return decoder.step if decoder else partial(step, tokens[0]), check
+    return run
 
 
-def make_rollout(cell: Cell, mode: str, machine: Machine, graphs: dict | None) -> tuple:
+def make_rollout(cell: Cell, mode: str, machine: Machine, graphs: dict | None) -> Callable:
     """Set up an update of train_sokoban.py, with its rollout."""
     B, T, device = cell.B, cell.C, machine.device
-    torch.manual_seed(0)
     model = build_agent(cell.config(mode)).to(device)
     model.config.dtype = str(machine.amp).removeprefix('torch.')
     set_precision(model)
     torch.backends.cudnn.benchmark = True
     train_sokoban.unroll = T
-    levels, _ = generate(1000)
-    boards = SokobanEnv(levels, B, device=device, first_board=machine.rank * B)
+    boards = SokobanEnv(generate(1000)[0], B, device=device, first_board=machine.rank * B)
     state = model.init_state(B)
     keys = board_keys(0, ACTION_STREAM, boards.board)
     count = torch.zeros((), dtype=torch.int64, device=device)
-    actions = torch.randint(4, (T, B), generator=torch.Generator().manual_seed(0)).to(device)
     grads = Gradients(p for p in model.parameters() if p.numel())
     lr, is_gpu = torch.zeros((), device=device), device != 'cpu'
     adam = torch.optim.Adam(model.parameters(), lr=lr, fused=True, capturable=is_gpu)
     functions = train_sokoban.play_step, sample_actions, train_sokoban.gae
     play, sample, estimate = map(fused, functions) if is_gpu else functions
 
-    def backward(choose: Callable) -> None:
+    def rollout_and_backward() -> None:
         grads.zero()
+        rng = random_bits(keys, count + torch.arange(T, device=device)[:, None])  # (T, B)
+        choose = lambda logits, t: sample(logits, rng[t])  # noqa: E731
         batch, new = train_sokoban.rollout(model, boards, state, choose, play)
         loss, _ = train_sokoban.a2c_loss(batch, estimate)
         (loss / machine.world).backward()
         grads.extra.copy_(loss.detach())
         for x, next_x in zip(state, new, strict=True):
             x.copy_(next_x)
-
-    def rollout_and_backward() -> None:
-        rng = random_bits(keys, count + torch.arange(T, device=device)[:, None])  # (T, B)
-        backward(lambda logits, t: sample(logits, rng[t]))
         count.add_(T)
 
     def optimizer_step() -> None:
@@ -328,22 +278,33 @@ def make_rollout(cell: Cell, mode: str, machine: Machine, graphs: dict | None) -
         graphed(graphs, 'optimizer', optimizer_step)
         grads.extra.tolist()  # the trainer waits here, too
 
-    def check() -> dict:
-        """Take given actions, because rounding could change sampled ones."""
-        boards.restart(0)
-        for x in state:
-            x.zero_()
-        backward(lambda logits, t: actions[t])
-        named = model.named_parameters()
-        return {'loss': grads.extra[0], **{name: p.grad for name, p in named if p.numel()}}
-
-    return run, check
+    return run
 
 
 MAKERS = {'train': make_update, 'decode': make_token, 'sokoban': make_rollout}
 
 
 # ---- measuring ----
+
+
+def set_up(cell: Cell, mode: str, machine: Machine) -> Callable:
+    """Return run() of a cell in one mode, after it has been compiled and captured. Raises
+    RuntimeError if it cannot be compiled, Mistake if not one row fits in memory."""
+    is_gpu = machine.device != 'cpu'
+    fused.enabled = mode == 'compiled'
+    call = MAKERS[cell.suite](cell, mode, machine, {} if graphs and is_gpu else None)
+
+    def run() -> None:
+        fused.enabled = mode == 'compiled'  # the modes take turns
+        call()
+
+    if is_gpu:
+        torch.cuda.reset_peak_memory_stats()  # the set-up has tried sizes of micro-batches
+    for _ in range(5 if is_gpu else 1):  # on a GPU: until graphs are replayed
+        run()
+    if mode == 'compiled' and not fused.enabled:
+        raise RuntimeError('torch.compile does not work here')
+    return run
 
 
 def timed(run: Callable, machine: Machine) -> float:
@@ -377,145 +338,50 @@ def attempt(row: dict, call: Callable, *args: object) -> object:
     except Exception as error:  # noqa: BLE001  it is reported, and the other cells are measured
         too_large = common.out_of_memory(error) or 'does not fit in memory' in str(error)
         row['status'] = 'OOM' if too_large else f'failed: {first_line(error)}'
-    failed = torch.tensor(row['status'] != 'ok', dtype=torch.int32)
-    if dist.is_initialized():
-        dist.all_reduce(failed, dist.ReduceOp.MAX)
-    if failed and row['status'] == 'ok':
+    if not common.agree(int(row['status'] == 'ok')) and row['status'] == 'ok':
         row['status'] = 'failed on another rank'
-    return None if failed else result
+    return result if row['status'] == 'ok' else None
 
 
-def set_up(cell: Cell, mode: str, machine: Machine, captures: bool) -> tuple[Callable, Callable]:
-    """Return run() and check() of a cell in one mode, with CUDA graphs if it `captures` them.
-    Raises RuntimeError if the cell cannot be compiled, Mistake if not one row fits in memory."""
-
-    def switched(call: Callable) -> object:
-        fused.enabled = mode == 'compiled'
-        return call()
-
-    is_gpu = machine.device != 'cpu'
-    captured = {} if captures and is_gpu and mode != 'plain' else None
-    make = partial(MAKERS[cell.suite], cell, mode, machine, captured)
-    run, check = (partial(switched, call) for call in switched(make))
-    if is_gpu:
-        torch.cuda.reset_peak_memory_stats()  # the set-up has tried sizes of micro-batches
-    for _ in range(5 if is_gpu else 1):  # on a GPU: until graphs are replayed
-        run()
-    if mode == 'compiled' and not fused.enabled:
-        raise RuntimeError('torch.compile does not work here')
-    return run, check
-
-
-def clean(machine: Machine) -> None:
-    """Free the memory of what was measured."""
+def measure(cell: Cell, modes: list[str], machine: Machine) -> list[dict]:
+    """Return the results of a cell, one row per mode. The modes take turns."""
+    rows = [
+        {**cell._asdict(), 'mode': mode, 'status': 'ok', 'seconds': [], **published(cell)}
+        for mode in modes
+    ]
+    runs = [attempt(row, set_up, cell, row['mode'], machine) for row in rows]
+    for _, (row, run) in itertools.product(range(rounds), list(zip(rows, runs, strict=True))):
+        if row['status'] == 'ok':
+            row['seconds'].append(attempt(row, timed, run, machine))
+    for row in rows:
+        add_figures(row, cell, machine.world)
+        if machine.device != 'cpu':
+            row['memory_gb'] = torch.cuda.max_memory_allocated() / 1e9
+        if rows[0]['status'] == row['status'] == 'ok':
+            row['speed_up'] = min(rows[0]['seconds']) / min(row['seconds'])
+    del runs, run
     recompute.release()
     torch.compiler.reset()
     gc.collect()
     if machine.device != 'cpu':
         torch.cuda.empty_cache()
+    return rows
 
 
-def measure(cell: Cell, modes: list[str], machine: Machine) -> list[dict]:
-    """Return the results of a cell, one row per mode. The modes take turns."""
-    is_gpu = machine.device != 'cpu'
-    rates = yardsticks(machine)
-    # Autograd over all tokens may need more memory than a GPU has.
-    slowest = 'eager' if is_gpu and cell.suite == 'train' else 'plain'
-    reference = {'status': 'ok'}
-
-    def outputs(check: Callable) -> dict:
-        return {name: x.cpu().clone() for name, x in check().items()}
-
-    variant = attempt(reference, set_up, cell, slowest, machine, False)
-    expected = variant and attempt(reference, outputs, variant[1])
-    variant = None
-    clean(machine)
-    rows, runs, checks = [], {}, {}  # by mode
-    for mode in modes:
-        row = {**cell._asdict(), 'mode': mode, 'status': 'ok', 'seconds': []}
-        rows.append(row)
-        start = time.perf_counter()
-        variant = attempt(row, set_up, cell, mode, machine, graphs)
-        row['set_up_s'] = time.perf_counter() - start
-        runs[mode], checks[mode] = variant or (None, None)
-    for _, row in itertools.product(range(rounds), rows):
-        if row['status'] == 'ok':
-            row['seconds'].append(attempt(row, timed, runs[row['mode']], machine))
-    for row in rows:
-        row['memory_gb'] = torch.cuda.max_memory_allocated() / 1e9 if is_gpu else None
-        found = row['status'] == 'ok' and attempt(row, outputs, checks[row['mode']])
-        if found and expected:
-            attempt(row, compare, row, found, expected, TOLERANCE[machine.amp])
-        elif found:
-            row['difference'] = f'not checked: {reference["status"]}'
-    variant = runs = checks = None
-    clean(machine)
-    return [add_figures(row, cell, machine, rates) for row in rows]
-
-
-def compare(row: dict, found: dict, expected: dict, tolerance: float) -> None:
-    """Write the largest relative difference of tensors into a row, and set its status if rounding
-    does not explain it. Vectors and scalars but the loss count as one tensor, because a single
-    number may be nothing but rounding."""
-
-    def parts(tensors: dict) -> dict:
-        small = [x.flatten() for name, x in tensors.items() if x.dim() < 2 and name != 'loss']
-        large = {name: x for name, x in tensors.items() if x.dim() > 1 or name == 'loss'}
-        return {**large, 'vectors': torch.cat(small)} if small else large
-
-    found, expected = parts(found), parts(expected)
-    errors = forms.relative_errors(list(found.values()), list(expected.values())).tolist()
-    worst = max(errors)
-    row['difference'] = f'{worst:.1e}'
-    if not worst <= tolerance:
-        name = list(expected)[errors.index(worst)]
-        row['status'] = f'failed: differs from the reference by {worst:.1%} in {name}'
-
-
-def yardsticks(machine: Machine) -> tuple[float, float]:
-    """Return the rates of a large matrix product, in FLOP/s, and of a large copy, in bytes/s."""
-    n, size = (2048, 2**28) if machine.device == 'cpu' else (8192, 2**30)
-    a, b = torch.randn(2, n, n, device=machine.device, dtype=machine.amp)
-    source, target = torch.ones(2, size, dtype=torch.uint8, device=machine.device)
-    return (
-        2 * n**3 / timed(lambda: a @ b, machine),
-        2 * size / timed(lambda: target.copy_(source), machine),
-    )
-
-
-# ---- the roofline, the paper ----
-
-
-def roofline_seconds(cell: Cell, size: int, rate: float, bandwidth: float) -> float:
-    """Return the least possible seconds for one token of all B streams together. In training they
-    are the mean over a chunk of T = C tokens. Matrix products run at `rate` FLOP/s, memory at
-    `bandwidth` bytes/s, with `size` bytes per number. Nothing overlaps, except that a product
-    overlaps with reading its weights:
-
-        product  = max(2 n B / rate, n size / bandwidth)   for the n weights of a layer
-        forward  = L (product + keys and values of W slots, read once)
-        backward = L (the same + dk, dv in fp32, read and written for the slots in the window)
-        weights  = L 2 n B / rate                          their gradients, many tokens at once
-        head     = 3 x 2 D V B / rate                      with its gradients
-
-    Decoding costs the forward, and the head as one more product. The non-recurrent model trains on
-    whole sequences: everything is a dense product, with six attention products over (T + 1) / 2
-    slots. Activations, norms and the optimizer do not count."""
-    _, model, L, E, D, W, B = cell
-    c = cell.config('eager')
-    heads = c.n_kv_head * (1 if model == 'recurrent' else E)  # of the cache
-    n = E * (2 * D * D + 8 * D * D) + 2 * D * heads * c.head_dim
-    weights = L * 2 * n * B / rate
-    head = 2 * D * c.vocab_size * B / rate
-    forward = max(2 * n * B / rate, n * size / bandwidth)
-    forward += W * 2 * heads * c.head_dim * size * B / bandwidth
-    if cell.suite == 'decode':
-        return L * forward + max(head, D * c.vocab_size * size / bandwidth)
-    if model != 'recurrent':
-        return 2 * L * (2 * n + 3 * (W + 1) * E * D) * B / rate + weights + 3 * head
-    slots = (W + 1) / 2  # the mean of the slots in the window
-    backward = forward + slots * 2 * heads * c.head_dim * 4 * 2 * B / bandwidth
-    return L * (forward + backward) + weights + 3 * head
+def add_figures(row: dict, cell: Cell, world: int) -> None:
+    """Add the figures that follow from the seconds of a row, and their ratio to the paper's."""
+    if row['status'] != 'ok':
+        row['median'] = row['status']
+        return
+    is_decode = cell.suite == 'decode'
+    values = [1000 * t if is_decode else cell.B * cell.C / t for t in row['seconds']]
+    row |= {'median': statistics.median(values), 'min': min(values), 'max': max(values)}
+    row['unit'] = UNITS[cell.suite]
+    if not is_decode and world > 1:
+        row['all_gpus'] = row['median'] * world
+    if row.get('paper', 'OOM') != 'OOM':
+        ratio = row['median'] / float(row['paper'])
+        row['over_paper'] = 1 / ratio if is_decode else ratio
 
 
 def published(cell: Cell) -> dict[str, str]:
@@ -530,32 +396,11 @@ def published(cell: Cell) -> dict[str, str]:
         return {source: figure for source, *cells, figure in csv.reader(file) if cells == key}
 
 
-def add_figures(row: dict, cell: Cell, machine: Machine, rates: tuple) -> dict:
-    """Return a row with its figures, and their ratios to the roofline and to the paper's."""
-    row = {**row, **published(cell), 'median': row['status']}
-    if row['status'] != 'ok':
-        return row
-    is_decode = cell.suite == 'decode'
-    work = cell.B * cell.C
-    values = [1000 * t if is_decode else work / t for t in row['seconds']]
-    row |= {'median': statistics.median(values), 'min': min(values), 'max': max(values)}
-    row['unit'] = UNITS[cell.suite]
-    if not is_decode and machine.world > 1:
-        row['all_gpus'] = row['median'] * machine.world
-    if row.get('paper', 'OOM') != 'OOM':
-        ratio = row['median'] / float(row['paper'])
-        row['over_paper'] = 1 / ratio if is_decode else ratio
-    if cell.suite != 'sokoban' and cell.model != 'lstm':
-        least = roofline_seconds(cell, machine.amp.itemsize, *rates) * (1 if is_decode else cell.C)
-        row['of_roofline'] = least / statistics.median(row['seconds'])
-    return row
-
-
 # ---- the report ----
 
 COLUMNS = (
     *(*Cell._fields, 'mode', 'median', 'min', 'max', 'unit', 'all_gpus', 'speed_up', 'paper'),
-    *('over_paper', 'target', 'of_roofline', 'difference', 'memory_gb', 'set_up_s'),
+    *('over_paper', 'target', 'memory_gb'),
 )
 
 
@@ -569,7 +414,7 @@ def show(x: object) -> str:
 def write_report(report: dict, path: pathlib.Path) -> str:
     """Write the report as JSON and its table beside it as .md; return the table."""
     rows = report['results']
-    names = [name for name in COLUMNS if any(row.get(name) is not None for row in rows)]
+    names = [name for name in COLUMNS if any(name in row for row in rows)]
     lines = [[name.replace('_', ' ') for name in names], ['---'] * len(names)]
     lines += [[show(row.get(name)) for name in names] for row in rows]
     about = '{device_name} x {world}, {threads} threads, {dtype}, torch {torch}, commit {commit}'
@@ -588,10 +433,10 @@ def main() -> int:
         if file.exists():
             raise Mistake(f'out = {out!r}: {file} exists: choose another name')
     rank, world, device_ = common.join_ranks(device, threads)
-    machine = Machine(rank, world, device_, common.pick_dtype(dtype, device_))
-    on_cpu = device_ == 'cpu'
     if device_ == 'mps':
         raise Mistake("device = 'mps': bench.py measures CPUs and CUDA devices")
+    machine = Machine(rank, world, device_, common.pick_dtype(dtype, device_))
+    on_cpu = device_ == 'cpu'
     defaults = {
         'tokens_per_update': 4096 if on_cpu else 131072,
         'n_embd': 256 if on_cpu else 768,
@@ -602,12 +447,12 @@ def main() -> int:
     }
     config |= {name: config[name] or x for name, x in defaults.items()}
     globals().update(config)
-    chosen = split_names(modes, MODES)
+    chosen = [name.strip() for name in modes.split(',')]
+    if not set(chosen) <= set(MODES):
+        raise Mistake(f'modes = {modes!r}: expected some of {", ".join(MODES)}')
     # On a GPU the memory must hold one mode at a time only.
     groups = [chosen] if on_cpu else [[mode] for mode in chosen]
     cells = [cell for name in ([suite] if suite else SHAPES) for cell in find_cells(name)]
-    if not cells:
-        raise Mistake(f'models = {models!r}: nothing to decode: choose another suite')
 
     path.parent.mkdir(parents=True, exist_ok=True)
     about = {'command': shlex.join(sys.argv), 'date': time.strftime('%Y-%m-%d %H:%M %z')}
@@ -615,16 +460,11 @@ def main() -> int:
     report = {**about, 'settings': config, 'results': []}
     table = ''
     for i, cell in enumerate(cells):
-        rows = []
-        for group in [['eager']] if cell.model == 'lstm' else groups:
-            rows += measure(cell, group, machine)
-        for row in rows:
-            if rows[0]['status'] == row['status'] == 'ok':
-                times = (statistics.median(x['seconds']) for x in (rows[0], row))
-                row['speed_up'] = next(times) / next(times)
-            sizes = ' '.join(map(str, cell))
-            print0(f'{i + 1}/{len(cells)} {sizes} {row["mode"]}: {show(row["median"])}')
-        report['results'] += rows
+        for group in groups:
+            for row in measure(cell, group, machine):
+                report['results'].append(row)
+                sizes = ' '.join(map(str, cell))
+                print0(f'{i + 1}/{len(cells)} {sizes} {row["mode"]}: {show(row["median"])}')
         if rank == 0:
             table = write_report(report, path)
     print0(f'\n{table}\n{path}')

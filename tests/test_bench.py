@@ -24,10 +24,9 @@ def apply_settings(*argv):
 
 
 @pytest.fixture(autouse=True)
-def settings(monkeypatch):
-    """Apply tiny settings, and replace the yardsticks, which take seconds."""
+def settings():
+    """Apply tiny settings."""
     apply_settings(*TINY)
-    monkeypatch.setattr(bench, 'yardsticks', lambda machine: (1e11, 1e10))
 
 
 # ---- cells ----
@@ -43,57 +42,28 @@ CELLS = [
 
 
 @pytest.mark.parametrize('cell', CELLS, ids=lambda cell: f'{cell.suite} {cell.model}')
-def test_every_mode_is_measured_and_agrees_with_the_reference(cell):
-    plain, eager = bench.measure(cell, ['plain', 'eager'], CPU)
-    for row in (plain, eager):
+def test_every_mode_is_measured(cell):
+    for row in bench.measure(cell, ['plain', 'eager'], CPU):
         assert row['status'] == 'ok' and len(row['seconds']) == 2, row
-        assert row['min'] <= row['median'] <= row['max'] and row['min'] > 0
-    assert plain['difference'] == '0.0e+00' and float(eager['difference']) < 1e-4
-
-
-def test_the_lstm_is_measured():
-    cell = Cell('train', 'lstm', L=1, E=2, D=128, C=4, B=2)
-    (row,) = bench.measure(cell, ['eager'], CPU)
-    assert row['status'] == 'ok' and row['median'] > 0 and 'of_roofline' not in row
-
-
-def test_every_update_is_the_same_work():
-    """The optimizers run with a learning rate of 0, so that the weights and with them the gradients
-    from a reset state stay."""
-    run, check = bench.make_update(CELLS[0], 'eager', CPU, None)
-    before = {name: x.clone() for name, x in check().items()}
-    run()
-    after = check()
-    assert before['loss'] > 0 and all(x.count_nonzero() for x in before.values())
-    assert all(torch.equal(x, after[name]) for name, x in before.items())
+        assert 0 < row['min'] <= row['median'] <= row['max'] and row['speed_up'] > 0
 
 
 def test_figures_follow_from_seconds():
-    """They are per GPU, and for all GPUs together."""
+    """They are per GPU, and for all GPUs together; those of decoding are milliseconds."""
     apply_settings('--vocab_size=50304')
-    ranks = CPU._replace(world=4, amp=torch.bfloat16)
     cell = Cell('train', 'recurrent', 2, 8, 768, C=64, B=512)
-    row = {'status': 'ok', 'seconds': [0.5, 0.25, 1.0]}
-    found = bench.add_figures(row, cell, ranks, (800e12, 3e12))
-    assert (found['median'], found['min'], found['max']) == (65536, 32768, 131072)
-    assert found['all_gpus'] == 262144 and found['over_paper'] == pytest.approx(65536 / 52375)
-    least = bench.roofline_seconds(cell, 2, 800e12, 3e12)
-    assert found['of_roofline'] == pytest.approx(64 * least / 0.5)
+    row = {'status': 'ok', 'seconds': [0.5, 0.25, 1.0], **bench.published(cell)}
+    bench.add_figures(row, cell, world=4)
+    assert (row['median'], row['min'], row['max']) == (65536, 32768, 131072)
+    assert row['all_gpus'] == 262144 and row['over_paper'] == pytest.approx(65536 / 52375)
 
-
-def test_figures_of_decoding_are_milliseconds():
-    apply_settings('--vocab_size=50304')
     cell = Cell('decode', 'recurrent', 8, 2, 768, C=128, B=16)
-    found = bench.add_figures({'status': 'ok', 'seconds': [0.0005]}, cell, CPU, (800e12, 3e12))
-    assert found['median'] == 0.5 and found['over_paper'] == pytest.approx(0.815 / 0.5)
+    row = {'status': 'ok', 'seconds': [0.0005], **bench.published(cell)}
+    bench.add_figures(row, cell, world=1)
+    assert row['median'] == 0.5 and row['over_paper'] == pytest.approx(0.815 / 0.5)
 
 
 # ---- cells that fail ----
-
-
-def outputs():
-    """Return what the check of a mode returns that agrees with the others."""
-    return {'loss': torch.tensor(1.0)}
 
 
 def no_memory():
@@ -113,7 +83,6 @@ FAILURES = [  # where it fails, how, the status
     ('set-up', too_large, 'OOM'),
     ('set-up', no_compiler, 'failed: RuntimeError: no compiler'),
     ('run', no_memory, 'OOM'),
-    ('check', no_compiler, 'failed: RuntimeError: no compiler'),
 ]
 
 
@@ -123,12 +92,11 @@ def test_a_mode_that_fails_is_reported_and_the_others_are_measured(
 ):
     def make(cell, mode, machine, graphs):
         if mode == 'plain':
-            return (lambda: None), outputs
+            return lambda: None
         if where == 'set-up':
             fail()
         calls = iter([lambda: None])  # the first call, of the set-up, works
-        run = (lambda: next(calls, fail)()) if where == 'run' else (lambda: None)
-        return run, fail if where == 'check' else outputs
+        return lambda: next(calls, fail)()
 
     monkeypatch.setitem(bench.MAKERS, 'train', make)
     plain, eager = bench.measure(CELLS[0], ['plain', 'eager'], CPU)
@@ -136,76 +104,21 @@ def test_a_mode_that_fails_is_reported_and_the_others_are_measured(
     assert eager['status'] == eager['median'] == status
 
 
-def test_a_mode_that_differs_from_the_reference_has_failed(monkeypatch):
-    def make(cell, mode, machine, graphs):
-        w = torch.ones(2, 2) * (1 if mode == 'plain' else 1.5)
-        return (lambda: None), lambda: {'loss': torch.tensor(1.0), 'w': w}
-
-    monkeypatch.setitem(bench.MAKERS, 'train', make)
-    (row,) = bench.measure(CELLS[0], ['eager'], CPU)
-    assert row['status'] == 'failed: differs from the reference by 50.0% in w'
-
-
-def test_without_a_reference_modes_are_measured_unchecked(monkeypatch):
-    def make(cell, mode, machine, graphs):
-        return (no_memory() if mode == 'plain' else lambda: None), outputs
-
-    monkeypatch.setitem(bench.MAKERS, 'train', make)
-    (row,) = bench.measure(CELLS[0], ['eager'], CPU)
-    assert row['status'] == 'ok' and row['difference'] == 'not checked: OOM'
-
-
-def test_vectors_and_scalars_are_compared_as_one_tensor():
-    """The scalar alone would differ by 10%. The loss is compared alone."""
-    ones = torch.ones(100)
-    expected = {'a': torch.tensor(1.0), 'bias': ones, 'loss': torch.tensor(1.0)}
-    row = {}
-    bench.compare(row, {**expected, 'a': torch.tensor(1.1)}, expected, tolerance=0.05)
-    assert row == {'difference': f'{0.1 / 101**0.5:.1e}'}
-    bench.compare(row, {**expected, 'loss': torch.tensor(1.1)}, expected, tolerance=0.05)
-    assert row['status'].endswith('by 10.0% in loss')
-
-
 # ---- known figures ----
 
-# Calculated by hand for an H100 of 800 TFLOP/s and 3 TB/s, d = 768, E = 16 / L; by suite and L, for
-# each C. Training: the most thousands of tokens/s at 131,072 / 4 tokens per update. Decoding: the
-# least milliseconds per token of 16 streams.
-CONTEXTS = {'train': (32, 64, 128, 256, 1024, 2048), 'decode': (128, 2048)}
-ROOFLINES = {
-    ('train', 1): (913, 913, 772, 477, 145, 75),
-    ('train', 8): (514, 427, 319, 173, 46, 23),
-    ('decode', 1): (0.096, 0.112),
-    ('decode', 16): (0.112, 0.363),
-}
-
-
-@pytest.mark.parametrize('suite, L', ROOFLINES)
-def test_roofline_is_near_the_hand_calculation(suite, L):
-    apply_settings('--vocab_size=50304')
-    for C, expected in zip(CONTEXTS[suite], ROOFLINES[suite, L], strict=True):
-        B = 16 if suite == 'decode' else 32768 // C
-        cell = Cell(suite, 'recurrent', L, 16 // L, 768, C, B)
-        milliseconds = 1000 * bench.roofline_seconds(cell, 2, 800e12, 3e12)
-        found = milliseconds if suite == 'decode' else B / milliseconds
-        # The hand calculation rounds, most where little is read.
-        limit = 0.07 if suite == 'decode' else 0.25 if (L, C) == (8, 32) else 0.13
-        assert found == pytest.approx(expected, rel=limit), C
-
-
-PAPER = [  # suite, models, tokens per update, cells with a figure of the paper
-    ('train', 'recurrent,transformer', 131072, 6 * 5),
-    ('train', 'recurrent,transformer', 262144, 6 * 5),
-    ('decode', 'recurrent,transformer', 131072, 2 * 6),
+CONTEXTS = {'train': '32,64,128,256,1024,2048', 'decode': '128,2048'}
+PAPER = [  # suite, tokens per update, cells with a figure of the paper
+    ('train', 131072, 6 * 5),
+    ('train', 262144, 6 * 5),
+    ('decode', 131072, 2 * 6),
 ]
 
 
-@pytest.mark.parametrize('suite, models, tokens, n', PAPER)
-def test_all_cells_of_the_papers_tables_have_its_figure(suite, models, tokens, n):
+@pytest.mark.parametrize('suite, tokens, n', PAPER)
+def test_all_cells_of_the_papers_tables_have_its_figure(suite, tokens, n):
     """One GPU measures the streams of one of the paper's four GPUs."""
-    contexts = ','.join(map(str, CONTEXTS[suite]))
     paper = ['--vocab_size=50304', '--n_embd=768', f'--tokens_per_update={tokens}']
-    apply_settings(*paper, f'--models={models}', f'--contexts={contexts}')
+    apply_settings(*paper, f'--contexts={CONTEXTS[suite]}')
     cells = bench.find_cells(suite)
     figures = {(cell.model, cell.L, cell.C): bench.published(cell).get('paper') for cell in cells}
     assert len(figures) == n and None not in figures.values()
@@ -263,7 +176,7 @@ def test_the_exit_status_tells_that_a_cell_failed(tmp_path, monkeypatch, fail, s
     def make(cell, mode, machine, graphs):
         if cell.model == 'recurrent':
             fail()
-        return (lambda: None), outputs
+        return lambda: None
 
     monkeypatch.setitem(bench.MAKERS, 'train', make)
     path = tmp_path / 'report.json'
@@ -282,13 +195,12 @@ def test_another_report_is_not_overwritten(tmp_path, monkeypatch, name):
 
 REFUSED = [
     ('--modes=slow', 'expected some of plain, eager, compiled'),
-    ('--models=gpt', 'expected some of recurrent, transformer, lstm'),
     ('--suite=first', 'expected one of'),
-    ('--models=lstm --suite=decode', 'nothing to decode'),
     ('--tokens_per_update=30', 'must be a multiple of 4 x C = 16'),
     ('--n_embd=7', 'n_embd'),
     ('--shapes=(2,8),(1,2,3)', 'expected groups of 2 positive integers'),
     ('--shapes=2,0', 'expected groups of 2 positive integers'),
+    ('--shapes=2', 'shapes'),
     ('--agents=(1,2),', 'expected groups of 3 positive integers'),
 ]
 
@@ -305,12 +217,13 @@ def test_wrong_settings_are_refused_before_anything_is_measured(
 
 def test_under_torchrun_ranks_train_together_and_each_decodes(tmp_path):
     path = tmp_path / 'report.json'
-    argv = ['--models=recurrent', '--modes=eager', '--device=cpu', '--threads=1', f'--out={path}']
+    argv = ['--modes=eager', '--device=cpu', '--threads=1', f'--out={path}']
     done = processes.run(['bench.py', *SMALL, *argv], ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count('| train |') == 1  # rank 0 prints the table
+    assert done.stdout.count('| train |') == 2  # rank 0 prints the table
     report = json.loads(path.read_text())
-    decode, train = sorted(report['results'], key=lambda row: row['suite'])
+    rows = [row for row in report['results'] if row['model'] == 'recurrent']
+    decode, train = sorted(rows, key=lambda row: row['suite'])
     assert report['world'] == 2 and train['status'] == decode['status'] == 'ok'
     assert train['all_gpus'] == pytest.approx(2 * train['median']) and train['B'] == 2
     assert 'all_gpus' not in decode
@@ -324,10 +237,9 @@ def measure_where_rank_1_fails():
     def make(cell, mode, machine, graphs):
         if rank == 1 and mode == 'eager':
             no_memory()
-        return (lambda: None), outputs
+        return lambda: None
 
     bench.MAKERS['train'] = make
-    bench.yardsticks = lambda machine: (1e11, 1e10)
     machine = Machine(rank, world, device, torch.float32)
     plain, eager = bench.measure(CELLS[0], ['plain', 'eager'], machine)
     common.leave_ranks()
