@@ -34,7 +34,6 @@ import os
 import pathlib
 import random
 import shlex
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -47,7 +46,7 @@ import numpy as np
 
 from common import error_explainer, every
 from files import remove_temporary
-from hub import HUB_ERRORS, call_hub, is_network_error, pin_revision, retry, wait_to_retry
+from hub import HUB_ERRORS, call_hub, pin_revision
 from loader import (
     READY_MADE,
     read_meta,
@@ -103,7 +102,6 @@ RANGES = {
     'shard_tokens': (1, 2**31 - 1),
     'val_tokens': (0, 2**31 - 1),
 }
-READY_MADE_TOKENS = 100_000_000  # per shard
 ROOT = os.path.dirname(os.path.abspath(__file__))
 DEMO_CORPUS = os.path.join(ROOT, 'corpus', 'sotu.jsonl.xz')
 DEMO_SEED = 1337
@@ -115,8 +113,8 @@ MIN_TOKENS = 65  # of a training shard: one row of 64 inputs and their targets
 BATCH = 512  # documents that a thread encodes at a time ...
 BATCH_SIZE = 2**20  # ... and about this many characters at most, of local files
 SAVED = {'dataset_dict.json', 'state.json'}  # written by `save_to_disk` of `datasets`
-STREAM_TRIES = 10  # network errors in a row, over four minutes, before a stream is given up
-SKIP = '--column names the column, --skip_bad=True leaves such documents out'
+SKIP = '--skip_bad=True leaves such documents out'
+NAMED = 20  # documents that are left out and named; the others are counted only
 
 
 class Source(NamedTuple):
@@ -128,7 +126,6 @@ class Source(NamedTuple):
 
     name: str  # all that says whether it is still the same source
     val_tokens: int  # of the validation shard
-    expected: int | None  # the approximate number of tokens, if known
     limit: int | None  # the number of shards, validation included; None = all documents
     open: Callable
 
@@ -257,7 +254,7 @@ def open_files(paths: list[str], seed: int, config: dict) -> Source:
                 documents.append([])
             documents[-1].append(text)
         random.Random(seed).shuffle(documents)
-    return Source(names, val, total, None, lambda meta: lambda start: batch_texts(ordered(), start))
+    return Source(names, val, None, lambda meta: lambda start: batch_texts(ordered(), start))
 
 
 # ---- data sets ----
@@ -266,26 +263,22 @@ def open_files(paths: list[str], seed: int, config: dict) -> Source:
 def open_stream(config: dict, paths: list[str], commit: str | None) -> Iterable[dict]:
     """Return the documents of config['dataset'] as a `datasets.IterableDataset` with one column.
 
-    `commit` pins the revision on the Hub, where a network error is tried again; None means a local
-    folder. paths: files to read; if there are none, the data set itself says which. Raises Mistake
-    if there is no such data set, subset, split or column.
+    commit: pins the revision on the Hub; None = a local folder. paths: files to read; if there are
+    none, the data set itself says which. Raises Mistake if there is no such data set, subset, split
+    or column.
     """
     datasets = need('datasets')
     name, column, split = config['dataset'], config['column'], config['split']
     options = {'revision': commit} if commit else {}
     if paths:  # patterns, which would else decide by their names which split they are
         options['data_files'] = [glob.escape(os.path.abspath(path)) for path in paths]
-
-    def open_once() -> Iterable[dict]:
+    try:
         if not commit and SAVED & {*os.listdir(name)}:
             saved = datasets.load_from_disk(name)
-            saved = saved[split] if isinstance(saved, dict) else saved
-            return saved.to_iterable_dataset()
-        subset = config['subset'] or None
-        return datasets.load_dataset(name, subset, split=split, streaming=True, **options)
-
-    try:
-        stream = retry(open_once, STREAM_TRIES if commit else 1)
+            stream = (saved[split] if isinstance(saved, dict) else saved).to_iterable_dataset()
+        else:
+            subset = config['subset'] or None
+            stream = datasets.load_dataset(name, subset, split=split, streaming=True, **options)
         if stream.info.builder_name == 'text':
             print(f'{name}: every line of its .txt files is a document', flush=True)
         return stream.select_columns([column])
@@ -299,44 +292,26 @@ def open_stream(config: dict, paths: list[str], commit: str | None) -> Iterable[
 def batch_stream(
     stream: Iterable[dict], config: dict, position: tuple | None
 ) -> Iterator[tuple[tuple, list[Text]]]:
-    """Yield (position before the batch, list of BATCH documents) from a `datasets.IterableDataset`.
-    A position is the number of rows before it and the state of the stream; None = the start.
-
-    After a network error, wait and reopen the stream at the start of the batch; the pause doubles
-    with every failure in a row. Raises Mistake after STREAM_TRIES of them.
-    """
+    """Yield (position before the batch, list of BATCH documents) from a `datasets.IterableDataset`,
+    which waits for a lost network by itself. A position is the number of rows before it and the
+    state of the stream; None = the start. Raises Mistake where it cannot be read on."""
+    name = config['dataset']
     rows, state = position or (0, stream.state_dict())
-    documents = None
-    failures = 0
+    stream.load_state_dict(state)
+    documents = iter(stream)
     while True:
         try:
-            if documents is None:
-                stream.load_state_dict(state)
-                documents = iter(stream)
             values = [row[config['column']] for row in itertools.islice(documents, BATCH)]
         except (*HUB_ERRORS, KeyError) as error:
-            failures += 1
-            if failures == STREAM_TRIES or not is_network_error(error):
-                advice = 'run the same command again to continue'
-                if not is_network_error(error):
-                    advice = 'repair or remove that file'
-                raise Mistake(
-                    f'{config["dataset"]} cannot be read after text {rows}: {first_line(error)}: '
-                    f'{advice}'
-                ) from None
-            documents = None
-            wait_to_retry(error, failures)
-            continue
+            reason = f'cannot be read after document {rows}: {first_line(error)}'
+            advice = 'run the same command again to continue, or repair that file'
+            raise Mistake(f'{name} {reason}: {advice}') from None
         if not values:
             return
-        name = config['dataset']
-        yield (
-            (rows, state),
-            [Text(f'{name}, text {rows + k}', True, x) for k, x in enumerate(values, 1)],
-        )
+        texts = [Text(f'{name}, document {rows + k}', True, x) for k, x in enumerate(values, 1)]
+        yield (rows, state), texts
         rows += len(values)
         state = stream.state_dict()
-        failures = 0
 
 
 def describes_itself(folder: str) -> bool:
@@ -365,8 +340,12 @@ def open_dataset(folder: str, config: dict) -> Source:
         paths = list_folder(name)
     if is_local:
         files = paths or files_in(name)
+        stats = [(os.path.relpath(file, name), os.stat(file)) for file in files]
+        about = repr([(file, x.st_size, x.st_mtime_ns) for file, x in stats])
+        digest = hashlib.sha256(about.encode(errors='surrogateescape'))
         source += ': ' if paths else '; the folder has '
-        source += f'{len(files)} files, {sum(map(os.path.getsize, files))} bytes'
+        source += f'{len(files)} files, {sum(x.st_size for _, x in stats)} bytes, '
+        source += f'names and times {digest.hexdigest()[:16]}'
 
     def open_batches(meta: dict) -> Callable:
         if paths and kind_of(paths[0]) in READERS:
@@ -378,39 +357,20 @@ def open_dataset(folder: str, config: dict) -> Source:
         return functools.partial(batch_stream, open_stream(config, paths, commit), config)
 
     val = config['val_tokens'] or config['shard_tokens']
-    if not config['shards']:
-        return Source(source, val, None, None, open_batches)
-    total = val + config['shards'] * config['shard_tokens']
-    return Source(source, val, total, config['shards'] + 1, open_batches)
+    return Source(source, val, config['shards'] + 1 if config['shards'] else None, open_batches)
 
 
 # ---- documents to shards ----
 
 
-@contextlib.contextmanager
-def locked(folder: str) -> Iterator[None]:
-    """Let one process prepare a folder at a time; another one waits for its end."""
-    os.makedirs(folder, exist_ok=True)
-    lock = filelock.FileLock(os.path.join(folder, '.lock'))
-    try:
-        lock.acquire(blocking=False)
-    except filelock.Timeout:
-        print(f'{folder}: waiting for the process that prepares it', flush=True)
-        lock.acquire()
-    try:
-        remove_temporary(folder)
-        yield
-    finally:
-        lock.release()
-
-
 def open_meta(folder: str | os.PathLike, **identity: str | int) -> dict:
     """Return the folder's description (meta.json), or a new one with the entries of `identity`.
-    Raises Mistake if one of these entries differs in the folder's description, or if a shard is
-    missing, unless it is ready-made and can be downloaded."""
-    os.makedirs(folder, exist_ok=True)
+    Raises Mistake if one of these entries differs in the folder's description, if there are shards
+    without a description, or if a shard is missing, unless it is ready-made."""
     meta = read_meta(folder)
     if meta is None:
+        if glob.glob('*.bin', root_dir=folder):
+            raise Mistake(f'{folder} holds shards without meta.json: choose another --data_dir')
         return {**identity, 'finished': False, 'shards': []}
     for key, value in identity.items():
         if meta.get(key) != value:
@@ -421,18 +381,6 @@ def open_meta(folder: str | os.PathLike, **identity: str | int) -> dict:
     if meta['source'] != READY_MADE:
         refuse_missing(folder, meta)
     return meta
-
-
-def check_disk(folder: str, size: float) -> str:
-    """Return text with the size in bytes of what will be written and the free disk space. Raises
-    Mistake if it does not fit."""
-    free = shutil.disk_usage(folder).free
-    if size > free:
-        raise Mistake(
-            f'{folder}: {size / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB are free: '
-            'choose another --data_dir'
-        )
-    return f'{size / 1e9:.2f} GB ({free / 1e9:.0f} GB free)'
 
 
 def encode_batch(tokenizer: Tokenizer, batch: list[Text]) -> tuple[np.ndarray, list[str]]:
@@ -478,8 +426,6 @@ def prepare(source: Source, folder: str, config: dict) -> dict:
     and the number of tokens of this batch that the shard has used. So a run that is killed repeats
     at most one shard.
     """
-    if not read_meta(folder) and glob.glob('*.bin', root_dir=folder):
-        raise Mistake(f'{folder} holds shards without meta.json: choose another --data_dir')
     meta = open_meta(
         folder,
         tokenizer=config['tokenizer'],
@@ -492,13 +438,8 @@ def prepare(source: Source, folder: str, config: dict) -> dict:
     def is_complete() -> bool:
         return meta.get('ended', False) or bool(source.limit) and len(lengths) >= source.limit
 
-    tokenizer = get_tokenizer(meta['tokenizer'])
-    size = 'of unknown size'
-    if source.expected:
-        left = max(0, source.expected - sum(lengths))
-        size = check_disk(folder, tokenizer.dtype().itemsize * left)
     if not is_complete():
-        print(f'{source.name} -> {folder}: {size}', flush=True)
+        print(f'{source.name} -> {folder}', flush=True)
         meta['finished'] = False
         write_meta(folder, meta)
 
@@ -520,9 +461,11 @@ def prepare(source: Source, folder: str, config: dict) -> dict:
         parts.clear()
 
     batches = [] if is_complete() else source.open(meta)(position)
-    for position, tokens, faults in encode_ahead(tokenizer, batches):
+    for position, tokens, faults in encode_ahead(get_tokenizer(meta['tokenizer']), batches):
         if faults and not config['skip_bad']:
             raise Mistake(f'{faults[0]}: {SKIP}')
+        for fault in faults[: max(0, NAMED - left_out)]:
+            print(f'left out: {fault}', flush=True)
         while used < len(tokens) and not is_complete():
             target = meta['shard_tokens'] if lengths else meta['val_tokens']
             parts.append(tokens[used : used + target - sum(map(len, parts))])
@@ -535,8 +478,7 @@ def prepare(source: Source, folder: str, config: dict) -> dict:
         if due_to_print():
             done = sum(lengths) + sum(map(len, parts))
             rate = (done - tokens_before) / (time.monotonic() - start)
-            total = f' of about {source.expected:,}' if source.expected else ''
-            print(f'    {done:,}{total} tokens, {rate:,.0f} tokens/s', flush=True)
+            print(f'    {done:,} tokens, {rate:,.0f} tokens/s', flush=True)
     if not is_complete():
         meta['ended'] = True
         # The loader refuses shards that are shorter than a batch, so that a tiny remainder must not
@@ -559,13 +501,10 @@ def prepare(source: Source, folder: str, config: dict) -> dict:
 def download_shards(count: int, folder: str) -> dict:
     """Download the ready-made validation shard of FineWeb and `count` training shards, except those
     that the folder has, and return their description."""
-    if not read_meta(folder) and glob.glob('*.bin', root_dir=folder):
-        raise Mistake(f'{folder} holds shards without meta.json: choose another --data_dir')
     meta = open_meta(folder, tokenizer='gpt2', source=READY_MADE)
     paths = [shard_path(folder, index) for index in range(max(count + 1, len(meta['shards'])))]
     missing = [path for path in paths if not os.path.exists(path)]
-    size = check_disk(folder, 2 * READY_MADE_TOKENS * len(missing))
-    print(f'{READY_MADE} -> {folder}: {len(missing)} of {len(paths)} shards, {size}', flush=True)
+    print(f'{READY_MADE} -> {folder}: {len(missing)} of {len(paths)} shards of 200 MB', flush=True)
     for k, path in enumerate(missing, 1):
         name = os.path.basename(path)
         print(f'downloading {name}, {k} of {len(missing)}', flush=True)
@@ -624,7 +563,9 @@ def make_shards(config: dict) -> None:
         source = open_files([DEMO_CORPUS], DEMO_SEED, config)
     elif text:
         source = open_files(expand_paths(text), config['shuffle_seed'], config)
-    with locked(folder):
+    os.makedirs(folder, exist_ok=True)
+    with filelock.FileLock(os.path.join(folder, '.lock')):  # another process prepares it: wait
+        remove_temporary(folder)
         if config['pretokenized']:
             meta = download_shards(config['pretokenized'], folder)
         else:

@@ -105,24 +105,29 @@ def read_parts(path: str, column: str) -> Iterator[str]:
 
 
 def read_jsonl(path: str, column: str) -> Iterator[object]:
-    """Yield the value under the key `column` of every line: None if there is no such key, and the
-    error if the line is damaged."""
+    """Yield the value under the key `column` of every line that is not blank: None if there is no
+    such key, and the error if the line is damaged."""
     with open_text(path, errors='surrogateescape') as file:
-        for line in file:
-            if line.strip():
-                try:
-                    line.encode()  # fails where the line is no UTF-8
-                    yield json.loads(line).get(column)
-                except (*BROKEN, AttributeError) as error:
-                    yield error
+        for line in filter(str.strip, file):
+            try:
+                line.encode()  # fails where the line is no UTF-8
+                yield json.loads(line).get(column)
+            except (*BROKEN, AttributeError) as error:
+                yield error
 
 
-def read_csv(path: str, column: str) -> Iterator[str | None]:
-    """Yield the cells of a column; None for one that is empty or missing."""
+def read_csv(path: str, column: str) -> Iterator[object]:
+    """Yield the cells of a column: None for one that is empty or missing, and the error if it is no
+    UTF-8. Raises csv.Error at a stray quote, after which rows could not be told apart."""
     csv.field_size_limit(2**31 - 1)
-    with open_text(path) as file:
-        for row in csv.DictReader(file):
-            yield row.get(column) or None
+    with open_text(path, errors='surrogateescape') as file:
+        for row in csv.DictReader(file, strict=True):
+            cell = row.get(column) or None
+            try:
+                (cell or '').encode()
+                yield cell
+            except ValueError as error:
+                yield error
 
 
 def read_parquet(path: str, column: str) -> Iterator[object]:
@@ -161,26 +166,30 @@ class Text(NamedTuple):
     def fault(self) -> str:
         """Return a message about a value that is not a string."""
         if isinstance(self.value, Exception):
-            return f'{self.name}: cannot be read: {first_line(self.value)}'
-        return f'{self.name}: {self.value!r:.50} is not text'
+            return f'{self.name}: {first_line(self.value)}'
+        return f'{self.name}: {self.value!r:.50} is not text (--column names the column)'
 
 
 def read_texts(paths: Iterable[str], column: str = 'text') -> Iterator[Text]:
-    """Yield the documents of files: a .txt file is one document, others have one per row. Where a
-    file cannot be read on, its last value is the error."""
+    """Yield the documents of files: a .txt file is one document, others have one per row. Raises
+    Mistake where a file cannot be read on, because nobody knows what is lost; but a .txt file that
+    is not in UTF-8 is a single damaged document."""
     for path in paths:
         number, is_start = 1, True
         try:
             for value in READERS[kind_of(path)](path, column):
-                yield Text(f'{path}, text {number}', is_start, value)
+                yield Text(f'{path}, document {number}', is_start, value)
                 if kind_of(path) == '.txt':
                     is_start = False
                 else:
                     number += 1
+        except UnicodeDecodeError as error:
+            yield Text(f'{path}, document {number}', True, error)
         except UNREADABLE as error:
             if isinstance(error, Mistake):
                 raise
-            yield Text(f'{path}, text {number}', True, error)
+            reason = f'cannot be read from document {number} on: {first_line(error)}'
+            raise Mistake(f'{path}: {reason}: repair or remove it') from None
 
 
 # ---- tokenizers ----

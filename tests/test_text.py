@@ -46,7 +46,7 @@ def test_a_file_in_another_encoding_is_named(tmp_path, content):
     (tmp_path / 'a.txt').write_bytes(content)
     assert_refused(r'a\.txt: cannot be read as text in UTF-8', read_text, str(tmp_path / 'a.txt'))
     (found,) = read_texts([str(tmp_path / 'a.txt')])
-    assert 'a.txt, text 1: cannot be read: UnicodeDecodeError' in found.fault()
+    assert 'a.txt, document 1: UnicodeDecodeError' in found.fault()
 
 
 def test_rows_are_documents(tmp_path):
@@ -77,23 +77,37 @@ def test_a_row_without_text_is_yielded_with_its_number(tmp_path):
     ]
     content = '\n'.join(lines).encode() + b'\n{"text": "\xff"}\n{"text": "z"}'
     (tmp_path / 'a.jsonl').write_bytes(content)
-    (tmp_path / 'b.csv').write_text('id,text\n1,a\n2,\n3\n4,z\n')
+    (tmp_path / 'b.csv').write_bytes(b'id,text\n1,a\n2,\n3\n4,\xff\n5,z\n')
     found = list(read_texts([str(tmp_path / 'a.jsonl')]))
     assert [x.value for x in found if isinstance(x.value, str)] == ['a', 'é', 'z']
     assert [x.name[-1] for x in found if not isinstance(x.value, str)] == list('234568')
-    assert found[1].fault().endswith('a.jsonl, text 2: None is not text')
-    assert 'text 6: cannot be read: JSONDecodeError' in found[5].fault()
-    assert [value for _, value in values(tmp_path / 'b.csv')] == ['a', None, None, 'z']
+    assert 'a.jsonl, document 2: None is not text' in found[1].fault()
+    assert 'document 6: JSONDecodeError' in found[5].fault()
+    *first, bad, last = (value for _, value in values(tmp_path / 'b.csv'))
+    assert first == ['a', None, None] and isinstance(bad, UnicodeError) and last == 'z'
 
 
-def test_a_file_that_ends_too_early_is_followed_by_the_next(tmp_path):
-    lines = ''.join(f'{{"text": "{k} {k * k}"}}\n' for k in range(3000)).encode()
-    (tmp_path / 'a.jsonl.gz').write_bytes(gzip.compress(lines)[:-2000])
-    (tmp_path / 'b.txt').write_text('b')
-    *first, last, other = read_texts([str(tmp_path / 'a.jsonl.gz'), str(tmp_path / 'b.txt')])
-    assert [x.value for x in first] == [f'{k} {k * k}' for k in range(len(first))]
-    assert f'text {len(first) + 1}: cannot be read: EOFError' in last.fault()
-    assert other.value == 'b'
+LINES = ''.join(f'{{"text": "{k} {k * k}"}}\n' for k in range(3000)).encode()
+CUT = [  # name and content of a file that cannot be read to its end
+    ('a.jsonl.gz', gzip.compress(LINES)[:-2000], 'EOFError'),
+    ('a.csv', b'id,text\n1,a\n2,"b\n3,c\n', 'unexpected end of data'),
+    ('a.csv', b'id,text\n1,a\n2,"b" c\n', 'expected after'),
+]
+
+
+@pytest.mark.parametrize('name, content, message', CUT)
+def test_a_file_that_cannot_be_read_on_is_named_and_not_skipped(tmp_path, name, content, message):
+    """What is lost is unknown. The documents before it are read."""
+    (tmp_path / name).write_bytes(content)
+    found = []
+
+    def read():
+        found.extend(read_texts([str(tmp_path / name)]))
+
+    message = f'{name}: cannot be read from document [0-9]+ on: .*{message}.*: repair or remove it'
+    assert_refused(message, read)
+    first = next(read_texts([str(tmp_path / name)]))
+    assert first.value in ('0 0', 'a')
 
 
 def test_a_column_that_a_table_lacks_is_refused_by_those_that_it_has(tmp_path):
