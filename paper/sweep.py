@@ -4,7 +4,7 @@
     python -m paper.sweep lm-small                        # list the runs of one, with their state
     python -m paper.sweep lm-small --run                  # start or resume what is not finished
     python -m paper.sweep lm-small --run --workers=4 --only="n_layer in (1, 2) and recurrent"
-    python -m paper.sweep lm-small --run -- --dtype=float32 --data_dir=/data/fineweb
+    python -m paper.sweep lm-small --run -- --data_dir=/data/fineweb --compile=False
     python -m paper.sweep lm-small --run --vary=weight_decay=0,0.01,0.1 --vary=seed=1,2
     python -m paper.sweep lm-small --run --script=my_train.py --vary=z_loss=0,0.01,1
     python -m paper.sweep lm-small --slurm | sbatch       # an array job; the same line resumes it
@@ -13,9 +13,11 @@ A run is the folder out/PLAN/NAME, named after the axes of the plan. Its trainer
 start, to resume or to do nothing (--resume=auto), so that a sweep keeps nothing else. What a run
 prints is in its stdout.txt. After a ctrl-C or SIGTERM the runs save, and the same line resumes.
 
-What follows `--` is a setting of every run, and part of the name unless it changes no result (see
-NEUTRAL); --vary adds an axis, or gives an axis of the plan other values. In a plan of agents and
-language models, a setting that one trainer lacks is left out there.
+--vary gives an axis of the plan other values. Any other setting, behind --vary or behind `--`, is a
+new axis, and the runs are complete in a folder of their own, out/PLAN-SETTING/NAME; so are those of
+another trainer. Settings that change no result (NEUTRAL) or name the data change no folder, but a
+run on other data is refused. In a plan of agents and language models, a setting that one trainer
+lacks is left out there.
 """
 
 import argparse
@@ -26,14 +28,15 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from signal import SIGTERM
 
 from configurator import Mistake, first_line, run_script
 
-import pandas
 import torch
-from filelock import FileLock, Timeout
+from pandas import DataFrame, Series
 
 from common import every, print0
 from paper.plans import (
@@ -47,17 +50,14 @@ from paper.plans import (
     updates,
     vary,
 )
-from run import LOCK, Stopper, log_of, settings_of
+from run import OF_A_CALL, Stopper, log_of, settings_of
 
-# Settings that are not part of a folder's name: they say where things lie, how fast a run is (its
-# results change by rounding only) and what it reports.
+# Settings that say how fast a run is (its results change by rounding only) and what it reports.
 NEUTRAL = (
-    *('data_dir', 'levels_dir', 'download', 'device', 'threads', 'compile', 'graphs', 'batch_size'),
+    *('download', 'device', 'threads', 'compile', 'graphs', 'batch_size'),
     *('plot', 'tensorboard', 'wandb', 'wandb_project'),
 )
-OF_A_SWEEP = ('out_dir', 'resume', 'overwrite', 'eval_only')
-# What pandas raises for a condition that it cannot evaluate.
-BAD_CONDITION = (NameError, SyntaxError, ValueError, TypeError, LookupError, AttributeError)
+DATA = ('data_dir', 'levels_dir')
 
 
 class Parser(argparse.ArgumentParser):
@@ -69,11 +69,9 @@ class Parser(argparse.ArgumentParser):
 
 def parse() -> argparse.Namespace:
     """Return the arguments, and in `settings` those behind `--`."""
+    form = argparse.RawDescriptionHelpFormatter
     parser = Parser(
-        prog='python -m paper.sweep',
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        'python -m paper.sweep', None, __doc__, formatter_class=form, allow_abbrev=False
     )
     add = parser.add_argument
     add('plan', nargs='?', help='name of a plan; without one, list all')
@@ -83,7 +81,6 @@ def parse() -> argparse.Namespace:
     add('--only', help='a part of the plan: a condition on settings, as for DataFrame.query')
     add('--script', help='your copy of the trainer')
     add('--vary', action='append', default=[], metavar='NAME=VALUE,VALUE', help='an axis')
-    add('--index', type=int, help='only the run with this number, in array jobs')
     add('--slurm', action='store_true', help='print an array job of the runs that are not finished')
     add('--out', type=Path, default=Path('out'), help='folder of all runs')
     at = sys.argv.index('--') if '--' in sys.argv else len(sys.argv)
@@ -97,38 +94,38 @@ def parse() -> argparse.Namespace:
 # ---- the runs ----
 
 
+def matching(frame: DataFrame, condition: str) -> DataFrame:
+    """Return the rows that fulfill a condition. Raises Mistake if it cannot be evaluated, or if
+    there are none."""
+    try:
+        kept = Series(frame.eval(condition), frame.index)
+    except Exception as error:  # noqa: BLE001  of any type: the text is the user's
+        raise Mistake(f'--only={condition!r}: {first_line(error)}') from None
+    if kept.dtype != bool or not kept.any():
+        raise Mistake(f'--only={condition!r}: is no condition, or no run fulfills it')
+    return frame[kept]
+
+
 def select(args: argparse.Namespace) -> list[Run]:
     """Return the runs that the arguments ask for."""
     runs = runs_of(args.plan)
     if not runs:
         raise Mistake(f'{args.plan} needs no runs: {find_plan(args.plan).draw}')
     if args.only:
-        frame = pandas.DataFrame([{**full_settings(run), 'script': run.script} for run in runs])
-        try:
-            kept = frame.eval(args.only)
-        except BAD_CONDITION as error:
-            raise Mistake(f'--only={args.only!r}: {first_line(error)}') from None
-        if not pandas.api.types.is_bool_dtype(kept) or not kept.any():
-            raise Mistake(f'--only={args.only!r}: is no condition, or no run fulfills it')
-        runs = [run for run, is_kept in zip(runs, kept, strict=True) if is_kept]
+        runs = [runs[i] for i in matching(DataFrame(map(full_settings, runs)), args.only).index]
     if args.script:
-        if len({run.script for run in runs}) > 1:
-            raise Mistake(f'--script: plan {args.plan} has two trainers: add --only="arch == ..."')
-        if not os.path.isfile(args.script):
-            raise Mistake(f'--script={args.script}: there is no such file')
-        runs = [run._replace(script=os.path.abspath(args.script)) for run in runs]
-    varied = [(f'--{argument}', True) for argument in args.vary]
-    for argument, is_axis in varied + [(argument, False) for argument in args.settings]:
+        path = Path(args.script).absolute()
+        runs = [run._replace(script=str(path), plan=f'{run.plan}-{path.stem}') for run in runs]
+    for argument in [f'--{argument}' for argument in args.vary] + args.settings:
         given = re.fullmatch(r'--(\w+)=(.*)', argument, re.DOTALL)
-        if given is None or given[1] in OF_A_SWEEP:
+        if given is None or given[1] in OF_A_CALL:
             expected = '--vary=NAME=VALUE,VALUE, and --NAME=VALUE after --'
             raise Mistake(f'{argument!r}: expected {expected}; --out names the folder of all runs')
         name, text = given.groups()
+        is_axis = argument not in args.settings
         # a comma in parentheses, as in (0.8, 0.95), does not separate values
         values = re.split(r',(?![^(]*\))', text) if is_axis else [text]
-        runs = vary(runs, name, values, in_name=is_axis or name not in NEUTRAL)
-    if args.index is not None and not 0 <= args.index < len(runs):
-        raise Mistake(f'--index={args.index}: there are runs 0 to {len(runs) - 1}')
+        runs = vary(runs, name, values, is_axis or name not in NEUTRAL + DATA)
     return runs
 
 
@@ -137,80 +134,88 @@ def command_of(run: Run, args: argparse.Namespace) -> list[str]:
     ranks = f'--nproc_per_node={args.gpus_per_run}'
     launcher = ['-m', 'torch.distributed.run', '--standalone', ranks]
     files = [os.path.relpath(ROOT / path) for path in (run.script, *run.config)]
-    flags = [f'--{name}={value}' for name, value in {**run.fixed, **run.axes}.items()]
+    flags = [f'--{name}={value}' for name, value in (run.fixed | run.axes).items()]
     folder = [f'--out_dir={args.out / run.folder}', '--resume=auto']
     return [sys.executable, *launcher * (args.gpus_per_run > 1), *files, *flags, *folder]
+
+
+def drawing(plan: str, runs: list[Run], out: Path) -> str:
+    """Return the command that makes the figure or table of a plan from these runs."""
+    folders = list(dict.fromkeys(str(out / run.plan) for run in runs))
+    if len(folders) > 1:
+        folders.append(f'--out={out / plan}')
+    return find_plan(plan).draw.format(folders=shlex.join(folders))
 
 
 def progress(run: Run, out: Path) -> tuple[str, float, float]:
     """Return the state of a run by its folder, the part of its updates that is done, and their
     seconds. The state is 'done', 'not started', 'STEP of LAST', or that of a folder with another
     run: 'has NAME = VALUE, not VALUE', the first setting that differs."""
+    settings = full_settings(run)
     saved, log = settings_of(out / run.folder), log_of(out / run.folder)
-    for name, value in full_settings(run).items():
+    for name, value in settings.items():
         value = list(value) if isinstance(value, tuple) else value  # as in JSON
-        if name in OF_A_SWEEP:
-            continue
-        if name not in NEUTRAL and value != 'auto' and saved.get(name, value) != value:
+        is_compared = name in saved and name not in NEUTRAL + OF_A_CALL and value != 'auto'
+        if is_compared and saved[name] != value:
             return f'has {name} = {saved[name]!r}, not {value!r}', 0.0, 0.0
-    seconds = next((r['seconds'] for r in reversed(log) if r.get('seconds')), 0.0)
-    step, last = log[-1]['step'] if log else 0, updates(full_settings(run))
+    seconds = max((record.get('seconds') or 0.0 for record in log), default=0.0)
+    step, last = log[-1]['step'] if log else 0, updates(settings)
     if saved.get('finished'):
         return 'done', 1.0, seconds
     return f'{step} of {last}' if saved else 'not started', step / last, seconds
 
 
+def unfinished(runs: list[Run], out: Path) -> list[Run]:
+    """Return the runs that are not finished. Raises Mistake if a folder holds another
+    run."""
+    states = [progress(run, out)[0] for run in runs]
+    for run, state in zip(runs, states, strict=True):
+        if state.startswith('has '):
+            raise Mistake(f'{out / run.folder} {state}: move it away, or choose another --out')
+    return [run for run, state in zip(runs, states, strict=True) if state != 'done']
+
+
 # ---- lists ----
 
 
-def drawing(name: str, out: Path) -> str:
-    """Return the command that makes the figure or table of a plan."""
-    folders = dict.fromkeys(str(out / run.plan) for run in runs_of(name))
-    return find_plan(name).draw or shlex.join(['python', '-m', 'paper.figures', *folders])
-
-
 def list_plans(out: Path) -> None:
-    """Print the plans as a table in Markdown."""
-    rows = [['plan', 'figure or table', 'runs', 'training FLOPs', 'made by']]
+    """Print the plans, each with its figure or table and the command that makes it."""
+    form = '{:17} {:>4} {:>7}  {:44} {}'
+    print(form.format('plan', 'runs', 'FLOPs', 'figure or table', 'made by'))
     for name in names_of_plans():
-        costs = [cost(run).training for run in runs_of(name)]
-        numbers = [str(len(costs)), f'{sum(costs):.1e}'] if costs else ['', '']
-        rows.append([name, find_plan(name).title, *numbers, f'`{drawing(name, out)}`'])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows.insert(1, ['-' * width for width in widths])
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        print(f'| {" | ".join(cells)} |')
+        runs = runs_of(name)
+        flops = f'{sum(cost(run).training for run in runs):.1e}'
+        print(form.format(name, len(runs), flops, find_plan(name).title, drawing(name, runs, out)))
 
 
 def list_runs(runs: list[Run], args: argparse.Namespace) -> None:
     """Print a line for each run."""
-    print('number, state, cost of the layers (forward FLOPs per token, or multiply-adds per step),')
-    print('cost / W, training FLOPs, command')
+    form = '{:>3}  {:15} {:>8} {:>8} {:>8}  {}'
+    print(form.format('run', 'state', 'layers', 'layers/W', 'training', 'command'))
     for i, run in enumerate(runs):
         layers, training = cost(run)
         ratio = f'{layers / run.W:.2f}' if run.W else ''
         line = shlex.join(['python', *command_of(run, args)[1:]])
         state = progress(run, args.out)[0]
-        print(f'{i:3} {state:>14} {layers:9.3g} {ratio:4} {training:8.2e} {line}')
-    print(f'{len(runs)} runs, {sum(cost(run).training for run in runs):.1e} training FLOPs')
+        print(form.format(i, state, f'{layers:.2e}', ratio, f'{training:.2e}', line))
+    print('layers: forward FLOPs per token, of agents multiply-adds per step; training: FLOPs')
+    print(f'figures and tables: {drawing(args.plan, runs, args.out)}')
 
 
 def print_slurm(runs: list[Run], args: argparse.Namespace) -> None:
     """Print an array job, with a job for each run that is not finished."""
-    numbers = [str(i) for i, run in enumerate(runs) if progress(run, args.out)[0] != 'done']
-    if not numbers:
+    commands = [shlex.join(command_of(run, args)) for run in unfinished(runs, args.out)]
+    if not commands:
         raise Mistake(f'plan {args.plan}: all {len(runs)} runs are done')
-    arguments = [sys.executable, '-m', 'paper.sweep', *sys.argv[1:]]
-    arguments[arguments.index('--slurm')] = '--run'
-    at = arguments.index('--') if '--' in arguments else len(arguments)
     print(f"""#!/bin/bash
-#SBATCH --job-name={args.plan} --array={','.join(numbers)}
+#SBATCH --job-name={args.plan} --array=0-{len(commands) - 1}
 #SBATCH --nodes=1 --ntasks=1 --cpus-per-task=8 --gpus-per-task={args.gpus_per_run}
 #SBATCH --time=24:00:00 --requeue --signal=B:TERM@120
 # A job saves two minutes before its time limit: submit this again, and unfinished runs resume.
 cd {shlex.quote(os.getcwd())}
-exec {shlex.join(arguments[:at])} --index="$SLURM_ARRAY_TASK_ID" {shlex.join(arguments[at:])}""")
+commands=({shlex.join(commands)})
+eval exec "${{commands[SLURM_ARRAY_TASK_ID]}}"
+""")
 
 
 # ---- running ----
@@ -225,17 +230,6 @@ def gpus_of_workers(workers: int, gpus_per_run: int) -> list[str]:
         raise Mistake(f'--gpus_per_run={k}: there are {n} GPUs')
     groups = [','.join(names[i : i + k]) for i in range(0, n - k + 1, k)] or ['']
     return [groups[i % len(groups)] for i in range(workers or len(groups))]
-
-
-def is_locked(folder: Path) -> bool:
-    """Return whether another process is training in a folder."""
-    if not (folder / LOCK).exists():
-        return False
-    try:
-        with FileLock(folder / LOCK, blocking=False):
-            return False
-    except Timeout:
-        return True
 
 
 def start(run: Run, gpu: str, threads: int, args: argparse.Namespace) -> subprocess.Popen:
@@ -256,86 +250,70 @@ def start(run: Run, gpu: str, threads: int, args: argparse.Namespace) -> subproc
 
 
 def outcome(process: subprocess.Popen, folder: Path) -> str:
-    """Return what became of a run: 'done', 'in use' by a process that started at the same time, or
-    'FAILED' with the last line that it printed before the report of torchrun, if there is one."""
+    """Return what became of a run: 'done', 'stopped' by a signal, or 'FAILED' with the last line
+    that it printed before the report of torchrun, if there is one."""
     if process.returncode == 0:
         return 'done'
     text = (folder / 'stdout.txt').read_text(encoding='utf-8', errors='replace')
-    printed = text.rpartition(shlex.join(process.args))[2]
-    printed = re.split('(?m)^.*torch/distributed/elastic', printed)[0].strip()
+    text = text.rpartition(shlex.join(process.args))[2]
+    printed = re.split('(?m)^.*torch/distributed/elastic', text)[0].strip()
+    is_stopped = process.returncode in (-SIGTERM, 128 + SIGTERM) or 'SignalException' in text
+    if is_stopped and not re.search('(?m)^(error: |Traceback )', printed):
+        return 'stopped'
     line = printed.rpartition('\n')[2] or 'it printed nothing'
-    if 'another run is using it' in printed:
-        return 'in use'
     return f'FAILED (exit status {process.returncode}): {line}; see stdout.txt'
 
 
-def expected(runs: list[Run], args: argparse.Namespace, workers: int) -> str:
-    """Return the expected time until all runs have finished, by their seconds per FLOP so far."""
-    flops = seconds = left = 0.0
+def forecast(runs: list[Run], out: Path, workers: int) -> str:
+    """Return how many runs are done, and when all will be, by their seconds per FLOP so far."""
+    n = flops = seconds = left = 0.0
     for run in runs:
-        _, part, spent = progress(run, args.out)
+        state, part, spent = progress(run, out)
+        n += state == 'done'
         flops += part * cost(run).training
         left += (1 - part) * cost(run).training
         seconds += spent
-    return str(timedelta(seconds=int(left * seconds / flops / workers))) if flops else 'unknown'
+    eta = timedelta(seconds=int(left * seconds / flops / workers)) if flops else 'unknown'
+    return f'{n:.0f} of {len(runs)} runs are done, eta {eta}'
 
 
 def run_all(runs: list[Run], args: argparse.Namespace) -> int:
     """Run what is not finished. Return the exit status: 0, 1 if a run failed, 128 + signal if the
     sweep was stopped."""
-    queue = [run for run in runs if progress(run, args.out)[0] != 'done']
-    gpus = gpus_of_workers(min(args.workers, len(queue)), args.gpus_per_run)
-    workers, counts = len(gpus), Counter(done=len(runs) - len(queue))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-    threads = max(1, cores // (workers * args.gpus_per_run))
-    print0(f'{args.plan}: {len(runs)} runs, {counts["done"]} are done; {workers} at a time')
+    waiting = unfinished(runs, args.out)
+    gpus = gpus_of_workers(args.workers, args.gpus_per_run)
+    threads = max(1, torch.get_num_threads() // (len(gpus) * args.gpus_per_run))
+    print0(f'{forecast(runs, args.out, len(gpus))}; {len(gpus)} at a time')
+    stopper, is_due, workers = Stopper(), every(60), len(gpus)
 
-    def report(run: Run, text: str) -> None:
-        counts[re.match('done|in use|stopped|FAILED', text)[0]] += 1
-        print0(f'[{counts.total()}/{len(runs)}] {args.out / run.folder}: {text}')
-
-    running = {}  # process: run and GPU
-    stopper, is_due = Stopper(), every(60)
-    try:
-        while queue or running:
+    def work(run: Run) -> str:
+        """Start or resume a run, wait for its end, and return what became of it."""
+        if stopper.signal is not None:
+            return 'waiting'
+        folder, gpu = args.out / run.folder, gpus.pop()
+        process = start(run, gpu, threads, args)
+        while process.poll() is None:
             if stopper.signal is not None:
-                queue.clear()
-                for process in running:
-                    process.terminate()  # the run saves
-                for process in running:
-                    process.wait()
-            elif queue and gpus:
-                run = queue.pop(0)
-                state = progress(run, args.out)[0]
-                try:
-                    if is_locked(args.out / run.folder):
-                        report(run, 'in use')
-                    elif state.startswith('has '):
-                        report(run, f'FAILED: the folder {state}: move it away')
-                    else:
-                        process = start(run, gpus[0], threads, args)
-                        running[process] = run, gpus.pop(0)
-                except OSError as error:
-                    report(run, f'FAILED: {error}')
-            for process in [process for process in running if process.poll() is not None]:
-                run, gpu = running.pop(process)
-                gpus.append(gpu)
-                text = outcome(process, args.out / run.folder)
-                report(run, text if text == 'done' or stopper.signal is None else 'stopped')
-            if running and is_due():
-                states = ', '.join(progress(run, args.out)[0] for run, _ in running.values())
-                print0(f'    running: {states} | eta {expected(runs, args, workers)}')
+                process.terminate()  # the run saves
+                process.wait()
+            elif is_due():
+                print0(forecast(runs, args.out, workers))
             time.sleep(0.1)
-    finally:
-        for process in running:  # after a second ctrl-C; torchrun must live to end its ranks
-            process.kill() if args.gpus_per_run == 1 else process.terminate()
+        gpus.append(gpu)
+        state = outcome(process, folder)
+        print0(f'{folder}: {state}')
+        return state
+
+    with ThreadPoolExecutor(workers) as pool:
+        states = Counter(state.split()[0] for state in pool.map(work, waiting))
     if stopper.signal is not None:
         print0('stopped: the same line resumes what was saved, and starts the rest')
         return 128 + stopper.signal
-    print0(', '.join(f'{n} {state}' for state, n in counts.items() if n))
-    if counts['done'] == len(runs):
-        print0(f'figures and tables: {drawing(args.plan, args.out)}')
-    return int(counts['done'] < len(runs))
+    print0(', '.join(f'{n} {state}' for state, n in states.items()))
+    if states['done'] < len(waiting):
+        return 1
+    print0(f'figures and tables: {drawing(args.plan, runs, args.out)}')
+    return 0
 
 
 def main() -> int:
@@ -346,7 +324,7 @@ def main() -> int:
         return 0
     runs = select(args)
     if args.run:
-        return run_all(runs if args.index is None else [runs[args.index]], args)
+        return run_all(runs, args)
     print_slurm(runs, args) if args.slurm else list_runs(runs, args)
     return 0
 
