@@ -38,7 +38,7 @@ from boxoban import load_levels
 from common import pick_device
 from convlstm import load_agent
 from files import write_text
-from paper.sweep import NEUTRAL, Parser, matching
+from paper.sweep import NEUTRAL, Parser, matching, path
 from run import log_of, settings_of
 from sokoban import evaluate
 
@@ -199,7 +199,7 @@ def with_published(points: DataFrame, name: str) -> DataFrame:
     keys = points.set_index(['model', 'plan', 'kind']).index
     is_known = table.set_index(['model', 'plan', 'kind']).index.isin(keys) | table['plan'].isna()
     points = points.assign(source='')
-    table = table[is_known].assign(source=', published')
+    table = table[is_known].assign(source='published')
     return pandas.concat([points, table], ignore_index=True) if len(table) else points
 
 
@@ -241,18 +241,19 @@ def chart(
     x: str,
     y: str,
     labels: tuple[str, str],
-    title: str,
+    title: str = '',
     bars: str = 'sem',
     to_scale: bool = False,
+    sharey: bool = True,
 ) -> Figure:
     """Return a figure of points: a panel for each value of their column `panel`, in it a line for
     each value of `line`, y over x with error bars, dashed for published results.
 
-    labels: of the axes. bars: the column with the error. to_scale: if not, the values of x are
-    drawn at equal distances."""
+    labels: of the axes. title: by default the models and plans. bars: the column with the error.
+    to_scale: if not, the values of x are drawn at equal distances."""
     values, handles, panels = sorted(points[x].unique()), {}, points.groupby('panel', sort=False)
     figure = Figure(figsize=(4 * max(len(panels), 1.5), 4), layout='constrained')
-    row = figure.subplots(1, len(panels), squeeze=False)[0]
+    row = figure.subplots(1, len(panels), squeeze=False, sharey=sharey)[0]
     names = list(points['line'].str.removesuffix(', published').unique())
     for axes, (panel, part) in zip(row, panels, strict=True):
         for line, one in part.sort_values(x).groupby('line', sort=False):
@@ -272,13 +273,10 @@ def chart(
             axes.set_xticks(range(len(values)), values)
         axes.set(title=panel, xlabel=labels[0], ylabel=labels[1])
     figure.legend(handles.values(), handles, loc='outside lower center', ncols=1 + len(panels))
-    figure.suptitle(f'{title}; bars: {BARS[bars]}', wrap=True)
+    title = title or ', '.join([*points['model'].unique(), *points['plan'].unique()])
+    title += f'; bars: {BARS[bars]}' if points[bars].notna().any() else ''
+    figure.suptitle(title, wrap=True)
     return figure
-
-
-def title_of(frame: DataFrame) -> str:
-    """Return the models and plans of these runs."""
-    return ', '.join([*frame['model'].unique(), *frame['plan'].unique()])
 
 
 def unit_of(frame: DataFrame) -> str:
@@ -301,10 +299,12 @@ def name_cells(points: DataFrame, names: Iterable[str] = SIZES) -> Series:
 def by_size(x: str, line: str, bars: str, frame: DataFrame) -> Figure:
     """Draw the value by one size, with a line for each value of another one."""
     points = with_published(cells(frame), 'sokoban_returns')
-    name = name_cells(points, [line]) + points['source']
-    points = points.assign(line=name, panel=points['plan'] + ', ' + points['kind'])
+    name = name_cells(points, [line]) + ', ' + points['source']
+    points = points.assign(
+        line=name.str.removesuffix(', '), panel=points['plan'] + ', ' + points['kind']
+    )
     labels = {'n_layer': 'layers L', 'n_expert': 'experts E per layer'}[x], label_of(frame)
-    return chart(points, x, value_of(frame), labels, title_of(frame), bars)
+    return chart(points, x, value_of(frame), labels, bars=bars)
 
 
 def saturation(frame: DataFrame) -> Figure:
@@ -315,10 +315,10 @@ def saturation(frame: DataFrame) -> Figure:
         for _, part in points.groupby(by, sort=False)
         for L in part['n_layer'].unique()
     )
-    line = points['plan'] + ', ' + points['kind'] + points['source']
-    points = points.assign(line=line, panel='')
+    name = points['plan'] + ', ' + points['kind'] + ', ' + points['source']
+    points = points.assign(line=name.str.removesuffix(', '), panel='')
     labels = 'at most L layers', f'best {label_of(frame)}'
-    return chart(points, 'n_layer', value_of(frame), labels, title_of(frame))
+    return chart(points, 'n_layer', value_of(frame), labels)
 
 
 def ablation(frame: DataFrame) -> Figure:
@@ -329,7 +329,7 @@ def ablation(frame: DataFrame) -> Figure:
     points = summarize(frame, [*CELL, *settings])
     line = points['kind'] + ', ' + name_cells(points, [*SIZES, *others])
     points = points.assign(line=line, panel=points['plan'])
-    return chart(points, x, value_of(frame), (x, label_of(frame)), title_of(frame))
+    return chart(points, x, value_of(frame), (x, label_of(frame)))
 
 
 def learning(frame: DataFrame) -> Figure:
@@ -344,7 +344,7 @@ def learning(frame: DataFrame) -> Figure:
         data = data[data[x] >= data[x].max() / 4]
     points = summarize(data, [*CELL, x], y)
     points = points.assign(line=name_cells(points), panel=points['plan'] + ', ' + points['kind'])
-    return chart(points, x, y, labels, title_of(frame), 'std', to_scale=True)
+    return chart(points, x, y, labels, bars='std', to_scale=True)
 
 
 FIGURES = {
@@ -396,7 +396,7 @@ def solve_table(frame: DataFrame, split: str) -> DataFrame:
 def save_table(table: DataFrame, path: str, note: str = '') -> None:
     """Write a table as path.csv and, with five significant digits and a note, as path.md."""
     write_text(table.to_csv(index=False), f'{path}.csv')
-    head = f'{"|".join(table)}\n{"|".join("-" * table.shape[1])}\n'
+    head = f'{"|".join(table)}\n{"|".join(["---"] * table.shape[1])}\n'
     options = {'float_format': '%.5g', 'quoting': csv.QUOTE_NONE, 'escapechar': '\\'}
     rows = table.to_csv(sep='|', index=False, header=False, **options)
     write_text(f'{head}{rows}\n{note}\n', f'{path}.md')
@@ -415,7 +415,7 @@ def main() -> None:
     parser.add_argument('folders', nargs='+', metavar='FOLDER', help='runs, or folders of runs')
     parser.add_argument('--figure', choices=[*FIGURES], help='draw this one only')
     parser.add_argument('--only', help='a condition on the runs, as in "residual == \'expert\'"')
-    parser.add_argument('--out', type=Path, help='folder to write to; default: that of the runs')
+    parser.add_argument('--out', type=path, help='folder to write to; default: that of the runs')
     parser.add_argument('--levels', help='split of Boxoban, for a table of solve rates')
     args = parser.parse_args()
     frame = runs(args.folders)

@@ -23,7 +23,7 @@ of paper/studies/decay.py, three values of a setting and three seeds of a tiny m
 
     python data_fineweb.py --demo=True --tokenizer=bytes    # the text of config/tiny_lm.py
     python -m paper.sweep decay                             # list the nine runs
-    python -m paper.sweep decay --run --workers=2           # about ten seconds each on one core
+    python -m paper.sweep decay --run --workers=2           # half a minute each on one core
     python -m paper.figures out/decay
 
 A list is an axis: its values distinguish the runs and name their folders. Any other value is the

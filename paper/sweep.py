@@ -67,6 +67,11 @@ class Parser(argparse.ArgumentParser):
         raise Mistake(f'{message}: --help lists the arguments')
 
 
+def path(text: str) -> Path:
+    """Return the path that an argument names: a shell expands no ~ behind an equals sign."""
+    return Path(text).expanduser()
+
+
 def parse() -> argparse.Namespace:
     """Return the arguments, and in `settings` those behind `--`."""
     form = argparse.RawDescriptionHelpFormatter
@@ -79,10 +84,10 @@ def parse() -> argparse.Namespace:
     add('--workers', type=int, default=0, help='runs at a time; default: one per GPU, one on a CPU')
     add('--gpus_per_run', type=int, default=1, help='more than 1: by torchrun')
     add('--only', help='a part of the plan: a condition on settings, as for DataFrame.query')
-    add('--script', help='your copy of the trainer')
+    add('--script', type=path, help='your copy of the trainer')
     add('--vary', action='append', default=[], metavar='NAME=VALUE,VALUE', help='an axis')
     add('--slurm', action='store_true', help='print an array job of the runs that are not finished')
-    add('--out', type=Path, default=Path('out'), help='folder of all runs')
+    add('--out', type=path, default=Path('out'), help='folder of all runs')
     at = sys.argv.index('--') if '--' in sys.argv else len(sys.argv)
     args = parser.parse_args(sys.argv[1:at])
     args.settings = sys.argv[at + 1 :]
@@ -114,8 +119,8 @@ def select(args: argparse.Namespace) -> list[Run]:
     if args.only:
         runs = [runs[i] for i in matching(DataFrame(map(full_settings, runs)), args.only).index]
     if args.script:
-        path = Path(args.script).absolute()
-        runs = [run._replace(script=str(path), plan=f'{run.plan}-{path.stem}') for run in runs]
+        script, name = str(args.script.absolute()), args.script.stem
+        runs = [run._replace(script=script, plan=f'{run.plan}-{name}') for run in runs]
     for argument in [f'--{argument}' for argument in args.vary] + args.settings:
         given = re.fullmatch(r'--(\w+)=(.*)', argument, re.DOTALL)
         if given is None or given[1] in OF_A_CALL:
@@ -159,7 +164,7 @@ def progress(run: Run, out: Path) -> tuple[str, float, float]:
         if is_compared and saved[name] != value:
             return f'has {name} = {saved[name]!r}, not {value!r}', 0.0, 0.0
     seconds = max((record.get('seconds') or 0.0 for record in log), default=0.0)
-    step, last = log[-1]['step'] if log else 0, updates(settings)
+    step, last = log[-1]['step'] if log else 0, max(1, updates(settings))
     if saved.get('finished'):
         return 'done', 1.0, seconds
     return f'{step} of {last}' if saved else 'not started', step / last, seconds
@@ -281,7 +286,7 @@ def run_all(runs: list[Run], args: argparse.Namespace) -> int:
     """Run what is not finished. Return the exit status: 0, 1 if a run failed, 128 + signal if the
     sweep was stopped."""
     waiting = unfinished(runs, args.out)
-    gpus = gpus_of_workers(args.workers, args.gpus_per_run)
+    gpus = gpus_of_workers(min(args.workers, len(waiting)), args.gpus_per_run)
     threads = max(1, torch.get_num_threads() // (len(gpus) * args.gpus_per_run))
     print0(f'{forecast(runs, args.out, len(gpus))}; {len(gpus)} at a time')
     stopper, is_due, workers = Stopper(), every(60), len(gpus)

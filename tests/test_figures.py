@@ -11,7 +11,6 @@ import pytest
 from PIL import Image
 from small_runs import assert_refused
 
-import convlstm
 from paper import figures
 from paper.figures import runs
 from paper.studies import recompute
@@ -119,13 +118,11 @@ def test_a_shortened_last_line_counts_by_its_updates():
     assert judge(lines) == pytest.approx(weights @ [10, 20, 30, 40, 50, 54] / weights.sum())
 
 
-@pytest.mark.parametrize('eval_interval', [7, 20, 1000])
-def test_evaluations_do_not_change_how_an_agent_is_judged(eval_interval):
+def test_evaluations_do_not_change_how_an_agent_is_judged():
     lines = {step: agent_line(step, float(step), episodes=step) for step in range(10, 101, 10)}
     expected = judge(list(lines.values()))
-    for step in range(eval_interval, 101, eval_interval):
-        record = {'step': step, 'env_steps': 100 * step, 'eval_return': 1.0}
-        lines[step] = lines.get(step, {}) | record
+    for step in range(7, 101, 7):  # step 70 has both
+        lines[step] = lines.get(step, {}) | {'step': step, 'eval_return': 1.0}
     assert judge([lines[step] for step in sorted(lines)]) == expected
 
 
@@ -250,27 +247,26 @@ def test_the_command_draws_and_tabulates_what_has_finished(tmp_path, monkeypatch
     assert 'Best L, 10,000 bootstrap draws' in table
 
 
-def test_solve_rates_are_those_of_the_best_agent_beside_the_papers(tmp_path, monkeypatch):
-    settings = {'levels_dir': '', 'time_limit': 20}
-    for seed in (1, 2):
-        folder = write_agent(tmp_path / 'sokoban-small' / f'{seed}', 1.0, seed=seed, **settings)
-        agent = convlstm.build_agent(convlstm.AgentConfig(n_layer=1, n_expert=1, n_embd=4))
-        agent.save_pretrained(folder / 'best', config={'step': 7, 'settings': settings})
-    rates = iter((0.1, 0.2))
+def test_solve_rates_are_those_of_the_best_agents_beside_the_papers(tmp_path, monkeypatch):
+    settings = {'levels_dir': 'there', 'time_limit': 20}
+    values = {(1,): 1.0, (2,): 1.0}
+    frame = write_all(write_agent, tmp_path / 'sokoban-small', values, 'seed').assign(**settings)
+    calls = []
 
     def evaluate(agent, levels, device, time_limit):
-        assert (agent.config.n_embd, levels, time_limit) == (4, 'unfiltered-test', 20)
-        return {'solve_rate': next(rates)}
+        calls.append((*agent, *levels, time_limit))
+        return {'solve_rate': len(calls) / 10}
 
-    monkeypatch.setattr(figures, 'load_levels', lambda folder, split: (split, ''))
+    monkeypatch.setattr(figures, 'load_agent', lambda folder, which, device: (folder[-1], which))
+    monkeypatch.setattr(figures, 'load_levels', lambda *names: (names, ''))
     monkeypatch.setattr(figures, 'evaluate', evaluate)
-    main(monkeypatch, tmp_path, '--levels=unfiltered-test', '--figure=allocations')
-    table = pandas.read_csv(tmp_path / 'solved_ConvLSTM.csv')
-    (ours, *paper), name = table.to_dict('records'), 'unfiltered-test, percent'
+    (ours, *paper) = figures.solve_table(frame, 'unfiltered-test').to_dict('records')
+    assert calls == [(seed, 'best', 'there', 'unfiltered-test', 20) for seed in '12']
+    name = 'unfiltered-test, percent'
     assert (ours[name], ours['n']) == (pytest.approx(15), 2)
     assert len([row for row in paper if row['plan'] == 'sokoban-small']) == 5
-    rows = {(row['kind'], row['n_layer']): row[name] for row in paper}
-    assert rows['recurrent', 4] == 92.7
+    rates = {(row['model'], row['kind'], row['n_layer']): row[name] for row in paper}
+    assert rates['ConvLSTM', 'recurrent', 4] == 92.7
     assert {row['model']: row[name] for row in paper}['DRC(3,3), 2B'] == 99.3
 
 

@@ -63,25 +63,18 @@ def test_language_models_cost_16_blocks():
 
 
 @pytest.mark.parametrize(
-    'name, recurrent, experts, window, block_size',
-    [
-        ('lm-small', True, 16, 128, 64),
-        ('lm-small', False, 16, 128, 256),
-        ('lm-small-long', True, 16, 1024, 64),
-        ('lm-small-long', False, 16, 1024, 2048),
-        ('lm-medium', True, 32, 128, 64),
-        ('lm-medium', False, 32, 128, 256),
-    ],
+    'name, budget, n',
+    [('small', 'small', 16), ('small-long', 'small_long', 16), ('medium', 'medium', 32)],
 )
-def test_language_models_have_the_context_of_their_budget(
-    name, recurrent, experts, window, block_size
-):
-    """A plan has the paper's width with every depth that divides the number of experts."""
-    runs = runs_of(name)
-    settings = dict(zip(cells_of(runs), map(full_settings, runs), strict=True))
-    for L in [L for L in (1, 2, 4, 8, 16, 32) if L <= experts]:
-        s = settings[recurrent, L, experts // L, 768]
-        assert (s['window'], s['block_size'], s['max_iters']) == (window, block_size, 10000)
+def test_language_models_have_the_config_of_their_budget(name, budget, n):
+    """And every depth that divides the number of experts of the paper's width (test_paper.py holds
+    the config files)."""
+    runs = runs_of(f'lm-{name}')
+    for run in runs:
+        kind = '' if run.axes['recurrent'] else '_nonrecurrent'
+        assert run.config == (f'config/{budget}{kind}_L2.py',)
+    depths = [L for L in (1, 2, 4, 8, 16, 32) if L <= n]
+    assert {(kind, L, n // L, 768) for kind in (True, False) for L in depths} <= {*cells_of(runs)}
 
 
 @pytest.mark.parametrize(
@@ -133,13 +126,6 @@ def test_training_flops_are_three_forwards_of_all_tokens_or_steps():
     macs = 100 * 9 * (32 + 2 * 128) * 4 * 128
     assert cost(run).layers == macs
     assert cost(run).training == 3 * 2 * macs * 50_000_000
-
-
-def test_the_study_reports_the_rate_that_was_best():
-    """Seed 1 tries the rates beside it, too."""
-    runs = [run.axes for run in runs_of('study-lm') if cells_of([run])[0][:2] == (True, 16)]
-    found = [(axes['seed'], axes['learning_rate']) for axes in runs]
-    assert found == [(1, 0.01), (1, 0.02), (1, 0.04), (2, 0.02), (3, 0.02), (4, 0.02)]
 
 
 # ---- new plans ----

@@ -68,7 +68,9 @@ def show(title: str, frame: DataFrame, value: str) -> DataFrame:
 
 
 def draw(name: str, points: DataFrame, x: str, labels: tuple, title: str, **options) -> None:
-    save_figure(chart(points, x, 'y', labels, title, **options), RESULTS / f'{name}.png')
+    save_figure(
+        chart(points, x, 'y', labels, title, sharey=False, **options), RESULTS / f'{name}.png'
+    )
 
 
 def gain(frame: DataFrame, value: str) -> dict:
