@@ -52,7 +52,7 @@ def make_boards(
     n_levels: int = 1000,
     n_boxes: int = 4,
     max_moves: int = MOST_MOVES,
-    time_limit: float = math.inf,
+    time_limit: int | None = None,
 ) -> SokobanEnv:
     """Return N boards.
 
@@ -62,6 +62,8 @@ def make_boards(
     """
     if render_mode not in (None, *METADATA['render_modes']):
         raise Mistake(f"render_mode = {render_mode!r}: expected None, 'ansi' or 'rgb_array'")
+    if time_limit is None:
+        time_limit = math.inf
     if time_limit < 1:
         raise Mistake(f'time_limit = {time_limit}: must be at least 1')
     if levels is None:
@@ -120,12 +122,12 @@ class GymVectorEnv(VectorEnv):
         self,
         num_envs: int = 1,
         render_mode: str | None = None,
-        max_episode_steps: int = TIME_LIMIT,
+        max_episode_steps: int | None = None,
         **options: object,
     ):
         self.boards = make_boards(num_envs, render_mode, **options)
         self.num_envs, self.render_mode = num_envs, render_mode
-        self.max_steps = math.inf if max_episode_steps == -1 else max_episode_steps
+        self.max_steps = math.inf if max_episode_steps == -1 else max_episode_steps or TIME_LIMIT
         self.observation_space = batch_space(OBSERVATIONS, num_envs)
         self.action_space = batch_space(ACTIONS, num_envs)
 
