@@ -245,7 +245,7 @@ def load_levels(levels_dir: str, split: str, download: bool = False) -> tuple[nd
         advice = f"`{command}` downloads {split}; the split 'generated' needs no files"
         raise Mistake(f'{folder}: {missing}: {advice}')
     levels = np.concatenate([read_file(path) for path in paths])
-    warn_of_repeats(levels, f'levels of {source} are there before')
+    warn_of_repeats(levels, f'levels of {source} repeat an earlier one')
     return levels, f'{len(levels):,} levels of {source}'
 
 
@@ -397,8 +397,7 @@ def generate(
         ('seed', seed, 0, math.inf),
     ):
         if not least <= value <= most:
-            limits = f'at least {least} and at most {most} with {boxes} boxes'
-            raise Mistake(f'{name} = {value}: must be {limits}')
+            raise Mistake(f'{name} = {value}: must be at least {least} and at most {most}')
     rng = np.random.default_rng(seed)
     is_due = every()
     levels, solutions = [], []
