@@ -120,9 +120,9 @@ class Cell(NamedTuple):
     def config(self, mode: str) -> ModelConfig | AgentConfig:
         """Return the sizes of the model. Raises Mistake if they do not fit together."""
         sizes = {'n_layer': self.L, 'n_expert': self.E, 'n_embd': self.D}
-        sizes['mode'] = 'plain' if mode == 'plain' else 'fast'
         if self.suite == 'sokoban':
             return AgentConfig(arch=self.model, **sizes)
+        sizes['mode'] = 'plain' if mode == 'plain' else 'fast'
         return ModelConfig(vocab_size=vocab_size, window=self.C, block_size=self.C, **sizes)
 
 

@@ -9,7 +9,7 @@ and boxes (4), channel 1 walls (1) and targets (2). Its 100 cells are numbered r
 A packed level is 17 bytes (uint8): 8 for the walls of the 8x8 interior, row-major, most significant
 bit first (the border is always wall); then 4 target cells, 4 box cells and the agent's cell, as
 indices 0..63 into the interior. A level with 1 to 3 boxes has as many targets, and repeats its
-first target and its first box.
+first target and its first box. An array of them is saved by `np.save('hard.pack17.npy', levels)`.
 
 Generated levels are split by a hash: one in eight is for evaluation, the others are for training,
 whatever the settings of the generator are.
@@ -21,7 +21,6 @@ import glob
 import math
 import os
 import re
-import shlex
 import tokenize
 import zlib
 
@@ -32,11 +31,11 @@ from numpy import ndarray
 from numpy.random import Generator
 
 from common import every, print0
-from files import read_json, write_atomic
-from hub import call_hub, pin_revision
+from hub import call_hub
+from text import read_text
 
 # fmt: off
-levels_dir = ''             # folder of Boxoban text files or .pack17.npy arrays; '': data/boxoban
+levels_dir = ''             # folder of Boxoban's levels, as text or arrays; '': data/boxoban
 split = 'unfiltered-train'  # unfiltered-train, -valid or -test, medium-train or -valid, hard;
                             # 'generated'; or a file
 download = False            # download a missing split (Hugging Face, 200 bytes per level)
@@ -54,16 +53,17 @@ INSIDE = 8  # rows and columns of its interior
 CELLS = SIZE * SIZE
 DELTA = (-10, 1, 10, -1)  # change of a cell's number by up, right, down, left
 INTERIOR = np.arange(CELLS).reshape(SIZE, SIZE)[1:-1, 1:-1].ravel()  # cell 0..99 of index 0..63
-WALL, TARGET, AGENT, BOX = 1, 2, 3, 4
-# Boxoban's characters, and what channels 0 and 1 hold in their cells
+WALL, TARGET, AGENT, BOX = 1, 2, 3, 4  # as boards have them
+PLAYER = 8  # the agent in a code
+# Boxoban's characters and their codes, the sums of WALL, TARGET, BOX and PLAYER in a cell
 SYMBOLS = {
-    ' ': (0, 0),
-    '#': (0, WALL),
-    '.': (0, TARGET),
-    '$': (BOX, 0),
-    '*': (BOX, TARGET),
-    '@': (AGENT, 0),
-    '+': (AGENT, TARGET),
+    ' ': 0,
+    '#': WALL,
+    '.': TARGET,
+    '$': BOX,
+    '*': BOX + TARGET,
+    '@': PLAYER,
+    '+': PLAYER + TARGET,
 }
 MOST_MOVES = 120  # most moves of a generated level's solution
 REVERSE_STEPS = 300  # moves that the generator plays in reverse
@@ -89,71 +89,80 @@ def pack(wall: ndarray, target: ndarray, box: ndarray, agent: ndarray) -> ndarra
     return packed
 
 
-def unpack(levels: ndarray) -> tuple[ndarray, ndarray]:
-    """Return the grids (N, 100) uint8 of packed levels (N, 17), with sums of WALL, TARGET and BOX,
-    and the agents' cells (N,)."""
-    cells = INTERIOR[levels[:, 8:]]  # (N, 9)
+def unpack(levels: ndarray) -> ndarray:
+    """Return the codes (N, 100) uint8 of packed levels (N, 17), as SYMBOLS has them."""
+    # an index beyond 63 stands for cell 0, a wall, so that pack_codes refuses the level
+    cells = np.pad(INTERIOR, (0, 192))[levels[:, 8:]]  # (N, 9)
     rows = np.arange(len(levels))[:, None]
-    grid = np.full((len(levels), CELLS), WALL, np.uint8)
-    grid[:, INTERIOR] = np.unpackbits(levels[:, :8], axis=1)
-    grid[rows, cells[:, :4]] |= TARGET
-    grid[rows, cells[:, 4:8]] |= BOX
-    return grid, cells[:, 8].copy()
+    codes = np.full((len(levels), CELLS), WALL, np.uint8)
+    codes[:, INTERIOR] = np.unpackbits(levels[:, :8], axis=1)
+    codes[rows, cells[:, :4]] |= TARGET
+    codes[rows, cells[:, 4:8]] |= BOX
+    codes[rows, cells[:, 8:]] |= PLAYER
+    return codes
 
 
 def observations(levels: ndarray) -> ndarray:
     """Return the boards (N, 10, 10, 2) uint8 of packed levels (N, 17)."""
-    grid, agent = unpack(levels)
-    variable = grid & BOX
-    variable[np.arange(len(levels)), agent] = AGENT
-    return np.stack([variable, grid & (WALL | TARGET)], -1).reshape(-1, SIZE, SIZE, 2)
+    codes = unpack(levels)
+    variable = np.where(codes & PLAYER, AGENT, codes & BOX)
+    boards = np.stack([variable, codes & (WALL | TARGET)], -1)
+    return boards.astype(np.uint8).reshape(-1, SIZE, SIZE, 2)
+
+
+def codes_of(boards: ndarray) -> ndarray:
+    """Return the codes (N, 100) of boards (N, 10, 10, 2); those of a board that is no level are not
+    all in SYMBOLS."""
+    variable, fixed = np.moveaxis(boards.reshape(-1, CELLS, 2), -1, 0)
+    return np.where(variable == AGENT, PLAYER, variable) | fixed
 
 
 def board_text(board: ndarray) -> str:
     """Return a board (10, 10, 2) as ten lines of Boxoban's characters."""
-    characters = {codes: character for character, codes in SYMBOLS.items()}
-    return '\n'.join(''.join(characters[tuple(cell)] for cell in row) for row in board.tolist())
+    characters = {code: character for character, code in SYMBOLS.items()}
+    rows = codes_of(board).reshape(SIZE, SIZE)
+    return '\n'.join(''.join(characters[code] for code in row) for row in rows.tolist())
 
 
-def pack_boards(boards: ndarray, path: str, first: int = 0) -> ndarray:
-    """Return packed levels (N, 17) from boards (N, 10, 10, 2) of any integer type.
+def pack_codes(codes: ndarray, path: str, first: int = 0) -> ndarray:
+    """Return packed levels (N, 17) from codes (N, 100).
 
     Raises Mistake for a board that is no level. The message names the path and the number of the
-    level; `first` is the number of boards[0].
+    level; `first` is the number of codes[0].
     """
-    variable, fixed = np.moveaxis(boards, -1, 0)
-    wall, target, box, agent = fixed == WALL, fixed == TARGET, variable == BOX, variable == AGENT
-    known = np.any([(variable == v) & (fixed == f) for v, f in SYMBOLS.values()], 0)
-    n_targets, n_boxes, n_agents = (mask.sum((1, 2)) for mask in (target, box, agent))
-    open_border = ~wall
-    open_border[:, 1:-1, 1:-1] = False
+    masks = [codes & bit > 0 for bit in (WALL, TARGET, BOX, PLAYER)]
+    n_walls, n_targets, n_boxes, n_agents = (mask.sum(1) for mask in masks)
+    wall, target, box, agent = (mask[:, INTERIOR] for mask in masks)
     problems = {  # text: which boards have the problem, (N,) bool
-        'has a character that is none of # .$@*+': ~known.all((1, 2)),
-        'is not walled in': open_border.any((1, 2)),
+        'has a character that is none of # .$@*+': ~np.isin(codes, [*SYMBOLS.values()]).all(1),
+        'is not walled in': n_walls - wall.sum(1) != CELLS - INSIDE**2,
         'does not have exactly one agent': n_agents != 1,
         'does not have 1 to 4 boxes': (n_boxes < 1) | (n_boxes > 4),
         'does not have as many targets as boxes': n_targets != n_boxes,
-        'is solved already: all its boxes are on targets': ~(box & ~target).any((1, 2)),
+        'is solved already: all its boxes are on targets': ~(codes == BOX).any(1),
     }
     for problem, found in problems.items():
         if found.any():
             raise Mistake(f'{path}: level {first + int(found.argmax())} {problem}')
-    inside = [mask[:, 1:-1, 1:-1].reshape(-1, INSIDE**2) for mask in (wall, target, box, agent)]
-    return pack(*inside[:3], inside[3].argmax(1))
+    return pack(wall, target, box, agent.argmax(1))
 
 
 def check_levels(levels: ndarray, source: str) -> ndarray:
-    """Return packed levels (n, 17) with their boxes and targets in order. Raises Mistake, naming
-    the source, if the array has another form or holds a board that is no level."""
-    if levels.dtype != np.uint8 or levels.shape[1:] != (17,) or len(levels) == 0:
-        found = f'{levels.dtype} of shape {levels.shape}'
-        raise Mistake(f'{source}: expected uint8 of shape (N, 17), found {found}')
-    if levels[:, 8:].max() >= INSIDE**2:
-        raise Mistake(f'{source}: a cell of a packed level is not in 0..63')
-    starts = range(0, len(levels), PART)
-    return np.concatenate(
-        [pack_boards(observations(levels[i : i + PART]), source, first=i) for i in starts]
-    )
+    """Return levels, as packed ones or as boards with either channel first, as packed levels (n,
+    17) with their boxes and targets in order. Raises Mistake, naming the source and the level, for
+    anything else."""
+    are_boards = levels.dtype.kind in 'iu' and levels.shape[1:] == (SIZE, SIZE, 2)
+    if not levels.size or not are_boards and (levels.dtype, levels.shape[1:]) != (np.uint8, (17,)):
+        expected = 'expected uint8 of shape (N, 17) or integers of shape (N, 10, 10, 2)'
+        raise Mistake(f'{source}: {expected}, found {levels.dtype} of shape {levels.shape}')
+    packed = []
+    for first in range(0, len(levels), PART):
+        part = levels[first : first + PART]
+        if are_boards and part[0, 0, 0, 0] == WALL:  # the corner: channel 1 comes first
+            part = part[..., ::-1]
+        codes = codes_of(part) if are_boards else unpack(part)
+        packed.append(pack_codes(codes, source, first))
+    return np.concatenate(packed)
 
 
 # ----------------------------------------------------------------------------- files
@@ -174,110 +183,85 @@ def parse_text(text: str, path: str) -> ndarray:
         if [len(row) for row in rows] != [SIZE] * SIZE:
             raise Mistake(f'{path}: level {index} is not ten rows of ten characters')
         characters += ''.join(rows)
-    codes = np.full((256, 2), 255, np.uint8)  # by ASCII code
-    for character, pair in SYMBOLS.items():
-        codes[ord(character)] = pair
-    boards = codes[np.frombuffer(characters.encode('ascii', 'replace'), np.uint8)]
-    return pack_boards(boards.reshape(-1, SIZE, SIZE, 2), path)
-
-
-def read_array(path: str) -> ndarray:
-    """Return the array of a .npy file. Raises Mistake if it cannot be read.
-
-    The file is mapped into memory, so that a damaged header allocates nothing.
-    """
-    try:
-        return np.asarray(np.load(path, mmap_mode='r', allow_pickle=False))
-    except BROKEN_ARRAY as error:
-        raise Mistake(f'{path}: cannot be read as a .npy file ({first_line(error)})') from None
+    codes = np.full(256, 255, np.uint8)  # by ASCII code
+    codes[[ord(character) for character in SYMBOLS]] = list(SYMBOLS.values())
+    cells = codes[np.frombuffer(characters.encode('ascii', 'replace'), np.uint8)]
+    return pack_codes(cells.reshape(-1, CELLS), path)
 
 
 def read_file(path: str) -> ndarray:
-    """Return the packed levels (N, 17) of a text file, with or without a byte order mark, or of an
-    array of packed levels.
-
-    Raises Mistake if the file is damaged or holds a board that is no level.
-    """
+    """Return the packed levels (N, 17) of a file: Boxoban's text, or a .npy array as check_levels
+    takes it. Raises Mistake if the file is damaged or holds a board that is no level."""
     if not path.endswith('.npy'):
-        with open(path, encoding='utf-8-sig', errors='replace') as file:
-            text = file.read()
-        if '\0' in text:
-            raise Mistake(f'{path}: is UTF-16, or no text: save it as UTF-8')
-        return parse_text(text, path)
-    return check_levels(read_array(path), path)
-
-
-def download_split(split: str, folder: str) -> None:
-    """Download a split of Jumanji's copy of Boxoban and write it packed into `folder`.
-
-    All splits in a folder come from one commit, which its meta.json names. Jumanji 1.1.2 replaces
-    the last level of each of Boxoban's text files by the one before, and its copy may have been
-    made that way: prefer the text files where you have them. Raises Mistake if the download fails
-    or yields no levels.
-    """
-    path = f'{HUB} {split}.npy'
-    os.makedirs(folder, exist_ok=True)
-    meta = read_json(os.path.join(folder, 'meta.json')) or {'source': HUB}
-    revision = pin_revision(meta, folder, HUB, 'model')
-    print(f'downloading {path} ({revision[:12]})', flush=True)
-    boards = read_array(call_hub('hf_hub_download', HUB, f'{split}.npy', revision=revision))
-    if boards.shape[1:] != (SIZE, SIZE, 2) or boards.dtype.kind not in 'iu' or len(boards) == 0:
-        found = f'{boards.dtype} of shape {boards.shape}'
-        raise Mistake(f'{path}: expected integers of shape (N, 10, 10, 2), found {found}')
-    if boards[0, 0, 0, 0] == WALL:  # the corner: some files hold channel 1 first
-        boards = boards[..., ::-1]
-    starts = range(0, len(boards), PART)
-    packed = np.concatenate([pack_boards(boards[i : i + PART], path, first=i) for i in starts])
-    write_atomic(f'{folder}/{split}.pack17.npy', lambda file: np.save(file, packed))
+        return parse_text(read_text(path), path)
+    try:
+        levels = np.load(path, mmap_mode='r')  # mapped, so that a damaged header allocates nothing
+    except BROKEN_ARRAY as error:
+        raise Mistake(f'{path}: cannot be read as a .npy file ({first_line(error)})') from None
+    return check_levels(np.asarray(levels), path)
 
 
 def split_files(folder: str, split: str) -> list[str]:
     """Return the files of a split, [] if there are none.
 
-    These are SPLIT.pack17.npy; or else SPLIT.txt and numbered files such as SPLIT_000.txt, also
-    with _ for -; or else those in Boxoban's own tree, such as unfiltered/test/*.txt.
+    These are SPLIT.pack17.npy; or else SPLIT.npy, as it is downloaded; or else SPLIT.txt and
+    numbered files such as SPLIT_000.txt, also with _ for -; or else those in Boxoban's own tree,
+    such as unfiltered/test/*.txt.
     """
-
-    def find(pattern: str) -> list[str]:
-        return sorted(glob.glob(os.path.join(glob.escape(folder), pattern)))
-
-    name = glob.escape(split)
-    texts = [  # not those of unfiltered-test for a split `unfiltered`
-        path
-        for path in find(f'{name.replace("-", "[-_]")}*.txt')
-        if re.fullmatch(r'([-_.]?\d+)?\.txt', os.path.basename(path)[len(split) :])
-    ]
-    return find(f'{name}.pack17.npy') or texts or find(os.path.join(*name.split('-'), '*.txt'))
+    text = split.replace('-', '[-_]')
+    tree = split.replace('-', os.sep)
+    forms = ([f'{split}.pack17.npy'], [f'{split}.npy'], [f'{text}.txt', f'{text}[-_][0-9]*.txt'])
+    for patterns in (*forms, [f'{tree}{os.sep}*.txt']):
+        found = [path for x in patterns for path in glob.glob(x, root_dir=folder)]
+        if found:
+            return [os.path.join(folder, path) for path in sorted(found)]
+    return []
 
 
 def load_levels(levels_dir: str, split: str, download: bool = False) -> tuple[ndarray, str]:
-    """Return all packed levels (N, 17) of a split or a file, and a line that describes them.
+    """Return all packed levels (N, 17) of a split or a file, and a line that describes them. Print
+    a warning if some are there twice.
 
-    The files of a split are in levels_dir ('': data/boxoban); `download`: if there are none, they
-    are downloaded into it. Raises Mistake if there are no levels, or if a file is damaged.
+    The files of a split are in levels_dir ('': data/boxoban); `download`: if there are none,
+    Jumanji's copy of Boxoban is downloaded into it. (Jumanji 1.1.2 replaces the last level of each
+    of Boxoban's text files by the one before, and its copy may have been made that way: prefer the
+    text files where you have them.) Raises Mistake if there are no levels, or if a file is damaged.
     """
-    if os.path.isfile(split):
-        levels = read_file(split)
-        return levels, f'{len(levels):,} levels of {split}'
-    if not split.strip('-') or os.sep in split or split.endswith(('.txt', '.npy')):
-        raise Mistake(f'{split!r}: no such file; a split has a name such as unfiltered-train')
     folder = levels_dir or os.path.join('data', 'boxoban')
-    source = ''
-    if download and not split_files(folder, split):
-        download_split(split, folder)
-        source = f' downloaded from {HUB}'
-    paths = split_files(folder, split)
+    if os.path.isfile(split):
+        paths, source = [split], split
+    elif not re.fullmatch(r'\w+(-\w+)*', split):
+        raise Mistake(f'{split!r}: no such file; a split has a name such as unfiltered-train')
+    else:
+        if download and not split_files(folder, split):
+            print(f'downloading {split}.npy of {HUB}', flush=True)
+            call_hub('hf_hub_download', HUB, f'{split}.npy', local_dir=folder)
+        paths = split_files(folder, split)
+        files = '1 file' if len(paths) == 1 else f'{len(paths)} files'
+        source = f'{split} from {files} in {folder}'
     if not paths:
-        missing = 'no such folder'
-        if os.path.isdir(folder):
-            missing = f'no {split}.pack17.npy, {split}.txt or {split}_000.txt'
-        options = [f'--split={split}', '--download=True', f'--levels_dir={folder}']
-        command = shlex.join(['python', 'boxoban.py', *options])
+        missing = f'no {split}.npy, {split}.txt or {split}_000.txt'
+        command = f'python boxoban.py --split={split} --download=True --levels_dir="{folder}"'
         advice = f"`{command}` downloads {split}; the split 'generated' needs no files"
         raise Mistake(f'{folder}: {missing}: {advice}')
     levels = np.concatenate([read_file(path) for path in paths])
-    files = f'{len(paths)} file{"s" * (len(paths) > 1)}'
-    return levels, f'{len(levels):,} levels of {split} from {files} in {folder}{source}'
+    warn_of_repeats(levels, f'levels of {source} repeat an earlier one')
+    return levels, f'{len(levels):,} levels of {source}'
+
+
+def warn_of_repeats(levels: ndarray, text: str, known: ndarray | None = None) -> None:
+    """Print a warning with the numbers of the levels that are among the `known` levels or, without
+    them, among the levels before. text: what is wrong with them."""
+    seen = set() if known is None else set(map(bytes, known))
+    found = []
+    for i, level in enumerate(map(bytes, levels)):
+        if level in seen:
+            found.append(i)
+        elif known is None:
+            seen.add(level)
+    if found:
+        numbers = ', '.join(map(str, found[:10])) + ', ...' * (len(found) > 10)
+        print0(f'warning: {len(found):,} of {len(levels):,} {text}: numbers {numbers}')
 
 
 # ----------------------------------------------------------------------------- levels by settings
@@ -288,14 +272,14 @@ def select_levels(settings: dict, evaluation: bool = False) -> tuple[ndarray, st
     describes them: all levels of `split`; or, for an evaluation, the first `eval_games` of
     `eval_split`. Raises Mistake if there are none."""
     split = settings['eval_split' if evaluation else 'split']
+    n = settings['eval_games' if evaluation else 'n_levels']
     if split == 'generated':
-        n = settings['eval_games' if evaluation else 'n_levels']
         boxes, moves, seed = (settings[name] for name in ('n_boxes', 'max_moves', 'seed'))
         levels, _ = generate(n, boxes, seed, moves, evaluation)
         sizes = f'boxes: {boxes}, moves: at most {moves}, seed: {seed}'
         return levels, f'{n:,} generated levels, {sizes}'
     levels, line = load_levels(settings['levels_dir'], split, settings['download'])
-    if evaluation and (n := settings['eval_games']) < len(levels):
+    if evaluation and n < len(levels):
         return levels[:n], f'the first {n:,} of {line}'
     return levels, line
 
@@ -305,15 +289,9 @@ def load_level_sets(settings: dict) -> tuple[tuple[ndarray, str], tuple[ndarray,
     select_levels returns them. If levels are in both sets, which those of the generator never are,
     print a warning with their numbers."""
     training, evaluation = select_levels(settings), select_levels(settings, evaluation=True)
-    trained = set(map(bytes, training[0]))
-    shared = [str(i) for i, level in enumerate(evaluation[0]) if bytes(level) in trained]
-    if shared:
-        numbers = ', '.join(shared[:10]) + ', ...' * (len(shared) > 10)
-        print0(
-            f'warning: {len(shared):,} of {len(evaluation[0]):,} evaluation levels (eval_split = '
-            f'{settings["eval_split"]!r}) are among the training levels (split = '
-            f'{settings["split"]!r}): numbers {numbers}'
-        )
+    names = f'(eval_split = {settings["eval_split"]!r}) are among the training levels'
+    text = f'evaluation levels {names} (split = {settings["split"]!r})'
+    warn_of_repeats(evaluation[0], text, known=training[0])
     return training, evaluation
 
 
@@ -352,9 +330,8 @@ def play_in_reverse(
     delta = np.array(DELTA)
     base = np.arange(N) * CELLS  # all boards lie in one row of N * 100 cells
     at = base + agent
-    target = target.ravel()
+    floor, target = floor.ravel(), target.ravel()
     box = target.copy()
-    blocked = ~floor.ravel() | box
     # the number of a state is the sum of a code for each box's cell and one for the agent's
     box_codes, agent_codes = rng.integers(1, 1 << 60, (2, CELLS))
     box_sum = target.reshape(N, CELLS) @ box_codes
@@ -365,16 +342,16 @@ def play_in_reverse(
     u = rng.random((steps, N), np.float32)
     for t in range(steps):
         # take the second of two random directions if it pulls a box off a target, else the first
-        step = delta[directions[1, t]]
-        pulls_off = ~blocked[at + step] & box[at - step] & target[at - step]
-        direction = np.where(pulls_off, directions[1, t], directions[0, t])
+        first, second = directions[:, t]
+        step = delta[second]
+        pulls_off = floor[at + step] & ~box[at + step] & box[at - step] & target[at - step]
+        direction = np.where(pulls_off, second, first)
         step = delta[direction]
-        moves = ~blocked[at + step]
+        moves = floor[at + step] & ~box[at + step]
         may_pull = u[t] < np.where(target[at], 0.1, 0.95)  # rarely onto a target
         pulls = np.flatnonzero(moves & box[at - step] & may_pull)
         new, old = at[pulls], (at - step)[pulls]
-        box[old] = blocked[old] = False
-        box[new] = blocked[new] = True
+        box[old], box[new] = False, True
         box_sum[pulls] += box_codes[new % CELLS] - box_codes[old % CELLS]
         at = np.where(moves, at + step, at)
         states[t + 1] = np.where(box_sum == solved_sum, 0, box_sum + agent_codes[at - base])
@@ -413,19 +390,14 @@ def generate(
     arguments alone; with a larger n it starts with the same levels. Raises Mistake if an argument
     is out of range.
     """
-    n_name, low = 'eval_games' if evaluation else 'n_levels', 6 * boxes
-    conditions = {
-        f'{n_name} = {n}: must be at least 1': n >= 1,
-        f'n_boxes = {boxes}: must be between 1 and 4': 1 <= boxes <= 4,
-        f'seed = {seed}: must be at least 0': seed >= 0,
-        # with fewer than 6 moves per box hardly any level is found
-        f'max_moves = {max_moves}: must be between {low} and {MOST_MOVES} for n_boxes = {boxes}': (
-            low <= max_moves <= MOST_MOVES
-        ),
-    }
-    for condition, is_met in conditions.items():
-        if not is_met:
-            raise Mistake(condition)
+    for name, value, least, most in (
+        ('eval_games' if evaluation else 'n_levels', n, 1, math.inf),
+        ('n_boxes', boxes, 1, 4),
+        ('max_moves', max_moves, 6 * boxes, MOST_MOVES),  # with fewer hardly any level is found
+        ('seed', seed, 0, math.inf),
+    ):
+        if not least <= value <= most:
+            raise Mistake(f'{name} = {value}: must be at least {least} and at most {most}')
     rng = np.random.default_rng(seed)
     is_due = every()
     levels, solutions = [], []

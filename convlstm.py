@@ -39,30 +39,28 @@ nearly uniform learns nothing for hundreds of updates (LOG.md).
 
 The core's convolutions may run in bfloat16. Everything else, the encoder, the head and the carried
 s, h and c included, has the dtype of the parameters; a GPU may multiply fp32 in TF32 unless dtype =
-'float32' (`set_precision`). Three things make an unroll fast:
+'float32' (`set_precision`). All gradients are autograd's: one convolution per unroll for the
+gradient of a weight, in place of one per step, was slower (LOG.md). Two things save convolutions:
 
 - s, which all experts read, is convolved by one dense convolution; only the h_i need a grouped one.
-- One convolution computes what z adds to all layers (`forward`: for all steps of the unroll).
-- `DeferredConv` computes the gradient of a weight by one convolution per unroll, not one per step.
+- One convolution computes what z adds to all layers.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
 
 from configurator import Mistake
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import FlopCounterMode
 
 import common
 from graphs import fused
 from hub import PublishedModel
-from kernels import EPS, bf16_is_fast, gate_weights
+from kernels import EPS, gate_weights
 
 AGGREGATIONS = ('sqrt_sum', 'mean', 'softmax_mean', 'softmax_l2')
 # The planes of Sokoban's observations (boxoban.py) as (channel, value). Channel 0 holds nothing,
@@ -77,7 +75,6 @@ CHOICES = {  # the values that fields of AgentConfig can have
     'aggregation': AGGREGATIONS,
     'residual': ('expert', 'shared'),
     'dtype': ('float32', 'bfloat16'),
-    'mode': ('fast', 'plain'),
 }
 
 State = tuple[Tensor, ...]
@@ -100,7 +97,6 @@ class AgentConfig:
     residual: str = 'expert'  # ConvGLU: 'expert' (the paper's rule) or 'shared'
     head_dim: int = 256  # width of the head's GLU
     dtype: str = 'float32'  # convolutions in 'float32' (the parameters' dtype) or 'bfloat16'
-    mode: str = 'fast'  # 'fast', or 'plain': weight gradients by autograd, for checking
     board_size: tuple[int, int] = (10, 10)  # rows and columns of an observation
     planes: tuple[tuple[int, int], ...] = PLANES  # the encoder's inputs
 
@@ -195,107 +191,11 @@ def ring_sum(h: Tensor, radius: int) -> Tensor:
     return total / math.sqrt(radius + 1)
 
 
-# ---- convolutions, and their deferred weight gradients ------------------------------------------
-
-
 def conv3x3(x: Tensor, weight: Tensor, groups: int = 1) -> Tensor:
     """Return x (B, Y, X, C) convolved with weight (O, C / groups, 3, 3), zero-padded: (B, Y, X, O).
 
     The permutations make no copies: channels last is a memory format of conv2d."""
     return F.conv2d(x.permute(0, 3, 1, 2), weight, padding=1, groups=groups).permute(0, 2, 3, 1)
-
-
-def conv3x3_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, groups: int, wanted: tuple[bool, bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of conv3x3 with respect to x and weight, each None if not `wanted`."""
-    dx, dw, _ = torch.ops.aten.convolution_backward(
-        dy.permute(0, 3, 1, 2),
-        x.permute(0, 3, 1, 2),
-        weight,
-        bias_sizes=None,
-        stride=[1, 1],
-        padding=[1, 1],
-        dilation=[1, 1],
-        transposed=False,
-        output_padding=[0, 0],
-        groups=groups,
-        output_mask=[*wanted, False],  # there is no bias
-    )
-    return None if dx is None else dx.permute(0, 2, 3, 1), dw
-
-
-class Conv:
-    """conv3x3 with a weight that is cast to the convolutions' dtype once per unroll."""
-
-    def __init__(self, weight: Tensor, dtype: torch.dtype, groups: int = 1):
-        """weight: (O, C / groups, 3, 3)."""
-        self.weight, self.groups = weight.to(dtype), groups
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return conv3x3(x.to(self.weight.dtype), self.weight, self.groups)
-
-
-class DeferredConv:
-    """A Conv whose weight gradient is computed once per unroll, by one convolution over all calls.
-
-    That is faster than one convolution per call, and no gradients are summed in bfloat16."""
-
-    def __init__(self, weight: Tensor, dtype: torch.dtype, groups: int = 1):
-        self.groups = groups
-        self.calls = []  # (input, gradient of the output) of every call, filled by the backward
-        self.weight = CastWeight.apply(weight, dtype, groups, self.calls)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return RecordedConv.apply(x.to(self.weight.dtype), self.weight, self.groups, self.calls)
-
-
-class CastWeight(torch.autograd.Function):
-    """Cast a weight, and compute its gradient from all calls of the convolution.
-
-    Every call depends on the result, so autograd runs this backward after those of all calls."""
-
-    @staticmethod
-    def forward(ctx, weight, dtype, groups, calls):
-        ctx.groups, ctx.calls, ctx.dtype = groups, calls, weight.dtype
-        ctx.set_materialize_grads(False)  # RecordedConv returns no gradient for the weight
-        weight = weight.to(dtype, memory_format=torch.channels_last, copy=True)
-        ctx.save_for_backward(weight)
-        return weight
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, _):
-        x, dy = ctx.calls[0]
-        if len(ctx.calls) > 1:
-            inputs, grads = zip(*ctx.calls, strict=True)
-            x, dy = torch.cat(inputs), torch.cat(grads)
-        ctx.calls.clear()
-        (weight,) = ctx.saved_tensors
-        if not bf16_is_fast(x.device):  # an emulated convolution would sum in bfloat16
-            x, dy, weight = (t.to(ctx.dtype) for t in (x, dy, weight))
-        _, dw = conv3x3_backward(dy, x, weight, ctx.groups, wanted=(False, True))
-        return dw.to(ctx.dtype), None, None, None
-
-
-class RecordedConv(torch.autograd.Function):
-    """Convolve. The backward returns the gradient of x, and records x and dy for CastWeight."""
-
-    @staticmethod
-    def forward(ctx, x, weight, groups, calls):
-        ctx.groups, ctx.calls = groups, calls
-        ctx.save_for_backward(x, weight)
-        return conv3x3(x, weight, groups)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        ctx.calls.append((x, dy))
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx, _ = conv3x3_backward(dy, x, weight, ctx.groups, wanted=(True, False))
-        return dx, None, None, None
 
 
 # ---- agents -------------------------------------------------------------------------------------
@@ -309,11 +209,11 @@ def normal(*shape: int, fan_in: int) -> nn.Parameter:
 class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
     """Encoder, aggregation, head and unroll. A subclass adds the core:
 
-    init_state(B)  returns the zero state of B boards, tensors (B, ...); () if nothing is carried
-    prepare()      returns the convolutions of one unroll, which hold the weights as they are now
-    z_parts(w, z)  returns what z adds to the core, for any number of steps at once: per layer
-                   (ConvLSTM), or below layer 1 (ConvGLU)
-    step(...)      runs one step of the core"""
+    init_state(B)             returns the zero state of B boards, tensors (B, ...); () if nothing is
+                              carried
+    prepare()                 returns what is computed from the weights once per unroll
+    step(w, z, start, state)  runs one step of the core, with w from prepare() and z (B, Y, X, 32);
+                              returns s[L] (B, Y, X, D) and the new state"""
 
     def __init__(self, config: AgentConfig):
         super().__init__()
@@ -341,11 +241,15 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
             }
             self.routers.append(nn.ParameterDict(router))
 
-    def conv(self, weight: Tensor, groups: int = 1) -> Conv | DeferredConv:
-        """Return the convolution with this weight for one unroll, in the dtype of the settings."""
+    def conv(self, x: Tensor, weight: Tensor, groups: int = 1) -> Tensor:
+        """Return conv3x3 in the dtype of the settings. Casting the weight for each call makes
+        autograd sum its gradients in the parameters' dtype."""
         dtype = torch.bfloat16 if self.config.dtype == 'bfloat16' else weight.dtype
-        conv_type = Conv if self.config.mode == 'plain' else DeferredConv
-        return conv_type(weight, dtype, groups)
+        return conv3x3(x.to(dtype), weight.to(dtype), groups)
+
+    def zeros(self, B: int, *shape: int) -> Tensor:
+        """Return zeros (B, Y, X, *shape), of the dtype and on the device of the parameters."""
+        return self.query.new_zeros(B, *self.config.board_size, *shape)
 
     def encode(self, obs: Tensor) -> Tensor:
         """Return z (N, Y, X, 32) of observations (N, Y, X, C) uint8."""
@@ -387,17 +291,16 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
         return self.logits(x), self.value(x).squeeze(-1)
 
     def encode_and_step(
-        self, w: NamedTuple, obs: Tensor, start: Tensor, state: State
+        self, w: tuple, obs: Tensor, start: Tensor, state: State
     ) -> tuple[Tensor, State]:
         """Run encoder and core for one step; return s[L] (B, Y, X, D) and the new state.
 
         w: from prepare(). obs: (B, Y, X, C) uint8. start: (B,) bool, True where an episode starts;
         there the state is reset first."""
-        z = self.encode(obs)
-        return self.step(w, z, self.z_parts(w, z), start, state)
+        return self.step(w, self.encode(obs), start, state)
 
     def act(
-        self, w: NamedTuple, obs: Tensor, start: Tensor, state: State
+        self, w: tuple, obs: Tensor, start: Tensor, state: State
     ) -> tuple[Tensor, Tensor, State]:
         """Run one step; return logits (B, 4), values (B,) and the new state.
 
@@ -409,17 +312,13 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
         """Run an unroll; return logits (T, B, 4), values (T, B) and the state after it.
 
         obs: (T, B, Y, X, C), start: (T, B). Equals T calls of `act`."""
-        T, B = start.shape
         w = self.prepare()
-        z = self.encode(obs.flatten(0, 1))  # (T * B, Y, X, 32)
-        # per part of z_parts: T tensors (B, Y, X, C)
-        parts = [part.unflatten(0, (T, B)).unbind(0) for part in self.z_parts(w, z)]
         features = []
-        for t, z_t in enumerate(z.unflatten(0, (T, B)).unbind(0)):
-            s, state = self.step(w, z_t, [part[t] for part in parts], start[t], state)
+        for obs_t, start_t in zip(obs, start, strict=True):
+            s, state = self.encode_and_step(w, obs_t, start_t, state)
             features.append(s)  # (B, Y, X, D)
         logits, value = self.head(torch.cat(features))
-        return logits.unflatten(0, (T, B)), value.unflatten(0, (T, B)), state
+        return logits.unflatten(0, start.shape), value.unflatten(0, start.shape), state
 
     def num_params(self) -> dict[str, int]:
         """Return the number of parameters: 'total', and 'core', without encoder and head."""
@@ -434,10 +333,9 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
         ConvLSTM and 9 d 2d for a ConvGLU. A non-recurrent agent counts like the recurrent one."""
         with torch.device('meta'):
             recurrent = type(self)(replace(self.config, recurrent=True))
-        weights = [
-            p for name, p in recurrent.named_parameters() if p.dim() == 4 and name != 'encoder'
-        ]
-        return math.prod(self.config.board_size) * sum(p.numel() for p in weights)
+        named = recurrent.named_parameters()
+        size = sum(p.numel() for name, p in named if p.dim() == 4 and name != 'encoder')
+        return math.prod(self.config.board_size) * size
 
     def macs_per_step(self) -> dict[str, int]:
         """Return the multiply-adds of one step of one board, all derived from the model itself.
@@ -446,26 +344,19 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
         runs), 'head' and 'encoder' are counted by torch's FlopCounterMode in one step."""
         with torch.device('meta'):  # shapes only: nothing is computed
             model = type(self)(self.config)
-            shape = (1, *self.config.board_size, self.config.channels)
-            obs = torch.zeros(shape, dtype=torch.uint8)
+            obs = torch.zeros(1, *self.config.board_size, self.config.channels, dtype=torch.uint8)
             start = torch.zeros(1, dtype=torch.bool)
         was_enabled = fused.enabled
         fused.enabled = False  # the counter sees eager operations alone
         try:
-            with torch.no_grad():
-                w, state = model.prepare(), model.init_state(1)
-                s, _ = model.encode_and_step(w, obs, start, state)
-                encoder = count_macs(lambda: model.encode(obs))
-                both = count_macs(lambda: model.encode_and_step(w, obs, start, state))
-                head = count_macs(lambda: model.head(s))
+            z, encoder = count_macs(lambda: model.encode(obs))
+            w, state = model.prepare(), model.init_state(1)
+            (s, _), executed = count_macs(lambda: model.step(w, z, start, state))
+            _, head = count_macs(lambda: model.head(s))
         finally:
             fused.enabled = was_enabled
-        return {
-            'nominal': self.nominal_macs(),
-            'executed': both - encoder,
-            'head': head,
-            'encoder': encoder,
-        }
+        counts = {'executed': executed, 'head': head, 'encoder': encoder}
+        return {'nominal': self.nominal_macs(), **counts}
 
     # ---- saved models (hub.PublishedModel)
 
@@ -491,7 +382,6 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
         c = self.config
         name = type(self).__name__
         kind = 'recurrent' if c.recurrent else 'non-recurrent'
-        parameters = sum(p.numel() for p in self.parameters())
         score = about.get('score')
         if score is None and about.get('best') is not None:
             score = f'best mean return of an evaluation {about["best"]:.2f}'
@@ -499,7 +389,7 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
             'title': f'Parallel Experts: {kind} {name} agent, L = {c.n_layer}, E = {c.n_expert}',
             'summary': f'A {kind} {name} that plays Sokoban. Layers: L = {c.n_layer}; '
             f'experts per layer: E = {c.n_expert}; width: D = {c.n_embd}; '
-            f'{parameters:,} parameters.',
+            f'{self.num_params()["total"]:,} parameters.',
             'score': score,
             'step': about.get('step'),
             'command': about.get('command'),
@@ -508,18 +398,11 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
         }
 
 
-def count_macs(run: Callable[[], object]) -> int:
-    """Return the multiply-adds of the matrix products and convolutions that run() executes."""
+def count_macs(run: Callable[[], object]) -> tuple[object, int]:
+    """Return run() and the multiply-adds of its matrix products and convolutions."""
     with FlopCounterMode(display=False) as counter:
-        run()
-    return counter.get_total_flops() // 2
-
-
-class ConvLSTMWeights(NamedTuple):
-    """The convolutions of one unroll of a ConvLSTM."""
-
-    z: Conv | DeferredConv  # z -> gates of all layers: (B, Y, X, L * E * 4 * D)
-    layers: list[tuple]  # per layer the convolution of s and that of h, see ConvLSTM.prepare
+        result = run()
+    return result, counter.get_total_flops() // 2
 
 
 class ConvLSTM(Agent):
@@ -548,73 +431,45 @@ class ConvLSTM(Agent):
     def init_state(self, B: int) -> State:
         if not self.config.recurrent:
             return ()
-        E, D = self.config.n_expert, self.config.n_embd
-        s = self.query.new_zeros(B, *self.config.board_size, D)
-        h = self.query.new_zeros(B, *self.config.board_size, E, D)
-        return s, h, *(torch.zeros_like(h) for _ in range(self.config.n_layer))
-
-    def prepare(self) -> ConvLSTMWeights:
-        """Return the convolutions of one unroll: that of z, and for each layer those of s and of h,
-        as a pair. None stands for one that is not needed."""
         config = self.config
+        h = [self.zeros(B, config.n_expert, config.n_embd) for _ in range(config.n_layer + 1)]
+        return self.zeros(B, config.n_embd), *h
+
+    def prepare(self) -> tuple[Tensor, list[tuple]]:
+        """Return the weight of z for all layers, and for each layer what `below` takes."""
         layers = []
         for ws, wh in zip(self.ws, self.wh, strict=True):
-            if not ws.numel():  # layer 1 of a non-recurrent agent
-                layers.append((None, None))
-            elif config.radius >= 0:  # of each expert's ring_sum and h, side by side
-                layers.append((None, self.conv(torch.cat([ws, wh], 1), groups=config.n_expert)))
+            if self.config.radius >= 0:  # of each expert's ring_sum and h, side by side
+                layers.append((None, torch.cat([ws, wh], 1)))
             elif self.s_is_h:  # ws * s + wh * h = (ws + wh) * s
-                layers.append((self.conv(ws + wh), None))
+                layers.append((ws + wh, None))
             else:
-                layers.append((self.conv(ws), self.conv(wh, groups=config.n_expert)))
-        return ConvLSTMWeights(z=self.conv(torch.cat(list(self.wz))), layers=layers)
+                layers.append((ws, wh))
+        return torch.cat(list(self.wz)), layers
 
-    def z_parts(self, w: ConvLSTMWeights, z: Tensor) -> tuple[Tensor, ...]:
-        """Return what z adds to the gates of each layer, (N, Y, X, E * 4 * D) each."""
-        return w.z(z).chunk(self.config.n_layer, 3)
-
-    def below(
-        self, conv_s: Conv | None, conv_h: Conv | None, s: Tensor | None, h: Tensor | None
-    ) -> list[Tensor]:
+    def below(self, ws: Tensor | None, wh: Tensor | None, s: Tensor, h: Tensor) -> list[Tensor]:
         """Return what s (B, Y, X, D) and h (B, Y, X, E, D) of the layer below add to the gates, as
-        terms (B, Y, X, E * 4 * D) of a sum."""
-        if conv_s is None and conv_h is None:
-            return []
-        if conv_s is None:
-            neighbors = ring_sum(h, self.config.radius)  # (B, Y, X, E, D)
-            return [conv_h(torch.cat([neighbors, h], -1).flatten(3))]
-        if conv_h is None:
-            return [conv_s(s)]
-        return [conv_s(s), conv_h(h.flatten(3))]
+        terms (B, Y, X, E * 4 * D) of a sum. ws, wh: weights, None for one that is not needed."""
+        if self.config.radius >= 0:
+            h = torch.cat([ring_sum(h, self.config.radius), h], -1)
+        terms = [] if ws is None else [self.conv(s, ws)]
+        return terms if wh is None else [*terms, self.conv(h.flatten(3), wh, self.config.n_expert)]
 
-    def step(
-        self,
-        w: ConvLSTMWeights,
-        z: Tensor,
-        z_parts: tuple[Tensor, ...],
-        start: Tensor,
-        state: State,
-    ) -> tuple[Tensor, State]:
-        """Run one step of the core; return s[L] (B, Y, X, D) and the new state."""
+    def step(self, w: tuple, z: Tensor, start: Tensor, state: State) -> tuple[Tensor, State]:
+        wz, layers = w
+        s = h = None
+        cells = [None] * len(layers)
         if self.config.recurrent:
             s, h, *cells = reset(start, *state)
-        else:
-            s = h = None
-            cells = [None] * self.config.n_layer
-        for l, (conv_s, conv_h) in enumerate(w.layers):
-            parts = [z_parts[l], *self.below(conv_s, conv_h, s, h)]
-            cells[l], h = lstm_cell(cells[l], self.gain[l], self.bias[l], *parts)
+        parts = self.conv(z, wz).chunk(len(layers), 3)  # what z adds to the gates of each layer
+        for l, weights in enumerate(layers):
+            # layer 1 of a non-recurrent agent reads z alone
+            terms = [] if h is None else self.below(*weights, s, h)
+            cells[l], h = lstm_cell(cells[l], self.gain[l], self.bias[l], parts[l], *terms)
             s = self.aggregate(l, h, z, s)
             if self.s_is_h and s.data_ptr() != h.data_ptr():
                 raise RuntimeError('prepare() adds the weights of s and h, but s is not h')
-        state = (s, h, *cells) if self.config.recurrent else ()
-        return s, state
-
-
-class ConvGLUWeights(NamedTuple):
-    """The convolutions of one unroll of a ConvGLU, one per layer."""
-
-    layers: list[Conv | DeferredConv]
+        return s, (s, h, *cells) if self.config.recurrent else ()
 
 
 class ConvGLU(Agent):
@@ -631,33 +486,22 @@ class ConvGLU(Agent):
             self.wr = normal(D, D, fan_in=D)  # R
 
     def init_state(self, B: int) -> State:
-        if not self.config.recurrent:
-            return ()
-        return (self.query.new_zeros(B, *self.config.board_size, self.config.n_embd),)
+        return (self.zeros(B, self.config.n_embd),) if self.config.recurrent else ()
 
-    def prepare(self) -> ConvGLUWeights:
-        return ConvGLUWeights(layers=[self.conv(w) for w in self.w])
+    def prepare(self) -> tuple:
+        return ()
 
-    def z_parts(self, w: ConvGLUWeights, z: Tensor) -> tuple[Tensor]:
-        """Return P z + bias, (N, Y, X, D), which enters below layer 1; never in bfloat16."""
-        return (F.linear(z, self.wp, self.bias_p),)
-
-    def step(
-        self, w: ConvGLUWeights, z: Tensor, z_parts: tuple[Tensor], start: Tensor, state: State
-    ) -> tuple[Tensor, State]:
-        """Run one step of the core; return s[L] (B, Y, X, D) and the new state."""
-        (s,) = z_parts
+    def step(self, w: tuple, z: Tensor, start: Tensor, state: State) -> tuple[Tensor, State]:
+        s = F.linear(z, self.wp, self.bias_p)  # never in bfloat16
         if self.config.recurrent:
             (previous,) = reset(start, *state)
             s = s + F.linear(rms_norm(previous), self.wr)
-        for l, conv in enumerate(w.layers):
-            x = conv(rms_norm(s))  # (B, Y, X, E * 2 * D)
-            if self.config.residual == 'expert':
-                s = self.aggregate(l, glu(x, self.bias[l], s), z, s)
-            else:
-                s = s + self.aggregate(l, glu(x, self.bias[l], None), z, s)
-        state = (s,) if self.config.recurrent else ()
-        return s, state
+        for l, (weight, bias) in enumerate(zip(self.w, self.bias, strict=True)):
+            is_shared = self.config.residual == 'shared'
+            x = self.conv(rms_norm(s), weight)  # (B, Y, X, E * 2 * D)
+            a = self.aggregate(l, glu(x, bias, None if is_shared else s), z, s)
+            s = s + a if is_shared else a
+        return s, (s,) if self.config.recurrent else ()
 
 
 def build_agent(config: AgentConfig) -> Agent:
@@ -665,8 +509,8 @@ def build_agent(config: AgentConfig) -> Agent:
     return {'convlstm': ConvLSTM, 'convglu': ConvGLU}[config.arch](config)
 
 
-# The settings that rebuild an agent; dtype and mode do not change the model.
-SIZES = [field.name for field in fields(AgentConfig) if field.name not in ('dtype', 'mode')]
+# The settings that rebuild an agent; dtype does not change the model.
+SIZES = [field.name for field in fields(AgentConfig) if field.name != 'dtype']
 
 
 def set_precision(model: Agent) -> None:

@@ -11,8 +11,8 @@ boxoban.py has the levels, gym_sokoban.py the environment for Gymnasium and Juma
 Shape letters: N boards or levels that are processed together, n levels in all.
 """
 
-import importlib
 import os
+import pkgutil
 import sys
 from collections.abc import Callable
 
@@ -25,25 +25,14 @@ import torch.nn.functional as F
 from numpy import ndarray
 from torch import Tensor
 
-from boxoban import AGENT, BOX, CELLS, DELTA, SIZE, TARGET, WALL, unpack
+from boxoban import AGENT, BOX, CELLS, DELTA, PLAYER, SIZE, TARGET, WALL, unpack
 from common import every, fill, print0
 
 TIME_LIMIT = 120  # default: most steps of an episode
 EVALUATION_BATCH = 256  # boards that are evaluated at once
 # board_keys makes independent random numbers for each of these purposes
 LEVEL_STREAM, ACTION_STREAM, EVALUATION_STREAM = 0, 1, 2
-
-# The environment's tables. NEXT_CELLS[cell, action]: the cell and the next two in that direction.
-AHEAD = np.array(DELTA)[:, None] * np.arange(3)  # (4, 3)
-NEXT_CELLS = np.clip(np.arange(CELLS)[:, None, None] + AHEAD, 0, CELLS - 1)  # (100, 4, 3)
-# OUTCOMES[near, far], (8, 8, 4) int64, by the sums of WALL, TARGET and BOX in the two cells in
-# front of the agent: whether it moves (0 or 1), the sum in each cell afterwards, and the change in
-# the number of boxes on targets.
-NEAR, FAR = np.mgrid[:8, :8]
-MOVES = (NEAR & WALL == 0) & ((NEAR & BOX == 0) | (FAR & (WALL | BOX) == 0))
-PUSHED = MOVES * (NEAR & BOX)
-ON_TARGET = (PUSHED > 0) * ((FAR & TARGET) - (NEAR & TARGET)) // TARGET
-OUTCOMES = np.stack([MOVES, NEAR - PUSHED, FAR + PUSHED, ON_TARGET], -1)
+AHEAD = np.array(DELTA)[:, None] * np.arange(3)  # (4, 3), see SokobanEnv
 
 
 # ----------------------------------------------------------------------------- random numbers
@@ -105,7 +94,8 @@ class SokobanEnv:
                         fp32, whether the episode is done and whether it is solved, bool, (N,) each
         reset(mask)     starts the next episode on the boards where mask (N,) bool is true
         step(action)    is move(action), then reset(done)
-        restart(seed)   starts all boards again, with the random levels of a seed
+        restart(seed)   starts all boards again, with the random levels of a seed; with a mask (N,)
+                        bool, only those where it is true
         state_dict(), load_state_dict(state)    all that a resumed run needs, tensors (N, ...)
 
     levels: packed levels (n, 17). order: with 'random' a board whose episode has ended samples its
@@ -114,11 +104,10 @@ class SokobanEnv:
     same run. time_limit: steps after which an episode ends unsolved.
 
     All state is in tensors that are changed in place and never read by the CPU, so that a CUDA
-    graph can capture a step. The rules are tables, because on a GPU the number of kernels decides
-    how long a step takes, and torch.compile fuses lookups.
+    graph can capture a step.
     """
 
-    STATE = ('level', 'grid', 'agent', 'steps', 'total', 'episode')  # what state_dict() holds
+    STATE = ('grid', 'agent', 'steps', 'total', 'episode')  # what state_dict() holds
 
     def __init__(
         self,
@@ -133,26 +122,29 @@ class SokobanEnv:
         if order not in ('random', 'sequence'):
             raise ValueError(f"order = {order!r}: expected 'random' or 'sequence'")
         self.N, self.order, self.time_limit = N, order, time_limit
-        tables = (*unpack(levels), OUTCOMES, NEXT_CELLS)
-        # (n, 100), (n,), (8, 8, 4), (100, 4, 3)
-        self.grids, self.agents, self.outcomes, self.next_cells = (
-            torch.from_numpy(table).to(device) for table in tables
-        )
+        codes = torch.from_numpy(unpack(levels)).to(device)  # (n, 100)
+        self.grids = codes & (WALL | TARGET | BOX)
+        self.agents = (codes >= PLAYER).int().argmax(1)  # cells (n,)
+        # for each action the change of the agent's cell and of the next two in its direction
+        self.ahead = torch.from_numpy(AHEAD).to(device)  # (4, 3)
         self.cell = torch.arange(CELLS, device=device)
         self.board = torch.arange(first_board, first_board + N, device=device)
-        self.grid = torch.zeros(N, CELLS, dtype=torch.uint8, device=device)  # as unpack() has it
-        self.level = torch.zeros_like(self.board)
+        self.grid = torch.zeros(N, CELLS, dtype=torch.uint8, device=device)  # without the agent
         self.agent = torch.zeros_like(self.board)  # its cell
         self.steps = torch.zeros_like(self.board)
         self.total = torch.zeros(N, device=device)
         self.episode = torch.zeros_like(self.board)  # number of episodes that have started
         self.restart(seed)
 
-    def restart(self, seed: int) -> None:
-        """Start all boards again, with the random levels of another seed."""
-        self.keys = board_keys(seed, LEVEL_STREAM, self.board)
-        self.episode.zero_()
-        self.reset(torch.ones_like(self.board, dtype=torch.bool))
+    def restart(self, seed: int, mask: Tensor | None = None) -> None:
+        """Start all boards again, or those where `mask` (N,) bool is true, with the random levels
+        of another seed."""
+        keys = board_keys(seed, LEVEL_STREAM, self.board)
+        if mask is None:
+            self.keys, mask = keys, torch.ones_like(keys, dtype=torch.bool)
+        self.keys = torch.where(mask, keys, self.keys)
+        self.episode.masked_fill_(mask, 0)
+        self.reset(mask)
 
     def reset(self, mask: Tensor) -> None:
         """Start the next level on the boards where `mask` (N,) bool is true."""
@@ -161,7 +153,6 @@ class SokobanEnv:
             number = random_bits(self.keys, self.episode)
         level = number % len(self.grids)
         self.grid.copy_(torch.where(mask[:, None], self.grids[level], self.grid))
-        self.level.copy_(torch.where(mask, level, self.level))
         self.agent.copy_(torch.where(mask, self.agents[level], self.agent))
         self.steps.masked_fill_(mask, 0)
         self.total.masked_fill_(mask, 0)
@@ -178,19 +169,19 @@ class SokobanEnv:
 
     def move(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Play actions like `step`, but reset no board."""
-        cells = self.next_cells[self.agent, action]  # (N, 3): the agent's and two in front of it
-        near, far = self.grid.gather(1, cells[:, 1:]).long().unbind(1)
-        outcome = self.outcomes[near, far]  # (N, 4)
-        codes = outcome[:, 1:3].to(torch.uint8)  # (N, 2)
-        is_cell = self.cell == cells[:, 1:, None]  # (N, 2, 100); a scatter would not be fused
-        grid = torch.where(is_cell[:, 1], codes[:, 1:], self.grid)
-        self.grid.copy_(torch.where(is_cell[:, 0], codes[:, :1], grid))
-        # its own cell, or the next one if it moves
-        self.agent.copy_(cells.gather(1, outcome[:, :1]).squeeze(1))
+        # the agent's cell and two in front of it; beyond a wall, any cell
+        cells = (self.agent[:, None] + self.ahead[action]).clamp(0, CELLS - 1)  # (N, 3)
+        near, far = self.grid.gather(1, cells[:, 1:]).unbind(1)  # (N,) each
+        can_push = far & (WALL | BOX) == 0
+        moves = (near & WALL == 0) & ((near & BOX == 0) | can_push)
+        box = torch.where(moves, near & BOX, 0)  # BOX where one is pushed
+        self.grid.scatter_(1, cells[:, 1:], torch.stack([near - box, far + box], 1))
+        self.agent.copy_(torch.where(moves, cells[:, 1], self.agent))
         self.steps.add_(1)
         solved = ~(self.grid == BOX).any(1)  # no box is off a target
         done = solved | (self.steps >= self.time_limit)
-        reward = outcome[:, 3] + 10.0 * solved - 0.1
+        on_target, was_on_target = (box > 0) & (far & TARGET > 0), (box > 0) & (near & TARGET > 0)
+        reward = on_target.float() - was_on_target.float() + 10.0 * solved - 0.1
         self.total.add_(reward)
         return reward, done, solved
 
@@ -250,32 +241,31 @@ def run_episodes(
     int8, 0 after the end of an episode.
     """
     n = len(levels)
+    N = min(EVALUATION_BATCH, n)
     batches = []
     is_due = every()
-    for first in range(0, n, EVALUATION_BATCH):
+    for first in range(0, n, N):
         # the last batch wraps around to a full one, so that every batch has the same shape
-        N = min(EVALUATION_BATCH, n)
-        played = levels[(first + np.arange(N)) % n]
+        played = levels.take(range(first, first + N), axis=0, mode='wrap')
         env = SokobanEnv(played, N, device=device, order='sequence', time_limit=time_limit)
         keys = board_keys(seed or 0, EVALUATION_STREAM, env.board + first_level + first)
         weights, state = policy.prepare(), policy.init_state(N)
-        start = torch.ones(N, dtype=torch.bool, device=device)
-        alive, won = start.clone(), ~start
+        alive = torch.ones(N, dtype=torch.bool, device=device)  # episodes that have not ended
+        won = ~alive
         returns, steps = torch.zeros(2, N, device=device)
         actions = torch.zeros(N, time_limit, dtype=torch.int8, device=device)
         for t in range(time_limit):
+            start = env.steps == 0
             logits, _, state = policy.act(weights, env.observe(), start, state)
-            if seed is None:
-                action = logits.argmax(-1)
-            else:
+            action = logits.argmax(-1)
+            if seed is not None:
                 action = sample_actions(logits, random_bits(keys, env.steps))
             actions[:, t] = action * alive
-            # a board whose episode has ended plays its next one, which does not count
-            reward, start, solved = env.step(action)
+            reward, done, solved = env.move(action)
             returns += reward * alive
             steps += alive
             won |= solved & alive
-            alive &= ~start
+            alive &= ~done
             if is_due():
                 print0(f'    {first:,} of {n:,} levels evaluated; step {t + 1} of the next {N}')
             if not alive.any():
@@ -335,12 +325,11 @@ def load_policy(name: str) -> StatelessPolicy:
     Raises Mistake if there is no such function, or later if it returns anything but N actions from
     0 to 3.
     """
-    module, _, function = name.partition(':')
     sys.path.append(os.getcwd())
     try:
-        choose_actions = getattr(importlib.import_module(module), function)
+        choose_actions = pkgutil.resolve_name(name)
         if not callable(choose_actions):
-            raise TypeError(f'{function} is no function')
+            raise TypeError('it is no function')
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         reason = first_line(error)
         raise Mistake(f'policy = {name!r}: expected module:function ({reason})') from None

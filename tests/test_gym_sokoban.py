@@ -8,190 +8,121 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.utils.env_checker import check_env
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
+from small_runs import assert_refused
 from test_boxoban import numbered, text
 
 import boxoban
 import gym_sokoban
 from boxoban import generate, observations, parse_text
-from configurator import Mistake
 from play_sokoban import board_image
-from sokoban import TIME_LIMIT, SokobanEnv
+from sokoban import TIME_LIMIT, SokobanEnv, random_bits
 
 NAME = 'gym_sokoban:ParallelExperts/Sokoban-v0'
 OPTIONS = {'n_levels': 40, 'n_boxes': 1}
 UP, RIGHT = 0, 1
 # One is solved by a step to the right; in the other the agent cannot move up.
 TWO = parse_text(numbered([text('#@$.     #'), text('#.$@     #')]), 'two')
+ONE = {'levels': TWO[:1]}
 jumanji = pytest.mark.skipif(
     not importlib.util.find_spec('jumanji'), reason='pip install -r requirements.txt'
 )
-
-
-def end_of_episode(env):
-    """Step without moving to the end of the episode on all boards; return its length, and whether
-    it was terminated and truncated."""
-    env.reset(seed=0)
-    action = np.zeros(env.num_envs, int) if hasattr(env, 'num_envs') else 0
-    for t in range(1, 1000):
-        _, _, terminated, truncated, _ = env.step(action)
-        if np.any(terminated) or np.any(truncated):
-            return t, bool(np.all(terminated)), bool(np.all(truncated))
 
 
 def test_the_checker_of_gymnasium_accepts_the_environment():
     check_env(gymnasium.make(NAME, render_mode='rgb_array', **OPTIONS).unwrapped)
 
 
-def test_an_environment_plays_generated_levels_and_draws_them():
-    env = gymnasium.make(NAME, render_mode='rgb_array', **OPTIONS)
+@pytest.mark.parametrize('limits, end', [
+    ({'time_limit': None}, (TIME_LIMIT, False, True)),
+    ({'max_episode_steps': 30}, (30, False, True)),
+    ({'max_episode_steps': 200}, (200, False, True)),
+    ({'time_limit': 30}, (30, True, False)),
+    ({'time_limit': TIME_LIMIT}, (TIME_LIMIT, True, True)),
+    ({'time_limit': 200, 'max_episode_steps': -1}, (200, True, False)),
+    ({'time_limit': 200, 'max_episode_steps': None}, (TIME_LIMIT, False, True)),
+], ids=str)  # fmt: skip
+def test_make_vec_plays_as_gymnasium_does_with_make(limits, end):
+    """Board 0 is solved by the first step, and board 1 by its last one in a second episode. All
+    boards play the only level. Lengths of episodes are counted exactly, also after the first.
+    `end`: length of an unsolved episode, terminated, truncated."""
+    mode = {'vector_kwargs': {'autoreset_mode': AutoresetMode.SAME_STEP}}
+    singles = gymnasium.make_vec(NAME, 3, vectorization_mode='sync', **mode, **ONE, **limits)
+    ours = RecordEpisodeStatistics(gymnasium.make_vec(NAME, 3, **ONE, **limits))
+    assert np.array_equal(singles.reset(seed=1)[0], ours.reset(seed=1)[0])
+    for t in range(1, 2 * end[0] + 1):
+        actions = np.array([RIGHT if t == 1 else UP, RIGHT if t == 2 * end[0] else UP, UP])
+        *expected, expected_infos = singles.step(actions)
+        *found, infos = ours.step(actions)
+        assert all(map(np.allclose, found, expected))
+        keys = ['final_obs', '_final_obs', 'final_info', '_final_info']
+        assert [key in infos for key in keys] == [key in expected_infos for key in keys]
+        for key in keys if 'final_obs' in infos else []:
+            assert repr(infos[key]) == repr(expected_infos[key])
+        if t % end[0] == 0:
+            assert (infos['episode']['l'][2], found[2][2], found[3][2]) == end
+            assert infos['episode']['r'][2] == pytest.approx(-0.1 * end[0], rel=1e-4)
+
+
+def test_environments_play_generated_levels_and_draw_them():
+    options = {'render_mode': 'rgb_array', **OPTIONS}
+    env = gymnasium.make(NAME, **options)
     seen, _ = env.reset(seed=5)
     assert any(np.array_equal(seen, board) for board in observations(generate(40, 1)[0]))
     assert np.array_equal(env.render(), board_image(seen))
     assert np.array_equal(env.reset(seed=5)[0], seen)
     assert (env.reset()[0] != seen).any()
+    vector = gymnasium.make_vec(NAME, num_envs=3, **options)
+    boards, _ = vector.reset(seed=1)
+    assert np.array_equal(vector.render(), [board_image(board) for board in boards])
 
 
-def test_a_vector_environment_draws_all_boards():
-    env = gymnasium.make_vec(NAME, num_envs=3, render_mode='rgb_array', **OPTIONS)
-    boards, _ = env.reset(seed=1)
-    assert np.array_equal(env.render(), [board_image(board) for board in boards])
-
-
-def test_an_unknown_render_mode_is_refused():
-    with pytest.raises(
-        Mistake, match="render_mode = 'human': expected None, 'ansi' or 'rgb_array'"
-    ):
-        gymnasium.make_vec(NAME, num_envs=2, render_mode='human', **OPTIONS)
-
-
-LIMITS = [  # options; length of an episode; whether it is terminated, truncated
-    ({}, (TIME_LIMIT, False, True)),
-    ({'max_episode_steps': 30}, (30, False, True)),
-    ({'max_episode_steps': 300}, (300, False, True)),
-    ({'time_limit': 30}, (30, True, False)),
-    ({'time_limit': 300, 'max_episode_steps': 400}, (300, True, False)),
-    ({'time_limit': 40, 'max_episode_steps': 30}, (30, False, True)),
-]
-
-
-@pytest.mark.filterwarnings('ignore:.*unless max_episode_steps is given')
-@pytest.mark.parametrize('options, expected', LIMITS, ids=str)
-def test_the_length_of_an_episode_can_be_set(options, expected):
-    options = {'levels': TWO, **options}
-    assert end_of_episode(gymnasium.make(NAME, **options)) == expected
-    assert end_of_episode(gymnasium.make_vec(NAME, num_envs=2, **options)) == expected
-
-
-def test_a_long_time_limit_needs_max_episode_steps_with_make_alone():
-    vector = gymnasium.make_vec(NAME, num_envs=2, levels=TWO, time_limit=200)
-    assert end_of_episode(vector) == (200, True, False)
-    with pytest.warns(UserWarning, match='time_limit = 200 steps: gymnasium.make truncates after'):
-        gymnasium.make(NAME, levels=TWO, time_limit=200)
-
-
-def test_a_time_limit_of_zero_is_refused():
-    with pytest.raises(Mistake, match='time_limit = 0: must be at least 1'):
-        gymnasium.make(NAME, levels=TWO, time_limit=0)
+def test_reset_mask_starts_some_boards_again():
+    env = gymnasium.make_vec(NAME, num_envs=3, max_episode_steps=4, **ONE)
+    first, _ = env.reset(seed=1)
+    before = env.step(np.full(3, RIGHT + 1))[0]  # down
+    seen, _ = env.reset(options={'reset_mask': np.array([False, True, False])})
+    assert np.array_equal(seen, [before[0], first[1], before[2]])
+    ended = [env.step(np.full(3, UP))[3].tolist() for _ in range(4)]
+    assert ended == [[False] * 3, [False] * 3, [True, False, True], [False, True, False]]
+    for mask in ([True], np.ones(3)):
+        assert_refused('reset_mask: expected bool', env.reset, options={'reset_mask': mask})
 
 
 SOLVED = TWO[[0, 0]]
 SOLVED[1, 12:16] = SOLVED[1, 8:12]  # the box is on the target
 
 
-@pytest.mark.parametrize(
-    'levels, message',
-    [
-        (SOLVED, 'levels: level 1 is solved already'),
-        (TWO.astype(int), 'levels: expected uint8'),
-        ('hard', 'levels: expected uint8'),
-    ],
-    ids=str,
-)
-def test_what_is_no_level_is_refused(levels, message):
-    with pytest.raises(Mistake, match=message):
-        gymnasium.make_vec(NAME, num_envs=2, levels=levels)
+@pytest.mark.parametrize('options, message', [
+    ({'render_mode': 'human'}, "render_mode = 'human': expected None, 'ansi' or 'rgb_array'"),
+    ({'time_limit': 0}, 'time_limit = 0: must be at least 1'),
+    ({'levels': SOLVED}, 'levels: level 1 is solved already'),
+    ({'levels': TWO.astype(int)}, 'levels: expected uint8'),
+    ({'levels': 'hard'}, 'levels: expected uint8'),
+], ids=str)  # fmt: skip
+def test_options_that_mean_nothing_are_refused(options, message):
+    assert_refused(message, gym_sokoban.GymEnv, **options)
 
 
-@pytest.mark.parametrize('action', [-1, 4, 1.9, '1', True, None, [1], 2**70], ids=str)
-def test_what_is_no_action_is_refused_and_moves_nothing(action):
-    env = gymnasium.make(NAME, disable_env_checker=True, **OPTIONS)
+def test_what_is_no_action_is_refused_and_moves_nothing():
+    env = gymnasium.make(NAME, disable_env_checker=True, **ONE)
     board, _ = env.reset(seed=1)
-    with pytest.raises(Mistake, match='action: expected integers from 0 to 3'):
-        env.step(action)
+    for action in (4, 1.9, True, None, [1], 2**70):
+        assert_refused('^action: expected integers from 0 to 3', env.step, action)
     assert np.array_equal(env.unwrapped.observe(), board)
-
-
-@pytest.mark.parametrize('actions', [1, [1], [1, 2, 3], [0, 4], [0, -1], [0.0, 1.0], [[0], [1]]])
-def test_a_vector_of_other_length_type_or_range_is_refused(actions):
-    env = gymnasium.make_vec(NAME, num_envs=2, **OPTIONS)
-    env.reset(seed=1)
-    with pytest.raises(Mistake, match='actions: expected integers from 0 to 3'):
-        env.step(actions)
-
-
-@pytest.mark.parametrize('action', [np.int64(1), np.array(1), np.uint8(1), torch.tensor(1)])
-def test_integers_of_other_types_are_actions(action):
-    env = gymnasium.make(NAME, levels=TWO[:1], disable_env_checker=True)
-    env.reset(seed=1)
-    assert env.step(action)[2] is True  # solved
-
-
-def test_a_vector_environment_steps_as_ours_does():
-    ours = SokobanEnv(generate(40, 1)[0], 6)
-    vector = gymnasium.make_vec(NAME, num_envs=6, time_limit=TIME_LIMIT, **OPTIONS)
-    assert vector.reset(seed=1)[0].shape == vector.observation_space.shape
-    ours.load_state_dict(vector.unwrapped.boards.state_dict())
-    ours.keys.copy_(vector.unwrapped.boards.keys)
-    for _ in range(TIME_LIMIT + 1):
-        action = vector.action_space.sample()
-        seen, reward, terminated, truncated, infos = vector.step(action)
-        expected = [x.numpy() for x in ours.step(torch.from_numpy(action))]
-        assert seen in vector.observation_space and np.array_equal(seen, ours.observe())
-        assert all(map(np.array_equal, expected, (reward, terminated, infos['solved'])))
-        assert not truncated.any()
-
-
-def test_the_end_of_an_episode_is_reported_as_sync_vector_env_does():
-    """Board 0 is solved by the first step. All boards play the only level."""
-    solving = {'levels': TWO[:1], 'time_limit': 2}
-    options = {'autoreset_mode': AutoresetMode.SAME_STEP}
-    reference = SyncVectorEnv([lambda: gym_sokoban.GymEnv(**solving)] * 3, **options)
-    ours = gymnasium.make_vec(NAME, num_envs=3, **solving)
-    assert np.array_equal(reference.reset(seed=1)[0], ours.reset(seed=1)[0])
-    for actions in ([RIGHT, UP, UP], [UP, UP, RIGHT], [UP, UP, UP]):
-        *expected, reference_infos = reference.step(np.array(actions))
-        *found, infos = ours.step(np.array(actions))
-        assert all(map(np.allclose, found, expected))
-        keys = ['final_obs', '_final_obs', 'final_info', '_final_info']
-        assert [key in infos for key in keys] == [key in reference_infos for key in keys]
-        for key in keys if 'final_obs' in reference_infos else []:
-            assert repr(infos[key]) == repr(reference_infos[key])
-
-
-def test_statistics_of_episodes_are_exact():
-    """The first episodes end at the limit, later ones are solved after three steps."""
-    env = RecordEpisodeStatistics(gymnasium.make_vec(NAME, num_envs=2, levels=TWO[:1]))
-    env.reset(seed=1)
-    found = []
-    for t in range(2 * TIME_LIMIT + 6):
-        late = t >= 2 * TIME_LIMIT and t % 3 == 2
-        *_, infos = env.step(np.full(2, RIGHT if late else UP))
-        if 'episode' in infos:
-            found.append((infos['episode']['l'].tolist(), infos['episode']['r'].round(3).tolist()))
-    limit = [TIME_LIMIT] * 2, [-12.0] * 2
-    assert found == [limit, limit, ([3, 3], [10.7, 10.7]), ([3, 3], [10.7, 10.7])]
-    assert list(env.length_queue) == [TIME_LIMIT] * 4 + [3] * 4
+    for action in (np.int64(1), np.array(1), torch.tensor(1)):
+        assert env.step(action)[2] is True  # solved
+        env.reset()
 
 
 def test_sixteen_environments_generate_their_levels_once(monkeypatch):
     calls = []
     monkeypatch.setattr(gym_sokoban, 'generate', lambda *a: calls.append(a) or boxoban.generate(*a))
     gym_sokoban.generate_once.cache_clear()
-    env = gymnasium.make_vec(NAME, num_envs=16, vectorization_mode='sync', **OPTIONS)
-    gymnasium.make_vec(NAME, num_envs=16, **OPTIONS)
-    assert len(calls) == 1 and env.reset(seed=1)[0].shape == (16, 10, 10, 2)
+    for _ in range(16):
+        gym_sokoban.GymEnv(**OPTIONS)
+    assert len(calls) == 1
 
 
 def test_ppo_of_stable_baselines3_trains_on_the_environment():
@@ -212,25 +143,21 @@ def test_the_vector_loop_of_cleanrl_runs_and_logs_episodes():
     assert isinstance(envs.single_action_space, gymnasium.spaces.Discrete)
     agent = torch.nn.Linear(200, envs.single_action_space.n)
     next_obs, _ = envs.reset(seed=1)
-    next_done = torch.zeros(4)
-    returns, lengths = [], []
+    lengths = []
     for _ in range(40):
         logits = agent(torch.Tensor(next_obs).flatten(1))
         action = torch.distributions.Categorical(logits=logits).sample()
         next_obs, reward, terminations, truncations, infos = envs.step(action.cpu().numpy())
-        next_done = torch.Tensor(np.logical_or(terminations, truncations))
-        assert torch.tensor(reward).view(-1).shape == next_done.shape
+        ended = np.logical_or(terminations, truncations)
+        assert torch.tensor(reward).view(-1).shape == torch.Tensor(ended).shape
         real_next_obs = next_obs.copy()
-        for idx, ended in enumerate(np.logical_or(terminations, truncations)):
-            if ended:
-                real_next_obs[idx] = infos['final_obs'][idx]
-        assert (real_next_obs.reshape(4, -1) == 3).sum(1).tolist() == [1] * 4
+        for idx in np.flatnonzero(ended):
+            real_next_obs[idx] = infos['final_obs'][idx]
+        assert ((real_next_obs == 3).sum((1, 2, 3)) == 1).all()  # one agent each
         if 'final_info' in infos:
-            ended = infos['_final_info']
             assert infos['final_info']['solved'].shape == (4,)
-            returns.extend(infos['episode']['r'][ended])
-            lengths.extend(infos['episode']['l'][ended])
-    assert len(returns) >= 16 and max(lengths) == 8
+            lengths.extend(infos['episode']['l'][infos['_final_info']])
+    assert len(lengths) >= 16 and max(lengths) == 8
 
 
 # ----------------------------------------------------------------------------- Jumanji
@@ -249,10 +176,12 @@ def test_parity_with_jumanji(request):
     original = gym_sokoban.JumanjiEnv(levels, N, seed=1, **limit)
     ours = SokobanEnv(levels, N, seed=1, **limit)
     rng = np.random.default_rng(0)
-    met = torch.zeros(5)
+    met, seen_levels = torch.zeros(5), set()
     skill = np.array([0, 1, 0.5, 0.9])[np.arange(N) % 4]  # how often a board follows its solution
     for _ in range(steps):
-        solving = table[ours.level.numpy(), ours.steps.numpy()]
+        level = random_bits(ours.keys, ours.episode - 1) % n
+        seen_levels.update(level.tolist())
+        solving = table[level.numpy(), ours.steps.numpy()]
         action = np.where(rng.random(N) < skill, solving, rng.integers(0, 4, N))
         action = torch.from_numpy(action)
         before = ours.observe()
@@ -267,10 +196,9 @@ def test_parity_with_jumanji(request):
         kinds = changed == 0, changed == 3, solved, done & ~solved, reward < -0.5
         met += torch.stack(kinds).sum(1)
     assert met.min() >= 10, met
-    assert ours.level.unique().numel() > N // 4  # resets sample from all levels
+    assert len(seen_levels) > N  # resets sample from all levels
 
 
 @jumanji
 def test_levels_with_fewer_boxes_are_refused_for_jumanji():
-    with pytest.raises(Mistake, match="env = 'jumanji' needs levels with 4 boxes"):
-        gym_sokoban.JumanjiEnv(TWO, 2)
+    assert_refused("env = 'jumanji' needs levels with 4", gym_sokoban.JumanjiEnv, TWO, 2)
