@@ -110,7 +110,6 @@ dtype = 'auto'                 # of convolutions: 'float32' (true fp32, no TF32)
                                # TF32 on a GPU unless dtype = 'float32'
 compile = True                 # compile what lies between convolutions, if torch.compile works
 graphs = True                  # on a GPU: run all but communication as CUDA graphs (graphs.py)
-mode = 'fast'                  # 'fast', or 'plain' (weight gradients by autograd, for checking)
 threads = 0                    # CPU threads; 0 = torch's choice
 # fmt: on
 # -----------------------------------------------------------------------------
@@ -119,16 +118,13 @@ RANGES = {
     **dict.fromkeys(('n_envs', 'total_steps', 'unroll'), (1, math.inf)),
     'resume': [False, True, 'auto'],
     'env': ['torch', 'jumanji'],
-    'mode': ['fast', 'plain'],
     'gamma': (0, 1),
     'gae_lambda': (0, 1),
     'time_limit': (1, 10000),  # an evaluation keeps all actions of its episodes
     'threads': (0, 1024),  # OpenMP fails beyond
 }
 # What builds the agent: a setting with the name of a field of AgentConfig sets that field.
-SIZES = tuple(
-    f.name for f in fields(AgentConfig) if f.name in globals() and f.name not in ('dtype', 'mode')
-)
+SIZES = tuple(f.name for f in fields(AgentConfig) if f.name in globals() and f.name != 'dtype')
 # What a resumed run keeps; the command line may change every other setting.
 FIXED = (
     *SIZES,
@@ -287,7 +283,7 @@ def main(config: Settings) -> int:
         take_weights(model, init_from)
     model = model.to(device_)
     set_precision(model)
-    fused.enabled = compile and mode == 'fast'
+    fused.enabled = compile
 
     # levels
     if download and rank > 0:

@@ -2,9 +2,10 @@
 
 Goal: see an agent learn within minutes: one box, levels that are solvable in 8 moves or fewer.
 Expected: it solves nine in ten evaluation levels; a random policy solves one in eleven. Hardware
-and time: two CPU cores, about three minutes. `make demo-sokoban` does all of it; by hand:
+and time: two CPU cores, about three minutes. `make demo-sokoban` does all of it, with a rank per
+core; by hand:
 
-    python train_sokoban.py config/sokoban_demo.py
+    torchrun --standalone --nproc_per_node=2 train_sokoban.py config/sokoban_demo.py --threads=1
     python train_sokoban.py config/sokoban_demo.py --eval_only=True
 """
 

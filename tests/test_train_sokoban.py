@@ -442,7 +442,6 @@ MISTAKES = [
     ({'seed': -1}, 'seed = -1'),
     ({'aggregation': 'max'}, "aggregation = 'max'"),
     ({'learning_rate': -1.0}, 'learning_rate = -1.0'),
-    ({'mode': 'compiled'}, "mode = 'compiled'"),
     ({'levels_dir': '/nonexistent', 'split': 'hard'}, '--split=hard --download=True'),
     ({'resume': True}, 'out: holds no trained run'),
     ({'levels': 'generated'}, 'levels is a setting of --eval_only'),
