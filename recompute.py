@@ -56,9 +56,11 @@ def run_chunk(
     in_blocks = replays or torch.is_grad_enabled()
     with torch.cuda.device_of(z):
         if in_blocks and recomputes(L, B * C, heads.M, W, T, dtype, z.device.type):
-            inputs = (z, s, kv, count)
-            blocks = find_blocks(inputs, layers, heads, config, replays)
-            out, kv = Recompute.apply(blocks, *inputs, *tensors_of(layers))
+            blocks = [
+                (t, find_block((part, s, kv, count), layers, heads, config, replays))
+                for t, part in zip(range(0, T, unroll.BLOCK), z.split(unroll.BLOCK), strict=True)
+            ]
+            out, kv = Recompute.apply(blocks, z, s, kv, count, *tensors_of(layers))
         else:
             slots = Slots(T, W, count, heads, z.dtype, first_with_grad=W)
             out, windows = run_tokens(z, s, kv, layers, slots, config)
@@ -159,26 +161,14 @@ class Block:
         return dz, ds, torch.stack([window.carried_grads() for window in windows], 1), grads
 
 
-def find_blocks(
-    inputs: tuple,
-    layers: list[LayerWeights],
-    heads: Heads,
-    config: object,
-    replays: bool,
-) -> list[tuple[int, Block]]:
-    """Return the blocks of a chunk as pairs (first token, block). Blocks of the same sizes and
-    settings are the same object. inputs: the chunk's z, s, kv and count."""
-    z, *others = inputs
-    classes = tuple(type(x) for w in layers for x in w)
-    sizes = tuple((x.shape, x.dtype, x.device) for x in (z[0], *others, *tensors_of(layers)))
-    key = (heads, repr(config), classes, sizes, replays, enabled_forms(), fused.enabled)
-    blocks = []
-    for t in range(0, len(z), unroll.BLOCK):
-        part = z[t : t + unroll.BLOCK]
-        if (key, len(part)) not in _blocks:
-            _blocks[key, len(part)] = Block((part, *others), layers, heads, config, replays)
-        blocks.append((t, _blocks[key, len(part)]))
-    return blocks
+def find_block(inputs: tuple, *options: object) -> Block:
+    """Return the Block for inputs of these sizes and these options, always the same one."""
+    layers, _, config, replays = options
+    sizes = tuple((x.shape, x.dtype, x.device) for x in (*inputs, *tensors_of(layers)))
+    key = (sizes, repr(config), replays, enabled_forms(), fused.enabled)
+    if key not in _blocks:
+        _blocks[key] = Block(inputs, *options)
+    return _blocks[key]
 
 
 class Recompute(torch.autograd.Function):

@@ -377,10 +377,6 @@ def attend(qkv: Tensor, cache: object) -> Tensor:
 
 # ---- the experts' products, fused with the operations around them ------------------------------
 
-# Sizes of x @ w for x (B, K) and w (N, K). A program computes a tile (BM, BN) in steps of BK. P:
-# partial sums of squares per row; normed, after: see `product`.
-Tile = namedtuple('Tile', 'K N P BM BN BK normed after')
-
 
 @triton.jit
 def _factor(ss, rows, real, D: constexpr, P: constexpr):
@@ -397,41 +393,62 @@ def _factor(ss, rows, real, D: constexpr, P: constexpr):
 # order). A norm before the product gets its factors r from those sums. Each tile of columns then
 # reads y in fp32, twice the bytes of bf16, which is cheap while one tile holds all rows and most
 # traffic is weights.
+#
+# Computes x @ w for x (B, K) and w (K, N). A program computes a tile (BM, BN) in steps of BK. P:
+# partial sums of squares per row; normed, after: see `product`.
 @triton.jit
-def _expert_kernel(x, w, beside, out, ss, f, r, B, strides, c: constexpr):
+def _expert_kernel(
+    x,
+    w,
+    beside,
+    out,
+    ss,
+    f,
+    r,
+    B,
+    strides,
+    K: constexpr,
+    N: constexpr,
+    P: constexpr,
+    BM: constexpr,
+    BN: constexpr,
+    BK: constexpr,
+    normed: constexpr,
+    after: constexpr,
+):
     w_e, w_n, w_k, beside_e = strides
     e = tl.program_id(2).to(tl.int64)
     # tiles of rows are neighbors, so that they share a tile of weights in L2
-    rows = tl.program_id(0) * c.BM + tl.arange(0, c.BM)
-    cols = tl.program_id(1) * c.BN + tl.arange(0, c.BN)
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    cols = tl.program_id(1) * BN + tl.arange(0, BN)
     stored = rows < tl.where(tl.program_id(1) == 0, B, 0)  # the first tile of columns stores norms
-    x += e * B * c.K
-    if c.normed:
-        factor = _factor(ss, e * B + rows, rows < B, c.K, c.P)
+    x += e * B * K
+    if normed:
+        factor = _factor(ss, e * B + rows, rows < B, K, P)
         tl.store(r + e * B + rows, factor, stored)
-        f += e * B * c.K
-    acc = tl.full((c.BM, c.BN), 0.0, F32)
-    for start in range(0, c.K, c.BK):
-        k = start + tl.arange(0, c.BK)
-        at = rows[:, None] * c.K + k
-        mask = (rows < B)[:, None] & (k < c.K)[None, :]
+        f += e * B * K
+    acc = tl.full((BM, BN), 0.0, F32)
+    for start in range(0, K, BK):
+        k = start + tl.arange(0, BK)
+        at = rows[:, None] * K + k
+        mask = (rows < B)[:, None] & (k < K)[None, :]
         a = tl.load(x + at, mask, 0.0)
-        if c.normed:
+        if normed:
             a = (a * factor[:, None]).to(w.dtype.element_ty)
             tl.store(f + at, a, mask & stored[:, None])
         weights = w + e * w_e + cols * w_n + k[:, None] * w_k
-        b = tl.load(weights, (k < c.K)[:, None] & (cols < c.N)[None, :], 0.0)
+        b = tl.load(weights, (k < K)[:, None] & (cols < N)[None, :], 0.0)
         acc = tl.dot(a, b, acc, input_precision='ieee')
-    at = rows[:, None] * c.N + cols
-    mask = (rows < B)[:, None] & (cols < c.N)[None, :]
-    if c.after == 'relu':
+    at = rows[:, None] * N + cols
+    mask = (rows < B)[:, None] & (cols < N)[None, :]
+    if after == 'relu':
         acc = tl.maximum(acc, 0.0) * tl.maximum(acc, 0.0)
     else:
         other = tl.load(beside + e * beside_e + at, mask, 0.0).to(F32)
-        acc = acc + other if c.after == 'add' else acc * 2 * tl.sqrt(other)
-    tl.store(out + e * B * c.N + at, acc, mask)
-    if c.after == 'add':
-        tl.store(ss + (e * B + rows) * c.P + tl.program_id(1), tl.sum(acc * acc, 1), rows < B)
+        acc = acc + other if after == 'add' else acc * 2 * tl.sqrt(other)
+    tl.store(out + e * B * N + at, acc, mask)
+    if after == 'add':
+        tl.store(ss + (e * B + rows) * P + tl.program_id(1), tl.sum(acc * acc, 1), rows < B)
 
 
 def product(
@@ -466,33 +483,44 @@ def product(
     if after == 'add':
         ss = out.new_empty(E, B, triton.cdiv(N, BN))
     P = 0 if ss is None else ss.size(2)
-    c = Tile(K=K, N=N, P=P, BM=BM, BN=BN, BK=BK, normed=normed, after=after)
     beside_stride = 0 if beside is None or beside.dim() == 2 else B * N  # of experts
     strides = (*w.stride(), beside_stride)
     run = _expert_kernel[triton.cdiv(B, BM), triton.cdiv(N, BN), E]
-    run(x, w, beside, out, ss, f, r, B, strides, c, num_warps=warps, num_stages=stages)
+    tile = {'BM': BM, 'BN': BN, 'BK': BK, 'num_warps': warps, 'num_stages': stages}
+    run(x, w, beside, out, ss, f, r, B, strides, K, N, P, normed=normed, after=after, **tile)
     return out, ss, f, r
 
 
-Sums = namedtuple('Sums', 'E D P BD')  # BD: columns per program
-
-
 # Each expert's norm and the weighted sum over experts in one read of x. A program holds a slice of
-# columns of all experts of one stream, so that their loads are in flight together.
+# BD columns of all experts of one stream, so that their loads are in flight together.
 @triton.jit
-def _norm_sum_kernel(x, ss, coef, s, h, r, B, coef_e, coef_b, c: constexpr):
+def _norm_sum_kernel(
+    x,
+    ss,
+    coef,
+    s,
+    h,
+    r,
+    B,
+    coef_e,
+    coef_b,
+    E: constexpr,
+    D: constexpr,
+    P: constexpr,
+    BD: constexpr,
+):
     b = tl.program_id(0).to(tl.int64)
-    e = tl.arange(0, padded(c.E, 1)).to(tl.int64)
-    d = tl.program_id(1) * c.BD + tl.arange(0, c.BD)
-    at = (e * B + b)[:, None] * c.D + d
-    mask = (e < c.E)[:, None] & (d < c.D)[None, :]
-    factor = _factor(ss, e * B + b, e < c.E, c.D, c.P)
+    e = tl.arange(0, padded(E, 1)).to(tl.int64)
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    at = (e * B + b)[:, None] * D + d
+    mask = (e < E)[:, None] & (d < D)[None, :]
+    factor = _factor(ss, e * B + b, e < E, D, P)
     hat = tl.load(x + at, mask, 0.0) * factor[:, None]
-    tl.store(r + e * B + b, factor, e < tl.where(tl.program_id(1) == 0, c.E, 0))
+    tl.store(r + e * B + b, factor, e < tl.where(tl.program_id(1) == 0, E, 0))
     tl.store(h + at, hat, mask)
     if s is not None:
-        weight = tl.load(coef + e * coef_e + b * coef_b, e < c.E, 0.0)
-        tl.store(s + b * c.D + d, tl.sum(weight[:, None] * hat, 0), d < c.D)
+        weight = tl.load(coef + e * coef_e + b * coef_b, e < E, 0.0)
+        tl.store(s + b * D + d, tl.sum(weight[:, None] * hat, 0), d < D)
 
 
 def norm_sum(
@@ -510,8 +538,8 @@ def norm_sum(
     if coef is not None:
         s = x.new_empty(B, D)
         coef_e, coef_b, _ = coef.expand(E, B, 1).stride()
-    c = Sums(E=E, D=D, P=ss.size(2), BD=BD)
-    _norm_sum_kernel[B, triton.cdiv(D, BD)](x, ss, coef, s, h, r, B, coef_e, coef_b, c)
+    run = _norm_sum_kernel[B, triton.cdiv(D, BD)]
+    run(x, ss, coef, s, h, r, B, coef_e, coef_b, E, D, ss.size(2), BD)
     return s, h, r
 
 
