@@ -1,7 +1,6 @@
 """The choice of Triton forms (triton_kernels.py): those that agree in a trial and are faster."""
 
 import copy
-import importlib.util
 from collections.abc import Callable
 
 from configurator import first_line
@@ -25,8 +24,6 @@ def choose_forms(model: torch.nn.Module, B: int, amp: torch.dtype) -> list[str]:
     has_forms = isinstance(model, LanguageModel) and (model.recurrent or not model.training)
     if not weight.is_cuda or weight.dtype != torch.float32 or not has_forms:
         return []
-    if importlib.util.find_spec('triton') is None:
-        return ['Triton is not installed: its forms are not used']
     with torch.cuda.device_of(weight), torch.autocast('cuda', amp, enabled=amp != torch.float32):
         model.forms, lines = choose(lambda: make_trial(model, B))
     release()  # blocks that were made without forms

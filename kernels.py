@@ -59,9 +59,7 @@ class RMSNorm(torch.autograd.Function):
 def norm(x: Tensor) -> Tensor:
     """Apply a parameter-free RMSNorm over the last dimension."""
     eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    # by torch.func, which cannot transform an autograd.Function without setup_context
-    transformed = torch._C._are_functorch_transforms_active()
-    if eager and not x.is_cuda and not transformed:
+    if eager and not x.is_cuda:
         return RMSNorm.apply(x)
     return F.rms_norm(x, (x.size(-1),), eps=EPS)
 

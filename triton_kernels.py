@@ -717,8 +717,8 @@ REPLACES = {
     'loss': (loss.slice_loss, loss.losses, loss.softcap),
 }
 CODE = {
-    'attention': '30f5c07d724702cc',
-    'experts': 'b41f9e3d5bc32e8a',
+    'attention': 'df7465faf146af77',
+    'experts': '110063965b3c180a',
     'loss': 'c5a377fb93fca2e0',
 }
 for name, form in FORMS.items():

@@ -15,6 +15,7 @@ Shapes as in layer.py, except that N = B * C counts the cache heads of all strea
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -127,6 +128,7 @@ def per_token(w: LayerWeights, T: int) -> Iterator[LayerWeights]:
 # ---- Window: a sliding window over a chunk -----------------------------------------------------
 
 
+@dataclass
 class Slots:
     """The layout of the slots, which the windows of all layers share. Slots 0 .. W - 1 hold the
     carried entries, the last `count` (B,) of which are filled (from count = W on, all of them);
@@ -137,24 +139,18 @@ class Slots:
     a gradient, which is W for a whole chunk, at whose start gradients end, and 0 for a block of a
     chunk (recompute.Block)."""
 
-    def __init__(
-        self,
-        T: int,
-        W: int,
-        count: Tensor,
-        heads: Heads,
-        wide: torch.dtype,
-        first_with_grad: int,
-    ):
-        self.T, self.W = T, W
-        self.count = count
-        self.heads = heads
-        self.wide = wide
-        self.first_with_grad = first_with_grad
-        like = torch.empty((), dtype=wide, device=count.device)
-        self.cos, self.sin = rope_table(W + T, heads.K, like)  # (S, K)
+    T: int
+    W: int
+    count: Tensor
+    heads: Heads
+    wide: torch.dtype
+    first_with_grad: int
+
+    def __post_init__(self) -> None:
+        like = torch.empty((), dtype=self.wide, device=self.count.device)
+        self.cos, self.sin = rope_table(self.W + self.T, self.heads.K, like)  # (S, K)
         # cos and sin (K,) of each token
-        self.angles = list(zip(self.cos[W:], self.sin[W:], strict=True))
+        self.angles = list(zip(self.cos[self.W :], self.sin[self.W :], strict=True))
         self.biases = {}  # width of a window: (block, biases of its tokens)
 
     def bias(self, t: int, width: int) -> Tensor:
