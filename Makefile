@@ -37,7 +37,7 @@ gpu:
 	$(PYTHON) bench.py
 
 check-edit: .venv/installed
-	PYTHONPATH=.:tests $(BIN)/python tests/hacks/check.py $(ARGS)
+	PYTHONPATH=. $(BIN)/python tests/hacks/check.py $(ARGS)
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hub import PublishedModel
-from kernels import Loss
+from loss import Loss
 from model import LanguageModel, ModelConfig, build_model
 
 
@@ -52,7 +52,7 @@ class LSTM(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         return h, c
 
     def forward(self, idx: Tensor, targets: Tensor, state: tuple | None = None) -> tuple:
-        """Return kernels.Loss and the next state, detached. idx, targets: (B, T)."""
+        """Return loss.Loss and the next state, detached. idx, targets: (B, T)."""
         x, state = self.lstm(F.embedding(idx, self.embedding), state)  # (B, T, hidden)
         logits = F.linear(x, self.head, self.head_bias).flatten(0, 1).float()  # (B * T, V)
         loss = F.cross_entropy(logits, targets.flatten())

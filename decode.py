@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graphs import fused, graphed, using
-from kernels import Heads, in_window, norm, rope_table, rotate, softcap, to_experts
+from kernels import Heads, in_window, norm, rope_table, rotate, to_experts
 from layer import head_input, layer, step
+from loss import softcap
 from model import LanguageModel, State
 from stream import Stream, replace
 

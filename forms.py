@@ -1,7 +1,6 @@
 """The choice of Triton forms (triton_kernels.py): those that agree in a trial and are faster."""
 
 import copy
-import importlib.util
 from collections.abc import Callable
 
 from configurator import first_line
@@ -21,14 +20,11 @@ def choose_forms(model: torch.nn.Module, B: int, amp: torch.dtype) -> list[str]:
     """Choose the Triton forms with which a model on a GPU runs B streams, set `model.forms`, and
     return a line about each. What is tried is a training chunk, or in evaluation mode the decoding
     of a token. amp: dtype of matrix products."""
-    device, dtype = model.head.device.type, model.head.dtype
+    weight = model.head
     has_forms = isinstance(model, LanguageModel) and (model.recurrent or not model.training)
-    if device != 'cuda' or dtype != torch.float32 or not has_forms:
+    if not weight.is_cuda or weight.dtype != torch.float32 or not has_forms:
         return []
-    if importlib.util.find_spec('triton') is None:
-        return ['Triton is not installed: its forms are not used']
-    autocast = torch.autocast(device, amp, enabled=amp != torch.float32)
-    with torch.cuda.device_of(model.head), autocast:
+    with torch.cuda.device_of(weight), torch.autocast('cuda', amp, enabled=amp != torch.float32):
         model.forms, lines = choose(lambda: make_trial(model, B))
     release()  # blocks that were made without forms
     return lines
@@ -47,8 +43,13 @@ def choose(make_trial: Callable, names: tuple[str, ...] = FORMS) -> tuple[frozen
 
         trial = make_trial()
         exact = trial(True)
-        plain = relative_errors(trial(False), exact)
-        fastest = cuda_seconds(lambda: trial(False))
+
+        def measure(names: frozenset) -> tuple[torch.Tensor, float]:
+            """Return the errors of the results with these forms, and the device time."""
+            with using(names):
+                return relative_errors(trial(False), exact), cuda_seconds(lambda: trial(False))
+
+        plain, fastest = measure(chosen)
     except Exception as error:  # noqa: BLE001  a trial must never end a run
         return chosen, [f'Triton forms not used: {first_line(error)}']
     for name in names:
@@ -56,9 +57,7 @@ def choose(make_trial: Callable, names: tuple[str, ...] = FORMS) -> tuple[frozen
             lines.append(f'{name}: Triton form not used: a function that it replaces was edited')
             continue
         try:
-            with using(chosen | {name}):
-                errors = relative_errors(trial(False), exact)
-                seconds = cuda_seconds(lambda: trial(False))
+            errors, seconds = measure(chosen | {name})
         except Exception as error:  # noqa: BLE001  a form must never end a run
             lines.append(f'{name}: Triton form not used: {first_line(error)}')
             continue
@@ -75,7 +74,6 @@ def choose(make_trial: Callable, names: tuple[str, ...] = FORMS) -> tuple[frozen
 def make_trial(model: LanguageModel, B: int) -> Callable[[bool], list[torch.Tensor]]:
     """Return the function trial(exact) that `choose` needs, for B streams with full windows. It
     runs on a copy of the model with random weights. exact: whether to run without autocast."""
-    training = model.training
     model = randomize(copy.deepcopy(model))
     device = model.head.device
     amp = torch.is_autocast_enabled(device.type)
@@ -84,10 +82,6 @@ def make_trial(model: LanguageModel, B: int) -> Callable[[bool], list[torch.Tens
     empty = model.init_state(B)
     s, k, v = (torch.randn(t.shape, generator=random).to(t) for t in empty[:3])
     state = State(s, k, v, torch.full_like(empty.count, model.config.window))
-    dtypes = {True: torch.float32, False: torch.bfloat16 if amp else torch.float32}
-    decoders = {} if training else {exact: Decoder(model, B, amp) for exact, amp in dtypes.items()}
-    for decoder in decoders.values():
-        decoder.load(state)
 
     def run_chunk(exact: bool) -> list[torch.Tensor]:
         """Run a chunk of two groups of tokens forward and backward; return the loss, the new state
@@ -99,19 +93,26 @@ def make_trial(model: LanguageModel, B: int) -> Callable[[bool], list[torch.Tens
         grads = torch.autograd.grad(loss.objective, parameters, materialize_grads=True)
         return [loss.objective.detach(), *new[:3], *grads]
 
+    if model.training:
+        return run_chunk
+    products = torch.bfloat16 if amp else torch.float32
+    decoders = [Decoder(model, B, dtype) for dtype in (products, torch.float32)]
+    for decoder in decoders:
+        decoder.load(state)
+
+    @torch.no_grad()
     def run_token(exact: bool) -> list[torch.Tensor]:
         """Decode a token; return the logits, s, and the new keys and values."""
         model.forms = enabled_forms()
         decoder = decoders[exact]
-        decoder.position.start(state.count)
+        decoder.position.start(state.count)  # not `load`, which would count as time of the token
         decoder.s.copy_(state.s)
         decoder.token.copy_(x[:, 0])
-        with torch.no_grad():
-            decoder.run_token()
-        entries = [x[..., 0, :].clone() for x in (decoder.keys, decoder.values)]
-        return [decoder.logits.clone(), decoder.s.clone(), *entries]
+        decoder.run_token()
+        entries = (decoder.keys[:, :, 0], decoder.values[:, :, 0])
+        return [t.clone() for t in (decoder.logits, decoder.s, *entries)]
 
-    return run_chunk if training else run_token
+    return run_token
 
 
 def relative_errors(found: list[torch.Tensor], exact: list[torch.Tensor]) -> torch.Tensor:

@@ -40,10 +40,10 @@ def fused(f: Callable) -> Callable:
     compilation."""
 
     @functools.wraps(f)
-    def call(*args):
+    def call(*args, **options):
         if fused.enabled and not torch.compiler.is_compiling():
-            return compiled(f)(*args)
-        return f(*args)
+            return compiled(f)(*args, **options)
+        return f(*args, **options)
 
     return call
 
@@ -53,59 +53,39 @@ fused.enabled = False
 
 # ---- Triton forms ------------------------------------------------------------------------------
 # A function decorated with @has_triton_form may be replaced by its Triton form, a function of the
-# same arguments in triton_kernels.py. The form runs only where it is enabled (`using`), where it
-# suits the arguments, and while the code of every function that it replaces is the code it was
-# written for. forms.py picks forms that agree in values and gradients, and are faster.
+# same arguments in triton_kernels.py. The form runs only where it is enabled (`using`), and while
+# the code of every function that it replaces is the code it was written for. forms.py picks forms
+# that agree in values and gradients, and are faster.
 
-registered: dict[str, tuple] = {}  # name: (form, suits)
+registered: dict[str, Callable] = {}  # forms by name, filled by triton_kernels.py
 _enabled: list[frozenset] = [frozenset()]
 
 
 def has_triton_form(name: str) -> Callable:
-    """Decorate a function for which triton_kernels.py may register a form of this name."""
+    """Decorate a function for which triton_kernels.py may register a form of this name. A form that
+    cannot take some arguments returns NotImplemented for them."""
 
     def decorate(function):
         @functools.wraps(function)
-        def call(*args):
+        def call(*args, **options):
+            result = NotImplemented
             if name in _enabled[-1] and name in registered and not torch.compiler.is_compiling():
-                form, suits = registered[name]
-                if suits(*args):
-                    return form(*args)
-            return function(*args)
+                result = registered[name](*args, **options)
+            return function(*args, **options) if result is NotImplemented else result
 
         return call
 
     return decorate
 
 
-def register(name: str, form: Callable, suits: Callable, replaces: tuple, code: str) -> None:
-    """Register a Triton form, unless the code of a function that it replaces has changed.
-
-    form: called instead of the function; suits(*args): whether it can run on these arguments;
-    replaces: all functions whose work it does; code: code_hash(replaces) when it was written."""
-    if code_hash(replaces) == code:
-        registered[name] = form, suits
-
-
 def code_hash(functions: tuple) -> str:
-    """Return a hash of the syntax trees of functions or classes, without their docstrings. Comments
-    and layout do not change it."""
-    trees = [syntax_tree(ast.parse(textwrap.dedent(inspect.getsource(f)))) for f in functions]
-    return hashlib.sha256('\n'.join(trees).encode()).hexdigest()[:16]
-
-
-def syntax_tree(node: object) -> str:
-    """Return ast.dump of a tree without empty fields, which differ from one Python to the next, and
-    without docstrings."""
-    if isinstance(node, list):
-        return ' '.join(map(syntax_tree, node))
-    if not isinstance(node, ast.AST):
-        return repr(node)
-    fields = dict(ast.iter_fields(node))
-    if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
-        fields['body'] = node.body[1:]
-    dumps = [f'{name}={syntax_tree(x)}' for name, x in fields.items() if x not in (None, [])]
-    return f'{type(node).__name__}({" ".join(dumps)})'
+    """Return a hash of the code of functions or classes. Comments, docstrings and layout do not
+    change it."""
+    trees = [ast.parse(textwrap.dedent(inspect.getsource(f))) for f in functions]
+    for node in ast.walk(ast.Module(trees)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
+            del node.body[0]
+    return hashlib.sha256('\n'.join(map(ast.unparse, trees)).encode()).hexdigest()[:16]
 
 
 def enabled_forms() -> frozenset:
@@ -179,18 +159,18 @@ def capture(
             with torch.cuda.graph(graph, pool=pool, capture_error_mode='thread_local'):
                 result = function(*args)
     except RuntimeError as error:
-        cause = first_line(error.__context__ or error)
-        rank = f'rank {os.environ["RANK"]}: ' if os.environ.get('RANK', '0') != '0' else ''
-        print(f'{rank}no CUDA graph of {name!r}: it runs eagerly, slower ({cause})', flush=True)
+        report_refusal(name, first_line(error.__context__ or error))
         return None, None
     return graph, result
 
 
-def capturing(x: Tensor) -> bool:
-    """Return whether work on x is now captured into a CUDA graph rather than run."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+@functools.cache  # once per reason: a long chunk has several graphs of one name
+def report_refusal(name: str, reason: str) -> None:
+    """Print on rank 0 why there is no CUDA graph of this name: ranks run the same code."""
+    if os.environ.get('RANK', '0') == '0':
+        print(f'no CUDA graph of {name!r}: it runs eagerly, slower ({reason})', flush=True)
 
 
 def can_capture(x: Tensor) -> bool:
     """Return whether a CUDA graph can be captured now: x is on a GPU, and no capture is running."""
-    return x.is_cuda and not capturing(x)
+    return x.is_cuda and not torch.cuda.is_current_stream_capturing()

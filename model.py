@@ -30,17 +30,15 @@ from hub import PublishedModel
 from kernels import (
     Heads,
     Linear,
-    Loss,
     bf16_is_fast,
     compute_dtype,
-    head_loss,
     in_window,
     rope_table,
     rotate,
-    softcap,
     window_mask,
 )
 from layer import AGGREGATIONS, RESIDUALS, LayerWeights, head_input, layer, norm_to
+from loss import Loss, head_loss, softcap
 from recompute import recomputes, run_chunk
 from unroll import DeferredLinear
 

@@ -6,14 +6,16 @@ all full blocks of all chunks can replay the same two CUDA graphs. Gradients flo
 block. Shapes as in unroll.py.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 import unroll
-from graphs import can_capture, capturing, enabled_forms, fused, graphed, using
-from kernels import Heads, Linear, rotate
+from graphs import can_capture, enabled_forms, fused, graphed, using
+from kernels import Heads, Linear
 from layer import LayerWeights
 from unroll import Slots, Window, entries, run_tokens
 
@@ -46,22 +48,23 @@ def run_chunk(
     to replay the blocks of a long chunk as CUDA graphs. Returns s after every token, (T,
     *s.shape), and the new (s, k, v, count)."""
     s, k, v, count = state
-    T = len(z)
+    T, dtype = len(z), layers[0].dtype
     L, B, C, W, K = k.shape
-    N = B * C
-    kv = torch.stack([x.reshape(L, N, W, K) for x in (k, v)]).to(layers[0].dtype)
-    long = recomputes(L, N, heads.M, W, T, layers[0].dtype, z.device.type)
-    replays = long and graphs and can_capture(z)
+    kv = torch.stack([x.reshape(L, B * C, W, K) for x in (k, v)]).to(dtype)
+    replays = graphs and can_capture(z)
     # without gradients there is nothing to recompute: blocks are then only for their graphs
-    recompute = long and torch.is_grad_enabled() and not capturing(z)
+    in_blocks = replays or torch.is_grad_enabled()
     with torch.cuda.device_of(z):
-        if replays or recompute:
-            blocks = find_blocks(z, s, kv, layers, heads, config, replays)
+        if in_blocks and recomputes(L, B * C, heads.M, W, T, dtype, z.device.type):
+            blocks = [
+                (t, find_block((part, s, kv, count), layers, heads, config, replays))
+                for t, part in zip(range(0, T, unroll.BLOCK), z.split(unroll.BLOCK), strict=True)
+            ]
             out, kv = Recompute.apply(blocks, z, s, kv, count, *tensors_of(layers))
         else:
             slots = Slots(T, W, count, heads, z.dtype, first_with_grad=W)
             out, windows = run_tokens(z, s, kv, layers, slots, config)
-            kv = entries(windows, T)  # the last W
+            kv = entries(windows)
     k, v = kv.view(2, L, B, C, W, K).unbind(0)
     return out, (out[-1].detach().clone(), k, v, (count + T).clamp(max=W))
 
@@ -80,129 +83,92 @@ def tensors_of(layers: list[LayerWeights]) -> list[Tensor]:
     return [x.weight if isinstance(x, Linear) else x for x in fields]
 
 
-def with_tensors(layers: list[LayerWeights], tensors: list[Tensor]) -> list[LayerWeights]:
-    """Return a copy of `layers` with other weights: `tensors`, in the order of tensors_of. Linears
-    keep their class and dtype."""
-    remaining = iter(tensors)
+def map_weights(function: Callable, layers: list[LayerWeights]) -> list[LayerWeights]:
+    """Return the layers with function(x) in place of every weight x. Linears keep their class and
+    dtype."""
 
     def replace(x: Linear | Tensor | None) -> Linear | Tensor | None:
-        if x is None:
-            return None
-        tensor = next(remaining)
-        return type(x)(tensor, x.w.dtype) if isinstance(x, Linear) else tensor
+        if isinstance(x, Linear):
+            return type(x)(function(x.weight), x.w.dtype)
+        return None if x is None else function(x)
 
-    return [LayerWeights(*(replace(x) for x in w)) for w in layers]
+    return [LayerWeights(*map(replace, w)) for w in layers]
 
 
-def find_blocks(
-    z: Tensor,
-    s: Tensor,
-    kv: Tensor,
-    layers: list[LayerWeights],
-    heads: Heads,
-    config: object,
-    graphs: bool,
-) -> list[tuple[int, 'Block']]:
-    """Return the blocks of a chunk z (T, B, D) as pairs (first token, block), with the weights of
-    `layers` loaded. Blocks of one length are the same object."""
-    tensors = tensors_of(layers)
-    classes = tuple(type(x) for w in layers for x in w)
-    shapes = tuple((x.shape, x.dtype) for x in (z[0], s, kv, *tensors))
-    key = (z.device, heads, repr(config), classes, shapes, graphs, enabled_forms(), fused.enabled)
-    blocks = []
-    for t in range(0, len(z), unroll.BLOCK):
-        part = z[t : t + unroll.BLOCK]
-        if (key, len(part)) not in _blocks:
-            _blocks[key, len(part)] = Block(part, s, kv, layers, heads, config, graphs)
-        blocks.append((t, _blocks[key, len(part)]))
-    for block in {block for _, block in blocks}:
-        block.load(tensors)
-    return blocks
+def leaf(x: Tensor) -> Tensor:
+    """Return x as a leaf of a new graph of autograd."""
+    return x.detach().requires_grad_()
 
 
 class Block:
-    """Forward and backward of n tokens of a chunk. Inputs and weights are copied into memory that
-    never moves, because CUDA graphs read them there."""
+    """Forward and backward of n tokens of a chunk. Inputs, weights and the gradients of the results
+    are copied into memory that never moves, because CUDA graphs read them there."""
 
     @torch.inference_mode(False)
     def __init__(
         self,
-        z: Tensor,
-        s: Tensor,
-        kv: Tensor,
+        inputs: tuple,
         layers: list[LayerWeights],
         heads: Heads,
         config: object,
-        graphs: bool,
+        replays: bool,
     ):
-        """Allocate memory for the shapes of z (n, B, D), s, the carried entries kv (2, L, N, W, K)
-        and the layers' weights; no value is read."""
+        """inputs: tensors like z (n, B, D), s, the carried entries kv (2, L, N, W, K), keys not
+        rotated, and count (B,). Only the sizes of these and of the layers' weights are read."""
+        self.inputs = [torch.zeros_like(x) for x in inputs]
+        z, s, kv, _ = self.inputs
+        self.out_grad = z.new_zeros(len(z), *s.shape)
+        self.kv_grad = z.new_zeros(kv.shape)  # of the entries that the next block starts with
+        self.layers = map_weights(torch.zeros_like, layers)
         self.heads = heads
         self.config = config
         self.forms = enabled_forms()
-        self.graphs = {} if graphs else None
-        self.weights = [torch.zeros_like(x).requires_grad_() for x in tensors_of(layers)]
-        # `run` takes only the linears' classes and dtypes from these; tensors on 'meta' use no
-        # memory. They are detached, because a gradient node that outlives the eager calls would tie
-        # a captured backward to the stream of those calls.
-        self.layers = with_tensors(layers, [x.detach().to('meta') for x in self.weights])
-        L, N, W, K = kv.shape[1:]
-        n = len(z)
-        self.z = z.new_zeros(z.shape)
-        self.s = z.new_zeros(s.shape)
-        self.count = z.new_zeros(z.size(1), dtype=torch.int64)
-        self.kv = kv.new_zeros(kv.shape)  # carried entries, keys not rotated
-        self.out_grad = z.new_zeros(n, *s.shape)
-        # gradients of this block's keys, not rotated, and values that come from later blocks
-        self.later_grads = z.new_zeros(2, L, N, n, K)
+        self.graphs = {} if replays else None
 
-    @torch.no_grad()
-    def load(self, weights: list[Tensor]) -> None:
-        """Copy weights, in the order of tensors_of, into this block."""
-        torch._foreach_copy_(self.weights, list(weights))
+    def load(self, t: int, chunk: tuple) -> int:
+        """Copy the inputs of the tokens from t on, and return the end of the block. chunk: its z, s
+        and count, its entries so far, (2, L, N, W + T, K), and its states so far."""
+        z, s, kv, count, out = chunk
+        n, W = len(self.inputs[0]), self.inputs[2].size(3)
+        inputs = (z[t : t + n], out[t - 1] if t else s, kv[:, :, :, t : t + W], count + t)
+        torch._foreach_copy_(self.inputs, inputs)
+        return t + n
 
-    def fill(self, t: int, z: Tensor, s: Tensor, kv: Tensor, count: Tensor) -> None:
-        """Copy the chunk's tokens from t on, the state s before them and the W entries before them
-        into this block. kv: all entries of the chunk, (2, L, N, W + T, K); count: (B,), as at the
-        start of the chunk."""
-        self.z.copy_(z[t : t + len(self.z)])
-        self.s.copy_(s)
-        self.count.copy_(count + t)
-        self.kv.copy_(kv[:, :, :, t : t + self.kv.size(3)])
-
-    def run(self, z: Tensor, s: Tensor) -> tuple[Tensor, list[Window], Slots]:
-        """Call run_tokens on z and s with this block's weights, entries and Triton forms; return
-        its results and the slots."""
+    def run(self) -> tuple[Tensor, list[Window], list[Tensor]]:
+        """Return the state after every token, the windows, and z, s and the weights, the leaves of
+        a graph of autograd that ends with this call: a node that outlives the eager calls would tie
+        a captured backward to the stream of those calls."""
+        z, s, kv, count = self.inputs
+        z, s, layers = leaf(z), leaf(s), map_weights(leaf, self.layers)
+        slots = Slots(len(z), kv.size(3), count, self.heads, z.dtype, first_with_grad=0)
         with using(self.forms):
-            layers = with_tensors(self.layers, self.weights)
-            W = self.kv.size(3)
-            slots = Slots(len(z), W, self.count, self.heads, z.dtype, first_with_grad=0)
-            out, windows = run_tokens(z, s, self.kv, layers, slots, self.config)
-            return out, windows, slots
+            out, windows = run_tokens(z, s, kv, layers, slots, self.config)
+        return out, windows, [z, s, *tensors_of(layers)]
 
     @torch.no_grad()
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Return the state after every token, and this block's keys, not rotated, and values (2, L,
-        N, n, K)."""
-        out, windows, slots = self.run(self.z, self.s)
-        return out, entries(windows, slots.W)
+        """Return the state after every token, and the entries that the next block starts with."""
+        out, windows, _ = self.run()
+        return out, entries(windows)
 
     @torch.enable_grad()
     def backward(self) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         """Return the gradients of z, s, the carried entries (2, L, N, W, K) and the weights."""
-        z = self.z.detach().requires_grad_()
-        s = self.s.detach().requires_grad_()
-        out, windows, slots = self.run(z, s)
-        for window, grads in zip(windows, self.later_grads.unbind(1), strict=True):
+        out, windows, leaves = self.run()
+        for window, grads in zip(windows, self.kv_grad.unbind(1), strict=True):
             window.later_grads = grads
-        inputs = (z, s, *self.weights)
-        dz, ds, *grads = torch.autograd.grad(out, inputs, self.out_grad, materialize_grads=True)
-        W = slots.W
-        # slots hold rotated keys, blocks exchange unrotated ones: rotate their gradients back
-        cos, sin = slots.cos[:W], slots.sin[:W]
-        dk = torch.stack([rotate(window.dk[:, :W], cos, -sin) for window in windows])
-        dv = torch.stack([window.dv[:, :W] for window in windows])
-        return dz, ds, torch.stack([dk, dv]), grads
+        dz, ds, *grads = torch.autograd.grad(out, leaves, self.out_grad, materialize_grads=True)
+        return dz, ds, torch.stack([window.carried_grads() for window in windows], 1), grads
+
+
+def find_block(inputs: tuple, *options: object) -> Block:
+    """Return the Block for inputs of these sizes and these options, always the same one."""
+    layers, _, config, replays = options
+    sizes = tuple((x.shape, x.dtype, x.device) for x in (*inputs, *tensors_of(layers)))
+    key = (sizes, repr(config), replays, enabled_forms(), fused.enabled)
+    if key not in _blocks:
+        _blocks[key] = Block(inputs, *options)
+    return _blocks[key]
 
 
 class Recompute(torch.autograd.Function):
@@ -214,14 +180,13 @@ class Recompute(torch.autograd.Function):
         T, W = len(z), kv.size(3)
         out = s.new_empty(T, *s.shape)
         kv = F.pad(kv, (0, 0, 0, T))  # (2, L, N, W + T, K)
+        chunk = (z, s, kv, count, out)
+        load_weights(blocks, weights)
         for t, block in blocks:
-            end = t + len(block.z)
-            block.fill(t, z, out[t - 1] if t else s, kv, count)
-            states, new_entries = graphed(block.graphs, 'forward', block.forward)
-            out[t:end] = states
-            kv[:, :, :, W + t : W + end] = new_entries
+            end = block.load(t, chunk)
+            out[t:end], kv[:, :, :, end : end + W] = graphed(block.graphs, 'forward', block.forward)
         ctx.blocks = blocks
-        ctx.save_for_backward(z, s, kv, count, out, *weights)
+        ctx.save_for_backward(*chunk, *weights)
         kv = kv[:, :, :, T:].clone()
         ctx.mark_non_differentiable(kv)
         return out, kv
@@ -229,21 +194,25 @@ class Recompute(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, out_grad, _):
-        z, s, kv, count, out, *weights = ctx.saved_tensors
-        W = kv.size(3) - len(z)
+        chunk, weights = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+        z, s, kv, _, _ = chunk
         dz = torch.empty_like(z)
-        ds = 0  # gradient of the state after a block, from later blocks
-        dkv = torch.zeros_like(kv, dtype=z.dtype)
+        # gradients of the state and the entries after a block, from later blocks
+        ds = torch.zeros_like(s)
+        dkv = z.new_zeros(kv[:, :, :, len(z) :].shape)
         totals = [torch.zeros_like(x) for x in weights]
-        for block in {block for _, block in ctx.blocks}:
-            block.load(weights)  # another model may have used the block since the forward
+        load_weights(ctx.blocks, weights)  # another model may have used a block since the forward
         for t, block in reversed(ctx.blocks):
-            end = t + len(block.z)
-            block.fill(t, z, out[t - 1] if t else s, kv, count)
+            end = block.load(t, chunk)
             block.out_grad.copy_(out_grad[t:end])
             block.out_grad[-1] += ds
-            block.later_grads.copy_(dkv[:, :, :, W + t : W + end])
-            dz[t:end], ds, carried, grads = graphed(block.graphs, 'backward', block.backward)
-            dkv[:, :, :, t : t + W] += carried
+            block.kv_grad.copy_(dkv)
+            dz[t:end], ds, dkv, grads = graphed(block.graphs, 'backward', block.backward)
             torch._foreach_add_(totals, grads)
         return None, dz, None, None, None, *totals
+
+
+def load_weights(blocks: list[tuple[int, Block]], weights: list[Tensor]) -> None:
+    """Copy weights, in the order of tensors_of, into the blocks."""
+    for block in {block for _, block in blocks}:
+        torch._foreach_copy_(tensors_of(block.layers), list(weights))

@@ -15,6 +15,7 @@ Shapes as in layer.py, except that N = B * C counts the cache heads of all strea
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -127,6 +128,7 @@ def per_token(w: LayerWeights, T: int) -> Iterator[LayerWeights]:
 # ---- Window: a sliding window over a chunk -----------------------------------------------------
 
 
+@dataclass
 class Slots:
     """The layout of the slots, which the windows of all layers share. Slots 0 .. W - 1 hold the
     carried entries, the last `count` (B,) of which are filled (from count = W on, all of them);
@@ -137,25 +139,18 @@ class Slots:
     a gradient, which is W for a whole chunk, at whose start gradients end, and 0 for a block of a
     chunk (recompute.Block)."""
 
-    def __init__(
-        self,
-        T: int,
-        W: int,
-        count: Tensor,
-        heads: Heads,
-        wide: torch.dtype,
-        first_with_grad: int,
-    ):
-        self.T = T
-        self.W = W
-        self.count = count
-        self.heads = heads
-        self.wide = wide
-        self.first_with_grad = first_with_grad
-        like = torch.empty((), dtype=wide, device=count.device)
-        self.cos, self.sin = rope_table(W + T, heads.K, like)  # (S, K)
+    T: int
+    W: int
+    count: Tensor
+    heads: Heads
+    wide: torch.dtype
+    first_with_grad: int
+
+    def __post_init__(self) -> None:
+        like = torch.empty((), dtype=self.wide, device=self.count.device)
+        self.cos, self.sin = rope_table(self.W + self.T, self.heads.K, like)  # (S, K)
         # cos and sin (K,) of each token
-        self.angles = list(zip(self.cos[W:].unbind(0), self.sin[W:].unbind(0), strict=True))
+        self.angles = list(zip(self.cos[self.W :], self.sin[self.W :], strict=True))
         self.biases = {}  # width of a window: (block, biases of its tokens)
 
     def bias(self, t: int, width: int) -> Tensor:
@@ -203,9 +198,9 @@ class Window:
     """Keys and values of one layer in slots: the cache of layer.layer in training. A token sees the
     last `width` slots up to its own.
 
-    The backward visits tokens in descending order and adds to the gradients `dk` and `dv` of the
-    slots in place. It adds to the slots of a token's group of GROUP tokens at once, because the
-    tokens that come next need them complete, and to earlier slots by one product per group."""
+    The backward visits tokens in descending order and adds to the gradients `grads` of the slots in
+    place. It adds to the slots of a token's group of GROUP tokens at once, because the tokens that
+    come next need them complete, and to earlier slots by one product per group."""
 
     def __init__(self, slots: Slots, k: Tensor, v: Tensor, width: int):
         """k, v: carried entries (N, W, K), keys not rotated; width: at most W."""
@@ -227,15 +222,11 @@ class Window:
         spans = [slice(self.skip + t, W + min(t + BLOCK, T)) for t in range(0, T, BLOCK)]
         self.block_slots = [(self.k[:, span], self.v[:, span]) for span in spans]
         self.token_slots = buffers[:, :, W:].unbind(2)
-        # state of the backward
-        self.last_backward = 0  # the token whose backward ran last
         self.grads = None  # gradients of the rotated keys and of the values, (2, N, S, K)
-        self.dk = self.dv = None  # views of its two halves
-        # gradients (2, N, T, K) of the new keys, not rotated, and values, from later blocks of a
+        # gradients (2, N, W, K) of the last W keys, not rotated, and values, from later blocks of a
         # chunk (recompute.Block)
         self.later_grads = None
-        # a group's rows (see `add`) that are not yet added to the slots before the group; in the
-        # Triton form [buffers, queries] (triton_kernels.AttendWindow)
+        # a group's rows (see `add`) that are not yet added to the slots before the group
         self.pending = []
 
     def angles(self) -> tuple[Tensor, Tensor]:
@@ -250,20 +241,25 @@ class Window:
         return WindowAttention.apply(self, t, q, k, unrotated, v)
 
     def start_backward(self, t: int) -> None:
-        """Prepare the backward of token t. Tokens come in descending order: if t is not below the
-        previous token, a new backward starts, and its gradients start at zero."""
-        if t >= self.last_backward:
-            slots = self.slots
+        """Prepare the backward of token t. With the last token, which comes first, a new backward
+        starts."""
+        slots = self.slots
+        if self.grads is None or t == slots.T - 1:
             size = (2, *self.k.shape)
             self.grads = torch.zeros(size, dtype=slots.wide, device=self.k.device)
-            self.dk, self.dv = self.grads.unbind(0)
             if self.later_grads is not None:
+                W = slots.W
                 dk, dv = self.later_grads
-                self.dk[:, slots.W :] = rotate(dk, slots.cos[slots.W :], slots.sin[slots.W :])
-                self.dv[:, slots.W :] = dv
-        self.last_backward = t
+                self.grads[0, :, -W:] = rotate(dk, slots.cos[-W:], slots.sin[-W:])
+                self.grads[1, :, -W:] = dv
 
-    def add(self, first: int, end: int, offset: int, rows: tuple) -> None:
+    def carried_grads(self) -> Tensor:
+        """Return the gradients of the carried keys, not rotated, and values, (2, N, W, K)."""
+        slots, W = self.slots, self.slots.W
+        dk, dv = self.grads[:, :, :W]
+        return torch.stack([rotate(dk, slots.cos[:W], -slots.sin[:W]), dv])
+
+    def add(self, first: int, end: int, offset: int, rows: list[Tensor]) -> None:
         """Add to the gradients of slots first .. end - 1.
 
         rows: for one or more tokens, queries (N, tokens * M, K), attention weights and gradients of
@@ -271,11 +267,12 @@ class Window:
         attended values (N, tokens * M, K)."""
         q, p, ds, do = rows
         columns = slice(first - offset, end - offset)
+        dk, dv = self.grads[:, :, first:end]
         # not baddbmm_, which would go through the batch of a slice one by one
-        self.dk[:, first:end].add_(torch.bmm(ds[..., columns].mT, q))
-        self.dv[:, first:end].add_(torch.bmm(p[..., columns].mT, do))
+        dk.add_(torch.bmm(ds[..., columns].mT, q))
+        dv.add_(torch.bmm(p[..., columns].mT, do))
 
-    def add_before_group(self, t: int, offset: int, rows: tuple) -> None:
+    def add_before_group(self, t: int, offset: int, rows: list[Tensor]) -> None:
         """Add the rows of the group that starts with token t to the slots before the group."""
         # no token of the group sees slot skip + t, so its weights are zero; a range of `width`
         # slots keeps the products aligned
@@ -314,9 +311,9 @@ class WindowAttention(torch.autograd.Function):
         window.add(slots.W + group, slots.W + end, block, rows)
         window.pending.append(rows)
         if t == group:
-            rows = tuple(torch.cat(x, 1) for x in zip(*window.pending, strict=True))
+            rows = [torch.cat(x, 1) for x in zip(*window.pending, strict=True)]
             window.add_before_group(t, block, rows)
-            window.pending.clear()
+            window.pending = []
         dq = torch.bmm(ds, keys).view(len(slots.count), -1, heads.K)
         # complete: all tokens that see this slot have had their backward
         grads = window.grads[:, :, slots.W + t].to(q.dtype)  # (2, N, K)
@@ -349,9 +346,8 @@ def run_tokens(
     return torch.stack(out), windows
 
 
-def entries(windows: list[Window], first: int) -> Tensor:
-    """Return the unrotated keys and the values of all layers from the slot `first` on, (2, L, N,
-    S - first, K)."""
-    keys = torch.stack([window.unrotated[:, first:] for window in windows])
-    values = torch.stack([window.v[:, first:] for window in windows])
-    return torch.stack([keys, values])
+def entries(windows: list[Window]) -> Tensor:
+    """Return the last W unrotated keys and values of all layers, (2, L, N, W, K)."""
+    W = windows[0].slots.W
+    keys = torch.stack([window.unrotated[:, -W:] for window in windows])
+    return torch.stack([keys, torch.stack([window.v[:, -W:] for window in windows])])

@@ -14,7 +14,7 @@ from processes import ROOT
 from small_runs import assert_refused
 
 import common
-import kernels
+import graphs
 from common import Gradients
 from run import Stopper
 
@@ -120,10 +120,10 @@ def test_memory_that_runs_out_does_not_switch_compilation_off(monkeypatch, error
     def call():
         raise error
 
-    monkeypatch.setattr(kernels.fused, 'enabled', True)
+    monkeypatch.setattr(graphs.fused, 'enabled', True)
     with pytest.raises(RuntimeError, match='DefaultCPUAllocator'):
         common.run_compiled(call)
-    assert kernels.fused.enabled
+    assert graphs.fused.enabled
 
 
 @pytest.mark.parametrize(

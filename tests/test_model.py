@@ -20,6 +20,7 @@ import forms
 import graphs
 import kernels
 import layer
+import loss as loss_file
 import model as model_file
 import recompute
 import unroll
@@ -386,7 +387,7 @@ def test_head_loss(monkeypatch, rows, dtype, bf16, rtol):
     """Value and gradients equal those of cross_entropy: in slices that do and do not divide the
     rows, with logits beyond the cap, for a sum of losses, and if w needs no gradient. Without
     gradients none is computed."""
-    monkeypatch.setattr(kernels, 'LOGITS_PER_SLICE', {'cpu': rows * V})
+    monkeypatch.setattr(loss_file, 'LOGITS_PER_SLICE', {'cpu': rows * V})
     rng, targets = torch.Generator().manual_seed(0), tokens(10)
     x, w = (torch.randn(n, 6, dtype=dtype, generator=rng).mul_(5) for n in (10, V))
     x, w = x.requires_grad_(), w.requires_grad_()
@@ -394,7 +395,7 @@ def test_head_loss(monkeypatch, rows, dtype, bf16, rtol):
 
     def sliced(x, w):
         with torch.autocast('cpu', torch.bfloat16, enabled=bf16):
-            return kernels.head_loss(x, w, targets, None).objective
+            return loss_file.head_loss(x, w, targets, None).objective
 
     def exact(x, w):
         return F.cross_entropy(15 * torch.tanh(x @ w.t() / 15), targets)
@@ -424,7 +425,7 @@ def test_a_state_made_outside_of_autocast_is_taken_within(model_type):
 
 
 def test_slices_on_apples_gpus_are_those_of_a_cpu():
-    assert kernels.rows_per_slice(10**6, V, 'mps') == kernels.rows_per_slice(10**6, V, 'cpu')
+    assert loss_file.rows_per_slice(10**6, V, 'mps') == loss_file.rows_per_slice(10**6, V, 'cpu')
 
 
 def test_a_trial_of_forms_takes_a_parameter_that_nothing_uses():
@@ -446,12 +447,12 @@ def test_terms_of_the_objective_are_for_training_only(monkeypatch):
     plain = model(x, x)[0]
     plain_grad = gradients(model, plain.objective)['head']
 
-    def losses(logits, targets, config, real=kernels.losses):
+    def losses(logits, targets, config, real=loss_file.losses):
         objective, cross_entropy = real(logits, targets, config)
-        z = torch.logsumexp(kernels.softcap(logits), -1).square().sum()
+        z = torch.logsumexp(loss_file.softcap(logits), -1).square().sum()
         return objective + 0.1 * z, cross_entropy
 
-    monkeypatch.setattr(kernels, 'losses', losses)
+    monkeypatch.setattr(loss_file, 'losses', losses)
     loss = model(x, x)[0]
     with torch.no_grad():
         validation = model(x, x)[0]

@@ -9,7 +9,6 @@ from small_runs import assert_refused
 
 import baselines
 import graphs
-import kernels
 import stream
 from common import Gradients, join_ranks, leave_ranks
 from model import ModelConfig, build_model
@@ -203,14 +202,14 @@ def test_ranks_with_unequal_choices_agree():
 def test_training_continues_uncompiled(monkeypatch, capsys, failure):
     """torch.compile fails, cannot start (KeyError: no user), or a compiled kernel cannot be
     launched; one line says so."""
-    monkeypatch.setattr(kernels.fused, 'enabled', True)
+    monkeypatch.setattr(graphs.fused, 'enabled', True)
 
     def chunk(x, y, state):
-        if kernels.fused.enabled:
+        if graphs.fused.enabled:
             raise failure('no C++ compiler\nmore lines')
 
     Stream(make_model(RECURRENT), 8, 8).choose_rows(chunk)
-    assert not kernels.fused.enabled
+    assert not graphs.fused.enabled
     line = 'compile = True does not work here; running uncompiled'
     assert capsys.readouterr().out.count(line) == 1
 

@@ -21,7 +21,7 @@ import baselines
 import common
 import configurator
 import data_fineweb
-import kernels
+import graphs
 import model
 import run
 import sample
@@ -643,5 +643,5 @@ def test_the_shipped_model_can_be_fine_tuned_on_a_text(tmp_path, monkeypatch):
 def test_the_compile_switch_is_that_of_the_settings(data, tmp_path):
     run_lm(data, tmp_path, max_iters=1)
     assert (
-        not kernels.fused.enabled and (tmp_path / LAST).exists() and not (tmp_path / PREV).exists()
+        not graphs.fused.enabled and (tmp_path / LAST).exists() and not (tmp_path / PREV).exists()
     )

@@ -6,9 +6,7 @@ imports triton. test_gpu.py runs them in bf16. `python tests/test_triton.py 8,12
 each kernel takes of an H100.
 """
 
-import ast
 import itertools
-import math
 import os
 import re
 import subprocess
@@ -16,7 +14,6 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -31,11 +28,11 @@ from test_model import compare, default_mode  # noqa: E402, F401  a fixture
 import decode  # noqa: E402
 import forms  # noqa: E402
 import graphs  # noqa: E402
-import kernels  # noqa: E402
 import layer  # noqa: E402
-import model as model_file  # noqa: E402
+import loss as loss_file  # noqa: E402
 import triton_kernels as tk  # noqa: E402
 import unroll  # noqa: E402
+from model import ModelConfig, RecurrentGPT  # noqa: E402
 
 triton_version = [int(part) for part in triton.__version__.split('.')[:2]]
 interpreted = pytest.mark.skipif(
@@ -66,16 +63,6 @@ def test_in_a_process_with_the_interpreter(request):
 # ---- training with Triton forms ----
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """Return {name: mock} of the functions that launch kernels; each still does its work."""
-    names = 'window_attention window_attention_backward product norm_sum cross_entropy'
-    mocks = {name: Mock(wraps=getattr(tk, name)) for name in names.split()}
-    for name, mock in mocks.items():
-        monkeypatch.setattr(tk, name, mock)
-    return mocks
-
-
 class Case(NamedTuple):
     """Sizes of a model of one layer, of a chunk, and the forms in use beside 'loss'."""
 
@@ -104,8 +91,6 @@ CASES = [
 ]
 LONG_CASES = [
     Case(('experts',), E=1, K=10, W=3, B=131, T=1, block=2, group=4, aggregation='softmax_mean'),
-    Case(('attention',)),
-    Case(('experts',), aggregation='mean', share_kv=False),
     Case(('attention',), E=1, K=10, W=3, B=1, T=18, block=18, group=18),
     Case(('attention',), E=10, K=128, B=1, T=2, block=2),
 ]
@@ -114,13 +99,17 @@ ALL_CASES = [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in LO
 
 @interpreted
 @pytest.mark.parametrize('case', ALL_CASES, ids=str)
-def test_unroll_is_the_reference(monkeypatch, calls, case):
+def test_unroll_is_the_reference(monkeypatch, case):
     """The cases have empty, full and partly filled windows, all layouts of heads, and forms alone
-    and together."""
+    and together. What a form replaces cannot be called."""
+    for name, replaced in (('attention', 'split_heads'), ('experts', 'add_norm')):
+        if name in case.forms:
+            monkeypatch.setattr(layer, replaced, None)
+    monkeypatch.setattr(loss_file, 'losses', None)
     monkeypatch.setattr(unroll, 'BLOCK', case.block)
     monkeypatch.setattr(unroll, 'GROUP', case.group)
     model = make(
-        model_file.RecurrentGPT,
+        RecurrentGPT,
         7,
         torch.float32,
         n_layer=1,
@@ -138,47 +127,49 @@ def test_unroll_is_the_reference(monkeypatch, calls, case):
             p.mul_(0.7)  # the rounding of fp32 stays small
     reset_before = 1 if case.B > 1 else None
     compare(model, case.T, 2, reset_before, ['fast'], rtol=2e-5, B=case.B)
-    expected = {'cross_entropy'}
-    if 'attention' in case.forms:
-        expected |= {'window_attention', 'window_attention_backward'}
-    if 'experts' in case.forms:
-        expected |= {'product', 'norm_sum'}
-    assert {name for name, mock in calls.items() if mock.called} == expected
-
-
-SMALL = {'n_embd': 24, 'n_head': 2, 'n_kv_head': 1, 'n_expert': 2}
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """Let every run seem faster than the one before, so that each form that agrees is chosen."""
-    times = (0.9**i for i in itertools.count())
-    monkeypatch.setattr(forms, 'cuda_seconds', lambda run: (run(), next(times))[1])
 
 
 @interpreted
 @pytest.mark.parametrize('decoding', [False, True])
 def test_forms_agree_in_the_trial_and_one_that_is_off_by_10_percent_is_not_used(
-    clock, monkeypatch, decoding
+    monkeypatch, decoding
 ):
-    """Of a training chunk, or of a token that is decoded, which has no loss."""
+    """Of a training chunk, or of a token that is decoded, which has no loss. Every run seems faster
+    than the one before, so that each form that agrees is chosen."""
     monkeypatch.setattr(unroll, 'GROUP', 2)
     monkeypatch.setattr(forms, 'GROUP', 2)
-    changes = {'n_layer': 1, 'share_kv': False, 'aggregation': 'softmax_l2'}
-    model = make(model_file.RecurrentGPT, dtype=torch.float32, **SMALL, **changes)
+    times = (0.9**i for i in itertools.count())
+    monkeypatch.setattr(forms, 'cuda_seconds', lambda run: (run(), next(times))[1])
+    sizes = {'n_layer': 1, 'n_embd': 24, 'n_head': 2, 'n_kv_head': 1}
+    options = {'share_kv': False, 'aggregation': 'softmax_l2'}
+    model = make(RecurrentGPT, dtype=torch.float32, **sizes, **options)
     model.train(not decoding)
-
-    def chosen():
-        return forms.choose(lambda: forms.make_trial(model, 2), names)
-
     names = ('attention', 'experts') if decoding else ('attention', 'experts', 'loss')
-    assert chosen()[0] == set(names)
+    chosen, lines = forms.choose(lambda: forms.make_trial(model, 2), names)
+    assert chosen == set(names), lines
     for name in ('attention', 'experts'):
-        form, suits = graphs.registered[name]
-        off = (lambda *args, f=form: 1.1 * f(*args)), suits
-        monkeypatch.setitem(graphs.registered, name, off)
-    found, lines = chosen()
-    assert found == set(names) - {'attention', 'experts'}, lines
+        form = graphs.registered[name]
+        monkeypatch.setitem(graphs.registered, name, lambda *args, f=form: 1.1 * f(*args))
+    chosen, lines = forms.choose(lambda: forms.make_trial(model, 2), names)
+    assert chosen == set(names) - {'attention', 'experts'}, lines
+
+
+@interpreted
+@pytest.mark.parametrize('rows, V', [(3, 50304), (5, 1001), (2, 7)])
+def test_loss(rows, V):
+    rng = torch.Generator().manual_seed(0)
+    logits, target = torch.randn(rows, V, generator=rng) * 20, torch.arange(rows) * 3 % V
+    logits[0, :2] = torch.tensor([1e4, -1e4])  # far beyond the cap
+    logits[-1] -= 200  # all scores at the lower cap
+    x = logits.double().requires_grad_()
+    expected, _ = loss_file.losses(x, target, None)
+    (grad,) = torch.autograd.grad(expected, x)  # almost zero for logits beyond the cap
+    loss, _, d = tk.slice_loss(logits, target, 0.25, None)
+    assert abs(loss.item() - expected.item()) < 1e-4 * expected
+    assert_close(d.double(), 0.25 * grad, 2e-5, size=max(0.25 * grad.norm().item(), 0.1))
+
+
+# ---- a form is for the code that it was written for ----
 
 
 def test_forms_are_those_of_the_code():
@@ -187,54 +178,85 @@ def test_forms_are_those_of_the_code():
     assert {name: graphs.code_hash(functions) for name, functions in tk.REPLACES.items()} == tk.CODE
 
 
-def test_a_form_stands_in_only_for_the_code_it_was_written_for(monkeypatch):
-    monkeypatch.setattr(graphs, 'registered', {})
-    functions = (layer.norm, unroll.WindowAttention)
-    graphs.register('x', abs, abs, functions, '0' * 16)
-    assert not graphs.registered
-    graphs.register('x', abs, abs, functions, graphs.code_hash(functions))
-    assert graphs.registered == {'x': (abs, abs)}
-
-
-FUNCTION = """@fused
-def f(x: Tensor) -> Tensor:
-    '''Return x + 1.'''
-    return x + 1
+FUNCTION = """    @fused
+    def f(x: Tensor) -> Tensor:
+        '''Return x + 1.'''
+        return x + 1
 """
 EDITS = [  # what is replaced, by what, whether the code is another
-    ('    return', '    # why\n\n    return', False),
+    ('        return', '        # why\n\n        return', False),
     ('Return x + 1.', 'Add one.', False),
     ('x + 1\n', '(x\n            + 1)  # one\n', False),
     ('x + 1\n', 'x + 2\n', True),
-    ('x + 1\n', 'x - 1\n', True),
-    ('@fused\n', '', True),
+    ('    @fused\n', '', True),
 ]
 
 
 @pytest.mark.parametrize('old, new, is_another', EDITS)
-def test_comments_docstrings_and_layout_do_not_turn_a_form_off(old, new, is_another):
-    before, after = (
-        graphs.syntax_tree(ast.parse(text)) for text in (FUNCTION, FUNCTION.replace(old, new))
-    )
+def test_comments_docstrings_and_layout_do_not_turn_a_form_off(monkeypatch, old, new, is_another):
+    monkeypatch.setattr(graphs.inspect, 'getsource', lambda text: text)
+    before, after = (graphs.code_hash((x,)) for x in (FUNCTION, FUNCTION.replace(old, new)))
     assert (before != after) == is_another
 
 
-# ---- loss ----
+def test_forms_and_fused_functions_take_keyword_arguments(monkeypatch):
+    monkeypatch.setattr(graphs, 'compiled', lambda f: f)
+    monkeypatch.setattr(graphs.fused, 'enabled', True)
+    monkeypatch.setitem(graphs.registered, 'form', lambda x, y: NotImplemented if y else -x)
+    f = graphs.has_triton_form('form')(graphs.fused(lambda x, y: x + y))
+    assert f(1, y=2) == 3
+    with graphs.using({'form'}):
+        assert f(1, y=2) == 3 and f(1, y=0) == -1
 
 
-@interpreted
-@pytest.mark.parametrize('rows, V', [(3, 50304), (5, 1001), (2, 7)])
-def test_cross_entropy(rows, V):
-    rng = torch.Generator().manual_seed(0)
-    logits, target = torch.randn(rows, V, generator=rng) * 20, torch.arange(rows) * 3 % V
-    logits[0, :2] = torch.tensor([1e4, -1e4])  # far beyond the cap
-    logits[-1] -= 200  # all scores at the lower cap
-    x = logits.double().requires_grad_()
-    expected, _ = kernels.losses(x, target, None)
-    (grad,) = torch.autograd.grad(expected, x)  # almost zero for logits beyond the cap
-    loss, d = tk.cross_entropy(logits, target, 0.25)
-    assert abs(loss.item() - expected.item()) < 1e-4 * expected
-    assert_close(d.double(), 0.25 * grad, 2e-5, size=max(0.25 * grad.norm().item(), 0.1))
+# ---- the choice ----
+
+# By the forms in use: the result over the exact one, or an error, and the seconds it takes. Then
+# the forms chosen among 'a', 'b' and 'c', of which 'c' is not registered, and a part of the lines.
+SECONDS = {'': 4.0, 'a': 3.0, 'b': 4.0, 'ab': 2.0}
+TOO_LARGE = triton.runtime.errors.OutOfResources(3, 2, 'x')
+CHOICES = [
+    ({}, {}, 'ab', 'a: Triton form used: 3000000 us, without it 4000000 us'),
+    ({}, {'ab': 2.9}, 'a', 'b: Triton form not used: 2900000 us'),
+    ({'a': 1.01}, {}, '', 'largest error 1.00%, without it 0.10%'),
+    ({'a': 1.003}, {}, 'ab', 'largest error 0.30%'),
+    ({'ab': float('nan')}, {}, 'a', 'largest error inf%'),
+    ({'ab': TOO_LARGE}, {}, 'a', 'b: Triton form not used: OutOfResources'),
+    ({'a': KeyError('gate')}, {}, '', "a: Triton form not used: KeyError: 'gate'"),
+    ({}, {}, 'ab', 'c: Triton form not used: a function that it replaces was edited'),
+    ({'': float('nan')}, {}, '', 'a: Triton form not used'),
+    ({'': RuntimeError('no gradient')}, {}, '', 'Triton forms not used: RuntimeError: no gradient'),
+]
+
+
+@pytest.mark.parametrize('results, seconds, expected, line', CHOICES, ids=str)
+def test_forms_that_agree_and_are_5_percent_faster_are_used(
+    monkeypatch, results, seconds, expected, line
+):
+    results = dict.fromkeys(SECONDS, 1.001) | results
+    seconds = SECONDS | seconds
+    exact = torch.tensor([1.0, 2.0, 3.0])
+
+    def in_use():
+        return ''.join(sorted(graphs.enabled_forms()))
+
+    def trial(is_exact):
+        result = 1.0 if is_exact else results[in_use()]
+        if isinstance(result, Exception):
+            raise result
+        return [result * exact]
+
+    monkeypatch.setattr(forms, 'cuda_seconds', lambda run: seconds[in_use()])
+    monkeypatch.setattr(forms, 'registered', {'a', 'b'})
+    chosen, lines = forms.choose(lambda: trial, ('a', 'b', 'c'))
+    assert ''.join(sorted(chosen)) == expected and line in '\n'.join(lines)
+
+
+def test_if_triton_kernels_cannot_be_imported_no_form_is_used(monkeypatch):
+    """As after a hack that renames a function which a form replaces."""
+    monkeypatch.setitem(sys.modules, 'triton_kernels', None)
+    chosen, (line,) = forms.choose(None)
+    assert not chosen and line.startswith('Triton forms not used: ModuleNotFoundError')
 
 
 # ---- compiled for an H100, without one ----
@@ -252,7 +274,7 @@ def report(cells):
     print and check what they take of an H100."""
     jit = triton.runtime.jit.JITFunction
     jit_run = jit.run
-    tools = Path(triton.__file__).parent / 'backends/nvidia/bin'
+    cuobjdump = Path(triton.__file__).parent / 'backends/nvidia/bin/cuobjdump'
     seen = {}
     triton.runtime.driver.set_active(H100)
 
@@ -264,124 +286,38 @@ def report(cells):
         with tempfile.NamedTemporaryFile(suffix='.cubin') as file:
             file.write(done.asm['cubin'])
             file.flush()
-            usage = run(str(tools / 'cuobjdump'), '-res-usage', file.name)
+            usage = run(str(cuobjdump), '-res-usage', file.name)
         figures = {name: int(n) for name, n in re.findall(r'(REG|STACK):(\d+)', usage)}
-        sizes = [x for x in (*args, *options.values()) if isinstance(x, tk.Tile | kernels.Heads)]
-        print(self.__name__, *sizes, figures, done.metadata.shared, flush=True)
+        print(self.__name__, figures, done.metadata.shared, flush=True)
         assert done.metadata.shared < 227 * 1024, 'an H100 has 227 KiB of shared memory a block'
         assert figures['STACK'] <= 16, 'registers spill'
 
     jit.run = compiled_only
-    with torch.device('meta'):
+    with torch.device('meta'), graphs.using({'attention', 'experts'}), torch.enable_grad():
         for E, W, B in cells:
-            config = model_file.ModelConfig(n_expert=E, n_layer=1, window=W)
-            model = model_file.RecurrentGPT(config)
+            model = RecurrentGPT(ModelConfig(n_expert=E, n_layer=1, window=W))
             heads, bf16 = model.heads, torch.bfloat16
+            (weights,) = model.layer_weights(B, bf16, unroll.DeferredLinear)
+            slots = unroll.Slots(9, W, torch.zeros(B).long(), heads, torch.float32, W)
+            kv = torch.empty(2, B * heads.C, W, heads.K, dtype=bf16)
+            window, s = unroll.Window(slots, *kv, W), torch.empty(B, 768, requires_grad=True)
+            for _ in slots.angles:
+                s = layer.layer(weights, s, s.detach(), window, model.config)
+            s.sum().backward()
             position = decode.RingPosition(B, [W], heads.K, torch.float32, torch.device('meta'))
-            with graphs.using({'attention', 'experts'}), torch.enable_grad():
-                (weights,) = model.layer_weights(B, bf16, unroll.DeferredLinear)
-                slots = unroll.Slots(9, W, torch.zeros(B).long(), heads, torch.float32, W)
-                kv = torch.empty(2, B * heads.C, W, heads.K, dtype=bf16)
-                window, s = unroll.Window(slots, *kv, W), torch.empty(B, 768, requires_grad=True)
-                for _ in slots.angles:
-                    s = layer.layer(weights, s, s.detach(), window, config)
-                s.sum().backward()
-                rows = (model.layers[0].merged_qkv().size(0),)
-                ring = decode.Ring(position, heads, *kv, W)
-                tk.attend(torch.empty(B, *rows, dtype=bf16), ring)
+            qkv = torch.empty(B, len(weights.wqkv.w), dtype=bf16)
+            tk.attend(qkv, decode.Ring(position, heads, *kv, W))
         for dtype in (torch.bfloat16, torch.float32):
             logits, target = torch.empty(333, 50304, dtype=dtype), torch.empty(333).long()
-            tk.cross_entropy(logits, target, 0.1)
-    names = {name for name in vars(tk) if name.endswith('_kernel')}
-    assert {done.metadata.name for done in seen.values()} == names
+            tk.slice_loss(logits, target, 0.1, None)
+    kernels = {name for name in vars(tk) if name.endswith('_kernel')}
+    assert {done.metadata.name for done in seen.values()} == kernels
     print(f'compiled {len(seen)}')
 
 
 def test_kernels_compile_for_an_h100_in_a_process():
     cells = '1,2048,16', '2,128,256'
     assert 'compiled ' in run(sys.executable, __file__, *cells, TRITON_INTERPRET='0')
-
-
-# ---- the choice ----
-
-
-EXACT = torch.tensor([1.0, 2.0, 3.0])
-
-
-@pytest.fixture
-def choose(monkeypatch):
-    """Return a function that chooses among forms by trials that return results[names in use], or
-    raise them. The results without a form are 0.1% off."""
-
-    def choose(results, seconds, names=('form',)):
-        results = {frozenset(): EXACT * 1.001, **results}
-
-        def trial(exact):
-            result = EXACT if exact else results[graphs.enabled_forms()]
-            if isinstance(result, Exception):
-                raise result
-            return [result]
-
-        monkeypatch.setattr(
-            forms, 'cuda_seconds', lambda run: (run(), seconds[graphs.enabled_forms()])[1]
-        )
-        monkeypatch.setattr(forms, 'registered', dict.fromkeys(names))
-        return forms.choose(lambda: trial, names)
-
-    return choose
-
-
-NONE, FORM = frozenset(), frozenset({'form'})
-FASTER, SLOWER = {NONE: 2.0, FORM: 1.0}, {NONE: 1.0, FORM: 2.0}
-CHOICES = [  # result of the form, seconds, whether it is used, part of the line
-    (EXACT * 1.002, FASTER, True, 'form: Triton form used'),
-    (EXACT * 1.002, SLOWER, False, 'not used'),
-    (EXACT * 1.01, FASTER, False, 'largest error 1.00%, without it 0.10%'),
-    (EXACT * math.nan, FASTER, False, 'largest error inf%'),
-    (triton.runtime.errors.OutOfResources(3, 2, 'x'), FASTER, False, 'not used: OutOfResources'),
-    (KeyError('gate'), FASTER, False, "not used: KeyError: 'gate'"),
-    (TypeError('unknown'), FASTER, False, 'not used: TypeError: unknown'),
-]
-
-
-@pytest.mark.parametrize('result, seconds, used, text', CHOICES, ids=str)
-def test_forms_that_agree_and_are_faster_are_used(choose, result, seconds, used, text):
-    chosen, (line,) = choose({FORM: result}, seconds)
-    assert chosen == (FORM if used else NONE) and text in line
-
-
-def test_a_model_that_cannot_be_tried_keeps_its_functions(choose):
-    chosen, (line,) = choose({NONE: RuntimeError('no gradient')}, FASTER)
-    assert chosen == NONE and line == 'Triton forms not used: RuntimeError: no gradient'
-
-
-def test_if_triton_kernels_cannot_be_imported_no_form_is_used(choose, monkeypatch):
-    """As after a hack that renames a function which a form replaces."""
-    monkeypatch.setitem(sys.modules, 'triton_kernels', None)
-    chosen, (line,) = choose({FORM: EXACT}, FASTER)
-    assert chosen == NONE and line.startswith('Triton forms not used: ModuleNotFoundError')
-
-
-def test_a_form_whose_functions_were_edited_is_not_tried(monkeypatch):
-    monkeypatch.setattr(forms, 'registered', {})
-    monkeypatch.setattr(forms, 'cuda_seconds', lambda run: 1.0)
-    chosen, (line,) = forms.choose(lambda: lambda exact: [EXACT], ('experts',))
-    assert chosen == NONE
-    assert line == 'experts: Triton form not used: a function that it replaces was edited'
-
-
-def test_no_form_is_used_where_the_functions_return_nan(choose):
-    chosen, _ = choose({NONE: EXACT * math.nan, FORM: EXACT}, FASTER)
-    assert chosen == NONE
-
-
-def test_forms_are_tried_beside_those_chosen_before(choose):
-    both = frozenset({'form', 'second'})
-    results = {FORM: EXACT, both: EXACT}
-    chosen, _ = choose(results, {NONE: 3.0, FORM: 2.0, both: 1.0}, ('form', 'second'))
-    assert chosen == both
-    chosen, _ = choose(results, {NONE: 3.0, FORM: 2.0, both: 2.5}, ('form', 'second'))
-    assert chosen == FORM
 
 
 if __name__ == '__main__':

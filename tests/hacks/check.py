@@ -1,7 +1,7 @@
-"""Check an edit of the project in all modes; test_hacks.py runs this in patched copies.
+"""Check an edit of the project in all modes. It needs nothing else of tests/.
 
-    PYTHONPATH=.:tests python tests/hacks/check.py --n_loop=2      (make check-edit ARGS=...)
-    PYTHONPATH=.:tests python tests/hacks/check.py models|agents|triton "{settings}" [--inductor]
+    PYTHONPATH=. python tests/hacks/check.py --n_loop=2      (make check-edit ARGS=--n_loop=2)
+    PYTHONPATH=. python tests/hacks/check.py models|agents|triton|two_chunks "{settings}"
 
 The first form takes settings of train_lm.py. It trains a small model for 12 updates, resumes,
 validates, scores, exports, samples and fine-tunes it by the scripts, as a user does, and then runs
@@ -10,13 +10,13 @@ validates, scores, exports, samples and fine-tunes it by the scripts, as a user 
 models and agents train for three updates in float64 in every mode, and models decode; all must give
 what the plain mode gives. triton trains for one update in fp32, with Triton forms run by the
 interpreter. two_chunks compares gradients through the state with those of one long chunk. Each
-prints the losses of the plain mode, by which the test can tell a patched model from an unpatched
-one."""
+prints the losses of the plain mode, by which test_hacks.py, which runs this in patched copies, can
+tell a patched model from an unpatched one."""
 
 import ast
 import functools
+import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -27,180 +27,172 @@ if 'triton' in sys.argv:  # before anything imports triton
     os.environ['TRITON_INTERPRET'] = '1'
 
 import torch
-from reference import assert_close, assert_same_gradients, gradients, make, tokens
-from small_runs import assert_equal, read_log
-from test_convlstm import boards
-from test_model import MODES, fake_graphed, set_mode
 
 import graphs
 import recompute
 import unroll
 from convlstm import AgentConfig, build_agent
 from decode import Decoder
-from model import GPT, RecurrentGPT
-from run import load_checkpoint, log_of
+from model import ModelConfig, build_model, randomize
+
+SIZES = {
+    'vocab_size': 11,
+    'n_layer': 2,
+    'n_expert': 3,
+    'n_embd': 24,
+    'n_head': 2,
+    'n_kv_head': 1,
+    'window': 3,
+    'router_dim': 5,
+}
+# name: config.mode, fused.enabled, recompute.KEPT_BYTES
+MODES = {
+    'plain': ('plain', False, 2**30),
+    'fast': ('fast', False, 2**30),
+    'compiled': ('fast', True, 2**30),
+    'recomputed': ('fast', False, 0),
+    'compiled, recomputed': ('fast', True, 0),
+}
+
+
+def make(settings, recurrent=True, mode='plain', **sizes):
+    """Return a small random model; settings that are lists have one value per layer."""
+    sizes = {**SIZES, **sizes}
+    for name, x in settings.items():
+        sizes.setdefault(name, x[: sizes['n_layer']] if isinstance(x, list | tuple) else x)
+    model = randomize(build_model(ModelConfig(**sizes), recurrent)).double()
+    set_mode(model, mode)
+    return model
+
+
+def set_mode(model, mode):
+    model.config.mode, graphs.fused.enabled, recompute.KEPT_BYTES = MODES[mode]
+
+
+def tokens(*shape, seed=0):
+    return torch.randint(11, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(model, loss):
+    """Return the gradient of the loss for each parameter, by name."""
+    grads = torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)
+    return dict(zip([name for name, _ in model.named_parameters()], grads, strict=True))
 
 
 def train(model, loss_of, updates=3):
-    """Train for some updates; return the loss of each, loss_of(model, i), and the gradients of the
-    last."""
+    """Train for some updates; return the loss of each, loss_of(i), and the last gradients."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     losses = []
     for i in range(updates):
-        loss = loss_of(model, i)
-        optimizer.zero_grad()
-        loss.backward()
+        loss = loss_of(i)
         losses.append(loss.item())
-        grads = {
-            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-            for name, p in model.named_parameters()
-        }
+        grads = gradients(model, loss)
+        for name, p in model.named_parameters():
+            p.grad = grads[name].clone()
         optimizer.step()
     return losses, grads
-
-
-def assert_same(found, expected, what, rtol=1e-8, atol=1e-9):
-    """Assert that two results of `train` are close. what: the name of the first in a message."""
-    torch.testing.assert_close(
-        found, expected, rtol=rtol, atol=atol, msg=lambda message: f'{what}: {message}'
-    )
 
 
 def train_stream(model):
     """Train on three chunks of two streams."""
     state = None
 
-    def loss_of(model, i):
+    def loss_of(i):
         nonlocal state
-        x, y = tokens(2, 7, seed=i), tokens(2, 7, seed=i + 10)
-        loss, state = model(x, y, state)
-        state = state.detach()
+        loss, state = model(tokens(2, 7, seed=i), tokens(2, 7, seed=i + 10), state)
+        state = None if state is None else state.detach()
         return loss.objective
 
     return train(model, loss_of)
 
 
-def settings_of(n_layer, settings):
-    """Return settings of a model of n_layer layers: lists have one value per layer."""
-    return {name: x[:n_layer] if isinstance(x, list | tuple) else x for name, x in settings.items()}
+def compare(found, rtol=1e-8, atol=1e-9):
+    """Assert that all results, by mode, are those of the first mode, and return them."""
+    (_, expected), *others = found.items()
+    for mode, result in others:
+        torch.testing.assert_close(
+            result, expected, rtol=rtol, atol=atol, msg=lambda text, mode=mode: f'{mode}: {text}'
+        )
+    return expected
 
 
 def models(settings):
-    """Compare all modes of RecurrentGPT and GPT, and the decoder, with the plain mode."""
-    recompute.graphed = fake_graphed
-    recompute.can_capture = lambda x: True
+    """Compare all modes of both language models, and the decoder, with the plain mode."""
     unroll.BLOCK = 3
-    settings = {k: x for k, x in settings.items() if k not in ('n_layer', 'share_kv')}
-    for n_layer, share_kv in ((2, True), (1, False)):
-        found = {}
-        for mode in MODES:
-            sizes = {'n_layer': n_layer, 'share_kv': share_kv, 'n_expert': 3}
-            model = make(RecurrentGPT, **sizes | settings_of(n_layer, settings))
-            set_mode(model, mode)
-            found[mode] = train_stream(model)
-            assert_same(found[mode], found['plain'], mode)
-        losses, grads = found['plain']
+    recurrent_sizes = ({'share_kv': True}, {'share_kv': False, 'n_layer': 1})
+    for sizes in recurrent_sizes:
+        found = {mode: train_stream(make(settings, mode=mode, **sizes)) for mode in MODES}
+        losses, grads = compare(found)
         print(*losses)
-        check_every_weight_learns(grads)
-        check_decoder(model)
-    settings = settings_of(2, settings)
-    gpt_settings = {'n_expert': 2, **settings}
-    recurrent_names = parameter_names(make(RecurrentGPT, **settings))
-    gpt_names = parameter_names(make(GPT, **gpt_settings))
-    only_recurrent = {name for name in recurrent_names if name.split('.')[-1] in ('a', 'b')}
-    if not recurrent_names <= gpt_names | only_recurrent:
-        return  # the patch adds parameters to the recurrent model only
-    x = tokens(2, 6)
-    found = {}
-    for mode in ('fast', 'compiled'):
-        model = make(GPT, **gpt_settings)
-        set_mode(model, mode)
-        found[mode] = train(model, lambda model, i: model(x, x)[0].objective)
-    assert_same(found['compiled'], found['fast'], 'GPT')
-    check_decoder(model)
-
-
-def parameter_names(model):
-    return {name for name, _ in model.named_parameters()}
-
-
-def check_every_weight_learns(grads):
-    """Assert that each parameter gets a gradient in at least one layer. Without this a parameter
-    that a patch adds would change the random weights of a model, and so its losses, unused."""
-    names = {name.split('.')[-1] for name in grads}
-    learning = {name.split('.')[-1] for name, grad in grads.items() if grad.any()}
-    assert learning == names, f'no gradient: {names - learning}'
+        # Without this a parameter that a patch adds would change the random weights of a model, and
+        # so its losses, unused.
+        names = {name.split('.')[-1] for name in grads}
+        learning = {name.split('.')[-1] for name, grad in grads.items() if grad.any()}
+        assert learning == names, f'no gradient: {names - learning}'
+        check_decoder(make(settings, **sizes))
+    compare({mode: train_stream(make(settings, False, mode)) for mode in ('fast', 'compiled')})
+    check_decoder(make(settings, False))
 
 
 def check_decoder(model):
-    """Compare the decoder's logits with the plain mode's, with and without compilation."""
-    set_mode(model, 'plain')
+    """Compare the decoder's logits with the model's, with and without compilation."""
     x = tokens(2, 11)
     with torch.no_grad():
         expected, _ = model(x, state=model.init_state(2))
-    for compiled in (False, True):
-        graphs.fused.enabled = compiled
+    for graphs.fused.enabled in (False, True):
         decoder = Decoder(model, 2)
         for t in range(x.size(1)):
             decoder.step(x[:, t])
-            assert_close(decoder.logits, expected[:, t], what=f'decoder, token {t}')
+            torch.testing.assert_close(decoder.logits, expected[:, t], rtol=1e-8, atol=1e-9)
 
 
 def two_chunks(settings):
     """Compare the gradients of two chunks, the second of which starts from the state of the first,
     with those of one chunk, in all modes."""
-    recompute.graphed = fake_graphed
-    recompute.can_capture = lambda x: True
     unroll.BLOCK = 3
+    x, y = tokens(2, 10), tokens(2, 10, seed=1)
+    model = make(settings)
+    found = {'one chunk': gradients(model, model(x, y)[0].objective)}
     for mode in MODES:
-        model = make(RecurrentGPT, **settings)
         set_mode(model, mode)
-        x, y = tokens(2, 10), tokens(2, 10, seed=1)
-        expected = gradients(model, model(x, y)[0].objective)
         first, state = model(x[:, :5], y[:, :5])
         second, _ = model(x[:, 5:], y[:, 5:], state)
-        found = gradients(model, (first.objective + second.objective) / 2)
-        assert_same_gradients(model, found, expected)
+        found[mode] = gradients(model, (first.objective + second.objective) / 2)
+    compare(found)
 
 
 def triton(settings):
     """Compare training with all Triton forms enabled, in fp32, with the plain mode."""
     import triton_kernels  # noqa: F401  registers the forms
 
-    unroll.BLOCK = 4
-    unroll.GROUP = 3
-    found = []
+    unroll.BLOCK, unroll.GROUP = 4, 3
+    x, y = tokens(2, 7), tokens(2, 7, seed=1)
+    found = {}
     for forms in (frozenset(), frozenset({'attention', 'experts', 'loss'})):
-        model = make(RecurrentGPT, dtype=torch.float32, n_expert=3, n_embd=24, n_head=2, **settings)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(0.7)  # the rounding of fp32 stays small
+        model = make(settings, mode='fast').float()
         model.forms = forms
-        found.append(train(model, lambda model, i: model(*tokens(2, 2, 7))[0].objective, 1))
-    plain, with_forms = found
-    assert_same(with_forms, plain, 'Triton forms', rtol=1e-3, atol=1e-4)
-    print(*plain[0])
+        found[forms] = train(model, lambda _, model=model: model(x, y)[0].objective, 1)
+    print(*compare(found, rtol=1e-3, atol=1e-4)[0])
 
 
 def agents(settings):
-    """Compare all modes of agents with the plain mode."""
+    """Compare compiled agents with those that run eagerly."""
+    obs = torch.stack([tokens(3, 2, 10, 10) % 2 * 3, tokens(3, 2, 10, 10, seed=1) % 3], -1)
+    start = torch.tensor([[True, True], [False, True], [False, False]])
     for arch, residual in (('convlstm', 'expert'), ('convglu', 'expert'), ('convglu', 'shared')):
         sizes = {'arch': arch, 'residual': residual, 'n_layer': 2, 'n_expert': 3, 'n_embd': 8}
-        obs, start = boards(T=3, B=2)
-
-        def loss_of(agent, i, obs=obs, start=start):
-            logits, value, _ = agent(obs, start, agent.init_state(2))
-            return logits.square().mean() + (value - i).square().mean()
-
         found = {}
-        for mode in ('plain', 'fast', 'compiled'):
+        for mode in ('eager', 'compiled'):
             torch.manual_seed(0)
             agent = build_agent(AgentConfig(head_dim=16, **sizes, **settings)).double()
-            agent.config.mode = 'plain' if mode == 'plain' else 'fast'
             graphs.fused.enabled = mode == 'compiled'
+
+            def loss_of(i, agent=agent):
+                logits, value, _ = agent(obs.to(torch.uint8), start, agent.init_state(2))
+                return logits.square().mean() + (value - i).square().mean()
+
             found[mode] = train(agent, loss_of)
-            assert_same(found[mode], found['plain'], mode)
-        print(*found['plain'][0])
+        print(*compare(found)[0])
 
 
 # ---- an edit, checked end to end ----
@@ -221,6 +213,12 @@ def call(script, *arguments):
     return done.stdout
 
 
+def losses_of(run):
+    """Return (step, training loss, validation loss) of each record of a run's log."""
+    records = map(json.loads, (run / 'log.jsonl').read_text().splitlines())
+    return [(r['step'], r.get('train_loss'), r.get('val_loss')) for r in records]
+
+
 def edit(arguments):
     """Check an edit of the language models as a user meets it, and then all modes."""
     with tempfile.TemporaryDirectory() as folder:
@@ -231,41 +229,36 @@ def edit(arguments):
         call('data_fineweb.py', '--demo=True', '--tokenizer=bytes', f'--data_dir={data}')
         train = ['train_lm.py', '--tokenizer=bytes', f'--data_dir={data}', *EDIT, *arguments]
         call(*train, f'--out_dir={run}')
-        records = log_of(run)
-        first, last = records[1]['train_loss'], records[-1]['train_loss']
-        assert len(records) == 13 and last < first, (first, last)
+        _, (_, first, _), *_, (step, last, validated) = losses_of(run)
+        assert step == 12 and last < first, (step, first, last)
         print(f'trained 12 updates: loss {first:.4f} to {last:.4f}')
 
         shutil.copytree(run, again)  # as if it had been stopped after update 6
         os.replace(again / 'prev.pt', again / 'last.pt')
         call('train_lm.py', f'--out_dir={again}', '--resume=True')
-        assert read_log(again) == read_log(run), 'the log of the resumed run differs'
-        weights, resumed = (load_checkpoint(x / 'last.pt')['model'] for x in (run, again))
-        assert_equal(resumed, weights)
+        assert losses_of(again) == losses_of(run), 'the log of the resumed run differs'
+        saved, resumed = (torch.load(x / 'last.pt', weights_only=True) for x in (run, again))
+        torch.testing.assert_close(resumed['model'], saved['model'], rtol=0, atol=0)
         print('resumed after 6 updates: bit-equal')
 
         printed = call('train_lm.py', f'--out_dir={run}', '--eval_only=True')
-        assert f'validation loss {records[-1]["val_loss"]:.4f} nats' in printed, printed
-        print(f'validated: {records[-1]["val_loss"]:.4f}, as logged')
+        assert f'validation loss {validated:.4f} nats' in printed, printed
+        print(f'validated: {validated:.4f}, as logged')
 
-        options = ['--device=cpu', '--dtype=float32']
+        options = ['--which=last', '--device=cpu', '--dtype=float32']
         call('sample.py', f'--out_dir={run}', f'--export={export}', '--which=last')
         score, of_export = (
-            call('sample.py', f'--out_dir={x}', f'--score={text}', '--which=last', *options)
-            for x in (run, export)
+            call('sample.py', f'--out_dir={x}', f'--score={text}', *options) for x in (run, export)
         )
         assert score == of_export, (score, of_export)
-        print(f'scored and exported: {re.search(r"[0-9.]+ nats", of_export)[0]} per byte in both')
+        print(f'scored and exported: {of_export.strip()}, in both')
 
-        sampled = call(
-            'sample.py', f'--out_dir={export}', f'--prompt={PROMPT}', '--max_new_tokens=9', *options
-        )
-        assert sampled.startswith(PROMPT)
-        printed = call(*train, f'--out_dir={tuned}', f'--init_from={export}', '--max_iters=3')
-        assert 'initialized from scratch' not in printed, printed
-        assert log_of(tuned)[1]['train_loss'] < last + 0.5 * (first - last), log_of(tuned)
+        prompt = [f'--prompt={PROMPT}', '--max_new_tokens=9']
+        assert call('sample.py', f'--out_dir={export}', *prompt, *options).startswith(PROMPT)
+        call(*train, f'--out_dir={tuned}', f'--init_from={export}', '--max_iters=3')
+        assert losses_of(tuned)[1][1] < (first + last) / 2, losses_of(tuned)
         print('sampled and fine-tuned')
-        sizes = load_checkpoint(run / 'last.pt')['entries']['model']
+    sizes = saved['entries']['model']
     changed = {argument.split('=')[0].lstrip('-') for argument in arguments}
     models({name: x for name, x in sizes.items() if name in changed})
 
@@ -276,10 +269,10 @@ GROUPS = {'models': models, 'agents': agents, 'triton': triton, 'two_chunks': tw
 def main(arguments):
     torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = 256
-    if '--inductor' not in arguments:  # stop before Inductor, whose C++ compiler takes minutes
-        graphs.compiled = functools.cache(
-            lambda f: torch.compile(f, backend='aot_eager', fullgraph=True, dynamic=False)
-        )
+    # stop before Inductor, whose C++ compiler takes minutes
+    graphs.compiled = functools.cache(
+        lambda f: torch.compile(f, backend='aot_eager', fullgraph=True, dynamic=False)
+    )
     if arguments and arguments[0] in GROUPS:
         GROUPS[arguments[0]](ast.literal_eval(arguments[1]))
     else:
