@@ -63,13 +63,16 @@ _enabled: list[frozenset] = [frozenset()]
 
 def has_triton_form(name: str) -> Callable:
     """Decorate a function for which triton_kernels.py may register a form of this name. A form that
-    cannot take some arguments returns NotImplemented for them."""
+    cannot take some arguments returns NotImplemented for them; none takes float64, in which models
+    are checked, because forms calculate in fp32."""
 
     def decorate(function):
         @functools.wraps(function)
         def call(*args, **options):
             result = NotImplemented
-            if name in _enabled[-1] and name in registered and not torch.compiler.is_compiling():
+            usable = name in _enabled[-1] and name in registered
+            exact = any(getattr(x, 'dtype', None) == torch.float64 for x in args)
+            if usable and not exact and not torch.compiler.is_compiling():
                 result = registered[name](*args, **options)
             return function(*args, **options) if result is NotImplemented else result
 
