@@ -52,7 +52,8 @@ from kernels import Linear, gate_weights, norm, rotate
 class LayerWeights(NamedTuple):
     """Weights of one layer. A matrix W is a kernels.Linear: calling it on x returns x W^T, for each
     expert separately if W is a stack of E matrices. Every other weight is a tensor. To add a
-    weight, add a field here and fill it in model.Layer.weights."""
+    weight, or a setting that layers do not share, add a field here and fill it in
+    model.Layer.weights."""
 
     wqkv: Linear  # ((C M + 2 C) K, D): queries, keys and values of all heads
     wo: Linear  # (E, D, H K)
@@ -63,11 +64,7 @@ class LayerWeights(NamedTuple):
     router_q: Linear | None = None  # (r, 2 D), routed aggregations only
     router_q_bias: Tensor | None = None  # (r,)
     router_keys: Linear | None = None  # (E, r)
-
-    @property
-    def recurrent(self) -> bool:
-        """Return whether the layer mixes s and z."""
-        return self.a is not None
+    recurrent: bool = False  # whether the layer mixes s and z
 
     @property
     def dtype(self) -> torch.dtype:

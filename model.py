@@ -71,6 +71,10 @@ class ModelConfig:
     mode: str = 'fast'  # 'plain': without DeferredLinear, one weight gradient per token
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value, expected = getattr(self, field.name), type(field.default)
+            if expected in (int, str, bool) and type(value) is not expected:
+                raise Mistake(f'{field.name} = {value!r}: expected one {expected.__name__}')
         for name in 'vocab_size n_layer n_expert n_embd window block_size router_dim'.split():
             if getattr(self, name) < 1:
                 raise Mistake(f'{name} = {getattr(self, name)}: must be at least 1')
@@ -199,6 +203,7 @@ class Layer(nn.Module):
             wo=linear(self.wo, dtype),
             up=linear(self.up, dtype),
             down=linear(self.down, dtype),
+            recurrent=self.recurrent,
         )
         if self.recurrent:
             # one copy per row: each token's gradient is then a sum within rows, and the sum over

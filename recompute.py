@@ -79,7 +79,7 @@ def release() -> None:
 
 def tensors_of(layers: list[LayerWeights]) -> list[Tensor]:
     """Return all weights of the layers as tensors, in order."""
-    fields = (x for w in layers for x in w if x is not None)
+    fields = (x for w in layers for x in w if isinstance(x, Linear | Tensor))
     return [x.weight if isinstance(x, Linear) else x for x in fields]
 
 
@@ -87,10 +87,10 @@ def map_weights(function: Callable, layers: list[LayerWeights]) -> list[LayerWei
     """Return the layers with function(x) in place of every weight x. Linears keep their class and
     dtype."""
 
-    def replace(x: Linear | Tensor | None) -> Linear | Tensor | None:
+    def replace(x: object) -> object:
         if isinstance(x, Linear):
             return type(x)(function(x.weight), x.w.dtype)
-        return None if x is None else function(x)
+        return function(x) if isinstance(x, Tensor) else x
 
     return [LayerWeights(*map(replace, w)) for w in layers]
 

@@ -25,6 +25,8 @@ import model as model_file
 import recompute
 import unroll
 from common import Gradients
+from small_runs import assert_refused
+
 from model import AGGREGATIONS, GPT, ModelConfig, RecurrentGPT, State, build_model
 
 MODELS = [RecurrentGPT, GPT]
@@ -670,3 +672,8 @@ def test_b_may_start_at_the_square_root_of_the_number_of_experts():
     model = build_model(config, recurrent=True)
     first, second = model.layers
     assert first.a == second.a == 1 and first.b == second.b == 3
+
+
+@pytest.mark.parametrize('name, value', [('n_layer', [2, 4]), ('window', 3.5), ('aggregation', 1)])
+def test_a_size_of_another_type_is_refused(name, value):
+    assert_refused(f'{name} = .*: expected one (int|str)', ModelConfig, **{name: value})
