@@ -10,20 +10,22 @@ validates, scores, exports, samples and fine-tunes it by the scripts, as a user 
 models and agents train for three updates in float64 in every mode, and models decode; all must give
 what the plain mode gives. triton trains for one update in fp32, with Triton forms run by the
 interpreter. two_chunks compares gradients through the state with those of one long chunk. Each
-prints the losses of the plain mode, by which test_hacks.py, which runs this in patched copies, can
-tell a patched model from an unpatched one."""
+prints the losses of the plain mode, by which test_hacks.py, which runs this in patched copies,
+tells a patched model from an unpatched one."""
 
 import ast
+import contextlib
 import functools
+import io
 import json
 import os
+import runpy
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-if 'triton' in sys.argv:  # before anything imports triton
+if sys.argv[1:2] == ['triton']:  # before anything imports triton
     os.environ['TRITON_INTERPRET'] = '1'
 
 import torch
@@ -119,9 +121,12 @@ def compare(found, rtol=1e-8, atol=1e-9):
 def models(settings):
     """Compare all modes of both language models, and the decoder, with the plain mode."""
     unroll.BLOCK = 3
-    recurrent_sizes = ({'share_kv': True}, {'share_kv': False, 'n_layer': 1})
-    for sizes in recurrent_sizes:
-        found = {mode: train_stream(make(settings, mode=mode, **sizes)) for mode in MODES}
+    cases = [  # sizes, and modes that are compared with the first
+        ({'share_kv': True}, ['plain', 'fast', 'compiled', 'recomputed']),
+        ({'share_kv': False, 'n_layer': 1}, ['plain', 'compiled, recomputed']),
+    ]
+    for sizes, modes in cases:
+        found = {mode: train_stream(make(settings, mode=mode, **sizes)) for mode in modes}
         losses, grads = compare(found)
         print(*losses)
         # Without this a parameter that a patch adds would change the random weights of a model, and
@@ -166,7 +171,7 @@ def triton(settings):
     import triton_kernels  # noqa: F401  registers the forms
 
     unroll.BLOCK, unroll.GROUP = 4, 3
-    x, y = tokens(2, 7), tokens(2, 7, seed=1)
+    x, y = tokens(2, 5), tokens(2, 5, seed=1)
     found = {}
     for forms in (frozenset(), frozenset({'attention', 'experts', 'loss'})):
         model = make(settings, mode='fast').float()
@@ -175,23 +180,26 @@ def triton(settings):
     print(*compare(found, rtol=1e-3, atol=1e-4)[0])
 
 
-def agents(settings):
-    """Compare compiled agents with those that run eagerly."""
+def train_agent(settings, compiled=False, arch='convlstm', residual='expert'):
+    """Train a small agent on a few random boards, to act less and to expect more reward."""
     obs = torch.stack([tokens(3, 2, 10, 10) % 2 * 3, tokens(3, 2, 10, 10, seed=1) % 3], -1)
     start = torch.tensor([[True, True], [False, True], [False, False]])
-    for arch, residual in (('convlstm', 'expert'), ('convglu', 'expert'), ('convglu', 'shared')):
-        sizes = {'arch': arch, 'residual': residual, 'n_layer': 2, 'n_expert': 3, 'n_embd': 8}
-        found = {}
-        for mode in ('eager', 'compiled'):
-            torch.manual_seed(0)
-            agent = build_agent(AgentConfig(head_dim=16, **sizes, **settings)).double()
-            graphs.fused.enabled = mode == 'compiled'
+    sizes = {'arch': arch, 'residual': residual, 'n_layer': 2, 'n_expert': 3, 'n_embd': 8}
+    torch.manual_seed(0)
+    agent = build_agent(AgentConfig(head_dim=16, **sizes, **settings)).double()
+    graphs.fused.enabled = compiled
 
-            def loss_of(i, agent=agent):
-                logits, value, _ = agent(obs.to(torch.uint8), start, agent.init_state(2))
-                return logits.square().mean() + (value - i).square().mean()
+    def loss_of(i):
+        logits, value, _ = agent(obs.to(torch.uint8), start, agent.init_state(2))
+        return logits.square().mean() + (value - i).square().mean()
 
-            found[mode] = train(agent, loss_of)
+    return train(agent, loss_of)
+
+
+def agents(settings):
+    """Compare compiled agents with those that run eagerly."""
+    for sizes in (('convlstm', 'expert'), ('convglu', 'expert'), ('convglu', 'shared')):
+        found = {f'compiled: {x}': train_agent(settings, x, *sizes) for x in (False, True)}
         print(*compare(found)[0])
 
 
@@ -205,12 +213,15 @@ PROMPT = 'Fellow citizens of the Senate'
 
 
 def call(script, *arguments):
-    """Run a script of the edited project and return what it prints."""
-    command = [sys.executable, script, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f'{" ".join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}')
-    return done.stdout
+    """Run a script of the edited project in this process, and return what it prints."""
+    sys.argv = [script, *map(str, arguments)]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        try:
+            runpy.run_path(script, run_name='__main__')
+        except SystemExit as end:
+            if end.code:
+                raise
+    return printed.getvalue()
 
 
 def losses_of(run):
@@ -269,9 +280,9 @@ GROUPS = {'models': models, 'agents': agents, 'triton': triton, 'two_chunks': tw
 def main(arguments):
     torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = 256
-    # stop before Inductor, whose C++ compiler takes minutes
+    # capture only: to generate code takes minutes
     graphs.compiled = functools.cache(
-        lambda f: torch.compile(f, backend='aot_eager', fullgraph=True, dynamic=False)
+        lambda f: torch.compile(f, backend='eager', fullgraph=True, dynamic=False)
     )
     if arguments and arguments[0] in GROUPS:
         GROUPS[arguments[0]](ast.literal_eval(arguments[1]))
