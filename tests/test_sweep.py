@@ -357,7 +357,7 @@ def test_real_trainers_are_run_two_at_a_time_and_a_killed_run_resumes(
     data, main, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    lms = grid('train_lm.py', recurrent=[True, False], **{**LM, 'max_iters': 150})
+    lms = grid('train_lm.py', recurrent=[True, False], **{**LM, 'max_iters': 60})
     agents = grid('train_sokoban.py', recurrent=[True, False], **{**AGENT, 'time_limit': 5})
     monkeypatch.setitem(plans.PLANS, 'tiny-lm', Plan('', lms))
     monkeypatch.setitem(plans.PLANS, 'tiny-agent', Plan('', agents))
@@ -370,7 +370,7 @@ def test_real_trainers_are_run_two_at_a_time_and_a_killed_run_resumes(
     assert f'{killed}: FAILED (exit status -9)' in capsys.readouterr().out
     assert is_finished(other) and not is_finished(killed)
     assert main(*line) == 0, capsys.readouterr()
-    assert [record['step'] for record in log_of(killed)] == list(range(151))
+    assert [record['step'] for record in log_of(killed)] == list(range(61))
     assert main('tiny-agent', '--run', '--workers=2') == 0
     for plan, value in (('tiny-lm', 'loss'), ('tiny-agent', 'return')):
         frame = figures.runs(f'out/{plan}')
