@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: downloads that survive a bad network, and trained models in its format.
+"""The Hugging Face Hub: downloads, and trained models in its format.
 
     from model import LanguageModel
 
@@ -11,21 +11,18 @@ rebuilds it; README.md, its model card. sample.py and play_sokoban.py write the 
 Loading runs no code of the folder.
 """
 
-import errno
-import functools
-import itertools
+import inspect
 import json
 import os
 import pathlib
-import time
-from collections.abc import Callable
+import zlib
 from typing import Self
 
 from configurator import Mistake, first_line
 
 import huggingface_hub
 import torch
-from huggingface_hub.errors import EntryNotFoundError, HTTPError, LocalEntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, HTTPError
 
 from common import print0
 from files import (
@@ -44,20 +41,6 @@ PAPER = 'https://arxiv.org/abs/2609.12531'
 # Exceptions that huggingface_hub and `datasets` raise; RuntimeError comes from hf-xet, which
 # transfers files.
 HUB_ERRORS = (OSError, ValueError, RuntimeError, HTTPError, EntryNotFoundError)
-# The exceptions among them that mean a failed connection. LocalEntryNotFoundError: there is neither
-# a connection nor a copy in the cache.
-NETWORK_ERRORS = (
-    ConnectionError,
-    TimeoutError,
-    RuntimeError,
-    HTTPError,
-    LocalEntryNotFoundError,
-)
-# Parts of the messages of errors, of whatever type, that come from the disk of this machine.
-DISK_ERRORS = [
-    os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
-]
-HUB_TRIES = 5  # per download; the pauses between them add up to 15 s
 MODEL_CARD = """---
 {{ card_data }}
 ---
@@ -97,57 +80,17 @@ In the folder of the code, with FOLDER a copy of these files, or their name on t
 # ---- downloads ----
 
 
-def is_disk_error(error: Exception) -> bool:
-    """Return whether a download failed because a file cannot be written on this machine."""
-    return any(message in str(error) for message in DISK_ERRORS)
-
-
-def is_network_error(error: Exception) -> bool:
-    """Return whether a download that failed with `error` may succeed if it is tried again."""
-    if huggingface_hub.constants.HF_HUB_OFFLINE or is_disk_error(error):
-        return False
-    if (response := getattr(error, 'response', None)) is not None:
-        return response.status_code in (408, 429) or response.status_code >= 500
-    return isinstance(error, NETWORK_ERRORS)
-
-
-def wait_to_retry(error: Exception, failures: int) -> None:
-    """Print a network error and sleep: 1 s after the first failure in a row, twice as long after
-    each further one, at most 60 s."""
-    seconds = min(60, 2 ** (failures - 1))
-    print(f'network error: {first_line(error)}: next try in {seconds} s', flush=True)
-    time.sleep(seconds)
-
-
-def retry(call: Callable[[], object], tries: int) -> object:
-    """Return call(). If the network fails, try again, up to `tries` times in all. Raises the last
-    network error, or at once any other error."""
-    for failures in itertools.count(1):
-        try:
-            return call()
-        except HUB_ERRORS as error:
-            if failures == tries or not is_network_error(error):
-                raise
-            wait_to_retry(error, failures)
-
-
 def call_hub(function: str, repo: str, *names: str, **options: object) -> object:
-    """Return huggingface_hub.FUNCTION(repo, *names, **options), called up to HUB_TRIES times if the
+    """Return huggingface_hub.FUNCTION(repo, *names, **options), which tries again by itself if the
     network fails. Raises Mistake if the call fails for good."""
-    call = functools.partial(getattr(huggingface_hub, function), repo, *names, **options)
     try:
-        return retry(call, HUB_TRIES)
+        return getattr(huggingface_hub, function)(repo, *names, **options)
     except HUB_ERRORS as error:
-        file = ' of '.join([*names, repo])
-        if is_disk_error(error):
-            advice = ''  # the reason is enough
-        elif huggingface_hub.constants.HF_HUB_OFFLINE:
-            advice = ': unset HF_HUB_OFFLINE to download it'
-        elif is_network_error(error):
-            advice = ': run the same command again to continue'
-        else:
-            advice = ': check the name, the revision and, for a private repository, `hf auth login`'
-        raise Mistake(f'cannot download {file}: {first_line(error)}{advice}') from None
+        raise Mistake(
+            f'cannot download {" of ".join([*names, repo])}: {first_line(error)}: the same command '
+            'continues; or check the name, the revision and, for a private repository, '
+            '`hf auth login`'
+        ) from None
 
 
 def pin_revision(
@@ -175,6 +118,16 @@ def load_weights(model: torch.nn.Module, weights: dict, path: Path) -> None:
             if not x.isfinite().all():
                 raise ValueError(f'{name} holds NaN or infinity')
         model.load_state_dict(weights)
+
+
+def checksum(model: torch.nn.Module) -> int:
+    """Return the CRC-32 of all weights, rounded to bfloat16: so a model has that of its export in
+    bfloat16."""
+    crc = 0
+    for x in model.state_dict().values():
+        rounded = x.to('cpu', torch.bfloat16).contiguous().view(-1)
+        crc = zlib.crc32(rounded.view(torch.int16).numpy(), crc)
+    return crc
 
 
 def export_in(folder: Path) -> pathlib.Path:
@@ -253,17 +206,25 @@ class PublishedModel(
     KIND: str
     DERIVED = ('eval_*',)  # files made from a saved model, removed when another is saved
     about: dict = {}  # the entries of config.json with which the model was loaded
+    loaded: int | None = None  # the checksum of the weights that `about` is about
 
     @classmethod
     def _from_pretrained(
-        cls, *, model_id: str, device: str = 'cpu', config: object = None, **options: object
+        cls,
+        *,
+        model_id: str,
+        device: str = 'cpu',
+        config: object = None,  # of the mixin, unused: rebuild() reads the file
+        **download: object,
     ) -> Self:
         """Return the model of a folder or of a repository of the Hub: what the mixin's
-        from_pretrained calls. options: of huggingface_hub.snapshot_download."""
+        from_pretrained calls. download: options of huggingface_hub.snapshot_download. Raises
+        TypeError for an option that it does not have."""
+        options = {**download, 'allow_patterns': [CONFIG, WEIGHTS]}
+        inspect.signature(huggingface_hub.snapshot_download).bind(model_id, **options)
         folder = model_id
         if not os.path.isdir(folder):
-            patterns = [CONFIG, WEIGHTS]
-            folder = huggingface_hub.snapshot_download(folder, allow_patterns=patterns, **options)
+            folder = huggingface_hub.snapshot_download(folder, **options)
         return cls.load_export(folder, device)
 
     @classmethod
@@ -276,8 +237,20 @@ class PublishedModel(
                 model = cls.rebuild(json.load(file))
         except OSError as error:
             raise Mistake(f'{path}: cannot be read: {error.strerror}') from None
-        load_weights(model, read_tensors(weights), weights)
-        return model.to(device).eval()
+        return model.restore(read_tensors(weights), weights, device)
+
+    @classmethod
+    def load_trained(cls, folder: Path, which: str = 'best', device: str = 'cpu') -> Self:
+        """Return the model of a run, or of an export. which: of a run the 'best' model, if it has
+        one, or the 'last' checkpoint. Raises Mistake."""
+        export = export_in(folder)
+        if (export / WEIGHTS).exists() and (which == 'best' or export == pathlib.Path(folder)):
+            return cls.load_export(export, device)
+        saved, path = load_last(folder)
+        with restoring(path):
+            settings = {'settings': saved['config'], 'command': saved['about']['command']}
+            model = cls.rebuild({**saved['entries'], 'step': saved['step'], **settings})
+            return model.restore(saved['model'], path, device)
 
     @classmethod
     def rebuild(cls, about: dict) -> Self:
@@ -292,19 +265,11 @@ class PublishedModel(
         model.about = about
         return model
 
-    @classmethod
-    def load_trained(cls, folder: Path, which: str = 'best', device: str = 'cpu') -> Self:
-        """Return the model of a run, or of an export. which: of a run the 'best' model, if it has
-        one, or the 'last' checkpoint. Raises Mistake."""
-        export = export_in(folder)
-        if (export / WEIGHTS).exists() and (which == 'best' or export == pathlib.Path(folder)):
-            return cls.load_export(export, device)
-        saved, path = load_last(folder)
-        with restoring(path):
-            settings = {'settings': saved['config'], 'command': saved['about']['command']}
-            model = cls.rebuild({**saved['entries'], 'step': saved['step'], **settings})
-            load_weights(model, saved['model'], path)
-        return model.to(device).eval()
+    def restore(self, weights: dict, path: Path, device: str) -> Self:
+        """Load the weights that `about` is about; return the model, in evaluation mode."""
+        load_weights(self, weights, path)
+        self.loaded = checksum(self)
+        return self.to(device).eval()
 
     def save_pretrained(
         self,
@@ -318,11 +283,12 @@ class PublishedModel(
         """Write model.safetensors, config.json and README.md into a folder, in place of an earlier
         model of this kind; with push_to_hub=True, push them to the Hub as well.
 
-        config: further entries of config.json, such as 'tokenizer', 'step' and 'command', added to
-        those with which the model was loaded. Raises Mistake if the folder holds other
-        files.
+        config: further entries of config.json, such as 'step', 'command' and 'score'. A model whose
+        weights are still those that were loaded keeps the entries that it was loaded with. Raises
+        Mistake if the folder holds other files.
         """
-        about = self.about | self.entries() | (config or {})
+        kept = self.about if self.loaded == checksum(self) else {}
+        about = kept | self.entries() | (config or {})
         folder = start_export(save_directory, self.KIND, *self.DERIVED)
         # Copies, because a tied parameter stands in the file under each of its names. The weights
         # come first: if the disk is full, an earlier model is still complete. (A kill between this
