@@ -218,7 +218,7 @@ class Decoder:
         self.weights = model.layer_weights(B, dtype)  # cast once
         self.embedding = model.embedding.detach()
         self.head = model.head.detach().to(dtype)
-        widths = [c.window] * model.n_caches
+        widths = [w.window for w in self.weights]
         self.position = RingPosition(B, widths, c.head_dim, wide, device)
         # (L, N, W, K) each; empty slots are read with weight 0, so they must be finite
         shape = (2, len(widths), B * model.heads.C, self.position.W, c.head_dim)

@@ -59,6 +59,7 @@ class LayerWeights(NamedTuple):
     wo: Linear  # (E, D, H K)
     up: Linear  # (E, 4 D, D)
     down: Linear  # (E, D, 4 D)
+    window: int  # W, the entries that a token sees, its own included
     a: Tensor | None = None  # (N, 1), recurrent only, in u = a s + b z
     b: Tensor | None = None  # (N, 1), recurrent only
     router_q: Linear | None = None  # (r, 2 D), routed aggregations only

@@ -150,6 +150,7 @@ class Layer(nn.Module):
         E, D, H, G = config.n_expert, config.n_embd, config.n_head, config.n_kv_head
         K, r = config.head_dim, config.router_dim
         self.config = config
+        self.window = config.window
         self.recurrent = recurrent
         self.wq = nn.Parameter(torch.empty(E, H * K, D))
         self.wk = nn.Parameter(torch.empty(E, G * K, D))
@@ -203,6 +204,7 @@ class Layer(nn.Module):
             wo=linear(self.wo, dtype),
             up=linear(self.up, dtype),
             down=linear(self.down, dtype),
+            window=self.window,
             recurrent=self.recurrent,
         )
         if self.recurrent:
@@ -359,7 +361,9 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         layer that runs several times counts as often."""
         c = self.config
         runs = self.n_caches / len(self.layers)  # of each layer
-        context = c.window if self.recurrent else (c.block_size + 1) / 2
+        context = (c.block_size + 1) / 2
+        if self.recurrent:
+            context = sum(module.window for module in self.layers) / len(self.layers)
         attention = 4 * context * c.n_head * c.head_dim * self.n_caches * c.n_expert
         router = 0  # scores of its keys, one key per expert and layer
         if c.routed:
@@ -573,17 +577,14 @@ class GPT(LanguageModel):
         B, T, _ = z.shape
         past = 0 if state is None else c.window
         cos, sin = rope_table(past + T, c.head_dim, z)
-        widths = [c.window] * self.n_caches
-        masks = {width: self.mask(state, T, width) for width in set(widths)}
+        weights = self.layer_weights(B * T, dtype)
+        masks = {width: self.mask(state, T, width) for width in {w.window for w in weights}}
         s = z.clone()  # not z itself, or torch.compile would trace the first layer separately
         new_k, new_v = [], []
         with torch.autocast(z.device.type, enabled=False):  # layer.py casts explicitly
-            for l, w in enumerate(self.layer_weights(B * T, dtype)):
+            for l, w in enumerate(weights):
                 cached = None if state is None else (state.k[l], state.v[l])
-                width = widths[l]
-                s, k, v = sequence_layer(
-                    w, s, z, cos, sin, cached, width, masks[width], self.heads, c
-                )
+                s, k, v = sequence_layer(w, s, z, cos, sin, cached, masks[w.window], self.heads, c)
                 new_k.append(k)
                 new_v.append(v)
         if state is None:
@@ -609,7 +610,6 @@ def sequence_layer(
     cos: Tensor,
     sin: Tensor,
     cached: tuple[Tensor, Tensor] | None,
-    width: int,
     mask: Tensor | Band | None,
     heads: Heads,
     config: ModelConfig,
@@ -618,11 +618,12 @@ def sequence_layer(
     last W keys and values to cache, or None for both if `cached` is None.
 
     cos, sin: angles of the cached and the new slots; cached: keys, not rotated, and values, (B, C,
-    W, K) each, of which a token sees at most the last `width`. All layers share one compiled
+    W, K) each, of which a token sees at most the last `window`. All layers share one compiled
     function."""
     B, T, _ = s.shape
     past = None
     if cached is not None:
+        width = w.window
         k, v = (x[:, :, -width:] for x in cached)
         cos, sin = cos[-width - T :], sin[-width - T :]
         past = (rotate(k, cos[:width], sin[:width]).to(w.dtype), v.to(w.dtype))

@@ -84,7 +84,7 @@ def run_trace(model: LanguageModel, ids: Tensor) -> Trace:
     weights: list[LayerWeights] = [
         w._replace(down=KeptInputs(w.down)) for w in model.layer_weights(B, z.dtype)
     ]
-    caches = [KeptWeights(model, T, model.config.window) for _ in weights]
+    caches = [KeptWeights(model, T, w.window) for w in weights]
     s = model.init_state(B).s
     states = []
     for z_t in z.unbind(1):

@@ -331,7 +331,7 @@ def run_tokens(
     rotated, and values (2, L, N, W, K). Returns the state after every token, (T, *s.shape), and the
     layers' windows."""
     T = len(z)
-    windows = [Window(slots, k, v, config.window) for k, v in kv.unbind(1)]  # one per layer
+    windows = [Window(slots, *x, w.window) for w, x in zip(layers, kv.unbind(1), strict=True)]
     if torch.is_grad_enabled():
         found = dict.fromkeys(x for w in layers for x in w if isinstance(x, DeferredLinear))
         linears = [x for x in found if x.weight.requires_grad]
