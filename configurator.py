@@ -159,7 +159,8 @@ def problem_of(name: str, value: object, default: object, allowed: object) -> st
     above; None for a setting that is not there."""
     if isinstance(allowed, list):
         if not any(type(x) is type(value) and x == value for x in allowed):  # 1 is not True
-            return f'{name} = {value!r}: expected one of {", ".join(map(str, allowed))}'
+            choices = ', '.join(str(x) or "''" for x in allowed)
+            return f'{name} = {value!r}: expected one of {choices}'
         return ''
     if isinstance(value, str):
         if '\0' in value:

@@ -30,7 +30,6 @@ from numpy import ndarray
 from torch import Tensor
 
 from boxoban import AGENT, BOX, MOST_MOVES, SIZE, board_text, check_levels, generate
-from play_sokoban import board_image
 from sokoban import TIME_LIMIT, SokobanEnv, check_actions
 
 OBSERVATIONS = gymnasium.spaces.Box(0, BOX, (SIZE, SIZE, 2), np.uint8)
@@ -76,6 +75,8 @@ def make_boards(
 def draw(board: ndarray, render_mode: str | None) -> str | ndarray | None:
     """Return a board as text or as a picture (240, 240, 3) uint8."""
     if render_mode == 'rgb_array':
+        from play_sokoban import board_image  # only here: it imports the agents
+
         return board_image(board)
     return board_text(board) if render_mode == 'ansi' else None
 

@@ -20,6 +20,7 @@ Shapes: B boards of this rank, T steps of an unroll.
 
 import math
 import os
+import re
 import signal
 import time
 import zlib
@@ -307,7 +308,7 @@ def main(config: Settings) -> int:
             f'{result["steps"]:.0f} steps'
         )
         if rank == 0:
-            name = os.path.splitext(os.path.basename(levels or eval_split))[0]
+            name = re.sub(r'\W+', '-', os.path.splitext(levels or eval_split)[0]).strip('-')
             path = os.path.join(out_dir, f'eval_{name}.json')
             record = {**about, 'time_limit': time_limit, **result}
             common.attempt(path, lambda: write_json(record, path))

@@ -37,7 +37,8 @@ LM = {
 AGENT = {
     'split': 'generated',
     'eval_split': 'generated',
-    'n_levels': 50,
+    'n_levels': 20,
+    'time_limit': 12,
     'n_boxes': 1,
     'max_moves': 6,
     'n_envs': 4,

@@ -75,7 +75,7 @@ MISTAKES = [  # arguments, message; {0}: trained, {1}: the repository
     ('--export=empty/x', 'Not a directory'),
     ('--export=x --interactive', 'exclude each other'),
     ('--score=none.txt', 'none.txt: No such file or directory'),
-    ('--score=other/model.safetensors', 'cannot be read as text'),
+    ('--score=other/model.safetensors', 'cannot be read as UTF-8'),
     ('--score=empty', 'there is no text in it'),
 ]
 
