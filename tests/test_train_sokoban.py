@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from processes import ROOT, output_of, start
+from processes import ROOT, run_ranks
 from small_runs import AGENT, agent_arguments, assert_equal, error_of, read_log, run_agent
 from small_runs import StopAt
 
@@ -335,13 +335,16 @@ def test_resume_is_bit_equal(tmp_path, settings, monkeypatch, request):
     assert_equal(read_log(a), read_log(b))
 
 
+def run_agent_as_rank(out, settings):
+    return run_agent(out, **settings)
+
+
 @pytest.mark.parametrize('ranks', [2, pytest.param(4, marks=pytest.mark.long)])
 def test_ranks_train_as_one_does_but_for_rounding(tmp_path, ranks):
     """They play the same boards. One rank resumes what several have trained."""
     settings = {'total_steps': 12 * 30, 'eval_interval': 30, 'learning_rate': 1e-3}
     run_agent(tmp_path / 'one', **settings)
-    argv = agent_arguments(tmp_path / 'several', **settings)
-    output_of(start(['train_sokoban.py', *argv], ranks))
+    assert run_ranks(ranks, run_agent_as_rank, tmp_path / 'several', settings) == ranks * [0]
     logs = read_log(tmp_path / 'one'), read_log(tmp_path / 'several')
     for expected, found in zip(*logs, strict=True):
         assert found.keys() == expected.keys()
