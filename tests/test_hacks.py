@@ -26,7 +26,7 @@ SETTINGS = {
     'k_window_per_layer': {'windows': (4, 2)},
 }
 # the most lines that a hack may add: what the project promises
-LINES = {'j_looped_layers': 4, 'k_window_per_layer': 15, 'l_tied_head': 1}
+LINES = {'j_looped_layers': 4, 'k_window_per_layer': 6, 'l_tied_head': 1}
 # hacks that are trained, resumed, exported and so on by the scripts, and the settings to do so
 EDITS = {
     'j_looped_layers': ['--n_loop=2'],
