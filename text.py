@@ -90,9 +90,7 @@ def read_text(path: str) -> str:
     except Mistake:
         raise
     except (ValueError, EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
-        raise Mistake(
-            f'{path}: cannot be read as text in UTF-8: {first_line(error)}: save it so'
-        ) from None
+        raise Mistake(f'{path}: cannot be read as UTF-8: {first_line(error)}: save it so') from None
 
 
 def read_parts(path: str, column: str) -> Iterator[str]:
