@@ -528,8 +528,8 @@ def training_command(folder: str, tokenizer: str, val: int, train: list[int]) ->
     else:
         config = 'demo'
         settings['tokenizer'] = tokenizer
-        if min(train) < 32 * 65:
-            settings['tokens_per_step'] = min(train) // 65 * 64
+        if min(train) < 64 * 33:  # 64 rows of 32 tokens and a last target
+            settings['tokens_per_step'] = min(train) // 33 * 32
         if val <= 32768:
             settings |= {'val_tokens': val - 1, 'val_streams': min(64, val - 1)}
     flags = [f'--{name}={value}' for name, value in settings.items()]

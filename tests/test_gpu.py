@@ -264,9 +264,10 @@ BENCH = [  # a cell of each suite, and the modes of its models
 
 
 @pytest.mark.parametrize('cell, modes', BENCH, ids=lambda x: ' '.join(map(str, x[:2])))
-def test_bench_measures_modes_that_agree(cell, modes):
-    """The modes are replayed as CUDA graphs, and compared with one that runs eagerly."""
+def test_bench_measures_every_mode(cell, modes, capsys):
+    """Updates and tokens are replayed as CUDA graphs."""
     configure(vars(bench), ['--vocab_size=512', '--rounds=1', '--seconds=0.01'], quiet=True)
     machine = bench.Machine(rank=0, world=1, device='cuda:0', amp=torch.bfloat16)
     for row in bench.measure(bench.Cell(*cell), modes, machine):
-        assert row['status'] == 'ok' and float(row['difference']) < 0.1, row
+        assert row['status'] == 'ok' and row['median'] > 0 and row['memory_gb'] > 0, row
+    assert 'no CUDA graph' not in capsys.readouterr().out
