@@ -175,14 +175,14 @@ interpreted = pytest.mark.skipif(
 def test_with_triton_forms_it_equals_the_reference(model_type, changes):
     """Three streams start with an empty, a half full and a full window."""
     pytest.importorskip('triton_kernels')  # registers the forms
-    model = make(model_type, torch.float32, **changes)
+    model = make(model_type, torch.float32, n_expert=2, **changes)
     model.forms = frozenset({'attention', 'experts'})
     decoder = Decoder(model, 3)
     exact, W = reference.exact(model), model.config.window
     _, state = exact(tokens(3, W + 1), state=exact.init_state(3))
     state = state._replace(count=torch.tensor([0, W // 2, W]))
     decoder.load(state)
-    for token in tokens(3, 7, seed=1).unbind(1):
+    for token in tokens(3, 4, seed=1).unbind(1):
         decoder.step(token)
         logits, state = exact.step(token, state)
         assert_close(decoder.logits, logits, rtol=1e-5)

@@ -1,13 +1,15 @@
 """Test sample.py --export and what sample.py refuses."""
 
+import io
 import json
 import os
 import shutil
+import sys
 
 import pytest
 import safetensors
 import torch
-from processes import ROOT, run
+from processes import ROOT
 from small_runs import error_of
 
 import hub
@@ -136,22 +138,28 @@ def test_a_damaged_export_is_refused_by_file_and_reason(trained, tmp_path, capfd
 TEXT = 'My fellow citizens, the Congress has passed a law for the relief of our soldiers.'
 
 
-def run_sample(tmp_path, *arguments):
-    """Return what sample.py prints with the shipped model and TEXT as its standard input."""
-    (tmp_path / 'a.txt').write_text(TEXT)
-    with open(tmp_path / 'a.txt') as file:
-        done = run(['sample.py', '--out_dir=pretrained/lm', *arguments], stdin=file)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def run_sample(monkeypatch, capsys):
+    """Return a function that runs sample.py with the shipped model and TEXT as its standard input,
+    and returns what it prints."""
+
+    def run(*arguments):
+        argv = ['sample.py', f'--out_dir={ROOT}/pretrained/lm', '--device=cpu', *arguments]
+        monkeypatch.setattr(sys, 'argv', argv)
+        monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(TEXT.encode())))
+        sample.main()
+        return capsys.readouterr().out
+
+    return run
 
 
-def test_the_shipped_model_scores_standard_input(tmp_path):
+def test_the_shipped_model_scores_standard_input(run_sample):
     """It knows such speeches: a uniform guess scores 5.5 nats per byte."""
-    printed = run_sample(tmp_path, '--score=-')
+    printed = run_sample('--score=-')
     head, _, score = printed.partition(' tokens: ')
     assert head.startswith(f'-: {len(TEXT)} bytes, ')
     assert float(score.partition(' nats per byte')[0]) < 1.5
 
 
-def test_a_prompt_is_read_from_standard_input(tmp_path):
-    assert run_sample(tmp_path, '--prompt=FILE:-', '--max_new_tokens=0') == f'{TEXT}\n'
+def test_a_prompt_is_read_from_standard_input(run_sample):
+    assert run_sample('--prompt=FILE:-', '--max_new_tokens=0') == f'{TEXT}\n'

@@ -27,7 +27,7 @@ def wait_for(path, process):
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize('trainer', ['lm', 'sokoban'])
+@pytest.mark.parametrize('trainer', ['lm', pytest.param('sokoban', marks=pytest.mark.long)])
 def test_training_that_is_killed_at_random_moments_resumes_bit_equal(
     data, tmp_path, request, trainer
 ):

@@ -33,13 +33,11 @@ EDITS = {
     'k_window_per_layer': ['--windows=(16,8)'],
     'l_tied_head': [],
 }
-# the hacks that are tested without --long
-SHORT = ['b_swiglu', 'g_max_convlstm', 'j_looped_layers', 'k_window_per_layer']
-SHORT_TRITON = ['e_z_loss', 'k_window_per_layer']
-SHORT_EDITS = ['l_tied_head']
+# hacks that are tested together; alone each is tested with --long
+TOGETHER = ['b_swiglu', 'e_z_loss', 'j_looped_layers', 'k_window_per_layer', 'l_tied_head']
 
 
-def hacks_in_short(names, short):
+def with_long(names, *short):
     """Return the hacks as parameters of a test; those not in `short` run with --long only."""
     return [x if x in short else pytest.param(x, marks=pytest.mark.long) for x in names]
 
@@ -53,23 +51,24 @@ def run_check(folder, *arguments):
     return done.stdout
 
 
-def check_patched(folder, hack, *arguments):
-    """Copy the modules of the project to `folder`, apply the patch there, and run check.py."""
+def check_patched(folder, hacks, *arguments):
+    """Copy the modules of the project to `folder`, apply the patches there, and run check.py."""
     for file in ROOT.glob('*.py'):
         shutil.copy(file, folder)
     (folder / 'corpus').symlink_to(ROOT / 'corpus')
-    subprocess.run(['git', 'apply', str(HACKS[hack])], cwd=folder, check=True)
+    for hack in hacks:
+        subprocess.run(['git', 'apply', str(HACKS[hack])], cwd=folder, check=True)
     return run_check(folder, *arguments)
 
 
 FOLLOWED = [hack for hack in HACKS if hack != 'm_two_chunks']  # which leaves a chunk as it is
 
 
-@pytest.mark.parametrize('hack', hacks_in_short(FOLLOWED, SHORT))
+@pytest.mark.parametrize('hack', with_long(FOLLOWED, 'g_max_convlstm'))
 def test_every_mode_follows_a_hack(tmp_path, monkeypatch, hack):
     """The script prints the losses of the plain mode, and the patch changes them."""
     group = 'agents' if 'convlstm' in hack else 'models'
-    printed = check_patched(tmp_path, hack, group, SETTINGS.get(hack, {}))
+    printed = check_patched(tmp_path, [hack], group, SETTINGS.get(hack, {}))
     for owner, name in ((graphs.fused, 'enabled'), (recompute, 'KEPT_BYTES')):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # restored after the test
     unpatched = check.train_agent({}) if group == 'agents' else check.train_stream(check.make({}))
@@ -79,20 +78,30 @@ def test_every_mode_follows_a_hack(tmp_path, monkeypatch, hack):
 LANGUAGE_MODEL_HACKS = [hack for hack in FOLLOWED if 'convlstm' not in hack]
 
 
-@pytest.mark.parametrize('hack', hacks_in_short(LANGUAGE_MODEL_HACKS, SHORT_TRITON))
+@pytest.mark.parametrize('hack', with_long(LANGUAGE_MODEL_HACKS))
 def test_triton_forms_never_drop_a_hack(tmp_path, hack):
     """A form whose functions were edited is not used, and the others compute the edited model."""
     pytest.importorskip('triton', reason='triton is not installed')
-    check_patched(tmp_path, hack, 'triton', SETTINGS.get(hack, {}))
+    check_patched(tmp_path, [hack], 'triton', SETTINGS.get(hack, {}))
 
 
-@pytest.mark.parametrize('hack', hacks_in_short(EDITS, SHORT_EDITS))
+@pytest.mark.parametrize('hack', with_long(EDITS))
 def test_a_hack_is_right_from_training_to_its_export(tmp_path, hack):
-    check_patched(tmp_path, hack, *EDITS[hack])
+    check_patched(tmp_path, [hack], *EDITS[hack])
+
+
+def test_five_hacks_together_are_right_from_training_to_their_export(tmp_path):
+    check_patched(tmp_path, TOGETHER, '--n_loop=2', '--windows=(16,8)', '--z_loss=0.1')
+
+
+def test_triton_forms_drop_none_of_five_hacks(tmp_path):
+    pytest.importorskip('triton', reason='triton is not installed')
+    settings = {'n_loop': 2, 'windows': (4, 2), 'z_loss': 0.1}
+    check_patched(tmp_path, TOGETHER, 'triton', settings)
 
 
 def test_gradients_flow_through_two_chunks_after_a_patch(tmp_path):
-    check_patched(tmp_path, 'm_two_chunks', 'two_chunks', {})
+    check_patched(tmp_path, ['m_two_chunks'], 'two_chunks', {})
 
 
 @pytest.mark.parametrize('hack', LINES)

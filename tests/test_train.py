@@ -447,14 +447,6 @@ def test_sigterm_saves_and_exits(data, tmp_path):
     assert read_log(tmp_path)[-1]['step'] == step > 0
 
 
-@pytest.mark.skipif(not os.path.exists('/dev/full'), reason='needs /dev/full')
-def test_a_run_whose_output_cannot_be_written_is_finished_all_the_same(data, tmp_path):
-    with open('/dev/full', 'w') as full:
-        done = processes.run(['train_lm.py', *lm_arguments(data, tmp_path)], stdout=full)
-    assert done.returncode == 0 and last_of(tmp_path)['step'] == 8
-    assert done.stderr.count('standard output is switched off') == 1
-
-
 @pytest.mark.parametrize('factor', [math.nan, 1e30])
 def test_a_non_finite_gradient_ends_the_run_without_a_save(data, tmp_path, monkeypatch, factor):
     """The loss is finite; the gradients are NaN, or finite with an infinite norm."""

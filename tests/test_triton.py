@@ -83,10 +83,10 @@ class Case(NamedTuple):
 BOTH = ('attention', 'experts')
 CASES = [
     Case(BOTH, E=3),
-    Case(BOTH, aggregation='softmax_l2', share_kv=False),
-    Case(('experts',), E=1, K=64, W=3, T=2, group=4),
+    Case(BOTH, T=2, aggregation='softmax_l2', share_kv=False),
+    Case(('experts',), E=1, R=1, K=64, W=3, T=2, group=4),
     Case(('attention',), E=1, K=10, W=70, T=3, group=4, aggregation='softmax_mean'),
-    Case(BOTH, G=2, R=1, K=18, W=1, B=1, block=5, aggregation='mean'),
+    Case(BOTH, G=2, R=1, K=18, W=1, B=1, T=2, block=5, aggregation='mean'),
     Case(('attention',), R=3, K=96, W=37, T=2, group=4, share_kv=False),
 ]
 LONG_CASES = [
@@ -143,7 +143,7 @@ def test_a_form_that_agrees_in_the_trial_is_used_and_one_that_is_off_by_10_perce
     monkeypatch.setattr(forms, 'GROUP', 2)
     times = (0.9**i for i in itertools.count())
     monkeypatch.setattr(forms, 'cuda_seconds', lambda run: (run(), next(times))[1])
-    sizes = {'n_layer': 1, 'n_expert': 2, 'n_embd': 24, 'n_head': 2, 'n_kv_head': 1}
+    sizes = {'n_layer': 1, 'n_expert': 1, 'n_embd': 24, 'n_head': 2, 'n_kv_head': 1}
     options = {'share_kv': False, 'aggregation': 'softmax_l2'}
     model = make(RecurrentGPT, dtype=torch.float32, **sizes, **options)
     model.train(not decoding)
