@@ -301,13 +301,13 @@ def test_captured_updates_use_the_same_memory(data, tmp_path, monkeypatch, setti
 
 
 def test_training_continues_without_graphs(monkeypatch, capsys):
-    """If a capture is refused, one line says so, and the function runs eagerly from then on.
-    tests/test_gpu.py refuses real captures."""
+    """If a capture is refused, one line says so, and the function runs eagerly from then on, as
+    does every function that is not captured yet. tests/test_gpu.py refuses real captures."""
     monkeypatch.setattr(torch.cuda, 'CUDAGraph', lambda: None)
     monkeypatch.setattr(torch.cuda, 'current_stream', lambda: None)
     monkeypatch.setattr(torch.cuda, 'stream', lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, 'graph', lambda *_, **__: contextlib.nullcontext())
-    inputs, graphs = [], {}
+    inputs, later_inputs, graphs = [], [], {}
 
     def double(x):
         inputs.append(x)
@@ -315,9 +315,11 @@ def test_training_continues_without_graphs(monkeypatch, capsys):
             raise torch.OutOfMemoryError('CUDA out of memory')
         return 2 * x
 
-    outputs = [stream.graphed(graphs, 'chunk', double, x) for x in range(7)]
-    assert outputs == [0, 2, 4, 6, 8, 10, 12]
-    assert inputs == [0, 1, 2, 3, 3, 4, 5, 6]
+    for x in range(7):
+        assert stream.graphed(graphs, 'chunk', double, x) == 2 * x
+        stream.graphed(graphs, 'later', later_inputs.append, x)
+    assert inputs == [0, 1, 2, 3, 3, 4, 5, 6]  # the fourth was to be captured
+    assert later_inputs == list(range(7))
     line = (
         "no CUDA graph of 'chunk': it runs eagerly, slower (OutOfMemoryError: CUDA out of memory)"
     )
