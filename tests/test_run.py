@@ -13,6 +13,7 @@ import pytest
 import torch
 from small_runs import assert_refused, run_agent, run_lm
 
+import plots
 import run
 from configurator import Settings
 from run import LAST, PREV, RunFolder, Stopper, load_checkpoint, load_last, log_of, settings_of
@@ -454,6 +455,25 @@ def test_under_nohup_a_closed_terminal_stops_nothing():
 
 
 # ---- a real run
+
+
+@pytest.mark.parametrize('draw', ['losses', 'returns'])
+def test_the_picture_of_a_run_shows_training_and_evaluation(tmp_path, monkeypatch, draw):
+    log = [{'step': n, 'tokens': 10**6 * n, 'env_steps': 10**6 * n} for n in range(3)]
+    names = [('train_loss', 'val_loss')]
+    if draw == 'returns':
+        names = [('return_1000', 'eval_return'), ('solve_rate_1000', 'eval_solve_rate')]
+    for training, evaluation in names:
+        log[1] |= {training: 0.5}
+        log[2] |= {training: 0.25, evaluation: 0.75}
+    (tmp_path / 'log.jsonl').write_text('\n'.join(map(json.dumps, log)))
+    figures = []
+    monkeypatch.setattr(plots, 'save', lambda figure, folder, name: figures.append(figure))
+    plots.plot_losses(tmp_path, 'byte') if draw == 'losses' else plots.plot_returns(tmp_path)
+    for axes in figures[0].axes:
+        points = [line.get_xydata().tolist() for line in axes.lines]
+        assert points == [[[1, 0.5], [2, 0.25]], [[2, 0.75]]]
+    assert len(figures[0].axes) == len(names)
 
 
 def test_a_run_writes_its_log_config_picture_checkpoints_and_best_model(data, tmp_path):

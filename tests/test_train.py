@@ -329,8 +329,9 @@ def test_training_continues_without_graphs(monkeypatch, capsys):
 @pytest.mark.parametrize('recurrent', [True, False])
 def test_micro_batches_and_ranks_change_only_rounding(data, tmp_path, recurrent):
     """A whole batch, four micro-batches, and two ranks with two micro-batches each log the same
-    numbers and carry the same state. A run resumes with another number of ranks."""
-    settings = {'recurrent': recurrent, 'val_streams': 5, 'reset_every': 3, 'max_iters': 5}
+    numbers and carry the same state. A run resumes with two ranks instead of one, or with one
+    instead of two."""
+    settings = {'recurrent': recurrent, 'val_streams': 5, 'reset_every': 3, 'max_iters': 4}
     run_lm(data, tmp_path / 'whole', **settings)
     run_lm(data, tmp_path / 'micro', batch_size=2, **settings)
     argv = lm_arguments(data, tmp_path / 'ranks', batch_size=2, **settings)
@@ -345,7 +346,10 @@ def test_micro_batches_and_ranks_change_only_rounding(data, tmp_path, recurrent)
                 assert found[key] == pytest.approx(expected[key], rel=rel), (name, expected, key)
         state = last_of(tmp_path / name)['state']
         torch.testing.assert_close(state, expected_state, rtol=2e-2, atol=2e-2)
-    assert resume(tmp_path / 'ranks', '--max_iters=6') == 0
+    assert resume(tmp_path / 'ranks', '--max_iters=5') == 0
+    assert run_ranks(2, resume, tmp_path / 'whole', '--max_iters=5') == [0, 0]
+    by_one, by_two = (read_log(tmp_path / name)[-1] for name in ('ranks', 'whole'))
+    assert by_two['train_loss'] == pytest.approx(by_one['train_loss'], rel=1e-4)
 
 
 def resume_with_a_damaged_file_on_rank_1(folder):

@@ -341,7 +341,8 @@ def run_agent_as_rank(out, settings):
 
 @pytest.mark.parametrize('ranks', [2, pytest.param(4, marks=pytest.mark.long)])
 def test_ranks_train_as_one_does_but_for_rounding(tmp_path, ranks):
-    """They play the same boards. One rank resumes what several have trained."""
+    """They play the same boards. One rank resumes what several have trained, and the other way
+    round."""
     settings = {'total_steps': 12 * 30, 'eval_interval': 30, 'learning_rate': 1e-3}
     run_agent(tmp_path / 'one', **settings)
     assert run_ranks(ranks, run_agent_as_rank, tmp_path / 'several', settings) == ranks * [0]
@@ -357,6 +358,11 @@ def test_ranks_train_as_one_does_but_for_rounding(tmp_path, ranks):
         torch.testing.assert_close(several[part], one[part], rtol=1e-2, atol=1e-3)
     longer = {**settings, 'total_steps': 12 * 32}
     assert run_agent(tmp_path / 'several', resume=True, **longer) == 0
+    longer['resume'] = True
+    assert run_ranks(ranks, run_agent_as_rank, tmp_path / 'one', longer) == ranks * [0]
+    by_one, by_several = (read_log(tmp_path / name)[-1] for name in ('several', 'one'))
+    for name in ('loss', 'value_loss', 'entropy'):
+        assert by_several[name] == pytest.approx(by_one[name], rel=1e-3), name
 
 
 def test_a_non_finite_loss_ends_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
