@@ -32,8 +32,8 @@ def test_training_that_is_killed_at_random_moments_resumes_bit_equal(
     data, tmp_path, request, trainer
 ):
     """Each start has the same command, with --resume=auto. Many kills fall into a save. At the end
-    the last checkpoint is cut short as well, unless a kill has left the one before it alone, which
-    is used. There is one kill, and twenty with --long."""
+    the last checkpoint is cut short as well, so that the one before it is used; a kill between the
+    two renames of a save has left only that one. There is one kill, and twenty with --long."""
     kills = 20 if request.config.getoption('--long') else 1
     undisturbed, out = tmp_path / 'a', tmp_path / 'b'
     if trainer == 'lm':
@@ -46,6 +46,7 @@ def test_training_that_is_killed_at_random_moments_resumes_bit_equal(
         command = ['train_sokoban.py', *agent_arguments(out, resume='auto', **settings)]
 
     def log_size():
+        """Return the size of the log, 0 as long as there are not two checkpoints."""
         return (out / 'log.jsonl').stat().st_size if (out / PREV).exists() else 0
 
     killed = 0

@@ -457,19 +457,28 @@ def test_under_nohup_a_closed_terminal_stops_nothing():
 # ---- a real run
 
 
-@pytest.mark.parametrize('draw', ['losses', 'returns'])
-def test_the_picture_of_a_run_shows_training_and_evaluation(tmp_path, monkeypatch, draw):
+PICTURES = [  # function and arguments, (training value, evaluation value) of each of its axes
+    (plots.plot_losses, ['byte'], [('train_loss', 'val_loss')]),
+    (
+        plots.plot_returns,
+        [],
+        [('return_1000', 'eval_return'), ('solve_rate_1000', 'eval_solve_rate')],
+    ),
+]
+
+
+@pytest.mark.parametrize('plot, arguments, names', PICTURES, ids=['losses', 'returns'])
+def test_the_picture_of_a_run_shows_training_and_evaluation(
+    tmp_path, monkeypatch, plot, arguments, names
+):
     log = [{'step': n, 'tokens': 10**6 * n, 'env_steps': 10**6 * n} for n in range(3)]
-    names = [('train_loss', 'val_loss')]
-    if draw == 'returns':
-        names = [('return_1000', 'eval_return'), ('solve_rate_1000', 'eval_solve_rate')]
     for training, evaluation in names:
         log[1] |= {training: 0.5}
         log[2] |= {training: 0.25, evaluation: 0.75}
     (tmp_path / 'log.jsonl').write_text('\n'.join(map(json.dumps, log)))
     figures = []
     monkeypatch.setattr(plots, 'save', lambda figure, folder, name: figures.append(figure))
-    plots.plot_losses(tmp_path, 'byte') if draw == 'losses' else plots.plot_returns(tmp_path)
+    plot(tmp_path, *arguments)
     for axes in figures[0].axes:
         points = [line.get_xydata().tolist() for line in axes.lines]
         assert points == [[[1, 0.5], [2, 0.25]], [[2, 0.75]]]

@@ -372,9 +372,12 @@ def test_real_trainers_are_run_two_at_a_time_and_a_killed_run_resumes(
     assert main(*line) == 0, capsys.readouterr()
     assert [record['step'] for record in log_of(killed)] == list(range(61))
     assert main('tiny-agent', '--run', '--workers=2') == 0
-    for plan, value in (('tiny-lm', 'loss'), ('tiny-agent', 'return')):
+    for plan, value, kinds in (
+        ('tiny-lm', 'loss', ['non-recurrent', 'recurrent']),
+        ('tiny-agent', 'return', ['recurrent']),
+    ):
         frame = figures.runs(f'out/{plan}')
-        assert frame['kind'].iloc[-1] == 'recurrent' and frame['finished'].all()
+        assert list(frame['kind']) == kinds and frame['finished'].all()
         assert value in frame and figures.varied(frame) == []
         monkeypatch.setattr(sys, 'argv', ['figures', f'out/{plan}'])
         figures.main()

@@ -356,9 +356,8 @@ def test_ranks_train_as_one_does_but_for_rounding(tmp_path, ranks):
     one, several = last_of(tmp_path / 'one'), last_of(tmp_path / 'several')
     for part in ('boards', 'state', 'model'):
         torch.testing.assert_close(several[part], one[part], rtol=1e-2, atol=1e-3)
-    longer = {**settings, 'total_steps': 12 * 32}
-    assert run_agent(tmp_path / 'several', resume=True, **longer) == 0
-    longer['resume'] = True
+    longer = {**settings, 'total_steps': 12 * 32, 'resume': True}
+    assert run_agent(tmp_path / 'several', **longer) == 0
     assert run_ranks(ranks, run_agent_as_rank, tmp_path / 'one', longer) == ranks * [0]
     by_one, by_several = (read_log(tmp_path / name)[-1] for name in ('several', 'one'))
     for name in ('loss', 'value_loss', 'entropy'):
