@@ -13,8 +13,8 @@ with t-distributed errors, refuted if the best depth is larger in at least 95%, 
     python -m paper.sweep depth --run --workers=2 --only="seed == 11" -- --threads=1
     python -m paper.studies.depth out/depth 'AMD EPYC, Zen 3'
 
-The second line runs a block: 1.5 hours on two cores of a Zen 3. The third adds whole blocks of a
-folder, with the name of the processor, to paper/results/depth.csv, and prints what is there.
+The second line runs a block: 1.5 hours on two cores of a Zen 3. The third adds the finished runs of
+a folder, with the name of the processor, to paper/results/depth.csv, and prints the whole blocks.
 """
 
 import sys
@@ -29,8 +29,8 @@ from paper.plans import Plan, equal_work, grid
 from paper.studies.study_lm import BYTES, CONFIGS, RATES
 
 DEPTHS = {True: [1, 2, 4, 8], False: [2, 4, 8, 16]}
+ALLOCATIONS = [(recurrent, L) for recurrent in DEPTHS for L in DEPTHS[recurrent]]
 SEEDS = [11, 12, 13, 14]
-BLOCK = sum(map(len, DEPTHS.values()))  # runs
 TABLE = PUBLISHED.parent / 'depth.csv'
 COLUMNS = ['seed', 'recurrent', 'n_layer', 'n_expert', 'learning_rate', 'step', 'val_loss']
 COLUMNS += ['seconds', 'processor', 'commit']
@@ -39,8 +39,7 @@ PLAN = Plan(
     'Study: depth of language models, registered',
     [
         run
-        for recurrent, depths in DEPTHS.items()
-        for L in depths
+        for recurrent, L in ALLOCATIONS
         for run in grid(
             *('train_lm.py', CONFIGS[recurrent]),
             cells=equal_work(16, [L]),
@@ -79,13 +78,13 @@ def verdict(blocks: DataFrame, draws: int = 100_000) -> str:
 
 
 def add(folder: str, processor: str) -> None:
-    """Add the runs of whole blocks to the table, but those of seeds that it has already."""
-    frame = runs([folder]).query('finished')
-    frame = frame.rename(columns={'last_val_loss': 'val_loss'}).assign(processor=processor)
-    whole = frame.groupby('seed')['seed'].transform('size') == BLOCK
-    known = pandas.read_csv(TABLE)['seed'] if TABLE.exists() else []
-    new = frame[whole & ~frame['seed'].isin(known)]
-    new.to_csv(TABLE, mode='a', columns=COLUMNS, header=not TABLE.exists(), index=False)
+    """Add the finished runs of a folder to the table, but those that it has already."""
+    table = runs([folder]).query('finished')
+    table = table.rename(columns={'last_val_loss': 'val_loss'}).assign(processor=processor)
+    if TABLE.exists():
+        table = pandas.concat([pandas.read_csv(TABLE, float_precision='round_trip'), table])
+    table = table.drop_duplicates(['seed', 'recurrent', 'n_layer', 'processor'])
+    table.to_csv(TABLE, columns=COLUMNS, index=False)
 
 
 def main() -> None:
@@ -95,10 +94,12 @@ def main() -> None:
     if sys.argv[1:]:
         add(*sys.argv[1:])
     if not TABLE.exists():
-        raise Mistake(f'{TABLE}: no block is whole yet')
+        raise Mistake(f'{TABLE}: no run has finished yet')
     blocks = pandas.read_csv(TABLE).pivot(
         index=['seed', 'processor'], columns=['recurrent', 'n_layer'], values='val_loss'
     )
+    blocks = blocks.reindex(columns=pandas.MultiIndex.from_tuples(ALLOCATIONS))
+    blocks = blocks.dropna().groupby('seed').head(1)  # whole ones, one per seed
     print(blocks.to_string())
     print(verdict(blocks) if len(blocks) == len(SEEDS) else f'{len(blocks)} of 4 blocks')
 
