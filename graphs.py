@@ -70,10 +70,9 @@ def has_triton_form(name: str) -> Callable:
         @functools.wraps(function)
         def call(*args, **options):
             result = NotImplemented
-            usable = name in _enabled[-1] and name in registered
-            exact = any(getattr(x, 'dtype', None) == torch.float64 for x in args)
-            if usable and not exact and not torch.compiler.is_compiling():
-                result = registered[name](*args, **options)
+            if name in _enabled[-1] and name in registered and not torch.compiler.is_compiling():
+                if not any(getattr(x, 'dtype', None) == torch.float64 for x in args):
+                    result = registered[name](*args, **options)
             return function(*args, **options) if result is NotImplemented else result
 
         return call

@@ -13,7 +13,6 @@ G key-value heads per expert, K head size, W attention window, C key-value heads
 where experts share it, else E * G).
 """
 
-import functools
 import math
 from dataclasses import asdict, dataclass, fields
 from typing import NamedTuple
@@ -32,7 +31,6 @@ from kernels import (
     Linear,
     bf16_is_fast,
     compute_dtype,
-    in_window,
     rope_table,
     rotate,
     window_mask,
@@ -469,39 +467,6 @@ class RecurrentGPT(LanguageModel):
 # ---- the non-recurrent model -------------------------------------------------------------------
 
 
-class Band(NamedTuple):
-    """The mask of kernels.window_mask in the form that flex_attention takes, which skips blocks of
-    scores outside the window. flex_attention is imported where it is used, because the import takes
-    seconds and 150 MB."""
-
-    blocks: object  # flex_attention's BlockMask
-    first: Tensor  # (B,): the first filled slot
-
-
-@functools.cache
-def band_blocks(T: int, width: int, device: torch.device) -> object:
-    """Return the blocks of a Band of T tokens over `width` cached and T new slots."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    def seen(b, h, t, slot):
-        return in_window(width + t - slot, width, width)
-
-    return create_block_mask(seen, None, None, T, width + T, device)
-
-
-def band_attention(q: Tensor, k: Tensor, v: Tensor, band: Band) -> Tensor:
-    """Attend in a sliding window at a cost of O(T W). Only for compiled callers on a GPU."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    def filled(score, b, h, t, slot):
-        return torch.where(slot >= band.first[b], score, -math.inf)
-
-    gqa = q.size(1) != k.size(1)
-    return flex_attention(
-        q, k, v, score_mod=filled, block_mask=band.blocks, scale=1.0, enable_gqa=gqa
-    )
-
-
 @dataclass
 class Sequence:
     """Keys and values of one layer for whole sequences: the cache of layer.layer in GPT. A token
@@ -513,7 +478,7 @@ class Sequence:
     cos: Tensor  # (T, K), angles of the tokens
     sin: Tensor
     past: tuple[Tensor, Tensor] | None  # cached keys, rotated, and values (B, C, width, K)
-    mask: Tensor | Band | None  # (B, 1, T, width + T) bool; None: causal
+    mask: Tensor | None  # (B, 1, T, width + T) bool; None: causal
     new: tuple = (None, None)  # after `attend`: its keys, not rotated, and values (B, C, T, K)
 
     def angles(self) -> tuple[Tensor, Tensor]:
@@ -535,31 +500,22 @@ class Sequence:
         return y.permute(1, 0, 3, 2, 4).reshape(self.heads.E, self.B * self.T, -1)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Band | None) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Return the attended values (B, A, T, K) of queries q (B, A, T, K) over k and v (B, C, S, K),
     with A / C query heads per key-value head. Scores are not scaled. mask = None is causal."""
     B, A, T, K = q.shape
     C = k.size(1)
-    if isinstance(mask, Band):
-        return band_attention(q, k, v, mask)
-    sdpa = functools.partial(
-        F.scaled_dot_product_attention,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=1.0,
-        enable_gqa=A != C,
-    )
-    if q.is_cuda:  # cuDNN's kernel refuses some sizes, such as T = 32 with grouped heads
-        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
-            return sdpa(q, k, v)
-    short_in_bf16 = mask is None and T <= 512 and q.dtype == torch.bfloat16
-    if not (short_in_bf16 and CPU_BF16_IS_FAST):
-        return sdpa(q, k, v)
-    # Two plain products and a softmax are then faster than the fused kernel (LOG.md).
-    future = q.new_full((T, T), -math.inf).triu(1).repeat(A // C, 1)
-    q, k, v = (x.reshape(B * C, -1, K) for x in (q, k, v))
-    p = F.softmax(torch.baddbmm(future, q, k.mT), -1)  # (B*C, A/C*T, T)
-    return (p @ v).view(B, A, T, K)
+    if mask is None and T <= 512 and q.dtype == torch.bfloat16 and CPU_BF16_IS_FAST and q.is_cpu:
+        # Two plain products and a softmax are then faster than the fused kernel (LOG.md).
+        future = q.new_full((T, T), -math.inf).triu(1).repeat(A // C, 1)
+        q, k, v = (x.reshape(B * C, -1, K) for x in (q, k, v))
+        p = F.softmax(torch.baddbmm(future, q, k.mT), -1)  # (B*C, A/C*T, T)
+        return (p @ v).view(B, A, T, K)
+    # cuDNN's kernel refuses some sizes, such as T = 32 with grouped heads
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=1.0, enable_gqa=A != C
+        )
 
 
 class GPT(LanguageModel):
@@ -578,7 +534,9 @@ class GPT(LanguageModel):
         past = 0 if state is None else c.window
         cos, sin = rope_table(past + T, c.head_dim, z)
         weights = self.layer_weights(B * T, dtype)
-        masks = {width: self.mask(state, T, width) for width in {w.window for w in weights}}
+        masks = dict.fromkeys(w.window for w in weights)  # None: causal
+        if state is not None:
+            masks = {width: window_mask(state.count, T, width) for width in masks}
         s = z.clone()  # not z itself, or torch.compile would trace the first layer separately
         new_k, new_v = [], []
         with torch.autocast(z.device.type, enabled=False):  # layer.py casts explicitly
@@ -592,15 +550,6 @@ class GPT(LanguageModel):
         count = (state.count + T).clamp(max=c.window)
         return s, State(state.s, torch.stack(new_k), torch.stack(new_v), count).detach()
 
-    @staticmethod
-    def mask(state: State | None, T: int, width: int) -> Tensor | Band | None:
-        """Return the mask of T tokens over `width` cached and T new slots; None is causal."""
-        if state is None:
-            return None
-        if state.count.is_cuda and fused.enabled:
-            return Band(band_blocks(T, width, state.count.device), width - state.count)
-        return window_mask(state.count, T, width)
-
 
 @fused
 def sequence_layer(
@@ -610,7 +559,7 @@ def sequence_layer(
     cos: Tensor,
     sin: Tensor,
     cached: tuple[Tensor, Tensor] | None,
-    mask: Tensor | Band | None,
+    mask: Tensor | None,
     heads: Heads,
     config: ModelConfig,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
