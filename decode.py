@@ -137,17 +137,6 @@ def embed(ids: Tensor, embedding: Tensor) -> Tensor:
     return norm(F.embedding(ids, embedding))
 
 
-def argmax(x: Tensor) -> Tensor:
-    """Return the index of the largest entry of each row of x (B, V), in two steps: reducing B rows
-    at once would leave most of a GPU idle."""
-    B, V = x.shape
-    n_parts = math.gcd(V, 128)
-    parts = x.view(B, n_parts, V // n_parts).max(-1)
-    best = parts.values.argmax(-1, keepdim=True)  # (B, 1), the part with the largest entry
-    index = best * (V // n_parts) + parts.indices.gather(1, best)
-    return index.squeeze(1)
-
-
 def sample(logits: Tensor, noise: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
     """Sample tokens (B,) from logits (B, V): keep the top_k largest, divide by the temperature, and
     keep the likeliest tokens that add up to top_p.
@@ -161,7 +150,7 @@ def sample(logits: Tensor, noise: Tensor, temperature: float, top_k: int, top_p:
         p, order = F.softmax(logits, -1).sort(descending=True)
         beyond = p.cumsum(-1) - p >= top_p  # likelier tokens already add up to top_p
         logits = logits.masked_fill(beyond.scatter(-1, order, beyond), -math.inf)
-    return argmax(logits - noise.log())
+    return (logits - noise.log()).argmax(-1)
 
 
 @fused
@@ -178,7 +167,7 @@ def head_and_sample(
     with the noise (see `sample`), or the likeliest if there is none."""
     logits = softcap(F.linear(head_input(s, config).to(head.dtype), head).to(s.dtype))
     if noise is None:
-        return logits, argmax(logits)
+        return logits, logits.argmax(-1)
     return logits, sample(logits, noise, temperature, top_k, top_p)
 
 
