@@ -1,7 +1,6 @@
 """Test faults and long runs: training that is killed at random moments, ranks that die, hosts that
 are cut off, memory that must not grow."""
 
-import json
 import os
 import random
 import shutil
@@ -74,36 +73,22 @@ def test_training_that_is_killed_at_random_moments_resumes_bit_equal(
 TORCHRUN = ['-m', 'torch.distributed.run', '--nproc_per_node=2']
 
 
-def kill_a_rank(launcher, out):
-    """Kill one rank once the run has saved."""
-    wait_for(out / PREV, launcher)
-    command = ['pgrep', '-P', str(launcher.pid)]
-    ranks = subprocess.run(command, capture_output=True, text=True).stdout.split()
-    os.kill(int(random.choice(ranks)), signal.SIGKILL)
-
-
-@pytest.mark.long
-def test_if_a_rank_is_killed_the_others_stop_and_say_how_to_resume(data, tmp_path):
-    settings = {'max_iters': 40, 'eval_interval': 10}
-    launcher = start_lm(data, tmp_path, ranks=2, **settings)
-    kill_a_rank(launcher, tmp_path)
-    out, error = launcher.communicate()
-    assert launcher.returncode != 0 and 'another rank died' in error, out + error
-    assert '--resume=True continues from the last checkpoint' in error
-    output_of(start_lm(data, tmp_path, ranks=2, resume=True, **settings))
-    steps = [record['step'] for record in read_log(tmp_path)]
-    assert steps == sorted(set(steps)) and steps[-1] == 40
-
-
 @pytest.mark.long
 def test_torchrun_restarts_a_run_of_which_a_rank_was_killed(data, tmp_path):
+    """The other rank says how to resume, stops and is restarted too."""
     settings = {'max_iters': 40, 'eval_interval': 10}
     output_of(start_lm(data, tmp_path / 'a', ranks=2, **settings))
     argv = lm_arguments(data, tmp_path / 'b', resume='auto', **settings)
     options = ['--standalone', '--max-restarts=1']
     launcher = start([*TORCHRUN, *options, 'train_lm.py', *argv])
-    kill_a_rank(launcher, tmp_path / 'b')
-    output_of(launcher)
+    wait_for(tmp_path / 'b' / PREV, launcher)
+    command = ['pgrep', '-P', str(launcher.pid)]
+    ranks = subprocess.run(command, capture_output=True, text=True).stdout.split()
+    os.kill(int(random.choice(ranks)), signal.SIGKILL)
+    _, error = launcher.communicate()
+    assert launcher.returncode == 0, error
+    assert 'another rank died' in error
+    assert '--resume=True continues from the last checkpoint' in error
     assert_equal(read_log(tmp_path / 'a'), read_log(tmp_path / 'b'))
 
 
@@ -137,8 +122,8 @@ runpy.run_path('train_lm.py', run_name='__main__')
 
 @pytest.mark.long
 def test_two_hosts_train_as_one_and_stop_when_the_cable_is_cut(data, hosts, tmp_path):
-    """Two hosts with two ranks each train as four ranks on one, and one host resumes that. When the
-    cable is cut, both hosts stop, say so, and keep the last checkpoint."""
+    """Two hosts with two ranks each train as four ranks on one. When the cable is cut, both hosts
+    stop, say so, and keep the last checkpoint."""
     (tmp_path / 'impatient.py').write_text(IMPATIENT)
 
     def start_host(k, script, out, max_iters):
@@ -156,7 +141,6 @@ def test_two_hosts_train_as_one_and_stop_when_the_cable_is_cut(data, hosts, tmp_
         output_of(process)
     output_of(start_lm(data, one, ranks=4, val_streams=4, max_iters=20))
     assert_equal(read_log(two), read_log(one))
-    output_of(start_lm(data, two, ranks=2, val_streams=4, max_iters=24, resume=True))
 
     pair = [start_host(k, str(tmp_path / 'impatient.py'), cut, 100000) for k in (0, 1)]
     wait_for(cut / PREV, pair[0])
@@ -196,9 +180,7 @@ def test_memory_does_not_grow(data, tmp_path, script):
         time.sleep(seconds / 400)
     process.send_signal(signal.SIGINT)
     assert process.wait() == 130 and 'Traceback' not in process.stderr.read()
-    steps = [json.loads(line)['step'] for line in (out / 'log.jsonl').read_text().splitlines()]
-    assert steps == sorted(set(steps))
 
     first = len(times) // 4  # by then each kind of work has been done
     grown = np.polyfit(times[first:], sizes[first:], 1)[0] * 3600  # MiB per hour
-    assert grown < 20, f'{steps[-1]:,} updates: {grown:.1f} MiB'
+    assert grown < 20

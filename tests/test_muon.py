@@ -6,8 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import run_ranks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import common
 import kernels
@@ -44,12 +42,19 @@ def flatten(tensors):
 # ---- the update ----
 
 
-def assert_equals_torch_muon(lr, momentum, nesterov):
-    """Take four steps with Muon and with torch.optim.Muon on each matrix alone, in bfloat16."""
+@pytest.mark.parametrize('momentum, nesterov, traced', [(0.95, True, False), (0.5, False, True)])
+def test_equals_torch_muon_on_each_matrix(monkeypatch, momentum, nesterov, traced):
+    """Four steps are taken in bfloat16. With traced passes and a learning rate in a tensor, they
+    are those of a GPU."""
+    monkeypatch.setattr(muon, 'bf16_is_fast', lambda device: True)
+    if traced:
+        trace = functools.partial(torch.compile, backend='aot_eager', dynamic=False)
+        monkeypatch.setattr(muon, 'fused', trace)
+        monkeypatch.setattr(muon, 'pays_to_compile', lambda p, lr: True)
     params = make_parameters()
     matrices = [torch.nn.Parameter(m) for m in matrices_of(params)]
     settings = {'momentum': momentum, 'nesterov': nesterov, 'weight_decay': 0.0}
-    optimizer = Muon(params, lr=lr, **settings)
+    optimizer = Muon(params, lr=torch.tensor(0.02) if traced else 0.02, **settings)
     reference = torch.optim.Muon(matrices, lr=0.02, adjust_lr_fn='original', **settings)
     for step in range(4):
         before = flatten(params)
@@ -62,38 +67,6 @@ def assert_equals_torch_muon(lr, momentum, nesterov):
         assert update.norm() > 0.1
         # bfloat16 rounds at 0.4%: other orders of a sum may move an entry by a few such steps
         assert (flatten(params) - flatten(matrices)).norm() < 0.02 * update.norm()
-
-
-@pytest.mark.parametrize('momentum, nesterov', [(0.95, True), (0.5, False)])
-def test_equals_torch_muon_on_each_matrix(monkeypatch, momentum, nesterov):
-    monkeypatch.setattr(muon, 'bf16_is_fast', lambda device: True)
-    assert_equals_torch_muon(0.02, momentum, nesterov)
-
-
-def test_traced_passes_and_a_rate_in_a_tensor_equal_torch_muon(monkeypatch):
-    """This is how a GPU runs it."""
-    trace = functools.partial(torch.compile, backend='aot_eager', dynamic=False)
-    monkeypatch.setattr(muon, 'bf16_is_fast', lambda device: True)
-    monkeypatch.setattr(muon, 'fused', trace)
-    monkeypatch.setattr(muon, 'pays_to_compile', lambda p, lr: True)
-    assert_equals_torch_muon(torch.tensor(0.02), momentum=0.5, nesterov=False)
-
-
-@pytest.mark.parametrize('max_batch, iterations', [(2**26, 4), (2000, 8), (1, 18)])
-def test_matrices_are_iterated_in_batches_of_limited_size(monkeypatch, max_batch, iterations):
-    """A batch may end inside a parameter, and holds at least one matrix. Equal shapes share one."""
-    sizes = []
-
-    def record(x, ns_steps, orthogonalize=muon.orthogonalize):
-        sizes.append(x.numel())
-        return orthogonalize(x, ns_steps)
-
-    monkeypatch.setattr(muon, 'bf16_is_fast', lambda device: True)
-    monkeypatch.setattr(muon, 'MAX_BATCH', max_batch)
-    monkeypatch.setattr(muon, 'orthogonalize', record)
-    assert_equals_torch_muon(0.02, momentum=0.95, nesterov=True)
-    assert len(sizes) == 4 * iterations
-    assert max(sizes) <= max(max_batch, 48 * 16)
 
 
 def test_float32_iteration_applies_the_quintic_to_singular_values(monkeypatch):
@@ -118,63 +91,40 @@ def test_float32_iteration_applies_the_quintic_to_singular_values(monkeypatch):
 def test_decay_is_cautious():
     """Weights decay only where the update makes them smaller anyway, by lr * weight_decay * w. A
     parameter whose gradient is missing or zero does not change."""
-    for step in range(3):
-        decayed, plain = make_parameters(), make_parameters()
-        initial = [p.detach().clone() for p in plain]
-        for params, weight_decay in ((decayed, 0.3), (plain, 0.0)):
-            set_gradients(params, step)
-            params[2].grad.zero_()
-            params[3].grad = None
-            Muon(params, lr=0.05, weight_decay=weight_decay).step()
-        for i, (w, p, q) in enumerate(zip(initial, decayed, plain, strict=True)):
-            p, q = p.detach(), q.detach()
-            if i in (2, 3):
-                assert torch.equal(p, w)
-                continue
-            shrinks = (w - q) * w > 0
-            assert 0.2 < shrinks.float().mean() < 0.8
-            torch.testing.assert_close(p, q - 0.05 * 0.3 * w * shrinks, rtol=1e-5, atol=1e-6)
+    decayed, plain = make_parameters(), make_parameters()
+    initial = [p.detach().clone() for p in plain]
+    for params, weight_decay in ((decayed, 0.3), (plain, 0.0)):
+        set_gradients(params, 0)
+        params[2].grad.zero_()
+        params[3].grad = None
+        Muon(params, lr=0.05, weight_decay=weight_decay).step()
+    for i, (w, p, q) in enumerate(zip(initial, decayed, plain, strict=True)):
+        if i in (2, 3):
+            assert torch.equal(p, w)
+            continue
+        shrinks = (w - q) * w > 0
+        assert 0.2 < shrinks.float().mean() < 0.8
+        torch.testing.assert_close(p, q - 0.05 * 0.3 * w * shrinks, rtol=1e-5, atol=1e-6)
 
 
 # ---- bfloat16 ----
 
 
-class Dtypes(TorchDispatchMode):
-    """Collect the dtypes of all tensors that operations return."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **kwargs or {})
-        self.seen |= {x.dtype for x in tree_leaves(result) if isinstance(x, torch.Tensor)}
-        return result
-
-
 @pytest.mark.parametrize(
     'capability, amx, avx512_bf16, fast',
     [
-        ('AVX512', True, True, True),  # Sapphire Rapids
         ('AVX512', False, True, True),  # Zen 4
         ('AVX512', False, False, False),  # Skylake
-        ('AVX2', False, False, False),  # Zen 3
         ('AVX2', True, True, False),  # Sapphire Rapids under ATEN_CPU_CAPABILITY=avx2
-        ('DEFAULT', False, False, False),  # Arm
     ],
 )
-def test_bfloat16_is_used_only_where_it_is_fast(monkeypatch, capability, amx, avx512_bf16, fast):
+def test_bfloat16_is_chosen_only_where_it_is_fast(monkeypatch, capability, amx, avx512_bf16, fast):
     """CPUs without bfloat16 instructions emulate it, 30 times slower than float32."""
     monkeypatch.setattr(torch.backends.cpu, 'get_cpu_capability', lambda: capability)
     monkeypatch.setattr(torch.cpu, '_is_amx_tile_supported', lambda: amx)
     monkeypatch.setattr(torch.cpu, '_is_avx512_bf16_supported', lambda: avx512_bf16)
     assert kernels.bf16_is_fast('cpu') == fast
     assert common.pick_dtype('auto', 'cpu') == (torch.bfloat16 if fast else torch.float32)
-    params = make_parameters()
-    set_gradients(params, 0)
-    with Dtypes() as dtypes:
-        Muon(params).step()
-    assert (torch.bfloat16 in dtypes.seen) == fast
 
 
 # ---- ranks ----
@@ -190,15 +140,16 @@ def three_steps():
     return flatten(params) - before
 
 
-def three_steps_as_rank(max_batch):
+def three_steps_as_rank():
     """Return three_steps() of one rank, and how many matrices it has orthogonalized."""
     counts, orthogonalize = [], muon.orthogonalize
 
     def count(x, ns_steps):
+        assert x.numel() <= 2000
         counts.append(len(x))
         return orthogonalize(x, ns_steps)
 
-    muon.MAX_BATCH, muon.orthogonalize = max_batch, count
+    muon.MAX_BATCH, muon.orthogonalize = 2000, count
     dist.init_process_group('gloo')
     updates = three_steps()
     dist.barrier()
@@ -206,12 +157,11 @@ def three_steps_as_rank(max_batch):
     return updates.tolist(), sum(counts)
 
 
-@pytest.mark.parametrize('world, max_batch', [(2, 2**26), (4, 2000)])
-def test_ranks_share_the_work_and_have_bit_equal_weights(world, max_batch):
+def test_ranks_share_the_work_in_batches_and_have_bit_equal_weights():
+    """A batch has at most MAX_BATCH elements, and may end inside a parameter."""
     expected = three_steps()
-    results = run_ranks(world, three_steps_as_rank, max_batch)
-    updates = [update for update, _ in results]
-    assert all(update == updates[0] for update in updates)
+    (update, count), (update_1, count_1) = run_ranks(2, three_steps_as_rank)
+    assert update == update_1
     # rounding, of bfloat16 at most
-    assert (torch.tensor(updates[0]) - expected).norm() < 0.02 * expected.norm()
-    assert all(count < 0.8 * 3 * 18 for _, count in results)
+    assert (torch.tensor(update) - expected).norm() < 0.02 * expected.norm()
+    assert max(count, count_1) < 0.8 * 3 * 18
