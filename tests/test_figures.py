@@ -1,4 +1,5 @@
-"""Test paper/figures.py on folders of runs, and that results/ can be recomputed from its tables."""
+"""Test paper/figures.py on folders of runs, that results/ can be recomputed from its tables, and
+the rule of the registered study."""
 
 import itertools
 import json
@@ -13,46 +14,30 @@ from small_runs import assert_refused
 
 from paper import figures
 from paper.figures import runs
-from paper.studies import recompute
+from paper.studies import depth, recompute
+
+SIZES = {'n_layer': 1, 'n_expert': 1, 'n_embd': 64, 'seed': 1}
 
 
-def write_run(folder, log, **settings):
-    """Write a run's folder. Settings: those of a small recurrent ConvLSTM, and these."""
-    sizes = {'arch': 'convlstm', 'recurrent': True, 'n_layer': 1, 'n_expert': 1, 'n_embd': 64}
-    settings = {**sizes, 'seed': 1, 'log_interval': 10, 'finished': True, **settings}
+def write_lm(folder, *losses, **settings):
+    """Write the folder of a run with these validation losses."""
+    settings = {'arch': 'experts', 'recurrent': True, 'finished': True, **SIZES, **settings}
+    log = [{'step': k, 'tokens': 10 * k, 'val_loss': x} for k, x in enumerate(losses)]
     folder.mkdir(parents=True)
     (folder / 'config.json').write_text(json.dumps(settings))
     (folder / 'log.jsonl').write_text(''.join(json.dumps(record) + '\n' for record in log))
-    return folder
 
 
-def agent_line(step, returns, **more):
-    return {'step': step, 'env_steps': 100 * step, 'episodes': 4, 'episodic_return': returns} | more
+def frame_of(plan='plan', model='ConvLSTM', **columns):
+    """Return a frame of recurrent runs."""
+    cell = {'plan': plan, 'model': model, 'kind': 'recurrent', **SIZES}
+    return pandas.DataFrame(cell | columns)
 
 
-def write_agent(folder, value, **settings):
-    """Write the run of an agent whose judged return is `value`."""
-    lines = [agent_line(step, value, return_1000=value) for step in range(10, 60, 10)]
-    return write_run(folder, lines, **settings)
-
-
-def write_lm(folder, loss, **settings):
-    """Write the run of a language model whose last validation loss is `loss`."""
-    log = [{'step': k, 'tokens': 1000 * k, 'val_loss': loss + 4 - k} for k in range(5)]
-    return write_run(folder, log, arch='experts', **settings)
-
-
-def write_all(write, root, values, *names):
-    """Write a run for each {settings: value}; names: of the settings."""
-    for key, value in values.items():
-        write(root / '_'.join(map(str, key)), value, **dict(zip(names, key, strict=True)))
-    return runs(root)
-
-
-def bars_of(figure, panel=0):
-    """Return {label of a line: [(y, half of its error bar), ...]} of a panel of a figure."""
+def bars_of(figure):
+    """Return {label of a line: [(y, half of its error bar), ...]} of a figure's first panel."""
     found = {}
-    for container in figure.axes[panel].containers:
+    for container in figure.axes[0].containers:
         line, _, (bars,) = container
         errors = [np.ptp(x[:, 1]) / 2 if len(x) else math.nan for x in bars.get_segments()]
         found[container.get_label()] = [*zip(line.get_ydata(), errors, strict=True)]
@@ -62,165 +47,105 @@ def bars_of(figure, panel=0):
 # ---- the frame of runs ----
 
 
-def test_runs_has_a_row_for_each_run_below_the_folders_given(tmp_path):
-    """Brackets, commas, blanks and dollar signs are parts of names; a folder given twice counts
-    once; best/ has a config.json and is no run."""
-    names = ['a[1]', 'b,c', 'd e', '$x_{']
-    for seed, name in enumerate(names):
-        folder = write_agent(tmp_path / 'plan' / name, seed, seed=seed)
-        (folder / 'best').mkdir()
-        (folder / 'best' / 'config.json').write_text('{}')
-    frame = runs([tmp_path / 'plan', tmp_path / 'plan' / 'a[1]'])
-    assert list(frame['folder']) == [str(tmp_path / 'plan' / name) for name in names]
-    assert list(frame['return']) == [0, 1, 2, 3] and set(frame['plan']) == {'plan'}
-
-
-def test_a_row_has_settings_last_and_best_values(tmp_path):
-    log = [
-        {'step': 0, 'tokens': 0, 'val_loss': 3.0},
-        {'step': 5, 'tokens': 50, 'val_loss': 1.5, 'train_loss': 2.0, 'seconds': 1.0},
-        {'step': 6, 'tokens': 60, 'val_loss': 1.75},
-        {'step': 7, 'tokens': 70, 'train_loss': 1.25, 'seconds': 4.0},
-    ]
-    folder = write_run(tmp_path / 'lm/a', log, arch='experts', recurrent=False, betas=[0.8, 0.95])
-    write_run(tmp_path / 'lm/started', [], finished=False)
+def test_each_run_is_a_row_with_its_settings_last_and_best_values(tmp_path):
+    folder = tmp_path / 'lm/a'
+    write_lm(folder, 3.0, 1.5, 1.75, recurrent=False, betas=[0.8, 0.95])
+    with open(folder / 'log.jsonl', 'a') as file:
+        file.write('{"step": 7, "train_loss": 1.25, "seconds": 4.0}')
+    write_lm(tmp_path / 'lm/started', finished=False)
     expected = {
         **{'model': 'Transformer', 'plan': 'lm', 'kind': 'non-recurrent', 'n_embd': 64},
         **{'betas': '[0.8, 0.95]', 'finished': True, 'step': 7, 'seconds': 4.0, 'loss': 1.75},
         **{'last_val_loss': 1.75, 'best_val_loss': 1.5, 'last_train_loss': 1.25},
     }
-    frame = runs(tmp_path).set_index('folder')
-    assert expected.items() <= frame.loc[str(folder)].to_dict().items()
-    assert math.isnan(frame.loc[str(tmp_path / 'lm/started'), 'loss'])
-    assert list(figures.curves(folder)['val_loss'].dropna()) == [3.0, 1.5, 1.75]
+    ended, started = runs([tmp_path, folder]).to_dict('records')  # given twice, it counts once
+    assert expected.items() <= ended.items()
+    assert not started['finished'] and math.isnan(started['loss'])
 
 
 # ---- what a run is judged by ----
 
 
-def judge(lines, log_interval=10):
-    return figures.judged_return(pandas.DataFrame(lines), log_interval)
-
-
 def test_an_agent_is_judged_by_the_episodes_of_its_last_five_log_intervals():
-    lines = [agent_line(step, -9.0) for step in (10, 20)]
-    lines += [agent_line(30, 1.0, episodes=1), agent_line(40, 4.0, episodes=2)]
-    lines += [agent_line(step, None, episodes=0) for step in (50, 60, 70)]
-    assert judge(lines) == (1 * 1.0 + 2 * 4.0) / 3
-    assert math.isnan(judge(lines[-3:]))
+    """Of 64 updates the last 50 are 6 of the third line's 10, and all of the later lines. The
+    second line is an evaluation."""
+    log = pandas.DataFrame(
+        {
+            'step': [10, 17, 20, 30, 40, 50, 60, 64],
+            'episodes': [5, None, 8, 1, 2, 0, 4, 3],
+            'episodic_return': [-9, None, 20, 30, 40, None, 60, 64],
+        }
+    )
+    expected = np.average([20, 30, 40, 60, 64], weights=[0.6 * 8, 1, 2, 4, 3])
+    assert figures.judged_return(log, 10) == pytest.approx(expected)
+    assert math.isnan(figures.judged_return(log[log['episodes'] == 0], 10))
 
 
-def test_a_shortened_last_line_counts_by_its_updates():
-    """Of 54 updates the last 50 are 6 of the first line's 10, and all of the others."""
-    lines = [agent_line(step, float(step), episodes=8) for step in (10, 20, 30, 40, 50)]
-    lines.append(agent_line(54, 54.0, episodes=3))
-    weights = np.array([0.6 * 8, 8, 8, 8, 8, 3])
-    assert judge(lines) == pytest.approx(weights @ [10, 20, 30, 40, 50, 54] / weights.sum())
-
-
-def test_evaluations_do_not_change_how_an_agent_is_judged():
-    lines = {step: agent_line(step, float(step), episodes=step) for step in range(10, 101, 10)}
-    expected = judge(list(lines.values()))
-    for step in range(7, 101, 7):  # step 70 has both
-        lines[step] = lines.get(step, {}) | {'step': step, 'eval_return': 1.0}
-    assert judge([lines[step] for step in sorted(lines)]) == expected
-
-
-def test_the_first_seed_chooses_a_value_and_the_others_are_reported(tmp_path):
+def test_the_first_seed_chooses_a_value_and_the_others_are_reported():
     """Each allocation has a best rate of its own."""
-    losses = {(1, 1, 0.1): 2.0, (1, 1, 0.2): 1.0, (1, 2, 0.1): 0.0, (1, 2, 0.2): 3.0}
-    losses |= {(2, 1, 0.1): 1.0, (2, 1, 0.2): 2.0, (2, 2, 0.1): 5.0, (2, 3, 0.1): 4.0}
-    frame = write_all(write_lm, tmp_path, losses, 'n_layer', 'seed', 'learning_rate')
-    assert figures.varied(frame) == ['learning_rate']
-    best = figures.best_values(frame)
-    assert list(zip(best['n_layer'], best['learning_rate'], best['loss'], strict=True)) == [
-        *((1, 0.2, 3.0), (2, 0.1, 5.0), (2, 0.1, 4.0))
-    ]
-    assert list(figures.best_values(frame[frame['seed'] == 1])['loss']) == [1.0, 1.0]
+    frame = frame_of(
+        n_layer=[1, 1, 1, 1, 2, 2, 2, 2],
+        seed=[1, 1, 2, 2, 1, 1, 2, 3],
+        learning_rate=[0.1, 0.2, 0.1, 0.2, 0.1, 0.2, 0.1, 0.1],
+        loss=[2, 1, 0, 3, 1, 2, 5, 4],
+    )
+    assert list(figures.best_values(frame)['loss']) == [3, 5, 4]
+    assert list(figures.best_values(frame[frame['seed'] == 1])['loss']) == [1, 1]
 
 
-def test_settings_that_vary_are_found(tmp_path):
-    """A setting that goes with the size or the kind does not vary, nor do folders and speeds."""
-    for L, (dtype, threads), seed in itertools.product((1, 2), (('a', 1), ('b', 2)), (1, 2)):
-        folder = tmp_path / f'{L}_{dtype}_{seed}'
-        more = {'out_dir': str(folder), 'command': str(folder), 'threads': threads}
-        write_lm(folder, 1.0, n_layer=L, dtype=dtype, seed=seed, window=64 * L, **more)
-    frame = runs(tmp_path)
+def test_settings_that_vary_are_found_and_kept_apart():
+    """A setting that goes with the size does not vary, nor do folders and speeds."""
+    frame = frame_of(
+        n_layer=[1] * 4 + [2] * 4,
+        window=[64] * 4 + [128] * 4,
+        dtype=['a', 'a', 'b', 'b'] * 2,
+        threads=[1, 1, 2, 2] * 2,
+        seed=[1, 2] * 4,
+        folder=list('abcdefgh'),
+        loss=1.0,
+    )
     assert figures.varied(frame) == ['dtype']
     assert list(figures.value_table(frame)['n']) == [2, 2, 2, 2]
     assert_refused('these runs differ in dtype', figures.FIGURES['allocations'], frame)
-    write_lm(tmp_path / 'again', 1.0, dtype='a', window=64)
-    assert_refused('another folder holds a run of the same', figures.varied, runs(tmp_path))
+    twice = pandas.concat([frame, frame[:1]])
+    assert_refused('a: another folder holds a run of the same', figures.varied, twice)
 
 
-def test_an_allocation_with_fewer_seeds_is_not_the_best(tmp_path):
-    values = {(1, 1): 9, (2, 1): 7, (2, 2): 7, (4, 1): 8, (4, 2): 8}
-    frame = write_all(write_agent, tmp_path, values, 'n_layer', 'seed')
-    assert list(figures.best_cells(figures.cells(frame), ['kind'])['n_layer']) == [4]
-
-
-def test_the_best_depths_and_their_certainty(tmp_path):
-    values = {(True, 1): 3.0, (True, 2): 5.0, (False, 1): 1.0, (False, 2): 5.0, (False, 4): 9.0}
-    values = {(*k, s): x + 0.01 * s for k, x in values.items() for s in (1, 2, 3)}
-    frame = write_all(write_agent, tmp_path, values, 'recurrent', 'n_layer', 'seed')
-    assert figures.best_depths(frame) == (
-        'Best L, 10,000 bootstrap draws of seeds: recurrent 2 (95%: 2 to 2), non-recurrent 4 '
-        '(95%: 4 to 4), recurrent smaller in 100.0%, equal in 0.0%, with errors of a t '
-        'distribution smaller in 100.0%.'
-    )
-    assert figures.best_depths(frame[frame['seed'] == 1]) == ''
-    assert figures.best_depths(frame[frame['recurrent']]) == ''
+def test_an_allocation_with_fewer_seeds_is_not_the_best():
+    frame = frame_of(n_layer=[1, 2, 2, 4, 4], seed=[1, 1, 2, 1, 2], loss=[6, 8, 8, 7, 7])
+    assert list(figures.value_table(frame)['best']) == [False, False, True]
 
 
 # ---- figures ----
 
 
-def test_allocations_have_standard_deviations_and_the_papers_returns(tmp_path):
-    frame = write_all(write_agent, tmp_path / 'sokoban-small', {(1,): 4.0, (2,): 6.0}, 'seed')
-    frame['n_embd'] = 128
-    bars = bars_of(figures.FIGURES['allocations'](frame))
-    assert bars['d = 128'] == [(5.0, pytest.approx(2**0.5))]
-    assert bars['d = 128, published'] == [(7.75, pytest.approx(0.0076**0.5, rel=1e-3))]
-    assert [y for y, _ in bars['d = 64, published']] == [7.664, 8.947, 9.212]
+@pytest.mark.parametrize(
+    'name, x, error',
+    [
+        ('allocations', 'n_layer', 1),
+        ('scaling', 'n_expert', 3**-0.5),
+        ('ablation', 'radius', 3**-0.5),
+    ],
+)
+def test_figures_have_means_and_errors_by_increasing_x(name, x, error):
+    """Standard deviations of allocations, and standard errors otherwise, of three seeds."""
+    frame = frame_of(seed=[1, 2, 3] * 2, loss=[5, 7, 9, 1, 2, 3], **{x: [10] * 3 + [9] * 3})
+    assert name in figures.fitting(frame)
+    (line,) = bars_of(figures.FIGURES[name](frame)).values()
+    assert line == [(2, pytest.approx(error)), (7, pytest.approx(2 * error))]
 
 
-def test_scaling_has_standard_errors(tmp_path):
-    losses = {(E, seed): seed / E for E in (1, 2, 4) for seed in (1, 2, 3)}
-    frame = write_all(write_lm, tmp_path, losses, 'n_expert', 'seed')
-    assert figures.fitting(frame) == ['scaling']
-    expected = [(2 / E, pytest.approx(3**-0.5 / E)) for E in (1, 2, 4)]
-    assert bars_of(figures.FIGURES['scaling'](frame)) == {'L = 1': expected}
-
-
-def test_saturation_is_the_best_value_of_at_most_L_layers(tmp_path):
-    for plan in ('sokoban-small', 'sokoban-medium'):
-        values = {(1,): 1.0, (2,): 3.0, (4,): 2.0}
-        write_all(write_agent, tmp_path / plan, values, 'n_layer')
-    bars = bars_of(figures.saturation(runs(tmp_path)))
-    assert [y for y, _ in bars['sokoban-small, recurrent']] == [1, 3, 3]
-    best = [7.75, 8.947, 9.212, 9.212, 9.212]
-    assert [y for y, _ in bars['sokoban-small, recurrent, published']] == best
-    assert bars['sokoban-medium, recurrent, published'][-1][0] == 9.778
-
-
-def test_an_ablation_has_the_values_of_a_setting_in_order(tmp_path):
-    values = {(x, seed): x + seed for x in (10, 9, 1) for seed in (1, 2)}
-    frame = write_all(write_agent, tmp_path, values, 'radius', 'seed')
-    assert figures.fitting(frame) == ['ablation']
-    figure = figures.ablation(frame)
-    assert list(bars_of(figure).values()) == [[(2.5, 0.5), (10.5, 0.5), (11.5, 0.5)]]
-    assert [text.get_text() for text in figure.axes[0].get_xticklabels()] == ['1', '9', '10']
-
-
-def test_learning_curves_are_of_the_best_allocations_in_their_unit(tmp_path):
-    values = {(1, 1): 1.0, (1, 2): 3.0, (2, 1): 5.0, (2, 2): 5.0}
-    frame = write_all(write_lm, tmp_path, values, 'n_expert', 'seed')
-    figure = figures.learning(frame.assign(tokenizer='bytes'))
-    (line,) = bars_of(figure).values()
-    assert [y for y, _ in line] == [5.0, 4.0, 3.0, 2.0]  # from a quarter on
-    axes = figure.axes[0]
-    labels = axes.get_xlabel(), axes.get_ylabel()
-    assert labels == ('bytes', 'validation loss (nats per byte)')
+def test_returns_stand_beside_the_papers():
+    """Those of allocations, and the best ones with at most L layers."""
+    frame = frame_of('sokoban-small', n_layer=[1, 2, 4], **{'return': [1, 3, 2]})
+    published = bars_of(figures.FIGURES['allocations'](frame))['d = 64, published']
+    assert published[1] == (8.947, pytest.approx(0.26173))
+    bars = bars_of(figures.saturation(frame))
+    found = {label: [y for y, _ in points] for label, points in bars.items()}
+    assert found == {
+        'sokoban-small, recurrent': [1, 3, 3],
+        'sokoban-small, recurrent, published': [7.75, 8.947, 9.212, 9.212, 9.212],
+    }
 
 
 # ---- tables and the command ----
@@ -232,10 +157,12 @@ def main(monkeypatch, *argv):
 
 
 def test_the_command_draws_and_tabulates_what_has_finished(tmp_path, monkeypatch, capsys):
-    """In a folder whose name has characters that are special to shells, Markdown, matplotlib."""
+    """In a folder whose name has characters that are special to shells, Markdown, matplotlib. A
+    learning curve starts at a quarter of the training."""
     plan = tmp_path / 'a[1],$x_{|'
-    values = {(L, r, s): L + s for L in (1, 2) for r in (True, False) for s in (1, 2)}
-    write_all(write_lm, plan, values, 'n_layer', 'recurrent', 'seed')
+    for E, recurrent, seed in itertools.product((1, 2), (True, False), (1, 2)):
+        settings = {'n_layer': 4 // E, 'n_expert': E, 'recurrent': recurrent, 'seed': seed}
+        write_lm(plan / f'{E}{recurrent}{seed}', 9.0, 8.0, 7.0, 6.0, E + seed, **settings)
     write_lm(plan / 'unfinished', 0.0, finished=False)
     main(monkeypatch, *plan.iterdir())
     assert '8 of 9 runs have finished' in capsys.readouterr().out
@@ -243,55 +170,45 @@ def test_the_command_draws_and_tabulates_what_has_finished(tmp_path, monkeypatch
         assert Image.open(plan / f'{name}_Transformer.png').width > 500
     assert len(pandas.read_csv(plan / 'runs.csv')) == 8
     table = (plan / 'table_Transformer.md').read_text()
-    assert r'Transformer|a[1],$x_{\||recurrent|1|1|64|2.5|0.70711|0.5|2|True' in table
+    assert r'Transformer|a[1],$x_{\||recurrent|4|1|64|2.5|0.70711|0.5|2|True' in table
     assert 'Best L, 10,000 bootstrap draws' in table
+    curves = bars_of(figures.learning(runs(plan).query('finished')))
+    assert [y for y, _ in curves['L = 4, E = 1, d = 64']] == [8.0, 7.0, 6.0, 2.5]
 
 
-def test_solve_rates_are_those_of_the_best_agents_beside_the_papers(tmp_path, monkeypatch):
-    settings = {'levels_dir': 'there', 'time_limit': 20}
-    values = {(1,): 1.0, (2,): 1.0}
-    frame = write_all(write_agent, tmp_path / 'sokoban-small', values, 'seed').assign(**settings)
-    calls = []
+def test_solve_rates_are_those_of_the_best_agents_beside_the_papers(monkeypatch):
+    rates = {('a', 'best'): 0.1, ('b', 'best'): 0.2}
 
     def evaluate(agent, levels, device, time_limit):
-        calls.append((*agent, *levels, time_limit))
-        return {'solve_rate': len(calls) / 10}
+        assert levels == ('there', 'unfiltered-test') and time_limit == 20
+        return {'solve_rate': rates[agent]}
 
-    monkeypatch.setattr(figures, 'load_agent', lambda folder, which, device: (folder[-1], which))
+    monkeypatch.setattr(figures, 'load_agent', lambda folder, which, device: (folder, which))
     monkeypatch.setattr(figures, 'load_levels', lambda *names: (names, ''))
     monkeypatch.setattr(figures, 'evaluate', evaluate)
-    (ours, *paper) = figures.solve_table(frame, 'unfiltered-test').to_dict('records')
-    assert calls == [(seed, 'best', 'there', 'unfiltered-test', 20) for seed in '12']
-    name = 'unfiltered-test, percent'
-    assert (ours[name], ours['n']) == (pytest.approx(15), 2)
-    assert len([row for row in paper if row['plan'] == 'sokoban-small']) == 5
-    rates = {(row['model'], row['kind'], row['n_layer']): row[name] for row in paper}
-    assert rates['ConvLSTM', 'recurrent', 4] == 92.7
-    assert {row['model']: row[name] for row in paper}['DRC(3,3), 2B'] == 99.3
+    frame = frame_of(
+        'sokoban-small', seed=[1, 2], folder=['a', 'b'], levels_dir='there', time_limit=20
+    ).assign(**{'return': 1.0})
+    table = figures.solve_table(frame, 'unfiltered-test')
+    percent = list(table['unfiltered-test, percent'])
+    assert percent[:5] == [pytest.approx(15), 86.03, 91.93, 92.7, 86.13]
+    assert 'DRC(3,3), 2B' in list(table['model'])
 
 
-@pytest.mark.parametrize(
-    'finished, options, message',
-    [
-        (False, [], 'no run has finished'),
-        (None, [], 'holds no run,'),
-        ('damaged', [], 'a/config.json: damaged'),
-        (True, ['--figure=ablation'], 'these runs differ in no setting'),
-        (True, ['--figure=nothing'], "argument --figure: invalid choice: 'nothing'"),
-        (True, ['--levels=unfiltered-test'], '--levels: Transformer is no agent'),
-        (True, ['--only=depth == 2'], "--only='depth == 2': .*name 'depth' is not defined"),
-        (True, ['--only=n_layer == 2'], "--only='n_layer == 2': .*no run fulfills it"),
-    ],
-)
-def test_what_cannot_be_drawn_is_refused(tmp_path, monkeypatch, finished, options, message):
-    if finished is not None:
-        folder = write_lm(tmp_path / 'a', 1.0, finished=finished)
-        if finished == 'damaged':
-            (folder / 'config.json').write_text('{"seed": ')
-    assert_refused(message, main, monkeypatch, tmp_path, *options)
+def test_what_cannot_be_drawn_is_refused(tmp_path, monkeypatch):
+    assert_refused('holds no run,', main, monkeypatch, tmp_path)
+    write_lm(tmp_path / 'a', 1.0, finished=False)
+    assert_refused('no run has finished', main, monkeypatch, tmp_path)
+    write_lm(tmp_path / 'b', 1.0, seed=2)
+    for option, message in (
+        ('--figure=ablation', 'these runs differ in no setting'),
+        ('--levels=unfiltered-test', '--levels: Transformer is no agent'),
+        ('--only=depth == 2', "--only='depth == 2': .*name 'depth' is not defined"),
+    ):
+        assert_refused(message, main, monkeypatch, tmp_path, option)
 
 
-# ---- results ----
+# ---- results and studies ----
 
 
 def test_the_numbers_of_the_results_are_computed_from_their_tables(monkeypatch, capsys):
@@ -320,3 +237,31 @@ def test_the_numbers_of_the_results_are_computed_from_their_tables(monkeypatch, 
     ):
         assert line in printed, line
     assert drawn == ['depth', 'lengths', 'by_position', 'convlstm', 'boxoban']
+
+
+@pytest.mark.parametrize(
+    'leading, t, word',
+    [(False, 2.2, 'undecided'), (False, 2.5, 'confirmed'), (True, 2.5, 'refuted')],
+)
+def test_the_registered_study_decides_at_95_percent_of_paired_draws(leading, t, word):
+    """The best L is 4, but for one kind L = 8 leads by t standard errors. With four blocks, 95% of
+    Student's distribution lie below t = 2.353. Blocks differ much more, which cancels."""
+    losses = {(kind, L): 90 for kind, depths in depth.DEPTHS.items() for L in depths}
+    noise = np.array([-3, -1, 1, 3])
+    losses |= {(True, 4): 1, (False, 4): 1, (leading, 8): 1}
+    losses[leading, 4] = 1 + noise + t * (5 / 3) ** 0.5
+    blocks = pandas.DataFrame(losses, depth.SEEDS).add([0, 50, 10, 30], axis=0)
+    assert depth.verdict(blocks).startswith(word)
+
+
+def test_only_whole_blocks_of_the_registered_study_count(tmp_path, monkeypatch, capsys):
+    """Finished runs are kept, each once, until the others of their block are there."""
+    monkeypatch.setattr(depth, 'TABLE', tmp_path / 'depth.csv')
+    monkeypatch.setattr(sys, 'argv', ['depth', str(tmp_path / 'out'), 'some CPU'])
+    common = {'seed': 11, 'learning_rate': 0.1, 'commit': 'abc'}
+    for recurrent, L in depth.ALLOCATIONS:
+        write_lm(tmp_path / f'out/{recurrent}-{L}', 1.5, recurrent=recurrent, n_layer=L, **common)
+        depth.main()
+    counts = [line for line in capsys.readouterr().out.splitlines() if 'blocks' in line]
+    assert counts == 7 * ['0 of 4 blocks'] + ['1 of 4 blocks']
+    assert len(pandas.read_csv(depth.TABLE)) == 8

@@ -1,5 +1,5 @@
-"""Test paper/probe.py: targets by hand, probes that must and must not learn, thresholds, levels,
-folders, the whole analysis."""
+"""Test paper/probe.py: targets, probes that must and must not learn, thresholds, levels, folders,
+the whole analysis."""
 
 import json
 import math
@@ -19,7 +19,8 @@ from files import read_tensors
 from paper import probe
 from sokoban import replay, run_episodes
 
-UP, RIGHT, DOWN, LEFT, NEVER = range(5)
+UP, RIGHT, NEVER = 0, 1, 4
+ODD = 'a[1],b $x$'  # name of an agent
 
 
 @pytest.fixture(autouse=True)
@@ -32,41 +33,25 @@ def apply_settings(*argv):
     configure(vars(probe), argv, quiet=True)
 
 
-def corridor(row=3):
-    """Return a level (1, 17): an empty 8 x 8 room, the agent at column 4 of `row` + 1, a box to its
-    right, the target two cells further."""
-    box, target = np.zeros((1, 64), bool), np.zeros((1, 64), bool)
-    box[0, row * 8 + 4] = target[0, row * 8 + 6] = True
-    return pack(np.zeros((1, 64), bool), target, box, np.array([row * 8 + 3]))
-
-
 def corridors():
-    """Return eight levels (8, 17), each solved by two moves to the right."""
-    return np.concatenate([corridor(row) for row in range(8)])
+    """Return eight levels (8, 17), each solved by two moves to the right: an empty room, the agent
+    at column 4 of a row, a box to its right, the target two cells further."""
+    cell = 8 * np.arange(8)
+    wall, target, box = np.zeros((3, 8, 64), bool)
+    box[range(8), cell + 4] = target[range(8), cell + 6] = True
+    return pack(wall, target, box, cell + 3)
 
 
-# ---- targets ----
-
-
-def test_targets_of_a_push_to_the_right():
-    """The agent starts at cell 44 and pushes the box once; then it goes up."""
-    actions = np.array([[RIGHT, UP]], np.int8)
-    found = probe.targets(replay(corridor(), actions), actions, np.array([2]))
-    expected = np.full((1, 2, 100), NEVER)
-    expected[0, 0, 45] = RIGHT
-    expected[0, :, 35] = UP
-    assert (found == expected).all()
+# ---- targets, probes and scores ----
 
 
 def test_targets_follow_their_definition():
     """The target of a cell is the move by which the agent enters it next in this episode. Random
     episodes have blocked moves, cells that are entered again, and ends before the last step."""
-    packed = np.concatenate([generate(6, 1, seed=5, max_moves=12)[0], *[corridor()] * 4])
+    packed = np.concatenate([generate(6, 1, seed=5, max_moves=12)[0], corridors()])
     rng, n = np.random.default_rng(0), len(packed)
     actions = rng.integers(0, 4, (n, 30)).astype(np.int8)
     lengths = rng.integers(1, 31, n)
-    actions[6:, :4] = LEFT, RIGHT, RIGHT, UP
-    lengths[6:] = 4, 3, 30, 30
     boards = replay(packed, actions)
     found = probe.targets(boards, actions, lengths)
     at = (boards[..., 0] == 3).reshape(n, 31, 100).argmax(2)
@@ -79,80 +64,50 @@ def test_targets_follow_their_definition():
             assert (found[i, t] == expected).all()
 
 
-# ---- probes and scores ----
-
-
-def random_steps(planted, S=120, C=8, seed=0):
-    """Return steps with random targets, of which each class is a fifth. If planted, the features of
-    the trained agent hold the class of their cell; otherwise they are noise. The features of the
-    untrained agent beside them are noise and much larger."""
+def random_steps(seed, S=120, C=8):
+    """Return steps with random targets, of which each class is a fifth. The features of the trained
+    agent hold the class of their cell. Those of the untrained agent are noise and much larger."""
     rng = np.random.default_rng(seed)
     target = rng.integers(0, 5, (S, 100)).astype(np.int8)
-    features = rng.normal(size=(S, 10, 10, 2 * C)).astype(np.float16)
-    features[..., C:] *= 100
-    if planted:
-        features[..., :5] = 3 * np.eye(5, dtype=np.float16)[target].reshape(S, 10, 10, 5)
+    features = 100 * rng.normal(size=(S, 10, 10, 2 * C)).astype(np.float16)
+    features[..., :C] = np.eye(5, C)[target].reshape(S, 10, 10, C)
     boards = np.zeros((S, 10, 10, 2), np.uint8)
     return probe.Steps(boards, target, np.arange(S) % 30, features)
 
 
-def recall_of(counts):
-    """Return the recall of each probe, over all seeds and steps."""
-    total = counts.groupby('probe')[['right', 'directions']].sum()
-    return total.right / total.directions
-
-
-@pytest.mark.parametrize('planted', [True, False])
-def test_a_planted_signal_is_found_and_noise_is_not(planted):
+def test_probes_find_a_signal_and_none_in_noise():
     apply_settings('--seeds=2', '--epochs=8', '--learning_rate=0.02')
-    test = random_steps(planted, seed=1)
-    guesses = probe.predict(*probe.train_probes(random_steps(planted), 'cpu'), test)
-    recall = recall_of(probe.score(test, guesses)[0])
-    for name in probe.PROBES:
-        found = planted and name in ('3x3', '1x1')  # the probes of the trained agent's features
-        assert recall[name] == pytest.approx(float(found), abs=1e-3)
+    test = random_steps(seed=1)
+    guesses = probe.predict(*probe.train_probes(random_steps(seed=0), 'cpu'), test)
+    total = probe.score(test, guesses)[0].groupby('probe').sum()
+    expected = {'3x3': 1, '1x1': 1, 'untrained 3x3': 0, 'untrained 1x1': 0, 'observation': 0}
+    recall = probe.add_shares(total)['recall'].to_dict()
+    assert recall == pytest.approx(expected, abs=1e-3)
 
 
-def guesses_of_which_some_are_uncertain(early_correct, late_correct):
-    """Return steps 0, 1, 19 and 20, 21, 119, and guesses. At each step the agent enters 40 cells;
-    32 guesses have probability 0.9 and are correct, and 8 have 0.6. The arguments say whether the
-    latter are correct in the first three steps and in the last three."""
-    target = np.full((6, 100), NEVER, np.int8)
-    target[:, :40] = RIGHT
-    probability = np.zeros((1, 6, 100), np.float32)
-    probability[..., :32] = 0.9
-    probability[..., 32:40] = 0.6
-    direction = np.full((1, 6, 100), RIGHT, np.int8)
-    direction[0, :3, 32:40] = RIGHT if early_correct else UP
-    direction[0, 3:, 32:40] = RIGHT if late_correct else UP
-    data = probe.Steps(None, target, np.array([0, 1, 19, 20, 21, 119]), None)
-    return data, {'3x3': probe.Guess(direction, probability)}
-
-
-@pytest.mark.parametrize('early, late, threshold, recall', [
-    (True, False, 0.6, 1.0),  # errors after the first 20 steps do not raise the threshold
-    (False, True, 0.9, 0.8),  # errors in them do: only the 32 certain guesses are emitted
-])  # fmt: skip
-def test_the_first_20_steps_set_the_threshold(early, late, threshold, recall):
+@pytest.mark.parametrize('wrong_at, threshold, recall', [(0, 0.9, 0.8), (1, 0.6, 1.0)])
+def test_the_first_20_steps_set_the_threshold(wrong_at, threshold, recall):
+    """In steps 0 and 20 the agent enters five of six cells. Four guesses are certain and right; the
+    fifth is wrong in one of the steps."""
     apply_settings('--first=20', '--precision=0.93')
-    counts, thresholds = probe.score(*guesses_of_which_some_are_uncertain(early, late))
-    assert thresholds['3x3'] == pytest.approx(threshold)
-    assert counts.step.tolist() == [0, 1, 19]
-    shares = probe.add_shares(counts)
-    assert shares.recall.tolist() == 3 * [recall] and shares.precision.tolist() == 3 * [1.0]
+    target, direction = np.full((2, 6), RIGHT), np.full((1, 2, 6), RIGHT)
+    target[:, 5] = NEVER
+    direction[0, wrong_at, 4] = UP
+    probability = np.array([[[0.9, 0.9, 0.9, 0.9, 0.6, 0.1]] * 2])
+    data = probe.Steps(None, target, np.array([0, 20]), None)
+    counts, thresholds = probe.score(data, {'3x3': probe.Guess(direction, probability)})
+    assert thresholds == {'3x3': threshold}
+    (shares,) = probe.add_shares(counts).to_dict('records')
+    assert (shares['step'], shares['recall'], shares['precision']) == (0, recall, 1.0)
 
 
-@pytest.mark.parametrize('precision, threshold', [(1.0, 0.9), (0.8, 0.6), (0.1, 0.5)])
-def test_the_threshold_is_the_lowest_that_has_the_precision(precision, threshold):
+def test_the_threshold_is_the_lowest_that_has_the_precision():
     """The two guesses with probability 0.8 are emitted together."""
     probability = np.array([0.9, 0.8, 0.8, 0.7, 0.6, 0.5])
-    correct = np.array([True, True, False, True, True, False])
-    assert probe.threshold_for(probability, correct, precision) == threshold
-
-
-def test_the_threshold_is_infinite_if_none_has_the_precision():
-    probability, correct = np.array([0.9, 0.8]), np.array([False, True])
-    assert probe.threshold_for(probability, correct, 1.0) == math.inf
+    right = np.array([True, True, False, True, True, False])
+    for precision, threshold in ((1.0, 0.9), (0.8, 0.6), (0.1, 0.5)):
+        assert probe.threshold_for(probability, right, precision) == threshold
+    assert probe.threshold_for(probability, ~right, 0.8) == math.inf
 
 
 # ---- agents ----
@@ -160,27 +115,24 @@ def test_the_threshold_is_infinite_if_none_has_the_precision():
 
 @pytest.fixture(scope='module')
 def agents(tmp_path_factory):
-    """Return a folder with three exported tiny agents that always go right (lstm and glu are
-    recurrent, nonrecurrent is not) and with a file of levels."""
+    """Return a folder with exported tiny agents that always go right, and a file of levels, of
+    which they solve the first eight and not all of the other eight."""
     folder = tmp_path_factory.mktemp('agents')
-    sizes = {'n_layer': 1, 'n_expert': 1, 'n_embd': 8, 'head_dim': 8, 'dtype': 'float32'}
     settings = {'eval_split': 'generated', 'n_boxes': 1, 'max_moves': 12, 'seed': 7}
-    for name, changes in {
-        'lstm': {'arch': 'convlstm', 'recurrent': True, 'n_layer': 2},
-        'glu': {'arch': 'convglu', 'recurrent': True},
-        'nonrecurrent': {'arch': 'convglu', 'recurrent': False},
-    }.items():
+    for name, arch in (('lstm', 'convlstm'), (ODD, 'convglu'), ('copy/lstm', 'convglu')):
         torch.manual_seed(0)
-        agent = build_agent(AgentConfig(**{**sizes, **changes}))
+        config = AgentConfig(arch, name == 'lstm', 2, 1, 8, head_dim=8, dtype='float32')
+        agent = build_agent(config)
         agent.logits.bias.data[RIGHT] = 100.0
-        about = {'step': 1, 'settings': settings, 'command': ''}
-        agent.save_pretrained(folder / name, config=about)
+        agent.save_pretrained(folder / name, config={'step': 1, 'settings': settings})
     np.save(folder / 'rooms.npy', np.concatenate([corridors(), generate(8, 1, 9, 12)[0]]))
     return folder
 
 
-def load(agents, name):
-    return probe.load_player(str(agents / name), 'cpu')
+def load(agents, **changes):
+    """Return the player lstm, as if its run had had these settings."""
+    player = probe.load_player(str(agents / 'lstm'), 'cpu')
+    return player._replace(settings={**player.settings, **changes})
 
 
 def test_the_untrained_agent_has_the_first_weights_of_the_run(tmp_path):
@@ -190,129 +142,98 @@ def test_the_untrained_agent_has_the_first_weights_of_the_run(tmp_path):
     assert_equal(player.agent.state_dict(), player.untrained.state_dict())
 
 
-@pytest.fixture
-def recorded(agents, monkeypatch):
-    """Return an agent, seven levels, and what probe.record() keeps of its episodes on them. They
-    are played in two batches, of which the second is shorter."""
+def test_recorded_steps_are_those_of_an_evaluation_with_s_of_both_agents(agents, monkeypatch):
+    """The episodes are played in two batches, of which the second is shorter. Features are compared
+    in the first two steps of episode 5, of which the first starts from the zero state."""
     monkeypatch.setattr(probe, 'BATCH', 4)
-    player = load(agents, 'lstm')
+    player = load(agents)
     packed = np.concatenate([corridors()[:4], generate(3, 1, seed=9, max_moves=12)[0]])
-    return player, packed, *probe.record(player, packed, 'cpu')
+    data, solved = probe.record(player, packed, 'cpu')
 
-
-def test_recorded_episodes_are_those_of_an_evaluation(recorded):
-    """Every step has the board and the number that it has in its episode."""
-    player, packed, data, solved = recorded
     expected = run_episodes(player.agent, packed, 'cpu')
-    lengths = expected['steps'].int().tolist()
     assert solved == expected['solved'].sum()
+    lengths = expected['steps'].int().tolist()
     assert data.step.tolist() == [step for length in lengths for step in range(length)]
     boards = replay(packed, expected['actions'].numpy())
     parts = [episode[:length] for episode, length in zip(boards, lengths, strict=True)]
     assert (data.boards == np.concatenate(parts)).all()
 
-
-def test_features_are_s_of_the_trained_and_of_the_untrained_agent(recorded):
-    """The first two steps of episode 5 are compared. The first starts from the zero state."""
-    player, _, data, _ = recorded
-    first = np.flatnonzero(data.step == 0)[5]
-    assert data.step[first + 1] == 1
-    boards = torch.from_numpy(data.boards)
+    first = sum(lengths[:5])
     for k, agent in enumerate((player.agent, player.untrained)):
         weights, state = agent.prepare(), agent.init_state(1)
-        for t in range(2):
-            start, obs = torch.tensor([t == 0]), boards[first + t : first + t + 1]
+        for i in (first, first + 1):
+            start, obs = torch.tensor([i == first]), torch.from_numpy(data.boards[i : i + 1])
             s, state = agent.encode_and_step(weights, obs, start, state)
-            found = data.features[first + t, ..., 8 * k : 8 * k + 8]
+            found = data.features[i, ..., 8 * k : 8 * k + 8]
             np.testing.assert_allclose(found, s[0].detach().numpy(), atol=2e-3)  # float16
 
 
 def test_of_runs_that_differ_in_their_seed_the_best_is_used(agents):
-    lstm, glu = load(agents, 'lstm'), load(agents, 'glu')
-    runs = [lstm._replace(settings={**lstm.settings, 'seed': seed}) for seed in (1, 2, 3)]
-    others = [glu, lstm._replace(settings={**lstm.settings, 'gamma': 0.9})]
-    assert probe.best_of_seeds([*runs, *others], [0.5, 0.7, 0.7, 0.1, 0.2]) == [1, 3, 4]
+    runs = [load(agents, seed=seed) for seed in (1, 2, 3)] + [load(agents, gamma=0.9)]
+    assert probe.best_of_seeds(runs, [0.5, 0.7, 0.7, 0.2]) == [1, 3]
 
 
 # ---- levels ----
 
 
-def with_settings(agents, **changes):
-    """Return a player whose run had these settings."""
-    player = load(agents, 'lstm')
-    return player._replace(settings={**player.settings, **changes})
-
-
-def test_probes_are_not_tested_on_their_training_levels(agents):
+def test_neither_probes_nor_agents_are_tested_on_their_training_levels(agents):
     path = f'{agents}/rooms.npy'
-    players = [with_settings(agents, split=path, eval_split=path)]
+    players = [load(agents, split=path, eval_split=path)]
     assert_refused('tested on their training levels', probe.load_levels, players)
-
-
-def test_an_agent_is_not_tested_on_its_training_levels(agents):
-    """The second agent was trained on the levels that the first is evaluated on."""
-    path = f'{agents}/rooms.npy'
-    players = [with_settings(agents, eval_split=path), with_settings(agents, split=path)]
+    players = [load(agents, eval_split=path), load(agents, split=path)]
     apply_settings('--levels=generated')
     assert_refused('tested on their training levels', probe.load_levels, players)
 
 
-def test_training_levels_of_the_probes_are_left_out_of_the_test_levels(agents):
-    path = agents / 'mixed.npy'
+def test_training_levels_of_the_probes_are_left_out_of_the_test_levels(agents, tmp_path):
+    path = tmp_path / 'mixed.npy'
     np.save(path, np.concatenate([corridors(), generate(20, 1, seed=7, max_moves=12)[0]]))
     apply_settings('--levels=generated', f'--test_levels={path}', '--n_train=5', '--min_levels=1')
-    train, test = probe.load_levels([with_settings(agents, n_levels=12)])
+    train, test = probe.load_levels([load(agents, n_levels=12)])
     assert len(train) == 5 and len(test) == 16 and (test[:8] == corridors()).all()
 
 
 # ---- the whole analysis ----
 
 
-def analyze(monkeypatch, out, *arguments):
-    """Run paper/probe.py with few levels and one epoch."""
-    argv = f'--out_dir={out} --n_train=6 --min_levels=1 --epochs=1 --seeds=2 --device=cpu'
-    monkeypatch.setattr(sys, 'argv', ['probe.py', *map(str, arguments), *argv.split()])
+def analyze(monkeypatch, folders, *options):
+    """Run paper/probe.py with few levels and one epoch; it writes into the folder `out`."""
+    few = '--out_dir=out --n_train=6 --n_test=16 --min_levels=1 --epochs=1 --seeds=2 --device=cpu'
+    monkeypatch.setattr(sys, 'argv', ['probe.py', *map(str, folders), *few.split(), *options])
     probe.main()
 
 
-def test_the_whole_analysis_writes_its_figures_and_tables(agents, tmp_path, monkeypatch, capsys):
-    """Both agents solve the eight corridors and not all of the other eight levels. The probe's file
-    is one that play_sokoban.py reads. Brackets, commas and dollar signs are parts of names."""
-    odd = tmp_path / 'a[1],b $x$'
-    odd.symlink_to(agents / 'nonrecurrent')
-    levels = ['--levels=generated', f'--test_levels={agents}/rooms.npy', '--n_test=16']
-    analyze(monkeypatch, tmp_path / 'out', agents / 'lstm', odd, *levels)
-    assert 'untrained 3x3' in capsys.readouterr().out
+def test_the_whole_analysis_writes_its_figures_and_tables(agents, tmp_path, monkeypatch):
+    """The probe's file is one that play_sokoban.py reads."""
+    monkeypatch.chdir(tmp_path)
+    levels = ['--levels=generated', f'--test_levels={agents}/rooms.npy']
+    analyze(monkeypatch, [agents / 'lstm', agents / ODD], *levels)
     names = {'recall.png', 'recall.svg', 'plans.png', 'probes.csv', 'probes.json'}
-    names |= {'probe_lstm.safetensors', f'probe_{odd.name}.safetensors'}
-    assert set(os.listdir(tmp_path / 'out')) == names
-    report = json.loads((tmp_path / 'out' / 'probes.json').read_text())
-    assert 8 <= report['levels'] < 16 and len(report['scores']) == 2 * len(probe.PROBES)
-    counts = pandas.read_csv(tmp_path / 'out' / 'probes.csv')
-    assert set(counts.agent) == {'lstm', odd.name} and counts.seed.max() == 1
+    names |= {'probe_lstm.safetensors', f'probe_{ODD}.safetensors'}
+    assert set(os.listdir('out')) == names
+    with open('out/probes.json') as file:
+        report = json.load(file)
+    assert 8 <= report['levels'] < 16
+    scores = {(row['agent'], row['probe']) for row in report['scores']}
+    assert scores == {(name, x) for name in ('lstm', ODD) for x in probe.PROBES}
+    assert pandas.read_csv('out/probes.csv').seed.max() == 1
     shapes = {'weight': [5, 8, 3, 3], 'bias': [5], 'threshold': []}
-    saved = read_tensors(tmp_path / 'out' / 'probe_lstm.safetensors')
+    saved = read_tensors('out/probe_lstm.safetensors')
     assert {name: list(x.shape) for name, x in saved.items()} == shapes
 
 
-MISTAKES = [  # arguments, message
-    ([], 'no agents'),
-    (['{agents}/lstm', '{agents}/glu', 'glu', '--min_levels=1'], 'two folders of one name'),
-    (['{agents}/lstm', '--min_levels=17'], 'min_levels = 17'),
-    (['{agents}/lstm', '--test_levels=nonsense'], 'data/boxoban'),
-    (['no_such_folder'], 'no_such_folder'),
-    (['{agents}/lstm', '--models=x'], 'unknown setting'),
-]
-
-
-@pytest.mark.parametrize('arguments, message', MISTAKES)
+@pytest.mark.parametrize(
+    'names, option, message',
+    [
+        ([], '--seeds=2', 'no agents'),
+        (['lstm', 'copy/lstm'], '--seeds=2', 'two folders of one name'),
+        (['lstm'], '--min_levels=17', 'min_levels = 17'),
+        (['lstm'], '--test_levels=nonsense', 'data/boxoban'),
+    ],
+)
 def test_mistakes_are_found_before_anything_is_written(
-    arguments, message, agents, tmp_path, monkeypatch
+    names, option, message, agents, tmp_path, monkeypatch
 ):
-    monkeypatch.chdir(tmp_path)  # where no levels are
-    (tmp_path / 'glu').symlink_to(agents / 'nonrecurrent')
-    arguments = [argument.format(agents=agents) for argument in arguments]
-    argv = ['probe.py', *arguments, '--out_dir=out', '--n_train=6', '--n_test=16']
-    monkeypatch.setattr(sys, 'argv', argv)
-    assert_refused(message, probe.main)
-    assert not (tmp_path / 'out').exists()
+    monkeypatch.chdir(tmp_path)
+    assert_refused(message, analyze, monkeypatch, [agents / name for name in names], option)
+    assert not any(tmp_path.iterdir())

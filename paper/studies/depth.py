@@ -34,6 +34,7 @@ SEEDS = [11, 12, 13, 14]
 TABLE = PUBLISHED.parent / 'depth.csv'
 COLUMNS = ['seed', 'recurrent', 'n_layer', 'n_expert', 'learning_rate', 'step', 'val_loss']
 COLUMNS += ['seconds', 'processor', 'commit']
+RUN = ['seed', 'recurrent', 'n_layer', 'processor']  # what tells a run from the others
 
 PLAN = Plan(
     'Study: depth of language models, registered',
@@ -79,12 +80,12 @@ def verdict(blocks: DataFrame, draws: int = 100_000) -> str:
 
 def add(folder: str, processor: str) -> None:
     """Add the finished runs of a folder to the table, but those that it has already."""
-    table = runs([folder]).query('finished')
-    table = table.rename(columns={'last_val_loss': 'val_loss'}).assign(processor=processor)
+    table = runs([folder]).query('finished').assign(processor=processor)
+    table = table.rename(columns={'last_val_loss': 'val_loss'}).set_index(RUN)
     if TABLE.exists():
-        table = pandas.concat([pandas.read_csv(TABLE, float_precision='round_trip'), table])
-    table = table.drop_duplicates(['seed', 'recurrent', 'n_layer', 'processor'])
-    table.to_csv(TABLE, columns=COLUMNS, index=False)
+        table = table[~table.index.isin(pandas.read_csv(TABLE, index_col=RUN).index)]
+    is_new = not TABLE.exists()
+    table.reset_index().to_csv(TABLE, mode='a', columns=COLUMNS, header=is_new, index=False)
 
 
 def main() -> None:
