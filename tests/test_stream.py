@@ -1,88 +1,71 @@
 """Test stream.py: rows of text read in chunks, micro-batches, and the rows that fit the memory."""
 
-import math
+import weakref
 
 import pytest
 import torch
-from processes import run_ranks
 from small_runs import assert_refused
 
 import baselines
 import graphs
 import stream
-from common import Gradients, join_ranks, leave_ranks
+from common import Gradients
 from model import ModelConfig, build_model
 from stream import Stream
 
 SIZES = {'n_layer': 2, 'n_expert': 2, 'n_embd': 32, 'n_head': 2, 'window': 12, 'block_size': 8}
-RECURRENT, OWN_CACHES = (True, {}), (True, {'aggregation': 'softmax_l2', 'share_kv': False})
-NONRECURRENT, LSTM = (False, {}), (True, {'arch': 'lstm'})
-KINDS = pytest.mark.parametrize('kind', [RECURRENT, OWN_CACHES, NONRECURRENT, LSTM], ids=str)
+OWN_CACHES = {'aggregation': 'softmax_l2', 'share_kv': False}
+KINDS = pytest.mark.parametrize(
+    'kind', [{}, OWN_CACHES, {'recurrent': False}, {'arch': 'lstm'}], ids=str
+)
 
 
-def make_model(kind):
+def make_model(arch='experts', recurrent=True, **sizes):
     """Return a model with random weights."""
-    recurrent, sizes = kind
-    sizes = dict(sizes)
-    arch = sizes.pop('arch', '')
-    config = ModelConfig(256, **SIZES | sizes)
+    config = ModelConfig(256, **SIZES, **sizes)
     torch.manual_seed(0)
-    model = baselines.build_lstm(config, True) if arch else build_model(config, recurrent)
+    build = baselines.build_lstm if arch == 'lstm' else build_model
+    model = build(config, recurrent)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3)
     return model
 
 
 def tokens(B, n):
-    """Return inputs x and targets y, (B, n) each."""
-    x = torch.randint(256, (B, n + 1), generator=torch.Generator().manual_seed(1))
-    return x[:, :-1].contiguous(), x[:, 1:].contiguous()
+    """Return random inputs and targets, (B, n) each."""
+    return torch.randint(256, (2, B, n), generator=torch.Generator().manual_seed(1))
 
 
 # ---- training
 
 
-@pytest.mark.parametrize('kind', [RECURRENT, OWN_CACHES, LSTM], ids=str)
-@pytest.mark.parametrize('rows', [6, 2])
-def test_each_row_carries_its_state_until_it_is_reset(kind, rows):
-    """The loss of three chunks is the mean over rows that are read one by one."""
-    model = make_model(kind)
-    x, y = tokens(6, 24)
-    train = Stream(model, 6, 8, rows)
-    states = [None] * 6
-    for t in range(0, 24, 8):
-        if t == 16:
-            train.reset(torch.tensor([0, 3]))
-            states[0] = states[3] = None
-        loss = torch.zeros(())
-        train.backward(x[:, t : t + 8], y[:, t : t + 8], rows / 6, loss)
-        losses = []
-        for b in range(6):
-            with torch.no_grad():
-                found, states[b] = model(x[[b], t : t + 8], y[[b], t : t + 8], states[b])
-            losses.append(found.cross_entropy.item())
-        assert loss.item() == pytest.approx(sum(losses) / 6, rel=1e-5)
-    train.reset()
-    assert not any(t.any() for t in train.state)
-
-
 @KINDS
-def test_micro_batches_change_only_rounding(kind):
-    """Gradients, loss and state of a whole batch equal those of three micro-batches."""
-    x, y = tokens(6, 16)
-    found = []
-    for rows in (6, 2):
-        model = make_model(kind)
-        train = Stream(model, 6, 8, rows, carries=kind[0])
-        grads, loss = Gradients(model.parameters()), torch.zeros(())
-        for t in (0, 8):
-            train.backward(x[:, t : t + 8], y[:, t : t + 8], rows / 6, loss)
-        found.append([loss, grads.buffer, *train.state])
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+def test_micro_batches_train_as_rows_that_are_read_alone(kind):
+    """Each row carries its state, which is reset in two rows before the third chunk. A
+    non-recurrent model carries none. Loss and gradients are means over the rows."""
+    model = make_model(**kind)
+    carries = kind.get('recurrent', True)
+    x, y = tokens(6, 24)
+    chunks = list(zip(x.split(8, 1), y.split(8, 1), strict=True))
+    grads, loss, expected_loss = Gradients(model.parameters()), torch.zeros(()), 0
+    for b in range(6):
+        state = None
+        for i, (x, y) in enumerate(chunks):
+            if not carries or (i == 2 and b in (0, 3)):
+                state = None
+            result, state = model(x[[b]], y[[b]], state)
+            (result.objective / 6).backward()
+            expected_loss += result.cross_entropy.item() / 6
+    expected = grads.buffer.clone()
 
-
-def test_a_nonrecurrent_model_in_training_carries_no_state():
-    assert Stream(make_model(NONRECURRENT), 6, 8, carries=False).state == ()
+    grads.zero()
+    train = Stream(model, 6, 8, 2, carries=carries)
+    for i, (x, y) in enumerate(chunks):
+        if i == 2:
+            train.reset(torch.tensor([0, 3]))
+        train.backward(x, y, 2 / 6, loss)
+    assert loss.item() == pytest.approx(expected_loss, rel=1e-5)
+    torch.testing.assert_close(grads.buffer, expected, rtol=1e-4, atol=1e-5)
 
 
 # ---- scores
@@ -90,50 +73,37 @@ def test_a_nonrecurrent_model_in_training_carries_no_state():
 
 @KINDS
 def test_a_score_depends_neither_on_rows_nor_on_chunks(kind):
-    """Four texts of 30 tokens, one to four side by side, in chunks of 30, 8 and 1."""
-    model = make_model(kind)
+    """Four texts of 30 tokens, one to four side by side, in chunks of 30, 8 and 1, each twice."""
+    model = make_model(**kind)
     x, y = tokens(4, 30)
-    sums = [
-        Stream(model, B, T, B).score(x, y) for B, T in ((4, 30), (1, 30), (2, 8), (4, 1), (3, 8))
-    ]
-    for nats, n in sums:
-        assert n == 120 and nats.item() == pytest.approx(sums[0][0].item(), rel=1e-5)
     with torch.no_grad():
         loss, _ = model(x, y, model.init_state(4))
-    assert sums[0][0].item() == pytest.approx(120 * loss.cross_entropy.item(), rel=1e-5)
-
-
-def test_a_second_score_starts_from_zero():
-    valid = Stream(make_model(RECURRENT), 2, 8)
-    x, y = tokens(2, 16)
-    first, second = valid.score(x, y), valid.score(x, y)
-    assert torch.equal(first, second)
-
-
-def test_reading_without_a_loss_leaves_the_same_state():
-    model = make_model(RECURRENT)
-    x, y = tokens(2, 20)
-    scored, read = Stream(model, 2, 8), Stream(model, 2, 8)
-    scored.score(x, y)
-    read.read(x)
-    torch.testing.assert_close(read.state, scored.state)
+    expected = [120 * loss.cross_entropy.item(), 120]  # nats and tokens
+    for B, T in ((4, 30), (1, 30), (2, 8), (4, 1), (3, 8)):
+        valid = Stream(model, B, T, B)
+        for _ in range(2):
+            assert valid.score(x, y).tolist() == pytest.approx(expected, rel=1e-5)
 
 
 # ---- the rows that fit
 
 
-def test_the_most_rows_are_a_divisor_of_at_most_4096_tokens_on_a_cpu():
-    cpu = torch.device('cpu')
-    assert [stream.most_rows(B, 64, cpu) for B in (64, 96, 2048, 7)] == [64, 64, 64, 7]
+def test_a_micro_batch_has_at_most_4096_tokens_on_a_cpu_and_32768_on_a_gpu():
+    cpu, gpu = torch.device('cpu'), torch.device('cuda')
+    assert (stream.most_rows(2048, 64, cpu), stream.most_rows(2048, 64, gpu)) == (64, 512)
     assert stream.most_rows(6, 8192, cpu) == 1
-    assert stream.most_rows(2048, 64, torch.device('cuda')) == 512
-    assert [stream.divisor(B, 64) for B in (64, 96, 2048, 67)] == [64, 48, 64, 1]
+    assert [stream.divisor(B, 64) for B in (96, 67)] == [48, 1]
 
 
 def fail_beyond(rows, tried):
-    """Return a chunk that runs out of memory with more than `rows` rows."""
+    """Return a chunk that runs out of memory with more than `rows` rows. What an attempt has
+    allocated, its inputs included, must be gone when the next one starts."""
+    held = []
 
     def chunk(x, y, state):
+        assert all(ref() is None for ref in held)
+        big = torch.zeros(10)
+        held.extend([weakref.ref(x), weakref.ref(big)])
         tried.append(len(x))
         for t in state:
             t.fill_(1)
@@ -143,105 +113,46 @@ def fail_beyond(rows, tried):
     return chunk
 
 
-def test_rows_are_halved_until_memory_suffices():
-    tried = []
-    train = Stream(make_model(RECURRENT), 24, 8)
+@pytest.mark.parametrize('may_shrink, B', [(False, 24), (True, 3)])
+def test_rows_are_halved_until_memory_suffices(may_shrink, B):
+    """A stream that may shrink holds the state of a micro-batch alone."""
+    tried, train = [], Stream(make_model(), 24, 8, may_shrink=may_shrink)
     train.choose_rows(fail_beyond(3, tried))
-    assert tried == [24, 12, 6, 3] and train.rows == 3 and train.x.shape == (3, 8)
-    assert train.part[0].shape[0] == 3 and train.state[0].shape[0] == 24
+    assert tried == [24, 12, 6, 3] and train.x.shape == (3, 8)
+    assert train.B == B and train.state[0].shape[0] == B and train.part[0].shape[0] == 3
     assert not any(t.any() for t in train.state)
 
 
-def test_a_stream_that_may_shrink_holds_the_state_of_a_micro_batch_alone():
-    valid = Stream(make_model(RECURRENT), 24, 8, may_shrink=True)
-    valid.choose_rows(fail_beyond(6, []))
-    assert valid.B == valid.rows == 6 and valid.state[0].shape[0] == 6
+@pytest.mark.parametrize('B, tried', [(8, [8, 4, 2]), (1, [1, 1, 1])])
+def test_a_rank_tries_fewer_rows_until_those_of_every_rank_fit(monkeypatch, B, tried):
+    """On this rank all rows fit; the other one has to try twice more."""
+    verdicts, found = iter([1, 1, 2]), []
+    monkeypatch.setattr(torch.distributed, 'is_initialized', lambda: True)
+    monkeypatch.setattr(
+        torch.distributed, 'all_reduce', lambda verdict, op: verdict.clamp_(max=next(verdicts))
+    )
+    Stream(make_model(), B, 8, may_shrink=True).choose_rows(fail_beyond(8, found))
+    assert found == tried
 
 
-def test_what_does_not_fit_is_released_before_fewer_rows_are_tried():
-    """The allocations of an attempt, its inputs included, are gone when the next one starts."""
-    held, train = [], Stream(make_model(RECURRENT), 8, 8)
-
-    def chunk(x, y, state):
-        import weakref
-
-        assert all(ref() is None for ref in held)
-        big = torch.zeros(10)
-        held.extend([weakref.ref(x), weakref.ref(big)])
-        if len(x) > 2:
-            raise torch.OutOfMemoryError('of 80 GB')
-
-    train.choose_rows(chunk)
-    assert len(held) == 6
+def test_rows_that_do_not_fit_are_one_clear_line():
+    for rows, message in ((0, 'one row of 8 tokens'), (4, 'batch_size = 4 of 8')):
+        choose = Stream(make_model(), 8, 8, rows).choose_rows
+        assert_refused(f'{message}.* does not fit', choose, fail_beyond(0, []), fixed=rows > 0)
 
 
-@pytest.mark.parametrize('rows, message', [(0, 'one row of 8 tokens'), (4, 'batch_size = 4 of 8')])
-def test_rows_that_do_not_fit_are_one_clear_line(rows, message):
-    train = Stream(make_model(RECURRENT), 8, 8, rows)
-    chunk = fail_beyond(0, [])
-    assert_refused(f'{message}.* does not fit', train.choose_rows, chunk, 0, fixed=rows > 0)
-
-
-def rows_of_rank(streams, limits):
-    """Return the rows of this rank, if rank r has streams[r] rows and limits[r] of them fit."""
-    rank, _, _ = join_ranks('cpu', 1)
-    valid = Stream(make_model(NONRECURRENT), streams[rank], 8, may_shrink=True)
-    valid.choose_rows(fail_beyond(limits[rank], []))
-    leave_ranks()
-    return valid.rows
-
-
-def test_ranks_with_unequal_choices_agree():
-    """Rank 0 has 8 streams, of which 2 fit, and rank 1 one stream, which fits."""
-    assert run_ranks(2, rows_of_rank, (8, 1), (2, 1)) == [2, 1]
-
-
-@pytest.mark.parametrize(
-    'failure', [torch._dynamo.exc.TorchDynamoException, RuntimeError, KeyError]
-)
-def test_training_continues_uncompiled(monkeypatch, capsys, failure):
-    """torch.compile fails, cannot start (KeyError: no user), or a compiled kernel cannot be
-    launched; one line says so."""
-    monkeypatch.setattr(graphs.fused, 'enabled', True)
+def test_training_continues_uncompiled(monkeypatch, capsys):
+    """torch.compile cannot start; one line says so. An error that remains has its traceback."""
 
     def chunk(x, y, state):
         if graphs.fused.enabled:
-            raise failure('no C++ compiler\nmore lines')
+            raise KeyError('no user')
 
-    Stream(make_model(RECURRENT), 8, 8).choose_rows(chunk)
+    monkeypatch.setattr(graphs.fused, 'enabled', True)
+    train = Stream(make_model(), 8, 8)
+    train.choose_rows(chunk)
     assert not graphs.fused.enabled
     line = 'compile = True does not work here; running uncompiled'
     assert capsys.readouterr().out.count(line) == 1
-
-
-def test_an_error_of_an_edited_model_is_no_mistake_of_the_user():
-    """It keeps its traceback, though compilation is switched off and tried without first."""
-
-    def chunk(x, y, state):
-        raise ValueError('not enough values to unpack')
-
-    with pytest.raises(ValueError, match='not enough values'):
-        Stream(make_model(RECURRENT), 8, 8).choose_rows(chunk)
-
-
-def test_bits_per_byte_of_uniform_bytes_are_eight():
-    model = make_model(RECURRENT)
-    torch.nn.init.zeros_(model.head)
-    nats, n = Stream(model, 2, 8).score(*tokens(2, 16))
-    assert nats.item() / n.item() / math.log(2) == pytest.approx(8, abs=1e-4)
-
-
-def test_after_a_refused_capture_nothing_is_captured_on_its_results(monkeypatch, capsys):
-    """The results of eager calls lie elsewhere each time."""
-    captured = []
-
-    def capture(name, function, args, pool, generator):
-        captured.append(name)
-        return None, None
-
-    monkeypatch.setattr(graphs, 'capture', capture)
-    found, results = {}, []
-    for i in range(6):
-        share = graphs.graphed(found, 'first', lambda i=i: [i])
-        results.append(graphs.graphed(found, 'second', lambda x: x[0], share))
-    assert captured == ['first'] and results == [0, 1, 2, 3, 4, 5]
+    with pytest.raises(ZeroDivisionError):
+        train.choose_rows(lambda *_: 1 / 0)
