@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from small_runs import assert_refused
+from torch.utils._pytree import tree_map
 
 import graphs
 from convlstm import AgentConfig, ConvGLU, build_agent, load_agent, normal
 
 EPS = 1e-6
-KINDS = [(arch, recurrent) for arch in ('convlstm', 'convglu') for recurrent in (True, False)]
-kinds = pytest.mark.parametrize('arch, recurrent', KINDS)
+both_kinds = pytest.mark.parametrize('recurrent', [True, False])
 
 
 # ---- the equations once more --------------------------------------------------------------------
@@ -25,7 +25,7 @@ def over_rms(x, dims):
 
 
 def combine(agent, l, hs, z, s):
-    """Return A(h_1..h_E), each (B, D, Y, X)."""
+    """Return A(h_1..h_E), each (B, D, Y, X). s has no channels where a layer reads z alone."""
     config = agent.config
     E = len(hs)
     if config.aggregation == 'sqrt_sum':
@@ -34,13 +34,13 @@ def combine(agent, l, hs, z, s):
         return sum(hs) / E
     router = agent.routers[l]
     context = torch.cat([z, s], 1).mean((2, 3))
-    q = context @ router['q'].T + router['q_bias']
+    q = context @ router['q'][:, : context.size(1)].T + router['q_bias']
     scores = [q @ (router['k'] @ e + router['k_bias']) for e in router['embedding']]
-    a = torch.softmax(torch.stack(scores, 1) / math.sqrt(config.router_dim), 1)
-    total = a.sum(1) + EPS
+    a = torch.softmax(torch.stack(scores) / math.sqrt(config.router_dim), 0)  # (E, B)
+    total = a.sum(0) + EPS
     if config.aggregation == 'softmax_l2':
-        total = (a.square().sum(1) + EPS).sqrt()
-    return sum((a[:, i] / total)[:, None, None, None] * h for i, h in enumerate(hs))
+        total = (a.square().sum(0) + EPS).sqrt()
+    return sum(a_i[:, None, None, None] * h for a_i, h in zip(a / total, hs, strict=True))
 
 
 def neighbors(hs, i, r):
@@ -48,234 +48,180 @@ def neighbors(hs, i, r):
 
 
 def encode(agent, obs):
-    agent_and_box = F.one_hot(obs[..., 0].long(), 5)[..., [0, 3, 4]]
-    planes = torch.cat([agent_and_box, F.one_hot(obs[..., 1].long(), 3)], -1).movedim(-1, 1)
-    z = F.conv2d(planes.double(), agent.encoder, agent.encoder_bias, padding=1)
+    planes = [obs[..., 0] == 0, obs[..., 0] == 3, obs[..., 0] == 4]  # nothing, agent, box
+    planes += [obs[..., 1] == 0, obs[..., 1] == 1, obs[..., 1] == 2]  # floor, wall, target
+    planes = torch.stack(planes, 1).double()
+    z = F.conv2d(planes, agent.encoder, agent.encoder_bias, padding=1)
     return over_rms(z, (2, 3))
 
 
 def head(agent, s):
     cells = s.flatten(2)  # (B, D, 100)
-    pooled = []
-    for query in agent.query:
-        weight = torch.softmax(torch.einsum('bdc,d->bc', cells, query), 1)
-        pooled.append(torch.einsum('bdc,bc->bd', cells, weight))
-    a, b = agent.dense(torch.cat([*pooled, cells.mean(2)], 1)).chunk(2, 1)
+    weight = torch.softmax(torch.einsum('bdc,qd->bqc', cells, agent.query), 2)
+    pooled = torch.einsum('bdc,bqc->bqd', cells, weight).flatten(1)
+    a, b = agent.dense(torch.cat([pooled, cells.mean(2)], 1)).chunk(2, 1)
     x = a * torch.sigmoid(b)
     return agent.logits(x), agent.value(x)[:, 0]
 
 
 def lstm_step(agent, z, state):
     config = agent.config
-    D = config.n_embd
-    new_cells = []
-    s, hs, cells = state if config.recurrent else (None, None, None)
+    s, hs, cells = state
     for l in range(config.n_layer):
-        new_hs = []
-        row = []
+        weights = torch.cat([agent.wz[l], agent.ws[l], agent.wh[l]], 1).chunk(config.n_expert)
+        below, hs = hs, []
         for i in range(config.n_expert):
-            rows = slice(i * 4 * D, (i + 1) * 4 * D)
-            inputs, weights = [z], [agent.wz[l][rows]]
-            if s is not None:
-                inputs += [neighbors(hs, i, config.radius) if config.radius >= 0 else s, hs[i]]
-                weights += [agent.ws[l][rows], agent.wh[l][rows]]
-            gates = F.conv2d(torch.cat(inputs, 1), torch.cat(weights, 1), padding=1)
+            read = s if config.radius < 0 else neighbors(below, i, config.radius)
+            gates = F.conv2d(torch.cat([z, read, below[i]], 1), weights[i], padding=1)
             gain, bias = (p[l][i].flatten()[:, None, None] for p in (agent.gain, agent.bias))
             gi, gf, gg, go = (over_rms(gates, 1) * gain + bias).chunk(4, 1)
-            cell = torch.sigmoid(gi) * torch.tanh(gg)
-            if config.recurrent:
-                cell = cell + torch.sigmoid(gf) * cells[l][i]
-            row.append(cell)
-            new_hs.append(torch.sigmoid(go) * torch.tanh(cell))
-        s = combine(agent, l, new_hs, z, z.new_zeros(len(z), D, 10, 10) if s is None else s)
-        hs = new_hs
-        new_cells.append(row)
-    return s, (s, hs, new_cells)
+            cells[l][i] = torch.sigmoid(gf) * cells[l][i] + torch.sigmoid(gi) * torch.tanh(gg)
+            hs.append(torch.sigmoid(go) * torch.tanh(cells[l][i]))
+        s = combine(agent, l, hs, z, s)
+    return s, hs, cells
 
 
 def glu_step(agent, z, state):
     config = agent.config
-    D = config.n_embd
-    s = state[0]
-    base = torch.einsum('dc,bcyx->bdyx', agent.wp, z) + agent.bias_p[:, None, None]
+    s = torch.einsum('dc,bcyx->bdyx', agent.wp, z) + agent.bias_p[:, None, None]
     if config.recurrent:
-        base = base + torch.einsum('ec,bcyx->beyx', agent.wr, over_rms(s, 1))
-    shared = config.residual == 'shared'
+        s = s + torch.einsum('ec,bcyx->beyx', agent.wr, over_rms(state[0], 1))
     for l in range(config.n_layer):
-        s = base if l == 0 else s
         hs = []
-        for i in range(config.n_expert):
-            w, b = agent.w[l][i * 2 * D : (i + 1) * 2 * D], agent.bias[l][i].flatten()
-            x, gate = F.conv2d(over_rms(s, 1), w, b, padding=1).chunk(2, 1)
-            hs.append(x * torch.sigmoid(gate) + (0 if shared else s))
-        s = combine(agent, l, hs, z, s) + (s if shared else 0)
-    return s, (s, state[1], [])
+        for w, b in zip(agent.w[l].chunk(config.n_expert), agent.bias[l], strict=True):
+            x, gate = F.conv2d(over_rms(s, 1), w, b.flatten(), padding=1).chunk(2, 1)
+            hs.append(x * torch.sigmoid(gate))
+        if config.residual == 'shared':
+            s = s + combine(agent, l, hs, z, s)
+        else:
+            s = combine(agent, l, [s + h for h in hs], z, s)
+    return s, *state[1:]
 
 
-def reference(agent, obs, start):
-    """Return logits and values of an unroll from a zero state. State: (s, [h_i], [[c_i] per
-    layer])."""
+def reference(agent):
+    """Return logits and values of an unroll over OBS from a zero state, which is s, [h_i] and
+    [[c_i] per layer]. s and h_i have no channels in a non-recurrent agent, whose first layer reads
+    z alone."""
     config = agent.config
-    T, B = start.shape
-    out = []
-    zero = torch.zeros(B, config.n_embd, 10, 10, dtype=torch.float64)
-    state = (zero, [zero] * config.n_expert, [[zero] * config.n_expert] * config.n_layer)
-    for t in range(T):
-        keep = (~start[t]).double()[:, None, None, None]
-        cells = [[x * keep for x in row] for row in state[2]]
-        state = (state[0] * keep, [h * keep for h in state[1]], cells)
-        step = lstm_step if config.arch == 'convlstm' else glu_step
-        s, state = step(agent, encode(agent, obs[t]), state)
-        out.append(head(agent, over_rms(s, 1)))
+    zero = torch.zeros(3, config.n_embd, 10, 10, dtype=torch.float64)
+    s = zero if config.recurrent else zero[:, :0]
+    empty = s, [s] * config.n_expert, [[zero] * config.n_expert] * config.n_layer
+    step = lstm_step if config.arch == 'convlstm' else glu_step
+    state, out = empty, []
+    for obs, start in zip(OBS, START, strict=True):
+        keep = (~start)[:, None, None, None]
+        state = tree_map(keep.mul, state if config.recurrent else empty)
+        state = step(agent, encode(agent, obs), state)
+        out.append(head(agent, over_rms(state[0], 1)))
     return [torch.stack(x) for x in zip(*out, strict=True)]
 
 
 # ---- small agents, and what an unroll of them gives ---------------------------------------------
 
 
-def make(arch='convlstm', recurrent=True, L=1, E=1, D=6, params=torch.float64, **settings):
-    """Return an agent all of whose parameters matter (no zeros, no ones). params: their dtype."""
+def make(arch='convlstm', recurrent=True, L=1, E=1, **settings):
+    """Return an agent all of whose parameters matter (no zeros, no ones)."""
     torch.manual_seed(0)
-    config = AgentConfig(
-        arch=arch,
-        recurrent=recurrent,
-        n_layer=L,
-        n_expert=E,
-        n_embd=D,
-        head_dim=7,
-        router_dim=5,
-        **settings,
-    )
-    agent = build_agent(config).to(params)
-    with torch.no_grad():
-        for name, p in agent.named_parameters():
-            if 'bias' in name or 'gain' in name or 'logits' in name:
-                p.add_(torch.randn_like(p) * 0.3)
+    sizes = {'n_layer': L, 'n_expert': E, 'n_embd': 6, 'head_dim': 7, 'router_dim': 5}
+    agent = build_agent(AgentConfig(arch, recurrent, **sizes, **settings)).double()
+    for name, p in agent.named_parameters():
+        if 'bias' in name or 'gain' in name or 'logits' in name:
+            p.data.add_(torch.randn_like(p) * 0.3)
     return agent
 
 
-def boards(T=4, B=3):
-    """Return observations (T, B, 10, 10, 2) and starts (T, B). Episodes start at the first step and
-    within the unroll."""
-    rng = torch.Generator().manual_seed(1)
-    variable = torch.tensor([0, 0, 3, 4])[torch.randint(4, (T, B, 10, 10), generator=rng)]
-    fixed = torch.randint(3, (T, B, 10, 10), generator=rng)
-    start = torch.rand(T, B, generator=rng) < 0.25
-    start[0] = True
-    start[T // 2, B // 2] = True
-    return torch.stack([variable, fixed], -1).to(torch.uint8), start
+# Observations (4, 3, 10, 10, 2) and starts (4, 3) of four steps on three random boards. Episodes
+# start at the first step and within the unroll.
+torch.manual_seed(1)
+VARIABLE = torch.tensor([0, 3, 4])[torch.randint(3, (4, 3, 10, 10))]
+OBS = torch.stack([VARIABLE, torch.randint(3, (4, 3, 10, 10))], -1).to(torch.uint8)
+START = torch.tensor([[1, 1, 1], [0, 0, 0], [0, 1, 0], [1, 0, 0]]).bool()
 
 
 def results(agent, logits, value, *state):
-    """Return [logits, value, state ...] and {name: gradient} of a random sum of the former two."""
-    rng = torch.Generator().manual_seed(2)
-    loss = sum((x * torch.randn(x.shape, generator=rng)).sum() for x in (logits, value))
-    named = {name: p for name, p in agent.named_parameters() if p.numel()}
-    grads = torch.autograd.grad(loss, list(named.values()))
-    return [logits, value, *state], dict(zip(named, grads, strict=True))
+    """Return [logits, value, state ...] and the gradients of a random sum of the former two."""
+    torch.manual_seed(2)
+    loss = sum((x * torch.randn_like(x)).sum() for x in (logits, value))
+    grads = torch.autograd.grad(loss, [p for p in agent.parameters() if p.numel()])
+    return [logits, value, *state], grads
 
 
-def unroll(agent, obs, start):
-    logits, value, state = agent(obs, start, agent.init_state(start.size(1)))
+def unroll(agent):
+    logits, value, state = agent(OBS, START, agent.init_state(3))
     return results(agent, logits, value, *state)
 
 
-def single_steps(agent, obs, start):
-    state = agent.init_state(start.size(1))
-    w = agent.prepare()
-    steps = []
-    for obs_t, start_t in zip(obs, start, strict=True):
-        *out, state = agent.act(w, obs_t, start_t, state)
+def single_steps(agent):
+    w, state, steps = agent.prepare(), agent.init_state(3), []
+    for obs, start in zip(OBS, START, strict=True):
+        *out, state = agent.act(w, obs, start, state)
         steps.append(out)
     return results(agent, *(torch.stack(x) for x in zip(*steps, strict=True)), *state)
 
 
-def distance(values, expected):
-    """Return the largest relative difference of two lists of tensors."""
-    pairs = zip(values, expected, strict=True)
-    return torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max()  # NaN stays NaN
-
-
-def assert_close(found, expected, rtol=1e-9):
-    """Compare values and states, and gradients relative to the largest, because they are sums of
-    such terms. Both arguments are what results() returns."""
-    values, grads = found
-    expected_values, expected_grads = expected
-    assert distance(values, expected_values) <= rtol
-    largest = max(x.norm() for x in expected_grads.values())
-    for name, grad in expected_grads.items():
-        assert (grads[name] - grad).norm() <= rtol * largest, name
+def assert_close(found, expected):
+    """Compare what results() returns. Values are of order 1, gradients of order 1 to 100."""
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 # ---- tests --------------------------------------------------------------------------------------
 
-SHARED = {'residual': 'shared'}
-CASES = [
-    (1, 1, {}),
-    (3, 1, {}),
-    (2, 3, {}),
-    (2, 3, {'aggregation': 'mean'}),
-    (2, 3, {'aggregation': 'softmax_mean'}),
-    (2, 3, {'aggregation': 'softmax_l2'}),
-    (2, 1, {'aggregation': 'softmax_l2'}),
-    (2, 4, {'radius': 0}),
-    (3, 4, {'radius': 2}),
-    (1, 3, {'radius': 1}),
-    (2, 3, SHARED),
-    (2, 3, {**SHARED, 'aggregation': 'softmax_l2'}),
+ROUTED = {'aggregation': 'softmax_l2'}
+LSTMS = [  # arch, L, E, other settings
+    ('convlstm', 3, 1, {}),
+    ('convlstm', 2, 3, {}),
+    ('convlstm', 2, 3, ROUTED),
+    ('convlstm', 2, 1, ROUTED),
+    ('convlstm', 2, 3, {'aggregation': 'mean'}),
+    ('convlstm', 2, 3, {'aggregation': 'softmax_mean'}),
 ]
-FOREIGN = {'convlstm': 'residual', 'convglu': 'radius'}  # the setting of the other architecture
-AGENTS = [
-    (arch, recurrent, L, E, settings)
-    for L, E, settings in CASES
-    for arch, recurrent in KINDS
-    if FOREIGN[arch] not in settings
+RINGS = [('convlstm', 2, 4, {'radius': 0}), ('convlstm', 1, 4, {'radius': 2})]
+GLUS = [
+    ('convglu', 2, 3, {}),
+    ('convglu', 2, 3, ROUTED),
+    ('convglu', 2, 3, {**ROUTED, 'residual': 'shared'}),
 ]
 
 
-@pytest.mark.parametrize('arch, recurrent, L, E, settings', AGENTS, ids=str)
+@both_kinds
+@pytest.mark.parametrize('arch, L, E, settings', LSTMS + RINGS + GLUS, ids=str)
 def test_equals_reference(arch, recurrent, L, E, settings):
     """Values and all gradients of an unroll, and of as many single steps."""
     agent = make(arch, recurrent, L, E, **settings)
-    obs, start = boards()
-    expected = results(agent, *reference(agent, obs, start))
+    expected = results(agent, *reference(agent))
     assert expected[0][0].std() > 1e-2  # the comparison sees something
-    values, grads = unroll(agent, obs, start)
+    values, grads = unroll(agent)
     assert_close((values[:2], grads), expected)
-    assert_close(single_steps(agent, obs, start), (values, grads))
+    assert_close(single_steps(agent), (values, grads))
 
 
-@kinds
-def test_fused_functions_change_nothing(arch, recurrent, request, monkeypatch):
+@both_kinds
+@pytest.mark.parametrize('arch, L, E, settings', [RINGS[1], GLUS[2]], ids=str)
+def test_fused_functions_change_nothing(arch, recurrent, L, E, settings, request, monkeypatch):
     """torch.compile traces each one as a whole graph, and the results are the same. With --long
     Inductor also generates the code, which takes most of the time."""
     if not request.config.getoption('--long'):
         options = {'backend': 'aot_eager', 'fullgraph': True, 'dynamic': False}
         trace = functools.cache(lambda f: torch.compile(f, **options))
         monkeypatch.setattr(graphs, 'compiled', trace)
-    agent = make(arch, recurrent, L=1, E=2)
-    eager = unroll(agent, *boards(T=3))
+    agent = make(arch, recurrent, L, E, **settings)
+    eager = unroll(agent)
     monkeypatch.setattr(graphs.fused, 'enabled', True)
-    assert_close(unroll(agent, *boards(T=3)), eager)
+    assert_close(unroll(agent), eager)
 
 
-@pytest.mark.parametrize('arch, L, E, settings', [
-    ('convlstm', 2, 2, {}),
-    ('convglu', 2, 2, {}),
-    ('convglu', 8, 8, {}),  # the paper's rule multiplies s by sqrt(8) per layer
-    ('convglu', 8, 8, SHARED),
-], ids=str)  # fmt: skip
-def test_bfloat16_convolutions_stay_near_float32(arch, L, E, settings):
-    """Values and the gradient of each parameter are compared. The carried state is fp32 in both
-    cases."""
+@pytest.mark.parametrize('arch, n', [('convlstm', 2), ('convglu', 8)])
+def test_bfloat16_convolutions_stay_near_float32(arch, n):
+    """Values and the gradient of each parameter are compared, for n layers of n experts. With 8,
+    ConvGLU multiplies s by sqrt(8) per layer. The carried state is fp32 in both dtypes."""
     found = []
     for dtype in ('float32', 'bfloat16'):
-        agent = make(arch, L=L, E=E, params=torch.float32, dtype=dtype, **settings)
-        (logits, value, *state), grads = unroll(agent, *boards(T=3))
+        agent = make(arch, L=n, E=n, dtype=dtype).float()
+        (logits, value, *state), grads = unroll(agent)
         assert all(x.dtype == torch.float32 for x in (*state, *agent.init_state(1)))
-        found.append([logits, value, *grads.values()])
-    exact, low = found
-    assert 1e-3 < distance(low, exact) < 0.4
+        found.append([logits, value, *grads])
+    differences = [(low - exact).norm() / exact.norm() for exact, low in zip(*found, strict=True)]
+    assert 1e-3 < torch.stack(differences).max() < 0.4  # NaN is refused, too
 
 
 def test_weight_gradients_are_not_summed_in_bfloat16():
@@ -284,30 +230,32 @@ def test_weight_gradients_are_not_summed_in_bfloat16():
     w = torch.ones(1, 1, 3, 3, requires_grad=True)
     x = torch.ones(1, 10, 10, 1)
     sum(agent.conv(x, w)[0, 5, 5, 0].float() for _ in range(512)).backward()
-    torch.testing.assert_close(w.grad, torch.full_like(w, 512))
+    assert (w.grad == 512).all()
 
 
-@kinds
-@pytest.mark.parametrize('L, E, settings', CASES[1:6] + [(3, 4, {})], ids=str)
+@both_kinds
+@pytest.mark.parametrize('arch, L, E, settings', LSTMS[:3] + GLUS[:2], ids=str)
 def test_multiply_adds_and_parameters_by_hand(arch, recurrent, L, E, settings):
     """`nominal` is the cost by which models are compared, `executed` what the core computes."""
-    agent, D, H, r, Z, cells = make(arch, recurrent, L, E, **settings), 6, 7, 5, 32, 100
-    macs = agent.macs_per_step()
-    assert macs['encoder'] == cells * 9 * 6 * Z
-    assert macs['head'] == 2 * 8 * cells * D + 9 * D * 2 * H + H * (4 + 1)
+    agent = make(arch, recurrent, L, E, **settings)
+    D, H, r, Z, cells = 6, 7, 5, 32, 100
     if arch == 'convlstm':
         nominal = cells * L * E * 9 * (Z + 2 * D) * 4 * D
         # s and h_i, or one of them where they are equal; nothing below the first layer
         reading = L if recurrent else L - 1
-        read = (2 if E > 1 or agent.config.routed else 1) * D
+        read = 2 * D if E > 1 else D
         core = cells * E * 9 * (L * Z + reading * read) * 4 * D
     else:
         nominal = cells * L * E * 9 * D * 2 * D
         core = nominal + cells * (Z * D + recurrent * D * D)
-    if agent.config.routed:
-        # queries, keys, scores, and the weighted sum over experts
+    if settings:  # queries, keys, scores, and the weighted sum over experts
         core += L * ((Z + D) * r + E * r * r + E * r + E * D * cells)
-    assert (macs['nominal'], macs['executed']) == (nominal, core)
+    assert agent.macs_per_step() == {
+        'nominal': nominal,
+        'executed': core,
+        'head': 2 * 8 * cells * D + 9 * D * 2 * H + H * 5,
+        'encoder': cells * 9 * 6 * Z,
+    }
     outside = Z * 6 * 9 + Z + 8 * D + 9 * D * 2 * H + 2 * H + (H + 1) * 5  # encoder and head
     total = sum(p.numel() for p in agent.parameters())
     assert agent.num_params() == {'total': total, 'core': total - outside}
@@ -319,57 +267,45 @@ def test_sizes_follow_an_edited_layer():
     class Gated(ConvGLU):
         def __init__(self, config):
             super().__init__(config)
-            self.w2 = torch.nn.ParameterList(normal(6, 6, 3, 3, fan_in=54) for _ in self.w)
+            self.gate = normal(6, 6, 3, 3, fan_in=54)
 
-    config = AgentConfig(arch='convglu', n_layer=2, n_embd=6)
-    added = Gated(config).nominal_macs() - ConvGLU(config).nominal_macs()
-    assert added == 2 * 100 * 9 * 6 * 6
+    config = AgentConfig('convglu', n_embd=6)
+    assert Gated(config).nominal_macs() - ConvGLU(config).nominal_macs() == 100 * 9 * 6 * 6
 
 
 def test_an_aggregation_that_changes_a_single_h_is_refused(monkeypatch):
     """With E = 1 the weights of s and h are added, which is right only while s is h."""
-    agent = make(L=2)
-    real = agent.aggregate
-    monkeypatch.setattr(agent, 'aggregate', lambda *args: 2 * real(*args))
+    agent = make()
+    monkeypatch.setattr(agent, 'aggregate', lambda l, h, z, s: 2 * h.squeeze(3))
     with pytest.raises(RuntimeError, match='s is not h'):
-        agent(*boards(), agent.init_state(3))
+        unroll(agent)
 
 
 # ---- initialization, other boards, saved agents -------------------------------------------------
 
 
-@pytest.mark.parametrize('settings', [{}, {**SHARED, 'aggregation': 'softmax_l2'}], ids=str)
-def test_both_kinds_of_convglu_start_with_the_same_weights_but_for_one_projection(settings):
+def test_both_kinds_of_convglu_start_with_the_same_weights_but_for_one_projection():
     agents = []
     for recurrent in (True, False):
         torch.manual_seed(3)
-        config = AgentConfig(arch='convglu', recurrent=recurrent, n_layer=2, n_expert=2, **settings)
+        config = AgentConfig('convglu', recurrent, 2, 2, aggregation='softmax_l2')
         agents.append(build_agent(config).state_dict())
-    recurrent, other = agents
-    assert recurrent.keys() - other.keys() == {'wr'}
-    assert all(torch.equal(recurrent[name], x) for name, x in other.items())
+    both, other = agents
     # both projections start with the scale of their inputs
-    assert recurrent['wp'].std().item() == pytest.approx(32**-0.5, rel=0.1)
-    assert recurrent['wr'].std().item() == pytest.approx(128**-0.5, rel=0.1)
+    assert both['wp'].std().item() == pytest.approx(32**-0.5, rel=0.1)
+    assert both.pop('wr').std().item() == pytest.approx(128**-0.5, rel=0.1)
+    torch.testing.assert_close(other, both, rtol=0, atol=0)
 
 
-MAZE = {'board_size': (5, 7), 'planes': ((0, 1), (1, 0), (2, 3), (2, 9))}  # three channels
-
-
-@kinds
-def test_boards_of_other_sizes_and_planes(arch, recurrent, tmp_path):
-    """Channels that no plane reads change nothing, and a saved agent keeps its board and planes."""
-    make(arch, recurrent, L=2, E=2, params=torch.float32, **MAZE).save_pretrained(tmp_path)
+def test_boards_of_other_sizes_and_planes(tmp_path):
+    """A saved agent keeps them."""
+    maze = {'board_size': (5, 7), 'planes': ((0, 1), (1, 0), (2, 3), (2, 9))}  # three channels
+    make(**maze).float().save_pretrained(tmp_path)
     agent = load_agent(tmp_path)
-    obs = torch.randint(0, 10, (3, 2, 5, 7, 3), dtype=torch.uint8)
-    start = torch.tensor([[True, True], [False, True], [False, False]])
-    logits, _, state = agent(obs, start, agent.init_state(2))
-    assert logits.shape == (3, 2, 4) and all(x.shape[:3] == (2, 5, 7) for x in state)
-    wider = torch.cat([obs, torch.full_like(obs, 9)], -1)
-    assert torch.equal(agent(wider, start, agent.init_state(2))[0], logits)
-    macs, usual = agent.macs_per_step(), make(arch, recurrent, L=2, E=2).macs_per_step()
-    assert macs['nominal'] * 100 == usual['nominal'] * 35
-    assert macs['encoder'] == 35 * 9 * 4 * 32
+    obs = torch.zeros(4, 3, 5, 7, 3, dtype=torch.uint8)
+    logits, _, state = agent(obs, START, agent.init_state(3))
+    assert logits.shape == (4, 3, 4) and all(x.shape[:3] == (3, 5, 7) for x in state)
+    assert agent.nominal_macs() * 100 == make().nominal_macs() * 35
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
@@ -380,13 +316,6 @@ def test_a_loaded_agent_has_the_dtype_of_its_run_and_no_tf32_if_that_is_float32(
     make().save_pretrained(tmp_path, config={'settings': {'dtype': dtype}})
     assert load_agent(tmp_path).config.dtype == dtype
     assert torch.backends.cudnn.allow_tf32 == (dtype == 'bfloat16')
-    assert_refused("^dtype = 'float16': expected", load_agent, tmp_path, dtype='float16')
-
-
-@pytest.mark.parametrize('entries', [{'arch': 'mlp'}, {'n_embd': '6'}, {'planes': 3}], ids=str)
-def test_a_damaged_description_of_an_agent_names_its_file(tmp_path, entries):
-    make().save_pretrained(tmp_path, config=entries)
-    assert_refused(f'^{tmp_path}/config.json: damaged', load_agent, tmp_path)
 
 
 @pytest.mark.parametrize('settings, message', [
@@ -394,7 +323,7 @@ def test_a_damaged_description_of_an_agent_names_its_file(tmp_path, entries):
     ({'aggregation': 'sum'}, "aggregation = 'sum': expected one of sqrt_sum"),
     ({'radius': 2, 'n_expert': 2}, 'radius = 2: expected -1'),
     ({'radius': 0, 'arch': 'convglu'}, "radius = 0 needs aggregation = 'sqrt_sum'"),
-    (SHARED, "residual = 'shared' is for"),
+    ({'residual': 'shared'}, "residual = 'shared' is for"),
 ], ids=str)  # fmt: skip
 def test_settings_that_do_not_fit_together_are_refused(settings, message):
     assert_refused(message, AgentConfig, **settings)

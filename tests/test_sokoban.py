@@ -1,7 +1,6 @@
 """Test sokoban.py: the environment by hand, its random numbers, evaluation, policies."""
 
-import json
-import os
+import time
 
 import numpy as np
 import pytest
@@ -63,18 +62,17 @@ def test_replay_shows_every_board_and_resets_none():
 # ----------------------------------------------------------------------------- evaluation
 
 
-def test_an_evaluation_counts_each_level_once_whatever_the_batch_is(monkeypatch):
+def test_an_evaluation_counts_each_level_once():
     """The policy solves the first and the last of five levels with its first step."""
     solvable, other = text('#@$.     #'), text('#.$@     #')
     levels = parse_text(numbered([solvable, other, other, other, solvable]), 'x')
     expected = {'solve_rate': 0.4, 'return': (2 * 10.9 - 3 * 2.0) / 5, 'steps': (2 + 3 * 20) / 5}
-    for batch in (256, 2):
-        monkeypatch.setattr(sokoban, 'EVALUATION_BATCH', batch)
-        found = sokoban.evaluate(RIGHTWARD, levels, 'cpu', time_limit=20)
-        assert found == pytest.approx(expected, abs=1e-5)
+    found = sokoban.evaluate(RIGHTWARD, levels, 'cpu', time_limit=20)
+    assert found == pytest.approx(expected, abs=1e-5)
 
 
-def test_sampled_actions_of_an_evaluation_depend_on_the_seed_alone(monkeypatch):
+def test_an_evaluation_depends_on_its_seed_and_not_on_its_batches(monkeypatch):
+    """The last batch is filled up with levels that do not count."""
     levels = generate(9, 1, max_moves=6)[0]
     played = [sokoban.run_episodes(sokoban.RANDOM, levels, 'cpu', seed) for seed in (1, 2)]
     monkeypatch.setattr(sokoban, 'EVALUATION_BATCH', 4)
@@ -83,40 +81,24 @@ def test_sampled_actions_of_an_evaluation_depend_on_the_seed_alone(monkeypatch):
     assert not torch.equal(played[1]['actions'], again['actions'])
 
 
-@pytest.mark.parametrize(
-    'actions',
-    [1, [1], [[0], [1]], [0, 4], [-1, 0], [0.0, 1.0], [True, False], ['0', '1'], [None, 0]],
-    ids=str,
-)
+@pytest.mark.parametrize('actions', [[1], [0, 4], [0.0, 1.0]], ids=str)
 def test_what_is_no_action_is_refused(actions):
     assert_refused('^name: expected integers from 0 to 3', check_actions, actions, 2, 'name')
 
 
-def test_the_trainer_evaluates_on_the_same_levels_as_in_training(tmp_path):
-    """An evaluation of the last agent, in training and afterwards, gives the same numbers."""
-    run = tmp_path / 'run'
-    assert run_agent(run) == 0
-    log = [json.loads(line) for line in (run / 'log.jsonl').read_text().splitlines()]
-    assert run_agent(run, eval_only=True) == 0
-    record = json.loads((run / 'eval_generated.json').read_text())
-    for name in ('solve_rate', 'return', 'steps'):
-        assert record[name] == log[-1][f'eval_{name}']
-
-
 def train_with_downloads(folder):
-    """Train as one of two ranks on a split that is not there; return how often it downloads."""
+    """Train as one of two ranks on splits that are not there; return what it downloads."""
     downloads = []
-    levels, levels_dir = observations(generate(40, 1, max_moves=6)[0]), folder / 'levels'
+    levels = observations(generate(40, 1, max_moves=6)[0])
 
     def call_hub(function, repo, name, local_dir):
         downloads.append(name)
-        os.makedirs(local_dir, exist_ok=True)
-        np.save(f'{local_dir}/{name}', levels)
+        time.sleep(1)  # long enough for a rank that does not wait
+        np.save(folder / name, levels)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(boxoban, 'call_hub', call_hub)
-        splits = {'split': 'hard', 'eval_split': 'medium-valid', 'levels_dir': levels_dir}
-        assert run_agent(folder / 'run', total_steps=24, download=True, **splits) == 0
+    boxoban.call_hub = call_hub  # in this process, which ends with the training
+    splits = {'split': 'hard', 'eval_split': 'medium-valid', 'levels_dir': folder}
+    assert run_agent(folder / 'run', total_steps=12, download=True, **splits) == 0
     return downloads
 
 
