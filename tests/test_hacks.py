@@ -48,6 +48,7 @@ def run_check(folder, *arguments):
     done = processes.run(command, cwd=folder, env=os.environ | {'PYTHONPATH': str(folder)})
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     assert done.stdout.endswith('all modes agree\n'), done.stdout
+    assert 'changes nothing' not in done.stdout, done.stdout
     return done.stdout
 
 
