@@ -47,7 +47,6 @@ gradient of a weight, in place of one per step, was slower (LOG.md). Two things 
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 from configurator import Mistake
@@ -55,7 +54,6 @@ from configurator import Mistake
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import common
 from graphs import fused
@@ -337,27 +335,6 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
         size = sum(p.numel() for name, p in named if p.dim() == 4 and name != 'encoder')
         return math.prod(self.config.board_size) * size
 
-    def macs_per_step(self) -> dict[str, int]:
-        """Return the multiply-adds of one step of one board, all derived from the model itself.
-
-        'nominal' is the paper's cost of the core, see nominal_macs. 'executed' (the core as it
-        runs), 'head' and 'encoder' are counted by torch's FlopCounterMode in one step."""
-        with torch.device('meta'):  # shapes only: nothing is computed
-            model = type(self)(self.config)
-            obs = torch.zeros(1, *self.config.board_size, self.config.channels, dtype=torch.uint8)
-            start = torch.zeros(1, dtype=torch.bool)
-        was_enabled = fused.enabled
-        fused.enabled = False  # the counter sees eager operations alone
-        try:
-            z, encoder = count_macs(lambda: model.encode(obs))
-            w, state = model.prepare(), model.init_state(1)
-            (s, _), executed = count_macs(lambda: model.step(w, z, start, state))
-            _, head = count_macs(lambda: model.head(s))
-        finally:
-            fused.enabled = was_enabled
-        counts = {'executed': executed, 'head': head, 'encoder': encoder}
-        return {'nominal': self.nominal_macs(), **counts}
-
     # ---- saved models (hub.PublishedModel)
 
     KIND = 'arch'
@@ -396,13 +373,6 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
             'usage': "from convlstm import Agent\n\nagent = Agent.from_pretrained('FOLDER')",
             'sizes': self.entries(),
         }
-
-
-def count_macs(run: Callable[[], object]) -> tuple[object, int]:
-    """Return run() and the multiply-adds of its matrix products and convolutions."""
-    with FlopCounterMode(display=False) as counter:
-        result = run()
-    return result, counter.get_total_flops() // 2
 
 
 class ConvLSTM(Agent):
