@@ -25,6 +25,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from typing import NoReturn
 
 # How long the threads of OpenMP spin between two parallel sections: by default so long that two
@@ -176,6 +177,17 @@ def problem_of(name: str, value: object, default: object, allowed: object) -> st
         limits = f'at least {low}' if high == math.inf else f'between {low} and {high}'
         return f'{name} = {value}: must be {limits}'
     return ''
+
+
+def check_fields(config: object, ranges: dict) -> None:
+    """Raise Mistake, naming the field, if a dataclass has a field of another type than its default,
+    or with a value that it cannot have. ranges: as a script's RANGES."""
+    for field in fields(config):
+        name, value, default = field.name, getattr(config, field.name), field.default
+        if type(default) in (int, str, bool) and type(value) is not type(default):
+            raise Mistake(f'{name} = {value!r}: expected one {type(default).__name__}')
+        if problem := problem_of(name, value, default, ranges.get(name)):
+            raise Mistake(problem)
 
 
 class Script:

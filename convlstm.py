@@ -49,7 +49,7 @@ gradient of a weight, in place of one per step, was slower (LOG.md). Two things 
 import math
 from dataclasses import dataclass, fields, replace
 
-from configurator import Mistake
+from configurator import Mistake, check_fields
 
 import torch
 import torch.nn.functional as F
@@ -68,11 +68,12 @@ ACTIONS = 4
 Z = 32  # channels of the encoder's output z
 HEADS = 8  # attention queries of the head's pooling
 
-CHOICES = {  # the values that fields of AgentConfig can have
-    'arch': ('convlstm', 'convglu'),
-    'aggregation': AGGREGATIONS,
-    'residual': ('expert', 'shared'),
-    'dtype': ('float32', 'bfloat16'),
+RANGES = {  # the values that fields of AgentConfig can have, as in configurator.py
+    **dict.fromkeys(('n_layer', 'n_expert', 'n_embd', 'router_dim', 'head_dim'), (1, math.inf)),
+    'arch': ['convlstm', 'convglu'],
+    'aggregation': list(AGGREGATIONS),
+    'residual': ['expert', 'shared'],
+    'dtype': ['float32', 'bfloat16'],
 }
 
 State = tuple[Tensor, ...]
@@ -101,12 +102,7 @@ class AgentConfig:
     def __post_init__(self) -> None:
         self.board_size = tuple(self.board_size)  # both are lists in JSON
         self.planes = tuple(map(tuple, self.planes))
-        for name in ('n_layer', 'n_expert', 'n_embd', 'router_dim', 'head_dim'):
-            if getattr(self, name) < 1:
-                raise Mistake(f'{name} = {getattr(self, name)}: must be at least 1')
-        for name, choices in CHOICES.items():
-            if (value := getattr(self, name)) not in choices:
-                raise Mistake(f'{name} = {value!r}: expected one of {", ".join(choices)}')
+        check_fields(self, RANGES)
         if not -1 <= self.radius < self.n_expert:
             expected = 'expected -1 (all experts) to n_expert - 1'
             raise Mistake(f'radius = {self.radius}: {expected}')
@@ -120,11 +116,6 @@ class AgentConfig:
     def routed(self) -> bool:
         """Return whether a router weights the experts."""
         return self.aggregation.startswith('softmax')
-
-    @property
-    def channels(self) -> int:
-        """Return the number of channels of an observation."""
-        return 1 + max(channel for channel, _ in self.planes)
 
 
 # ---- fused functions: the operations between convolutions ---------------------------------------
@@ -345,10 +336,7 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
         """Return an agent for the entries of a config.json. A size that AgentConfig got later has
         its default. Raises KeyError, TypeError or ValueError if they describe none."""
         sizes = {name: about[name] for name in SIZES if name in about}
-        try:
-            return build_agent(AgentConfig(**{'arch': about['arch'], **sizes}))
-        except Mistake as error:  # of a file, which the caller names, and not of the user
-            raise ValueError(str(error)) from None
+        return build_agent(AgentConfig(**{'arch': about['arch'], **sizes}))
 
     def entries(self) -> dict:
         """Return the entries of config.json that rebuild this agent."""

@@ -14,10 +14,10 @@ where experts share it, else E * G).
 """
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from configurator import Mistake
+from configurator import Mistake, check_fields
 
 import torch
 import torch.nn.functional as F
@@ -40,11 +40,17 @@ from loss import Loss, head_loss, softcap
 from recompute import recomputes, run_chunk
 from unroll import DeferredLinear
 
-MODES = ('fast', 'plain')
-INIT_B = ('one', 'sqrt_experts')
 NOT_IN_CORE = ('embedding', 'head', 'router_k', 'expert_embedding')  # matrices that are not FLOPs
 EVAL_CHUNK = 128  # tokens per chunk in validation; more would only cost RecurrentGPT memory
 CPU_BF16_IS_FAST = bf16_is_fast('cpu')  # a constant, because compiled functions read it
+RANGES = {  # the values that fields of ModelConfig can have, as in configurator.py
+    **dict.fromkeys(('vocab_size', 'n_layer', 'n_expert', 'n_embd'), (1, math.inf)),
+    **dict.fromkeys(('window', 'block_size', 'router_dim'), (1, math.inf)),
+    'aggregation': list(AGGREGATIONS),
+    'residual': list(RESIDUALS),
+    'init_b': ['one', 'sqrt_experts'],
+    'mode': ['fast', 'plain'],
+}
 
 
 @dataclass
@@ -69,22 +75,7 @@ class ModelConfig:
     mode: str = 'fast'  # 'plain': without DeferredLinear, one weight gradient per token
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value, expected = getattr(self, field.name), type(field.default)
-            if expected in (int, str, bool) and type(value) is not expected:
-                raise Mistake(f'{field.name} = {value!r}: expected one {expected.__name__}')
-        for name in 'vocab_size n_layer n_expert n_embd window block_size router_dim'.split():
-            if getattr(self, name) < 1:
-                raise Mistake(f'{name} = {getattr(self, name)}: must be at least 1')
-        choices = {
-            'aggregation': AGGREGATIONS,
-            'residual': RESIDUALS,
-            'init_b': INIT_B,
-            'mode': MODES,
-        }
-        for name, allowed in choices.items():
-            if (value := getattr(self, name)) not in allowed:
-                raise Mistake(f'{name} = {value!r}: expected one of {", ".join(allowed)}')
+        check_fields(self, RANGES)
         D = self.n_embd
         if self.n_head == 0:
             if D % 192 and D % 128:
@@ -94,11 +85,11 @@ class ModelConfig:
                 )
             self.n_head = D // 96 if D % 192 == 0 else D // 64
         H = self.n_head
-        if H < 0 or D % H or (D // H) % 2:
+        if D % H or (D // H) % 2:
             raise Mistake(f'n_head = {H}: n_embd = {D} must split into heads of an even size')
         if self.n_kv_head == 0:
             self.n_kv_head = H // 2 if H % 2 == 0 else H
-        if self.n_kv_head < 0 or H % self.n_kv_head:
+        if H % self.n_kv_head:
             raise Mistake(f'n_kv_head = {self.n_kv_head}: n_head = {H} must be a multiple of it')
 
     @property
@@ -398,14 +389,7 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
     def build(cls, about: dict) -> 'LanguageModel':
         """Return a model for the entries of a config.json. Raises KeyError, TypeError or ValueError
         if they describe no model."""
-        sizes = {**about['model']}
-        if unknown := sizes.keys() - {f.name for f in fields(ModelConfig)}:
-            raise ValueError(f'has a setting that this code does not know: {min(unknown)}')
-        config = ModelConfig(**sizes)
-        recurrent = about['recurrent']
-        if not isinstance(recurrent, bool):
-            raise TypeError(f'recurrent = {recurrent!r}')
-        return build_model(config, recurrent)
+        return build_model(ModelConfig(**about['model']), about['recurrent'])
 
     def entries(self) -> dict:
         """Return the entries of config.json that rebuild this model."""
@@ -601,10 +585,8 @@ def randomize(module: nn.Module) -> nn.Module:
 
 def build_model(config: ModelConfig, recurrent: bool) -> LanguageModel:
     """Return RecurrentGPT or GPT. Raises Mistake for a setting of the other kind."""
-    if recurrent and config.residual != 'expert':
-        raise Mistake(f'residual = {config.residual!r} is for recurrent = False')
-    if not recurrent and not config.share_kv:
-        raise Mistake('share_kv = False is for recurrent = True')
-    if not recurrent and config.init_b != 'one':
-        raise Mistake(f'init_b = {config.init_b!r} is for recurrent = True')
+    for name in ['residual'] if recurrent else ['share_kv', 'init_b']:
+        value = getattr(config, name)
+        if value != getattr(ModelConfig, name):  # the default
+            raise Mistake(f'{name} = {value!r} is for recurrent = {not recurrent}')
     return RecurrentGPT(config) if recurrent else GPT(config)
