@@ -119,11 +119,11 @@ class State(NamedTuple):
 # ---- weights -----------------------------------------------------------------------------------
 
 
-def uniform_(w: Tensor, fan_in: int) -> Tensor:
-    """Fill w from a uniform distribution of standard deviation 0.5 / sqrt(fan_in), and return it.
-    Muon's first updates then change every matrix by a similar fraction."""
-    bound = 0.5 * math.sqrt(3 / fan_in)
-    return w.uniform_(-bound, bound)
+def uniform(*shape: int) -> nn.Parameter:
+    """Return a weight (..., out, in) from a uniform distribution of standard deviation 0.5 /
+    sqrt(in). Muon's first updates then change every matrix by a similar fraction."""
+    bound = 0.5 * math.sqrt(3 / shape[-1])
+    return nn.Parameter(torch.empty(shape).uniform_(-bound, bound))
 
 
 def is_matrix(p: Tensor) -> bool:
@@ -132,7 +132,8 @@ def is_matrix(p: Tensor) -> bool:
 
 
 class Layer(nn.Module):
-    """Weights of one layer's E experts, stacked, each matrix (out, in), without biases."""
+    """Weights of one layer's E experts, stacked, each matrix (out, in), without biases. wo and down
+    start at zero, so that every expert starts as the identity."""
 
     def __init__(self, config: ModelConfig, recurrent: bool):
         super().__init__()
@@ -141,49 +142,22 @@ class Layer(nn.Module):
         self.config = config
         self.window = config.window
         self.recurrent = recurrent
-        self.wq = nn.Parameter(torch.empty(E, H * K, D))
-        self.wk = nn.Parameter(torch.empty(E, G * K, D))
-        self.wv = nn.Parameter(torch.empty(E, G * K, D))
-        self.wo = nn.Parameter(torch.empty(E, D, H * K))
-        self.up = nn.Parameter(torch.empty(E, 4 * D, D))
-        self.down = nn.Parameter(torch.empty(E, D, 4 * D))
+        self.heads = Heads(E=E, G=G, R=H // G, K=K, shared=recurrent and config.share_kv)
+        self.wq = uniform(E, H * K, D)
+        self.wk = uniform(E, G * K, D)
+        self.wv = uniform(E, G * K, D)
+        self.wo = nn.Parameter(torch.zeros(E, D, H * K))
+        self.up = uniform(E, 4 * D, D)
+        self.down = nn.Parameter(torch.zeros(E, D, 4 * D))
         if recurrent:  # u = a s + b z
             self.a = nn.Parameter(torch.ones(()))
-            self.b = nn.Parameter(torch.ones(()))
+            self.b = nn.Parameter(torch.tensor(1.0 if config.init_b == 'one' else math.sqrt(E)))
         if config.routed:
-            self.router_q = nn.Parameter(torch.empty(r, 2 * D))
-            self.router_k = nn.Parameter(torch.empty(r, r))
+            self.router_q = uniform(r, 2 * D)
+            self.router_k = uniform(r, r)
             self.router_q_bias = nn.Parameter(torch.zeros(r))
             self.router_k_bias = nn.Parameter(torch.zeros(r))
-            self.expert_embedding = nn.Parameter(torch.empty(E, r))
-
-    @torch.no_grad()
-    def init_weights(self) -> None:
-        """Initialize q, k, v, up and the router's matrices by uniform_; o and down with zeros, so
-        that every expert starts as the identity; expert embeddings from N(0, 1). Biases are zero
-        and a and b one from the start; b is sqrt(E) if init_b says so."""
-        for w in (self.wq, self.wk, self.wv, self.up):
-            uniform_(w, self.config.n_embd)
-        self.wo.zero_()
-        self.down.zero_()
-        if self.recurrent and self.config.init_b == 'sqrt_experts':
-            self.b.fill_(math.sqrt(self.config.n_expert))
-        if self.config.routed:
-            uniform_(self.router_q, self.router_q.size(1))
-            uniform_(self.router_k, self.router_k.size(1))
-            self.expert_embedding.normal_()
-
-    @property
-    def heads(self) -> Heads:
-        """Return the layout of the attention heads."""
-        c = self.config
-        return Heads(
-            E=c.n_expert,
-            G=c.n_kv_head,
-            R=c.n_head // c.n_kv_head,
-            K=c.head_dim,
-            shared=self.recurrent and c.share_kv,
-        )
+            self.expert_embedding = nn.Parameter(torch.randn(E, r))
 
     def weights(self, N: int, dtype: torch.dtype, linear: type = Linear) -> LayerWeights:
         """Return the weights as layer.layer takes them for N rows; gradients flow back to the
@@ -240,34 +214,19 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.n_embd))
+        # `core` normalizes the scale of the embedding away; the first loss is ln V
+        self.embedding = nn.Parameter(torch.randn(config.vocab_size, config.n_embd))
         self.layers = nn.ModuleList(Layer(config, self.recurrent) for _ in range(config.n_layer))
-        self.head = nn.Parameter(torch.empty(config.vocab_size, config.n_embd))
-        self.init_weights()
-
-    @torch.no_grad()
-    def init_weights(self) -> None:
-        """Initialize the embedding from N(0, 1), whose scale `core` normalizes away; the head with
-        zeros, so that the first loss is ln V; layers by Layer.init_weights. A head that is tied to
-        the embedding cannot be zero: both start at 0.02, as GPT-2's."""
-        self.embedding.normal_()
-        if self.tied:
-            self.head.mul_(0.02)
-        else:
-            self.head.zero_()
-        for module in self.layers:
-            module.init_weights()
+        self.head = nn.Parameter(torch.zeros(config.vocab_size, config.n_embd))
+        if self.tied:  # the head cannot be zero: it starts at GPT-2's 0.02
+            self.head.data.mul_(0.02)
+        self.heads = self.layers[0].heads  # the same in all layers
 
     @property
     def tied(self) -> bool:
         """Return whether head and embedding are one parameter, as after your edit `self.head =
         self.embedding`."""
         return self.head is self.embedding
-
-    @property
-    def heads(self) -> Heads:
-        """Return the layout of the attention heads, the same in all layers."""
-        return self.layers[0].heads
 
     @property
     def n_caches(self) -> int:
