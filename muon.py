@@ -29,13 +29,13 @@ EPS = 1e-7  # lower bound of the norm, so that a zero gradient gives a zero upda
 MAX_BATCH = 2**26  # elements per batched iteration, which needs memory for about 5 times as many
 
 
-def orthogonalize(x: torch.Tensor, ns_steps: int = 5) -> torch.Tensor:
-    """Return nearly orthogonal matrices with the singular vectors of x, by Newton-Schulz in x's
-    dtype. x: (N, rows, columns) with rows <= columns."""
+def orthogonalize(x: torch.Tensor) -> torch.Tensor:
+    """Return nearly orthogonal matrices with the singular vectors of x, by five steps of
+    Newton-Schulz in x's dtype. x: (N, rows, columns) with rows <= columns."""
     a, b, c = COEFFICIENTS
     norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
     x = x / norm.clamp(min=EPS)  # now the Frobenius norm is 1, and the spectral norm at most 1
-    for _ in range(ns_steps):
+    for _ in range(5):
         gram = x @ x.mT  # (N, rows, rows)
         # x = a x + (b gram + c gram^2) x
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -55,25 +55,10 @@ class Muon(torch.optim.Optimizer):
     lr is a float, or a 0-dim tensor that may live on the device. A matrix's update is scaled by
     sqrt(max(1, out / in)). Weight decay is cautious: w -= lr * weight_decay * w where the update
     (the part subtracted) and w, as it was before the step, have the same sign, and no decay where
-    either is zero. The state is 'momentum_buffer', of the parameter's shape and dtype. Raises
-    ValueError for a parameter that is not a stack of real matrices, or is empty."""
+    either is zero. The state is 'momentum_buffer', of the parameter's shape and dtype."""
 
-    def __init__(
-        self, params, lr=0.02, momentum=0.95, nesterov=True, ns_steps=5, weight_decay=0.01
-    ):
-        defaults = {
-            'lr': lr,
-            'momentum': momentum,
-            'nesterov': nesterov,
-            'ns_steps': ns_steps,
-            'weight_decay': weight_decay,
-        }
-        super().__init__(params, defaults)
-        for group in self.param_groups:
-            for p in group['params']:
-                if p.dim() < 2 or p.numel() == 0 or not p.is_floating_point():
-                    shape = f'got shape {tuple(p.shape)}, {p.dtype}'
-                    raise ValueError(f'Muon needs real matrices (..., out, in), {shape}')
+    def __init__(self, params, lr=0.02, momentum=0.95, weight_decay=0.01):
+        super().__init__(params, {'lr': lr, 'momentum': momentum, 'weight_decay': weight_decay})
 
     @torch.no_grad()
     def step(self) -> None:
@@ -132,12 +117,12 @@ class Muon(torch.optim.Optimizer):
                 self.state[p]['momentum_buffer'] = torch.zeros_like(p)
             buffer = self.state[p]['momentum_buffer']
             average = fused(average_grad) if pays_to_compile(p, group['lr']) else average_grad
-            average(p.grad, buffer, out, group['momentum'], group['nesterov'])
+            average(p.grad, buffer, out, group['momentum'])
         share = matrices[rank * n : (rank + 1) * n]
         if world > 1:
             share = share.clone()  # `gather` sends it while `matrices` receives
         for part in share.split(max(1, MAX_BATCH // share[0].numel())):
-            part.copy_(orthogonalize(part, group['ns_steps']))
+            part.copy_(orthogonalize(part))
         return Batch(params=params, group=group, matrices=matrices, share=share)
 
 
@@ -162,13 +147,13 @@ def pays_to_compile(p: torch.nn.Parameter, lr: float | torch.Tensor) -> bool:
 
 
 def average_grad(
-    grad: torch.Tensor, buffer: torch.Tensor, out: torch.Tensor, momentum: float, nesterov: bool
+    grad: torch.Tensor, buffer: torch.Tensor, out: torch.Tensor, momentum: float
 ) -> None:
-    """Average grad into the momentum `buffer`, and write the matrices to orthogonalize to `out` (N,
-    rows, columns)."""
+    """Average grad into the momentum `buffer`, and write the matrices to orthogonalize, Nesterov's
+    momentum, to `out` (N, rows, columns)."""
     # an average differs from a sum only in scale, which orthogonalization removes
     buffer.lerp_(grad, 1 - momentum)
-    out.copy_(wide(grad.lerp(buffer, momentum) if nesterov else buffer))
+    out.copy_(wide(grad.lerp(buffer, momentum)))
 
 
 def change_weights(
