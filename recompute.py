@@ -17,7 +17,7 @@ import unroll
 from graphs import can_capture, enabled_forms, fused, graphed, using
 from kernels import Heads, Linear
 from layer import LayerWeights
-from unroll import Slots, Window, entries, run_tokens
+from unroll import Slots, Window, run_tokens
 
 # A chunk beyond these limits is recomputed in blocks.
 KEPT_BYTES = 2**30  # on a CPU: attention weights kept for the backward
@@ -64,7 +64,7 @@ def run_chunk(
         else:
             slots = Slots(T, W, count, heads, z.dtype, first_with_grad=W)
             out, windows = run_tokens(z, s, kv, layers, slots, config)
-            kv = entries(windows)
+            kv = torch.stack([window.entries for window in windows], 1)
     k, v = kv.view(2, L, B, C, W, K).unbind(0)
     return out, (out[-1].detach().clone(), k, v, (count + T).clamp(max=W))
 
@@ -149,7 +149,7 @@ class Block:
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return the state after every token, and the entries that the next block starts with."""
         out, windows, _ = self.run()
-        return out, entries(windows)
+        return out, torch.stack([window.entries for window in windows], 1)
 
     @torch.enable_grad()
     def backward(self) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:

@@ -87,12 +87,12 @@ class DeferredLinear(Linear):
         self.calls.clear()
         self.total = matmul_into(dy.mT, x, self.weight.dtype, self.total)
 
-    def weight_grad(self) -> Tensor:
-        """Return the weight's gradient over the calls recorded so far, and forget them."""
+    def weight_grad(self) -> Tensor | None:
+        """Return the weight's gradient over the calls recorded so far, if any, and forget them."""
         if self.calls:
             self.accumulate()
         total, self.total = self.total, None
-        return torch.zeros_like(self.weight) if total is None else total
+        return total
 
 
 class EmitWeightGrads(torch.autograd.Function):
@@ -218,6 +218,7 @@ class Window:
         self.k[:, :W] = rotate(k, slots.cos[:W], slots.sin[:W])
         self.unrotated[:, :W] = k
         self.v[:, :W] = v
+        self.entries = buffers[1:, :, T:]  # the last W unrotated keys and values, (2, N, W, K)
         # the slots that a block reads, (N, width + n, K) each, and that a token writes, (3, N, K)
         spans = [slice(self.skip + t, W + min(t + BLOCK, T)) for t in range(0, T, BLOCK)]
         self.block_slots = [(self.k[:, span], self.v[:, span]) for span in spans]
@@ -336,18 +337,9 @@ def run_tokens(
         found = dict.fromkeys(x for w in layers for x in w if isinstance(x, DeferredLinear))
         linears = [x for x in found if x.weight.requires_grad]
         z, s = EmitWeightGrads.apply(linears, z, s, *(x.weight for x in linears))
-    # unbind's backward stacks the tokens' gradients; that of z[t] would add T tensors of z's size
-    inputs = z.unbind(0)
     out = []
-    weights_by_token = zip(*(per_token(w, T) for w in layers), strict=True)
-    for t, weights in enumerate(weights_by_token):
-        s = step(weights, s, inputs[t], windows, config)
+    # unbind's backward stacks the tokens' gradients; that of z[t] would add T tensors of z's size
+    for z_t, *weights in zip(z.unbind(0), *(per_token(w, T) for w in layers), strict=True):
+        s = step(weights, s, z_t, windows, config)
         out.append(s)
     return torch.stack(out), windows
-
-
-def entries(windows: list[Window]) -> Tensor:
-    """Return the last W unrotated keys and values of all layers, (2, L, N, W, K)."""
-    W = windows[0].slots.W
-    keys = torch.stack([window.unrotated[:, -W:] for window in windows])
-    return torch.stack([keys, torch.stack([window.v[:, -W:] for window in windows])])
