@@ -195,8 +195,6 @@ class Decoder:
         wide = model.embedding.dtype  # of everything but matrix products
         dtype = amp if amp == torch.bfloat16 else wide  # of matrix products
         self.model = model
-        self.config = c
-        self.recurrent = model.recurrent
         self.amp = amp
         self.temperature = temperature
         self.top_k = top_k
@@ -220,7 +218,7 @@ class Decoder:
         self.logits = torch.zeros(B, c.vocab_size, dtype=wide, device=device)
         self.token = torch.zeros(B, dtype=torch.int64, device=device)
         self.steps = 0  # since the last load
-        self.graphs = {}  # graphs.graphed
+        self.graphs = {} if self.token.is_cuda else None  # graphs.graphed
 
     @torch.no_grad()
     def load(self, state: State) -> None:
@@ -243,29 +241,29 @@ class Decoder:
         angle = slot - W * (slot > newest)  # negative for entries of the last turn
         cos, sin = self.position.rope[angle.abs()].unbind(1)
         k = rotate(self.keys, cos, -sin * angle.sign()[:, None]).to(self.keys.dtype)
-        shape = (len(self.rings), len(self.token), -1, W, self.config.head_dim)
+        shape = (len(self.rings), len(self.token), -1, W, self.keys.size(-1))
         k, v = (x[..., order, :].view(shape) for x in (k, self.values))
         return State(self.s.clone(), k, v, self.position.count.clamp(max=W))
 
     def run_token(self) -> None:
         """Run one token per stream on the device alone, so that a CUDA graph can hold it."""
-        device = self.token.device.type
-        with using(self.model.forms), torch.autocast(device, enabled=False):
+        model, config = self.model, self.model.config
+        with using(model.forms), torch.autocast(self.token.device.type, enabled=False):
             self.position.advance()
             z = embed(self.token, self.embedding)
-            if self.recurrent:
-                s = step(self.weights, self.s, z, self.rings, self.config)
+            if model.recurrent:
+                s = step(self.weights, self.s, z, self.rings, config)
             else:
                 s = z
                 for w, ring in zip(self.weights, self.rings, strict=True):
-                    s = layer(w, s, z, ring, self.config)
+                    s = layer(w, s, z, ring, config)
             noise = None
             if self.temperature:
                 noise = torch.empty_like(self.logits).exponential_(generator=self.generator)
             logits, token = head_and_sample(
-                s, self.head, noise, self.temperature, self.top_k, self.top_p, self.config
+                s, self.head, noise, self.temperature, self.top_k, self.top_p, config
             )
-        if self.recurrent:
+        if model.recurrent:
             self.s.copy_(s)
         self.logits.copy_(logits)
         self.token.copy_(token)
@@ -280,11 +278,8 @@ class Decoder:
             cos, sin = self.position.rope[-1]
             self.keys.copy_(rotate(self.keys, cos, -sin))
         self.steps += 1
-        if self.token.is_cuda:
-            with torch.cuda.device_of(self.token):
-                graphed(self.graphs, 'step', self.run_token, generator=self.generator)
-        else:
-            self.run_token()
+        with torch.cuda.device_of(self.token):
+            graphed(self.graphs, 'step', self.run_token, generator=self.generator)
         return self.token
 
     @torch.no_grad()
@@ -304,10 +299,8 @@ class Decoder:
     ) -> Iterator[Tensor]:
         """Continue prompts idx (B, T >= 1) from a state, by default the initial one. Yields tokens
         (B,), max_new_tokens times, or without end if that is negative."""
-        if max_new_tokens == 0:
-            return
         self.prefill(idx[:, :-1], state)
-        yield self.step(idx[:, -1]).clone()
-        remaining = itertools.count() if max_new_tokens < 0 else range(max_new_tokens - 1)
-        for _ in remaining:
-            yield self.step().clone()
+        token = idx[:, -1]
+        for _ in itertools.count() if max_new_tokens < 0 else range(max_new_tokens):
+            yield self.step(token).clone()
+            token = None  # then the one that was sampled
