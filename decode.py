@@ -48,12 +48,12 @@ class RingPosition:
         self.rope = torch.stack(rope_table(W + 1, K, like), 1).to(device, wide)  # (W + 1, 2, K)
         self.slot = torch.arange(W, device=device)
         self.newest = self.angles = self.biases = None  # of the current token, set by `advance`
-        self.start(0)
+        self.start(self.count)
 
-    def start(self, count: Tensor | int) -> None:
+    def start(self, count: Tensor) -> None:
         """Let the next entry go into slot 0, after `count` (B,) entries in the slots before it."""
         self.head.fill_(self.W - 1)
-        self.count.copy_(count) if isinstance(count, Tensor) else self.count.fill_(count)
+        self.count.copy_(count)
 
     def advance(self) -> None:
         """Advance to the next slot."""

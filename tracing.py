@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import Linear, in_window, rope_table, to_experts
-from layer import LayerWeights, layer, norm_to, step
+from layer import layer, norm_to, step
 from model import LanguageModel
 
 
@@ -30,7 +30,6 @@ class KeptInputs:
 
     def __init__(self, linear: Linear):
         self.linear = linear
-        self.w = linear.w
         self.inputs = []
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -73,28 +72,21 @@ class KeptWeights:
 def trace(model: LanguageModel, ids: Tensor) -> Trace:
     """Return a Trace of the texts ids (B, T), read from an empty state in the dtype of the model.
     It takes memory for T x T attention weights."""
-    with torch.autocast(ids.device.type, enabled=False):
-        return run_trace(model, ids)
-
-
-def run_trace(model: LanguageModel, ids: Tensor) -> Trace:
-    """Return what `trace` returns, whatever autocast is."""
     B, T = ids.shape
     z = norm_to(F.embedding(ids, model.embedding), model.embedding.dtype)  # (B, T, D)
-    weights: list[LayerWeights] = [
-        w._replace(down=KeptInputs(w.down)) for w in model.layer_weights(B, z.dtype)
-    ]
-    caches = [KeptWeights(model, T, w.window) for w in weights]
-    s = model.init_state(B).s
     states = []
-    for z_t in z.unbind(1):
-        if model.recurrent:
-            s = step(weights, s, z_t, caches, model.config)
-        else:
-            s = z_t
-            for w, cache in zip(weights, caches, strict=True):
-                s = layer(w, s, z_t, cache, model.config)
-        states.append(s)
+    with torch.autocast(ids.device.type, enabled=False):
+        weights = [w._replace(down=KeptInputs(w.down)) for w in model.layer_weights(B, z.dtype)]
+        caches = [KeptWeights(model, T, w.window) for w in weights]
+        s = model.init_state(B).s
+        for z_t in z.unbind(1):
+            if model.recurrent:
+                s = step(weights, s, z_t, caches, model.config)
+            else:
+                s = z_t
+                for w, cache in zip(weights, caches, strict=True):
+                    s = layer(w, s, z_t, cache, model.config)
+            states.append(s)
     return Trace(
         s=torch.stack(states, 1),
         attention=[torch.stack(cache.weights, 3) for cache in caches],
