@@ -12,7 +12,6 @@ Loading runs no code of the folder.
 """
 
 import inspect
-import json
 import os
 import pathlib
 import zlib
@@ -136,13 +135,19 @@ def export_in(folder: Path) -> pathlib.Path:
     return path if (path / WEIGHTS).exists() else path / BEST
 
 
+def read_about(folder: pathlib.Path) -> dict:
+    """Return the entries of an export's config.json. Raises Mistake if it cannot be read."""
+    about = read_json(folder / CONFIG)
+    if not about:
+        reason = 'cannot be read: name the folder of a run or of an export'
+        raise Mistake(f'{folder / CONFIG}: {reason}')
+    return about
+
+
 def sizes_in(folder: Path) -> dict:
     """Return the settings that the model of an export, or the best model of a run, is built with.
     Raises Mistake if the folder holds neither."""
-    path = export_in(folder) / CONFIG
-    about = read_json(path)
-    if not about:
-        raise Mistake(f'{path}: cannot be read: name the folder of a run or of an export')
+    about = read_about(export_in(folder))
     return {**about, **about.get('model', {})}
 
 
@@ -231,13 +236,10 @@ class PublishedModel(
     def load_export(cls, folder: Path, device: str = 'cpu') -> Self:
         """Return the model of an export, in fp32 and in evaluation mode. Raises Mistake, which
         names the file, if one is missing or damaged, or if the model is of another class."""
-        path, weights = pathlib.Path(folder, CONFIG), pathlib.Path(folder, WEIGHTS)
-        try:
-            with open(path, encoding='utf-8') as file, restoring(path):
-                model = cls.rebuild(json.load(file))
-        except OSError as error:
-            raise Mistake(f'{path}: cannot be read: {error.strerror}') from None
-        return model.restore(read_tensors(weights), weights, device)
+        path = pathlib.Path(folder)
+        with restoring(path / CONFIG):
+            model = cls.rebuild(read_about(path))
+        return model.restore(read_tensors(path / WEIGHTS), path / WEIGHTS, device)
 
     @classmethod
     def load_trained(cls, folder: Path, which: str = 'best', device: str = 'cpu') -> Self:
