@@ -70,16 +70,6 @@ class LSTM(nn.Module, PublishedModel, pipeline_tag='text-generation'):
             'lstm_biases': [p for p in params if p.dim() < 2],
         }
 
-    def describe(self, about: dict) -> dict:
-        """Return the fields of the model card (hub.MODEL_CARD)."""
-        size = f'hidden size {self.lstm.hidden_size}, {self.num_params()["total"]:,} parameters'
-        return {
-            **LanguageModel.describe(self, about),
-            'title': 'Parallel Experts: LSTM baseline',
-            'summary': f'A torch.nn.LSTM language model of {size}.',
-            'usage': "from baselines import LSTM\n\nmodel = LSTM.from_pretrained('FOLDER')",
-        }
-
     @classmethod
     def build(cls, about: dict) -> 'LSTM':
         """Return an LSTM for the entries of a config.json."""

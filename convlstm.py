@@ -342,26 +342,6 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
         """Return the entries of config.json that rebuild this agent."""
         return {name: getattr(self.config, name) for name in SIZES}
 
-    def describe(self, about: dict) -> dict:
-        """Return the fields of the model card (hub.MODEL_CARD)."""
-        c = self.config
-        name = type(self).__name__
-        kind = 'recurrent' if c.recurrent else 'non-recurrent'
-        score = about.get('score')
-        if score is None and about.get('best') is not None:
-            score = f'best mean return of an evaluation {about["best"]:.2f}'
-        return {
-            'title': f'Parallel Experts: {kind} {name} agent, L = {c.n_layer}, E = {c.n_expert}',
-            'summary': f'A {kind} {name} that plays Sokoban. Layers: L = {c.n_layer}; '
-            f'experts per layer: E = {c.n_expert}; width: D = {c.n_embd}; '
-            f'{self.num_params()["total"]:,} parameters.',
-            'score': score,
-            'step': about.get('step'),
-            'command': about.get('command'),
-            'usage': "from convlstm import Agent\n\nagent = Agent.from_pretrained('FOLDER')",
-            'sizes': self.entries(),
-        }
-
 
 class ConvLSTM(Agent):
     """State: s (B, Y, X, D) and h (B, Y, X, E, D) of layer L, then c (B, Y, X, E, D) of each layer;

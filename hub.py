@@ -44,9 +44,9 @@ MODEL_CARD = """---
 {{ card_data }}
 ---
 
-# {{ title }}
+# Parallel Experts: {{ name }}
 
-{{ summary }}
+A {{ kind }} model of {{ parameters }} parameters.
 
 It was trained with Parallel Experts, a codebase around the question of
 [Temporal Recurrence Favors Fewer Layers]({{ paper_url }}): how many layers does a model need if it
@@ -65,7 +65,9 @@ Trained for {{ step if step is not none else 'an unrecorded number of' }} update
 In the folder of the code, with FOLDER a copy of these files, or their name on the Hub:
 
 ```python
-{{ usage }}
+from {{ module }} import {{ name }}
+
+model = {{ name }}.from_pretrained('FOLDER')
 ```
 
 ## Sizes
@@ -206,7 +208,7 @@ class PublishedModel(
 
     A subclass defines KIND, a key that only its config.json has; `build(about)`, which returns a
     model for the entries of a config.json; `entries()`, which returns the entries that rebuild the
-    model; and `describe(about)`, which returns the fields of its model card."""
+    model: 'recurrent' and its sizes, or 'model' with its sizes; and `num_params()`."""
 
     KIND: str
     DERIVED = ('eval_*',)  # files made from a saved model, removed when another is saved
@@ -272,6 +274,18 @@ class PublishedModel(
         load_weights(self, weights, path)
         self.loaded = checksum(self)
         return self.to(device).eval()
+
+    def describe(self, about: dict) -> dict:
+        """Return the fields of the model card (MODEL_CARD); about: the entries of config.json."""
+        entries = self.entries()
+        return {
+            'name': type(self).__name__,
+            'module': type(self).__module__,
+            'kind': 'recurrent' if entries['recurrent'] else 'non-recurrent',
+            'parameters': f'{self.num_params()["total"]:,}',
+            'sizes': entries.get('model', entries),
+            **{name: about.get(name) for name in ('score', 'step', 'command')},
+        }
 
     def save_pretrained(
         self,

@@ -357,27 +357,6 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         tokenizer = self.about.get('tokenizer')
         return {'recurrent': self.recurrent, 'tokenizer': tokenizer, 'model': sizes}
 
-    def describe(self, about: dict) -> dict:
-        """Return the fields of the model card (hub.MODEL_CARD)."""
-        c = self.config
-        unit = 'byte' if about.get('tokenizer') == 'bytes' else 'token'
-        kind = 'recurrent' if self.recurrent else 'non-recurrent'
-        score = about.get('score')
-        if score is None and about.get('best_val_loss') is not None:
-            score = f'validation loss {about["best_val_loss"]:.4f} nats per {unit}'
-        return {
-            'title': f'Parallel Experts: {kind} language model, L = {c.n_layer}, E = {c.n_expert}',
-            'summary': f'A {kind} Transformer that reads {unit}s one at a time. Layers: '
-            f'L = {c.n_layer}; experts per layer: E = {c.n_expert}; width: D = {c.n_embd}; '
-            f'{self.num_params()["total"]:,} parameters.',
-            'score': score,
-            'step': about.get('step'),
-            'command': about.get('command'),
-            'usage': 'from model import LanguageModel\n\n'
-            "model = LanguageModel.from_pretrained('FOLDER')",
-            'sizes': about['model'],
-        }
-
 
 class RecurrentGPT(LanguageModel):
     """The recurrent Transformer: the layers turn s[0] into s[L], and s[0] of a token is s[L] of the

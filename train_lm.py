@@ -363,9 +363,12 @@ def main(config: Settings) -> int:
                 print0(f'step {step}/{max_iters} | {text}')
                 if loss < best:
                     best = loss
-                    validated_on = [val_tokens, val_streams]
                     folder.save_best(
-                        model, step=step, best_val_loss=best, validated_on=validated_on
+                        model,
+                        step=step,
+                        best_val_loss=best,
+                        validated_on=[val_tokens, val_streams],
+                        score=f'validation loss {best:.4f} nats per {unit}',
                     )
             folder.log(record)
         if step >= max_iters or stop:

@@ -484,7 +484,8 @@ def main(config: Settings) -> int:
                 print0(f'a random policy solves {chance["solve_rate"]:.1%}')
             elif result['return'] > best:
                 best = result['return']
-                folder.save_best(model, step=step, best=best, eval_crc=eval_crc)
+                score = f'best mean return of an evaluation {best:.2f}'
+                folder.save_best(model, step=step, best=best, eval_crc=eval_crc, score=score)
         if step > logged_at and (must_log or due):
             folder.log(record)
         if step >= updates or stop:
