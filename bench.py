@@ -232,8 +232,8 @@ def make_token(cell: Cell, mode: str, machine: Machine, graphs: dict | None) -> 
     def run() -> None:
         nonlocal state, token
         with amp:
-            logits, state = model.step(token, state)
-        token = logits.argmax(-1)
+            logits, state = model(token[:, None], state=state)
+        token = logits[:, 0].argmax(-1)
 
     return run
 

@@ -203,7 +203,7 @@ class Layer(nn.Module):
 
 
 class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
-    """The common part of both models: embedding, head, loss, one-token step, parameter and FLOP
+    """The common part of both models: embedding, head, loss, parameter and FLOP
     counts, saving and loading. Subclasses define `hidden`, which runs the layers."""
 
     recurrent: bool
@@ -283,11 +283,6 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
             return loss, state
         dtype = compute_dtype(x)
         return softcap(F.linear(x.to(dtype), self.head.to(dtype)).to(x.dtype)), state
-
-    def step(self, idx: Tensor, state: State) -> tuple[Tensor, State]:
-        """Run one token per stream, idx (B,); return logits (B, V), and the state."""
-        logits, state = self(idx.unsqueeze(1), state=state)
-        return logits.squeeze(1), state
 
     def num_params(self) -> dict[str, int]:
         """Return the number of parameters: 'total', 'embedding', 'head' (0 if it is tied to the
@@ -460,17 +455,16 @@ class GPT(LanguageModel):
         if state is not None:
             masks = {width: window_mask(state.count, T, width) for width in masks}
         s = z.clone()  # not z itself, or torch.compile would trace the first layer separately
-        new_k, new_v = [], []
+        new = []
         with torch.autocast(z.device.type, enabled=False):  # layer.py casts explicitly
             for l, w in enumerate(weights):
                 cached = None if state is None else (state.k[l], state.v[l])
-                s, k, v = sequence_layer(w, s, z, cos, sin, cached, masks[w.window], self.heads, c)
-                new_k.append(k)
-                new_v.append(v)
+                s, *kv = sequence_layer(w, s, z, cos, sin, cached, masks[w.window], self.heads, c)
+                new.append(kv)
         if state is None:
             return s, None
-        count = (state.count + T).clamp(max=c.window)
-        return s, State(state.s, torch.stack(new_k), torch.stack(new_v), count).detach()
+        k, v = (torch.stack(x) for x in zip(*new, strict=True))  # (L, B, C, W, K)
+        return s, State(state.s, k, v, (state.count + T).clamp(max=c.window)).detach()
 
 
 @fused
