@@ -58,7 +58,7 @@ class LSTM(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         loss = F.cross_entropy(logits, targets.flatten())
         return Loss(loss, loss.detach()), tuple(s.detach() for s in state)
 
-    def captures(self, B: int, T: int) -> bool:
+    def captures(self, state: tuple, T: int) -> bool:
         """Return whether a chunk is one CUDA graph: no, cuDNN runs the LSTM."""
         return False
 

@@ -252,8 +252,9 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         s = torch.zeros(B, width, dtype=self.embedding.dtype, device=device)
         return State(s, k, v, torch.zeros(B, dtype=torch.int64, device=device))
 
-    def captures(self, B: int, T: int) -> bool:
-        """Return whether a chunk (B, T) is one CUDA graph. If not, `graphs` captures its parts."""
+    def captures(self, state: State, T: int) -> bool:
+        """Return whether a chunk of T tokens from this state is one CUDA graph. If not, `graphs`
+        captures its parts."""
         return True
 
     def core(self, idx: Tensor, state: State | None) -> tuple[Tensor, State | None]:
@@ -373,12 +374,10 @@ class RecurrentGPT(LanguageModel):
             )
         return out.transpose(0, 1), State(*new)
 
-    def captures(self, B: int, T: int) -> bool:
-        """Return whether a chunk (B, T) is one CUDA graph: whether it is short enough not to run in
-        blocks that are recomputed in the backward (recompute.py)."""
-        c, heads = self.config, self.heads
-        dtype, device = compute_dtype(self.embedding), self.embedding.device.type
-        return not recomputes(self.n_caches, B * heads.C, heads.M, c.window, T, dtype, device)
+    def captures(self, state: State, T: int) -> bool:
+        """Return whether a chunk is one CUDA graph: whether it is short enough not to run in blocks
+        that are recomputed in the backward (recompute.py)."""
+        return not recomputes(state.k, self.heads.M, T)
 
 
 # ---- the non-recurrent model -------------------------------------------------------------------

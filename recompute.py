@@ -25,13 +25,14 @@ WHOLE_GRAPH = 2048  # on a GPU: layers x tokens in one CUDA graph
 _blocks: dict[tuple, 'Block'] = {}  # by sizes and settings; kept from chunk to chunk
 
 
-def recomputes(L: int, N: int, M: int, W: int, T: int, dtype: torch.dtype, device: str) -> bool:
-    """Return whether a training chunk of T tokens runs in blocks that are recomputed. device: 'cpu'
-    or 'cuda'."""
-    if device == 'cuda':
-        return L * T > WHOLE_GRAPH
-    attention_weights = L * N * M * T * (W + min(T, unroll.BLOCK))
-    return attention_weights * dtype.itemsize > KEPT_BYTES
+def recomputes(k: Tensor, M: int, T: int) -> bool:
+    """Return whether a training chunk of T tokens runs in blocks that are recomputed. k: the
+    carried keys (L, ..., W, K)."""
+    if k.is_cuda:
+        return len(k) * T > WHOLE_GRAPH
+    slots = k.size(-2) + min(T, unroll.BLOCK)  # that a token reads
+    attention_weights = k[..., 0, 0].numel() * M * T * slots
+    return attention_weights * k.itemsize > KEPT_BYTES
 
 
 def run_chunk(
@@ -55,7 +56,7 @@ def run_chunk(
     # without gradients there is nothing to recompute: blocks are then only for their graphs
     in_blocks = replays or torch.is_grad_enabled()
     with torch.cuda.device_of(z):
-        if in_blocks and recomputes(L, B * C, heads.M, W, T, dtype, z.device.type):
+        if in_blocks and recomputes(kv[0], heads.M, T):
             blocks = [
                 (t, find_block((part, s, kv, count), layers, heads, config, replays))
                 for t, part in zip(range(0, T, unroll.BLOCK), z.split(unroll.BLOCK), strict=True)

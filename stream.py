@@ -112,7 +112,7 @@ class Stream:
                 torch._foreach_copy_(list(self.part), whole)
             self.x.copy_(part_x, non_blocking=True)
             self.y.copy_(part_y, non_blocking=True)
-            graphs = self.graphs if self.model.captures(self.rows, self.T) else None
+            graphs = self.graphs if self.model.captures(self.part, self.T) else None
             graphed(graphs, name, chunk, self.x, self.y, self.part)
             if copies:
                 torch._foreach_copy_(whole, list(self.part))
