@@ -309,13 +309,6 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
         logits, value = self.head(torch.cat(features))
         return logits.unflatten(0, start.shape), value.unflatten(0, start.shape), state
 
-    def num_params(self) -> dict[str, int]:
-        """Return the number of parameters: 'total', and 'core', without encoder and head."""
-        sizes = {name: p.numel() for name, p in self.named_parameters()}
-        outside = ('encoder', 'query', 'dense', 'logits', 'value')
-        core = sum(n for name, n in sizes.items() if not name.startswith(outside))
-        return {'total': sum(sizes.values()), 'core': core}
-
     def nominal_macs(self) -> int:
         """Return the paper's cost of one step of one board in multiply-adds, L E C(d) per cell:
         every weight of the core's 3x3 convolutions counts once. C(d) = 9 (32 + 2d) 4d for a

@@ -207,8 +207,8 @@ class PublishedModel(
     atomically; `load_trained` is for the folders of runs, and names a damaged file.
 
     A subclass defines KIND, a key that only its config.json has; `build(about)`, which returns a
-    model for the entries of a config.json; `entries()`, which returns the entries that rebuild the
-    model: 'recurrent' and its sizes, or 'model' with its sizes; and `num_params()`."""
+    model for the entries of a config.json; and `entries()`, which returns the entries that rebuild
+    the model: 'recurrent' and its sizes, or 'model' with its sizes."""
 
     KIND: str
     DERIVED = ('eval_*',)  # files made from a saved model, removed when another is saved
@@ -282,7 +282,7 @@ class PublishedModel(
             'name': type(self).__name__,
             'module': type(self).__module__,
             'kind': 'recurrent' if entries['recurrent'] else 'non-recurrent',
-            'parameters': f'{self.num_params()["total"]:,}',
+            'parameters': f'{sum(p.numel() for p in self.parameters()):,}',
             'sizes': entries.get('model', entries),
             **{name: about.get(name) for name in ('score', 'step', 'command')},
         }

@@ -410,11 +410,10 @@ def main(config: Settings) -> int:
 
     about = common.machine(device_, sizes['dtype'])
     config |= {name: about.pop(name) for name in ('device', 'dtype', 'threads')}
-    counts = {**model.num_params(), 'macs': model.nominal_macs()}
-    millions = {name: f'{x / 1e6:.3f}M' for name, x in counts.items()}
+    n_params = sum(p.numel() for p in model.parameters()) / 1e6
+    macs = model.nominal_macs() / 1e6
     print0(f'{world} x {about["device_name"]}, {config["threads"]} threads, {config["dtype"]}')
-    print0(f'{millions["total"]} parameters ({millions["core"]} core)')
-    print0(f"{millions['macs']} multiply-adds per step by the paper's count")
+    print0(f"{n_params:.3f}M parameters; {macs:.3f}M multiply-adds per step by the paper's count")
     last = folder.records[-1] if folder.records else {}
     if last.get('step') == step and is_due(step) and 'eval_return' not in last:
         folder.records.pop()  # it is evaluated and logged again
