@@ -16,7 +16,7 @@ import graphs
 import recompute
 import unroll
 from configurator import configure
-from model import ModelConfig, RecurrentGPT
+from model import ModelConfig, RecurrentGPT, randomize
 from run import load_checkpoint
 
 pytestmark = [
@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason='no CUDA device'),
 ]
 LOSSES = ('train_loss', 'val_loss')
-BF16 = 0.08  # relative error of a parameter's gradient by bf16 products; on a CPU 0.03
+BF16 = 0.08  # relative error of a matrix's gradient by bf16 products; on a CPU 0.01
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ SOKOBAN = """train_sokoban.py config/sokoban_demo.py --n_levels=1000 --eval_game
 --total_steps=9600 --resume=True
 --eval_only=True
 --arch=convlstm --dtype=bfloat16 --total_steps=6400 --overwrite=True
---arch=convglu --recurrent=False --reuse=False --total_steps=6400 --overwrite=True"""
+--arch=convglu --recurrent=False --total_steps=6400 --overwrite=True"""
 
 
 @pytest.mark.smoke
@@ -67,7 +67,7 @@ def test_trainers_on_one_gpu(tmp_path, commands):
 AGENT_GRAPHS = [
     pytest.param({}, marks=pytest.mark.smoke),
     {'recurrent': False},
-    {'reuse': False, 'n_expert': 2},
+    {'n_expert': 2},
 ]
 
 
@@ -154,9 +154,7 @@ def test_each_triton_form_in_bf16_against_float64(monkeypatch, names, D, aggrega
     torch.manual_seed(0)
     sizes = {'vocab_size': 512, 'n_expert': 3, 'n_embd': D, 'window': 40, 'block_size': 24}
     model = RecurrentGPT(ModelConfig(aggregation=aggregation, share_kv=share_kv, **sizes))
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.05)
-    model.cuda()
+    randomize(model).cuda()
     exact = copy.deepcopy(model).double()
     exact.config.mode = 'plain'
     model.forms, model.graphs = frozenset(names.split()) - {'blocks'}, 'blocks' in names
@@ -166,8 +164,10 @@ def test_each_triton_form_in_bf16_against_float64(monkeypatch, names, D, aggrega
         expected, expected_state = run_chunk(exact, x, y, expected_state)
         graphs.fused.enabled = True
         found, state = run_chunk(model, x, y, state, amp=True)
+        assert_close(found['loss'], expected['loss'], BF16 / 4)
         for name, grad in expected.items():
-            assert_close(found[name], grad, BF16 / 4 if name == 'loss' else BF16, what=name)
+            if grad.dim() > 1:  # others are small sums of large terms: test_triton.py has them
+                assert_close(found[name], grad, BF16, what=name)
         assert all(t.isfinite().all() for t in state)
 
 
@@ -190,7 +190,7 @@ def test_triton_forms_are_measured(decoding):
 
 @pytest.mark.parametrize('refused', ['by CUDA', 'by an exception'])
 def test_training_continues_without_a_graph_that_cannot_be_captured(refused, capsys):
-    """The function runs eagerly from then on, on the same stream, and other graphs are captured."""
+    """The function runs eagerly from then on, on the same stream, as do those that come after."""
     stream, captured = torch.cuda.current_stream(), {}
     w = torch.ones(8, device='cuda', requires_grad=True)
 
@@ -208,7 +208,7 @@ def test_training_continues_without_a_graph_that_cannot_be_captured(refused, cap
         torch.testing.assert_close(graphs.graphed(captured, 'step', step, x), calls * x)
         assert torch.equal(graphs.graphed(captured, 'double', lambda x: 2 * x, x), 2 * x)
     assert capsys.readouterr().out.count("no CUDA graph of 'step': it runs eagerly, slower") == 1
-    assert captured['step'][1] is None and captured['double'][1] is not None
+    assert captured['step'][1] is captured['double'][1] is None
     assert torch.cuda.current_stream() == stream
 
 

@@ -398,8 +398,6 @@ def test_a_head_that_is_tied_to_the_embedding_is_trained_once():
     tied.head = tied.embedding
     grouped = [p for group in tied.param_groups().values() for p in group]
     assert len(grouped) == len(set(grouped)) == len(list(tied.parameters()))
-    tied.init_weights()
-    assert 0.01 < tied.head.std() < 0.03  # neither zero nor as large as an embedding
 
 
 REFUSED = [

@@ -183,7 +183,7 @@ def test_language_model_settings_reach_the_model(text, tmp_path):
     assert_settings(settings_of(tmp_path / 'best')['model'], sizes | {'vocab_size': 256})
 
 
-MUON = {'momentum': 0.95, 'weight_decay': 0.01, 'ns_steps': 5, 'nesterov': True, 'peak_lr': 0.02}
+MUON = {'momentum': 0.95, 'weight_decay': 0.01, 'peak_lr': 0.02}
 ADAMW = {'betas': (0.8, 0.95), 'weight_decay': 0.0, 'eps': 1e-10}
 RATES = {'embedding': 0.4, 'head': 0.008}  # at n_embd = 192; at 768 half of these
 MATRICES = {  # name: sqrt(max(1, out / in)), by which its updates are longer

@@ -81,7 +81,7 @@ TRIALS = [(False, 'attention', {'experts', 'loss'}), (True, 'experts', {'attenti
 
 
 @interpreted
-@pytest.mark.parametrize('decoding, broken, expected', TRIALS, ids=str)
+@pytest.mark.parametrize('decoding, broken, expected', TRIALS, ids=['training', 'decoding'])
 def test_a_form_that_is_off_by_10_percent_is_not_used(monkeypatch, decoding, broken, expected):
     """In the trial of a training chunk, or of a token that is decoded, which has no loss. Every run
     seems faster than the one before, so that each form that agrees is chosen."""
